@@ -1,0 +1,1 @@
+"""Strop: a compiler and runtime that makes PyTorch diffusion models fast."""

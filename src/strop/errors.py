@@ -1,0 +1,29 @@
+"""One class per mistake. Every message says what was got, where, and what to do."""
+
+
+class StropError(Exception):
+    """Base of every error that Strop raises on purpose."""
+
+
+class UnsupportedError(StropError, NotImplementedError):
+    """A program uses something that no stage can compile, and it cannot be run in torch either."""
+
+
+class CaptureError(StropError, RuntimeError):
+    """Tracing a module failed; the module keeps running in eager."""
+
+
+class ShapeError(StropError, ValueError):
+    """Sizes do not fit the compiled graph, or two sizes cannot be proven compatible."""
+
+
+class CodegenError(StropError, RuntimeError):
+    """Triton or the C++ compiler refused generated code, or is missing."""
+
+
+class CacheError(StropError, RuntimeError):
+    """A cache entry or an artefact is damaged, or was made for something else."""
+
+
+class OptionError(StropError, ValueError):
+    """An option or argument has a value that Strop does not know."""

@@ -1,0 +1,1 @@
+"""From the user's program to the graph IR: capture, symbolic sizes, decompositions, import."""

@@ -1,0 +1,206 @@
+"""Operators that are taken apart at import, each with the reason why it is not one node.
+
+Normalisations become reductions and pointwise nodes, so that the planner can fuse what stands
+before and after them; intermediate values are fp32 and only the result has the user's dtype.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.fx import Node as FxNode
+
+import strop.frontend.operators  # noqa: F401  (defines torch.ops.strop)
+from strop.ir.dims import Expr, const
+from strop.ir.graph import Builder, Node
+from strop.ir.ops import compute_dtype
+
+if TYPE_CHECKING:
+    from strop.frontend.importer import Importer
+
+aten = torch.ops.aten
+Rule = Callable[..., Any]
+
+
+def _binary(b: Builder, op: str, x: Node, y: Node, dtype: torch.dtype) -> Node:
+    attrs = {"alpha": 1} if op in ("add", "sub") else {}
+    return b.pointwise(op, x, y, dtype=dtype, **attrs)
+
+
+def _normalized(b: Builder, x: Node, dims: tuple[int, ...], eps: float) -> tuple[Node, Node, Node]:
+    """((x - mean) * rstd, mean, rstd) over ``dims``, in the compute type of x."""
+    wide = compute_dtype(x.dtype)
+    mean = b.reduce("mean", x, dims, wide)
+    var = b.reduce("var", x, dims, wide, correction=0)
+    rstd = b.pointwise("rsqrt", _binary(b, "add", var, b.constant(eps, wide), wide), dtype=wide)
+    return _binary(b, "mul", _binary(b, "sub", x, mean, wide), rstd, wide), mean, rstd
+
+
+def _affine(b: Builder, y: Node, weight: Node | None, bias: Node | None,
+            shape: Sequence[Expr | int], dtype: torch.dtype) -> Node:  # fmt: skip
+    """y * weight + bias, weights viewed as ``shape``; the result counts as ``dtype``, unrounded."""
+    for op, operand in (("mul", weight), ("add", bias)):
+        if operand is not None:
+            y = _binary(b, op, y, b.reshape(operand, shape), dtype)
+    return b.make("copy", (y,), y.shape, dtype) if y.dtype != dtype else y
+
+
+def _optional(im: Importer, fx: Any) -> Node | None:
+    return None if fx is None else im.node(fx)
+
+
+def _group_norm(im: Importer, fx: FxNode, x: Any, weight: Any, bias: Any, n: Any, c: Any,
+                hw: Any, groups: int, eps: float) -> tuple[Node, Node, Node]:  # fmt: skip
+    b, x = im.builder, im.node(x)
+    batch, channels = im.size(n), im.size(c)
+    width = channels.exact_div(const(groups))
+    assert width is not None, "torch has checked that the channels divide into groups"
+    grouped = b.reshape(x, (batch, groups, width, im.size(hw)))
+    y, mean, rstd = _normalized(b, grouped, (2, 3), eps)
+    per_channel = (1, channels, *[1] * (len(x.shape) - 2))
+    y = _affine(b, b.reshape(y, x.shape), _optional(im, weight), _optional(im, bias), per_channel,
+                x.dtype)  # fmt: skip
+    return y, b.reshape(mean, (batch, groups)), b.reshape(rstd, (batch, groups))
+
+
+def _layer_norm(im: Importer, fx: FxNode, x: Any, normalized: Sequence[Any], weight: Any,
+                bias: Any, eps: float) -> tuple[Node, Node, Node]:  # fmt: skip
+    b, x = im.builder, im.node(x)
+    rank = len(x.shape)
+    dims = tuple(range(rank - len(normalized), rank))
+    y, mean, rstd = _normalized(b, x, dims, eps)
+    shape = [x.shape[d] for d in dims]
+    return _affine(b, y, _optional(im, weight), _optional(im, bias), shape, x.dtype), mean, rstd
+
+
+def _softmax(im: Importer, fx: FxNode, x: Any, dim: int, half_to_float: bool) -> Node:
+    b, x, dtype = im.builder, im.node(x), fx.meta["val"].dtype
+    wide, dims = compute_dtype(x.dtype), (dim % len(x.shape),)
+    shifted = _binary(b, "sub", x, b.reduce("amax", x, dims, wide), wide)
+    powers = b.pointwise("exp", shifted, dtype=wide)
+    return _binary(b, "div", powers, b.reduce("sum", powers, dims, wide), dtype)
+
+
+def _cat(im: Importer, fx: FxNode, tensors: Sequence[Any], dim: int = 0) -> Node:
+    nodes = [im.node(t) for t in tensors]
+    nodes = [n for n in nodes if n.shape != (const(0),)]  # torch skips the legacy empty tensor
+    dtype, shape = fx.meta["val"].dtype, im.shape(fx)
+    nodes = [im.builder.cast(n, dtype) for n in nodes]
+    return im.builder.make("cat", nodes, shape, dtype, dim=dim % len(shape))
+
+
+def _arange(im: Importer, fx: FxNode, start: Any, end: Any, step: Any = 1, **_: Any) -> Node:
+    dtype = fx.meta["val"].dtype
+    return im.builder.make("iota", (), im.shape(fx), dtype, start=im.literal(start),
+                           step=im.literal(step))  # fmt: skip
+
+
+def _arange_from_zero(im: Importer, fx: FxNode, end: Any, **_: Any) -> Node:
+    return _arange(im, fx, 0, end)
+
+
+def _filled(value: float | None) -> Rule:
+    def rule(im: Importer, fx: FxNode, *args: Any, **_: Any) -> Node:
+        fill = args[1] if value is None else value
+        dtype, shape = fx.meta["val"].dtype, im.shape(fx)
+        one = im.builder.constant(im.literal(fill), dtype)
+        return im.builder.expand(im.builder.view_as_rank(one, len(shape)), shape)
+
+    return rule
+
+
+def _linear(im: Importer, fx: FxNode, x: Any, weight: Any, bias: Any = None) -> Node:
+    inputs = [im.node(t) for t in (x, weight, bias) if t is not None]
+    return im.builder.make("linear", inputs, im.shape(fx), inputs[0].dtype)
+
+
+def _addmm(im: Importer, fx: FxNode, bias: Any, x: Any, w: Any, *, beta: float = 1,
+           alpha: float = 1) -> Node | None:  # fmt: skip
+    nodes = im.node(x), im.builder.permute(im.node(w), (1, 0)), im.node(bias)
+    if beta != 1 or alpha != 1 or len(nodes[2].shape) != 1:
+        return None
+    return im.builder.make("linear", nodes, im.shape(fx), nodes[0].dtype)
+
+
+def _mm(im: Importer, fx: FxNode, x: Any, w: Any) -> Node:
+    weight = im.builder.permute(im.node(w), (1, 0))
+    return im.builder.make("linear", (im.node(x), weight), im.shape(fx), weight.dtype)
+
+
+def _bmm(im: Importer, fx: FxNode, x: Any, y: Any) -> Node:
+    return im.builder.make("matmul", (im.node(x), im.node(y)), im.shape(fx), im.node(x).dtype)
+
+
+def _conv2d(im: Importer, fx: FxNode, x: Any, weight: Any, bias: Any, stride: Sequence[int],
+            padding: Sequence[int], dilation: Sequence[int], groups: int) -> Node:  # fmt: skip
+    b, x, w = im.builder, im.node(x), im.node(weight)
+    y = b.make("conv2d", (x, w), im.shape(fx), x.dtype, stride=tuple(stride),
+               padding=tuple(padding), dilation=tuple(dilation), groups=groups)  # fmt: skip
+    if bias is None:
+        return y
+    return _binary(b, "add", y, b.reshape(im.node(bias), (1, w.shape[0], 1, 1)), x.dtype)
+
+
+def _convolution(im: Importer, fx: FxNode, x: Any, weight: Any, bias: Any, stride: Any,
+                 padding: Any, dilation: Any, transposed: bool, output_padding: Any,
+                 groups: int) -> Node | None:  # fmt: skip
+    if transposed or len(stride) != 2:
+        return None
+    return _conv2d(im, fx, x, weight, bias, stride, padding, dilation, groups)
+
+
+def _attention(im: Importer, fx: FxNode, q: Any, k: Any, v: Any, mask: Any, causal: bool,
+               scale: float | None) -> Node:  # fmt: skip
+    nodes = [im.node(t) for t in (q, k, v, mask) if t is not None]
+    scale = 1 / math.sqrt(nodes[0].shape[-1].value) if scale is None else scale
+    shape = (*nodes[0].shape[:-1], nodes[2].shape[-1])
+    return im.builder.make("attention", nodes, shape, nodes[0].dtype, causal=causal, scale=scale)
+
+
+def _fused_attention(im: Importer, fx: FxNode, q: Any, k: Any, v: Any, dropout: float = 0.0,
+                     causal: bool = False, *args: Any, attn_mask: Any = None,
+                     scale: float | None = None) -> tuple[Any, ...] | None:  # fmt: skip
+    """torch's inference kernels. With more outputs in use (training) the call stays opaque."""
+    used = {user.args[1] for user in fx.users}
+    if dropout or used - {0}:
+        return None
+    return (_attention(im, fx, q, k, v, attn_mask, causal, scale),)
+
+
+def _copy_(im: Importer, fx: FxNode, destination: Any, value: Any) -> Node:
+    target = im.node(destination)
+    source = im.builder.cast(im.node(value), target.dtype)
+    return im.builder.make("write", (target, source), target.shape, target.dtype)
+
+
+DECOMPOSITIONS: dict[Any, Rule] = {
+    # fused with their neighbours
+    aten.native_group_norm.default: _group_norm,
+    aten.native_layer_norm.default: _layer_norm,
+    aten._softmax.default: _softmax,
+    # several spellings of one thing
+    aten.cat.default: _cat,
+    aten.arange.start_step: _arange,
+    aten.arange.start: _arange,
+    aten.arange.default: _arange_from_zero,
+    aten.full.default: _filled(None),
+    aten.full_like.default: _filled(None),
+    aten.zeros.default: _filled(0),
+    aten.zeros_like.default: _filled(0),
+    aten.ones.default: _filled(1),
+    aten.ones_like.default: _filled(1),
+    aten.copy_.default: _copy_,
+    # library anchors; a convolution's bias is added by the kernel that reads its result
+    torch.ops.strop.linear.default: _linear,
+    aten.linear.default: _linear,
+    aten.addmm.default: _addmm,
+    aten.mm.default: _mm,
+    aten.bmm.default: _bmm,
+    torch.ops.strop.conv2d.default: _conv2d,
+    aten.convolution.default: _convolution,
+    torch.ops.strop.attention.default: _attention,
+    aten._scaled_dot_product_flash_attention_for_cpu.default: _fused_attention,
+}

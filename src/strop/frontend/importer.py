@@ -1,0 +1,239 @@
+"""FX graph of ATen calls -> graph IR. Views become views, pointwise rows pointwise nodes, the
+operators with a decomposition are taken apart, and every other call stays a call into torch."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.fx import GraphModule
+from torch.fx import Node as FxNode
+
+from strop.errors import ShapeError, UnsupportedError
+from strop.frontend.decompositions import DECOMPOSITIONS
+from strop.frontend.symbols import Symbols
+from strop.frontend.views import VIEWS
+from strop.ir.dims import Expr, const
+from strop.ir.graph import Builder, Graph, Node, Ref, finish
+from strop.ir.ops import Kind, Op, Operands, compute_dtype, rows_for
+
+Value = Any  # Node, a tuple of Nodes, or a literal that is not a tensor
+
+
+@dataclass
+class Importer:
+    """State of one import. ``builder`` makes the nodes, ``symbols`` translates the sizes."""
+
+    symbols: Symbols
+    builder: Builder = field(default_factory=Builder)
+    values: dict[FxNode, Value] = field(default_factory=dict)
+    opaque: list[str] = field(default_factory=list)
+
+    def node(self, fx: Any) -> Node:
+        value = self.values[fx] if isinstance(fx, FxNode) else fx
+        if not isinstance(value, Node):
+            raise UnsupportedError(f"a tensor was expected, got {value!r}")
+        return value
+
+    def shape(self, fx: FxNode) -> tuple[Expr, ...]:
+        return self.symbols.shape(fx.meta["val"].shape)
+
+    def literal(self, value: Any) -> Any:
+        """An argument that is no tensor: sizes become Exprs, nodes that hold sizes too."""
+        if isinstance(value, FxNode):
+            value = value.meta["val"]
+        if isinstance(value, torch.SymInt):
+            return self.symbols.size(value)
+        if isinstance(value, list | tuple):
+            return tuple(self.literal(v) for v in value)
+        return value
+
+    def size(self, value: Any) -> Expr:
+        return self.symbols.size(value.meta["val"] if isinstance(value, FxNode) else value)
+
+    def operand(self, arg: Any, dtype: torch.dtype) -> Node:
+        """A tensor operand, or a number (or size) as a constant of ``dtype``."""
+        if isinstance(arg, FxNode) and isinstance(self.values.get(arg), Node):
+            return self.node(arg)
+        value = self.literal(arg)
+        if isinstance(value, Expr) and value.is_const:
+            value = value.value
+        return self.builder.constant(value, dtype)
+
+
+def import_graph(
+    gm: GraphModule,
+    symbols: Symbols,
+    hints: Mapping[str, int],
+    origins: Mapping[str, str],
+) -> tuple[Graph, list[Any]]:
+    """The graph IR of ``gm`` and the list of what it returns.
+
+    A returned item is an index into ``graph.outputs`` wrapped in Ref, an Expr, or a plain value.
+    """
+    importer = Importer(symbols)
+    inputs: list[Node] = []
+    for fx in gm.graph.nodes:
+        importer.builder.origin = origins.get(fx.name, "")
+        if fx.op == "placeholder":
+            inputs.append(_input(importer, fx, len(inputs)))
+        elif fx.op == "call_function":
+            importer.values[fx] = _call(importer, fx)
+        elif fx.op == "get_attr":
+            raise UnsupportedError(f"{fx.target}: a tensor constant made while tracing")
+        elif fx.op == "output":
+            returned = fx.args[0]
+    outputs: list[Node] = []
+    result = [_returned(importer, item, outputs) for item in returned]
+    return finish(importer.builder, inputs, outputs, hints), result
+
+
+def _returned(importer: Importer, item: Any, outputs: list[Node]) -> Any:
+    value = importer.values.get(item, item) if isinstance(item, FxNode) else item
+    if isinstance(value, Node):
+        outputs.append(value)
+        return Ref(len(outputs) - 1)
+    return importer.literal(item)
+
+
+def _input(importer: Importer, fx: FxNode, index: int) -> Node:
+    """Placeholder ``index``. A size placeholder becomes an input without use."""
+    value = fx.meta["val"]
+    shape: tuple[Expr, ...] = ()
+    dtype, order = torch.int64, None
+    if isinstance(value, torch.Tensor):
+        shape, dtype = importer.shape(fx), value.dtype
+        order = memory_order(importer.symbols.shape(value.stride()), shape)
+    node = importer.builder.make("input", (), shape, dtype, order=order, index=index)
+    if isinstance(value, torch.Tensor):
+        importer.values[fx] = node
+    return node
+
+
+def memory_order(strides: Sequence[Expr], shape: Sequence[Expr]) -> tuple[int, ...] | None:
+    """The order of dims in memory for dense strides; None when contiguous."""
+    remaining = [d for d in range(len(shape)) if shape[d] != const(1)]
+    ones = [d for d in range(len(shape)) if shape[d] == const(1)]
+    order: list[int] = []
+    step = const(1)
+    while remaining:
+        dim = next((d for d in reversed(remaining) if strides[d] == step), None)
+        if dim is None:
+            raise ShapeError(f"input strides {list(map(str, strides))} are not dense")
+        order.insert(0, dim)
+        remaining.remove(dim)
+        step = step * shape[dim]
+    full = ones + order
+    return None if [d for d in full if d not in ones] == sorted(order) else tuple(full)
+
+
+def _call(importer: Importer, fx: FxNode) -> Value:
+    if not _is_tensorial(fx.meta.get("val")):
+        return None  # arithmetic on sizes; users read the value from its meta
+    if fx.target is operator.getitem:
+        return importer.values[fx.args[0]][fx.args[1]]  # type: ignore[index]
+    for table in (VIEWS, DECOMPOSITIONS):
+        rule = table.get(fx.target)
+        value = rule(importer, fx, *fx.args, **fx.kwargs) if rule else None
+        if value is not None:
+            return value
+    bound = bind_arguments(fx)
+    for row in rows_for(fx.target):
+        if row.when(bound):
+            return _pointwise(importer, fx, row, bound) if row.kind is Kind.POINTWISE else (
+                _reduction(importer, fx, row, bound))  # fmt: skip
+    return opaque_call(importer, fx)
+
+
+def _is_tensorial(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return any(isinstance(v, torch.Tensor) for v in value)
+    return isinstance(value, torch.Tensor)
+
+
+def bind_arguments(fx: FxNode) -> dict[str, Any]:
+    """Arguments by their schema names, defaults included."""
+    schema = fx.target._schema.arguments  # type: ignore[union-attr]
+    bound = {a.name: a.default_value for a in schema if a.has_default_value()}
+    bound |= dict(zip((a.name for a in schema), fx.args, strict=False))
+    return bound | dict(fx.kwargs)
+
+
+_OPERAND_NAMES = ("self", "other", "condition", "input", "tensor1", "tensor2")
+
+
+def _pointwise(importer: Importer, fx: FxNode, row: Op, bound: Mapping[str, Any]) -> Node:
+    """Tensor and number operands become inputs, whatever else the schema has an attribute."""
+    result = fx.meta["val"].dtype
+    operands = [bound[name] for name in bound if name in _OPERAND_NAMES]
+    dtypes = [o.meta["val"].dtype for o in operands
+              if isinstance(o, FxNode) and isinstance(o.meta["val"], torch.Tensor)]  # fmt: skip
+    literal = result if row.operands is not Operands.PROMOTED else _promoted(dtypes, operands)
+    inputs = [importer.operand(o, compute_dtype(literal)) for o in operands]
+    if row.name == "cast":
+        return importer.builder.cast(inputs[0], result)
+    attrs = {name: importer.literal(bound[name]) for name in row.attrs}
+    return importer.builder.pointwise(row.name, *inputs, dtype=result, **attrs)
+
+
+def _promoted(dtypes: Sequence[torch.dtype], operands: Sequence[Any]) -> torch.dtype:
+    dtype = dtypes[0]
+    for other in dtypes[1:]:
+        dtype = torch.promote_types(dtype, other)
+    has_float = any(isinstance(o, float) for o in operands)
+    return torch.get_default_dtype() if has_float and not dtype.is_floating_point else dtype
+
+
+def _reduction(importer: Importer, fx: FxNode, row: Op, bound: Mapping[str, Any]) -> Node | None:
+    x, value = importer.node(bound["self"]), fx.meta["val"]
+    dims = bound.get("dim")
+    dims = tuple(range(len(x.shape))) if not dims and dims != 0 else dims
+    dims = (dims,) if isinstance(dims, int) else tuple(d % len(x.shape) for d in dims)
+    attrs = {}
+    if row.name == "var":
+        correction = bound.get("correction")
+        attrs["correction"] = 1 if correction is None else int(correction)
+    reduced = importer.builder.reduce(row.name, x, tuple(sorted(dims)), value.dtype, **attrs)
+    return importer.builder.reshape(reduced, importer.shape(fx))
+
+
+def opaque_call(importer: Importer, fx: FxNode) -> Value:
+    """Any other overload: torch runs it. Its tensors become inputs, the rest a template."""
+    inputs: list[Node] = []
+
+    def template(arg: Any) -> Any:
+        if isinstance(arg, FxNode) and isinstance(importer.values.get(arg), Node):
+            inputs.append(importer.values[arg])
+            return Ref(len(inputs) - 1)
+        if isinstance(arg, list | tuple):
+            return tuple(template(a) for a in arg)
+        return importer.literal(arg)
+
+    args = tuple(template(a) for a in fx.args)
+    kwargs = tuple(sorted((k, template(v)) for k, v in fx.kwargs.items()))
+    value = fx.meta["val"]
+    values = value if isinstance(value, list | tuple) else [value]
+    outputs = tuple(
+        (importer.symbols.shape(v.shape), v.dtype) if isinstance(v, torch.Tensor) else None
+        for v in values
+    )
+    single = not isinstance(value, list | tuple)
+    shape, dtype = outputs[0] if single and outputs[0] else ((), torch.uint8)
+    call = importer.builder.make(
+        "aten", inputs, shape, dtype, target=str(fx.target), args=args, kwargs=kwargs,
+        outputs=outputs, single=single, tag=fx.name if _is_random(fx.target) else "",
+    )  # fmt: skip
+    importer.opaque.append(str(fx.target))
+    if single:
+        return call
+    return tuple(
+        importer.builder.make("item", (call,), out[0], out[1], index=i) if out else None
+        for i, out in enumerate(outputs)
+    )
+
+
+def _is_random(target: Callable[..., Any]) -> bool:
+    return torch.Tag.nondeterministic_seeded in getattr(target, "tags", ())

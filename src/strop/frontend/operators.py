@@ -1,0 +1,125 @@
+"""Operators that capture keeps whole: linear, conv2d and attention as one node each.
+
+While a module is traced, the torch.nn.functional calls below are retargeted to these operators.
+Their shape rules are plain arithmetic, so tracing never asks a convolution or attention backend,
+whose answers would plant guards on batch and size. They also run as ordinary torch operators.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+_library = torch.library.Library("strop", "DEF")
+_library.define("linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
+_library.define(
+    "conv2d(Tensor x, Tensor weight, Tensor? bias, int[] stride, int[] padding, int[] dilation,"
+    " int groups) -> Tensor"
+)
+_library.define(
+    "attention(Tensor q, Tensor k, Tensor v, Tensor? mask, bool causal, float? scale) -> Tensor"
+)
+
+
+def _conv2d(x: Tensor, weight: Tensor, bias: Tensor | None, stride: list[int],
+            padding: list[int], dilation: list[int], groups: int) -> Tensor:  # fmt: skip
+    return torch.conv2d(x, weight, bias, stride, padding, dilation, groups)
+
+
+def _attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool,
+               scale: float | None) -> Tensor:  # fmt: skip
+    return F.scaled_dot_product_attention(q, k, v, mask, 0.0, causal, scale=scale)
+
+
+_library.impl("linear", F.linear, "CompositeExplicitAutograd")
+_library.impl("conv2d", _conv2d, "CompositeExplicitAutograd")
+_library.impl("attention", _attention, "CompositeExplicitAutograd")
+
+
+@torch.library.register_fake("strop::linear")
+def _linear_shape(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return x.new_empty((*x.shape[:-1], weight.shape[0]))
+
+
+@torch.library.register_fake("strop::conv2d")
+def _conv2d_shape(x: Tensor, weight: Tensor, bias: Tensor | None, stride: list[int],
+                  padding: list[int], dilation: list[int], groups: int) -> Tensor:  # fmt: skip
+    spatial = [
+        (size + 2 * pad - gap * (kernel - 1) - 1) // step + 1
+        for size, kernel, step, pad, gap in zip(
+            x.shape[2:], weight.shape[2:], stride, padding, dilation, strict=True
+        )
+    ]
+    return x.new_empty((x.shape[0], weight.shape[0], *spatial))
+
+
+@torch.library.register_fake("strop::attention")
+def _attention_shape(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool,
+                     scale: float | None) -> Tensor:  # fmt: skip
+    return q.new_empty((*q.shape[:-1], v.shape[-1]))
+
+
+def _pair(value: int | Sequence[int]) -> list[int]:
+    return [value, value] if isinstance(value, int) else list(value)
+
+
+def _call_conv2d(x: Tensor, weight: Tensor, bias: Tensor | None = None, stride: Any = 1,
+                 padding: Any = 0, dilation: Any = 1, groups: int = 1) -> Tensor:  # fmt: skip
+    if isinstance(padding, str) or x.dim() != 4:
+        return torch.conv2d(x, weight, bias, stride, padding, dilation, groups)
+    result: Tensor = torch.ops.strop.conv2d(
+        x, weight, bias, _pair(stride), _pair(padding), _pair(dilation), groups
+    )
+    return result
+
+
+def _call_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    result: Tensor = torch.ops.strop.linear(x, weight, bias)
+    return result
+
+
+def _call_attention(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None,
+                    dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None,
+                    enable_gqa: bool = False) -> Tensor:  # fmt: skip
+    if dropout_p or enable_gqa or q.dim() != 4:
+        return F.scaled_dot_product_attention(
+            q, k, v, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+    result: Tensor = torch.ops.strop.attention(q, k, v, attn_mask, is_causal, scale)
+    return result
+
+
+def _call_interpolate(x: Tensor, size: Any = None, scale_factor: Any = None,
+                      mode: str = "nearest", *args: Any, **kwargs: Any) -> Tensor:  # fmt: skip
+    """Nearest by a whole factor is a broadcast: each pixel is read several times, none computed."""
+    factors = {float(f) for f in scale_factor} if isinstance(scale_factor, tuple | list) else (
+        {float(scale_factor)} if scale_factor is not None else set())  # fmt: skip
+    if mode != "nearest" or x.dim() != 4 or len(factors) != 1 or not min(factors).is_integer():
+        return F.interpolate(x, size, scale_factor, mode, *args, **kwargs)
+    factor = int(factors.pop())
+    n, c, h, w = x.shape
+    tall = x[:, :, :, None, :, None].expand(n, c, h, factor, w, factor)
+    return tall.reshape(n, c, h * factor, w * factor)
+
+
+RETARGET: dict[Callable[..., Any], Callable[..., Tensor]] = {
+    F.linear: _call_linear,
+    F.conv2d: _call_conv2d,
+    torch.conv2d: _call_conv2d,
+    F.scaled_dot_product_attention: _call_attention,
+    F.interpolate: _call_interpolate,
+}
+
+
+class Retarget(TorchFunctionMode):
+    """Send the functionals of RETARGET to the operators of this file while tracing."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        return RETARGET.get(func, func)(*args, **(kwargs or {}))

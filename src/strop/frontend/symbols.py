@@ -1,0 +1,128 @@
+"""From torch's sympy sizes to our polynomials, and from its guards to checks that we can run.
+
+Torch keeps facts such as ``s0 % 8 == 0`` as guards and goes on printing sizes as
+``8*((s0 - 1)//8) + 8``. Here such guards are *solved*: s0 becomes ``8*t0``, after which every
+size is a plain polynomial again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import sympy
+import torch
+from torch.utils._sympy.functions import CleanDiv, FloorDiv, Mod, PythonMod
+
+from strop.errors import UnsupportedError
+from strop.ir.dims import Expr, const, symbol, to_expr
+
+_RELATIONS = {
+    sympy.Eq: "==", sympy.Ne: "!=", sympy.Lt: "<", sympy.Le: "<=", sympy.Gt: ">", sympy.Ge: ">=",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Guard:
+    """``left relation right`` must hold for the graph to be right at these sizes."""
+
+    left: Expr
+    relation: str
+    right: Expr
+
+    def holds(self, env: Mapping[str, int]) -> bool:
+        a, b = self.left.eval(env), self.right.eval(env)
+        return {"==": a == b, "!=": a != b, "<": a < b, "<=": a <= b, ">": a > b, ">=": a >= b}[
+            self.relation
+        ]
+
+    def __str__(self) -> str:
+        return f"{self.left} {self.relation} {self.right}"
+
+
+@dataclass
+class Symbols:
+    """Converts sympy sizes. ``names`` maps torch's symbol names to root names of our own."""
+
+    names: dict[str, Expr] = field(default_factory=dict)
+    _memo: dict[Any, Expr] = field(default_factory=dict)
+
+    def size(self, value: int | torch.SymInt | Any) -> Expr:
+        if isinstance(value, int):
+            return const(value)
+        expression = value.node.expr if isinstance(value, torch.SymInt) else value
+        if expression not in self._memo:
+            self._memo[expression] = self._convert(expression)
+        return self._memo[expression]
+
+    def shape(self, sizes: Iterable[Any]) -> tuple[Expr, ...]:
+        return tuple(self.size(s) for s in sizes)
+
+    def _convert(self, e: Any) -> Expr:
+        if isinstance(e, sympy.Integer):
+            return const(int(e))
+        if isinstance(e, sympy.Symbol):
+            return self.names.get(e.name, symbol(e.name))
+        if isinstance(e, sympy.Pow) and isinstance(e.exp, sympy.Integer) and e.exp > 0:
+            return self._multiplied([e.base] * int(e.exp))
+        if isinstance(e, sympy.Mul):
+            return self._multiplied(e.args)
+        if isinstance(e, sympy.Add):
+            return sum((self.size(a) for a in e.args), start=const(0))
+        if isinstance(e, FloorDiv | CleanDiv):
+            return self._floor_div(*e.args)
+        if isinstance(e, Mod | PythonMod):
+            return self.size(e.args[0]) - self._floor_div(*e.args) * self.size(e.args[1])
+        raise UnsupportedError(f"size {e} ({type(e).__name__}) is outside the size language")
+
+    def _multiplied(self, factors: Iterable[Any]) -> Expr:
+        total = const(1)
+        for factor in factors:
+            total = total * self.size(factor)
+        return total
+
+    def _floor_div(self, numerator: Any, divisor: Any) -> Expr:
+        top, bottom = self.size(numerator), self.size(divisor)
+        exact = top.exact_div(bottom)
+        if exact is not None:
+            return exact
+        if not bottom.is_const:
+            raise UnsupportedError(f"({top})//({bottom}): division of sizes by a symbolic size")
+        return top // bottom.value
+
+    def solve(self, guards: Iterable[Any], hints: Mapping[str, int]) -> None:
+        """Rewrite roots that a guard shows to be multiples: s becomes k*t."""
+        for guard in guards:
+            if isinstance(guard, sympy.Eq):
+                self._solve_equation(guard, hints)
+
+    def _solve_equation(self, guard: Any, hints: Mapping[str, int]) -> None:
+        divisors = {int(d.args[1]) for d in guard.atoms(FloorDiv, Mod, PythonMod)
+                    if isinstance(d.args[1], sympy.Integer)}  # fmt: skip
+        roots = sorted(s.name for s in guard.free_symbols)
+        if len(roots) != 1 or roots[0] in self.names:
+            return
+        for k in sorted(divisors):
+            trial = Symbols({**self.names, roots[0]: k * symbol(f"{roots[0]}_{k}")})
+            if hints.get(roots[0], 0) % k == 0 and trial.size(guard.lhs) == trial.size(guard.rhs):
+                self.names.update(trial.names)
+                self._memo.clear()
+                return
+
+    def guards(self, expressions: Iterable[Any]) -> tuple[Guard, ...]:
+        """Run-time checks for torch's guards; those that are now identities drop out."""
+        kept: dict[str, Guard] = {}
+        for e in expressions:
+            relation = _RELATIONS.get(type(e))
+            if relation is None:
+                raise UnsupportedError(f"guard {e} is outside the size language")
+            guard = Guard(self.size(e.lhs), relation, self.size(e.rhs))
+            if not _always_holds(guard):
+                kept[str(guard)] = guard
+        return tuple(kept[text] for text in sorted(kept))
+
+
+def _always_holds(guard: Guard) -> bool:
+    difference = guard.left - guard.right
+    return difference.is_const and Guard(difference, guard.relation, to_expr(0)).holds({})

@@ -1,0 +1,1 @@
+"""The data that the stages hand to each other: sizes, graph, operator table, loop IR."""

@@ -1,0 +1,255 @@
+"""Symbolic sizes: polynomials with integer coefficients over root symbols.
+
+A size such as ``64*b*h*w`` is a sum of monomials. Roots stand for positive integers that are
+known at run time (batch, latent height, ...). A floor division that does not come out even
+becomes an atom of its own, so that "any size" graphs work too. Questions that the compiler asks
+(equal? a multiple of 16? how large, likely?) are answered from the polynomial alone and never
+reach torch's ShapeEnv, where they would plant guards.
+"""
+
+from __future__ import annotations
+
+import ast
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+from strop.errors import ShapeError
+
+Env = Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Floor:
+    """floor(numerator / divisor) that no rule could divide out."""
+
+    numerator: Expr
+    divisor: int
+
+    def __str__(self) -> str:
+        return f"(({self.numerator})//{self.divisor})"
+
+
+Atom = str | Floor
+Monomial = tuple[Atom, ...]
+
+
+@dataclass(frozen=True)
+class Expr:
+    """An immutable polynomial; build it with ``const``, ``symbol`` and the operators."""
+
+    terms: tuple[tuple[Monomial, int], ...]
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash(self.terms)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __add__(self, other: Expr | int) -> Expr:
+        total = dict(self.terms)
+        for monomial, coefficient in to_expr(other).terms:
+            total[monomial] = total.get(monomial, 0) + coefficient
+        return _from_terms(total)
+
+    def __sub__(self, other: Expr | int) -> Expr:
+        return self + to_expr(other) * -1
+
+    def __mul__(self, other: Expr | int) -> Expr:
+        product: dict[Monomial, int] = {}
+        for left, c in self.terms:
+            for right, d in to_expr(other).terms:
+                monomial = _sorted_monomial(left + right)
+                product[monomial] = product.get(monomial, 0) + c * d
+        return _from_terms(product)
+
+    __radd__ = __add__
+    __rmul__ = __mul__
+
+    def __rsub__(self, other: int) -> Expr:
+        return to_expr(other) - self
+
+    def __floordiv__(self, divisor: int) -> Expr:
+        """floor(self / divisor), exact wherever the polynomial shows it."""
+        if divisor <= 0:
+            raise ShapeError(f"sizes are divided by positive integers only, got {divisor}")
+        even = {m: c // divisor for m, c in self.terms if c % divisor == 0}
+        rest = _from_terms({m: c for m, c in self.terms if c % divisor})
+        if rest.is_const:
+            return _from_terms(even) + rest.value // divisor
+        return _from_terms(even) + Expr((((Floor(rest, divisor),), 1),))
+
+    @property
+    def is_const(self) -> bool:
+        return not self.terms or (len(self.terms) == 1 and not self.terms[0][0])
+
+    @property
+    def value(self) -> int:
+        """The integer that a constant expression stands for."""
+        if not self.is_const:
+            raise ShapeError(f"{self} is symbolic, a constant was needed")
+        return self.terms[0][1] if self.terms else 0
+
+    @cached_property
+    def divisor(self) -> int:
+        """The largest integer that provably divides this size whatever the roots are."""
+        return math.gcd(*(c for _, c in self.terms)) if self.terms else 0
+
+    def is_multiple_of(self, k: int) -> bool:
+        return self.divisor % k == 0
+
+    def exact_div(self, other: Expr) -> Expr | None:
+        """self / other when it is a polynomial, else None."""
+        if not other.terms:
+            return None
+        if len(other.terms) > 1:
+            return _divide_polynomial(self, other)
+        (monomial, coefficient) = other.terms[0]
+        quotient: dict[Monomial, int] = {}
+        for m, c in self.terms:
+            rest = _remove(m, monomial)
+            if rest is None or c % coefficient:
+                return None
+            quotient[rest] = c // coefficient
+        return _from_terms(quotient)
+
+    def eval(self, env: Env) -> int:
+        """The size for these values of the roots."""
+        total = 0
+        for monomial, coefficient in self.terms:
+            product = coefficient
+            for atom in monomial:
+                if isinstance(atom, str):
+                    product *= env[atom]
+                else:
+                    product *= atom.numerator.eval(env) // atom.divisor
+            total += product
+        return total
+
+    def substitute(self, env: Mapping[str, Expr]) -> Expr:
+        """Replace roots by expressions."""
+        total = const(0)
+        for monomial, coefficient in self.terms:
+            product = const(coefficient)
+            for atom in monomial:
+                if isinstance(atom, str):
+                    product = product * env.get(atom, symbol(atom))
+                else:
+                    product = product * (atom.numerator.substitute(env) // atom.divisor)
+            total = total + product
+        return total
+
+    @cached_property
+    def roots(self) -> frozenset[str]:
+        found: set[str] = set()
+        for monomial, _ in self.terms:
+            for atom in monomial:
+                found |= {atom} if isinstance(atom, str) else atom.numerator.roots
+        return frozenset(found)
+
+    def __str__(self) -> str:
+        return self._text
+
+    @cached_property
+    def _text(self) -> str:
+        if not self.terms:
+            return "0"
+        parts = []
+        for monomial, coefficient in self.terms:
+            factors = [str(atom) for atom in monomial]
+            if coefficient != 1 or not factors:
+                factors.insert(0, str(coefficient))
+            parts.append("*".join(factors))
+        return " + ".join(parts).replace("+ -", "- ")
+
+    def __repr__(self) -> str:
+        return f"Expr({self})"
+
+
+def _sorted_monomial(atoms: Iterable[Atom]) -> Monomial:
+    return tuple(sorted(atoms, key=str))
+
+
+def _from_terms(terms: Mapping[Monomial, int]) -> Expr:
+    kept = [(m, c) for m, c in terms.items() if c]
+    kept.sort(key=lambda term: (-len(term[0]), [str(a) for a in term[0]]))
+    return Expr(tuple(kept))
+
+
+def _remove(monomial: Monomial, factor: Monomial) -> Monomial | None:
+    rest = list(monomial)
+    for atom in factor:
+        if atom not in rest:
+            return None
+        rest.remove(atom)
+    return tuple(rest)
+
+
+def _divide_polynomial(dividend: Expr, divisor: Expr) -> Expr | None:
+    """Long division by the leading term; None when a remainder is left."""
+    quotient, rest = const(0), dividend
+    lead = Expr((divisor.terms[0],))
+    for _ in range(len(dividend.terms) + 1):
+        if not rest.terms:
+            return quotient
+        step = Expr((rest.terms[0],)).exact_div(lead)
+        if step is None:
+            return None
+        quotient, rest = quotient + step, rest - step * divisor
+    return None
+
+
+@lru_cache(maxsize=4096)
+def const(value: int) -> Expr:
+    return Expr((((), value),)) if value else Expr(())
+
+
+@lru_cache(maxsize=256)
+def symbol(name: str) -> Expr:
+    return Expr((((name,), 1),))
+
+
+def to_expr(value: Expr | int) -> Expr:
+    return value if isinstance(value, Expr) else const(int(value))
+
+
+def product(sizes: Iterable[Expr]) -> Expr:
+    total = const(1)
+    for size in sizes:
+        total = total * size
+    return total
+
+
+@lru_cache(maxsize=16384)
+def parse(text: str) -> Expr:
+    """The inverse of ``str``: integers, names, + - * // and parentheses.
+
+    Raises ShapeError for any other text, so that a damaged plan is refused and never evaluated.
+    """
+    try:
+        tree = ast.parse(text.strip(), mode="eval").body
+    except SyntaxError as error:
+        raise ShapeError(f"not a size expression: {text!r}") from error
+    return _parse_node(tree, text)
+
+
+def _parse_node(node: ast.expr, text: str) -> Expr:
+    if isinstance(node, ast.Constant) and isinstance(node.value, int):
+        return const(node.value)
+    if isinstance(node, ast.Name):
+        return symbol(node.id)
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        return _parse_node(node.operand, text) * -1
+    if isinstance(node, ast.BinOp):
+        left, right = _parse_node(node.left, text), _parse_node(node.right, text)
+        if isinstance(node.op, ast.Add):
+            return left + right
+        if isinstance(node.op, ast.Sub):
+            return left - right
+        if isinstance(node.op, ast.Mult):
+            return left * right
+        if isinstance(node.op, ast.FloorDiv) and right.is_const:
+            return left // right.value
+    raise ShapeError(f"not a size expression: {text!r}")

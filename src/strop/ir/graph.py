@@ -1,0 +1,221 @@
+"""The graph IR: a list of nodes in execution order, each a pure function of earlier nodes.
+
+Shapes are logical (torch's), sizes symbolic. ``order`` says in which order the logical dims lie
+in memory (None: as they are); it is set by the layout pass and nothing else looks at memory.
+Nodes are immutable: a pass builds a new graph with ``rewrite``. ``Builder`` merges equal nodes
+and folds views as it goes, so common subexpressions and dead code never survive a rewrite.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from strop.errors import ShapeError
+from strop.ir.dims import Expr, const, product, to_expr
+from strop.ir.ops import OPS, Kind, Op
+
+Shape = tuple[Expr, ...]
+_serial = itertools.count()
+
+
+@dataclass(frozen=True, slots=True)
+class Ref:
+    """Stands for ``inputs[index]`` inside the argument list of an ``aten`` node."""
+
+    index: int
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Node:
+    """One value. ``origin`` is the path of the module in the user's model that asked for it."""
+
+    op: str
+    inputs: tuple[Node, ...]
+    attrs: Mapping[str, Any]
+    shape: Shape
+    dtype: torch.dtype
+    origin: str = ""
+    order: tuple[int, ...] | None = None
+    serial: int = field(default_factory=lambda: next(_serial))
+
+    @property
+    def row(self) -> Op:
+        return OPS[self.op]
+
+    @property
+    def kind(self) -> Kind:
+        return OPS[self.op].kind
+
+    @property
+    def numel(self) -> Expr:
+        return product(self.shape)
+
+    @property
+    def strides(self) -> Shape:
+        """Dense strides in elements for ``order``."""
+        return dense_strides(self.shape, self.order)
+
+    def __repr__(self) -> str:
+        sizes = ", ".join(map(str, self.shape))
+        args = ", ".join(f"n{i.serial}" for i in self.inputs)
+        return f"n{self.serial} = {self.op}({args}) {self.dtype} [{sizes}]  {self.origin}"
+
+
+def dense_strides(shape: Shape, order: tuple[int, ...] | None = None) -> Shape:
+    strides: list[Expr] = [const(1)] * len(shape)
+    step = const(1)
+    for dim in reversed(order or tuple(range(len(shape)))):
+        strides[dim] = step
+        step = step * shape[dim]
+    return tuple(strides)
+
+
+@dataclass(frozen=True, slots=True)
+class Graph:
+    """A program over tensors. ``hints`` are the root sizes that it was traced with."""
+
+    nodes: tuple[Node, ...]
+    inputs: tuple[Node, ...]
+    outputs: tuple[Node, ...]
+    hints: Mapping[str, int]
+
+    def users(self) -> dict[Node, list[Node]]:
+        users: dict[Node, list[Node]] = {node: [] for node in self.nodes}
+        for node in self.nodes:
+            for operand in dict.fromkeys(node.inputs):
+                users[operand].append(node)
+        return users
+
+    def __str__(self) -> str:
+        return "\n".join(map(repr, self.nodes))
+
+
+class Builder:
+    """Makes nodes. Equal nodes are made once; views of views become one view or none."""
+
+    def __init__(self) -> None:
+        self.nodes: list[Node] = []
+        self.origin = ""
+        self._made: dict[Any, Node] = {}
+
+    def make(
+        self, op: str, inputs: Sequence[Node], shape: Iterable[Expr | int], dtype: torch.dtype,
+        *, order: tuple[int, ...] | None = None, **attrs: Any,
+    ) -> Node:  # fmt: skip
+        sizes = tuple(map(to_expr, shape))
+        key = (op, tuple(i.serial for i in inputs), tuple(sorted(attrs.items())), sizes, dtype, order)
+        if op != "write" and key in self._made:
+            return self._made[key]
+        node = Node(op, tuple(inputs), attrs, sizes, dtype, self.origin, order)
+        self._made[key] = node
+        self.nodes.append(node)
+        return node
+
+    def constant(self, value: int | float | bool | Expr, dtype: torch.dtype) -> Node:
+        return self.make("constant", (), (), dtype, value=value)
+
+    def pointwise(self, op: str, *operands: Node, dtype: torch.dtype, **attrs: Any) -> Node:
+        return self.make(op, operands, broadcast(op, *(x.shape for x in operands)), dtype, **attrs)
+
+    def cast(self, x: Node, dtype: torch.dtype) -> Node:
+        return x if x.dtype == dtype else self.pointwise("cast", x, dtype=dtype)
+
+    def reduce(self, op: str, x: Node, dims: tuple[int, ...], dtype: torch.dtype, **attrs: Any) -> Node:
+        """Reduce ``dims`` of x; they stay as dims of size 1."""
+        shape = [const(1) if d in dims else s for d, s in enumerate(x.shape)]
+        return self.make(op, (x,), shape, dtype, dims=dims, **attrs)
+
+    def reshape(self, x: Node, shape: Iterable[Expr | int]) -> Node:
+        sizes = tuple(map(to_expr, shape))
+        if product(sizes) != x.numel:
+            raise ShapeError(f"reshape of {list(map(str, x.shape))} to {list(map(str, sizes))}")
+        if x.op == "reshape":
+            return self.reshape(x.inputs[0], sizes)
+        return x if sizes == x.shape else self.make("reshape", (x,), sizes, x.dtype)
+
+    def permute(self, x: Node, dims: Sequence[int]) -> Node:
+        order = tuple(d % len(x.shape) for d in dims)
+        if x.op == "permute":
+            return self.permute(x.inputs[0], [x.attrs["dims"][d] for d in order])
+        if order == tuple(range(len(order))):
+            return x
+        return self.make("permute", (x,), [x.shape[d] for d in order], x.dtype, dims=order)
+
+    def expand(self, x: Node, shape: Iterable[Expr | int]) -> Node:
+        """Broadcast dims of size 1; x has as many dims as ``shape``."""
+        sizes = tuple(map(to_expr, shape))
+        return x if sizes == x.shape else self.make("expand", (x,), sizes, x.dtype)
+
+    def slice(self, x: Node, dim: int, start: Expr | int, length: Expr | int) -> Node:
+        if to_expr(length) == x.shape[dim]:
+            return x
+        shape = list(x.shape)
+        shape[dim] = to_expr(length)
+        return self.make("slice", (x,), shape, x.dtype, dim=dim, start=to_expr(start))
+
+    def view_as_rank(self, x: Node, rank: int) -> Node:
+        """Add leading dims of size 1."""
+        return self.reshape(x, (*[const(1)] * (rank - len(x.shape)), *x.shape))
+
+    def copy_of(self, node: Node, inputs: tuple[Node, ...]) -> Node:
+        """``node`` over other inputs. Views fold; a changed operand shape is the caller's duty."""
+        if node.op == "reshape":
+            return self.reshape(inputs[0], node.shape)
+        if node.op == "permute":
+            return self.permute(inputs[0], node.attrs["dims"])
+        return self.make(node.op, inputs, node.shape, node.dtype, order=node.order, **node.attrs)
+
+
+def broadcast(what: str, *shapes: Shape) -> Shape:
+    """The broadcast shape; sizes are equal only if the polynomials are."""
+    rank = max((len(s) for s in shapes), default=0)
+    result: list[Expr] = []
+    for dim in range(-rank, 0):
+        sizes = {s[dim] for s in shapes if len(s) >= -dim} - {const(1)}
+        if len(sizes) > 1:
+            raise ShapeError(f"{what}: sizes {sorted(map(str, sizes))} do not broadcast")
+        result.append(sizes.pop() if sizes else const(1))
+    return tuple(result)
+
+
+Rule = Callable[[Builder, Node, tuple[Node, ...]], Node | None]
+
+
+def rewrite(graph: Graph, rule: Rule) -> Graph:
+    """Rebuild the graph: ``rule`` returns what replaces a node, or None to copy it."""
+    builder, new = Builder(), {}
+    for node in graph.nodes:
+        builder.origin = node.origin
+        inputs = tuple(new[i] for i in node.inputs)
+        new[node] = rule(builder, node, inputs) or builder.copy_of(node, inputs)
+    return finish(builder, [new[i] for i in graph.inputs], [new[o] for o in graph.outputs],
+                  graph.hints)  # fmt: skip
+
+
+def finish(
+    builder: Builder, inputs: Iterable[Node], outputs: Iterable[Node], hints: Mapping[str, int]
+) -> Graph:
+    """The graph of what the outputs (and writes) need; inputs stay even when unused."""
+    inputs, outputs = tuple(inputs), tuple(outputs)
+    live = set(outputs) | set(inputs) | {n for n in builder.nodes if n.op == "write"}
+    for node in reversed(builder.nodes):
+        if node in live:
+            live.update(node.inputs)
+    return Graph(tuple(n for n in builder.nodes if n in live), inputs, outputs, hints)
+
+
+def relaid(node: Node, order: tuple[int, ...] | None) -> Node:
+    """The same value with another memory order."""
+    return replace(node, order=order, serial=next(_serial))
+
+
+def compute_nodes(graph: Graph) -> Iterator[Node]:
+    """Nodes that do work: everything but inputs, constants and views."""
+    for node in graph.nodes:
+        if node.kind is not Kind.VIEW and node.op not in ("input", "constant"):
+            yield node

@@ -1,0 +1,196 @@
+"""Loop IR: what one generated kernel does, before either code generator prints it.
+
+A kernel is a two-level nest: ``rows`` (flattened, the outer level) x ``cols`` (flattened, the
+inner level). Every value lives in one space, given by the axes it depends on: nothing, rows,
+cols, or both. Statements are in topological order; names are ``v0``, ``v1``, ... .
+
+schedule    rows                      cols                   reductions
+POINTWISE   parallel                  parallel               none
+ROW         parallel                  all reduced            over all cols, any number in sequence
+COLUMN      parallel, then reduced    lanes, some reduced    over the reduced rows and cols,
+                                                             all at one level
+
+In a ROW kernel a statement may use the result of an earlier Reduce (a value in row space) and
+cols again: the second sweep over the row. In a COLUMN kernel ``body`` runs once per (row, col)
+and ends in the reductions, ``tail`` runs once per (parallel row, kept col) on their results.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+
+from strop.ir.dims import Expr, product
+
+
+class Schedule(Enum):
+    POINTWISE = "pointwise"
+    ROW = "row"
+    COLUMN = "column"
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """One loop: ``for name in range(size)``."""
+
+    name: str
+    size: Expr
+    reduced: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Index:
+    """offset + sum(stride * axis), in elements. Axes with stride 0 are left out."""
+
+    offset: Expr
+    strides: tuple[tuple[str, Expr], ...]
+
+    @property
+    def axes(self) -> frozenset[str]:
+        return frozenset(axis for axis, _ in self.strides)
+
+
+@dataclass(frozen=True, slots=True)
+class Param:
+    """A buffer that the kernel reads or writes."""
+
+    dtype: torch.dtype
+    is_output: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """out = params[param][index], widened to the compute type; 0 where ``guard`` is false."""
+
+    out: str
+    param: int
+    index: Index
+    dtype: torch.dtype  # compute type of ``out``
+    guard: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Literal:
+    """out = value. An Expr is a size, known at launch."""
+
+    out: str
+    value: int | float | bool | Expr
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """out = index, as an integer: arange, and the conditions of cat."""
+
+    out: str
+    index: Index
+    dtype: torch.dtype = torch.int64
+
+
+@dataclass(frozen=True, slots=True)
+class Apply:
+    """out = a pointwise row of the operator table.
+
+    Operands already have the types that the row asks for, except for ``cast``, whose operand is
+    in any compute type. ``dtype`` is the logical result type: ``cast`` rounds to it (a cast to
+    fp16 gives an fp32 value that fp16 can hold), every other row leaves its result unrounded in
+    ``compute_dtype(dtype)``.
+    """
+
+    out: str
+    op: str
+    args: tuple[str, ...]
+    dtype: torch.dtype
+    attrs: tuple[tuple[str, int | float | bool | str], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Reduce:
+    """outs = reduction of ``arg`` over the reduced axes.
+
+    kind "sum", "amax", "amin": one result. kind "moments": (mean, population variance), computed
+    stably: two sweeps or a Welford/Chan merge, never E[x^2] - E[x]^2. NaN propagates.
+    """
+
+    outs: tuple[str, ...]
+    kind: str
+    arg: str
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class Store:
+    """params[param][index] = value, rounded once to the dtype of the param."""
+
+    param: int
+    index: Index
+    value: str
+
+
+Stmt = Load | Literal | Position | Apply | Reduce | Store
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """One kernel. ``name`` is made from what it computes, so that equal kernels print equally."""
+
+    name: str
+    schedule: Schedule
+    rows: tuple[Axis, ...]
+    cols: tuple[Axis, ...]
+    params: tuple[Param, ...]
+    body: tuple[Stmt, ...]
+    tail: tuple[Stmt, ...] = ()  # COLUMN only
+
+    def __post_init__(self) -> None:
+        assert self.cols, f"{self.name}: a kernel has at least one col axis"
+        assert not self.tail or self.schedule is Schedule.COLUMN, self.name
+
+    @property
+    def num_rows(self) -> Expr:
+        return product(axis.size for axis in self.rows)
+
+    @property
+    def num_cols(self) -> Expr:
+        return product(axis.size for axis in self.cols)
+
+
+def outs_of(stmt: Stmt) -> tuple[str, ...]:
+    if isinstance(stmt, Store):
+        return ()
+    return stmt.outs if isinstance(stmt, Reduce) else (stmt.out,)
+
+
+def args_of(stmt: Stmt) -> tuple[str, ...]:
+    if isinstance(stmt, Apply):
+        return stmt.args
+    if isinstance(stmt, Reduce):
+        return (stmt.arg,)
+    if isinstance(stmt, Store):
+        return (stmt.value,)
+    return (stmt.guard,) if isinstance(stmt, Load) and stmt.guard else ()
+
+
+def indices_of(kernel: Kernel) -> Iterator[Index]:
+    """Every affine index in the kernel."""
+    for stmt in kernel.body + kernel.tail:
+        if isinstance(stmt, Load | Position | Store):
+            yield stmt.index
+
+
+def spaces(kernel: Kernel) -> dict[str, frozenset[str]]:
+    """For each value the axes that it varies over."""
+    reduced = frozenset(a.name for a in kernel.rows + kernel.cols if a.reduced)
+    space: dict[str, frozenset[str]] = {}
+    for stmt in kernel.body + kernel.tail:
+        own = stmt.index.axes if isinstance(stmt, Load | Position) else frozenset()
+        for arg in args_of(stmt):
+            own |= space[arg]
+        if isinstance(stmt, Reduce):
+            own -= reduced
+        for out in outs_of(stmt):
+            space[out] = own
+    return space

@@ -1,0 +1,62 @@
+"""What a code generator hands to the runtime: text, argument list, launch rule. Plain data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from strop.ir.dims import Expr
+
+
+@dataclass(frozen=True, slots=True)
+class Scratch:
+    """Working memory that a kernel wants beside its params: ``numel`` is over its scalar names.
+
+    ``zeroed`` memory is zero at the first launch and left zero by the kernel (counters).
+    """
+
+    dtype: torch.dtype
+    numel: Expr
+    zeroed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """A reduction spread over several programs; the runtime picks ``splits`` for each shape.
+
+    splits = clamp(programs wanted on this device / parallel, 1, ceil(rows / min_rows)).
+    """
+
+    rows: Expr  # length of the reduction, over the scalar names
+    parallel: Expr  # independent reductions, over the scalar names
+    min_rows: int
+
+
+@dataclass(frozen=True, slots=True)
+class KernelSource:
+    """One generated kernel: equal kernels of a model have equal KernelSources.
+
+    Arguments at a launch, in order: one pointer per param, one per scratch, then one integer per
+    scalar. Scalars are called ``s0, s1, ...`` and, when ``split`` is set, a last one ``splits``.
+    ``grid`` is over the scalar names and is empty for C++, whose functions loop on their own.
+    """
+
+    name: str
+    language: str  # "triton" or "cpp"
+    text: str
+    params: tuple[torch.dtype, ...]
+    scalars: tuple[int, ...]  # per scalar: 16 if provably divisible by 16, else 1
+    grid: tuple[Expr, ...] = ()
+    scratch: tuple[Scratch, ...] = ()
+    split: Split | None = None
+    constants: tuple[tuple[str, int], ...] = ()  # Triton constexprs
+    num_warps: int = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Emitted:
+    """A kernel source and the sizes that this use of it passes as ``s0, s1, ...``."""
+
+    source: KernelSource
+    scalars: tuple[Expr, ...]
