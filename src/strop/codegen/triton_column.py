@@ -1,0 +1,357 @@
+"""The COLUMN schedule: reductions over many rows by programs that split them between each other.
+
+Every program owns one slab of rows and keeps a running state in each lane, so that its loads are
+contiguous whatever the groups are. It then folds its lanes to the kept cols and leaves the result
+in scratch. The program that arrives last merges all slabs in a fixed order and runs the tail:
+deterministic, no atomics on floats, and no program ever waits for another.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from strop.codegen.triton_reduce import (
+    across,
+    combine,
+    finish,
+    fold,
+    identity,
+    start,
+    state_names,
+    step_weight,
+    update,
+)
+from strop.codegen.triton_text import TYPES, Flat, Printer, Tile, next_power_of_two
+from strop.errors import CodegenError
+from strop.ir.dims import Expr, const, product, symbol
+from strop.ir.loops import Axis, Index, Reduce, Stmt, Store, args_of, outs_of, spaces
+from strop.ir.source import Scratch, Split
+
+ELEMENTS = 4096  # of a tile: 16 for each of 256 threads
+NUM_WARPS = 8
+MAX_COLS = 4096  # in one tile
+BLOCKED_COLS = 256  # of a tile when the cols are many, or not known
+STEPS = 4  # loop steps below which a slab is not worth a program
+MERGE_ELEMENTS = 2048
+
+
+@dataclass(frozen=True, slots=True)
+class ColumnPlan:
+    grid: Expr
+    num_warps: int
+    scratch: tuple[tuple[str, Scratch], ...]
+    split: Split
+
+
+class _Column:
+    def __init__(self, printer: Printer) -> None:
+        kernel = printer.kernel
+        self.printer = printer
+        self.add = printer.out.add
+        self.parallel = tuple(axis for axis in kernel.rows if not axis.reduced)
+        self.rows = tuple(axis for axis in kernel.rows if axis.reduced)
+        self.kept = tuple(axis for axis in kernel.cols if not axis.reduced)
+        self.lanes = tuple(axis for axis in kernel.cols if axis.reduced)
+        self.num_rows = product(axis.size for axis in self.rows)
+        self.num_parallel = product(axis.size for axis in self.parallel)
+        self.num_kept = product(axis.size for axis in self.kept)
+        self.per_kept = product(axis.size for axis in self.lanes)
+        self.reductions = [stmt for stmt in kernel.body if isinstance(stmt, Reduce)]
+        self.cols = self._cols_tile()
+        self.col_tiles = (kernel.num_cols + (self.cols - 1)) // self.cols
+        self.tile_rows = max(ELEMENTS // self.cols, 1)
+        self.par = Flat("par", self.parallel, "", wide=True)
+
+    def _cols_tile(self) -> int:
+        num_cols = self.printer.kernel.num_cols
+        if num_cols.is_const and num_cols.value <= MAX_COLS:
+            return next_power_of_two(num_cols.value)
+        if self.lanes:
+            raise CodegenError(
+                f"{self.printer.kernel.name}: {num_cols} cols, some of them reduced, do not fit "
+                f"in one tile of {MAX_COLS}; fuse less into this kernel"
+            )
+        return BLOCKED_COLS
+
+    @property
+    def is_blocked(self) -> bool:
+        return self.col_tiles != const(1)
+
+    def text(self, size: Expr | int) -> str:
+        return self.printer.scalars.text(size)
+
+    def buffer(self, stem: str, dtype: torch.dtype) -> str:
+        return stem if dtype == torch.float32 else f"{stem}_{TYPES[dtype][3:]}"
+
+    def dtypes(self) -> list[torch.dtype]:
+        return sorted({stmt.dtype for stmt in self.reductions}, key=str)
+
+    def slots(self, dtype: torch.dtype, stage: str = "") -> list[tuple[Reduce, str]]:
+        """The state blocks that one scratch buffer holds, in order."""
+        return [
+            (stmt, name)
+            for stmt in self.reductions
+            if stmt.dtype == dtype
+            for name in state_names(stmt, stage)
+        ]
+
+    def scratch(self) -> tuple[tuple[str, Scratch], ...]:
+        symbolic = self.printer.scalars.symbolic
+        owners = symbolic(self.num_parallel) * symbol("splits")
+        buffers = []
+        for dtype in self.dtypes():
+            slots = len(self.slots(dtype))
+            if self.lanes:
+                numel = owners * (slots * self.printer.kernel.num_cols.value)
+                buffers.append((self.buffer("lanes", dtype), Scratch(dtype, numel)))
+            numel = owners * symbolic(self.num_kept) * slots
+            buffers.append((self.buffer("partials", dtype), Scratch(dtype, numel)))
+        groups = symbolic(self.num_parallel) * symbolic(self.col_tiles)
+        buffers.append(("arrivals", Scratch(torch.int32, groups, zeroed=True)))
+        return tuple(buffers)
+
+
+def column(printer: Printer) -> ColumnPlan:
+    """Print the kernel and say how it is launched."""
+    plan = _Column(printer)
+    printer.constants.update({"ROWS": plan.tile_rows, "COLS": plan.cols})
+    _slab(plan)
+    _sweep(plan)
+    _publish(plan)
+    _finish(plan)
+    symbolic = printer.scalars.symbolic
+    groups = symbolic(plan.num_parallel) * symbolic(plan.col_tiles)
+    split = Split(symbolic(plan.num_rows), groups, STEPS * plan.tile_rows)
+    return ColumnPlan(groups * symbol("splits"), NUM_WARPS, plan.scratch(), split)
+
+
+def _slab(plan: _Column) -> None:
+    """Which rows and cols this program owns."""
+    add, rows = plan.add, plan.text(plan.num_rows)
+    add("program = tl.program_id(0)")
+    add("split = program % splits")
+    add("group = program // splits")
+    if plan.is_blocked:
+        tiles = plan.text(plan.col_tiles)
+        add(f"par = group // {tiles}")
+        add(f"col = group % {tiles} * COLS + tl.arange(0, COLS)[None, :]")
+    else:
+        add("par = group")
+        add("col = tl.arange(0, COLS)[None, :]")
+    add(f"slab = ({rows} + splits - 1) // splits")
+    add("begin = split * slab")
+    add(f"end = tl.minimum(begin + slab, {rows})")
+
+
+def _sweep(plan: _Column) -> None:
+    """The loop over the slab: side outputs and running states."""
+    printer, kernel = plan.printer, plan.printer.kernel
+    masks = {"r": "row_mask"}
+    if not kernel.num_cols.is_multiple_of(plan.cols):
+        plan.add(f"col_mask = col < {plan.text(kernel.num_cols)}")
+        masks["c"] = "col_mask"
+    row, col = Flat("row", plan.rows, "r", wide=True), Flat("col", kernel.cols, "c")
+    tile = Tile((plan.par, row, col), {"r": "ROWS", "c": "COLS"}, masks)
+    printer.ids(plan.par, kernel.body + kernel.tail)
+    printer.ids(col, kernel.body)
+    hoisted = _without_rows(plan)
+    for stmt in hoisted:
+        printer.statement(stmt, tile)
+    for reduction in plan.reductions:
+        start(printer, reduction, tile)
+    with printer.out.block("for first in range(begin, end, ROWS):"):
+        plan.add("row = first + tl.arange(0, ROWS)[:, None]")
+        plan.add("row_mask = row < end")
+        printer.ids(row, kernel.body)
+        step_weight(printer, plan.reductions, "(first - begin)", "ROWS")
+        for stmt in kernel.body:
+            if isinstance(stmt, Reduce):
+                update(printer, stmt, tile)
+            elif stmt not in hoisted:
+                printer.statement(stmt, tile)
+    plan.add("length = tl.maximum(end - begin, 0)")
+    plan.add("seen = (length - tl.arange(0, ROWS)[:, None] + ROWS - 1) // ROWS")
+    for reduction in plan.reductions:
+        fold(printer, reduction, 0, "seen", "tl.maximum(length, 1)")
+
+
+def _without_rows(plan: _Column) -> list[Stmt]:
+    """Statements of the body that are the same for every row of a slab."""
+    space, reduced = spaces(plan.printer.kernel), frozenset(axis.name for axis in plan.rows)
+    return [
+        stmt
+        for stmt in plan.printer.kernel.body
+        if not isinstance(stmt, Reduce | Store)
+        and not any(space[out] & reduced for out in outs_of(stmt))
+    ]
+
+
+def _publish(plan: _Column) -> None:
+    """Fold lanes to kept cols and leave the slab's states in scratch."""
+    if not plan.lanes:
+        _store_partials(plan, "", "col", "col_mask" if _has_col_mask(plan) else "")
+        return
+    printer, add = plan.printer, plan.add
+    num_kept, per_kept = plan.num_kept.value, plan.per_kept.value
+    num_cols = num_kept * per_kept
+    for dtype in plan.dtypes():
+        slots, mask = plan.slots(dtype), ", mask=col_mask" if _has_col_mask(plan) else ""
+        for slot, (_, name) in enumerate(slots):
+            at = f"(program * {len(slots)} + {slot}) * {num_cols} + col"
+            add(f"tl.store({plan.buffer('lanes', dtype)} + {at}, {name}{mask})")
+    add("tl.debug_barrier()")
+    printer.constants["KEPT"] = next_power_of_two(num_kept)
+    printer.constants["LANES"] = next_power_of_two(per_kept)
+    add("own = tl.arange(0, KEPT)[:, None]")
+    add("lane = tl.arange(0, LANES)[None, :]")
+    add(f"is_lane = (own < {num_kept}) & (lane < {per_kept})")
+    add("lane_count = tl.where(is_lane, length, 0)")
+    index = _lane_index(plan.kept + plan.lanes, printer.kernel.cols)
+    flats = (Flat("own", plan.kept, "r"), Flat("lane", plan.lanes, "c"))
+    for flat in flats:
+        printer.ids_of(flat, [index])
+    terms, _ = printer.terms(index, Tile(flats, {"r": "KEPT", "c": "LANES"}, {}))
+    place = " + ".join(terms) or "own + lane"
+    for dtype in plan.dtypes():
+        slots = plan.slots(dtype, "_own")
+        for slot, (stmt, name) in enumerate(slots):
+            at = f"(program * {len(slots)} + {slot}) * {num_cols} + {place}"
+            other = identity(stmt.kind, dtype)
+            add(
+                f"{name} = tl.load({plan.buffer('lanes', dtype)} + {at}, mask=is_lane, other={other})"
+            )
+    for stmt in plan.reductions:
+        fold(printer, stmt, 1, "lane_count", f"tl.maximum(length * {per_kept}, 1)", "_own")
+    is_padded = num_kept != next_power_of_two(num_kept)
+    _store_partials(plan, "_own", "own", f"own < {num_kept}" if is_padded else "")
+
+
+def _has_col_mask(plan: _Column) -> bool:
+    return not plan.printer.kernel.num_cols.is_multiple_of(plan.cols)
+
+
+def _lane_index(axes: tuple[Axis, ...], cols: tuple[Axis, ...]) -> Index:
+    """Where a (kept, reduced) pair of ids lies among the flattened cols."""
+    strides, stride = {}, const(1)
+    for axis in reversed(cols):
+        strides[axis.name] = stride
+        stride = stride * axis.size
+    return Index(const(0), tuple((axis.name, strides[axis.name]) for axis in axes))
+
+
+def _store_partials(plan: _Column, stage: str, at: str, mask: str) -> None:
+    kept = plan.text(plan.num_kept)
+    for dtype in plan.dtypes():
+        slots = plan.slots(dtype, stage)
+        for slot, (_, name) in enumerate(slots):
+            place = f"((par * splits + split) * {len(slots)} + {slot}) * {kept} + {at}"
+            tail = f", mask={mask}" if mask else ""
+            plan.add(f"tl.store({plan.buffer('partials', dtype)} + {place}, {name}{tail})")
+
+
+def _finish(plan: _Column) -> None:
+    """The program that arrives last merges the slabs and runs the tail."""
+    add = plan.add
+    add("tl.debug_barrier()")
+    add('arrived = tl.atomic_add(arrivals + group, 1, sem="acq_rel", scope="gpu")')
+    with plan.printer.out.block("if arrived == splits - 1:"):
+        add("tl.store(arrivals + group, 0)")
+        if plan.lanes:
+            kept_tile = next_power_of_two(plan.num_kept.value)
+            masked = kept_tile != plan.num_kept.value
+            add("kept = tl.arange(0, KEPT)[None, :]")
+        else:
+            kept_tile, masked = plan.cols, _has_col_mask(plan)
+            plan.printer.constants["KEPT"] = plan.cols
+            add("kept = col")
+        plan.printer.constants["SPLITS"] = min(max(MERGE_ELEMENTS // kept_tile, 1), 64)
+        if masked:
+            add(f"kept_mask = kept < {plan.text(plan.num_kept)}")
+        _merge(plan, masked)
+        _tail(plan, masked)
+
+
+def _merge(plan: _Column, masked: bool) -> None:
+    printer, add = plan.printer, plan.add
+    total = plan.text(plan.num_rows * plan.per_kept)
+    tile = Tile((), {"r": "SPLITS", "c": "KEPT"}, {})
+    for stmt in plan.reductions:
+        start(printer, stmt, tile, "_total")
+    with printer.out.block("for at in range(0, splits, SPLITS):"):
+        _parts(plan, masked)
+        for stmt in plan.reductions:
+            _merge_first(plan, stmt)
+    for stmt in plan.reductions:
+        name = state_names(stmt, "_total")[0]
+        over = f" / {total}" if stmt.kind == "moments" else ""
+        add(f"{name} = {across(stmt.kind, name, 0)}{over}")
+    moments = [stmt for stmt in plan.reductions if stmt.kind == "moments"]
+    if moments:
+        with printer.out.block("for at in range(0, splits, SPLITS):"):
+            _parts(plan, masked)
+            for stmt in moments:
+                mean, m2 = state_names(stmt, "_total")
+                add(f"{mean}_diff = {_part(plan, stmt, 0)} - {mean}")
+                add(f"{m2} += {_part(plan, stmt, 1)} + count * {mean}_diff * {mean}_diff")
+    for stmt in moments:
+        _, m2 = state_names(stmt, "_total")
+        add(f"{m2} = {across('sum', m2, 0)}")
+    for stmt in plan.reductions:
+        finish(printer, stmt, total, frozenset("c"), "_total")
+
+
+def _parts(plan: _Column, masked: bool) -> None:
+    """Ids of a few slabs and how many elements each of them saw."""
+    add, rows = plan.add, plan.text(plan.num_rows)
+    add("part = at + tl.arange(0, SPLITS)[:, None]")
+    add("part_mask = (part < splits)" + (" & kept_mask" if masked else ""))
+    if any(stmt.kind == "moments" for stmt in plan.reductions):
+        seen = f"tl.minimum(tl.maximum({rows} - part * slab, 0), slab)"
+        add(f"count = tl.where(part_mask, {seen} * {plan.text(plan.per_kept)}, 0)")
+
+
+def _part(plan: _Column, stmt: Reduce, which: int) -> str:
+    """One state block of several slabs. Past the L1 cache: other programs wrote it."""
+    slots = plan.slots(stmt.dtype, "_total")
+    slot = slots.index((stmt, state_names(stmt, "_total")[which]))
+    kept = plan.text(plan.num_kept)
+    at = f"((par * splits + part) * {len(slots)} + {slot}) * {kept} + kept"
+    other = identity(stmt.kind, stmt.dtype)
+    buffer = plan.buffer("partials", stmt.dtype)
+    return f'tl.load({buffer} + {at}, mask=part_mask, other={other}, cache_modifier=".cg")'
+
+
+def _merge_first(plan: _Column, stmt: Reduce) -> None:
+    name = state_names(stmt, "_total")[0]
+    part = _part(plan, stmt, 0)
+    if stmt.kind == "moments":
+        plan.add(f"{name} += {part} * count")
+    else:
+        plan.add(f"{name} = {combine(stmt.kind, name, part)}")
+
+
+def _tail(plan: _Column, masked: bool) -> None:
+    printer, kernel = plan.printer, plan.printer.kernel
+    kept = Flat("kept", plan.kept, "c")
+    tile = Tile((plan.par, kept), {"r": "1", "c": "KEPT"}, {"c": "kept_mask"} if masked else {})
+    again = _needed_again(plan)
+    printer.ids(kept, (*again, *kernel.tail))
+    for stmt in again:
+        printer.statement(stmt, tile, prefix="tail_")
+    for stmt in kernel.tail:
+        printer.statement(stmt, tile)
+
+
+def _needed_again(plan: _Column) -> list[Stmt]:
+    """Statements of the body that the tail uses: they are printed again for the tail's tile."""
+    kernel = plan.printer.kernel
+    reduced = {out for stmt in plan.reductions for out in stmt.outs}
+    needed = {arg for stmt in kernel.tail for arg in args_of(stmt)} - reduced
+    chosen: list[Stmt] = []
+    for stmt in reversed(kernel.body):
+        if not isinstance(stmt, Reduce) and needed & set(outs_of(stmt)):
+            chosen.append(stmt)
+            needed |= set(args_of(stmt))
+    return chosen[::-1]

@@ -1,0 +1,73 @@
+"""Runs generated Triton text on CPU tensors with Triton's interpreter. For tests: it is slow."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+
+from strop.codegen.triton_worker import jit_function
+from strop.ir.source import KernelSource
+
+_LOCK = threading.Lock()
+_NUMPY_REDUCTIONS = {"larger": np.max, "smaller": np.min}
+
+
+def interpret(
+    source: KernelSource, tensors: Sequence[torch.Tensor], scalars: Mapping[str, int]
+) -> list[torch.Tensor]:
+    """Run every program of the grid in order. Returns the scratch tensors, as they were left."""
+    from triton.runtime.interpreter import InterpretedFunction
+
+    scratch = [_scratch(s.dtype, s.numel.eval(scalars), s.zeroed) for s in source.scratch]
+    numbers = [scalars[f"s{i}"] for i in range(len(source.scalars))]
+    numbers += [scalars["splits"]] if source.split else []
+    grid = tuple(size.eval(scalars) for size in source.grid)
+    kernel = jit_function(source.name, source.text)
+    with _LOCK, _interpreting():
+        run = InterpretedFunction(kernel.fn)[grid]
+        run(*tensors, *scratch, *numbers, **dict(source.constants))
+    return scratch
+
+
+def _scratch(dtype: torch.dtype, numel: int, zeroed: bool) -> torch.Tensor:
+    """Memory that nothing may rely on is filled with what would show if something did."""
+    garbage = math.nan if dtype.is_floating_point else 77
+    return torch.full((numel,), 0 if zeroed else garbage, dtype=dtype)
+
+
+@contextmanager
+def _interpreting() -> Iterator[None]:
+    """Let functions that were jitted for compilation be called by interpreted ones."""
+    from triton.runtime import interpreter
+    from triton.runtime.jit import JITFunction
+
+    call, patch = JITFunction.__call__, interpreter._patch_lang_tensor
+    reduce = interpreter.ReduceOps.apply_impl
+    JITFunction.__call__ = lambda self, *args, **kwargs: self.fn(*args, **kwargs)
+    interpreter._patch_lang_tensor = lambda tensor, scope: _patch_tensor(patch, tensor, scope)
+    interpreter.ReduceOps.apply_impl = lambda self, input: _reduce(reduce, self, input)
+    try:
+        yield
+    finally:
+        JITFunction.__call__, interpreter._patch_lang_tensor = call, patch
+        interpreter.ReduceOps.apply_impl = reduce
+
+
+def _patch_tensor(patch: Any, tensor: Any, scope: Any) -> None:
+    """numpy >= 2.4 turns only 0-dimensional arrays into an index; scalars here have one."""
+    patch(tensor, scope)
+    scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+
+def _reduce(original: Any, self: Any, input: Any) -> Any:
+    """Custom reductions run element by element in Python; those of Strop have numpy twins."""
+    found = _NUMPY_REDUCTIONS.get(self.combine_fn.fn.__name__)
+    if found is None:
+        return original(self, input)
+    return self.min_max(input[0], val_reduce_op=found)

@@ -1,0 +1,143 @@
+"""Triton text of reductions: over a tile in registers, and over a loop with per-lane states.
+
+A state is a tuple of blocks: (value,) for sum, amax and amin, (mean, M2) for moments, where M2 is
+the sum of squares around the mean. States of moments are merged by Chan's rule, so no step ever
+subtracts two large sums.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from strop.codegen.triton_text import TYPES, Printer, Tile, Value, number
+from strop.ir.loops import Reduce
+
+# Reductions that Triton's own tl.max and tl.min cannot do: theirs drop NaN.
+HELPERS = {
+    "amax": ("larger", "tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)"),
+    "amin": ("smaller", "tl.minimum(a, b, propagate_nan=tl.PropagateNan.ALL)"),
+}
+
+
+def identity(kind: str, dtype: torch.dtype) -> str:
+    """The value that changes nothing."""
+    if kind in ("sum", "moments"):
+        return "0.0" if dtype.is_floating_point else "0"
+    if dtype.is_floating_point:
+        return number(float("-inf" if kind == "amax" else "inf"))
+    if dtype == torch.bool:
+        return "False" if kind == "amax" else "True"
+    limits = torch.iinfo(dtype)
+    return str(limits.min if kind == "amax" else limits.max)
+
+
+def across(kind: str, block: str, axis: int) -> str:
+    """One reduction of a block along an axis, which stays with size 1."""
+    if kind in HELPERS:
+        return f"tl.reduce({block}, {axis}, {HELPERS[kind][0]}, keep_dims=True)"
+    return f"tl.sum({block}, axis={axis}, keep_dims=True)"
+
+
+def state_names(stmt: Reduce, stage: str = "") -> tuple[str, ...]:
+    """Names of the blocks of a state; a stage tells states of different shapes apart."""
+    first = stmt.outs[0] + stage
+    return (f"{first}_mean", f"{first}_m2") if stmt.kind == "moments" else (f"{first}_{stmt.kind}",)
+
+
+def operand(printer: Printer, stmt: Reduce, tile: Tile) -> str:
+    """The argument in the type of the reduction, spread over the whole tile."""
+    value = printer.values[stmt.arg]
+    text = value.text if value.dtype == stmt.dtype else f"{value.text}.to({TYPES[stmt.dtype]})"
+    full = frozenset(tile.shape)
+    return text if value.dims == full else f"tl.broadcast_to({text}, {tile.block(full)})"
+
+
+def in_registers(printer: Printer, stmt: Reduce, tile: Tile, count: str) -> None:
+    """Reduce a tile along its cols, which it holds completely: mean first, then squares."""
+    x = operand(printer, stmt, tile)
+    mask = tile.masks.get("c")
+    dims = frozenset("r")
+
+    def masked(text: str) -> str:
+        return f"tl.where({mask}, {text}, {identity(stmt.kind, stmt.dtype)})" if mask else text
+
+    if stmt.kind != "moments":
+        printer.define(stmt.outs[0], across(stmt.kind, masked(x), 1), dims, stmt.dtype)
+        return
+    mean, var = stmt.outs
+    printer.define(mean, f"{across('sum', masked(x), 1)} / {count}", dims, stmt.dtype)
+    printer.out.add(f"{mean}_diff = {masked(f'{x} - {mean}')}")
+    squares = across("sum", f"{mean}_diff * {mean}_diff", 1)
+    printer.define(var, f"{squares} / {count}", dims, stmt.dtype)
+
+
+def combine(kind: str, left: str, right: str) -> str:
+    """Two blocks of one-value states into one."""
+    return f"{HELPERS[kind][0]}({left}, {right})" if kind in HELPERS else f"{left} + {right}"
+
+
+def start(printer: Printer, stmt: Reduce, tile: Tile, stage: str = "") -> None:
+    """Running blocks before a loop."""
+    block = tile.block(tile.shape)
+    for name in state_names(stmt, stage):
+        first = identity(stmt.kind, stmt.dtype)
+        printer.out.add(f"{name} = tl.full({block}, {first}, {TYPES[stmt.dtype]})")
+
+
+def step_weight(printer: Printer, stmts: list[Reduce], base: str, size: str) -> None:
+    """The weight of one loop step in a running mean: 1 / (steps so far)."""
+    dtypes = {stmt.dtype for stmt in stmts if stmt.kind == "moments"}
+    if dtypes:
+        printer.out.add(f"step = {base} // {size} + 1")
+    for dtype in sorted(dtypes, key=str):
+        printer.out.add(f"weight{_bits(dtype)} = 1.0 / step.to({TYPES[dtype]})")
+
+
+def _bits(dtype: torch.dtype) -> str:
+    return "64" if dtype == torch.float64 else ""
+
+
+def update(printer: Printer, stmt: Reduce, tile: Tile) -> None:
+    """Take one tile into the running blocks; every lane has seen as many steps as the others."""
+    x = operand(printer, stmt, tile)
+    mask = " & ".join(tile.mask(tile.shape))
+    names = state_names(stmt)
+
+    def masked(text: str) -> str:
+        return f"tl.where({mask}, {text}, {identity(stmt.kind, stmt.dtype)})" if mask else text
+
+    add = printer.out.add
+    if stmt.kind == "moments":
+        (mean, m2), weight = names, f"weight{_bits(stmt.dtype)}"
+        add(f"{stmt.outs[0]}_diff = {masked(f'{x} - {mean}')}")
+        add(f"{mean} += {stmt.outs[0]}_diff * {weight}")
+        add(f"{m2} += {stmt.outs[0]}_diff * {stmt.outs[0]}_diff * (1.0 - {weight})")
+    else:
+        add(f"{names[0]} = {combine(stmt.kind, names[0], masked(x))}")
+
+
+def fold(
+    printer: Printer, stmt: Reduce, axis: int, count: str, total: str, stage: str = ""
+) -> None:
+    """Merge a block of states along an axis. ``count``: elements behind each state."""
+    add = printer.out.add
+    names = state_names(stmt, stage)
+    if stmt.kind != "moments":
+        add(f"{names[0]} = {across(stmt.kind, names[0], axis)}")
+        return
+    mean, m2 = names
+    add(f"{mean}_all = {across('sum', f'{mean} * {count}', axis)} / {total}")
+    add(f"{mean}_diff = {mean} - {mean}_all")
+    squares = f"{m2} + {count} * {mean}_diff * {mean}_diff"
+    add(f"{m2} = {across('sum', squares, axis)}")
+    add(f"{mean} = {mean}_all")
+
+
+def finish(
+    printer: Printer, stmt: Reduce, total: str, dims: frozenset[str], stage: str = ""
+) -> None:
+    """Results from a state that stands for everything."""
+    names = state_names(stmt, stage)
+    printer.values[stmt.outs[0]] = Value(names[0], dims, stmt.dtype)
+    if stmt.kind == "moments":
+        printer.define(stmt.outs[1], f"{names[1]} / {total}", dims, stmt.dtype)

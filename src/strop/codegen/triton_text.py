@@ -1,0 +1,309 @@
+"""Pieces of Triton text that all schedules share: scalars, tiles, indices and statements."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+
+from strop.errors import CodegenError
+from strop.ir.dims import Expr, const, product, symbol, to_expr
+from strop.ir.loops import Apply, Axis, Index, Kernel, Literal, Load, Position, Stmt, Store
+from strop.ir.ops import OPS, compute_dtype
+
+TYPES: Mapping[torch.dtype, str] = {
+    torch.bool: "tl.int1",
+    torch.uint8: "tl.uint8",
+    torch.int8: "tl.int8",
+    torch.int16: "tl.int16",
+    torch.int32: "tl.int32",
+    torch.int64: "tl.int64",
+    torch.float16: "tl.float16",
+    torch.bfloat16: "tl.bfloat16",
+    torch.float32: "tl.float32",
+    torch.float64: "tl.float64",
+}
+LIMIT = 2**31
+
+
+def next_power_of_two(n: int) -> int:
+    return 1 << max(n - 1, 0).bit_length()
+
+
+def power_of_two_in(n: int) -> int:
+    """The largest power of two that divides ``n``."""
+    return n & -n
+
+
+@dataclass
+class Lines:
+    """Source text under construction."""
+
+    lines: list[str] = field(default_factory=list)
+    depth: int = 1
+
+    def add(self, text: str) -> None:
+        self.lines.append("    " * self.depth + text)
+
+    @contextmanager
+    def block(self, header: str) -> Iterator[None]:
+        self.add(header)
+        self.depth += 1
+        yield
+        self.depth -= 1
+
+
+@dataclass
+class Scalars:
+    """Sizes that become integer arguments, one for each distinct expression."""
+
+    sizes: list[Expr] = field(default_factory=list)
+
+    def text(self, size: Expr | int) -> str:
+        size = to_expr(size)
+        if size.is_const:
+            return str(size.value)
+        name, factor = self._argument(size)
+        return name if factor == 1 else f"({name} * {factor})"
+
+    def symbolic(self, size: Expr) -> Expr:
+        """The same size, over the scalar names."""
+        if size.is_const:
+            return size
+        name, factor = self._argument(size)
+        return symbol(name) * factor
+
+    def _argument(self, size: Expr) -> tuple[str, int]:
+        """An argument and what to multiply it by.
+
+        An argument is known to be a multiple of 16 or of nothing, so a smaller power of two stays
+        in the text, where it still proves accesses to be aligned.
+        """
+        factor = 1 if size.is_multiple_of(16) else power_of_two_in(size.divisor)
+        size = size // factor
+        if size not in self.sizes:
+            self.sizes.append(size)
+        return f"s{self.sizes.index(size)}", factor
+
+    @property
+    def classes(self) -> tuple[int, ...]:
+        return tuple(16 if size.is_multiple_of(16) else 1 for size in self.sizes)
+
+
+@dataclass(frozen=True, slots=True)
+class Flat:
+    """A flattened id and the axes that it stands for, outer to inner."""
+
+    name: str
+    axes: tuple[Axis, ...]
+    dim: str = ""  # "r": varies down the tile, "c": across it, "": one id for the whole tile
+    wide: bool = False  # offsets along it need 64 bits
+    first: str = ""  # the id at which the tile starts,
+    tile: int = 0  # and how many ids it has: runs that do not change within it are scalars
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Adjacent axes that an index walks with one stride: one term of its address."""
+
+    name: str
+    axes: tuple[Axis, ...]
+    inner: Expr  # how many ids of the flat axis share one id of the run
+    leading: bool
+    stride: Expr
+    dim: str
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """What statements see: the flat ids, the block shape and the masks along its dimensions."""
+
+    flats: tuple[Flat, ...]
+    shape: Mapping[str, str]  # dim -> size, in order
+    masks: Mapping[str, str]  # dim -> name of its mask, where one is needed
+    spread: bool = False  # load vectors along the cols once for each row, see ``_load``
+
+    def block(self, dims: Iterable[str]) -> str:
+        return (
+            "[" + ", ".join(size if dim in dims else "1" for dim, size in self.shape.items()) + "]"
+        )
+
+    def mask(self, dims: Iterable[str]) -> list[str]:
+        return [self.masks[dim] for dim in self.shape if dim in dims and dim in self.masks]
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    text: str
+    dims: frozenset[str]
+    dtype: torch.dtype
+
+
+def runs(flat: Flat, index: Index) -> Iterator[Run]:
+    """The terms that ``index`` has along ``flat``: merged axes need no division at all."""
+    strides = dict(index.strides)
+    axes = [axis for axis in flat.axes if axis.size != const(1)]
+    start = 0
+    while start < len(axes):
+        stride = strides.get(axes[start].name)
+        end = start + 1
+        if stride is not None:
+            while (
+                end < len(axes) and strides.get(axes[end].name, const(0)) * axes[end].size == stride
+            ):
+                stride = strides[axes[end].name]
+                end += 1
+            own, inner = tuple(axes[start:end]), product(a.size for a in axes[end:])
+            whole = len(own) == len(axes)
+            name = flat.name if whole else "_".join([flat.name, *(a.name for a in own)])
+            uniform = flat.tile > 0 and inner.is_multiple_of(flat.tile)
+            yield Run(name, own, inner, start == 0, stride, "" if uniform else flat.dim)
+        start = end
+
+
+@dataclass
+class Printer:
+    """Prints the statements of one kernel, a tile at a time."""
+
+    kernel: Kernel
+    out: Lines = field(default_factory=Lines)
+    scalars: Scalars = field(default_factory=Scalars)
+    values: dict[str, Value] = field(default_factory=dict)
+    constants: dict[str, int] = field(default_factory=dict)
+
+    def ids(self, flat: Flat, stmts: Iterable[Stmt]) -> None:
+        """Recover from a flat id the axis ids that these statements index with."""
+        self.ids_of(flat, [s.index for s in stmts if isinstance(s, Load | Position | Store)])
+
+    def ids_of(self, flat: Flat, indices: Iterable[Index]) -> None:
+        seen = {flat.name}
+        for index in indices:
+            for run in runs(flat, index):
+                if run.name not in seen:
+                    seen.add(run.name)
+                    self.out.add(f"{run.name} = {self._run_text(flat, run)}")
+
+    def _run_text(self, flat: Flat, run: Run) -> str:
+        text = flat.name if run.dim else flat.first or flat.name
+        if run.inner != const(1):
+            text += f" // {self.scalars.text(run.inner)}"
+        if not run.leading:
+            text += f" % {self.scalars.text(product(axis.size for axis in run.axes))}"
+        return text
+
+    def terms(self, index: Index, tile: Tile) -> tuple[list[str], frozenset[str]]:
+        """The summands of an index and the tile dimensions that it varies along."""
+        found, dims = [], set()
+        if index.offset != const(0):
+            found.append(self.scalars.text(index.offset))
+        for flat in tile.flats:
+            for run in runs(flat, index):
+                found.append(self._term(flat, run))
+                dims.add(run.dim)
+        return found, frozenset(dims - {""})
+
+    def _term(self, flat: Flat, run: Run) -> str:
+        size = product(axis.size for axis in run.axes)
+        span = size * run.stride
+        if span.is_const:
+            wide = flat.wide or abs(span.value) >= LIMIT
+        else:
+            wide = flat.wide or run.stride != const(1)
+        text = f"{run.name}.to(tl.int64)" if wide else run.name
+        return text if run.stride == const(1) else f"{text} * {self.scalars.text(run.stride)}"
+
+    def pointer(self, base: str, index: Index, tile: Tile, dims: frozenset[str]) -> tuple[str, str]:
+        """(pointer, mask) of an access that must have at least these dimensions."""
+        terms, own = self.terms(index, tile)
+        text = " + ".join([base, *terms])
+        if not dims <= own:
+            text = f"tl.broadcast_to({text}, {tile.block(dims | own)})"
+        return text, " & ".join(tile.mask(dims | own))
+
+    def define(
+        self, stmt_out: str, text: str, dims: frozenset[str], dtype: torch.dtype, prefix: str = ""
+    ) -> None:
+        name = prefix + stmt_out
+        self.out.add(f"{name} = {text}")
+        self.values[stmt_out] = Value(name, dims, dtype)
+
+    def statement(self, stmt: Stmt, tile: Tile, prefix: str = "") -> None:
+        """Any statement but a Reduce, whose text depends on the schedule."""
+        if isinstance(stmt, Load):
+            self._load(stmt, tile, prefix)
+        elif isinstance(stmt, Literal):
+            self.define(stmt.out, self._literal(stmt), frozenset(), stmt.dtype, prefix)
+        elif isinstance(stmt, Position):
+            terms, dims = self.terms(stmt.index, tile)
+            dtype = TYPES[stmt.dtype]
+            text = f"({' + '.join(terms)}).to({dtype})" if dims else _position(terms, dtype)
+            self.define(stmt.out, text, dims, stmt.dtype, prefix)
+        elif isinstance(stmt, Apply):
+            args = [self.values[arg] for arg in stmt.args]
+            dims = frozenset().union(*(arg.dims for arg in args))
+            dtype = compute_dtype(stmt.dtype)
+            self.define(stmt.out, apply_text(stmt, [a.text for a in args]), dims, dtype, prefix)
+        elif isinstance(stmt, Store):
+            value = self.values[stmt.value]
+            pointer, mask = self.pointer(f"p{stmt.param}", stmt.index, tile, value.dims)
+            self.out.add(f"tl.store({pointer}, {value.text}{', mask=' + mask if mask else ''})")
+        else:
+            raise CodegenError(f"{self.kernel.name}: {type(stmt).__name__} has no place here")
+
+    def _load(self, stmt: Load, tile: Tile, prefix: str) -> None:
+        guard = self.values[stmt.guard] if stmt.guard else None
+        needed = guard.dims if guard else frozenset()
+        dims = self.terms(stmt.index, tile)[1] | needed
+        if tile.spread and dims == {"c"}:
+            # Triton would give a long vector a layout of its own and convert it through shared
+            # memory; read as a full block, from the cache, it has the layout of its users.
+            dims = needed = frozenset(tile.shape)
+        pointer, mask = self.pointer(f"p{stmt.param}", stmt.index, tile, needed)
+        if guard:
+            mask = f"{mask} & {guard.text}" if mask else guard.text
+        args = pointer + (f", mask={mask}" if mask else "") + (", other=0" if guard else "")
+        stored = self.kernel.params[stmt.param].dtype
+        widen = "" if stored == stmt.dtype else f".to({TYPES[stmt.dtype]})"
+        self.define(stmt.out, f"tl.load({args}){widen}", dims, stmt.dtype, prefix)
+
+    def _literal(self, stmt: Literal) -> str:
+        dtype = TYPES[stmt.dtype]
+        value = stmt.value
+        if isinstance(value, Expr):
+            if not value.is_const:
+                return f"{self.scalars.text(value)}.to({dtype})"
+            value = value.value
+        return f"tl.full([], {number(value)}, {dtype})"
+
+
+def number(value: float) -> str:
+    if isinstance(value, float) and not math.isfinite(value):
+        return f'float("{value}")'
+    return repr(value)
+
+
+def _position(terms: list[str], dtype: str) -> str:
+    """An index without axes along the tile: a launch-time or program-wide number."""
+    return (
+        f"(tl.full([], 0, {dtype}) + {' + '.join(terms)})" if terms else f"tl.full([], 0, {dtype})"
+    )
+
+
+def apply_text(stmt: Apply, args: list[str]) -> str:
+    """The operator table's expression for one pointwise statement."""
+    row = OPS[stmt.op]
+    if stmt.op == "cast":
+        rounded = f"{args[0]}.to({TYPES[stmt.dtype]})"
+        wide = compute_dtype(stmt.dtype)
+        return rounded if wide == stmt.dtype else f"{rounded}.to({TYPES[wide]})"
+    attrs = {**row.attrs, **dict(stmt.attrs)}
+    template = row.triton
+    if attrs.get("alpha") == 1:
+        template = template.replace("{alpha} * ", "")
+    numbers = {
+        k: (f"({number(v)})" if isinstance(v, int | float) and v < 0 else number(v))  # type: ignore[arg-type]
+        for k, v in attrs.items()
+    }
+    return template.format(*args, **numbers)
