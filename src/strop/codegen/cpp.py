@@ -1,0 +1,120 @@
+"""Prints loop IR as one C++ function: plain loops that the compiler vectorises.
+
+    extern "C" void NAME(void* const* buffers, const int64_t* scalars)
+
+``cpp_loops`` has the skeleton, ``cpp_reduce`` the reductions, ``cpp_text`` the words.
+"""
+
+from __future__ import annotations
+
+from strop.codegen import nest
+from strop.codegen.cpp_loops import Loops
+from strop.codegen.cpp_reduce import ColumnReduction, RowSweeps
+from strop.codegen.cpp_text import TYPES
+from strop.ir.loops import Kernel, Schedule
+from strop.ir.source import Emitted, KernelSource
+
+TASK_SIZE = 4096  # elements of a task, about: a few microseconds of work
+BLOCK_SIZE = 16384  # cols of a task where the cols are cut instead of the rows
+
+
+def emit(kernel: Kernel) -> Emitted:
+    """The C++ source of a kernel and the sizes that it takes. A pure function."""
+    loops = Loops(nest.simplify(kernel))
+    loops.uniform_values()
+    if kernel.schedule is Schedule.COLUMN:
+        _print_column(loops)
+    elif kernel.schedule is Schedule.ROW:
+        _print_row(loops)
+    elif _has_long_cols(loops):
+        _print_blocks(loops)
+    else:
+        _print_pointwise(loops)
+    source = KernelSource(
+        name=kernel.name,
+        language="cpp",
+        text=_whole_text(loops),
+        params=tuple(param.dtype for param in kernel.params),
+        scalars=tuple(16 if e.is_multiple_of(16) else 1 for e in loops.scalars.names),
+        scratch=tuple(loops.scratch),
+    )
+    return Emitted(source, tuple(loops.scalars.names))
+
+
+def _whole_text(loops: Loops) -> str:
+    kernel = loops.kernel
+    lines = [
+        '#include "vmath.h"',
+        "",
+        f'extern "C" void {kernel.name}(void* const* buffers, const int64_t* scalars) {{',
+    ]
+    pointers = [f"{'' if p.is_output else 'const '}{TYPES[p.dtype]}*" for p in kernel.params]
+    pointers += [f"{TYPES[scratch.dtype]}*" for scratch in loops.scratch]
+    for i, pointer in enumerate(pointers):
+        lines.append(f"  {pointer} const p{i} = static_cast<{pointer}>(buffers[{i}]);")
+    for i in range(len(loops.scalars.names)):
+        lines.append(f"  const int64_t s{i} = scalars[{i}];")
+    return "\n".join([*lines, *loops.out.lines, "}", ""])
+
+
+def _has_long_cols(loops: Loops) -> bool:
+    cols = loops.kernel.num_cols
+    can_cut = loops.is_flat and not loops.staged
+    return can_cut and (not cols.is_const or cols.value > BLOCK_SIZE or not loops.kernel.rows)
+
+
+def _print_blocks(loops: Loops) -> None:
+    """POINTWISE, tasks are a row times a block of cols."""
+    out, rows, cols = loops.out, loops.kernel.rows, loops.scalars(loops.kernel.num_cols)
+    out(f"const int64_t blocks = ({cols} + {BLOCK_SIZE - 1}) / {BLOCK_SIZE};")
+    count = f"{loops.scalars(loops.kernel.num_rows)} * blocks" if rows else "blocks"
+    with loops.parallel("task", count, loops.work()):
+        loops.decode("task / blocks", rows)
+        block = "task % blocks" if rows else "task"
+        out(f"const int64_t begin = {block} * {BLOCK_SIZE};")
+        out(f"const int64_t end = std::min<int64_t>(begin + {BLOCK_SIZE}, {cols});")
+        loops.row_values(loops.kernel.body)
+        _print_cols(loops, "begin", "end")
+
+
+def _print_pointwise(loops: Loops) -> None:
+    """POINTWISE, tasks are a chunk of rows."""
+    _declare_step(loops)
+    with loops.tasks(), loops.rows():
+        loops.row_values(loops.kernel.body)
+        _print_cols(loops)
+
+
+def _print_cols(loops: Loops, begin: str = "0", end: str = "") -> None:
+    stores = loops.col_stores()
+    if stores:
+        with loops.cols(begin, end):
+            loops.col_values(store.value for store in stores)
+            loops.statements(stores)
+
+
+def _print_row(loops: Loops) -> None:
+    sweeps = RowSweeps(loops)
+    _declare_step(loops)
+    with loops.tasks():
+        sweeps.declare_buffers()
+        with loops.rows():
+            sweeps.print_row()
+
+
+def _print_column(loops: Loops) -> None:
+    column = ColumnReduction(loops)
+    loops.out(f"const int64_t step = {column.step()};")
+    with loops.tasks():
+        column.start()
+        with loops.rows():
+            column.accumulate()
+        column.fold()
+    column.merge()
+
+
+def _declare_step(loops: Loops) -> None:
+    cols = loops.kernel.num_cols
+    step = 1 + TASK_SIZE // cols.value if cols.is_const else None
+    text = str(step) if step else f"1 + {TASK_SIZE} / {loops.scalars(cols)}"
+    loops.out(f"const int64_t step = {text};")

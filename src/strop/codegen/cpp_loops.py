@@ -1,0 +1,263 @@
+"""The skeleton that all C++ kernels share: tasks, rows, cols, and statements inside them.
+
+Rows are cut into *tasks*: one point of the outer row axes times a chunk of the inner ones. Tasks
+run in parallel, the rows of a task in order, their cols under ``omp simd``. Chunks depend on
+sizes only, so results do not depend on the number of threads.
+
+Cols run as one axis, ``lane``, where the indices allow. Loads that do not fit (a value for each
+group of channels) are *staged*: copied in lane order to a row buffer, once a task if they can.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+
+from strop.codegen import nest
+from strop.codegen.cpp_text import TYPES, Scalars, Text, apply_text, number, scalar_type, times
+from strop.ir.dims import Expr, product
+from strop.ir.loops import (
+    Apply,
+    Axis,
+    Index,
+    Kernel,
+    Literal,
+    Load,
+    Position,
+    Reduce,
+    Schedule,
+    Stmt,
+    Store,
+    outs_of,
+    spaces,
+)
+from strop.ir.ops import compute_dtype
+from strop.ir.source import Scratch
+
+THREADED_FROM = 32768  # elements below which waking threads costs more than it saves
+STACK_ROW = 4096  # longest row buffer on the stack, in elements
+
+
+class Loops:
+    """Prints statements of one (simplified) kernel, and the loops around them."""
+
+    def __init__(self, kernel: Kernel) -> None:
+        self.kernel = kernel
+        self.out = Text()
+        self.scalars = Scalars()
+        self.scratch: list[Scratch] = []
+        self.space = spaces(kernel)
+        self.col_names = frozenset(axis.name for axis in kernel.cols)
+        self.outside = frozenset(v for v, axes in self.space.items() if not axes & self.col_names)
+        staged = nest.irregular(kernel) if len(kernel.cols) > 1 else ()
+        self.is_flat = staged is not None  # all cols run as one axis
+        self.staged = staged or ()
+        self.buffers = {stmt.out: f"t{i}" for i, stmt in enumerate(self.staged)}
+        self.num_outer = self._count_outer_rows()
+        self.by_axes = False  # inside loops over single col axes
+        self.printed: set[str] = set()  # values of the whole kernel
+
+    def _count_outer_rows(self) -> int:
+        """Row axes that split tasks: the parallel ones of COLUMN, else those of staged values."""
+        rows = self.kernel.rows
+        if self.kernel.schedule is Schedule.COLUMN:
+            return sum(not axis.reduced for axis in rows)
+        used = frozenset[str]().union(*(s.index.axes for s in self.staged))
+        if rows and rows[-1].name in used:
+            return 0  # copied again for each row anyway
+        return max((i + 1 for i, axis in enumerate(rows) if axis.name in used), default=0)
+
+    # ---- tasks and rows --------------------------------------------------------------------
+
+    @property
+    def inner_rows(self) -> tuple[Axis, ...]:
+        return self.kernel.rows[self.num_outer :]
+
+    @property
+    def outer_rows(self) -> tuple[Axis, ...]:
+        return self.kernel.rows[: self.num_outer]
+
+    @contextmanager
+    def tasks(self) -> Iterator[None]:
+        """One task: a chunk of ``step`` inner rows. ``step`` is declared by the caller."""
+        size = self.scalars(product(axis.size for axis in self.inner_rows))
+        outer = product(axis.size for axis in self.outer_rows)
+        self.out(f"const int64_t chunks = ({size} + step - 1) / step;")
+        with self.parallel("task", times("chunks", self.scalars(outer)), self.work()):
+            self.decode("task / chunks", self.outer_rows)
+            chunk = "task % chunks" if self.outer_rows else "task"
+            self.out(f"const int64_t begin = {chunk} * step;")
+            self.out(f"const int64_t end = std::min<int64_t>(begin + step, {size});")
+            for stmt in self.staged:
+                self.row_buffer(self.buffers[stmt.out], scalar_type(stmt.dtype))
+            self._fill(stmt for stmt in self.staged if not self._is_inner(stmt))
+            yield
+
+    @contextmanager
+    def rows(self) -> Iterator[None]:
+        """The rows of a task, in order."""
+        with self.out.loop("row", "end", "begin"):
+            self.decode("row", self.inner_rows)
+            self._fill(stmt for stmt in self.staged if self._is_inner(stmt))
+            yield
+
+    @contextmanager
+    def parallel(self, name: str, count: str, work: str) -> Iterator[None]:
+        self.out(f"#pragma omp parallel for schedule(static) if ({work} > {THREADED_FROM})")
+        with self.out.loop(name, count):
+            yield
+
+    def work(self) -> str:
+        return self.scalars(self.kernel.num_rows * self.kernel.num_cols)
+
+    def _is_inner(self, stmt: Load | Position) -> bool:
+        return any(axis.name in stmt.index.axes for axis in self.inner_rows)
+
+    def decode(self, flat: str, axes: Sequence[Axis]) -> None:
+        """Recover axes from their flattened position."""
+        for place, axis in enumerate(axes):
+            inner = product(a.size for a in axes[place + 1 :])
+            text = flat if inner == nest.ONE else f"{flat} / {self.scalars(inner)}"
+            if place:
+                text += f" % {self.scalars(axis.size)}"  # / and % bind alike, left first
+            self.out(f"const int64_t {axis.name} = {text};")
+
+    # ---- cols ------------------------------------------------------------------------------
+
+    @property
+    def lane(self) -> str:
+        """The place of the current col in a row buffer."""
+        if len(self.kernel.cols) == 1:
+            return self.kernel.cols[0].name
+        return "lane" if self.is_flat and not self.by_axes else self.lane_at_axes()
+
+    def lane_at_axes(self) -> str:
+        sizes = [axis.size for axis in self.kernel.cols]
+        steps = (self.scalars(product(sizes[i + 1 :])) for i in range(len(sizes)))
+        return " + ".join(
+            times(a.name, step) for a, step in zip(self.kernel.cols, steps, strict=True)
+        )
+
+    def col_loops(self) -> list[tuple[str, str]]:
+        """(name, size) of each loop over the cols, the innermost last."""
+        if self.is_flat:
+            return [(self.lane, self.scalars(self.kernel.num_cols))]
+        return self.axis_loops(self.kernel.cols)
+
+    def axis_loops(self, axes: Iterable[Axis]) -> list[tuple[str, str]]:
+        return [(axis.name, self.scalars(axis.size)) for axis in axes]
+
+    @contextmanager
+    def loops(self, loops: Sequence[tuple[str, str]]) -> Iterator[None]:
+        if not loops:
+            yield
+            return
+        with self.out.loop(*loops[0]), self.loops(loops[1:]):
+            yield
+
+    @contextmanager
+    def cols(self, begin: str = "0", end: str = "") -> Iterator[None]:
+        """All cols, or a part of the innermost loop."""
+        *outer, (name, size) = self.col_loops()
+        with self.loops(outer):
+            self.out("#pragma omp simd")
+            with self.out.loop(name, end or size, begin):
+                yield
+
+    def row_buffer(self, name: str, scalar: str) -> None:
+        """Memory for one value at each col."""
+        size = self.kernel.num_cols
+        if size.is_const and size.value <= STACK_ROW:
+            self.out(f"alignas(64) {scalar} {name}[{size.value}];")
+        else:
+            self.out(f"const sp::Row<{scalar}> {name}_memory({self.scalars(size)});")
+            self.out(f"{scalar}* const {name} = {name}_memory.get();")
+
+    def _fill(self, stmts: Iterable[Load | Position]) -> None:
+        self.by_axes = True
+        for stmt in stmts:
+            with self.loops(self.axis_loops(self.kernel.cols)):
+                value = self._load(stmt) if isinstance(stmt, Load) else self.element(stmt.index)
+                self.out(f"{self.buffers[stmt.out]}[{self.lane_at_axes()}] = {value};")
+        self.by_axes = False
+
+    # ---- statements ------------------------------------------------------------------------
+
+    def varies_over(self, stmt: Stmt) -> frozenset[str]:
+        if isinstance(stmt, Store):
+            return self.space[stmt.value] | stmt.index.axes
+        return frozenset[str]().union(*(self.space[out] for out in outs_of(stmt)))
+
+    def uniform_values(self) -> None:
+        """Values that are the same everywhere: before all loops."""
+        reduced = {out for s in self.kernel.body if isinstance(s, Reduce) for out in s.outs}
+        for stmt in self.kernel.body:
+            if isinstance(stmt, Store | Reduce) or self.varies_over(stmt):
+                continue
+            needs = nest.closure(self.kernel.body, outs_of(stmt), frozenset())
+            if reduced.isdisjoint(out for need in needs for out in outs_of(need)):
+                self.statement(stmt)
+                self.printed.update(outs_of(stmt))
+
+    def row_values(self, stmts: Iterable[Stmt]) -> None:
+        """The statements that do not vary over cols."""
+        for stmt in stmts:
+            if isinstance(stmt, Reduce) or self.varies_over(stmt) & self.col_names:
+                continue
+            if isinstance(stmt, Store) or self.printed.isdisjoint(outs_of(stmt)):
+                self.statement(stmt)
+
+    def col_stores(self) -> tuple[Store, ...]:
+        stores = (stmt for stmt in self.kernel.body if isinstance(stmt, Store))
+        return tuple(stmt for stmt in stores if self.varies_over(stmt) & self.col_names)
+
+    def col_values(self, roots: Iterable[str]) -> None:
+        """The statements that vary over cols and lead to ``roots``."""
+        self.statements(nest.closure(self.kernel.body, roots, self.outside))
+
+    def statements(self, stmts: Iterable[Stmt]) -> None:
+        for stmt in stmts:
+            self.statement(stmt)
+
+    def statement(self, stmt: Stmt) -> None:
+        if isinstance(stmt, Store):
+            dtype, at = TYPES[self.kernel.params[stmt.param].dtype], self.element(stmt.index)
+            self.out(f"p{stmt.param}[{at}] = sp::narrow<{dtype}>({stmt.value});")
+        else:
+            assert not isinstance(stmt, Reduce), "reductions are printed by their schedule"
+            self.out(f"const {scalar_type(stmt.dtype)} {stmt.out} = {self._value(stmt)};")
+
+    def _value(self, stmt: Load | Literal | Position | Apply) -> str:
+        if stmt.out in self.buffers and not self.by_axes:
+            return f"{self.buffers[stmt.out]}[{self.lane}]"
+        if isinstance(stmt, Load):
+            return self._load(stmt)
+        if isinstance(stmt, Position):
+            return self.element(stmt.index)
+        if isinstance(stmt, Apply):
+            return apply_text(stmt)
+        if isinstance(stmt.value, Expr):
+            return f"static_cast<{scalar_type(stmt.dtype)}>({self.scalars(stmt.value)})"
+        return number(stmt.value, stmt.dtype)
+
+    def _load(self, stmt: Load) -> str:
+        text = f"sp::widen(p{stmt.param}[{self.element(stmt.index)}])"
+        if compute_dtype(self.kernel.params[stmt.param].dtype) != compute_dtype(stmt.dtype):
+            text = f"static_cast<{scalar_type(stmt.dtype)}>({text})"
+        return f"{stmt.guard} ? {text} : {number(0, stmt.dtype)}" if stmt.guard else text
+
+    def element(self, index: Index) -> str:
+        """The text of an index, over ``lane`` where all cols run as one."""
+        strides = index.strides
+        if self.is_flat and not self.by_axes and len(self.kernel.cols) > 1:
+            stride = nest.lane_stride(index, self.kernel.cols)
+            assert stride is not None, f"{self.kernel.name}: {index} is not affine in the lane"
+            strides = tuple(term for term in strides if term[0] not in self.col_names)
+            strides += (("lane", stride),) if stride != nest.ZERO else ()
+        text = " + ".join(times(axis, self.scalars(stride)) for axis, stride in strides)
+        if index.offset == nest.ZERO and text:
+            return text
+        offset = self.scalars(index.offset)
+        if not text:
+            return offset
+        return f"{text} - {offset[1:]}" if offset.startswith("-") else f"{text} + {offset}"

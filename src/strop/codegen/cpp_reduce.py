@@ -1,0 +1,345 @@
+"""ROW and COLUMN reductions in C++.
+
+Sums run in the compute type under ``omp simd`` over short blocks and in fp64 from block to block.
+A ROW kernel sweeps its row once for each reduction level, and once more for moments: the mean,
+then squared deviations from it. A COLUMN kernel keeps one accumulator a col through a chunk of
+rows (moments: sums of x - x0 and of their squares, x0 being the first row, so that nothing large
+cancels), folds the reduced cols, and merges the chunks in order.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from strop.codegen import nest
+from strop.codegen.cpp_loops import Loops
+from strop.codegen.cpp_text import scalar_type
+from strop.ir.dims import product
+from strop.ir.loops import Reduce, Stmt, Store, outs_of
+from strop.ir.ops import compute_dtype
+from strop.ir.source import Scratch
+
+SUM_BLOCK = 4096  # elements summed in the compute type before a sum goes to fp64
+CHUNK_ROWS = (32, 1024)  # fewest and most reduced rows in a chunk of a COLUMN kernel
+NUM_CHUNKS = 32  # chunks wanted for each reduction of a COLUMN kernel
+
+_OMP = {"sum": "+", "amax": "nan_max", "amin": "nan_min"}
+
+
+def identity(kind: str, scalar: str) -> str:
+    return {"sum": "0", "amax": f"sp::lowest<{scalar}>()", "amin": f"sp::highest<{scalar}>()"}[kind]
+
+
+def combine(kind: str, scalar: str, into: str, value: str) -> str:
+    if kind == "sum":
+        return f"{into} += {value};"
+    return f"{into} = sp::{kind[1:]}<{scalar}>({into}, {value});"
+
+
+def total_type(stmt: Reduce) -> str:
+    """The type in which parts of a reduction are put together."""
+    is_sum = stmt.kind in ("sum", "moments") and stmt.dtype.is_floating_point
+    return "double" if is_sum else scalar_type(stmt.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One running result of a sweep over a row."""
+
+    stmt: Reduce
+    stage: str  # "all", or for moments "mean" and then "squares"
+
+    @property
+    def out(self) -> str:
+        return self.stmt.outs[-1 if self.stage == "squares" else 0]
+
+    @property
+    def kind(self) -> str:
+        return "sum" if self.stmt.kind == "moments" else self.stmt.kind
+
+    @property
+    def scalar(self) -> str:
+        return scalar_type(self.stmt.dtype)
+
+    @property
+    def clause(self) -> str:
+        return f" reduction({_OMP[self.kind]}:part_{self.out})"
+
+    def declare(self, prefix: str) -> str:
+        scalar = total_type(self.stmt) if prefix == "total" else self.scalar
+        return f"{scalar} {prefix}_{self.out} = {identity(self.kind, scalar)};"
+
+    def step(self) -> str:
+        value = self.stmt.arg
+        if self.stage == "squares":
+            value = f"({value} - {self.stmt.outs[0]}) * ({value} - {self.stmt.outs[0]})"
+        return combine(self.kind, self.scalar, f"part_{self.out}", value)
+
+    def join(self) -> str:
+        return combine(self.kind, total_type(self.stmt), f"total_{self.out}", f"part_{self.out}")
+
+    def result(self, count: str) -> str:
+        total = f"total_{self.out}" + (f" / {count}" if self.stmt.kind == "moments" else "")
+        return f"const {self.scalar} {self.out} = static_cast<{self.scalar}>({total});"
+
+
+class RowSweeps:
+    """The sweeps over the cols of one row."""
+
+    def __init__(self, loops: Loops) -> None:
+        self.loops = loops
+        self.plan = nest.plan_sweeps(loops.kernel, loops.outside, loops.col_stores())
+        first = len(loops.staged)
+        self.kept = {value: f"t{first + i}" for i, value in enumerate(self.plan.kept)}
+
+    def declare_buffers(self) -> None:
+        for stmt in self.loops.kernel.body:
+            for out in set(outs_of(stmt)) & set(self.kept):
+                assert not isinstance(stmt, Store)
+                self.loops.row_buffer(self.kept[out], scalar_type(stmt.dtype))
+
+    def print_row(self) -> None:
+        sweeps = self.plan.sweeps
+        self._row_values(0)
+        for place, sweep in enumerate(sweeps):
+            self._sweep(sweep)
+            if place + 1 == len(sweeps) or sweeps[place + 1].level > sweep.level:
+                self._row_values(sweep.level + 1)
+
+    def _row_values(self, level: int) -> None:
+        """Row values that need ``level`` reductions in sequence."""
+
+        def level_of(stmt: Stmt) -> int:
+            names = (stmt.value,) if isinstance(stmt, Store) else outs_of(stmt)
+            return max(self.plan.levels[name] for name in names)
+
+        self.loops.row_values(s for s in self.loops.kernel.body if level_of(s) == level)
+
+    def _sweep(self, sweep: nest.Sweep) -> None:
+        out, scalars = self.loops.out, self.loops.scalars
+        stages = {"all": sweep.reduces, "mean": sweep.means, "squares": sweep.squares}
+        parts = [Part(stmt, stage) for stage, stmts in stages.items() for stmt in stmts]
+        for part in parts:
+            out(part.declare("total"))
+        *outer, (name, size) = self.loops.col_loops()
+        is_long = not size.isdigit() or int(size) > SUM_BLOCK
+        with self.loops.loops(outer):
+            if any(part.kind == "sum" for part in parts) and is_long:
+                with out.loop("left", size, step=str(SUM_BLOCK)):
+                    out(f"const int64_t right = std::min<int64_t>(left + {SUM_BLOCK}, {size});")
+                    self._innermost(sweep, parts, name, "left", "right")
+            else:
+                self._innermost(sweep, parts, name, "0", size)
+        for part in parts:
+            out(part.result(scalars(self.loops.kernel.num_cols)))
+
+    def _innermost(
+        self, sweep: nest.Sweep, parts: list[Part], name: str, begin: str, end: str
+    ) -> None:
+        out, lane = self.loops.out, self.loops.lane
+        for part in parts:
+            out(part.declare("part"))
+        out("#pragma omp simd" + "".join(part.clause for part in parts))
+        with out.loop(name, end, begin):
+            for value, scalar in sweep.reads:
+                out(f"const {scalar_type(scalar)} {value} = {self.kept[value]}[{lane}];")
+            for stmt in sweep.stmts:
+                self.loops.statement(stmt)
+                for value in set(outs_of(stmt)) & set(sweep.keeps):
+                    out(f"{self.kept[value]}[{lane}] = {value};")
+            for part in parts:
+                out(part.step())
+            self.loops.statements(sweep.stores)
+        for part in parts:
+            out(part.join())
+
+
+class ColumnReduction:
+    """Accumulators for each col, partial results for each chunk, and their merge."""
+
+    def __init__(self, loops: Loops) -> None:
+        self.loops = loops
+        kernel = loops.kernel
+        self.reduces = tuple(stmt for stmt in kernel.body if isinstance(stmt, Reduce))
+        self.kept = tuple(axis for axis in kernel.cols if not axis.reduced)
+        self.folded = tuple(axis for axis in kernel.cols if axis.reduced)
+        self.num_rows = product(axis.size for axis in loops.inner_rows)
+        self.num_kept = product(axis.size for axis in self.kept)
+        self.num_folded = loops.scalars(product(axis.size for axis in self.folded))
+        self.partials = {out: self._partial(s) for s in self.reduces for out in s.outs}
+
+    def _partial(self, stmt: Reduce) -> str:
+        """Scratch for one number a chunk and kept col."""
+        loops = self.loops
+        symbol = loops.scalars.symbol
+        # ceil(rows / step) <= NUM_CHUNKS + 1 unless step is at its upper bound
+        chunks = symbol(self.num_rows) // CHUNK_ROWS[1] + (NUM_CHUNKS + 1)
+        outer = product(axis.size for axis in loops.outer_rows)
+        numel = symbol(outer) * symbol(self.num_kept) * chunks
+        loops.scratch.append(Scratch(compute_dtype(stmt.dtype), numel))
+        return f"p{len(loops.kernel.params) + len(loops.scratch) - 1}"
+
+    def step(self) -> str:
+        """Rows of a chunk: sizes alone decide."""
+        least, most = CHUNK_ROWS
+        rows = self.num_rows
+        if rows.is_const:
+            return str(min(max(-(-rows.value // NUM_CHUNKS), least), most))
+        wanted = f"({self.loops.scalars(rows)} + {NUM_CHUNKS - 1}) / {NUM_CHUNKS}"
+        return f"std::clamp<int64_t>({wanted}, {least}, {most})"
+
+    # ---- in a task -------------------------------------------------------------------------
+
+    def start(self) -> None:
+        loops = self.loops
+        for stmt in self.reduces:
+            scalar, out = scalar_type(stmt.dtype), stmt.outs[0]
+            if stmt.kind == "moments":
+                for name in ("first", "sum", "squares"):
+                    loops.row_buffer(f"{name}_{out}", scalar)
+            else:
+                loops.row_buffer(f"lanes_{out}", scalar)
+        with loops.cols():
+            at = f"[{loops.lane}]"
+            for stmt in self.reduces:
+                out = stmt.outs[0]
+                if stmt.kind == "moments":
+                    loops.out(f"sum_{out}{at} = 0;")
+                    loops.out(f"squares_{out}{at} = 0;")
+                else:
+                    start = identity(stmt.kind, scalar_type(stmt.dtype))
+                    loops.out(f"lanes_{out}{at} = {start};")
+
+    def accumulate(self) -> None:
+        """One row: all of its cols."""
+        loops = self.loops
+        stores = loops.col_stores()
+        loops.row_values(loops.kernel.body)
+        with loops.cols():
+            args = [stmt.arg for stmt in self.reduces]
+            loops.col_values([*args, *(store.value for store in stores)])
+            loops.statements(stores)
+            for stmt in self.reduces:
+                self._accumulate(stmt, f"[{loops.lane}]")
+
+    def _accumulate(self, stmt: Reduce, at: str) -> None:
+        out, scalar, name = self.loops.out, scalar_type(stmt.dtype), stmt.outs[0]
+        if stmt.kind != "moments":
+            out(combine(stmt.kind, scalar, f"lanes_{name}{at}", stmt.arg))
+            return
+        out(f"const {scalar} base_{name} = row == begin ? {stmt.arg} : first_{name}{at};")
+        out(f"const {scalar} delta_{name} = {stmt.arg} - base_{name};")
+        out(f"first_{name}{at} = base_{name};")
+        out(f"sum_{name}{at} += delta_{name};")
+        out(f"squares_{name}{at} += delta_{name} * delta_{name};")
+
+    def fold(self) -> None:
+        """The end of a task: from one accumulator a col to one partial result a kept col."""
+        loops = self.loops
+        loops.by_axes = True
+        if any(stmt.kind == "moments" for stmt in self.reduces):
+            loops.out("const double count = static_cast<double>(end - begin);")
+            loops.out("const double inverse = 1 / count;")
+        with loops.loops(loops.axis_loops(self.kept)):
+            cell = f"task * {loops.scalars(self.num_kept)} + {self._cell()}"
+            for stmt in self.reduces:
+                if stmt.kind == "moments":
+                    self._fold_moments(stmt, cell)
+                else:
+                    self._fold_lanes(stmt, cell)
+        loops.by_axes = False
+
+    def _cell(self) -> str:
+        """The flattened kept col."""
+        sizes = [axis.size for axis in self.kept]
+        terms = []
+        for place, axis in enumerate(self.kept):
+            step = self.loops.scalars(product(sizes[place + 1 :]))
+            terms.append(axis.name if step == "1" else f"{axis.name} * {step}")
+        return " + ".join(terms) or "0"
+
+    def _fold_lanes(self, stmt: Reduce, cell: str) -> None:
+        loops, out, name = self.loops, self.loops.out, stmt.outs[0]
+        scalar = total_type(stmt)
+        out(f"{scalar} part_{name} = {identity(stmt.kind, scalar)};")
+        with loops.loops(loops.axis_loops(self.folded)):
+            out(combine(stmt.kind, scalar, f"part_{name}", f"lanes_{name}[{loops.lane}]"))
+        stored = scalar_type(stmt.dtype)
+        out(f"{self.partials[name]}[{cell}] = static_cast<{stored}>(part_{name});")
+
+    def _fold_moments(self, stmt: Reduce, cell: str) -> None:
+        """Cols of a chunk have equal counts: the mean of means, then squares about it."""
+        loops, out = self.loops, self.loops.out
+        (mean, squares), stored = stmt.outs, scalar_type(stmt.dtype)
+        lane = f"[{loops.lane}]"
+        of_lane = f"first_{mean}{lane} + sum_{mean}{lane} * inverse"
+        out(f"double mean_{mean} = 0;")
+        with loops.loops(loops.axis_loops(self.folded)):
+            out(f"mean_{mean} += {of_lane};")
+        out(f"mean_{mean} /= {self.num_folded};")
+        out(f"double spread_{mean} = 0;")
+        with loops.loops(loops.axis_loops(self.folded)):
+            out(f"const double sum = sum_{mean}{lane};")
+            out(f"const double shift = {of_lane} - mean_{mean};")
+            out(f"const double within = squares_{mean}{lane} - sum * sum * inverse;")
+            out(f"spread_{mean} += within + count * shift * shift;")
+        out(f"{self.partials[mean]}[{cell}] = static_cast<{stored}>(mean_{mean});")
+        out(f"{self.partials[squares]}[{cell}] = static_cast<{stored}>(spread_{mean});")
+
+    # ---- after all tasks -------------------------------------------------------------------
+
+    def merge(self) -> None:
+        """Chunks in order, then the tail, for each parallel row and kept col."""
+        loops, out = self.loops, self.loops.out
+        outer = product(axis.size for axis in loops.outer_rows)
+        cells, kept = loops.scalars(outer * self.num_kept), loops.scalars(self.num_kept)
+        loops.by_axes = True
+        with loops.parallel("cell", cells, f"{cells} * chunks"):
+            loops.decode("cell", loops.outer_rows + self.kept)
+            place = f"cell / {kept} * chunks * {kept} + cell % {kept}"
+            out(
+                f"const int64_t start = {place};"
+                if loops.outer_rows
+                else "const int64_t start = cell;"
+            )
+            for stmt in self.reduces:
+                if stmt.kind == "moments":
+                    self._merge_moments(stmt, f"start + chunk * {kept}")
+                else:
+                    self._merge_parts(stmt, f"start + chunk * {kept}")
+            self._tail()
+        loops.by_axes = False
+
+    def _merge_parts(self, stmt: Reduce, at: str) -> None:
+        out, name, scalar = self.loops.out, stmt.outs[0], total_type(stmt)
+        out(f"{scalar} total_{name} = {identity(stmt.kind, scalar)};")
+        with out.loop("chunk", "chunks"):
+            out(combine(stmt.kind, scalar, f"total_{name}", f"{self.partials[name]}[{at}]"))
+        out(f"const {scalar_type(stmt.dtype)} {name} = total_{name};")
+
+    def _merge_moments(self, stmt: Reduce, at: str) -> None:
+        out, rows = self.loops.out, self.loops.scalars(self.num_rows)
+        (mean, var), scalar = stmt.outs, scalar_type(stmt.dtype)
+        length = f"const double length = std::min<int64_t>(step, {rows} - chunk * step);"
+        out(f"double mean_{mean} = 0;")
+        with out.loop("chunk", "chunks"):
+            out(length)
+            out(f"mean_{mean} += length * {self.partials[mean]}[{at}];")
+        out(f"mean_{mean} /= {rows};")
+        out(f"double spread_{mean} = 0;")
+        with out.loop("chunk", "chunks"):
+            out(length)
+            out(f"const double shift = {self.partials[mean]}[{at}] - mean_{mean};")
+            between = f"length * {self.num_folded} * shift * shift"
+            out(f"spread_{mean} += {self.partials[var]}[{at}] + {between};")
+        out(f"const {scalar} {mean} = static_cast<{scalar}>(mean_{mean});")
+        total = f"(static_cast<double>({rows}) * {self.num_folded})"
+        out(f"const {scalar} {var} = static_cast<{scalar}>(spread_{mean} / {total});")
+
+    def _tail(self) -> None:
+        kernel = self.loops.kernel
+        known = self.loops.printed | {out for stmt in self.reduces for out in stmt.outs}
+        stores = [stmt for stmt in kernel.tail if isinstance(stmt, Store)]
+        roots = (store.value for store in stores)
+        self.loops.statements(nest.closure(kernel.body + kernel.tail, roots, frozenset(known)))
+        self.loops.statements(stores)

@@ -1,0 +1,117 @@
+"""The words of generated C++: types, numbers, operator expressions, indented lines."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+
+from strop.ir.dims import Expr, symbol
+from strop.ir.loops import Apply
+from strop.ir.ops import OPS, compute_dtype
+
+TYPES = {
+    torch.float64: "double",
+    torch.float32: "float",
+    torch.float16: "sp::fp16",
+    torch.bfloat16: "sp::bf16",
+    torch.int64: "int64_t",
+    torch.int32: "int32_t",
+    torch.int16: "int16_t",
+    torch.int8: "int8_t",
+    torch.uint8: "uint8_t",
+    torch.bool: "bool",
+}
+
+
+def scalar_type(dtype: torch.dtype) -> str:
+    """The C++ type that a kernel computes in for this dtype."""
+    return TYPES[compute_dtype(dtype)]
+
+
+@dataclass
+class Text:
+    lines: list[str] = field(default_factory=list)
+    depth: int = 1
+
+    def __call__(self, line: str) -> None:
+        self.lines.append("  " * self.depth + line)
+
+    @contextmanager
+    def block(self, header: str) -> Iterator[None]:
+        self(header + " {")
+        self.depth += 1
+        yield
+        self.depth -= 1
+        self("}")
+
+    @contextmanager
+    def loop(self, name: str, end: str, begin: str = "0", step: str = "") -> Iterator[None]:
+        forward = f"{name} += {step}" if step else f"++{name}"
+        with self.block(f"for (int64_t {name} = {begin}; {name} < {end}; {forward})"):
+            yield
+
+
+class Scalars:
+    """Names for sizes: constants are printed, every other expression becomes s0, s1, ..."""
+
+    def __init__(self) -> None:
+        self.names: dict[Expr, str] = {}
+
+    def __call__(self, expr: Expr) -> str:
+        if expr.is_const:
+            return str(expr.value)
+        return self.names.setdefault(expr, f"s{len(self.names)}")
+
+    def symbol(self, expr: Expr) -> Expr:
+        """The same size over the scalar names."""
+        return expr if expr.is_const else symbol(self(expr))
+
+
+def times(name: str, factor: str) -> str:
+    return name if factor == "1" else f"{name} * {factor}"
+
+
+def number(value: float, dtype: torch.dtype) -> str:
+    """A literal of the compute type of ``dtype``."""
+    kind = scalar_type(dtype)
+    if kind == "bool":
+        return "true" if value else "false"
+    if not dtype.is_floating_point:
+        lowest = int(value) == -(2**63)
+        return "std::numeric_limits<int64_t>::min()" if lowest else str(int(value))
+    if math.isnan(value):
+        return f"std::numeric_limits<{kind}>::quiet_NaN()"
+    if abs(value) > torch.finfo(compute_dtype(dtype)).max:
+        return f"{'-' if value < 0 else ''}std::numeric_limits<{kind}>::infinity()"
+    return repr(float(value)) + ("f" if kind == "float" else "")
+
+
+def apply_text(stmt: Apply) -> str:
+    """The expression of a pointwise statement."""
+    if stmt.op == "cast":
+        return _cast(stmt.args[0], stmt.dtype)
+    template, attrs = OPS[stmt.op].cpp, dict(stmt.attrs)
+    if attrs.get("alpha") == 1:
+        template = template.replace("{alpha} * ", "")
+    texts = {name: _attribute(value, stmt.dtype) for name, value in attrs.items()}
+    text = template.format(*stmt.args, **texts)
+    if compute_dtype(stmt.dtype) is torch.float64:
+        text = re.sub(r"(?<=\d)f\b", "", text)  # the table's constants are written for fp32
+    return text
+
+
+def _attribute(value: float | str, dtype: torch.dtype) -> str:
+    if isinstance(value, bool | int | str):
+        return str(value).lower() if isinstance(value, bool) else str(value)
+    return number(value, dtype if dtype.is_floating_point else torch.float64)
+
+
+def _cast(arg: str, dtype: torch.dtype) -> str:
+    if dtype in (torch.float16, torch.bfloat16):
+        return f"sp::round_to<{TYPES[dtype]}>({arg})"
+    return f"static_cast<{TYPES[dtype]}>({arg})"

@@ -1,0 +1,107 @@
+"""A content store on disk for plans, cubins and shared objects.
+
+Every entry is one file, ``root/kind/key``: the data, then a trailer with its SHA-256. A trailer
+leaves shared objects loadable as they lie (a loader ignores what follows an ELF image) and, unlike
+a file beside it, cannot be out of step with the data. Writes are atomic, so that processes may
+race; a damaged entry is removed and reads as missing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import os
+import re
+import stat
+import tempfile
+from pathlib import Path
+
+from strop.errors import CacheError
+
+logger = logging.getLogger(__name__)
+
+_MAGIC = b"strop-sha256"
+_TRAILER_BYTES = hashlib.sha256().digest_size + len(_MAGIC)
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
+_TEMPORARY = ".partial-"
+
+
+class DiskCache:
+    """``read`` and ``write`` bytes by kind ("so", "plan", ...) and key (a hash)."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        _make_private(root)
+
+    def path(self, kind: str, key: str) -> Path:
+        """Where an entry lies, whether it exists or not."""
+        for name in (kind, key):
+            if not _NAME.fullmatch(name):
+                raise CacheError(f"not a cache kind or key: {name!r}")
+        return self.root / kind / key
+
+    def read(self, kind: str, key: str) -> bytes | None:
+        """The data of an entry whose checksum holds, else None."""
+        path = self.path(kind, key)
+        try:
+            content = path.read_bytes()
+        except FileNotFoundError:
+            return None
+        data = _checked(content)
+        with contextlib.suppress(FileNotFoundError):  # another process may have removed it
+            if data is None:
+                logger.warning("removed the damaged cache entry %s", path)
+                path.unlink()
+            else:
+                os.utime(path)  # many file systems do not record reads
+        return data
+
+    def write(self, kind: str, key: str, data: bytes) -> Path:
+        """Store an entry; readers see all of it or nothing."""
+        path = self.path(kind, key)
+        _make_private(path.parent)
+        handle, temporary = tempfile.mkstemp(prefix=_TEMPORARY, dir=path.parent)
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.write(data)
+                file.write(hashlib.sha256(data).digest() + _MAGIC)
+            Path(temporary).replace(path)
+        except BaseException:
+            Path(temporary).unlink(missing_ok=True)
+            raise
+        return path
+
+    def prune(self, max_bytes: int) -> int:
+        """Remove the entries not used for longest until the rest fits; bytes removed."""
+        entries = []
+        for path in self.root.glob("*/*"):
+            with contextlib.suppress(FileNotFoundError):
+                status = path.stat()
+                if stat.S_ISREG(status.st_mode) and not path.name.startswith(_TEMPORARY):
+                    entries.append((status.st_mtime_ns, status.st_size, path))
+        entries.sort()
+        total = kept = sum(size for _, size, _ in entries)
+        for _, size, path in entries:
+            if kept <= max_bytes:
+                break
+            path.unlink(missing_ok=True)
+            kept -= size
+        return total - kept
+
+
+def _checked(content: bytes) -> bytes | None:
+    """The data of a file, None if the trailer is missing or does not fit."""
+    data, trailer = content[:-_TRAILER_BYTES], content[-_TRAILER_BYTES:]
+    return data if trailer == hashlib.sha256(data).digest() + _MAGIC else None
+
+
+def _make_private(folder: Path) -> None:
+    """Create a folder for this user alone; refuse one that others can put programs into."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    status = folder.stat()
+    if status.st_uid != os.getuid() or status.st_mode & stat.S_IWOTH:
+        raise CacheError(
+            f"{folder} belongs to another user or is writable by all: machine code in it cannot "
+            "be trusted. Choose another cache folder or correct its owner and mode (0700)."
+        )
