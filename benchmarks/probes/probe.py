@@ -1,6 +1,6 @@
 """Measures what the design rests on, on one GPU.
 
-python benchmarks/probes/probe.py --out probes.json [--only 1,2,3] [--skip 7] [--budget 200]
+python benchmarks/probes/probe.py --out probes.json [--only 1,2,3] [--skip 7] [--budget 400]
 
 Each probe stands alone: an error in one is printed and the next one runs. After an error that
 poisons the CUDA context, or a probe that hangs, the process starts over with the probes left.
@@ -24,13 +24,13 @@ from typing import Any
 PROBES: dict[str, tuple[str, str, str, float]] = {
     "1": ("launch cost and limits", "p_launch", "run_launch", 20),
     "2": ("CUDA graph nodes", "p_launch", "run_graph", 15),
-    "4": ("convolution", "p_conv", "run", 50),
-    "6": ("GroupNorm+SiLU", "p_norm", "run", 45),
+    "4": ("convolution", "p_conv", "run", 60),
+    "6": ("GroupNorm+SiLU", "p_norm", "run", 90),
     "5": ("attention", "p_attn", "run", 30),
     "3": ("GEMM", "p_gemm", "run", 25),
-    "10": ("eager baseline", "p_host", "run_baseline", 30),
+    "10": ("eager baseline", "p_host", "run_baseline", 60),
     "8": ("capture", "p_capture", "run", 45),
-    "9": ("host", "p_host", "run", 40),
+    "9": ("host", "p_host", "run", 70),
     "7": ("Triton convolution", "p_norm", "run_conv", 20),
 }
 
@@ -142,7 +142,7 @@ def main() -> None:
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("probes.json"))
     parser.add_argument("--only", default="")
     parser.add_argument("--skip", default="")
-    parser.add_argument("--budget", type=float, default=200.0)
+    parser.add_argument("--budget", type=float, default=400.0)
     parser.add_argument("--resume", action="store_true")
     parser.add_argument("--show", action="store_true", help="print the rows of --out, run nothing")
     args = parser.parse_args()
