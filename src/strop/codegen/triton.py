@@ -14,7 +14,6 @@ from strop.codegen.triton_text import (
     Printer,
     Tile,
     next_power_of_two,
-    power_of_two_in,
     runs,
 )
 from strop.ir.dims import Expr, const
@@ -22,7 +21,7 @@ from strop.ir.loops import Kernel, Literal, Load, Reduce, Schedule, Stmt, Store,
 from strop.ir.source import Emitted, KernelSource, Scratch, Split
 
 POINTWISE_ELEMENTS = 1024  # 8 a thread: one 16-byte access of fp16, two of fp32
-POINTWISE_COLS = 128  # of a 2-d tile: vectors along the cols stay cheap up to one value a thread
+POINTWISE_COLS = 64  # of a 2-d tile: 128 bytes of fp16, and short vectors along the cols are cheap
 TRANSPOSE_SIDE = 64  # rows and cols of a tile that is contiguous along both
 ROW_ELEMENTS = 2048  # 16 a thread
 MAX_PERSISTENT_COLS = 8192
@@ -87,7 +86,7 @@ def _pointwise(printer: Printer) -> tuple[Expr, int]:
     rows, cols, num_warps = _pointwise_tile(kernel)
     flat = num_rows == const(1)
     printer.constants.update({"COLS": cols} if flat else {"ROWS": rows, "COLS": cols})
-    row_tiles, col_tiles = _tiles(num_rows, rows), _tiles(num_cols, cols)
+    col_tiles = _tiles(num_cols, cols)
     add = printer.out.add
     add("tile = tl.program_id(0)")
     if flat:
@@ -102,9 +101,8 @@ def _pointwise(printer: Printer) -> tuple[Expr, int]:
         add(f"col = {col_tile}tl.arange(0, COLS)[None, :]")
         shape = {"r": "ROWS", "c": "COLS"}
     row = Flat("row", kernel.rows, "r", wide=True, first="first_row", tile=rows)
-    flats = (row, Flat("col", kernel.cols, "c"))
-    if flat:  # rows of size 1 have no term in any index
-        flats = flats[1:]
+    col = Flat("col", kernel.cols, "c")
+    flats = (col,) if flat else (row, col)  # rows of size 1 have no term in any index
     masks = {} if flat else _mask(printer, "row", num_rows, rows)
     masks |= _mask(printer, "col", num_cols, cols)
     tile = Tile(flats, shape, masks)
@@ -112,10 +110,8 @@ def _pointwise(printer: Printer) -> tuple[Expr, int]:
         printer.ids(each, kernel.body)
     for stmt in kernel.body:
         printer.statement(stmt, tile)
-    scalars = printer.scalars
-    return _tiles(scalars.symbolic(num_rows), rows) * _tiles(scalars.symbolic(num_cols), cols) if (
-        row_tiles != const(1)
-    ) else _tiles(scalars.symbolic(num_cols), cols), num_warps
+    symbolic = printer.scalars.symbolic
+    return _tiles(symbolic(num_rows), rows) * _tiles(symbolic(num_cols), cols), num_warps
 
 
 def _tiles(size: Expr, tile: int) -> Expr:
@@ -139,23 +135,12 @@ def _pointwise_tile(kernel: Kernel) -> tuple[int, int, int]:
         rows = _fitting(num_rows, TRANSPOSE_SIDE)
         cols = _fitting(num_cols, TRANSPOSE_SIDE)
         return rows, cols, 8
-    cols = _cols_tile(num_cols)
+    cols = _fitting(num_cols, POINTWISE_COLS)
     return _fitting(num_rows, max(POINTWISE_ELEMENTS // cols, 1)), cols, 4
 
 
 def _fitting(size: Expr, tile: int) -> int:
     return min(tile, next_power_of_two(size.value)) if size.is_const else tile
-
-
-def _cols_tile(num_cols: Expr) -> int:
-    """A power of two that divides the cols, if one of at least 64 does, else the least waste."""
-    even = min(power_of_two_in(num_cols.divisor), POINTWISE_COLS)
-    if even >= 64 or not num_cols.is_const:
-        return max(even, 64)
-    n = num_cols.value
-    if n <= 64:
-        return next_power_of_two(n)
-    return min((64, POINTWISE_COLS), key=lambda size: (-(-n // size) * size, -size))
 
 
 def _is_transposing(kernel: Kernel) -> bool:

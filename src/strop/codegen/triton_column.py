@@ -172,7 +172,8 @@ def _sweep(plan: _Column) -> None:
             elif stmt not in hoisted:
                 printer.statement(stmt, tile)
     plan.add("length = tl.maximum(end - begin, 0)")
-    plan.add("seen = (length - tl.arange(0, ROWS)[:, None] + ROWS - 1) // ROWS")
+    if any(stmt.kind == "moments" for stmt in plan.reductions):
+        plan.add("seen = (length - tl.arange(0, ROWS)[:, None] + ROWS - 1) // ROWS")
     for reduction in plan.reductions:
         fold(printer, reduction, 0, "seen", "tl.maximum(length, 1)")
 
@@ -198,30 +199,29 @@ def _publish(plan: _Column) -> None:
     num_cols = num_kept * per_kept
     for dtype in plan.dtypes():
         slots, mask = plan.slots(dtype), ", mask=col_mask" if _has_col_mask(plan) else ""
+        lanes = plan.buffer("lanes", dtype)
+        add(f"own_{lanes} = {lanes} + program * {len(slots) * num_cols}")
         for slot, (_, name) in enumerate(slots):
-            at = f"(program * {len(slots)} + {slot}) * {num_cols} + col"
-            add(f"tl.store({plan.buffer('lanes', dtype)} + {at}, {name}{mask})")
+            add(f"tl.store(own_{lanes} + {slot * num_cols} + col, {name}{mask})")
     add("tl.debug_barrier()")
     printer.constants["KEPT"] = next_power_of_two(num_kept)
     printer.constants["LANES"] = next_power_of_two(per_kept)
     add("own = tl.arange(0, KEPT)[:, None]")
     add("lane = tl.arange(0, LANES)[None, :]")
     add(f"is_lane = (own < {num_kept}) & (lane < {per_kept})")
-    add("lane_count = tl.where(is_lane, length, 0)")
+    if any(stmt.kind == "moments" for stmt in plan.reductions):
+        add("lane_count = tl.where(is_lane, length, 0)")
     index = _lane_index(plan.kept + plan.lanes, printer.kernel.cols)
     flats = (Flat("own", plan.kept, "r"), Flat("lane", plan.lanes, "c"))
     for flat in flats:
         printer.ids_of(flat, [index])
     terms, _ = printer.terms(index, Tile(flats, {"r": "KEPT", "c": "LANES"}, {}))
-    place = " + ".join(terms) or "own + lane"
+    add(f"place = {' + '.join(terms) or 'own + lane'}")
     for dtype in plan.dtypes():
-        slots = plan.slots(dtype, "_own")
-        for slot, (stmt, name) in enumerate(slots):
-            at = f"(program * {len(slots)} + {slot}) * {num_cols} + {place}"
-            other = identity(stmt.kind, dtype)
-            add(
-                f"{name} = tl.load({plan.buffer('lanes', dtype)} + {at}, mask=is_lane, other={other})"
-            )
+        lanes = f"own_{plan.buffer('lanes', dtype)}"
+        for slot, (stmt, name) in enumerate(plan.slots(dtype, "_own")):
+            at, other = f"{lanes} + {slot * num_cols} + place", identity(stmt.kind, dtype)
+            add(f"{name} = tl.load({at}, mask=is_lane, other={other})")
     for stmt in plan.reductions:
         fold(printer, stmt, 1, "lane_count", f"tl.maximum(length * {per_kept}, 1)", "_own")
     is_padded = num_kept != next_power_of_two(num_kept)
@@ -242,13 +242,18 @@ def _lane_index(axes: tuple[Axis, ...], cols: tuple[Axis, ...]) -> Index:
 
 
 def _store_partials(plan: _Column, stage: str, at: str, mask: str) -> None:
-    kept = plan.text(plan.num_kept)
+    kept, tail = plan.text(plan.num_kept), f", mask={mask}" if mask else ""
     for dtype in plan.dtypes():
-        slots = plan.slots(dtype, stage)
+        slots, partials = plan.slots(dtype, stage), plan.buffer("partials", dtype)
+        plan.add(
+            f"own_{partials} = {partials} + (par * splits + split) * {_times(len(slots), kept)}"
+        )
         for slot, (_, name) in enumerate(slots):
-            place = f"((par * splits + split) * {len(slots)} + {slot}) * {kept} + {at}"
-            tail = f", mask={mask}" if mask else ""
-            plan.add(f"tl.store({plan.buffer('partials', dtype)} + {place}, {name}{tail})")
+            plan.add(f"tl.store(own_{partials} + {_times(slot, kept)} + {at}, {name}{tail})")
+
+
+def _times(n: int, size: str) -> str:
+    return str(n * int(size)) if size.isdigit() else f"{n} * {size}"
 
 
 def _finish(plan: _Column) -> None:
@@ -306,7 +311,12 @@ def _parts(plan: _Column, masked: bool) -> None:
     """Ids of a few slabs and how many elements each of them saw."""
     add, rows = plan.add, plan.text(plan.num_rows)
     add("part = at + tl.arange(0, SPLITS)[:, None]")
-    add("part_mask = (part < splits)" + (" & kept_mask" if masked else ""))
+    add("part_mask = " + ("(part < splits) & kept_mask" if masked else "part < splits"))
+    kept = plan.text(plan.num_kept)
+    for dtype in plan.dtypes():
+        partials, slots = plan.buffer("partials", dtype), len(plan.slots(dtype))
+        state = f"(par * splits + part) * {_times(slots, kept)}"
+        add(f"every_{partials} = {partials} + {state} + kept")
     if any(stmt.kind == "moments" for stmt in plan.reductions):
         seen = f"tl.minimum(tl.maximum({rows} - part * slab, 0), slab)"
         add(f"count = tl.where(part_mask, {seen} * {plan.text(plan.per_kept)}, 0)")
@@ -316,11 +326,9 @@ def _part(plan: _Column, stmt: Reduce, which: int) -> str:
     """One state block of several slabs. Past the L1 cache: other programs wrote it."""
     slots = plan.slots(stmt.dtype, "_total")
     slot = slots.index((stmt, state_names(stmt, "_total")[which]))
-    kept = plan.text(plan.num_kept)
-    at = f"((par * splits + part) * {len(slots)} + {slot}) * {kept} + kept"
+    at = f"every_{plan.buffer('partials', stmt.dtype)} + {_times(slot, plan.text(plan.num_kept))}"
     other = identity(stmt.kind, stmt.dtype)
-    buffer = plan.buffer("partials", stmt.dtype)
-    return f'tl.load({buffer} + {at}, mask=part_mask, other={other}, cache_modifier=".cg")'
+    return f'tl.load({at}, mask=part_mask, other={other}, cache_modifier=".cg")'
 
 
 def _merge_first(plan: _Column, stmt: Reduce) -> None:

@@ -116,6 +116,7 @@ class Run:
     stride: Expr
     dim: str
 
+
 @dataclass(frozen=True, slots=True)
 class Tile:
     """What statements see: the flat ids, the block shape and the masks along its dimensions."""
@@ -237,8 +238,7 @@ class Printer:
             self.define(stmt.out, self._literal(stmt), frozenset(), stmt.dtype, prefix)
         elif isinstance(stmt, Position):
             terms, dims = self.terms(stmt.index, tile)
-            dtype = TYPES[stmt.dtype]
-            text = f"({' + '.join(terms)}).to({dtype})" if dims else _position(terms, dtype)
+            text = _position_text(terms, TYPES[stmt.dtype], bool(dims))
             self.define(stmt.out, text, dims, stmt.dtype, prefix)
         elif isinstance(stmt, Apply):
             args = [self.values[arg] for arg in stmt.args]
@@ -284,11 +284,11 @@ def number(value: float) -> str:
     return repr(value)
 
 
-def _position(terms: list[str], dtype: str) -> str:
-    """An index without axes along the tile: a launch-time or program-wide number."""
-    return (
-        f"(tl.full([], 0, {dtype}) + {' + '.join(terms)})" if terms else f"tl.full([], 0, {dtype})"
-    )
+def _position_text(terms: list[str], dtype: str, is_block: bool) -> str:
+    total = " + ".join(terms)
+    if is_block:
+        return f"({total}).to({dtype})" if " " in total else f"{total}.to({dtype})"
+    return f"tl.full([], 0, {dtype})" + (f" + {total}" if total else "")
 
 
 def apply_text(stmt: Apply, args: list[str]) -> str:
@@ -302,8 +302,11 @@ def apply_text(stmt: Apply, args: list[str]) -> str:
     template = row.triton
     if attrs.get("alpha") == 1:
         template = template.replace("{alpha} * ", "")
-    numbers = {
-        k: (f"({number(v)})" if isinstance(v, int | float) and v < 0 else number(v))  # type: ignore[arg-type]
-        for k, v in attrs.items()
-    }
+    numbers = {name: _attribute(value) for name, value in attrs.items()}
     return template.format(*args, **numbers)
+
+
+def _attribute(value: float | str) -> str:
+    if isinstance(value, str):
+        return value
+    return f"({number(value)})" if value < 0 else number(value)

@@ -1,0 +1,158 @@
+"""Loads machine code and launches it through the CUDA driver: ctypes on libcuda, no Triton.
+
+A bound launch is one foreign call whose arguments were all built before: pointers and the stream
+are patched in place. A CUDA context must be current, as torch makes it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Sequence
+from ctypes import byref, c_char_p, c_int, c_int32, c_uint, c_void_p
+from functools import lru_cache
+
+from strop.errors import CodegenError
+from strop.runtime.cubin import Cubin
+
+_NUM_REGS, _LOCAL_BYTES, _MAX_DYNAMIC_SHARED = 4, 3, 8  # CUfunction_attribute
+_STATIC_SHARED_LIMIT = 48 * 1024
+_INT_LIMIT = 2**31
+
+
+@lru_cache(maxsize=1)
+def _cuda() -> ctypes.CDLL:
+    try:
+        cuda = ctypes.CDLL("libcuda.so.1")
+    except OSError as error:
+        raise CodegenError(
+            "libcuda.so.1 was not found: GPU kernels need an NVIDIA driver on this machine"
+        ) from error
+    grid = [c_uint] * 7
+    cuda.cuLaunchKernel.argtypes = [c_void_p, *grid, c_void_p, c_void_p, c_void_p]
+    cuda.cuModuleLoadData.argtypes = [c_void_p, c_char_p]
+    cuda.cuModuleGetFunction.argtypes = [c_void_p, c_void_p, c_char_p]
+    cuda.cuFuncSetAttribute.argtypes = [c_void_p, c_int, c_int]
+    cuda.cuFuncGetAttribute.argtypes = [c_void_p, c_int, c_void_p]
+    return cuda
+
+
+def _check(code: int, what: str) -> None:
+    if code == 0:
+        return
+    text = c_char_p()
+    _cuda().cuGetErrorString(code, byref(text))
+    reason = text.value.decode() if text.value else "unknown error"
+    raise CodegenError(f"CUDA error {code} ({reason}) while {what}")
+
+
+class CudaFunction:
+    """One kernel in the memory of one device."""
+
+    __slots__ = ("_handle", "_module", "cubin")
+
+    def __init__(self, cubin: Cubin) -> None:
+        """Load into the current context."""
+        cuda = _cuda()
+        self.cubin = cubin
+        self._module, self._handle = c_void_p(), c_void_p()
+        _check(cuda.cuModuleLoadData(byref(self._module), cubin.code), f"loading {cubin.entry}")
+        name = cubin.entry.encode()
+        code = cuda.cuModuleGetFunction(byref(self._handle), self._module, name)
+        _check(code, f"looking up {cubin.entry}")
+        if cubin.shared > _STATIC_SHARED_LIMIT:
+            code = cuda.cuFuncSetAttribute(self._handle, _MAX_DYNAMIC_SHARED, cubin.shared)
+            _check(code, f"asking for {cubin.shared} bytes of shared memory for {cubin.entry}")
+
+    @property
+    def num_registers(self) -> int:
+        return self._attribute(_NUM_REGS)
+
+    @property
+    def spilled_bytes(self) -> int:
+        """Local memory of a thread: spills and stack."""
+        return self._attribute(_LOCAL_BYTES)
+
+    def _attribute(self, which: int) -> int:
+        value = c_int()
+        code = _cuda().cuFuncGetAttribute(byref(value), which, self._handle)
+        _check(code, f"asking about {self.cubin.entry}")
+        return value.value
+
+    def bind(
+        self,
+        pointers: Sequence[int],
+        scalars: Sequence[int],
+        grid: Sequence[int],
+        stream: int = 0,
+    ) -> BoundLaunch:
+        """A launch with these arguments: params, then scratch, then integers."""
+        return BoundLaunch(self, pointers, scalars, grid, stream)
+
+
+class BoundLaunch:
+    """A prepared launch; calling it is one foreign call. Not to be shared between threads."""
+
+    __slots__ = ("_arguments", "_call", "_function", "_pointers", "_stream", "_values")
+
+    def __init__(
+        self,
+        function: CudaFunction,
+        pointers: Sequence[int],
+        scalars: Sequence[int],
+        grid: Sequence[int],
+        stream: int,
+    ) -> None:
+        for value in scalars:
+            if not -_INT_LIMIT <= value < _INT_LIMIT:
+                raise CodegenError(
+                    f"{function.cubin.entry}: the size {value} does not fit in 32 bits; "
+                    "use a smaller batch or image"
+                )
+        self._function = function  # keeps the module alive
+        self._pointers = [c_void_p(pointer) for pointer in pointers]
+        # After the declared arguments Triton passes two pointers to scratch of its own: unused.
+        self._values = [*self._pointers, *map(c_int32, scalars), c_void_p(), c_void_p()]
+        self._arguments = (c_void_p * len(self._values))(
+            *(ctypes.addressof(value) for value in self._values)
+        )
+        self._stream = c_void_p(stream)
+        x, y, z = (*grid, 1, 1, 1)[:3]
+        threads, shared = 32 * function.cubin.num_warps, function.cubin.shared
+        shape = (x, y, z, threads, 1, 1, shared)
+        self._call = (function._handle, *shape, self._stream, self._arguments, None)
+
+    def set_pointer(self, place: int, pointer: int) -> None:
+        self._pointers[place].value = pointer
+
+    def set_stream(self, stream: int) -> None:
+        self._stream.value = stream
+
+    def __call__(self) -> None:
+        code = _launch(*self._call)
+        if code:
+            _check(code, f"launching {self._function.cubin.entry}")
+
+
+def _launch(*args: object) -> int:
+    """The driver's entry point; replaces itself with the foreign function at the first call."""
+    global _launch
+    _launch = _cuda().cuLaunchKernel
+    return int(_launch(*args))
+
+
+_LOADED: dict[tuple[Cubin, int], CudaFunction] = {}
+_LOCK = threading.Lock()
+
+
+def load(cubin: Cubin) -> CudaFunction:
+    """The kernel in the current context, loaded once."""
+    context = c_void_p()
+    _check(_cuda().cuCtxGetCurrent(byref(context)), "asking for the current context")
+    if not context.value:
+        raise CodegenError("no CUDA context is current; call torch.cuda.init() first")
+    with _LOCK:
+        function = _LOADED.get((cubin, context.value))
+        if function is None:
+            function = _LOADED[cubin, context.value] = CudaFunction(cubin)
+    return function

@@ -1,0 +1,206 @@
+"""Generated Triton text: its values in Triton's interpreter, and the text itself."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from strop.codegen.triton import emit
+from strop.codegen.triton_interpreter import interpret
+from strop.ir import interpret as judge
+from strop.ir.dims import symbol
+from strop.ir.loops import Kernel, Schedule
+from strop.ir.ops import OPS, POINTWISE, Operands
+from tests.codegen import kernels, triton_samples
+from tests.codegen.kernels import SAMPLES, Sample, Writer, axis, index, reads, writes
+
+F16, BF16, F32, F64, I64 = torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int64
+GOLDEN = Path(__file__).parents[1] / "golden" / "triton"
+# A few units in the last place of what is stored. The interpreter cuts bf16 where GPUs round.
+TOLERANCE = {F64: 1e-12, F32: 2e-5, F16: 2e-3, BF16: 2e-2}
+
+
+def run(sample: Sample, tensors: Sequence[torch.Tensor], env: Mapping[str, int], splits: int = 1):
+    emitted = emit(sample.kernel)
+    sizes = {f"s{i}": size.eval(env) for i, size in enumerate(emitted.scalars)}
+    scratch = interpret(emitted.source, tensors, sizes | {"splits": splits})
+    for buffer, tensor in zip(emitted.source.scratch, scratch, strict=True):
+        assert not buffer.zeroed or not tensor.any(), "counters are left at zero"
+
+
+def check(sample: Sample, env: Mapping[str, int], splits: int = 1, mean: float = 0.0) -> None:
+    tensors = sample.tensors(env, mean=mean)
+    expected = [tensor.clone() for tensor in tensors]
+    judge.run(sample.kernel, expected, env)
+    run(sample, tensors, env, splits)
+    tolerance = max(TOLERANCE.get(param.dtype, 0.0) for param in sample.kernel.params)
+    for param, found, wanted in zip(sample.kernel.params, tensors, expected, strict=True):
+        if param.is_output:
+            torch.testing.assert_close(found, wanted, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", [F16, F32], ids=str)
+@pytest.mark.parametrize("name", SAMPLES)
+def test_values(name: str, dtype: torch.dtype):
+    sample = SAMPLES[name](dtype)
+    if name == "casts":  # the sample itself rounds to bf16, which the interpreter cuts
+        pytest.skip("see test_cast_rounds")
+    splits = (1, 3, 40) if sample.kernel.schedule is Schedule.COLUMN else (1,)
+    for env in sample.envs[:2]:
+        for count in splits:
+            check(sample, env, count)
+
+
+@pytest.mark.parametrize("name", triton_samples.CONTIGUOUS)
+def test_values_of_model_sizes(name: str):
+    build = triton_samples.CONTIGUOUS[name]
+    env = {"b": 1, "h": 1, "w": 1, "n": 1, "m": 5}
+    check(build(F16, 320), env, splits=5)
+
+
+@pytest.mark.parametrize("name", ["layer_norm", "softmax", "column_sum", "group_norm_stats"])
+def test_double_precision(name: str):
+    check(SAMPLES[name](F64), SAMPLES[name](F64).envs[1], splits=3)
+
+
+@pytest.mark.parametrize("splits", [1, 3, 40])
+@pytest.mark.parametrize("name", ["layer_norm", "group_norm_stats"])
+def test_moments_survive_a_large_mean(name: str, splits: int):
+    """E[x^2] - E[x]^2 in fp32 would lose every digit of the variance here."""
+    sample = SAMPLES[name](F32)
+    tensors = sample.tensors(sample.envs[1])
+    tensors[0] += 3000.0
+    expected = [tensor.clone() for tensor in tensors]
+    judge.run(sample.kernel, expected, sample.envs[1])
+    run(sample, tensors, sample.envs[1], splits)
+    torch.testing.assert_close(tensors[-1], expected[-1], rtol=1e-3, atol=3e-3)
+
+
+def looped_layer_norm(dtype: torch.dtype) -> Sample:
+    """Moments over a symbolic number of cols, and two levels of reductions above one store."""
+    m, k = symbol("m"), symbol("k")
+    w = Writer(dtype)
+    x = w.load(0, index(r=k, c=1))
+    mean, var = w.reduce("moments", x)
+    y = w.apply("div", w.apply("sub", x, mean), w.apply("sqrt", var))
+    (top,) = w.reduce("amax", y)
+    w.store(1, index(r=k, c=1), w.apply("sub", y, top))
+    w.store(2, index(r=1), top)
+    axes = (axis("r", m),), (axis("c", k, reduced=True),)
+    params = reads(dtype) + writes(dtype, dtype)
+    kernel = Kernel("looped", Schedule.ROW, *axes, params, w.take())
+    return Sample(kernel, (m * k, m * k, m), ({"m": 3, "k": 4500},))
+
+
+def test_moments_in_sweeps():
+    sample = looped_layer_norm(F32)
+    check(sample, sample.envs[0])
+    check(sample, {"m": 2, "k": 7})
+
+
+def test_whole_reduction_to_one_number():
+    k = symbol("k")
+    w = Writer(F32)
+    (total,) = w.reduce("sum", w.load(0, index(c=1)))
+    w.store(1, index(), total)
+    params = reads(F32) + writes(F32)
+    kernel = Kernel("total", Schedule.ROW, (), (axis("c", k, True),), params, w.take())
+    check(Sample(kernel, (k, symbol("one")), ()), {"k": 5000, "one": 1})
+
+
+def test_tail_uses_values_of_the_body():
+    m = symbol("m")
+    w = Writer(F32)
+    scale = w.apply("mul", w.load(1, index(c=1)), w.literal(2.0))
+    (total,) = w.reduce("sum", w.load(0, index(r=24, c=1)))
+    body = w.take()
+    w.store(2, index(c=1), w.apply("mul", total, scale))
+    axes = (axis("r", m, True),), (axis("c", 24),)
+    kernel = Kernel("scaled", Schedule.COLUMN, *axes, reads(F32, F32) + writes(F32), body, w.take())
+    sample = Sample(kernel, (m * 24, symbol("c"), symbol("c")), ())
+    check(sample, {"m": 9, "c": 24}, splits=2)
+
+
+@pytest.mark.parametrize("name", ["softmax", "row_range", "column_extremes"])
+def test_nan_propagates(name: str):
+    sample = SAMPLES[name](F32)
+    tensors = sample.tensors(sample.envs[1])
+    tensors[0][3] = math.nan
+    expected = [tensor.clone() for tensor in tensors]
+    judge.run(sample.kernel, expected, sample.envs[1])
+    run(sample, tensors, sample.envs[1], splits=2)
+    for found, wanted in zip(tensors[1:], expected[1:], strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5, equal_nan=True)
+        assert found.isnan().any()
+
+
+def test_cast_rounds():
+    n = symbol("n")
+    w = Writer(F32)
+    x = w.apply("cast", w.apply("mul", w.load(0, index(i=1)), w.literal(3.1)), dtype=F16)
+    w.store(1, index(i=1), w.apply("sub", x, w.load(0, index(i=1))))
+    params = reads(F32) + writes(F32)
+    kernel = Kernel("round", Schedule.POINTWISE, (), (axis("i", n),), params, w.take())
+    check(Sample(kernel, (n, n), ()), {"n": 1000})
+
+
+def operands(name: str) -> tuple[list[torch.dtype], torch.dtype]:
+    """Operand and result types that a row of the operator table asks for."""
+    row = OPS[name]
+    arity = 1 + max(k for k in range(3) if f"{{{k}}}" in row.triton)
+    if row.operands is Operands.SELECT:
+        return [torch.bool, F32, F32], F32
+    if name.startswith("logical"):
+        return [torch.bool] * arity, torch.bool
+    return [F32] * arity, torch.bool if row.operands is Operands.PROMOTED else F32
+
+
+@pytest.mark.parametrize("row", POINTWISE, ids=lambda row: row.name)
+def test_every_operator(row):
+    args, out = operands(row.name)
+    sample = kernels.pointwise(row.name, args, out, row.attrs)
+    tensors = sample.tensors({"n": 100})
+    low, high = row.example
+    generator = torch.Generator().manual_seed(1)
+    for i, dtype in enumerate(args):
+        if dtype == F32:
+            tensors[i] = torch.rand(100, generator=generator) * (high - low) + low
+    expected = row.reference(*[t.double() if t.dtype == F32 else t for t in tensors[: len(args)]])
+    run(sample, tensors, {"n": 100})
+    found = tensors[-1]
+    torch.testing.assert_close(found, expected.to(found.dtype), rtol=2e-6, atol=2e-6)
+
+
+def test_alpha_is_a_factor():
+    check(kernels.pointwise("add", [F32, F32], F32, {"alpha": -0.25}), {"n": 30})
+    check(kernels.pointwise("add", [I64, I64], I64, {"alpha": 3}), {"n": 30})
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+def test_text(name: str, request: pytest.FixtureRequest):
+    emitted = emit(SAMPLES[name](F16).kernel)
+    source = emitted.source
+    launch = [
+        f"grid {' x '.join(map(str, source.grid))}, {source.num_warps} warps",
+        *(f"s{i} = {size}, class {k}" for i, (size, k) in _scalars(emitted)),
+        *(f"{key} = {value}" for key, value in source.constants),
+        *(f"scratch {s.dtype} {s.numel}{' zeroed' * s.zeroed}" for s in source.scratch),
+    ]
+    text = source.text + "\n" + "".join(f"# {line}\n" for line in launch)
+    path = GOLDEN / f"{name}.py"
+    if request.config.getoption("--update-golden", default=False):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    assert text == path.read_text(), f"{path.name} differs; --update-golden writes it"
+
+
+def _scalars(emitted):
+    return enumerate(zip(emitted.scalars, emitted.source.scalars, strict=True))
+
+
+def test_text_depends_on_nothing_but_the_kernel():
+    assert emit(SAMPLES["softmax"](F16).kernel) == emit(SAMPLES["softmax"](F16).kernel)

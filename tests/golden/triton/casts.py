@@ -1,0 +1,27 @@
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def casts(p0, p1, p2, p3, s0, COLS: tl.constexpr):
+    tile = tl.program_id(0)
+    col = tile * COLS + tl.arange(0, COLS)
+    col_mask = col < s0
+    v0 = tl.load(p0 + col, mask=col_mask).to(tl.float32)
+    v1 = tl.full([], 3.1, tl.float32)
+    v2 = v0 * v1
+    v3 = v2.to(tl.float16).to(tl.float32)
+    v4 = tl.full([], 1.0, tl.float32)
+    v5 = v3 + v4
+    v6 = v5.to(tl.bfloat16).to(tl.float32)
+    v7 = v6.to(tl.float32)
+    tl.store(p1 + col, v7, mask=col_mask)
+    v8 = v6.to(tl.int64)
+    tl.store(p2 + col, v8, mask=col_mask)
+    v9 = tl.full([], 0.0, tl.float32)
+    v10 = v7 > v9
+    tl.store(p3 + col, v10, mask=col_mask)
+
+# grid ((s0 + 1023)//1024), 4 warps
+# s0 = n, class 1
+# COLS = 1024

@@ -1,0 +1,50 @@
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def column_sum(p0, p1, partials, arrivals, s0, s1, s2, splits, ROWS: tl.constexpr, COLS: tl.constexpr, KEPT: tl.constexpr, SPLITS: tl.constexpr):
+    program = tl.program_id(0)
+    split = program % splits
+    group = program // splits
+    par = group // s1
+    col = group % s1 * COLS + tl.arange(0, COLS)[None, :]
+    slab = (s0 + splits - 1) // splits
+    begin = split * slab
+    end = tl.minimum(begin + slab, s0)
+    col_mask = col < s2
+    v1_sum = tl.full([ROWS, COLS], 0.0, tl.float32)
+    for first in range(begin, end, ROWS):
+        row = first + tl.arange(0, ROWS)[:, None]
+        row_mask = row < end
+        v0 = tl.load(p0 + row.to(tl.int64) * s2 + col, mask=row_mask & col_mask).to(tl.float32)
+        v1_sum = v1_sum + tl.where(row_mask & col_mask, v0, 0.0)
+    length = tl.maximum(end - begin, 0)
+    v1_sum = tl.sum(v1_sum, axis=0, keep_dims=True)
+    own_partials = partials + (par * splits + split) * 1 * s2
+    tl.store(own_partials + 0 * s2 + col, v1_sum, mask=col_mask)
+    tl.debug_barrier()
+    arrived = tl.atomic_add(arrivals + group, 1, sem="acq_rel", scope="gpu")
+    if arrived == splits - 1:
+        tl.store(arrivals + group, 0)
+        kept = col
+        kept_mask = kept < s2
+        v1_total_sum = tl.full([SPLITS, KEPT], 0.0, tl.float32)
+        for at in range(0, splits, SPLITS):
+            part = at + tl.arange(0, SPLITS)[:, None]
+            part_mask = (part < splits) & kept_mask
+            every_partials = partials + (par * splits + part) * 1 * s2 + kept
+            v1_total_sum = v1_total_sum + tl.load(every_partials + 0 * s2, mask=part_mask, other=0.0, cache_modifier=".cg")
+        v1_total_sum = tl.sum(v1_total_sum, axis=0, keep_dims=True)
+        tl.store(p1 + kept, v1_total_sum, mask=kept_mask)
+
+# grid s1*splits, 8 warps
+# s0 = m, class 1
+# s1 = ((c + 255)//256), class 1
+# s2 = c, class 1
+# ROWS = 16
+# COLS = 256
+# KEPT = 256
+# SPLITS = 8
+# scratch torch.float32 s2*splits
+# scratch torch.int32 s1 zeroed

@@ -1,0 +1,33 @@
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def timestep_embedding(p0, p1, s0, ROWS: tl.constexpr, COLS: tl.constexpr):
+    tile = tl.program_id(0)
+    first_row = tile // 5 * ROWS
+    row = first_row + tl.arange(0, ROWS)[:, None]
+    col = tile % 5 * COLS + tl.arange(0, COLS)[None, :]
+    row_mask = row < s0
+    col_i = col % 160
+    col_p = col // 160
+    v0 = tl.load(p0 + row.to(tl.int64), mask=row_mask)
+    v1 = v0.to(tl.float32)
+    v2 = col_i.to(tl.int64)
+    v3 = v2.to(tl.float32)
+    v4 = tl.full([], -0.057564627324851146, tl.float32)
+    v5 = v3 * v4
+    v6 = tl.exp(v5)
+    v7 = v1 * v6
+    v8 = col_p.to(tl.int64)
+    v9 = tl.full([], 0, tl.int64)
+    v10 = v8 == v9
+    v11 = tl.cos(v7)
+    v12 = tl.sin(v7)
+    v13 = tl.where(v10, v11, v12)
+    tl.store(p1 + row.to(tl.int64) * 320 + col, v13, mask=row_mask)
+
+# grid 5*((s0 + 15)//16), 4 warps
+# s0 = n, class 1
+# ROWS = 16
+# COLS = 64
