@@ -29,8 +29,9 @@ from torch.fx.experimental.symbolic_shapes import (
 
 from strop.errors import CaptureError
 from strop.frontend.operators import Retarget
-from strop.frontend.symbols import Guard, Symbols
+from strop.frontend.symbols import Symbols
 from strop.ir.dims import Expr, parse, symbol
+from strop.ir.program import Guard
 
 
 @dataclass(frozen=True, slots=True)

@@ -136,12 +136,9 @@ def _bmm(im: Importer, fx: FxNode, x: Any, y: Any) -> Node:
 
 def _conv2d(im: Importer, fx: FxNode, x: Any, weight: Any, bias: Any, stride: Sequence[int],
             padding: Sequence[int], dilation: Sequence[int], groups: int) -> Node:  # fmt: skip
-    b, x, w = im.builder, im.node(x), im.node(weight)
-    y = b.make("conv2d", (x, w), im.shape(fx), x.dtype, stride=tuple(stride),
-               padding=tuple(padding), dilation=tuple(dilation), groups=groups)  # fmt: skip
-    if bias is None:
-        return y
-    return _binary(b, "add", y, b.reshape(im.node(bias), (1, w.shape[0], 1, 1)), x.dtype)
+    inputs = [im.node(t) for t in (x, weight, bias) if t is not None]
+    return im.builder.make("conv2d", inputs, im.shape(fx), inputs[0].dtype, stride=tuple(stride),
+                           padding=tuple(padding), dilation=tuple(dilation), groups=groups)  # fmt: skip
 
 
 def _convolution(im: Importer, fx: FxNode, x: Any, weight: Any, bias: Any, stride: Any,
@@ -193,7 +190,7 @@ DECOMPOSITIONS: dict[Any, Rule] = {
     aten.ones.default: _filled(1),
     aten.ones_like.default: _filled(1),
     aten.copy_.default: _copy_,
-    # library anchors; a convolution's bias is added by the kernel that reads its result
+    # library anchors
     torch.ops.strop.linear.default: _linear,
     aten.linear.default: _linear,
     aten.addmm.default: _addmm,

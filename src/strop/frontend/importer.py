@@ -69,9 +69,12 @@ def import_graph(
     symbols: Symbols,
     hints: Mapping[str, int],
     origins: Mapping[str, str],
+    num_state: int = 0,
 ) -> tuple[Graph, list[Any]]:
     """The graph IR of ``gm`` and the list of what it returns.
 
+    The first ``num_state`` placeholders are Parameters and buffers, whose memory the runtime may
+    lay out anew.
     A returned item is an index into ``graph.outputs`` wrapped in Ref, an Expr, or a plain value.
     """
     importer = Importer(symbols)
@@ -79,7 +82,7 @@ def import_graph(
     for fx in gm.graph.nodes:
         importer.builder.origin = origins.get(fx.name, "")
         if fx.op == "placeholder":
-            inputs.append(_input(importer, fx, len(inputs)))
+            inputs.append(_input(importer, fx, len(inputs), num_state))
         elif fx.op == "call_function":
             importer.values[fx] = _call(importer, fx)
         elif fx.op == "get_attr":
@@ -99,7 +102,7 @@ def _returned(importer: Importer, item: Any, outputs: list[Node]) -> Any:
     return importer.literal(item)
 
 
-def _input(importer: Importer, fx: FxNode, index: int) -> Node:
+def _input(importer: Importer, fx: FxNode, index: int, num_state: int) -> Node:
     """Placeholder ``index``. A size placeholder becomes an input without use."""
     value = fx.meta["val"]
     shape: tuple[Expr, ...] = ()
@@ -107,7 +110,8 @@ def _input(importer: Importer, fx: FxNode, index: int) -> Node:
     if isinstance(value, torch.Tensor):
         shape, dtype = importer.shape(fx), value.dtype
         order = memory_order(importer.symbols.shape(value.stride()), shape)
-    node = importer.builder.make("input", (), shape, dtype, order=order, index=index)
+    node = importer.builder.make("input", (), shape, dtype, order=order, index=index,
+                                 state=index < num_state, merged=())  # fmt: skip
     if isinstance(value, torch.Tensor):
         importer.values[fx] = node
     return node

@@ -17,28 +17,11 @@ from torch.utils._sympy.functions import CleanDiv, FloorDiv, Mod, PythonMod
 
 from strop.errors import UnsupportedError
 from strop.ir.dims import Expr, const, symbol, to_expr
+from strop.ir.program import Guard
 
 _RELATIONS = {
     sympy.Eq: "==", sympy.Ne: "!=", sympy.Lt: "<", sympy.Le: "<=", sympy.Gt: ">", sympy.Ge: ">=",
 }  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class Guard:
-    """``left relation right`` must hold for the graph to be right at these sizes."""
-
-    left: Expr
-    relation: str
-    right: Expr
-
-    def holds(self, env: Mapping[str, int]) -> bool:
-        a, b = self.left.eval(env), self.right.eval(env)
-        return {"==": a == b, "!=": a != b, "<": a < b, "<=": a <= b, ">": a > b, ">=": a >= b}[
-            self.relation
-        ]
-
-    def __str__(self) -> str:
-        return f"{self.left} {self.relation} {self.right}"
 
 
 @dataclass

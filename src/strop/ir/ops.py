@@ -116,6 +116,8 @@ POINTWISE: tuple[Op, ...] = (
                operands=Operands.PROMOTED),
     _pointwise("ne", (aten.ne.Tensor, aten.ne.Scalar), "{0} != {1}", reference=torch.ne,
                operands=Operands.PROMOTED),
+    _pointwise("logical_and", (aten.logical_and.default, aten.bitwise_and.Tensor), "{0} & {1}",
+               reference=torch.logical_and, example=(0, 1)),
     # The one row that rounds: the user asked for it. Code generators print it by result type.
     _pointwise("cast", (aten._to_copy.default,), "{0}", operands=Operands.OWN,
                reference=lambda x: x),
@@ -143,7 +145,7 @@ STRUCTURAL: tuple[Op, ...] = (
     Op("slice", Kind.VIEW),  # attrs["dim"], attrs["start"]
     Op("linear", Kind.CONTRACTION),  # x (..., K), weight (N, K)[, bias (N,)] -> (..., N)
     Op("matmul", Kind.CONTRACTION),  # a (..., M, K), b (..., K, N) -> (..., M, N)
-    Op("conv2d", Kind.CONTRACTION),  # x (N, C, H, W), weight (O, C/groups, KH, KW), no bias
+    Op("conv2d", Kind.CONTRACTION),  # x (N, C, H, W), weight (O, C/groups, KH, KW)[, bias]
     Op("attention", Kind.CONTRACTION),  # q, k, v (B, H, S, D)[, mask] -> (B, H, S, D)
     Op("aten", Kind.OPAQUE),  # attrs["target"]: any other overload, run by torch
     Op("item", Kind.OPAQUE),  # attrs["index"]: one output of a node that has several

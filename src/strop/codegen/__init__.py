@@ -1,0 +1,1 @@
+"""Loop IR -> kernel text (Triton, C++), and the program that launches it."""

@@ -1,0 +1,54 @@
+"""Compute a value again, or store it? Judged on bytes at the traced sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Set
+
+from strop.ir.affine import base_of
+from strop.ir.graph import Node
+from strop.ir.ops import Kind
+
+HEAVY = frozenset({"exp", "erf", "gelu", "silu", "sigmoid", "tanh", "sin", "cos", "log"})
+MAX_RECOMPUTED_NODES = 12
+MAX_GROWTH = 4  # how much larger than the value a domain may be that recomputes it
+
+
+def is_cheaper_again(
+    node: Node, num_consumers: int, largest_consumer: int, stored: Set[Node],
+    hints: Mapping[str, int],
+) -> bool:  # fmt: skip
+    """True when every consumer should compute ``node`` itself instead of loading it.
+
+    A single consumer saves the write and the read and never loads more than the value's own
+    operands. Several consumers each load the operands, so only one of them may be large.
+    """
+    members, large = _expression(node, stored, hints)
+    if any(m.kind is Kind.REDUCTION for m in members) or len(members) > MAX_RECOMPUTED_NODES:
+        return False
+    elements = max(node.numel.eval(hints), 1)
+    growth = largest_consumer / elements
+    is_heavy = any(m.op in HEAVY and m.numel.eval(hints) * 2 >= elements for m in members)
+    if growth > MAX_GROWTH and (is_heavy or large) and elements > 4096:
+        return False
+    return num_consumers == 1 or (large <= 1 and not is_heavy)
+
+
+def _expression(
+    node: Node, stored: Set[Node], hints: Mapping[str, int]
+) -> tuple[set[Node], int]:
+    """The nodes that computing ``node`` runs, and how many of its loads are as large as it is."""
+    members: set[Node] = set()
+    loads: set[Node] = set()
+    stack = [node]
+    while stack:
+        current = stack.pop()
+        members.add(current)
+        for operand in current.inputs:
+            base = base_of(operand)
+            computed = base.kind in (Kind.POINTWISE, Kind.REDUCTION) and base not in stored
+            if computed and base not in members:
+                stack.append(base)
+            elif not computed:
+                loads.add(operand)
+    half = node.numel.eval(hints) / 2
+    return members, len({base_of(x) for x in loads if x.numel.eval(hints) >= half})

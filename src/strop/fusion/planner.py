@@ -1,0 +1,222 @@
+"""Graph -> fusion plan: a pure function.
+
+Greedy in execution order: a node joins a group of one of its producers if that is legal and
+makes no cycle, else it opens a group. Then each value that other kernels read is either stored
+or computed again by its readers, whichever moves fewer bytes.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import defaultdict
+from collections.abc import Iterable
+
+from strop.fusion.cost import is_cheaper_again
+from strop.fusion.legality import Draft, is_fusible, join, reduction_schedule, refusal
+from strop.fusion.plan import FusionPlan, Group, Refusal
+from strop.ir.affine import base_of
+from strop.ir.graph import Graph, Node
+from strop.ir.loops import Schedule
+from strop.ir.ops import Kind
+
+
+def plan(graph: Graph) -> FusionPlan:
+    """The plan for ``graph``; equal graphs give equal plans."""
+    drafts, refusals = _Grouping(graph).run()
+    stored = _stored(graph, drafts)
+    groups = _groups(drafts, stored)
+    calls = [node for node in graph.nodes if _is_call(node)]
+    return FusionPlan(_in_order(graph, groups, calls, stored), tuple(refusals))
+
+
+def _is_call(node: Node) -> bool:
+    return node.kind in (Kind.CONTRACTION, Kind.OPAQUE) and node.op != "input"
+
+
+class _Grouping:
+    """The greedy sweep. ``before[g]`` is the set (bit mask) of steps that g depends on."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self.home: dict[Node, int] = {}
+        self.drafts: list[Draft | None] = []  # None: a call
+        self.before: list[int] = []
+        self.refusals: list[Refusal] = []
+        self.reductions: dict[tuple[Node, tuple[int, ...]], Node] = {}
+
+    def run(self) -> tuple[list[Draft], list[Refusal]]:
+        for node in self.graph.nodes:
+            if is_fusible(node):
+                self._place(node)
+            elif _is_call(node):
+                self._open(node, None)
+        return [d for d in self.drafts if d is not None], self.refusals
+
+    def _producers(self, node: Node) -> list[tuple[int, Node]]:
+        """(step, value) for each operand that some step computes, latest step first."""
+        bases = dict.fromkeys(base_of(i) for i in node.inputs)
+        found = [(self.home[b], b) for b in bases if b in self.home]
+        return sorted(found, key=lambda pair: -pair[0])
+
+    def _candidates(self, node: Node) -> list[tuple[int, Node]]:
+        """Steps that ``node`` may join: its producers, and reductions of the same operand."""
+        found = self._producers(node)
+        if node.kind is Kind.REDUCTION:
+            sibling = self.reductions.setdefault((node.inputs[0], node.attrs["dims"]), node)
+            if sibling is not node:
+                found.append((self.home[sibling], sibling))
+        return found
+
+    def _place(self, node: Node) -> None:
+        for step, producer in self._candidates(node):
+            draft = self.drafts[step]
+            if draft is None:
+                continue
+            reason = refusal(node, draft, self.graph.hints)
+            if reason is None and self._makes_cycle(node, step):
+                reason = "another operand depends on this kernel"
+            if reason is None:
+                join(node, draft, self.graph.hints)
+                self._enter(node, step)
+                return
+            self.refusals.append(Refusal(producer, node, reason))
+        self._open(node, self._new_draft(node))
+
+    def _new_draft(self, node: Node) -> Draft:
+        draft = Draft(Schedule.POINTWISE, node.numel)
+        if node.kind is Kind.REDUCTION:
+            draft.domain = node.inputs[0].numel
+            if reduction_schedule(node, self.graph.hints) is None:
+                raise AssertionError(f"{node}: the layout pass copies such operands")
+        join(node, draft, self.graph.hints)
+        return draft
+
+    def _open(self, node: Node, draft: Draft | None) -> None:
+        self.drafts.append(draft)
+        self.before.append(0)
+        self._enter(node, len(self.drafts) - 1)
+
+    def _makes_cycle(self, node: Node, step: int) -> bool:
+        bit = 1 << step
+        return any(s != step and self.before[s] & bit for s, _ in self._producers(node))
+
+    def _enter(self, node: Node, step: int) -> None:
+        """Record where ``node`` lives; whatever depends on ``step`` inherits its new operands."""
+        self.home[node] = step
+        added = 0
+        for producer, _ in self._producers(node):
+            if producer != step:
+                added |= (1 << producer) | self.before[producer]
+        if added & ~self.before[step]:
+            bit = 1 << step
+            for other in range(len(self.before)):
+                if other == step or self.before[other] & bit:
+                    self.before[other] |= added
+
+
+def _stored(graph: Graph, drafts: list[Draft]) -> set[Node]:
+    """The fusible values that some kernel writes to memory."""
+    home = {node: draft for draft in drafts for node in draft.nodes}
+    readers = _readers(graph)
+    needed = {base_of(o) for o in graph.outputs}
+    needed |= {base_of(i) for n in graph.nodes if _is_call(n) for i in n.inputs}
+    stored = {node for node in needed if node.kind in (Kind.POINTWISE, Kind.REDUCTION)}
+    for node in graph.nodes:
+        if node not in home or node in stored:
+            continue
+        draft = home[node]
+        outside = {id(home[r]): r for r in readers[node] if home.get(r) is not draft}
+        if not outside:
+            continue
+        largest = max(home[r].domain.eval(graph.hints) for r in outside.values())
+        at_home = any(home.get(r) is draft for r in readers[node])
+        if node in draft.reduced or not is_cheaper_again(
+            node, len(outside) + at_home, largest, stored, graph.hints
+        ):
+            stored.add(node)
+    return stored
+
+
+def _readers(graph: Graph) -> dict[Node, list[Node]]:
+    """Fusible readers of each value, through views."""
+    readers: dict[Node, list[Node]] = defaultdict(list)
+    for node in graph.nodes:
+        if is_fusible(node):
+            for base in dict.fromkeys(base_of(i) for i in node.inputs):
+                readers[base].append(node)
+    return readers
+
+
+def _groups(drafts: Iterable[Draft], stored: set[Node]) -> list[Group]:
+    groups = []
+    claimed: set[Node] = set()
+    for draft in drafts:
+        stores = tuple(n for n in draft.nodes if n in stored)
+        claimed.update(stores)
+        if stores:
+            groups.append(_trimmed(draft, stores))
+    loose = sorted(stored - claimed, key=lambda n: n.serial)  # constants that a call reads
+    groups += [Group(Schedule.POINTWISE, (node,), (node,)) for node in loose]
+    return groups
+
+
+def _trimmed(draft: Draft, stores: tuple[Node, ...]) -> Group:
+    """Drop members that no store needs (their readers compute them)."""
+    live = set(stores)
+    for node in reversed(draft.nodes):
+        if node in live:
+            live.update(base_of(i) for i in node.inputs)
+    nodes = tuple(n for n in draft.nodes if n in live)
+    has_reduction = any(n.kind is Kind.REDUCTION for n in nodes)
+    return Group(draft.schedule if has_reduction else Schedule.POINTWISE, nodes, stores)
+
+
+def _in_order(
+    graph: Graph, groups: list[Group], calls: list[Node], stored: set[Node]
+) -> tuple[Group | Node, ...]:
+    """Topological order that stays close to the user's (by each step's last node)."""
+    position = {node: i for i, node in enumerate(graph.nodes)}
+    steps: list[Group | Node] = [*groups, *calls]
+    writer: dict[Node, int] = {}
+    for index, step in enumerate(steps):
+        for node in step.stores if isinstance(step, Group) else (step,):
+            writer[node] = index
+    needs = [{writer[v] for v in _reads(step, stored)} - {i} for i, step in enumerate(steps)]
+    readers: dict[int, list[int]] = defaultdict(list)
+    for index, sources in enumerate(needs):
+        for source in sources:
+            readers[source].append(index)
+    rank = [max(position[n] for n in (s.stores if isinstance(s, Group) else (s,))) for s in steps]
+    ready = [(rank[i], i) for i, sources in enumerate(needs) if not sources]
+    heapq.heapify(ready)
+    order: list[Group | Node] = []
+    waiting = [len(sources) for sources in needs]
+    while ready:
+        _, index = heapq.heappop(ready)
+        order.append(steps[index])
+        for reader in readers[index]:
+            waiting[reader] -= 1
+            if not waiting[reader]:
+                heapq.heappush(ready, (rank[reader], reader))
+    assert len(order) == len(steps), "the fusion plan has a cycle"
+    return tuple(order)
+
+
+def _reads(step: Group | Node, stored: set[Node]) -> set[Node]:
+    """The computed values that a step loads."""
+    own = set(step.stores) if isinstance(step, Group) else set()
+    stack = list(step.stores) if isinstance(step, Group) else [step]
+    seen, loads = set(stack), set()
+    while stack:
+        for operand in stack.pop().inputs:
+            base = base_of(operand)
+            if base in seen:
+                continue
+            seen.add(base)
+            if _is_call(base) or (base in stored and base not in own):
+                loads.add(base)
+            elif base.op not in ("input", "constant"):
+                stack.append(base)
+    return loads
+
+

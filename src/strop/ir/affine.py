@@ -1,0 +1,122 @@
+"""Views as affine maps: where the elements of a view lie in the buffer under it.
+
+Every dim of a view is a list of (size, stride) atoms, outermost first. Reshape regroups atoms,
+splitting them by exact symbolic division; permute and expand are list surgery; slice moves the
+offset. A dim whose atoms merge into one has a single stride, as torch and BLAS want it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from strop.ir.dims import Expr, const
+from strop.ir.graph import Node, dense_strides
+from strop.ir.ops import Kind
+
+Atom = tuple[Expr, Expr]  # size, stride in elements
+ONE = const(1)
+
+
+@dataclass(frozen=True, slots=True)
+class Strided:
+    """The elements of a value inside the buffer of ``base``."""
+
+    base: Node
+    offset: Expr
+    dims: tuple[tuple[Atom, ...], ...]
+
+    @property
+    def strides(self) -> tuple[Expr, ...] | None:
+        """One stride per dim, or None when some dim needs several."""
+        result = []
+        for dim in self.dims:
+            merged = merge(dim)
+            if len(merged) > 1:
+                return None
+            result.append(merged[0][1] if merged else ONE)
+        return tuple(result)
+
+
+def merge(atoms: Iterable[Atom]) -> list[Atom]:
+    """Join neighbours that step through memory as one."""
+    merged: list[Atom] = []
+    for size, stride in atoms:
+        if size == ONE:
+            continue
+        if merged and merged[-1][1] == size * stride:
+            merged[-1] = (merged[-1][0] * size, stride)
+        else:
+            merged.append((size, stride))
+    return merged
+
+
+def regroup(atoms: Sequence[Atom], sizes: Sequence[Expr]) -> tuple[tuple[Atom, ...], ...] | None:
+    """Deal row-major ``atoms`` out to dims of these sizes; None when a split is not exact."""
+    rest = [atom for atom in atoms if atom[0] != ONE]
+    dims: list[tuple[Atom, ...]] = []
+    for wanted in reversed(sizes):
+        dim: list[Atom] = []
+        while wanted != ONE:
+            if not rest:
+                return None
+            size, stride = rest.pop()
+            left = wanted.exact_div(size)
+            if left is None:
+                outer = size.exact_div(wanted)
+                if outer is None:
+                    return None
+                rest.append((outer, stride * wanted))
+                size, left = wanted, ONE
+            dim.insert(0, (size, stride))
+            wanted = left
+        dims.insert(0, tuple(dim))
+    return tuple(dims) if not rest else None
+
+
+def strided(node: Node) -> Strided | None:
+    """Follow a chain of views down to the value it reads; None when it is not affine."""
+    if node.kind is not Kind.VIEW:
+        atoms = zip(node.shape, dense_strides(node.shape, node.order), strict=True)
+        return Strided(node, const(0), tuple(((size, stride),) for size, stride in atoms))
+    inner = strided(node.inputs[0])
+    return None if inner is None else _apply(node, inner)
+
+
+def _apply(view: Node, inner: Strided) -> Strided | None:
+    if view.op == "permute":
+        dims = tuple(inner.dims[d] for d in view.attrs["dims"])
+    elif view.op == "expand":
+        dims = tuple(
+            ((size, const(0)),) if old == ONE and size != ONE else dim
+            for dim, old, size in zip(inner.dims, view.inputs[0].shape, view.shape, strict=True)
+        )
+    elif view.op == "reshape":
+        flat = [atom for dim in inner.dims for atom in merge(dim)]
+        regrouped = regroup(flat, view.shape)
+        if regrouped is None:
+            regrouped = regroup(merge(flat), view.shape)
+        if regrouped is None:
+            return None
+        dims = regrouped
+    else:
+        return _slice(view, inner)
+    return Strided(inner.base, inner.offset, dims)
+
+
+def _slice(view: Node, inner: Strided) -> Strided | None:
+    dim = view.attrs["dim"]
+    merged = merge(inner.dims[dim])
+    if len(merged) > 1:
+        return None
+    stride = merged[0][1] if merged else ONE
+    dims = list(inner.dims)
+    dims[dim] = ((view.shape[dim], stride),)
+    return Strided(inner.base, inner.offset + view.attrs["start"] * stride, tuple(dims))
+
+
+def base_of(node: Node) -> Node:
+    """The value under a chain of views."""
+    while node.kind is Kind.VIEW:
+        node = node.inputs[0]
+    return node

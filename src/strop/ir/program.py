@@ -1,0 +1,127 @@
+"""The compiled program: plain data that a small executor runs and the disk cache stores.
+
+No Python is generated for the host. Sizes stay symbolic (``Expr``); binding a program to one
+shape evaluates them once. Buffers are numbered; kernels name buffers, library calls read strided
+pieces of them (``TensorRef``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from strop.ir.dims import Expr
+from strop.ir.source import KernelSource
+
+
+@dataclass(frozen=True, slots=True)
+class Guard:
+    """``left relation right`` must hold for the program to be right at these sizes."""
+
+    left: Expr
+    relation: str
+    right: Expr
+
+    def holds(self, env: Mapping[str, int]) -> bool:
+        a, b = self.left.eval(env), self.right.eval(env)
+        return {"==": a == b, "!=": a != b, "<": a < b, "<=": a <= b, ">": a > b, ">=": a >= b}[
+            self.relation
+        ]
+
+    def __str__(self) -> str:
+        return f"{self.left} {self.relation} {self.right}"
+
+
+@dataclass(frozen=True, slots=True)
+class InputSpec:
+    """One argument. ``merged`` (a merged weight) lists the arguments whose rows it holds."""
+
+    shape: tuple[Expr, ...]
+    strides: tuple[Expr, ...]
+    dtype: torch.dtype
+    is_state: bool
+    merged: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Buffer:
+    """Memory for one value. kind: "input" (argument ``index``), "arena" (planned), "result"
+    (allocated for the caller at each run), "call" (allocated by the library call that makes it)."""
+
+    kind: str
+    shape: tuple[Expr, ...]
+    strides: tuple[Expr, ...]
+    dtype: torch.dtype
+    index: int = -1
+
+
+@dataclass(frozen=True, slots=True)
+class TensorRef:
+    """A strided piece of a buffer, in elements."""
+
+    buffer: int
+    offset: Expr
+    shape: tuple[Expr, ...]
+    strides: tuple[Expr, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class KernelStep:
+    """Launch ``sources[kernel]`` on these buffers and sizes."""
+
+    kernel: int
+    buffers: tuple[int, ...]
+    writes: tuple[int, ...]
+    scalars: tuple[Expr, ...]
+    origin: str
+    ops: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CallStep:
+    """Run a library call (``runtime.calls``). ``outputs``: a buffer, or -1 for one unused."""
+
+    op: str
+    inputs: tuple[TensorRef, ...]
+    attrs: tuple[tuple[str, Any], ...]
+    outputs: tuple[int, ...]
+    origin: str
+
+
+Step = KernelStep | CallStep
+
+
+@dataclass(frozen=True, slots=True)
+class Returned:
+    """One item of the result: a tensor, a size, or (both None) the literal ``value``."""
+
+    tensor: TensorRef | None = None
+    size: Expr | None = None
+    value: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """Everything needed to run, for every shape that satisfies ``guards``."""
+
+    device: str  # "cpu" or "cuda"
+    inputs: tuple[InputSpec, ...]
+    buffers: tuple[Buffer, ...]
+    sources: tuple[KernelSource, ...]
+    steps: tuple[Step, ...]
+    returned: tuple[Returned, ...]
+    guards: tuple[Guard, ...]
+    hints: tuple[tuple[str, int], ...]
+    num_nodes: int = 0  # compute nodes of the graph, and how many generated kernels compute
+    num_compiled_nodes: int = 0
+
+    @property
+    def kernel_steps(self) -> tuple[KernelStep, ...]:
+        return tuple(step for step in self.steps if isinstance(step, KernelStep))
+
+    @property
+    def call_steps(self) -> tuple[CallStep, ...]:
+        return tuple(step for step in self.steps if isinstance(step, CallStep))

@@ -1,0 +1,1 @@
+"""Fusion groups -> loop IR."""

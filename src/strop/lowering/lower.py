@@ -1,0 +1,284 @@
+"""One fusion group -> one loop-IR kernel, with the buffers that its params stand for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass, replace
+
+from strop.errors import UnsupportedError
+from strop.fusion.plan import Group
+from strop.ir.dims import Expr, const
+from strop.ir.graph import Node
+from strop.ir.loops import (
+    Apply,
+    Axis,
+    Index,
+    Kernel,
+    Literal,
+    Load,
+    Param,
+    Position,
+    Reduce,
+    Schedule,
+    Stmt,
+    Store,
+    args_of,
+    outs_of,
+)
+from strop.ir.ops import Kind
+from strop.lowering.values import Draft, Values, whole
+
+MAX_COLS = 4096  # static inner axes are gathered into one inner level up to this many elements
+
+
+@dataclass(frozen=True, slots=True)
+class Lowered:
+    """A kernel and, for each of its params, the value whose buffer it reads or writes."""
+
+    kernel: Kernel
+    buffers: tuple[Node, ...]
+
+
+def lower(group: Group, stored: Set[Node], hints: Mapping[str, int]) -> Lowered:
+    """Raises UnsupportedError where indices cannot be expressed; the planner avoids those."""
+    domain = _domain(group)
+    values = Values(stored, set(group.nodes), domain)
+    for node in _roots(group):
+        first = values._first_index.get(node)
+        values.store(node, first or whole(values.axes.fresh(node.shape)))
+    return _Finish(group, values, hints).kernel()
+
+
+def _domain(group: Group) -> Expr:
+    for node in group.nodes:
+        if node.kind is Kind.REDUCTION:
+            return node.inputs[0].numel
+    return group.stores[-1].numel
+
+
+def _roots(group: Group) -> list[Node]:
+    """Stores, consumers first: what they need fixes the axes of stores that feed them."""
+    return list(reversed(group.stores))
+
+
+class _Finish:
+    """Resolves axes, orders them into rows and cols, and prints drafts as statements."""
+
+    def __init__(self, group: Group, values: Values, hints: Mapping[str, int]) -> None:
+        self.group, self.values, self.hints = group, values, hints
+        self.buffers: list[Node] = []
+        self.params: list[Param] = []
+
+    def kernel(self) -> Lowered:
+        stmts = _deduplicated([self._stmt(d) for d in self.values.drafts])
+        axes = self._ordered_axes(stmts)
+        reduced = {f"a{a}" for a in self.values.axes.leaves(self.values.reduced_axes)}
+        flagged = [replace(axis, reduced=axis.name in reduced) for axis in axes]
+        schedule = self.group.schedule
+        merged, stmts = _merge_axes(flagged, stmts)
+        rows, cols = _rows_and_cols(schedule, merged)
+        stmts, rows, cols = _renamed(stmts, rows, cols)
+        body, tail = _body_and_tail(schedule, stmts)
+        kernel = Kernel(_name(self.group), schedule, rows, cols, tuple(self.params), body, tail)
+        return Lowered(kernel, tuple(self.buffers))
+
+    def _param(self, node: Node, *, is_output: bool) -> int:
+        if node not in self.buffers:
+            self.buffers.append(node)
+            self.params.append(Param(node.dtype, is_output))
+        return self.buffers.index(node)
+
+    def _stmt(self, draft: Draft) -> Stmt:
+        out = draft.outs[0] if draft.outs else ""
+        if draft.kind == "literal":
+            return Literal(out, draft.detail, draft.dtype)
+        if draft.kind == "apply":
+            return Apply(out, draft.detail, draft.args, draft.dtype, draft.attrs)
+        if draft.kind == "reduce":
+            return Reduce(draft.outs, draft.detail, draft.args[0], draft.dtype)
+        assert draft.access is not None
+        index = self.values.axes.index(draft.access.offset, dict(draft.access.strides))
+        if draft.kind == "position":
+            return Position(out, index)
+        if draft.kind == "load":
+            guard = draft.args[0] if draft.args else None
+            return Load(out, self._param(draft.detail, is_output=False), index, draft.dtype, guard)
+        return Store(self._param(draft.detail, is_output=True), index, draft.args[0])
+
+    def _ordered_axes(self, stmts: Sequence[Stmt]) -> list[Axis]:
+        """All axes, outermost first, in the order in which the fullest access walks memory."""
+        indices = [s.index for s in stmts if isinstance(s, Store | Load)]
+        used = {axis for index in indices for axis in index.axes}
+        used |= {axis for s in stmts if isinstance(s, Position) for axis in s.index.axes}
+        table = self.values.axes
+        sizes = {name: table.size[int(name[1:])] for name in used}
+        main = max(indices, key=lambda i: len(i.axes))
+        if main.axes != used:
+            stride_of: dict[str, int] = {}
+            for index in indices:
+                for axis, stride in index.strides:
+                    stride_of[axis] = max(stride_of.get(axis, 0), stride.eval(self.hints))
+        else:
+            stride_of = {axis: stride.eval(self.hints) for axis, stride in main.strides}
+        names = sorted(used, key=lambda a: (-stride_of.get(a, 0), a))
+        return [Axis(name, sizes[name]) for name in names]
+
+
+def _deduplicated(stmts: Sequence[Stmt]) -> list[Stmt]:
+    """Equal statements once: after unification two ways to a value are the same statements."""
+    renamed: dict[str, str] = {}
+    made: dict[object, tuple[str, ...]] = {}
+    kept: list[Stmt] = []
+    for stmt in stmts:
+        stmt = _with_args(stmt, renamed)
+        outs = outs_of(stmt)
+        key = replace(stmt, outs=()) if isinstance(stmt, Reduce) else (
+            stmt if isinstance(stmt, Store) else replace(stmt, out=""))  # fmt: skip
+        # 1, 1.0 and True are equal and hash alike, so the type belongs to the key
+        detail = type(stmt.value) if isinstance(stmt, Literal) else None
+        if (key, detail) in made and not isinstance(stmt, Store):
+            renamed.update(zip(outs, made[key, detail], strict=True))
+            continue
+        made[key, detail] = outs
+        kept.append(stmt)
+    return kept
+
+
+def _with_args(stmt: Stmt, renamed: Mapping[str, str]) -> Stmt:
+    def new(name: str) -> str:
+        return renamed.get(name, name)
+
+    if isinstance(stmt, Apply):
+        return replace(stmt, args=tuple(map(new, stmt.args)))
+    if isinstance(stmt, Reduce):
+        return replace(stmt, arg=new(stmt.arg))
+    if isinstance(stmt, Store):
+        return replace(stmt, value=new(stmt.value))
+    if isinstance(stmt, Load) and stmt.guard:
+        return replace(stmt, guard=new(stmt.guard))
+    return stmt
+
+
+def _merge_axes(axes: list[Axis], stmts: list[Stmt]) -> tuple[list[Axis], list[Stmt]]:
+    """Join neighbours that every access walks as one axis."""
+    result = list(axes)
+    position = 0
+    while position + 1 < len(result):
+        outer, inner = result[position], result[position + 1]
+        indices = [s.index for s in stmts if isinstance(s, Load | Store | Position)]
+        if outer.reduced == inner.reduced and all(_walks_as_one(i, outer, inner) for i in indices):
+            joined = Axis(inner.name, outer.size * inner.size, inner.reduced)
+            result[position : position + 2] = [joined]
+            stmts = [_without_axis(s, outer.name) for s in stmts]
+            position = max(position - 1, 0)
+        else:
+            position += 1
+    return result, stmts
+
+
+def _walks_as_one(index: Index, outer: Axis, inner: Axis) -> bool:
+    strides = dict(index.strides)
+    zero = const(0)
+    return strides.get(outer.name, zero) == strides.get(inner.name, zero) * inner.size
+
+
+def _without_axis(stmt: Stmt, axis: str) -> Stmt:
+    if not isinstance(stmt, Load | Store | Position):
+        return stmt
+    kept = tuple((a, s) for a, s in stmt.index.strides if a != axis)
+    return replace(stmt, index=Index(stmt.index.offset, kept))
+
+
+def _rows_and_cols(
+    schedule: Schedule, axes: Sequence[Axis]
+) -> tuple[tuple[Axis, ...], tuple[Axis, ...]]:
+    if not axes:
+        return (), (Axis("one", const(1), schedule is not Schedule.POINTWISE),)
+    if schedule is Schedule.ROW:
+        rows = tuple(a for a in axes if not a.reduced)
+        cols = tuple(a for a in axes if a.reduced) or (Axis("one", const(1), True),)
+        return rows, cols
+    if schedule is Schedule.COLUMN:
+        return _column_levels(axes)
+    split = len(axes) - 1
+    elements = axes[split].size
+    while split > 0 and elements.is_const and axes[split - 1].size.is_const:
+        if (elements * axes[split - 1].size).value > MAX_COLS:
+            break
+        split -= 1
+        elements = elements * axes[split].size
+    return tuple(axes[:split]), tuple(axes[split:])
+
+
+def _column_levels(axes: Sequence[Axis]) -> tuple[tuple[Axis, ...], tuple[Axis, ...]]:
+    """kept*, reduced+ are rows; then kept+, reduced* are lanes."""
+    start = next(i for i, a in enumerate(axes) if a.reduced)
+    split = next((i for i in range(start, len(axes)) if not axes[i].reduced), None)
+    if split is None:
+        raise UnsupportedError("a column reduction needs kept elements inside the reduced ones")
+    rows, cols = axes[:split], axes[split:]
+    flags = [a.reduced for a in cols]
+    if flags != sorted(flags):
+        raise UnsupportedError("kept and reduced axes alternate within the lanes")
+    return tuple(rows), tuple(cols)
+
+
+def _renamed(
+    stmts: Sequence[Stmt], rows: tuple[Axis, ...], cols: tuple[Axis, ...]
+) -> tuple[list[Stmt], tuple[Axis, ...], tuple[Axis, ...]]:
+    """r0, r1, ... and c0, c1, ...; values v0, v1, ...: equal kernels must print equally."""
+    names = {a.name: f"r{i}" for i, a in enumerate(rows)}
+    names |= {a.name: f"c{i}" for i, a in enumerate(cols)}
+    values: dict[str, str] = {}
+    for stmt in stmts:
+        for out in outs_of(stmt):
+            values[out] = f"v{len(values)}"
+    position = {new: i for i, new in enumerate(names.values())}
+    renamed = []
+    for stmt in stmts:
+        stmt = _with_args(stmt, values)
+        if isinstance(stmt, Load | Store | Position):
+            strides = sorted(((names[a], s) for a, s in stmt.index.strides),
+                             key=lambda pair: position[pair[0]])  # fmt: skip
+            stmt = replace(stmt, index=Index(stmt.index.offset, tuple(strides)))
+        if isinstance(stmt, Reduce):
+            stmt = replace(stmt, outs=tuple(values[o] for o in stmt.outs))
+        elif not isinstance(stmt, Store):
+            stmt = replace(stmt, out=values[stmt.out])
+        renamed.append(stmt)
+    new_rows = tuple(replace(a, name=names[a.name]) for a in rows)
+    return renamed, new_rows, tuple(replace(a, name=names[a.name]) for a in cols)
+
+
+def _body_and_tail(
+    schedule: Schedule, stmts: Sequence[Stmt]
+) -> tuple[tuple[Stmt, ...], tuple[Stmt, ...]]:
+    """COLUMN: what needs a reduction's result, and what only that needs, is the tail."""
+    if schedule is not Schedule.COLUMN:
+        return tuple(stmts), ()
+    late: set[str] = set()
+    tail: list[Stmt] = []
+    for stmt in stmts:
+        if isinstance(stmt, Reduce):
+            late.update(stmt.outs)
+        elif any(arg in late for arg in args_of(stmt)):
+            late.update(outs_of(stmt))
+            tail.append(stmt)
+    body = [s for s in stmts if s not in tail]
+    wanted: set[str] = set()
+    first: list[Stmt] = []
+    moved: list[Stmt] = []
+    for stmt in reversed(body):
+        if isinstance(stmt, Store | Reduce) or any(o in wanted for o in outs_of(stmt)):
+            wanted.update(args_of(stmt))
+            first.insert(0, stmt)
+        else:
+            moved.insert(0, stmt)
+    return tuple(first), tuple(moved + tail)
+
+
+def _name(group: Group) -> str:
+    """From the operators: readable in a profile, and the same for equal kernels."""
+    ops = [n.op for n in group.nodes if n.op not in ("copy", "constant")] or ["copy"]
+    short = list(dict.fromkeys(ops))
+    return f"{group.schedule.value}_" + "_".join(short[:6])

@@ -1,0 +1,64 @@
+"""Every knob of Strop, and the only file that reads the environment."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+from strop.errors import OptionError
+
+
+def _knob(default: Any, doc: str, env: str = "", *, keyed: bool = True) -> Any:
+    return field(default=default, metadata={"doc": doc, "env": env, "keyed": keyed})
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """How to compile. Options marked as keyed are part of the cache key."""
+
+    strict: bool = _knob(False, "raise instead of running anything in torch that Strop cannot",
+                         "STROP_STRICT", keyed=False)  # fmt: skip
+    cuda_graphs: bool = _knob(True, "replay a CUDA graph from the second use of a shape on",
+                              "STROP_CUDA_GRAPHS", keyed=False)  # fmt: skip
+    graph_budget_bytes: int = _knob(2 << 30, "device memory that captured graphs may hold",
+                                    "STROP_GRAPH_BUDGET_BYTES", keyed=False)  # fmt: skip
+    check_finite: bool = _knob(True, "look for NaN and inf in the first run of every shape",
+                               "STROP_CHECK_FINITE", keyed=False)  # fmt: skip
+    disable: tuple[str, ...] = _knob((), "names of passes to skip", "STROP_DISABLE")
+    cache_dir: str = _knob("", "where plans and kernels are kept; empty: ~/.cache/strop",
+                           "STROP_CACHE_DIR", keyed=False)  # fmt: skip
+    build_workers: int = _knob(0, "processes that compile kernels; 0: one a core, at most 12",
+                               "STROP_BUILD_WORKERS", keyed=False)  # fmt: skip
+
+    @staticmethod
+    def from_environment(**overrides: Any) -> Options:
+        """Defaults, then STROP_* variables, then ``overrides``."""
+        values: dict[str, Any] = {}
+        for knob in fields(Options):
+            text = os.environ.get(knob.metadata["env"]) if knob.metadata["env"] else None  # noqa: TID251
+            if text is not None:
+                values[knob.name] = _parse(knob.metadata["env"], text, knob.default)
+        return replace(Options(), **(values | overrides))
+
+    def key(self) -> str:
+        """The part that changes what is compiled, as text."""
+        return ";".join(f"{f.name}={getattr(self, f.name)!r}" for f in fields(self)
+                        if f.metadata["keyed"])  # fmt: skip
+
+    @property
+    def cache_path(self) -> Path:
+        return Path(self.cache_dir).expanduser() if self.cache_dir else Path.home() / ".cache/strop"
+
+
+def _parse(name: str, text: str, default: Any) -> Any:
+    if isinstance(default, bool):
+        if text.lower() not in ("0", "1", "true", "false"):
+            raise OptionError(f"{name}={text!r}: expected 0, 1, true or false")
+        return text.lower() in ("1", "true")
+    if isinstance(default, int):
+        if not text.isdigit():
+            raise OptionError(f"{name}={text!r}: expected a whole number")
+        return int(text)
+    return tuple(filter(None, text.split(","))) if isinstance(default, tuple) else text

@@ -1,0 +1,46 @@
+"""Graph rewrites. PIPELINE is the one place that knows their order."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from strop.ir.graph import Graph
+from strop.options import Options
+from strop.passes.canonicalize import canonicalize
+from strop.passes.channels_last import channels_last
+from strop.passes.dot_merge import dot_merge
+from strop.passes.pointwise_conv import pointwise_conv
+
+Pass = Callable[[Graph, Options], Graph]
+
+PIPELINE: tuple[Pass, ...] = (
+    canonicalize,  # no-ops away, equal nodes merged
+    pointwise_conv,  # 1x1 convolution as GEMM; other biases to the consumer
+    dot_merge,  # GEMMs of one input as one GEMM
+    channels_last,  # memory order of every value, copies where an anchor needs one
+)
+
+
+@dataclass(frozen=True, slots=True)
+class PassRecord:
+    """What one pass did, for ``explain``."""
+
+    name: str
+    seconds: float
+    nodes_before: int
+    nodes_after: int
+
+
+def run(graph: Graph, options: Options) -> tuple[Graph, tuple[PassRecord, ...]]:
+    """Run PIPELINE; ``options.disable`` names passes to skip (channels_last cannot be)."""
+    records = []
+    for step in PIPELINE:
+        if step.__name__ in options.disable:
+            continue
+        start, before = time.perf_counter(), len(graph.nodes)
+        graph = step(graph, options)
+        seconds = time.perf_counter() - start
+        records.append(PassRecord(step.__name__, seconds, before, len(graph.nodes)))
+    return graph, tuple(records)

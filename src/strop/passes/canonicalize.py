@@ -1,0 +1,40 @@
+"""Take out what does nothing: x/1, x*1 and slices of a cat that undo it.
+
+Merging equal nodes and folding views needs no rule: ``Builder`` does both on every rewrite.
+"""
+
+from __future__ import annotations
+
+from strop.ir.dims import const
+from strop.ir.graph import Builder, Graph, Node, rewrite
+from strop.options import Options
+
+def canonicalize(graph: Graph, options: Options) -> Graph:
+    return rewrite(graph, _simplify)
+
+
+def _simplify(b: Builder, node: Node, inputs: tuple[Node, ...]) -> Node | None:
+    if node.op in ("mul", "div"):
+        return _drop_one(node, inputs)
+    if node.op == "slice":
+        return _slice_of_cat(b, node, inputs[0])
+    return None
+
+
+def _drop_one(node: Node, inputs: tuple[Node, ...]) -> Node | None:
+    """x*1 and x/1 are x, shape and dtype permitting. x+0 is not: it turns -0.0 into 0.0."""
+    x, other = inputs
+    same = x.shape == node.shape and x.dtype == node.dtype
+    return x if same and other.op == "constant" and other.attrs["value"] == 1 else None
+
+
+def _slice_of_cat(b: Builder, node: Node, x: Node) -> Node | None:
+    """A slice that takes whole pieces of a cat along its dim is those pieces."""
+    if x.op != "cat" or x.attrs["dim"] != node.attrs["dim"]:
+        return None
+    dim, position = node.attrs["dim"], const(0)
+    for piece in x.inputs:
+        if position == node.attrs["start"] and piece.shape == node.shape:
+            return piece
+        position = position + piece.shape[dim]
+    return None

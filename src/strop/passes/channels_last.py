@@ -1,0 +1,104 @@
+"""Give every value a memory order, and copy where an anchor cannot read what it gets.
+
+Convolutions read and write channels-last. Any other value follows the order in which its
+largest operand lies in memory, so that kernels stream, and views stay free. Runs under symbols:
+orders are compared on strides at the traced sizes. Copies are ordinary pointwise nodes and fuse
+into whatever makes their operand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from strop.ir.affine import Strided, strided
+from strop.ir.dims import const
+from strop.ir.graph import Builder, Graph, Node, finish
+from strop.ir.ops import Kind
+from strop.options import Options
+
+Order = tuple[int, ...] | None
+NHWC = (0, 2, 3, 1)
+BSHD = (0, 2, 1, 3)  # attention results: (B, H, S, D) values laid out as (B, S, H, D)
+
+
+def channels_last(graph: Graph, options: Options) -> Graph:
+    b, new = Builder(), {}
+    for node in graph.nodes:
+        b.origin = node.origin
+        inputs = tuple(new[i] for i in node.inputs)
+        new[node] = _relaid(b, node, inputs, graph.hints)
+    outputs = [_contiguous(b, new[o], o.order if o.op == "input" else None) for o in graph.outputs]
+    return finish(b, [new[i] for i in graph.inputs], outputs, graph.hints)
+
+
+def _relaid(b: Builder, node: Node, inputs: tuple[Node, ...], hints: Mapping[str, int]) -> Node:
+    if node.op == "input" or node.kind is Kind.VIEW or node.op in ("constant", "item"):
+        return b.copy_of(node, inputs)
+    order: Order = None
+    if node.op == "conv2d":
+        order = NHWC
+        inputs = (_contiguous(b, inputs[0], NHWC), *inputs[1:])
+    elif node.op == "linear":
+        inputs = (_rows(b, inputs[0]), _rows(b, inputs[1]), *inputs[2:])
+    elif node.op == "attention":
+        order = BSHD
+        inputs = tuple(_unit_last(b, x) for x in inputs)
+    elif node.kind in (Kind.OPAQUE, Kind.CONTRACTION):
+        inputs = tuple(x if _strides(x) else _contiguous(b, x, None) for x in inputs)
+    else:
+        order = _order_of_largest(inputs, hints, len(node.shape))
+    return b.make(node.op, inputs, node.shape, node.dtype, order=order, **node.attrs)
+
+
+def _strides(x: Node) -> tuple[object, ...] | None:
+    view = strided(x)
+    return view.strides if view else None
+
+
+def _contiguous(b: Builder, x: Node, order: Order) -> Node:
+    """x itself when it lies dense in ``order``, else a copy that does."""
+    view = strided(x)
+    wanted = b.make("copy", (x,), x.shape, x.dtype, order=order)
+    whole = view is not None and view.offset == const(0) and view.base.numel == x.numel
+    if view is not None and whole and _same_strides(view, wanted):
+        return x
+    return wanted
+
+
+def _same_strides(view: Strided, wanted: Node) -> bool:
+    strides = view.strides
+    return strides is not None and all(
+        a == b or size == const(1)
+        for a, b, size in zip(strides, wanted.strides, wanted.shape, strict=True)
+    )
+
+
+def _rows(b: Builder, x: Node) -> Node:
+    """A matrix for BLAS: leading dims that step as one, and one unit stride in either place."""
+    view = strided(b.reshape(x, (x.numel.exact_div(x.shape[-1]) or x.numel, x.shape[-1])))
+    strides = view.strides if view else None
+    if strides and (strides[-1] == const(1) or strides[0] == const(1)):
+        return x
+    return _contiguous(b, x, None)
+
+
+def _unit_last(b: Builder, x: Node) -> Node:
+    """Attention kernels take any strides but want the last dim dense."""
+    strides = _strides(x)
+    return x if strides and strides[-1] == const(1) else _contiguous(b, x, None)
+
+
+def _order_of_largest(inputs: tuple[Node, ...], hints: Mapping[str, int], rank: int) -> Order:
+    """The physical order of the biggest operand of full rank, as a permutation of dims."""
+    candidates = [x for x in inputs if len(x.shape) == rank and x.op != "constant"]
+    if not candidates:
+        return None
+    view = strided(max(candidates, key=lambda x: x.numel.eval(hints)))
+    if view is None:
+        return None
+    # the innermost atom of a dim says where the dim lies; dims of size 1 sort as outermost
+    places = [dim[-1][1].eval(hints) if dim else 1 << 60 for dim in view.dims]
+    if any(place == 0 for place in places):
+        return None
+    order = tuple(sorted(range(rank), key=lambda d: (-places[d], d)))
+    return None if order == tuple(range(rank)) else order

@@ -1,0 +1,69 @@
+"""Linears that read the same input become one GEMM whose result is sliced.
+
+Weights stay data: a merged weight is an input of its own, bound by the runtime to one storage
+whose row slices are the Parameters themselves. So only Parameters merge, never values.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+from strop.ir.dims import Expr, const
+from strop.ir.graph import Builder, Graph, Node, finish
+from strop.options import Options
+
+
+def dot_merge(graph: Graph, options: Options) -> Graph:
+    groups = _groups(graph)
+    if not groups:
+        return graph
+    b, new = Builder(), {}
+    extra: list[Node] = []
+    for node in graph.nodes:
+        if node in new:
+            continue
+        b.origin = node.origin
+        if node in groups:
+            new.update(_merge(b, groups[node], new, extra, len(graph.inputs)))
+        else:
+            new[node] = b.copy_of(node, tuple(new[i] for i in node.inputs))
+    inputs = [new[i] for i in graph.inputs] + extra
+    return finish(b, inputs, [new[o] for o in graph.outputs], graph.hints)
+
+
+def _groups(graph: Graph) -> dict[Node, list[Node]]:
+    """First linear of each mergeable set -> the set, in execution order."""
+    by_input: dict[tuple[Node, int], list[Node]] = defaultdict(list)
+    taken: set[Node] = set()
+    for node in graph.nodes:
+        if node.op != "linear" or not all(_is_state(w) for w in node.inputs[1:]):
+            continue
+        if taken.isdisjoint(node.inputs[1:]):  # a storage can be part of one merge only
+            by_input[node.inputs[0], len(node.inputs)].append(node)
+            taken.update(node.inputs[1:])
+    return {nodes[0]: nodes for nodes in by_input.values() if len(nodes) > 1}
+
+
+def _is_state(node: Node) -> bool:
+    return node.op == "input" and bool(node.attrs["state"]) and not node.attrs["merged"]
+
+
+def _merge(b: Builder, nodes: list[Node], new: dict[Node, Node], extra: list[Node],
+           num_inputs: int) -> dict[Node, Node]:  # fmt: skip
+    """One linear over merged weights, then a slice for each of ``nodes``."""
+    merged = [new[nodes[0].inputs[0]]]
+    for position in range(1, len(nodes[0].inputs)):
+        parts = [node.inputs[position] for node in nodes]
+        rows = sum((part.shape[0] for part in parts), start=const(0))
+        index = num_inputs + len(extra)
+        weight = b.make("input", (), (rows, *parts[0].shape[1:]), parts[0].dtype, index=index, state=True,
+                        merged=tuple(part.attrs["index"] for part in parts))  # fmt: skip
+        extra.append(weight)
+        merged.append(weight)
+    width: Expr = merged[1].shape[0]
+    y = b.make("linear", merged, (*nodes[0].shape[:-1], width), nodes[0].dtype)
+    slices, start = {}, const(0)
+    for node in nodes:
+        slices[node] = b.slice(y, len(node.shape) - 1, start, node.shape[-1])
+        start = start + node.shape[-1]
+    return slices

@@ -1,0 +1,41 @@
+"""1x1 convolutions become linears over the channels-last view, where they are plain GEMMs.
+
+The bias of every other convolution becomes an add, which fuses into whatever reads the result:
+cuDNN would launch a kernel of its own for it.
+"""
+
+from __future__ import annotations
+
+from strop.ir.graph import Builder, Graph, Node, rewrite
+from strop.options import Options
+
+
+def pointwise_conv(graph: Graph, options: Options) -> Graph:
+    return rewrite(graph, _conv)
+
+
+def _conv(b: Builder, node: Node, inputs: tuple[Node, ...]) -> Node | None:
+    if node.op != "conv2d":
+        return None
+    weight = inputs[1]
+    if _is_pointwise(node):
+        rows = b.permute(inputs[0], (0, 2, 3, 1))
+        matrix = b.reshape(weight, (weight.shape[0], weight.shape[1]))
+        shape = (*rows.shape[:3], weight.shape[0])
+        y = b.make("linear", (rows, matrix, *inputs[2:]), shape, node.dtype)
+        return b.permute(y, (0, 3, 1, 2))
+    if len(inputs) < 3:
+        return None
+    y = b.make("conv2d", inputs[:2], node.shape, node.dtype, **node.attrs)
+    bias = b.reshape(inputs[2], (1, weight.shape[0], 1, 1))
+    return b.pointwise("add", y, bias, dtype=node.dtype, alpha=1)
+
+
+def _is_pointwise(node: Node) -> bool:
+    weight = node.inputs[1].shape
+    return (
+        all(k.is_const and k.value == 1 for k in weight[2:])
+        and set(node.attrs["stride"]) == {1}
+        and set(node.attrs["padding"]) == {0}
+        and node.attrs["groups"] == 1
+    )

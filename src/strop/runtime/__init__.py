@@ -1,0 +1,1 @@
+"""Running programs: memory, library calls, kernels, CUDA graphs, dispatch, disk cache."""

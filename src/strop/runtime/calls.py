@@ -1,0 +1,101 @@
+"""Library calls: what an anchor or an opaque node runs. One row an operator.
+
+A row takes the evaluated attributes and returns a function of the input tensors. Rows in
+PLANNED_OUT write into memory of ours; the others allocate, and their result is copied if it does
+not lie in memory as the plan says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from strop.errors import UnsupportedError
+from strop.ir.graph import Ref
+
+Call = Callable[[Sequence[Tensor]], Any]
+OutCall = Callable[[Sequence[Tensor], Tensor], Any]
+
+
+def _linear(attrs: Mapping[str, Any]) -> OutCall:
+    def call(inputs: Sequence[Tensor], out: Tensor) -> None:
+        x, weight, *bias = inputs
+        if bias:
+            torch.addmm(bias[0], x, weight.t(), out=out)
+        else:
+            torch.mm(x, weight.t(), out=out)
+
+    return call
+
+
+def _matmul(attrs: Mapping[str, Any]) -> OutCall:
+    return lambda inputs, out: torch.matmul(inputs[0], inputs[1], out=out)
+
+
+def _conv2d(attrs: Mapping[str, Any]) -> Call:
+    stride, padding, dilation = (list(attrs[k]) for k in ("stride", "padding", "dilation"))
+    groups = attrs["groups"]
+
+    def call(inputs: Sequence[Tensor]) -> Tensor:
+        x, weight = inputs
+        return torch.conv2d(x, weight, None, stride, padding, dilation, groups)
+
+    return call
+
+
+def _attention(attrs: Mapping[str, Any]) -> Call:
+    causal, scale = attrs["causal"], attrs["scale"]
+
+    def call(inputs: Sequence[Tensor]) -> Tensor:
+        q, k, v, *mask = inputs
+        return F.scaled_dot_product_attention(
+            q, k, v, mask[0] if mask else None, 0.0, causal, scale=scale
+        )
+
+    return call
+
+
+def _write(attrs: Mapping[str, Any]) -> Call:
+    return lambda inputs: inputs[0].copy_(inputs[1])
+
+
+def _aten(attrs: Mapping[str, Any]) -> Call:
+    target = overload(attrs["target"])
+    template, keywords = attrs["args"], attrs["kwargs"]
+
+    def call(inputs: Sequence[Tensor]) -> Any:
+        def fill(arg: Any) -> Any:
+            if isinstance(arg, Ref):
+                return inputs[arg.index]
+            return [fill(a) for a in arg] if isinstance(arg, tuple) else arg
+
+        return target(*[fill(a) for a in template], **{k: fill(v) for k, v in keywords})
+
+    return call
+
+
+def overload(target: str) -> Callable[..., Any]:
+    """"aten.embedding.default" -> the OpOverload."""
+    found: Any = torch.ops
+    for part in target.split("."):
+        found = getattr(found, part, None)
+        if found is None:
+            raise UnsupportedError(f"this torch ({torch.__version__}) has no operator {target}")
+    result: Callable[..., Any] = found
+    return result
+
+
+PLANNED_OUT: dict[str, Callable[[Mapping[str, Any]], OutCall]] = {
+    "linear": _linear,
+    "matmul": _matmul,
+}
+ALLOCATING: dict[str, Callable[[Mapping[str, Any]], Call]] = {
+    "conv2d": _conv2d,
+    "attention": _attention,
+    "write": _write,
+    "aten": _aten,
+}

@@ -1,0 +1,299 @@
+"""Runs a program at one shape: everything that depends on sizes is worked out once, here.
+
+``Bound`` holds evaluated sizes, arena offsets, argument arrays and ready-made tensor views. A run
+patches the few pointers that change (arguments, results, what library calls allocate) and walks
+a list of closures.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from strop.errors import ShapeError
+from strop.ir.dims import Expr
+from strop.ir.program import CallStep, KernelStep, Program, TensorRef
+from strop.runtime.calls import ALLOCATING, PLANNED_OUT
+from strop.runtime.kernels import KernelLibrary
+from strop.runtime.memory import Interval, plan_arena
+
+Getter = Callable[[], Tensor]
+
+
+class Workspace:
+    """Working memory of one stream. It grows; whoever is bound to the old memory binds again."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.memory = torch.empty(0, dtype=torch.uint8, device=device)
+
+    def reserve(self, size_bytes: int) -> Tensor:
+        if self.memory.numel() < size_bytes:
+            self.memory = torch.empty(size_bytes, dtype=torch.uint8, device=self.device)
+        return self.memory
+
+
+class Bound:
+    """A program at one shape on one stream. Not thread-safe: the dispatcher serialises runs."""
+
+    def __init__(self, program: Program, env: Mapping[str, int], state: Sequence[Tensor | None],
+                 kernels: KernelLibrary, workspace: Workspace, stream: int) -> None:  # fmt: skip
+        self.program, self.env, self.stream = program, env, stream
+        self._state, self._kernels, self._workspace = state, kernels, workspace
+        self._sizes: dict[Expr, int] = {}
+        self._shapes = [self._eval_all(b.shape) for b in program.buffers]
+        self._strides = [self._eval_all(b.strides) for b in program.buffers]
+        self._plan_memory()
+        self._memory: Tensor | None = None
+
+    def _eval(self, size: Expr) -> int:
+        if size not in self._sizes:
+            self._sizes[size] = size.eval(self.env)
+        return self._sizes[size]
+
+    def _eval_all(self, sizes: Sequence[Expr]) -> tuple[int, ...]:
+        return tuple(self._eval(size) for size in sizes)
+
+    # memory
+
+    def _plan_memory(self) -> None:
+        """Offsets of arena buffers and scratch; when each library result is last read."""
+        first: dict[int, int] = {}
+        last: dict[int, int] = {}
+        for position, step in enumerate(self.program.steps):
+            for buffer in _touched(step):
+                first.setdefault(buffer, position)
+                last[buffer] = position
+        for item in self.program.returned:
+            if item.tensor is not None:
+                last[item.tensor.buffer] = len(self.program.steps)
+        intervals, owners = [], []
+        for number, buffer in enumerate(self.program.buffers):
+            if buffer.kind == "arena":
+                size = math.prod(self._shapes[number]) * buffer.dtype.itemsize
+                intervals.append(Interval(first[number], last[number], size))
+                owners.append(("buffer", number, 0))
+        for position, step in enumerate(self.program.steps):
+            if isinstance(step, KernelStep):
+                for index, size in enumerate(self._scratch_bytes(step)):
+                    intervals.append(Interval(position, position, size))
+                    owners.append(("scratch", position, index))
+        offsets, self.arena_bytes = plan_arena(intervals)
+        self._offsets = dict(zip(owners, offsets, strict=True))
+        self._last = last
+
+    def _scalars(self, step: KernelStep) -> list[int]:
+        source = self.program.sources[step.kernel]
+        scalars = list(self._eval_all(step.scalars))
+        if source.split is not None:
+            named = _named(scalars)
+            scalars.append(self._kernels.splits(source.split.rows.eval(named),
+                           source.split.parallel.eval(named), source.split.min_rows))  # fmt: skip
+        return scalars
+
+    def _scratch_bytes(self, step: KernelStep) -> list[int]:
+        """Sizes of the scratch that need not be zero; zeroed scratch is kept apart."""
+        source = self.program.sources[step.kernel]
+        named = _named(self._scalars(step), has_splits=source.split is not None)
+        return [0 if s.zeroed else s.numel.eval(named) * s.dtype.itemsize for s in source.scratch]
+
+    # linking
+
+    def _link(self, memory: Tensor) -> None:
+        """Build argument arrays and views over this arena."""
+        self._memory = memory
+        self._slots: list[Tensor | None] = [None] * len(self.program.buffers)
+        self._patches: dict[int, list[tuple[Any, int]]] = defaultdict(list)
+        self._zeroed: list[Tensor] = []
+        for number, buffer in enumerate(self.program.buffers):
+            if buffer.kind == "arena":
+                self._slots[number] = self._arena_view(number)
+            elif buffer.kind == "input" and self.program.inputs[buffer.index].is_state:
+                self._slots[number] = self._state[buffer.index]
+        self._steps = [
+            self._link_kernel(position, step)
+            if isinstance(step, KernelStep)
+            else self._link_call(position, step)
+            for position, step in enumerate(self.program.steps)
+        ]
+        self._arguments = [(number, b.index) for number, b in enumerate(self.program.buffers)
+                           if b.kind == "input" and not self.program.inputs[b.index].is_state
+                           ]  # fmt: skip
+        self._results = [n for n, b in enumerate(self.program.buffers) if b.kind == "result"]
+        self._return = [self._link_returned(item) for item in self.program.returned]
+
+    def _arena_view(self, number: int) -> Tensor:
+        assert self._memory is not None
+        buffer, shape = self.program.buffers[number], self._shapes[number]
+        offset = self._offsets["buffer", number, 0]
+        size_bytes = math.prod(shape) * buffer.dtype.itemsize
+        flat = self._memory[offset : offset + size_bytes].view(buffer.dtype)
+        return flat.as_strided(shape, self._strides[number])
+
+    def _link_kernel(self, position: int, step: KernelStep) -> Callable[[], None]:
+        source, scalars = self.program.sources[step.kernel], self._scalars(step)
+        pointers = [self._pointer(number) for number in step.buffers]
+        named = _named(scalars, has_splits=source.split is not None)
+        for index, scratch in enumerate(source.scratch):
+            pointers.append(self._scratch_pointer(position, index, scratch.zeroed,
+                            scratch.numel.eval(named), scratch.dtype))  # fmt: skip
+        bound = self._kernels.bind(source, pointers, scalars, self.stream)
+        for slot, number in enumerate(step.buffers):
+            if self._slots[number] is None:
+                self._patches[number].append((bound.pointers, slot))
+        return bound
+
+    def _pointer(self, number: int) -> int:
+        tensor = self._slots[number]
+        return 0 if tensor is None else tensor.data_ptr()
+
+    def _scratch_pointer(self, position: int, index: int, zeroed: bool, numel: int,
+                         dtype: torch.dtype) -> int:  # fmt: skip
+        assert self._memory is not None
+        if zeroed:
+            self._zeroed.append(torch.zeros(numel, dtype=dtype, device=self._memory.device))
+            return self._zeroed[-1].data_ptr()
+        return self._memory.data_ptr() + self._offsets["scratch", position, index]
+
+    def _getter(self, ref: TensorRef) -> Getter:
+        """How a library call gets at a piece of a buffer: ready-made where memory stands still."""
+        shape, strides = self._eval_all(ref.shape), self._eval_all(ref.strides)
+        offset, number = self._eval(ref.offset), ref.buffer
+        is_whole = shape == self._shapes[number] and not offset
+        fixed = self._slots[number]
+        if fixed is not None:
+            if is_whole and self.program.buffers[number].kind == "input":
+                view = fixed  # a weight may lie in memory in another order than it was traced
+            else:
+                view = fixed.as_strided(shape, strides, fixed.storage_offset() + offset)
+            return lambda: view
+        slots = self._slots
+        if is_whole and strides == self._strides[number]:
+            return lambda: slots[number]  # type: ignore[return-value]
+
+        def get() -> Tensor:
+            tensor = slots[number]
+            assert tensor is not None
+            return tensor.as_strided(shape, strides, tensor.storage_offset() + offset)
+
+        return get
+
+    def _link_call(self, position: int, step: CallStep) -> Callable[[], None]:
+        attrs = {name: self._concrete(value) for name, value in step.attrs}
+        getters = [self._getter(ref) for ref in step.inputs]
+        if step.op in PLANNED_OUT:
+            return self._link_planned(step, getters, attrs)
+        call, outputs = ALLOCATING[step.op](attrs), step.outputs
+        single = step.op != "aten" or attrs["single"]
+        slots, dead = self._slots, self._dying(position)
+        targets = [(n, self._strides[n], self._patches[n]) for n in outputs]
+
+        def run() -> None:
+            made = call([get() for get in getters])
+            for (number, strides, patches), value in zip(
+                targets, (made,) if single else made, strict=False
+            ):
+                if number >= 0:
+                    slots[number] = laid = _laid_out(value, strides)
+                    pointer = laid.data_ptr()
+                    for array, slot in patches:
+                        array[slot] = pointer
+            for number in dead:
+                slots[number] = None
+
+        return run
+
+    def _link_planned(self, step: CallStep, getters: list[Getter], attrs: Mapping[str, Any]
+                      ) -> Callable[[], None]:  # fmt: skip
+        call, (number,) = PLANNED_OUT[step.op](attrs), step.outputs
+        shape = self._shapes[number]
+        if step.op == "linear":
+            shape = (math.prod(shape[:-1]), shape[-1])
+        fixed, slots = self._slots[number], self._slots
+        if fixed is not None:
+            out = fixed.view(shape)
+            return lambda: call([get() for get in getters], out)
+        return lambda: call([get() for get in getters], slots[number].view(shape))  # type: ignore[union-attr]
+
+    def _concrete(self, value: Any) -> Any:
+        if isinstance(value, Expr):
+            return self._eval(value)
+        return tuple(self._concrete(v) for v in value) if isinstance(value, tuple) else value
+
+    def _dying(self, position: int) -> list[int]:
+        return [n for n, b in enumerate(self.program.buffers)
+                if b.kind == "call" and self._last.get(n) == position]  # fmt: skip
+
+    def _link_returned(self, item: Any) -> Callable[[], Any]:
+        if item.tensor is not None:
+            return self._getter(item.tensor)
+        value = item.value if item.size is None else self._eval(item.size)
+        return lambda: value
+
+    # running
+
+    def run(self, inputs: Sequence[Tensor]) -> list[Any]:
+        """``inputs``: all arguments by index; state arguments are ignored here."""
+        memory = self._workspace.reserve(self.arena_bytes)
+        if memory is not self._memory:
+            self._link(memory)
+        slots = self._slots
+        for number, index in self._arguments:
+            self._fill(number, inputs[index])
+        for number in self._results:
+            self._fill(number, torch.empty_strided(
+                self._shapes[number], self._strides[number], device=self._workspace.device,
+                dtype=self.program.buffers[number].dtype))  # fmt: skip
+        for step in self._steps:
+            step()
+        returned = [get() for get in self._return]
+        for number, buffer in enumerate(self.program.buffers):
+            if buffer.kind in ("call", "result"):
+                slots[number] = None
+        return returned
+
+    def _fill(self, number: int, tensor: Tensor) -> None:
+        if tensor.stride() != self._strides[number] and not _same_layout(
+            tensor, self._strides[number]
+        ):
+            raise ShapeError(
+                f"argument {number} has strides {tensor.stride()}, the plan {self._strides[number]}"
+            )
+        self._slots[number] = tensor
+        pointer = tensor.data_ptr()
+        for array, slot in self._patches[number]:
+            array[slot] = pointer
+
+
+def _touched(step: KernelStep | CallStep) -> Sequence[int]:
+    if isinstance(step, KernelStep):
+        return step.buffers
+    return [ref.buffer for ref in step.inputs] + [n for n in step.outputs if n >= 0]
+
+
+def _named(scalars: Sequence[int], *, has_splits: bool = False) -> dict[str, int]:
+    names = {f"s{i}": value for i, value in enumerate(scalars)}
+    if has_splits:
+        names["splits"] = scalars[-1]
+    return names
+
+
+def _same_layout(tensor: Tensor, strides: Sequence[int]) -> bool:
+    """Equal strides wherever there is more than one element to step over."""
+    return all(
+        a == b or size <= 1
+        for a, b, size in zip(tensor.stride(), strides, tensor.shape, strict=True)
+    )
+
+
+def _laid_out(value: Tensor, strides: Sequence[int]) -> Tensor:
+    """A library result in the memory order of the plan; copied only if the library chose another."""
+    if _same_layout(value, strides):
+        return value
+    copy = torch.empty_strided(value.shape, strides, dtype=value.dtype, device=value.device)  # type: ignore[arg-type]
+    return copy.copy_(value)
