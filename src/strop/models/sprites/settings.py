@@ -1,0 +1,108 @@
+"""Every number that shapes and trains the sprites model.
+
+The defaults are the ones that made the shipped weights; `TINY` runs the same code in seconds.
+"""
+
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+
+@dataclass(frozen=True)
+class NetworkSettings:
+    """Sizes of the networks, under the names that diffusers and transformers give them."""
+
+    vae_channels: tuple[int, ...] = (32, 64, 64)
+    vae_layers: int = 1
+    vae_groups: int = 16
+    latent_channels: int = 4
+    unet_channels: tuple[int, ...] = (64, 96, 128)
+    unet_layers: int = 1
+    unet_heads: tuple[int, ...] = (2, 3, 4)
+    unet_groups: int = 32
+    text_width: int = 128
+    text_layers: int = 4
+    text_heads: int = 4
+    text_length: int = 24
+
+
+@dataclass(frozen=True)
+class NoiseSettings:
+    """The noise schedule; training and the shipped scheduler both read it.
+
+    Zero terminal signal with v-prediction lets flat white and black backgrounds come out flat
+    (Lin et al. 2023, "Common Diffusion Noise Schedules and Sample Steps are Flawed").
+    """
+
+    steps: int = 1000
+    beta_start: float = 0.00085
+    beta_end: float = 0.012
+    beta_schedule: str = "scaled_linear"
+    prediction_type: str = "v_prediction"
+    timestep_spacing: str = "trailing"
+
+
+@dataclass(frozen=True)
+class VaeTraining:
+    """How the autoencoder is trained; `batch` counts 96x64 pictures, others scale by area."""
+
+    batch: int = 256
+    steps: int = 6000
+    learning_rate: float = 1e-3
+    warmup: int = 200
+    weight_decay: float = 0.0
+    betas: tuple[float, float] = (0.9, 0.99)
+    clip: float = 1.0
+    edge_weight: float = 0.5
+    kl_weight: float = 3e-4
+    ema: float = 0.998
+    seed: int = 1
+
+
+@dataclass(frozen=True)
+class DiffusionTraining:
+    """How UNet and text encoder are trained; `batch` as in `VaeTraining`."""
+
+    batch: int = 1024
+    steps: int = 12000
+    learning_rate: float = 1e-3
+    warmup: int = 400
+    weight_decay: float = 0.01
+    betas: tuple[float, float] = (0.9, 0.99)
+    clip: float = 1.0
+    caption_dropout: float = 0.1
+    ema: float = 0.9995
+    seed: int = 2
+
+
+@dataclass(frozen=True)
+class Settings:
+    """All settings of one training."""
+
+    network: NetworkSettings = field(default_factory=NetworkSettings)
+    noise: NoiseSettings = field(default_factory=NoiseSettings)
+    vae: VaeTraining = field(default_factory=VaeTraining)
+    diffusion: DiffusionTraining = field(default_factory=DiffusionTraining)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the settings as plain nested dictionaries, for JSON."""
+        return asdict(self)
+
+
+FULL = Settings()
+
+TINY = Settings(
+    network=NetworkSettings(
+        vae_channels=(16, 16, 16),
+        vae_groups=8,
+        unet_channels=(16, 16, 16),
+        unet_heads=(2, 2, 2),
+        unet_groups=8,
+        text_width=32,
+        text_layers=1,
+        text_heads=2,
+    ),
+    vae=replace(VaeTraining(), batch=4, steps=12, warmup=2),
+    diffusion=replace(DiffusionTraining(), batch=4, steps=12, warmup=2),
+)
+
+NAMED: dict[str, Settings] = {"full": FULL, "tiny": TINY}
