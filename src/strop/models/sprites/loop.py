@@ -128,7 +128,7 @@ class Loop:
         count = bucket(step, self.learner.training.batch)[2]
         self.state["images"] += count
         self._window.images += count
-                self.learner.step(loss, step, self.state["total"] or _UNPLANNED)
+        self.learner.step(loss, step, self.state["total"] or _UNPLANNED)
         return loss.detach().float()
 
     def _measure(self, step: int) -> None:
