@@ -13,7 +13,6 @@ from dataclasses import dataclass
 import torch
 
 from strop.codegen.triton_reduce import (
-    across,
     combine,
     finish,
     fold,
@@ -35,6 +34,7 @@ MAX_COLS = 4096  # in one tile
 BLOCKED_COLS = 256  # of a tile when the cols are many, or not known
 STEPS = 4  # loop steps below which a slab is not worth a program
 MERGE_ELEMENTS = 2048
+LOOP = "for first in range(begin, end, ROWS):"
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +59,7 @@ class _Column:
         self.num_kept = product(axis.size for axis in self.kept)
         self.per_kept = product(axis.size for axis in self.lanes)
         self.reductions = [stmt for stmt in kernel.body if isinstance(stmt, Reduce)]
+        self.moments = any(stmt.kind == "moments" for stmt in self.reductions)
         self.cols = self._cols_tile()
         self.col_tiles = (kernel.num_cols + (self.cols - 1)) // self.cols
         self.tile_rows = max(ELEMENTS // self.cols, 1)
@@ -102,11 +103,7 @@ class _Column:
         owners = symbolic(self.num_parallel) * symbol("splits")
         buffers = []
         for dtype in self.dtypes():
-            slots = len(self.slots(dtype))
-            if self.lanes:
-                numel = owners * (slots * self.printer.kernel.num_cols.value)
-                buffers.append((self.buffer("lanes", dtype), Scratch(dtype, numel)))
-            numel = owners * symbolic(self.num_kept) * slots
+            numel = owners * symbolic(self.num_kept) * len(self.slots(dtype))
             buffers.append((self.buffer("partials", dtype), Scratch(dtype, numel)))
         groups = symbolic(self.num_parallel) * symbolic(self.col_tiles)
         buffers.append(("arrivals", Scratch(torch.int32, groups, zeroed=True)))
@@ -161,7 +158,7 @@ def _sweep(plan: _Column) -> None:
         printer.statement(stmt, tile)
     for reduction in plan.reductions:
         start(printer, reduction, tile)
-    with printer.out.block("for first in range(begin, end, ROWS):"):
+    with printer.out.block(LOOP):
         plan.add("row = first + tl.arange(0, ROWS)[:, None]")
         plan.add("row_mask = row < end")
         printer.ids(row, kernel.body)
@@ -172,7 +169,7 @@ def _sweep(plan: _Column) -> None:
             elif stmt not in hoisted:
                 printer.statement(stmt, tile)
     plan.add("length = tl.maximum(end - begin, 0)")
-    if any(stmt.kind == "moments" for stmt in plan.reductions):
+    if plan.moments:
         plan.add("seen = (length - tl.arange(0, ROWS)[:, None] + ROWS - 1) // ROWS")
     for reduction in plan.reductions:
         fold(printer, reduction, 0, "seen", "tl.maximum(length, 1)")
@@ -190,39 +187,34 @@ def _without_rows(plan: _Column) -> list[Stmt]:
 
 
 def _publish(plan: _Column) -> None:
-    """Fold lanes to kept cols and leave the slab's states in scratch."""
+    """Fold lanes to kept cols and leave the slab's states in scratch.
+
+    Groups of any width become the rows of a block by a gather within the program.
+    """
     if not plan.lanes:
         _store_partials(plan, "", "col", "col_mask" if _has_col_mask(plan) else "")
         return
     printer, add = plan.printer, plan.add
     num_kept, per_kept = plan.num_kept.value, plan.per_kept.value
-    num_cols = num_kept * per_kept
-    for dtype in plan.dtypes():
-        slots, mask = plan.slots(dtype), ", mask=col_mask" if _has_col_mask(plan) else ""
-        lanes = plan.buffer("lanes", dtype)
-        add(f"own_{lanes} = {lanes} + program * {len(slots) * num_cols}")
-        for slot, (_, name) in enumerate(slots):
-            add(f"tl.store(own_{lanes} + {slot * num_cols} + col, {name}{mask})")
-    add("tl.debug_barrier()")
     printer.constants["KEPT"] = next_power_of_two(num_kept)
     printer.constants["LANES"] = next_power_of_two(per_kept)
     add("own = tl.arange(0, KEPT)[:, None]")
     add("lane = tl.arange(0, LANES)[None, :]")
     add(f"is_lane = (own < {num_kept}) & (lane < {per_kept})")
-    if any(stmt.kind == "moments" for stmt in plan.reductions):
+    if plan.moments:
         add("lane_count = tl.where(is_lane, length, 0)")
     index = _lane_index(plan.kept + plan.lanes, printer.kernel.cols)
     flats = (Flat("own", plan.kept, "r"), Flat("lane", plan.lanes, "c"))
     for flat in flats:
         printer.ids_of(flat, [index])
     terms, _ = printer.terms(index, Tile(flats, {"r": "KEPT", "c": "LANES"}, {}))
-    add(f"place = {' + '.join(terms) or 'own + lane'}")
-    for dtype in plan.dtypes():
-        lanes = f"own_{plan.buffer('lanes', dtype)}"
-        for slot, (stmt, name) in enumerate(plan.slots(dtype, "_own")):
-            at, other = f"{lanes} + {slot * num_cols} + place", identity(stmt.kind, dtype)
-            add(f"{name} = tl.load({at}, mask=is_lane, other={other})")
+    add(f"place = tl.where(is_lane, {' + '.join(terms) or 'own + lane'}, 0)")
+    add("place = tl.reshape(place, [KEPT * LANES])")
     for stmt in plan.reductions:
+        empty = identity(stmt.kind, stmt.dtype)
+        for lanes, own in zip(state_names(stmt), state_names(stmt, "_own"), strict=True):
+            add(f"{own} = tl.gather(tl.reshape({lanes}, [COLS]), place, 0)")
+            add(f"{own} = tl.where(is_lane, tl.reshape({own}, [KEPT, LANES]), {empty})")
         fold(printer, stmt, 1, "lane_count", f"tl.maximum(length * {per_kept}, 1)", "_own")
     is_padded = num_kept != next_power_of_two(num_kept)
     _store_partials(plan, "_own", "own", f"own < {num_kept}" if is_padded else "")
@@ -279,32 +271,40 @@ def _finish(plan: _Column) -> None:
 
 
 def _merge(plan: _Column, masked: bool) -> None:
+    """States of all slabs into one, a few slabs at a time and always in the same order."""
     printer, add = plan.printer, plan.add
-    total = plan.text(plan.num_rows * plan.per_kept)
-    tile = Tile((), {"r": "SPLITS", "c": "KEPT"}, {})
+    tile = Tile((), {"r": "1", "c": "KEPT"}, {})
     for stmt in plan.reductions:
         start(printer, stmt, tile, "_total")
+    if plan.moments:
+        add("total_count = tl.full([1, KEPT], 0, tl.int32)")
     with printer.out.block("for at in range(0, splits, SPLITS):"):
         _parts(plan, masked)
         for stmt in plan.reductions:
-            _merge_first(plan, stmt)
+            names = state_names(stmt, "_part")
+            for which, name in enumerate(names):
+                add(f"{name} = {_part(plan, stmt, which)}")
+        for stmt in plan.reductions:
+            fold(printer, stmt, 0, "count", "tl.maximum(part_count, 1)", "_part")
+            _merge_state(plan, stmt)
+        if plan.moments:
+            add("total_count = merged_count")
     for stmt in plan.reductions:
-        name = state_names(stmt, "_total")[0]
-        over = f" / {total}" if stmt.kind == "moments" else ""
-        add(f"{name} = {across(stmt.kind, name, 0)}{over}")
-    moments = [stmt for stmt in plan.reductions if stmt.kind == "moments"]
-    if moments:
-        with printer.out.block("for at in range(0, splits, SPLITS):"):
-            _parts(plan, masked)
-            for stmt in moments:
-                mean, m2 = state_names(stmt, "_total")
-                add(f"{mean}_diff = {_part(plan, stmt, 0)} - {mean}")
-                add(f"{m2} += {_part(plan, stmt, 1)} + count * {mean}_diff * {mean}_diff")
-    for stmt in moments:
-        _, m2 = state_names(stmt, "_total")
-        add(f"{m2} = {across('sum', m2, 0)}")
-    for stmt in plan.reductions:
+        total = plan.text(plan.num_rows * plan.per_kept)
         finish(printer, stmt, total, frozenset("c"), "_total")
+
+
+def _merge_state(plan: _Column, stmt: Reduce) -> None:
+    """Chan's rule for two states of moments; the plain operation for the others."""
+    part, total = state_names(stmt, "_part"), state_names(stmt, "_total")
+    if stmt.kind != "moments":
+        plan.add(f"{total[0]} = {combine(stmt.kind, total[0], part[0])}")
+        return
+    delta, share = f"{stmt.outs[0]}_delta", f"{stmt.outs[0]}_share"
+    plan.add(f"{delta} = {part[0]} - {total[0]}")
+    plan.add(f"{share} = {delta} * part_count / tl.maximum(merged_count, 1)")
+    plan.add(f"{total[0]} += {share}")
+    plan.add(f"{total[1]} += {part[1]} + {delta} * {share} * total_count")
 
 
 def _parts(plan: _Column, masked: bool) -> None:
@@ -317,9 +317,11 @@ def _parts(plan: _Column, masked: bool) -> None:
         partials, slots = plan.buffer("partials", dtype), len(plan.slots(dtype))
         state = f"(par * splits + part) * {_times(slots, kept)}"
         add(f"every_{partials} = {partials} + {state} + kept")
-    if any(stmt.kind == "moments" for stmt in plan.reductions):
+    if plan.moments:
         seen = f"tl.minimum(tl.maximum({rows} - part * slab, 0), slab)"
-        add(f"count = tl.where(part_mask, {seen} * {plan.text(plan.per_kept)}, 0)")
+        add(f"count = tl.where(part < splits, {seen} * {plan.text(plan.per_kept)}, 0)")
+        add("part_count = tl.sum(count, axis=0, keep_dims=True)")
+        add("merged_count = total_count + part_count")
 
 
 def _part(plan: _Column, stmt: Reduce, which: int) -> str:
@@ -329,15 +331,6 @@ def _part(plan: _Column, stmt: Reduce, which: int) -> str:
     at = f"every_{plan.buffer('partials', stmt.dtype)} + {_times(slot, plan.text(plan.num_kept))}"
     other = identity(stmt.kind, stmt.dtype)
     return f'tl.load({at}, mask=part_mask, other={other}, cache_modifier=".cg")'
-
-
-def _merge_first(plan: _Column, stmt: Reduce) -> None:
-    name = state_names(stmt, "_total")[0]
-    part = _part(plan, stmt, 0)
-    if stmt.kind == "moments":
-        plan.add(f"{name} += {part} * count")
-    else:
-        plan.add(f"{name} = {combine(stmt.kind, name, part)}")
 
 
 def _tail(plan: _Column, masked: bool) -> None:

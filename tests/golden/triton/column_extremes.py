@@ -13,7 +13,7 @@ def smaller(a, b):
 
 
 @triton.jit
-def column_extremes(p0, p1, p2, lanes, partials, arrivals, s0, s1, s2, splits, ROWS: tl.constexpr, COLS: tl.constexpr, KEPT: tl.constexpr, LANES: tl.constexpr, SPLITS: tl.constexpr):
+def column_extremes(p0, p1, p2, partials, arrivals, s0, s1, s2, splits, ROWS: tl.constexpr, COLS: tl.constexpr, KEPT: tl.constexpr, LANES: tl.constexpr, SPLITS: tl.constexpr):
     program = tl.program_id(0)
     split = program % splits
     group = program // splits
@@ -35,17 +35,16 @@ def column_extremes(p0, p1, p2, lanes, partials, arrivals, s0, s1, s2, splits, R
     length = tl.maximum(end - begin, 0)
     v1_amax = tl.reduce(v1_amax, 0, larger, keep_dims=True)
     v3_amin = tl.reduce(v3_amin, 0, smaller, keep_dims=True)
-    own_lanes = lanes + program * 48
-    tl.store(own_lanes + 0 + col, v1_amax, mask=col_mask)
-    tl.store(own_lanes + 24 + col, v3_amin, mask=col_mask)
-    tl.debug_barrier()
     own = tl.arange(0, KEPT)[:, None]
     lane = tl.arange(0, LANES)[None, :]
     is_lane = (own < 4) & (lane < 6)
-    place = own * 6 + lane
-    v1_own_amax = tl.load(own_lanes + 0 + place, mask=is_lane, other=float("-inf"))
-    v3_own_amin = tl.load(own_lanes + 24 + place, mask=is_lane, other=float("inf"))
+    place = tl.where(is_lane, own * 6 + lane, 0)
+    place = tl.reshape(place, [KEPT * LANES])
+    v1_own_amax = tl.gather(tl.reshape(v1_amax, [COLS]), place, 0)
+    v1_own_amax = tl.where(is_lane, tl.reshape(v1_own_amax, [KEPT, LANES]), float("-inf"))
     v1_own_amax = tl.reduce(v1_own_amax, 1, larger, keep_dims=True)
+    v3_own_amin = tl.gather(tl.reshape(v3_amin, [COLS]), place, 0)
+    v3_own_amin = tl.where(is_lane, tl.reshape(v3_own_amin, [KEPT, LANES]), float("inf"))
     v3_own_amin = tl.reduce(v3_own_amin, 1, smaller, keep_dims=True)
     own_partials = partials + (par * splits + split) * 8
     tl.store(own_partials + 0 + own, v1_own_amax)
@@ -55,16 +54,18 @@ def column_extremes(p0, p1, p2, lanes, partials, arrivals, s0, s1, s2, splits, R
     if arrived == splits - 1:
         tl.store(arrivals + group, 0)
         kept = tl.arange(0, KEPT)[None, :]
-        v1_total_amax = tl.full([SPLITS, KEPT], float("-inf"), tl.float32)
-        v3_total_amin = tl.full([SPLITS, KEPT], float("inf"), tl.float32)
+        v1_total_amax = tl.full([1, KEPT], float("-inf"), tl.float32)
+        v3_total_amin = tl.full([1, KEPT], float("inf"), tl.float32)
         for at in range(0, splits, SPLITS):
             part = at + tl.arange(0, SPLITS)[:, None]
             part_mask = part < splits
             every_partials = partials + (par * splits + part) * 8 + kept
-            v1_total_amax = larger(v1_total_amax, tl.load(every_partials + 0, mask=part_mask, other=float("-inf"), cache_modifier=".cg"))
-            v3_total_amin = smaller(v3_total_amin, tl.load(every_partials + 4, mask=part_mask, other=float("inf"), cache_modifier=".cg"))
-        v1_total_amax = tl.reduce(v1_total_amax, 0, larger, keep_dims=True)
-        v3_total_amin = tl.reduce(v3_total_amin, 0, smaller, keep_dims=True)
+            v1_part_amax = tl.load(every_partials + 0, mask=part_mask, other=float("-inf"), cache_modifier=".cg")
+            v3_part_amin = tl.load(every_partials + 4, mask=part_mask, other=float("inf"), cache_modifier=".cg")
+            v1_part_amax = tl.reduce(v1_part_amax, 0, larger, keep_dims=True)
+            v1_total_amax = larger(v1_total_amax, v1_part_amax)
+            v3_part_amin = tl.reduce(v3_part_amin, 0, smaller, keep_dims=True)
+            v3_total_amin = smaller(v3_total_amin, v3_part_amin)
         tl.store(p1 + par.to(tl.int64) * 4 + kept, v1_total_amax)
         tl.store(p2 + par.to(tl.int64) * 4 + kept, v3_total_amin)
 
@@ -77,6 +78,5 @@ def column_extremes(p0, p1, p2, lanes, partials, arrivals, s0, s1, s2, splits, R
 # KEPT = 4
 # LANES = 8
 # SPLITS = 64
-# scratch torch.float32 48*s2*splits
 # scratch torch.float32 8*s2*splits
 # scratch torch.int32 s2 zeroed

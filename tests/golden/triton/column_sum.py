@@ -29,13 +29,14 @@ def column_sum(p0, p1, partials, arrivals, s0, s1, s2, splits, ROWS: tl.constexp
         tl.store(arrivals + group, 0)
         kept = col
         kept_mask = kept < s2
-        v1_total_sum = tl.full([SPLITS, KEPT], 0.0, tl.float32)
+        v1_total_sum = tl.full([1, KEPT], 0.0, tl.float32)
         for at in range(0, splits, SPLITS):
             part = at + tl.arange(0, SPLITS)[:, None]
             part_mask = (part < splits) & kept_mask
             every_partials = partials + (par * splits + part) * 1 * s2 + kept
-            v1_total_sum = v1_total_sum + tl.load(every_partials + 0 * s2, mask=part_mask, other=0.0, cache_modifier=".cg")
-        v1_total_sum = tl.sum(v1_total_sum, axis=0, keep_dims=True)
+            v1_part_sum = tl.load(every_partials + 0 * s2, mask=part_mask, other=0.0, cache_modifier=".cg")
+            v1_part_sum = tl.sum(v1_part_sum, axis=0, keep_dims=True)
+            v1_total_sum = v1_total_sum + v1_part_sum
         tl.store(p1 + kept, v1_total_sum, mask=kept_mask)
 
 # grid s1*splits, 8 warps

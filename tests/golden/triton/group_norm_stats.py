@@ -3,7 +3,7 @@ import triton.language as tl
 
 
 @triton.jit
-def group_norm_stats(p0, p1, p2, p3, p4, p5, lanes, partials, arrivals, s0, s1, s2, s3, splits, ROWS: tl.constexpr, COLS: tl.constexpr, KEPT: tl.constexpr, LANES: tl.constexpr, SPLITS: tl.constexpr):
+def group_norm_stats(p0, p1, p2, p3, p4, p5, partials, arrivals, s0, s1, s2, s3, splits, ROWS: tl.constexpr, COLS: tl.constexpr, KEPT: tl.constexpr, LANES: tl.constexpr, SPLITS: tl.constexpr):
     program = tl.program_id(0)
     split = program % splits
     group = program // splits
@@ -35,17 +35,16 @@ def group_norm_stats(p0, p1, p2, p3, p4, p5, lanes, partials, arrivals, s0, s1, 
     v5_mean_diff = v5_mean - v5_mean_all
     v5_m2 = tl.sum(v5_m2 + seen * v5_mean_diff * v5_mean_diff, axis=0, keep_dims=True)
     v5_mean = v5_mean_all
-    own_lanes = lanes + program * 640
-    tl.store(own_lanes + 0 + col, v5_mean, mask=col_mask)
-    tl.store(own_lanes + 320 + col, v5_m2, mask=col_mask)
-    tl.debug_barrier()
     own = tl.arange(0, KEPT)[:, None]
     lane = tl.arange(0, LANES)[None, :]
     is_lane = (own < 32) & (lane < 10)
     lane_count = tl.where(is_lane, length, 0)
-    place = own * 10 + lane
-    v5_own_mean = tl.load(own_lanes + 0 + place, mask=is_lane, other=0.0)
-    v5_own_m2 = tl.load(own_lanes + 320 + place, mask=is_lane, other=0.0)
+    place = tl.where(is_lane, own * 10 + lane, 0)
+    place = tl.reshape(place, [KEPT * LANES])
+    v5_own_mean = tl.gather(tl.reshape(v5_mean, [COLS]), place, 0)
+    v5_own_mean = tl.where(is_lane, tl.reshape(v5_own_mean, [KEPT, LANES]), 0.0)
+    v5_own_m2 = tl.gather(tl.reshape(v5_m2, [COLS]), place, 0)
+    v5_own_m2 = tl.where(is_lane, tl.reshape(v5_own_m2, [KEPT, LANES]), 0.0)
     v5_own_mean_all = tl.sum(v5_own_mean * lane_count, axis=1, keep_dims=True) / tl.maximum(length * 10, 1)
     v5_own_mean_diff = v5_own_mean - v5_own_mean_all
     v5_own_m2 = tl.sum(v5_own_m2 + lane_count * v5_own_mean_diff * v5_own_mean_diff, axis=1, keep_dims=True)
@@ -58,23 +57,27 @@ def group_norm_stats(p0, p1, p2, p3, p4, p5, lanes, partials, arrivals, s0, s1, 
     if arrived == splits - 1:
         tl.store(arrivals + group, 0)
         kept = tl.arange(0, KEPT)[None, :]
-        v5_total_mean = tl.full([SPLITS, KEPT], 0.0, tl.float32)
-        v5_total_m2 = tl.full([SPLITS, KEPT], 0.0, tl.float32)
+        v5_total_mean = tl.full([1, KEPT], 0.0, tl.float32)
+        v5_total_m2 = tl.full([1, KEPT], 0.0, tl.float32)
+        total_count = tl.full([1, KEPT], 0, tl.int32)
         for at in range(0, splits, SPLITS):
             part = at + tl.arange(0, SPLITS)[:, None]
             part_mask = part < splits
             every_partials = partials + (par * splits + part) * 64 + kept
-            count = tl.where(part_mask, tl.minimum(tl.maximum(s0 - part * slab, 0), slab) * 10, 0)
-            v5_total_mean += tl.load(every_partials + 0, mask=part_mask, other=0.0, cache_modifier=".cg") * count
-        v5_total_mean = tl.sum(v5_total_mean, axis=0, keep_dims=True) / (s2 * 2)
-        for at in range(0, splits, SPLITS):
-            part = at + tl.arange(0, SPLITS)[:, None]
-            part_mask = part < splits
-            every_partials = partials + (par * splits + part) * 64 + kept
-            count = tl.where(part_mask, tl.minimum(tl.maximum(s0 - part * slab, 0), slab) * 10, 0)
-            v5_total_mean_diff = tl.load(every_partials + 0, mask=part_mask, other=0.0, cache_modifier=".cg") - v5_total_mean
-            v5_total_m2 += tl.load(every_partials + 32, mask=part_mask, other=0.0, cache_modifier=".cg") + count * v5_total_mean_diff * v5_total_mean_diff
-        v5_total_m2 = tl.sum(v5_total_m2, axis=0, keep_dims=True)
+            count = tl.where(part < splits, tl.minimum(tl.maximum(s0 - part * slab, 0), slab) * 10, 0)
+            part_count = tl.sum(count, axis=0, keep_dims=True)
+            merged_count = total_count + part_count
+            v5_part_mean = tl.load(every_partials + 0, mask=part_mask, other=0.0, cache_modifier=".cg")
+            v5_part_m2 = tl.load(every_partials + 32, mask=part_mask, other=0.0, cache_modifier=".cg")
+            v5_part_mean_all = tl.sum(v5_part_mean * count, axis=0, keep_dims=True) / tl.maximum(part_count, 1)
+            v5_part_mean_diff = v5_part_mean - v5_part_mean_all
+            v5_part_m2 = tl.sum(v5_part_m2 + count * v5_part_mean_diff * v5_part_mean_diff, axis=0, keep_dims=True)
+            v5_part_mean = v5_part_mean_all
+            v5_delta = v5_part_mean - v5_total_mean
+            v5_share = v5_delta * part_count / tl.maximum(merged_count, 1)
+            v5_total_mean += v5_share
+            v5_total_m2 += v5_part_m2 + v5_delta * v5_share * total_count
+            total_count = merged_count
         v6 = v5_total_m2 / (s2 * 2)
         v7 = tl.full([], 1e-05, tl.float32)
         v8 = v6 + v7
@@ -92,6 +95,5 @@ def group_norm_stats(p0, p1, p2, p3, p4, p5, lanes, partials, arrivals, s0, s1, 
 # KEPT = 32
 # LANES = 16
 # SPLITS = 64
-# scratch torch.float32 640*s3*splits
 # scratch torch.float32 64*s3*splits
 # scratch torch.int32 s3 zeroed
