@@ -1,1 +1,8 @@
 """Strop: a compiler and runtime that makes PyTorch diffusion models fast."""
+
+__version__ = "0.1.0"
+
+from strop.api import optimize, restore
+from strop.options import Options
+
+__all__ = ["Options", "__version__", "optimize", "restore"]

@@ -9,6 +9,7 @@ against 28 s through Dynamo and AOTAutograd (docs/decisions/0002).
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -62,11 +63,30 @@ class Captured:
 
 
 def named_state(module: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers by name, shared ones under each of their names."""
-    return {
-        **dict(module.named_parameters(remove_duplicate=False)),
-        **dict(module.named_buffers(remove_duplicate=False)),
-    }
+    """Parameters and buffers by name, each once, module by module."""
+    state: dict[str, Tensor] = {}
+    seen: set[int] = set()
+    for path, owner in module.named_modules():
+        for table in (owner._parameters, owner._buffers):
+            for key, tensor in table.items():
+                if tensor is not None and id(tensor) not in seen:
+                    seen.add(id(tensor))
+                    state[f"{path}.{key}" if path else key] = tensor
+    return state
+
+
+def clone_structure(module: nn.Module) -> nn.Module:
+    """A copy of the modules that shares every tensor, to trace without disturbing other threads."""
+    memo: dict[int, Any] = {id(t): t for t in named_state(module).values()}
+    for part in module.modules():
+        replaced = part.__dict__.get("forward")
+        if replaced is not None:
+            memo[id(replaced)] = None  # wrappers around forward stay with the original
+    clone = copy.deepcopy(module, memo)
+    for part in clone.modules():
+        if "forward" in part.__dict__ and part.__dict__["forward"] is None:
+            del part.__dict__["forward"]
+    return clone
 
 
 def capture(
@@ -129,7 +149,9 @@ def _trace(
     specs: list[pytree.TreeSpec] = []
 
     def flat(state: dict[str, Tensor], *inputs: Tensor) -> list[Any]:
-        swapped = torch.nn.utils.stateless._reparametrize_module(module, state)
+        swapped = torch.nn.utils.stateless._reparametrize_module(
+            module, state, tie_weights=True
+        )
         with swapped:
             leaves, spec = pytree.tree_flatten(call(*inputs))
         specs.append(spec)
@@ -155,19 +177,23 @@ def _record_origins(module: nn.Module, origins: dict[str, str]) -> Iterator[None
 
     def settle() -> None:
         proxy = get_proxy_mode()
-        for node in reversed(proxy.tracer.graph.nodes) if proxy else ():
+        assert proxy is not None
+        for node in reversed(proxy.tracer.graph.nodes):
             if node.name in origins:
                 return
             origins[node.name] = stack[-1]
 
     def enter(m: nn.Module, args: Any) -> None:
+        if get_proxy_mode() is None:
+            return  # another thread's module
         settle()
         stack.append(paths.get(id(m), stack[-1]))
         origins["<current>"] = stack[-1]
 
     def leave(m: nn.Module, args: Any, output: Any) -> None:
-        settle()
-        stack.pop()
+        if get_proxy_mode() is not None:
+            settle()
+            stack.pop()
 
     hooks = [
         nn.modules.module.register_module_forward_pre_hook(enter),

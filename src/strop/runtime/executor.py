@@ -19,7 +19,7 @@ from strop.errors import ShapeError
 from strop.ir.dims import Expr
 from strop.ir.program import CallStep, KernelStep, Program, TensorRef
 from strop.runtime.calls import ALLOCATING, PLANNED_OUT
-from strop.runtime.kernels import KernelLibrary
+from strop.runtime.kernels import BoundKernel, KernelLibrary
 from strop.runtime.memory import Interval, plan_arena
 
 Getter = Callable[[], Tensor]
@@ -50,6 +50,17 @@ class Bound:
         self._strides = [self._eval_all(b.strides) for b in program.buffers]
         self._plan_memory()
         self._memory: Tensor | None = None
+
+    @property
+    def num_launches(self) -> int:
+        """Generated kernels and library calls of one run."""
+        return len(self.program.steps)
+
+    @property
+    def call_bytes(self) -> int:
+        """Bytes of everything that library calls allocate, alive at once or not."""
+        return sum(math.prod(self._shapes[n]) * b.dtype.itemsize
+                   for n, b in enumerate(self.program.buffers) if b.kind == "call")  # fmt: skip
 
     def _eval(self, size: Expr) -> int:
         if size not in self._sizes:
@@ -108,7 +119,7 @@ class Bound:
         """Build argument arrays and views over this arena."""
         self._memory = memory
         self._slots: list[Tensor | None] = [None] * len(self.program.buffers)
-        self._patches: dict[int, list[tuple[Any, int]]] = defaultdict(list)
+        self._patches: dict[int, list[tuple[BoundKernel, int]]] = defaultdict(list)
         self._zeroed: list[Tensor] = []
         for number, buffer in enumerate(self.program.buffers):
             if buffer.kind == "arena":
@@ -121,7 +132,7 @@ class Bound:
             else self._link_call(position, step)
             for position, step in enumerate(self.program.steps)
         ]
-        self._arguments = [(number, b.index) for number, b in enumerate(self.program.buffers)
+        self._arguments = [number for number, b in enumerate(self.program.buffers)
                            if b.kind == "input" and not self.program.inputs[b.index].is_state
                            ]  # fmt: skip
         self._results = [n for n, b in enumerate(self.program.buffers) if b.kind == "result"]
@@ -145,7 +156,7 @@ class Bound:
         bound = self._kernels.bind(source, pointers, scalars, self.stream)
         for slot, number in enumerate(step.buffers):
             if self._slots[number] is None:
-                self._patches[number].append((bound.pointers, slot))
+                self._patches[number].append((bound, slot))
         return bound
 
     def _pointer(self, number: int) -> int:
@@ -201,8 +212,8 @@ class Bound:
                 if number >= 0:
                     slots[number] = laid = _laid_out(value, strides)
                     pointer = laid.data_ptr()
-                    for array, slot in patches:
-                        array[slot] = pointer
+                    for kernel, place in patches:
+                        kernel.set_pointer(place, pointer)
             for number in dead:
                 slots[number] = None
 
@@ -238,13 +249,13 @@ class Bound:
     # running
 
     def run(self, inputs: Sequence[Tensor]) -> list[Any]:
-        """``inputs``: all arguments by index; state arguments are ignored here."""
+        """``inputs``: the arguments that are not state, in order."""
         memory = self._workspace.reserve(self.arena_bytes)
         if memory is not self._memory:
             self._link(memory)
         slots = self._slots
-        for number, index in self._arguments:
-            self._fill(number, inputs[index])
+        for number, tensor in zip(self._arguments, inputs, strict=True):
+            self._fill(number, tensor)
         for number in self._results:
             self._fill(number, torch.empty_strided(
                 self._shapes[number], self._strides[number], device=self._workspace.device,
@@ -266,8 +277,8 @@ class Bound:
             )
         self._slots[number] = tensor
         pointer = tensor.data_ptr()
-        for array, slot in self._patches[number]:
-            array[slot] = pointer
+        for kernel, place in self._patches[number]:
+            kernel.set_pointer(place, pointer)
 
 
 def _touched(step: KernelStep | CallStep) -> Sequence[int]:

@@ -1,26 +1,34 @@
-"""Built kernels behind one interface: ``bind`` them to pointers and sizes, then call."""
+"""The generated kernels of one device behind one interface: build them, then bind and call."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
-from typing import Any, Protocol
+from functools import lru_cache
+from typing import Protocol
 
+import torch
+
+from strop.errors import UnsupportedError
 from strop.ir.source import KernelSource
+from strop.options import Options
+from strop.runtime import cubin, driver
+from strop.runtime.cache import DiskCache
+from strop.runtime.native import NativeKernels
+
+PROGRAMS_PER_SM = 2  # how many programs a split reduction spreads over each multiprocessor
 
 
 class BoundKernel(Protocol):
-    """A kernel with its arguments in place. ``pointers`` may be patched between calls."""
+    """A kernel with its arguments in place; pointers may be patched between calls."""
 
-    pointers: Any
+    def set_pointer(self, place: int, pointer: int) -> None: ...
 
     def __call__(self) -> None: ...
 
 
 class KernelLibrary(Protocol):
-    """The kernels of one device. ``build`` compiles what no cache holds."""
-
-    num_built: int
-    num_cached: int
+    """Kernels of one device. ``build`` compiles what no cache holds, each kernel once."""
 
     def build(self, sources: Sequence[KernelSource]) -> None: ...
 
@@ -29,3 +37,85 @@ class KernelLibrary(Protocol):
     ) -> BoundKernel: ...
 
     def splits(self, rows: int, parallel: int, min_rows: int) -> int: ...
+
+    @property
+    def counts(self) -> tuple[int, int]:
+        """Kernels built and kernels found in the disk cache so far."""
+        ...
+
+
+class CpuKernels:
+    """C++ functions in shared objects."""
+
+    def __init__(self, cache: DiskCache) -> None:
+        self._native = NativeKernels(cache)
+        self._functions = self._native.build(())
+
+    def build(self, sources: Sequence[KernelSource]) -> None:
+        self._functions = {**self._functions, **self._native.build(sources)}
+
+    def bind(self, source: KernelSource, pointers: Sequence[int], scalars: Sequence[int],
+             stream: int) -> BoundKernel:  # fmt: skip
+        return self._functions[source].bind(pointers, scalars)
+
+    def splits(self, rows: int, parallel: int, min_rows: int) -> int:
+        raise UnsupportedError("C++ kernels cut their reductions themselves")
+
+    @property
+    def counts(self) -> tuple[int, int]:
+        return self._native.num_built, self._native.num_cached
+
+
+class CudaKernels:
+    """Cubins of one GPU architecture."""
+
+    def __init__(self, cache: DiskCache, workers: int) -> None:
+        properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+        self._arch = properties.major * 10 + properties.minor
+        self._num_sms = properties.multi_processor_count
+        self._cache, self._workers = _BytesByKey(cache), workers
+        self._cubins: dict[KernelSource, cubin.Cubin] = {}
+
+    def build(self, sources: Sequence[KernelSource]) -> None:
+        missing = [s for s in dict.fromkeys(sources) if s not in self._cubins]
+        built = cubin.build(missing, self._arch, self._cache, self._workers)
+        self._cubins = {**self._cubins, **built}
+
+    def bind(self, source: KernelSource, pointers: Sequence[int], scalars: Sequence[int],
+             stream: int) -> BoundKernel:  # fmt: skip
+        names = {f"s{i}": value for i, value in enumerate(scalars)}
+        if source.split is not None:
+            names["splits"] = scalars[-1]
+        grid = [size.eval(names) for size in source.grid]
+        return driver.load(self._cubins[source]).bind(pointers, scalars, grid, stream)
+
+    def splits(self, rows: int, parallel: int, min_rows: int) -> int:
+        wanted = PROGRAMS_PER_SM * self._num_sms // max(parallel, 1)
+        return max(1, min(wanted, -(-rows // min_rows)))
+
+    @property
+    def counts(self) -> tuple[int, int]:
+        return cubin.BUILDS.num_built, cubin.BUILDS.num_cached
+
+
+class _BytesByKey:
+    """The disk cache as ``cubin.build`` wants it."""
+
+    def __init__(self, cache: DiskCache) -> None:
+        self._cache = cache
+
+    def get(self, key: str) -> bytes | None:
+        return self._cache.read("cubin", key)
+
+    def put(self, key: str, data: bytes) -> None:
+        self._cache.write("cubin", key, data)
+
+
+@lru_cache(maxsize=8)
+def kernel_library(device: str, index: int, cache_dir: str, workers: int) -> KernelLibrary:
+    """One library for each device and cache folder, shared by all programs of the process."""
+    cache = DiskCache(Options(cache_dir=cache_dir).cache_path)
+    if device == "cpu":
+        return CpuKernels(cache)
+    with torch.cuda.device(index):
+        return CudaKernels(cache, workers or min(os.cpu_count() or 1, 12))

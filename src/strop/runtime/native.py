@@ -61,6 +61,9 @@ class BoundKernel:
         addresses = (ctypes.addressof(self.pointers), ctypes.addressof(self.scalars))
         self._arguments = tuple(ctypes.c_void_p(address) for address in addresses)
 
+    def set_pointer(self, place: int, pointer: int) -> None:
+        self.pointers[place] = pointer
+
     def __call__(self) -> None:
         self._function(*self._arguments)
 

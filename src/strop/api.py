@@ -1,0 +1,76 @@
+"""optimize, restore: what a user calls on a module or a diffusers pipeline."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+from torch import nn
+
+from strop.errors import OptionError
+from strop.options import Options
+from strop.runtime.dispatch import Dispatcher
+
+T = TypeVar("T")
+
+
+def optimize(obj: T, *, options: Options | None = None) -> T:
+    """Compile a module, or the components of a diffusers pipeline, in place; returns ``obj``.
+
+    Nothing is compiled yet: the first call of each module does that, once for every size. Class
+    identity, ``config``, Parameters, ``state_dict`` keys and hooks stay as they are. ``restore``
+    undoes it. Raises OptionError for anything that is neither a module nor a pipeline.
+    """
+    options = options or Options.from_environment()
+    if isinstance(obj, nn.Module):
+        optimize_module(obj, options)
+    elif hasattr(obj, "components"):
+        from strop.diffusion.pipeline import optimize_pipeline
+
+        optimize_pipeline(obj, options)
+    else:
+        raise OptionError(
+            f"strop.optimize got a {type(obj).__name__}; it takes a torch.nn.Module or a diffusers"
+            " pipeline. For a plain function use torch.compile(fn, backend='strop')."
+        )
+    return obj
+
+
+def optimize_module(module: nn.Module, options: Options, **how: Any) -> Dispatcher:
+    """Put a dispatcher in front of ``module.forward``."""
+    if isinstance(module.__dict__.get("forward"), Dispatcher):
+        restore(module)
+    if "adapter" not in how:
+        from strop.diffusion.components import adapter_for
+
+        how["adapter"] = adapter_for(module)
+    dispatcher = Dispatcher(module, options, **how)
+    module.forward = dispatcher
+    return dispatcher
+
+
+def restore(obj: T) -> T:
+    """Undo ``optimize``. Parameters keep their values (merged ones share a storage)."""
+    if isinstance(obj, nn.Module):
+        dispatcher = obj.__dict__.get("forward")
+        if isinstance(dispatcher, Dispatcher):
+            dispatcher.forget_shapes()
+            if getattr(dispatcher.eager, "__func__", None) is type(obj).forward:
+                del obj.__dict__["forward"]
+            else:  # somebody had wrapped forward before us
+                obj.forward = dispatcher.eager
+    elif hasattr(obj, "components"):
+        from strop.diffusion.pipeline import restore_pipeline
+
+        restore_pipeline(obj)
+    return obj
+
+
+def dispatchers_of(obj: Any) -> dict[str, Dispatcher]:
+    """The dispatchers of an optimised module or pipeline, by component name."""
+    if isinstance(obj, nn.Module):
+        found = {type(obj).__name__: obj.__dict__.get("forward")}
+    else:
+        from strop.diffusion.pipeline import compiled_modules
+
+        found = {name: m.__dict__.get("forward") for name, m in compiled_modules(obj).items()}
+    return {name: d for name, d in found.items() if isinstance(d, Dispatcher)}

@@ -1,0 +1,75 @@
+"""What diffusers components need at their door."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from strop.frontend.capture import TensorSpec
+from strop.runtime.dispatch import Adapter
+from strop.runtime.signature import Shapes
+
+
+class UNetAdapter(Adapter):
+    """UNet2DConditionModel: one graph for every batch, size and prompt length.
+
+    Latent height and width are ``factor * h`` and ``factor * w`` with the UNet's own
+    down-sampling factor, so that every size in the graph is a monomial. Sizes off that grid need
+    the interpolations that diffusers then does, and a ragged graph.
+    """
+
+    def __init__(self, unet: nn.Module) -> None:
+        self.unet: Any = unet
+        self.factor = 2 ** (len(unet.config.block_out_channels) - 1)  # type: ignore[union-attr]
+
+    def normalise(self, args: tuple[Any, ...], kwargs: dict[str, Any]
+                  ) -> tuple[tuple[Any, ...], dict[str, Any]]:  # fmt: skip
+        """Timesteps as a float vector (B,): numbers and 0-d tensors would be other graphs."""
+        named = dict(zip(("sample", "timestep", "encoder_hidden_states"), args, strict=False))
+        named |= kwargs
+        if len(args) > 3 or not {"sample", "timestep"} <= named.keys():
+            return args, kwargs
+        sample, timestep = named["sample"], named["timestep"]
+        if not isinstance(timestep, Tensor):
+            timestep = torch.tensor(timestep, dtype=torch.float32)
+        timestep = timestep.to(sample.device, torch.float32)
+        named["timestep"] = timestep.reshape(-1).expand(sample.shape[0]).contiguous()
+        return (), {k: v for k, v in named.items() if v is not None}
+
+    def shapes(self, tensors: Sequence[Tensor]) -> Shapes:
+        sample = max((t for t in tensors if t.dim() == 4), key=lambda t: t.shape[-1] * t.shape[-2])
+        batch, _, height, width = sample.shape
+        factor = self.factor
+        is_ragged = height % factor != 0 or width % factor != 0
+        hints = {"b": max(batch, 2)}
+        if is_ragged:
+            hints |= {"H": height, "W": width}
+            spatial = {height: "H", width: "W"}
+        else:
+            hints |= {"h": height // factor, "w": width // factor}
+        specs = []
+        for number, t in enumerate(tensors):
+            sizes = [str(s) for s in t.shape]
+            sizes[0] = "b" if t.shape[0] == batch else sizes[0]
+            if t.dim() == 4 and is_ragged:
+                sizes[2], sizes[3] = spatial.get(t.shape[2], sizes[2]), spatial.get(
+                    t.shape[3], sizes[3])  # fmt: skip
+                if t is sample:
+                    sizes[2:] = ["H", "W"]
+            elif t.dim() == 4:
+                sizes[2] = f"{t.shape[2] * factor // height}*h"
+                sizes[3] = f"{t.shape[3] * factor // width}*w"
+            elif t.dim() == 3:
+                sizes[1] = f"s{number}"
+                hints[sizes[1]] = t.shape[1]
+            specs.append(TensorSpec(tuple(sizes), t.dtype, t.device))
+        return Shapes(tuple(specs), hints, is_ragged)
+
+
+def adapter_for(module: nn.Module) -> Adapter:
+    """By class name, so that diffusers need not be imported."""
+    names = {kind.__name__ for kind in type(module).__mro__}
+    return UNetAdapter(module) if "UNet2DConditionModel" in names else Adapter()

@@ -1,0 +1,72 @@
+"""A diffusers pipeline: its components compiled in place, and its denoise loop marked."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+from strop.api import optimize_module, restore
+from strop.options import Options
+from strop.runtime.dispatch import Loop
+
+# component -> the modules in it whose forward does the work
+COMPONENTS: dict[str, tuple[str, ...]] = {
+    "text_encoder": ("",),
+    "text_encoder_2": ("",),
+    "unet": ("",),
+    "vae": ("encoder", "decoder"),
+}
+
+
+def compiled_modules(pipe: Any) -> dict[str, nn.Module]:
+    """The modules of a pipeline that are compiled, by the path a user would write."""
+    found: dict[str, nn.Module] = {}
+    for name, parts in COMPONENTS.items():
+        component = pipe.components.get(name)
+        if isinstance(component, nn.Module):
+            for part in parts:
+                module = component.get_submodule(part)
+                found[f"{name}.{part}" if part else name] = module
+    return found
+
+
+def optimize_pipeline(pipe: Any, options: Options) -> None:
+    """Compile every known component. Adapters and schedulers stay diffusers' own."""
+    loop = Loop()
+    for name, module in compiled_modules(pipe).items():
+        optimize_module(module, options, name=name, loop=loop if name == "unet" else None)
+    if not isinstance(pipe.__dict__.get("progress_bar"), _MarkedBar):
+        pipe.progress_bar = _MarkedBar(pipe.progress_bar, loop)
+    else:
+        pipe.progress_bar.loop = loop
+
+
+def restore_pipeline(pipe: Any) -> None:
+    for module in compiled_modules(pipe).values():
+        restore(module)
+    if isinstance(pipe.__dict__.get("progress_bar"), _MarkedBar):
+        del pipe.progress_bar
+
+
+class _MarkedBar:
+    """``pipe.progress_bar`` surrounds the denoise loop of every pipeline: it tells us where."""
+
+    def __init__(self, original: Any, loop: Loop) -> None:
+        self.original, self.loop = original, loop
+
+    def __call__(self, iterable: Any = None, total: int | None = None) -> Any:
+        if iterable is not None:
+            return self.original(iterable, total)
+        return self._around(total)
+
+    @contextmanager
+    def _around(self, total: int | None) -> Iterator[Any]:
+        self.loop.begin()
+        try:
+            with self.original(total=total) as bar:
+                yield bar
+        finally:
+            self.loop.end()

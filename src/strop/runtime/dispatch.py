@@ -1,0 +1,246 @@
+"""The hot path of an optimised module: shapes -> bound program -> results.
+
+Our own dispatcher instead of Dynamo's guards. One call costs a dictionary lookup on shapes and
+static arguments, a check that the weights are where they were, and the run itself.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor, nn
+
+from strop.errors import UnsupportedError
+from strop.options import Options
+from strop.runtime import graphs
+from strop.runtime.executor import Bound, Workspace
+from strop.runtime.kernels import KernelLibrary, kernel_library
+from strop.runtime.signature import Shapes, Skeleton, flatten, solve_roots
+from strop.runtime.state import ModuleState, place
+from strop.runtime.variants import Variant, VariantStore
+
+log = logging.getLogger("strop")
+
+
+class Adapter:
+    """What a kind of module needs at its door. The default serves any module."""
+
+    def normalise(self, args: tuple[Any, ...], kwargs: dict[str, Any]
+                  ) -> tuple[tuple[Any, ...], dict[str, Any]]:  # fmt: skip
+        """Arguments in the form that is captured."""
+        return args, kwargs
+
+    def shapes(self, tensors: Sequence[Tensor]) -> Shapes:
+        from strop.runtime.signature import default_shapes
+
+        return default_shapes(tensors)
+
+
+@dataclass
+class Loop:
+    """A denoise loop: between ``begin`` and ``end`` weights are checked once, then only lightly."""
+
+    number: int = 0
+    is_running: bool = False
+
+    def begin(self) -> None:
+        self.number += 1
+        self.is_running = True
+
+    def end(self) -> None:
+        self.is_running = False
+
+
+@dataclass
+class Entry:
+    """One shape. ``variant`` is None while or because it runs in eager."""
+
+    variant: Variant | None
+    env: dict[str, int] = field(default_factory=dict)
+    uses: int = 0
+    bounds: dict[int, Bound] = field(default_factory=dict)
+    placed: list[Tensor | None] | None = None
+
+
+@dataclass
+class Counters:
+    """What has happened; ``explain`` prints it."""
+
+    calls: int = 0
+    eager_calls: int = 0
+    replays: int = 0
+    rebinds: int = 0
+    launches: int = 0  # of the latest call
+    nonfinite: list[str] = field(default_factory=list)
+    fallbacks: dict[str, int] = field(default_factory=dict)
+
+
+_WORKSPACES: dict[tuple[torch.device, int], Workspace] = {}
+
+
+class Dispatcher:
+    """Stands in for ``module.forward``."""
+
+    def __init__(self, module: nn.Module, options: Options, *, name: str = "",
+                 adapter: Adapter | None = None, loop: Loop | None = None) -> None:  # fmt: skip
+        self.module, self.options = module, options
+        self.name = name or type(module).__name__
+        self.eager: Callable[..., Any] = module.forward
+        self.adapter, self.loop = adapter or Adapter(), loop or Loop()
+        self.counters = Counters()
+        self.state = ModuleState(module)
+        self.variants = VariantStore(module, self.eager, options, self.name)
+        self._entries: dict[Hashable, Entry] = {}
+        self._checked_loop = 0
+        self._lock = threading.RLock()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.counters.calls += 1
+        reason = self._unfit()
+        if reason:
+            return self._run_eager(reason, args, kwargs)
+        args, kwargs = self.adapter.normalise(args, kwargs)
+        tensors: list[Tensor] = []
+        try:
+            skeleton = flatten((args, kwargs), tensors)
+        except UnsupportedError as error:
+            return self._run_eager(str(error), args, kwargs)
+        key = (skeleton, tuple((t.shape, t.dtype, t.device) for t in tensors))
+        with self._lock, torch.no_grad():
+            self._check_state()
+            entry = self._entries.get(key)
+            if entry is None or entry.variant is None:
+                entry = self._enter(key, skeleton, tensors)
+            if entry.variant is not None:
+                return self._run(key, entry, tensors)
+        return self._run_eager(self.variants.reason, args, kwargs)
+
+    def _unfit(self) -> str:
+        """Why this call cannot be served by an inference program, or nothing."""
+        if torch.is_grad_enabled() and any(p.requires_grad for p in self.module.parameters()):
+            return "gradients are enabled: call under torch.no_grad() or inference_mode()"
+        if self.module.training:
+            return "the module is in training mode: call .eval()"
+        if torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu"):
+            return "autocast is enabled: cast the module instead"
+        return ""
+
+    def _run_eager(self, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.options.strict:
+            raise UnsupportedError(f"{self.name}: {reason} (strict=True forbids eager)")
+        if reason not in self.counters.fallbacks:
+            log.warning("%s runs in eager: %s", self.name, reason)
+        self.counters.fallbacks[reason] = self.counters.fallbacks.get(reason, 0) + 1
+        self.counters.eager_calls += 1
+        return self.eager(*args, **kwargs)
+
+    # weights
+
+    def _check_state(self) -> None:
+        if self.loop.is_running and self._checked_loop == self.loop.number:
+            if self.state.has_new_adapters():
+                self._reset()
+            return
+        self._checked_loop = self.loop.number
+        if self.state.has_new_structure() or self.state.has_new_tensors():
+            self._reset()
+
+    def _reset(self) -> None:
+        """Weights, modules or adapters are not where they were: bind everything again."""
+        self.state.scan()
+        self.counters.rebinds += 1
+        self.forget_shapes()
+
+    def forget_shapes(self) -> None:
+        self._entries.clear()
+        if self._device.type == "cuda":
+            graphs.pool_of(self._device).forget(id(self))
+
+    @property
+    def _device(self) -> torch.device:
+        return self.state.tensors[0].device if self.state.tensors else torch.device("cpu")
+
+    # shapes
+
+    def _enter(self, key: Hashable, skeleton: Skeleton, tensors: list[Tensor]) -> Entry:
+        """Find or build the variant for a call seen for the first time."""
+        shapes = self.adapter.shapes(tensors)
+        variant = self.variants.get(self.state, skeleton, tensors, shapes)
+        entry = self._entries[key] = Entry(variant)
+        if variant is not None:
+            entry.env = solve_roots(variant.specs, [t.shape for t in tensors])
+        return entry
+
+    def _library(self) -> KernelLibrary:
+        device = self._device
+        return kernel_library(device.type, device.index or 0, self.options.cache_dir,
+                              self.options.build_workers)  # fmt: skip
+
+    def _bound(self, entry: Entry, workspace: Workspace, stream: int) -> Bound:
+        assert entry.variant is not None
+        if entry.placed is None:
+            before = self.state.pointers
+            entry.placed = place(entry.variant.program, self.state.tensors)
+            self.state.remember()
+            if self.state.pointers != before:  # other shapes were bound to the old places
+                placed = entry.placed
+                self.forget_shapes_but(entry)
+                entry.placed = placed
+        return Bound(entry.variant.program, entry.env, entry.placed, self._library(), workspace,
+                     stream)  # fmt: skip
+
+    def forget_shapes_but(self, entry: Entry) -> None:
+        keys = [k for k, e in self._entries.items() if e is entry]
+        self.forget_shapes()
+        self._entries.update(dict.fromkeys(keys, entry))
+
+    # running
+
+    def _run(self, key: Hashable, entry: Entry, tensors: list[Tensor]) -> Any:
+        assert entry.variant is not None
+        inputs = [t if t.is_contiguous() else t.contiguous() for t in tensors]
+        entry.uses += 1
+        device = self._device
+        if device.type == "cuda" and self.options.cuda_graphs and entry.uses > 1:
+            if not torch.cuda.is_current_stream_capturing():
+                return self._replay(key, entry, inputs)
+        stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+        bound = entry.bounds.get(stream)
+        if bound is None:
+            workspace = _WORKSPACES.setdefault((device, stream), Workspace(device))
+            bound = entry.bounds[stream] = self._bound(entry, workspace, stream)
+        results = bound.run(inputs)
+        self.counters.launches = bound.num_launches
+        if entry.uses == 1 and self.options.check_finite:
+            self._check_finite(results, tensors)
+        return pytree.tree_unflatten(results, entry.variant.out_spec)
+
+    def _replay(self, key: Hashable, entry: Entry, inputs: list[Tensor]) -> Any:
+        assert entry.variant is not None
+        results, launches = graphs.pool_of(self._device).run(
+            (id(self), key), inputs,
+            lambda workspace, stream: self._bound(entry, workspace, stream),
+            self.options.graph_budget_bytes,
+        )  # fmt: skip
+        self.counters.replays += 1
+        self.counters.launches = launches
+        return pytree.tree_unflatten(results, entry.variant.out_spec)
+
+    def _check_finite(self, results: Sequence[Any], tensors: Sequence[Tensor]) -> None:
+        """One look at a shape's first result: a black picture must never come silently."""
+        floats = [r for r in results if isinstance(r, Tensor) and r.is_floating_point()]
+        if not floats or bool(torch.stack([torch.isfinite(r).all() for r in floats]).all()):
+            return
+        given = all(bool(torch.isfinite(t).all()) for t in tensors if t.is_floating_point())
+        text = f"{self.name}: NaN or inf in the result at {[tuple(t.shape) for t in tensors]}" + (
+            "" if given else "; the arguments hold NaN or inf already")  # fmt: skip
+        self.counters.nonfinite.append(text)
+        log.warning("%s", text)
+
+

@@ -1,0 +1,129 @@
+"""CUDA graphs: one for each shape, captured at its second use, all in one memory pool.
+
+Replays are serialised by a lock and an event, so graphs of different shapes share their memory.
+Captures that do not fit the byte budget push out the least recently used ones. A graph's inputs
+are copied in and its results copied out: nobody outside ever holds memory of the pool.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from strop.runtime.executor import Bound, Workspace
+
+_KERNEL_NODE = 0  # CUgraphNodeType
+MakeBound = Callable[[Workspace, int], Bound]
+
+
+@dataclass(frozen=True, slots=True)
+class Captured:
+    """One graph with the memory that it reads and writes."""
+
+    graph: torch.cuda.CUDAGraph
+    inputs: tuple[Tensor, ...]
+    results: tuple[Any, ...]
+    bound: Bound  # owns counters and weights that the graph points to
+    memory: Tensor
+    size_bytes: int
+    num_kernels: int
+
+    def replay(self, inputs: Sequence[Tensor]) -> list[Any]:
+        for static, given in zip(self.inputs, inputs, strict=True):
+            static.copy_(given)
+        self.graph.replay()
+        return [r.clone() if isinstance(r, Tensor) else r for r in self.results]
+
+
+class GraphPool:
+    """The graphs of one device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.num_captures = 0
+        self._graphs: OrderedDict[Hashable, Captured] = OrderedDict()
+        self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream(device)
+        self._workspace = Workspace(device)
+        self._done = torch.cuda.Event()
+        self._lock = threading.Lock()
+
+    def run(self, key: Hashable, inputs: Sequence[Tensor], make: MakeBound, budget_bytes: int
+            ) -> tuple[list[Any], int]:  # fmt: skip
+        """Replay the graph of ``key``, capturing it first if need be; also its kernel count."""
+        with self._lock:
+            stream = torch.cuda.current_stream(self.device)
+            stream.wait_event(self._done)
+            captured = self._graphs.get(key)
+            if captured is None or captured.memory is not self._workspace.memory:
+                captured = self._graphs[key] = self._capture(inputs, make)
+                self._trim(budget_bytes)
+            self._graphs.move_to_end(key)
+            results = captured.replay(inputs)
+            self._done.record(stream)
+            return results, captured.num_kernels
+
+    def forget(self, owner: Hashable) -> None:
+        """Drop the graphs whose key starts with ``owner``: their weights have moved."""
+        with self._lock:
+            for key in [k for k in self._graphs if isinstance(k, tuple) and k[0] == owner]:
+                del self._graphs[key]
+
+    @property
+    def held_bytes(self) -> int:
+        return sum(g.size_bytes for g in self._graphs.values())
+
+    def _capture(self, inputs: Sequence[Tensor], make: MakeBound) -> Captured:
+        stream = self._stream
+        stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(stream):
+            static = tuple(torch.empty_like(x).copy_(x) for x in inputs)
+            bound = make(self._workspace, stream.cuda_stream)
+            bound.run(static)  # lets libraries choose algorithms outside of the capture
+            graph = torch.cuda.CUDAGraph(keep_graph=True)
+            with torch.cuda.graph(graph, pool=self._pool, stream=stream,
+                                  capture_error_mode="thread_local"):  # fmt: skip
+                results = tuple(bound.run(static))
+            num_kernels = _count_kernels(graph)
+            graph.instantiate()
+        torch.cuda.current_stream(self.device).wait_stream(stream)
+        self.num_captures += 1
+        tensors = [*static, *(r for r in results if isinstance(r, Tensor))]
+        size = sum(t.untyped_storage().nbytes() for t in tensors) + bound.call_bytes
+        return Captured(graph, static, results, bound, self._workspace.memory, size, num_kernels)
+
+    def _trim(self, budget_bytes: int) -> None:
+        while len(self._graphs) > 1 and self.held_bytes > budget_bytes:
+            self._graphs.popitem(last=False)
+
+
+def _count_kernels(graph: torch.cuda.CUDAGraph) -> int:
+    """Kernel nodes of a captured graph, asked of the driver."""
+    cuda = ctypes.CDLL("libcuda.so.1")
+    handle, count = ctypes.c_void_p(graph.raw_cuda_graph()), ctypes.c_size_t()
+    cuda.cuGraphGetNodes(handle, None, ctypes.byref(count))
+    nodes = (ctypes.c_void_p * count.value)()
+    cuda.cuGraphGetNodes(handle, nodes, ctypes.byref(count))
+    kind, total = ctypes.c_int(), 0
+    for node in nodes:
+        cuda.cuGraphNodeGetType(ctypes.c_void_p(node), ctypes.byref(kind))
+        total += kind.value == _KERNEL_NODE
+    return total
+
+
+_POOLS: dict[torch.device, GraphPool] = {}
+_POOLS_LOCK = threading.Lock()
+
+
+def pool_of(device: torch.device) -> GraphPool:
+    with _POOLS_LOCK:
+        if device not in _POOLS:
+            _POOLS[device] = GraphPool(device)
+        return _POOLS[device]

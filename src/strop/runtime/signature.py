@@ -1,0 +1,100 @@
+"""How a call looks: its tensors, everything else as a hashable skeleton, and its symbolic sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from strop.errors import ShapeError, UnsupportedError
+from strop.frontend.capture import TensorSpec
+from strop.ir.dims import symbol
+from strop.ir.graph import Ref
+
+Skeleton = Any  # nested tuples of ("list"|"tuple"|"dict", ...), Ref for a tensor, plain values
+
+
+@dataclass(frozen=True, slots=True)
+class Shapes:
+    """Symbolic sizes for the tensors of a call. ``is_ragged`` graphs are built in background."""
+
+    specs: tuple[TensorSpec, ...]
+    hints: Mapping[str, int]
+    is_ragged: bool = False
+
+
+def flatten(value: Any, tensors: list[Tensor]) -> Skeleton:
+    """The skeleton of a call's arguments; tensors are appended in order of appearance."""
+    if isinstance(value, Tensor):
+        tensors.append(value)
+        return Ref(len(tensors) - 1)
+    if value is None or isinstance(value, bool | int | float | str | torch.dtype):
+        return value
+    if isinstance(value, tuple | list):
+        name = "tuple" if isinstance(value, tuple) else "list"
+        return (name, *(flatten(v, tensors) for v in value))
+    if isinstance(value, Mapping):
+        return ("dict", *((k, flatten(value[k], tensors)) for k in sorted(value)))
+    raise UnsupportedError(f"argument of type {type(value).__name__}")
+
+
+def rebuild(skeleton: Skeleton, tensors: Sequence[Tensor]) -> Any:
+    """The inverse of ``flatten``."""
+    if isinstance(skeleton, Ref):
+        return tensors[skeleton.index]
+    if not isinstance(skeleton, tuple):
+        return skeleton
+    kind, *items = skeleton
+    if kind == "dict":
+        return {key: rebuild(value, tensors) for key, value in items}
+    made = [rebuild(item, tensors) for item in items]
+    return tuple(made) if kind == "tuple" else made
+
+
+def default_shapes(tensors: Sequence[Tensor]) -> Shapes:
+    """Batch, sequence and image sizes are symbolic, features are not.
+
+    That is: dim 0 of everything (one root "b" when all agree), dims 2 and 3 of 4-d tensors, dim 1
+    of 3-d tensors and of integer matrices.
+    """
+    first = {t.shape[0] for t in tensors if t.dim()}
+    hints: dict[str, int] = {}
+    specs = []
+    for number, t in enumerate(tensors):
+        sizes = [str(size) for size in t.shape]
+        for dim in _symbolic_dims(t):
+            name = f"d{number}_{dim}" if dim else ("b" if len(first) == 1 else f"b{number}")
+            if t.shape[dim] == 1 and (dim or len(first) > 1):
+                continue  # a broadcast dim: another graph serves larger sizes
+            hints[name] = max(int(t.shape[dim]), 2)
+            sizes[dim] = name
+        specs.append(TensorSpec(tuple(sizes), t.dtype, t.device))
+    return Shapes(tuple(specs), hints)
+
+
+def _symbolic_dims(t: Tensor) -> tuple[int, ...]:
+    if t.dim() == 4:
+        return (0, 2, 3)
+    if t.dim() == 3 or (t.dim() == 2 and not t.is_floating_point()):
+        return (0, 1)
+    return (0,) if t.dim() else ()
+
+
+def solve_roots(specs: Sequence[TensorSpec], shapes: Sequence[Sequence[int]]) -> dict[str, int]:
+    """Values of the roots for these shapes; ShapeError when they do not fit the specs."""
+    env: dict[str, int] = {}
+    for number, (spec, shape) in enumerate(zip(specs, shapes, strict=True)):
+        if len(spec.shape) != len(shape):
+            raise ShapeError(f"argument {number} has {len(shape)} dims, expected {spec.shape}")
+        for size, actual in zip(spec.sizes, shape, strict=True):
+            if len(size.roots) == 1:
+                (name,) = size.roots
+                if size == size.divisor * symbol(name):
+                    env.setdefault(name, actual // size.divisor)
+    for number, (spec, shape) in enumerate(zip(specs, shapes, strict=True)):
+        if any(s.eval(env) != n for s, n in zip(spec.sizes, shape, strict=True)):
+            raise ShapeError(f"argument {number} is {tuple(shape)}, expected {spec.shape}")
+    return env

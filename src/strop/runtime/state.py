@@ -1,0 +1,148 @@
+"""Weights are data: a program reads Parameters where they are, and notices when they move.
+
+A full check compares every Parameter's identity and pointer, the modules that own them and the
+adapters on them; a light check, inside a denoise loop, only merged weights and adapters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from operator import getitem, is_
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from strop.frontend.capture import named_state
+from strop.ir.program import Program
+
+
+class ModuleState:
+    """The Parameters and buffers of one module, watched."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.scan()
+
+    def scan(self) -> None:
+        """Look at the module anew."""
+        owners: list[tuple[dict[str, Any], str]] = []
+        edges: list[tuple[dict[str, Any], str]] = []
+        seen: set[int] = set()
+        self._adapted = []
+        self.names = list(named_state(self.module))
+        for _, owner in self.module.named_modules():
+            edges += [(owner._modules, k) for k, m in owner._modules.items()
+                      if m is not None and m._parameters]  # fmt: skip
+            if "processor" in owner.__dict__:
+                edges.append((owner.__dict__, "processor"))
+            if hasattr(owner, "lora_A"):
+                self._adapted.append(owner)
+            for table in (owner._parameters, owner._buffers):
+                for key, tensor in table.items():
+                    if tensor is not None and id(tensor) not in seen:
+                        seen.add(id(tensor))
+                        owners.append((table, key))
+        self._tables, self._keys = [t for t, _ in owners], [k for _, k in owners]
+        self._edge_tables, self._edge_keys = [t for t, _ in edges], [k for _, k in edges]
+        self.tensors: list[Tensor] = [table[key] for table, key in owners]
+        self._edge_values = [table[key] for table, key in edges]
+        self.adapters = self._adapter_state()
+        self.structure = self._structure()
+        self.remember()
+
+    def remember(self) -> None:
+        """Take the present pointers as known."""
+        self.pointers = [t.data_ptr() for t in self.tensors]
+
+    def has_new_structure(self) -> bool:
+        """Whether modules, processors or adapters are others than at the last scan."""
+        try:
+            now = map(getitem, self._edge_tables, self._edge_keys)
+            same = all(map(is_, now, self._edge_values))
+        except KeyError:
+            return True
+        return not same or self.adapters != self._adapter_state()
+
+    def has_new_tensors(self) -> bool:
+        """Whether a Parameter was replaced or its memory moved."""
+        try:
+            same = all(map(is_, map(getitem, self._tables, self._keys), self.tensors))
+        except KeyError:
+            return True
+        return not same or [t.data_ptr() for t in self.tensors] != self.pointers
+
+    def has_new_adapters(self) -> bool:
+        return bool(self._adapted) and self.adapters != self._adapter_state()
+
+    def _adapter_state(self) -> tuple[Any, ...]:
+        """What peft layers do besides their weights: who is active, with what scale."""
+        return tuple(
+            (tuple(layer.active_adapters), tuple(sorted(layer.scaling.items())),
+             layer.disable_adapters, tuple(layer.merged_adapters))
+            for layer in self._adapted
+        )  # fmt: skip
+
+    def _structure(self) -> int:
+        """A hash of names, classes, processors, adapters, shapes and dtypes."""
+        modules = tuple(
+            (path, type(m), type(m.__dict__.get("processor"))) for path, m in
+            self.module.named_modules()
+        )  # fmt: skip
+        state = tuple((n, t.shape, t.dtype, t.device) for n, t in
+                      zip(self.names, self.tensors, strict=True))  # fmt: skip
+        return hash((modules, state, self.adapters))
+
+
+def place(program: Program, tensors: Sequence[Tensor]) -> list[Tensor | None]:
+    """State arguments as the program wants them in memory, re-pointing Parameters where needed.
+
+    Merged weights: one storage whose row slices are the Parameters. On CUDA convolution weights
+    become channels-last. Values, shapes and identity of the Parameters stay.
+    """
+    placed: list[Tensor | None] = [t.detach() for t in tensors]
+    for spec in program.inputs[len(tensors) :]:
+        merged = _merged([tensors[i] for i in spec.merged]) if spec.merged else None
+        placed.append(merged)
+        for i in spec.merged:
+            placed[i] = tensors[i].detach()
+    if program.device == "cuda":
+        for index in _convolution_weights(program):
+            weight = tensors[index]
+            if not weight.is_contiguous(memory_format=torch.channels_last):
+                weight.data = weight.data.contiguous(memory_format=torch.channels_last)
+            placed[index] = weight.detach()
+    return placed
+
+
+def _convolution_weights(program: Program) -> set[int]:
+    refs = [step.inputs[1] for step in program.call_steps if step.op == "conv2d"]
+    buffers = [program.buffers[ref.buffer] for ref in refs]
+    return {b.index for b in buffers if b.kind == "input" and program.inputs[b.index].is_state}
+
+
+def _merged(parts: Sequence[Tensor]) -> Tensor:
+    """The parts as one tensor; made anew only if they do not lie behind each other already."""
+    first = parts[0]
+    rows = sum(p.shape[0] for p in parts)
+    if not _is_merged(parts):
+        whole = torch.cat([p.detach() for p in parts])
+        start = 0
+        for part in parts:
+            part.data = whole[start : start + part.shape[0]]
+            start += part.shape[0]
+        return whole
+    shape = (rows, *first.shape[1:])
+    return first.detach().as_strided(shape, first.stride(), first.storage_offset())
+
+
+def _is_merged(parts: Sequence[Tensor]) -> bool:
+    storage = parts[0].untyped_storage().data_ptr()
+    expected = parts[0].storage_offset()
+    for part in parts:
+        if part.untyped_storage().data_ptr() != storage or part.storage_offset() != expected:
+            return False
+        if not part.is_contiguous():
+            return False
+        expected += part.numel()
+    return True

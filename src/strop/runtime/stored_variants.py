@@ -1,0 +1,142 @@
+"""Variants on disk: a hit runs neither the tracer nor a compiler.
+
+The key is everything that shapes the graph: the module's structure, configuration and source
+files, argument layout and symbolic sizes, options, and the versions of everything involved. The
+entry is JSON; loading it evaluates nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import inspect
+import json
+import logging
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import nn
+
+import strop
+from strop.errors import CacheError
+from strop.ir.serialize import from_json, to_json
+from strop.options import Options
+from strop.runtime.cache import DiskCache
+from strop.runtime.signature import Shapes, Skeleton
+from strop.runtime.state import ModuleState
+
+if TYPE_CHECKING:
+    from strop.runtime.variants import Variant
+
+log = logging.getLogger("strop")
+_FORMAT = 1
+
+
+def key_of(module: nn.Module, state: ModuleState, skeleton: Skeleton, shapes: Shapes,
+           options: Options) -> str:  # fmt: skip
+    """A digest of all that the graph depends on, weights excepted."""
+    parts: list[str] = [f"format {_FORMAT}", *_versions(), own_source(), options.key()]
+    sources = set()
+    for path, part in module.named_modules():
+        processor = part.__dict__.get("processor")
+        parts.append(f"{path}:{_qualified(type(part))}:{part.extra_repr()}:{_settings(part)}")
+        parts.append(f"{_qualified(type(processor))}")
+        sources |= {_source_digest(type(part)), _source_digest(type(processor))}
+    parts += sorted(sources)
+    parts.append(repr(getattr(module, "config", "")))
+    parts += [f"{n}:{tuple(t.shape)}:{t.stride()}:{t.dtype}:{t.device}"
+              for n, t in zip(state.names, state.tensors, strict=True)]  # fmt: skip
+    parts += [repr(state.adapters), repr(skeleton), repr(shapes), str(torch.get_default_dtype())]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+
+def _settings(part: nn.Module) -> str:
+    """Plain attributes: flags such as ``upcast_attention`` decide what a forward does."""
+    plain = {k: v for k, v in vars(part).items()
+             if isinstance(v, bool | int | float | str | type(None)) and not k.startswith("_")}
+    return repr(sorted(plain.items()))
+
+
+@lru_cache(maxsize=1)
+def _versions() -> tuple[str, ...]:
+    found = [f"strop {strop.__version__}", f"torch {torch.__version__}"]
+    for name in ("triton", "diffusers", "transformers", "peft"):
+        try:
+            found.append(f"{name} {importlib.metadata.version(name)}")
+        except importlib.metadata.PackageNotFoundError:
+            found.append(f"{name} absent")
+    return tuple(found)
+
+
+@lru_cache(maxsize=1)
+def own_source() -> str:
+    """A digest of the compiler itself, so that a change to it never meets an old plan."""
+    digest = hashlib.sha256()
+    root = Path(strop.__file__).parent
+    for folder in ("frontend", "ir", "passes", "fusion", "lowering", "codegen"):
+        for file in sorted((root / folder).rglob("*.[ph]*")):
+            if file.suffix in (".py", ".h"):
+                digest.update(file.read_bytes())
+    return digest.hexdigest()
+
+
+def _qualified(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+@lru_cache(maxsize=4096)
+def _source_digest(kind: type) -> str:
+    """Of the file that defines a class: a changed forward is another graph."""
+    try:
+        file = inspect.getsourcefile(kind)
+    except TypeError:  # built-in classes have no source
+        return _qualified(kind)
+    return _file_digest(file) if file else _qualified(kind)
+
+
+@lru_cache(maxsize=4096)
+def _file_digest(file: str) -> str:
+    path = Path(file)
+    return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else file
+
+
+def load(key: str, options: Options) -> Variant | None:
+    """The stored variant, or None. A damaged entry is dropped with one log line."""
+    from strop.frontend.capture import TensorSpec
+    from strop.runtime.variants import Variant
+
+    data = DiskCache(options.cache_path).read("plan", key)
+    if data is None:
+        return None
+    try:
+        entry = json.loads(data)
+        program = from_json(entry["program"])
+        out_spec = pytree.treespec_loads(entry["out_spec"])
+    except (CacheError, ValueError, KeyError, NotImplementedError) as error:
+        log.warning("a stored plan was dropped: %s", error)
+        return None
+    specs = tuple(TensorSpec(tuple(shape), getattr(torch, dtype), torch.device(device))
+                  for shape, dtype, device in entry["specs"])  # fmt: skip
+    return Variant(program, specs, out_spec, tuple(entry["state_names"]), entry["is_ragged"],
+                   from_disk=True)  # fmt: skip
+
+
+def save(key: str, variant: Variant, options: Options) -> None:
+    """Keep a variant. One whose result type cannot be written down is compiled in each process."""
+    try:
+        out_spec = pytree.treespec_dumps(variant.out_spec)
+    except NotImplementedError as error:
+        log.warning("this plan is not kept on disk: %s", error)
+        return
+    entry: dict[str, Any] = {
+        "program": to_json(variant.program),
+        "out_spec": out_spec,
+        "specs": [(s.shape, str(s.dtype).removeprefix("torch."), str(s.device))
+                  for s in variant.specs],
+        "state_names": variant.state_names,
+        "is_ragged": variant.is_ragged,
+    }  # fmt: skip
+    DiskCache(options.cache_path).write("plan", key, json.dumps(entry).encode())

@@ -1,0 +1,159 @@
+"""The graphs of one module: captured once, compiled once, kept on disk.
+
+A variant serves every shape that satisfies its guards. Another one is made for another set of
+arguments, dtype or structure, and for sizes that no variant fits; the latter may be built in the
+background while the caller runs in eager.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch.utils._pytree as pytree
+from torch import Tensor, nn
+
+from strop.backend import Compiled, compile_graph
+from strop.codegen.assemble import Signature
+from strop.errors import CaptureError, CodegenError, ShapeError, UnsupportedError
+from strop.frontend.capture import TensorSpec, capture, clone_structure
+from strop.frontend.importer import import_graph
+from strop.ir.program import Program
+from strop.options import Options
+from strop.runtime import stored_variants
+from strop.runtime.kernels import kernel_library
+from strop.runtime.signature import Shapes, Skeleton, rebuild, solve_roots
+from strop.runtime.state import ModuleState
+
+log = logging.getLogger("strop")
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """A compiled graph and how its arguments and results look."""
+
+    program: Program
+    specs: tuple[TensorSpec, ...]
+    out_spec: pytree.TreeSpec
+    state_names: tuple[str, ...]
+    is_ragged: bool = False
+    from_disk: bool = False
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    compiled: Compiled | None = None  # None when it came from disk
+
+    def fits(self, tensors: Sequence[Tensor]) -> bool:
+        try:
+            env = solve_roots(self.specs, [t.shape for t in tensors])
+        except ShapeError:
+            return False
+        return all(guard.holds(env) for guard in self.program.guards)
+
+
+class VariantStore:
+    """Finds or makes the variant for a call."""
+
+    def __init__(self, module: nn.Module, eager: Callable[..., Any], options: Options, name: str
+                 ) -> None:  # fmt: skip
+        self.module, self.eager, self.options, self.name = module, eager, options, name
+        self.variants: dict[Any, list[Variant]] = {}
+        self.num_captures = 0
+        self.reason = ""  # why the latest call got no variant
+        self._failed: dict[Any, str] = {}
+        self._building: dict[Any, threading.Thread] = {}
+
+    @property
+    def all(self) -> list[Variant]:
+        return [v for variants in self.variants.values() for v in variants]
+
+    def get(self, state: ModuleState, skeleton: Skeleton, tensors: Sequence[Tensor],
+            shapes: Shapes) -> Variant | None:  # fmt: skip
+        """None with ``reason`` set when the call has to run in eager."""
+        key = (state.structure, skeleton, tuple((t.dtype, t.device, t.dim()) for t in tensors))
+        for variant in self.variants.get(key, ()):
+            if variant.fits(tensors):
+                return variant
+        failed = self._failed.get((key, shapes.is_ragged))
+        if failed:
+            self.reason = failed
+            return None
+        if shapes.is_ragged and self.variants.get(key):
+            return self._build_in_background(key, state, skeleton, shapes)
+        return self._build(key, state, skeleton, shapes)
+
+    def _build_in_background(self, key: Any, state: ModuleState, skeleton: Skeleton,
+                             shapes: Shapes) -> None:  # fmt: skip
+        self.reason = "a graph for sizes off the usual grid is being built in the background"
+        if key not in self._building:
+            work = threading.Thread(target=self._build, args=(key, state, skeleton, shapes),
+                                    name=f"strop-build-{self.name}", daemon=True)  # fmt: skip
+            self._building[key] = work
+            work.start()
+
+    def wait(self) -> None:
+        """Until background builds are done."""
+        for work in list(self._building.values()):
+            work.join()
+
+    def _build(self, key: Any, state: ModuleState, skeleton: Skeleton, shapes: Shapes
+               ) -> Variant | None:  # fmt: skip
+        try:
+            variant = self._make(state, skeleton, shapes)
+        except (CaptureError, UnsupportedError, ShapeError) as error:
+            if self.options.strict:
+                raise
+            self.reason = self._failed[key, shapes.is_ragged] = str(error)
+            return None
+        self.variants.setdefault(key, []).append(variant)
+        return variant
+
+    def _make(self, state: ModuleState, skeleton: Skeleton, shapes: Shapes) -> Variant:
+        started = time.perf_counter()
+        stored_key = stored_variants.key_of(self.module, state, skeleton, shapes, self.options)
+        variant = stored_variants.load(stored_key, self.options)
+        if variant is None:
+            variant = self._compile(state, skeleton, shapes)
+            stored_variants.save(stored_key, variant, self.options)
+        if variant.state_names != tuple(state.names):
+            raise CaptureError(f"{self.name}: the module's parameters are not those of its graph")
+        library = _library(variant.program, shapes, self.options)
+        built = time.perf_counter()
+        library.build(variant.program.sources)
+        seconds = time.perf_counter()
+        log.info("%s: %d kernels, %d calls; kernels ready in %.1f s, all in %.1f s", self.name,
+                 len(variant.program.sources), len(variant.program.call_steps), seconds - built,
+                 seconds - started)  # fmt: skip
+        return variant
+
+    def _compile(self, state: ModuleState, skeleton: Skeleton, shapes: Shapes) -> Variant:
+        self.num_captures += 1
+        start = time.perf_counter()
+        clone = clone_structure(self.module)
+
+        def call(*tensors: Tensor) -> Any:
+            args, kwargs = rebuild(skeleton, tensors)
+            return clone(*args, **kwargs)
+
+        captured = capture(clone, call, shapes.specs, shapes.hints)
+        traced = time.perf_counter()
+        graph, returned = import_graph(captured.gm, captured.symbols, captured.hints,
+                                       captured.origins, len(captured.state_names))  # fmt: skip
+        device = shapes.specs[0].device.type
+        compiled = compile_graph(graph, Signature(returned, captured.guards), device, self.options)
+        seconds = {"capture": traced - start, **compiled.seconds}
+        return Variant(compiled.program, captured.input_specs, captured.out_spec,
+                       captured.state_names, shapes.is_ragged, False, seconds, compiled
+                       )  # fmt: skip
+
+
+def _library(program: Program, shapes: Shapes, options: Options) -> Any:
+    device = shapes.specs[0].device
+    if device.type not in ("cpu", "cuda"):
+        raise CodegenError(f"no code generator for device {device}; cpu and cuda have one")
+    index = device.index or 0 if device.type == "cuda" else 0
+    return kernel_library(program.device, index, options.cache_dir, options.build_workers)
+
+
