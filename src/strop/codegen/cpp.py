@@ -15,6 +15,7 @@ from strop.ir.loops import Kernel, Schedule
 from strop.ir.source import Emitted, KernelSource
 
 TASK_SIZE = 4096  # elements of a task, about: a few microseconds of work
+TILE = (64, 16)  # rows and cols of a transposed tile: both sides use whole cache lines
 BLOCK_SIZE = 16384  # cols of a task where the cols are cut instead of the rows
 
 
@@ -26,6 +27,8 @@ def emit(kernel: Kernel) -> Emitted:
         _print_column(loops)
     elif kernel.schedule is Schedule.ROW:
         _print_row(loops)
+    elif loops.is_tiled:
+        _print_tiles(loops)
     elif _has_long_cols(loops):
         _print_blocks(loops)
     else:
@@ -35,7 +38,7 @@ def emit(kernel: Kernel) -> Emitted:
         language="cpp",
         text=_whole_text(loops),
         params=tuple(param.dtype for param in kernel.params),
-        scalars=tuple(16 if e.is_multiple_of(16) else 1 for e in loops.scalars.names),
+        scalars=(1,) * len(loops.scalars.names),  # g++ takes no divisibility hints
         scratch=tuple(loops.scratch),
     )
     return Emitted(source, tuple(loops.scalars.names))
@@ -83,6 +86,18 @@ def _print_pointwise(loops: Loops) -> None:
     with loops.tasks(), loops.rows():
         loops.row_values(loops.kernel.body)
         _print_cols(loops)
+
+
+def _print_tiles(loops: Loops) -> None:
+    """POINTWISE that transposes: tasks are a chunk of rows, done in tiles of cols."""
+    out, cols = loops.out, loops.scalars(loops.kernel.num_cols)
+    rows_of_tile, cols_of_tile = TILE
+    out(f"const int64_t step = {rows_of_tile};")
+    with loops.tasks(), out.loop("left", cols, step=str(cols_of_tile)):
+        out(f"const int64_t right = std::min<int64_t>(left + {cols_of_tile}, {cols});")
+        with loops.rows():
+            loops.row_values(loops.kernel.body)
+            _print_cols(loops, "left", "right")
 
 
 def _print_cols(loops: Loops, begin: str = "0", end: str = "") -> None:

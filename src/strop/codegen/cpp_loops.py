@@ -53,15 +53,21 @@ class Loops:
         self.is_flat = staged is not None  # all cols run as one axis
         self.staged = staged or ()
         self.buffers = {stmt.out: f"t{i}" for i, stmt in enumerate(self.staged)}
+        self.is_tiled = self.is_flat and not self.staged and nest.is_transposing(kernel)
         self.num_outer = self._count_outer_rows()
         self.by_axes = False  # inside loops over single col axes
         self.printed: set[str] = set()  # values of the whole kernel
 
     def _count_outer_rows(self) -> int:
-        """Row axes that split tasks: the parallel ones of COLUMN, else those of staged values."""
+        """Row axes that split tasks: the parallel ones of COLUMN, else those of staged values.
+
+        A tile of a transposing kernel is cut from the last row axis alone.
+        """
         rows = self.kernel.rows
         if self.kernel.schedule is Schedule.COLUMN:
             return sum(not axis.reduced for axis in rows)
+        if self.is_tiled:
+            return len(rows) - 1
         used = frozenset[str]().union(*(s.index.axes for s in self.staged))
         if rows and rows[-1].name in used:
             return 0  # copied again for each row anyway

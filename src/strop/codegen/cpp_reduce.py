@@ -1,8 +1,9 @@
 """ROW and COLUMN reductions in C++.
 
 Sums run in the compute type under ``omp simd`` over short blocks and in fp64 from block to block.
-A ROW kernel sweeps its row once for each reduction level, and once more for moments: the mean,
-then squared deviations from it. A COLUMN kernel keeps one accumulator a col through a chunk of
+A ROW kernel sweeps its row once for each reduction level, and once more for moments: a mean that
+rounding left near the true one, then deviations from it, which correct the mean, and their squares.
+A COLUMN kernel keeps one accumulator a col through a chunk of
 rows (moments: sums of x - x0 and of their squares, x0 being the first row, so that nothing large
 cancels), folds the reduced cols, and merges the chunks in order.
 """
@@ -44,14 +45,20 @@ def total_type(stmt: Reduce) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One running result of a sweep over a row."""
+    """One running result of a sweep over a row.
+
+    Moments have three, each the sum of an expression: "near" (x) in a first sweep, then "mean"
+    (x - near) and "squares" ((x - near)^2).
+    """
 
     stmt: Reduce
-    stage: str  # "all", or for moments "mean" and then "squares"
+    stage: str  # "all" for other reductions
 
     @property
     def out(self) -> str:
-        return self.stmt.outs[-1 if self.stage == "squares" else 0]
+        if self.stage == "near":
+            return f"near_{self.stmt.outs[0]}"
+        return self.stmt.outs[1 if self.stage == "squares" else 0]
 
     @property
     def kind(self) -> str:
@@ -71,15 +78,24 @@ class Part:
 
     def step(self) -> str:
         value = self.stmt.arg
+        if self.stage in ("mean", "squares"):
+            value = f"({value} - near_{self.stmt.outs[0]})"
         if self.stage == "squares":
-            value = f"({value} - {self.stmt.outs[0]}) * ({value} - {self.stmt.outs[0]})"
+            value = f"{value} * {value}"
         return combine(self.kind, self.scalar, f"part_{self.out}", value)
 
     def join(self) -> str:
         return combine(self.kind, total_type(self.stmt), f"total_{self.out}", f"part_{self.out}")
 
     def result(self, count: str) -> str:
-        total = f"total_{self.out}" + (f" / {count}" if self.stmt.kind == "moments" else "")
+        total, mean = f"total_{self.out}", self.stmt.outs[0]
+        if self.stage == "near":
+            total = f"{total} / {count}"
+        elif self.stage == "mean":
+            total = f"near_{mean} + {total} / {count}"
+        elif self.stage == "squares":
+            off = f"total_{mean} / {count}"
+            total = f"std::max({total} / {count} - {off} * ({off}), 0.0)"  # NaN stays
         return f"const {self.scalar} {self.out} = static_cast<{self.scalar}>({total});"
 
 
@@ -117,8 +133,9 @@ class RowSweeps:
 
     def _sweep(self, sweep: nest.Sweep) -> None:
         out, scalars = self.loops.out, self.loops.scalars
-        stages = {"all": sweep.reduces, "mean": sweep.means, "squares": sweep.squares}
-        parts = [Part(stmt, stage) for stage, stmts in stages.items() for stmt in stmts]
+        parts = [Part(stmt, "all") for stmt in sweep.reduces]
+        parts += [Part(stmt, "near") for stmt in sweep.means]
+        parts += [Part(stmt, stage) for stmt in sweep.squares for stage in ("mean", "squares")]
         for part in parts:
             out(part.declare("total"))
         *outer, (name, size) = self.loops.col_loops()

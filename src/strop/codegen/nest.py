@@ -132,6 +132,18 @@ def irregular(kernel: Kernel) -> tuple[Load | Position, ...] | None:
     return tuple(found)
 
 
+def is_transposing(kernel: Kernel) -> bool:
+    """Whether something is contiguous along the last row axis and strided along the cols."""
+    if kernel.schedule is not Schedule.POINTWISE or not kernel.rows:
+        return False
+    row, col = kernel.rows[-1].name, kernel.cols[-1].name
+    accesses = (stmt.index for stmt in kernel.body if isinstance(stmt, Load | Store))
+    return any(
+        stride_of(index, row) == ONE and stride_of(index, col) not in (ZERO, ONE)
+        for index in accesses
+    )
+
+
 def closure(stmts: Sequence[Stmt], roots: Iterable[str], known: frozenset[str]) -> tuple[Stmt, ...]:
     """The statements that compute ``roots`` from ``known`` values, in order."""
     wanted = set(roots) - known

@@ -1,0 +1,29 @@
+#include "vmath.h"
+
+extern "C" void bias_residual(void* const* buffers, const int64_t* scalars) {
+  const float* const p0 = static_cast<const float*>(buffers[0]);
+  const float* const p1 = static_cast<const float*>(buffers[1]);
+  const float* const p2 = static_cast<const float*>(buffers[2]);
+  float* const p3 = static_cast<float*>(buffers[3]);
+  const int64_t s0 = scalars[0];
+  const int64_t s1 = scalars[1];
+  const int64_t step = 13;
+  const int64_t chunks = (s0 + step - 1) / step;
+  #pragma omp parallel for schedule(static) if (s1 > 32768)
+  for (int64_t task = 0; task < chunks; ++task) {
+    const int64_t begin = task * step;
+    const int64_t end = std::min<int64_t>(begin + step, s0);
+    for (int64_t row = begin; row < end; ++row) {
+      const int64_t r0 = row;
+      #pragma omp simd
+      for (int64_t c0 = 0; c0 < 320; ++c0) {
+        const float v0 = sp::widen(p0[r0 * 320 + c0]);
+        const float v1 = sp::widen(p1[c0]);
+        const float v2 = v0 + v1;
+        const float v3 = sp::widen(p2[r0 * 320 + c0]);
+        const float v4 = v3 + 0.7f * v2;
+        p3[r0 * 320 + c0] = sp::narrow<float>(v4);
+      }
+    }
+  }
+}

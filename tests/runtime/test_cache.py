@@ -1,0 +1,115 @@
+"""The content store: damage, races, privacy, pruning."""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+import stat
+from pathlib import Path
+
+import pytest
+
+from strop.errors import CacheError
+from strop.runtime.cache import DiskCache
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> DiskCache:
+    return DiskCache(tmp_path / "cache")
+
+
+@pytest.mark.parametrize("data", [b"", b"x", bytes(range(256)) * 1000])
+def test_what_is_written_is_read(store: DiskCache, data: bytes):
+    path = store.write("plan", "0a1b", data)
+    assert path == store.path("plan", "0a1b")
+    assert store.read("plan", "0a1b") == data
+    assert DiskCache(store.root).read("plan", "0a1b") == data
+    assert store.read("so", "0a1b") is None
+
+
+def test_a_second_write_replaces_the_first(store: DiskCache):
+    store.write("plan", "k", b"first")
+    store.write("plan", "k", b"second")
+    assert store.read("plan", "k") == b"second"
+    assert [p.name for p in (store.root / "plan").iterdir()] == ["k"]
+
+
+@pytest.mark.parametrize("damage", ["cut", "flip", "append", "empty"])
+def test_a_damaged_entry_is_removed(
+    store: DiskCache, caplog: pytest.LogCaptureFixture, damage: str
+):
+    path = store.write("so", "k", b"machine code" * 10)
+    content = path.read_bytes()
+    flipped = content[:5] + bytes([content[5] ^ 1]) + content[6:]
+    path.write_bytes(
+        {"cut": content[:-50], "flip": flipped, "append": content + b"!", "empty": b""}[damage]
+    )
+    with caplog.at_level(logging.WARNING):
+        assert store.read("so", "k") is None
+    assert len(caplog.records) == 1
+    assert str(path) in caplog.text
+    assert not path.exists()
+    assert store.read("so", "k") is None
+    assert len(caplog.records) == 1
+
+
+def _write_often(root: Path, seed: int) -> None:
+    store = DiskCache(root)
+    for i in range(100):
+        store.write("plan", "shared", bytes([seed]) * (1000 + i))
+        data = store.read("plan", "shared")
+        assert data is not None
+        assert len(set(data)) == 1
+
+
+def test_processes_may_race(store: DiskCache):
+    context = multiprocessing.get_context("spawn")
+    workers = [context.Process(target=_write_often, args=(store.root, i)) for i in range(3)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert [worker.exitcode for worker in workers] == [0, 0, 0]
+    assert [p.name for p in (store.root / "plan").iterdir()] == ["shared"]
+
+
+def test_folders_are_private(store: DiskCache):
+    path = store.write("so", "k", b"x")
+    for folder in (store.root, path.parent):
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+
+
+def test_a_folder_that_all_may_write_is_refused(tmp_path: Path):
+    tmp_path.chmod(0o777)
+    with pytest.raises(CacheError, match="writable by all"):
+        DiskCache(tmp_path)
+
+
+@pytest.mark.parametrize("key", ["../x", "a/b", "", ".", ".hidden"])
+def test_keys_are_plain_names(store: DiskCache, key: str):
+    with pytest.raises(CacheError, match="not a cache kind or key"):
+        store.path("plan", key)
+
+
+def test_prune_removes_what_was_not_used_for_longest(store: DiskCache):
+    for i, key in enumerate("abcd"):
+        path = store.write("plan", key, bytes(1000))
+        os.utime(path, (i + 1, i + 1))
+    assert store.read("plan", "a") is not None  # now the newest
+    removed = store.prune(2 * path.stat().st_size)
+    assert removed == 2 * path.stat().st_size
+    assert {p.name for p in (store.root / "plan").iterdir()} == {"a", "d"}
+    assert store.prune(10**9) == 0
+
+
+def test_a_failed_write_leaves_nothing(store: DiskCache, monkeypatch: pytest.MonkeyPatch):
+    def full(*_: object) -> None:
+        raise OSError("no space left")
+
+    store.write("plan", "k", b"old")
+    monkeypatch.setattr(Path, "replace", full)
+    with pytest.raises(OSError, match="no space left"):
+        store.write("plan", "k", b"new")
+    assert [p.name for p in (store.root / "plan").iterdir()] == ["k"]
+    assert store.read("plan", "k") == b"old"
