@@ -76,10 +76,13 @@ def test_accesses_are_16_bytes_wide(name: str, channels: int, tmp_path: Path):
     cubin = compiled(emit(CONTIGUOUS[name](F16, channels).kernel).source, 90)
     registers, stack = resources(cubin, tmp_path)
     assert stack == 0
-    assert registers <= 80
     found = disassemble(cubin, tmp_path)
-    assert found["LDG.E.128"] > 0
-    if name != "group_norm_stats":  # it stores only a few statistics
+    if name == "group_norm_stats":  # loads through shared memory, stores only a few statistics
+        assert registers <= 128
+        assert any(op.startswith("LDGSTS.E") and "128" in op for op in found)
+    else:
+        assert registers <= 48
+        assert found["LDG.E.128"] > 0
         assert found["STG.E.128"] > 0
         assert not any(op.startswith("STG") and op != "STG.E.128" for op in found)
     if name in ("geglu", "layer_norm", "silu_flat", "nchw_to_nhwc"):

@@ -25,16 +25,18 @@ from strop.codegen.triton_reduce import (
 from strop.codegen.triton_text import TYPES, Flat, Printer, Tile, next_power_of_two
 from strop.errors import CodegenError
 from strop.ir.dims import Expr, const, product, symbol
-from strop.ir.loops import Axis, Index, Reduce, Stmt, Store, args_of, outs_of, spaces
+from strop.ir.loops import Axis, Index, Load, Reduce, Stmt, Store, args_of, outs_of, spaces
 from strop.ir.source import Scratch, Split
 
-ELEMENTS = 4096  # of a tile: 16 for each of 256 threads
-NUM_WARPS = 8
+TILE_BYTES = 8 * 1024  # that the loads of a tile read together
+STAGED_BYTES = 16 * 1024  # above this a pipeline, which holds two tiles more, is not worth its room
+MAX_ELEMENTS = 4096  # of a tile: 32 for each thread
+NUM_WARPS = 4
+STAGES = 3  # of the software pipeline: with one tile at a time the loop waits for memory
 MAX_COLS = 4096  # in one tile
 BLOCKED_COLS = 256  # of a tile when the cols are many, or not known
-STEPS = 4  # loop steps below which a slab is not worth a program
+STEPS = 2  # loop steps below which a slab is not worth a program
 MERGE_ELEMENTS = 2048
-LOOP = "for first in range(begin, end, ROWS):"
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +64,10 @@ class _Column:
         self.moments = any(stmt.kind == "moments" for stmt in self.reductions)
         self.cols = self._cols_tile()
         self.col_tiles = (kernel.num_cols + (self.cols - 1)) // self.cols
-        self.tile_rows = max(ELEMENTS // self.cols, 1)
+        self.tile_rows = max(
+            min(MAX_ELEMENTS, TILE_BYTES // max(self._load_bytes(), 1)) // self.cols, 1
+        )
+        self.is_pipelined = self.tile_rows * self.cols * self._load_bytes() <= STAGED_BYTES
         self.par = Flat("par", self.parallel, "", wide=True)
 
     def _cols_tile(self) -> int:
@@ -75,6 +80,16 @@ class _Column:
                 f"in one tile of {MAX_COLS}; fuse less into this kernel"
             )
         return BLOCKED_COLS
+
+    def _load_bytes(self) -> int:
+        """What the loads of the loop read for one element of the tile."""
+        kernel = self.printer.kernel
+        reduced = {axis.name for axis in self.rows}
+        return sum(
+            kernel.params[stmt.param].dtype.itemsize
+            for stmt in kernel.body
+            if isinstance(stmt, Load) and stmt.index.axes & reduced
+        )
 
     @property
     def is_blocked(self) -> bool:
@@ -158,7 +173,10 @@ def _sweep(plan: _Column) -> None:
         printer.statement(stmt, tile)
     for reduction in plan.reductions:
         start(printer, reduction, tile)
-    with printer.out.block(LOOP):
+    loop = f"tl.range(begin, end, ROWS, num_stages={STAGES})"
+    with printer.out.block(
+        f"for first in {loop if plan.is_pipelined else 'range(begin, end, ROWS)'}:"
+    ):
         plan.add("row = first + tl.arange(0, ROWS)[:, None]")
         plan.add("row_mask = row < end")
         printer.ids(row, kernel.body)

@@ -25,7 +25,7 @@ def column_extremes(p0, p1, p2, partials, arrivals, s0, s1, s2, splits, ROWS: tl
     col_mask = col < 24
     v1_amax = tl.full([ROWS, COLS], float("-inf"), tl.float32)
     v3_amin = tl.full([ROWS, COLS], float("inf"), tl.float32)
-    for first in range(begin, end, ROWS):
+    for first in tl.range(begin, end, ROWS, num_stages=3):
         row = first + tl.arange(0, ROWS)[:, None]
         row_mask = row < end
         v0 = tl.load(p0 + par.to(tl.int64) * (s1 * 8) + row.to(tl.int64) * 24 + col, mask=row_mask & col_mask).to(tl.float32)
@@ -69,7 +69,7 @@ def column_extremes(p0, p1, p2, partials, arrivals, s0, s1, s2, splits, ROWS: tl
         tl.store(p1 + par.to(tl.int64) * 4 + kept, v1_total_amax)
         tl.store(p2 + par.to(tl.int64) * 4 + kept, v3_total_amin)
 
-# grid s2*splits, 8 warps
+# grid s2*splits, 4 warps
 # s0 = m, class 1
 # s1 = 3*m, class 1
 # s2 = n, class 1

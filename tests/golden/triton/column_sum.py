@@ -14,7 +14,7 @@ def column_sum(p0, p1, partials, arrivals, s0, s1, s2, splits, ROWS: tl.constexp
     end = tl.minimum(begin + slab, s0)
     col_mask = col < s2
     v1_sum = tl.full([ROWS, COLS], 0.0, tl.float32)
-    for first in range(begin, end, ROWS):
+    for first in tl.range(begin, end, ROWS, num_stages=3):
         row = first + tl.arange(0, ROWS)[:, None]
         row_mask = row < end
         v0 = tl.load(p0 + row.to(tl.int64) * s2 + col, mask=row_mask & col_mask).to(tl.float32)
@@ -39,7 +39,7 @@ def column_sum(p0, p1, partials, arrivals, s0, s1, s2, splits, ROWS: tl.constexp
             v1_total_sum = v1_total_sum + v1_part_sum
         tl.store(p1 + kept, v1_total_sum, mask=kept_mask)
 
-# grid s1*splits, 8 warps
+# grid s1*splits, 4 warps
 # s0 = m, class 1
 # s1 = ((c + 255)//256), class 1
 # s2 = c, class 1

@@ -17,7 +17,7 @@ def group_norm_stats(p0, p1, p2, p3, p4, p5, partials, arrivals, s0, s1, s2, s3,
     v3 = tl.load(p2 + par.to(tl.int64) * 320 + col, mask=col_mask).to(tl.float32)
     v5_mean = tl.full([ROWS, COLS], 0.0, tl.float32)
     v5_m2 = tl.full([ROWS, COLS], 0.0, tl.float32)
-    for first in range(begin, end, ROWS):
+    for first in tl.range(begin, end, ROWS, num_stages=3):
         row = first + tl.arange(0, ROWS)[:, None]
         row_mask = row < end
         step = (first - begin) // ROWS + 1
@@ -85,7 +85,7 @@ def group_norm_stats(p0, p1, p2, p3, p4, p5, partials, arrivals, s0, s1, s2, s3,
         tl.store(p4 + par.to(tl.int64) * 32 + kept, v5_total_mean)
         tl.store(p5 + par.to(tl.int64) * 32 + kept, v9)
 
-# grid s3*splits, 8 warps
+# grid s3*splits, 4 warps
 # s0 = h*w, class 1
 # s1 = 320*h*w, class 16
 # s2 = 5*h*w, class 1
