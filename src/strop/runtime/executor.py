@@ -8,6 +8,7 @@ a list of closures.
 from __future__ import annotations
 
 import math
+import threading
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -18,7 +19,7 @@ from torch import Tensor
 from strop.errors import ShapeError
 from strop.ir.dims import Expr
 from strop.ir.program import CallStep, KernelStep, Program, TensorRef
-from strop.runtime.calls import ALLOCATING, PLANNED_OUT
+from strop.runtime.calls import ALLOCATING, PLANNED_OUT, overload
 from strop.runtime.kernels import BoundKernel, KernelLibrary
 from strop.runtime.memory import Interval, plan_arena
 
@@ -31,6 +32,7 @@ class Workspace:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.memory = torch.empty(0, dtype=torch.uint8, device=device)
+        self.lock = threading.Lock()  # programs of several modules share this memory
 
     def reserve(self, size_bytes: int) -> Tensor:
         if self.memory.numel() < size_bytes:
@@ -201,6 +203,8 @@ class Bound:
             return self._link_planned(step, getters, attrs)
         call, outputs = ALLOCATING[step.op](attrs), step.outputs
         single = step.op != "aten" or attrs["single"]
+        if step.op == "aten" and _returns_view(attrs["target"]):
+            call = _copied(call)  # a view of the arena would not outlive its operand
         slots, dead = self._slots, self._dying(position)
         targets = [(n, self._strides[n], self._patches[n]) for n in outputs]
 
@@ -250,6 +254,10 @@ class Bound:
 
     def run(self, inputs: Sequence[Tensor]) -> list[Any]:
         """``inputs``: the arguments that are not state, in order."""
+        with self._workspace.lock:
+            return self._run(inputs)
+
+    def _run(self, inputs: Sequence[Tensor]) -> list[Any]:
         memory = self._workspace.reserve(self.arena_bytes)
         if memory is not self._memory:
             self._link(memory)
@@ -279,6 +287,19 @@ class Bound:
         pointer = tensor.data_ptr()
         for kernel, place in self._patches[number]:
             kernel.set_pointer(place, pointer)
+
+
+def _returns_view(target: str) -> bool:
+    schema = overload(target)._schema  # type: ignore[attr-defined]
+    return any(r.alias_info is not None for r in schema.returns)
+
+
+def _copied(call: Callable[[Sequence[Tensor]], Any]) -> Callable[[Sequence[Tensor]], Any]:
+    def run(inputs: Sequence[Tensor]) -> Any:
+        made = call(inputs)
+        return made.clone() if isinstance(made, Tensor) else tuple(m.clone() for m in made)
+
+    return run
 
 
 def _touched(step: KernelStep | CallStep) -> Sequence[int]:
