@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,12 @@ from strop.frontend.capture import TensorSpec
 from strop.ir.dims import symbol
 from strop.ir.graph import Ref
 
-Skeleton = Any  # nested tuples of ("list"|"tuple"|"dict", ...), Ref for a tensor, plain values
+# nested tuples of ("list"|"tuple"|"dict", ...), Ref for a tensor, numbers as (type name, text):
+# 1, 1.0 and True are equal keys but other programs
+Skeleton = Any
+_NUMBERS: dict[str, Callable[[str], Any]] = {
+    "bool": lambda text: text == "True", "int": int, "float": float.fromhex,
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,14 +36,22 @@ def flatten(value: Any, tensors: list[Tensor]) -> Skeleton:
     if isinstance(value, Tensor):
         tensors.append(value)
         return Ref(len(tensors) - 1)
-    if value is None or isinstance(value, bool | int | float | str | torch.dtype):
+    if value is None or isinstance(value, str | torch.dtype):
         return value
-    if isinstance(value, tuple | list):
-        name = "tuple" if isinstance(value, tuple) else "list"
-        return (name, *(flatten(v, tensors) for v in value))
-    if isinstance(value, Mapping):
+    if isinstance(value, int | float):
+        return _number(value)
+    kind = type(value)
+    if kind in (tuple, list, torch.Size):
+        return ("list" if kind is list else "tuple", *(flatten(v, tensors) for v in value))
+    if kind is dict and all(isinstance(k, str) for k in value):
         return ("dict", *((k, flatten(value[k], tensors)) for k in sorted(value)))
     raise UnsupportedError(f"argument of type {type(value).__name__}")
+
+
+def _number(value: int | float) -> tuple[str, str]:
+    if isinstance(value, float):
+        return ("float", value.hex())  # -0.0 is not 0.0, and NaN equals itself
+    return ("bool", str(value)) if isinstance(value, bool) else ("int", str(int(value)))
 
 
 def rebuild(skeleton: Skeleton, tensors: Sequence[Tensor]) -> Any:
@@ -48,6 +61,8 @@ def rebuild(skeleton: Skeleton, tensors: Sequence[Tensor]) -> Any:
     if not isinstance(skeleton, tuple):
         return skeleton
     kind, *items = skeleton
+    if kind in _NUMBERS:
+        return _NUMBERS[kind](items[0])
     if kind == "dict":
         return {key: rebuild(value, tensors) for key, value in items}
     made = [rebuild(item, tensors) for item in items]
