@@ -6,6 +6,7 @@ static arguments, a check that the weights are where they were, and the run itse
 
 from __future__ import annotations
 
+import copy
 import logging
 import threading
 from collections.abc import Callable, Hashable, Sequence
@@ -111,8 +112,11 @@ class Dispatcher:
             skeleton = flatten((args, kwargs), tensors)
         except UnsupportedError as error:
             return self._run_eager(str(error), args, kwargs)
+        if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+            return self._run_eager("an argument requires a gradient", args, kwargs)
         key = (skeleton, tuple((t.shape, t.dtype, t.device) for t in tensors))
-        with self._lock, torch.no_grad():
+        # normal tensors, whatever the caller's mode: memory and weights outlive this call
+        with self._lock, torch.inference_mode(False), torch.no_grad():
             self._check_state()
             entry = self._entries.get(key)
             if entry is None or entry.variant is None:
@@ -120,6 +124,10 @@ class Dispatcher:
             if entry.variant is not None:
                 return self._run(key, entry, tensors)
         return self._run_eager(self.variants.reason, args, kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """A copy of an optimised module is a plain module."""
+        return copy.deepcopy(self.eager, memo)
 
     def _unfit(self) -> str:
         """Why this call cannot be served by an inference program, or nothing."""
