@@ -9,7 +9,7 @@ from typing import Any
 
 from strop import passes
 from strop.codegen import cpp, triton
-from strop.codegen.assemble import Signature, assemble
+from strop.codegen.assemble import Signature, Target, assemble
 from strop.fusion.plan import FusionPlan
 from strop.fusion.planner import plan
 from strop.ir.graph import Graph
@@ -17,7 +17,10 @@ from strop.ir.program import Program
 from strop.lowering.lower import lower
 from strop.options import Options
 
-EMITTERS = {"cpu": cpp.emit, "cuda": triton.emit}
+TARGETS = {
+    "cpu": Target("cpu", cpp.emit, frozenset({"linear", "matmul"})),
+    "cuda": Target("cuda", triton.emit, frozenset({"linear", "matmul", "conv2d"})),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +45,7 @@ def compile_graph(graph: Graph, signature: Signature, device: str, options: Opti
     kernels = {group: lower(group, stored, graph.hints) for group in fusion.groups}
     lowered = {group: (low.kernel, low.buffers) for group, low in kernels.items()}
     clock.lap("lowering")
-    program = assemble(graph, fusion, lowered, EMITTERS[device], signature, device)
+    program = assemble(graph, fusion, lowered, signature, TARGETS[device])
     clock.lap("codegen")
     return Compiled(program, graph, fusion, records, clock.seconds)
 
@@ -62,6 +65,6 @@ class _Clock:
 
 def dynamo_backend(gm: Any, example_inputs: Any, **options: Any) -> Any:
     """Entry point for ``torch.compile(model, backend="strop")``."""
-    from strop.frontend.dynamo import compile_dynamo
+    from strop.runtime.aot import compile_dynamo
 
     return compile_dynamo(gm, example_inputs, **options)

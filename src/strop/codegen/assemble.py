@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from strop.codegen.mutation import redirected_stores
 from strop.errors import ShapeError
 from strop.fusion.plan import FusionPlan, Group
 from strop.ir.affine import base_of, strided
@@ -25,8 +26,14 @@ from strop.ir.program import (
 )
 from strop.ir.source import Emitted, KernelSource
 
-Emit = Callable[[Kernel], Emitted]
-PLANNED = frozenset({"linear", "matmul"})  # calls that write into memory of ours
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A code generator, and the library calls that write into memory of ours on its device."""
+
+    device: str
+    emit: Callable[[Kernel], Emitted]
+    planned: frozenset[str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +47,8 @@ class Signature:
 @dataclass
 class _Assembly:
     graph: Graph
-    device: str
+    target: Target
+    redirected: Mapping[Node, Node]
     buffers: list[Buffer] = field(default_factory=list)
     number: dict[Node, int] = field(default_factory=dict)
     sources: dict[KernelSource, int] = field(default_factory=dict)
@@ -60,24 +68,24 @@ class _Assembly:
 
 def assemble(
     graph: Graph, plan: FusionPlan, lowered: Mapping[Group, tuple[Kernel, tuple[Node, ...]]],
-    emit: Emit, signature: Signature, device: str,
+    signature: Signature, target: Target,
 ) -> Program:  # fmt: skip
     """``lowered`` holds each group's kernel and the values behind its params."""
-    a = _Assembly(graph, device)
+    a = _Assembly(graph, target, redirected_stores(graph, plan, lowered))
     for position, node in enumerate(graph.inputs):
         a.add(node, "input", index=position)
     results = {base_of(o) for o in graph.outputs}
     steps: list[Step] = []
     for step in plan.steps:
         if isinstance(step, Group):
-            steps.append(_kernel_step(a, step, *lowered[step], emit, results))
-        elif step.op != "item":
+            steps.append(_kernel_step(a, step, *lowered[step], results))
+        elif step.op != "item" and not _is_redirected(a, step):
             steps.append(_call_step(a, step, results))
     num_compiled = sum(len(group.nodes) for group in plan.groups)
     calls = sum(1 for s in plan.steps if isinstance(s, Node))
     inputs = tuple(_input_spec(n) for n in graph.inputs)
     return Program(
-        device, inputs, tuple(a.buffers), tuple(a.sources), tuple(steps),
+        target.device, inputs, tuple(a.buffers), tuple(a.sources), tuple(steps),
         tuple(_returned(a, item) for item in signature.returned), signature.guards,
         tuple(sorted(graph.hints.items())), num_compiled + calls, num_compiled,
     )  # fmt: skip
@@ -88,11 +96,18 @@ def _input_spec(node: Node) -> InputSpec:
                      node.attrs["merged"])  # fmt: skip
 
 
+def _is_redirected(a: _Assembly, step: Node) -> bool:
+    return step.op == "write" and a.redirected.get(step.inputs[1]) is step.inputs[0]
+
+
 def _kernel_step(a: _Assembly, group: Group, kernel: Kernel, buffers: tuple[Node, ...],
-                 emit: Emit, results: set[Node]) -> KernelStep:  # fmt: skip
+                 results: set[Node]) -> KernelStep:  # fmt: skip
     for node in group.stores:
-        a.add(node, "result" if node in results else "arena")
-    emitted = emit(kernel)
+        if node in a.redirected:
+            a.number[node] = a.number[a.redirected[node]]
+        else:
+            a.add(node, "result" if node in results else "arena")
+    emitted = a.target.emit(kernel)
     index = a.sources.setdefault(emitted.source, len(a.sources))
     ops = tuple(dict.fromkeys(n.op for n in group.nodes))
     writes = tuple(a.number[n] for n in group.stores)
@@ -110,7 +125,7 @@ def _call_step(a: _Assembly, node: Node, results: set[Node]) -> CallStep:
         return CallStep("aten", refs, tuple(sorted(node.attrs.items())), _opaque_outputs(a, node),
                         node.origin)  # fmt: skip
     planned = "result" if node in results else "arena"
-    out = a.add(node, planned if node.op in PLANNED else "call")
+    out = a.add(node, planned if node.op in a.target.planned else "call")
     return CallStep(node.op, refs, tuple(sorted(node.attrs.items())), (out,), node.origin)
 
 
@@ -138,5 +153,3 @@ def _returned(a: _Assembly, item: Any) -> Returned:
     if isinstance(item, Expr):
         return Returned(size=item)
     return Returned(value=item)
-
-

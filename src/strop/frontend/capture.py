@@ -104,13 +104,14 @@ def capture(
     with _config():
         roots = _roots(mode, hints)
         state = named_state(module)
-        fake_state = {
+        fake_state: dict[str, Tensor] = {
             name: mode.from_tensor(t.detach(), static_shapes=True) for name, t in state.items()
         }
         with mode:
             fakes = [_fake_input(spec, roots) for spec in specs]
         gm, out_spec, origins = _trace(module, call, fake_state, fakes, mode)
     symbols = Symbols({str(root.node.expr): symbol(name) for name, root in roots.items()})
+    symbols.replace(shape_env.replacements)
     expressions = [guard.expr for guard in shape_env.guards]
     return Captured(gm, tuple(state), tuple(specs), symbols, symbols.guards(expressions),
                     dict(hints), out_spec, origins)  # fmt: skip
@@ -119,7 +120,12 @@ def capture(
 @contextmanager
 def _config() -> Iterator[None]:
     """Equal hints stay distinct symbols; sizes 0 and 1 are not special."""
-    with fx_config.patch(use_duck_shape=False, backed_size_oblivious=True), torch.no_grad():
+    with (
+        fx_config.patch(  # type: ignore[attr-defined]
+            use_duck_shape=False, backed_size_oblivious=True
+        ),
+        torch.no_grad(),
+    ):
         yield
 
 
@@ -127,7 +133,9 @@ def _roots(mode: FakeTensorMode, hints: Mapping[str, int]) -> dict[str, torch.Sy
     """One symbol per root name, with its hint as traced value."""
     if not hints:
         return {}
-    context = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC] * len(hints))
+    context: StatelessSymbolicContext[Any, Any] = StatelessSymbolicContext(
+        dynamic_sizes=[DimDynamic.DYNAMIC] * len(hints)
+    )
     carrier = mode.from_tensor(
         torch.empty(tuple(hints.values()), device="meta"), symbolic_context=context
     )
@@ -149,9 +157,7 @@ def _trace(
     specs: list[pytree.TreeSpec] = []
 
     def flat(state: dict[str, Tensor], *inputs: Tensor) -> list[Any]:
-        swapped = torch.nn.utils.stateless._reparametrize_module(
-            module, state, tie_weights=True
-        )
+        swapped = torch.nn.utils.stateless._reparametrize_module(module, state, tie_weights=True)
         with swapped:
             leaves, spec = pytree.tree_flatten(call(*inputs))
         specs.append(spec)

@@ -60,7 +60,7 @@ def _group_norm(im: Importer, fx: FxNode, x: Any, weight: Any, bias: Any, n: Any
     assert width is not None, "torch has checked that the channels divide into groups"
     grouped = b.reshape(x, (batch, groups, width, im.size(hw)))
     y, mean, rstd = _normalized(b, grouped, (2, 3), eps)
-    per_channel = (1, channels, *[1] * (len(x.shape) - 2))
+    per_channel: list[Expr | int] = [1, channels, *[1] * (len(x.shape) - 2)]
     y = _affine(b, b.reshape(y, x.shape), _optional(im, weight), _optional(im, bias), per_channel,
                 x.dtype)  # fmt: skip
     return y, b.reshape(mean, (batch, groups)), b.reshape(rstd, (batch, groups))
@@ -90,6 +90,32 @@ def _cat(im: Importer, fx: FxNode, tensors: Sequence[Any], dim: int = 0) -> Node
     dtype, shape = fx.meta["val"].dtype, im.shape(fx)
     nodes = [im.builder.cast(n, dtype) for n in nodes]
     return im.builder.make("cat", nodes, shape, dtype, dim=dim % len(shape))
+
+
+def _pad(im: Importer, fx: FxNode, x: Any, pad: Sequence[int], value: float = 0) -> Node | None:
+    """Constant padding as a cat of constants around the value; cropping stays opaque."""
+    node, b = im.node(x), im.builder
+    if any(not isinstance(p, int) or p < 0 for p in pad):
+        return None
+    fill = b.constant(value, node.dtype)
+    for position in range(len(pad) // 2):
+        dim = len(node.shape) - 1 - position
+        before, after = pad[2 * position : 2 * position + 2]
+        if before or after:
+            pieces = [_block(b, fill, node.shape, dim, before), node,
+                      _block(b, fill, node.shape, dim, after)]  # fmt: skip
+            kept = [p for p in pieces if p is not None]
+            shape = list(node.shape)
+            shape[dim] = shape[dim] + before + after
+            node = b.make("cat", kept, shape, node.dtype, dim=dim)
+    return node
+
+
+def _block(b: Builder, fill: Node, shape: Sequence[Expr], dim: int, width: int) -> Node | None:
+    if not width:
+        return None
+    sizes = [const(width) if d == dim else s for d, s in enumerate(shape)]
+    return b.expand(b.view_as_rank(fill, len(sizes)), sizes)
 
 
 def _arange(im: Importer, fx: FxNode, start: Any, end: Any, step: Any = 1, **_: Any) -> Node:
@@ -180,6 +206,7 @@ DECOMPOSITIONS: dict[Any, Rule] = {
     aten._softmax.default: _softmax,
     # several spellings of one thing
     aten.cat.default: _cat,
+    aten.constant_pad_nd.default: _pad,
     aten.arange.start_step: _arange,
     aten.arange.start: _arange,
     aten.arange.default: _arange_from_zero,

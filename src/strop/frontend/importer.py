@@ -30,7 +30,7 @@ class Importer:
     symbols: Symbols
     builder: Builder = field(default_factory=Builder)
     values: dict[FxNode, Value] = field(default_factory=dict)
-    opaque: list[str] = field(default_factory=list)
+    constants: list[torch.Tensor] = field(default_factory=list)
 
     def node(self, fx: Any) -> Node:
         value = self.values[fx] if isinstance(fx, FxNode) else fx
@@ -64,57 +64,94 @@ class Importer:
         return self.builder.constant(value, dtype)
 
 
+@dataclass(frozen=True, slots=True)
+class Imported:
+    """``returned``: what the graph gives back, each item an index into ``graph.outputs`` wrapped
+    in Ref, an Expr, or a plain value. ``constants``: tensors made while tracing, the last inputs.
+    """
+
+    graph: Graph
+    returned: list[Any]
+    constants: list[torch.Tensor]
+
+
 def import_graph(
     gm: GraphModule,
     symbols: Symbols,
     hints: Mapping[str, int],
     origins: Mapping[str, str],
     num_state: int = 0,
-) -> tuple[Graph, list[Any]]:
-    """The graph IR of ``gm`` and the list of what it returns.
+) -> Imported:
+    """The graph IR of ``gm``.
 
     The first ``num_state`` placeholders are Parameters and buffers, whose memory the runtime may
     lay out anew.
-    A returned item is an index into ``graph.outputs`` wrapped in Ref, an Expr, or a plain value.
     """
     importer = Importer(symbols)
     inputs: list[Node] = []
-    for fx in gm.graph.nodes:
+    nodes = list(gm.graph.nodes)
+    num_placeholders = sum(fx.op == "placeholder" for fx in nodes)
+    for fx in nodes:
         importer.builder.origin = origins.get(fx.name, "")
         if fx.op == "placeholder":
-            inputs.append(_input(importer, fx, len(inputs), num_state))
+            inputs.append(_input(importer, fx, len(inputs), len(inputs) < num_state))
+        elif fx.op == "get_attr":
+            value = getattr(gm, fx.target).detach()
+            fx.meta["val"] = value
+            inputs.append(_input(importer, fx, num_placeholders + len(importer.constants), True))
+            importer.constants.append(value)
         elif fx.op == "call_function":
             importer.values[fx] = _call(importer, fx)
-        elif fx.op == "get_attr":
-            raise UnsupportedError(f"{fx.target}: a tensor constant made while tracing")
         elif fx.op == "output":
             returned = fx.args[0]
     outputs: list[Node] = []
     result = [_returned(importer, item, outputs) for item in returned]
-    return finish(importer.builder, inputs, outputs, hints), result
+    graph = finish(importer.builder, inputs, outputs, hints)
+    return Imported(graph, result, importer.constants)
 
 
 def _returned(importer: Importer, item: Any, outputs: list[Node]) -> Any:
     value = importer.values.get(item, item) if isinstance(item, FxNode) else item
     if isinstance(value, Node):
-        outputs.append(value)
+        outputs.append(_in_user_order(importer, item, value))
         return Ref(len(outputs) - 1)
     return importer.literal(item)
 
 
-def _input(importer: Importer, fx: FxNode, index: int, num_state: int) -> Node:
-    """Placeholder ``index``. A size placeholder becomes an input without use."""
+def _in_user_order(importer: Importer, fx: FxNode, value: Node) -> Node:
+    """The result as eager would lay it out; contiguous needs no word."""
+    try:
+        order = memory_order(importer.symbols.shape(fx.meta["val"].stride()), value.shape)
+    except ShapeError:
+        return value  # a strided view: returned as whatever it is
+    if order is None or value.op == "input":
+        return value
+    return importer.builder.make("copy", (value,), value.shape, value.dtype, order=order)
+
+
+def _input(importer: Importer, fx: FxNode, index: int, is_state: bool) -> Node:
+    """Argument ``index``. A size becomes a one-element shape, which tells its root."""
     value = fx.meta["val"]
     shape: tuple[Expr, ...] = ()
     dtype, order = torch.int64, None
     if isinstance(value, torch.Tensor):
         shape, dtype = importer.shape(fx), value.dtype
-        order = memory_order(importer.symbols.shape(value.stride()), shape)
+        order = _order_or_contiguous(importer.symbols.shape(value.stride()), shape)
+    elif isinstance(value, torch.SymInt):
+        shape = (importer.size(value),)
     node = importer.builder.make("input", (), shape, dtype, order=order, index=index,
-                                 state=index < num_state, merged=())  # fmt: skip
+                                 state=is_state, merged=())  # fmt: skip
     if isinstance(value, torch.Tensor):
         importer.values[fx] = node
     return node
+
+
+def _order_or_contiguous(strides: Sequence[Expr], shape: Sequence[Expr]) -> tuple[int, ...] | None:
+    """Arguments that are not dense are copied at the door."""
+    try:
+        return memory_order(strides, shape)
+    except ShapeError:
+        return None
 
 
 def memory_order(strides: Sequence[Expr], shape: Sequence[Expr]) -> tuple[int, ...] | None:
@@ -230,7 +267,6 @@ def opaque_call(importer: Importer, fx: FxNode) -> Value:
         "aten", inputs, shape, dtype, target=str(fx.target), args=args, kwargs=kwargs,
         outputs=outputs, single=single, tag=fx.name if _is_random(fx.target) else "",
     )  # fmt: skip
-    importer.opaque.append(str(fx.target))
     if single:
         return call
     return tuple(
@@ -239,5 +275,5 @@ def opaque_call(importer: Importer, fx: FxNode) -> Value:
     )
 
 
-def _is_random(target: Callable[..., Any]) -> bool:
+def _is_random(target: Callable[..., Any] | str) -> bool:
     return torch.Tag.nondeterministic_seeded in getattr(target, "tags", ())

@@ -41,12 +41,10 @@ _library.impl("conv2d", _conv2d, "CompositeExplicitAutograd")
 _library.impl("attention", _attention, "CompositeExplicitAutograd")
 
 
-@torch.library.register_fake("strop::linear")
 def _linear_shape(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return x.new_empty((*x.shape[:-1], weight.shape[0]))
 
 
-@torch.library.register_fake("strop::conv2d")
 def _conv2d_shape(x: Tensor, weight: Tensor, bias: Tensor | None, stride: list[int],
                   padding: list[int], dilation: list[int], groups: int) -> Tensor:  # fmt: skip
     spatial = [
@@ -58,10 +56,15 @@ def _conv2d_shape(x: Tensor, weight: Tensor, bias: Tensor | None, stride: list[i
     return x.new_empty((x.shape[0], weight.shape[0], *spatial))
 
 
-@torch.library.register_fake("strop::attention")
 def _attention_shape(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool,
                      scale: float | None) -> Tensor:  # fmt: skip
     return q.new_empty((*q.shape[:-1], v.shape[-1]))
+
+
+for _name, _rule in (
+    ("linear", _linear_shape), ("conv2d", _conv2d_shape), ("attention", _attention_shape),
+):  # fmt: skip
+    torch.library.register_fake(f"strop::{_name}", _rule)
 
 
 def _pair(value: int | Sequence[int]) -> list[int]:

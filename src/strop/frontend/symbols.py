@@ -93,6 +93,22 @@ class Symbols:
                 self._memo.clear()
                 return
 
+    def replace(self, replacements: Mapping[Any, Any]) -> None:
+        """Sizes that torch found to be equal: ``s5`` is ``s0``, or a constant."""
+        for old, new in replacements.items():
+            self.names[old.name] = self.size(new)
+        self._memo.clear()
+
+    def root_values(self, hints: Mapping[str, int]) -> dict[str, int]:
+        """Values of our roots, given those of torch's symbols."""
+        values: dict[str, int] = {}
+        for name, value in hints.items():
+            size = self.names.get(name, symbol(name))
+            if len(size.roots) == 1 and size.divisor:
+                (root,) = size.roots
+                values.setdefault(root, value // size.divisor)
+        return values
+
     def guards(self, expressions: Iterable[Any]) -> tuple[Guard, ...]:
         """Run-time checks for torch's guards; those that are now identities drop out."""
         kept: dict[str, Guard] = {}

@@ -33,9 +33,7 @@ def is_cheaper_again(
     return num_consumers == 1 or (large <= 1 and not is_heavy)
 
 
-def _expression(
-    node: Node, stored: Set[Node], hints: Mapping[str, int]
-) -> tuple[set[Node], int]:
+def _expression(node: Node, stored: Set[Node], hints: Mapping[str, int]) -> tuple[set[Node], int]:
     """The nodes that computing ``node`` runs, and how many of its loads are as large as it is."""
     members: set[Node] = set()
     loads: set[Node] = set()

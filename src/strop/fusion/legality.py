@@ -26,7 +26,7 @@ class Draft:
 
 
 def is_fusible(node: Node) -> bool:
-    """Pointwise nodes and reductions that code generators print; constants fuse with their users."""
+    """Pointwise nodes and reductions that code generators print; constants go with their users."""
     if node.op in ("constant", "iota"):
         return False
     return node.kind in (Kind.POINTWISE, Kind.REDUCTION)

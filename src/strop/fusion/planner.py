@@ -218,5 +218,3 @@ def _reads(step: Group | Node, stored: set[Node]) -> set[Node]:
             elif base.op not in ("input", "constant"):
                 stack.append(base)
     return loads
-
-

@@ -108,7 +108,14 @@ class Builder:
         *, order: tuple[int, ...] | None = None, **attrs: Any,
     ) -> Node:  # fmt: skip
         sizes = tuple(map(to_expr, shape))
-        key = (op, tuple(i.serial for i in inputs), tuple(sorted(attrs.items())), sizes, dtype, order)
+        key = (
+            op,
+            tuple(i.serial for i in inputs),
+            tuple(sorted(attrs.items())),
+            sizes,
+            dtype,
+            order,
+        )
         if op != "write" and key in self._made:
             return self._made[key]
         node = Node(op, tuple(inputs), attrs, sizes, dtype, self.origin, order)
@@ -125,7 +132,9 @@ class Builder:
     def cast(self, x: Node, dtype: torch.dtype) -> Node:
         return x if x.dtype == dtype else self.pointwise("cast", x, dtype=dtype)
 
-    def reduce(self, op: str, x: Node, dims: tuple[int, ...], dtype: torch.dtype, **attrs: Any) -> Node:
+    def reduce(
+        self, op: str, x: Node, dims: tuple[int, ...], dtype: torch.dtype, **attrs: Any
+    ) -> Node:
         """Reduce ``dims`` of x; they stay as dims of size 1."""
         shape = [const(1) if d in dims else s for d, s in enumerate(x.shape)]
         return self.make(op, (x,), shape, dtype, dims=dims, **attrs)
@@ -188,7 +197,8 @@ Rule = Callable[[Builder, Node, tuple[Node, ...]], Node | None]
 
 def rewrite(graph: Graph, rule: Rule) -> Graph:
     """Rebuild the graph: ``rule`` returns what replaces a node, or None to copy it."""
-    builder, new = Builder(), {}
+    builder = Builder()
+    new: dict[Node, Node] = {}
     for node in graph.nodes:
         builder.origin = node.origin
         inputs = tuple(new[i] for i in node.inputs)

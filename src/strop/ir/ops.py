@@ -45,12 +45,16 @@ class Op:
     cpp: str = ""
     reference: Callable[..., Any] | None = None
     operands: Operands = Operands.RESULT
-    when: Callable[[Mapping[str, Any]], bool] = lambda attrs: True  # picks among rows of an overload
+    when: Callable[[Mapping[str, Any]], bool] = lambda attrs: (
+        True
+    )  # picks among rows of an overload
     example: tuple[float, float] = (-3.0, 3.0)  # operand range that tests draw from
     attrs: Mapping[str, Any] = field(default_factory=dict)  # attribute values that tests use
 
 
-def _pointwise(name: str, overloads: tuple[Any, ...], triton: str, cpp: str = "", **more: Any) -> Op:
+def _pointwise(
+    name: str, overloads: tuple[Any, ...], triton: str, cpp: str = "", **more: Any
+) -> Op:
     return Op(name, Kind.POINTWISE, overloads, triton, cpp or triton, **more)
 
 
@@ -116,7 +120,7 @@ POINTWISE: tuple[Op, ...] = (
                operands=Operands.PROMOTED),
     _pointwise("ne", (aten.ne.Tensor, aten.ne.Scalar), "{0} != {1}", reference=torch.ne,
                operands=Operands.PROMOTED),
-    _pointwise("logical_and", (aten.logical_and.default, aten.bitwise_and.Tensor), "{0} & {1}",
+    _pointwise("logical_and", (aten.logical_and.default,), "{0} & {1}",
                reference=torch.logical_and, example=(0, 1)),
     # The one row that rounds: the user asked for it. Code generators print it by result type.
     _pointwise("cast", (aten._to_copy.default,), "{0}", operands=Operands.OWN,

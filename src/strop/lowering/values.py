@@ -21,6 +21,9 @@ from strop.ir.ops import Kind, Operands, compute_dtype
 from strop.lowering.axes import ONE, AxisTable, Strides
 
 
+ZERO = const(0)
+
+
 @dataclass(frozen=True, slots=True)
 class Dim:
     """Position along one dim: the axes, row-major, plus a shift.
@@ -29,7 +32,7 @@ class Dim:
     """
 
     axes: tuple[int, ...]
-    shift: Expr = const(0)
+    shift: Expr = ZERO
     partial: bool = False
 
 
@@ -191,7 +194,7 @@ class Values:
                 steps = {a: s * stride for a, s in self.axes.row_major(dim.axes).items()}
                 offset = offset + dim.shift * stride
             for axis, step in steps.items():
-                strides[axis] = strides.get(axis, const(0)) + step
+                strides[axis] = strides.get(axis, ZERO) + step
         access = Access(offset, tuple(strides.items()))
         args = (guard,) if guard else ()
         return self.emit("load", args, compute_dtype(node.dtype), access, view.base)
@@ -242,7 +245,7 @@ class Values:
         """Nested selects; each piece loads only where it is the one selected."""
         dim = node.attrs["dim"]
         position = self._position(index[dim])
-        starts = [const(0)]
+        starts = [ZERO]
         for piece in node.inputs:
             starts.append(starts[-1] + piece.shape[dim])
         result = ""
@@ -258,7 +261,7 @@ class Values:
         return result
 
     def _between(self, position: str, start: Expr, end: Expr, total: Expr) -> str:
-        bounds = [("ge", start)] if start != const(0) else []
+        bounds = [("ge", start)] if start != ZERO else []
         bounds += [("lt", end)] if end != total else []
         inside: str | None = None
         for op, bound in bounds:
@@ -321,7 +324,7 @@ class Values:
         strides = Strides()
         for dim, size, stride in zip(index, node.shape, node.strides, strict=True):
             strides |= self.axes.match(dim.axes, [(size, stride)])
-        access = Access(const(0), tuple(strides.items()))
+        access = Access(ZERO, tuple(strides.items()))
         self.drafts.append(Draft("store", (), (name,), node.dtype, access, node))
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from strop.ir.graph import Graph
 from strop.options import Options
+from strop.passes.bias_to_consumer import bias_to_consumer
 from strop.passes.canonicalize import canonicalize
 from strop.passes.channels_last import channels_last
 from strop.passes.dot_merge import dot_merge
@@ -19,6 +20,7 @@ PIPELINE: tuple[Pass, ...] = (
     canonicalize,  # no-ops away, equal nodes merged
     pointwise_conv,  # 1x1 convolution as GEMM; other biases to the consumer
     dot_merge,  # GEMMs of one input as one GEMM
+    bias_to_consumer,  # biases into the kernels that read the results
     channels_last,  # memory order of every value, copies where an anchor needs one
 )
 

@@ -9,6 +9,7 @@ from strop.ir.dims import const
 from strop.ir.graph import Builder, Graph, Node, rewrite
 from strop.options import Options
 
+
 def canonicalize(graph: Graph, options: Options) -> Graph:
     return rewrite(graph, _simplify)
 

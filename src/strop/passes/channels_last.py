@@ -22,20 +22,24 @@ BSHD = (0, 2, 1, 3)  # attention results: (B, H, S, D) values laid out as (B, S,
 
 
 def channels_last(graph: Graph, options: Options) -> Graph:
-    b, new = Builder(), {}
+    b = Builder()
+    new: dict[Node, Node] = {}
     for node in graph.nodes:
         b.origin = node.origin
         inputs = tuple(new[i] for i in node.inputs)
         new[node] = _relaid(b, node, inputs, graph.hints)
-    outputs = [_contiguous(b, new[o], o.order if o.op == "input" else None) for o in graph.outputs]
+    outputs = [_contiguous(b, new[o], o.order if o.op in ("input", "copy") else None)
+               for o in graph.outputs]  # fmt: skip
     return finish(b, [new[i] for i in graph.inputs], outputs, graph.hints)
 
 
 def _relaid(b: Builder, node: Node, inputs: tuple[Node, ...], hints: Mapping[str, int]) -> Node:
     if node.op == "input" or node.kind is Kind.VIEW or node.op in ("constant", "item"):
         return b.copy_of(node, inputs)
-    order: Order = None
-    if node.op == "conv2d":
+    order: Order = node.order
+    if order is not None:
+        pass  # the frontend knows what the user expects
+    elif node.op == "conv2d":
         order = NHWC
         inputs = (_contiguous(b, inputs[0], NHWC), *inputs[1:])
     elif node.op == "linear":

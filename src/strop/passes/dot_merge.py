@@ -17,7 +17,8 @@ def dot_merge(graph: Graph, options: Options) -> Graph:
     groups = _groups(graph)
     if not groups:
         return graph
-    b, new = Builder(), {}
+    b = Builder()
+    new: dict[Node, Node] = {}
     extra: list[Node] = []
     for node in graph.nodes:
         if node in new:
@@ -56,8 +57,9 @@ def _merge(b: Builder, nodes: list[Node], new: dict[Node, Node], extra: list[Nod
         parts = [node.inputs[position] for node in nodes]
         rows = sum((part.shape[0] for part in parts), start=const(0))
         index = num_inputs + len(extra)
-        weight = b.make("input", (), (rows, *parts[0].shape[1:]), parts[0].dtype, index=index, state=True,
-                        merged=tuple(part.attrs["index"] for part in parts))  # fmt: skip
+        merged_from = tuple(part.attrs["index"] for part in parts)
+        weight = b.make("input", (), (rows, *parts[0].shape[1:]), parts[0].dtype, index=index,
+                        state=True, merged=merged_from)  # fmt: skip
         extra.append(weight)
         merged.append(weight)
     width: Expr = merged[1].shape[0]

@@ -21,10 +21,10 @@ from strop.errors import UnsupportedError
 from strop.options import Options
 from strop.runtime import graphs
 from strop.runtime.executor import Bound, Workspace
-from strop.runtime.kernels import KernelLibrary, kernel_library
+from strop.runtime.kernels import KernelLibrary
 from strop.runtime.signature import Shapes, Skeleton, flatten, solve_roots
 from strop.runtime.state import ModuleState, place
-from strop.runtime.variants import Variant, VariantStore
+from strop.runtime.variants import Variant, VariantStore, library_for
 
 log = logging.getLogger("strop")
 
@@ -186,9 +186,7 @@ class Dispatcher:
         return entry
 
     def _library(self) -> KernelLibrary:
-        device = self._device
-        return kernel_library(device.type, device.index or 0, self.options.cache_dir,
-                              self.options.build_workers)  # fmt: skip
+        return library_for(self._device, self.options)
 
     def _bound(self, entry: Entry, workspace: Workspace, stream: int) -> Bound:
         assert entry.variant is not None
@@ -215,9 +213,8 @@ class Dispatcher:
         inputs = [t if t.is_contiguous() else t.contiguous() for t in tensors]
         entry.uses += 1
         device = self._device
-        if device.type == "cuda" and self.options.cuda_graphs and entry.uses > 1:
-            if not torch.cuda.is_current_stream_capturing():
-                return self._replay(key, entry, inputs)
+        if self._wants_graph(entry):
+            return self._replay(key, entry, inputs)
         stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
         bound = entry.bounds.get(stream)
         if bound is None:
@@ -228,6 +225,12 @@ class Dispatcher:
         if entry.uses == 1 and self.options.check_finite:
             self._check_finite(results, tensors)
         return pytree.tree_unflatten(results, entry.variant.out_spec)
+
+    def _wants_graph(self, entry: Entry) -> bool:
+        """From the second use of a shape on, unless the caller is capturing a graph himself."""
+        if self._device.type != "cuda" or not self.options.cuda_graphs or entry.uses < 2:
+            return False
+        return not torch.cuda.is_current_stream_capturing()
 
     def _replay(self, key: Hashable, entry: Entry, inputs: list[Tensor]) -> Any:
         assert entry.variant is not None
@@ -250,5 +253,3 @@ class Dispatcher:
             "" if given else "; the arguments hold NaN or inf already")  # fmt: skip
         self.counters.nonfinite.append(text)
         log.warning("%s", text)
-
-

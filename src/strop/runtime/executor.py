@@ -19,7 +19,7 @@ from torch import Tensor
 from strop.errors import ShapeError
 from strop.ir.dims import Expr
 from strop.ir.program import CallStep, KernelStep, Program, TensorRef
-from strop.runtime.calls import ALLOCATING, PLANNED_OUT, overload
+from strop.runtime.calls import ALLOCATING, CUDA_ALLOCATING, CUDA_PLANNED_OUT, PLANNED_OUT, overload
 from strop.runtime.kernels import BoundKernel, KernelLibrary
 from strop.runtime.memory import Interval, plan_arena
 
@@ -47,6 +47,9 @@ class Bound:
                  kernels: KernelLibrary, workspace: Workspace, stream: int) -> None:  # fmt: skip
         self.program, self.env, self.stream = program, env, stream
         self._state, self._kernels, self._workspace = state, kernels, workspace
+        on_cuda = program.device == "cuda"
+        self._planned_calls = CUDA_PLANNED_OUT if on_cuda else PLANNED_OUT
+        self._allocating_calls = CUDA_ALLOCATING if on_cuda else ALLOCATING
         self._sizes: dict[Expr, int] = {}
         self._shapes = [self._eval_all(b.shape) for b in program.buffers]
         self._strides = [self._eval_all(b.strides) for b in program.buffers]
@@ -79,9 +82,9 @@ class Bound:
         first: dict[int, int] = {}
         last: dict[int, int] = {}
         for position, step in enumerate(self.program.steps):
-            for buffer in _touched(step):
-                first.setdefault(buffer, position)
-                last[buffer] = position
+            for touched in _touched(step):
+                first.setdefault(touched, position)
+                last[touched] = position
         for item in self.program.returned:
             if item.tensor is not None:
                 last[item.tensor.buffer] = len(self.program.steps)
@@ -199,9 +202,9 @@ class Bound:
     def _link_call(self, position: int, step: CallStep) -> Callable[[], None]:
         attrs = {name: self._concrete(value) for name, value in step.attrs}
         getters = [self._getter(ref) for ref in step.inputs]
-        if step.op in PLANNED_OUT:
+        if step.op in self._planned_calls:
             return self._link_planned(step, getters, attrs)
-        call, outputs = ALLOCATING[step.op](attrs), step.outputs
+        call, outputs = self._allocating_calls[step.op](attrs), step.outputs
         single = step.op != "aten" or attrs["single"]
         if step.op == "aten" and _returns_view(attrs["target"]):
             call = _copied(call)  # a view of the arena would not outlive its operand
@@ -225,15 +228,15 @@ class Bound:
 
     def _link_planned(self, step: CallStep, getters: list[Getter], attrs: Mapping[str, Any]
                       ) -> Callable[[], None]:  # fmt: skip
-        call, (number,) = PLANNED_OUT[step.op](attrs), step.outputs
+        call, (number,) = self._planned_calls[step.op](attrs), step.outputs
         shape = self._shapes[number]
         if step.op == "linear":
             shape = (math.prod(shape[:-1]), shape[-1])
         fixed, slots = self._slots[number], self._slots
         if fixed is not None:
-            out = fixed.view(shape)
+            out = fixed.view(shape) if step.op == "linear" else fixed
             return lambda: call([get() for get in getters], out)
-        return lambda: call([get() for get in getters], slots[number].view(shape))  # type: ignore[union-attr]
+        return lambda: call([get() for get in getters], _reshaped(slots[number], shape))
 
     def _concrete(self, value: Any) -> Any:
         if isinstance(value, Expr):
@@ -276,6 +279,18 @@ class Bound:
                 slots[number] = None
         return returned
 
+    def in_layout(self, tensors: Sequence[Tensor | None]) -> list[Tensor]:
+        """Arguments by index -> those that ``run`` wants, copied where laid out otherwise."""
+        wanted = [(n, b.index) for n, b in enumerate(self.program.buffers)
+                  if b.kind == "input" and not self.program.inputs[b.index].is_state]  # fmt: skip
+        result = []
+        for number, index in wanted:
+            tensor = tensors[index]
+            if tensor is None:  # a size: nothing reads it
+                tensor = torch.empty_strided(self._shapes[number], self._strides[number])
+            result.append(_laid_out(tensor, self._strides[number]))
+        return result
+
     def _fill(self, number: int, tensor: Tensor) -> None:
         if tensor.stride() != self._strides[number] and not _same_layout(
             tensor, self._strides[number]
@@ -302,6 +317,11 @@ def _copied(call: Callable[[Sequence[Tensor]], Any]) -> Callable[[Sequence[Tenso
     return run
 
 
+def _reshaped(tensor: Tensor | None, shape: tuple[int, ...]) -> Tensor:
+    assert tensor is not None
+    return tensor if tensor.shape == shape else tensor.view(shape)
+
+
 def _touched(step: KernelStep | CallStep) -> Sequence[int]:
     if isinstance(step, KernelStep):
         return step.buffers
@@ -324,8 +344,8 @@ def _same_layout(tensor: Tensor, strides: Sequence[int]) -> bool:
 
 
 def _laid_out(value: Tensor, strides: Sequence[int]) -> Tensor:
-    """A library result in the memory order of the plan; copied only if the library chose another."""
+    """A library result in the memory order of the plan, copied if the library chose another."""
     if _same_layout(value, strides):
         return value
-    copy = torch.empty_strided(value.shape, strides, dtype=value.dtype, device=value.device)  # type: ignore[arg-type]
+    copy = torch.empty_strided(value.shape, strides, dtype=value.dtype, device=value.device)
     return copy.copy_(value)

@@ -12,6 +12,7 @@ import importlib.metadata
 import inspect
 import json
 import logging
+from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -46,17 +47,28 @@ def key_of(module: nn.Module, state: ModuleState, skeleton: Skeleton, shapes: Sh
         parts.append(f"{_qualified(type(processor))}")
         sources |= {_source_digest(type(part)), _source_digest(type(processor))}
     parts += sorted(sources)
-    parts.append(repr(getattr(module, "config", "")))
+    parts.append(_config(module))
     parts += [f"{n}:{tuple(t.shape)}:{t.stride()}:{t.dtype}:{t.device}"
               for n, t in zip(state.names, state.tensors, strict=True)]  # fmt: skip
     parts += [repr(state.adapters), repr(skeleton), repr(shapes), str(torch.get_default_dtype())]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 
+def _config(module: nn.Module) -> str:
+    """Without private keys: diffusers lists default values there, in random order."""
+    config = getattr(module, "config", None)
+    if isinstance(config, Mapping):
+        return repr(sorted((k, repr(v)) for k, v in config.items() if not k.startswith("_")))
+    return repr(config)
+
+
 def _settings(part: nn.Module) -> str:
     """Plain attributes: flags such as ``upcast_attention`` decide what a forward does."""
-    plain = {k: v for k, v in vars(part).items()
-             if isinstance(v, bool | int | float | str | type(None)) and not k.startswith("_")}
+    plain = {
+        k: v
+        for k, v in vars(part).items()
+        if isinstance(v, bool | int | float | str | type(None)) and not k.startswith("_")
+    }
     return repr(sorted(plain.items()))
 
 
@@ -88,7 +100,7 @@ def _qualified(kind: type) -> str:
 
 
 @lru_cache(maxsize=4096)
-def _source_digest(kind: type) -> str:
+def _source_digest(kind: type[Any]) -> str:
     """Of the file that defines a class: a changed forward is another graph."""
     try:
         file = inspect.getsourcefile(kind)

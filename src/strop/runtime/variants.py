@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
@@ -25,7 +26,7 @@ from strop.frontend.importer import import_graph
 from strop.ir.program import Program
 from strop.options import Options
 from strop.runtime import stored_variants
-from strop.runtime.kernels import kernel_library
+from strop.runtime.kernels import KernelLibrary, kernel_library
 from strop.runtime.signature import Shapes, Skeleton, rebuild, solve_roots
 from strop.runtime.state import ModuleState
 
@@ -81,7 +82,8 @@ class VariantStore:
             self.reason = failed
             return None
         if shapes.is_ragged and self.variants.get(key):
-            return self._build_in_background(key, state, skeleton, shapes)
+            self._build_in_background(key, state, skeleton, shapes)
+            return None
         return self._build(key, state, skeleton, shapes)
 
     def _build_in_background(self, key: Any, state: ModuleState, skeleton: Skeleton,
@@ -115,11 +117,12 @@ class VariantStore:
         stored_key = stored_variants.key_of(self.module, state, skeleton, shapes, self.options)
         variant = stored_variants.load(stored_key, self.options)
         if variant is None:
+            library_for(shapes.specs[0].device, self.options).warm_up()
             variant = self._compile(state, skeleton, shapes)
             stored_variants.save(stored_key, variant, self.options)
         if variant.state_names != tuple(state.names):
             raise CaptureError(f"{self.name}: the module's parameters are not those of its graph")
-        library = _library(variant.program, shapes, self.options)
+        library = library_for(shapes.specs[0].device, self.options)
         built = time.perf_counter()
         library.build(variant.program.sources)
         seconds = time.perf_counter()
@@ -139,21 +142,22 @@ class VariantStore:
 
         captured = capture(clone, call, shapes.specs, shapes.hints)
         traced = time.perf_counter()
-        graph, returned = import_graph(captured.gm, captured.symbols, captured.hints,
-                                       captured.origins, len(captured.state_names))  # fmt: skip
+        imported = import_graph(captured.gm, captured.symbols, captured.hints, captured.origins,
+                                len(captured.state_names))  # fmt: skip
+        if imported.constants:
+            raise CaptureError(f"{self.name} makes tensors from Python data in its forward")
         device = shapes.specs[0].device.type
-        compiled = compile_graph(graph, Signature(returned, captured.guards), device, self.options)
+        compiled = compile_graph(imported.graph, Signature(imported.returned, captured.guards),
+                                 device, self.options)  # fmt: skip
         seconds = {"capture": traced - start, **compiled.seconds}
         return Variant(compiled.program, captured.input_specs, captured.out_spec,
                        captured.state_names, shapes.is_ragged, False, seconds, compiled
                        )  # fmt: skip
 
 
-def _library(program: Program, shapes: Shapes, options: Options) -> Any:
-    device = shapes.specs[0].device
+def library_for(device: torch.device, options: Options) -> KernelLibrary:
+    """The kernels of a device; CodegenError for devices that Strop has no code generator for."""
     if device.type not in ("cpu", "cuda"):
         raise CodegenError(f"no code generator for device {device}; cpu and cuda have one")
-    index = device.index or 0 if device.type == "cuda" else 0
-    return kernel_library(program.device, index, options.cache_dir, options.build_workers)
-
-
+    return kernel_library(device.type, device.index or 0, options.cache_dir,
+                          options.build_workers)  # fmt: skip

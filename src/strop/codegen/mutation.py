@@ -1,0 +1,56 @@
+"""In-place mutation: ``copy_(p, v)`` as a store into p by the kernel that computes v.
+
+Legal only when nobody can see the difference: no step after that kernel reads p, and the kernel
+itself reads p, if at all, at the very element that it is about to write. Otherwise the copy
+stays. (BladeDISC redirects without this proof, which is a race for ``p[:] = roll(p)``.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from strop.fusion.plan import FusionPlan, Group
+from strop.ir.affine import base_of
+from strop.ir.graph import Graph, Node
+from strop.ir.loops import Kernel, Load, Store
+from strop.ir.ops import Kind
+
+Lowered = Mapping[Group, tuple[Kernel, tuple[Node, ...]]]
+
+
+def redirected_stores(graph: Graph, plan: FusionPlan, lowered: Lowered) -> dict[Node, Node]:
+    """Computed value -> the input whose memory it may be written to directly."""
+    targets: dict[Node, Node] = {}
+    for write in (s for s in plan.steps if isinstance(s, Node) and s.op == "write"):
+        destination, value = write.inputs
+        makers = [s for s in plan.groups if value in s.stores]
+        if destination.op != "input" or not makers or value in targets:
+            continue
+        if value.strides != destination.strides or value.dtype != destination.dtype:
+            continue
+        if value in map(base_of, graph.outputs):
+            continue  # the caller's result must not change with p
+        if _is_unseen(destination, value, makers[0], write, plan.steps, lowered):
+            targets[value] = destination
+    return targets
+
+
+def _is_unseen(destination: Node, value: Node, maker: Group, write: Node,
+               steps: Sequence[Group | Node], lowered: Lowered) -> bool:  # fmt: skip
+    after = steps[steps.index(maker) + 1 :]
+    if any(destination in _reads(s, lowered) for s in after if s is not write):
+        return False
+    kernel, buffers = lowered[maker]
+    if destination not in buffers:
+        return True
+    read, written = buffers.index(destination), buffers.index(value)
+    stmts = kernel.body + kernel.tail
+    stores = {s.index for s in stmts if isinstance(s, Store) and s.param == written}
+    return all(s.index in stores for s in stmts if isinstance(s, Load) and s.param == read)
+
+
+def _reads(step: Group | Node, lowered: Lowered) -> set[Node]:
+    if isinstance(step, Group):
+        return set(lowered[step][1])
+    found = {base_of(i) for i in step.inputs}
+    return found | {i for i in step.inputs if i.kind is not Kind.VIEW}

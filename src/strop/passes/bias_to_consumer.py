@@ -1,0 +1,30 @@
+"""The bias of a linear moves into the kernel that reads its result, where it is free.
+
+A bias epilogue costs 0.4 to 4 us a GEMM on an H100 (docs/log.md), an operand of a kernel that
+runs anyway next to nothing. Linears that a library call or the user reads keep theirs.
+"""
+
+from __future__ import annotations
+
+from strop.ir.graph import Builder, Graph, Node, rewrite
+from strop.ir.ops import Kind
+from strop.options import Options
+
+
+def bias_to_consumer(graph: Graph, options: Options) -> Graph:
+    users = graph.users()
+
+    def is_read_by_kernels(node: Node) -> bool:
+        return node not in graph.outputs and all(
+            user.kind in (Kind.POINTWISE, Kind.REDUCTION)
+            or (user.kind is Kind.VIEW and is_read_by_kernels(user))
+            for user in users[node]
+        )
+
+    def rule(b: Builder, node: Node, inputs: tuple[Node, ...]) -> Node | None:
+        if node.op != "linear" or len(inputs) < 3 or not is_read_by_kernels(node):
+            return None
+        y = b.make("linear", inputs[:2], node.shape, node.dtype)
+        return b.pointwise("add", y, inputs[2], dtype=node.dtype, alpha=1)
+
+    return rewrite(graph, rule)

@@ -1,0 +1,197 @@
+"""``torch.compile(model, backend="strop")``: Dynamo and AOTAutograd around the same compiler.
+
+Torch decides when to trace again. Each further graph then costs little: kernels are shared by
+the process and the disk. Forward and backward graphs of a training step come the same way.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._dynamo.backends.common import aot_autograd
+from torch._guards import detect_fake_mode
+from torch.fx import GraphModule
+
+from strop.backend import Compiled, compile_graph
+from strop.codegen.assemble import Signature
+from strop.errors import OptionError, ShapeError, UnsupportedError
+from strop.frontend.importer import import_graph
+from strop.frontend.symbols import Symbols
+from strop.ir.dims import Expr, symbol
+from strop.ir.program import Program
+from strop.options import Options
+from strop.runtime.executor import Bound, Workspace
+from strop.runtime.kernels import KernelLibrary, kernel_library
+
+log = logging.getLogger("strop")
+
+
+@dataclass(frozen=True, slots=True)
+class AotRecord:
+    """One graph that torch asked for, for ``explain``."""
+
+    compiled: Compiled
+    seconds: float
+    kernels_built: int
+
+
+@dataclass
+class AotLog:
+    """Everything compiled through torch.compile in this process."""
+
+    records: list[AotRecord] = field(default_factory=list)
+    fallbacks: dict[str, int] = field(default_factory=dict)
+
+
+AOT_LOG = AotLog()
+
+
+def compile_dynamo(gm: GraphModule, example_inputs: Sequence[Any], **given: Any) -> Any:
+    """The Dynamo backend. ``options={...}`` of torch.compile are fields of strop.Options."""
+    given.pop("mode", None)
+    unknown = sorted(set(given.get("options") or given) - set(Options.__dataclass_fields__))
+    if unknown:
+        raise OptionError(f"torch.compile(backend='strop') got unknown options {unknown}")
+    options = Options.from_environment(**(given.get("options") or given))
+
+    def compile_one(graph: GraphModule, inputs: Sequence[Any]) -> Any:
+        return _compile(graph, inputs, options)
+
+    backend = aot_autograd(fw_compiler=compile_one, bw_compiler=compile_one,
+                           inference_compiler=compile_one,
+                           keep_inference_input_mutations=True)  # fmt: skip
+    return backend(gm, example_inputs)
+
+
+def _compile(gm: GraphModule, inputs: Sequence[Any], options: Options) -> Any:
+    started = time.perf_counter()
+    try:
+        program, compiled, constants = _program(gm, inputs, options)
+    except (UnsupportedError, ShapeError) as error:
+        if options.strict:
+            raise
+        log.warning("a graph of %d nodes runs in torch: %s", len(gm.graph.nodes), error)
+        AOT_LOG.fallbacks[str(error)] = AOT_LOG.fallbacks.get(str(error), 0) + 1
+        return _boxed(gm.forward)
+    device = _device_of(inputs)
+    library = kernel_library(device.type, device.index or 0, options.cache_dir,
+                             options.build_workers)  # fmt: skip
+    before = library.counts[0]
+    library.build(program.sources)
+    built = library.counts[0] - before
+    AOT_LOG.records.append(AotRecord(compiled, time.perf_counter() - started, built))
+    roots = [_root(fx.meta["val"]) for fx in gm.graph.nodes if fx.op == "placeholder"]
+    return _boxed(AotProgram(program, library, device, roots, constants))
+
+
+def _program(gm: GraphModule, inputs: Sequence[Any], options: Options
+             ) -> tuple[Program, Compiled, list[Tensor]]:  # fmt: skip
+    mode = detect_fake_mode(inputs)
+    symbols, hints, guards = Symbols(), {}, ()
+    if mode is not None and mode.shape_env is not None:
+        env = mode.shape_env
+        # the name changed from torch 2.11 to 2.13
+        values = env.backed_var_to_val if hasattr(env, "backed_var_to_val") else env.var_to_val
+        torch_hints = {s.name: int(v) for s, v in values.items()}
+        expressions = [guard.expr for guard in env.guards]
+        symbols.replace(env.replacements)
+        symbols.solve(expressions, torch_hints)
+        hints = symbols.root_values(torch_hints)
+    imported = import_graph(gm, symbols, hints, _origins(gm))
+    compiled = compile_graph(imported.graph, Signature(imported.returned, guards),
+                             _device_of(inputs).type, options)  # fmt: skip
+    return compiled.program, compiled, imported.constants
+
+
+def _origins(gm: GraphModule) -> dict[str, str]:
+    """The innermost module of each node, as Dynamo recorded it."""
+    found = {}
+    for fx in gm.graph.nodes:
+        stack = fx.meta.get("nn_module_stack")
+        if stack:
+            path = list(stack.values())[-1][0]
+            found[fx.name] = path.removeprefix("L['self'].").removeprefix("L['fn'].")
+    return found
+
+
+def _device_of(inputs: Sequence[Any]) -> torch.device:
+    devices = [t.device for t in inputs if isinstance(t, Tensor)]
+    kinds = {d for d in devices if d.type != "cpu"}
+    if len(kinds) > 1:
+        raise UnsupportedError(f"one graph over several devices: {sorted(map(str, kinds))}")
+    return kinds.pop() if kinds else torch.device("cpu")
+
+
+def _root(value: Any) -> Any:
+    """What a placeholder tells about sizes: a SymInt's expression, or a tensor's sizes."""
+    if isinstance(value, Tensor):
+        return tuple(value.shape)
+    return value
+
+
+def _boxed(function: Callable[..., Any]) -> Any:
+    """AOTAutograd frees activations early when it can hand them over in a list."""
+
+    def boxed(arguments: list[Any]) -> Any:
+        taken = list(arguments)
+        arguments.clear()
+        return function(*taken)
+
+    boxed._boxed_call = True  # type: ignore[attr-defined]
+    return boxed
+
+
+class AotProgram:
+    """A program whose every argument, weights too, comes with the call."""
+
+    def __init__(self, program: Program, library: KernelLibrary, device: torch.device,
+                 roots: Sequence[Any], constants: Sequence[Tensor]) -> None:  # fmt: skip
+        self.program, self.library, self.device = program, library, device
+        self._is_tensor = [isinstance(r, tuple) for r in roots]
+        self._constants = list(constants)
+        self._bounds: dict[Hashable, Bound] = {}
+        self._workspaces: dict[int, Workspace] = {}
+        self._lock = threading.Lock()
+
+    def __call__(self, *arguments: Any) -> list[Any]:
+        tensors = [self._placed(a) if is_tensor else None
+                   for a, is_tensor in zip(arguments, self._is_tensor, strict=True)]  # fmt: skip
+        with self._lock, torch.no_grad():
+            key = tuple(a.shape if isinstance(a, Tensor) else a for a in arguments)
+            stream = 0
+            if self.device.type == "cuda":
+                stream = torch.cuda.current_stream(self.device).cuda_stream
+            bound = self._bounds.get((key, stream))
+            if bound is None:
+                workspace = self._workspaces.setdefault(stream, Workspace(self.device))
+                state: list[Tensor | None] = [*(None for _ in arguments), *self._constants]
+                bound = self._bounds[key, stream] = Bound(
+                    self.program, self._env(arguments), state, self.library, workspace, stream
+                )
+            return bound.run(bound.in_layout(tensors))
+
+    def _placed(self, tensor: Tensor) -> Tensor:
+        return tensor if tensor.device == self.device else tensor.to(self.device)
+
+    def _env(self, arguments: Sequence[Any]) -> dict[str, int]:
+        env: dict[str, int] = {}
+        for spec, argument in zip(self.program.inputs, arguments, strict=False):
+            sizes = argument.shape if isinstance(argument, Tensor) else (argument,)
+            for size, value in zip(spec.shape, sizes, strict=False):
+                _learn(size, int(value), env)
+        return env
+
+
+def _learn(size: Expr, value: int, env: dict[str, int]) -> None:
+    """``size`` has ``value``: that fixes its root when it is a multiple of one."""
+    if len(size.roots) == 1:
+        (name,) = size.roots
+        if size == size.divisor * symbol(name):
+            env.setdefault(name, value // size.divisor)
