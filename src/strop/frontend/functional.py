@@ -1,0 +1,63 @@
+"""In-place calls of a traced graph as the calls that return a new value.
+
+``y.add_(1)`` becomes ``y = y + 1`` where nobody can see the difference: only the mutated value
+itself is read afterwards. A module that writes into its arguments, its state, or a tensor that
+another view still reads is not captured; it runs in eager.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from strop.errors import CaptureError
+
+
+def make_functional(gm: GraphModule) -> None:
+    """Raises CaptureError for a mutation that cannot be taken out."""
+    changed = False
+    for node in list(gm.graph.nodes):
+        if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable:
+            _replace(gm.graph, node)
+            changed = True
+    if changed:
+        gm.recompile()
+
+
+def _replace(graph: Graph, node: Node) -> None:
+    target, overload = node.args[0], _functional_overload(node.target)
+    if overload is None or not isinstance(target, Node):
+        raise CaptureError(f"{node.target} has no form without mutation")
+    if target.op != "call_function":
+        raise CaptureError(f"{node.target} writes into an argument or a weight")
+    nodes = list(graph.nodes)
+    position = nodes.index(node)
+    later = set(nodes[position + 1 :])
+    for other in nodes[:position]:
+        is_alias = other is not target and _storage(other) == _storage(node)
+        if is_alias and not later.isdisjoint(other.users):
+            raise CaptureError(f"{node.target} writes into a tensor that another view reads later")
+    with graph.inserting_after(node):
+        value = graph.call_function(overload, node.args, dict(node.kwargs))
+    value.name, value.meta = node.name, node.meta
+    node.replace_all_uses_with(value)
+    target.replace_all_uses_with(value, delete_user_cb=lambda user: user in later)
+    graph.erase_node(node)
+
+
+def _functional_overload(overload: Any) -> Any:
+    """aten.add_.Tensor -> aten.add.Tensor; None when there is none or more than self is written."""
+    schema = overload._schema
+    written = [a for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+    name = schema.name.removeprefix("aten::")
+    if written != schema.arguments[:1] or not name.endswith("_") or "::" in name:
+        return None
+    packet = getattr(torch.ops.aten, name[:-1], None)
+    return getattr(packet, overload._overloadname, None)
+
+
+def _storage(node: Node) -> int | None:
+    value = node.meta.get("val")
+    return value.untyped_storage()._cdata if isinstance(value, torch.Tensor) else None
