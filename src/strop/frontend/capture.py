@@ -29,10 +29,15 @@ from torch.fx.experimental.symbolic_shapes import (
 )
 
 from strop.errors import CaptureError
+from strop.frontend.functional import make_functional
 from strop.frontend.operators import Retarget
 from strop.frontend.symbols import Symbols
 from strop.ir.dims import Expr, parse, symbol
 from strop.ir.program import Guard
+
+
+# what a module may raise that meets fake tensors where it expects real ones
+_MODULE_ERRORS = (RuntimeError, ValueError, TypeError, AttributeError, LookupError, AssertionError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +83,13 @@ def named_state(module: nn.Module) -> dict[str, Tensor]:
 def clone_structure(module: nn.Module) -> nn.Module:
     """A copy of the modules that shares every tensor, to trace without disturbing other threads."""
     memo: dict[int, Any] = {id(t): t for t in named_state(module).values()}
+    try:
+        return _deep_copied(module, memo)
+    except TypeError as error:  # locks, generators, open files
+        raise CaptureError(f"{type(module).__name__} cannot be copied: {error}") from error
+
+
+def _deep_copied(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     for part in module.modules():
         replaced = part.__dict__.get("forward")
         if replaced is not None:
@@ -110,6 +122,7 @@ def capture(
         with mode:
             fakes = [_fake_input(spec, roots) for spec in specs]
         gm, out_spec, origins = _trace(module, call, fake_state, fakes, mode)
+        make_functional(gm)
     symbols = Symbols({str(root.node.expr): symbol(name) for name, root in roots.items()})
     symbols.replace(shape_env.replacements)
     expressions = [guard.expr for guard in shape_env.guards]
@@ -167,7 +180,7 @@ def _trace(
     try:
         with mode, Retarget(), _record_origins(module, origins):
             gm = make_fx(flat, tracing_mode="real")(state, *fakes)
-    except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:
+    except _MODULE_ERRORS as error:
         where = origins.get("<current>", "") or type(module).__name__
         raise CaptureError(
             f"tracing {type(module).__name__} failed in {where}: {type(error).__name__}: {error}"
