@@ -43,7 +43,7 @@ def compile_graph(graph: Graph, signature: Signature, device: str, options: Opti
     clock.lap("fusion")
     stored = {node for group in fusion.groups for node in group.stores}
     kernels = {group: lower(group, stored, graph.hints) for group in fusion.groups}
-    lowered = {group: (low.kernel, low.buffers) for group, low in kernels.items()}
+    lowered = {group: (low.kernel, low.buffers, low.offsets) for group, low in kernels.items()}
     clock.lap("lowering")
     program = assemble(graph, fusion, lowered, signature, TARGETS[device])
     clock.lap("codegen")

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from strop.codegen.mutation import redirected_stores
+from strop.codegen.mutation import Lowered, redirected_stores
 from strop.errors import ShapeError
 from strop.fusion.plan import FusionPlan, Group
 from strop.ir.affine import base_of, strided
@@ -67,10 +67,10 @@ class _Assembly:
 
 
 def assemble(
-    graph: Graph, plan: FusionPlan, lowered: Mapping[Group, tuple[Kernel, tuple[Node, ...]]],
+    graph: Graph, plan: FusionPlan, lowered: Lowered,
     signature: Signature, target: Target,
 ) -> Program:  # fmt: skip
-    """``lowered`` holds each group's kernel and the values behind its params."""
+    """``lowered`` holds each group's kernel, the values behind its params, and their offsets."""
     a = _Assembly(graph, target, redirected_stores(graph, plan, lowered))
     for position, node in enumerate(graph.inputs):
         a.add(node, "input", index=position)
@@ -100,8 +100,10 @@ def _is_redirected(a: _Assembly, step: Node) -> bool:
     return step.op == "write" and a.redirected.get(step.inputs[1]) is step.inputs[0]
 
 
-def _kernel_step(a: _Assembly, group: Group, kernel: Kernel, buffers: tuple[Node, ...],
-                 results: set[Node]) -> KernelStep:  # fmt: skip
+def _kernel_step(
+    a: _Assembly, group: Group, kernel: Kernel, buffers: tuple[Node, ...],
+    offsets: tuple[Expr, ...], results: set[Node],
+) -> KernelStep:  # fmt: skip
     for node in group.stores:
         if node in a.redirected:
             a.number[node] = a.number[a.redirected[node]]
@@ -111,7 +113,7 @@ def _kernel_step(a: _Assembly, group: Group, kernel: Kernel, buffers: tuple[Node
     index = a.sources.setdefault(emitted.source, len(a.sources))
     ops = tuple(dict.fromkeys(n.op for n in group.nodes))
     writes = tuple(a.number[n] for n in group.stores)
-    return KernelStep(index, tuple(a.number[n] for n in buffers), writes, emitted.scalars,
+    return KernelStep(index, tuple(a.number[n] for n in buffers), offsets, writes, emitted.scalars,
                       group.origin, ops)  # fmt: skip
 
 

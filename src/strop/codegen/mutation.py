@@ -11,11 +11,12 @@ from collections.abc import Mapping, Sequence
 
 from strop.fusion.plan import FusionPlan, Group
 from strop.ir.affine import base_of
+from strop.ir.dims import Expr
 from strop.ir.graph import Graph, Node
 from strop.ir.loops import Kernel, Load, Store
 from strop.ir.ops import Kind
 
-Lowered = Mapping[Group, tuple[Kernel, tuple[Node, ...]]]
+Lowered = Mapping[Group, tuple[Kernel, tuple[Node, ...], tuple[Expr, ...]]]
 
 
 def redirected_stores(graph: Graph, plan: FusionPlan, lowered: Lowered) -> dict[Node, Node]:
@@ -40,10 +41,12 @@ def _is_unseen(destination: Node, value: Node, maker: Group, write: Node,
     after = steps[steps.index(maker) + 1 :]
     if any(destination in _reads(s, lowered) for s in after if s is not write):
         return False
-    kernel, buffers = lowered[maker]
+    kernel, buffers, offsets = lowered[maker]
     if destination not in buffers:
         return True
     read, written = buffers.index(destination), buffers.index(value)
+    if offsets[read] != offsets[written]:
+        return False
     stmts = kernel.body + kernel.tail
     stores = {s.index for s in stmts if isinstance(s, Store) and s.param == written}
     return all(s.index in stores for s in stmts if isinstance(s, Load) and s.param == read)

@@ -22,8 +22,8 @@ class UNetAdapter(Adapter):
     """
 
     def __init__(self, unet: nn.Module) -> None:
-        self.unet: Any = unet
-        self.factor = 2 ** (len(self.unet.config.block_out_channels) - 1)
+        config: Any = unet.config
+        self.factor = 2 ** (len(config.block_out_channels) - 1)
 
     def normalise(self, args: tuple[Any, ...], kwargs: dict[str, Any]
                   ) -> tuple[tuple[Any, ...], dict[str, Any]]:  # fmt: skip

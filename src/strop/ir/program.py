@@ -74,6 +74,7 @@ class KernelStep:
 
     kernel: int
     buffers: tuple[int, ...]
+    offsets: tuple[Expr, ...]  # per buffer, in elements
     writes: tuple[int, ...]
     scalars: tuple[Expr, ...]
     origin: str

@@ -33,10 +33,12 @@ MAX_COLS = 4096  # static inner axes are gathered into one inner level up to thi
 
 @dataclass(frozen=True, slots=True)
 class Lowered:
-    """A kernel and, for each of its params, the value whose buffer it reads or writes."""
+    """A kernel and, for each of its params, the value whose buffer it reads or writes, and from
+    which element on: a slice that is read at one offset only is not a kernel of its own."""
 
     kernel: Kernel
     buffers: tuple[Node, ...]
+    offsets: tuple[Expr, ...]
 
 
 def lower(group: Group, stored: Set[Node], hints: Mapping[str, int]) -> Lowered:
@@ -78,9 +80,11 @@ class _Finish:
         merged, stmts = _merge_axes(flagged, stmts)
         rows, cols = _rows_and_cols(schedule, merged)
         stmts, rows, cols = _renamed(stmts, rows, cols)
+        offsets = tuple(_common_offset(stmts, i, p) for i, p in enumerate(self.params))
+        stmts = [_moved(stmt, offsets) for stmt in stmts]
         body, tail = _body_and_tail(schedule, stmts)
         kernel = Kernel(_name(self.group), schedule, rows, cols, tuple(self.params), body, tail)
-        return Lowered(kernel, tuple(self.buffers))
+        return Lowered(kernel, tuple(self.buffers), offsets)
 
     def _param(self, node: Node, *, is_output: bool) -> int:
         if node not in self.buffers:
@@ -122,6 +126,21 @@ class _Finish:
             stride_of = {axis: stride.eval(self.hints) for axis, stride in main.strides}
         names = sorted(used, key=lambda a: (-stride_of.get(a, 0), a))
         return [Axis(name, sizes[name]) for name in names]
+
+
+def _common_offset(stmts: Sequence[Stmt], number: int, param: Param) -> Expr:
+    """The offset of all accesses to a param, if it is one and keeps 16-byte alignment."""
+    offsets = {s.index.offset for s in stmts if isinstance(s, Load | Store) and s.param == number}
+    if len(offsets) != 1 or not next(iter(offsets)).is_multiple_of(16 // param.dtype.itemsize):
+        return const(0)
+    return offsets.pop()
+
+
+def _moved(stmt: Stmt, offsets: Sequence[Expr]) -> Stmt:
+    if not isinstance(stmt, Load | Store):
+        return stmt
+    offset = stmt.index.offset - offsets[stmt.param]
+    return replace(stmt, index=Index(offset, stmt.index.strides))
 
 
 def _deduplicated(stmts: Sequence[Stmt]) -> list[Stmt]:

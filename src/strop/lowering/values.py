@@ -20,7 +20,6 @@ from strop.ir.graph import Node
 from strop.ir.ops import Kind, Operands, compute_dtype
 from strop.lowering.axes import ONE, AxisTable, Strides
 
-
 ZERO = const(0)
 
 

@@ -124,7 +124,7 @@ class Bound:
         """Build argument arrays and views over this arena."""
         self._memory = memory
         self._slots: list[Tensor | None] = [None] * len(self.program.buffers)
-        self._patches: dict[int, list[tuple[BoundKernel, int]]] = defaultdict(list)
+        self._patches: dict[int, list[tuple[BoundKernel, int, int]]] = defaultdict(list)
         self._zeroed: list[Tensor] = []
         for number, buffer in enumerate(self.program.buffers):
             if buffer.kind == "arena":
@@ -153,7 +153,10 @@ class Bound:
 
     def _link_kernel(self, position: int, step: KernelStep) -> Callable[[], None]:
         source, scalars = self.program.sources[step.kernel], self._scalars(step)
-        pointers = [self._pointer(number) for number in step.buffers]
+        moves = [self._eval(offset) * self.program.buffers[number].dtype.itemsize
+                 for number, offset in zip(step.buffers, step.offsets, strict=True)]  # fmt: skip
+        pointers = [self._pointer(number) + move
+                    for number, move in zip(step.buffers, moves, strict=True)]  # fmt: skip
         named = _named(scalars, has_splits=source.split is not None)
         for index, scratch in enumerate(source.scratch):
             pointers.append(self._scratch_pointer(position, index, scratch.zeroed,
@@ -161,7 +164,7 @@ class Bound:
         bound = self._kernels.bind(source, pointers, scalars, self.stream)
         for slot, number in enumerate(step.buffers):
             if self._slots[number] is None:
-                self._patches[number].append((bound, slot))
+                self._patches[number].append((bound, slot, moves[slot]))
         return bound
 
     def _pointer(self, number: int) -> int:
@@ -219,8 +222,8 @@ class Bound:
                 if number >= 0:
                     slots[number] = laid = _laid_out(value, strides)
                     pointer = laid.data_ptr()
-                    for kernel, place in patches:
-                        kernel.set_pointer(place, pointer)
+                    for kernel, place, move in patches:
+                        kernel.set_pointer(place, pointer + move)
             for number in dead:
                 slots[number] = None
 
@@ -300,8 +303,8 @@ class Bound:
             )
         self._slots[number] = tensor
         pointer = tensor.data_ptr()
-        for kernel, place in self._patches[number]:
-            kernel.set_pointer(place, pointer)
+        for kernel, place, move in self._patches[number]:
+            kernel.set_pointer(place, pointer + move)
 
 
 def _returns_view(target: str) -> bool:

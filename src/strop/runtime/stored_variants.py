@@ -99,8 +99,7 @@ def _qualified(kind: type) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
-@lru_cache(maxsize=4096)
-def _source_digest(kind: type[Any]) -> str:
+def _source_digest(kind: type) -> str:
     """Of the file that defines a class: a changed forward is another graph."""
     try:
         file = inspect.getsourcefile(kind)
