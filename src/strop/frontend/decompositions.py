@@ -89,6 +89,8 @@ def _cat(im: Importer, fx: FxNode, tensors: Sequence[Any], dim: int = 0) -> Node
     nodes = [n for n in nodes if n.shape != (const(0),)]  # torch skips the legacy empty tensor
     dtype, shape = fx.meta["val"].dtype, im.shape(fx)
     nodes = [im.builder.cast(n, dtype) for n in nodes]
+    if len(nodes) == 1:
+        return nodes[0]
     return im.builder.make("cat", nodes, shape, dtype, dim=dim % len(shape))
 
 

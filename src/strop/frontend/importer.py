@@ -47,6 +47,8 @@ class Importer:
             value = value.meta["val"]
         if isinstance(value, torch.SymInt):
             return self.symbols.size(value)
+        if isinstance(value, torch.SymFloat | torch.SymBool):
+            raise UnsupportedError("a number that is read from a tensor or computed from a size")
         if isinstance(value, list | tuple):
             return tuple(self.literal(v) for v in value)
         return value

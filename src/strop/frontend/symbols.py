@@ -14,6 +14,7 @@ from typing import Any
 import sympy
 import torch
 from torch.utils._sympy.functions import CleanDiv, FloorDiv, Mod, PythonMod
+from torch.utils._sympy.symbol import SymT, symbol_is_type
 
 from strop.errors import UnsupportedError
 from strop.ir.dims import Expr, const, symbol, to_expr
@@ -45,6 +46,8 @@ class Symbols:
     def _convert(self, e: Any) -> Expr:
         if isinstance(e, sympy.Integer):
             return const(int(e))
+        if isinstance(e, sympy.Symbol) and symbol_is_type(e, SymT.UNBACKED_INT):
+            raise UnsupportedError(f"size {e} depends on the values of a tensor")
         if isinstance(e, sympy.Symbol):
             return self.names.get(e.name, symbol(e.name))
         if isinstance(e, sympy.Pow) and isinstance(e.exp, sympy.Integer) and e.exp > 0:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from strop.ir.affine import base_of, merge, strided
+from strop.ir.affine import base_of, reduced_runs
 from strop.ir.dims import Expr, const
 from strop.ir.graph import Node
 from strop.ir.loops import Schedule
@@ -37,17 +37,8 @@ def reduction_schedule(node: Node, hints: Mapping[str, int]) -> Schedule | None:
 
     None when kept and reduced atoms alternate more often: such an operand is copied first.
     """
-    view = strided(node.inputs[0])
-    if view is None:
-        return None
-    atoms = [
-        (stride.eval(hints), d in node.attrs["dims"])
-        for d, dim in enumerate(view.dims)
-        for size, stride in merge(dim)
-    ]
-    flags = [reduced for _, reduced in sorted(atoms, key=lambda atom: -atom[0])]
-    runs = [f for i, f in enumerate(flags) if i == 0 or flags[i - 1] != f]
-    if runs in ([True], [False, True], []):
+    runs = reduced_runs(node.inputs[0], node.attrs["dims"], hints)
+    if runs in ([True], [False, True], [False], []):
         return Schedule.ROW
     column = ([True, False], [False, True, False], [True, False, True], [False, True, False, True])
     return Schedule.COLUMN if runs in column else None

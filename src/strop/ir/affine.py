@@ -7,7 +7,7 @@ offset. A dim whose atoms merge into one has a single stride, as torch and BLAS 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from strop.ir.dims import Expr, const
@@ -113,6 +113,20 @@ def _slice(view: Node, inner: Strided) -> Strided | None:
     dims = list(inner.dims)
     dims[dim] = ((view.shape[dim], stride),)
     return Strided(inner.base, inner.offset + view.attrs["start"] * stride, tuple(dims))
+
+
+def reduced_runs(x: Node, dims: Sequence[int], hints: Mapping[str, int]) -> list[bool] | None:
+    """Outermost in memory first, whether each run of dims of x is among ``dims``; None: not affine."""
+    view = strided(x)
+    if view is None:
+        return None
+    atoms = [
+        (stride.eval(hints), d in dims)
+        for d, dim in enumerate(view.dims)
+        for _, stride in merge(dim)
+    ]
+    flags = [reduced for _, reduced in sorted(atoms, key=lambda atom: -atom[0])]
+    return [f for i, f in enumerate(flags) if i == 0 or flags[i - 1] != f]
 
 
 def base_of(node: Node) -> Node:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from strop.ir.affine import Strided, strided
+from strop.ir.affine import Strided, reduced_runs, strided
 from strop.ir.dims import const
 from strop.ir.graph import Builder, Graph, Node, finish
 from strop.ir.ops import Kind
@@ -50,8 +50,18 @@ def _relaid(b: Builder, node: Node, inputs: tuple[Node, ...], hints: Mapping[str
     elif node.kind in (Kind.OPAQUE, Kind.CONTRACTION):
         inputs = tuple(x if _strides(x) else _contiguous(b, x, None) for x in inputs)
     else:
+        if node.kind is Kind.REDUCTION:
+            inputs = (_reducible(b, inputs[0], node.attrs["dims"], hints),)
         order = _order_of_largest(inputs, hints, len(node.shape))
     return b.make(node.op, inputs, node.shape, node.dtype, order=order, **node.attrs)
+
+
+def _reducible(b: Builder, x: Node, dims: tuple[int, ...], hints: Mapping[str, int]) -> Node:
+    """x, or a copy with the reduced dims innermost where kept and reduced ones alternate."""
+    runs = reduced_runs(x, dims, hints)
+    if runs is not None and len(runs) <= 4 and runs != [True, False, True, False]:
+        return x
+    return _contiguous(b, x, tuple(sorted(range(len(x.shape)), key=lambda d: d in dims)))
 
 
 def _strides(x: Node) -> tuple[object, ...] | None:
