@@ -1,0 +1,83 @@
+"""Errors of ours and of eager, both against a run in higher precision."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from strop.bench import peers
+from strop.bench.cases import BenchCase
+from strop.bench.models import Workload
+
+REFERENCE = {torch.float16: torch.float32, torch.bfloat16: torch.float32,
+             torch.float32: torch.float64}  # fmt: skip
+
+
+@contextmanager
+def full_precision() -> Iterator[None]:
+    """No TF32 in convolutions and matrix products."""
+    cudnn, matmul = torch.backends.cudnn, torch.backends.cuda.matmul
+    before = cudnn.allow_tf32, matmul.allow_tf32
+    cudnn.allow_tf32 = matmul.allow_tf32 = False
+    try:
+        yield
+    finally:
+        cudnn.allow_tf32, matmul.allow_tf32 = before
+
+
+def run(workload: Workload, given: Mapping[str, Any]) -> Tensor:
+    with torch.no_grad():
+        return workload.call(workload.target, given).clone()
+
+
+def references(case: BenchCase, device: torch.device) -> list[tuple[Tensor, Tensor]]:
+    """For every shape: eager's result, and the same weights and inputs in higher precision.
+
+    Eager is that of the peers, channels-last: libraries round differently in another layout.
+    """
+    workload = peers.prepared(peers.peer_named("eager"), case, device)
+    eager = [run(workload, workload.inputs(*shape)) for shape in case.shapes]
+    higher = REFERENCE[case.dtype]
+    workload.target.to(higher)
+    exact = []
+    with full_precision():
+        for shape in case.shapes:
+            exact.append(run(workload, _cast(workload.inputs(*shape), higher)))
+    return list(zip(eager, exact, strict=True))
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    if isinstance(value, Tensor):
+        return value.to(dtype) if value.is_floating_point() else value
+    return {k: _cast(v, dtype) for k, v in value.items()} if isinstance(value, dict) else value
+
+
+def judge(ours: Tensor, eager: Tensor, exact: Tensor) -> dict[str, Any]:
+    """RMS error <= 1.10 x eager's + 0.5 ulp, maximum <= 2 x eager's + 2 ulp.
+
+    Errors are relative to the RMS of the exact result, and an ulp is the dtype's epsilon at that
+    magnitude.
+    """
+    ulp = torch.finfo(ours.dtype).eps
+    wide = exact.double()
+    scale = wide.square().mean().sqrt().item()
+    (rms, most), (eager_rms, eager_most) = (_errors(x, wide, scale) for x in (ours, eager))
+    is_good = rms <= 1.10 * eager_rms + 0.5 * ulp and most <= 2 * eager_most + 2 * ulp
+    return {"rms": rms, "rms_eager": eager_rms, "max": most, "max_eager": eager_most,
+            "is_good": bool(is_good and math.isfinite(scale))}  # fmt: skip
+
+
+def _errors(found: Tensor, exact: Tensor, scale: float) -> tuple[float, float]:
+    difference = (found.double() - exact).abs() / max(scale, 1e-30)
+    return difference.square().mean().sqrt().item(), difference.max().item()
+
+
+def psnr_db(a: Tensor, b: Tensor) -> float:
+    """Peak signal-to-noise ratio of pictures whose values lie in 0..1; inf when equal."""
+    error = (a.double() - b.double()).square().mean().item()
+    return math.inf if error == 0 else -10 * math.log10(error)

@@ -1,0 +1,91 @@
+"""Where a number was measured. Everything is read, nothing is set."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import platform
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import strop
+
+_PACKAGES = ("torch", "triton", "diffusers", "transformers", "numpy")
+_GPU_FIELDS = ("driver_version", "clocks.sm", "clocks.max.sm", "clocks.mem", "power.limit",
+               "temperature.gpu", "utilization.gpu")  # fmt: skip
+
+
+def describe(device: torch.device) -> dict[str, Any]:
+    """Versions, machine and commit, for the JSON of a result."""
+    found: dict[str, Any] = {
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "strop": strop.__version__,
+        "python": platform.python_version(),
+        **{name: version_of(name) for name in _PACKAGES},
+        "cpu": cpu_name(),
+        "cpu_threads": torch.get_num_threads(),
+        "commit": commit(),
+    }
+    if device.type == "cuda":
+        found |= {"gpu": torch.cuda.get_device_name(device), "cuda": torch.version.cuda,
+                  "cudnn": torch.backends.cudnn.version(), **gpu_state()}  # fmt: skip
+    return found
+
+
+def device_label(device: torch.device) -> str:
+    """A short name for files: "h100", "cpu"."""
+    if device.type != "cuda":
+        return device.type
+    words = torch.cuda.get_device_name(device).lower().split()
+    plain = [w for w in words if w not in ("nvidia", "geforce", "tesla", "80gb", "hbm3", "pcie")]
+    return "-".join(plain) or "gpu"
+
+
+def version_of(package: str) -> str:
+    """The running version: a package that only lies on the import path has no metadata."""
+    loaded = getattr(sys.modules.get(package), "__version__", None)
+    if loaded is not None:
+        return str(loaded)
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown"
+
+
+def cpu_name() -> str:
+    info = Path("/proc/cpuinfo")
+    if info.is_file():
+        for line in info.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()
+
+
+def gpu_state() -> dict[str, str]:
+    """Driver and clocks, as nvidia-smi shows them; empty without it."""
+    if shutil.which("nvidia-smi") is None:
+        return {}
+    text = _output(["nvidia-smi", f"--query-gpu={','.join(_GPU_FIELDS)}", "--format=csv,noheader"])
+    values = text.splitlines()[0].split(", ") if text else []
+    return dict(zip(_GPU_FIELDS, values, strict=False))
+
+
+def commit() -> str:
+    """Of the checkout that this package runs from; empty when it was installed."""
+    root = Path(strop.__file__).parents[2]
+    if shutil.which("git") is None or not (root / ".git").exists():
+        return ""
+    return _output(["git", "-C", str(root), "rev-parse", "--short=12", "HEAD"])
+
+
+def _output(command: list[str]) -> str:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return done.stdout.strip()

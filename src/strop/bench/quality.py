@@ -1,0 +1,97 @@
+"""Pictures of ours beside eager's: the sprites model, which follows its prompt."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import strop
+from strop.bench import environment, report, timer
+from strop.bench.accuracy import full_precision, psnr_db
+from strop.bench.models import Size
+
+MakePipe = Callable[[torch.dtype, torch.device], Any]
+NUM_PROMPTS = 20
+NUM_SIZES = 4
+
+
+def run(out: Path | None = None, device: str = "cpu", *, options: strop.Options | None = None
+        ) -> dict[str, Any]:  # fmt: skip
+    """20 held-out prompts at 4 sizes; needs the sprites weights of the package."""
+    from strop.models import sprites
+
+    where = torch.device(device)
+    sizes = [(height, width) for width, height in sprites.BUCKETS[:NUM_SIZES]]
+    prompts = sprites.held_out_prompts(NUM_PROMPTS, 0)
+    result: dict[str, Any] = {"case": "sprites", "kind": "infer",
+                              "environment": environment.describe(where)}  # fmt: skip
+    result |= compare(sprites.load, prompts, sizes, where, options=options)
+    if out is not None:
+        result["file"] = str(report.write(result, out, where))
+    return result
+
+
+def compare(
+    make: MakePipe, prompts: Sequence[str], sizes: Sequence[Size], device: torch.device, *,
+    steps: int = 20, options: strop.Options | None = None,
+) -> dict[str, Any]:  # fmt: skip
+    """On a CPU in fp32 against eager. On a GPU in fp16: both against eager in fp32."""
+    dtype = torch.float16 if device.type == "cuda" else torch.float32
+    pipe = make(dtype, device)
+    eager = draw(pipe, prompts, sizes, device, steps)
+    strop.optimize(pipe, options=options)
+    draw(pipe, prompts[:2], sizes[:1], device, 2)  # compiles
+    ours = draw(pipe, prompts, sizes, device, steps)
+    if device.type == "cuda":
+        with full_precision():
+            exact = draw(make(torch.float32, device), prompts, sizes, device, steps)["pictures"]
+        judged = _against_control(ours["pictures"], eager["pictures"], exact)
+    else:
+        judged = _against_eager(ours["pictures"], eager["pictures"])
+    seconds = {"strop": ours["seconds"], "eager": eager["seconds"]}
+    return judged | {"seconds": seconds, "num_pictures": len(ours["pictures"])}
+
+
+def draw(pipe: Any, prompts: Sequence[str], sizes: Sequence[Size], device: torch.device,
+         steps: int) -> dict[str, Any]:  # fmt: skip
+    """Pictures (3, H, W) on the CPU, one seed a prompt, and the seconds for all of them."""
+    pipe.set_progress_bar_config(disable=True)
+    pictures: list[Tensor] = []
+    timer.synchronise(device)
+    start = time.perf_counter()
+    for height, width in sizes:
+        made = pipe(
+            list(prompts),
+            height=height,
+            width=width,
+            num_inference_steps=steps,
+            guidance_scale=4.0,
+            generator=[torch.Generator().manual_seed(seed) for seed in range(len(prompts))],
+            output_type="pt",
+        ).images
+        pictures += list(made.float().cpu())
+    return {"pictures": pictures, "seconds": round(time.perf_counter() - start, 3)}
+
+
+def _against_eager(ours: Sequence[Tensor], eager: Sequence[Tensor]) -> dict[str, Any]:
+    found = [min(psnr_db(a, b), 200.0) for a, b in zip(ours, eager, strict=True)]
+    return {"psnr_median_db": statistics.median(found), "psnr_worst_db": min(found),
+            "is_good": min(found) >= 60}  # fmt: skip
+
+
+def _against_control(ours: Sequence[Tensor], eager: Sequence[Tensor], exact: Sequence[Tensor]
+                     ) -> dict[str, Any]:  # fmt: skip
+    """Half precision has its own noise: what counts is whether ours is further off than eager."""
+    mine = [min(psnr_db(a, b), 200.0) for a, b in zip(ours, exact, strict=True)]
+    control = [min(psnr_db(a, b), 200.0) for a, b in zip(eager, exact, strict=True)]
+    worst = min(a - b for a, b in zip(mine, control, strict=True))
+    median, median_control = statistics.median(mine), statistics.median(control)
+    return {"psnr_median_db": median, "control_median_db": median_control,
+            "worst_difference_db": worst,
+            "is_good": median >= median_control - 1 and worst >= -6}  # fmt: skip

@@ -1,0 +1,1 @@
+"""What Strop did with a model: reports for people and for tests."""

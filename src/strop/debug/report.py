@@ -1,0 +1,213 @@
+"""The report of ``strop.explain``: plain data, its counts, and its short text."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+_TOP = 8  # kernels in the short text
+
+
+@dataclass(frozen=True, slots=True)
+class KernelRow:
+    """One generated kernel of one graph.
+
+    ``bytes_moved`` counts, over all its launches in a call, each buffer it touches once and in
+    full, at the latest shape; ``estimated_us`` is that over the bandwidth of the device.
+    """
+
+    name: str
+    source: str
+    origins: tuple[str, ...]
+    operators: tuple[str, ...]
+    num_launches: int
+    bytes_moved: int
+    estimated_us: float
+
+
+@dataclass(frozen=True, slots=True)
+class GraphRow:
+    """One compiled graph. ``calls``: library calls of one run, by operator."""
+
+    sizes: Mapping[str, int]
+    is_latest: bool  # it served the latest shape; else ``sizes`` are those it was traced with
+    is_ragged: bool
+    from_disk: bool
+    num_nodes: int
+    num_compiled_nodes: int
+    kernels: tuple[KernelRow, ...]
+    calls: Mapping[str, int]
+    num_opaque_calls: int
+    guards: tuple[str, ...]
+    seconds: Mapping[str, float]
+    passes: tuple[tuple[str, float, int, int], ...]  # name, seconds, nodes before and after
+    refusals: Mapping[str, int]  # why a consumer did not join its producer's kernel
+    plan: str
+
+
+@dataclass(frozen=True, slots=True)
+class ComponentRow:
+    """One optimised module and what has happened to it."""
+
+    name: str
+    graphs: tuple[GraphRow, ...]
+    num_recompiles: int
+    num_captures: int
+    num_shapes: int
+    num_calls: int
+    num_eager_calls: int
+    num_replays: int
+    num_rebinds: int
+    num_launches: int
+    fallbacks: Mapping[str, int]
+    nonfinite: tuple[str, ...]
+
+    @property
+    def latest(self) -> GraphRow | None:
+        return next((g for g in self.graphs if g.is_latest), None)
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What has been compiled and run.
+
+    num_graphs: compiled graphs. num_recompiles: graphs that were made because a size or a plain
+    argument value changed; what a component needs anyway is one graph for each module structure,
+    argument layout, dtypes and device, and one more for sizes off the grid (ragged).
+    num_launches: of one call of every component at its latest shape. From a CUDA graph these are
+    its kernel nodes, otherwise calls of generated kernels and library calls. num_kernels:
+    distinct generated kernels. num_opaque_calls: calls in one run that torch serves because no
+    stage knows their operator. compiled_node_share: share of the graphs' compute nodes that are
+    inside generated kernels; library calls are the rest. fallbacks: calls that ran in eager.
+    """
+
+    components: tuple[ComponentRow, ...]
+    device: str
+    bandwidth: float  # bytes a second behind the estimated times
+    notes: tuple[str, ...] = field(default=())
+
+    @property
+    def graphs(self) -> tuple[GraphRow, ...]:
+        return tuple(graph for component in self.components for graph in component.graphs)
+
+    @property
+    def num_graphs(self) -> int:
+        return len(self.graphs)
+
+    @property
+    def num_recompiles(self) -> int:
+        return sum(c.num_recompiles for c in self.components)
+
+    @property
+    def num_launches(self) -> int:
+        return sum(c.num_launches for c in self.components)
+
+    @property
+    def num_kernels(self) -> int:
+        return len({k.source for graph in self.graphs for k in graph.kernels})
+
+    @property
+    def num_opaque_calls(self) -> int:
+        return sum(c.latest.num_opaque_calls for c in self.components if c.latest)
+
+    @property
+    def compiled_node_share(self) -> float:
+        nodes = sum(g.num_nodes for g in self.graphs)
+        return sum(g.num_compiled_nodes for g in self.graphs) / nodes if nodes else 0.0
+
+    @property
+    def fallbacks(self) -> dict[str, int]:
+        return {f"{c.name}: {why}": n for c in self.components for why, n in c.fallbacks.items()}
+
+    @property
+    def calls(self) -> dict[str, int]:
+        """Library calls of one run of every component at its latest shape."""
+        found: Counter[str] = Counter()
+        for component in self.components:
+            if component.latest:
+                found.update(component.latest.calls)
+        return dict(found)
+
+    def stage_seconds(self) -> dict[str, float]:
+        """Seconds in each compiler stage, over all graphs made by this process."""
+        total: Counter[str] = Counter()
+        for graph in self.graphs:
+            total.update(dict(graph.seconds))
+        return {name: round(float(seconds), 4) for name, seconds in total.items()}
+
+    def summary(self) -> dict[str, Any]:
+        """The counts alone."""
+        return {
+            "num_graphs": self.num_graphs,
+            "num_recompiles": self.num_recompiles,
+            "num_captures": sum(c.num_captures for c in self.components),
+            "num_launches": self.num_launches,
+            "num_kernels": self.num_kernels,
+            "num_opaque_calls": self.num_opaque_calls,
+            "compiled_node_share": round(self.compiled_node_share, 4),
+            "calls": self.calls,
+            "fallbacks": self.fallbacks,
+            "nonfinite": [text for c in self.components for text in c.nonfinite],
+        }
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything, as JSON knows it."""
+        return self.summary() | {
+            "device": self.device,
+            "bandwidth_bytes_per_s": self.bandwidth,
+            "stage_seconds": self.stage_seconds(),
+            "components": [asdict(c) for c in self.components],
+            "notes": list(self.notes),
+        }
+
+    @property
+    def html(self) -> str:
+        """One self-contained page."""
+        from strop.debug.html import page
+
+        return page(self)
+
+    def __str__(self) -> str:
+        lines = [
+            f"{self.num_graphs} graphs, {self.num_recompiles} recompiles,"
+            f" {self.num_launches} launches a call, {self.num_kernels} generated kernels,"
+            f" {self.num_opaque_calls} opaque calls,"
+            f" {self.compiled_node_share:.0%} of the nodes compiled ({self.device})"
+        ]
+        for component in self.components:
+            lines += _component_lines(component)
+        return "\n".join([*lines, *self.notes])
+
+
+def _component_lines(c: ComponentRow) -> list[str]:
+    lines = [
+        f"{c.name}: {c.num_calls} calls ({c.num_eager_calls} eager, {c.num_replays} replays),"
+        f" {len(c.graphs)} graphs, {c.num_recompiles} recompiles, {c.num_shapes} shapes,"
+        f" {c.num_launches} launches"
+    ]
+    lines += [f"  eager {count}x: {why}" for why, count in c.fallbacks.items()]
+    lines += [f"  not finite: {text}" for text in c.nonfinite]
+    for graph in c.graphs:
+        lines += [f"  {line}" for line in _graph_lines(graph)]
+    return lines
+
+
+def _graph_lines(g: GraphRow) -> list[str]:
+    sizes = ", ".join(f"{k}={v}" for k, v in g.sizes.items())
+    kind = "ragged graph" if g.is_ragged else "graph"
+    lines = [f"{kind} at {sizes or 'fixed sizes'}: {g.num_compiled_nodes}/{g.num_nodes} nodes in"
+             f" {len(g.kernels)} kernels ({sum(k.num_launches for k in g.kernels)} launches)"
+             ]  # fmt: skip
+    if g.calls:
+        lines.append("  calls: " + ", ".join(f"{n} {op}" for op, n in g.calls.items()))
+    if g.from_disk:
+        lines.append("  from the disk cache")
+    else:
+        lines.append("  " + ", ".join(f"{k} {v:.2f} s" for k, v in g.seconds.items()))
+    for k in sorted(g.kernels, key=lambda k: -k.bytes_moved)[:_TOP]:
+        lines.append(f"  {k.num_launches:4d}x {k.name}  {k.bytes_moved / 1e6:.2f} MB"
+                     f"  ~{k.estimated_us:.1f} us  <- {k.origins[0] or 'the module itself'}"
+                     )  # fmt: skip
+    return lines
