@@ -2,7 +2,7 @@
 
 __version__ = "0.1.0"
 
-from strop.api import optimize, restore
+from strop.api import explain, optimize, restore
 from strop.options import Options
 
-__all__ = ["Options", "__version__", "optimize", "restore"]
+__all__ = ["Options", "__version__", "explain", "optimize", "restore"]

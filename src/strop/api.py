@@ -1,14 +1,17 @@
-"""optimize, restore: what a user calls on a module or a diffusers pipeline."""
+"""optimize, restore, explain: what a user calls on a module or a diffusers pipeline."""
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import nn
 
 from strop.errors import OptionError
 from strop.options import Options
 from strop.runtime.dispatch import Dispatcher
+
+if TYPE_CHECKING:
+    from strop.debug.report import Report
 
 T = TypeVar("T")
 
@@ -63,6 +66,16 @@ def restore(obj: T) -> T:
 
         restore_pipeline(obj)
     return obj
+
+
+def explain(obj: Any, *args: Any, **kwargs: Any) -> Report:
+    """What has run in an optimised module or pipeline; or compile ``obj(*args)`` and tell.
+
+    The Report prints as text, has a ``.html`` page and a ``.to_dict()``.
+    """
+    from strop.debug.explain import explain as build_report
+
+    return build_report(obj, *args, **kwargs)
 
 
 def dispatchers_of(obj: Any) -> dict[str, Dispatcher]:
