@@ -35,7 +35,6 @@ from strop.frontend.symbols import Symbols
 from strop.ir.dims import Expr, parse, symbol
 from strop.ir.program import Guard
 
-
 # what a module may raise that meets fake tensors where it expects real ones
 _MODULE_ERRORS = (RuntimeError, ValueError, TypeError, AttributeError, LookupError, AssertionError)
 

@@ -116,7 +116,7 @@ def _slice(view: Node, inner: Strided) -> Strided | None:
 
 
 def reduced_runs(x: Node, dims: Sequence[int], hints: Mapping[str, int]) -> list[bool] | None:
-    """Outermost in memory first, whether each run of dims of x is among ``dims``; None: not affine."""
+    """Outermost in memory first, whether each run of dims is among ``dims``; None: not affine."""
     view = strided(x)
     if view is None:
         return None

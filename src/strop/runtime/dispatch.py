@@ -135,6 +135,8 @@ class Dispatcher:
             return "gradients are enabled: call under torch.no_grad() or inference_mode()"
         if self.module.training:
             return "the module is in training mode: call .eval()"
+        if any(self.state.hooks):
+            return "a submodule has forward hooks, which compiled code would not run"
         if torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu"):
             return "autocast is enabled: cast the module instead"
         return ""

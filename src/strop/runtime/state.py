@@ -6,8 +6,10 @@ adapters on them; a light check, inside a denoise loop, only merged weights and 
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from operator import getitem, is_
+from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
 import torch
@@ -15,6 +17,10 @@ from torch import Tensor, nn
 
 from strop.frontend.capture import named_state
 from strop.ir.program import Program
+
+_PLAIN = (
+    type(None), bool, int, float, str, torch.dtype, type, FunctionType, BuiltinFunctionType,
+)  # fmt: skip
 
 
 class ModuleState:
@@ -28,12 +34,16 @@ class ModuleState:
         """Look at the module anew."""
         owners: list[tuple[dict[str, Any], str]] = []
         edges: list[tuple[dict[str, Any], str]] = []
+        settings: list[tuple[dict[str, Any], str]] = []
         seen: set[int] = set()
         self._adapted = []
+        self.hooks: list[Any] = []
         self.names = list(named_state(self.module))
         for _, owner in self.module.named_modules():
-            edges += [(owner._modules, k) for k, m in owner._modules.items()
-                      if m is not None and m._parameters]  # fmt: skip
+            edges += [(owner._modules, k) for k in owner._modules]
+            settings += [(owner.__dict__, k) for k in settings_of(owner)]
+            if owner is not self.module:
+                self.hooks += [owner._forward_pre_hooks, owner._forward_hooks]
             if "processor" in owner.__dict__:
                 edges.append((owner.__dict__, "processor"))
             if hasattr(owner, "lora_A"):
@@ -47,6 +57,12 @@ class ModuleState:
         self._edge_tables, self._edge_keys = [t for t, _ in edges], [k for _, k in edges]
         self.tensors: list[Tensor] = [table[key] for table, key in owners]
         self._edge_values = [table[key] for table, key in edges]
+        self._setting_tables = [t for t, _ in settings]
+        self._setting_keys = [k for _, k in settings]
+        self._setting_values = [copy.copy(table[key]) for table, key in settings]
+        self._owned = [table for m in self.module.modules() for table in (m.__dict__, m._modules)]
+        # optimize is about to set ``forward``
+        self._num_owned = sum(map(len, self._owned)) + ("forward" not in self.module.__dict__)
         self.adapters = self._adapter_state()
         self.structure = self._structure()
         self.remember()
@@ -56,11 +72,16 @@ class ModuleState:
         self.pointers = [t.data_ptr() for t in self.tensors]
 
     def has_new_structure(self) -> bool:
-        """Whether modules, processors or adapters are others than at the last scan."""
+        """Whether modules, settings, processors or adapters are others than at the last scan."""
         try:
             now = map(getitem, self._edge_tables, self._edge_keys)
-            same = all(map(is_, now, self._edge_values))
-        except KeyError:
+            same = all(map(is_, now, self._edge_values)) and self._num_owned == sum(
+                map(len, self._owned)
+            )
+            same = same and self._setting_values == list(
+                map(getitem, self._setting_tables, self._setting_keys)
+            )
+        except (KeyError, RuntimeError):  # gone, or now a tensor
             return True
         return not same or self.adapters != self._adapter_state()
 
@@ -86,12 +107,37 @@ class ModuleState:
     def _structure(self) -> int:
         """A hash of names, classes, processors, adapters, shapes and dtypes."""
         modules = tuple(
-            (path, type(m), type(m.__dict__.get("processor"))) for path, m in
-            self.module.named_modules()
+            (path, type(m), type(m.__dict__.get("processor")), repr(settings_of(m)))
+            for path, m in self.module.named_modules()
         )  # fmt: skip
-        state = tuple((n, t.shape, t.dtype, t.device) for n, t in
+        state = tuple((n, t.shape, _layout(t), t.dtype, t.device) for n, t in
                       zip(self.names, self.tensors, strict=True))  # fmt: skip
         return hash((modules, state, self.adapters))
+
+
+def _layout(t: Tensor) -> tuple[int, ...] | None:
+    """Strides, unless dense in one of the two usual orders: ``place`` itself changes those."""
+    if t.is_contiguous() or (t.dim() == 4 and t.is_contiguous(memory_format=torch.channels_last)):
+        return None
+    return t.stride()
+
+
+def settings_of(module: nn.Module) -> dict[str, Any]:
+    """Plain attributes: numbers, texts, functions, and containers of those, decide what a forward
+    does."""
+    return {
+        k: v
+        for k, v in vars(module).items()
+        if not k.startswith("_") and k not in ("forward", "training") and _is_plain(v)
+    }
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return all(map(_is_plain, value))
+    if isinstance(value, dict):
+        return all(map(_is_plain, value.values()))
+    return isinstance(value, _PLAIN)
 
 
 def place(program: Program, tensors: Sequence[Tensor]) -> list[Tensor | None]:

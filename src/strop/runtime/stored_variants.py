@@ -27,7 +27,7 @@ from strop.ir.serialize import from_json, to_json
 from strop.options import Options
 from strop.runtime.cache import DiskCache
 from strop.runtime.signature import Shapes, Skeleton
-from strop.runtime.state import ModuleState
+from strop.runtime.state import ModuleState, settings_of
 
 if TYPE_CHECKING:
     from strop.runtime.variants import Variant
@@ -64,12 +64,21 @@ def _config(module: nn.Module) -> str:
 
 def _settings(part: nn.Module) -> str:
     """Plain attributes: flags such as ``upcast_attention`` decide what a forward does."""
-    plain = {
-        k: v
-        for k, v in vars(part).items()
-        if isinstance(v, bool | int | float | str | type(None)) and not k.startswith("_")
-    }
-    return repr(sorted(plain.items()))
+    return repr(sorted((k, _text(v)) for k, v in settings_of(part).items()))
+
+
+def _text(value: Any) -> str:
+    """The same in every process. A function counts by its name and code."""
+    if isinstance(value, list | tuple):
+        return f"{type(value).__name__}{[_text(v) for v in value]}"
+    if isinstance(value, dict):
+        return f"dict{[(repr(k), _text(v)) for k, v in value.items()]}"
+    if isinstance(value, type):
+        return _qualified(value)
+    code = getattr(value, "__code__", None)
+    if code is not None:
+        return f"{value.__module__}.{value.__qualname__}:{code.co_code.hex()}:{code.co_consts!r}"
+    return getattr(value, "__qualname__", "") or repr(value)
 
 
 @lru_cache(maxsize=1)

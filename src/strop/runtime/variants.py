@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
+from torch._prims_common import is_non_overlapping_and_dense_or_false
 
 from strop.backend import Compiled, compile_graph
 from strop.codegen.assemble import Signature
@@ -114,6 +115,9 @@ class VariantStore:
 
     def _make(self, state: ModuleState, skeleton: Skeleton, shapes: Shapes) -> Variant:
         started = time.perf_counter()
+        for name, tensor in zip(state.names, state.tensors, strict=True):
+            if not is_non_overlapping_and_dense_or_false(tensor):
+                raise CaptureError(f"{self.name}: {name} has gaps in memory: make it contiguous")
         stored_key = stored_variants.key_of(self.module, state, skeleton, shapes, self.options)
         variant = stored_variants.load(stored_key, self.options)
         if variant is None:
