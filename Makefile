@@ -1,0 +1,46 @@
+# make demo, make test: a fresh machine needs Python 3.11 or newer, g++ and a package index.
+PYTHON ?= python3
+# The CPU build: tests and demo need no GPU. To use one: make demo TORCH=torch==2.11.0 TORCH_INDEX=
+TORCH ?= torch==2.13.0
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+
+BIN := .venv/bin
+READY := .venv/.ready
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint bench clean
+
+help:
+	@echo "make demo    draw pictures with the model inside, before and after (demo.png, demo_compare.png)"
+	@echo "make test    lint, then every test (those that need a GPU skip themselves without one)"
+	@echo "make lint    ruff check, ruff format --check, mypy --strict"
+	@echo "make bench   what the benchmarks measure, and how to run them"
+	@echo "make clean   remove what the others made, .venv included"
+
+demo: $(READY)
+	$(BIN)/python examples/demo.py
+
+test: lint
+	$(BIN)/python -m pytest
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: $(READY)
+	$(BIN)/strop bench --help
+
+clean:
+	rm -rf .venv build .mypy_cache .ruff_cache .pytest_cache .hypothesis src/*.egg-info
+	rm -f demo.png demo_compare.png
+	find src tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# torch comes first and alone, so that no other requirement picks another build of it. A "+cpu"
+# version wins over the plain one; where its index cannot be reached, pip says so and goes on.
+$(READY): pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Strop needs Python 3.11 or newer: make PYTHON=...")'
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --no-deps $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) "$(TORCH)"
+	$(BIN)/python -m pip install --quiet -e ".[dev]"
+	@touch $@

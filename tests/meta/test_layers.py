@@ -1,0 +1,112 @@
+"""Data flows one way: which part of Strop may import which, read from the source with ``ast``."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import strop
+
+ROOT = Path(strop.__file__).parent
+
+# A folder or file of src/strop -> what it may import besides itself. A name covers what is below.
+# A stage sees the IR and the data type that it consumes, never another stage's code.
+ALLOWED: dict[str, tuple[str, ...]] = {
+    "__init__": ("api", "options"),
+    "errors": (),
+    "options": ("errors",),
+    "ir": ("errors",),
+    "frontend": ("errors", "options", "ir"),
+    "passes": ("errors", "options", "ir"),
+    "fusion": ("errors", "options", "ir"),
+    "lowering": ("errors", "options", "ir", "fusion.plan"),
+    "codegen": ("errors", "options", "ir", "fusion.plan"),
+    "backend": ("errors", "options", "ir", "passes", "fusion", "lowering", "codegen"),
+    "runtime": ("errors", "options", "ir", "frontend.capture"),
+    "api": ("errors", "options", "runtime.dispatch", "diffusion", "debug.explain", "debug.report"),
+    "diffusion": ("errors", "options", "api", "runtime.dispatch", "runtime.signature"),
+    "models": (),
+    "debug": ("errors", "options", "api", "backend", "ir", "fusion.plan", "runtime"),
+    "testing": ("errors", "options", "ir", "api"),
+    "train": ("__init__", "errors", "options", "api", "models"),
+    "bench": ("__init__", "errors", "options", "api", "runtime.dispatch", "debug", "models"),
+    "cli": ("__init__", "errors", "options", "api", "bench", "debug", "models", "runtime", "train"),
+}
+
+# (file, what it imports) -> why the rule above does not fit it.
+EXCEPTIONS: dict[tuple[str, str], str] = {
+    ("backend", "runtime.aot"): "the entry point that torch knows; imported at the call",
+    ("runtime.aot", "backend"): "Dynamo gives a graph: import it, run the compiler, bind",
+    ("runtime.aot", "codegen.assemble"): "Signature: the data that backend.py asks for",
+    ("runtime.aot", "frontend.importer"): "the other half of what Dynamo has captured",
+    ("runtime.aot", "frontend.symbols"): "Symbols: Dynamo's sizes, handed to the importer",
+    ("runtime.variants", "backend"): "a variant is what one run of the whole compiler gives",
+    ("runtime.variants", "codegen.assemble"): "Signature: the data that backend.py asks for",
+    ("runtime.variants", "frontend.importer"): "the step between its capture and backend.py",
+    ("runtime.stored_variants", "__init__"): "__version__, a part of the key on disk",
+    ("runtime.cubin", "codegen.triton_worker"): "the script that compiler processes run",
+    ("diffusion.components", "frontend.capture"): "TensorSpec: symbolic sizes of the arguments",
+}
+
+
+def name_of(file: Path) -> str:
+    parts = file.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" and len(parts) > 1 else parts)
+
+
+FILES = {name_of(file): file for file in ROOT.rglob("*.py")}
+
+
+def imports(tree: ast.AST) -> Iterator[str]:
+    """Modules of Strop that the code imports, without the leading ``strop.``."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            deeper = [f"{node.module}.{alias.name}" for alias in node.names]
+            found = [d if d.removeprefix("strop.") in FILES else node.module for d in deeper]
+        else:
+            continue
+        for name in found:
+            if name.split(".")[0] == "strop":
+                yield name.removeprefix("strop").removeprefix(".") or "__init__"
+
+
+EDGES = {
+    (name, target)
+    for name, file in FILES.items()
+    for target in imports(ast.parse(file.read_text()))
+    if target.split(".")[0] != name.split(".")[0]
+}
+
+
+def is_allowed(name: str, target: str) -> bool:
+    return any(f"{target}.".startswith(f"{rule}.") for rule in ALLOWED[name.split(".")[0]])
+
+
+def test_every_part_has_a_rule() -> None:
+    assert {name.split(".")[0] for name in FILES} <= ALLOWED.keys()
+
+
+def test_imports_follow_the_rules() -> None:
+    wrong = {e for e in EDGES - EXCEPTIONS.keys() if not is_allowed(*e)}
+    assert not wrong, "\n".join(f"{a} must not import {b}" for a, b in sorted(wrong))
+
+
+def test_exceptions_are_needed() -> None:
+    unused = EXCEPTIONS.keys() - {e for e in EDGES if not is_allowed(*e)}
+    assert not unused, f"take these rows out of EXCEPTIONS: {sorted(unused)}"
+
+
+def test_compiler_and_runtime_load_without_debug() -> None:
+    for name, file in FILES.items():
+        if name.split(".")[0] in ("debug", "bench", "cli"):  # tools, which users start
+            continue
+        statements = ast.Module([n for n in ast.parse(file.read_text()).body if _is_import(n)], [])
+        debug = [t for t in imports(statements) if t.split(".")[0] == "debug"]
+        assert not debug, f"{name} imports {debug} when it is imported: do so in the function"
+
+
+def _is_import(node: ast.stmt) -> bool:
+    return isinstance(node, ast.Import | ast.ImportFrom)
