@@ -36,7 +36,7 @@ class UNetAdapter(Adapter):
         if not isinstance(timestep, Tensor):
             timestep = torch.tensor(timestep, dtype=torch.float32)
         timestep = timestep.to(sample.device, torch.float32)
-        named["timestep"] = timestep.reshape(-1).expand(sample.shape[0]).contiguous()
+        named["timestep"] = timestep.expand(sample.shape[0])
         return (), {k: v for k, v in named.items() if v is not None}
 
     def shapes(self, tensors: Sequence[Tensor]) -> Shapes:

@@ -135,7 +135,7 @@ class Dispatcher:
             return "gradients are enabled: call under torch.no_grad() or inference_mode()"
         if self.module.training:
             return "the module is in training mode: call .eval()"
-        if any(self.state.hooks):
+        if not self._is_settled() and any(self.state.hooks):
             return "a submodule has forward hooks, which compiled code would not run"
         if torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu"):
             return "autocast is enabled: cast the module instead"
@@ -152,8 +152,12 @@ class Dispatcher:
 
     # weights
 
+    def _is_settled(self) -> bool:
+        """Inside a denoise loop whose first call has looked at everything."""
+        return self.loop.is_running and self._checked_loop == self.loop.number
+
     def _check_state(self) -> None:
-        if self.loop.is_running and self._checked_loop == self.loop.number:
+        if self._is_settled():
             if self.state.has_new_adapters():
                 self._reset()
             return
@@ -212,11 +216,11 @@ class Dispatcher:
 
     def _run(self, key: Hashable, entry: Entry, tensors: list[Tensor]) -> Any:
         assert entry.variant is not None
-        inputs = [t if t.is_contiguous() else t.contiguous() for t in tensors]
         entry.uses += 1
         device = self._device
         if self._wants_graph(entry):
-            return self._replay(key, entry, inputs)
+            return self._replay(key, entry, tensors)
+        inputs = [t.contiguous() for t in tensors]
         stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
         bound = entry.bounds.get(stream)
         if bound is None:

@@ -53,7 +53,7 @@ class GraphPool:
         self._stream = torch.cuda.Stream(device)
         self._workspace = Workspace(device)
         self._done = torch.cuda.Event()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # binding may move weights, which drops graphs
 
     def run(self, key: Hashable, inputs: Sequence[Tensor], make: MakeBound, budget_bytes: int
             ) -> tuple[list[Any], int]:  # fmt: skip
@@ -84,7 +84,9 @@ class GraphPool:
         stream = self._stream
         stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(stream):
-            static = tuple(torch.empty_like(x).copy_(x) for x in inputs)
+            static = tuple(
+                torch.empty(x.shape, dtype=x.dtype, device=x.device).copy_(x) for x in inputs
+            )
             bound = make(self._workspace, stream.cuda_stream)
             bound.run(static)  # lets libraries choose algorithms outside of the capture
             graph = torch.cuda.CUDAGraph(keep_graph=True)
