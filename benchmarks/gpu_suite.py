@@ -73,13 +73,13 @@ def gpu_tests(suite: Suite) -> dict[str, Any]:
     command = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-c", str(ini), "--rootdir",
                str(ROOT), "-p", "no:cacheprovider", "--continue-on-collection-errors",
                "--tb=short", "tests"]  # fmt: skip
-    start = time.monotonic()
+    start, limit_s = time.monotonic(), min(suite.left(), suite.args.tests_s)
     try:
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True,
-                              timeout=max(suite.left() * 0.5, 20), check=False)  # fmt: skip
+                              timeout=limit_s, check=False)  # fmt: skip
         text, code = done.stdout + done.stderr, done.returncode
     except subprocess.TimeoutExpired as error:
-        text, code = str(error.stdout or ""), -1
+        text, code = (error.stdout or b"").decode(errors="replace"), -1
     (suite.out / "pytest.txt").write_text(text)
     last = text.strip().splitlines()[-1:] or ["no output"]
     suite.say("tests", f"rc {code}, {time.monotonic() - start:.0f} s: {last[0][:150]}")
@@ -318,7 +318,6 @@ def sprites(suite: Suite) -> dict[str, Any]:
 
 STEPS: dict[str, Callable[[Suite], dict[str, Any]]] = {
     "bringup": bringup,
-    "tests": gpu_tests,
     "full": full,
     "kernels": kernels,
     "times": step_times,
@@ -326,6 +325,7 @@ STEPS: dict[str, Callable[[Suite], dict[str, Any]]] = {
     "host": host,
     "vae": vae,
     "pipe": pipe,
+    "tests": gpu_tests,
     "sprites": sprites,
     "more": more,
 }
@@ -354,6 +354,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--pipe", default="sd15-pipe")
     parser.add_argument("--more", default="sd15-unet-1024,sd15-unet-512-b8")
     parser.add_argument("--iterations", type=int, default=20)
+    parser.add_argument("--tests-s", type=float, default=150.0, help="limit of the tests")
     parser.add_argument("--inductor-s", type=float, default=0.0, help="0: leave Inductor out")
     return parser.parse_args()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,8 @@ def run(
     """Measure ``case``; write JSON into the folder ``out``, if any, and return the same.
 
     Each of the ``iterations`` samples is the mean of five calls back to back (of one call for
-    a whole pipeline). A peer that fails or hangs gets a row that says so.
+    a whole pipeline). A peer that fails or hangs gets a row that says so. ``peak_bytes`` is the
+    most memory beside weights, inputs and what ran before, over a contender's first calls.
     """
     from strop.debug.explain import explain
 
@@ -36,13 +38,16 @@ def run(
     judged = accuracy.references(case, where)
     ours = case.build(where)
     strop.optimize(ours.target, options=options)
-    errors = [_error(case, ours, shape, *pair)
-              for shape, pair in zip(case.shapes, judged, strict=True)]  # fmt: skip
+    errors, peaks = [], []
+    for shape, pair in zip(case.shapes, judged, strict=True):
+        error, peak = timer.with_peak(partial(_error, case, ours, shape, *pair), where)
+        errors.append(error)
+        peaks.append(peak)
     del judged
     beside = [p for p in chosen if not p.is_apart and not p.serves(case, where)]
     rows = _timed(case, where, ours, beside, iterations)
-    for row, error in zip(rows, errors, strict=True):
-        row["error"] = error
+    for row, error, peak in zip(rows, errors, peaks, strict=True):
+        row["error"], row["peak_bytes"]["strop"] = error, peak
     result["rows"] = rows
     result["counts"] = explain(ours.target).summary()
     result["peers_apart"] = _apart(case, where, chosen, iterations, peer_limit_s)
@@ -72,14 +77,22 @@ def _timed(case: BenchCase, device: torch.device, ours: Workload, beside: Sequen
     rows = []
     for size, batch in case.shapes:
         calls = {"strop": peers.caller(ours, size, batch)}
+        peaks: dict[str, int | None] = {}
         for peer, workload in others.items():
-            calls[peer.name] = peers.caller(workload, size, batch, by_graph=peer.by_graph)
+            make = partial(_started, workload, size, batch, peer.by_graph)
+            calls[peer.name], peaks[peer.name] = timer.with_peak(make, device)
         times = timer.time_calls(calls, device, samples=iterations, inner=inner)
-        peaks = {name: timer.peak_bytes(call, device) for name, call in calls.items()}
         rows.append({"size": size, "batch": batch,
                      "times": {n: t.to_dict() for n, t in times.items()},
                      "peak_bytes": peaks})  # fmt: skip
     return rows
+
+
+def _started(workload: Workload, size: Size, batch: int, by_graph: bool) -> timer.Call:
+    """A contender that has run: its memory has been asked for."""
+    call = peers.caller(workload, size, batch, by_graph=by_graph)
+    call()
+    return call
 
 
 def _apart(case: BenchCase, device: torch.device, chosen: Sequence[peers.Peer], iterations: int,

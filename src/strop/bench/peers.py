@@ -98,10 +98,10 @@ def measure(case: BenchCase, device: torch.device, name: str, samples: int) -> d
     for size, batch in case.shapes:
         call = caller(workload, size, batch, by_graph=peer.by_graph)
         start = time.perf_counter()
-        call()
+        _, peak = timer.with_peak(call, device)
         timer.synchronise(device)
         first_s = time.perf_counter() - start
         timing = timer.time_calls({name: call}, device, samples=samples)[name]
         rows.append({"size": size, "batch": batch, "first_s": round(first_s, 3),
-                     **timing.to_dict(), "peak_bytes": timer.peak_bytes(call, device)})  # fmt: skip
+                     **timing.to_dict(), "peak_bytes": peak})  # fmt: skip
     return {"rows": rows}

@@ -5,11 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 Call = Callable[[], Any]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,16 +78,19 @@ def time_calls(
     return {name: timing_of(values) for name, values in times.items()}
 
 
-def peak_bytes(call: Call, device: torch.device) -> int | None:
-    """Most device memory allocated during one call, beside what was there before; None on a CPU."""
+def with_peak(call: Callable[[], T], device: torch.device) -> tuple[T, int | None]:
+    """The result, and the most device memory allocated beside what was there before.
+
+    None on a CPU.
+    """
     if device.type != "cuda":
-        return None
+        return call(), None
     synchronise(device)
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
-    call()
+    result = call()
     synchronise(device)
-    return torch.cuda.max_memory_allocated(device) - before
+    return result, torch.cuda.max_memory_allocated(device) - before
 
 
 def captured(call: Call, warmup: int = 3) -> Call:

@@ -82,7 +82,8 @@ def _explain_function(function: Callable[..., Any], args: tuple[Any, ...],
 
 
 def report_of(dispatchers: Mapping[str, Dispatcher]) -> Report:
-    devices = {t.device for d in dispatchers.values() for t in d.state.tensors}
+    graphs = [variant for d in dispatchers.values() for variant in d.variants.all]
+    devices = {spec.device for graph in graphs for spec in graph.specs}
     on_gpu = next((d for d in devices if d.type == "cuda"), None)
     name = torch.cuda.get_device_name(on_gpu) if on_gpu else "CPU"
     bandwidth = bandwidth_of(name)

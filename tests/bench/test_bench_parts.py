@@ -1,0 +1,173 @@
+"""Cases, timer, judge, worker and files of the benchmarks."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from strop.bench import accuracy, environment, models, peers, report, timer, worker
+from strop.bench.cases import CASES, case_named
+from strop.errors import OptionError
+
+CPU = torch.device("cpu")
+
+
+def parameters(module: Any) -> int:
+    return sum(p.numel() for p in module.parameters())
+
+
+def test_full_size_models() -> None:
+    meta = torch.device("meta")
+    half = torch.float16
+    assert parameters(models.make_unet(models.SD15_UNET, meta, half)) == 859_520_964
+    assert parameters(models.make_unet(models.SDXL_UNET, meta, half)) == 2_567_463_684
+    assert parameters(models.make_vae(models.SD_VAE, meta, half)) == 83_653_863
+    clip = models.make_text_encoder(models.CLIP_L, meta, half)
+    assert parameters(clip) == 123_060_480
+    assert {p.dtype for p in clip.parameters()} == {half}
+
+
+def test_sdxl_inputs_fit_its_embedding() -> None:
+    build = models.unet_workload(models.SDXL_UNET)
+    given = build(torch.device("meta"), torch.float16).inputs((1024, 768), 2)
+    added = given["added_cond_kwargs"]
+    assert added["text_embeds"].shape == (2, 1280)
+    assert added["time_ids"].shape == (2, 6)
+    assert given["sample"].shape == (2, 4, 128, 96)
+
+
+def test_weights_are_the_same_each_time() -> None:
+    case = case_named("tiny-unet")
+    first, second = (case.build(CPU).target.state_dict() for _ in range(2))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert torch.get_default_dtype() == torch.float32
+
+
+def test_cases_have_names() -> None:
+    assert len({c.name for c in CASES}) == len(CASES)
+    assert len(case_named("sd15-pipe").shapes) == 12
+    with pytest.raises(OptionError, match="sd15-unet-512"):
+        case_named("sd15")
+    with pytest.raises(OptionError, match="inductor-dynamic"):
+        peers.peer_named("tensorrt")
+
+
+def test_percentiles() -> None:
+    timing = timer.timing_of([float(n) for n in range(100, -1, -1)])
+    assert (timing.p20_ms, timing.p50_ms, timing.p80_ms, timing.samples) == (20, 50, 80, 101)
+    assert timer.timing_of([3.0]).p80_ms == 3.0
+
+
+def test_calls_take_turns() -> None:
+    order: list[str] = []
+    calls = {"a": lambda: order.append("a"), "b": lambda: order.append("b")}
+    found = timer.time_calls(calls, CPU, samples=2, inner=2, warmup=1)
+    assert "".join(order) == "ab" + "aabb" + "bbaa"
+    assert found["a"].samples == 2
+
+
+def test_times_are_true() -> None:
+    found = timer.time_calls({"nap": lambda: time.sleep(0.02)}, CPU, samples=3, inner=2, warmup=0)
+    assert 20 <= found["nap"].p50_ms < 200
+    assert timer.with_peak(lambda: 3, CPU) == (3, None)
+
+
+def test_judge() -> None:
+    torch.manual_seed(0)
+    exact = torch.randn(1000, dtype=torch.float64)
+    noise = torch.randn(1000, dtype=torch.float64)
+    eager = (exact + 1e-5 * noise).float()
+    assert accuracy.judge((exact - 1e-5 * noise).float(), eager, exact)["is_good"]
+    assert not accuracy.judge((exact - 1.2e-5 * noise).float(), eager, exact)["is_good"]
+    one_off = eager.clone()
+    one_off[7] += 2e-4
+    assert not accuracy.judge(one_off, eager, exact)["is_good"]
+    assert not accuracy.judge(torch.full_like(eager, math.nan), eager, exact)["is_good"]
+    found = accuracy.judge(eager, eager, exact)
+    assert found["rms"] == found["rms_eager"] == pytest.approx(1e-5, rel=0.1)
+
+
+def test_psnr() -> None:
+    a = torch.zeros(3, 4, 4)
+    assert accuracy.psnr_db(a, a) == math.inf
+    assert accuracy.psnr_db(a, a + 0.1) == pytest.approx(20)
+
+
+def test_precision_is_put_back() -> None:
+    before = torch.backends.cudnn.allow_tf32
+    with accuracy.full_precision():
+        assert not torch.backends.cudnn.allow_tf32
+    assert torch.backends.cudnn.allow_tf32 == before
+
+
+def test_worker_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    task = {"do": "peer", "case": "tiny-unet", "device": "cpu", "peer": "eager", "samples": 1}
+    start = time.monotonic()
+    assert worker.run_apart(task, 0.3) == {"failed": "cut after 0 s"}
+    assert time.monotonic() - start < 10
+
+
+def test_worker_failure_is_a_row() -> None:
+    task = {"do": "peer", "case": "no such case", "device": "cpu", "peer": "eager", "samples": 1}
+    found = worker.run_apart(task, 120)
+    assert found["failed"] == "exit 1"
+    assert "no such case" in found["log"][-1]
+
+
+def test_worker_measures_a_peer() -> None:
+    task = {"do": "peer", "case": "tiny-unet", "device": "cpu", "peer": "eager", "samples": 1}
+    found = worker.run_apart(task, 300)
+    assert [row["size"] for row in found["rows"]] == [[64, 64], [96, 64]]
+    assert all(row["p50_ms"] > 0 and row["first_s"] > 0 for row in found["rows"])
+
+
+def test_environment() -> None:
+    found = environment.describe(CPU)
+    assert found["torch"] == torch.__version__
+    assert found["diffusers"] != "unknown"
+    assert environment.device_label(CPU) == "cpu"
+    assert environment.version_of("no-such-package") == "unknown"
+    json.dumps(found)
+
+
+TIMES = {"p20_ms": 1.0, "p50_ms": 2.0, "p80_ms": 3.0, "samples": 9}
+RESULT: dict[str, Any] = {
+    "case": "some-case",
+    "kind": "infer",
+    "environment": {"date": "2030-01-02T03:04:05+00:00"},
+    "rows": [{"size": (64, 32), "batch": 2, "times": {"strop": TIMES, "eager": TIMES},
+              "peak_bytes": {}, "error": {"rms": 1e-3, "rms_eager": 1e-3, "is_good": True}}],
+    "peers_apart": {"inductor": {"rows": [{"size": (64, 32), "batch": 2, **TIMES}]},
+                    "inductor-dynamic": {"failed": "cut after 300 s"}},
+}  # fmt: skip
+
+
+def test_result_file(tmp_path: Path) -> None:
+    path = report.write(RESULT, tmp_path / "results", CPU)
+    assert path.name == "some-case_cpu_2030-01-02.json"
+    assert json.loads(path.read_text())["rows"][0]["times"]["eager"]["p50_ms"] == 2.0
+    report.write(RESULT | {"kind": "compile"}, tmp_path / "results", CPU)
+    names = sorted(f.name for f in (tmp_path / "results").iterdir())
+    assert names == ["some-case-compile_cpu_2030-01-02.json", "some-case_cpu_2030-01-02.json"]
+
+
+def test_table(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = report.rows_of(RESULT)
+    assert [row[1] for row in rows[1:]] == ["strop", "eager", "inductor", "inductor-dynamic"]
+    assert rows[1][-2:] == ("1.00x", "ok rms 1.00e-03 (eager 1.00e-03)")
+    assert rows[-1][-1] == "cut after 300 s"
+    assert len(report.plain_table(rows).splitlines()) == 5
+    report.print_table(rows, "times")
+    assert "2.000" in capsys.readouterr().out
+
+
+def test_plot(tmp_path: Path) -> None:
+    path = report.plot(RESULT, tmp_path / "plots" / "times.svg")
+    text = path.read_text()
+    assert text.startswith("<?xml")

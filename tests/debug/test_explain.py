@@ -1,0 +1,248 @@
+"""The Report against what torch itself sees."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable
+from html.parser import HTMLParser
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import strop
+from strop.api import dispatchers_of
+from strop.debug.explain import bandwidth_of, explain, num_recompiles, operator_of
+from strop.errors import OptionError
+from strop.ir.graph import Ref
+from strop.runtime.executor import Bound
+
+# Operators that move no data or only allocate: the report lists work, not bookkeeping.
+BOOKKEEPING = {"as_strided", "empty_strided", "empty", "view", "t", "detach", "transpose", "select",
+               "_unsafe_view", "_reshape_alias", "expand", "permute", "slice", "alias",
+               "unsqueeze"}  # fmt: skip
+FAMILIES = {"addmm": "linear", "mm": "linear", "convolution": "conv2d", "bmm": "matmul",
+            "_scaled_dot_product_flash_attention_for_cpu": "attention"}  # fmt: skip
+
+
+class Block(nn.Module):
+    """One of each: convolution, norms, GEMMs, attention, activation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(4, 16, 3, padding=1)
+        self.norm = nn.GroupNorm(4, 16)
+        self.qkv = nn.Linear(16, 48)
+        self.out = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
+        h = nn.functional.silu(self.norm(self.conv(x))) * scale
+        rows = h.flatten(2).transpose(1, 2)
+        q, k, v = (part.unsqueeze(1) for part in self.qkv(rows).chunk(3, -1))
+        attended = nn.functional.scaled_dot_product_attention(q, k, v).squeeze(1)
+        return self.out(attended) + rows
+
+
+class Seen(TorchDispatchMode):
+    """Counts ATen calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._schema.name.removeprefix("aten::")
+        if name not in BOOKKEEPING:
+            self.counts[FAMILIES.get(name, name)] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture(scope="module")
+def cache_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(tmp_path_factory.mktemp("cache"))
+
+
+@pytest.fixture
+def block(cache_dir: str) -> Block:
+    torch.manual_seed(0)
+    module = Block().eval().requires_grad_(False)
+    return strop.optimize(module, options=strop.Options(cache_dir=cache_dir))
+
+
+def count_kernels(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The origin of every generated kernel, appended whenever one is launched."""
+    launched: list[str] = []
+    link: Callable[..., Any] = Bound._link_kernel
+
+    def counting(self: Bound, position: int, step: Any) -> Callable[[], None]:
+        kernel = link(self, position, step)
+
+        def run() -> None:
+            launched.append(step.origin)
+            kernel()
+
+        return run
+
+    monkeypatch.setattr(Bound, "_link_kernel", counting)
+    return launched
+
+
+def test_report_lists_what_torch_sees(block: Block, monkeypatch: pytest.MonkeyPatch) -> None:
+    launched = count_kernels(monkeypatch)
+    x = torch.randn(2, 4, 8, 8)
+    block(x)
+    launched.clear()
+    with Seen() as seen:
+        block(x)
+    report = explain(block)
+    assert report.calls == dict(seen.counts)
+    assert report.calls == {"conv2d": 1, "linear": 2, "attention": 1}
+    kernels = report.components[0].graphs[0].kernels
+    assert sum(k.num_launches for k in kernels) == len(launched) > 0
+    assert {o for k in kernels for o in k.origins} == set(launched)
+    assert report.num_launches == len(launched) + sum(seen.counts.values())
+    assert (report.num_graphs, report.num_recompiles, report.fallbacks) == (1, 0, {})
+
+
+def test_report_of_other_sizes_and_values(block: Block) -> None:
+    for batch, side in ((2, 8), (3, 16), (4, 8)):
+        block(torch.randn(batch, 4, side, side))
+    report = explain(block)
+    assert (report.num_graphs, report.num_recompiles) == (1, 0)
+    assert report.components[0].num_shapes == 3
+    block(torch.randn(2, 4, 8, 8), scale=0.5)
+    report = explain(block, torch.randn(2, 4, 8, 8), scale=0.25)
+    # Without, with 0.5, with 0.25: the argument is another layout once, and then another value.
+    assert (report.num_graphs, report.num_recompiles) == (3, 1)
+
+
+def test_fallbacks_are_counted(block: Block) -> None:
+    block.train()
+    report = explain(block, torch.randn(2, 4, 8, 8))
+    assert report.fallbacks == {"Block: the module is in training mode: call .eval()": 1}
+    assert report.components[0].num_eager_calls == report.components[0].num_calls == 1
+    assert "eager 1x: the module is in training mode" in str(report)
+
+
+def test_plain_module_is_restored() -> None:
+    module = nn.Sequential(nn.Linear(4, 4), nn.SiLU()).eval().requires_grad_(False)
+    report = explain(module, torch.randn(3, 4))
+    assert report.num_graphs == 1
+    assert not dispatchers_of(module)
+    assert "forward" not in vars(module)
+
+
+def test_function_bytes() -> None:
+    def scaled(x: Tensor) -> Tensor:
+        return torch.relu(x) * 2
+
+    report = explain(scaled, torch.randn(8, 16))
+    (kernel,) = report.graphs[0].kernels
+    assert report.components[0].name == "scaled"
+    assert kernel.bytes_moved == 2 * 8 * 16 * 4
+    assert kernel.estimated_us == pytest.approx(
+        kernel.bytes_moved / bandwidth_of("CPU") * 1e6, 0.01
+    )
+    assert kernel.name in kernel.source
+    assert (report.num_launches, report.num_opaque_calls, report.calls) == (1, 0, {})
+    assert report.compiled_node_share == 1.0
+
+
+def test_two_functions_of_one_shape_are_told_apart() -> None:
+    x = torch.randn(8, 16)
+    sources = {explain(f, x).graphs[0].kernels[0].source for f in (torch.relu, torch.exp)}
+    assert len(sources) == 2
+
+
+@pytest.mark.parametrize("what", [nn.Linear(2, 2), torch.relu, 3])
+def test_nothing_to_report(what: object) -> None:
+    with pytest.raises(OptionError, match=r"strop\.explain"):
+        explain(what)
+
+
+def test_stored_plan_says_so(block: Block) -> None:
+    report = explain(block, torch.randn(2, 4, 8, 8))
+    other = strop.optimize(Block().eval().requires_grad_(False),
+                           options=dispatchers_of(block)["Block"].options)  # fmt: skip
+    stored = explain(other, torch.randn(2, 4, 8, 8))
+    assert stored.graphs[0].from_disk
+    assert stored.components[0].num_captures == 0
+    assert stored.graphs[0].plan == report.graphs[0].plan
+    assert stored.summary()["num_launches"] == report.summary()["num_launches"]
+
+
+def test_ragged_graph_is_no_recompile() -> None:
+    def graphs(*ragged: bool) -> list[Any]:
+        return [SimpleNamespace(is_ragged=r) for r in ragged]
+
+    tensors = ((torch.float32, "cpu", 4),)
+    layout = ("tuple", ("tuple", Ref(0)), ("dict", ("return_dict", False)))
+    other = ("tuple", ("tuple", Ref(0)), ("dict", ("return_dict", True)))
+    assert num_recompiles({("s", layout, tensors): graphs(False, True)}) == 0
+    assert num_recompiles({("s", layout, tensors): graphs(False, False, True)}) == 1
+    assert num_recompiles({("s", layout, tensors): graphs(False),
+                           ("s", other, tensors): graphs(False)}) == 1  # fmt: skip
+    assert num_recompiles({("s", layout, tensors): graphs(False),
+                           ("lora", layout, tensors): graphs(False)}) == 0  # fmt: skip
+
+
+class _Tags(HTMLParser):
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: Any) -> None:
+        assert not {"src", "href"} & {name for name, _ in attrs}
+        if tag not in ("meta", "br"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def test_html_is_one_sound_page(block: Block) -> None:
+    report = explain(block, torch.randn(2, 4, 8, 8))
+    parser = _Tags()
+    parser.feed(report.html)
+    assert not parser.open
+    assert "http" not in report.html
+    for kernel in report.graphs[0].kernels:
+        assert f"<summary>{kernel.name}</summary>" in report.html
+
+
+def test_to_dict_is_json(block: Block) -> None:
+    report = explain(block, torch.randn(2, 4, 8, 8))
+    found = json.loads(json.dumps(report.to_dict()))
+    assert found["num_kernels"] == len(found["components"][0]["graphs"][0]["kernels"])
+    steps = dispatchers_of(block)["Block"].variants.all[0].program.steps
+    assert found["num_launches"] == len(steps)
+    lines = found["components"][0]["graphs"][0]["plan"].splitlines()
+    assert len(lines) == len(steps)
+    calls = Counter(operator_of(s) for s in steps if hasattr(s, "op"))
+    assert found["calls"] == dict(calls)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+def test_launches_against_the_profiler(cache_dir: str) -> None:
+    from torch.profiler import ProfilerActivity, profile
+
+    module = Block().eval().requires_grad_(False).half().cuda()
+    strop.optimize(module, options=strop.Options(cache_dir=cache_dir))
+    x = torch.randn(2, 4, 32, 32, device="cuda", dtype=torch.float16)
+    for _ in range(3):
+        module(x)
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as trace:
+        module(x)
+        torch.cuda.synchronize()
+    names = [e.name for e in trace.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    kernels = [n for n in names if not n.startswith(("Memcpy", "Memset"))]
+    report = explain(module)
+    assert len(kernels) == report.num_launches
+    generated = {k.name: k.num_launches for k in report.graphs[0].kernels}
+    assert sum(n in generated for n in kernels) == sum(generated.values())
