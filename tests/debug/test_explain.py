@@ -123,9 +123,12 @@ def test_report_of_other_sizes_and_values(block: Block) -> None:
 def test_fallbacks_are_counted(block: Block) -> None:
     block.train()
     report = explain(block, torch.randn(2, 4, 8, 8))
-    assert report.fallbacks == {"Block: the module is in training mode: call .eval()": 1}
+    ((reason, count),) = report.fallbacks.items()
+    assert count == 1
+    assert reason.startswith("Block: ")
+    assert reason.endswith("the module is in training mode: call .eval()")
     assert report.components[0].num_eager_calls == report.components[0].num_calls == 1
-    assert "eager 1x: the module is in training mode" in str(report)
+    assert "the module is in training mode" in str(report)
 
 
 def test_plain_module_is_restored() -> None:
