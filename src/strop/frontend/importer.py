@@ -14,8 +14,10 @@ from torch.fx import Node as FxNode
 
 from strop.errors import ShapeError, UnsupportedError
 from strop.frontend.decompositions import DECOMPOSITIONS
+from strop.frontend.functional import storage_of
 from strop.frontend.symbols import Symbols
 from strop.frontend.views import VIEWS
+from strop.ir.affine import base_of
 from strop.ir.dims import Expr, const
 from strop.ir.graph import Builder, Graph, Node, Ref, finish
 from strop.ir.ops import Kind, Op, Operands, compute_dtype, rows_for
@@ -115,9 +117,19 @@ def import_graph(
 def _returned(importer: Importer, item: Any, outputs: list[Node]) -> Any:
     value = importer.values.get(item, item) if isinstance(item, FxNode) else item
     if isinstance(value, Node):
-        outputs.append(_in_user_order(importer, item, value))
+        outputs.append(_unaliased(_in_user_order(importer, item, value), importer, item))
         return Ref(len(outputs) - 1)
     return importer.literal(item)
+
+
+def _unaliased(value: Node, importer: Importer, fx: FxNode) -> Node:
+    """A result that eager would not give as a view of an argument is none here either."""
+    base = base_of(value)
+    given = {importer.values[p]: p for p in fx.graph.nodes if p.op == "placeholder"
+             and p in importer.values}  # fmt: skip
+    if base not in given or storage_of(given[base]) == storage_of(fx):
+        return value
+    return importer.builder.make("copy", (value,), value.shape, value.dtype, order=value.order)
 
 
 def _in_user_order(importer: Importer, fx: FxNode, value: Node) -> Node:
@@ -185,7 +197,7 @@ def _call(importer: Importer, fx: FxNode) -> Value:
             return value
     bound = bind_arguments(fx)
     for row in rows_for(fx.target):
-        if row.when(bound):
+        if row.when(bound) and row.kind is not Kind.OPAQUE:
             return _pointwise(importer, fx, row, bound) if row.kind is Kind.POINTWISE else (
                 _reduction(importer, fx, row, bound))  # fmt: skip
     return opaque_call(importer, fx)
