@@ -36,7 +36,7 @@ def _replace(graph: Graph, node: Node) -> None:
     position = nodes.index(node)
     later = set(nodes[position + 1 :])
     for other in nodes[:position]:
-        is_alias = other is not target and _storage(other) == _storage(node)
+        is_alias = other is not target and storage_of(other) == storage_of(node)
         if is_alias and not later.isdisjoint(other.users):
             raise CaptureError(f"{node.target} writes into a tensor that another view reads later")
     with graph.inserting_after(node):
@@ -58,6 +58,7 @@ def _functional_overload(overload: Any) -> Any:
     return getattr(packet, overload._overloadname, None)
 
 
-def _storage(node: Node) -> int | None:
+def storage_of(node: Node) -> int | None:
+    """Which memory a traced value lies in; views share it."""
     value = node.meta.get("val")
     return value.untyped_storage()._cdata if isinstance(value, torch.Tensor) else None
