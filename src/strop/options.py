@@ -18,7 +18,7 @@ def _knob(default: Any, doc: str, env: str = "", *, keyed: bool = True) -> Any:
 class Options:
     """How to compile. Options marked as keyed are part of the cache key."""
 
-    strict: bool = _knob(False, "raise instead of running anything in torch that Strop cannot",
+    strict: bool = _knob(False, "raise where a module or an operator would fall back to torch",
                          "STROP_STRICT", keyed=False)  # fmt: skip
     cuda_graphs: bool = _knob(True, "replay a CUDA graph from the second use of a shape on",
                               "STROP_CUDA_GRAPHS", keyed=False)  # fmt: skip

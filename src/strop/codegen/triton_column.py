@@ -64,9 +64,8 @@ class _Column:
         self.moments = any(stmt.kind == "moments" for stmt in self.reductions)
         self.cols = self._cols_tile()
         self.col_tiles = (kernel.num_cols + (self.cols - 1)) // self.cols
-        self.tile_rows = max(
-            min(MAX_ELEMENTS, TILE_BYTES // max(self._load_bytes(), 1)) // self.cols, 1
-        )
+        elements = min(MAX_ELEMENTS, TILE_BYTES // max(self._load_bytes(), 1))
+        self.tile_rows = 1 << max((elements // self.cols).bit_length() - 1, 0)
         self.is_pipelined = self.tile_rows * self.cols * self._load_bytes() <= STAGED_BYTES
         self.par = Flat("par", self.parallel, "", wide=True)
 

@@ -165,8 +165,10 @@ def _bmm(im: Importer, fx: FxNode, x: Any, y: Any) -> Node:
 def _conv2d(im: Importer, fx: FxNode, x: Any, weight: Any, bias: Any, stride: Sequence[int],
             padding: Sequence[int], dilation: Sequence[int], groups: int) -> Node:  # fmt: skip
     inputs = [im.node(t) for t in (x, weight, bias) if t is not None]
-    return im.builder.make("conv2d", inputs, im.shape(fx), inputs[0].dtype, stride=tuple(stride),
-                           padding=tuple(padding), dilation=tuple(dilation), groups=groups)  # fmt: skip
+    return im.builder.make(
+        "conv2d", inputs, im.shape(fx), inputs[0].dtype, stride=tuple(stride),
+        padding=tuple(padding), dilation=tuple(dilation), groups=groups,
+    )  # fmt: skip
 
 
 def _convolution(im: Importer, fx: FxNode, x: Any, weight: Any, bias: Any, stride: Any,

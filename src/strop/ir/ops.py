@@ -157,6 +157,32 @@ STRUCTURAL: tuple[Op, ...] = (
 )
 
 
+# Calls that belong in torch: gathers, and what training needs until it has rows of its own. Any
+# other overload without a row also runs in torch, but counts as a fallback.
+LIBRARY: tuple[Op, ...] = tuple(
+    Op(f"library {overload}", Kind.OPAQUE, (overload,))
+    for overload in (
+        aten.embedding.default,
+        aten.embedding_dense_backward.default,
+        aten.index.Tensor,
+        aten._unsafe_index.Tensor,
+        aten.argmax.default,
+        aten.convolution.default,
+        aten.convolution_backward.default,
+        aten.native_group_norm_backward.default,
+        aten.native_layer_norm_backward.default,
+        aten._scaled_dot_product_flash_attention_for_cpu.default,
+        aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
+        aten._scaled_dot_product_flash_attention.default,
+        aten._scaled_dot_product_flash_attention_backward.default,
+        aten._scaled_dot_product_efficient_attention.default,
+        aten._scaled_dot_product_efficient_attention_backward.default,
+        aten._scaled_dot_product_cudnn_attention.default,
+        aten._scaled_dot_product_cudnn_attention_backward.default,
+    )
+)
+
+
 def _index(rows: tuple[Op, ...]) -> dict[str, Op]:
     table: dict[str, Op] = {}
     for row in rows:
@@ -166,7 +192,7 @@ def _index(rows: tuple[Op, ...]) -> dict[str, Op]:
     return table
 
 
-OPS: Mapping[str, Op] = _index(POINTWISE + REDUCTIONS + STRUCTURAL)
+OPS: Mapping[str, Op] = _index(POINTWISE + REDUCTIONS + STRUCTURAL + LIBRARY)
 
 
 def rows_for(overload: Any) -> tuple[Op, ...]:
@@ -174,10 +200,16 @@ def rows_for(overload: Any) -> tuple[Op, ...]:
     return _BY_OVERLOAD.get(overload, ())
 
 
+def is_foreign(target: str) -> bool:
+    """Whether an overload, by name, has no row: nobody decided that it should run in torch."""
+    return target not in _NAMES
+
+
 _BY_OVERLOAD: dict[Any, tuple[Op, ...]] = {}
 for _row in OPS.values():
     for _overload in _row.overloads:
         _BY_OVERLOAD[_overload] = (*_BY_OVERLOAD.get(_overload, ()), _row)
+_NAMES = frozenset(map(str, _BY_OVERLOAD))
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from strop.ir.dims import Expr
+from strop.ir.ops import is_foreign
 from strop.ir.source import KernelSource
 
 
@@ -122,6 +123,12 @@ class Program:
     @property
     def kernel_steps(self) -> tuple[KernelStep, ...]:
         return tuple(step for step in self.steps if isinstance(step, KernelStep))
+
+    @property
+    def foreign_calls(self) -> tuple[str, ...]:
+        """Operators that run in torch although nobody decided so: fallbacks."""
+        targets = {dict(s.attrs)["target"] for s in self.call_steps if s.op == "aten"}
+        return tuple(sorted(t for t in targets if is_foreign(t)))
 
     @property
     def call_steps(self) -> tuple[CallStep, ...]:

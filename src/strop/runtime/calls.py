@@ -41,8 +41,8 @@ def _conv2d(attrs: Mapping[str, Any]) -> Call:
     groups = attrs["groups"]
 
     def call(inputs: Sequence[Tensor]) -> Tensor:
-        x, weight = inputs
-        return torch.conv2d(x, weight, None, stride, padding, dilation, groups)
+        x, weight, *bias = inputs
+        return torch.conv2d(x, weight, bias[0] if bias else None, stride, padding, dilation, groups)
 
     return call
 
@@ -97,6 +97,8 @@ def _cudnn_conv2d(attrs: Mapping[str, Any]) -> OutCall:
     def call(inputs: Sequence[Tensor], out: Tensor) -> None:
         out_variant(inputs[0], inputs[1], padding, stride, dilation, groups, False, False,
                     torch.backends.cudnn.allow_tf32, out=out)  # fmt: skip
+        for bias in inputs[2:]:
+            out.add_(bias.view(-1, 1, 1))
 
     return call
 

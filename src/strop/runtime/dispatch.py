@@ -97,6 +97,7 @@ class Dispatcher:
         self.counters = Counters()
         self.state = ModuleState(module)
         self.variants = VariantStore(module, self.eager, options, self.name)
+        self.latest: Entry | None = None  # the shape that ran last
         self._entries: dict[Hashable, Entry] = {}
         self._checked_loop = 0
         self._lock = threading.RLock()
@@ -144,11 +145,15 @@ class Dispatcher:
     def _run_eager(self, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.options.strict:
             raise UnsupportedError(f"{self.name}: {reason} (strict=True forbids eager)")
-        if reason not in self.counters.fallbacks:
-            log.warning("%s runs in eager: %s", self.name, reason)
-        self.counters.fallbacks[reason] = self.counters.fallbacks.get(reason, 0) + 1
+        self._note_fallback(reason)
         self.counters.eager_calls += 1
         return self.eager(*args, **kwargs)
+
+    def _note_fallback(self, reason: str) -> None:
+        """One log line for each reason, and a count of how often."""
+        if reason not in self.counters.fallbacks:
+            log.warning("%s %s", self.name, reason)
+        self.counters.fallbacks[reason] = self.counters.fallbacks.get(reason, 0) + 1
 
     # weights
 
@@ -189,6 +194,8 @@ class Dispatcher:
         entry = self._entries[key] = Entry(variant)
         if variant is not None:
             entry.env = solve_roots(variant.specs, [t.shape for t in tensors])
+            for operator in variant.program.foreign_calls:
+                self._note_fallback(f"{operator} has no row in the operator table: torch runs it")
         return entry
 
     def _library(self) -> KernelLibrary:
@@ -217,6 +224,7 @@ class Dispatcher:
     def _run(self, key: Hashable, entry: Entry, tensors: list[Tensor]) -> Any:
         assert entry.variant is not None
         entry.uses += 1
+        self.latest = entry
         device = self._device
         if self._wants_graph(entry):
             return self._replay(key, entry, tensors)

@@ -77,7 +77,10 @@ def _text(value: Any) -> str:
         return _qualified(value)
     code = getattr(value, "__code__", None)
     if code is not None:
-        return f"{value.__module__}.{value.__qualname__}:{code.co_code.hex()}:{code.co_consts!r}"
+        cells = [_text(cell.cell_contents) for cell in value.__closure__ or ()]
+        parts = (value.__module__, value.__qualname__, code.co_code.hex(), code.co_names,
+                 code.co_consts, value.__defaults__, cells)  # fmt: skip
+        return repr(parts)
     return getattr(value, "__qualname__", "") or repr(value)
 
 
@@ -112,9 +115,12 @@ def _source_digest(kind: type) -> str:
     """Of the file that defines a class: a changed forward is another graph."""
     try:
         file = inspect.getsourcefile(kind)
-    except TypeError:  # built-in classes have no source
-        return _qualified(kind)
-    return _file_digest(file) if file else _qualified(kind)
+    except (TypeError, OSError):  # built in, or typed at a prompt
+        file = None
+    if file:
+        return _file_digest(file)
+    own = [f"{k}:{_text(v)}" for k, v in vars(kind).items() if hasattr(v, "__code__")]
+    return "\n".join([_qualified(kind), *own])
 
 
 @lru_cache(maxsize=4096)

@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -110,6 +110,11 @@ class VariantStore:
                 raise
             self.reason = self._failed[key, shapes.is_ragged] = str(error)
             return None
+        if variant.program.foreign_calls and self.options.strict:
+            raise UnsupportedError(
+                f"{self.name} uses operators without a row in strop.ir.ops:"
+                f" {', '.join(variant.program.foreign_calls)} (strict=True forbids them)"
+            )
         self.variants.setdefault(key, []).append(variant)
         return variant
 
@@ -129,11 +134,11 @@ class VariantStore:
         library = library_for(shapes.specs[0].device, self.options)
         built = time.perf_counter()
         library.build(variant.program.sources)
-        seconds = time.perf_counter()
+        ready = time.perf_counter()
         log.info("%s: %d kernels, %d calls; kernels ready in %.1f s, all in %.1f s", self.name,
-                 len(variant.program.sources), len(variant.program.call_steps), seconds - built,
-                 seconds - started)  # fmt: skip
-        return variant
+                 len(variant.program.sources), len(variant.program.call_steps), ready - built,
+                 ready - started)  # fmt: skip
+        return replace(variant, seconds={**variant.seconds, "kernels": ready - built})
 
     def _compile(self, state: ModuleState, skeleton: Skeleton, shapes: Shapes) -> Variant:
         self.num_captures += 1
