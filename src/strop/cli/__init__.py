@@ -1,0 +1,49 @@
+"""The ``strop`` command. Nothing here imports torch before a verb has checked its arguments."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+import strop
+from strop.cli import bench, env, explain, generate
+
+__all__ = ["app", "main"]
+
+app = typer.Typer(
+    name="strop",
+    help="Strop makes PyTorch diffusion models fast: one compile for every picture size.\n\n"
+    'Start with: strop generate "a red circle above a blue square" -o out.png',
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"]},
+    epilog="Exit codes: 0 done, 1 failed, 2 wrong arguments.",
+)
+app.command("generate", epilog=generate.EXAMPLES)(generate.command)
+app.command("explain", epilog=explain.EXAMPLES)(explain.command)
+app.command("env", epilog=env.EXAMPLES)(env.command)
+app.add_typer(bench.app, name="bench")
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"strop {strop.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_version, is_eager=True, help="Show the version."),
+    ] = False,
+) -> None:
+    pass
+
+
+def main() -> None:
+    """Run the command line; ends the process with 0, 1 or 2."""
+    app(prog_name="strop")

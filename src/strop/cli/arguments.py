@@ -1,0 +1,161 @@
+"""Arguments that several verbs take, checked before anything slow starts."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from strop.cli.mistakes import CommandError, warn
+
+if TYPE_CHECKING:
+    import torch
+
+SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
+MOST_PIXELS = 4096 * 4096
+
+
+class Device(StrEnum):
+    """Where a model runs."""
+
+    auto = "auto"
+    cpu = "cpu"
+    cuda = "cuda"
+
+
+class Dtype(StrEnum):
+    """Type of weights and computation."""
+
+    auto = "auto"
+    fp32 = "fp32"
+    fp16 = "fp16"
+
+
+@dataclass(frozen=True)
+class Size:
+    """A picture size in pixels."""
+
+    width: int
+    height: int
+
+    def __str__(self) -> str:
+        return f"{self.width}x{self.height}"
+
+
+def parse_size(text: str | Size) -> Size:
+    """Read "96x64": width, then height."""
+    found = re.fullmatch(r"(\d{1,5})\s*[xX*]\s*(\d{1,5})", str(text).strip())
+    if found is None:
+        raise typer.BadParameter(f"{text!r} is no size; write WIDTHxHEIGHT in pixels, like 96x64")
+    return Size(int(found[1]), int(found[2]))
+
+
+SizeOption = Annotated[
+    Size | None,
+    typer.Option(
+        parser=parse_size,
+        metavar="WxH",
+        help="Width x height in pixels, multiples of the model's factor (16 for sprites). "
+        r"[dim]\[default: 96x64 for sprites, else the model's own][/]",
+    ),
+]
+DeviceOption = Annotated[
+    Device, typer.Option(help="Where to run; auto takes a GPU if there is one.")
+]
+
+
+def nearest_sizes(side: int, factor: int) -> tuple[int, ...]:
+    """The multiples of ``factor`` around ``side``, or ``side`` itself."""
+    if side % factor == 0 and side > 0:
+        return (side,)
+    below = side // factor * factor
+    return (below, below + factor) if below else (factor,)
+
+
+def check_size(size: Size, factor: int) -> None:
+    """Raise BadParameter unless both sides are multiples of ``factor``; names the nearest sizes."""
+    widths, heights = (nearest_sizes(side, factor) for side in (size.width, size.height))
+    if widths != (size.width,) or heights != (size.height,):
+        near = ", ".join(f"{w}x{h}" for w in widths for h in heights)
+        raise typer.BadParameter(
+            f"{size}: this model draws multiples of {factor} pixels; the nearest: {near}",
+            param_hint="'--size'",
+        )
+    if size.width * size.height > MOST_PIXELS:
+        raise typer.BadParameter(
+            f"{size} has more than {MOST_PIXELS:,} pixels", param_hint="'--size'"
+        )
+
+
+def check_output(path: Path, suffixes: tuple[str, ...] = SUFFIXES) -> None:
+    """Raise unless ``path`` can be written: its ending, its folder, and what lies there now."""
+    if path.suffix.lower() not in suffixes:
+        raise typer.BadParameter(
+            f"{path}: the name must end in {', '.join(suffixes)}", param_hint="output file"
+        )
+    if path.is_dir():
+        raise CommandError(f"{path} is a folder; give the name of a file")
+    if not path.parent.is_dir():
+        raise CommandError(f"there is no folder {path.parent}; create it: mkdir -p {path.parent}")
+    if not os.access(path.parent, os.W_OK):
+        raise CommandError(f"the folder {path.parent} is not writable; choose another with -o")
+
+
+def chosen_device(device: Device) -> str:
+    """ "cpu" or "cuda"; raises BadParameter where there is no GPU."""
+    import torch
+
+    if device is Device.auto:
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if device is Device.cuda and not torch.cuda.is_available():
+        why = "this torch has no CUDA" if torch.version.cuda is None else "torch finds no GPU"
+        raise typer.BadParameter(f"cuda: {why}; use --device cpu", param_hint="'--device'")
+    return device.value
+
+
+def chosen_dtype(dtype: Dtype, device: str) -> torch.dtype:
+    """fp16 on a GPU and fp32 on a CPU unless told."""
+    import torch
+
+    if dtype is Dtype.auto:
+        return torch.float16 if device == "cuda" else torch.float32
+    if dtype is Dtype.fp16 and device == "cpu":
+        raise typer.BadParameter(
+            "fp16: CPUs compute in fp32; use --dtype fp32 or --device cuda", param_hint="'--dtype'"
+        )
+    return torch.float16 if dtype is Dtype.fp16 else torch.float32
+
+
+def check_prompt(prompt: str, hint: str = "'PROMPT'") -> str:
+    """A prompt for the sprites model in the spelling it was trained on.
+
+    Raises BadParameter for words that it does not know; warns of captions outside its grammar.
+    """
+    from strop.models.sprites import parse
+    from strop.models.sprites.grammar import words
+
+    known = words()
+    given = re.findall(r"[^\s.,;:!?]+", prompt.lower().replace("grey", "gray"))
+    unknown = [word for word in dict.fromkeys(given) if word not in known]
+    if unknown:
+        named = ", ".join(_with_suggestion(word, known) for word in unknown)
+        raise typer.BadParameter(
+            f"the sprites model does not know {named}. Its words: {' '.join(known)}",
+            param_hint=hint,
+        )
+    try:
+        parse(" ".join(given))
+    except ValueError as error:
+        warn(f"{error}. Drawing it anyway.")
+    return " ".join(given)
+
+
+def _with_suggestion(word: str, known: tuple[str, ...]) -> str:
+    close = difflib.get_close_matches(word, known, n=1)
+    return repr(word) + (f" (did you mean {close[0]!r}?)" if close else "")

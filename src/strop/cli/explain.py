@@ -1,0 +1,110 @@
+"""``strop explain``: what the compiler made of a model."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from strop.cli import arguments, models
+from strop.cli.arguments import Device, DeviceOption, Size, SizeOption
+from strop.cli.mistakes import reported, require_diffusion
+
+if TYPE_CHECKING:
+    from strop.debug.report import Report
+
+EXAMPLES = (
+    "[bold]Examples[/]\n\n"
+    "strop explain\n\n"
+    "strop explain --size 64x96 --html report.html\n\n"
+    "strop explain --model sd15-unet --device cuda --json report.json"
+)
+SD15_UNET = "sd15-unet"
+_PROMPT = "a red circle above a blue square on a white background"
+
+
+@reported
+def command(
+    model: Annotated[
+        str,
+        typer.Option(
+            help="'sprites', 'sd15-unet' (random weights at full size: 3.4 GB in fp32), or a "
+            "diffusers folder."
+        ),
+    ] = models.SPRITES,
+    size: SizeOption = None,
+    html: Annotated[
+        Path | None, typer.Option(help="Write a page with every kernel's source.")
+    ] = None,
+    as_json: Annotated[Path | None, typer.Option("--json", help="Write all numbers.")] = None,
+    device: DeviceOption = Device.auto,
+) -> None:
+    """Compile a model, run it once, and show its graphs, kernels, launches and fallbacks.
+
+    Times beside kernels are microseconds estimated from the bytes they move, not measured.
+    """
+    if html is not None:
+        arguments.check_output(html, (".html", ".htm"))
+    if as_json is not None:
+        arguments.check_output(as_json, (".json",))
+    require_diffusion()
+    where = arguments.chosen_device(device)
+    report = _unet_report(size, where) if model == SD15_UNET else _pipe_report(model, size, where)
+    typer.echo(str(report))
+    if html is not None:
+        _write(html, report.html)
+    if as_json is not None:
+        _write(as_json, json.dumps(report.to_dict(), indent=1) + "\n")
+
+
+def _pipe_report(name: str, size: Size | None, device: str) -> Report:
+    """Of a whole pipeline after two denoising steps."""
+    found = models.find_model(name)
+    size = size or found.default_size
+    arguments.check_size(size, found.factor)
+
+    import strop
+    from strop.cli.arguments import Dtype, chosen_dtype
+    from strop.cli.sampling import Request, warm_up
+    from strop.cli.stages import compiling, spinner
+    from strop.debug.explain import explain
+
+    with spinner(f"loading {name}"):
+        pipe = models.load(found, chosen_dtype(Dtype.auto, device), device)
+    strop.optimize(pipe)
+    with compiling(pipe):
+        warm_up(pipe, Request(_PROMPT, size, 2, found.guidance))
+    return explain(pipe)
+
+
+def _unet_report(size: Size | None, device: str) -> Report:
+    """Of one call of Stable Diffusion 1.5's UNet with guidance (batch 2)."""
+    size = size or Size(512, 512)
+    arguments.check_size(size, 64)
+
+    import torch
+
+    from strop.bench import models as sizes
+    from strop.cli.arguments import Dtype, chosen_dtype
+    from strop.cli.stages import spinner
+    from strop.debug.explain import explain
+
+    with spinner(f"making and compiling {SD15_UNET}"):
+        models.quieten()
+        build = sizes.unet_workload(sizes.SD15_UNET)
+        work = build(torch.device(device), chosen_dtype(Dtype.auto, device))
+        return explain(work.target, **work.inputs((size.height, size.width), 2))
+
+
+def _write(path: Path, text: str) -> None:
+    """Whole or not at all."""
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        part.write_text(text, encoding="utf-8")
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
+    typer.echo(f"written: {path}", err=True)

@@ -1,0 +1,161 @@
+"""``strop generate``: a picture from a text."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from strop.cli import arguments, models
+from strop.cli.arguments import Device, DeviceOption, Dtype, SizeOption
+from strop.cli.mistakes import CommandError, reported, require_diffusion, warn
+
+if TYPE_CHECKING:
+    from strop.cli.sampling import Drawn, Request
+
+EXAMPLES = (
+    "[bold]Examples[/]\n\n"
+    'strop generate "a red circle above a blue square on a white background" -o out.png\n\n'
+    'strop generate "a small green star at the top left" --size 64x96 --seed 3 --compare\n\n'
+    'strop generate "an astronaut" --model ./stable-diffusion-v1-5 --size 512x768 --steps 30'
+)
+
+RUNS = 3  # a comparison shows the fastest of so many
+
+
+@reported
+def command(
+    prompt: Annotated[str, typer.Argument(help="What to draw.", show_default=False)],
+    output: Annotated[
+        Path, typer.Option("-o", "--output", help="The picture: .png, .jpg or .webp.")
+    ] = Path("out.png"),
+    size: SizeOption = None,
+    steps: Annotated[int, typer.Option(min=1, max=1000, help="Denoising steps.")] = 20,
+    seed: Annotated[
+        int, typer.Option(min=0, help="Seed of the noise; the same on every device.")
+    ] = 0,
+    guidance: Annotated[
+        float | None,
+        typer.Option(
+            min=0.0,
+            max=50.0,
+            help="How closely to follow the prompt; 1 or less: no guidance, twice as fast. "
+            r"[dim]\[default: 4 for sprites, else 7.5][/]",
+        ),
+    ] = None,
+    negative: Annotated[str, typer.Option(help="What not to draw.")] = "",
+    model: Annotated[
+        str, typer.Option(help="'sprites', which ships with Strop, or a diffusers folder.")
+    ] = models.SPRITES,
+    device: DeviceOption = Device.auto,
+    dtype: Annotated[
+        Dtype, typer.Option(help="Number format; auto: fp16 on a GPU, fp32 on a CPU.")
+    ] = Dtype.auto,
+    optimize: Annotated[
+        bool, typer.Option("--optimize/--no-optimize", help="Run through Strop, or in plain torch.")
+    ] = True,
+    compare: Annotated[
+        bool,
+        typer.Option(
+            "--compare",
+            help="Also draw in plain torch, three times each; writes both to <output>_compare.",
+        ),
+    ] = False,
+) -> None:
+    """Draw a picture from a text, and tell how many seconds each stage took.
+
+    The first run compiles the model, under a minute. Later runs, at any size, find it in the cache.
+    """
+    if compare and not optimize:
+        raise typer.BadParameter("--compare needs Strop; leave out --no-optimize")
+    outputs = [output, _beside(output)] if compare else [output]
+    for path in outputs:
+        arguments.check_output(path)
+    require_diffusion()
+    found = models.find_model(model)
+    size = size or found.default_size
+    arguments.check_size(size, found.factor)
+    if found.is_sprites:
+        prompt = arguments.check_prompt(prompt)
+        negative = arguments.check_prompt(negative, "'--negative'") if negative else ""
+    where = arguments.chosen_device(device)
+    kind = arguments.chosen_dtype(dtype, where)
+
+    from strop.cli.sampling import Request
+
+    request = Request(prompt, size, steps, found.guidance if guidance is None else guidance, seed,
+                      negative)  # fmt: skip
+    _generate(found, kind, where, request, outputs, optimize)
+
+
+def _beside(output: Path) -> Path:
+    return output.with_name(f"{output.stem}_compare{output.suffix}")
+
+
+def _generate(
+    model: models.Model, dtype: Any, device: str, request: Request, outputs: list[Path],
+    optimize: bool,
+) -> None:  # fmt: skip
+    import torch
+
+    from strop.cli import pictures, sampling
+    from strop.cli.stages import Clock, spinner
+
+    clock = Clock()
+    with clock.stage("load"), spinner(f"loading {model.name}"):
+        pipe = models.load(model, dtype, device)
+    runs = RUNS if len(outputs) > 1 else 1
+    if runs > 1 and sampling.is_busy():
+        warn("other programs keep the processors busy: the times compare badly")
+    try:
+        eager = None
+        if runs > 1 or not optimize:
+            eager = sampling.draw_eager(pipe, request, runs)
+        ours = sampling.draw_optimized(pipe, request, runs) if optimize else None
+    except torch.OutOfMemoryError as error:
+        raise CommandError(f"the GPU has too little memory for {request.size}; choose a smaller"
+                           " --size, or --device cpu") from error  # fmt: skip
+    drawn = ours or eager
+    assert drawn is not None
+    pictures.save(pictures.to_picture(drawn.pixels), outputs[0])
+    screen = Console(highlight=False, soft_wrap=True)
+    stages = {**clock.seconds, **drawn.seconds}
+    screen.print("  ".join(f"{name} {value:.2f} s" for name, value in stages.items()))
+    if ours is not None:
+        screen.print(sampling.compiled_text(pipe))
+        for line in sampling.fallbacks(pipe):
+            warn(line)
+    if ours is not None and eager is not None:
+        _compare(screen, eager, ours, request.steps, outputs[1])
+    screen.print(f"{request.size} picture in {outputs[0]}", markup=False)
+
+
+def _compare(screen: Console, eager: Drawn, ours: Drawn, steps: int, output: Path) -> None:
+    """Both pictures side by side in ``output``, and their numbers as a table."""
+    from strop.cli import pictures
+
+    times = [drawn.fastest for drawn in (eager, ours)]
+    psnr = pictures.psnr_text(pictures.psnr_db(eager.pixels, ours.pixels))
+    shown = [pictures.enlarged(pictures.to_picture(d.pixels), 256) for d in (eager, ours)]
+    ratio = f"{times[0] / times[1]:.1f}x as fast"
+    page = pictures.sheet(
+        [
+            pictures.Panel(shown[0], f"torch eager: {times[0]:.2f} s"),
+            pictures.Panel(shown[1], f"Strop: {times[1]:.2f} s", (ratio, f"{psnr} to eager")),
+        ],
+        columns=2,
+    )
+    pictures.save(page, output)
+    table = Table(
+        "", "first call", f"sampling (best of {RUNS})", "a step", "", box=None, pad_edge=False
+    )
+    first = (eager.seconds["warm-up"], ours.seconds["compile"])
+    notes = ("", f"{ratio}, {psnr} to eager")
+    for name, once, seconds, note in zip(("eager", "Strop"), first, times, notes, strict=True):
+        table.add_row(name, f"{once:.2f} s", f"{seconds:.2f} s", f"{seconds / steps * 1e3:.1f} ms",
+                      note)  # fmt: skip
+    screen.print(table)
+    screen.print(f"both pictures in {output}", markup=False)

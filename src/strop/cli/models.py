@@ -1,0 +1,105 @@
+"""The models that the verbs run: the sprites model of the package, or a diffusers folder."""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from strop.cli.arguments import Size
+from strop.cli.mistakes import CommandError
+
+if TYPE_CHECKING:
+    import torch
+
+SPRITES = "sprites"
+
+
+@dataclass(frozen=True)
+class Model:
+    """A diffusers folder and what its configuration says.
+
+    ``factor`` is what both sides of a picture must be multiples of: the autoencoder's factor
+    times that of the UNet.
+    """
+
+    name: str
+    folder: Path
+    factor: int
+    default_size: Size
+    guidance: float
+
+    @property
+    def is_sprites(self) -> bool:
+        return self.name == SPRITES
+
+
+def find_model(name: str) -> Model:
+    """Read a model's configuration; fast. Raises CommandError if there is none."""
+    if name == SPRITES:
+        from strop.models import sprites
+
+        folder = sprites.WEIGHTS
+        advice = "reinstall strop, or give a diffusers folder with --model"
+    else:
+        folder, advice = Path(name).expanduser(), "give 'sprites' or a folder that diffusers saved"
+    if not (folder / "model_index.json").is_file():
+        raise CommandError(f"there is no diffusers model in {folder}; {advice}")
+    vae, unet = (_config(folder, part) for part in ("vae", "unet"))
+    latent = 2 ** (len(vae["block_out_channels"]) - 1)
+    factor = latent * 2 ** (len(unet["block_out_channels"]) - 1)
+    if name == SPRITES:
+        return Model(name, folder, factor, Size(96, 64), 4.0)
+    side = unet.get("sample_size", 64) * latent
+    return Model(name, folder, factor, Size(side, side), 7.5)
+
+
+def _config(folder: Path, part: str) -> dict[str, Any]:
+    path = folder / part / "config.json"
+    try:
+        config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise CommandError(
+            f"{path} is missing; strop runs Stable Diffusion folders, with unet/ and vae/"
+        ) from error
+    except ValueError as error:
+        raise CommandError(f"{path} is no JSON ({error}); save the model again") from error
+    if "block_out_channels" not in config:
+        raise CommandError(f"{path} has no block_out_channels; strop cannot tell its picture sizes")
+    return config
+
+
+def load(model: Model, dtype: torch.dtype, device: str) -> Any:
+    """The pipeline, without its own progress bars. Raises CommandError if the files are damaged."""
+    quieten()
+    try:
+        if model.is_sprites:
+            from strop.models import sprites
+
+            pipe: Any = sprites.load_from(model.folder, dtype, device)
+        else:
+            pipe = _load_folder(model.folder, dtype, device)
+    except (ValueError, OSError) as error:
+        raise CommandError(f"cannot load {model.folder}: {error}") from error
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def _load_folder(folder: Path, dtype: torch.dtype, device: str) -> Any:
+    from diffusers import DiffusionPipeline
+
+    pipe = DiffusionPipeline.from_pretrained(folder, dtype=dtype, local_files_only=True)
+    return pipe.to(device)
+
+
+def quieten() -> None:
+    """Leave the screen to our own progress bars: no bars nor hints of other libraries."""
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    from diffusers.utils import logging as of_diffusers
+    from transformers.utils import logging as of_transformers
+
+    for library in (of_transformers, of_diffusers):
+        library.set_verbosity_error()
+        library.disable_progress_bar()

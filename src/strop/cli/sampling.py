@@ -1,0 +1,131 @@
+"""Draws a picture with a pipeline and times each stage."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from strop.api import dispatchers_of, optimize
+from strop.cli.arguments import Size
+from strop.cli.mistakes import CommandError
+from strop.cli.stages import Clock, compiling, progress_bar, spinner
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to draw. The noise comes from the CPU, so a seed means the same on every device."""
+
+    prompt: str
+    size: Size
+    steps: int
+    guidance: float
+    seed: int = 0
+    negative: str = ""
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A picture [3, height, width] from 0 to 1, and seconds by stage.
+
+    "sampling" is the first run after the warm-up; ``fastest`` is the shortest of all runs.
+    """
+
+    pixels: Tensor
+    seconds: dict[str, float]
+    fastest: float
+
+
+Step = Callable[[], None]
+_REPEATS_S = 10.0  # a comparison repeats its runs for at most so long
+
+
+def draw(pipe: Any, request: Request, on_step: Step = lambda: None) -> Tensor:
+    """One call of the pipeline. Raises CommandError for a picture that is not finite."""
+
+    def after_step(_: Any, number: int, timestep: Any, kept: dict[str, Any]) -> dict[str, Any]:
+        on_step()
+        return kept
+
+    images: Tensor = pipe(
+        request.prompt,
+        width=request.size.width,
+        height=request.size.height,
+        num_inference_steps=request.steps,
+        guidance_scale=request.guidance,
+        negative_prompt=request.negative or None,
+        generator=torch.Generator().manual_seed(request.seed),
+        callback_on_step_end=after_step,
+        output_type="pt",
+    ).images
+    pixels = images[0].float().cpu()
+    if not bool(torch.isfinite(pixels).all()):
+        raise CommandError("the picture holds NaN or inf; try --dtype fp32, or report the model")
+    return pixels
+
+
+def warm_up(pipe: Any, request: Request) -> None:
+    """Two steps at the wanted size: everything that only a first call does is done then.
+
+    Twice on a GPU, where the second use of a shape captures a CUDA graph.
+    """
+    for _ in range(2 if pipe.device.type == "cuda" else 1):
+        draw(pipe, replace(request, steps=2))
+
+
+def draw_eager(pipe: Any, request: Request, runs: int = 1) -> Drawn:
+    """A pipeline as it is: a warm-up, then the timed runs."""
+    clock = Clock()
+    with clock.stage("warm-up"), spinner("warming up torch"):
+        warm_up(pipe, request)
+    return _draw_timed(pipe, request, clock, "sampling in eager", runs)
+
+
+def draw_optimized(pipe: Any, request: Request, runs: int = 1) -> Drawn:
+    """Put Strop in front of ``pipe``, compile, then the timed runs."""
+    clock = Clock()
+    with clock.stage("compile"):
+        optimize(pipe)
+        with compiling(pipe):
+            warm_up(pipe, request)
+    return _draw_timed(pipe, request, clock, "sampling", runs)
+
+
+def _draw_timed(pipe: Any, request: Request, clock: Clock, text: str, runs: int) -> Drawn:
+    with progress_bar() as bar:
+        task = bar.add_task(text, total=request.steps * runs, note=f"{request.size}")
+        with clock.stage("sampling"):
+            pixels = draw(pipe, request, lambda: bar.advance(task))
+        times = [clock.seconds["sampling"]]
+        while len(times) < runs and sum(times) < _REPEATS_S:
+            start = time.perf_counter()
+            draw(pipe, request, lambda: bar.advance(task))
+            times.append(time.perf_counter() - start)
+    return Drawn(pixels, clock.seconds, min(times))
+
+
+def is_busy() -> bool:
+    """Whether other programs hold so much of the processors that times mean little."""
+    return os.getloadavg()[0] > 0.5 * torch.get_num_threads()
+
+
+def compiled_text(pipe: Any) -> str:
+    """Graphs and kernels of an optimised pipeline, and where they came from."""
+    variants = [v for d in dispatchers_of(pipe).values() for v in d.variants.all]
+    kernels = len({s for v in variants for s in v.program.sources})
+    stored = sum(v.from_disk for v in variants)
+    return f"{len(variants)} graphs, {stored} of them from the cache, {kernels} kernels"
+
+
+def fallbacks(pipe: Any) -> list[str]:
+    """Why calls ran in eager after all."""
+    return [
+        f"{name} ran {count} times in eager: {why}"
+        for name, d in dispatchers_of(pipe).items()
+        for why, count in d.counters.fallbacks.items()
+    ]

@@ -1,0 +1,104 @@
+"""Progress on the screen: every stage shows what it is at and for how long."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from strop.api import dispatchers_of
+from strop.cli.mistakes import errors, plain
+
+_REFRESH_S = 0.2
+
+
+def progress_bar() -> Progress:
+    """On standard error, gone when done; silent unless that is a terminal."""
+    return Progress(
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=30),
+        TextColumn("{task.fields[note]}", style="dim"),
+        TimeElapsedColumn(),
+        console=errors(),
+        transient=True,
+    )
+
+
+class Clock:
+    """Seconds of each stage, by name."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self.seconds[name] = time.perf_counter() - start
+
+
+@contextmanager
+def spinner(text: str) -> Iterator[None]:
+    """A bar without an end, for a stage that cannot tell how far it is."""
+    with progress_bar() as bar:
+        bar.add_task(text, total=None, note="")
+        yield
+
+
+class _LatestLine(logging.Handler):
+    """The latest message of the compiler; warnings stay on the screen."""
+
+    def __init__(self, bar: Progress) -> None:
+        super().__init__()
+        self.bar, self.text = bar, ""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.text = record.getMessage()
+        if record.levelno >= logging.WARNING:
+            self.bar.console.print(f"[yellow]warning:[/] {plain(self.text)}")
+
+
+@contextmanager
+def compiler_messages(bar: Progress) -> Iterator[_LatestLine]:
+    log, latest = logging.getLogger("strop"), _LatestLine(bar)
+    before, propagates = log.level, log.propagate
+    log.addHandler(latest)
+    log.setLevel(logging.INFO)
+    log.propagate = False
+    try:
+        yield latest
+    finally:
+        log.removeHandler(latest)
+        log.setLevel(before)
+        log.propagate = propagates
+
+
+@contextmanager
+def compiling(pipe: Any) -> Iterator[None]:
+    """A bar over the components of an optimised pipeline; names the one being compiled."""
+    parts = {n: d for n, d in dispatchers_of(pipe).items() if n != "vae.encoder"}
+    stop = threading.Event()
+    with progress_bar() as bar, compiler_messages(bar) as latest:
+        task = bar.add_task("compiling", total=len(parts), note="")
+
+        def watch() -> None:
+            while not stop.wait(_REFRESH_S):
+                ready = sum(bool(d.variants.all) for d in parts.values())
+                begun = [n for n, d in parts.items() if d.counters.calls and not d.variants.all]
+                name = begun[-1] if begun else ""
+                bar.update(task, completed=ready, description=f"compiling {name}",
+                           note=plain(latest.text))  # fmt: skip
+
+        watcher = threading.Thread(target=watch, name="strop-progress", daemon=True)
+        watcher.start()
+        try:
+            yield
+        finally:
+            stop.set()
+            watcher.join()

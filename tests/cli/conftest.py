@@ -1,0 +1,58 @@
+"""A tiny sprites model with random weights, and a command line to call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from strop.cli import app
+
+Invoke = Callable[..., Result]
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A diffusers folder in the format of the shipped weights."""
+    from strop.models.sprites import network, settings, vocabulary
+
+    folder = tmp_path_factory.mktemp("model")
+    built = network.parts(settings.TINY)
+    network.pipeline(built, settings.TINY.noise).save_pretrained(folder)
+    vocabulary.write(folder / "tokenizer")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One kernel cache for all tests, so that the tiny model is compiled once."""
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture
+def invoke(tmp_path: Path, cache_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Invoke:
+    """Run ``strop`` with these words in an empty folder."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("STROP_CACHE_DIR", str(cache_folder))
+    monkeypatch.setenv("COLUMNS", "200")
+
+    def run(*words: str) -> Result:
+        return CliRunner().invoke(app, list(words))
+
+    return run
+
+
+@pytest.fixture
+def as_sprites(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The tiny model in place of the shipped one."""
+    from strop.models import sprites
+
+    monkeypatch.setattr(sprites, "WEIGHTS", tiny_model)
+    return tiny_model
+
+
+def said(result: Result) -> str:
+    """Everything that was printed, on one line and without frames."""
+    return " ".join(result.output.replace("│", " ").split())

@@ -1,0 +1,104 @@
+"""The verbs on a tiny model, from the command line to the files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+
+from strop.cli import pictures, sampling
+from strop.cli.arguments import Size
+
+from .conftest import Invoke, said
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+PROMPT = "a red circle above a blue square"
+
+
+def test_a_picture_and_its_comparison(invoke: Invoke, as_sprites: Path, tmp_path: Path) -> None:
+    result = invoke("generate", PROMPT, "--steps", "2", "--compare", "--size", "64x32",
+                    "--device", "cpu")  # fmt: skip
+    assert result.exit_code == 0, result.output
+    assert Image.open(tmp_path / "out.png").size == (64, 32)
+    assert Image.open(tmp_path / "out_compare.png").width > 128
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["out.png", "out_compare.png"]
+    text = said(result)
+    for part in ("load", "compile", "sampling", "3 graphs", "PSNR", "64x32 picture in out.png"):
+        assert part in text
+    assert "in eager" not in text
+
+
+def test_the_same_seed_gives_the_same_picture_with_and_without_strop(
+    invoke: Invoke, as_sprites: Path, tmp_path: Path
+) -> None:
+    common = ("--steps", "2", "--seed", "5", "--size", "64x32", "--device", "cpu")
+    assert invoke("generate", PROMPT, "-o", "ours.png", *common).exit_code == 0
+    plain = invoke("generate", PROMPT, "-o", "plain.png", "--no-optimize", *common)
+    assert plain.exit_code == 0
+    assert "graphs" not in said(plain)
+    ours, eager = (
+        torch.tensor(list(Image.open(tmp_path / f"{name}.png").tobytes())) / 255
+        for name in ("ours", "plain")
+    )
+    assert pictures.psnr_db(ours, eager) > 50
+
+
+def test_a_prompt_outside_the_grammar_is_drawn_with_a_warning(
+    invoke: Invoke, as_sprites: Path, tmp_path: Path
+) -> None:
+    result = invoke("generate", "Grey background, red circle!", "--steps", "1", "--no-optimize",
+                    "--device", "cpu", "-o", "x.jpg")  # fmt: skip
+    assert result.exit_code == 0, result.output
+    assert "outside the sprites grammar" in said(result)
+    assert Image.open(tmp_path / "x.jpg").format == "JPEG"
+
+
+def test_a_picture_that_is_not_finite_is_never_saved(
+    invoke: Invoke, as_sprites: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from strop.cli import models
+
+    load = models.load
+
+    def damaged(*args: object) -> object:
+        pipe = load(*args)  # type: ignore[arg-type]
+        with torch.no_grad():
+            pipe.vae.decoder.conv_out.bias.fill_(float("nan"))
+        return pipe
+
+    monkeypatch.setattr(models, "load", damaged)
+    result = invoke("generate", PROMPT, "--steps", "1", "--no-optimize", "--device", "cpu")
+    assert result.exit_code == 1
+    assert "NaN" in said(result)
+    assert not list(tmp_path.iterdir())
+
+
+def test_explain_writes_a_page_and_numbers(
+    invoke: Invoke, as_sprites: Path, tmp_path: Path
+) -> None:
+    result = invoke("explain", "--size", "64x32", "--device", "cpu", "--html", "r.html",
+                    "--json", "r.json")  # fmt: skip
+    assert result.exit_code == 0, result.output
+    assert "3 graphs, 0 recompiles" in said(result)
+    assert "<html" in (tmp_path / "r.html").read_text()
+    numbers = json.loads((tmp_path / "r.json").read_text())
+    assert numbers["num_graphs"] == 3
+    assert numbers["fallbacks"] == {}
+
+
+def test_a_size_of_the_other_orientation_needs_no_new_graph(
+    invoke: Invoke, as_sprites: Path
+) -> None:
+    import strop
+    from strop.cli import models
+
+    pipe = strop.optimize(models.load(models.find_model("sprites"), torch.float32, "cpu"))
+    for size in (Size(64, 32), Size(32, 64)):
+        request = sampling.Request(PROMPT, size, 1, 4.0)
+        assert sampling.draw(pipe, request).shape == (3, size.height, size.width)
+    assert sampling.compiled_text(pipe).startswith("3 graphs")
+    assert sampling.fallbacks(pipe) == []

@@ -1,0 +1,144 @@
+"""Mistakes made on purpose: each is found before any slow work, and the message says what to do."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from .conftest import Invoke, said
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+PROMPT = "a red circle above a blue square"
+
+
+@pytest.fixture(autouse=True)
+def _never_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mistake must be found before the model is loaded."""
+
+    def load(*_: object) -> None:
+        raise AssertionError("the model was loaded")
+
+    monkeypatch.setattr("strop.cli.models.load", load)
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--size", "100x64"], "the nearest: 96x64, 112x64"),
+        (["--size", "100x70"], "96x64, 96x80, 112x64, 112x80"),
+        (["--size", "8x16"], "the nearest: 16x16"),
+        (["--size", "0x64"], "the nearest: 16x64"),
+        (["--size", "big"], "write WIDTHxHEIGHT in pixels, like 96x64"),
+        (["--size", "99984x99984"], "more than 16,777,216 pixels"),
+        (["--steps", "0"], "greater than or equal to 1"),
+        (["--seed", "-1"], "greater than or equal to 0"),
+        (["--device", "tpu"], "'auto', 'cpu', 'cuda'"),
+        (["--dtype", "fp16", "--device", "cpu"], "use --dtype fp32 or --device cuda"),
+        (["--compare", "--no-optimize"], "leave out --no-optimize"),
+        (["-o", "out.bmp"], "must end in .png, .jpg, .jpeg, .webp"),
+        (["--negative", "blurry"], "does not know 'blurry'"),
+    ],
+)
+def test_wrong_arguments_end_with_2(
+    invoke: Invoke, as_sprites: Path, words: list[str], expected: str
+) -> None:
+    result = invoke("generate", PROMPT, *words)
+    assert result.exit_code == 2, result.output
+    assert expected in said(result)
+
+
+def test_an_unknown_word_names_the_vocabulary_and_the_likely_word(
+    invoke: Invoke, as_sprites: Path
+) -> None:
+    result = invoke("generate", "a red cirle above a [blue] house")
+    assert result.exit_code == 2
+    text = said(result)
+    assert "'cirle' (did you mean 'circle'?)" in text
+    assert "'[blue]'" in text
+    assert "'house'" in text
+    assert "purple" in text
+    assert "diamond" in text
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["-o", "absent/out.png"], "mkdir -p absent"),
+        (["-o", "folder.png"], "folder.png is a folder"),
+        (["--model", "absent"], "no diffusers model in absent"),
+    ],
+)
+def test_what_is_not_there_ends_with_1(
+    invoke: Invoke, as_sprites: Path, tmp_path: Path, words: list[str], expected: str
+) -> None:
+    (tmp_path / "folder.png").mkdir()
+    result = invoke("generate", PROMPT, *words)
+    assert result.exit_code == 1
+    assert expected in said(result)
+    assert "Traceback" not in result.output
+
+
+def test_a_model_without_sizes_says_which_file_is_wrong(
+    invoke: Invoke, tiny_model: Path, tmp_path: Path
+) -> None:
+    broken = tmp_path / "model"
+    shutil.copytree(tiny_model, broken)
+    (broken / "unet" / "config.json").write_text("{")
+    result = invoke("generate", PROMPT, "--model", str(broken))
+    assert result.exit_code == 1
+    assert "config.json is no JSON" in said(result)
+    (broken / "unet" / "config.json").write_text(json.dumps({"kind": "transformer"}))
+    assert "no block_out_channels" in said(invoke("generate", PROMPT, "--model", str(broken)))
+    (broken / "unet" / "config.json").unlink()
+    assert "config.json is missing" in said(invoke("generate", PROMPT, "--model", str(broken)))
+
+
+def test_missing_weights_of_the_package(
+    invoke: Invoke, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from strop.models import sprites
+
+    monkeypatch.setattr(sprites, "WEIGHTS", tmp_path / "absent")
+    result = invoke("generate", PROMPT)
+    assert result.exit_code == 1
+    assert "reinstall strop" in said(result)
+
+
+@pytest.mark.parametrize(
+    "words", [["generate", PROMPT], ["explain"], ["bench", "infer", "tiny-unet"]]
+)
+def test_a_missing_extra_is_named(
+    invoke: Invoke, words: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "diffusers" else find(name)
+    )
+    result = invoke(*words)
+    assert result.exit_code == 1
+    assert "pip install 'strop[diffusion]'" in said(result)
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "expected"),
+    [
+        (["explain", "--html", "page.txt"], 2, "must end in .html"),
+        (["explain", "--json", "absent/x.json"], 1, "mkdir -p absent"),
+        (["explain", "--size", "100x64"], 2, "the nearest: 96x64"),
+        (["explain", "--model", "sd15-unet", "--size", "100x64"], 2, "multiples of 64"),
+        (["bench", "infer", "huge"], 2, "there are sd15-unet-512"),
+        (["bench", "infer", "tiny-unet", "--device", "cpu", "--peer", "x"], 1, "eager-graph"),
+        (["bench", "compile", "tiny-unet", "-o", "absent"], 1, "mkdir -p absent"),
+    ],
+)
+def test_mistakes_of_the_other_verbs(
+    invoke: Invoke, as_sprites: Path, words: list[str], code: int, expected: str
+) -> None:
+    result = invoke(*words)
+    assert result.exit_code == code, result.output
+    assert expected in said(result)
