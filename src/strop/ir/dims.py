@@ -230,13 +230,13 @@ def parse(text: str) -> Expr:
     """
     try:
         tree = ast.parse(text.strip(), mode="eval").body
-    except SyntaxError as error:
+    except (SyntaxError, ValueError, MemoryError, RecursionError) as error:
         raise ShapeError(f"not a size expression: {text!r}") from error
     return _parse_node(tree, text)
 
 
 def _parse_node(node: ast.expr, text: str) -> Expr:
-    if isinstance(node, ast.Constant) and isinstance(node.value, int):
+    if isinstance(node, ast.Constant) and type(node.value) is int:
         return const(node.value)
     if isinstance(node, ast.Name):
         return symbol(node.id)

@@ -111,7 +111,7 @@ class Builder:
         key = (
             op,
             tuple(i.serial for i in inputs),
-            tuple(sorted(attrs.items())),
+            repr(sorted(attrs.items())),  # as text: 1, 1.0 and True are equal, and so are 0.0, -0.0
             sizes,
             dtype,
             order,

@@ -22,6 +22,10 @@ _CLASSES: dict[str, Any] = {
     )
 }  # fmt: skip
 _DTYPES = {str(v): v for v in vars(torch).values() if isinstance(v, torch.dtype)}
+# what decoding may raise; torch.device and too deep a nesting raise RuntimeError
+_DAMAGE = (ValueError, KeyError, TypeError, AttributeError, RuntimeError, ShapeError)
+_LAYOUTS = {str(v): v for v in vars(torch).values()
+            if isinstance(v, torch.layout | torch.memory_format)}  # fmt: skip
 _SPECIAL_FLOATS = {"nan": float("nan"), "inf": float("inf"), "-inf": float("-inf")}
 
 
@@ -33,7 +37,7 @@ def from_json(text: str) -> program.Program:
     """Raises CacheError when the text is not a program of this version."""
     try:
         value = _decode(json.loads(text))
-    except (ValueError, KeyError, TypeError, ShapeError) as error:
+    except _DAMAGE as error:
         raise CacheError(f"the stored program cannot be read: {error!r}") from error
     if not isinstance(value, program.Program):
         raise CacheError(f"expected a stored Program, got {type(value).__name__}")
@@ -78,5 +82,5 @@ def _decode_text(kind: str, text: str) -> Any:
     if kind == "float":
         return _SPECIAL_FLOATS[text]
     if kind in ("layout", "memory_format"):
-        return getattr(torch, text.removeprefix("torch."))
+        return _LAYOUTS[text]
     raise KeyError(kind)
