@@ -1,0 +1,60 @@
+"""How accurate a compiled result has to be: as good as eager, judged by the fp64 result.
+
+    error(x) = x - reference, over all elements
+    ulp      = eps(dtype of actual) * RMS(reference): the last place of a typical element
+
+    RMS(error(actual))  <=  1.10 * RMS(error(eager))  + 0.5 ulp
+    max|error(actual)|  <=  2    * max|error(eager)|  + 2   ulp
+
+The reference is the same computation in fp64, from the same fp64 copies of weights and inputs.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+RMS_FACTOR, RMS_ULPS = 1.10, 0.5
+MAX_FACTOR, MAX_ULPS = 2.0, 2.0
+
+
+def assert_as_accurate_as_eager(actual: Tensor, eager: Tensor, reference64: Tensor) -> None:
+    """Raises AssertionError with the figures when ``actual`` is worse than the rule allows.
+
+    Non-finite elements must be those of ``eager``; errors are taken over the finite ones.
+    """
+    assert reference64.dtype == torch.float64, f"the reference is {reference64.dtype}, not fp64"
+    for name, other in (("eager", eager), ("reference", reference64)):
+        assert actual.shape == other.shape, f"{tuple(actual.shape)}, {name} {tuple(other.shape)}"
+    assert actual.dtype == eager.dtype, f"{actual.dtype}, eager {eager.dtype}"
+    finite = torch.isfinite(eager)
+    assert torch.equal(torch.isfinite(actual), finite), "NaN or inf in other places than eager"
+    assert torch.equal(actual[~finite].nan_to_num(), eager[~finite].nan_to_num()), (
+        "NaN or inf of another kind than eager"
+    )
+    if not actual.dtype.is_floating_point:
+        assert torch.equal(actual, eager), f"{actual.dtype} results differ"
+        return
+    reference = reference64[finite]
+    ulp = torch.finfo(actual.dtype).eps * _rms(reference)
+    own, base = (x[finite].double() - reference for x in (actual, eager))
+    limits = {
+        "RMS": (_rms(own), RMS_FACTOR * _rms(base) + RMS_ULPS * ulp),
+        "maximum": (_max(own), MAX_FACTOR * _max(base) + MAX_ULPS * ulp),
+    }
+    for name, (error, limit) in limits.items():
+        assert error <= limit, f"{name} error {error:.3e} is above {limit:.3e} (ulp {ulp:.3e})"
+
+
+def psnr(image: Tensor, reference: Tensor, peak: float = 1.0) -> float:
+    """Peak signal-to-noise ratio in dB."""
+    error = _rms(image.double() - reference.double())
+    return float("inf") if error == 0 else 20 * torch.tensor(peak / error).log10().item()
+
+
+def _rms(x: Tensor) -> float:
+    return x.double().square().mean().sqrt().item() if x.numel() else 0.0
+
+
+def _max(x: Tensor) -> float:
+    return x.double().abs().max().item() if x.numel() else 0.0

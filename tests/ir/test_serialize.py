@@ -1,0 +1,103 @@
+"""Programs as JSON: nothing is lost, and damaged text is refused, never evaluated."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+
+from strop.errors import CacheError
+from strop.ir.dims import const, symbol
+from strop.ir.graph import Ref
+from strop.ir.program import (
+    Buffer,
+    CallStep,
+    Guard,
+    InputSpec,
+    KernelStep,
+    Program,
+    Returned,
+    TensorRef,
+)
+from strop.ir.serialize import from_json, to_json
+from strop.ir.source import KernelSource, Scratch, Split
+
+B = symbol("b")
+ONE = const(1)
+
+
+def program() -> Program:
+    source = KernelSource(
+        "k", "triton", "text \u00e9\n", (torch.float16, torch.bool), (16, 1), (B // 2, ONE),
+        (Scratch(torch.int32, B * 4, True),), Split(B, ONE, 32), (("BLOCK", 128),), 8,
+    )  # fmt: skip
+    ref = TensorRef(0, B * 3, (B, ONE), (ONE, const(0)))
+    attrs = (
+        ("args", (Ref(0), None, 1.5, float("inf"), float("nan"), -0.0, True, "x", B)),
+        ("device", torch.device("cpu")),
+        ("layout", torch.strided),
+        ("memory", torch.channels_last),
+    )
+    return Program(
+        "cuda",
+        (InputSpec((B, ONE), (ONE, ONE), torch.bfloat16, True, (1, 2)),),
+        (Buffer("call", (B,), (ONE,), torch.float32, 3),),
+        (source,),
+        (
+            KernelStep(kernel=0, buffers=(0,), offsets=(B,), writes=(0,), scalars=(B,),
+                       origin="unet.x", ops=("silu",)),
+            CallStep("aten", (ref,), attrs, (0, -1), "y"),
+        ),
+        (Returned(ref), Returned(size=B + 1), Returned(value=2.5), Returned()),
+        (Guard(B, "<", const(64)),),
+        (("b", 2),),
+    )  # fmt: skip
+
+
+def test_round_trip():
+    before = program()
+    after = from_json(to_json(before))
+    assert repr(after) == repr(before)  # nan is not equal to itself
+    assert to_json(after) == to_json(before)
+    assert after.sources[0] == before.sources[0]
+    assert hash(after.sources[0]) == hash(before.sources[0])
+
+
+def damaged(**changes: Any) -> str:
+    value = json.loads(to_json(program()))
+    value.update(changes)
+    return json.dumps(value)
+
+
+def marked(kind: str, text: str) -> dict[str, str]:
+    return {"$": kind, "text": text}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "", "{", "null", "[]", "3", '"x"', '{"$":"Program"}', '{"a":1}', "[" * 100_000,
+        damaged(extra=1),
+        damaged(device=marked("dtype", "torch.load")),
+        damaged(device=marked("layout", "torch.load")),
+        damaged(device=marked("layout", "torch.nothing")),
+        damaged(device=marked("device", "toaster")),
+        damaged(device=marked("float", "1.0")),
+        damaged(device=marked("Expr", "__import__('os')")),
+        damaged(device=marked("Node", "x")),
+        damaged(device={"$": ["Expr"], "text": "b"}),
+        damaged(device={"$": "Expr"}),
+        damaged(device={"$": "Expr", "text": 3}),
+        json.dumps({"$": "Ref", "index": 3}),
+    ],
+)  # fmt: skip
+def test_damaged_text_is_refused(text: str):
+    with pytest.raises(CacheError):
+        from_json(text)
+
+
+def test_what_a_program_cannot_hold_is_named():
+    with pytest.raises(CacheError, match="object"):
+        to_json(Program("cpu", (), (), (), (), (Returned(value=object()),), (), ()))
