@@ -122,10 +122,15 @@ def capture(
             fakes = [_fake_input(spec, roots) for spec in specs]
         gm, out_spec, origins = _trace(module, call, fake_state, fakes, mode)
         make_functional(gm)
-    symbols = Symbols({str(root.node.expr): symbol(name) for name, root in roots.items()})
+    # node.expr would give what a root was specialised to
+    names = {str(root.node._expr): symbol(name) for name, root in roots.items()}
+    symbols = Symbols(dict(names))
     symbols.replace(shape_env.replacements)
+    fixed = [Guard(root, "==", symbols.names[name]) for name, root in names.items()
+             if symbols.names[name] != root]  # fmt: skip
     expressions = [guard.expr for guard in shape_env.guards]
-    return Captured(gm, tuple(state), tuple(specs), symbols, symbols.guards(expressions),
+    guards = (*symbols.guards(expressions), *fixed)
+    return Captured(gm, tuple(state), tuple(specs), symbols, guards,
                     dict(hints), out_spec, origins)  # fmt: skip
 
 

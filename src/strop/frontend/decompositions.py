@@ -14,7 +14,8 @@ import torch
 from torch.fx import Node as FxNode
 
 import strop.frontend.operators  # noqa: F401  (defines torch.ops.strop)
-from strop.ir.dims import Expr, const
+from strop.errors import ShapeError
+from strop.ir.dims import Expr, const, product
 from strop.ir.graph import Builder, Node
 from strop.ir.ops import compute_dtype
 
@@ -52,13 +53,23 @@ def _optional(im: Importer, fx: Any) -> Node | None:
     return None if fx is None else im.node(fx)
 
 
-def _group_norm(im: Importer, fx: FxNode, x: Any, weight: Any, bias: Any, n: Any, c: Any,
-                hw: Any, groups: int, eps: float) -> tuple[Node, Node, Node]:  # fmt: skip
+def _native_group_norm(im: Importer, fx: FxNode, x: Any, weight: Any, bias: Any, n: Any, c: Any,
+                       hw: Any, groups: int, eps: float) -> tuple[Node, Node, Node]:  # fmt: skip
+    return _group_norm(im, fx, x, groups, weight, bias, eps)
+
+
+def _strop_group_norm(im: Importer, fx: FxNode, *args: Any) -> Node:
+    return _group_norm(im, fx, *args)[0]
+
+
+def _group_norm(im: Importer, fx: FxNode, x: Any, groups: int, weight: Any, bias: Any, eps: float
+                ) -> tuple[Node, Node, Node]:  # fmt: skip
     b, x = im.builder, im.node(x)
-    batch, channels = im.size(n), im.size(c)
+    batch, channels, *rest = x.shape
     width = channels.exact_div(const(groups))
-    assert width is not None, "torch has checked that the channels divide into groups"
-    grouped = b.reshape(x, (batch, groups, width, im.size(hw)))
+    if width is None:
+        raise ShapeError(f"group_norm: {channels} channels do not divide into {groups} groups")
+    grouped = b.reshape(x, (batch, groups, width, product(rest)))
     y, mean, rstd = _normalized(b, grouped, (2, 3), eps)
     per_channel: list[Expr | int] = [1, channels, *[1] * (len(x.shape) - 2)]
     y = _affine(b, b.reshape(y, x.shape), _optional(im, weight), _optional(im, bias), per_channel,
@@ -205,7 +216,8 @@ def _copy_(im: Importer, fx: FxNode, destination: Any, value: Any) -> Node:
 
 DECOMPOSITIONS: dict[Any, Rule] = {
     # fused with their neighbours
-    aten.native_group_norm.default: _group_norm,
+    torch.ops.strop.group_norm.default: _strop_group_norm,
+    aten.native_group_norm.default: _native_group_norm,
     aten.native_layer_norm.default: _layer_norm,
     aten._softmax.default: _softmax,
     # several spellings of one thing

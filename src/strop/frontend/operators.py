@@ -24,6 +24,9 @@ _library.define(
 _library.define(
     "attention(Tensor q, Tensor k, Tensor v, Tensor? mask, bool causal, float? scale) -> Tensor"
 )
+_library.define(
+    "group_norm(Tensor x, int groups, Tensor? weight, Tensor? bias, float eps) -> Tensor"
+)
 
 
 def _conv2d(x: Tensor, weight: Tensor, bias: Tensor | None, stride: list[int],
@@ -38,6 +41,7 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: boo
 
 _library.impl("linear", F.linear, "CompositeExplicitAutograd")
 _library.impl("conv2d", _conv2d, "CompositeExplicitAutograd")
+_library.impl("group_norm", F.group_norm, "CompositeExplicitAutograd")
 _library.impl("attention", _attention, "CompositeExplicitAutograd")
 
 
@@ -61,8 +65,15 @@ def _attention_shape(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causa
     return q.new_empty((*q.shape[:-1], v.shape[-1]))
 
 
+def _group_norm_shape(x: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None,
+                      eps: float) -> Tensor:  # fmt: skip
+    """As eager: contiguous, whatever x is. torch's own rule compares sizes with 1 on CUDA."""
+    return x.new_empty(x.shape)
+
+
 for _name, _rule in (
     ("linear", _linear_shape), ("conv2d", _conv2d_shape), ("attention", _attention_shape),
+    ("group_norm", _group_norm_shape),
 ):  # fmt: skip
     torch.library.register_fake(f"strop::{_name}", _rule)
 
@@ -97,6 +108,12 @@ def _call_attention(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = 
     return result
 
 
+def _call_group_norm(x: Tensor, num_groups: int, weight: Tensor | None = None,
+                     bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:  # fmt: skip
+    result: Tensor = torch.ops.strop.group_norm(x, num_groups, weight, bias, eps)
+    return result
+
+
 def _call_interpolate(x: Tensor, size: Any = None, scale_factor: Any = None,
                       mode: str = "nearest", *args: Any, **kwargs: Any) -> Tensor:  # fmt: skip
     """Nearest by a whole factor is a broadcast: each pixel is read several times, none computed."""
@@ -106,8 +123,23 @@ def _call_interpolate(x: Tensor, size: Any = None, scale_factor: Any = None,
         return F.interpolate(x, size, scale_factor, mode, *args, **kwargs)
     factor = int(factors.pop())
     n, c, h, w = x.shape
-    tall = x[:, :, :, None, :, None].expand(n, c, h, factor, w, factor)
+    tall = x.unsqueeze(3).unsqueeze(5).expand(n, c, h, factor, w, factor)
     return tall.reshape(n, c, h * factor, w * factor)
+
+
+def _call_pad(x: Tensor, pad: Sequence[int], mode: str = "constant", value: float | None = None
+              ) -> Tensor:  # fmt: skip
+    """Constant padding as a cat of constants: torch's own kernel fixes every size."""
+    if mode != "constant" or any(p < 0 for p in pad):
+        return F.pad(x, pad, mode, value)
+    for dim, (before, after) in enumerate(zip(pad[::2], pad[1::2], strict=True), 1):
+        shape = list(x.shape)
+        sides = [torch.full([*shape[:-dim], width, *shape[len(shape) - dim + 1 :]], value or 0,
+                            dtype=x.dtype, device=x.device)
+                 if width else None for width in (before, after)]  # fmt: skip
+        blocks = [block for block in (sides[0], x, sides[1]) if block is not None]
+        x = torch.cat(blocks, -dim) if len(blocks) > 1 else x
+    return x
 
 
 RETARGET: dict[Callable[..., Any], Callable[..., Tensor]] = {
@@ -115,7 +147,9 @@ RETARGET: dict[Callable[..., Any], Callable[..., Tensor]] = {
     F.conv2d: _call_conv2d,
     torch.conv2d: _call_conv2d,
     F.scaled_dot_product_attention: _call_attention,
+    F.group_norm: _call_group_norm,
     F.interpolate: _call_interpolate,
+    F.pad: _call_pad,
 }
 
 

@@ -13,13 +13,14 @@ from typing import Any
 
 import sympy
 import torch
-from torch.utils._sympy.functions import CleanDiv, FloorDiv, Mod, PythonMod
+from torch.utils._sympy.functions import CleanDiv, FloorDiv, Max, Mod, PythonMod
 from torch.utils._sympy.symbol import SymT, symbol_is_type
 
 from strop.errors import UnsupportedError
 from strop.ir.dims import Expr, const, symbol, to_expr
 from strop.ir.program import Guard
 
+SYMPY_MAX = (sympy.Max, Max)
 _RELATIONS = {
     sympy.Eq: "==", sympy.Ne: "!=", sympy.Lt: "<", sympy.Le: "<=", sympy.Gt: ">", sympy.Ge: ">=",
 }  # fmt: skip
@@ -58,6 +59,8 @@ class Symbols:
             return sum((self.size(a) for a in e.args), start=const(0))
         if isinstance(e, FloorDiv | CleanDiv):
             return self._floor_div(*e.args)
+        if isinstance(e, SYMPY_MAX) and sympy.S.One in e.args and len(e.args) == 2:
+            return self.size(next(a for a in e.args if a != 1))  # sizes are positive
         if isinstance(e, Mod | PythonMod):
             return self.size(e.args[0]) - self._floor_div(*e.args) * self.size(e.args[1])
         raise UnsupportedError(f"size {e} ({type(e).__name__}) is outside the size language")

@@ -28,13 +28,19 @@ class Strided:
 
     @property
     def strides(self) -> tuple[Expr, ...] | None:
-        """One stride per dim, or None when some dim needs several."""
-        result = []
-        for dim in self.dims:
+        """One stride per dim, or None when some dim needs several.
+
+        A dim of size 1 gets the stride that a dense one would have: libraries look at its
+        alignment although nobody steps over it.
+        """
+        result: list[Expr] = []
+        dense = ONE
+        for dim in reversed(self.dims):
             merged = merge(dim)
             if len(merged) > 1:
                 return None
-            result.append(merged[0][1] if merged else ONE)
+            result.insert(0, merged[0][1] if merged else dense)
+            dense = merged[0][0] * merged[0][1] if merged else dense
         return tuple(result)
 
 

@@ -24,11 +24,15 @@ _NUMBERS: dict[str, Callable[[str], Any]] = {
 
 @dataclass(frozen=True, slots=True)
 class Shapes:
-    """Symbolic sizes for the tensors of a call. ``is_ragged`` graphs are built in background."""
+    """Symbolic sizes for the tensors of a call. ``is_ragged`` graphs are built in background.
+
+    ``hints`` only steer the cost model, unless ``is_exact``: then they decide what is traced.
+    """
 
     specs: tuple[TensorSpec, ...]
     hints: Mapping[str, int]
     is_ragged: bool = False
+    is_exact: bool = False
 
 
 def flatten(value: Any, tensors: list[Tensor]) -> Skeleton:

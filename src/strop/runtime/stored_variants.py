@@ -50,7 +50,12 @@ def key_of(module: nn.Module, state: ModuleState, skeleton: Skeleton, shapes: Sh
     parts.append(_config(module))
     parts += [f"{n}:{tuple(t.shape)}:{t.stride()}:{t.dtype}:{t.device}"
               for n, t in zip(state.names, state.tensors, strict=True)]  # fmt: skip
-    parts += [repr(state.adapters), repr(skeleton), repr(shapes), str(torch.get_default_dtype())]
+    parts += [
+        repr(state.adapters),
+        repr(skeleton),
+        repr((shapes.specs, shapes.hints if shapes.is_exact else ())),
+        str(torch.get_default_dtype()),
+    ]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 

@@ -85,7 +85,23 @@ class VariantStore:
         if shapes.is_ragged and self.variants.get(key):
             self._build_in_background(key, state, skeleton, shapes)
             return None
-        return self._build(key, state, skeleton, shapes)
+        built = self._build(key, state, skeleton, shapes)
+        if built is None or built.fits(tensors):
+            return built
+        return self._build_exactly(key, state, skeleton, shapes, tensors)
+
+    def _build_exactly(self, key: Any, state: ModuleState, skeleton: Skeleton, shapes: Shapes,
+                       tensors: Sequence[Tensor]) -> Variant | None:  # fmt: skip
+        """The usual hints (a batch of at least 2) gave guards that exclude this very call."""
+        env = solve_roots(shapes.specs, [t.shape for t in tensors])
+        exact = replace(shapes, hints=env, is_exact=True)
+        variant = self._build(key, state, skeleton, exact)
+        if variant is None or variant.fits(tensors):
+            return variant
+        self.reason = self._failed[key, shapes.is_ragged] = (
+            f"its graph has guards that exclude the sizes it was traced for: {env}"
+        )
+        return None
 
     def _build_in_background(self, key: Any, state: ModuleState, skeleton: Skeleton,
                              shapes: Shapes) -> None:  # fmt: skip
