@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner, Result
 
 from strop.cli import app
@@ -32,16 +33,14 @@ def cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def invoke(tmp_path: Path, cache_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Invoke:
+def invoke(tmp_path: Path, cache_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Invoke]:
     """Run ``strop`` with these words in an empty folder."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("STROP_CACHE_DIR", str(cache_folder))
     monkeypatch.setenv("COLUMNS", "200")
-
-    def run(*words: str) -> Result:
-        return CliRunner().invoke(app, list(words))
-
-    return run
+    threads = torch.get_num_threads()
+    yield lambda *words: CliRunner().invoke(app, list(words))
+    torch.set_num_threads(threads)  # a command takes fewer on a busy machine
 
 
 @pytest.fixture

@@ -14,6 +14,7 @@ from PIL import Image
 
 from strop.cli import pictures
 from strop.cli.arguments import Size, nearest_sizes, parse_size
+from strop.cli.cores import CoreUse, threads_for
 
 from .conftest import Invoke, said
 
@@ -74,6 +75,21 @@ def test_sizes() -> None:
     assert nearest_sizes(64, 16) == (64,)
     assert nearest_sizes(70, 16) == (64, 80)
     assert nearest_sizes(3, 16) == (16,)
+
+
+def test_threads_are_as_many_as_cores_are_free() -> None:
+    assert threads_for(None, 8) == 8
+    assert threads_for(0.2, 8) == 1
+    assert threads_for(5.4, 8) == 5
+    assert threads_for(60.0, 8) == 8
+
+
+def test_cores_are_judged_over_a_while_only() -> None:
+    before = CoreUse.now()
+    if before is not None:
+        assert before.free_since() is None
+        earlier = CoreUse(before.clock - 10, before.idle - 10, before.own - 10)
+        assert earlier.free_since() == pytest.approx(2, abs=0.2)
 
 
 def test_psnr() -> None:

@@ -98,6 +98,20 @@ def test_a_model_without_sizes_says_which_file_is_wrong(
     assert "config.json is missing" in said(invoke("generate", PROMPT, "--model", str(broken)))
 
 
+def test_damaged_and_missing_parts_are_named(
+    invoke: Invoke, tiny_model: Path, tmp_path: Path
+) -> None:
+    broken = tmp_path / "model"
+    shutil.copytree(tiny_model, broken)
+    weights = broken / "text_encoder" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    result = invoke("generate", PROMPT, "--model", str(broken))
+    assert result.exit_code == 1
+    assert f"{weights} is damaged" in said(result)
+    shutil.rmtree(broken / "tokenizer")
+    assert "lacks tokenizer" in said(invoke("generate", PROMPT, "--model", str(broken)))
+
+
 def test_missing_weights_of_the_package(
     invoke: Invoke, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

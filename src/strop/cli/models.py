@@ -47,7 +47,8 @@ def find_model(name: str) -> Model:
         folder, advice = Path(name).expanduser(), "give 'sprites' or a folder that diffusers saved"
     if not (folder / "model_index.json").is_file():
         raise CommandError(f"there is no diffusers model in {folder}; {advice}")
-    vae, unet = (_config(folder, part) for part in ("vae", "unet"))
+    _check_parts(folder)
+    vae, unet = (_sizes(folder, part) for part in ("vae", "unet"))
     latent = 2 ** (len(vae["block_out_channels"]) - 1)
     factor = latent * 2 ** (len(unet["block_out_channels"]) - 1)
     if name == SPRITES:
@@ -56,16 +57,39 @@ def find_model(name: str) -> Model:
     return Model(name, folder, factor, Size(side, side), 7.5)
 
 
-def _config(folder: Path, part: str) -> dict[str, Any]:
-    path = folder / part / "config.json"
+def _check_parts(folder: Path) -> None:
+    """Raise CommandError unless every part is there and its weights open."""
+    from safetensors import SafetensorError, safe_open
+
+    index = _read_json(folder / "model_index.json")
+    wanted = [name for name, kind in index.items() if isinstance(kind, list) and kind[0]]
+    missing = [name for name in wanted if not (folder / name).is_dir()]
+    if missing:
+        raise CommandError(f"{folder} lacks {', '.join(missing)}; save the model again")
+    for file in sorted(folder.glob("*/*.safetensors")):
+        try:
+            with safe_open(file, framework="pt") as opened:
+                opened.keys()
+        except SafetensorError as error:
+            raise CommandError(f"{file} is damaged ({error}); save the model again") from error
+
+
+def _read_json(path: Path) -> dict[str, Any]:
     try:
-        config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise CommandError(
             f"{path} is missing; strop runs Stable Diffusion folders, with unet/ and vae/"
         ) from error
     except ValueError as error:
         raise CommandError(f"{path} is no JSON ({error}); save the model again") from error
+    return content
+
+
+def _sizes(folder: Path, part: str) -> dict[str, Any]:
+    """The configuration of a part, which must tell its levels."""
+    path = folder / part / "config.json"
+    config = _read_json(path)
     if "block_out_channels" not in config:
         raise CommandError(f"{path} has no block_out_channels; strop cannot tell its picture sizes")
     return config

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -107,11 +106,6 @@ def _draw_timed(pipe: Any, request: Request, clock: Clock, text: str, runs: int)
             draw(pipe, request, lambda: bar.advance(task))
             times.append(time.perf_counter() - start)
     return Drawn(pixels, clock.seconds, min(times))
-
-
-def is_busy() -> bool:
-    """Whether other programs hold so much of the processors that times mean little."""
-    return os.getloadavg()[0] > 0.5 * torch.get_num_threads()
 
 
 def compiled_text(pipe: Any) -> str:

@@ -19,14 +19,16 @@ _REFRESH_S = 0.2
 
 def progress_bar() -> Progress:
     """On standard error, gone when done; silent unless that is a terminal."""
+    screen = errors()
     return Progress(
         SpinnerColumn(),
         TextColumn("{task.description}"),
         BarColumn(bar_width=30),
         TextColumn("{task.fields[note]}", style="dim"),
         TimeElapsedColumn(),
-        console=errors(),
+        console=screen,
         transient=True,
+        disable=not screen.is_terminal,
     )
 
 
@@ -51,31 +53,28 @@ def spinner(text: str) -> Iterator[None]:
         yield
 
 
-class _LatestLine(logging.Handler):
-    """The latest message of the compiler; warnings stay on the screen."""
+class _Warnings(logging.Handler):
+    """Warnings of the compiler, above the bar."""
 
     def __init__(self, bar: Progress) -> None:
-        super().__init__()
-        self.bar, self.text = bar, ""
+        super().__init__(logging.WARNING)
+        self.bar = bar
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.text = record.getMessage()
-        if record.levelno >= logging.WARNING:
-            self.bar.console.print(f"[yellow]warning:[/] {plain(self.text)}")
+        self.bar.console.print(f"[yellow]warning:[/] {plain(record.getMessage())}")
 
 
 @contextmanager
-def compiler_messages(bar: Progress) -> Iterator[_LatestLine]:
-    log, latest = logging.getLogger("strop"), _LatestLine(bar)
-    before, propagates = log.level, log.propagate
-    log.addHandler(latest)
-    log.setLevel(logging.INFO)
+def compiler_warnings(bar: Progress) -> Iterator[None]:
+    """Show warnings while ``bar`` is on the screen."""
+    log, handler = logging.getLogger("strop"), _Warnings(bar)
+    propagates = log.propagate
+    log.addHandler(handler)
     log.propagate = False
     try:
-        yield latest
+        yield
     finally:
-        log.removeHandler(latest)
-        log.setLevel(before)
+        log.removeHandler(handler)
         log.propagate = propagates
 
 
@@ -84,7 +83,7 @@ def compiling(pipe: Any) -> Iterator[None]:
     """A bar over the components of an optimised pipeline; names the one being compiled."""
     parts = {n: d for n, d in dispatchers_of(pipe).items() if n != "vae.encoder"}
     stop = threading.Event()
-    with progress_bar() as bar, compiler_messages(bar) as latest:
+    with progress_bar() as bar, compiler_warnings(bar):
         task = bar.add_task("compiling", total=len(parts), note="")
 
         def watch() -> None:
@@ -93,7 +92,7 @@ def compiling(pipe: Any) -> Iterator[None]:
                 begun = [n for n, d in parts.items() if d.counters.calls and not d.variants.all]
                 name = begun[-1] if begun else ""
                 bar.update(task, completed=ready, description=f"compiling {name}",
-                           note=plain(latest.text))  # fmt: skip
+                           note=f"{ready} of {len(parts)} parts")  # fmt: skip
 
         watcher = threading.Thread(target=watch, name="strop-progress", daemon=True)
         watcher.start()
