@@ -39,6 +39,8 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: boo
     return F.scaled_dot_product_attention(q, k, v, mask, 0.0, causal, scale=scale)
 
 
+_library.define("nearest(Tensor x, SymInt[] size) -> Tensor")
+_library.impl("nearest", lambda x, size: F.interpolate(x, size), "CompositeExplicitAutograd")
 _library.impl("linear", F.linear, "CompositeExplicitAutograd")
 _library.impl("conv2d", _conv2d, "CompositeExplicitAutograd")
 _library.impl("group_norm", F.group_norm, "CompositeExplicitAutograd")
@@ -60,6 +62,10 @@ def _conv2d_shape(x: Tensor, weight: Tensor, bias: Tensor | None, stride: list[i
     return x.new_empty((x.shape[0], weight.shape[0], *spatial))
 
 
+def _nearest_shape(x: Tensor, size: Sequence[int]) -> Tensor:
+    return x.new_empty((*x.shape[:2], *size))
+
+
 def _attention_shape(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool,
                      scale: float | None) -> Tensor:  # fmt: skip
     return q.new_empty((*q.shape[:-1], v.shape[-1]))
@@ -73,6 +79,7 @@ def _group_norm_shape(x: Tensor, groups: int, weight: Tensor | None, bias: Tenso
 
 for _name, _rule in (
     ("linear", _linear_shape), ("conv2d", _conv2d_shape), ("attention", _attention_shape),
+    ("nearest", _nearest_shape),
     ("group_norm", _group_norm_shape),
 ):  # fmt: skip
     torch.library.register_fake(f"strop::{_name}", _rule)
@@ -120,6 +127,9 @@ def _call_interpolate(x: Tensor, size: Any = None, scale_factor: Any = None,
     factors = {float(f) for f in scale_factor} if isinstance(scale_factor, tuple | list) else (
         {float(scale_factor)} if scale_factor is not None else set())  # fmt: skip
     if mode != "nearest" or x.dim() != 4 or len(factors) != 1 or not min(factors).is_integer():
+        if mode == "nearest" and x.dim() == 4 and size is not None:
+            resized: Tensor = torch.ops.strop.nearest(x, _pair(size))
+            return resized
         return F.interpolate(x, size, scale_factor, mode, *args, **kwargs)
     factor = int(factors.pop())
     n, c, h, w = x.shape

@@ -134,6 +134,10 @@ def _file_digest(file: str) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else file
 
 
+# torch.device raises RuntimeError, torch's own names AttributeError
+_DAMAGE = (CacheError, ValueError, LookupError, TypeError, AttributeError, RuntimeError)
+
+
 def load(key: str, options: Options) -> Variant | None:
     """The stored variant, or None. A damaged entry is dropped with one log line."""
     from strop.frontend.capture import TensorSpec
@@ -146,13 +150,13 @@ def load(key: str, options: Options) -> Variant | None:
         entry = json.loads(data)
         program = from_json(entry["program"])
         out_spec = pytree.treespec_loads(entry["out_spec"])
-    except (CacheError, ValueError, KeyError, NotImplementedError) as error:
+        specs = tuple(TensorSpec(tuple(shape), getattr(torch, dtype), torch.device(device))
+                      for shape, dtype, device in entry["specs"])  # fmt: skip
+        names, is_ragged = tuple(entry["state_names"]), bool(entry["is_ragged"])
+    except _DAMAGE as error:
         log.warning("a stored plan was dropped: %s", error)
         return None
-    specs = tuple(TensorSpec(tuple(shape), getattr(torch, dtype), torch.device(device))
-                  for shape, dtype, device in entry["specs"])  # fmt: skip
-    return Variant(program, specs, out_spec, tuple(entry["state_names"]), entry["is_ragged"],
-                   from_disk=True)  # fmt: skip
+    return Variant(program, specs, out_spec, names, is_ragged, from_disk=True)
 
 
 def save(key: str, variant: Variant, options: Options) -> None:
