@@ -71,8 +71,8 @@ def pipeline(seed: int = 0) -> StableDiffusionPipeline:
     """Without a tokenizer: prompts are given as embeddings."""
     pipe = StableDiffusionPipeline(
         vae=vae(seed), text_encoder=None, tokenizer=None, unet=unet(seed),
-        scheduler=DDIMScheduler(steps_offset=1, clip_sample=False), safety_checker=None, feature_extractor=None,
-        requires_safety_checker=False,
+        scheduler=DDIMScheduler(steps_offset=1, clip_sample=False), safety_checker=None,
+        feature_extractor=None, requires_safety_checker=False,
     )  # fmt: skip
     pipe.set_progress_bar_config(disable=True)
     return pipe

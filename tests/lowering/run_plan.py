@@ -1,0 +1,98 @@
+"""Runs a fusion plan with interpreted kernels in fp64: no code generator, no rounding."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from strop.fusion.plan import FusionPlan, Group
+from strop.ir.affine import strided
+from strop.ir.dims import Env, Expr
+from strop.ir.graph import Graph, Node
+from strop.ir.interpret import run
+from strop.ir.loops import Index, Kernel, Load, Store
+from strop.lowering.lower import lower
+from strop.runtime.calls import ALLOCATING
+
+Memory = dict[Node, Tensor]
+
+
+def run_plan(graph: Graph, plan: FusionPlan, inputs: Sequence[Tensor], env: Env) -> list[Tensor]:
+    """The outputs of ``graph``, each kernel lowered and interpreted."""
+    memory: Memory = {
+        node: _laid(node, value, env) for node, value in zip(graph.inputs, inputs, strict=True)
+    }
+    stored = {node for group in plan.groups for node in group.stores}
+    for step in plan.steps:
+        if isinstance(step, Group):
+            low = lower(step, stored, graph.hints)
+            for node in step.stores:
+                memory[node] = _empty(node, env)
+            # what travels with the launch goes back into the indices, which may start below zero
+            run(_with_offsets(low.kernel, low.offsets), [memory[n] for n in low.buffers], env)
+        else:
+            memory[step] = _laid(
+                step, _call(step, [read(i, memory, env) for i in step.inputs], env), env
+            )
+    return [read(node, memory, env) for node in graph.outputs]
+
+
+def read(node: Node, memory: Mapping[Node, Tensor], env: Env) -> Tensor:
+    """The elements of a value or of a view of one."""
+    view = strided(node)
+    assert view is not None, node
+    assert view.strides is not None, node
+    sizes, strides = ([s.eval(env) for s in group] for group in (node.shape, view.strides))
+    return memory[view.base].as_strided(sizes, strides, view.offset.eval(env))
+
+
+def _empty(node: Node, env: Env) -> Tensor:
+    sizes, strides = ([s.eval(env) for s in group] for group in (node.shape, node.strides))
+    dtype = torch.float64 if node.dtype.is_floating_point else node.dtype
+    filler = math.nan if dtype.is_floating_point else 1
+    flat = torch.full((math.prod(sizes),), filler, dtype=dtype)
+    return flat.as_strided(sizes, strides)
+
+
+def _laid(node: Node, value: Tensor, env: Env) -> Tensor:
+    return _empty(node, env).copy_(value)
+
+
+def _with_offsets(kernel: Kernel, offsets: Sequence[Any]) -> Kernel:
+    def moved(stmt: Any) -> Any:
+        if not isinstance(stmt, Load | Store):
+            return stmt
+        index = stmt.index
+        return replace(stmt, index=Index(index.offset + offsets[stmt.param], index.strides))
+
+    return replace(kernel, body=tuple(map(moved, kernel.body)), tail=tuple(map(moved, kernel.tail)))
+
+
+def _call(node: Node, inputs: list[Tensor], env: Env) -> Tensor:
+    if node.op == "linear":
+        return torch.nn.functional.linear(*inputs)
+    if node.op == "matmul":
+        return torch.matmul(*inputs)
+    if node.op == "conv2d":
+        x, weight, *bias = inputs
+        return torch.conv2d(x, weight, *(bias or (None,)), **node.attrs)
+    if node.op == "attention":
+        q, k, v, *mask = inputs
+        return torch.nn.functional.scaled_dot_product_attention(
+            q, k, v, *mask, is_causal=node.attrs["causal"], scale=node.attrs["scale"]
+        )
+    if node.op == "aten":
+        attrs = {name: _concrete(value, env) for name, value in node.attrs.items()}
+        return ALLOCATING["aten"](attrs)(inputs)
+    raise AssertionError(f"{node}: no reference")
+
+
+def _concrete(value: Any, env: Env) -> Any:
+    if isinstance(value, Expr):
+        return value.eval(env)
+    return tuple(_concrete(v, env) for v in value) if isinstance(value, tuple) else value

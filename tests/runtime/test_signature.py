@@ -1,0 +1,106 @@
+"""Calls as skeletons, and sizes as roots."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from strop.errors import ShapeError, UnsupportedError
+from strop.frontend.capture import TensorSpec
+from strop.runtime.signature import default_shapes, flatten, rebuild, solve_roots
+
+PLAIN = st.one_of(
+    st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=8),
+    st.sampled_from([torch.float16, torch.int64]),
+)  # fmt: skip
+TENSORS = st.builds(lambda n: torch.full((n,), float(n)), st.integers(1, 5))
+VALUES = st.recursive(
+    st.one_of(PLAIN, TENSORS),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3),
+        st.lists(inner, max_size=3).map(tuple),
+        st.dictionaries(st.text(max_size=4), inner, max_size=3),
+    ),
+    max_leaves=8,
+)
+
+
+def same(a: Any, b: Any) -> bool:
+    if isinstance(a, Tensor):
+        return a is b
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(map(same, a, b))
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
+    return repr(a) == repr(b)
+
+
+@given(VALUES)
+def test_rebuild_undoes_flatten(value: Any):
+    tensors: list[Tensor] = []
+    skeleton = flatten(value, tensors)
+    hash(skeleton)
+    assert same(rebuild(skeleton, tensors), value)
+    again = flatten(value, [])
+    assert skeleton == again
+    assert hash(skeleton) == hash(again)
+
+
+@given(VALUES, VALUES)
+def test_other_calls_have_other_skeletons(a: Any, b: Any):
+    left: list[Tensor] = []
+    right: list[Tensor] = []
+    if flatten(a, left) == flatten(b, right):
+        assert same(rebuild(flatten(a, []), right), b)
+
+
+def test_dict_order_does_not_matter():
+    assert flatten({"a": 1, "b": 2}, []) == flatten({"b": 2, "a": 1}, [])
+
+
+@pytest.mark.parametrize("value", [object(), {1, 2}, OrderedDict(a=1), {1: 2}, b"x", 1j])
+def test_other_types_are_refused(value: Any):
+    with pytest.raises(UnsupportedError, match="argument of type"):
+        flatten([value], [])
+
+
+def spec(*shape: str) -> TensorSpec:
+    return TensorSpec(shape, torch.float32, torch.device("cpu"))
+
+
+def test_solve_roots():
+    specs = [spec("b", "4", "8*h", "8*w"), spec("b", "s", "32")]
+    assert solve_roots(specs, [(2, 4, 16, 24), (2, 77, 32)]) == {"b": 2, "h": 2, "w": 3, "s": 77}
+
+
+@pytest.mark.parametrize(
+    "shapes",
+    [
+        [(2, 4, 17, 24), (2, 77, 32)],
+        [(2, 5, 16, 24), (2, 77, 32)],
+        [(2, 4, 16, 24), (3, 77, 32)],
+        [(2, 4, 16, 24), (2, 77)],
+    ],
+)
+def test_sizes_that_do_not_fit_are_refused(shapes: list[tuple[int, ...]]):
+    with pytest.raises(ShapeError):
+        solve_roots([spec("b", "4", "8*h", "8*w"), spec("b", "s", "32")], shapes)
+
+
+@given(st.lists(st.lists(st.integers(1, 9), max_size=5).map(tuple), min_size=1, max_size=4))
+def test_default_shapes_fit_their_own_call(shapes: list[tuple[int, ...]]):
+    tensors = [torch.empty(shape) for shape in shapes]
+    found = default_shapes(tensors)
+    env = solve_roots(found.specs, shapes)
+    assert set(env) == set(found.hints)
+    for name, value in env.items():
+        assert found.hints[name] >= 2
+        assert found.hints[name] == max(value, 2)
