@@ -1,0 +1,182 @@
+"""Capture: few guards, origins, symbols, views, and calls that no rule knows."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import sympy
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils._sympy.functions import FloorDiv, Mod
+
+import strop
+from strop.diffusion.components import adapter_for
+from strop.errors import CaptureError, UnsupportedError
+from strop.frontend.symbols import Symbols
+from strop.ir.dims import const, symbol
+from strop.ir.ops import Kind
+from tests.e2e import tiny
+from tests.frontend.tracing import Traced, trace, trace_specs
+
+ALLOWED_GUARDS = (
+    r"b < \d+",  # torch's rule for convolution backends
+    r"[\d*bhw]+ <= 2147483648",  # 32-bit indices
+    r"w != 1", r"h\*w != 1",  # contiguity of what reshapes read
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def unet() -> Traced:
+    module = tiny.unet()
+    args = tiny.unet_args(2, 8, 8, 7)
+    shapes = adapter_for(module).shapes([args[2], args[0], args[1]])
+    return trace_specs(
+        module, lambda e, x, t: module(x, t, e, return_dict=False), list(shapes.specs), shapes.hints
+    )
+
+
+def test_a_unet_asks_for_nothing_but_these_guards(unet: Traced):
+    for guard in map(str, unet.captured.guards):
+        assert any(re.fullmatch(allowed, guard) for allowed in ALLOWED_GUARDS), guard
+
+
+def test_operators_of_a_unet(unet: Traced):
+    found = Counter(unet.ops())
+    assert found["conv2d"] == 33
+    assert found["attention"] == 8  # self and cross attention of four transformer blocks
+    assert found["aten"] == 0
+    assert set(unet.graph.hints) == {"b", "h", "w", "s0"}
+
+
+def test_origins_are_module_paths(unet: Traced):
+    paths = {name for name, _ in tiny.unet().named_modules()} | {"UNet2DConditionModel"}
+    origins = {n.origin for n in unet.graph.nodes if n.kind is not Kind.OPAQUE}
+    assert origins <= paths
+    assert "mid_block.attentions.0.transformer_blocks.0.attn1.to_q" in origins
+
+
+def test_every_size_of_a_unet_is_one_term(unet: Traced):
+    assert all(len(size.terms) == 1 for node in unet.graph.nodes for size in node.shape)
+
+
+# symbols
+
+S = sympy.Symbol("s0", positive=True, integer=True)
+
+
+@pytest.mark.parametrize(
+    "guard",
+    [sympy.Eq(S, 8 * FloorDiv(S - 1, 8) + 8, evaluate=False), sympy.Eq(Mod(S, 8), 0)],
+    ids=["floor", "mod"],
+)
+def test_guards_are_solved(guard: Any):
+    symbols = Symbols()
+    symbols.solve([guard], {"s0": 64})
+    assert symbols.size(S) == 8 * symbol("s0_8")
+    assert symbols.size(FloorDiv(S, 4)) == 2 * symbol("s0_8")
+    assert symbols.guards([guard]) == ()
+
+
+def test_guards_that_the_hint_does_not_meet_are_left():
+    symbols = Symbols()
+    symbols.solve([sympy.Eq(Mod(S, 8), 0)], {"s0": 63})
+    assert symbols.size(S) == symbol("s0")
+
+
+def test_guards_that_always_hold_drop_out():
+    symbols = Symbols()
+    assert symbols.guards([sympy.Ge(S + 1, S, evaluate=False)]) == ()
+    (guard,) = symbols.guards([sympy.Lt(S, 64)])
+    assert guard.holds({"s0": 63})
+    assert not guard.holds({"s0": 64})
+
+
+def test_sizes_outside_the_language_are_refused():
+    with pytest.raises(UnsupportedError, match="size"):
+        Symbols().size(sympy.sqrt(S))
+    assert Symbols().size(sympy.Integer(7)) == const(7)
+    assert Symbols().size(S**2 * 3 - 1) == symbol("s0") * symbol("s0") * 3 - 1
+
+
+def test_sizes_that_a_trace_fixes_are_guards():
+    def fixed(x: Tensor) -> Tensor:
+        return x * int(x.shape[0]) + (1 if x.shape[1] == x.shape[2] else 2)
+
+    traced = trace(fixed, "b h w", b=3, h=5, w=5)
+    guards = traced.captured.guards
+    assert all(g.holds({"b": 3, "h": 5, "w": 5}) for g in guards)
+    assert not all(g.holds({"b": 4, "h": 5, "w": 5}) for g in guards)
+    assert not all(g.holds({"b": 3, "h": 5, "w": 6}) for g in guards)
+
+
+# views and unknown calls, run through the whole compiler
+
+VIEWS: dict[str, Callable[[Tensor], Any]] = {
+    "negative start": lambda x: F.silu(x)[:, -3:-1] * 2,
+    "negative index": lambda x: F.silu(x)[:, -1] * 2,
+    "split": lambda x: (lambda a, b: a.sum(1) + b.sum(1))(*F.silu(x).split([2, 4], 1)),
+    "chunk": lambda x: (lambda a, b: a * b)(*F.silu(x).chunk(2, 1)),
+    "unbind": lambda x: sum(F.silu(x).unbind(1)),
+    "transposes": lambda x: F.silu(x).transpose(1, 2).mT.movedim(0, -1) + 1,
+    "squeeze": lambda x: F.silu(x[:, :1]).squeeze(1).unsqueeze(-1) * 2,
+    "expand": lambda x: x[:, :1].expand(-1, 6, -1, -1) * x,
+    "flatten": lambda x: F.silu(x).flatten(1, 2).unflatten(1, (6, -1)) + 1,
+    "pad": lambda x: F.silu(F.pad(x, (1, 0, 0, 2), value=0.5)),
+    "pad channels": lambda x: F.pad(F.silu(x), (0, 0, 0, 0, 1, 2)),
+    "upsample": lambda x: F.interpolate(F.silu(x), scale_factor=2.0, mode="nearest") + 1,
+    "resize": lambda x: F.interpolate(F.silu(x), size=(x.shape[2] * 2, x.shape[3] + 1)) + 1,
+    "clone": lambda x: F.silu(x).clone().contiguous() + 1,
+    "cat of one": lambda x: torch.cat([F.silu(x)], 1) + 1,
+    "in place": lambda x: F.silu(x).add_(1).mul_(2) + 1,
+    "causal mask": lambda x: F.silu(x) + torch.full((x.shape[3],) * 2, -1.0).triu_(1).sum(0),
+}
+UNKNOWN: dict[str, Callable[[Tensor], Any]] = {
+    "step": lambda x: F.silu(x)[:, ::2] * 2,
+    "cumsum": lambda x: F.silu(x).cumsum(1) * 2,
+    "flip": lambda x: torch.roll(F.silu(x), 1, 1).flip(1) * 2,
+    "sort": lambda x: F.silu(x).sort(1)[0] + F.silu(x).sort(1)[1],
+    "topk": lambda x: F.silu(x).topk(2, 1).values * 2,
+    "bits": lambda x: F.silu(x).view(torch.int32) + 0,
+    "bicubic": lambda x: F.interpolate(F.silu(x), scale_factor=2.0, mode="bicubic") + 1,
+    "pow": lambda x: (x.abs() + 1).pow(0.5).clamp(0, 1.2) * 2,
+    "reflect": lambda x: F.pad(F.silu(x), (1, 1, 1, 0), mode="reflect") * 2,
+}
+
+
+SPECIALISED = ("bicubic", "reflect")  # torch's own shape rules fix these sizes
+
+
+class Runs(nn.Module):
+    def __init__(self, function: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Any:
+        return self.function(x)
+
+
+@pytest.mark.parametrize("name", [*VIEWS, *UNKNOWN])
+def test_compiled_functions_give_what_torch_gives(name: str, tmp_path_factory: Any):
+    function = (VIEWS | UNKNOWN)[name]
+    folder = str(tmp_path_factory.getbasetemp() / "kernels")
+    module = strop.optimize(Runs(function).eval(), options=tiny.options(cache_dir=folder))
+    dispatcher = module.forward
+    for size in ((2, 6, 5, 4), (3, 6, 2, 7)):
+        x = torch.randn(size, generator=torch.manual_seed(0))
+        with torch.no_grad():
+            # fp32 through at most three operators
+            torch.testing.assert_close(module(x), function(x), rtol=1e-5, atol=1e-5)
+    assert len(dispatcher.variants.all) == 1 or name in SPECIALISED
+    assert dispatcher.counters.eager_calls == 0
+    opaque = [s for s in dispatcher.variants.all[0].program.call_steps if s.op == "aten"]
+    assert bool(opaque) == (name in UNKNOWN or name in ("resize", "causal mask"))
+
+
+def test_values_that_decide_are_an_error():
+    with pytest.raises(CaptureError, match="Function"):
+        trace(lambda x: x if x.sum() > 0 else -x, "b 4", b=2)
