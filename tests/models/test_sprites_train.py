@@ -14,7 +14,7 @@ from strop.models.sprites.export import export
 from strop.models.sprites.loop import Piece
 from strop.models.sprites.settings import TINY
 from strop.models.sprites.train_diffusion import train_diffusion
-from strop.models.sprites.train_vae import train_vae
+from strop.models.sprites.train_vae import picture_loss, train_vae
 
 # Importing and saving through transformers and diffusers warns about their own future.
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -71,6 +71,28 @@ def test_a_checkpoint_without_moments_continues(trained: Path, tmp_path: Path) -
     state = checkpoint.state(tmp_path / "vae.ckpt")
     (tmp_path / "vae.ckpt" / "state.json").write_text(json.dumps({**state, "total": 6}))
     assert train_vae(TINY, tmp_path, _piece(tmp_path / "vae.ckpt", 6, resume=True), CPU)
+
+
+def test_a_training_can_start_from_an_exported_model(trained: Path, tmp_path: Path) -> None:
+    folder = export(TINY, trained)
+    built = network.parts(TINY, seed=5)
+    network.start_from(built, folder)
+    pipe = sprites.load_from(folder)
+    for mine, theirs in ((built.unet, pipe.unet), (built.text, pipe.text_encoder)):
+        expected = theirs.state_dict()
+        assert all(torch.equal(value, expected[key]) for key, value in mine.state_dict().items())
+    assert train_vae(TINY, tmp_path, _piece(tmp_path / "vae.ckpt", 1), CPU, init=folder)
+    with pytest.raises(FileNotFoundError, match="--init"):
+        network.start_from(built, tmp_path)
+
+
+def test_a_picture_that_lost_an_object_counts_more() -> None:
+    plain = torch.full((8, 3, 8, 8), 0.01)
+    assert float(picture_loss(plain, 0.5)) == pytest.approx(0.01)
+    lost = plain.clone()
+    lost[0] = 0.05
+    # Shares of 10/3 for the lost one and 2/3 for the seven others.
+    assert float(picture_loss(lost, 0.5)) == pytest.approx((0.05 * 10 / 3 + 7 * 0.01 * 2 / 3) / 8)
 
 
 def test_diffusion_without_autoencoder_says_what_to_run(tmp_path: Path) -> None:

@@ -60,7 +60,7 @@ class Learner:
 
     def step(self, loss: Tensor, step: int, total: int) -> None:
         """Apply one update for `loss`; `step` of `total` sets the rate."""
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         found: list[Tensor] = []
         for name, live in zip(self.names, self.live, strict=True):
             if live.grad is None:

@@ -16,6 +16,7 @@ from diffusers import (
     StableDiffusionPipeline,
     UNet2DConditionModel,
 )
+from safetensors.torch import load_file
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
 
 from strop.models.sprites import vocabulary
@@ -151,6 +152,24 @@ def parts(settings: Settings, seed: int = 0) -> Parts:
             unet=unet(settings.network),
             vae=vae(settings.network),
         )
+
+
+def start_from(built: Parts, folder: Path) -> None:
+    """Replace the random weights of `built` by those of an exported model.
+
+    Raises:
+        FileNotFoundError: `folder` is no exported model.
+    """
+    files = {
+        built.text: "text_encoder/model.safetensors",
+        built.unet: "unet/diffusion_pytorch_model.safetensors",
+        built.vae: "vae/diffusion_pytorch_model.safetensors",
+    }
+    for model, name in files.items():
+        if not (folder / name).is_file():
+            raise FileNotFoundError(f"{folder / name} is missing; --init takes an exported model")
+        weights = load_file(folder / name)
+        model.load_state_dict({key: value.float() for key, value in weights.items()})
 
 
 def pipeline(built: Parts, noise: NoiseSettings) -> StableDiffusionPipeline:

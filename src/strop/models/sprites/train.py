@@ -29,23 +29,29 @@ def _arguments(words: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--plan-minutes", type=float, help="length of all pieces together")
     parser.add_argument("--vae-minutes", type=float, default=3.0, help="vae's length within 'all'")
     parser.add_argument("--resume", action="store_true", help="continue a checkpoint")
+    parser.add_argument("--init", type=Path, help="an exported model to start from")
+    parser.add_argument("--vae-eager", action="store_true", help="do not compile the VAE")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--settings", choices=tuple(NAMED), default="full")
-    parser.add_argument("--no-compile", action="store_true", help="run the UNet eagerly")
+    parser.add_argument("--no-compile", action="store_true", help="run every network eagerly")
     parser.add_argument("--count", type=int, default=200, help="prompts that 'all' scores")
     return parser.parse_args(words)
 
 
 def _vae(args: argparse.Namespace, settings: Settings, minutes: float, plan: float | None) -> bool:
     piece = Piece(args.out / "vae.ckpt", minutes, plan, settings.vae.steps, args.resume)
-    return train_vae(settings, args.out, piece, torch.device(args.device))
+    compiled = not (args.no_compile or args.vae_eager)
+    compiled = compiled and torch.device(args.device).type == "cuda"
+    return train_vae(settings, args.out, piece, torch.device(args.device), compiled, args.init)
 
 
 def _diffusion(args: argparse.Namespace, settings: Settings, minutes: float) -> bool:
     steps, plan = settings.diffusion.steps, args.plan_minutes
     piece = Piece(args.out / "diffusion.ckpt", minutes, plan, steps, args.resume)
     compiled = not args.no_compile and torch.device(args.device).type == "cuda"
-    return train_diffusion(settings, args.out, piece, torch.device(args.device), compiled)
+    return train_diffusion(
+        settings, args.out, piece, torch.device(args.device), compiled, args.init
+    )
 
 
 def _all(args: argparse.Namespace, settings: Settings) -> None:

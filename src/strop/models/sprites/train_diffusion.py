@@ -74,15 +74,25 @@ class DiffusionLoss:
 
 
 def train_diffusion(
-    settings: Settings, out: Path, piece: Piece, device: torch.device, compiled: bool
+    settings: Settings,
+    out: Path,
+    piece: Piece,
+    device: torch.device,
+    compiled: bool,
+    init: Path | None = None,
 ) -> bool:
-    """Train one piece against the autoencoder in `out/vae`; returns whether it is complete."""
+    """Train one piece against the autoencoder in `out/vae`; returns whether it is complete.
+
+    A new training starts from the exported model in `init`, if given.
+    """
     if not (out / "vae" / "config.json").is_file():
         raise FileNotFoundError(
             f"no trained autoencoder at {out / 'vae'}; run the 'vae' verb with the same --out first"
         )
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     built = network.parts(settings, settings.diffusion.seed)
+    if init is not None:
+        network.start_from(built, init)
     built.vae.load_state_dict(AutoencoderKL.from_pretrained(out / "vae").state_dict())
     learner = Learner({"unet": built.unet, "text": built.text}, settings.diffusion, device, dtype)
     loss = DiffusionLoss(settings, built, device, dtype)

@@ -14,11 +14,25 @@ from strop.models.sprites.loop import Loop, Piece, bucket, generator
 from strop.models.sprites.settings import Settings, VaeTraining
 from strop.models.sprites.specs import draw_training_specs
 
+# The most that one picture counts, in pictures of average loss.
+_HARDEST = 10.0
+
 
 def _edges(difference: Tensor) -> Tensor:
     across = difference[..., :, 1:] - difference[..., :, :-1]
     down = difference[..., 1:, :] - difference[..., :-1, :]
-    return across.abs().mean() + down.abs().mean()
+    return across.abs().mean((1, 2, 3)) + down.abs().mean((1, 2, 3))
+
+
+def picture_loss(difference: Tensor, edge_weight: float) -> Tensor:
+    """Return the mean loss of reconstructions off by `difference` [n, 3, height, width].
+
+    A picture counts in proportion to its own loss: else the few with an object that was lost,
+    green on gray above all, hardly move a mean over thousands of good ones.
+    """
+    rows = difference.abs().mean((1, 2, 3)) + edge_weight * _edges(difference)
+    share = rows.detach() / rows.detach().mean().clamp(min=1e-8)
+    return (rows * share.clamp(max=_HARDEST)).mean()
 
 
 def vae_loss(model: AutoencoderKL, training: VaeTraining, step: int, dtype: torch.dtype) -> Tensor:
@@ -37,8 +51,7 @@ def vae_loss(model: AutoencoderKL, training: VaeTraining, step: int, dtype: torc
     back: Tensor = model.decoder(model.post_quant_conv(latents.to(dtype))).float()
     difference = back - pictures
     kl = 0.5 * (mean.square() + logvar.exp() - 1.0 - logvar).mean()
-    loss = difference.abs().mean() + training.edge_weight * _edges(difference)
-    return loss + training.kl_weight * kl
+    return picture_loss(difference, training.edge_weight) + training.kl_weight * kl
 
 
 @torch.no_grad()
@@ -56,11 +69,26 @@ def latent_statistics(model: AutoencoderKL, seed: int, count: int = 256) -> tupl
     return stacked.mean(dim=1), stacked.std(dim=1)
 
 
-def train_vae(settings: Settings, out: Path, piece: Piece, device: torch.device) -> bool:
-    """Train one piece and write the averaged model to `out/vae`; returns whether it is complete."""
+def train_vae(
+    settings: Settings,
+    out: Path,
+    piece: Piece,
+    device: torch.device,
+    compiled: bool = False,
+    init: Path | None = None,
+) -> bool:
+    """Train one piece and write the averaged model to `out/vae`; returns whether it is complete.
+
+    A new training starts from the exported model in `init`, if given.
+    """
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     built = network.parts(settings, settings.vae.seed)
+    if init is not None:
+        network.start_from(built, init)
     learner = Learner({"vae": built.vae}, settings.vae, device, dtype)
+    if compiled:
+        built.vae.encoder.compile(dynamic=False)
+        built.vae.decoder.compile(dynamic=False)
 
     def loss(step: int) -> Tensor:
         return vae_loss(built.vae, settings.vae, step, dtype)
