@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,20 +23,22 @@ class UNetAdapter(Adapter):
     """
 
     def __init__(self, unet: nn.Module) -> None:
+        self._names = tuple(inspect.signature(type(unet).forward).parameters)[1:]
         config: Any = unet.config
+        self._has_classes = bool(config.get("num_class_embeds") or config.get("class_embed_type"))
         self.factor = 2 ** (len(config.block_out_channels) - 1)
 
     def normalise(self, args: tuple[Any, ...], kwargs: dict[str, Any]
                   ) -> tuple[tuple[Any, ...], dict[str, Any]]:  # fmt: skip
         """Timesteps as a float vector (B,): numbers and 0-d tensors would be other graphs."""
-        named = dict(zip(("sample", "timestep", "encoder_hidden_states"), args, strict=False))
-        named |= kwargs
-        if len(args) > 3 or not {"sample", "timestep"} <= named.keys():
+        named = dict(zip(self._names, args, strict=False)) | kwargs
+        if not {"sample", "timestep"} <= named.keys():
             return args, kwargs
         sample, timestep = named["sample"], named["timestep"]
         if not isinstance(timestep, Tensor):
             timestep = torch.tensor(timestep, dtype=torch.float32)
-        timestep = timestep.to(sample.device, torch.float32)
+        if timestep.device != sample.device:
+            timestep = timestep.to(sample.device)
         named["timestep"] = timestep.expand(sample.shape[0])
         return (), {k: v for k, v in named.items() if v is not None}
 
@@ -65,7 +68,9 @@ class UNetAdapter(Adapter):
             elif t.dim() == 3:
                 sizes[1] = f"s{number}"
                 hints[sizes[1]] = t.shape[1]
-            specs.append(TensorSpec(tuple(sizes), t.dtype, t.device))
+            is_timestep = t.dim() == 1 and not self._has_classes
+            dtype = torch.float32 if is_timestep else t.dtype  # numbers up to 1000, of any type
+            specs.append(TensorSpec(tuple(sizes), dtype, t.device))
         return Shapes(tuple(specs), hints, is_ragged)
 
 

@@ -91,8 +91,11 @@ def clone_structure(module: nn.Module) -> nn.Module:
 def _deep_copied(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     for part in module.modules():
         replaced = part.__dict__.get("forward")
-        if replaced is not None:
-            memo[id(replaced)] = None  # wrappers around forward stay with the original
+        if replaced is None:
+            continue
+        if not getattr(replaced, "is_strop", False):
+            raise CaptureError(f"the forward of a {type(part).__name__} inside was replaced")
+        memo[id(replaced)] = None  # dispatchers stay with the original
     clone = copy.deepcopy(module, memo)
     for part in clone.modules():
         if "forward" in part.__dict__ and part.__dict__["forward"] is None:

@@ -31,26 +31,28 @@ def _binary(b: Builder, op: str, x: Node, y: Node, dtype: torch.dtype) -> Node:
     return b.pointwise(op, x, y, dtype=dtype, **attrs)
 
 
-def _normalized(b: Builder, x: Node, dims: tuple[int, ...], eps: float) -> tuple[Node, Node, Node]:
-    """((x - mean) * rstd, mean, rstd) over ``dims``, in the compute type of x."""
+def _moments(b: Builder, x: Node, dims: tuple[int, ...], eps: float) -> tuple[Node, Node]:
+    """(mean, 1/sqrt(variance + eps)) over ``dims``, in the compute type of x."""
     wide = compute_dtype(x.dtype)
     mean = b.reduce("mean", x, dims, wide)
     var = b.reduce("var", x, dims, wide, correction=0)
-    rstd = b.pointwise("rsqrt", _binary(b, "add", var, b.constant(eps, wide), wide), dtype=wide)
-    return _binary(b, "mul", _binary(b, "sub", x, mean, wide), rstd, wide), mean, rstd
+    return mean, b.pointwise(
+        "rsqrt", _binary(b, "add", var, b.constant(eps, wide), wide), dtype=wide
+    )
 
 
-def _affine(b: Builder, y: Node, weight: Node | None, bias: Node | None,
-            shape: Sequence[Expr | int], dtype: torch.dtype) -> Node:  # fmt: skip
-    """y * weight + bias, weights viewed as ``shape``; the result counts as ``dtype``, unrounded."""
-    for op, operand in (("mul", weight), ("add", bias)):
-        if operand is not None:
-            y = _binary(b, op, y, b.reshape(operand, shape), dtype)
-    return b.make("copy", (y,), y.shape, dtype) if y.dtype != dtype else y
+def _normalized(b: Builder, x: Node, mean: Node, rstd: Node, weight: Node | None,
+                bias: Node | None) -> Node:  # fmt: skip
+    """(x - mean) * (rstd * weight) + bias: the last two steps are one fused multiply-add.
 
-
-def _optional(im: Importer, fx: Any) -> Node | None:
-    return None if fx is None else im.node(fx)
+    Centred first, so that a mean far from zero costs no digits; the result counts as x's dtype.
+    """
+    wide = compute_dtype(x.dtype)
+    scale = rstd if weight is None else _binary(b, "mul", rstd, weight, wide)
+    y = _binary(b, "mul", _binary(b, "sub", x, mean, wide), scale, wide)
+    if bias is not None:
+        return _binary(b, "add", y, bias, x.dtype)
+    return b.make("copy", (y,), y.shape, x.dtype) if y.dtype != x.dtype else y
 
 
 def _native_group_norm(im: Importer, fx: FxNode, x: Any, weight: Any, bias: Any, n: Any, c: Any,
@@ -70,10 +72,15 @@ def _group_norm(im: Importer, fx: FxNode, x: Any, groups: int, weight: Any, bias
     if width is None:
         raise ShapeError(f"group_norm: {channels} channels do not divide into {groups} groups")
     grouped = b.reshape(x, (batch, groups, width, product(rest)))
-    y, mean, rstd = _normalized(b, grouped, (2, 3), eps)
-    per_channel: list[Expr | int] = [1, channels, *[1] * (len(x.shape) - 2)]
-    y = _affine(b, b.reshape(y, x.shape), _optional(im, weight), _optional(im, bias), per_channel,
-                x.dtype)  # fmt: skip
+    mean, rstd = _moments(b, grouped, (2, 3), eps)
+    per_channel = [1, channels, *[const(1)] * len(rest)]
+
+    def of_channels(statistic: Node) -> Node:
+        spread = b.expand(statistic, (batch, groups, width, 1))
+        return b.reshape(spread, (batch, *per_channel[1:]))
+
+    affine = [None if p is None else b.reshape(im.node(p), per_channel) for p in (weight, bias)]
+    y = _normalized(b, x, of_channels(mean), of_channels(rstd), *affine)
     return y, b.reshape(mean, (batch, groups)), b.reshape(rstd, (batch, groups))
 
 
@@ -82,9 +89,10 @@ def _layer_norm(im: Importer, fx: FxNode, x: Any, normalized: Sequence[Any], wei
     b, x = im.builder, im.node(x)
     rank = len(x.shape)
     dims = tuple(range(rank - len(normalized), rank))
-    y, mean, rstd = _normalized(b, x, dims, eps)
+    mean, rstd = _moments(b, x, dims, eps)
     shape = [x.shape[d] for d in dims]
-    return _affine(b, y, _optional(im, weight), _optional(im, bias), shape, x.dtype), mean, rstd
+    affine = [None if p is None else b.reshape(im.node(p), shape) for p in (weight, bias)]
+    return _normalized(b, x, mean, rstd, *affine), mean, rstd
 
 
 def _softmax(im: Importer, fx: FxNode, x: Any, dim: int, half_to_float: bool) -> Node:

@@ -9,11 +9,21 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from fractions import Fraction
 from typing import Any
 
 import sympy
 import torch
-from torch.utils._sympy.functions import CleanDiv, FloorDiv, Max, Mod, PythonMod
+from torch.utils._sympy.functions import (
+    CleanDiv,
+    FloatTrueDiv,
+    FloorDiv,
+    IntTrueDiv,
+    Max,
+    Mod,
+    PythonMod,
+    ToFloat,
+)
 from torch.utils._sympy.symbol import SymT, symbol_is_type
 
 from strop.errors import UnsupportedError
@@ -115,6 +125,25 @@ class Symbols:
                 values.setdefault(root, value // size.divisor)
         return values
 
+    def _fraction(self, e: Any) -> tuple[Expr, Expr]:
+        """(numerator, positive denominator): guards may compare ratios of sizes, as upsampling
+        to a given size does. Sizes themselves are always whole."""
+        if isinstance(e, ToFloat):
+            return self._fraction(e.args[0])
+        if isinstance(e, sympy.Float | sympy.Rational):
+            ratio = Fraction(str(e))
+            return const(ratio.numerator), const(ratio.denominator)
+        if isinstance(e, IntTrueDiv | FloatTrueDiv):
+            (a, b), (c, d) = self._fraction(e.args[0]), self._fraction(e.args[1])
+            return a * d, b * c
+        if isinstance(e, sympy.Mul):
+            top, bottom = const(1), const(1)
+            for factor in e.args:
+                a, b = self._fraction(factor)
+                top, bottom = top * a, bottom * b
+            return top, bottom
+        return self.size(e), const(1)
+
     def guards(self, expressions: Iterable[Any]) -> tuple[Guard, ...]:
         """Run-time checks for torch's guards; those that are now identities drop out."""
         kept: dict[str, Guard] = {}
@@ -122,7 +151,8 @@ class Symbols:
             relation = _RELATIONS.get(type(e))
             if relation is None:
                 raise UnsupportedError(f"guard {e} is outside the size language")
-            guard = Guard(self.size(e.lhs), relation, self.size(e.rhs))
+            (a, b), (c, d) = self._fraction(e.lhs), self._fraction(e.rhs)
+            guard = Guard(a * d, relation, c * b)
             if not _always_holds(guard):
                 kept[str(guard)] = guard
         return tuple(kept[text] for text in sorted(kept))

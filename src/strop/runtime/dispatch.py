@@ -88,12 +88,16 @@ _WORKSPACES: dict[tuple[torch.device, int], Workspace] = {}
 class Dispatcher:
     """Stands in for ``module.forward``."""
 
+    is_strop = True  # tells capture that this forward may be left out of a copy
+
     def __init__(self, module: nn.Module, options: Options, *, name: str = "",
                  adapter: Adapter | None = None, loop: Loop | None = None) -> None:  # fmt: skip
         self.module, self.options = module, options
         self.name = name or type(module).__name__
         self.eager: Callable[..., Any] = module.forward
         self.adapter, self.loop = adapter or Adapter(), loop or Loop()
+        is_own = getattr(self.eager, "__func__", None) is type(module).forward
+        self._replaced = "" if is_own else "its forward had been replaced before optimize"
         self.counters = Counters()
         self.state = ModuleState(module)
         self.variants = VariantStore(module, self.eager, options, self.name)
@@ -117,14 +121,23 @@ class Dispatcher:
             return self._run_eager("an argument requires a gradient", args, kwargs)
         key = (skeleton, tuple((t.shape, t.dtype, t.device) for t in tensors))
         # normal tensors, whatever the caller's mode: memory and weights outlive this call
-        with self._lock, torch.inference_mode(False), torch.no_grad():
-            self._check_state()
-            entry = self._entries.get(key)
-            if entry is None or entry.variant is None:
-                entry = self._enter(key, skeleton, tensors)
-            if entry.variant is not None:
-                return self._run(key, entry, tensors)
+        with self._lock:
+            if torch.is_inference_mode_enabled() or torch.is_grad_enabled():
+                with torch.inference_mode(False), torch.no_grad():
+                    entry, result = self._serve(key, skeleton, tensors)
+            else:
+                entry, result = self._serve(key, skeleton, tensors)
+        if entry.variant is not None:
+            return result
         return self._run_eager(self.variants.reason, args, kwargs)
+
+    def _serve(self, key: Hashable, skeleton: Skeleton, tensors: list[Tensor]
+               ) -> tuple[Entry, Any]:  # fmt: skip
+        self._check_state()
+        entry = self._entries.get(key)
+        if entry is None or entry.variant is None:
+            entry = self._enter(key, skeleton, tensors)
+        return entry, None if entry.variant is None else self._run(key, entry, tensors)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """A copy of an optimised module is a plain module."""
@@ -134,12 +147,18 @@ class Dispatcher:
         """Why this call cannot be served by an inference program, or nothing."""
         if torch.is_grad_enabled() and any(p.requires_grad for p in self.module.parameters()):
             return "gradients are enabled: call under torch.no_grad() or inference_mode()"
-        if self.module.training:
-            return "the module is in training mode: call .eval()"
-        if not self._is_settled() and any(self.state.hooks):
-            return "a submodule has forward hooks, which compiled code would not run"
         if torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu"):
             return "autocast is enabled: cast the module instead"
+        return "" if self._is_settled() else self._unfit_module()
+
+    def _unfit_module(self) -> str:
+        """Why the module as it is cannot be compiled. Looked at once a denoise loop."""
+        if self._replaced:
+            return self._replaced
+        if any(m.training for m in self.state.modules):
+            return "the module, or a part of it, is in training mode: call .eval()"
+        if any(self.state.hooks):
+            return "a submodule has forward hooks, which compiled code would not run"
         return ""
 
     def _run_eager(self, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -163,7 +182,7 @@ class Dispatcher:
 
     def _check_state(self) -> None:
         if self._is_settled():
-            if self.state.has_new_adapters():
+            if self.state.has_new_adapters() or self.state.has_moved_merges():
                 self._reset()
             return
         self._checked_loop = self.loop.number
@@ -206,7 +225,7 @@ class Dispatcher:
         if entry.placed is None:
             before = self.state.pointers
             entry.placed = place(entry.variant.program, self.state.tensors)
-            self.state.remember()
+            self.state.remember(entry.variant.program)
             if self.state.pointers != before:  # other shapes were bound to the old places
                 placed = entry.placed
                 self.forget_shapes_but(entry)
@@ -228,7 +247,8 @@ class Dispatcher:
         device = self._device
         if self._wants_graph(entry):
             return self._replay(key, entry, tensors)
-        inputs = [t.contiguous() for t in tensors]
+        inputs = [t.to(s.dtype).contiguous()
+                  for t, s in zip(tensors, entry.variant.specs, strict=True)]  # fmt: skip
         stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
         bound = entry.bounds.get(stream)
         if bound is None:
@@ -249,7 +269,7 @@ class Dispatcher:
     def _replay(self, key: Hashable, entry: Entry, inputs: list[Tensor]) -> Any:
         assert entry.variant is not None
         results, launches = graphs.pool_of(self._device).run(
-            (id(self), key), inputs,
+            (id(self), key), inputs, [s.dtype for s in entry.variant.specs],
             lambda workspace, stream: self._bound(entry, workspace, stream),
             self.options.graph_budget_bytes,
         )  # fmt: skip

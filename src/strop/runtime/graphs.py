@@ -36,8 +36,7 @@ class Captured:
     num_kernels: int
 
     def replay(self, inputs: Sequence[Tensor]) -> list[Any]:
-        for static, given in zip(self.inputs, inputs, strict=True):
-            static.copy_(given)
+        torch._foreach_copy_(list(self.inputs), list(inputs))
         self.graph.replay()
         return [r.clone() if isinstance(r, Tensor) else r for r in self.results]
 
@@ -55,15 +54,18 @@ class GraphPool:
         self._done = torch.cuda.Event()
         self._lock = threading.RLock()  # binding may move weights, which drops graphs
 
-    def run(self, key: Hashable, inputs: Sequence[Tensor], make: MakeBound, budget_bytes: int
-            ) -> tuple[list[Any], int]:  # fmt: skip
-        """Replay the graph of ``key``, capturing it first if need be; also its kernel count."""
+    def run(self, key: Hashable, inputs: Sequence[Tensor], dtypes: Sequence[torch.dtype],
+            make: MakeBound, budget_bytes: int) -> tuple[list[Any], int]:  # fmt: skip
+        """Replay the graph of ``key``, capturing it first if need be; also its kernel count.
+
+        ``inputs`` may be strided and of other dtypes than ``dtypes``: copying them in converts.
+        """
         with self._lock:
             stream = torch.cuda.current_stream(self.device)
             stream.wait_event(self._done)
             captured = self._graphs.get(key)
             if captured is None or captured.memory is not self._workspace.memory:
-                captured = self._graphs[key] = self._capture(inputs, make)
+                captured = self._graphs[key] = self._capture(inputs, dtypes, make)
                 self._trim(budget_bytes)
             self._graphs.move_to_end(key)
             results = captured.replay(inputs)
@@ -80,12 +82,14 @@ class GraphPool:
     def held_bytes(self) -> int:
         return sum(g.size_bytes for g in self._graphs.values())
 
-    def _capture(self, inputs: Sequence[Tensor], make: MakeBound) -> Captured:
+    def _capture(self, inputs: Sequence[Tensor], dtypes: Sequence[torch.dtype],
+                 make: MakeBound) -> Captured:  # fmt: skip
         stream = self._stream
         stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(stream):
             static = tuple(
-                torch.empty(x.shape, dtype=x.dtype, device=x.device).copy_(x) for x in inputs
+                torch.empty(x.shape, dtype=d, device=x.device).copy_(x)
+                for x, d in zip(inputs, dtypes, strict=True)
             )
             bound = make(self._workspace, stream.cuda_stream)
             bound.run(static)  # lets libraries choose algorithms outside of the capture

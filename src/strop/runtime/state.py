@@ -37,6 +37,10 @@ class ModuleState:
         settings: list[tuple[dict[str, Any], str]] = []
         seen: set[int] = set()
         self._adapted = []
+        self.modules = list(self.module.modules())
+        self._merged: list[Tensor] = []
+        self._merged_pointers: list[int] = []
+        self._num_adapters = self._count_adapters()
         self.hooks: list[Any] = []
         self.names = list(named_state(self.module))
         for _, owner in self.module.named_modules():
@@ -67,9 +71,20 @@ class ModuleState:
         self.structure = self._structure()
         self.remember()
 
-    def remember(self) -> None:
-        """Take the present pointers as known."""
+    def remember(self, program: Program | None = None) -> None:
+        """Take the present pointers as known, those of the program's merged weights apart."""
         self.pointers = [t.data_ptr() for t in self.tensors]
+        if program is not None:
+            parts = [i for spec in program.inputs for i in spec.merged]
+            self._merged = [self.tensors[i] for i in parts]
+            self._merged_pointers = [self.pointers[i] for i in parts]
+
+    def has_moved_merges(self) -> bool:
+        return [t.data_ptr() for t in self._merged] != self._merged_pointers
+
+    def _count_adapters(self) -> int:
+        """Adapters that peft or diffusers have put into the module."""
+        return len(self.module.__dict__.get("peft_config") or ())
 
     def has_new_structure(self) -> bool:
         """Whether modules, settings, processors or adapters are others than at the last scan."""
@@ -94,6 +109,8 @@ class ModuleState:
         return not same or [t.data_ptr() for t in self.tensors] != self.pointers
 
     def has_new_adapters(self) -> bool:
+        if self._num_adapters != self._count_adapters():
+            return True
         return bool(self._adapted) and self.adapters != self._adapter_state()
 
     def _adapter_state(self) -> tuple[Any, ...]:

@@ -74,7 +74,8 @@ class VariantStore:
     def get(self, state: ModuleState, skeleton: Skeleton, tensors: Sequence[Tensor],
             shapes: Shapes) -> Variant | None:  # fmt: skip
         """None with ``reason`` set when the call has to run in eager."""
-        key = (state.structure, skeleton, tuple((t.dtype, t.device, t.dim()) for t in tensors))
+        kinds = tuple((s.dtype, s.device, len(s.shape)) for s in shapes.specs)
+        key = (state.structure, skeleton, kinds)
         for variant in self.variants.get(key, ()):
             if variant.fits(tensors):
                 return variant
@@ -107,10 +108,17 @@ class VariantStore:
                              shapes: Shapes) -> None:  # fmt: skip
         self.reason = "a graph for sizes off the usual grid is being built in the background"
         if key not in self._building:
-            work = threading.Thread(target=self._build, args=(key, state, skeleton, shapes),
+            work = threading.Thread(target=self._build_and_leave,
+                                    args=(key, state, skeleton, shapes),
                                     name=f"strop-build-{self.name}", daemon=True)  # fmt: skip
             self._building[key] = work
             work.start()
+
+    def _build_and_leave(self, key: Any, *what: Any) -> None:
+        try:
+            self._build(key, *what)
+        finally:
+            self._building.pop(key)
 
     def wait(self) -> None:
         """Until background builds are done."""
