@@ -1,0 +1,147 @@
+"""The kernels that models generate: their values in Triton's interpreter, and their machine code.
+
+Every distinct kernel of the tiny models runs, none is left out: sizes are small and odd, so that
+tiles are ragged. The judge is the loop IR in fp64, as for the samples in test_triton.py. Full
+models are compiled by benchmarks/kernel_matrix.py.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from strop.backend import compile_graph
+from strop.codegen.assemble import Signature
+from strop.codegen.triton import emit
+from strop.diffusion.components import adapter_for
+from strop.frontend.capture import capture
+from strop.frontend.importer import import_graph
+from strop.ir import interpret as judge
+from strop.ir.dims import Env
+from strop.ir.loops import Schedule
+from strop.ir.source import KernelSource
+from strop.lowering.lower import lower
+from strop.options import Options
+from strop.runtime import cubin
+from tests.codegen.kernels import Sample
+from tests.codegen.test_triton import TOLERANCE, run
+from tests.codegen.test_triton_compile import SHARED_LIMIT, resources
+from tests.e2e import tiny
+
+F16, F32 = torch.float16, torch.float32
+SLOW_PATH_STACK = 32  # bytes: the table of digits in the slow path of sin and cos
+
+
+@dataclass(frozen=True)
+class Model:
+    """The distinct kernels of one program, and the sizes that it was captured with."""
+
+    samples: dict[KernelSource, Sample]
+    env: Env
+
+
+def _unet(dtype: torch.dtype) -> tuple[nn.Module, Callable[..., Any], tuple[Tensor, ...]]:
+    module = tiny.unet().to(dtype)
+    args = tiny.unet_args(2, 6, 4, 5, dtype)
+    return module, lambda x, t, text: module(x, t, text, return_dict=False), args
+
+
+def _vae_decoder(dtype: torch.dtype) -> tuple[nn.Module, Callable[..., Any], tuple[Tensor, ...]]:
+    module = tiny.vae().decoder.to(dtype)
+    return module, module, (torch.empty(2, 4, 3, 5, dtype=dtype),)
+
+
+def _clip(dtype: torch.dtype) -> tuple[nn.Module, Callable[..., Any], tuple[Tensor, ...]]:
+    module = tiny.clip().to(dtype)
+    return module, lambda ids: module(ids)[0], (torch.zeros(3, 7, dtype=torch.int64),)
+
+
+BUILDERS = {"unet": _unet, "vae_decoder": _vae_decoder, "clip": _clip}
+
+
+@cache
+def kernels_of(name: str, dtype: torch.dtype) -> Model:
+    """As ``strop.optimize`` gets them, but for CUDA without a GPU."""
+    module, call, args = BUILDERS[name](dtype)
+    shapes = adapter_for(module).shapes(args)
+    captured = capture(module, call, shapes.specs, shapes.hints)
+    imported = import_graph(captured.gm, captured.symbols, captured.hints, captured.origins,
+                            len(captured.state_names))  # fmt: skip
+    signature = Signature(imported.returned, captured.guards)
+    compiled = compile_graph(imported.graph, signature, "cuda", Options())
+    env, groups = compiled.graph.hints, compiled.plan.groups
+    stored = {node for group in groups for node in group.stores}
+    samples = {}
+    for group in groups:
+        low = lower(group, stored, env)
+        numels = (n.numel - o for n, o in zip(low.buffers, low.offsets, strict=True))
+        sample = Sample(low.kernel, tuple(numels), (env,))
+        samples.setdefault(emit(low.kernel).source, sample)
+    assert samples.keys() == set(compiled.program.sources)
+    return Model(samples, env)
+
+
+def check(sample: Sample, env: Env, splits: int) -> None:
+    kernel = sample.kernel
+    tensors = sample.tensors(env)
+    expected = [tensor.clone() for tensor in tensors]
+    judge.run(kernel, expected, env)
+    run(sample, tensors, env, splits)
+    tolerance = max(TOLERANCE.get(param.dtype, 0.0) for param in kernel.params)
+    for number, param in enumerate(kernel.params):
+        found, wanted = tensors[number], expected[number]
+        if param.is_output:
+            where = f"{kernel.name}, param {number} of {len(kernel.params)}, splits {splits}: "
+            assert wanted.isfinite().all(), where + "the judge's values are not finite"
+            torch.testing.assert_close(
+                found, wanted, rtol=tolerance, atol=tolerance, msg=lambda m, at=where: at + m
+            )
+
+
+@pytest.mark.parametrize("dtype", [F16, F32], ids=str)
+@pytest.mark.parametrize("name", BUILDERS)
+def test_values(name: str, dtype: torch.dtype):
+    model = kernels_of(name, dtype)
+    assert model.samples
+    for sample in model.samples.values():
+        for splits in (1, 2) if sample.kernel.schedule is Schedule.COLUMN else (1,):
+            check(sample, model.env, splits)
+
+
+def test_models_have_every_schedule():
+    schedules = {
+        sample.kernel.schedule
+        for name in BUILDERS
+        for sample in kernels_of(name, F16).samples.values()
+    }
+    assert schedules == set(Schedule)
+
+
+class NoCache:
+    """Nothing is known, so everything is compiled."""
+
+    def get(self, key: str) -> bytes | None:
+        return None
+
+    def put(self, key: str, data: bytes) -> None:
+        pass
+
+
+@pytest.mark.parametrize("arch", [80, 86, 89, 90, 100])
+def test_unet_compiles(arch: int, tmp_path: Path):
+    sources = kernels_of("unet", F16).samples
+    cubins = cubin.build(sources, arch, NoCache(), workers=2)
+    assert cubins.keys() == sources.keys()
+    for source, compiled in cubins.items():
+        assert compiled.shared <= SHARED_LIMIT, source.name
+        _, stack = resources(compiled, tmp_path)
+        has_angles = re.search(r"\b(sin|cos)\(", source.text)
+        assert stack <= (SLOW_PATH_STACK if has_angles else 0), source.name
