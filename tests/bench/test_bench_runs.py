@@ -57,7 +57,7 @@ def test_compile_cold_and_cached() -> None:
     assert cached["counts"]["num_captures"] == 0
     assert cached["counts"]["num_launches"] == cold["counts"]["num_launches"]
     assert cold["stages_s"]["capture"] > 0
-    assert cached["stages_s"] == {}
+    assert set(cached["stages_s"]) == {"kernels"}  # loaded; nothing was traced or planned
     assert cached["first_s"] < cold["first_s"]
     assert result["cache_bytes"] > 0
     assert len(report.compile_rows_of(result)) == 3

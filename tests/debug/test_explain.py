@@ -126,7 +126,7 @@ def test_fallbacks_are_counted(block: Block) -> None:
     ((reason, count),) = report.fallbacks.items()
     assert count == 1
     assert reason.startswith("Block: ")
-    assert reason.endswith("the module is in training mode: call .eval()")
+    assert reason.endswith("in training mode: call .eval()")
     assert report.components[0].num_eager_calls == report.components[0].num_calls == 1
     assert "the module is in training mode" in str(report)
 

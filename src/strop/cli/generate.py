@@ -24,6 +24,26 @@ EXAMPLES = (
     'strop generate "an astronaut" --model ./stable-diffusion-v1-5 --size 512x768 --steps 30'
 )
 
+GuidanceOption = Annotated[
+    float | None,
+    typer.Option(
+        min=0.0,
+        max=50.0,
+        help="How closely to follow the prompt; 1 or less: no guidance, twice as fast. "
+        r"[dim]\[default: 4 for sprites, else 7.5][/]",
+    ),
+]
+ThreadsOption = Annotated[
+    int, typer.Option(min=0, max=1024, help="CPU threads; 0: as many as cores are free.")
+]
+CompareOption = Annotated[
+    bool,
+    typer.Option(
+        "--compare",
+        help="Also draw in plain torch, three times each; writes both to <output>_compare.",
+    ),
+]
+
 RUNS = 3  # a comparison shows the fastest of so many
 
 
@@ -38,15 +58,7 @@ def command(
     seed: Annotated[
         int, typer.Option(min=0, help="Seed of the noise; the same on every device.")
     ] = 0,
-    guidance: Annotated[
-        float | None,
-        typer.Option(
-            min=0.0,
-            max=50.0,
-            help="How closely to follow the prompt; 1 or less: no guidance, twice as fast. "
-            r"[dim]\[default: 4 for sprites, else 7.5][/]",
-        ),
-    ] = None,
+    guidance: GuidanceOption = None,
     negative: Annotated[str, typer.Option(help="What not to draw.")] = "",
     model: Annotated[
         str, typer.Option(help="'sprites', which ships with Strop, or a diffusers folder.")
@@ -55,20 +67,11 @@ def command(
     dtype: Annotated[
         Dtype, typer.Option(help="Number format; auto: fp16 on a GPU, fp32 on a CPU.")
     ] = Dtype.auto,
-    threads: Annotated[
-        int,
-        typer.Option(min=0, max=1024, help="CPU threads; 0: as many as cores are free."),
-    ] = 0,
+    threads: ThreadsOption = 0,
     optimize: Annotated[
         bool, typer.Option("--optimize/--no-optimize", help="Run through Strop, or in plain torch.")
     ] = True,
-    compare: Annotated[
-        bool,
-        typer.Option(
-            "--compare",
-            help="Also draw in plain torch, three times each; writes both to <output>_compare.",
-        ),
-    ] = False,
+    compare: CompareOption = False,
 ) -> None:
     """Draw a picture from a text, and tell how many seconds each stage took.
 
