@@ -88,6 +88,6 @@ def load_from(
                 f"{folder / name} is no readable safetensors file ({error}); reinstall strop"
             ) from error
     pipe = StableDiffusionPipeline.from_pretrained(
-        folder, torch_dtype=dtype, safety_checker=None, use_safetensors=True, local_files_only=True
+        folder, dtype=dtype, safety_checker=None, use_safetensors=True, local_files_only=True
     )
     return pipe.to(device)

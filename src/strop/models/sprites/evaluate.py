@@ -42,7 +42,7 @@ def _shares(scores: Sequence[Score]) -> dict[str, float]:
 
 def load_vae(folder: Path, device: torch.device) -> AutoencoderKL:
     """Load an autoencoder in fp32, ready to run on `device`."""
-    model = AutoencoderKL.from_pretrained(folder, use_safetensors=True, torch_dtype=torch.float32)
+    model = AutoencoderKL.from_pretrained(folder, use_safetensors=True, dtype=torch.float32)
     return model.to(device).eval()
 
 
