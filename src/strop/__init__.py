@@ -1,8 +1,21 @@
 """Strop: a compiler and runtime that makes PyTorch diffusion models fast."""
 
-__version__ = "0.1.0"
+from typing import TYPE_CHECKING, Any
 
-from strop.api import explain, optimize, restore
 from strop.options import Options
 
+if TYPE_CHECKING:
+    from strop.api import explain, optimize, restore
+
+__version__ = "0.1.0"
+
 __all__ = ["Options", "__version__", "explain", "optimize", "restore"]
+
+
+def __getattr__(name: str) -> Any:
+    """Import torch when something needs it: ``strop --help`` does not."""
+    if name not in ("explain", "optimize", "restore"):
+        raise AttributeError(f"module 'strop' has no attribute {name!r}")
+    from strop import api
+
+    return getattr(api, name)
