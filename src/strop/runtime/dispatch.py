@@ -155,7 +155,7 @@ class Dispatcher:
         """Why the module as it is cannot be compiled. Looked at once a denoise loop."""
         if self._replaced:
             return self._replaced
-        if any(m.training for m in self.state.modules):
+        if self.module.training or any(m.training for m in self.state.train_sensitive):
             return "the module, or a part of it, is in training mode: call .eval()"
         if any(self.state.hooks):
             return "a submodule has forward hooks, which compiled code would not run"

@@ -37,7 +37,7 @@ class ModuleState:
         settings: list[tuple[dict[str, Any], str]] = []
         seen: set[int] = set()
         self._adapted = []
-        self.modules = list(self.module.modules())
+        self.train_sensitive = [m for m in self.module.modules() if _depends_on_training(m)]
         self._merged: list[Tensor] = []
         self._merged_pointers: list[int] = []
         self._num_adapters = self._count_adapters()
@@ -130,6 +130,13 @@ class ModuleState:
         state = tuple((n, t.shape, _layout(t), t.dtype, t.device) for n, t in
                       zip(self.names, self.tensors, strict=True))  # fmt: skip
         return hash((modules, state, self.adapters))
+
+
+def _depends_on_training(module: nn.Module) -> bool:
+    """Dropout and batch norm act otherwise in training. (peft leaves its layers in that mode.)"""
+    if isinstance(module, nn.modules.dropout._DropoutNd):
+        return module.p > 0
+    return isinstance(module, nn.modules.batchnorm._NormBase)
 
 
 def _layout(t: Tensor) -> tuple[int, ...] | None:
