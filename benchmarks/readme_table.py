@@ -50,8 +50,8 @@ def table() -> str:
         f" {start['cached']['first_s']:.1f} s from the stored plan.",
         f"- `pipe(...)` at 6 sizes x 2 batches: {pipe['num_graphs']} graphs (text encoder, UNet,"
         f" VAE), {pipe['num_recompiles']} recompiles, {len(pipe['fallbacks'])} fallbacks.",
-        f"- GPU kernels of a UNet call: {launches['launches']:.0f}, of them {launches['generated']:.0f}"
-        " generated.",
+        f"- GPU kernels of a UNet call: {launches['launches']:.0f}, of them"
+        f" {launches['generated']:.0f} generated.",
         f"- Sprites in fp16, {half['num_pictures']} pictures: PSNR to eager fp32"
         f" {half['psnr_median_db']:.2f} dB; eager fp16 has {half['control_median_db']:.2f} dB.",
         f"- Sprites in fp32 on two CPU cores, {cpu['num_pictures']} pictures: worst PSNR to eager"
