@@ -27,9 +27,6 @@ Change = Callable[[UNet2DConditionModel], None]
 
 pytestmark = pytest.mark.skipif(not is_peft_available(), reason="LoRA in diffusers needs peft")
 
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
-DEVICES = [pytest.param("cpu"), pytest.param("cuda", marks=[pytest.mark.gpu, needs_gpu])]
-
 
 @pytest.fixture(autouse=True)
 def exact_convolutions(monkeypatch):
@@ -251,7 +248,7 @@ def check(unet: UNet2DConditionModel, change: Change, device: str, mode: str) ->
         assert (actual - before).abs().max() > 1e-3, "the change makes no difference: a weak test"
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", tiny.DEVICES)
 @pytest.mark.parametrize("cuda_graphs", [True, False], ids=["graph", "no_graph"])
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("change", CHANGES, ids=lambda c: c.__name__)
@@ -262,7 +259,7 @@ def test_the_next_call_sees_it(change: Change, mode: str, cuda_graphs: bool, dev
     check(unet, change, device, mode)
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", tiny.DEVICES)
 @pytest.mark.parametrize("cuda_graphs", [True, False], ids=["graph", "no_graph"])
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("change", LORA_CHANGES, ids=lambda c: c.__name__)
@@ -276,7 +273,7 @@ def test_the_next_call_of_an_adapted_model_sees_it(
     check(optimized(unet, device, cuda_graphs), change, device, mode)
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", tiny.DEVICES)
 @pytest.mark.parametrize("cuda_graphs", [True, False], ids=["graph", "no_graph"])
 @pytest.mark.parametrize("mode", MODES)
 def test_a_new_prompt_at_a_recycled_address(mode: str, cuda_graphs: bool, device: str):

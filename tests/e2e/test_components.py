@@ -62,17 +62,26 @@ def doubled(args: Args) -> Args:
     return tuple(a.double() if a.is_floating_point() else a for a in args)
 
 
+@pytest.fixture
+def exact_fp32(monkeypatch: pytest.MonkeyPatch):
+    """TF32 convolutions, on by default, hide what is asked here."""
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+
+
+@pytest.mark.parametrize("device", tiny.DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", CASES)
-def test_one_graph_for_all_sizes_as_accurate_as_eager(name: str, dtype: torch.dtype):
+def test_one_graph_for_all_sizes_as_accurate_as_eager(
+    name: str, dtype: torch.dtype, device: str, exact_fp32: None
+):
     case = CASES[name]
-    eager = case.module().to(dtype)
+    eager = case.module().to(device, dtype)
     exact = copy.deepcopy(eager).double()
     module = strop.optimize(copy.deepcopy(eager), options=tiny.options(strict=True))
     eager.to(memory_format=torch.channels_last)
     results = []
     for size in case.sizes:
-        args = case.args(*size, dtype=dtype)
+        args = tuple(a.to(device) for a in case.args(*size, dtype=dtype))
         with torch.no_grad():
             actual = first(module(*args))
             results.append((actual, first(eager(*channels_last(args))),

@@ -22,9 +22,12 @@ def picture(pipe: Any, height: int = 16, width: int = 16, batch: int = 1, **more
     ).images  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def pair():
-    return tiny.pipeline(), strop.optimize(tiny.pipeline(), options=tiny.options(strict=True))
+@pytest.fixture(scope="module", params=tiny.DEVICES)
+def pair(request: pytest.FixtureRequest):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.backends.cudnn, "allow_tf32", False)
+        eager, fast = (tiny.pipeline().to(request.param) for _ in range(2))
+        yield eager, strop.optimize(fast, options=tiny.options(strict=True))
 
 
 @pytest.mark.parametrize(("height", "width", "batch"), [(16, 16, 1), (24, 16, 1), (16, 8, 2)])
@@ -42,7 +45,7 @@ def test_new_weights_make_new_pictures(pair):
     weights = tiny.unet(seed=5).state_dict()
     before = picture(fast)
     for pipe in (eager, fast):
-        pipe.unet.load_state_dict(weights)
+        pipe.unet.load_state_dict(weights)  # copies into the old places
     after = picture(fast)
     assert not torch.equal(before, after)
     assert psnr(after, picture(eager)) >= 60

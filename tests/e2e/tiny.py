@@ -6,6 +6,7 @@ import tempfile
 from functools import cache
 from typing import Any
 
+import pytest
 import torch
 from diffusers import AutoencoderKL, DDIMScheduler, StableDiffusionPipeline, UNet2DConditionModel
 from torch import Tensor
@@ -15,6 +16,16 @@ from strop import Options
 
 PROMPT_DIM = 16
 VOCABULARY = 64
+DEVICES = [
+    pytest.param("cpu"),
+    pytest.param(
+        "cuda",
+        marks=[
+            pytest.mark.gpu,
+            pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+        ],
+    ),
+]
 
 
 @cache

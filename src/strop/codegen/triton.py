@@ -73,6 +73,7 @@ def _assemble(
         split=split,
         constants=tuple(printer.constants.items()),
         num_warps=num_warps,
+        max_registers=triton_column.MAX_REGISTERS if split else None,
     )
     return Emitted(source, tuple(printer.scalars.sizes))
 

@@ -32,6 +32,9 @@ TILE_BYTES = 8 * 1024  # that the loads of a tile read together
 STAGED_BYTES = 16 * 1024  # above this a pipeline, which holds two tiles more, is not worth its room
 MAX_ELEMENTS = 4096  # of a tile: 32 for each thread
 NUM_WARPS = 4
+# Of a thread. Without a ceiling ptxas aims at an occupancy of its own choice and spills for it:
+# 8 bytes in 6 kernels that then used 72 to 96 registers.
+MAX_REGISTERS = 255
 STAGES = 3  # of the software pipeline: with one tile at a time the loop waits for memory
 MAX_COLS = 4096  # in one tile
 BLOCKED_COLS = 256  # of a tile when the cols are many, or not known

@@ -44,7 +44,7 @@ def compile_request(request: dict[str, Any]) -> tuple[dict[str, Any], bytes]:
     compiled = triton.compile(
         source,
         target=GPUTarget("cuda", request["arch"], 32),
-        options={"num_warps": request["num_warps"]},
+        options={"num_warps": request["num_warps"], "maxnreg": request["max_registers"]},
     )
     metadata = compiled.metadata
     if metadata.global_scratch_size or metadata.profile_scratch_size:

@@ -52,6 +52,7 @@ class KernelSource:
     split: Split | None = None
     constants: tuple[tuple[str, int], ...] = ()  # Triton constexprs
     num_warps: int = 4
+    max_registers: int | None = None  # of a thread; None leaves it to ptxas
 
 
 @dataclass(frozen=True, slots=True)

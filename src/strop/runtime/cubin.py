@@ -97,6 +97,7 @@ def request_of(source: KernelSource, arch: int) -> dict[str, Any]:
         "constants": dict(source.constants),
         "divisible": divisible,
         "num_warps": source.num_warps,
+        "max_registers": source.max_registers,
         "arch": arch,
     }
 
