@@ -7,6 +7,7 @@ static arguments, a check that the weights are where they were, and the run itse
 from __future__ import annotations
 
 import copy
+import itertools
 import logging
 import threading
 from collections.abc import Callable, Hashable, Sequence
@@ -62,6 +63,7 @@ class Loop:
 class Entry:
     """One shape. ``variant`` is None while or because it runs in eager."""
 
+    number: int  # its key in the graph pool: cheaper to hash than a call's shapes
     variant: Variant | None
     env: dict[str, int] = field(default_factory=dict)
     uses: int = 0
@@ -82,6 +84,7 @@ class Counters:
     fallbacks: dict[str, int] = field(default_factory=dict)
 
 
+_NUMBERS = itertools.count()
 _WORKSPACES: dict[tuple[torch.device, int], Workspace] = {}
 
 
@@ -137,7 +140,7 @@ class Dispatcher:
         entry = self._entries.get(key)
         if entry is None or entry.variant is None:
             entry = self._enter(key, skeleton, tensors)
-        return entry, None if entry.variant is None else self._run(key, entry, tensors)
+        return entry, None if entry.variant is None else self._run(entry, tensors)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """A copy of an optimised module is a plain module."""
@@ -210,7 +213,7 @@ class Dispatcher:
         """Find or build the variant for a call seen for the first time."""
         shapes = self.adapter.shapes(tensors)
         variant = self.variants.get(self.state, skeleton, tensors, shapes)
-        entry = self._entries[key] = Entry(variant)
+        entry = self._entries[key] = Entry(next(_NUMBERS), variant)
         if variant is not None:
             entry.env = solve_roots(variant.specs, [t.shape for t in tensors])
             for operator in variant.program.foreign_calls:
@@ -240,13 +243,13 @@ class Dispatcher:
 
     # running
 
-    def _run(self, key: Hashable, entry: Entry, tensors: list[Tensor]) -> Any:
+    def _run(self, entry: Entry, tensors: list[Tensor]) -> Any:
         assert entry.variant is not None
         entry.uses += 1
         self.latest = entry
         device = self._device
         if self._wants_graph(entry):
-            return self._replay(key, entry, tensors)
+            return self._replay(entry, tensors)
         inputs = [t.to(s.dtype).contiguous()
                   for t, s in zip(tensors, entry.variant.specs, strict=True)]  # fmt: skip
         stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
@@ -266,10 +269,10 @@ class Dispatcher:
             return False
         return not torch.cuda.is_current_stream_capturing()
 
-    def _replay(self, key: Hashable, entry: Entry, inputs: list[Tensor]) -> Any:
+    def _replay(self, entry: Entry, inputs: list[Tensor]) -> Any:
         assert entry.variant is not None
         results, launches = graphs.pool_of(self._device).run(
-            (id(self), key), inputs, [s.dtype for s in entry.variant.specs],
+            (id(self), entry.number), inputs, [s.dtype for s in entry.variant.specs],
             lambda workspace, stream: self._bound(entry, workspace, stream),
             self.options.graph_budget_bytes,
         )  # fmt: skip

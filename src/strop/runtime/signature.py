@@ -46,9 +46,9 @@ def flatten(value: Any, tensors: list[Tensor]) -> Skeleton:
         return _number(value)
     kind = type(value)
     if kind in (tuple, list, torch.Size):
-        return ("list" if kind is list else "tuple", *(flatten(v, tensors) for v in value))
-    if kind is dict and all(isinstance(k, str) for k in value):
-        return ("dict", *((k, flatten(value[k], tensors)) for k in sorted(value)))
+        return ("list" if kind is list else "tuple", *[flatten(v, tensors) for v in value])
+    if kind is dict and set(map(type, value)) <= {str}:
+        return ("dict", *[(k, flatten(value[k], tensors)) for k in sorted(value)])
     raise UnsupportedError(f"argument of type {type(value).__name__}")
 
 

@@ -73,14 +73,14 @@ class ModuleState:
 
     def remember(self, program: Program | None = None) -> None:
         """Take the present pointers as known, those of the program's merged weights apart."""
-        self.pointers = [t.data_ptr() for t in self.tensors]
+        self.pointers = _pointers(self.tensors)
         if program is not None:
             parts = [i for spec in program.inputs for i in spec.merged]
             self._merged = [self.tensors[i] for i in parts]
             self._merged_pointers = [self.pointers[i] for i in parts]
 
     def has_moved_merges(self) -> bool:
-        return [t.data_ptr() for t in self._merged] != self._merged_pointers
+        return _pointers(self._merged) != self._merged_pointers
 
     def _count_adapters(self) -> int:
         """Adapters that peft or diffusers have put into the module."""
@@ -106,7 +106,7 @@ class ModuleState:
             same = all(map(is_, map(getitem, self._tables, self._keys), self.tensors))
         except KeyError:
             return True
-        return not same or [t.data_ptr() for t in self.tensors] != self.pointers
+        return not same or _pointers(self.tensors) != self.pointers
 
     def has_new_adapters(self) -> bool:
         if self._num_adapters != self._count_adapters():
@@ -130,6 +130,10 @@ class ModuleState:
         state = tuple((n, t.shape, _layout(t), t.dtype, t.device) for n, t in
                       zip(self.names, self.tensors, strict=True))  # fmt: skip
         return hash((modules, state, self.adapters))
+
+
+def _pointers(tensors: Sequence[Tensor]) -> list[int]:
+    return list(map(Tensor.data_ptr, tensors))
 
 
 def _depends_on_training(module: nn.Module) -> bool:
