@@ -14,6 +14,7 @@ ROOT = Path(strop.__file__).parent
 # A stage sees the IR and the data type that it consumes, never another stage's code.
 ALLOWED: dict[str, tuple[str, ...]] = {
     "__init__": ("api", "options"),
+    "__main__": ("cli",),
     "errors": (),
     "options": ("errors",),
     "ir": ("errors",),
