@@ -1,0 +1,236 @@
+"""``strop bench models``: what becomes of each model of the zoo, judged.
+
+A model is good when one graph serves all its shapes without a recompile or a fallback, when at
+least 95 % of its compute nodes other than library anchors are inside generated kernels, and when
+each result is as accurate as eager's (``strop.testing``).
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import strop
+from strop.api import dispatchers_of
+from strop.bench import environment
+from strop.bench.zoo import Inputs, Shape, ZooModel
+from strop.errors import StropError
+from strop.testing import assert_as_accurate_as_eager
+
+WANTED_SHARE = 0.95
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """One model. ``opaque``: calls by overload in one run of the first graph, ``origins`` where
+    in the model each comes from. ``kernel_share``: nodes in generated kernels over those and the
+    opaque calls. ``failure``: the first line of what was raised. ``parity``: empty when good."""
+
+    name: str
+    family: str
+    num_shapes: int
+    is_strict: bool = False
+    num_graphs: int = 0
+    num_recompiles: int = 0
+    num_kernels: int = 0
+    kernel_share: float = 0.0
+    fallbacks: Mapping[str, int] = field(default_factory=dict)
+    opaque: Mapping[str, int] = field(default_factory=dict)
+    origins: Mapping[str, str] = field(default_factory=dict)
+    parity: str = ""
+    failure: str = ""
+    seconds: float = 0.0
+
+    @property
+    def is_captured(self) -> bool:
+        return self.num_graphs > 0
+
+    @property
+    def is_good(self) -> bool:
+        return not self.complaint
+
+    @property
+    def complaint(self) -> str:
+        """The first thing that is wrong, or nothing."""
+        if self.failure:
+            return self.failure
+        if self.fallbacks and not self.is_captured:
+            return next(iter(self.fallbacks))
+        if self.parity:
+            return self.parity
+        if self.fallbacks:
+            return next(iter(self.fallbacks))
+        if self.num_graphs != 1 or self.num_recompiles:
+            return f"{self.num_graphs} graphs for {self.num_shapes} shapes"
+        if self.kernel_share < WANTED_SHARE:
+            return f"opaque: {', '.join(self.opaque)}"
+        return "" if self.is_strict else "refused by strict=True"
+
+
+class InFp64(TorchDispatchMode):
+    """fp64 stays fp64 where a model asks for fp32 in the middle, as norms and rotations do."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        wide = pytree.tree_map(_widened, (args, kwargs or {}))
+        return func(*wide[0], **wide[1])
+
+
+def _widened(value: Any) -> Any:
+    return torch.float64 if value is torch.float32 else value
+
+
+def judge(model: ZooModel, device: torch.device, options: strop.Options) -> Verdict:
+    """Compile, run at every shape and compare; what is raised becomes the verdict."""
+    started = time.perf_counter()
+    found = Verdict(model.name, model.family, len(model.shapes))
+    try:
+        with torch.no_grad():
+            found = replace(found, **_judged(model, device, options))
+    except Exception as error:
+        found = replace(found, failure=_first_line(error))
+    return replace(found, seconds=round(time.perf_counter() - started, 2))
+
+
+def _judged(model: ZooModel, device: torch.device, options: strop.Options) -> dict[str, Any]:
+    module = model.made().to(device)
+    given = {shape: _on(device, model.given(shape)) for shape in model.shapes}
+    eager = copy.deepcopy(module).to(memory_format=torch.channels_last)
+    wanted = [_eager(eager, inputs) for inputs in given.values()]
+    exact = _exact(module, given.values())
+    is_strict = True
+    try:
+        results = _compiled(module, given.values(), replace(options, strict=True))
+    except StropError:
+        is_strict = False
+        strop.restore(module)
+        results = _compiled(module, given.values(), replace(options, strict=False))
+    return {"is_strict": is_strict, "parity": _parity(given, results, wanted, exact),
+            **_counts(module)}  # fmt: skip
+
+
+def _compiled(module: nn.Module, given: Iterable[Inputs], options: strop.Options) -> list[Any]:
+    strop.optimize(module, options=options)
+    return [_cloned(module(**copy.deepcopy(inputs))) for inputs in given]
+
+
+def _eager(module: nn.Module, inputs: Inputs) -> Any:
+    return _cloned(module(**copy.deepcopy(inputs)))
+
+
+def _exact(module: nn.Module, given: Iterable[Inputs]) -> list[Any]:
+    wide = copy.deepcopy(module).double()
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with InFp64():
+            return [_cloned(wide(**_cast(inputs))) for inputs in given]
+    finally:
+        torch.set_default_dtype(before)
+
+
+def _cloned(value: Any) -> Any:
+    return pytree.tree_map_only(Tensor, torch.clone, value)
+
+
+def _cast(inputs: Inputs) -> Inputs:
+    cast: Inputs = pytree.tree_map_only(
+        Tensor, lambda t: t.double() if t.is_floating_point() else t.clone(), inputs
+    )
+    return cast
+
+
+def _on(device: torch.device, inputs: Inputs) -> Inputs:
+    moved: Inputs = pytree.tree_map_only(Tensor, lambda t: t.to(device), inputs)
+    return moved
+
+
+def _counts(module: nn.Module) -> dict[str, Any]:
+    told = strop.explain(module)
+    (dispatcher,) = dispatchers_of(module).values()
+    steps = [step for v in dispatcher.variants.all[:1] for step in v.program.call_steps]
+    opaque = [(str(dict(s.attrs)["target"]), s.origin) for s in steps if s.op == "aten"]
+    compiled = sum(g.num_compiled_nodes for g in told.graphs[:1])
+    return {
+        "num_graphs": told.num_graphs,
+        "num_recompiles": told.num_recompiles,
+        "num_kernels": told.num_kernels,
+        "kernel_share": round(compiled / max(compiled + len(opaque), 1), 4),
+        "fallbacks": {_short(why): n for c in told.components for why, n in c.fallbacks.items()},
+        "opaque": dict(Counter(target for target, _ in opaque)),
+        "origins": dict(reversed(opaque)),  # the first place of each
+    }
+
+
+def _parity(given: Mapping[Shape, Inputs], results: Sequence[Any], eager: Sequence[Any],
+            exact: Sequence[Any]) -> str:  # fmt: skip
+    """Empty, or what differs at the first shape where something does."""
+    for shape, *triple in zip(given, results, eager, exact, strict=True):
+        (own, spec), (base, base_spec), (wide, _) = map(pytree.tree_flatten, triple)
+        if spec != base_spec:
+            return f"at {shape}: results are built as {spec}, eager's as {base_spec}"
+        try:
+            for a, b, c in zip(own, base, wide, strict=True):
+                _compare(a, b, c)
+        except AssertionError as error:
+            return f"at {shape}: {_first_line(error)}"
+    return ""
+
+
+def _compare(own: Any, eager: Any, exact: Any) -> None:
+    if not isinstance(eager, Tensor):
+        assert own == eager, f"{own!r}, eager {eager!r}"
+        return
+    assert_as_accurate_as_eager(own, eager, exact.double())
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return _short(f"{type(error).__name__}: {lines[0] if lines else ''}")
+
+
+def _short(text: str, limit: int = 300) -> str:
+    return text if len(text) <= limit else f"{text[:limit]}..."
+
+
+def run(models: Sequence[ZooModel], device: torch.device, options: strop.Options,
+        each: Callable[[Verdict], None] = lambda _: None) -> dict[str, Any]:  # fmt: skip
+    """All verdicts as JSON; ``each`` hears of them as they come."""
+    rows = []
+    for model in models:
+        verdict = judge(model, device, options)
+        rows.append(verdict)
+        each(verdict)
+    return {
+        "kind": "models",
+        "environment": environment.describe(device),
+        "num_models": len(rows),
+        "num_good": sum(v.is_good for v in rows),
+        "missing": _missing(rows),
+        "models": [{**asdict(v), "is_good": v.is_good, "complaint": v.complaint} for v in rows],
+    }
+
+
+def _missing(verdicts: Sequence[Verdict]) -> list[dict[str, Any]]:
+    """Overloads that torch runs: calls over the zoo, models, and one place each."""
+    calls: Counter[str] = Counter()
+    models: dict[str, list[str]] = {}
+    places: dict[str, str] = {}
+    for verdict in verdicts:
+        calls.update(verdict.opaque)
+        for overload in verdict.opaque:
+            models.setdefault(overload, []).append(verdict.name)
+            places.setdefault(overload, f"{verdict.name}: {verdict.origins[overload]}")
+    ranked = sorted(calls, key=lambda o: (-len(models[o]), -calls[o], o))
+    return [{"overload": o, "calls": calls[o], "models": models[o], "place": places[o]}
+            for o in ranked]  # fmt: skip
