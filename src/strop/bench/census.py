@@ -24,6 +24,7 @@ from strop.api import dispatchers_of
 from strop.bench import environment
 from strop.bench.zoo import Inputs, Shape, ZooModel
 from strop.errors import StropError
+from strop.frontend.objects import as_tree
 from strop.testing import assert_as_accurate_as_eager
 
 WANTED_SHARE = 0.95
@@ -79,9 +80,7 @@ class Verdict:
 class InFp64(TorchDispatchMode):
     """fp64 stays fp64 where a model asks for fp32 in the middle, as norms and rotations do."""
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         wide = pytree.tree_map(_widened, (args, kwargs or {}))
         return func(*wide[0], **wide[1])
 
@@ -105,8 +104,8 @@ def judge(model: ZooModel, device: torch.device, options: strop.Options) -> Verd
 def _judged(model: ZooModel, device: torch.device, options: strop.Options) -> dict[str, Any]:
     module = model.made().to(device)
     given = {shape: _on(device, model.given(shape)) for shape in model.shapes}
-    eager = copy.deepcopy(module).to(memory_format=torch.channels_last)
-    wanted = [_eager(eager, inputs) for inputs in given.values()]
+    wanted = [[_eager(eager, inputs) for inputs in given.values()] for eager in (
+        module, copy.deepcopy(module).to(memory_format=torch.channels_last))]  # fmt: skip
     exact = _exact(module, given.values())
     is_strict = True
     try:
@@ -115,8 +114,9 @@ def _judged(model: ZooModel, device: torch.device, options: strop.Options) -> di
         is_strict = False
         strop.restore(module)
         results = _compiled(module, given.values(), replace(options, strict=False))
-    return {"is_strict": is_strict, "parity": _parity(given, results, wanted, exact),
-            **_counts(module)}  # fmt: skip
+    worse = [_parity(given, results, eager, exact) for eager in wanted]
+    # eager rounds differently in another memory order: either is a fair judge
+    return {"is_strict": is_strict, "parity": "" if "" in worse else worse[0], **_counts(module)}
 
 
 def _compiled(module: nn.Module, given: Iterable[Inputs], options: strop.Options) -> list[Any]:
@@ -140,7 +140,8 @@ def _exact(module: nn.Module, given: Iterable[Inputs]) -> list[Any]:
 
 
 def _cloned(value: Any) -> Any:
-    return pytree.tree_map_only(Tensor, torch.clone, value)
+    """Caches come as objects of their class again."""
+    return pytree.tree_map_only(Tensor, torch.clone, as_tree(value))
 
 
 def _cast(inputs: Inputs) -> Inputs:
@@ -176,8 +177,10 @@ def _parity(given: Mapping[Shape, Inputs], results: Sequence[Any], eager: Sequen
             exact: Sequence[Any]) -> str:  # fmt: skip
     """Empty, or what differs at the first shape where something does."""
     for shape, *triple in zip(given, results, eager, exact, strict=True):
-        (own, spec), (base, base_spec), (wide, _) = map(pytree.tree_flatten, triple)
-        if spec != base_spec:
+        (own, spec), (base, base_spec), (wide, _) = (
+            pytree.tree_flatten(as_tree(result)) for result in triple
+        )
+        if spec != base_spec:  # caches are compared by class and attribute names
             return f"at {shape}: results are built as {spec}, eager's as {base_spec}"
         try:
             for a, b, c in zip(own, base, wide, strict=True):
@@ -234,3 +237,44 @@ def _missing(verdicts: Sequence[Verdict]) -> list[dict[str, Any]]:
     ranked = sorted(calls, key=lambda o: (-len(models[o]), -calls[o], o))
     return [{"overload": o, "calls": calls[o], "models": models[o], "place": places[o]}
             for o in ranked]  # fmt: skip
+
+
+def rows_of(result: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    """The table of all models: header, then a row each."""
+    rows = [
+        ("model", "family", "passes", "graphs", "recompiles", "in kernels", "strict", "why not")
+    ]
+    for m in result["models"]:
+        rows.append((
+            m["name"], m["family"], "yes" if m["is_good"] else "no", str(m["num_graphs"]),
+            str(m["num_recompiles"]), f"{m['kernel_share']:.0%}" if m["num_graphs"] else "",
+            "yes" if m["is_strict"] else "no", m["complaint"],
+        ))  # fmt: skip
+    return rows
+
+
+def markdown(result: Mapping[str, Any]) -> str:
+    """The page ``docs/models.md``."""
+    found = result["environment"]
+    head = [
+        "# Models", "",
+        "Written by `strop bench models --page docs/models.md`. Architectures at tiny widths with",
+        "random weights; every model runs at several shapes and batches. A model passes when one",
+        f"graph serves them all under `strict=True`, at least {WANTED_SHARE:.0%} of its nodes"
+        " other than",
+        "library anchors are in generated kernels, and its results are as accurate as eager's,",
+        "judged by fp64 ([numerics.md](numerics.md)).", "",
+        f"{result['num_good']} of {result['num_models']} pass: {found['date'][:10]}, torch"
+        f" {found['torch']}, transformers {found['transformers']}, diffusers"
+        f" {found['diffusers']}, {found.get('gpu', 'CPU')}.", "",
+    ]  # fmt: skip
+    missing = [("overload", "models", "calls", "for example")]
+    missing += [(m["overload"], str(len(m["models"])), str(m["calls"]), m["place"])
+                for m in result["missing"]]  # fmt: skip
+    return "\n".join([*head, *_pipes(rows_of(result)), "", "## What torch runs", "",
+                      *_pipes(missing), ""])  # fmt: skip
+
+
+def _pipes(rows: Sequence[Sequence[str]]) -> list[str]:
+    lines = ["| " + " | ".join(c.replace("|", "/") for c in row) + " |" for row in rows]
+    return [lines[0], "|" + " --- |" * len(rows[0]), *lines[1:]]

@@ -387,4 +387,3 @@ OTHERS: tuple[ZooModel, ...] = (
 )  # fmt: skip
 
 ZOO: tuple[ZooModel, ...] = DIFFUSION + VISION + TEXTS + OTHERS
-

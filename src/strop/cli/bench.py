@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,6 +17,7 @@ from strop.cli.mistakes import CommandError, reported, require_diffusion
 
 if TYPE_CHECKING:
     from strop.bench.cases import BenchCase
+    from strop.bench.zoo import ZooModel
 
 INFER_EXAMPLES = (
     "[bold]Examples[/]\n\n"
@@ -25,6 +28,12 @@ COMPILE_EXAMPLES = (
     "[bold]Examples[/]\n\n"
     "strop bench compile tiny-unet --device cpu\n\n"
     "strop bench compile sd15-pipe --shapes 3 -o benchmarks/results"
+)
+
+MODELS_EXAMPLES = (
+    "[bold]Examples[/]\n\n"
+    "strop bench models --only bert,gpt2-decode --device cpu\n\n"
+    "strop bench models -o zoo.json --page zoo.md"
 )
 
 app = typer.Typer(
@@ -142,3 +151,67 @@ def _show(header: tuple[str, ...], rows: list[tuple[str, ...]], result: dict[str
     screen.print(table)
     if "file" in result:
         screen.print(f"written: {result['file']}", markup=False)
+
+
+@app.command("models", epilog=MODELS_EXAMPLES)
+@reported
+def models(
+    only: Annotated[
+        str, typer.Option(help="Names of models with commas between.", show_default="all")
+    ] = "",
+    device: DeviceOption = Device.auto,
+    out: Annotated[
+        Path | None, typer.Option("-o", "--out", help="File for the JSON.", show_default=False)
+    ] = None,
+    page: Annotated[
+        Path | None, typer.Option(help="File for a Markdown table.", show_default=False)
+    ] = None,
+) -> None:
+    """Compile each architecture of the zoo at tiny widths and judge what became of it."""
+    require_diffusion()
+    for file in (out, page):
+        if file is not None and not file.parent.is_dir():
+            raise CommandError(f"there is no folder {file.parent}; create it: mkdir -p")
+    from strop.bench.zoo import ZOO
+
+    wanted = [name for name in only.split(",") if name]
+    unknown = sorted(set(wanted) - {m.name for m in ZOO})
+    if unknown:
+        raise typer.BadParameter(f"no model {', '.join(unknown)}; there are "
+                                 f"{', '.join(m.name for m in ZOO)}", param_hint="'--only'"
+                                 )  # fmt: skip
+    chosen = [m for m in ZOO if not wanted or m.name in wanted]
+    result = _census(chosen, arguments.chosen_device(device))
+    _write_census(result, out, page)
+
+
+def _census(chosen: Sequence[ZooModel], device: str) -> dict[str, Any]:
+    """Under a progress bar, which also keeps the compiler's warnings off the table."""
+    import torch
+
+    from strop.bench import census
+    from strop.cli.models import quieten
+    from strop.cli.stages import progress_bar
+    from strop.options import Options
+
+    quieten()
+    logging.getLogger("strop").setLevel(logging.ERROR)
+    with progress_bar() as bar:
+        task = bar.add_task("models", total=len(chosen), note="")
+
+        def step(verdict: census.Verdict) -> None:
+            bar.update(task, advance=1, note=verdict.name)
+
+        return census.run(chosen, torch.device(device), Options.from_environment(), step)
+
+
+def _write_census(result: dict[str, Any], out: Path | None, page: Path | None) -> None:
+    from strop.bench import census, report
+
+    if out is not None:
+        result["file"] = str(report.write_json(result, out))
+    if page is not None:
+        page.write_text(census.markdown(result), encoding="utf-8")
+    header, *rows = census.rows_of(result)
+    _show(header, rows, result)
+    print(f"{result['num_good']} of {result['num_models']} models pass")

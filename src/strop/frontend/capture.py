@@ -19,6 +19,7 @@ import torch
 import torch.fx.experimental._config as fx_config
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
+from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses import FakeTensorMode
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
@@ -30,8 +31,9 @@ from torch.fx.experimental.symbolic_shapes import (
 
 from strop.errors import CaptureError
 from strop.frontend.functional import make_functional
+from strop.frontend.objects import as_tree
 from strop.frontend.operators import Retarget
-from strop.frontend.symbols import Symbols
+from strop.frontend.symbols import OutsideLanguage, Symbols
 from strop.ir.dims import Expr, parse, symbol
 from strop.ir.program import Guard
 
@@ -125,16 +127,46 @@ def capture(
             fakes = [_fake_input(spec, roots) for spec in specs]
         gm, out_spec, origins = _trace(module, call, fake_state, fakes, mode)
         make_functional(gm)
+    symbols, guards = _settled(shape_env, gm, roots, hints)
     # node.expr would give what a root was specialised to
+    sizes = {n: symbols.names[str(root.node._expr)] for n, root in roots.items()}
+    own_specs = [TensorSpec(tuple(str(e.substitute(sizes)) for e in s.sizes), s.dtype, s.device)
+                 for s in specs]  # fmt: skip
+    own_hints = symbols.root_values(symbols.hints)
+    unseen = own_hints.keys() - set().union(*(e.roots for s in own_specs for e in s.sizes))
+    kept = {n: v for n, v in own_hints.items() if n not in unseen}
+    return Captured(gm, tuple(state), tuple(own_specs), symbols, guards, kept, out_spec, origins)
+
+
+def _settled(shape_env: ShapeEnv, gm: GraphModule, roots: Mapping[str, torch.SymInt],
+             hints: Mapping[str, int]) -> tuple[Symbols, tuple[Guard, ...]]:  # fmt: skip
+    """The names of all sizes, and what must hold of them."""
     names = {str(root.node._expr): symbol(name) for name, root in roots.items()}
-    symbols = Symbols(dict(names))
+    traced = {str(root.node._expr): hints[name] for name, root in roots.items()}
+    symbols = Symbols(names, traced)
     symbols.replace(shape_env.replacements)
-    fixed = [Guard(root, "==", symbols.names[name]) for name, root in names.items()
-             if symbols.names[name] != root]  # fmt: skip
     expressions = [guard.expr for guard in shape_env.guards]
-    guards = (*symbols.guards(expressions), *fixed)
-    return Captured(gm, tuple(state), tuple(specs), symbols, guards,
-                    dict(hints), out_spec, origins)  # fmt: skip
+    symbols.settle(_sizes(gm), expressions)
+    while True:
+        try:
+            checks = symbols.guards(expressions)
+            return symbols, tuple(dict.fromkeys((*checks, *symbols.assumed.values())))
+        except OutsideLanguage as error:
+            symbols.pin(error)
+            symbols.settle(_sizes(gm), expressions)
+
+
+def _sizes(gm: GraphModule) -> Iterator[Any]:
+    """Every size in the graph, and the numbers that are computed from sizes for a tensor."""
+    for node in gm.graph.nodes:
+        if isinstance(node.meta.get("val"), Tensor):
+            given = (source.meta.get("val") for source in node.all_input_nodes)
+            yield from (value for value in given if isinstance(value, torch.SymFloat))
+        for value in pytree.tree_leaves(node.meta.get("val")):
+            if isinstance(value, Tensor):
+                yield from value.shape
+            elif isinstance(value, torch.SymInt):
+                yield value
 
 
 @contextmanager
@@ -179,13 +211,13 @@ def _trace(
     def flat(state: dict[str, Tensor], *inputs: Tensor) -> list[Any]:
         swapped = torch.nn.utils.stateless._reparametrize_module(module, state, tie_weights=True)
         with swapped:
-            leaves, spec = pytree.tree_flatten(call(*inputs))
+            leaves, spec = pytree.tree_flatten(as_tree(call(*inputs)))
         specs.append(spec)
         return leaves
 
     origins: dict[str, str] = {}
     try:
-        with mode, Retarget(), _record_origins(module, origins):
+        with mode, enable_python_dispatcher(), Retarget(), _record_origins(module, origins):
             gm = make_fx(flat, tracing_mode="real")(state, *fakes)
     except _MODULE_ERRORS as error:
         where = origins.get("<current>", "") or type(module).__name__

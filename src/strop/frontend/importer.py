@@ -17,10 +17,12 @@ from strop.frontend.decompositions import DECOMPOSITIONS
 from strop.frontend.functional import storage_of
 from strop.frontend.symbols import Symbols
 from strop.frontend.views import VIEWS
-from strop.ir.affine import base_of
+from strop.ir.affine import base_of, strided
 from strop.ir.dims import Expr, const
 from strop.ir.graph import Builder, Graph, Node, Ref, finish
 from strop.ir.ops import Kind, Op, Operands, compute_dtype, rows_for
+
+_MOST_LITERALS = 16  # a longer tensor made from Python data is an input of the graph
 
 Value = Any  # Node, a tuple of Nodes, or a literal that is not a tensor
 
@@ -49,8 +51,10 @@ class Importer:
             value = value.meta["val"]
         if isinstance(value, torch.SymInt):
             return self.symbols.size(value)
-        if isinstance(value, torch.SymFloat | torch.SymBool):
-            raise UnsupportedError("a number that is read from a tensor or computed from a size")
+        if isinstance(value, torch.SymFloat):
+            return self.symbols.number(value)
+        if isinstance(value, torch.SymBool):
+            raise UnsupportedError("a condition that is read from a tensor")
         if isinstance(value, list | tuple):
             return tuple(self.literal(v) for v in value)
         return value
@@ -102,6 +106,9 @@ def import_graph(
         elif fx.op == "get_attr":
             value = getattr(gm, fx.target).detach()
             fx.meta["val"] = value
+            if value.numel() <= _MOST_LITERALS:
+                importer.values[fx] = _literals(importer, value)
+                continue
             inputs.append(_input(importer, fx, num_placeholders + len(importer.constants), True))
             importer.constants.append(value)
         elif fx.op == "call_function":
@@ -112,6 +119,19 @@ def import_graph(
     result = [_returned(importer, item, outputs) for item in returned]
     graph = finish(importer.builder, inputs, outputs, hints)
     return Imported(graph, result, importer.constants)
+
+
+def _literals(importer: Importer, value: torch.Tensor) -> Node:
+    """A few numbers that Python code made into a tensor, as constants of the graph."""
+    b = importer.builder
+    numbers = [b.constant(v, value.dtype) for v in value.flatten().tolist()]
+    if not numbers:
+        empty = b.view_as_rank(b.constant(0, value.dtype), value.dim())
+        return b.expand(empty, value.shape)
+    if len(numbers) == 1:
+        return b.reshape(numbers[0], value.shape)
+    flat = b.make("cat", [b.reshape(n, (1,)) for n in numbers], (len(numbers),), value.dtype, dim=0)
+    return b.reshape(flat, value.shape)
 
 
 def _returned(importer: Importer, item: Any, outputs: list[Node]) -> Any:
@@ -261,7 +281,7 @@ def opaque_call(importer: Importer, fx: FxNode) -> Value:
 
     def template(arg: Any) -> Any:
         if isinstance(arg, FxNode) and isinstance(importer.values.get(arg), Node):
-            inputs.append(importer.values[arg])
+            inputs.append(_dense_as_traced(importer, arg))
             return Ref(len(inputs) - 1)
         if isinstance(arg, list | tuple):
             return tuple(template(a) for a in arg)
@@ -287,6 +307,18 @@ def opaque_call(importer: Importer, fx: FxNode) -> Value:
         importer.builder.make("item", (call,), out[0], out[1], index=i) if out else None
         for i, out in enumerate(outputs)
     )
+
+
+def _dense_as_traced(importer: Importer, fx: FxNode) -> Node:
+    """An operand of an opaque call. Some of torch's kernels take contiguous operands only, and
+    the copy that made one was dropped at import as the value itself."""
+    value, traced = importer.values[fx], fx.meta["val"]
+    view = strided(value)
+    if value.kind is not Kind.VIEW or view is None or view.strides == value.strides:
+        return value
+    if importer.symbols.shape(traced.stride()) != value.strides:
+        return value
+    return importer.builder.make("copy", (value,), value.shape, value.dtype)
 
 
 def _is_random(target: Callable[..., Any] | str) -> bool:

@@ -48,6 +48,7 @@ _library.impl("attention", _attention, "CompositeExplicitAutograd")
 
 
 def _linear_shape(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    torch._check(x.shape[-1] == weight.shape[-1])
     return x.new_empty((*x.shape[:-1], weight.shape[0]))
 
 
@@ -89,67 +90,67 @@ def _pair(value: int | Sequence[int]) -> list[int]:
     return [value, value] if isinstance(value, int) else list(value)
 
 
-def _call_conv2d(x: Tensor, weight: Tensor, bias: Tensor | None = None, stride: Any = 1,
+def _call_conv2d(input: Tensor, weight: Tensor, bias: Tensor | None = None, stride: Any = 1,
                  padding: Any = 0, dilation: Any = 1, groups: int = 1) -> Tensor:  # fmt: skip
-    if isinstance(padding, str) or x.dim() != 4:
-        return torch.conv2d(x, weight, bias, stride, padding, dilation, groups)
+    if isinstance(padding, str) or input.dim() != 4:
+        return torch.conv2d(input, weight, bias, stride, padding, dilation, groups)
     result: Tensor = torch.ops.strop.conv2d(
-        x, weight, bias, _pair(stride), _pair(padding), _pair(dilation), groups
+        input, weight, bias, _pair(stride), _pair(padding), _pair(dilation), groups
     )
     return result
 
 
-def _call_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    result: Tensor = torch.ops.strop.linear(x, weight, bias)
+def _call_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    result: Tensor = torch.ops.strop.linear(input, weight, bias)
     return result
 
 
-def _call_attention(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None,
+def _call_attention(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None,
                     dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None,
                     enable_gqa: bool = False) -> Tensor:  # fmt: skip
-    if dropout_p or enable_gqa or q.dim() != 4:
+    if dropout_p or enable_gqa or query.dim() != 4:
         return F.scaled_dot_product_attention(
-            q, k, v, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
-    result: Tensor = torch.ops.strop.attention(q, k, v, attn_mask, is_causal, scale)
+    result: Tensor = torch.ops.strop.attention(query, key, value, attn_mask, is_causal, scale)
     return result
 
 
-def _call_group_norm(x: Tensor, num_groups: int, weight: Tensor | None = None,
+def _call_group_norm(input: Tensor, num_groups: int, weight: Tensor | None = None,
                      bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:  # fmt: skip
-    result: Tensor = torch.ops.strop.group_norm(x, num_groups, weight, bias, eps)
+    result: Tensor = torch.ops.strop.group_norm(input, num_groups, weight, bias, eps)
     return result
 
 
-def _call_interpolate(x: Tensor, size: Any = None, scale_factor: Any = None,
+def _call_interpolate(input: Tensor, size: Any = None, scale_factor: Any = None,
                       mode: str = "nearest", *args: Any, **kwargs: Any) -> Tensor:  # fmt: skip
     """Nearest by a whole factor is a broadcast: each pixel is read several times, none computed."""
     factors = {float(f) for f in scale_factor} if isinstance(scale_factor, tuple | list) else (
         {float(scale_factor)} if scale_factor is not None else set())  # fmt: skip
-    if mode != "nearest" or x.dim() != 4 or len(factors) != 1 or not min(factors).is_integer():
-        if mode == "nearest" and x.dim() == 4 and size is not None:
-            resized: Tensor = torch.ops.strop.nearest(x, _pair(size))
+    if mode != "nearest" or input.dim() != 4 or len(factors) != 1 or not min(factors).is_integer():
+        if mode == "nearest" and input.dim() == 4 and size is not None:
+            resized: Tensor = torch.ops.strop.nearest(input, _pair(size))
             return resized
-        return F.interpolate(x, size, scale_factor, mode, *args, **kwargs)
+        return F.interpolate(input, size, scale_factor, mode, *args, **kwargs)
     factor = int(factors.pop())
-    n, c, h, w = x.shape
-    tall = x.unsqueeze(3).unsqueeze(5).expand(n, c, h, factor, w, factor)
+    n, c, h, w = input.shape
+    tall = input.unsqueeze(3).unsqueeze(5).expand(n, c, h, factor, w, factor)
     return tall.reshape(n, c, h * factor, w * factor)
 
 
-def _call_pad(x: Tensor, pad: Sequence[int], mode: str = "constant", value: float | None = None
+def _call_pad(input: Tensor, pad: Sequence[int], mode: str = "constant", value: float | None = None
               ) -> Tensor:  # fmt: skip
     """Constant padding as a cat of constants: torch's own kernel fixes every size."""
     if mode != "constant" or any(p < 0 for p in pad):
-        return F.pad(x, pad, mode, value)
+        return F.pad(input, pad, mode, value)
     for dim, (before, after) in enumerate(zip(pad[::2], pad[1::2], strict=True), 1):
-        shape = list(x.shape)
+        shape = list(input.shape)
         sides = [torch.full([*shape[:-dim], width, *shape[len(shape) - dim + 1 :]], value or 0,
-                            dtype=x.dtype, device=x.device)
+                            dtype=input.dtype, device=input.device)
                  if width else None for width in (before, after)]  # fmt: skip
-        blocks = [block for block in (sides[0], x, sides[1]) if block is not None]
-        x = torch.cat(blocks, -dim) if len(blocks) > 1 else x
-    return x
+        blocks = [block for block in (sides[0], input, sides[1]) if block is not None]
+        input = torch.cat(blocks, -dim) if len(blocks) > 1 else input
+    return input
 
 
 RETARGET: dict[Callable[..., Any], Callable[..., Tensor]] = {

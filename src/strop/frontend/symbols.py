@@ -2,12 +2,14 @@
 
 Torch keeps facts such as ``s0 % 8 == 0`` as guards and goes on printing sizes as
 ``8*((s0 - 1)//8) + 8``. Here such guards are *solved*: s0 becomes ``8*t0``, after which every
-size is a plain polynomial again.
+size is a plain polynomial again. What no polynomial can say is assumed: of ``Min(64, s0)`` the side
+that the traced sizes choose, of a square root the very sizes that were traced. Every assumption
+is a guard, so a program never runs where it does not hold.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
@@ -20,6 +22,7 @@ from torch.utils._sympy.functions import (
     FloorDiv,
     IntTrueDiv,
     Max,
+    Min,
     Mod,
     PythonMod,
     ToFloat,
@@ -27,20 +30,34 @@ from torch.utils._sympy.functions import (
 from torch.utils._sympy.symbol import SymT, symbol_is_type
 
 from strop.errors import UnsupportedError
-from strop.ir.dims import Expr, const, symbol, to_expr
+from strop.ir.dims import Expr, Floor, const, symbol, to_expr
 from strop.ir.program import Guard
 
 SYMPY_MAX = (sympy.Max, Max)
+SYMPY_MIN = (sympy.Min, Min)
 _RELATIONS = {
     sympy.Eq: "==", sympy.Ne: "!=", sympy.Lt: "<", sympy.Le: "<=", sympy.Gt: ">", sympy.Ge: ">=",
 }  # fmt: skip
 
 
+class OutsideLanguage(UnsupportedError):
+    """``expression`` is no polynomial in sizes."""
+
+    def __init__(self, expression: Any) -> None:
+        super().__init__(
+            f"size {expression} ({type(expression).__name__}) is outside the size language"
+        )
+        self.expression = expression
+
+
 @dataclass
 class Symbols:
-    """Converts sympy sizes. ``names`` maps torch's symbol names to root names of our own."""
+    """Converts sympy sizes. ``names`` maps torch's symbol names to root names of our own,
+    ``hints`` to the traced sizes; without hints nothing is assumed."""
 
     names: dict[str, Expr] = field(default_factory=dict)
+    hints: Mapping[str, int] = field(default_factory=dict)
+    assumed: dict[str, Guard] = field(default_factory=dict)
     _memo: dict[Any, Expr] = field(default_factory=dict)
 
     def size(self, value: int | torch.SymInt | Any) -> Expr:
@@ -71,9 +88,42 @@ class Symbols:
             return self._floor_div(*e.args)
         if isinstance(e, SYMPY_MAX) and sympy.S.One in e.args and len(e.args) == 2:
             return self.size(next(a for a in e.args if a != 1))  # sizes are positive
+        if isinstance(e, SYMPY_MAX + SYMPY_MIN) and self.hints:
+            return self._chosen(e)
         if isinstance(e, Mod | PythonMod):
             return self.size(e.args[0]) - self._floor_div(*e.args) * self.size(e.args[1])
-        raise UnsupportedError(f"size {e} ({type(e).__name__}) is outside the size language")
+        if not e.is_Relational and self._is_fixed(e):
+            return const(int(self._value(e)))
+        raise OutsideLanguage(e)
+
+    def number(self, value: torch.SymFloat) -> float:
+        """A number computed from sizes, which have to be fixed."""
+        expression = value.node.expr
+        if not self._is_fixed(expression):
+            raise OutsideLanguage(expression)
+        return float(self._value(expression))
+
+    def _is_fixed(self, e: Any) -> bool:
+        return all(self.size_of(s.name).is_const for s in e.free_symbols)
+
+    def _value(self, e: Any) -> Any:
+        """What a foreign expression comes to at fixed sizes."""
+        fixed = {s: sympy.Integer(self.size_of(s.name).value) for s in e.free_symbols}
+        return e.xreplace(fixed)
+
+    def _chosen(self, e: Any) -> Expr:
+        """The side of a minimum or maximum that the traced sizes take."""
+        sides = [self.size(a) for a in e.args]
+        env = self.root_values(self.hints)
+        is_min = isinstance(e, SYMPY_MIN)
+        best = (min if is_min else max)(sides, key=lambda side: side.eval(env))
+        for side in sides:
+            self._assume(Guard(best, "<=" if is_min else ">=", side))
+        return best
+
+    def _assume(self, guard: Guard) -> None:
+        if not _always_holds(guard):
+            self.assumed[str(guard)] = guard
 
     def _multiplied(self, factors: Iterable[Any]) -> Expr:
         total = const(1)
@@ -87,27 +137,98 @@ class Symbols:
         if exact is not None:
             return exact
         if not bottom.is_const:
-            raise UnsupportedError(f"({top})//({bottom}): division of sizes by a symbolic size")
+            raise OutsideLanguage(numerator // divisor)
         return top // bottom.value
 
-    def solve(self, guards: Iterable[Any], hints: Mapping[str, int]) -> None:
-        """Rewrite roots that a guard shows to be multiples: s becomes k*t."""
-        for guard in guards:
-            if isinstance(guard, sympy.Eq):
-                self._solve_equation(guard, hints)
+    def settle(self, sizes: Iterable[Any], guards: Iterable[Any]) -> None:
+        """Names in which every size and every equation of ``guards`` is inside the language."""
+        sizes, guards = list(sizes), list(guards)
+        while True:
+            self._memo.clear()
+            self.assumed.clear()
+            self.solve(guards, self.hints)
+            try:
+                for size in sizes:
+                    if isinstance(size, torch.SymFloat):
+                        self.number(size)
+                    else:
+                        self.size(size)
+                for guard in _parts(guards):
+                    self._require(guard)
+                return
+            except OutsideLanguage as error:
+                self.pin(error)
 
-    def _solve_equation(self, guard: Any, hints: Mapping[str, int]) -> None:
+    def _require(self, guard: Any) -> None:
+        """An equation that the names do not show to hold fixes its sizes; others are checked."""
+        if isinstance(guard, sympy.Eq) and not guard.has(Mod, PythonMod):
+            (a, b), (c, d) = self._fraction(guard.lhs), self._fraction(guard.rhs)
+            if a * d != c * b:
+                raise OutsideLanguage(guard)
+
+    def pin(self, error: OutsideLanguage) -> None:
+        """Give the sizes in a foreign expression the values that were traced."""
+        env = self.root_values(self.hints)
+        free = [s.name for s in error.expression.free_symbols if s.name in self.hints]
+        fixed = {n: const(self.size_of(n).eval(env)) for n in free}
+        if all(self.size_of(n) == value for n, value in fixed.items()):
+            raise error
+        self.names.update(fixed)
+
+    def size_of(self, name: str) -> Expr:
+        return self.names.get(name, symbol(name))
+
+    def solve(self, guards: Iterable[Any], hints: Mapping[str, int]) -> None:
+        """Rewrite roots that a guard shows to be multiples (s becomes k*t) or other sizes."""
+        for guard in _parts(guards):
+            if isinstance(guard, sympy.Eq):
+                self._solve_multiple(guard, hints)
+                if self.hints:
+                    self._solve_root(guard)
+
+    def _solve_multiple(self, guard: Any, hints: Mapping[str, int]) -> None:
         divisors = {int(d.args[1]) for d in guard.atoms(FloorDiv, Mod, PythonMod)
                     if isinstance(d.args[1], sympy.Integer)}  # fmt: skip
+        divisors |= {a * b for a in divisors for b in divisors}  # a patch of a patch
         roots = sorted(s.name for s in guard.free_symbols)
-        if len(roots) != 1 or roots[0] in self.names:
+        if len(roots) != 1 or not self._is_free(roots[0]):
             return
+        name = self.size_of(roots[0])
         for k in sorted(divisors):
-            trial = Symbols({**self.names, roots[0]: k * symbol(f"{roots[0]}_{k}")})
-            if hints.get(roots[0], 0) % k == 0 and trial.size(guard.lhs) == trial.size(guard.rhs):
+            trial = Symbols({**self.names, roots[0]: k * symbol(f"{name}_{k}")})
+            try:
+                sides = trial.size(guard.lhs), trial.size(guard.rhs)
+            except UnsupportedError:
+                continue
+            if hints.get(roots[0], 0) % k == 0 and sides[0] == sides[1]:
                 self.names.update(trial.names)
                 self._memo.clear()
                 return
+
+    def _solve_root(self, guard: Any) -> None:
+        """``s0 == (s1 - 1)//8 + 1``: the symbol that stands alone is the other side."""
+        for alone, other in ((guard.lhs, guard.rhs), (guard.rhs, guard.lhs)):
+            if not isinstance(alone, sympy.Symbol) or not self._is_free(alone.name):
+                continue
+            try:
+                value = self.size(other)
+            except UnsupportedError:
+                continue
+            if not self.size_of(alone.name).roots & value.roots:
+                self._substitute(alone.name, value)
+                return
+
+    def _substitute(self, name: str, value: Expr) -> None:
+        (root,) = self.size_of(name).roots
+        self.names = {n: e.substitute({root: value}) for n, e in self.names.items()}
+        self.names[name] = value
+        self._memo.clear()
+
+    def _is_free(self, name: str) -> bool:
+        """Whether nothing is known of a symbol yet."""
+        size = self.size_of(name)
+        return len(size.roots) == 1 and size == symbol(next(iter(size.roots))) and (
+            bool(self.hints) or name not in self.names)  # fmt: skip
 
     def replace(self, replacements: Mapping[Any, Any]) -> None:
         """Sizes that torch found to be equal: ``s5`` is ``s0``, or a constant."""
@@ -147,17 +268,47 @@ class Symbols:
     def guards(self, expressions: Iterable[Any]) -> tuple[Guard, ...]:
         """Run-time checks for torch's guards; those that are now identities drop out."""
         kept: dict[str, Guard] = {}
-        for e in expressions:
-            relation = _RELATIONS.get(type(e))
-            if relation is None:
-                raise UnsupportedError(f"guard {e} is outside the size language")
-            (a, b), (c, d) = self._fraction(e.lhs), self._fraction(e.rhs)
-            guard = Guard(a * d, relation, c * b)
-            if not _always_holds(guard):
-                kept[str(guard)] = guard
+        for e in _parts(expressions):
+            for guard in self._checks(e):
+                if not _always_holds(guard):
+                    kept[str(guard)] = guard
         return tuple(kept[text] for text in sorted(kept))
+
+    def _checks(self, e: Any) -> list[Guard]:
+        """``e`` as relations that must all hold. Of alternatives, the one that was traced."""
+        if e in (sympy.true, True):
+            return []
+        if isinstance(e, sympy.And):
+            return [guard for part in e.args for guard in self._checks(part)]
+        if isinstance(e, sympy.Not):
+            return self._checks(e.args[0].negated)
+        if isinstance(e, sympy.Or) and self.hints:
+            env = self.root_values(self.hints)
+            ways = [self._checks(part) for part in e.args]
+            return next(way for way in ways if all(guard.holds(env) for guard in way))
+        relation = _RELATIONS.get(type(e))
+        if self._is_fixed(e):
+            return []  # of sizes that the arguments' specs fix
+        if relation is None:
+            raise OutsideLanguage(e)
+        (a, b), (c, d) = self._fraction(e.lhs), self._fraction(e.rhs)
+        return [Guard(a * d, relation, c * b)]
+
+
+def _parts(guards: Iterable[Any]) -> Iterator[Any]:
+    """The terms of conjunctions."""
+    for guard in guards:
+        if isinstance(guard, sympy.And):
+            yield from _parts(guard.args)
+        else:
+            yield guard
 
 
 def _always_holds(guard: Guard) -> bool:
     difference = guard.left - guard.right
-    return difference.is_const and Guard(difference, guard.relation, to_expr(0)).holds({})
+    if difference.is_const:
+        return Guard(difference, guard.relation, to_expr(0)).holds({})
+    # sizes are positive
+    coefficients = [c for _, c in difference.terms]
+    return guard.relation in (">", ">=", "!=") and all(c > 0 for c in coefficients) and not any(
+        isinstance(atom, Floor) for monomial, _ in difference.terms for atom in monomial)  # fmt: skip

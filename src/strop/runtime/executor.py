@@ -186,7 +186,8 @@ class Bound:
         is_whole = shape == self._shapes[number] and not offset
         fixed = self._slots[number]
         if fixed is not None:
-            if is_whole and self.program.buffers[number].kind == "input":
+            if (is_whole and strides == self._strides[number]
+                    and self.program.buffers[number].kind == "input"):  # fmt: skip
                 view = fixed  # a weight may lie in memory in another order than it was traced
             else:
                 view = fixed.as_strided(shape, strides, fixed.storage_offset() + offset)
