@@ -105,7 +105,7 @@ def _judged(model: ZooModel, device: torch.device, options: strop.Options) -> di
     module = model.made().to(device)
     given = {shape: _on(device, model.given(shape)) for shape in model.shapes}
     wanted = [[_eager(eager, inputs) for inputs in given.values()] for eager in (
-        module, copy.deepcopy(module).to(memory_format=torch.channels_last))]  # fmt: skip
+        module, _channels_last(module))]  # fmt: skip
     exact = _exact(module, given.values())
     is_strict = True
     try:
@@ -128,12 +128,18 @@ def _eager(module: nn.Module, inputs: Inputs) -> Any:
     return _cloned(module(**copy.deepcopy(inputs)))
 
 
+def _channels_last(module: nn.Module) -> nn.Module:
+    copied: nn.Module = copy.deepcopy(module)
+    copied.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    return copied
+
+
 def _exact(module: nn.Module, given: Iterable[Inputs]) -> list[Any]:
     wide = copy.deepcopy(module).double()
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
-        with InFp64():
+        with InFp64():  # type: ignore[no-untyped-call]
             return [_cloned(wide(**_cast(inputs))) for inputs in given]
     finally:
         torch.set_default_dtype(before)
@@ -241,7 +247,7 @@ def _missing(verdicts: Sequence[Verdict]) -> list[dict[str, Any]]:
 
 def rows_of(result: Mapping[str, Any]) -> list[tuple[str, ...]]:
     """The table of all models: header, then a row each."""
-    rows = [
+    rows: list[tuple[str, ...]] = [
         ("model", "family", "passes", "graphs", "recompiles", "in kernels", "strict", "why not")
     ]
     for m in result["models"]:

@@ -19,6 +19,7 @@ from strop.bench import zoo_modules as own
 
 Shape = tuple[int, ...]
 Inputs = dict[str, Any]
+Config = Mapping[str, Any]
 VOCABULARY = 99
 
 
@@ -202,35 +203,92 @@ def _diffusers(kind: str, method: str = "forward", **config: Any) -> Callable[[]
 
 # tiny widths in the words of each config class
 
-_SIZES: Mapping[str, Any] = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
-_BERT = {**_SIZES, "vocab_size": VOCABULARY, "intermediate_size": 64,
-         "max_position_embeddings": 64}  # fmt: skip
-_LLAMA = {**_BERT, "num_key_value_heads": 2, "pad_token_id": 0, "bos_token_id": 1,
-          "eos_token_id": 2}  # fmt: skip
-_VIT = {**_SIZES, "intermediate_size": 64, "image_size": 32, "patch_size": 8}
-_SWIN = {"image_size": 64, "patch_size": 4, "embed_dim": 16, "depths": (2, 2), "num_heads": (2, 4),
-         "window_size": 4}  # fmt: skip
-_BART = {"vocab_size": VOCABULARY, "d_model": 32, "encoder_layers": 2, "decoder_layers": 2,
-         "encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 64,
-         "decoder_ffn_dim": 64, "max_position_embeddings": 64, "pad_token_id": 1,
-         "decoder_start_token_id": 2}  # fmt: skip
-_T5 = {"vocab_size": VOCABULARY, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2,
-       "num_heads": 4, "decoder_start_token_id": 0}  # fmt: skip
-_GPT2 = {"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64,
-         "bos_token_id": 1, "eos_token_id": 2}  # fmt: skip
-_WAVES = {**_SIZES, "vocab_size": VOCABULARY, "intermediate_size": 64, "conv_dim": (16, 16, 16),
-          "conv_stride": (5, 2, 2), "conv_kernel": (10, 3, 3), "num_conv_pos_embeddings": 16,
-          "num_conv_pos_embedding_groups": 2}  # fmt: skip
-_UNET = {"block_out_channels": (32, 64), "layers_per_block": 1, "norm_num_groups": 8,
-         "sample_size": 8}  # fmt: skip
-_CROSS = {**_UNET, "cross_attention_dim": 32, "attention_head_dim": 4,
-          "down_block_types": ("CrossAttnDownBlock2D", "DownBlock2D")}  # fmt: skip
-_CONTROL = {k: v for k, v in _CROSS.items() if k != "sample_size"}
-_CROSS_UP = {"up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D")}
-_VAE = {"block_out_channels": (16, 32), "down_block_types": ("DownEncoderBlock2D",) * 2,
-        "up_block_types": ("UpDecoderBlock2D",) * 2, "norm_num_groups": 8,
-        "latent_channels": 4}  # fmt: skip
-_RESNET = {"embedding_size": 16, "hidden_sizes": (16, 32, 32, 64)}
+_SIZES: Config = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+_BERT: Config = {
+    **_SIZES,
+    "vocab_size": VOCABULARY,
+    "intermediate_size": 64,
+    "max_position_embeddings": 64,
+}
+_LLAMA: Config = {
+    **_BERT,
+    "num_key_value_heads": 2,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_VIT: Config = {**_SIZES, "intermediate_size": 64, "image_size": 32, "patch_size": 8}
+_SWIN: Config = {
+    "image_size": 64,
+    "patch_size": 4,
+    "embed_dim": 16,
+    "depths": (2, 2),
+    "num_heads": (2, 4),
+    "window_size": 4,
+}
+_BART: Config = {
+    "vocab_size": VOCABULARY,
+    "d_model": 32,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 64,
+    "decoder_ffn_dim": 64,
+    "max_position_embeddings": 64,
+    "pad_token_id": 1,
+    "decoder_start_token_id": 2,
+}
+_T5: Config = {
+    "vocab_size": VOCABULARY,
+    "d_model": 32,
+    "d_kv": 8,
+    "d_ff": 64,
+    "num_layers": 2,
+    "num_heads": 4,
+    "decoder_start_token_id": 0,
+}
+_GPT2: Config = {
+    "vocab_size": VOCABULARY,
+    "n_embd": 32,
+    "n_layer": 2,
+    "n_head": 4,
+    "n_positions": 64,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_WAVES: Config = {
+    **_SIZES,
+    "vocab_size": VOCABULARY,
+    "intermediate_size": 64,
+    "conv_dim": (16, 16, 16),
+    "conv_stride": (5, 2, 2),
+    "conv_kernel": (10, 3, 3),
+    "num_conv_pos_embeddings": 16,
+    "num_conv_pos_embedding_groups": 2,
+}
+_UNET: Config = {
+    "block_out_channels": (32, 64),
+    "layers_per_block": 1,
+    "norm_num_groups": 8,
+    "sample_size": 8,
+}
+_CROSS: Config = {
+    **_UNET,
+    "cross_attention_dim": 32,
+    "attention_head_dim": 4,
+    "down_block_types": ("CrossAttnDownBlock2D", "DownBlock2D"),
+}
+_CONTROL: Config = {k: v for k, v in _CROSS.items() if k != "sample_size"}
+_CROSS_UP: Config = {"up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D")}
+_VAE: Config = {
+    "block_out_channels": (16, 32),
+    "down_block_types": ("DownEncoderBlock2D",) * 2,
+    "up_block_types": ("UpDecoderBlock2D",) * 2,
+    "norm_num_groups": 8,
+    "latent_channels": 4,
+}
+_RESNET: Config = {"embedding_size": 16, "hidden_sizes": (16, 32, 32, 64)}
 
 DIFFUSION: tuple[ZooModel, ...] = (
     ZooModel("sd15-unet", "diffusion", _diffusers("UNet2DConditionModel", **_CROSS, **_CROSS_UP),
@@ -286,8 +344,8 @@ DIFFUSION: tuple[ZooModel, ...] = (
 )  # fmt: skip
 
 VISION: tuple[ZooModel, ...] = (
-    ZooModel("resnet50", "vision", _hf("ResNetForImageClassification", **_RESNET, depths=(3, 4, 6, 3)), pixels,
-             IMAGES),
+    ZooModel("resnet50", "vision", _hf("ResNetForImageClassification", **_RESNET,
+             depths=(3, 4, 6, 3)), pixels, IMAGES),
     ZooModel("regnet", "vision", _hf("RegNetForImageClassification", **_RESNET, depths=(1, 2, 2, 1),
              groups_width=8),
              pixels, IMAGES),
@@ -340,7 +398,8 @@ TEXTS: tuple[ZooModel, ...] = (
     ZooModel("mpnet", "text", _hf("MPNetModel", **_BERT), padded_tokens, TEXT),
     ZooModel("clip-text", "text", _hf("CLIPTextModel", **_BERT, bos_token_id=1, eos_token_id=2),
              tokens, TEXT),
-    ZooModel("siglip-text", "text", _hf("SiglipTextModel", **_BERT, bos_token_id=1, eos_token_id=2), tokens, TEXT),
+    ZooModel("siglip-text", "text", _hf("SiglipTextModel", **_BERT, bos_token_id=1,
+             eos_token_id=2), tokens, TEXT),
     ZooModel("gpt2-prefill", "text", _hf("GPT2LMHeadModel", **_GPT2), tokens, TEXT),
     ZooModel("gpt2-decode", "text", _cached("GPT2LMHeadModel", **_GPT2), tokens_and_cache, CACHED),
     ZooModel("gpt-neox", "text", _hf("GPTNeoXForCausalLM", **_BERT), tokens, TEXT),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -39,10 +40,10 @@ class WithCache(nn.Module):
 class Tagger(nn.Module):
     """Embedding, two bidirectional recurrent layers, classes for each token."""
 
-    def __init__(self, recurrent: type[nn.RNNBase], width: int = 16) -> None:
+    def __init__(self, recurrent: Callable[..., nn.Module], width: int = 16) -> None:
         super().__init__()
         self.embedding = nn.Embedding(99, width)
-        self.recurrent = recurrent(width, width, 2, batch_first=True, bidirectional=True)  # type: ignore[call-arg]
+        self.recurrent = recurrent(width, width, 2, batch_first=True, bidirectional=True)
         self.head = nn.Linear(2 * width, 9)
 
     def forward(self, input_ids: Tensor) -> Tensor:
@@ -76,6 +77,7 @@ class DLRM(nn.Module):
         pairs = (num_tables + 1) * num_tables // 2
         self.top = nn.Sequential(nn.Linear(pairs + width, 32), nn.ReLU(), nn.Linear(32, 1))
         index = torch.tril_indices(num_tables + 1, num_tables + 1, -1)
+        self.pairs: Tensor
         self.register_buffer("pairs", index, persistent=False)
 
     def forward(self, dense: Tensor, sparse: Tensor) -> Tensor:

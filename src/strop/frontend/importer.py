@@ -312,7 +312,7 @@ def opaque_call(importer: Importer, fx: FxNode) -> Value:
 def _dense_as_traced(importer: Importer, fx: FxNode) -> Node:
     """An operand of an opaque call. Some of torch's kernels take contiguous operands only, and
     the copy that made one was dropped at import as the value itself."""
-    value, traced = importer.values[fx], fx.meta["val"]
+    value, traced = importer.node(fx), fx.meta["val"]
     view = strided(value)
     if value.kind is not Kind.VIEW or view is None or view.strides == value.strides:
         return value

@@ -49,7 +49,7 @@ def _unflatten(values: Any, context: list[Any]) -> Any:
     cls = getattr(module, kind)
     if not isinstance(cls, type) or cls.__module__ != _MODULE:
         raise TypeError(f"{kind} is no class of {_MODULE}")
-    made = cls.__new__(cls)
+    made: Any = object.__new__(cls)
     vars(made).update(zip(names, values, strict=True))
     return made
 

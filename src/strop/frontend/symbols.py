@@ -86,13 +86,14 @@ class Symbols:
             return sum((self.size(a) for a in e.args), start=const(0))
         if isinstance(e, FloorDiv | CleanDiv):
             return self._floor_div(*e.args)
-        if isinstance(e, SYMPY_MAX) and sympy.S.One in e.args and len(e.args) == 2:
-            return self.size(next(a for a in e.args if a != 1))  # sizes are positive
-        if isinstance(e, SYMPY_MAX + SYMPY_MIN) and self.hints:
+        if isinstance(e, SYMPY_MAX + SYMPY_MIN):
             return self._chosen(e)
         if isinstance(e, Mod | PythonMod):
             return self.size(e.args[0]) - self._floor_div(*e.args) * self.size(e.args[1])
-        if not e.is_Relational and self._is_fixed(e):
+        return self._foreign(e)
+
+    def _foreign(self, e: Any) -> Expr:
+        if self._is_fixed(e):
             return const(int(self._value(e)))
         raise OutsideLanguage(e)
 
@@ -113,6 +114,10 @@ class Symbols:
 
     def _chosen(self, e: Any) -> Expr:
         """The side of a minimum or maximum that the traced sizes take."""
+        if isinstance(e, SYMPY_MAX) and sympy.S.One in e.args and len(e.args) == 2:
+            return self.size(next(a for a in e.args if a != 1))  # sizes are positive
+        if not self.hints:
+            raise OutsideLanguage(e)
         sides = [self.size(a) for a in e.args]
         env = self.root_values(self.hints)
         is_min = isinstance(e, SYMPY_MIN)
@@ -309,6 +314,6 @@ def _always_holds(guard: Guard) -> bool:
     if difference.is_const:
         return Guard(difference, guard.relation, to_expr(0)).holds({})
     # sizes are positive
-    coefficients = [c for _, c in difference.terms]
-    return guard.relation in (">", ">=", "!=") and all(c > 0 for c in coefficients) and not any(
-        isinstance(atom, Floor) for monomial, _ in difference.terms for atom in monomial)  # fmt: skip
+    atoms = [atom for monomial, _ in difference.terms for atom in monomial]
+    return (guard.relation in (">", ">=", "!=") and all(c > 0 for _, c in difference.terms)
+            and not any(isinstance(atom, Floor) for atom in atoms))  # fmt: skip
