@@ -48,7 +48,7 @@ class ZooModel:
 TEXT: tuple[Shape, ...] = ((2, 12), (3, 7), (1, 16), (4, 9))
 LONG_TEXT: tuple[Shape, ...] = ((2, 24), (3, 17), (1, 32), (4, 20))
 PAIRS: tuple[Shape, ...] = ((2, 12, 5), (3, 7, 9), (1, 16, 4), (4, 9, 9))
-CACHED: tuple[Shape, ...] = ((2, 1, 8), (3, 1, 5), (2, 4, 11), (4, 1, 16))  # new, past tokens
+CACHED: tuple[Shape, ...] = ((2, 1, 8), (3, 1, 5), (1, 1, 11), (4, 1, 16))  # new, past tokens
 BATCHES: tuple[Shape, ...] = ((2, 32, 32), (3, 32, 32), (1, 32, 32), (5, 32, 32))
 IMAGES: tuple[Shape, ...] = ((2, 32, 32), (3, 48, 64), (1, 64, 32), (2, 64, 64))
 LARGE_IMAGES: tuple[Shape, ...] = ((2, 64, 64), (3, 64, 96), (1, 128, 64), (2, 96, 96))
@@ -219,13 +219,9 @@ _LLAMA: Config = {
 }
 _VIT: Config = {**_SIZES, "intermediate_size": 64, "image_size": 32, "patch_size": 8}
 _SWIN: Config = {
-    "image_size": 64,
-    "patch_size": 4,
-    "embed_dim": 16,
-    "depths": (2, 2),
-    "num_heads": (2, 4),
+    "image_size": 64, "patch_size": 4, "embed_dim": 16, "depths": (2, 2), "num_heads": (2, 4),
     "window_size": 4,
-}
+}  # fmt: skip
 _BART: Config = {
     "vocab_size": VOCABULARY,
     "d_model": 32,
@@ -249,24 +245,14 @@ _T5: Config = {
     "decoder_start_token_id": 0,
 }
 _GPT2: Config = {
-    "vocab_size": VOCABULARY,
-    "n_embd": 32,
-    "n_layer": 2,
-    "n_head": 4,
-    "n_positions": 64,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+    "vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64,
+    "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
 _WAVES: Config = {
-    **_SIZES,
-    "vocab_size": VOCABULARY,
-    "intermediate_size": 64,
-    "conv_dim": (16, 16, 16),
-    "conv_stride": (5, 2, 2),
-    "conv_kernel": (10, 3, 3),
-    "num_conv_pos_embeddings": 16,
+    **_SIZES, "vocab_size": VOCABULARY, "intermediate_size": 64, "conv_dim": (16, 16, 16),
+    "conv_stride": (5, 2, 2), "conv_kernel": (10, 3, 3), "num_conv_pos_embeddings": 16,
     "num_conv_pos_embedding_groups": 2,
-}
+}  # fmt: skip
 _UNET: Config = {
     "block_out_channels": (32, 64),
     "layers_per_block": 1,

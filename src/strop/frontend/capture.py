@@ -217,7 +217,7 @@ def _trace(
 
     origins: dict[str, str] = {}
     try:
-        with mode, enable_python_dispatcher(), Retarget(), _record_origins(module, origins):
+        with mode, enable_python_dispatcher(), _as_compiling(), Retarget(), _record_origins(module, origins):
             gm = make_fx(flat, tracing_mode="real")(state, *fakes)
     except _MODULE_ERRORS as error:
         where = origins.get("<current>", "") or type(module).__name__
@@ -225,6 +225,18 @@ def _trace(
             f"tracing {type(module).__name__} failed in {where}: {type(error).__name__}: {error}"
         ) from error
     return gm, specs[-1], origins
+
+
+@contextmanager
+def _as_compiling() -> Iterator[None]:
+    """Say so, as torch.export does: libraries then leave out caches keyed by sizes, and checks of
+    values. Other threads may see it too; it changes no result."""
+    before = torch.compiler._is_compiling_flag
+    torch.compiler._is_compiling_flag = True
+    try:
+        yield
+    finally:
+        torch.compiler._is_compiling_flag = before
 
 
 @contextmanager

@@ -22,6 +22,11 @@ from strop.ir.dims import Expr, const
 from strop.ir.graph import Builder, Graph, Node, Ref, finish
 from strop.ir.ops import Kind, Op, Operands, compute_dtype, rows_for
 
+# opaque calls that the census found to differ from eager
+_REFUSED = {
+    torch.ops.aten.mkldnn_rnn_layer.default: "torch's oneDNN LSTM layer gives other results when"
+    " it is called on its own",
+}
 _MOST_LITERALS = 16  # a longer tensor made from Python data is an input of the graph
 
 Value = Any  # Node, a tuple of Nodes, or a literal that is not a tensor
@@ -215,6 +220,8 @@ def _call(importer: Importer, fx: FxNode) -> Value:
         value = rule(importer, fx, *fx.args, **fx.kwargs) if rule else None
         if value is not None:
             return value
+    if fx.target in _REFUSED:
+        raise UnsupportedError(_REFUSED[fx.target])
     bound = bind_arguments(fx)
     for row in rows_for(fx.target):
         if row.when(bound) and row.kind is not Kind.OPAQUE:

@@ -76,8 +76,8 @@ def rebuild(skeleton: Skeleton, tensors: Sequence[Tensor]) -> Any:
 def default_shapes(tensors: Sequence[Tensor]) -> Shapes:
     """Batch, sequence and image sizes are symbolic, features are not.
 
-    That is: dim 0 of everything (one root "b" when all agree), dims 2 and 3 of 4-d tensors, dim 1
-    of 3-d tensors and of integer matrices.
+    That is: dim 0 of everything (one root "b" when all agree), dims 2 and on of 4-d and 5-d
+    tensors, dim 1 of 3-d tensors and of matrices. Features among them are fixed by the trace.
     """
     first = {t.shape[0] for t in tensors if t.dim()}
     hints: dict[str, int] = {}
@@ -95,9 +95,9 @@ def default_shapes(tensors: Sequence[Tensor]) -> Shapes:
 
 
 def _symbolic_dims(t: Tensor) -> tuple[int, ...]:
-    if t.dim() == 4:
-        return (0, 2, 3)
-    if t.dim() == 3 or (t.dim() == 2 and not t.is_floating_point()):
+    if t.dim() in (4, 5):
+        return (0, *range(2, t.dim()))
+    if t.dim() in (2, 3):
         return (0, 1)
     return (0,) if t.dim() else ()
 

@@ -86,9 +86,10 @@ class VariantStore:
         if shapes.is_ragged and self.variants.get(key):
             self._build_in_background(key, state, skeleton, shapes)
             return None
-        built = self._build(key, state, skeleton, shapes)
-        if built is None or built.fits(tensors):
-            return built
+        if not self.variants.get(key):  # else the usual hints would give the same graph again
+            built = self._build(key, state, skeleton, shapes)
+            if built is None or built.fits(tensors):
+                return built
         return self._build_exactly(key, state, skeleton, shapes, tensors)
 
     def _build_exactly(self, key: Any, state: ModuleState, skeleton: Skeleton, shapes: Shapes,

@@ -1,0 +1,87 @@
+"""Models of the zoo: the table builds, and the quickest of them are good in every respect."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import strop
+from strop.bench import census
+from strop.bench.zoo import ZOO
+from strop.errors import StropError
+
+BY_NAME = {model.name: model for model in ZOO}
+# the rest runs with ``strop bench models``
+QUICK = (
+    "sd15-unet", "sd-vae-encoder", "sd-vae-decoder", "controlnet", "pixart-transformer",
+    "clip-vision", "gpt-neox",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_model(name: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+    folder = tmp_path_factory.getbasetemp() / "kernels"
+    options = strop.Options(cache_dir=str(folder))
+    verdict = census.judge(BY_NAME[name], torch.device("cpu"), options)
+    assert verdict.is_good, verdict.complaint
+    assert verdict.num_shapes >= 4
+    assert verdict.num_graphs == 1
+    assert verdict.is_strict
+    assert verdict.kernel_share >= 0.95
+
+
+def test_the_zoo_is_large() -> None:
+    assert len(BY_NAME) == len(ZOO)
+    assert len(ZOO) >= 40
+    assert all(len(model.shapes) >= 3 for model in ZOO)
+
+
+def test_every_model_builds_and_runs() -> None:
+    for model in ZOO:
+        module, shape = model.made(), model.shapes[0]
+        with torch.no_grad():
+            found = module(**model.given(shape))
+        leaves = torch.utils._pytree.tree_leaves(found)
+        assert leaves, model.name
+
+
+def test_what_a_model_raises_is_its_verdict() -> None:
+    class Broken(torch.nn.Module):
+        def forward(self, sample: torch.Tensor) -> torch.Tensor:
+            raise ValueError("too wide\nfor this page")
+
+    model = replace(BY_NAME["sd-vae-decoder"], build=Broken)
+    verdict = census.judge(model, torch.device("cpu"), strop.Options())
+    assert verdict.failure == "ValueError: too wide"
+    assert not verdict.is_good
+
+
+def test_a_model_that_strict_refuses_is_judged_without_it(tmp_path: Path) -> None:
+    class Sorts(torch.nn.Module):
+        def forward(self, sample: torch.Tensor) -> torch.Tensor:
+            return (sample * 2).sort(-1).values + 1
+
+    options = strop.Options(cache_dir=str(tmp_path))
+    model = replace(BY_NAME["sd-vae-decoder"], build=Sorts)
+    verdict = census.judge(model, torch.device("cpu"), options)
+    assert not verdict.is_strict
+    assert verdict.opaque == {"aten.sort.default": 1}
+    assert verdict.is_captured
+    assert not verdict.parity
+    module = strop.optimize(Sorts().eval(), options=replace(options, strict=True))
+    with pytest.raises(StropError, match="sort"), torch.no_grad():
+        module(torch.randn(2, 4))
+
+
+def test_the_tables_of_a_result() -> None:
+    good = census.Verdict("one", "text", 4, True, 1, kernel_share=1.0)
+    bad = census.Verdict("two", "text", 4, opaque={"aten.sort.default": 2}, num_graphs=1,
+                         origins={"aten.sort.default": "head"}, kernel_share=0.5)  # fmt: skip
+    assert good.is_good
+    assert bad.complaint == "opaque: aten.sort.default"
+    (missing,) = census._missing([good, bad])
+    assert missing == {"overload": "aten.sort.default", "calls": 2, "models": ["two"],
+                       "place": "two: head"}  # fmt: skip
