@@ -408,7 +408,7 @@ TEXTS: tuple[ZooModel, ...] = (
              sliding_window=16), tokens, LONG_TEXT),
     ZooModel("phi", "text", _hf("PhiForCausalLM", **_LLAMA), tokens, TEXT),
     ZooModel("mixtral", "text", _hf("MixtralForCausalLM", **_LLAMA, num_local_experts=4,
-             num_experts_per_tok=2), tokens, TEXT),
+             num_experts_per_tok=2, experts_implementation="batched_mm"), tokens, TEXT),
     ZooModel("mamba", "text", _hf("MambaForCausalLM", vocab_size=VOCABULARY, hidden_size=32,
              num_hidden_layers=2, state_size=8), tokens, TEXT),
     ZooModel("t5", "text", _hf("T5ForConditionalGeneration", **_T5), token_pairs, PAIRS),

@@ -217,7 +217,8 @@ def _trace(
 
     origins: dict[str, str] = {}
     try:
-        with mode, enable_python_dispatcher(), _as_compiling(), Retarget(), _record_origins(module, origins):
+        python = enable_python_dispatcher()  # shape rules in Python know symbols, C++ ones do not
+        with mode, python, _as_compiling(), Retarget(), _record_origins(module, origins):
             gm = make_fx(flat, tracing_mode="real")(state, *fakes)
     except _MODULE_ERRORS as error:
         where = origins.get("<current>", "") or type(module).__name__

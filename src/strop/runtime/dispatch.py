@@ -10,7 +10,7 @@ import copy
 import itertools
 import logging
 import threading
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -82,6 +82,15 @@ class Counters:
     launches: int = 0  # of the latest call
     nonfinite: list[str] = field(default_factory=list)
     fallbacks: dict[str, int] = field(default_factory=dict)
+
+
+# Hooks that transformers leaves on a model, inert unless its own forward collects outputs: then
+# capture traces them like the rest of that forward.
+_TRACED_HOOKS = "transformers.utils.output_capturing"
+
+
+def _is_untraced(hooks: Mapping[int, Any]) -> bool:
+    return any(getattr(hook, "__module__", "") != _TRACED_HOOKS for hook in hooks.values())
 
 
 _NUMBERS = itertools.count()
@@ -160,7 +169,7 @@ class Dispatcher:
             return self._replaced
         if self.module.training or any(m.training for m in self.state.train_sensitive):
             return "the module, or a part of it, is in training mode: call .eval()"
-        if any(self.state.hooks):
+        if any(self.state.hooks) and any(map(_is_untraced, self.state.hooks)):
             return "a submodule has forward hooks, which compiled code would not run"
         return ""
 
