@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from strop import passes
@@ -14,6 +14,7 @@ from strop.fusion.plan import FusionPlan
 from strop.fusion.planner import plan
 from strop.ir.graph import Graph
 from strop.ir.program import Program
+from strop.lowering.generic import without_sizes
 from strop.lowering.lower import lower
 from strop.options import Options
 
@@ -34,18 +35,27 @@ class Compiled:
     seconds: Mapping[str, float]
 
 
-def compile_graph(graph: Graph, signature: Signature, device: str, options: Options) -> Compiled:
-    """One functional graph -> one program for every shape. Builds no kernel yet."""
+def compile_graph(
+    graph: Graph, signature: Signature, device: str, options: Options, *, generic: bool = False
+) -> Compiled:
+    """One functional graph -> one program for every shape. Builds no kernel yet.
+
+    ``generic``: outer sizes are arguments of kernels even where the graph has them as constants,
+    so that graphs of other shapes have the same kernels.
+    """
+    target = TARGETS[device]
+    if generic:
+        target = replace(target, emit=without_sizes(target.emit))
     clock = _Clock()
     graph, records = passes.run(graph, options)  # rewrite to canonical form, lay out memory
     clock.lap("passes")
     fusion = plan(graph)  # which nodes share a kernel
     clock.lap("fusion")
     stored = {node for group in fusion.groups for node in group.stores}
-    kernels = {group: lower(group, stored, graph.hints) for group in fusion.groups}
+    kernels = {group: lower(group, stored, graph.hints, generic=generic) for group in fusion.groups}
     lowered = {group: (low.kernel, low.buffers, low.offsets) for group, low in kernels.items()}
     clock.lap("lowering")
-    program = assemble(graph, fusion, lowered, signature, TARGETS[device])
+    program = assemble(graph, fusion, lowered, signature, target)
     clock.lap("codegen")
     return Compiled(program, graph, fusion, records, clock.seconds)
 

@@ -26,6 +26,7 @@ from strop.ir.loops import (
     outs_of,
 )
 from strop.ir.ops import Kind
+from strop.lowering.generic import generic_split
 from strop.lowering.values import Draft, Values, whole
 
 MAX_COLS = 4096  # static inner axes are gathered into one inner level up to this many elements
@@ -41,14 +42,19 @@ class Lowered:
     offsets: tuple[Expr, ...]
 
 
-def lower(group: Group, stored: Set[Node], hints: Mapping[str, int]) -> Lowered:
-    """Raises UnsupportedError where indices cannot be expressed; the planner avoids those."""
+def lower(
+    group: Group, stored: Set[Node], hints: Mapping[str, int], *, generic: bool = False
+) -> Lowered:
+    """``generic``: for ``without_sizes``, which prints outer sizes as arguments.
+
+    Raises UnsupportedError where indices cannot be expressed; the planner avoids those.
+    """
     domain = _domain(group)
     values = Values(stored, set(group.nodes), domain)
     for node in _roots(group):
         first = values._first_index.get(node)
         values.store(node, first or whole(values.axes.fresh(node.shape)))
-    return _Finish(group, values, hints).kernel()
+    return _Finish(group, values, hints, generic).kernel()
 
 
 def _domain(group: Group) -> Expr:
@@ -66,8 +72,10 @@ def _roots(group: Group) -> list[Node]:
 class _Finish:
     """Resolves axes, orders them into rows and cols, and prints drafts as statements."""
 
-    def __init__(self, group: Group, values: Values, hints: Mapping[str, int]) -> None:
-        self.group, self.values, self.hints = group, values, hints
+    def __init__(
+        self, group: Group, values: Values, hints: Mapping[str, int], generic: bool
+    ) -> None:
+        self.group, self.values, self.hints, self.generic = group, values, hints, generic
         self.buffers: list[Node] = []
         self.params: list[Param] = []
 
@@ -78,7 +86,7 @@ class _Finish:
         flagged = [replace(axis, reduced=axis.name in reduced) for axis in axes]
         schedule = self.group.schedule
         merged, stmts = _merge_axes(flagged, stmts)
-        rows, cols = _rows_and_cols(schedule, merged)
+        rows, cols = _rows_and_cols(schedule, merged, self.generic)
         stmts, rows, cols = _renamed(stmts, rows, cols)
         offsets = tuple(_common_offset(stmts, i, p) for i, p in enumerate(self.params))
         stmts = [_moved(stmt, offsets) for stmt in stmts]
@@ -209,7 +217,7 @@ def _without_axis(stmt: Stmt, axis: str) -> Stmt:
 
 
 def _rows_and_cols(
-    schedule: Schedule, axes: Sequence[Axis]
+    schedule: Schedule, axes: Sequence[Axis], generic: bool
 ) -> tuple[tuple[Axis, ...], tuple[Axis, ...]]:
     if not axes:
         return (), (Axis("one", const(1), schedule is not Schedule.POINTWISE),)
@@ -219,6 +227,9 @@ def _rows_and_cols(
         return rows, cols
     if schedule is Schedule.COLUMN:
         return _column_levels(axes)
+    if generic:
+        split = generic_split(axes)
+        return tuple(axes[:split]), tuple(axes[split:])
     split = len(axes) - 1
     elements = axes[split].size
     while split > 0 and elements.is_const and axes[split - 1].size.is_const:

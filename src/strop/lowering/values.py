@@ -7,7 +7,7 @@ reductions into statements. Statements hold unresolved axes until ``lower`` fini
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch
 
 from strop.errors import UnsupportedError
 from strop.ir.affine import base_of, merge, regroup, strided
-from strop.ir.dims import Expr, const, to_expr
+from strop.ir.dims import Expr, const, product, to_expr
 from strop.ir.graph import Node
 from strop.ir.ops import Kind, Operands, compute_dtype
 from strop.lowering.axes import ONE, AxisTable, Strides
@@ -152,10 +152,14 @@ class Values:
         if any(d.partial for d in index):
             return self._reshaped_around_partial(node, source, index)
         flat = [a for d in index for a in d.axes]
+        return tuple(self._dealt(node, flat, source.shape))
+
+    def _dealt(self, node: Node, flat: list[int], shape: Sequence[Expr]) -> list[Dim]:
+        """Row-major axes as positions along dims of these sizes."""
         atoms = [(self.axes.size[a], ONE) for a in self.axes.leaves(flat)]
-        groups = regroup(atoms, source.shape)
+        groups = regroup(atoms, shape)
         if groups is None:
-            raise UnsupportedError(f"{node}: index does not divide into {source}")
+            raise UnsupportedError(f"{node}: index does not divide into {list(map(str, shape))}")
         dims: list[Dim] = []
         rest = self.axes.leaves(flat)
         for group in reversed(groups):
@@ -167,15 +171,27 @@ class Values:
                     rest.append(outer)
                 dim.insert(0, axis)
             dims.insert(0, Dim(tuple(dim)))
-        return tuple(dims)
+        return dims
 
     def _reshaped_around_partial(self, node: Node, source: Node, index: NodeIndex) -> NodeIndex:
-        """Only size-1 dims come or go: the partial dim itself is untouched."""
-        kept = [d for d, size in zip(index, node.shape, strict=True) if size != ONE]
-        if [s for s in node.shape if s != ONE] != [s for s in source.shape if s != ONE]:
-            raise UnsupportedError(f"{node}: a reshape of a slice that is computed in this kernel")
-        remaining = iter(kept)
-        return tuple(Dim(()) if size == ONE else next(remaining) for size in source.shape)
+        """Partial dims stay whole; the dims between them are dealt out on their own."""
+        dims: list[Dim] = []
+        start = 0
+        for part in _stretches(index, node.shape):
+            end = _matching_end([node.shape[i] for i in part], source.shape, start)
+            if end is None:
+                raise UnsupportedError(
+                    f"{node}: a reshape across a slice that is computed in this kernel"
+                )
+            sizes = source.shape[start:end]
+            if index[part[0]].partial and sum(size != ONE for size in sizes) > 1:
+                raise UnsupportedError(f"{node}: a reshape splits a slice computed in this kernel")
+            if index[part[0]].partial:
+                dims += [Dim(()) if size == ONE else index[part[0]] for size in sizes]
+            else:
+                dims += self._dealt(node, [a for i in part for a in index[i].axes], sizes)
+            start = end
+        return (*dims, *[Dim(())] * (len(source.shape) - start))
 
     def _load(self, node: Node, index: NodeIndex, guard: str | None) -> str:
         view = strided(node)
@@ -325,6 +341,29 @@ class Values:
             strides |= self.axes.match(dim.axes, [(size, stride)])
         access = Access(ZERO, tuple(strides.items()))
         self.drafts.append(Draft("store", (), (name,), node.dtype, access, node))
+
+
+def _stretches(index: NodeIndex, shape: Sequence[Expr]) -> list[list[int]]:
+    """Dims larger than 1 in runs: each partial dim alone, whole ones together."""
+    runs: list[list[int]] = []
+    for i, (dim, size) in enumerate(zip(index, shape, strict=True)):
+        if size == ONE:
+            continue
+        if runs and not dim.partial and not index[runs[-1][0]].partial:
+            runs[-1].append(i)
+        else:
+            runs.append([i])
+    return runs
+
+
+def _matching_end(sizes: Sequence[Expr], shape: Sequence[Expr], start: int) -> int | None:
+    """Where the dims of ``shape`` from ``start`` on multiply up to these sizes."""
+    wanted, found = product(sizes), ONE
+    for end in range(start, len(shape)):
+        found = found * shape[end]
+        if found == wanted:
+            return end + 1
+    return None
 
 
 def _computable(node: Node) -> bool:

@@ -106,7 +106,7 @@ def _program(gm: GraphModule, inputs: Sequence[Any], options: Options
         hints = symbols.root_values(torch_hints)
     imported = import_graph(gm, symbols, hints, _origins(gm))
     compiled = compile_graph(imported.graph, Signature(imported.returned, guards),
-                             _device_of(inputs).type, options)  # fmt: skip
+                             _device_of(inputs).type, options, generic=True)  # fmt: skip
     return compiled.program, compiled, imported.constants
 
 
