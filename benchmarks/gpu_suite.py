@@ -317,13 +317,14 @@ def pipe(suite: Suite) -> dict[str, Any]:
 
 def dynamo(suite: Suite) -> dict[str, Any]:
     """Plain torch.compile at two sizes: what the second compile costs of the first."""
+    from strop.backend import dynamo_backend
     from strop.runtime.aot import AOT_LOG
 
     torch._dynamo.reset()
     case = case_named(suite.args.unet)
     ours = case.build(suite.device)
     where = {"cache_dir": tempfile.mkdtemp(dir=suite.out)}
-    ours.target.compile(backend="strop", options=where)
+    ours.target.compile(backend=dynamo_backend, options=where)
     rows = []
     for (height, width), batch in [((512, 512), 2), ((512, 768), 2)]:
         done = len(AOT_LOG.records)
