@@ -41,6 +41,7 @@ EXCEPTIONS: dict[tuple[str, str], str] = {
     ("runtime.aot", "backend"): "Dynamo gives a graph: import it, run the compiler, bind",
     ("runtime.aot", "codegen.assemble"): "Signature: the data that backend.py asks for",
     ("runtime.aot", "frontend.importer"): "the other half of what Dynamo has captured",
+    ("runtime.aot", "frontend.operators"): "Dynamo's graph gets the operators that capture has",
     ("runtime.aot", "frontend.symbols"): "Symbols: Dynamo's sizes, handed to the importer",
     ("runtime.variants", "backend"): "a variant is what one run of the whole compiler gives",
     ("runtime.variants", "codegen.assemble"): "Signature: the data that backend.py asks for",

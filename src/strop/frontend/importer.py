@@ -267,6 +267,7 @@ def opaque_call(importer: Importer, fx: FxNode) -> Value:
             return tuple(template(a) for a in arg)
         return importer.literal(arg)
 
+    _refuse_host_values(fx)
     args = tuple(template(a) for a in fx.args)
     kwargs = tuple(sorted((k, template(v)) for k, v in fx.kwargs.items()))
     value = fx.meta["val"]
@@ -287,6 +288,19 @@ def opaque_call(importer: Importer, fx: FxNode) -> Value:
         importer.builder.make("item", (call,), out[0], out[1], index=i) if out else None
         for i, out in enumerate(outputs)
     )
+
+
+def _refuse_host_values(fx: FxNode) -> None:
+    """What torch would compute on the CPU, kernels of a GPU cannot read."""
+    values = fx.meta["val"] if isinstance(fx.meta["val"], list | tuple) else [fx.meta["val"]]
+    made = {v.device.type for v in values if isinstance(v, torch.Tensor)}
+    others = {
+        n.meta["val"].device.type
+        for n in fx.graph.nodes
+        if isinstance(n.meta.get("val"), torch.Tensor)
+    }
+    if made == {"cpu"} and others != {"cpu"}:
+        raise UnsupportedError(f"{fx.target} makes a tensor on the CPU in a graph for {others}")
 
 
 def _is_random(target: Callable[..., Any] | str) -> bool:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.fx import GraphModule
 from torch.overrides import TorchFunctionMode
 
 _library = torch.library.Library("strop", "DEF")
@@ -127,7 +128,7 @@ def _call_interpolate(x: Tensor, size: Any = None, scale_factor: Any = None,
     factors = {float(f) for f in scale_factor} if isinstance(scale_factor, tuple | list) else (
         {float(scale_factor)} if scale_factor is not None else set())  # fmt: skip
     if mode != "nearest" or x.dim() != 4 or len(factors) != 1 or not min(factors).is_integer():
-        if mode == "nearest" and x.dim() == 4 and size is not None:
+        if mode == "nearest" and x.dim() == 4 and size is not None and not _trains(x):
             resized: Tensor = torch.ops.strop.nearest(x, _pair(size))
             return resized
         return F.interpolate(x, size, scale_factor, mode, *args, **kwargs)
@@ -135,6 +136,11 @@ def _call_interpolate(x: Tensor, size: Any = None, scale_factor: Any = None,
     n, c, h, w = x.shape
     tall = x.unsqueeze(3).unsqueeze(5).expand(n, c, h, factor, w, factor)
     return tall.reshape(n, c, h * factor, w * factor)
+
+
+def _trains(x: Tensor) -> bool:
+    """The operators of this file have no gradients."""
+    return torch.is_grad_enabled() and x.requires_grad
 
 
 def _call_pad(x: Tensor, pad: Sequence[int], mode: str = "constant", value: float | None = None
@@ -152,15 +158,29 @@ def _call_pad(x: Tensor, pad: Sequence[int], mode: str = "constant", value: floa
     return x
 
 
+# made of torch's own operators, so that gradients come by themselves
+COMPOSITES: dict[Callable[..., Any], Callable[..., Tensor]] = {
+    F.interpolate: _call_interpolate,
+    F.pad: _call_pad,
+    torch._C._nn.pad: _call_pad,
+}
 RETARGET: dict[Callable[..., Any], Callable[..., Tensor]] = {
+    **COMPOSITES,
     F.linear: _call_linear,
     F.conv2d: _call_conv2d,
     torch.conv2d: _call_conv2d,
     F.scaled_dot_product_attention: _call_attention,
     F.group_norm: _call_group_norm,
-    F.interpolate: _call_interpolate,
-    F.pad: _call_pad,
 }
+
+
+def retarget(gm: GraphModule, *, trains: bool) -> None:
+    """The same in a graph that somebody else has traced."""
+    table = COMPOSITES if trains else RETARGET
+    for node in gm.graph.nodes:
+        if node.op == "call_function":
+            node.target = table.get(node.target, node.target)
+    gm.recompile()
 
 
 class Retarget(TorchFunctionMode):

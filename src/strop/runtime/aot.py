@@ -23,6 +23,7 @@ from strop.backend import Compiled, compile_graph
 from strop.codegen.assemble import Signature
 from strop.errors import OptionError, ShapeError, UnsupportedError
 from strop.frontend.importer import import_graph
+from strop.frontend.operators import retarget
 from strop.frontend.symbols import Symbols
 from strop.ir.dims import Expr, symbol
 from strop.ir.program import Program
@@ -60,6 +61,11 @@ def compile_dynamo(gm: GraphModule, example_inputs: Sequence[Any], **given: Any)
     if unknown:
         raise OptionError(f"torch.compile(backend='strop') got unknown options {unknown}")
     options = Options.from_environment(**(given.get("options") or given))
+
+    trains = torch.is_grad_enabled() and any(
+        t.requires_grad for t in example_inputs if isinstance(t, Tensor)
+    )
+    retarget(gm, trains=trains)
 
     def compile_one(graph: GraphModule, inputs: Sequence[Any]) -> Any:
         return _compile(graph, inputs, options)
