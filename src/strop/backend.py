@@ -9,7 +9,7 @@ from typing import Any
 
 from strop import passes
 from strop.codegen import cpp, triton
-from strop.codegen.assemble import Signature, Target, assemble
+from strop.codegen.assemble import Signature, Target, assemble, once
 from strop.fusion.plan import FusionPlan
 from strop.fusion.planner import plan
 from strop.ir.graph import Graph
@@ -19,8 +19,8 @@ from strop.lowering.lower import lower
 from strop.options import Options
 
 TARGETS = {
-    "cpu": Target("cpu", cpp.emit, frozenset({"linear", "matmul"})),
-    "cuda": Target("cuda", triton.emit, frozenset({"linear", "matmul", "conv2d"})),
+    "cpu": Target("cpu", once(cpp.emit), frozenset({"linear", "matmul"})),
+    "cuda": Target("cuda", once(triton.emit), frozenset({"linear", "matmul", "conv2d"})),
 }
 
 

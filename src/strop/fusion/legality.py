@@ -84,10 +84,11 @@ def _refuse_reduction(node: Node, draft: Draft, hints: Mapping[str, int]) -> str
 def _all_before(operand: Node, draft: Draft) -> bool:
     """Whether every member is the operand or feeds it."""
     seen, stack = {operand}, [operand]
+    first = min(member.serial for member in draft.nodes)
     while stack:
         for i in stack.pop().inputs:
             base = base_of(i)
-            if base not in seen:
+            if base not in seen and base.serial >= first:
                 seen.add(base)
                 stack.append(base)
     return all(member in seen for member in draft.nodes)

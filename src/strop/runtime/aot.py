@@ -29,6 +29,7 @@ from strop.ir.dims import Expr, symbol
 from strop.ir.program import Program
 from strop.options import Options
 from strop.runtime.executor import Bound, Workspace
+from strop.runtime.garbage import collection_paused
 from strop.runtime.kernels import KernelLibrary, kernel_library
 
 log = logging.getLogger("strop")
@@ -78,17 +79,20 @@ def compile_dynamo(gm: GraphModule, example_inputs: Sequence[Any], **given: Any)
 
 def _compile(gm: GraphModule, inputs: Sequence[Any], options: Options) -> Any:
     started = time.perf_counter()
-    try:
-        program, compiled, constants = _program(gm, inputs, options)
-    except (UnsupportedError, ShapeError) as error:
-        if options.strict:
-            raise
-        log.warning("a graph of %d nodes runs in torch: %s", len(gm.graph.nodes), error)
-        AOT_LOG.fallbacks[str(error)] = AOT_LOG.fallbacks.get(str(error), 0) + 1
-        return _boxed(gm.forward)
     device = _device_of(inputs)
     library = kernel_library(device.type, device.index or 0, options.cache_dir,
                              options.build_workers)  # fmt: skip
+    library.warm_up()
+    try:
+        with collection_paused():
+            program, compiled, constants = _program(gm, inputs, options)
+    except (UnsupportedError, ShapeError) as error:
+        if options.strict:
+            raise
+        library.build(())  # ends what was warmed up
+        log.warning("a graph of %d nodes runs in torch: %s", len(gm.graph.nodes), error)
+        AOT_LOG.fallbacks[str(error)] = AOT_LOG.fallbacks.get(str(error), 0) + 1
+        return _boxed(gm.forward)
     before = library.counts[0]
     library.build(program.sources)
     built = library.counts[0] - before

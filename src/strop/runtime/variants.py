@@ -27,6 +27,7 @@ from strop.frontend.importer import import_graph
 from strop.ir.program import Program
 from strop.options import Options
 from strop.runtime import stored_variants
+from strop.runtime.garbage import collection_paused
 from strop.runtime.kernels import KernelLibrary, kernel_library
 from strop.runtime.signature import Shapes, Skeleton, rebuild, solve_roots
 from strop.runtime.state import ModuleState
@@ -151,7 +152,8 @@ class VariantStore:
         variant = stored_variants.load(stored_key, self.options)
         if variant is None:
             library_for(shapes.specs[0].device, self.options).warm_up()
-            variant = self._compile(state, skeleton, shapes)
+            with collection_paused():
+                variant = self._compile(state, skeleton, shapes)
             stored_variants.save(stored_key, variant, self.options)
         if variant.state_names != tuple(state.names):
             raise CaptureError(f"{self.name}: the module's parameters are not those of its graph")
