@@ -53,6 +53,7 @@ class AotLog:
 
 
 AOT_LOG = AotLog()
+FEW_WORKERS = 2
 
 
 def compile_dynamo(gm: GraphModule, example_inputs: Sequence[Any], **given: Any) -> Any:
@@ -82,7 +83,8 @@ def _compile(gm: GraphModule, inputs: Sequence[Any], options: Options) -> Any:
     device = _device_of(inputs)
     library = kernel_library(device.type, device.index or 0, options.cache_dir,
                              options.build_workers)  # fmt: skip
-    library.warm_up()
+    # a further graph shares most kernels with the first one
+    library.warm_up(FEW_WORKERS if AOT_LOG.records else None)
     try:
         with collection_paused():
             program, compiled, constants = _program(gm, inputs, options)
