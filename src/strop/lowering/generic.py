@@ -30,16 +30,27 @@ def without_sizes(emit: Callable[[Kernel], Emitted]) -> Callable[[Kernel], Emitt
     return emit_generic
 
 
-def generic_split(axes: Sequence[Axis]) -> int:
+def generic_split(axes: Sequence[Axis], stmts: Sequence[Stmt]) -> int:
     """How many outer axes of a pointwise kernel are rows; never asks whether these are constant."""
     split = len(axes) - 1
     elements = axes[split].size
     while split > 1 and elements.is_const and elements.value < MIN_COLS:
-        if not axes[split - 1].size.is_const:
+        outer = axes[split - 1]
+        if not outer.size.is_const or _is_transposed(outer, axes[split], stmts):
             break
         split -= 1
-        elements = elements * axes[split].size
+        elements = elements * outer.size
     return split
+
+
+def _is_transposed(outer: Axis, inner: Axis, stmts: Sequence[Stmt]) -> bool:
+    """Whether some access has the two axes the other way round in memory."""
+    for stmt in stmts:
+        if isinstance(stmt, Load | Store):
+            strides = dict(stmt.index.strides)
+            if outer.name in strides and strides.get(inner.name, ONE) != ONE:
+                return True
+    return False
 
 
 @dataclass
@@ -52,11 +63,20 @@ class _Naming:
     def kernel(self) -> Kernel:
         source = self.source
         rows, cols = tuple(map(self._axis, source.rows)), source.cols
-        if source.schedule is Schedule.POINTWISE and not rows and len(cols) == 1:
+        if source.schedule is Schedule.POINTWISE and len(cols) == 1 and self._is_spread(cols[0]):
             cols = (self._axis(cols[0]),)
         self._suffixes = self._products(rows, cols)
         return replace(source, rows=rows, cols=cols, body=self._all(source.body),
                        tail=self._all(source.tail))  # fmt: skip
+
+    def _is_spread(self, col: Axis) -> bool:
+        """Whether cols may be anything: the whole tensor, or the other side of a transpose."""
+        strides = [
+            dict(s.index.strides).get(col.name, ONE)
+            for s in self.source.body
+            if isinstance(s, Load | Store)
+        ]
+        return not self.source.rows or any(stride != ONE for stride in strides)
 
     def _axis(self, axis: Axis) -> Axis:
         return axis if axis.size == ONE else replace(axis, size=self._name(axis.name, axis.size))
@@ -81,9 +101,8 @@ class _Naming:
         )
 
     def _index(self, index: Index) -> Index:
-        rows = {axis.name for axis in self.source.rows}
         strides = tuple(
-            (axis, self._stride(axis, stride) if axis in rows else stride)
+            (axis, self._stride(axis, stride) if axis in self.sizes else stride)
             for axis, stride in index.strides
         )
         return Index(index.offset, strides)

@@ -86,7 +86,7 @@ class _Finish:
         flagged = [replace(axis, reduced=axis.name in reduced) for axis in axes]
         schedule = self.group.schedule
         merged, stmts = _merge_axes(flagged, stmts)
-        rows, cols = _rows_and_cols(schedule, merged, self.generic)
+        rows, cols = _rows_and_cols(schedule, merged, stmts if self.generic else None)
         stmts, rows, cols = _renamed(stmts, rows, cols)
         offsets = tuple(_common_offset(stmts, i, p) for i, p in enumerate(self.params))
         stmts = [_moved(stmt, offsets) for stmt in stmts]
@@ -217,7 +217,7 @@ def _without_axis(stmt: Stmt, axis: str) -> Stmt:
 
 
 def _rows_and_cols(
-    schedule: Schedule, axes: Sequence[Axis], generic: bool
+    schedule: Schedule, axes: Sequence[Axis], generic: Sequence[Stmt] | None
 ) -> tuple[tuple[Axis, ...], tuple[Axis, ...]]:
     if not axes:
         return (), (Axis("one", const(1), schedule is not Schedule.POINTWISE),)
@@ -227,8 +227,8 @@ def _rows_and_cols(
         return rows, cols
     if schedule is Schedule.COLUMN:
         return _column_levels(axes)
-    if generic:
-        split = generic_split(axes)
+    if generic is not None:
+        split = generic_split(axes, generic)
         return tuple(axes[:split]), tuple(axes[split:])
     split = len(axes) - 1
     elements = axes[split].size
