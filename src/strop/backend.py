@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from strop import passes
 from strop.codegen import cpp, triton
@@ -16,6 +16,9 @@ from strop.ir.graph import Graph
 from strop.ir.program import Program
 from strop.lowering.lower import lower
 from strop.options import Options
+
+if TYPE_CHECKING:
+    from torch.fx import GraphModule
 
 TARGETS = {
     "cpu": Target("cpu", cpp.emit, frozenset({"linear", "matmul"})),
@@ -32,11 +35,22 @@ class Compiled:
     plan: FusionPlan
     passes: tuple[passes.PassRecord, ...]
     seconds: Mapping[str, float]
+    imported: Graph | None = None  # before all passes, where ``options.wants_graphs``
+
+
+def compile_captured(gm: GraphModule, graph: Graph, signature: Signature, device: str,
+                     options: Options, name: str) -> Compiled:  # fmt: skip
+    """``compile_graph``, leaving its files in ``options.dump``. ``graph`` came from ``gm``."""
+    if not options.dump:
+        return compile_graph(graph, signature, device, options)
+    from strop.debug.dump import compile_and_dump
+
+    return compile_and_dump(gm, graph, signature, device, options, name)
 
 
 def compile_graph(graph: Graph, signature: Signature, device: str, options: Options) -> Compiled:
     """One functional graph -> one program for every shape. Builds no kernel yet."""
-    clock = _Clock()
+    clock, imported = _Clock(), graph if options.wants_graphs else None
     graph, records = passes.run(graph, options)  # rewrite to canonical form, lay out memory
     clock.lap("passes")
     fusion = plan(graph)  # which nodes share a kernel
@@ -47,7 +61,7 @@ def compile_graph(graph: Graph, signature: Signature, device: str, options: Opti
     clock.lap("lowering")
     program = assemble(graph, fusion, lowered, signature, TARGETS[device])
     clock.lap("codegen")
-    return Compiled(program, graph, fusion, records, clock.seconds)
+    return Compiled(program, graph, fusion, records, clock.seconds, imported)
 
 
 class _Clock:
