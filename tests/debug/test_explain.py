@@ -16,7 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import strop
 from strop.api import dispatchers_of
-from strop.debug.explain import bandwidth_of, explain, num_recompiles, operator_of
+from strop.debug.costs import machine
+from strop.debug.explain import explain, num_recompiles, operator_of
 from strop.errors import OptionError
 from strop.ir.graph import Ref
 from strop.runtime.executor import Bound
@@ -148,7 +149,7 @@ def test_function_bytes() -> None:
     assert report.components[0].name == "scaled"
     assert kernel.bytes_moved == 2 * 8 * 16 * 4
     assert kernel.estimated_us == pytest.approx(
-        kernel.bytes_moved / bandwidth_of("CPU") * 1e6, 0.01
+        kernel.bytes_moved / machine("CPU").bandwidth * 1e6, 0.01
     )
     assert kernel.name in kernel.source
     assert (report.num_launches, report.num_opaque_calls, report.calls) == (1, 0, {})
