@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 import strop
-from strop.cli import bench, env, explain, generate
+from strop.cli import bench, cache, cases, env, explain, generate
 
 __all__ = ["app", "main"]
 
@@ -24,8 +24,12 @@ app = typer.Typer(
 )
 app.command("generate", epilog=generate.EXAMPLES)(generate.command)
 app.command("explain", epilog=explain.EXAMPLES)(explain.command)
+app.command("repro", epilog=cases.REPRO_EXAMPLES)(cases.repro)
+app.command("minify", epilog=cases.MINIFY_EXAMPLES)(cases.minify)
+app.command("bisect", epilog=cases.BISECT_EXAMPLES)(cases.bisect)
 app.command("env", epilog=env.EXAMPLES)(env.command)
 app.add_typer(bench.app, name="bench")
+app.add_typer(cache.app, name="cache")
 
 
 def _version(wanted: bool) -> None:

@@ -7,7 +7,7 @@ traced sizes, unless they are given.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,6 @@ from torch import Tensor
 import strop
 from strop.backend import Compiled, compile_graph
 from strop.codegen.assemble import Signature
-from strop.debug.reference import evaluate, input_values
 from strop.errors import CacheError, OptionError
 from strop.ir.graph import Graph, Node
 from strop.ir.program import Program
@@ -51,6 +50,11 @@ class Case:
     def compile(self, **changes: Any) -> Compiled:
         options = replace(self.options, **changes)
         return compile_graph(self.graph, self.signature, self.device, options)
+
+
+def without(options: Options, name: str) -> Options:
+    """``options`` with one more pass disabled."""
+    return replace(options, disable=(*options.disable, name))
 
 
 def to_json(case: Case) -> str:
@@ -129,8 +133,13 @@ def _drawn(node: Node, env: Mapping[str, int], generator: torch.Generator) -> Te
         value = torch.randn(shape, generator=generator)
     if node.attrs["state"] and len(shape) > 1:
         value = value / max(value[0].numel(), 1) ** 0.5
+    return laid_out(node, value, env)
+
+
+def laid_out(node: Node, value: Tensor, env: Mapping[str, int]) -> Tensor:
+    """``value`` in the dtype and memory order that the graph was traced with."""
     strides = [stride.eval(env) for stride in node.strides]
-    return torch.empty_strided(shape, strides, dtype=node.dtype).copy_(value)
+    return torch.empty_strided(value.shape, strides, dtype=node.dtype).copy_(value)
 
 
 def bind(case: Case, program: Program, arguments: Mapping[int, Tensor]
@@ -150,22 +159,6 @@ def bind(case: Case, program: Program, arguments: Mapping[int, Tensor]
 def run(case: Case, compiled: Compiled, arguments: Mapping[int, Tensor]) -> list[Any]:
     bound, inputs = bind(case, compiled.program, arguments)
     return bound.run(inputs)
-
-
-def differences(case: Case, results: Sequence[Any], arguments: Mapping[int, Tensor]) -> list[str]:
-    """A line for each result that is less accurate than docs/numerics.md allows."""
-    wanted = [item.index for item in case.signature.returned if hasattr(item, "index")]
-    outputs = [case.graph.outputs[i] for i in wanted]
-    given = input_values(case.graph, arguments)
-    eager = evaluate(outputs, given, case.env, exact=False)
-    exact = evaluate(outputs, given, case.env, exact=True)
-    found = []
-    tensors = [r for r in results if isinstance(r, Tensor)]
-    for number, (node, actual) in enumerate(zip(outputs, tensors, strict=True)):
-        text = inaccuracy(actual, eager[node], exact[node])
-        if text:
-            found.append(f"result {number} ({node.op} of {node.origin or 'the module'}): {text}")
-    return found
 
 
 def inaccuracy(actual: Tensor, eager: Tensor, exact: Tensor) -> str:

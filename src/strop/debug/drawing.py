@@ -119,6 +119,13 @@ def _box(step: StepRow, lines: Sequence[str], x: int, y: int, total: float) -> s
 
 
 def _edge(source: tuple[int, int], target: tuple[int, int], lines: Sequence[str]) -> str:
+    if source[0] == target[0] and target[1] - source[1] - _height(lines) > 2 * GAP_Y:
+        side, y1, y2 = source[0] + WIDTH, source[1] + _height(lines) - PAD, target[1] + PAD
+        out = side + GAP_X - 1  # past the boxes between
+        return (
+            f'<path d="M{side} {y1} Q{out} {y1} {out} {y1 + GAP_X} L{out} {y2 - GAP_X}'
+            f' Q{out} {y2} {side} {y2}"/>'
+        )
     x1, y1 = source[0] + WIDTH // 2, source[1] + _height(lines)
     x2, y2 = target[0] + WIDTH // 2, target[1]
     bend = max((y2 - y1) // 2, 10)
