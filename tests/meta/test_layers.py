@@ -28,7 +28,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "api": ("errors", "options", "runtime.dispatch", "diffusion", "debug.explain", "debug.report"),
     "diffusion": ("errors", "options", "api", "runtime.dispatch", "runtime.signature"),
     "models": (),
-    "debug": ("errors", "options", "api", "backend", "ir", "fusion.plan", "runtime"),
+    "debug": ("errors", "options", "api", "backend", "ir", "fusion.plan", "runtime", "testing"),
     "testing": ("errors", "options", "ir", "api"),
     "train": ("__init__", "errors", "options", "api", "models"),
     "bench": ("__init__", "errors", "options", "api", "runtime.dispatch", "debug", "models"),
@@ -56,7 +56,6 @@ EXCEPTIONS: dict[tuple[str, str], str] = {
     ("debug.bisect", "passes"): "the names in PIPELINE, to disable them one by one",
     ("debug.failure", "__init__"): "where the package lies, to name the function that raised",
     ("debug.case", "__init__"): "__version__, noted in a dump",
-    ("debug.case", "testing"): "the rule of docs/numerics.md",
     ("runtime.cubin", "codegen.triton_worker"): "the script that compiler processes run",
     ("diffusion.components", "frontend.capture"): "TensorSpec: symbolic sizes of the arguments",
 }

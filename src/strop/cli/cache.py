@@ -57,11 +57,10 @@ def list_command(
     every: Annotated[bool, typer.Option("--all", help="One line an entry.")] = False,
 ) -> None:
     """Show sizes, counts and ages by kind; with --all each entry, longest unused first."""
-    store = _store()
-    entries = store.entries() if store else []
-    if not _has_any(entries):
+    store = _filled()
+    if store is None:
         return
-    now = time.time()
+    entries, now = store.entries(), time.time()
     by_kind: dict[str, list[Entry]] = defaultdict(list)
     for entry in entries:
         by_kind[entry.kind].append(entry)
@@ -88,8 +87,8 @@ def prune(
     """Remove entries, those not used for longest first. What is missing is compiled again."""
     if size is None and age is None:
         raise typer.BadParameter("say what may stay: --size 500MB, --age 30d, or both")
-    store = _store()
-    if store is None or not _has_any(store.entries()):
+    store = _filled()
+    if store is None:
         return
     removed = store.prune(size, 0.0 if age is None else time.time() - age)
     typer.echo(f"removed {bytes_text(removed)}; {_total(store.entries())} left in {_folder()}")
@@ -99,8 +98,8 @@ def prune(
 @reported
 def verify() -> None:
     """Check every entry against its checksum and remove the broken ones, a line each."""
-    store = _store()
-    if store is None or not _has_any(store.entries()):
+    store = _filled()
+    if store is None:
         return
     for entry in (damaged := store.verify()):
         typer.echo(f"removed {entry.path}: its checksum does not hold")
@@ -112,18 +111,17 @@ def _folder() -> Path:
     return Options.from_environment().cache_path
 
 
-def _store() -> DiskCache | None:
-    """None where nothing was ever stored; looking must not create the folder."""
+def _filled() -> DiskCache | None:
+    """The cache, or one line and None where it holds nothing; looking must not create it."""
     from strop.runtime.cache import DiskCache
 
-    return DiskCache(_folder()) if _folder().is_dir() else None
-
-
-def _has_any(entries: list[Entry]) -> bool:
-    if not entries:
-        typer.echo(f"{_folder()} is empty: nothing has been compiled with this cache folder yet"
-                   " (STROP_CACHE_DIR chooses another)")  # fmt: skip
-    return bool(entries)
+    folder = _folder()
+    store = DiskCache(folder) if folder.is_dir() else None
+    if store is not None and store.entries():
+        return store
+    typer.echo(f"{folder} is empty: nothing has been compiled with this cache folder yet"
+               " (STROP_CACHE_DIR chooses another)")  # fmt: skip
+    return None
 
 
 def _total(entries: list[Entry]) -> str:

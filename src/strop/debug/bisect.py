@@ -27,14 +27,14 @@ CHANGED = 1e-9  # of the largest element: far above what fp64 loses to another o
 
 @dataclass(frozen=True, slots=True)
 class Culprit:
-    """``part``: "pass" or "step"; ``name``: the pass, or the step's title and origin."""
+    """``part``: "pass" or "step"; ``name``: of the pass, or the number of the step."""
 
     part: str
     name: str
     why: str
 
     def __str__(self) -> str:
-        return f"{self.part} {self.name}: {self.why}"
+        return self.why if self.part == "step" else f"pass {self.name}: {self.why}"
 
 
 def bisect(case: Case, arguments: Mapping[int, Tensor], failure: Failure) -> Iterator[Culprit]:
@@ -49,8 +49,7 @@ def bisect(case: Case, arguments: Mapping[int, Tensor], failure: Failure) -> Ite
         return
     bound, inputs = cases.bind(case, compiled.program, arguments)
     for finding in run_checked(bound, compiled, inputs, case.name)[1][:1]:
-        name = f"{finding.step}, {finding.title} of {finding.origin or 'the module'}"
-        yield Culprit("step", name, f"{finding.value} is {finding.what}: {finding.detail}")
+        yield Culprit("step", str(finding.step), str(finding))
 
 
 def _compiled(case: Case) -> Compiled | None:
