@@ -36,6 +36,7 @@ class Compiled:
     passes: tuple[passes.PassRecord, ...]
     seconds: Mapping[str, float]
     imported: Graph | None = None  # before all passes, where ``options.wants_graphs``
+    folder: str = ""  # where ``options.dump`` left its files
 
 
 def compile_captured(gm: GraphModule, graph: Graph, signature: Signature, device: str,

@@ -8,8 +8,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
+from torch import Tensor, nn
 from typer.testing import CliRunner
 
+import strop
 from strop.cli import app
 from strop.debug import case as cases
 from strop.debug import repro
@@ -17,6 +20,7 @@ from strop.debug.bisect import bisect
 from strop.debug.failure import CRASH, WRONG, failure_of
 from strop.debug.minify import minify, num_nodes, rebuilt
 from strop.ir.graph import compute_nodes
+from strop.options import Options
 from tests.debug import broken
 
 WRONG_SIGMOID = "1 / (2 + sp::exp(-{0}))"
@@ -129,21 +133,53 @@ def test_the_verbs(
 ) -> None:
     monkeypatch.setenv("STROP_CACHE_DIR", str(cache))
     monkeypatch.chdir(tmp_path)
-    strop = CliRunner().invoke
+    invoke = CliRunner().invoke
     for verb in ("repro", "minify", "bisect"):
-        result = strop(app, [verb, str(dump)])
+        result = invoke(app, [verb, str(dump)])
         assert result.exit_code == 1, "nothing is broken yet"
         assert "does not fail" in result.output
     broken.plant_pass(monkeypatch, "sigmoid", broken.doubles)
-    assert "STROP_DISABLE=wrong_pass" in strop(app, ["bisect", str(dump)]).output
-    result = strop(app, ["minify", str(dump), "-o", "small"])
+    assert "STROP_DISABLE=wrong_pass" in invoke(app, ["bisect", str(dump)]).output
+    result = invoke(app, ["minify", str(dump), "-o", "small"])
     assert result.exit_code == 0, result.output
     assert " nodes -> 1\n" in result.output
     assert {p.name for p in (tmp_path / "small").iterdir()} == {
         "graph.json", "inputs.safetensors", "repro.py", "01_graph.txt",
     }  # fmt: skip
-    again = strop(app, ["repro", str(dump), "-o", "small"])
+    again = invoke(app, ["repro", str(dump), "-o", "small"])
     assert (again.exit_code, "choose another folder" in again.output) == (1, True)
+
+
+class Overflows(nn.Module):
+    """Wrong only on large values, which random inputs do not have."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.sigmoid(x) + 1
+
+
+def test_real_inputs_of_a_run_that_went_wrong(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("STROP_CACHE_DIR", str(cache))
+    monkeypatch.setenv("COLUMNS", "300")
+    broken.plant_row(monkeypatch, "sigmoid", "({0} > 50 ? 0 : 1 / (1 + sp::exp(-{0})))")
+    options = Options(dump=str(tmp_path), check=True, cache_dir=str(cache))
+    module = strop.optimize(Overflows().eval(), options=options)
+    with torch.no_grad():
+        module(torch.randn(7, 5))
+        module(torch.full((9, 5), 60.0))
+    (dump,) = tmp_path.iterdir()
+    invoke = CliRunner().invoke
+    assert "does not fail" in invoke(app, ["bisect", str(dump)]).output
+    inputs = ["--inputs", str(dump / "inputs.safetensors")]
+    result = invoke(app, ["bisect", str(dump), *inputs])
+    assert result.exit_code == 0, result.output
+    assert "step 0, pointwise kernel of Overflows, is inaccurate" in result.output
+    result = invoke(app, ["repro", str(dump), "-o", str(tmp_path / "repro"), *inputs])
+    assert result.exit_code == 0, result.output
+    assert repro.reproduce(tmp_path / "repro") == 1
+    missing = invoke(app, ["bisect", str(dump), "--inputs", str(tmp_path / "no")])
+    assert (missing.exit_code, "STROP_CHECK=1" in missing.output) == (1, True)
 
 
 @pytest.mark.parametrize(

@@ -34,18 +34,26 @@ BISECT_EXAMPLES = (
 )
 Dump = Annotated[Path, typer.Argument(help="The folder of one graph in a dump, or its graph.json.")]
 Seed = Annotated[int, typer.Option(min=0, help="Draws inputs and weights.")]
+Inputs = Annotated[
+    Path | None,
+    typer.Option(
+        help="Real inputs instead of random ones: the inputs.safetensors that STROP_DUMP and "
+        "STROP_CHECK=1 leave beside a graph. They hold your weights."
+    ),
+]
 Output = Annotated[Path, typer.Option("-o", "--output", help="A new or empty folder.")]
 Where = Annotated[Device, typer.Option(help="Compile for this device; auto: the one in the dump.")]
 
 
 @reported
-def repro(dump: Dump, output: Output = Path("repro"), seed: Seed = 0, device: Where = Device.auto
-          ) -> None:  # fmt: skip
+def repro(dump: Dump, output: Output = Path("repro"), seed: Seed = 0, inputs: Inputs = None,
+          device: Where = Device.auto) -> None:  # fmt: skip
     """Write a script and inputs that show how a dumped graph fails, to hand on in a bug report.
 
-    Inputs and weights are random: nothing of your model but its graph is in the folder.
+    Without --inputs they are random, weights too: then nothing of your model but its graph is in
+    the folder.
     """
-    case, arguments = _open(dump, seed, device, output)
+    case, arguments = _open(dump, seed, device, output, inputs)
     failure = _failure(case, arguments)
     _write(case, arguments, failure, output)
 
@@ -82,9 +90,10 @@ def minify(dump: Dump, output: Output = Path("minified"), seed: Seed = 0,
 
 
 @reported
-def bisect(dump: Dump, seed: Seed = 0, device: Where = Device.auto) -> None:
+def bisect(dump: Dump, seed: Seed = 0, inputs: Inputs = None, device: Where = Device.auto
+           ) -> None:  # fmt: skip
     """Name the pass, or the step of the program, that makes a dumped graph fail."""
-    case, arguments = _open(dump, seed, device)
+    case, arguments = _open(dump, seed, device, inputs=inputs)
     failure = _failure(case, arguments)
     typer.echo(str(failure))
 
@@ -99,15 +108,19 @@ def bisect(dump: Dump, seed: Seed = 0, device: Where = Device.auto) -> None:
         typer.echo("no single pass or step is to blame; strop minify finds the smallest graph")
 
 
-def _open(dump: Path, seed: int, device: Device, output: Path | None = None
-          ) -> tuple[Case, dict[int, Tensor]]:  # fmt: skip
+def _open(dump: Path, seed: int, device: Device, output: Path | None = None,
+          inputs: Path | None = None) -> tuple[Case, dict[int, Tensor]]:  # fmt: skip
     if output is not None and output.exists() and (output.is_file() or any(output.iterdir())):
         raise CommandError(f"{output} is there already; choose another folder with -o")
 
     from strop.debug import case as cases
 
     case = cases.load(dump, "" if device is Device.auto else device.value)
-    return case, cases.random_inputs(case, seed)
+    if inputs is None:
+        return case, cases.random_inputs(case, seed)
+    from strop.debug.repro import read_inputs
+
+    return read_inputs(case, inputs)
 
 
 def _failure(case: Case, arguments: Mapping[int, Tensor]) -> Failure:
@@ -116,8 +129,9 @@ def _failure(case: Case, arguments: Mapping[int, Tensor]) -> Failure:
     failure = failure_of(case, arguments)
     if failure is None:
         raise CommandError(
-            f"{case.name} does not fail: it compiles, and on random inputs its results are as"
-            " accurate as eager's. Other inputs: --seed. Real ones: STROP_CHECK=1 on your model."
+            f"{case.name} does not fail: it compiles, and its results are as"
+            " accurate as eager's. Other inputs: --seed N, or --inputs FILE"
+            " (STROP_DUMP and STROP_CHECK=1 on your model save those of a run that goes wrong)."
         )
     return failure
 

@@ -17,8 +17,8 @@ from strop import passes
 from strop.backend import Compiled
 from strop.debug import case as cases
 from strop.debug.case import Case
-from strop.debug.check import run_checked
-from strop.debug.failure import CRASH, CRASHES, Failure, failure_of
+from strop.debug.check import judged
+from strop.debug.failure import CRASH, CRASHES, WRONG, Failure, failure_of
 from strop.debug.reference import evaluate, input_values
 from strop.ir.graph import Graph
 
@@ -48,7 +48,10 @@ def bisect(case: Case, arguments: Mapping[int, Tensor], failure: Failure) -> Ite
     if compiled is None or failure.kind == CRASH:
         return
     bound, inputs = cases.bind(case, compiled.program, arguments)
-    for finding in run_checked(bound, compiled, inputs, case.name)[1][:1]:
+    found = judged(bound, compiled, inputs, case.name)[1]
+    if failure.kind == WRONG:  # a last place too many somewhere is not its cause
+        found = [finding for finding in found if finding.is_gross]
+    for finding in found[:1]:
         yield Culprit("step", str(finding.step), str(finding))
 
 

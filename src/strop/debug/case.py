@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from strop.testing import assert_as_accurate_as_eager
 
 FILE = "graph.json"
 _FORMAT = 1
+_GROSS = 10.0  # times the error of eager and the last place
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,11 +42,11 @@ class Case:
     device: str
     options: Options
     name: str = "graph"
+    sizes: Mapping[str, int] = field(default_factory=dict)  # to run at; empty: the traced ones
 
     @property
     def env(self) -> Mapping[str, int]:
-        """The sizes it was traced with."""
-        return self.graph.hints
+        return self.sizes or self.graph.hints
 
     def compile(self, **changes: Any) -> Compiled:
         options = replace(self.options, **changes)
@@ -64,6 +65,7 @@ def to_json(case: Case) -> str:
         "name": case.name,
         "device": case.device,
         "disable": list(case.options.disable),
+        "sizes": dict(case.sizes),
         "graph": graph_to_json(case.graph),
         "returned": encode(tuple(case.signature.returned)),
         "guards": encode(case.signature.guards),
@@ -79,7 +81,7 @@ def from_json(text: str) -> Case:
         signature = Signature(decode(value["returned"]), decode(value["guards"]))
         options = Options.from_environment(disable=tuple(value["disable"]), dump="")
         return Case(graph_from_json(value["graph"]), signature, str(value["device"]), options,
-                    str(value["name"]))  # fmt: skip
+                    str(value["name"]), dict(value["sizes"]))  # fmt: skip
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CacheError(f"this is no graph that strop has dumped: {error!r}") from error
 
@@ -159,6 +161,18 @@ def bind(case: Case, program: Program, arguments: Mapping[int, Tensor]
 def run(case: Case, compiled: Compiled, arguments: Mapping[int, Tensor]) -> list[Any]:
     bound, inputs = bind(case, compiled.program, arguments)
     return bound.run(inputs)
+
+
+def is_gross(actual: Tensor, eager: Tensor, exact: Tensor) -> bool:
+    """Whether the error is no matter of rounding."""
+    if actual.shape != eager.shape or not actual.is_floating_point():
+        return True
+    finite = torch.isfinite(eager)
+    if not torch.equal(torch.isfinite(actual), finite):
+        return True
+    own, base, scale = (x[finite].double() for x in (actual - exact, eager - exact, exact))
+    ulp = torch.finfo(actual.dtype).eps * scale.norm()
+    return bool(own.norm() > _GROSS * (base.norm() + ulp))
 
 
 def inaccuracy(actual: Tensor, eager: Tensor, exact: Tensor) -> str:

@@ -12,13 +12,14 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from strop.backend import Compiled
-from strop.debug.case import inaccuracy
+from strop.debug.case import inaccuracy, is_gross
 from strop.debug.listing import type_text
 from strop.debug.reference import evaluate, is_random
 from strop.debug.steps import Planned, planned_steps
@@ -30,7 +31,7 @@ from strop.testing import MAX_FACTOR, MAX_ULPS
 
 log = logging.getLogger("strop")
 INACCURATE, NONFINITE = "inaccurate", "not finite"
-FEW = 256  # elements: too few for the RMS of eager's error to say much
+FEW = 1024  # elements: too few for the RMS of eager's error to say much
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +44,7 @@ class Finding:
     origins: tuple[str, ...]  # modules whose nodes it computes, that of the value first
     value: str  # the node, and its type
     detail: str
+    is_gross: bool  # no matter of rounding
 
     def __str__(self) -> str:
         origin, *others = self.origins
@@ -55,7 +57,33 @@ class Finding:
 
 def run_checked(bound: Bound, compiled: Compiled, inputs: Sequence[Tensor], name: str
                 ) -> tuple[list[Any], list[Finding]]:  # fmt: skip
-    """Run once with every step judged. Logs the first finding of each kind; returns them all."""
+    """Run once with every step judged. Logs the first finding of each kind; returns them all.
+
+    Where the graph was dumped, the inputs of a run with findings go to its folder.
+    """
+    results, findings = judged(bound, compiled, inputs, name)
+    for what in (INACCURATE, NONFINITE):
+        first = next((f for f in findings if f.what == what), None)
+        if first is not None:
+            log.warning("check of %s: %s", name, first)
+    log.info("check of %s: %d steps, %d findings", name, len(compiled.program.steps),
+             len(findings))  # fmt: skip
+    if findings and compiled.folder:
+        from strop.debug.repro import save_inputs
+
+        arguments = {**dict(enumerate(bound.state)), **_by_index(bound, inputs)}
+        file = save_inputs(arguments, bound.env, Path(compiled.folder))
+        log.warning("check of %s: its inputs are in %s, for strop bisect --inputs", name, file)
+    return results, findings
+
+
+def _by_index(bound: Bound, inputs: Sequence[Tensor]) -> dict[int, Tensor]:
+    indices = [i for i, spec in enumerate(bound.program.inputs) if not spec.is_state]
+    return dict(zip(indices, inputs, strict=True))
+
+
+def judged(bound: Bound, compiled: Compiled, inputs: Sequence[Tensor], name: str
+           ) -> tuple[list[Any], list[Finding]]:  # fmt: skip
     judge = _Judge(bound, compiled)
     with _progress(name, len(judge.steps)) as show:
 
@@ -68,17 +96,7 @@ def run_checked(bound: Bound, compiled: Compiled, inputs: Sequence[Tensor], name
             results = bound.run(inputs)
         finally:
             bound.around = None
-    _log(name, judge)
     return results, judge.findings
-
-
-def _log(name: str, judge: _Judge) -> None:
-    for what in (INACCURATE, NONFINITE):
-        first = next((f for f in judge.findings if f.what == what), None)
-        if first is not None:
-            log.warning("check of %s: %s", name, first)
-    log.info("check of %s: %d steps, %d findings, %d steps without a reference", name,
-             len(judge.steps), len(judge.findings), judge.num_unjudged)  # fmt: skip
 
 
 class _Judge:
@@ -88,14 +106,12 @@ class _Judge:
         self.bound, self.env = bound, bound.env
         self.steps = planned_steps(compiled)
         self.findings: list[Finding] = []
-        self.num_unjudged = 0
         self._held: dict[Node, int] = {n: i for i, n in enumerate(compiled.graph.inputs)}
 
     def around(self, position: int, run: Callable[[], None]) -> None:
         planned = self.steps[position]
         wanted = tuple(planned.made)
         if not wanted or any(map(is_random, _calls(planned))):
-            self.num_unjudged += 1
             run()
             self._held.update(planned.made)
             return
@@ -130,13 +146,14 @@ class _Judge:
             _is_rounding(actual, eager, exact) or self._is_cancellation(node, actual, exact, given)
         )
         if text and not is_rounding:
-            self._find(INACCURATE, planned, node, text)
+            self._find(INACCURATE, planned, node, text, is_gross(actual, eager, exact))
         if _finite(actual) or not all(map(_finite, given.values())):
             return
         count = int((~torch.isfinite(actual)).sum())
         self._find(NONFINITE, planned, node,
                    f"{count} of {actual.numel()} elements, from finite operands"
-                   f"{'' if _finite(eager) else '; so they are in torch'}")  # fmt: skip
+                   f"{'' if _finite(eager) else '; so they are in torch'}",
+                   not _finite(eager) or is_gross(actual, eager, exact))  # fmt: skip
 
     def _is_cancellation(self, node: Node, actual: Tensor, exact: Tensor,
                          given: Mapping[Node, Tensor]) -> bool:  # fmt: skip
@@ -150,11 +167,14 @@ class _Judge:
         limit = torch.finfo(node.dtype).eps * scale
         return bool(((actual.double() - exact).abs() <= limit).all())
 
-    def _find(self, what: str, planned: Planned, node: Node, detail: str) -> None:
+    def _find(self, what: str, planned: Planned, node: Node, detail: str,
+              gross: bool) -> None:  # fmt: skip
         nodes = planned.plan.nodes if isinstance(planned.plan, Group) else (planned.plan,)
         origins = tuple(dict.fromkeys([node.origin, *(n.origin for n in nodes)]))
         value = f"{node.op} {type_text(node)}"
-        self.findings.append(Finding(what, planned.number, planned.title, origins, value, detail))
+        self.findings.append(
+            Finding(what, planned.number, planned.title, origins, value, detail, gross)
+        )
 
 
 def _is_rounding(actual: Tensor, eager: Tensor, exact: Tensor) -> bool:

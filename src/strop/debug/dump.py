@@ -9,6 +9,7 @@
   kernels/*.py | *.cpp  generated code
   program.json, program.txt
   run.py                runs the program with random inputs
+  inputs.safetensors    of a run in which Options.check found something, weights included
   error.txt             only where compilation failed
 """
 
@@ -17,6 +18,7 @@ from __future__ import annotations
 import itertools
 import re
 import traceback
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -61,7 +63,7 @@ def compile_and_dump(gm: GraphModule, graph: Graph, signature: Signature, device
         raise
     write_stages(compiled, folder)
     _write(folder / "run.py", _RUN.format(sizes=dict(graph.hints)))
-    return compiled
+    return replace(compiled, folder=str(folder))
 
 
 def write_stages(compiled: Compiled, folder: Path) -> None:

@@ -7,12 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 import strop
 from strop.debug import case as cases
-from strop.debug.case import Case, inaccuracy
+from strop.debug.case import Case, inaccuracy, is_gross
 from strop.debug.reference import evaluate, input_values, is_random
 from strop.errors import OptionError, StropError
 from strop.ir.graph import Node, Ref
@@ -21,7 +20,6 @@ from strop.ir.graph import Node, Ref
 CRASHES = (StropError, AssertionError, ValueError, TypeError, LookupError, AttributeError,
            RuntimeError, RecursionError, ArithmeticError)  # fmt: skip
 CRASH, WRONG, INACCURATE = "crash", "wrong", "inaccurate"
-_GROSS = 10.0  # times the error of eager and the last place: not a matter of rounding
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,21 +68,10 @@ def wrong_results(case: Case, results: list[Tensor], arguments: Mapping[int, Ten
     for number, (node, actual) in enumerate(zip(outputs, results, strict=True)):
         text = inaccuracy(actual, eager[node], exact[node])
         if text:
-            kind = WRONG if _is_gross(actual, eager[node], exact[node]) else INACCURATE
+            kind = WRONG if is_gross(actual, eager[node], exact[node]) else INACCURATE
             return Failure(kind, "", f"result {number}, {_name(node)}: {text}")
     return None
 
 
 def _name(node: Node) -> str:
     return f"{node.op} of {node.origin or 'the module'}"
-
-
-def _is_gross(actual: Tensor, eager: Tensor, exact: Tensor) -> bool:
-    if actual.shape != eager.shape or not actual.is_floating_point():
-        return True
-    finite = torch.isfinite(eager)
-    if not torch.equal(torch.isfinite(actual), finite):
-        return True
-    own, base, scale = (x[finite].double() for x in (actual - exact, eager - exact, exact))
-    ulp = torch.finfo(actual.dtype).eps * scale.norm()
-    return bool(own.norm() > _GROSS * (base.norm() + ulp))

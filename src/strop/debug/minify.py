@@ -51,14 +51,15 @@ class _Search:
     def try_graph(self, graph: Graph) -> bool:
         """Keep ``graph`` if it fails."""
         returned = tuple(Ref(i) for i in range(len(graph.outputs)))
-        candidate = replace(
-            self.best, graph=graph, signature=Signature(returned, self.best.signature.guards)
-        )
+        signature = Signature(returned, self.best.signature.guards)
+        return self.try_case(replace(self.best, graph=graph, signature=signature))
+
+    def try_case(self, candidate: Case) -> bool:
         self.progress.tries += 1
         failed = self.fails(candidate)
         if failed:
             self.best = candidate
-            self.progress.num_nodes = num_nodes(graph)
+            self.progress.num_nodes = num_nodes(candidate.graph)
         self.watch(self.progress)
         return failed
 
@@ -119,7 +120,7 @@ class _Search:
                 env = {**self.best.env, name: value}
                 if value >= self.best.env[name] or not _allows(self.best, env):
                     continue
-                if self.try_graph(replace(self.best.graph, hints=env)):
+                if self.try_case(replace(self.best, sizes=env)):
                     break
 
 

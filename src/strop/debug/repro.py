@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
-from safetensors.torch import load_file, save_file
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 from strop.debug import case as cases
@@ -33,17 +36,40 @@ if __name__ == "__main__":
 def write(case: Case, arguments: Mapping[int, Tensor], about: str, folder: Path) -> Path:
     """The script; its folder may be moved."""
     cases.save(case, folder)
-    save_file({f"argument{n}": t.cpu().contiguous() for n, t in arguments.items()},
-              str(folder / INPUTS))  # fmt: skip
+    save_inputs(arguments, case.env, folder)
     (folder / "01_graph.txt").write_text(graph_text(case.graph), encoding="utf-8")
     script = folder / "repro.py"
     script.write_text(_SCRIPT.format(about=about.replace("\\", "\\\\")), encoding="utf-8")
     return script
 
 
-def read_inputs(case: Case, file: Path) -> dict[int, Tensor]:
-    """Raises OptionError when they are not those of the case."""
-    tensors = load_file(str(file))
+def save_inputs(arguments: Mapping[int, Tensor | None], sizes: Mapping[str, int], folder: Path
+                ) -> Path:  # fmt: skip
+    """Every argument by its index, and the sizes that they have."""
+    file = folder / INPUTS
+    save_file({f"argument{n}": t.detach().cpu().contiguous().clone()
+               for n, t in arguments.items() if t is not None},
+              str(file), {"sizes": json.dumps(dict(sizes))})  # fmt: skip
+    return file
+
+
+def read_inputs(case: Case, file: Path) -> tuple[Case, dict[int, Tensor]]:
+    """The case at the sizes of the inputs. Raises OptionError when they are not those of it."""
+    if not file.is_file():
+        raise OptionError(f"there is no {file}; STROP_DUMP and STROP_CHECK=1 together write one")
+    try:
+        with safe_open(str(file), "pt") as stored:
+            sizes = json.loads((stored.metadata() or {})["sizes"])
+            tensors = {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118
+    except (SafetensorError, KeyError, ValueError) as error:
+        raise OptionError(f"{file} holds no inputs that strop has saved: {error!r}") from error
+    if set(sizes) != set(case.graph.hints):
+        raise OptionError(f"{file} has sizes {sizes}, the graph wants {sorted(case.graph.hints)}")
+    case = replace(case, sizes=sizes)
+    return case, _by_index(case, tensors, file)
+
+
+def _by_index(case: Case, tensors: Mapping[str, Tensor], file: Path) -> dict[int, Tensor]:
     found = {}
     for node in case.graph.inputs:
         index = node.attrs["index"]
@@ -60,6 +86,6 @@ def reproduce(folder: Path, device: str = "") -> int:
     """0 if the case is right by now, 1 if it still fails."""
     case = cases.load(folder, device)
     cases.torch_device(case)
-    failure = failure_of(case, read_inputs(case, folder / INPUTS))
+    failure = failure_of(*read_inputs(case, folder / INPUTS))
     print(f"fails: {failure}" if failure else "does not fail: results are as accurate as eager's")
     return 1 if failure else 0

@@ -21,11 +21,11 @@ from strop.ir.serialize import from_json
 def run_folder(folder: Path, sizes: Mapping[str, int], seed: int = 0) -> list[Any]:
     """Run program.json on inputs drawn from ``seed``, print its results and return them."""
     case = cases.load(folder)
-    if set(sizes) != set(case.env):
-        raise OptionError(f"SIZES are {sorted(case.env)}, not {sorted(sizes)}")
+    if set(sizes) != set(case.graph.hints):
+        raise OptionError(f"SIZES are {sorted(case.graph.hints)}, not {sorted(sizes)}")
     program = from_json((folder / "program.json").read_text(encoding="utf-8"))
     _check_guards(program, sizes)
-    case = replace(case, graph=replace(case.graph, hints=dict(sizes)))
+    case = replace(case, sizes=dict(sizes))
     bound, inputs = cases.bind(case, program, cases.random_inputs(case, seed))
     bound.run(inputs)
     start = time.perf_counter()

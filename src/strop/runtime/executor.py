@@ -59,6 +59,11 @@ class Bound:
         self.around: Around | None = None  # a debugger's place between the steps
 
     @property
+    def state(self) -> Sequence[Tensor | None]:
+        """Weights by argument index."""
+        return self._state
+
+    @property
     def num_launches(self) -> int:
         """Generated kernels and library calls of one run."""
         return len(self.program.steps)
