@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 import pytest
@@ -33,6 +34,40 @@ def findings(module: nn.Module, cache: Path, *args: Tensor) -> list[str]:
 def test_a_sound_unet_has_no_findings(dtype: torch.dtype, cache: Path) -> None:
     args = tiny.unet_args(2, 6, 4, 5, dtype)
     assert findings(tiny.unet().to(dtype), cache, *args) == []
+
+
+class Mutates(nn.Module):
+    """Writes into a buffer, once with a kernel's store and once with a copy."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("total", torch.zeros(4, 8))
+        self.register_buffer("turned", torch.zeros(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.total.copy_(self.total * 0.5 + x)
+        self.turned.copy_(self.turned.roll(1) + 1)
+        return (self.total + self.turned).relu()
+
+
+class Opaque(nn.Module):
+    """Several results of one call, and random numbers."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        values, indices = torch.topk(x.exp(), 3)
+        return values * 2, indices, torch.bernoulli(x.sigmoid()) + 1
+
+
+@pytest.mark.parametrize("module", [Mutates(), Opaque()], ids=lambda m: type(m).__name__)
+def test_a_sound_module_has_no_findings(
+    module: nn.Module, cache: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    compiled = torch.compile(module.eval(), backend="strop",
+                             options={"check": True, "cache_dir": str(cache)})  # fmt: skip
+    with torch.no_grad(), caplog.at_level(logging.INFO, "strop"):
+        for _ in range(2):
+            compiled(torch.randn(4, 8))
+    assert "steps, 0 findings" in caplog.text
 
 
 def test_a_wrong_row_is_found_where_it_is(

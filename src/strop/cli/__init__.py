@@ -20,7 +20,12 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
-    epilog="Exit codes: 0 done, 1 failed, 2 wrong arguments.",
+    epilog="[bold]To look inside[/]\n\n"
+    "strop explain --html report.html   [dim]# passes, fusion plan, kernels, costs[/]\n\n"
+    "[bold]When a picture is wrong[/]\n\n"
+    "STROP_CHECK=1 strop generate ...   [dim]# the first step that differs from torch[/]\n\n"
+    "STROP_DUMP=dumps strop generate ...; strop bisect dumps/001_unet\n\n"
+    "Exit codes: 0 done, 1 failed, 2 wrong arguments.",
 )
 app.command("generate", epilog=generate.EXAMPLES)(generate.command)
 app.command("explain", epilog=explain.EXAMPLES)(explain.command)

@@ -83,6 +83,7 @@ def _graph(g: GraphRow) -> str:
         "<h3>Kernels</h3>",
         _table(("kernel", "launches", "MB", "MFLOP", "us", "share", "from"), map(_kernel, kernels)),
         _table(("library call", "count"), calls),
+        _table(("opaque call, run by torch", "MB", "in"), _opaque(g)),
         _refusals(g),
         _graphs(g),
         _folded("Guards", guards),
@@ -124,6 +125,12 @@ def _costs(g: GraphRow) -> Iterable[tuple[str, ...]]:
             _number(step.flops / 1e6), _number(step.bound_us), f"{step.bound_us / total:.1%}",
             step.bound_by, escape(step.origin or "the module itself"),
         )  # fmt: skip
+
+
+def _opaque(g: GraphRow) -> Iterable[tuple[str, ...]]:
+    for step in g.steps:
+        if step.kind == "opaque":
+            yield escape(step.title), _number(step.bytes_moved / 1e6), escape(step.origin)
 
 
 def _refusals(g: GraphRow) -> str:

@@ -52,7 +52,7 @@ def input_values(graph: Graph, arguments: Mapping[int, Tensor]) -> dict[Node, Te
 
 def is_random(node: Node) -> bool:
     """Whether two runs of a node differ."""
-    return node.op == "aten" and bool(node.attrs["tag"])
+    return node.op == "aten" and bool(node.attrs.get("tag"))
 
 
 def _needed(wanted: Iterable[Node], given: Mapping[Node, Tensor]) -> set[Node]:

@@ -85,7 +85,8 @@ class Counters:
     launches: int = 0  # of the latest call
     nonfinite: list[str] = field(default_factory=list)
     fallbacks: dict[str, int] = field(default_factory=dict)
-    findings: list[str] = field(default_factory=list)  # of ``options.check``
+    checked_steps: int = 0  # by ``options.check``, and what it found
+    findings: list[str] = field(default_factory=list)
 
 
 _NUMBERS = itertools.count()
@@ -274,6 +275,7 @@ class Dispatcher:
         from strop.debug.check import run_checked
 
         results, findings = run_checked(bound, compiled, inputs, self.name)
+        self.counters.checked_steps += len(compiled.program.steps)
         self.counters.findings += map(str, findings)
         return results
 
