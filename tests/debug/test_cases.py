@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -199,6 +200,19 @@ def test_a_wrong_dump_is_named(
     result = CliRunner().invoke(app, ["bisect", str(make(tmp_path))])
     assert result.exit_code == 1
     assert message in result.output
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_a_case_of_another_device(
+    case: cases.Case, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("STROP_CACHE_DIR", str(cache))
+    monkeypatch.setenv("COLUMNS", "300")
+    cases.save(replace(case, device="cuda"), tmp_path)
+    assert "give --device cpu" in CliRunner().invoke(app, ["bisect", str(tmp_path)]).output
+    broken.plant_row(monkeypatch, "sigmoid", WRONG_SIGMOID)
+    result = CliRunner().invoke(app, ["bisect", str(tmp_path), "--device", "cpu"])
+    assert "step 2, pointwise kernel" in result.output
 
 
 def test_a_folder_of_dumps_lists_them(dump: Path) -> None:
