@@ -21,7 +21,7 @@ from torch import Tensor
 from strop.backend import Compiled
 from strop.debug.case import inaccuracy, is_gross
 from strop.debug.listing import type_text
-from strop.debug.reference import evaluate, is_random
+from strop.debug.reference import evaluate, has_reference, is_random
 from strop.debug.steps import Planned, planned_steps
 from strop.fusion.plan import Group
 from strop.ir.affine import base_of
@@ -66,8 +66,6 @@ def run_checked(bound: Bound, compiled: Compiled, inputs: Sequence[Tensor], name
         first = next((f for f in findings if f.what == what), None)
         if first is not None:
             log.warning("check of %s: %s", name, first)
-    log.info("check of %s: %d steps, %d findings", name, len(compiled.program.steps),
-             len(findings))  # fmt: skip
     if findings and compiled.folder:
         from strop.debug.repro import save_inputs
 
@@ -96,6 +94,8 @@ def judged(bound: Bound, compiled: Compiled, inputs: Sequence[Tensor], name: str
             results = bound.run(inputs)
         finally:
             bound.around = None
+    log.info("check of %s: %d steps, %d findings, %d steps without a judge", name,
+             len(judge.steps), len(judge.findings), judge.num_unjudged)  # fmt: skip
     return results, judge.findings
 
 
@@ -106,12 +106,14 @@ class _Judge:
         self.bound, self.env = bound, bound.env
         self.steps = planned_steps(compiled)
         self.findings: list[Finding] = []
+        self.num_unjudged = 0  # random, or without a reference
         self._held: dict[Node, int] = {n: i for i, n in enumerate(compiled.graph.inputs)}
 
     def around(self, position: int, run: Callable[[], None]) -> None:
         planned = self.steps[position]
         wanted = tuple(planned.made)
-        if not wanted or any(map(is_random, _calls(planned))):
+        if not wanted or not all(map(_has_judge, _nodes(planned))):
+            self.num_unjudged += 1
             run()
             self._held.update(planned.made)
             return
@@ -119,11 +121,10 @@ class _Judge:
         eager = evaluate(wanted, given, self.env, exact=False)
         exact = evaluate(wanted, given, self.env, exact=True)
         run()
-        self._held.update({n: b for n, b in planned.made.items() if b >= 0})
+        self._held.update(planned.made)
         for node, number in planned.made.items():
-            if number >= 0:
-                actual = self.bound.contents(number).reshape(eager[node].shape)
-                self._judge(planned, node, actual, eager[node], exact[node], given)
+            actual = self.bound.contents(number).reshape(eager[node].shape)
+            self._judge(planned, node, actual, eager[node], exact[node], given)
 
     def _operands(self, planned: Planned) -> Iterator[tuple[Node, int]]:
         """The values that this step finds in memory, through whatever it computes again."""
@@ -169,8 +170,7 @@ class _Judge:
 
     def _find(self, what: str, planned: Planned, node: Node, detail: str,
               gross: bool) -> None:  # fmt: skip
-        nodes = planned.plan.nodes if isinstance(planned.plan, Group) else (planned.plan,)
-        origins = tuple(dict.fromkeys([node.origin, *(n.origin for n in nodes)]))
+        origins = tuple(dict.fromkeys([node.origin, *(n.origin for n in _nodes(planned))]))
         value = f"{node.op} {type_text(node)}"
         self.findings.append(
             Finding(what, planned.number, planned.title, origins, value, detail, gross)
@@ -186,8 +186,12 @@ def _is_rounding(actual: Tensor, eager: Tensor, exact: Tensor) -> bool:
     return bool(own.abs().max() <= MAX_FACTOR * base.abs().max() + MAX_ULPS * ulp)
 
 
-def _calls(planned: Planned) -> tuple[Node, ...]:
-    return () if isinstance(planned.plan, Group) else (planned.plan,)
+def _nodes(planned: Planned) -> tuple[Node, ...]:
+    return planned.plan.nodes if isinstance(planned.plan, Group) else (planned.plan,)
+
+
+def _has_judge(node: Node) -> bool:
+    return has_reference(node.op) and not is_random(node)
 
 
 def _finite(x: Tensor) -> bool:

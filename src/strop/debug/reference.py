@@ -50,6 +50,11 @@ def input_values(graph: Graph, arguments: Mapping[int, Tensor]) -> dict[Node, Te
     }
 
 
+def has_reference(op: str) -> bool:
+    """Whether ``evaluate`` knows an operator of the table."""
+    return op in _RULES or op in ("input", "aten") or OPS[op].reference is not None
+
+
 def is_random(node: Node) -> bool:
     """Whether two runs of a node differ."""
     return node.op == "aten" and bool(node.attrs.get("tag"))
@@ -88,10 +93,9 @@ def _apply(node: Node, operands: list[Tensor], env: Env, *, exact: bool) -> Valu
 
 
 def _reduce(node: Node, x: Tensor, *, exact: bool) -> Tensor:
-    reference, more = OPS[node.op].reference, {}
+    reference = OPS[node.op].reference
     assert reference is not None, node
-    if node.op == "var":
-        more["correction"] = node.attrs["correction"]
+    more = {name: value for name, value in node.attrs.items() if name != "dims"}
     if node.op not in ("amax", "amin"):
         x = _typed(x, node.dtype, exact=exact)
     result: Tensor = reference(x, dim=node.attrs["dims"], keepdim=True, **more)

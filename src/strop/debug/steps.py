@@ -68,7 +68,8 @@ def _made(plan: Group | Node, step: Step, items: dict[Node, list[Node]]) -> dict
         return dict(zip(plan.stores, step.writes, strict=True))
     assert isinstance(step, CallStep), step
     if plan.op == "aten" and not plan.attrs["single"]:
-        return {item: step.outputs[item.attrs["index"]] for item in items.get(plan, ())}
+        made = {item: step.outputs[item.attrs["index"]] for item in items.get(plan, ())}
+        return {item: number for item, number in made.items() if number >= 0}
     return dict.fromkeys([plan], step.outputs[0]) if step.outputs else {}
 
 
