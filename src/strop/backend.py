@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from strop import passes
 from strop.codegen import cpp, triton
@@ -18,9 +18,12 @@ from strop.lowering.generic import without_sizes
 from strop.lowering.lower import lower
 from strop.options import Options
 
+if TYPE_CHECKING:
+    from torch.fx import GraphModule
+
 TARGETS = {
-    "cpu": Target("cpu", once(cpp.emit), frozenset({"linear", "matmul"})),
-    "cuda": Target("cuda", once(triton.emit), frozenset({"linear", "matmul", "conv2d"})),
+    "cpu": Target("cpu", cpp.emit, frozenset({"linear", "matmul"})),
+    "cuda": Target("cuda", triton.emit, frozenset({"linear", "matmul", "conv2d"})),
 }
 
 
@@ -33,20 +36,26 @@ class Compiled:
     plan: FusionPlan
     passes: tuple[passes.PassRecord, ...]
     seconds: Mapping[str, float]
+    imported: Graph | None = None  # before all passes, where ``options.wants_graphs``
+    folder: str = ""  # where ``options.dump`` left its files
 
 
-def compile_graph(
-    graph: Graph, signature: Signature, device: str, options: Options, *, generic: bool = False
-) -> Compiled:
-    """One functional graph -> one program for every shape. Builds no kernel yet.
+def compile_captured(gm: GraphModule, graph: Graph, signature: Signature, device: str,
+                     options: Options, name: str) -> Compiled:  # fmt: skip
+    """``compile_graph``, leaving its files in ``options.dump``. ``graph`` came from ``gm``."""
+    if not options.dump:
+        return compile_graph(graph, signature, device, options)
+    from strop.debug.dump import compile_and_dump
 
-    ``generic``: outer sizes are arguments of kernels even where the graph has them as constants,
-    so that graphs of other shapes have the same kernels.
-    """
-    target = TARGETS[device]
-    if generic:
-        target = replace(target, emit=without_sizes(target.emit))
-    clock = _Clock()
+    return compile_and_dump(gm, graph, signature, device, options, name)
+
+
+def compile_graph(graph: Graph, signature: Signature, device: str, options: Options) -> Compiled:
+    """One functional graph -> one program for every shape. Builds no kernel yet."""
+    target, generic = TARGETS[device], signature.generic
+    emit = once(target.emit)  # a model has many equal kernels
+    target = replace(target, emit=without_sizes(emit) if generic else emit)
+    clock, imported = _Clock(), graph if options.wants_graphs else None
     graph, records = passes.run(graph, options)  # rewrite to canonical form, lay out memory
     clock.lap("passes")
     fusion = plan(graph)  # which nodes share a kernel
@@ -57,7 +66,7 @@ def compile_graph(
     clock.lap("lowering")
     program = assemble(graph, fusion, lowered, signature, target)
     clock.lap("codegen")
-    return Compiled(program, graph, fusion, records, clock.seconds)
+    return Compiled(program, graph, fusion, records, clock.seconds, imported)
 
 
 class _Clock:

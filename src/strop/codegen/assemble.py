@@ -58,10 +58,15 @@ def _numbers(kernel: Kernel) -> Iterator[str]:
 
 @dataclass(frozen=True, slots=True)
 class Signature:
-    """What the frontend knows and the graph does not."""
+    """What the frontend knows and the graph does not.
+
+    ``generic``: graphs of other shapes will follow. Outer sizes then are arguments of kernels even
+    where this graph has them as constants, so that all the graphs have the same kernels.
+    """
 
     returned: Sequence[Any]  # Ref into graph.outputs, Expr, or a literal
     guards: tuple[Guard, ...]
+    generic: bool = False
 
 
 @dataclass

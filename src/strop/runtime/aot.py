@@ -19,7 +19,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._guards import detect_fake_mode
 from torch.fx import GraphModule
 
-from strop.backend import Compiled, compile_graph
+from strop.backend import Compiled, compile_captured
 from strop.codegen.assemble import Signature
 from strop.errors import OptionError, ShapeError, UnsupportedError
 from strop.frontend.importer import import_graph
@@ -100,7 +100,8 @@ def _compile(gm: GraphModule, inputs: Sequence[Any], options: Options) -> Any:
     built = library.counts[0] - before
     AOT_LOG.records.append(AotRecord(compiled, time.perf_counter() - started, built))
     roots = [_root(fx.meta["val"]) for fx in gm.graph.nodes if fx.op == "placeholder"]
-    return _boxed(AotProgram(program, library, device, roots, constants))
+    checked = compiled if options.check else None
+    return _boxed(AotProgram(program, library, device, roots, constants, checked))
 
 
 def _program(gm: GraphModule, inputs: Sequence[Any], options: Options
@@ -117,8 +118,9 @@ def _program(gm: GraphModule, inputs: Sequence[Any], options: Options
         symbols.solve(expressions, torch_hints)
         hints = symbols.root_values(torch_hints)
     imported = import_graph(gm, symbols, hints, _origins(gm))
-    compiled = compile_graph(imported.graph, Signature(imported.returned, guards),
-                             _device_of(inputs).type, options, generic=True)  # fmt: skip
+    signature = Signature(imported.returned, guards, generic=True)
+    compiled = compile_captured(gm, imported.graph, signature, _device_of(inputs).type, options,
+                                "dynamo")  # fmt: skip
     return compiled.program, compiled, imported.constants
 
 
@@ -164,10 +166,11 @@ class AotProgram:
     """A program whose every argument, weights too, comes with the call."""
 
     def __init__(self, program: Program, library: KernelLibrary, device: torch.device,
-                 roots: Sequence[Any], constants: Sequence[Tensor]) -> None:  # fmt: skip
+                 roots: Sequence[Any], constants: Sequence[Tensor],
+                 checked: Compiled | None = None) -> None:  # fmt: skip
         self.program, self.library, self.device = program, library, device
         self._is_tensor = [isinstance(r, tuple) for r in roots]
-        self._constants = list(constants)
+        self._constants, self._checked = list(constants), checked
         self._bounds: dict[Hashable, Bound] = {}
         self._workspaces: dict[int, Workspace] = {}
         self._lock = threading.Lock()
@@ -181,13 +184,19 @@ class AotProgram:
             if self.device.type == "cuda":
                 stream = torch.cuda.current_stream(self.device).cuda_stream
             bound = self._bounds.get((key, stream))
+            is_new = bound is None
             if bound is None:
                 workspace = self._workspaces.setdefault(stream, Workspace(self.device))
                 state: list[Tensor | None] = [*(None for _ in arguments), *self._constants]
                 bound = self._bounds[key, stream] = Bound(
                     self.program, self._env(arguments), state, self.library, workspace, stream
                 )
-            return bound.run(bound.in_layout(tensors))
+            inputs = bound.in_layout(tensors)
+            if is_new and self._checked is not None:
+                from strop.debug.check import run_checked
+
+                return run_checked(bound, self._checked, inputs, "dynamo")[0]
+            return bound.run(inputs)
 
     def _placed(self, tensor: Tensor) -> Tensor:
         return tensor if tensor.device == self.device else tensor.to(self.device)

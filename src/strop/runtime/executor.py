@@ -24,6 +24,7 @@ from strop.runtime.kernels import BoundKernel, KernelLibrary
 from strop.runtime.memory import Interval, plan_arena
 
 Getter = Callable[[], Tensor]
+Around = Callable[[int, Callable[[], None]], None]  # runs step n by calling what it is given
 
 
 class Workspace:
@@ -55,6 +56,12 @@ class Bound:
         self._strides = [self._eval_all(b.strides) for b in program.buffers]
         self._plan_memory()
         self._memory: Tensor | None = None
+        self.around: Around | None = None  # a debugger's place between the steps
+
+    @property
+    def state(self) -> Sequence[Tensor | None]:
+        """Weights by argument index."""
+        return self._state
 
     @property
     def num_launches(self) -> int:
@@ -274,13 +281,26 @@ class Bound:
             self._fill(number, torch.empty_strided(
                 self._shapes[number], self._strides[number], device=self._workspace.device,
                 dtype=self.program.buffers[number].dtype))  # fmt: skip
-        for step in self._steps:
-            step()
+        self._walk()
         returned = [get() for get in self._return]
         for number, buffer in enumerate(self.program.buffers):
             if buffer.kind in ("call", "result"):
                 slots[number] = None
         return returned
+
+    def _walk(self) -> None:
+        if self.around is None:
+            for step in self._steps:
+                step()
+            return
+        for position, step in enumerate(self._steps):
+            self.around(position, step)
+
+    def contents(self, number: int) -> Tensor:
+        """What buffer ``number`` holds between two steps of a run, in its logical shape."""
+        tensor = self._slots[number]
+        assert tensor is not None, number
+        return tensor
 
     def in_layout(self, tensors: Sequence[Tensor | None]) -> list[Tensor]:
         """Arguments by index -> those that ``run`` wants, copied where laid out otherwise."""
