@@ -10,11 +10,12 @@ from typing import Any
 from strop import passes
 from strop.codegen import cpp, triton
 from strop.codegen.assemble import Signature, Target, assemble
-from strop.fusion.plan import FusionPlan
-from strop.fusion.planner import plan
-from strop.ir.graph import Graph
+from strop.errors import UnsupportedError
+from strop.fusion.plan import FusionPlan, Group
+from strop.fusion.planner import computed_by, plan
+from strop.ir.graph import Graph, Node
 from strop.ir.program import Program
-from strop.lowering.lower import lower
+from strop.lowering.lower import Lowered, lower
 from strop.options import Options
 
 TARGETS = {
@@ -39,15 +40,32 @@ def compile_graph(graph: Graph, signature: Signature, device: str, options: Opti
     clock = _Clock()
     graph, records = passes.run(graph, options)  # rewrite to canonical form, lay out memory
     clock.lap("passes")
-    fusion = plan(graph)  # which nodes share a kernel
-    clock.lap("fusion")
-    stored = {node for group in fusion.groups for node in group.stores}
-    kernels = {group: lower(group, stored, graph.hints) for group in fusion.groups}
+    fusion, kernels = _planned(graph)  # which nodes share a kernel, and what each one does
     lowered = {group: (low.kernel, low.buffers, low.offsets) for group, low in kernels.items()}
-    clock.lap("lowering")
+    clock.lap("fusion")
     program = assemble(graph, fusion, lowered, signature, TARGETS[device])
     clock.lap("codegen")
     return Compiled(program, graph, fusion, records, clock.seconds)
+
+
+def _planned(graph: Graph) -> tuple[FusionPlan, dict[Group, Lowered]]:
+    """A plan whose kernels can all be written down: where indices do not divide, each node of
+    the group becomes a kernel of its own, which reads its operands from memory."""
+    apart: frozenset[Node] = frozenset()
+    while True:
+        fusion = plan(graph, apart)
+        stored = {node for group in fusion.groups for node in group.stores}
+        kernels: dict[Group, Lowered] = {}
+        for group in fusion.groups:
+            try:
+                kernels[group] = lower(group, stored, graph.hints)
+            except UnsupportedError:
+                members = computed_by(group, stored)
+                if members <= apart:
+                    raise
+                apart |= members
+        if len(kernels) == len(fusion.groups):
+            return fusion, kernels
 
 
 class _Clock:

@@ -3,6 +3,7 @@ operators with a decomposition are taken apart, and every other call stays a cal
 
 from __future__ import annotations
 
+import logging
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,14 +14,18 @@ from torch.fx import GraphModule
 from torch.fx import Node as FxNode
 
 from strop.errors import ShapeError, UnsupportedError
+from strop.frontend.creation import CREATION
 from strop.frontend.decompositions import DECOMPOSITIONS
 from strop.frontend.functional import storage_of
+from strop.frontend.indexing import INDEXING
 from strop.frontend.symbols import Symbols
-from strop.frontend.views import VIEWS
+from strop.frontend.views import COPYING, VIEWS
 from strop.ir.affine import base_of
 from strop.ir.dims import Expr, const
 from strop.ir.graph import Builder, Graph, Node, Ref, finish
 from strop.ir.ops import Kind, Op, Operands, compute_dtype, rows_for
+
+log = logging.getLogger("strop")
 
 Value = Any  # Node, a tuple of Nodes, or a literal that is not a tensor
 
@@ -190,7 +195,17 @@ def _call(importer: Importer, fx: FxNode) -> Value:
         return None  # arithmetic on sizes; users read the value from its meta
     if fx.target is operator.getitem:
         return importer.values[fx.args[0]][fx.args[1]]  # type: ignore[index]
-    for table in (VIEWS, DECOMPOSITIONS):
+    try:
+        value = _expressed(importer, fx)
+    except ShapeError as error:  # sizes that are equal, but not as polynomials
+        log.debug("%s runs in torch: %s", fx.target, error)
+        value = None
+    return opaque_call(importer, fx) if value is None else value
+
+
+def _expressed(importer: Importer, fx: FxNode) -> Value | None:
+    """The call as nodes of the graph IR, if there is a way."""
+    for table in (VIEWS, CREATION, INDEXING, DECOMPOSITIONS):
         rule = table.get(fx.target)
         value = rule(importer, fx, *fx.args, **fx.kwargs) if rule else None
         if value is not None:
@@ -200,7 +215,7 @@ def _call(importer: Importer, fx: FxNode) -> Value:
         if row.when(bound) and row.kind is not Kind.OPAQUE:
             return _pointwise(importer, fx, row, bound) if row.kind is Kind.POINTWISE else (
                 _reduction(importer, fx, row, bound))  # fmt: skip
-    return opaque_call(importer, fx)
+    return None
 
 
 def _is_tensorial(value: Any) -> bool:
@@ -278,8 +293,8 @@ def opaque_call(importer: Importer, fx: FxNode) -> Value:
     single = not isinstance(value, list | tuple)
     shape, dtype = outputs[0] if single and outputs[0] else ((), torch.uint8)
     call = importer.builder.make(
-        "aten", inputs, shape, dtype, target=str(fx.target), args=args, kwargs=kwargs,
-        outputs=outputs, single=single, tag=fx.name if _is_random(fx.target) else "",
+        "aten", inputs, shape, dtype, target=str(COPYING.get(fx.target, fx.target)), args=args,
+        kwargs=kwargs, outputs=outputs, single=single, tag=fx.name if _is_random(fx.target) else "",
     )  # fmt: skip
     if single:
         return call

@@ -34,7 +34,9 @@ def channels_last(graph: Graph, options: Options) -> Graph:
 
 
 def _relaid(b: Builder, node: Node, inputs: tuple[Node, ...], hints: Mapping[str, int]) -> Node:
-    if node.op == "input" or node.kind is Kind.VIEW or node.op in ("constant", "item"):
+    if node.kind is Kind.VIEW:
+        return _affine(b, node, inputs[0])
+    if node.op in ("input", "constant", "item"):
         return b.copy_of(node, inputs)
     order: Order = node.order
     if order is not None:
@@ -54,6 +56,12 @@ def _relaid(b: Builder, node: Node, inputs: tuple[Node, ...], hints: Mapping[str
             inputs = (_reducible(b, inputs[0], node.attrs["dims"], hints),)
         order = _order_of_largest(inputs, hints, len(node.shape))
     return b.make(node.op, inputs, node.shape, node.dtype, order=order, **node.attrs)
+
+
+def _affine(b: Builder, view: Node, x: Node) -> Node:
+    """The view over x, or over a dense copy of it where indices into x do not divide."""
+    made = b.copy_of(view, (x,))
+    return made if strided(made) else b.copy_of(view, (_contiguous(b, x, None),))
 
 
 def _reducible(b: Builder, x: Node, dims: tuple[int, ...], hints: Mapping[str, int]) -> Node:
@@ -111,7 +119,7 @@ def _order_of_largest(inputs: tuple[Node, ...], hints: Mapping[str, int], rank: 
     if view is None:
         return None
     # the innermost atom of a dim says where the dim lies; dims of size 1 sort as outermost
-    places = [dim[-1][1].eval(hints) if dim else 1 << 60 for dim in view.dims]
+    places = [abs(dim[-1][1].eval(hints)) if dim else 1 << 60 for dim in view.dims]
     if any(place == 0 for place in places):
         return None
     order = tuple(sorted(range(rank), key=lambda d: (-places[d], d)))
