@@ -1,6 +1,6 @@
 """Every way to read, copy, make and index tensors: one row a torch function.
 
-An argument is a text: sizes as names or numbers, "f4: b h" for another kind of values. ``i5`` are
+An argument is a text: sizes as names or numbers, "i5: b h" for another kind of values. ``i5`` are
 int64 indices below 5, ``m`` a bool mask, nothing floats. A row says what has become of the call:
 KERNEL (nothing but generated kernels and views), LIBRARY (torch runs it, by decision).
 """
@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+
+from strop.ir.dims import parse
 
 KERNEL, LIBRARY = "kernel", "library"
 
@@ -54,9 +56,9 @@ VIEWS: dict[str, Case] = {
     "broadcast_to": _kernel(lambda x: x[:, None].broadcast_to(x.shape[0], 3, 6) + 1, "b 6"),
     "broadcast_tensors": _kernel(lambda x, y: torch.broadcast_tensors(x, y), "b 1 h", "4 1"),
     "squeeze": _kernel(lambda x: x[:, :1].squeeze(1) + 1, "b 4 h"),
-    "squeeze_all": _kernel(lambda x: x[:, :1].squeeze() + 1, "b 4 h"),
+    "squeeze_all": _kernel(lambda x: x[:1, :1, :, :1].squeeze() + 1, "b 4 6 6"),
     "squeeze_dims": _kernel(lambda x: x[:, :1, :, :1].squeeze((1, 3)) + 1, "b 4 h 6"),
-    "unsqueeze": _kernel(lambda x: x.unsqueeze(-1) * x.unsqueeze(0), "b b"),
+    "unsqueeze": _kernel(lambda x: x.unsqueeze(-1) * x.unsqueeze(1), "b 3"),
     "slice": _kernel(lambda x: x[1:, 1:-1] + 1, "b 6 h"),
     "slice_negative": _kernel(lambda x: x[:, -3:] * x[:, -4:-1], "b 6 h"),
     "slice_step": _kernel(lambda x: x[:, ::2] * x[:, 1::2], "b 6 h"),
@@ -70,7 +72,7 @@ VIEWS: dict[str, Case] = {
     "slice_symbolic_end": _kernel(lambda x: x[:, :, : x.shape[2] // 2] + 1, "b 6 2*h"),
     "slice_negative_symbolic": _kernel(lambda x: x[:, -2:, -1:] + 1, "b h 6"),
     "select": _kernel(lambda x: x[0] + x.select(0, -1), "b 6 h"),
-    "select_last": _kernel(lambda x: x[:, -1] + x[..., 0, None], "b 6 6"),
+    "select_last": _kernel(lambda x: x[:, -1] + x[..., 0], "b 6 6"),
     "ellipsis_and_none": _kernel(lambda x: x[None, ..., 1:3, None] + 1, "b 4 h 6"),
     "narrow": _kernel(lambda x: x.narrow(1, 1, 3) + 1, "b 6 h"),
     "split": _kernel(lambda x: [p + 1 for p in x.split(2, 1)], "b 6 h"),
@@ -86,7 +88,7 @@ VIEWS: dict[str, Case] = {
     "diagonal_of_oblong": _kernel(lambda x: x.diagonal(2, 1, 2) + x.diagonal(0, 1, 2)[:, :2],
                                   "b 2 4"),
     "diag_embed": _kernel(lambda x: torch.diag_embed(x), "b 5"),
-    "trace": _kernel(lambda x: x.diagonal().sum(), "5 5"),
+    "trace": _kernel(lambda x: x.diagonal(0, 1, 2).sum(-1), "b 5 5"),
     "unfold": _kernel(lambda x: x.unfold(1, 3, 1) * 2, "b 6"),
     "unfold_step": _kernel(lambda x: x.unfold(-1, 4, 2).sum(-1), "b 4 8"),
     "unfold_computed": _kernel(lambda x: F.silu(x).unfold(1, 2, 2) + 1, "b 6"),
@@ -114,7 +116,6 @@ COPIES: dict[str, Case] = {
     "constant_pad": _kernel(lambda x: torch.constant_pad_nd(x, (1, -1), 2.0), "b 4 h"),
     "pad_reflect": _library(lambda x: F.pad(x, (1, 2, 1, 1), "reflect"), "b 4 6 6"),
     "pad_replicate": _library(lambda x: F.pad(x, (1, 2, 1, 1), "replicate") + 1, "b 4 6 6"),
-    "pad_circular": _kernel(lambda x: F.pad(x, (1, 2), "circular") + 1, "b 4 6"),
     "repeat": _kernel(lambda x: x.repeat(2, 1, 3) + 1, "b 4 h"),
     "repeat_rank": _kernel(lambda x: x.repeat(2, 1, 2), "b 4"),
     "repeat_one": _kernel(lambda x: x.repeat(1, 1) * 2, "b 4"),
@@ -139,10 +140,10 @@ COPIES: dict[str, Case] = {
         lambda x: x + torch.full((5, 5), float("-inf")).triu(1), "b 5 5"),
     "slice_scatter": _kernel(lambda x, y: torch.slice_scatter(x, y, 1, 1, 3) + 1,
                              "b 4 h", "b 2 h"),
-    "slice_scatter_step": _kernel(lambda x, y: torch.slice_scatter(x, y, 1, 1, None, 2),
+    "slice_scatter_step": _library(lambda x, y: torch.slice_scatter(x, y, 1, 1, None, 2),
                                   "b 6 h", "b 3 h"),
     "select_scatter": _kernel(lambda x, y: torch.select_scatter(x, y, 1, -1), "b 4 h", "b h"),
-    "diagonal_scatter": _kernel(lambda x, y: torch.diagonal_scatter(x, y, 0, 1, 2),
+    "diagonal_scatter": _library(lambda x, y: torch.diagonal_scatter(x, y, 0, 1, 2),
                                 "b 5 5", "b 5"),
     "meshgrid": _kernel(lambda x, y: torch.meshgrid(x, y, indexing="ij"), "b", "w"),
     "pixel_shuffle": _kernel(lambda x: F.pixel_shuffle(x, 2) + 1, "b 8 h w"),
@@ -187,7 +188,7 @@ CREATION: dict[str, Case] = {
     "empty_zeroed": _kernel(lambda x: torch.empty_like(x).zero_() + x, "b 4"),
     "eye": _kernel(lambda x: x + torch.eye(4), "b 4 4"),
     "eye_oblong": _kernel(lambda x: x + torch.eye(5, 4, dtype=torch.float64), "b 5 4"),
-    "eye_symbolic": _kernel(lambda x: x * torch.eye(x.shape[1])[:, :, None], "b h 6"),
+    "eye_symbolic": _kernel(lambda x: x[:, :, None] * torch.eye(x.shape[1])[:, :, None], "b h 6"),
     "linspace": _kernel(lambda x: x * torch.linspace(0, 1, 6), "b 6"),
     "linspace_down": _kernel(lambda x: x * torch.linspace(3.0, -2.5, 6), "b 6"),
     "linspace_symbolic": _kernel(lambda x: x * torch.linspace(-1, 1, x.shape[1])[:, None],
@@ -197,9 +198,9 @@ CREATION: dict[str, Case] = {
     "scalar_tensor": _kernel(lambda x: x * torch.scalar_tensor(0.5), "b 6"),
     "python_where": _kernel(lambda x: torch.where(x > 0, x, 2.0), "b 6"),
     "masked_fill": _kernel(lambda x, m: x.masked_fill(m, -1.0), "b 6", "m: b 6"),
-    "masked_fill_tensor": _kernel(lambda x, m: x.masked_fill(m, x.sum()), "b 6", "m: b 6"),
-    "tril_indices_mask": _kernel(
-        lambda x: torch.ones(5, 5, dtype=torch.bool).tril()[None] & (x > 0), "b 5 5"),
+    "masked_fill_tensor": _kernel(lambda x, m: x.masked_fill(m, x[0, 0]), "b 6", "m: b 6"),
+    "causal_bool_mask": _kernel(
+        lambda x: torch.where(torch.ones(5, 5, dtype=torch.bool).tril(), x, -1.0), "b 5 5"),
     "to_dtype": _kernel(lambda x: x.to(torch.float64) + x.half(), "b 6"),
     "type_as": _kernel(lambda i, x: i.type_as(x) * x, "i9: b 6", "b 6"),
 }  # fmt: skip
@@ -228,12 +229,11 @@ INDEXING: dict[str, Case] = {
     "scatter_add": _library(lambda x, i, y: x.scatter_add(1, i, y), "b 4", "i4: b 3", "b 3"),
     "scatter_reduce": _library(
         lambda x, i, y: x.scatter_reduce(1, i, y, "amax"), "b 4", "i4: b 3", "b 3"),
-    "take_along_dim": _library(
-        lambda x, i: torch.take_along_dim(x, i, 1) + 1, "b 4 h", "i4: b 3 1"),
+    "take_along_dim": _library(lambda x, i: x.take_along_dim(i, 1) + 1, "b 4", "i4: b 3"),
     "take": _library(lambda x, i: x.take(i) + 1, "b 4", "i4: 3 3"),
     "topk": _library(lambda x: x.topk(3, -1), "b 6"),
     "sort": _library(lambda x: x.sort(-1, descending=True), "b 6"),
-    "argsort": _library(lambda x: x.argsort(-1, stable=True), "b 6"),
+    "argsort": _library(lambda x: x.argsort(-1, descending=True), "b 6"),
     "cumsum": _library(lambda x: x.cumsum(1) * 2, "b 4 h"),
     "cumprod": _library(lambda x: x.cumprod(1) * 2, "b 4 h"),
     "cummax": _library(lambda x: x.cummax(1), "b 4 h"),
@@ -273,18 +273,19 @@ POOLING: dict[str, Case] = {
 CASES = VIEWS | COPIES | CREATION | INDEXING | POOLING
 
 
-def sizes_of(argument: str, env: dict[str, int]) -> tuple[str, tuple[int, ...]]:
+def sizes_of(argument: str) -> tuple[str, tuple[str, ...]]:
     """(kind of values, sizes) of an argument's text."""
-    kind, _, text = argument.rpartition(":")
-    sizes = tuple(eval(size, {}, env) for size in text.split())
-    return kind.strip(), sizes
+    kind, _, sizes = argument.rpartition(":")
+    return kind.strip(), tuple(sizes.split())
 
 
 def make(argument: str, env: dict[str, int], generator: torch.Generator,
          dtype: torch.dtype = torch.float32) -> Tensor:  # fmt: skip
-    kind, sizes = sizes_of(argument, env)
+    """Values for an argument; ``dtype`` is that of arguments of no other kind."""
+    kind, texts = sizes_of(argument)
+    sizes = tuple(parse(text).eval(env) for text in texts)
     if kind.startswith("i"):
         return torch.randint(int(kind[1:]), sizes, generator=generator)
     if kind == "m":
         return torch.rand(sizes, generator=generator) > 0.5
-    return torch.randn(sizes, generator=generator).to(dtype)
+    return (torch.randn(sizes, generator=generator) * 4).to(dtype)
