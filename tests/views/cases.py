@@ -229,7 +229,6 @@ INDEXING: dict[str, Case] = {
     "scatter_add": _library(lambda x, i, y: x.scatter_add(1, i, y), "b 4", "i4: b 3", "b 3"),
     "scatter_reduce": _library(
         lambda x, i, y: x.scatter_reduce(1, i, y, "amax"), "b 4", "i4: b 3", "b 3"),
-    "take_along_dim": _library(lambda x, i: x.take_along_dim(i, 1) + 1, "b 4", "i4: b 3"),
     "take": _library(lambda x, i: x.take(i) + 1, "b 4", "i4: 3 3"),
     "topk": _library(lambda x: x.topk(3, -1), "b 6"),
     "sort": _library(lambda x: x.sort(-1, descending=True), "b 6"),

@@ -238,3 +238,10 @@ _NAMES = frozenset(map(str, _BY_OVERLOAD))
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     """The type in which a kernel holds a value of this dtype (ATen's opmath type)."""
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+
+
+# The types that both code generators read and write.
+KERNEL_DTYPES = frozenset({
+    torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,
+    torch.float16, torch.bfloat16, torch.float32, torch.float64,
+})  # fmt: skip

@@ -28,9 +28,16 @@ def channels_last(graph: Graph, options: Options) -> Graph:
         b.origin = node.origin
         inputs = tuple(new[i] for i in node.inputs)
         new[node] = _relaid(b, node, inputs, graph.hints)
-    outputs = [_contiguous(b, new[o], o.order if o.op in ("input", "copy") else None)
-               for o in graph.outputs]  # fmt: skip
+    outputs = [_result(b, o, new) for o in graph.outputs]
     return finish(b, [new[i] for i in graph.inputs], outputs, graph.hints)
+
+
+def _result(b: Builder, node: Node, new: Mapping[Node, Node]) -> Node:
+    """What the user gets: dense, or a view of something that is."""
+    if node.kind is not Kind.VIEW:
+        return _contiguous(b, new[node], node.order if node.op in ("input", "copy") else None)
+    view = b.copy_of(node, (_result(b, node.inputs[0], new),))
+    return view if _strides(view) else _contiguous(b, new[node], None)
 
 
 def _relaid(b: Builder, node: Node, inputs: tuple[Node, ...], hints: Mapping[str, int]) -> Node:
