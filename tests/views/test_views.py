@@ -7,15 +7,12 @@ import torch
 
 from strop.backend import compile_graph
 from strop.codegen.assemble import Signature
-from strop.codegen.triton import emit
-from strop.frontend.importer import import_graph
-from strop.ir.loops import Schedule
 from strop.lowering.lower import lower
 from strop.options import Options
 from tests.codegen.kernels import Sample
 from tests.codegen.test_model_kernels import check
 from tests.frontend.tracing import trace
-from tests.views.cases import CASES, COPIES, KERNEL, VIEWS, make
+from tests.views.cases import CASES, KERNEL, make
 from tests.views.running import assert_equal, optimized
 
 ENVS = ({"b": 2, "h": 4, "w": 6}, {"b": 3, "h": 5, "w": 3}, {"b": 1, "h": 7, "w": 4})

@@ -148,7 +148,7 @@ def _aliases_as_in_eager(importer: Importer, fx: FxNode, value: Node) -> bool:
     base, storage = base_of(value), storage_of(fx)
     if base in importer.shared and importer.shared[base] != storage:
         return False
-    if value.kind is not Kind.VIEW:
+    if value.kind is not Kind.VIEW or (value.op == "reshape" and value.inputs[0] is base):
         return True
     return any(made is base and storage_of(other) == storage
                for other, made in importer.values.items())  # fmt: skip

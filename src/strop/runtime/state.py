@@ -212,8 +212,8 @@ def _read_by_place(program: Program) -> set[int]:
 
 
 def _steps_like(tensor: Tensor, strides: Sequence[int]) -> bool:
-    return all(a == b or size <= 1
-               for a, b, size in zip(tensor.stride(), strides, tensor.shape, strict=True))  # fmt: skip
+    steps = zip(tensor.stride(), strides, tensor.shape, strict=True)
+    return all(a == b or size <= 1 for a, b, size in steps)
 
 
 def _convolution_weights(program: Program) -> set[int]:
