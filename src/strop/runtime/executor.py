@@ -309,6 +309,19 @@ class Bound:
             kernel.set_pointer(place, pointer + move)
 
 
+INDEX_LIMIT = 2**31
+
+
+def needs_wide_indices(program: Program, env: Mapping[str, int]) -> bool:
+    """Whether kernels would meet more elements than they can count: those of Triton flatten axes
+    into 32-bit ids, those in C++ have 64 bits throughout."""
+    if program.device != "cuda":
+        return False
+    touched = {number for step in program.kernel_steps for number in step.buffers}
+    shapes = (program.buffers[number].shape for number in touched)
+    return any(math.prod(size.eval(env) for size in shape) >= INDEX_LIMIT for shape in shapes)
+
+
 def _nothing() -> None:
     """A kernel that has no element to write."""
 
