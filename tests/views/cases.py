@@ -93,7 +93,8 @@ VIEWS: dict[str, Case] = {
     "unfold_step": _kernel(lambda x: x.unfold(-1, 4, 2).sum(-1), "b 4 8"),
     "unfold_computed": _kernel(lambda x: F.silu(x).unfold(1, 2, 2) + 1, "b 6"),
     "real_view_dtype": _library(lambda x: x.view(torch.int32) + 1, "b 6"),
-    "as_strided": _library(lambda x: x.as_strided((2, 3), (1, 2)) + 1, "b 6"),
+    "as_strided": _library(lambda x: x.as_strided((1, 3), (1, 2)) + 1, "b 6"),
+    "as_strided_computed": _library(lambda x: F.silu(x).as_strided((1, 3), (1, 2)) + 1, "b 6"),
 }  # fmt: skip
 
 COPIES: dict[str, Case] = {

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.fx import Node as FxNode
 
+from strop.errors import UnsupportedError
 from strop.ir.dims import Expr, const
-from strop.ir.graph import Builder, Node
+from strop.ir.graph import Builder, Node, Ref
 
 if TYPE_CHECKING:
     from strop.frontend.importer import Importer
@@ -183,6 +184,21 @@ def _channel_shuffle(im: Importer, fx: FxNode, x: Any, groups: int) -> Node:
     return _split_channels(im, fx, x, parts, order, len(parts) - 1)
 
 
+def _as_strided(im: Importer, fx: FxNode, x: FxNode, size: Any, stride: Any, offset: Any = None
+                ) -> Node:  # fmt: skip
+    """Torch looks at memory itself, which has to lie as it did in eager."""
+    traced, node = x.meta["val"], im.node(x)
+    if not traced.is_contiguous() or traced._base is not None:
+        raise UnsupportedError("as_strided of what is itself a view")
+    order = tuple(range(len(node.shape)))
+    dense = im.builder.make("copy", (node,), node.shape, node.dtype, order=order)
+    arguments = (Ref(0), *map(im.literal, (size, stride, offset)))
+    result = (im.shape(fx), node.dtype)
+    return im.builder.make("aten", (dense,), *result, target="aten.as_strided.default",
+                           args=arguments, kwargs=(), outputs=(result,), single=True,
+                           tag="")  # fmt: skip
+
+
 VIEWS: dict[Any, Rule] = {
     aten.alias.default: _same,
     aten.detach.default: _same,
@@ -206,6 +222,7 @@ VIEWS: dict[Any, Rule] = {
     aten.unbind.int: _unbind,
     aten.diagonal.default: _diagonal,
     aten.unfold.default: _unfold,
+    aten.as_strided.default: _as_strided,
     # copies in eager; here another way to read, until something is stored
     aten.flip.default: _flip,
     aten.rot90.default: _rot90,
