@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Any
 from strop import passes
 from strop.codegen import cpp, triton
 from strop.codegen.assemble import Signature, Target, assemble, once
-from strop.fusion.plan import FusionPlan
-from strop.fusion.planner import plan
-from strop.ir.graph import Graph
+from strop.errors import UnsupportedError
+from strop.fusion.plan import FusionPlan, Group
+from strop.fusion.planner import computed_by, plan
+from strop.ir.graph import Graph, Node
 from strop.ir.program import Program
 from strop.lowering.generic import without_sizes
-from strop.lowering.lower import lower
+from strop.lowering.lower import Lowered, lower
 from strop.options import Options
 
 if TYPE_CHECKING:
@@ -58,15 +59,33 @@ def compile_graph(graph: Graph, signature: Signature, device: str, options: Opti
     clock, imported = _Clock(), graph if options.wants_graphs else None
     graph, records = passes.run(graph, options)  # rewrite to canonical form, lay out memory
     clock.lap("passes")
-    fusion = plan(graph)  # which nodes share a kernel
-    clock.lap("fusion")
-    stored = {node for group in fusion.groups for node in group.stores}
-    kernels = {group: lower(group, stored, graph.hints, generic=generic) for group in fusion.groups}
+    fusion, kernels = _planned(graph, generic, clock)  # which nodes share a kernel, and its loops
     lowered = {group: (low.kernel, low.buffers, low.offsets) for group, low in kernels.items()}
-    clock.lap("lowering")
     program = assemble(graph, fusion, lowered, signature, target)
     clock.lap("codegen")
     return Compiled(program, graph, fusion, records, clock.seconds, imported)
+
+
+def _planned(graph: Graph, generic: bool, clock: _Clock) -> tuple[FusionPlan, dict[Group, Lowered]]:
+    """A plan whose kernels can all be written down: where indices do not divide, each node of
+    the group becomes a kernel of its own, which reads its operands from memory."""
+    apart: frozenset[Node] = frozenset()
+    while True:
+        fusion = plan(graph, apart)
+        clock.lap("fusion")
+        stored = {node for group in fusion.groups for node in group.stores}
+        kernels: dict[Group, Lowered] = {}
+        for group in fusion.groups:
+            try:
+                kernels[group] = lower(group, stored, graph.hints, generic=generic)
+            except UnsupportedError:
+                members = computed_by(group, stored)
+                if members <= apart:
+                    raise
+                apart |= members
+        clock.lap("lowering")
+        if len(kernels) == len(fusion.groups):
+            return fusion, kernels
 
 
 class _Clock:
@@ -78,7 +97,7 @@ class _Clock:
 
     def lap(self, name: str) -> None:
         now = time.perf_counter()
-        self.seconds[name] = now - self._last
+        self.seconds[name] = self.seconds.get(name, 0.0) + now - self._last
         self._last = now
 
 

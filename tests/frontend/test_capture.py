@@ -134,11 +134,11 @@ VIEWS: dict[str, Callable[[Tensor], Any]] = {
     "cat of one": lambda x: torch.cat([F.silu(x)], 1) + 1,
     "in place": lambda x: F.silu(x).add_(1).mul_(2) + 1,
     "causal mask": lambda x: F.silu(x) + torch.full((x.shape[3],) * 2, -1.0).triu_(1).sum(0),
+    "step": lambda x: F.silu(x)[:, ::2] * 2,
+    "flip": lambda x: torch.roll(F.silu(x), 1, 1).flip(1) * 2,
 }
 UNKNOWN: dict[str, Callable[[Tensor], Any]] = {
-    "step": lambda x: F.silu(x)[:, ::2] * 2,
     "cumsum": lambda x: F.silu(x).cumsum(1) * 2,
-    "flip": lambda x: torch.roll(F.silu(x), 1, 1).flip(1) * 2,
     "sort": lambda x: F.silu(x).sort(1)[0] + F.silu(x).sort(1)[1],
     "topk": lambda x: F.silu(x).topk(2, 1).values * 2,
     "bits": lambda x: F.silu(x).view(torch.int32) + 0,
@@ -174,7 +174,7 @@ def test_compiled_functions_give_what_torch_gives(name: str, tmp_path_factory: A
     assert len(dispatcher.variants.all) == 1 or name in SPECIALISED
     assert dispatcher.counters.eager_calls == 0
     opaque = [s for s in dispatcher.variants.all[0].program.call_steps if s.op == "aten"]
-    assert bool(opaque) == (name in UNKNOWN or name in ("resize", "causal mask"))
+    assert bool(opaque) == (name in UNKNOWN or name == "resize")
 
 
 def test_values_that_decide_are_an_error():

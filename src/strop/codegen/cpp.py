@@ -131,5 +131,6 @@ def _print_column(loops: Loops) -> None:
 def _declare_step(loops: Loops) -> None:
     cols = loops.kernel.num_cols
     step = 1 + TASK_SIZE // cols.value if cols.is_const else None
-    text = str(step) if step else f"1 + {TASK_SIZE} / {loops.scalars(cols)}"
+    # cols may be empty where rows are not: a sum of nothing
+    text = str(step) if step else f"1 + {TASK_SIZE} / std::max<int64_t>({loops.scalars(cols)}, 1)"
     loops.out(f"const int64_t step = {text};")

@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -54,16 +54,25 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True)
 class Captured:
-    """A traced module. Placeholders of ``gm``: the state in ``state_names`` order, then inputs."""
+    """A traced module. Placeholders of ``gm``: the state in ``state_names`` order, then inputs.
+
+    ``guards`` are complete once the graph is imported: until then sizes are still settled.
+    """
 
     gm: GraphModule
     state_names: tuple[str, ...]
     input_specs: tuple[TensorSpec, ...]
     symbols: Symbols
-    guards: tuple[Guard, ...]
+    shape_env: ShapeEnv
+    fixed: tuple[Guard, ...]  # roots that turned out to be other sizes
     hints: Mapping[str, int]
     out_spec: pytree.TreeSpec
     origins: Mapping[str, str]  # FX node name -> module path
+
+    @property
+    def guards(self) -> tuple[Guard, ...]:
+        expressions = [guard.expr for guard in self.shape_env.guards]
+        return (*self.symbols.guards(expressions), *self.fixed)
 
 
 def named_state(module: nn.Module) -> dict[str, Tensor]:
@@ -127,14 +136,30 @@ def capture(
         make_functional(gm)
     # node.expr would give what a root was specialised to
     names = {str(root.node._expr): symbol(name) for name, root in roots.items()}
-    symbols = Symbols(dict(names))
+    symbols = Symbols(dict(names), shape_env.evaluate_expr)
+    symbols.solve((guard.expr for guard in shape_env.guards),
+                  {torch_name: hints[str(root)] for torch_name, root in names.items()})  # fmt: skip
+    solved = {str(root): symbols.names[name] for name, root in names.items()
+              if symbols.names[name] != root and symbols.names[name].roots}  # fmt: skip
     symbols.replace(shape_env.replacements)
-    fixed = [Guard(root, "==", symbols.names[name]) for name, root in names.items()
-             if symbols.names[name] != root]  # fmt: skip
-    expressions = [guard.expr for guard in shape_env.guards]
-    guards = (*symbols.guards(expressions), *fixed)
-    return Captured(gm, tuple(state), tuple(specs), symbols, guards,
-                    dict(hints), out_spec, origins)  # fmt: skip
+    fixed = tuple(Guard(root, "==", symbols.names[name]) for name, root in names.items()
+                  if symbols.names[name] != root and str(root) not in solved)  # fmt: skip
+    return Captured(gm, tuple(state), _respelled(specs, solved), symbols, shape_env, fixed,
+                    _values(hints, solved), out_spec, origins)  # fmt: skip
+
+
+def _respelled(specs: Sequence[TensorSpec], solved: Mapping[str, Expr]) -> tuple[TensorSpec, ...]:
+    """Roots that have to be multiples of something are written as such: h is 2*h_2."""
+    return tuple(replace(s, shape=tuple(str(size.substitute(solved)) for size in s.sizes))
+                 for s in specs)  # fmt: skip
+
+
+def _values(hints: Mapping[str, int], solved: Mapping[str, Expr]) -> dict[str, int]:
+    values: dict[str, int] = {}
+    for name, hint in hints.items():
+        size = solved.get(name, symbol(name))
+        values[next(iter(size.roots))] = hint // size.divisor
+    return values
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from torch.fx import Node as FxNode
 
 import strop.frontend.operators  # noqa: F401  (defines torch.ops.strop)
 from strop.errors import ShapeError
-from strop.ir.dims import Expr, const, product
+from strop.ir.dims import const, product
 from strop.ir.graph import Builder, Node
 from strop.ir.ops import compute_dtype
 
@@ -103,62 +103,6 @@ def _softmax(im: Importer, fx: FxNode, x: Any, dim: int, half_to_float: bool) ->
     return _binary(b, "div", powers, b.reduce("sum", powers, dims, wide), dtype)
 
 
-def _cat(im: Importer, fx: FxNode, tensors: Sequence[Any], dim: int = 0) -> Node:
-    nodes = [im.node(t) for t in tensors]
-    nodes = [n for n in nodes if n.shape != (const(0),)]  # torch skips the legacy empty tensor
-    dtype, shape = fx.meta["val"].dtype, im.shape(fx)
-    nodes = [im.builder.cast(n, dtype) for n in nodes]
-    if len(nodes) == 1:
-        return nodes[0]
-    return im.builder.make("cat", nodes, shape, dtype, dim=dim % len(shape))
-
-
-def _pad(im: Importer, fx: FxNode, x: Any, pad: Sequence[int], value: float = 0) -> Node | None:
-    """Constant padding as a cat of constants around the value; cropping stays opaque."""
-    node, b = im.node(x), im.builder
-    if any(not isinstance(p, int) or p < 0 for p in pad):
-        return None
-    fill = b.constant(value, node.dtype)
-    for position in range(len(pad) // 2):
-        dim = len(node.shape) - 1 - position
-        before, after = pad[2 * position : 2 * position + 2]
-        if before or after:
-            pieces = [_block(b, fill, node.shape, dim, before), node,
-                      _block(b, fill, node.shape, dim, after)]  # fmt: skip
-            kept = [p for p in pieces if p is not None]
-            shape = list(node.shape)
-            shape[dim] = shape[dim] + before + after
-            node = b.make("cat", kept, shape, node.dtype, dim=dim)
-    return node
-
-
-def _block(b: Builder, fill: Node, shape: Sequence[Expr], dim: int, width: int) -> Node | None:
-    if not width:
-        return None
-    sizes = [const(width) if d == dim else s for d, s in enumerate(shape)]
-    return b.expand(b.view_as_rank(fill, len(sizes)), sizes)
-
-
-def _arange(im: Importer, fx: FxNode, start: Any, end: Any, step: Any = 1, **_: Any) -> Node:
-    dtype = fx.meta["val"].dtype
-    return im.builder.make("iota", (), im.shape(fx), dtype, start=im.literal(start),
-                           step=im.literal(step))  # fmt: skip
-
-
-def _arange_from_zero(im: Importer, fx: FxNode, end: Any, **_: Any) -> Node:
-    return _arange(im, fx, 0, end)
-
-
-def _filled(value: float | None) -> Rule:
-    def rule(im: Importer, fx: FxNode, *args: Any, **_: Any) -> Node:
-        fill = args[1] if value is None else value
-        dtype, shape = fx.meta["val"].dtype, im.shape(fx)
-        one = im.builder.constant(im.literal(fill), dtype)
-        return im.builder.expand(im.builder.view_as_rank(one, len(shape)), shape)
-
-    return rule
-
-
 def _linear(im: Importer, fx: FxNode, x: Any, weight: Any, bias: Any = None) -> Node:
     inputs = [im.node(t) for t in (x, weight, bias) if t is not None]
     return im.builder.make("linear", inputs, im.shape(fx), inputs[0].dtype)
@@ -229,17 +173,6 @@ DECOMPOSITIONS: dict[Any, Rule] = {
     aten.native_layer_norm.default: _layer_norm,
     aten._softmax.default: _softmax,
     # several spellings of one thing
-    aten.cat.default: _cat,
-    aten.constant_pad_nd.default: _pad,
-    aten.arange.start_step: _arange,
-    aten.arange.start: _arange,
-    aten.arange.default: _arange_from_zero,
-    aten.full.default: _filled(None),
-    aten.full_like.default: _filled(None),
-    aten.zeros.default: _filled(0),
-    aten.zeros_like.default: _filled(0),
-    aten.ones.default: _filled(1),
-    aten.ones_like.default: _filled(1),
     aten.copy_.default: _copy_,
     # library anchors
     torch.ops.strop.linear.default: _linear,

@@ -3,24 +3,30 @@ operators with a decomposition are taken apart, and every other call stays a cal
 
 from __future__ import annotations
 
+import logging
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.utils._pytree as pytree
 from torch.fx import GraphModule
 from torch.fx import Node as FxNode
 
 from strop.errors import ShapeError, UnsupportedError
+from strop.frontend.creation import CREATION
 from strop.frontend.decompositions import DECOMPOSITIONS
 from strop.frontend.functional import storage_of
+from strop.frontend.indexing import INDEXING
 from strop.frontend.symbols import Symbols
-from strop.frontend.views import VIEWS
+from strop.frontend.views import COPYING, VIEWS
 from strop.ir.affine import base_of
 from strop.ir.dims import Expr, const
 from strop.ir.graph import Builder, Graph, Node, Ref, finish
-from strop.ir.ops import Kind, Op, Operands, compute_dtype, rows_for
+from strop.ir.ops import KERNEL_DTYPES, Kind, Op, Operands, compute_dtype, rows_for
+
+log = logging.getLogger("strop")
 
 Value = Any  # Node, a tuple of Nodes, or a literal that is not a tensor
 
@@ -33,6 +39,7 @@ class Importer:
     builder: Builder = field(default_factory=Builder)
     values: dict[FxNode, Value] = field(default_factory=dict)
     constants: list[torch.Tensor] = field(default_factory=list)
+    shared: dict[Node, int | None] = field(default_factory=dict)  # memory that the caller sees
 
     def node(self, fx: Any) -> Node:
         value = self.values[fx] if isinstance(fx, FxNode) else fx
@@ -102,12 +109,18 @@ def import_graph(
         elif fx.op == "get_attr":
             value = getattr(gm, fx.target).detach()
             fx.meta["val"] = value
+            if not value.dim() and value.dtype in KERNEL_DTYPES:
+                importer.values[fx] = importer.builder.constant(value.item(), value.dtype)
+                continue
             inputs.append(_input(importer, fx, num_placeholders + len(importer.constants), True))
             importer.constants.append(value)
         elif fx.op == "call_function":
             importer.values[fx] = _call(importer, fx)
         elif fx.op == "output":
             returned = fx.args[0]
+    for fx in nodes:
+        if fx.op == "placeholder" and fx in importer.values:
+            importer.shared[importer.values[fx]] = storage_of(fx)
     outputs: list[Node] = []
     result = [_returned(importer, item, outputs) for item in returned]
     graph = finish(importer.builder, inputs, outputs, hints)
@@ -117,30 +130,46 @@ def import_graph(
 def _returned(importer: Importer, item: Any, outputs: list[Node]) -> Any:
     value = importer.values.get(item, item) if isinstance(item, FxNode) else item
     if isinstance(value, Node):
-        outputs.append(_unaliased(_in_user_order(importer, item, value), importer, item))
+        if not _aliases_as_in_eager(importer, item, value):
+            value = _copied(importer, item, value, len(outputs))
+        elif value.kind is not Kind.VIEW:
+            value = _in_user_order(importer, item, value)
+        importer.shared.setdefault(base_of(value), storage_of(item))
+        outputs.append(value)
         return Ref(len(outputs) - 1)
     return importer.literal(item)
 
 
-def _unaliased(value: Node, importer: Importer, fx: FxNode) -> Node:
-    """A result that eager would not give as a view of an argument is none here either."""
-    base = base_of(value)
-    given = {importer.values[p]: p for p in fx.graph.nodes if p.op == "placeholder"
-             and p in importer.values}  # fmt: skip
-    if base not in given or storage_of(given[base]) == storage_of(fx):
-        return value
-    return importer.builder.make("copy", (value,), value.shape, value.dtype, order=value.order)
+def _aliases_as_in_eager(importer: Importer, fx: FxNode, value: Node) -> bool:
+    """Whether the value may be given as it is: memory is shared where eager shares it.
+
+    Clones, flips and repeats are views here; of an argument or another result they are none.
+    """
+    base, storage = base_of(value), storage_of(fx)
+    if base in importer.shared and importer.shared[base] != storage:
+        return False
+    if value.kind is not Kind.VIEW or (value.op == "reshape" and value.inputs[0] is base):
+        return True
+    return any(made is base and storage_of(other) == storage
+               for other, made in importer.values.items())  # fmt: skip
+
+
+def _copied(importer: Importer, fx: FxNode, value: Node, number: int) -> Node:
+    """In memory of its own, laid out as eager would."""
+    return importer.builder.make("copy", (value,), value.shape, value.dtype,
+                                 order=_user_order(importer, fx, value), result=number)  # fmt: skip
 
 
 def _in_user_order(importer: Importer, fx: FxNode, value: Node) -> Node:
     """The result as eager would lay it out; contiguous needs no word."""
-    try:
-        order = memory_order(importer.symbols.shape(fx.meta["val"].stride()), value.shape)
-    except ShapeError:
-        return value  # a strided view: returned as whatever it is
+    order = _user_order(importer, fx, value)
     if order is None or value.op == "input":
         return value
     return importer.builder.make("copy", (value,), value.shape, value.dtype, order=order)
+
+
+def _user_order(importer: Importer, fx: FxNode, value: Node) -> tuple[int, ...] | None:
+    return _order_or_contiguous(importer.symbols.shape(fx.meta["val"].stride()), value.shape)
 
 
 def _input(importer: Importer, fx: FxNode, index: int, is_state: bool) -> Node:
@@ -190,7 +219,19 @@ def _call(importer: Importer, fx: FxNode) -> Value:
         return None  # arithmetic on sizes; users read the value from its meta
     if fx.target is operator.getitem:
         return importer.values[fx.args[0]][fx.args[1]]  # type: ignore[index]
-    for table in (VIEWS, DECOMPOSITIONS):
+    try:
+        value = _expressed(importer, fx)
+    except ShapeError as error:  # sizes that are equal, but not as polynomials
+        log.debug("%s runs in torch: %s", fx.target, error)
+        value = None
+    return opaque_call(importer, fx) if value is None else value
+
+
+def _expressed(importer: Importer, fx: FxNode) -> Value | None:
+    """The call as nodes of the graph IR, if there is a way."""
+    if not all(_is_for_kernels(x) for x in (fx, *fx.all_input_nodes)):
+        return None
+    for table in (VIEWS, CREATION, INDEXING, DECOMPOSITIONS):
         rule = table.get(fx.target)
         value = rule(importer, fx, *fx.args, **fx.kwargs) if rule else None
         if value is not None:
@@ -200,7 +241,13 @@ def _call(importer: Importer, fx: FxNode) -> Value:
         if row.when(bound) and row.kind is not Kind.OPAQUE:
             return _pointwise(importer, fx, row, bound) if row.kind is Kind.POINTWISE else (
                 _reduction(importer, fx, row, bound))  # fmt: skip
-    return opaque_call(importer, fx)
+    return None
+
+
+def _is_for_kernels(fx: FxNode) -> bool:
+    """Complex, quantised and 8-bit float tensors stay in torch."""
+    values = pytree.tree_leaves(fx.meta.get("val"))
+    return all(v.dtype in KERNEL_DTYPES for v in values if isinstance(v, torch.Tensor))
 
 
 def _is_tensorial(value: Any) -> bool:
@@ -279,8 +326,8 @@ def opaque_call(importer: Importer, fx: FxNode) -> Value:
     single = not isinstance(value, list | tuple)
     shape, dtype = outputs[0] if single and outputs[0] else ((), torch.uint8)
     call = importer.builder.make(
-        "aten", inputs, shape, dtype, target=str(fx.target), args=args, kwargs=kwargs,
-        outputs=outputs, single=single, tag=fx.name if _is_random(fx.target) else "",
+        "aten", inputs, shape, dtype, target=str(COPYING.get(fx.target, fx.target)), args=args,
+        kwargs=kwargs, outputs=outputs, single=single, tag=fx.name if _is_random(fx.target) else "",
     )  # fmt: skip
     if single:
         return call

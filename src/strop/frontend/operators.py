@@ -146,9 +146,12 @@ def _trains(x: Tensor) -> bool:
 def _call_pad(x: Tensor, pad: Sequence[int], mode: str = "constant", value: float | None = None
               ) -> Tensor:  # fmt: skip
     """Constant padding as a cat of constants: torch's own kernel fixes every size."""
-    if mode != "constant" or any(p < 0 for p in pad):
+    if mode != "constant":
         return F.pad(x, pad, mode, value)
     for dim, (before, after) in enumerate(zip(pad[::2], pad[1::2], strict=True), 1):
+        if before < 0 or after < 0:  # cropped
+            start, end = max(-before, 0), x.shape[-dim] - max(-after, 0)
+            x, before, after = x.narrow(-dim, start, end - start), max(before, 0), max(after, 0)
         shape = list(x.shape)
         sides = [torch.full([*shape[:-dim], width, *shape[len(shape) - dim + 1 :]], value or 0,
                             dtype=x.dtype, device=x.device)
@@ -158,11 +161,25 @@ def _call_pad(x: Tensor, pad: Sequence[int], mode: str = "constant", value: floa
     return x
 
 
+def _call_constant_pad(x: Tensor, pad: Sequence[int], value: float = 0) -> Tensor:
+    return _call_pad(x, pad, "constant", value)
+
+
+def _call_squeeze(x: Tensor, dim: Any = None) -> Tensor:
+    """Whether a size is 1 is asked aloud: torch's own rule takes symbolic ones for larger."""
+    dims = range(x.dim()) if dim is None else (dim,) if isinstance(dim, int) else dim
+    result: Tensor = torch.ops.aten.squeeze.dims(x, [d for d in dims if x.shape[d] == 1])
+    return result
+
+
 # made of torch's own operators, so that gradients come by themselves
 COMPOSITES: dict[Callable[..., Any], Callable[..., Tensor]] = {
     F.interpolate: _call_interpolate,
     F.pad: _call_pad,
     torch._C._nn.pad: _call_pad,
+    torch.constant_pad_nd: _call_constant_pad,
+    torch.squeeze: _call_squeeze,
+    Tensor.squeeze: _call_squeeze,
 }
 RETARGET: dict[Callable[..., Any], Callable[..., Tensor]] = {
     **COMPOSITES,

@@ -7,7 +7,7 @@ size is a plain polynomial again.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
@@ -20,6 +20,7 @@ from torch.utils._sympy.functions import (
     FloorDiv,
     IntTrueDiv,
     Max,
+    Min,
     Mod,
     PythonMod,
     ToFloat,
@@ -30,7 +31,7 @@ from strop.errors import UnsupportedError
 from strop.ir.dims import Expr, const, symbol, to_expr
 from strop.ir.program import Guard
 
-SYMPY_MAX = (sympy.Max, Max)
+SYMPY_MAX, SYMPY_MIN = (sympy.Max, Max), (sympy.Min, Min)
 _RELATIONS = {
     sympy.Eq: "==", sympy.Ne: "!=", sympy.Lt: "<", sympy.Le: "<=", sympy.Gt: ">", sympy.Ge: ">=",
 }  # fmt: skip
@@ -38,9 +39,13 @@ _RELATIONS = {
 
 @dataclass
 class Symbols:
-    """Converts sympy sizes. ``names`` maps torch's symbol names to root names of our own."""
+    """Converts sympy sizes. ``names`` maps torch's symbol names to root names of our own.
+
+    ``decide`` settles a relation of sizes as it is at the traced sizes, and guards on it.
+    """
 
     names: dict[str, Expr] = field(default_factory=dict)
+    decide: Callable[[Any], bool] | None = None
     _memo: dict[Any, Expr] = field(default_factory=dict)
 
     def size(self, value: int | torch.SymInt | Any) -> Expr:
@@ -57,9 +62,9 @@ class Symbols:
     def _convert(self, e: Any) -> Expr:
         if isinstance(e, sympy.Integer):
             return const(int(e))
-        if isinstance(e, sympy.Symbol) and symbol_is_type(e, SymT.UNBACKED_INT):
-            raise UnsupportedError(f"size {e} depends on the values of a tensor")
         if isinstance(e, sympy.Symbol):
+            if symbol_is_type(e, SymT.UNBACKED_INT):
+                raise UnsupportedError(f"size {e} depends on the values of a tensor")
             return self.names.get(e.name, symbol(e.name))
         if isinstance(e, sympy.Pow) and isinstance(e.exp, sympy.Integer) and e.exp > 0:
             return self._multiplied([e.base] * int(e.exp))
@@ -69,11 +74,24 @@ class Symbols:
             return sum((self.size(a) for a in e.args), start=const(0))
         if isinstance(e, FloorDiv | CleanDiv):
             return self._floor_div(*e.args)
-        if isinstance(e, SYMPY_MAX) and sympy.S.One in e.args and len(e.args) == 2:
-            return self.size(next(a for a in e.args if a != 1))  # sizes are positive
+        if isinstance(e, SYMPY_MAX + SYMPY_MIN):
+            return self.size(self._extreme(e))
         if isinstance(e, Mod | PythonMod):
             return self.size(e.args[0]) - self._floor_div(*e.args) * self.size(e.args[1])
         raise UnsupportedError(f"size {e} ({type(e).__name__}) is outside the size language")
+
+    def _extreme(self, e: Any) -> Any:
+        """The operand that is the result at the traced sizes: Max(0, s - 2) is s - 2."""
+        if isinstance(e, SYMPY_MAX) and sympy.S.One in e.args and len(e.args) == 2:
+            return next(a for a in e.args if a != 1)  # sizes are positive
+        if self.decide is None:
+            raise UnsupportedError(f"size {e} is one of two, and nothing tells which")
+        relation = sympy.Ge if isinstance(e, SYMPY_MAX) else sympy.Le
+        found, *others = e.args
+        for other in others:
+            if self.decide(relation(other, found)):
+                found = other
+        return found
 
     def _multiplied(self, factors: Iterable[Any]) -> Expr:
         total = const(1)
@@ -91,20 +109,28 @@ class Symbols:
         return top // bottom.value
 
     def solve(self, guards: Iterable[Any], hints: Mapping[str, int]) -> None:
-        """Rewrite roots that a guard shows to be multiples: s becomes k*t."""
-        for guard in guards:
-            if isinstance(guard, sympy.Eq):
+        """Rewrite roots that a guard shows to be multiples, s becomes k*t, or one number."""
+        for guard in (part for whole in guards for part in self._conjuncts(whole)):
+            if not isinstance(guard, sympy.Eq):
+                continue
+            if isinstance(guard.lhs, sympy.Symbol) and isinstance(guard.rhs, sympy.Integer):
+                self.names[guard.lhs.name] = const(int(guard.rhs))
+            else:
                 self._solve_equation(guard, hints)
 
     def _solve_equation(self, guard: Any, hints: Mapping[str, int]) -> None:
-        divisors = {int(d.args[1]) for d in guard.atoms(FloorDiv, Mod, PythonMod)
-                    if isinstance(d.args[1], sympy.Integer)}  # fmt: skip
-        roots = sorted(s.name for s in guard.free_symbols)
-        if len(roots) != 1 or roots[0] in self.names:
-            return
-        for k in sorted(divisors):
-            trial = Symbols({**self.names, roots[0]: k * symbol(f"{roots[0]}_{k}")})
-            if hints.get(roots[0], 0) % k == 0 and trial.size(guard.lhs) == trial.size(guard.rhs):
+        """Whether it holds once what is divided by k is a multiple of k."""
+        divisions = [(int(d.args[1]), d) for d in guard.atoms(FloorDiv, Mod, PythonMod)
+                     if isinstance(d.args[1], sympy.Integer)]  # fmt: skip
+        for k in sorted({k for k, _ in divisions}):
+            divided = {s.name for other, d in divisions if other == k for s in d.free_symbols}
+            roots = {name: self.names.get(name, symbol(name)) for name in divided}
+            if any(len(r.roots) != 1 or r != symbol(str(r)) for r in roots.values()):
+                continue
+            multiples = {name: k * symbol(f"{root}_{k}") for name, root in roots.items()}
+            trial = Symbols(self.names | multiples, self.decide)
+            fits = all(hints.get(name, 0) % k == 0 for name in divided)
+            if fits and trial.size(guard.lhs) == trial.size(guard.rhs):
                 self.names.update(trial.names)
                 self._memo.clear()
                 return
@@ -147,7 +173,7 @@ class Symbols:
     def guards(self, expressions: Iterable[Any]) -> tuple[Guard, ...]:
         """Run-time checks for torch's guards; those that are now identities drop out."""
         kept: dict[str, Guard] = {}
-        for e in expressions:
+        for e in (part for whole in expressions for part in self._conjuncts(whole)):
             relation = _RELATIONS.get(type(e))
             if relation is None:
                 raise UnsupportedError(f"guard {e} is outside the size language")
@@ -156,6 +182,16 @@ class Symbols:
             if not _always_holds(guard):
                 kept[str(guard)] = guard
         return tuple(kept[text] for text in sorted(kept))
+
+    def _conjuncts(self, e: Any) -> Iterator[Any]:
+        """Relations that together imply the guard: of alternatives, one that holds as traced."""
+        if isinstance(e, sympy.And):
+            for part in e.args:
+                yield from self._conjuncts(part)
+        elif isinstance(e, sympy.Or) and self.decide:
+            yield from self._conjuncts(next(part for part in e.args if self.decide(part)))
+        elif e is not sympy.true:
+            yield e
 
 
 def _always_holds(guard: Guard) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import heapq
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 
 from strop.fusion.cost import is_cheaper_again
 from strop.fusion.legality import Draft, is_fusible, join, reduction_schedule, refusal
@@ -20,10 +20,10 @@ from strop.ir.loops import Schedule
 from strop.ir.ops import Kind
 
 
-def plan(graph: Graph) -> FusionPlan:
-    """The plan for ``graph``; equal graphs give equal plans."""
-    drafts, refusals = _Grouping(graph).run()
-    stored = _stored(graph, drafts)
+def plan(graph: Graph, apart: Set[Node] = frozenset()) -> FusionPlan:
+    """The plan for ``graph``; equal graphs give equal plans. Nodes ``apart`` share no kernel."""
+    drafts, refusals = _Grouping(graph, apart).run()
+    stored = _stored(graph, drafts, apart)
     groups = _groups(drafts, stored)
     calls = [node for node in graph.nodes if _is_call(node)]
     return FusionPlan(_in_order(graph, groups, calls, stored), tuple(refusals))
@@ -36,8 +36,8 @@ def _is_call(node: Node) -> bool:
 class _Grouping:
     """The greedy sweep. ``before[g]`` is the set (bit mask) of steps that g depends on."""
 
-    def __init__(self, graph: Graph) -> None:
-        self.graph = graph
+    def __init__(self, graph: Graph, apart: Set[Node]) -> None:
+        self.graph, self.apart = graph, apart
         self.home: dict[Node, int] = {}
         self.drafts: list[Draft | None] = []  # None: a call
         self.before: list[int] = []
@@ -71,6 +71,9 @@ class _Grouping:
         for step, producer in self._candidates(node):
             draft = self.drafts[step]
             if draft is None:
+                continue
+            if node in self.apart or not self.apart.isdisjoint(draft.nodes):
+                self.refusals.append(Refusal(producer, node, "indices do not divide"))
                 continue
             reason = refusal(node, draft, self.graph.hints)
             if reason is None and self._makes_cycle(node, step):
@@ -114,7 +117,18 @@ class _Grouping:
                     self.before[other] |= added
 
 
-def _stored(graph: Graph, drafts: list[Draft]) -> set[Node]:
+def computed_by(group: Group, stored: Set[Node]) -> frozenset[Node]:
+    """What the kernel computes: its own nodes, and values that nobody stored."""
+    found, stack = set(group.nodes), list(group.nodes)
+    while stack:
+        for base in map(base_of, stack.pop().inputs):
+            if is_fusible(base) and base not in stored and base not in found:
+                found.add(base)
+                stack.append(base)
+    return frozenset(found)
+
+
+def _stored(graph: Graph, drafts: list[Draft], apart: Set[Node]) -> set[Node]:
     """The fusible values that some kernel writes to memory."""
     home = {node: draft for draft in drafts for node in draft.nodes}
     readers = _readers(graph)
@@ -130,8 +144,10 @@ def _stored(graph: Graph, drafts: list[Draft]) -> set[Node]:
             continue
         largest = max(home[r].domain.eval(graph.hints) for r in outside.values())
         at_home = any(home.get(r) is draft for r in readers[node])
-        if node in draft.reduced or not is_cheaper_again(
-            node, len(outside) + at_home, largest, stored, graph.hints
+        if (
+            node in draft.reduced
+            or node in apart
+            or not is_cheaper_again(node, len(outside) + at_home, largest, stored, graph.hints)
         ):
             stored.add(node)
     return stored

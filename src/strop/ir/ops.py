@@ -146,7 +146,8 @@ STRUCTURAL: tuple[Op, ...] = (
     Op("reshape", Kind.VIEW),
     Op("permute", Kind.VIEW),  # attrs["dims"]
     Op("expand", Kind.VIEW),
-    Op("slice", Kind.VIEW),  # attrs["dim"], attrs["start"]
+    Op("slice", Kind.VIEW),  # attrs["dim"], ["start"], ["step"], which may be negative
+    Op("diagonal", Kind.VIEW),  # attrs["dims"], two that become the last one, ["starts"] in them
     Op("linear", Kind.CONTRACTION),  # x (..., K), weight (N, K)[, bias (N,)] -> (..., N)
     Op("matmul", Kind.CONTRACTION),  # a (..., M, K), b (..., K, N) -> (..., M, N)
     Op("conv2d", Kind.CONTRACTION),  # x (N, C, H, W), weight (O, C/groups, KH, KW)[, bias]
@@ -157,29 +158,51 @@ STRUCTURAL: tuple[Op, ...] = (
 )
 
 
-# Calls that belong in torch: gathers, and what training needs until it has rows of its own. Any
-# other overload without a row also runs in torch, but counts as a fallback.
+# Calls that belong in torch, by decision. Any other overload without a row also runs in torch,
+# but counts as a fallback. A row per operator: all overloads of these packets but out variants.
+_LOOKUPS = (  # read or write where another tensor says
+    "embedding", "gather", "index", "_unsafe_index", "index_select", "take", "index_put",
+    "_unsafe_index_put", "index_add", "index_copy", "index_fill", "scatter", "scatter_add",
+    "scatter_reduce", "masked_scatter", "slice_scatter", "diagonal_scatter", "diag_embed", "roll",
+    "as_strided", "clone", "unfold", "view.dtype", "linspace", "logspace",
+)  # fmt: skip
+_SEQUENCES = (  # order or accumulate along a dim
+    "argmax", "argmin", "topk", "sort", "kthvalue", "median", "nanmedian", "mode", "cumsum",
+    "cumprod", "cummax", "cummin", "logcumsumexp", "searchsorted", "bucketize", "histc",
+    "bincount",
+)  # fmt: skip
+_IMAGES = (  # windows over an image, and images of another size
+    "max_pool2d_with_indices", "max_pool3d_with_indices", "avg_pool2d", "avg_pool3d",
+    "_adaptive_avg_pool2d", "_adaptive_avg_pool3d", "adaptive_max_pool2d", "adaptive_max_pool3d",
+    "reflection_pad1d", "reflection_pad2d", "reflection_pad3d", "replication_pad1d",
+    "replication_pad2d", "replication_pad3d", "upsample_nearest1d", "upsample_nearest2d",
+    "upsample_nearest3d", "_upsample_nearest_exact1d", "_upsample_nearest_exact2d",
+    "_upsample_nearest_exact3d", "upsample_linear1d", "upsample_bilinear2d",
+    "upsample_trilinear3d", "upsample_bicubic2d", "_upsample_bilinear2d_aa",
+    "_upsample_bicubic2d_aa", "im2col", "col2im", "grid_sampler_2d", "grid_sampler_3d",
+    "convolution",
+)  # fmt: skip
+_ATTENTION = (
+    "_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention",
+)  # fmt: skip
+_BACKWARD = (  # what training needs until it has rows of its own
+    "embedding_dense_backward", "convolution_backward", "native_group_norm_backward",
+    "native_layer_norm_backward", *(f"{name}_backward" for name in _ATTENTION),
+)  # fmt: skip
+
+
+def _overloads(text: str) -> tuple[Any, ...]:
+    name, _, chosen = text.partition(".")
+    packet = getattr(aten, name)
+    names = [chosen] if chosen else packet.overloads()
+    found = (getattr(packet, n) for n in names)
+    return tuple(o for o in found if not any(a.is_out for a in o._schema.arguments))
+
+
 LIBRARY: tuple[Op, ...] = tuple(
-    Op(f"library {overload}", Kind.OPAQUE, (overload,))
-    for overload in (
-        aten.embedding.default,
-        aten.embedding_dense_backward.default,
-        aten.index.Tensor,
-        aten._unsafe_index.Tensor,
-        aten.argmax.default,
-        aten.convolution.default,
-        aten.convolution_backward.default,
-        aten.native_group_norm_backward.default,
-        aten.native_layer_norm_backward.default,
-        aten._scaled_dot_product_flash_attention_for_cpu.default,
-        aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
-        aten._scaled_dot_product_flash_attention.default,
-        aten._scaled_dot_product_flash_attention_backward.default,
-        aten._scaled_dot_product_efficient_attention.default,
-        aten._scaled_dot_product_efficient_attention_backward.default,
-        aten._scaled_dot_product_cudnn_attention.default,
-        aten._scaled_dot_product_cudnn_attention_backward.default,
-    )
+    Op(f"library {text}", Kind.OPAQUE, _overloads(text))
+    for text in (*_LOOKUPS, *_SEQUENCES, *_IMAGES, *_ATTENTION, *_BACKWARD)
 )
 
 
@@ -215,3 +238,10 @@ _NAMES = frozenset(map(str, _BY_OVERLOAD))
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     """The type in which a kernel holds a value of this dtype (ATen's opmath type)."""
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+
+
+# The types that both code generators read and write.
+KERNEL_DTYPES = frozenset({
+    torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,
+    torch.float16, torch.bfloat16, torch.float32, torch.float64,
+})  # fmt: skip

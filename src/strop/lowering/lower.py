@@ -129,9 +129,9 @@ class _Finish:
             stride_of: dict[str, int] = {}
             for index in indices:
                 for axis, stride in index.strides:
-                    stride_of[axis] = max(stride_of.get(axis, 0), stride.eval(self.hints))
+                    stride_of[axis] = max(stride_of.get(axis, 0), abs(stride.eval(self.hints)))
         else:
-            stride_of = {axis: stride.eval(self.hints) for axis, stride in main.strides}
+            stride_of = {axis: abs(stride.eval(self.hints)) for axis, stride in main.strides}
         names = sorted(used, key=lambda a: (-stride_of.get(a, 0), a))
         return [Axis(name, sizes[name]) for name in names]
 

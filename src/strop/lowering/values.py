@@ -25,7 +25,7 @@ ZERO = const(0)
 
 @dataclass(frozen=True, slots=True)
 class Dim:
-    """Position along one dim: the axes, row-major, plus a shift.
+    """Position along one dim: shift + step times the axes, row-major.
 
     Through a slice or a piece of a cat the axes no longer run over the whole dim: ``partial``.
     """
@@ -33,6 +33,11 @@ class Dim:
     axes: tuple[int, ...]
     shift: Expr = ZERO
     partial: bool = False
+    step: int = 1
+
+    def moved(self, start: Expr, step: int = 1) -> Dim:
+        """The same elements where they lie in a dim of which this one is a part."""
+        return Dim(self.axes, start + self.shift * step, True, self.step * step)
 
 
 NodeIndex = tuple[Dim, ...]
@@ -96,7 +101,7 @@ class Values:
 
     def value(self, node: Node, index: NodeIndex, guard: str | None = None) -> str:
         index = self._unified(node, index)
-        key = (node, tuple((*self.axes.leaves(d.axes), d.shift) for d in index), guard)
+        key = (node, tuple((*self.axes.leaves(d.axes), d.shift, d.step) for d in index), guard)
         if key not in self._memo:
             self._memo[key] = self._compute(node, index, guard)
         return self._memo[key]
@@ -143,8 +148,10 @@ class Values:
         if node.op == "slice":
             dims = list(index)
             dim = node.attrs["dim"]
-            dims[dim] = Dim(dims[dim].axes, dims[dim].shift + node.attrs["start"], True)
+            dims[dim] = dims[dim].moved(node.attrs["start"], node.attrs["step"])
             return self.value(source, tuple(dims), guard)
+        if node.op == "diagonal":
+            return self.value(source, _uncrossed(node, index), guard)
         return self.value(source, self._reshaped(node, source, index), guard)
 
     def _reshaped(self, node: Node, source: Node, index: NodeIndex) -> NodeIndex:
@@ -206,7 +213,7 @@ class Values:
                 raise UnsupportedError(f"{node}: part of a dim that has several strides")
             else:
                 stride = merged[0][1] if merged else ONE
-                steps = {a: s * stride for a, s in self.axes.row_major(dim.axes).items()}
+                steps = {a: s * stride for a, s in self._walk(dim).items()}
                 offset = offset + dim.shift * stride
             for axis, step in steps.items():
                 strides[axis] = strides.get(axis, ZERO) + step
@@ -222,15 +229,18 @@ class Values:
             place = self.convert(self._position(dim), compute_dtype(node.dtype))
             scaled = self._binary("mul", place, self.literal(step, node.dtype), node.dtype)
             return self._binary("add", scaled, self.literal(start, node.dtype), node.dtype)
-        strides = {a: s * to_expr(step) for a, s in self.axes.row_major(dim.axes).items()}
+        strides = {a: s * to_expr(step) for a, s in self._walk(dim).items()}
         offset = to_expr(start) + dim.shift * to_expr(step)
         access = Access(offset, tuple(strides.items()))
         position = self.emit("position", (), torch.int64, access)
         return self.convert(position, compute_dtype(node.dtype))
 
     def _position(self, dim: Dim) -> str:
-        access = Access(dim.shift, tuple(self.axes.row_major(dim.axes).items()))
+        access = Access(dim.shift, tuple(self._walk(dim).items()))
         return self.emit("position", (), torch.int64, access)
+
+    def _walk(self, dim: Dim) -> Strides:
+        return {a: s * dim.step for a, s in self.axes.row_major(dim.axes).items()}
 
     def _binary(self, op: str, x: str, y: str, dtype: torch.dtype) -> str:
         attrs = (("alpha", 1),) if op == "add" else ()
@@ -268,7 +278,7 @@ class Values:
             inside = self._between(position, start, end, starts[-1])
             both = self._both(inside, guard)
             dims = list(index)
-            dims[dim] = Dim(dims[dim].axes, dims[dim].shift - start, True)
+            dims[dim] = dims[dim].moved(ZERO - start)
             name = self.convert(self.value(piece, tuple(dims), both), compute_dtype(node.dtype))
             if result:
                 name = self.emit("apply", (inside, name, result), node.dtype, detail="where")
@@ -368,6 +378,14 @@ def _matching_end(sizes: Sequence[Expr], shape: Sequence[Expr], start: int) -> i
 
 def _computable(node: Node) -> bool:
     return node.kind in (Kind.POINTWISE, Kind.REDUCTION)
+
+
+def _uncrossed(node: Node, index: NodeIndex) -> NodeIndex:
+    """From an index over a diagonal to one over both of its dims."""
+    dims = list(index[:-1])
+    for dim, start in sorted(zip(node.attrs["dims"], node.attrs["starts"], strict=True)):
+        dims.insert(dim, index[-1].moved(const(start)))
+    return tuple(dims)
 
 
 def _aligned(operand: Node, node: Node, index: NodeIndex) -> NodeIndex:

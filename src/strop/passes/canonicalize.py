@@ -45,7 +45,7 @@ def _drop_one(node: Node, inputs: tuple[Node, ...]) -> Node | None:
 
 def _slice_of_cat(b: Builder, node: Node, x: Node) -> Node | None:
     """A slice that takes whole pieces of a cat along its dim is those pieces."""
-    if x.op != "cat" or x.attrs["dim"] != node.attrs["dim"]:
+    if x.op != "cat" or x.attrs["dim"] != node.attrs["dim"] or node.attrs["step"] != 1:
         return None
     dim, position = node.attrs["dim"], const(0)
     for piece in x.inputs:

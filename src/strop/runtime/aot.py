@@ -114,6 +114,7 @@ def _program(gm: GraphModule, inputs: Sequence[Any], options: Options
         values = env.backed_var_to_val if hasattr(env, "backed_var_to_val") else env.var_to_val
         torch_hints = {s.name: int(v) for s, v in values.items()}
         expressions = [guard.expr for guard in env.guards]
+        symbols.decide = env.evaluate_expr
         symbols.replace(env.replacements)
         symbols.solve(expressions, torch_hints)
         hints = symbols.root_values(torch_hints)

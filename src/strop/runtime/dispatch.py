@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from strop.errors import UnsupportedError
 from strop.options import Options
 from strop.runtime import graphs
-from strop.runtime.executor import Bound, Workspace
+from strop.runtime.executor import Bound, Workspace, needs_wide_indices
 from strop.runtime.kernels import KernelLibrary
 from strop.runtime.signature import Shapes, Skeleton, flatten, solve_roots
 from strop.runtime.state import ModuleState, place
@@ -221,6 +221,10 @@ class Dispatcher:
         entry = self._entries[key] = Entry(next(_NUMBERS), variant)
         if variant is not None:
             entry.env = solve_roots(variant.specs, [t.shape for t in tensors])
+            if needs_wide_indices(variant.program, entry.env):
+                self.variants.reason = "a tensor has 2^31 elements or more"
+                entry.variant = None
+                return entry
             for operator in variant.program.foreign_calls:
                 self._note_fallback(f"{operator} has no row in the operator table: torch runs it")
         return entry

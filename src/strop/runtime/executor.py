@@ -159,6 +159,8 @@ class Bound:
         return flat.as_strided(shape, self._strides[number])
 
     def _link_kernel(self, position: int, step: KernelStep) -> Callable[[], None]:
+        if not any(math.prod(self._shapes[number]) for number in step.writes):
+            return _nothing  # grids are not empty, and kernels divide by sizes
         source, scalars = self.program.sources[step.kernel], self._scalars(step)
         moves = [self._eval(offset) * self.program.buffers[number].dtype.itemsize
                  for number, offset in zip(step.buffers, step.offsets, strict=True)]  # fmt: skip
@@ -327,6 +329,23 @@ class Bound:
             kernel.set_pointer(place, pointer + move)
 
 
+INDEX_LIMIT = 2**31
+
+
+def needs_wide_indices(program: Program, env: Mapping[str, int]) -> bool:
+    """Whether kernels would meet more elements than they can count: those of Triton flatten axes
+    into 32-bit ids, those in C++ have 64 bits throughout."""
+    if program.device != "cuda":
+        return False
+    touched = {number for step in program.kernel_steps for number in step.buffers}
+    shapes = (program.buffers[number].shape for number in touched)
+    return any(math.prod(size.eval(env) for size in shape) >= INDEX_LIMIT for shape in shapes)
+
+
+def _nothing() -> None:
+    """A kernel that has no element to write."""
+
+
 def _returns_view(target: str) -> bool:
     schema = overload(target)._schema  # type: ignore[attr-defined]
     return any(r.alias_info is not None for r in schema.returns)
@@ -360,7 +379,7 @@ def _named(scalars: Sequence[int], *, has_splits: bool = False) -> dict[str, int
 
 def _same_layout(tensor: Tensor, strides: Sequence[int]) -> bool:
     """Equal strides wherever there is more than one element to step over."""
-    return all(
+    return not tensor.numel() or all(
         a == b or size <= 1
         for a, b, size in zip(tensor.stride(), strides, tensor.shape, strict=True)
     )
