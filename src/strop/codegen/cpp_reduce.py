@@ -24,22 +24,23 @@ SUM_BLOCK = 4096  # elements summed in the compute type before a sum goes to fp6
 CHUNK_ROWS = (32, 1024)  # fewest and most reduced rows in a chunk of a COLUMN kernel
 NUM_CHUNKS = 32  # chunks wanted for each reduction of a COLUMN kernel
 
-_OMP = {"sum": "+", "amax": "nan_max", "amin": "nan_min"}
+_OMP = {"sum": "+", "prod": "*", "amax": "nan_max", "amin": "nan_min"}
 
 
 def identity(kind: str, scalar: str) -> str:
-    return {"sum": "0", "amax": f"sp::lowest<{scalar}>()", "amin": f"sp::highest<{scalar}>()"}[kind]
+    return {"sum": "0", "prod": "1", "amax": f"sp::lowest<{scalar}>()",
+            "amin": f"sp::highest<{scalar}>()"}[kind]  # fmt: skip
 
 
 def combine(kind: str, scalar: str, into: str, value: str) -> str:
-    if kind == "sum":
-        return f"{into} += {value};"
+    if kind in ("sum", "prod"):
+        return f"{into} {_OMP[kind]}= {value};"
     return f"{into} = sp::{kind[1:]}<{scalar}>({into}, {value});"
 
 
 def total_type(stmt: Reduce) -> str:
     """The type in which parts of a reduction are put together."""
-    is_sum = stmt.kind in ("sum", "moments") and stmt.dtype.is_floating_point
+    is_sum = stmt.kind in ("sum", "prod", "moments") and stmt.dtype.is_floating_point
     return "double" if is_sum else scalar_type(stmt.dtype)
 
 

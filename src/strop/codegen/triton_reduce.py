@@ -1,6 +1,6 @@
 """Triton text of reductions: over a tile in registers, and over a loop with per-lane states.
 
-A state is a tuple of blocks: (value,) for sum, amax and amin, (mean, M2) for moments, where M2 is
+A state is a tuple of blocks: (value,) for sum, prod, amax and amin, (mean, M2) for moments, where M2 is
 the sum of squares around the mean. States of moments are merged by Chan's rule, so no step ever
 subtracts two large sums.
 """
@@ -12,8 +12,9 @@ import torch
 from strop.codegen.triton_text import TYPES, Printer, Tile, Value, number
 from strop.ir.loops import Reduce
 
-# Reductions that Triton's own tl.max and tl.min cannot do: theirs drop NaN.
+# Reductions that Triton does not have: its tl.max and tl.min drop NaN.
 HELPERS = {
+    "prod": ("times", "a * b"),
     "amax": ("larger", "tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)"),
     "amin": ("smaller", "tl.minimum(a, b, propagate_nan=tl.PropagateNan.ALL)"),
 }
@@ -23,6 +24,8 @@ def identity(kind: str, dtype: torch.dtype) -> str:
     """The value that changes nothing."""
     if kind in ("sum", "moments"):
         return "0.0" if dtype.is_floating_point else "0"
+    if kind == "prod":
+        return "1.0" if dtype.is_floating_point else "1"
     if dtype.is_floating_point:
         return number(float("-inf" if kind == "amax" else "inf"))
     if dtype == torch.bool:

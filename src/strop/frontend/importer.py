@@ -15,6 +15,7 @@ from torch.fx import Node as FxNode
 from strop.errors import ShapeError, UnsupportedError
 from strop.frontend.decompositions import DECOMPOSITIONS
 from strop.frontend.functional import storage_of
+from strop.frontend.reductions import reduction
 from strop.frontend.symbols import Symbols
 from strop.frontend.views import VIEWS
 from strop.ir.affine import base_of
@@ -199,7 +200,7 @@ def _call(importer: Importer, fx: FxNode) -> Value:
     for row in rows_for(fx.target):
         if row.when(bound) and row.kind is not Kind.OPAQUE:
             return _pointwise(importer, fx, row, bound) if row.kind is Kind.POINTWISE else (
-                _reduction(importer, fx, row, bound))  # fmt: skip
+                reduction(importer, fx, row, bound))  # fmt: skip
     return opaque_call(importer, fx)
 
 
@@ -240,19 +241,6 @@ def _promoted(dtypes: Sequence[torch.dtype], operands: Sequence[Any]) -> torch.d
         dtype = torch.promote_types(dtype, other)
     has_float = any(isinstance(o, float) for o in operands)
     return torch.get_default_dtype() if has_float and not dtype.is_floating_point else dtype
-
-
-def _reduction(importer: Importer, fx: FxNode, row: Op, bound: Mapping[str, Any]) -> Node | None:
-    x, value = importer.node(bound["self"]), fx.meta["val"]
-    dims = bound.get("dim")
-    dims = tuple(range(len(x.shape))) if not dims and dims != 0 else dims
-    dims = (dims,) if isinstance(dims, int) else tuple(d % len(x.shape) for d in dims)
-    attrs = {}
-    if row.name == "var":
-        correction = bound.get("correction")
-        attrs["correction"] = 1 if correction is None else int(correction)
-    reduced = importer.builder.reduce(row.name, x, tuple(sorted(dims)), value.dtype, **attrs)
-    return importer.builder.reshape(reduced, importer.shape(fx))
 
 
 def opaque_call(importer: Importer, fx: FxNode) -> Value:
