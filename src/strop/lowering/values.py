@@ -73,7 +73,8 @@ class Values:
         self.reduced_axes: list[int] = []
         self._loaded = stored - inside
         self._domain = domain
-        self._shared = inside | {n.inputs[0] for n in inside if n.kind is Kind.REDUCTION}
+        operands = [n.inputs[0] for n in inside if n.kind is Kind.REDUCTION]
+        self._shared = inside | {*operands, *map(base_of, operands)}
         # whose mean comes with the variance; any other mean is a sum
         self._varied = {(n.inputs[0], n.attrs["dims"]) for n in inside if n.op == "var"}
         self._memo: dict[Any, str] = {}
@@ -133,7 +134,10 @@ class Values:
 
     def _view(self, node: Node, index: NodeIndex, guard: str | None) -> str:
         base = base_of(node)
-        if (base in self._loaded or not _computable(base)) and strided(node) is not None:
+        is_loaded = base in self._loaded or not _computable(base)
+        # what is reduced through a view may be read beside it: both ways must meet at the base
+        meets = base in self._shared and base.numel == node.numel == self._domain
+        if is_loaded and not meets and strided(node) is not None:
             return self._load(node, index, guard)
         source = node.inputs[0]
         if node.op == "permute":
