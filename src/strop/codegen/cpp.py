@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from strop.codegen import nest
 from strop.codegen.cpp_loops import Loops
-from strop.codegen.cpp_reduce import ColumnReduction, RowSweeps
+from strop.codegen.cpp_reduce import ColumnReduction, RowSweeps, WholeReduction
 from strop.codegen.cpp_text import TYPES
 from strop.ir.loops import Kernel, Schedule
 from strop.ir.source import Emitted, KernelSource
@@ -118,13 +118,11 @@ def _print_row(loops: Loops) -> None:
 
 
 def _print_column(loops: Loops) -> None:
-    column = ColumnReduction(loops)
+    is_whole = loops.kernel.num_cols == nest.ONE
+    column = WholeReduction(loops) if is_whole else ColumnReduction(loops)
     loops.out(f"const int64_t step = {column.step()};")
     with loops.tasks():
-        column.start()
-        with loops.rows():
-            column.accumulate()
-        column.fold()
+        column.print_task()
     column.merge()
 
 

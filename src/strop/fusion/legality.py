@@ -6,13 +6,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from strop.ir.affine import base_of, reduced_runs, strided
-from strop.ir.dims import Expr, const
+from strop.ir.dims import Expr, const, product
 from strop.ir.graph import Graph, Node
 from strop.ir.loops import Schedule
 from strop.ir.ops import Kind
 
 ONE = const(1)
 MAX_WHOLE = 8192  # elements that one program reduces as fast as several do
+MAX_STRIDED = 512  # elements of a row across memory that fit on chip beside their neighbours
+MANY_ROWS = 8192  # that keep a GPU busy, 64 side by side
 MAX_SHARED = 4096  # elements of a row of two operands that one program holds
 
 
@@ -54,17 +56,24 @@ def _reduction_schedule(
 ) -> Schedule | None:
     """ROW when the reduced elements lie innermost in memory, COLUMN when kept ones lie inside.
 
-    A reduction of everything has one row: unless that is short, or each element of it is needed
-    again for a result of that size (softmax), it is cut like a column. None when kept and reduced
-    atoms alternate more often: such an operand is copied first.
+    Where each element is needed again for a result of that size (softmax), a ROW kernel is one
+    launch instead of several, and rows side by side are as good to read as long ones. A reduction
+    of everything has one row: unless that is short it is cut like a column. None when kept and
+    reduced atoms alternate more often: such an operand is copied first.
     """
     runs = reduced_runs(node.inputs[0], node.attrs["dims"], hints)
+    if runs in ([False, True], [False], []):
+        return Schedule.ROW
     if runs == [True]:
         count = node.inputs[0].numel
         is_short = count.is_const and count.value <= MAX_WHOLE
         return Schedule.ROW if is_short or _comes_back(node, users) else Schedule.COLUMN
-    if runs in ([False, True], [False], []):
-        return Schedule.ROW
+    if runs in ([True, False], [False, True, False]):
+        count = product(node.inputs[0].shape[d] for d in node.attrs["dims"])
+        is_short = count.is_const and count.value <= MAX_STRIDED
+        has_many = node.numel.eval(hints) >= MANY_ROWS
+        if (is_short or has_many) and _comes_back(node, users):
+            return Schedule.ROW
     column = ([True, False], [False, True, False], [True, False, True], [False, True, False, True])
     return Schedule.COLUMN if runs in column else None
 
@@ -136,7 +145,8 @@ def _refuse_reduction(node: Node, draft: Draft, schedules: Schedules) -> str | N
     assert draft.first is not None
     if schedule is not draft.schedule or node.numel != draft.kept:
         return "reduces over other dims"
-    if not _same_loop(node, draft.first) or _turns(node, draft) - (_turns(draft.first, draft) or {()}):
+    turned = _turns(node, draft) - (_turns(draft.first, draft) or {()})
+    if turned or not _same_loop(node, draft.first):
         return "reduces over other dims"
     if draft.schedule is Schedule.COLUMN and operand in draft.reduced:
         return "GLOBAL: reduces over a value that needs another reduction"

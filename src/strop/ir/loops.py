@@ -113,8 +113,8 @@ class Apply:
 class Reduce:
     """outs = reduction of ``arg`` over the reduced axes.
 
-    kind "sum", "prod", "amax", "amin": one result, over nothing the identity. kind "moments": (mean, population variance), computed
-    stably: two sweeps or a Welford/Chan merge, never E[x^2] - E[x]^2. NaN propagates.
+    kind "sum", "prod", "amax", "amin": one result, over nothing the identity. kind "moments":
+    (mean, population variance) from deviations, never E[x^2] - E[x]^2. NaN propagates.
     """
 
     outs: tuple[str, ...]
