@@ -128,6 +128,7 @@ def _print_column(loops: Loops) -> None:
 
 def _declare_step(loops: Loops) -> None:
     cols = loops.kernel.num_cols
-    step = 1 + TASK_SIZE // cols.value if cols.is_const else None
-    text = str(step) if step else f"1 + {TASK_SIZE} / {loops.scalars(cols)}"
+    step = 1 + TASK_SIZE // max(cols.value, 1) if cols.is_const else None
+    size = f"std::max<int64_t>({loops.scalars(cols)}, 1)"
+    text = str(step) if step else f"1 + {TASK_SIZE} / {size}"
     loops.out(f"const int64_t step = {text};")

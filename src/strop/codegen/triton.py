@@ -27,7 +27,8 @@ ROW_ELEMENTS = 2048  # 16 a thread
 MAX_PERSISTENT_COLS = 8192
 LOOPED_COLS = 2048
 STRIDED_COLS = 32  # of a loop where rows lie side by side in memory,
-STRIDED_ROWS = 16  # and how many of them a tile has at least
+STRIDED_ROWS = 16  # how many of them a tile has at least,
+MAX_STRIDED_COLS = 512  # and up to how many elements of each it holds
 
 
 def emit(kernel: Kernel) -> Emitted:
@@ -164,8 +165,9 @@ def _is_transposing(kernel: Kernel) -> bool:
 def _row(printer: Printer) -> tuple[Expr, int]:
     kernel = printer.kernel
     num_rows, num_cols = kernel.num_rows, kernel.num_cols
-    persistent = num_cols.is_const and num_cols.value <= MAX_PERSISTENT_COLS
     strided = _is_transposing(kernel)
+    most = MAX_STRIDED_COLS if strided else MAX_PERSISTENT_COLS
+    persistent = num_cols.is_const and num_cols.value <= most
     looped = STRIDED_COLS if strided else LOOPED_COLS
     cols = next_power_of_two(num_cols.value) if persistent else looped
     least = STRIDED_ROWS if strided else 1

@@ -61,8 +61,12 @@ class _Grouping:
 
     def _candidates(self, node: Node) -> list[tuple[int, Node]]:
         """Steps that ``node`` may join: its producers, and reductions of the same operand or
-        over the same loop."""
+        over the same loop.
+
+        Kernels with reductions first: other operands can be computed again there.
+        """
         found = self._producers(node)
+        found.sort(key=lambda pair: self._is_pointwise(pair[0]))
         if node.kind is Kind.REDUCTION:
             loop = loop_of(node, self.graph.hints)
             for key in ((node.inputs[0], node.attrs["dims"]), loop or node):
@@ -70,6 +74,10 @@ class _Grouping:
                 if sibling is not node:
                     found.append((self.home[sibling], sibling))
         return found
+
+    def _is_pointwise(self, step: int) -> bool:
+        draft = self.drafts[step]
+        return draft is None or draft.schedule is Schedule.POINTWISE
 
     def _place(self, node: Node) -> None:
         for step, producer in self._candidates(node):

@@ -73,8 +73,8 @@ class Values:
         self.reduced_axes: list[int] = []
         self._loaded = stored - inside
         self._domain = domain
-        operands = [n.inputs[0] for n in inside if n.kind is Kind.REDUCTION]
-        self._shared = inside | {*operands, *map(base_of, operands)}
+        self._inside = inside
+        self._reduces = any(n.kind is Kind.REDUCTION for n in inside)
         # whose mean comes with the variance; any other mean is a sum
         self._varied = {(n.inputs[0], n.attrs["dims"]) for n in inside if n.op == "var"}
         self._memo: dict[Any, str] = {}
@@ -106,8 +106,12 @@ class Values:
         return self._memo[key]
 
     def _unified(self, node: Node, index: NodeIndex) -> NodeIndex:
-        """Reaching a full-size value of this kernel twice makes both ways the same axes."""
-        if node not in self._shared or node.numel != self._domain:
+        """Reaching a full-size value of this kernel twice makes both ways the same axes.
+
+        Around a reduction that holds for what the kernel loads, too: a row that is summed and then
+        divided by its sum is one row.
+        """
+        if node.numel != self._domain or not (self._reduces or node in self._inside):
             return index
         if any(d.partial for d in index):
             return index
@@ -136,7 +140,8 @@ class Values:
         base = base_of(node)
         is_loaded = base in self._loaded or not _computable(base)
         # what is reduced through a view may be read beside it: both ways must meet at the base
-        meets = base in self._shared and base.numel == node.numel == self._domain
+        meets = self._reduces and base.numel == node.numel == self._domain
+        meets = meets and not any(d.partial for d in index)
         if is_loaded and not meets and strided(node) is not None:
             return self._load(node, index, guard)
         source = node.inputs[0]

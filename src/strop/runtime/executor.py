@@ -340,7 +340,7 @@ def _named(scalars: Sequence[int], *, has_splits: bool = False) -> dict[str, int
 
 def _same_layout(tensor: Tensor, strides: Sequence[int]) -> bool:
     """Equal strides wherever there is more than one element to step over."""
-    return all(
+    return not tensor.numel() or all(
         a == b or size <= 1
         for a, b, size in zip(tensor.stride(), strides, tensor.shape, strict=True)
     )
