@@ -39,6 +39,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*degrees of freedom")
 HINTS = {"b": 4, "r": 6, "c": 96}
 ENVS = ({"b": 2, "r": 5, "c": 7}, {"b": 1, "r": 1, "c": 1}, {"b": 3, "r": 9, "c": 130})
 EXACT = {"rtol": 1e-9, "atol": 1e-9}
+Built = dict[Kernel, tuple[Emitted, NativeFunction]]
 ROW, COLUMN, POINTWISE = Schedule.ROW, Schedule.COLUMN, Schedule.POINTWISE
 
 
@@ -225,7 +226,7 @@ def native(
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_cpp(name: str, native: dict[Kernel, tuple[Emitted, NativeFunction]]):
+def test_cpp(name: str, native: Built):
     def execute(kernel: Kernel, tensors: Sequence[Tensor], env: Env) -> None:
         emitted, function = native[kernel]
         launch(function, emitted, tensors, env)

@@ -325,10 +325,9 @@ class ColumnReduction:
         out(f"mean_{mean} /= {self.num_folded};")
         out(f"double spread_{mean} = 0;")
         with loops.loops(loops.axis_loops(self.folded)):
-            out(f"const double sum = sum_{mean}{lane};")
-            out(f"const double shift = {of_lane} - mean_{mean};")
-            out(f"const double within = squares_{mean}{lane} - sum * sum * inverse;")
-            out(f"spread_{mean} += within + count * shift * shift;")
+            out(f"const double shift_{mean} = {of_lane} - mean_{mean};")
+            within = f"squares_{mean}{lane} - sum_{mean}{lane} * sum_{mean}{lane} * inverse"
+            out(f"spread_{mean} += {within} + count * shift_{mean} * shift_{mean};")
         out(f"{self.partials[mean]}[{cell}] = mean_{mean};")
         out(f"{self.partials[squares]}[{cell}] = spread_{mean};")
 
