@@ -56,10 +56,8 @@ extern "C" void group_norm_stats(void* const* buffers, const int64_t* scalars) {
       mean_v5 /= 10;
       double spread_v5 = 0;
       for (int64_t c1 = 0; c1 < 10; ++c1) {
-        const double sum = sum_v5[c0 * 10 + c1];
-        const double shift = first_v5[c0 * 10 + c1] + sum_v5[c0 * 10 + c1] * inverse - mean_v5;
-        const double within = squares_v5[c0 * 10 + c1] - sum * sum * inverse;
-        spread_v5 += within + count * shift * shift;
+        const double shift_v5 = first_v5[c0 * 10 + c1] + sum_v5[c0 * 10 + c1] * inverse - mean_v5;
+        spread_v5 += squares_v5[c0 * 10 + c1] - sum_v5[c0 * 10 + c1] * sum_v5[c0 * 10 + c1] * inverse + count * shift_v5 * shift_v5;
       }
       p6[task * 32 + c0] = mean_v5;
       p7[task * 32 + c0] = spread_v5;
