@@ -237,7 +237,7 @@ INDEXING: dict[str, Case] = {
     "cumsum": _library(lambda x: x.cumsum(1) * 2, "b 4 h"),
     "cumprod": _library(lambda x: x.cumprod(1) * 2, "b 4 h"),
     "cummax": _library(lambda x: x.cummax(1), "b 4 h"),
-    "argmax": _library(lambda x: x.argmax(-1) + 1, "b 6"),
+    "argmax": _kernel(lambda x: x.argmax(-1) + 1, "b 6"),
     "kthvalue": _library(lambda x: x.kthvalue(2, -1), "b 6"),
     "median": _library(lambda x: x.median(-1), "b 5"),
     "searchsorted": _library(lambda s, x: torch.searchsorted(s.sort(-1)[0], x), "5", "b 6"),

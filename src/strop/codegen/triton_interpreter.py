@@ -15,7 +15,7 @@ from strop.codegen.triton_worker import jit_function
 from strop.ir.source import KernelSource
 
 _LOCK = threading.Lock()
-_NUMPY_REDUCTIONS = {"larger": np.max, "smaller": np.min}
+_NUMPY_REDUCTIONS = {"larger": np.max, "smaller": np.min, "times": np.prod}
 
 
 def interpret(

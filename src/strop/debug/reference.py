@@ -98,6 +98,10 @@ def _reduce(node: Node, x: Tensor, *, exact: bool) -> Tensor:
     more = {name: value for name, value in node.attrs.items() if name != "dims"}
     if node.op not in ("amax", "amin"):
         x = _typed(x, node.dtype, exact=exact)
+    if node.op == "prod":  # torch takes one dim at a time
+        for dim in node.attrs["dims"]:
+            x = torch.prod(x, dim, keepdim=True)
+        return x
     result: Tensor = reference(x, dim=node.attrs["dims"], keepdim=True, **more)
     return result
 
@@ -117,8 +121,16 @@ def _sizes(node: Node, env: Env) -> list[int]:
 
 
 def _slice(node: Node, x: list[Tensor], env: Env) -> Tensor:
-    dim = node.attrs["dim"]
-    return x[0].narrow(dim, node.attrs["start"].eval(env), node.shape[dim].eval(env))
+    dim, step = node.attrs["dim"], node.attrs["step"]
+    places = node.attrs["start"].eval(env) + step * torch.arange(node.shape[dim].eval(env))
+    return x[0].index_select(dim, places.to(x[0].device))
+
+
+def _diagonal(node: Node, x: list[Tensor], env: Env) -> Tensor:
+    value, length = x[0], node.shape[-1].eval(env)
+    for dim, start in zip(node.attrs["dims"], node.attrs["starts"], strict=True):
+        value = value.narrow(dim, start, length)
+    return value.diagonal(0, *node.attrs["dims"])
 
 
 def _iota(node: Node, x: list[Tensor], env: Env) -> Tensor:
@@ -149,6 +161,7 @@ _RULES: dict[str, Rule] = {
     "permute": lambda n, x, env: x[0].permute(n.attrs["dims"]),
     "expand": lambda n, x, env: x[0].expand(_sizes(n, env)),
     "slice": _slice,
+    "diagonal": _diagonal,
     "linear": lambda n, x, env: F.linear(*x),
     "matmul": lambda n, x, env: torch.matmul(*x),
     "conv2d": lambda n, x, env: torch.conv2d(

@@ -19,6 +19,7 @@ from strop.frontend.creation import CREATION
 from strop.frontend.decompositions import DECOMPOSITIONS
 from strop.frontend.functional import storage_of
 from strop.frontend.indexing import INDEXING
+from strop.frontend.reductions import reduction
 from strop.frontend.symbols import Symbols
 from strop.frontend.views import COPYING, VIEWS
 from strop.ir.affine import base_of
@@ -240,7 +241,7 @@ def _expressed(importer: Importer, fx: FxNode) -> Value | None:
     for row in rows_for(fx.target):
         if row.when(bound) and row.kind is not Kind.OPAQUE:
             return _pointwise(importer, fx, row, bound) if row.kind is Kind.POINTWISE else (
-                _reduction(importer, fx, row, bound))  # fmt: skip
+                reduction(importer, fx, row, bound))  # fmt: skip
     return None
 
 
@@ -287,19 +288,6 @@ def _promoted(dtypes: Sequence[torch.dtype], operands: Sequence[Any]) -> torch.d
         dtype = torch.promote_types(dtype, other)
     has_float = any(isinstance(o, float) for o in operands)
     return torch.get_default_dtype() if has_float and not dtype.is_floating_point else dtype
-
-
-def _reduction(importer: Importer, fx: FxNode, row: Op, bound: Mapping[str, Any]) -> Node | None:
-    x, value = importer.node(bound["self"]), fx.meta["val"]
-    dims = bound.get("dim")
-    dims = tuple(range(len(x.shape))) if not dims and dims != 0 else dims
-    dims = (dims,) if isinstance(dims, int) else tuple(d % len(x.shape) for d in dims)
-    attrs = {}
-    if row.name == "var":
-        correction = bound.get("correction")
-        attrs["correction"] = 1 if correction is None else int(correction)
-    reduced = importer.builder.reduce(row.name, x, tuple(sorted(dims)), value.dtype, **attrs)
-    return importer.builder.reshape(reduced, importer.shape(fx))
 
 
 def opaque_call(importer: Importer, fx: FxNode) -> Value:

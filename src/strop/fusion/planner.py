@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Set
 
 from strop.fusion.cost import is_cheaper_again
-from strop.fusion.legality import Draft, is_fusible, join, reduction_schedule, refusal
+from strop.fusion.legality import Draft, is_fusible, join, loop_of, reduction_schedules, refusal
 from strop.fusion.plan import FusionPlan, Group, Refusal
 from strop.ir.affine import base_of
 from strop.ir.graph import Graph, Node
@@ -42,7 +42,8 @@ class _Grouping:
         self.drafts: list[Draft | None] = []  # None: a call
         self.before: list[int] = []
         self.refusals: list[Refusal] = []
-        self.reductions: dict[tuple[Node, tuple[int, ...]], Node] = {}
+        self.schedules = reduction_schedules(graph)
+        self.reductions: dict[object, Node] = {}  # by operand and dims, and by loop
 
     def run(self) -> tuple[list[Draft], list[Refusal]]:
         for node in self.graph.nodes:
@@ -59,13 +60,24 @@ class _Grouping:
         return sorted(found, key=lambda pair: -pair[0])
 
     def _candidates(self, node: Node) -> list[tuple[int, Node]]:
-        """Steps that ``node`` may join: its producers, and reductions of the same operand."""
+        """Steps that ``node`` may join: its producers, and reductions of the same operand or
+        over the same loop.
+
+        Kernels with reductions first: other operands can be computed again there.
+        """
         found = self._producers(node)
+        found.sort(key=lambda pair: self._is_pointwise(pair[0]))
         if node.kind is Kind.REDUCTION:
-            sibling = self.reductions.setdefault((node.inputs[0], node.attrs["dims"]), node)
-            if sibling is not node:
-                found.append((self.home[sibling], sibling))
+            loop = loop_of(node, self.graph.hints)
+            for key in ((node.inputs[0], node.attrs["dims"]), loop or node):
+                sibling = self.reductions.setdefault(key, node)
+                if sibling is not node:
+                    found.append((self.home[sibling], sibling))
         return found
+
+    def _is_pointwise(self, step: int) -> bool:
+        draft = self.drafts[step]
+        return draft is None or draft.schedule is Schedule.POINTWISE
 
     def _place(self, node: Node) -> None:
         for step, producer in self._candidates(node):
@@ -75,11 +87,11 @@ class _Grouping:
             if node in self.apart or not self.apart.isdisjoint(draft.nodes):
                 self.refusals.append(Refusal(producer, node, "indices do not divide"))
                 continue
-            reason = refusal(node, draft, self.graph.hints)
+            reason = refusal(node, draft, self.schedules)
             if reason is None and self._makes_cycle(node, step):
                 reason = "another operand depends on this kernel"
             if reason is None:
-                join(node, draft, self.graph.hints)
+                join(node, draft, self.schedules)
                 self._enter(node, step)
                 return
             self.refusals.append(Refusal(producer, node, reason))
@@ -89,9 +101,9 @@ class _Grouping:
         draft = Draft(Schedule.POINTWISE, node.numel)
         if node.kind is Kind.REDUCTION:
             draft.domain = node.inputs[0].numel
-            if reduction_schedule(node, self.graph.hints) is None:
+            if self.schedules[node] is None:
                 raise AssertionError(f"{node}: the layout pass copies such operands")
-        join(node, draft, self.graph.hints)
+        join(node, draft, self.schedules)
         return draft
 
     def _open(self, node: Node, draft: Draft | None) -> None:

@@ -127,12 +127,15 @@ POINTWISE: tuple[Op, ...] = (
                reference=lambda x: x),
 )  # fmt: skip
 
+# Over attrs["dims"]; ``frontend.reductions`` makes the other reductions of these. var also has
+# attrs["correction"].
 REDUCTIONS: tuple[Op, ...] = (
-    Op("sum", Kind.REDUCTION, (aten.sum.dim_IntList,), reference=torch.sum),
-    Op("mean", Kind.REDUCTION, (aten.mean.dim,), reference=torch.mean),
+    Op("sum", Kind.REDUCTION, (aten.sum.dim_IntList, aten.sum.default), reference=torch.sum),
+    Op("prod", Kind.REDUCTION, (aten.prod.dim_int, aten.prod.default), reference=torch.prod),
+    Op("mean", Kind.REDUCTION, (aten.mean.dim, aten.mean.default), reference=torch.mean),
     Op("var", Kind.REDUCTION, (aten.var.correction,), reference=torch.var),
-    Op("amax", Kind.REDUCTION, (aten.amax.default,), reference=torch.amax),
-    Op("amin", Kind.REDUCTION, (aten.amin.default,), reference=torch.amin),
+    Op("amax", Kind.REDUCTION, (aten.amax.default, aten.max.default), reference=torch.amax),
+    Op("amin", Kind.REDUCTION, (aten.amin.default, aten.min.default), reference=torch.amin),
 )
 
 # Graph-level operators: their ATen spellings differ too much for one overload a row, so

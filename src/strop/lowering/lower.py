@@ -54,6 +54,7 @@ def lower(
     for node in _roots(group):
         first = values._first_index.get(node)
         values.store(node, first or whole(values.axes.fresh(node.shape)))
+    values.share_loops()
     return _Finish(group, values, hints, generic).kernel()
 
 
@@ -81,8 +82,8 @@ class _Finish:
 
     def kernel(self) -> Lowered:
         stmts = _deduplicated([self._stmt(d) for d in self.values.drafts])
-        axes = self._ordered_axes(stmts)
         reduced = {f"a{a}" for a in self.values.axes.leaves(self.values.reduced_axes)}
+        axes = self._ordered_axes(stmts, reduced)
         flagged = [replace(axis, reduced=axis.name in reduced) for axis in axes]
         schedule = self.group.schedule
         merged, stmts = _merge_axes(flagged, stmts)
@@ -117,10 +118,13 @@ class _Finish:
             return Load(out, self._param(draft.detail, is_output=False), index, draft.dtype, guard)
         return Store(self._param(draft.detail, is_output=True), index, draft.args[0])
 
-    def _ordered_axes(self, stmts: Sequence[Stmt]) -> list[Axis]:
-        """All axes, outermost first, in the order in which the fullest access walks memory."""
+    def _ordered_axes(self, stmts: Sequence[Stmt], reduced: Set[str]) -> list[Axis]:
+        """All axes, outermost first, in the order in which the fullest access walks memory.
+
+        Reduced axes run even where nothing moves along them: the sum of an expanded value.
+        """
         indices = [s.index for s in stmts if isinstance(s, Store | Load)]
-        used = {axis for index in indices for axis in index.axes}
+        used = {axis for index in indices for axis in index.axes} | reduced
         used |= {axis for s in stmts if isinstance(s, Position) for axis in s.index.axes}
         table = self.values.axes
         sizes = {name: table.size[int(name[1:])] for name in used}
@@ -241,11 +245,11 @@ def _rows_and_cols(
 
 
 def _column_levels(axes: Sequence[Axis]) -> tuple[tuple[Axis, ...], tuple[Axis, ...]]:
-    """kept*, reduced+ are rows; then kept+, reduced* are lanes."""
+    """kept*, reduced+ are rows; then kept*, reduced* are lanes."""
     start = next(i for i, a in enumerate(axes) if a.reduced)
     split = next((i for i in range(start, len(axes)) if not axes[i].reduced), None)
-    if split is None:
-        raise UnsupportedError("a column reduction needs kept elements inside the reduced ones")
+    if split is None:  # nothing is kept inside: one lane, and the rows are what gets split
+        return tuple(axes), (Axis("one", const(1)),)
     rows, cols = axes[:split], axes[split:]
     flags = [a.reduced for a in cols]
     if flags != sorted(flags):

@@ -78,9 +78,13 @@ class Values:
         self.reduced_axes: list[int] = []
         self._loaded = stored - inside
         self._domain = domain
-        self._shared = inside | {n.inputs[0] for n in inside if n.kind is Kind.REDUCTION}
+        self._inside = inside
+        self._reduces = any(n.kind is Kind.REDUCTION for n in inside)
+        # whose mean comes with the variance; any other mean is a sum
+        self._varied = {(n.inputs[0], n.attrs["dims"]) for n in inside if n.op == "var"}
         self._memo: dict[Any, str] = {}
         self._first_index: dict[Node, NodeIndex] = {}
+        self._loops: list[tuple[tuple[Expr, ...], NodeIndex]] = []  # what reductions run over
 
     def emit(self, kind: str, args: tuple[str, ...] = (), dtype: torch.dtype = torch.float32,
              access: Access | None = None, detail: Any = None,
@@ -107,8 +111,12 @@ class Values:
         return self._memo[key]
 
     def _unified(self, node: Node, index: NodeIndex) -> NodeIndex:
-        """Reaching a full-size value of this kernel twice makes both ways the same axes."""
-        if node not in self._shared or node.numel != self._domain:
+        """Reaching a full-size value of this kernel twice makes both ways the same axes.
+
+        Around a reduction that holds for what the kernel loads, too: a row that is summed and then
+        divided by its sum is one row.
+        """
+        if node.numel != self._domain or not (self._reduces or node in self._inside):
             return index
         if any(d.partial for d in index):
             return index
@@ -135,7 +143,11 @@ class Values:
 
     def _view(self, node: Node, index: NodeIndex, guard: str | None) -> str:
         base = base_of(node)
-        if (base in self._loaded or not _computable(base)) and strided(node) is not None:
+        is_loaded = base in self._loaded or not _computable(base)
+        # what is reduced through a view may be read beside it: both ways must meet at the base
+        meets = self._reduces and base.numel == node.numel == self._domain
+        meets = meets and not any(d.partial for d in index)
+        if is_loaded and not meets and strided(node) is not None:
             return self._load(node, index, guard)
         source = node.inputs[0]
         if node.op == "permute":
@@ -302,17 +314,51 @@ class Values:
         return self.emit("apply", (test, other), torch.bool, detail="logical_and")
 
     def _reduce(self, node: Node, index: NodeIndex, guard: str | None) -> str:
+        """Reductions of one shape over the same dims share their loop, whatever they read."""
         x, dims = node.inputs[0], node.attrs["dims"]
-        key = (x, dims, tuple(tuple(self.axes.leaves(d.axes)) for d in index))
+        key = (x.shape, dims, tuple(tuple(self.axes.leaves(d.axes)) for d in index))
         fresh = self._memo_axes(key, [x.shape[d] for d in dims])
         inner = list(index)
         for d, axes in zip(dims, fresh, strict=True):
             inner[d] = Dim(axes)
+        self._loops.append((x.shape, tuple(inner)))
         arg = self.convert(self.value(x, tuple(inner), guard), compute_dtype(node.dtype))
-        if node.op in ("mean", "var"):
+        if (x, dims) in self._varied and node.op in ("mean", "var"):
             mean, var = self._moments(arg, node.dtype)
             return mean if node.op == "mean" else self._corrected(var, node)
+        if node.op == "mean":
+            (total,) = self._reduction(("sum", arg), "sum", arg, node.dtype, 1)
+            return self._binary("div", total, self._count(node), node.dtype)
         return self._reduction((node.op, arg), node.op, arg, node.dtype, 1)[0]
+
+    def _count(self, node: Node) -> str:
+        count = product(node.inputs[0].shape[d] for d in node.attrs["dims"])
+        return self.literal(float(count.value) if count.is_const else count, node.dtype)
+
+    def _corrected(self, var: str, node: Node) -> str:
+        """var * count / max(0, count - correction), as in ATen"""
+        correction, dtype = node.attrs["correction"], node.dtype
+        if not correction:
+            return var
+        total = self._count(node)
+        count = product(node.inputs[0].shape[d] for d in node.attrs["dims"])
+        if count.is_const:
+            rest = self.literal(max(0.0, count.value - float(correction)), dtype)
+        else:
+            less = self.literal(-float(correction), dtype)
+            rest = self._binary("add", total, less, dtype)
+            rest = self._binary("maximum", rest, self.literal(0.0, dtype), dtype)
+        return self._binary("div", self._binary("mul", var, total, dtype), rest, dtype)
+
+    def share_loops(self) -> None:
+        """Reductions of one shape that have no axis in common by now run over the same axes."""
+        for shape, index in self._loops[1:]:
+            first_shape, first = self._loops[0]
+            ours, theirs = ([a for d in i for a in d.axes] for i in (first, index))
+            if shape != first_shape or any(d.partial for d in (*first, *index)):
+                continue
+            if not set(self.axes.leaves(ours)) & set(self.axes.leaves(theirs)):
+                self.axes.unify(ours, theirs)
 
     def _memo_axes(self, key: Any, sizes: list[Expr]) -> tuple[tuple[int, ...], ...]:
         if ("axes", key) not in self._memo:
@@ -333,16 +379,6 @@ class Values:
             self.drafts.append(Draft("reduce", names, (arg,), dtype, None, kind))
             self._memo[key] = names  # type: ignore[assignment]
         return self._memo[key]  # type: ignore[return-value]
-
-    def _corrected(self, var: str, node: Node) -> str:
-        correction = node.attrs["correction"]
-        if not correction:
-            return var
-        count = node.inputs[0].numel.exact_div(node.numel)
-        assert count is not None, node
-        total, less = self.literal(count, node.dtype), self.literal(count - correction, node.dtype)
-        scaled = self._binary("mul", var, total, node.dtype)
-        return self.emit("apply", (scaled, less), node.dtype, detail="div")
 
     def store(self, node: Node, index: NodeIndex) -> None:
         name = self.value(node, index)
