@@ -504,10 +504,7 @@ def every_row(dtype: torch.dtype) -> Kernel:
         value = w.apply(row.name, *args, dtype=outs[-1], **row.attrs)
         w.store(5 + len(outs), index(i=1), value)
     params = reads(BOOL, BOOL, BOOL, dtype, dtype, dtype) + writes(*outs)
-    return Kernel(
-        "every_row", Schedule.POINTWISE, (), (axis("i", symbol("n")),), params, w.take()
-    )
-
+    return Kernel("every_row", Schedule.POINTWISE, (), (axis("i", symbol("n")),), params, w.take())
 
 
 SAMPLES: Mapping[str, Callable[[torch.dtype], Sample]] = {

@@ -114,4 +114,6 @@ def _attribute(value: float | str, dtype: torch.dtype) -> str:
 def _cast(arg: str, dtype: torch.dtype) -> str:
     if dtype in (torch.float16, torch.bfloat16):
         return f"sp::round_to<{TYPES[dtype]}>({arg})"
-    return f"sp::convert<{TYPES[dtype]}>({arg})"
+    if dtype is torch.uint8:  # from a negative number by way of a signed type, as ATen
+        return f"static_cast<uint8_t>(static_cast<int64_t>({arg}))"
+    return f"static_cast<{TYPES[dtype]}>({arg})"

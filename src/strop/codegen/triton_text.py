@@ -302,6 +302,10 @@ def apply_text(stmt: Apply, args: list[str]) -> str:
         return rounded if wide == stmt.dtype else f"{rounded}.to({TYPES[wide]})"
     attrs = {**row.attrs, **dict(stmt.attrs)}
     template = row.triton
+    if wide is torch.float64:
+        template = template.replace(
+            "tl.sqrt_rn(", "tl.sqrt("
+        )  # exact, where the other is fp32 only
     if attrs.get("alpha") == 1:
         template = template.replace("{alpha} * ", "")
     numbers = {name: _attribute(value) for name, value in attrs.items()}

@@ -86,18 +86,18 @@ def _product(im: Importer, x: Node, count: int, dtype: torch.dtype) -> Node | No
     """x ** count from squares: exact for integers, which wrap."""
     if count < 1:
         return None
-    wide, result = compute_dtype(dtype), None
-    power = im.builder.make("copy", (x,), x.shape, wide) if x.dtype != wide else x
-    while True:
-        last = count == 1 or count == 2 and result is None
-        kind = dtype if last else wide
+    wide, factors, power = compute_dtype(dtype), [], x
+    while count:
         if count & 1:
-            result = power if result is None else _apply(im, "mul", result, power, dtype=kind)
+            factors.append(power)
         count >>= 1
-        if not count:
-            return result
-        power = _apply(im, "mul", power, power, dtype=kind if count == 1 and result is None
-                       else wide)  # fmt: skip
+        if count:
+            power = _apply(im, "square", power, dtype=wide)
+    for factor in factors[1:-1]:
+        factors[0] = _apply(im, "mul", factors[0], factor, dtype=wide)
+    if len(factors) == 1:
+        return im.builder.make("copy", (power,), power.shape, dtype)
+    return _apply(im, "mul", factors[0], factors[-1], dtype=dtype)
 
 
 def _ldexp(im: Importer, fx: FxNode, x: Any, exponent: Any) -> Node:

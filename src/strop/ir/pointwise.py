@@ -47,17 +47,17 @@ def _mode(mode: str) -> dict[str, Any]:
     }
 
 
-_NUMBER = {"types": Types.NUMBER}
-_INTEGER = {"types": Types.INTEGER}
-_BOOL = {"types": Types.BOOL}
-_BITS = {"types": Types.BITS}
-_COMPARES = {"operands": Operands.PROMOTED, "types": Types.ANY}
-_TESTS = {"operands": Operands.PROMOTED}
-_TRUTH = {"operands": Operands.TRUTH, "types": Types.ANY}
-_ALPHA = {"attrs": {"alpha": 1}, "types": Types.NUMBER}
-_POSITIVE = {"example": (0.1, 3.0)}
-_UNIT = {"example": (-0.95, 0.95)}
-_FRACTION = {"example": (0.05, 0.95)}
+_NUMBER: dict[str, Any] = {"types": Types.NUMBER}
+_INTEGER: dict[str, Any] = {"types": Types.INTEGER}
+_BOOL: dict[str, Any] = {"types": Types.BOOL}
+_BITS: dict[str, Any] = {"types": Types.BITS}
+_COMPARES: dict[str, Any] = {"operands": Operands.PROMOTED, "types": Types.ANY}
+_TESTS: dict[str, Any] = {"operands": Operands.PROMOTED}
+_TRUTH: dict[str, Any] = {"operands": Operands.TRUTH, "types": Types.ANY}
+_ALPHA: dict[str, Any] = {"attrs": {"alpha": 1}, "types": Types.NUMBER}
+_POSITIVE: dict[str, Any] = {"example": (0.1, 3.0)}
+_UNIT: dict[str, Any] = {"example": (-0.95, 0.95)}
+_FRACTION: dict[str, Any] = {"example": (0.05, 0.95)}
 
 ARITHMETIC: tuple[Op, ...] = (
     _row("add", (aten.add.Tensor, aten.add.Scalar), "{0} + {alpha} * {1}", **_ALPHA),
@@ -207,7 +207,8 @@ ACTIVATIONS: tuple[Op, ...] = (
     _row("relu", (aten.relu.default,), "tl.where({0} < 0, 0, {0})", "({0} < 0 ? 0 : {0})",
          **_NUMBER),
     _row("leaky_relu", (aten.leaky_relu.default,),
-         "tl.where({0} > 0, {0}, {0} * {negative_slope})", "({0} > 0 ? {0} : {0} * {negative_slope})",
+         "tl.where({0} > 0, {0}, {0} * {negative_slope})",
+         "({0} > 0 ? {0} : {0} * {negative_slope})",
          attrs={"negative_slope": 0.1}),
     _row("prelu", (aten._prelu_kernel.default,), "tl.where({0} > 0, {0}, {0} * {1})",
          "({0} > 0 ? {0} : {0} * {1})"),
@@ -324,7 +325,7 @@ _TANH_ARG = "{1} * (1.5957691216057308 + 0.07135481627260025 * {1} * {1})"
 _TANH_SLOPE = "(1.5957691216057308 + 0.21406444881780075 * {1} * {1})"
 _TANH_OPEN = f"(1.0 / (1.0 + tl.exp(-{_TANH_ARG})))"
 _MISH_TANH = "libdevice.tanh(libdevice.log1p(tl.exp({1})))"
-_ELU = {"alpha": 1.5, "scale": 1.25, "input_scale": 0.75}
+_ELU: dict[str, Any] = {"alpha": 1.5, "scale": 1.25, "input_scale": 0.75}
 
 
 def _elu_gradient(is_result: bool) -> dict[str, Any]:
@@ -398,10 +399,6 @@ GRADIENTS: tuple[Op, ...] = (
     _row("logsigmoid_backward", (aten.log_sigmoid_backward.default,),
          "{0} / (1.0 + tl.exp({1}))", "{0} / (1 + sp::exp({1}))",
          reference=lambda g, x: aten.log_sigmoid_backward(g, x, torch.exp(-x.abs()))),
-    _row("logit_backward", (aten.logit_backward.default,),
-         'tl.where(({1} < 0) | ({1} > 1), float("nan"), {0} / tl.abs({1} * (1.0 - {1})))',
-         "sp::or_nan({1} >= 0 && {1} <= 1, {0} / sp::abs({1} * (1 - {1})))",
-         when=_is(eps=None), **_FRACTION),
     _row("softshrink_backward", (aten.softshrink_backward.default,),
          "tl.where(tl.abs({1}) <= {lambd}, 0.0, {0})", "(sp::abs({1}) <= {lambd} ? 0 : {0})",
          attrs={"lambd": 0.5}),

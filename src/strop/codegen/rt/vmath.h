@@ -107,13 +107,6 @@ constexpr T highest() {
   return limits::has_infinity ? limits::infinity() : limits::max();
 }
 
-// To another type as ATen does it: small unsigned numbers by way of a wider signed one.
-template <class T, class V>
-inline T convert(V x) {
-  if constexpr (std::is_same_v<T, uint8_t>) return static_cast<T>(static_cast<int64_t>(x));
-  else return static_cast<T>(x);
-}
-
 inline float half(float x) { return x * 0.5f; }
 inline double half(double x) { return x * 0.5; }
 
