@@ -215,11 +215,12 @@ def _is_tensorial(value: Any) -> bool:
 
 
 def bind_arguments(fx: FxNode) -> dict[str, Any]:
-    """Arguments by their schema names, defaults included."""
+    """Arguments by their schema names, in that order, defaults included."""
     schema = fx.target._schema.arguments  # type: ignore[union-attr]
     bound = {a.name: a.default_value for a in schema if a.has_default_value()}
     bound |= dict(zip((a.name for a in schema), fx.args, strict=False))
-    return bound | dict(fx.kwargs)
+    bound |= dict(fx.kwargs)
+    return {a.name: bound[a.name] for a in schema if a.name in bound}
 
 
 _OPERAND_NAMES = frozenset({
