@@ -21,24 +21,46 @@ Spelling = Callable[..., Tensor]
 FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 INTEGERS = (torch.int64, torch.int32, torch.int8, torch.uint8)
 
+
+def _first(f: Spelling) -> Spelling:
+    return lambda x, *_: f(x)
+
+
+def _third(f: Spelling) -> Spelling:
+    return lambda x, y, u: f(u)
+
+
+def _both(f: Spelling) -> Spelling:
+    return lambda x, y: f(x, y)
+
+
+def _outer(f: Spelling) -> Spelling:
+    return lambda x, y, u: f(u, y)
+
+
 # x, y in [0.1, 0.9], u in [-3, 3]: inside the domain of every function
 FLOAT: dict[str, Spelling] = {
-    **{name: lambda x, y, u, f=getattr(torch, name): f(u) for name in (
-        "abs ceil floor trunc round frac sign sgn neg exp exp2 expm1 sin cos tan sinh cosh tanh"
-        " asinh atan erf erfc sigmoid square deg2rad rad2deg sinc relu isnan isinf isfinite"
-        " isposinf isneginf signbit logical_not nan_to_num positive"
-    ).split()},
-    **{name: lambda x, y, u, f=getattr(torch, name): f(x) for name in (
-        "log log2 log10 log1p sqrt rsqrt reciprocal asin acos atanh erfinv logit lgamma"
-    ).split()},
-    **{name: lambda x, y, u, f=getattr(F, name): f(u) for name in (
-        "relu6 elu selu celu mish softplus logsigmoid gelu silu hardsigmoid hardswish hardtanh"
-        " leaky_relu softshrink hardshrink softsign tanhshrink"
-    ).split()},
-    **{name: lambda x, y, u, f=getattr(torch, name): f(u, y) for name in (
-        "add sub mul div atan2 hypot copysign fmod remainder floor_divide maximum minimum fmax fmin"
-        " logaddexp logaddexp2 heaviside eq ne lt le gt ge logical_and logical_or logical_xor"
-    ).split()},
+    **{name: _third(getattr(torch, name)) for name in (
+        "abs", "ceil", "floor", "trunc", "round", "frac", "sign", "sgn", "neg", "exp", "exp2",
+        "expm1", "sin", "cos", "tan", "sinh", "cosh", "tanh", "asinh", "atan", "erf", "erfc",
+        "sigmoid", "square", "deg2rad", "rad2deg", "sinc", "relu", "isnan", "isinf", "isfinite",
+        "isposinf", "isneginf", "signbit", "logical_not", "nan_to_num", "positive",
+    )},
+    **{name: _first(getattr(torch, name)) for name in (
+        "log", "log2", "log10", "log1p", "sqrt", "rsqrt", "reciprocal", "asin", "acos", "atanh",
+        "erfinv", "logit", "lgamma",
+    )},
+    **{name: _third(getattr(F, name)) for name in (
+        "relu6", "elu", "selu", "celu", "mish", "softplus", "logsigmoid", "gelu", "silu",
+        "hardsigmoid", "hardswish", "hardtanh", "leaky_relu", "softshrink", "hardshrink",
+        "softsign", "tanhshrink",
+    )},
+    **{name: _outer(getattr(torch, name)) for name in (
+        "add", "sub", "mul", "div", "atan2", "hypot", "copysign", "fmod", "remainder",
+        "floor_divide", "maximum", "minimum", "fmax", "fmin", "logaddexp", "logaddexp2",
+        "heaviside", "eq", "ne", "lt", "le", "gt", "ge", "logical_and", "logical_or",
+        "logical_xor",
+    )},
     "acosh": lambda x, y, u: torch.acosh(x + 1.5),
     "xlogy": lambda x, y, u: torch.xlogy(u, y),
     "pow": lambda x, y, u: x**u,
@@ -70,21 +92,23 @@ FLOAT: dict[str, Spelling] = {
     "masked_fill": lambda x, y, u: u.masked_fill(u > 1, -7.0),
     "ldexp": lambda x, y, u: torch.ldexp(x, torch.full_like(x, 3)),
     "mse": lambda x, y, u: F.mse_loss(u, y, reduction="none"),
-    **{f"to {dtype}": lambda x, y, u, to=dtype: (u * 3).to(to)
+    **{f"to {dtype}": lambda x, y, u, to=dtype: (u * 32).to(to)
        for dtype in (torch.int64, torch.int32, torch.int8, torch.bool, torch.float16)},
 }  # fmt: skip
 
 # i of both signs where there are two, j without zero
 INTEGER: dict[str, Spelling] = {
-    **{name: lambda i, j, f=getattr(torch, name): f(i, j) for name in (
-        "add sub mul div fmod remainder floor_divide maximum minimum fmax fmin bitwise_and"
-        " bitwise_or bitwise_xor eq ne lt le gt ge logical_and logical_or logical_xor"
-        " bitwise_left_shift bitwise_right_shift"
-    ).split()},
-    **{name: lambda i, j, f=getattr(torch, name): f(i) for name in (
-        "neg abs sign floor ceil trunc round square bitwise_not logical_not isnan isinf isfinite"
-        " relu nan_to_num sigmoid sin exp2 signbit"
-    ).split()},
+    **{name: _both(getattr(torch, name)) for name in (
+        "add", "sub", "mul", "div", "fmod", "remainder", "floor_divide", "maximum", "minimum",
+        "fmax", "fmin", "bitwise_and", "bitwise_or", "bitwise_xor", "eq", "ne", "lt", "le", "gt",
+        "ge", "logical_and", "logical_or", "logical_xor", "bitwise_left_shift",
+        "bitwise_right_shift",
+    )},
+    **{name: _first(getattr(torch, name)) for name in (
+        "neg", "abs", "sign", "floor", "ceil", "trunc", "round", "square", "bitwise_not",
+        "logical_not", "isnan", "isinf", "isfinite", "relu", "nan_to_num", "sigmoid", "sin",
+        "exp2", "signbit",
+    )},
     "div floor": lambda i, j: torch.div(i, j, rounding_mode="floor"),
     "div trunc": lambda i, j: torch.div(i, j, rounding_mode="trunc"),
     "number": lambda i, j: i + 1.5,
@@ -119,8 +143,10 @@ BOOL: dict[str, Spelling] = {
 }
 
 SPECIAL = (math.nan, math.inf, -math.inf, 0.0, -0.0, 1.0, -2.5, 1e-40, 3e38, -3e38)
-# Where a result overflows or not is a matter of the last digit, or of the sign of a zero.
-ROUNDED = {"tan", "sin", "cos", "sinc", "to torch.int64", "to torch.int32", "to torch.int8"}
+# Eager and C++ convert what an integer cannot hold as the processor likes, and the last digit of a
+# number decides what is left of a large one.
+ROUNDED = {"tan", "sin", "cos", "sinc", "to torch.int64", "to torch.int32", "to torch.int8",
+           "remainder by number"}  # fmt: skip
 
 
 class Every(nn.Module):
@@ -161,6 +187,10 @@ def test_floats_are_as_accurate_as_eager(dtype: torch.dtype) -> None:
     exact = eager(FLOAT, [x.double() for x in operands])
     wrong = {}
     for name, mine, theirs, reference in zip(FLOAT, got, base, exact, strict=True):
+        if dtype is torch.float64 and mine.is_floating_point():
+            # the judge has no more digits than eager: a few units of the last place
+            torch.testing.assert_close(mine, theirs, rtol=2e-15, atol=2e-15, msg=name)
+            continue
         try:
             assert_as_accurate_as_eager(mine, theirs, reference.double())
         except AssertionError as error:
@@ -174,14 +204,20 @@ def test_special_values(dtype: torch.dtype) -> None:
     pairs = torch.cartesian_prod(value, value)
     operands = [pairs[:, 0].contiguous(), pairs[:, 1].contiguous(), pairs[:, 0].contiguous()]
     table = {name: f for name, f in FLOAT.items() if name not in ROUNDED}
+    results = (compiled(table, operands), eager(table, operands),
+               eager(table, [x.double() for x in operands]))  # fmt: skip
     wrong = {}
-    for name, got, want in zip(table, compiled(table, operands), eager(table, operands),
-                               strict=True):  # fmt: skip
-        same = torch.isclose(got.double(), want.double(), rtol=1e-5, atol=1e-37, equal_nan=True)
+    for name, got, want, exact in zip(table, *results, strict=True):
+        # eager's fp32 vector loops lose some: fmod of a large quotient, gelu of infinity
+        same = _close(got, want) | _close(got, exact.to(want.dtype))
         if not same.all():
             places = (~same).nonzero().flatten()[:3]
             wrong[name] = [(pairs[p].tolist(), got[p].item(), want[p].item()) for p in places]
     assert not wrong
+
+
+def _close(got: Tensor, want: Tensor) -> Tensor:
+    return torch.isclose(got.double(), want.double(), rtol=1e-5, atol=1e-37, equal_nan=True)
 
 
 @pytest.mark.parametrize("dtype", INTEGERS, ids=str)
@@ -214,11 +250,14 @@ LAYOUTS: dict[str, Callable[[], list[Tensor]]] = {
     "rank 0": lambda: drawn((), torch.float32),
     "one": lambda: drawn((1,), torch.float32),
     "seven": lambda: drawn((7,), torch.float32),
-    "broadcast": lambda: [x[:, :1] if k else x[:1] for k, x in enumerate(drawn((6, 5), torch.float32))],
+    "broadcast": lambda: [x[:, :1] if k else x[:1]
+                          for k, x in enumerate(drawn((6, 5), torch.float32))],
     "transposed": lambda: [drawn((6, 5), torch.float32)[0].t(), *drawn((5, 6), torch.float32)[1:]],
-    "expanded": lambda: [drawn((1, 5), torch.float32)[0].expand(6, 5), *drawn((6, 5), torch.float32)[1:]],
+    "expanded": lambda: [drawn((1, 5), torch.float32)[0].expand(6, 5),
+                         *drawn((6, 5), torch.float32)[1:]],
     "mixed types": lambda: [*drawn((6, 5), torch.float32)[:2], drawn((6, 5), torch.float16)[2]],
-    "rank 0 of another type": lambda: [*drawn((6, 5), torch.float16)[:2], drawn((), torch.float32)[2]],
+    "rank 0 of another type": lambda: [*drawn((6, 5), torch.float16)[:2],
+                                       drawn((), torch.float32)[2]],
 }  # fmt: skip
 FEW = {name: FLOAT[name] for name in ("exp", "add", "remainder", "lt", "clamp by tensors", "where")}
 

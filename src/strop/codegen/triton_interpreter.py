@@ -25,7 +25,6 @@ _LIBDEVICE = (
 )  # fmt: skip
 
 
-
 def interpret(
     source: KernelSource, tensors: Sequence[torch.Tensor], scalars: Mapping[str, int]
 ) -> list[torch.Tensor]:
