@@ -180,6 +180,21 @@ def test_every_operator(row):
     torch.testing.assert_close(found, expected.to(found.dtype), rtol=2e-6, atol=2e-6)
 
 
+@pytest.mark.parametrize("dtype", [F64, I64, torch.int8], ids=str)  # numpy has no ~ of uint8
+def test_every_operator_in_its_other_types(dtype):
+    kernel = kernels.every_row(dtype)
+    n = symbol("n")
+    sample = Sample(kernel, (n,) * len(kernel.params), ())
+    tensors = sample.tensors({"n": 100})
+    for tensor in tensors[3:6]:  # 1 to 4, fractions for floats: no division by zero
+        tensor.abs_().add_(1) if dtype is not F64 else tensor.abs_().add_(1).reciprocal_()
+    expected = [tensor.clone() for tensor in tensors]
+    judge.run(kernel, expected, {"n": 100})
+    run(sample, tensors, {"n": 100})
+    for found, wanted in zip(tensors[6:], expected[6:], strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-6, equal_nan=True)
+
+
 def test_alpha_is_a_factor():
     check(kernels.pointwise("add", [F32, F32], F32, {"alpha": -0.25}), {"n": 30})
     check(kernels.pointwise("add", [I64, I64], I64, {"alpha": 3}), {"n": 30})

@@ -395,16 +395,6 @@ inline float pow(float x, float y) {
 }
 inline double pow(double x, double y) { return std::pow(x, y); }
 
-// Integers wrap, as torch's do. What a negative exponent leaves of them is 0, but for 1 and -1.
-template <class T>
-inline T pow(T x, T y) {
-  using U = std::make_unsigned_t<T>;
-  if (y < 0) return x == 1 ? T(1) : (x == T(-1) ? (y % 2 ? T(-1) : T(1)) : T(0));
-  U result = 1, base = static_cast<U>(x);
-  for (; y; y /= 2, base *= base) result *= y % 2 ? base : U(1);
-  return static_cast<T>(result);
-}
-
 // Rational, odd / even in x: 5 ulp near 1, 2 ulp below |x| = 1. Beyond the clamp exactly 1, or
 // gelu(x) would not vanish for large negative x.
 inline float erf(float x) {
