@@ -143,7 +143,6 @@ UNKNOWN: dict[str, Callable[[Tensor], Any]] = {
     "topk": lambda x: F.silu(x).topk(2, 1).values * 2,
     "bits": lambda x: F.silu(x).view(torch.int32) + 0,
     "bicubic": lambda x: F.interpolate(F.silu(x), scale_factor=2.0, mode="bicubic") + 1,
-    "pow": lambda x: (x.abs() + 1).pow(0.5).clamp(0, 1.2) * 2,
     "reflect": lambda x: F.pad(F.silu(x), (1, 1, 1, 0), mode="reflect") * 2,
 }
 

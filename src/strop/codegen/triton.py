@@ -58,8 +58,10 @@ def _assemble(
     args += ["splits"] if split else []
     args += [f"{name}: tl.constexpr" for name in printer.constants]
     lines = Lines(depth=0)
-    for text in ("import triton", "import triton.language as tl", "", ""):
-        lines.lines.append(text)
+    lines.lines += ["import triton", "import triton.language as tl"]
+    if any("libdevice." in line for line in printer.out.lines):
+        lines.lines.append("from triton.language.extra import libdevice")
+    lines.lines += ["", ""]
     for kind in sorted({s.kind for s in kernel.body if isinstance(s, Reduce)}):
         if kind in triton_reduce.HELPERS:
             name, body = triton_reduce.HELPERS[kind]

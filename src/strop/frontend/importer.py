@@ -19,13 +19,14 @@ from strop.frontend.creation import CREATION
 from strop.frontend.decompositions import DECOMPOSITIONS
 from strop.frontend.functional import storage_of
 from strop.frontend.indexing import INDEXING
+from strop.frontend.pointwise import COMPOSITES
 from strop.frontend.reductions import reduction
 from strop.frontend.symbols import Symbols
 from strop.frontend.views import COPYING, VIEWS
 from strop.ir.affine import base_of
 from strop.ir.dims import Expr, const
 from strop.ir.graph import Builder, Graph, Node, Ref, finish
-from strop.ir.ops import KERNEL_DTYPES, Kind, Op, Operands, compute_dtype, rows_for
+from strop.ir.ops import KERNEL_DTYPES, Kind, Op, Operands, Types, compute_dtype, rows_for
 
 log = logging.getLogger("strop")
 
@@ -232,16 +233,20 @@ def _expressed(importer: Importer, fx: FxNode) -> Value | None:
     """The call as nodes of the graph IR, if there is a way."""
     if not all(_is_for_kernels(x) for x in (fx, *fx.all_input_nodes)):
         return None
-    for table in (VIEWS, CREATION, INDEXING, DECOMPOSITIONS):
+    for table in (VIEWS, CREATION, INDEXING, DECOMPOSITIONS, COMPOSITES):
         rule = table.get(fx.target)
         value = rule(importer, fx, *fx.args, **fx.kwargs) if rule else None
         if value is not None:
             return value
     bound = bind_arguments(fx)
     for row in rows_for(fx.target):
-        if row.when(bound) and row.kind is not Kind.OPAQUE:
-            return _pointwise(importer, fx, row, bound) if row.kind is Kind.POINTWISE else (
-                reduction(importer, fx, row, bound))  # fmt: skip
+        if row.kind is Kind.REDUCTION and row.when(bound):
+            return reduction(importer, fx, row, bound)
+        if row.kind is Kind.POINTWISE and row.when(bound):
+            operands = _operands(bound)
+            computed = _computed_in(fx, row, operands)
+            if Types.of(computed) in row.types:
+                return _pointwise(importer, fx, row, bound, operands, computed)
     return None
 
 
@@ -258,36 +263,58 @@ def _is_tensorial(value: Any) -> bool:
 
 
 def bind_arguments(fx: FxNode) -> dict[str, Any]:
-    """Arguments by their schema names, defaults included."""
+    """Arguments by their schema names, in that order, defaults included."""
     schema = fx.target._schema.arguments  # type: ignore[union-attr]
     bound = {a.name: a.default_value for a in schema if a.has_default_value()}
     bound |= dict(zip((a.name for a in schema), fx.args, strict=False))
-    return bound | dict(fx.kwargs)
+    bound |= dict(fx.kwargs)
+    return {a.name: bound[a.name] for a in schema if a.name in bound}
 
 
-_OPERAND_NAMES = ("self", "other", "condition", "input", "tensor1", "tensor2")
+_OPERAND_NAMES = frozenset({
+    "self", "other", "condition", "input", "tensor1", "tensor2", "exponent", "end", "weight",
+    "min", "max", "values", "grad_output", "grad_out", "output", "self_or_result",
+})  # fmt: skip
 
 
-def _pointwise(importer: Importer, fx: FxNode, row: Op, bound: Mapping[str, Any]) -> Node:
-    """Tensor and number operands become inputs, whatever else the schema has an attribute."""
+def _operands(bound: Mapping[str, Any]) -> list[Any]:
+    """Tensor and number arguments in schema order; whatever else the schema has is an attribute."""
+    return [v for name, v in bound.items() if name in _OPERAND_NAMES and v is not None]
+
+
+def _computed_in(fx: FxNode, row: Op, operands: Sequence[Any]) -> torch.dtype:
+    """The type whose rules the row follows."""
+    result: torch.dtype = fx.meta["val"].dtype
+    return _promoted(operands) if row.operands is Operands.PROMOTED else result
+
+
+def _pointwise(importer: Importer, fx: FxNode, row: Op, bound: Mapping[str, Any],
+               operands: Sequence[Any], computed: torch.dtype) -> Node:  # fmt: skip
     result = fx.meta["val"].dtype
-    operands = [bound[name] for name in bound if name in _OPERAND_NAMES]
-    dtypes = [o.meta["val"].dtype for o in operands
-              if isinstance(o, FxNode) and isinstance(o.meta["val"], torch.Tensor)]  # fmt: skip
-    literal = result if row.operands is not Operands.PROMOTED else _promoted(dtypes, operands)
-    inputs = [importer.operand(o, compute_dtype(literal)) for o in operands]
+    inputs = [importer.operand(o, compute_dtype(computed)) for o in operands]
     if row.name == "cast":
         return importer.builder.cast(inputs[0], result)
+    if row.operands is Operands.PROMOTED and len(inputs) > 1:
+        # what is compared has been rounded to the common type, numbers too
+        inputs = [_rounded(importer, x, computed) for x in inputs]
     attrs = {name: importer.literal(bound[name]) for name in row.attrs}
     return importer.builder.pointwise(row.name, *inputs, dtype=result, **attrs)
 
 
-def _promoted(dtypes: Sequence[torch.dtype], operands: Sequence[Any]) -> torch.dtype:
-    dtype = dtypes[0]
-    for other in dtypes[1:]:
-        dtype = torch.promote_types(dtype, other)
-    has_float = any(isinstance(o, float) for o in operands)
-    return torch.get_default_dtype() if has_float and not dtype.is_floating_point else dtype
+def _promoted(operands: Sequence[Any]) -> torch.dtype:
+    """ATen's promotion: 0-dim tensors and numbers only decide between bool, int and float."""
+    values = [o.meta["val"] if isinstance(o, FxNode) else o for o in operands]
+    first, *others = values
+    dtype: torch.dtype = first.dtype if not others else torch.result_type(first, others[0])
+    return dtype
+
+
+def _rounded(importer: Importer, x: Node, dtype: torch.dtype) -> Node:
+    value = x.attrs.get("value")
+    if x.op == "constant" and not isinstance(value, Expr):
+        number = torch.tensor(value, dtype=dtype).item()
+        return importer.builder.constant(number, compute_dtype(dtype))
+    return importer.builder.cast(x, dtype) if x.dtype != compute_dtype(dtype) else x
 
 
 def opaque_call(importer: Importer, fx: FxNode) -> Value:

@@ -118,12 +118,6 @@ def _select_scatter(im: Importer, fx: FxNode, x: Any, part: Any, dim: int, index
     return _put(b, node, b.reshape(im.node(part), one), dim, place)
 
 
-def _masked_fill(im: Importer, fx: FxNode, x: Any, mask: Any, value: Any) -> Node:
-    node, b = im.node(x), im.builder
-    fill = b.cast(im.operand(value, node.dtype), node.dtype)
-    return b.pointwise("where", im.node(mask), fill, node, dtype=node.dtype)
-
-
 def _masked_put(im: Importer, fx: FxNode, x: Any, indices: Sequence[Any], value: Any,
                 accumulate: bool = False) -> Node | None:  # fmt: skip
     """``x[mask] = number``: without looking for the places, whose count depends on the mask."""
@@ -145,8 +139,6 @@ INDEXING: dict[Any, Rule] = {
     aten.roll.default: _roll,
     aten.slice_scatter.default: _slice_scatter,
     aten.select_scatter.default: _select_scatter,
-    aten.masked_fill.Scalar: _masked_fill,
-    aten.masked_fill.Tensor: _masked_fill,
     aten.index_put.default: _masked_put,
     aten._unsafe_index_put.default: _masked_put,
 }

@@ -270,6 +270,8 @@ class Values:
             for x in node.inputs[1:]:
                 wanted = torch.promote_types(wanted, x.dtype)
             wanted = compute_dtype(wanted)
+        if node.row.operands is Operands.TRUTH:
+            wanted = torch.bool
         first_is_bool = node.row.operands is Operands.SELECT
         names = tuple(
             self.convert(name, torch.bool if first_is_bool and i == 0 else wanted)
