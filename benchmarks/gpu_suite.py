@@ -315,6 +315,29 @@ def pipe(suite: Suite) -> dict[str, Any]:
     return {"rows": rows, "counts": counts}
 
 
+def dynamo(suite: Suite) -> dict[str, Any]:
+    """Plain torch.compile at two sizes: what the second compile costs of the first."""
+    from strop.backend import dynamo_backend
+    from strop.runtime.aot import AOT_LOG
+
+    torch._dynamo.reset()
+    case = case_named(suite.args.unet)
+    ours = case.build(suite.device)
+    where = {"cache_dir": tempfile.mkdtemp(dir=suite.out)}
+    ours.target.compile(backend=dynamo_backend, options=where)
+    rows = []
+    for (height, width), batch in [((512, 512), 2), ((512, 768), 2)]:
+        done = len(AOT_LOG.records)
+        total = timer.elapsed_ms(peers.caller(ours, (height, width), batch), suite.device)
+        (record,) = AOT_LOG.records[done:]
+        rows.append({"size": [height, width], "call_s": round(total / 1e3, 2),
+                     "strop_s": round(record.seconds, 3), "kernels_built": record.kernels_built,
+                     "kernels": len(record.compiled.program.sources)})  # fmt: skip
+        suite.say("dynamo", str(rows[-1]))
+    return {"rows": rows, "fallbacks": AOT_LOG.fallbacks,
+            "second_of_first": round(rows[1]["strop_s"] / rows[0]["strop_s"], 3)}  # fmt: skip
+
+
 def sprites(suite: Suite) -> dict[str, Any]:
     try:
         result = quality.run(suite.out, str(suite.device), options=suite.options())
@@ -336,6 +359,7 @@ STEPS: dict[str, Callable[[Suite], dict[str, Any]]] = {
     "pipe": pipe,
     "tests": gpu_tests,
     "sprites": sprites,
+    "dynamo": dynamo,
     "more": more,
 }
 NEEDS_GPU = {"tests", "kernels", "replay", "host"}

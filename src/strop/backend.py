@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 from strop import passes
 from strop.codegen import cpp, triton
-from strop.codegen.assemble import Signature, Target, assemble
-from strop.fusion.plan import FusionPlan
-from strop.fusion.planner import plan
-from strop.ir.graph import Graph
+from strop.codegen.assemble import Signature, Target, assemble, once
+from strop.errors import UnsupportedError
+from strop.fusion.plan import FusionPlan, Group
+from strop.fusion.planner import computed_by, plan
+from strop.ir.graph import Graph, Node
 from strop.ir.program import Program
-from strop.lowering.lower import lower
+from strop.lowering.generic import without_sizes
+from strop.lowering.lower import Lowered, lower
 from strop.options import Options
+
+if TYPE_CHECKING:
+    from torch.fx import GraphModule
 
 TARGETS = {
     "cpu": Target("cpu", cpp.emit, frozenset({"linear", "matmul"})),
@@ -32,22 +37,55 @@ class Compiled:
     plan: FusionPlan
     passes: tuple[passes.PassRecord, ...]
     seconds: Mapping[str, float]
+    imported: Graph | None = None  # before all passes, where ``options.wants_graphs``
+    folder: str = ""  # where ``options.dump`` left its files
+
+
+def compile_captured(gm: GraphModule, graph: Graph, signature: Signature, device: str,
+                     options: Options, name: str) -> Compiled:  # fmt: skip
+    """``compile_graph``, leaving its files in ``options.dump``. ``graph`` came from ``gm``."""
+    if not options.dump:
+        return compile_graph(graph, signature, device, options)
+    from strop.debug.dump import compile_and_dump
+
+    return compile_and_dump(gm, graph, signature, device, options, name)
 
 
 def compile_graph(graph: Graph, signature: Signature, device: str, options: Options) -> Compiled:
     """One functional graph -> one program for every shape. Builds no kernel yet."""
-    clock = _Clock()
+    target, generic = TARGETS[device], signature.generic
+    emit = once(target.emit)  # a model has many equal kernels
+    target = replace(target, emit=without_sizes(emit) if generic else emit)
+    clock, imported = _Clock(), graph if options.wants_graphs else None
     graph, records = passes.run(graph, options)  # rewrite to canonical form, lay out memory
     clock.lap("passes")
-    fusion = plan(graph)  # which nodes share a kernel
-    clock.lap("fusion")
-    stored = {node for group in fusion.groups for node in group.stores}
-    kernels = {group: lower(group, stored, graph.hints) for group in fusion.groups}
+    fusion, kernels = _planned(graph, generic, clock)  # which nodes share a kernel, and its loops
     lowered = {group: (low.kernel, low.buffers, low.offsets) for group, low in kernels.items()}
-    clock.lap("lowering")
-    program = assemble(graph, fusion, lowered, signature, TARGETS[device])
+    program = assemble(graph, fusion, lowered, signature, target)
     clock.lap("codegen")
-    return Compiled(program, graph, fusion, records, clock.seconds)
+    return Compiled(program, graph, fusion, records, clock.seconds, imported)
+
+
+def _planned(graph: Graph, generic: bool, clock: _Clock) -> tuple[FusionPlan, dict[Group, Lowered]]:
+    """A plan whose kernels can all be written down: where indices do not divide, each node of
+    the group becomes a kernel of its own, which reads its operands from memory."""
+    apart: frozenset[Node] = frozenset()
+    while True:
+        fusion = plan(graph, apart)
+        clock.lap("fusion")
+        stored = {node for group in fusion.groups for node in group.stores}
+        kernels: dict[Group, Lowered] = {}
+        for group in fusion.groups:
+            try:
+                kernels[group] = lower(group, stored, graph.hints, generic=generic)
+            except UnsupportedError:
+                members = computed_by(group, stored)
+                if members <= apart:
+                    raise
+                apart |= members
+        clock.lap("lowering")
+        if len(kernels) == len(fusion.groups):
+            return fusion, kernels
 
 
 class _Clock:
@@ -59,7 +97,7 @@ class _Clock:
 
     def lap(self, name: str) -> None:
         now = time.perf_counter()
-        self.seconds[name] = now - self._last
+        self.seconds[name] = self.seconds.get(name, 0.0) + now - self._last
         self._last = now
 
 

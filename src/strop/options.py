@@ -29,6 +29,12 @@ class Options:
     disable: tuple[str, ...] = _knob((), "names of passes to skip", "STROP_DISABLE")
     cache_dir: str = _knob("", "where plans and kernels are kept; empty: ~/.cache/strop",
                            "STROP_CACHE_DIR", keyed=False)  # fmt: skip
+    dump: str = _knob("", "folder for the files of every compiled graph, from ATen to kernels",
+                      "STROP_DUMP", keyed=False)  # fmt: skip
+    check: bool = _knob(False, "compare every step of a shape's first run with torch (slow)",
+                        "STROP_CHECK", keyed=False)  # fmt: skip
+    record: bool = _knob(False, "keep the graph before and after each pass, for explain",
+                         "STROP_RECORD", keyed=False)  # fmt: skip
     build_workers: int = _knob(0, "processes that compile kernels; 0: one a core, at most 12",
                                "STROP_BUILD_WORKERS", keyed=False)  # fmt: skip
 
@@ -46,6 +52,16 @@ class Options:
         """The part that changes what is compiled, as text."""
         return ";".join(f"{f.name}={getattr(self, f.name)!r}" for f in fields(self)
                         if f.metadata["keyed"])  # fmt: skip
+
+    @property
+    def wants_graphs(self) -> bool:
+        """Whether the graph after each pass is kept: memory that only people need."""
+        return self.record or bool(self.dump)
+
+    @property
+    def wants_compiler(self) -> bool:
+        """Whether a stored plan will not do: it says what runs, not how it came about."""
+        return self.wants_graphs or self.check
 
     @property
     def cache_path(self) -> Path:

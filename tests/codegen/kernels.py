@@ -27,7 +27,7 @@ from strop.ir.loops import (
     Stmt,
     Store,
 )
-from strop.ir.ops import compute_dtype
+from strop.ir.ops import POINTWISE, Operands, Types, compute_dtype
 
 F32, I64, BOOL = torch.float32, torch.int64, torch.bool
 
@@ -485,6 +485,26 @@ def pointwise(
         w.take(),
     )
     return Sample(kernel, (n,) * (len(args) + 1), envs("n", [1], [1000]))
+
+
+def every_row(dtype: torch.dtype) -> Kernel:
+    """All pointwise rows that compute in this type, each stored to a param of its own."""
+    w = Writer(compute_dtype(dtype))
+    flags = [w.load(k, index(i=1), BOOL) for k in range(3)]
+    numbers = [w.load(3 + k, index(i=1)) for k in range(3)]
+    outs: list[torch.dtype] = []
+    for row in POINTWISE:
+        if Types.of(dtype) not in row.types:
+            continue
+        args = (flags if row.operands is Operands.TRUTH else numbers)[: row.arity]
+        if row.operands is Operands.SELECT:
+            args = [flags[0], *numbers[:2]]
+        is_test = row.operands in (Operands.PROMOTED, Operands.TRUTH)
+        outs.append(BOOL if is_test else dtype)
+        value = w.apply(row.name, *args, dtype=outs[-1], **row.attrs)
+        w.store(5 + len(outs), index(i=1), value)
+    params = reads(BOOL, BOOL, BOOL, dtype, dtype, dtype) + writes(*outs)
+    return Kernel("every_row", Schedule.POINTWISE, (), (axis("i", symbol("n")),), params, w.take())
 
 
 SAMPLES: Mapping[str, Callable[[torch.dtype], Sample]] = {

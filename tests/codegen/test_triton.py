@@ -14,7 +14,7 @@ from strop.codegen.triton_interpreter import interpret
 from strop.ir import interpret as judge
 from strop.ir.dims import symbol
 from strop.ir.loops import Kernel, Schedule
-from strop.ir.ops import OPS, POINTWISE, Operands
+from strop.ir.ops import OPS, POINTWISE, Operands, Types
 from tests.codegen import kernels, triton_samples
 from tests.codegen.kernels import SAMPLES, Sample, Writer, axis, index, reads, writes
 
@@ -151,12 +151,12 @@ def test_cast_rounds():
 def operands(name: str) -> tuple[list[torch.dtype], torch.dtype]:
     """Operand and result types that a row of the operator table asks for."""
     row = OPS[name]
-    arity = 1 + max(k for k in range(3) if f"{{{k}}}" in row.triton)
     if row.operands is Operands.SELECT:
         return [torch.bool, F32, F32], F32
-    if name.startswith("logical"):
-        return [torch.bool] * arity, torch.bool
-    return [F32] * arity, torch.bool if row.operands is Operands.PROMOTED else F32
+    if row.operands is Operands.TRUTH or Types.BOOL is row.types:
+        return [torch.bool] * row.arity, torch.bool
+    own = F32 if Types.FLOAT in row.types else I64
+    return [own] * row.arity, torch.bool if row.operands is Operands.PROMOTED else own
 
 
 @pytest.mark.parametrize("row", POINTWISE, ids=lambda row: row.name)
@@ -169,10 +169,30 @@ def test_every_operator(row):
     for i, dtype in enumerate(args):
         if dtype == F32:
             tensors[i] = torch.rand(100, generator=generator) * (high - low) + low
-    expected = row.reference(*[t.double() if t.dtype == F32 else t for t in tensors[: len(args)]])
+        if dtype == I64:
+            tensors[i] = torch.randint(1, 9, (100,), generator=generator)
+            tensors[i][::2] *= -1 if i else 1
+            tensors[i][::3] *= -1
+    exact = [t.double() if t.dtype == F32 else t for t in tensors[: len(args)]]
+    expected = row.reference(*exact, **row.attrs)
     run(sample, tensors, {"n": 100})
     found = tensors[-1]
     torch.testing.assert_close(found, expected.to(found.dtype), rtol=2e-6, atol=2e-6)
+
+
+@pytest.mark.parametrize("dtype", [F64, I64, torch.int8], ids=str)  # numpy has no ~ of uint8
+def test_every_operator_in_its_other_types(dtype):
+    kernel = kernels.every_row(dtype)
+    n = symbol("n")
+    sample = Sample(kernel, (n,) * len(kernel.params), ())
+    tensors = sample.tensors({"n": 100})
+    for tensor in tensors[3:6]:  # 1 to 4, fractions for floats: no division by zero
+        tensor.abs_().add_(1) if dtype is not F64 else tensor.abs_().add_(1).reciprocal_()
+    expected = [tensor.clone() for tensor in tensors]
+    judge.run(kernel, expected, {"n": 100})
+    run(sample, tensors, {"n": 100})
+    for found, wanted in zip(tensors[6:], expected[6:], strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-6, equal_nan=True)
 
 
 def test_alpha_is_a_factor():

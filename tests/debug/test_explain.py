@@ -16,7 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import strop
 from strop.api import dispatchers_of
-from strop.debug.explain import bandwidth_of, explain, num_recompiles, operator_of
+from strop.debug.costs import machine
+from strop.debug.explain import explain, num_recompiles, operator_of
+from strop.debug.listing import graph_text
 from strop.errors import OptionError
 from strop.ir.graph import Ref
 from strop.runtime.executor import Bound
@@ -148,7 +150,7 @@ def test_function_bytes() -> None:
     assert report.components[0].name == "scaled"
     assert kernel.bytes_moved == 2 * 8 * 16 * 4
     assert kernel.estimated_us == pytest.approx(
-        kernel.bytes_moved / bandwidth_of("CPU") * 1e6, 0.01
+        kernel.bytes_moved / machine("CPU").bandwidth * 1e6, 0.01
     )
     assert kernel.name in kernel.source
     assert (report.num_launches, report.num_opaque_calls, report.calls) == (1, 0, {})
@@ -215,6 +217,65 @@ def test_html_is_one_sound_page(block: Block) -> None:
     assert "http" not in report.html
     for kernel in report.graphs[0].kernels:
         assert f"<summary>{kernel.name}</summary>" in report.html
+
+
+def test_page_draws_the_plan(cache_dir: str) -> None:
+    module = Block().eval().requires_grad_(False)
+    strop.optimize(module, options=strop.Options(cache_dir=cache_dir, record=True))
+    report = explain(module, torch.randn(2, 4, 8, 8))
+    (graph,) = report.graphs
+    (variant,) = dispatchers_of(module)["Block"].variants.all
+    assert variant.compiled is not None
+    steps, page = variant.program.steps, report.html
+    assert page.count("<rect ") == len(steps) == len(graph.steps)
+    assert page.count("<path ") == sum(len(step.reads) for step in graph.steps) > 0
+    assert len(graph.edges) == len(variant.compiled.plan.refusals) > 0
+    for edge in graph.edges:
+        assert edge.reason in page
+    names = [name for name, _ in graph.texts]
+    assert names == ["imported", *(record.name for record in variant.compiled.passes)]
+    assert graph.texts[-1][1] == graph_text(variant.compiled.graph)
+    assert "after channels_last" in page
+    assert '<span class="add">' in page
+    assert {"local", "regional", "global"} == {v.scheme for s in graph.steps for v in s.values}
+
+
+def test_graphs_are_kept_only_where_asked(block: Block) -> None:
+    report = explain(block, torch.randn(2, 4, 8, 8))
+    (variant,) = dispatchers_of(block)["Block"].variants.all
+    assert variant.compiled is None or variant.compiled.imported is None
+    assert report.graphs[0].texts == ()
+    assert "STROP_RECORD=1" in str(report)
+    assert "STROP_RECORD" not in str(explain(torch.relu, torch.randn(8)))
+
+
+def test_costs_of_each_kind_of_call() -> None:
+    class Calls(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.conv = nn.Linear(8, 24), nn.Conv2d(4, 6, 3, stride=2, padding=1)
+
+        def forward(self, x: Tensor, image: Tensor) -> tuple[Tensor, ...]:
+            q, k, v = (part.unsqueeze(1) for part in self.linear(x).chunk(3, -1))
+            attended = nn.functional.scaled_dot_product_attention(q, k, v)
+            return attended, self.conv(image)
+
+    (graph,) = explain(
+        Calls().eval().requires_grad_(False), torch.randn(2, 5, 8), torch.randn(2, 4, 7, 9)
+    ).graphs
+    flops = {s.title: s.flops for s in graph.steps if s.kind == "call"}
+    moved = {s.title: s.bytes_moved for s in graph.steps if s.kind == "call"}
+    assert flops == {"linear": 2 * 10 * 8 * 24, "attention": 4 * 2 * 5 * 5 * 8,
+                     "conv2d": 2 * (2 * 6 * 4 * 5) * (4 * 9)}  # fmt: skip
+    assert moved["attention"] == 4 * (4 * 2 * 5 * 8)
+    assert moved["linear"] in (4 * (80 + 192 + 240), 4 * (80 + 192 + 24 + 240)), "bias or not"
+
+
+def test_what_bounds_a_step() -> None:
+    gpu = machine("NVIDIA H100 80GB HBM3")
+    assert gpu.bound_us(2_980_000, 10, torch.float32) == (1.0, "bandwidth")
+    assert gpu.bound_us(10, 989_000_000, torch.float16) == (1.0, "compute")
+    assert gpu.bound_us(10, 67_000_000, torch.float32) == (1.0, "compute")
 
 
 def test_to_dict_is_json(block: Block) -> None:

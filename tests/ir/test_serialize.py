@@ -10,7 +10,7 @@ import torch
 
 from strop.errors import CacheError
 from strop.ir.dims import const, symbol
-from strop.ir.graph import Ref
+from strop.ir.graph import Builder, Graph, Ref, finish
 from strop.ir.program import (
     Buffer,
     CallStep,
@@ -21,7 +21,7 @@ from strop.ir.program import (
     Returned,
     TensorRef,
 )
-from strop.ir.serialize import from_json, to_json
+from strop.ir.serialize import from_json, graph_from_json, graph_to_json, to_json
 from strop.ir.source import KernelSource, Scratch, Split
 
 B = symbol("b")
@@ -101,3 +101,44 @@ def test_damaged_text_is_refused(text: str):
 def test_what_a_program_cannot_hold_is_named():
     with pytest.raises(CacheError, match="object"):
         to_json(Program("cpu", (), (), (), (), (Returned(value=object()),), (), ()))
+
+
+def graph() -> Graph:
+    """Every kind of attribute: numbers, sizes, templates of calls, dtypes."""
+    b = Builder()
+    b.origin = "block.act"
+    x = b.make("input", (), (B, 8), torch.float16, order=(1, 0), index=0, state=False, merged=())
+    y = b.pointwise("add", x, b.constant(float("-inf"), torch.float32), dtype=x.dtype, alpha=1)
+    part = b.slice(y, 0, B * 0, B // 2)
+    call = b.make("aten", (part,), (), torch.uint8, target="aten.topk.default", kwargs=(),
+                  args=(Ref(0), 3, B + 1, torch.float32), single=False, tag="",
+                  outputs=(((B, const(3)), torch.float16), None))  # fmt: skip
+    return finish(b, [x], [b.make("item", (call,), (B, 3), torch.float16, index=0)], {"b": 6})
+
+
+def test_graph_round_trip():
+    before = graph_to_json(graph())
+    after = graph_from_json(json.loads(json.dumps(before)))
+    assert graph_to_json(after) == before
+    assert after.hints == {"b": 6}
+    assert [n.op for n in after.nodes] == [n.op for n in graph().nodes]
+    assert after.inputs[0].order == (1, 0)
+    call = after.outputs[0].inputs[0]
+    assert call.attrs["args"] == (Ref(0), 3, B + 1, torch.float32)
+    assert call.attrs["outputs"] == (((B, const(3)), torch.float16), None)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"op": "os.system"}, {"inputs": [7]}, {"inputs": [-1]}, {"dtype": "torch.load"},
+        {"shape": ["__import__('os')"]}, {"attrs": [["x"]]}, {"attrs": 3}, {"order": 1},
+        {"attrs": [["x", {"$": "Node"}]]},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_damaged_graph_is_refused(change: dict[str, Any]):
+    value = json.loads(json.dumps(graph_to_json(graph())))
+    value["nodes"][1].update(change)
+    with pytest.raises(CacheError, match="stored graph"):
+        graph_from_json(value)

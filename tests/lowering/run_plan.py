@@ -1,9 +1,12 @@
-"""Runs a fusion plan with interpreted kernels in fp64: no code generator, no rounding."""
+"""Runs a fusion plan with interpreted kernels in fp64: no code generator, no rounding.
+
+Or with another way to run a kernel, on memory of the real dtypes.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -22,23 +25,29 @@ from strop.runtime.calls import ALLOCATING
 Memory = dict[Node, Tensor]
 
 
-def run_plan(graph: Graph, plan: FusionPlan, inputs: Sequence[Tensor], env: Env) -> list[Tensor]:
+Execute = Callable[[Kernel, Sequence[Tensor], Env], None]
+
+
+def run_plan(
+    graph: Graph, plan: FusionPlan, inputs: Sequence[Tensor], env: Env,
+    execute: Execute = run, *, exact: bool = True,
+) -> list[Tensor]:  # fmt: skip
     """The outputs of ``graph``, each kernel lowered and interpreted."""
     memory: Memory = {
-        node: _laid(node, value, env) for node, value in zip(graph.inputs, inputs, strict=True)
+        node: _empty(node, env, exact=exact).copy_(value)
+        for node, value in zip(graph.inputs, inputs, strict=True)
     }
     stored = {node for group in plan.groups for node in group.stores}
     for step in plan.steps:
         if isinstance(step, Group):
             low = lower(step, stored, graph.hints)
             for node in step.stores:
-                memory[node] = _empty(node, env)
+                memory[node] = _empty(node, env, exact=exact)
             # what travels with the launch goes back into the indices, which may start below zero
-            run(_with_offsets(low.kernel, low.offsets), [memory[n] for n in low.buffers], env)
+            execute(with_offsets(low.kernel, low.offsets), [memory[n] for n in low.buffers], env)
         else:
-            memory[step] = _laid(
-                step, _call(step, [read(i, memory, env) for i in step.inputs], env), env
-            )
+            value = _call(step, [read(i, memory, env) for i in step.inputs], env)
+            memory[step] = _empty(step, env, exact=exact).copy_(value)
     return [read(node, memory, env) for node in graph.outputs]
 
 
@@ -51,19 +60,15 @@ def read(node: Node, memory: Mapping[Node, Tensor], env: Env) -> Tensor:
     return memory[view.base].as_strided(sizes, strides, view.offset.eval(env))
 
 
-def _empty(node: Node, env: Env) -> Tensor:
+def _empty(node: Node, env: Env, *, exact: bool) -> Tensor:
     sizes, strides = ([s.eval(env) for s in group] for group in (node.shape, node.strides))
-    dtype = torch.float64 if node.dtype.is_floating_point else node.dtype
+    dtype = torch.float64 if exact and node.dtype.is_floating_point else node.dtype
     filler = math.nan if dtype.is_floating_point else 1
     flat = torch.full((math.prod(sizes),), filler, dtype=dtype)
     return flat.as_strided(sizes, strides)
 
 
-def _laid(node: Node, value: Tensor, env: Env) -> Tensor:
-    return _empty(node, env).copy_(value)
-
-
-def _with_offsets(kernel: Kernel, offsets: Sequence[Any]) -> Kernel:
+def with_offsets(kernel: Kernel, offsets: Sequence[Any]) -> Kernel:
     def moved(stmt: Any) -> Any:
         if not isinstance(stmt, Load | Store):
             return stmt

@@ -103,6 +103,25 @@ def test_prune_removes_what_was_not_used_for_longest(store: DiskCache):
     assert store.prune(10**9) == 0
 
 
+def test_prune_by_age(store: DiskCache):
+    for i, key in enumerate("abc"):
+        os.utime(store.write("plan", key, bytes(1000)), (i + 1, i + 1))
+    assert [entry.key for entry in store.entries()] == ["a", "b", "c"]
+    assert store.prune(unused_since_s=2.5) == 2 * store.entries()[0].num_bytes
+    assert [(e.kind, e.key, e.used_s) for e in store.entries()] == [("plan", "c", 3.0)]
+    assert store.prune(0, unused_since_s=1.0) > 0
+    assert store.entries() == []
+
+
+def test_verify_removes_what_is_damaged(store: DiskCache):
+    bad, good = store.write("so", "bad", b"x" * 99), store.write("plan", "good", b"y")
+    content = bad.read_bytes()
+    bad.write_bytes(b"z" + content[1:])
+    assert [entry.path for entry in store.verify()] == [bad]
+    assert [entry.path for entry in store.entries()] == [good]
+    assert store.verify() == []
+
+
 def test_a_failed_write_leaves_nothing(store: DiskCache, monkeypatch: pytest.MonkeyPatch):
     def full(*_: object) -> None:
         raise OSError("no space left")

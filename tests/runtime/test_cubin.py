@@ -38,7 +38,7 @@ def builds(monkeypatch: pytest.MonkeyPatch) -> Iterator[cubin.Builds]:
     fresh = cubin.Builds()
     monkeypatch.setattr(cubin, "BUILDS", fresh)
     yield fresh
-    fresh.stop()
+    fresh.stop(wait=True)
 
 
 def source(name: str = "geglu", dtype: torch.dtype = torch.float16) -> KernelSource:

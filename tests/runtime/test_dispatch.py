@@ -7,6 +7,7 @@ import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -117,10 +118,10 @@ class Reads(nn.Module):
     ("value", "read"),
     [
         (OrderedDict(x=X), lambda v: v["x"]),
-        ({1: X, "a": X}, lambda v: v[1]),
-        (torch.nn.utils.rnn.PackedSequence(X, torch.tensor([3])), lambda v: v.data),
+        ({1.5: X, "a": X}, lambda v: v[1.5]),
+        (SimpleNamespace(x=X), lambda v: v.x),
     ],
-    ids=["mapping subclass", "mixed keys", "named tuple"],
+    ids=["mapping subclass", "mixed keys", "object"],
 )
 def test_unsupported_arguments_fall_back(value: Any, read: Callable[[Any], Tensor]):
     module = optimized(Reads(read))

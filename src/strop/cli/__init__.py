@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 import strop
-from strop.cli import bench, env, explain, generate
+from strop.cli import bench, cache, cases, env, explain, generate
 
 __all__ = ["app", "main"]
 
@@ -20,12 +20,21 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
-    epilog="Exit codes: 0 done, 1 failed, 2 wrong arguments.",
+    epilog="[bold]To look inside[/]\n\n"
+    "strop explain --html report.html   [dim]# passes, fusion plan, kernels, costs[/]\n\n"
+    "[bold]When a picture is wrong[/]\n\n"
+    "STROP_CHECK=1 strop generate ...   [dim]# the first step that differs from torch[/]\n\n"
+    "STROP_DUMP=dumps strop generate ...; strop bisect dumps/001_unet\n\n"
+    "Exit codes: 0 done, 1 failed, 2 wrong arguments.",
 )
 app.command("generate", epilog=generate.EXAMPLES)(generate.command)
 app.command("explain", epilog=explain.EXAMPLES)(explain.command)
+app.command("repro", epilog=cases.REPRO_EXAMPLES)(cases.repro)
+app.command("minify", epilog=cases.MINIFY_EXAMPLES)(cases.minify)
+app.command("bisect", epilog=cases.BISECT_EXAMPLES)(cases.bisect)
 app.command("env", epilog=env.EXAMPLES)(env.command)
 app.add_typer(bench.app, name="bench")
+app.add_typer(cache.app, name="cache")
 
 
 def _version(wanted: bool) -> None:

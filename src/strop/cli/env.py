@@ -119,7 +119,7 @@ def _gpus() -> list[Facts]:
         found.append({
             "name": gpu.name,
             "capability": f"{gpu.major}.{gpu.minor}",
-            "memory": _bytes(gpu.total_memory),
+            "memory": bytes_text(gpu.total_memory),
             "multiprocessors": gpu.multi_processor_count,
             "cuda": torch.version.cuda,
             "cudnn": torch.backends.cudnn.version(),
@@ -132,10 +132,11 @@ def _cache(folder: Path) -> Facts:
     home = Path.home()
     shown = f"~/{folder.relative_to(home)}" if folder.is_relative_to(home) else str(folder)
     size = sum(f.stat().st_size for f in files)
-    return {"folder": shown, "entries": len(files), "size": _bytes(size), "bytes": size}
+    return {"folder": shown, "entries": len(files), "size": bytes_text(size), "bytes": size}
 
 
-def _bytes(count: int) -> str:
+def bytes_text(count: int) -> str:
+    """ "3.2 MiB"."""
     amount = float(count)
     for unit in ("B", "KiB", "MiB"):
         if amount < 1024:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 EXAMPLES = (
     "[bold]Examples[/]\n\n"
     "strop explain\n\n"
+    "strop explain --html report.html   [dim]# passes, plan as a drawing, kernels, costs[/]\n\n"
     "strop explain --size 64x96 --html report.html\n\n"
     "strop explain --model sd15-unet --device cuda --json report.json"
 )
@@ -44,7 +45,10 @@ def command(
 ) -> None:
     """Compile a model, run it once, and show its graphs, kernels, launches and fallbacks.
 
-    Times beside kernels are microseconds estimated from the bytes they move, not measured.
+    The page has the time of each stage, the graph before and after each pass, the fusion plan as
+    a drawing, each edge that was not fused with the reason, and each kernel's source. Times beside
+    kernels and steps are microseconds estimated from bytes and FLOPs, not measured. The plan is
+    compiled anew, because a stored one has no passes to show.
     """
     if html is not None:
         arguments.check_output(html, (".html", ".htm"))
@@ -74,7 +78,7 @@ def _pipe_report(name: str, size: Size | None, device: str) -> Report:
 
     with spinner(f"loading {name}"):
         pipe = models.load(found, chosen_dtype(Dtype.auto, device), device)
-    strop.optimize(pipe)
+    strop.optimize(pipe, options=strop.Options.from_environment(record=True))
     with compiling(pipe):
         warm_up(pipe, Request(_PROMPT, size, 2, found.guidance))
     return explain(pipe)

@@ -110,10 +110,14 @@ def _draw_timed(pipe: Any, request: Request, clock: Clock, text: str, runs: int)
 
 def compiled_text(pipe: Any) -> str:
     """Graphs and kernels of an optimised pipeline, and where they came from."""
-    variants = [v for d in dispatchers_of(pipe).values() for v in d.variants.all]
+    dispatchers = dispatchers_of(pipe).values()
+    variants = [v for d in dispatchers for v in d.variants.all]
     kernels = len({s for v in variants for s in v.program.sources})
     stored = sum(v.from_disk for v in variants)
-    return f"{len(variants)} graphs, {stored} of them from the cache, {kernels} kernels"
+    text = f"{len(variants)} graphs, {stored} of them from the cache, {kernels} kernels"
+    checked = sum(d.counters.checked_steps for d in dispatchers)
+    found = sum(len(d.counters.findings) for d in dispatchers)
+    return f"{text}; {checked} steps checked, {found} findings" if checked else text
 
 
 def fallbacks(pipe: Any) -> list[str]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 from strop.codegen.mutation import Lowered, redirected_stores
@@ -12,7 +13,7 @@ from strop.fusion.plan import FusionPlan, Group
 from strop.ir.affine import base_of, strided
 from strop.ir.dims import Expr
 from strop.ir.graph import Builder, Graph, Node, Ref
-from strop.ir.loops import Kernel
+from strop.ir.loops import Apply, Kernel, Literal
 from strop.ir.program import (
     Buffer,
     CallStep,
@@ -36,12 +37,36 @@ class Target:
     planned: frozenset[str]
 
 
+def once(emit: Callable[[Kernel], Emitted]) -> Callable[[Kernel], Emitted]:
+    """Equal kernels, of which a model has many, are printed once."""
+
+    @lru_cache(maxsize=1024)
+    def emit_once(kernel: Kernel, numbers: tuple[str, ...]) -> Emitted:
+        return emit(kernel)
+
+    return lambda kernel: emit_once(kernel, tuple(_numbers(kernel)))
+
+
+def _numbers(kernel: Kernel) -> Iterator[str]:
+    """As text, what may be equal and yet another number: 0.0 and -0.0, 1 and True."""
+    for stmt in kernel.body + kernel.tail:
+        if isinstance(stmt, Literal):
+            yield repr(stmt.value)
+        elif isinstance(stmt, Apply) and stmt.attrs:
+            yield repr(stmt.attrs)
+
+
 @dataclass(frozen=True, slots=True)
 class Signature:
-    """What the frontend knows and the graph does not."""
+    """What the frontend knows and the graph does not.
+
+    ``generic``: graphs of other shapes will follow. Outer sizes then are arguments of kernels even
+    where this graph has them as constants, so that all the graphs have the same kernels.
+    """
 
     returned: Sequence[Any]  # Ref into graph.outputs, Expr, or a literal
     guards: tuple[Guard, ...]
+    generic: bool = False
 
 
 @dataclass

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from strop.codegen import nest
 from strop.codegen.cpp_loops import Loops
-from strop.codegen.cpp_reduce import ColumnReduction, RowSweeps
+from strop.codegen.cpp_reduce import ColumnReduction, RowSweeps, WholeReduction
 from strop.codegen.cpp_text import TYPES
 from strop.ir.loops import Kernel, Schedule
 from strop.ir.source import Emitted, KernelSource
@@ -118,18 +118,17 @@ def _print_row(loops: Loops) -> None:
 
 
 def _print_column(loops: Loops) -> None:
-    column = ColumnReduction(loops)
+    is_whole = loops.kernel.num_cols == nest.ONE
+    column = WholeReduction(loops) if is_whole else ColumnReduction(loops)
     loops.out(f"const int64_t step = {column.step()};")
     with loops.tasks():
-        column.start()
-        with loops.rows():
-            column.accumulate()
-        column.fold()
+        column.print_task()
     column.merge()
 
 
 def _declare_step(loops: Loops) -> None:
     cols = loops.kernel.num_cols
-    step = 1 + TASK_SIZE // cols.value if cols.is_const else None
-    text = str(step) if step else f"1 + {TASK_SIZE} / {loops.scalars(cols)}"
+    step = 1 + TASK_SIZE // max(cols.value, 1) if cols.is_const else None
+    size = f"std::max<int64_t>({loops.scalars(cols)}, 1)"
+    text = str(step) if step else f"1 + {TASK_SIZE} / {size}"
     loops.out(f"const int64_t step = {text};")

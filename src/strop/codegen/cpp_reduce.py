@@ -1,16 +1,19 @@
 """ROW and COLUMN reductions in C++.
 
-Sums run in the compute type under ``omp simd`` over short blocks and in fp64 from block to block.
-A ROW kernel sweeps its row once for each reduction level, and once more for moments: a mean that
-rounding left near the true one, then deviations from it, which correct the mean, and their squares.
-A COLUMN kernel keeps one accumulator a col through a chunk of
-rows (moments: sums of x - x0 and of their squares, x0 being the first row, so that nothing large
-cancels), folds the reduced cols, and merges the chunks in order.
+Sums of floats run in fp64 under ``omp simd``, so that they are exact but for their last rounding.
+Moments are sums of x - x0 and of their squares, x0 being the first element: n elements among which
+x0 is have it at most sqrt(n) deviations from their mean, so the squares lose log2(n) of 53 bits.
+A ROW kernel sweeps its row once for each reduction level. A COLUMN kernel keeps one accumulator a
+col through a chunk of rows, folds the reduced cols, and merges the chunks in order. With one col
+only, a reduction of everything, a chunk is swept like a row instead.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+
+import torch
 
 from strop.codegen import nest
 from strop.codegen.cpp_loops import Loops
@@ -20,26 +23,27 @@ from strop.ir.loops import Reduce, Stmt, Store, outs_of
 from strop.ir.ops import compute_dtype
 from strop.ir.source import Scratch
 
-SUM_BLOCK = 4096  # elements summed in the compute type before a sum goes to fp64
 CHUNK_ROWS = (32, 1024)  # fewest and most reduced rows in a chunk of a COLUMN kernel
 NUM_CHUNKS = 32  # chunks wanted for each reduction of a COLUMN kernel
+LANE_CHUNK_ROWS = (4096, 65536)  # the same where a chunk is swept like a row
 
-_OMP = {"sum": "+", "amax": "nan_max", "amin": "nan_min"}
+_OMP = {"sum": "+", "prod": "*", "amax": "nan_max", "amin": "nan_min"}
 
 
 def identity(kind: str, scalar: str) -> str:
-    return {"sum": "0", "amax": f"sp::lowest<{scalar}>()", "amin": f"sp::highest<{scalar}>()"}[kind]
+    return {"sum": "0", "prod": "1", "amax": f"sp::lowest<{scalar}>()",
+            "amin": f"sp::highest<{scalar}>()"}[kind]  # fmt: skip
 
 
 def combine(kind: str, scalar: str, into: str, value: str) -> str:
-    if kind == "sum":
-        return f"{into} += {value};"
+    if kind in ("sum", "prod"):
+        return f"{into} {_OMP[kind]}= {value};"
     return f"{into} = sp::{kind[1:]}<{scalar}>({into}, {value});"
 
 
 def total_type(stmt: Reduce) -> str:
-    """The type in which parts of a reduction are put together."""
-    is_sum = stmt.kind in ("sum", "moments") and stmt.dtype.is_floating_point
+    """The type that a reduction runs in."""
+    is_sum = stmt.kind in ("sum", "prod", "moments") and stmt.dtype.is_floating_point
     return "double" if is_sum else scalar_type(stmt.dtype)
 
 
@@ -47,8 +51,7 @@ def total_type(stmt: Reduce) -> str:
 class Part:
     """One running result of a sweep over a row.
 
-    Moments have three, each the sum of an expression: "near" (x) in a first sweep, then "mean"
-    (x - near) and "squares" ((x - near)^2).
+    Moments have two, each the sum of an expression: "mean" (x - x0) and "squares" ((x - x0)^2).
     """
 
     stmt: Reduce
@@ -56,8 +59,6 @@ class Part:
 
     @property
     def out(self) -> str:
-        if self.stage == "near":
-            return f"near_{self.stmt.outs[0]}"
         return self.stmt.outs[1 if self.stage == "squares" else 0]
 
     @property
@@ -66,37 +67,51 @@ class Part:
 
     @property
     def scalar(self) -> str:
-        return scalar_type(self.stmt.dtype)
+        return total_type(self.stmt)
 
     @property
     def clause(self) -> str:
-        return f" reduction({_OMP[self.kind]}:part_{self.out})"
+        return f" reduction({_OMP[self.kind]}:total_{self.out})"
 
-    def declare(self, prefix: str) -> str:
-        scalar = total_type(self.stmt) if prefix == "total" else self.scalar
-        return f"{scalar} {prefix}_{self.out} = {identity(self.kind, scalar)};"
+    def declare(self) -> str:
+        return f"{self.scalar} total_{self.out} = {identity(self.kind, self.scalar)};"
 
     def step(self) -> str:
         value = self.stmt.arg
         if self.stage in ("mean", "squares"):
-            value = f"({value} - near_{self.stmt.outs[0]})"
+            value = f"({value} - first_{self.stmt.outs[0]})"
         if self.stage == "squares":
             value = f"{value} * {value}"
-        return combine(self.kind, self.scalar, f"part_{self.out}", value)
-
-    def join(self) -> str:
-        return combine(self.kind, total_type(self.stmt), f"total_{self.out}", f"part_{self.out}")
+        return combine(self.kind, self.scalar, f"total_{self.out}", value)
 
     def result(self, count: str) -> str:
         total, mean = f"total_{self.out}", self.stmt.outs[0]
-        if self.stage == "near":
-            total = f"{total} / {count}"
-        elif self.stage == "mean":
-            total = f"near_{mean} + {total} / {count}"
+        if self.stage == "mean":
+            total = f"first_{mean} + {total} / {count}"
         elif self.stage == "squares":
             off = f"total_{mean} / {count}"
             total = f"std::max({total} / {count} - {off} * ({off}), 0.0)"  # NaN stays
-        return f"const {self.scalar} {self.out} = static_cast<{self.scalar}>({total});"
+        scalar = scalar_type(self.stmt.dtype)
+        return f"const {scalar} {self.out} = static_cast<{scalar}>({total});"
+
+
+def parts_of(reduces: Iterable[Reduce]) -> list[Part]:
+    return [Part(stmt, stage) for stmt in reduces
+            for stage in (("mean", "squares") if stmt.kind == "moments" else ("all",))]  # fmt: skip
+
+
+def moments_of(reduces: Iterable[Reduce]) -> list[Reduce]:
+    return [stmt for stmt in reduces if stmt.kind == "moments"]
+
+
+def declare_firsts(loops: Loops, moments: Sequence[Reduce]) -> None:
+    for stmt in moments:
+        loops.out(f"double first_{stmt.outs[0]} = 0;")
+
+
+def set_firsts(loops: Loops, moments: Sequence[Reduce]) -> None:
+    for stmt in moments:
+        loops.out(f"first_{stmt.outs[0]} = {stmt.arg};")
 
 
 class RowSweeps:
@@ -132,34 +147,42 @@ class RowSweeps:
         self.loops.row_values(s for s in self.loops.kernel.body if level_of(s) == level)
 
     def _sweep(self, sweep: nest.Sweep) -> None:
-        out, scalars = self.loops.out, self.loops.scalars
-        parts = [Part(stmt, "all") for stmt in sweep.reduces]
-        parts += [Part(stmt, "near") for stmt in sweep.means]
-        parts += [Part(stmt, stage) for stmt in sweep.squares for stage in ("mean", "squares")]
+        out, parts = self.loops.out, parts_of(sweep.reduces)
+        self._firsts(sweep)
         for part in parts:
-            out(part.declare("total"))
-        *outer, (name, size) = self.loops.col_loops()
-        is_long = not size.isdigit() or int(size) > SUM_BLOCK
+            out(part.declare())
+        *outer, innermost = self.loops.col_loops()
         with self.loops.loops(outer):
-            if any(part.kind == "sum" for part in parts) and is_long:
-                with out.loop("left", size, step=str(SUM_BLOCK)):
-                    out(f"const int64_t right = std::min<int64_t>(left + {SUM_BLOCK}, {size});")
-                    self._innermost(sweep, parts, name, "left", "right")
-            else:
-                self._innermost(sweep, parts, name, "0", size)
+            self._innermost(sweep, parts, *innermost)
         for part in parts:
-            out(part.result(scalars(self.loops.kernel.num_cols)))
+            out(part.result(self.loops.scalars(self.loops.kernel.num_cols)))
 
-    def _innermost(
-        self, sweep: nest.Sweep, parts: list[Part], name: str, begin: str, end: str
-    ) -> None:
+    def _firsts(self, sweep: nest.Sweep) -> None:
+        """The first element of each moments, if there is one."""
+        loops, moments = self.loops, moments_of(sweep.reduces)
+        if not moments:
+            return
+        declare_firsts(loops, moments)
+        roots = [stmt.arg for stmt in moments]
+        known = loops.outside.union(value for value, _ in sweep.reads)
+        with loops.loops(
+            [(name, f"std::min<int64_t>({size}, 1)") for name, size in loops.col_loops()]
+        ):
+            self._read(sweep, nest.needs(loops.kernel.body, roots, known))
+            loops.statements(nest.closure(loops.kernel.body, roots, known))
+            set_firsts(loops, moments)
+
+    def _read(self, sweep: nest.Sweep, wanted: set[str] | None = None) -> None:
+        for value, dtype in sweep.reads:
+            if wanted is None or value in wanted:
+                at = f"{self.kept[value]}[{self.loops.lane}]"
+                self.loops.out(f"const {scalar_type(dtype)} {value} = {at};")
+
+    def _innermost(self, sweep: nest.Sweep, parts: list[Part], name: str, size: str) -> None:
         out, lane = self.loops.out, self.loops.lane
-        for part in parts:
-            out(part.declare("part"))
         out("#pragma omp simd" + "".join(part.clause for part in parts))
-        with out.loop(name, end, begin):
-            for value, scalar in sweep.reads:
-                out(f"const {scalar_type(scalar)} {value} = {self.kept[value]}[{lane}];")
+        with out.loop(name, size):
+            self._read(sweep)
             for stmt in sweep.stmts:
                 self.loops.statement(stmt)
                 for value in set(outs_of(stmt)) & set(sweep.keeps):
@@ -167,12 +190,12 @@ class RowSweeps:
             for part in parts:
                 out(part.step())
             self.loops.statements(sweep.stores)
-        for part in parts:
-            out(part.join())
 
 
 class ColumnReduction:
     """Accumulators for each col, partial results for each chunk, and their merge."""
+
+    chunk_rows = CHUNK_ROWS
 
     def __init__(self, loops: Loops) -> None:
         self.loops = loops
@@ -190,15 +213,17 @@ class ColumnReduction:
         loops = self.loops
         symbol = loops.scalars.symbol
         # ceil(rows / step) <= NUM_CHUNKS + 1 unless step is at its upper bound
-        chunks = symbol(self.num_rows) // CHUNK_ROWS[1] + (NUM_CHUNKS + 1)
+        chunks = symbol(self.num_rows) // self.chunk_rows[1] + (NUM_CHUNKS + 1)
         outer = product(axis.size for axis in loops.outer_rows)
         numel = symbol(outer) * symbol(self.num_kept) * chunks
-        loops.scratch.append(Scratch(compute_dtype(stmt.dtype), numel))
+        is_exact = total_type(stmt) != "double"
+        dtype = compute_dtype(stmt.dtype) if is_exact else torch.float64
+        loops.scratch.append(Scratch(dtype, numel))
         return f"p{len(loops.kernel.params) + len(loops.scratch) - 1}"
 
     def step(self) -> str:
         """Rows of a chunk: sizes alone decide."""
-        least, most = CHUNK_ROWS
+        least, most = self.chunk_rows
         rows = self.num_rows
         if rows.is_const:
             return str(min(max(-(-rows.value // NUM_CHUNKS), least), most))
@@ -207,15 +232,21 @@ class ColumnReduction:
 
     # ---- in a task -------------------------------------------------------------------------
 
+    def print_task(self) -> None:
+        self.start()
+        with self.loops.rows():
+            self.accumulate()
+        self.fold()
+
     def start(self) -> None:
         loops = self.loops
         for stmt in self.reduces:
-            scalar, out = scalar_type(stmt.dtype), stmt.outs[0]
+            total, out = total_type(stmt), stmt.outs[0]
             if stmt.kind == "moments":
                 for name in ("first", "sum", "squares"):
-                    loops.row_buffer(f"{name}_{out}", scalar)
+                    loops.row_buffer(f"{name}_{out}", total)
             else:
-                loops.row_buffer(f"lanes_{out}", scalar)
+                loops.row_buffer(f"lanes_{out}", total)
         with loops.cols():
             at = f"[{loops.lane}]"
             for stmt in self.reduces:
@@ -224,8 +255,7 @@ class ColumnReduction:
                     loops.out(f"sum_{out}{at} = 0;")
                     loops.out(f"squares_{out}{at} = 0;")
                 else:
-                    start = identity(stmt.kind, scalar_type(stmt.dtype))
-                    loops.out(f"lanes_{out}{at} = {start};")
+                    loops.out(f"lanes_{out}{at} = {identity(stmt.kind, total_type(stmt))};")
 
     def accumulate(self) -> None:
         """One row: all of its cols."""
@@ -240,7 +270,7 @@ class ColumnReduction:
                 self._accumulate(stmt, f"[{loops.lane}]")
 
     def _accumulate(self, stmt: Reduce, at: str) -> None:
-        out, scalar, name = self.loops.out, scalar_type(stmt.dtype), stmt.outs[0]
+        out, scalar, name = self.loops.out, total_type(stmt), stmt.outs[0]
         if stmt.kind != "moments":
             out(combine(stmt.kind, scalar, f"lanes_{name}{at}", stmt.arg))
             return
@@ -281,13 +311,12 @@ class ColumnReduction:
         out(f"{scalar} part_{name} = {identity(stmt.kind, scalar)};")
         with loops.loops(loops.axis_loops(self.folded)):
             out(combine(stmt.kind, scalar, f"part_{name}", f"lanes_{name}[{loops.lane}]"))
-        stored = scalar_type(stmt.dtype)
-        out(f"{self.partials[name]}[{cell}] = static_cast<{stored}>(part_{name});")
+        out(f"{self.partials[name]}[{cell}] = part_{name};")
 
     def _fold_moments(self, stmt: Reduce, cell: str) -> None:
         """Cols of a chunk have equal counts: the mean of means, then squares about it."""
         loops, out = self.loops, self.loops.out
-        (mean, squares), stored = stmt.outs, scalar_type(stmt.dtype)
+        mean, squares = stmt.outs
         lane = f"[{loops.lane}]"
         of_lane = f"first_{mean}{lane} + sum_{mean}{lane} * inverse"
         out(f"double mean_{mean} = 0;")
@@ -296,12 +325,11 @@ class ColumnReduction:
         out(f"mean_{mean} /= {self.num_folded};")
         out(f"double spread_{mean} = 0;")
         with loops.loops(loops.axis_loops(self.folded)):
-            out(f"const double sum = sum_{mean}{lane};")
-            out(f"const double shift = {of_lane} - mean_{mean};")
-            out(f"const double within = squares_{mean}{lane} - sum * sum * inverse;")
-            out(f"spread_{mean} += within + count * shift * shift;")
-        out(f"{self.partials[mean]}[{cell}] = static_cast<{stored}>(mean_{mean});")
-        out(f"{self.partials[squares]}[{cell}] = static_cast<{stored}>(spread_{mean});")
+            out(f"const double shift_{mean} = {of_lane} - mean_{mean};")
+            within = f"squares_{mean}{lane} - sum_{mean}{lane} * sum_{mean}{lane} * inverse"
+            out(f"spread_{mean} += {within} + count * shift_{mean} * shift_{mean};")
+        out(f"{self.partials[mean]}[{cell}] = mean_{mean};")
+        out(f"{self.partials[squares]}[{cell}] = spread_{mean};")
 
     # ---- after all tasks -------------------------------------------------------------------
 
@@ -360,3 +388,43 @@ class ColumnReduction:
         roots = (store.value for store in stores)
         self.loops.statements(nest.closure(kernel.body + kernel.tail, roots, frozenset(known)))
         self.loops.statements(stores)
+
+
+class WholeReduction(ColumnReduction):
+    """The same with one col only: a chunk of rows is swept like a row."""
+
+    chunk_rows = LANE_CHUNK_ROWS
+
+    def print_task(self) -> None:
+        loops, out, parts = self.loops, self.loops.out, parts_of(self.reduces)
+        stores = [stmt for stmt in loops.kernel.body if isinstance(stmt, Store)]
+        moments = moments_of(self.reduces)
+        out(f"const int64_t {loops.kernel.cols[0].name} = 0;")
+        if moments:
+            declare_firsts(loops, moments)
+            with out.loop("row", "std::min<int64_t>(begin + 1, end)", "begin"):
+                self._element([stmt.arg for stmt in moments])
+                set_firsts(loops, moments)
+        for part in parts:
+            out(part.declare())
+        out("#pragma omp simd" + "".join(part.clause for part in parts))
+        with out.loop("row", "end", "begin"):
+            self._element([*(s.arg for s in self.reduces), *(s.value for s in stores)])
+            for part in parts:
+                out(part.step())
+            loops.statements(stores)
+        for part in parts:
+            self._store_partial(part)
+
+    def _element(self, roots: Sequence[str]) -> None:
+        loops = self.loops
+        loops.decode("row", loops.inner_rows)
+        loops.statements(nest.closure(loops.kernel.body, roots, frozenset(loops.printed)))
+
+    def _store_partial(self, part: Part) -> None:
+        mean, total = part.stmt.outs[0], f"total_{part.out}"
+        if part.stage == "mean":
+            total = f"first_{mean} + {total} / (end - begin)"
+        elif part.stage == "squares":
+            total = f"{total} - total_{mean} * total_{mean} / (end - begin)"
+        self.loops.out(f"{self.partials[part.out]}[task] = {total};")

@@ -99,7 +99,7 @@ def apply_text(stmt: Apply) -> str:
     if attrs.get("alpha") == 1:
         template = template.replace("{alpha} * ", "")
     texts = {name: _attribute(value, stmt.dtype) for name, value in attrs.items()}
-    text = template.format(*stmt.args, **texts)
+    text = template.format(*stmt.args, type=scalar_type(stmt.dtype), **texts)
     if compute_dtype(stmt.dtype) is torch.float64:
         text = re.sub(r"(?<=\d)f\b", "", text)  # the table's constants are written for fp32
     return text
@@ -114,4 +114,6 @@ def _attribute(value: float | str, dtype: torch.dtype) -> str:
 def _cast(arg: str, dtype: torch.dtype) -> str:
     if dtype in (torch.float16, torch.bfloat16):
         return f"sp::round_to<{TYPES[dtype]}>({arg})"
+    if dtype is torch.uint8:  # from a negative number by way of a signed type, as ATen
+        return f"static_cast<uint8_t>(static_cast<int64_t>({arg}))"
     return f"static_cast<{TYPES[dtype]}>({arg})"

@@ -155,17 +155,18 @@ def closure(stmts: Sequence[Stmt], roots: Iterable[str], known: frozenset[str]) 
     return tuple(reversed(found))
 
 
+def needs(stmts: Sequence[Stmt], roots: Iterable[str], known: frozenset[str]) -> set[str]:
+    """The ``known`` values that computing ``roots`` starts from."""
+    used = {arg for stmt in closure(stmts, roots, known) for arg in args_of(stmt)}
+    return used.union(roots) & known
+
+
 @dataclass(frozen=True, slots=True)
 class Sweep:
-    """One pass over the cols of a row.
-
-    ``means`` are moments in their first sweep, ``squares`` the same ones in their second.
-    """
+    """One pass over the cols of a row."""
 
     level: int
     reduces: tuple[Reduce, ...]
-    means: tuple[Reduce, ...]
-    squares: tuple[Reduce, ...]
     stores: tuple[Store, ...]
     stmts: tuple[Stmt, ...] = ()
     keeps: tuple[str, ...] = ()  # values written to row buffers here
@@ -173,8 +174,7 @@ class Sweep:
 
     @property
     def roots(self) -> tuple[str, ...]:
-        reduces = self.reduces + self.means + self.squares
-        return tuple(r.arg for r in reduces) + tuple(s.value for s in self.stores)
+        return tuple(r.arg for r in self.reduces) + tuple(s.value for s in self.stores)
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,12 +219,8 @@ def _bare_sweeps(
     reduces = [stmt for stmt in kernel.body if isinstance(stmt, Reduce)]
     depth = max((levels[out] for r in reduces for out in r.outs), default=0)
     for level in range(depth):
-        here = [r for r in reduces if levels[r.arg] == level]
-        moments = tuple(r for r in here if r.kind == "moments")
-        others = tuple(r for r in here if r.kind != "moments")
-        yield Sweep(level, others, moments, (), ())
-        yield Sweep(level, (), (), moments, ())
-    yield Sweep(depth, (), (), (), stores)
+        yield Sweep(level, tuple(r for r in reduces if levels[r.arg] == level), ())
+    yield Sweep(depth, (), stores)
 
 
 def _costs(kernel: Kernel, outside: frozenset[str]) -> dict[str, float]:

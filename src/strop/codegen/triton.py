@@ -26,6 +26,9 @@ TRANSPOSE_SIDE = 64  # rows and cols of a tile that is contiguous along both
 ROW_ELEMENTS = 2048  # 16 a thread
 MAX_PERSISTENT_COLS = 8192
 LOOPED_COLS = 2048
+STRIDED_COLS = 32  # of a loop where rows lie side by side in memory,
+STRIDED_ROWS = 16  # how many of them a tile has at least,
+MAX_STRIDED_COLS = 512  # and up to how many elements of each it holds
 
 
 def emit(kernel: Kernel) -> Emitted:
@@ -55,8 +58,10 @@ def _assemble(
     args += ["splits"] if split else []
     args += [f"{name}: tl.constexpr" for name in printer.constants]
     lines = Lines(depth=0)
-    for text in ("import triton", "import triton.language as tl", "", ""):
-        lines.lines.append(text)
+    lines.lines += ["import triton", "import triton.language as tl"]
+    if any("libdevice." in line for line in printer.out.lines):
+        lines.lines.append("from triton.language.extra import libdevice")
+    lines.lines += ["", ""]
     for kind in sorted({s.kind for s in kernel.body if isinstance(s, Reduce)}):
         if kind in triton_reduce.HELPERS:
             name, body = triton_reduce.HELPERS[kind]
@@ -162,9 +167,13 @@ def _is_transposing(kernel: Kernel) -> bool:
 def _row(printer: Printer) -> tuple[Expr, int]:
     kernel = printer.kernel
     num_rows, num_cols = kernel.num_rows, kernel.num_cols
-    persistent = num_cols.is_const and num_cols.value <= MAX_PERSISTENT_COLS
-    cols = next_power_of_two(num_cols.value) if persistent else LOOPED_COLS
-    rows = _fitting(num_rows, max(ROW_ELEMENTS // cols, 1))
+    strided = _is_transposing(kernel)
+    most = MAX_STRIDED_COLS if strided else MAX_PERSISTENT_COLS
+    persistent = num_cols.is_const and num_cols.value <= most
+    looped = STRIDED_COLS if strided else LOOPED_COLS
+    cols = next_power_of_two(num_cols.value) if persistent else looped
+    least = STRIDED_ROWS if strided else 1
+    rows = _fitting(num_rows, max(ROW_ELEMENTS // cols, least))
     printer.constants.update({"ROWS": rows, "COLS": cols})
     printer.out.add("first_row = tl.program_id(0) * ROWS")
     printer.out.add("row = first_row + tl.arange(0, ROWS)[:, None]")
@@ -225,6 +234,7 @@ def _row_in_sweeps(printer: Printer, row: Flat, masks: dict[str, str], cols: int
             lane = "tl.arange(0, COLS)[None, :]"
             printer.out.add(f"seen = ({count} - {lane} + COLS - 1) // COLS")
         for stmt in reductions:
+            triton_reduce.settle(printer, stmt)
             triton_reduce.fold(printer, stmt, 1, "seen", count)
             triton_reduce.finish(printer, stmt, count, frozenset("r"))
 

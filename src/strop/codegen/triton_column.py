@@ -17,6 +17,7 @@ from strop.codegen.triton_reduce import (
     finish,
     fold,
     identity,
+    settle,
     start,
     state_names,
     step_weight,
@@ -192,6 +193,7 @@ def _sweep(plan: _Column) -> None:
     if plan.moments:
         plan.add("seen = (length - tl.arange(0, ROWS)[:, None] + ROWS - 1) // ROWS")
     for reduction in plan.reductions:
+        settle(printer, reduction)
         fold(printer, reduction, 0, "seen", "tl.maximum(length, 1)")
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,13 @@ from strop.codegen.triton_worker import jit_function
 from strop.ir.source import KernelSource
 
 _LOCK = threading.Lock()
-_NUMPY_REDUCTIONS = {"larger": np.max, "smaller": np.min}
+_NUMPY_REDUCTIONS = {"larger": np.max, "smaller": np.min, "times": np.prod}
+# NVIDIA's math library, which the interpreter cannot run, by the torch functions of the same name
+_LIBDEVICE = (
+    "acos", "acosh", "asin", "asinh", "atan", "atan2", "atanh", "copysign", "cosh", "erfc",
+    "erfinv", "expm1", "fmod", "hypot", "lgamma", "log10", "log1p", "pow", "signbit", "sinh", "tan",
+    "tanh", "trunc",
+)  # fmt: skip
 
 
 def interpret(
@@ -29,11 +36,33 @@ def interpret(
     numbers += [scalars["splits"]] if source.split else []
     grid = tuple(size.eval(scalars) for size in source.grid)
     kernel = jit_function(source.name, source.text)
+    kernel.fn.__globals__["libdevice"] = SimpleNamespace(
+        **{name: _twin(getattr(torch, name)) for name in _LIBDEVICE}, rint=_twin(torch.round)
+    )
     # Lanes behind a mask compute with zeros, which on a GPU nobody sees.
     with _LOCK, _interpreting(), np.errstate(all="ignore"):
         run = InterpretedFunction(kernel.fn)[grid]
         run(*tensors, *scratch, *numbers, **dict(source.constants))
     return scratch
+
+
+def _twin(function: Callable[..., torch.Tensor]) -> Callable[..., Any]:
+    """A torch function on the interpreter's tensors."""
+
+    def call(*args: Any) -> Any:
+        import triton.language as tl
+        from triton.runtime.interpreter import TensorHandle
+
+        arrays = np.broadcast_arrays(*(arg.handle.data for arg in args))
+        found = function(*(torch.from_numpy(array.copy()) for array in arrays)).numpy()
+        widest = max(args, key=lambda arg: arg.handle.data.size)
+        if found.dtype == bool:
+            found = found.astype(np.int32)
+        scalar = tl.int32 if found.dtype == np.int32 else widest.dtype
+        kind = widest.type.with_element_ty(scalar) if widest.type.is_block() else scalar
+        return tl.tensor(TensorHandle(found, scalar), kind)
+
+    return call
 
 
 def _scratch(dtype: torch.dtype, numel: int, zeroed: bool) -> torch.Tensor:

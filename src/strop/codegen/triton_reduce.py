@@ -1,8 +1,9 @@
 """Triton text of reductions: over a tile in registers, and over a loop with per-lane states.
 
-A state is a tuple of blocks: (value,) for sum, amax and amin, (mean, M2) for moments, where M2 is
-the sum of squares around the mean. States of moments are merged by Chan's rule, so no step ever
-subtracts two large sums.
+A state is a tuple of blocks: (value,) for sum, prod, amax and amin, (mean, M2) for moments, where
+M2 is the sum of squares around the mean. States of moments are merged by Chan's rule, so no step
+ever subtracts two large sums. Within a loop a sum in fp32 also carries what rounding has taken from
+it (Kahan): loops wait for memory, and hundreds of additions in a row would cost digits.
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ import torch
 from strop.codegen.triton_text import TYPES, Printer, Tile, Value, number
 from strop.ir.loops import Reduce
 
-# Reductions that Triton's own tl.max and tl.min cannot do: theirs drop NaN.
+# Reductions that Triton does not have: its tl.max and tl.min drop NaN.
 HELPERS = {
+    "prod": ("times", "a * b"),
     "amax": ("larger", "tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)"),
     "amin": ("smaller", "tl.minimum(a, b, propagate_nan=tl.PropagateNan.ALL)"),
 }
@@ -23,6 +25,8 @@ def identity(kind: str, dtype: torch.dtype) -> str:
     """The value that changes nothing."""
     if kind in ("sum", "moments"):
         return "0.0" if dtype.is_floating_point else "0"
+    if kind == "prod":
+        return "1.0" if dtype.is_floating_point else "1"
     if dtype.is_floating_point:
         return number(float("-inf" if kind == "amax" else "inf"))
     if dtype == torch.bool:
@@ -82,6 +86,29 @@ def start(printer: Printer, stmt: Reduce, tile: Tile, stage: str = "") -> None:
     for name in state_names(stmt, stage):
         first = identity(stmt.kind, stmt.dtype)
         printer.out.add(f"{name} = tl.full({block}, {first}, {TYPES[stmt.dtype]})")
+    if is_compensated(stmt) and not stage:
+        lost = f"{state_names(stmt)[0]}_lost"
+        printer.out.add(f"{lost} = tl.full({block}, 0.0, {TYPES[stmt.dtype]})")
+
+
+def is_compensated(stmt: Reduce) -> bool:
+    return stmt.kind == "sum" and stmt.dtype == torch.float32
+
+
+def settle(printer: Printer, stmt: Reduce) -> None:
+    """After a loop: what rounding has taken goes back, once."""
+    if is_compensated(stmt):
+        (name,) = state_names(stmt)
+        printer.out.add(f"{name} -= {name}_lost")
+
+
+def _add_compensated(printer: Printer, name: str, x: str) -> None:
+    add = printer.out.add
+    add(f"{name}_next = {x} - {name}_lost")
+    add(f"{name}_new = {name} + {name}_next")
+    add(f"{name}_lost = ({name}_new - {name}) - {name}_next")
+    add(f'{name}_lost = tl.where(tl.abs({name}_lost) < float("inf"), {name}_lost, 0.0)')
+    add(f"{name} = {name}_new")
 
 
 def step_weight(printer: Printer, stmts: list[Reduce], base: str, size: str) -> None:
@@ -112,6 +139,8 @@ def update(printer: Printer, stmt: Reduce, tile: Tile) -> None:
         add(f"{stmt.outs[0]}_diff = {masked(f'{x} - {mean}')}")
         add(f"{mean} += {stmt.outs[0]}_diff * {weight}")
         add(f"{m2} += {stmt.outs[0]}_diff * {stmt.outs[0]}_diff * (1.0 - {weight})")
+    elif is_compensated(stmt):
+        _add_compensated(printer, names[0], masked(x))
     else:
         add(f"{names[0]} = {combine(stmt.kind, names[0], masked(x))}")
 

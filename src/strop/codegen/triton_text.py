@@ -294,16 +294,22 @@ def _position_text(terms: list[str], dtype: str, is_block: bool) -> str:
 def apply_text(stmt: Apply, args: list[str]) -> str:
     """The operator table's expression for one pointwise statement."""
     row = OPS[stmt.op]
+    wide = compute_dtype(stmt.dtype)
     if stmt.op == "cast":
-        rounded = f"{args[0]}.to({TYPES[stmt.dtype]})"
-        wide = compute_dtype(stmt.dtype)
+        # from a negative number by way of a signed type, as ATen: unsigned conversion saturates
+        signed = f"{args[0]}.to(tl.int64)" if stmt.dtype is torch.uint8 else args[0]
+        rounded = f"{signed}.to({TYPES[stmt.dtype]})"
         return rounded if wide == stmt.dtype else f"{rounded}.to({TYPES[wide]})"
     attrs = {**row.attrs, **dict(stmt.attrs)}
     template = row.triton
+    if wide is torch.float64:
+        template = template.replace(
+            "tl.sqrt_rn(", "tl.sqrt("
+        )  # exact, where the other is fp32 only
     if attrs.get("alpha") == 1:
         template = template.replace("{alpha} * ", "")
     numbers = {name: _attribute(value) for name, value in attrs.items()}
-    return template.format(*args, **numbers)
+    return template.format(*args, type=TYPES[wide], bits=8 * wide.itemsize, **numbers)
 
 
 def _attribute(value: float | str) -> str:

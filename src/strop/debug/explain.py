@@ -11,27 +11,32 @@ import torch
 from torch import nn
 
 from strop.api import dispatchers_of, optimize, restore
-from strop.debug.listing import listing
-from strop.debug.report import ComponentRow, GraphRow, KernelRow, Report
+from strop.backend import Compiled
+from strop.debug.costs import Machine, bytes_moved, machine
+from strop.debug.listing import graph_text, listing, type_text
+from strop.debug.report import ComponentRow, GraphRow, KernelRow, RefusalRow, Report, StepRow
+from strop.debug.steps import step_rows
 from strop.errors import OptionError
+from strop.fusion.plan import Refusal
 from strop.ir.graph import Ref
 from strop.ir.program import CallStep, KernelStep, Program
 from strop.options import Options
 from strop.runtime.dispatch import Dispatcher, Entry
 from strop.runtime.variants import Variant
 
-# Bytes a second, reads and writes together, as device-to-device copies measured them.
-BANDWIDTH = {"H100": 2.98e12, "H200": 4.3e12}
-OTHER_GPU_BANDWIDTH = 1.0e12  # a guess
-CPU_BANDWIDTH = 20e9  # a guess
+UNRECORDED = (
+    "graphs between passes were not kept: Options(record=True) or STROP_RECORD=1 keeps them, and"
+    " compiles anew instead of loading a stored plan"
+)
 
 
 def explain(obj: Any, *args: Any, **kwargs: Any) -> Report:
     """What Strop made of ``obj`` and how it ran.
 
     An optimised module or pipeline is reported as it stands; with arguments it is called first.
-    Any other module or pipeline is optimised, called and restored. A plain function of tensors is
-    compiled for the report alone. Raises OptionError if there is nothing to run and nothing ran.
+    Any other module or pipeline is optimised, called and restored, and a plain function of
+    tensors compiled, for the report alone: then the graph after each pass is in it too. Raises
+    OptionError if there is nothing to run and nothing ran.
     """
     if not isinstance(obj, nn.Module) and not hasattr(obj, "components"):
         return _explain_function(obj, args, kwargs)
@@ -43,7 +48,7 @@ def explain(obj: Any, *args: Any, **kwargs: Any) -> Report:
         )
     try:
         if not was_optimised:
-            optimize(obj)
+            optimize(obj, options=Options.from_environment(record=True))
         if args or kwargs:
             with torch.no_grad():
                 obj(*args, **kwargs)
@@ -74,7 +79,7 @@ def _explain_function(function: Callable[..., Any], args: tuple[Any, ...],
     module = _Called(function).eval()
     # A cache of its own: a stored plan is known by its module's class, and here all share one.
     with tempfile.TemporaryDirectory() as folder:
-        optimize(module, options=Options.from_environment(cache_dir=folder))
+        optimize(module, options=Options.from_environment(cache_dir=folder, record=True))
         with torch.no_grad():
             module(*args, **kwargs)
         name = getattr(function, "__name__", "function")
@@ -86,21 +91,16 @@ def report_of(dispatchers: Mapping[str, Dispatcher]) -> Report:
     devices = {spec.device for graph in graphs for spec in graph.specs}
     on_gpu = next((d for d in devices if d.type == "cuda"), None)
     name = torch.cuda.get_device_name(on_gpu) if on_gpu else "CPU"
-    bandwidth = bandwidth_of(name)
-    components = tuple(_component(n, d, bandwidth) for n, d in dispatchers.items())
-    return Report(components, name, bandwidth)
+    able = machine(name)
+    components = tuple(_component(n, d, able) for n, d in dispatchers.items())
+    has_all = all(graph.texts for c in components for graph in c.graphs)
+    return Report(components, name, able.bandwidth, () if has_all else (UNRECORDED,))
 
 
-def bandwidth_of(device_name: str) -> float:
-    if device_name == "CPU":
-        return CPU_BANDWIDTH
-    return next((b for n, b in BANDWIDTH.items() if n in device_name), OTHER_GPU_BANDWIDTH)
-
-
-def _component(name: str, dispatcher: Dispatcher, bandwidth: float) -> ComponentRow:
+def _component(name: str, dispatcher: Dispatcher, able: Machine) -> ComponentRow:
     counters, entries = dispatcher.counters, dispatcher._entries
     latest = _latest(dispatcher)
-    graphs = tuple(_graph(v, latest, bandwidth) for v in dispatcher.variants.all)
+    graphs = tuple(_graph(v, latest, able) for v in dispatcher.variants.all)
     return ComponentRow(
         name=name,
         graphs=graphs,
@@ -114,6 +114,7 @@ def _component(name: str, dispatcher: Dispatcher, bandwidth: float) -> Component
         num_launches=counters.launches,
         fallbacks=dict(counters.fallbacks),
         nonfinite=tuple(counters.nonfinite),
+        findings=tuple(counters.findings),
     )
 
 
@@ -144,13 +145,14 @@ def _layout(skeleton: Any) -> Hashable:
     return (kind, *(_layout(item) for item in items))
 
 
-def _graph(variant: Variant, latest: Entry | None, bandwidth: float) -> GraphRow:
+def _graph(variant: Variant, latest: Entry | None, able: Machine) -> GraphRow:
     program, compiled = variant.program, variant.compiled
     is_latest = latest is not None and latest.variant is variant
     sizes = dict(latest.env) if latest is not None and is_latest else dict(program.hints)
     refusals = Counter(r.reason for r in compiled.plan.refusals) if compiled else Counter()
     passes = compiled.passes if compiled else ()
     calls = Counter(operator_of(step) for step in program.call_steps)
+    steps = step_rows(program, compiled, sizes, able)
     return GraphRow(
         sizes=sizes,
         is_latest=is_latest,
@@ -158,7 +160,7 @@ def _graph(variant: Variant, latest: Entry | None, bandwidth: float) -> GraphRow
         from_disk=variant.from_disk,
         num_nodes=program.num_nodes,
         num_compiled_nodes=program.num_compiled_nodes,
-        kernels=_kernels(program, sizes, bandwidth),
+        kernels=_kernels(program, steps, sizes, able),
         calls=dict(calls),
         num_opaque_calls=sum(step.op == "aten" for step in program.call_steps),
         guards=tuple(map(str, program.guards)),
@@ -166,7 +168,24 @@ def _graph(variant: Variant, latest: Entry | None, bandwidth: float) -> GraphRow
         passes=tuple((p.name, p.seconds, p.nodes_before, p.nodes_after) for p in passes),
         refusals=dict(refusals),
         plan=listing(program),
+        steps=steps,
+        edges=tuple(map(_refusal, compiled.plan.refusals)) if compiled else (),
+        texts=_texts(compiled),
     )
+
+
+def _refusal(refusal: Refusal) -> RefusalRow:
+    producer, consumer = refusal.producer, refusal.consumer
+    made, read = (f"{node.op} {type_text(node)}" for node in (producer, consumer))
+    return RefusalRow(made, read, consumer.origin, refusal.reason)
+
+
+def _texts(compiled: Compiled | None) -> tuple[tuple[str, str], ...]:
+    if compiled is None or compiled.imported is None:
+        return ()
+    graphs = [("imported", compiled.imported)]
+    graphs += [(record.name, record.graph) for record in compiled.passes if record.graph]
+    return tuple((name, graph_text(graph)) for name, graph in graphs)
 
 
 def operator_of(step: CallStep) -> str:
@@ -174,11 +193,17 @@ def operator_of(step: CallStep) -> str:
     return str(dict(step.attrs)["target"]) if step.op == "aten" else step.op
 
 
-def _kernels(program: Program, sizes: Mapping[str, int], bandwidth: float
-             ) -> tuple[KernelRow, ...]:  # fmt: skip
+def _kernels(program: Program, costs: Sequence[StepRow], sizes: Mapping[str, int],
+             able: Machine) -> tuple[KernelRow, ...]:  # fmt: skip
     steps: dict[int, list[KernelStep]] = defaultdict(list)
-    for step in program.kernel_steps:
-        steps[step.kernel].append(step)
+    flops: Counter[int] = Counter()
+    bound: dict[int, float] = defaultdict(float)
+    for step, cost in zip(program.steps, costs, strict=True):
+        if isinstance(step, KernelStep):
+            steps[step.kernel].append(step)
+            flops[step.kernel] += cost.flops
+            bound[step.kernel] += cost.bound_us
+    total = sum(cost.bound_us for cost in costs) or 1.0
     rows = []
     for number, launches in steps.items():
         source = program.sources[number]
@@ -190,17 +215,8 @@ def _kernels(program: Program, sizes: Mapping[str, int], bandwidth: float
             operators=launches[0].ops,
             num_launches=len(launches),
             bytes_moved=moved,
-            estimated_us=round(moved / bandwidth * 1e6, 3),
+            estimated_us=round(moved / able.bandwidth * 1e6, 3),
+            flops=flops[number],
+            share=round(bound[number] / total, 4),
         ))  # fmt: skip
     return tuple(rows)
-
-
-def bytes_moved(program: Program, step: KernelStep, sizes: Mapping[str, int]) -> int:
-    """Each buffer that a kernel touches, once and in full."""
-    total = 0
-    for number in dict.fromkeys(step.buffers):
-        numel = 1
-        for size in program.buffers[number].shape:
-            numel *= size.eval(sizes)
-        total += numel * program.buffers[number].dtype.itemsize
-    return total

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterable, Sequence
 from html import escape
 
+from strop.debug import drawing
 from strop.debug.report import ComponentRow, GraphRow, KernelRow, Report
 
 _STYLE = """
@@ -18,10 +20,16 @@ th, td { text-align: left; padding: .2rem .6rem; border-bottom: 1px solid #e4e4e
 td.n { text-align: right; font-variant-numeric: tabular-nums; }
 pre { background: #f3f3ef; padding: .8rem; overflow-x: auto; font-size: 13px; line-height: 1.35; }
 summary { cursor: pointer; } .bad { color: #a02010; }
+.bar { display: flex; height: 1.4rem; margin: .5rem 0; font-size: 12px; color: #1c1c1c; }
+.bar div { overflow: hidden; white-space: nowrap; padding: 0 .3rem; border-right: 1px solid #fff; }
+.add { color: #1a7f37; } .del { color: #a02010; } .at { color: #777; }
 @media (prefers-color-scheme: dark) {
   body { color: #e8e8e4; background: #191917; } pre { background: #242421; }
-  th, td { border-color: #3a3a36; } .bad { color: #ff8a70; } }
+  th, td { border-color: #3a3a36; } .bad, .del { color: #ff8a70; } .add { color: #7ee787; }
+  .plan { background: #cfcfca; } }
 """
+_HUES = ("#f9cb9c", "#d9ead3", "#cfe2f3", "#ead1dc", "#fff2cc", "#d9d2e9")
+_TOP = 40  # steps in the table of costs
 _STAGES = ("capture", "passes", "fusion", "lowering", "codegen")
 
 
@@ -38,13 +46,16 @@ def page(report: Report) -> str:
     ]
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>strop.explain</title>'
-        f"<style>{_STYLE}</style></head>\n<body>\n" + "\n".join(body) + "\n</body></html>\n"
+        f"<style>{_STYLE}{drawing.STYLE}</style></head>\n<body>\n"
+        + "\n".join(body)
+        + "\n</body></html>\n"
     )
 
 
 def _component(c: ComponentRow) -> str:
     rows = [(f"eager {count}x", escape(why)) for why, count in c.fallbacks.items()]
     rows += [("not finite", escape(text)) for text in c.nonfinite]
+    rows += [("check", escape(text)) for text in c.findings]
     troubles = "".join(f'<p class="bad">{what}: {why}</p>' for what, why in rows)
     head = (
         f"<h2>{escape(c.name)}</h2><p>{c.num_calls} calls, {c.num_eager_calls} of them eager,"
@@ -59,14 +70,22 @@ def _graph(g: GraphRow) -> str:
     guards = "\n".join(g.guards) or "none"
     kernels = sorted(g.kernels, key=lambda k: -k.bytes_moved)
     calls = ((escape(op), _number(n)) for op, n in g.calls.items())
-    refusals = sorted(g.refusals.items(), key=lambda item: -item[1])
     kind = "Ragged graph" if g.is_ragged else "Graph"
     parts = [
         f"<h3>{kind} at {escape(sizes or 'fixed sizes')}</h3>",
         _stages(g),
-        _table(("kernel", "launches", "MB", "us", "from"), map(_kernel, kernels)),
+        "<h3>Fusion plan</h3>",
+        drawing.plan_svg(g),
+        "<h3>Where the time must go</h3>",
+        f"<p>At least {_number(g.bound_us)} us: each step at the bandwidth or the peak of the"
+        " device, whichever takes longer.</p>",
+        _table(("step", "", "MB", "MFLOP", "bound us", "share", "bound by", "origin"), _costs(g)),
+        "<h3>Kernels</h3>",
+        _table(("kernel", "launches", "MB", "MFLOP", "us", "share", "from"), map(_kernel, kernels)),
         _table(("library call", "count"), calls),
-        _table(("not fused because", "times"), ((escape(r), _number(n)) for r, n in refusals)),
+        _table(("opaque call, run by torch", "MB", "in"), _opaque(g)),
+        _refusals(g),
+        _graphs(g),
         _folded("Guards", guards),
         _folded("Plan", g.plan),
     ]
@@ -83,15 +102,79 @@ def _stages(g: GraphRow) -> str:
         if name == "passes":
             rows += [(f"&nbsp;&nbsp;{escape(p)}", _number(s), f"{before} &rarr; {after} nodes")
                      for p, s, before, after in g.passes]  # fmt: skip
-    return _table(("stage", "seconds", ""), rows)
+    return _bar([(name, g.seconds[name]) for name in names]) + _table(
+        ("stage", "seconds", ""), rows
+    )
+
+
+def _bar(parts: Sequence[tuple[str, float]]) -> str:
+    """Stages as long as they take."""
+    cells = (
+        f'<div style="flex: {seconds:.4f} 1 0; background: {_HUES[n % len(_HUES)]}"'
+        f' title="{escape(name)} {seconds:.3f} s">{escape(name)}</div>'
+        for n, (name, seconds) in enumerate(parts)
+    )
+    return f'<div class="bar">{"".join(cells)}</div>'
+
+
+def _costs(g: GraphRow) -> Iterable[tuple[str, ...]]:
+    total = g.bound_us or 1.0
+    for step in sorted(g.steps, key=lambda s: -s.bound_us)[:_TOP]:
+        yield (
+            f"{step.number}", escape(step.title), _number(step.bytes_moved / 1e6),
+            _number(step.flops / 1e6), _number(step.bound_us), f"{step.bound_us / total:.1%}",
+            step.bound_by, escape(step.origin or "the module itself"),
+        )  # fmt: skip
+
+
+def _opaque(g: GraphRow) -> Iterable[tuple[str, ...]]:
+    for step in g.steps:
+        if step.kind == "opaque":
+            yield escape(step.title), _number(step.bytes_moved / 1e6), escape(step.origin)
+
+
+def _refusals(g: GraphRow) -> str:
+    """Reasons with their counts, and every edge of each underneath."""
+    parts = []
+    for reason, count in sorted(g.refusals.items(), key=lambda item: -item[1]):
+        edges = ((escape(e.producer), escape(e.consumer), escape(e.origin or "the module itself"))
+                 for e in g.edges if e.reason == reason)  # fmt: skip
+        table = _table(("producer", "consumer", "in"), edges)
+        parts.append(f"<details><summary>{count} x {escape(reason)}</summary>{table}</details>")
+    return f"<h3>Not fused</h3>{''.join(parts)}" if parts else ""
+
+
+def _graphs(g: GraphRow) -> str:
+    """The graph as imported, then after each pass: what changed, and the whole."""
+    if not g.texts:
+        return ""
+    parts = [_folded("imported", g.texts[0][1])]
+    for (_, before), (name, after) in zip(g.texts, g.texts[1:], strict=False):
+        changed = _diff(before, after)
+        what = f"<pre>{changed}</pre>" if changed else "<p>Nothing changed.</p>"
+        label = f"after {name}{'' if changed else ' (no change)'}"
+        parts.append(f"<details><summary>{escape(label)}</summary>{what}"
+                     f"{_folded('the whole graph', after)}</details>")  # fmt: skip
+    return f"<h3>Graph after each pass</h3>{''.join(parts)}"
+
+
+def _diff(before: str, after: str) -> str:
+    lines = difflib.unified_diff(before.splitlines(), after.splitlines(), lineterm="", n=2)
+    classes = {"+": "add", "-": "del", "@": "at"}
+    return "\n".join(
+        f'<span class="{classes[line[0]]}">{escape(line)}</span>'
+        if line[0] in classes
+        else escape(line)
+        for line in list(lines)[2:]
+    )
 
 
 def _kernel(k: KernelRow) -> tuple[str, ...]:
     source = _folded(k.name, k.source)
     origins = "<br>".join(escape(o or "the module itself") for o in k.origins[:3])
     more = f"<br>and {len(k.origins) - 3} more" if len(k.origins) > 3 else ""
-    return (source, _number(k.num_launches), _number(k.bytes_moved / 1e6),
-            _number(k.estimated_us), origins + more)  # fmt: skip
+    return (source, _number(k.num_launches), _number(k.bytes_moved / 1e6), _number(k.flops / 1e6),
+            _number(k.estimated_us), f"{k.share:.1%}", origins + more)  # fmt: skip
 
 
 def _folded(title: str, text: str) -> str:

@@ -1,7 +1,11 @@
-"""A program as text: one line a step, in execution order."""
+"""Programs and graphs as text: one line a step or node, in execution order."""
 
 from __future__ import annotations
 
+from collections import Counter
+
+from strop.fusion.plan import FusionPlan
+from strop.ir.graph import Graph, Node
 from strop.ir.program import Buffer, CallStep, Program, Step
 
 
@@ -9,20 +13,75 @@ def listing(program: Program) -> str:
     return "\n".join(_line(program, number, step) for number, step in enumerate(program.steps))
 
 
+def graph_text(graph: Graph) -> str:
+    """One line a node under its module's path, for ``diff``: names count inside a module, so that
+    a node that comes or goes renames nothing elsewhere."""
+    counts: Counter[tuple[str, str]] = Counter()
+    name: dict[Node, str] = {}
+    lines, where = [], None
+    for node in graph.nodes:
+        if node.origin != where:
+            where = node.origin
+            lines.append(f"{where or 'the module'}:")
+        if node.op == "input":
+            name[node] = f"in{node.attrs['index']}"
+        else:
+            name[node] = f"{node.op}_{counts[node.op, node.origin]}"
+            counts[node.op, node.origin] += 1
+        lines.append("  " + _node_line(node, name))
+    lines.append(f"return {', '.join(_named(o, '', name) for o in graph.outputs)}")
+    return "\n".join(lines) + "\n"
+
+
+def _node_line(node: Node, name: dict[Node, str]) -> str:
+    hidden = ("index",) if node.op == "input" else ()
+    attrs = [f"{k}={_text(v)}" for k, v in sorted(node.attrs.items()) if k not in hidden]
+    operands = [_named(i, node.origin, name) for i in node.inputs]
+    order = f" order {node.order}" if node.order else ""
+    return f"{name[node]} = {node.op}({', '.join(operands + attrs)}) -> {type_text(node)}{order}"
+
+
+def _named(node: Node, where: str, name: dict[Node, str]) -> str:
+    """A value's name as code of the module ``where`` says it."""
+    if node.op == "input" or node.origin == where:
+        return name[node]
+    return f"{node.origin}/{name[node]}"
+
+
+def type_text(node: Node) -> str:
+    """ "float16[2*b, 320]"."""
+    return f"{str(node.dtype).removeprefix('torch.')}[{', '.join(map(str, node.shape))}]"
+
+
+def _text(value: object) -> str:
+    if isinstance(value, tuple):
+        return f"({', '.join(map(_text, value))})"
+    return str(value)
+
+
+def plan_text(plan: FusionPlan) -> str:
+    """The plan, then each refused edge with its reason."""
+    refused = [
+        f"  {r.producer.op} -> {r.consumer.op} ({r.consumer.origin or 'the module'}): {r.reason}"
+        for r in plan.refusals
+    ]
+    return "\n".join([str(plan), "", f"refused edges: {len(refused)}", *refused]) + "\n"
+
+
 def _line(program: Program, number: int, step: Step) -> str:
     if isinstance(step, CallStep):
         target = dict(step.attrs).get("target", step.op) if step.op == "aten" else step.op
-        made = [_buffer(program.buffers[n], n) for n in step.outputs if n >= 0]
-        read = [_buffer(program.buffers[r.buffer], r.buffer) for r in step.inputs]
+        made = [buffer_text(program.buffers[n], n) for n in step.outputs if n >= 0]
+        read = [buffer_text(program.buffers[r.buffer], r.buffer) for r in step.inputs]
         what = f"call   {target}"
     else:
-        made = [_buffer(program.buffers[n], n) for n in step.writes]
-        read = [_buffer(program.buffers[n], n) for n in step.buffers if n not in step.writes]
+        made = [buffer_text(program.buffers[n], n) for n in step.writes]
+        read = [buffer_text(program.buffers[n], n) for n in step.buffers if n not in step.writes]
         what = f"kernel {program.sources[step.kernel].name}"
     return f"{number:4d} {what}({', '.join(read)}) -> {', '.join(made)}  # {step.origin}"
 
 
-def _buffer(buffer: Buffer, number: int) -> str:
+def buffer_text(buffer: Buffer, number: int) -> str:
     dtype = str(buffer.dtype).removeprefix("torch.")
     sizes = ", ".join(map(str, buffer.shape))
     return f"{buffer.kind}{number}:{dtype}[{sizes}]"

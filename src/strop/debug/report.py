@@ -15,7 +15,8 @@ class KernelRow:
     """One generated kernel of one graph.
 
     ``bytes_moved`` counts, over all its launches in a call, each buffer it touches once and in
-    full, at the latest shape; ``estimated_us`` is that over the bandwidth of the device.
+    full, at the latest shape; ``estimated_us`` is that over the bandwidth of the device. ``flops``
+    is 0 for a graph from the disk cache, and ``share`` that of the graph's bound.
     """
 
     name: str
@@ -25,6 +26,42 @@ class KernelRow:
     num_launches: int
     bytes_moved: int
     estimated_us: float
+    flops: int = 0
+    share: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class ValueRow:
+    """One value that a step computes. ``scheme``: how it gets to its readers (fusion.plan)."""
+
+    text: str
+    scheme: str  # "local", "regional" or "global"
+
+
+@dataclass(frozen=True, slots=True)
+class StepRow:
+    """One step of a program. ``bound_us``: no implementation of it is faster (debug.costs)."""
+
+    number: int
+    kind: str  # "kernel", "call", or "opaque": torch runs it for want of a row
+    title: str
+    origin: str
+    values: tuple[ValueRow, ...]
+    reads: tuple[int, ...]  # steps whose results it reads
+    bytes_moved: int
+    flops: int
+    bound_us: float
+    bound_by: str  # "bandwidth" or "compute"
+
+
+@dataclass(frozen=True, slots=True)
+class RefusalRow:
+    """Why a consumer did not join its producer's kernel."""
+
+    producer: str
+    consumer: str
+    origin: str
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +82,13 @@ class GraphRow:
     passes: tuple[tuple[str, float, int, int], ...]  # name, seconds, nodes before and after
     refusals: Mapping[str, int]  # why a consumer did not join its producer's kernel
     plan: str
+    steps: tuple[StepRow, ...] = ()
+    edges: tuple[RefusalRow, ...] = ()  # each of ``refusals``
+    texts: tuple[tuple[str, str], ...] = ()  # stage and graph after it; Options.record keeps them
+
+    @property
+    def bound_us(self) -> float:
+        return sum(step.bound_us for step in self.steps)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +107,7 @@ class ComponentRow:
     num_launches: int
     fallbacks: Mapping[str, int]
     nonfinite: tuple[str, ...]
+    findings: tuple[str, ...] = ()  # of Options.check
 
     @property
     def latest(self) -> GraphRow | None:
@@ -150,6 +195,7 @@ class Report:
             "calls": self.calls,
             "fallbacks": self.fallbacks,
             "nonfinite": [text for c in self.components for text in c.nonfinite],
+            "findings": [text for c in self.components for text in c.findings],
         }
 
     def to_dict(self) -> dict[str, Any]:
@@ -189,6 +235,7 @@ def _component_lines(c: ComponentRow) -> list[str]:
     ]
     lines += [f"  eager {count}x: {why}" for why, count in c.fallbacks.items()]
     lines += [f"  not finite: {text}" for text in c.nonfinite]
+    lines += [f"  check: {text}" for text in c.findings]
     for graph in c.graphs:
         lines += [f"  {line}" for line in _graph_lines(graph)]
     return lines
@@ -206,8 +253,25 @@ def _graph_lines(g: GraphRow) -> list[str]:
         lines.append("  from the disk cache")
     else:
         lines.append("  " + ", ".join(f"{k} {v:.2f} s" for k, v in g.seconds.items()))
+        lines += [f"    {name}: {before} -> {after} nodes, {seconds:.3f} s"
+                  for name, seconds, before, after in g.passes if before != after]  # fmt: skip
+    if g.steps:
+        lines.append("  " + _bound_line(g))
     for k in sorted(g.kernels, key=lambda k: -k.bytes_moved)[:_TOP]:
         lines.append(f"  {k.num_launches:4d}x {k.name}  {k.bytes_moved / 1e6:.2f} MB"
                      f"  ~{k.estimated_us:.1f} us  <- {k.origins[0] or 'the module itself'}"
                      )  # fmt: skip
+    for reason, count in sorted(g.refusals.items(), key=lambda item: -item[1])[:_TOP]:
+        lines.append(f"  {count:4d} edges not fused: {reason}")
     return lines
+
+
+def _bound_line(g: GraphRow) -> str:
+    """Where the time must go."""
+    time: Counter[str] = Counter()
+    for step in g.steps:
+        time[f"{step.kind}s, {step.bound_by}"] += step.bound_us  # type: ignore[assignment]
+    total = g.bound_us or 1.0
+    parts = [f"{name} {us / total:.0%}" for name, us in time.most_common()]
+    flops = sum(step.flops for step in g.steps)
+    return f"at least {g.bound_us:.0f} us: {', '.join(parts)}; {flops / 1e9:.2f} GFLOP"

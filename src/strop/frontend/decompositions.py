@@ -1,162 +1,26 @@
 """Operators that are taken apart at import, each with the reason why it is not one node.
 
-Normalisations become reductions and pointwise nodes, so that the planner can fuse what stands
-before and after them; intermediate values are fp32 and only the result has the user's dtype.
+Normalisations are in ``norms.py``, reductions in ``reductions.py``.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.fx import Node as FxNode
 
 import strop.frontend.operators  # noqa: F401  (defines torch.ops.strop)
-from strop.errors import ShapeError
-from strop.ir.dims import Expr, const, product
-from strop.ir.graph import Builder, Node
-from strop.ir.ops import compute_dtype
+from strop.frontend.norms import NORM_RULES
+from strop.frontend.reductions import REDUCTION_RULES, Rule
+from strop.ir.graph import Node
 
 if TYPE_CHECKING:
     from strop.frontend.importer import Importer
 
 aten = torch.ops.aten
-Rule = Callable[..., Any]
-
-
-def _binary(b: Builder, op: str, x: Node, y: Node, dtype: torch.dtype) -> Node:
-    attrs = {"alpha": 1} if op in ("add", "sub") else {}
-    return b.pointwise(op, x, y, dtype=dtype, **attrs)
-
-
-def _moments(b: Builder, x: Node, dims: tuple[int, ...], eps: float) -> tuple[Node, Node]:
-    """(mean, 1/sqrt(variance + eps)) over ``dims``, in the compute type of x."""
-    wide = compute_dtype(x.dtype)
-    mean = b.reduce("mean", x, dims, wide)
-    var = b.reduce("var", x, dims, wide, correction=0)
-    return mean, b.pointwise(
-        "rsqrt", _binary(b, "add", var, b.constant(eps, wide), wide), dtype=wide
-    )
-
-
-def _normalized(b: Builder, x: Node, mean: Node, rstd: Node, weight: Node | None,
-                bias: Node | None) -> Node:  # fmt: skip
-    """(x - mean) * (rstd * weight) + bias: the last two steps are one fused multiply-add.
-
-    Centred first, so that a mean far from zero costs no digits; the result counts as x's dtype.
-    """
-    wide = compute_dtype(x.dtype)
-    scale = rstd if weight is None else _binary(b, "mul", rstd, weight, wide)
-    y = _binary(b, "mul", _binary(b, "sub", x, mean, wide), scale, wide)
-    if bias is not None:
-        return _binary(b, "add", y, bias, x.dtype)
-    return b.make("copy", (y,), y.shape, x.dtype) if y.dtype != x.dtype else y
-
-
-def _native_group_norm(im: Importer, fx: FxNode, x: Any, weight: Any, bias: Any, n: Any, c: Any,
-                       hw: Any, groups: int, eps: float) -> tuple[Node, Node, Node]:  # fmt: skip
-    return _group_norm(im, fx, x, groups, weight, bias, eps)
-
-
-def _strop_group_norm(im: Importer, fx: FxNode, *args: Any) -> Node:
-    return _group_norm(im, fx, *args)[0]
-
-
-def _group_norm(im: Importer, fx: FxNode, x: Any, groups: int, weight: Any, bias: Any, eps: float
-                ) -> tuple[Node, Node, Node]:  # fmt: skip
-    b, x = im.builder, im.node(x)
-    batch, channels, *rest = x.shape
-    width = channels.exact_div(const(groups))
-    if width is None:
-        raise ShapeError(f"group_norm: {channels} channels do not divide into {groups} groups")
-    grouped = b.reshape(x, (batch, groups, width, product(rest)))
-    mean, rstd = _moments(b, grouped, (2, 3), eps)
-    per_channel = [1, channels, *[const(1)] * len(rest)]
-
-    def of_channels(statistic: Node) -> Node:
-        spread = b.expand(statistic, (batch, groups, width, 1))
-        return b.reshape(spread, (batch, *per_channel[1:]))
-
-    affine = [None if p is None else b.reshape(im.node(p), per_channel) for p in (weight, bias)]
-    y = _normalized(b, x, of_channels(mean), of_channels(rstd), *affine)
-    return y, b.reshape(mean, (batch, groups)), b.reshape(rstd, (batch, groups))
-
-
-def _layer_norm(im: Importer, fx: FxNode, x: Any, normalized: Sequence[Any], weight: Any,
-                bias: Any, eps: float) -> tuple[Node, Node, Node]:  # fmt: skip
-    b, x = im.builder, im.node(x)
-    rank = len(x.shape)
-    dims = tuple(range(rank - len(normalized), rank))
-    mean, rstd = _moments(b, x, dims, eps)
-    shape = [x.shape[d] for d in dims]
-    affine = [None if p is None else b.reshape(im.node(p), shape) for p in (weight, bias)]
-    return _normalized(b, x, mean, rstd, *affine), mean, rstd
-
-
-def _softmax(im: Importer, fx: FxNode, x: Any, dim: int, half_to_float: bool) -> Node:
-    b, x, dtype = im.builder, im.node(x), fx.meta["val"].dtype
-    wide, dims = compute_dtype(x.dtype), (dim % len(x.shape),)
-    shifted = _binary(b, "sub", x, b.reduce("amax", x, dims, wide), wide)
-    powers = b.pointwise("exp", shifted, dtype=wide)
-    return _binary(b, "div", powers, b.reduce("sum", powers, dims, wide), dtype)
-
-
-def _cat(im: Importer, fx: FxNode, tensors: Sequence[Any], dim: int = 0) -> Node:
-    nodes = [im.node(t) for t in tensors]
-    nodes = [n for n in nodes if n.shape != (const(0),)]  # torch skips the legacy empty tensor
-    dtype, shape = fx.meta["val"].dtype, im.shape(fx)
-    nodes = [im.builder.cast(n, dtype) for n in nodes]
-    if len(nodes) == 1:
-        return nodes[0]
-    return im.builder.make("cat", nodes, shape, dtype, dim=dim % len(shape))
-
-
-def _pad(im: Importer, fx: FxNode, x: Any, pad: Sequence[int], value: float = 0) -> Node | None:
-    """Constant padding as a cat of constants around the value; cropping stays opaque."""
-    node, b = im.node(x), im.builder
-    if any(not isinstance(p, int) or p < 0 for p in pad):
-        return None
-    fill = b.constant(value, node.dtype)
-    for position in range(len(pad) // 2):
-        dim = len(node.shape) - 1 - position
-        before, after = pad[2 * position : 2 * position + 2]
-        if before or after:
-            pieces = [_block(b, fill, node.shape, dim, before), node,
-                      _block(b, fill, node.shape, dim, after)]  # fmt: skip
-            kept = [p for p in pieces if p is not None]
-            shape = list(node.shape)
-            shape[dim] = shape[dim] + before + after
-            node = b.make("cat", kept, shape, node.dtype, dim=dim)
-    return node
-
-
-def _block(b: Builder, fill: Node, shape: Sequence[Expr], dim: int, width: int) -> Node | None:
-    if not width:
-        return None
-    sizes = [const(width) if d == dim else s for d, s in enumerate(shape)]
-    return b.expand(b.view_as_rank(fill, len(sizes)), sizes)
-
-
-def _arange(im: Importer, fx: FxNode, start: Any, end: Any, step: Any = 1, **_: Any) -> Node:
-    dtype = fx.meta["val"].dtype
-    return im.builder.make("iota", (), im.shape(fx), dtype, start=im.literal(start),
-                           step=im.literal(step))  # fmt: skip
-
-
-def _arange_from_zero(im: Importer, fx: FxNode, end: Any, **_: Any) -> Node:
-    return _arange(im, fx, 0, end)
-
-
-def _filled(value: float | None) -> Rule:
-    def rule(im: Importer, fx: FxNode, *args: Any, **_: Any) -> Node:
-        fill = args[1] if value is None else value
-        dtype, shape = fx.meta["val"].dtype, im.shape(fx)
-        one = im.builder.constant(im.literal(fill), dtype)
-        return im.builder.expand(im.builder.view_as_rank(one, len(shape)), shape)
-
-    return rule
 
 
 def _linear(im: Importer, fx: FxNode, x: Any, weight: Any, bias: Any = None) -> Node:
@@ -224,22 +88,9 @@ def _copy_(im: Importer, fx: FxNode, destination: Any, value: Any) -> Node:
 
 DECOMPOSITIONS: dict[Any, Rule] = {
     # fused with their neighbours
-    torch.ops.strop.group_norm.default: _strop_group_norm,
-    aten.native_group_norm.default: _native_group_norm,
-    aten.native_layer_norm.default: _layer_norm,
-    aten._softmax.default: _softmax,
+    **NORM_RULES,
+    **REDUCTION_RULES,
     # several spellings of one thing
-    aten.cat.default: _cat,
-    aten.constant_pad_nd.default: _pad,
-    aten.arange.start_step: _arange,
-    aten.arange.start: _arange,
-    aten.arange.default: _arange_from_zero,
-    aten.full.default: _filled(None),
-    aten.full_like.default: _filled(None),
-    aten.zeros.default: _filled(0),
-    aten.zeros_like.default: _filled(0),
-    aten.ones.default: _filled(1),
-    aten.ones_like.default: _filled(1),
     aten.copy_.default: _copy_,
     # library anchors
     torch.ops.strop.linear.default: _linear,

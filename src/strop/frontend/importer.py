@@ -3,24 +3,32 @@ operators with a decomposition are taken apart, and every other call stays a cal
 
 from __future__ import annotations
 
+import logging
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.utils._pytree as pytree
 from torch.fx import GraphModule
 from torch.fx import Node as FxNode
 
 from strop.errors import ShapeError, UnsupportedError
+from strop.frontend.creation import CREATION
 from strop.frontend.decompositions import DECOMPOSITIONS
 from strop.frontend.functional import storage_of
+from strop.frontend.indexing import INDEXING
+from strop.frontend.pointwise import COMPOSITES
+from strop.frontend.reductions import reduction
 from strop.frontend.symbols import Symbols
-from strop.frontend.views import VIEWS
+from strop.frontend.views import COPYING, VIEWS
 from strop.ir.affine import base_of, strided
 from strop.ir.dims import Expr, const
 from strop.ir.graph import Builder, Graph, Node, Ref, finish
-from strop.ir.ops import Kind, Op, Operands, compute_dtype, rows_for
+from strop.ir.ops import KERNEL_DTYPES, Kind, Op, Operands, Types, compute_dtype, rows_for
+
+log = logging.getLogger("strop")
 
 # opaque calls that the census found to differ from eager
 _REFUSED = {
@@ -40,6 +48,7 @@ class Importer:
     builder: Builder = field(default_factory=Builder)
     values: dict[FxNode, Value] = field(default_factory=dict)
     constants: list[torch.Tensor] = field(default_factory=list)
+    shared: dict[Node, int | None] = field(default_factory=dict)  # memory that the caller sees
 
     def node(self, fx: Any) -> Node:
         value = self.values[fx] if isinstance(fx, FxNode) else fx
@@ -111,7 +120,7 @@ def import_graph(
         elif fx.op == "get_attr":
             value = getattr(gm, fx.target).detach()
             fx.meta["val"] = value
-            if value.numel() <= _MOST_LITERALS:
+            if value.numel() <= _MOST_LITERALS and value.dtype in KERNEL_DTYPES:
                 importer.values[fx] = _literals(importer, value)
                 continue
             inputs.append(_input(importer, fx, num_placeholders + len(importer.constants), True))
@@ -120,6 +129,9 @@ def import_graph(
             importer.values[fx] = _call(importer, fx)
         elif fx.op == "output":
             returned = fx.args[0]
+    for fx in nodes:
+        if fx.op == "placeholder" and fx in importer.values:
+            importer.shared[importer.values[fx]] = storage_of(fx)
     outputs: list[Node] = []
     result = [_returned(importer, item, outputs) for item in returned]
     graph = finish(importer.builder, inputs, outputs, hints)
@@ -142,30 +154,46 @@ def _literals(importer: Importer, value: torch.Tensor) -> Node:
 def _returned(importer: Importer, item: Any, outputs: list[Node]) -> Any:
     value = importer.values.get(item, item) if isinstance(item, FxNode) else item
     if isinstance(value, Node):
-        outputs.append(_unaliased(_in_user_order(importer, item, value), importer, item))
+        if not _aliases_as_in_eager(importer, item, value):
+            value = _copied(importer, item, value, len(outputs))
+        elif value.kind is not Kind.VIEW:
+            value = _in_user_order(importer, item, value)
+        importer.shared.setdefault(base_of(value), storage_of(item))
+        outputs.append(value)
         return Ref(len(outputs) - 1)
     return importer.literal(item)
 
 
-def _unaliased(value: Node, importer: Importer, fx: FxNode) -> Node:
-    """A result that eager would not give as a view of an argument is none here either."""
-    base = base_of(value)
-    given = {importer.values[p]: p for p in fx.graph.nodes if p.op == "placeholder"
-             and p in importer.values}  # fmt: skip
-    if base not in given or storage_of(given[base]) == storage_of(fx):
-        return value
-    return importer.builder.make("copy", (value,), value.shape, value.dtype, order=value.order)
+def _aliases_as_in_eager(importer: Importer, fx: FxNode, value: Node) -> bool:
+    """Whether the value may be given as it is: memory is shared where eager shares it.
+
+    Clones, flips and repeats are views here; of an argument or another result they are none.
+    """
+    base, storage = base_of(value), storage_of(fx)
+    if base in importer.shared and importer.shared[base] != storage:
+        return False
+    if value.kind is not Kind.VIEW or (value.op == "reshape" and value.inputs[0] is base):
+        return True
+    return any(made is base and storage_of(other) == storage
+               for other, made in importer.values.items())  # fmt: skip
+
+
+def _copied(importer: Importer, fx: FxNode, value: Node, number: int) -> Node:
+    """In memory of its own, laid out as eager would."""
+    return importer.builder.make("copy", (value,), value.shape, value.dtype,
+                                 order=_user_order(importer, fx, value), result=number)  # fmt: skip
 
 
 def _in_user_order(importer: Importer, fx: FxNode, value: Node) -> Node:
     """The result as eager would lay it out; contiguous needs no word."""
-    try:
-        order = memory_order(importer.symbols.shape(fx.meta["val"].stride()), value.shape)
-    except ShapeError:
-        return value  # a strided view: returned as whatever it is
+    order = _user_order(importer, fx, value)
     if order is None or value.op == "input":
         return value
     return importer.builder.make("copy", (value,), value.shape, value.dtype, order=order)
+
+
+def _user_order(importer: Importer, fx: FxNode, value: Node) -> tuple[int, ...] | None:
+    return _order_or_contiguous(importer.symbols.shape(fx.meta["val"].stride()), value.shape)
 
 
 def _input(importer: Importer, fx: FxNode, index: int, is_state: bool) -> Node:
@@ -215,7 +243,19 @@ def _call(importer: Importer, fx: FxNode) -> Value:
         return None  # arithmetic on sizes; users read the value from its meta
     if fx.target is operator.getitem:
         return importer.values[fx.args[0]][fx.args[1]]  # type: ignore[index]
-    for table in (VIEWS, DECOMPOSITIONS):
+    try:
+        value = _expressed(importer, fx)
+    except ShapeError as error:  # sizes that are equal, but not as polynomials
+        log.debug("%s runs in torch: %s", fx.target, error)
+        value = None
+    return opaque_call(importer, fx) if value is None else value
+
+
+def _expressed(importer: Importer, fx: FxNode) -> Value | None:
+    """The call as nodes of the graph IR, if there is a way."""
+    if not all(_is_for_kernels(x) for x in (fx, *fx.all_input_nodes)):
+        return None
+    for table in (VIEWS, CREATION, INDEXING, DECOMPOSITIONS, COMPOSITES):
         rule = table.get(fx.target)
         value = rule(importer, fx, *fx.args, **fx.kwargs) if rule else None
         if value is not None:
@@ -224,10 +264,20 @@ def _call(importer: Importer, fx: FxNode) -> Value:
         raise UnsupportedError(_REFUSED[fx.target])
     bound = bind_arguments(fx)
     for row in rows_for(fx.target):
-        if row.when(bound) and row.kind is not Kind.OPAQUE:
-            return _pointwise(importer, fx, row, bound) if row.kind is Kind.POINTWISE else (
-                _reduction(importer, fx, row, bound))  # fmt: skip
-    return opaque_call(importer, fx)
+        if row.kind is Kind.REDUCTION and row.when(bound):
+            return reduction(importer, fx, row, bound)
+        if row.kind is Kind.POINTWISE and row.when(bound):
+            operands = _operands(bound)
+            computed = _computed_in(fx, row, operands)
+            if Types.of(computed) in row.types:
+                return _pointwise(importer, fx, row, bound, operands, computed)
+    return None
+
+
+def _is_for_kernels(fx: FxNode) -> bool:
+    """Complex, quantised and 8-bit float tensors stay in torch."""
+    values = pytree.tree_leaves(fx.meta.get("val"))
+    return all(v.dtype in KERNEL_DTYPES for v in values if isinstance(v, torch.Tensor))
 
 
 def _is_tensorial(value: Any) -> bool:
@@ -237,49 +287,58 @@ def _is_tensorial(value: Any) -> bool:
 
 
 def bind_arguments(fx: FxNode) -> dict[str, Any]:
-    """Arguments by their schema names, defaults included."""
+    """Arguments by their schema names, in that order, defaults included."""
     schema = fx.target._schema.arguments  # type: ignore[union-attr]
     bound = {a.name: a.default_value for a in schema if a.has_default_value()}
     bound |= dict(zip((a.name for a in schema), fx.args, strict=False))
-    return bound | dict(fx.kwargs)
+    bound |= dict(fx.kwargs)
+    return {a.name: bound[a.name] for a in schema if a.name in bound}
 
 
-_OPERAND_NAMES = ("self", "other", "condition", "input", "tensor1", "tensor2")
+_OPERAND_NAMES = frozenset({
+    "self", "other", "condition", "input", "tensor1", "tensor2", "exponent", "end", "weight",
+    "min", "max", "values", "grad_output", "grad_out", "output", "self_or_result",
+})  # fmt: skip
 
 
-def _pointwise(importer: Importer, fx: FxNode, row: Op, bound: Mapping[str, Any]) -> Node:
-    """Tensor and number operands become inputs, whatever else the schema has an attribute."""
+def _operands(bound: Mapping[str, Any]) -> list[Any]:
+    """Tensor and number arguments in schema order; whatever else the schema has is an attribute."""
+    return [v for name, v in bound.items() if name in _OPERAND_NAMES and v is not None]
+
+
+def _computed_in(fx: FxNode, row: Op, operands: Sequence[Any]) -> torch.dtype:
+    """The type whose rules the row follows."""
+    result: torch.dtype = fx.meta["val"].dtype
+    return _promoted(operands) if row.operands is Operands.PROMOTED else result
+
+
+def _pointwise(importer: Importer, fx: FxNode, row: Op, bound: Mapping[str, Any],
+               operands: Sequence[Any], computed: torch.dtype) -> Node:  # fmt: skip
     result = fx.meta["val"].dtype
-    operands = [bound[name] for name in bound if name in _OPERAND_NAMES]
-    dtypes = [o.meta["val"].dtype for o in operands
-              if isinstance(o, FxNode) and isinstance(o.meta["val"], torch.Tensor)]  # fmt: skip
-    literal = result if row.operands is not Operands.PROMOTED else _promoted(dtypes, operands)
-    inputs = [importer.operand(o, compute_dtype(literal)) for o in operands]
+    inputs = [importer.operand(o, compute_dtype(computed)) for o in operands]
     if row.name == "cast":
         return importer.builder.cast(inputs[0], result)
+    if row.operands is Operands.PROMOTED and len(inputs) > 1:
+        # what is compared has been rounded to the common type, numbers too
+        inputs = [_rounded(importer, x, computed) for x in inputs]
     attrs = {name: importer.literal(bound[name]) for name in row.attrs}
     return importer.builder.pointwise(row.name, *inputs, dtype=result, **attrs)
 
 
-def _promoted(dtypes: Sequence[torch.dtype], operands: Sequence[Any]) -> torch.dtype:
-    dtype = dtypes[0]
-    for other in dtypes[1:]:
-        dtype = torch.promote_types(dtype, other)
-    has_float = any(isinstance(o, float) for o in operands)
-    return torch.get_default_dtype() if has_float and not dtype.is_floating_point else dtype
+def _promoted(operands: Sequence[Any]) -> torch.dtype:
+    """ATen's promotion: 0-dim tensors and numbers only decide between bool, int and float."""
+    values = [o.meta["val"] if isinstance(o, FxNode) else o for o in operands]
+    first, *others = values
+    dtype: torch.dtype = first.dtype if not others else torch.result_type(first, others[0])
+    return dtype
 
 
-def _reduction(importer: Importer, fx: FxNode, row: Op, bound: Mapping[str, Any]) -> Node | None:
-    x, value = importer.node(bound["self"]), fx.meta["val"]
-    dims = bound.get("dim")
-    dims = tuple(range(len(x.shape))) if not dims and dims != 0 else dims
-    dims = (dims,) if isinstance(dims, int) else tuple(d % len(x.shape) for d in dims)
-    attrs = {}
-    if row.name == "var":
-        correction = bound.get("correction")
-        attrs["correction"] = 1 if correction is None else int(correction)
-    reduced = importer.builder.reduce(row.name, x, tuple(sorted(dims)), value.dtype, **attrs)
-    return importer.builder.reshape(reduced, importer.shape(fx))
+def _rounded(importer: Importer, x: Node, dtype: torch.dtype) -> Node:
+    value = x.attrs.get("value")
+    if x.op == "constant" and not isinstance(value, Expr):
+        number = torch.tensor(value, dtype=dtype).item()
+        return importer.builder.constant(number, compute_dtype(dtype))
+    return importer.builder.cast(x, dtype) if x.dtype != compute_dtype(dtype) else x
 
 
 def opaque_call(importer: Importer, fx: FxNode) -> Value:
@@ -294,6 +353,7 @@ def opaque_call(importer: Importer, fx: FxNode) -> Value:
             return tuple(template(a) for a in arg)
         return importer.literal(arg)
 
+    _refuse_host_values(fx)
     args = tuple(template(a) for a in fx.args)
     kwargs = tuple(sorted((k, template(v)) for k, v in fx.kwargs.items()))
     value = fx.meta["val"]
@@ -305,8 +365,8 @@ def opaque_call(importer: Importer, fx: FxNode) -> Value:
     single = not isinstance(value, list | tuple)
     shape, dtype = outputs[0] if single and outputs[0] else ((), torch.uint8)
     call = importer.builder.make(
-        "aten", inputs, shape, dtype, target=str(fx.target), args=args, kwargs=kwargs,
-        outputs=outputs, single=single, tag=fx.name if _is_random(fx.target) else "",
+        "aten", inputs, shape, dtype, target=str(COPYING.get(fx.target, fx.target)), args=args,
+        kwargs=kwargs, outputs=outputs, single=single, tag=fx.name if _is_random(fx.target) else "",
     )  # fmt: skip
     if single:
         return call
@@ -326,6 +386,19 @@ def _dense_as_traced(importer: Importer, fx: FxNode) -> Node:
     if importer.symbols.shape(traced.stride()) != value.strides:
         return value
     return importer.builder.make("copy", (value,), value.shape, value.dtype)
+
+
+def _refuse_host_values(fx: FxNode) -> None:
+    """What torch would compute on the CPU, kernels of a GPU cannot read."""
+    values = fx.meta["val"] if isinstance(fx.meta["val"], list | tuple) else [fx.meta["val"]]
+    made = {v.device.type for v in values if isinstance(v, torch.Tensor)}
+    others = {
+        n.meta["val"].device.type
+        for n in fx.graph.nodes
+        if isinstance(n.meta.get("val"), torch.Tensor)
+    }
+    if made == {"cpu"} and others != {"cpu"}:
+        raise UnsupportedError(f"{fx.target} makes a tensor on the CPU in a graph for {others}")
 
 
 def _is_random(target: Callable[..., Any] | str) -> bool:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.fx import GraphModule
 from torch.overrides import TorchFunctionMode
 
 _library = torch.library.Library("strop", "DEF")
@@ -128,7 +129,7 @@ def _call_interpolate(input: Tensor, size: Any = None, scale_factor: Any = None,
     factors = {float(f) for f in scale_factor} if isinstance(scale_factor, tuple | list) else (
         {float(scale_factor)} if scale_factor is not None else set())  # fmt: skip
     if mode != "nearest" or input.dim() != 4 or len(factors) != 1 or not min(factors).is_integer():
-        if mode == "nearest" and input.dim() == 4 and size is not None:
+        if mode == "nearest" and input.dim() == 4 and size is not None and not _trains(input):
             resized: Tensor = torch.ops.strop.nearest(input, _pair(size))
             return resized
         return F.interpolate(input, size, scale_factor, mode, *args, **kwargs)
@@ -138,12 +139,21 @@ def _call_interpolate(input: Tensor, size: Any = None, scale_factor: Any = None,
     return tall.reshape(n, c, h * factor, w * factor)
 
 
+def _trains(x: Tensor) -> bool:
+    """The operators of this file have no gradients."""
+    return torch.is_grad_enabled() and x.requires_grad
+
+
 def _call_pad(input: Tensor, pad: Sequence[int], mode: str = "constant", value: float | None = None
               ) -> Tensor:  # fmt: skip
     """Constant padding as a cat of constants: torch's own kernel fixes every size."""
-    if mode != "constant" or any(p < 0 for p in pad):
+    if mode != "constant":
         return F.pad(input, pad, mode, value)
     for dim, (before, after) in enumerate(zip(pad[::2], pad[1::2], strict=True), 1):
+        if before < 0 or after < 0:  # cropped
+            start, end = max(-before, 0), input.shape[-dim] - max(-after, 0)
+            input = input.narrow(-dim, start, end - start)
+            before, after = max(before, 0), max(after, 0)
         shape = list(input.shape)
         sides = [torch.full([*shape[:-dim], width, *shape[len(shape) - dim + 1 :]], value or 0,
                             dtype=input.dtype, device=input.device)
@@ -153,15 +163,43 @@ def _call_pad(input: Tensor, pad: Sequence[int], mode: str = "constant", value: 
     return input
 
 
+def _call_constant_pad(x: Tensor, pad: Sequence[int], value: float = 0) -> Tensor:
+    return _call_pad(x, pad, "constant", value)
+
+
+def _call_squeeze(x: Tensor, dim: Any = None) -> Tensor:
+    """Whether a size is 1 is asked aloud: torch's own rule takes symbolic ones for larger."""
+    dims = range(x.dim()) if dim is None else (dim,) if isinstance(dim, int) else dim
+    result: Tensor = torch.ops.aten.squeeze.dims(x, [d for d in dims if x.shape[d] == 1])
+    return result
+
+
+# made of torch's own operators, so that gradients come by themselves
+COMPOSITES: dict[Callable[..., Any], Callable[..., Tensor]] = {
+    F.interpolate: _call_interpolate,
+    F.pad: _call_pad,
+    torch._C._nn.pad: _call_pad,
+    torch.constant_pad_nd: _call_constant_pad,
+    torch.squeeze: _call_squeeze,
+    Tensor.squeeze: _call_squeeze,
+}
 RETARGET: dict[Callable[..., Any], Callable[..., Tensor]] = {
+    **COMPOSITES,
     F.linear: _call_linear,
     F.conv2d: _call_conv2d,
     torch.conv2d: _call_conv2d,
     F.scaled_dot_product_attention: _call_attention,
     F.group_norm: _call_group_norm,
-    F.interpolate: _call_interpolate,
-    F.pad: _call_pad,
 }
+
+
+def retarget(gm: GraphModule, *, trains: bool) -> None:
+    """The same in a graph that somebody else has traced."""
+    table = COMPOSITES if trains else RETARGET
+    for node in gm.graph.nodes:
+        if node.op == "call_function":
+            node.target = table.get(node.target, node.target)
+    gm.recompile()
 
 
 class Retarget(TorchFunctionMode):

@@ -9,7 +9,7 @@ is a guard, so a program never runs where it does not hold.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
@@ -58,6 +58,7 @@ class Symbols:
     names: dict[str, Expr] = field(default_factory=dict)
     hints: Mapping[str, int] = field(default_factory=dict)
     assumed: dict[str, Guard] = field(default_factory=dict)
+    decide: Callable[[Any], bool] | None = None  # asks torch, which adds the answer to its guards
     _memo: dict[Any, Expr] = field(default_factory=dict)
 
     def size(self, value: int | torch.SymInt | Any) -> Expr:
@@ -116,6 +117,8 @@ class Symbols:
         """The side of a minimum or maximum that the traced sizes take."""
         if isinstance(e, SYMPY_MAX) and sympy.S.One in e.args and len(e.args) == 2:
             return self.size(next(a for a in e.args if a != 1))  # sizes are positive
+        if self.decide is not None:
+            return self.size(self._decided(e, self.decide))
         if not self.hints:
             raise OutsideLanguage(e)
         sides = [self.size(a) for a in e.args]
@@ -125,6 +128,13 @@ class Symbols:
         for side in sides:
             self._assume(Guard(best, "<=" if is_min else ">=", side))
         return best
+
+    def _decided(self, e: Any, decide: Callable[[Any], bool]) -> Any:
+        relation = sympy.Ge if isinstance(e, SYMPY_MAX) else sympy.Le
+        found, *others = e.args
+        for other in others:
+            found = other if decide(relation(other, found)) else found
+        return found
 
     def _assume(self, guard: Guard) -> None:
         if not _always_holds(guard):

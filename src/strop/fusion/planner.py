@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import heapq
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 
 from strop.fusion.cost import is_cheaper_again
-from strop.fusion.legality import Draft, is_fusible, join, reduction_schedule, refusal
+from strop.fusion.legality import Draft, is_fusible, join, loop_of, reduction_schedules, refusal
 from strop.fusion.plan import FusionPlan, Group, Refusal
 from strop.ir.affine import base_of
 from strop.ir.graph import Graph, Node
@@ -20,10 +20,10 @@ from strop.ir.loops import Schedule
 from strop.ir.ops import Kind
 
 
-def plan(graph: Graph) -> FusionPlan:
-    """The plan for ``graph``; equal graphs give equal plans."""
-    drafts, refusals = _Grouping(graph).run()
-    stored = _stored(graph, drafts)
+def plan(graph: Graph, apart: Set[Node] = frozenset()) -> FusionPlan:
+    """The plan for ``graph``; equal graphs give equal plans. Nodes ``apart`` share no kernel."""
+    drafts, refusals = _Grouping(graph, apart).run()
+    stored = _stored(graph, drafts, apart)
     groups = _groups(drafts, stored)
     calls = [node for node in graph.nodes if _is_call(node)]
     return FusionPlan(_in_order(graph, groups, calls, stored), tuple(refusals))
@@ -36,13 +36,14 @@ def _is_call(node: Node) -> bool:
 class _Grouping:
     """The greedy sweep. ``before[g]`` is the set (bit mask) of steps that g depends on."""
 
-    def __init__(self, graph: Graph) -> None:
-        self.graph = graph
+    def __init__(self, graph: Graph, apart: Set[Node]) -> None:
+        self.graph, self.apart = graph, apart
         self.home: dict[Node, int] = {}
         self.drafts: list[Draft | None] = []  # None: a call
         self.before: list[int] = []
         self.refusals: list[Refusal] = []
-        self.reductions: dict[tuple[Node, tuple[int, ...]], Node] = {}
+        self.schedules = reduction_schedules(graph)
+        self.reductions: dict[object, Node] = {}  # by operand and dims, and by loop
 
     def run(self) -> tuple[list[Draft], list[Refusal]]:
         for node in self.graph.nodes:
@@ -59,24 +60,38 @@ class _Grouping:
         return sorted(found, key=lambda pair: -pair[0])
 
     def _candidates(self, node: Node) -> list[tuple[int, Node]]:
-        """Steps that ``node`` may join: its producers, and reductions of the same operand."""
+        """Steps that ``node`` may join: its producers, and reductions of the same operand or
+        over the same loop.
+
+        Kernels with reductions first: other operands can be computed again there.
+        """
         found = self._producers(node)
+        found.sort(key=lambda pair: self._is_pointwise(pair[0]))
         if node.kind is Kind.REDUCTION:
-            sibling = self.reductions.setdefault((node.inputs[0], node.attrs["dims"]), node)
-            if sibling is not node:
-                found.append((self.home[sibling], sibling))
+            loop = loop_of(node, self.graph.hints)
+            for key in ((node.inputs[0], node.attrs["dims"]), loop or node):
+                sibling = self.reductions.setdefault(key, node)
+                if sibling is not node:
+                    found.append((self.home[sibling], sibling))
         return found
+
+    def _is_pointwise(self, step: int) -> bool:
+        draft = self.drafts[step]
+        return draft is None or draft.schedule is Schedule.POINTWISE
 
     def _place(self, node: Node) -> None:
         for step, producer in self._candidates(node):
             draft = self.drafts[step]
             if draft is None:
                 continue
-            reason = refusal(node, draft, self.graph.hints)
+            if node in self.apart or not self.apart.isdisjoint(draft.nodes):
+                self.refusals.append(Refusal(producer, node, "indices do not divide"))
+                continue
+            reason = refusal(node, draft, self.schedules)
             if reason is None and self._makes_cycle(node, step):
                 reason = "another operand depends on this kernel"
             if reason is None:
-                join(node, draft, self.graph.hints)
+                join(node, draft, self.schedules)
                 self._enter(node, step)
                 return
             self.refusals.append(Refusal(producer, node, reason))
@@ -86,9 +101,9 @@ class _Grouping:
         draft = Draft(Schedule.POINTWISE, node.numel)
         if node.kind is Kind.REDUCTION:
             draft.domain = node.inputs[0].numel
-            if reduction_schedule(node, self.graph.hints) is None:
+            if self.schedules[node] is None:
                 raise AssertionError(f"{node}: the layout pass copies such operands")
-        join(node, draft, self.graph.hints)
+        join(node, draft, self.schedules)
         return draft
 
     def _open(self, node: Node, draft: Draft | None) -> None:
@@ -114,7 +129,18 @@ class _Grouping:
                     self.before[other] |= added
 
 
-def _stored(graph: Graph, drafts: list[Draft]) -> set[Node]:
+def computed_by(group: Group, stored: Set[Node]) -> frozenset[Node]:
+    """What the kernel computes: its own nodes, and values that nobody stored."""
+    found, stack = set(group.nodes), list(group.nodes)
+    while stack:
+        for base in map(base_of, stack.pop().inputs):
+            if is_fusible(base) and base not in stored and base not in found:
+                found.add(base)
+                stack.append(base)
+    return frozenset(found)
+
+
+def _stored(graph: Graph, drafts: list[Draft], apart: Set[Node]) -> set[Node]:
     """The fusible values that some kernel writes to memory."""
     home = {node: draft for draft in drafts for node in draft.nodes}
     readers = _readers(graph)
@@ -130,8 +156,10 @@ def _stored(graph: Graph, drafts: list[Draft]) -> set[Node]:
             continue
         largest = max(home[r].domain.eval(graph.hints) for r in outside.values())
         at_home = any(home.get(r) is draft for r in readers[node])
-        if node in draft.reduced or not is_cheaper_again(
-            node, len(outside) + at_home, largest, stored, graph.hints
+        if (
+            node in draft.reduced
+            or node in apart
+            or not is_cheaper_again(node, len(outside) + at_home, largest, stored, graph.hints)
         ):
             stored.add(node)
     return stored

@@ -28,7 +28,7 @@ class Strided:
 
     @property
     def strides(self) -> tuple[Expr, ...] | None:
-        """One stride per dim, or None when some dim needs several.
+        """One stride per dim, or None when some dim needs several or one that torch has not.
 
         A dim of size 1 gets the stride that a dense one would have: libraries look at its
         alignment although nobody steps over it.
@@ -37,11 +37,16 @@ class Strided:
         dense = ONE
         for dim in reversed(self.dims):
             merged = merge(dim)
-            if len(merged) > 1:
+            if len(merged) > 1 or (merged and _is_negative(merged[0][1])):
                 return None
             result.insert(0, merged[0][1] if merged else dense)
             dense = merged[0][0] * merged[0][1] if merged else dense
         return tuple(result)
+
+
+def _is_negative(stride: Expr) -> bool:
+    """Strides are products of sizes and steps; a size grows with its roots."""
+    return bool(stride.terms) and stride.terms[0][1] < 0
 
 
 def merge(atoms: Iterable[Atom]) -> list[Atom]:
@@ -105,9 +110,24 @@ def _apply(view: Node, inner: Strided) -> Strided | None:
         if regrouped is None:
             return None
         dims = regrouped
+    elif view.op == "diagonal":
+        return _diagonal(view, inner)
     else:
         return _slice(view, inner)
     return Strided(inner.base, inner.offset, dims)
+
+
+def _diagonal(view: Node, inner: Strided) -> Strided | None:
+    crossed = [merge(inner.dims[dim]) for dim in view.attrs["dims"]]
+    if any(len(merged) > 1 for merged in crossed):
+        return None
+    strides = [merged[0][1] if merged else const(0) for merged in crossed]
+    offset = inner.offset
+    for start, stride in zip(view.attrs["starts"], strides, strict=True):
+        offset = offset + stride * start
+    dims = [dim for d, dim in enumerate(inner.dims) if d not in view.attrs["dims"]]
+    walk = (view.shape[-1], strides[0] + strides[1])
+    return Strided(inner.base, offset, (*dims, (walk,)))
 
 
 def _slice(view: Node, inner: Strided) -> Strided | None:
@@ -117,7 +137,7 @@ def _slice(view: Node, inner: Strided) -> Strided | None:
         return None
     stride = merged[0][1] if merged else ONE
     dims = list(inner.dims)
-    dims[dim] = ((view.shape[dim], stride),)
+    dims[dim] = ((view.shape[dim], stride * view.attrs["step"]),)
     return Strided(inner.base, inner.offset + view.attrs["start"] * stride, tuple(dims))
 
 
@@ -127,7 +147,7 @@ def reduced_runs(x: Node, dims: Sequence[int], hints: Mapping[str, int]) -> list
     if view is None:
         return None
     atoms = [
-        (stride.eval(hints), d in dims)
+        (abs(stride.eval(hints)), d in dims)
         for d, dim in enumerate(view.dims)
         for _, stride in merge(dim)
     ]

@@ -58,12 +58,7 @@ class Expr:
         return self + to_expr(other) * -1
 
     def __mul__(self, other: Expr | int) -> Expr:
-        product: dict[Monomial, int] = {}
-        for left, c in self.terms:
-            for right, d in to_expr(other).terms:
-                monomial = _sorted_monomial(left + right)
-                product[monomial] = product.get(monomial, 0) + c * d
-        return _from_terms(product)
+        return _multiplied(self, to_expr(other))
 
     __radd__ = __add__
     __rmul__ = __mul__
@@ -168,6 +163,16 @@ class Expr:
         return f"Expr({self})"
 
 
+@lru_cache(maxsize=65536)  # a compile multiplies the same few sizes 100,000 times
+def _multiplied(x: Expr, y: Expr) -> Expr:
+    product: dict[Monomial, int] = {}
+    for left, c in x.terms:
+        for right, d in y.terms:
+            monomial = _sorted_monomial(left + right)
+            product[monomial] = product.get(monomial, 0) + c * d
+    return _from_terms(product)
+
+
 def _sorted_monomial(atoms: Iterable[Atom]) -> Monomial:
     return tuple(sorted(atoms, key=str))
 
@@ -216,6 +221,11 @@ def to_expr(value: Expr | int) -> Expr:
 
 
 def product(sizes: Iterable[Expr]) -> Expr:
+    return _product(tuple(sizes))
+
+
+@lru_cache(maxsize=16384)
+def _product(sizes: tuple[Expr, ...]) -> Expr:
     total = const(1)
     for size in sizes:
         total = total * size

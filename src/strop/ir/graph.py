@@ -160,12 +160,23 @@ class Builder:
         sizes = tuple(map(to_expr, shape))
         return x if sizes == x.shape else self.make("expand", (x,), sizes, x.dtype)
 
-    def slice(self, x: Node, dim: int, start: Expr | int, length: Expr | int) -> Node:
-        if to_expr(length) == x.shape[dim]:
+    def slice(
+        self, x: Node, dim: int, start: Expr | int, length: Expr | int, step: int = 1
+    ) -> Node:
+        """Elements start, start + step, ... of a dim; a negative step walks back."""
+        if to_expr(length) == x.shape[dim] and step == 1:
             return x
         shape = list(x.shape)
         shape[dim] = to_expr(length)
-        return self.make("slice", (x,), shape, x.dtype, dim=dim, start=to_expr(start))
+        return self.make("slice", (x,), shape, x.dtype, dim=dim, start=to_expr(start), step=step)
+
+    def diagonal(
+        self, x: Node, dims: tuple[int, int], starts: tuple[int, int], length: Expr | int
+    ) -> Node:
+        """Where two dims walk together: they go, and the last dim is new."""
+        kept = [size for d, size in enumerate(x.shape) if d not in dims]
+        shape = (*kept, to_expr(length))
+        return self.make("diagonal", (x,), shape, x.dtype, dims=dims, starts=starts)
 
     def view_as_rank(self, x: Node, rank: int) -> Node:
         """Add leading dims of size 1."""

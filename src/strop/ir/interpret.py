@@ -105,6 +105,10 @@ class _State:
             return mean, var
         if stmt.kind == "sum":
             return (torch.sum(arg, self.reduced, keepdim=True),)
+        if stmt.kind == "prod":
+            for place in self.reduced:
+                arg = torch.prod(arg, place, keepdim=True)
+            return (arg,)
         extreme = {"amax": torch.amax, "amin": torch.amin}[stmt.kind]
         return (extreme(arg, self.reduced, keepdim=True),)
 

@@ -10,6 +10,8 @@ ROW         parallel                  all reduced            over all cols, any 
 COLUMN      parallel, then reduced    lanes, some reduced    over the reduced rows and cols,
                                                              all at one level
 
+A reduction of everything is a COLUMN kernel with one lane: its rows are what gets split.
+
 In a ROW kernel a statement may use the result of an earlier Reduce (a value in row space) and
 cols again: the second sweep over the row. In a COLUMN kernel ``body`` runs once per (row, col)
 and ends in the reductions, ``tail`` runs once per (parallel row, kept col) on their results.
@@ -111,8 +113,8 @@ class Apply:
 class Reduce:
     """outs = reduction of ``arg`` over the reduced axes.
 
-    kind "sum", "amax", "amin": one result. kind "moments": (mean, population variance), computed
-    stably: two sweeps or a Welford/Chan merge, never E[x^2] - E[x]^2. NaN propagates.
+    kind "sum", "prod", "amax", "amin": one result, over nothing the identity. kind "moments":
+    (mean, population variance) from deviations, never E[x^2] - E[x]^2. NaN propagates.
     """
 
     outs: tuple[str, ...]

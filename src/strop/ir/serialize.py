@@ -1,4 +1,5 @@
-"""Programs as JSON and back. Only the classes listed here can be made; nothing is evaluated."""
+"""Programs and graphs as JSON and back. Only the classes listed here can be made; nothing is
+evaluated."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ import torch
 from strop.errors import CacheError, ShapeError
 from strop.ir import program, source
 from strop.ir.dims import Expr, parse
-from strop.ir.graph import Ref
+from strop.ir.graph import Graph, Node, Ref
+from strop.ir.ops import OPS
 
 _CLASSES: dict[str, Any] = {
     cls.__name__: cls
@@ -30,13 +32,13 @@ _SPECIAL_FLOATS = {"nan": float("nan"), "inf": float("inf"), "-inf": float("-inf
 
 
 def to_json(value: program.Program) -> str:
-    return json.dumps(_encode(value), separators=(",", ":"), allow_nan=False)
+    return json.dumps(encode(value), separators=(",", ":"), allow_nan=False)
 
 
 def from_json(text: str) -> program.Program:
     """Raises CacheError when the text is not a program of this version."""
     try:
-        value = _decode(json.loads(text))
+        value = decode(json.loads(text))
     except _DAMAGE as error:
         raise CacheError(f"the stored program cannot be read: {error!r}") from error
     if not isinstance(value, program.Program):
@@ -44,14 +46,54 @@ def from_json(text: str) -> program.Program:
     return value
 
 
-def _encode(value: Any) -> Any:
+def graph_to_json(graph: Graph) -> Any:
+    """A graph as lists and dictionaries for ``json.dumps``; nodes are numbered by position."""
+    number = {node: position for position, node in enumerate(graph.nodes)}
+    return {
+        "nodes": [
+            {
+                "op": node.op,
+                "inputs": [number[i] for i in node.inputs],
+                "attrs": encode(tuple(sorted(node.attrs.items()))),
+                "shape": [str(size) for size in node.shape],
+                "dtype": str(node.dtype),
+                "order": node.order,
+                "origin": node.origin,
+            }
+            for node in graph.nodes
+        ],
+        "inputs": [number[i] for i in graph.inputs],
+        "outputs": [number[o] for o in graph.outputs],
+        "hints": dict(graph.hints),
+    }
+
+
+def graph_from_json(value: Any) -> Graph:
+    """Raises CacheError when ``value`` is not a graph of this version."""
+    try:
+        nodes: list[Node] = []
+        for row in value["nodes"]:
+            if row["op"] not in OPS or not all(0 <= i < len(nodes) for i in row["inputs"]):
+                raise KeyError(row["op"])
+            nodes.append(Node(
+                row["op"], tuple(nodes[i] for i in row["inputs"]), dict(decode(row["attrs"])),
+                tuple(parse(size) for size in row["shape"]), _DTYPES[row["dtype"]], row["origin"],
+                None if row["order"] is None else tuple(row["order"]),
+            ))  # fmt: skip
+        inputs, outputs = (tuple(nodes[i] for i in value[k]) for k in ("inputs", "outputs"))
+        return Graph(tuple(nodes), inputs, outputs, dict(value["hints"]))
+    except (*_DAMAGE, LookupError) as error:
+        raise CacheError(f"the stored graph cannot be read: {error!r}") from error
+
+
+def encode(value: Any) -> Any:
     if isinstance(value, Expr):
         return {"$": "Expr", "text": str(value)}
     if is_dataclass(value) and type(value).__name__ in _CLASSES:
         names = [f.name for f in fields(value)]
-        return {"$": type(value).__name__, **{n: _encode(getattr(value, n)) for n in names}}
+        return {"$": type(value).__name__, **{n: encode(getattr(value, n)) for n in names}}
     if isinstance(value, tuple | list):
-        return [_encode(v) for v in value]
+        return [encode(v) for v in value]
     if isinstance(value, torch.dtype | torch.device | torch.layout | torch.memory_format):
         return {"$": type(value).__name__, "text": str(value)}
     if isinstance(value, float) and (value != value or abs(value) == float("inf")):
@@ -61,18 +103,18 @@ def _encode(value: Any) -> Any:
     raise CacheError(f"a program cannot hold {value!r} ({type(value).__name__})")
 
 
-def _decode(value: Any) -> Any:
+def decode(value: Any) -> Any:
     if isinstance(value, list):
-        return tuple(_decode(v) for v in value)
+        return tuple(decode(v) for v in value)
     if not isinstance(value, dict):
         return value
     kind = value.pop("$")
     if kind in _CLASSES:
-        return _CLASSES[kind](**{name: _decode(v) for name, v in value.items()})
-    return _decode_text(kind, value["text"])
+        return _CLASSES[kind](**{name: decode(v) for name, v in value.items()})
+    return _parse_text(kind, value["text"])
 
 
-def _decode_text(kind: str, text: str) -> Any:
+def _parse_text(kind: str, text: str) -> Any:
     if kind == "Expr":
         return parse(text)
     if kind == "dtype":

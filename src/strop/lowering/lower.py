@@ -26,6 +26,7 @@ from strop.ir.loops import (
     outs_of,
 )
 from strop.ir.ops import Kind
+from strop.lowering.generic import generic_split
 from strop.lowering.values import Draft, Values, whole
 
 MAX_COLS = 4096  # static inner axes are gathered into one inner level up to this many elements
@@ -41,14 +42,20 @@ class Lowered:
     offsets: tuple[Expr, ...]
 
 
-def lower(group: Group, stored: Set[Node], hints: Mapping[str, int]) -> Lowered:
-    """Raises UnsupportedError where indices cannot be expressed; the planner avoids those."""
+def lower(
+    group: Group, stored: Set[Node], hints: Mapping[str, int], *, generic: bool = False
+) -> Lowered:
+    """``generic``: for ``without_sizes``, which prints outer sizes as arguments.
+
+    Raises UnsupportedError where indices cannot be expressed; the planner avoids those.
+    """
     domain = _domain(group)
     values = Values(stored, set(group.nodes), domain)
     for node in _roots(group):
         first = values._first_index.get(node)
         values.store(node, first or whole(values.axes.fresh(node.shape)))
-    return _Finish(group, values, hints).kernel()
+    values.share_loops()
+    return _Finish(group, values, hints, generic).kernel()
 
 
 def _domain(group: Group) -> Expr:
@@ -66,19 +73,21 @@ def _roots(group: Group) -> list[Node]:
 class _Finish:
     """Resolves axes, orders them into rows and cols, and prints drafts as statements."""
 
-    def __init__(self, group: Group, values: Values, hints: Mapping[str, int]) -> None:
-        self.group, self.values, self.hints = group, values, hints
+    def __init__(
+        self, group: Group, values: Values, hints: Mapping[str, int], generic: bool
+    ) -> None:
+        self.group, self.values, self.hints, self.generic = group, values, hints, generic
         self.buffers: list[Node] = []
         self.params: list[Param] = []
 
     def kernel(self) -> Lowered:
         stmts = _deduplicated([self._stmt(d) for d in self.values.drafts])
-        axes = self._ordered_axes(stmts)
         reduced = {f"a{a}" for a in self.values.axes.leaves(self.values.reduced_axes)}
+        axes = self._ordered_axes(stmts, reduced)
         flagged = [replace(axis, reduced=axis.name in reduced) for axis in axes]
         schedule = self.group.schedule
         merged, stmts = _merge_axes(flagged, stmts)
-        rows, cols = _rows_and_cols(schedule, merged)
+        rows, cols = _rows_and_cols(schedule, merged, stmts if self.generic else None)
         stmts, rows, cols = _renamed(stmts, rows, cols)
         offsets = tuple(_common_offset(stmts, i, p) for i, p in enumerate(self.params))
         stmts = [_moved(stmt, offsets) for stmt in stmts]
@@ -109,10 +118,13 @@ class _Finish:
             return Load(out, self._param(draft.detail, is_output=False), index, draft.dtype, guard)
         return Store(self._param(draft.detail, is_output=True), index, draft.args[0])
 
-    def _ordered_axes(self, stmts: Sequence[Stmt]) -> list[Axis]:
-        """All axes, outermost first, in the order in which the fullest access walks memory."""
+    def _ordered_axes(self, stmts: Sequence[Stmt], reduced: Set[str]) -> list[Axis]:
+        """All axes, outermost first, in the order in which the fullest access walks memory.
+
+        Reduced axes run even where nothing moves along them: the sum of an expanded value.
+        """
         indices = [s.index for s in stmts if isinstance(s, Store | Load)]
-        used = {axis for index in indices for axis in index.axes}
+        used = {axis for index in indices for axis in index.axes} | reduced
         used |= {axis for s in stmts if isinstance(s, Position) for axis in s.index.axes}
         table = self.values.axes
         sizes = {name: table.size[int(name[1:])] for name in used}
@@ -121,9 +133,9 @@ class _Finish:
             stride_of: dict[str, int] = {}
             for index in indices:
                 for axis, stride in index.strides:
-                    stride_of[axis] = max(stride_of.get(axis, 0), stride.eval(self.hints))
+                    stride_of[axis] = max(stride_of.get(axis, 0), abs(stride.eval(self.hints)))
         else:
-            stride_of = {axis: stride.eval(self.hints) for axis, stride in main.strides}
+            stride_of = {axis: abs(stride.eval(self.hints)) for axis, stride in main.strides}
         names = sorted(used, key=lambda a: (-stride_of.get(a, 0), a))
         return [Axis(name, sizes[name]) for name in names]
 
@@ -209,7 +221,7 @@ def _without_axis(stmt: Stmt, axis: str) -> Stmt:
 
 
 def _rows_and_cols(
-    schedule: Schedule, axes: Sequence[Axis]
+    schedule: Schedule, axes: Sequence[Axis], generic: Sequence[Stmt] | None
 ) -> tuple[tuple[Axis, ...], tuple[Axis, ...]]:
     if not axes:
         return (), (Axis("one", const(1), schedule is not Schedule.POINTWISE),)
@@ -219,6 +231,9 @@ def _rows_and_cols(
         return rows, cols
     if schedule is Schedule.COLUMN:
         return _column_levels(axes)
+    if generic is not None:
+        split = generic_split(axes, generic)
+        return tuple(axes[:split]), tuple(axes[split:])
     split = len(axes) - 1
     elements = axes[split].size
     while split > 0 and elements.is_const and axes[split - 1].size.is_const:
@@ -230,11 +245,11 @@ def _rows_and_cols(
 
 
 def _column_levels(axes: Sequence[Axis]) -> tuple[tuple[Axis, ...], tuple[Axis, ...]]:
-    """kept*, reduced+ are rows; then kept+, reduced* are lanes."""
+    """kept*, reduced+ are rows; then kept*, reduced* are lanes."""
     start = next(i for i, a in enumerate(axes) if a.reduced)
     split = next((i for i in range(start, len(axes)) if not axes[i].reduced), None)
-    if split is None:
-        raise UnsupportedError("a column reduction needs kept elements inside the reduced ones")
+    if split is None:  # nothing is kept inside: one lane, and the rows are what gets split
+        return tuple(axes), (Axis("one", const(1)),)
     rows, cols = axes[:split], axes[split:]
     flags = [a.reduced for a in cols]
     if flags != sorted(flags):

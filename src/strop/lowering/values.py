@@ -7,7 +7,7 @@ reductions into statements. Statements hold unresolved axes until ``lower`` fini
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch
 
 from strop.errors import UnsupportedError
 from strop.ir.affine import base_of, merge, regroup, strided
-from strop.ir.dims import Expr, const, to_expr
+from strop.ir.dims import Expr, const, product, to_expr
 from strop.ir.graph import Node
 from strop.ir.ops import Kind, Operands, compute_dtype
 from strop.lowering.axes import ONE, AxisTable, Strides
@@ -25,7 +25,7 @@ ZERO = const(0)
 
 @dataclass(frozen=True, slots=True)
 class Dim:
-    """Position along one dim: the axes, row-major, plus a shift.
+    """Position along one dim: shift + step times the axes, row-major.
 
     Through a slice or a piece of a cat the axes no longer run over the whole dim: ``partial``.
     """
@@ -33,6 +33,11 @@ class Dim:
     axes: tuple[int, ...]
     shift: Expr = ZERO
     partial: bool = False
+    step: int = 1
+
+    def moved(self, start: Expr, step: int = 1) -> Dim:
+        """The same elements where they lie in a dim of which this one is a part."""
+        return Dim(self.axes, start + self.shift * step, True, self.step * step)
 
 
 NodeIndex = tuple[Dim, ...]
@@ -73,9 +78,13 @@ class Values:
         self.reduced_axes: list[int] = []
         self._loaded = stored - inside
         self._domain = domain
-        self._shared = inside | {n.inputs[0] for n in inside if n.kind is Kind.REDUCTION}
+        self._inside = inside
+        self._reduces = any(n.kind is Kind.REDUCTION for n in inside)
+        # whose mean comes with the variance; any other mean is a sum
+        self._varied = {(n.inputs[0], n.attrs["dims"]) for n in inside if n.op == "var"}
         self._memo: dict[Any, str] = {}
         self._first_index: dict[Node, NodeIndex] = {}
+        self._loops: list[tuple[tuple[Expr, ...], NodeIndex]] = []  # what reductions run over
 
     def emit(self, kind: str, args: tuple[str, ...] = (), dtype: torch.dtype = torch.float32,
              access: Access | None = None, detail: Any = None,
@@ -96,14 +105,18 @@ class Values:
 
     def value(self, node: Node, index: NodeIndex, guard: str | None = None) -> str:
         index = self._unified(node, index)
-        key = (node, tuple((*self.axes.leaves(d.axes), d.shift) for d in index), guard)
+        key = (node, tuple((*self.axes.leaves(d.axes), d.shift, d.step) for d in index), guard)
         if key not in self._memo:
             self._memo[key] = self._compute(node, index, guard)
         return self._memo[key]
 
     def _unified(self, node: Node, index: NodeIndex) -> NodeIndex:
-        """Reaching a full-size value of this kernel twice makes both ways the same axes."""
-        if node not in self._shared or node.numel != self._domain:
+        """Reaching a full-size value of this kernel twice makes both ways the same axes.
+
+        Around a reduction that holds for what the kernel loads, too: a row that is summed and then
+        divided by its sum is one row.
+        """
+        if node.numel != self._domain or not (self._reduces or node in self._inside):
             return index
         if any(d.partial for d in index):
             return index
@@ -130,7 +143,11 @@ class Values:
 
     def _view(self, node: Node, index: NodeIndex, guard: str | None) -> str:
         base = base_of(node)
-        if (base in self._loaded or not _computable(base)) and strided(node) is not None:
+        is_loaded = base in self._loaded or not _computable(base)
+        # what is reduced through a view may be read beside it: both ways must meet at the base
+        meets = self._reduces and base.numel == node.numel == self._domain
+        meets = meets and not any(d.partial for d in index)
+        if is_loaded and not meets and strided(node) is not None:
             return self._load(node, index, guard)
         source = node.inputs[0]
         if node.op == "permute":
@@ -143,8 +160,10 @@ class Values:
         if node.op == "slice":
             dims = list(index)
             dim = node.attrs["dim"]
-            dims[dim] = Dim(dims[dim].axes, dims[dim].shift + node.attrs["start"], True)
+            dims[dim] = dims[dim].moved(node.attrs["start"], node.attrs["step"])
             return self.value(source, tuple(dims), guard)
+        if node.op == "diagonal":
+            return self.value(source, _uncrossed(node, index), guard)
         return self.value(source, self._reshaped(node, source, index), guard)
 
     def _reshaped(self, node: Node, source: Node, index: NodeIndex) -> NodeIndex:
@@ -152,10 +171,14 @@ class Values:
         if any(d.partial for d in index):
             return self._reshaped_around_partial(node, source, index)
         flat = [a for d in index for a in d.axes]
+        return tuple(self._dealt(node, flat, source.shape))
+
+    def _dealt(self, node: Node, flat: list[int], shape: Sequence[Expr]) -> list[Dim]:
+        """Row-major axes as positions along dims of these sizes."""
         atoms = [(self.axes.size[a], ONE) for a in self.axes.leaves(flat)]
-        groups = regroup(atoms, source.shape)
+        groups = regroup(atoms, shape)
         if groups is None:
-            raise UnsupportedError(f"{node}: index does not divide into {source}")
+            raise UnsupportedError(f"{node}: index does not divide into {list(map(str, shape))}")
         dims: list[Dim] = []
         rest = self.axes.leaves(flat)
         for group in reversed(groups):
@@ -167,15 +190,27 @@ class Values:
                     rest.append(outer)
                 dim.insert(0, axis)
             dims.insert(0, Dim(tuple(dim)))
-        return tuple(dims)
+        return dims
 
     def _reshaped_around_partial(self, node: Node, source: Node, index: NodeIndex) -> NodeIndex:
-        """Only size-1 dims come or go: the partial dim itself is untouched."""
-        kept = [d for d, size in zip(index, node.shape, strict=True) if size != ONE]
-        if [s for s in node.shape if s != ONE] != [s for s in source.shape if s != ONE]:
-            raise UnsupportedError(f"{node}: a reshape of a slice that is computed in this kernel")
-        remaining = iter(kept)
-        return tuple(Dim(()) if size == ONE else next(remaining) for size in source.shape)
+        """Partial dims stay whole; the dims between them are dealt out on their own."""
+        dims: list[Dim] = []
+        start = 0
+        for part in _stretches(index, node.shape):
+            end = _matching_end([node.shape[i] for i in part], source.shape, start)
+            if end is None:
+                raise UnsupportedError(
+                    f"{node}: a reshape across a slice that is computed in this kernel"
+                )
+            sizes = source.shape[start:end]
+            if index[part[0]].partial and sum(size != ONE for size in sizes) > 1:
+                raise UnsupportedError(f"{node}: a reshape splits a slice computed in this kernel")
+            if index[part[0]].partial:
+                dims += [Dim(()) if size == ONE else index[part[0]] for size in sizes]
+            else:
+                dims += self._dealt(node, [a for i in part for a in index[i].axes], sizes)
+            start = end
+        return (*dims, *[Dim(())] * (len(source.shape) - start))
 
     def _load(self, node: Node, index: NodeIndex, guard: str | None) -> str:
         view = strided(node)
@@ -190,7 +225,7 @@ class Values:
                 raise UnsupportedError(f"{node}: part of a dim that has several strides")
             else:
                 stride = merged[0][1] if merged else ONE
-                steps = {a: s * stride for a, s in self.axes.row_major(dim.axes).items()}
+                steps = {a: s * stride for a, s in self._walk(dim).items()}
                 offset = offset + dim.shift * stride
             for axis, step in steps.items():
                 strides[axis] = strides.get(axis, ZERO) + step
@@ -206,15 +241,18 @@ class Values:
             place = self.convert(self._position(dim), compute_dtype(node.dtype))
             scaled = self._binary("mul", place, self.literal(step, node.dtype), node.dtype)
             return self._binary("add", scaled, self.literal(start, node.dtype), node.dtype)
-        strides = {a: s * to_expr(step) for a, s in self.axes.row_major(dim.axes).items()}
+        strides = {a: s * to_expr(step) for a, s in self._walk(dim).items()}
         offset = to_expr(start) + dim.shift * to_expr(step)
         access = Access(offset, tuple(strides.items()))
         position = self.emit("position", (), torch.int64, access)
         return self.convert(position, compute_dtype(node.dtype))
 
     def _position(self, dim: Dim) -> str:
-        access = Access(dim.shift, tuple(self.axes.row_major(dim.axes).items()))
+        access = Access(dim.shift, tuple(self._walk(dim).items()))
         return self.emit("position", (), torch.int64, access)
+
+    def _walk(self, dim: Dim) -> Strides:
+        return {a: s * dim.step for a, s in self.axes.row_major(dim.axes).items()}
 
     def _binary(self, op: str, x: str, y: str, dtype: torch.dtype) -> str:
         attrs = (("alpha", 1),) if op == "add" else ()
@@ -232,6 +270,8 @@ class Values:
             for x in node.inputs[1:]:
                 wanted = torch.promote_types(wanted, x.dtype)
             wanted = compute_dtype(wanted)
+        if node.row.operands is Operands.TRUTH:
+            wanted = torch.bool
         first_is_bool = node.row.operands is Operands.SELECT
         names = tuple(
             self.convert(name, torch.bool if first_is_bool and i == 0 else wanted)
@@ -252,7 +292,7 @@ class Values:
             inside = self._between(position, start, end, starts[-1])
             both = self._both(inside, guard)
             dims = list(index)
-            dims[dim] = Dim(dims[dim].axes, dims[dim].shift - start, True)
+            dims[dim] = dims[dim].moved(ZERO - start)
             name = self.convert(self.value(piece, tuple(dims), both), compute_dtype(node.dtype))
             if result:
                 name = self.emit("apply", (inside, name, result), node.dtype, detail="where")
@@ -276,17 +316,51 @@ class Values:
         return self.emit("apply", (test, other), torch.bool, detail="logical_and")
 
     def _reduce(self, node: Node, index: NodeIndex, guard: str | None) -> str:
+        """Reductions of one shape over the same dims share their loop, whatever they read."""
         x, dims = node.inputs[0], node.attrs["dims"]
-        key = (x, dims, tuple(tuple(self.axes.leaves(d.axes)) for d in index))
+        key = (x.shape, dims, tuple(tuple(self.axes.leaves(d.axes)) for d in index))
         fresh = self._memo_axes(key, [x.shape[d] for d in dims])
         inner = list(index)
         for d, axes in zip(dims, fresh, strict=True):
             inner[d] = Dim(axes)
+        self._loops.append((x.shape, tuple(inner)))
         arg = self.convert(self.value(x, tuple(inner), guard), compute_dtype(node.dtype))
-        if node.op in ("mean", "var"):
+        if (x, dims) in self._varied and node.op in ("mean", "var"):
             mean, var = self._moments(arg, node.dtype)
             return mean if node.op == "mean" else self._corrected(var, node)
+        if node.op == "mean":
+            (total,) = self._reduction(("sum", arg), "sum", arg, node.dtype, 1)
+            return self._binary("div", total, self._count(node), node.dtype)
         return self._reduction((node.op, arg), node.op, arg, node.dtype, 1)[0]
+
+    def _count(self, node: Node) -> str:
+        count = product(node.inputs[0].shape[d] for d in node.attrs["dims"])
+        return self.literal(float(count.value) if count.is_const else count, node.dtype)
+
+    def _corrected(self, var: str, node: Node) -> str:
+        """var * count / max(0, count - correction), as in ATen"""
+        correction, dtype = node.attrs["correction"], node.dtype
+        if not correction:
+            return var
+        total = self._count(node)
+        count = product(node.inputs[0].shape[d] for d in node.attrs["dims"])
+        if count.is_const:
+            rest = self.literal(max(0.0, count.value - float(correction)), dtype)
+        else:
+            less = self.literal(-float(correction), dtype)
+            rest = self._binary("add", total, less, dtype)
+            rest = self._binary("maximum", rest, self.literal(0.0, dtype), dtype)
+        return self._binary("div", self._binary("mul", var, total, dtype), rest, dtype)
+
+    def share_loops(self) -> None:
+        """Reductions of one shape that have no axis in common by now run over the same axes."""
+        for shape, index in self._loops[1:]:
+            first_shape, first = self._loops[0]
+            ours, theirs = ([a for d in i for a in d.axes] for i in (first, index))
+            if shape != first_shape or any(d.partial for d in (*first, *index)):
+                continue
+            if not set(self.axes.leaves(ours)) & set(self.axes.leaves(theirs)):
+                self.axes.unify(ours, theirs)
 
     def _memo_axes(self, key: Any, sizes: list[Expr]) -> tuple[tuple[int, ...], ...]:
         if ("axes", key) not in self._memo:
@@ -308,16 +382,6 @@ class Values:
             self._memo[key] = names  # type: ignore[assignment]
         return self._memo[key]  # type: ignore[return-value]
 
-    def _corrected(self, var: str, node: Node) -> str:
-        correction = node.attrs["correction"]
-        if not correction:
-            return var
-        count = node.inputs[0].numel.exact_div(node.numel)
-        assert count is not None, node
-        total, less = self.literal(count, node.dtype), self.literal(count - correction, node.dtype)
-        scaled = self._binary("mul", var, total, node.dtype)
-        return self.emit("apply", (scaled, less), node.dtype, detail="div")
-
     def store(self, node: Node, index: NodeIndex) -> None:
         name = self.value(node, index)
         strides = Strides()
@@ -327,8 +391,39 @@ class Values:
         self.drafts.append(Draft("store", (), (name,), node.dtype, access, node))
 
 
+def _stretches(index: NodeIndex, shape: Sequence[Expr]) -> list[list[int]]:
+    """Dims larger than 1 in runs: each partial dim alone, whole ones together."""
+    runs: list[list[int]] = []
+    for i, (dim, size) in enumerate(zip(index, shape, strict=True)):
+        if size == ONE:
+            continue
+        if runs and not dim.partial and not index[runs[-1][0]].partial:
+            runs[-1].append(i)
+        else:
+            runs.append([i])
+    return runs
+
+
+def _matching_end(sizes: Sequence[Expr], shape: Sequence[Expr], start: int) -> int | None:
+    """Where the dims of ``shape`` from ``start`` on multiply up to these sizes."""
+    wanted, found = product(sizes), ONE
+    for end in range(start, len(shape)):
+        found = found * shape[end]
+        if found == wanted:
+            return end + 1
+    return None
+
+
 def _computable(node: Node) -> bool:
     return node.kind in (Kind.POINTWISE, Kind.REDUCTION)
+
+
+def _uncrossed(node: Node, index: NodeIndex) -> NodeIndex:
+    """From an index over a diagonal to one over both of its dims."""
+    dims = list(index[:-1])
+    for dim, start in sorted(zip(node.attrs["dims"], node.attrs["starts"], strict=True)):
+        dims.insert(dim, index[-1].moved(const(start)))
+    return tuple(dims)
 
 
 def _aligned(operand: Node, node: Node, index: NodeIndex) -> NodeIndex:

@@ -33,6 +33,7 @@ class PassRecord:
     seconds: float
     nodes_before: int
     nodes_after: int
+    graph: Graph | None = None  # what it made, where ``options.wants_graphs``
 
 
 def run(graph: Graph, options: Options) -> tuple[Graph, tuple[PassRecord, ...]]:
@@ -44,5 +45,6 @@ def run(graph: Graph, options: Options) -> tuple[Graph, tuple[PassRecord, ...]]:
         start, before = time.perf_counter(), len(graph.nodes)
         graph = step(graph, options)
         seconds = time.perf_counter() - start
-        records.append(PassRecord(step.__name__, seconds, before, len(graph.nodes)))
+        kept = graph if options.wants_graphs else None
+        records.append(PassRecord(step.__name__, seconds, before, len(graph.nodes), kept))
     return graph, tuple(records)

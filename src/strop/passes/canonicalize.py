@@ -1,4 +1,4 @@
-"""Take out what does nothing: x/1, x*1 and slices of a cat that undo it.
+"""Take out what does nothing: x/1, x*1, slices of a cat that undo it, rows flattened for a GEMM.
 
 Merging equal nodes and folding views needs no rule: ``Builder`` does both on every rewrite.
 """
@@ -19,7 +19,21 @@ def _simplify(b: Builder, node: Node, inputs: tuple[Node, ...]) -> Node | None:
         return _drop_one(node, inputs)
     if node.op == "slice":
         return _slice_of_cat(b, node, inputs[0])
+    if node.op == "reshape":
+        return _linear_of_rows(b, node, inputs[0])
     return None
+
+
+def _linear_of_rows(b: Builder, node: Node, y: Node) -> Node | None:
+    """A GEMM on flattened rows, as Dynamo's graphs have it, is one on the tensor itself."""
+    if y.op != "linear" or y.inputs[0].op != "reshape":
+        return None
+    x = y.inputs[0].inputs[0]
+    if not x.shape or node.shape != (*x.shape[:-1], y.shape[-1]):
+        return None
+    if x.shape[-1] != y.inputs[0].shape[-1]:
+        return None
+    return b.make("linear", (x, *y.inputs[1:]), node.shape, y.dtype)
 
 
 def _drop_one(node: Node, inputs: tuple[Node, ...]) -> Node | None:
@@ -31,7 +45,7 @@ def _drop_one(node: Node, inputs: tuple[Node, ...]) -> Node | None:
 
 def _slice_of_cat(b: Builder, node: Node, x: Node) -> Node | None:
     """A slice that takes whole pieces of a cat along its dim is those pieces."""
-    if x.op != "cat" or x.attrs["dim"] != node.attrs["dim"]:
+    if x.op != "cat" or x.attrs["dim"] != node.attrs["dim"] or node.attrs["step"] != 1:
         return None
     dim, position = node.attrs["dim"], const(0)
     for piece in x.inputs:

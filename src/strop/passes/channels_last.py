@@ -28,13 +28,22 @@ def channels_last(graph: Graph, options: Options) -> Graph:
         b.origin = node.origin
         inputs = tuple(new[i] for i in node.inputs)
         new[node] = _relaid(b, node, inputs, graph.hints)
-    outputs = [_contiguous(b, new[o], o.order if o.op in ("input", "copy") else None)
-               for o in graph.outputs]  # fmt: skip
+    outputs = [_result(b, o, new) for o in graph.outputs]
     return finish(b, [new[i] for i in graph.inputs], outputs, graph.hints)
 
 
+def _result(b: Builder, node: Node, new: Mapping[Node, Node]) -> Node:
+    """What the user gets: dense, or a view of something that is."""
+    if node.kind is not Kind.VIEW:
+        return _contiguous(b, new[node], node.order if node.op in ("input", "copy") else None)
+    view = b.copy_of(node, (_result(b, node.inputs[0], new),))
+    return view if _strides(view) else _contiguous(b, new[node], None)
+
+
 def _relaid(b: Builder, node: Node, inputs: tuple[Node, ...], hints: Mapping[str, int]) -> Node:
-    if node.op == "input" or node.kind is Kind.VIEW or node.op in ("constant", "item"):
+    if node.kind is Kind.VIEW:
+        return _affine(b, node, inputs[0])
+    if node.op in ("input", "constant", "item"):
         return b.copy_of(node, inputs)
     order: Order = node.order
     if order is not None:
@@ -54,6 +63,12 @@ def _relaid(b: Builder, node: Node, inputs: tuple[Node, ...], hints: Mapping[str
             inputs = (_reducible(b, inputs[0], node.attrs["dims"], hints),)
         order = _order_of_largest(inputs, hints, len(node.shape))
     return b.make(node.op, inputs, node.shape, node.dtype, order=order, **node.attrs)
+
+
+def _affine(b: Builder, view: Node, x: Node) -> Node:
+    """The view over x, or over a dense copy of it where indices into x do not divide."""
+    made = b.copy_of(view, (x,))
+    return made if strided(made) else b.copy_of(view, (_contiguous(b, x, None),))
 
 
 def _reducible(b: Builder, x: Node, dims: tuple[int, ...], hints: Mapping[str, int]) -> Node:
@@ -111,7 +126,7 @@ def _order_of_largest(inputs: tuple[Node, ...], hints: Mapping[str, int], rank: 
     if view is None:
         return None
     # the innermost atom of a dim says where the dim lies; dims of size 1 sort as outermost
-    places = [dim[-1][1].eval(hints) if dim else 1 << 60 for dim in view.dims]
+    places = [abs(dim[-1][1].eval(hints)) if dim else 1 << 60 for dim in view.dims]
     if any(place == 0 for place in places):
         return None
     order = tuple(sorted(range(rank), key=lambda d: (-places[d], d)))

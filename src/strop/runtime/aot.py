@@ -19,15 +19,17 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._guards import detect_fake_mode
 from torch.fx import GraphModule
 
-from strop.backend import Compiled, compile_graph
+from strop.backend import Compiled, compile_captured
 from strop.codegen.assemble import Signature
 from strop.errors import OptionError, ShapeError, UnsupportedError
 from strop.frontend.importer import import_graph
+from strop.frontend.operators import retarget
 from strop.frontend.symbols import Symbols
 from strop.ir.dims import Expr, symbol
 from strop.ir.program import Program
 from strop.options import Options
 from strop.runtime.executor import Bound, Workspace
+from strop.runtime.garbage import collection_paused
 from strop.runtime.kernels import KernelLibrary, kernel_library
 
 log = logging.getLogger("strop")
@@ -51,6 +53,7 @@ class AotLog:
 
 
 AOT_LOG = AotLog()
+FEW_WORKERS = 2
 
 
 def compile_dynamo(gm: GraphModule, example_inputs: Sequence[Any], **given: Any) -> Any:
@@ -60,6 +63,11 @@ def compile_dynamo(gm: GraphModule, example_inputs: Sequence[Any], **given: Any)
     if unknown:
         raise OptionError(f"torch.compile(backend='strop') got unknown options {unknown}")
     options = Options.from_environment(**(given.get("options") or given))
+
+    trains = torch.is_grad_enabled() and any(
+        t.requires_grad for t in example_inputs if isinstance(t, Tensor)
+    )
+    retarget(gm, trains=trains)
 
     def compile_one(graph: GraphModule, inputs: Sequence[Any]) -> Any:
         return _compile(graph, inputs, options)
@@ -72,23 +80,28 @@ def compile_dynamo(gm: GraphModule, example_inputs: Sequence[Any], **given: Any)
 
 def _compile(gm: GraphModule, inputs: Sequence[Any], options: Options) -> Any:
     started = time.perf_counter()
-    try:
-        program, compiled, constants = _program(gm, inputs, options)
-    except (UnsupportedError, ShapeError) as error:
-        if options.strict:
-            raise
-        log.warning("a graph of %d nodes runs in torch: %s", len(gm.graph.nodes), error)
-        AOT_LOG.fallbacks[str(error)] = AOT_LOG.fallbacks.get(str(error), 0) + 1
-        return _boxed(gm.forward)
     device = _device_of(inputs)
     library = kernel_library(device.type, device.index or 0, options.cache_dir,
                              options.build_workers)  # fmt: skip
+    # a further graph shares most kernels with the first one
+    library.warm_up(FEW_WORKERS if AOT_LOG.records else None)
+    try:
+        with collection_paused():
+            program, compiled, constants = _program(gm, inputs, options)
+    except (UnsupportedError, ShapeError) as error:
+        if options.strict:
+            raise
+        library.build(())  # ends what was warmed up
+        log.warning("a graph of %d nodes runs in torch: %s", len(gm.graph.nodes), error)
+        AOT_LOG.fallbacks[str(error)] = AOT_LOG.fallbacks.get(str(error), 0) + 1
+        return _boxed(gm.forward)
     before = library.counts[0]
     library.build(program.sources)
     built = library.counts[0] - before
     AOT_LOG.records.append(AotRecord(compiled, time.perf_counter() - started, built))
     roots = [_root(fx.meta["val"]) for fx in gm.graph.nodes if fx.op == "placeholder"]
-    return _boxed(AotProgram(program, library, device, roots, constants))
+    checked = compiled if options.check else None
+    return _boxed(AotProgram(program, library, device, roots, constants, checked))
 
 
 def _program(gm: GraphModule, inputs: Sequence[Any], options: Options
@@ -101,12 +114,14 @@ def _program(gm: GraphModule, inputs: Sequence[Any], options: Options
         values = env.backed_var_to_val if hasattr(env, "backed_var_to_val") else env.var_to_val
         torch_hints = {s.name: int(v) for s, v in values.items()}
         expressions = [guard.expr for guard in env.guards]
+        symbols.decide = env.evaluate_expr
         symbols.replace(env.replacements)
         symbols.solve(expressions, torch_hints)
         hints = symbols.root_values(torch_hints)
     imported = import_graph(gm, symbols, hints, _origins(gm))
-    compiled = compile_graph(imported.graph, Signature(imported.returned, guards),
-                             _device_of(inputs).type, options)  # fmt: skip
+    signature = Signature(imported.returned, guards, generic=True)
+    compiled = compile_captured(gm, imported.graph, signature, _device_of(inputs).type, options,
+                                "dynamo")  # fmt: skip
     return compiled.program, compiled, imported.constants
 
 
@@ -152,10 +167,11 @@ class AotProgram:
     """A program whose every argument, weights too, comes with the call."""
 
     def __init__(self, program: Program, library: KernelLibrary, device: torch.device,
-                 roots: Sequence[Any], constants: Sequence[Tensor]) -> None:  # fmt: skip
+                 roots: Sequence[Any], constants: Sequence[Tensor],
+                 checked: Compiled | None = None) -> None:  # fmt: skip
         self.program, self.library, self.device = program, library, device
         self._is_tensor = [isinstance(r, tuple) for r in roots]
-        self._constants = list(constants)
+        self._constants, self._checked = list(constants), checked
         self._bounds: dict[Hashable, Bound] = {}
         self._workspaces: dict[int, Workspace] = {}
         self._lock = threading.Lock()
@@ -169,13 +185,19 @@ class AotProgram:
             if self.device.type == "cuda":
                 stream = torch.cuda.current_stream(self.device).cuda_stream
             bound = self._bounds.get((key, stream))
+            is_new = bound is None
             if bound is None:
                 workspace = self._workspaces.setdefault(stream, Workspace(self.device))
                 state: list[Tensor | None] = [*(None for _ in arguments), *self._constants]
                 bound = self._bounds[key, stream] = Bound(
                     self.program, self._env(arguments), state, self.library, workspace, stream
                 )
-            return bound.run(bound.in_layout(tensors))
+            inputs = bound.in_layout(tensors)
+            if is_new and self._checked is not None:
+                from strop.debug.check import run_checked
+
+                return run_checked(bound, self._checked, inputs, "dynamo")[0]
+            return bound.run(inputs)
 
     def _placed(self, tensor: Tensor) -> Tensor:
         return tensor if tensor.device == self.device else tensor.to(self.device)

@@ -15,6 +15,7 @@ import os
 import re
 import stat
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 
 from strop.errors import CacheError
@@ -25,6 +26,17 @@ _MAGIC = b"strop-sha256"
 _TRAILER_BYTES = hashlib.sha256().digest_size + len(_MAGIC)
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 _TEMPORARY = ".partial-"
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One stored file. ``used_s``: seconds since the epoch at which it was last read or written."""
+
+    kind: str
+    key: str
+    path: Path
+    num_bytes: int
+    used_s: float
 
 
 class DiskCache:
@@ -72,22 +84,39 @@ class DiskCache:
             raise
         return path
 
-    def prune(self, max_bytes: int) -> int:
-        """Remove the entries not used for longest until the rest fits; bytes removed."""
-        entries = []
+    def entries(self) -> list[Entry]:
+        """What is stored, the entry not used for longest first."""
+        found = []
         for path in self.root.glob("*/*"):
             with contextlib.suppress(FileNotFoundError):
                 status = path.stat()
                 if stat.S_ISREG(status.st_mode) and not path.name.startswith(_TEMPORARY):
-                    entries.append((status.st_mtime_ns, status.st_size, path))
-        entries.sort()
-        total = kept = sum(size for _, size, _ in entries)
-        for _, size, path in entries:
-            if kept <= max_bytes:
+                    found.append(Entry(path.parent.name, path.name, path, status.st_size,
+                                       status.st_mtime))  # fmt: skip
+        return sorted(found, key=lambda entry: (entry.used_s, entry.path))
+
+    def prune(self, max_bytes: int | None = None, unused_since_s: float = 0.0) -> int:
+        """Remove entries not used since then, and after them those not used for longest until the
+        rest fits into ``max_bytes``; bytes removed."""
+        entries = self.entries()
+        total = kept = sum(entry.num_bytes for entry in entries)
+        for entry in entries:
+            is_small = max_bytes is None or kept <= max_bytes
+            if is_small and entry.used_s >= unused_since_s:
                 break
-            path.unlink(missing_ok=True)
-            kept -= size
+            entry.path.unlink(missing_ok=True)
+            kept -= entry.num_bytes
         return total - kept
+
+    def verify(self) -> list[Entry]:
+        """Remove the entries whose checksum does not hold; they are returned."""
+        damaged = []
+        for entry in self.entries():
+            with contextlib.suppress(FileNotFoundError):  # another process may have removed it
+                if _checked(entry.path.read_bytes()) is None:
+                    entry.path.unlink()
+                    damaged.append(entry)
+        return damaged
 
 
 def _checked(content: bytes) -> bytes | None:

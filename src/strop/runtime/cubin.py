@@ -162,11 +162,14 @@ class _Worker:
     def is_alive(self) -> bool:
         return self._process.poll() is None
 
-    def stop(self) -> None:
+    def dismiss(self) -> None:
+        """It ends when it next reads, which may be after it has imported Triton."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.close()
         self._process.stdout.close()
+
+    def wait(self) -> None:
         self._process.wait()
 
 
@@ -178,6 +181,7 @@ class Builds:
     num_cached: int = 0
     _memo: dict[tuple[KernelSource, int], Future[Cubin]] = field(default_factory=dict)
     _idle: list[_Worker] = field(default_factory=list)
+    _leaving: list[_Worker] = field(default_factory=list)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def claim(self, sources: Iterable[KernelSource], arch: int) -> list[KernelSource]:
@@ -208,11 +212,14 @@ class Builds:
         with self._lock:
             self._idle += [_Worker() for _ in range(workers - len(self._idle))]
 
-    def stop(self) -> None:
+    def stop(self, *, wait: bool = False) -> None:
         with self._lock:
-            stopped, self._idle = self._idle, []
-        for worker in stopped:
-            worker.stop()
+            for worker in self._idle:
+                worker.dismiss()
+            self._leaving = [w for w in self._leaving if w.is_alive] + self._idle
+            self._idle = []
+        for worker in self._leaving if wait else ():
+            worker.wait()
 
     def compile(self, source: KernelSource, arch: int) -> Cubin:
         """Compile in an idle process, or in a new one."""
@@ -227,7 +234,7 @@ class Builds:
 
 
 BUILDS = Builds()
-atexit.register(BUILDS.stop)
+atexit.register(BUILDS.stop, wait=True)
 
 
 def start_workers(workers: int) -> None:

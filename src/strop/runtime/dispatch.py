@@ -12,7 +12,7 @@ import logging
 import threading
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.utils._pytree as pytree
@@ -21,11 +21,14 @@ from torch import Tensor, nn
 from strop.errors import UnsupportedError
 from strop.options import Options
 from strop.runtime import graphs
-from strop.runtime.executor import Bound, Workspace
+from strop.runtime.executor import Bound, Workspace, needs_wide_indices
 from strop.runtime.kernels import KernelLibrary
 from strop.runtime.signature import Shapes, Skeleton, flatten, solve_roots
 from strop.runtime.state import ModuleState, place
 from strop.runtime.variants import Variant, VariantStore, library_for
+
+if TYPE_CHECKING:
+    from strop.backend import Compiled
 
 log = logging.getLogger("strop")
 
@@ -82,6 +85,8 @@ class Counters:
     launches: int = 0  # of the latest call
     nonfinite: list[str] = field(default_factory=list)
     fallbacks: dict[str, int] = field(default_factory=dict)
+    checked_steps: int = 0  # by ``options.check``, and what it found
+    findings: list[str] = field(default_factory=list)
 
 
 # Hooks that transformers leaves on a model, inert unless its own forward collects outputs: then
@@ -225,6 +230,10 @@ class Dispatcher:
         entry = self._entries[key] = Entry(next(_NUMBERS), variant)
         if variant is not None:
             entry.env = solve_roots(variant.specs, [t.shape for t in tensors])
+            if needs_wide_indices(variant.program, entry.env):
+                self.variants.reason = "a tensor has 2^31 elements or more"
+                entry.variant = None
+                return entry
             for operator in variant.program.foreign_calls:
                 self._note_fallback(f"{operator} has no row in the operator table: torch runs it")
         return entry
@@ -266,11 +275,22 @@ class Dispatcher:
         if bound is None:
             workspace = _WORKSPACES.setdefault((device, stream), Workspace(device))
             bound = entry.bounds[stream] = self._bound(entry, workspace, stream)
-        results = bound.run(inputs)
+        if entry.uses == 1 and self.options.check and entry.variant.compiled is not None:
+            results = self._run_checked(bound, entry.variant.compiled, inputs)
+        else:
+            results = bound.run(inputs)
         self.counters.launches = bound.num_launches
         if entry.uses == 1 and self.options.check_finite:
             self._check_finite(results, tensors)
         return pytree.tree_unflatten(results, entry.variant.out_spec)
+
+    def _run_checked(self, bound: Bound, compiled: Compiled, inputs: Sequence[Tensor]) -> list[Any]:
+        from strop.debug.check import run_checked
+
+        results, findings = run_checked(bound, compiled, inputs, self.name)
+        self.counters.checked_steps += len(compiled.program.steps)
+        self.counters.findings += map(str, findings)
+        return results
 
     def _wants_graph(self, entry: Entry) -> bool:
         """From the second use of a shape on, unless the caller is capturing a graph himself."""

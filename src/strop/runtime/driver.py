@@ -93,7 +93,9 @@ class CudaFunction:
 class BoundLaunch:
     """A prepared launch; calling it is one foreign call. Not to be shared between threads."""
 
-    __slots__ = ("_arguments", "_call", "_function", "_pointers", "_stream", "_values")
+    __slots__ = (
+        "_arguments", "_call", "_function", "_is_empty", "_pointers", "_stream", "_values",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -118,6 +120,7 @@ class BoundLaunch:
         )
         self._stream = c_void_p(stream)
         x, y, z = (*grid, 1, 1, 1)[:3]
+        self._is_empty = 0 in (x, y, z)
         threads, shared = 32 * function.cubin.num_warps, function.cubin.shared
         shape = (x, y, z, threads, 1, 1, shared)
         self._call = (function._handle, *shape, self._stream, self._arguments, None)
@@ -129,6 +132,8 @@ class BoundLaunch:
         self._stream.value = stream
 
     def __call__(self) -> None:
+        if self._is_empty:
+            return  # an error to the driver
         code = _launch(*self._call)
         if code:
             _check(code, f"launching {self._function.cubin.entry}")

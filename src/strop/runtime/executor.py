@@ -24,6 +24,7 @@ from strop.runtime.kernels import BoundKernel, KernelLibrary
 from strop.runtime.memory import Interval, plan_arena
 
 Getter = Callable[[], Tensor]
+Around = Callable[[int, Callable[[], None]], None]  # runs step n by calling what it is given
 
 
 class Workspace:
@@ -55,6 +56,12 @@ class Bound:
         self._strides = [self._eval_all(b.strides) for b in program.buffers]
         self._plan_memory()
         self._memory: Tensor | None = None
+        self.around: Around | None = None  # a debugger's place between the steps
+
+    @property
+    def state(self) -> Sequence[Tensor | None]:
+        """Weights by argument index."""
+        return self._state
 
     @property
     def num_launches(self) -> int:
@@ -152,6 +159,8 @@ class Bound:
         return flat.as_strided(shape, self._strides[number])
 
     def _link_kernel(self, position: int, step: KernelStep) -> Callable[[], None]:
+        if not any(math.prod(self._shapes[number]) for number in step.writes):
+            return _nothing  # grids are not empty, and kernels divide by sizes
         source, scalars = self.program.sources[step.kernel], self._scalars(step)
         moves = [self._eval(offset) * self.program.buffers[number].dtype.itemsize
                  for number, offset in zip(step.buffers, step.offsets, strict=True)]  # fmt: skip
@@ -275,13 +284,26 @@ class Bound:
             self._fill(number, torch.empty_strided(
                 self._shapes[number], self._strides[number], device=self._workspace.device,
                 dtype=self.program.buffers[number].dtype))  # fmt: skip
-        for step in self._steps:
-            step()
+        self._walk()
         returned = [get() for get in self._return]
         for number, buffer in enumerate(self.program.buffers):
             if buffer.kind in ("call", "result"):
                 slots[number] = None
         return returned
+
+    def _walk(self) -> None:
+        if self.around is None:
+            for step in self._steps:
+                step()
+            return
+        for position, step in enumerate(self._steps):
+            self.around(position, step)
+
+    def contents(self, number: int) -> Tensor:
+        """What buffer ``number`` holds between two steps of a run, in its logical shape."""
+        tensor = self._slots[number]
+        assert tensor is not None, number
+        return tensor
 
     def in_layout(self, tensors: Sequence[Tensor | None]) -> list[Tensor]:
         """Arguments by index -> those that ``run`` wants, copied where laid out otherwise."""
@@ -306,6 +328,23 @@ class Bound:
         pointer = tensor.data_ptr()
         for kernel, place, move in self._patches[number]:
             kernel.set_pointer(place, pointer + move)
+
+
+INDEX_LIMIT = 2**31
+
+
+def needs_wide_indices(program: Program, env: Mapping[str, int]) -> bool:
+    """Whether kernels would meet more elements than they can count: those of Triton flatten axes
+    into 32-bit ids, those in C++ have 64 bits throughout."""
+    if program.device != "cuda":
+        return False
+    touched = {number for step in program.kernel_steps for number in step.buffers}
+    shapes = (program.buffers[number].shape for number in touched)
+    return any(math.prod(size.eval(env) for size in shape) >= INDEX_LIMIT for shape in shapes)
+
+
+def _nothing() -> None:
+    """A kernel that has no element to write."""
 
 
 def _returns_view(target: str) -> bool:
@@ -341,7 +380,7 @@ def _named(scalars: Sequence[int], *, has_splits: bool = False) -> dict[str, int
 
 def _same_layout(tensor: Tensor, strides: Sequence[int]) -> bool:
     """Equal strides wherever there is more than one element to step over."""
-    return all(
+    return not tensor.numel() or all(
         a == b or size <= 1
         for a, b, size in zip(tensor.stride(), strides, tensor.shape, strict=True)
     )

@@ -32,7 +32,7 @@ class BoundKernel(Protocol):
 class KernelLibrary(Protocol):
     """Kernels of one device. ``build`` compiles what no cache holds, each kernel once."""
 
-    def warm_up(self) -> None:
+    def warm_up(self, workers: int | None = None) -> None:
         """A compilation is about to come: start what takes time to start."""
         ...
 
@@ -57,7 +57,7 @@ class CpuKernels:
         self._native = NativeKernels(cache)
         self._functions = self._native.build(())
 
-    def warm_up(self) -> None:
+    def warm_up(self, workers: int | None = None) -> None:
         pass
 
     def build(self, sources: Sequence[KernelSource]) -> None:
@@ -85,8 +85,8 @@ class CudaKernels:
         self._cache, self._workers = _BytesByKey(cache), workers
         self._cubins: dict[KernelSource, cubin.Cubin] = {}
 
-    def warm_up(self) -> None:
-        cubin.start_workers(self._workers)
+    def warm_up(self, workers: int | None = None) -> None:
+        cubin.start_workers(workers or self._workers)
 
     def build(self, sources: Sequence[KernelSource]) -> None:
         missing = [s for s in dict.fromkeys(sources) if s not in self._cubins]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from strop.frontend.capture import TensorSpec
 from strop.ir.dims import symbol
 from strop.ir.graph import Ref
 
-# nested tuples of ("list"|"tuple"|"dict", ...), Ref for a tensor, numbers as (type name, text):
+# nested tuples of ("list"|"tuple"|"dict"|..., ...), Ref for a tensor, numbers as (type name, text):
 # 1, 1.0 and True are equal keys but other programs
 Skeleton = Any
 _NUMBERS: dict[str, Callable[[str], Any]] = {
@@ -40,15 +40,21 @@ def flatten(value: Any, tensors: list[Tensor]) -> Skeleton:
     if isinstance(value, Tensor):
         tensors.append(value)
         return Ref(len(tensors) - 1)
-    if value is None or isinstance(value, str | torch.dtype):
+    if value is None or isinstance(value, str | torch.dtype | torch.device):
         return value
     if isinstance(value, int | float):
         return _number(value)
     kind = type(value)
     if kind in (tuple, list, torch.Size):
         return ("list" if kind is list else "tuple", *[flatten(v, tensors) for v in value])
-    if kind is dict and set(map(type, value)) <= {str}:
-        return ("dict", *[(k, flatten(value[k], tensors)) for k in sorted(value)])
+    if kind is dict and set(map(type, value)) <= {str, int}:
+        keys = sorted(value, key=lambda k: (type(k).__name__, k))
+        return ("dict", *[(k, flatten(value[k], tensors)) for k in keys])
+    if isinstance(value, tuple) and hasattr(kind, "_fields"):
+        return ("named tuple", kind, *[flatten(v, tensors) for v in value])
+    if is_dataclass(kind) and all(f.init for f in fields(kind)):
+        names = [f.name for f in fields(kind)]
+        return ("dataclass", kind, *[(n, flatten(getattr(value, n), tensors)) for n in names])
     raise UnsupportedError(f"argument of type {type(value).__name__}")
 
 
@@ -69,6 +75,10 @@ def rebuild(skeleton: Skeleton, tensors: Sequence[Tensor]) -> Any:
         return _NUMBERS[kind](items[0])
     if kind == "dict":
         return {key: rebuild(value, tensors) for key, value in items}
+    if kind == "dataclass":
+        return items[0](**{name: rebuild(value, tensors) for name, value in items[1:]})
+    if kind == "named tuple":
+        return items[0](*[rebuild(item, tensors) for item in items[1:]])
     made = [rebuild(item, tensors) for item in items]
     return tuple(made) if kind == "tuple" else made
 

@@ -171,9 +171,17 @@ def _is_plain(value: Any) -> bool:
 def place(program: Program, tensors: Sequence[Tensor]) -> list[Tensor | None]:
     """State arguments as the program wants them in memory, re-pointing Parameters where needed.
 
-    Merged weights: one storage whose row slices are the Parameters. On CUDA convolution weights
-    become channels-last. Values, shapes and identity of the Parameters stay.
+    Merged weights: one storage whose row slices are the Parameters. What kernels read lies as it
+    was traced; on CUDA other convolution weights become channels-last. Values, shapes and identity
+    of the Parameters stay.
     """
+    read = _read_by_place(program)
+    for tensor, (index, spec) in zip(tensors, enumerate(program.inputs), strict=False):
+        strides = tuple(stride.value for stride in spec.strides) if index in read else None
+        if strides is not None and not _steps_like(tensor, strides):
+            new = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype,
+                                      device=tensor.device)  # fmt: skip
+            tensor.data = new.copy_(tensor.detach())
     placed: list[Tensor | None] = [t.detach() for t in tensors]
     for spec in program.inputs[len(tensors) :]:
         merged = _merged([tensors[i] for i in spec.merged]) if spec.merged else None
@@ -181,12 +189,31 @@ def place(program: Program, tensors: Sequence[Tensor]) -> list[Tensor | None]:
         for i in spec.merged:
             placed[i] = tensors[i].detach()
     if program.device == "cuda":
-        for index in _convolution_weights(program):
+        for index in _convolution_weights(program) - read:
             weight = tensors[index]
             if not weight.is_contiguous(memory_format=torch.channels_last):
                 weight.data = weight.data.contiguous(memory_format=torch.channels_last)
             placed[index] = weight.detach()
     return placed
+
+
+def _read_by_place(program: Program) -> set[int]:
+    """State that somebody reads at strides known since the trace: kernels, and calls on pieces."""
+    numbers = {n for step in program.kernel_steps for n in step.buffers}
+    refs = [ref for step in program.call_steps for ref in step.inputs]
+    refs += [item.tensor for item in program.returned if item.tensor is not None]
+    for ref in refs:
+        buffer = program.buffers[ref.buffer]
+        if ref.shape != buffer.shape or ref.strides != buffer.strides:
+            numbers.add(ref.buffer)
+    buffers = [program.buffers[n] for n in numbers]
+    found = {b.index for b in buffers if b.kind == "input" and program.inputs[b.index].is_state}
+    return {index for index in found if not program.inputs[index].merged}
+
+
+def _steps_like(tensor: Tensor, strides: Sequence[int]) -> bool:
+    steps = zip(tensor.stride(), strides, tensor.shape, strict=True)
+    return all(a == b or size <= 1 for a, b, size in steps)
 
 
 def _convolution_weights(program: Program) -> set[int]:

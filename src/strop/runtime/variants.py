@@ -19,7 +19,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch._prims_common import is_non_overlapping_and_dense_or_false
 
-from strop.backend import Compiled, compile_graph
+from strop.backend import Compiled, compile_captured
 from strop.codegen.assemble import Signature
 from strop.errors import CaptureError, CodegenError, ShapeError, UnsupportedError
 from strop.frontend.capture import TensorSpec, capture, clone_structure
@@ -27,6 +27,7 @@ from strop.frontend.importer import import_graph
 from strop.ir.program import Program
 from strop.options import Options
 from strop.runtime import stored_variants
+from strop.runtime.garbage import collection_paused
 from strop.runtime.kernels import KernelLibrary, kernel_library
 from strop.runtime.signature import Shapes, Skeleton, rebuild, solve_roots
 from strop.runtime.state import ModuleState
@@ -149,10 +150,13 @@ class VariantStore:
             if not is_non_overlapping_and_dense_or_false(tensor):
                 raise CaptureError(f"{self.name}: {name} has gaps in memory: make it contiguous")
         stored_key = stored_variants.key_of(self.module, state, skeleton, shapes, self.options)
-        variant = stored_variants.load(stored_key, self.options)
+        variant = None
+        if not self.options.wants_compiler:
+            variant = stored_variants.load(stored_key, self.options)
         if variant is None:
             library_for(shapes.specs[0].device, self.options).warm_up()
-            variant = self._compile(state, skeleton, shapes)
+            with collection_paused():
+                variant = self._compile(state, skeleton, shapes)
             stored_variants.save(stored_key, variant, self.options)
         if variant.state_names != tuple(state.names):
             raise CaptureError(f"{self.name}: the module's parameters are not those of its graph")
@@ -181,8 +185,9 @@ class VariantStore:
         if imported.constants:
             raise CaptureError(f"{self.name} makes tensors from Python data in its forward")
         device = shapes.specs[0].device.type
-        compiled = compile_graph(imported.graph, Signature(imported.returned, captured.guards),
-                                 device, self.options)  # fmt: skip
+        signature = Signature(imported.returned, captured.guards)
+        compiled = compile_captured(captured.gm, imported.graph, signature, device, self.options,
+                                    self.name)  # fmt: skip
         seconds = {"capture": traced - start, **compiled.seconds}
         return Variant(compiled.program, captured.input_specs, captured.out_spec,
                        captured.state_names, shapes.is_ragged, False, seconds, compiled

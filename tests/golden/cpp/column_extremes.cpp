@@ -40,12 +40,12 @@ extern "C" void column_extremes(void* const* buffers, const int64_t* scalars) {
       for (int64_t c1 = 0; c1 < 6; ++c1) {
         part_v1 = sp::max<float>(part_v1, lanes_v1[c0 * 6 + c1]);
       }
-      p3[task * 4 + c0] = static_cast<float>(part_v1);
+      p3[task * 4 + c0] = part_v1;
       float part_v3 = sp::highest<float>();
       for (int64_t c1 = 0; c1 < 6; ++c1) {
         part_v3 = sp::min<float>(part_v3, lanes_v3[c0 * 6 + c1]);
       }
-      p4[task * 4 + c0] = static_cast<float>(part_v3);
+      p4[task * 4 + c0] = part_v3;
     }
   }
   #pragma omp parallel for schedule(static) if (s4 * chunks > 32768)

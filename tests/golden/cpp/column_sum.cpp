@@ -3,7 +3,7 @@
 extern "C" void column_sum(void* const* buffers, const int64_t* scalars) {
   const float* const p0 = static_cast<const float*>(buffers[0]);
   float* const p1 = static_cast<float*>(buffers[1]);
-  float* const p2 = static_cast<float*>(buffers[2]);
+  double* const p2 = static_cast<double*>(buffers[2]);
   const int64_t s0 = scalars[0];
   const int64_t s1 = scalars[1];
   const int64_t s2 = scalars[2];
@@ -13,8 +13,8 @@ extern "C" void column_sum(void* const* buffers, const int64_t* scalars) {
   for (int64_t task = 0; task < chunks; ++task) {
     const int64_t begin = task * step;
     const int64_t end = std::min<int64_t>(begin + step, s0);
-    const sp::Row<float> lanes_v1_memory(s1);
-    float* const lanes_v1 = lanes_v1_memory.get();
+    const sp::Row<double> lanes_v1_memory(s1);
+    double* const lanes_v1 = lanes_v1_memory.get();
     #pragma omp simd
     for (int64_t c0 = 0; c0 < s1; ++c0) {
       lanes_v1[c0] = 0;
@@ -30,7 +30,7 @@ extern "C" void column_sum(void* const* buffers, const int64_t* scalars) {
     for (int64_t c0 = 0; c0 < s1; ++c0) {
       double part_v1 = 0;
       part_v1 += lanes_v1[c0];
-      p2[task * s1 + c0] = static_cast<float>(part_v1);
+      p2[task * s1 + c0] = part_v1;
     }
   }
   #pragma omp parallel for schedule(static) if (s1 * chunks > 32768)

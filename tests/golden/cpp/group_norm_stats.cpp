@@ -7,8 +7,8 @@ extern "C" void group_norm_stats(void* const* buffers, const int64_t* scalars) {
   float* const p3 = static_cast<float*>(buffers[3]);
   float* const p4 = static_cast<float*>(buffers[4]);
   float* const p5 = static_cast<float*>(buffers[5]);
-  float* const p6 = static_cast<float*>(buffers[6]);
-  float* const p7 = static_cast<float*>(buffers[7]);
+  double* const p6 = static_cast<double*>(buffers[6]);
+  double* const p7 = static_cast<double*>(buffers[7]);
   const int64_t s0 = scalars[0];
   const int64_t s1 = scalars[1];
   const int64_t s2 = scalars[2];
@@ -21,9 +21,9 @@ extern "C" void group_norm_stats(void* const* buffers, const int64_t* scalars) {
     const int64_t r0 = task / chunks;
     const int64_t begin = task % chunks * step;
     const int64_t end = std::min<int64_t>(begin + step, s0);
-    alignas(64) float first_v5[320];
-    alignas(64) float sum_v5[320];
-    alignas(64) float squares_v5[320];
+    alignas(64) double first_v5[320];
+    alignas(64) double sum_v5[320];
+    alignas(64) double squares_v5[320];
     #pragma omp simd
     for (int64_t lane = 0; lane < 320; ++lane) {
       sum_v5[lane] = 0;
@@ -39,8 +39,8 @@ extern "C" void group_norm_stats(void* const* buffers, const int64_t* scalars) {
         const float v3 = sp::widen(p2[r0 * 320 + lane]);
         const float v4 = v2 + v3;
         p3[r0 * s3 + r1 * 320 + lane] = sp::narrow<float>(v4);
-        const float base_v5 = row == begin ? v4 : first_v5[lane];
-        const float delta_v5 = v4 - base_v5;
+        const double base_v5 = row == begin ? v4 : first_v5[lane];
+        const double delta_v5 = v4 - base_v5;
         first_v5[lane] = base_v5;
         sum_v5[lane] += delta_v5;
         squares_v5[lane] += delta_v5 * delta_v5;
@@ -56,13 +56,11 @@ extern "C" void group_norm_stats(void* const* buffers, const int64_t* scalars) {
       mean_v5 /= 10;
       double spread_v5 = 0;
       for (int64_t c1 = 0; c1 < 10; ++c1) {
-        const double sum = sum_v5[c0 * 10 + c1];
-        const double shift = first_v5[c0 * 10 + c1] + sum_v5[c0 * 10 + c1] * inverse - mean_v5;
-        const double within = squares_v5[c0 * 10 + c1] - sum * sum * inverse;
-        spread_v5 += within + count * shift * shift;
+        const double shift_v5 = first_v5[c0 * 10 + c1] + sum_v5[c0 * 10 + c1] * inverse - mean_v5;
+        spread_v5 += squares_v5[c0 * 10 + c1] - sum_v5[c0 * 10 + c1] * sum_v5[c0 * 10 + c1] * inverse + count * shift_v5 * shift_v5;
       }
-      p6[task * 32 + c0] = static_cast<float>(mean_v5);
-      p7[task * 32 + c0] = static_cast<float>(spread_v5);
+      p6[task * 32 + c0] = mean_v5;
+      p7[task * 32 + c0] = spread_v5;
     }
   }
   #pragma omp parallel for schedule(static) if (s4 * chunks > 32768)

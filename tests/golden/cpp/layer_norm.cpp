@@ -19,31 +19,25 @@ extern "C" void layer_norm(void* const* buffers, const int64_t* scalars) {
     alignas(64) float t0[320];
     for (int64_t row = begin; row < end; ++row) {
       const int64_t r0 = row;
-      double total_near_v3 = 0;
-      float part_near_v3 = 0;
-      #pragma omp simd reduction(+:part_near_v3)
+      double first_v3 = 0;
+      for (int64_t c0 = 0; c0 < std::min<int64_t>(320, 1); ++c0) {
+        const float v0 = sp::widen(p0[r0 * 320 + c0]);
+        const float v1 = sp::widen(p1[r0 * 320 + c0]);
+        const float v2 = v0 + v1;
+        first_v3 = v2;
+      }
+      double total_v3 = 0;
+      double total_v4 = 0;
+      #pragma omp simd reduction(+:total_v3) reduction(+:total_v4)
       for (int64_t c0 = 0; c0 < 320; ++c0) {
         const float v0 = sp::widen(p0[r0 * 320 + c0]);
         const float v1 = sp::widen(p1[r0 * 320 + c0]);
         const float v2 = v0 + v1;
         t0[c0] = v2;
-        part_near_v3 += v2;
+        total_v3 += (v2 - first_v3);
+        total_v4 += (v2 - first_v3) * (v2 - first_v3);
       }
-      total_near_v3 += part_near_v3;
-      const float near_v3 = static_cast<float>(total_near_v3 / 320);
-      double total_v3 = 0;
-      double total_v4 = 0;
-      float part_v3 = 0;
-      float part_v4 = 0;
-      #pragma omp simd reduction(+:part_v3) reduction(+:part_v4)
-      for (int64_t c0 = 0; c0 < 320; ++c0) {
-        const float v2 = t0[c0];
-        part_v3 += (v2 - near_v3);
-        part_v4 += (v2 - near_v3) * (v2 - near_v3);
-      }
-      total_v3 += part_v3;
-      total_v4 += part_v4;
-      const float v3 = static_cast<float>(near_v3 + total_v3 / 320);
+      const float v3 = static_cast<float>(first_v3 + total_v3 / 320);
       const float v4 = static_cast<float>(std::max(total_v4 / 320 - total_v3 / 320 * (total_v3 / 320), 0.0));
       const float v6 = v4 + v5;
       const float v7 = 1 / sp::sqrt(v6);

@@ -6,7 +6,7 @@ extern "C" void softmax(void* const* buffers, const int64_t* scalars) {
   const int64_t s0 = scalars[0];
   const int64_t s1 = scalars[1];
   const int64_t s2 = scalars[2];
-  const int64_t step = 1 + 4096 / s0;
+  const int64_t step = 1 + 4096 / std::max<int64_t>(s0, 1);
   const int64_t chunks = (s1 + step - 1) / step;
   #pragma omp parallel for schedule(static) if (s2 > 32768)
   for (int64_t task = 0; task < chunks; ++task) {
@@ -17,27 +17,20 @@ extern "C" void softmax(void* const* buffers, const int64_t* scalars) {
     for (int64_t row = begin; row < end; ++row) {
       const int64_t r0 = row;
       float total_v1 = sp::lowest<float>();
-      float part_v1 = sp::lowest<float>();
-      #pragma omp simd reduction(nan_max:part_v1)
+      #pragma omp simd reduction(nan_max:total_v1)
       for (int64_t c0 = 0; c0 < s0; ++c0) {
         const float v0 = sp::widen(p0[r0 * s0 + c0]);
-        part_v1 = sp::max<float>(part_v1, v0);
+        total_v1 = sp::max<float>(total_v1, v0);
       }
-      total_v1 = sp::max<float>(total_v1, part_v1);
       const float v1 = static_cast<float>(total_v1);
       double total_v4 = 0;
-      for (int64_t left = 0; left < s0; left += 4096) {
-        const int64_t right = std::min<int64_t>(left + 4096, s0);
-        float part_v4 = 0;
-        #pragma omp simd reduction(+:part_v4)
-        for (int64_t c0 = left; c0 < right; ++c0) {
-          const float v0 = sp::widen(p0[r0 * s0 + c0]);
-          const float v2 = v0 - v1;
-          const float v3 = sp::exp(v2);
-          t0[c0] = v3;
-          part_v4 += v3;
-        }
-        total_v4 += part_v4;
+      #pragma omp simd reduction(+:total_v4)
+      for (int64_t c0 = 0; c0 < s0; ++c0) {
+        const float v0 = sp::widen(p0[r0 * s0 + c0]);
+        const float v2 = v0 - v1;
+        const float v3 = sp::exp(v2);
+        t0[c0] = v3;
+        total_v4 += v3;
       }
       const float v4 = static_cast<float>(total_v4);
       #pragma omp simd

@@ -14,12 +14,18 @@ def column_sum(p0, p1, partials, arrivals, s0, s1, s2, splits, ROWS: tl.constexp
     end = tl.minimum(begin + slab, s0)
     col_mask = col < s2
     v1_sum = tl.full([ROWS, COLS], 0.0, tl.float32)
+    v1_sum_lost = tl.full([ROWS, COLS], 0.0, tl.float32)
     for first in tl.range(begin, end, ROWS, num_stages=3):
         row = first + tl.arange(0, ROWS)[:, None]
         row_mask = row < end
         v0 = tl.load(p0 + row.to(tl.int64) * s2 + col, mask=row_mask & col_mask).to(tl.float32)
-        v1_sum = v1_sum + tl.where(row_mask & col_mask, v0, 0.0)
+        v1_sum_next = tl.where(row_mask & col_mask, v0, 0.0) - v1_sum_lost
+        v1_sum_new = v1_sum + v1_sum_next
+        v1_sum_lost = (v1_sum_new - v1_sum) - v1_sum_next
+        v1_sum_lost = tl.where(tl.abs(v1_sum_lost) < float("inf"), v1_sum_lost, 0.0)
+        v1_sum = v1_sum_new
     length = tl.maximum(end - begin, 0)
+    v1_sum -= v1_sum_lost
     v1_sum = tl.sum(v1_sum, axis=0, keep_dims=True)
     own_partials = partials + (par * splits + split) * 1 * s2
     tl.store(own_partials + 0 * s2 + col, v1_sum, mask=col_mask)

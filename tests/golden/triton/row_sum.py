@@ -8,11 +8,17 @@ def row_sum(p0, p1, p2, s0, s1, ROWS: tl.constexpr, COLS: tl.constexpr):
     row = first_row + tl.arange(0, ROWS)[:, None]
     v2 = s0.to(tl.float32)
     v1_sum = tl.full([ROWS, COLS], 0.0, tl.float32)
+    v1_sum_lost = tl.full([ROWS, COLS], 0.0, tl.float32)
     for first in range(0, s0, COLS):
         col = first + tl.arange(0, COLS)[None, :]
         col_mask = col < s0
         v0 = tl.load(p0 + row.to(tl.int64) * s0 + col, mask=col_mask).to(tl.float32)
-        v1_sum = v1_sum + tl.where(col_mask, tl.broadcast_to(v0, [ROWS, COLS]), 0.0)
+        v1_sum_next = tl.where(col_mask, tl.broadcast_to(v0, [ROWS, COLS]), 0.0) - v1_sum_lost
+        v1_sum_new = v1_sum + v1_sum_next
+        v1_sum_lost = (v1_sum_new - v1_sum) - v1_sum_next
+        v1_sum_lost = tl.where(tl.abs(v1_sum_lost) < float("inf"), v1_sum_lost, 0.0)
+        v1_sum = v1_sum_new
+    v1_sum -= v1_sum_lost
     v1_sum = tl.sum(v1_sum, axis=1, keep_dims=True)
     tl.store(tl.broadcast_to(p1 + row.to(tl.int64), [ROWS, 1]), v1_sum)
     v3 = v1_sum / v2

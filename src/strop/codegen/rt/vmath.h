@@ -9,6 +9,7 @@
 #include <cstdlib>
 #include <limits>
 #include <new>
+#include <type_traits>
 
 namespace sp {
 
@@ -123,10 +124,85 @@ inline T max(T a, T b) { return ((a > b) | (a != a)) ? a : b; }
 template <class T>
 inline T min(T a, T b) { return ((a < b) | (a != a)) ? a : b; }
 
+// NaN in one operand gives the other one.
+template <class T>
+inline T fmax(T a, T b) { return ((a > b) | (b != b)) ? a : b; }
+template <class T>
+inline T fmin(T a, T b) { return ((a < b) | (b != b)) ? a : b; }
+
+// Between two bounds; NaN stays.
+template <class T>
+inline T limit(T x, std::type_identity_t<T> least, std::type_identity_t<T> most) {
+  return min(max(x, least), most);
+}
+
+template <class T>
+inline T sign(T x) { return T(x > 0) - T(x < 0); }
+inline bool signbit(float x) { return bits_of(x) >> 31; }
+inline bool signbit(double x) { return std::bit_cast<uint64_t>(x) >> 63; }
+inline float copysign(float x, float y) { return __builtin_copysignf(x, y); }
+inline double copysign(double x, double y) { return __builtin_copysign(x, y); }
+
+inline float floor(float x) { return __builtin_floorf(x); }
+inline double floor(double x) { return __builtin_floor(x); }
+inline float ceil(float x) { return __builtin_ceilf(x); }
+inline double ceil(double x) { return __builtin_ceil(x); }
+inline float trunc(float x) { return __builtin_truncf(x); }
+inline double trunc(double x) { return __builtin_trunc(x); }
+inline float round(float x) { return __builtin_rintf(x); }
+inline double round(double x) { return __builtin_rint(x); }
+
+// ---- division ----------------------------------------------------------------------------------
+
+// Towards zero. 0 where there is no answer, and the smallest integer divided by -1 is itself.
+template <class T>
+inline T quotient(T a, T b) {
+  if constexpr (std::is_signed_v<T>) {
+    if (b == T(-1)) return static_cast<T>(0 - static_cast<std::make_unsigned_t<T>>(a));
+  }
+  return b == 0 ? T(0) : static_cast<T>(a / b);
+}
+
+inline float fmod(float a, float b) { return std::fmod(a, b); }
+inline double fmod(double a, double b) { return std::fmod(a, b); }
+template <class T>
+inline T fmod(T a, T b) { return static_cast<T>(a - quotient(a, b) * b); }
+
+// The result has the sign of the divisor, as in Python.
+template <class T>
+inline T remainder(T a, T b) {
+  const T rest = fmod(a, b);
+  return rest != 0 && (rest < 0) != (b < 0) ? static_cast<T>(rest + b) : rest;
+}
+
+template <class T>
+inline T floor_divide(T a, T b) {
+  const T rest = fmod(a, b);
+  const T one_less = rest != 0 && (rest < 0) != (b < 0);
+  if constexpr (std::is_integral_v<T>) return static_cast<T>(quotient(a, b) - one_less);
+  else return b == 0 ? a / b : copysign(abs(round((a - rest) / b - one_less)), a / b);
+}
+
+template <class T>
+inline T shift_left(T x, T count) {
+  const bool is_out = count < 0 || count >= T(8 * sizeof(T));
+  return is_out ? T(0) : static_cast<T>(static_cast<std::make_unsigned_t<T>>(x) << count);
+}
+
+template <class T>
+inline T shift_right(T x, T count) {
+  constexpr T last = 8 * sizeof(T) - 1;
+  return static_cast<T>(x >> (count < 0 || count > last ? last : count));
+}
+
+// ---- transcendental ----------------------------------------------------------------------------
+
 inline float sin(float x) { return std::sin(x); }
 inline double sin(double x) { return std::sin(x); }
 inline float cos(float x) { return std::cos(x); }
 inline double cos(double x) { return std::cos(x); }
+inline float tan(float x) { return std::tan(x); }
+inline double tan(double x) { return std::tan(x); }
 inline double exp(double x) { return std::exp(x); }
 inline double log(double x) { return std::log(x); }
 inline double erf(double x) { return std::erf(x); }
@@ -140,29 +216,70 @@ inline float clamp(float x, float most) {
   return x != x ? x : limited;
 }
 
-// 2^k * exp(r) with |r| <= ln(2) / 2; Cephes expf. 1 ulp.
-inline float exp(float x) {
-  const float y = clamp(x, 104.0f);
-  const float shifted = y * 1.44269504088896341f + 12582912.0f;  // rounds to an integer
-  const float k = shifted - 12582912.0f;
-  const float r = __builtin_fmaf(k, 2.12194440e-4f, __builtin_fmaf(k, -0.693359375f, y));
+template <class T>
+inline T or_nan(bool is_valid, T x) {
+  return is_valid ? x : std::numeric_limits<T>::quiet_NaN();
+}
+
+// x rounded to an integer, for |x| < 2^22, as a float and (with ``whole``) as an int.
+inline float shifted(float x) { return x + 12582912.0f; }
+inline int32_t whole(float shifted) { return static_cast<int32_t>(bits_of(shifted)) - 0x4B400000; }
+
+// exp(r) - 1 with |r| <= ln(2) / 2; Cephes expf.
+inline float expm1_of_rest(float r) {
   float p = 1.9875691500e-4f;
   p = __builtin_fmaf(p, r, 1.3981999507e-3f);
   p = __builtin_fmaf(p, r, 8.3334519073e-3f);
   p = __builtin_fmaf(p, r, 4.1665795894e-2f);
   p = __builtin_fmaf(p, r, 1.6666665459e-1f);
   p = __builtin_fmaf(p, r, 5.0000001201e-1f);
-  p = __builtin_fmaf(p, r * r, r) + 1.0f;
-  // Two factors: 2^k itself may be below the smallest or above the largest float.
-  const int32_t whole = static_cast<int32_t>(bits_of(shifted)) - 0x4B400000;
-  const int32_t first = whole >> 1;
+  return __builtin_fmaf(p, r * r, r);
+}
+
+// p * 2^k in two factors: 2^k itself may be below the smallest or above the largest float.
+inline float scale(float p, int32_t k) {
+  const int32_t first = k >> 1;
   const float low = from_bits(static_cast<uint32_t>(first + 127) << 23);
-  const float high = from_bits(static_cast<uint32_t>(whole - first + 127) << 23);
+  const float high = from_bits(static_cast<uint32_t>(k - first + 127) << 23);
   return p * low * high;
 }
 
-// Cephes logf: x = 2^e * m with m in [sqrt(1/2), sqrt(2)). 1 ulp.
-inline float log(float x) {
+// 2^k * exp(r). 1 ulp.
+inline float exp(float x) {
+  const float y = clamp(x, 104.0f);
+  const float place = shifted(y * 1.44269504088896341f);
+  const float k = place - 12582912.0f;
+  const float r = __builtin_fmaf(k, 2.12194440e-4f, __builtin_fmaf(k, -0.693359375f, y));
+  return scale(expm1_of_rest(r) + 1.0f, whole(place));
+}
+
+inline float exp2(float x) {
+  const float y = clamp(x, 151.0f);
+  const float place = shifted(y);
+  const float r = (y - (place - 12582912.0f)) * 0.693147180559945309f;
+  return scale(expm1_of_rest(r) + 1.0f, whole(place));
+}
+inline double exp2(double x) { return std::exp2(x); }
+
+// 2^k * (exp(r) - 1) + (2^k - 1), which cancels nowhere. 2 ulp.
+inline float expm1(float x) {
+  const float y = clamp(x, 24.0f);
+  const float place = shifted(y * 1.44269504088896341f);
+  const float k = place - 12582912.0f;
+  const float r = __builtin_fmaf(k, 2.12194440e-4f, __builtin_fmaf(k, -0.693359375f, y));
+  const float power = from_bits(static_cast<uint32_t>(whole(place) + 127) << 23);
+  const float middle = __builtin_fmaf(power, expm1_of_rest(r), power - 1.0f);
+  const float large = x > 24.0f ? exp(x) : middle;
+  return x == 0.0f ? x : large;  // -0.0 stays
+}
+inline double expm1(double x) { return std::expm1(x); }
+
+// Cephes logf: x = 2^e * m with m in [sqrt(1/2), sqrt(2)), log(m) = m - 1 + rest.
+struct Logarithm {
+  float e, m1, rest;
+};
+
+inline Logarithm take_log(float x) {
   const bool tiny = x < 0x1.0p-126f;
   const float scaled = tiny ? x * 0x1.0p23f : x;
   const uint32_t bits = bits_of(scaled);
@@ -180,14 +297,103 @@ inline float log(float x) {
   p = __builtin_fmaf(p, m, 2.0000714765e-1f);
   p = __builtin_fmaf(p, m, -2.4999993993e-1f);
   p = __builtin_fmaf(p, m, 3.3333331174e-1f);
-  float y = __builtin_fmaf(e, -2.12194440e-4f, p * m * z);
-  y = __builtin_fmaf(z, -0.5f, y);
-  const float result = __builtin_fmaf(e, 0.693359375f, m + y);
+  return {e, m, __builtin_fmaf(z, -0.5f, p * m * z)};
+}
+
+// What the logarithm of x is when x has none of its own, else ``result``.
+inline float or_special(float x, float result) {
   const float nan = std::numeric_limits<float>::quiet_NaN();
   const float inf = std::numeric_limits<float>::infinity();
   const float finite = x < inf ? result : x;  // inf and NaN give themselves
   return x < 0.0f ? nan : (x == 0.0f ? -inf : finite);
 }
+
+// 1 ulp.
+inline float log(float x) {
+  const Logarithm l = take_log(x);
+  const float y = l.m1 + __builtin_fmaf(l.e, -2.12194440e-4f, l.rest);
+  return or_special(x, __builtin_fmaf(l.e, 0.693359375f, y));
+}
+
+// 2 ulp, and exact for powers of two.
+inline float log2(float x) {
+  const Logarithm l = take_log(x);
+  const float high = (l.m1 + l.rest) * 1.44269504088896341f;
+  return or_special(x, l.e + high);
+}
+inline double log2(double x) { return std::log2(x); }
+
+// 2 ulp.
+inline float log10(float x) {
+  const Logarithm l = take_log(x);
+  const float y = __builtin_fmaf(l.m1 + l.rest, 0.434294481903251828f, l.e * 4.6050389811952137e-6f);
+  return or_special(x, __builtin_fmaf(l.e, 0.301025390625f, y));
+}
+inline double log10(double x) { return std::log10(x); }
+
+// log(u) * (x / (u - 1)) with u = 1 + x rounded: the errors of both factors cancel (Kahan). 3 ulp.
+inline float log1p(float x) {
+  const float u = 1.0f + x, rest = u - 1.0f;
+  const float scaled = log(u) * (x / rest);
+  const float inf = std::numeric_limits<float>::infinity();
+  return rest == 0.0f ? x : (x < inf ? scaled : x);
+}
+inline double log1p(double x) { return std::log1p(x); }
+
+// log2(x) for x > 0, in fp64 but good for fp32 only: relative error 2^-40.
+inline double log2_wide(float x) {
+  const bool tiny = x < 0x1.0p-126f;
+  const uint32_t above = bits_of(tiny ? x * 0x1.0p23f : x) - 0x3F3504F3u;
+  const int32_t e = (static_cast<int32_t>(above) >> 23) - (tiny ? 23 : 0);
+  const double m = from_bits((above & 0x007FFFFFu) + 0x3F3504F3u);
+  const double s = (m - 1.0) / (m + 1.0), z = s * s;
+  double p = 1.0 / 15;
+  p = __builtin_fma(p, z, 1.0 / 13);
+  p = __builtin_fma(p, z, 1.0 / 11);
+  p = __builtin_fma(p, z, 1.0 / 9);
+  p = __builtin_fma(p, z, 1.0 / 7);
+  p = __builtin_fma(p, z, 1.0 / 5);
+  p = __builtin_fma(p, z, 1.0 / 3);
+  p = __builtin_fma(p, z, 1.0);
+  return __builtin_fma(s * p, 2.8853900817779268, static_cast<double>(e));
+}
+
+// 2^x for |x| <= 1000, in fp64 but good for fp32 only.
+inline double exp2_wide(double x) {
+  const double place = x + 6755399441055744.0;  // rounds to an integer
+  const double r = (x - (place - 6755399441055744.0)) * 0.69314718055994531;
+  double p = 1.0 / 362880;
+  p = __builtin_fma(p, r, 1.0 / 40320);
+  p = __builtin_fma(p, r, 1.0 / 5040);
+  p = __builtin_fma(p, r, 1.0 / 720);
+  p = __builtin_fma(p, r, 1.0 / 120);
+  p = __builtin_fma(p, r, 1.0 / 24);
+  p = __builtin_fma(p, r, 1.0 / 6);
+  p = __builtin_fma(p, r, 0.5);
+  p = __builtin_fma(p, r, 1.0);
+  p = __builtin_fma(p, r, 1.0);
+  const uint64_t k = std::bit_cast<uint64_t>(place) + 1023;
+  return p * std::bit_cast<double>(k << 52);
+}
+
+// 2^(y * log2|x|), then the sign. 1 ulp.
+inline float pow(float x, float y) {
+  const float inf = std::numeric_limits<float>::infinity();
+  const float magnitude = abs(x);
+  const double finite = log2_wide(magnitude);
+  const double infinite = magnitude == 0.0f ? -inf : magnitude;
+  const double power = y * (magnitude > 0.0f && magnitude < inf ? finite : infinite);
+  const double bounded = std::min(std::max(power, -300.0), 300.0);
+  float result = static_cast<float>(exp2_wide(bounded));
+  result = power != power ? static_cast<float>(power) : result;
+  const float nearest = round(y);
+  const bool is_odd = nearest == y && abs(y) < 0x1.0p24f && round(y * 0.5f) != y * 0.5f;
+  result = signbit(x) && is_odd ? -result : result;
+  result = or_nan(!(x < 0.0f && x > -inf && nearest != y && y == y), result);
+  const bool is_one = x == 1.0f || y == 0.0f || (x == -1.0f && abs(y) == inf);
+  return is_one ? 1.0f : result;
+}
+inline double pow(double x, double y) { return std::pow(x, y); }
 
 // Rational, odd / even in x: 5 ulp near 1, 2 ulp below |x| = 1. Beyond the clamp exactly 1, or
 // gelu(x) would not vanish for large negative x.
@@ -227,6 +433,158 @@ inline float tanh(float x) {
   q = __builtin_fmaf(q, z, 4.89352518554385e-03f);
   return abs(x) > 8.5f ? __builtin_copysignf(1.0f, x) : y * (p / q);
 }
+
+// exp(x / 2)^2 where exp(x) would be infinite too early. 3 ulp.
+inline float cosh(float x) {
+  const float e = exp(abs(x) * 0.5f), large = (0.5f * e) * e;
+  return abs(x) > 16.0f ? large : large + 0.5f / (e * e);
+}
+inline double cosh(double x) { return std::cosh(x); }
+
+inline float sinh(float x) {
+  const float e = exp(abs(x) * 0.5f), large = (0.5f * e) * e;
+  const float t = expm1(clamp(abs(x), 16.0f));
+  const float small = 0.5f * (t + t / (t + 1.0f));
+  return copysign(abs(x) > 16.0f ? large : small, x);
+}
+inline double sinh(double x) { return std::sinh(x); }
+
+inline float asinh(float x) {
+  const float a = abs(x), square = a * a;
+  const float small = log1p(a + square / (1.0f + sqrt(square + 1.0f)));
+  return copysign(a > 4096.0f ? log(a) + 0.693147180559945309f : small, x);
+}
+inline double asinh(double x) { return std::asinh(x); }
+
+inline float acosh(float x) {
+  const float t = x - 1.0f;
+  const float small = log1p(t + sqrt(t * (2.0f + t)));
+  return or_nan(x >= 1.0f, x > 4096.0f ? log(x) + 0.693147180559945309f : small);
+}
+inline double acosh(double x) { return std::acosh(x); }
+
+inline float atanh(float x) {
+  const float a = abs(x);
+  return copysign(0.5f * log1p((a + a) / (1.0f - a)), x);
+}
+inline double atanh(double x) { return std::atanh(x); }
+
+// Cephes atanf on [0, 1]. 2 ulp.
+inline float atan_of_fraction(float a) {
+  const bool is_upper = a > 0.4142135623730950f;
+  const float x = is_upper ? (a - 1.0f) / (a + 1.0f) : a;
+  const float z = x * x;
+  float p = 8.05374449538e-2f;
+  p = __builtin_fmaf(p, z, -1.38776856032e-1f);
+  p = __builtin_fmaf(p, z, 1.99777106478e-1f);
+  p = __builtin_fmaf(p, z, -3.33329491539e-1f);
+  const float y = __builtin_fmaf(p * z, x, x);
+  return is_upper ? 0.785398163397448310f + y : y;
+}
+
+inline float atan(float x) {
+  const float a = abs(x);
+  const float y = atan_of_fraction(a > 1.0f ? 1.0f / a : a);
+  return copysign(a > 1.0f ? 1.57079632679489662f - y : y, x);
+}
+inline double atan(double x) { return std::atan(x); }
+
+inline float atan2(float y, float x) {
+  const float a = abs(x), b = abs(y), most = max(a, b), least = min(a, b);
+  const bool is_even = a == b;  // 0/0 and inf/inf count as 1, but for the zero
+  const float fraction = is_even ? (a == 0.0f ? 0.0f : 1.0f) : least / most;
+  const float steep = atan_of_fraction(fraction);
+  const float right = b > a ? 1.57079632679489662f - steep : steep;
+  const float turned = signbit(x) ? 3.14159265358979324f - right : right;
+  return copysign(or_nan(x == x && y == y, turned), y);
+}
+inline double atan2(double y, double x) { return std::atan2(y, x); }
+
+// Cephes asinf: |x| <= 1/2, and by halves of the angle above.
+inline float asin_small(float x, float z) {
+  float p = 4.2163199048e-2f;
+  p = __builtin_fmaf(p, z, 2.4181311049e-2f);
+  p = __builtin_fmaf(p, z, 4.5470025998e-2f);
+  p = __builtin_fmaf(p, z, 7.4953002686e-2f);
+  p = __builtin_fmaf(p, z, 1.6666752422e-1f);
+  return __builtin_fmaf(p * z, x, x);
+}
+
+inline float asin(float x) {
+  const float a = abs(x);
+  const bool is_steep = a > 0.5f;
+  const float z = is_steep ? 0.5f * (1.0f - a) : a * a;
+  const float y = asin_small(is_steep ? sqrt(z) : a, z);
+  return copysign(is_steep ? 1.57079632679489662f - (y + y) : y, x);
+}
+inline double asin(double x) { return std::asin(x); }
+
+inline float acos(float x) {
+  const float a = abs(x);
+  const bool is_steep = a > 0.5f;
+  const float z = is_steep ? 0.5f * (1.0f - a) : a * a;
+  const float y = asin_small(is_steep ? sqrt(z) : a, z);
+  const float steep = x < 0.0f ? 3.14159265358979324f - (y + y) : y + y;
+  return is_steep ? steep : 1.57079632679489662f - copysign(y, x);
+}
+inline double acos(double x) { return std::acos(x); }
+
+inline float hypot(float x, float y) {
+  const double a = x, b = y;
+  const float inf = std::numeric_limits<float>::infinity();
+  const bool is_infinite = abs(x) == inf || abs(y) == inf;  // even beside NaN
+  return is_infinite ? inf : static_cast<float>(__builtin_sqrt(a * a + b * b));
+}
+inline double hypot(double x, double y) { return std::hypot(x, y); }
+
+// x * tanh(log(1 + e^x)) as a quotient of polynomials in e^x.
+inline float mish(float x) {
+  const float e = exp(min(x, 20.0f)), n = e * (e + 2.0f);
+  return x * (n / (n + 2.0f));
+}
+inline double mish(double x) { return x * std::tanh(std::log1p(std::exp(x))); }
+
+template <class T>
+inline T mish_backward(T gradient, T x) {
+  const T e = exp(min(x, T(20))), n = e * (e + 2), y = n / (n + 2);
+  return gradient * (y + x * (e / (1 + e)) * (1 - y * y));
+}
+
+// 0.5 * (1 + tanh(u)) is the sigmoid of 2 * u.
+template <class T>
+inline T gelu_tanh_backward(T gradient, T x) {
+  const T cubic = T(0.07135481627260025) * x * x, linear = T(1.5957691216057308);
+  const T open = 1 / (1 + exp(-x * (linear + cubic)));
+  return gradient * open * (1 + x * (1 - open) * (linear + 3 * cubic));
+}
+
+inline float erfc(float x) { return std::erfc(x); }
+inline double erfc(double x) { return std::erfc(x); }
+inline float lgamma(float x) { return std::lgamma(x); }
+inline double lgamma(double x) { return std::lgamma(x); }
+
+// Giles' approximation, then Newton's rule in fp64.
+inline double erfinv(double x) {
+  const double a = abs(x);
+  const double w = -std::log((1.0 - a) * (1.0 + a)), t = w < 5.0 ? w - 2.5 : std::sqrt(w) - 3.0;
+  static constexpr double middle[] = {2.81022636e-08, 3.43273939e-07, -3.5233877e-06,
+                                      -4.39150654e-06, 0.00021858087, -0.00125372503,
+                                      -0.00417768164, 0.246640727, 1.50140941};
+  static constexpr double tail[] = {-0.000200214257, 0.000100950558, 0.00134934322,
+                                    -0.00367342844, 0.00573950773, -0.0076224613,
+                                    0.00943887047, 1.00167406, 2.83297682};
+  double p = 0.0;
+  for (int i = 0; i < 9; ++i) p = p * t + (w < 5.0 ? middle[i] : tail[i]);
+  double y = p * a;
+  for (int i = 0; i < 2; ++i) {
+    const double error = a < 0.5 ? std::erf(y) - a : (1.0 - a) - std::erfc(y);
+    y -= error * 0.88622692545275801 * std::exp(y * y);
+  }
+  if (!(a < 1.0)) y = a == 1.0 ? std::numeric_limits<double>::infinity()
+                               : std::numeric_limits<double>::quiet_NaN();
+  return copysign(y, x);
+}
+inline float erfinv(float x) { return static_cast<float>(erfinv(static_cast<double>(x))); }
 
 }  // namespace sp
 

@@ -1,0 +1,144 @@
+"""``strop repro``, ``minify`` and ``bisect``: from a dump of a graph that fails to its cause."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from strop.cli.arguments import Device
+from strop.cli.mistakes import CommandError, errors, reported
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from strop.debug.case import Case
+    from strop.debug.failure import Failure
+
+_DUMP = (
+    "[bold]Examples[/]\n\n"
+    "STROP_DUMP=dumps python my_model.py   [dim]# one folder for each compiled graph[/]\n\n"
+)
+REPRO_EXAMPLES = (
+    _DUMP + "strop repro dumps/000_UNet2DConditionModel -o repro\n\n"
+    "python repro/repro.py   [dim]# ends with 1 while it fails[/]"
+)
+MINIFY_EXAMPLES = (
+    _DUMP + "strop minify dumps/000_UNet2DConditionModel -o smallest\n\npython smallest/repro.py"
+)
+BISECT_EXAMPLES = (
+    _DUMP + "strop bisect dumps/000_UNet2DConditionModel\n\n"
+    "STROP_DISABLE=dot_merge python my_model.py   [dim]# go on without the pass it names[/]"
+)
+Dump = Annotated[Path, typer.Argument(help="The folder of one graph in a dump, or its graph.json.")]
+Seed = Annotated[int, typer.Option(min=0, help="Draws inputs and weights.")]
+Inputs = Annotated[
+    Path | None,
+    typer.Option(
+        help="Real inputs instead of random ones: the inputs.safetensors that STROP_DUMP and "
+        "STROP_CHECK=1 leave beside a graph. They hold your weights."
+    ),
+]
+Output = Annotated[Path, typer.Option("-o", "--output", help="A new or empty folder.")]
+Where = Annotated[Device, typer.Option(help="Compile for this device; auto: the one in the dump.")]
+
+
+@reported
+def repro(dump: Dump, output: Output = Path("repro"), seed: Seed = 0, inputs: Inputs = None,
+          device: Where = Device.auto) -> None:  # fmt: skip
+    """Write a script and inputs that show how a dumped graph fails, to hand on in a bug report.
+
+    Without --inputs they are random, weights too: then nothing of your model but its graph is in
+    the folder.
+    """
+    case, arguments = _open(dump, seed, device, output, inputs)
+    failure = _failure(case, arguments)
+    _write(case, arguments, failure, output)
+
+
+@reported
+def minify(dump: Dump, output: Output = Path("minified"), seed: Seed = 0,
+           device: Where = Device.auto) -> None:  # fmt: skip
+    """Find the smallest part of a dumped graph that still fails in the same way.
+
+    It fails if compiling raises, or if results are less accurate than docs/numerics.md allows.
+    """
+    case, arguments = _open(dump, seed, device, output)
+    failure = _failure(case, arguments)
+
+    from strop.cli.stages import progress_bar
+    from strop.debug import case as cases
+    from strop.debug.failure import failure_of
+    from strop.debug.minify import Progress, num_nodes
+    from strop.debug.minify import minify as search
+
+    def fails(candidate: Case) -> bool:
+        return failure.is_like(failure_of(candidate, cases.random_inputs(candidate, seed)))
+
+    with progress_bar() as bar:
+        task = bar.add_task("minifying", total=None, note="")
+
+        def watch(now: Progress) -> None:
+            bar.update(task, note=f"{now.num_nodes} nodes, {now.tries} tries")
+
+        smallest = search(case, fails, watch)
+    typer.echo(f"{num_nodes(case.graph)} nodes -> {num_nodes(smallest.graph)}")
+    drawn = cases.random_inputs(smallest, seed)
+    _write(smallest, drawn, failure_of(smallest, drawn) or failure, output)
+
+
+@reported
+def bisect(dump: Dump, seed: Seed = 0, inputs: Inputs = None, device: Where = Device.auto
+           ) -> None:  # fmt: skip
+    """Name the pass, or the step of the program, that makes a dumped graph fail."""
+    case, arguments = _open(dump, seed, device, inputs=inputs)
+    failure = _failure(case, arguments)
+    typer.echo(str(failure))
+
+    from strop.debug.bisect import bisect as search
+
+    culprits = list(search(case, arguments, failure))
+    for culprit in culprits:
+        typer.echo(str(culprit))
+    for name in (c.name for c in culprits if c.part == "pass"):
+        typer.echo(f"to go on without it: STROP_DISABLE={name}")
+    if not culprits:
+        typer.echo("no single pass or step is to blame; strop minify finds the smallest graph")
+
+
+def _open(dump: Path, seed: int, device: Device, output: Path | None = None,
+          inputs: Path | None = None) -> tuple[Case, dict[int, Tensor]]:  # fmt: skip
+    if output is not None and output.exists() and (output.is_file() or any(output.iterdir())):
+        raise CommandError(f"{output} is there already; choose another folder with -o")
+
+    from strop.debug import case as cases
+
+    case = cases.load(dump, "" if device is Device.auto else device.value)
+    if inputs is None:
+        return case, cases.random_inputs(case, seed)
+    from strop.debug.repro import read_inputs
+
+    return read_inputs(case, inputs)
+
+
+def _failure(case: Case, arguments: Mapping[int, Tensor]) -> Failure:
+    from strop.debug.failure import failure_of
+
+    failure = failure_of(case, arguments)
+    if failure is None:
+        raise CommandError(
+            f"{case.name} does not fail: it compiles, and its results are as"
+            " accurate as eager's. Other inputs: --seed N, or --inputs FILE"
+            " (STROP_DUMP and STROP_CHECK=1 on your model save those of a run that goes wrong)."
+        )
+    return failure
+
+
+def _write(case: Case, arguments: Mapping[int, Tensor], failure: Failure, output: Path) -> None:
+    from strop.debug import repro as folders
+
+    script = folders.write(case, arguments, str(failure), output)
+    typer.echo(str(failure))
+    errors().print(f"written: {script}")

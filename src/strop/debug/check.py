@@ -1,0 +1,211 @@
+"""``Options.check``: each step of a run against torch, on the values that are really there.
+
+A step's operands are read from its buffers just before it runs, so that an error counts where it
+arises and not again in every step behind it. The judge is ``debug.reference`` in fp64, the rule
+that of docs/numerics.md, with the same nodes in torch at their own dtypes as eager.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from strop.backend import Compiled
+from strop.debug.case import inaccuracy, is_gross
+from strop.debug.listing import type_text
+from strop.debug.reference import evaluate, has_reference, is_random
+from strop.debug.steps import Planned, planned_steps
+from strop.fusion.plan import Group
+from strop.ir.affine import base_of
+from strop.ir.graph import Node
+from strop.runtime.executor import Bound
+from strop.testing import MAX_FACTOR, MAX_ULPS
+
+log = logging.getLogger("strop")
+INACCURATE, NONFINITE = "inaccurate", "not finite"
+FEW = 1024  # elements: too few for the RMS of eager's error to say much
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One step that went wrong. ``what``: INACCURATE or NONFINITE."""
+
+    what: str
+    step: int
+    title: str
+    origins: tuple[str, ...]  # modules whose nodes it computes, that of the value first
+    value: str  # the node, and its type
+    detail: str
+    is_gross: bool  # no matter of rounding
+
+    def __str__(self) -> str:
+        origin, *others = self.origins
+        fused = f" (with parts of {', '.join(others)})" if others else ""
+        return (
+            f"step {self.step}, {self.title} of {origin or 'the module'}{fused}, is {self.what}:"
+            f" {self.value}: {self.detail}"
+        )
+
+
+def run_checked(bound: Bound, compiled: Compiled, inputs: Sequence[Tensor], name: str
+                ) -> tuple[list[Any], list[Finding]]:  # fmt: skip
+    """Run once with every step judged. Logs the first finding of each kind; returns them all.
+
+    Where the graph was dumped, the inputs of a run with findings go to its folder.
+    """
+    results, findings = judged(bound, compiled, inputs, name)
+    for what in (INACCURATE, NONFINITE):
+        first = next((f for f in findings if f.what == what), None)
+        if first is not None:
+            log.warning("check of %s: %s", name, first)
+    if findings and compiled.folder:
+        from strop.debug.repro import save_inputs
+
+        arguments = {**dict(enumerate(bound.state)), **_by_index(bound, inputs)}
+        file = save_inputs(arguments, bound.env, Path(compiled.folder))
+        log.warning("check of %s: its inputs are in %s, for strop bisect --inputs", name, file)
+    return results, findings
+
+
+def _by_index(bound: Bound, inputs: Sequence[Tensor]) -> dict[int, Tensor]:
+    indices = [i for i, spec in enumerate(bound.program.inputs) if not spec.is_state]
+    return dict(zip(indices, inputs, strict=True))
+
+
+def judged(bound: Bound, compiled: Compiled, inputs: Sequence[Tensor], name: str
+           ) -> tuple[list[Any], list[Finding]]:  # fmt: skip
+    judge = _Judge(bound, compiled)
+    with _progress(name, len(judge.steps)) as show:
+
+        def around(position: int, step: Callable[[], None]) -> None:
+            show(position)
+            judge.around(position, step)
+
+        bound.around = around
+        try:
+            results = bound.run(inputs)
+        finally:
+            bound.around = None
+    log.info("check of %s: %d steps, %d findings, %d steps without a judge", name,
+             len(judge.steps), len(judge.findings), judge.num_unjudged)  # fmt: skip
+    return results, judge.findings
+
+
+class _Judge:
+    """State of one checked run: which buffer holds which value."""
+
+    def __init__(self, bound: Bound, compiled: Compiled) -> None:
+        self.bound, self.env = bound, bound.env
+        self.steps = planned_steps(compiled)
+        self.findings: list[Finding] = []
+        self.num_unjudged = 0  # random, or without a reference
+        self._held: dict[Node, int] = {n: i for i, n in enumerate(compiled.graph.inputs)}
+
+    def around(self, position: int, run: Callable[[], None]) -> None:
+        planned = self.steps[position]
+        wanted = tuple(planned.made)
+        if not wanted or not all(map(_has_judge, _nodes(planned))):
+            self.num_unjudged += 1
+            run()
+            self._held.update(planned.made)
+            return
+        given = {node: self.bound.contents(n).clone() for node, n in self._operands(planned)}
+        eager = evaluate(wanted, given, self.env, exact=False)
+        exact = evaluate(wanted, given, self.env, exact=True)
+        run()
+        self._held.update(planned.made)
+        for node, number in planned.made.items():
+            actual = self.bound.contents(number).reshape(eager[node].shape)
+            self._judge(planned, node, actual, eager[node], exact[node], given)
+
+    def _operands(self, planned: Planned) -> Iterator[tuple[Node, int]]:
+        """The values that this step finds in memory, through whatever it computes again."""
+        stack, seen = list(planned.made), set(planned.made)
+        while stack:
+            for operand in stack.pop().inputs:
+                node = base_of(operand)
+                if node in seen:
+                    continue
+                seen.add(node)
+                if node in self._held:
+                    yield node, self._held[node]
+                else:
+                    stack.append(node)
+
+    def _judge(self, planned: Planned, node: Node, actual: Tensor, eager: Tensor, exact: Tensor,
+               given: Mapping[Node, Tensor]) -> None:  # fmt: skip
+        text = inaccuracy(actual, eager, exact)
+        is_rounding = text and (
+            _is_rounding(actual, eager, exact) or self._is_cancellation(node, actual, exact, given)
+        )
+        if text and not is_rounding:
+            self._find(INACCURATE, planned, node, text, is_gross(actual, eager, exact))
+        if _finite(actual) or not all(map(_finite, given.values())):
+            return
+        count = int((~torch.isfinite(actual)).sum())
+        self._find(NONFINITE, planned, node,
+                   f"{count} of {actual.numel()} elements, from finite operands"
+                   f"{'' if _finite(eager) else '; so they are in torch'}",
+                   not _finite(eager) or is_gross(actual, eager, exact))  # fmt: skip
+
+    def _is_cancellation(self, node: Node, actual: Tensor, exact: Tensor,
+                         given: Mapping[Node, Tensor]) -> bool:  # fmt: skip
+        """Whether a sum or mean is off by less than the last place of what it adds up: the order
+        of additions decides the rest where terms cancel, and eager's is no better."""
+        if node.op not in ("sum", "mean") or not node.dtype.is_floating_point:
+            return False
+        terms = evaluate(node.inputs, given, self.env, exact=True)[node.inputs[0]].abs()
+        total = terms.sum(node.attrs["dims"], keepdim=True)
+        scale = total * exact.numel() / terms.numel() if node.op == "mean" else total
+        limit = torch.finfo(node.dtype).eps * scale
+        return bool(((actual.double() - exact).abs() <= limit).all())
+
+    def _find(self, what: str, planned: Planned, node: Node, detail: str,
+              gross: bool) -> None:  # fmt: skip
+        origins = tuple(dict.fromkeys([node.origin, *(n.origin for n in _nodes(planned))]))
+        value = f"{node.op} {type_text(node)}"
+        self.findings.append(
+            Finding(what, planned.number, planned.title, origins, value, detail, gross)
+        )
+
+
+def _is_rounding(actual: Tensor, eager: Tensor, exact: Tensor) -> bool:
+    """Whether a few elements pass the rule of the largest error; their RMS says little."""
+    if actual.numel() >= FEW or not actual.is_floating_point() or actual.shape != eager.shape:
+        return False
+    own, base, wide = (x.double() for x in (actual - exact, eager - exact, exact))
+    ulp = torch.finfo(actual.dtype).eps * wide.square().mean().sqrt()
+    return bool(own.abs().max() <= MAX_FACTOR * base.abs().max() + MAX_ULPS * ulp)
+
+
+def _nodes(planned: Planned) -> tuple[Node, ...]:
+    return planned.plan.nodes if isinstance(planned.plan, Group) else (planned.plan,)
+
+
+def _has_judge(node: Node) -> bool:
+    return has_reference(node.op) and not is_random(node)
+
+
+def _finite(x: Tensor) -> bool:
+    return not x.is_floating_point() or bool(torch.isfinite(x).all())
+
+
+@contextmanager
+def _progress(name: str, total: int) -> Iterator[Callable[[int], None]]:
+    """A counter on a terminal, nothing elsewhere."""
+    if not sys.stderr.isatty():
+        yield lambda position: None
+        return
+    try:
+        yield lambda position: print(f"\rchecking {name}: step {position + 1} of {total}",
+                                     end="", file=sys.stderr)  # fmt: skip
+    finally:
+        print("\r\033[K", end="", file=sys.stderr)

@@ -1,0 +1,114 @@
+"""Bytes, floating-point operations, and the time below which no implementation of a step gets.
+
+The bound is max(bytes / bandwidth, FLOPs / peak): each buffer once and in full, each operation at
+the device's peak. It says where time must go, not where it goes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from strop.fusion.plan import Group
+from strop.ir.dims import Expr
+from strop.ir.graph import Node
+from strop.ir.ops import Kind
+from strop.ir.program import CallStep, KernelStep, Program, Step
+
+Sizes = Mapping[str, int]
+HALF = (torch.float16, torch.bfloat16)
+# Operations that only move or rename values.
+_MOVES = {"cast", "copy", "cat", "constant", "iota", "where"}
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What a device can do in a second."""
+
+    name: str
+    bandwidth: float  # bytes, reads and writes together
+    half_flops: float  # matrix units, dense
+    single_flops: float
+
+    def bound_us(self, num_bytes: int, flops: int, dtype: torch.dtype) -> tuple[float, str]:
+        """Microseconds, and what they are bound by."""
+        peak = self.half_flops if dtype in HALF else self.single_flops
+        moving, computing = num_bytes / self.bandwidth, flops / peak
+        by = "compute" if computing > moving else "bandwidth"
+        return round(max(moving, computing) * 1e6, 3), by
+
+
+# Bandwidth as device-to-device copies measured it; peaks from NVIDIA's data sheets.
+GPUS = {
+    "H100": Machine("H100", 2.98e12, 989e12, 67e12),
+    "H200": Machine("H200", 4.3e12, 989e12, 67e12),
+}
+CORE_FLOPS = 48e9  # a guess: 2 x 8 lanes, fused, at 1.5 GHz under load
+
+
+def machine(device_name: str) -> Machine:
+    """By the name of the device; numbers for other GPUs and for CPUs are guesses."""
+    if device_name == "CPU":
+        peak = CORE_FLOPS * torch.get_num_threads()
+        return Machine("CPU", 20e9, peak, peak)
+    known = next((m for name, m in GPUS.items() if name in device_name), None)
+    return known or Machine(device_name, 1.0e12, 100e12, 20e12)
+
+
+def bytes_moved(program: Program, step: Step, sizes: Sizes) -> int:
+    """Of a kernel, each buffer that it touches, once and in full; of a call, what it reads of
+    each and what it makes."""
+    if isinstance(step, KernelStep):
+        return sum(_buffer_bytes(program, n, sizes) for n in dict.fromkeys(step.buffers))
+    read = sum(_numel(r.shape, sizes) * program.buffers[r.buffer].dtype.itemsize
+               for r in step.inputs)  # fmt: skip
+    return read + sum(_buffer_bytes(program, n, sizes) for n in step.outputs if n >= 0)
+
+
+def _buffer_bytes(program: Program, number: int, sizes: Sizes) -> int:
+    buffer = program.buffers[number]
+    return _numel(buffer.shape, sizes) * buffer.dtype.itemsize
+
+
+def _numel(shape: Iterable[Expr], sizes: Sizes) -> int:
+    return math.prod(size.eval(sizes) for size in shape)
+
+
+def group_flops(group: Group, sizes: Sizes) -> int:
+    """One for each element of each arithmetic node, and each term of a reduction."""
+    return sum(_node_flops(node, sizes) for node in group.nodes)
+
+
+def _node_flops(node: Node, sizes: Sizes) -> int:
+    if node.kind is Kind.REDUCTION:
+        return node.inputs[0].numel.eval(sizes)
+    return 0 if node.op in _MOVES else node.numel.eval(sizes)
+
+
+def call_flops(step: CallStep, sizes: Sizes) -> int:
+    """Multiplications and additions of an anchor; 0 for calls that nobody has counted."""
+    shapes = [[size.eval(sizes) for size in ref.shape] for ref in step.inputs]
+    if step.op in ("linear", "matmul"):
+        width = shapes[1][0] if step.op == "linear" else shapes[1][-1]
+        return 2 * math.prod(shapes[0]) * width
+    if step.op == "conv2d":
+        return 2 * _conv_outputs(step, shapes) * math.prod(shapes[1][1:])
+    if step.op == "attention":
+        (b, h, s, d), keys, values = shapes[0], shapes[1][2], shapes[2][3]
+        return 2 * b * h * s * keys * (d + values)
+    return 0
+
+
+def _conv_outputs(step: CallStep, shapes: list[list[int]]) -> int:
+    attrs = dict(step.attrs)
+    (batch, _, *image), (out, _, *window) = shapes[0], shapes[1]
+    sides: list[int] = [
+        (side + 2 * pad - dilation * (size - 1) - 1) // stride + 1
+        for side, size, pad, stride, dilation in zip(
+            image, window, attrs["padding"], attrs["stride"], attrs["dilation"], strict=True
+        )
+    ]
+    return batch * out * math.prod(sides)

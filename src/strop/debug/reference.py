@@ -1,0 +1,171 @@
+"""Runs a graph with plain torch operators, node by node: the judge of passes and of steps.
+
+Exact values are fp64 throughout and never rounded; plain ones have each node's own dtype, as in
+eager. Calls that torch runs anyway (``aten``) have their own dtypes in both.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from strop.errors import UnsupportedError
+from strop.ir.dims import Env, Expr
+from strop.ir.graph import Graph, Node
+from strop.ir.ops import OPS, Kind
+from strop.runtime.calls import ALLOCATING
+
+Value = Any  # a Tensor, or a tuple of them for a call with several results
+Rule = Callable[[Node, list[Tensor], Env], Value]
+
+
+def evaluate(wanted: Iterable[Node], given: Mapping[Node, Tensor], env: Env, *, exact: bool
+             ) -> dict[Node, Tensor]:  # fmt: skip
+    """The values of ``wanted`` from those of ``given``, which nothing looks behind."""
+    wanted = tuple(wanted)
+    values: dict[Node, Value] = {}
+    device = next((value.device for value in given.values()), torch.device("cpu"))
+    with torch.device(device), torch.no_grad():
+        for node in sorted(_needed(wanted, given), key=lambda n: n.serial):
+            if node in given:
+                value = given[node]
+            else:
+                value = _apply(node, [values[i] for i in node.inputs], env, exact=exact)
+            values[node] = _typed(value, node.dtype, exact=exact)
+    return {node: values[node] for node in wanted}
+
+
+def input_values(graph: Graph, arguments: Mapping[int, Tensor]) -> dict[Node, Tensor]:
+    """Arguments by index -> values of the graph's inputs; merged weights hold their parts' rows."""
+    return {
+        node: torch.cat([arguments[i] for i in node.attrs["merged"]])
+        if node.attrs["merged"]
+        else arguments[node.attrs["index"]]
+        for node in graph.inputs
+    }
+
+
+def has_reference(op: str) -> bool:
+    """Whether ``evaluate`` knows an operator of the table."""
+    return op in _RULES or op in ("input", "aten") or OPS[op].reference is not None
+
+
+def is_random(node: Node) -> bool:
+    """Whether two runs of a node differ."""
+    return node.op == "aten" and bool(node.attrs.get("tag"))
+
+
+def _needed(wanted: Iterable[Node], given: Mapping[Node, Tensor]) -> set[Node]:
+    stack, seen = list(wanted), set(wanted)
+    while stack:
+        node = stack.pop()
+        if node in given:
+            continue
+        stack += [i for i in node.inputs if i not in seen]
+        seen.update(node.inputs)
+    return seen
+
+
+def _typed(value: Value, dtype: torch.dtype, *, exact: bool) -> Value:
+    if not isinstance(value, Tensor):
+        return value
+    return value.to(torch.float64 if exact and dtype.is_floating_point else dtype)
+
+
+def _apply(node: Node, operands: list[Tensor], env: Env, *, exact: bool) -> Value:
+    rule = _RULES.get(node.op)
+    if rule is not None:
+        return rule(node, operands, env)
+    if node.op == "aten":
+        own = [x.to(i.dtype) for x, i in zip(operands, node.inputs, strict=True)]
+        return ALLOCATING["aten"](_concrete_attrs(node, env))(own)
+    if node.kind is Kind.REDUCTION:
+        return _reduce(node, operands[0], exact=exact)
+    reference = OPS[node.op].reference
+    if reference is None:
+        raise UnsupportedError(f"{node.op} has no reference in torch (at {node.origin})")
+    return reference(*operands, **_concrete_attrs(node, env))
+
+
+def _reduce(node: Node, x: Tensor, *, exact: bool) -> Tensor:
+    reference = OPS[node.op].reference
+    assert reference is not None, node
+    more = {name: value for name, value in node.attrs.items() if name != "dims"}
+    if node.op not in ("amax", "amin"):
+        x = _typed(x, node.dtype, exact=exact)
+    if node.op == "prod":  # torch takes one dim at a time
+        for dim in node.attrs["dims"]:
+            x = torch.prod(x, dim, keepdim=True)
+        return x
+    result: Tensor = reference(x, dim=node.attrs["dims"], keepdim=True, **more)
+    return result
+
+
+def _concrete_attrs(node: Node, env: Env) -> dict[str, Any]:
+    return {name: _concrete(value, env) for name, value in node.attrs.items()}
+
+
+def _concrete(value: Any, env: Env) -> Any:
+    if isinstance(value, Expr):
+        return value.eval(env)
+    return tuple(_concrete(v, env) for v in value) if isinstance(value, tuple) else value
+
+
+def _sizes(node: Node, env: Env) -> list[int]:
+    return [size.eval(env) for size in node.shape]
+
+
+def _slice(node: Node, x: list[Tensor], env: Env) -> Tensor:
+    dim, step = node.attrs["dim"], node.attrs["step"]
+    places = node.attrs["start"].eval(env) + step * torch.arange(node.shape[dim].eval(env))
+    return x[0].index_select(dim, places.to(x[0].device))
+
+
+def _diagonal(node: Node, x: list[Tensor], env: Env) -> Tensor:
+    value, length = x[0], node.shape[-1].eval(env)
+    for dim, start in zip(node.attrs["dims"], node.attrs["starts"], strict=True):
+        value = value.narrow(dim, start, length)
+    return value.diagonal(0, *node.attrs["dims"])
+
+
+def _iota(node: Node, x: list[Tensor], env: Env) -> Tensor:
+    start, step = (_concrete(node.attrs[k], env) for k in ("start", "step"))
+    result: Tensor = start + step * torch.arange(_sizes(node, env)[0])
+    return result
+
+
+def _attention(node: Node, x: list[Tensor], env: Env) -> Tensor:
+    mask = x[3] if len(x) > 3 else None
+    if mask is not None and mask.is_floating_point():
+        mask = mask.to(x[0].dtype)
+    q, k, v = x[:3]
+    return F.scaled_dot_product_attention(
+        q, k, v, mask, 0.0, node.attrs["causal"], scale=node.attrs["scale"]
+    )
+
+
+_RULES: dict[str, Rule] = {
+    "constant": lambda n, x, env: torch.tensor(_concrete(n.attrs["value"], env)),
+    "iota": _iota,
+    "cat": lambda n, x, env: torch.cat(x, n.attrs["dim"]),
+    "cast": lambda n, x, env: x[0],
+    "copy": lambda n, x, env: x[0],
+    "write": lambda n, x, env: x[1],
+    "item": lambda n, x, env: operator.getitem(x[0], n.attrs["index"]),
+    "reshape": lambda n, x, env: x[0].reshape(_sizes(n, env)),
+    "permute": lambda n, x, env: x[0].permute(n.attrs["dims"]),
+    "expand": lambda n, x, env: x[0].expand(_sizes(n, env)),
+    "slice": _slice,
+    "diagonal": _diagonal,
+    "linear": lambda n, x, env: F.linear(*x),
+    "matmul": lambda n, x, env: torch.matmul(*x),
+    "conv2d": lambda n, x, env: torch.conv2d(
+        x[0], x[1], x[2] if len(x) > 2 else None, **_concrete_attrs(n, env)
+    ),
+    "attention": _attention,
+}

@@ -1,0 +1,144 @@
+"""Putting tensors together out of parts: at known places, as cats of slices, and under masks.
+
+What looks up places in another tensor (gather, scatter, sort) has LIBRARY rows in ``ir.ops``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.fx import Node as FxNode
+
+from strop.frontend.creation import filled
+from strop.frontend.views import slice_start
+from strop.ir.dims import Expr, const
+from strop.ir.graph import Builder, Node
+
+if TYPE_CHECKING:
+    from strop.frontend.importer import Importer
+
+aten = torch.ops.aten
+Rule = Callable[..., Any]
+ZERO = const(0)
+
+
+def joined(b: Builder, pieces: Sequence[Node], dim: int) -> Node:
+    """The pieces side by side; empty ones do not count."""
+    kept = [p for p in pieces if p.shape[dim] != ZERO] or list(pieces[:1])
+    if len(kept) == 1:
+        return kept[0]
+    shape = list(kept[0].shape)
+    shape[dim] = sum((p.shape[dim] for p in kept), start=ZERO)
+    return b.make("cat", kept, shape, kept[0].dtype, dim=dim)
+
+
+def _cat(im: Importer, fx: FxNode, tensors: Sequence[Any], dim: int = 0) -> Node:
+    nodes = [im.node(t) for t in tensors]
+    rank, dtype = len(im.shape(fx)), fx.meta["val"].dtype
+    nodes = [n for n in nodes if len(n.shape) == rank]  # torch skips the legacy empty tensor
+    return joined(im.builder, [im.builder.cast(n, dtype) for n in nodes], dim % rank)
+
+
+def _stack(im: Importer, fx: FxNode, tensors: Sequence[Any], dim: int = 0) -> Node:
+    b, shape, dtype = im.builder, list(im.shape(fx)), fx.meta["val"].dtype
+    dim %= len(shape)
+    shape[dim] = const(1)
+    return joined(b, [b.reshape(b.cast(im.node(t), dtype), shape) for t in tensors], dim)
+
+
+def _pad(im: Importer, fx: FxNode, x: Any, pad: Sequence[Any], value: float = 0) -> Node:
+    """Constant padding as a cat of constants around the value; less than none crops it."""
+    node, b = im.node(x), im.builder
+    for position in range(len(pad) // 2):
+        dim = len(node.shape) - 1 - position
+        before, after = (p.meta["val"] if isinstance(p, FxNode) else p
+                         for p in pad[2 * position : 2 * position + 2])  # fmt: skip
+        cropped = [im.size(-p) if p < 0 else ZERO for p in (before, after)]
+        length = node.shape[dim] - cropped[0] - cropped[1]
+        node = b.slice(node, dim, cropped[0], length)
+        sides = [_block(b, value, node, dim, im.size(p)) if p > 0 else None
+                 for p in (before, after)]  # fmt: skip
+        node = joined(b, [p for p in (sides[0], node, sides[1]) if p is not None], dim)
+    return node
+
+
+def _block(b: Builder, value: float, like: Node, dim: int, width: Expr) -> Node:
+    sizes = [width if d == dim else s for d, s in enumerate(like.shape)]
+    return filled(b, value, sizes, like.dtype)
+
+
+def _roll(im: Importer, fx: FxNode, x: FxNode, shifts: Sequence[Any], dims: Sequence[int] = ()
+          ) -> Node | None:  # fmt: skip
+    node, b = im.node(x), im.builder
+    sizes = x.meta["val"].shape if dims else (x.meta["val"].numel(),)
+    if not dims:
+        node = b.reshape(node, (node.numel,))
+    for shift, dim in zip(shifts, dims or (0,), strict=True):
+        if not isinstance(shift, int):
+            return None
+        size = node.shape[dim]
+        if size.is_const:
+            back = const(shift % max(size.value, 1))
+        elif abs(shift) <= sizes[dim]:
+            back = const(shift) if shift >= 0 else size + shift
+        else:
+            return None
+        dim %= len(node.shape)
+        node = joined(b, [b.slice(node, dim, size - back, back),
+                          b.slice(node, dim, 0, size - back)], dim)  # fmt: skip
+    return b.reshape(node, im.shape(fx))
+
+
+def _put(b: Builder, x: Node, part: Node, dim: int, start: Expr) -> Node:
+    """x with ``part`` at ``start`` along ``dim``."""
+    end = start + part.shape[dim]
+    before = b.slice(x, dim, 0, start)
+    after = b.slice(x, dim, end, x.shape[dim] - end)
+    return joined(b, [before, b.cast(part, x.dtype), after], dim)
+
+
+def _slice_scatter(im: Importer, fx: FxNode, x: FxNode, part: Any, dim: int = 0,
+                   start: Any = None, end: Any = None, step: int = 1) -> Node | None:  # fmt: skip
+    if step != 1:
+        return None
+    node = im.node(x)
+    dim %= len(node.shape)
+    return _put(im.builder, node, im.node(part), dim, slice_start(im, x, dim, start))
+
+
+def _select_scatter(im: Importer, fx: FxNode, x: Any, part: Any, dim: int, index: Any) -> Node:
+    node, b = im.node(x), im.builder
+    dim %= len(node.shape)
+    place = im.size(index)
+    if place.is_const and place.value < 0:
+        place = place + node.shape[dim]
+    one = [const(1) if d == dim else s for d, s in enumerate(node.shape)]
+    return _put(b, node, b.reshape(im.node(part), one), dim, place)
+
+
+def _masked_put(im: Importer, fx: FxNode, x: Any, indices: Sequence[Any], value: Any,
+                accumulate: bool = False) -> Node | None:  # fmt: skip
+    """``x[mask] = number``: without looking for the places, whose count depends on the mask."""
+    node, b, fill = im.node(x), im.builder, im.node(value)
+    if accumulate or len(indices) != 1 or fill.numel != const(1):
+        return None
+    mask = im.node(indices[0])
+    if mask.dtype != torch.bool:
+        return None
+    shape = (*mask.shape, *[const(1)] * (len(node.shape) - len(mask.shape)))
+    fill = b.cast(b.reshape(fill, ()), node.dtype)
+    return b.pointwise("where", b.reshape(mask, shape), fill, node, dtype=node.dtype)
+
+
+INDEXING: dict[Any, Rule] = {
+    aten.cat.default: _cat,
+    aten.stack.default: _stack,
+    aten.constant_pad_nd.default: _pad,
+    aten.roll.default: _roll,
+    aten.slice_scatter.default: _slice_scatter,
+    aten.select_scatter.default: _select_scatter,
+    aten.index_put.default: _masked_put,
+    aten._unsafe_index_put.default: _masked_put,
+}

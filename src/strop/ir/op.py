@@ -1,0 +1,72 @@
+"""What one row of the operator table says. ``ops`` is the table, ``pointwise`` most of its rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from enum import Enum, Flag, auto
+from typing import Any
+
+import torch
+
+
+class Kind(Enum):
+    POINTWISE = "pointwise"  # one output element from one element of each operand
+    REDUCTION = "reduction"  # many elements to one, over attrs["dims"]
+    VIEW = "view"  # another way to read the same elements: an affine index map
+    CONTRACTION = "contraction"  # GEMM, convolution, attention: library anchors
+    OPAQUE = "opaque"  # anything else, run by torch
+
+
+class Operands(Enum):
+    """The compute type in which the operands of a pointwise row arrive."""
+
+    RESULT = "result"  # all in the compute type of the result
+    PROMOTED = "promoted"  # all in the promoted type of the operands (comparisons)
+    SELECT = "select"  # the first is a bool, the others as RESULT
+    TRUTH = "truth"  # all as bools: is it different from zero
+    OWN = "own"  # each in its own type (cast)
+
+
+class Types(Flag):
+    """The types that a pointwise row computes in."""
+
+    FLOAT = auto()
+    INTEGER = auto()
+    BOOL = auto()
+    NUMBER = FLOAT | INTEGER
+    BITS = INTEGER | BOOL
+    ANY = FLOAT | INTEGER | BOOL
+
+    @staticmethod
+    def of(dtype: torch.dtype) -> Types:
+        if dtype is torch.bool:
+            return Types.BOOL
+        return Types.FLOAT if dtype.is_floating_point else Types.INTEGER
+
+
+@dataclass(frozen=True, slots=True)
+class Op:
+    name: str
+    kind: Kind
+    overloads: tuple[Any, ...] = ()
+    triton: str = ""
+    cpp: str = ""
+    reference: Callable[..., Any] | None = None
+    operands: Operands = Operands.RESULT
+    types: Types = Types.ANY
+    when: Callable[[Mapping[str, Any]], bool] = lambda attrs: (
+        True
+    )  # picks among rows of an overload
+    example: tuple[float, float] = (-3.0, 3.0)  # operand range that tests draw from
+    attrs: Mapping[str, Any] = field(default_factory=dict)  # attribute values that tests use
+
+    @property
+    def arity(self) -> int:
+        """How many operands a pointwise row has."""
+        return sum(f"{{{place}}}" in self.cpp for place in range(3))
+
+
+def compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The type in which a kernel holds a value of this dtype (ATen's opmath type)."""
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype

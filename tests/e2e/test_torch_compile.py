@@ -1,0 +1,112 @@
+"""``torch.compile(backend="strop")``: Dynamo decides when to trace, Strop compiles what it gets."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from strop.errors import OptionError
+from strop.runtime import aot
+from strop.testing import assert_as_accurate_as_eager
+from tests.e2e import tiny
+from tests.e2e.test_components import CASES, first
+
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch: pytest.MonkeyPatch):
+    torch._dynamo.reset()
+    monkeypatch.setattr(aot, "AOT_LOG", aot.AotLog())
+    yield
+    torch._dynamo.reset()
+
+
+DEFAULTS = {"cache_dir": tiny.cache_dir(), "strict": True}
+
+
+def compiled(module: Any, **options: Any) -> Any:
+    return torch.compile(module, backend="strop",
+                         options=DEFAULTS | options)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_components_are_as_accurate_as_eager(name: str):
+    case = CASES[name]
+    eager = case.module()
+    exact = copy.deepcopy(eager).double()
+    fast = compiled(eager)
+    results = []
+    with torch.no_grad():
+        for size in case.sizes[:3]:
+            args = case.args(*size, dtype=torch.float32)
+            wide = [a.double() if a.is_floating_point() else a for a in args]
+            results.append((first(fast(*args)), first(eager(*args)), first(exact(*wide))))
+    assert_as_accurate_as_eager(*(torch.cat([t.flatten() for t in column])
+                                  for column in zip(*results, strict=True)))  # fmt: skip
+    assert aot.AOT_LOG.records
+    assert not aot.AOT_LOG.fallbacks
+
+
+def test_a_second_compile_is_cheap(tmp_path: Any):
+    """The first graph has constant sizes, the second symbols; their kernels are the same."""
+    unet = tiny.unet(block_out_channels=(32, 64), norm_num_groups=8, attention_head_dim=4)
+    fast = compiled(unet, cache_dir=str(tmp_path))
+    with torch.no_grad():
+        for size in [(2, 8, 8, 7), (2, 8, 12, 7)]:
+            args = tiny.unet_args(*size)
+            # fp32 sums in another order
+            torch.testing.assert_close(fast(*args).sample, unet(*args).sample, rtol=1e-4, atol=1e-5)
+    once, again = aot.AOT_LOG.records
+    assert once.kernels_built == len(once.compiled.program.sources)
+    assert again.kernels_built == 0
+    assert again.seconds <= 0.5 * once.seconds
+
+
+class Step(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.conv, self.norm = nn.Conv2d(4, 16, 3, padding=1), nn.GroupNorm(4, 16)
+        self.out = nn.Linear(16, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.nn.functional.silu(self.norm(self.conv(x)))
+        return self.out(y.mean((2, 3))).square().mean()
+
+
+def test_gradients():
+    """Smoke test of forward and backward; training itself is not built yet."""
+    eager = Step()
+    ours = copy.deepcopy(eager)
+    x = torch.randn(2, 4, 9, 7, generator=torch.manual_seed(1))
+    given, x = x.clone().requires_grad_(), x.requires_grad_()
+    eager(x).backward()
+    compiled(ours)(given).backward()
+    wanted = {name: p.grad for name, p in eager.named_parameters()} | {"x": x.grad}
+    found = {name: p.grad for name, p in ours.named_parameters()} | {"x": given.grad}
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-6)
+    assert len(aot.AOT_LOG.records) == 2
+    assert not aot.AOT_LOG.fallbacks
+
+
+def test_a_mutated_argument_is_written_and_its_old_value_still_read():
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        before = x * 2
+        x.add_(y)
+        return before + x
+
+    x, y = torch.arange(6.0), torch.ones(6)
+    theirs, ours = x.clone(), x.clone()
+    expected = step(theirs, y)
+    assert torch.equal(compiled(step)(ours, y), expected)
+    assert torch.equal(ours, theirs)
+
+
+def test_unknown_options_are_named():
+    fast = torch.compile(nn.Linear(2, 2), backend="strop", options={"speed": 11})
+    with pytest.raises(Exception, match="speed") as found:
+        fast(torch.ones(1, 2))
+    assert isinstance(found.value, OptionError) or "OptionError" in str(found.value)

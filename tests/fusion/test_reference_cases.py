@@ -1,0 +1,236 @@
+"""How many kernels the cases that every fusing compiler is judged by become, and what they compute.
+
+Each case is planned, and its plan is run with interpreted kernels in fp64, with Triton's text in
+Triton's interpreter and with C++, at other sizes than those it was traced with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from strop.codegen import cpp
+from strop.codegen.triton import emit
+from strop.codegen.triton_interpreter import interpret
+from strop.fusion.plan import FusionPlan
+from strop.fusion.planner import plan
+from strop.ir.dims import Env
+from strop.ir.graph import Graph
+from strop.ir.loops import Kernel, Schedule
+from strop.ir.source import Emitted
+from strop.lowering.lower import Lowered, lower
+from strop.options import Options
+from strop.passes import run as run_passes
+from strop.runtime.cache import DiskCache
+from strop.runtime.native import NativeFunction, NativeKernels
+from tests.codegen.cpp_launch import launch
+from tests.frontend.tracing import trace
+from tests.lowering.run_plan import Execute, run_plan, with_offsets
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*degrees of freedom")
+
+HINTS = {"b": 4, "r": 6, "c": 96}
+ENVS = ({"b": 2, "r": 5, "c": 7}, {"b": 1, "r": 1, "c": 1}, {"b": 3, "r": 9, "c": 130})
+EXACT = {"rtol": 1e-9, "atol": 1e-9}
+Built = dict[Kernel, tuple[Emitted, NativeFunction]]
+ROW, COLUMN, POINTWISE = Schedule.ROW, Schedule.COLUMN, Schedule.POINTWISE
+
+
+def rms_norm(x: Tensor, w: Tensor) -> Tensor:
+    return x * torch.rsqrt((x * x).mean(-1, keepdim=True) + 1e-6) * w
+
+
+def two_outputs(x: Tensor, y: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    z = x * y + b
+    total = z.sum(-1, keepdim=True)
+    return z / (total.abs() + 1), total.tanh()
+
+
+def several_outputs(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+    z = x + y
+    return z, z.sin(), z.mean(-1), z.amax(-1), z - z.mean(-1, keepdim=True)
+
+
+def glu_of_norm(x: Tensor, w: Tensor) -> Tensor:
+    y = F.layer_norm(x, (32,), w, w)
+    return y * torch.sigmoid(y)
+
+
+def standardised(x: Tensor) -> Tensor:
+    return (x - x.mean(1, keepdim=True)) / x.std(1, keepdim=True)
+
+
+@dataclass(frozen=True)
+class Case:
+    function: Callable[..., Any]
+    shapes: tuple[str, ...]
+    schedules: tuple[Schedule, ...]
+    empty: bool = True  # torch has an answer when b is 0
+
+
+ROWS = ("r c",)
+CASES: dict[str, Case] = {
+    "two_outputs": Case(two_outputs, ("r c", "r c", "c"), (ROW,)),
+    "two_outputs_of_known_rows": Case(two_outputs, ("r 48", "r 48", "48"), (ROW,)),
+    "several_outputs": Case(several_outputs, ("b r c", "c"), (ROW,)),
+    "softmax": Case(lambda x: x.softmax(-1), ROWS, (ROW,)),
+    "softmax_of_40960": Case(lambda x: x.softmax(-1), ("b 40960",), (ROW,)),
+    "log_softmax": Case(lambda x: x.log_softmax(-1), ROWS, (ROW,)),
+    "softmax_of_all": Case(lambda x: x.softmax(0), ("b*r*c",), (ROW,)),
+    "softmax_across": Case(lambda x: x.softmax(1), ("b 24 r*c",), (ROW,)),
+    "log_softmax_first": Case(lambda x: x.log_softmax(0), ("12 b*c",), (ROW,)),
+    "layer_norm": Case(lambda x, w: F.layer_norm(x, (48,), w, w), ("b r 48", "48"), (ROW,)),
+    "layer_norm_of_12345": Case(lambda x: F.layer_norm(x, (12345,)), ("b 12345",), (ROW,)),
+    "layer_norm_of_two_dims": Case(lambda x: F.layer_norm(x, x.shape[1:]), ("b 6 8",), (ROW,)),
+    "layer_norm_then_gate": Case(glu_of_norm, ("b r 32", "32"), (ROW,)),
+    "rms_norm": Case(rms_norm, ("r c", "c"), (ROW,)),
+    "group_norm_silu": Case(lambda x, w: F.silu(F.group_norm(x, 4, w, w)),
+                            ("b 16 r c", "16"), (ROW, POINTWISE)),
+    "group_norm_silu_channels_last": Case(
+        lambda x, w: F.silu(F.group_norm(x.permute(0, 3, 1, 2), 4, w, w)),
+        ("b r c 16", "16"), (COLUMN, POINTWISE)),
+    "instance_norm": Case(F.instance_norm, ("b 4 r 6",), (ROW,)),
+    "batch_norm": Case(lambda x, w: F.batch_norm(x, w, w.abs(), w, w), ("b 8 r", "8"),
+                       (POINTWISE,)),
+    "two_sums_of_one_shape": Case(lambda x, y: (x.sum(-1), y.amax(-1)), ("r c",) * 2, (ROW,)),
+    "two_layer_norms": Case(lambda x, y: (F.layer_norm(x, (24,)), F.layer_norm(y, (24,))),
+                            ("b r 24",) * 2, (ROW,)),
+    "two_columns_of_one_shape": Case(lambda x, y: (x.sum(0), y.amax(0)), ("r c",) * 2, (COLUMN,)),
+    "softmax_of_layer_norm": Case(lambda x, w: F.layer_norm(x, (48,), w, w).softmax(-1),
+                                  ("b r 48", "48"), (ROW,)),
+    "transposed_before_row": Case(lambda x, y: (y + x.transpose(1, 2)).softmax(-1),
+                                  ("b r c", "b c r"), (ROW,)),
+    "transposed_after_row": Case(lambda x: x.softmax(-1).transpose(1, 2) * 2, ("b r c",), (ROW,)),
+    "transposed_pointwise": Case(lambda x, y: (x.t() + y).exp() * x.t(), ("r c", "c r"),
+                                 (POINTWISE,)),
+    "sum_of_1": Case(lambda x: x.sum(-1), ("b*r 1",), (ROW,)),
+    "sum_of_123": Case(lambda x: x.sum(-1), ("b*r 123",), (ROW,)),
+    "sum_of_12345": Case(lambda x: x.sum(-1), ("b 12345",), (ROW,)),
+    "sum_of_40960": Case(lambda x: x.sum(-1), ("b 40960",), (ROW,)),
+    "column_sum": Case(lambda x: x.sum(0), ("r c",), (COLUMN,)),
+    "middle_sum": Case(lambda x: (x * 2).sum(1), ("b r c",), (COLUMN,)),
+    "sum_of_expanded": Case(
+        lambda x: x[:, None].expand(x.shape[0], 5, x.shape[1]).sum(1), ROWS, (ROW,)),
+    "sum_of_all": Case(lambda x: x.sum(), ("b r c",), (COLUMN,)),
+    "var_mean_of_all": Case(torch.var_mean, ("b r c",), (COLUMN,)),
+    "norm_of_all": Case(lambda x: x.norm(), ("b r c",), (COLUMN,)),
+    "mean_square_error": Case(lambda x, y: ((x - y) * (x - y)).mean(), ("b r c",) * 2, (COLUMN,)),
+    "argmax": Case(lambda x: x.argmax(-1), ROWS, (ROW,), empty=False),
+    "max_with_indices": Case(lambda x: torch.max(x, 1), ROWS, (ROW,), empty=False),
+    "argmax_of_all": Case(lambda x: x.argmax(), ROWS, (COLUMN, COLUMN), empty=False),
+    "standardised": Case(standardised, ("r c",), (ROW,)),
+    # where sharing a kernel would be wrong
+    "sums_along_both_dims": Case(lambda x: ((x + 1).sum(0), (x + 1).sum(1)), ("r r c",),
+                                 (COLUMN, COLUMN)),
+    "sum_added_across": Case(lambda x: x + x.sum(-1), ("c c",), (ROW, POINTWISE)),
+    "softmax_plus_its_transpose": Case(lambda x: (lambda y: y + y.t())(x.softmax(-1)), ("c c",),
+                                       (ROW, POINTWISE)),
+    "sums_of_x_and_its_copied_transpose": Case(
+        lambda x: ((x + 1).sum(-1), (x + 1).t().contiguous().sum(-1)), ("c c",), (ROW, COLUMN)),
+}  # fmt: skip
+
+
+@cache
+def planned(name: str) -> tuple[Graph, FusionPlan]:
+    case = CASES[name]
+    used = {n: h for n, h in HINTS.items() if any(n in s for s in " ".join(case.shapes).split())}
+    graph, _ = run_passes(trace(case.function, *case.shapes, **used).graph, Options())
+    return graph, plan(graph)
+
+
+@cache
+def lowered(name: str) -> tuple[Lowered, ...]:
+    graph, fusion = planned(name)
+    stored = {node for group in fusion.groups for node in group.stores}
+    found = (lower(group, stored, graph.hints) for group in fusion.groups)
+    return tuple(replace(low, kernel=with_offsets(low.kernel, low.offsets)) for low in found)
+
+
+def arguments(name: str, env: Env, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    graph, _ = planned(name)
+    return [torch.randn([s.eval(env) for s in node.shape], generator=generator).to(dtype)
+            for node in graph.inputs]  # fmt: skip
+
+
+def eager(name: str, args: Sequence[Tensor]) -> list[Tensor]:
+    result = CASES[name].function(*args)
+    return [result] if isinstance(result, Tensor) else list(result)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_kernels_of_a_plan(name: str):
+    _, fusion = planned(name)
+    assert len(fusion.steps) == len(fusion.groups), "something was left to torch"
+    assert tuple(group.schedule for group in fusion.groups) == CASES[name].schedules
+    assert all(refusal.reason for refusal in fusion.refusals)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_each_element_is_swept_once(name: str):
+    """A kernel whose axes span more than its domain would reduce the same row again and again."""
+    largest = max(n.numel.eval(HINTS) for n in planned(name)[0].nodes)
+    for low in lowered(name):
+        assert (low.kernel.num_rows * low.kernel.num_cols).eval(HINTS) <= largest
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_meaning_of_a_plan(name: str):
+    graph, fusion = planned(name)
+    for env in ENVS:
+        args = arguments(name, env, torch.float64)
+        found = run_plan(graph, fusion, args, env)
+        for ours, theirs in zip(found, eager(name, args), strict=True):
+            torch.testing.assert_close(ours, theirs, **EXACT, equal_nan=True)
+
+
+def interpreted(kernel: Kernel, tensors: Sequence[Tensor], env: Env) -> None:
+    emitted = emit(kernel)
+    sizes = {f"s{i}": size.eval(env) for i, size in enumerate(emitted.scalars)}
+    storages = [t.as_strided((t.untyped_storage().nbytes() // t.element_size(),), (1,))
+                for t in tensors]  # fmt: skip
+    interpret(emitted.source, storages, sizes | {"splits": 3})
+
+
+def compare(name: str, env: Env, execute: Execute) -> None:
+    graph, fusion = planned(name)
+    args = arguments(name, env)
+    found = run_plan(graph, fusion, args, env, execute, exact=False)
+    for ours, theirs in zip(found, eager(name, args), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=2e-5, atol=2e-5, equal_nan=True)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_triton(name: str):
+    for env in ENVS[:2]:
+        compare(name, env, interpreted)
+
+
+@pytest.fixture(scope="module")
+def native(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> dict[Kernel, tuple[Emitted, NativeFunction]]:
+    """The C++ functions of all cases, from one run of the compiler."""
+    kernels = [low.kernel for name in CASES for low in lowered(name)]
+    emitted = [cpp.emit(kernel) for kernel in kernels]
+    cache = NativeKernels(DiskCache(tmp_path_factory.mktemp("cache")))
+    functions = cache.build([e.source for e in emitted])
+    return {k: (e, functions[e.source]) for k, e in zip(kernels, emitted, strict=True)}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_cpp(name: str, native: Built):
+    def execute(kernel: Kernel, tensors: Sequence[Tensor], env: Env) -> None:
+        emitted, function = native[kernel]
+        launch(function, emitted, tensors, env)
+
+    nothing = [{"b": 0, "r": 2, "c": 3}] if CASES[name].empty else []
+    for env in [*ENVS, *nothing]:
+        compare(name, env, execute)

@@ -1,0 +1,31 @@
+"""Tensors of more than 2^31 elements: C++ kernels count in 64 bits, Triton's are not asked to."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from strop.backend import compile_graph
+from strop.codegen.assemble import Signature
+from strop.options import Options
+from strop.runtime.executor import needs_wide_indices
+from tests.frontend.tracing import trace
+
+
+@pytest.mark.parametrize(("device", "rows", "wide"), [
+    ("cuda", 2**21 - 1, False), ("cuda", 2**21, True), ("cpu", 2**21, False),
+])  # fmt: skip
+def test_triton_kernels_stop_below_32_bits(device: str, rows: int, wide: bool) -> None:
+    traced = trace(lambda x: torch.nn.functional.silu(x), "b 1024", b=2)
+    signature = Signature(traced.returned, traced.captured.guards)
+    program = compile_graph(traced.graph, signature, device, Options()).program
+    assert needs_wide_indices(program, {"b": rows}) == wide
+
+
+def test_cpp_counts_in_64_bits() -> None:
+    traced = trace(lambda x: x[:, 1:].flip(1).sum(1) + x[:, :-1].amax(1), "b 4*h", b=2, h=3)
+    signature = Signature(traced.returned, traced.captured.guards)
+    for source in compile_graph(traced.graph, signature, "cpu", Options()).program.sources:
+        assert "int64_t" in source.text
+        assert " int " not in source.text
+        assert "int32" not in source.text

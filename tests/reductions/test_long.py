@@ -1,0 +1,92 @@
+"""Long reductions: no digit is lost on the way, by either code generator."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+import strop
+from strop.codegen.triton import emit
+from strop.codegen.triton_interpreter import interpret
+from strop.ir.dims import to_expr
+from strop.ir.loops import Kernel, Schedule
+from strop.options import Options
+from strop.testing import assert_as_accurate_as_eager
+from tests.codegen.kernels import Sample, Writer, axis, index, reads, writes
+from tests.frontend.tracing import Function
+
+F32 = torch.float32
+LENGTHS = (1, 123, 12_345, 40_960, 1_000_000)
+REDUCTIONS: dict[str, Callable[..., Tensor]] = {
+    "sum": torch.sum,
+    "mean": torch.mean,
+    "var": lambda x, *dims: x.var(*dims, unbiased=False),
+    "norm": lambda x, *dims: torch.linalg.vector_norm(x, 2, *dims),
+}
+
+
+def data(rows: int, length: int, mean: float) -> Tensor:
+    generator = torch.Generator().manual_seed(rows + length)
+    return torch.randn(rows, length, generator=generator) + mean
+
+
+@pytest.mark.parametrize("rows", [2, 257])
+@pytest.mark.parametrize("name", REDUCTIONS)
+def test_cpp(name: str, rows: int):
+    function = REDUCTIONS[name]
+    along = Function(lambda x, y: (function(x, -1), function(y, 0), function(x))).eval()
+    with torch.no_grad():
+        strop.optimize(along, options=Options(strict=True))
+        for length in LENGTHS if rows == 2 else LENGTHS[:3]:
+            x = data(rows, length, mean=0.5)
+            args = x, x.t().contiguous()
+            exact = Function.forward(along, *(a.double() for a in args))
+            eager = Function.forward(along, *args)
+            for ours, theirs, reference in zip(along(*args), eager, exact, strict=True):
+                assert_as_accurate_as_eager(ours, theirs, reference)
+
+
+def summed(schedule: Schedule, rows: int, length: int) -> Sample:
+    """Sums of rows, or of columns."""
+    w = Writer(F32)
+    is_row = schedule is Schedule.ROW
+    x = w.load(0, index(r=length, c=1) if is_row else index(r=1, c=rows))
+    (total,) = w.reduce("sum", x)
+    body = w.take()
+    w.store(1, index(r=1), total)
+    tail = w.take()
+    params = reads(F32) + writes(F32)
+    outer, inner = axis("r", rows), axis("c", length, reduced=True)
+    if is_row:
+        kernel = Kernel("summed", schedule, (outer,), (inner,), params, body + tail, ())
+    else:
+        kernel = Kernel("summed", schedule, (inner,), (outer,), params, body, tail)
+    return Sample(kernel, (to_expr(rows * length), to_expr(rows)), ({},))
+
+
+@pytest.mark.parametrize("length", LENGTHS[1:])
+def test_triton_rows(length: int):
+    """Zero on average: every lost digit of a partial sum shows in the result."""
+    x, out = data(4, length, mean=0.0), torch.empty(4)
+    interpret(emit(summed(Schedule.ROW, 4, length).kernel).source, [x.view(-1), out], {})
+    assert_as_accurate_as_eager(out, x.sum(-1), x.double().sum(-1))
+
+
+@pytest.mark.parametrize("length", LENGTHS[1:4])
+def test_triton_columns(length: int):
+    """64 columns: numpy, which stands for the GPU here, adds rows of a tile one by one."""
+    x, out = data(length, 64, mean=0.0), torch.empty(64)
+    source = emit(summed(Schedule.COLUMN, 64, length).kernel).source
+    interpret(source, [x.view(-1), out], {"splits": 2})
+    assert_as_accurate_as_eager(out, x.sum(0), x.double().sum(0))
+
+
+def test_an_infinite_element_is_not_lost():
+    x = torch.ones(1, 9000)
+    x[0, 3] = float("inf")
+    out = torch.empty(1)
+    interpret(emit(summed(Schedule.ROW, 1, 9000).kernel).source, [x.view(-1), out], {})
+    assert out.item() == float("inf")

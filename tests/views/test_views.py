@@ -1,0 +1,78 @@
+"""Every row of ``cases`` against torch: one graph for odd sizes, and where it runs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from strop.backend import compile_graph
+from strop.codegen.assemble import Signature
+from strop.lowering.lower import lower
+from strop.options import Options
+from tests.codegen.kernels import Sample
+from tests.codegen.test_model_kernels import check
+from tests.frontend.tracing import trace
+from tests.views.cases import CASES, KERNEL, make
+from tests.views.running import assert_equal, optimized
+
+ENVS = ({"b": 2, "h": 4, "w": 6}, {"b": 3, "h": 5, "w": 3}, {"b": 1, "h": 7, "w": 4})
+# torch's own shape rules fix these sizes, or ask whether a batch is 1
+SPECIALISED = {
+    "ravel", "as_strided_computed", "upsample_nearest_odd", "upsample_nearest_1d",
+    "upsample_bilinear", "upsample_bilinear_size", "upsample_bicubic", "linspace_symbolic",
+    "fold", "unfold_image",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(tmp_path_factory.mktemp("cache"))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_equals_torch(name: str, folder: str) -> None:
+    case = CASES[name]
+    module, dispatcher = optimized(case, ENVS[0], f"{folder}/{name}")
+    for env in ENVS:
+        generator = torch.Generator().manual_seed(len(name))
+        arguments = [make(text, env, generator) for text in case.arguments]
+        assert_equal(module(*arguments), case.function(*arguments))
+    assert not dispatcher.counters.fallbacks
+    assert dispatcher.variants.num_captures == 1 or name in SPECIALISED
+    calls = [s for v in dispatcher.variants.all for s in v.program.call_steps]
+    assert bool(calls) == (case.runs_in != KERNEL), [dict(s.attrs).get("target") for s in calls]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64, torch.int32,
+                                   torch.uint8], ids=str)  # fmt: skip
+@pytest.mark.parametrize("name", ["flip", "slice_step", "roll", "tril", "pad_crop", "repeat",
+                                  "diagonal", "cat", "slice_scatter"])  # fmt: skip
+def test_types(name: str, dtype: torch.dtype, folder: str) -> None:
+    case = CASES[name]
+    module, dispatcher = optimized(case, ENVS[0], f"{folder}/{name}-{dtype}")
+    generator = torch.Generator().manual_seed(1)
+    arguments = [make(text, ENVS[1], generator, dtype).abs() for text in case.arguments]
+    wanted = case.function(*arguments)
+    assert_equal(module(*arguments), wanted, 1e-2 if wanted.dtype.itemsize < 4 else 1e-6)
+    assert not dispatcher.counters.fallbacks
+
+
+TRITON = ("flip_several", "slice_step_symbolic", "slice_step_of_computed", "roll_several",
+          "triu", "pad_crop", "diagonal_offset", "linspace_symbolic", "eye_symbolic",
+          "unfold_step", "rot90", "repeat_interleave", "causal_bool_mask")  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TRITON)
+def test_in_triton(name: str) -> None:
+    """The same graphs for CUDA, in Triton's interpreter, against loop IR in fp64."""
+    case, env = CASES[name], ENVS[1]
+    traced = trace(case.function, *case.arguments, **env)
+    signature = Signature(traced.returned, traced.captured.guards)
+    compiled = compile_graph(traced.graph, signature, "cuda", Options())
+    groups = compiled.plan.groups
+    stored = {node for group in groups for node in group.stores}
+    assert groups
+    for group in groups:
+        low = lower(group, stored, compiled.graph.hints)
+        numels = tuple(n.numel - o for n, o in zip(low.buffers, low.offsets, strict=True))
+        check(Sample(low.kernel, numels, (env,)), compiled.graph.hints, 1)
