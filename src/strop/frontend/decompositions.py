@@ -49,9 +49,14 @@ def _conv2d(im: Importer, fx: FxNode, x: Any, weight: Any, bias: Any, stride: Se
             padding: Sequence[int], dilation: Sequence[int], groups: int) -> Node:  # fmt: skip
     inputs = [im.node(t) for t in (x, weight, bias) if t is not None]
     return im.builder.make(
-        "conv2d", inputs, im.shape(fx), inputs[0].dtype, stride=tuple(stride),
-        padding=tuple(padding), dilation=tuple(dilation), groups=groups,
+        "conv2d", inputs, im.shape(fx), inputs[0].dtype, stride=_both(stride),
+        padding=_both(padding), dilation=_both(dilation), groups=groups,
     )  # fmt: skip
+
+
+def _both(value: Sequence[int]) -> tuple[int, ...]:
+    """torch takes one number for both dims: padding="valid" arrives as [0]."""
+    return tuple(value) * 2 if len(value) == 1 else tuple(value)
 
 
 def _convolution(im: Importer, fx: FxNode, x: Any, weight: Any, bias: Any, stride: Any,

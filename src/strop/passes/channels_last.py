@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from strop.ir.affine import Strided, reduced_runs, strided
+from strop.ir.affine import Strided, merge, reduced_runs, strided
 from strop.ir.dims import const
 from strop.ir.graph import Builder, Graph, Node, finish
 from strop.ir.ops import Kind
@@ -61,6 +61,8 @@ def _relaid(b: Builder, node: Node, inputs: tuple[Node, ...], hints: Mapping[str
     else:
         if node.kind is Kind.REDUCTION:
             inputs = (_reducible(b, inputs[0], node.attrs["dims"], hints),)
+        if node.op == "cat":
+            inputs = tuple(_one_step(b, x, node.attrs["dim"]) for x in inputs)
         order = _order_of_largest(inputs, hints, len(node.shape))
     return b.make(node.op, inputs, node.shape, node.dtype, order=order, **node.attrs)
 
@@ -69,6 +71,14 @@ def _affine(b: Builder, view: Node, x: Node) -> Node:
     """The view over x, or over a dense copy of it where indices into x do not divide."""
     made = b.copy_of(view, (x,))
     return made if strided(made) else b.copy_of(view, (_contiguous(b, x, None),))
+
+
+def _one_step(b: Builder, x: Node, dim: int) -> Node:
+    """A piece of a cat is read at shifted places along ``dim``, which need one stride."""
+    view = strided(x)
+    if view is not None and len(merge(view.dims[dim])) <= 1:
+        return x
+    return _contiguous(b, x, None)
 
 
 def _reducible(b: Builder, x: Node, dims: tuple[int, ...], hints: Mapping[str, int]) -> Node:
