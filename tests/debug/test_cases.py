@@ -40,17 +40,6 @@ BUGS: dict[str, tuple[Plant, str, str, str]] = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("cache")
-
-
-@pytest.fixture(scope="module")
-def dump(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Path:
-    """Of the model while nothing was broken."""
-    return broken.dumped(tmp_path_factory.mktemp("dump"), cache)
-
-
 @pytest.fixture
 def case(dump: Path, cache: Path) -> cases.Case:
     return broken.case_in(dump, cache)

@@ -18,16 +18,6 @@ from strop.errors import OptionError
 from tests.debug import broken
 
 
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("cache")
-
-
-@pytest.fixture(scope="module")
-def dump(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Path:
-    return broken.dumped(tmp_path_factory.mktemp("dump"), cache)
-
-
 def test_every_stage_has_its_file(dump: Path) -> None:
     names = [step.__name__ for step in passes.PIPELINE]
     stages = [f"{n:02d}_after_{name}.txt" for n, name in enumerate(names, start=2)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -48,6 +48,7 @@ class Importer:
     builder: Builder = field(default_factory=Builder)
     values: dict[FxNode, Value] = field(default_factory=dict)
     constants: list[torch.Tensor] = field(default_factory=list)
+    devices: frozenset[str] = frozenset()  # of all values
     shared: dict[Node, int | None] = field(default_factory=dict)  # memory that the caller sees
 
     def node(self, fx: Any) -> Node:
@@ -112,6 +113,7 @@ def import_graph(
     importer = Importer(symbols)
     inputs: list[Node] = []
     nodes = list(gm.graph.nodes)
+    importer.devices = _devices(nodes)
     num_placeholders = sum(fx.op == "placeholder" for fx in nodes)
     for fx in nodes:
         importer.builder.origin = origins.get(fx.name, "")
@@ -353,7 +355,7 @@ def opaque_call(importer: Importer, fx: FxNode) -> Value:
             return tuple(template(a) for a in arg)
         return importer.literal(arg)
 
-    _refuse_host_values(fx)
+    _refuse_host_values(importer, fx)
     args = tuple(template(a) for a in fx.args)
     kwargs = tuple(sorted((k, template(v)) for k, v in fx.kwargs.items()))
     value = fx.meta["val"]
@@ -388,17 +390,19 @@ def _dense_as_traced(importer: Importer, fx: FxNode) -> Node:
     return importer.builder.make("copy", (value,), value.shape, value.dtype)
 
 
-def _refuse_host_values(fx: FxNode) -> None:
+def _refuse_host_values(importer: Importer, fx: FxNode) -> None:
     """What torch would compute on the CPU, kernels of a GPU cannot read."""
-    values = fx.meta["val"] if isinstance(fx.meta["val"], list | tuple) else [fx.meta["val"]]
-    made = {v.device.type for v in values if isinstance(v, torch.Tensor)}
-    others = {
-        n.meta["val"].device.type
-        for n in fx.graph.nodes
-        if isinstance(n.meta.get("val"), torch.Tensor)
-    }
-    if made == {"cpu"} and others != {"cpu"}:
-        raise UnsupportedError(f"{fx.target} makes a tensor on the CPU in a graph for {others}")
+    others = importer.devices
+    if others - {"cpu"} and _devices([fx]) == {"cpu"}:
+        raise UnsupportedError(
+            f"{fx.target} makes a tensor on the CPU in a graph for {set(others)}"
+        )
+
+
+def _devices(nodes: Iterable[FxNode]) -> frozenset[str]:
+    """The kinds of devices on which the results of these nodes lie."""
+    values = pytree.tree_leaves([fx.meta.get("val") for fx in nodes])
+    return frozenset(v.device.type for v in values if isinstance(v, torch.Tensor))
 
 
 def _is_random(target: Callable[..., Any] | str) -> bool:

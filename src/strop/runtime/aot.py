@@ -80,18 +80,20 @@ def compile_dynamo(gm: GraphModule, example_inputs: Sequence[Any], **given: Any)
 
 def _compile(gm: GraphModule, inputs: Sequence[Any], options: Options) -> Any:
     started = time.perf_counter()
-    device = _device_of(inputs)
-    library = kernel_library(device.type, device.index or 0, options.cache_dir,
-                             options.build_workers)  # fmt: skip
-    # a further graph shares most kernels with the first one
-    library.warm_up(FEW_WORKERS if AOT_LOG.records else None)
+    library: KernelLibrary | None = None
     try:
+        device = _device_of(inputs)
+        library = kernel_library(device.type, device.index or 0, options.cache_dir,
+                                 options.build_workers)  # fmt: skip
+        # a further graph shares most kernels with the first one
+        library.warm_up(FEW_WORKERS if AOT_LOG.records else None)
         with collection_paused():
             program, compiled, constants = _program(gm, inputs, options)
     except (UnsupportedError, ShapeError) as error:
         if options.strict:
             raise
-        library.build(())  # ends what was warmed up
+        if library is not None:
+            library.build(())  # ends what was warmed up
         log.warning("a graph of %d nodes runs in torch: %s", len(gm.graph.nodes), error)
         AOT_LOG.fallbacks[str(error)] = AOT_LOG.fallbacks.get(str(error), 0) + 1
         return _boxed(gm.forward)
