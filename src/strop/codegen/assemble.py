@@ -20,6 +20,7 @@ from strop.ir.program import (
     Guard,
     InputSpec,
     KernelStep,
+    KernelVariant,
     Program,
     Returned,
     Step,
@@ -136,10 +137,15 @@ def _kernel_step(
             a.add(node, "result" if node in results else "arena")
     emitted = a.target.emit(kernel)
     index = a.sources.setdefault(emitted.source, len(a.sources))
+    variants = tuple(
+        KernelVariant(a.sources.setdefault(v.source, len(a.sources)), v.scalars, v.size, v.most,
+                      v.multiple)
+        for v in emitted.variants
+    )  # fmt: skip
     ops = tuple(dict.fromkeys(n.op for n in group.nodes))
     writes = tuple(a.number[n] for n in group.stores)
     return KernelStep(index, tuple(a.number[n] for n in buffers), offsets, writes, emitted.scalars,
-                      group.origin, ops)  # fmt: skip
+                      group.origin, ops, variants)  # fmt: skip
 
 
 def _call_step(a: _Assembly, node: Node, results: set[Node]) -> CallStep:

@@ -8,6 +8,8 @@ it (Kahan): loops wait for memory, and hundreds of additions in a row would cost
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from strop.codegen.triton_text import TYPES, Printer, Tile, Value, number
@@ -56,23 +58,42 @@ def operand(printer: Printer, stmt: Reduce, tile: Tile) -> str:
     return text if value.dims == full else f"tl.broadcast_to({text}, {tile.block(full)})"
 
 
-def in_registers(printer: Printer, stmt: Reduce, tile: Tile, count: str) -> None:
-    """Reduce a tile along its cols, which it holds completely: mean first, then squares."""
-    x = operand(printer, stmt, tile)
-    mask = tile.masks.get("c")
+def in_registers(
+    printer: Printer, stmt: Reduce, operands: Sequence[tuple[str, str]], count: str
+) -> None:
+    """Reduce the blocks that together hold each row: mean first, then squares.
+
+    ``operands``: the text of each block, and its mask if it has one.
+    """
     dims = frozenset("r")
+    empty = identity(stmt.kind, stmt.dtype)
 
-    def masked(text: str) -> str:
-        return f"tl.where({mask}, {text}, {identity(stmt.kind, stmt.dtype)})" if mask else text
+    def masked(text: str, mask: str) -> str:
+        return f"tl.where({mask}, {text}, {empty})" if mask else text
 
+    def total(kind: str, blocks: Sequence[str]) -> str:
+        """Blocks are joined lane by lane, so that programs meet once."""
+        together = blocks[0]
+        for place, block in enumerate(blocks[1:]):
+            last = place == len(blocks) - 2
+            name = f"{stmt.outs[0]}_{kind}{'' if last else place}"
+            printer.out.add(f"{name} = {combine(kind, together, block)}")
+            together = name
+        return across(kind, together, 1)
+
+    blocks = [masked(x, mask) for x, mask in operands]
     if stmt.kind != "moments":
-        printer.define(stmt.outs[0], across(stmt.kind, masked(x), 1), dims, stmt.dtype)
+        printer.define(stmt.outs[0], total(stmt.kind, blocks), dims, stmt.dtype)
         return
     mean, var = stmt.outs
-    printer.define(mean, f"{across('sum', masked(x), 1)} / {count}", dims, stmt.dtype)
-    printer.out.add(f"{mean}_diff = {masked(f'{x} - {mean}')}")
-    squares = across("sum", f"{mean}_diff * {mean}_diff", 1)
-    printer.define(var, f"{squares} / {count}", dims, stmt.dtype)
+    printer.define(mean, f"{total('sum', blocks)} / {count}", dims, stmt.dtype)
+    squares = []
+    for place, (x, mask) in enumerate(operands):
+        diff = f"{mean}_diff{place or ''}"
+        printer.out.add(f"{diff} = {masked(f'{x} - {mean}', mask)}")
+        squares.append(f"{diff} * {diff}")
+    mean_squares = total("squares", squares) if len(squares) > 1 else across("sum", squares[0], 1)
+    printer.define(var, f"{mean_squares} / {count}", dims, stmt.dtype)
 
 
 def combine(kind: str, left: str, right: str) -> str:

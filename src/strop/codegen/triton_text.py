@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -36,6 +36,11 @@ def next_power_of_two(n: int) -> int:
 def power_of_two_in(n: int) -> int:
     """The largest power of two that divides ``n``."""
     return n & -n
+
+
+def tiles(size: Expr, tile: int) -> Expr:
+    """How many tiles cover ``size`` elements."""
+    return (size + (tile - 1)) // tile
 
 
 @dataclass
@@ -171,8 +176,15 @@ class Printer:
     kernel: Kernel
     out: Lines = field(default_factory=Lines)
     scalars: Scalars = field(default_factory=Scalars)
-    values: dict[str, Value] = field(default_factory=dict)
+    values: MutableMapping[str, Value] = field(default_factory=dict)
     constants: dict[str, int] = field(default_factory=dict)
+
+    def mask(self, name: str, size: Expr, tile: int) -> dict[str, str]:
+        """The mask of a tile dimension, printed, where tiles may stick out."""
+        if size.is_multiple_of(tile):
+            return {}
+        self.out.add(f"{name}_mask = {name} < {self.scalars.text(size)}")
+        return {name[0]: f"{name}_mask"}
 
     def ids(self, flat: Flat, stmts: Iterable[Stmt]) -> None:
         """Recover from a flat id the axis ids that these statements index with."""

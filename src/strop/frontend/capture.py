@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -48,6 +48,11 @@ class TensorSpec:
     shape: tuple[str, ...]
     dtype: torch.dtype
     device: torch.device
+    is_channels_last: bool = False  # of 4 dims; every other argument is contiguous
+
+    @property
+    def memory_format(self) -> torch.memory_format:
+        return torch.channels_last if self.is_channels_last else torch.contiguous_format
 
     @property
     def sizes(self) -> tuple[Expr, ...]:
@@ -130,7 +135,7 @@ def capture(
     symbols, guards = _settled(shape_env, gm, roots, hints)
     # node.expr would give what a root was specialised to
     sizes = {n: symbols.names[str(root.node._expr)] for n, root in roots.items()}
-    own_specs = [TensorSpec(tuple(str(e.substitute(sizes)) for e in s.sizes), s.dtype, s.device)
+    own_specs = [replace(s, shape=tuple(str(e.substitute(sizes)) for e in s.sizes))
                  for s in specs]  # fmt: skip
     own_hints = symbols.root_values(symbols.hints)
     unseen = own_hints.keys() - set().union(*(e.roots for s in own_specs for e in s.sizes))
@@ -196,7 +201,8 @@ def _roots(mode: FakeTensorMode, hints: Mapping[str, int]) -> dict[str, torch.Sy
 
 def _fake_input(spec: TensorSpec, roots: Mapping[str, torch.SymInt]) -> Tensor:
     sizes = [expr.value if expr.is_const else expr.eval(roots) for expr in spec.sizes]  # type: ignore[arg-type]
-    return torch.empty(sizes, dtype=spec.dtype, device=spec.device)
+    return torch.empty(sizes, dtype=spec.dtype, device=spec.device,
+                       memory_format=spec.memory_format)  # fmt: skip
 
 
 def _trace(

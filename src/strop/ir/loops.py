@@ -19,9 +19,10 @@ and ends in the reductions, ``tail`` runs once per (parallel row, kept col) on t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields, is_dataclass, replace
 from enum import Enum
+from typing import Any, cast
 
 import torch
 
@@ -158,6 +159,21 @@ class Kernel:
     @property
     def num_cols(self) -> Expr:
         return product(axis.size for axis in self.cols)
+
+
+def with_sizes(kernel: Kernel, sizes: Mapping[str, Expr]) -> Kernel:
+    """The kernel with other sizes in the place of these symbols."""
+
+    def mapped(value: Any) -> Any:
+        if isinstance(value, Expr):
+            return value.substitute(sizes)
+        if isinstance(value, tuple):
+            return tuple(map(mapped, value))
+        if is_dataclass(value) and not isinstance(value, type):
+            return replace(value, **{f.name: mapped(getattr(value, f.name)) for f in fields(value)})
+        return value
+
+    return cast(Kernel, mapped(kernel))
 
 
 def outs_of(stmt: Stmt) -> tuple[str, ...]:

@@ -70,8 +70,22 @@ class TensorRef:
 
 
 @dataclass(frozen=True, slots=True)
+class KernelVariant:
+    """``sources[kernel]`` instead, where ``size`` is small enough and a multiple."""
+
+    kernel: int
+    scalars: tuple[Expr, ...]
+    size: Expr
+    most: int
+    multiple: int
+
+    def fits(self, size: int) -> bool:
+        return size <= self.most and size % self.multiple == 0
+
+
+@dataclass(frozen=True, slots=True)
 class KernelStep:
-    """Launch ``sources[kernel]`` on these buffers and sizes."""
+    """Launch ``sources[kernel]``, or the first variant that fits, on these buffers and sizes."""
 
     kernel: int
     buffers: tuple[int, ...]
@@ -80,6 +94,7 @@ class KernelStep:
     scalars: tuple[Expr, ...]
     origin: str
     ops: tuple[str, ...]
+    variants: tuple[KernelVariant, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,8 +19,8 @@ _CLASSES: dict[str, Any] = {
     cls.__name__: cls
     for cls in (
         program.Program, program.InputSpec, program.Buffer, program.TensorRef,
-        program.KernelStep, program.CallStep, program.Returned, program.Guard,
-        source.KernelSource, source.Scratch, source.Split, Ref,
+        program.KernelStep, program.KernelVariant, program.CallStep, program.Returned,
+        program.Guard, source.KernelSource, source.Scratch, source.Split, Ref,
     )
 }  # fmt: skip
 _DTYPES = {str(v): v for v in vars(torch).values() if isinstance(v, torch.dtype)}

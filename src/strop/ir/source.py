@@ -56,8 +56,24 @@ class KernelSource:
 
 
 @dataclass(frozen=True, slots=True)
-class Emitted:
-    """A kernel source and the sizes that this use of it passes as ``s0, s1, ...``."""
+class Variant:
+    """A faster form of a kernel, right where ``size`` is at most ``most`` and a multiple of
+    ``multiple``."""
 
     source: KernelSource
     scalars: tuple[Expr, ...]
+    size: Expr
+    most: int
+    multiple: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Emitted:
+    """A kernel source and the sizes that this use of it passes as ``s0, s1, ...``.
+
+    ``source`` is right for every size; the first of the ``variants`` that fits is faster.
+    """
+
+    source: KernelSource
+    scalars: tuple[Expr, ...]
+    variants: tuple[Variant, ...] = ()

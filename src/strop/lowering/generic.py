@@ -24,8 +24,13 @@ def without_sizes(emit: Callable[[Kernel], Emitted]) -> Callable[[Kernel], Emitt
     def emit_generic(kernel: Kernel) -> Emitted:
         naming = _Naming(kernel)
         emitted = emit(naming.kernel())
-        sizes = tuple(size.substitute(naming.sizes) for size in emitted.scalars)
-        return replace(emitted, scalars=sizes)
+
+        def here(sizes: Sequence[Expr]) -> tuple[Expr, ...]:
+            return tuple(size.substitute(naming.sizes) for size in sizes)
+
+        variants = (replace(v, scalars=here(v.scalars), size=v.size.substitute(naming.sizes))
+                    for v in emitted.variants)  # fmt: skip
+        return replace(emitted, scalars=here(emitted.scalars), variants=tuple(variants))
 
     return emit_generic
 

@@ -22,8 +22,7 @@ from strop.errors import UnsupportedError
 from strop.options import Options
 from strop.runtime import graphs
 from strop.runtime.executor import Bound, Workspace, needs_wide_indices
-from strop.runtime.kernels import KernelLibrary
-from strop.runtime.signature import Shapes, Skeleton, flatten, solve_roots
+from strop.runtime.signature import Shapes, Skeleton, flatten, is_channels_last, solve_roots
 from strop.runtime.state import ModuleState, place
 from strop.runtime.variants import Variant, VariantStore, library_for
 
@@ -136,7 +135,7 @@ class Dispatcher:
             return self._run_eager(str(error), args, kwargs)
         if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
             return self._run_eager("an argument requires a gradient", args, kwargs)
-        key = (skeleton, tuple((t.shape, t.dtype, t.device) for t in tensors))
+        key = (skeleton, tuple((t.shape, t.dtype, t.device, is_channels_last(t)) for t in tensors))
         # normal tensors, whatever the caller's mode: memory and weights outlive this call
         with self._lock:
             if torch.is_inference_mode_enabled() or torch.is_grad_enabled():
@@ -213,13 +212,17 @@ class Dispatcher:
         self.forget_shapes()
 
     def forget_shapes(self) -> None:
+        devices = {self._device(entry) for entry in self._entries.values() if entry.variant}
         self._entries.clear()
-        if self._device.type == "cuda":
-            graphs.pool_of(self._device).forget(id(self))
+        for device in devices:
+            if device.type == "cuda":
+                graphs.pool_of(device).forget(id(self))
 
-    @property
-    def _device(self) -> torch.device:
-        return self.state.tensors[0].device if self.state.tensors else torch.device("cpu")
+    def _device(self, entry: Entry) -> torch.device:
+        """Where its weights are; a module that has none runs where its arguments are."""
+        assert entry.variant is not None
+        tensors = self.state.tensors
+        return tensors[0].device if tensors else entry.variant.specs[0].device
 
     # shapes
 
@@ -238,9 +241,6 @@ class Dispatcher:
                 self._note_fallback(f"{operator} has no row in the operator table: torch runs it")
         return entry
 
-    def _library(self) -> KernelLibrary:
-        return library_for(self._device, self.options)
-
     def _bound(self, entry: Entry, workspace: Workspace, stream: int) -> Bound:
         assert entry.variant is not None
         if entry.placed is None:
@@ -251,8 +251,8 @@ class Dispatcher:
                 placed = entry.placed
                 self.forget_shapes_but(entry)
                 entry.placed = placed
-        return Bound(entry.variant.program, entry.env, entry.placed, self._library(), workspace,
-                     stream)  # fmt: skip
+        library = library_for(self._device(entry), self.options)
+        return Bound(entry.variant.program, entry.env, entry.placed, library, workspace, stream)
 
     def forget_shapes_but(self, entry: Entry) -> None:
         keys = [k for k, e in self._entries.items() if e is entry]
@@ -265,10 +265,10 @@ class Dispatcher:
         assert entry.variant is not None
         entry.uses += 1
         self.latest = entry
-        device = self._device
+        device = self._device(entry)
         if self._wants_graph(entry):
             return self._replay(entry, tensors)
-        inputs = [t.to(s.dtype).contiguous()
+        inputs = [t.to(s.dtype).contiguous(memory_format=s.memory_format)
                   for t, s in zip(tensors, entry.variant.specs, strict=True)]  # fmt: skip
         stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
         bound = entry.bounds.get(stream)
@@ -294,14 +294,14 @@ class Dispatcher:
 
     def _wants_graph(self, entry: Entry) -> bool:
         """From the second use of a shape on, unless the caller is capturing a graph himself."""
-        if self._device.type != "cuda" or not self.options.cuda_graphs or entry.uses < 2:
+        if self._device(entry).type != "cuda" or not self.options.cuda_graphs or entry.uses < 2:
             return False
         return not torch.cuda.is_current_stream_capturing()
 
     def _replay(self, entry: Entry, inputs: list[Tensor]) -> Any:
         assert entry.variant is not None
-        results, launches = graphs.pool_of(self._device).run(
-            (id(self), entry.number), inputs, [s.dtype for s in entry.variant.specs],
+        results, launches = graphs.pool_of(self._device(entry)).run(
+            (id(self), entry.number), inputs, entry.variant.specs,
             lambda workspace, stream: self._bound(entry, workspace, stream),
             self.options.graph_budget_bytes,
         )  # fmt: skip

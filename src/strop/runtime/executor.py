@@ -18,7 +18,7 @@ from torch import Tensor
 
 from strop.errors import ShapeError
 from strop.ir.dims import Expr
-from strop.ir.program import CallStep, KernelStep, Program, TensorRef
+from strop.ir.program import CallStep, KernelStep, KernelVariant, Program, TensorRef
 from strop.runtime.calls import ALLOCATING, CUDA_ALLOCATING, CUDA_PLANNED_OUT, PLANNED_OUT, overload
 from strop.runtime.kernels import BoundKernel, KernelLibrary
 from strop.runtime.memory import Interval, plan_arena
@@ -110,9 +110,15 @@ class Bound:
         self._offsets = dict(zip(owners, offsets, strict=True))
         self._last = last
 
+    def chosen(self, step: KernelStep) -> KernelStep | KernelVariant:
+        """The form of a kernel that runs at this shape."""
+        fitting = (v for v in step.variants if v.fits(self._eval(v.size)))
+        return next(fitting, step)
+
     def _scalars(self, step: KernelStep) -> list[int]:
-        source = self.program.sources[step.kernel]
-        scalars = list(self._eval_all(step.scalars))
+        form = self.chosen(step)
+        source = self.program.sources[form.kernel]
+        scalars = list(self._eval_all(form.scalars))
         if source.split is not None:
             named = _named(scalars)
             scalars.append(self._kernels.splits(source.split.rows.eval(named),
@@ -121,7 +127,7 @@ class Bound:
 
     def _scratch_bytes(self, step: KernelStep) -> list[int]:
         """Sizes of the scratch that need not be zero; zeroed scratch is kept apart."""
-        source = self.program.sources[step.kernel]
+        source = self.program.sources[self.chosen(step).kernel]
         named = _named(self._scalars(step), has_splits=source.split is not None)
         return [0 if s.zeroed else s.numel.eval(named) * s.dtype.itemsize for s in source.scratch]
 
@@ -161,7 +167,7 @@ class Bound:
     def _link_kernel(self, position: int, step: KernelStep) -> Callable[[], None]:
         if not any(math.prod(self._shapes[number]) for number in step.writes):
             return _nothing  # grids are not empty, and kernels divide by sizes
-        source, scalars = self.program.sources[step.kernel], self._scalars(step)
+        source, scalars = self.program.sources[self.chosen(step).kernel], self._scalars(step)
         moves = [self._eval(offset) * self.program.buffers[number].dtype.itemsize
                  for number, offset in zip(step.buffers, step.offsets, strict=True)]  # fmt: skip
         pointers = [self._pointer(number) + move

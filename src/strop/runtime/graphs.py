@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from strop.frontend.capture import TensorSpec
 from strop.runtime.executor import Bound, Workspace
 
 _KERNEL_NODE = 0  # CUgraphNodeType
@@ -56,11 +57,11 @@ class GraphPool:
         self._streams: dict[int, torch.cuda.Stream] = {}
         self._lock = threading.RLock()  # binding may move weights, which drops graphs
 
-    def run(self, key: Hashable, inputs: Sequence[Tensor], dtypes: Sequence[torch.dtype],
+    def run(self, key: Hashable, inputs: Sequence[Tensor], specs: Sequence[TensorSpec],
             make: MakeBound, budget_bytes: int) -> tuple[list[Any], int]:  # fmt: skip
         """Replay the graph of ``key``, capturing it first if need be; also its kernel count.
 
-        ``inputs`` may be strided and of other dtypes than ``dtypes``: copying them in converts.
+        ``inputs`` may be strided and of other dtypes than ``specs``: copying them in converts.
         """
         with self._lock:
             stream = self._current_stream()
@@ -69,7 +70,7 @@ class GraphPool:
                 self._latest = stream
             captured = self._graphs.get(key)
             if captured is None or captured.memory is not self._workspace.memory:
-                captured = self._graphs[key] = self._capture(inputs, dtypes, make)
+                captured = self._graphs[key] = self._capture(inputs, specs, make)
                 self._trim(budget_bytes)
             self._graphs.move_to_end(key)
             results = captured.replay(inputs)
@@ -93,14 +94,16 @@ class GraphPool:
     def held_bytes(self) -> int:
         return sum(g.size_bytes for g in self._graphs.values())
 
-    def _capture(self, inputs: Sequence[Tensor], dtypes: Sequence[torch.dtype],
+    def _capture(self, inputs: Sequence[Tensor], specs: Sequence[TensorSpec],
                  make: MakeBound) -> Captured:  # fmt: skip
         stream = self._stream
         stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(stream):
             static = tuple(
-                torch.empty(x.shape, dtype=d, device=x.device).copy_(x)
-                for x, d in zip(inputs, dtypes, strict=True)
+                torch.empty(
+                    x.shape, dtype=s.dtype, device=x.device, memory_format=s.memory_format
+                ).copy_(x)
+                for x, s in zip(inputs, specs, strict=True)
             )
             bound = make(self._workspace, stream.cuda_stream)
             bound.run(static)  # lets libraries choose algorithms outside of the capture

@@ -100,8 +100,17 @@ def default_shapes(tensors: Sequence[Tensor]) -> Shapes:
                 continue  # a broadcast dim: another graph serves larger sizes
             hints[name] = max(int(t.shape[dim]), 2)
             sizes[dim] = name
-        specs.append(TensorSpec(tuple(sizes), t.dtype, t.device))
+        specs.append(TensorSpec(tuple(sizes), t.dtype, t.device, is_channels_last(t)))
     return Shapes(tuple(specs), hints)
+
+
+def is_channels_last(t: Tensor) -> bool:
+    """Dense in channels-last order and in no other: its graph then reads it as it lies."""
+    return (
+        t.dim() == 4
+        and not t.is_contiguous()
+        and t.is_contiguous(memory_format=torch.channels_last)
+    )
 
 
 def _symbolic_dims(t: Tensor) -> tuple[int, ...]:

@@ -150,8 +150,8 @@ def load(key: str, options: Options) -> Variant | None:
         entry = json.loads(data)
         program = from_json(entry["program"])
         out_spec = pytree.treespec_loads(entry["out_spec"])
-        specs = tuple(TensorSpec(tuple(shape), getattr(torch, dtype), torch.device(device))
-                      for shape, dtype, device in entry["specs"])  # fmt: skip
+        specs = tuple(TensorSpec(tuple(shape), getattr(torch, dtype), torch.device(device), last)
+                      for shape, dtype, device, last in entry["specs"])  # fmt: skip
         names, is_ragged = tuple(entry["state_names"]), bool(entry["is_ragged"])
     except _DAMAGE as error:
         log.warning("a stored plan was dropped: %s", error)
@@ -169,7 +169,8 @@ def save(key: str, variant: Variant, options: Options) -> None:
     entry: dict[str, Any] = {
         "program": to_json(variant.program),
         "out_spec": out_spec,
-        "specs": [(s.shape, str(s.dtype).removeprefix("torch."), str(s.device))
+        "specs": [(s.shape, str(s.dtype).removeprefix("torch."), str(s.device),
+                   s.is_channels_last)
                   for s in variant.specs],
         "state_names": variant.state_names,
         "is_ragged": variant.is_ragged,

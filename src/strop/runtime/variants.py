@@ -75,7 +75,7 @@ class VariantStore:
     def get(self, state: ModuleState, skeleton: Skeleton, tensors: Sequence[Tensor],
             shapes: Shapes) -> Variant | None:  # fmt: skip
         """None with ``reason`` set when the call has to run in eager."""
-        kinds = tuple((s.dtype, s.device, len(s.shape)) for s in shapes.specs)
+        kinds = tuple((s.dtype, s.device, s.is_channels_last, len(s.shape)) for s in shapes.specs)
         key = (state.structure, skeleton, kinds)
         for variant in self.variants.get(key, ()):
             if variant.fits(tensors):

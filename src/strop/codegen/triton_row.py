@@ -1,0 +1,266 @@
+"""The ROW schedule: reductions along rows that one program reads completely.
+
+A row that fits stays in registers, as one piece or as several side by side (10,240 elements are
+five pieces of 2,048: one piece of a power of two would leave a third of the lanes idle). A longer
+one, or one of unknown length, is swept several times.
+"""
+
+from __future__ import annotations
+
+from collections import ChainMap
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from strop.codegen import triton_reduce
+from strop.codegen.triton_text import Flat, Printer, Tile, Value, next_power_of_two, tiles
+from strop.ir.dims import Expr, symbol
+from strop.ir.loops import (
+    Kernel,
+    Literal,
+    Reduce,
+    Stmt,
+    Store,
+    args_of,
+    outs_of,
+    with_sizes,
+)
+
+LOOPED_COLS = 2048
+STRIDED_COLS = 32  # of a loop where rows lie side by side in memory,
+STRIDED_ROWS = 16  # how many of them a tile has at least,
+STRIDED_ELEMENTS = 2048
+MAX_STRIDED_COLS = 512  # and up to how many elements of each it holds
+ALIGNED = 8  # elements: 16 bytes of fp16
+
+
+@dataclass(frozen=True, slots=True)
+class RowTile:
+    """``pieces`` blocks of [rows, cols] hold the rows; 0 where they are swept."""
+
+    rows: int
+    cols: int
+    pieces: int
+    num_warps: int
+
+
+# Rows of up to so many elements: (rows, cols, warps) of a tile. Measured on an H100 in fp16 over
+# LayerNorm, RMSNorm, softmax and residual + LayerNorm, 32 to 100,000 rows: each is within 7 % of
+# the fastest of some 40 tiles everywhere. Short rows want one warp a row, which then needs no
+# shared memory to add up; long ones enough loads in flight.
+TILES: tuple[tuple[int, tuple[int, int, int]], ...] = (
+    (64, (16, 64, 4)),
+    (128, (8, 128, 4)),
+    (256, (4, 256, 4)),
+    (512, (4, 64, 4)),
+    (1024, (1, 128, 1)),
+    (2047, (1, 256, 4)),
+    (4095, (1, 512, 8)),
+    (16384, (1, 1024, 8)),
+    (24576, (1, 4096, 32)),
+    (49152, (1, 8192, 32)),  # 48 elements a thread of the 64 registers that 32 warps leave
+)
+# Limits of the variants for rows of unknown length: steps of 3/2 and 4/3, because idle lanes cost
+# registers and with them loads in flight (10,240 elements in a tile of 16,384: 76 us for 59).
+ALIGNED_LIMITS = tuple(sorted(k << n for n in range(5, 15) for k in (2, 3) if k << n >= 64))
+UNALIGNED_LIMITS = (64, 128, 256, 512, 1024, 2048, 4096)  # longer ones that do not divide are swept
+
+
+def row_tile(kernel: Kernel, strided: bool, most: int | None = None) -> RowTile:
+    """How a kernel is cut. ``most``: a limit of the cols, for a variant."""
+    num_cols = kernel.num_cols
+    most = num_cols.value if num_cols.is_const else most
+    if strided:
+        return _strided_tile(kernel)
+    for limit, (rows, cols, num_warps) in TILES:
+        if most is not None and most <= limit:
+            cols = min(cols, next_power_of_two(most))
+            return RowTile(fitting(kernel.num_rows, rows), cols, -(-most // cols), num_warps)
+    return RowTile(1, LOOPED_COLS, 0, 4)
+
+
+def _strided_tile(kernel: Kernel) -> RowTile:
+    num_rows, num_cols = kernel.num_rows, kernel.num_cols
+    persistent = num_cols.is_const and num_cols.value <= MAX_STRIDED_COLS
+    cols = next_power_of_two(num_cols.value) if persistent else STRIDED_COLS
+    rows = fitting(num_rows, max(STRIDED_ELEMENTS // cols, STRIDED_ROWS))
+    return RowTile(rows, cols, int(persistent), 4 if rows * cols <= 4096 else 8)
+
+
+def fitting(size: Expr, tile: int) -> int:
+    return min(tile, next_power_of_two(size.value)) if size.is_const else tile
+
+
+def forms(kernel: Kernel) -> Iterator[tuple[Kernel, int, int]]:
+    """Rows of unknown length: (kernel, most, multiple) of the variants worth having, shortest
+    first. Where the length is a root symbol, some know that it is a multiple of eight."""
+    num_cols = kernel.num_cols
+    if num_cols.is_const:
+        return
+    (root, *others) = num_cols.roots
+    if not others and num_cols == symbol(root):
+        divided = with_sizes(kernel, {root: num_cols * ALIGNED})
+        yield from ((divided, most, ALIGNED) for most in ALIGNED_LIMITS)
+    yield from ((kernel, most, 1) for most in UNALIGNED_LIMITS)
+
+
+def row(printer: Printer, strided: bool, most: int | None = None) -> tuple[Expr, int]:
+    """Prints the kernel; its grid and number of warps."""
+    kernel = printer.kernel
+    tile = row_tile(kernel, strided, most)
+    printer.constants.update({"ROWS": tile.rows, "COLS": tile.cols})
+    printer.out.add("first_row = tl.program_id(0) * ROWS")
+    printer.out.add("row = first_row + tl.arange(0, ROWS)[:, None]")
+    flat = Flat("row", kernel.rows, "r", wide=True, first="first_row", tile=tile.rows)
+    masks = printer.mask("row", kernel.num_rows, tile.rows)
+    printer.ids(flat, kernel.body)
+    if tile.pieces:
+        _Pieces(printer, flat, masks, tile).body()
+    else:
+        _in_sweeps(printer, flat, masks, tile.cols)
+    return tiles(printer.scalars.symbolic(kernel.num_rows), tile.rows), tile.num_warps
+
+
+class _Pieces:
+    """All of a row in registers: a value along the cols is one block for each piece."""
+
+    def __init__(self, printer: Printer, row: Flat, masks: dict[str, str], tile: RowTile) -> None:
+        self.printer, self.kernel = printer, printer.kernel
+        self.cols = frozenset(axis.name for axis in self.kernel.cols)
+        self.shared = printer.values
+        self.own: list[dict[str, Value]] = [{} for _ in range(tile.pieces)]
+        self.tiles = [self._piece(n, row, masks, tile) for n in range(tile.pieces)]
+
+    def _piece(self, number: int, row: Flat, masks: dict[str, str], tile: RowTile) -> Tile:
+        printer, kernel = self.printer, self.kernel
+        name = f"col{number}" if tile.pieces > 1 else "col"
+        first = f"{number * tile.cols} + " if number else ""
+        printer.out.add(f"{name} = {first}tl.arange(0, COLS)[None, :]")
+        end = (number + 1) * tile.cols
+        if not kernel.num_cols.is_const or end > kernel.num_cols.value:
+            mask = f"{name}_mask"
+            printer.out.add(f"{mask} = {name} < {printer.scalars.text(kernel.num_cols)}")
+            masks = masks | {"c": mask}
+        col = Flat(name, kernel.cols, "c")
+        printer.ids(col, kernel.body)
+        return Tile((row, col), {"r": "ROWS", "c": "COLS"}, masks, spread=row.tile > 1)
+
+    def body(self) -> None:
+        count = self.printer.scalars.text(self.kernel.num_cols)
+        for stmt in self.kernel.body:
+            if isinstance(stmt, Reduce):
+                operands = [self._operand(stmt, n) for n in range(len(self.tiles))]
+                self.printer.values = self.shared
+                triton_reduce.in_registers(self.printer, stmt, operands, count)
+            elif self._is_along(stmt):
+                for number, tile in enumerate(self.tiles):
+                    self._select(number)
+                    prefix = f"at{number}_" if number else ""
+                    self.printer.statement(stmt, tile, prefix)
+            else:
+                self.printer.values = self.shared
+                self.printer.statement(stmt, self.tiles[0])
+        self.printer.values = self.shared
+
+    def _select(self, number: int) -> None:
+        self.printer.values = ChainMap(self.own[number], self.shared)
+
+    def _operand(self, stmt: Reduce, number: int) -> tuple[str, str]:
+        self._select(number)
+        tile = self.tiles[number]
+        return triton_reduce.operand(self.printer, stmt, tile), tile.masks.get("c", "")
+
+    def _is_along(self, stmt: Stmt) -> bool:
+        if any(arg in self.own[0] for arg in args_of(stmt)):
+            return True
+        return not isinstance(stmt, Reduce | Literal) and bool(self.cols & own_axes(stmt))
+
+
+def own_axes(stmt: Stmt) -> frozenset[str]:
+    """Axes that the statement itself walks."""
+    return stmt.index.axes if hasattr(stmt, "index") else frozenset()
+
+
+def _in_sweeps(printer: Printer, row: Flat, masks: dict[str, str], cols: int) -> None:
+    """One loop over the cols for each level of reductions, and one for what is left to store."""
+    kernel = printer.kernel
+    sweeps = _Sweeps(kernel)
+    count = printer.scalars.text(kernel.num_cols)
+    col = Flat("col", kernel.cols, "c")
+    shape = {"r": "ROWS", "c": "COLS"}
+    for level in range(sweeps.num_levels):
+        outer = Tile((row, col), shape, masks)
+        for stmt in sweeps.of_rows(level):
+            printer.statement(stmt, outer)
+        reductions, stmts = sweeps.of_cols(level)
+        for stmt in reductions:
+            triton_reduce.start(printer, stmt, outer)
+        if not stmts:
+            continue
+        with printer.out.block(f"for first in range(0, {count}, COLS):"):
+            printer.out.add("col = first + tl.arange(0, COLS)[None, :]")
+            inner = masks | printer.mask("col", kernel.num_cols, cols)
+            printer.ids(col, stmts)
+            triton_reduce.step_weight(printer, reductions, "first", "COLS")
+            tile = Tile((row, col), shape, inner)
+            for stmt in stmts:
+                if isinstance(stmt, Reduce):
+                    triton_reduce.update(printer, stmt, tile)
+                else:
+                    printer.statement(stmt, tile)
+        if any(stmt.kind == "moments" for stmt in reductions):
+            lane = "tl.arange(0, COLS)[None, :]"
+            printer.out.add(f"seen = ({count} - {lane} + COLS - 1) // COLS")
+        for stmt in reductions:
+            triton_reduce.settle(printer, stmt)
+            triton_reduce.fold(printer, stmt, 1, "seen", count)
+            triton_reduce.finish(printer, stmt, count, frozenset("r"))
+
+
+class _Sweeps:
+    """Which statements of a ROW kernel run in which sweep over the cols."""
+
+    def __init__(self, kernel: Kernel) -> None:
+        self.stmts = kernel.body
+        self.cols = frozenset(axis.name for axis in kernel.cols)
+        self.level: dict[str, int] = {}
+        self.along: dict[str, bool] = {}  # varies along the cols
+        for stmt in kernel.body:
+            reduces = isinstance(stmt, Reduce)
+            for out in outs_of(stmt):
+                self.level[out] = self._level(stmt) + reduces
+                self.along[out] = not reduces and self._is_along(stmt)
+        self.num_levels = max([0, *(self._level(stmt) for stmt in kernel.body)]) + 1
+
+    def _level(self, stmt: Stmt) -> int:
+        return max([0, *(self.level[arg] for arg in args_of(stmt))])
+
+    def _is_along(self, stmt: Stmt) -> bool:
+        return bool(self.cols & own_axes(stmt)) or any(self.along[arg] for arg in args_of(stmt))
+
+    def of_rows(self, level: int) -> list[Stmt]:
+        """Statements outside of the loops that can run before the sweep of this level."""
+        return [
+            stmt
+            for stmt in self.stmts
+            if not isinstance(stmt, Reduce)
+            and not self._is_along(stmt)
+            and self._level(stmt) == level
+        ]
+
+    def of_cols(self, level: int) -> tuple[list[Reduce], list[Stmt]]:
+        """The reductions of this level, and with them all that their sweep has to run."""
+        roots = [
+            stmt
+            for stmt in self.stmts
+            if self._level(stmt) == level
+            and (isinstance(stmt, Reduce) or (isinstance(stmt, Store) and self._is_along(stmt)))
+        ]
+        needed = {arg for stmt in roots for arg in args_of(stmt) if self.along[arg]}
+        chosen: list[Stmt] = []
+        for stmt in reversed(self.stmts):
+            if stmt in roots:
+                chosen.append(stmt)
+            elif not isinstance(stmt, Reduce) and needed & set(outs_of(stmt)):
+                chosen.append(stmt)
+                needed |= {arg for arg in args_of(stmt) if self.along[arg]}
+        return [stmt for stmt in roots if isinstance(stmt, Reduce)], chosen[::-1]
