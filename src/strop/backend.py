@@ -13,6 +13,7 @@ from strop.codegen.assemble import Signature, Target, assemble, once
 from strop.errors import UnsupportedError
 from strop.fusion.plan import FusionPlan, Group
 from strop.fusion.planner import computed_by, plan
+from strop.fusion.stitch import Stitch, stitches
 from strop.ir.graph import Graph, Node
 from strop.ir.program import Program
 from strop.lowering.generic import without_sizes
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
 TARGETS = {
     "cpu": Target("cpu", cpp.emit, frozenset({"linear", "matmul"})),
-    "cuda": Target("cuda", triton.emit, frozenset({"linear", "matmul", "conv2d"})),
+    "cuda": Target("cuda", triton.emit, frozenset({"linear", "matmul", "conv2d"}), triton.stitched),
 }
 
 
@@ -60,8 +61,9 @@ def compile_graph(graph: Graph, signature: Signature, device: str, options: Opti
     graph, records = passes.run(graph, options)  # rewrite to canonical form, lay out memory
     clock.lap("passes")
     fusion, kernels = _planned(graph, generic, clock)  # which nodes share a kernel, and its loops
+    found = () if device == "cpu" or generic else _stitched(graph, fusion, kernels)
     lowered = {group: (low.kernel, low.buffers, low.offsets) for group, low in kernels.items()}
-    program = assemble(graph, fusion, lowered, signature, target)
+    program = assemble(graph, fusion, lowered, signature, target, found)
     clock.lap("codegen")
     return Compiled(program, graph, fusion, records, clock.seconds, imported)
 
@@ -86,6 +88,21 @@ def _planned(graph: Graph, generic: bool, clock: _Clock) -> tuple[FusionPlan, di
         clock.lap("lowering")
         if len(kernels) == len(fusion.groups):
             return fusion, kernels
+
+
+def _stitched(graph: Graph, fusion: FusionPlan, kernels: dict[Group, Lowered]
+              ) -> tuple[Stitch, ...]:  # fmt: skip
+    """Pairs of kernels that are one where a row fits on chip; adds the kernels of the wholes."""
+    found = []
+    stored = {node for group in fusion.groups for node in group.stores}
+    for stitch in stitches(graph, fusion):
+        inside = set(stitch.whole.nodes) - set(stitch.whole.stores)
+        try:
+            kernels[stitch.whole] = lower(stitch.whole, stored - inside, graph.hints)
+        except UnsupportedError:
+            continue  # its indices do not divide: it stays two kernels
+        found.append(stitch)
+    return tuple(found)
 
 
 class _Clock:

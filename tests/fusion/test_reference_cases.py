@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -24,7 +24,7 @@ from strop.fusion.planner import plan
 from strop.ir.dims import Env
 from strop.ir.graph import Graph
 from strop.ir.loops import Kernel, Schedule
-from strop.ir.source import Emitted
+from strop.ir.source import Emitted, Variant
 from strop.lowering.lower import Lowered, lower
 from strop.options import Options
 from strop.passes import run as run_passes
@@ -191,8 +191,14 @@ def test_meaning_of_a_plan(name: str):
             torch.testing.assert_close(ours, theirs, **EXACT, equal_nan=True)
 
 
-def interpreted(kernel: Kernel, tensors: Sequence[Tensor], env: Env) -> None:
-    emitted = emit(kernel)
+def interpreted(
+    kernel: Kernel, tensors: Sequence[Tensor], env: Env, *, with_variants: bool = False
+) -> None:
+    emitted: Emitted | Variant = emit(kernel)
+    if with_variants:
+        fitting = (v for v in emitted.variants if v.size.eval(env) <= v.most
+                   and not v.size.eval(env) % v.multiple)  # fmt: skip
+        emitted = next(fitting, emitted)
     sizes = {f"s{i}": size.eval(env) for i, size in enumerate(emitted.scalars)}
     storages = [t.as_strided((t.untyped_storage().nbytes() // t.element_size(),), (1,))
                 for t in tensors]  # fmt: skip
@@ -211,6 +217,9 @@ def compare(name: str, env: Env, execute: Execute) -> None:
 def test_triton(name: str):
     for env in ENVS[:2]:
         compare(name, env, interpreted)
+    if any(emit(low.kernel).variants for low in lowered(name)):
+        for env in (ENVS[2], {"b": 2, "r": 3, "c": 40}):  # 40 is a multiple of eight
+            compare(name, env, partial(interpreted, with_variants=True))
 
 
 @pytest.fixture(scope="module")

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
 from strop.codegen.mutation import Lowered, redirected_stores
 from strop.errors import ShapeError
 from strop.fusion.plan import FusionPlan, Group
+from strop.fusion.stitch import Stitch
 from strop.ir.affine import base_of, strided
 from strop.ir.dims import Expr
 from strop.ir.graph import Builder, Graph, Node, Ref
@@ -23,10 +24,9 @@ from strop.ir.program import (
     KernelVariant,
     Program,
     Returned,
-    Step,
     TensorRef,
 )
-from strop.ir.source import Emitted, KernelSource
+from strop.ir.source import Emitted, KernelSource, Variant
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +36,7 @@ class Target:
     device: str
     emit: Callable[[Kernel], Emitted]
     planned: frozenset[str]
+    stitched: Callable[[Kernel], tuple[Variant, ...]] = lambda kernel: ()  # forms that fit on chip
 
 
 def once(emit: Callable[[Kernel], Emitted]) -> Callable[[Kernel], Emitted]:
@@ -94,24 +95,30 @@ class _Assembly:
 
 def assemble(
     graph: Graph, plan: FusionPlan, lowered: Lowered,
-    signature: Signature, target: Target,
+    signature: Signature, target: Target, stitches: Sequence[Stitch] = (),
 ) -> Program:  # fmt: skip
-    """``lowered`` holds each group's kernel, the values behind its params, and their offsets."""
+    """``lowered`` holds each group's kernel, the values behind its params, and their offsets;
+    that of the whole of each stitch as well."""
     a = _Assembly(graph, target, redirected_stores(graph, plan, lowered))
     for position, node in enumerate(graph.inputs):
         a.add(node, "input", index=position)
     results = {base_of(o) for o in graph.outputs}
-    steps: list[Step] = []
+    kernels: dict[Group, KernelStep] = {}
+    steps: list[Group | CallStep] = []
     for step in plan.steps:
         if isinstance(step, Group):
-            steps.append(_kernel_step(a, step, *lowered[step], results))
+            kernels[step] = _kernel_step(a, step, *lowered[step], results)
+            steps.append(step)
         elif step.op != "item" and not _is_redirected(a, step):
             steps.append(_call_step(a, step, results))
+    for stitch in stitches:
+        _stitch(a, stitch, lowered[stitch.whole], kernels)
+    finished = tuple(kernels[s] if isinstance(s, Group) else s for s in steps)
     num_compiled = sum(len(group.nodes) for group in plan.groups)
     calls = sum(1 for s in plan.steps if isinstance(s, Node))
     inputs = tuple(_input_spec(n) for n in graph.inputs)
     return Program(
-        target.device, inputs, tuple(a.buffers), tuple(a.sources), tuple(steps),
+        target.device, inputs, tuple(a.buffers), tuple(a.sources), finished,
         tuple(_returned(a, item) for item in signature.returned), signature.guards,
         tuple(sorted(graph.hints.items())), num_compiled + calls, num_compiled,
     )  # fmt: skip
@@ -137,15 +144,39 @@ def _kernel_step(
             a.add(node, "result" if node in results else "arena")
     emitted = a.target.emit(kernel)
     index = a.sources.setdefault(emitted.source, len(a.sources))
-    variants = tuple(
-        KernelVariant(a.sources.setdefault(v.source, len(a.sources)), v.scalars, v.size, v.most,
-                      v.multiple)
-        for v in emitted.variants
-    )  # fmt: skip
     ops = tuple(dict.fromkeys(n.op for n in group.nodes))
     writes = tuple(a.number[n] for n in group.stores)
-    return KernelStep(index, tuple(a.number[n] for n in buffers), offsets, writes, emitted.scalars,
-                      group.origin, ops, variants)  # fmt: skip
+    numbers = tuple(a.number[n] for n in buffers)
+    variants = _variants(a, emitted.variants, numbers, offsets, writes)
+    return KernelStep(index, numbers, offsets, writes, emitted.scalars, group.origin, ops, variants)
+
+
+def _variants(
+    a: _Assembly, found: Sequence[Variant], buffers: tuple[int, ...], offsets: tuple[Expr, ...],
+    writes: tuple[int, ...],
+) -> tuple[KernelVariant, ...]:  # fmt: skip
+    return tuple(
+        KernelVariant(a.sources.setdefault(v.source, len(a.sources)), buffers, offsets, writes,
+                      v.scalars, v.size, v.most, v.multiple)
+        for v in found
+    )  # fmt: skip
+
+
+def _stitch(
+    a: _Assembly, stitch: Stitch, low: tuple[Kernel, tuple[Node, ...], tuple[Expr, ...]],
+    steps: dict[Group, KernelStep],
+) -> None:  # fmt: skip
+    """Let the host's step do the work of both where a variant of the whole fits."""
+    if any(node in a.redirected for node in stitch.whole.stores):
+        return
+    kernel, nodes, offsets = low
+    buffers, writes = ([a.number[n] for n in of] for of in (nodes, stitch.whole.stores))
+    forms = a.target.stitched(kernel)
+    variants = _variants(a, forms, tuple(buffers), offsets, tuple(writes))
+    guest = stitch.reader if stitch.host is stitch.statistics else stitch.statistics
+    host = steps[stitch.host]
+    steps[stitch.host] = replace(host, variants=variants + host.variants)
+    steps[guest] = replace(steps[guest], absorbed=variants)
 
 
 def _call_step(a: _Assembly, node: Node, results: set[Node]) -> CallStep:

@@ -37,6 +37,17 @@ def emit(kernel: Kernel) -> Emitted:
     return replace(emitted, variants=tuple(variants))
 
 
+def stitched(kernel: Kernel) -> tuple[Variant, ...]:
+    """Forms of a ROW kernel for rows that one program holds in registers."""
+    forms = []
+    for most in triton_row.STITCHED_LIMITS:
+        size = kernel.num_cols
+        if not size.is_const or size.value <= most:
+            found = _emit(kernel, most)
+            forms.append(Variant(found.source, found.scalars, size, most))
+    return tuple(forms[:1] if kernel.num_cols.is_const else forms)
+
+
 def _emit(kernel: Kernel, most: int | None = None) -> Emitted:
     printer = Printer(kernel)
     if kernel.schedule is Schedule.POINTWISE:

@@ -62,6 +62,7 @@ TILES: tuple[tuple[int, tuple[int, int, int]], ...] = (
 # Limits of the variants for rows of unknown length: steps of 3/2 and 4/3, because idle lanes cost
 # registers and with them loads in flight (10,240 elements in a tile of 16,384: 76 us for 59).
 ALIGNED_LIMITS = tuple(sorted(k << n for n in range(5, 15) for k in (2, 3) if k << n >= 64))
+STITCHED_LIMITS = (3072, 12288, 24576, 49152)
 UNALIGNED_LIMITS = (64, 128, 256, 512, 1024, 2048, 4096)  # longer ones that do not divide are swept
 
 
@@ -95,6 +96,9 @@ def forms(kernel: Kernel) -> Iterator[tuple[Kernel, int, int]]:
     first. Where the length is a root symbol, some know that it is a multiple of eight."""
     num_cols = kernel.num_cols
     if num_cols.is_const:
+        return
+    if num_cols.is_multiple_of(ALIGNED):
+        yield from ((kernel, most, 1) for most in ALIGNED_LIMITS)
         return
     (root, *others) = num_cols.roots
     if not others and num_cols == symbol(root):

@@ -71,9 +71,15 @@ class TensorRef:
 
 @dataclass(frozen=True, slots=True)
 class KernelVariant:
-    """``sources[kernel]`` instead, where ``size`` is small enough and a multiple."""
+    """Launch ``sources[kernel]`` instead, where ``size`` is small enough and a multiple.
+
+    It does at least what its step does; what else it does, it takes off other steps.
+    """
 
     kernel: int
+    buffers: tuple[int, ...]
+    offsets: tuple[Expr, ...]
+    writes: tuple[int, ...]
     scalars: tuple[Expr, ...]
     size: Expr
     most: int
@@ -95,6 +101,7 @@ class KernelStep:
     origin: str
     ops: tuple[str, ...]
     variants: tuple[KernelVariant, ...] = ()
+    absorbed: tuple[KernelVariant, ...] = ()  # of another step, that do this step's work as well
 
 
 @dataclass(frozen=True, slots=True)

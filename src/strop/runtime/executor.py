@@ -66,7 +66,7 @@ class Bound:
     @property
     def num_launches(self) -> int:
         """Generated kernels and library calls of one run."""
-        return len(self.program.steps)
+        return sum(not self.is_absorbed(step) for step in self.program.steps)
 
     @property
     def call_bytes(self) -> int:
@@ -89,7 +89,7 @@ class Bound:
         first: dict[int, int] = {}
         last: dict[int, int] = {}
         for position, step in enumerate(self.program.steps):
-            for touched in _touched(step):
+            for touched in self._touched(step):
                 first.setdefault(touched, position)
                 last[touched] = position
         for item in self.program.returned:
@@ -97,12 +97,12 @@ class Bound:
                 last[item.tensor.buffer] = len(self.program.steps)
         intervals, owners = [], []
         for number, buffer in enumerate(self.program.buffers):
-            if buffer.kind == "arena":
+            if buffer.kind == "arena" and number in first:
                 size = math.prod(self._shapes[number]) * buffer.dtype.itemsize
                 intervals.append(Interval(first[number], last[number], size))
                 owners.append(("buffer", number, 0))
         for position, step in enumerate(self.program.steps):
-            if isinstance(step, KernelStep):
+            if isinstance(step, KernelStep) and not self.is_absorbed(step):
                 for index, size in enumerate(self._scratch_bytes(step)):
                     intervals.append(Interval(position, position, size))
                     owners.append(("scratch", position, index))
@@ -114,6 +114,18 @@ class Bound:
         """The form of a kernel that runs at this shape."""
         fitting = (v for v in step.variants if v.fits(self._eval(v.size)))
         return next(fitting, step)
+
+    def is_absorbed(self, step: KernelStep | CallStep) -> bool:
+        """Whether another step does the work of this one at this shape."""
+        return isinstance(step, KernelStep) and any(
+            v.fits(self._eval(v.size)) for v in step.absorbed
+        )
+
+    def _touched(self, step: KernelStep | CallStep) -> Sequence[int]:
+        """The buffers that a step reads or writes at this shape."""
+        if isinstance(step, KernelStep):
+            return () if self.is_absorbed(step) else self.chosen(step).buffers
+        return [ref.buffer for ref in step.inputs] + [n for n in step.outputs if n >= 0]
 
     def _scalars(self, step: KernelStep) -> list[int]:
         form = self.chosen(step)
@@ -140,7 +152,7 @@ class Bound:
         self._patches: dict[int, list[tuple[BoundKernel, int, int]]] = defaultdict(list)
         self._zeroed: list[Tensor] = []
         for number, buffer in enumerate(self.program.buffers):
-            if buffer.kind == "arena":
+            if ("buffer", number, 0) in self._offsets:
                 self._slots[number] = self._arena_view(number)
             elif buffer.kind == "input" and self.program.inputs[buffer.index].is_state:
                 self._slots[number] = self._state[buffer.index]
@@ -165,19 +177,20 @@ class Bound:
         return flat.as_strided(shape, self._strides[number])
 
     def _link_kernel(self, position: int, step: KernelStep) -> Callable[[], None]:
-        if not any(math.prod(self._shapes[number]) for number in step.writes):
+        form = self.chosen(step)
+        if self.is_absorbed(step) or not any(math.prod(self._shapes[n]) for n in form.writes):
             return _nothing  # grids are not empty, and kernels divide by sizes
-        source, scalars = self.program.sources[self.chosen(step).kernel], self._scalars(step)
+        source, scalars = self.program.sources[form.kernel], self._scalars(step)
         moves = [self._eval(offset) * self.program.buffers[number].dtype.itemsize
-                 for number, offset in zip(step.buffers, step.offsets, strict=True)]  # fmt: skip
+                 for number, offset in zip(form.buffers, form.offsets, strict=True)]  # fmt: skip
         pointers = [self._pointer(number) + move
-                    for number, move in zip(step.buffers, moves, strict=True)]  # fmt: skip
+                    for number, move in zip(form.buffers, moves, strict=True)]  # fmt: skip
         named = _named(scalars, has_splits=source.split is not None)
         for index, scratch in enumerate(source.scratch):
             pointers.append(self._scratch_pointer(position, index, scratch.zeroed,
                             scratch.numel.eval(named), scratch.dtype))  # fmt: skip
         bound = self._kernels.bind(source, pointers, scalars, self.stream)
-        for slot, number in enumerate(step.buffers):
+        for slot, number in enumerate(form.buffers):
             if self._slots[number] is None:
                 self._patches[number].append((bound, slot, moves[slot]))
         return bound
@@ -350,7 +363,7 @@ def needs_wide_indices(program: Program, env: Mapping[str, int]) -> bool:
 
 
 def _nothing() -> None:
-    """A kernel that has no element to write."""
+    """A kernel that has no element to write, or whose work another one does."""
 
 
 def _returns_view(target: str) -> bool:
@@ -369,12 +382,6 @@ def _copied(call: Callable[[Sequence[Tensor]], Any]) -> Callable[[Sequence[Tenso
 def _reshaped(tensor: Tensor | None, shape: tuple[int, ...]) -> Tensor:
     assert tensor is not None
     return tensor if tensor.shape == shape else tensor.view(shape)
-
-
-def _touched(step: KernelStep | CallStep) -> Sequence[int]:
-    if isinstance(step, KernelStep):
-        return step.buffers
-    return [ref.buffer for ref in step.inputs] + [n for n in step.outputs if n >= 0]
 
 
 def _named(scalars: Sequence[int], *, has_splits: bool = False) -> dict[str, int]:

@@ -1,0 +1,109 @@
+"""A column reduction and the kernel that uses it, as one kernel for sizes where a row fits on chip.
+
+GroupNorm over channels-last memory is two launches: statistics that all programs share, then
+what they normalise. Where one program can hold a whole group, one launch reads memory once.
+Which of the two runs is decided for each shape (AStitch's regional and global scheme, ASPLOS '22).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence, Set
+from dataclasses import dataclass
+
+from strop.fusion.plan import FusionPlan, Group
+from strop.ir.affine import base_of
+from strop.ir.graph import Graph, Node
+from strop.ir.loops import Schedule
+from strop.ir.ops import Kind
+
+
+@dataclass(frozen=True, slots=True)
+class Stitch:
+    """``whole`` computes what ``statistics`` and ``reader`` compute, at the place of ``host``.
+
+    Values that only ``reader`` wanted are not stored.
+    """
+
+    statistics: Group
+    reader: Group
+    whole: Group
+    host: Group
+
+
+def stitches(graph: Graph, plan: FusionPlan) -> Iterator[Stitch]:
+    """Pairs of groups that could be one kernel."""
+    writers = {node: step for step in plan.groups for node in step.stores}
+    stored = frozenset(writers)
+    loads = {step: loaded(step, stored) for step in plan.groups}
+    results = {base_of(o) for o in graph.outputs}
+    for number, group in enumerate(plan.steps):
+        if not isinstance(group, Group) or group.schedule is not Schedule.COLUMN:
+            continue
+        reader = _only_reader(group, plan.groups, loads)
+        if reader is None or not _covers(group, reader):
+            continue
+        host = _place(plan.steps, number, plan.steps.index(reader), loads)
+        if host is None:
+            continue
+        kept = tuple(n for n in group.stores
+                     if n in results or _readers(n, plan.steps, loads) - {reader})  # fmt: skip
+        nodes = tuple(dict.fromkeys((*group.nodes, *reader.nodes)))
+        yield Stitch(group, reader, Group(Schedule.ROW, nodes, (*kept, *reader.stores)), host)
+
+
+def _only_reader(
+    group: Group, groups: Sequence[Group], loads: dict[Group, frozenset[Node]]
+) -> Group | None:
+    """The pointwise kernel that alone reads the reduced values."""
+    reduced = {n for n in group.stores if n.numel != _domain(group)}
+    found = [g for g in groups if reduced & loads[g]]
+    return found[0] if len(found) == 1 and found[0].schedule is Schedule.POINTWISE else None
+
+
+def _domain(group: Group) -> object:
+    return next(n for n in group.nodes if n.kind is Kind.REDUCTION).inputs[0].numel
+
+
+def _covers(group: Group, reader: Group) -> bool:
+    return all(store.numel == _domain(group) for store in reader.stores)
+
+
+def _readers(
+    node: Node, steps: Sequence[Group | Node], loads: dict[Group, frozenset[Node]]
+) -> set[Group | Node]:
+    return {
+        s for s in steps if node in (loads[s] if isinstance(s, Group) else map(base_of, s.inputs))
+    }
+
+
+def _place(
+    steps: Sequence[Group | Node], first: int, last: int, loads: dict[Group, frozenset[Node]]
+) -> Group | None:
+    """Where both could run: early, if the reader needs nothing made in between, else late, if
+    nobody in between needs what the first one makes or could write over what it reads."""
+    group, reader, between = steps[first], steps[last], steps[first + 1 : last]
+    assert isinstance(group, Group)
+    assert isinstance(reader, Group)
+    made = {n for s in between for n in (s.stores if isinstance(s, Group) else (s,))}
+    if any(isinstance(s, Node) and s.op == "write" for s in between):
+        return None
+    if not made & loads[reader]:
+        return group
+    wanted = any(_readers(n, between, loads) for n in group.stores)
+    return None if wanted else reader
+
+
+def loaded(step: Group, stored: Set[Node]) -> frozenset[Node]:
+    """What a kernel reads from memory."""
+    found, stack, seen = set(), list(step.stores), set(step.stores)
+    while stack:
+        for base in map(base_of, stack.pop().inputs):
+            if base in seen:
+                continue
+            seen.add(base)
+            computes = base.kind in (Kind.POINTWISE, Kind.REDUCTION) and base not in stored
+            if computes or base in step.stores:
+                stack.append(base)
+            else:
+                found.add(base)
+    return frozenset(found)
