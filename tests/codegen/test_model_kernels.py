@@ -20,15 +20,16 @@ from torch import Tensor, nn
 
 from strop.backend import compile_graph
 from strop.codegen.assemble import Signature
-from strop.codegen.triton import emit
+from strop.codegen.triton import emit, stitched
 from strop.diffusion.components import adapter_for
 from strop.frontend.capture import capture
 from strop.frontend.importer import import_graph
+from strop.fusion.stitch import stitches
 from strop.ir import interpret as judge
 from strop.ir.dims import Env
 from strop.ir.loops import Schedule
-from strop.ir.source import KernelSource
-from strop.lowering.lower import lower
+from strop.ir.source import Emitted, KernelSource, Variant
+from strop.lowering.lower import Lowered, lower
 from strop.options import Options
 from strop.runtime import cubin
 from tests.codegen.kernels import Sample
@@ -42,9 +43,9 @@ SLOW_PATH_STACK = 32  # bytes: the table of digits in the slow path of sin and c
 
 @dataclass(frozen=True)
 class Model:
-    """The distinct kernels of one program, and the sizes that it was captured with."""
+    """The distinct kernels of one program with the form of each, and the sizes it was traced at."""
 
-    samples: dict[KernelSource, Sample]
+    samples: dict[KernelSource, tuple[Sample, Emitted | Variant]]
     env: Env
 
 
@@ -79,22 +80,36 @@ def kernels_of(name: str, dtype: torch.dtype) -> Model:
     compiled = compile_graph(imported.graph, signature, "cuda", Options())
     env, groups = compiled.graph.hints, compiled.plan.groups
     stored = {node for group in groups for node in group.stores}
-    samples = {}
+    samples: dict[KernelSource, tuple[Sample, Emitted | Variant]] = {}
     for group in groups:
-        low = lower(group, stored, env)
-        numels = (n.numel - o for n, o in zip(low.buffers, low.offsets, strict=True))
-        sample = Sample(low.kernel, tuple(numels), (env,))
-        samples.setdefault(emit(low.kernel).source, sample)
+        sample = _sample(lower(group, stored, env), env)
+        emitted = emit(sample.kernel)
+        for form in (emitted, *emitted.variants):
+            samples.setdefault(form.source, (sample, form))
+    for stitch in stitches(compiled.graph, compiled.plan):
+        inside = set(stitch.whole.nodes) - set(stitch.whole.stores)
+        sample = _sample(lower(stitch.whole, stored - inside, env), env)
+        for form in stitched(sample.kernel):
+            samples.setdefault(form.source, (sample, form))
     assert samples.keys() == set(compiled.program.sources)
     return Model(samples, env)
 
 
-def check(sample: Sample, env: Env, splits: int) -> None:
+def _sample(low: Lowered, env: Env) -> Sample:
+    numels = (n.numel - o for n, o in zip(low.buffers, low.offsets, strict=True))
+    return Sample(low.kernel, tuple(numels), (env,))
+
+
+def check(sample: Sample, form: Emitted | Variant, env: Env, splits: int) -> None:
+    if isinstance(form, Variant):
+        size = form.size.eval(env)
+        if size > form.most or size % form.multiple:
+            return  # it is for other sizes
     kernel = sample.kernel
     tensors = sample.tensors(env)
     expected = [tensor.clone() for tensor in tensors]
     judge.run(kernel, expected, env)
-    run(sample, tensors, env, splits)
+    run(sample, tensors, env, splits, form)
     tolerance = max(TOLERANCE.get(param.dtype, 0.0) for param in kernel.params)
     for number, param in enumerate(kernel.params):
         found, wanted = tensors[number], expected[number]
@@ -111,16 +126,16 @@ def check(sample: Sample, env: Env, splits: int) -> None:
 def test_values(name: str, dtype: torch.dtype):
     model = kernels_of(name, dtype)
     assert model.samples
-    for sample in model.samples.values():
+    for sample, form in model.samples.values():
         for splits in (1, 2) if sample.kernel.schedule is Schedule.COLUMN else (1,):
-            check(sample, model.env, splits)
+            check(sample, form, model.env, splits)
 
 
 def test_models_have_every_schedule():
     schedules = {
         sample.kernel.schedule
         for name in BUILDERS
-        for sample in kernels_of(name, F16).samples.values()
+        for sample, _ in kernels_of(name, F16).samples.values()
     }
     assert schedules == set(Schedule)
 

@@ -96,6 +96,29 @@ def in_registers(
     printer.define(var, f"{mean_squares} / {count}", dims, stmt.dtype)
 
 
+def in_block(printer: Printer, stmt: Reduce, tile: Tile, count: str) -> None:
+    """Reduce a whole tile to one number: mean first, then squares."""
+    x = operand(printer, stmt, tile)
+    mask = " & ".join(tile.mask(tile.shape))
+
+    def masked(text: str) -> str:
+        return f"tl.where({mask}, {text}, {identity(stmt.kind, stmt.dtype)})"
+
+    def total(text: str) -> str:
+        if stmt.kind in HELPERS:
+            return f"tl.reduce(tl.reshape({text}, [ROWS * COLS]), 0, {HELPERS[stmt.kind][0]})"
+        return f"tl.sum({text})"
+
+    if stmt.kind != "moments":
+        printer.define(stmt.outs[0], total(masked(x)), frozenset(), stmt.dtype)
+        return
+    mean, var = stmt.outs
+    printer.define(mean, f"{total(masked(x))} / {count}", frozenset(), stmt.dtype)
+    printer.out.add(f"{mean}_diff = {masked(f'{x} - {mean}')}")
+    squares = total(f"{mean}_diff * {mean}_diff")
+    printer.define(var, f"{squares} / {count}", frozenset(), stmt.dtype)
+
+
 def combine(kind: str, left: str, right: str) -> str:
     """Two blocks of one-value states into one."""
     return f"{HELPERS[kind][0]}({left}, {right})" if kind in HELPERS else f"{left} + {right}"

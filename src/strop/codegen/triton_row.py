@@ -12,7 +12,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from strop.codegen import triton_reduce
-from strop.codegen.triton_text import Flat, Printer, Tile, Value, next_power_of_two, tiles
+from strop.codegen.triton_text import (
+    ALIGNED,
+    Flat,
+    Form,
+    Printer,
+    Tile,
+    Value,
+    fitting,
+    next_power_of_two,
+    tiles,
+)
 from strop.ir.dims import Expr, symbol
 from strop.ir.loops import (
     Kernel,
@@ -30,7 +40,6 @@ STRIDED_COLS = 32  # of a loop where rows lie side by side in memory,
 STRIDED_ROWS = 16  # how many of them a tile has at least,
 STRIDED_ELEMENTS = 2048
 MAX_STRIDED_COLS = 512  # and up to how many elements of each it holds
-ALIGNED = 8  # elements: 16 bytes of fp16
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +71,6 @@ TILES: tuple[tuple[int, tuple[int, int, int]], ...] = (
 # Limits of the variants for rows of unknown length: steps of 3/2 and 4/3, because idle lanes cost
 # registers and with them loads in flight (10,240 elements in a tile of 16,384: 76 us for 59).
 ALIGNED_LIMITS = tuple(sorted(k << n for n in range(5, 15) for k in (2, 3) if k << n >= 64))
-STITCHED_LIMITS = (3072, 12288, 24576, 49152)
 UNALIGNED_LIMITS = (64, 128, 256, 512, 1024, 2048, 4096)  # longer ones that do not divide are swept
 
 
@@ -87,24 +95,21 @@ def _strided_tile(kernel: Kernel) -> RowTile:
     return RowTile(rows, cols, int(persistent), 4 if rows * cols <= 4096 else 8)
 
 
-def fitting(size: Expr, tile: int) -> int:
-    return min(tile, next_power_of_two(size.value)) if size.is_const else tile
-
-
-def forms(kernel: Kernel) -> Iterator[tuple[Kernel, int, int]]:
-    """Rows of unknown length: (kernel, most, multiple) of the variants worth having, shortest
-    first. Where the length is a root symbol, some know that it is a multiple of eight."""
-    num_cols = kernel.num_cols
-    if num_cols.is_const:
+def forms(kernel: Kernel) -> Iterator[Form]:
+    """Rows of unknown length: the forms worth having, shortest first. Where the length is a root
+    symbol, some know that it is a multiple of eight."""
+    size = kernel.num_cols
+    if size.is_const:
         return
-    if num_cols.is_multiple_of(ALIGNED):
-        yield from ((kernel, most, 1) for most in ALIGNED_LIMITS)
+    if size.is_multiple_of(ALIGNED):
+        yield from (Form(kernel, size, most) for most in ALIGNED_LIMITS)
         return
-    (root, *others) = num_cols.roots
-    if not others and num_cols == symbol(root):
-        divided = with_sizes(kernel, {root: num_cols * ALIGNED})
-        yield from ((divided, most, ALIGNED) for most in ALIGNED_LIMITS)
-    yield from ((kernel, most, 1) for most in UNALIGNED_LIMITS)
+    (root, *others) = size.roots
+    if not others and size == symbol(root):
+        divided = with_sizes(kernel, {root: size * ALIGNED})
+        meaning = {root: size // ALIGNED}
+        yield from (Form(divided, size, most, ALIGNED, meaning) for most in ALIGNED_LIMITS)
+    yield from (Form(kernel, size, most) for most in UNALIGNED_LIMITS)
 
 
 def row(printer: Printer, strided: bool, most: int | None = None) -> tuple[Expr, int]:

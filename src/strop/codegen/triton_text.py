@@ -27,6 +27,7 @@ TYPES: Mapping[torch.dtype, str] = {
     torch.float64: "tl.float64",
 }
 LIMIT = 2**31
+ALIGNED = 8  # elements: 16 bytes of fp16
 
 
 def next_power_of_two(n: int) -> int:
@@ -41,6 +42,23 @@ def power_of_two_in(n: int) -> int:
 def tiles(size: Expr, tile: int) -> Expr:
     """How many tiles cover ``size`` elements."""
     return (size + (tile - 1)) // tile
+
+
+def fitting(size: Expr, tile: int) -> int:
+    """A tile no larger than a known size asks for."""
+    return min(tile, next_power_of_two(size.value)) if size.is_const else tile
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """A kernel as it is printed for a ``size`` of at most ``most`` that is a multiple of
+    ``multiple``. ``meaning``: what symbols of this form are in terms of those of the graph."""
+
+    kernel: Kernel
+    size: Expr
+    most: int
+    multiple: int = 1
+    meaning: Mapping[str, Expr] = field(default_factory=dict)
 
 
 @dataclass
@@ -167,6 +185,18 @@ def runs(flat: Flat, index: Index) -> Iterator[Run]:
             uniform = flat.tile > 0 and inner.is_multiple_of(flat.tile)
             yield Run(name, own, inner, start == 0, stride, "" if uniform else flat.dim)
         start = end
+
+
+def is_transposing(kernel: Kernel) -> bool:
+    """True if some access is contiguous along the rows only."""
+    row, col = Flat("row", kernel.rows), Flat("col", kernel.cols)
+    for stmt in kernel.body:
+        if isinstance(stmt, Load | Store):
+            down = [run.stride for run in runs(row, stmt.index)]
+            across = [run.stride for run in runs(col, stmt.index)]
+            if const(1) in down and across and const(1) not in across:
+                return True
+    return False
 
 
 @dataclass

@@ -22,6 +22,6 @@ def casts(p0, p1, p2, p3, s0, COLS: tl.constexpr):
     v10 = v7 > v9
     tl.store(p3 + col, v10, mask=col_mask)
 
-# grid ((s0 + 1023)//1024), 4 warps
+# grid ((s0 + 511)//512), 4 warps
 # s0 = n, class 1
-# COLS = 1024
+# COLS = 512

@@ -11,6 +11,6 @@ def silu_flat(p0, p1, s0, COLS: tl.constexpr):
     v1 = v0 / (1.0 + tl.exp(-v0))
     tl.store(p1 + col, v1, mask=col_mask)
 
-# grid ((s0 + 1023)//1024), 4 warps
+# grid ((s0 + 511)//512), 4 warps
 # s0 = n, class 1
-# COLS = 1024
+# COLS = 512
