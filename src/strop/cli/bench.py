@@ -36,6 +36,12 @@ MODELS_EXAMPLES = (
     "strop bench models -o zoo.json --page zoo.md"
 )
 
+KERNEL_EXAMPLES = (
+    "[bold]Examples[/]\n\n"
+    "strop bench kernel layer_norm softmax --device cpu\n\n"
+    "strop bench kernel --random 12 --seed 1 -o benchmarks/results/kernels.json"
+)
+
 app = typer.Typer(
     help="Measure Strop beside eager torch and others, on models with random weights at full size.",
     no_args_is_help=True,
@@ -143,7 +149,7 @@ def _prepared(case: str, out: Path | None, device: Device) -> tuple[BenchCase, s
     return named[case], where
 
 
-def _show(header: tuple[str, ...], rows: list[tuple[str, ...]], result: dict[str, Any]) -> None:
+def _show(header: tuple[str, ...], rows: Sequence[tuple[str, ...]], result: dict[str, Any]) -> None:
     screen = Console(highlight=False, soft_wrap=True)
     table = Table(*header, box=None, pad_edge=False)
     for row in rows:
@@ -183,6 +189,97 @@ def models(
     chosen = [m for m in ZOO if not wanted or m.name in wanted]
     result = _census(chosen, arguments.chosen_device(device))
     _write_census(result, out, page)
+
+
+@app.command("kernel", epilog=KERNEL_EXAMPLES)
+@reported
+def kernel(
+    families: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help="layer_norm, softmax, group_norm_silu, ... [dim]\\[default: all][/]",
+            show_default=False,
+        ),
+    ] = None,
+    device: DeviceOption = Device.auto,
+    peer: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="eager, inductor or inductor-dynamic; repeat for more. "
+            "[dim]\\[default: all three][/]",
+            show_default=False,
+        ),
+    ] = None,
+    random: Annotated[
+        int, typer.Option(min=0, help="Draw so many sizes a family instead of the usual grid.")
+    ] = 0,
+    seed: Annotated[int, typer.Option(help="Of --random.")] = 0,
+    samples: Annotated[int, typer.Option(min=3, help="Of each contender, in turns.")] = 10,
+    limit: Annotated[
+        float, typer.Option(min=1.0, help="Seconds after which no further case is begun.")
+    ] = 3600.0,
+    out: Annotated[
+        Path | None, typer.Option("-o", "--out", help="File for the JSON.", show_default=False)
+    ] = None,
+) -> None:
+    """Time single kernels beside eager and Inductor: microseconds, and the share of a copy's
+    bandwidth. fp16 on a GPU, fp32 on a CPU."""
+    import torch
+
+    from strop.bench import kernel as bench_kernel
+    from strop.bench.kernel_cases import GROUP_NORM, ROW_FAMILIES, kernel_cases
+
+    if out is not None and not out.parent.is_dir():
+        raise CommandError(f"there is no folder {out.parent}; create it: mkdir -p")
+    where = torch.device(arguments.chosen_device(device))
+    dtype = torch.float16 if where.type == "cuda" else torch.float32
+    _known("FAMILIES", families or (), [f.name for f in (*ROW_FAMILIES, GROUP_NORM)])
+    _known("--peer", peer or (), bench_kernel.PEERS)
+    cases = (bench_kernel.random_cases(random, seed, where.type, dtype) if random
+             else kernel_cases(where.type, dtype))  # fmt: skip
+    chosen = [case for case in cases if not families or case.family in families]
+    peers = tuple(peer or bench_kernel.PEERS)
+    result = _measured_kernels(chosen, where, dtype, peers, samples, limit)
+    if out is not None:
+        from strop.bench import report
+
+        result["file"] = str(report.write_json(result, out))
+    _show_kernels(result)
+
+
+def _known(what: str, given: Sequence[str], names: Sequence[str]) -> None:
+    unknown = sorted(set(given) - set(names))
+    if unknown:
+        raise typer.BadParameter(f"no {', '.join(unknown)}; there are {', '.join(names)}",
+                                 param_hint=f"'{what}'")  # fmt: skip
+
+
+def _measured_kernels(chosen: Sequence[Any], where: Any, dtype: Any, peers: Sequence[str],
+                      samples: int, limit: float) -> dict[str, Any]:  # fmt: skip
+    from strop.bench import kernel as bench_kernel
+    from strop.cli.stages import progress_bar
+
+    logging.getLogger("strop").setLevel(logging.ERROR)
+    with progress_bar() as bar:
+        task = bar.add_task("kernels", total=len(chosen), note="")
+        return bench_kernel.run(
+            chosen, where, dtype, peers, samples, limit,
+            lambda row: bar.update(task, advance=1, note=row["case"]),
+        )  # fmt: skip
+
+
+def _show_kernels(result: dict[str, Any]) -> None:
+    from strop.bench import kernel as bench_kernel
+
+    header, *rows = bench_kernel.rows_of(result)
+    _show(header, rows, {})
+    found = [(s["family"], s["peer"], str(s["cases"]), f"{s['worst']:.2f}", f"{s['median']:.2f}",
+              f"{s['geomean']:.2f}", s["worst_case"]) for s in result["summary"]]  # fmt: skip
+    header = ("family", "peer", "cases", "worst", "median", "geomean", "worst case")
+    print("\ntimes as long as strop takes:")
+    _show(header, found, result)
+    if result["skipped"]:
+        print(f"not measured, --limit is over: {len(result['skipped'])} cases")
 
 
 def _census(chosen: Sequence[ZooModel], device: str) -> dict[str, Any]:

@@ -39,7 +39,7 @@ MAX_REGISTERS = 255
 STAGES = 3  # of the software pipeline: with one tile at a time the loop waits for memory
 MAX_COLS = 4096  # in one tile
 BLOCKED_COLS = 256  # of a tile when the cols are many, or not known
-STEPS = 2  # loop steps below which a slab is not worth a program
+STEPS = 8  # loop steps below which a slab is not worth a program, and a part of the merge
 MERGE_ELEMENTS = 2048
 
 

@@ -25,6 +25,7 @@ from strop.codegen.triton_text import (
 )
 from strop.ir.dims import Expr, symbol
 from strop.ir.loops import (
+    Apply,
     Kernel,
     Literal,
     Reduce,
@@ -74,17 +75,27 @@ ALIGNED_LIMITS = tuple(sorted(k << n for n in range(5, 15) for k in (2, 3) if k 
 UNALIGNED_LIMITS = (64, 128, 256, 512, 1024, 2048, 4096)  # longer ones that do not divide are swept
 
 
+HEAVY_TILE = (512, 1024, (1, 256, 2))  # above, up to: where every element takes an exponential
+
+
 def row_tile(kernel: Kernel, strided: bool, most: int | None = None) -> RowTile:
     """How a kernel is cut. ``most``: a limit of the cols, for a variant."""
     num_cols = kernel.num_cols
     most = num_cols.value if num_cols.is_const else most
     if strided:
         return _strided_tile(kernel)
+    above, upto, heavy = HEAVY_TILE
     for limit, (rows, cols, num_warps) in TILES:
+        if most is not None and above < most <= upto and _is_heavy(kernel):
+            rows, cols, num_warps = heavy
         if most is not None and most <= limit:
             cols = min(cols, next_power_of_two(most))
             return RowTile(fitting(kernel.num_rows, rows), cols, -(-most // cols), num_warps)
     return RowTile(1, LOOPED_COLS, 0, 4)
+
+
+def _is_heavy(kernel: Kernel) -> bool:
+    return any(isinstance(stmt, Apply) and stmt.op == "exp" for stmt in kernel.body)
 
 
 def _strided_tile(kernel: Kernel) -> RowTile:

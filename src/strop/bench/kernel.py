@@ -1,0 +1,222 @@
+"""``strop bench kernel``: single norms, softmaxes and activations beside eager and Inductor.
+
+On a GPU every contender runs in a hand-made CUDA graph of many calls in a row, over several sets
+of arguments, so that neither the host nor a warm cache decides. On a CPU whole calls are timed.
+Strop and dynamic Inductor compile once for all rows of a number of features; static Inductor
+compiles every shape anew.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import strop
+from strop.bench import environment, timer
+from strop.bench.kernel_cases import (
+    GROUP_NORM,
+    LIMIT_BYTES,
+    ROW_FAMILIES,
+    KernelCase,
+    case_of,
+    make,
+)
+from strop.options import Options
+
+PEERS = ("eager", "inductor", "inductor-dynamic")
+MAX_SETS = 4  # of arguments that a graph walks through
+SETS_BYTES = 600e6  # all sets together
+GRAPH_US, MAX_CALLS = 300.0, 48  # of one graph
+ASSUMED_BYTES_PER_US = 2.5e6
+CPU_SAMPLE_MS = 2.0
+COPY_BYTES = 1 << 30  # what the ceiling is measured with on a GPU; a CPU's caches take no part
+Forward = Callable[..., Any]
+
+
+@dataclass
+class Bench:
+    """What compiled modules keep between the cases of one family and number of features."""
+
+    device: torch.device
+    dtype: torch.dtype
+    peers: Sequence[str]
+    samples: int
+    compiled: dict[tuple[str, str, int], Forward] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)  # of first calls, by contender
+
+    def contenders(self, case: KernelCase) -> dict[str, Forward]:
+        """Calls that have not run yet. Weights are equal: they depend on the features alone."""
+        found = {"strop": self._once("strop", case, self._optimised)}
+        for peer in self.peers:
+            if peer == "inductor-dynamic":
+                found[peer] = self._once(peer, case, partial(_inductor, dynamic=True))
+            else:
+                module, _ = make(case, self.device, self.dtype)
+                found[peer] = module if peer == "eager" else _inductor(module, dynamic=False)
+        return found
+
+    def _once(
+        self, name: str, case: KernelCase, prepare: Callable[[nn.Module], Forward]
+    ) -> Forward:
+        key = (name, case.family, case.shape[1])
+        if key not in self.compiled:
+            self.compiled[key] = prepare(make(case, self.device, self.dtype)[0])
+        return self.compiled[key]
+
+    def _optimised(self, module: nn.Module) -> Forward:
+        return strop.optimize(module, options=Options(strict=True, cuda_graphs=False))
+
+    def measure(self, case: KernelCase, bandwidth: float) -> dict[str, Any]:
+        """One row: microseconds a call of every contender, and the error of ours."""
+        arguments = make(case, self.device, self.dtype)[1]
+        calls = self.contenders(case)
+        firsts: dict[str, float] = {}
+        with torch.no_grad():
+            for name, call in calls.items():
+                start = time.perf_counter()
+                call(*arguments)
+                timer.synchronise(self.device)
+                firsts[name] = time.perf_counter() - start
+                self.seconds[name] = self.seconds.get(name, 0.0) + firsts[name]
+            timed = self._timed(case, calls, arguments)
+        moved = case.bytes_moved(self.dtype)
+        floor = moved / bandwidth * 1e6
+        return {
+            "case": case.name, "family": case.family, "shape": case.shape, "bytes": moved,
+            "us": timed, "first_s": {n: round(s, 4) for n, s in firsts.items()},
+            "share_of_ceiling": round(floor / timed["strop"]["p50"], 4),
+        }  # fmt: skip
+
+    def _timed(self, case: KernelCase, calls: dict[str, Forward], arguments: tuple[Tensor, ...]
+               ) -> dict[str, dict[str, float]]:  # fmt: skip
+        moved = case.bytes_moved(self.dtype)
+        if self.device.type == "cpu":
+            bound = {name: partial(call, *arguments) for name, call in calls.items()}
+            one = min(timer.elapsed_ms(call, self.device) for call in bound.values())
+            inner = max(1, min(200, round(CPU_SAMPLE_MS / one)))
+            return _microseconds(timer.time_calls(bound, self.device, samples=self.samples,
+                                                  inner=inner), 1)  # fmt: skip
+        number = max(1, min(MAX_SETS, int(SETS_BYTES // moved)))
+        sets = [arguments, *(tuple(t.clone() for t in arguments) for _ in range(number - 1))]
+        count = GRAPH_US / max(moved / ASSUMED_BYTES_PER_US, 2.0)
+        rounds = max(1, min(MAX_CALLS, int(count)) // number)
+        replays = {name: timer.captured(partial(_all, call, sets, rounds))
+                   for name, call in calls.items()}  # fmt: skip
+        found = timer.time_calls(replays, self.device, samples=self.samples, inner=1)
+        return _microseconds(found, rounds * number)
+
+
+def _inductor(module: nn.Module, *, dynamic: bool) -> Forward:
+    if not dynamic:
+        torch._dynamo.reset()  # else the second shape would be compiled for every size
+    return torch.compile(module, dynamic=dynamic)
+
+
+def _all(call: Forward, sets: Sequence[tuple[Tensor, ...]], rounds: int) -> None:
+    with torch.no_grad():
+        for _ in range(rounds):
+            for arguments in sets:
+                call(*arguments)
+
+
+def _microseconds(found: dict[str, timer.Timing], calls: int) -> dict[str, dict[str, float]]:
+    scale = 1e3 / calls
+    return {name: {"p20": round(t.p20_ms * scale, 3), "p50": round(t.p50_ms * scale, 3),
+                   "p80": round(t.p80_ms * scale, 3)}
+            for name, t in found.items()}  # fmt: skip
+
+
+def copy_bandwidth(device: torch.device) -> float:
+    """Bytes a second of a large copy, read and written bytes counted: the ceiling."""
+    size = COPY_BYTES if device.type == "cuda" else COPY_BYTES >> 2
+    source = torch.ones(size, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    call = partial(target.copy_, source)
+    timing = timer.time_calls({"copy": call}, device, samples=10, inner=3)["copy"]
+    return 2 * size / timing.p20_ms * 1e3
+
+
+def random_cases(count: int, seed: int, device_type: str, dtype: torch.dtype
+                 ) -> tuple[KernelCase, ...]:  # fmt: skip
+    """So many cases of every family at sizes that nobody chose: log-uniform rows and cols."""
+    source = random.Random(seed)
+    most = LIMIT_BYTES[device_type]
+    found = []
+    for family in (*ROW_FAMILIES, GROUP_NORM):
+        own: list[KernelCase] = []
+        while len(own) < count:
+            if family is GROUP_NORM:
+                channels = 32 * source.randint(2, 80)
+                shape = (source.randint(1, 4), channels, *(8 * source.randint(1, 24),) * 2)
+            else:
+                rows = round(math.exp(source.uniform(math.log(32), math.log(100_000))))
+                cols = 8 * round(math.exp(source.uniform(math.log(8), math.log(5120))))
+                shape = (rows, cols)
+            case = case_of(family, shape)
+            if case.bytes_moved(dtype) <= most:
+                own.append(case)
+        found += own
+    return tuple(found)
+
+
+def run(
+    cases: Iterable[KernelCase], device: torch.device, dtype: torch.dtype,
+    peers: Sequence[str] = PEERS, samples: int = 10, limit_s: float = math.inf,
+    each: Callable[[dict[str, Any]], None] = lambda row: None,
+) -> dict[str, Any]:  # fmt: skip
+    """Measure the cases in their order; ``each`` gets every row when it is done.
+
+    What is not measured when ``limit_s`` is over is listed under "skipped".
+    """
+    torch._dynamo.config.recompile_limit = 10_000
+    bench = Bench(device, dtype, peers, samples)
+    bandwidth = copy_bandwidth(device)
+    started, rows, skipped = time.perf_counter(), [], []
+    for case in cases:
+        if time.perf_counter() - started > limit_s:
+            skipped.append(case.name)
+            continue
+        rows.append(bench.measure(case, bandwidth))
+        each(rows[-1])
+    return {
+        "kind": "kernel", "environment": environment.describe(device), "dtype": str(dtype),
+        "copy_bytes_per_s": round(bandwidth), "samples": samples, "rows": rows,
+        "skipped": skipped, "first_call_s": {n: round(s, 2) for n, s in bench.seconds.items()},
+        "summary": summary(rows, peers),
+    }  # fmt: skip
+
+
+def summary(rows: Sequence[dict[str, Any]], peers: Sequence[str]) -> list[dict[str, Any]]:
+    """By family and peer: how many times as long it takes, worst, median and geometric mean."""
+    found = []
+    for family in dict.fromkeys(row["family"] for row in rows):
+        own = [row for row in rows if row["family"] == family]
+        for peer in peers:
+            ratios = sorted((row["us"][peer]["p50"] / row["us"]["strop"]["p50"], row["case"])
+                            for row in own)  # fmt: skip
+            values = [ratio for ratio, _ in ratios]
+            mean = math.exp(sum(map(math.log, values)) / len(values))
+            found.append({
+                "family": family, "peer": peer, "cases": len(own), "worst": round(values[0], 3),
+                "worst_case": ratios[0][1], "median": round(values[len(values) // 2], 3),
+                "geomean": round(mean, 3), "slower": sum(v < 0.97 for v in values),
+            })  # fmt: skip
+    return found
+
+
+def rows_of(result: dict[str, Any]) -> list[tuple[str, ...]]:
+    """The table: header, then one row a case."""
+    names = list(result["rows"][0]["us"]) if result["rows"] else []
+    table = [("case", *(f"{name} us" for name in names), "of ceiling")]
+    for row in result["rows"]:
+        times = (f"{row['us'][name]['p50']:.2f}" for name in names)
+        table.append((row["case"], *times, f"{row['share_of_ceiling']:.0%}"))
+    return table
