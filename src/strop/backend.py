@@ -11,9 +11,9 @@ from strop import passes
 from strop.codegen import cpp, triton
 from strop.codegen.assemble import Signature, Target, assemble, once
 from strop.errors import UnsupportedError
-from strop.fusion.plan import FusionPlan, Group
+from strop.fusion.plan import FusionPlan, Group, Stitch
 from strop.fusion.planner import computed_by, plan
-from strop.fusion.stitch import Stitch, stitches
+from strop.fusion.stitch import stitches
 from strop.ir.graph import Graph, Node
 from strop.ir.program import Program
 from strop.lowering.generic import without_sizes

@@ -15,9 +15,9 @@ from strop.backend import compile_graph
 from strop.codegen.assemble import Signature
 from strop.codegen.triton import stitched
 from strop.codegen.triton_interpreter import interpret
-from strop.fusion.plan import FusionPlan
+from strop.fusion.plan import FusionPlan, Stitch
 from strop.fusion.planner import plan
-from strop.fusion.stitch import Stitch, stitches
+from strop.fusion.stitch import stitches
 from strop.ir.dims import Env
 from strop.ir.graph import Graph, Ref
 from strop.ir.loops import Kernel, Schedule

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -115,9 +116,10 @@ class Bench:
 
 
 def _inductor(module: nn.Module, *, dynamic: bool) -> Forward:
-    if not dynamic:
-        torch._dynamo.reset()  # else the second shape would be compiled for every size
-    return torch.compile(module, dynamic=dynamic)
+    """A copy of the code: Dynamo keeps results, and what it learns of shapes, by code object."""
+    forward = type(module).forward
+    own = FunctionType(forward.__code__.replace(), forward.__globals__, closure=forward.__closure__)
+    return torch.compile(MethodType(own, module), dynamic=dynamic)
 
 
 def _all(call: Forward, sets: Sequence[tuple[Tensor, ...]], rounds: int) -> None:
@@ -153,6 +155,7 @@ def random_cases(count: int, seed: int, device_type: str, dtype: torch.dtype
     for family in (*ROW_FAMILIES, GROUP_NORM):
         own: list[KernelCase] = []
         while len(own) < count:
+            shape: tuple[int, ...]
             if family is GROUP_NORM:
                 channels = 32 * source.randint(2, 80)
                 shape = (source.randint(1, 4), channels, *(8 * source.randint(1, 24),) * 2)

@@ -9,8 +9,7 @@ from typing import Any
 
 from strop.codegen.mutation import Lowered, redirected_stores
 from strop.errors import ShapeError
-from strop.fusion.plan import FusionPlan, Group
-from strop.fusion.stitch import Stitch
+from strop.fusion.plan import FusionPlan, Group, Stitch
 from strop.ir.affine import base_of, strided
 from strop.ir.dims import Expr
 from strop.ir.graph import Builder, Graph, Node, Ref

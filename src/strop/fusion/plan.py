@@ -31,6 +31,19 @@ class Group:
 
 
 @dataclass(frozen=True, slots=True)
+class Stitch:
+    """``whole`` computes what ``statistics`` and ``reader`` compute, at the place of ``host``.
+
+    Values that only ``reader`` wanted are not stored.
+    """
+
+    statistics: Group
+    reader: Group
+    whole: Group
+    host: Group
+
+
+@dataclass(frozen=True, slots=True)
 class Refusal:
     """Why a consumer did not join its producer's kernel."""
 

@@ -8,26 +8,12 @@ Which of the two runs is decided for each shape (AStitch's regional and global s
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence, Set
-from dataclasses import dataclass
 
-from strop.fusion.plan import FusionPlan, Group
+from strop.fusion.plan import FusionPlan, Group, Stitch
 from strop.ir.affine import base_of
 from strop.ir.graph import Graph, Node
 from strop.ir.loops import Schedule
 from strop.ir.ops import Kind
-
-
-@dataclass(frozen=True, slots=True)
-class Stitch:
-    """``whole`` computes what ``statistics`` and ``reader`` compute, at the place of ``host``.
-
-    Values that only ``reader`` wanted are not stored.
-    """
-
-    statistics: Group
-    reader: Group
-    whole: Group
-    host: Group
 
 
 def stitches(graph: Graph, plan: FusionPlan) -> Iterator[Stitch]:
