@@ -129,11 +129,11 @@ def pointwise_tile(kernel: Kernel, most: int | None) -> tuple[int, int, int]:
     if num_rows == const(1):
         aligned = num_cols.is_multiple_of(ALIGNED) and not few
         return 1, fitting(num_cols, FLAT_ELEMENTS if aligned else UNALIGNED_ELEMENTS), 4
-    if is_transposing(kernel):
-        return fitting(num_rows, TRANSPOSE_SIDE), fitting(num_cols, TRANSPOSE_SIDE), 8
     if _outer_and_inner(kernel)[0]:
         rows, cols, num_warps = REPEATED_FEW if few else REPEATED
         return rows, fitting(num_cols, cols), num_warps
+    if is_transposing(kernel):
+        return fitting(num_rows, TRANSPOSE_SIDE), fitting(num_cols, TRANSPOSE_SIDE), 8
     if few:
         rows, cols, num_warps = SMALL
         cols = fitting(num_cols, cols)
