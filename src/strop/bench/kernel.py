@@ -116,10 +116,15 @@ class Bench:
 
 
 def _inductor(module: nn.Module, *, dynamic: bool) -> Forward:
-    """A copy of the code: Dynamo keeps results, and what it learns of shapes, by code object."""
+    return torch.compile(own_code(module), dynamic=dynamic)
+
+
+def own_code(module: nn.Module) -> Forward:
+    """Its forward as a copy: Dynamo keeps results, and what it learns of shapes, by code object."""
     forward = type(module).forward
     own = FunctionType(forward.__code__.replace(), forward.__globals__, closure=forward.__closure__)
-    return torch.compile(MethodType(own, module), dynamic=dynamic)
+    own.__kwdefaults__, own.__defaults__ = forward.__kwdefaults__, forward.__defaults__
+    return MethodType(own, module)
 
 
 def _all(call: Forward, sets: Sequence[tuple[Tensor, ...]], rounds: int) -> None:

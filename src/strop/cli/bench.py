@@ -42,6 +42,12 @@ KERNEL_EXAMPLES = (
     "strop bench kernel --random 12 --seed 1 -o benchmarks/results/kernels.json"
 )
 
+BATCHES_EXAMPLES = (
+    "[bold]Examples[/]\n\n"
+    "strop bench batches bert-tiny --device cpu --batches 1,3\n\n"
+    "strop bench batches resnet50 -o benchmarks/results/resnet50.json"
+)
+
 app = typer.Typer(
     help="Measure Strop beside eager torch and others, on models with random weights at full size.",
     no_args_is_help=True,
@@ -245,6 +251,54 @@ def kernel(
 
         result["file"] = str(report.write_json(result, out))
     _show_kernels(result)
+
+
+@app.command("batches", epilog=BATCHES_EXAMPLES)
+@reported
+def batches(
+    network: Annotated[str, typer.Argument(help="bert-base, resnet50 or bert-tiny.")],
+    sizes: Annotated[
+        str, typer.Option("--batches", help="Batch sizes with commas between.")
+    ] = "1,2,4,8,16,33",
+    device: DeviceOption = Device.auto,
+    peer: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="eager or inductor; repeat for more. [dim]\\[default: both][/]", show_default=False
+        ),
+    ] = None,
+    samples: Annotated[int, typer.Option(min=3, help="Of each contender, in turns.")] = 20,
+    out: Annotated[
+        Path | None, typer.Option("-o", "--out", help="File for the JSON.", show_default=False)
+    ] = None,
+) -> None:
+    """Time a whole network at many batches: one compile of Strop's, one a batch of Inductor's.
+    fp16 on a GPU, where every contender runs in a CUDA graph; fp32 on a CPU."""
+    require_diffusion()
+    import torch
+
+    from strop.bench import batches as bench_batches
+    from strop.bench import report
+    from strop.cli.stages import spinner
+
+    if out is not None and not out.parent.is_dir():
+        raise CommandError(f"there is no folder {out.parent}; create it: mkdir -p")
+    _known("NETWORK", [network], [n.name for n in bench_batches.NETWORKS])
+    _known("--peer", peer or (), bench_batches.PEERS)
+    if not all(size.isdigit() and int(size) for size in sizes.split(",")):
+        raise typer.BadParameter(f"{sizes!r} is not like 1,8,33", param_hint="'--batches'")
+    where = torch.device(arguments.chosen_device(device))
+    dtype = torch.float16 if where.type == "cuda" else torch.float32
+    (chosen,) = (n for n in bench_batches.NETWORKS if n.name == network)
+    with spinner(f"measuring {network} at batches {sizes}"):
+        result = bench_batches.run(chosen, where, dtype, [int(s) for s in sizes.split(",")],
+                                   tuple(peer or bench_batches.PEERS), samples)  # fmt: skip
+    if out is not None:
+        result["file"] = str(report.write_json(result, out))
+    header, *rows = bench_batches.rows_of(result)
+    _show(header, rows, result)
+    counts = result["counts"]
+    print(f"strop: {counts['num_graphs']} graphs, {counts['num_recompiles']} recompiles")
 
 
 def _known(what: str, given: Sequence[str], names: Sequence[str]) -> None:

@@ -1,0 +1,150 @@
+"""``strop bench batches``: whole networks at many batch sizes, one compile against one a size.
+
+Strop compiles once and serves every batch; Inductor compiles each batch for itself, which is its
+fastest mode. On a GPU every contender runs in a hand-made CUDA graph over static arguments.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+import strop
+from strop.bench import accuracy, environment, timer
+from strop.bench.kernel import own_code
+from strop.options import Options
+
+BATCHES = (1, 2, 4, 8, 16, 33)
+PEERS = ("eager", "inductor")
+
+
+@dataclass(frozen=True, slots=True)
+class Network:
+    """``result`` picks the tensor to compare from what the network returns."""
+
+    name: str
+    build: Callable[[], nn.Module]
+    arguments: Callable[[int, torch.dtype], dict[str, Tensor]]  # of a batch
+    result: Callable[[Any], Tensor]
+    channels_last: bool = False
+
+
+def _bert() -> nn.Module:
+    from transformers import BertConfig, BertModel
+
+    return cast(nn.Module, BertModel(BertConfig()))
+
+
+def _bert_tiny() -> nn.Module:
+    from transformers import BertConfig, BertModel
+
+    config = BertConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2,
+                        intermediate_size=64, vocab_size=128)  # fmt: skip
+    return cast(nn.Module, BertModel(config))
+
+
+def _tokens(batch: int, dtype: torch.dtype, length: int = 128, words: int = 30522
+            ) -> dict[str, Tensor]:  # fmt: skip
+    source = torch.Generator().manual_seed(batch)
+    return {"input_ids": torch.randint(words, (batch, length), generator=source)}
+
+
+def _resnet() -> nn.Module:
+    from transformers import ResNetConfig, ResNetForImageClassification
+
+    return cast(nn.Module, ResNetForImageClassification(ResNetConfig(num_labels=1000)))
+
+
+def _pictures(batch: int, dtype: torch.dtype) -> dict[str, Tensor]:
+    source = torch.Generator().manual_seed(batch)
+    return {"pixel_values": torch.randn(batch, 3, 224, 224, generator=source).to(dtype)}
+
+
+NETWORKS = (
+    Network("bert-base", _bert, _tokens, lambda out: out.last_hidden_state),
+    Network("resnet50", _resnet, _pictures, lambda out: out.logits, channels_last=True),
+    Network("bert-tiny", _bert_tiny, partial(_tokens, length=8, words=128),
+            lambda out: out.last_hidden_state),
+)  # fmt: skip
+
+
+def run(
+    network: Network, device: torch.device, dtype: torch.dtype,
+    batches: Sequence[int] = BATCHES, peers: Sequence[str] = PEERS, samples: int = 20,
+) -> dict[str, Any]:  # fmt: skip
+    """One row a batch: milliseconds of every contender, seconds of its first call, our error."""
+    torch._dynamo.config.recompile_limit = 1000
+    ours = strop.optimize(_made(network, device, dtype),
+                          options=Options(strict=True, cuda_graphs=False))  # fmt: skip
+    eager = _made(network, device, dtype)
+    exact = _made(network, torch.device("cpu"), torch.float64)
+    rows = [_row(network, batch, ours, eager, exact, peers, samples) for batch in batches]
+    counts = strop.explain(ours).summary()
+    return {"kind": "batches", "network": network.name, "dtype": str(dtype), "samples": samples,
+            "environment": environment.describe(device), "rows": rows, "counts": counts,
+            }  # fmt: skip
+
+
+def _made(network: Network, device: torch.device, dtype: torch.dtype) -> nn.Module:
+    """Equal weights in every contender, whatever its type."""
+    torch.manual_seed(0)
+    module = network.build().to(device, dtype).eval().requires_grad_(False)
+    if network.channels_last:
+        module = module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    return module
+
+
+def _row(network: Network, batch: int, ours: nn.Module, eager: nn.Module, exact: nn.Module,
+         peers: Sequence[str], samples: int) -> dict[str, Any]:  # fmt: skip
+    parameter = next(eager.parameters())
+    device, dtype = parameter.device, parameter.dtype
+    given = {name: t.to(device) for name, t in network.arguments(batch, dtype).items()}
+    if network.channels_last:
+        given = {n: t.contiguous(memory_format=torch.channels_last) for n, t in given.items()}
+    calls: dict[str, Callable[[], Any]] = {"strop": _without_grad(ours, given)}
+    for peer in peers:
+        module = eager if peer == "eager" else torch.compile(own_code(eager), dynamic=False)
+        calls[peer] = _without_grad(module, given)
+    first, found = {}, {}
+    for name, call in calls.items():
+        start = time.perf_counter()
+        found[name] = network.result(call()).cpu()
+        first[name] = round(time.perf_counter() - start, 3)
+    judged = None
+    if batch == 1:  # fp64 on a CPU takes its time
+        wide = {n: t.cpu().to(torch.float64 if t.is_floating_point() else t.dtype)
+                for n, t in given.items()}  # fmt: skip
+        truth = network.result(_without_grad(exact, wide)())
+        judged = accuracy.judge(
+            found["strop"], network.result(_without_grad(eager, given)()), truth
+        )
+    timed = calls if device.type == "cpu" else {n: timer.captured(c) for n, c in calls.items()}
+    inner = 1 if device.type == "cpu" else 5
+    times = timer.time_calls(timed, device, samples=samples, inner=inner)
+    return {"batch": batch, "first_s": first, "error": judged,
+            "times": {name: t.to_dict() for name, t in times.items()}}  # fmt: skip
+
+
+def _without_grad(module: Callable[..., Any], given: dict[str, Tensor]) -> Callable[[], Any]:
+    def call() -> Any:
+        with torch.no_grad():
+            return module(**given)
+
+    return call
+
+
+def rows_of(result: dict[str, Any]) -> list[tuple[str, ...]]:
+    """The table: header, then one row a batch."""
+    names = list(result["rows"][0]["times"])
+    table = [("batch", *(f"{name} ms" for name in names), *(f"{n} first s" for n in names))]
+    for row in result["rows"]:
+        times = (f"{row['times'][name]['p50_ms']:.3f}" for name in names)
+        firsts = (f"{row['first_s'][name]:.2f}" for name in names)
+        table.append((str(row["batch"]), *times, *firsts))
+    return table
