@@ -1,6 +1,7 @@
 """ROW and COLUMN reductions in C++.
 
 Sums of floats run in fp64 under ``omp simd``, so that they are exact but for their last rounding.
+Softmax's, of positive numbers and not a result, run in fp32 over a few hundred elements each.
 Moments are sums of x - x0 and of their squares, x0 being the first element: n elements among which
 x0 is have it at most sqrt(n) deviations from their mean, so the squares lose log2(n) of 53 bits.
 A ROW kernel sweeps its row once for each reduction level. A COLUMN kernel keeps one accumulator a
@@ -10,13 +11,15 @@ only, a reduction of everything, a chunk is swept like a row instead.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
 
 from strop.codegen import nest
 from strop.codegen.cpp_loops import Loops
+from strop.codegen.cpp_rewrites import sums_of_powers
 from strop.codegen.cpp_text import scalar_type
 from strop.ir.dims import product
 from strop.ir.loops import Reduce, Stmt, Store, outs_of
@@ -26,8 +29,10 @@ from strop.ir.source import Scratch
 CHUNK_ROWS = (32, 1024)  # fewest and most reduced rows in a chunk of a COLUMN kernel
 NUM_CHUNKS = 32  # chunks wanted for each reduction of a COLUMN kernel
 LANE_CHUNK_ROWS = (4096, 65536)  # the same where a chunk is swept like a row
+RUN = 512  # elements that softmax adds in fp32, some dozens in each vector lane
+TOGETHER = 8  # rows whose moments a COLUMN kernel adds up in registers
 
-_OMP = {"sum": "+", "prod": "*", "amax": "nan_max", "amin": "nan_min"}
+_OMP = {"sum": "+", "prod": "*", "amax": "max", "amin": "min"}
 
 
 def identity(kind: str, scalar: str) -> str:
@@ -56,6 +61,7 @@ class Part:
 
     stmt: Reduce
     stage: str  # "all" for other reductions
+    in_runs: bool = False  # fp32 ``run_`` inside ``total_``
 
     @property
     def out(self) -> str:
@@ -70,22 +76,42 @@ class Part:
         return total_type(self.stmt)
 
     @property
+    def finds_nan(self) -> bool:
+        """Extremes are found as if there were no NaN, which takes one instruction; a flag tells."""
+        return self.kind in ("amax", "amin") and self.stmt.dtype.is_floating_point
+
+    @property
     def clause(self) -> str:
-        return f" reduction({_OMP[self.kind]}:total_{self.out})"
+        nan = f" reduction(|:nan_{self.out})" if self.finds_nan else ""
+        name = f"run_{self.out}" if self.in_runs else f"total_{self.out}"
+        return f" reduction({_OMP[self.kind]}:{name}){nan}"
 
-    def declare(self) -> str:
-        return f"{self.scalar} total_{self.out} = {identity(self.kind, self.scalar)};"
+    def declare(self) -> list[str]:
+        text = f"{self.scalar} total_{self.out} = {identity(self.kind, self.scalar)};"
+        return [text, f"int nan_{self.out} = 0;"] if self.finds_nan else [text]
 
-    def step(self) -> str:
-        value = self.stmt.arg
+    def step(self) -> list[str]:
+        value, total = self.stmt.arg, f"total_{self.out}"
+        if self.in_runs:
+            return [f"run_{self.out} += {value};"]
+        if self.finds_nan:
+            order = ">" if self.kind == "amax" else "<"
+            return [f"{total} = {value} {order} {total} ? {value} : {total};",
+                    f"nan_{self.out} |= {value} != {value};"]  # fmt: skip
         if self.stage in ("mean", "squares"):
             value = f"({value} - first_{self.stmt.outs[0]})"
         if self.stage == "squares":
             value = f"{value} * {value}"
-        return combine(self.kind, self.scalar, f"total_{self.out}", value)
+        return [combine(self.kind, self.scalar, total, value)]
+
+    @property
+    def total(self) -> str:
+        """What the sweep has found."""
+        total = f"total_{self.out}"
+        return f"sp::or_nan(!nan_{self.out}, {total})" if self.finds_nan else total
 
     def result(self, count: str) -> str:
-        total, mean = f"total_{self.out}", self.stmt.outs[0]
+        total, mean = self.total, self.stmt.outs[0]
         if self.stage == "mean":
             total = f"first_{mean} + {total} / {count}"
         elif self.stage == "squares":
@@ -95,8 +121,8 @@ class Part:
         return f"const {scalar} {self.out} = static_cast<{scalar}>({total});"
 
 
-def parts_of(reduces: Iterable[Reduce]) -> list[Part]:
-    return [Part(stmt, stage) for stmt in reduces
+def parts_of(reduces: Iterable[Reduce], in_runs: Set[str] = frozenset()) -> list[Part]:
+    return [Part(stmt, stage, stmt.outs[0] in in_runs) for stmt in reduces
             for stage in (("mean", "squares") if stmt.kind == "moments" else ("all",))]  # fmt: skip
 
 
@@ -122,6 +148,7 @@ class RowSweeps:
         self.plan = nest.plan_sweeps(loops.kernel, loops.outside, loops.col_stores())
         first = len(loops.staged)
         self.kept = {value: f"t{first + i}" for i, value in enumerate(self.plan.kept)}
+        self.in_runs = sums_of_powers(loops.kernel)
 
     def declare_buffers(self) -> None:
         for stmt in self.loops.kernel.body:
@@ -147,10 +174,10 @@ class RowSweeps:
         self.loops.row_values(s for s in self.loops.kernel.body if level_of(s) == level)
 
     def _sweep(self, sweep: nest.Sweep) -> None:
-        out, parts = self.loops.out, parts_of(sweep.reduces)
+        out, parts = self.loops.out, parts_of(sweep.reduces, self.in_runs)
         self._firsts(sweep)
         for part in parts:
-            out(part.declare())
+            out.all(part.declare())
         *outer, innermost = self.loops.col_loops()
         with self.loops.loops(outer):
             self._innermost(sweep, parts, *innermost)
@@ -180,16 +207,32 @@ class RowSweeps:
 
     def _innermost(self, sweep: nest.Sweep, parts: list[Part], name: str, size: str) -> None:
         out, lane = self.loops.out, self.loops.lane
-        out("#pragma omp simd" + "".join(part.clause for part in parts))
-        with out.loop(name, size):
+        with self._swept(parts, name, size):
             self._read(sweep)
             for stmt in sweep.stmts:
                 self.loops.statement(stmt)
                 for value in set(outs_of(stmt)) & set(sweep.keeps):
                     out(f"{self.kept[value]}[{lane}] = {value};")
             for part in parts:
-                out(part.step())
+                out.all(part.step())
             self.loops.statements(sweep.stores)
+
+    @contextmanager
+    def _swept(self, parts: list[Part], name: str, size: str) -> Iterator[None]:
+        out, runs = self.loops.out, [part.out for part in parts if part.in_runs]
+        pragma = "#pragma omp simd" + "".join(part.clause for part in parts)
+        if not runs:
+            out(pragma)
+            with out.loop(name, size):
+                yield
+            return
+        with out.loop("left", size, step=str(RUN)):
+            out(f"const int64_t right = std::min<int64_t>(left + {RUN}, {size});")
+            out.all(f"float run_{value} = 0;" for value in runs)
+            out(pragma)
+            with out.loop(name, "right", "left"):
+                yield
+            out.all(f"total_{value} += run_{value};" for value in runs)
 
 
 class ColumnReduction:
@@ -233,52 +276,101 @@ class ColumnReduction:
     # ---- in a task -------------------------------------------------------------------------
 
     def print_task(self) -> None:
+        loops, out, size = self.loops, self.loops.out, TOGETHER
         self.start()
-        with self.loops.rows():
-            self.accumulate()
+        if not self._can_take_several():
+            with loops.rows():
+                loops.row_values(loops.kernel.body)
+                with loops.cols():
+                    self._row()
+        else:
+            loops.row_values(loops.kernel.body)
+            out("int64_t top = begin;")
+            with out.block(f"for (; top + {size} <= end; top += {size})"), loops.cols():
+                self._rows(size)
+            with out.loop("row", "end", "top"):
+                loops.decode("row", loops.inner_rows)
+                with loops.cols():
+                    self._row()
         self.fold()
 
+    def _can_take_several(self) -> bool:
+        """Whether rows may be the innermost loop, which saves moments a trip through memory.
+
+        What is the same in a whole row, and the divisions that find the place on several row axes,
+        would be done for each col.
+        """
+        loops = self.loops
+        row = loops.inner_rows[0].name if len(loops.inner_rows) == 1 else ""
+        if not row or not loops.is_flat or any(row in s.index.axes for s in loops.staged):
+            return False
+        of_rows = [s for s in loops.kernel.body if not loops.varies_over(s) & loops.col_names]
+        return bool(moments_of(self.reduces)) and not any(
+            row in loops.varies_over(s) for s in of_rows if not isinstance(s, Reduce)
+        )
+
     def start(self) -> None:
-        loops = self.loops
+        """Accumulators for each col. Moments are relative to the first row of the task."""
+        loops, moments = self.loops, moments_of(self.reduces)
         for stmt in self.reduces:
-            total, out = total_type(stmt), stmt.outs[0]
-            if stmt.kind == "moments":
-                for name in ("first", "sum", "squares"):
-                    loops.row_buffer(f"{name}_{out}", total)
-            else:
-                loops.row_buffer(f"lanes_{out}", total)
-        with loops.cols():
-            at = f"[{loops.lane}]"
-            for stmt in self.reduces:
-                out = stmt.outs[0]
-                if stmt.kind == "moments":
-                    loops.out(f"sum_{out}{at} = 0;")
-                    loops.out(f"squares_{out}{at} = 0;")
-                else:
-                    loops.out(f"lanes_{out}{at} = {identity(stmt.kind, total_type(stmt))};")
+            for name in self._accumulators(stmt):
+                loops.row_buffer(name, total_type(stmt))
+        with loops.rows("begin + 1") if moments else nullcontext():
+            if moments:
+                loops.row_values(loops.kernel.body, stores=False)
+            with loops.cols():
+                loops.col_values(stmt.arg for stmt in moments)
+                for stmt in self.reduces:
+                    first, *rest = self._accumulators(stmt)
+                    start = stmt.arg if rest else identity(stmt.kind, total_type(stmt))
+                    loops.out(f"{first}[{loops.lane}] = {start};")
+                    for name in rest:
+                        loops.out(f"{name}[{loops.lane}] = 0;")
 
-    def accumulate(self) -> None:
-        """One row: all of its cols."""
-        loops = self.loops
-        stores = loops.col_stores()
-        loops.row_values(loops.kernel.body)
-        with loops.cols():
-            args = [stmt.arg for stmt in self.reduces]
-            loops.col_values([*args, *(store.value for store in stores)])
-            loops.statements(stores)
-            for stmt in self.reduces:
-                self._accumulate(stmt, f"[{loops.lane}]")
+    def _accumulators(self, stmt: Reduce) -> list[str]:
+        names = ("first", "sum", "squares") if stmt.kind == "moments" else ("lanes",)
+        return [f"{name}_{stmt.outs[0]}" for name in names]
 
-    def _accumulate(self, stmt: Reduce, at: str) -> None:
+    def _elements(self) -> None:
+        """The values of one row and col, and what is stored of them."""
+        stores = self.loops.col_stores()
+        args = [stmt.arg for stmt in self.reduces]
+        self.loops.col_values([*args, *(store.value for store in stores)])
+        self.loops.statements(stores)
+
+    def _row(self) -> None:
+        self._elements()
+        at = f"[{self.loops.lane}]"
+        for stmt in self.reduces:
+            name = stmt.outs[0]
+            self._add(stmt, f"first_{name}{at}", f"sum_{name}{at}", f"squares_{name}{at}")
+
+    def _rows(self, size: int) -> None:
+        """One col of ``size`` rows, the moments in registers."""
+        loops, out, at = self.loops, self.loops.out, f"[{self.loops.lane}]"
+        names = [stmt.outs[0] for stmt in moments_of(self.reduces)]
+        for name in names:
+            out(f"const double base_{name} = first_{name}{at};")
+            out(f"double part_{name} = 0, spread_{name} = 0;")
+        out(f"#pragma GCC unroll {size}")
+        with out.loop("row", f"top + {size}", "top"):
+            loops.decode("row", loops.inner_rows)
+            self._elements()
+            for stmt in self.reduces:
+                name = stmt.outs[0]
+                self._add(stmt, f"base_{name}", f"part_{name}", f"spread_{name}")
+        for name in names:
+            out(f"sum_{name}{at} += part_{name};")
+            out(f"squares_{name}{at} += spread_{name};")
+
+    def _add(self, stmt: Reduce, first: str, total: str, squares: str) -> None:
         out, scalar, name = self.loops.out, total_type(stmt), stmt.outs[0]
         if stmt.kind != "moments":
-            out(combine(stmt.kind, scalar, f"lanes_{name}{at}", stmt.arg))
+            out(combine(stmt.kind, scalar, f"lanes_{name}[{self.loops.lane}]", stmt.arg))
             return
-        out(f"const {scalar} base_{name} = row == begin ? {stmt.arg} : first_{name}{at};")
-        out(f"const {scalar} delta_{name} = {stmt.arg} - base_{name};")
-        out(f"first_{name}{at} = base_{name};")
-        out(f"sum_{name}{at} += delta_{name};")
-        out(f"squares_{name}{at} += delta_{name} * delta_{name};")
+        out(f"const {scalar} delta_{name} = {stmt.arg} - {first};")
+        out(f"{total} += delta_{name};")
+        out(f"{squares} += delta_{name} * delta_{name};")
 
     def fold(self) -> None:
         """The end of a task: from one accumulator a col to one partial result a kept col."""
@@ -406,12 +498,12 @@ class WholeReduction(ColumnReduction):
                 self._element([stmt.arg for stmt in moments])
                 set_firsts(loops, moments)
         for part in parts:
-            out(part.declare())
+            out.all(part.declare())
         out("#pragma omp simd" + "".join(part.clause for part in parts))
         with out.loop("row", "end", "begin"):
             self._element([*(s.arg for s in self.reduces), *(s.value for s in stores)])
             for part in parts:
-                out(part.step())
+                out.all(part.step())
             loops.statements(stores)
         for part in parts:
             self._store_partial(part)
@@ -422,7 +514,7 @@ class WholeReduction(ColumnReduction):
         loops.statements(nest.closure(loops.kernel.body, roots, frozenset(loops.printed)))
 
     def _store_partial(self, part: Part) -> None:
-        mean, total = part.stmt.outs[0], f"total_{part.out}"
+        mean, total = part.stmt.outs[0], part.total
         if part.stage == "mean":
             total = f"first_{mean} + {total} / (end - begin)"
         elif part.stage == "squares":

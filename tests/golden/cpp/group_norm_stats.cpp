@@ -24,12 +24,44 @@ extern "C" void group_norm_stats(void* const* buffers, const int64_t* scalars) {
     alignas(64) double first_v5[320];
     alignas(64) double sum_v5[320];
     alignas(64) double squares_v5[320];
-    #pragma omp simd
-    for (int64_t lane = 0; lane < 320; ++lane) {
-      sum_v5[lane] = 0;
-      squares_v5[lane] = 0;
+    for (int64_t row = begin; row < begin + 1; ++row) {
+      const int64_t r1 = row;
+      #pragma omp simd
+      for (int64_t lane = 0; lane < 320; ++lane) {
+        const float v0 = sp::widen(p0[r0 * s3 + r1 * 320 + lane]);
+        const float v1 = sp::widen(p1[lane]);
+        const float v2 = v0 + v1;
+        const float v3 = sp::widen(p2[r0 * 320 + lane]);
+        const float v4 = v2 + v3;
+        first_v5[lane] = v4;
+        sum_v5[lane] = 0;
+        squares_v5[lane] = 0;
+      }
     }
-    for (int64_t row = begin; row < end; ++row) {
+    int64_t top = begin;
+    for (; top + 8 <= end; top += 8) {
+      #pragma omp simd
+      for (int64_t lane = 0; lane < 320; ++lane) {
+        const double base_v5 = first_v5[lane];
+        double part_v5 = 0, spread_v5 = 0;
+        #pragma GCC unroll 8
+        for (int64_t row = top; row < top + 8; ++row) {
+          const int64_t r1 = row;
+          const float v0 = sp::widen(p0[r0 * s3 + r1 * 320 + lane]);
+          const float v1 = sp::widen(p1[lane]);
+          const float v2 = v0 + v1;
+          const float v3 = sp::widen(p2[r0 * 320 + lane]);
+          const float v4 = v2 + v3;
+          p3[r0 * s3 + r1 * 320 + lane] = sp::narrow<float>(v4);
+          const double delta_v5 = v4 - base_v5;
+          part_v5 += delta_v5;
+          spread_v5 += delta_v5 * delta_v5;
+        }
+        sum_v5[lane] += part_v5;
+        squares_v5[lane] += spread_v5;
+      }
+    }
+    for (int64_t row = top; row < end; ++row) {
       const int64_t r1 = row;
       #pragma omp simd
       for (int64_t lane = 0; lane < 320; ++lane) {
@@ -39,9 +71,7 @@ extern "C" void group_norm_stats(void* const* buffers, const int64_t* scalars) {
         const float v3 = sp::widen(p2[r0 * 320 + lane]);
         const float v4 = v2 + v3;
         p3[r0 * s3 + r1 * 320 + lane] = sp::narrow<float>(v4);
-        const double base_v5 = row == begin ? v4 : first_v5[lane];
-        const double delta_v5 = v4 - base_v5;
-        first_v5[lane] = base_v5;
+        const double delta_v5 = v4 - first_v5[lane];
         sum_v5[lane] += delta_v5;
         squares_v5[lane] += delta_v5 * delta_v5;
       }

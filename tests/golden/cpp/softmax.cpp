@@ -17,26 +17,34 @@ extern "C" void softmax(void* const* buffers, const int64_t* scalars) {
     for (int64_t row = begin; row < end; ++row) {
       const int64_t r0 = row;
       float total_v1 = sp::lowest<float>();
-      #pragma omp simd reduction(nan_max:total_v1)
+      int nan_v1 = 0;
+      #pragma omp simd reduction(max:total_v1) reduction(|:nan_v1)
       for (int64_t c0 = 0; c0 < s0; ++c0) {
         const float v0 = sp::widen(p0[r0 * s0 + c0]);
-        total_v1 = sp::max<float>(total_v1, v0);
+        total_v1 = v0 > total_v1 ? v0 : total_v1;
+        nan_v1 |= v0 != v0;
       }
-      const float v1 = static_cast<float>(total_v1);
+      const float v1 = static_cast<float>(sp::or_nan(!nan_v1, total_v1));
       double total_v4 = 0;
-      #pragma omp simd reduction(+:total_v4)
-      for (int64_t c0 = 0; c0 < s0; ++c0) {
-        const float v0 = sp::widen(p0[r0 * s0 + c0]);
-        const float v2 = v0 - v1;
-        const float v3 = sp::exp(v2);
-        t0[c0] = v3;
-        total_v4 += v3;
+      for (int64_t left = 0; left < s0; left += 512) {
+        const int64_t right = std::min<int64_t>(left + 512, s0);
+        float run_v4 = 0;
+        #pragma omp simd reduction(+:run_v4)
+        for (int64_t c0 = left; c0 < right; ++c0) {
+          const float v0 = sp::widen(p0[r0 * s0 + c0]);
+          const float v2 = v0 - v1;
+          const float v3 = sp::exp(v2);
+          t0[c0] = v3;
+          run_v4 += v3;
+        }
+        total_v4 += run_v4;
       }
       const float v4 = static_cast<float>(total_v4);
+      const float v4_inverse = 1 / v4;
       #pragma omp simd
       for (int64_t c0 = 0; c0 < s0; ++c0) {
         const float v3 = t0[c0];
-        const float v5 = v3 / v4;
+        const float v5 = v3 * v4_inverse;
         p1[r0 * s0 + c0] = sp::narrow<float>(v5);
       }
     }

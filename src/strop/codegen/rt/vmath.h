@@ -236,28 +236,29 @@ inline float expm1_of_rest(float r) {
   return __builtin_fmaf(p, r * r, r);
 }
 
+// x rounded to an integer k, as k + BIASED: its bits end in k + 254, two exponents of 2^0.
+constexpr float BIASED = 12582912.0f + 254.0f;
+
 // p * 2^k in two factors: 2^k itself may be below the smallest or above the largest float.
-inline float scale(float p, int32_t k) {
-  const int32_t first = k >> 1;
-  const float low = from_bits(static_cast<uint32_t>(first + 127) << 23);
-  const float high = from_bits(static_cast<uint32_t>(k - first + 127) << 23);
-  return p * low * high;
+inline float scale(float p, float biased) {
+  const uint32_t both = bits_of(biased), first = both >> 1;
+  return p * from_bits(first << 23) * from_bits((both - first) << 23);
 }
 
 // 2^k * exp(r). 1 ulp.
 inline float exp(float x) {
   const float y = clamp(x, 104.0f);
-  const float place = shifted(y * 1.44269504088896341f);
-  const float k = place - 12582912.0f;
+  const float biased = y * 1.44269504088896341f + BIASED;
+  const float k = biased - BIASED;
   const float r = __builtin_fmaf(k, 2.12194440e-4f, __builtin_fmaf(k, -0.693359375f, y));
-  return scale(expm1_of_rest(r) + 1.0f, whole(place));
+  return scale(expm1_of_rest(r) + 1.0f, biased);
 }
 
 inline float exp2(float x) {
   const float y = clamp(x, 151.0f);
-  const float place = shifted(y);
-  const float r = (y - (place - 12582912.0f)) * 0.693147180559945309f;
-  return scale(expm1_of_rest(r) + 1.0f, whole(place));
+  const float biased = y + BIASED;
+  const float r = (y - (biased - BIASED)) * 0.693147180559945309f;
+  return scale(expm1_of_rest(r) + 1.0f, biased);
 }
 inline double exp2(double x) { return std::exp2(x); }
 
