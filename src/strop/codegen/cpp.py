@@ -10,7 +10,7 @@ from __future__ import annotations
 from strop.codegen import nest
 from strop.codegen.cpp_loops import Loops
 from strop.codegen.cpp_reduce import ColumnReduction, RowSweeps, WholeReduction
-from strop.codegen.cpp_rewrites import with_products
+from strop.codegen.cpp_rewrites import with_powers
 from strop.codegen.cpp_text import TYPES
 from strop.ir.loops import Kernel, Schedule
 from strop.ir.source import Emitted, KernelSource
@@ -22,7 +22,7 @@ BLOCK_SIZE = 16384  # cols of a task where the cols are cut instead of the rows
 
 def emit(kernel: Kernel) -> Emitted:
     """The C++ source of a kernel and the sizes that it takes. A pure function."""
-    loops = Loops(with_products(nest.simplify(kernel)))
+    loops = Loops(with_powers(nest.simplify(kernel)))
     loops.uniform_values()
     if kernel.schedule is Schedule.COLUMN:
         _print_column(loops)

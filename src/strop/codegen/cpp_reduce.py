@@ -1,7 +1,7 @@
 """ROW and COLUMN reductions in C++.
 
 Sums of floats run in fp64 under ``omp simd``, so that they are exact but for their last rounding.
-Softmax's, of positive numbers and not a result, run in fp32 over a few hundred elements each.
+Softmax's, of positive numbers in a row buffer, take four of them together in fp32 first.
 Moments are sums of x - x0 and of their squares, x0 being the first element: n elements among which
 x0 is have it at most sqrt(n) deviations from their mean, so the squares lose log2(n) of 53 bits.
 A ROW kernel sweeps its row once for each reduction level. A COLUMN kernel keeps one accumulator a
@@ -11,15 +11,14 @@ only, a reduction of everything, a chunk is swept like a row instead.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence, Set
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
 
 from strop.codegen import nest
 from strop.codegen.cpp_loops import Loops
-from strop.codegen.cpp_rewrites import sums_of_powers
 from strop.codegen.cpp_text import scalar_type
 from strop.ir.dims import product
 from strop.ir.loops import Reduce, Stmt, Store, outs_of
@@ -29,7 +28,6 @@ from strop.ir.source import Scratch
 CHUNK_ROWS = (32, 1024)  # fewest and most reduced rows in a chunk of a COLUMN kernel
 NUM_CHUNKS = 32  # chunks wanted for each reduction of a COLUMN kernel
 LANE_CHUNK_ROWS = (4096, 65536)  # the same where a chunk is swept like a row
-RUN = 512  # elements that softmax adds in fp32, some dozens in each vector lane
 TOGETHER = 8  # rows whose moments a COLUMN kernel adds up in registers
 
 _OMP = {"sum": "+", "prod": "*", "amax": "max", "amin": "min"}
@@ -48,7 +46,7 @@ def combine(kind: str, scalar: str, into: str, value: str) -> str:
 
 def total_type(stmt: Reduce) -> str:
     """The type that a reduction runs in."""
-    is_sum = stmt.kind in ("sum", "prod", "moments") and stmt.dtype.is_floating_point
+    is_sum = stmt.kind in ("sum", "prod", "moments", "powers") and stmt.dtype.is_floating_point
     return "double" if is_sum else scalar_type(stmt.dtype)
 
 
@@ -61,7 +59,6 @@ class Part:
 
     stmt: Reduce
     stage: str  # "all" for other reductions
-    in_runs: bool = False  # fp32 ``run_`` inside ``total_``
 
     @property
     def out(self) -> str:
@@ -69,7 +66,7 @@ class Part:
 
     @property
     def kind(self) -> str:
-        return "sum" if self.stmt.kind == "moments" else self.stmt.kind
+        return "sum" if self.stmt.kind in ("moments", "powers") else self.stmt.kind
 
     @property
     def scalar(self) -> str:
@@ -83,8 +80,7 @@ class Part:
     @property
     def clause(self) -> str:
         nan = f" reduction(|:nan_{self.out})" if self.finds_nan else ""
-        name = f"run_{self.out}" if self.in_runs else f"total_{self.out}"
-        return f" reduction({_OMP[self.kind]}:{name}){nan}"
+        return f" reduction({_OMP[self.kind]}:total_{self.out}){nan}"
 
     def declare(self) -> list[str]:
         text = f"{self.scalar} total_{self.out} = {identity(self.kind, self.scalar)};"
@@ -92,8 +88,6 @@ class Part:
 
     def step(self) -> list[str]:
         value, total = self.stmt.arg, f"total_{self.out}"
-        if self.in_runs:
-            return [f"run_{self.out} += {value};"]
         if self.finds_nan:
             order = ">" if self.kind == "amax" else "<"
             return [f"{total} = {value} {order} {total} ? {value} : {total};",
@@ -110,19 +104,21 @@ class Part:
         total = f"total_{self.out}"
         return f"sp::or_nan(!nan_{self.out}, {total})" if self.finds_nan else total
 
-    def result(self, count: str) -> str:
+    def result(self, count: str) -> list[str]:
         total, mean = self.total, self.stmt.outs[0]
         if self.stage == "mean":
             total = f"first_{mean} + {total} / {count}"
         elif self.stage == "squares":
             off = f"total_{mean} / {count}"
             total = f"std::max({total} / {count} - {off} * ({off}), 0.0)"  # NaN stays
-        scalar = scalar_type(self.stmt.dtype)
-        return f"const {scalar} {self.out} = static_cast<{scalar}>({total});"
+        scalar, results = scalar_type(self.stmt.dtype), [(self.out, total)]
+        if self.stmt.kind == "powers":
+            results.append((self.stmt.outs[1], f"1 / {total}"))
+        return [f"const {scalar} {n} = static_cast<{scalar}>({value});" for n, value in results]
 
 
-def parts_of(reduces: Iterable[Reduce], in_runs: Set[str] = frozenset()) -> list[Part]:
-    return [Part(stmt, stage, stmt.outs[0] in in_runs) for stmt in reduces
+def parts_of(reduces: Iterable[Reduce]) -> list[Part]:
+    return [Part(stmt, stage) for stmt in reduces
             for stage in (("mean", "squares") if stmt.kind == "moments" else ("all",))]  # fmt: skip
 
 
@@ -148,7 +144,6 @@ class RowSweeps:
         self.plan = nest.plan_sweeps(loops.kernel, loops.outside, loops.col_stores())
         first = len(loops.staged)
         self.kept = {value: f"t{first + i}" for i, value in enumerate(self.plan.kept)}
-        self.in_runs = sums_of_powers(loops.kernel)
 
     def declare_buffers(self) -> None:
         for stmt in self.loops.kernel.body:
@@ -174,15 +169,19 @@ class RowSweeps:
         self.loops.row_values(s for s in self.loops.kernel.body if level_of(s) == level)
 
     def _sweep(self, sweep: nest.Sweep) -> None:
-        out, parts = self.loops.out, parts_of(sweep.reduces, self.in_runs)
+        out, size = self.loops.out, self.loops.scalars(self.loops.kernel.num_cols)
         self._firsts(sweep)
+        buffered = [s for s in sweep.reduces if s.kind == "powers" and s.arg in sweep.keeps]
+        parts = parts_of(s for s in sweep.reduces if s not in buffered)
         for part in parts:
             out.all(part.declare())
         *outer, innermost = self.loops.col_loops()
         with self.loops.loops(outer):
             self._innermost(sweep, parts, *innermost)
-        for part in parts:
-            out(part.result(self.loops.scalars(self.loops.kernel.num_cols)))
+        for stmt in buffered:
+            out(f"const double total_{stmt.outs[0]} = sp::sum({self.kept[stmt.arg]}, {size});")
+        for part in parts_of(sweep.reduces):
+            out.all(part.result(size))
 
     def _firsts(self, sweep: nest.Sweep) -> None:
         """The first element of each moments, if there is one."""
@@ -207,7 +206,8 @@ class RowSweeps:
 
     def _innermost(self, sweep: nest.Sweep, parts: list[Part], name: str, size: str) -> None:
         out, lane = self.loops.out, self.loops.lane
-        with self._swept(parts, name, size):
+        out("#pragma omp simd" + "".join(part.clause for part in parts))
+        with out.loop(name, size):
             self._read(sweep)
             for stmt in sweep.stmts:
                 self.loops.statement(stmt)
@@ -216,23 +216,6 @@ class RowSweeps:
             for part in parts:
                 out.all(part.step())
             self.loops.statements(sweep.stores)
-
-    @contextmanager
-    def _swept(self, parts: list[Part], name: str, size: str) -> Iterator[None]:
-        out, runs = self.loops.out, [part.out for part in parts if part.in_runs]
-        pragma = "#pragma omp simd" + "".join(part.clause for part in parts)
-        if not runs:
-            out(pragma)
-            with out.loop(name, size):
-                yield
-            return
-        with out.loop("left", size, step=str(RUN)):
-            out(f"const int64_t right = std::min<int64_t>(left + {RUN}, {size});")
-            out.all(f"float run_{value} = 0;" for value in runs)
-            out(pragma)
-            with out.loop(name, "right", "left"):
-                yield
-            out.all(f"total_{value} += run_{value};" for value in runs)
 
 
 class ColumnReduction:

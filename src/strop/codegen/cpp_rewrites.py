@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Set
 from dataclasses import replace
 
 import torch
@@ -10,7 +9,7 @@ import torch
 from strop.ir.loops import Apply, Kernel, Reduce, Schedule, Stmt, outs_of
 
 
-def sums_of_powers(kernel: Kernel) -> frozenset[str]:
+def _sums_of_powers(kernel: Kernel) -> frozenset[str]:
     """Results of sum(exp(x - amax(x))) in fp32, which lie between 1 and the number of elements."""
     makers = {out: stmt for stmt in kernel.body for out in outs_of(stmt)}
 
@@ -29,18 +28,20 @@ def sums_of_powers(kernel: Kernel) -> frozenset[str]:
     return frozenset(out for stmt in kernel.body if is_one(stmt) for out in outs_of(stmt))
 
 
-def with_products(kernel: Kernel) -> Kernel:
-    """Products with the reciprocals of such sums: a quotient takes as long as ten products."""
+def with_powers(kernel: Kernel) -> Kernel:
+    """Such sums as reductions of their own kind, "powers": (sum, 1 / sum).
+
+    What they divide becomes a product: a quotient takes as long as ten of them.
+    """
     if kernel.schedule is not Schedule.ROW:
         return kernel
-    sums = sums_of_powers(kernel)
-    body = (new for stmt in kernel.body for new in _product(stmt, sums))
-    return replace(kernel, body=tuple(dict.fromkeys(body)))
+    sums = _sums_of_powers(kernel)
 
+    def rewritten(stmt: Stmt) -> Stmt:
+        if isinstance(stmt, Reduce) and stmt.outs[0] in sums:
+            return replace(stmt, kind="powers", outs=(stmt.outs[0], f"{stmt.outs[0]}_inverse"))
+        if isinstance(stmt, Apply) and stmt.op == "div" and stmt.args[1] in sums:
+            return replace(stmt, op="mul", args=(stmt.args[0], f"{stmt.args[1]}_inverse"))
+        return stmt
 
-def _product(stmt: Stmt, sums: Set[str]) -> Iterator[Stmt]:
-    if isinstance(stmt, Apply) and stmt.op == "div" and stmt.args[1] in sums:
-        inverse = f"{stmt.args[1]}_inverse"
-        yield Apply(inverse, "reciprocal", (stmt.args[1],), torch.float32)
-        stmt = replace(stmt, op="mul", args=(stmt.args[0], inverse))
-    yield stmt
+    return replace(kernel, body=tuple(map(rewritten, kernel.body)))

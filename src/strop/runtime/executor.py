@@ -147,7 +147,10 @@ class Bound:
         self._arguments = [number for number, b in enumerate(self.program.buffers)
                            if b.kind == "input" and not self.program.inputs[b.index].is_state
                            ]  # fmt: skip
-        self._results = [n for n, b in enumerate(self.program.buffers) if b.kind == "result"]
+        kinds = [buffer.kind for buffer in self.program.buffers]
+        self._results = [(n, self._shapes[n], self._strides[n], self.program.buffers[n].dtype)
+                         for n, kind in enumerate(kinds) if kind == "result"]  # fmt: skip
+        self._released = [n for n, kind in enumerate(kinds) if kind in ("call", "result")]
         self._return = [self._link_returned(item) for item in self.program.returned]
 
     def _arena_view(self, number: int) -> Tensor:
@@ -280,15 +283,13 @@ class Bound:
         slots = self._slots
         for number, tensor in zip(self._arguments, inputs, strict=True):
             self._fill(number, tensor)
-        for number in self._results:
-            self._fill(number, torch.empty_strided(
-                self._shapes[number], self._strides[number], device=self._workspace.device,
-                dtype=self.program.buffers[number].dtype))  # fmt: skip
+        device = self._workspace.device
+        for number, shape, strides, dtype in self._results:
+            self._put(number, torch.empty_strided(shape, strides, dtype=dtype, device=device))
         self._walk()
         returned = [get() for get in self._return]
-        for number, buffer in enumerate(self.program.buffers):
-            if buffer.kind in ("call", "result"):
-                slots[number] = None
+        for number in self._released:
+            slots[number] = None
         return returned
 
     def _walk(self) -> None:
@@ -324,6 +325,9 @@ class Bound:
             raise ShapeError(
                 f"argument {number} has strides {tensor.stride()}, the plan {self._strides[number]}"
             )
+        self._put(number, tensor)
+
+    def _put(self, number: int, tensor: Tensor) -> None:
         self._slots[number] = tensor
         pointer = tensor.data_ptr()
         for kernel, place, move in self._patches[number]:

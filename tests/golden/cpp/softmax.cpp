@@ -25,22 +25,16 @@ extern "C" void softmax(void* const* buffers, const int64_t* scalars) {
         nan_v1 |= v0 != v0;
       }
       const float v1 = static_cast<float>(sp::or_nan(!nan_v1, total_v1));
-      double total_v4 = 0;
-      for (int64_t left = 0; left < s0; left += 512) {
-        const int64_t right = std::min<int64_t>(left + 512, s0);
-        float run_v4 = 0;
-        #pragma omp simd reduction(+:run_v4)
-        for (int64_t c0 = left; c0 < right; ++c0) {
-          const float v0 = sp::widen(p0[r0 * s0 + c0]);
-          const float v2 = v0 - v1;
-          const float v3 = sp::exp(v2);
-          t0[c0] = v3;
-          run_v4 += v3;
-        }
-        total_v4 += run_v4;
+      #pragma omp simd
+      for (int64_t c0 = 0; c0 < s0; ++c0) {
+        const float v0 = sp::widen(p0[r0 * s0 + c0]);
+        const float v2 = v0 - v1;
+        const float v3 = sp::exp(v2);
+        t0[c0] = v3;
       }
+      const double total_v4 = sp::sum(t0, s0);
       const float v4 = static_cast<float>(total_v4);
-      const float v4_inverse = 1 / v4;
+      const float v4_inverse = static_cast<float>(1 / total_v4);
       #pragma omp simd
       for (int64_t c0 = 0; c0 < s0; ++c0) {
         const float v3 = t0[c0];
