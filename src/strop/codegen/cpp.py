@@ -16,6 +16,7 @@ from strop.ir.loops import Kernel, Schedule
 from strop.ir.source import Emitted, KernelSource
 
 TASK_SIZE = 4096  # elements of a task, about: a few microseconds of work
+STAGED_TASK_SIZE = 16384  # the same where a task begins with copies to row buffers
 TILE = (64, 16)  # rows and cols of a transposed tile: both sides use whole cache lines
 BLOCK_SIZE = 16384  # cols of a task where the cols are cut instead of the rows
 
@@ -129,7 +130,8 @@ def _print_column(loops: Loops) -> None:
 
 def _declare_step(loops: Loops) -> None:
     cols = loops.kernel.num_cols
-    step = 1 + TASK_SIZE // max(cols.value, 1) if cols.is_const else None
+    task = STAGED_TASK_SIZE if loops.staged else TASK_SIZE
+    step = 1 + task // max(cols.value, 1) if cols.is_const else None
     size = f"std::max<int64_t>({loops.scalars(cols)}, 1)"
-    text = str(step) if step else f"1 + {TASK_SIZE} / {size}"
+    text = str(step) if step else f"1 + {task} / {size}"
     loops.out(f"const int64_t step = {text};")
