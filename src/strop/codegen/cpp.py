@@ -77,7 +77,7 @@ def _print_blocks(loops: Loops) -> None:
         loops.decode("task / blocks", rows)
         block = "task % blocks" if rows else "task"
         out(f"const int64_t begin = {block} * {BLOCK_SIZE};")
-        out(f"const int64_t end = std::min<int64_t>(begin + {BLOCK_SIZE}, {cols});")
+        out(f"const int64_t end = sp::min<int64_t>(begin + {BLOCK_SIZE}, {cols});")
         loops.row_values(loops.kernel.body)
         _print_cols(loops, "begin", "end")
 
@@ -96,7 +96,7 @@ def _print_tiles(loops: Loops) -> None:
     rows_of_tile, cols_of_tile = TILE
     out(f"const int64_t step = {rows_of_tile};")
     with loops.tasks(), out.loop("left", cols, step=str(cols_of_tile)):
-        out(f"const int64_t right = std::min<int64_t>(left + {cols_of_tile}, {cols});")
+        out(f"const int64_t right = sp::min<int64_t>(left + {cols_of_tile}, {cols});")
         with loops.rows():
             loops.row_values(loops.kernel.body)
             _print_cols(loops, "left", "right")
@@ -132,6 +132,6 @@ def _declare_step(loops: Loops) -> None:
     cols = loops.kernel.num_cols
     task = STAGED_TASK_SIZE if loops.staged else TASK_SIZE
     step = 1 + task // max(cols.value, 1) if cols.is_const else None
-    size = f"std::max<int64_t>({loops.scalars(cols)}, 1)"
+    size = f"sp::max<int64_t>({loops.scalars(cols)}, 1)"
     text = str(step) if step else f"1 + {task} / {size}"
     loops.out(f"const int64_t step = {text};")

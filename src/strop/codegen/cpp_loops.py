@@ -93,7 +93,7 @@ class Loops:
             self.decode("task / chunks", self.outer_rows)
             chunk = "task % chunks" if self.outer_rows else "task"
             self.out(f"const int64_t begin = {chunk} * step;")
-            self.out(f"const int64_t end = std::min<int64_t>(begin + step, {size});")
+            self.out(f"const int64_t end = sp::min<int64_t>(begin + step, {size});")
             for stmt in self.staged:
                 self.row_buffer(self.buffers[stmt.out], scalar_type(stmt.dtype))
             self._fill(stmt for stmt in self.staged if not self._is_inner(stmt))

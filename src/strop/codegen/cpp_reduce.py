@@ -110,7 +110,7 @@ class Part:
             total = f"first_{mean} + {total} / {count}"
         elif self.stage == "squares":
             off = f"total_{mean} / {count}"
-            total = f"std::max({total} / {count} - {off} * ({off}), 0.0)"  # NaN stays
+            total = f"sp::max({total} / {count} - {off} * ({off}), 0.0)"  # NaN stays
         scalar, results = scalar_type(self.stmt.dtype), [(self.out, total)]
         if self.stmt.kind == "powers":
             results.append((self.stmt.outs[1], f"1 / {total}"))
@@ -192,7 +192,7 @@ class RowSweeps:
         roots = [stmt.arg for stmt in moments]
         known = loops.outside.union(value for value, _ in sweep.reads)
         with loops.loops(
-            [(name, f"std::min<int64_t>({size}, 1)") for name, size in loops.col_loops()]
+            [(name, f"sp::min<int64_t>({size}, 1)") for name, size in loops.col_loops()]
         ):
             self._read(sweep, nest.needs(loops.kernel.body, roots, known))
             loops.statements(nest.closure(loops.kernel.body, roots, known))
@@ -254,7 +254,7 @@ class ColumnReduction:
         if rows.is_const:
             return str(min(max(-(-rows.value // NUM_CHUNKS), least), most))
         wanted = f"({self.loops.scalars(rows)} + {NUM_CHUNKS - 1}) / {NUM_CHUNKS}"
-        return f"std::clamp<int64_t>({wanted}, {least}, {most})"
+        return f"sp::limit<int64_t>({wanted}, {least}, {most})"
 
     # ---- in a task -------------------------------------------------------------------------
 
@@ -440,7 +440,7 @@ class ColumnReduction:
     def _merge_moments(self, stmt: Reduce, at: str) -> None:
         out, rows = self.loops.out, self.loops.scalars(self.num_rows)
         (mean, var), scalar = stmt.outs, scalar_type(stmt.dtype)
-        length = f"const double length = std::min<int64_t>(step, {rows} - chunk * step);"
+        length = f"const double length = sp::min<int64_t>(step, {rows} - chunk * step);"
         out(f"double mean_{mean} = 0;")
         with out.loop("chunk", "chunks"):
             out(length)
@@ -477,7 +477,7 @@ class WholeReduction(ColumnReduction):
         out(f"const int64_t {loops.kernel.cols[0].name} = 0;")
         if moments:
             declare_firsts(loops, moments)
-            with out.loop("row", "std::min<int64_t>(begin + 1, end)", "begin"):
+            with out.loop("row", "sp::min<int64_t>(begin + 1, end)", "begin"):
                 self._element([stmt.arg for stmt in moments])
                 set_firsts(loops, moments)
         for part in parts:

@@ -14,13 +14,13 @@ extern "C" void group_norm_stats(void* const* buffers, const int64_t* scalars) {
   const int64_t s2 = scalars[2];
   const int64_t s3 = scalars[3];
   const int64_t s4 = scalars[4];
-  const int64_t step = std::clamp<int64_t>((s0 + 31) / 32, 32, 1024);
+  const int64_t step = sp::limit<int64_t>((s0 + 31) / 32, 32, 1024);
   const int64_t chunks = (s0 + step - 1) / step;
   #pragma omp parallel for schedule(static) if (s2 > 32768)
   for (int64_t task = 0; task < chunks * s1; ++task) {
     const int64_t r0 = task / chunks;
     const int64_t begin = task % chunks * step;
-    const int64_t end = std::min<int64_t>(begin + step, s0);
+    const int64_t end = sp::min<int64_t>(begin + step, s0);
     alignas(64) double first_v5[320];
     alignas(64) double sum_v5[320];
     alignas(64) double squares_v5[320];
@@ -100,13 +100,13 @@ extern "C" void group_norm_stats(void* const* buffers, const int64_t* scalars) {
     const int64_t start = cell / 32 * chunks * 32 + cell % 32;
     double mean_v5 = 0;
     for (int64_t chunk = 0; chunk < chunks; ++chunk) {
-      const double length = std::min<int64_t>(step, s0 - chunk * step);
+      const double length = sp::min<int64_t>(step, s0 - chunk * step);
       mean_v5 += length * p6[start + chunk * 32];
     }
     mean_v5 /= s0;
     double spread_v5 = 0;
     for (int64_t chunk = 0; chunk < chunks; ++chunk) {
-      const double length = std::min<int64_t>(step, s0 - chunk * step);
+      const double length = sp::min<int64_t>(step, s0 - chunk * step);
       const double shift = p6[start + chunk * 32] - mean_v5;
       spread_v5 += p7[start + chunk * 32] + length * 10 * shift * shift;
     }
