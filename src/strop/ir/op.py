@@ -30,7 +30,7 @@ class Operands(Enum):
 
 
 # Functions of ``vmath.h`` that are an instruction or a few.
-_SIMPLE = frozenset((
+SIMPLE = frozenset((
     "abs", "sqrt", "max", "min", "fmax", "fmin", "limit", "sign", "signbit", "copysign", "floor",
     "ceil", "trunc", "round", "half", "or_nan", "lowest", "highest", "shift_left", "shift_right",
 ))  # fmt: skip
@@ -77,7 +77,7 @@ class Op:
     @property
     def is_heavy(self) -> bool:
         """Whether it takes as long as a dozen additions: it calls more than one instruction."""
-        return not _SIMPLE.issuperset(re.findall(r"sp::(\w+)", self.cpp))
+        return not SIMPLE.issuperset(re.findall(r"sp::(\w+)", self.cpp))
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
