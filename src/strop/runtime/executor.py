@@ -56,6 +56,9 @@ class Bound:
         self._strides = [self._eval_all(b.strides) for b in program.buffers]
         self._plan_memory()
         self._memory: Tensor | None = None
+        self._arguments = [number for number, b in enumerate(program.buffers)
+                           if b.kind == "input" and not program.inputs[b.index].is_state
+                           ]  # fmt: skip
         self.around: Around | None = None  # a debugger's place between the steps
 
     @property
@@ -144,9 +147,6 @@ class Bound:
             else self._link_call(position, step)
             for position, step in enumerate(self.program.steps)
         ]
-        self._arguments = [number for number, b in enumerate(self.program.buffers)
-                           if b.kind == "input" and not self.program.inputs[b.index].is_state
-                           ]  # fmt: skip
         kinds = [buffer.kind for buffer in self.program.buffers]
         self._results = [(n, self._shapes[n], self._strides[n], self.program.buffers[n].dtype)
                          for n, kind in enumerate(kinds) if kind == "result"]  # fmt: skip
@@ -308,11 +308,9 @@ class Bound:
 
     def in_layout(self, tensors: Sequence[Tensor | None]) -> list[Tensor]:
         """Arguments by index -> those that ``run`` wants, copied where laid out otherwise."""
-        wanted = [(n, b.index) for n, b in enumerate(self.program.buffers)
-                  if b.kind == "input" and not self.program.inputs[b.index].is_state]  # fmt: skip
         result = []
-        for number, index in wanted:
-            tensor = tensors[index]
+        for number in self._arguments:
+            tensor = tensors[self.program.buffers[number].index]
             if tensor is None:  # a size: nothing reads it
                 tensor = torch.empty_strided(self._shapes[number], self._strides[number])
             result.append(_laid_out(tensor, self._strides[number]))
@@ -392,7 +390,7 @@ def _same_layout(tensor: Tensor, strides: Sequence[int]) -> bool:
 
 def _laid_out(value: Tensor, strides: Sequence[int]) -> Tensor:
     """A library result in the memory order of the plan, copied if the library chose another."""
-    if _same_layout(value, strides):
+    if value.stride() == strides or _same_layout(value, strides):
         return value
     copy = torch.empty_strided(value.shape, strides, dtype=value.dtype, device=value.device)
     return copy.copy_(value)
