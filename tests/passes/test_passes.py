@@ -120,6 +120,13 @@ def test_nothing_computes_x_times_one():
     assert sorted(ops(graph)) == ["add", "mul"]  # adding zero is kept: it turns -0.0 into 0.0
 
 
+@pytest.mark.parametrize("shapes", [("b h w", "b w h"), ("b 2 h w", "b h 2 w")], ids=str)
+def test_a_sum_with_a_transposed_operand_lies_as_the_other_one(shapes: tuple[str, str]):
+    for sum_of in (lambda x, y: x.transpose(1, 2) + y, lambda x, y: y + x.transpose(1, 2)):
+        found = ops(optimized(lambda x, y, f=sum_of: f(x, y).softmax(-1), *shapes))
+        assert "copy" not in found
+
+
 def test_slices_that_undo_a_cat_are_its_pieces():
     graph = optimized(lambda x, y: torch.cat([x, y], 1)[:, 4:] * 2, "b 4 s", "b 6 s")
     assert list(ops(graph)) == ["mul"]

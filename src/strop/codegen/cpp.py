@@ -10,18 +10,20 @@ from __future__ import annotations
 from strop.codegen import nest
 from strop.codegen.cpp_loops import Loops
 from strop.codegen.cpp_reduce import ColumnReduction, RowSweeps, WholeReduction
+from strop.codegen.cpp_rewrites import with_powers
 from strop.codegen.cpp_text import TYPES
 from strop.ir.loops import Kernel, Schedule
 from strop.ir.source import Emitted, KernelSource
 
 TASK_SIZE = 4096  # elements of a task, about: a few microseconds of work
+STAGED_TASK_SIZE = 16384  # the same where a task begins with copies to row buffers
 TILE = (64, 16)  # rows and cols of a transposed tile: both sides use whole cache lines
 BLOCK_SIZE = 16384  # cols of a task where the cols are cut instead of the rows
 
 
 def emit(kernel: Kernel) -> Emitted:
     """The C++ source of a kernel and the sizes that it takes. A pure function."""
-    loops = Loops(nest.simplify(kernel))
+    loops = Loops(with_powers(nest.simplify(kernel)))
     loops.uniform_values()
     if kernel.schedule is Schedule.COLUMN:
         _print_column(loops)
@@ -75,7 +77,7 @@ def _print_blocks(loops: Loops) -> None:
         loops.decode("task / blocks", rows)
         block = "task % blocks" if rows else "task"
         out(f"const int64_t begin = {block} * {BLOCK_SIZE};")
-        out(f"const int64_t end = std::min<int64_t>(begin + {BLOCK_SIZE}, {cols});")
+        out(f"const int64_t end = sp::min<int64_t>(begin + {BLOCK_SIZE}, {cols});")
         loops.row_values(loops.kernel.body)
         _print_cols(loops, "begin", "end")
 
@@ -94,7 +96,7 @@ def _print_tiles(loops: Loops) -> None:
     rows_of_tile, cols_of_tile = TILE
     out(f"const int64_t step = {rows_of_tile};")
     with loops.tasks(), out.loop("left", cols, step=str(cols_of_tile)):
-        out(f"const int64_t right = std::min<int64_t>(left + {cols_of_tile}, {cols});")
+        out(f"const int64_t right = sp::min<int64_t>(left + {cols_of_tile}, {cols});")
         with loops.rows():
             loops.row_values(loops.kernel.body)
             _print_cols(loops, "left", "right")
@@ -128,7 +130,8 @@ def _print_column(loops: Loops) -> None:
 
 def _declare_step(loops: Loops) -> None:
     cols = loops.kernel.num_cols
-    step = 1 + TASK_SIZE // max(cols.value, 1) if cols.is_const else None
-    size = f"std::max<int64_t>({loops.scalars(cols)}, 1)"
-    text = str(step) if step else f"1 + {TASK_SIZE} / {size}"
+    task = STAGED_TASK_SIZE if loops.staged else TASK_SIZE
+    step = 1 + task // max(cols.value, 1) if cols.is_const else None
+    size = f"sp::max<int64_t>({loops.scalars(cols)}, 1)"
+    text = str(step) if step else f"1 + {task} / {size}"
     loops.out(f"const int64_t step = {text};")

@@ -93,16 +93,16 @@ class Loops:
             self.decode("task / chunks", self.outer_rows)
             chunk = "task % chunks" if self.outer_rows else "task"
             self.out(f"const int64_t begin = {chunk} * step;")
-            self.out(f"const int64_t end = std::min<int64_t>(begin + step, {size});")
+            self.out(f"const int64_t end = sp::min<int64_t>(begin + step, {size});")
             for stmt in self.staged:
                 self.row_buffer(self.buffers[stmt.out], scalar_type(stmt.dtype))
             self._fill(stmt for stmt in self.staged if not self._is_inner(stmt))
             yield
 
     @contextmanager
-    def rows(self) -> Iterator[None]:
+    def rows(self, end: str = "end") -> Iterator[None]:
         """The rows of a task, in order."""
-        with self.out.loop("row", "end", "begin"):
+        with self.out.loop("row", end, "begin"):
             self.decode("row", self.inner_rows)
             self._fill(stmt for stmt in self.staged if self._is_inner(stmt))
             yield
@@ -205,12 +205,13 @@ class Loops:
                 self.statement(stmt)
                 self.printed.update(outs_of(stmt))
 
-    def row_values(self, stmts: Iterable[Stmt]) -> None:
+    def row_values(self, stmts: Iterable[Stmt], *, stores: bool = True) -> None:
         """The statements that do not vary over cols."""
         for stmt in stmts:
             if isinstance(stmt, Reduce) or self.varies_over(stmt) & self.col_names:
                 continue
-            if isinstance(stmt, Store) or self.printed.isdisjoint(outs_of(stmt)):
+            is_store = isinstance(stmt, Store)
+            if stores if is_store else self.printed.isdisjoint(outs_of(stmt)):
                 self.statement(stmt)
 
     def col_stores(self) -> tuple[Store, ...]:

@@ -1,6 +1,7 @@
 """ROW and COLUMN reductions in C++.
 
 Sums of floats run in fp64 under ``omp simd``, so that they are exact but for their last rounding.
+Softmax's, of positive numbers in a row buffer, take four of them together in fp32 first.
 Moments are sums of x - x0 and of their squares, x0 being the first element: n elements among which
 x0 is have it at most sqrt(n) deviations from their mean, so the squares lose log2(n) of 53 bits.
 A ROW kernel sweeps its row once for each reduction level. A COLUMN kernel keeps one accumulator a
@@ -11,6 +12,7 @@ only, a reduction of everything, a chunk is swept like a row instead.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -26,8 +28,9 @@ from strop.ir.source import Scratch
 CHUNK_ROWS = (32, 1024)  # fewest and most reduced rows in a chunk of a COLUMN kernel
 NUM_CHUNKS = 32  # chunks wanted for each reduction of a COLUMN kernel
 LANE_CHUNK_ROWS = (4096, 65536)  # the same where a chunk is swept like a row
+TOGETHER = 8  # rows whose moments a COLUMN kernel adds up in registers
 
-_OMP = {"sum": "+", "prod": "*", "amax": "nan_max", "amin": "nan_min"}
+_OMP = {"sum": "+", "prod": "*", "amax": "max", "amin": "min"}
 
 
 def identity(kind: str, scalar: str) -> str:
@@ -43,7 +46,7 @@ def combine(kind: str, scalar: str, into: str, value: str) -> str:
 
 def total_type(stmt: Reduce) -> str:
     """The type that a reduction runs in."""
-    is_sum = stmt.kind in ("sum", "prod", "moments") and stmt.dtype.is_floating_point
+    is_sum = stmt.kind in ("sum", "prod", "moments", "powers") and stmt.dtype.is_floating_point
     return "double" if is_sum else scalar_type(stmt.dtype)
 
 
@@ -63,36 +66,55 @@ class Part:
 
     @property
     def kind(self) -> str:
-        return "sum" if self.stmt.kind == "moments" else self.stmt.kind
+        return "sum" if self.stmt.kind in ("moments", "powers") else self.stmt.kind
 
     @property
     def scalar(self) -> str:
         return total_type(self.stmt)
 
     @property
+    def finds_nan(self) -> bool:
+        """Extremes are found as if there were no NaN, which takes one instruction; a flag tells."""
+        return self.kind in ("amax", "amin") and self.stmt.dtype.is_floating_point
+
+    @property
     def clause(self) -> str:
-        return f" reduction({_OMP[self.kind]}:total_{self.out})"
+        nan = f" reduction(|:nan_{self.out})" if self.finds_nan else ""
+        return f" reduction({_OMP[self.kind]}:total_{self.out}){nan}"
 
-    def declare(self) -> str:
-        return f"{self.scalar} total_{self.out} = {identity(self.kind, self.scalar)};"
+    def declare(self) -> list[str]:
+        text = f"{self.scalar} total_{self.out} = {identity(self.kind, self.scalar)};"
+        return [text, f"int nan_{self.out} = 0;"] if self.finds_nan else [text]
 
-    def step(self) -> str:
-        value = self.stmt.arg
+    def step(self) -> list[str]:
+        value, total = self.stmt.arg, f"total_{self.out}"
+        if self.finds_nan:
+            order = ">" if self.kind == "amax" else "<"
+            return [f"{total} = {value} {order} {total} ? {value} : {total};",
+                    f"nan_{self.out} |= {value} != {value};"]  # fmt: skip
         if self.stage in ("mean", "squares"):
             value = f"({value} - first_{self.stmt.outs[0]})"
         if self.stage == "squares":
             value = f"{value} * {value}"
-        return combine(self.kind, self.scalar, f"total_{self.out}", value)
+        return [combine(self.kind, self.scalar, total, value)]
 
-    def result(self, count: str) -> str:
-        total, mean = f"total_{self.out}", self.stmt.outs[0]
+    @property
+    def total(self) -> str:
+        """What the sweep has found."""
+        total = f"total_{self.out}"
+        return f"sp::or_nan(!nan_{self.out}, {total})" if self.finds_nan else total
+
+    def result(self, count: str) -> list[str]:
+        total, mean = self.total, self.stmt.outs[0]
         if self.stage == "mean":
             total = f"first_{mean} + {total} / {count}"
         elif self.stage == "squares":
             off = f"total_{mean} / {count}"
-            total = f"std::max({total} / {count} - {off} * ({off}), 0.0)"  # NaN stays
-        scalar = scalar_type(self.stmt.dtype)
-        return f"const {scalar} {self.out} = static_cast<{scalar}>({total});"
+            total = f"sp::max({total} / {count} - {off} * ({off}), 0.0)"  # NaN stays
+        scalar, results = scalar_type(self.stmt.dtype), [(self.out, total)]
+        if self.stmt.kind == "powers":
+            results.append((self.stmt.outs[1], f"1 / {total}"))
+        return [f"const {scalar} {n} = static_cast<{scalar}>({value});" for n, value in results]
 
 
 def parts_of(reduces: Iterable[Reduce]) -> list[Part]:
@@ -147,15 +169,19 @@ class RowSweeps:
         self.loops.row_values(s for s in self.loops.kernel.body if level_of(s) == level)
 
     def _sweep(self, sweep: nest.Sweep) -> None:
-        out, parts = self.loops.out, parts_of(sweep.reduces)
+        out, size = self.loops.out, self.loops.scalars(self.loops.kernel.num_cols)
         self._firsts(sweep)
+        buffered = [s for s in sweep.reduces if s.kind == "powers" and s.arg in sweep.keeps]
+        parts = parts_of(s for s in sweep.reduces if s not in buffered)
         for part in parts:
-            out(part.declare())
+            out.all(part.declare())
         *outer, innermost = self.loops.col_loops()
         with self.loops.loops(outer):
             self._innermost(sweep, parts, *innermost)
-        for part in parts:
-            out(part.result(self.loops.scalars(self.loops.kernel.num_cols)))
+        for stmt in buffered:
+            out(f"const double total_{stmt.outs[0]} = sp::sum({self.kept[stmt.arg]}, {size});")
+        for part in parts_of(sweep.reduces):
+            out.all(part.result(size))
 
     def _firsts(self, sweep: nest.Sweep) -> None:
         """The first element of each moments, if there is one."""
@@ -166,7 +192,7 @@ class RowSweeps:
         roots = [stmt.arg for stmt in moments]
         known = loops.outside.union(value for value, _ in sweep.reads)
         with loops.loops(
-            [(name, f"std::min<int64_t>({size}, 1)") for name, size in loops.col_loops()]
+            [(name, f"sp::min<int64_t>({size}, 1)") for name, size in loops.col_loops()]
         ):
             self._read(sweep, nest.needs(loops.kernel.body, roots, known))
             loops.statements(nest.closure(loops.kernel.body, roots, known))
@@ -188,7 +214,7 @@ class RowSweeps:
                 for value in set(outs_of(stmt)) & set(sweep.keeps):
                     out(f"{self.kept[value]}[{lane}] = {value};")
             for part in parts:
-                out(part.step())
+                out.all(part.step())
             self.loops.statements(sweep.stores)
 
 
@@ -228,57 +254,106 @@ class ColumnReduction:
         if rows.is_const:
             return str(min(max(-(-rows.value // NUM_CHUNKS), least), most))
         wanted = f"({self.loops.scalars(rows)} + {NUM_CHUNKS - 1}) / {NUM_CHUNKS}"
-        return f"std::clamp<int64_t>({wanted}, {least}, {most})"
+        return f"sp::limit<int64_t>({wanted}, {least}, {most})"
 
     # ---- in a task -------------------------------------------------------------------------
 
     def print_task(self) -> None:
+        loops, out, size = self.loops, self.loops.out, TOGETHER
         self.start()
-        with self.loops.rows():
-            self.accumulate()
+        if not self._can_take_several():
+            with loops.rows():
+                loops.row_values(loops.kernel.body)
+                with loops.cols():
+                    self._row()
+        else:
+            loops.row_values(loops.kernel.body)
+            out("int64_t top = begin;")
+            with out.block(f"for (; top + {size} <= end; top += {size})"), loops.cols():
+                self._rows(size)
+            with out.loop("row", "end", "top"):
+                loops.decode("row", loops.inner_rows)
+                with loops.cols():
+                    self._row()
         self.fold()
 
+    def _can_take_several(self) -> bool:
+        """Whether rows may be the innermost loop, which saves moments a trip through memory.
+
+        What is the same in a whole row, and the divisions that find the place on several row axes,
+        would be done for each col.
+        """
+        loops = self.loops
+        row = loops.inner_rows[0].name if len(loops.inner_rows) == 1 else ""
+        if not row or not loops.is_flat or any(row in s.index.axes for s in loops.staged):
+            return False
+        of_rows = [s for s in loops.kernel.body if not loops.varies_over(s) & loops.col_names]
+        return bool(moments_of(self.reduces)) and not any(
+            row in loops.varies_over(s) for s in of_rows if not isinstance(s, Reduce)
+        )
+
     def start(self) -> None:
-        loops = self.loops
+        """Accumulators for each col. Moments are relative to the first row of the task."""
+        loops, moments = self.loops, moments_of(self.reduces)
         for stmt in self.reduces:
-            total, out = total_type(stmt), stmt.outs[0]
-            if stmt.kind == "moments":
-                for name in ("first", "sum", "squares"):
-                    loops.row_buffer(f"{name}_{out}", total)
-            else:
-                loops.row_buffer(f"lanes_{out}", total)
-        with loops.cols():
-            at = f"[{loops.lane}]"
-            for stmt in self.reduces:
-                out = stmt.outs[0]
-                if stmt.kind == "moments":
-                    loops.out(f"sum_{out}{at} = 0;")
-                    loops.out(f"squares_{out}{at} = 0;")
-                else:
-                    loops.out(f"lanes_{out}{at} = {identity(stmt.kind, total_type(stmt))};")
+            for name in self._accumulators(stmt):
+                loops.row_buffer(name, total_type(stmt))
+        with loops.rows("begin + 1") if moments else nullcontext():
+            if moments:
+                loops.row_values(loops.kernel.body, stores=False)
+            with loops.cols():
+                loops.col_values(stmt.arg for stmt in moments)
+                for stmt in self.reduces:
+                    first, *rest = self._accumulators(stmt)
+                    start = stmt.arg if rest else identity(stmt.kind, total_type(stmt))
+                    loops.out(f"{first}[{loops.lane}] = {start};")
+                    for name in rest:
+                        loops.out(f"{name}[{loops.lane}] = 0;")
 
-    def accumulate(self) -> None:
-        """One row: all of its cols."""
-        loops = self.loops
-        stores = loops.col_stores()
-        loops.row_values(loops.kernel.body)
-        with loops.cols():
-            args = [stmt.arg for stmt in self.reduces]
-            loops.col_values([*args, *(store.value for store in stores)])
-            loops.statements(stores)
-            for stmt in self.reduces:
-                self._accumulate(stmt, f"[{loops.lane}]")
+    def _accumulators(self, stmt: Reduce) -> list[str]:
+        names = ("first", "sum", "squares") if stmt.kind == "moments" else ("lanes",)
+        return [f"{name}_{stmt.outs[0]}" for name in names]
 
-    def _accumulate(self, stmt: Reduce, at: str) -> None:
+    def _elements(self) -> None:
+        """The values of one row and col, and what is stored of them."""
+        stores = self.loops.col_stores()
+        args = [stmt.arg for stmt in self.reduces]
+        self.loops.col_values([*args, *(store.value for store in stores)])
+        self.loops.statements(stores)
+
+    def _row(self) -> None:
+        self._elements()
+        at = f"[{self.loops.lane}]"
+        for stmt in self.reduces:
+            name = stmt.outs[0]
+            self._add(stmt, f"first_{name}{at}", f"sum_{name}{at}", f"squares_{name}{at}")
+
+    def _rows(self, size: int) -> None:
+        """One col of ``size`` rows, the moments in registers."""
+        loops, out, at = self.loops, self.loops.out, f"[{self.loops.lane}]"
+        names = [stmt.outs[0] for stmt in moments_of(self.reduces)]
+        for name in names:
+            out(f"const double base_{name} = first_{name}{at};")
+            out(f"double part_{name} = 0, spread_{name} = 0;")
+        out(f"#pragma GCC unroll {size}")
+        with out.loop("row", f"top + {size}", "top"):
+            loops.decode("row", loops.inner_rows)
+            self._elements()
+            for stmt in self.reduces:
+                name = stmt.outs[0]
+                self._add(stmt, f"base_{name}", f"part_{name}", f"spread_{name}")
+        for name in names:
+            out(f"sum_{name}{at} += part_{name};")
+            out(f"squares_{name}{at} += spread_{name};")
+
+    def _add(self, stmt: Reduce, first: str, total: str, squares: str) -> None:
         out, scalar, name = self.loops.out, total_type(stmt), stmt.outs[0]
         if stmt.kind != "moments":
-            out(combine(stmt.kind, scalar, f"lanes_{name}{at}", stmt.arg))
+            out(combine(stmt.kind, scalar, f"lanes_{name}[{self.loops.lane}]", stmt.arg))
             return
-        out(f"const {scalar} base_{name} = row == begin ? {stmt.arg} : first_{name}{at};")
-        out(f"const {scalar} delta_{name} = {stmt.arg} - base_{name};")
-        out(f"first_{name}{at} = base_{name};")
-        out(f"sum_{name}{at} += delta_{name};")
-        out(f"squares_{name}{at} += delta_{name} * delta_{name};")
+        out(f"const {scalar} delta_{name} = {stmt.arg} - {first};")
+        out(f"{total} += delta_{name};")
+        out(f"{squares} += delta_{name} * delta_{name};")
 
     def fold(self) -> None:
         """The end of a task: from one accumulator a col to one partial result a kept col."""
@@ -365,7 +440,7 @@ class ColumnReduction:
     def _merge_moments(self, stmt: Reduce, at: str) -> None:
         out, rows = self.loops.out, self.loops.scalars(self.num_rows)
         (mean, var), scalar = stmt.outs, scalar_type(stmt.dtype)
-        length = f"const double length = std::min<int64_t>(step, {rows} - chunk * step);"
+        length = f"const double length = sp::min<int64_t>(step, {rows} - chunk * step);"
         out(f"double mean_{mean} = 0;")
         with out.loop("chunk", "chunks"):
             out(length)
@@ -402,16 +477,16 @@ class WholeReduction(ColumnReduction):
         out(f"const int64_t {loops.kernel.cols[0].name} = 0;")
         if moments:
             declare_firsts(loops, moments)
-            with out.loop("row", "std::min<int64_t>(begin + 1, end)", "begin"):
+            with out.loop("row", "sp::min<int64_t>(begin + 1, end)", "begin"):
                 self._element([stmt.arg for stmt in moments])
                 set_firsts(loops, moments)
         for part in parts:
-            out(part.declare())
+            out.all(part.declare())
         out("#pragma omp simd" + "".join(part.clause for part in parts))
         with out.loop("row", "end", "begin"):
             self._element([*(s.arg for s in self.reduces), *(s.value for s in stores)])
             for part in parts:
-                out(part.step())
+                out.all(part.step())
             loops.statements(stores)
         for part in parts:
             self._store_partial(part)
@@ -422,7 +497,7 @@ class WholeReduction(ColumnReduction):
         loops.statements(nest.closure(loops.kernel.body, roots, frozenset(loops.printed)))
 
     def _store_partial(self, part: Part) -> None:
-        mean, total = part.stmt.outs[0], f"total_{part.out}"
+        mean, total = part.stmt.outs[0], part.total
         if part.stage == "mean":
             total = f"first_{mean} + {total} / (end - begin)"
         elif part.stage == "squares":

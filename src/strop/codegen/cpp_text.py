@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -40,6 +40,10 @@ class Text:
 
     def __call__(self, line: str) -> None:
         self.lines.append("  " * self.depth + line)
+
+    def all(self, lines: Iterable[str]) -> None:
+        for line in lines:
+            self(line)
 
     @contextmanager
     def block(self, header: str) -> Iterator[None]:

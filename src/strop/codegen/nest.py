@@ -28,12 +28,12 @@ from strop.ir.loops import (
     indices_of,
     outs_of,
 )
+from strop.ir.ops import OPS, Op
 
 ONE, ZERO = const(1), const(0)
 
 # What a value costs to compute again, in vector instructions; a kept value costs a store and loads.
-_COSTLY = frozenset(("div", "reciprocal", "sqrt", "rsqrt", "exp", "log", "erf", "sin", "cos"))
-_COSTLY |= {"tanh", "sigmoid", "silu", "gelu"}
+_DIVIDING = ("/", "sqrt")  # in the C++ of a row
 _KEEP_FROM = 3
 
 
@@ -227,13 +227,17 @@ def _costs(kernel: Kernel, outside: frozenset[str]) -> dict[str, float]:
     cost: dict[str, float] = dict.fromkeys(outside, 0.0)
     for stmt in kernel.body:
         own = 1.0
-        if isinstance(stmt, Apply) and stmt.op in _COSTLY:
+        if isinstance(stmt, Apply) and _is_costly(OPS[stmt.op]):
             own = 8.0
         elif isinstance(stmt, Load) and kernel.params[stmt.param].dtype.itemsize < 4:
             own = 2.0
         for out in outs_of(stmt):
             cost.setdefault(out, own + sum(cost[arg] for arg in args_of(stmt)))
     return cost
+
+
+def _is_costly(op: Op) -> bool:
+    return op.is_heavy or any(text in op.cpp for text in _DIVIDING)
 
 
 def _shared_frontier(

@@ -75,8 +75,15 @@ def _attention_shape(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causa
 
 def _group_norm_shape(x: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None,
                       eps: float) -> Tensor:  # fmt: skip
-    """As eager: contiguous, whatever x is. torch's own rule compares sizes with 1 on CUDA."""
-    return x.new_empty(x.shape)
+    """As eager: contiguous, but channels-last where x is so on a CPU.
+
+    torch's own rule compares sizes with 1, this one asks for nothing that is a symbol.
+    """
+    result = x.new_empty(x.shape)
+    if x.device.type != "cpu" or x.dim() != 4:
+        return result
+    is_last = isinstance(x.stride(1), int) and x.stride(1) == 1
+    return result.contiguous(memory_format=torch.channels_last) if is_last else result
 
 
 for _name, _rule in (

@@ -6,9 +6,8 @@ from collections.abc import Mapping, Set
 
 from strop.ir.affine import base_of
 from strop.ir.graph import Node
-from strop.ir.ops import Kind
+from strop.ir.ops import OPS, Kind
 
-HEAVY = frozenset({"exp", "erf", "gelu", "silu", "sigmoid", "tanh", "sin", "cos", "log"})
 MAX_RECOMPUTED_NODES = 12
 MAX_GROWTH = 4  # how much larger than the value a domain may be that recomputes it ...
 SMALL = 65536  # ... unless the value has so few elements that its operands stay in cache
@@ -28,7 +27,7 @@ def is_cheaper_again(
         return False
     elements = max(node.numel.eval(hints), 1)
     growth = largest_consumer / elements
-    is_heavy = any(m.op in HEAVY and m.numel.eval(hints) * 2 >= elements for m in members)
+    is_heavy = any(OPS[m.op].is_heavy and m.numel.eval(hints) * 2 >= elements for m in members)
     if growth > MAX_GROWTH and (is_heavy or large) and elements > SMALL:
         return False
     return num_consumers == 1 or (large <= 1 and not is_heavy)

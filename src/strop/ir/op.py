@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum, Flag, auto
@@ -26,6 +27,13 @@ class Operands(Enum):
     SELECT = "select"  # the first is a bool, the others as RESULT
     TRUTH = "truth"  # all as bools: is it different from zero
     OWN = "own"  # each in its own type (cast)
+
+
+# Functions of ``vmath.h`` that are an instruction or a few.
+SIMPLE = frozenset((
+    "abs", "sqrt", "max", "min", "fmax", "fmin", "limit", "sign", "signbit", "copysign", "floor",
+    "ceil", "trunc", "round", "half", "or_nan", "lowest", "highest", "shift_left", "shift_right",
+))  # fmt: skip
 
 
 class Types(Flag):
@@ -65,6 +73,11 @@ class Op:
     def arity(self) -> int:
         """How many operands a pointwise row has."""
         return sum(f"{{{place}}}" in self.cpp for place in range(3))
+
+    @property
+    def is_heavy(self) -> bool:
+        """Whether it takes as long as a dozen additions: it calls more than one instruction."""
+        return not SIMPLE.issuperset(re.findall(r"sp::(\w+)", self.cpp))
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:

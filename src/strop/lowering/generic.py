@@ -15,7 +15,7 @@ from strop.ir.loops import Axis, Index, Kernel, Load, Position, Schedule, Stmt, 
 from strop.ir.source import Emitted
 
 ONE = const(1)
-MIN_COLS = 32  # constant inner axes are gathered up to this many elements, and no further
+MIN_COLS = 64  # constant inner axes are gathered up to this many elements, and no further
 
 
 def without_sizes(emit: Callable[[Kernel], Emitted]) -> Callable[[Kernel], Emitted]:

@@ -128,16 +128,26 @@ def _unit_last(b: Builder, x: Node) -> Node:
 
 
 def _order_of_largest(inputs: tuple[Node, ...], hints: Mapping[str, int], rank: int) -> Order:
-    """The physical order of the biggest operand of full rank, as a permutation of dims."""
+    """The physical order of the biggest operand of full rank, as a permutation of dims.
+
+    Of several a contiguous one: results that somebody gets lie so.
+    """
     candidates = [x for x in inputs if len(x.shape) == rank and x.op != "constant"]
     if not candidates:
         return None
-    view = strided(max(candidates, key=lambda x: x.numel.eval(hints)))
-    if view is None:
-        return None
-    # the innermost atom of a dim says where the dim lies; dims of size 1 sort as outermost
-    places = [abs(dim[-1][1].eval(hints)) if dim else 1 << 60 for dim in view.dims]
-    if any(place == 0 for place in places):
+
+    def places_of(x: Node) -> list[int]:
+        """The innermost atom of a dim says where it lies; dims of size 1 sort as outermost."""
+        view = strided(x)
+        dims = view.dims if view else ()
+        return [abs(dim[-1][1].eval(hints)) if dim else 1 << 60 for dim in dims]
+
+    def rank_of(x: Node) -> tuple[int, bool]:
+        places = places_of(x)
+        return x.numel.eval(hints), places == sorted(places, reverse=True)
+
+    places = places_of(max(candidates, key=rank_of))
+    if not places or 0 in places:
         return None
     order = tuple(sorted(range(rank), key=lambda d: (-places[d], d)))
     return None if order == tuple(range(rank)) else order

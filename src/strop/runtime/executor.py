@@ -56,6 +56,9 @@ class Bound:
         self._strides = [self._eval_all(b.strides) for b in program.buffers]
         self._plan_memory()
         self._memory: Tensor | None = None
+        self._arguments = [number for number, b in enumerate(program.buffers)
+                           if b.kind == "input" and not program.inputs[b.index].is_state
+                           ]  # fmt: skip
         self.around: Around | None = None  # a debugger's place between the steps
 
     @property
@@ -162,10 +165,10 @@ class Bound:
             else self._link_call(position, step)
             for position, step in enumerate(self.program.steps)
         ]
-        self._arguments = [number for number, b in enumerate(self.program.buffers)
-                           if b.kind == "input" and not self.program.inputs[b.index].is_state
-                           ]  # fmt: skip
-        self._results = [n for n, b in enumerate(self.program.buffers) if b.kind == "result"]
+        kinds = [buffer.kind for buffer in self.program.buffers]
+        self._results = [(n, self._shapes[n], self._strides[n], self.program.buffers[n].dtype)
+                         for n, kind in enumerate(kinds) if kind == "result"]  # fmt: skip
+        self._released = [n for n, kind in enumerate(kinds) if kind in ("call", "result")]
         self._return = [self._link_returned(item) for item in self.program.returned]
 
     def _arena_view(self, number: int) -> Tensor:
@@ -299,15 +302,13 @@ class Bound:
         slots = self._slots
         for number, tensor in zip(self._arguments, inputs, strict=True):
             self._fill(number, tensor)
-        for number in self._results:
-            self._fill(number, torch.empty_strided(
-                self._shapes[number], self._strides[number], device=self._workspace.device,
-                dtype=self.program.buffers[number].dtype))  # fmt: skip
+        device = self._workspace.device
+        for number, shape, strides, dtype in self._results:
+            self._put(number, torch.empty_strided(shape, strides, dtype=dtype, device=device))
         self._walk()
         returned = [get() for get in self._return]
-        for number, buffer in enumerate(self.program.buffers):
-            if buffer.kind in ("call", "result"):
-                slots[number] = None
+        for number in self._released:
+            slots[number] = None
         return returned
 
     def _walk(self) -> None:
@@ -326,11 +327,9 @@ class Bound:
 
     def in_layout(self, tensors: Sequence[Tensor | None]) -> list[Tensor]:
         """Arguments by index -> those that ``run`` wants, copied where laid out otherwise."""
-        wanted = [(n, b.index) for n, b in enumerate(self.program.buffers)
-                  if b.kind == "input" and not self.program.inputs[b.index].is_state]  # fmt: skip
         result = []
-        for number, index in wanted:
-            tensor = tensors[index]
+        for number in self._arguments:
+            tensor = tensors[self.program.buffers[number].index]
             if tensor is None:  # a size: nothing reads it
                 tensor = torch.empty_strided(self._shapes[number], self._strides[number])
             result.append(_laid_out(tensor, self._strides[number]))
@@ -343,6 +342,9 @@ class Bound:
             raise ShapeError(
                 f"argument {number} has strides {tensor.stride()}, the plan {self._strides[number]}"
             )
+        self._put(number, tensor)
+
+    def _put(self, number: int, tensor: Tensor) -> None:
         self._slots[number] = tensor
         pointer = tensor.data_ptr()
         for kernel, place, move in self._patches[number]:
@@ -401,7 +403,7 @@ def _same_layout(tensor: Tensor, strides: Sequence[int]) -> bool:
 
 def _laid_out(value: Tensor, strides: Sequence[int]) -> Tensor:
     """A library result in the memory order of the plan, copied if the library chose another."""
-    if _same_layout(value, strides):
+    if value.stride() == strides or _same_layout(value, strides):
         return value
     copy = torch.empty_strided(value.shape, strides, dtype=value.dtype, device=value.device)
     return copy.copy_(value)

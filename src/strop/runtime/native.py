@@ -32,11 +32,11 @@ _HEADER = Path(__file__).parent.parent / "codegen" / "rt" / "vmath.h"
 _INCLUDE = '#include "vmath.h"\n'
 
 # No -ffast-math: NaN and infinities count. -fno-trapping-math lets branches become blends, and
-# -fno-thread-jumps keeps them so (exp is 5 % faster).
+# -fno-thread-jumps keeps them so (exp is 5 % faster). -fwrapv: integers wrap, as in torch.
 _FLAGS = (
     *("-O3", "-std=c++20", "-shared", "-fPIC", "-fopenmp"),
     *("-fno-math-errno", "-fno-trapping-math", "-fno-thread-jumps"),
-    "-ffp-contract=fast",
+    *("-ffp-contract=fast", "-fwrapv"),
 )
 
 

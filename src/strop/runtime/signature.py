@@ -17,6 +17,7 @@ from strop.ir.graph import Ref
 # nested tuples of ("list"|"tuple"|"dict"|..., ...), Ref for a tensor, numbers as (type name, text):
 # 1, 1.0 and True are equal keys but other programs
 Skeleton = Any
+_NO_ITEMS = ("dict",)
 _NUMBERS: dict[str, Callable[[str], Any]] = {
     "bool": lambda text: text == "True", "int": int, "float": float.fromhex,
 }  # fmt: skip
@@ -36,7 +37,15 @@ class Shapes:
 
 
 def flatten(value: Any, tensors: list[Tensor]) -> Skeleton:
-    """The skeleton of a call's arguments; tensors are appended in order of appearance."""
+    """The skeleton of a call's arguments; tensors are appended in order of appearance.
+
+    Every call comes through here: what calls are made of is asked for first.
+    """
+    kind = type(value)
+    if kind is tuple:
+        return ("tuple", *[flatten(v, tensors) for v in value])
+    if kind is dict and not value:
+        return _NO_ITEMS
     if isinstance(value, Tensor):
         tensors.append(value)
         return Ref(len(tensors) - 1)
@@ -44,8 +53,7 @@ def flatten(value: Any, tensors: list[Tensor]) -> Skeleton:
         return value
     if isinstance(value, int | float):
         return _number(value)
-    kind = type(value)
-    if kind in (tuple, list, torch.Size):
+    if kind in (list, torch.Size):
         return ("list" if kind is list else "tuple", *[flatten(v, tensors) for v in value])
     if kind is dict and set(map(type, value)) <= {str, int}:
         keys = sorted(value, key=lambda k: (type(k).__name__, k))

@@ -12,7 +12,7 @@ extern "C" void bias_residual(void* const* buffers, const int64_t* scalars) {
   #pragma omp parallel for schedule(static) if (s1 > 32768)
   for (int64_t task = 0; task < chunks; ++task) {
     const int64_t begin = task * step;
-    const int64_t end = std::min<int64_t>(begin + step, s0);
+    const int64_t end = sp::min<int64_t>(begin + step, s0);
     for (int64_t row = begin; row < end; ++row) {
       const int64_t r0 = row;
       #pragma omp simd

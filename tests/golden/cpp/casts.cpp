@@ -13,7 +13,7 @@ extern "C" void casts(void* const* buffers, const int64_t* scalars) {
   #pragma omp parallel for schedule(static) if (s0 > 32768)
   for (int64_t task = 0; task < blocks; ++task) {
     const int64_t begin = task * 16384;
-    const int64_t end = std::min<int64_t>(begin + 16384, s0);
+    const int64_t end = sp::min<int64_t>(begin + 16384, s0);
     #pragma omp simd
     for (int64_t c0 = begin; c0 < end; ++c0) {
       const float v0 = sp::widen(p0[c0]);

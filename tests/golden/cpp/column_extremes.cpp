@@ -11,13 +11,13 @@ extern "C" void column_extremes(void* const* buffers, const int64_t* scalars) {
   const int64_t s2 = scalars[2];
   const int64_t s3 = scalars[3];
   const int64_t s4 = scalars[4];
-  const int64_t step = std::clamp<int64_t>((s0 + 31) / 32, 32, 1024);
+  const int64_t step = sp::limit<int64_t>((s0 + 31) / 32, 32, 1024);
   const int64_t chunks = (s0 + step - 1) / step;
   #pragma omp parallel for schedule(static) if (s2 > 32768)
   for (int64_t task = 0; task < chunks * s1; ++task) {
     const int64_t r0 = task / chunks;
     const int64_t begin = task % chunks * step;
-    const int64_t end = std::min<int64_t>(begin + step, s0);
+    const int64_t end = sp::min<int64_t>(begin + step, s0);
     alignas(64) float lanes_v1[24];
     alignas(64) float lanes_v3[24];
     #pragma omp simd

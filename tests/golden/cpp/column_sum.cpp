@@ -7,12 +7,12 @@ extern "C" void column_sum(void* const* buffers, const int64_t* scalars) {
   const int64_t s0 = scalars[0];
   const int64_t s1 = scalars[1];
   const int64_t s2 = scalars[2];
-  const int64_t step = std::clamp<int64_t>((s0 + 31) / 32, 32, 1024);
+  const int64_t step = sp::limit<int64_t>((s0 + 31) / 32, 32, 1024);
   const int64_t chunks = (s0 + step - 1) / step;
   #pragma omp parallel for schedule(static) if (s2 > 32768)
   for (int64_t task = 0; task < chunks; ++task) {
     const int64_t begin = task * step;
-    const int64_t end = std::min<int64_t>(begin + step, s0);
+    const int64_t end = sp::min<int64_t>(begin + step, s0);
     const sp::Row<double> lanes_v1_memory(s1);
     double* const lanes_v1 = lanes_v1_memory.get();
     #pragma omp simd

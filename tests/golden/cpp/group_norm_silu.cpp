@@ -11,13 +11,13 @@ extern "C" void group_norm_silu(void* const* buffers, const int64_t* scalars) {
   const int64_t s1 = scalars[1];
   const int64_t s2 = scalars[2];
   const int64_t s3 = scalars[3];
-  const int64_t step = 13;
+  const int64_t step = 52;
   const int64_t chunks = (s0 + step - 1) / step;
   #pragma omp parallel for schedule(static) if (s2 > 32768)
   for (int64_t task = 0; task < chunks * s1; ++task) {
     const int64_t r0 = task / chunks;
     const int64_t begin = task % chunks * step;
-    const int64_t end = std::min<int64_t>(begin + step, s0);
+    const int64_t end = sp::min<int64_t>(begin + step, s0);
     alignas(64) float t0[320];
     alignas(64) float t1[320];
     for (int64_t c0 = 0; c0 < 32; ++c0) {

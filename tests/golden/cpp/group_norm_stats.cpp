@@ -14,22 +14,54 @@ extern "C" void group_norm_stats(void* const* buffers, const int64_t* scalars) {
   const int64_t s2 = scalars[2];
   const int64_t s3 = scalars[3];
   const int64_t s4 = scalars[4];
-  const int64_t step = std::clamp<int64_t>((s0 + 31) / 32, 32, 1024);
+  const int64_t step = sp::limit<int64_t>((s0 + 31) / 32, 32, 1024);
   const int64_t chunks = (s0 + step - 1) / step;
   #pragma omp parallel for schedule(static) if (s2 > 32768)
   for (int64_t task = 0; task < chunks * s1; ++task) {
     const int64_t r0 = task / chunks;
     const int64_t begin = task % chunks * step;
-    const int64_t end = std::min<int64_t>(begin + step, s0);
+    const int64_t end = sp::min<int64_t>(begin + step, s0);
     alignas(64) double first_v5[320];
     alignas(64) double sum_v5[320];
     alignas(64) double squares_v5[320];
-    #pragma omp simd
-    for (int64_t lane = 0; lane < 320; ++lane) {
-      sum_v5[lane] = 0;
-      squares_v5[lane] = 0;
+    for (int64_t row = begin; row < begin + 1; ++row) {
+      const int64_t r1 = row;
+      #pragma omp simd
+      for (int64_t lane = 0; lane < 320; ++lane) {
+        const float v0 = sp::widen(p0[r0 * s3 + r1 * 320 + lane]);
+        const float v1 = sp::widen(p1[lane]);
+        const float v2 = v0 + v1;
+        const float v3 = sp::widen(p2[r0 * 320 + lane]);
+        const float v4 = v2 + v3;
+        first_v5[lane] = v4;
+        sum_v5[lane] = 0;
+        squares_v5[lane] = 0;
+      }
     }
-    for (int64_t row = begin; row < end; ++row) {
+    int64_t top = begin;
+    for (; top + 8 <= end; top += 8) {
+      #pragma omp simd
+      for (int64_t lane = 0; lane < 320; ++lane) {
+        const double base_v5 = first_v5[lane];
+        double part_v5 = 0, spread_v5 = 0;
+        #pragma GCC unroll 8
+        for (int64_t row = top; row < top + 8; ++row) {
+          const int64_t r1 = row;
+          const float v0 = sp::widen(p0[r0 * s3 + r1 * 320 + lane]);
+          const float v1 = sp::widen(p1[lane]);
+          const float v2 = v0 + v1;
+          const float v3 = sp::widen(p2[r0 * 320 + lane]);
+          const float v4 = v2 + v3;
+          p3[r0 * s3 + r1 * 320 + lane] = sp::narrow<float>(v4);
+          const double delta_v5 = v4 - base_v5;
+          part_v5 += delta_v5;
+          spread_v5 += delta_v5 * delta_v5;
+        }
+        sum_v5[lane] += part_v5;
+        squares_v5[lane] += spread_v5;
+      }
+    }
+    for (int64_t row = top; row < end; ++row) {
       const int64_t r1 = row;
       #pragma omp simd
       for (int64_t lane = 0; lane < 320; ++lane) {
@@ -39,9 +71,7 @@ extern "C" void group_norm_stats(void* const* buffers, const int64_t* scalars) {
         const float v3 = sp::widen(p2[r0 * 320 + lane]);
         const float v4 = v2 + v3;
         p3[r0 * s3 + r1 * 320 + lane] = sp::narrow<float>(v4);
-        const double base_v5 = row == begin ? v4 : first_v5[lane];
-        const double delta_v5 = v4 - base_v5;
-        first_v5[lane] = base_v5;
+        const double delta_v5 = v4 - first_v5[lane];
         sum_v5[lane] += delta_v5;
         squares_v5[lane] += delta_v5 * delta_v5;
       }
@@ -70,13 +100,13 @@ extern "C" void group_norm_stats(void* const* buffers, const int64_t* scalars) {
     const int64_t start = cell / 32 * chunks * 32 + cell % 32;
     double mean_v5 = 0;
     for (int64_t chunk = 0; chunk < chunks; ++chunk) {
-      const double length = std::min<int64_t>(step, s0 - chunk * step);
+      const double length = sp::min<int64_t>(step, s0 - chunk * step);
       mean_v5 += length * p6[start + chunk * 32];
     }
     mean_v5 /= s0;
     double spread_v5 = 0;
     for (int64_t chunk = 0; chunk < chunks; ++chunk) {
-      const double length = std::min<int64_t>(step, s0 - chunk * step);
+      const double length = sp::min<int64_t>(step, s0 - chunk * step);
       const double shift = p6[start + chunk * 32] - mean_v5;
       spread_v5 += p7[start + chunk * 32] + length * 10 * shift * shift;
     }

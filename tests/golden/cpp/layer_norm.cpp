@@ -15,12 +15,12 @@ extern "C" void layer_norm(void* const* buffers, const int64_t* scalars) {
   #pragma omp parallel for schedule(static) if (s1 > 32768)
   for (int64_t task = 0; task < chunks; ++task) {
     const int64_t begin = task * step;
-    const int64_t end = std::min<int64_t>(begin + step, s0);
+    const int64_t end = sp::min<int64_t>(begin + step, s0);
     alignas(64) float t0[320];
     for (int64_t row = begin; row < end; ++row) {
       const int64_t r0 = row;
       double first_v3 = 0;
-      for (int64_t c0 = 0; c0 < std::min<int64_t>(320, 1); ++c0) {
+      for (int64_t c0 = 0; c0 < sp::min<int64_t>(320, 1); ++c0) {
         const float v0 = sp::widen(p0[r0 * 320 + c0]);
         const float v1 = sp::widen(p1[r0 * 320 + c0]);
         const float v2 = v0 + v1;
@@ -38,7 +38,7 @@ extern "C" void layer_norm(void* const* buffers, const int64_t* scalars) {
         total_v4 += (v2 - first_v3) * (v2 - first_v3);
       }
       const float v3 = static_cast<float>(first_v3 + total_v3 / 320);
-      const float v4 = static_cast<float>(std::max(total_v4 / 320 - total_v3 / 320 * (total_v3 / 320), 0.0));
+      const float v4 = static_cast<float>(sp::max(total_v4 / 320 - total_v3 / 320 * (total_v3 / 320), 0.0));
       const float v6 = v4 + v5;
       const float v7 = 1 / sp::sqrt(v6);
       #pragma omp simd

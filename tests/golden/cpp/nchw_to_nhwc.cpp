@@ -14,9 +14,9 @@ extern "C" void nchw_to_nhwc(void* const* buffers, const int64_t* scalars) {
   for (int64_t task = 0; task < chunks * s2; ++task) {
     const int64_t r0 = task / chunks;
     const int64_t begin = task % chunks * step;
-    const int64_t end = std::min<int64_t>(begin + step, s1);
+    const int64_t end = sp::min<int64_t>(begin + step, s1);
     for (int64_t left = 0; left < s0; left += 16) {
-      const int64_t right = std::min<int64_t>(left + 16, s0);
+      const int64_t right = sp::min<int64_t>(left + 16, s0);
       for (int64_t row = begin; row < end; ++row) {
         const int64_t r1 = row;
         #pragma omp simd

@@ -7,24 +7,28 @@ extern "C" void row_range(void* const* buffers, const int64_t* scalars) {
   const int64_t s1 = scalars[1];
   const int64_t s2 = scalars[2];
   const int64_t s3 = scalars[3];
-  const int64_t step = 1 + 4096 / std::max<int64_t>(s0, 1);
+  const int64_t step = 1 + 4096 / sp::max<int64_t>(s0, 1);
   const int64_t chunks = (s1 + step - 1) / step;
   #pragma omp parallel for schedule(static) if (s2 > 32768)
   for (int64_t task = 0; task < chunks; ++task) {
     const int64_t begin = task * step;
-    const int64_t end = std::min<int64_t>(begin + step, s1);
+    const int64_t end = sp::min<int64_t>(begin + step, s1);
     for (int64_t row = begin; row < end; ++row) {
       const int64_t r0 = row;
       float total_v1 = sp::lowest<float>();
+      int nan_v1 = 0;
       float total_v2 = sp::highest<float>();
-      #pragma omp simd reduction(nan_max:total_v1) reduction(nan_min:total_v2)
+      int nan_v2 = 0;
+      #pragma omp simd reduction(max:total_v1) reduction(|:nan_v1) reduction(min:total_v2) reduction(|:nan_v2)
       for (int64_t c0 = 0; c0 < s0; ++c0) {
         const float v0 = sp::widen(p0[r0 * s3 + c0 + 2]);
-        total_v1 = sp::max<float>(total_v1, v0);
-        total_v2 = sp::min<float>(total_v2, v0);
+        total_v1 = v0 > total_v1 ? v0 : total_v1;
+        nan_v1 |= v0 != v0;
+        total_v2 = v0 < total_v2 ? v0 : total_v2;
+        nan_v2 |= v0 != v0;
       }
-      const float v1 = static_cast<float>(total_v1);
-      const float v2 = static_cast<float>(total_v2);
+      const float v1 = static_cast<float>(sp::or_nan(!nan_v1, total_v1));
+      const float v2 = static_cast<float>(sp::or_nan(!nan_v2, total_v2));
       const float v3 = v1 - v2;
       p1[r0] = sp::narrow<float>(v3);
     }

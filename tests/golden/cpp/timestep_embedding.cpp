@@ -7,12 +7,12 @@ extern "C" void timestep_embedding(void* const* buffers, const int64_t* scalars)
   const int64_t s1 = scalars[1];
   const float v4 = -0.057564627324851146f;
   const int64_t v9 = 0;
-  const int64_t step = 13;
+  const int64_t step = 52;
   const int64_t chunks = (s0 + step - 1) / step;
   #pragma omp parallel for schedule(static) if (s1 > 32768)
   for (int64_t task = 0; task < chunks; ++task) {
     const int64_t begin = task * step;
-    const int64_t end = std::min<int64_t>(begin + step, s0);
+    const int64_t end = sp::min<int64_t>(begin + step, s0);
     alignas(64) int64_t t0[320];
     alignas(64) int64_t t1[320];
     for (int64_t c0 = 0; c0 < 2; ++c0) {
