@@ -20,7 +20,7 @@ ENVS = ({"b": 2, "h": 4, "w": 6}, {"b": 3, "h": 5, "w": 3}, {"b": 1, "h": 7, "w"
 SPECIALISED = {
     "ravel", "as_strided_computed", "upsample_nearest_odd", "upsample_nearest_1d",
     "upsample_bilinear", "upsample_bilinear_size", "upsample_bicubic", "linspace_symbolic",
-    "fold", "unfold_image",
+    "fold", "unfold_image", "take_along_dim",
 }  # fmt: skip
 
 

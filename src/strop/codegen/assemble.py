@@ -139,7 +139,19 @@ def _kernel_step(
     ops = tuple(dict.fromkeys(n.op for n in group.nodes))
     writes = tuple(a.number[n] for n in group.stores)
     return KernelStep(index, tuple(a.number[n] for n in buffers), offsets, writes, emitted.scalars,
-                      group.origin, ops)  # fmt: skip
+                      group.origin, ops, _lookups(a, group))  # fmt: skip
+
+
+def _lookups(a: _Assembly, group: Group) -> tuple[str, ...]:
+    """Modules whose indices the kernel checks, whatever group their nodes were planned in."""
+    seen, stack = set(group.stores), list(group.stores)
+    while stack:
+        for base in map(base_of, stack.pop().inputs):
+            if base not in a.number and base not in seen:
+                seen.add(base)
+                stack.append(base)
+    takes = (n for n in seen if n.op == "take" and n.attrs["bounds"] != "known")
+    return tuple(dict.fromkeys(n.origin for n in sorted(takes, key=lambda n: n.serial)))
 
 
 def _call_step(a: _Assembly, node: Node, results: set[Node]) -> CallStep:

@@ -23,16 +23,18 @@ from strop.ir.loops import (
     Kernel,
     Literal,
     Load,
+    Place,
     Position,
     Reduce,
     Schedule,
     Stmt,
     Store,
+    has_places,
     outs_of,
     spaces,
 )
 from strop.ir.ops import compute_dtype
-from strop.ir.source import Scratch
+from strop.ir.source import FAULTS, Scratch
 
 THREADED_FROM = 32768  # elements below which waking threads costs more than it saves
 STACK_ROW = 4096  # longest row buffer on the stack, in elements
@@ -45,7 +47,7 @@ class Loops:
         self.kernel = kernel
         self.out = Text()
         self.scalars = Scalars()
-        self.scratch: list[Scratch] = []
+        self.scratch: list[Scratch] = [FAULTS] if has_places(kernel) else []
         self.space = spaces(kernel)
         self.col_names = frozenset(axis.name for axis in kernel.cols)
         self.outside = frozenset(v for v, axes in self.space.items() if not axes & self.col_names)
@@ -233,11 +235,13 @@ class Loops:
             assert not isinstance(stmt, Reduce), "reductions are printed by their schedule"
             self.out(f"const {scalar_type(stmt.dtype)} {stmt.out} = {self._value(stmt)};")
 
-    def _value(self, stmt: Load | Literal | Position | Apply) -> str:
+    def _value(self, stmt: Load | Place | Literal | Position | Apply) -> str:
         if stmt.out in self.buffers and not self.by_axes:
             return f"{self.buffers[stmt.out]}[{self.lane}]"
         if isinstance(stmt, Load):
             return self._load(stmt)
+        if isinstance(stmt, Place):
+            return self._place(stmt)
         if isinstance(stmt, Position):
             return self.element(stmt.index)
         if isinstance(stmt, Apply):
@@ -247,10 +251,21 @@ class Loops:
         return number(stmt.value, stmt.dtype)
 
     def _load(self, stmt: Load) -> str:
-        text = f"sp::widen(p{stmt.param}[{self.element(stmt.index)}])"
+        at = " + ".join(
+            [self.element(stmt.index)]
+            + [times(place, self.scalars(stride)) for place, stride in stmt.lookups]
+        )
+        text = f"sp::widen(p{stmt.param}[{at}])"
         if compute_dtype(self.kernel.params[stmt.param].dtype) != compute_dtype(stmt.dtype):
             text = f"static_cast<{scalar_type(stmt.dtype)}>({text})"
         return f"{stmt.guard} ? {text} : {number(0, stmt.dtype)}" if stmt.guard else text
+
+    def _place(self, stmt: Place) -> str:
+        place, size = stmt.value, self.scalars(stmt.size)
+        if stmt.wraps:
+            place = f"sp::wrapped({place}, {size})"
+        faults = f"p{len(self.kernel.params)}"
+        return f"sp::place({place}, {size}, {stmt.guard or 'true'}, {faults})"
 
     def element(self, index: Index) -> str:
         """The text of an index, over ``lane`` where all cols run as one."""

@@ -17,8 +17,19 @@ from strop.codegen.triton_text import (
     runs,
 )
 from strop.ir.dims import Expr, const
-from strop.ir.loops import Kernel, Literal, Load, Reduce, Schedule, Stmt, Store, args_of, outs_of
-from strop.ir.source import Emitted, KernelSource, Scratch, Split
+from strop.ir.loops import (
+    Kernel,
+    Literal,
+    Load,
+    Reduce,
+    Schedule,
+    Stmt,
+    Store,
+    args_of,
+    has_places,
+    outs_of,
+)
+from strop.ir.source import FAULTS, Emitted, KernelSource, Scratch, Split
 
 POINTWISE_ELEMENTS = 1024  # 8 a thread: one 16-byte access of fp16, two of fp32
 POINTWISE_COLS = 64  # of a 2-d tile: 128 bytes of fp16, and short vectors along the cols are cheap
@@ -52,6 +63,8 @@ def _assemble(
     split: Split | None = None,
 ) -> Emitted:
     kernel = printer.kernel
+    if has_places(kernel):
+        scratch = (*scratch, ("faults", FAULTS))
     args = [f"p{i}" for i in range(len(kernel.params))]
     args += [name for name, _ in scratch]
     args += [f"s{i}" for i in range(len(printer.scalars.sizes))]

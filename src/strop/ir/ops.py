@@ -36,6 +36,11 @@ STRUCTURAL: tuple[Op, ...] = (
     Op("constant", Kind.POINTWISE),  # attrs["value"]: number or Expr
     Op("iota", Kind.POINTWISE),  # start + step * index along the only dim
     Op("cat", Kind.POINTWISE),  # attrs["dim"]
+    # Elements of a source where indices say, inputs (source, index, ...); the indices broadcast to
+    # the result. attrs["walks"]: for each dim of the source the dim of the result that runs along
+    # it, or None where the next index looks it up. attrs["bounds"]: "wrapped" (negative ones count
+    # from the end), "checked", or "known" to be inside. The source is always in memory.
+    Op("take", Kind.POINTWISE),
     Op("copy", Kind.POINTWISE, triton="{0}", cpp="{0}"),  # the same values in another layout
     Op("reshape", Kind.VIEW),
     Op("permute", Kind.VIEW),  # attrs["dims"]

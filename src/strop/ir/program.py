@@ -80,6 +80,7 @@ class KernelStep:
     scalars: tuple[Expr, ...]
     origin: str
     ops: tuple[str, ...]
+    lookups: tuple[str, ...] = ()  # modules whose indices this kernel checks
 
 
 @dataclass(frozen=True, slots=True)

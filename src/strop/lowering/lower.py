@@ -17,6 +17,7 @@ from strop.ir.loops import (
     Literal,
     Load,
     Param,
+    Place,
     Position,
     Reduce,
     Schedule,
@@ -109,13 +110,19 @@ class _Finish:
             return Apply(out, draft.detail, draft.args, draft.dtype, draft.attrs)
         if draft.kind == "reduce":
             return Reduce(draft.outs, draft.detail, draft.args[0], draft.dtype)
+        if draft.kind == "place":
+            value, *guards = draft.args
+            return Place(out, value, *draft.detail, *guards)
         assert draft.access is not None
         index = self.values.axes.index(draft.access.offset, dict(draft.access.strides))
         if draft.kind == "position":
             return Position(out, index)
         if draft.kind == "load":
-            guard = draft.args[0] if draft.args else None
-            return Load(out, self._param(draft.detail, is_output=False), index, draft.dtype, guard)
+            strides = tuple(stride for _, stride in draft.attrs)
+            lookups = tuple(zip(draft.args, strides, strict=False))
+            guard = draft.args[len(lookups)] if len(draft.args) > len(lookups) else None
+            number = self._param(draft.detail, is_output=False)
+            return Load(out, number, index, draft.dtype, guard, lookups)
         return Store(self._param(draft.detail, is_output=True), index, draft.args[0])
 
     def _ordered_axes(self, stmts: Sequence[Stmt], reduced: Set[str]) -> list[Axis]:
@@ -185,8 +192,11 @@ def _with_args(stmt: Stmt, renamed: Mapping[str, str]) -> Stmt:
         return replace(stmt, arg=new(stmt.arg))
     if isinstance(stmt, Store):
         return replace(stmt, value=new(stmt.value))
-    if isinstance(stmt, Load) and stmt.guard:
-        return replace(stmt, guard=new(stmt.guard))
+    if isinstance(stmt, Load):
+        lookups = tuple((new(name), stride) for name, stride in stmt.lookups)
+        return replace(stmt, guard=stmt.guard and new(stmt.guard), lookups=lookups)
+    if isinstance(stmt, Place):
+        return replace(stmt, value=new(stmt.value), guard=stmt.guard and new(stmt.guard))
     return stmt
 
 

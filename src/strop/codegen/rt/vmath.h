@@ -93,6 +93,18 @@ class Row {
   T* data_;
 };
 
+// ---- lookups -----------------------------------------------------------------------------------
+
+// A negative place counts from the end.
+inline int64_t wrapped(int64_t place, int64_t size) { return place < 0 ? place + size : place; }
+
+// The place, or 0 for one outside of the dim, which is a fault if it is wanted.
+inline int64_t place(int64_t place, int64_t size, bool is_wanted, int64_t* faults) {
+  if (static_cast<uint64_t>(place) < static_cast<uint64_t>(size)) return place;
+  if (is_wanted) __atomic_store_n(faults, int64_t(1), __ATOMIC_RELAXED);
+  return 0;
+}
+
 // ---- elementary --------------------------------------------------------------------------------
 
 template <class T>
