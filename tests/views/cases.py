@@ -151,13 +151,33 @@ COPIES: dict[str, Case] = {
     "pixel_unshuffle": _kernel(lambda x: F.pixel_unshuffle(x, 2) + 1, "b 3 2*h 2*w"),
     "channel_shuffle": _kernel(lambda x: F.channel_shuffle(x, 2) + 1, "b 6 h w"),
     "upsample_nearest": _kernel(lambda x: F.interpolate(x, scale_factor=2.0) + 1, "b 4 h w"),
-    "upsample_nearest_odd": _library(lambda x: F.interpolate(x, scale_factor=1.5) + 1, "b 4 6 6"),
-    "upsample_nearest_1d": _library(lambda x: F.interpolate(x, scale_factor=2.0), "b 4 6"),
-    "upsample_bilinear": _library(
+    "upsample_nearest_odd": _kernel(lambda x: F.interpolate(x, scale_factor=1.5) + 1, "b 4 h w"),
+    "upsample_nearest_1d": _kernel(lambda x: F.interpolate(x, scale_factor=2.0), "b 4 h"),
+    "upsample_nearest_3d": _kernel(
+        lambda x: F.interpolate(x, (3, 4, 5)) * 2, "b 2 h 3 w"),
+    "upsample_nearest_size": _kernel(
+        lambda x, y: F.interpolate(x, y.shape[2:]) + y, "b 4 h w", "b 4 w h"),
+    "upsample_nearest_exact": _kernel(
+        lambda x: F.interpolate(x, (7, 9), mode="nearest-exact"), "b 4 h w"),
+    "upsample_nearest_third": _kernel(lambda x: F.interpolate(x, scale_factor=0.3), "b 4 16 16"),
+    "upsample_linear": _kernel(
+        lambda x: F.interpolate(x, scale_factor=2.5, mode="linear") * 2, "b 4 h"),
+    "upsample_bilinear": _kernel(
         lambda x: F.interpolate(x, scale_factor=2.0, mode="bilinear"), "b 4 h w"),
-    "upsample_bilinear_size": _library(
+    "upsample_bilinear_size": _kernel(
         lambda x: F.interpolate(x, (7, 9), mode="bilinear", align_corners=True), "b 4 h w"),
-    "upsample_bicubic": _library(
+    "upsample_bilinear_symbolic": _kernel(
+        lambda x, y: torch.cat([F.interpolate(F.silu(x), y.shape[2:], mode="bilinear"), y], 1),
+        "b 4 h w", "b 3 w h"),
+    "upsample_bilinear_one": _kernel(
+        lambda x: F.interpolate(x, (1, 1), mode="bilinear", align_corners=True) * 2, "b 4 h w"),
+    "upsample_trilinear": _kernel(
+        lambda x: F.interpolate(x, (3, 4, 5), mode="trilinear"), "b 2 h 3 w"),
+    "upsample_bicubic": _kernel(
+        lambda x: F.interpolate(x, scale_factor=(1.5, 0.5), mode="bicubic"), "b 4 h w"),
+    "upsample_bicubic_size": _kernel(
+        lambda x: F.interpolate(x, (7, 9), mode="bicubic", align_corners=True), "b 4 h w"),
+    "upsample_antialias": _library(
         lambda x: F.interpolate(x, (7, 9), mode="bicubic", antialias=True), "b 4 6 6"),
 }  # fmt: skip
 

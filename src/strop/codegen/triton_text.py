@@ -222,7 +222,8 @@ class Printer:
         """(pointer, mask) of an access that must have at least these dimensions."""
         terms, own = self.terms(index, tile)
         for name, stride in lookups:
-            terms.append(f"{self.values[name].text} * {self.scalars.text(stride)}")
+            place = self.values[name].text
+            terms.append(place if stride == const(1) else f"{place} * {self.scalars.text(stride)}")
             own |= self.values[name].dims
         text = " + ".join([base, *terms])
         if not dims <= own:

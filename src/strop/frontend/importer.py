@@ -22,6 +22,7 @@ from strop.frontend.indexing import INDEXING
 from strop.frontend.lookups import LOOKUPS
 from strop.frontend.pointwise import COMPOSITES
 from strop.frontend.reductions import reduction
+from strop.frontend.resize import RESIZING
 from strop.frontend.symbols import Symbols
 from strop.frontend.views import COPYING, VIEWS
 from strop.ir.affine import base_of, strided
@@ -258,7 +259,7 @@ def _expressed(importer: Importer, fx: FxNode) -> Value | None:
     """The call as nodes of the graph IR, if there is a way."""
     if not all(_is_for_kernels(x) for x in (fx, *fx.all_input_nodes)):
         return None
-    for table in (VIEWS, CREATION, INDEXING, LOOKUPS, DECOMPOSITIONS, COMPOSITES):
+    for table in (VIEWS, CREATION, INDEXING, LOOKUPS, RESIZING, DECOMPOSITIONS, COMPOSITES):
         rule = table.get(fx.target)
         value = rule(importer, fx, *fx.args, **fx.kwargs) if rule else None
         if value is not None:

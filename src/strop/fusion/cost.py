@@ -23,7 +23,11 @@ def is_cheaper_again(
     A single consumer saves the write and the read and never loads more than the value's own
     operands. Several consumers each load the operands, so only one of them may be large.
     """
-    members, large = _expression(node, stored, hints)
+    members, loads = _expression(node, stored)
+    half = node.numel.eval(hints) / 2
+    large = len({base_of(x) for x in loads if x.numel.eval(hints) >= half})
+    if not loads and HEAVY.isdisjoint(m.op for m in members):
+        return True  # arithmetic on positions
     if any(m.kind is Kind.REDUCTION for m in members) or len(members) > MAX_RECOMPUTED_NODES:
         return False
     elements = max(node.numel.eval(hints), 1)
@@ -34,8 +38,8 @@ def is_cheaper_again(
     return num_consumers == 1 or (large <= 1 and not is_heavy)
 
 
-def _expression(node: Node, stored: Set[Node], hints: Mapping[str, int]) -> tuple[set[Node], int]:
-    """The nodes that computing ``node`` runs, and how many of its loads are as large as it is."""
+def _expression(node: Node, stored: Set[Node]) -> tuple[set[Node], set[Node]]:
+    """The nodes that computing ``node`` runs, and the values that it loads."""
     members: set[Node] = set()
     loads: set[Node] = set()
     stack = [node]
@@ -49,5 +53,4 @@ def _expression(node: Node, stored: Set[Node], hints: Mapping[str, int]) -> tupl
                 stack.append(base)
             elif not computed:
                 loads.add(operand)
-    half = node.numel.eval(hints) / 2
-    return members, len({base_of(x) for x in loads if x.numel.eval(hints) >= half})
+    return members, loads
