@@ -163,6 +163,7 @@ def _call_interpolate(input: Tensor, size: Any = None, scale_factor: Any = None,
         tall = input.unsqueeze(3).unsqueeze(5).expand(n, c, h, factor, w, factor)
         return tall.reshape(n, c, h * factor, w * factor)
     is_known = mode in RESIZING and rank in RESIZING[mode][1]
+    is_known &= input.is_floating_point() or mode.startswith("nearest")
     if not is_known or antialias or _trains(input) or (size is None) == (scale_factor is None):
         return F.interpolate(input, size, scale_factor, mode, align_corners,
                              recompute_scale_factor, antialias)  # fmt: skip

@@ -28,10 +28,14 @@ def is_cheaper_again(
     large = len({base_of(x) for x in loads if x.numel.eval(hints) >= half})
     if not loads and HEAVY.isdisjoint(m.op for m in members):
         return True  # arithmetic on positions
-    if any(m.kind is Kind.REDUCTION for m in members) or len(members) > MAX_RECOMPUTED_NODES:
+    if any(m.kind is Kind.REDUCTION for m in members):
         return False
     elements = max(node.numel.eval(hints), 1)
     growth = largest_consumer / elements
+    if num_consumers == 1 and growth <= 1:
+        return True  # computed once, elsewhere
+    if len(members) > MAX_RECOMPUTED_NODES:
+        return False
     is_heavy = any(m.op in HEAVY and m.numel.eval(hints) * 2 >= elements for m in members)
     if growth > MAX_GROWTH and (is_heavy or large) and elements > SMALL:
         return False
