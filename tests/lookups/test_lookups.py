@@ -192,7 +192,7 @@ def test_places_that_nobody_reads_are_no_faults(folder: str) -> None:
 
 
 def test_nothing_to_look_into(folder: str) -> None:
-    module, dispatcher = optimized(Calls(lambda x, i: x[:, 1:][:, i] * 2), f"{folder}/empty")
+    module, _ = optimized(Calls(lambda x, i: x[:, 1:][:, i] * 2), f"{folder}/empty")
     for width, count in ((3, 2), (2, 5), (1, 0), (1, 2)):
         x, i = torch.randn(2, width), torch.zeros(count, dtype=torch.int64)
         if width > 1 or not count:
@@ -234,8 +234,7 @@ def test_resizing_is_as_accurate_as_eager(dtype: torch.dtype, folder: str) -> No
                 assert_as_accurate_as_eager(one, other, exact)
             except AssertionError as error:
                 raise AssertionError(f"{name} of {height}x{width}: {error}") from error
-    (variant, *others) = dispatcher.variants.all
-    assert not variant.program.call_steps
+    assert not any(v.program.call_steps for v in dispatcher.variants.all)
 
 
 def _exact(*images: Tensor) -> list[Tensor]:

@@ -258,6 +258,14 @@ INDEXING: dict[str, Case] = {
     "index_reduced": _kernel(lambda x, i: x[i].sum(-1), "5 6", "i5: b h"),
     "index_column_reduced": _kernel(lambda x, i: x[i].sum((0, 1)), "5 6", "i5: b h"),
     "one_hot": _kernel(lambda i, w: F.one_hot(i, 5) * w, "i5: b h", "5"),
+    "embedding_bag": _kernel(lambda i, w: F.embedding_bag(i, w) * 2, "i5: b h", "5 6"),
+    "embedding_bag_weighted": _kernel(
+        lambda i, w, s: F.embedding_bag(i, w, mode="sum", per_sample_weights=s),
+        "i5: b h", "5 6", "b h"),
+    "embedding_bag_max": _kernel(
+        lambda i, w: F.embedding_bag(i, w, mode="max") * 2, "i5: b h", "5 6"),
+    "embedding_bag_offsets": _library(
+        lambda i, w: F.embedding_bag(i.flatten(), w, torch.arange(2) * 2), "i5: b h", "5 6"),
     "index_put": _library(lambda x, i, y: x.index_put((i,), y), "5 6", "i5: 3", "3 6"),
     "index_put_add": _library(
         lambda x, i, y: x.index_put((i,), y, accumulate=True), "5 6", "i5: b", "b 6"),

@@ -163,7 +163,6 @@ def _call_interpolate(input: Tensor, size: Any = None, scale_factor: Any = None,
         tall = input.unsqueeze(3).unsqueeze(5).expand(n, c, h, factor, w, factor)
         return tall.reshape(n, c, h * factor, w * factor)
     is_known = mode in RESIZING and rank in RESIZING[mode][1]
-    is_known &= input.is_floating_point() or mode.startswith("nearest")
     if not is_known or antialias or _trains(input) or (size is None) == (scale_factor is None):
         return F.interpolate(input, size, scale_factor, mode, align_corners,
                              recompute_scale_factor, antialias)  # fmt: skip
@@ -180,6 +179,22 @@ def _each(value: Any, rank: int) -> list[Any]:
     if value is None:
         return []
     return list(value) if isinstance(value, tuple | list) else [value] * rank
+
+
+def _call_embedding_bag(input: Tensor, weight: Tensor, offsets: Tensor | None = None,
+                        max_norm: float | None = None, norm_type: float = 2,
+                        scale_grad_by_freq: bool = False, mode: str = "mean", sparse: bool = False,
+                        per_sample_weights: Tensor | None = None, include_last_offset: bool = False,
+                        padding_idx: int | None = None) -> Tensor:  # fmt: skip
+    """Bags of one size are rows of a table, reduced."""
+    if input.dim() != 2 or max_norm is not None or padding_idx is not None or sparse:
+        return F.embedding_bag(input, weight, offsets, max_norm, norm_type, scale_grad_by_freq,
+                               mode, sparse, per_sample_weights, include_last_offset,
+                               padding_idx)  # fmt: skip
+    rows = F.embedding(input, weight, scale_grad_by_freq=scale_grad_by_freq)
+    if per_sample_weights is not None:
+        rows = rows * per_sample_weights.unsqueeze(-1)
+    return rows.amax(1) if mode == "max" else rows.sum(1) if mode == "sum" else rows.mean(1)
 
 
 def _scaled(size: int, factor: float) -> int:
@@ -228,6 +243,7 @@ def _call_squeeze(x: Tensor, dim: Any = None) -> Tensor:
 # made of torch's own operators, so that gradients come by themselves
 COMPOSITES: dict[Callable[..., Any], Callable[..., Tensor]] = {
     F.interpolate: _call_interpolate,
+    F.embedding_bag: _call_embedding_bag,
     F.pad: _call_pad,
     torch._C._nn.pad: _call_pad,
     torch.constant_pad_nd: _call_constant_pad,

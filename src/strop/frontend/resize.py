@@ -14,9 +14,10 @@ from torch.fx import Node as FxNode
 
 from strop.frontend.creation import positions
 from strop.frontend.lookups import take
+from strop.frontend.operators import RESIZING as MODES
 from strop.frontend.pointwise import apply
-from strop.ir.dims import Expr, const
-from strop.ir.graph import Node
+from strop.ir.dims import Expr
+from strop.ir.graph import Node, Ref
 from strop.ir.ops import compute_dtype
 
 if TYPE_CHECKING:
@@ -105,8 +106,8 @@ class _Dim:
 def _resize(im: Importer, fx: FxNode, x: Any, size: Any, mode: str, align_corners: bool,
             scales: Sequence[float | None]) -> Node | None:  # fmt: skip
     node, shape, is_nearest = im.node(x), im.shape(fx), mode.startswith("nearest")
-    if not (is_nearest or node.dtype.is_floating_point) or node.numel == const(0):
-        return None
+    if not (is_nearest or node.dtype.is_floating_point):
+        return _by_torch(im, node, shape, mode, align_corners, scales)
     dtype = torch.float32 if is_nearest else compute_dtype(node.dtype)
     samples = []
     for place, factor in enumerate(scales or [None] * (len(shape) - 2)):
@@ -118,6 +119,16 @@ def _resize(im: Importer, fx: FxNode, x: Any, size: Any, mode: str, align_corner
             samples.append(between(align_corners))
     mixed = _mixed(im, node, samples, shape, dtype)
     return None if mixed is None else im.builder.cast(mixed, node.dtype)
+
+
+def _by_torch(im: Importer, x: Node, shape: Sequence[Expr], mode: str, align_corners: bool,
+              scales: Sequence[float | None]) -> Node:  # fmt: skip
+    """Integers between pixels are rounded by rules of torch's own."""
+    rank, result = len(shape) - 2, (tuple(shape), x.dtype)
+    target = f"aten.{MODES[mode][0].format(rank)}.default"
+    args = (Ref(0), tuple(shape[2:]), align_corners, *(scales or [None] * rank))
+    return im.builder.make("aten", (x,), *result, target=target, args=args, kwargs=(),
+                           outputs=(result,), single=True, tag="")  # fmt: skip
 
 
 def _mixed(im: Importer, x: Node, samples: Sequence[Samples], shape: Sequence[Expr],

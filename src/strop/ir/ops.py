@@ -60,10 +60,11 @@ STRUCTURAL: tuple[Op, ...] = (
 # Calls that belong in torch, by decision. Any other overload without a row also runs in torch,
 # but counts as a fallback. A row per operator: all overloads of these packets but out variants.
 _LOOKUPS = (  # read or write where another tensor says
-    "embedding", "gather", "index", "_unsafe_index", "index_select", "take", "index_put",
-    "_unsafe_index_put", "index_add", "index_copy", "index_fill", "scatter", "scatter_add",
-    "scatter_reduce", "masked_scatter", "slice_scatter", "diagonal_scatter", "diag_embed", "roll",
-    "as_strided", "clone", "unfold", "view.dtype", "linspace", "logspace",
+    "embedding", "_embedding_bag", "_embedding_bag_forward_only", "gather", "index",
+    "_unsafe_index", "index_select", "take", "index_put", "_unsafe_index_put", "index_add",
+    "index_copy", "index_fill", "scatter", "scatter_add", "scatter_reduce", "masked_scatter",
+    "slice_scatter", "diagonal_scatter", "diag_embed", "roll", "as_strided", "clone", "unfold",
+    "view.dtype", "linspace", "logspace",
 )  # fmt: skip
 _SEQUENCES = (  # order or accumulate along a dim
     "argmax", "argmin", "topk", "sort", "kthvalue", "median", "nanmedian", "mode", "cumsum",

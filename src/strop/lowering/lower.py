@@ -130,21 +130,45 @@ class _Finish:
 
         Reduced axes run even where nothing moves along them: the sum of an expanded value.
         """
-        indices = [s.index for s in stmts if isinstance(s, Store | Load)]
-        used = {axis for index in indices for axis in index.axes} | reduced
+        walks = _walks(stmts, self.hints)
+        used = {axis for walk in walks for axis in walk} | reduced
         used |= {axis for s in stmts if isinstance(s, Position) for axis in s.index.axes}
         table = self.values.axes
         sizes = {name: table.size[int(name[1:])] for name in used}
-        main = max(indices, key=lambda i: len(i.axes))
-        if main.axes != used:
-            stride_of: dict[str, int] = {}
-            for index in indices:
-                for axis, stride in index.strides:
-                    stride_of[axis] = max(stride_of.get(axis, 0), abs(stride.eval(self.hints)))
-        else:
-            stride_of = {axis: abs(stride.eval(self.hints)) for axis, stride in main.strides}
+        stride_of = max(walks, key=len)
+        if set(stride_of) != used:
+            stride_of = _largest(walks)
         names = sorted(used, key=lambda a: (-stride_of.get(a, 0), a))
         return [Axis(name, sizes[name]) for name in names]
+
+
+Walk = dict[str, int]  # how far each axis moves something, in elements at the traced sizes
+
+
+def _walks(stmts: Sequence[Stmt], hints: Mapping[str, int]) -> list[Walk]:
+    """How the axes move each access. What moves a place moves the load that looks there, too."""
+    walks: list[Walk] = []
+    moved: dict[str, Walk] = {}
+    for stmt in stmts:
+        walk = _largest([moved[arg] for arg in args_of(stmt)])
+        if isinstance(stmt, Load | Store | Position):
+            walk = {axis: abs(stride.eval(hints)) for axis, stride in stmt.index.strides}
+        if isinstance(stmt, Load):
+            for name, stride in stmt.lookups:
+                step = abs(stride.eval(hints))
+                walk = _largest([walk, {axis: n * step for axis, n in moved[name].items()}])
+        if isinstance(stmt, Load | Store):
+            walks.append(walk)
+        moved.update(dict.fromkeys(outs_of(stmt), walk))
+    return walks
+
+
+def _largest(walks: Sequence[Walk]) -> Walk:
+    largest: Walk = {}
+    for walk in walks:
+        for axis, stride in walk.items():
+            largest[axis] = max(largest.get(axis, 0), stride)
+    return largest
 
 
 def _common_offset(stmts: Sequence[Stmt], number: int, param: Param) -> Expr:
