@@ -7,9 +7,10 @@ import torch
 
 from strop.backend import compile_graph
 from strop.codegen.assemble import Signature
+from strop.frontend.capture import TensorSpec
 from strop.options import Options
 from strop.runtime.executor import needs_wide_indices
-from tests.frontend.tracing import trace
+from tests.frontend.tracing import Function, trace, trace_specs
 
 
 @pytest.mark.parametrize(("device", "rows", "wide"), [
@@ -20,6 +21,17 @@ def test_triton_kernels_stop_below_32_bits(device: str, rows: int, wide: bool) -
     signature = Signature(traced.returned, traced.captured.guards)
     program = compile_graph(traced.graph, signature, device, Options()).program
     assert needs_wide_indices(program, {"b": rows}) == wide
+
+
+@pytest.mark.parametrize(("columns", "wide"), [(2**31 - 1, False), (2**31, True)])
+def test_places_have_32_bits(columns: int, wide: bool) -> None:
+    specs = [TensorSpec(("h", "8"), torch.float32, torch.device("cpu")),
+             TensorSpec(("b",), torch.int64, torch.device("cpu"))]  # fmt: skip
+    module = Function(lambda x, i: x[i])
+    traced = trace_specs(module, module, specs, {"h": 3, "b": 2})
+    signature = Signature(traced.returned, traced.captured.guards)
+    program = compile_graph(traced.graph, signature, "cpu", Options()).program
+    assert needs_wide_indices(program, {"h": columns, "b": 2}) == wide
 
 
 def test_cpp_counts_in_64_bits() -> None:

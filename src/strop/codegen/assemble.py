@@ -13,7 +13,7 @@ from strop.fusion.plan import FusionPlan, Group
 from strop.ir.affine import base_of, strided
 from strop.ir.dims import Expr
 from strop.ir.graph import Builder, Graph, Node, Ref
-from strop.ir.loops import Apply, Kernel, Literal
+from strop.ir.loops import Apply, Kernel, Literal, Place
 from strop.ir.program import (
     Buffer,
     CallStep,
@@ -138,8 +138,9 @@ def _kernel_step(
     index = a.sources.setdefault(emitted.source, len(a.sources))
     ops = tuple(dict.fromkeys(n.op for n in group.nodes))
     writes = tuple(a.number[n] for n in group.stores)
+    sizes = tuple({s.size: None for s in kernel.body + kernel.tail if isinstance(s, Place)})
     return KernelStep(index, tuple(a.number[n] for n in buffers), offsets, writes, emitted.scalars,
-                      group.origin, ops, _lookups(a, group))  # fmt: skip
+                      group.origin, ops, _lookups(a, group), sizes)  # fmt: skip
 
 
 def _lookups(a: _Assembly, group: Group) -> tuple[str, ...]:

@@ -47,7 +47,8 @@ class Loops:
         self.kernel = kernel
         self.out = Text()
         self.scalars = Scalars()
-        self.scratch: list[Scratch] = [FAULTS] if has_places(kernel) else []
+        self.has_places = has_places(kernel)
+        self.scratch: list[Scratch] = [FAULTS] if self.has_places else []
         self.space = spaces(kernel)
         self.col_names = frozenset(axis.name for axis in kernel.cols)
         self.outside = frozenset(v for v, axes in self.space.items() if not axes & self.col_names)
@@ -112,8 +113,20 @@ class Loops:
     @contextmanager
     def parallel(self, name: str, count: str, work: str) -> Iterator[None]:
         self.out(f"#pragma omp parallel for schedule(static) if ({work} > {THREADED_FROM})")
-        with self.out.loop(name, count):
+        with self.out.loop(name, count), self.faults():
             yield
+
+    @contextmanager
+    def faults(self) -> Iterator[None]:
+        """Count lookups outside of a tensor here and, in the end, report that there were some."""
+        if self.has_places:
+            self.out("int64_t faults = 0;")
+        yield
+        if self.has_places:
+            self.out(f"if (faults) sp::report(p{len(self.kernel.params)});")
+
+    def simd(self, clauses: str = "") -> None:
+        self.out("#pragma omp simd" + clauses + (" reduction(|:faults)" if self.has_places else ""))
 
     def work(self) -> str:
         return self.scalars(self.kernel.num_rows * self.kernel.num_cols)
@@ -168,7 +181,7 @@ class Loops:
         """All cols, or a part of the innermost loop."""
         *outer, (name, size) = self.col_loops()
         with self.loops(outer):
-            self.out("#pragma omp simd")
+            self.simd()
             with self.out.loop(name, end or size, begin):
                 yield
 
@@ -231,17 +244,17 @@ class Loops:
         if isinstance(stmt, Store):
             dtype, at = TYPES[self.kernel.params[stmt.param].dtype], self.element(stmt.index)
             self.out(f"p{stmt.param}[{at}] = sp::narrow<{dtype}>({stmt.value});")
+        elif isinstance(stmt, Place):
+            self._place(stmt)
         else:
             assert not isinstance(stmt, Reduce), "reductions are printed by their schedule"
             self.out(f"const {scalar_type(stmt.dtype)} {stmt.out} = {self._value(stmt)};")
 
-    def _value(self, stmt: Load | Place | Literal | Position | Apply) -> str:
+    def _value(self, stmt: Load | Literal | Position | Apply) -> str:
         if stmt.out in self.buffers and not self.by_axes:
             return f"{self.buffers[stmt.out]}[{self.lane}]"
         if isinstance(stmt, Load):
             return self._load(stmt)
-        if isinstance(stmt, Place):
-            return self._place(stmt)
         if isinstance(stmt, Position):
             return self.element(stmt.index)
         if isinstance(stmt, Apply):
@@ -260,12 +273,13 @@ class Loops:
             text = f"static_cast<{scalar_type(stmt.dtype)}>({text})"
         return f"{stmt.guard} ? {text} : {number(0, stmt.dtype)}" if stmt.guard else text
 
-    def _place(self, stmt: Place) -> str:
-        place, size = stmt.value, self.scalars(stmt.size)
-        if stmt.wraps:
-            place = f"sp::wrapped({place}, {size})"
-        faults = f"p{len(self.kernel.params)}"
-        return f"sp::place({place}, {size}, {stmt.guard or 'true'}, {faults})"
+    def _place(self, stmt: Place) -> None:
+        """Masked, and in 32 bits: so g++ makes vectors of lookups (longer dims stay in eager)."""
+        out, size = stmt.out, self.scalars(stmt.size)
+        value = f"sp::wrapped({stmt.value}, {size})" if stmt.wraps else stmt.value
+        self.out(f"const bool {out}_outside = sp::is_outside({value}, {size});")
+        self.out(f"faults |= {out}_outside{f' & {stmt.guard}' if stmt.guard else ''};")
+        self.out(f"const int32_t {out} = static_cast<int32_t>({value}) & ({out}_outside - 1);")
 
     def element(self, index: Index) -> str:
         """The text of an index, over ``lane`` where all cols run as one."""

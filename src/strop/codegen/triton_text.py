@@ -222,7 +222,8 @@ class Printer:
         """(pointer, mask) of an access that must have at least these dimensions."""
         terms, own = self.terms(index, tile)
         for name, stride in lookups:
-            place = self.values[name].text
+            value = self.values[name]
+            place = value.text if value.dtype == torch.int64 else f"{value.text}.to(tl.int64)"
             terms.append(place if stride == const(1) else f"{place} * {self.scalars.text(stride)}")
             own |= self.values[name].dims
         text = " + ".join([base, *terms])

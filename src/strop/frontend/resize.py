@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 aten = torch.ops.aten
 Rule = Callable[..., Any]
 Samples = list[tuple[Node, Node | None]]  # places along one dim, each with its weight
-I64 = torch.int64
+PLACE = torch.int32  # of a pixel: processors have vectors of them beside those of fp32
 CUBIC = -0.75
 
 
@@ -37,7 +37,8 @@ class _Dim:
                  factor: float | None, dtype: torch.dtype) -> None:  # fmt: skip
         self.im, self.count, self.made, self.dtype = im, count, shape[dim], dtype
         self.factor = factor
-        self.position = im.builder.cast(positions(im.builder, shape, dim), dtype)
+        place = im.builder.cast(positions(im.builder, shape, dim), PLACE)
+        self.position = im.builder.cast(place, dtype)
 
     def __call__(self, op: str, *args: Any) -> Node:
         return apply(self.im, op, *args, dtype=self.dtype)
@@ -51,20 +52,20 @@ class _Dim:
         real = self._real(align_corners)
         real = real if align_corners else self("maximum", real, 0.0)
         low = self._inside(real)
-        high = self._inside(apply(self.im, "add", low, 1, dtype=I64))
+        high = self._inside(apply(self.im, "add", low, 1, dtype=PLACE))
         share = self._share(real, low)
         return [(low, self("sub", 1.0, share)), (high, share)]
 
     def cubic(self, align_corners: bool) -> Samples:
         real = self._real(align_corners)
-        low = self.im.builder.cast(self("floor", real), I64)
-        low = apply(self.im, "minimum", low, self.count - 1, dtype=I64)
+        low = self.im.builder.cast(self("floor", real), PLACE)
+        low = apply(self.im, "minimum", low, self.count - 1, dtype=PLACE)
         t = self._share(real, low)
         rest = self("sub", 1.0, t)
         weights = (self._far(self("add", t, 1.0)), self._near(t), self._near(rest),
                    self._far(self("add", rest, 1.0)))  # fmt: skip
-        places = (apply(self.im, "add", low, move, dtype=I64) for move in (-1, 0, 1, 2))
-        return [(apply(self.im, "clamp", place, 0, self.count - 1, dtype=I64), weight)
+        places = (apply(self.im, "add", low, move, dtype=PLACE) for move in (-1, 0, 1, 2))
+        return [(apply(self.im, "clamp", place, 0, self.count - 1, dtype=PLACE), weight)
                 for place, weight in zip(places, weights, strict=True)]  # fmt: skip
 
     def _far(self, x: Node) -> Node:
@@ -83,7 +84,7 @@ class _Dim:
         step = self("div", self.count, self.made)
         if self.factor is None or self.count == self.made:
             return step
-        same = self.im.builder.pointwise("eq", *(self.im.operand(n, I64) for n in
+        same = self.im.builder.pointwise("eq", *(self.im.operand(n, PLACE) for n in
                                          (self.count, self.made)), dtype=torch.bool)  # fmt: skip
         return self("where", same, 1.0, 1.0 / self.factor)
 
@@ -95,12 +96,13 @@ class _Dim:
         return self("sub", self("mul", self("add", self.position, 0.5), ratio), 0.5)
 
     def _share(self, real: Node, low: Node) -> Node:
-        return self("clamp", self("sub", real, self.im.builder.cast(low, self.dtype)), 0.0, 1.0)
+        """Of the way to the next element."""
+        return self("sub", real, self.im.builder.cast(low, self.dtype))
 
     def _inside(self, place: Node) -> Node:
         """Not behind the last element."""
-        place = self.im.builder.cast(place, I64)
-        return apply(self.im, "minimum", place, self.count - 1, dtype=I64)
+        place = self.im.builder.cast(place, PLACE)
+        return apply(self.im, "minimum", place, self.count - 1, dtype=PLACE)
 
 
 def _resize(im: Importer, fx: FxNode, x: Any, size: Any, mode: str, align_corners: bool,

@@ -28,6 +28,8 @@ def is_cheaper_again(
     large = len({base_of(x) for x in loads if x.numel.eval(hints) >= half})
     if not loads and HEAVY.isdisjoint(m.op for m in members):
         return True  # arithmetic on positions
+    if node.op == "take" and large <= 1:
+        return True  # rows are read as well where they lie as from a copy
     if any(m.kind is Kind.REDUCTION for m in members):
         return False
     elements = max(node.numel.eval(hints), 1)

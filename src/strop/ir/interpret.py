@@ -95,7 +95,7 @@ class _State:
     def _load(self, stmt: Load) -> torch.Tensor:
         elements = self._elements(stmt.index)
         for name, stride in stmt.lookups:
-            elements = elements + self.values[name] * stride.eval(self.env)
+            elements = elements + self.values[name].long() * stride.eval(self.env)
         if stmt.guard is None:
             return self.buffers[stmt.param][elements].to(_exact(stmt.dtype))
         guard = self.values[stmt.guard]

@@ -67,8 +67,8 @@ class Param:
 class Load:
     """out = params[param][index], widened to the compute type; 0 where ``guard`` is false.
 
-    ``lookups`` are values that move the index: (int64 value, stride in elements) each. They are
-    places of a Place, or in range by the way they were made.
+    ``lookups`` are values that move the index: (int32 or int64 value, stride in elements) each.
+    They are places of a Place, or in range by the way they were made.
     """
 
     out: str

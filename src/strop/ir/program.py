@@ -80,7 +80,8 @@ class KernelStep:
     scalars: tuple[Expr, ...]
     origin: str
     ops: tuple[str, ...]
-    lookups: tuple[str, ...] = ()  # modules whose indices this kernel checks
+    lookups: tuple[str, ...] = ()  # modules whose indices this kernel checks,
+    looked_up: tuple[Expr, ...] = ()  # and the sizes of the dims that they look into
 
 
 @dataclass(frozen=True, slots=True)

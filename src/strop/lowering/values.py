@@ -256,7 +256,8 @@ class Values:
             if len(merged) > 1:
                 raise UnsupportedError(f"{source}: looked up along a dim of several strides")
             place = self.value(operand, _aligned(operand, node, index), guard)
-            place = self._place(self.convert(place, torch.int64), size, node, guard)
+            if node.attrs["bounds"] != "known":
+                place = self._place(self.convert(place, torch.int64), size, node, guard)
             lookups.append((place, merged[0][1] if merged else ZERO))
             guard = self._not_empty(size, guard)
         args = tuple(name for name, _ in lookups) + ((guard,) if guard else ())
@@ -265,11 +266,9 @@ class Values:
                          tuple(lookups))  # fmt: skip
 
     def _place(self, value: str, size: Expr, node: Node, guard: str | None) -> str:
-        bounds = node.attrs["bounds"]
-        if bounds == "known":
-            return value
         args = (value, guard) if guard else (value,)
-        return self.emit("place", args, torch.int64, detail=(size, bounds == "wrapped"))
+        wraps = node.attrs["bounds"] == "wrapped"
+        return self.emit("place", args, torch.int64, detail=(size, wraps))
 
     def _not_empty(self, size: Expr, guard: str | None) -> str | None:
         """In a dim that may have no element there is none to read in place of a missing one."""

@@ -347,7 +347,10 @@ INDEX_LIMIT = 2**31
 
 def needs_wide_indices(program: Program, env: Mapping[str, int]) -> bool:
     """Whether kernels would meet more elements than they can count: those of Triton flatten axes
-    into 32-bit ids, those in C++ have 64 bits throughout."""
+    into 32-bit ids, those in C++ have 64 bits but for places that indices look up."""
+    sizes = (size for step in program.kernel_steps for size in step.looked_up)
+    if any(size.eval(env) >= INDEX_LIMIT for size in sizes):
+        return True
     if program.device != "cuda":
         return False
     touched = {number for step in program.kernel_steps for number in step.buffers}

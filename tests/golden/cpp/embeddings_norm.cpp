@@ -10,10 +10,12 @@ extern "C" void embeddings_norm(void* const* buffers, const int64_t* scalars) {
   const int64_t s1 = scalars[1];
   const int64_t s2 = scalars[2];
   const int64_t s3 = scalars[3];
+  int64_t faults = 0;
   const int64_t step = 13;
   const int64_t chunks = (s0 + step - 1) / step;
   #pragma omp parallel for schedule(static) if (s1 > 32768)
   for (int64_t task = 0; task < chunks; ++task) {
+    int64_t faults = 0;
     const int64_t begin = task * step;
     const int64_t end = std::min<int64_t>(begin + step, s0);
     alignas(64) float t0[320];
@@ -21,9 +23,13 @@ extern "C" void embeddings_norm(void* const* buffers, const int64_t* scalars) {
       const int64_t r0 = row / s2;
       const int64_t r1 = row % s2;
       const int64_t v0 = sp::widen(p0[r0 * s2 + r1]);
-      const int64_t v1 = sp::place(v0, 4, true, p4);
+      const bool v1_outside = sp::is_outside(v0, 4);
+      faults |= v1_outside;
+      const int32_t v1 = static_cast<int32_t>(v0) & (v1_outside - 1);
       const int64_t v3 = r1;
-      const int64_t v4 = sp::place(v3, s2, true, p4);
+      const bool v4_outside = sp::is_outside(v3, s2);
+      faults |= v4_outside;
+      const int32_t v4 = static_cast<int32_t>(v3) & (v4_outside - 1);
       double first_v7 = 0;
       for (int64_t c0 = 0; c0 < std::min<int64_t>(320, 1); ++c0) {
         const float v2 = sp::widen(p1[c0 + v1 * 320]);
@@ -33,7 +39,7 @@ extern "C" void embeddings_norm(void* const* buffers, const int64_t* scalars) {
       }
       double total_v7 = 0;
       double total_v8 = 0;
-      #pragma omp simd reduction(+:total_v7) reduction(+:total_v8)
+      #pragma omp simd reduction(+:total_v7) reduction(+:total_v8) reduction(|:faults)
       for (int64_t c0 = 0; c0 < 320; ++c0) {
         const float v2 = sp::widen(p1[c0 + v1 * 320]);
         const float v5 = sp::widen(p2[c0 + v4 * 320]);
@@ -45,7 +51,7 @@ extern "C" void embeddings_norm(void* const* buffers, const int64_t* scalars) {
       const float v7 = static_cast<float>(first_v7 + total_v7 / 320);
       const float v8 = static_cast<float>(std::max(total_v8 / 320 - total_v7 / 320 * (total_v7 / 320), 0.0));
       const float v10 = 1 / sp::sqrt(v8);
-      #pragma omp simd
+      #pragma omp simd reduction(|:faults)
       for (int64_t c0 = 0; c0 < 320; ++c0) {
         const float v6 = t0[c0];
         const float v9 = v6 - v7;
@@ -53,5 +59,7 @@ extern "C" void embeddings_norm(void* const* buffers, const int64_t* scalars) {
         p3[r0 * s3 + r1 * 320 + c0] = sp::narrow<float>(v11);
       }
     }
+    if (faults) sp::report(p4);
   }
+  if (faults) sp::report(p4);
 }

@@ -98,12 +98,12 @@ class Row {
 // A negative place counts from the end.
 inline int64_t wrapped(int64_t place, int64_t size) { return place < 0 ? place + size : place; }
 
-// The place, or 0 for one outside of the dim, which is a fault if it is wanted.
-inline int64_t place(int64_t place, int64_t size, bool is_wanted, int64_t* faults) {
-  if (static_cast<uint64_t>(place) < static_cast<uint64_t>(size)) return place;
-  if (is_wanted) __atomic_store_n(faults, int64_t(1), __ATOMIC_RELAXED);
-  return 0;
+inline bool is_outside(int64_t place, int64_t size) {
+  return static_cast<uint64_t>(place) >= static_cast<uint64_t>(size);
 }
+
+// Threads may do so at once.
+inline void report(int64_t* mark) { __atomic_store_n(mark, int64_t(1), __ATOMIC_RELAXED); }
 
 // ---- elementary --------------------------------------------------------------------------------
 
