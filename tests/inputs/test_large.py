@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
+from strop.api import optimize_module
 from strop.backend import compile_graph
 from strop.codegen.assemble import Signature
 from strop.frontend.capture import TensorSpec
@@ -41,3 +44,13 @@ def test_cpp_counts_in_64_bits() -> None:
         assert "int64_t" in source.text
         assert " int " not in source.text
         assert "int32" not in source.text
+
+
+def test_places_times_strides_have_64_bits(tmp_path: Path) -> None:
+    """Memory that nobody touches costs nothing."""
+    table = torch.zeros(2**22, 768, dtype=torch.uint8)
+    table[-1] = torch.arange(768) % 100
+    module = Function(lambda x, i: x[i] * 2).eval()
+    optimize_module(module, Options(cache_dir=str(tmp_path), strict=True))
+    index = torch.tensor([-1, 0, 2**22 - 1])
+    assert torch.equal(module(table, index), table[index] * 2)

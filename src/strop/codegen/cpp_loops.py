@@ -264,14 +264,20 @@ class Loops:
         return number(stmt.value, stmt.dtype)
 
     def _load(self, stmt: Load) -> str:
-        at = " + ".join(
-            [self.element(stmt.index)]
-            + [times(place, self.scalars(stride)) for place, stride in stmt.lookups]
-        )
-        text = f"sp::widen(p{stmt.param}[{at}])"
+        text = f"sp::widen(p{stmt.param}[{self._element(stmt)}])"
         if compute_dtype(self.kernel.params[stmt.param].dtype) != compute_dtype(stmt.dtype):
             text = f"static_cast<{scalar_type(stmt.dtype)}>({text})"
         return f"{stmt.guard} ? {text} : {number(0, stmt.dtype)}" if stmt.guard else text
+
+    def _element(self, stmt: Load) -> str:
+        """Places have 32 bits, what they are multiplied by has 64."""
+        terms = [self.element(stmt.index)]
+        for place, stride in stmt.lookups:
+            step = self.scalars(stride)
+            terms.append(
+                times(place, f"int64_t{{{step}}}" if stride.is_const and step != "1" else step)
+            )
+        return " + ".join(terms)
 
     def _place(self, stmt: Place) -> None:
         """Masked, and in 32 bits: so g++ makes vectors of lookups (longer dims stay in eager)."""

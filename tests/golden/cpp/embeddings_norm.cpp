@@ -32,8 +32,8 @@ extern "C" void embeddings_norm(void* const* buffers, const int64_t* scalars) {
       const int32_t v4 = static_cast<int32_t>(v3) & (v4_outside - 1);
       double first_v7 = 0;
       for (int64_t c0 = 0; c0 < std::min<int64_t>(320, 1); ++c0) {
-        const float v2 = sp::widen(p1[c0 + v1 * 320]);
-        const float v5 = sp::widen(p2[c0 + v4 * 320]);
+        const float v2 = sp::widen(p1[c0 + v1 * int64_t{320}]);
+        const float v5 = sp::widen(p2[c0 + v4 * int64_t{320}]);
         const float v6 = v2 + v5;
         first_v7 = v6;
       }
@@ -41,8 +41,8 @@ extern "C" void embeddings_norm(void* const* buffers, const int64_t* scalars) {
       double total_v8 = 0;
       #pragma omp simd reduction(+:total_v7) reduction(+:total_v8) reduction(|:faults)
       for (int64_t c0 = 0; c0 < 320; ++c0) {
-        const float v2 = sp::widen(p1[c0 + v1 * 320]);
-        const float v5 = sp::widen(p2[c0 + v4 * 320]);
+        const float v2 = sp::widen(p1[c0 + v1 * int64_t{320}]);
+        const float v5 = sp::widen(p2[c0 + v4 * int64_t{320}]);
         const float v6 = v2 + v5;
         t0[c0] = v6;
         total_v7 += (v6 - first_v7);
