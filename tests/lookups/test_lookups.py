@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import strop
 from strop.api import optimize_module
 from strop.options import Options
 from strop.runtime.dispatch import Dispatcher
@@ -258,3 +259,11 @@ def test_pixels_of_integers(mode: str, calls: int, folder: str) -> None:
     x = torch.randint(0, 200, (1, 2, 4, 4), dtype=torch.uint8)
     assert torch.equal(module(x), F.interpolate(x, (5, 3), mode=mode))
     assert launches(dispatcher)[1] == calls
+
+
+def test_a_report_counts_what_is_looked_up(folder: str) -> None:
+    """Not the whole table."""
+    module, _ = optimized(Calls(lambda x, i: F.embedding(i, x) * 2), f"{folder}/report")
+    module(torch.randn(10_000, 8), torch.zeros(3, dtype=torch.int64))
+    (graph,) = strop.explain(module).graphs
+    assert graph.kernels[0].bytes_moved == 3 * 8 + 2 * 3 * 8 * 4

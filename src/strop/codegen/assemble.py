@@ -11,9 +11,9 @@ from strop.codegen.mutation import Lowered, redirected_stores
 from strop.errors import ShapeError
 from strop.fusion.plan import FusionPlan, Group
 from strop.ir.affine import base_of, strided
-from strop.ir.dims import Expr
+from strop.ir.dims import Expr, const, product
 from strop.ir.graph import Builder, Graph, Node, Ref
-from strop.ir.loops import Apply, Kernel, Literal, Place
+from strop.ir.loops import Apply, Kernel, Literal, Load, Place, spaces
 from strop.ir.program import (
     Buffer,
     CallStep,
@@ -138,9 +138,24 @@ def _kernel_step(
     index = a.sources.setdefault(emitted.source, len(a.sources))
     ops = tuple(dict.fromkeys(n.op for n in group.nodes))
     writes = tuple(a.number[n] for n in group.stores)
-    sizes = tuple({s.size: None for s in kernel.body + kernel.tail if isinstance(s, Place)})
-    return KernelStep(index, tuple(a.number[n] for n in buffers), offsets, writes, emitted.scalars,
-                      group.origin, ops, _lookups(a, group), sizes)  # fmt: skip
+    dims = tuple({s.size: None for s in kernel.body + kernel.tail if isinstance(s, Place)})
+    return KernelStep(
+        index, tuple(a.number[n] for n in buffers), offsets, writes, emitted.scalars, group.origin,
+        ops, _lookups(a, group), dims, _lookup_sizes(kernel),
+    )  # fmt: skip
+
+
+def _lookup_sizes(kernel: Kernel) -> tuple[Expr | None, ...]:
+    """For each param that is only looked into, how often; no more of it is read."""
+    sizes = {axis.name: axis.size for axis in kernel.rows + kernel.cols}
+    space, found = spaces(kernel), dict[int, Expr]()
+    loads = [stmt for stmt in kernel.body + kernel.tail if isinstance(stmt, Load)]
+    walked = {stmt.param for stmt in loads if not stmt.lookups}
+    for stmt in loads:
+        if stmt.param not in walked:
+            count = product(sizes[axis] for axis in space[stmt.out])
+            found[stmt.param] = found.get(stmt.param, const(0)) + count
+    return tuple(found.get(number) for number in range(len(kernel.params)))
 
 
 def _lookups(a: _Assembly, group: Group) -> tuple[str, ...]:

@@ -82,6 +82,7 @@ class KernelStep:
     ops: tuple[str, ...]
     lookups: tuple[str, ...] = ()  # modules whose indices this kernel checks,
     looked_up: tuple[Expr, ...] = ()  # and the sizes of the dims that they look into
+    lookup_sizes: tuple[Expr | None, ...] = ()  # per buffer, how many elements are looked up there
 
 
 @dataclass(frozen=True, slots=True)
