@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 aten = torch.ops.aten
 Rule = Callable[..., Any]
 ZERO = const(0)
+PLACE = torch.int32  # where we compute it: processors have vectors of these beside those of fp32
 
 
 def take(b: Builder, source: Node, indices: Sequence[Node], walks: Sequence[int | None],

@@ -213,6 +213,8 @@ def _trains(x: Tensor) -> bool:
 def _call_pad(input: Tensor, pad: Sequence[int], mode: str = "constant", value: float | None = None
               ) -> Tensor:  # fmt: skip
     """Constant padding as a cat of constants: torch's own kernel fixes every size."""
+    if mode == "circular" and min(pad) >= 0:
+        return _wrapped_around(input, pad)
     if mode != "constant":
         return F.pad(input, pad, mode, value)
     for dim, (before, after) in enumerate(zip(pad[::2], pad[1::2], strict=True), 1):
@@ -227,6 +229,15 @@ def _call_pad(input: Tensor, pad: Sequence[int], mode: str = "constant", value: 
         blocks = [block for block in (sides[0], input, sides[1]) if block is not None]
         input = torch.cat(blocks, -dim) if len(blocks) > 1 else input
     return input
+
+
+def _wrapped_around(x: Tensor, pad: Sequence[int]) -> Tensor:
+    """A cat of pieces from the other ends; torch's own kernel writes them in place."""
+    for dim, (before, after) in enumerate(zip(pad[::2], pad[1::2], strict=True), 1):
+        end = x.narrow(-dim, x.shape[-dim] - before, before) if before else None
+        start = x.narrow(-dim, 0, after) if after else None
+        x = torch.cat([piece for piece in (end, x, start) if piece is not None], -dim)
+    return x
 
 
 def _call_constant_pad(x: Tensor, pad: Sequence[int], value: float = 0) -> Tensor:

@@ -13,7 +13,7 @@ import torch
 from torch.fx import Node as FxNode
 
 from strop.frontend.creation import positions
-from strop.frontend.lookups import take
+from strop.frontend.lookups import PLACE, take
 from strop.frontend.operators import RESIZING as MODES
 from strop.frontend.pointwise import apply
 from strop.ir.dims import Expr
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 aten = torch.ops.aten
 Rule = Callable[..., Any]
 Samples = list[tuple[Node, Node | None]]  # places along one dim, each with its weight
-PLACE = torch.int32  # of a pixel: processors have vectors of them beside those of fp32
 CUBIC = -0.75
 
 
