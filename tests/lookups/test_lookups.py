@@ -172,6 +172,14 @@ def test_out_of_range_raises(name: str, lookups: nn.Module) -> None:
         torch.testing.assert_close(lookups(x, *indices.values()), wanted)
 
 
+def test_a_stored_plan_reports_faults(folder: str) -> None:
+    for captures in (1, 0):
+        module, dispatcher = optimized(Calls(lambda x, i: x[i] * 3), f"{folder}/stored")
+        with pytest.raises(IndexError, match="in inner$"):
+            module(torch.randn(4, 5), torch.tensor([0, 4]))
+        assert dispatcher.variants.num_captures == captures
+
+
 def test_many_threads_report_one_fault(folder: str) -> None:
     table, index = torch.randn(50, 64), torch.randint(0, 50, (3000,))
     module, _ = optimized(Calls(lambda x, i: F.embedding(i, x) * 2), f"{folder}/many")

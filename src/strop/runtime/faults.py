@@ -13,6 +13,8 @@ import torch
 
 from strop.ir.program import KernelStep, Program
 
+_APART = 2  # numbers from one mark to the next: kernels take every pointer for 16-byte aligned
+
 
 class Faults:
     """The marks of one bound program."""
@@ -25,8 +27,8 @@ class Faults:
             if isinstance(step, KernelStep)
             and any(s.faults for s in program.sources[step.kernel].scratch)
         }
-        self._place = {position: place for place, position in enumerate(self._steps)}
-        count = len(self._place)
+        self._place = {position: _APART * n for n, position in enumerate(self._steps)}
+        count = _APART * len(self._place)
         self._memory = torch.zeros(count, dtype=torch.int64)
         if count and self._is_late:
             self._memory = self._memory.pin_memory()
