@@ -175,7 +175,7 @@ def test_out_of_range_raises(name: str, lookups: nn.Module) -> None:
 def test_a_stored_plan_reports_faults(folder: str) -> None:
     for captures in (1, 0):
         module, dispatcher = optimized(Calls(lambda x, i: x[i] * 3), f"{folder}/stored")
-        with pytest.raises(IndexError, match="in inner$"):
+        with pytest.raises(IndexError, match=r"in inner$"):
             module(torch.randn(4, 5), torch.tensor([0, 4]))
         assert dispatcher.variants.num_captures == captures
 
