@@ -273,10 +273,8 @@ class Loops:
         """Places have 32 bits, what they are multiplied by has 64."""
         terms = [self.element(stmt.index)]
         for place, stride in stmt.lookups:
-            step = self.scalars(stride)
-            terms.append(
-                times(place, f"int64_t{{{step}}}" if stride.is_const and step != "1" else step)
-            )
+            step = f"int64_t{{{stride.value}}}" if stride.is_const else self.scalars(stride)
+            terms.append(place if stride == nest.ONE else f"{place} * {step}")
         return " + ".join(terms)
 
     def _place(self, stmt: Place) -> None:
