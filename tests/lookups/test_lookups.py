@@ -275,3 +275,28 @@ def test_a_report_counts_what_is_looked_up(folder: str) -> None:
     module(torch.randn(10_000, 8), torch.zeros(3, dtype=torch.int64))
     (graph,) = strop.explain(module).graphs
     assert graph.kernels[0].bytes_moved == 3 * 8 + 2 * 3 * 8 * 4
+
+
+def test_resizing_between_convolutions_stays_channels_last(folder: str) -> None:
+    """The argument and the result change their order, nothing between them does."""
+
+    class Up(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 3, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            wide = F.interpolate(self.first(x), scale_factor=1.5, mode="bilinear")
+            found: Tensor = self.second(F.silu(wide))
+            return found
+
+    model = Up().eval()
+    x = torch.randn(2, 3, 12, 10)
+    with torch.no_grad():
+        wanted = model(x)
+        module, dispatcher = optimized(model, f"{folder}/up")
+        torch.testing.assert_close(module(x), wanted)
+    (variant,) = dispatcher.variants.all
+    ops = [step.ops for step in variant.program.kernel_steps]
+    assert sum("take" in step for step in ops) == 1
+    assert sum("copy" in step for step in ops) == 2
