@@ -21,6 +21,7 @@ from strop.ir.loops import (
     Literal,
     Load,
     Param,
+    Place,
     Position,
     Reduce,
     Schedule,
@@ -85,10 +86,18 @@ class Writer:
         return f"v{self.count - 1}"
 
     def load(
-        self, param: int, at: Index, dtype: torch.dtype | None = None, guard: str | None = None
+        self, param: int, at: Index, dtype: torch.dtype | None = None, guard: str | None = None,
+        lookups: tuple[tuple[str, Expr], ...] = (),
+    ) -> str:  # fmt: skip
+        out = self.name()
+        self.stmts.append(Load(out, param, at, dtype or self.compute, guard, lookups))
+        return out
+
+    def place(
+        self, value: str, size: Expr | int, wraps: bool = False, guard: str | None = None
     ) -> str:
         out = self.name()
-        self.stmts.append(Load(out, param, at, dtype or self.compute, guard))
+        self.stmts.append(Place(out, value, to_expr(size), wraps, guard))
         return out
 
     def literal(self, value: float | Expr, dtype: torch.dtype | None = None) -> str:
@@ -402,6 +411,55 @@ def upsample_nearest(dtype: torch.dtype) -> Sample:
     return Sample(kernel, (size, size * 4), envs("n h w", [1, 1, 1], [2, 3, 5], [1, 17, 9]))
 
 
+def embeddings_norm(dtype: torch.dtype) -> Sample:
+    """Rows of a table by token, rows of another by position, LayerNorm"""
+    b, s, c = symbol("b"), symbol("s"), 320
+    w = Writer(compute_dtype(dtype))
+    token = w.place(w.load(0, index(b=s, s=1), I64), 4)
+    x = w.load(1, index(c=1), lookups=((token, const(c)),))
+    place = w.place(w.position(index(s=1)), s)
+    x = w.apply("add", x, w.load(2, index(c=1), lookups=((place, const(c)),)))
+    mean, var = w.reduce("moments", x)
+    y = w.apply("sub", x, mean)
+    w.store(3, index(b=s * c, s=c, c=1), w.apply("mul", y, w.apply("rsqrt", var)))
+    kernel = Kernel(
+        "embeddings_norm",
+        Schedule.ROW,
+        (axis("b", b), axis("s", s)),
+        (axis("c", c, reduced=True),),
+        reads(I64, dtype, dtype) + writes(dtype),
+        w.take(),
+    )
+    numels = (b * s, const(4 * c), s * c, b * s * c)
+    return Sample(kernel, numels, envs("b s", [1, 1], [2, 7], [3, 41]))
+
+
+def gather_wrapped(dtype: torch.dtype) -> Sample:
+    """x[n, i[n, c]] with indices from both ends, nothing where i is odd"""
+    n, c = symbol("n"), symbol("c")
+    w = _writer(dtype)
+    i = w.load(1, index(n=c, c=1), I64)
+    even = w.apply("eq", w.apply("bitwise_and", i, w.literal(1, I64), dtype=I64),
+                   w.literal(0, I64), dtype=BOOL)  # fmt: skip
+    wide = w.apply("sub", w.apply("mul", i, w.literal(3, I64), dtype=I64), w.literal(6, I64),
+                   dtype=I64)  # fmt: skip
+    at = w.place(wide, 6, wraps=True, guard=even)  # -6, -3, 0, 3
+    other = w.place(w.apply("rsub", i, w.literal(2, I64), dtype=I64, alpha=1), 6, wraps=True)
+    x = w.load(0, index(n=6), guard=even, lookups=((at, const(1)),))
+    w.store(
+        2, index(n=c, c=1), w.apply("add", x, w.load(0, index(n=6), lookups=((other, const(1)),)))
+    )
+    kernel = Kernel(
+        "gather_wrapped",
+        Schedule.POINTWISE,
+        (axis("n", n),),
+        (axis("c", c),),
+        reads(dtype, I64) + writes(dtype),
+        w.take(),
+    )
+    return Sample(kernel, (n * 6, n * c, n * c), envs("n c", [1, 1], [2, 7], [33, 129]))
+
+
 def nchw_to_nhwc(dtype: torch.dtype) -> Sample:
     n, hw, c = symbol("n"), symbol("h") * symbol("w"), symbol("c")
     w = _writer(dtype)
@@ -523,6 +581,8 @@ SAMPLES: Mapping[str, Callable[[torch.dtype], Sample]] = {
         group_norm_silu,
         cat_channels,
         upsample_nearest,
+        embeddings_norm,
+        gather_wrapped,
         nchw_to_nhwc,
         timestep_embedding,
         casts,

@@ -56,7 +56,24 @@ class Builder:
             place = self.writer.position(Index(const(0), ((some[-1].name, const(1)),)))
             half = self.writer.literal(some[-1].size // 2, torch.int64)
             guard = self.writer.apply("lt", place, half, dtype=torch.bool)
-        return self.writer.load(param, index, guard=guard)
+        lookups = ()
+        if self.random.random() < 0.3:  # at a place inside, by a number in memory
+            numbers, at = self.param([a for a in axes if self.random.random() < 0.5], False, True)
+            self.params[numbers] = Param(torch.int64, False)
+            size = self.roots_size()
+            value = self.writer.load(numbers, at, torch.int64)
+            wraps = self.random.random() < 0.5
+            if wraps:
+                value = self.writer.apply("sub", value, self.writer.literal(4, torch.int64),
+                                          dtype=torch.int64)  # fmt: skip
+            place = self.writer.place(value, size, wraps, guard)
+            lookups = ((place, self.numels[param]),)
+            self.numels[param] = self.numels[param] * size
+        return self.writer.load(param, index, guard=guard, lookups=lookups)
+
+    def roots_size(self) -> Expr:
+        """Of a dim that is looked up: at least the 4 that indices are made for."""
+        return self.random.choice((const(4), symbol("y") + 3))
 
     def value(self, values: list[str]) -> str:
         op = self.random.choice(("add", "mul", "sub", "maximum", "exp", "add"))

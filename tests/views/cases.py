@@ -115,8 +115,12 @@ COPIES: dict[str, Case] = {
     "pad_crop": _kernel(lambda x: F.pad(x, (-1, 2, 1, -2), value=1.0) + 1, "b 4 h 6"),
     "pad_only_crop": _kernel(lambda x: F.pad(x, (-1, -2)) + 1, "b 4 h 6"),
     "constant_pad": _kernel(lambda x: torch.constant_pad_nd(x, (1, -1), 2.0), "b 4 h"),
-    "pad_reflect": _library(lambda x: F.pad(x, (1, 2, 1, 1), "reflect"), "b 4 6 6"),
-    "pad_replicate": _library(lambda x: F.pad(x, (1, 2, 1, 1), "replicate") + 1, "b 4 6 6"),
+    "pad_reflect": _kernel(lambda x: F.pad(x, (1, 2, 1, 1), "reflect"), "b 4 h w"),
+    "pad_reflect_1d": _kernel(lambda x: F.pad(F.silu(x), (2, 0), "reflect") * 2, "b 4 h"),
+    "pad_replicate": _kernel(lambda x: F.pad(x, (1, 2, 1, 9), "replicate") + 1, "b 4 h w"),
+    "pad_replicate_3d": _kernel(lambda x: F.pad(x, (1,) * 6, "replicate") + 1, "b 2 h w 3"),
+    "pad_replicate_crop": _kernel(lambda x: F.pad(x, (-1, 2), "replicate") + 1, "b 4 h"),
+    "pad_circular": _kernel(lambda x: F.pad(x, (1, 2, 0, 1), "circular") + 1, "b 4 h w"),
     "repeat": _kernel(lambda x: x.repeat(2, 1, 3) + 1, "b 4 h"),
     "repeat_rank": _kernel(lambda x: x.repeat(2, 1, 2), "b 4"),
     "repeat_one": _kernel(lambda x: x.repeat(1, 1) * 2, "b 4"),
@@ -151,13 +155,33 @@ COPIES: dict[str, Case] = {
     "pixel_unshuffle": _kernel(lambda x: F.pixel_unshuffle(x, 2) + 1, "b 3 2*h 2*w"),
     "channel_shuffle": _kernel(lambda x: F.channel_shuffle(x, 2) + 1, "b 6 h w"),
     "upsample_nearest": _kernel(lambda x: F.interpolate(x, scale_factor=2.0) + 1, "b 4 h w"),
-    "upsample_nearest_odd": _library(lambda x: F.interpolate(x, scale_factor=1.5) + 1, "b 4 6 6"),
-    "upsample_nearest_1d": _library(lambda x: F.interpolate(x, scale_factor=2.0), "b 4 6"),
-    "upsample_bilinear": _library(
+    "upsample_nearest_odd": _kernel(lambda x: F.interpolate(x, scale_factor=1.5) + 1, "b 4 h w"),
+    "upsample_nearest_1d": _kernel(lambda x: F.interpolate(x, scale_factor=2.0), "b 4 h"),
+    "upsample_nearest_3d": _kernel(
+        lambda x: F.interpolate(x, (3, 4, 5)) * 2, "b 2 h 3 w"),
+    "upsample_nearest_size": _kernel(
+        lambda x, y: F.interpolate(x, y.shape[2:]) + y, "b 4 h w", "b 4 w h"),
+    "upsample_nearest_exact": _kernel(
+        lambda x: F.interpolate(x, (7, 9), mode="nearest-exact"), "b 4 h w"),
+    "upsample_nearest_third": _kernel(lambda x: F.interpolate(x, scale_factor=0.3), "b 4 16 16"),
+    "upsample_linear": _kernel(
+        lambda x: F.interpolate(x, scale_factor=2.5, mode="linear") * 2, "b 4 h"),
+    "upsample_bilinear": _kernel(
         lambda x: F.interpolate(x, scale_factor=2.0, mode="bilinear"), "b 4 h w"),
-    "upsample_bilinear_size": _library(
+    "upsample_bilinear_size": _kernel(
         lambda x: F.interpolate(x, (7, 9), mode="bilinear", align_corners=True), "b 4 h w"),
-    "upsample_bicubic": _library(
+    "upsample_bilinear_symbolic": _kernel(
+        lambda x, y: torch.cat([F.interpolate(F.silu(x), y.shape[2:], mode="bilinear"), y], 1),
+        "b 4 h w", "b 3 w h"),
+    "upsample_bilinear_one": _kernel(
+        lambda x: F.interpolate(x, (1, 1), mode="bilinear", align_corners=True) * 2, "b 4 h w"),
+    "upsample_trilinear": _kernel(
+        lambda x: F.interpolate(x, (3, 4, 5), mode="trilinear"), "b 2 h 3 w"),
+    "upsample_bicubic": _kernel(
+        lambda x: F.interpolate(x, scale_factor=(1.5, 0.5), mode="bicubic"), "b 4 h w"),
+    "upsample_bicubic_size": _kernel(
+        lambda x: F.interpolate(x, (7, 9), mode="bicubic", align_corners=True), "b 4 h w"),
+    "upsample_antialias": _library(
         lambda x: F.interpolate(x, (7, 9), mode="bicubic", antialias=True), "b 4 6 6"),
 }  # fmt: skip
 
@@ -207,17 +231,45 @@ CREATION: dict[str, Case] = {
 }  # fmt: skip
 
 INDEXING: dict[str, Case] = {
-    "embedding": _library(lambda i, w: F.embedding(i, w) * 2, "i5: b h", "5 6"),
-    "embedding_padding": _library(lambda i, w: F.embedding(i, w, 1) * 2, "i5: b h", "5 6"),
-    "gather": _library(lambda x, i: x.gather(1, i) + 1, "b 4", "i4: b 3"),
-    "index_select": _library(lambda x, i: x.index_select(1, i) + 1, "b 4 h", "i4: 3"),
-    "index": _library(lambda x, i: x[i] + 1, "5 6", "i5: b h"),
-    "index_middle": _library(lambda x, i: x[:, i] + 1, "b 4 h", "i4: 3"),
-    "index_several": _library(lambda x, i, j: x[i, j] + 1, "4 5 6", "i4: b", "i5: b"),
-    "index_broadcast": _library(lambda x, i, j: x[i[:, None], :, j] + 1, "4 5 6", "i4: b", "i6: w"),
-    "index_negative": _library(lambda x, i: x[i - 5], "5 6", "i5: b"),
-    "index_last_token": _library(
+    "embedding": _kernel(lambda i, w: F.embedding(i, w) * 2, "i5: b h", "5 6"),
+    "embedding_padding": _kernel(lambda i, w: F.embedding(i, w, 1) * 2, "i5: b h", "5 6"),
+    "gather": _kernel(lambda x, i: x.gather(1, i) + 1, "b 4", "i4: b 3"),
+    "index_select": _kernel(lambda x, i: x.index_select(1, i) + 1, "b 4 h", "i4: 3"),
+    "index": _kernel(lambda x, i: x[i] + 1, "5 6", "i5: b h"),
+    "index_middle": _kernel(lambda x, i: x[:, i] + 1, "b 4 h", "i4: 3"),
+    "index_several": _kernel(lambda x, i, j: x[i, j] + 1, "4 5 6", "i4: b", "i5: b"),
+    "index_broadcast": _kernel(lambda x, i, j: x[i[:, None], :, j] + 1, "4 5 6", "i4: b", "i6: w"),
+    "index_negative": _kernel(lambda x, i: x[i - 5], "5 6", "i5: b"),
+    "index_last_token": _kernel(
         lambda x, i: x[torch.arange(x.shape[0]), i.argmax(-1)], "b h 6", "i9: b h"),
+    "embedding_table": _kernel(lambda i, w: F.embedding(i, F.silu(w)[:, ::2]), "i5: b h", "5 6"),
+    "embedding_transposed": _kernel(lambda i, w: F.embedding(i, w.t()) * 2, "i5: b h", "6 5"),
+    "embedding_norm": _kernel(
+        lambda i, w, v: F.layer_norm(F.embedding(i, w) + v, (6,), eps=1e-3), "i5: b h", "5 6", "6"),
+    "embedding_one": _kernel(lambda i, w: F.embedding(i, w), "i5: 1", "5 6"),
+    "gather_last": _kernel(lambda x, i: torch.where(i > 1, x.gather(-1, i), 0), "b 4", "i4: b 3"),
+    "gather_middle": _kernel(lambda x, i: x.gather(1, i).sum(1), "b 4 h", "i4: b 3 h"),
+    "gather_of_computed": _kernel(lambda x, i: x.softmax(-1).gather(-1, i), "b 4", "i4: b 2"),
+    "gather_own": _kernel(lambda x, i: (x * 2) + (x * 2).gather(1, i), "b 4", "i4: b 4"),
+    "gather_in_cat": _kernel(lambda x, i: torch.cat([x, x.gather(1, i)], 1) * 2, "b 4", "i4: b 3"),
+    "take_along_dim": _kernel(lambda x, i: x.take_along_dim(i, 1) + 1, "b 4", "i4: b 3"),
+    "index_int32": _kernel(lambda x, i: x[i.int()] + 1, "5 6", "i5: b h"),
+    "index_apart": _kernel(lambda x, i, j: x[i, :, j] * 2, "4 5 6", "i4: b", "i6: b"),
+    "index_chained": _kernel(lambda x, i, j: x[i[j]] + 1, "5 6", "i5: 4", "i4: b"),
+    "index_sliced": _kernel(lambda x, i: x[:, 1:][:, i][:, :2] + 1, "b 5 h", "i4: 3"),
+    "index_grown": _kernel(lambda x, i: x[:, 1:, i], "b 3 h", "i2: 2"),
+    "index_of_reshaped": _kernel(lambda x, i: x.transpose(1, 2).flatten(1)[:, i], "b 4 h", "i9: 5"),
+    "index_reduced": _kernel(lambda x, i: x[i].sum(-1), "5 6", "i5: b h"),
+    "index_column_reduced": _kernel(lambda x, i: x[i].sum((0, 1)), "5 6", "i5: b h"),
+    "one_hot": _kernel(lambda i, w: F.one_hot(i, 5) * w, "i5: b h", "5"),
+    "embedding_bag": _kernel(lambda i, w: F.embedding_bag(i, w) * 2, "i5: b h", "5 6"),
+    "embedding_bag_weighted": _kernel(
+        lambda i, w, s: F.embedding_bag(i, w, mode="sum", per_sample_weights=s),
+        "i5: b h", "5 6", "b h"),
+    "embedding_bag_max": _kernel(
+        lambda i, w: F.embedding_bag(i, w, mode="max") * 2, "i5: b h", "5 6"),
+    "embedding_bag_offsets": _library(
+        lambda i, w: F.embedding_bag(i.flatten(), w, torch.arange(2) * 2), "i5: b h", "5 6"),
     "index_put": _library(lambda x, i, y: x.index_put((i,), y), "5 6", "i5: 3", "3 6"),
     "index_put_add": _library(
         lambda x, i, y: x.index_put((i,), y, accumulate=True), "5 6", "i5: b", "b 6"),
@@ -230,7 +282,7 @@ INDEXING: dict[str, Case] = {
     "scatter_add": _library(lambda x, i, y: x.scatter_add(1, i, y), "b 4", "i4: b 3", "b 3"),
     "scatter_reduce": _library(
         lambda x, i, y: x.scatter_reduce(1, i, y, "amax"), "b 4", "i4: b 3", "b 3"),
-    "take": _library(lambda x, i: x.take(i) + 1, "b 4", "i4: 3 3"),
+    "take": _kernel(lambda x, i: x.take(i) + 1, "b 4", "i4: 3 3"),
     "topk": _library(lambda x: x.topk(3, -1), "b 6"),
     "sort": _library(lambda x: x.sort(-1, descending=True), "b 6"),
     "argsort": _library(lambda x: x.argsort(-1, descending=True), "b 6"),

@@ -7,20 +7,20 @@ import torch
 
 from strop.backend import compile_graph
 from strop.codegen.assemble import Signature
+from strop.frontend.capture import TensorSpec
 from strop.lowering.lower import lower
 from strop.options import Options
 from tests.codegen.kernels import Sample
 from tests.codegen.test_model_kernels import check
-from tests.frontend.tracing import trace
-from tests.views.cases import CASES, KERNEL, make
+from tests.frontend.tracing import Function, Traced, trace_specs
+from tests.views.cases import CASES, KERNEL, Case, make, sizes_of
 from tests.views.running import assert_equal, optimized
 
 ENVS = ({"b": 2, "h": 4, "w": 6}, {"b": 3, "h": 5, "w": 3}, {"b": 1, "h": 7, "w": 4})
 # torch's own shape rules fix these sizes, or ask whether a batch is 1
 SPECIALISED = {
-    "ravel", "as_strided_computed", "upsample_nearest_odd", "upsample_nearest_1d",
-    "upsample_bilinear", "upsample_bilinear_size", "upsample_bicubic", "linspace_symbolic",
-    "fold", "unfold_image",
+    "ravel", "as_strided_computed", "upsample_antialias", "linspace_symbolic",
+    "fold", "unfold_image", "take_along_dim",
 }  # fmt: skip
 
 
@@ -57,16 +57,27 @@ def test_types(name: str, dtype: torch.dtype, folder: str) -> None:
     assert not dispatcher.counters.fallbacks
 
 
+def _traced(case: Case, env: dict[str, int]) -> Traced:
+    texts = [sizes_of(argument) for argument in case.arguments]
+    dtypes = [torch.int64 if kind.startswith("i") else torch.float32 for kind, _ in texts]
+    specs = [TensorSpec(sizes, dtype, torch.device("cpu"))
+             for (_, sizes), dtype in zip(texts, dtypes, strict=True)]  # fmt: skip
+    module = Function(case.function)
+    return trace_specs(module, module, specs, env)
+
+
 TRITON = ("flip_several", "slice_step_symbolic", "slice_step_of_computed", "roll_several",
           "triu", "pad_crop", "diagonal_offset", "linspace_symbolic", "eye_symbolic",
-          "unfold_step", "rot90", "repeat_interleave", "causal_bool_mask")  # fmt: skip
+          "unfold_step", "rot90", "repeat_interleave", "causal_bool_mask", "embedding_norm",
+          "gather_last", "gather_in_cat", "index_broadcast", "index_of_reshaped", "index_reduced",
+          "index_column_reduced", "upsample_bilinear_symbolic", "upsample_bicubic")  # fmt: skip
 
 
 @pytest.mark.parametrize("name", TRITON)
 def test_in_triton(name: str) -> None:
     """The same graphs for CUDA, in Triton's interpreter, against loop IR in fp64."""
     case, env = CASES[name], ENVS[1]
-    traced = trace(case.function, *case.arguments, **env)
+    traced = _traced(case, env)
     signature = Signature(traced.returned, traced.captured.guards)
     compiled = compile_graph(traced.graph, signature, "cuda", Options())
     groups = compiled.plan.groups

@@ -11,9 +11,9 @@ from strop.codegen.mutation import Lowered, redirected_stores
 from strop.errors import ShapeError
 from strop.fusion.plan import FusionPlan, Group, Stitch
 from strop.ir.affine import base_of, strided
-from strop.ir.dims import Expr
+from strop.ir.dims import Expr, const, product
 from strop.ir.graph import Builder, Graph, Node, Ref
-from strop.ir.loops import Apply, Kernel, Literal
+from strop.ir.loops import Apply, Kernel, Literal, Load, Place, has_places, spaces
 from strop.ir.program import (
     Buffer,
     CallStep,
@@ -147,7 +147,11 @@ def _kernel_step(
     writes = tuple(a.number[n] for n in group.stores)
     numbers = tuple(a.number[n] for n in buffers)
     variants = _variants(a, emitted.variants, numbers, offsets, writes)
-    return KernelStep(index, numbers, offsets, writes, emitted.scalars, group.origin, ops, variants)
+    dims = tuple({s.size: None for s in kernel.body + kernel.tail if isinstance(s, Place)})
+    return KernelStep(
+        index, numbers, offsets, writes, emitted.scalars, group.origin, ops, variants, (),
+        _lookups(a, group), dims, _lookup_sizes(kernel),
+    )  # fmt: skip
 
 
 def _variants(
@@ -169,6 +173,8 @@ def _stitch(
     if any(node in a.redirected for node in stitch.whole.stores):
         return
     kernel, nodes, offsets = low
+    if has_places(kernel):
+        return  # whose faults belong to one step
     buffers, writes = ([a.number[n] for n in of] for of in (nodes, stitch.whole.stores))
     forms = a.target.stitched(kernel)
     variants = _variants(a, forms, tuple(buffers), offsets, tuple(writes))
@@ -176,6 +182,31 @@ def _stitch(
     host = steps[stitch.host]
     steps[stitch.host] = replace(host, variants=variants + host.variants)
     steps[guest] = replace(steps[guest], absorbed=variants)
+
+
+def _lookup_sizes(kernel: Kernel) -> tuple[Expr | None, ...]:
+    """For each param that is only looked into, how often; no more of it is read."""
+    sizes = {axis.name: axis.size for axis in kernel.rows + kernel.cols}
+    space, found = spaces(kernel), dict[int, Expr]()
+    loads = [stmt for stmt in kernel.body + kernel.tail if isinstance(stmt, Load)]
+    walked = {stmt.param for stmt in loads if not stmt.lookups}
+    for stmt in loads:
+        if stmt.param not in walked:
+            count = product(sizes[axis] for axis in space[stmt.out])
+            found[stmt.param] = found.get(stmt.param, const(0)) + count
+    return tuple(found.get(number) for number in range(len(kernel.params)))
+
+
+def _lookups(a: _Assembly, group: Group) -> tuple[str, ...]:
+    """Modules whose indices the kernel checks, whatever group their nodes were planned in."""
+    seen, stack = set(group.stores), list(group.stores)
+    while stack:
+        for base in map(base_of, stack.pop().inputs):
+            if base not in a.number and base not in seen:
+                seen.add(base)
+                stack.append(base)
+    takes = (n for n in seen if n.op == "take" and n.attrs["bounds"] != "known")
+    return tuple(dict.fromkeys(n.origin for n in sorted(takes, key=lambda n: n.serial)))
 
 
 def _call_step(a: _Assembly, node: Node, results: set[Node]) -> CallStep:

@@ -24,17 +24,9 @@ BLOCK_SIZE = 16384  # cols of a task where the cols are cut instead of the rows
 def emit(kernel: Kernel) -> Emitted:
     """The C++ source of a kernel and the sizes that it takes. A pure function."""
     loops = Loops(with_powers(nest.simplify(kernel)))
-    loops.uniform_values()
-    if kernel.schedule is Schedule.COLUMN:
-        _print_column(loops)
-    elif kernel.schedule is Schedule.ROW:
-        _print_row(loops)
-    elif loops.is_tiled:
-        _print_tiles(loops)
-    elif _has_long_cols(loops):
-        _print_blocks(loops)
-    else:
-        _print_pointwise(loops)
+    with loops.faults():
+        loops.uniform_values()
+        _print_loops(loops)
     source = KernelSource(
         name=kernel.name,
         language="cpp",
@@ -44,6 +36,19 @@ def emit(kernel: Kernel) -> Emitted:
         scratch=tuple(loops.scratch),
     )
     return Emitted(source, tuple(loops.scalars.names))
+
+
+def _print_loops(loops: Loops) -> None:
+    if loops.kernel.schedule is Schedule.COLUMN:
+        _print_column(loops)
+    elif loops.kernel.schedule is Schedule.ROW:
+        _print_row(loops)
+    elif loops.is_tiled:
+        _print_tiles(loops)
+    elif _has_long_cols(loops):
+        _print_blocks(loops)
+    else:
+        _print_pointwise(loops)
 
 
 def _whole_text(loops: Loops) -> str:

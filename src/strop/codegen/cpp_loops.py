@@ -23,16 +23,18 @@ from strop.ir.loops import (
     Kernel,
     Literal,
     Load,
+    Place,
     Position,
     Reduce,
     Schedule,
     Stmt,
     Store,
+    has_places,
     outs_of,
     spaces,
 )
 from strop.ir.ops import compute_dtype
-from strop.ir.source import Scratch
+from strop.ir.source import FAULTS, Scratch
 
 THREADED_FROM = 32768  # elements below which waking threads costs more than it saves
 STACK_ROW = 4096  # longest row buffer on the stack, in elements
@@ -45,7 +47,8 @@ class Loops:
         self.kernel = kernel
         self.out = Text()
         self.scalars = Scalars()
-        self.scratch: list[Scratch] = []
+        self.has_places = has_places(kernel)
+        self.scratch: list[Scratch] = [FAULTS] if self.has_places else []
         self.space = spaces(kernel)
         self.col_names = frozenset(axis.name for axis in kernel.cols)
         self.outside = frozenset(v for v, axes in self.space.items() if not axes & self.col_names)
@@ -110,8 +113,20 @@ class Loops:
     @contextmanager
     def parallel(self, name: str, count: str, work: str) -> Iterator[None]:
         self.out(f"#pragma omp parallel for schedule(static) if ({work} > {THREADED_FROM})")
-        with self.out.loop(name, count):
+        with self.out.loop(name, count), self.faults():
             yield
+
+    @contextmanager
+    def faults(self) -> Iterator[None]:
+        """Count lookups outside of a tensor here and, in the end, report that there were some."""
+        if self.has_places:
+            self.out("int64_t faults = 0;")
+        yield
+        if self.has_places:
+            self.out(f"if (faults) sp::report(p{len(self.kernel.params)});")
+
+    def simd(self, clauses: str = "") -> None:
+        self.out("#pragma omp simd" + clauses + (" reduction(|:faults)" if self.has_places else ""))
 
     def work(self) -> str:
         return self.scalars(self.kernel.num_rows * self.kernel.num_cols)
@@ -166,7 +181,7 @@ class Loops:
         """All cols, or a part of the innermost loop."""
         *outer, (name, size) = self.col_loops()
         with self.loops(outer):
-            self.out("#pragma omp simd")
+            self.simd()
             with self.out.loop(name, end or size, begin):
                 yield
 
@@ -230,6 +245,8 @@ class Loops:
         if isinstance(stmt, Store):
             dtype, at = TYPES[self.kernel.params[stmt.param].dtype], self.element(stmt.index)
             self.out(f"p{stmt.param}[{at}] = sp::narrow<{dtype}>({stmt.value});")
+        elif isinstance(stmt, Place):
+            self._place(stmt)
         else:
             assert not isinstance(stmt, Reduce), "reductions are printed by their schedule"
             self.out(f"const {scalar_type(stmt.dtype)} {stmt.out} = {self._value(stmt)};")
@@ -248,10 +265,26 @@ class Loops:
         return number(stmt.value, stmt.dtype)
 
     def _load(self, stmt: Load) -> str:
-        text = f"sp::widen(p{stmt.param}[{self.element(stmt.index)}])"
+        text = f"sp::widen(p{stmt.param}[{self._element(stmt)}])"
         if compute_dtype(self.kernel.params[stmt.param].dtype) != compute_dtype(stmt.dtype):
             text = f"static_cast<{scalar_type(stmt.dtype)}>({text})"
         return f"{stmt.guard} ? {text} : {number(0, stmt.dtype)}" if stmt.guard else text
+
+    def _element(self, stmt: Load) -> str:
+        """Places have 32 bits, what they are multiplied by has 64."""
+        terms = [self.element(stmt.index)]
+        for place, stride in stmt.lookups:
+            step = f"int64_t{{{stride.value}}}" if stride.is_const else self.scalars(stride)
+            terms.append(place if stride == nest.ONE else f"{place} * {step}")
+        return " + ".join(terms)
+
+    def _place(self, stmt: Place) -> None:
+        """Masked, and in 32 bits: so g++ makes vectors of lookups (longer dims stay in eager)."""
+        out, size = stmt.out, self.scalars(stmt.size)
+        value = f"sp::wrapped({stmt.value}, {size})" if stmt.wraps else stmt.value
+        self.out(f"const bool {out}_outside = sp::is_outside({value}, {size});")
+        self.out(f"faults |= {out}_outside{f' & {stmt.guard}' if stmt.guard else ''};")
+        self.out(f"const int32_t {out} = static_cast<int32_t>({value}) & ({out}_outside - 1);")
 
     def element(self, index: Index) -> str:
         """The text of an index, over ``lane`` where all cols run as one."""

@@ -206,7 +206,7 @@ class RowSweeps:
 
     def _innermost(self, sweep: nest.Sweep, parts: list[Part], name: str, size: str) -> None:
         out, lane = self.loops.out, self.loops.lane
-        out("#pragma omp simd" + "".join(part.clause for part in parts))
+        self.loops.simd("".join(part.clause for part in parts))
         with out.loop(name, size):
             self._read(sweep)
             for stmt in sweep.stmts:
@@ -482,7 +482,7 @@ class WholeReduction(ColumnReduction):
                 set_firsts(loops, moments)
         for part in parts:
             out.all(part.declare())
-        out("#pragma omp simd" + "".join(part.clause for part in parts))
+        loops.simd("".join(part.clause for part in parts))
         with out.loop("row", "end", "begin"):
             self._element([*(s.arg for s in self.reduces), *(s.value for s in stores)])
             for part in parts:

@@ -49,7 +49,8 @@ def _is_unseen(destination: Node, value: Node, maker: Group, write: Node,
         return False
     stmts = kernel.body + kernel.tail
     stores = {s.index for s in stmts if isinstance(s, Store) and s.param == written}
-    return all(s.index in stores for s in stmts if isinstance(s, Load) and s.param == read)
+    reads = [s for s in stmts if isinstance(s, Load) and s.param == read]
+    return all(s.index in stores and not s.lookups for s in reads)
 
 
 def _reads(step: Group | Node, lowered: Lowered) -> set[Node]:

@@ -118,7 +118,8 @@ def lane_stride(index: Index, cols: Sequence[Axis]) -> Expr | None:
 def irregular(kernel: Kernel) -> tuple[Load | Position, ...] | None:
     """The statements that need a copy in lane order before all cols can be flattened.
 
-    None if flattening is impossible: a store, or a load under a guard, is not affine in the lane.
+    None if flattening is impossible: a store, or a load that needs other values (a guard, a place),
+    is not affine in the lane.
     """
     found: list[Load | Position] = []
     for stmt in kernel.body:
@@ -126,7 +127,7 @@ def irregular(kernel: Kernel) -> tuple[Load | Position, ...] | None:
             continue
         if lane_stride(stmt.index, kernel.cols) is not None:
             continue
-        if isinstance(stmt, Store) or (isinstance(stmt, Load) and stmt.guard):
+        if isinstance(stmt, Store) or (isinstance(stmt, Load) and (stmt.guard or stmt.lookups)):
             return None
         found.append(stmt)
     return tuple(found)

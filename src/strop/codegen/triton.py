@@ -12,8 +12,8 @@ from dataclasses import replace
 from strop.codegen import triton_block, triton_column, triton_pointwise, triton_reduce, triton_row
 from strop.codegen.triton_text import Form, Lines, Printer, is_transposing
 from strop.ir.dims import Expr
-from strop.ir.loops import Kernel, Reduce, Schedule
-from strop.ir.source import Emitted, KernelSource, Scratch, Split, Variant
+from strop.ir.loops import Kernel, Reduce, Schedule, has_places
+from strop.ir.source import FAULTS, Emitted, KernelSource, Scratch, Split, Variant
 
 
 def emit(kernel: Kernel) -> Emitted:
@@ -60,6 +60,8 @@ def _assemble(
     split: Split | None = None,
 ) -> Emitted:
     kernel = printer.kernel
+    if has_places(kernel):
+        scratch = (*scratch, ("faults", FAULTS))
     args = [f"p{i}" for i in range(len(kernel.params))]
     args += [name for name, _ in scratch]
     args += [f"s{i}" for i in range(len(printer.scalars.sizes))]

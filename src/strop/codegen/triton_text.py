@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -11,7 +11,7 @@ import torch
 
 from strop.errors import CodegenError
 from strop.ir.dims import Expr, const, product, symbol, to_expr
-from strop.ir.loops import Apply, Axis, Index, Kernel, Literal, Load, Position, Stmt, Store
+from strop.ir.loops import Apply, Axis, Index, Kernel, Literal, Load, Place, Position, Stmt, Store
 from strop.ir.ops import OPS, compute_dtype
 
 TYPES: Mapping[torch.dtype, str] = {
@@ -257,9 +257,17 @@ class Printer:
         text = f"{run.name}.to(tl.int64)" if wide else run.name
         return text if run.stride == const(1) else f"{text} * {self.scalars.text(run.stride)}"
 
-    def pointer(self, base: str, index: Index, tile: Tile, dims: frozenset[str]) -> tuple[str, str]:
+    def pointer(
+        self, base: str, index: Index, tile: Tile, dims: frozenset[str],
+        lookups: Sequence[tuple[str, Expr]] = (),
+    ) -> tuple[str, str]:  # fmt: skip
         """(pointer, mask) of an access that must have at least these dimensions."""
         terms, own = self.terms(index, tile)
+        for name, stride in lookups:
+            value = self.values[name]
+            place = value.text if value.dtype == torch.int64 else f"{value.text}.to(tl.int64)"
+            terms.append(place if stride == const(1) else f"{place} * {self.scalars.text(stride)}")
+            own |= self.values[name].dims
         text = " + ".join([base, *terms])
         if not dims <= own:
             text = f"tl.broadcast_to({text}, {tile.block(dims | own)})"
@@ -276,6 +284,8 @@ class Printer:
         """Any statement but a Reduce, whose text depends on the schedule."""
         if isinstance(stmt, Load):
             self._load(stmt, tile, prefix)
+        elif isinstance(stmt, Place):
+            self._place(stmt, tile, prefix)
         elif isinstance(stmt, Literal):
             self.define(stmt.out, self._literal(stmt), frozenset(), stmt.dtype, prefix)
         elif isinstance(stmt, Position):
@@ -297,18 +307,35 @@ class Printer:
     def _load(self, stmt: Load, tile: Tile, prefix: str) -> None:
         guard = self.values[stmt.guard] if stmt.guard else None
         needed = guard.dims if guard else frozenset()
+        needed = needed.union(*(self.values[name].dims for name, _ in stmt.lookups))
         dims = self.terms(stmt.index, tile)[1] | needed
         if tile.spread and dims == {"c"}:
             # Triton would give a long vector a layout of its own and convert it through shared
             # memory; read as a full block, from the cache, it has the layout of its users.
             dims = needed = frozenset(tile.shape)
-        pointer, mask = self.pointer(f"p{stmt.param}", stmt.index, tile, needed)
+        pointer, mask = self.pointer(f"p{stmt.param}", stmt.index, tile, needed, stmt.lookups)
         if guard:
             mask = f"{mask} & {guard.text}" if mask else guard.text
         args = pointer + (f", mask={mask}" if mask else "") + (", other=0" if guard else "")
         stored = self.kernel.params[stmt.param].dtype
         widen = "" if stored == stmt.dtype else f".to({TYPES[stmt.dtype]})"
         self.define(stmt.out, f"tl.load({args}){widen}", dims, stmt.dtype, prefix)
+
+    def _place(self, stmt: Place, tile: Tile, prefix: str) -> None:
+        """One that is outside sets the flag, by whichever lane has it, and becomes 0."""
+        name, size, add = prefix + stmt.out, self.scalars.text(stmt.size), self.out.add
+        place, dims = self.values[stmt.value].text, self.values[stmt.value].dims
+        wanted, at = [f"({name}_inside == 0)"], dims
+        if stmt.guard:
+            guard = self.values[stmt.guard]
+            wanted, at = [*wanted, guard.text], dims | guard.dims
+        if stmt.wraps:
+            add(f"{name}_wrapped = tl.where({place} < 0, {place} + {size}, {place})")
+            place = f"{name}_wrapped"
+        add(f"{name}_inside = ({place} >= 0) & ({place} < {size})")
+        add(f"{name}_fault = {' & '.join([*wanted, *tile.mask(at)])}")
+        add(f"tl.store(faults + {name}_fault.to(tl.int32) * 0, 1, mask={name}_fault)")
+        self.define(stmt.out, f"tl.where({name}_inside, {place}, 0)", dims, stmt.dtype, prefix)
 
     def _literal(self, stmt: Literal) -> str:
         dtype = TYPES[stmt.dtype]

@@ -21,7 +21,7 @@ from strop.ir.program import CallStep, KernelStep, Program, Step
 Sizes = Mapping[str, int]
 HALF = (torch.float16, torch.bfloat16)
 # Operations that only move or rename values.
-_MOVES = {"cast", "copy", "cat", "constant", "iota", "where"}
+_MOVES = {"cast", "copy", "cat", "constant", "iota", "where", "take"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,13 +59,22 @@ def machine(device_name: str) -> Machine:
 
 
 def bytes_moved(program: Program, step: Step, sizes: Sizes) -> int:
-    """Of a kernel, each buffer that it touches, once and in full; of a call, what it reads of
-    each and what it makes."""
+    """Of a kernel, each buffer that it touches, once and in full, or what it looks up there; of a
+    call, what it reads of each and what it makes."""
     if isinstance(step, KernelStep):
-        return sum(_buffer_bytes(program, n, sizes) for n in dict.fromkeys(step.buffers))
+        lookups = dict(zip(step.buffers, step.lookup_sizes, strict=False))
+        return sum(
+            _kernel_bytes(program, n, lookups.get(n), sizes) for n in dict.fromkeys(step.buffers)
+        )
     read = sum(_numel(r.shape, sizes) * program.buffers[r.buffer].dtype.itemsize
                for r in step.inputs)  # fmt: skip
     return read + sum(_buffer_bytes(program, n, sizes) for n in step.outputs if n >= 0)
+
+
+def _kernel_bytes(program: Program, number: int, lookups: Expr | None, sizes: Sizes) -> int:
+    whole = _buffer_bytes(program, number, sizes)
+    itemsize = program.buffers[number].dtype.itemsize
+    return whole if lookups is None else min(whole, lookups.eval(sizes) * itemsize)
 
 
 def _buffer_bytes(program: Program, number: int, sizes: Sizes) -> int:

@@ -139,6 +139,17 @@ def _iota(node: Node, x: list[Tensor], env: Env) -> Tensor:
     return result
 
 
+def _take(node: Node, x: list[Tensor], env: Env) -> Tensor:
+    source, *indices = x
+    sizes, places = _sizes(node, env), []
+    for walk in node.attrs["walks"]:
+        if walk is None:
+            places.append(indices.pop(0))
+        else:
+            places.append(torch.arange(sizes[walk]).view(-1, *[1] * (len(sizes) - 1 - walk)))
+    return source[tuple(places)].expand(sizes)
+
+
 def _attention(node: Node, x: list[Tensor], env: Env) -> Tensor:
     mask = x[3] if len(x) > 3 else None
     if mask is not None and mask.is_floating_point():
@@ -153,6 +164,7 @@ _RULES: dict[str, Rule] = {
     "constant": lambda n, x, env: torch.tensor(_concrete(n.attrs["value"], env)),
     "iota": _iota,
     "cat": lambda n, x, env: torch.cat(x, n.attrs["dim"]),
+    "take": _take,
     "cast": lambda n, x, env: x[0],
     "copy": lambda n, x, env: x[0],
     "write": lambda n, x, env: x[1],

@@ -19,8 +19,11 @@ from strop.frontend.creation import CREATION
 from strop.frontend.decompositions import DECOMPOSITIONS
 from strop.frontend.functional import storage_of
 from strop.frontend.indexing import INDEXING
+from strop.frontend.lookups import LOOKUPS
+from strop.frontend.padding import PADDING
 from strop.frontend.pointwise import COMPOSITES
 from strop.frontend.reductions import reduction
+from strop.frontend.resize import RESIZING
 from strop.frontend.symbols import Symbols
 from strop.frontend.views import COPYING, VIEWS
 from strop.ir.affine import base_of, strided
@@ -36,6 +39,8 @@ _REFUSED = {
     " it is called on its own",
 }
 _MOST_LITERALS = 16  # a longer tensor made from Python data is an input of the graph
+
+_TABLES = (VIEWS, CREATION, INDEXING, LOOKUPS, RESIZING, PADDING, DECOMPOSITIONS, COMPOSITES)
 
 Value = Any  # Node, a tuple of Nodes, or a literal that is not a tensor
 
@@ -257,7 +262,7 @@ def _expressed(importer: Importer, fx: FxNode) -> Value | None:
     """The call as nodes of the graph IR, if there is a way."""
     if not all(_is_for_kernels(x) for x in (fx, *fx.all_input_nodes)):
         return None
-    for table in (VIEWS, CREATION, INDEXING, DECOMPOSITIONS, COMPOSITES):
+    for table in _TABLES:
         rule = table.get(fx.target)
         value = rule(importer, fx, *fx.args, **fx.kwargs) if rule else None
         if value is not None:

@@ -1,6 +1,6 @@
 """Putting tensors together out of parts: at known places, as cats of slices, and under masks.
 
-What looks up places in another tensor (gather, scatter, sort) has LIBRARY rows in ``ir.ops``.
+``lookups`` has the places that are in another tensor; scatter and sort run in torch.
 """
 
 from __future__ import annotations

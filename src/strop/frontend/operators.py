@@ -7,7 +7,9 @@ whose answers would plant guards on batch and size. They also run as ordinary to
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
+from fractions import Fraction
 from typing import Any
 
 import torch
@@ -40,8 +42,33 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: boo
     return F.scaled_dot_product_attention(q, k, v, mask, 0.0, causal, scale=scale)
 
 
-_library.define("nearest(Tensor x, SymInt[] size) -> Tensor")
-_library.impl("nearest", lambda x, size: F.interpolate(x, size), "CompositeExplicitAutograd")
+_MOST_PARTS = 64  # of a factor by which sizes stay polynomials
+
+# By mode: the name of ATen's operators, and the number of dims that they resize.
+RESIZING = {
+    "nearest": ("upsample_nearest{}d", (1, 2, 3)),
+    "nearest-exact": ("_upsample_nearest_exact{}d", (1, 2, 3)),
+    "linear": ("upsample_linear{}d", (1,)),
+    "bilinear": ("upsample_bilinear{}d", (2,)),
+    "trilinear": ("upsample_trilinear{}d", (3,)),
+    "bicubic": ("upsample_bicubic{}d", (2,)),
+}
+
+
+def _resize(x: Tensor, size: Sequence[int], mode: str, align_corners: bool,
+            scales: Sequence[float]) -> Tensor:  # fmt: skip
+    """``scales``: the factors by which eager multiplies places; none where sizes decide."""
+    overload = getattr(torch.ops.aten, RESIZING[mode][0].format(len(size))).default
+    align = () if mode.startswith("nearest") else (align_corners,)
+    factors: Sequence[float | None] = scales or [None] * len(size)
+    result: Tensor = overload(x, size, *align, *factors)
+    return result
+
+
+_library.define(
+    "resize(Tensor x, SymInt[] size, str mode, bool align_corners, float[] scales) -> Tensor"
+)
+_library.impl("resize", _resize, "CompositeExplicitAutograd")
 _library.impl("linear", F.linear, "CompositeExplicitAutograd")
 _library.impl("conv2d", _conv2d, "CompositeExplicitAutograd")
 _library.impl("group_norm", F.group_norm, "CompositeExplicitAutograd")
@@ -64,7 +91,8 @@ def _conv2d_shape(x: Tensor, weight: Tensor, bias: Tensor | None, stride: list[i
     return x.new_empty((x.shape[0], weight.shape[0], *spatial))
 
 
-def _nearest_shape(x: Tensor, size: Sequence[int]) -> Tensor:
+def _resize_shape(x: Tensor, size: Sequence[int], mode: str, align_corners: bool,
+                  scales: Sequence[float]) -> Tensor:  # fmt: skip
     return x.new_empty((*x.shape[:2], *size))
 
 
@@ -88,8 +116,7 @@ def _group_norm_shape(x: Tensor, groups: int, weight: Tensor | None, bias: Tenso
 
 for _name, _rule in (
     ("linear", _linear_shape), ("conv2d", _conv2d_shape), ("attention", _attention_shape),
-    ("nearest", _nearest_shape),
-    ("group_norm", _group_norm_shape),
+    ("resize", _resize_shape), ("group_norm", _group_norm_shape),
 ):  # fmt: skip
     torch.library.register_fake(f"strop::{_name}", _rule)
 
@@ -131,19 +158,58 @@ def _call_group_norm(input: Tensor, num_groups: int, weight: Tensor | None = Non
 
 
 def _call_interpolate(input: Tensor, size: Any = None, scale_factor: Any = None,
-                      mode: str = "nearest", *args: Any, **kwargs: Any) -> Tensor:  # fmt: skip
+                      mode: str = "nearest", align_corners: bool | None = None,
+                      recompute_scale_factor: bool | None = None, antialias: bool = False
+                      ) -> Tensor:  # fmt: skip
     """Nearest by a whole factor is a broadcast: each pixel is read several times, none computed."""
-    factors = {float(f) for f in scale_factor} if isinstance(scale_factor, tuple | list) else (
-        {float(scale_factor)} if scale_factor is not None else set())  # fmt: skip
-    if mode != "nearest" or input.dim() != 4 or len(factors) != 1 or not min(factors).is_integer():
-        if mode == "nearest" and input.dim() == 4 and size is not None and not _trains(input):
-            resized: Tensor = torch.ops.strop.nearest(input, _pair(size))
-            return resized
-        return F.interpolate(input, size, scale_factor, mode, *args, **kwargs)
-    factor = int(factors.pop())
-    n, c, h, w = input.shape
-    tall = input.unsqueeze(3).unsqueeze(5).expand(n, c, h, factor, w, factor)
-    return tall.reshape(n, c, h * factor, w * factor)
+    rank = input.dim() - 2
+    factors = [float(factor) for factor in _each(scale_factor, rank)]
+    if mode == "nearest" and rank == 2 and len(set(factors)) == 1 and factors[0].is_integer():
+        factor = int(factors[0])
+        n, c, h, w = input.shape
+        tall = input.unsqueeze(3).unsqueeze(5).expand(n, c, h, factor, w, factor)
+        return tall.reshape(n, c, h * factor, w * factor)
+    is_known = mode in RESIZING and rank in RESIZING[mode][1]
+    if not is_known or antialias or _trains(input) or (size is None) == (scale_factor is None):
+        return F.interpolate(input, size, scale_factor, mode, align_corners,
+                             recompute_scale_factor, antialias)  # fmt: skip
+    sizes = _each(size, rank) or [
+        _scaled(n, factor) for n, factor in zip(input.shape[2:], factors, strict=True)
+    ]
+    scales = [] if recompute_scale_factor else factors
+    resized: Tensor = torch.ops.strop.resize(input, sizes, mode, bool(align_corners), scales)
+    return resized
+
+
+def _each(value: Any, rank: int) -> list[Any]:
+    """One number for every dim; none for None."""
+    if value is None:
+        return []
+    return list(value) if isinstance(value, tuple | list) else [value] * rank
+
+
+def _call_embedding_bag(input: Tensor, weight: Tensor, offsets: Tensor | None = None,
+                        max_norm: float | None = None, norm_type: float = 2,
+                        scale_grad_by_freq: bool = False, mode: str = "mean", sparse: bool = False,
+                        per_sample_weights: Tensor | None = None, include_last_offset: bool = False,
+                        padding_idx: int | None = None) -> Tensor:  # fmt: skip
+    """Bags of one size are rows of a table, reduced."""
+    if input.dim() != 2 or max_norm is not None or padding_idx is not None or sparse:
+        return F.embedding_bag(input, weight, offsets, max_norm, norm_type, scale_grad_by_freq,
+                               mode, sparse, per_sample_weights, include_last_offset,
+                               padding_idx)  # fmt: skip
+    rows = F.embedding(input, weight, scale_grad_by_freq=scale_grad_by_freq)
+    if per_sample_weights is not None:
+        rows = rows * per_sample_weights.unsqueeze(-1)
+    return rows.amax(1) if mode == "max" else rows.sum(1) if mode == "sum" else rows.mean(1)
+
+
+def _scaled(size: int, factor: float) -> int:
+    """floor(size * factor), which for a binary fraction is arithmetic on integers."""
+    ratio = Fraction(factor)
+    if ratio.denominator <= _MOST_PARTS:
+        return size * ratio.numerator // ratio.denominator
+    return math.floor(float(size) * factor)
 
 
 def _trains(x: Tensor) -> bool:
@@ -154,6 +220,8 @@ def _trains(x: Tensor) -> bool:
 def _call_pad(input: Tensor, pad: Sequence[int], mode: str = "constant", value: float | None = None
               ) -> Tensor:  # fmt: skip
     """Constant padding as a cat of constants: torch's own kernel fixes every size."""
+    if mode == "circular" and min(pad) >= 0:
+        return _wrapped_around(input, pad)
     if mode != "constant":
         return F.pad(input, pad, mode, value)
     for dim, (before, after) in enumerate(zip(pad[::2], pad[1::2], strict=True), 1):
@@ -170,6 +238,15 @@ def _call_pad(input: Tensor, pad: Sequence[int], mode: str = "constant", value: 
     return input
 
 
+def _wrapped_around(x: Tensor, pad: Sequence[int]) -> Tensor:
+    """A cat of pieces from the other ends; torch's own kernel writes them in place."""
+    for dim, (before, after) in enumerate(zip(pad[::2], pad[1::2], strict=True), 1):
+        end = x.narrow(-dim, x.shape[-dim] - before, before) if before else None
+        start = x.narrow(-dim, 0, after) if after else None
+        x = torch.cat([piece for piece in (end, x, start) if piece is not None], -dim)
+    return x
+
+
 def _call_constant_pad(x: Tensor, pad: Sequence[int], value: float = 0) -> Tensor:
     return _call_pad(x, pad, "constant", value)
 
@@ -184,6 +261,7 @@ def _call_squeeze(x: Tensor, dim: Any = None) -> Tensor:
 # made of torch's own operators, so that gradients come by themselves
 COMPOSITES: dict[Callable[..., Any], Callable[..., Tensor]] = {
     F.interpolate: _call_interpolate,
+    F.embedding_bag: _call_embedding_bag,
     F.pad: _call_pad,
     torch._C._nn.pad: _call_pad,
     torch.constant_pad_nd: _call_constant_pad,

@@ -28,14 +28,14 @@ def _dtype(fx: FxNode) -> torch.dtype:
     return dtype
 
 
-def _apply(im: Importer, op: str, *args: Any, dtype: torch.dtype) -> Node:
+def apply(im: Importer, op: str, *args: Any, dtype: torch.dtype) -> Node:
     """One row over nodes, FX nodes and numbers."""
     nodes = [a if isinstance(a, Node) else im.operand(a, compute_dtype(dtype)) for a in args]
     return im.builder.pointwise(op, *nodes, dtype=dtype, **OPS[op].attrs)
 
 
 def _masked_fill(im: Importer, fx: FxNode, x: Any, mask: Any, value: Any) -> Node:
-    return _apply(im, "where", mask, value, x, dtype=_dtype(fx))
+    return apply(im, "where", mask, value, x, dtype=_dtype(fx))
 
 
 def _whole(im: Importer, fx: FxNode, x: Any) -> Node | None:
@@ -58,7 +58,7 @@ def _whole_is(value: bool) -> Rule:
 
 def _floor_divide(im: Importer, fx: FxNode, x: Any, y: Any) -> Node:
     op = "div_floor" if _dtype(fx).is_floating_point else "div_floor_int"
-    return _apply(im, op, x, y, dtype=_dtype(fx))
+    return apply(im, op, x, y, dtype=_dtype(fx))
 
 
 # x ** exponent, as ATen computes it too
@@ -72,7 +72,7 @@ def _pow_scalar(im: Importer, fx: FxNode, x: Any, exponent: Any) -> Node | None:
     if exponent == 1:
         return im.builder.cast(im.node(x), dtype)
     if exponent in _POWERS and (dtype.is_floating_point or exponent == 2):
-        return _apply(im, _POWERS[exponent], im.node(x), dtype=dtype)
+        return apply(im, _POWERS[exponent], im.node(x), dtype=dtype)
     if exponent == 3 or not dtype.is_floating_point:
         return _product(im, im.node(x), int(exponent), dtype)
     return None
@@ -88,26 +88,26 @@ def _product(im: Importer, x: Node, count: int, dtype: torch.dtype) -> Node | No
             factors.append(power)
         count >>= 1
         if count:
-            power = _apply(im, "square", power, dtype=wide)
+            power = apply(im, "square", power, dtype=wide)
     for factor in factors[1:-1]:
-        factors[0] = _apply(im, "mul", factors[0], factor, dtype=wide)
+        factors[0] = apply(im, "mul", factors[0], factor, dtype=wide)
     if len(factors) == 1:
         return im.builder.make("copy", (power,), power.shape, dtype)
-    return _apply(im, "mul", factors[0], factors[-1], dtype=dtype)
+    return apply(im, "mul", factors[0], factors[-1], dtype=dtype)
 
 
 def _ldexp(im: Importer, fx: FxNode, x: Any, exponent: Any) -> Node:
     dtype = _dtype(fx)
-    factor = _apply(im, "exp2", exponent, dtype=compute_dtype(dtype))
-    return _apply(im, "mul", x, factor, dtype=dtype)
+    factor = apply(im, "exp2", exponent, dtype=compute_dtype(dtype))
+    return apply(im, "mul", x, factor, dtype=dtype)
 
 
 def _logit(im: Importer, fx: FxNode, x: Any, eps: float | None = None) -> Node | None:
     if eps is None or eps < 0:
         return None
     dtype = _dtype(fx)
-    kept = _apply(im, "clamp", x, eps, 1.0 - eps, dtype=compute_dtype(dtype))
-    return _apply(im, "logit", kept, dtype=dtype)
+    kept = apply(im, "clamp", x, eps, 1.0 - eps, dtype=compute_dtype(dtype))
+    return apply(im, "logit", kept, dtype=dtype)
 
 
 def _log_sigmoid(im: Importer, fx: FxNode, x: Any) -> tuple[Node, Node] | None:
@@ -115,8 +115,8 @@ def _log_sigmoid(im: Importer, fx: FxNode, x: Any) -> tuple[Node, Node] | None:
     dtype = fx.meta["val"][0].dtype
     if fx.meta["val"][0].device.type != "cpu" and {u.args[1] for u in fx.users} - {0}:
         return None
-    away = _apply(im, "neg", _apply(im, "abs", x, dtype=dtype), dtype=dtype)
-    return _apply(im, "logsigmoid", x, dtype=dtype), _apply(im, "exp", away, dtype=dtype)
+    away = apply(im, "neg", apply(im, "abs", x, dtype=dtype), dtype=dtype)
+    return apply(im, "logsigmoid", x, dtype=dtype), apply(im, "exp", away, dtype=dtype)
 
 
 def _nan_to_num(im: Importer, fx: FxNode, x: Any, nan: float | None = None,
@@ -131,9 +131,9 @@ def _nan_to_num(im: Importer, fx: FxNode, x: Any, nan: float | None = None,
     ):  # fmt: skip
         limit = b.constant(infinity, compute_dtype(dtype))
         hit = b.pointwise("eq", node, limit, dtype=torch.bool)
-        found = _apply(im, "where", hit, default if given is None else given, found, dtype=dtype)
+        found = apply(im, "where", hit, default if given is None else given, found, dtype=dtype)
     hit = b.pointwise("isnan", node, dtype=torch.bool)
-    return _apply(im, "where", hit, 0.0 if nan is None else nan, found, dtype=dtype)
+    return apply(im, "where", hit, 0.0 if nan is None else nan, found, dtype=dtype)
 
 
 def _glu(im: Importer, fx: FxNode, x: Any, dim: int = -1) -> Node | None:
@@ -141,8 +141,8 @@ def _glu(im: Importer, fx: FxNode, x: Any, dim: int = -1) -> Node | None:
     dim %= len(node.shape)
     half = im.shape(fx)[dim]
     value, gate = b.slice(node, dim, 0, half), b.slice(node, dim, half, half)
-    open_ = _apply(im, "sigmoid", gate, dtype=compute_dtype(node.dtype))
-    return _apply(im, "mul", value, open_, dtype=node.dtype)
+    open_ = apply(im, "sigmoid", gate, dtype=compute_dtype(node.dtype))
+    return apply(im, "mul", value, open_, dtype=node.dtype)
 
 
 def _loss(op: str) -> Rule:
@@ -152,16 +152,16 @@ def _loss(op: str) -> Rule:
         if reduction != 0:
             return None
         dtype = _dtype(fx)
-        less = _apply(im, "sub", x, y, dtype=compute_dtype(dtype))
-        return _apply(im, op, less, dtype=dtype)
+        less = apply(im, "sub", x, y, dtype=compute_dtype(dtype))
+        return apply(im, op, less, dtype=dtype)
 
     return rule
 
 
 def _dropout_backward(im: Importer, fx: FxNode, grad: Any, mask: Any, scale: float) -> Node:
     dtype = _dtype(fx)
-    kept = _apply(im, "mul", grad, scale, dtype=compute_dtype(dtype))
-    return _apply(im, "where", mask, kept, 0.0, dtype=dtype)
+    kept = apply(im, "mul", grad, scale, dtype=compute_dtype(dtype))
+    return apply(im, "where", mask, kept, 0.0, dtype=dtype)
 
 
 def _prelu_backward(im: Importer, fx: FxNode, grad: Any, x: Any, weight: Any) -> tuple[Node, Node]:
@@ -170,10 +170,10 @@ def _prelu_backward(im: Importer, fx: FxNode, grad: Any, x: Any, weight: Any) ->
     zero = im.operand(0.0, compute_dtype(dtype))
     is_positive = im.builder.pointwise("gt", im.node(x), zero, dtype=torch.bool)
     scaled, of_weight = (
-        _apply(im, "mul", factor, grad, dtype=compute_dtype(dtype)) for factor in (weight, x)
+        apply(im, "mul", factor, grad, dtype=compute_dtype(dtype)) for factor in (weight, x)
     )
-    return (_apply(im, "where", is_positive, grad, scaled, dtype=dtype),
-            _apply(im, "where", is_positive, 0.0, of_weight, dtype=dtype))  # fmt: skip
+    return (apply(im, "where", is_positive, grad, scaled, dtype=dtype),
+            apply(im, "where", is_positive, 0.0, of_weight, dtype=dtype))  # fmt: skip
 
 
 COMPOSITES: dict[Any, Rule] = {

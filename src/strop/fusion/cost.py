@@ -22,19 +22,29 @@ def is_cheaper_again(
     A single consumer saves the write and the read and never loads more than the value's own
     operands. Several consumers each load the operands, so only one of them may be large.
     """
-    members, large = _expression(node, stored, hints)
-    if any(m.kind is Kind.REDUCTION for m in members) or len(members) > MAX_RECOMPUTED_NODES:
+    members, loads = _expression(node, stored)
+    half = node.numel.eval(hints) / 2
+    large = len({base_of(x) for x in loads if x.numel.eval(hints) >= half})
+    if not loads and not any(OPS[m.op].is_heavy for m in members):
+        return True  # arithmetic on positions
+    if node.op == "take" and large <= 1:
+        return True  # rows are read as well where they lie as from a copy
+    if any(m.kind is Kind.REDUCTION for m in members):
         return False
     elements = max(node.numel.eval(hints), 1)
     growth = largest_consumer / elements
+    if num_consumers == 1 and growth <= 1:
+        return True  # computed once, elsewhere
+    if len(members) > MAX_RECOMPUTED_NODES:
+        return False
     is_heavy = any(OPS[m.op].is_heavy and m.numel.eval(hints) * 2 >= elements for m in members)
     if growth > MAX_GROWTH and (is_heavy or large) and elements > SMALL:
         return False
     return num_consumers == 1 or (large <= 1 and not is_heavy)
 
 
-def _expression(node: Node, stored: Set[Node], hints: Mapping[str, int]) -> tuple[set[Node], int]:
-    """The nodes that computing ``node`` runs, and how many of its loads are as large as it is."""
+def _expression(node: Node, stored: Set[Node]) -> tuple[set[Node], set[Node]]:
+    """The nodes that computing ``node`` runs, and the values that it loads."""
     members: set[Node] = set()
     loads: set[Node] = set()
     stack = [node]
@@ -48,5 +58,4 @@ def _expression(node: Node, stored: Set[Node], hints: Mapping[str, int]) -> tupl
                 stack.append(base)
             elif not computed:
                 loads.add(operand)
-    half = node.numel.eval(hints) / 2
-    return members, len({base_of(x) for x in loads if x.numel.eval(hints) >= half})
+    return members, loads

@@ -112,6 +112,8 @@ def refusal(node: Node, draft: Draft, schedules: Schedules) -> str | None:
     """Why ``node`` cannot join ``draft``, or None when it can."""
     if node.kind is Kind.REDUCTION:
         return _refuse_reduction(node, draft, schedules)
+    if node.op == "take" and base_of(node.inputs[0]) in draft.nodes:
+        return "looks up elements that other programs of this kernel compute"
     if draft.schedule is Schedule.POINTWISE:
         return None if node.numel == draft.domain else "another number of elements"
     assert draft.kept is not None

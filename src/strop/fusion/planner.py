@@ -146,6 +146,7 @@ def _stored(graph: Graph, drafts: list[Draft], apart: Set[Node]) -> set[Node]:
     readers = _readers(graph)
     needed = {base_of(o) for o in graph.outputs}
     needed |= {base_of(i) for n in graph.nodes if _is_call(n) for i in n.inputs}
+    needed |= {base_of(n.inputs[0]) for n in graph.nodes if n.op == "take"}
     stored = {node for node in needed if node.kind in (Kind.POINTWISE, Kind.REDUCTION)}
     for node in graph.nodes:
         if node not in home or node in stored:

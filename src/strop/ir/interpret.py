@@ -13,7 +13,18 @@ from dataclasses import dataclass, field
 import torch
 
 from strop.ir.dims import Env, Expr
-from strop.ir.loops import Apply, Index, Kernel, Literal, Load, Position, Reduce, Stmt, Store
+from strop.ir.loops import (
+    Apply,
+    Index,
+    Kernel,
+    Literal,
+    Load,
+    Place,
+    Position,
+    Reduce,
+    Stmt,
+    Store,
+)
 from strop.ir.ops import OPS
 
 
@@ -54,6 +65,8 @@ class _State:
     def execute(self, stmt: Stmt) -> None:
         if isinstance(stmt, Load):
             self.values[stmt.out] = self._load(stmt)
+        elif isinstance(stmt, Place):
+            self.values[stmt.out] = self._place(stmt)
         elif isinstance(stmt, Literal):
             value = stmt.value.eval(self.env) if isinstance(stmt.value, Expr) else stmt.value
             scalar = torch.tensor(value, dtype=_exact(stmt.dtype))
@@ -81,11 +94,23 @@ class _State:
 
     def _load(self, stmt: Load) -> torch.Tensor:
         elements = self._elements(stmt.index)
+        for name, stride in stmt.lookups:
+            elements = elements + self.values[name].long() * stride.eval(self.env)
         if stmt.guard is None:
             return self.buffers[stmt.param][elements].to(_exact(stmt.dtype))
         guard = self.values[stmt.guard]
         found = self.buffers[stmt.param][torch.where(guard, elements, 0)]
         return torch.where(guard, found, torch.zeros_like(found)).to(_exact(stmt.dtype))
+
+    def _place(self, stmt: Place) -> torch.Tensor:
+        place, size = self.values[stmt.value], stmt.size.eval(self.env)
+        if stmt.wraps:
+            place = torch.where(place < 0, place + size, place)
+        outside = (place < 0) | (place >= size)
+        wanted = outside if stmt.guard is None else outside & self.values[stmt.guard]
+        if bool(wanted.any()):
+            raise IndexError(f"{stmt.value} is outside of a dim of {size} elements")
+        return torch.where(outside, 0, place)
 
     def _apply(self, stmt: Apply) -> torch.Tensor:
         args = [self.values[arg] for arg in stmt.args]

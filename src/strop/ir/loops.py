@@ -66,13 +66,34 @@ class Param:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """out = params[param][index], widened to the compute type; 0 where ``guard`` is false."""
+    """out = params[param][index], widened to the compute type; 0 where ``guard`` is false.
+
+    ``lookups`` are values that move the index: (int32 or int64 value, stride in elements) each.
+    They are places of a Place, or in range by the way they were made.
+    """
 
     out: str
     param: int
     index: Index
     dtype: torch.dtype  # compute type of ``out``
     guard: str | None = None
+    lookups: tuple[tuple[str, Expr], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """out = value (int64) as a place along a dim of ``size`` elements.
+
+    With ``wraps`` a negative one counts from the end. One outside of the dim becomes 0 and, unless
+    ``guard`` is false, makes the kernel report a fault.
+    """
+
+    out: str
+    value: str
+    size: Expr
+    wraps: bool
+    guard: str | None = None
+    dtype: torch.dtype = torch.int64
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +154,7 @@ class Store:
     value: str
 
 
-Stmt = Load | Literal | Position | Apply | Reduce | Store
+Stmt = Load | Place | Literal | Position | Apply | Reduce | Store
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,7 +210,17 @@ def args_of(stmt: Stmt) -> tuple[str, ...]:
         return (stmt.arg,)
     if isinstance(stmt, Store):
         return (stmt.value,)
-    return (stmt.guard,) if isinstance(stmt, Load) and stmt.guard else ()
+    if isinstance(stmt, Place):
+        return (stmt.value, stmt.guard) if stmt.guard else (stmt.value,)
+    if not isinstance(stmt, Load):
+        return ()
+    names = tuple(name for name, _ in stmt.lookups)
+    return (*names, stmt.guard) if stmt.guard else names
+
+
+def has_places(kernel: Kernel) -> bool:
+    """Whether the kernel looks up places that may be out of range."""
+    return any(isinstance(stmt, Place) for stmt in kernel.body + kernel.tail)
 
 
 def indices_of(kernel: Kernel) -> Iterator[Index]:

@@ -36,6 +36,11 @@ STRUCTURAL: tuple[Op, ...] = (
     Op("constant", Kind.POINTWISE),  # attrs["value"]: number or Expr
     Op("iota", Kind.POINTWISE),  # start + step * index along the only dim
     Op("cat", Kind.POINTWISE),  # attrs["dim"]
+    # Elements of a source where indices say, inputs (source, index, ...); the indices broadcast to
+    # the result. attrs["walks"]: for each dim of the source the dim of the result that runs along
+    # it, or None where the next index looks it up. attrs["bounds"]: "wrapped" (negative ones count
+    # from the end), "checked", or "known" to be inside. The source is always in memory.
+    Op("take", Kind.POINTWISE),
     Op("copy", Kind.POINTWISE, triton="{0}", cpp="{0}"),  # the same values in another layout
     Op("reshape", Kind.VIEW),
     Op("permute", Kind.VIEW),  # attrs["dims"]
@@ -55,10 +60,11 @@ STRUCTURAL: tuple[Op, ...] = (
 # Calls that belong in torch, by decision. Any other overload without a row also runs in torch,
 # but counts as a fallback. A row per operator: all overloads of these packets but out variants.
 _LOOKUPS = (  # read or write where another tensor says
-    "embedding", "gather", "index", "_unsafe_index", "index_select", "take", "index_put",
-    "_unsafe_index_put", "index_add", "index_copy", "index_fill", "scatter", "scatter_add",
-    "scatter_reduce", "masked_scatter", "slice_scatter", "diagonal_scatter", "diag_embed", "roll",
-    "as_strided", "clone", "unfold", "view.dtype", "linspace", "logspace",
+    "embedding", "_embedding_bag", "_embedding_bag_forward_only", "gather", "index",
+    "_unsafe_index", "index_select", "take", "index_put", "_unsafe_index_put", "index_add",
+    "index_copy", "index_fill", "scatter", "scatter_add", "scatter_reduce", "masked_scatter",
+    "slice_scatter", "diagonal_scatter", "diag_embed", "roll", "as_strided", "clone", "unfold",
+    "view.dtype", "linspace", "logspace",
 )  # fmt: skip
 _SEQUENCES = (  # order or accumulate along a dim
     "argmax", "argmin", "topk", "sort", "kthvalue", "median", "nanmedian", "mode", "cumsum",

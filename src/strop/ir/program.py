@@ -102,6 +102,9 @@ class KernelStep:
     ops: tuple[str, ...]
     variants: tuple[KernelVariant, ...] = ()
     absorbed: tuple[KernelVariant, ...] = ()  # of another step, that do this step's work as well
+    lookups: tuple[str, ...] = ()  # modules whose indices this kernel checks,
+    looked_up: tuple[Expr, ...] = ()  # and the sizes of the dims that they look into
+    lookup_sizes: tuple[Expr | None, ...] = ()  # per buffer, how many elements are looked up there
 
 
 @dataclass(frozen=True, slots=True)

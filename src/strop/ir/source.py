@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from strop.ir.dims import Expr
+from strop.ir.dims import Expr, const
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,11 +14,17 @@ class Scratch:
     """Working memory that a kernel wants beside its params: ``numel`` is over its scalar names.
 
     ``zeroed`` memory is zero at the first launch and left zero by the kernel (counters).
+    ``faults`` is such memory on the host: one number, which a kernel that is asked to look outside
+    of a tensor sets to 1.
     """
 
     dtype: torch.dtype
     numel: Expr
     zeroed: bool = False
+    faults: bool = False
+
+
+FAULTS = Scratch(torch.int64, const(1), zeroed=True, faults=True)
 
 
 @dataclass(frozen=True, slots=True)

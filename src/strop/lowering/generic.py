@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from strop.ir.dims import Expr, const, symbol
-from strop.ir.loops import Axis, Index, Kernel, Load, Position, Schedule, Stmt, Store
+from strop.ir.loops import Axis, Index, Kernel, Load, Place, Position, Schedule, Stmt, Store
 from strop.ir.source import Emitted
 
 ONE = const(1)
@@ -100,10 +100,17 @@ class _Naming:
         return pairs
 
     def _all(self, stmts: Sequence[Stmt]) -> tuple[Stmt, ...]:
-        return tuple(
-            replace(s, index=self._index(s.index)) if isinstance(s, Load | Store | Position) else s
-            for s in stmts
-        )
+        return tuple(map(self._stmt, stmts))
+
+    def _stmt(self, stmt: Stmt) -> Stmt:
+        if isinstance(stmt, Place):
+            return replace(stmt, size=self._name(f"{stmt.out}_size", stmt.size))
+        if not isinstance(stmt, Load | Store | Position):
+            return stmt
+        if isinstance(stmt, Load):
+            lookups = tuple((name, self._stride(name, s)) for name, s in stmt.lookups)
+            stmt = replace(stmt, lookups=lookups)
+        return replace(stmt, index=self._index(stmt.index))
 
     def _index(self, index: Index) -> Index:
         strides = tuple(

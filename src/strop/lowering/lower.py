@@ -17,6 +17,7 @@ from strop.ir.loops import (
     Literal,
     Load,
     Param,
+    Place,
     Position,
     Reduce,
     Schedule,
@@ -109,13 +110,19 @@ class _Finish:
             return Apply(out, draft.detail, draft.args, draft.dtype, draft.attrs)
         if draft.kind == "reduce":
             return Reduce(draft.outs, draft.detail, draft.args[0], draft.dtype)
+        if draft.kind == "place":
+            value, *guards = draft.args
+            return Place(out, value, *draft.detail, *guards)
         assert draft.access is not None
         index = self.values.axes.index(draft.access.offset, dict(draft.access.strides))
         if draft.kind == "position":
             return Position(out, index)
         if draft.kind == "load":
-            guard = draft.args[0] if draft.args else None
-            return Load(out, self._param(draft.detail, is_output=False), index, draft.dtype, guard)
+            strides = tuple(stride for _, stride in draft.attrs)
+            lookups = tuple(zip(draft.args, strides, strict=False))
+            guard = draft.args[len(lookups)] if len(draft.args) > len(lookups) else None
+            number = self._param(draft.detail, is_output=False)
+            return Load(out, number, index, draft.dtype, guard, lookups)
         return Store(self._param(draft.detail, is_output=True), index, draft.args[0])
 
     def _ordered_axes(self, stmts: Sequence[Stmt], reduced: Set[str]) -> list[Axis]:
@@ -123,21 +130,45 @@ class _Finish:
 
         Reduced axes run even where nothing moves along them: the sum of an expanded value.
         """
-        indices = [s.index for s in stmts if isinstance(s, Store | Load)]
-        used = {axis for index in indices for axis in index.axes} | reduced
+        walks = _walks(stmts, self.hints)
+        used = {axis for walk in walks for axis in walk} | reduced
         used |= {axis for s in stmts if isinstance(s, Position) for axis in s.index.axes}
         table = self.values.axes
         sizes = {name: table.size[int(name[1:])] for name in used}
-        main = max(indices, key=lambda i: len(i.axes))
-        if main.axes != used:
-            stride_of: dict[str, int] = {}
-            for index in indices:
-                for axis, stride in index.strides:
-                    stride_of[axis] = max(stride_of.get(axis, 0), abs(stride.eval(self.hints)))
-        else:
-            stride_of = {axis: abs(stride.eval(self.hints)) for axis, stride in main.strides}
+        stride_of = max(walks, key=len)
+        if set(stride_of) != used:
+            stride_of = _largest(walks)
         names = sorted(used, key=lambda a: (-stride_of.get(a, 0), a))
         return [Axis(name, sizes[name]) for name in names]
+
+
+Walk = dict[str, int]  # how far each axis moves something, in elements at the traced sizes
+
+
+def _walks(stmts: Sequence[Stmt], hints: Mapping[str, int]) -> list[Walk]:
+    """How the axes move each access. What moves a place moves the load that looks there, too."""
+    walks: list[Walk] = []
+    moved: dict[str, Walk] = {}
+    for stmt in stmts:
+        walk = _largest([moved[arg] for arg in args_of(stmt)])
+        if isinstance(stmt, Load | Store | Position):
+            walk = {axis: abs(stride.eval(hints)) for axis, stride in stmt.index.strides}
+        if isinstance(stmt, Load):
+            for name, stride in stmt.lookups:
+                step = abs(stride.eval(hints))
+                walk = _largest([walk, {axis: n * step for axis, n in moved[name].items()}])
+        if isinstance(stmt, Load | Store):
+            walks.append(walk)
+        moved.update(dict.fromkeys(outs_of(stmt), walk))
+    return walks
+
+
+def _largest(walks: Sequence[Walk]) -> Walk:
+    largest: Walk = {}
+    for walk in walks:
+        for axis, stride in walk.items():
+            largest[axis] = max(largest.get(axis, 0), stride)
+    return largest
 
 
 def _common_offset(stmts: Sequence[Stmt], number: int, param: Param) -> Expr:
@@ -185,8 +216,11 @@ def _with_args(stmt: Stmt, renamed: Mapping[str, str]) -> Stmt:
         return replace(stmt, arg=new(stmt.arg))
     if isinstance(stmt, Store):
         return replace(stmt, value=new(stmt.value))
-    if isinstance(stmt, Load) and stmt.guard:
-        return replace(stmt, guard=new(stmt.guard))
+    if isinstance(stmt, Load):
+        lookups = tuple((new(name), stride) for name, stride in stmt.lookups)
+        return replace(stmt, guard=stmt.guard and new(stmt.guard), lookups=lookups)
+    if isinstance(stmt, Place):
+        return replace(stmt, value=new(stmt.value), guard=stmt.guard and new(stmt.guard))
     return stmt
 
 

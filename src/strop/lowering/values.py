@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from strop.errors import UnsupportedError
-from strop.ir.affine import base_of, merge, regroup, strided
+from strop.ir.affine import Atom, base_of, merge, regroup, strided
 from strop.ir.dims import Expr, const, product, to_expr
 from strop.ir.graph import Node
 from strop.ir.ops import Kind, Operands, compute_dtype
@@ -137,6 +137,8 @@ class Values:
             return self._reduce(node, index, guard)
         if node.op == "cat":
             return self._cat(node, index, guard)
+        if node.op == "take":
+            return self._take(node, index, guard)
         return self._pointwise(node, index, guard)
 
     # reading
@@ -216,8 +218,15 @@ class Values:
         view = strided(node)
         if view is None:
             raise UnsupportedError(f"{node} is not affine over its base")
-        offset, strides = view.offset, Strides()
-        for dim, atoms in zip(index, view.dims, strict=True):
+        access = self._access(node, view.offset, list(zip(index, view.dims, strict=True)))
+        args = (guard,) if guard else ()
+        return self.emit("load", args, compute_dtype(node.dtype), access, view.base)
+
+    def _access(self, node: Node, offset: Expr, walked: Sequence[tuple[Dim, Sequence[Atom]]]
+                ) -> Access:  # fmt: skip
+        """The place in memory from positions along dims and the atoms of these dims."""
+        strides = Strides()
+        for dim, atoms in walked:
             merged = merge(atoms)
             if not dim.partial:
                 steps = self.axes.match(dim.axes, merged)
@@ -229,9 +238,45 @@ class Values:
                 offset = offset + dim.shift * stride
             for axis, step in steps.items():
                 strides[axis] = strides.get(axis, ZERO) + step
-        access = Access(offset, tuple(strides.items()))
-        args = (guard,) if guard else ()
-        return self.emit("load", args, compute_dtype(node.dtype), access, view.base)
+        return Access(offset, tuple(strides.items()))
+
+    def _take(self, node: Node, index: NodeIndex, guard: str | None) -> str:
+        """A load that values move; the source is in memory."""
+        source, *indices = node.inputs
+        view = strided(source)
+        if view is None:
+            raise UnsupportedError(f"{source} is not affine over its base")
+        walked: list[tuple[Dim, Sequence[Atom]]] = []
+        lookups: list[tuple[str, Expr]] = []
+        for size, atoms, walk in zip(source.shape, view.dims, node.attrs["walks"], strict=True):
+            if walk is not None:
+                walked.append((index[walk], atoms))
+                continue
+            merged, operand = merge(atoms), indices[len(lookups)]
+            if len(merged) > 1:
+                raise UnsupportedError(f"{source}: looked up along a dim of several strides")
+            place = self.value(operand, _aligned(operand, node, index), guard)
+            if node.attrs["bounds"] != "known":
+                place = self._place(self.convert(place, torch.int64), size, node, guard)
+            lookups.append((place, merged[0][1] if merged else ZERO))
+            guard = self._not_empty(size, guard)
+        args = tuple(name for name, _ in lookups) + ((guard,) if guard else ())
+        access = self._access(source, view.offset, walked)
+        return self.emit("load", args, compute_dtype(node.dtype), access, view.base,
+                         tuple(lookups))  # fmt: skip
+
+    def _place(self, value: str, size: Expr, node: Node, guard: str | None) -> str:
+        args = (value, guard) if guard else (value,)
+        wraps = node.attrs["bounds"] == "wrapped"
+        return self.emit("place", args, torch.int64, detail=(size, wraps))
+
+    def _not_empty(self, size: Expr, guard: str | None) -> str | None:
+        """In a dim that may have no element there is none to read in place of a missing one."""
+        if size.terms and all(c > 0 and all(isinstance(a, str) for a in m) for m, c in size.terms):
+            return guard  # sizes are positive
+        count = self.literal(size.value if size.is_const else size, torch.int64)
+        test = (count, self.literal(1, torch.int64))
+        return self._both(self.emit("apply", test, torch.bool, detail="ge"), guard)
 
     # computing
 

@@ -8,7 +8,7 @@ into whatever makes their operand.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from strop.ir.affine import Strided, merge, reduced_runs, strided
 from strop.ir.dims import const
@@ -59,11 +59,9 @@ def _relaid(b: Builder, node: Node, inputs: tuple[Node, ...], hints: Mapping[str
     elif node.kind in (Kind.OPAQUE, Kind.CONTRACTION):
         inputs = tuple(x if _strides(x) else _contiguous(b, x, None) for x in inputs)
     else:
-        if node.kind is Kind.REDUCTION:
-            inputs = (_reducible(b, inputs[0], node.attrs["dims"], hints),)
-        if node.op == "cat":
-            inputs = tuple(_one_step(b, x, node.attrs["dim"]) for x in inputs)
-        order = _order_of_largest(inputs, hints, len(node.shape))
+        inputs = _readable(b, node, inputs, hints)
+        largest = inputs[:1] if node.op == "take" else inputs
+        order = _order_of_largest(largest, hints, len(node.shape))
     return b.make(node.op, inputs, node.shape, node.dtype, order=order, **node.attrs)
 
 
@@ -79,6 +77,26 @@ def _one_step(b: Builder, x: Node, dim: int) -> Node:
     if view is not None and len(merge(view.dims[dim])) <= 1:
         return x
     return _contiguous(b, x, None)
+
+
+def _readable(b: Builder, node: Node, inputs: tuple[Node, ...], hints: Mapping[str, int]
+              ) -> tuple[Node, ...]:  # fmt: skip
+    """Operands of a node of kernels, copied where their memory cannot be walked as it needs."""
+    if node.kind is Kind.REDUCTION:
+        return (_reducible(b, inputs[0], node.attrs["dims"], hints),)
+    if node.op == "cat":
+        return tuple(_one_step(b, x, node.attrs["dim"]) for x in inputs)
+    if node.op == "take":
+        return (_looked_up(b, inputs[0], node.attrs["walks"]), *inputs[1:])
+    return inputs
+
+
+def _looked_up(b: Builder, source: Node, walks: Sequence[int | None]) -> Node:
+    """The source of a take, with one stride for each dim that is looked up."""
+    for dim, walk in enumerate(walks):
+        if walk is None:
+            source = _one_step(b, source, dim)
+    return source
 
 
 def _reducible(b: Builder, x: Node, dims: tuple[int, ...], hints: Mapping[str, int]) -> Node:

@@ -20,6 +20,7 @@ from strop.errors import ShapeError
 from strop.ir.dims import Expr
 from strop.ir.program import CallStep, KernelStep, KernelVariant, Program, TensorRef
 from strop.runtime.calls import ALLOCATING, CUDA_ALLOCATING, CUDA_PLANNED_OUT, PLANNED_OUT, overload
+from strop.runtime.faults import Faults
 from strop.runtime.kernels import BoundKernel, KernelLibrary
 from strop.runtime.memory import Interval, plan_arena
 
@@ -55,6 +56,7 @@ class Bound:
         self._shapes = [self._eval_all(b.shape) for b in program.buffers]
         self._strides = [self._eval_all(b.strides) for b in program.buffers]
         self._plan_memory()
+        self._faults = Faults(program, workspace.device)
         self._memory: Tensor | None = None
         self._arguments = [number for number, b in enumerate(program.buffers)
                            if b.kind == "input" and not program.inputs[b.index].is_state
@@ -190,6 +192,9 @@ class Bound:
                     for number, move in zip(form.buffers, moves, strict=True)]  # fmt: skip
         named = _named(scalars, has_splits=source.split is not None)
         for index, scratch in enumerate(source.scratch):
+            if scratch.faults:
+                pointers.append(self._faults.pointer(position))
+                continue
             pointers.append(self._scratch_pointer(position, index, scratch.zeroed,
                             scratch.numel.eval(named), scratch.dtype))  # fmt: skip
         bound = self._kernels.bind(source, pointers, scalars, self.stream)
@@ -296,6 +301,7 @@ class Bound:
             return self._run(inputs)
 
     def _run(self, inputs: Sequence[Tensor]) -> list[Any]:
+        self.raise_faults()  # on a GPU those of earlier runs
         memory = self._workspace.reserve(self.arena_bytes)
         if memory is not self._memory:
             self._link(memory)
@@ -309,7 +315,13 @@ class Bound:
         returned = [get() for get in self._return]
         for number in self._released:
             slots[number] = None
+        if self.program.device == "cpu":
+            self.raise_faults()
         return returned
+
+    def raise_faults(self) -> None:
+        """Raise IndexError if a kernel has been asked to look outside of a tensor."""
+        self._faults.check()
 
     def _walk(self) -> None:
         if self.around is None:
@@ -356,7 +368,10 @@ INDEX_LIMIT = 2**31
 
 def needs_wide_indices(program: Program, env: Mapping[str, int]) -> bool:
     """Whether kernels would meet more elements than they can count: those of Triton flatten axes
-    into 32-bit ids, those in C++ have 64 bits throughout."""
+    into 32-bit ids, those in C++ have 64 bits but for places that indices look up."""
+    sizes = (size for step in program.kernel_steps for size in step.looked_up)
+    if any(size.eval(env) >= INDEX_LIMIT for size in sizes):
+        return True
     if program.device != "cuda":
         return False
     touched = {number for step in program.kernel_steps for number in step.buffers}

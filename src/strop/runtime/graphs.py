@@ -37,6 +37,7 @@ class Captured:
     num_kernels: int
 
     def replay(self, inputs: Sequence[Tensor]) -> list[Any]:
+        self.bound.raise_faults()
         torch._foreach_copy_(list(self.inputs), list(inputs))
         self.graph.replay()
         return [r.clone() if isinstance(r, Tensor) else r for r in self.results]

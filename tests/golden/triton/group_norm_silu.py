@@ -24,10 +24,10 @@ def group_norm_silu(p0, p1, p2, p3, p4, p5, s0, s1, s2, s3, ROWS: tl.constexpr, 
     v9 = v8 / (1.0 + tl.exp(-v8))
     tl.store(p5 + outer.to(tl.int64) * s2 + row.to(tl.int64) * 320 + col, v9, mask=row_mask)
 
-# grid 5*((s1 + 63)//64)*s3, 4 warps
-# s0 = 5*((h*w + 63)//64), class 1
+# grid 5*((s1 + 31)//32)*s3, 2 warps
+# s0 = 5*((h*w + 31)//32), class 1
 # s1 = h*w, class 1
 # s2 = 320*h*w, class 16
 # s3 = n, class 1
-# ROWS = 64
+# ROWS = 32
 # COLS = 64

@@ -110,6 +110,18 @@ inline double sum(const float* x, int64_t size) {
   return total;
 }
 
+// ---- lookups -----------------------------------------------------------------------------------
+
+// A negative place counts from the end.
+inline int64_t wrapped(int64_t place, int64_t size) { return place < 0 ? place + size : place; }
+
+inline bool is_outside(int64_t place, int64_t size) {
+  return static_cast<uint64_t>(place) >= static_cast<uint64_t>(size);
+}
+
+// Threads may do so at once.
+inline void report(int64_t* mark) { __atomic_store_n(mark, int64_t(1), __ATOMIC_RELAXED); }
+
 // ---- elementary --------------------------------------------------------------------------------
 
 template <class T>

@@ -1,0 +1,52 @@
+"""Lookups outside of a tensor: kernels leave a mark, the host raises.
+
+A kernel never reads outside of a tensor. One that was asked to reads element 0 and sets its mark,
+which lies in memory of the host: a run on a CPU looks at the marks when it ends, a run on a GPU
+when the next one begins, so that nobody has to wait for the device.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+
+from strop.ir.program import KernelStep, Program
+
+_APART = 2  # numbers from one mark to the next: kernels take every pointer for 16-byte aligned
+
+
+class Faults:
+    """The marks of one bound program."""
+
+    def __init__(self, program: Program, device: torch.device) -> None:
+        self._is_late = device.type == "cuda"
+        self._steps = {
+            position: step
+            for position, step in enumerate(program.steps)
+            if isinstance(step, KernelStep)
+            and any(s.faults for s in program.sources[step.kernel].scratch)
+        }
+        self._place = {position: _APART * n for n, position in enumerate(self._steps)}
+        count = _APART * len(self._place)
+        self._memory = torch.zeros(count, dtype=torch.int64)
+        if count and self._is_late:
+            self._memory = self._memory.pin_memory()
+        pointer = self._memory.data_ptr()
+        self._marks = (ctypes.c_int64 * count).from_address(pointer) if count else ()
+
+    def pointer(self, position: int) -> int:
+        """Where the kernel of this step leaves its mark."""
+        return self._memory.data_ptr() + self._memory.itemsize * self._place[position]
+
+    def check(self) -> None:
+        """Raises IndexError for the first mark, and takes all away."""
+        if any(self._marks):
+            marked = next(p for p, place in self._place.items() if self._marks[place])
+            self._memory.zero_()
+            names = self._steps[marked].lookups or (self._steps[marked].origin,)
+            when = " of an earlier call, whose results are wrong," if self._is_late else ""
+            raise IndexError(
+                f"index out of range: an index{when} lies outside of the tensor that it looks into,"
+                f" in {' or '.join(name or 'the module itself' for name in names)}"
+            )
