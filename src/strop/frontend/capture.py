@@ -33,6 +33,7 @@ from strop.errors import CaptureError
 from strop.frontend.functional import make_functional
 from strop.frontend.objects import as_tree
 from strop.frontend.operators import Retarget
+from strop.frontend.python_sizes import symbolic_builtins
 from strop.frontend.symbols import OutsideLanguage, Symbols
 from strop.ir.dims import Expr, parse, symbol
 from strop.ir.program import Guard
@@ -218,7 +219,10 @@ def _trace(
     origins: dict[str, str] = {}
     try:
         python = enable_python_dispatcher()  # shape rules in Python know symbols, C++ ones do not
-        with mode, python, _as_compiling(), Retarget(), _record_origins(module, origins):
+        with (
+            mode, python, _as_compiling(), symbolic_builtins(module), Retarget(),
+            _record_origins(module, origins),
+        ):  # fmt: skip
             gm = make_fx(flat, tracing_mode="real")(state, *fakes)
     except _MODULE_ERRORS as error:
         where = origins.get("<current>", "") or type(module).__name__

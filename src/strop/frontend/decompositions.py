@@ -15,7 +15,8 @@ from torch.fx import Node as FxNode
 import strop.frontend.operators  # noqa: F401  (defines torch.ops.strop)
 from strop.frontend.norms import NORM_RULES
 from strop.frontend.reductions import REDUCTION_RULES, Rule
-from strop.ir.graph import Node
+from strop.ir.graph import Builder, Node
+from strop.ir.ops import compute_dtype
 
 if TYPE_CHECKING:
     from strop.frontend.importer import Importer
@@ -43,6 +44,27 @@ def _mm(im: Importer, fx: FxNode, x: Any, w: Any) -> Node:
 
 def _bmm(im: Importer, fx: FxNode, x: Any, y: Any) -> Node:
     return im.builder.make("matmul", (im.node(x), im.node(y)), im.shape(fx), im.node(x).dtype)
+
+
+def _matmul(im: Importer, fx: FxNode, x: Any, y: Any) -> Node:
+    b, shape = im.builder, im.shape(fx)
+    sides = ((im.node(n), im.node(n).shape[-2:]) for n in (x, y))
+    whole = [b.expand(b.view_as_rank(node, len(shape)), (*shape[:-2], *own)) for node, own in sides]
+    return b.make("matmul", whole, shape, whole[0].dtype)
+
+
+def _baddbmm(im: Importer, fx: FxNode, added: Any, x: Any, y: Any, *, beta: float = 1,
+             alpha: float = 1) -> Node:  # fmt: skip
+    b, wide = im.builder, compute_dtype(fx.meta["val"].dtype)
+    total = _scaled(b, _bmm(im, fx, x, y), alpha, wide)
+    if beta:
+        total = b.pointwise("add", _scaled(b, im.node(added), beta, wide), total, dtype=wide,
+                            alpha=1)  # fmt: skip
+    return b.cast(total, fx.meta["val"].dtype)
+
+
+def _scaled(b: Builder, x: Node, factor: float, dtype: torch.dtype) -> Node:
+    return x if factor == 1 else b.pointwise("mul", x, b.constant(factor, dtype), dtype=dtype)
 
 
 def _conv2d(im: Importer, fx: FxNode, x: Any, weight: Any, bias: Any, stride: Sequence[int],
@@ -103,6 +125,8 @@ DECOMPOSITIONS: dict[Any, Rule] = {
     aten.addmm.default: _addmm,
     aten.mm.default: _mm,
     aten.bmm.default: _bmm,
+    torch.ops.strop.matmul.default: _matmul,
+    aten.baddbmm.default: _baddbmm,
     torch.ops.strop.conv2d.default: _conv2d,
     aten.convolution.default: _convolution,
     torch.ops.strop.attention.default: _attention,
