@@ -10,6 +10,7 @@ against 28 s through Dynamo and AOTAutograd (docs/decisions/0002).
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -131,8 +132,8 @@ def capture(
             gm, out_spec, origins = _trace(module, call, fake_state, fakes, mode)
             make_functional(gm)
         except WriteThroughViewError:  # torch can take these out too, at the price of copies
-            gm, out_spec, origins = _trace(module, call, fake_state, fakes, mode,
-                                           lambda f: functionalize(f, remove="mutations"))  # fmt: skip
+            apart = functools.partial(functionalize, remove="mutations")
+            gm, out_spec, origins = _trace(module, call, fake_state, fakes, mode, apart)
             make_functional(gm)
     symbols, guards = _settled(shape_env, gm, roots, hints)
     # node.expr would give what a root was specialised to
