@@ -36,12 +36,12 @@ def test_model(name: str, tmp_path_factory: pytest.TempPathFactory) -> None:
 def test_the_zoo_is_large() -> None:
     assert len(BY_NAME) == len(ZOO)
     assert len(ZOO) >= 40
-    assert all(len(model.shapes) >= 3 for model in ZOO)
+    assert all(len(model.sizes.some(20)) == 20 for model in ZOO)
 
 
 def test_every_model_builds_and_runs() -> None:
     for model in ZOO:
-        module, shape = model.made(), model.shapes[0]
+        module, shape = model.made(), model.sizes.first[0]
         with torch.no_grad():
             found = module(**model.given(shape))
         leaves = torch.utils._pytree.tree_leaves(found)
