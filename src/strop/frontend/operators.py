@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from strop.frontend.layouts import LAYOUTS, call_reshape
 from strop.frontend.opened import twins
-from strop.frontend.whole import CALLS, call_bicubic, call_mirrored_pad
+from strop.frontend.whole import CALLS, call_mirrored_pad
 
 _library = torch.library.Library("strop", "DEF")
 _library.define("linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
@@ -188,27 +188,6 @@ def _repeated_heads(x: Tensor, times: int) -> Tensor:
     return call_reshape(spread, batch, heads * times, length, width) if times > 1 else x
 
 
-def _call_embedding_bag(input: Tensor, weight: Tensor, offsets: Tensor | None = None,
-                        max_norm: float | None = None, norm_type: float = 2,
-                        scale_grad_by_freq: bool = False, mode: str = "mean",
-                        sparse: bool = False, per_sample_weights: Tensor | None = None,
-                        include_last_offset: bool = False, padding_idx: int | None = None
-                        ) -> Tensor:  # fmt: skip
-    """Bags of one length are a matrix: look up, then reduce."""
-    if input.dim() != 2 or max_norm is not None or (padding_idx is not None and mode != "sum"):
-        return F.embedding_bag(input, weight, offsets, max_norm, norm_type, scale_grad_by_freq,
-                               mode, sparse, per_sample_weights, include_last_offset,
-                               padding_idx)  # fmt: skip
-    rows = F.embedding(input, weight)
-    if per_sample_weights is not None:
-        rows = rows * per_sample_weights.unsqueeze(-1)
-    if padding_idx is not None:
-        rows = rows.masked_fill((input == padding_idx % weight.shape[0]).unsqueeze(-1), 0)
-    if mode == "max":
-        return rows.amax(1)
-    return rows.sum(1) if mode == "sum" else rows.mean(1)
-
-
 def _call_group_norm(input: Tensor, num_groups: int, weight: Tensor | None = None,
                      bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:  # fmt: skip
     result: Tensor = torch.ops.strop.group_norm(input, num_groups, weight, bias, eps)
@@ -218,8 +197,6 @@ def _call_group_norm(input: Tensor, num_groups: int, weight: Tensor | None = Non
 def _call_interpolate(input: Tensor, size: Any = None, scale_factor: Any = None,
                       mode: str = "nearest", *args: Any, **kwargs: Any) -> Tensor:  # fmt: skip
     """Nearest by a whole factor is a broadcast: each pixel is read several times, none computed."""
-    if mode == "bicubic" and input.dim() == 4 and not _trains(input):
-        return call_bicubic(input, size, scale_factor, *args, **kwargs)
     factors = {float(f) for f in scale_factor} if isinstance(scale_factor, tuple | list) else (
         {float(scale_factor)} if scale_factor is not None else set())  # fmt: skip
     if mode != "nearest" or input.dim() != 4 or len(factors) != 1 or not min(factors).is_integer():
@@ -309,7 +286,6 @@ RETARGET: dict[Callable[..., Any], Callable[..., Tensor]] = {
     torch.rms_norm: _call_rms_norm,
     torch.matmul: _call_matmul,
     Tensor.matmul: _call_matmul,
-    F.embedding_bag: _call_embedding_bag,
     **CALLS,
 }
 TRACED = {**RETARGET, **LAYOUTS}

@@ -44,10 +44,6 @@ def _convolution_shape(x: Tensor, weight: Tensor, bias: Tensor | None, stride: S
     return x.new_empty((x.shape[0], weight.shape[0], *sides))
 
 
-def _bicubic_shape(x: Tensor, size: Sequence[int], *_: Any) -> Tensor:
-    return x.new_empty((*x.shape[:2], *size))
-
-
 def _padded_shape(x: Tensor, padding: Sequence[int]) -> Tensor:
     sides = list(x.shape)
     for dim in range(len(padding) // 2):
@@ -67,7 +63,6 @@ _ROWS: tuple[tuple[str, Any, Callable[..., Any]], ...] = (
     ("rnn_tanh", aten.rnn_tanh.input, _recurrent_shape),
     ("rnn_relu", aten.rnn_relu.input, _recurrent_shape),
     ("convolution", aten.convolution.default, _convolution_shape),
-    ("upsample_bicubic2d", aten.upsample_bicubic2d.default, _bicubic_shape),
     *((name, getattr(aten, name).default, _padded_shape) for name in _PADDINGS.values()),
 )
 
@@ -116,22 +111,6 @@ def _convolution(rank: int, transposed: bool) -> Callable[..., Any]:
 
     usual = getattr(torch, f"conv_transpose{rank}d" if transposed else f"conv{rank}d")
     return upwards if transposed else plain
-
-
-def call_bicubic(x: Tensor, size: Any = None, scale_factor: Any = None,
-                 align_corners: bool | None = None, recompute_scale_factor: bool | None = None,
-                 antialias: bool = False) -> Tensor:  # fmt: skip
-    """To a size, or by whole factors."""
-    factors = [scale_factor] * 2 if isinstance(scale_factor, int | float) else scale_factor
-    if antialias or (size is None and not all(float(f).is_integer() for f in factors)):
-        return F.interpolate(x, size, scale_factor, "bicubic", align_corners,
-                             recompute_scale_factor, antialias)  # fmt: skip
-    if size is None:
-        size = [side * int(f) for side, f in zip(x.shape[2:], factors, strict=True)]
-    size = [size] * 2 if isinstance(size, int) else list(size)
-    scales = [None] * 2 if factors is None or recompute_scale_factor else map(float, factors)
-    result: Tensor = torch.ops.strop.upsample_bicubic2d(x, size, bool(align_corners), *scales)
-    return result
 
 
 def call_mirrored_pad(x: Tensor, pad: Sequence[int], mode: str) -> Tensor:
