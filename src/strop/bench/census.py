@@ -168,7 +168,10 @@ def _eager(module: nn.Module, inputs: Inputs) -> Any:
 
 def _channels_last(module: nn.Module) -> nn.Module:
     copied: nn.Module = copy.deepcopy(module)
-    copied.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    for weight in copied.parameters():
+        if weight.dim() in (4, 5):
+            last = torch.channels_last if weight.dim() == 4 else torch.channels_last_3d
+            weight.data = weight.data.contiguous(memory_format=last)
     return copied
 
 

@@ -15,11 +15,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from strop.bench import zoo_convnets as convnets
 from strop.bench import zoo_modules as own
 from strop.bench.zoo_inputs import (
     BATCHES,
     CACHED,
     CLICKS,
+    CLIPS,
     IMAGES,
     LARGE_BATCHES,
     LARGE_IMAGES,
@@ -39,8 +41,10 @@ from strop.bench.zoo_inputs import (
     controlnet_inputs,
     dit_inputs,
     flux_inputs,
+    frames,
     kandinsky_inputs,
     mel,
+    noise,
     noise_and_time,
     padded_tokens,
     pixart_inputs,
@@ -268,6 +272,14 @@ VISION: tuple[ZooModel, ...] = (
              num_detection_tokens=5), pixels, BATCHES),
     ZooModel("clip-vision", "vision", _hf("CLIPVisionModel", **_VIT), pixels, BATCHES),
     ZooModel("siglip-vision", "vision", _hf("SiglipVisionModel", **_VIT), pixels, BATCHES),
+    ZooModel("vgg", "vision", convnets.vgg, pixels, IMAGES),
+    ZooModel("densenet", "vision", convnets.densenet, pixels, IMAGES),
+    ZooModel("inception", "vision", convnets.inception, pixels, IMAGES),
+    ZooModel("shufflenet", "vision", convnets.shufflenet, pixels, IMAGES),
+    ZooModel("mobilenet-v3", "vision", convnets.mobilenet_v3, pixels, IMAGES),
+    ZooModel("unet-segmenter", "vision", convnets.Segmenter, pixels, IMAGES),
+    ZooModel("dcgan", "vision", convnets.Generator, noise, CLICKS),
+    ZooModel("video-convnet", "vision", convnets.Video, frames, CLIPS),
     ZooModel("detr", "vision", lambda: own.TinyDetr(), pixels, LARGE_IMAGES),
     ZooModel("mlp-mixer", "vision", lambda: own.Mixer(), pixels, BATCHES),
 )  # fmt: skip
@@ -329,6 +341,7 @@ OTHERS: tuple[ZooModel, ...] = (
              eos_token_id=2), mel, TARGETS),
     ZooModel("wav2vec2", "audio", _hf("Wav2Vec2Model", **_WAVES), wave, WAVES),
     ZooModel("hubert", "audio", _hf("HubertModel", **_WAVES), wave, WAVES),
+    ZooModel("wavenet", "audio", convnets.WaveNet, wave, WAVES),
     ZooModel("lstm", "sequence", lambda: own.Tagger(nn.LSTM), tokens, TEXT),
     ZooModel("gru", "sequence", lambda: own.Tagger(nn.GRU), tokens, TEXT),
     ZooModel("transformer-encoder", "sequence", lambda: own.Encoder(), tokens, TEXT),

@@ -51,6 +51,8 @@ LATENTS = Sizes(((2, 8, 8), (3, 8, 16), (1, 16, 8), (2, 12, 8)),
 ONE_LATENT = Sizes(((2, 8, 8), (3, 8, 8), (1, 8, 8), (4, 8, 8)),
                    (range(1, 25), range(8, 9), range(8, 9)))  # fmt: skip
 TARGETS = Sizes(((2, 5), (3, 9), (1, 12), (4, 7)), (BATCH, range(2, 33)))
+CLIPS = Sizes(((2, 4, 16, 16), (3, 6, 24, 16), (1, 4, 32, 24), (2, 5, 16, 16)),
+              (range(1, 4), range(3, 8), range(16, 33, 8), range(16, 33, 8)))  # fmt: skip
 CLICKS = Sizes(((8,), (3,), (1,), (16,)), (range(1, 65),))
 
 
@@ -81,6 +83,14 @@ def tokens_and_cache(batch: int, length: int, past: int) -> Inputs:
 
 def pixels(batch: int, height: int, width: int) -> Inputs:
     return {"pixel_values": torch.randn(batch, 3, height, width)}
+
+
+def noise(batch: int) -> Inputs:
+    return {"noise": torch.randn(batch, 16)}
+
+
+def frames(batch: int, count: int, height: int, width: int) -> Inputs:
+    return {"frames": torch.randn(batch, 3, count, height, width)}
 
 
 def wave(batch: int, samples: int) -> Inputs:
