@@ -122,8 +122,8 @@ class Shuffle(nn.Module):
 
 
 def shufflenet() -> nn.Module:
-    return Classifier(nn.Sequential(Conv(3, 16, stride=2), Shuffle(16), Shuffle(16),
-                                    Conv(16, 32, stride=2), Shuffle(32)), nn.Linear(32, 10))  # fmt: skip
+    units = (Conv(3, 16, stride=2), Shuffle(16), Shuffle(16), Conv(16, 32, stride=2), Shuffle(32))
+    return Classifier(nn.Sequential(*units), nn.Linear(32, 10))
 
 
 class Excite(nn.Module):

@@ -14,6 +14,7 @@ from torch.fx import Node as FxNode
 
 import strop.frontend.operators  # noqa: F401  (defines torch.ops.strop)
 from strop.frontend.norms import NORM_RULES
+from strop.frontend.pooling import POOLING
 from strop.frontend.reductions import REDUCTION_RULES, Rule, binary, unary
 from strop.frontend.views import slice_start
 from strop.ir.dims import Expr, const
@@ -192,6 +193,7 @@ DECOMPOSITIONS: dict[Any, Rule] = {
     # fused with their neighbours
     **NORM_RULES,
     **REDUCTION_RULES,
+    **POOLING,
     # several spellings of one thing
     aten.copy_.default: _copy_,
     aten.copy.default: _copy,
