@@ -33,6 +33,7 @@ from torch.fx.experimental.symbolic_shapes import (
 
 from strop.errors import CaptureError
 from strop.frontend.functional import WriteThroughViewError, make_functional
+from strop.frontend.layouts import overlap_by_traced_sizes
 from strop.frontend.objects import as_tree
 from strop.frontend.operators import Retarget
 from strop.frontend.python_sizes import symbolic_builtins
@@ -229,7 +230,7 @@ def _trace(
         python = enable_python_dispatcher()  # shape rules in Python know symbols, C++ ones do not
         with (
             mode, python, _as_compiling(), symbolic_builtins(module), Retarget(),
-            _record_origins(module, origins),
+            overlap_by_traced_sizes(), _record_origins(module, origins),
         ):  # fmt: skip
             gm = make_fx(transform(flat), tracing_mode="real")(state, *fakes)
     except _MODULE_ERRORS as error:

@@ -1,4 +1,4 @@
-"""Calls that ask torch how a tensor lies in memory: reshape, flatten, contiguous.
+"""Calls that ask torch how a tensor lies in memory: reshape, flatten, contiguous, writes.
 
 For a transposed tensor the answer depends on whether a size is 1, and asking plants a guard that
 makes such a size another graph. Here the traced sizes answer, and no guard is planted: values are
@@ -8,7 +8,8 @@ the same either way, only the copy that is or is not made differs.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -95,10 +96,59 @@ def _call_contiguous(x: Tensor, memory_format: torch.memory_format = torch.conti
     return x.clone(memory_format=memory_format)
 
 
-LAYOUTS: dict[Callable[..., Any], Callable[..., Tensor]] = {
+def _ask_bounds(x: Tensor, index: Any) -> None:
+    """Say aloud whether bounds of slices count from the end and lie inside; torch would otherwise
+    call the length of such a slice unknown."""
+    places = index if isinstance(index, tuple) else (index,)
+    dim, used = 0, sum(map(_dims_of, places))
+    for place in places:
+        bounds = (place.start, place.stop) if isinstance(place, slice) else ()
+        for bound in bounds:
+            if isinstance(bound, torch.SymInt) and bool(bound >= 0):
+                bool(bound <= x.shape[dim])
+        dim += x.dim() - used if place is Ellipsis else _dims_of(place)
+
+
+def _dims_of(place: Any) -> int:
+    """How many dims an index takes."""
+    if place is None or place is Ellipsis or isinstance(place, bool):
+        return 0
+    return place.dim() if isinstance(place, Tensor) and place.dtype == torch.bool else 1
+
+
+def _call_getitem(x: Tensor, index: Any) -> Tensor:
+    _ask_bounds(x, index)
+    return x[index]
+
+
+def _call_setitem(x: Tensor, index: Any, value: Any) -> None:
+    _ask_bounds(x, index)
+    x[index] = value
+
+
+def _overlaps(input: Tensor) -> int:
+    """As ``torch._debug_has_internal_overlap``: 1 if elements share memory, else 0."""
+    return int(any(stride == 0 for _, stride in _sizes_and_strides(input)))
+
+
+@contextmanager
+def overlap_by_traced_sizes() -> Iterator[None]:
+    """torch asks before every write into a view. Other threads may see it too: their tensors have
+    plain sizes, for which the answer is the same."""
+    before = torch._debug_has_internal_overlap
+    torch._debug_has_internal_overlap = _overlaps
+    try:
+        yield
+    finally:
+        torch._debug_has_internal_overlap = before
+
+
+LAYOUTS: dict[Callable[..., Any], Callable[..., Any]] = {
     Tensor.reshape: call_reshape,
     torch.reshape: call_reshape,
     Tensor.flatten: _call_flatten,
     torch.flatten: _call_flatten,
     Tensor.contiguous: _call_contiguous,
+    Tensor.__getitem__: _call_getitem,
+    Tensor.__setitem__: _call_setitem,
 }

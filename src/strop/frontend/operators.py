@@ -7,6 +7,7 @@ whose answers would plant guards on batch and size. They also run as ordinary to
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -69,11 +70,14 @@ def _matmul_shape(x: Tensor, y: Tensor) -> Tensor:
 
 def _rms_norm_shape(x: Tensor, normalized: Sequence[int], weight: Tensor | None,
                     eps: float | None) -> Tensor:  # fmt: skip
+    last = x.shape[x.dim() - len(normalized) :]
+    torch._check(all(a == b for a, b in zip(last, normalized, strict=True)))
     return x.new_empty(x.shape)
 
 
 def _conv2d_shape(x: Tensor, weight: Tensor, bias: Tensor | None, stride: list[int],
                   padding: list[int], dilation: list[int], groups: int) -> Tensor:  # fmt: skip
+    torch._check(x.shape[1] == weight.shape[1] * groups)
     spatial = [
         (size + 2 * pad - gap * (kernel - 1) - 1) // step + 1
         for size, kernel, step, pad, gap in zip(
@@ -95,6 +99,8 @@ def _attention_shape(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causa
 def _group_norm_shape(x: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None,
                       eps: float) -> Tensor:  # fmt: skip
     """As eager: contiguous, whatever x is. torch's own rule compares sizes with 1 on CUDA."""
+    if weight is not None:
+        torch._check(x.shape[1] == weight.shape[0])
     return x.new_empty(x.shape)
 
 
@@ -177,8 +183,17 @@ def _call_attention(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor
         )
     if enable_gqa:
         key, value = (_repeated_heads(x, query.shape[1] // x.shape[1]) for x in (key, value))
+    scale = 1 / math.sqrt(int(query.shape[-1])) if scale is None else scale  # fixes the width
     result: Tensor = torch.ops.strop.attention(query, key, value, attn_mask, is_causal, scale)
     return result
+
+
+def _call_batch_norm(input: Tensor, weight: Tensor | None, bias: Tensor | None,
+                     running_mean: Tensor | None, *rest: Any) -> Tensor:  # fmt: skip
+    """torch's shape rule does not say that the channels are those of the statistics."""
+    if running_mean is not None:
+        torch._check(input.shape[1] == running_mean.shape[0])
+    return torch.batch_norm(input, weight, bias, running_mean, *rest)
 
 
 def _repeated_heads(x: Tensor, times: int) -> Tensor:
@@ -284,6 +299,7 @@ RETARGET: dict[Callable[..., Any], Callable[..., Tensor]] = {
     F.scaled_dot_product_attention: _call_attention,
     F.group_norm: _call_group_norm,
     torch.rms_norm: _call_rms_norm,
+    torch.batch_norm: _call_batch_norm,
     torch.matmul: _call_matmul,
     Tensor.matmul: _call_matmul,
     **CALLS,

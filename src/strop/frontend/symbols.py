@@ -9,6 +9,7 @@ is a guard, so a program never runs where it does not hold.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -244,19 +245,19 @@ class Symbols:
         divisors = {int(d.args[1]) for d in guard.atoms(FloorDiv, Mod, PythonMod)
                     if isinstance(d.args[1], sympy.Integer)}  # fmt: skip
         divisors |= {a * b for a in divisors for b in divisors}  # a patch of a patch
+        divisors = {k for d in divisors for k in range(2, d + 1) if d % k == 0}
         names = {s.name: self.size_of(s.name) for s in guard.free_symbols}
+        known = {**self.names, **names}
         roots = sorted(set().union(*(size.roots for size in names.values())))
-        if len(roots) != 1 or not divisors or self._is_identity(guard):
+        if not divisors or self._is_identity(guard):
             return
-        (root,) = roots
-        whole, factor = self.multiples.get(root, (root, 1))
-        traced = self.root_values(hints).get(root, 0)
-        for k in sorted(divisors):
+        values = self.root_values(hints)
+        for root, k in itertools.product(roots, sorted(divisors)):
+            whole, factor = self.multiples.get(root, (root, 1))
             part = f"{whole}_{factor * k}"
             multiple = {root: k * symbol(part)}
-            known = {**self.names, **names}
             trial = Symbols({n: size.substitute(multiple) for n, size in known.items()})
-            if traced % k == 0 and trial._is_identity(guard):
+            if values.get(root, 0) % k == 0 and trial._is_identity(guard):
                 self.names.update(trial.names)
                 self.multiples[part] = whole, factor * k
                 self._memo.clear()

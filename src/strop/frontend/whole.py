@@ -35,6 +35,7 @@ def _convolution_shape(x: Tensor, weight: Tensor, bias: Tensor | None, stride: S
                        output_padding: Sequence[int], groups: int) -> Tensor:  # fmt: skip
     rows = zip(x.shape[2:], weight.shape[2:], stride, padding, dilation, output_padding,
                strict=True)  # fmt: skip
+    torch._check(x.shape[1] == weight.shape[0 if transposed else 1] * (1 if transposed else groups))
     if transposed:
         sides = [(size - 1) * step - 2 * pad + gap * (kernel - 1) + more + 1
                  for size, kernel, step, pad, gap, more in rows]  # fmt: skip

@@ -87,7 +87,8 @@ def default_shapes(tensors: Sequence[Tensor]) -> Shapes:
     """Batch, sequence and image sizes are symbolic, features are not.
 
     That is: dim 0 of everything (one root "b" when all agree), dims 2 and on of 4-d and 5-d
-    tensors, dim 1 of 3-d tensors and of matrices. Features among them are fixed by the trace.
+    tensors, the others of 3-d tensors and of matrices: (batch, tokens, features) or (batch,
+    channels, time). Features and channels among them are fixed by the trace.
     """
     first = {t.shape[0] for t in tensors if t.dim()}
     hints: dict[str, int] = {}
@@ -108,7 +109,7 @@ def _symbolic_dims(t: Tensor) -> tuple[int, ...]:
     if t.dim() in (4, 5):
         return (0, *range(2, t.dim()))
     if t.dim() in (2, 3):
-        return (0, 1)
+        return tuple(range(t.dim()))
     return (0,) if t.dim() else ()
 
 
