@@ -11,6 +11,7 @@ from torch import Tensor
 
 from strop.errors import ShapeError, UnsupportedError
 from strop.frontend.capture import TensorSpec
+from strop.frontend.objects import class_named, is_cache, is_cache_class, made
 from strop.ir.dims import symbol
 from strop.ir.graph import Ref
 
@@ -55,6 +56,11 @@ def flatten(value: Any, tensors: list[Tensor]) -> Skeleton:
     if is_dataclass(kind) and all(f.init for f in fields(kind)):
         names = [f.name for f in fields(kind)]
         return ("dataclass", kind, *[(n, flatten(getattr(value, n), tensors)) for n in names])
+    if is_cache(value):
+        state = vars(value).items()
+        return ("object", kind.__name__, *[(name, flatten(v, tensors)) for name, v in state])
+    if is_cache_class(value):
+        return ("class", value.__name__)
     raise UnsupportedError(f"argument of type {type(value).__name__}")
 
 
@@ -77,10 +83,14 @@ def rebuild(skeleton: Skeleton, tensors: Sequence[Tensor]) -> Any:
         return {key: rebuild(value, tensors) for key, value in items}
     if kind == "dataclass":
         return items[0](**{name: rebuild(value, tensors) for name, value in items[1:]})
+    if kind == "object":
+        return made(items[0], {name: rebuild(value, tensors) for name, value in items[1:]})
+    if kind == "class":
+        return class_named(items[0])
     if kind == "named tuple":
         return items[0](*[rebuild(item, tensors) for item in items[1:]])
-    made = [rebuild(item, tensors) for item in items]
-    return tuple(made) if kind == "tuple" else made
+    parts = [rebuild(item, tensors) for item in items]
+    return tuple(parts) if kind == "tuple" else parts
 
 
 def default_shapes(tensors: Sequence[Tensor]) -> Shapes:
