@@ -17,7 +17,7 @@ from strop.frontend.norms import NORM_RULES
 from strop.frontend.pooling import POOLING
 from strop.frontend.reductions import REDUCTION_RULES, Rule, binary, unary
 from strop.frontend.views import slice_start
-from strop.ir.dims import Expr, const
+from strop.ir.dims import Expr, const, product
 from strop.ir.graph import Builder, Node
 from strop.ir.ops import compute_dtype
 
@@ -50,10 +50,14 @@ def _bmm(im: Importer, fx: FxNode, x: Any, y: Any) -> Node:
 
 
 def _matmul(im: Importer, fx: FxNode, x: Any, y: Any) -> Node:
+    """As one batch of matrices: whatever has to be copied for it is copied by our kernels."""
     b, shape = im.builder, im.shape(fx)
-    sides = ((im.node(n), im.node(n).shape[-2:]) for n in (x, y))
-    whole = [b.expand(b.view_as_rank(node, len(shape)), (*shape[:-2], *own)) for node, own in sides]
-    return b.make("matmul", whole, shape, whole[0].dtype)
+    lead, sides = product(shape[:-2]), []
+    for node in map(im.node, (x, y)):
+        own = node.shape[-2:]
+        whole = b.expand(b.view_as_rank(node, len(shape)), (*shape[:-2], *own))
+        sides.append(b.reshape(whole, (lead, *own)))
+    return b.reshape(b.make("matmul", sides, (lead, *shape[-2:]), sides[0].dtype), shape)
 
 
 def _baddbmm(im: Importer, fx: FxNode, added: Any, x: Any, y: Any, *, beta: float = 1,
