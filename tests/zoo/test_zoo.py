@@ -59,6 +59,18 @@ def test_what_a_model_raises_is_its_verdict() -> None:
     assert not verdict.is_good
 
 
+def test_the_graphs_of_a_model_that_needs_several_are_told(tmp_path: Path) -> None:
+    class Branches(torch.nn.Module):
+        def forward(self, sample: torch.Tensor) -> torch.Tensor:
+            return sample.sin() if sample.shape[2] > 8 else sample.cos()
+
+    options = strop.Options(cache_dir=str(tmp_path))
+    model = replace(BY_NAME["sd-vae-decoder"], build=Branches)
+    verdict = census.judge(model, torch.device("cpu"), options)
+    assert verdict.num_graphs == 2
+    assert verdict.complaint.startswith("2 graphs for 4 shapes: (b, 4, d0_2, d0_3) if d0_2 <= 8 or")
+
+
 def test_a_model_that_strict_refuses_is_judged_without_it(tmp_path: Path) -> None:
     class NoRow(torch.nn.Module):
         def forward(self, sample: torch.Tensor) -> torch.Tensor:

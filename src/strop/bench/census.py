@@ -12,7 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.utils._pytree as pytree
@@ -27,6 +27,9 @@ from strop.bench.zoo_inputs import Inputs, Shape
 from strop.errors import StropError
 from strop.frontend.objects import as_tree
 from strop.testing import assert_as_accurate_together
+
+if TYPE_CHECKING:
+    from strop.runtime.variants import Variant
 
 WANTED_SHARE = 0.95
 NUM_WEIGHTS = 4  # random ones: errors of one draw of weights are no independent samples
@@ -53,6 +56,7 @@ class Verdict:
     fallbacks: Mapping[str, int] = field(default_factory=dict)
     opaque: Mapping[str, int] = field(default_factory=dict)
     origins: Mapping[str, str] = field(default_factory=dict)
+    parts: str = ""  # where there are several graphs: what the first two are made for
     parity: str = ""
     failure: str = ""
     seconds: float = 0.0
@@ -77,7 +81,7 @@ class Verdict:
         if self.fallbacks:
             return next(iter(self.fallbacks))
         if self.num_graphs != 1 or self.num_recompiles:
-            return f"{self.num_graphs} graphs for {self.num_shapes} shapes"
+            return f"{self.num_graphs} graphs for {self.num_shapes} shapes: {self.parts}"
         if self.kernel_share < WANTED_SHARE:
             return f"opaque: {', '.join(self.opaque)}"
         return "" if self.is_strict else "refused by strict=True"
@@ -215,10 +219,18 @@ def _counts(module: nn.Module) -> dict[str, Any]:
         "num_recompiles": told.num_recompiles,
         "num_kernels": told.num_kernels,
         "kernel_share": round(compiled / max(compiled + others, 1), 4),
+        "parts": " or ".join(map(_made_for, dispatcher.variants.all[:2])),
         "fallbacks": {_short(why): n for c in told.components for why, n in c.fallbacks.items()},
         "opaque": dict(Counter(target for target, _ in opaque)),
         "origins": dict(reversed(opaque)),  # the first place of each
     }
+
+
+def _made_for(variant: Variant) -> str:
+    """Sizes of the arguments and guards."""
+    sizes = ", ".join(f"({', '.join(spec.shape)})" for spec in variant.specs[:2])
+    guards = " and ".join(map(str, variant.program.guards))
+    return _short(sizes + (f" if {guards}" if guards else ""), 120)
 
 
 def _parity(samples: Sequence[Sample], results: Sequence[Any], eager: Sequence[Any],
