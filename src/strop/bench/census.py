@@ -12,7 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
@@ -27,9 +27,6 @@ from strop.bench.zoo_inputs import Inputs, Shape
 from strop.errors import StropError
 from strop.frontend.objects import as_tree
 from strop.testing import assert_as_accurate_together
-
-if TYPE_CHECKING:
-    from strop.runtime.variants import Variant
 
 WANTED_SHARE = 0.95
 NUM_WEIGHTS = 4  # random ones: errors of one draw of weights are no independent samples
@@ -226,7 +223,7 @@ def _counts(module: nn.Module) -> dict[str, Any]:
     }
 
 
-def _made_for(variant: Variant) -> str:
+def _made_for(variant: Any) -> str:
     """Sizes of the arguments and guards."""
     sizes = ", ".join(f"({', '.join(spec.shape)})" for spec in variant.specs[:2])
     guards = " and ".join(map(str, variant.program.guards))
