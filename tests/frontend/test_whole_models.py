@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import strop
+from strop.diffusion.components import adapter_for
 from tests.e2e import tiny
 
 
@@ -127,6 +128,14 @@ def test_one_graph(name: str, tmp_path_factory: pytest.TempPathFactory) -> None:
             torch.testing.assert_close(fast(*args), eager(*args), rtol=1e-4, atol=1e-4)
     variants = fast.forward.variants.all
     assert len(variants) == 1, [list(map(str, v.program.guards)) for v in variants]
+
+
+def test_a_unet_without_a_prompt_is_told_so() -> None:
+    """The forward of UNet2DConditionModel has no default for its prompt."""
+    given = {"sample": torch.zeros(2, 4, 8, 8), "timestep": 1, "encoder_hidden_states": None,
+             "class_labels": None}  # fmt: skip
+    _, kept = adapter_for(tiny.unet()).normalise((), given)
+    assert kept.keys() == {"sample", "timestep", "encoder_hidden_states"}
 
 
 def _size(part: str, env: dict[str, int]) -> int:
