@@ -11,6 +11,8 @@ The reference is the same computation in fp64, from the same fp64 copies of weig
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -23,6 +25,27 @@ def assert_as_accurate_as_eager(actual: Tensor, eager: Tensor, reference64: Tens
 
     Non-finite elements must be those of ``eager``; errors are taken over the finite ones.
     """
+    own, base, reference = _finite_parts(actual, eager, reference64)
+    ulp = torch.finfo(actual.dtype).eps * _rms(reference) if own.numel() else 0.0
+    _judge(own - reference, base - reference, ulp)
+
+
+def assert_as_accurate_together(triples: Sequence[tuple[Tensor, Tensor, Tensor]]) -> None:
+    """The rule over several (actual, eager, reference) at once, each in units of its reference's
+    RMS: of a few numbers alone chance decides who is nearer to the truth."""
+    own, base = [], []
+    for actual, eager, reference64 in triples:
+        a, b, reference = _finite_parts(actual, eager, reference64)
+        scale = _rms(reference) or 1.0
+        own.append(((a - reference) / scale).flatten())
+        base.append(((b - reference) / scale).flatten())
+    if own and any(x.numel() for x in own):
+        _judge(torch.cat(own), torch.cat(base), torch.finfo(triples[0][0].dtype).eps)
+
+
+def _finite_parts(actual: Tensor, eager: Tensor, reference64: Tensor
+                  ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """All three in fp64, where eager is finite; nothing of integers, which must be equal."""
     assert reference64.dtype == torch.float64, f"the reference is {reference64.dtype}, not fp64"
     for name, other in (("eager", eager), ("reference", reference64)):
         assert actual.shape == other.shape, f"{tuple(actual.shape)}, {name} {tuple(other.shape)}"
@@ -34,10 +57,11 @@ def assert_as_accurate_as_eager(actual: Tensor, eager: Tensor, reference64: Tens
     )
     if not actual.dtype.is_floating_point:
         assert torch.equal(actual, eager), f"{actual.dtype} results differ"
-        return
-    reference = reference64[finite]
-    ulp = torch.finfo(actual.dtype).eps * _rms(reference)
-    own, base = (x[finite].double() - reference for x in (actual, eager))
+        finite = torch.zeros_like(finite)
+    return actual[finite].double(), eager[finite].double(), reference64[finite]
+
+
+def _judge(own: Tensor, base: Tensor, ulp: float) -> None:
     limits = {
         "RMS": (_rms(own), RMS_FACTOR * _rms(base) + RMS_ULPS * ulp),
         "maximum": (_max(own), MAX_FACTOR * _max(base) + MAX_ULPS * ulp),

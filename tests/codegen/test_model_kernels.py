@@ -100,7 +100,7 @@ def _sample(low: Lowered, env: Env) -> Sample:
     return Sample(low.kernel, tuple(numels), (env,))
 
 
-def check(sample: Sample, form: Emitted | Variant, env: Env, splits: int) -> None:
+def check(sample: Sample, env: Env, splits: int, form: Emitted | Variant | None = None) -> None:
     if isinstance(form, Variant):
         size = form.size.eval(env)
         if size > form.most or size % form.multiple:
@@ -128,7 +128,7 @@ def test_values(name: str, dtype: torch.dtype):
     assert model.samples
     for sample, form in model.samples.values():
         for splits in (1, 2) if sample.kernel.schedule is Schedule.COLUMN else (1,):
-            check(sample, form, model.env, splits)
+            check(sample, model.env, splits, form)
 
 
 def test_models_have_every_schedule():

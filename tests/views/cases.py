@@ -298,12 +298,16 @@ INDEXING: dict[str, Case] = {
 }  # fmt: skip
 
 POOLING: dict[str, Case] = {
-    "max_pool2d": _library(lambda x: F.max_pool2d(x, 2) + 1, "b 4 6 6"),
+    "max_pool2d": _kernel(lambda x: F.max_pool2d(x, 2) + 1, "b 4 6 6"),
+    "max_pool2d_overlapping": _kernel(lambda x: F.max_pool2d(x, 3, 2) + 1, "b 4 h w"),
+    "max_pool2d_places": _library(lambda x: F.max_pool2d(x, 2, return_indices=True)[1] + 1,
+                                  "b 4 6 6"),
     "max_pool2d_padded": _library(lambda x: F.max_pool2d(x, 3, 2, 1) + 1, "b 4 h w"),
     "max_pool1d": _library(lambda x: F.max_pool1d(x, 2) + 1, "b 4 8"),
     "max_pool3d": _library(lambda x: F.max_pool3d(x, 2) + 1, "b 2 4 4 4"),
-    "avg_pool2d": _library(lambda x: F.avg_pool2d(x, 2) + 1, "b 4 2*h 2*w"),
-    "avg_pool1d": _library(lambda x: F.avg_pool1d(x, 2) + 1, "b 4 8"),
+    "avg_pool2d": _kernel(lambda x: F.avg_pool2d(x, 2) + 1, "b 4 2*h 2*w"),
+    "avg_pool2d_over_the_edge": _library(lambda x: F.avg_pool2d(x, 2, 2, 1) + 1, "b 4 h w"),
+    "avg_pool1d": _kernel(lambda x: F.avg_pool1d(x, 2) + 1, "b 4 8"),
     "adaptive_avg_pool2d": _library(lambda x: F.adaptive_avg_pool2d(x, (2, 3)), "b 4 h w"),
     "global_avg_pool": _kernel(lambda x: F.adaptive_avg_pool2d(x, 1) + 1, "b 4 h w"),
     "global_avg_pool1d": _kernel(lambda x: F.adaptive_avg_pool1d(x, 1) + 1, "b 4 h"),

@@ -36,12 +36,12 @@ def test_model(name: str, tmp_path_factory: pytest.TempPathFactory) -> None:
 def test_the_zoo_is_large() -> None:
     assert len(BY_NAME) == len(ZOO)
     assert len(ZOO) >= 40
-    assert all(len(model.shapes) >= 3 for model in ZOO)
+    assert all(len(model.sizes.some(20)) == 20 for model in ZOO)
 
 
 def test_every_model_builds_and_runs() -> None:
     for model in ZOO:
-        module, shape = model.made(), model.shapes[0]
+        module, shape = model.made(), model.sizes.first[0]
         with torch.no_grad():
             found = module(**model.given(shape))
         leaves = torch.utils._pytree.tree_leaves(found)
@@ -57,6 +57,18 @@ def test_what_a_model_raises_is_its_verdict() -> None:
     verdict = census.judge(model, torch.device("cpu"), strop.Options())
     assert verdict.failure == "ValueError: too wide"
     assert not verdict.is_good
+
+
+def test_the_graphs_of_a_model_that_needs_several_are_told(tmp_path: Path) -> None:
+    class Branches(torch.nn.Module):
+        def forward(self, sample: torch.Tensor) -> torch.Tensor:
+            return sample.sin() if sample.shape[2] > 8 else sample.cos()
+
+    options = strop.Options(cache_dir=str(tmp_path))
+    model = replace(BY_NAME["sd-vae-decoder"], build=Branches)
+    verdict = census.judge(model, torch.device("cpu"), options)
+    assert verdict.num_graphs == 2
+    assert verdict.complaint.startswith("2 graphs for 4 shapes: (b, 4, d0_2, d0_3) if d0_2 <= 8 or")
 
 
 def test_a_model_that_strict_refuses_is_judged_without_it(tmp_path: Path) -> None:

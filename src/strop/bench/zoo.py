@@ -1,7 +1,7 @@
 """The models of ``strop bench models``: published architectures at tiny widths, random weights.
 
 One row a model: how it is built (from a config, never from a download), how its inputs look, and
-the shapes that one graph should serve. A shape is what its input maker takes, for example
+the sizes that one graph should serve. A shape is what its input maker takes, for example
 (batch, length) or (batch, height, width).
 """
 
@@ -15,162 +15,71 @@ from typing import Any
 import torch
 from torch import nn
 
+from strop.bench import zoo_convnets as convnets
 from strop.bench import zoo_modules as own
+from strop.bench.zoo_inputs import (
+    BATCHES,
+    CACHED,
+    CLICKS,
+    CLIPS,
+    IMAGES,
+    LARGE_BATCHES,
+    LARGE_IMAGES,
+    LATENTS,
+    LONG_TEXT,
+    ONE_LATENT,
+    PAIRS,
+    TARGETS,
+    TEXT,
+    VOCABULARY,
+    WAVES,
+    Inputs,
+    Shape,
+    Sizes,
+    click_inputs,
+    conditioned,
+    controlnet_inputs,
+    dit_inputs,
+    flux_inputs,
+    frames,
+    kandinsky_inputs,
+    mel,
+    noise,
+    noise_and_time,
+    padded_tokens,
+    pixart_inputs,
+    pixels,
+    rgb_sample,
+    sample,
+    sd3_inputs,
+    sdxl_inputs,
+    token_pairs,
+    tokens,
+    tokens_and_cache,
+    wave,
+)
 
-Shape = tuple[int, ...]
-Inputs = dict[str, Any]
 Config = Mapping[str, Any]
-VOCABULARY = 99
 
 
 @dataclass(frozen=True, slots=True)
 class ZooModel:
     """One architecture. ``build`` needs no argument, ``inputs`` a shape; both draw from torch's
-    generator, which ``made`` seeds."""
+    generator."""
 
     name: str
     family: str
     build: Callable[[], nn.Module]
     inputs: Callable[..., Inputs]
-    shapes: tuple[Shape, ...]
+    sizes: Sizes
 
-    def made(self) -> nn.Module:
-        torch.manual_seed(0)
+    def made(self, seed: int = 0) -> nn.Module:
+        torch.manual_seed(seed)
         return self.build().eval().requires_grad_(False)
 
-    def given(self, shape: Shape) -> Inputs:
-        torch.manual_seed(1)
+    def given(self, shape: Shape, seed: int = 1) -> Inputs:
+        torch.manual_seed(seed)
         return self.inputs(*shape)
-
-
-# shapes: batches and sizes of every parity
-
-TEXT: tuple[Shape, ...] = ((2, 12), (3, 7), (1, 16), (4, 9))
-LONG_TEXT: tuple[Shape, ...] = ((2, 24), (3, 17), (1, 32), (4, 20))
-PAIRS: tuple[Shape, ...] = ((2, 12, 5), (3, 7, 9), (1, 16, 4), (4, 9, 9))
-CACHED: tuple[Shape, ...] = ((2, 1, 8), (3, 1, 5), (1, 1, 11), (4, 1, 16))  # new, past tokens
-BATCHES: tuple[Shape, ...] = ((2, 32, 32), (3, 32, 32), (1, 32, 32), (5, 32, 32))
-IMAGES: tuple[Shape, ...] = ((2, 32, 32), (3, 48, 64), (1, 64, 32), (2, 64, 64))
-LARGE_IMAGES: tuple[Shape, ...] = ((2, 64, 64), (3, 64, 96), (1, 128, 64), (2, 96, 96))
-WAVES: tuple[Shape, ...] = ((2, 800), (3, 1000), (1, 640), (4, 1200))
-LATENTS: tuple[Shape, ...] = ((2, 8, 8), (3, 8, 16), (1, 16, 8), (2, 12, 8))
-
-
-# inputs
-
-
-def tokens(batch: int, length: int) -> Inputs:
-    return {"input_ids": torch.randint(3, VOCABULARY, (batch, length))}
-
-
-def padded_tokens(batch: int, length: int) -> Inputs:
-    """The first row is shorter by two than the others."""
-    mask = torch.ones(batch, length, dtype=torch.long)
-    mask[0, -2:] = 0
-    return {**tokens(batch, length), "attention_mask": mask}
-
-
-def token_pairs(batch: int, length: int, target_length: int) -> Inputs:
-    target = tokens(batch, target_length)["input_ids"]
-    return {**tokens(batch, length), "decoder_input_ids": target}
-
-
-def tokens_and_cache(batch: int, length: int, past: int) -> Inputs:
-    """Two layers of keys and values with four heads of eight."""
-    cache = [torch.randn(batch, 4, past, 8) for _ in range(4)]
-    return {**tokens(batch, length), "cache": cache}
-
-
-def pixels(batch: int, height: int, width: int) -> Inputs:
-    return {"pixel_values": torch.randn(batch, 3, height, width)}
-
-
-def wave(batch: int, samples: int) -> Inputs:
-    return {"input_values": torch.randn(batch, samples)}
-
-
-def mel(batch: int, target_length: int) -> Inputs:
-    """Whisper's window is fixed: 2 x max_source_positions frames."""
-    target = tokens(batch, target_length)["input_ids"]
-    return {"input_features": torch.randn(batch, 16, 60), "decoder_input_ids": target}
-
-
-def sample(batch: int, height: int, width: int) -> Inputs:
-    return {"sample": torch.randn(batch, 4, height, width)}
-
-
-def rgb_sample(batch: int, height: int, width: int) -> Inputs:
-    return {"sample": torch.randn(batch, 3, height, width)}
-
-
-def noise_and_time(batch: int, height: int, width: int) -> Inputs:
-    return {**sample(batch, height, width), "timestep": torch.tensor(7)}
-
-
-def _conditioned(batch: int, height: int, width: int) -> Inputs:
-    prompt = torch.randn(batch, 9, 32)
-    return {**noise_and_time(batch, height, width), "encoder_hidden_states": prompt}
-
-
-def sdxl_inputs(batch: int, height: int, width: int) -> Inputs:
-    added = {"text_embeds": torch.randn(batch, 16), "time_ids": torch.randn(batch, 6)}
-    return {**_conditioned(batch, height, width), "added_cond_kwargs": added}
-
-
-def controlnet_inputs(batch: int, height: int, width: int) -> Inputs:
-    picture = torch.rand(batch, 3, 8 * height, 8 * width)
-    return {**_conditioned(batch, height, width), "controlnet_cond": picture}
-
-
-def sd3_inputs(batch: int, height: int, width: int) -> Inputs:
-    return {
-        "hidden_states": torch.randn(batch, 4, height, width),
-        "encoder_hidden_states": torch.randn(batch, 9, 32),
-        "pooled_projections": torch.randn(batch, 16),
-        "timestep": torch.full((batch,), 7.0),
-    }
-
-
-def flux_inputs(batch: int, height: int, width: int) -> Inputs:
-    rows, columns = torch.arange(height), torch.arange(width)
-    ids = torch.stack([torch.zeros(height, width), rows[:, None].expand(height, width),
-                       columns[None].expand(height, width)], -1)  # fmt: skip
-    return {
-        "hidden_states": torch.randn(batch, height * width, 4),
-        "encoder_hidden_states": torch.randn(batch, 9, 32),
-        "pooled_projections": torch.randn(batch, 16),
-        "timestep": torch.full((batch,), 0.5),
-        "guidance": torch.full((batch,), 3.5),
-        "img_ids": ids.reshape(-1, 3),
-        "txt_ids": torch.zeros(9, 3),
-    }
-
-
-def pixart_inputs(batch: int, height: int, width: int) -> Inputs:
-    return {
-        "hidden_states": torch.randn(batch, 4, height, width),
-        "encoder_hidden_states": torch.randn(batch, 9, 32),
-        "timestep": torch.full((batch,), 7.0),
-        "added_cond_kwargs": {"resolution": None, "aspect_ratio": None},
-    }
-
-
-def dit_inputs(batch: int, height: int, width: int) -> Inputs:
-    return {
-        "hidden_states": torch.randn(batch, 4, height, width),
-        "timestep": torch.full((batch,), 7),
-        "class_labels": torch.randint(0, 10, (batch,)),
-    }
-
-
-def kandinsky_inputs(batch: int, height: int, width: int) -> Inputs:
-    added = {"image_embeds": torch.randn(batch, 32)}
-    given = {**noise_and_time(batch, height, width), "encoder_hidden_states": None}
-    return {**given, "added_cond_kwargs": added}
-
-
-def click_inputs(batch: int) -> Inputs:
-    return {"dense": torch.randn(batch, 13), "sparse": torch.randint(0, 50, (batch, 5))}
 
 
 # builders
@@ -278,7 +187,7 @@ _RESNET: Config = {"embedding_size": 16, "hidden_sizes": (16, 32, 32, 64)}
 
 DIFFUSION: tuple[ZooModel, ...] = (
     ZooModel("sd15-unet", "diffusion", _diffusers("UNet2DConditionModel", **_CROSS, **_CROSS_UP),
-             _conditioned, LATENTS),
+             conditioned, LATENTS),
     ZooModel("sdxl-unet", "diffusion", _diffusers(
         "UNet2DConditionModel", **_CROSS, **_CROSS_UP, use_linear_projection=True,
         addition_embed_type="text_time", addition_time_embed_dim=8,
@@ -304,11 +213,11 @@ DIFFUSION: tuple[ZooModel, ...] = (
         "PixArtTransformer2DModel", num_attention_heads=4, attention_head_dim=8, in_channels=4,
         out_channels=8, num_layers=2, cross_attention_dim=32, sample_size=8, patch_size=2,
         caption_channels=32, norm_num_groups=8, use_additional_conditions=False),
-        pixart_inputs, ((2, 8, 8), (3, 8, 8), (1, 8, 8), (4, 8, 8))),
+        pixart_inputs, ONE_LATENT),
     ZooModel("dit", "diffusion", _diffusers(
         "DiTTransformer2DModel", num_attention_heads=4, attention_head_dim=8, in_channels=4,
         out_channels=8, num_layers=2, sample_size=8, patch_size=2, num_embeds_ada_norm=10,
-        norm_num_groups=8), dit_inputs, ((2, 8, 8), (3, 8, 8), (1, 8, 8), (4, 8, 8))),
+        norm_num_groups=8), dit_inputs, ONE_LATENT),
     ZooModel("kandinsky-unet", "diffusion", _diffusers(
         "UNet2DConditionModel", **_UNET, cross_attention_dim=32, attention_head_dim=4,
         down_block_types=("ResnetDownsampleBlock2D", "SimpleCrossAttnDownBlock2D"),
@@ -351,7 +260,7 @@ VISION: tuple[ZooModel, ...] = (
              use_mask_token=False), pixels, BATCHES),
     ZooModel("swin", "vision", _hf("SwinModel", **_SWIN), pixels, LARGE_IMAGES),
     ZooModel("swinv2", "vision", _hf("Swinv2Model", **_SWIN), pixels,
-             ((2, 64, 64), (3, 64, 64), (1, 64, 64), (4, 64, 64))),
+             LARGE_BATCHES),
     ZooModel("segformer", "vision", _hf("SegformerForSemanticSegmentation", num_encoder_blocks=2,
              depths=(1, 1), sr_ratios=(4, 2), hidden_sizes=(16, 32), patch_sizes=(7, 3),
              strides=(4, 2), num_attention_heads=(1, 2), mlp_ratios=(2, 2),
@@ -363,6 +272,14 @@ VISION: tuple[ZooModel, ...] = (
              num_detection_tokens=5), pixels, BATCHES),
     ZooModel("clip-vision", "vision", _hf("CLIPVisionModel", **_VIT), pixels, BATCHES),
     ZooModel("siglip-vision", "vision", _hf("SiglipVisionModel", **_VIT), pixels, BATCHES),
+    ZooModel("vgg", "vision", convnets.vgg, pixels, IMAGES),
+    ZooModel("densenet", "vision", convnets.densenet, pixels, IMAGES),
+    ZooModel("inception", "vision", convnets.inception, pixels, IMAGES),
+    ZooModel("shufflenet", "vision", convnets.shufflenet, pixels, IMAGES),
+    ZooModel("mobilenet-v3", "vision", convnets.mobilenet_v3, pixels, IMAGES),
+    ZooModel("unet-segmenter", "vision", convnets.Segmenter, pixels, IMAGES),
+    ZooModel("dcgan", "vision", convnets.Generator, noise, CLICKS),
+    ZooModel("video-convnet", "vision", convnets.Video, frames, CLIPS),
     ZooModel("detr", "vision", lambda: own.TinyDetr(), pixels, LARGE_IMAGES),
     ZooModel("mlp-mixer", "vision", lambda: own.Mixer(), pixels, BATCHES),
 )  # fmt: skip
@@ -421,14 +338,14 @@ TEXTS: tuple[ZooModel, ...] = (
 OTHERS: tuple[ZooModel, ...] = (
     ZooModel("whisper", "audio", _hf("WhisperModel", **{**_BART, "max_position_embeddings": 64},
              num_mel_bins=16, max_source_positions=30, max_target_positions=64, bos_token_id=1,
-             eos_token_id=2), mel, ((2, 5), (3, 9), (1, 12), (4, 7))),
+             eos_token_id=2), mel, TARGETS),
     ZooModel("wav2vec2", "audio", _hf("Wav2Vec2Model", **_WAVES), wave, WAVES),
     ZooModel("hubert", "audio", _hf("HubertModel", **_WAVES), wave, WAVES),
+    ZooModel("wavenet", "audio", convnets.WaveNet, wave, WAVES),
     ZooModel("lstm", "sequence", lambda: own.Tagger(nn.LSTM), tokens, TEXT),
     ZooModel("gru", "sequence", lambda: own.Tagger(nn.GRU), tokens, TEXT),
     ZooModel("transformer-encoder", "sequence", lambda: own.Encoder(), tokens, TEXT),
-    ZooModel("dlrm", "recommendation", lambda: own.DLRM(), click_inputs,
-             ((8,), (3,), (1,), (16,))),
+    ZooModel("dlrm", "recommendation", lambda: own.DLRM(), click_inputs, CLICKS),
 )  # fmt: skip
 
 ZOO: tuple[ZooModel, ...] = DIFFUSION + VISION + TEXTS + OTHERS

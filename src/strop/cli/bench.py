@@ -178,6 +178,7 @@ def models(
     page: Annotated[
         Path | None, typer.Option(help="File for a Markdown table.", show_default=False)
     ] = None,
+    shapes: Annotated[int, typer.Option(min=1, help="How many shapes each model runs at.")] = 20,
 ) -> None:
     """Compile each architecture of the zoo at tiny widths and judge what became of it."""
     require_diffusion()
@@ -193,7 +194,7 @@ def models(
                                  f"{', '.join(m.name for m in ZOO)}", param_hint="'--only'"
                                  )  # fmt: skip
     chosen = [m for m in ZOO if not wanted or m.name in wanted]
-    result = _census(chosen, arguments.chosen_device(device))
+    result = _census(chosen, arguments.chosen_device(device), shapes)
     _write_census(result, out, page)
 
 
@@ -336,7 +337,7 @@ def _show_kernels(result: dict[str, Any]) -> None:
         print(f"not measured, --limit is over: {len(result['skipped'])} cases")
 
 
-def _census(chosen: Sequence[ZooModel], device: str) -> dict[str, Any]:
+def _census(chosen: Sequence[ZooModel], device: str, num_shapes: int) -> dict[str, Any]:
     """Under a progress bar, which also keeps the compiler's warnings off the table."""
     import torch
 
@@ -353,7 +354,8 @@ def _census(chosen: Sequence[ZooModel], device: str) -> dict[str, Any]:
         def step(verdict: census.Verdict) -> None:
             bar.update(task, advance=1, note=verdict.name)
 
-        return census.run(chosen, torch.device(device), Options.from_environment(), step)
+        return census.run(chosen, torch.device(device), Options.from_environment(), step,
+                          num_shapes)  # fmt: skip
 
 
 def _write_census(result: dict[str, Any], out: Path | None, page: Path | None) -> None:

@@ -23,7 +23,9 @@ class UNetAdapter(Adapter):
     """
 
     def __init__(self, unet: nn.Module) -> None:
-        self._names = tuple(inspect.signature(type(unet).forward).parameters)[1:]
+        parameters = list(inspect.signature(type(unet).forward).parameters.values())[1:]
+        self._names = tuple(p.name for p in parameters)
+        self._required = {p.name for p in parameters if p.default is inspect.Parameter.empty}
         config: Any = unet.config
         self._has_classes = bool(config.get("num_class_embeds") or config.get("class_embed_type"))
         self.factor = 2 ** (len(config.block_out_channels) - 1)
@@ -40,7 +42,7 @@ class UNetAdapter(Adapter):
         if timestep.device != sample.device:
             timestep = timestep.to(sample.device)
         named["timestep"] = timestep.expand(sample.shape[0])
-        return (), {k: v for k, v in named.items() if v is not None}
+        return (), {k: v for k, v in named.items() if v is not None or k in self._required}
 
     def shapes(self, tensors: Sequence[Tensor]) -> Shapes:
         sample = max((t for t in tensors if t.dim() == 4), key=lambda t: t.shape[-1] * t.shape[-2])

@@ -10,6 +10,7 @@ against 28 s through Dynamo and AOTAutograd (docs/decisions/0002).
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -21,6 +22,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses import FakeTensorMode
+from torch.func import functionalize
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.fx.experimental.symbolic_shapes import (
@@ -30,9 +32,11 @@ from torch.fx.experimental.symbolic_shapes import (
 )
 
 from strop.errors import CaptureError
-from strop.frontend.functional import make_functional
+from strop.frontend.functional import WriteThroughViewError, make_functional
+from strop.frontend.layouts import overlap_by_traced_sizes
 from strop.frontend.objects import as_tree
 from strop.frontend.operators import Retarget
+from strop.frontend.python_sizes import symbolic_builtins
 from strop.frontend.symbols import OutsideLanguage, Symbols
 from strop.ir.dims import Expr, parse, symbol
 from strop.ir.program import Guard
@@ -130,8 +134,13 @@ def capture(
         }
         with mode:
             fakes = [_fake_input(spec, roots) for spec in specs]
-        gm, out_spec, origins = _trace(module, call, fake_state, fakes, mode)
-        make_functional(gm)
+        try:
+            gm, out_spec, origins = _trace(module, call, fake_state, fakes, mode)
+            make_functional(gm)
+        except WriteThroughViewError:  # torch can take these out too, at the price of copies
+            apart = functools.partial(functionalize, remove="mutations")
+            gm, out_spec, origins = _trace(module, call, fake_state, fakes, mode, apart)
+            make_functional(gm)
     symbols, guards = _settled(shape_env, gm, roots, hints)
     # node.expr would give what a root was specialised to
     sizes = {n: symbols.names[str(root.node._expr)] for n, root in roots.items()}
@@ -211,6 +220,7 @@ def _trace(
     state: dict[str, Tensor],
     fakes: list[Tensor],
     mode: FakeTensorMode,
+    transform: Callable[[Any], Any] = lambda function: function,
 ) -> tuple[GraphModule, pytree.TreeSpec, dict[str, str]]:
     specs: list[pytree.TreeSpec] = []
 
@@ -224,8 +234,11 @@ def _trace(
     origins: dict[str, str] = {}
     try:
         python = enable_python_dispatcher()  # shape rules in Python know symbols, C++ ones do not
-        with mode, python, _as_compiling(), Retarget(), _record_origins(module, origins):
-            gm = make_fx(flat, tracing_mode="real")(state, *fakes)
+        with (
+            mode, python, _as_compiling(), symbolic_builtins(module), Retarget(),
+            overlap_by_traced_sizes(), _record_origins(module, origins),
+        ):  # fmt: skip
+            gm = make_fx(transform(flat), tracing_mode="real")(state, *fakes)
     except _MODULE_ERRORS as error:
         where = origins.get("<current>", "") or type(module).__name__
         raise CaptureError(

@@ -14,8 +14,12 @@ from torch.fx import Node as FxNode
 
 import strop.frontend.operators  # noqa: F401  (defines torch.ops.strop)
 from strop.frontend.norms import NORM_RULES
-from strop.frontend.reductions import REDUCTION_RULES, Rule
-from strop.ir.graph import Node
+from strop.frontend.pooling import POOLING
+from strop.frontend.reductions import REDUCTION_RULES, Rule, binary, unary
+from strop.frontend.views import slice_start
+from strop.ir.dims import Expr, const, product
+from strop.ir.graph import Builder, Node
+from strop.ir.ops import compute_dtype
 
 if TYPE_CHECKING:
     from strop.frontend.importer import Importer
@@ -43,6 +47,31 @@ def _mm(im: Importer, fx: FxNode, x: Any, w: Any) -> Node:
 
 def _bmm(im: Importer, fx: FxNode, x: Any, y: Any) -> Node:
     return im.builder.make("matmul", (im.node(x), im.node(y)), im.shape(fx), im.node(x).dtype)
+
+
+def _matmul(im: Importer, fx: FxNode, x: Any, y: Any) -> Node:
+    """As one batch of matrices: whatever has to be copied for it is copied by our kernels."""
+    b, shape = im.builder, im.shape(fx)
+    lead, sides = product(shape[:-2]), []
+    for node in map(im.node, (x, y)):
+        own = node.shape[-2:]
+        whole = b.expand(b.view_as_rank(node, len(shape)), (*shape[:-2], *own))
+        sides.append(b.reshape(whole, (lead, *own)))
+    return b.reshape(b.make("matmul", sides, (lead, *shape[-2:]), sides[0].dtype), shape)
+
+
+def _baddbmm(im: Importer, fx: FxNode, added: Any, x: Any, y: Any, *, beta: float = 1,
+             alpha: float = 1) -> Node:  # fmt: skip
+    b, wide = im.builder, compute_dtype(fx.meta["val"].dtype)
+    total = _scaled(b, _bmm(im, fx, x, y), alpha, wide)
+    if beta:
+        total = b.pointwise("add", _scaled(b, im.node(added), beta, wide), total, dtype=wide,
+                            alpha=1)  # fmt: skip
+    return b.cast(total, fx.meta["val"].dtype)
+
+
+def _scaled(b: Builder, x: Node, factor: float, dtype: torch.dtype) -> Node:
+    return x if factor == 1 else b.pointwise("mul", x, b.constant(factor, dtype), dtype=dtype)
 
 
 def _conv2d(im: Importer, fx: FxNode, x: Any, weight: Any, bias: Any, stride: Sequence[int],
@@ -91,18 +120,99 @@ def _copy_(im: Importer, fx: FxNode, destination: Any, value: Any) -> Node:
     return im.builder.make("write", (target, source), target.shape, target.dtype)
 
 
+def _copy(im: Importer, fx: FxNode, destination: Any, value: Any, *_: Any) -> Node:
+    b, shape = im.builder, im.shape(fx)
+    source = b.cast(im.node(value), fx.meta["val"].dtype)
+    return b.expand(b.view_as_rank(source, len(shape)), shape)
+
+
+def _slice_scatter(im: Importer, fx: FxNode, x: Any, value: Any, dim: int = 0, start: Any = None,
+                   end: Any = None, step: int = 1) -> Node | None:  # fmt: skip
+    """What lies before, the value, and what lies behind, side by side."""
+    b, node, value = im.builder, im.node(x), im.node(value)
+    if step != 1:
+        return None
+    dim %= len(node.shape)
+    before = slice_start(im, x, dim, start)
+    return _replaced(b, node, b.cast(value, node.dtype), dim, before)
+
+
+def _select_scatter(im: Importer, fx: FxNode, x: Any, value: Any, dim: int, index: Any) -> Node:
+    b, node, value = im.builder, im.node(x), im.node(value)
+    dim %= len(node.shape)
+    place = im.size(index)
+    if place.is_const and place.value < 0:
+        place = place + node.shape[dim]
+    row = b.reshape(value, (*node.shape[:dim], 1, *node.shape[dim + 1 :]))
+    return _replaced(b, node, b.cast(row, node.dtype), dim, place)
+
+
+def _replaced(b: Builder, x: Node, value: Node, dim: int, start: Expr) -> Node:
+    end = start + value.shape[dim]
+    left = b.slice(x, dim, 0, start) if start != const(0) else None
+    rest = x.shape[dim] - end
+    right = b.slice(x, dim, end, rest) if rest != const(0) else None
+    pieces = [piece for piece in (left, value, right) if piece is not None]
+    if len(pieces) == 1:
+        return value
+    return b.make("cat", pieces, x.shape, x.dtype, dim=dim)
+
+
+def _weight_norm(im: Importer, fx: FxNode, v: Any, g: Any, dim: int = 0) -> tuple[Node, Node]:
+    """The weight and, for training, the norm of v over all dims but one."""
+    b, direction, length = im.builder, im.node(v), im.node(g)
+    wide = compute_dtype(direction.dtype)
+    dims = tuple(d for d in range(len(direction.shape)) if d != dim % len(direction.shape))
+    squares = b.reduce("sum", binary(b, "mul", direction, direction, wide), dims, wide)
+    norm = unary(b, "sqrt", squares, wide)
+    scale = binary(b, "div", length, norm, wide)
+    return binary(b, "mul", direction, scale, direction.dtype), norm
+
+
+def _euclidean_dist(im: Importer, fx: FxNode, x: Any, y: Any) -> Node:
+    """As torch does it: |x|^2 + |y|^2 - 2 x.y as one product, and its root where it is positive."""
+    b, wide = im.builder, compute_dtype(fx.meta["val"].dtype)
+    x, y = im.node(x), im.node(y)
+
+    def extended(node: Node, factor: float, swap: bool) -> Node:
+        squares = b.reduce("sum", binary(b, "mul", node, node, wide), (len(node.shape) - 1,),
+                           node.dtype)  # fmt: skip
+        one = b.constant(1.0, node.dtype)
+        ones = b.expand(b.view_as_rank(one, len(node.shape)), squares.shape)
+        pieces = [
+            _scaled(b, node, factor, node.dtype),
+            *((ones, squares) if swap else (squares, ones)),
+        ]
+        shape = (*node.shape[:-1], node.shape[-1] + 2)
+        return b.make("cat", pieces, shape, node.dtype, dim=len(shape) - 1)
+
+    sides = extended(x, -2.0, False), extended(y, 1.0, True)
+    order = (*range(len(y.shape) - 2), len(y.shape) - 1, len(y.shape) - 2)
+    product = b.make("matmul", (sides[0], b.permute(sides[1], order)), im.shape(fx), wide)
+    positive = b.pointwise("maximum", product, b.constant(0.0, wide), dtype=wide)
+    return unary(b, "sqrt", positive, fx.meta["val"].dtype)
+
+
 DECOMPOSITIONS: dict[Any, Rule] = {
     # fused with their neighbours
     **NORM_RULES,
     **REDUCTION_RULES,
+    **POOLING,
     # several spellings of one thing
     aten.copy_.default: _copy_,
-    # library anchors
+    aten.copy.default: _copy,
+    aten.slice_scatter.default: _slice_scatter,
+    aten.select_scatter.default: _select_scatter,
+    # library anchors and what goes with them
+    aten._weight_norm_interface.default: _weight_norm,
+    aten._euclidean_dist.default: _euclidean_dist,
     torch.ops.strop.linear.default: _linear,
     aten.linear.default: _linear,
     aten.addmm.default: _addmm,
     aten.mm.default: _mm,
     aten.bmm.default: _bmm,
+    torch.ops.strop.matmul.default: _matmul,
+    aten.baddbmm.default: _baddbmm,
     torch.ops.strop.conv2d.default: _conv2d,
     aten.convolution.default: _convolution,
     torch.ops.strop.attention.default: _attention,

@@ -1,8 +1,9 @@
 """In-place calls of a traced graph as the calls that return a new value.
 
 ``y.add_(1)`` becomes ``y = y + 1`` where nobody can see the difference: only the mutated value
-itself is read afterwards. A module that writes into its arguments, its state, or a tensor that
-another view still reads is not captured; it runs in eager.
+itself is read afterwards. Where another view still reads the tensor, ``capture`` asks torch to take
+the writes out. A module that writes into its arguments or its state is not captured; it runs in
+eager.
 """
 
 from __future__ import annotations
@@ -13,6 +14,10 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from strop.errors import CaptureError
+
+
+class WriteThroughViewError(CaptureError):
+    """A tensor is written through one view and read through another."""
 
 
 def make_functional(gm: GraphModule) -> None:
@@ -38,7 +43,9 @@ def _replace(graph: Graph, node: Node) -> None:
     for other in nodes[:position]:
         is_alias = other is not target and storage_of(other) == storage_of(node)
         if is_alias and not later.isdisjoint(other.users):
-            raise CaptureError(f"{node.target} writes into a tensor that another view reads later")
+            raise WriteThroughViewError(
+                f"{node.target} writes into a tensor that another view reads later"
+            )
     with graph.inserting_after(node):
         value = graph.call_function(overload, node.args, dict(node.kwargs))
     value.name, value.meta = node.name, node.meta

@@ -26,6 +26,7 @@ from strop.frontend.reductions import reduction
 from strop.frontend.resize import RESIZING
 from strop.frontend.symbols import Symbols
 from strop.frontend.views import COPYING, VIEWS
+from strop.frontend.whole import IN_TORCH
 from strop.ir.affine import base_of, strided
 from strop.ir.dims import Expr, const
 from strop.ir.graph import Builder, Graph, Node, Ref, finish
@@ -33,11 +34,7 @@ from strop.ir.ops import KERNEL_DTYPES, Kind, Op, Operands, Types, compute_dtype
 
 log = logging.getLogger("strop")
 
-# opaque calls that the census found to differ from eager
-_REFUSED = {
-    torch.ops.aten.mkldnn_rnn_layer.default: "torch's oneDNN LSTM layer gives other results when"
-    " it is called on its own",
-}
+_IN_TORCH = {**COPYING, **IN_TORCH}
 _MOST_LITERALS = 16  # a longer tensor made from Python data is an input of the graph
 
 _TABLES = (VIEWS, CREATION, INDEXING, LOOKUPS, RESIZING, PADDING, DECOMPOSITIONS, COMPOSITES)
@@ -267,8 +264,6 @@ def _expressed(importer: Importer, fx: FxNode) -> Value | None:
         value = rule(importer, fx, *fx.args, **fx.kwargs) if rule else None
         if value is not None:
             return value
-    if fx.target in _REFUSED:
-        raise UnsupportedError(_REFUSED[fx.target])
     bound = bind_arguments(fx)
     for row in rows_for(fx.target):
         if row.kind is Kind.REDUCTION and row.when(bound):
@@ -372,7 +367,7 @@ def opaque_call(importer: Importer, fx: FxNode) -> Value:
     single = not isinstance(value, list | tuple)
     shape, dtype = outputs[0] if single and outputs[0] else ((), torch.uint8)
     call = importer.builder.make(
-        "aten", inputs, shape, dtype, target=str(COPYING.get(fx.target, fx.target)), args=args,
+        "aten", inputs, shape, dtype, target=str(_IN_TORCH.get(fx.target, fx.target)), args=args,
         kwargs=kwargs, outputs=outputs, single=single, tag=fx.name if _is_random(fx.target) else "",
     )  # fmt: skip
     if single:

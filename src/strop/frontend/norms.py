@@ -175,6 +175,7 @@ NORM_RULES: dict[Any, Rule] = {
     aten.native_group_norm.default: _native_group_norm,
     aten.native_layer_norm.default: _layer_norm,
     aten.rms_norm.default: _rms_norm,
+    torch.ops.strop.rms_norm.default: _rms_norm,
     aten._fused_rms_norm.default: _fused_rms_norm,
     aten.native_batch_norm.default: _batch_norm,
     aten.cudnn_batch_norm.default: _batch_norm,

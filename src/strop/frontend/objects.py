@@ -1,7 +1,8 @@
-"""Results that hold tensors in plain objects: the key-value caches of transformers.
+"""Arguments and results that hold tensors in plain objects: the key-value caches of transformers.
 
 ``as_tree`` puts a node of ours where such an object stands; when torch's pytree builds the result
-of a run, that node becomes an object of the class that eager would return.
+of a run, that node becomes an object of the class that eager would return. A cache that was given
+is written to, as in eager: a run then returns ``WithObjects``, and ``given_back`` does the writing.
 """
 
 from __future__ import annotations
@@ -23,42 +24,110 @@ class ObjectState:
     attributes: dict[str, Any]
 
 
+@dataclass(frozen=True)
+class ClassName:
+    """A class of transformers.cache_utils itself."""
+
+    kind: str
+
+
+@dataclass(frozen=True)
+class Given:
+    """The cache that was this argument, counted from 0."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class WithObjects:
+    """A result, and the attributes that the caches among the arguments have after the call."""
+
+    result: Any
+    attributes: list[dict[str, Any]]
+
+
+def with_objects(result: Any, arguments: Any) -> Any:
+    """``result`` as it is, or WithObjects where there are caches among the arguments."""
+    given = _caches_of(arguments)
+    if not given:
+        return result
+
+    def marked(value: Any) -> Any:
+        return next((Given(i) for i, cache in enumerate(given) if cache is value), value)
+
+    found = pytree.tree_map(marked, result, is_leaf=is_cache)
+    return WithObjects(found, [dict(vars(cache)) for cache in given])
+
+
+def given_back(found: WithObjects, arguments: Any) -> Any:
+    """The result proper, after writing to the caches among the arguments."""
+    given = _caches_of(arguments)
+    for cache, attributes in zip(given, found.attributes, strict=True):
+        vars(cache).update(attributes)
+    return pytree.tree_map(lambda leaf: given[leaf.number] if isinstance(leaf, Given) else leaf,
+                           found.result, is_leaf=lambda leaf: isinstance(leaf, Given))  # fmt: skip
+
+
+def _caches_of(value: Any) -> list[Any]:
+    return [leaf for leaf in pytree.tree_leaves(value, is_leaf=is_cache) if is_cache(leaf)]
+
+
 def as_tree(value: Any) -> Any:
     """``value`` with every cache and cache layer as its ObjectState."""
-    return pytree.tree_map(_state, value, is_leaf=_is_cache)
+    return pytree.tree_map(_state, value, is_leaf=is_cache)
 
 
 def _state(value: Any) -> Any:
-    if not _is_cache(value):
+    if is_cache_class(value):
+        return ClassName(value.__name__)
+    if not is_cache(value):
         return value
     return ObjectState(type(value).__name__, as_tree(dict(vars(value))))
 
 
-def _is_cache(value: Any) -> bool:
+def is_cache(value: Any) -> bool:
     return type(value).__module__ == _MODULE
+
+
+def is_cache_class(value: Any) -> bool:
+    return isinstance(value, type) and value.__module__ == _MODULE
 
 
 def _flatten(state: ObjectState) -> tuple[list[Any], list[Any]]:
     return list(state.attributes.values()), [state.kind, list(state.attributes)]
 
 
-def _unflatten(values: Any, context: list[Any]) -> Any:
-    """The object itself."""
-    kind, names = context
-    module = sys.modules[_MODULE]
-    cls = getattr(module, kind)
+def class_named(kind: str) -> Any:
+    cls = getattr(sys.modules[_MODULE], kind)
     if not isinstance(cls, type) or cls.__module__ != _MODULE:
         raise TypeError(f"{kind} is no class of {_MODULE}")
-    made: Any = object.__new__(cls)
-    vars(made).update(zip(names, values, strict=True))
-    return made
+    return cls
 
 
-pytree.register_pytree_node(
-    ObjectState,
-    _flatten,
-    _unflatten,
-    serialized_type_name="strop.frontend.objects.ObjectState",
-    to_dumpable_context=lambda context: context,
-    from_dumpable_context=lambda context: context,
-)
+def made(kind: str, attributes: dict[str, Any]) -> Any:
+    """The object itself."""
+    found: Any = object.__new__(class_named(kind))
+    vars(found).update(attributes)
+    return found
+
+
+def _unflatten(values: Any, context: list[Any]) -> Any:
+    kind, names = context
+    return made(kind, dict(zip(names, values, strict=True)))
+
+
+for _kind, _parts, _whole in (
+    (ObjectState, _flatten, _unflatten),
+    (ClassName, lambda name: ([], [name.kind]), lambda _, context: class_named(context[0])),
+    (Given, lambda given: ([], [given.number]), lambda _, context: Given(context[0])),
+    (WithObjects, lambda found: ([found.result, found.attributes], []),
+     lambda values, _: WithObjects(*values)),
+):  # fmt: skip
+    pytree.register_pytree_node(
+        _kind,
+        _parts,
+        _whole,
+        serialized_type_name=f"strop.frontend.objects.{_kind.__name__}",
+        to_dumpable_context=lambda context: context,
+        from_dumpable_context=lambda context: context,
+    )

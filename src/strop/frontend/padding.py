@@ -15,6 +15,7 @@ from torch.fx import Node as FxNode
 from strop.frontend.creation import positions
 from strop.frontend.lookups import PLACE, take
 from strop.frontend.pointwise import apply
+from strop.frontend.whole import IN_TORCH
 from strop.ir.dims import Expr
 from strop.ir.graph import Node
 
@@ -59,3 +60,5 @@ PADDING: dict[Any, Rule] = {
     aten.replication_pad2d.default: _padded(_repeated),
     aten.replication_pad3d.default: _padded(_repeated),
 }
+# traced as calls of ours, whose shape rule asks for nothing
+PADDING |= {own: PADDING[overload] for own, overload in IN_TORCH.items() if overload in PADDING}

@@ -9,6 +9,8 @@ is a guard, so a program never runs where it does not hold.
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
@@ -17,15 +19,18 @@ from typing import Any
 import sympy
 import torch
 from torch.utils._sympy.functions import (
+    CeilToInt,
     CleanDiv,
     FloatTrueDiv,
     FloorDiv,
+    FloorToInt,
     IntTrueDiv,
     Max,
     Min,
     Mod,
     PythonMod,
     ToFloat,
+    TruncToInt,
 )
 from torch.utils._sympy.symbol import SymT, symbol_is_type
 
@@ -58,6 +63,8 @@ class Symbols:
     names: dict[str, Expr] = field(default_factory=dict)
     hints: Mapping[str, int] = field(default_factory=dict)
     assumed: dict[str, Guard] = field(default_factory=dict)
+    floors: dict[Floor, int] = field(default_factory=dict)  # quotients taken as traced
+    multiples: dict[str, tuple[str, int]] = field(default_factory=dict)  # root: 8 of "h_8" are h
     decide: Callable[[Any], bool] | None = None  # asks torch, which adds the answer to its guards
     _memo: dict[Any, Expr] = field(default_factory=dict)
 
@@ -94,6 +101,11 @@ class Symbols:
         return self._foreign(e)
 
     def _foreign(self, e: Any) -> Expr:
+        if isinstance(e, TruncToInt | FloorToInt | CeilToInt) and _is_exact(e.args[0]):
+            top, bottom = self._fraction(e.args[0])
+            if bottom.is_const:
+                above = bottom.value - 1 if isinstance(e, CeilToInt) else 0
+                return self._as_fixed((top + above) // bottom.value)
         if self._is_fixed(e):
             return const(int(self._value(e)))
         raise OutsideLanguage(e)
@@ -153,15 +165,23 @@ class Symbols:
             return exact
         if not bottom.is_const:
             raise OutsideLanguage(numerator // divisor)
-        return top // bottom.value
+        return self._as_fixed(top // bottom.value)
+
+    def _as_fixed(self, size: Expr) -> Expr:
+        """``size`` with the values of ``floors``, which are then checked."""
+        for atom in floors_of(size) & self.floors.keys():
+            self._assume(Guard(_of_atom(atom), "==", const(self.floors[atom])))
+            size = _with_value(size, atom, self.floors[atom])
+        return size
 
     def settle(self, sizes: Iterable[Any], guards: Iterable[Any]) -> None:
         """Names in which every size and every equation of ``guards`` is inside the language."""
         sizes, guards = list(sizes), list(guards)
         while True:
             self._memo.clear()
-            self.assumed.clear()
             self.solve(guards, self.hints)
+            self._memo.clear()
+            self.assumed.clear()  # in names that the solution has replaced
             try:
                 for size in sizes:
                     if isinstance(size, torch.SymFloat):
@@ -176,13 +196,17 @@ class Symbols:
 
     def _require(self, guard: Any) -> None:
         """An equation that the names do not show to hold fixes its sizes; others are checked."""
-        if isinstance(guard, sympy.Eq) and not guard.has(Mod, PythonMod):
-            (a, b), (c, d) = self._fraction(guard.lhs), self._fraction(guard.rhs)
-            if a * d != c * b:
-                raise OutsideLanguage(guard)
+        is_equation = isinstance(guard, sympy.Eq) and not guard.has(Mod, PythonMod)
+        if is_equation and self._difference(guard) != const(0):
+            raise OutsideLanguage(guard)
 
     def pin(self, error: OutsideLanguage) -> None:
-        """Give the sizes in a foreign expression the values that were traced."""
+        """Give the sizes in a foreign expression the values that were traced.
+
+        In an equation of quotients, such as (h//8)*(w//8) == 16, the quotients are enough.
+        """
+        if isinstance(error.expression, sympy.Eq) and self._fix_floors(error.expression):
+            return
         env = self.root_values(self.hints)
         free = [s.name for s in error.expression.free_symbols if s.name in self.hints]
         fixed = {n: const(self.size_of(n).eval(env)) for n in free}
@@ -193,6 +217,21 @@ class Symbols:
     def size_of(self, name: str) -> Expr:
         return self.names.get(name, symbol(name))
 
+    def _fix_floors(self, equation: Any) -> bool:
+        difference, env = self._difference(equation), self.root_values(self.hints)
+        atoms = floors_of(difference)
+        values = {atom: _of_atom(atom).eval(env) for atom in atoms}
+        for atom, value in values.items():
+            difference = _with_value(difference, atom, value)
+        if not atoms or difference != const(0):
+            return False
+        self.floors.update(values)
+        return True
+
+    def _difference(self, equation: Any) -> Expr:
+        (a, b), (c, d) = self._fraction(equation.lhs), self._fraction(equation.rhs)
+        return a * d - c * b
+
     def solve(self, guards: Iterable[Any], hints: Mapping[str, int]) -> None:
         """Rewrite roots that a guard shows to be multiples (s becomes k*t) or other sizes."""
         for guard in _parts(guards):
@@ -200,25 +239,53 @@ class Symbols:
                 self._solve_multiple(guard, hints)
                 if self.hints:
                     self._solve_root(guard)
+                    self._solve_sum(guard)
 
     def _solve_multiple(self, guard: Any, hints: Mapping[str, int]) -> None:
         divisors = {int(d.args[1]) for d in guard.atoms(FloorDiv, Mod, PythonMod)
                     if isinstance(d.args[1], sympy.Integer)}  # fmt: skip
         divisors |= {a * b for a in divisors for b in divisors}  # a patch of a patch
-        roots = sorted(s.name for s in guard.free_symbols)
-        if len(roots) != 1 or not self._is_free(roots[0]):
+        divisors = {k for d in divisors for k in range(2, d + 1) if d % k == 0}
+        names = {s.name: self.size_of(s.name) for s in guard.free_symbols}
+        known = {**self.names, **names}
+        roots = sorted(set().union(*(size.roots for size in names.values())))
+        if not divisors or self._is_identity(guard):
             return
-        name = self.size_of(roots[0])
-        for k in sorted(divisors):
-            trial = Symbols({**self.names, roots[0]: k * symbol(f"{name}_{k}")})
-            try:
-                sides = trial.size(guard.lhs), trial.size(guard.rhs)
-            except UnsupportedError:
-                continue
-            if hints.get(roots[0], 0) % k == 0 and sides[0] == sides[1]:
+        values = self.root_values(hints)
+        for root, k in itertools.product(roots, sorted(divisors)):
+            whole, factor = self.multiples.get(root, (root, 1))
+            part = f"{whole}_{factor * k}"
+            multiple = {root: k * symbol(part)}
+            trial = Symbols({n: size.substitute(multiple) for n, size in known.items()})
+            if values.get(root, 0) % k == 0 and trial._is_identity(guard):
                 self.names.update(trial.names)
+                self.multiples[part] = whole, factor * k
                 self._memo.clear()
                 return
+
+    def _is_identity(self, equation: Any) -> bool:
+        try:
+            return self.size(equation.lhs) == self.size(equation.rhs)
+        except UnsupportedError:
+            return False
+
+    def _solve_sum(self, guard: Any) -> None:
+        """``s0 + s1 == s2 + s3``: parts that were traced with the same value are the same size."""
+        try:
+            difference = self._difference(guard)
+        except UnsupportedError:
+            return
+        env = self.root_values(self.hints)
+        sides: dict[int, list[str]] = {1: [], -1: []}
+        for monomial, factor in difference.terms:
+            if factor not in sides or len(monomial) != 1 or not isinstance(monomial[0], str):
+                return
+            sides[factor].append(monomial[0])
+        left, right = (sorted(side, key=lambda root: env[root]) for side in sides.values())
+        if len(left) > 1 and [env[r] for r in left] == [env[r] for r in right]:
+            equal = {a: symbol(b) for a, b in zip(left, right, strict=True)}
+            self.names = {n: size.substitute(equal) for n, size in self.names.items()}
+            self._memo.clear()
 
     def _solve_root(self, guard: Any) -> None:
         """``s0 == (s1 - 1)//8 + 1``: the symbol that stands alone is the other side."""
@@ -301,13 +368,56 @@ class Symbols:
             env = self.root_values(self.hints)
             ways = [self._checks(part) for part in e.args]
             return next(way for way in ways if all(guard.holds(env) for guard in way))
-        relation = _RELATIONS.get(type(e))
         if self._is_fixed(e):
             return []  # of sizes that the arguments' specs fix
+        relation = _RELATIONS.get(type(e))
+        ways = _ways(e)
+        if ways is not None:
+            return self._checks(ways)
         if relation is None:
             raise OutsideLanguage(e)
         (a, b), (c, d) = self._fraction(e.lhs), self._fraction(e.rhs)
         return [Guard(a * d, relation, c * b)]
+
+
+def _ways(e: Any) -> Any:
+    """``Min(a, b) > c`` as ``a > c and b > c``, and so on; None for what has no such form."""
+    bigger, smaller = (sympy.Gt, sympy.Ge), (sympy.Lt, sympy.Le)
+    for side, other, up in ((0, 1, bigger), (1, 0, smaller)):
+        extreme, limit = getattr(e, "args", (None, None))[side], e.args[other]
+        if type(e) not in bigger + smaller or not isinstance(extreme, SYMPY_MIN + SYMPY_MAX):
+            continue
+        parts = [e.func(*((a, limit) if side == 0 else (limit, a))) for a in extreme.args]
+        every = isinstance(extreme, SYMPY_MIN) == isinstance(e, up)
+        return (sympy.And if every else sympy.Or)(*parts, evaluate=False)
+    return None
+
+
+def _is_exact(e: Any) -> bool:
+    """Whether a float expression rounds nothing that matters: a quotient of sizes, or one times
+    a power of two."""
+    if isinstance(e, sympy.Mul):
+        return all(map(_is_exact, e.args))
+    if isinstance(e, sympy.Float):
+        return math.frexp(abs(float(e)))[0] == 0.5
+    return isinstance(e, ToFloat | IntTrueDiv | sympy.Symbol | sympy.Integer)
+
+
+def floors_of(size: Expr) -> set[Floor]:
+    return {atom for monomial, _ in size.terms for atom in monomial if isinstance(atom, Floor)}
+
+
+def _of_atom(atom: Floor) -> Expr:
+    return Expr((((atom,), 1),))
+
+
+def _with_value(size: Expr, atom: Floor, value: int) -> Expr:
+    total = const(0)
+    for monomial, factor in size.terms:
+        rest = tuple(a for a in monomial if a != atom)
+        count = len(monomial) - len(rest)
+        total = total + Expr(((rest, 1),)) * (factor * value**count)
+    return total
 
 
 def _parts(guards: Iterable[Any]) -> Iterator[Any]:
@@ -320,10 +430,14 @@ def _parts(guards: Iterable[Any]) -> Iterator[Any]:
 
 
 def _always_holds(guard: Guard) -> bool:
-    difference = guard.left - guard.right
+    """Whether every root, being positive, satisfies it."""
+    sides, relation = (guard.left, guard.right), guard.relation
+    if relation in ("<", "<="):
+        sides, relation = (guard.right, guard.left), {"<": ">", "<=": ">="}[relation]
+    difference = sides[0] - sides[1]
     if difference.is_const:
-        return Guard(difference, guard.relation, to_expr(0)).holds({})
-    # sizes are positive
-    atoms = [atom for monomial, _ in difference.terms for atom in monomial]
-    return (guard.relation in (">", ">=", "!=") and all(c > 0 for _, c in difference.terms)
-            and not any(isinstance(atom, Floor) for atom in atoms))  # fmt: skip
+        return Guard(difference, relation, to_expr(0)).holds({})
+    if floors_of(difference) or any(c < 0 for monomial, c in difference.terms if monomial):
+        return False
+    least = sum(c for _, c in difference.terms)  # where all roots are 1
+    return least >= 0 if relation == ">=" else relation != "==" and least > 0

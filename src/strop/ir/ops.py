@@ -71,6 +71,7 @@ _SEQUENCES = (  # order or accumulate along a dim
     "cumprod", "cummax", "cummin", "logcumsumexp", "searchsorted", "bucketize", "histc",
     "bincount",
 )  # fmt: skip
+_RECURRENT = ("lstm.input", "gru.input", "rnn_tanh.input", "rnn_relu.input")
 _IMAGES = (  # windows over an image, and images of another size
     "max_pool2d_with_indices", "max_pool3d_with_indices", "avg_pool2d", "avg_pool3d",
     "_adaptive_avg_pool2d", "_adaptive_avg_pool3d", "adaptive_max_pool2d", "adaptive_max_pool3d",
@@ -102,7 +103,7 @@ def _overloads(text: str) -> tuple[Any, ...]:
 
 LIBRARY: tuple[Op, ...] = tuple(
     Op(f"library {text}", Kind.OPAQUE, _overloads(text))
-    for text in (*_LOOKUPS, *_SEQUENCES, *_IMAGES, *_ATTENTION, *_BACKWARD)
+    for text in (*_LOOKUPS, *_SEQUENCES, *_RECURRENT, *_IMAGES, *_ATTENTION, *_BACKWARD)
 )
 
 

@@ -19,6 +19,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 from strop.errors import UnsupportedError
+from strop.frontend.objects import WithObjects, given_back
 from strop.options import Options
 from strop.runtime import graphs
 from strop.runtime.executor import Bound, Workspace, needs_wide_indices
@@ -144,7 +145,7 @@ class Dispatcher:
             else:
                 entry, result = self._serve(key, skeleton, tensors)
         if entry.variant is not None:
-            return result
+            return given_back(result, (args, kwargs)) if type(result) is WithObjects else result
         return self._run_eager(self.variants.reason, args, kwargs)
 
     def _serve(self, key: Hashable, skeleton: Skeleton, tensors: list[Tensor]

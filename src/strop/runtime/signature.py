@@ -11,6 +11,7 @@ from torch import Tensor
 
 from strop.errors import ShapeError, UnsupportedError
 from strop.frontend.capture import TensorSpec
+from strop.frontend.objects import class_named, is_cache, is_cache_class, made
 from strop.ir.dims import symbol
 from strop.ir.graph import Ref
 
@@ -58,12 +59,21 @@ def flatten(value: Any, tensors: list[Tensor]) -> Skeleton:
     if kind is dict and set(map(type, value)) <= {str, int}:
         keys = sorted(value, key=lambda k: (type(k).__name__, k))
         return ("dict", *[(k, flatten(value[k], tensors)) for k in keys])
+    return _flatten_object(value, kind, tensors)
+
+
+def _flatten_object(value: Any, kind: type, tensors: list[Tensor]) -> Skeleton:
     if isinstance(value, tuple) and hasattr(kind, "_fields"):
         return ("named tuple", kind, *[flatten(v, tensors) for v in value])
     if is_dataclass(kind) and all(f.init for f in fields(kind)):
         names = [f.name for f in fields(kind)]
         return ("dataclass", kind, *[(n, flatten(getattr(value, n), tensors)) for n in names])
-    raise UnsupportedError(f"argument of type {type(value).__name__}")
+    if is_cache(value):
+        state = vars(value).items()
+        return ("object", kind.__name__, *[(name, flatten(v, tensors)) for name, v in state])
+    if is_cache_class(value):
+        return ("class", value.__name__)
+    raise UnsupportedError(f"argument of type {kind.__name__}")
 
 
 def _number(value: int | float) -> tuple[str, str]:
@@ -85,17 +95,22 @@ def rebuild(skeleton: Skeleton, tensors: Sequence[Tensor]) -> Any:
         return {key: rebuild(value, tensors) for key, value in items}
     if kind == "dataclass":
         return items[0](**{name: rebuild(value, tensors) for name, value in items[1:]})
+    if kind == "object":
+        return made(items[0], {name: rebuild(value, tensors) for name, value in items[1:]})
+    if kind == "class":
+        return class_named(items[0])
     if kind == "named tuple":
         return items[0](*[rebuild(item, tensors) for item in items[1:]])
-    made = [rebuild(item, tensors) for item in items]
-    return tuple(made) if kind == "tuple" else made
+    parts = [rebuild(item, tensors) for item in items]
+    return tuple(parts) if kind == "tuple" else parts
 
 
 def default_shapes(tensors: Sequence[Tensor]) -> Shapes:
     """Batch, sequence and image sizes are symbolic, features are not.
 
     That is: dim 0 of everything (one root "b" when all agree), dims 2 and on of 4-d and 5-d
-    tensors, dim 1 of 3-d tensors and of matrices. Features among them are fixed by the trace.
+    tensors, the others of 3-d tensors and of matrices: (batch, tokens, features) or (batch,
+    channels, time). Features and channels among them are fixed by the trace.
     """
     first = {t.shape[0] for t in tensors if t.dim()}
     hints: dict[str, int] = {}
@@ -125,7 +140,7 @@ def _symbolic_dims(t: Tensor) -> tuple[int, ...]:
     if t.dim() in (4, 5):
         return (0, *range(2, t.dim()))
     if t.dim() in (2, 3):
-        return (0, 1)
+        return tuple(range(t.dim()))
     return (0,) if t.dim() else ()
 
 

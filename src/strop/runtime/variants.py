@@ -24,6 +24,7 @@ from strop.codegen.assemble import Signature
 from strop.errors import CaptureError, CodegenError, ShapeError, UnsupportedError
 from strop.frontend.capture import TensorSpec, capture, clone_structure
 from strop.frontend.importer import import_graph
+from strop.frontend.objects import with_objects
 from strop.ir.program import Program
 from strop.options import Options
 from strop.runtime import stored_variants
@@ -176,7 +177,7 @@ class VariantStore:
 
         def call(*tensors: Tensor) -> Any:
             args, kwargs = rebuild(skeleton, tensors)
-            return clone(*args, **kwargs)
+            return with_objects(clone(*args, **kwargs), (args, kwargs))
 
         captured = capture(clone, call, shapes.specs, shapes.hints)
         traced = time.perf_counter()

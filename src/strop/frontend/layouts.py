@@ -1,0 +1,154 @@
+"""Calls that ask torch how a tensor lies in memory: reshape, flatten, contiguous, writes.
+
+For a transposed tensor the answer depends on whether a size is 1, and asking plants a guard that
+makes such a size another graph. Here the traced sizes answer, and no guard is planted: values are
+the same either way, only the copy that is or is not made differs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def _traced(size: Any) -> int:
+    return int(size.node.hint if isinstance(size, torch.SymInt) else size)
+
+
+def _sizes_and_strides(x: Tensor) -> list[tuple[int, int]]:
+    """As traced, without dims of size 1, whose strides mean nothing."""
+    pairs = zip(map(_traced, x.shape), map(_traced, x.stride()), strict=True)
+    return [(size, stride) for size, stride in pairs if size != 1]
+
+
+def _lies_as(x: Tensor, memory_format: torch.memory_format) -> bool:
+    if memory_format == torch.contiguous_format:
+        dims = _sizes_and_strides(x)
+    else:  # channels last
+        dims = _sizes_and_strides(x.permute(0, *range(2, x.dim()), 1))
+    inner = [size for size, _ in dims[1:]] + [1]
+    return all(stride == math.prod(inner[i:]) for i, (_, stride) in enumerate(dims))
+
+
+def _can_view(x: Tensor, shape: Sequence[Any]) -> bool:
+    """Whether dims of the new shape split or join dims that lie in memory as one."""
+    runs: list[tuple[int, int]] = []
+    for size, stride in _sizes_and_strides(x):
+        if runs and runs[-1][1] == size * stride:
+            runs[-1] = (runs[-1][0] * size, stride)
+        else:
+            runs.append((size, stride))
+    left = [size for size, _ in runs]
+    wanted = [_traced(size) for size in shape]
+    known = math.prod(size for size in wanted if size >= 0)
+    for size in wanted:
+        size = math.prod(s for s, _ in runs) // max(known, 1) if size < 0 else size
+        if size == 1:
+            continue
+        if not left or not size or left[0] % size:
+            return False
+        left[0] //= size
+        left = left[1:] if left[0] == 1 else left
+    return not left
+
+
+def _is_plain(x: Tensor) -> bool:
+    """Whether torch's own answer costs no guard, or a traced size of 1 says little of others."""
+    symbolic = [size for size in x.shape if isinstance(size, torch.SymInt)]
+    return not symbolic or any(_traced(size) <= 1 for size in symbolic)
+
+
+def call_reshape(x: Tensor, *shape: Any, **named: Any) -> Tensor:
+    wanted = named.get("shape", shape[0] if shape and not _is_size(shape[0]) else shape)
+    if _is_plain(x):
+        return x.reshape(wanted)
+    if not _can_view(x, list(wanted)):
+        return x.clone(memory_format=torch.contiguous_format).view(wanted)
+    try:
+        return x.view(wanted)
+    except ValueError:  # the traced sizes happen to fit, others do not
+        return x.reshape(wanted)
+
+
+def _is_size(value: Any) -> bool:
+    return isinstance(value, int | torch.SymInt)
+
+
+def _call_flatten(x: Tensor, start_dim: int = 0, end_dim: int = -1) -> Tensor:
+    if x.dim() < 2 or _is_plain(x):
+        return x.flatten(start_dim, end_dim)
+    start, end = start_dim % x.dim(), end_dim % x.dim()
+    joined = x.shape[start]
+    for size in x.shape[start + 1 : end + 1]:
+        joined = joined * size
+    return call_reshape(x, [*x.shape[:start], joined, *x.shape[end + 1 :]])
+
+
+def _call_contiguous(x: Tensor, memory_format: torch.memory_format = torch.contiguous_format
+                     ) -> Tensor:  # fmt: skip
+    if _is_plain(x) or _lies_as(x, memory_format):
+        return x.contiguous(memory_format=memory_format)
+    return x.clone(memory_format=memory_format)
+
+
+def _ask_bounds(x: Tensor, index: Any) -> None:
+    """Say aloud whether bounds of slices count from the end and lie inside; torch would otherwise
+    call the length of such a slice unknown."""
+    places = index if isinstance(index, tuple) else (index,)
+    dim, used = 0, sum(map(_dims_of, places))
+    for place in places:
+        bounds = (place.start, place.stop) if isinstance(place, slice) else ()
+        for bound in bounds:
+            if isinstance(bound, torch.SymInt) and bool(bound >= 0):
+                bool(bound <= x.shape[dim])
+        dim += x.dim() - used if place is Ellipsis else _dims_of(place)
+
+
+def _dims_of(place: Any) -> int:
+    """How many dims an index takes."""
+    if place is None or place is Ellipsis or isinstance(place, bool):
+        return 0
+    return place.dim() if isinstance(place, Tensor) and place.dtype == torch.bool else 1
+
+
+def _call_getitem(x: Tensor, index: Any) -> Tensor:
+    _ask_bounds(x, index)
+    return x[index]
+
+
+def _call_setitem(x: Tensor, index: Any, value: Any) -> None:
+    _ask_bounds(x, index)
+    x[index] = value
+
+
+def _overlaps(input: Tensor) -> int:
+    """As ``torch._debug_has_internal_overlap``: 1 if elements share memory, else 0."""
+    return int(any(stride == 0 for _, stride in _sizes_and_strides(input)))
+
+
+@contextmanager
+def overlap_by_traced_sizes() -> Iterator[None]:
+    """torch asks before every write into a view. Other threads may see it too: their tensors have
+    plain sizes, for which the answer is the same."""
+    before = torch._debug_has_internal_overlap
+    torch._debug_has_internal_overlap = _overlaps
+    try:
+        yield
+    finally:
+        torch._debug_has_internal_overlap = before
+
+
+LAYOUTS: dict[Callable[..., Any], Callable[..., Any]] = {
+    Tensor.reshape: call_reshape,
+    torch.reshape: call_reshape,
+    Tensor.flatten: _call_flatten,
+    torch.flatten: _call_flatten,
+    Tensor.contiguous: _call_contiguous,
+    Tensor.__getitem__: _call_getitem,
+    Tensor.__setitem__: _call_setitem,
+}

@@ -1,0 +1,90 @@
+"""Python's int, min and max on symbolic sizes.
+
+``int(x.shape[2])`` and ``min(height, width)`` in a module's forward would fix the sizes or plant a
+guard on which is larger. While a module is traced, the files that its classes come from see these
+three names as torch's symbolic functions. On everything else they do what Python's do.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+_SYMBOLIC = (torch.SymInt, torch.SymFloat)
+
+
+class _IntType(type):
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        if len(args) == 1 and isinstance(args[0], _SYMBOLIC):
+            return torch.sym_int(args[0])
+        return int(*args, **kwargs)
+
+    def __instancecheck__(cls, value: Any) -> bool:
+        return isinstance(value, int)
+
+    def __subclasscheck__(cls, kind: type) -> bool:
+        return issubclass(kind, int)
+
+    def __eq__(cls, other: object) -> bool:
+        return other is int or other is cls
+
+    def __hash__(cls) -> int:
+        return hash(int)
+
+
+class _Int(int, metaclass=_IntType):
+    """``int`` to those who ask for its attributes or instances."""
+
+
+def _extreme(plain: Callable[..., Any], symbolic: Callable[..., Any]) -> Callable[..., Any]:
+    def extreme(*args: Any, **kwargs: Any) -> Any:
+        if len(args) == 1:
+            args = (list(args[0]),)  # it may be an iterator
+        values = args[0] if len(args) == 1 else args
+        if not kwargs and any(isinstance(v, _SYMBOLIC) for v in values):
+            return functools.reduce(symbolic, values)
+        return plain(*args, **kwargs)
+
+    return extreme
+
+
+_NAMES: dict[str, Any] = {
+    "int": _Int, "min": _extreme(min, torch.sym_min), "max": _extreme(max, torch.sym_max),
+}  # fmt: skip
+_users: Counter[tuple[str, str]] = Counter()  # traces in several threads share a file
+_lock = threading.Lock()
+
+
+@contextmanager
+def symbolic_builtins(module: nn.Module) -> Iterator[None]:
+    places = [(file, name) for file in _files(module) for name in _NAMES]
+    with _lock:
+        taken = [p for p in places if _users[p] or p[1] not in vars(sys.modules[p[0]])]
+        for file, name in taken:
+            vars(sys.modules[file])[name] = _NAMES[name]
+        _users.update(taken)
+    try:
+        yield
+    finally:
+        with _lock:
+            _users.subtract(taken)
+            for file, name in taken:
+                if not _users[file, name]:
+                    vars(sys.modules[file]).pop(name, None)
+
+
+def _files(module: nn.Module) -> set[str]:
+    """Of the classes of all parts and their bases; torch's own are left alone."""
+    kinds = {kind for part in module.modules() for kind in type(part).__mro__}
+    names = {kind.__module__ for kind in kinds}
+    return {
+        n for n in names if n in sys.modules and n.partition(".")[0] not in ("torch", "builtins")
+    }

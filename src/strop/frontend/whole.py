@@ -1,0 +1,130 @@
+"""Operators that torch runs, kept whole while a module is traced.
+
+torch would take them apart: a recurrent layer into a step for each token, a convolution by the
+backend that it would choose for the traced sizes. Here each is one call with a shape rule in
+arithmetic, and in the program one call of the same ATen overload.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+aten = torch.ops.aten
+_library = torch.library.Library("strop", "FRAGMENT")
+
+
+def _lstm_shape(x: Tensor, hx: Sequence[Tensor], params: Sequence[Tensor], has_biases: bool,
+                num_layers: int, dropout: float, train: bool, bidirectional: bool,
+                batch_first: bool) -> tuple[Tensor, ...]:  # fmt: skip
+    width = hx[0].shape[-1] * (2 if bidirectional else 1)
+    state = (h.new_empty(h.shape) for h in hx)
+    return x.new_empty((*x.shape[:-1], width)), *state
+
+
+def _recurrent_shape(x: Tensor, hx: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    return _lstm_shape(x, (hx,), *rest)
+
+
+def _convolution_shape(x: Tensor, weight: Tensor, bias: Tensor | None, stride: Sequence[int],
+                       padding: Sequence[int], dilation: Sequence[int], transposed: bool,
+                       output_padding: Sequence[int], groups: int) -> Tensor:  # fmt: skip
+    rows = zip(x.shape[2:], weight.shape[2:], stride, padding, dilation, output_padding,
+               strict=True)  # fmt: skip
+    torch._check(x.shape[1] == weight.shape[0 if transposed else 1] * (1 if transposed else groups))
+    if transposed:
+        sides = [(size - 1) * step - 2 * pad + gap * (kernel - 1) + more + 1
+                 for size, kernel, step, pad, gap, more in rows]  # fmt: skip
+        return x.new_empty((x.shape[0], weight.shape[1] * groups, *sides))
+    sides = [(size + 2 * pad - gap * (kernel - 1) - 1) // step + 1
+             for size, kernel, step, pad, gap, _ in rows]  # fmt: skip
+    return x.new_empty((x.shape[0], weight.shape[0], *sides))
+
+
+def _padded_shape(x: Tensor, padding: Sequence[int]) -> Tensor:
+    sides = list(x.shape)
+    for dim in range(len(padding) // 2):
+        sides[-1 - dim] = sides[-1 - dim] + padding[2 * dim] + padding[2 * dim + 1]
+    return x.new_empty(sides)
+
+
+# of F.pad's modes
+_PADDINGS = {
+    (mode, rank): f"{kind}_pad{rank}d"
+    for mode, kind in (("reflect", "reflection"), ("replicate", "replication"))
+    for rank in (1, 2, 3)
+}
+_ROWS: tuple[tuple[str, Any, Callable[..., Any]], ...] = (
+    ("lstm", aten.lstm.input, _lstm_shape),
+    ("gru", aten.gru.input, _recurrent_shape),
+    ("rnn_tanh", aten.rnn_tanh.input, _recurrent_shape),
+    ("rnn_relu", aten.rnn_relu.input, _recurrent_shape),
+    ("convolution", aten.convolution.default, _convolution_shape),
+    *((name, getattr(aten, name).default, _padded_shape) for name in _PADDINGS.values()),
+)
+
+# what is traced -> what the program calls
+IN_TORCH: dict[Any, Any] = {}
+for _name, _overload, _rule in _ROWS:
+    _arguments = str(_overload._schema).partition("(")[2]
+    _library.define(f"{_name}({_arguments}")
+    _library.impl(_name, _overload, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"strop::{_name}", _rule)
+    IN_TORCH[getattr(torch.ops.strop, _name).default] = _overload
+
+
+def _recurrent(name: str) -> Callable[..., Any]:
+    """A layer over padded sequences; packed ones have another list of arguments."""
+    packed, own = getattr(torch, name), getattr(torch.ops.strop, name)
+
+    def call(*args: Any) -> Any:
+        return own(*args) if isinstance(args[2], list | tuple) else packed(*args)
+
+    return call
+
+
+def _convolution(rank: int, transposed: bool) -> Callable[..., Any]:
+    def ready(value: int | Sequence[int]) -> list[int]:
+        return [value] * rank if isinstance(value, int) else list(value)
+
+    def plain(input: Tensor, weight: Tensor, bias: Tensor | None = None, stride: Any = 1,
+              padding: Any = 0, dilation: Any = 1, groups: int = 1) -> Any:  # fmt: skip
+        if isinstance(padding, str) or input.dim() != rank + 2:
+            return usual(input, weight, bias, stride, padding, dilation, groups)
+        return torch.ops.strop.convolution(
+            input, weight, bias, ready(stride), ready(padding), ready(dilation), False,
+            [0] * rank, groups,
+        )  # fmt: skip
+
+    def upwards(input: Tensor, weight: Tensor, bias: Tensor | None = None, stride: Any = 1,
+                padding: Any = 0, output_padding: Any = 0, groups: int = 1,
+                dilation: Any = 1) -> Any:  # fmt: skip
+        if input.dim() != rank + 2:
+            return usual(input, weight, bias, stride, padding, output_padding, groups, dilation)
+        return torch.ops.strop.convolution(
+            input, weight, bias, ready(stride), ready(padding), ready(dilation), True,
+            ready(output_padding), groups,
+        )  # fmt: skip
+
+    usual = getattr(torch, f"conv_transpose{rank}d" if transposed else f"conv{rank}d")
+    return upwards if transposed else plain
+
+
+def call_mirrored_pad(x: Tensor, pad: Sequence[int], mode: str) -> Tensor:
+    rank = len(pad) // 2
+    if (mode, rank) not in _PADDINGS or x.dim() != rank + 2:
+        return F.pad(x, pad, mode)
+    result: Tensor = getattr(torch.ops.strop, _PADDINGS[mode, rank])(x, pad)
+    return result
+
+
+CALLS: dict[Callable[..., Any], Callable[..., Any]] = {
+    **{getattr(torch, name): _recurrent(name) for name in ("lstm", "gru", "rnn_tanh", "rnn_relu")},
+    torch.conv3d: _convolution(3, transposed=False),
+    **{getattr(torch, f"conv_transpose{rank}d"): _convolution(rank, transposed=True)
+       for rank in (1, 2, 3)},
+}  # fmt: skip
