@@ -34,7 +34,7 @@ from strop.frontend.functional import make_functional
 from strop.frontend.objects import as_tree
 from strop.frontend.operators import Retarget
 from strop.frontend.symbols import OutsideLanguage, Symbols
-from strop.ir.dims import Expr, parse, symbol
+from strop.ir.dims import Expr, const, parse, symbol
 from strop.ir.program import Guard
 
 # what a module may raise that meets fake tensors where it expects real ones
@@ -149,11 +149,19 @@ def _settled(shape_env: ShapeEnv, gm: GraphModule, roots: Mapping[str, torch.Sym
     symbols.settle(_sizes(gm), expressions)
     while True:
         try:
-            checks = symbols.guards(expressions)
-            return symbols, tuple(dict.fromkeys((*checks, *symbols.assumed.values())))
+            checks = (*symbols.guards(expressions), *symbols.assumed.values())
+            return symbols, tuple(dict.fromkeys((*checks, *_not_negative(symbols, gm))))
         except OutsideLanguage as error:
             symbols.pin(error)
             symbols.settle(_sizes(gm), expressions)
+
+
+def _not_negative(symbols: Symbols, gm: GraphModule) -> Iterator[Guard]:
+    """``x[1:]`` has a row less than x, which torch notes nowhere, but for an x without rows."""
+    for value in _sizes(gm):
+        size = symbols.size(value) if isinstance(value, torch.SymInt) else const(0)
+        if any(coefficient < 0 for _, coefficient in size.terms):
+            yield Guard(size, ">=", const(0))
 
 
 def _sizes(gm: GraphModule) -> Iterator[Any]:

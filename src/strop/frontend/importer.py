@@ -172,12 +172,19 @@ def _aliases_as_in_eager(importer: Importer, fx: FxNode, value: Node) -> bool:
     Clones, flips and repeats are views here; of an argument or another result they are none.
     """
     base, storage = base_of(value), storage_of(fx)
-    if base in importer.shared and importer.shared[base] != storage:
-        return False
+    if base in importer.shared:
+        return importer.shared[base] == storage
     if value.kind is not Kind.VIEW or (value.op == "reshape" and value.inputs[0] is base):
         return True
-    return any(made is base and storage_of(other) == storage
+    return any(isinstance(made, Node) and _is_all_of(base, made) and storage_of(other) == storage
                for other, made in importer.values.items())  # fmt: skip
+
+
+def _is_all_of(base: Node, value: Node) -> bool:
+    """Whether ``value`` has each element of ``base`` once."""
+    while value is not base and value.op in ("reshape", "permute"):
+        value = value.inputs[0]
+    return value is base
 
 
 def _copied(importer: Importer, fx: FxNode, value: Node, number: int) -> Node:

@@ -1,0 +1,74 @@
+"""Random programs: strop against eager, judged by fp64.
+
+Most run with interpreted kernels, which costs a tenth of a second; some are compiled, many at
+once. ``make test`` takes always the same ones, ``make fuzz`` others each time.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, given, note, settings
+
+from tests.fuzz.compiled import check_compiled
+from tests.fuzz.interpreted import interpreted
+from tests.fuzz.judge import judge, optimized
+from tests.fuzz.programs import Program
+from tests.fuzz.strategy import programs
+
+# of the nightly target; 0: those of every day
+EXAMPLES = int(os.environ.get("STROP_FUZZ_EXAMPLES", "0"))
+FUZZ = settings(
+    max_examples=EXAMPLES or 300, derandomize=not EXAMPLES, deadline=None, database=None,
+    print_blob=False, suppress_health_check=list(HealthCheck),
+)  # fmt: skip
+NUM_COMPILED = EXAMPLES // 10 or 72
+BATCH = 24  # programs to a run of the compiler
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*degrees of freedom"),
+    pytest.mark.timeout(6 * 3600 if EXAMPLES else 600),
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(tmp_path_factory.mktemp("cache"))
+
+
+@FUZZ
+@given(program=programs())
+def test_random_programs(program: Program, folder: str) -> None:
+    try:
+        with interpreted():
+            judge(program, optimized(program, folder, record=True))
+    except Exception:
+        note(program.script)
+        raise
+
+
+def test_random_programs_compiled(folder: str) -> None:
+    drawn: list[Program] = []
+
+    @settings(FUZZ, max_examples=NUM_COMPILED, phases=[Phase.generate])
+    @given(program=programs())
+    def collect(program: Program) -> None:
+        drawn.append(program)
+
+    collect()
+    num_kernels = sum(check_compiled(batch, folder) for batch in batched(drawn, BATCH))
+    assert num_kernels > NUM_COMPILED / 2
+
+
+def batched(items: list[Program], size: int) -> list[list[Program]]:
+    return [items[i : i + size] for i in range(0, len(items), size)]
