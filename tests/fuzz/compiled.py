@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from hypothesis.errors import UnsatisfiedAssumption
@@ -13,7 +14,7 @@ from strop.codegen.assemble import Signature
 from strop.debug import case as cases
 from strop.debug import repro
 from strop.debug.case import Case
-from strop.debug.failure import failure_of
+from strop.debug.failure import Failure, failure_of
 from strop.debug.minify import minify
 from strop.ir.graph import Ref
 from strop.options import Options
@@ -46,6 +47,10 @@ def check_compiled(programs: Sequence[Program], folder: str) -> int:
     return len(set(sources))
 
 
+def _fails_like(first: Failure, case: Case) -> bool:
+    return first.is_like(failure_of(case, cases.random_inputs(case)))
+
+
 def minified(dispatcher: Dispatcher, folder: str) -> str:
     """The smallest graph that still goes wrong on random values, as ``strop minify`` leaves it."""
     for variant in dispatcher.variants.all:
@@ -58,7 +63,7 @@ def minified(dispatcher: Dispatcher, folder: str) -> str:
         first = failure_of(case, cases.random_inputs(case))
         if first is None:
             continue
-        small = minify(case, lambda c: first.is_like(failure_of(c, cases.random_inputs(c))))
+        small = minify(case, partial(_fails_like, first))
         target = Path(tempfile.mkdtemp(prefix="strop-fuzz-"))
         script = repro.write(small, cases.random_inputs(small), str(first), target)
         return f"its minimised graph: python {script}\n{small.graph}"

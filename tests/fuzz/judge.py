@@ -57,9 +57,9 @@ def _judge_at(program: Program, dispatcher: Dispatcher, sizes: Mapping[str, int]
         expected = program.module()(*theirs)
         with _double_by_default():
             right = program.module(exact=True)(*exact)
-    except NO_PROGRAM:
+    except NO_PROGRAM as error:
         if sizes == SIZES:
-            raise UnsatisfiedAssumption
+            raise UnsatisfiedAssumption from error
         return
     if not all(_is_meaningful(e, r) for e, r in zip(expected, right, strict=True)):
         raise UnsatisfiedAssumption

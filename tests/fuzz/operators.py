@@ -20,7 +20,8 @@ SMOOTH: dict[str, Callable[[float], float]] = {
     "torch.sin({0})": lambda m: 1, "torch.cos({0})": lambda m: 1, "torch.erf({0})": lambda m: 1,
     "torch.sqrt({0}.abs() + 0.5)": lambda m: m**0.5 + 1, "{0} * {0}": lambda m: m * m,
     "torch.rsqrt({0} * {0} + 1)": lambda m: 1, "torch.log({0}.abs() + 1)": lambda m: m,
-    "F.softplus({0})": lambda m: m + 1, "F.mish({0})": lambda m: m + 1, "F.elu({0})": lambda m: m + 1,
+    "F.softplus({0})": lambda m: m + 1, "F.mish({0})": lambda m: m + 1,
+    "F.elu({0})": lambda m: m + 1,
     "torch.exp(-{0}.abs())": lambda m: 1, "torch.reciprocal({0}.abs() + 1)": lambda m: 1,
     "1.5 - {0} * 0.5": lambda m: 2 + m, "{0} / 3": lambda m: m, "2 / ({0}.abs() + 2)": lambda m: 1,
     "torch.atan({0})": lambda m: 2, "F.logsigmoid({0})": lambda m: m + 1,
@@ -29,7 +30,8 @@ SMOOTH: dict[str, Callable[[float], float]] = {
 }  # fmt: skip
 EXACT: tuple[str, ...] = (  # an exact value stays one
     "-{0}", "{0}.abs()", "torch.relu({0})", "{0}.clamp(-2, 1)", "{0}.clamp_min(0)", "+{0}",
-    "F.hardtanh({0})", "{0} * 1", "{0} / 1", "{0} + 0", "torch.where({0} > 0, {0}, -{0})", "{0}.masked_fill({0} < 1, 2)",
+    "F.hardtanh({0})", "{0} * 1", "{0} / 1", "{0} + 0",
+    "torch.where({0} > 0, {0}, -{0})", "{0}.masked_fill({0} < 1, 2)",
 )  # fmt: skip
 STEPS: dict[str, str] = {  # not continuous; the type of the result
     "{0}.floor()": "", "{0}.ceil()": "", "{0}.round()": "", "{0}.trunc()": "",
@@ -456,8 +458,8 @@ def nothing(d: Draft) -> None:
 
 
 MOVES: tuple[Callable[[Draft], None], ...] = (
-    nothing, smooth, smooth, exactly, step, whole, pair, pair, choice, whole_pair, comparison, logic, where,
-    cast, reduce, reduce, reduce, along, norm, group_norm, permute, flatten, unflatten, slices,
+    nothing, smooth, smooth, exactly, step, whole, pair, pair, choice, whole_pair, comparison, logic,
+    where, cast, reduce, reduce, reduce, along, norm, group_norm, permute, flatten, unflatten, slices,
     symbolic_slice, select, unsqueeze, squeeze, diagonal, turned, repeat, cat, cat, stack, pad,
     triangle, upsample, shuffle, linear, matmul, conv, lookup, in_place, in_place_pair,
 )  # fmt: skip

@@ -10,6 +10,7 @@ against 28 s through Dynamo and AOTAutograd (docs/decisions/0002).
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -39,6 +40,11 @@ from strop.ir.program import Guard
 
 # what a module may raise that meets fake tensors where it expects real ones
 _MODULE_ERRORS = (RuntimeError, ValueError, TypeError, AttributeError, LookupError, AssertionError)
+
+
+# Tracing sets what belongs to the process: hooks on all modules, settings of fx. Modules of several
+# threads take turns.
+_ONE_AT_A_TIME = threading.RLock()
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +123,7 @@ def capture(
     """
     shape_env = ShapeEnv()
     mode = FakeTensorMode(shape_env=shape_env, allow_non_fake_inputs=True)
-    with _config():
+    with _ONE_AT_A_TIME, _config():
         roots = _roots(mode, hints)
         state = named_state(module)
         fake_state: dict[str, Tensor] = {
