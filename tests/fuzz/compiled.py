@@ -40,7 +40,7 @@ def check_compiled(programs: Sequence[Program], folder: str) -> int:
     for program, dispatcher in made.items():
         dispatcher.forget_shapes()  # bound to interpreted kernels
         try:
-            judge(program, dispatcher)
+            judge(program, dispatcher, slack=4.0)
         except Exception as error:
             error.add_note(f"{program.script}\n{minified(dispatcher, folder)}")
             raise

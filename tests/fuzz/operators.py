@@ -458,8 +458,9 @@ def nothing(d: Draft) -> None:
 
 
 MOVES: tuple[Callable[[Draft], None], ...] = (
-    nothing, smooth, smooth, exactly, step, whole, pair, pair, choice, whole_pair, comparison, logic,
-    where, cast, reduce, reduce, reduce, along, norm, group_norm, permute, flatten, unflatten, slices,
-    symbolic_slice, select, unsqueeze, squeeze, diagonal, turned, repeat, cat, cat, stack, pad,
-    triangle, upsample, shuffle, linear, matmul, conv, lookup, in_place, in_place_pair,
+    nothing, smooth, smooth, exactly, step, whole, pair, pair, choice, whole_pair, comparison,
+    logic, where, cast, reduce, reduce, reduce, along, norm, group_norm, permute, flatten,
+    unflatten, slices, symbolic_slice, select, unsqueeze, squeeze, diagonal, turned, repeat, cat,
+    cat, stack, pad, triangle, upsample, shuffle, linear, matmul, conv, lookup, in_place,
+    in_place_pair,
 )  # fmt: skip

@@ -35,7 +35,7 @@ class Net(nn.Module):
 
 
 def run(folder: Path, answers: Connection) -> None:
-    """A module's first call; sends whether it was right, graphs traced, kernels built, log lines."""
+    """A module's first call; sends if it was right, graphs traced, kernels built, log lines."""
     lines: list[str] = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]

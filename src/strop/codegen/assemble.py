@@ -104,7 +104,9 @@ def assemble(
     for step in plan.steps:
         if isinstance(step, Group):
             steps.append(_kernel_step(a, step, *lowered[step], results))
-        elif step.op != "item" and not _is_redirected(a, step):
+        elif _is_redirected(a, step):
+            a.number[step] = a.number[step.inputs[0]]
+        elif step.op != "item":
             steps.append(_call_step(a, step, results))
     num_compiled = sum(len(group.nodes) for group in plan.groups)
     calls = sum(1 for s in plan.steps if isinstance(s, Node))

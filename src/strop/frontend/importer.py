@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx import GraphModule
 from torch.fx import Node as FxNode
 
@@ -120,11 +121,11 @@ def import_graph(
         if fx.op == "placeholder":
             inputs.append(_input(importer, fx, len(inputs), len(inputs) < num_state))
         elif fx.op == "get_attr":
-            value = getattr(gm, fx.target).detach()
-            fx.meta["val"] = value
-            if value.numel() <= _MOST_LITERALS and value.dtype in KERNEL_DTYPES:
-                importer.values[fx] = _literals(importer, value)
-                continue
+            with unset_fake_temporarily():  # torch.compile imports under its fake tensors
+                value = fx.meta["val"] = getattr(gm, fx.target).detach()
+                if value.numel() <= _MOST_LITERALS and value.dtype in KERNEL_DTYPES:
+                    importer.values[fx] = _literals(importer, value)
+                    continue
             inputs.append(_input(importer, fx, num_placeholders + len(importer.constants), True))
             importer.constants.append(value)
         elif fx.op == "call_function":
