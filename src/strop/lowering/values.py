@@ -85,6 +85,7 @@ class Values:
         self._memo: dict[Any, str] = {}
         self._first_index: dict[Node, NodeIndex] = {}
         self._loops: list[tuple[tuple[Expr, ...], NodeIndex]] = []  # what reductions run over
+        self._guarded: list[tuple[str, list[int]]] = []  # guards of reductions, and reduced axes
 
     def emit(self, kind: str, args: tuple[str, ...] = (), dtype: torch.dtype = torch.float32,
              access: Access | None = None, detail: Any = None,
@@ -320,6 +321,10 @@ class Values:
         x, dims = node.inputs[0], node.attrs["dims"]
         key = (x.shape, dims, tuple(tuple(self.axes.leaves(d.axes)) for d in index))
         fresh = self._memo_axes(key, [x.shape[d] for d in dims])
+        if not any(d.partial for i, d in enumerate(index) if i not in dims):
+            guard = None  # all elements count, wherever in its row the result is wanted
+        elif guard:
+            self._guarded.append((guard, [a for axes in fresh for a in axes]))
         inner = list(index)
         for d, axes in zip(dims, fresh, strict=True):
             inner[d] = Dim(axes)
@@ -361,6 +366,19 @@ class Values:
                 continue
             if not set(self.axes.leaves(ours)) & set(self.axes.leaves(theirs)):
                 self.axes.unify(ours, theirs)
+
+    def check_guards(self) -> None:
+        """A reduction under a guard must not run over what the guard asks about."""
+        makers = {out: draft for draft in self.drafts for out in draft.outs}
+        for guard, axes in self._guarded:
+            stack, asked = [guard], set[int]()
+            while stack:
+                draft = makers[stack.pop()]
+                stack += draft.args
+                if draft.access is not None:
+                    asked.update(self.axes.leaves([axis for axis, _ in draft.access.strides]))
+            if asked & set(self.axes.leaves(axes)):
+                raise UnsupportedError("part of a reduction's own row")
 
     def _memo_axes(self, key: Any, sizes: list[Expr]) -> tuple[tuple[int, ...], ...]:
         if ("axes", key) not in self._memo:
