@@ -1,7 +1,8 @@
 """Strop with its kernels interpreted: everything runs but the C++ compiler.
 
 The judge of the code generators (``ir.interpret``, in fp64) stands in for machine code, so that a
-program costs milliseconds. The text of the kernels is still made, and thrown away.
+program costs milliseconds. The text of the kernels is still made, and thrown away. Or the text is
+Triton's, and its interpreter runs it.
 """
 
 from __future__ import annotations
@@ -11,9 +12,13 @@ from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
+from torch import Tensor
+
 from strop import backend
 from strop.codegen import cpp
+from strop.codegen import triton as triton_text
 from strop.codegen.assemble import Target
+from strop.codegen.triton_interpreter import interpret
 from strop.ir.interpret import run
 from strop.ir.loops import Kernel
 from strop.ir.program import KernelStep
@@ -40,8 +45,37 @@ class InterpretedBound(executor.Bound):
         return lambda: run(kernel, [self.contents(n) for n in step.buffers], self.env)
 
 
+class TritonBound(executor.Bound):
+    """The kernels that a GPU would run, on this processor."""
+
+    def _link_kernel(self, position: int, step: KernelStep) -> Any:
+        if not any(0 not in self._shapes[number] for number in step.writes):
+            return executor._nothing
+        source, values = self.program.sources[step.kernel], self._scalars(step)
+        sizes = {f"s{i}": value for i, value in enumerate(values)} | {"splits": SPLITS}
+
+        def launch() -> None:
+            tensors = [self._from(n, self._eval(offset))
+                       for n, offset in zip(step.buffers, step.offsets, strict=True)]  # fmt: skip
+            interpret(source, tensors, sizes)
+
+        return launch
+
+    def _from(self, number: int, offset: int) -> Tensor:
+        tensor = self.contents(number)
+        start = tensor.storage_offset() + offset
+        room = tensor.untyped_storage().nbytes() // tensor.element_size() - start
+        return tensor.as_strided((max(room, 0),), (1,), start)
+
+
+SPLITS = 2  # programs that share a column reduction
+
+
 class _NoKernels:
     counts = (0, 0)
+
+    def splits(self, rows: int, parallel: int, min_rows: int) -> int:
+        return SPLITS
 
     def warm_up(self, workers: int | None = None) -> None: ...
 
@@ -49,14 +83,15 @@ class _NoKernels:
 
 
 @contextmanager
-def interpreted() -> Iterator[None]:
+def interpreted(*, triton: bool = False) -> Iterator[None]:
     """Modules that are compiled inside run with interpreted kernels, inside."""
     _KERNELS.clear()
-    target = Target("cpu", _emit, backend.TARGETS["cpu"].planned)
+    emit = triton_text.emit if triton else _emit
+    target = Target("cpu", emit, backend.TARGETS["cpu"].planned)
     library = lambda *args: _NoKernels()  # noqa: E731
     with (
         patch.dict(backend.TARGETS, cpu=target),
-        patch.object(dispatch, "Bound", InterpretedBound),
+        patch.object(dispatch, "Bound", TritonBound if triton else InterpretedBound),
         patch.object(dispatch, "library_for", library),
         patch.object(variants, "library_for", library),
     ):

@@ -23,9 +23,10 @@ OTHERS = (({"b": 2, "s": 6}, {"b": 5, "s": 3}), ({"b": 1, "s": 6}, {"b": 5, "s":
 
 
 @st.composite
-def programs(draw: Callable[[st.SearchStrategy[Any]], Any], most_lines: int = 12) -> Program:
+def programs(draw: Callable[[st.SearchStrategy[Any]], Any], most_lines: int = 12,
+             kinds: tuple[str, ...] = KINDS) -> Program:  # fmt: skip
     d = Draft(draw)
-    arguments = tuple(draw(_ARGUMENT) for _ in range(draw(st.integers(1, 3))))
+    arguments = tuple(draw(_arguments(kinds)) for _ in range(draw(st.integers(1, 3))))
     for number, a in enumerate(arguments):
         bound = {"bool": 1.0, "u8": 8.0}.get(a.dtype, 4.0)
         shape = tuple(map(parse, a.shape))
@@ -43,11 +44,8 @@ def programs(draw: Callable[[st.SearchStrategy[Any]], Any], most_lines: int = 12
 
 
 @st.composite
-def _arguments(draw: Callable[[st.SearchStrategy[Any]], Any]) -> Argument:
+def _arguments(draw: Callable[[st.SearchStrategy[Any]], Any], kinds: tuple[str, ...]) -> Argument:
     shape = draw(st.sampled_from(SHAPES))
     layouts = [*LAYOUTS, "channels_last"] if len(shape) == 4 else LAYOUTS
     layout = draw(st.sampled_from(layouts)) if shape else "dense"
-    return Argument(shape, draw(st.sampled_from(KINDS)), layout)
-
-
-_ARGUMENT = _arguments()
+    return Argument(shape, draw(st.sampled_from(kinds)), layout)

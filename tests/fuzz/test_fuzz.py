@@ -10,7 +10,7 @@ import os
 
 import pytest
 import torch
-from hypothesis import HealthCheck, Phase, given, note, settings
+from hypothesis import HealthCheck, Phase, assume, given, note, settings
 
 from tests.fuzz.compiled import check_compiled
 from tests.fuzz.interpreted import interpreted
@@ -25,6 +25,7 @@ FUZZ = settings(
     print_blob=False, suppress_health_check=list(HealthCheck),
 )  # fmt: skip
 NUM_COMPILED = EXAMPLES // 10 or 72
+NUM_INTERPRETED = EXAMPLES // 20 or 60  # by Triton, which is slow
 BATCH = 24  # programs to a run of the compiler
 
 pytestmark = [
@@ -68,6 +69,24 @@ def test_random_programs_compiled(folder: str) -> None:
     collect()
     num_kernels = sum(check_compiled(batch, folder) for batch in batched(drawn, BATCH))
     assert num_kernels > NUM_COMPILED / 2
+
+
+def test_random_programs_in_triton(folder: str) -> None:
+    """Its interpreter cuts bf16 where GPUs round, and numpy has no ~ of uint8."""
+    pytest.importorskip("triton")
+
+    @settings(FUZZ, max_examples=NUM_INTERPRETED)
+    @given(program=programs(kinds=("f32", "f32", "f16", "i64", "bool")))
+    def check(program: Program) -> None:
+        assume("bf16" not in program.source)
+        try:
+            with interpreted(triton=True):
+                judge(program, optimized(program, folder, record=True), slack=4.0)
+        except Exception:
+            note(program.script)
+            raise
+
+    check()
 
 
 def batched(items: list[Program], size: int) -> list[list[Program]]:
