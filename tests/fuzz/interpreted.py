@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
+import torch
 from torch import Tensor
 
 from strop import backend
@@ -64,8 +65,10 @@ class TritonBound(executor.Bound):
     def _from(self, number: int, offset: int) -> Tensor:
         tensor = self.contents(number)
         start = tensor.storage_offset() + offset
-        room = tensor.untyped_storage().nbytes() // tensor.element_size() - start
-        return tensor.as_strided((max(room, 0),), (1,), start)
+        room = tensor.untyped_storage().nbytes() // tensor.element_size() - max(start, 0)
+        flat = tensor.as_strided((max(room, 0),), (1,), max(start, 0))
+        # loads under a guard may be counted from a place before the first element
+        return torch.cat([flat.new_zeros(-start), flat]) if start < 0 else flat
 
 
 SPLITS = 2  # programs that share a column reduction

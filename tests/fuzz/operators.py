@@ -457,10 +457,17 @@ def nothing(d: Draft) -> None:
     """What other moves shrink to."""
 
 
-MOVES: tuple[Callable[[Draft], None], ...] = (
+Move = Callable[[Draft], None]
+MOVES: tuple[Move, ...] = (
     nothing, smooth, smooth, exactly, step, whole, pair, pair, choice, whole_pair, comparison,
     logic, where, cast, reduce, reduce, reduce, along, norm, group_norm, permute, flatten,
     unflatten, slices, symbolic_slice, select, unsqueeze, squeeze, diagonal, turned, repeat, cat,
     cat, stack, pad, triangle, upsample, shuffle, linear, matmul, conv, lookup, in_place,
     in_place_pair,
+)  # fmt: skip
+# what meets in one kernel: reductions, and values of the same kernel read at other places
+STITCHED: tuple[Move, ...] = (
+    nothing, smooth, pair, pair, pair, where, comparison, reduce, reduce, along, along, norm,
+    turned, cat, cat, stack, pad, pad, slices, permute, flatten, unflatten, unsqueeze, repeat,
+    triangle, diagonal, upsample, symbolic_slice,
 )  # fmt: skip

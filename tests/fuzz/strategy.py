@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
 from hypothesis import strategies as st
 
 from strop.ir.dims import parse
-from tests.fuzz.operators import MOVES
+from tests.fuzz.operators import MOVES, Move
 from tests.fuzz.programs import SIZES, Argument, Program
 from tests.fuzz.values import Draft, NoFit, Value
 
@@ -24,7 +24,7 @@ OTHERS = (({"b": 2, "s": 6}, {"b": 5, "s": 3}), ({"b": 1, "s": 6}, {"b": 5, "s":
 
 @st.composite
 def programs(draw: Callable[[st.SearchStrategy[Any]], Any], most_lines: int = 12,
-             kinds: tuple[str, ...] = KINDS) -> Program:  # fmt: skip
+             kinds: tuple[str, ...] = KINDS, moves: Sequence[Move] = MOVES) -> Program:  # fmt: skip
     d = Draft(draw)
     arguments = tuple(draw(_arguments(kinds)) for _ in range(draw(st.integers(1, 3))))
     for number, a in enumerate(arguments):
@@ -33,7 +33,7 @@ def programs(draw: Callable[[st.SearchStrategy[Any]], Any], most_lines: int = 12
         d.values.append(Value(f"x{number}", a.dtype, shape, True, bound, -1 - number))
     for _ in range(most_lines):
         with suppress(NoFit):
-            draw(st.sampled_from(MOVES))(d)
+            draw(st.sampled_from(moves))(d)
     names = [v.name for v in d.values]
     results = draw(st.lists(st.sampled_from(names[::-1]), min_size=0, max_size=3))
     unread = [n for i, n in enumerate(names) if not any(n in line for line in d.lines[i:])]

@@ -15,6 +15,7 @@ from hypothesis import HealthCheck, Phase, assume, given, note, settings
 from tests.fuzz.compiled import check_compiled
 from tests.fuzz.interpreted import interpreted
 from tests.fuzz.judge import judge, optimized
+from tests.fuzz.operators import STITCHED
 from tests.fuzz.programs import Program
 from tests.fuzz.strategy import programs
 
@@ -48,7 +49,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @FUZZ
-@given(program=programs())
+@given(program=programs() | programs(kinds=("f32",), moves=STITCHED, most_lines=9))
 def test_random_programs(program: Program, folder: str) -> None:
     try:
         with interpreted():

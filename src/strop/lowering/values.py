@@ -85,7 +85,7 @@ class Values:
         self._memo: dict[Any, str] = {}
         self._first_index: dict[Node, NodeIndex] = {}
         self._loops: list[tuple[tuple[Expr, ...], NodeIndex]] = []  # what reductions run over
-        self._guarded: list[tuple[str, list[int]]] = []  # guards of reductions, and reduced axes
+        self._reductions: list[tuple[str | None, list[int]]] = []  # their guards and reduced axes
 
     def emit(self, kind: str, args: tuple[str, ...] = (), dtype: torch.dtype = torch.float32,
              access: Access | None = None, detail: Any = None,
@@ -323,8 +323,7 @@ class Values:
         fresh = self._memo_axes(key, [x.shape[d] for d in dims])
         if not any(d.partial for i, d in enumerate(index) if i not in dims):
             guard = None  # all elements count, wherever in its row the result is wanted
-        elif guard:
-            self._guarded.append((guard, [a for axes in fresh for a in axes]))
+        self._reductions.append((guard, [a for axes in fresh for a in axes]))
         inner = list(index)
         for d, axes in zip(dims, fresh, strict=True):
             inner[d] = Dim(axes)
@@ -367,11 +366,15 @@ class Values:
             if not set(self.axes.leaves(ours)) & set(self.axes.leaves(theirs)):
                 self.axes.unify(ours, theirs)
 
-    def check_guards(self) -> None:
-        """A reduction under a guard must not run over what the guard asks about."""
+    def check_reductions(self) -> None:
+        """All run over the same axes, those of the kernel's one loop, and no guard of one asks
+        where in that loop it is."""
+        loops = {frozenset(self.axes.leaves(axes)) for _, axes in self._reductions}
+        if len(loops) > 1:
+            raise UnsupportedError("reductions over different axes")
         makers = {out: draft for draft in self.drafts for out in draft.outs}
-        for guard, axes in self._guarded:
-            stack, asked = [guard], set[int]()
+        for guard, axes in self._reductions:
+            stack, asked = [guard] if guard else [], set[int]()
             while stack:
                 draft = makers[stack.pop()]
                 stack += draft.args
