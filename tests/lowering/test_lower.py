@@ -58,11 +58,6 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
     "softmax_inner": (lambda x: x.softmax(1), ("b h 8*w",)),
     "softmax_rolled": (lambda x: x.softmax(-1).roll(1, -1) + x.softmax(-1), ("b h 12",)),
     "softmax_rolled_both_ways": (lambda x: x.softmax(-1).roll((1, 2), (1, 2)) * x, ("b h 12",)),
-    "sums_of_other_rows": (lambda x: (lambda y: (y, y.roll(1, 0)))(F.elu(x.sum(-1))), ("b h w",)),
-    "norm_of_sums": (
-        lambda x: (lambda y: (F.layer_norm(y[:2], y.shape[-1:]), y.roll(1, 0)))(x.sum(0)),
-        ("b 4 h w",),
-    ),
     "softmax_beside_itself": (lambda x: torch.cat([x.softmax(-1), x], 1) * 2, ("b h 12",)),
     "layer_norm": (lambda x: F.layer_norm(x, (12,)), ("b h 12",)),
     "residual_layer_norm": (lambda x, y: (x + y, F.layer_norm(x + y, (12,))), ("b h 12",) * 2),
