@@ -57,3 +57,28 @@ FOUND = {
 def test_found(name: str, tmp_path: Path) -> None:
     with interpreted():
         judge(FOUND[name], optimized(FOUND[name], str(tmp_path), record=True))
+
+
+# columns of halves were summed as halves
+HALVES = case("b s 4", "v0 = x0.sum(0)", "v1 = torch.tanh(v0)", results="v1", dtype="f16")
+
+
+def test_sums_of_halves_in_triton(tmp_path: Path) -> None:
+    pytest.importorskip("triton")
+    with interpreted(triton=True):
+        judge(HALVES, optimized(HALVES, str(tmp_path), record=True), slack=2.0)
+
+
+OPEN_IN_TRITON = {
+    # CodegenError: 4*s*s cols, some of them reduced, do not fit in one tile
+    "kept_and_reduced_dims_of_any_size": case(
+        "b 4 s s", "v0 = x0.sum((0, 3))", results="v0"),
+}  # fmt: skip
+
+
+@pytest.mark.xfail(strict=True, reason="the Triton code generator does not print these columns")
+@pytest.mark.parametrize("name", OPEN_IN_TRITON)
+def test_open_in_triton(name: str, tmp_path: Path) -> None:
+    pytest.importorskip("triton")
+    with interpreted(triton=True):
+        judge(OPEN_IN_TRITON[name], optimized(OPEN_IN_TRITON[name], str(tmp_path), record=True))

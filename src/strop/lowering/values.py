@@ -399,7 +399,8 @@ class Values:
         if key not in self._memo:
             names = tuple(f"v{len(self.dtypes) + i}" for i in range(count))
             self.dtypes.update(dict.fromkeys(names, compute_dtype(dtype)))
-            self.drafts.append(Draft("reduce", names, (arg,), dtype, None, kind))
+            computed = compute_dtype(dtype)  # halves are summed as fp32
+            self.drafts.append(Draft("reduce", names, (arg,), computed, None, kind))
             self._memo[key] = names  # type: ignore[assignment]
         return self._memo[key]  # type: ignore[return-value]
 
