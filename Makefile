@@ -8,11 +8,12 @@ BIN := .venv/bin
 READY := .venv/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint bench clean
+.PHONY: help demo test fuzz lint bench clean
 
 help:
 	@echo "make demo    draw pictures with the model inside, before and after (demo.png, demo_compare.png)"
 	@echo "make test    lint, then every test (those that need a GPU skip themselves without one)"
+	@echo "make fuzz    10,000 random programs, other ones each time (nightly; STROP_FUZZ_EXAMPLES=n)"
 	@echo "make lint    ruff check, ruff format --check, mypy --strict"
 	@echo "make bench   what the benchmarks measure, and how to run them"
 	@echo "make clean   remove what the others made, .venv included"
@@ -22,6 +23,10 @@ demo: $(READY)
 
 test: lint
 	$(BIN)/python -m pytest
+
+fuzz: export STROP_FUZZ_EXAMPLES ?= 10000
+fuzz: $(READY)
+	$(BIN)/python -m pytest tests/fuzz --show-capture=no
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -56,6 +56,9 @@ def attention_by_hand(x: Tensor) -> Tensor:
 CASES: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
     "softmax": (lambda x: x.softmax(-1), ("b h 8*w",)),
     "softmax_inner": (lambda x: x.softmax(1), ("b h 8*w",)),
+    "softmax_rolled": (lambda x: x.softmax(-1).roll(1, -1) + x.softmax(-1), ("b h 12",)),
+    "softmax_rolled_both_ways": (lambda x: x.softmax(-1).roll((1, 2), (1, 2)) * x, ("b h 12",)),
+    "softmax_beside_itself": (lambda x: torch.cat([x.softmax(-1), x], 1) * 2, ("b h 12",)),
     "layer_norm": (lambda x: F.layer_norm(x, (12,)), ("b h 12",)),
     "residual_layer_norm": (lambda x, y: (x + y, F.layer_norm(x + y, (12,))), ("b h 12",) * 2),
     "group_norm_silu": (group_norm_silu, ("b 6 2*h w",)),

@@ -198,6 +198,44 @@ def test_floats_are_as_accurate_as_eager(dtype: torch.dtype) -> None:
     assert not wrong
 
 
+SHAPES = ((33, 5), (7, 1), (1, 6), (0, 5), (2, 131), (64, 65))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int64], ids=str)
+def test_one_graph_serves_every_size_and_stride(dtype: torch.dtype) -> None:
+    """Odd, single and empty dims; operands dense, transposed and with gaps."""
+    table = FLOAT if dtype.is_floating_point else INTEGER
+    module = strop.optimize(Every(table).eval(), options=strop.Options(strict=True))
+    for shape in SHAPES:
+        x, y, u = drawn(shape, torch.float64)
+        if not dtype.is_floating_point:
+            x, y = (x * 99 - 40).round(), (u.round() + 0.5).sign() * (1 + y * 9).floor()
+        operands = [x.to(dtype), y.t().contiguous().t().to(dtype), u.repeat(2, 2)[::2, ::2]]
+        operands = [*operands[:2], operands[2].to(dtype)][: 3 if dtype.is_floating_point else 2]
+        with torch.no_grad():
+            got = module(*operands)
+        base, exact = eager(table, operands), eager(table, _widened(operands))
+        for name, mine, theirs, reference in zip(table, got, base, exact, strict=True):
+            few = mine.numel() < 100  # whose errors are luck
+            try:
+                if few or not dtype.is_floating_point:
+                    _assert_near(mine, theirs)
+                else:
+                    assert_as_accurate_as_eager(mine, theirs, reference.double())
+            except AssertionError as error:
+                raise AssertionError(f"{name} at {shape}: {error}") from error
+    assert len(module.forward.variants.all) == 1
+
+
+def _widened(operands: Sequence[Tensor]) -> list[Tensor]:
+    return [x.double() if x.is_floating_point() else x for x in operands]
+
+
+def _assert_near(got: Tensor, want: Tensor) -> None:
+    tolerance = 8 * torch.finfo(want.dtype).eps if want.is_floating_point() else 0.0
+    torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance, equal_nan=True)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_special_values(dtype: torch.dtype) -> None:
     value = torch.tensor(SPECIAL, dtype=dtype)

@@ -108,7 +108,9 @@ def assemble(
         if isinstance(step, Group):
             kernels[step] = _kernel_step(a, step, *lowered[step], results)
             steps.append(step)
-        elif step.op != "item" and not _is_redirected(a, step):
+        elif _is_redirected(a, step):
+            a.number[step] = a.number[step.inputs[0]]
+        elif step.op != "item":
             steps.append(_call_step(a, step, results))
     for stitch in stitches:
         _stitch(a, stitch, lowered[stitch.whole], kernels)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -38,11 +39,16 @@ from strop.frontend.objects import as_tree
 from strop.frontend.operators import Retarget
 from strop.frontend.python_sizes import symbolic_builtins
 from strop.frontend.symbols import OutsideLanguage, Symbols
-from strop.ir.dims import Expr, parse, symbol
+from strop.ir.dims import Expr, const, parse, symbol
 from strop.ir.program import Guard
 
 # what a module may raise that meets fake tensors where it expects real ones
 _MODULE_ERRORS = (RuntimeError, ValueError, TypeError, AttributeError, LookupError, AssertionError)
+
+
+# Tracing sets what belongs to the process: hooks on all modules, settings of fx. Modules of several
+# threads take turns.
+_ONE_AT_A_TIME = threading.RLock()
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +132,7 @@ def capture(
     """
     shape_env = ShapeEnv()
     mode = FakeTensorMode(shape_env=shape_env, allow_non_fake_inputs=True)
-    with _config():
+    with _ONE_AT_A_TIME, _config():
         roots = _roots(mode, hints)
         state = named_state(module)
         fake_state: dict[str, Tensor] = {
@@ -163,11 +169,19 @@ def _settled(shape_env: ShapeEnv, gm: GraphModule, roots: Mapping[str, torch.Sym
     symbols.settle(_sizes(gm), expressions)
     while True:
         try:
-            checks = symbols.guards(expressions)
-            return symbols, tuple(dict.fromkeys((*checks, *symbols.assumed.values())))
+            checks = (*symbols.guards(expressions), *symbols.assumed.values())
+            return symbols, tuple(dict.fromkeys((*checks, *_not_negative(symbols, gm))))
         except OutsideLanguage as error:
             symbols.pin(error)
             symbols.settle(_sizes(gm), expressions)
+
+
+def _not_negative(symbols: Symbols, gm: GraphModule) -> Iterator[Guard]:
+    """``x[1:]`` has a row less than x, which torch notes nowhere, but for an x without rows."""
+    for value in _sizes(gm):
+        size = symbols.size(value) if isinstance(value, torch.SymInt) else const(0)
+        if any(coefficient < 0 for _, coefficient in size.terms):
+            yield Guard(size, ">=", const(0))
 
 
 def _sizes(gm: GraphModule) -> Iterator[Any]:

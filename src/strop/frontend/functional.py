@@ -35,7 +35,8 @@ def _replace(graph: Graph, node: Node) -> None:
     target, overload = node.args[0], _functional_overload(node.target)
     if overload is None or not isinstance(target, Node):
         raise CaptureError(f"{node.target} has no form without mutation")
-    if target.op != "call_function":
+    outer = {storage_of(fx) for fx in graph.nodes if fx.op in ("placeholder", "get_attr")}
+    if storage_of(target) in outer:  # itself, or a view of it
         raise CaptureError(f"{node.target} writes into an argument or a weight")
     nodes = list(graph.nodes)
     position = nodes.index(node)

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx import GraphModule
 from torch.fx import Node as FxNode
 
@@ -122,11 +123,11 @@ def import_graph(
         if fx.op == "placeholder":
             inputs.append(_input(importer, fx, len(inputs), len(inputs) < num_state))
         elif fx.op == "get_attr":
-            value = getattr(gm, fx.target).detach()
-            fx.meta["val"] = value
-            if value.numel() <= _MOST_LITERALS and value.dtype in KERNEL_DTYPES:
-                importer.values[fx] = _literals(importer, value)
-                continue
+            with unset_fake_temporarily():  # torch.compile imports under its fake tensors
+                value = fx.meta["val"] = getattr(gm, fx.target).detach()
+                if value.numel() <= _MOST_LITERALS and value.dtype in KERNEL_DTYPES:
+                    importer.values[fx] = _literals(importer, value)
+                    continue
             inputs.append(_input(importer, fx, num_placeholders + len(importer.constants), True))
             importer.constants.append(value)
         elif fx.op == "call_function":
@@ -174,12 +175,19 @@ def _aliases_as_in_eager(importer: Importer, fx: FxNode, value: Node) -> bool:
     Clones, flips and repeats are views here; of an argument or another result they are none.
     """
     base, storage = base_of(value), storage_of(fx)
-    if base in importer.shared and importer.shared[base] != storage:
-        return False
+    if base in importer.shared:
+        return importer.shared[base] == storage
     if value.kind is not Kind.VIEW or (value.op == "reshape" and value.inputs[0] is base):
         return True
-    return any(made is base and storage_of(other) == storage
+    return any(isinstance(made, Node) and _is_all_of(base, made) and storage_of(other) == storage
                for other, made in importer.values.items())  # fmt: skip
+
+
+def _is_all_of(base: Node, value: Node) -> bool:
+    """Whether ``value`` has each element of ``base`` once."""
+    while value is not base and value.op in ("reshape", "permute"):
+        value = value.inputs[0]
+    return value is base
 
 
 def _copied(importer: Importer, fx: FxNode, value: Node, number: int) -> Node:

@@ -321,7 +321,7 @@ def _call_pad(input: Tensor, pad: Sequence[int], mode: str = "constant", value: 
                  if width else None for width in (before, after)]  # fmt: skip
         blocks = [block for block in (sides[0], input, sides[1]) if block is not None]
         input = torch.cat(blocks, -dim) if len(blocks) > 1 else input
-    return input
+    return input if any(width > 0 for width in pad) else input.clone()
 
 
 def _wrapped_around(x: Tensor, pad: Sequence[int]) -> Tensor:

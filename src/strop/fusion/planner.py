@@ -210,7 +210,12 @@ def _in_order(
     for index, step in enumerate(steps):
         for node in step.stores if isinstance(step, Group) else (step,):
             writer[node] = index
-    needs = [{writer[v] for v in _reads(step, stored)} - {i} for i, step in enumerate(steps)]
+    reads = [_reads(step, stored) for step in steps]
+    needs = [{writer[v] for v in found if v in writer} - {i} for i, found in enumerate(reads)]
+    for index, step in enumerate(steps):  # what computes from an argument's old values comes first
+        if isinstance(step, Node) and step.op == "write":
+            target = base_of(step.inputs[0])
+            needs[index] |= {i for i, found in enumerate(reads) if target in found} - {index}
     readers: dict[int, list[int]] = defaultdict(list)
     for index, sources in enumerate(needs):
         for source in sources:
@@ -232,7 +237,7 @@ def _in_order(
 
 
 def _reads(step: Group | Node, stored: set[Node]) -> set[Node]:
-    """The computed values that a step loads."""
+    """The computed values and the arguments that a step loads."""
     own = set(step.stores) if isinstance(step, Group) else set()
     stack = list(step.stores) if isinstance(step, Group) else [step]
     seen, loads = set(stack), set()
@@ -242,8 +247,8 @@ def _reads(step: Group | Node, stored: set[Node]) -> set[Node]:
             if base in seen:
                 continue
             seen.add(base)
-            if _is_call(base) or (base in stored and base not in own):
+            if _is_call(base) or base.op == "input" or (base in stored and base not in own):
                 loads.add(base)
-            elif base.op not in ("input", "constant"):
+            elif base.op != "constant":
                 stack.append(base)
     return loads

@@ -56,6 +56,7 @@ def lower(
         first = values._first_index.get(node)
         values.store(node, first or whole(values.axes.fresh(node.shape)))
     values.share_loops()
+    values.check_reductions()
     return _Finish(group, values, hints, generic).kernel()
 
 

@@ -85,6 +85,7 @@ class Values:
         self._memo: dict[Any, str] = {}
         self._first_index: dict[Node, NodeIndex] = {}
         self._loops: list[tuple[tuple[Expr, ...], NodeIndex]] = []  # what reductions run over
+        self._reductions: list[tuple[str | None, list[int]]] = []  # their guards and reduced axes
 
     def emit(self, kind: str, args: tuple[str, ...] = (), dtype: torch.dtype = torch.float32,
              access: Access | None = None, detail: Any = None,
@@ -365,6 +366,9 @@ class Values:
         x, dims = node.inputs[0], node.attrs["dims"]
         key = (x.shape, dims, tuple(tuple(self.axes.leaves(d.axes)) for d in index))
         fresh = self._memo_axes(key, [x.shape[d] for d in dims])
+        if not any(d.partial for i, d in enumerate(index) if i not in dims):
+            guard = None  # all elements count, wherever in its row the result is wanted
+        self._reductions.append((guard, [a for axes in fresh for a in axes]))
         inner = list(index)
         for d, axes in zip(dims, fresh, strict=True):
             inner[d] = Dim(axes)
@@ -407,6 +411,23 @@ class Values:
             if not set(self.axes.leaves(ours)) & set(self.axes.leaves(theirs)):
                 self.axes.unify(ours, theirs)
 
+    def check_reductions(self) -> None:
+        """All run over the same axes, those of the kernel's one loop, and no guard of one asks
+        where in that loop it is."""
+        loops = {frozenset(self.axes.leaves(axes)) for _, axes in self._reductions}
+        if len(loops) > 1:
+            raise UnsupportedError("reductions over different axes")
+        makers = {out: draft for draft in self.drafts for out in draft.outs}
+        for guard, axes in self._reductions:
+            stack, asked = [guard] if guard else [], set[int]()
+            while stack:
+                draft = makers[stack.pop()]
+                stack += draft.args
+                if draft.access is not None:
+                    asked.update(self.axes.leaves([axis for axis, _ in draft.access.strides]))
+            if asked & set(self.axes.leaves(axes)):
+                raise UnsupportedError("part of a reduction's own row")
+
     def _memo_axes(self, key: Any, sizes: list[Expr]) -> tuple[tuple[int, ...], ...]:
         if ("axes", key) not in self._memo:
             fresh = self.axes.fresh(sizes)
@@ -423,7 +444,8 @@ class Values:
         if key not in self._memo:
             names = tuple(f"v{len(self.dtypes) + i}" for i in range(count))
             self.dtypes.update(dict.fromkeys(names, compute_dtype(dtype)))
-            self.drafts.append(Draft("reduce", names, (arg,), dtype, None, kind))
+            computed = compute_dtype(dtype)  # halves are summed as fp32
+            self.drafts.append(Draft("reduce", names, (arg,), computed, None, kind))
             self._memo[key] = names  # type: ignore[assignment]
         return self._memo[key]  # type: ignore[return-value]
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from strop.ir.graph import Graph
+from strop.ir.affine import base_of
+from strop.ir.graph import Graph, Node
+from strop.ir.ops import Kind
 from strop.options import Options
 from strop.passes.bias_to_consumer import bias_to_consumer
 from strop.passes.canonicalize import canonicalize
@@ -43,8 +45,22 @@ def run(graph: Graph, options: Options) -> tuple[Graph, tuple[PassRecord, ...]]:
         if step.__name__ in options.disable:
             continue
         start, before = time.perf_counter(), len(graph.nodes)
-        graph = step(graph, options)
+        graph = _with_own_results(graph, step(graph, options))
         seconds = time.perf_counter() - start
         kept = graph if options.wants_graphs else None
         records.append(PassRecord(step.__name__, seconds, before, len(graph.nodes), kept))
     return graph, tuple(records)
+
+
+def _with_own_results(before: Graph, after: Graph) -> Graph:
+    """A result that a pass found to be an argument, or another result (``x * 1``), is a copy of
+    it: users may write into their results."""
+    taken = dict(zip(after.inputs, before.inputs, strict=False))  # merged weights come last
+    outputs = list(after.outputs)
+    for number, (old, new) in enumerate(zip(map(base_of, before.outputs), outputs, strict=True)):
+        if taken.setdefault(base_of(new), old) is not old:
+            order = new.order if new.kind is not Kind.VIEW else None
+            outputs[number] = Node("copy", (new,), {"result": number}, new.shape, new.dtype,
+                                   new.origin, order)  # fmt: skip
+    added = tuple(o for o in dict.fromkeys(outputs) if o not in after.outputs)
+    return replace(after, nodes=after.nodes + added, outputs=tuple(outputs)) if added else after

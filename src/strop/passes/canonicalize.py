@@ -7,11 +7,27 @@ from __future__ import annotations
 
 from strop.ir.dims import const
 from strop.ir.graph import Builder, Graph, Node, rewrite
+from strop.ir.ops import Kind
 from strop.options import Options
 
 
 def canonicalize(graph: Graph, options: Options) -> Graph:
-    return rewrite(graph, _simplify)
+    shown = _views_of_results(graph)
+
+    def rule(b: Builder, node: Node, inputs: tuple[Node, ...]) -> Node | None:
+        return None if node in shown else _simplify(b, node, inputs)
+
+    return rewrite(graph, rule)
+
+
+def _views_of_results(graph: Graph) -> set[Node]:
+    """They lie in the memory of what they are views of: the user may write into either."""
+    found: set[Node] = set()
+    for node in graph.outputs:
+        while node.kind is Kind.VIEW:
+            found.add(node)
+            node = node.inputs[0]
+    return found
 
 
 def _simplify(b: Builder, node: Node, inputs: tuple[Node, ...]) -> Node | None:

@@ -37,7 +37,7 @@ def _result(b: Builder, node: Node, new: Mapping[Node, Node]) -> Node:
     if node.kind is not Kind.VIEW:
         return _contiguous(b, new[node], node.order if node.op in ("input", "copy") else None)
     view = b.copy_of(node, (_result(b, node.inputs[0], new),))
-    return view if _strides(view) else _contiguous(b, new[node], None)
+    return view if _strides(view) is not None else _contiguous(b, new[node], None)
 
 
 def _relaid(b: Builder, node: Node, inputs: tuple[Node, ...], hints: Mapping[str, int]) -> Node:
@@ -57,7 +57,7 @@ def _relaid(b: Builder, node: Node, inputs: tuple[Node, ...], hints: Mapping[str
         order = BSHD
         inputs = tuple(_unit_last(b, x) for x in inputs)
     elif node.kind in (Kind.OPAQUE, Kind.CONTRACTION):
-        inputs = tuple(x if _strides(x) else _contiguous(b, x, None) for x in inputs)
+        inputs = tuple(x if _strides(x) is not None else _contiguous(b, x, None) for x in inputs)
     else:
         inputs = _readable(b, node, inputs, hints)
         largest = inputs[:1] if node.op == "take" else inputs

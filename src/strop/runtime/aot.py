@@ -174,6 +174,7 @@ class AotProgram:
         self.program, self.library, self.device = program, library, device
         self._is_tensor = [isinstance(r, tuple) for r in roots]
         self._constants, self._checked = list(constants), checked
+        self._written = _written_arguments(program)
         self._bounds: dict[Hashable, Bound] = {}
         self._workspaces: dict[int, Workspace] = {}
         self._lock = threading.Lock()
@@ -198,8 +199,14 @@ class AotProgram:
             if is_new and self._checked is not None:
                 from strop.debug.check import run_checked
 
-                return run_checked(bound, self._checked, inputs, "dynamo")[0]
-            return bound.run(inputs)
+                results = run_checked(bound, self._checked, inputs, "dynamo")[0]
+            else:
+                results = bound.run(inputs)
+            for index in self._written:  # those that had to be laid out as the plan says
+                own = tensors[index]
+                if own is not None and own is not inputs[index]:
+                    own.copy_(inputs[index])
+            return results
 
     def _placed(self, tensor: Tensor) -> Tensor:
         return tensor if tensor.device == self.device else tensor.to(self.device)
@@ -211,6 +218,14 @@ class AotProgram:
             for size, value in zip(spec.shape, sizes, strict=False):
                 _learn(size, int(value), env)
         return env
+
+
+def _written_arguments(program: Program) -> tuple[int, ...]:
+    """Arguments that the program writes into, by kernels or by copies."""
+    numbers = {n for step in program.kernel_steps for n in step.writes}
+    numbers |= {step.inputs[0].buffer for step in program.call_steps if step.op == "write"}
+    buffers = [program.buffers[n] for n in sorted(numbers)]
+    return tuple(b.index for b in buffers if b.kind == "input")
 
 
 def _learn(size: Expr, value: int, env: dict[str, int]) -> None:

@@ -15,6 +15,7 @@ import os
 import re
 import stat
 import tempfile
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,6 +27,7 @@ _MAGIC = b"strop-sha256"
 _TRAILER_BYTES = hashlib.sha256().digest_size + len(_MAGIC)
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 _TEMPORARY = ".partial-"
+TEMPORARY_SECONDS = 3600.0  # after which nobody is still writing a file
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,8 +98,9 @@ class DiskCache:
         return sorted(found, key=lambda entry: (entry.used_s, entry.path))
 
     def prune(self, max_bytes: int | None = None, unused_since_s: float = 0.0) -> int:
-        """Remove entries not used since then, and after them those not used for longest until the
-        rest fits into ``max_bytes``; bytes removed."""
+        """Remove what killed processes left half written, entries not used since then, and after
+        them those not used for longest until the rest fits into ``max_bytes``; bytes removed."""
+        removed = self._remove_abandoned()
         entries = self.entries()
         total = kept = sum(entry.num_bytes for entry in entries)
         for entry in entries:
@@ -106,7 +109,18 @@ class DiskCache:
                 break
             entry.path.unlink(missing_ok=True)
             kept -= entry.num_bytes
-        return total - kept
+        return removed + total - kept
+
+    def _remove_abandoned(self) -> int:
+        """Bytes of temporary files whose process was killed."""
+        removed, latest = 0, time.time() - TEMPORARY_SECONDS
+        for path in self.root.glob(f"*/{_TEMPORARY}*"):
+            with contextlib.suppress(FileNotFoundError):
+                status = path.stat()
+                if status.st_mtime < latest:
+                    path.unlink()
+                    removed += status.st_size
+        return removed
 
     def verify(self) -> list[Entry]:
         """Remove the entries whose checksum does not hold; they are returned."""

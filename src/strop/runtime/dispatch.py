@@ -22,7 +22,13 @@ from strop.errors import UnsupportedError
 from strop.frontend.objects import WithObjects, given_back
 from strop.options import Options
 from strop.runtime import graphs
-from strop.runtime.executor import Bound, Workspace, needs_wide_indices
+from strop.runtime.executor import (
+    AliasOfArgument,
+    Bound,
+    Workspace,
+    needs_wide_indices,
+    returned_arguments,
+)
 from strop.runtime.signature import Shapes, Skeleton, flatten, is_channels_last, solve_roots
 from strop.runtime.state import ModuleState, place
 from strop.runtime.variants import Variant, VariantStore, library_for
@@ -72,6 +78,7 @@ class Entry:
     uses: int = 0
     bounds: dict[int, Bound] = field(default_factory=dict)
     placed: list[Tensor | None] | None = None
+    aliases: tuple[AliasOfArgument, ...] = ()
 
 
 @dataclass
@@ -96,6 +103,17 @@ _TRACED_HOOKS = "transformers.utils.output_capturing"
 
 def _is_untraced(hooks: Mapping[int, Any]) -> bool:
     return any(getattr(hook, "__module__", "") != _TRACED_HOOKS for hook in hooks.values())
+
+
+def _returned(entry: Entry, results: list[Any], tensors: Sequence[Tensor]) -> Any:
+    """What the module gives back. Arguments among it are the caller's own, not the dense copies
+    that kernels read or what a CUDA graph keeps."""
+    assert entry.variant is not None
+    for alias in entry.aliases:
+        own = alias.of(tensors[alias.argument])
+        if own is not None and own.dtype == results[alias.place].dtype:
+            results[alias.place] = own
+    return pytree.tree_unflatten(results, entry.variant.out_spec)
 
 
 _NUMBERS = itertools.count()
@@ -234,6 +252,7 @@ class Dispatcher:
         entry = self._entries[key] = Entry(next(_NUMBERS), variant)
         if variant is not None:
             entry.env = solve_roots(variant.specs, [t.shape for t in tensors])
+            entry.aliases = returned_arguments(variant.program, entry.env)
             if needs_wide_indices(variant.program, entry.env):
                 self.variants.reason = "a tensor has 2^31 elements or more"
                 entry.variant = None
@@ -283,7 +302,7 @@ class Dispatcher:
         self.counters.launches = bound.num_launches
         if entry.uses == 1 and self.options.check_finite:
             self._check_finite(results, tensors)
-        return pytree.tree_unflatten(results, entry.variant.out_spec)
+        return _returned(entry, results, tensors)
 
     def _run_checked(self, bound: Bound, compiled: Compiled, inputs: Sequence[Tensor]) -> list[Any]:
         from strop.debug.check import run_checked
@@ -308,7 +327,7 @@ class Dispatcher:
         )  # fmt: skip
         self.counters.replays += 1
         self.counters.launches = launches
-        return pytree.tree_unflatten(results, entry.variant.out_spec)
+        return _returned(entry, results, inputs)
 
     def _check_finite(self, results: Sequence[Any], tensors: Sequence[Tensor]) -> None:
         """One look at a shape's first result: a black picture must never come silently."""

@@ -1,0 +1,86 @@
+"""How wide GPU kernels access memory, read from their PTX: 16 bytes where divisibility is proven,
+and never more than what it allows, since a wider access would be misaligned."""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+from strop.codegen.triton import emit
+from strop.ir.dims import symbol
+from strop.ir.loops import Kernel, Schedule
+from strop.runtime.cubin import compile_cubin
+from tests.codegen.kernels import Sample, Writer, axis, index, reads, writes
+from tests.codegen.triton_samples import CONTIGUOUS
+
+triton = pytest.importorskip("triton")
+
+F16 = torch.float16
+ACCESS = re.compile(r"\b(ld|st)\.global(?:\.[\w:]+)*?(?:\.v([248]))?\.[bfu](8|16|32|64)\b")
+ASYNC = re.compile(r"\bcp\.async\.\w+\.shared\.global[\w.:]* \[[^\]]*\], \[[^\]]*\], (?:0x)?(\w+)")
+
+
+@cache
+def ptx(kernel: Kernel) -> str:
+    texts: list[str] = []
+    usual = triton.compile
+
+    def noted(*args: Any, **options: Any) -> Any:
+        compiled = usual(*args, **options)
+        texts.append(compiled.asm["ptx"])
+        return compiled
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(triton, "compile", noted)
+        compile_cubin(emit(kernel).source, 90)
+    (text,) = texts
+    return text
+
+
+def widths(kernel: Kernel) -> dict[str, set[int]]:
+    """Bytes of the accesses to global memory."""
+    text = ptx(kernel)
+    found: dict[str, set[int]] = {"ld": set(), "st": set()}
+    for kind, count, bits in ACCESS.findall(text):
+        found[kind].add(int(count or 1) * int(bits) // 8)
+    found["ld"] |= {int(size, 16) for size in ASYNC.findall(text)}
+    return found
+
+
+@pytest.mark.parametrize("name", ["geglu", "layer_norm", "group_norm_silu", "silu_flat"])
+def test_sixteen_bytes_where_rows_are_multiples_of_that(name: str):
+    found = widths(CONTIGUOUS[name](F16, 320).kernel)
+    assert max(found["ld"]) == 16
+    assert found["st"] == {16}
+
+
+@pytest.mark.parametrize(("channels", "most"), [(324, 8), (322, 4), (321, 2)])
+@pytest.mark.parametrize("name", ["geglu", "layer_norm"])
+def test_no_more_than_rows_are_multiples_of(name: str, channels: int, most: int):
+    found = widths(CONTIGUOUS[name](F16, channels).kernel)
+    assert max(found["ld"] | found["st"]) <= most
+
+
+def moved(offset: int, factor: int) -> Sample:
+    """out[i] = 2 * x[i + offset] over factor * n elements."""
+    n = symbol("n") * factor
+    w = Writer(torch.float32)
+    w.store(1, index(i=1), w.apply("mul", w.load(0, index(offset, i=1)), w.literal(2.0)))
+    params = reads(F16) + writes(F16)
+    kernel = Kernel("moved", Schedule.POINTWISE, (), (axis("i", n),), params, w.take())
+    return Sample(kernel, (n + offset, n), ())
+
+
+@pytest.mark.parametrize(("offset", "factor", "load", "store"), [
+    (0, 8, 16, 16), (8, 64, 16, 16), (4, 8, 8, 16), (1, 8, 2, 16), (0, 4, 8, 8), (0, 1, 2, 2),
+])  # fmt: skip
+def test_offsets_and_unknown_sizes(offset: int, factor: int, load: int, store: int):
+    found = widths(moved(offset, factor).kernel)
+    assert max(found["ld"]) <= load
+    assert max(found["st"]) <= store
+    if (load, store) == (16, 16):
+        assert (found["ld"], found["st"]) == ({16}, {16})

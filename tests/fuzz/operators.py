@@ -1,0 +1,473 @@
+"""The moves of a random program: each draws operands that it fits and adds a line.
+
+Two kinds of care: numbers stay within what half types hold, and whatever is not continuous is
+applied to exact values only, since two correct roundings may fall on different sides of a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import prod
+
+from strop.ir.dims import Expr, const
+from tests.fuzz.programs import ONE
+from tests.fuzz.values import Draft, Value, broadcast, widest
+
+# Python text -> the bound of the result from that of the operand
+SMOOTH: dict[str, Callable[[float], float]] = {
+    "torch.tanh({0})": lambda m: 1, "torch.sigmoid({0})": lambda m: 1, "F.silu({0})": lambda m: m,
+    "F.gelu({0})": lambda m: m, "F.gelu({0}, approximate='tanh')": lambda m: m,
+    "torch.sin({0})": lambda m: 1, "torch.cos({0})": lambda m: 1, "torch.erf({0})": lambda m: 1,
+    "torch.sqrt({0}.abs() + 0.5)": lambda m: m**0.5 + 1, "{0} * {0}": lambda m: m * m,
+    "torch.rsqrt({0} * {0} + 1)": lambda m: 1, "torch.log({0}.abs() + 1)": lambda m: m,
+    "F.softplus({0})": lambda m: m + 1, "F.mish({0})": lambda m: m + 1,
+    "F.elu({0})": lambda m: m + 1,
+    "torch.exp(-{0}.abs())": lambda m: 1, "torch.reciprocal({0}.abs() + 1)": lambda m: 1,
+    "1.5 - {0} * 0.5": lambda m: 2 + m, "{0} / 3": lambda m: m, "2 / ({0}.abs() + 2)": lambda m: 1,
+    "torch.atan({0})": lambda m: 2, "F.logsigmoid({0})": lambda m: m + 1,
+    "torch.lerp({0}, {0} * 2, 0.25)": lambda m: 2 * m, "torch.addcmul({0}, {0}, {0}, value=0.5)":
+    lambda m: m + m * m, "torch.pow({0}, 3)": lambda m: m**3, "torch.nan_to_num({0})": lambda m: m,
+}  # fmt: skip
+EXACT: tuple[str, ...] = (  # an exact value stays one
+    "-{0}", "{0}.abs()", "torch.relu({0})", "{0}.clamp(-2, 1)", "{0}.clamp_min(0)", "+{0}",
+    "F.hardtanh({0})", "{0} * 1", "{0} / 1", "{0} + 0",
+    "torch.where({0} > 0, {0}, -{0})", "{0}.masked_fill({0} < 1, 2)",
+)  # fmt: skip
+STEPS: dict[str, str] = {  # not continuous; the type of the result
+    "{0}.floor()": "", "{0}.ceil()": "", "{0}.round()": "", "{0}.trunc()": "",
+    "torch.sign({0})": "",
+    "{0} > 0.5": "bool", "{0} <= 1": "bool", "{0} == 0": "bool", "{0} != 1": "bool",
+    "{0}.to(i64)": "i64", "{0}.to(torch.bool)": "bool", "torch.logical_not({0})": "bool",
+    "torch.isfinite({0})": "bool", "{0}.to(i32)": "i32", "torch.signbit({0})": "bool",
+}  # fmt: skip
+WHOLE: dict[str, Callable[[float], float]] = {  # of integers
+    "{0} + 3": lambda m: m + 3, "{0} * 2 - 1": lambda m: 2 * m + 1, "{0} // 3": lambda m: m + 1,
+    "{0} % 5": lambda m: 5, "{0} & 6": lambda m: m + 8, "{0} ^ 3": lambda m: m + 4,
+    "~{0}": lambda m: m + 1, "{0}.clamp(0, 3)": lambda m: 3, "{0} >> 1": lambda m: m,
+    "torch.div({0}, 2, rounding_mode='trunc')": lambda m: m,
+}  # fmt: skip
+PAIRS: dict[str, Callable[[float, float], float]] = {
+    "{0} + {1}": lambda m, n: m + n, "{0} - {1}": lambda m, n: m + n,
+    "{0} * {1}": lambda m, n: m * n,
+    "{0} / ({1}.abs() + 1)": lambda m, n: m, "torch.add({0}, {1}, alpha=0.5)": lambda m, n: m + n,
+    "torch.atan2({0}, {1}.abs() + 1)": lambda m, n: 2,
+    "torch.hypot({0}, {1} + 9)": lambda m, n: m + n + 9,
+}  # fmt: skip
+CHOICES = ("torch.maximum({0}, {1})", "torch.minimum({0}, {1})")
+COMPARISONS = ("{0} < {1}", "{0} >= {1}", "{0} == {1}", "{0} != {1}")
+LOGIC = ("{0} & {1}", "{0} | {1}", "{0} ^ {1}")
+PROMOTED = {("f16", "bf16"): "f32", ("bf16", "f16"): "f32"}
+ORDER = ("bool", "u8", "i32", "i64", "f16", "bf16", "f32", "f64")
+
+
+def is_float(v: Value) -> bool:
+    return v.is_float
+
+
+def promoted(x: Value, y: Value) -> str:
+    """Of two values; one of rank 0 only decides between bool, integer and float."""
+    first, second = x.dtype, y.dtype
+    if x.rank and not y.rank and x.is_float >= y.is_float and (x.dtype != "bool"):
+        return first if x.is_float or not y.is_float else second
+    if y.rank and not x.rank and y.is_float >= x.is_float and (y.dtype != "bool"):
+        return second
+    return PROMOTED.get((first, second)) or max(first, second, key=ORDER.index)
+
+
+# pointwise
+
+
+def smooth(d: Draft) -> None:
+    x, text = d.pick(is_float), d.one_of(list(SMOOTH))
+    d.like(x, text.format(x.name), bound=SMOOTH[text](x.bound), is_exact=False)
+
+
+def exactly(d: Draft) -> None:
+    x = d.pick(lambda v: v.dtype in ("f16", "f32", "bf16", "i64", "i32"))
+    # +x is x itself
+    text = d.one_of(EXACT if x.is_float else [t for t in EXACT if "/" not in t])
+    d.like(x, text.format(x.name), bound=max(x.bound, 2), root=x.root if text == "+{0}" else None)
+
+
+def step(d: Draft) -> None:
+    x, text = d.pick(lambda v: v.is_float and v.is_exact), d.one_of(list(STEPS))
+    d.like(x, text.format(x.name), dtype=STEPS[text] or x.dtype, bound=x.bound + 1
+           if STEPS[text] != "bool" else 1)  # fmt: skip
+
+
+def whole(d: Draft) -> None:
+    x, text = d.pick(lambda v: v.dtype in ("i64", "i32")), d.one_of(list(WHOLE))
+    d.like(x, text.format(x.name), bound=WHOLE[text](x.bound))
+
+
+def pair(d: Draft) -> None:
+    x = d.pick(is_float)
+    y, text = d.partner(x, lambda v: v.dtype != "bool"), d.one_of(list(PAIRS))
+    shape = broadcast(x.shape, y.shape)
+    assert shape is not None
+    d.add(text.format(x.name, y.name), promoted(x, y), shape, PAIRS[text](x.bound, y.bound))
+
+
+def choice(d: Draft) -> None:
+    x = d.pick(lambda v: True)
+    y, text = d.partner(x, lambda v: v.dtype == x.dtype), d.one_of(CHOICES)
+    shape = broadcast(x.shape, y.shape)
+    assert shape is not None
+    d.add(text.format(x.name, y.name), x.dtype, shape, max(x.bound, y.bound),
+          is_exact=x.is_exact and y.is_exact)  # fmt: skip
+
+
+def whole_pair(d: Draft) -> None:
+    x = d.pick(lambda v: v.is_integer)
+    y, text = d.partner(x, lambda v: v.is_integer), d.one_of(("{0} + {1}", "{0} * {1}", *LOGIC))
+    shape = broadcast(x.shape, y.shape)
+    assert shape is not None
+    bound = max(x.bound * y.bound, x.bound + y.bound, 8)
+    d.add(text.format(x.name, y.name), promoted(x, y), shape, bound, is_exact=True)
+
+
+def comparison(d: Draft) -> None:
+    x = d.pick(lambda v: v.is_exact)
+    y, text = d.partner(x, lambda v: v.is_exact), d.one_of(COMPARISONS)
+    shape = broadcast(x.shape, y.shape)
+    assert shape is not None
+    d.add(text.format(x.name, y.name), "bool", shape, 1, is_exact=True)
+
+
+def logic(d: Draft) -> None:
+    x = d.pick(lambda v: v.dtype == "bool")
+    y, text = d.partner(x, lambda v: v.dtype == "bool"), d.one_of(LOGIC)
+    shape = broadcast(x.shape, y.shape)
+    assert shape is not None
+    d.add(text.format(x.name, y.name), "bool", shape, 1, is_exact=True)
+
+
+def where(d: Draft) -> None:
+    m = d.pick(lambda v: v.dtype == "bool")
+    x = d.partner(m, lambda v: True)
+    y = d.partner(x, lambda v: v.dtype == x.dtype and broadcast(m.shape, v.shape) is not None)
+    shape = broadcast(m.shape, broadcast(x.shape, y.shape) or ())
+    if shape is None:
+        return
+    text = f"torch.where({m.name}, {x.name}, {y.name})"
+    d.add(text, x.dtype, shape, max(x.bound, y.bound), is_exact=x.is_exact and y.is_exact)
+
+
+def cast(d: Draft) -> None:
+    x = d.pick(lambda v: v.bound <= 64 or v.is_float)
+    to = d.one_of(("f32", "f16", "bf16", "f64"))
+    root = x.root if to == x.dtype else None
+    d.like(x, f"{x.name}.to({to})", dtype=to, is_exact=x.is_exact and x.bound <= 32, root=root)
+
+
+# reductions
+
+
+def reduce(d: Draft) -> None:
+    x = d.pick(lambda v: v.rank > 0 and (v.is_float or v.is_exact))
+    dims = sorted({d.dim(x), d.dim(x)} if d.chance() else {d.dim(x)})
+    keep = d.chance()
+    shape = [ONE if i in dims else n for i, n in enumerate(x.shape) if keep or i not in dims]
+    count = prod(widest(x.shape[i]) for i in dims)
+    where = f"({', '.join(map(str, dims))},), keepdim={keep}"
+    kind = d.one_of(_REDUCTIONS[x.dtype if x.dtype == "bool" else x.is_float])
+    text, dtype, bound, exact = kind
+    bound = {"sum": x.bound * count, "same": x.bound, "square": x.bound**2, "one": 1,
+             "log": x.bound + 5}[bound]  # fmt: skip
+    d.add(text.format(x.name, where), dtype or x.dtype, shape, max(bound, 1),
+          is_exact=exact and x.is_exact)  # fmt: skip
+
+
+# text, type of the result, bound, whether exact values give exact ones
+_FLOAT_REDUCTIONS = (
+    ("{0}.sum({1})", "", "sum", False), ("{0}.mean({1})", "", "same", False),
+    ("{0}.amax({1})", "", "same", True), ("{0}.amin({1})", "", "same", True),
+    ("torch.var({0}, {1}, correction=0)", "", "square", False),
+    ("torch.logsumexp({0}, {1})", "", "log", False),
+    ("torch.linalg.vector_norm({0}, 2, {1})", "", "sum", False),
+)  # fmt: skip
+_REDUCTIONS = {
+    True: _FLOAT_REDUCTIONS,
+    False: (("{0}.sum({1})", "i64", "sum", True), ("{0}.amax({1})", "", "same", True)),
+    "bool": (("{0}.any({1})", "bool", "one", True), ("{0}.all({1})", "bool", "one", True),
+             ("{0}.sum({1})", "i64", "sum", True)),
+}  # fmt: skip
+
+
+def along(d: Draft) -> None:
+    """Softmaxes, and what torch computes along a dim."""
+    x = d.pick(lambda v: v.rank > 0 and v.is_float)
+    dim = d.dim(x)
+    text, bound = d.one_of((
+        ("{0}.softmax({1})", 1.0), ("{0}.log_softmax({1})", 2 * x.bound + 5),
+        ("{0}.cumsum({1})", x.bound * widest(x.shape[dim])), ("F.normalize({0}, dim={1})", 1.0),
+        ("{0}.sort({1}).values", x.bound),
+    ))  # fmt: skip
+    d.like(x, text.format(x.name, dim), bound=bound, is_exact=False)
+
+
+def norm(d: Draft) -> None:
+    x = d.pick(lambda v: v.rank > 1 and v.is_float)
+    last = x.shape[-1]
+    if last.is_const and d.chance() and x.dtype == "f32":
+        w = d.weight((last.value,))
+        text = d.one_of((f"F.layer_norm({{0}}, ({last},), {w}, {w})",
+                         f"F.rms_norm({{0}}, ({last},), {w})"))  # fmt: skip
+    else:
+        text = d.one_of(("F.layer_norm({0}, {0}.shape[-1:])", "F.rms_norm({0}, {0}.shape[-1:])"))
+    d.like(x, text.format(x.name), bound=9, is_exact=False)
+
+
+def group_norm(d: Draft) -> None:
+    x = d.pick(lambda v: v.rank > 2 and v.is_float and v.shape[1].is_const)
+    groups = d.one_of([g for g in (1, 2, 3, 4) if x.shape[1].is_multiple_of(g)])
+    d.like(x, f"F.group_norm({x.name}, {groups})", bound=20, is_exact=False)
+
+
+# other ways to see a value
+
+
+def permute(d: Draft) -> None:
+    x = d.pick(lambda v: v.rank > 1)
+    dims = [d.dim(x), d.dim(x)]
+    order = list(range(x.rank))
+    order[dims[0]], order[dims[1]] = dims[1], dims[0]
+    if d.chance():
+        order = order[1:] + order[:1]
+    d.like(x, f"{x.name}.permute({', '.join(map(str, order))})",
+           shape=[x.shape[i] for i in order], root=x.root)  # fmt: skip
+
+
+def flatten(d: Draft) -> None:
+    x = d.pick(lambda v: v.rank > 1)
+    start = d.integer(0, x.rank - 2)
+    end = d.integer(start + 1, x.rank - 1)
+    joined = x.shape[start]
+    for size in x.shape[start + 1 : end + 1]:
+        joined = joined * size
+    d.like(x, f"{x.name}.flatten({start}, {end})",
+           shape=[*x.shape[:start], joined, *x.shape[end + 1 :]], root=x.root)  # fmt: skip
+
+
+def unflatten(d: Draft) -> None:
+    x = d.pick(lambda v: 0 < v.rank < 5 and any(_parts(n) for n in v.shape))
+    dim = d.dim(x, lambda n: bool(_parts(n)))
+    part = d.one_of(_parts(x.shape[dim]))
+    rest = x.shape[dim].exact_div(const(part))
+    assert rest is not None
+    first = d.chance()
+    sizes, split = ((f"{part}, -1", [const(part), rest]) if first
+                    else (f"-1, {part}", [rest, const(part)]))  # fmt: skip
+    d.like(x, f"{x.name}.unflatten({dim}, ({sizes}))",
+           shape=[*x.shape[:dim], *split, *x.shape[dim + 1 :]], root=x.root)  # fmt: skip
+
+
+def _parts(size: Expr) -> list[int]:
+    return [n for n in (2, 3, 4) if size.is_multiple_of(n)]
+
+
+def slices(d: Draft) -> None:
+    x = d.pick(lambda v: v.rank > 0 and any(n.is_const and n.value > 0 for n in v.shape))
+    dim = d.dim(x, lambda n: n.is_const and n.value > 0)
+    size = x.shape[dim].value
+    start = d.integer(0, size - 1)
+    length, stride = d.integer(1, size - start), d.one_of((1, 1, 2))
+    kept = -(-length // stride)
+    text = f"{x.name}[{':, ' * dim}{start}:{start + length}:{stride}]"
+    d.like(x, text, shape=[*x.shape[:dim], const(kept), *x.shape[dim + 1 :]], root=x.root)
+
+
+def symbolic_slice(d: Draft) -> None:
+    x = d.pick(lambda v: v.rank > 0 and any(not n.is_const for n in v.shape))
+    dim = d.dim(x, lambda n: not n.is_const)
+    text, size = d.one_of(((f"{':, ' * dim}1:", x.shape[dim] - 1),
+                           (f"{':, ' * dim}:-1", x.shape[dim] - 1)))  # fmt: skip
+    d.like(x, f"{x.name}[{text}]", shape=[*x.shape[:dim], size, *x.shape[dim + 1 :]], root=x.root)
+
+
+def select(d: Draft) -> None:
+    x = d.pick(lambda v: v.rank > 0)
+    dim, place = d.dim(x), d.one_of((0, -1))
+    d.like(x, f"{x.name}.select({dim}, {place})",
+           shape=[*x.shape[:dim], *x.shape[dim + 1 :]], root=x.root)  # fmt: skip
+
+
+def unsqueeze(d: Draft) -> None:
+    x = d.pick(lambda v: v.rank < 5)
+    dim, times = d.integer(0, x.rank), d.one_of((1, 1, 2, 3))
+    text = f"{x.name}.unsqueeze({dim})"
+    if times > 1:
+        sizes = ["-1"] * dim + [str(times)] + ["-1"] * (x.rank - dim)
+        text += f".expand({', '.join(sizes)})"
+    d.like(x, text, shape=[*x.shape[:dim], const(times), *x.shape[dim:]], root=x.root)
+
+
+def squeeze(d: Draft) -> None:
+    x = d.pick(lambda v: ONE in v.shape)
+    dim = d.dim(x, lambda n: n == ONE)
+    d.like(x, f"{x.name}.squeeze({dim})", shape=[*x.shape[:dim], *x.shape[dim + 1 :]], root=x.root)
+
+
+def diagonal(d: Draft) -> None:
+    x = d.pick(lambda v: v.rank > 1 and v.shape[-1] == v.shape[-2])
+    d.like(x, f"{x.name}.diagonal(0, -2, -1)", shape=x.shape[:-1], root=x.root)
+
+
+# copies in another order
+
+
+def turned(d: Draft) -> None:
+    x = d.pick(lambda v: v.rank > 0)
+    dim = d.dim(x)
+    text, root = d.one_of((("{0}.flip({1})", None), ("{0}.roll(1, {1})", None),
+                           ("{0}.clone()", None), ("{0}.contiguous()", x.root)))  # fmt: skip
+    d.like(x, text.format(x.name, dim), root=root)
+
+
+def repeat(d: Draft) -> None:
+    x = d.pick(lambda v: v.rank > 0)
+    dim, shape = d.dim(x), list(x.shape)
+    shape[dim] = shape[dim] * 2
+    times = ["2" if i == dim else "1" for i in range(x.rank)]
+    texts = (f"{x.name}.repeat({', '.join(times)})", f"{x.name}.repeat_interleave(2, {dim})")
+    d.like(x, d.one_of(texts), shape=shape)
+
+
+def cat(d: Draft) -> None:
+    x = d.pick(lambda v: v.rank > 0)
+    dim = d.dim(x)
+
+    def fits(y: Value) -> bool:
+        rest = [n for i, n in enumerate(x.shape) if i != dim]
+        same = y.rank == x.rank and [n for i, n in enumerate(y.shape) if i != dim] == rest
+        return same and y.dtype == x.dtype
+
+    parts = [x, *(d.pick(fits) for _ in range(d.integer(1, 2)))]
+    shape = list(x.shape)
+    shape[dim] = sum((p.shape[dim] for p in parts), start=const(0))
+    text = f"torch.cat([{', '.join(p.name for p in parts)}], {dim})"
+    d.like(x, text, shape=shape, bound=max(p.bound for p in parts),
+           is_exact=all(p.is_exact for p in parts))  # fmt: skip
+
+
+def stack(d: Draft) -> None:
+    x = d.pick(lambda v: v.rank < 4)
+    y = d.pick(lambda v: v.shape == x.shape and v.dtype == x.dtype)
+    dim = d.integer(0, x.rank)
+    d.like(x, f"torch.stack([{x.name}, {y.name}], {dim})", bound=max(x.bound, y.bound),
+           shape=[*x.shape[:dim], const(2), *x.shape[dim:]],
+           is_exact=x.is_exact and y.is_exact)  # fmt: skip
+
+
+def pad(d: Draft) -> None:
+    x = d.pick(lambda v: v.rank > 0 and v.dtype != "bool")
+    left, right = (
+        d.integer(-1 if x.shape[-1].is_const and x.shape[-1].value > 1 else 0, 2),
+        d.integer(0, 1),
+    )
+    shape = [*x.shape[:-1], x.shape[-1] + left + right]
+    d.like(x, f"F.pad({x.name}, ({left}, {right}), value=1)", shape=shape, bound=max(x.bound, 1))
+
+
+def triangle(d: Draft) -> None:
+    x = d.pick(lambda v: v.rank > 1)
+    d.like(x, f"{x.name}.{d.one_of(('tril', 'triu'))}({d.integer(-1, 1)})")
+
+
+def upsample(d: Draft) -> None:
+    x = d.pick(lambda v: v.rank == 4 and v.is_float)
+    shape = [*x.shape[:2], *(n * 2 for n in x.shape[2:])]
+    d.like(x, f"F.interpolate({x.name}, scale_factor=2, mode='nearest')", shape=shape)
+
+
+def shuffle(d: Draft) -> None:
+    x = d.pick(lambda v: v.rank == 4 and v.shape[1].is_multiple_of(4) and v.is_float)
+    b, c, h, w = x.shape
+    d.like(x, f"F.pixel_shuffle({x.name}, 2)", shape=[b, c // 4, h * 2, w * 2])
+
+
+# what a library does
+
+
+def linear(d: Draft) -> None:
+    x = d.pick(lambda v: v.rank > 0 and v.dtype == "f32" and _is_width(v.shape[-1]))
+    inner, outer = x.shape[-1].value, d.one_of((4, 3, 1))
+    w = d.weight((outer, inner))
+    bias = f", {d.weight((outer,))}" if d.chance() else ""
+    d.like(x, f"F.linear({x.name}, {w}{bias})", shape=[*x.shape[:-1], const(outer)],
+           bound=x.bound * inner + 1, is_exact=False)  # fmt: skip
+
+
+def _is_width(size: Expr) -> bool:
+    return size.is_const and size.value > 0
+
+
+def matmul(d: Draft) -> None:
+    x = d.pick(lambda v: v.rank > 1 and v.dtype == "f32")
+    y = d.pick(lambda v: v.rank == x.rank and v.dtype == "f32" and v.shape[:-2] == x.shape[:-2]
+               and v.shape[-1] == x.shape[-1])  # fmt: skip
+    d.add(f"{x.name} @ {y.name}.transpose(-1, -2)", "f32", [*x.shape[:-1], y.shape[-2]],
+          x.bound * y.bound * widest(x.shape[-1]))  # fmt: skip
+
+
+def conv(d: Draft) -> None:
+    x = d.pick(lambda v: v.rank == 4 and v.dtype == "f32" and _is_width(v.shape[1]))
+    channels, outer, size = x.shape[1].value, d.one_of((2, 4)), d.one_of((3, 1))
+    w = d.weight((outer, channels, size, size))
+    bias = d.weight((outer,)) if d.chance() else "None"
+    text = f"F.conv2d({x.name}, {w}, {bias}, padding={size // 2})"
+    shape = [x.shape[0], const(outer), *x.shape[2:]]
+    d.like(x, text, shape=shape, bound=x.bound * channels * size**2 + 1, is_exact=False)
+
+
+def lookup(d: Draft) -> None:
+    x = d.pick(lambda v: v.dtype == "i64")
+    table = d.weight((5, 3))
+    d.add(f"F.embedding({x.name}.clamp(0, 4), {table})", "f32", [*x.shape, const(3)], 1,
+          is_exact=True)  # fmt: skip
+
+
+# mutation
+
+
+def _target(d: Draft) -> Value:
+    """Seldom an argument: modules that write into one run in eager."""
+    into_argument = d.integer(0, 9) == 9
+    return d.pick(lambda v: v.is_float and (v.root >= 0 or into_argument))
+
+
+def in_place(d: Draft) -> None:
+    x = _target(d)
+    text, bound = d.one_of(((".mul_(0.5)", x.bound), (".add_(1)", x.bound + 1),
+                            (".relu_()", x.bound),
+                            (".clamp_(-1, 1)", x.bound), (".tanh_()", 1.0)))  # fmt: skip
+    new = d.like(x, x.name + text, bound=max(bound, x.bound), root=x.root)
+    d.overwritten(new, new.bound)
+
+
+def in_place_pair(d: Draft) -> None:
+    x = _target(d)
+    y = d.pick(lambda v: v.is_float and broadcast(x.shape, v.shape) == x.shape)
+    text = d.one_of((".add_({0})", ".sub_({0})", ".copy_({0})"))
+    new = d.like(x, x.name + text.format(y.name), bound=x.bound + y.bound, root=x.root)
+    d.overwritten(new, new.bound)
+
+
+def nothing(d: Draft) -> None:
+    """What other moves shrink to."""
+
+
+Move = Callable[[Draft], None]
+MOVES: tuple[Move, ...] = (
+    nothing, smooth, smooth, exactly, step, whole, pair, pair, choice, whole_pair, comparison,
+    logic, where, cast, reduce, reduce, reduce, along, norm, group_norm, permute, flatten,
+    unflatten, slices, symbolic_slice, select, unsqueeze, squeeze, diagonal, turned, repeat, cat,
+    cat, stack, pad, triangle, upsample, shuffle, linear, matmul, conv, lookup, in_place,
+    in_place_pair,
+)  # fmt: skip
+# what meets in one kernel: reductions, and values of the same kernel read at other places
+STITCHED: tuple[Move, ...] = (
+    nothing, smooth, pair, pair, pair, where, comparison, reduce, reduce, along, along, norm,
+    turned, cat, cat, stack, pad, pad, slices, permute, flatten, unflatten, unsqueeze, repeat,
+    triangle, diagonal, upsample, symbolic_slice,
+)  # fmt: skip

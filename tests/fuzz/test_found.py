@@ -1,0 +1,84 @@
+"""Programs that random search once found to go wrong, cut down by hand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.fuzz.interpreted import interpreted
+from tests.fuzz.judge import judge, optimized
+from tests.fuzz.programs import SIZES, Argument, Program
+
+EMPTY = (SIZES, {"b": 3, "s": 0}, {"b": 0, "s": 4})
+
+
+def case(shape: str, *lines: str, results: str, dtype: str = "f32", layout: str = "dense",
+         sizes: tuple[dict[str, int], ...] = (SIZES,)) -> Program:  # fmt: skip
+    argument = Argument(tuple(shape.split()), dtype, layout)
+    return Program((argument,), (), lines, tuple(results.split()), sizes)
+
+
+FOUND = {
+    # the guard of roll's cat, inside of softmax's own sum
+    "softmax_rolled": case("4", "v0 = x0.softmax(0)", "v1 = v0.roll(1, 0) + v0", results="v1"),
+    # one loop for the sums of a row and of the row before it
+    "sums_of_other_rows": case(
+        "b 4 s s", "v0 = F.elu(x0.sum(3, keepdim=True))", "v1 = v0.roll(1, 0)", results="v0 v1"),
+    "norm_of_sums": case(
+        "b 4 s s", "v0 = x0.sum(0)", "v1 = F.layer_norm(v0[0:2], v0.shape[-1:])",
+        "v2 = v0.roll(1, 0)", results="v1 v2"),
+    # memory that results share with arguments and each other, where eager keeps them apart
+    "times_one": case("b s", "v0 = x0 * 1", "v1 = x0 / 1", results="v0 v1 x0"),
+    "equal_but_for_a_factor_of_one": case(
+        "b s", "v0 = x0 * 2", "v1 = x0 * 1 * 2", results="v0 v1"),
+    "slice_that_undoes_a_stack": case(
+        "b s", "v0 = torch.stack([x0, x0])", "v1 = v0.select(0, 0)", results="v1 v0"),
+    "padding_of_nothing": case("s 6", "v0 = F.pad(x0, (0, 0), value=1)", results="v0"),
+    "cropping": case("s 6", "v0 = F.pad(x0, (-1, 0))", results="v0"),
+    # and the other way round
+    "element": case("4", "v0 = x0.select(0, -1)", results="v0"),
+    "part_of_a_reduction": case(
+        "b s 4", "v0 = x0.amax(2)", "v1 = v0.select(0, -1)", results="v1 v0"),
+    "argument_with_gaps": case("b s", "v0 = x0 * 2", results="x0 v0", layout="every_second"),
+    # a write into a view of an argument that is the argument
+    "written_through_a_permutation": case(
+        "b s", "v0 = x0.permute(0, 1)", "v1 = v0.add_(1)", results="v1"),
+    # sizes below zero
+    "all_but_the_first": case("b s 4", "v0 = x0[:, 1:] * 2", results="v0", sizes=EMPTY),
+    # no element to load, and none to find the largest of
+    "padding_of_the_empty": case("s", "v0 = F.pad(x0, (1, 1), value=1)", results="v0", sizes=EMPTY),
+    "all_of_the_empty": case(
+        "b s", "v0 = x0.all(1)", results="v0", dtype="bool", sizes=EMPTY),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_found(name: str, tmp_path: Path) -> None:
+    with interpreted():
+        judge(FOUND[name], optimized(FOUND[name], str(tmp_path), record=True))
+
+
+# columns of halves were summed as halves
+HALVES = case("b s 4", "v0 = x0.sum(0)", "v1 = torch.tanh(v0)", results="v1", dtype="f16")
+
+
+def test_sums_of_halves_in_triton(tmp_path: Path) -> None:
+    pytest.importorskip("triton")
+    with interpreted(triton=True):
+        judge(HALVES, optimized(HALVES, str(tmp_path), record=True), slack=2.0)
+
+
+OPEN_IN_TRITON = {
+    # CodegenError: 4*s*s cols, some of them reduced, do not fit in one tile
+    "kept_and_reduced_dims_of_any_size": case(
+        "b 4 s s", "v0 = x0.sum((0, 3))", results="v0"),
+}  # fmt: skip
+
+
+@pytest.mark.xfail(strict=True, reason="the Triton code generator does not print these columns")
+@pytest.mark.parametrize("name", OPEN_IN_TRITON)
+def test_open_in_triton(name: str, tmp_path: Path) -> None:
+    pytest.importorskip("triton")
+    with interpreted(triton=True):
+        judge(OPEN_IN_TRITON[name], optimized(OPEN_IN_TRITON[name], str(tmp_path), record=True))
