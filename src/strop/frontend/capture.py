@@ -37,9 +37,6 @@ from strop.frontend.symbols import OutsideLanguage, Symbols
 from strop.ir.dims import Expr, parse, symbol
 from strop.ir.program import Guard
 
-# what a module may raise that meets fake tensors where it expects real ones
-_MODULE_ERRORS = (RuntimeError, ValueError, TypeError, AttributeError, LookupError, AssertionError)
-
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
@@ -220,7 +217,7 @@ def _trace(
         python = enable_python_dispatcher()  # shape rules in Python know symbols, C++ ones do not
         with mode, python, _as_compiling(), Retarget(), _record_origins(module, origins):
             gm = make_fx(flat, tracing_mode="real")(state, *fakes)
-    except _MODULE_ERRORS as error:
+    except Exception as error:  # a module may raise anything when it meets fake tensors
         where = origins.get("<current>", "") or type(module).__name__
         raise CaptureError(
             f"tracing {type(module).__name__} failed in {where}: {type(error).__name__}: {error}"

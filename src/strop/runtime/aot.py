@@ -21,7 +21,7 @@ from torch.fx import GraphModule
 
 from strop.backend import Compiled, compile_captured
 from strop.codegen.assemble import Signature
-from strop.errors import OptionError, ShapeError, UnsupportedError
+from strop.errors import ShapeError, UnsupportedError
 from strop.frontend.importer import import_graph
 from strop.frontend.operators import retarget
 from strop.frontend.symbols import Symbols
@@ -58,10 +58,9 @@ FEW_WORKERS = 2
 
 def compile_dynamo(gm: GraphModule, example_inputs: Sequence[Any], **given: Any) -> Any:
     """The Dynamo backend. ``options={...}`` of torch.compile are fields of strop.Options."""
-    given.pop("mode", None)
-    unknown = sorted(set(given.get("options") or given) - set(Options.__dataclass_fields__))
-    if unknown:
-        raise OptionError(f"torch.compile(backend='strop') got unknown options {unknown}")
+    mode = given.pop("mode", None)
+    if mode not in (None, "default"):
+        log.warning("torch.compile(mode=%r) is for Inductor and changes nothing here", mode)
     options = Options.from_environment(**(given.get("options") or given))
 
     trains = torch.is_grad_enabled() and any(

@@ -20,6 +20,12 @@ from torch import Tensor
 from strop.runtime.executor import Bound, Workspace
 
 _KERNEL_NODE = 0  # CUgraphNodeType
+
+
+class NoGraphError(Exception):
+    """A call cannot be replayed from a CUDA graph; the message says why."""
+
+
 MakeBound = Callable[[Workspace, int], Bound]
 
 
@@ -61,20 +67,43 @@ class GraphPool:
         """Replay the graph of ``key``, capturing it first if need be; also its kernel count.
 
         ``inputs`` may be strided and of other dtypes than ``dtypes``: copying them in converts.
+        Raises NoGraphError where the call must run without. Too little memory ends all graphs.
         """
         with self._lock:
             stream = self._current_stream()
             if stream is not self._latest:  # work of one stream is in order anyway
                 stream.wait_event(self._done)
                 self._latest = stream
-            captured = self._graphs.get(key)
-            if captured is None or captured.memory is not self._workspace.memory:
-                captured = self._graphs[key] = self._capture(inputs, dtypes, make)
-                self._trim(budget_bytes)
-            self._graphs.move_to_end(key)
-            results = captured.replay(inputs)
+            try:
+                captured = self._captured(key, inputs, dtypes, make, budget_bytes)
+                results = captured.replay(inputs)
+            except torch.OutOfMemoryError as error:
+                count = self.drop()
+                raise NoGraphError(f"out of memory, {count} graphs were dropped") from error
             self._done.record(stream)
             return results, captured.num_kernels
+
+    def drop(self) -> int:
+        """Give back the memory of all graphs; how many there were."""
+        with self._lock:
+            count = len(self._graphs)
+            if count:
+                torch.cuda.synchronize(self.device)  # one of them may be running
+            self._graphs.clear()
+            self._workspace = Workspace(self.device)
+            self._pool = torch.cuda.graph_pool_handle()
+            return count
+
+    def _captured(self, key: Hashable, inputs: Sequence[Tensor], dtypes: Sequence[torch.dtype],
+                  make: MakeBound, budget_bytes: int) -> Captured:  # fmt: skip
+        captured = self._graphs.pop(key, None)
+        if captured is None or captured.memory is not self._workspace.memory:
+            captured = self._capture(inputs, dtypes, make)
+            self._graphs[key] = captured
+            self._trim(budget_bytes)
+            return captured
+        self._graphs[key] = captured  # the latest used
+        return captured
 
     def _current_stream(self) -> torch.cuda.Stream:
         """The caller's stream; the same object for the same stream, at a tenth of the cost."""
@@ -104,10 +133,7 @@ class GraphPool:
             )
             bound = make(self._workspace, stream.cuda_stream)
             bound.run(static)  # lets libraries choose algorithms outside of the capture
-            graph = torch.cuda.CUDAGraph(keep_graph=True)
-            with torch.cuda.graph(graph, pool=self._pool, stream=stream,
-                                  capture_error_mode="thread_local"):  # fmt: skip
-                results = tuple(bound.run(static))
+            graph, results = self._record(lambda: tuple(bound.run(static)))
             num_kernels = _count_kernels(graph)
             graph.instantiate()
         torch.cuda.current_stream(self.device).wait_stream(stream)
@@ -116,9 +142,31 @@ class GraphPool:
         size = sum(t.untyped_storage().nbytes() for t in tensors) + bound.call_bytes
         return Captured(graph, static, results, bound, self._workspace.memory, size, num_kernels)
 
+    def _record(self, run: Callable[[], tuple[Any, ...]]
+                ) -> tuple[torch.cuda.CUDAGraph, tuple[Any, ...]]:  # fmt: skip
+        graph = torch.cuda.CUDAGraph(keep_graph=True)
+        try:
+            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream,
+                                  capture_error_mode="thread_local"):  # fmt: skip
+                results = run()
+        except RuntimeError as error:
+            self._pool = torch.cuda.graph_pool_handle()  # torch may count the old one as recording
+            cause = _out_of_memory(error)
+            if cause is not None:  # torch may report that the capture broke, in consequence
+                raise cause from None
+            raise NoGraphError(f"the capture failed: {str(error).partition(chr(10))[0]}") from error
+        return graph, results
+
     def _trim(self, budget_bytes: int) -> None:
         while len(self._graphs) > 1 and self.held_bytes > budget_bytes:
             self._graphs.popitem(last=False)
+
+
+def _out_of_memory(error: BaseException | None) -> torch.OutOfMemoryError | None:
+    """The error itself or what it came from."""
+    while error is not None and not isinstance(error, torch.OutOfMemoryError):
+        error = error.__cause__ or error.__context__
+    return error
 
 
 def _count_kernels(graph: torch.cuda.CUDAGraph) -> int:

@@ -113,6 +113,21 @@ class CudaKernels:
         return cubin.BUILDS.num_built, cubin.BUILDS.num_cached
 
 
+def _unsupported(device: str, index: int) -> str:
+    """Why a device has no kernels, or nothing."""
+    if device not in ("cpu", "cuda"):
+        return f"there is no code generator for the device {device}"
+    if device == "cpu":
+        return ""
+    if torch.version.hip is not None:
+        return "this torch is built for AMD GPUs (ROCm), for which there is no code generator"
+    capability = torch.cuda.get_device_capability(index)
+    if capability < LEAST_CAPABILITY:
+        name = torch.cuda.get_device_name(index)
+        return f"{name} has compute capability {capability[0]}.{capability[1]}; kernels need 8.0"
+    return ""
+
+
 class _BytesByKey:
     """The disk cache as ``cubin.build`` wants it."""
 
@@ -126,9 +141,19 @@ class _BytesByKey:
         self._cache.write("cubin", key, data)
 
 
-@lru_cache(maxsize=8)
+TESTED = "Strop is tested on x86-64 processors (cpu) and on NVIDIA H100 (cuda)"
+LEAST_CAPABILITY = (8, 0)  # that Triton compiles for
+
+
+@lru_cache(maxsize=32)
 def kernel_library(device: str, index: int, cache_dir: str, workers: int) -> KernelLibrary:
-    """One library for each device and cache folder, shared by all programs of the process."""
+    """One library for each device and cache folder, shared by all programs of the process.
+
+    Raises UnsupportedError for a device that no code generator knows.
+    """
+    reason = _unsupported(device, index)
+    if reason:
+        raise UnsupportedError(f"{reason}; {TESTED}")
     cache = DiskCache(Options(cache_dir=cache_dir).cache_path)
     if device == "cpu":
         return CpuKernels(cache)
