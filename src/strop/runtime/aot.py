@@ -28,7 +28,7 @@ from strop.frontend.symbols import Symbols
 from strop.ir.dims import Expr, symbol
 from strop.ir.program import Program
 from strop.options import Options
-from strop.runtime.executor import Bound, Workspace
+from strop.runtime.executor import Bound, Workspace, needs_wide_indices
 from strop.runtime.garbage import collection_paused
 from strop.runtime.kernels import KernelLibrary, kernel_library
 
@@ -93,8 +93,7 @@ def _compile(gm: GraphModule, inputs: Sequence[Any], options: Options) -> Any:
             raise
         if library is not None:
             library.build(())  # ends what was warmed up
-        log.warning("a graph of %d nodes runs in torch: %s", len(gm.graph.nodes), error)
-        AOT_LOG.fallbacks[str(error)] = AOT_LOG.fallbacks.get(str(error), 0) + 1
+        _note_fallback(gm, str(error))
         return _boxed(gm.forward)
     before = library.counts[0]
     library.build(program.sources)
@@ -102,7 +101,14 @@ def _compile(gm: GraphModule, inputs: Sequence[Any], options: Options) -> Any:
     AOT_LOG.records.append(AotRecord(compiled, time.perf_counter() - started, built))
     roots = [_root(fx.meta["val"]) for fx in gm.graph.nodes if fx.op == "placeholder"]
     checked = compiled if options.check else None
-    return _boxed(AotProgram(program, library, device, roots, constants, checked))
+    return _boxed(AotProgram(gm, program, library, device, roots, constants, options.strict,
+                             checked))  # fmt: skip
+
+
+def _note_fallback(gm: GraphModule, reason: str) -> None:
+    if reason not in AOT_LOG.fallbacks:
+        log.warning("a graph of %d nodes runs in torch: %s", len(gm.graph.nodes), reason)
+    AOT_LOG.fallbacks[reason] = AOT_LOG.fallbacks.get(reason, 0) + 1
 
 
 def _program(gm: GraphModule, inputs: Sequence[Any], options: Options
@@ -167,10 +173,11 @@ def _boxed(function: Callable[..., Any]) -> Any:
 class AotProgram:
     """A program whose every argument, weights too, comes with the call."""
 
-    def __init__(self, program: Program, library: KernelLibrary, device: torch.device,
-                 roots: Sequence[Any], constants: Sequence[Tensor],
-                 checked: Compiled | None = None) -> None:  # fmt: skip
-        self.program, self.library, self.device = program, library, device
+    def __init__(self, gm: GraphModule, program: Program, library: KernelLibrary,
+                 device: torch.device, roots: Sequence[Any], constants: Sequence[Tensor],
+                 strict: bool, checked: Compiled | None = None) -> None:  # fmt: skip
+        self.gm, self.program, self.library, self.device = gm, program, library, device
+        self.strict = strict
         self._is_tensor = [isinstance(r, tuple) for r in roots]
         self._constants, self._checked = list(constants), checked
         self._bounds: dict[Hashable, Bound] = {}
@@ -178,6 +185,12 @@ class AotProgram:
         self._lock = threading.Lock()
 
     def __call__(self, *arguments: Any) -> list[Any]:
+        if self.device.type != "cuda":
+            return self._run(arguments)
+        with torch.cuda.device(self.device):  # kernels are launched in the current context
+            return self._run(arguments)
+
+    def _run(self, arguments: Sequence[Any]) -> list[Any]:
         tensors = [self._placed(a) if is_tensor else None
                    for a, is_tensor in zip(arguments, self._is_tensor, strict=True)]  # fmt: skip
         with self._lock, torch.no_grad():
@@ -188,10 +201,13 @@ class AotProgram:
             bound = self._bounds.get((key, stream))
             is_new = bound is None
             if bound is None:
+                env = self._env(arguments)
+                if needs_wide_indices(self.program, env):
+                    return self._run_eager(arguments, "a tensor has 2^31 elements or more")
                 workspace = self._workspaces.setdefault(stream, Workspace(self.device))
                 state: list[Tensor | None] = [*(None for _ in arguments), *self._constants]
                 bound = self._bounds[key, stream] = Bound(
-                    self.program, self._env(arguments), state, self.library, workspace, stream
+                    self.program, env, state, self.library, workspace, stream
                 )
             inputs = bound.in_layout(tensors)
             if is_new and self._checked is not None:
@@ -199,6 +215,12 @@ class AotProgram:
 
                 return run_checked(bound, self._checked, inputs, "dynamo")[0]
             return bound.run(inputs)
+
+    def _run_eager(self, arguments: Sequence[Any], reason: str) -> list[Any]:
+        if self.strict:
+            raise UnsupportedError(f"{reason} (strict=True forbids eager)")
+        _note_fallback(self.gm, reason)
+        return list(self.gm.forward(*arguments))
 
     def _placed(self, tensor: Tensor) -> Tensor:
         return tensor if tensor.device == self.device else tensor.to(self.device)

@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from ctypes import byref, c_char_p, c_int, c_int32, c_uint, c_void_p
 from functools import lru_cache
 
+import torch
+
 from strop.errors import CodegenError
 from strop.runtime.cubin import Cubin
 
@@ -37,13 +39,38 @@ def _cuda() -> ctypes.CDLL:
     return cuda
 
 
+_TOO_OLD = "this driver is for CUDA {version}, older than the compiler of the kernels: update it"
+_BUG = "a bug of Strop's: find the kernel with STROP_CHECK=1, or with compute-sanitizer"
+ADVICE = {
+    100: "no GPU is visible: see nvidia-smi and CUDA_VISIBLE_DEVICES",
+    **dict.fromkeys((200, 209, 218, 222), _TOO_OLD),  # images that the driver cannot read
+    **dict.fromkeys((700, 716, 719), _BUG),
+    803: "libcuda.so.1 and the loaded kernel module are of different drivers: reload it, or reboot",
+    804: "this GPU cannot run a newer CUDA than its driver's: update the driver, or take an older"
+         " torch",
+}  # fmt: skip
+_OUT_OF_MEMORY = 2
+
+
+def version() -> str:
+    """The newest CUDA that the driver knows, like "13.0"."""
+    found = c_int()
+    _cuda().cuDriverGetVersion(byref(found))
+    return f"{found.value // 1000}.{found.value % 1000 // 10}"
+
+
 def _check(code: int, what: str) -> None:
     if code == 0:
         return
     text = c_char_p()
     _cuda().cuGetErrorString(code, byref(text))
     reason = text.value.decode() if text.value else "unknown error"
-    raise CodegenError(f"CUDA error {code} ({reason}) while {what}")
+    message = f"CUDA error {code} ({reason}) while {what}"
+    if code == _OUT_OF_MEMORY:
+        raise torch.OutOfMemoryError(message)
+    if code in ADVICE:
+        message += "; " + ADVICE[code].format(version=version())
+    raise CodegenError(message)
 
 
 class CudaFunction:

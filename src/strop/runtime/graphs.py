@@ -152,10 +152,18 @@ class GraphPool:
         except RuntimeError as error:
             self._pool = torch.cuda.graph_pool_handle()  # torch may count the old one as recording
             cause = _out_of_memory(error)
+            if cause is not error:
+                self._capture_nothing()
             if cause is not None:  # torch may report that the capture broke, in consequence
                 raise cause from None
             raise NoGraphError(f"the capture failed: {str(error).partition(chr(10))[0]}") from error
         return graph, results
+
+    def _capture_nothing(self) -> None:
+        """A capture that breaks leaves torch's random generator in it; one that works ends that."""
+        with torch.cuda.graph(torch.cuda.CUDAGraph(), pool=self._pool, stream=self._stream,
+                              capture_error_mode="thread_local"):  # fmt: skip
+            torch.zeros(1, device=self.device)
 
     def _trim(self, budget_bytes: int) -> None:
         while len(self._graphs) > 1 and self.held_bytes > budget_bytes:

@@ -7,6 +7,7 @@ needs no compiler.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import hashlib
 import os
@@ -178,8 +179,9 @@ class NativeKernels:
 
     def _keep_refused(self, unit: str, text: str) -> Path:
         path = self._store.root / "refused" / f"{unit[:16]}.cpp"
-        path.parent.mkdir(mode=0o700, exist_ok=True)
-        path.write_text(text)
+        with contextlib.suppress(OSError):  # a full disk
+            path.parent.mkdir(mode=0o700, exist_ok=True)
+            path.write_text(text)
         return path
 
 

@@ -1,0 +1,108 @@
+"""Pipelines and prompts: what diffusers refuses, cuts or allows stays so."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import strop
+from strop.cli import app, arguments
+from strop.errors import OptionError
+from tests.e2e import tiny
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+def draw(pipe: Any, width: int, height: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(0)
+    embeds = torch.randn(1, 7, tiny.PROMPT_DIM, generator=generator)
+    with torch.no_grad():
+        return pipe(prompt_embeds=embeds, negative_prompt_embeds=-embeds, width=width,
+                    height=height, num_inference_steps=2, generator=generator,
+                    output_type="pt").images  # fmt: skip
+
+
+def test_sizes_that_diffusers_refuses_and_sizes_off_the_grid() -> None:
+    pipe, plain = tiny.pipeline(), tiny.pipeline()
+    strop.optimize(pipe, options=tiny.options(strict=True))
+    for width, height in ((100, 64), (64, 30)):
+        with pytest.raises(ValueError, match="divisible by 8") as wanted:
+            draw(plain, width, height)
+        with pytest.raises(ValueError, match="divisible by 8") as found:
+            draw(pipe, width, height)
+        assert str(found.value) == str(wanted.value)
+    odd = pipe.unet.forward.adapter.factor * pipe.vae_scale_factor + pipe.vae_scale_factor
+    assert odd % 8 == 0 or pipe.vae_scale_factor < 8
+    for width, height in ((32, 32), (40, 24)):
+        torch.testing.assert_close(draw(pipe, width, height), draw(plain, width, height),
+                                   rtol=1e-3, atol=1e-3)  # fmt: skip
+    assert pipe.unet.forward.counters.eager_calls == 0
+
+
+def test_a_pipeline_without_known_components_says_what_it_has() -> None:
+    other = SimpleNamespace(components={"prior": torch.nn.Linear(2, 2), "scheduler": object()})
+    with pytest.raises(OptionError, match=r"it has prior \(Linear\).*strop.optimize\(pipe.prior\)"):
+        strop.optimize(other)
+    with pytest.raises(OptionError, match="no module at all"):
+        strop.optimize(SimpleNamespace(components={"scheduler": object()}))
+
+
+def test_what_stays_as_it_is_is_told(caplog: Any) -> None:
+    pipe = tiny.pipeline()
+    pipe.register_modules(feature_extractor=None, safety_checker=torch.nn.Linear(2, 2))
+    with caplog.at_level(logging.INFO, "strop"):
+        strop.optimize(pipe, options=tiny.options())
+    assert "StableDiffusionPipeline: not compiled: safety_checker" in caplog.text
+
+
+class Tokenizer:
+    """A word is a token; begin and end are two more."""
+
+    model_max_length = 7
+
+    def __call__(self, text: str, **_: Any) -> Any:
+        self.words = text.split()
+        return SimpleNamespace(input_ids=list(range(-1, len(self.words) + 1)))
+
+    def decode(self, ids: list[int], **_: Any) -> str:
+        return " ".join(self.words[i] for i in ids if i < len(self.words))
+
+
+def test_a_long_prompt_is_said_to_be_cut(capsys: Any) -> None:
+    pipe = SimpleNamespace(tokenizer=Tokenizer())
+    arguments.check_length(pipe, "one two three four five")
+    arguments.check_length(SimpleNamespace(tokenizer=None), "one " * 100)
+    assert capsys.readouterr().err == ""
+    arguments.check_length(pipe, "one two three four five six seven")
+    said = " ".join(capsys.readouterr().err.split())
+    assert said == ("warning: the prompt has 7 tokens, of which this model reads 5;"
+                    " it ignores the end: 'six seven'")  # fmt: skip
+
+
+def test_generate_draws_a_long_prompt_as_diffusers_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tokenizer of the shipped model: 77 tokens, as CLIP's."""
+    from strop.models import sprites
+    from strop.models.sprites import network, settings, vocabulary
+
+    folder = tmp_path / "model"
+    network.pipeline(network.parts(settings.TINY), settings.TINY.noise).save_pretrained(folder)
+    vocabulary.write(folder / "tokenizer")
+    monkeypatch.setattr(sprites, "WEIGHTS", folder)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("STROP_CACHE_DIR", tiny.cache_dir())
+    monkeypatch.setenv("COLUMNS", "400")
+    words = ["generate", "a red circle " * 40, "--steps", "1", "--no-optimize", "--device", "cpu"]
+    threads = torch.get_num_threads()
+    result = CliRunner().invoke(app, words)
+    torch.set_num_threads(threads)
+    assert result.exit_code == 0, result.output
+    assert "the prompt has 120 tokens, of which this model reads" in result.output
+    assert (tmp_path / "out.png").is_file()
