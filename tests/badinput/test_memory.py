@@ -1,7 +1,7 @@
 """Too little GPU memory: graphs are dropped, the call runs without, and says so once.
 
-The first tests run the dispatcher and the graph pool as they are, over a torch whose streams, graphs
-and allocations are made up: a graph is replayed by running its program again.
+The first tests run the dispatcher and the graph pool as they are, over a torch whose streams and
+graphs are made up: a graph is replayed by running its program again.
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ from torch.fx import Node as FxNode
 
 import strop.frontend.operators  # noqa: F401  (defines torch.ops.strop)
 from strop.frontend.norms import NORM_RULES
+from strop.frontend.random import RANDOM_RULES
 from strop.frontend.reductions import REDUCTION_RULES, Rule
 from strop.ir.graph import Node
 
@@ -95,6 +96,7 @@ DECOMPOSITIONS: dict[Any, Rule] = {
     # fused with their neighbours
     **NORM_RULES,
     **REDUCTION_RULES,
+    **RANDOM_RULES,
     # several spellings of one thing
     aten.copy_.default: _copy_,
     # library anchors

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from strop.ir import philox
 from strop.ir.op import Kind, Op, Operands, Types, compute_dtype
 from strop.ir.pointwise import POINTWISE
 
@@ -37,6 +38,17 @@ STRUCTURAL: tuple[Op, ...] = (
     Op("iota", Kind.POINTWISE),  # start + step * index along the only dim
     Op("cat", Kind.POINTWISE),  # attrs["dim"]
     Op("copy", Kind.POINTWISE, triton="{0}", cpp="{0}"),  # the same values in another layout
+    # seed and position, both int64, to a number in [0, 1): ``frontend.random``
+    Op(
+        "uniform",
+        Kind.POINTWISE,
+        triton="tl.uint_to_uniform_float(tl.philox({0}, ({1}).to(tl.uint32),"
+        " ({1} >> 32).to(tl.uint32), 0, 0)[0])",
+        cpp="sp::uniform({0}, {1})",
+        reference=philox.uniform,
+        operands=Operands.PROMOTED,
+        types=Types.FLOAT,
+    ),
     Op("reshape", Kind.VIEW),
     Op("permute", Kind.VIEW),  # attrs["dims"]
     Op("expand", Kind.VIEW),
@@ -80,6 +92,10 @@ _ATTENTION = (
     "_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention",
     "_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention",
 )  # fmt: skip
+_RANDOM = (  # with torch's generator and its numbers
+    "rand", "randn", "rand_like", "randn_like", "randint", "randint_like", "randperm", "bernoulli",
+    "multinomial", "normal", "normal_functional", "uniform", "exponential", "native_dropout",
+)  # fmt: skip
 _BACKWARD = (  # what training needs until it has rows of its own
     "embedding_dense_backward", "convolution_backward", "native_group_norm_backward",
     "native_layer_norm_backward", *(f"{name}_backward" for name in _ATTENTION),
@@ -96,7 +112,7 @@ def _overloads(text: str) -> tuple[Any, ...]:
 
 LIBRARY: tuple[Op, ...] = tuple(
     Op(f"library {text}", Kind.OPAQUE, _overloads(text))
-    for text in (*_LOOKUPS, *_SEQUENCES, *_IMAGES, *_ATTENTION, *_BACKWARD)
+    for text in (*_LOOKUPS, *_SEQUENCES, *_IMAGES, *_ATTENTION, *_RANDOM, *_BACKWARD)
 )
 
 
