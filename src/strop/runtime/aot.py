@@ -28,7 +28,7 @@ from strop.frontend.symbols import Symbols
 from strop.ir.dims import Expr, symbol
 from strop.ir.program import Program
 from strop.options import Options
-from strop.runtime.executor import Bound, Workspace, needs_wide_indices
+from strop.runtime.executor import Bound, Workspace
 from strop.runtime.garbage import collection_paused
 from strop.runtime.kernels import KernelLibrary, kernel_library
 
@@ -101,8 +101,7 @@ def _compile(gm: GraphModule, inputs: Sequence[Any], options: Options) -> Any:
     AOT_LOG.records.append(AotRecord(compiled, time.perf_counter() - started, built))
     roots = [_root(fx.meta["val"]) for fx in gm.graph.nodes if fx.op == "placeholder"]
     checked = compiled if options.check else None
-    return _boxed(AotProgram(gm, program, library, device, roots, constants, options.strict,
-                             checked))  # fmt: skip
+    return _boxed(AotProgram(program, library, device, roots, constants, checked))
 
 
 def _note_fallback(gm: GraphModule, reason: str) -> None:
@@ -173,11 +172,10 @@ def _boxed(function: Callable[..., Any]) -> Any:
 class AotProgram:
     """A program whose every argument, weights too, comes with the call."""
 
-    def __init__(self, gm: GraphModule, program: Program, library: KernelLibrary,
-                 device: torch.device, roots: Sequence[Any], constants: Sequence[Tensor],
-                 strict: bool, checked: Compiled | None = None) -> None:  # fmt: skip
-        self.gm, self.program, self.library, self.device = gm, program, library, device
-        self.strict = strict
+    def __init__(self, program: Program, library: KernelLibrary, device: torch.device,
+                 roots: Sequence[Any], constants: Sequence[Tensor],
+                 checked: Compiled | None = None) -> None:  # fmt: skip
+        self.program, self.library, self.device = program, library, device
         self._is_tensor = [isinstance(r, tuple) for r in roots]
         self._constants, self._checked = list(constants), checked
         self._bounds: dict[Hashable, Bound] = {}
@@ -202,8 +200,6 @@ class AotProgram:
             is_new = bound is None
             if bound is None:
                 env = self._env(arguments)
-                if needs_wide_indices(self.program, env):
-                    return self._run_eager(arguments, "a tensor has 2^31 elements or more")
                 workspace = self._workspaces.setdefault(stream, Workspace(self.device))
                 state: list[Tensor | None] = [*(None for _ in arguments), *self._constants]
                 bound = self._bounds[key, stream] = Bound(
@@ -215,12 +211,6 @@ class AotProgram:
 
                 return run_checked(bound, self._checked, inputs, "dynamo")[0]
             return bound.run(inputs)
-
-    def _run_eager(self, arguments: Sequence[Any], reason: str) -> list[Any]:
-        if self.strict:
-            raise UnsupportedError(f"{reason} (strict=True forbids eager)")
-        _note_fallback(self.gm, reason)
-        return list(self.gm.forward(*arguments))
 
     def _placed(self, tensor: Tensor) -> Tensor:
         return tensor if tensor.device == self.device else tensor.to(self.device)

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from strop.errors import StropError, UnsupportedError
 from strop.options import Options
 from strop.runtime import graphs
-from strop.runtime.executor import Bound, Workspace, needs_wide_indices
+from strop.runtime.executor import Bound, Workspace
 from strop.runtime.kernels import KernelLibrary
 from strop.runtime.signature import Shapes, Skeleton, flatten, solve_roots
 from strop.runtime.state import ModuleState, place
@@ -248,8 +248,6 @@ class Dispatcher:
         device = device_of(self.state, shapes)
         variant = self.variants.get(self.state, skeleton, tensors, shapes)
         env = solve_roots(variant.specs, [t.shape for t in tensors])
-        if needs_wide_indices(variant.program, env):
-            raise UnsupportedError("a tensor has 2^31 elements or more")
         for operator in variant.program.foreign_calls:
             self._note_fallback(f"{operator} has no row in the operator table: torch runs it")
         entry = self._entries[key] = Entry(next(_NUMBERS), variant, device, env)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Sequence
-from ctypes import byref, c_char_p, c_int, c_int32, c_uint, c_void_p
+from ctypes import byref, c_char_p, c_int, c_int32, c_int64, c_uint, c_void_p
 from functools import lru_cache
 
 import torch
@@ -112,9 +112,11 @@ class CudaFunction:
         scalars: Sequence[int],
         grid: Sequence[int],
         stream: int = 0,
+        *,
+        wide: bool = False,
     ) -> BoundLaunch:
-        """A launch with these arguments: params, then scratch, then integers."""
-        return BoundLaunch(self, pointers, scalars, grid, stream)
+        """A launch with these arguments: params, scratch, then integers (``wide``: of 64 bits)."""
+        return BoundLaunch(self, pointers, scalars, grid, stream, wide=wide)
 
 
 class BoundLaunch:
@@ -131,9 +133,11 @@ class BoundLaunch:
         scalars: Sequence[int],
         grid: Sequence[int],
         stream: int,
+        *,
+        wide: bool = False,
     ) -> None:
         for value in scalars:
-            if not -_INT_LIMIT <= value < _INT_LIMIT:
+            if not wide and not -_INT_LIMIT <= value < _INT_LIMIT:
                 raise CodegenError(
                     f"{function.cubin.entry}: the size {value} does not fit in 32 bits; "
                     "use a smaller batch or image"
@@ -141,7 +145,8 @@ class BoundLaunch:
         self._function = function  # keeps the module alive
         self._pointers = [c_void_p(pointer) for pointer in pointers]
         # After the declared arguments Triton passes two pointers to scratch of its own: unused.
-        self._values = [*self._pointers, *map(c_int32, scalars), c_void_p(), c_void_p()]
+        numbers = map(c_int64 if wide else c_int32, scalars)
+        self._values = [*self._pointers, *numbers, c_void_p(), c_void_p()]
         self._arguments = (c_void_p * len(self._values))(
             *(ctypes.addressof(value) for value in self._values)
         )

@@ -100,7 +100,8 @@ class CudaKernels:
         if source.split is not None:
             names["splits"] = scalars[-1]
         grid = [size.eval(names) for size in source.grid]
-        return driver.load(self._cubins[source]).bind(pointers, scalars, grid, stream)
+        function = driver.load(self._cubins[source])
+        return function.bind(pointers, scalars, grid, stream, wide=source.wide)
 
     def splits(self, rows: int, parallel: int, min_rows: int) -> int:
         programs = max(rows * parallel // ROWS_PER_PROGRAM, self._num_sms)
