@@ -10,11 +10,13 @@ against 28 s through Dynamo and AOTAutograd (docs/decisions/0002).
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import sympy
 import torch
 import torch.fx.experimental._config as fx_config
 import torch.utils._pytree as pytree
@@ -36,6 +38,8 @@ from strop.frontend.operators import Retarget
 from strop.frontend.symbols import OutsideLanguage, Symbols
 from strop.ir.dims import Expr, parse, symbol
 from strop.ir.program import Guard
+
+log = logging.getLogger("strop")
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,10 +133,24 @@ def capture(
     sizes = {n: symbols.names[str(root.node._expr)] for n, root in roots.items()}
     own_specs = [TensorSpec(tuple(str(e.substitute(sizes)) for e in s.sizes), s.dtype, s.device)
                  for s in specs]  # fmt: skip
+    _log_fixed(type(module).__name__, shape_env, roots, sizes)
     own_hints = symbols.root_values(symbols.hints)
     unseen = own_hints.keys() - set().union(*(e.roots for s in own_specs for e in s.sizes))
     kept = {n: v for n, v in own_hints.items() if n not in unseen}
     return Captured(gm, tuple(state), tuple(own_specs), symbols, guards, kept, out_spec, origins)
+
+
+def _log_fixed(name: str, shape_env: ShapeEnv, roots: Mapping[str, torch.SymInt],
+               sizes: Mapping[str, Expr]) -> None:  # fmt: skip
+    """Which sizes the graph holds for at one value only, and what asked for that."""
+    for root, size in sizes.items():
+        if not size.is_const:
+            continue
+        traced = str(roots[root].node._expr)
+        guards = [g for g in shape_env.guards if traced in {s.name for s in g.expr.free_symbols}]  # type: ignore[attr-defined]
+        first = next((g for g in guards if isinstance(g.expr, sympy.Eq)), (*guards, None)[0])
+        why = f": {first.expr} at {first.sloc}" if first is not None else ""
+        log.info("%s: its graph fixes the size %s at %d%s", name, root, size.value, why)
 
 
 def _settled(shape_env: ShapeEnv, gm: GraphModule, roots: Mapping[str, torch.SymInt],

@@ -58,6 +58,21 @@ class Variant:
         return all(guard.holds(env) for guard in self.program.guards)
 
 
+@dataclass
+class Progress:
+    """What a store is at, for those who watch from another thread."""
+
+    stage: str = ""
+    total: int = 0
+    count: Callable[[], int] = int  # how many of ``total`` are done
+
+    def begin(self, stage: str, total: int = 0, count: Callable[[], int] = int) -> None:
+        self.stage, self.total, self.count = stage, total, count
+
+    def __str__(self) -> str:
+        return f"{self.stage}, {self.count()} of {self.total}" if self.total else self.stage
+
+
 class VariantStore:
     """Finds or makes the variant for a call."""
 
@@ -66,6 +81,7 @@ class VariantStore:
         self.module, self.eager, self.options, self.name = module, eager, options, name
         self.variants: dict[Any, list[Variant]] = {}
         self.num_captures = 0
+        self.progress = Progress()
         self._failed: dict[Any, str] = {}
         self._building: dict[Any, threading.Thread] = {}
 
@@ -164,6 +180,8 @@ class VariantStore:
         if variant.state_names != tuple(state.names):
             raise CaptureError(f"{self.name}: the module's parameters are not those of its graph")
         built = time.perf_counter()
+        before, sources = sum(library.counts), set(variant.program.sources)
+        self.progress.begin("building kernels", len(sources), lambda: sum(library.counts) - before)
         library.build(variant.program.sources)
         ready = time.perf_counter()
         log.info("%s: %d kernels, %d calls; kernels ready in %.1f s, all in %.1f s", self.name,
@@ -181,7 +199,12 @@ class VariantStore:
             args, kwargs = rebuild(skeleton, tensors)
             return clone(*args, **kwargs)
 
+        parts, entered = list(clone.modules()), set[int]()
+        for part in parts:
+            part.register_forward_pre_hook(lambda m, _: entered.add(id(m)))
+        self.progress.begin("tracing modules", len(parts), lambda: len(entered))
         captured = capture(clone, call, shapes.specs, shapes.hints)
+        self.progress.begin("planning kernels")
         traced = time.perf_counter()
         imported = import_graph(captured.gm, captured.symbols, captured.hints, captured.origins,
                                 len(captured.state_names))  # fmt: skip
