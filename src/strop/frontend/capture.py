@@ -147,7 +147,7 @@ def _log_fixed(name: str, shape_env: ShapeEnv, roots: Mapping[str, torch.SymInt]
         if not size.is_const:
             continue
         traced = str(roots[root].node._expr)
-        guards = [g for g in shape_env.guards if traced in {s.name for s in g.expr.free_symbols}]  # type: ignore[attr-defined]
+        guards = [g for g in shape_env.guards if traced in {s.name for s in g.expr.free_symbols}]
         first = next((g for g in guards if isinstance(g.expr, sympy.Eq)), (*guards, None)[0])
         why = f": {first.expr} at {first.sloc}" if first is not None else ""
         log.info("%s: its graph fixes the size %s at %d%s", name, root, size.value, why)
