@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -42,6 +43,40 @@ def test_sizes_that_diffusers_refuses_and_sizes_off_the_grid() -> None:
         torch.testing.assert_close(draw(pipe, width, height), draw(plain, width, height),
                                    rtol=1e-3, atol=1e-3)  # fmt: skip
     assert pipe.unet.forward.counters.eager_calls == 0
+
+
+LATENT, PROMPT = torch.randn(2, 4, 8, 8), torch.randn(2, 7, tiny.PROMPT_DIM)
+WRONG_CALLS: dict[str, Callable[[Any], Any]] = {
+    "no argument": lambda unet: unet(),
+    "a text": lambda unet: unet("a cat", 1, PROMPT),
+    "a timestep of another kind": lambda unet: unet(LATENT, "now", PROMPT),
+    "three dims": lambda unet: unet(LATENT[0], 1, PROMPT),
+    "channels": lambda unet: unet(LATENT[:, :3], 1, PROMPT),
+    "prompt width": lambda unet: unet(LATENT, 1, PROMPT[..., :5]),
+    "prompt batch": lambda unet: unet(LATENT, 1, torch.cat([PROMPT, PROMPT[:1]])),
+    "timesteps": lambda unet: unet(LATENT, torch.ones(3), PROMPT),
+    "sample twice": lambda unet: unet(LATENT, 1, PROMPT, sample=LATENT),
+    "too many": lambda unet: unet(LATENT, 1, PROMPT, *[None] * 20),
+    "keyword": lambda unet: unet(LATENT, 1, PROMPT, speed=11),
+    "dtype": lambda unet: unet(LATENT.double(), 1, PROMPT),
+}
+
+
+def test_wrong_calls_of_a_unet_get_eagers_error() -> None:
+    unet, plain = tiny.unet(), tiny.unet()
+    strop.optimize(unet, options=tiny.options())
+    with torch.no_grad():
+        torch.testing.assert_close(unet(LATENT, 1, PROMPT).sample, plain(LATENT, 1, PROMPT).sample,
+                                   rtol=1e-4, atol=1e-4)  # fmt: skip
+        for name, call in WRONG_CALLS.items():
+            with pytest.raises(Exception) as wanted:  # noqa: PT011  (whatever eager raises)
+                call(plain)
+            with pytest.raises(type(wanted.value)) as found:
+                call(unet)
+            assert str(found.value) == str(wanted.value), name
+        unet(LATENT, torch.ones(1), PROMPT)
+    assert unet.forward.counters.eager_calls == 0, unet.forward.counters.fallbacks
+    assert len(unet.forward.variants.all) == 1
 
 
 def test_a_pipeline_without_known_components_says_what_it_has() -> None:

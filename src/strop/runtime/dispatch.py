@@ -6,6 +6,7 @@ static arguments, a check that the weights are where they were, and the run itse
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
 import logging
@@ -199,7 +200,8 @@ class Dispatcher:
         try:
             result = self.eager(*args, **kwargs)
         except Exception:
-            self.variants.forget_failure(self.state, skeleton, self.adapter.shapes(tensors))
+            with contextlib.suppress(*REFUSALS):
+                self.variants.forget_failure(self.state, skeleton, self.adapter.shapes(tensors))
             raise
         if self.options.strict:
             raise refusal

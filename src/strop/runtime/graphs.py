@@ -58,6 +58,7 @@ class GraphPool:
         self._stream = torch.cuda.Stream(device)
         self._workspace = Workspace(device)
         self._done = torch.cuda.Event()
+        self._one = torch.zeros(1, device=device)  # for captures that need no memory
         self._latest: torch.cuda.Stream | None = None  # that replayed
         self._streams: dict[int, torch.cuda.Stream] = {}
         self._lock = threading.RLock()  # binding may move weights, which drops graphs
@@ -151,11 +152,10 @@ class GraphPool:
                 results = run()
         except RuntimeError as error:
             self._pool = torch.cuda.graph_pool_handle()  # torch may count the old one as recording
-            cause = _out_of_memory(error)
-            if cause is not error:
+            if not isinstance(error, torch.OutOfMemoryError):
                 self._capture_nothing()
-            if cause is not None:  # torch may report that the capture broke, in consequence
-                raise cause from None
+            if _is_out_of_memory(error):  # or torch reports what came of that: a broken capture
+                raise torch.OutOfMemoryError("for a CUDA graph") from error
             raise NoGraphError(f"the capture failed: {str(error).partition(chr(10))[0]}") from error
         return graph, results
 
@@ -163,18 +163,18 @@ class GraphPool:
         """A capture that breaks leaves torch's random generator in it; one that works ends that."""
         with torch.cuda.graph(torch.cuda.CUDAGraph(), pool=self._pool, stream=self._stream,
                               capture_error_mode="thread_local"):  # fmt: skip
-            torch.zeros(1, device=self.device)
+            self._one.zero_()
 
     def _trim(self, budget_bytes: int) -> None:
         while len(self._graphs) > 1 and self.held_bytes > budget_bytes:
             self._graphs.popitem(last=False)
 
 
-def _out_of_memory(error: BaseException | None) -> torch.OutOfMemoryError | None:
-    """The error itself or what it came from."""
+def _is_out_of_memory(error: BaseException | None) -> bool:
+    """Whether it, or what it came from, is."""
     while error is not None and not isinstance(error, torch.OutOfMemoryError):
         error = error.__cause__ or error.__context__
-    return error
+    return error is not None
 
 
 def _count_kernels(graph: torch.cuda.CUDAGraph) -> int:
