@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -52,6 +52,7 @@ class Cuda:
     """As much of torch.cuda as a pool asks for."""
 
     Stream, Event, CUDAGraph = Stream, Event, Graph
+    default_generators: ClassVar = {None: torch.default_generator}
 
     def __init__(self) -> None:
         self.in_capture: Fault = lambda: None

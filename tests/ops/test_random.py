@@ -201,3 +201,29 @@ def test_random_tensors_are_eagers(name: str, device: str, tmp_path: Path) -> No
             torch.testing.assert_close(result, RANDOM[name](x))
         assert not torch.equal(found[0], found[1])
     assert module.forward.counters.eager_calls == 0, module.forward.counters.fallbacks
+
+
+class Owned(nn.Module):
+    """Draws from a generator that is its own, or everybody's."""
+
+    def __init__(self, generator: torch.Generator) -> None:
+        super().__init__()
+        self.own = [generator]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.rand(3, 5, generator=self.own[0])
+
+
+def test_a_generator_is_respected() -> None:
+    """A plan cannot hold one: eager draws from it, and says so."""
+    generator = torch.Generator()
+    module = strop.optimize(Owned(generator).eval(), options=tiny.options())
+    x = torch.ones(3, 5)
+    for seed in (1, 2):
+        generator.manual_seed(seed)
+        found = [module(x), module(x)]
+        generator.manual_seed(seed)
+        assert torch.equal(found[0], x + torch.rand(3, 5, generator=generator))
+        assert torch.equal(found[1], x + torch.rand(3, 5, generator=generator))
+    (reason,) = module.forward.counters.fallbacks
+    assert "Generator" in reason

@@ -120,7 +120,10 @@ def import_graph(
         if fx.op == "placeholder":
             inputs.append(_input(importer, fx, len(inputs), len(inputs) < num_state))
         elif fx.op == "get_attr":
-            value = getattr(gm, fx.target).detach()
+            value = getattr(gm, fx.target)
+            if not isinstance(value, torch.Tensor):  # a generator, whose copy nobody seeds
+                raise UnsupportedError(f"its forward uses a {type(value).__name__} of its own")
+            value = value.detach()
             fx.meta["val"] = value
             if value.numel() <= _MOST_LITERALS and value.dtype in KERNEL_DTYPES:
                 importer.values[fx] = _literals(importer, value)

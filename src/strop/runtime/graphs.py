@@ -133,7 +133,10 @@ class GraphPool:
                 for x, d in zip(inputs, dtypes, strict=True)
             )
             bound = make(self._workspace, stream.cuda_stream)
+            generator = torch.cuda.default_generators[self.device.index]
+            state = generator.get_state()
             bound.run(static)  # lets libraries choose algorithms outside of the capture
+            generator.set_state(state)  # as if it had drawn nothing
             graph, results = self._record(lambda: tuple(bound.run(static)))
             num_kernels = _count_kernels(graph)
             graph.instantiate()
