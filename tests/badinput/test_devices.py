@@ -178,10 +178,11 @@ class TestTwoGpus:
 
     def test_two_gpus_from_two_threads(self) -> None:
         plain = Net().eval()
+        nets = [Net().to(f"cuda:{index}") for index in range(2)]
         wrong: list[tuple[int, int]] = []
 
         def work(index: int) -> None:
-            module = optimized(Net().to(f"cuda:{index}"), strict=True)
+            module = optimized(nets[index], strict=True)
             with torch.no_grad():
                 for step in range(40):
                     x = self.inputs(1 + step % 5)
