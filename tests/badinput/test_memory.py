@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -98,6 +99,8 @@ class Torch:
     def __init__(self) -> None:
         self.cuda = Cuda()
         self.in_copy: Fault = lambda: None
+
+    _C = SimpleNamespace(_cuda_endAllocateToPool=lambda device, pool: None)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch, name)

@@ -7,6 +7,7 @@ are copied in and its results copied out: nobody outside ever holds memory of th
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import threading
 from collections import OrderedDict
@@ -154,7 +155,9 @@ class GraphPool:
                                   capture_error_mode="thread_local"):  # fmt: skip
                 results = run()
         except RuntimeError as error:
-            self._pool = torch.cuda.graph_pool_handle()  # torch may count the old one as recording
+            with contextlib.suppress(RuntimeError):  # torch has done so unless the capture broke
+                torch._C._cuda_endAllocateToPool(self.device.index, self._pool)
+            self._pool = torch.cuda.graph_pool_handle()
             if not isinstance(error, torch.OutOfMemoryError):
                 self._capture_nothing()
             if _is_out_of_memory(error):  # or torch reports what came of that: a broken capture
