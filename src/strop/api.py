@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from torch import nn
 
 from strop.errors import OptionError
-from strop.options import Options
+from strop.options import OPTION_NAMES, Options, check_names
 from strop.runtime.dispatch import Dispatcher
 
 if TYPE_CHECKING:
@@ -16,14 +16,15 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-def optimize(obj: T, *, options: Options | None = None) -> T:
+def optimize(obj: T, *, options: Options | None = None, **unknown: Any) -> T:
     """Compile a module, or the components of a diffusers pipeline, in place; returns ``obj``.
 
     Nothing is compiled yet: the first call of each module does that, once for every size. Class
     identity, ``config``, Parameters, ``state_dict`` keys and hooks stay as they are. ``restore``
-    undoes it. Raises OptionError for anything that is neither a module nor a pipeline.
+    undoes it. Raises OptionError for anything that is neither a module nor a pipeline, and for
+    other keywords.
     """
-    options = options or Options.from_environment()
+    options = _checked_options(options, unknown)
     if isinstance(obj, nn.Module):
         optimize_module(obj, options)
     elif hasattr(obj, "components"):
@@ -36,6 +37,18 @@ def optimize(obj: T, *, options: Options | None = None) -> T:
             " pipeline. For a plain function use torch.compile(fn, backend='strop')."
         )
     return obj
+
+
+def _checked_options(options: Options | None, unknown: dict[str, Any]) -> Options:
+    if unknown:
+        check_names(unknown, OPTION_NAMES, "option")
+        text = ", ".join(f"{name}={value!r}" for name, value in unknown.items())
+        raise OptionError(f"strop.optimize takes options as options=strop.Options({text})")
+    if options is not None and not isinstance(options, Options):
+        raise OptionError(
+            f"options is a {type(options).__name__}; strop.optimize takes strop.Options(...)"
+        )
+    return options or Options.from_environment()
 
 
 def optimize_module(module: nn.Module, options: Options, **how: Any) -> Dispatcher:

@@ -23,9 +23,13 @@ from strop.options import Options
 if TYPE_CHECKING:
     from torch.fx import GraphModule
 
+PLANNED = frozenset({  # library calls that write where they are told
+    "linear",
+    "matmul",
+})  # fmt: skip
 TARGETS = {
-    "cpu": Target("cpu", cpp.emit, frozenset({"linear", "matmul"})),
-    "cuda": Target("cuda", triton.emit, frozenset({"linear", "matmul", "conv2d"}), triton.stitched),
+    "cpu": Target("cpu", cpp.emit, PLANNED),
+    "cuda": Target("cuda", triton.emit, PLANNED | {"conv2d"}, triton.stitched),
 }
 
 

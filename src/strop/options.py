@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -38,9 +40,20 @@ class Options:
     build_workers: int = _knob(0, "processes that compile kernels; 0: one a core, at most 12",
                                "STROP_BUILD_WORKERS", keyed=False)  # fmt: skip
 
+    def __post_init__(self) -> None:
+        for knob in fields(self):
+            _check(knob.name, getattr(self, knob.name), knob.default)
+
     @staticmethod
     def from_environment(**overrides: Any) -> Options:
-        """Defaults, then STROP_* variables, then ``overrides``."""
+        """Defaults, then STROP_* variables, then ``overrides``.
+
+        Raises OptionError for a STROP_* variable, an override or a value that nobody knows.
+        """
+        check_names(overrides, OPTION_NAMES, "option")
+        known = [knob.metadata["env"] for knob in fields(Options)]
+        given = [name for name in os.environ if name.startswith("STROP_")]  # noqa: TID251
+        check_names(given, known, "environment variable")
         values: dict[str, Any] = {}
         for knob in fields(Options):
             text = os.environ.get(knob.metadata["env"]) if knob.metadata["env"] else None  # noqa: TID251
@@ -66,6 +79,32 @@ class Options:
     @property
     def cache_path(self) -> Path:
         return Path(self.cache_dir).expanduser() if self.cache_dir else Path.home() / ".cache/strop"
+
+
+OPTION_NAMES = tuple(knob.name for knob in fields(Options))
+
+
+def check_names(given: Iterable[str], known: Iterable[str], what: str) -> None:
+    """Raise OptionError for names that are not ``known``, with the likely ones."""
+    known = tuple(known)
+    unknown = [name for name in given if name not in known]
+    if unknown:
+        close = [c for name in unknown for c in difflib.get_close_matches(name, known, n=1)]
+        hint = f" (did you mean {', '.join(close)}?)" if close else ""
+        raise OptionError(
+            f"there is no {what} {', '.join(unknown)}{hint}; there are {', '.join(known)}"
+        )
+
+
+_EXPECTED = {bool: "True or False", int: "a whole number, 0 or more", str: "a text",
+             tuple: "a tuple of names"}  # fmt: skip
+
+
+def _check(name: str, value: Any, default: Any) -> None:
+    kind = type(default)
+    fits = type(value) is kind and (kind is not int or value >= 0)
+    if not fits or (kind is tuple and not all(isinstance(item, str) for item in value)):
+        raise OptionError(f"{name}={value!r}: expected {_EXPECTED[kind]}")
 
 
 def _parse(name: str, text: str, default: Any) -> Any:

@@ -144,7 +144,7 @@ def test_a_missing_extra_is_named(
         (["explain", "--html", "page.txt"], 2, "must end in .html"),
         (["explain", "--json", "absent/x.json"], 1, "mkdir -p absent"),
         (["explain", "--size", "100x64"], 2, "the nearest: 96x64"),
-        (["explain", "--model", "sd15-unet", "--size", "100x64"], 2, "multiples of 64"),
+        (["explain", "--model", "sd15-unet", "--size", "100x64"], 2, "multiples of 8 pixels"),
         (["bench", "infer", "huge"], 2, "there are sd15-unet-512"),
         (["bench", "infer", "tiny-unet", "--device", "cpu", "--peer", "x"], 1, "eager-graph"),
         (["bench", "compile", "tiny-unet", "-o", "absent"], 1, "mkdir -p absent"),

@@ -128,7 +128,7 @@ def test_a_failed_write_leaves_nothing(store: DiskCache, monkeypatch: pytest.Mon
 
     store.write("plan", "k", b"old")
     monkeypatch.setattr(Path, "replace", full)
-    with pytest.raises(OSError, match="no space left"):
+    with pytest.raises(CacheError, match="no space left"):
         store.write("plan", "k", b"new")
     assert [p.name for p in (store.root / "plan").iterdir()] == ["k"]
     assert store.read("plan", "k") == b"old"

@@ -5,10 +5,11 @@ from __future__ import annotations
 import difflib
 import os
 import re
+import warnings
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
 MOST_PIXELS = 4096 * 4096
+MOST_TOKENS = 1_000_000  # tokenizers without a limit name a huge one
 
 
 class Device(StrEnum):
@@ -61,7 +63,7 @@ SizeOption = Annotated[
     typer.Option(
         parser=parse_size,
         metavar="WxH",
-        help="Width x height in pixels, multiples of the model's factor (16 for sprites). "
+        help="Width x height in pixels: multiples of 16 for sprites, of 8 for other models. "
         r"[dim]\[default: 96x64 for sprites, else the model's own][/]",
     ),
 ]
@@ -111,10 +113,14 @@ def chosen_device(device: Device) -> str:
     """ "cpu" or "cuda"; raises BadParameter where there is no GPU."""
     import torch
 
+    with warnings.catch_warnings(record=True) as said:  # an old driver, say
+        warnings.simplefilter("always")
+        is_there = torch.cuda.is_available()
     if device is Device.auto:
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    if device is Device.cuda and not torch.cuda.is_available():
+        return "cuda" if is_there else "cpu"
+    if device is Device.cuda and not is_there:
         why = "this torch has no CUDA" if torch.version.cuda is None else "torch finds no GPU"
+        why = " ".join(str(said[0].message).split()) if said else why
         raise typer.BadParameter(f"cuda: {why}; use --device cpu", param_hint="'--device'")
     return device.value
 
@@ -130,6 +136,21 @@ def chosen_dtype(dtype: Dtype, device: str) -> torch.dtype:
             "fp16: CPUs compute in fp32; use --dtype fp32 or --device cuda", param_hint="'--dtype'"
         )
     return torch.float16 if dtype is Dtype.fp16 else torch.float32
+
+
+def check_length(pipe: Any, prompt: str, what: str = "prompt") -> None:
+    """Say what a model will not read: diffusers cuts long prompts, in a message of its own."""
+    tokenizer = getattr(pipe, "tokenizer", None)
+    limit = getattr(tokenizer, "model_max_length", 0)
+    if tokenizer is None or not 0 < limit < MOST_TOKENS:
+        return
+    ids = tokenizer(prompt, truncation=False, verbose=False).input_ids
+    if len(ids) > limit:
+        rest = tokenizer.decode(ids[limit - 1 :], skip_special_tokens=True).strip()
+        warn(
+            f"the {what} has {len(ids) - 2} tokens, of which this model reads {limit - 2};"
+            f" it ignores the end: {rest!r}"
+        )
 
 
 def check_prompt(prompt: str, hint: str = "'PROMPT'") -> str:

@@ -113,6 +113,9 @@ def _gpus() -> list[Facts]:
 
     if not torch.cuda.is_available():
         return []
+
+    from strop.runtime import driver
+
     found = []
     for index in range(torch.cuda.device_count()):
         gpu = torch.cuda.get_device_properties(index)
@@ -122,6 +125,7 @@ def _gpus() -> list[Facts]:
             "memory": bytes_text(gpu.total_memory),
             "multiprocessors": gpu.multi_processor_count,
             "cuda": torch.version.cuda,
+            "driver": f"for CUDA {driver.version()}",
             "cudnn": torch.backends.cudnn.version(),
         })  # fmt: skip
     return found

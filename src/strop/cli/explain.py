@@ -87,7 +87,7 @@ def _pipe_report(name: str, size: Size | None, device: str) -> Report:
 def _unet_report(size: Size | None, device: str) -> Report:
     """Of one call of Stable Diffusion 1.5's UNet with guidance (batch 2)."""
     size = size or Size(512, 512)
-    arguments.check_size(size, 64)
+    arguments.check_size(size, models.MULTIPLE)
 
     import torch
 

@@ -86,6 +86,8 @@ def command(
     found = models.find_model(model)
     size = size or found.default_size
     arguments.check_size(size, found.factor)
+    if optimize and (size.width % found.grid or size.height % found.grid):
+        warn(f"{size} is off this model's grid of {found.grid} pixels: it needs a graph of its own")
     if found.is_sprites:
         prompt = arguments.check_prompt(prompt)
         negative = arguments.check_prompt(negative, "'--negative'") if negative else ""
@@ -115,6 +117,8 @@ def _generate(
     clock, before = Clock(), CoreUse.now()
     with clock.stage("load"), spinner(f"loading {model.name}"):
         pipe = models.load(model, dtype, device)
+    arguments.check_length(pipe, request.prompt)
+    arguments.check_length(pipe, request.negative, "negative prompt")
     _set_threads(threads, before)
     runs = RUNS if len(outputs) > 1 else 1
     try:

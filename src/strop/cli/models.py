@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,19 +16,21 @@ if TYPE_CHECKING:
     import torch
 
 SPRITES = "sprites"
+MULTIPLE = 8  # of pixels, which diffusers asks of every picture
 
 
 @dataclass(frozen=True)
 class Model:
     """A diffusers folder and what its configuration says.
 
-    ``factor`` is what both sides of a picture must be multiples of: the autoencoder's factor
-    times that of the UNet.
+    ``factor`` is what both sides of a picture must be multiples of, ``grid`` what they had better
+    be: the autoencoder's factor times that of the UNet.
     """
 
     name: str
     folder: Path
     factor: int
+    grid: int
     default_size: Size
     guidance: float
 
@@ -50,11 +53,11 @@ def find_model(name: str) -> Model:
     _check_parts(folder)
     vae, unet = (_sizes(folder, part) for part in ("vae", "unet"))
     latent = 2 ** (len(vae["block_out_channels"]) - 1)
-    factor = latent * 2 ** (len(unet["block_out_channels"]) - 1)
-    if name == SPRITES:
-        return Model(name, folder, factor, Size(96, 64), 4.0)
+    grid = latent * 2 ** (len(unet["block_out_channels"]) - 1)
+    if name == SPRITES:  # has seen no other sizes
+        return Model(name, folder, grid, grid, Size(96, 64), 4.0)
     side = unet.get("sample_size", 64) * latent
-    return Model(name, folder, factor, Size(side, side), 7.5)
+    return Model(name, folder, math.lcm(latent, MULTIPLE), grid, Size(side, side), 7.5)
 
 
 def _check_parts(folder: Path) -> None:

@@ -123,7 +123,7 @@ def compiled_text(pipe: Any) -> str:
 def fallbacks(pipe: Any) -> list[str]:
     """Why calls ran in eager after all."""
     return [
-        f"{name} ran {count} times in eager: {why}"
+        f"{name}, {count} times: {why}"
         for name, d in dispatchers_of(pipe).items()
         for why, count in d.counters.fallbacks.items()
     ]

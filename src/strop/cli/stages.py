@@ -91,8 +91,9 @@ def compiling(pipe: Any) -> Iterator[None]:
                 ready = sum(bool(d.variants.all) for d in parts.values())
                 begun = [n for n, d in parts.items() if d.counters.calls and not d.variants.all]
                 name = begun[-1] if begun else ""
-                bar.update(task, completed=ready, description=f"compiling {name}",
-                           note=f"{ready} of {len(parts)} parts")  # fmt: skip
+                note = f"{ready} of {len(parts)} parts"
+                note += f": {parts[name].variants.progress}" if name else ""
+                bar.update(task, completed=ready, description=f"compiling {name}", note=note)
 
         watcher = threading.Thread(target=watch, name="strop-progress", daemon=True)
         watcher.start()

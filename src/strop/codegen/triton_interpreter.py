@@ -79,7 +79,7 @@ def _interpreting() -> Iterator[None]:
 
     call, patch = JITFunction.__call__, interpreter._patch_lang_tensor
     reduce = interpreter.ReduceOps.apply_impl
-    JITFunction.__call__ = lambda self, *args, **kwargs: self.fn(*args, **kwargs)
+    JITFunction.__call__ = _call
     interpreter._patch_lang_tensor = lambda tensor, scope: _patch_tensor(patch, tensor, scope)
     interpreter.ReduceOps.apply_impl = lambda self, input: _reduce(reduce, self, input)
     try:
@@ -87,6 +87,19 @@ def _interpreting() -> Iterator[None]:
     finally:
         JITFunction.__call__, interpreter._patch_lang_tensor = call, patch
         interpreter.ReduceOps.apply_impl = reduce
+
+
+def _call(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Triton's random numbers see the core of the language by itself: it is patched as well."""
+    from triton.runtime import interpreter
+
+    if self.fn.__module__ != "triton.language.random":
+        return self.fn(*args, **kwargs)
+    scope = interpreter._patch_lang(self.fn)
+    try:
+        return self.fn(*args, **kwargs)
+    finally:
+        scope.restore()
 
 
 def _patch_tensor(patch: Any, tensor: Any, scope: Any) -> None:

@@ -120,8 +120,7 @@ def _component(name: str, dispatcher: Dispatcher, able: Machine) -> ComponentRow
 
 def _latest(dispatcher: Dispatcher) -> Entry | None:
     """The entry of the shape that was met last."""
-    served = [e for e in dispatcher._entries.values() if e.variant is not None]
-    return served[-1] if served else None
+    return next(reversed(dispatcher._entries.values()), None)
 
 
 def num_recompiles(variants: Mapping[Any, Sequence[Variant]]) -> int:

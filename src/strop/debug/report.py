@@ -233,7 +233,7 @@ def _component_lines(c: ComponentRow) -> list[str]:
         f" {len(c.graphs)} graphs, {c.num_recompiles} recompiles, {c.num_shapes} shapes,"
         f" {c.num_launches} launches"
     ]
-    lines += [f"  eager {count}x: {why}" for why, count in c.fallbacks.items()]
+    lines += [f"  fallback {count}x: {why}" for why, count in c.fallbacks.items()]
     lines += [f"  not finite: {text}" for text in c.nonfinite]
     lines += [f"  check: {text}" for text in c.findings]
     for graph in c.graphs:
@@ -259,11 +259,30 @@ def _graph_lines(g: GraphRow) -> list[str]:
         lines.append("  " + _bound_line(g))
     for k in sorted(g.kernels, key=lambda k: -k.bytes_moved)[:_TOP]:
         lines.append(f"  {k.num_launches:4d}x {k.name}  {k.bytes_moved / 1e6:.2f} MB"
-                     f"  ~{k.estimated_us:.1f} us  <- {k.origins[0] or 'the module itself'}"
+                     f"  {k.flops / 1e6:.2f} MFLOP"
+                     f"  ~{k.estimated_us:.1f} us  {k.share:.1%}  <- {_from(k.origins)}"
                      )  # fmt: skip
+    for op, origins in _opaque(g).items():
+        lines.append(
+            f"  {len(origins):4d}x {op} in torch  <- {_from(tuple(dict.fromkeys(origins)))}"
+        )
     for reason, count in sorted(g.refusals.items(), key=lambda item: -item[1])[:_TOP]:
         lines.append(f"  {count:4d} edges not fused: {reason}")
     return lines
+
+
+def _from(origins: tuple[str, ...]) -> str:
+    more = f" and {len(origins) - 1} more" if len(origins) > 1 else ""
+    return (origins[0] or "the module itself") + more
+
+
+def _opaque(g: GraphRow) -> dict[str, list[str]]:
+    """The modules that torch runs an operator for, by operator."""
+    found: dict[str, list[str]] = {}
+    for step in g.steps:
+        if step.kind == "opaque":
+            found.setdefault(step.title, []).append(step.origin)
+    return found
 
 
 def _bound_line(g: GraphRow) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from strop.errors import UnsupportedError
 from strop.frontend.capture import TensorSpec
 from strop.runtime.dispatch import Adapter
 from strop.runtime.signature import Shapes
@@ -34,18 +35,25 @@ class UNetAdapter(Adapter):
                   ) -> tuple[tuple[Any, ...], dict[str, Any]]:  # fmt: skip
         """Timesteps as a float vector (B,): numbers and 0-d tensors would be other graphs."""
         named = dict(zip(self._names, args, strict=False)) | kwargs
-        if not {"sample", "timestep"} <= named.keys():
+        sample, timestep = named.get("sample"), named.get("timestep")
+        if len(named) < len(args) + len(kwargs) or not isinstance(sample, Tensor):
+            return args, kwargs  # eager says what is wrong
+        if not isinstance(timestep, Tensor | int | float):
             return args, kwargs
-        sample, timestep = named["sample"], named["timestep"]
         if not isinstance(timestep, Tensor):
             timestep = torch.tensor(timestep, dtype=torch.float32)
         if timestep.device != sample.device:
             timestep = timestep.to(sample.device)
-        named["timestep"] = timestep.expand(sample.shape[0])
+        if timestep.dim() == 0 or timestep.shape == (1,):
+            timestep = timestep.expand(sample.shape[0])
+        named["timestep"] = timestep
         return (), {k: v for k, v in named.items() if v is not None or k in self._required}
 
     def shapes(self, tensors: Sequence[Tensor]) -> Shapes:
-        sample = max((t for t in tensors if t.dim() == 4), key=lambda t: t.shape[-1] * t.shape[-2])
+        images = [t for t in tensors if t.dim() == 4]
+        if not images:
+            raise UnsupportedError("a UNet is called without a tensor of four dims")
+        sample = max(images, key=lambda t: t.shape[-1] * t.shape[-2])
         batch, _, height, width = sample.shape
         factor = self.factor
         is_ragged = height % factor != 0 or width % factor != 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -9,8 +10,11 @@ from typing import Any
 from torch import nn
 
 from strop.api import optimize_module, restore
+from strop.errors import OptionError
 from strop.options import Options
 from strop.runtime.dispatch import Loop
+
+log = logging.getLogger("strop")
 
 # component -> the modules in it whose forward does the work
 COMPONENTS: dict[str, tuple[str, ...]] = {
@@ -28,20 +32,41 @@ def compiled_modules(pipe: Any) -> dict[str, nn.Module]:
         component = pipe.components.get(name)
         if isinstance(component, nn.Module):
             for part in parts:
-                module = component.get_submodule(part)
+                module = getattr(component, part, None) if part else component
+                if not isinstance(module, nn.Module):
+                    continue
                 found[f"{name}.{part}" if part else name] = module
     return found
 
 
 def optimize_pipeline(pipe: Any, options: Options) -> None:
-    """Compile every known component. Adapters and schedulers stay diffusers' own."""
-    loop = Loop()
-    for name, module in compiled_modules(pipe).items():
+    """Compile every known component. Adapters and schedulers stay diffusers' own.
+
+    Raises OptionError for a pipeline that has none of them.
+    """
+    loop, known = Loop(), compiled_modules(pipe)
+    if not known:
+        raise OptionError(_nothing_known(pipe))
+    for name, module in known.items():
         optimize_module(module, options, name=name, loop=loop if name == "unet" else None)
-    if not isinstance(pipe.__dict__.get("progress_bar"), _MarkedBar):
-        pipe.progress_bar = _MarkedBar(pipe.progress_bar, loop)
-    else:
+    if isinstance(pipe.__dict__.get("progress_bar"), _MarkedBar):
         pipe.progress_bar.loop = loop
+    elif hasattr(pipe, "progress_bar"):  # without one, every call looks at all weights
+        pipe.progress_bar = _MarkedBar(pipe.progress_bar, loop)
+    modules = [name for name, part in pipe.components.items() if isinstance(part, nn.Module)]
+    left = [name for name in modules if name not in COMPONENTS]
+    if left:
+        log.info("%s: not compiled: %s", type(pipe).__name__, ", ".join(left))
+
+
+def _nothing_known(pipe: Any) -> str:
+    modules = {n: m for n, m in pipe.components.items() if isinstance(m, nn.Module)}
+    has = ", ".join(f"{n} ({type(m).__name__})" for n, m in modules.items()) or "no module at all"
+    advice = f": strop.optimize(pipe.{next(iter(modules))})" if modules else ""
+    return (
+        f"{type(pipe).__name__} has no component that strop.optimize knows"
+        f" ({', '.join(COMPONENTS)}); it has {has}. Optimise a module by itself{advice}"
+    )
 
 
 def restore_pipeline(pipe: Any) -> None:

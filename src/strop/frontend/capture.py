@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import copy
 import functools
+import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
+import sympy
 import torch
 import torch.fx.experimental._config as fx_config
 import torch.utils._pytree as pytree
@@ -42,8 +44,7 @@ from strop.frontend.symbols import OutsideLanguage, Symbols
 from strop.ir.dims import Expr, const, parse, symbol
 from strop.ir.program import Guard
 
-# what a module may raise that meets fake tensors where it expects real ones
-_MODULE_ERRORS = (RuntimeError, ValueError, TypeError, AttributeError, LookupError, AssertionError)
+log = logging.getLogger("strop")
 
 
 # Tracing sets what belongs to the process: hooks on all modules, settings of fx. Modules of several
@@ -152,10 +153,24 @@ def capture(
     sizes = {n: symbols.names[str(root.node._expr)] for n, root in roots.items()}
     own_specs = [replace(s, shape=tuple(str(e.substitute(sizes)) for e in s.sizes))
                  for s in specs]  # fmt: skip
+    _log_fixed(type(module).__name__, shape_env, roots, sizes)
     own_hints = symbols.root_values(symbols.hints)
     unseen = own_hints.keys() - set().union(*(e.roots for s in own_specs for e in s.sizes))
     kept = {n: v for n, v in own_hints.items() if n not in unseen}
     return Captured(gm, tuple(state), tuple(own_specs), symbols, guards, kept, out_spec, origins)
+
+
+def _log_fixed(name: str, shape_env: ShapeEnv, roots: Mapping[str, torch.SymInt],
+               sizes: Mapping[str, Expr]) -> None:  # fmt: skip
+    """Which sizes the graph holds for at one value only, and what asked for that."""
+    for root, size in sizes.items():
+        if not size.is_const:
+            continue
+        traced = str(roots[root].node._expr)
+        guards = [g for g in shape_env.guards if traced in {s.name for s in g.expr.free_symbols}]
+        first = next((g for g in guards if isinstance(g.expr, sympy.Eq)), (*guards, None)[0])
+        why = f": {first.expr} at {first.sloc}" if first is not None else ""
+        log.info("%s: its graph fixes the size %s at %d%s", name, root, size.value, why)
 
 
 def _settled(shape_env: ShapeEnv, gm: GraphModule, roots: Mapping[str, torch.SymInt],
@@ -253,7 +268,7 @@ def _trace(
             overlap_by_traced_sizes(), _record_origins(module, origins),
         ):  # fmt: skip
             gm = make_fx(transform(flat), tracing_mode="real")(state, *fakes)
-    except _MODULE_ERRORS as error:
+    except Exception as error:  # a module may raise anything when it meets fake tensors
         where = origins.get("<current>", "") or type(module).__name__
         raise CaptureError(
             f"tracing {type(module).__name__} failed in {where}: {type(error).__name__}: {error}"

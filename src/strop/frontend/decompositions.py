@@ -15,6 +15,7 @@ from torch.fx import Node as FxNode
 import strop.frontend.operators  # noqa: F401  (defines torch.ops.strop)
 from strop.frontend.norms import NORM_RULES
 from strop.frontend.pooling import POOLING
+from strop.frontend.random import RANDOM_RULES
 from strop.frontend.reductions import REDUCTION_RULES, Rule, binary, unary
 from strop.frontend.views import slice_start
 from strop.ir.dims import Expr, const, product
@@ -198,6 +199,7 @@ DECOMPOSITIONS: dict[Any, Rule] = {
     **NORM_RULES,
     **REDUCTION_RULES,
     **POOLING,
+    **RANDOM_RULES,
     # several spellings of one thing
     aten.copy_.default: _copy_,
     aten.copy.default: _copy,

@@ -15,6 +15,8 @@ from torch.fx import Graph, GraphModule, Node
 
 from strop.errors import CaptureError
 
+_NAMED_OTHERWISE = {torch.ops.aten.normal_.default: torch.ops.aten.normal_functional.default}
+
 
 class WriteThroughViewError(CaptureError):
     """A tensor is written through one view and read through another."""
@@ -57,6 +59,8 @@ def _replace(graph: Graph, node: Node) -> None:
 
 def _functional_overload(overload: Any) -> Any:
     """aten.add_.Tensor -> aten.add.Tensor; None when there is none or more than self is written."""
+    if overload in _NAMED_OTHERWISE:
+        return _NAMED_OTHERWISE[overload]
     schema = overload._schema
     written = [a for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
     name = schema.name.removeprefix("aten::")

@@ -123,8 +123,11 @@ def import_graph(
         if fx.op == "placeholder":
             inputs.append(_input(importer, fx, len(inputs), len(inputs) < num_state))
         elif fx.op == "get_attr":
+            given = getattr(gm, fx.target)
+            if not isinstance(given, torch.Tensor):  # a generator, whose copy nobody seeds
+                raise UnsupportedError(f"its forward uses a {type(given).__name__} of its own")
             with unset_fake_temporarily():  # torch.compile imports under its fake tensors
-                value = fx.meta["val"] = getattr(gm, fx.target).detach()
+                value = fx.meta["val"] = given.detach()
                 if value.numel() <= _MOST_LITERALS and value.dtype in KERNEL_DTYPES:
                     importer.values[fx] = _literals(importer, value)
                     continue

@@ -83,8 +83,15 @@ _library.impl("group_norm", F.group_norm, "CompositeExplicitAutograd")
 _library.impl("attention", _attention, "CompositeExplicitAutograd")
 
 
+def _check_types(*tensors: Tensor | None) -> None:
+    """Libraries take one type and one device; eager's own error says so better."""
+    kinds = {(t.dtype, t.device) for t in tensors if t is not None}
+    torch._check(len(kinds) == 1, lambda: f"operands of several types or devices: {kinds}")
+
+
 def _linear_shape(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     torch._check(x.shape[-1] == weight.shape[-1])
+    _check_types(x, weight, bias)
     return x.new_empty((*x.shape[:-1], weight.shape[0]))
 
 
@@ -104,6 +111,7 @@ def _rms_norm_shape(x: Tensor, normalized: Sequence[int], weight: Tensor | None,
 def _conv2d_shape(x: Tensor, weight: Tensor, bias: Tensor | None, stride: list[int],
                   padding: list[int], dilation: list[int], groups: int) -> Tensor:  # fmt: skip
     torch._check(x.shape[1] == weight.shape[1] * groups)
+    _check_types(x, weight, bias)
     spatial = [
         (size + 2 * pad - gap * (kernel - 1) - 1) // step + 1
         for size, kernel, step, pad, gap in zip(
@@ -120,6 +128,8 @@ def _resize_shape(x: Tensor, size: Sequence[int], mode: str, align_corners: bool
 
 def _attention_shape(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool,
                      scale: float | None) -> Tensor:  # fmt: skip
+    torch._check(q.shape[-1] == k.shape[-1])
+    _check_types(q, k, v)
     return q.new_empty((*q.shape[:-1], v.shape[-1]))
 
 
@@ -131,6 +141,8 @@ def _group_norm_shape(x: Tensor, groups: int, weight: Tensor | None, bias: Tenso
     """
     if weight is not None:
         torch._check(x.shape[1] == weight.shape[0])
+    if isinstance(x.shape[1], int):
+        torch._check(x.shape[1] % groups == 0)
     result = x.new_empty(x.shape)
     if x.device.type != "cpu" or x.dim() != 4:
         return result

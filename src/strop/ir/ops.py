@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from strop.ir import philox
 from strop.ir.op import Kind, Op, Operands, Types, compute_dtype
 from strop.ir.pointwise import POINTWISE
 
@@ -42,6 +43,17 @@ STRUCTURAL: tuple[Op, ...] = (
     # from the end), "checked", or "known" to be inside. The source is always in memory.
     Op("take", Kind.POINTWISE),
     Op("copy", Kind.POINTWISE, triton="{0}", cpp="{0}"),  # the same values in another layout
+    # seed and position, both int64, to a number in [0, 1): ``frontend.random``
+    Op(
+        "uniform",
+        Kind.POINTWISE,
+        triton="tl.uint_to_uniform_float(tl.philox({0}, ({1}).to(tl.uint32),"
+        " ({1} >> 32).to(tl.uint32), 0, 0)[0])",
+        cpp="sp::uniform({0}, {1})",
+        reference=philox.uniform,
+        operands=Operands.PROMOTED,
+        types=Types.FLOAT,
+    ),
     Op("reshape", Kind.VIEW),
     Op("permute", Kind.VIEW),  # attrs["dims"]
     Op("expand", Kind.VIEW),
@@ -87,6 +99,10 @@ _ATTENTION = (
     "_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention",
     "_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention",
 )  # fmt: skip
+_RANDOM = (  # with torch's generator and its numbers
+    "rand", "randn", "rand_like", "randn_like", "randint", "randint_like", "randperm", "bernoulli",
+    "multinomial", "normal", "normal_functional", "uniform", "exponential", "native_dropout",
+)  # fmt: skip
 _BACKWARD = (  # what training needs until it has rows of its own
     "embedding_dense_backward", "convolution_backward", "native_group_norm_backward",
     "native_layer_norm_backward", *(f"{name}_backward" for name in _ATTENTION),
@@ -103,7 +119,15 @@ def _overloads(text: str) -> tuple[Any, ...]:
 
 LIBRARY: tuple[Op, ...] = tuple(
     Op(f"library {text}", Kind.OPAQUE, _overloads(text))
-    for text in (*_LOOKUPS, *_SEQUENCES, *_RECURRENT, *_IMAGES, *_ATTENTION, *_BACKWARD)
+    for text in (
+        *_LOOKUPS,
+        *_SEQUENCES,
+        *_RECURRENT,
+        *_IMAGES,
+        *_ATTENTION,
+        *_RANDOM,
+        *_BACKWARD,
+    )
 )
 
 

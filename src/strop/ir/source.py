@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -59,6 +59,21 @@ class KernelSource:
     constants: tuple[tuple[str, int], ...] = ()  # Triton constexprs
     num_warps: int = 4
     max_registers: int | None = None  # of a thread; None leaves it to ptxas
+    wide: bool = False  # integers have 64 bits; those in C++ always have
+
+    def widened(self) -> KernelSource:
+        """The same Triton kernel for tensors of 2^31 elements or more: all its ids come from the
+        number of the program and from scalars, so these decide their width."""
+        text = self.text
+        for narrow, wide in _WIDER:
+            text = text.replace(narrow, wide)
+        return replace(self, text=text, wide=True)
+
+
+_WIDER = (
+    ("tl.program_id(0)", "tl.program_id(0).to(tl.int64)"),
+    ("tl.full([1, KEPT], 0, tl.int32)", "tl.full([1, KEPT], 0, tl.int64)"),  # a count of elements
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from strop.ir.affine import base_of
 from strop.ir.graph import Graph, Node
 from strop.ir.ops import Kind
-from strop.options import Options
+from strop.options import Options, check_names
 from strop.passes.bias_to_consumer import bias_to_consumer
 from strop.passes.canonicalize import canonicalize
 from strop.passes.channels_last import channels_last
@@ -40,6 +40,7 @@ class PassRecord:
 
 def run(graph: Graph, options: Options) -> tuple[Graph, tuple[PassRecord, ...]]:
     """Run PIPELINE; ``options.disable`` names passes to skip (channels_last cannot be)."""
+    check_names(options.disable, [step.__name__ for step in PIPELINE], "pass to disable:")
     records = []
     for step in PIPELINE:
         if step.__name__ in options.disable:

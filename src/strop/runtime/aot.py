@@ -21,14 +21,14 @@ from torch.fx import GraphModule
 
 from strop.backend import Compiled, compile_captured
 from strop.codegen.assemble import Signature
-from strop.errors import OptionError, ShapeError, UnsupportedError
+from strop.errors import ShapeError, UnsupportedError
 from strop.frontend.importer import import_graph
 from strop.frontend.operators import retarget
 from strop.frontend.symbols import Symbols
 from strop.ir.dims import Expr, symbol
 from strop.ir.program import Program
 from strop.options import Options
-from strop.runtime.executor import Bound, Workspace
+from strop.runtime.executor import Bound, Workspace, looks_too_far
 from strop.runtime.garbage import collection_paused
 from strop.runtime.kernels import KernelLibrary, kernel_library
 
@@ -58,10 +58,9 @@ FEW_WORKERS = 2
 
 def compile_dynamo(gm: GraphModule, example_inputs: Sequence[Any], **given: Any) -> Any:
     """The Dynamo backend. ``options={...}`` of torch.compile are fields of strop.Options."""
-    given.pop("mode", None)
-    unknown = sorted(set(given.get("options") or given) - set(Options.__dataclass_fields__))
-    if unknown:
-        raise OptionError(f"torch.compile(backend='strop') got unknown options {unknown}")
+    mode = given.pop("mode", None)
+    if mode not in (None, "default"):
+        log.warning("torch.compile(mode=%r) is for Inductor and changes nothing here", mode)
     options = Options.from_environment(**(given.get("options") or given))
 
     trains = torch.is_grad_enabled() and any(
@@ -94,8 +93,7 @@ def _compile(gm: GraphModule, inputs: Sequence[Any], options: Options) -> Any:
             raise
         if library is not None:
             library.build(())  # ends what was warmed up
-        log.warning("a graph of %d nodes runs in torch: %s", len(gm.graph.nodes), error)
-        AOT_LOG.fallbacks[str(error)] = AOT_LOG.fallbacks.get(str(error), 0) + 1
+        _note_fallback(gm, str(error))
         return _boxed(gm.forward)
     before = library.counts[0]
     library.build(program.sources)
@@ -104,6 +102,12 @@ def _compile(gm: GraphModule, inputs: Sequence[Any], options: Options) -> Any:
     roots = [_root(fx.meta["val"]) for fx in gm.graph.nodes if fx.op == "placeholder"]
     checked = compiled if options.check else None
     return _boxed(AotProgram(program, library, device, roots, constants, checked))
+
+
+def _note_fallback(gm: GraphModule, reason: str) -> None:
+    if reason not in AOT_LOG.fallbacks:
+        log.warning("a graph of %d nodes runs in torch: %s", len(gm.graph.nodes), reason)
+    AOT_LOG.fallbacks[reason] = AOT_LOG.fallbacks.get(reason, 0) + 1
 
 
 def _program(gm: GraphModule, inputs: Sequence[Any], options: Options
@@ -180,6 +184,12 @@ class AotProgram:
         self._lock = threading.Lock()
 
     def __call__(self, *arguments: Any) -> list[Any]:
+        if self.device.type != "cuda":
+            return self._run(arguments)
+        with torch.cuda.device(self.device):  # kernels are launched in the current context
+            return self._run(arguments)
+
+    def _run(self, arguments: Sequence[Any]) -> list[Any]:
         tensors = [self._placed(a) if is_tensor else None
                    for a, is_tensor in zip(arguments, self._is_tensor, strict=True)]  # fmt: skip
         with self._lock, torch.no_grad():
@@ -190,10 +200,13 @@ class AotProgram:
             bound = self._bounds.get((key, stream))
             is_new = bound is None
             if bound is None:
+                env = self._env(arguments)
+                if looks_too_far(self.program, env):
+                    raise UnsupportedError("an index looks into a dim of 2^31 elements or more")
                 workspace = self._workspaces.setdefault(stream, Workspace(self.device))
                 state: list[Tensor | None] = [*(None for _ in arguments), *self._constants]
                 bound = self._bounds[key, stream] = Bound(
-                    self.program, self._env(arguments), state, self.library, workspace, stream
+                    self.program, env, state, self.library, workspace, stream
                 )
             inputs = bound.in_layout(tensors)
             if is_new and self._checked is not None:

@@ -3,20 +3,24 @@
 Every entry is one file, ``root/kind/key``: the data, then a trailer with its SHA-256. A trailer
 leaves shared objects loadable as they lie (a loader ignores what follows an ELF image) and, unlike
 a file beside it, cannot be out of step with the data. Writes are atomic, so that processes may
-race; a damaged entry is removed and reads as missing.
+race; a damaged entry is removed and reads as missing. Where the folder cannot be written, as on a
+full disk, entries go to a temporary folder that ends with the process.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import hashlib
 import logging
 import os
 import re
+import shutil
 import stat
 import tempfile
+import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from strop.errors import CacheError
@@ -46,24 +50,26 @@ class DiskCache:
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        _make_private(root)
+        with contextlib.suppress(OSError):  # ``write`` says so
+            _make_private(root)
 
     def path(self, kind: str, key: str) -> Path:
         """Where an entry lies, whether it exists or not."""
         for name in (kind, key):
             if not _NAME.fullmatch(name):
                 raise CacheError(f"not a cache kind or key: {name!r}")
-        return self.root / kind / key
+        spare = _SPARE.folder and _SPARE.folder / kind / key
+        return spare if spare and spare.exists() else self.root / kind / key
 
     def read(self, kind: str, key: str) -> bytes | None:
         """The data of an entry whose checksum holds, else None."""
         path = self.path(kind, key)
         try:
             content = path.read_bytes()
-        except FileNotFoundError:
+        except OSError:  # missing, or not for us
             return None
         data = _checked(content)
-        with contextlib.suppress(FileNotFoundError):  # another process may have removed it
+        with contextlib.suppress(OSError):  # removed by another process, or a read-only disk
             if data is None:
                 logger.warning("removed the damaged cache entry %s", path)
                 path.unlink()
@@ -72,19 +78,19 @@ class DiskCache:
         return data
 
     def write(self, kind: str, key: str, data: bytes) -> Path:
-        """Store an entry; readers see all of it or nothing."""
-        path = self.path(kind, key)
-        _make_private(path.parent)
-        handle, temporary = tempfile.mkstemp(prefix=_TEMPORARY, dir=path.parent)
+        """Store an entry; readers see all of it or nothing. A disk that takes none is no error."""
+        self.path(kind, key)
         try:
-            with os.fdopen(handle, "wb") as file:
-                file.write(data)
-                file.write(hashlib.sha256(data).digest() + _MAGIC)
-            Path(temporary).replace(path)
-        except BaseException:
-            Path(temporary).unlink(missing_ok=True)
-            raise
-        return path
+            return _write(self.root / kind / key, data)
+        except OSError as error:
+            spare = _SPARE.folder_for(self.root, error)
+        try:
+            return _write(spare / kind / key, data)
+        except OSError as error:
+            raise CacheError(
+                f"neither {self.root} nor {spare} can be written ({error.strerror or error}): set"
+                " STROP_CACHE_DIR or TMPDIR to a folder with room"
+            ) from error
 
     def entries(self) -> list[Entry]:
         """What is stored, the entry not used for longest first."""
@@ -131,6 +137,43 @@ class DiskCache:
                     entry.path.unlink()
                     damaged.append(entry)
         return damaged
+
+
+@dataclass
+class _Spare:
+    """Where entries go that no disk takes: one folder for this process, which ends with it."""
+
+    folder: Path | None = None
+    told: set[Path] = field(default_factory=set)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def folder_for(self, root: Path, error: OSError) -> Path:
+        with self.lock:
+            if self.folder is None:
+                self.folder = Path(tempfile.mkdtemp(prefix="strop-"))
+                atexit.register(shutil.rmtree, self.folder, ignore_errors=True)
+            if root not in self.told:
+                self.told.add(root)
+                logger.warning("the cache %s cannot be written (%s): what is compiled is kept for"
+                               " this process only", root, error.strerror or error)  # fmt: skip
+            return self.folder
+
+
+_SPARE = _Spare()
+
+
+def _write(path: Path, data: bytes) -> Path:
+    _make_private(path.parent)
+    handle, temporary = tempfile.mkstemp(prefix=_TEMPORARY, dir=path.parent)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+            file.write(hashlib.sha256(data).digest() + _MAGIC)
+        Path(temporary).replace(path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+    return path
 
 
 def _checked(content: bytes) -> bytes | None:

@@ -87,7 +87,7 @@ def request_of(source: KernelSource, arch: int) -> dict[str, Any]:
     types += ["*" + TYPES[scratch.dtype] for scratch in source.scratch]
     divisible = list(range(len(types)))
     divisible += [len(types) + i for i, k in enumerate(source.scalars) if k % 16 == 0]
-    types += ["i32"] * (len(source.scalars) + (source.split is not None))
+    types += ["i64" if source.wide else "i32"] * (len(source.scalars) + (source.split is not None))
     types += ["constexpr"] * len(source.constants)
     names = _argument_names(source)
     return {

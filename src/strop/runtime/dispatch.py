@@ -6,6 +6,7 @@ static arguments, a check that the weights are where they were, and the run itse
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
 import logging
@@ -18,7 +19,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
-from strop.errors import UnsupportedError
+from strop.errors import StropError, UnsupportedError
 from strop.frontend.objects import WithObjects, given_back
 from strop.options import Options
 from strop.runtime import graphs
@@ -26,12 +27,12 @@ from strop.runtime.executor import (
     AliasOfArgument,
     Bound,
     Workspace,
-    needs_wide_indices,
+    looks_too_far,
     returned_arguments,
 )
 from strop.runtime.signature import Shapes, Skeleton, flatten, is_channels_last, solve_roots
 from strop.runtime.state import ModuleState, place
-from strop.runtime.variants import Variant, VariantStore, library_for
+from strop.runtime.variants import REFUSALS, Variant, VariantStore, device_of, library_for
 
 if TYPE_CHECKING:
     from strop.backend import Compiled
@@ -70,12 +71,14 @@ class Loop:
 
 @dataclass
 class Entry:
-    """One shape. ``variant`` is None while or because it runs in eager."""
+    """One shape that a compiled program serves."""
 
     number: int  # its key in the graph pool: cheaper to hash than a call's shapes
-    variant: Variant | None
+    variant: Variant
+    device: torch.device
     env: dict[str, int] = field(default_factory=dict)
     uses: int = 0
+    has_graph: bool = True  # False once its CUDA graph could not be had
     bounds: dict[int, Bound] = field(default_factory=dict)
     placed: list[Tensor | None] | None = None
     aliases: tuple[AliasOfArgument, ...] = ()
@@ -159,20 +162,24 @@ class Dispatcher:
         with self._lock:
             if torch.is_inference_mode_enabled() or torch.is_grad_enabled():
                 with torch.inference_mode(False), torch.no_grad():
-                    entry, result = self._serve(key, skeleton, tensors)
+                    refusal, result = self._serve(key, skeleton, tensors)
             else:
-                entry, result = self._serve(key, skeleton, tensors)
-        if entry.variant is not None:
+                refusal, result = self._serve(key, skeleton, tensors)
+        if refusal is None:
             return given_back(result, (args, kwargs)) if type(result) is WithObjects else result
-        return self._run_eager(self.variants.reason, args, kwargs)
+        return self._run_refused(refusal, skeleton, tensors, args, kwargs)
 
     def _serve(self, key: Hashable, skeleton: Skeleton, tensors: list[Tensor]
-               ) -> tuple[Entry, Any]:  # fmt: skip
+               ) -> tuple[StropError | None, Any]:  # fmt: skip
+        """Why there is no program for the call, or its result."""
         self._check_state()
         entry = self._entries.get(key)
-        if entry is None or entry.variant is None:
-            entry = self._enter(key, skeleton, tensors)
-        return entry, None if entry.variant is None else self._run(entry, tensors)
+        if entry is None:
+            try:
+                entry = self._enter(key, skeleton, tensors)
+            except REFUSALS as refusal:
+                return refusal, None
+        return None, self._run(entry, tensors)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """A copy of an optimised module is a plain module."""
@@ -203,6 +210,23 @@ class Dispatcher:
         self.counters.eager_calls += 1
         return self.eager(*args, **kwargs)
 
+    def _run_refused(self, refusal: StropError, skeleton: Skeleton, tensors: list[Tensor],
+                     args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # fmt: skip
+        """In eager, whose own exception comes first: it says more than that tracing failed."""
+        if self.options.strict and refusal.__cause__ is None:
+            raise refusal
+        try:
+            result = self.eager(*args, **kwargs)
+        except Exception:
+            with contextlib.suppress(*REFUSALS):
+                self.variants.forget_failure(self.state, skeleton, self.adapter.shapes(tensors))
+            raise
+        if self.options.strict:
+            raise refusal
+        self._note_fallback(str(refusal))
+        self.counters.eager_calls += 1
+        return result
+
     def _note_fallback(self, reason: str) -> None:
         """One log line for each reason, and a count of how often."""
         if reason not in self.counters.fallbacks:
@@ -231,38 +255,28 @@ class Dispatcher:
         self.forget_shapes()
 
     def forget_shapes(self) -> None:
-        devices = {self._device(entry) for entry in self._entries.values() if entry.variant}
-        self._entries.clear()
-        for device in devices:
+        for device in {entry.device for entry in self._entries.values()}:
             if device.type == "cuda":
                 graphs.pool_of(device).forget(id(self))
-
-    def _device(self, entry: Entry) -> torch.device:
-        """Where its weights are; a module that has none runs where its arguments are."""
-        assert entry.variant is not None
-        tensors = self.state.tensors
-        return tensors[0].device if tensors else entry.variant.specs[0].device
+        self._entries.clear()
 
     # shapes
 
     def _enter(self, key: Hashable, skeleton: Skeleton, tensors: list[Tensor]) -> Entry:
-        """Find or build the variant for a call seen for the first time."""
+        """Find or build the variant for a call seen for the first time; may raise REFUSALS."""
         shapes = self.adapter.shapes(tensors)
+        device = device_of(self.state, shapes)
         variant = self.variants.get(self.state, skeleton, tensors, shapes)
-        entry = self._entries[key] = Entry(next(_NUMBERS), variant)
-        if variant is not None:
-            entry.env = solve_roots(variant.specs, [t.shape for t in tensors])
-            entry.aliases = returned_arguments(variant.program, entry.env)
-            if needs_wide_indices(variant.program, entry.env):
-                self.variants.reason = "a tensor has 2^31 elements or more"
-                entry.variant = None
-                return entry
-            for operator in variant.program.foreign_calls:
-                self._note_fallback(f"{operator} has no row in the operator table: torch runs it")
+        env = solve_roots(variant.specs, [t.shape for t in tensors])
+        if looks_too_far(variant.program, env):
+            raise UnsupportedError("an index looks into a dim of 2^31 elements or more")
+        for operator in variant.program.foreign_calls:
+            self._note_fallback(f"{operator} has no row in the operator table: torch runs it")
+        aliases = returned_arguments(variant.program, env)
+        entry = self._entries[key] = Entry(next(_NUMBERS), variant, device, env, aliases=aliases)
         return entry
 
     def _bound(self, entry: Entry, workspace: Workspace, stream: int) -> Bound:
-        assert entry.variant is not None
         if entry.placed is None:
             before = self.state.pointers
             entry.placed = place(entry.variant.program, self.state.tensors)
@@ -271,7 +285,7 @@ class Dispatcher:
                 placed = entry.placed
                 self.forget_shapes_but(entry)
                 entry.placed = placed
-        library = library_for(self._device(entry), self.options)
+        library = library_for(entry.device, self.options)
         return Bound(entry.variant.program, entry.env, entry.placed, library, workspace, stream)
 
     def forget_shapes_but(self, entry: Entry) -> None:
@@ -282,18 +296,40 @@ class Dispatcher:
     # running
 
     def _run(self, entry: Entry, tensors: list[Tensor]) -> Any:
-        assert entry.variant is not None
         entry.uses += 1
         self.latest = entry
-        device = self._device(entry)
+        if entry.device.type != "cuda":
+            return self._run_bound(entry, tensors, 0)
+        if torch.cuda.current_device() == entry.device.index:
+            return self._run_on_gpu(entry, tensors)
+        with torch.cuda.device(entry.device):  # kernels are launched in the current context
+            return self._run_on_gpu(entry, tensors)
+
+    def _run_on_gpu(self, entry: Entry, tensors: list[Tensor]) -> Any:
+        """From a graph if there is one, else step by step; out of memory costs the graphs first."""
         if self._wants_graph(entry):
-            return self._replay(entry, tensors)
+            try:
+                return self._replay(entry, tensors)
+            except graphs.NoGraphError as error:
+                entry.has_graph = False
+                self._note_fallback(f"runs without a CUDA graph: {error}")
+        stream = torch.cuda.current_stream(entry.device).cuda_stream
+        try:
+            return self._run_bound(entry, tensors, stream)
+        except torch.OutOfMemoryError:
+            entry.bounds.clear()  # it holds what library calls have allocated
+            if not graphs.pool_of(entry.device).drop():
+                raise
+        self._note_fallback("ran out of memory: all CUDA graphs were dropped, and it ran again")
+        return self._run_bound(entry, tensors, stream)
+
+    def _run_bound(self, entry: Entry, tensors: list[Tensor], stream: int) -> Any:
         inputs = [t.to(s.dtype).contiguous(memory_format=s.memory_format)
                   for t, s in zip(tensors, entry.variant.specs, strict=True)]  # fmt: skip
-        stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
         bound = entry.bounds.get(stream)
         if bound is None:
-            workspace = _WORKSPACES.setdefault((device, stream), Workspace(device))
+            place = (entry.device, stream)
+            workspace = _WORKSPACES.setdefault(place, Workspace(entry.device))
             bound = entry.bounds[stream] = self._bound(entry, workspace, stream)
         if entry.uses == 1 and self.options.check and entry.variant.compiled is not None:
             results = self._run_checked(bound, entry.variant.compiled, inputs)
@@ -314,13 +350,12 @@ class Dispatcher:
 
     def _wants_graph(self, entry: Entry) -> bool:
         """From the second use of a shape on, unless the caller is capturing a graph himself."""
-        if self._device(entry).type != "cuda" or not self.options.cuda_graphs or entry.uses < 2:
+        if entry.uses < 2 or not entry.has_graph or not self.options.cuda_graphs:
             return False
         return not torch.cuda.is_current_stream_capturing()
 
     def _replay(self, entry: Entry, inputs: list[Tensor]) -> Any:
-        assert entry.variant is not None
-        results, launches = graphs.pool_of(self._device(entry)).run(
+        results, launches = graphs.pool_of(entry.device).run(
             (id(self), entry.number), inputs, entry.variant.specs,
             lambda workspace, stream: self._bound(entry, workspace, stream),
             self.options.graph_budget_bytes,

@@ -9,8 +9,10 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Sequence
-from ctypes import byref, c_char_p, c_int, c_int32, c_uint, c_void_p
+from ctypes import byref, c_char_p, c_int, c_int32, c_int64, c_uint, c_void_p
 from functools import lru_cache
+
+import torch
 
 from strop.errors import CodegenError
 from strop.runtime.cubin import Cubin
@@ -37,13 +39,38 @@ def _cuda() -> ctypes.CDLL:
     return cuda
 
 
+_TOO_OLD = "this driver is for CUDA {version}, older than the compiler of the kernels: update it"
+_BUG = "a bug of Strop's: find the kernel with STROP_CHECK=1, or with compute-sanitizer"
+ADVICE = {
+    100: "no GPU is visible: see nvidia-smi and CUDA_VISIBLE_DEVICES",
+    **dict.fromkeys((200, 209, 218, 222), _TOO_OLD),  # images that the driver cannot read
+    **dict.fromkeys((700, 716, 719), _BUG),
+    803: "libcuda.so.1 and the loaded kernel module are of different drivers: reload it, or reboot",
+    804: "this GPU cannot run a newer CUDA than its driver's: update the driver, or take an older"
+         " torch",
+}  # fmt: skip
+_OUT_OF_MEMORY = 2
+
+
+def version() -> str:
+    """The newest CUDA that the driver knows, like "13.0"."""
+    found = c_int()
+    _cuda().cuDriverGetVersion(byref(found))
+    return f"{found.value // 1000}.{found.value % 1000 // 10}"
+
+
 def _check(code: int, what: str) -> None:
     if code == 0:
         return
     text = c_char_p()
     _cuda().cuGetErrorString(code, byref(text))
     reason = text.value.decode() if text.value else "unknown error"
-    raise CodegenError(f"CUDA error {code} ({reason}) while {what}")
+    message = f"CUDA error {code} ({reason}) while {what}"
+    if code == _OUT_OF_MEMORY:
+        raise torch.OutOfMemoryError(message)
+    if code in ADVICE:
+        message += "; " + ADVICE[code].format(version=version())
+    raise CodegenError(message)
 
 
 class CudaFunction:
@@ -85,9 +112,11 @@ class CudaFunction:
         scalars: Sequence[int],
         grid: Sequence[int],
         stream: int = 0,
+        *,
+        wide: bool = False,
     ) -> BoundLaunch:
-        """A launch with these arguments: params, then scratch, then integers."""
-        return BoundLaunch(self, pointers, scalars, grid, stream)
+        """A launch with these arguments: params, scratch, then integers (``wide``: of 64 bits)."""
+        return BoundLaunch(self, pointers, scalars, grid, stream, wide=wide)
 
 
 class BoundLaunch:
@@ -104,9 +133,11 @@ class BoundLaunch:
         scalars: Sequence[int],
         grid: Sequence[int],
         stream: int,
+        *,
+        wide: bool = False,
     ) -> None:
         for value in scalars:
-            if not -_INT_LIMIT <= value < _INT_LIMIT:
+            if not wide and not -_INT_LIMIT <= value < _INT_LIMIT:
                 raise CodegenError(
                     f"{function.cubin.entry}: the size {value} does not fit in 32 bits; "
                     "use a smaller batch or image"
@@ -114,7 +145,8 @@ class BoundLaunch:
         self._function = function  # keeps the module alive
         self._pointers = [c_void_p(pointer) for pointer in pointers]
         # After the declared arguments Triton passes two pointers to scratch of its own: unused.
-        self._values = [*self._pointers, *map(c_int32, scalars), c_void_p(), c_void_p()]
+        numbers = map(c_int64 if wide else c_int32, scalars)
+        self._values = [*self._pointers, *numbers, c_void_p(), c_void_p()]
         self._arguments = (c_void_p * len(self._values))(
             *(ctypes.addressof(value) for value in self._values)
         )

@@ -187,6 +187,11 @@ class Bound:
         if self.is_absorbed(step) or not any(math.prod(self._shapes[n]) for n in form.writes):
             return _nothing  # grids are not empty, and kernels divide by sizes
         source, scalars = self.program.sources[form.kernel], self._scalars(step)
+        if self.program.device == "cuda" and needs_wide_indices(
+            scalars, [math.prod(self._shapes[number]) for number in form.buffers]
+        ):
+            source = source.widened()
+            self._kernels.build([source])
         moves = [self._eval(offset) * self.program.buffers[number].dtype.itemsize
                  for number, offset in zip(form.buffers, form.offsets, strict=True)]  # fmt: skip
         pointers = [self._pointer(number) + move
@@ -401,19 +406,20 @@ class AliasOfArgument:
 
 
 INDEX_LIMIT = 2**31
+MOST_FACTOR = 8  # by which the text of a kernel multiplies a scalar
 
 
-def needs_wide_indices(program: Program, env: Mapping[str, int]) -> bool:
-    """Whether kernels would meet more elements than they can count: those of Triton flatten axes
-    into 32-bit ids, those in C++ have 64 bits but for places that indices look up."""
+def looks_too_far(program: Program, env: Mapping[str, int]) -> bool:
+    """Whether an index is into a dim that has more elements than places can count: these have 32
+    bits on both devices."""
     sizes = (size for step in program.kernel_steps for size in step.looked_up)
-    if any(size.eval(env) >= INDEX_LIMIT for size in sizes):
-        return True
-    if program.device != "cuda":
-        return False
-    touched = {number for step in program.kernel_steps for number in step.buffers}
-    shapes = (program.buffers[number].shape for number in touched)
-    return any(math.prod(size.eval(env) for size in shape) >= INDEX_LIMIT for shape in shapes)
+    return any(size.eval(env) >= INDEX_LIMIT for size in sizes)
+
+
+def needs_wide_indices(scalars: Sequence[int], numels: Sequence[int]) -> bool:
+    """Whether a Triton kernel meets more elements than it can count in 32 bits, as it flattens axes
+    into one id. It has a variant with 64."""
+    return max([*numels, *(value * MOST_FACTOR for value in scalars)], default=0) >= INDEX_LIMIT
 
 
 def _nothing() -> None:

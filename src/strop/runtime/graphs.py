@@ -7,6 +7,7 @@ are copied in and its results copied out: nobody outside ever holds memory of th
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import threading
 from collections import OrderedDict
@@ -21,6 +22,12 @@ from strop.frontend.capture import TensorSpec
 from strop.runtime.executor import Bound, Workspace
 
 _KERNEL_NODE = 0  # CUgraphNodeType
+
+
+class NoGraphError(Exception):
+    """A call cannot be replayed from a CUDA graph; the message says why."""
+
+
 MakeBound = Callable[[Workspace, int], Bound]
 
 
@@ -54,6 +61,7 @@ class GraphPool:
         self._stream = torch.cuda.Stream(device)
         self._workspace = Workspace(device)
         self._done = torch.cuda.Event()
+        self._one = torch.zeros(1, device=device)  # for captures that need no memory
         self._latest: torch.cuda.Stream | None = None  # that replayed
         self._streams: dict[int, torch.cuda.Stream] = {}
         self._lock = threading.RLock()  # binding may move weights, which drops graphs
@@ -63,20 +71,43 @@ class GraphPool:
         """Replay the graph of ``key``, capturing it first if need be; also its kernel count.
 
         ``inputs`` may be strided and of other dtypes than ``specs``: copying them in converts.
+        Raises NoGraphError where the call must run without. Too little memory ends all graphs.
         """
         with self._lock:
             stream = self._current_stream()
             if stream is not self._latest:  # work of one stream is in order anyway
                 stream.wait_event(self._done)
                 self._latest = stream
-            captured = self._graphs.get(key)
-            if captured is None or captured.memory is not self._workspace.memory:
-                captured = self._graphs[key] = self._capture(inputs, specs, make)
-                self._trim(budget_bytes)
-            self._graphs.move_to_end(key)
-            results = captured.replay(inputs)
+            try:
+                captured = self._captured(key, inputs, specs, make, budget_bytes)
+                results = captured.replay(inputs)
+            except torch.OutOfMemoryError as error:
+                count = self.drop()
+                raise NoGraphError(f"out of memory, {count} graphs were dropped") from error
             self._done.record(stream)
             return results, captured.num_kernels
+
+    def drop(self) -> int:
+        """Give back the memory of all graphs; how many there were."""
+        with self._lock:
+            count = len(self._graphs)
+            if count:
+                torch.cuda.synchronize(self.device)  # one of them may be running
+            self._graphs.clear()
+            self._workspace = Workspace(self.device)
+            self._pool = torch.cuda.graph_pool_handle()
+            return count
+
+    def _captured(self, key: Hashable, inputs: Sequence[Tensor], specs: Sequence[TensorSpec],
+                  make: MakeBound, budget_bytes: int) -> Captured:  # fmt: skip
+        captured = self._graphs.pop(key, None)
+        if captured is None or captured.memory is not self._workspace.memory:
+            captured = self._capture(inputs, specs, make)
+            self._graphs[key] = captured
+            self._trim(budget_bytes)
+            return captured
+        self._graphs[key] = captured  # the latest used
+        return captured
 
     def _current_stream(self) -> torch.cuda.Stream:
         """The caller's stream; the same object for the same stream, at a tenth of the cost."""
@@ -107,11 +138,11 @@ class GraphPool:
                 for x, s in zip(inputs, specs, strict=True)
             )
             bound = make(self._workspace, stream.cuda_stream)
+            generator = torch.cuda.default_generators[self.device.index]
+            state = generator.get_state()
             bound.run(static)  # lets libraries choose algorithms outside of the capture
-            graph = torch.cuda.CUDAGraph(keep_graph=True)
-            with torch.cuda.graph(graph, pool=self._pool, stream=stream,
-                                  capture_error_mode="thread_local"):  # fmt: skip
-                results = tuple(bound.run(static))
+            generator.set_state(state)  # as if it had drawn nothing
+            graph, results = self._record(lambda: tuple(bound.run(static)))
             num_kernels = _count_kernels(graph)
             graph.instantiate()
         torch.cuda.current_stream(self.device).wait_stream(stream)
@@ -120,9 +151,40 @@ class GraphPool:
         size = sum(t.untyped_storage().nbytes() for t in tensors) + bound.call_bytes
         return Captured(graph, static, results, bound, self._workspace.memory, size, num_kernels)
 
+    def _record(self, run: Callable[[], tuple[Any, ...]]
+                ) -> tuple[torch.cuda.CUDAGraph, tuple[Any, ...]]:  # fmt: skip
+        graph = torch.cuda.CUDAGraph(keep_graph=True)
+        try:
+            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream,
+                                  capture_error_mode="thread_local"):  # fmt: skip
+                results = run()
+        except RuntimeError as error:
+            with contextlib.suppress(RuntimeError):  # torch has done so unless the capture broke
+                torch._C._cuda_endAllocateToPool(self.device.index, self._pool)
+            self._pool = torch.cuda.graph_pool_handle()
+            if not isinstance(error, torch.OutOfMemoryError):
+                self._capture_nothing()
+            if _is_out_of_memory(error):  # or torch reports what came of that: a broken capture
+                raise torch.OutOfMemoryError("for a CUDA graph") from error
+            raise NoGraphError(f"the capture failed: {str(error).partition(chr(10))[0]}") from error
+        return graph, results
+
+    def _capture_nothing(self) -> None:
+        """A capture that breaks leaves torch's random generator in it; one that works ends that."""
+        with torch.cuda.graph(torch.cuda.CUDAGraph(), pool=self._pool, stream=self._stream,
+                              capture_error_mode="thread_local"):  # fmt: skip
+            self._one.zero_()
+
     def _trim(self, budget_bytes: int) -> None:
         while len(self._graphs) > 1 and self.held_bytes > budget_bytes:
             self._graphs.popitem(last=False)
+
+
+def _is_out_of_memory(error: BaseException | None) -> bool:
+    """Whether it, or what it came from, is."""
+    while error is not None and not isinstance(error, torch.OutOfMemoryError):
+        error = error.__cause__ or error.__context__
+    return error is not None
 
 
 def _count_kernels(graph: torch.cuda.CUDAGraph) -> int:

@@ -100,7 +100,8 @@ class CudaKernels:
         if source.split is not None:
             names["splits"] = scalars[-1]
         grid = [size.eval(names) for size in source.grid]
-        return driver.load(self._cubins[source]).bind(pointers, scalars, grid, stream)
+        function = driver.load(self._cubins[source])
+        return function.bind(pointers, scalars, grid, stream, wide=source.wide)
 
     def splits(self, rows: int, parallel: int, min_rows: int) -> int:
         programs = max(rows * parallel // ROWS_PER_PROGRAM, self._num_sms)
@@ -111,6 +112,21 @@ class CudaKernels:
     @property
     def counts(self) -> tuple[int, int]:
         return cubin.BUILDS.num_built, cubin.BUILDS.num_cached
+
+
+def _unsupported(device: str, index: int) -> str:
+    """Why a device has no kernels, or nothing."""
+    if device not in ("cpu", "cuda"):
+        return f"there is no code generator for the device {device}"
+    if device == "cpu":
+        return ""
+    if torch.version.hip is not None:
+        return "this torch is built for AMD GPUs (ROCm), for which there is no code generator"
+    capability = torch.cuda.get_device_capability(index)
+    if capability < LEAST_CAPABILITY:
+        name = torch.cuda.get_device_name(index)
+        return f"{name} has compute capability {capability[0]}.{capability[1]}; kernels need 8.0"
+    return ""
 
 
 class _BytesByKey:
@@ -126,9 +142,19 @@ class _BytesByKey:
         self._cache.write("cubin", key, data)
 
 
-@lru_cache(maxsize=8)
+TESTED = "Strop is tested on x86-64 processors (cpu) and on NVIDIA H100 (cuda)"
+LEAST_CAPABILITY = (8, 0)  # that Triton compiles for
+
+
+@lru_cache(maxsize=32)
 def kernel_library(device: str, index: int, cache_dir: str, workers: int) -> KernelLibrary:
-    """One library for each device and cache folder, shared by all programs of the process."""
+    """One library for each device and cache folder, shared by all programs of the process.
+
+    Raises UnsupportedError for a device that no code generator knows.
+    """
+    reason = _unsupported(device, index)
+    if reason:
+        raise UnsupportedError(f"{reason}; {TESTED}")
     cache = DiskCache(Options(cache_dir=cache_dir).cache_path)
     if device == "cpu":
         return CpuKernels(cache)

@@ -7,6 +7,7 @@ needs no compiler.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import hashlib
 import os
@@ -92,7 +93,7 @@ class NativeKernels:
         self._compiler = compiler
         self._flags = (*_FLAGS, *target_flags())
         self._header = _HEADER.read_text()
-        self._lock = threading.Lock()
+        self._lock, self._counting = threading.Lock(), threading.Lock()
         self._functions: dict[KernelSource, NativeFunction] = {}
         self._libraries: dict[str, ctypes.CDLL] = {}
 
@@ -107,7 +108,6 @@ class NativeKernels:
             self.num_cached += len(wanted) - len(missing)
             if missing:
                 self._compile(missing)
-                self.num_built += len(missing)
             return {source: self._functions[source] for source in sources}
 
     def _key(self, source: KernelSource) -> str:
@@ -166,6 +166,8 @@ class NativeKernels:
                 kept = self._keep_refused(unit, text)
                 raise CodegenError(f"the C++ compiler refused {kept}:\n{done.stderr}")
             self._store.write("so", unit, output.read_bytes())
+        with self._counting:
+            self.num_built += len(group)
         return unit
 
     def _unit_text(self, group: Sequence[KernelSource]) -> str:
@@ -178,8 +180,9 @@ class NativeKernels:
 
     def _keep_refused(self, unit: str, text: str) -> Path:
         path = self._store.root / "refused" / f"{unit[:16]}.cpp"
-        path.parent.mkdir(mode=0o700, exist_ok=True)
-        path.write_text(text)
+        with contextlib.suppress(OSError):  # a full disk
+            path.parent.mkdir(mode=0o700, exist_ok=True)
+            path.write_text(text)
         return path
 
 

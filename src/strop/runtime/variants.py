@@ -7,6 +7,7 @@ background while the caller runs in eager.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -21,7 +22,7 @@ from torch._prims_common import is_non_overlapping_and_dense_or_false
 
 from strop.backend import Compiled, compile_captured
 from strop.codegen.assemble import Signature
-from strop.errors import CaptureError, CodegenError, ShapeError, UnsupportedError
+from strop.errors import CaptureError, ShapeError, UnsupportedError
 from strop.frontend.capture import TensorSpec, capture, clone_structure
 from strop.frontend.importer import import_graph
 from strop.frontend.objects import with_objects
@@ -34,6 +35,7 @@ from strop.runtime.signature import Shapes, Skeleton, rebuild, solve_roots
 from strop.runtime.state import ModuleState
 
 log = logging.getLogger("strop")
+REFUSALS = (CaptureError, UnsupportedError, ShapeError)  # why a call runs in eager
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +59,21 @@ class Variant:
         return all(guard.holds(env) for guard in self.program.guards)
 
 
+@dataclass
+class Progress:
+    """What a store is at, for those who watch from another thread."""
+
+    stage: str = ""
+    total: int = 0
+    count: Callable[[], int] = int  # how many of ``total`` are done
+
+    def begin(self, stage: str, total: int = 0, count: Callable[[], int] = int) -> None:
+        self.stage, self.total, self.count = stage, total, count
+
+    def __str__(self) -> str:
+        return f"{self.stage}, {self.count()} of {self.total}" if self.total else self.stage
+
+
 class VariantStore:
     """Finds or makes the variant for a call."""
 
@@ -65,7 +82,7 @@ class VariantStore:
         self.module, self.eager, self.options, self.name = module, eager, options, name
         self.variants: dict[Any, list[Variant]] = {}
         self.num_captures = 0
-        self.reason = ""  # why the latest call got no variant
+        self.progress = Progress()
         self._failed: dict[Any, str] = {}
         self._building: dict[Any, threading.Thread] = {}
 
@@ -74,42 +91,44 @@ class VariantStore:
         return [v for variants in self.variants.values() for v in variants]
 
     def get(self, state: ModuleState, skeleton: Skeleton, tensors: Sequence[Tensor],
-            shapes: Shapes) -> Variant | None:  # fmt: skip
-        """None with ``reason`` set when the call has to run in eager."""
-        kinds = tuple((s.dtype, s.device, s.is_channels_last, len(s.shape)) for s in shapes.specs)
-        key = (state.structure, skeleton, kinds)
+            shapes: Shapes) -> Variant:  # fmt: skip
+        """Raises one of REFUSALS when the call has to run in eager."""
+        key = _key(state, skeleton, shapes)
         for variant in self.variants.get(key, ()):
             if variant.fits(tensors):
                 return variant
         failed = self._failed.get((key, shapes.is_ragged))
         if failed:
-            self.reason = failed
-            return None
+            raise UnsupportedError(failed)
         if shapes.is_ragged and self.variants.get(key):
             self._build_in_background(key, state, skeleton, shapes)
-            return None
+            raise UnsupportedError(
+                "a graph for sizes off the usual grid is being built in the background"
+            )
         if not self.variants.get(key):  # else the usual hints would give the same graph again
             built = self._build(key, state, skeleton, shapes)
-            if built is None or built.fits(tensors):
+            if built.fits(tensors):
                 return built
         return self._build_exactly(key, state, skeleton, shapes, tensors)
 
+    def forget_failure(self, state: ModuleState, skeleton: Skeleton, shapes: Shapes) -> None:
+        """The call was wrong in itself, which says nothing of other calls."""
+        self._failed.pop((_key(state, skeleton, shapes), shapes.is_ragged), None)
+
     def _build_exactly(self, key: Any, state: ModuleState, skeleton: Skeleton, shapes: Shapes,
-                       tensors: Sequence[Tensor]) -> Variant | None:  # fmt: skip
+                       tensors: Sequence[Tensor]) -> Variant:  # fmt: skip
         """The usual hints (a batch of at least 2) gave guards that exclude this very call."""
         env = solve_roots(shapes.specs, [t.shape for t in tensors])
         exact = replace(shapes, hints=env, is_exact=True)
         variant = self._build(key, state, skeleton, exact)
-        if variant is None or variant.fits(tensors):
+        if variant.fits(tensors):
             return variant
-        self.reason = self._failed[key, shapes.is_ragged] = (
-            f"its graph has guards that exclude the sizes it was traced for: {env}"
-        )
-        return None
+        reason = f"its graph has guards that exclude the sizes it was traced for: {env}"
+        self._failed[key, shapes.is_ragged] = reason
+        raise ShapeError(reason)
 
     def _build_in_background(self, key: Any, state: ModuleState, skeleton: Skeleton,
                              shapes: Shapes) -> None:  # fmt: skip
-        self.reason = "a graph for sizes off the usual grid is being built in the background"
         if key not in self._building:
             work = threading.Thread(target=self._build_and_leave,
                                     args=(key, state, skeleton, shapes),
@@ -119,7 +138,8 @@ class VariantStore:
 
     def _build_and_leave(self, key: Any, *what: Any) -> None:
         try:
-            self._build(key, *what)
+            with contextlib.suppress(*REFUSALS):  # kept for those who ask
+                self._build(key, *what)
         finally:
             self._building.pop(key)
 
@@ -129,14 +149,12 @@ class VariantStore:
             work.join()
 
     def _build(self, key: Any, state: ModuleState, skeleton: Skeleton, shapes: Shapes
-               ) -> Variant | None:  # fmt: skip
+               ) -> Variant:  # fmt: skip
         try:
             variant = self._make(state, skeleton, shapes)
-        except (CaptureError, UnsupportedError, ShapeError) as error:
-            if self.options.strict:
-                raise
-            self.reason = self._failed[key, shapes.is_ragged] = str(error)
-            return None
+        except REFUSALS as error:
+            self._failed[key, shapes.is_ragged] = str(error)
+            raise
         if variant.program.foreign_calls and self.options.strict:
             raise UnsupportedError(
                 f"{self.name} uses operators without a row in strop.ir.ops:"
@@ -146,7 +164,8 @@ class VariantStore:
         return variant
 
     def _make(self, state: ModuleState, skeleton: Skeleton, shapes: Shapes) -> Variant:
-        started = time.perf_counter()
+        started, device = time.perf_counter(), device_of(state, shapes)
+        library = library_for(device, self.options)
         for name, tensor in zip(state.names, state.tensors, strict=True):
             if not is_non_overlapping_and_dense_or_false(tensor):
                 raise CaptureError(f"{self.name}: {name} has gaps in memory: make it contiguous")
@@ -155,14 +174,15 @@ class VariantStore:
         if not self.options.wants_compiler:
             variant = stored_variants.load(stored_key, self.options)
         if variant is None:
-            library_for(shapes.specs[0].device, self.options).warm_up()
+            library.warm_up()
             with collection_paused():
-                variant = self._compile(state, skeleton, shapes)
+                variant = self._compile(state, skeleton, shapes, device)
             stored_variants.save(stored_key, variant, self.options)
         if variant.state_names != tuple(state.names):
             raise CaptureError(f"{self.name}: the module's parameters are not those of its graph")
-        library = library_for(shapes.specs[0].device, self.options)
         built = time.perf_counter()
+        before, sources = sum(library.counts), set(variant.program.sources)
+        self.progress.begin("building kernels", len(sources), lambda: sum(library.counts) - before)
         library.build(variant.program.sources)
         ready = time.perf_counter()
         log.info("%s: %d kernels, %d calls; kernels ready in %.1f s, all in %.1f s", self.name,
@@ -170,7 +190,8 @@ class VariantStore:
                  ready - started)  # fmt: skip
         return replace(variant, seconds={**variant.seconds, "kernels": ready - built})
 
-    def _compile(self, state: ModuleState, skeleton: Skeleton, shapes: Shapes) -> Variant:
+    def _compile(self, state: ModuleState, skeleton: Skeleton, shapes: Shapes,
+                 device: torch.device) -> Variant:  # fmt: skip
         self.num_captures += 1
         start = time.perf_counter()
         clone = clone_structure(self.module)
@@ -179,25 +200,43 @@ class VariantStore:
             args, kwargs = rebuild(skeleton, tensors)
             return with_objects(clone(*args, **kwargs), (args, kwargs))
 
+        parts, entered = list(clone.modules()), set[int]()
+        for part in parts:
+            part.register_forward_pre_hook(lambda m, _: entered.add(id(m)))
+        self.progress.begin("tracing modules", len(parts), lambda: len(entered))
         captured = capture(clone, call, shapes.specs, shapes.hints)
+        self.progress.begin("planning kernels")
         traced = time.perf_counter()
         imported = import_graph(captured.gm, captured.symbols, captured.hints, captured.origins,
                                 len(captured.state_names))  # fmt: skip
         if imported.constants:
             raise CaptureError(f"{self.name} makes tensors from Python data in its forward")
-        device = shapes.specs[0].device.type
         signature = Signature(imported.returned, captured.guards)
-        compiled = compile_captured(captured.gm, imported.graph, signature, device, self.options,
-                                    self.name)  # fmt: skip
+        compiled = compile_captured(captured.gm, imported.graph, signature, device.type,
+                                    self.options, self.name)  # fmt: skip
         seconds = {"capture": traced - start, **compiled.seconds}
         return Variant(compiled.program, captured.input_specs, captured.out_spec,
                        captured.state_names, shapes.is_ragged, False, seconds, compiled
                        )  # fmt: skip
 
 
+def _key(state: ModuleState, skeleton: Skeleton, shapes: Shapes) -> Any:
+    kinds = tuple((s.dtype, s.device, s.is_channels_last, len(s.shape)) for s in shapes.specs)
+    return state.structure, skeleton, kinds
+
+
+def device_of(state: ModuleState, shapes: Shapes) -> torch.device:
+    """Where all arguments and weights lie; UnsupportedError if that is not one device."""
+    devices = {s.device for s in shapes.specs} | {t.device for t in state.tensors}
+    if len(devices) > 1:
+        named = ", ".join(sorted(map(str, devices)))
+        raise UnsupportedError(f"arguments and weights lie on several devices: {named}")
+    if not devices:
+        raise UnsupportedError("the call has no tensor, and the module no weight")
+    return devices.pop()
+
+
 def library_for(device: torch.device, options: Options) -> KernelLibrary:
-    """The kernels of a device; CodegenError for devices that Strop has no code generator for."""
-    if device.type not in ("cpu", "cuda"):
-        raise CodegenError(f"no code generator for device {device}; cpu and cuda have one")
+    """The kernels of a device; UnsupportedError where Strop has no code generator for it."""
     return kernel_library(device.type, device.index or 0, options.cache_dir,
                           options.build_workers)  # fmt: skip

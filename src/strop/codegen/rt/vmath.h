@@ -610,6 +610,24 @@ inline double erfinv(double x) {
 }
 inline float erfinv(float x) { return static_cast<float>(erfinv(static_cast<double>(x))); }
 
+// ---- random numbers: see ir/philox.py ----------------------------------------------------------
+
+inline float uniform(int64_t seed, int64_t position) {
+  uint32_t k0 = uint32_t(seed), k1 = uint32_t(uint64_t(seed) >> 32);
+  uint32_t c0 = uint32_t(position), c1 = uint32_t(uint64_t(position) >> 32), c2 = 0, c3 = 0;
+  for (int round = 0; round < 10; ++round) {
+    const uint64_t a = uint64_t(0xD2511F53u) * c0, b = uint64_t(0xCD9E8D57u) * c2;
+    c0 = uint32_t(b >> 32) ^ c1 ^ k0;
+    c1 = uint32_t(b);
+    c2 = uint32_t(a >> 32) ^ c3 ^ k1;
+    c3 = uint32_t(a);
+    k0 += 0x9E3779B9u;
+    k1 += 0xBB67AE85u;
+  }
+  const uint32_t folded = c0 >> 31 ? ~c0 : c0;  // -x - 1 of a negative word
+  return float(int32_t(folded)) * 4.6566127342e-10f;
+}
+
 }  // namespace sp
 
 // OpenMP's own max and min drop NaN. Private copies start from the identity that the loop set.

@@ -1,0 +1,156 @@
+"""Calls that are wrong, or that no graph can serve: eager's own error, or eager's result."""
+
+from __future__ import annotations
+
+import logging
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from strop.errors import StropError
+
+from .nets import Net, X, optimized
+
+
+class Convolution(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(4, 6, 3), nn.GroupNorm(2, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(self.norm(self.conv(x)))
+
+
+class Attention(nn.Module):
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q[:, None], k[:, None], v[:, None]) + 1
+
+
+def images(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(*shape).to(dtype)
+
+
+MISTAKES: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], Any]]] = {
+    "features": (Net, lambda m: m(images(3, 7))),
+    "dtype": (Net, lambda m: m(X.double())),
+    "integers": (Net, lambda m: m(X.long())),
+    "no argument": (Net, lambda m: m()),
+    "unknown keyword": (Net, lambda m: m(X, factor=2)),
+    "one argument too many": (Net, lambda m: m(X, X)),
+    "a text": (Net, lambda m: m("hello")),
+    "a list of numbers": (Net, lambda m: m([1.0, 2.0])),
+    "none": (Net, lambda m: m(None)),
+    "a keyword that is no number": (Net, lambda m: m(X, scale="big")),
+    "channels": (Convolution, lambda m: m(images(2, 3, 8, 8))),
+    "dtype of an image": (Convolution, lambda m: m(images(2, 4, 8, 8, dtype=torch.float64))),
+    "an image smaller than the window": (Convolution, lambda m: m(images(2, 4, 2, 2))),
+    "head sizes": (Attention, lambda m: m(images(2, 5, 8), images(2, 5, 4), images(2, 5, 4))),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("strict", [False, True], ids=["usual", "strict"])
+@pytest.mark.parametrize("when", ["first", "later"])
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_what_eager_makes_of_it(name: str, when: str, strict: bool) -> None:
+    kind, call = MISTAKES[name]
+    with torch.no_grad():
+        with pytest.raises(Exception) as wanted:  # noqa: PT011  (whatever eager raises)
+            call(kind().eval())
+        module = optimized(kind(), strict=strict)
+        right = images(2, 4, 8, 8) if kind is Convolution else X
+        rights = (right[None],) * 3 if kind is Attention else (right,)
+        if when == "later":
+            module(*rights)
+        with pytest.raises(type(wanted.value)) as found:
+            call(module)
+        assert type(found.value) is type(wanted.value)
+        assert str(found.value) == str(wanted.value)
+        module(*rights)
+    assert module.forward.counters.eager_calls == 0, module.forward.counters.fallbacks
+
+
+class OwnError(Exception):
+    """A user's own, which Strop knows nothing about."""
+
+
+class Raises(Net):
+    """Raises for more than ``most`` rows, deep inside."""
+
+    def __init__(self, error: Exception, most: int) -> None:
+        super().__init__()
+        self.error, self.most = error, most
+
+    def check(self, x: Tensor) -> None:
+        if x.shape[0] > self.most:
+            raise self.error
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.check(x)
+        return self.lin(x)
+
+
+@pytest.mark.parametrize("most", [2, 4], ids=["at capture", "later"])
+@pytest.mark.parametrize("strict", [False, True], ids=["usual", "strict"])
+@pytest.mark.parametrize(
+    "error", [OwnError("mine"), KeyError("k"), OSError(2, "no file")], ids=repr
+)
+def test_an_exception_of_the_forward_comes_out_as_it_is(
+    error: Exception, strict: bool, most: int, caplog: Any
+) -> None:
+    module = optimized(Raises(error, most), strict=strict)
+    with torch.no_grad(), caplog.at_level(logging.WARNING, "strop"):
+        if most > 3:
+            module(X)
+        with pytest.raises(type(error)) as found:
+            module(torch.cat([X, X]))
+        assert found.value is error
+        assert error.__cause__ is None
+        assert error.__context__ is None
+        names = [frame.name for frame in traceback.extract_tb(found.value.__traceback__)]
+        assert names[-2:] == ["forward", "check"]
+        torch.testing.assert_close(module(X[:2]), module.forward.eager(X[:2]))
+    assert module.forward.counters.eager_calls == 0, "the other sizes are compiled all the same"
+    assert not caplog.messages
+
+
+class Guarded(Net):
+    """Turns torch's error about values into one of its own, which eager never sees."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        try:
+            is_positive = bool(x.sum() > 0)
+        except RuntimeError as error:
+            raise OwnError("no values here") from error
+        return self.lin(x) if is_positive else -self.lin(x)
+
+
+class Branches(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.lin(x) if x.sum() > 0 else -self.lin(x)
+
+
+@pytest.mark.parametrize("kind", [Guarded, Branches])
+def test_control_flow_that_depends_on_values_runs_in_eager(kind: type[Net], caplog: Any) -> None:
+    module, plain = optimized(kind()), kind().eval()
+    with torch.no_grad(), caplog.at_level(logging.WARNING, "strop"):
+        for x in (X.abs(), -X.abs(), X.abs()):
+            assert torch.equal(module(x), plain(x))
+    (message,) = caplog.messages
+    assert kind.__name__ in message
+    assert module.forward.counters.eager_calls == 3
+    with torch.no_grad(), pytest.raises(StropError, match="tracing"):
+        optimized(kind(), strict=True)(X)
+
+
+def test_an_interrupt_is_no_reason_to_go_on() -> None:
+    class Interrupted(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            raise KeyboardInterrupt
+
+    with torch.no_grad(), pytest.raises(KeyboardInterrupt):
+        optimized(Interrupted())(X)

@@ -1,0 +1,282 @@
+"""Too little GPU memory: graphs are dropped, the call runs without, and says so once.
+
+The first tests run the dispatcher and the graph pool as they are, over a torch whose streams and
+graphs are made up: a graph is replayed by running its program again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import Tensor
+
+from strop.runtime import dispatch, executor, graphs
+from strop.runtime.dispatch import Dispatcher, Entry
+
+from .nets import Net, X, optimized
+
+Fault = Callable[[], None]
+
+
+class Stream:
+    cuda_stream = 0
+
+    def __init__(self, *_: Any) -> None: ...
+    def wait_event(self, event: Any) -> None: ...
+    def wait_stream(self, stream: Any) -> None: ...
+
+
+class Event:
+    def record(self, stream: Any) -> None: ...
+
+
+class Graph:
+    """Remembers the run inside its capture; a replay repeats it into the same results."""
+
+    def __init__(self, *, keep_graph: bool = False) -> None:
+        self.run: Callable[[], list[Tensor]] = list
+        self.results: list[Tensor] = []
+
+    def instantiate(self) -> None: ...
+
+    def replay(self) -> None:
+        for kept, new in zip(self.results, self.run(), strict=True):
+            kept.copy_(new)
+
+
+class Cuda:
+    """As much of torch.cuda as a pool asks for."""
+
+    Stream, Event, CUDAGraph = Stream, Event, Graph
+    default_generators: ClassVar = {None: torch.default_generator}
+
+    def __init__(self) -> None:
+        self.in_capture: Fault = lambda: None
+        self.at_its_end: Fault = lambda: None
+        self.num_captures = 0
+
+    def current_stream(self, *_: Any) -> Stream:
+        return Stream()
+
+    def stream(self, *_: Any) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def graph_pool_handle(self) -> object:
+        return object()
+
+    def is_current_stream_capturing(self) -> bool:
+        return False
+
+    def synchronize(self, *_: Any) -> None: ...
+
+    @contextlib.contextmanager
+    def graph(self, graph: Graph, **_: Any) -> Iterator[None]:
+        usual = executor.Bound.run
+
+        def remembered(bound: executor.Bound, inputs: Any) -> list[Any]:
+            self.num_captures += 1
+            self.in_capture()
+            graph.run = lambda: usual(bound, inputs)
+            graph.results = usual(bound, inputs)
+            return graph.results
+
+        executor.Bound.run = remembered  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            executor.Bound.run = usual  # type: ignore[method-assign]
+            self.at_its_end()
+
+
+class Torch:
+    """torch with another ``cuda``, and copies that may fail."""
+
+    def __init__(self) -> None:
+        self.cuda = Cuda()
+        self.in_copy: Fault = lambda: None
+
+    _C = SimpleNamespace(_cuda_endAllocateToPool=lambda device, pool: None)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+    def _foreach_copy_(self, *args: Any) -> Any:
+        self.in_copy()
+        return torch._foreach_copy_(*args)
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Torch:
+    """CPU modules take the way of a GPU."""
+    made = Torch()
+
+    def run(self: Dispatcher, entry: Entry, tensors: list[Tensor]) -> Any:
+        entry.uses += 1
+        return self._run_on_gpu(entry, tensors)
+
+    monkeypatch.setattr(graphs, "torch", made)
+    monkeypatch.setattr(dispatch, "torch", made)
+    monkeypatch.setattr(graphs, "_POOLS", {})
+    monkeypatch.setattr(graphs, "_count_kernels", lambda graph: 1)
+    monkeypatch.setattr(graphs.GraphPool, "_current_stream", lambda self: Stream())
+    monkeypatch.setattr(Dispatcher, "_run", run)
+    return made
+
+
+def out_of_memory() -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+
+def once(fault: Fault) -> Fault:
+    """``fault`` at the first call, nothing at later ones."""
+    left = [fault]
+    return lambda: left.pop()() if left else None
+
+
+def assert_right(module: Any, *rows: int) -> None:
+    with torch.no_grad():
+        for count in rows:
+            x = X[:count]
+            torch.testing.assert_close(module(x), type(module).forward(module, x))
+
+
+def test_graphs_work_at_all(gpu: Torch) -> None:
+    module = optimized(Net())
+    assert_right(module, 3, 3, 3, 2, 2, 2)
+    assert module.forward.counters.replays == 4
+    assert gpu.cuda.num_captures == 2
+
+
+def capture_breaks() -> None:
+    raise RuntimeError("operation failed due to a previous error during capture\nmore")
+
+
+@pytest.mark.parametrize("where", ["in_capture", "at_its_end", "both", "in_copy"])
+def test_without_memory_for_a_graph_a_shape_runs_without(
+    gpu: Torch, where: str, caplog: Any
+) -> None:
+    module = optimized(Net())
+    assert_right(module, 2, 2, 3)
+    pool = graphs.pool_of(X.device)
+    target = gpu if where == "in_copy" else gpu.cuda
+    for name in ("in_capture", "at_its_end") if where == "both" else (where,):
+        is_consequence = name == "at_its_end" and where == "both"
+        setattr(target, name, once(capture_breaks) if is_consequence else out_of_memory)
+    assert_right(module, 3)
+    assert pool.held_bytes == 0, "the graphs of other shapes are gone as well"
+    gpu.cuda.in_capture = gpu.cuda.at_its_end = gpu.in_copy = lambda: None
+    assert_right(module, 3, 3, 2, 2)
+    (reason,) = module.forward.counters.fallbacks
+    assert reason.startswith("runs without a CUDA graph: out of memory, ")
+    assert caplog.messages == [f"Net {reason}"]
+    assert gpu.cuda.num_captures == 3, "no second try for that shape, another one for the other"
+    assert module.forward.counters.eager_calls == 0
+
+
+def test_a_call_that_cannot_be_captured_runs_without_a_graph(gpu: Torch) -> None:
+    module = optimized(Net())
+    gpu.cuda.in_capture = capture_breaks
+    assert_right(module, 3, 3, 3)
+    (reason,) = module.forward.counters.fallbacks
+    assert reason.endswith("the capture failed: operation failed due to a previous error during"
+                           " capture")  # fmt: skip
+    assert gpu.cuda.num_captures == 1
+
+
+def test_graphs_give_way_to_a_call(
+    gpu: Torch, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    """The arena of a new shape does not fit beside the graphs of another."""
+    module = optimized(Net())
+    assert_right(module, 3, 3)
+    usual = executor.Workspace.reserve
+
+    def reserve(self: executor.Workspace, size_bytes: int) -> Tensor:
+        if graphs.pool_of(X.device).held_bytes:
+            out_of_memory()
+        return usual(self, size_bytes)
+
+    monkeypatch.setattr(executor.Workspace, "reserve", reserve)
+    assert_right(module, 2)
+    (reason,) = module.forward.counters.fallbacks
+    assert "all CUDA graphs were dropped, and it ran again" in reason
+    assert caplog.messages == [f"Net {reason}"]
+
+
+def test_what_does_not_fit_without_graphs_is_torchs_own_error(
+    gpu: Torch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = optimized(Net())
+    monkeypatch.setattr(executor.Workspace, "reserve", lambda self, size_bytes: out_of_memory())
+    with torch.no_grad(), pytest.raises(torch.OutOfMemoryError, match=r"Tried to allocate 2\.00"):
+        module(X)
+    monkeypatch.undo()
+    assert_right(module, 3)
+
+
+# on a GPU
+
+
+@pytest.fixture
+def limited() -> Iterator[Callable[[], None]]:
+    """Call it to leave the process the memory that it has, and no more."""
+
+    def limit() -> None:
+        total = torch.cuda.get_device_properties(0).total_memory
+        torch.cuda.set_per_process_memory_fraction(torch.cuda.memory_reserved() / total)
+
+    yield limit
+    torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+class Scaled(Net):
+    """A large result from few weights."""
+
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        return torch.nn.functional.silu(self.lin(x)) + x
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+def test_a_full_gpu_drops_graphs_and_goes_on(limited: Callable[[], None]) -> None:
+    module = optimized(Scaled().cuda())
+    small, large = (torch.randn(rows, 8, device="cuda") for rows in (1000, 4_000_000))
+    with torch.no_grad():
+        wanted = [module.forward.eager(x).cpu() for x in (small, large)]
+        torch.cuda.empty_cache()
+        for _ in range(3):
+            module(small)
+        assert module.forward.counters.replays == 2
+        module(large)  # its memory stays in torch's cache: enough for this call, not for a graph
+        limited()
+        for x, expected in ((large, wanted[1]), (small, wanted[0]), (large, wanted[1])):
+            torch.testing.assert_close(module(x).cpu(), expected, rtol=1e-4, atol=1e-5)
+        assert any("out of memory" in reason for reason in module.forward.counters.fallbacks)
+        assert module.forward.counters.eager_calls == 0
+        torch.rand(3, device="cuda")  # a broken capture would have left the generator in it
+
+
+class Waits(Net):
+    """Calls torch for what no stream capture allows: the host waits for a value."""
+
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        return self.lin(x) + torch.histc(x, 4).sum()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+def test_a_call_that_waits_for_the_gpu_runs_without_a_graph() -> None:
+    module, x = optimized(Waits().cuda()), X.cuda()
+    with torch.no_grad():
+        for _ in range(4):
+            torch.testing.assert_close(module(x), module.forward.eager(x), rtol=1e-4, atol=1e-5)
+        other = optimized(Net().cuda())
+        for _ in range(3):
+            torch.testing.assert_close(other(x), other.forward.eager(x), rtol=1e-4, atol=1e-5)
+    assert other.forward.counters.replays == 2
+    torch.rand(3, device="cuda")

@@ -1,0 +1,87 @@
+"""Names and values of options that nobody knows, wherever they are given."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import strop
+from strop.cli import app
+from strop.errors import OptionError
+from strop.options import Options
+
+from .nets import Net, X, optimized
+
+WRONG: dict[str, tuple[Callable[[], Any], str]] = {
+    "unknown keyword": (lambda: strop.optimize(Net(), stirct=True), "did you mean strict"),
+    "option as a keyword": (lambda: strop.optimize(Net(), strict=True),
+                            r"options=strop.Options\(strict=True\)"),
+    "options as a dict": (lambda: strop.optimize(Net(), options={"strict": True}),
+                          "options is a dict; strop.optimize takes strop.Options"),
+    "a truth as text": (lambda: Options(strict="yes"), "strict='yes': expected True or False"),
+    "a number below 0": (lambda: Options(build_workers=-1), "build_workers=-1: expected a whole"),
+    "one name, not a tuple": (lambda: Options(disable="dot_merge"), "expected a tuple of names"),
+    "an unknown override": (lambda: Options.from_environment(workers=2), "no option workers"),
+    "neither module nor pipeline": (lambda: strop.optimize(torch.sin), "takes a torch.nn.Module"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_option_says_what_is_right(name: str) -> None:
+    make, text = WRONG[name]
+    with pytest.raises(OptionError, match=text):
+        make()
+
+
+def test_an_unknown_pass_is_named_with_those_there_are() -> None:
+    module = optimized(Net(), disable=("dotmerge",))
+    with torch.no_grad(), pytest.raises(OptionError, match=r"dotmerge \(did you mean dot_merge"):
+        module(X)
+
+
+def test_an_unknown_variable_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STROP_STRIKT", "1")
+    with pytest.raises(OptionError, match=r"variable STROP_STRIKT \(did you mean STROP_STRICT"):
+        strop.optimize(Net())
+    result = CliRunner().invoke(app, ["env"])
+    assert result.exit_code == 1
+    assert "did you mean STROP_STRICT" in result.output
+
+
+@pytest.mark.parametrize("options", [{"stirct": True}, {"strict": "yes"}], ids=str)
+def test_torch_compile_names_wrong_options(options: dict[str, Any]) -> None:
+    torch._dynamo.reset()
+    fast = torch.compile(Net().eval(), backend="strop", options=options)
+    with torch.no_grad(), pytest.raises(Exception, match=r"strict") as found:
+        fast(X)
+    assert "OptionError" in repr(found.value) or isinstance(found.value, OptionError)
+
+
+def test_a_mode_of_inductor_is_told_to_mean_nothing(caplog: Any) -> None:
+    torch._dynamo.reset()
+    module = Net().eval()
+    fast = torch.compile(module, backend="strop", mode="max-autotune")
+    with torch.no_grad(), caplog.at_level(logging.WARNING, "strop"):
+        torch.testing.assert_close(fast(X), module(X))
+    (message,) = caplog.messages
+    assert "max-autotune" in message
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["generate", "x", "--sied", "1"], "--sied"),
+        (["cache", "list", "--colour"], "--colour"),
+        (["bisect"], "Missing argument"),
+        (["draw"], "No such command 'draw'"),
+    ],
+)
+def test_the_command_line_names_what_it_does_not_know(words: list[str], expected: str) -> None:
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 2
+    assert expected in " ".join(result.output.split())

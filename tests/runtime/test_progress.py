@@ -1,0 +1,67 @@
+"""What a watcher sees of a compilation, and what the log says of sizes that a graph fixes."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import strop
+from strop.options import Options
+from strop.runtime import native
+
+SEEN: list[str] = []
+WATCHED: list[Any] = []
+
+
+class Spy(nn.Module):
+    """Looks at the progress of its own compilation. What is global is not copied with a module."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        SEEN.append(str(WATCHED[0].variants.progress))
+        return torch.nn.functional.silu(x)
+
+
+def test_stages_and_counts(tmp_path: Path, monkeypatch: Any) -> None:
+    SEEN.clear()
+    module = nn.Sequential(nn.Linear(8, 8), Spy(), nn.Softmax(-1), nn.Linear(8, 8), Spy()).eval()
+    strop.optimize(module, options=Options(cache_dir=str(tmp_path), strict=True))
+    WATCHED[:] = [module.forward]
+    usual = native.NativeKernels._compile_unit
+
+    def compile_unit(self: Any, group: Any) -> str:
+        SEEN.append(str(WATCHED[0].variants.progress))
+        return usual(self, group)
+
+    monkeypatch.setattr(native.NativeKernels, "_compile_unit", compile_unit)
+    with torch.no_grad():
+        module(torch.randn(3, 8))
+    kernels = len(module.forward.variants.all[0].program.sources)
+    assert SEEN[:2] == ["tracing modules, 3 of 6", "tracing modules, 6 of 6"]
+    assert SEEN[2].startswith("building kernels, ")
+    assert SEEN[2].endswith(f" of {kernels}")
+    assert str(module.forward.variants.progress) == f"building kernels, {kernels} of {kernels}"
+
+
+class Fixes(nn.Module):
+    """Its parameter has the length of the argument."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(7, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale
+
+
+def test_a_fixed_size_is_told_with_what_asked_for_it(tmp_path: Path, caplog: Any) -> None:
+    module = strop.optimize(Fixes().eval(), options=Options(cache_dir=str(tmp_path), strict=True))
+    with torch.no_grad(), caplog.at_level(logging.INFO, "strop"):
+        module(torch.randn(2, 7, 4))
+        module(torch.randn(3, 7, 4))
+    (line,) = [r.getMessage() for r in caplog.records if "fixes" in r.getMessage()]
+    assert line.startswith("Fixes: its graph fixes the size d0_1 at 7: Eq(")
+    assert ".py:" in line
