@@ -296,7 +296,11 @@ class Printer:
             args = [self.values[arg] for arg in stmt.args]
             dims = frozenset().union(*(arg.dims for arg in args))
             dtype = compute_dtype(stmt.dtype)
-            self.define(stmt.out, apply_text(stmt, [a.text for a in args]), dims, dtype, prefix)
+            text = apply_text(stmt, [a.text for a in args])
+            if stmt.op == "div" and not dims and dtype is torch.float32:
+                # once a launch, so as exact as eager's: Triton's own / is two ulps off
+                text = f"tl.div_rn({', '.join(a.text for a in args)})"
+            self.define(stmt.out, text, dims, dtype, prefix)
         elif isinstance(stmt, Store):
             value = self.values[stmt.value]
             pointer, mask = self.pointer(f"p{stmt.param}", stmt.index, tile, value.dims)

@@ -82,8 +82,9 @@ def step_rows(program: Program, compiled: Compiled | None, sizes: Sizes, able: M
     for number, step in enumerate(program.steps):
         plan = planned[number].plan if planned else None
         made, read = _written(step), _read(step)
-        num_bytes = bytes_moved(program, step, sizes)
-        flops = _flops(step, plan, sizes)
+        runs = step.at(sizes) if isinstance(step, KernelStep) else step
+        num_bytes = bytes_moved(program, runs, sizes) if runs is not None else 0
+        flops = _flops(step, plan, sizes) if runs is not None else 0
         bound_us, by = able.bound_us(num_bytes, flops, _computed_in(program, step))
         rows.append(StepRow(
             number, _kind(step), _title(program, step), step.origin,

@@ -381,13 +381,20 @@ class Symbols:
 
 
 def _ways(e: Any) -> Any:
-    """``Min(a, b) > c`` as ``a > c and b > c``, and so on; None for what has no such form."""
+    """``Min(a, b) > c`` as ``a > c and b > c``, and so on, also under a factor, which is no less
+    than 0 as all sizes are; None for what has no such form."""
     bigger, smaller = (sympy.Gt, sympy.Ge), (sympy.Lt, sympy.Le)
     for side, other, up in ((0, 1, bigger), (1, 0, smaller)):
-        extreme, limit = getattr(e, "args", (None, None))[side], e.args[other]
-        if type(e) not in bigger + smaller or not isinstance(extreme, SYMPY_MIN + SYMPY_MAX):
+        if type(e) not in bigger + smaller:
             continue
-        parts = [e.func(*((a, limit) if side == 0 else (limit, a))) for a in extreme.args]
+        limit, factors = e.args[other], sympy.Mul.make_args(e.args[side])
+        extremes = [f for f in factors if isinstance(f, SYMPY_MIN + SYMPY_MAX)]
+        if len(extremes) != 1:
+            continue
+        (extreme,) = extremes
+        rest = [f for f in factors if f is not extreme]
+        sides = [sympy.Mul(*rest, a, evaluate=False) if rest else a for a in extreme.args]
+        parts = [e.func(*((a, limit) if side == 0 else (limit, a))) for a in sides]
         every = isinstance(extreme, SYMPY_MIN) == isinstance(e, up)
         return (sympy.And if every else sympy.Or)(*parts, evaluate=False)
     return None

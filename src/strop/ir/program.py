@@ -8,7 +8,7 @@ pieces of them (``TensorRef``).
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -105,6 +105,16 @@ class KernelStep:
     lookups: tuple[str, ...] = ()  # modules whose indices this kernel checks,
     looked_up: tuple[Expr, ...] = ()  # and the sizes of the dims that they look into
     lookup_sizes: tuple[Expr | None, ...] = ()  # per buffer, how many elements are looked up there
+
+    def at(self, sizes: Mapping[str, int]) -> KernelStep | None:
+        """What runs at these sizes; None where another step does this one's work."""
+        if any(v.fits(v.size.eval(sizes)) for v in self.absorbed):
+            return None
+        form = next((v for v in self.variants if v.fits(v.size.eval(sizes))), None)
+        if form is None:
+            return self
+        return replace(self, kernel=form.kernel, buffers=form.buffers, offsets=form.offsets,
+                       writes=form.writes, scalars=form.scalars)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
