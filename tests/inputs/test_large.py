@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import strop
 from strop.api import optimize_module
-from strop.backend import compile_graph
+from strop.backend import compile_graph, dynamo_backend
 from strop.codegen.assemble import Signature
 from strop.codegen.triton import emit
 from strop.codegen.triton_interpreter import interpret
@@ -100,7 +100,7 @@ def test_cpp_counts_in_64_bits() -> None:
     signature = Signature(traced.returned, traced.captured.guards)
     for source in compile_graph(traced.graph, signature, "cpu", Options()).program.sources:
         assert "int64_t" in source.text
-        assert " int " not in source.text
+        assert " int " not in source.text.replace(" int nan_", "")  # a flag, no place
         assert "int32" not in source.text
 
 
@@ -136,7 +136,7 @@ def test_more_than_2_to_the_31_elements(way: str) -> None:
     if way == "optimize":
         fast = strop.optimize(copy.deepcopy(plain), options=options)
     else:
-        fast = torch.compile(plain, backend="strop", options={"strict": True, "cache_dir":
+        fast = torch.compile(plain, backend=dynamo_backend, options={"strict": True, "cache_dir":
                              tiny.cache_dir()})  # fmt: skip
     with torch.no_grad():
         for count in (7, rows, 9):  # the same graph before and after

@@ -70,13 +70,15 @@ def test_there_are_four() -> None:
 def test_recipe(name: str, tmp_path: Path) -> None:
     skipped = shutil.ignore_patterns("__pycache__", "weights")
     shutil.copytree(Path(strop.__file__).parent, tmp_path / "src" / "strop", ignore=skipped)
+    # the tests as well: pytest takes the folder of a new test for all there is of ``tests``
+    shutil.copytree(ROOT / "tests", tmp_path / "tests", ignore=skipped)
     tests = follow(RECIPES[name], tmp_path)
     assert tests
     environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join(map(str, (tmp_path / "src", ROOT))),
+        "PYTHONPATH": os.pathsep.join(map(str, (tmp_path / "src", tmp_path))),
         "STROP_CACHE_DIR": str(tmp_path / "cache"),
     }
-    checks = [str(ROOT / "tests" / "meta" / check) for check in CHECKS]
+    checks = [str(tmp_path / "tests" / "meta" / check) for check in CHECKS]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", os.devnull,
                "--import-mode=importlib", *map(str, tests), *checks]  # fmt: skip
     done = subprocess.run(

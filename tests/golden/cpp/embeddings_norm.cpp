@@ -17,7 +17,7 @@ extern "C" void embeddings_norm(void* const* buffers, const int64_t* scalars) {
   for (int64_t task = 0; task < chunks; ++task) {
     int64_t faults = 0;
     const int64_t begin = task * step;
-    const int64_t end = std::min<int64_t>(begin + step, s0);
+    const int64_t end = sp::min<int64_t>(begin + step, s0);
     alignas(64) float t0[320];
     for (int64_t row = begin; row < end; ++row) {
       const int64_t r0 = row / s2;
@@ -31,7 +31,7 @@ extern "C" void embeddings_norm(void* const* buffers, const int64_t* scalars) {
       faults |= v4_outside;
       const int32_t v4 = static_cast<int32_t>(v3) & (v4_outside - 1);
       double first_v7 = 0;
-      for (int64_t c0 = 0; c0 < std::min<int64_t>(320, 1); ++c0) {
+      for (int64_t c0 = 0; c0 < sp::min<int64_t>(320, 1); ++c0) {
         const float v2 = sp::widen(p1[c0 + v1 * int64_t{320}]);
         const float v5 = sp::widen(p2[c0 + v4 * int64_t{320}]);
         const float v6 = v2 + v5;
@@ -49,7 +49,7 @@ extern "C" void embeddings_norm(void* const* buffers, const int64_t* scalars) {
         total_v8 += (v6 - first_v7) * (v6 - first_v7);
       }
       const float v7 = static_cast<float>(first_v7 + total_v7 / 320);
-      const float v8 = static_cast<float>(std::max(total_v8 / 320 - total_v7 / 320 * (total_v7 / 320), 0.0));
+      const float v8 = static_cast<float>(sp::max(total_v8 / 320 - total_v7 / 320 * (total_v7 / 320), 0.0));
       const float v10 = 1 / sp::sqrt(v8);
       #pragma omp simd reduction(|:faults)
       for (int64_t c0 = 0; c0 < 320; ++c0) {

@@ -20,7 +20,7 @@ extern "C" void gather_wrapped(void* const* buffers, const int64_t* scalars) {
     int64_t faults = 0;
     const int64_t r0 = task / blocks;
     const int64_t begin = task % blocks * 16384;
-    const int64_t end = std::min<int64_t>(begin + 16384, s0);
+    const int64_t end = sp::min<int64_t>(begin + 16384, s0);
     #pragma omp simd reduction(|:faults)
     for (int64_t c0 = begin; c0 < end; ++c0) {
       const int64_t v0 = sp::widen(p1[r0 * s0 + c0]);
