@@ -121,9 +121,8 @@ def _row(network: Network, batch: int, ours: nn.Module, eager: nn.Module, exact:
         wide = {n: t.cpu().to(torch.float64 if t.is_floating_point() else t.dtype)
                 for n, t in given.items()}  # fmt: skip
         truth = network.result(_without_grad(exact, wide)())
-        judged = accuracy.judge(
-            found["strop"], network.result(_without_grad(eager, given)()), truth
-        )
+        plain = network.result(_without_grad(eager, given)()).cpu()
+        judged = accuracy.judge(found["strop"], plain, truth)
     timed = calls if device.type == "cpu" else {n: timer.captured(c) for n, c in calls.items()}
     inner = 1 if device.type == "cpu" else 5
     times = timer.time_calls(timed, device, samples=samples, inner=inner)
