@@ -24,7 +24,7 @@ from strop.codegen.triton_reduce import (
     update,
 )
 from strop.codegen.triton_text import TYPES, Flat, Printer, Tile, next_power_of_two
-from strop.errors import CodegenError
+from strop.errors import UnsupportedError
 from strop.ir.dims import Expr, const, product, symbol
 from strop.ir.loops import Axis, Index, Load, Reduce, Stmt, Store, args_of, outs_of, spaces
 from strop.ir.source import Scratch, Split
@@ -78,9 +78,9 @@ class _Column:
         if num_cols.is_const and num_cols.value <= MAX_COLS:
             return next_power_of_two(num_cols.value)
         if self.lanes:
-            raise CodegenError(
+            raise UnsupportedError(
                 f"{self.printer.kernel.name}: {num_cols} cols, some of them reduced, do not fit "
-                f"in one tile of {MAX_COLS}; fuse less into this kernel"
+                f"in one tile of {MAX_COLS}"
             )
         return BLOCKED_COLS
 
