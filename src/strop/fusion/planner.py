@@ -210,7 +210,7 @@ def _in_order(
     for index, step in enumerate(steps):
         for node in step.stores if isinstance(step, Group) else (step,):
             writer[node] = index
-    reads = [_reads(step, stored) for step in steps]
+    reads = [loaded(step, stored) for step in steps]
     needs = [{writer[v] for v in found if v in writer} - {i} for i, found in enumerate(reads)]
     for index, step in enumerate(steps):  # what computes from an argument's old values comes first
         if isinstance(step, Node) and step.op == "write":
@@ -236,7 +236,7 @@ def _in_order(
     return tuple(order)
 
 
-def _reads(step: Group | Node, stored: set[Node]) -> set[Node]:
+def loaded(step: Group | Node, stored: Set[Node]) -> set[Node]:
     """The computed values and the arguments that a step loads."""
     own = set(step.stores) if isinstance(step, Group) else set()
     stack = list(step.stores) if isinstance(step, Group) else [step]

@@ -7,9 +7,10 @@ Which of the two runs is decided for each shape (AStitch's regional and global s
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterator, Sequence
 
 from strop.fusion.plan import FusionPlan, Group, Stitch
+from strop.fusion.planner import loaded
 from strop.ir.affine import base_of
 from strop.ir.graph import Graph, Node
 from strop.ir.loops import Schedule
@@ -38,7 +39,7 @@ def stitches(graph: Graph, plan: FusionPlan) -> Iterator[Stitch]:
 
 
 def _only_reader(
-    group: Group, groups: Sequence[Group], loads: dict[Group, frozenset[Node]]
+    group: Group, groups: Sequence[Group], loads: dict[Group, set[Node]]
 ) -> Group | None:
     """The pointwise kernel that alone reads the reduced values."""
     reduced = {n for n in group.stores if n.numel != _domain(group)}
@@ -55,7 +56,7 @@ def _covers(group: Group, reader: Group) -> bool:
 
 
 def _readers(
-    node: Node, steps: Sequence[Group | Node], loads: dict[Group, frozenset[Node]]
+    node: Node, steps: Sequence[Group | Node], loads: dict[Group, set[Node]]
 ) -> set[Group | Node]:
     return {
         s for s in steps if node in (loads[s] if isinstance(s, Group) else map(base_of, s.inputs))
@@ -63,7 +64,7 @@ def _readers(
 
 
 def _place(
-    steps: Sequence[Group | Node], first: int, last: int, loads: dict[Group, frozenset[Node]]
+    steps: Sequence[Group | Node], first: int, last: int, loads: dict[Group, set[Node]]
 ) -> Group | None:
     """Where both could run: early, if the reader needs nothing made in between, else late, if
     nobody in between needs what the first one makes or could write over what it reads."""
@@ -77,19 +78,3 @@ def _place(
         return group
     wanted = any(_readers(n, between, loads) for n in group.stores)
     return None if wanted else reader
-
-
-def loaded(step: Group, stored: Set[Node]) -> frozenset[Node]:
-    """What a kernel reads from memory."""
-    found, stack, seen = set(), list(step.stores), set(step.stores)
-    while stack:
-        for base in map(base_of, stack.pop().inputs):
-            if base in seen:
-                continue
-            seen.add(base)
-            computes = base.kind in (Kind.POINTWISE, Kind.REDUCTION) and base not in stored
-            if computes or base in step.stores:
-                stack.append(base)
-            else:
-                found.add(base)
-    return frozenset(found)
