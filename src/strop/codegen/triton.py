@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from strop.codegen import triton_block, triton_column, triton_pointwise, triton_reduce, triton_row
-from strop.codegen.triton_text import Form, Lines, Printer, is_transposing
+from strop.codegen.triton_text import FUNCTIONS, Form, Lines, Printer, is_transposing
 from strop.ir.dims import Expr
 from strop.ir.loops import Kernel, Reduce, Schedule, has_places
 from strop.ir.source import FAULTS, Emitted, KernelSource, Scratch, Split, Variant
@@ -76,6 +76,9 @@ def _assemble(
         if kind in triton_reduce.HELPERS:
             name, body = triton_reduce.HELPERS[kind]
             lines.lines += ["@triton.jit", f"def {name}(a, b):", f"    return {body}", "", ""]
+    for name, text in FUNCTIONS.items():
+        if any(f"{name}(" in line for line in printer.out.lines):
+            lines.lines += ["@triton.jit", *text.splitlines(), "", ""]
     lines.lines += ["@triton.jit", f"def {kernel.name}({', '.join(args)}):"]
     source = KernelSource(
         name=kernel.name,

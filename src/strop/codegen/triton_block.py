@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from strop.codegen import triton_reduce
-from strop.codegen.triton_text import Flat, Form, Printer, Tile, next_power_of_two
+from strop.codegen.triton_text import Flat, Form, Printer, Tile, loads_first, next_power_of_two
 from strop.ir.dims import Expr, product
 from strop.ir.loops import Kernel, Reduce
 
@@ -50,7 +50,7 @@ def block(printer: Printer, most: int) -> tuple[Expr, int]:
     for flat in flats:
         printer.ids(flat, kernel.body)
     count = printer.scalars.text(kernel.num_cols)
-    for stmt in kernel.body:
+    for stmt in loads_first(kernel.body):
         if isinstance(stmt, Reduce):
             triton_reduce.in_block(printer, stmt, tile, count)
         else:

@@ -20,6 +20,7 @@ from strop.codegen.triton_text import (
     Tile,
     Value,
     fitting,
+    loads_first,
     next_power_of_two,
     tiles,
 )
@@ -28,6 +29,7 @@ from strop.ir.loops import (
     Apply,
     Kernel,
     Literal,
+    Load,
     Reduce,
     Stmt,
     Store,
@@ -52,30 +54,40 @@ class RowTile:
     pieces: int
     num_warps: int
 
+    @property
+    def held(self) -> int:
+        """Elements of a row value that a thread has in registers."""
+        return self.rows * self.cols * self.pieces // (32 * self.num_warps)
+
 
 # Rows of up to so many elements: (rows, cols, warps) of a tile. Measured on an H100 in fp16 over
-# LayerNorm, RMSNorm, softmax and residual + LayerNorm, 32 to 100,000 rows: each is within 7 % of
-# the fastest of some 40 tiles everywhere. Short rows want one warp a row, which then needs no
-# shared memory to add up; long ones enough loads in flight.
+# LayerNorm, RMSNorm, softmax and residual + norm, 32 to 100,000 rows: each is within 7 % of the
+# fastest of some 40 tiles everywhere. Short rows want few warps a row; long ones enough loads in
+# flight.
 TILES: tuple[tuple[int, tuple[int, int, int]], ...] = (
     (64, (16, 64, 4)),
-    (128, (8, 128, 4)),
+    (128, (16, 128, 8)),
     (256, (4, 256, 4)),
     (512, (4, 64, 4)),
-    (1024, (1, 128, 1)),
-    (2047, (1, 256, 4)),
-    (4095, (1, 512, 8)),
+    (1024, (1, 256, 1)),
+    (2047, (1, 256, 2)),
+    (2560, (1, 512, 4)),
     (16384, (1, 1024, 8)),
     (24576, (1, 4096, 32)),
     (49152, (1, 8192, 32)),  # 48 elements a thread of the 64 registers that 32 warps leave
 )
+# Other tiles above and up to so many elements: where every element takes an exponential, and where
+# more than one value of the row's length is read.
+HEAVY = ((512, 1024, (1, 256, 2)),)
+STREAMED = ((512, 1024, (1, 256, 2)), (4096, 16384, (1, 2048, 16)))
+# Moments of several such values in still longer rows are faster swept than held.
+STREAMED_MOST, STREAMED_SWEEP = 24576, (8192, 32)
+MAX_WAITING = 24  # elements a thread: with more, what is loaded early has no registers to wait in
+
 # Limits of the variants for rows of unknown length: steps of 3/2 and 4/3, because idle lanes cost
 # registers and with them loads in flight (10,240 elements in a tile of 16,384: 76 us for 59).
 ALIGNED_LIMITS = tuple(sorted(k << n for n in range(5, 15) for k in (2, 3) if k << n >= 64))
 UNALIGNED_LIMITS = (64, 128, 256, 512, 1024, 2048, 4096)  # longer ones that do not divide are swept
-
-
-HEAVY_TILE = (512, 1024, (1, 256, 2))  # above, up to: where every element takes an exponential
 
 
 def row_tile(kernel: Kernel, strided: bool, most: int | None = None) -> RowTile:
@@ -84,18 +96,32 @@ def row_tile(kernel: Kernel, strided: bool, most: int | None = None) -> RowTile:
     most = num_cols.value if num_cols.is_const else most
     if strided:
         return _strided_tile(kernel)
-    above, upto, heavy = HEAVY_TILE
-    for limit, (rows, cols, num_warps) in TILES:
-        if most is not None and above < most <= upto and _is_heavy(kernel):
-            rows, cols, num_warps = heavy
-        if most is not None and most <= limit:
-            cols = min(cols, next_power_of_two(most))
-            return RowTile(fitting(kernel.num_rows, rows), cols, -(-most // cols), num_warps)
-    return RowTile(1, LOOPED_COLS, 0, 4)
+    if most is None or most > TILES[-1][0]:
+        return RowTile(1, LOOPED_COLS, 0, 4)
+    if most > STREAMED_MOST and _is_streamed(kernel) and _has_moments(kernel):
+        return RowTile(1, STREAMED_SWEEP[0], 0, STREAMED_SWEEP[1])
+    rows, cols, num_warps = next(tile for limit, tile in TILES if most <= limit)
+    for others, applies in ((HEAVY, _is_heavy), (STREAMED, _is_streamed)):
+        for above, upto, other in others:
+            if above < most <= upto and applies(kernel):
+                rows, cols, num_warps = other
+    cols = min(cols, next_power_of_two(most))
+    return RowTile(fitting(kernel.num_rows, rows), cols, -(-most // cols), num_warps)
 
 
 def _is_heavy(kernel: Kernel) -> bool:
     return any(isinstance(stmt, Apply) and stmt.op == "exp" for stmt in kernel.body)
+
+
+def _is_streamed(kernel: Kernel) -> bool:
+    """Whether more than one value that differs along rows and cols is read."""
+    rows, cols = ({axis.name for axis in axes} for axes in (kernel.rows, kernel.cols))
+    loads = [stmt.index.axes for stmt in kernel.body if isinstance(stmt, Load)]
+    return sum(bool(axes & rows and axes & cols) for axes in loads) > 1
+
+
+def _has_moments(kernel: Kernel) -> bool:
+    return any(isinstance(stmt, Reduce) and stmt.kind == "moments" for stmt in kernel.body)
 
 
 def _strided_tile(kernel: Kernel) -> RowTile:
@@ -148,6 +174,11 @@ class _Pieces:
         self.cols = frozenset(axis.name for axis in self.kernel.cols)
         self.shared = printer.values
         self.own: list[dict[str, Value]] = [{} for _ in range(tile.pieces)]
+        # in tiles of several rows what belongs to a col is read for each of them: that only pays
+        # where waiting for memory is long
+        self.loads_first = tile.held <= MAX_WAITING and (
+            tile.rows == 1 or _is_streamed(self.kernel)
+        )
         self.tiles = [self._piece(n, row, masks, tile) for n in range(tile.pieces)]
 
     def _piece(self, number: int, row: Flat, masks: dict[str, str], tile: RowTile) -> Tile:
@@ -166,7 +197,7 @@ class _Pieces:
 
     def body(self) -> None:
         count = self.printer.scalars.text(self.kernel.num_cols)
-        for stmt in self.kernel.body:
+        for stmt in loads_first(self.kernel.body) if self.loads_first else self.kernel.body:
             if isinstance(stmt, Reduce):
                 operands = [self._operand(stmt, n) for n in range(len(self.tiles))]
                 self.printer.values = self.shared

@@ -60,6 +60,7 @@ class Op:
     overloads: tuple[Any, ...] = ()
     triton: str = ""
     cpp: str = ""
+    triton_half: str = ""  # a shorter one, whose error no result of 16 bits shows
     reference: Callable[..., Any] | None = None
     operands: Operands = Operands.RESULT
     types: Types = Types.ANY

@@ -197,7 +197,8 @@ ACTIVATIONS: tuple[Op, ...] = (
     _row("sigmoid", (aten.sigmoid.default,), _SIGMOID, "1 / (1 + sp::exp(-{0}))"),
     _row("silu", (aten.silu.default,), "{0} / (1.0 + tl.exp(-{0}))", "{0} / (1 + sp::exp(-{0}))"),
     _row("gelu", (aten.gelu.default,), "0.5 * {0} * (1.0 + tl.erf({0} * 0.7071067811865476))",
-         "sp::half({0}) * (1 + sp::erf({0} * 0.7071067811865476f))", when=_is(approximate="none")),
+         "sp::half({0}) * (1 + sp::erf({0} * 0.7071067811865476f))", when=_is(approximate="none"),
+         triton_half="half_gelu({0})"),
     # 0.5 * (1 + tanh(u)) is the sigmoid of 2 * u
     _row("gelu_tanh", (aten.gelu.default,),
          "{0} / (1.0 + tl.exp(-{0} * (1.5957691216057308 + 0.07135481627260025 * {0} * {0})))",
