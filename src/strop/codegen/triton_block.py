@@ -15,8 +15,9 @@ from strop.ir.dims import Expr, product
 from strop.ir.loops import Kernel, Reduce
 
 MAX_ROWS = (64, 256, 1024)  # of a block: one form each
-MAX_ELEMENTS = 32768  # 32 a thread
+MAX_ELEMENTS = 32768  # 64 a thread
 MIN_WARPS, ELEMENTS_PER_WARP = 4, 512
+MAX_WARPS = 16  # 128 registers a thread: with 32 warps the largest blocks spilled
 
 
 def forms(kernel: Kernel) -> Iterator[Form]:
@@ -56,4 +57,4 @@ def block(printer: Printer, most: int) -> tuple[Expr, int]:
         else:
             printer.statement(stmt, tile)
     num_warps = max(MIN_WARPS, most * cols // ELEMENTS_PER_WARP // 2)
-    return printer.scalars.symbolic(kernel.num_rows), min(num_warps, 32)
+    return printer.scalars.symbolic(kernel.num_rows), min(num_warps, MAX_WARPS)
