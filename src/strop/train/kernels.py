@@ -13,8 +13,6 @@ import triton.language as tl
 @triton.jit
 def typed(address, KIND: tl.constexpr, ALIGNED: tl.constexpr):
     """A pointer from an address. ``KIND``: see ``sources.KINDS``."""
-    if ALIGNED:
-        address = tl.multiple_of(address, 16)
     if KIND == 1:
         array = address.to(tl.pointer_type(tl.float32))
     elif KIND == 2:
@@ -23,7 +21,7 @@ def typed(address, KIND: tl.constexpr, ALIGNED: tl.constexpr):
         array = address.to(tl.pointer_type(tl.bfloat16))
     else:
         array = address.to(tl.pointer_type(tl.float64))
-    return array
+    return tl.multiple_of(array, 16) if ALIGNED else array
 
 
 @triton.jit
@@ -61,8 +59,8 @@ def gradient_sweep(blocks, pointers, numels, scale, partials, flags, s0, BLOCK: 
     if not WIDE:
         inverse = inverse.to(tl.float32)
     at = tl.arange(0, TILE)
-    total = tl.zeros([TILE], tl.float64 if WIDE else tl.float32)
-    worst = tl.zeros([TILE], tl.int32)
+    total = tl.full([TILE], 0.0, tl.float64 if WIDE else tl.float32)
+    worst = tl.full([TILE], 0, tl.int32)
     if left >= BLOCK:
         for k in range(0, BLOCK, TILE):
             total, worst = add_squares(total, worst, grad, at + k, inverse, left, True, WIDE)
@@ -71,7 +69,7 @@ def gradient_sweep(blocks, pointers, numels, scale, partials, flags, s0, BLOCK: 
         for k in range(0, rest, TILE):
             total, worst = add_squares(total, worst, grad, at + k, inverse, rest, False, WIDE)
     tl.store(partials + program, tl.sum(total).to(tl.float64))
-    tl.store(flags + program, tl.max(worst))
+    tl.store(flags + program, tl.sum(worst))
 
 
 @triton.jit
@@ -124,20 +122,20 @@ def settle_sgd(group, row, step, mask):
 
 
 @triton.jit
-def settle(partials, flags, scale, found, settings, groups, slots, steps, counters, keys, scalars, rows, norm, nonfinite, s0, s1, MEASURED: tl.constexpr, CLIP: tl.constexpr, AMP: tl.constexpr, EMA: tl.constexpr, ADAM: tl.constexpr, TILE: tl.constexpr):  # fmt: skip  # noqa: E501
+def settle(partials, flags, scale, found, settings, groups, slots, steps, counters, keys, scalars, rows, norm, nonfinite, s0, s1, MEASURED: tl.constexpr, CLIP: tl.constexpr, AMP: tl.constexpr, EMA: tl.constexpr, ADAM: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip  # noqa: E501
     """Between the sweeps, one program: every number that is not a tensor's element."""
     factor = 1.0 / tl.load(scale).to(tl.float64)
     bad = tl.load(found) > 0.0
     at = tl.arange(0, TILE)
     if MEASURED:
-        total = tl.zeros([TILE], tl.float64)
-        worst = tl.zeros([TILE], tl.int32)
+        total = tl.full([TILE], 0.0, tl.float64)
+        worst = tl.full([TILE], 0, tl.int32)
         for k in range(0, s0, TILE):
             mask = at + k < s0
             total += tl.load(partials + k + at, mask=mask, other=0.0)
-            worst = worst | tl.load(flags + k + at, mask=mask, other=0)
+            worst += tl.load(flags + k + at, mask=mask, other=0)
         length = tl.sqrt(tl.sum(total))
-        bad = bad | (tl.max(worst) > 0)
+        bad = bad | (tl.sum(worst) > 0)
         tl.store(norm, length.to(tl.float32))
         if CLIP:
             ratio = tl.load(settings) / (length + 1e-6)
@@ -151,7 +149,8 @@ def settle(partials, flags, scale, found, settings, groups, slots, steps, counte
     draws = tl.load(counters + 1) + 1
     tl.store(counters + 1, draws)
     tl.store(keys + 1, tl.load(keys) + draws * 0x1E3779B97F4A7C15)
-    for k in range(0, s1, TILE):
+    at = tl.arange(0, ROWS)
+    for k in range(0, s1, ROWS):
         mask = at + k < s1
         slot = tl.load(slots + k + at, mask=mask, other=0)
         step = tl.load(steps + slot, mask=mask, other=0.0)

@@ -63,10 +63,10 @@ def gradient_sweep(form: Form, tuning: Tuning) -> KernelSource:
 
 
 def settle(
-    *, measured: bool, clip: bool, amp: bool, ema: bool, adam: bool, tile: int = 4096
+    *, measured: bool, clip: bool, amp: bool, ema: bool, adam: bool, tile: int = 4096, rows: int = 512
 ) -> KernelSource:
     flags = {"MEASURED": measured, "CLIP": clip, "AMP": amp, "EMA": ema, "ADAM": adam}
-    constants = {**{name: int(value) for name, value in flags.items()}, "TILE": tile}
+    constants = {**{name: int(value) for name, value in flags.items()}, "TILE": tile, "ROWS": rows}
     counts = (_I64, _I64, _F32, _I64, _I64)  # groups, slots, steps, counters, keys
     types = (_F64, _I32, _F32, _F32, _F64, *counts, _F64, _F64, _F32, _F32)
     return _source("settle", types, 2, constants, 16, programs=1)
