@@ -30,7 +30,17 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "models": (),
     "debug": ("errors", "options", "api", "backend", "ir", "fusion.plan", "runtime", "testing"),
     "testing": ("errors", "options", "ir", "api"),
-    "train": ("__init__", "errors", "options", "api", "models"),
+    "train": (
+        "__init__",
+        "errors",
+        "options",
+        "api",
+        "models",
+        "ir.dims",
+        "ir.philox",
+        "ir.source",
+        "runtime.kernels",
+    ),
     "bench": (
         "__init__",
         "errors",

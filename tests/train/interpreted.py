@@ -16,7 +16,7 @@ from strop.train.rules import Rule
 from strop.train.sources import Tuning, Tunings
 from strop.train.step import Memory
 
-SMALL = Tunings(Tuning(128, 32, 1), Tuning(64, 32, 1))  # so that small tensors have many blocks
+SMALL = Tunings(Tuning(256, 128, 1), Tuning(256, 128, 1))  # so that small tensors have many blocks
 
 
 class Launcher:

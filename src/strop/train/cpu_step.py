@@ -44,12 +44,13 @@ class CpuStep:
             self.memory.steps[slots] += 1
             for chunk in _chunks(entries):
                 self._update(chunk, request, factor)
+        if request.schedule is not None:
+            averages = [item.average for item in layout.items if item.average is not None]
+            values = [item.param.to(state_dtype(item.param)) for item in layout.items]
+            torch._foreach_lerp_(averages, values, float(self.memory.weight))
         for item in layout.items:
-            values = item.param.to(state_dtype(item.param))
-            if item.average is not None:
-                item.average.lerp_(values, float(self.memory.weight))
             if item.shadow is not None:
-                item.shadow.copy_(values)
+                item.shadow.copy_(item.param)
 
     def _settle(self, grads: Sequence[Tensor], request: Request) -> tuple[float, bool]:
         """The factor of the gradients, and whether to skip the step."""
@@ -57,10 +58,11 @@ class CpuStep:
         factor = 1.0 if request.scale is None else 1.0 / float(request.scale)
         bad = request.found_inf is not None and bool(request.found_inf)
         if request.measured:
-            squares = [float(torch.linalg.vector_norm(g, dtype=torch.float64)) ** 2 for g in grads]
-            norm = math.sqrt(sum(squares)) * factor
-            bad = bad or not all(bool(g.isfinite().all()) for g, s in zip(grads, squares, strict=True)
-                                 if not math.isfinite(s))  # fmt: skip
+            norms = torch._foreach_norm(list(grads), 2, torch.float64) if grads else ()
+            total = float(torch.stack(norms).norm()) if norms else 0.0
+            # Squares of finite fp64 numbers may overflow.
+            bad = bad or not (math.isfinite(total) or all(bool(g.isfinite().all()) for g in grads))
+            norm = total * factor
             memory.norm.fill_(norm)
             if request.clips:
                 ratio = request.max_norm / (norm + 1e-6)
@@ -81,8 +83,8 @@ class CpuStep:
         for (group, _, is_first, dtype), bucket in buckets.items():
             params = [e.item.param.to(dtype) for e in bucket]
             grads = [e.grad.to(dtype) for e in bucket]
-            if factor != 1.0:  # a factor of NaN as well
-                grads = [grad * factor for grad in grads]
+            if factor != 1.0:  # NaN as well
+                grads = list(torch._foreach_mul(grads, factor))
             self._call(bucket, params, grads, request.numbers[group], is_first)
             for e, param in zip(bucket, params, strict=True):
                 if param.dtype != e.item.param.dtype:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -24,6 +25,7 @@ from strop.train.rules import Rule
 from strop.train.sources import Form, Tuning, Tunings
 from strop.train.step import GROUP_NUMBERS, Memory, Request
 
+Numbers = npt.NDArray[np.int64]
 _PARTIALS_ALIGNED = 16  # elements: kernels rely on arguments aligned to 16 bytes
 
 
@@ -69,13 +71,14 @@ class Upload:
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
         self._dtype, self._device = dtype, device
-        self._values: list[float] | list[int] | None = None
+        self._numpy = np.int64 if dtype == torch.int64 else np.float64
+        self._values: Sequence[float] | None = None
         self._tensor = torch.empty(0, dtype=dtype, device=device)
         self._pinned = device.type == "cuda"
         self._spare: Tensor | None = None
         self._captured: list[Tensor] = []
 
-    def __call__(self, values: list[float] | list[int]) -> Tensor:
+    def __call__(self, values: Sequence[float]) -> Tensor:
         capturing = self._pinned and torch.cuda.is_current_stream_capturing()
         if values == self._values and not capturing:
             return self._tensor
@@ -84,7 +87,7 @@ class Upload:
                 raise UnsupportedError("run one step with these gradients before the capture")
             self._tensor = torch.empty(len(values), dtype=self._dtype, device=self._device)
             self._spare = None
-        host = torch.tensor(values, dtype=self._dtype)
+        host = torch.from_numpy(np.array(values, dtype=self._numpy))
         if self._pinned:
             host = self._in_pinned_memory(host, capturing)
         self._tensor.copy_(host, non_blocking=True)
@@ -121,7 +124,7 @@ class Plan:
 
     layout: Layout
     batches: tuple[Batch, ...]
-    addresses: list[int]  # of all arrays but the gradients
+    arrays: Tensor  # addresses of all but the gradients
     numels: Tensor
     groups: Tensor
     slots: Tensor
@@ -149,26 +152,38 @@ class CudaStep:
         self._keys = torch.tensor([seed or 0, 0], dtype=torch.int64, device=device)
         self._one, self._zero = torch.ones((), device=device), torch.zeros((), device=device)
         self._settings = Upload(torch.float64, device)
-        self._pointers = Upload(torch.int64, device)
+        self._addresses = Upload(torch.int64, device)
         self._plan: Plan | None = None
+
+    def prepare(self, tunings: Sequence[Tunings]) -> None:
+        """Compile for all of these, for the arrays of the last step."""
+        forms = {} if self._plan is None else self._forms_of(self._plan.layout.items)
+        kernels = [sources.gradient_sweep(form, t.gradient) for form in forms for t in tunings]
+        kernels += [sources.update_sweep(form, t.update) for form in forms for t in tunings]
+        self._launch.prepare(kernels)
+
+    def tune(self, tunings: Tunings) -> None:
+        """Use these from the next step on."""
+        self._tunings, self._plan = tunings, None
 
     def run(self, layout: Layout, grads: Sequence[Tensor], request: Request) -> None:
         plan = self._plan
         if plan is None or plan.layout is not layout:
             plan = self._plan = self._make_plan(layout)
-        pointers = self._pointers([grad.data_ptr() for grad in grads] + plan.addresses)
+        addresses = self._addresses(list(map(Tensor.data_ptr, grads)))
         settings = self._upload_settings(request)
         scale = self._on_device(request.scale, self._one)
         found = self._on_device(request.found_inf, self._zero)
         if request.measured:
             for batch in plan.batches:
-                tensors = (batch.gradient_blocks, pointers, plan.numels, scale, batch.partials)
-                sizes = (len(batch.gradient_blocks),)
-                self._launch(batch.gradient_sweep, (*tensors, batch.flags), sizes)
+                inputs = (batch.gradient_blocks, addresses, plan.numels, scale)
+                outputs = (batch.partials, batch.flags)
+                programs = len(batch.gradient_blocks)
+                self._launch(batch.gradient_sweep, (*inputs, *outputs), (programs,))
         self._settle(plan, request, scale, found, settings)
         for batch in plan.batches:
             numbers = (plan.slots, self.memory.scalars, self._keys, plan.rows)
-            tensors = (batch.update_blocks, pointers, plan.numels)
+            tensors = (batch.update_blocks, addresses, plan.arrays, plan.numels)
             sizes = (len(batch.update_blocks), len(layout.items))
             self._launch(batch.update_sweep, (*tensors, *numbers), sizes)
 
@@ -215,10 +230,6 @@ class CudaStep:
                 "the same gradients before"
             )
         items = layout.items
-        forms: dict[Form, list[int]] = {}
-        for place, item in enumerate(items):
-            if item.param.numel():
-                forms.setdefault(self._form_of(item), []).append(place)
         rows = (
             [i.param for i in items],
             [i.states[0] if i.states else None for i in items],
@@ -228,12 +239,12 @@ class CudaStep:
         )
         addresses = [0 if a is None else a.data_ptr() for row in rows for a in row]
         numels = np.array([item.param.numel() for item in items] or [0], dtype=np.int64)
-        batches, partials, flags = self._make_batches(forms, numels)
+        batches, partials, flags = self._make_batches(self._forms_of(items), numels)
         self._launch.prepare([s for b in batches for s in (b.gradient_sweep, b.update_sweep)])
         return Plan(
             layout,
             batches,
-            addresses,
+            self._table(np.array(addresses or [0], dtype=np.int64)),
             self._table(numels),
             self._table(np.array([item.group for item in items] or [0], dtype=np.int64)),
             self._table(np.array([item.slot for item in items] or [0], dtype=np.int64)),
@@ -243,14 +254,16 @@ class CudaStep:
         )
 
     def _make_batches(
-        self, forms: dict[Form, list[int]], numels: np.ndarray
+        self, forms: dict[Form, list[int]], numels: Numbers
     ) -> tuple[tuple[Batch, ...], Tensor, Tensor]:
         gradient, update = self._tunings.gradient, self._tunings.update
         blocks = [
             (form, blocks_of(places, numels, gradient), blocks_of(places, numels, update))
             for form, places in forms.items()
         ]
-        ends = np.cumsum([-(-len(g) // _PARTIALS_ALIGNED) * _PARTIALS_ALIGNED for _, g, _ in blocks])
+        ends = np.cumsum(
+            [-(-len(g) // _PARTIALS_ALIGNED) * _PARTIALS_ALIGNED for _, g, _ in blocks]
+        )
         size = int(ends[-1]) if len(ends) else 1
         partials = torch.zeros(size, dtype=torch.float64, device=self._device)
         flags = torch.zeros(size, dtype=torch.int32, device=self._device)
@@ -261,6 +274,14 @@ class CudaStep:
             batches.append(Batch(*kernels, *tables, partials[start:end], flags[start:end]))
             start = end
         return tuple(batches), partials, flags
+
+    def _forms_of(self, items: Sequence[Item]) -> dict[Form, list[int]]:
+        """Places of the items of each form."""
+        forms: dict[Form, list[int]] = {}
+        for place, item in enumerate(items):
+            if item.param.numel():
+                forms.setdefault(self._form_of(item), []).append(place)
+        return forms
 
     def _form_of(self, item: Item) -> Form:
         arrays = [item.param, *item.states, item.average, item.shadow]
@@ -275,11 +296,11 @@ class CudaStep:
             item.grad_aligned and not any(address % 16 for address in addresses),
         )
 
-    def _table(self, values: np.ndarray) -> Tensor:
+    def _table(self, values: Numbers) -> Tensor:
         return torch.from_numpy(values).to(self._device)
 
 
-def blocks_of(places: Sequence[int], numels: np.ndarray, tuning: Tuning) -> np.ndarray:
+def blocks_of(places: Sequence[int], numels: Numbers, tuning: Tuning) -> Numbers:
     """For each program: number of its tensor in the high half, number of the block in the low."""
     chosen = np.asarray(places, dtype=np.int64)
     counts = -(-numels[chosen] // tuning.block)

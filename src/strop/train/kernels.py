@@ -2,8 +2,8 @@
 """The Triton kernels of the parameter step. Strop reads this file as text and never imports it.
 
 Every kernel works on a list of tensors: ``blocks[i]`` says which tensor program ``i`` works on and
-which block of it, ``pointers`` holds addresses in rows (gradient, parameter, two states, average,
-shadow), ``rows`` the numbers that a tensor's update needs, worked out by ``settle``.
+which block of it, ``grads`` and ``arrays`` hold addresses (of parameters, two states, averages and
+shadows, one row each), ``rows`` the numbers that a tensor's update needs, worked out by ``settle``.
 """
 
 import triton
@@ -47,14 +47,27 @@ def add_squares(total, worst, grad, at, inverse, left, FULL: tl.constexpr, WIDE:
 
 
 @triton.jit
-def gradient_sweep(blocks, pointers, numels, scale, partials, flags, s0, BLOCK: tl.constexpr, TILE: tl.constexpr, GRAD: tl.constexpr, WIDE: tl.constexpr, ALIGNED: tl.constexpr):  # fmt: skip  # noqa: E501
+def gradient_sweep(
+    blocks,
+    grads,
+    numels,
+    scale,
+    partials,
+    flags,
+    s0,
+    BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
+    GRAD: tl.constexpr,
+    WIDE: tl.constexpr,
+    ALIGNED: tl.constexpr,
+):
     """First sweep: the sum of squares of every block, and whether all of it is finite."""
     program = tl.program_id(0)
     item = tl.load(blocks + program)
     which = item >> 32
     first = (item & 0xFFFFFFFF) * BLOCK
     left = tl.load(numels + which) - first
-    grad = typed(tl.load(pointers + which), GRAD, ALIGNED) + first
+    grad = typed(tl.load(grads + which), GRAD, ALIGNED) + first
     inverse = 1.0 / tl.load(scale).to(tl.float64)
     if not WIDE:
         inverse = inverse.to(tl.float32)
@@ -122,7 +135,31 @@ def settle_sgd(group, row, step, mask):
 
 
 @triton.jit
-def settle(partials, flags, scale, found, settings, groups, slots, steps, counters, keys, scalars, rows, norm, nonfinite, s0, s1, MEASURED: tl.constexpr, CLIP: tl.constexpr, AMP: tl.constexpr, EMA: tl.constexpr, ADAM: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip  # noqa: E501
+def settle(
+    partials,
+    flags,
+    scale,
+    found,
+    settings,
+    groups,
+    slots,
+    steps,
+    counters,
+    keys,
+    scalars,
+    rows,
+    norm,
+    nonfinite,
+    s0,
+    s1,
+    MEASURED: tl.constexpr,
+    CLIP: tl.constexpr,
+    AMP: tl.constexpr,
+    EMA: tl.constexpr,
+    ADAM: tl.constexpr,
+    TILE: tl.constexpr,
+    ROWS: tl.constexpr,
+):
     """Between the sweeps, one program: every number that is not a tensor's element."""
     factor = 1.0 / tl.load(scale).to(tl.float64)
     bad = tl.load(found) > 0.0
@@ -171,10 +208,9 @@ def adam(p, g, m, v, a0, a1, a2, a3, a4, a5, a6, WIDE: tl.constexpr):
     g = g + a1 * p
     m = m + a2 * (g - m)
     v = v + a3 * (g * g - v)
-    if WIDE:
-        ratio = m / (tl.sqrt(v) * a5 + a6)
-    else:  # plain fp32 roots and quotients are two ulps off
-        ratio = tl.div_rn(m, tl.sqrt_rn(v) * a5 + a6)
+    # Plain fp32 roots and quotients are two ulps off.
+    root = tl.sqrt(v) if WIDE else tl.sqrt_rn(v)
+    ratio = m / (root * a5 + a6) if WIDE else tl.div_rn(m, root * a5 + a6)
     return p - (a0 * p + a4 * ratio), m, v
 
 
@@ -190,7 +226,36 @@ def round_at_random(values, key, position):
 
 
 @triton.jit
-def update(grad, param, first, second, average, shadow, at, left, start, slot, factor, skip, weight, key, a0, a1, a2, a3, a4, a5, a6, FULL: tl.constexpr, PARAM: tl.constexpr, STATES: tl.constexpr, EMA: tl.constexpr, SHADOW: tl.constexpr, WIDE: tl.constexpr, RANDOM: tl.constexpr):  # fmt: skip  # noqa: E501
+def update(
+    grad,
+    param,
+    first,
+    second,
+    average,
+    shadow,
+    at,
+    left,
+    start,
+    slot,
+    factor,
+    skip,
+    weight,
+    key,
+    a0,
+    a1,
+    a2,
+    a3,
+    a4,
+    a5,
+    a6,
+    FULL: tl.constexpr,
+    PARAM: tl.constexpr,
+    STATES: tl.constexpr,
+    EMA: tl.constexpr,
+    SHADOW: tl.constexpr,
+    WIDE: tl.constexpr,
+    RANDOM: tl.constexpr,
+):
     g = read(grad, at, left, FULL, WIDE) * factor
     p = read(param, at, left, FULL, WIDE)
     if STATES == 2:
@@ -224,7 +289,28 @@ def update(grad, param, first, second, average, shadow, at, left, start, slot, f
 
 
 @triton.jit
-def update_sweep(blocks, pointers, numels, slots, scalars, keys, rows, s0, s1, BLOCK: tl.constexpr, TILE: tl.constexpr, GRAD: tl.constexpr, PARAM: tl.constexpr, STATES: tl.constexpr, EMA: tl.constexpr, SHADOW: tl.constexpr, WIDE: tl.constexpr, RANDOM: tl.constexpr, ALIGNED: tl.constexpr):  # fmt: skip  # noqa: E501
+def update_sweep(
+    blocks,
+    grads,
+    arrays,
+    numels,
+    slots,
+    scalars,
+    keys,
+    rows,
+    s0,
+    s1,
+    BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
+    GRAD: tl.constexpr,
+    PARAM: tl.constexpr,
+    STATES: tl.constexpr,
+    EMA: tl.constexpr,
+    SHADOW: tl.constexpr,
+    WIDE: tl.constexpr,
+    RANDOM: tl.constexpr,
+    ALIGNED: tl.constexpr,
+):
     """Second sweep: reads gradient, parameter, states and average; writes all but the gradient.
 
     A step that is skipped writes back what it read. The average goes on all the same, as it does
@@ -234,15 +320,15 @@ def update_sweep(blocks, pointers, numels, slots, scalars, keys, rows, s0, s1, B
     which = item >> 32
     start = (item & 0xFFFFFFFF) * BLOCK
     left = tl.load(numels + which) - start
-    here = pointers + which
+    here = arrays + which
     COMPUTE: tl.constexpr = tl.float64 if WIDE else tl.float32
     STATE: tl.constexpr = 4 if WIDE else 1
-    grad = typed(tl.load(here), GRAD, ALIGNED) + start
-    param = typed(tl.load(here + s1), PARAM, ALIGNED) + start
-    first = typed(tl.load(here + 2 * s1), STATE, ALIGNED) + start
-    second = typed(tl.load(here + 3 * s1), STATE, ALIGNED) + start
-    average = typed(tl.load(here + 4 * s1), STATE, ALIGNED) + start
-    shadow = typed(tl.load(here + 5 * s1), SHADOW, ALIGNED) + start
+    grad = typed(tl.load(grads + which), GRAD, ALIGNED) + start
+    param = typed(tl.load(here), PARAM, ALIGNED) + start
+    first = typed(tl.load(here + s1), STATE, ALIGNED) + start
+    second = typed(tl.load(here + 2 * s1), STATE, ALIGNED) + start
+    average = typed(tl.load(here + 3 * s1), STATE, ALIGNED) + start
+    shadow = typed(tl.load(here + 4 * s1), SHADOW, ALIGNED) + start
     row = rows + which * 8
     factor = (tl.load(scalars) * tl.load(row + 7)).to(COMPUTE)
     skip = tl.load(scalars + 1) > 0.0
@@ -259,8 +345,66 @@ def update_sweep(blocks, pointers, numels, slots, scalars, keys, rows, s0, s1, B
     at = tl.arange(0, TILE)
     if left >= BLOCK:
         for k in range(0, BLOCK, TILE):
-            update(grad, param, first, second, average, shadow, at + k, left, start, slot, factor, skip, weight, key, a0, a1, a2, a3, a4, a5, a6, True, PARAM, STATES, EMA, SHADOW, WIDE, RANDOM)  # fmt: skip  # noqa: E501
+            update(
+                grad,
+                param,
+                first,
+                second,
+                average,
+                shadow,
+                at + k,
+                left,
+                start,
+                slot,
+                factor,
+                skip,
+                weight,
+                key,
+                a0,
+                a1,
+                a2,
+                a3,
+                a4,
+                a5,
+                a6,
+                True,
+                PARAM,
+                STATES,
+                EMA,
+                SHADOW,
+                WIDE,
+                RANDOM,
+            )
     else:
         rest = left.to(tl.int32)
         for k in range(0, rest, TILE):
-            update(grad, param, first, second, average, shadow, at + k, rest, start, slot, factor, skip, weight, key, a0, a1, a2, a3, a4, a5, a6, False, PARAM, STATES, EMA, SHADOW, WIDE, RANDOM)  # fmt: skip  # noqa: E501
+            update(
+                grad,
+                param,
+                first,
+                second,
+                average,
+                shadow,
+                at + k,
+                rest,
+                start,
+                slot,
+                factor,
+                skip,
+                weight,
+                key,
+                a0,
+                a1,
+                a2,
+                a3,
+                a4,
+                a5,
+                a6,
+                False,
+                PARAM,
+                STATES,
+                EMA,
+                SHADOW,
+                WIDE,
+                RANDOM,
+            )

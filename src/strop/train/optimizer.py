@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo  # torch.compiler.disable would import Dynamo now
 from torch.optim import Optimizer
 
 from strop.errors import OptionError, UnsupportedError
@@ -65,7 +66,7 @@ class FusedOptimizer(Optimizer):
         super().__init__(params, defaults)
 
     def _start(self) -> None:
-        self._stepper: Stepper | None = None
+        self.stepper: Stepper | None = None
         self._layout: Layout | None = None
         self._order: list[int] = []
         self._counts = (0, 0)
@@ -78,9 +79,9 @@ class FusedOptimizer(Optimizer):
     def grad_norm(self) -> Tensor | None:
         """Norm of all gradients in the last step, unscaled, before the clip: a 0-dim tensor on
         the device that the next step overwrites. None without ``max_grad_norm``."""
-        if self._stepper is None or self._extras.max_grad_norm is None:
+        if self.stepper is None or self._extras.max_grad_norm is None:
             return None
-        return self._stepper.memory.norm
+        return self.stepper.memory.norm
 
     def parameters(self) -> list[Tensor]:
         """Of all groups, in order."""
@@ -89,16 +90,16 @@ class FusedOptimizer(Optimizer):
     @property
     def counts(self) -> tuple[int, int]:
         """Steps of the average, steps that drew random numbers. Waits for the device."""
-        if self._stepper is None:
+        if self.stepper is None:
             return self._counts
-        first, second = self._stepper.memory.counters.tolist()
+        first, second = self.stepper.memory.counters.tolist()
         return first, second
 
     @counts.setter
     def counts(self, values: tuple[int, int]) -> None:
         self._counts = values
-        if self._stepper is not None:
-            self._stepper.memory.counters.copy_(torch.tensor(values))
+        if self.stepper is not None:
+            self.stepper.memory.counters.copy_(torch.tensor(values))
 
     def average_of(self, parameter: Tensor) -> Tensor:
         """The moving average of a parameter, which starts as a copy of it."""
@@ -151,8 +152,8 @@ class FusedOptimizer(Optimizer):
             if shadow.grad is not None:
                 shadow.grad = None if set_to_none else shadow.grad.detach().zero_()
 
-    @torch._disable_dynamo  # type: ignore[misc]
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    @_disable_dynamo
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step. ``closure`` computes the loss and the gradients anew."""
         loss = None
         if closure is not None:
@@ -208,7 +209,7 @@ class FusedOptimizer(Optimizer):
             self._start()
         counts, shadows = state.get("_counts", self.counts), self._shadows
         super().__setstate__(state)
-        self._stepper, self._layout = None, None
+        self.stepper, self._layout = None, None
         self._counts, self._shadows = counts, shadows
         for group in self.param_groups:
             self._check_group(group)
@@ -289,11 +290,11 @@ class FusedOptimizer(Optimizer):
     def _stepper_for(self, owners: Sequence[Tensor]) -> Stepper:
         """Made when the device is known: scripts move models after making the optimizer."""
         device, order = owners[0].device, list(map(id, owners))
-        stepper = self._stepper
+        stepper = self.stepper
         if stepper is None or stepper.memory.steps.device != device or order != self._order:
             memory = Memory.on(device, len(owners), self.counts)
             seed = self._extras.seed if self._extras.stochastic_rounding else None
-            stepper = self._stepper = make_stepper(device, self._rule, memory, seed)
+            stepper = self.stepper = make_stepper(device, self._rule, memory, seed)
             self._layout, self._order = None, order
         return stepper
 
@@ -317,7 +318,11 @@ class FusedOptimizer(Optimizer):
             active,
             [self._rule.states(group) for group in self.param_groups],
             list(map(Tensor.data_ptr, params)),
-            [id(value) for state in map(self.state.__getitem__, params) for value in state.values()],
+            [
+                id(value)
+                for state in map(self.state.__getitem__, params)
+                for value in state.values()
+            ],
             [grad.dtype for grad in grads],
             [grad.stride() for grad in grads],
             [pointer % 16 == 0 for pointer in map(Tensor.data_ptr, grads)],
@@ -338,8 +343,8 @@ class FusedOptimizer(Optimizer):
 
     def _bind_steps(self, wanted: Sequence[tuple[int, Tensor]]) -> None:
         """Let the step counts of parameters be views of one array, so that one kernel counts."""
-        assert self._stepper is not None
-        counts = self._stepper.memory.steps
+        assert self.stepper is not None
+        counts = self.stepper.memory.steps
         found: dict[int, Tensor] = {}
         for slot, parameter in wanted:
             state = self.state[parameter]

@@ -14,7 +14,7 @@ from strop.ir.source import KernelSource
 KINDS = {torch.float32: 1, torch.float16: 2, torch.bfloat16: 3, torch.float64: 4, None: 0}
 
 _I32, _I64, _F32, _F64 = torch.int32, torch.int64, torch.float32, torch.float64
-_LISTS = (_I64, _I64, _I64)  # blocks, pointers, numels
+_LISTS = (_I64, _I64, _I64)  # blocks, grads, numels
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,14 @@ def gradient_sweep(form: Form, tuning: Tuning) -> KernelSource:
 
 
 def settle(
-    *, measured: bool, clip: bool, amp: bool, ema: bool, adam: bool, tile: int = 4096, rows: int = 512
+    *,
+    measured: bool,
+    clip: bool,
+    amp: bool,
+    ema: bool,
+    adam: bool,
+    tile: int = 4096,
+    rows: int = 512,
 ) -> KernelSource:
     flags = {"MEASURED": measured, "CLIP": clip, "AMP": amp, "EMA": ema, "ADAM": adam}
     constants = {**{name: int(value) for name, value in flags.items()}, "TILE": tile, "ROWS": rows}
@@ -85,7 +92,7 @@ def update_sweep(form: Form, tuning: Tuning) -> KernelSource:
         "RANDOM": int(form.random),
         "ALIGNED": int(form.aligned),
     }
-    types = (*_LISTS, _I64, _F64, _I64, _F64)
+    types = (*_LISTS, _I64, _I64, _F64, _I64, _F64)
     return _source("update_sweep", types, 2, constants, tuning.num_warps)
 
 
