@@ -77,6 +77,7 @@ class Upload:
         self._pinned = device.type == "cuda"
         self._spare: Tensor | None = None
         self._captured: list[Tensor] = []
+        self.count = 0
 
     def __call__(self, values: Sequence[float]) -> Tensor:
         capturing = self._pinned and torch.cuda.is_current_stream_capturing()
@@ -91,6 +92,7 @@ class Upload:
         if self._pinned:
             host = self._in_pinned_memory(host, capturing)
         self._tensor.copy_(host, non_blocking=True)
+        self.count += 1
         self._values = None if capturing else values
         return self._tensor
 
@@ -154,6 +156,11 @@ class CudaStep:
         self._settings = Upload(torch.float64, device)
         self._addresses = Upload(torch.int64, device)
         self._plan: Plan | None = None
+
+    @property
+    def uploads(self) -> tuple[int, int]:
+        """Copies to the device so far: addresses of gradients, numbers of groups."""
+        return self._addresses.count, self._settings.count
 
     def prepare(self, tunings: Sequence[Tunings]) -> None:
         """Compile for all of these, for the arrays of the last step."""
