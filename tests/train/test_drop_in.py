@@ -149,7 +149,9 @@ def test_layouts(name: str, device: str) -> None:
     values = PICTURE.to(device)
     a = nn.Parameter(of_parameter(values).clone(memory_format=torch.contiguous_format))
     b = nn.Parameter(of_parameter(values))
-    assert name in ("gaps", "one_by_one", "unaligned") or b.stride() == of_parameter(values).stride()
+    assert (
+        name in ("gaps", "one_by_one", "unaligned") or b.stride() == of_parameter(values).stride()
+    )
     first, second = torch.optim.AdamW([a], lr=0.1), train.FusedAdamW([b], lr=0.1, ema_decay=0.9)
     for step in range(3):
         a.grad = of_gradient(values * (step + 1) - 1).clone(memory_format=torch.contiguous_format)

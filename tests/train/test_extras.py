@@ -111,7 +111,7 @@ def test_a_twin_needs_a_type() -> None:
 
 def test_random_rounding(device: str) -> None:
     """Unbiased to four sigma, to one of the two neighbours, the same bits on every device."""
-    count = 4096
+    count = 2048
     step = torch.linspace(0.0, 2**-7, count)  # one unit in the last place of a bf16 in [1, 2)
 
     def rounded(seed: int, device: str) -> torch.Tensor:
@@ -122,14 +122,14 @@ def test_random_rounding(device: str) -> None:
         optimizer.step()
         return p.detach().float().cpu() - 1.0
 
-    draws = torch.stack([rounded(seed, device) for seed in range(12)])
+    draws = torch.stack([rounded(seed, device) for seed in range(6)])
     assert set(draws.unique().tolist()) == {0.0, 2**-7}
     ups = draws.double() * 2**7
     chance = step.double() * 2**7
     sigma = (chance * (1 - chance)).sum().mul(len(draws)).sqrt()
     assert abs(float((ups - chance).sum() / sigma)) < 4
     halves = ups[:, count // 4 : count // 2].mean(), ups[:, count // 2 : 3 * count // 4].mean()
-    assert [float(h) for h in halves] == pytest.approx([0.375, 0.625], abs=4 * 0.5 / 12288**0.5 * 1.5)
+    assert [float(h) for h in halves] == pytest.approx([0.375, 0.625], abs=4 * 0.5 / 3072**0.5)
     assert not torch.equal(draws[0], draws[1])
     assert torch.equal(rounded(3, device), draws[3])
 
@@ -167,7 +167,10 @@ def test_scaler_with_two_optimizers_and_unscale(
 ) -> None:
     """One optimizer overflows, the other steps; unscale_ before the step is seen."""
     first, second = (nn.Parameter(torch.ones(2, device=device)) for _ in range(2))
-    optimizers = train.FusedSGD([first], lr=1.0, max_grad_norm=1.0), train.FusedSGD([second], lr=1.0)
+    optimizers = (
+        train.FusedSGD([first], lr=1.0, max_grad_norm=1.0),
+        train.FusedSGD([second], lr=1.0),
+    )
     scaler = kind(device, init_scale=8.0, growth_interval=1)
     for overflow in (True, False):
         scaler.scale(torch.zeros((), device=device))
