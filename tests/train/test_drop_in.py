@@ -17,7 +17,8 @@ from strop.errors import OptionError, UnsupportedError
 from tests.train import judge
 
 F64 = torch.float64
-PAIRS: dict[str, tuple[type[torch.optim.Optimizer], type[torch.optim.Optimizer], dict[str, Any]]] = {
+Kind = type[torch.optim.Optimizer]
+PAIRS: dict[str, tuple[Kind, Kind, dict[str, Any]]] = {
     "adamw": (torch.optim.AdamW, train.FusedAdamW, {}),
     "adamw_arguments": (torch.optim.AdamW, train.FusedAdamW,
                         {"betas": (0.8, 0.99), "eps": 1e-4, "weight_decay": 0.3, "maximize": True}),
@@ -268,7 +269,7 @@ def test_gradients_are_checked() -> None:
     p.grad = torch.zeros_like(p)
     with pytest.raises(UnsupportedError, match=r"complex64"):
         train.FusedAdamW([p]).step()
+    p = nn.Parameter(torch.zeros(2, device="meta"))
+    p.grad = torch.zeros_like(p)
     with pytest.raises(UnsupportedError, match="no fused step for the device meta"):
-        p = nn.Parameter(torch.zeros(2, device="meta"))
-        p.grad = torch.zeros_like(p)
         train.FusedAdamW([p]).step()

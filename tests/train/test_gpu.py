@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
@@ -61,80 +61,62 @@ def test_the_host_never_waits() -> None:
         schedule.step()
 
 
-@pytest.mark.parametrize("parts", ["step", "backward_and_step"])
-def test_capture(parts: str) -> None:
-    """A replay does what the step does, also between steps that are not replayed."""
-    (a, first), (b, second) = make(), make()
-    static = [torch.zeros_like(p) for p in b]
+class Loop:
+    """Steps whose gradients come from a backward pass; the learning rate falls."""
 
-    def backward() -> None:
-        loss = sum((p * g).sum() for p, g in zip(b, static, strict=True))
-        assert isinstance(loss, torch.Tensor)
-        loss.backward()
+    def __init__(self) -> None:
+        self.params, self.optimizer = make()
+        self.factors = [torch.zeros_like(p) for p in self.params]
 
-    def run_second(call: Callable[[], object], step: int) -> None:
-        torch._foreach_copy_(static, on_gpu(step))
-        second.param_groups[0]["lr"].fill_(1e-2 / (step + 1))
-        call()
+    def feed(self, step: int) -> None:
+        torch._foreach_copy_(self.factors, on_gpu(step))
+        self.optimizer.param_groups[0]["lr"].fill_(1e-2 / (step + 1))
 
-    def eager() -> None:
-        second.zero_grad()
-        backward()
-        second.step()
+    def run(self) -> None:
+        products = [(p * f).sum() for p, f in zip(self.params, self.factors, strict=True)]
+        torch.stack(products).sum().backward()
+        self.optimizer.step()
 
-    def run_first(step: int) -> None:
-        for p, g in zip(a, on_gpu(step), strict=True):
-            p.grad = g
-        first.param_groups[0]["lr"].fill_(1e-2 / (step + 1))
-        first.step()
+    def eager(self, step: int) -> None:
+        self.feed(step)
+        self.optimizer.zero_grad()
+        self.run()
 
-    stream = torch.cuda.Stream()
+
+def test_capture() -> None:
+    """A replay does what a step does, also with other steps between replays."""
+    expected, found = Loop(), Loop()
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
+        for step in range(8):
+            expected.eager(step)
         for step in range(3):
-            run_first(step)
-            run_second(eager, step)
+            found.eager(step)
+        found.optimizer.zero_grad()
+        with torch.cuda.graph(graph, stream=stream):
+            found.run()
+        grads = [p.grad for p in found.params]
+        for step in range(3, 8):
+            if step == 5:
+                found.eager(step)
+            else:
+                found.feed(step)
+                graph.replay()
     torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    if parts == "backward_and_step":
-        second.zero_grad()
-        with torch.cuda.graph(graph):
-            backward()
-            second.step()
-        replay = graph.replay
-    else:
-        with torch.cuda.graph(graph):
-            second.step()
-
-        def replay() -> None:
-            for p, g in zip(b, static, strict=True):
-                assert p.grad is not None
-                p.grad.copy_(g)
-            graph.replay()
-
-    for step in range(3, 8):
-        run_first(step)
-        if step == 5 and parts == "backward_and_step":
-            kept = [p.grad for p in b]
-            run_second(eager, step)
-            for p, g in zip(b, kept, strict=True):
-                p.grad = g
-        else:
-            run_second(replay, step)
-    for x, y in zip(a, b, strict=True):
-        assert torch.equal(x, y)
+    assert all(g is not None for g in grads)
+    first, second = expected.optimizer, found.optimizer
     assert first.ema is not None
     assert second.ema is not None
     assert first.ema.optimization_step == second.ema.optimization_step == 8
-    for x, y in zip(first.ema.shadow_params, second.ema.shadow_params, strict=True):
+    averages = zip(first.ema.shadow_params, second.ema.shadow_params, strict=True)
+    for x, y in (*zip(expected.params, found.params, strict=True), *averages):
         assert torch.equal(x, y)
     assert torch.equal(first.grad_norm, second.grad_norm)
 
 
 def test_capture_of_a_first_step_is_refused() -> None:
     params, optimizer = make()
-    for p, g in zip(params, on_gpu(0), strict=True):
-        p.grad = g
-    optimizer.zero_grad()
     params[3].grad = torch.ones_like(params[3])
     optimizer.step()
     params[4].grad = torch.ones_like(params[4])

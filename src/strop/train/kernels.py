@@ -48,19 +48,9 @@ def add_squares(total, worst, grad, at, inverse, left, FULL: tl.constexpr, WIDE:
 
 @triton.jit
 def gradient_sweep(
-    blocks,
-    grads,
-    numels,
-    scale,
-    partials,
-    flags,
-    s0,
-    BLOCK: tl.constexpr,
-    TILE: tl.constexpr,
-    GRAD: tl.constexpr,
-    WIDE: tl.constexpr,
-    ALIGNED: tl.constexpr,
-):
+    blocks, grads, numels, scale, partials, flags, s0, BLOCK: tl.constexpr, TILE: tl.constexpr,
+    GRAD: tl.constexpr, WIDE: tl.constexpr, ALIGNED: tl.constexpr
+):  # fmt: skip
     """First sweep: the sum of squares of every block, and whether all of it is finite."""
     program = tl.program_id(0)
     item = tl.load(blocks + program)
@@ -136,30 +126,10 @@ def settle_sgd(group, row, step, mask):
 
 @triton.jit
 def settle(
-    partials,
-    flags,
-    scale,
-    found,
-    settings,
-    groups,
-    slots,
-    steps,
-    counters,
-    keys,
-    scalars,
-    rows,
-    norm,
-    nonfinite,
-    s0,
-    s1,
-    MEASURED: tl.constexpr,
-    CLIP: tl.constexpr,
-    AMP: tl.constexpr,
-    EMA: tl.constexpr,
-    ADAM: tl.constexpr,
-    TILE: tl.constexpr,
-    ROWS: tl.constexpr,
-):
+    partials, flags, scale, found, settings, groups, slots, steps, counters, keys, scalars, rows,
+    norm, nonfinite, s0, s1, MEASURED: tl.constexpr, CLIP: tl.constexpr, AMP: tl.constexpr,
+    EMA: tl.constexpr, ADAM: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr
+):  # fmt: skip
     """Between the sweeps, one program: every number that is not a tensor's element."""
     factor = 1.0 / tl.load(scale).to(tl.float64)
     bad = tl.load(found) > 0.0
@@ -227,35 +197,12 @@ def round_at_random(values, key, position):
 
 @triton.jit
 def update(
-    grad,
-    param,
-    first,
-    second,
-    average,
-    shadow,
-    at,
-    left,
-    start,
-    slot,
-    factor,
-    skip,
-    weight,
-    key,
-    a0,
-    a1,
-    a2,
-    a3,
-    a4,
-    a5,
-    a6,
-    FULL: tl.constexpr,
-    PARAM: tl.constexpr,
-    STATES: tl.constexpr,
-    EMA: tl.constexpr,
-    SHADOW: tl.constexpr,
-    WIDE: tl.constexpr,
-    RANDOM: tl.constexpr,
-):
+    arrays, numbers, at, left, skip, weight, key, position, FULL: tl.constexpr,
+    PARAM: tl.constexpr, STATES: tl.constexpr, EMA: tl.constexpr, SHADOW: tl.constexpr,
+    WIDE: tl.constexpr, RANDOM: tl.constexpr,
+):  # fmt: skip
+    grad, param, first, second, average, shadow = arrays
+    a0, a1, a2, a3, a4, a5, a6, factor = numbers
     g = read(grad, at, left, FULL, WIDE) * factor
     p = read(param, at, left, FULL, WIDE)
     if STATES == 2:
@@ -275,7 +222,7 @@ def update(
         new = p - a0 * step
     p = tl.where(skip, p, new)
     if RANDOM:
-        p = round_at_random(p, key, (slot << 40) + start + at)
+        p = round_at_random(p, key, position + at)
     elif PARAM == 2:
         p = p.to(tl.float16).to(tl.float32)
     elif PARAM == 3:
@@ -289,28 +236,27 @@ def update(
 
 
 @triton.jit
+def numbers_of(row, scalars, WIDE: tl.constexpr):
+    """What ``settle`` has worked out for a tensor, and the factor of its gradient."""
+    TYPE: tl.constexpr = tl.float64 if WIDE else tl.float32
+    a0 = tl.load(row).to(TYPE)
+    a1 = tl.load(row + 1).to(TYPE)
+    a2 = tl.load(row + 2).to(TYPE)
+    a3 = tl.load(row + 3).to(TYPE)
+    a4 = tl.load(row + 4).to(TYPE)
+    a5 = tl.load(row + 5).to(TYPE)
+    a6 = tl.load(row + 6).to(TYPE)
+    factor = (tl.load(scalars) * tl.load(row + 7)).to(TYPE)
+    return a0, a1, a2, a3, a4, a5, a6, factor
+
+
+@triton.jit
 def update_sweep(
-    blocks,
-    grads,
-    arrays,
-    numels,
-    slots,
-    scalars,
-    keys,
-    rows,
-    s0,
-    s1,
-    BLOCK: tl.constexpr,
-    TILE: tl.constexpr,
-    GRAD: tl.constexpr,
-    PARAM: tl.constexpr,
-    STATES: tl.constexpr,
-    EMA: tl.constexpr,
-    SHADOW: tl.constexpr,
-    WIDE: tl.constexpr,
-    RANDOM: tl.constexpr,
+    blocks, grads, arrays, numels, slots, scalars, keys, rows, s0, s1, BLOCK: tl.constexpr,
+    TILE: tl.constexpr, GRAD: tl.constexpr, PARAM: tl.constexpr, STATES: tl.constexpr,
+    EMA: tl.constexpr, SHADOW: tl.constexpr, WIDE: tl.constexpr, RANDOM: tl.constexpr,
     ALIGNED: tl.constexpr,
-):
+):  # fmt: skip
     """Second sweep: reads gradient, parameter, states and average; writes all but the gradient.
 
     A step that is skipped writes back what it read. The average goes on all the same, as it does
@@ -321,7 +267,6 @@ def update_sweep(
     start = (item & 0xFFFFFFFF) * BLOCK
     left = tl.load(numels + which) - start
     here = arrays + which
-    COMPUTE: tl.constexpr = tl.float64 if WIDE else tl.float32
     STATE: tl.constexpr = 4 if WIDE else 1
     grad = typed(tl.load(grads + which), GRAD, ALIGNED) + start
     param = typed(tl.load(here), PARAM, ALIGNED) + start
@@ -329,82 +274,23 @@ def update_sweep(
     second = typed(tl.load(here + 2 * s1), STATE, ALIGNED) + start
     average = typed(tl.load(here + 3 * s1), STATE, ALIGNED) + start
     shadow = typed(tl.load(here + 4 * s1), SHADOW, ALIGNED) + start
-    row = rows + which * 8
-    factor = (tl.load(scalars) * tl.load(row + 7)).to(COMPUTE)
+    pointers = (grad, param, first, second, average, shadow)
+    numbers = numbers_of(rows + which * 8, scalars, WIDE)
     skip = tl.load(scalars + 1) > 0.0
-    weight = tl.load(scalars + 2).to(COMPUTE)
+    weight = tl.load(scalars + 2).to(tl.float64 if WIDE else tl.float32)
     key = tl.load(keys + 1)
-    slot = tl.load(slots + which)
-    a0 = tl.load(row).to(COMPUTE)
-    a1 = tl.load(row + 1).to(COMPUTE)
-    a2 = tl.load(row + 2).to(COMPUTE)
-    a3 = tl.load(row + 3).to(COMPUTE)
-    a4 = tl.load(row + 4).to(COMPUTE)
-    a5 = tl.load(row + 5).to(COMPUTE)
-    a6 = tl.load(row + 6).to(COMPUTE)
+    position = (tl.load(slots + which) << 40) + start
     at = tl.arange(0, TILE)
     if left >= BLOCK:
         for k in range(0, BLOCK, TILE):
             update(
-                grad,
-                param,
-                first,
-                second,
-                average,
-                shadow,
-                at + k,
-                left,
-                start,
-                slot,
-                factor,
-                skip,
-                weight,
-                key,
-                a0,
-                a1,
-                a2,
-                a3,
-                a4,
-                a5,
-                a6,
-                True,
-                PARAM,
-                STATES,
-                EMA,
-                SHADOW,
-                WIDE,
-                RANDOM,
-            )
+                pointers, numbers, at + k, left, skip, weight, key, position, True,
+                PARAM, STATES, EMA, SHADOW, WIDE, RANDOM,
+            )  # fmt: skip
     else:
         rest = left.to(tl.int32)
         for k in range(0, rest, TILE):
             update(
-                grad,
-                param,
-                first,
-                second,
-                average,
-                shadow,
-                at + k,
-                rest,
-                start,
-                slot,
-                factor,
-                skip,
-                weight,
-                key,
-                a0,
-                a1,
-                a2,
-                a3,
-                a4,
-                a5,
-                a6,
-                False,
-                PARAM,
-                STATES,
-                EMA,
-                SHADOW,
-                WIDE,
-                RANDOM,
-            )
+                pointers, numbers, at + k, rest, skip, weight, key, position, False,
+                PARAM, STATES, EMA, SHADOW, WIDE, RANDOM,
+            )  # fmt: skip
