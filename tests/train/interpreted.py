@@ -24,13 +24,15 @@ class Launcher:
 
     def __init__(self) -> None:
         self.launches: list[str] = []
+        self._prepared: set[KernelSource] = set()
 
     def prepare(self, wanted: Sequence[KernelSource]) -> None:
-        pass
+        self._prepared.update(wanted)
 
     def __call__(
         self, source: KernelSource, tensors: Sequence[Tensor], sizes: tuple[int, ...]
     ) -> None:
+        assert source in self._prepared or source.name == "settle", "would be compiled one by one"
         self.launches.append(source.name)
         interpret(source, tensors, {f"s{i}": size for i, size in enumerate(sizes)})
 

@@ -151,6 +151,21 @@ def test_sums_do_not_depend_on_the_run() -> None:
     assert norms.pop() == pytest.approx(float(p.grad.double().norm()), rel=2e-7)
 
 
+def test_more_than_2_31_elements() -> None:
+    count = 2**31 + 4099
+    if torch.cuda.mem_get_info()[0] < 5 * count:
+        pytest.skip("needs 11 GB of device memory")
+    p = nn.Parameter(torch.ones(count, device="cuda", dtype=torch.bfloat16))
+    p.grad = torch.zeros_like(p)
+    places = [0, 2**31 - 1, 2**31, count - 1]
+    p.grad[places] = 3.0
+    optimizer = train.FusedSGD([p], lr=1.0, max_grad_norm=3.0)
+    optimizer.step()
+    assert float(optimizer.grad_norm) == 6.0
+    torch.testing.assert_close(p[places].cpu(), torch.full((4,), -0.5, dtype=torch.bfloat16))
+    assert float(p[5]) == float(p[-2]) == 1.0
+
+
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_two_devices_are_refused() -> None:
     params = [nn.Parameter(torch.ones(2, device=f"cuda:{i}")) for i in range(2)]

@@ -17,12 +17,23 @@ from tests.train import interpreted
 
 F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 FORMS = {
-    "fp32": Form(F32, F32, 2, ema=True, shadow=None, random=False, aligned=True),
-    "shadow": Form(BF16, F32, 2, ema=True, shadow=BF16, random=False, aligned=True),
-    "random": Form(BF16, BF16, 2, ema=True, shadow=None, random=True, aligned=True),
-    "fp16": Form(F16, F16, 1, ema=False, shadow=None, random=False, aligned=True),
-    "fp64": Form(F64, F64, 2, ema=True, shadow=None, random=False, aligned=True),
-    "unaligned": Form(F32, F32, 0, ema=False, shadow=F16, random=False, aligned=False),
+    "fp32": Form(F32, F32, 2, ema=True, shadow=None, random=False, aligned=True, grad_aligned=True),
+    "shadow": Form(
+        BF16, F32, 2, ema=True, shadow=BF16, random=False, aligned=True, grad_aligned=True
+    ),
+    "random": Form(
+        BF16, BF16, 2, ema=True, shadow=None, random=True, aligned=True, grad_aligned=True
+    ),
+    "fp16": Form(
+        F16, F16, 1, ema=False, shadow=None, random=False, aligned=True, grad_aligned=True
+    ),
+    "fp64": Form(F64, F64, 2, ema=True, shadow=None, random=False, aligned=True, grad_aligned=True),
+    "bucket": Form(
+        F32, F32, 2, ema=True, shadow=None, random=False, aligned=True, grad_aligned=False
+    ),
+    "unaligned": Form(
+        F32, F32, 0, ema=False, shadow=F16, random=False, aligned=False, grad_aligned=True
+    ),
 }
 TUNING = Tunings()
 
@@ -32,19 +43,20 @@ TUNING = Tunings()
 def test_accesses_are_16_bytes_wide(arch: int, name: str, tmp_path: Path) -> None:
     """In blocks that are full; the last block of a tensor goes element by element."""
     form = FORMS[name]
+    arrays = 1 + form.num_states + form.ema
     sweeps = {
-        sources.gradient_sweep(form, TUNING.gradient): 1,
-        sources.update_sweep(form, TUNING.update): 2 + form.num_states + form.ema,
+        sources.gradient_sweep(form, TUNING.gradient): form.grad_aligned,
+        sources.update_sweep(form, TUNING.update): arrays * form.aligned + form.grad_aligned,
     }
-    for source, arrays in sweeps.items():
+    for source, expected in sweeps.items():
         cubin = compile_cubin(source, arch)
         registers, stack = resources(cubin, tmp_path)
-        assert stack == 0
+        assert stack <= 8  # with gradients at any address
         assert registers <= (168 if form.wide else 128)
         found = disassemble(cubin, tmp_path)
         wide = sum(count for op, count in found.items() if op.startswith("LDG.E.128"))
-        assert wide >= (arrays if form.aligned else 0), found
-        assert form.aligned or not wide, found
+        assert wide >= expected, found
+        assert expected or not wide, found
 
 
 @pytest.mark.parametrize("arch", [86, 89, 100])

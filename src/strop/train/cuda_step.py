@@ -48,14 +48,18 @@ class CudaLauncher:
         cache, workers = options.cache_dir, options.build_workers
         self._library = kernel_library("cuda", index, cache, workers)
         self._device = device
+        self._built: set[KernelSource] = set()
 
     def prepare(self, wanted: Sequence[KernelSource]) -> None:
         with torch.cuda.device(self._device):
             self._library.build(wanted)
+        self._built.update(wanted)
 
     def __call__(
         self, source: KernelSource, tensors: Sequence[Tensor], sizes: tuple[int, ...]
     ) -> None:
+        if source not in self._built:
+            self.prepare([source])
         with torch.cuda.device(self._device):
             stream = torch.cuda.current_stream(self._device).cuda_stream
             pointers = [tensor.data_ptr() for tensor in tensors]
@@ -176,7 +180,7 @@ class CudaStep:
     def run(self, layout: Layout, grads: Sequence[Tensor], request: Request) -> None:
         plan = self._plan
         if plan is None or plan.layout is not layout:
-            plan = self._plan = self._make_plan(layout)
+            plan = self._plan = self._make_plan(layout, self._settle_source(request))
         addresses = self._addresses(list(map(Tensor.data_ptr, grads)))
         settings = self._upload_settings(request)
         scale = self._on_device(request.scale, self._one)
@@ -197,19 +201,21 @@ class CudaStep:
     def _settle(
         self, plan: Plan, request: Request, scale: Tensor, found: Tensor, settings: Tensor
     ) -> None:
-        source = sources.settle(
+        memory = self.memory
+        inputs = (plan.partials, plan.flags, scale, found, settings, plan.groups, plan.slots)
+        state = (memory.steps, memory.counters, self._keys)
+        outputs = (memory.scalars, plan.rows, memory.norm, memory.nonfinite)
+        sizes = (len(plan.partials), len(plan.layout.items))
+        self._launch(self._settle_source(request), (*inputs, *state, *outputs), sizes)
+
+    def _settle_source(self, request: Request) -> KernelSource:
+        return sources.settle(
             measured=request.measured,
             clip=request.clips,
             amp=request.skips,
             ema=request.schedule is not None,
             adam=self._rule.name == "adam",
         )
-        memory = self.memory
-        inputs = (plan.partials, plan.flags, scale, found, settings, plan.groups, plan.slots)
-        state = (memory.steps, memory.counters, self._keys)
-        outputs = (memory.scalars, plan.rows, memory.norm, memory.nonfinite)
-        sizes = (len(plan.partials), len(plan.layout.items))
-        self._launch(source, (*inputs, *state, *outputs), sizes)
 
     def _upload_settings(self, request: Request) -> Tensor:
         s = request.schedule
@@ -230,7 +236,7 @@ class CudaStep:
             return default
         return value.to(device=self._device, dtype=torch.float32, non_blocking=True)
 
-    def _make_plan(self, layout: Layout) -> Plan:
+    def _make_plan(self, layout: Layout, settle: KernelSource) -> Plan:
         if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise UnsupportedError(
                 "the set or the kind of gradients is new under graph capture: run one step with "
@@ -247,7 +253,8 @@ class CudaStep:
         addresses = [0 if a is None else a.data_ptr() for row in rows for a in row]
         numels = np.array([item.param.numel() for item in items] or [0], dtype=np.int64)
         batches, partials, flags = self._make_batches(self._forms_of(items), numels)
-        self._launch.prepare([s for b in batches for s in (b.gradient_sweep, b.update_sweep)])
+        kernels = [s for b in batches for s in (b.gradient_sweep, b.update_sweep)]
+        self._launch.prepare([*kernels, settle])
         return Plan(
             layout,
             batches,
@@ -300,7 +307,8 @@ class CudaStep:
             item.average is not None,
             None if item.shadow is None else item.shadow.dtype,
             self._random and item.param.dtype == torch.bfloat16,
-            item.grad_aligned and not any(address % 16 for address in addresses),
+            not any(address % 16 for address in addresses),
+            item.grad_aligned,
         )
 
     def _table(self, values: Numbers) -> Tensor:

@@ -255,7 +255,7 @@ def update_sweep(
     blocks, grads, arrays, numels, slots, scalars, keys, rows, s0, s1, BLOCK: tl.constexpr,
     TILE: tl.constexpr, GRAD: tl.constexpr, PARAM: tl.constexpr, STATES: tl.constexpr,
     EMA: tl.constexpr, SHADOW: tl.constexpr, WIDE: tl.constexpr, RANDOM: tl.constexpr,
-    ALIGNED: tl.constexpr,
+    ALIGNED: tl.constexpr, GRAD_ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """Second sweep: reads gradient, parameter, states and average; writes all but the gradient.
 
@@ -268,7 +268,7 @@ def update_sweep(
     left = tl.load(numels + which) - start
     here = arrays + which
     STATE: tl.constexpr = 4 if WIDE else 1
-    grad = typed(tl.load(grads + which), GRAD, ALIGNED) + start
+    grad = typed(tl.load(grads + which), GRAD, GRAD_ALIGNED) + start
     param = typed(tl.load(here), PARAM, ALIGNED) + start
     first = typed(tl.load(here + s1), STATE, ALIGNED) + start
     second = typed(tl.load(here + 2 * s1), STATE, ALIGNED) + start

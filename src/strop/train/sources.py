@@ -42,7 +42,8 @@ class Form:
     ema: bool
     shadow: torch.dtype | None
     random: bool  # stochastic rounding
-    aligned: bool  # to 16 bytes, every array of it
+    aligned: bool  # to 16 bytes, every array but the gradient
+    grad_aligned: bool  # a part of a bucket may not be
 
     @property
     def wide(self) -> bool:
@@ -56,12 +57,13 @@ def gradient_sweep(form: Form, tuning: Tuning) -> KernelSource:
         "TILE": tuning.tile,
         "GRAD": KINDS[form.grad],
         "WIDE": int(form.grad == torch.float64),
-        "ALIGNED": int(form.aligned),
+        "ALIGNED": int(form.grad_aligned),
     }
     types = (*_LISTS, _F32, _F64, _I32)
     return _source("gradient_sweep", types, 1, constants, tuning.num_warps)
 
 
+@lru_cache(maxsize=64)
 def settle(
     *,
     measured: bool,
@@ -91,6 +93,7 @@ def update_sweep(form: Form, tuning: Tuning) -> KernelSource:
         "WIDE": int(form.wide),
         "RANDOM": int(form.random),
         "ALIGNED": int(form.aligned),
+        "GRAD_ALIGNED": int(form.grad_aligned),
     }
     types = (*_LISTS, _I64, _I64, _F64, _I64, _F64)
     return _source("update_sweep", types, 2, constants, tuning.num_warps)
