@@ -56,7 +56,7 @@ def test_training(name: str, device: str) -> None:
     a, b = twice(device)
     optimizers = []
     for params, make in ((a, theirs), (b, ours)):
-        more = {} if make is theirs else {"max_grad_norm": 0.7}
+        more = {} if make is theirs else {"max_grad_norm": 0.7, "ema_decay": 0.9}
         groups = [{"params": params[:2]}, {"params": params[2:5], "lr": 0.02, "weight_decay": 0.2}]
         optimizer = make(groups, lr=0.01, **arguments, **more)
         optimizers.append((params, optimizer, torch.optim.lr_scheduler.LinearLR(optimizer, 0.2)))

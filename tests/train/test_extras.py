@@ -183,3 +183,15 @@ def test_scaler_with_two_optimizers_and_unscale(
         assert scaler.get_scale() == (4.0 if overflow else 8.0)
     assert first.tolist() == pytest.approx([1 - 0.6, 1 - 0.8], rel=1e-5)  # 6, 8 unscaled by 4
     assert second.tolist() == [-1.0, 1.0]
+
+
+def test_averages_without_any_gradient(device: str) -> None:
+    p = nn.Parameter(torch.tensor([2.0, 4.0], device=device))
+    optimizer = train.FusedAdamW([p], ema_decay=0.5, max_grad_norm=1.0)
+    assert optimizer.ema is not None
+    for value in (1.0, 3.0):  # decays of 0 and 2/11
+        with torch.no_grad():
+            p.fill_(value)
+        optimizer.step()
+    assert optimizer.ema.shadow_params[0].tolist() == pytest.approx([3 - 2 * 2 / 11] * 2)
+    assert float(optimizer.grad_norm) == 0.0

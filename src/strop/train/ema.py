@@ -76,6 +76,7 @@ class ParameterEMA:
             "shadow_params": self.shadow_params,
         }
 
+    @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over averages and schedule. Also from an ``EMAModel``."""
         names = {field.name for field in fields(EMASchedule)}

@@ -348,7 +348,9 @@ class FusedOptimizer(Optimizer):
         found: dict[int, Tensor] = {}
         for slot, parameter in wanted:
             state = self.state[parameter]
-            value = state.get("step", 1.0 if state else None)  # torch's SGD has a buffer alone
+            # torch's SGD counts no steps: a buffer means that there was one.
+            has_stepped = state.get("momentum_buffer") is not None
+            value = state.get("step", 1.0 if has_stepped else None)
             view = counts[slot]
             if isinstance(value, Tensor) and value.data_ptr() == view.data_ptr():
                 continue
