@@ -44,7 +44,7 @@ class CpuStep:
             self.memory.steps[slots] += 1
             for chunk in _chunks(entries):
                 self._update(chunk, request, factor)
-        if request.schedule is not None:
+        if request.schedule is not None and layout.items:
             averages = [item.average for item in layout.items if item.average is not None]
             values = [item.param.to(state_dtype(item.param)) for item in layout.items]
             torch._foreach_lerp_(averages, values, float(self.memory.weight))
