@@ -5,15 +5,20 @@ from typing import TYPE_CHECKING, Any
 from strop.options import Options
 
 if TYPE_CHECKING:
+    from strop import train
     from strop.api import explain, optimize, restore
 
 __version__ = "0.1.0"
 
-__all__ = ["Options", "__version__", "explain", "optimize", "restore"]
+__all__ = ["Options", "__version__", "explain", "optimize", "restore", "train"]
 
 
 def __getattr__(name: str) -> Any:
     """Import torch when something needs it: ``strop --help`` does not."""
+    if name == "train":
+        import importlib
+
+        return importlib.import_module("strop.train")
     if name not in ("explain", "optimize", "restore"):
         raise AttributeError(f"module 'strop' has no attribute {name!r}")
     from strop import api

@@ -1,0 +1,22 @@
+"""Training: the parameter step."""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from strop.train.ema import EMASchedule
+    from strop.train.optimizers import FusedAdam, FusedAdamW, FusedSGD
+    from strop.train.scaler import GradScaler
+
+__all__ = ["EMASchedule", "FusedAdam", "FusedAdamW", "FusedSGD", "GradScaler"]
+
+_HOMES = {"EMASchedule": "ema", "GradScaler": "scaler"}
+
+
+def __getattr__(name: str) -> Any:
+    """Import torch when something needs it."""
+    if name not in __all__:
+        raise AttributeError(f"module 'strop.train' has no attribute {name!r}")
+    import importlib
+
+    home = importlib.import_module(f"strop.train.{_HOMES.get(name, 'optimizers')}")
+    return getattr(home, name)

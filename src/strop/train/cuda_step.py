@@ -1,0 +1,324 @@
+"""Steps on a GPU: two sweeps over device memory, and one program between them for the scalars.
+
+The host enqueues and never waits. It uploads addresses when they change, as they do where
+``zero_grad`` frees the gradients, and numbers of groups when a schedule changes them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from strop.errors import UnsupportedError
+from strop.ir.source import KernelSource
+from strop.options import Options
+from strop.runtime.kernels import kernel_library
+from strop.train import sources
+from strop.train.layout import Item, Layout
+from strop.train.rules import Rule
+from strop.train.sources import Form, Tuning, Tunings
+from strop.train.step import GROUP_NUMBERS, Memory, Request
+
+Numbers = npt.NDArray[np.int64]
+_PARTIALS_ALIGNED = 16  # elements: kernels rely on arguments aligned to 16 bytes
+
+
+class Launcher(Protocol):
+    """Builds kernels and enqueues them."""
+
+    def prepare(self, wanted: Sequence[KernelSource]) -> None: ...
+
+    def __call__(
+        self, source: KernelSource, tensors: Sequence[Tensor], sizes: tuple[int, ...]
+    ) -> None: ...
+
+
+class CudaLauncher:
+    """Kernels of Strop's cache on the current stream."""
+
+    def __init__(self, device: torch.device) -> None:
+        options = Options.from_environment()
+        index = torch.cuda.current_device() if device.index is None else device.index
+        cache, workers = options.cache_dir, options.build_workers
+        self._library = kernel_library("cuda", index, cache, workers)
+        self._device = device
+        self._built: set[KernelSource] = set()
+
+    def prepare(self, wanted: Sequence[KernelSource]) -> None:
+        with torch.cuda.device(self._device):
+            self._library.build(wanted)
+        self._built.update(wanted)
+
+    def __call__(
+        self, source: KernelSource, tensors: Sequence[Tensor], sizes: tuple[int, ...]
+    ) -> None:
+        if source not in self._built:
+            self.prepare([source])
+        with torch.cuda.device(self._device):
+            stream = torch.cuda.current_stream(self._device).cuda_stream
+            pointers = [tensor.data_ptr() for tensor in tensors]
+            self._library.bind(source, pointers, sizes, stream)()
+
+
+class Upload:
+    """A list of numbers on the device, copied there when it differs from the last one.
+
+    Under capture the copy is a part of the graph, from memory that then belongs to the graph: a
+    replay puts back the list that it was captured with.
+    """
+
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        self._dtype, self._device = dtype, device
+        self._numpy = np.int64 if dtype == torch.int64 else np.float64
+        self._values: Sequence[float] | None = None
+        self._tensor = torch.empty(0, dtype=dtype, device=device)
+        self._pinned = device.type == "cuda"
+        self._spare: Tensor | None = None
+        self._captured: list[Tensor] = []
+        self.count = 0
+
+    def __call__(self, values: Sequence[float]) -> Tensor:
+        capturing = self._pinned and torch.cuda.is_current_stream_capturing()
+        if values == self._values and not capturing:
+            return self._tensor
+        if len(values) != len(self._tensor):
+            if capturing:
+                raise UnsupportedError("run one step with these gradients before the capture")
+            self._tensor = torch.empty(len(values), dtype=self._dtype, device=self._device)
+            self._spare = None
+        host = torch.from_numpy(np.array(values, dtype=self._numpy))
+        if self._pinned:
+            host = self._in_pinned_memory(host, capturing)
+        self._tensor.copy_(host, non_blocking=True)
+        self.count += 1
+        self._values = None if capturing else values
+        return self._tensor
+
+    def _in_pinned_memory(self, host: Tensor, capturing: bool) -> Tensor:
+        """Memory for a capture is allocated before it."""
+        if not capturing:
+            if self._spare is None:
+                self._spare = torch.empty_like(host, pin_memory=True)
+            return host.pin_memory()
+        pinned = torch.empty_like(host, pin_memory=True) if self._spare is None else self._spare
+        self._spare = None
+        self._captured.append(pinned)
+        return pinned.copy_(host)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Batch:
+    """Tensors of one form: a launch for each sweep."""
+
+    gradient_sweep: KernelSource
+    update_sweep: KernelSource
+    gradient_blocks: Tensor
+    update_blocks: Tensor
+    partials: Tensor
+    flags: Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Plan:
+    """A layout in device memory."""
+
+    layout: Layout
+    batches: tuple[Batch, ...]
+    arrays: Tensor  # addresses of all but the gradients
+    numels: Tensor
+    groups: Tensor
+    slots: Tensor
+    partials: Tensor
+    flags: Tensor
+    rows: Tensor
+
+
+class CudaStep:
+    """Runs steps with generated kernels."""
+
+    def __init__(
+        self,
+        device: torch.device,
+        rule: Rule,
+        memory: Memory,
+        seed: int | None,
+        launcher: Launcher | None = None,
+        tunings: Tunings | None = None,
+    ) -> None:
+        self.memory = memory
+        self._device, self._rule, self._random = device, rule, seed is not None
+        self._launch = launcher or CudaLauncher(device)
+        self._tunings = tunings or Tunings()
+        self._keys = torch.tensor([seed or 0, 0], dtype=torch.int64, device=device)
+        self._one, self._zero = torch.ones((), device=device), torch.zeros((), device=device)
+        self._settings = Upload(torch.float64, device)
+        self._addresses = Upload(torch.int64, device)
+        self._plan: Plan | None = None
+
+    @property
+    def uploads(self) -> tuple[int, int]:
+        """Copies to the device so far: addresses of gradients, numbers of groups."""
+        return self._addresses.count, self._settings.count
+
+    def prepare(self, tunings: Sequence[Tunings]) -> None:
+        """Compile for all of these, for the arrays of the last step."""
+        forms = {} if self._plan is None else self._forms_of(self._plan.layout.items)
+        kernels = [sources.gradient_sweep(form, t.gradient) for form in forms for t in tunings]
+        kernels += [sources.update_sweep(form, t.update) for form in forms for t in tunings]
+        self._launch.prepare(kernels)
+
+    def tune(self, tunings: Tunings) -> None:
+        """Use these from the next step on."""
+        self._tunings, self._plan = tunings, None
+
+    def run(self, layout: Layout, grads: Sequence[Tensor], request: Request) -> None:
+        plan = self._plan
+        if plan is None or plan.layout is not layout:
+            plan = self._plan = self._make_plan(layout, self._settle_source(request))
+        addresses = self._addresses(list(map(Tensor.data_ptr, grads)))
+        settings = self._upload_settings(request)
+        scale = self._on_device(request.scale, self._one)
+        found = self._on_device(request.found_inf, self._zero)
+        if request.measured:
+            for batch in plan.batches:
+                inputs = (batch.gradient_blocks, addresses, plan.numels, scale)
+                outputs = (batch.partials, batch.flags)
+                programs = len(batch.gradient_blocks)
+                self._launch(batch.gradient_sweep, (*inputs, *outputs), (programs,))
+        self._settle(plan, request, scale, found, settings)
+        for batch in plan.batches:
+            numbers = (plan.slots, self.memory.scalars, self._keys, plan.rows)
+            tensors = (batch.update_blocks, addresses, plan.arrays, plan.numels)
+            sizes = (len(batch.update_blocks), len(layout.items))
+            self._launch(batch.update_sweep, (*tensors, *numbers), sizes)
+
+    def _settle(
+        self, plan: Plan, request: Request, scale: Tensor, found: Tensor, settings: Tensor
+    ) -> None:
+        memory = self.memory
+        inputs = (plan.partials, plan.flags, scale, found, settings, plan.groups, plan.slots)
+        state = (memory.steps, memory.counters, self._keys)
+        outputs = (memory.scalars, plan.rows, memory.norm, memory.nonfinite)
+        sizes = (len(plan.partials), len(plan.layout.items))
+        self._launch(self._settle_source(request), (*inputs, *state, *outputs), sizes)
+
+    def _settle_source(self, request: Request) -> KernelSource:
+        return sources.settle(
+            measured=request.measured,
+            clip=request.clips,
+            amp=request.skips,
+            ema=request.schedule is not None,
+            adam=self._rule.name == "adam",
+        )
+
+    def _upload_settings(self, request: Request) -> Tensor:
+        s = request.schedule
+        values = [request.max_norm, *([0.0] * 7)]
+        if s is not None:
+            warmup = float(s.use_ema_warmup)
+            average = (s.decay, s.min_decay, s.update_after_step, warmup, s.inv_gamma, s.power)
+            values[1:7] = map(float, average)
+        for numbers in request.numbers:
+            values += numbers
+        settings = self._settings(values)
+        for group, lr in request.lr_tensors:
+            settings[GROUP_NUMBERS * (1 + group)].copy_(lr.view(()), non_blocking=True)
+        return settings
+
+    def _on_device(self, value: Tensor | None, default: Tensor) -> Tensor:
+        if value is None:
+            return default
+        return value.to(device=self._device, dtype=torch.float32, non_blocking=True)
+
+    def _make_plan(self, layout: Layout, settle: KernelSource) -> Plan:
+        if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise UnsupportedError(
+                "the set or the kind of gradients is new under graph capture: run one step with "
+                "the same gradients before"
+            )
+        items = layout.items
+        rows = (
+            [i.param for i in items],
+            [i.states[0] if i.states else None for i in items],
+            [i.states[1] if len(i.states) > 1 else None for i in items],
+            [i.average for i in items],
+            [i.shadow for i in items],
+        )
+        addresses = [0 if a is None else a.data_ptr() for row in rows for a in row]
+        numels = np.array([item.param.numel() for item in items] or [0], dtype=np.int64)
+        batches, partials, flags = self._make_batches(self._forms_of(items), numels)
+        kernels = [s for b in batches for s in (b.gradient_sweep, b.update_sweep)]
+        self._launch.prepare([*kernels, settle])
+        return Plan(
+            layout,
+            batches,
+            self._table(np.array(addresses or [0], dtype=np.int64)),
+            self._table(numels),
+            self._table(np.array([item.group for item in items] or [0], dtype=np.int64)),
+            self._table(np.array([item.slot for item in items] or [0], dtype=np.int64)),
+            partials,
+            flags,
+            torch.zeros(8 * max(len(items), 1), dtype=torch.float64, device=self._device),
+        )
+
+    def _make_batches(
+        self, forms: dict[Form, list[int]], numels: Numbers
+    ) -> tuple[tuple[Batch, ...], Tensor, Tensor]:
+        gradient, update = self._tunings.gradient, self._tunings.update
+        blocks = [
+            (form, blocks_of(places, numels, gradient), blocks_of(places, numels, update))
+            for form, places in forms.items()
+        ]
+        ends = np.cumsum(
+            [-(-len(g) // _PARTIALS_ALIGNED) * _PARTIALS_ALIGNED for _, g, _ in blocks]
+        )
+        size = int(ends[-1]) if len(ends) else 1
+        partials = torch.zeros(size, dtype=torch.float64, device=self._device)
+        flags = torch.zeros(size, dtype=torch.int32, device=self._device)
+        batches, start = [], 0
+        for (form, first, second), end in zip(blocks, ends.tolist(), strict=True):
+            kernels = sources.gradient_sweep(form, gradient), sources.update_sweep(form, update)
+            tables = self._table(first), self._table(second)
+            batches.append(Batch(*kernels, *tables, partials[start:end], flags[start:end]))
+            start = end
+        return tuple(batches), partials, flags
+
+    def _forms_of(self, items: Sequence[Item]) -> dict[Form, list[int]]:
+        """Places of the items of each form."""
+        forms: dict[Form, list[int]] = {}
+        for place, item in enumerate(items):
+            if item.param.numel():
+                forms.setdefault(self._form_of(item), []).append(place)
+        return forms
+
+    def _form_of(self, item: Item) -> Form:
+        arrays = [item.param, *item.states, item.average, item.shadow]
+        addresses = [a.data_ptr() for a in arrays if a is not None]
+        return Form(
+            item.grad_dtype,
+            item.param.dtype,
+            len(item.states),
+            item.average is not None,
+            None if item.shadow is None else item.shadow.dtype,
+            self._random and item.param.dtype == torch.bfloat16,
+            not any(address % 16 for address in addresses),
+            item.grad_aligned,
+        )
+
+    def _table(self, values: Numbers) -> Tensor:
+        return torch.from_numpy(values).to(self._device)
+
+
+def blocks_of(places: Sequence[int], numels: Numbers, tuning: Tuning) -> Numbers:
+    """For each program: number of its tensor in the high half, number of the block in the low."""
+    chosen = np.asarray(places, dtype=np.int64)
+    counts = -(-numels[chosen] // tuning.block)
+    which = np.repeat(chosen, counts)
+    starts = np.repeat(np.cumsum(counts) - counts, counts)
+    return (which << 32) | (np.arange(len(which)) - starts)

@@ -1,0 +1,296 @@
+# mypy: ignore-errors
+"""The Triton kernels of the parameter step. Strop reads this file as text and never imports it.
+
+Every kernel works on a list of tensors: ``blocks[i]`` says which tensor program ``i`` works on and
+which block of it, ``grads`` and ``arrays`` hold addresses (of parameters, two states, averages and
+shadows, one row each), ``rows`` the numbers that a tensor's update needs, worked out by ``settle``.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def typed(address, KIND: tl.constexpr, ALIGNED: tl.constexpr):
+    """A pointer from an address. ``KIND``: see ``sources.KINDS``."""
+    if KIND == 1:
+        array = address.to(tl.pointer_type(tl.float32))
+    elif KIND == 2:
+        array = address.to(tl.pointer_type(tl.float16))
+    elif KIND == 3:
+        array = address.to(tl.pointer_type(tl.bfloat16))
+    else:
+        array = address.to(tl.pointer_type(tl.float64))
+    return tl.multiple_of(array, 16) if ALIGNED else array
+
+
+@triton.jit
+def read(array, at, left, FULL: tl.constexpr, WIDE: tl.constexpr):
+    values = tl.load(array + at) if FULL else tl.load(array + at, mask=at < left, other=0.0)
+    return values.to(tl.float64) if WIDE else values.to(tl.float32)
+
+
+@triton.jit
+def write(array, at, values, left, FULL: tl.constexpr):
+    if FULL:
+        tl.store(array + at, values)
+    else:
+        tl.store(array + at, values, mask=at < left)
+
+
+@triton.jit
+def add_squares(total, worst, grad, at, inverse, left, FULL: tl.constexpr, WIDE: tl.constexpr):
+    raw = read(grad, at, left, FULL, WIDE)
+    worst = worst | (raw - raw != 0.0).to(tl.int32)  # NaN and infinities
+    value = raw * inverse
+    return total + value * value, worst
+
+
+@triton.jit
+def gradient_sweep(
+    blocks, grads, numels, scale, partials, flags, s0, BLOCK: tl.constexpr, TILE: tl.constexpr,
+    GRAD: tl.constexpr, WIDE: tl.constexpr, ALIGNED: tl.constexpr
+):  # fmt: skip
+    """First sweep: the sum of squares of every block, and whether all of it is finite."""
+    program = tl.program_id(0)
+    item = tl.load(blocks + program)
+    which = item >> 32
+    first = (item & 0xFFFFFFFF) * BLOCK
+    left = tl.load(numels + which) - first
+    grad = typed(tl.load(grads + which), GRAD, ALIGNED) + first
+    inverse = 1.0 / tl.load(scale).to(tl.float64)
+    if not WIDE:
+        inverse = inverse.to(tl.float32)
+    at = tl.arange(0, TILE)
+    total = tl.full([TILE], 0.0, tl.float64 if WIDE else tl.float32)
+    worst = tl.full([TILE], 0, tl.int32)
+    if left >= BLOCK:
+        for k in range(0, BLOCK, TILE):
+            total, worst = add_squares(total, worst, grad, at + k, inverse, left, True, WIDE)
+    else:
+        rest = left.to(tl.int32)
+        for k in range(0, rest, TILE):
+            total, worst = add_squares(total, worst, grad, at + k, inverse, rest, False, WIDE)
+    tl.store(partials + program, tl.sum(total).to(tl.float64))
+    tl.store(flags + program, tl.sum(worst))
+
+
+@triton.jit
+def ema_weight(settings, counters):
+    """1 - decay of this step, by the schedule of diffusers' EMAModel."""
+    count = tl.load(counters) + 1
+    tl.store(counters, count)
+    age = count.to(tl.float64) - tl.load(settings + 3) - 1.0
+    since = tl.where(age > 0.0, age, 0.0)
+    growth = tl.log(1.0 + since / tl.load(settings + 5)) * tl.load(settings + 6)
+    warm = 1.0 - tl.exp(-growth)
+    decay = tl.where(tl.load(settings + 4) > 0.0, warm, (1.0 + since) / (10.0 + since))
+    decay = tl.minimum(decay, tl.load(settings + 1))
+    decay = tl.maximum(decay, tl.load(settings + 2))
+    return 1.0 - tl.where(age > 0.0, decay, 0.0)
+
+
+@triton.jit
+def settle_adam(group, row, step, mask):
+    """lr, beta1, beta2, eps, weight decay, decoupled?, sign -> what ``adam`` reads."""
+    lr = tl.load(group, mask=mask, other=0.0)
+    beta1 = tl.load(group + 1, mask=mask, other=0.0)
+    beta2 = tl.load(group + 2, mask=mask, other=0.0)
+    decay = tl.load(group + 4, mask=mask, other=0.0)
+    decoupled = tl.load(group + 5, mask=mask, other=0.0)
+    correction1 = 1.0 - tl.exp(step * tl.log(beta1))
+    correction2 = 1.0 - tl.exp(step * tl.log(beta2))
+    tl.store(row, lr * decay * decoupled, mask=mask)
+    tl.store(row + 1, decay * (1.0 - decoupled), mask=mask)
+    tl.store(row + 2, 1.0 - beta1, mask=mask)
+    tl.store(row + 3, 1.0 - beta2, mask=mask)
+    tl.store(row + 4, lr / correction1, mask=mask)
+    tl.store(row + 5, 1.0 / tl.sqrt(correction2), mask=mask)
+    tl.store(row + 6, tl.load(group + 3, mask=mask, other=0.0), mask=mask)
+
+
+@triton.jit
+def settle_sgd(group, row, step, mask):
+    """lr, momentum, dampening, nesterov?, weight decay, -, sign -> what ``sgd`` reads."""
+    momentum = tl.load(group + 1, mask=mask, other=0.0)
+    gain = 1.0 - tl.load(group + 2, mask=mask, other=0.0)
+    nesterov = tl.load(group + 3, mask=mask, other=0.0)
+    is_first = step <= 1.0
+    tl.store(row, tl.load(group, mask=mask, other=0.0), mask=mask)
+    tl.store(row + 1, tl.load(group + 4, mask=mask, other=0.0), mask=mask)
+    tl.store(row + 2, tl.where(is_first, 0.0, momentum), mask=mask)
+    tl.store(row + 3, tl.where(is_first, 1.0, gain), mask=mask)
+    tl.store(row + 4, nesterov, mask=mask)
+    tl.store(row + 5, tl.where(nesterov > 0.0, momentum, 1.0), mask=mask)
+
+
+@triton.jit
+def settle(
+    partials, flags, scale, found, settings, groups, slots, steps, counters, keys, scalars, rows,
+    norm, nonfinite, s0, s1, MEASURED: tl.constexpr, CLIP: tl.constexpr, AMP: tl.constexpr,
+    EMA: tl.constexpr, ADAM: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr
+):  # fmt: skip
+    """Between the sweeps, one program: every number that is not a tensor's element."""
+    factor = 1.0 / tl.load(scale).to(tl.float64)
+    bad = tl.load(found) > 0.0
+    at = tl.arange(0, TILE)
+    if MEASURED:
+        total = tl.full([TILE], 0.0, tl.float64)
+        worst = tl.full([TILE], 0, tl.int32)
+        for k in range(0, s0, TILE):
+            mask = at + k < s0
+            total += tl.load(partials + k + at, mask=mask, other=0.0)
+            worst += tl.load(flags + k + at, mask=mask, other=0)
+        length = tl.sqrt(tl.sum(total))
+        bad = bad | (tl.sum(worst) > 0)
+        tl.store(norm, length.to(tl.float32))
+        if CLIP:
+            ratio = tl.load(settings) / (length + 1e-6)
+            factor = factor * tl.where(ratio > 1.0, 1.0, ratio)  # NaN stays
+    skip = (bad.to(tl.int32) * AMP) > 0
+    tl.store(nonfinite, tl.where(bad, 1.0, 0.0))
+    tl.store(scalars, factor)
+    tl.store(scalars + 1, tl.where(skip, 1.0, 0.0))
+    if EMA:
+        tl.store(scalars + 2, ema_weight(settings, counters))
+    draws = tl.load(counters + 1) + 1
+    tl.store(counters + 1, draws)
+    tl.store(keys + 1, tl.load(keys) + draws * 0x1E3779B97F4A7C15)
+    at = tl.arange(0, ROWS)
+    for k in range(0, s1, ROWS):
+        mask = at + k < s1
+        slot = tl.load(slots + k + at, mask=mask, other=0)
+        step = tl.load(steps + slot, mask=mask, other=0.0)
+        step = tl.where(skip, step, step + 1.0)
+        tl.store(steps + slot, step, mask=mask)
+        group = settings + 8 + 8 * tl.load(groups + k + at, mask=mask, other=0)
+        row = rows + 8 * (k + at)
+        tl.store(row + 7, tl.load(group + 6, mask=mask, other=0.0), mask=mask)
+        if ADAM:
+            settle_adam(group, row, step.to(tl.float64), mask)
+        else:
+            settle_sgd(group, row, step.to(tl.float64), mask)
+
+
+@triton.jit
+def adam(p, g, m, v, a0, a1, a2, a3, a4, a5, a6, WIDE: tl.constexpr):
+    """Moments by linear interpolation: with beta rounded to fp32, beta * v would drift."""
+    g = g + a1 * p
+    m = m + a2 * (g - m)
+    v = v + a3 * (g * g - v)
+    # Plain fp32 roots and quotients are two ulps off.
+    root = tl.sqrt(v) if WIDE else tl.sqrt_rn(v)
+    ratio = m / (root * a5 + a6) if WIDE else tl.div_rn(m, root * a5 + a6)
+    return p - (a0 * p + a4 * ratio), m, v
+
+
+@triton.jit
+def round_at_random(values, key, position):
+    """fp32 to bf16, up or down in proportion to the distance."""
+    bits = values.to(tl.uint32, bitcast=True)
+    noise = (tl.rand(key, position) * 65536.0).to(tl.uint32)
+    is_finite = (bits & 0x7F800000) != 0x7F800000
+    bits = tl.where(is_finite, bits + noise, tl.where(values != values, 0x7FC00000, bits))
+    bits = (bits & 0xFFFF0000).to(tl.uint32)
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def update(
+    arrays, numbers, at, left, skip, weight, key, position, FULL: tl.constexpr,
+    PARAM: tl.constexpr, STATES: tl.constexpr, EMA: tl.constexpr, SHADOW: tl.constexpr,
+    WIDE: tl.constexpr, RANDOM: tl.constexpr,
+):  # fmt: skip
+    grad, param, first, second, average, shadow = arrays
+    a0, a1, a2, a3, a4, a5, a6, factor = numbers
+    g = read(grad, at, left, FULL, WIDE) * factor
+    p = read(param, at, left, FULL, WIDE)
+    if STATES == 2:
+        m = read(first, at, left, FULL, WIDE)
+        v = read(second, at, left, FULL, WIDE)
+        new, new_m, new_v = adam(p, g, m, v, a0, a1, a2, a3, a4, a5, a6, WIDE)
+        write(first, at, tl.where(skip, m, new_m), left, FULL)
+        write(second, at, tl.where(skip, v, new_v), left, FULL)
+    else:
+        g = g + a1 * p
+        step = g
+        if STATES == 1:
+            m = read(first, at, left, FULL, WIDE)
+            new_m = a2 * m + a3 * g
+            step = a4 * g + a5 * new_m
+            write(first, at, tl.where(skip, m, new_m), left, FULL)
+        new = p - a0 * step
+    p = tl.where(skip, p, new)
+    if RANDOM:
+        p = round_at_random(p, key, position + at)
+    elif PARAM == 2:
+        p = p.to(tl.float16).to(tl.float32)
+    elif PARAM == 3:
+        p = p.to(tl.bfloat16).to(tl.float32)
+    write(param, at, p, left, FULL)
+    if EMA:
+        s = read(average, at, left, FULL, WIDE)
+        write(average, at, s - weight * (s - p), left, FULL)
+    if SHADOW:
+        write(shadow, at, p, left, FULL)
+
+
+@triton.jit
+def numbers_of(row, scalars, WIDE: tl.constexpr):
+    """What ``settle`` has worked out for a tensor, and the factor of its gradient."""
+    TYPE: tl.constexpr = tl.float64 if WIDE else tl.float32
+    a0 = tl.load(row).to(TYPE)
+    a1 = tl.load(row + 1).to(TYPE)
+    a2 = tl.load(row + 2).to(TYPE)
+    a3 = tl.load(row + 3).to(TYPE)
+    a4 = tl.load(row + 4).to(TYPE)
+    a5 = tl.load(row + 5).to(TYPE)
+    a6 = tl.load(row + 6).to(TYPE)
+    factor = (tl.load(scalars) * tl.load(row + 7)).to(TYPE)
+    return a0, a1, a2, a3, a4, a5, a6, factor
+
+
+@triton.jit
+def update_sweep(
+    blocks, grads, arrays, numels, slots, scalars, keys, rows, s0, s1, BLOCK: tl.constexpr,
+    TILE: tl.constexpr, GRAD: tl.constexpr, PARAM: tl.constexpr, STATES: tl.constexpr,
+    EMA: tl.constexpr, SHADOW: tl.constexpr, WIDE: tl.constexpr, RANDOM: tl.constexpr,
+    ALIGNED: tl.constexpr, GRAD_ALIGNED: tl.constexpr,
+):  # fmt: skip
+    """Second sweep: reads gradient, parameter, states and average; writes all but the gradient.
+
+    A step that is skipped writes back what it read. The average goes on all the same, as it does
+    in scripts that call ``EMAModel.step`` after every optimizer step.
+    """
+    item = tl.load(blocks + tl.program_id(0))
+    which = item >> 32
+    start = (item & 0xFFFFFFFF) * BLOCK
+    left = tl.load(numels + which) - start
+    here = arrays + which
+    STATE: tl.constexpr = 4 if WIDE else 1
+    grad = typed(tl.load(grads + which), GRAD, GRAD_ALIGNED) + start
+    param = typed(tl.load(here), PARAM, ALIGNED) + start
+    first = typed(tl.load(here + s1), STATE, ALIGNED) + start
+    second = typed(tl.load(here + 2 * s1), STATE, ALIGNED) + start
+    average = typed(tl.load(here + 3 * s1), STATE, ALIGNED) + start
+    shadow = typed(tl.load(here + 4 * s1), SHADOW, ALIGNED) + start
+    pointers = (grad, param, first, second, average, shadow)
+    numbers = numbers_of(rows + which * 8, scalars, WIDE)
+    skip = tl.load(scalars + 1) > 0.0
+    weight = tl.load(scalars + 2).to(tl.float64 if WIDE else tl.float32)
+    key = tl.load(keys + 1)
+    position = (tl.load(slots + which) << 40) + start
+    at = tl.arange(0, TILE)
+    if left >= BLOCK:
+        for k in range(0, BLOCK, TILE):
+            update(
+                pointers, numbers, at + k, left, skip, weight, key, position, True,
+                PARAM, STATES, EMA, SHADOW, WIDE, RANDOM,
+            )  # fmt: skip
+    else:
+        rest = left.to(tl.int32)
+        for k in range(0, rest, TILE):
+            update(
+                pointers, numbers, at + k, rest, skip, weight, key, position, False,
+                PARAM, STATES, EMA, SHADOW, WIDE, RANDOM,
+            )  # fmt: skip

@@ -1,0 +1,397 @@
+"""The optimizer behind ``FusedAdamW``, ``FusedAdam`` and ``FusedSGD``."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._compile import _disable_dynamo  # torch.compiler.disable would import Dynamo now
+from torch.optim import Optimizer
+
+from strop.errors import OptionError, UnsupportedError
+from strop.train import layout as layouts
+from strop.train.cpu_step import CpuStep
+from strop.train.ema import EMASchedule, ParameterEMA
+from strop.train.layout import Item, Layout
+from strop.train.rules import Rule
+from strop.train.step import Memory, Request, Stepper
+
+_EMA = "ema"  # name of the average among the states of a parameter
+_EXTRA = "strop"  # what a state dict has beside torch's keys
+
+
+@dataclass(frozen=True, slots=True)
+class Extras:
+    """What the step does beside the update. All of it is off by default."""
+
+    max_grad_norm: float | None = None
+    ema_decay: float | EMASchedule | None = None
+    shadow_dtype: torch.dtype | None = None
+    stochastic_rounding: bool = False
+    seed: int = 0
+    states: str = "fp32"
+
+    def __post_init__(self) -> None:
+        if self.max_grad_norm is not None and not self.max_grad_norm >= 0:
+            raise OptionError(f"max_grad_norm is {self.max_grad_norm}: it must not be negative")
+        if self.shadow_dtype not in (None, torch.float16, torch.bfloat16):
+            raise OptionError(f"shadow_dtype is {self.shadow_dtype}: use float16 or bfloat16")
+        if self.states != "fp32":
+            raise UnsupportedError(f"states={self.states!r}: only 'fp32' states are built so far")
+
+    @property
+    def schedule(self) -> EMASchedule | None:
+        given = self.ema_decay
+        return given if given is None or isinstance(given, EMASchedule) else EMASchedule(given)
+
+
+class FusedOptimizer(Optimizer):
+    """Unscales, checks, clips, updates, averages and casts in two sweeps over device memory."""
+
+    # torch.amp.GradScaler then sets grad_scale and found_inf, and leaves skipping to the step.
+    _step_supports_amp_scaling = True
+    _rule: Rule
+
+    def __init__(self, params: Any, defaults: dict[str, Any], extras: Extras) -> None:
+        self._extras = extras
+        schedule = extras.schedule
+        self.ema = None if schedule is None else ParameterEMA(self, schedule)
+        self._start()
+        super().__init__(params, defaults)
+
+    def _start(self) -> None:
+        self.stepper: Stepper | None = None
+        self._layout: Layout | None = None
+        self._order: list[int] = []
+        self._counts = (0, 0)
+        self._shadows: dict[Tensor, Tensor] = {}
+        self._checks_itself = False
+
+    # ---- what a script reads -------------------------------------------------------------------
+
+    @property
+    def grad_norm(self) -> Tensor | None:
+        """Norm of all gradients in the last step, unscaled, before the clip: a 0-dim tensor on
+        the device that the next step overwrites. None without ``max_grad_norm``."""
+        if self.stepper is None or self._extras.max_grad_norm is None:
+            return None
+        return self.stepper.memory.norm
+
+    def parameters(self) -> list[Tensor]:
+        """Of all groups, in order."""
+        return [p for group in self.param_groups for p in group["params"]]
+
+    @property
+    def counts(self) -> tuple[int, int]:
+        """Steps of the average, steps that drew random numbers. Waits for the device."""
+        if self.stepper is None:
+            return self._counts
+        first, second = self.stepper.memory.counters.tolist()
+        return first, second
+
+    @counts.setter
+    def counts(self, values: tuple[int, int]) -> None:
+        self._counts = values
+        if self.stepper is not None:
+            self.stepper.memory.counters.copy_(torch.tensor(values))
+
+    def average_of(self, parameter: Tensor) -> Tensor:
+        """The moving average of a parameter, which starts as a copy of it."""
+        state = self.state[parameter]
+        average = state.get(_EMA)
+        dense = layouts.dense(parameter)
+        state[_EMA] = layouts.state_like(dense, average, lambda new: new.copy_(dense))
+        return state[_EMA]  # type: ignore[no-any-return]
+
+    def shadow_of(self, parameter: Tensor) -> Tensor:
+        """The low-precision copy of a parameter, which every step writes anew."""
+        shadow = self._shadows.get(parameter)
+        if shadow is None:
+            dense = layouts.dense(parameter)
+            low = torch.empty_like(dense, dtype=self._extras.shadow_dtype).copy_(dense)
+            shadow = nn.Parameter(low, requires_grad=parameter.requires_grad)
+            self._shadows[parameter] = shadow
+        return shadow
+
+    def shadow(self, module: nn.Module) -> nn.Module:
+        """A twin of the module whose parameters are low-precision copies of the module's.
+
+        Train the twin: its gradients are those that ``step`` reads, and ``step`` writes the
+        module's parameters and the twin's.
+        """
+        if self._extras.shadow_dtype is None:
+            raise OptionError("no shadow_dtype was given to the optimizer")
+        mine = set(map(id, self.parameters()))
+        memo: dict[int, Any] = {}
+        for parameter in module.parameters():
+            if id(parameter) in mine:
+                memo[id(parameter)] = self.shadow_of(parameter)
+            else:  # frozen
+                low = parameter.detach().to(self._extras.shadow_dtype, copy=True)
+                memo[id(parameter)] = nn.Parameter(low, requires_grad=False)
+        return copy.deepcopy(module, memo)
+
+    @torch.no_grad()
+    def refresh_shadows(self) -> None:
+        """Write all low-precision copies anew: after something else than ``step`` has changed the
+        parameters."""
+        for parameter, shadow in self._shadows.items():
+            shadow.copy_(parameter)
+
+    # ---- torch's interface ---------------------------------------------------------------------
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        super().zero_grad(set_to_none)
+        for shadow in self._shadows.values():
+            if shadow.grad is not None:
+                shadow.grad = None if set_to_none else shadow.grad.detach().zero_()
+
+    @_disable_dynamo
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One step. ``closure`` computes the loss and the gradients anew."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        with torch.no_grad():
+            self._update()
+        return loss
+
+    def take_over_check(self) -> dict[torch.device, Tensor]:
+        """Promise that the next step looks for NaN and inf itself, and skips. Returns the tensor
+        which will then say so. For ``strop.train.GradScaler``."""
+        self._checks_itself = True
+        stepper = self._stepper_for(self.parameters())
+        return {stepper.memory.nonfinite.device: stepper.memory.nonfinite}
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+        self._check_group(self.param_groups[-1])
+        self._layout = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """As of torch's optimizer; averages are among the states, counts beside them."""
+        found: dict[str, Any] = super().state_dict()
+        steps, draws = self.counts
+        return {**found, _EXTRA: {"ema_steps": steps, "draws": draws}}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Also from the torch optimizer of the same kind."""
+        super().load_state_dict(state_dict)
+        self._restore_precision(state_dict)
+        extra = state_dict.get(_EXTRA)
+        if extra is not None:
+            self.counts = (extra["ema_steps"], extra["draws"])
+        self.refresh_shadows()
+
+    def _restore_precision(self, state_dict: dict[str, Any]) -> None:
+        """torch casts states to the type of their parameter."""
+        saved = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
+        for place, parameter in zip(saved, self.parameters(), strict=True):
+            for name, value in state_dict["state"].get(place, {}).items():
+                mine = self.state[parameter].get(name)
+                if isinstance(value, Tensor) and mine is not None and mine.dtype != value.dtype:
+                    self.state[parameter][name] = value.to(mine.device)
+
+    def __getstate__(self) -> dict[str, Any]:
+        kept = {"_extras": self._extras, "_counts": self.counts, "ema": self.ema}
+        return {**super().__getstate__(), **kept}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Also called by load_state_dict, with groups and states only."""
+        if "_extras" in state:  # a copy, or out of a pickle
+            self._start()
+        counts, shadows = state.get("_counts", self.counts), self._shadows
+        super().__setstate__(state)
+        self.stepper, self._layout = None, None
+        self._counts, self._shadows = counts, shadows
+        for group in self.param_groups:
+            self._check_group(group)
+
+    def _check_group(self, group: dict[str, Any]) -> None:
+        """Raise for what torch's optimizer can do and this one cannot."""
+        for name in ("amsgrad", "differentiable"):
+            if group.get(name):
+                raise UnsupportedError(f"{name}=True is not built; use torch.optim")
+        if any(isinstance(beta, Tensor) for beta in group.get("betas", ())):
+            raise UnsupportedError("betas must be numbers; the learning rate may be a tensor")
+
+    # ---- a step --------------------------------------------------------------------------------
+
+    def _update(self) -> None:
+        grads = self._gradients()
+        active = [slot for slot, grad in enumerate(grads) if grad is not None]
+        present = [grad for grad in grads if grad is not None]
+        owners = self.parameters()
+        if not owners:
+            return
+        if present or self.ema is not None:
+            stepper = self._stepper_for(owners)
+            layout = self._layout_of(owners, active, present)
+            layout.load()
+            stepper.run(layout, layout.gradients(present), self._request())
+            layout.store()
+            torch.autograd.graph.increment_version(layout.written)
+            if self.ema is not None and len(active) < len(owners):
+                idle = set(range(len(owners))).difference(active)
+                self._average_idle([owners[slot] for slot in sorted(idle)], stepper.memory.weight)
+        self._checks_itself = False
+
+    def _gradients(self) -> list[Tensor | None]:
+        """A gradient lies at a parameter, or at its shadow."""
+        owners = self.parameters()
+        grads = [p.grad for p in owners]
+        for slot, owner in enumerate(owners if self._shadows else ()):
+            shadow = self._shadows.get(owner)
+            if shadow is None or shadow.grad is None:
+                continue
+            if grads[slot] is not None:
+                raise OptionError(
+                    f"a parameter of shape {tuple(owner.shape)} and its shadow have a gradient "
+                    "each: train the module or the twin that optimizer.shadow(module) gave"
+                )
+            grads[slot] = shadow.grad
+        return grads
+
+    def _average_idle(self, owners: Sequence[Tensor], weight: Tensor) -> None:
+        """Averages of parameters without a gradient, as EMAModel treats them."""
+        for owner in owners:
+            average = self.average_of(owner)
+            if owner.requires_grad:
+                average.sub_((average - owner) * weight.to(average.dtype))
+            else:
+                average.copy_(owner)
+
+    def _request(self) -> Request:
+        scale, found = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        found = found if isinstance(found, Tensor) and not self._checks_itself else None
+        limit = self._extras.max_grad_norm
+        return Request(
+            numbers=tuple(self._rule.numbers(group) for group in self.param_groups),
+            lr_tensors=tuple(
+                (place, group["lr"])
+                for place, group in enumerate(self.param_groups)
+                if isinstance(group["lr"], Tensor) and group["lr"].device.type != "cpu"
+            ),
+            max_norm=math.inf if limit is None else limit,
+            schedule=None if self.ema is None else self.ema.schedule,
+            scale=scale,
+            found_inf=found,
+            measured=limit is not None or self._checks_itself,
+            skips=found is not None or self._checks_itself,
+        )
+
+    def _stepper_for(self, owners: Sequence[Tensor]) -> Stepper:
+        """Made when the device is known: scripts move models after making the optimizer."""
+        device, order = owners[0].device, list(map(id, owners))
+        stepper = self.stepper
+        if stepper is None or stepper.memory.steps.device != device or order != self._order:
+            memory = Memory.on(device, len(owners), self.counts)
+            seed = self._extras.seed if self._extras.stochastic_rounding else None
+            stepper = self.stepper = make_stepper(device, self._rule, memory, seed)
+            self._layout, self._order = None, order
+        return stepper
+
+    def _layout_of(
+        self, owners: Sequence[Tensor], active: Sequence[int], grads: Sequence[Tensor]
+    ) -> Layout:
+        """The last layout, unless something in it has changed."""
+        if self._layout is None or self._layout.key != self._key(owners, active, grads):
+            items = self._make_items(owners, active, grads)
+            self._layout = Layout(items, self._key(owners, active, grads))
+        return self._layout
+
+    def _key(
+        self, owners: Sequence[Tensor], active: Sequence[int], grads: Sequence[Tensor]
+    ) -> tuple[object, ...]:
+        """What a layout was made from. Every step makes one: some 0.5 us a parameter."""
+        params = [owners[slot] for slot in active]
+        if any(grad.layout is not torch.strided for grad in grads):
+            return ()  # no layout has it
+        return (
+            active,
+            [self._rule.states(group) for group in self.param_groups],
+            list(map(Tensor.data_ptr, params)),
+            [
+                id(value)
+                for state in map(self.state.__getitem__, params)
+                for value in state.values()
+            ],
+            [grad.dtype for grad in grads],
+            [grad.stride() for grad in grads],
+            [pointer % 16 == 0 for pointer in map(Tensor.data_ptr, grads)],
+        )
+
+    def _make_items(
+        self, owners: Sequence[Tensor], active: Sequence[int], grads: Sequence[Tensor]
+    ) -> tuple[Item, ...]:
+        sizes = [len(group["params"]) for group in self.param_groups]
+        groups = [place for place, size in enumerate(sizes) for _ in range(size)]
+        for slot, grad in zip(active, grads, strict=True):
+            layouts.check(owners[slot], grad, owners[0].device)
+        self._bind_steps([(slot, owners[slot]) for slot in active])
+        return tuple(
+            self._make_item(slot, groups[slot], owners[slot], grad)
+            for slot, grad in zip(active, grads, strict=True)
+        )
+
+    def _bind_steps(self, wanted: Sequence[tuple[int, Tensor]]) -> None:
+        """Let the step counts of parameters be views of one array, so that one kernel counts."""
+        assert self.stepper is not None
+        counts = self.stepper.memory.steps
+        found: dict[int, Tensor] = {}
+        for slot, parameter in wanted:
+            state = self.state[parameter]
+            # torch's SGD counts no steps: a buffer means that there was one.
+            has_stepped = state.get("momentum_buffer") is not None
+            value = state.get("step", 1.0 if has_stepped else None)
+            view = counts[slot]
+            if isinstance(value, Tensor) and value.data_ptr() == view.data_ptr():
+                continue
+            if value is not None:
+                value = torch.as_tensor(value, dtype=torch.float32, device=counts.device)
+                found[slot] = value.reshape(())
+            state["step"] = view
+        if found:
+            counts[list(found)] = torch.stack(list(found.values()))
+
+    def _make_item(self, slot: int, group: int, owner: Tensor, grad: Tensor) -> Item:
+        param, state = layouts.dense(owner), self.state[owner]
+        names = self._rule.states(self.param_groups[group])
+        for name in names:
+            state[name] = layouts.state_like(param, state.get(name), Tensor.zero_)
+        average = None if self.ema is None else self.average_of(owner)
+        shadow = None
+        if self._extras.shadow_dtype is not None:
+            shadow = self.shadow_of(owner)
+            if not layouts.follows(shadow, param) or shadow.device != param.device:
+                shadow.data = torch.empty_like(param, dtype=shadow.dtype)
+        copies_grad = not layouts.follows(grad, param)
+        return Item(
+            owner=owner,
+            param=param,
+            grad_dtype=grad.dtype,
+            states=tuple(state[name] for name in names),
+            average=average,
+            shadow=None if shadow is None else shadow.detach(),
+            group=group,
+            slot=slot,
+            copies_grad=copies_grad,
+            grad_aligned=copies_grad or grad.data_ptr() % 16 == 0,
+        )
+
+
+def make_stepper(device: torch.device, rule: Rule, memory: Memory, seed: int | None) -> Stepper:
+    if device.type == "cpu":
+        return CpuStep(rule, memory, seed)
+    if device.type == "cuda":
+        from strop.train.cuda_step import CudaStep  # needs the driver
+
+        return CudaStep(device, rule, memory, seed)
+    raise UnsupportedError(f"no fused step for the device {device}; use torch.optim")

@@ -1,0 +1,25 @@
+"""``torch.amp.GradScaler`` that leaves the search for NaN and inf to a fused optimizer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from strop.train.optimizer import FusedOptimizer
+
+
+class GradScaler(torch.amp.GradScaler):
+    """For a fused optimizer, one sweep over the gradients less in every step.
+
+    Its first sweep, which measures the norm, looks for NaN and inf as well. With other optimizers,
+    and after ``unscale_``, this is torch's scaler.
+    """
+
+    def _check_inf_per_device(self, optimizer: Optimizer) -> dict[str, Any]:
+        if not isinstance(optimizer, FusedOptimizer):
+            return super()._check_inf_per_device(optimizer)
+        found: dict[Any, Any] = optimizer.take_over_check()
+        self._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = found
+        return found
