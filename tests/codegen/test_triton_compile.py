@@ -94,7 +94,7 @@ def test_no_divisions_where_an_index_has_one_stride(name: str):
     """Integer division by a number that is not constant starts with a reciprocal."""
     text = emit(CONTIGUOUS[name](F16, 320).kernel).source.text
     for line in text.splitlines():
-        on_vectors = ("//" in line or "%" in line) and "tile" not in line
+        on_vectors = re.search(r"(//|%) [(\w]*[a-z]", line) and "tile" not in line
         assert not on_vectors, line
 
 

@@ -22,6 +22,16 @@ def layer_norm(p0, p1, p2, p3, p4, p5, s0, ROWS: tl.constexpr, COLS: tl.constexp
     at2_v1 = tl.load(p1 + row.to(tl.int64) * 320 + col2, mask=row_mask).to(tl.float32)
     at3_v1 = tl.load(p1 + row.to(tl.int64) * 320 + col3, mask=row_mask).to(tl.float32)
     at4_v1 = tl.load(p1 + row.to(tl.int64) * 320 + col4, mask=row_mask).to(tl.float32)
+    v10 = tl.load(tl.broadcast_to(p2 + col0, [ROWS, COLS]), mask=row_mask).to(tl.float32)
+    at1_v10 = tl.load(tl.broadcast_to(p2 + col1, [ROWS, COLS]), mask=row_mask).to(tl.float32)
+    at2_v10 = tl.load(tl.broadcast_to(p2 + col2, [ROWS, COLS]), mask=row_mask).to(tl.float32)
+    at3_v10 = tl.load(tl.broadcast_to(p2 + col3, [ROWS, COLS]), mask=row_mask).to(tl.float32)
+    at4_v10 = tl.load(tl.broadcast_to(p2 + col4, [ROWS, COLS]), mask=row_mask).to(tl.float32)
+    v12 = tl.load(tl.broadcast_to(p3 + col0, [ROWS, COLS]), mask=row_mask).to(tl.float32)
+    at1_v12 = tl.load(tl.broadcast_to(p3 + col1, [ROWS, COLS]), mask=row_mask).to(tl.float32)
+    at2_v12 = tl.load(tl.broadcast_to(p3 + col2, [ROWS, COLS]), mask=row_mask).to(tl.float32)
+    at3_v12 = tl.load(tl.broadcast_to(p3 + col3, [ROWS, COLS]), mask=row_mask).to(tl.float32)
+    at4_v12 = tl.load(tl.broadcast_to(p3 + col4, [ROWS, COLS]), mask=row_mask).to(tl.float32)
     v2 = v0 + v1
     at1_v2 = at1_v0 + at1_v1
     at2_v2 = at2_v0 + at2_v1
@@ -60,21 +70,11 @@ def layer_norm(p0, p1, p2, p3, p4, p5, s0, ROWS: tl.constexpr, COLS: tl.constexp
     at2_v9 = at2_v8 * v7
     at3_v9 = at3_v8 * v7
     at4_v9 = at4_v8 * v7
-    v10 = tl.load(tl.broadcast_to(p2 + col0, [ROWS, COLS]), mask=row_mask).to(tl.float32)
-    at1_v10 = tl.load(tl.broadcast_to(p2 + col1, [ROWS, COLS]), mask=row_mask).to(tl.float32)
-    at2_v10 = tl.load(tl.broadcast_to(p2 + col2, [ROWS, COLS]), mask=row_mask).to(tl.float32)
-    at3_v10 = tl.load(tl.broadcast_to(p2 + col3, [ROWS, COLS]), mask=row_mask).to(tl.float32)
-    at4_v10 = tl.load(tl.broadcast_to(p2 + col4, [ROWS, COLS]), mask=row_mask).to(tl.float32)
     v11 = v9 * v10
     at1_v11 = at1_v9 * at1_v10
     at2_v11 = at2_v9 * at2_v10
     at3_v11 = at3_v9 * at3_v10
     at4_v11 = at4_v9 * at4_v10
-    v12 = tl.load(tl.broadcast_to(p3 + col0, [ROWS, COLS]), mask=row_mask).to(tl.float32)
-    at1_v12 = tl.load(tl.broadcast_to(p3 + col1, [ROWS, COLS]), mask=row_mask).to(tl.float32)
-    at2_v12 = tl.load(tl.broadcast_to(p3 + col2, [ROWS, COLS]), mask=row_mask).to(tl.float32)
-    at3_v12 = tl.load(tl.broadcast_to(p3 + col3, [ROWS, COLS]), mask=row_mask).to(tl.float32)
-    at4_v12 = tl.load(tl.broadcast_to(p3 + col4, [ROWS, COLS]), mask=row_mask).to(tl.float32)
     v13 = v11 + v12
     at1_v13 = at1_v11 + at1_v12
     at2_v13 = at2_v11 + at2_v12

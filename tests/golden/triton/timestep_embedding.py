@@ -3,15 +3,14 @@ import triton.language as tl
 
 
 @triton.jit
-def timestep_embedding(p0, p1, s0, ROWS: tl.constexpr, COLS: tl.constexpr):
+def timestep_embedding(p0, p1, s0, COLS: tl.constexpr):
     tile = tl.program_id(0)
-    first_row = tile // 5 * ROWS
-    row = first_row + tl.arange(0, ROWS)[:, None]
-    col = tile % 5 * COLS + tl.arange(0, COLS)[None, :]
-    row_mask = row < s0
+    col = tile * COLS + tl.arange(0, COLS)
+    col_mask = col < s0
+    col_n = col // 320
     col_i = col % 160
-    col_p = col // 160
-    v0 = tl.load(p0 + row.to(tl.int64), mask=row_mask)
+    col_p = col // 160 % 2
+    v0 = tl.load(p0 + col_n, mask=col_mask)
     v1 = v0.to(tl.float32)
     v2 = col_i.to(tl.int64)
     v3 = v2.to(tl.float32)
@@ -25,9 +24,8 @@ def timestep_embedding(p0, p1, s0, ROWS: tl.constexpr, COLS: tl.constexpr):
     v11 = tl.cos(v7)
     v12 = tl.sin(v7)
     v13 = tl.where(v10, v11, v12)
-    tl.store(p1 + row.to(tl.int64) * 320 + col, v13, mask=row_mask)
+    tl.store(p1 + col, v13, mask=col_mask)
 
-# grid 5*((s0 + 15)//16), 4 warps
-# s0 = n, class 1
-# ROWS = 16
-# COLS = 64
+# grid ((s0 + 1023)//1024), 4 warps
+# s0 = 320*n, class 16
+# COLS = 1024
