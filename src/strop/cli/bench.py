@@ -20,9 +20,16 @@ if TYPE_CHECKING:
     from strop.bench.zoo import ZooModel
 
 INFER_EXAMPLES = (
+    "[bold]Rows[/]\n\n"
+    "P1 SD1.5 UNet step 512², batch 2; P2 at 1024²; P2b batch 8; P3 SDXL UNet step 1024²\n\n"
+    "P4 VAE decode (P4-512, P4-1024); P5 SD1.5 pictures of 50 steps (P5-512, P5-768, P5-1024, each"
+    " also with -img2img); P5x SDXL picture of 30 steps\n\n"
+    "P6 cold compile of P1, with its stages; P7 peak memory of P5-1024 beside eager and naive"
+    " attention\n\n"
     "[bold]Examples[/]\n\n"
-    "strop bench infer tiny-unet --device cpu\n\n"
-    "strop bench infer sd15-unet-512 --peer eager --peer eager-graph -o benchmarks/results"
+    "strop bench infer P1 P4 --device cpu --tiny   # any machine: the code, not the speed\n\n"
+    "strop bench infer P1 P4-512 --random 12 --budget 150 -o benchmarks/results\n\n"
+    "strop bench infer P1 --peers eager,eager-graph,inductor,inductor-graph --ablate --plots plots"
 )
 COMPILE_EXAMPLES = (
     "[bold]Examples[/]\n\n"
@@ -48,6 +55,7 @@ BATCHES_EXAMPLES = (
     "strop bench batches resnet50 -o benchmarks/results/resnet50.json"
 )
 
+FILE_COLUMNS = 240
 app = typer.Typer(
     help="Measure Strop beside eager torch and others, on models with random weights at full size.",
     no_args_is_help=True,
@@ -61,6 +69,9 @@ CaseArgument = Annotated[
         show_default=False,
     ),
 ]
+FolderOption = Annotated[
+    Path | None, typer.Option(help="Folder for the plots of each row.", show_default=False)
+]
 OutOption = Annotated[
     Path | None,
     typer.Option("-o", "--out", help="Folder for the JSON; nothing is written without it."),
@@ -70,33 +81,127 @@ OutOption = Annotated[
 @app.command("infer", epilog=INFER_EXAMPLES)
 @reported
 def infer(
-    case: CaseArgument,
-    out: OutOption = None,
-    device: DeviceOption = Device.auto,
-    peer: Annotated[
+    rows: Annotated[
         list[str] | None,
+        typer.Argument(
+            help="P1, P4-512, P5 (all of P5-...), ... [dim]\\[default: all][/]", show_default=False
+        ),
+    ] = None,
+    peers: Annotated[
+        str, typer.Option(help="Whom to run beside, with commas between; '' for nobody.")
+    ] = "eager,eager-graph",
+    out: OutOption = None,
+    plots: FolderOption = None,
+    earlier: Annotated[
+        Path,
         typer.Option(
-            help="Whom to run beside; repeat for more. [dim]\\[default: eager, eager-graph][/]",
+            help="Folder of earlier results: slow peers of the same device and "
+            "versions come from there, with their date."
+        ),
+    ] = Path("benchmarks/results"),
+    budget: Annotated[
+        float, typer.Option(min=1.0, help="Seconds for everything; what does not fit is named.")
+    ] = 1800.0,
+    random: Annotated[
+        int, typer.Option(min=0, help="So many random shapes a model, in a fresh process.")
+    ] = 0,
+    seed: Annotated[int, typer.Option(help="Of --random.")] = 0,
+    ablate: Annotated[
+        bool, typer.Option("--ablate", help="Each switch of Options alone off, and all.")
+    ] = False,
+    samples: Annotated[int, typer.Option(min=3, help="Of each contender, in turns.")] = 20,
+    dtype: Annotated[
+        str,
+        typer.Option(
+            help="fp16, bf16 or fp32. [dim]\\[default: fp32 on a CPU, else fp16][/]",
+            show_default=False,
+        ),
+    ] = "",
+    device: DeviceOption = Device.auto,
+    tiny: Annotated[
+        bool, typer.Option("--tiny", help="Tiny widths and sizes: the same code in seconds.")
+    ] = False,
+) -> None:
+    """Time a UNet step, a VAE, whole pictures, a cold compile: Strop beside its peers.
+
+    Models have random weights at full size; nothing is downloaded. Rows of one model share a
+    process, in which all contenders are sampled in turns; random shapes get a fresh process with
+    an empty cache. Each row is a JSON file, from which tables and plots are made.
+    """
+    from strop.bench.infer_rows import chosen_rows
+
+    require_diffusion()
+    if out is not None and not out.is_dir():
+        raise CommandError(f"there is no folder {out}; create it: mkdir -p {out}")
+    chosen = chosen_rows(rows or (), tiny=tiny)
+    plan = _plan(peers, random, seed, ablate, samples, dtype, device, tiny)
+
+    from strop.bench import infer as bench_infer
+    from strop.bench import infer_plots, infer_report
+    from strop.cli.models import quieten
+    from strop.cli.stages import progress_bar
+
+    quieten()
+    logging.getLogger("strop").setLevel(logging.ERROR)
+    with progress_bar() as bar:
+        task = bar.add_task("measuring", total=bench_infer.num_tasks(chosen, plan), note="")
+        results = bench_infer.run(
+            chosen, plan, budget_s=budget, out=out, earlier=earlier, is_apart=not tiny,
+            step=lambda note, done: bar.update(task, note=note, completed=done),
+        )  # fmt: skip
+    header, *lines = infer_report.rows_of(results)
+    _show(header, lines, {})
+    files = [result["file"] for result in results if "file" in result]
+    files += [str(path) for r in results if plots for path in infer_plots.draw(r, plots)]
+    print("\n".join(f"written: {file}" for file in files))
+
+
+def _plan(peers: str, random: int, seed: int, ablate: bool, samples: int, dtype: str,
+          device: Device, tiny: bool) -> Any:  # fmt: skip
+    from strop.bench.infer_measure import DTYPES, Plan
+    from strop.bench.peers import PEERS
+
+    names = tuple(name for name in peers.split(",") if name)
+    _known("--peers", names, [peer.name for peer in PEERS])
+    where = arguments.chosen_device(device)
+    if where == "cpu" and not tiny:
+        raise CommandError(
+            "full-size rows need a GPU, and there is none here (or --device cpu was asked for);"
+            " --device cpu --tiny runs the same code with tiny models"
+        )
+    dtype = dtype or ("fp16" if where == "cuda" else "fp32")
+    _known("--dtype", [dtype], list(DTYPES))
+    return Plan(where, dtype, names, samples, random, seed, ablate)
+
+
+@app.command("table")
+@reported
+def table(
+    results: Annotated[Path, typer.Option(help="Folder of the JSON files.")] = Path(
+        "benchmarks/results"
+    ),
+    page: Annotated[
+        Path | None,
+        typer.Option(
+            help="Page to write it into, between <!-- infer --> and <!-- /infer -->.",
             show_default=False,
         ),
     ] = None,
-    iterations: Annotated[int, typer.Option(min=1, help="Samples of each contender.")] = 20,
+    plots: FolderOption = None,
 ) -> None:
-    """Time one call, in turns with the peers: percentiles in ms, memory, and the error."""
-    chosen, where = _prepared(case, out, device)
+    """Make the table of `strop bench infer` from its JSON files: the newest of each row."""
+    from strop.bench import infer_plots, infer_report
 
-    from strop.bench import infer as bench_infer
-    from strop.bench import report
-    from strop.bench.peers import peer_named
-    from strop.cli.stages import spinner
-
-    peers = tuple(peer or bench_infer.DEFAULT_PEERS)
-    for name in peers:
-        peer_named(name)
-    with spinner(f"measuring {chosen.name} beside {', '.join(peers)}"):
-        result = bench_infer.run(chosen, out, where, peers, iterations)
-    header, *rows = report.rows_of(result)
-    _show(header, rows, result)
+    found = infer_report.load(sorted(results.glob("P*.json")))
+    if not found:
+        raise CommandError(f"no rows in {results}; strop bench infer -o {results} makes them")
+    text = infer_report.markdown(found)
+    for result in found if plots else ():
+        infer_plots.draw(result, plots or Path())
+    if page is None:
+        print(text)
+    else:
+        infer_report.write_into(page, text)
 
 
 @app.command("compile", epilog=COMPILE_EXAMPLES)
@@ -157,6 +262,8 @@ def _prepared(case: str, out: Path | None, device: Device) -> tuple[BenchCase, s
 
 def _show(header: tuple[str, ...], rows: Sequence[tuple[str, ...]], result: dict[str, Any]) -> None:
     screen = Console(highlight=False, soft_wrap=True)
+    if not screen.is_terminal:  # a log has no width
+        screen = Console(highlight=False, soft_wrap=True, width=FILE_COLUMNS)
     table = Table(*header, box=None, pad_edge=False)
     for row in rows:
         table.add_row(*row)
