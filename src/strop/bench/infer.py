@@ -7,7 +7,7 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -39,19 +39,20 @@ def run(
         peers.peer_named(name)
     clock = Clock.of(budget_s)
     described = environment.describe(plan.where)
-    found: list[dict[str, Any]] = []
-    done = 0
-    with _runner(is_apart) as perform:
-        for group in groups_of(rows):
-            names = ", ".join(row.name for row in group)
-            for task in _tasks(group, plan):
-                step(f"{names}: {task['do']}", done)
-                done += 1
-                answer = perform(task, clock)
-                found = _merged(found, group, task["do"], answer, plan, described)
-                for result in found:
-                    _finish(result, plan, out, earlier)
-    return found
+    tasks = [(group, task) for group in groups_of(rows) for task in _tasks(group, plan)]
+    found: dict[str, dict[str, Any]] = {}
+    with contextlib.closing(Processes()) as processes:
+        for done, (group, task) in enumerate(tasks):
+            step(f"{', '.join(row.name for row in group)}: {task['do']}", done)
+            if is_apart:
+                answer = processes.perform(task, clock, is_last=done == len(tasks) - 1)
+            else:
+                answer = perform({**task, "until": _until(clock)}, lambda saved: None)
+            for row in group:
+                result = found.setdefault(row.name, _empty(row, plan, described))
+                _put(result, task["do"], answer, is_first=row is group[0])
+                _finish(result, plan, out, earlier)
+    return list(found.values())
 
 
 def num_tasks(rows: Sequence[Row], plan: Plan) -> int:
@@ -67,27 +68,25 @@ def _tasks(group: Sequence[Row], plan: Plan) -> list[dict[str, Any]]:
              "plan": asdict(plan)} for kind in kinds]  # fmt: skip
 
 
-@contextlib.contextmanager
-def _runner(is_apart: bool) -> Iterator[Callable[[Task, Clock], dict[str, Any]]]:
-    """Performs tasks. A process is there before its task is, so that its imports cost nothing."""
-    if not is_apart:
-        yield lambda task, clock: perform({**task, "until": _until(clock)}, lambda found: None)
-        return
-    spare = [Worker()]
+class Processes:
+    """One for each task. The next is there before its task is, so that its imports cost nothing,
+    but never beside a measured start."""
 
-    def apart(task: Task, clock: Clock) -> dict[str, Any]:
+    def __init__(self) -> None:
+        self._next: Worker | None = None
+
+    def perform(self, task: Task, clock: Clock, *, is_last: bool) -> dict[str, Any]:
         refusal = clock.refusal(LEAST_S)
         if refusal:
             return {"skipped": refusal}
-        worker = spare.pop()
-        spare.append(Worker())
+        worker = self._next or Worker()
+        self._next = None if is_last or task["do"] == "start" else Worker()
         with worker:
             return worker.perform({**task, "until": _until(clock) - TAIL_S}, clock.left())
 
-    try:
-        yield apart
-    finally:
-        spare.pop().close()
+    def close(self) -> None:
+        if self._next is not None:
+            self._next.close()
 
 
 def _until(clock: Clock) -> float:
@@ -110,23 +109,19 @@ def perform(task: Task, save: Save) -> dict[str, Any]:
     return measure(rows[0], plan, clock, save)
 
 
-def _merged(results: list[dict[str, Any]], group: Sequence[Row], what: str, answer: Found,
-            plan: Plan, described: dict[str, Any]) -> list[dict[str, Any]]:  # fmt: skip
-    """``answer`` put into the results of its rows. A cut process leaves what it had saved."""
-    found = {result["row"]: result for result in results}
-    for row in group:
-        result = found.setdefault(row.name, _empty(row, plan, described))
-        reason: Found = {k: answer[k] for k in ("failed", "skipped", "log") if k in answer}
-        had: Found = answer.get("partial", {}) if "failed" in answer else answer
-        if what == "rows":
-            result |= had.get(row.name) or (reason or {"skipped": "its process ended before it"})
-            if reason and row.name in had:
-                result["cut"] = reason
-        elif what == "start":
-            result |= had | reason
-        elif what == "random" or row is group[0]:  # random shapes are those of the model
-            result[what] = had | reason
-    return list(found.values())
+def _put(result: dict[str, Any], what: str, answer: Found, *, is_first: bool) -> None:
+    """``answer`` into the result of a row. A process that was cut leaves what it had saved."""
+    reason: Found = {k: answer[k] for k in ("failed", "skipped", "log") if k in answer}
+    had: Found = answer.get("partial", {}) if "failed" in answer else answer
+    name = result["row"]
+    if what == "rows":
+        result |= had.get(name) or reason or {"skipped": "its process ended before it"}
+        if reason and name in had:
+            result["cut"] = reason
+    elif what == "start":
+        result |= had | reason
+    elif what == "random" or is_first:  # random shapes are those of the model
+        result[what] = had | reason
 
 
 def _empty(row: Row, plan: Plan, described: dict[str, Any]) -> dict[str, Any]:
