@@ -25,6 +25,7 @@ from strop.bench.models import Size
 from strop.debug.explain import explain
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+DEFAULT_PEERS = ("eager", "eager-graph")
 SAMPLE_MS, MAX_INNER = 30.0, 5  # calls back to back in one sample of a step
 PICTURE_SAMPLES = 5
 RANDOM_SAMPLES, RANDOM_CALLS = 8, 4
@@ -38,7 +39,7 @@ class Plan:
 
     device: str = "cuda"
     dtype: str = "fp16"
-    peers: tuple[str, ...] = ("eager", "eager-graph")
+    peers: tuple[str, ...] = DEFAULT_PEERS
     samples: int = 20
     random: int = 0
     seed: int = 0

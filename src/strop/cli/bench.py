@@ -8,29 +8,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
-from strop.cli import arguments
+from strop.cli import arguments, bench_infer
 from strop.cli.arguments import Device, DeviceOption
 from strop.cli.mistakes import CommandError, reported, require_diffusion
+from strop.cli.tables import OutOption, known, show
 
 if TYPE_CHECKING:
     from strop.bench.cases import BenchCase
     from strop.bench.zoo import ZooModel
 
-INFER_EXAMPLES = (
-    "[bold]Rows[/]\n\n"
-    "P1 SD1.5 UNet step 512², batch 2; P2 at 1024²; P2b batch 8; P3 SDXL UNet step 1024²\n\n"
-    "P4 VAE decode (P4-512, P4-1024); P5 SD1.5 pictures of 50 steps (P5-512, P5-768, P5-1024, each"
-    " also with -img2img); P5x SDXL picture of 30 steps\n\n"
-    "P6 cold compile of P1, with its stages; P7 peak memory of P5-1024 beside eager and naive"
-    " attention\n\n"
-    "[bold]Examples[/]\n\n"
-    "strop bench infer P1 P4 --device cpu --tiny   # any machine: the code, not the speed\n\n"
-    "strop bench infer P1 P4-512 --random 12 --budget 150 -o benchmarks/results\n\n"
-    "strop bench infer P1 --peers eager,eager-graph,inductor,inductor-graph --ablate --plots plots"
-)
 COMPILE_EXAMPLES = (
     "[bold]Examples[/]\n\n"
     "strop bench compile tiny-unet --device cpu\n\n"
@@ -55,12 +42,13 @@ BATCHES_EXAMPLES = (
     "strop bench batches resnet50 -o benchmarks/results/resnet50.json"
 )
 
-FILE_COLUMNS = 240
 app = typer.Typer(
     help="Measure Strop beside eager torch and others, on models with random weights at full size.",
     no_args_is_help=True,
     rich_markup_mode="rich",
 )
+app.command("infer", epilog=bench_infer.EXAMPLES)(bench_infer.infer)
+app.command("table")(bench_infer.table)
 CaseArgument = Annotated[
     str,
     typer.Argument(
@@ -69,139 +57,6 @@ CaseArgument = Annotated[
         show_default=False,
     ),
 ]
-FolderOption = Annotated[
-    Path | None, typer.Option(help="Folder for the plots of each row.", show_default=False)
-]
-OutOption = Annotated[
-    Path | None,
-    typer.Option("-o", "--out", help="Folder for the JSON; nothing is written without it."),
-]
-
-
-@app.command("infer", epilog=INFER_EXAMPLES)
-@reported
-def infer(
-    rows: Annotated[
-        list[str] | None,
-        typer.Argument(
-            help="P1, P4-512, P5 (all of P5-...), ... [dim]\\[default: all][/]", show_default=False
-        ),
-    ] = None,
-    peers: Annotated[
-        str, typer.Option(help="Whom to run beside, with commas between; '' for nobody.")
-    ] = "eager,eager-graph",
-    out: OutOption = None,
-    plots: FolderOption = None,
-    earlier: Annotated[
-        Path,
-        typer.Option(
-            help="Folder of earlier results: slow peers of the same device and "
-            "versions come from there, with their date."
-        ),
-    ] = Path("benchmarks/results"),
-    budget: Annotated[
-        float, typer.Option(min=1.0, help="Seconds for everything; what does not fit is named.")
-    ] = 1800.0,
-    random: Annotated[
-        int, typer.Option(min=0, help="So many random shapes a model, in a fresh process.")
-    ] = 0,
-    seed: Annotated[int, typer.Option(help="Of --random.")] = 0,
-    ablate: Annotated[
-        bool, typer.Option("--ablate", help="Each switch of Options alone off, and all.")
-    ] = False,
-    samples: Annotated[int, typer.Option(min=3, help="Of each contender, in turns.")] = 20,
-    dtype: Annotated[
-        str,
-        typer.Option(
-            help="fp16, bf16 or fp32. [dim]\\[default: fp32 on a CPU, else fp16][/]",
-            show_default=False,
-        ),
-    ] = "",
-    device: DeviceOption = Device.auto,
-    tiny: Annotated[
-        bool, typer.Option("--tiny", help="Tiny widths and sizes: the same code in seconds.")
-    ] = False,
-) -> None:
-    """Time a UNet step, a VAE, whole pictures, a cold compile: Strop beside its peers.
-
-    Models have random weights at full size; nothing is downloaded. Rows of one model share a
-    process, in which all contenders are sampled in turns; random shapes get a fresh process with
-    an empty cache. Each row is a JSON file, from which tables and plots are made.
-    """
-    from strop.bench.infer_rows import chosen_rows
-
-    require_diffusion()
-    if out is not None and not out.is_dir():
-        raise CommandError(f"there is no folder {out}; create it: mkdir -p {out}")
-    chosen = chosen_rows(rows or (), tiny=tiny)
-    plan = _plan(peers, random, seed, ablate, samples, dtype, device, tiny)
-
-    from strop.bench import infer as bench_infer
-    from strop.bench import infer_plots, infer_report
-    from strop.cli.models import quieten
-    from strop.cli.stages import progress_bar
-
-    quieten()
-    logging.getLogger("strop").setLevel(logging.ERROR)
-    with progress_bar() as bar:
-        task = bar.add_task("measuring", total=bench_infer.num_tasks(chosen, plan), note="")
-        results = bench_infer.run(
-            chosen, plan, budget_s=budget, out=out, earlier=earlier, is_apart=not tiny,
-            step=lambda note, done: bar.update(task, note=note, completed=done),
-        )  # fmt: skip
-    header, *lines = infer_report.rows_of(results)
-    _show(header, lines, {})
-    files = [result["file"] for result in results if "file" in result]
-    files += [str(path) for r in results if plots for path in infer_plots.draw(r, plots)]
-    print("\n".join(f"written: {file}" for file in files))
-
-
-def _plan(peers: str, random: int, seed: int, ablate: bool, samples: int, dtype: str,
-          device: Device, tiny: bool) -> Any:  # fmt: skip
-    from strop.bench.infer_measure import DTYPES, Plan
-    from strop.bench.peers import PEERS
-
-    names = tuple(name for name in peers.split(",") if name)
-    _known("--peers", names, [peer.name for peer in PEERS])
-    where = arguments.chosen_device(device)
-    if where == "cpu" and not tiny:
-        raise CommandError(
-            "full-size rows need a GPU, and there is none here (or --device cpu was asked for);"
-            " --device cpu --tiny runs the same code with tiny models"
-        )
-    dtype = dtype or ("fp16" if where == "cuda" else "fp32")
-    _known("--dtype", [dtype], list(DTYPES))
-    return Plan(where, dtype, names, samples, random, seed, ablate)
-
-
-@app.command("table")
-@reported
-def table(
-    results: Annotated[Path, typer.Option(help="Folder of the JSON files.")] = Path(
-        "benchmarks/results"
-    ),
-    page: Annotated[
-        Path | None,
-        typer.Option(
-            help="Page to write it into, between <!-- infer --> and <!-- /infer -->.",
-            show_default=False,
-        ),
-    ] = None,
-    plots: FolderOption = None,
-) -> None:
-    """Make the table of `strop bench infer` from its JSON files: the newest of each row."""
-    from strop.bench import infer_plots, infer_report
-
-    found = infer_report.load(sorted(results.glob("P*.json")))
-    if not found:
-        raise CommandError(f"no rows in {results}; strop bench infer -o {results} makes them")
-    text = infer_report.markdown(found)
-    for result in found if plots else ():
-        infer_plots.draw(result, plots or Path())
-    if page is None:
-        print(text)
-    else:
-        infer_report.write_into(page, text)
 
 
 @app.command("compile", epilog=COMPILE_EXAMPLES)
@@ -228,7 +83,7 @@ def compile_(
     for name in ("cold", "cached"):
         if "failed" in result.get(name, {}):
             raise CommandError(f"the {name} run failed: {result[name]['failed']}")
-    _show(("cache", "shape", "first call s", "second call s"), _compile_rows(result), result)
+    show(("cache", "shape", "first call s", "second call s"), _compile_rows(result), result)
 
 
 def _compile_rows(result: dict[str, Any]) -> list[tuple[str, ...]]:
@@ -258,18 +113,6 @@ def _prepared(case: str, out: Path | None, device: Device) -> tuple[BenchCase, s
 
     quieten()
     return named[case], where
-
-
-def _show(header: tuple[str, ...], rows: Sequence[tuple[str, ...]], result: dict[str, Any]) -> None:
-    screen = Console(highlight=False, soft_wrap=True)
-    if not screen.is_terminal:  # a log has no width
-        screen = Console(highlight=False, soft_wrap=True, width=FILE_COLUMNS)
-    table = Table(*header, box=None, pad_edge=False)
-    for row in rows:
-        table.add_row(*row)
-    screen.print(table)
-    if "file" in result:
-        screen.print(f"written: {result['file']}", markup=False)
 
 
 @app.command("models", epilog=MODELS_EXAMPLES)
@@ -347,8 +190,8 @@ def kernel(
         raise CommandError(f"there is no folder {out.parent}; create it: mkdir -p")
     where = torch.device(arguments.chosen_device(device))
     dtype = torch.float16 if where.type == "cuda" else torch.float32
-    _known("FAMILIES", families or (), [f.name for f in (*ROW_FAMILIES, GROUP_NORM)])
-    _known("--peer", peer or (), bench_kernel.PEERS)
+    known("FAMILIES", families or (), [f.name for f in (*ROW_FAMILIES, GROUP_NORM)])
+    known("--peer", peer or (), bench_kernel.PEERS)
     cases = (bench_kernel.random_cases(random, seed, where.type, dtype) if random
              else kernel_cases(where.type, dtype))  # fmt: skip
     chosen = [case for case in cases if not families or case.family in families]
@@ -391,8 +234,8 @@ def batches(
 
     if out is not None and not out.parent.is_dir():
         raise CommandError(f"there is no folder {out.parent}; create it: mkdir -p")
-    _known("NETWORK", [network], [n.name for n in bench_batches.NETWORKS])
-    _known("--peer", peer or (), bench_batches.PEERS)
+    known("NETWORK", [network], [n.name for n in bench_batches.NETWORKS])
+    known("--peer", peer or (), bench_batches.PEERS)
     if not all(size.isdigit() and int(size) for size in sizes.split(",")):
         raise typer.BadParameter(f"{sizes!r} is not like 1,8,33", param_hint="'--batches'")
     where = torch.device(arguments.chosen_device(device))
@@ -404,16 +247,9 @@ def batches(
     if out is not None:
         result["file"] = str(report.write_json(result, out))
     header, *rows = bench_batches.rows_of(result)
-    _show(header, rows, result)
+    show(header, rows, result)
     counts = result["counts"]
     print(f"strop: {counts['num_graphs']} graphs, {counts['num_recompiles']} recompiles")
-
-
-def _known(what: str, given: Sequence[str], names: Sequence[str]) -> None:
-    unknown = sorted(set(given) - set(names))
-    if unknown:
-        raise typer.BadParameter(f"no {', '.join(unknown)}; there are {', '.join(names)}",
-                                 param_hint=f"'{what}'")  # fmt: skip
 
 
 def _measured_kernels(chosen: Sequence[Any], where: Any, dtype: Any, peers: Sequence[str],
@@ -434,12 +270,12 @@ def _show_kernels(result: dict[str, Any]) -> None:
     from strop.bench import kernel as bench_kernel
 
     header, *rows = bench_kernel.rows_of(result)
-    _show(header, rows, {})
+    show(header, rows, {})
     found = [(s["family"], s["peer"], str(s["cases"]), f"{s['worst']:.2f}", f"{s['median']:.2f}",
               f"{s['geomean']:.2f}", s["worst_case"]) for s in result["summary"]]  # fmt: skip
     header = ("family", "peer", "cases", "worst", "median", "geomean", "worst case")
     print("\ntimes as long as strop takes:")
-    _show(header, found, result)
+    show(header, found, result)
     if result["skipped"]:
         print(f"not measured, --limit is over: {len(result['skipped'])} cases")
 
@@ -473,5 +309,5 @@ def _write_census(result: dict[str, Any], out: Path | None, page: Path | None) -
     if page is not None:
         page.write_text(census.markdown(result), encoding="utf-8")
     header, *rows = census.rows_of(result)
-    _show(header, rows, result)
+    show(header, rows, result)
     print(f"{result['num_good']} of {result['num_models']} models pass")
