@@ -34,7 +34,7 @@ from strop.bench import (
     accuracy,
     environment,
     infer,
-    infer_measure,
+    infer_contenders,
     infer_report,
     infer_rows,
     models,
@@ -205,8 +205,8 @@ def more(suite: Suite) -> dict[str, Any]:
 
 def _infer(suite: Suite, step: str, *names: str) -> dict[str, Any]:
     is_tiny = suite.args.unet.startswith("tiny")
-    chosen = [*infer_measure.DEFAULT_PEERS, *(["inductor"] if suite.args.inductor_s else [])]
-    plan = infer_measure.Plan(str(suite.device), "fp32" if is_tiny else "fp16", tuple(chosen),
+    chosen = [*infer_contenders.DEFAULT_PEERS, *(["inductor"] if suite.args.inductor_s else [])]
+    plan = infer_contenders.Plan(str(suite.device), "fp32" if is_tiny else "fp16", tuple(chosen),
                               suite.args.iterations)  # fmt: skip
     results = infer.run(infer_rows.chosen_rows(names, tiny=is_tiny), plan, out=suite.out,
                         budget_s=suite.left(), is_apart=False)  # fmt: skip

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from strop.bench import infer, infer_measure, infer_plots, infer_report, report
-from strop.bench.infer_contenders import Clock, attempt, in_order
-from strop.bench.infer_measure import Plan, random_summary
+from strop.bench import infer, infer_measure, infer_plots, infer_report, infer_variants, report
+from strop.bench.infer_contenders import Clock, Plan, attempt, in_order
 from strop.bench.infer_rows import ROWS, chosen_rows, groups_of
+from strop.bench.infer_variants import random_summary
 from strop.cli import app
 from strop.errors import OptionError
 
@@ -86,9 +86,9 @@ def test_a_picture() -> None:
 
 def test_each_switch_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     passes = ("canonicalize", "pointwise_conv", "bias_to_consumer", "channels_last")
-    monkeypatch.setattr(infer_measure, "NEEDED_PASSES", passes)
+    monkeypatch.setattr(infer_variants, "NEEDED_PASSES", passes)
     (row,) = chosen_rows(["P4-512"], tiny=True)
-    found = infer_measure.measure_switches(row, TINY, Clock.of(300), lambda saved: None)
+    found = infer_variants.measure_switches(row, TINY, Clock.of(300), lambda saved: None)
     switches = found["switches"]
     assert list(switches) == ["all on", "no dot_merge", "no cuda_graphs", "no check_finite",
                               "all off"]  # fmt: skip
@@ -123,8 +123,8 @@ def test_what_the_budget_leaves_out_is_named() -> None:
 def test_a_slow_peer_waits_for_another_day() -> None:
     (row,) = chosen_rows(["P4-512"], tiny=True)
     plan = replace(TINY, peers=("inductor",))
-    found = infer_measure.measure_rows([row], plan, Clock.of(7), lambda saved: None)
-    assert "left of the budget, it takes 8" in found["P4-512"]["contenders"]["inductor"]["skipped"]
+    found = infer_measure.measure_rows([row], plan, Clock.of(60), lambda saved: None)
+    assert "left of the budget, it takes 80" in found["P4-512"]["contenders"]["inductor"]["skipped"]
     assert found["P4-512"]["contenders"]["strop"]["p50_ms"] > 0
 
 
@@ -167,7 +167,7 @@ def result_of(name: str = "P1", **more: Any) -> dict[str, Any]:
 
 
 def with_everything() -> dict[str, Any]:
-    random = {"peer": "eager-graph", "shapes": SHAPES, "skipped": []}
+    random = {"peer": "eager-graph", "shapes": SHAPES, "left_out": []}
     random["summary"] = random_summary(random)
     error = {"rms": 1e-3, "rms_eager": 2e-3, "is_good": True}
     return result_of(random=random, switches={"switches": SWITCHES}, error=error)

@@ -12,9 +12,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from strop.bench import environment, infer_measure, peers, report
-from strop.bench.infer_contenders import Clock, Found, is_there
-from strop.bench.infer_measure import Plan, Save
+from strop.bench import environment, infer_measure, infer_variants, peers, report
+from strop.bench.infer_contenders import Clock, Found, Plan, Save, is_there
 from strop.bench.infer_rows import Row, chosen_rows, groups_of
 from strop.bench.worker import Task, Worker
 
@@ -104,8 +103,8 @@ def perform(task: Task, save: Save) -> dict[str, Any]:
     refusal = clock.refusal(rows[0].cost_s)
     if refusal:
         return {"skipped": refusal}
-    measure = {"random": infer_measure.measure_random, "start": infer_measure.measure_start,
-               "switches": infer_measure.measure_switches}[task["do"]]  # fmt: skip
+    measure = {"random": infer_variants.measure_random, "start": infer_measure.measure_start,
+               "switches": infer_variants.measure_switches}[task["do"]]  # fmt: skip
     return measure(rows[0], plan, clock, save)
 
 

@@ -16,9 +16,35 @@ from torch import Tensor
 import strop
 from strop.bench import peers, timer
 from strop.bench.cases import BenchCase
+from strop.bench.infer_rows import Row
 from strop.bench.models import Size, Workload
 
-Found = dict[str, Any]  # of one contender, for the JSON
+Found = dict[str, Any]  # for the JSON
+Save = Callable[[Found], None]
+DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+DEFAULT_PEERS = ("eager", "eager-graph")
+SAMPLE_MS, MAX_INNER = 30.0, 5  # calls back to back in one sample of a step
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What to measure and for how long; plain data, which goes to a process as JSON."""
+
+    device: str = "cuda"
+    dtype: str = "fp16"
+    peers: tuple[str, ...] = DEFAULT_PEERS
+    samples: int = 20
+    random: int = 0
+    seed: int = 0
+    ablate: bool = False
+
+    @property
+    def where(self) -> torch.device:
+        return torch.device(self.device)
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return DTYPES[self.dtype]
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +142,16 @@ class Field:
     options: strop.Options
     built: dict[str, Contender] = field(default_factory=dict)
 
+    @staticmethod
+    def of(row: Row, plan: Plan, cache: str) -> Field:
+        options = strop.Options.from_environment(cache_dir=cache)
+        return Field(row.case(plan.torch_dtype), plan.where, options)
+
+    @property
+    def target(self) -> Any:
+        """What Strop has optimised."""
+        return self.contender("strop").workload.target
+
     def contender(self, name: str) -> Contender:
         """Of Strop or of a peer; peers with one setup share it."""
         key = name if name == "strop" else peers.peer_named(name).setup
@@ -155,6 +191,25 @@ class Field:
         found: Found = {"first_s": seconds[0], "second_s": seconds[1], "peak_bytes": peak,
                         "weights_bytes": who.weights_bytes or None}  # fmt: skip
         return given["call"], found, results
+
+
+def take_turns(calls: Mapping[str, timer.Call], kind: str, device: torch.device, samples: int,
+               clock: Clock | None = None) -> dict[str, Found]:  # fmt: skip
+    """Percentiles of calls that have run. Fewer samples, but three, where the clock wants it.
+
+    A step is timed as in a denoise loop, several calls back to back; a picture by the host's clock.
+    """
+    is_step = kind == "step"
+    measure = timer.elapsed_ms if is_step else timer.wall_ms
+    ms = {name: measure(call, device, 1) for name, call in calls.items()}
+    inner = {n: max(1, min(MAX_INNER, round(SAMPLE_MS / max(t, 1e-3)))) if is_step else 1
+             for n, t in ms.items()}  # fmt: skip
+    turn_s = sum(ms[name] * inner[name] for name in calls) / 1e3
+    if clock is not None and calls:
+        samples = max(3, min(samples, int(0.8 * clock.left() / turn_s)))
+    times = timer.time_calls(calls, device, samples=samples, inner=inner, warmup=1,
+                             measure=measure)  # fmt: skip
+    return {name: dict(timing.to_dict()) for name, timing in times.items()}
 
 
 def in_order(names: Sequence[str]) -> list[str]:

@@ -145,8 +145,8 @@ def random_text(random: Result) -> str:
             f" {summary['longest_s']:.2f} s")  # fmt: skip
     if summary["first_s"] is not None:
         text += f", longest first call {summary['first_s']:.2f} s"
-    if random.get("skipped"):
-        text += f"; {len(random['skipped'])} skipped"
+    if random.get("left_out"):
+        text += f"; {len(random['left_out'])} left out: {random['left_out'][0]['skipped']}"
     return text if "failed" not in random else f"{text}; {random['failed']}"
 
 

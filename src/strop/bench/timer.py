@@ -86,6 +86,8 @@ def time_calls(
         for _ in range(warmup):
             call()
     times: dict[str, list[float]] = {name: [] for name in calls}
+    if not calls:
+        return {}
     names = list(calls)
     for turn in range(samples):
         first = turn % len(names)
@@ -154,6 +156,7 @@ def profiled(call: Call, generated: Collection[str], repeats: int = 3) -> dict[s
         "generated": sum(r["count"] for r in own),
         "us": round(sum(r["us"] for r in real), 1),
         "generated_us": round(sum(r["us"] for r in own), 1),
+        "busy_us": round(sum(r["us"] for r in rows), 1),
         "copies": [r for r in rows if r not in real],
         "top": real,
     }

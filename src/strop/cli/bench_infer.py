@@ -116,7 +116,7 @@ def infer(
 
 def _plan(peers: str, random: int, seed: int, ablate: bool, samples: int, dtype: str,
           device: Device, tiny: bool) -> Any:  # fmt: skip
-    from strop.bench.infer_measure import DTYPES, Plan
+    from strop.bench.infer_contenders import DTYPES, Plan
     from strop.bench.peers import PEERS
 
     names = tuple(name for name in peers.split(",") if name)
