@@ -134,7 +134,8 @@ def test_a_contender_that_fails_or_hangs() -> None:
         return {}
 
     start = time.monotonic()
-    assert attempt(hang, 0.1) == {"failed": "cut after 0 s"}
+    found = attempt(hang, 0.1)
+    assert found["failed"] == "cut after 0 s"
     assert time.monotonic() - start < 10
     found = attempt(lambda: {"share": 1 // 0})
     assert found["failed"].startswith("ZeroDivisionError")
@@ -205,6 +206,9 @@ def test_earlier_results_of_slow_peers(tmp_path: Path) -> None:
     other = result_of(environment={**PLACE, "torch": "2.13"})
     assert infer.earlier_peers(other, tmp_path) == {}
     assert infer.earlier_peers(result_of(dtype="bf16"), tmp_path) == {}
+    assert infer.earlier_peers(result_of("P2"), tmp_path) == {}
+    start = infer.earlier_peers(result_of("P6"), tmp_path)
+    assert start == {"inductor": {"from": PLACE["date"], "first_s": 60.0}}
     later = result_of(contenders=found)
     assert "2.00 ms (2030-01-02)" in infer_report.markdown([later])
 

@@ -18,6 +18,7 @@ from strop.bench.infer_rows import Row, chosen_rows, groups_of
 from strop.bench.worker import Task, Worker
 
 SAME = ("gpu", "cpu", "torch", "triton", "cuda", "cudnn", "diffusers")  # or a peer runs again
+ORDER = ("rows", "start", "random", "switches")  # the most important first
 TAIL_S = 3.0  # of a process, to write down what it has
 LEAST_S = 10.0  # that it takes to say anything
 Step = Callable[[str, int], None]
@@ -37,10 +38,12 @@ def run(
     for name in plan.peers:
         peers.peer_named(name)
     clock = Clock.of(budget_s)
-    described = environment.describe(plan.where)
     tasks = [(group, task) for group in groups_of(rows) for task in _tasks(group, plan)]
+    tasks.sort(key=lambda pair: ORDER.index(pair[1]["do"]))
     found: dict[str, dict[str, Any]] = {}
-    with contextlib.closing(Processes()) as processes:
+    with contextlib.closing(Processes(is_apart)) as processes:
+        described = environment.describe(plan.where)
+        described["commit"] = described["commit"] or plan.commit
         for done, (group, task) in enumerate(tasks):
             step(f"{', '.join(row.name for row in group)}: {task['do']}", done)
             if is_apart:
@@ -59,7 +62,7 @@ def num_tasks(rows: Sequence[Row], plan: Plan) -> int:
 
 
 def _tasks(group: Sequence[Row], plan: Plan) -> list[dict[str, Any]]:
-    """What has to be done for the rows of one model, the most important first."""
+    """What has to be done for the rows of one model."""
     kinds = ["start"] if group[0].kind == "start" else ["rows"]
     if group[0].kind in ("step", "picture"):
         kinds += ["random"] * bool(plan.random) + ["switches"] * plan.ablate
@@ -71,8 +74,8 @@ class Processes:
     """One for each task. The next is there before its task is, so that its imports cost nothing,
     but never beside a measured start."""
 
-    def __init__(self) -> None:
-        self._next: Worker | None = None
+    def __init__(self, is_needed: bool = True) -> None:
+        self._next = Worker() if is_needed else None
 
     def perform(self, task: Task, clock: Clock, *, is_last: bool) -> dict[str, Any]:
         refusal = clock.refusal(LEAST_S)
@@ -143,19 +146,25 @@ def _finish(result: dict[str, Any], plan: Plan, out: Path | None, earlier: Path 
 def earlier_peers(result: dict[str, Any], folder: Path) -> dict[str, Found]:
     """Slow peers of the newest files with the same row, device and versions, with their dates."""
     slow = {peer.name for peer in peers.PEERS if peer.is_slow}
+    kept = ("first_s",) if result["measures"] == "start" else None  # of the same model's step
     found: dict[str, Found] = {}
-    for path in sorted(folder.glob(f"{result['row']}_*.json"), reverse=True):
+    for path in sorted(folder.glob("P*.json"), reverse=True):
         old = json.loads(path.read_text())
         if not _is_comparable(old, result):
             continue
-        date = old["environment"]["date"]
         for name, contender in old["contenders"].items():
             if name in slow and is_there(contender) and name not in found:
-                found[name] = {"from": date, **contender}
+                values = {key: contender[key] for key in kept or contender}
+                found[name] = {"from": old["environment"]["date"], **values}
     return found
 
 
 def _is_comparable(old: dict[str, Any], new: dict[str, Any]) -> bool:
+    if old.get("kind") != "infer" or "row" not in old:
+        return False
     here, there = new["environment"], old["environment"]
     same = all(here.get(name) == there.get(name) for name in SAME)
-    return same and all(old[k] == new[k] for k in ("dtype", "is_tiny"))
+    kind = "step" if new["measures"] == "start" else new["measures"]
+    what = ("model", "batch", "steps", "dtype", "is_tiny")
+    return (same and old["measures"] == kind and list(old["size"]) == list(new["size"])
+            and all(old[k] == new[k] for k in what))  # fmt: skip

@@ -37,6 +37,7 @@ class Plan:
     random: int = 0
     seed: int = 0
     ablate: bool = False
+    commit: str = ""  # of a tree that is no checkout
 
     @property
     def where(self) -> torch.device:
@@ -94,8 +95,16 @@ def limited(seconds: float) -> Iterator[None]:
 
 
 def attempt(work: Callable[[], Found], limit_s: float = 0.0) -> Found:
-    """What ``work`` finds, or {"failed": why}: one contender's error must not cost the others."""
+    """What ``work`` finds, or {"failed": why}: one contender's error must not cost the others.
+
+    With the seconds that it took, from which budgets are made.
+    """
     start = time.monotonic()
+    found = _attempted(work, limit_s, start)
+    return {**found, "took_s": round(time.monotonic() - start, 2)}
+
+
+def _attempted(work: Callable[[], Found], limit_s: float, start: float) -> Found:
     try:
         with limited(limit_s):
             return work()

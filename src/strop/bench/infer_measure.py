@@ -61,7 +61,7 @@ def _measure(row: Row, group: Field, plan: Plan, clock: Clock, result: Found,
     case = replace(group.case, name=row.name, sizes=(row.size,), batches=(row.batch,))
     outputs: dict[str, Any] = {}
     if row.kind == "step":
-        result["error"] = attempt(partial(_references, case, plan, outputs))
+        result["references"] = attempt(partial(_references, case, plan, outputs))
         timer.give_back(plan.where)
     calls: dict[str, timer.Call] = {}
     for name in ("strop", *in_order(MEMORY_PEERS if row.kind == "memory" else plan.peers)):
@@ -72,13 +72,15 @@ def _measure(row: Row, group: Field, plan: Plan, clock: Clock, result: Found,
         note()
     if "strop" in calls:
         result["counts"] = explain(group.target).summary()
-        result["error"] = _error(outputs, result.get("error"))
+        result["error"] = _error(outputs)
     outputs.clear()
     if calls and row.kind != "memory":
         samples = plan.samples if row.kind == "step" else min(plan.samples, PICTURE_SAMPLES)
+        before = clock.left()
         times = take_turns(calls, row.kind, plan.where, samples, clock)
         for name, timing in times.items():
             result["contenders"][name] |= timing
+        result["timing_s"] = round(before - clock.left(), 2)
     return calls
 
 
@@ -104,13 +106,13 @@ def _start(name: str, row: Row, group: Field, calls: dict[str, timer.Call],
     return found
 
 
-def _error(outputs: Mapping[str, Any], failed: Found | None) -> Found | None:
+def _error(outputs: Mapping[str, Any]) -> Found | None:
     """Of the first and of the second call, which may run another way (a CUDA graph)."""
     if "references" in outputs:
         both = [accuracy.judge(found, *outputs["references"]) for found in outputs["strop"]]
         return max(both, key=lambda e: (not e["is_good"], e["rms"]))
     if "eager" not in outputs:
-        return failed
+        return None
     eager = outputs["eager"][0]
     return {"psnr_to_eager_db": min(min(accuracy.psnr_db(found, eager), 200.0)
                                     for found in outputs["strop"])}  # fmt: skip

@@ -82,9 +82,18 @@ def gib(count: int | None) -> str:
 def _note(result: Result, name: str, found: Found) -> str:
     if "from" in found:
         return f"measured {found['from'][:10]}"
-    return (
-        "" if name != "strop" else ", ".join(filter(None, (verdict(result), _error_text(result))))
-    )
+    if name != "strop":
+        return ""
+    said = (verdict(result), _error_text(result), _busy_text(result, found))
+    return ", ".join(filter(None, said))
+
+
+def _busy_text(result: Result, found: Found) -> str:
+    """How long a picture's kernels run, of the time that it takes."""
+    busy_us = found.get("profile", {}).get("busy_us")
+    if result["measures"] != "picture" or busy_us is None:
+        return ""
+    return f"GPU busy {busy_us / 1e3 / found['p50_ms']:.0%}"
 
 
 def value_of(result: Result) -> float | None:
@@ -113,7 +122,8 @@ def verdict(result: Result) -> str:
 def _error_text(result: Result) -> str:
     error = result.get("error")
     if not error:
-        return ""
+        why = result.get("references", {}).get("failed")
+        return f"no reference: {why}" if why else ""
     if "rms" not in error:
         return f"{error['psnr_to_eager_db']:.1f} dB to eager"
     good = "ok" if error["is_good"] else "BAD"
@@ -177,10 +187,17 @@ def markdown(results: Sequence[Result]) -> str:
     return "\n".join(lines)
 
 
+def _naive_text(result: Result, found: Found) -> str:
+    naive = result["contenders"].get("eager-naive", {})
+    if found is not result["contenders"].get("eager") or not naive.get("peak_bytes"):
+        return ""
+    return f", naive attention {gib(naive['peak_bytes'])} GiB"
+
+
 def _value_text(result: Result, found: Found) -> str:
     date = f" ({found['from'][:10]})" if "from" in found else ""
     if result["measures"] == "memory" and found.get("peak_bytes"):
-        return f"{gib(found['peak_bytes'])} GiB{date}"
+        return f"{gib(found['peak_bytes'])} GiB{date}{_naive_text(result, found)}"
     if result["measures"] == "start" and "first_s" in found:
         return f"{found['first_s']:.1f} s{date}"
     if "p50_ms" not in found:

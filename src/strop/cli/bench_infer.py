@@ -64,6 +64,9 @@ DtypeOption = Annotated[
 TinyOption = Annotated[
     bool, typer.Option("--tiny", help="Tiny widths and sizes: the same code in seconds.")
 ]
+CommitOption = Annotated[
+    str, typer.Option(help="Noted in the JSON where the source is no checkout.", hidden=True)
+]
 PageOption = Annotated[
     Path | None,
     typer.Option(
@@ -88,6 +91,7 @@ def infer(
     dtype: DtypeOption = "",
     device: DeviceOption = Device.auto,
     tiny: TinyOption = False,
+    commit: CommitOption = "",
 ) -> None:
     """Time a UNet step, a VAE, whole pictures, a cold compile: Strop beside its peers.
 
@@ -101,7 +105,8 @@ def infer(
     if out is not None and not out.is_dir():
         raise CommandError(f"there is no folder {out}; create it: mkdir -p {out}")
     chosen = chosen_rows(rows or (), tiny=tiny)
-    plan = _plan(peers, random, seed, ablate, samples, dtype, device, tiny)
+    plan = _plan(device, tiny, dtype, _names(peers), samples=samples, random=random, seed=seed,
+                 ablate=ablate, commit=commit)  # fmt: skip
     results = _measured(chosen, plan, budget_s=budget, out=out, earlier=earlier, is_apart=not tiny)
 
     from strop.bench import infer_plots, infer_report
@@ -114,13 +119,17 @@ def infer(
         print(f"written: {file}")
 
 
-def _plan(peers: str, random: int, seed: int, ablate: bool, samples: int, dtype: str,
-          device: Device, tiny: bool) -> Any:  # fmt: skip
-    from strop.bench.infer_contenders import DTYPES, Plan
+def _names(peers: str) -> tuple[str, ...]:
     from strop.bench.peers import PEERS
 
     names = tuple(name for name in peers.split(",") if name)
     known("--peers", names, [peer.name for peer in PEERS])
+    return names
+
+
+def _plan(device: Device, tiny: bool, dtype: str, peers: tuple[str, ...], **more: Any) -> Any:
+    from strop.bench.infer_contenders import DTYPES, Plan
+
     where = arguments.chosen_device(device)
     if where == "cpu" and not tiny:
         raise CommandError(
@@ -129,7 +138,7 @@ def _plan(peers: str, random: int, seed: int, ablate: bool, samples: int, dtype:
         )
     dtype = dtype or ("fp16" if where == "cuda" else "fp32")
     known("--dtype", [dtype], list(DTYPES))
-    return Plan(where, dtype, names, samples, random, seed, ablate)
+    return Plan(where, dtype, peers, **more)
 
 
 def _measured(rows: Any, plan: Any, **how: Any) -> list[dict[str, Any]]:
