@@ -13,6 +13,7 @@ from strop.bench.report import Rows
 from strop.errors import OptionError
 
 Result = Mapping[str, Any]
+MOST_S = 0.5  # that no call of a step may take once its shape has run
 BEGIN, END = "<!-- infer -->", "<!-- /infer -->"
 HEADER = ("row", "run", "p20", "p50", "p80", "of eager", "first s", "peak GiB", "launches", "note")
 
@@ -134,7 +135,7 @@ def _extras(result: Result) -> list[tuple[str, str]]:
     """Random shapes, the split of a start and the ladder, one line each."""
     found = []
     if "random" in result:
-        found.append(("random shapes", random_text(result["random"])))
+        found.append(("random shapes", random_text(result)))
     if "split_s" in result:
         split = ", ".join(f"{name} {s:.2f}" for name, s in result["split_s"].items())
         found.append(("split s", split))
@@ -145,19 +146,22 @@ def _extras(result: Result) -> list[tuple[str, str]]:
     return found
 
 
-def random_text(random: Result) -> str:
+def random_text(result: Result) -> str:
+    random = result["random"]
     summary = random.get("summary")
     if not summary:
         return str(random.get("skipped") or random.get("failed") or "none")
     height, width, batch = summary["worst_shape"]
-    text = (f"{summary['count']}: {summary['median']:.2f}x of {random['peer']} in the median, worst"
-            f" {summary['worst']:.2f}x at {width}x{height} b{batch}; longest call after the first"
-            f" {summary['longest_s']:.2f} s")  # fmt: skip
+    said = [f"{summary['count']}: {summary['median']:.2f}x of {random['peer']} in the median, worst"
+            f" {summary['worst']:.2f}x at {width}x{height} b{batch}"]  # fmt: skip
     if summary["first_s"] is not None:
-        text += f", longest first call {summary['first_s']:.2f} s"
+        said.append(f"longest first call {summary['first_s']:.2f} s")
+    is_over = result["measures"] == "step" and summary["longest_s"] > MOST_S
+    over = f", over {MOST_S} s" if is_over else ""
+    said.append(f"longest call after it {summary['longest_s']:.2f} s{over}")
     if random.get("left_out"):
-        text += f"; {len(random['left_out'])} left out: {random['left_out'][0]['skipped']}"
-    return text if "failed" not in random else f"{text}; {random['failed']}"
+        said.append(f"{len(random['left_out'])} left out: {random['left_out'][0]['skipped']}")
+    return "; ".join([*said, *([random["failed"]] if "failed" in random else [])])
 
 
 def _switch_text(result: Result, switch: Found) -> str:

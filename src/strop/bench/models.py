@@ -127,6 +127,11 @@ def random_tensor(shape: tuple[int, ...], device: torch.device, dtype: torch.dty
     return torch.randn(shape, generator=source).to(device, dtype)
 
 
+def load_libraries() -> None:
+    """Import the classes that all benchmarks need: seconds, in a new process."""
+    from diffusers import AutoencoderKL, UNet2DConditionModel  # noqa: F401
+
+
 def make_unet(config: Mapping[str, Any], device: torch.device, dtype: torch.dtype) -> Any:
     from diffusers import UNet2DConditionModel
 

@@ -106,8 +106,9 @@ def perform(task: Task, answer: Path) -> dict[str, Any]:
 
 
 def main() -> None:
-    import strop.bench.infer  # noqa: F401 - while nobody waits
+    from strop.bench.models import load_libraries
 
+    load_libraries()  # while nobody waits
     answer = Path(sys.argv[1])
     task = json.loads(sys.stdin.read())
     _write(perform(task, answer), answer)

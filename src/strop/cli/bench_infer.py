@@ -138,6 +138,8 @@ def _plan(device: Device, tiny: bool, dtype: str, peers: tuple[str, ...], **more
         )
     dtype = dtype or ("fp16" if where == "cuda" else "fp32")
     known("--dtype", [dtype], list(DTYPES))
+    if where == "cpu" and dtype != "fp32":
+        raise typer.BadParameter(f"{dtype}: on a CPU, rows run in fp32", param_hint="'--dtype'")
     return Plan(where, dtype, peers, **more)
 
 
