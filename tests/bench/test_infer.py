@@ -70,6 +70,7 @@ def test_a_model_and_its_random_shapes(tmp_path: Path) -> None:
     first, second = results
     assert first["contenders"]["strop"]["first_s"] > second["contenders"]["strop"]["first_s"]
     assert second["counts"]["num_recompiles"] == first["random"]["counts"]["num_recompiles"] == 0
+    assert first["random"]["summary"]["rms_to_peer"] < 1e-5
     cold, warm = first["random"]["shapes"]
     assert cold["cold_s"] > warm["first_s"]
     assert json.loads(Path(first["file"]).read_text())["contenders"] == first["contenders"]
@@ -151,7 +152,8 @@ CONTENDERS: dict[str, Any] = {
     "eager": {**TIMES, "p50_ms": 6.0, "p80_ms": 7.0, "first_s": 1.0, "peak_bytes": 4 << 30},
     "inductor": {"failed": "cut after 300 s"},
 }  # fmt: skip
-SHAPES = [{"size": (512, 256), "batch": b, "ratio": r, "longest_s": 0.1, "first_s": f}
+SHAPES = [{"size": (512, 256), "batch": b, "ratio": r, "longest_s": 0.1, "first_s": f,
+           "rms_to_peer": 1e-3}
           for b, r, f in ((1, 2.0, 0.2), (2, 1.5, 0.4), (3, 3.0, 0.1))]  # fmt: skip
 SWITCHES = {"all on": {**TIMES, "num_launches": 9}, "no x": {**TIMES, "num_launches": 12}}
 
@@ -231,6 +233,8 @@ def test_plots(tmp_path: Path) -> None:
     files = infer_plots.draw(with_everything(), tmp_path / "plots")
     assert [file.name for file in files] == ["P1-times.svg", "P1-random.svg", "P1-ladder.svg"]
     assert all(file.read_text().startswith("<?xml") for file in files)
+    assert [f.name for f in infer_plots.draw(result_of("P7"), tmp_path)] == [
+        "P7-times.svg", "P7-peaks.svg"]  # fmt: skip
     assert infer_plots.draw(result_of(contenders={}), tmp_path) == []
 
 

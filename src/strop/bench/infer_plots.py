@@ -9,6 +9,7 @@ from typing import Any
 from strop.bench.infer_contenders import is_there
 
 Result = Mapping[str, Any]
+PERCENTILES = ("p20_ms", "p50_ms", "p80_ms")
 OURS, THEIRS = "#3465a4", "#b8bcc2"
 
 
@@ -16,7 +17,8 @@ def draw(result: Result, folder: Path) -> list[Path]:
     """All plots that the JSON of a row has the numbers for, as SVG."""
     stem = Path(result["file"]).stem if "file" in result else result["row"]
     found = []
-    for kind, function in (("times", _times), ("random", _random), ("ladder", _ladder)):
+    kinds = {"times": _times, "peaks": _peaks, "random": _random, "ladder": _ladder}
+    for kind, function in kinds.items():
         figure = function(result)
         if figure is not None:
             folder.mkdir(parents=True, exist_ok=True)
@@ -25,27 +27,26 @@ def draw(result: Result, folder: Path) -> list[Path]:
     return found
 
 
-def _scale(result: Result) -> float:
-    return 1.0 if result["unit"] == "ms" else 1e-3
+def _timed(contenders: Result, unit: str) -> dict[str, tuple[float, ...]]:
+    """p20, p50 and p80 of those that have run, in the unit of the row."""
+    scale = 1.0 if unit == "ms" else 1e-3
+    return {name: tuple(found[key] * scale for key in PERCENTILES)
+            for name, found in contenders.items() if is_there(found) and "p50_ms" in found
+            }  # fmt: skip
 
 
-def _timed(contenders: Result) -> dict[str, Any]:
-    return {name: c for name, c in contenders.items() if is_there(c) and "p50_ms" in c}
-
-
-def _bars(timed: Mapping[str, Any], scale: float, title: str, unit: str) -> Any:
-    """p50 as bars, p20 to p80 as whiskers."""
+def _bars(bars: Mapping[str, tuple[float, ...]], title: str, unit: str) -> Any:
+    """Each from 0 to its middle, with whiskers from its low to its high."""
     from matplotlib.figure import Figure
 
-    names = list(timed)
-    middle = [timed[name]["p50_ms"] * scale for name in names]
-    low = [(timed[n]["p50_ms"] - timed[n]["p20_ms"]) * scale for n in names]
-    high = [(timed[n]["p80_ms"] - timed[n]["p50_ms"]) * scale for n in names]
+    names, middle = list(bars), [bar[1] for bar in bars.values()]
+    whiskers = [[bar[1] - bar[0] for bar in bars.values()],
+                [bar[2] - bar[1] for bar in bars.values()]]  # fmt: skip
     figure = Figure(figsize=(7, 1.2 + 0.35 * len(names)), layout="constrained")
     axes = figure.add_subplot()
     colours = [OURS if name in ("strop", "all on") else THEIRS for name in names]
-    bars = axes.barh(names, middle, xerr=[low, high], color=colours)
-    axes.bar_label(bars, fmt="%.3g", padding=4)
+    drawn = axes.barh(names, middle, xerr=whiskers, color=colours)
+    axes.bar_label(drawn, fmt="%.3g", padding=4)
     axes.invert_yaxis()
     axes.margins(x=0.15)
     axes.set(xlabel=unit, title=title)
@@ -53,15 +54,21 @@ def _bars(timed: Mapping[str, Any], scale: float, title: str, unit: str) -> Any:
 
 
 def _times(result: Result) -> Any:
-    timed = _timed(result["contenders"])
+    timed = _timed(result["contenders"], result["unit"])
     if not timed:
         return None
-    figure = _bars(timed, _scale(result), result["title"], f"{result['unit']} a call")
+    figure = _bars(timed, result["title"], f"{result['unit']} a call")
     for name, style in (("must", "--"), ("stretch", ":")):
         if result[name] is not None and not result["is_tiny"]:
             figure.axes[0].axvline(result[name], linestyle=style, color="black", label=name)
             figure.axes[0].legend()
     return figure
+
+
+def _peaks(result: Result) -> Any:
+    found = {name: (c["peak_bytes"] / 2**30,) * 3 for name, c in result["contenders"].items()
+             if result["measures"] == "memory" and c.get("peak_bytes")}  # fmt: skip
+    return _bars(found, result["title"], "GiB") if found else None
 
 
 def _random(result: Result) -> Any:
@@ -76,14 +83,14 @@ def _random(result: Result) -> Any:
     pixels = [s["batch"] * s["size"][0] * s["size"][1] / 1e6 for s in shapes]
     axes.scatter(pixels, [s["ratio"] for s in shapes], color=OURS)
     axes.axhline(1.0, color="black", linewidth=0.8)
-    axes.set(xscale="log", xlabel="megapixels, whole batch", title=result["title"],
+    axes.set(xlabel="megapixels, whole batch", title=f"{result['model']}, random shapes",
              ylabel=f"times as fast as {result['random']['peer']}")  # fmt: skip
     return figure
 
 
 def _ladder(result: Result) -> Any:
-    timed = _timed(result.get("switches", {}).get("switches", {}))
+    timed = _timed(result.get("switches", {}).get("switches", {}), result["unit"])
     if not timed:
         return None
     title = f"{result['title']}: each switch alone off"
-    return _bars(timed, _scale(result), title, f"{result['unit']} a call")
+    return _bars(timed, title, f"{result['unit']} a call")

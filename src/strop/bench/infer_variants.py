@@ -5,12 +5,15 @@ Every function hands what it has so far to ``save``: a process that is cut leave
 
 from __future__ import annotations
 
+import math
 import statistics
 import tempfile
 from collections.abc import Mapping
 from dataclasses import fields, replace
 from functools import partial
 from typing import Any
+
+from torch import Tensor
 
 import strop
 from strop.bench import timer
@@ -67,15 +70,23 @@ def measure_random(row: Row, plan: Plan, clock: Clock, save: Save) -> Found:
 
 def _random_shape(row: Row, group: Field, peer: str, size: Size, batch: int, is_cold: bool
                   ) -> Found:  # fmt: skip
-    ours, found, _ = group.start("strop", size, batch)
+    ours, found, mine = group.start("strop", size, batch)
     alone = [timer.wall_ms(ours, group.device) / 1e3 for _ in range(LATER_CALLS)]
-    theirs, _, _ = group.start(peer, size, batch)
+    theirs, _, other = group.start(peer, size, batch)
     samples = SAMPLES if row.kind == "step" else PICTURE_SAMPLES
     times = take_turns({"strop": ours, peer: theirs}, row.kind, group.device, samples)
     p50 = {name: timing["p50_ms"] for name, timing in times.items()}
     return {"cold_s" if is_cold else "first_s": found["first_s"],
             "longest_s": round(max(found["second_s"], *alone), 4), "p50_ms": p50,
-            "ratio": round(p50[peer] / p50["strop"], 3)}  # fmt: skip
+            "ratio": round(p50[peer] / p50["strop"], 3),
+            "rms_to_peer": max(_difference(result, other[0]) for result in mine)}  # fmt: skip
+
+
+def _difference(ours: Tensor, theirs: Tensor) -> float:
+    """RMS, in units of the RMS of their result; inf where one of them has no number."""
+    wide = theirs.double()
+    found = float((ours.double() - wide).square().mean().sqrt() / wide.square().mean().sqrt())
+    return found if math.isfinite(found) else math.inf
 
 
 def random_summary(result: Mapping[str, Any]) -> Found:
@@ -89,7 +100,8 @@ def random_summary(result: Mapping[str, Any]) -> Found:
             "worst_shape": [*worst["size"], worst["batch"]],
             "median": round(statistics.median(s["ratio"] for s in shapes), 3),
             "first_s": max(firsts) if firsts else None,
-            "longest_s": max(s["longest_s"] for s in shapes)}  # fmt: skip
+            "longest_s": max(s["longest_s"] for s in shapes),
+            "rms_to_peer": max(s["rms_to_peer"] for s in shapes)}  # fmt: skip
 
 
 def measure_switches(row: Row, plan: Plan, clock: Clock, save: Save) -> Found:
