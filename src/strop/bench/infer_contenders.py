@@ -24,6 +24,7 @@ Save = Callable[[Found], None]
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 DEFAULT_PEERS = ("eager", "eager-graph")
 SAMPLE_MS, MAX_INNER = 30.0, 5  # calls back to back in one sample of a step
+PICTURE_SAMPLES = 5  # at most
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,6 +215,7 @@ def take_turns(calls: Mapping[str, timer.Call], kind: str, device: torch.device,
     inner = {n: max(1, min(MAX_INNER, round(SAMPLE_MS / max(t, 1e-3)))) if is_step else 1
              for n, t in ms.items()}  # fmt: skip
     turn_s = sum(ms[name] * inner[name] for name in calls) / 1e3
+    samples = samples if is_step else min(samples, PICTURE_SAMPLES)
     if clock is not None and calls:
         samples = max(3, min(samples, int(0.8 * clock.left() / turn_s)))
     times = timer.time_calls(calls, device, samples=samples, inner=inner, warmup=1,

@@ -28,7 +28,6 @@ from strop.bench.infer_contenders import (
 from strop.bench.infer_rows import Row
 from strop.debug.explain import explain
 
-PICTURE_SAMPLES = 5
 PROFILE_S = 10.0
 MAX_TOP = 20  # kernels of a profile that are kept
 MEMORY_PEERS = ("eager", "eager-naive")
@@ -75,9 +74,8 @@ def _measure(row: Row, group: Field, plan: Plan, clock: Clock, result: Found,
         result["error"] = _error(outputs)
     outputs.clear()
     if calls and row.kind != "memory":
-        samples = plan.samples if row.kind == "step" else min(plan.samples, PICTURE_SAMPLES)
         before = clock.left()
-        times = take_turns(calls, row.kind, plan.where, samples, clock)
+        times = take_turns(calls, row.kind, plan.where, plan.samples, clock)
         for name, timing in times.items():
             result["contenders"][name] |= timing
         result["timing_s"] = round(before - clock.left(), 2)
