@@ -154,9 +154,9 @@ def random_text(result: Result) -> str:
     height, width, batch = summary["worst_shape"]
     said = [f"{summary['count']}: {summary['median']:.2f}x of {random['peer']} in the median, worst"
             f" {summary['worst']:.2f}x at {width}x{height} b{batch}"]  # fmt: skip
+    said.append(f"RMS to its results at most {summary['rms_to_peer']:.1e}")
     if summary["first_s"] is not None:
         said.append(f"longest first call {summary['first_s']:.2f} s")
-    said.append(f"RMS to it at most {summary['rms_to_peer']:.1e}")
     is_over = result["measures"] == "step" and summary["longest_s"] > MOST_S
     over = f", over {MOST_S} s" if is_over else ""
     said.append(f"longest call after it {summary['longest_s']:.2f} s{over}")
