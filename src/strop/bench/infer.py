@@ -139,6 +139,7 @@ def _finish(result: dict[str, Any], plan: Plan, out: Path | None, earlier: Path 
         for name, old in earlier_peers(result, earlier).items():
             if not is_there(result["contenders"].get(name, {"skipped": ""})):
                 result["contenders"][name] = old
+    result.pop("file", None)  # of an earlier task; no part of the JSON
     if out is not None:
         result["file"] = str(report.write_row(result, out, plan.where))
 
