@@ -3,7 +3,7 @@
     python benchmarks/gpu_suite.py --out DIR [--only bringup,full,...] [--budget 520]
 
 Every step ends in a JSON file of its own; a step that fails writes its traceback there and the
-next one runs. With ``--device cpu --unet tiny-unet --vae tiny-vae --pipe tiny-pipe`` the script
+next one runs. With ``--device cpu --unet tiny-unet --pipe tiny-pipe`` the script
 tries itself out on a CPU.
 """
 
@@ -20,7 +20,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -30,7 +30,19 @@ from typing import Any
 import torch
 
 import strop
-from strop.bench import accuracy, environment, infer, models, peers, quality, report, timer
+from strop.bench import (
+    accuracy,
+    environment,
+    infer,
+    infer_contenders,
+    infer_report,
+    infer_rows,
+    models,
+    peers,
+    quality,
+    report,
+    timer,
+)
 from strop.bench import compile as compile_bench
 from strop.bench.cases import BenchCase, case_named
 from strop.debug.explain import explain
@@ -151,7 +163,7 @@ def kernels(suite: Suite) -> dict[str, Any]:
     (suite.out / "explain.txt").write_text(str(found))
     report.write_json(found.to_dict(), suite.out / "explain.json")
     generated = {k.name for g in found.graphs for k in g.kernels}
-    mine = profiled(call, generated)
+    mine = timer.profiled(call, generated)
     text = (f"launches {mine['launches']:.0f} (generated {mine['generated']:.0f}), report says"
             f" {found.num_launches}; kernel time {mine['us'] / 1e3:.2f} ms, of it generated"
             f" {mine['generated_us'] / 1e3:.2f} ms")  # fmt: skip
@@ -160,7 +172,7 @@ def kernels(suite: Suite) -> dict[str, Any]:
         suite.say("kernels", f"{row['us']:9.1f} us {row['count']:5.0f}x  {row['name'][:90]}")
     del ours, call
     eager = peers.prepared(peers.peer_named("eager"), case, suite.device)
-    theirs = profiled(peers.caller(eager, *shape), set())
+    theirs = timer.profiled(peers.caller(eager, *shape), set())
     suite.say("kernels", f"eager: {theirs['launches']:.0f} launches, {theirs['us'] / 1e3:.2f} ms")
     return {"strop": mine, "eager": theirs, "counts": found.summary(),
             "estimates": _estimates(found, mine)}  # fmt: skip
@@ -177,59 +189,30 @@ def _estimates(found: Any, mine: Mapping[str, Any]) -> list[dict[str, Any]]:
             for n, us in sorted(expected.items(), key=lambda item: -item[1])]  # fmt: skip
 
 
-def profiled(call: timer.Call, generated: set[str], repeats: int = 3) -> dict[str, Any]:
-    """Device kernels of one call: counts and microseconds, copies apart."""
-    from torch.profiler import ProfilerActivity, profile
-
-    call()
-    torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as trace:
-        for _ in range(repeats):
-            call()
-        torch.cuda.synchronize()
-    counts: Counter[str] = Counter()
-    spent: defaultdict[str, float] = defaultdict(float)
-    for event in trace.events():
-        if event.device_type == torch.autograd.DeviceType.CUDA:
-            counts[event.name] += 1
-            spent[event.name] += event.time_range.end - event.time_range.start
-    rows = [{"name": n, "count": counts[n] / repeats, "us": round(us / repeats, 2),
-             "is_generated": n in generated}
-            for n, us in sorted(spent.items(), key=lambda item: -item[1])]  # fmt: skip
-    real = [r for r in rows if not r["name"].startswith(("Memcpy", "Memset"))]
-    return {
-        "launches": sum(r["count"] for r in real),
-        "generated": sum(r["count"] for r in real if r["is_generated"]),
-        "us": round(sum(r["us"] for r in real), 1),
-        "generated_us": round(sum(r["us"] for r in real if r["is_generated"]), 1),
-        "copies": [r for r in rows if r not in real],
-        "top": real,
-    }
-
-
 def step_times(suite: Suite) -> dict[str, Any]:
     """The UNet step: ours, eager and eager in a hand-made graph, in turns."""
-    return _infer(suite, "times", suite.args.unet)
+    return _infer(suite, "times", "P1")
 
 
 def vae(suite: Suite) -> dict[str, Any]:
-    return _infer(suite, "vae", suite.args.vae)
+    return _infer(suite, "vae", "P4-512")
 
 
 def more(suite: Suite) -> dict[str, Any]:
-    """The other UNet cases, as far as the time goes."""
-    names = [n for n in suite.args.more.split(",") if n]
-    return {name: _infer(suite, "more", name) for name in names if suite.left() > 60}
+    """Other rows of ``strop bench infer``, as far as the time goes."""
+    return _infer(suite, "more", *(n for n in suite.args.more.split(",") if n))
 
 
-def _infer(suite: Suite, step: str, name: str) -> dict[str, Any]:
-    chosen = [*infer.DEFAULT_PEERS, *(["inductor"] if suite.args.inductor_s else [])]
-    result = infer.run(case_named(name), suite.out, str(suite.device), chosen,
-                       suite.args.iterations, options=suite.options(),
-                       peer_limit_s=suite.args.inductor_s)  # fmt: skip
-    for line in report.plain_table(report.rows_of(result)).splitlines()[1:]:
+def _infer(suite: Suite, step: str, *names: str) -> dict[str, Any]:
+    is_tiny = suite.args.unet.startswith("tiny")
+    chosen = [*infer_contenders.DEFAULT_PEERS, *(["inductor"] if suite.args.inductor_s else [])]
+    plan = infer_contenders.Plan(str(suite.device), "fp32" if is_tiny else "fp16", tuple(chosen),
+                              suite.args.iterations)  # fmt: skip
+    results = infer.run(infer_rows.chosen_rows(names, tiny=is_tiny), plan, out=suite.out,
+                        budget_s=suite.left(), is_apart=False)  # fmt: skip
+    for line in report.plain_table(infer_report.rows_of(results)).splitlines()[1:]:
         suite.say(step, line)
-    return result
+    return {result["row"]: result for result in results}
 
 
 def graph_replay(suite: Suite) -> dict[str, Any]:
@@ -383,9 +366,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--budget", type=float, default=520.0, help="seconds for everything")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--unet", default="sd15-unet-512")
-    parser.add_argument("--vae", default="vae-512")
     parser.add_argument("--pipe", default="sd15-pipe")
-    parser.add_argument("--more", default="sd15-unet-1024,sd15-unet-512-b8")
+    parser.add_argument("--more", default="P2,P2b", help="rows of strop bench infer")
     parser.add_argument("--iterations", type=int, default=20)
     parser.add_argument("--tests-s", type=float, default=150.0, help="limit of the tests")
     parser.add_argument("--inductor-s", type=float, default=0.0, help="0: leave Inductor out")

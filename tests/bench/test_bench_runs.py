@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,40 +9,13 @@ import torch
 
 import strop
 from strop.bench import compile as compile_bench
-from strop.bench import infer, models, quality, report
+from strop.bench import models, quality, report
 from strop.bench.cases import case_named
-from strop.errors import OptionError
 
 
 @pytest.fixture(scope="module")
 def options(tmp_path_factory: pytest.TempPathFactory) -> strop.Options:
     return strop.Options(cache_dir=str(tmp_path_factory.mktemp("cache")))
-
-
-@pytest.mark.slow
-def test_infer(tmp_path: Path, options: strop.Options) -> None:
-    case = case_named("tiny-unet")
-    result = infer.run(case, tmp_path, "cpu", ("eager", "eager-graph"), 2, options=options)
-    assert [row["size"] for row in result["rows"]] == [(64, 64), (96, 64)]
-    for row in result["rows"]:
-        assert row["error"]["is_good"], row["error"]
-        assert set(row["times"]) == {"strop", "eager"}
-    counts = result["counts"]
-    assert (counts["num_graphs"], counts["num_recompiles"], counts["fallbacks"]) == (1, 0, {})
-    assert result["peers_apart"] == {"eager-graph": {"failed": "CUDA graphs need a GPU"}}
-    assert json.loads(Path(result["file"]).read_text())["counts"] == counts
-    assert len(report.rows_of(result)) == 1 + 2 * 3
-
-
-@pytest.mark.slow
-def test_infer_of_a_pipeline(options: strop.Options) -> None:
-    case = replace(case_named("tiny-pipe"), sizes=((64, 64), (96, 64)), batches=(1, 2))
-    result = infer.run(case, None, "cpu", (), 1, options=options)
-    assert len(result["rows"]) == 4
-    for row in result["rows"]:
-        assert row["error"]["psnr_to_eager_db"] >= 60
-    counts = result["counts"]
-    assert (counts["num_graphs"], counts["num_recompiles"], counts["fallbacks"]) == (3, 0, {})
 
 
 @pytest.mark.slow
@@ -88,8 +58,3 @@ def test_control_judges_half_precision() -> None:
     found = quality._against_control(worse, eager, exact)
     assert not found["is_good"]
     assert found["worst_difference_db"] == pytest.approx(-9.54, abs=0.01)
-
-
-def test_unknown_peer_fails_before_any_work() -> None:
-    with pytest.raises(OptionError, match="no peer"):
-        infer.run(case_named("sd15-unet-1024"), None, "cpu", ("fast",))

@@ -19,6 +19,7 @@ BROAD = {"everything", "Exception", "BaseException"}
 KEEPS = {
     "codegen/triton_worker.py": "sends the failure to the process that asked, which raises",
     "bench/census.py": "whatever a model raises is its verdict, shown with its first line",
+    "bench/infer_contenders.py": "whatever a peer raises is its result, shown beside the others",
 }
 
 

@@ -1,112 +1,171 @@
-"""``strop bench infer``: a call of ours and of the peers, in turns, with its error."""
+"""``strop bench infer``: the table of speeds. Rows of one model run in one process, in turns with
+their peers; random shapes, switches and cold starts each in a process of their own.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import partial
+import contextlib
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch
+from strop.bench import environment, infer_measure, infer_variants, peers, report
+from strop.bench.infer_contenders import Clock, Found, Plan, Save, is_there
+from strop.bench.infer_rows import Row, chosen_rows, groups_of
+from strop.bench.worker import Task, Worker
 
-import strop
-from strop.bench import accuracy, environment, peers, report, timer
-from strop.bench.cases import BenchCase
-from strop.bench.models import Size, Workload
-from strop.bench.worker import run_apart
-
-DEFAULT_PEERS = ("eager", "eager-graph")
+SAME = ("gpu", "cpu", "torch", "triton", "cuda", "cudnn", "diffusers")  # or a peer runs again
+ORDER = ("rows", "start", "random", "switches")  # the most important first
+TAIL_S = 3.0  # of a process, to write down what it has
+LEAST_S = 10.0  # that it takes to say anything
+Step = Callable[[str, int], None]
 
 
 def run(
-    case: BenchCase, out: Path | None = None, device: str = "cuda",
-    peer_names: Sequence[str] = DEFAULT_PEERS, iterations: int = 20, *,
-    options: strop.Options | None = None, peer_limit_s: float = 600.0,
-) -> dict[str, Any]:  # fmt: skip
-    """Measure ``case``; write JSON into the folder ``out``, if any, and return the same.
+    rows: Sequence[Row], plan: Plan, *, budget_s: float = 3600.0, out: Path | None = None,
+    earlier: Path | None = None, is_apart: bool = True, step: Step = lambda text, done: None,
+) -> list[dict[str, Any]]:  # fmt: skip
+    """Measure ``rows``; one JSON file a row in the folder ``out``, if any, and the same returned.
 
-    Each of the ``iterations`` samples is the mean of five calls back to back (of one call for
-    a whole pipeline). A peer that fails or hangs gets a row that says so. ``peak_bytes`` is the
-    most memory beside weights, inputs and what ran before, over a contender's first calls.
+    What the budget does not allow is in there by name, with the reason. Slow peers that were not
+    asked for come from the newest file in ``earlier`` of the same row, device and versions.
+    ``step`` hears what is being measured, and how much is done. Not ``is_apart``: everything runs
+    in this process.
     """
-    from strop.debug.explain import explain
+    for name in plan.peers:
+        peers.peer_named(name)
+    clock = Clock.of(budget_s)
+    tasks = [(group, task) for group in groups_of(rows) for task in _tasks(group, plan)]
+    tasks.sort(key=lambda pair: ORDER.index(pair[1]["do"]))
+    found: dict[str, dict[str, Any]] = {}
+    with contextlib.closing(Processes(is_apart)) as processes:
+        described = environment.describe(plan.where)
+        described["commit"] = described["commit"] or plan.commit
+        for done, (group, task) in enumerate(tasks):
+            step(f"{', '.join(row.name for row in group)}: {task['do']}", done)
+            if is_apart:
+                answer = processes.perform(task, clock, is_last=done == len(tasks) - 1)
+            else:
+                answer = perform({**task, "until": _until(clock)}, lambda saved: None)
+            for row in group:
+                result = found.setdefault(row.name, _empty(row, plan, described))
+                _put(result, task["do"], answer, is_first=row is group[0])
+                _finish(result, plan, out, earlier)
+    return list(found.values())
 
-    where = torch.device(device)
-    chosen = [peers.peer_named(name) for name in peer_names]
-    result: dict[str, Any] = {"case": case.name, "kind": "infer",
-                              "environment": environment.describe(where)}  # fmt: skip
-    judged = accuracy.references(case, where)
-    ours = case.build(where)
-    strop.optimize(ours.target, options=options)
-    errors, peaks = [], []
-    for shape, pair in zip(case.shapes, judged, strict=True):
-        error, peak = timer.with_peak(partial(_error, case, ours, shape, *pair), where)
-        errors.append(error)
-        peaks.append(peak)
-    del judged
-    beside = [p for p in chosen if not p.is_apart and not p.serves(case, where)]
-    rows = _timed(case, where, ours, beside, iterations)
-    for row, error, peak in zip(rows, errors, peaks, strict=True):
-        row["error"], row["peak_bytes"]["strop"] = error, peak
-    result["rows"] = rows
-    result["counts"] = explain(ours.target).summary()
-    result["peers_apart"] = _apart(case, where, chosen, iterations, peer_limit_s)
+
+def num_tasks(rows: Sequence[Row], plan: Plan) -> int:
+    return sum(len(_tasks(group, plan)) for group in groups_of(rows))
+
+
+def _tasks(group: Sequence[Row], plan: Plan) -> list[dict[str, Any]]:
+    """What has to be done for the rows of one model."""
+    kinds = ["start"] if group[0].kind == "start" else ["rows"]
+    if group[0].kind in ("step", "picture"):
+        kinds += ["random"] * bool(plan.random) + ["switches"] * plan.ablate
+    return [{"do": kind, "rows": [row.name for row in group], "is_tiny": group[0].is_tiny,
+             "plan": asdict(plan)} for kind in kinds]  # fmt: skip
+
+
+class Processes:
+    """One for each task. The next is there before its task is, so that its imports cost nothing,
+    but never beside a measured start."""
+
+    def __init__(self, is_needed: bool = True) -> None:
+        self._next = Worker() if is_needed else None
+
+    def perform(self, task: Task, clock: Clock, *, is_last: bool) -> dict[str, Any]:
+        refusal = clock.refusal(LEAST_S)
+        if refusal:
+            return {"skipped": refusal}
+        worker = self._next or Worker()
+        self._next = None if is_last or task["do"] == "start" else Worker()
+        with worker:
+            return worker.perform({**task, "until": _until(clock) - TAIL_S}, clock.left())
+
+    def close(self) -> None:
+        if self._next is not None:
+            self._next.close()
+
+
+def _until(clock: Clock) -> float:
+    """As a time that other processes know too."""
+    return time.time() + clock.left()
+
+
+def perform(task: Task, save: Save) -> dict[str, Any]:
+    """One task, in this process."""
+    clock = Clock.of(task["until"] - time.time())
+    plan = Plan(**{**task["plan"], "peers": tuple(task["plan"]["peers"])})
+    rows = chosen_rows(task["rows"], tiny=task["is_tiny"])
+    if task["do"] == "rows":
+        return infer_measure.measure_rows(rows, plan, clock, save)
+    refusal = clock.refusal(rows[0].cost_s)
+    if refusal:
+        return {"skipped": refusal}
+    measure = {"random": infer_variants.measure_random, "start": infer_measure.measure_start,
+               "switches": infer_variants.measure_switches}[task["do"]]  # fmt: skip
+    return measure(rows[0], plan, clock, save)
+
+
+def _put(result: dict[str, Any], what: str, answer: Found, *, is_first: bool) -> None:
+    """``answer`` into the result of a row. A process that was cut leaves what it had saved."""
+    reason: Found = {k: answer[k] for k in ("failed", "skipped", "log") if k in answer}
+    had: Found = answer.get("partial", {}) if "failed" in answer else answer
+    name = result["row"]
+    if what == "rows":
+        result |= had.get(name) or reason or {"skipped": "its process ended before it"}
+        if reason and name in had:
+            result["cut"] = reason
+    elif what == "start":
+        result |= had | reason
+    elif what == "random" or is_first:  # random shapes are those of the model
+        result[what] = had | reason
+
+
+def _empty(row: Row, plan: Plan, described: dict[str, Any]) -> dict[str, Any]:
+    return {"row": row.name, "kind": "infer", "title": row.title, "measures": row.kind,
+            "unit": row.unit, "must": row.must, "stretch": row.stretch, "model": row.model,
+            "size": row.size, "batch": row.batch, "steps": row.steps, "is_tiny": row.is_tiny,
+            "dtype": plan.dtype, "environment": described, "contenders": {}}  # fmt: skip
+
+
+def _finish(result: dict[str, Any], plan: Plan, out: Path | None, earlier: Path | None) -> None:
+    """Results of earlier runs beside the new ones, then the file."""
+    if earlier is not None:
+        for name, old in earlier_peers(result, earlier).items():
+            if not is_there(result["contenders"].get(name, {"skipped": ""})):
+                result["contenders"][name] = old
+    result.pop("file", None)  # of an earlier task; no part of the JSON
     if out is not None:
-        result["file"] = str(report.write(result, out, where))
-    return result
+        result["file"] = str(report.write_row(result, out, plan.where))
 
 
-def _error(case: BenchCase, ours: Workload, shape: tuple[Size, int], eager: torch.Tensor,
-           exact: torch.Tensor) -> dict[str, Any]:  # fmt: skip
-    """Of the first and of the second call, which may run another way (a CUDA graph)."""
-    given = ours.inputs(*shape)
-    found = [accuracy.run(ours, given) for _ in range(2)]
-    if case.kind == "pipe":
-        return {"psnr_to_eager_db": min(accuracy.psnr_db(f, eager) for f in found),
-                "psnr_to_exact_db": min(accuracy.psnr_db(f, exact) for f in found),
-                "psnr_eager_to_exact_db": accuracy.psnr_db(eager, exact)}  # fmt: skip
-    both = [accuracy.judge(f, eager, exact) for f in found]
-    return max(both, key=lambda e: (not e["is_good"], e["rms"]))
-
-
-def _timed(case: BenchCase, device: torch.device, ours: Workload, beside: Sequence[peers.Peer],
-           iterations: int) -> list[dict[str, Any]]:  # fmt: skip
-    """One row a shape, with the times of everything that runs in this process."""
-    others = {peer: peers.prepared(peer, case, device) for peer in beside}
-    inner = 5 if case.kind == "step" else 1
-    rows = []
-    for size, batch in case.shapes:
-        calls = {"strop": peers.caller(ours, size, batch)}
-        peaks: dict[str, int | None] = {}
-        for peer, workload in others.items():
-            make = partial(_started, workload, size, batch, peer.by_graph)
-            calls[peer.name], peaks[peer.name] = timer.with_peak(make, device)
-        times = timer.time_calls(calls, device, samples=iterations, inner=inner)
-        rows.append({"size": size, "batch": batch,
-                     "times": {n: t.to_dict() for n, t in times.items()},
-                     "peak_bytes": peaks})  # fmt: skip
-    return rows
-
-
-def _started(workload: Workload, size: Size, batch: int, by_graph: bool) -> timer.Call:
-    """A contender that has run: its memory has been asked for."""
-    call = peers.caller(workload, size, batch, by_graph=by_graph)
-    call()
-    return call
-
-
-def _apart(case: BenchCase, device: torch.device, chosen: Sequence[peers.Peer], iterations: int,
-           limit_s: float) -> dict[str, Any]:  # fmt: skip
-    """Peers with a process of their own, and a reason for each that was left out."""
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-    found: dict[str, Any] = {}
-    for peer in chosen:
-        reason = peer.serves(case, device)
-        if reason:
-            found[peer.name] = {"failed": reason}
-        elif peer.is_apart:
-            task = {"do": "peer", "case": case.name, "device": str(device), "peer": peer.name,
-                    "samples": iterations}  # fmt: skip
-            found[peer.name] = run_apart(task, limit_s)
+def earlier_peers(result: dict[str, Any], folder: Path) -> dict[str, Found]:
+    """Slow peers of the newest files with the same row, device and versions, with their dates."""
+    slow = {peer.name for peer in peers.PEERS if peer.is_slow}
+    kept = ("first_s",) if result["measures"] == "start" else None  # of the same model's step
+    found: dict[str, Found] = {}
+    for path in sorted(folder.glob("P*.json"), reverse=True):
+        old = json.loads(path.read_text())
+        if not _is_comparable(old, result):
+            continue
+        for name, contender in old["contenders"].items():
+            if name in slow and is_there(contender) and name not in found:
+                values = {key: contender[key] for key in kept or contender}
+                found[name] = {"from": old["environment"]["date"], **values}
     return found
+
+
+def _is_comparable(old: dict[str, Any], new: dict[str, Any]) -> bool:
+    if old.get("kind") != "infer" or "row" not in old:
+        return False
+    here, there = new["environment"], old["environment"]
+    same = all(here.get(name) == there.get(name) for name in SAME)
+    kind = "step" if new["measures"] == "start" else new["measures"]
+    what = ("model", "batch", "steps", "dtype", "is_tiny")
+    return (same and old["measures"] == kind and list(old["size"]) == list(new["size"])
+            and all(old[k] == new[k] for k in what))  # fmt: skip

@@ -6,6 +6,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,14 @@ CLIP_L: dict[str, Any] = {
     "max_position_embeddings": 77,
     "hidden_act": "quick_gelu",
 }
+CLIP_BIG_G = CLIP_L | {
+    "hidden_size": 1280,
+    "intermediate_size": 5120,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 20,
+    "hidden_act": "gelu",
+    "projection_dim": 1280,
+}
 TINY_UNET = SD15_UNET | {
     "sample_size": 8,
     "cross_attention_dim": 32,
@@ -66,10 +75,24 @@ TINY_UNET = SD15_UNET | {
     "down_block_types": ("CrossAttnDownBlock2D", "DownBlock2D"),
     "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D"),
 }
+TINY_SDXL_UNET = SDXL_UNET | {
+    "sample_size": 8,
+    "cross_attention_dim": 64,
+    "block_out_channels": (32, 64),
+    "layers_per_block": 1,
+    "attention_head_dim": [2, 4],
+    "transformer_layers_per_block": [1, 2],
+    "addition_time_embed_dim": 8,
+    "projection_class_embeddings_input_dim": 6 * 8 + 32,
+    "norm_num_groups": 8,
+    "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D"),
+    "up_block_types": ("CrossAttnUpBlock2D", "UpBlock2D"),
+}
 TINY_VAE = SD_VAE | {"block_out_channels": (16, 16, 32, 32), "layers_per_block": 1,
                      "norm_num_groups": 8}  # fmt: skip
 TINY_CLIP = CLIP_L | {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
                       "num_attention_heads": 2}  # fmt: skip
+TINY_CLIP_G = TINY_CLIP | {"projection_dim": 32}
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +125,11 @@ def random_tensor(shape: tuple[int, ...], device: torch.device, dtype: torch.dty
     """Normal values that are the same on every device."""
     source = torch.Generator().manual_seed(seed)
     return torch.randn(shape, generator=source).to(device, dtype)
+
+
+def load_libraries() -> None:
+    """Import the classes that all benchmarks need: seconds, in a new process."""
+    from diffusers import AutoencoderKL, UNet2DConditionModel  # noqa: F401
 
 
 def make_unet(config: Mapping[str, Any], device: torch.device, dtype: torch.dtype) -> Any:
@@ -141,7 +169,8 @@ def unet_workload(config: Mapping[str, Any], tokens: int = 77) -> Build:
             }
             if "addition_embed_type" in config:
                 ids = torch.tensor([[*size, 0, 0, *size]], device=device, dtype=dtype)
-                pooled = config["projection_class_embeddings_input_dim"] - 6 * 256
+                time = 6 * config["addition_time_embed_dim"]
+                pooled = config["projection_class_embeddings_input_dim"] - time
                 given["added_cond_kwargs"] = {
                     "text_embeds": random_tensor((batch, pooled), device, dtype, seed=3),
                     "time_ids": ids.repeat(batch, 1),
@@ -176,31 +205,59 @@ def vae_workload(config: Mapping[str, Any]) -> Build:
 
 
 def pipeline_workload(unet: Mapping[str, Any], vae: Mapping[str, Any], clip: Mapping[str, Any],
-                      steps: int) -> Build:  # fmt: skip
-    """Text to picture through a plain ``pipe(...)``, with guidance."""
+                      steps: int, *, from_picture: bool = False) -> Build:  # fmt: skip
+    """Text, or text and a picture, to picture through a plain ``pipe(...)``, with guidance."""
 
     def build(device: torch.device, dtype: torch.dtype) -> Workload:
-        def inputs(size: Size, batch: int) -> dict[str, Any]:
-            prompts = ["a red circle above a blue square", "a green triangle"]
-            return {
-                "prompt": [prompts[i % 2] for i in range(batch)],
-                "height": size[0],
-                "width": size[1],
-                "num_inference_steps": steps,
-                "generator": [torch.Generator().manual_seed(i) for i in range(batch)],
-                "output_type": "pt",
-            }
-
-        def call(pipe: Any, given: Mapping[str, Any]) -> Tensor:
-            for number, generator in enumerate(given["generator"]):
-                generator.manual_seed(number)
-            result: Tensor = pipe(**given).images
-            return result
-
         pipe = make_pipeline(unet, vae, clip, device, dtype)
-        return Workload(pipe, inputs, call)
+        if not from_picture:
+            return Workload(pipe, partial(_text_inputs, steps), _draw)
+        from diffusers import StableDiffusionImg2ImgPipeline
+
+        pipe = StableDiffusionImg2ImgPipeline(**pipe.components, requires_safety_checker=False)
+        pipe.set_progress_bar_config(disable=True)
+        return Workload(pipe, partial(_picture_inputs, steps, device, dtype), _draw)
 
     return build
+
+
+def sdxl_pipeline_workload(unet: Mapping[str, Any], vae: Mapping[str, Any],
+                           clips: tuple[Mapping[str, Any], Mapping[str, Any]], steps: int
+                           ) -> Build:  # fmt: skip
+    """Text to picture through a plain SDXL ``pipe(...)``, with guidance."""
+
+    def build(device: torch.device, dtype: torch.dtype) -> Workload:
+        pipe = make_sdxl_pipeline(unet, vae, clips, device, dtype)
+        return Workload(pipe, partial(_text_inputs, steps), _draw)
+
+    return build
+
+
+def _text_inputs(steps: int, size: Size, batch: int) -> dict[str, Any]:
+    prompts = ["a red circle above a blue square", "a green triangle"]
+    return {
+        "prompt": [prompts[i % 2] for i in range(batch)],
+        "height": size[0],
+        "width": size[1],
+        "num_inference_steps": steps,
+        "generator": [torch.Generator().manual_seed(i) for i in range(batch)],
+        "output_type": "pt",
+    }
+
+
+def _picture_inputs(steps: int, device: torch.device, dtype: torch.dtype, size: Size, batch: int
+                    ) -> dict[str, Any]:  # fmt: skip
+    """The last 80 % of the steps run: diffusers' own default strength."""
+    given = _text_inputs(steps, size, batch)
+    picture = random_tensor((batch, 3, given.pop("height"), given.pop("width")), device, dtype)
+    return {**given, "image": picture.sigmoid(), "strength": 0.8}
+
+
+def _draw(pipe: Any, given: Mapping[str, Any]) -> Tensor:
+    for number, generator in enumerate(given["generator"]):
+        generator.manual_seed(number)
+    result: Tensor = pipe(**given).images
+    return result
 
 
 def make_pipeline(unet: Mapping[str, Any], vae: Mapping[str, Any], clip: Mapping[str, Any],
@@ -221,6 +278,33 @@ def make_pipeline(unet: Mapping[str, Any], vae: Mapping[str, Any], clip: Mapping
         safety_checker=None,
         feature_extractor=None,
         requires_safety_checker=False,
+    )
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def make_sdxl_pipeline(unet: Mapping[str, Any], vae: Mapping[str, Any],
+                       clips: tuple[Mapping[str, Any], Mapping[str, Any]], device: torch.device,
+                       dtype: torch.dtype) -> Any:  # fmt: skip
+    """A StableDiffusionXLPipeline; its VAE stays in ``dtype``, as the fp16 editions of it do."""
+    from diffusers import EulerDiscreteScheduler, StableDiffusionXLPipeline
+    from transformers import CLIPTextConfig, CLIPTextModelWithProjection
+
+    from strop.models.sprites import vocabulary
+
+    with tempfile.TemporaryDirectory() as folder:
+        tokenizer = vocabulary.build(Path(folder), clips[0]["max_position_embeddings"])
+    with _made_on(device, dtype):
+        second = CLIPTextModelWithProjection(CLIPTextConfig(**clips[1])).eval()
+    pipe = StableDiffusionXLPipeline(
+        vae=make_vae({**vae, "force_upcast": False}, device, dtype),
+        text_encoder=make_text_encoder(clips[0], device, dtype),
+        text_encoder_2=second.requires_grad_(False),
+        tokenizer=tokenizer,
+        tokenizer_2=tokenizer,
+        unet=make_unet(unet, device, dtype),
+        scheduler=EulerDiscreteScheduler(),
+        add_watermarker=False,
     )
     pipe.set_progress_bar_config(disable=True)
     return pipe

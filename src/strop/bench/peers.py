@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -21,13 +20,21 @@ from strop.errors import OptionError
 class Peer:
     """``prepare`` changes the modules in place. ``by_graph``: calls are captured by hand.
 
-    ``is_apart``: runs in a process of its own under a time limit, because it may hang.
+    Peers with the same ``setup`` share the prepared model. ``first_s`` is what a first call at a
+    shape takes on a GPU, about, and ``limit_s`` when it is given up.
     """
 
     name: str
     prepare: Callable[[nn.Module], None]
+    setup: str
     by_graph: bool = False
-    is_apart: bool = False
+    first_s: float = 3.0
+    limit_s: float = 0.0  # none
+
+    @property
+    def is_slow(self) -> bool:
+        """Whether its results are worth keeping for a later run."""
+        return bool(self.limit_s)
 
     def serves(self, case: BenchCase, device: torch.device) -> str:
         """Why it cannot be measured here, or nothing."""
@@ -47,13 +54,30 @@ def _compiled(module: nn.Module, **how: Any) -> None:
     module.forward = torch.compile(module.forward, **how)
 
 
+def _naive(module: nn.Module) -> None:
+    """Attention as products and a softmax, all scores in memory: diffusers before torch 2."""
+    from diffusers.models.attention_processor import AttnProcessor
+
+    _channels_last(module)
+    for part in module.modules():
+        choose = getattr(part, "set_processor", None)
+        if callable(choose):
+            choose(AttnProcessor())
+
+
+_STATIC = partial(_compiled, dynamic=False)
+
 PEERS: tuple[Peer, ...] = (
-    Peer("eager", _channels_last),
-    Peer("eager-graph", _channels_last, by_graph=True),
-    Peer("inductor", _compiled, is_apart=True),
-    Peer("inductor-graphs", partial(_compiled, mode="reduce-overhead"), is_apart=True),
-    Peer("inductor-dynamic", partial(_compiled, dynamic=True), is_apart=True),
-)
+    Peer("eager", _channels_last, "eager"),
+    Peer("eager-graph", _channels_last, "eager", by_graph=True),
+    Peer("eager-naive", _naive, "naive"),
+    Peer("inductor", _STATIC, "inductor", first_s=80, limit_s=300),
+    Peer("inductor-graph", _STATIC, "inductor", by_graph=True, first_s=80, limit_s=300),
+    Peer("inductor-dynamic", partial(_compiled, dynamic=True), "dynamic", first_s=120,
+         limit_s=400),
+    Peer("inductor-tuned", partial(_compiled, dynamic=False, mode="max-autotune"), "tuned",
+         first_s=300, limit_s=600),
+)  # fmt: skip
 
 
 def peer_named(name: str) -> Peer:
@@ -88,20 +112,3 @@ def caller(workload: Workload, size: tuple[int, int], batch: int, *, by_graph: b
             return workload.call(workload.target, given)
 
     return timer.captured(call) if by_graph else call
-
-
-def measure(case: BenchCase, device: torch.device, name: str, samples: int) -> dict[str, Any]:
-    """One peer on every shape of the case: seconds to the first result, then times."""
-    peer = peer_named(name)
-    workload = prepared(peer, case, device)
-    rows = []
-    for size, batch in case.shapes:
-        call = caller(workload, size, batch, by_graph=peer.by_graph)
-        start = time.perf_counter()
-        _, peak = timer.with_peak(call, device)
-        timer.synchronise(device)
-        first_s = time.perf_counter() - start
-        timing = timer.time_calls({name: call}, device, samples=samples)[name]
-        rows.append({"size": size, "batch": batch, "first_s": round(first_s, 3),
-                     **timing.to_dict(), "peak_bytes": peak})  # fmt: skip
-    return {"rows": rows}

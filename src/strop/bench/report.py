@@ -1,4 +1,4 @@
-"""Results as JSON files, as a table and as a plot."""
+"""Results as JSON files and as tables."""
 
 from __future__ import annotations
 
@@ -20,9 +20,17 @@ Rows = list[tuple[str, ...]]
 def write(result: Mapping[str, Any], folder: Path, device: torch.device) -> Path:
     """Atomically, as <case>_<gpu>_<date>.json; the compile times of a case as <case>-compile."""
     suffix = "" if result["kind"] == "infer" else f"-{result['kind']}"
+    return _write_as(f"{result['case']}{suffix}", result, folder, device)
+
+
+def write_row(result: Mapping[str, Any], folder: Path, device: torch.device) -> Path:
+    """A row of ``strop bench infer``, as <row>_<gpu>_<date>.json."""
+    return _write_as(result["row"] + ("-tiny" if result["is_tiny"] else ""), result, folder, device)
+
+
+def _write_as(name: str, result: Mapping[str, Any], folder: Path, device: torch.device) -> Path:
     date = result["environment"]["date"][:10]
-    name = f"{result['case']}{suffix}_{environment.device_label(device)}_{date}.json"
-    return write_json(result, folder / name)
+    return write_json(result, folder / f"{name}_{environment.device_label(device)}_{date}.json")
 
 
 def write_json(value: Any, path: Path) -> Path:
@@ -34,35 +42,6 @@ def write_json(value: Any, path: Path) -> Path:
         file.write("\n")
     Path(part).replace(path)
     return path
-
-
-def rows_of(result: Mapping[str, Any]) -> Rows:
-    """The table of an ``infer`` result: header, then one row a shape and contender."""
-    rows: Rows = [("shape", "run", "p20 ms", "p50 ms", "p80 ms", "of eager", "error")]
-    for number, row in enumerate(result["rows"]):
-        times = dict(row["times"])
-        failed = {}
-        for name, peer in result["peers_apart"].items():
-            if "rows" in peer:
-                times[name] = peer["rows"][number]
-            else:
-                failed[name] = peer["failed"]
-        base = times.get("eager", {}).get("p50_ms")
-        shape = f"{row['size'][0]}x{row['size'][1]} b{row['batch']}"
-        for name, t in times.items():
-            ratio = f"{base / t['p50_ms']:.2f}x" if base else ""
-            error = _error_text(row["error"]) if name == "strop" else ""
-            spread = (f"{t[p]:.3f}" for p in ("p20_ms", "p50_ms", "p80_ms"))
-            rows.append((shape, name, *spread, ratio, error))
-        rows += [(shape, name, "", "", "", "", reason) for name, reason in failed.items()]
-    return rows
-
-
-def _error_text(error: Mapping[str, Any]) -> str:
-    if "rms" not in error:
-        return f"{error['psnr_to_eager_db']:.1f} dB to eager"
-    verdict = "ok" if error["is_good"] else "BAD"
-    return f"{verdict} rms {error['rms']:.2e} (eager {error['rms_eager']:.2e})"
 
 
 def compile_rows_of(result: Mapping[str, Any]) -> Rows:
@@ -99,21 +78,3 @@ def plain_table(rows: Sequence[Sequence[str]]) -> str:
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
         for row in rows
     )
-
-
-def plot(result: Mapping[str, Any], path: Path) -> Path:
-    """Bars of the p50 times of an ``infer`` result, with p20..p80 as whiskers."""
-    from matplotlib.figure import Figure
-
-    rows = [row for row in rows_of(result)[1:] if row[3]]
-    middle = [float(row[3]) for row in rows]
-    low = [m - float(row[2]) for m, row in zip(middle, rows, strict=True)]
-    high = [float(row[4]) - m for m, row in zip(middle, rows, strict=True)]
-    figure = Figure(figsize=(7, 1 + 0.3 * len(rows)), layout="constrained")
-    axes = figure.add_subplot()
-    axes.barh([f"{row[0]}  {row[1]}" for row in rows], middle, xerr=[low, high])
-    axes.invert_yaxis()
-    axes.set(xlabel="ms a call", title=str(result["case"]))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
-    return path

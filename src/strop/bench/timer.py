@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
@@ -61,20 +63,37 @@ def elapsed_ms(call: Call, device: torch.device, inner: int = 1) -> float:
     return (time.perf_counter() - start) / inner * 1e3
 
 
+def wall_ms(call: Call, device: torch.device, inner: int = 1) -> float:
+    """The same by the host's clock, with all that the host does before and after the kernels."""
+    synchronise(device)
+    start = time.perf_counter()
+    for _ in range(inner):
+        call()
+    synchronise(device)
+    return (time.perf_counter() - start) / inner * 1e3
+
+
 def time_calls(
-    calls: Mapping[str, Call], device: torch.device, *, samples: int = 20, inner: int = 5,
-    warmup: int = 3,
+    calls: Mapping[str, Call], device: torch.device, *, samples: int = 20,
+    inner: int | Mapping[str, int] = 5, warmup: int = 3,
+    measure: Callable[[Call, torch.device, int], float] = elapsed_ms,
 ) -> dict[str, Timing]:  # fmt: skip
-    """All calls in turns, so that a clock or a neighbour that changes meets every one of them."""
+    """All calls in turns, so that a clock or a neighbour that changes meets every one of them.
+
+    ``inner``: calls a sample, of all or by name.
+    """
     for call in calls.values():
         for _ in range(warmup):
             call()
     times: dict[str, list[float]] = {name: [] for name in calls}
+    if not calls:
+        return {}
     names = list(calls)
     for turn in range(samples):
         first = turn % len(names)
         for name in names[first:] + names[:first]:
-            times[name].append(elapsed_ms(calls[name], device, inner))
+            number = inner if isinstance(inner, int) else inner[name]
+            times[name].append(measure(calls[name], device, number))
     return {name: timing_of(values) for name, values in times.items()}
 
 
@@ -91,6 +110,56 @@ def with_peak(call: Callable[[], T], device: torch.device) -> tuple[T, int | Non
     result = call()
     synchronise(device)
     return result, torch.cuda.max_memory_allocated(device) - before
+
+
+def allocated(device: torch.device) -> int:
+    """Bytes that tensors hold on a GPU; 0 on a CPU, where nobody counts."""
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+
+
+def give_back(device: torch.device) -> None:
+    """What nobody refers to any more, back to the device."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def profiled(call: Call, generated: Collection[str], repeats: int = 3) -> dict[str, Any]:
+    """Device kernels of one call: counts and microseconds, copies apart. Needs a GPU.
+
+    ``generated``: names of our kernels. Time nothing after it: the profiler leaves its traces.
+    """
+    from torch.autograd import DeviceType  # type: ignore[attr-defined]
+    from torch.profiler import ProfilerActivity, profile
+
+    call()
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as trace:
+        for _ in range(repeats):
+            call()
+        torch.cuda.synchronize()
+    counts: Counter[str] = Counter()
+    spent: defaultdict[str, float] = defaultdict(float)
+    for event in trace.events():
+        if event.device_type == DeviceType.CUDA:
+            counts[event.name] += 1
+            spent[event.name] += event.time_range.end - event.time_range.start
+    rows: list[dict[str, Any]] = [
+        {"name": name, "count": counts[name] / repeats, "us": round(us / repeats, 2),
+         "is_generated": name in generated}
+        for name, us in sorted(spent.items(), key=lambda item: -item[1])
+    ]  # fmt: skip
+    real = [r for r in rows if not r["name"].startswith(("Memcpy", "Memset"))]
+    own = [r for r in real if r["is_generated"]]
+    return {
+        "launches": sum(r["count"] for r in real),
+        "generated": sum(r["count"] for r in own),
+        "us": round(sum(r["us"] for r in real), 1),
+        "generated_us": round(sum(r["us"] for r in own), 1),
+        "busy_us": round(sum(r["us"] for r in rows), 1),
+        "copies": [r for r in rows if r not in real],
+        "top": real,
+    }
 
 
 def captured(call: Call, warmup: int = 3) -> Call:

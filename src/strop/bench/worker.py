@@ -14,58 +14,104 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-Task = Mapping[str, Any]  # {"do": "peer" or "compile", "case": its name, "device": ..., ...}
+Task = Mapping[str, Any]  # {"do": "rows", "random", "switches", "start" or "compile", ...}
 
 
 def run_apart(task: Task, limit_s: float) -> dict[str, Any]:
     """The task's result, or {"failed": why}. The process and its children end at ``limit_s``."""
-    start = time.perf_counter()
-    with tempfile.TemporaryDirectory() as folder:
-        answer, log = Path(folder) / "answer.json", Path(folder) / "log.txt"
-        command = [sys.executable, "-m", "strop.bench.worker", json.dumps(dict(task)), str(answer)]
-        with log.open("w") as stream:
-            process = subprocess.Popen(
-                command, stdout=stream, stderr=subprocess.STDOUT, start_new_session=True
-            )
-            try:
-                process.wait(limit_s)
-            except subprocess.TimeoutExpired:
-                return {"failed": f"cut after {limit_s:.0f} s"}
-            finally:
-                _end(process)
-        if answer.is_file():
-            result: dict[str, Any] = json.loads(answer.read_text())
+    with Worker() as worker:
+        return worker.perform(task, limit_s)
+
+
+class Worker:
+    """A process that has begun to import what tasks need, and waits for its only one."""
+
+    def __init__(self) -> None:
+        self._folder = tempfile.TemporaryDirectory()
+        self._answer = Path(self._folder.name) / "answer.json"
+        self._log = Path(self._folder.name) / "log.txt"
+        with self._log.open("w") as stream:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "strop.bench.worker", str(self._answer)],
+                stdin=subprocess.PIPE, stdout=stream, stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )  # fmt: skip
+
+    def __enter__(self) -> Worker:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def perform(self, task: Task, limit_s: float) -> dict[str, Any]:
+        """The result, or {"failed": why, "partial": what was there by then}."""
+        start = time.perf_counter()
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # it has failed already, and its log says why
+            self._process.stdin.write(json.dumps(dict(task)).encode())
+            self._process.stdin.close()
+        try:
+            self._process.wait(max(limit_s, 0.0))
+        except subprocess.TimeoutExpired:
+            return {"failed": f"cut after {limit_s:.0f} s"} | self._partial()
+        finally:
+            self._end()
+        if self._answer.is_file():
+            result: dict[str, Any] = json.loads(self._answer.read_text())
             return result | {"process_s": round(time.perf_counter() - start, 2)}
-        lines = log.read_text(errors="replace").strip().splitlines()
-        return {"failed": f"exit {process.returncode}", "log": lines[-12:]}
+        lines = self._log.read_text(errors="replace").strip().splitlines()
+        code = self._process.returncode
+        return {"failed": f"exit {code}", "log": lines[-12:]} | self._partial()
+
+    def _partial(self) -> dict[str, Any]:
+        saved = _saved(self._answer)
+        return {"partial": json.loads(saved.read_text())} if saved.is_file() else {}
+
+    def _end(self) -> None:
+        """End the process group: compilers leave pools of workers behind."""
+        with contextlib.suppress(ProcessLookupError):  # all of them may have ended already
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+    def close(self) -> None:
+        self._end()
+        if self._process.stdin is not None:
+            with contextlib.suppress(BrokenPipeError):
+                self._process.stdin.close()
+        self._folder.cleanup()
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """End the process group: compilers leave pools of workers behind."""
-    with contextlib.suppress(ProcessLookupError):  # all of them may have ended already
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+def _saved(answer: Path) -> Path:
+    return answer.with_suffix(".saved")
 
 
-def perform(task: Task) -> dict[str, Any]:
-    """Run a task in this process."""
+def _write(value: Any, path: Path) -> None:
+    part = Path(f"{path}.part")
+    part.write_text(json.dumps(value))
+    part.replace(path)
+
+
+def perform(task: Task, answer: Path) -> dict[str, Any]:
+    """Run a task in this process; what it saves on the way lies beside ``answer``."""
     import torch
 
     from strop.bench import compile as compile_bench
-    from strop.bench import peers
+    from strop.bench import infer
     from strop.bench.cases import case_named
 
-    case, device = case_named(task["case"]), torch.device(task["device"])
-    if task["do"] == "peer":
-        return peers.measure(case, device, task["peer"], task["samples"])
-    return compile_bench.measure_here(case, device, task["cache_dir"], task["num_shapes"])
+    if task["do"] == "compile":
+        case, device = case_named(task["case"]), torch.device(task["device"])
+        return compile_bench.measure_here(case, device, task["cache_dir"], task["num_shapes"])
+    return infer.perform(task, lambda found: _write(found, _saved(answer)))
 
 
 def main() -> None:
-    result = perform(json.loads(sys.argv[1]))
-    part = Path(sys.argv[2] + ".part")
-    part.write_text(json.dumps(result))
-    part.replace(sys.argv[2])
+    from strop.bench.models import load_libraries
+
+    load_libraries()  # while nobody waits
+    answer = Path(sys.argv[1])
+    task = json.loads(sys.stdin.read())
+    _write(perform(task, answer), answer)
 
 
 if __name__ == "__main__":

@@ -8,22 +8,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
-from strop.cli import arguments
+from strop.cli import arguments, bench_infer
 from strop.cli.arguments import Device, DeviceOption
 from strop.cli.mistakes import CommandError, reported, require_diffusion
+from strop.cli.tables import OutOption, known, show
 
 if TYPE_CHECKING:
     from strop.bench.cases import BenchCase
     from strop.bench.zoo import ZooModel
 
-INFER_EXAMPLES = (
-    "[bold]Examples[/]\n\n"
-    "strop bench infer tiny-unet --device cpu\n\n"
-    "strop bench infer sd15-unet-512 --peer eager --peer eager-graph -o benchmarks/results"
-)
 COMPILE_EXAMPLES = (
     "[bold]Examples[/]\n\n"
     "strop bench compile tiny-unet --device cpu\n\n"
@@ -53,6 +47,8 @@ app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode="rich",
 )
+app.command("infer", epilog=bench_infer.EXAMPLES)(bench_infer.infer)
+app.command("table")(bench_infer.table)
 CaseArgument = Annotated[
     str,
     typer.Argument(
@@ -61,42 +57,6 @@ CaseArgument = Annotated[
         show_default=False,
     ),
 ]
-OutOption = Annotated[
-    Path | None,
-    typer.Option("-o", "--out", help="Folder for the JSON; nothing is written without it."),
-]
-
-
-@app.command("infer", epilog=INFER_EXAMPLES)
-@reported
-def infer(
-    case: CaseArgument,
-    out: OutOption = None,
-    device: DeviceOption = Device.auto,
-    peer: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Whom to run beside; repeat for more. [dim]\\[default: eager, eager-graph][/]",
-            show_default=False,
-        ),
-    ] = None,
-    iterations: Annotated[int, typer.Option(min=1, help="Samples of each contender.")] = 20,
-) -> None:
-    """Time one call, in turns with the peers: percentiles in ms, memory, and the error."""
-    chosen, where = _prepared(case, out, device)
-
-    from strop.bench import infer as bench_infer
-    from strop.bench import report
-    from strop.bench.peers import peer_named
-    from strop.cli.stages import spinner
-
-    peers = tuple(peer or bench_infer.DEFAULT_PEERS)
-    for name in peers:
-        peer_named(name)
-    with spinner(f"measuring {chosen.name} beside {', '.join(peers)}"):
-        result = bench_infer.run(chosen, out, where, peers, iterations)
-    header, *rows = report.rows_of(result)
-    _show(header, rows, result)
 
 
 @app.command("compile", epilog=COMPILE_EXAMPLES)
@@ -123,7 +83,7 @@ def compile_(
     for name in ("cold", "cached"):
         if "failed" in result.get(name, {}):
             raise CommandError(f"the {name} run failed: {result[name]['failed']}")
-    _show(("cache", "shape", "first call s", "second call s"), _compile_rows(result), result)
+    show(("cache", "shape", "first call s", "second call s"), _compile_rows(result), result)
 
 
 def _compile_rows(result: dict[str, Any]) -> list[tuple[str, ...]]:
@@ -153,16 +113,6 @@ def _prepared(case: str, out: Path | None, device: Device) -> tuple[BenchCase, s
 
     quieten()
     return named[case], where
-
-
-def _show(header: tuple[str, ...], rows: Sequence[tuple[str, ...]], result: dict[str, Any]) -> None:
-    screen = Console(highlight=False, soft_wrap=True)
-    table = Table(*header, box=None, pad_edge=False)
-    for row in rows:
-        table.add_row(*row)
-    screen.print(table)
-    if "file" in result:
-        screen.print(f"written: {result['file']}", markup=False)
 
 
 @app.command("models", epilog=MODELS_EXAMPLES)
@@ -240,8 +190,8 @@ def kernel(
         raise CommandError(f"there is no folder {out.parent}; create it: mkdir -p")
     where = torch.device(arguments.chosen_device(device))
     dtype = torch.float16 if where.type == "cuda" else torch.float32
-    _known("FAMILIES", families or (), [f.name for f in (*ROW_FAMILIES, GROUP_NORM)])
-    _known("--peer", peer or (), bench_kernel.PEERS)
+    known("FAMILIES", families or (), [f.name for f in (*ROW_FAMILIES, GROUP_NORM)])
+    known("--peer", peer or (), bench_kernel.PEERS)
     cases = (bench_kernel.random_cases(random, seed, where.type, dtype) if random
              else kernel_cases(where.type, dtype))  # fmt: skip
     chosen = [case for case in cases if not families or case.family in families]
@@ -284,8 +234,8 @@ def batches(
 
     if out is not None and not out.parent.is_dir():
         raise CommandError(f"there is no folder {out.parent}; create it: mkdir -p")
-    _known("NETWORK", [network], [n.name for n in bench_batches.NETWORKS])
-    _known("--peer", peer or (), bench_batches.PEERS)
+    known("NETWORK", [network], [n.name for n in bench_batches.NETWORKS])
+    known("--peer", peer or (), bench_batches.PEERS)
     if not all(size.isdigit() and int(size) for size in sizes.split(",")):
         raise typer.BadParameter(f"{sizes!r} is not like 1,8,33", param_hint="'--batches'")
     where = torch.device(arguments.chosen_device(device))
@@ -297,16 +247,9 @@ def batches(
     if out is not None:
         result["file"] = str(report.write_json(result, out))
     header, *rows = bench_batches.rows_of(result)
-    _show(header, rows, result)
+    show(header, rows, result)
     counts = result["counts"]
     print(f"strop: {counts['num_graphs']} graphs, {counts['num_recompiles']} recompiles")
-
-
-def _known(what: str, given: Sequence[str], names: Sequence[str]) -> None:
-    unknown = sorted(set(given) - set(names))
-    if unknown:
-        raise typer.BadParameter(f"no {', '.join(unknown)}; there are {', '.join(names)}",
-                                 param_hint=f"'{what}'")  # fmt: skip
 
 
 def _measured_kernels(chosen: Sequence[Any], where: Any, dtype: Any, peers: Sequence[str],
@@ -327,12 +270,12 @@ def _show_kernels(result: dict[str, Any]) -> None:
     from strop.bench import kernel as bench_kernel
 
     header, *rows = bench_kernel.rows_of(result)
-    _show(header, rows, {})
+    show(header, rows, {})
     found = [(s["family"], s["peer"], str(s["cases"]), f"{s['worst']:.2f}", f"{s['median']:.2f}",
               f"{s['geomean']:.2f}", s["worst_case"]) for s in result["summary"]]  # fmt: skip
     header = ("family", "peer", "cases", "worst", "median", "geomean", "worst case")
     print("\ntimes as long as strop takes:")
-    _show(header, found, result)
+    show(header, found, result)
     if result["skipped"]:
         print(f"not measured, --limit is over: {len(result['skipped'])} cases")
 
@@ -366,5 +309,5 @@ def _write_census(result: dict[str, Any], out: Path | None, page: Path | None) -
     if page is not None:
         page.write_text(census.markdown(result), encoding="utf-8")
     header, *rows = census.rows_of(result)
-    _show(header, rows, result)
+    show(header, rows, result)
     print(f"{result['num_good']} of {result['num_models']} models pass")

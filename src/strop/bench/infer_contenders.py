@@ -1,0 +1,235 @@
+"""Who takes part in a row of ``strop bench infer``: Strop and its peers, with what they hold."""
+
+from __future__ import annotations
+
+import signal
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import strop
+from strop.bench import peers, timer
+from strop.bench.cases import BenchCase
+from strop.bench.infer_rows import Row
+from strop.bench.models import Size, Workload
+
+Found = dict[str, Any]  # for the JSON
+Save = Callable[[Found], None]
+DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+DEFAULT_PEERS = ("eager", "eager-graph")
+SAMPLE_MS, MAX_INNER = 30.0, 5  # calls back to back in one sample of a step
+PICTURE_SAMPLES = 5  # at most
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What to measure and for how long; plain data, which goes to a process as JSON."""
+
+    device: str = "cuda"
+    dtype: str = "fp16"
+    peers: tuple[str, ...] = DEFAULT_PEERS
+    samples: int = 20
+    random: int = 0
+    seed: int = 0
+    ablate: bool = False
+    commit: str = ""  # of a tree that is no checkout
+
+    @property
+    def where(self) -> torch.device:
+        return torch.device(self.device)
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return DTYPES[self.dtype]
+
+
+@dataclass(frozen=True, slots=True)
+class Clock:
+    """When everything has to be over."""
+
+    end: float
+
+    @staticmethod
+    def of(seconds: float) -> Clock:
+        return Clock(time.monotonic() + seconds)
+
+    def left(self) -> float:
+        return self.end - time.monotonic()
+
+    def refusal(self, needed_s: float) -> str:
+        """Why nothing that takes so long may begin, or nothing."""
+        left = self.left()
+        return (
+            ""
+            if left >= needed_s
+            else f"{max(left, 0):.0f} s left of the budget, it takes {needed_s:.0f}"
+        )
+
+
+class OverLimitError(Exception):
+    """A contender has had its time."""
+
+
+@contextmanager
+def limited(seconds: float) -> Iterator[None]:
+    """Raise OverLimitError in the code inside when so much time is over. Main thread only."""
+    if not seconds:
+        yield
+        return
+
+    def expire(number: int, frame: Any) -> None:
+        raise OverLimitError
+
+    before = signal.signal(signal.SIGALRM, expire)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def attempt(work: Callable[[], Found], limit_s: float = 0.0) -> Found:
+    """What ``work`` finds, or {"failed": why}: one contender's error must not cost the others.
+
+    With the seconds that it took, from which budgets are made.
+    """
+    start = time.monotonic()
+    found = _attempted(work, limit_s, start)
+    return {**found, "took_s": round(time.monotonic() - start, 2)}
+
+
+def _attempted(work: Callable[[], Found], limit_s: float, start: float) -> Found:
+    try:
+        with limited(limit_s):
+            return work()
+    except Exception as error:
+        if limit_s and time.monotonic() - start >= limit_s:  # compilers wrap what they catch
+            return {"failed": f"cut after {limit_s:.0f} s"}
+        first = str(error).strip().partition("\n")[0]
+        return {"failed": f"{type(error).__name__}: {first}"[:200],
+                "log": traceback.format_exc().splitlines()[-12:]}  # fmt: skip
+
+
+@dataclass
+class Contender:
+    """A model set up in one way, and the bytes that it has come to hold since it was built."""
+
+    workload: Workload
+    device: torch.device
+    held_bytes: int = 0
+    weights_bytes: int = 0
+    since_optimize: float = 0.0  # clock when it was handed to Strop; 0 once it has run
+
+    @staticmethod
+    def built(build: Callable[[], Workload], device: torch.device) -> Contender:
+        before = timer.allocated(device)
+        found = Contender(build(), device)
+        found.held_bytes = found.weights_bytes = timer.allocated(device) - before
+        return found
+
+    def run(self, work: Callable[[], Any]) -> tuple[Any, int | None]:
+        """The result, and the peak of everything that it holds meanwhile, weights included."""
+        before = timer.allocated(self.device)
+        result, most = timer.with_peak(work, self.device)
+        peak = None if most is None else most + self.held_bytes
+        self.held_bytes += timer.allocated(self.device) - before
+        return result, peak
+
+
+@dataclass
+class Field:
+    """The contenders of the rows of one model: each is built once, when it is first asked for."""
+
+    case: BenchCase
+    device: torch.device
+    options: strop.Options
+    built: dict[str, Contender] = field(default_factory=dict)
+
+    @staticmethod
+    def of(row: Row, plan: Plan, cache: str) -> Field:
+        options = strop.Options.from_environment(cache_dir=cache)
+        return Field(row.case(plan.torch_dtype), plan.where, options)
+
+    @property
+    def target(self) -> Any:
+        """What Strop has optimised."""
+        return self.contender("strop").workload.target
+
+    def contender(self, name: str) -> Contender:
+        """Of Strop or of a peer; peers with one setup share it."""
+        key = name if name == "strop" else peers.peer_named(name).setup
+        if key not in self.built:
+            self.built[key] = Contender.built(lambda: self._workload(name), self.device)
+            if name == "strop":
+                timer.synchronise(self.device)
+                self.built[key].since_optimize = time.perf_counter()
+                strop.optimize(self.built[key].workload.target, options=self.options)
+        return self.built[key]
+
+    def _workload(self, name: str) -> Workload:
+        if name == "strop":
+            return self.case.build(self.device)
+        return peers.prepared(peers.peer_named(name), self.case, self.device)
+
+    def start(self, name: str, size: Size, batch: int) -> tuple[timer.Call, Found, list[Tensor]]:
+        """Its call at a shape after two runs, what they cost, and their results."""
+        by_graph = name != "strop" and peers.peer_named(name).by_graph
+        who = self.contender(name)
+        results: list[Tensor] = []
+        seconds: list[float] = []
+        given: dict[str, timer.Call] = {}
+
+        def two_calls() -> None:
+            start = who.since_optimize or time.perf_counter()
+            who.since_optimize = 0.0
+            for _ in range(2):
+                if not given:
+                    given["call"] = peers.caller(who.workload, size, batch, by_graph=by_graph)
+                results.append(given["call"]().clone())
+                timer.synchronise(self.device)
+                seconds.append(round(time.perf_counter() - start, 4))
+                start = time.perf_counter()
+
+        _, peak = who.run(two_calls)
+        found: Found = {"first_s": seconds[0], "second_s": seconds[1], "peak_bytes": peak,
+                        "weights_bytes": who.weights_bytes or None}  # fmt: skip
+        return given["call"], found, results
+
+
+def take_turns(calls: Mapping[str, timer.Call], kind: str, device: torch.device, samples: int,
+               clock: Clock | None = None) -> dict[str, Found]:  # fmt: skip
+    """Percentiles of calls that have run. Fewer samples, but three, where the clock wants it.
+
+    A step is timed as in a denoise loop, several calls back to back; a picture by the host's clock.
+    """
+    is_step = kind == "step"
+    measure = timer.elapsed_ms if is_step else timer.wall_ms
+    ms = {name: measure(call, device, 1) for name, call in calls.items()}
+    inner = {n: max(1, min(MAX_INNER, round(SAMPLE_MS / max(t, 1e-3)))) if is_step else 1
+             for n, t in ms.items()}  # fmt: skip
+    turn_s = sum(ms[name] * inner[name] for name in calls) / 1e3
+    samples = samples if is_step else min(samples, PICTURE_SAMPLES)
+    if clock is not None and calls:
+        samples = max(3, min(samples, int(0.8 * clock.left() / turn_s)))
+    times = timer.time_calls(calls, device, samples=samples, inner=inner, warmup=1,
+                             measure=measure)  # fmt: skip
+    return {name: dict(timing.to_dict()) for name, timing in times.items()}
+
+
+def in_order(names: Sequence[str]) -> list[str]:
+    """Peers once each, those of one setup side by side."""
+    chosen = [peers.peer_named(name) for name in dict.fromkeys(names)]
+    setups = list(dict.fromkeys(peer.setup for peer in chosen))
+    return [p.name for p in sorted(chosen, key=lambda p: (setups.index(p.setup), p.by_graph))]
+
+
+def is_there(found: Mapping[str, Any]) -> bool:
+    """Whether a contender has run."""
+    return not found.keys() & {"failed", "skipped"}

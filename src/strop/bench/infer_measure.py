@@ -1,0 +1,149 @@
+"""What one process measures of rows for ``strop bench infer``: contenders in turns, or a start.
+
+Every function hands what it has so far to ``save``: a process that is cut leaves that.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from strop.bench import accuracy, peers, timer
+from strop.bench import compile as compile_bench
+from strop.bench.cases import BenchCase
+from strop.bench.infer_contenders import (
+    Clock,
+    Field,
+    Found,
+    Plan,
+    Save,
+    attempt,
+    in_order,
+    is_there,
+    take_turns,
+)
+from strop.bench.infer_rows import Row
+from strop.debug.explain import explain
+
+PROFILE_S = 10.0
+MAX_TOP = 20  # kernels of a profile that are kept
+MEMORY_PEERS = ("eager", "eager-naive")
+
+
+def measure_rows(rows: Sequence[Row], plan: Plan, clock: Clock, save: Save) -> dict[str, Found]:
+    """Strop and its peers on the rows of one model, by the row's name."""
+    results: dict[str, Found] = {}
+    calls: dict[str, dict[str, timer.Call]] = {}
+    with tempfile.TemporaryDirectory() as cache:
+        group = Field.of(rows[0], plan, cache)
+        for row in rows:
+            refusal = clock.refusal(row.cost_s)
+            if refusal:
+                results[row.name] = {"skipped": refusal}
+            else:
+                result = results[row.name] = {"contenders": {}}
+                calls[row.name] = _measure(row, group, plan, clock, result, partial(save, results))
+            save(results)
+        for row in rows:  # last: the profiler leaves its traces
+            if row.name in calls and row.kind != "memory" and plan.where.type == "cuda":
+                _profile(row, calls[row.name], results[row.name], group, clock)
+                save(results)
+    return results
+
+
+def _measure(row: Row, group: Field, plan: Plan, clock: Clock, result: Found,
+             note: Callable[[], None]) -> dict[str, timer.Call]:  # fmt: skip
+    """Fill in ``result``; the calls of those that have run."""
+    case = replace(group.case, name=row.name, sizes=(row.size,), batches=(row.batch,))
+    outputs: dict[str, Any] = {}
+    if row.kind == "step":
+        result["references"] = attempt(partial(_references, case, plan, outputs))
+        timer.give_back(plan.where)
+    calls: dict[str, timer.Call] = {}
+    for name in ("strop", *in_order(MEMORY_PEERS if row.kind == "memory" else plan.peers)):
+        reason, limit_s = _terms(name, case, plan, clock)
+        found = {"skipped": reason} if reason else attempt(
+            partial(_start, name, row, group, calls, outputs), limit_s)  # fmt: skip
+        result["contenders"][name] = found
+        note()
+    if "strop" in calls:
+        result["counts"] = explain(group.target).summary()
+        result["error"] = _error(outputs)
+    outputs.clear()
+    if calls and row.kind != "memory":
+        before = clock.left()
+        times = take_turns(calls, row.kind, plan.where, plan.samples, clock)
+        for name, timing in times.items():
+            result["contenders"][name] |= timing
+        result["timing_s"] = round(before - clock.left(), 2)
+    return calls
+
+
+def _terms(name: str, case: BenchCase, plan: Plan, clock: Clock) -> tuple[str, float]:
+    """Why a contender cannot run here and now, or nothing; and when it is given up."""
+    if name == "strop":
+        return "", 0.0
+    peer = peers.peer_named(name)
+    return peer.serves(case, plan.where) or clock.refusal(peer.first_s), peer.limit_s
+
+
+def _references(case: BenchCase, plan: Plan, outputs: dict[str, Any]) -> Found:
+    (outputs["references"],) = accuracy.references(case, plan.where)
+    return {}
+
+
+def _start(name: str, row: Row, group: Field, calls: dict[str, timer.Call],
+           outputs: dict[str, Any]) -> Found:  # fmt: skip
+    call, found, results = group.start(name, row.size, row.batch)
+    calls[name] = call
+    if name in ("strop", "eager"):
+        outputs[name] = results
+    return found
+
+
+def _error(outputs: Mapping[str, Any]) -> Found | None:
+    """Of the first and of the second call, which may run another way (a CUDA graph)."""
+    if "references" in outputs:
+        both = [accuracy.judge(found, *outputs["references"]) for found in outputs["strop"]]
+        return max(both, key=lambda e: (not e["is_good"], e["rms"]))
+    if "eager" not in outputs:
+        return None
+    eager = outputs["eager"][0]
+    return {"psnr_to_eager_db": min(min(accuracy.psnr_db(found, eager), 200.0)
+                                    for found in outputs["strop"])}  # fmt: skip
+
+
+def _profile(row: Row, calls: Mapping[str, timer.Call], result: Found, group: Field, clock: Clock
+             ) -> None:  # fmt: skip
+    """Launches of everything whose graph is not made by hand; of a picture's, only Strop's."""
+    generated: set[str] = set()
+    if "strop" in calls:
+        generated = {k.name for graph in explain(group.target).graphs for k in graph.kernels}
+    for name, call in calls.items():
+        is_other = name != "strop"
+        if is_other and (row.kind == "picture" or peers.peer_named(name).by_graph):
+            continue
+        refusal = clock.refusal(PROFILE_S)
+        own = set() if is_other else generated
+        found = {"skipped": refusal} if refusal else attempt(
+            partial(timer.profiled, call, own, 3 if row.kind == "step" else 1))  # fmt: skip
+        if is_there(found):
+            found["top"] = found["top"][:MAX_TOP]
+        result["contenders"][name]["profile"] = found
+
+
+def measure_start(row: Row, plan: Plan, clock: Clock, save: Save) -> Found:
+    """Seconds from ``optimize`` to the first result, with an empty cache; where they went."""
+    with tempfile.TemporaryDirectory() as cache:
+        found = compile_bench.measure_here(row.case(plan.torch_dtype), plan.where, cache, 1)
+    stages, first_s = found["stages_s"], found["first_s"]
+    split = {"capture": stages["capture"], "kernels": stages["kernels"]}
+    split["passes + codegen"] = sum(stages.values()) - sum(split.values())
+    split["first run"] = first_s - sum(stages.values())
+    second_s = found["shapes"][0]["second_s"]
+    return {"contenders": {"strop": {"first_s": first_s, "second_s": second_s}},
+            "split_s": {name: round(s, 3) for name, s in split.items()},
+            "stages_s": stages, "counts": found["counts"]}  # fmt: skip

@@ -1,0 +1,222 @@
+"""Tables and plots of ``strop bench infer``, all made from its JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from strop.bench.infer_contenders import Found, is_there
+from strop.bench.infer_rows import ROWS
+from strop.bench.report import Rows
+from strop.errors import OptionError
+
+Result = Mapping[str, Any]
+MOST_S = 0.5  # that no call of a step may take once its shape has run
+BEGIN, END = "<!-- infer -->", "<!-- /infer -->"
+HEADER = ("row", "run", "p20", "p50", "p80", "of eager", "first s", "peak GiB", "launches", "note")
+
+
+def load(paths: Iterable[Path]) -> list[dict[str, Any]]:
+    """Results in the order of the table, the newest of each row."""
+    newest: dict[str, dict[str, Any]] = {}
+    for path in paths:
+        result = json.loads(path.read_text())
+        if result.get("kind") != "infer" or "row" not in result:
+            continue
+        old = newest.get(result["row"])
+        if old is None or old["environment"]["date"] <= result["environment"]["date"]:
+            newest[result["row"]] = result
+    order = [row.name for row in ROWS]
+    return sorted(newest.values(), key=lambda result: order.index(result["row"]))
+
+
+def rows_of(results: Sequence[Result]) -> Rows:
+    """Header, then a line for each contender of each row."""
+    table: Rows = [HEADER]
+    for result in results:
+        label = f"{result['row']} {result['unit']}"
+        for why in ("skipped", "failed"):
+            if why in result:
+                table.append((label, why, *[""] * 7, str(result[why])))
+        for name, found in result["contenders"].items():
+            table.append((label, name, *_cells(result, name, found)))
+            label = ""
+        table += [("", name, *[""] * 7, text) for name, text in _extras(result)]
+    return table
+
+
+def _cells(result: Result, name: str, found: Found) -> tuple[str, ...]:
+    if not is_there(found):
+        return (*[""] * 7, str(found.get("skipped") or found.get("failed")))
+    times = [
+        _in_unit(result, found[p]) if p in found else "" for p in ("p20_ms", "p50_ms", "p80_ms")
+    ]
+    profile = found.get("profile", {})
+    launches = f"{profile['launches']:.0f}" if "launches" in profile else ""
+    if launches and name == "strop":
+        launches += f" ({profile['generated']:.0f} generated)"
+    first, peak = f"{found['first_s']:.2f}", gib(found.get("peak_bytes"))
+    return (*times, _of_eager(result, found), first, peak, launches, _note(result, name, found))
+
+
+def _in_unit(result: Result, ms: float) -> str:
+    return f"{ms:.3f}" if result["unit"] == "ms" else f"{ms / 1e3:.3f}"
+
+
+def _of_eager(result: Result, found: Found) -> str:
+    """How many times as fast as eager; for a row of peaks, the share of eager's."""
+    eager = result["contenders"].get("eager", {})
+    key = "peak_bytes" if result["measures"] == "memory" else "p50_ms"
+    if not eager.get(key) or not found.get(key):
+        return ""
+    if key == "peak_bytes":
+        return f"{found[key] / eager[key]:.2f} of it"
+    return f"{eager[key] / found[key]:.2f}x"
+
+
+def gib(count: int | None) -> str:
+    return "" if count is None else f"{count / 2**30:.2f}"
+
+
+def _note(result: Result, name: str, found: Found) -> str:
+    if "from" in found:
+        return f"measured {found['from'][:10]}"
+    if name != "strop":
+        return ""
+    said = (verdict(result), _error_text(result), _busy_text(result, found))
+    return ", ".join(filter(None, said))
+
+
+def _busy_text(result: Result, found: Found) -> str:
+    """How long a picture's kernels run, of the time that it takes."""
+    busy_us = found.get("profile", {}).get("busy_us")
+    if result["measures"] != "picture" or busy_us is None:
+        return ""
+    return f"GPU busy {busy_us / 1e3 / found['p50_ms']:.0%}"
+
+
+def value_of(result: Result) -> float | None:
+    """Strop's number in the unit of the row."""
+    ours, kind = result["contenders"].get("strop", {}), result["measures"]
+    if kind == "memory":
+        eager = result["contenders"].get("eager", {})
+        peaks = [found.get("peak_bytes") for found in (ours, eager)]
+        return peaks[0] / peaks[1] if all(peaks) else None
+    value: float | None = ours.get("first_s" if kind == "start" else "p50_ms")
+    return value / 1e3 if value is not None and kind == "picture" else value
+
+
+def verdict(result: Result) -> str:
+    """Where the row stands. A tiny row stands nowhere."""
+    value = value_of(result)
+    if value is None or result["must"] is None or result["is_tiny"]:
+        return ""
+    if value <= result["stretch"]:
+        return f"stretch {result['stretch']} reached"
+    if value <= result["must"]:
+        return f"must {result['must']} reached"
+    return f"{value / result['must']:.2f} x the must of {result['must']}"
+
+
+def _error_text(result: Result) -> str:
+    error = result.get("error")
+    if not error:
+        why = result.get("references", {}).get("failed")
+        return f"no reference: {why}" if why else ""
+    if "rms" not in error:
+        return f"{error['psnr_to_eager_db']:.1f} dB to eager"
+    good = "ok" if error["is_good"] else "BAD"
+    return f"{good} rms {error['rms']:.2e} (eager {error['rms_eager']:.2e})"
+
+
+def _extras(result: Result) -> list[tuple[str, str]]:
+    """Random shapes, the split of a start and the ladder, one line each."""
+    found = []
+    if "random" in result:
+        found.append(("random shapes", random_text(result)))
+    if "split_s" in result:
+        split = ", ".join(f"{name} {s:.2f}" for name, s in result["split_s"].items())
+        found.append(("split s", split))
+    for name, switch in result.get("switches", {}).get("switches", {}).items():
+        found.append((f"  {name}", _switch_text(result, switch)))
+    if "cut" in result:
+        found.append(("cut", str(result["cut"]["failed"])))
+    return found
+
+
+def random_text(result: Result) -> str:
+    random = result["random"]
+    summary = random.get("summary")
+    if not summary:
+        return str(random.get("skipped") or random.get("failed") or "none")
+    height, width, batch = summary["worst_shape"]
+    said = [f"{summary['count']}: {summary['median']:.2f}x of {random['peer']} in the median, worst"
+            f" {summary['worst']:.2f}x at {width}x{height} b{batch}"]  # fmt: skip
+    said.append(f"RMS to its results at most {summary['rms_to_peer']:.1e}")
+    if summary["first_s"] is not None:
+        said.append(f"longest first call {summary['first_s']:.2f} s")
+    is_over = result["measures"] == "step" and summary["longest_s"] > MOST_S
+    over = f", over {MOST_S} s" if is_over else ""
+    said.append(f"longest call after it {summary['longest_s']:.2f} s{over}")
+    if random.get("left_out"):
+        said.append(f"{len(random['left_out'])} left out: {random['left_out'][0]['skipped']}")
+    return "; ".join([*said, *([random["failed"]] if "failed" in random else [])])
+
+
+def _switch_text(result: Result, switch: Found) -> str:
+    if not is_there(switch):
+        return str(switch.get("skipped") or switch.get("failed"))
+    if "p50_ms" not in switch:
+        return "not timed"
+    unit = result["unit"]
+    return f"{_in_unit(result, switch['p50_ms'])} {unit}, {switch['num_launches']} launches"
+
+
+def markdown(results: Sequence[Result]) -> str:
+    """The table for a page: a line a row, what was measured at another time marked."""
+    names = [name for name in ("eager", "eager-graph", "inductor", "inductor-graph")
+             if any(name in result["contenders"] for result in results)]  # fmt: skip
+    header = ("", "", "Strop", *names, "must / stretch", "random shapes: worst (median)")
+    lines = [f"| {' | '.join(header)} |", "|" + "---|" * len(header)]
+    for result in results:
+        cells = [_value_text(result, result["contenders"].get(name, {})) for name in names]
+        target = "-" if result["must"] is None else f"{result['must']} / {result['stretch']}"
+        summary = result.get("random", {}).get("summary")
+        random = f"{summary['worst']:.2f}x ({summary['median']:.2f}x) of" if summary else "-"
+        random += f" {result['random']['peer']}" if summary else ""
+        ours = _value_text(result, result["contenders"].get("strop", {}))
+        lines.append(f"| {result['row']} | {result['title']} | **{ours}** | {' | '.join(cells)}"
+                     f" | {target} | {random} |")  # fmt: skip
+    return "\n".join(lines)
+
+
+def _naive_text(result: Result, found: Found) -> str:
+    naive = result["contenders"].get("eager-naive", {})
+    if found is not result["contenders"].get("eager") or not naive.get("peak_bytes"):
+        return ""
+    return f", naive attention {gib(naive['peak_bytes'])} GiB"
+
+
+def _value_text(result: Result, found: Found) -> str:
+    date = f" ({found['from'][:10]})" if "from" in found else ""
+    if result["measures"] == "memory" and found.get("peak_bytes"):
+        return f"{gib(found['peak_bytes'])} GiB{date}{_naive_text(result, found)}"
+    if result["measures"] == "start" and "first_s" in found:
+        return f"{found['first_s']:.1f} s{date}"
+    if "p50_ms" not in found:
+        return "-"
+    if result["unit"] == "ms":
+        return f"{found['p50_ms']:.2f} ms{date}"
+    peak = f", {gib(found['peak_bytes'])} GiB" if found.get("peak_bytes") else ""
+    return f"{found['p50_ms'] / 1e3:.3f} s{peak}{date}"
+
+
+def write_into(page: Path, text: str) -> None:
+    """Between the marks, which the page must have."""
+    before, begin, rest = page.read_text(encoding="utf-8").partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise OptionError(f"{page} lacks {BEGIN} and {END}: put them where the table should be")
+    page.write_text(f"{before}{BEGIN}\n{text}\n{END}{after}", encoding="utf-8")

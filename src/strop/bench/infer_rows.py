@@ -1,0 +1,188 @@
+"""The rows of ``strop bench infer``: what is run, at which size, and what it should take."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from strop.bench import models
+from strop.bench.cases import BenchCase
+from strop.bench.models import Build, Size
+from strop.errors import OptionError
+
+TINY_SCALE = 8  # how many times smaller the sides of a tiny row are
+TINY_STEPS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Draws:
+    """Legal sizes to draw from: batches, and sides in multiples of ``step`` pixels."""
+
+    batches: range
+    sides: range
+    most: int = 1000  # shapes that are worth their time
+
+    def some(self, count: int, seed: int) -> list[tuple[Size, int]]:
+        """So many different ones, the same for the same seed."""
+        source, found = random.Random(seed), dict[tuple[Size, int], None]()
+        count = min(count, self.most)
+        while len(found) < count:
+            size = (source.choice(self.sides), source.choice(self.sides))
+            found[size, source.choice(self.batches)] = None
+        return list(found)
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """``full`` and ``tiny`` build it for a number of denoising steps."""
+
+    full: Callable[[int], Build]
+    tiny: Callable[[int], Build]
+    draws: Draws
+    tiny_draws: Draws
+    kind: str = "step"  # of BenchCase
+
+
+def _sides(low: int, high: int, step: int) -> range:
+    return range(low, high + 1, step)
+
+
+_SD15 = (models.SD15_UNET, models.SD_VAE, models.CLIP_L)
+_TINY = (models.TINY_UNET, models.TINY_VAE, models.TINY_CLIP)
+_BOTH_CLIPS = (models.CLIP_L, models.CLIP_BIG_G)
+_TINY_UNET_DRAWS = Draws(range(1, 4), _sides(32, 128, 16))
+_PICTURES, _TINY_PICTURES = (Draws(range(1, 3), _sides(256, 768, 64), most=4),
+                             Draws(range(1, 3), _sides(32, 96, 16), most=4))  # fmt: skip
+
+MODELS: dict[str, Model] = {
+    "sd15-unet": Model(
+        lambda steps: models.unet_workload(models.SD15_UNET),
+        lambda steps: models.unet_workload(models.TINY_UNET, tokens=7),
+        Draws(range(1, 9), _sides(256, 1024, 64)),
+        _TINY_UNET_DRAWS,
+    ),
+    "sdxl-unet": Model(
+        lambda steps: models.unet_workload(models.SDXL_UNET),
+        lambda steps: models.unet_workload(models.TINY_SDXL_UNET, tokens=7),
+        Draws(range(1, 5), _sides(512, 1280, 64)),
+        _TINY_UNET_DRAWS,
+    ),
+    "sd-vae": Model(
+        lambda steps: models.vae_workload(models.SD_VAE),
+        lambda steps: models.vae_workload(models.TINY_VAE),
+        Draws(range(1, 5), _sides(256, 1024, 8)),
+        Draws(range(1, 4), _sides(32, 128, 8)),
+    ),
+    "sd15-pipe": Model(
+        lambda steps: models.pipeline_workload(*_SD15, steps),
+        lambda steps: models.pipeline_workload(*_TINY, steps),
+        _PICTURES, _TINY_PICTURES, kind="pipe",
+    ),
+    "sd15-img2img": Model(
+        lambda steps: models.pipeline_workload(*_SD15, steps, from_picture=True),
+        lambda steps: models.pipeline_workload(*_TINY, 2 * steps, from_picture=True),
+        _PICTURES, _TINY_PICTURES, kind="pipe",
+    ),
+    "sdxl-pipe": Model(
+        lambda steps: models.sdxl_pipeline_workload(
+            models.SDXL_UNET, models.SD_VAE, _BOTH_CLIPS, steps),
+        lambda steps: models.sdxl_pipeline_workload(
+            models.TINY_SDXL_UNET, models.TINY_VAE, (models.TINY_CLIP, models.TINY_CLIP_G), steps),
+        replace(_PICTURES, sides=_sides(512, 1024, 64)), _TINY_PICTURES, kind="pipe",
+    ),
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """``kind``: "step" is timed in ms and "picture" in s a call; "start" is the seconds of a cold
+    compile, and "memory" the peak as a share of eager's. ``must`` and ``stretch`` are in that unit.
+    ``cost_s`` is what Strop and eager need on a GPU, once the model has been compiled.
+    """
+
+    name: str
+    title: str
+    kind: str
+    model: str
+    size: Size
+    batch: int
+    must: float | None
+    stretch: float | None
+    cost_s: float
+    steps: int = 0
+    is_tiny: bool = False
+
+    def case(self, dtype: torch.dtype) -> BenchCase:
+        model = MODELS[self.model]
+        builder = (model.tiny if self.is_tiny else model.full)(self.steps)
+        return BenchCase(self.name, builder, (self.size,), (self.batch,), dtype, model.kind)
+
+    @property
+    def draws(self) -> Draws:
+        model = MODELS[self.model]
+        return model.tiny_draws if self.is_tiny else model.draws
+
+    @property
+    def unit(self) -> str:
+        return {"step": "ms", "memory": "of eager"}.get(self.kind, "s")
+
+    def tiny(self) -> Row:
+        """The same code with tiny widths, a small size and few steps; its speed says nothing."""
+        height, width = (side // TINY_SCALE for side in self.size)
+        return replace(self, size=(height, width), steps=min(self.steps, TINY_STEPS), cost_s=0.0,
+                       is_tiny=True)  # fmt: skip
+
+
+def _square(side: int) -> Size:
+    return (side, side)
+
+
+ROWS: tuple[Row, ...] = (
+    Row("P1", "SD1.5 UNet step 512², batch 2", "step", "sd15-unet", _square(512), 2, 4.8, 4.0, 12),
+    Row("P2", "SD1.5 UNet step 1024², batch 2", "step", "sd15-unet", _square(1024), 2, 21, 18, 20),
+    Row("P2b", "SD1.5 UNet step 512², batch 8", "step", "sd15-unet", _square(512), 8, 15, 13, 18),
+    Row("P3", "SDXL UNet step 1024², batch 2", "step", "sdxl-unet", _square(1024), 2, 26, 23, 40),
+    Row("P4-512", "SD VAE decode 512²", "step", "sd-vae", _square(512), 1, 6.5, 5.5, 10),
+    Row("P4-1024", "SD VAE decode 1024²", "step", "sd-vae", _square(1024), 1, 26, 21, 20),
+    *(
+        Row(f"P5-{side}{suffix}", f"SD1.5, 50 steps, {what} {side}²", "picture", model,
+            _square(side), 1, must, stretch, cost, steps=50)
+        for suffix, what, model in (("", "prompt to picture", "sd15-pipe"),
+                                    ("-img2img", "picture to picture", "sd15-img2img"))
+        for side, must, stretch, cost in ((512, 0.27 if not suffix else None,
+                                           0.23 if not suffix else None, 18.0),
+                                          (768, None, None, 22.0), (1024, None, None, 30.0))
+    ),
+    Row("P5x", "SDXL 1024², 30 steps, prompt to picture", "picture", "sdxl-pipe", _square(1024), 1,
+        0.9, 0.8, 60, steps=30),
+    Row("P6", "cold compile SD1.5 UNet, optimize to first output", "start", "sd15-unet",
+        _square(512), 2, 20, 12, 15),
+    Row("P7", "peak memory of P5 at 1024²", "memory", "sd15-pipe", _square(1024), 1, 1.0, 0.8, 20,
+        steps=4),
+)  # fmt: skip
+
+
+def chosen_rows(names: Sequence[str], *, tiny: bool = False) -> tuple[Row, ...]:
+    """Rows by name, in the order of the table; "P5" stands for all of "P5-...". None: all."""
+    known = {row.name.lower(): {row.name} for row in ROWS}
+    for row in ROWS:
+        known.setdefault(row.name.lower().split("-")[0], set()).add(row.name)
+    unknown = [name for name in names if name.lower() not in known]
+    if unknown:
+        listed = ", ".join(row.name for row in ROWS)
+        raise OptionError(f"no row {', '.join(unknown)}; there are {listed}")
+    wanted = set().union(*(known[name.lower()] for name in names)) or {row.name for row in ROWS}
+    found = (row for row in ROWS if row.name in wanted)
+    return tuple(row.tiny() if tiny else row for row in found)
+
+
+def groups_of(rows: Sequence[Row]) -> list[tuple[Row, ...]]:
+    """Rows that share a process: those of one model, except for starts and peaks."""
+    found: dict[tuple[str, str], list[Row]] = {}
+    for row in rows:
+        alone = row.name if row.kind in ("start", "memory") else ""
+        found.setdefault((row.model, alone), []).append(row)
+    return [tuple(group) for group in found.values()]

@@ -1,0 +1,149 @@
+"""What one process measures around a row of ``strop bench infer``: random shapes, and switches.
+
+Every function hands what it has so far to ``save``: a process that is cut leaves that.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import tempfile
+from collections.abc import Mapping
+from dataclasses import fields, replace
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+import strop
+from strop.bench import timer
+from strop.bench.infer_contenders import (
+    Clock,
+    Field,
+    Found,
+    Plan,
+    Save,
+    attempt,
+    is_there,
+    take_turns,
+)
+from strop.bench.infer_rows import Row
+from strop.bench.models import Size
+from strop.debug.explain import explain
+
+SAMPLES, PICTURE_SAMPLES = 6, 2  # of a random shape
+LATER_CALLS = 3  # that are timed one by one
+MAX_STEPS = 10  # of a picture
+NEEDED_PASSES = ("channels_last",)  # without it there is no memory order to lower
+
+
+def measure_random(row: Row, plan: Plan, clock: Clock, save: Save) -> Found:
+    """Random legal shapes beside the cheapest strong peer, in the order they are drawn.
+
+    ``cold_s`` is the very first call, compile included; ``first_s`` the first call at every
+    further shape, ``longest_s`` the longest of the calls after it, a capture included.
+    """
+    device = plan.where
+    peer = "eager-graph" if device.type == "cuda" and row.kind == "step" else "eager"
+    row = replace(row, steps=min(row.steps, MAX_STEPS))
+    result: Found = {"peer": peer, "seed": plan.seed, "steps": row.steps, "shapes": [],
+                     "left_out": []}  # fmt: skip
+    with tempfile.TemporaryDirectory() as cache:
+        group = Field.of(row, plan, cache)
+        longest = 0.0  # that a shape has taken
+        for number, (size, batch) in enumerate(row.draws.some(plan.random, plan.seed)):
+            shape: Found = {"size": size, "batch": batch}
+            refusal = clock.refusal(1.5 * longest)
+            if refusal:
+                result["left_out"].append(shape | {"skipped": refusal})
+                continue
+            shape |= attempt(partial(_random_shape, row, group, peer, size, batch, not number))
+            result["shapes"].append(shape)
+            if number:  # the first one compiles
+                longest = max(longest, shape["took_s"])
+            timer.give_back(device)
+            result["summary"] = random_summary(result)
+            save(result)
+        result["counts"] = explain(group.target).summary()
+    return result
+
+
+def _random_shape(row: Row, group: Field, peer: str, size: Size, batch: int, is_cold: bool
+                  ) -> Found:  # fmt: skip
+    ours, found, mine = group.start("strop", size, batch)
+    alone = [timer.wall_ms(ours, group.device) / 1e3 for _ in range(LATER_CALLS)]
+    theirs, _, other = group.start(peer, size, batch)
+    samples = SAMPLES if row.kind == "step" else PICTURE_SAMPLES
+    times = take_turns({"strop": ours, peer: theirs}, row.kind, group.device, samples)
+    p50 = {name: timing["p50_ms"] for name, timing in times.items()}
+    return {"cold_s" if is_cold else "first_s": found["first_s"],
+            "longest_s": round(max(found["second_s"], *alone), 4), "p50_ms": p50,
+            "ratio": round(p50[peer] / p50["strop"], 3),
+            "rms_to_peer": max(_difference(result, other[0]) for result in mine)}  # fmt: skip
+
+
+def _difference(ours: Tensor, theirs: Tensor) -> float:
+    """RMS, in units of the RMS of their result; inf where one of them has no number."""
+    wide = theirs.double()
+    found = float((ours.double() - wide).square().mean().sqrt() / wide.square().mean().sqrt())
+    return found if math.isfinite(found) else math.inf
+
+
+def random_summary(result: Mapping[str, Any]) -> Found:
+    """How many times as long the peer takes: worst and median; the longest stalls."""
+    shapes = [s for s in result["shapes"] if is_there(s)]
+    if not shapes:
+        return {}
+    worst = min(shapes, key=lambda s: s["ratio"])
+    firsts = [s["first_s"] for s in shapes if "first_s" in s]
+    return {"count": len(shapes), "worst": worst["ratio"],
+            "worst_shape": [*worst["size"], worst["batch"]],
+            "median": round(statistics.median(s["ratio"] for s in shapes), 3),
+            "first_s": max(firsts) if firsts else None,
+            "longest_s": max(s["longest_s"] for s in shapes),
+            "rms_to_peer": max(s["rms_to_peer"] for s in shapes)}  # fmt: skip
+
+
+def measure_switches(row: Row, plan: Plan, clock: Clock, save: Save) -> Found:
+    """One run for each switch of ``Options`` alone switched off, one with all on, all off."""
+    switches: dict[str, Found] = {}
+    calls: dict[str, timer.Call] = {}
+    with tempfile.TemporaryDirectory() as cache:
+        first = Field.of(row, plan, cache)
+        needed_s = row.cost_s
+        fields_of = {"all on": first}
+        while fields_of:
+            name = next(iter(fields_of))
+            group = fields_of.pop(name)
+            refusal = clock.refusal(needed_s)
+            found = {"skipped": refusal} if refusal else attempt(
+                partial(_switched, row, group, name, calls))  # fmt: skip
+            switches[name] = found
+            if group is first and is_there(found):
+                needed_s = 1.2 * float(found["took_s"])
+                fields_of = {name: replace(first, options=options, built={})
+                             for name, options in _variants(first).items()}  # fmt: skip
+            save({"switches": switches})
+        for name, timing in take_turns(calls, row.kind, plan.where, plan.samples, clock).items():
+            switches[name] |= timing
+    return {"switches": switches}
+
+
+def _switched(row: Row, group: Field, name: str, calls: dict[str, timer.Call]) -> Found:
+    calls[name], found, _ = group.start("strop", row.size, row.batch)
+    report = explain(group.target)
+    return {**found, "num_launches": report.num_launches, "num_kernels": report.num_kernels,
+            "fallbacks": report.fallbacks}  # fmt: skip
+
+
+def _variants(group: Field) -> dict[str, strop.Options]:
+    """Each knob that is on by default, and each pass that the compiler has run, switched off."""
+    options = group.options
+    ran = dict.fromkeys(step[0] for graph in explain(group.target).graphs for step in graph.passes)
+    passes = tuple(name for name in ran if name not in NEEDED_PASSES)
+    off: dict[str, Any] = {knob.name: False for knob in fields(options) if knob.default is True}
+    found = {f"no {name}": replace(options, disable=(name,)) for name in passes}
+    for name, value in off.items():
+        found[f"no {name}"] = replace(options, **{name: value})
+    found["all off"] = replace(options, disable=passes, **off)
+    return found

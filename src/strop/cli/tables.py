@@ -1,0 +1,36 @@
+"""Tables on the screen, and options that the benchmarks share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+FILE_COLUMNS = 240
+OutOption = Annotated[
+    Path | None,
+    typer.Option("-o", "--out", help="Folder for the JSON; nothing is written without it."),
+]
+
+
+def show(header: tuple[str, ...], rows: Sequence[tuple[str, ...]], result: dict[str, Any]) -> None:
+    screen = Console(highlight=False, soft_wrap=True)
+    if not screen.is_terminal:  # a log has no width
+        screen = Console(highlight=False, soft_wrap=True, width=FILE_COLUMNS)
+    table = Table(*header, box=None, pad_edge=False)
+    for row in rows:
+        table.add_row(*row)
+    screen.print(table)
+    if "file" in result:
+        screen.print(f"written: {result['file']}", markup=False)
+
+
+def known(what: str, given: Sequence[str], names: Sequence[str]) -> None:
+    unknown = sorted(set(given) - set(names))
+    if unknown:
+        raise typer.BadParameter(f"no {', '.join(unknown)}; there are {', '.join(names)}",
+                                 param_hint=f"'{what}'")  # fmt: skip
