@@ -52,13 +52,12 @@ class TritonBound(executor.Bound):
     def _link_kernel(self, position: int, step: KernelStep) -> Any:
         if not any(0 not in self._shapes[number] for number in step.writes):
             return executor._nothing
-        form = self.chosen(step)
-        source, values = self.program.sources[form.kernel], self._scalars(step)
+        source, values = self.program.sources[step.kernel], self._scalars(step)
         sizes = {f"s{i}": value for i, value in enumerate(values)} | {"splits": SPLITS}
 
         def launch() -> None:
             tensors = [self._from(n, self._eval(offset))
-                       for n, offset in zip(form.buffers, form.offsets, strict=True)]  # fmt: skip
+                       for n, offset in zip(step.buffers, step.offsets, strict=True)]  # fmt: skip
             interpret(source, tensors, sizes)
 
         return launch

@@ -197,9 +197,8 @@ def _kernels(program: Program, costs: Sequence[StepRow], sizes: Mapping[str, int
     steps: dict[int, list[KernelStep]] = defaultdict(list)
     flops: Counter[int] = Counter()
     bound: dict[int, float] = defaultdict(float)
-    for planned, cost in zip(program.steps, costs, strict=True):
-        step = planned.at(sizes) if isinstance(planned, KernelStep) else None
-        if step is not None:
+    for step, cost in zip(program.at(sizes), costs, strict=True):
+        if isinstance(step, KernelStep):
             steps[step.kernel].append(step)
             flops[step.kernel] += cost.flops
             bound[step.kernel] += cost.bound_us
