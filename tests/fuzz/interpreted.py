@@ -7,7 +7,7 @@ Triton's, and its interpreter runs it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -25,6 +25,7 @@ from strop.ir.loops import Kernel
 from strop.ir.program import KernelStep
 from strop.ir.source import Emitted, KernelSource
 from strop.runtime import dispatch, executor, variants
+from strop.runtime.later import Later
 from tests.lowering.run_plan import with_offsets
 
 _KERNELS: dict[tuple[KernelSource, Any], Kernel] = {}
@@ -82,7 +83,15 @@ class _NoKernels:
 
     def warm_up(self, workers: int | None = None) -> None: ...
 
+    def cool_down(self) -> None: ...
+
     def build(self, sources: Sequence[KernelSource]) -> None: ...
+
+    def later(self, sources: Sequence[KernelSource]) -> Later:
+        return Later(())
+
+    def watch(self, sources: Sequence[KernelSource]) -> Callable[[], int]:
+        return int
 
 
 @contextmanager
