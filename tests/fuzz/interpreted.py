@@ -25,7 +25,7 @@ from strop.ir.loops import Kernel
 from strop.ir.program import KernelStep
 from strop.ir.source import Emitted, KernelSource
 from strop.runtime import dispatch, executor, variants
-from strop.runtime.later import Later
+from strop.runtime.ahead import Ahead
 from tests.lowering.run_plan import with_offsets
 
 _KERNELS: dict[tuple[KernelSource, Any], Kernel] = {}
@@ -85,10 +85,12 @@ class _NoKernels:
 
     def cool_down(self) -> None: ...
 
+    def begin(self, sources: Sequence[KernelSource]) -> None: ...
+
     def build(self, sources: Sequence[KernelSource]) -> None: ...
 
-    def later(self, sources: Sequence[KernelSource]) -> Later:
-        return Later(())
+    def later(self, sources: Sequence[KernelSource]) -> Ahead:
+        return Ahead(())
 
     def watch(self, sources: Sequence[KernelSource]) -> Callable[[], int]:
         return int

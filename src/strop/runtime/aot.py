@@ -28,10 +28,10 @@ from strop.frontend.symbols import Symbols
 from strop.ir.dims import Expr, symbol
 from strop.ir.program import Program
 from strop.options import Options
+from strop.runtime.ahead import Ahead
 from strop.runtime.executor import Bound, Workspace, looks_too_far
 from strop.runtime.garbage import collection_paused
 from strop.runtime.kernels import KernelLibrary, kernel_library
-from strop.runtime.later import Later
 
 log = logging.getLogger("strop")
 
@@ -177,11 +177,11 @@ class AotProgram:
 
     def __init__(self, program: Program, library: KernelLibrary, device: torch.device,
                  roots: Sequence[Any], constants: Sequence[Tensor],
-                 checked: Compiled | None = None, later: Later | None = None) -> None:  # fmt: skip
+                 checked: Compiled | None = None, later: Ahead | None = None) -> None:  # fmt: skip
         self.program, self.library, self.device = program, library, device
         self._is_tensor = [isinstance(r, tuple) for r in roots]
         self._constants, self._checked = list(constants), checked
-        self._later = later or Later(())
+        self._later = later or Ahead(())
         self._written = _written_arguments(program)
         self._bounds: dict[Hashable, Bound] = {}
         self._workspaces: dict[int, Workspace] = {}

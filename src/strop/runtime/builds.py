@@ -1,7 +1,7 @@
 """Triton sources to machine code: disk cache first, then compiled by several processes in parallel.
 
 A source that the cache knows is loaded without importing Triton. Nothing is built twice in one
-process, also when several threads ask at once, or one of them in the background (``later.py``).
+process, also when several threads ask at once, or one of them ahead of the others (``ahead.py``).
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from strop.errors import CodegenError
 from strop.ir.source import KernelSource
 from strop.runtime.cubin import Cubin, cache_key, request_of
 
-LOW_PRIORITY = 19  # niceness of processes for which nobody waits
 _PATIENCE_S = 5.0  # with a process that was told to end
 
 
@@ -160,7 +159,7 @@ class Builds:
             self.is_closing = True
             for worker in self._busy:
                 worker.terminate()
-        for niceness in (0, LOW_PRIORITY):
+        for niceness in {worker.niceness for worker in self._idle}:
             self.stop(niceness)
         for worker in [*self._leaving, *self._busy]:
             worker.wait()
@@ -243,19 +242,22 @@ def build(
     return {source: future.result() for source, future in futures.items()}
 
 
-def build_for_later(source: KernelSource, arch: int, cache: Cache) -> bool:
-    """Make sure that a kernel is there, at low priority; whether it had to be compiled."""
+def build_ahead(source: KernelSource, arch: int, cache: Cache, niceness: int) -> bool:
+    """Make sure that a kernel is there; whether it had to be compiled here. Those of low priority
+    are counted by who asks."""
     _, mine = BUILDS.claim([source], arch)
     if not mine:
         return False
     try:
-        if _load(source, arch, cache):
-            return False
-        _compile(source, arch, cache, LOW_PRIORITY)
+        was_cached = _load(source, arch, cache)
+        if not was_cached:
+            _compile(source, arch, cache, niceness)
     except BaseException as error:
         BUILDS.fail(source, arch, error)
         raise
-    return True
+    if not niceness:
+        BUILDS.count(built=not was_cached, cached=was_cached)
+    return not was_cached
 
 
 def _load(source: KernelSource, arch: int, cache: Cache) -> bool:

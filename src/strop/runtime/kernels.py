@@ -13,8 +13,8 @@ from strop.errors import UnsupportedError
 from strop.ir.source import KernelSource
 from strop.options import Options
 from strop.runtime import builds, cubin, driver
+from strop.runtime.ahead import Ahead
 from strop.runtime.cache import DiskCache
-from strop.runtime.later import Later
 from strop.runtime.native import NativeKernels
 
 # A split reduction runs one program a multiprocessor while slabs are short, up to four for long
@@ -43,7 +43,11 @@ class KernelLibrary(Protocol):
 
     def build(self, sources: Sequence[KernelSource]) -> None: ...
 
-    def later(self, sources: Sequence[KernelSource]) -> Later:
+    def begin(self, sources: Sequence[KernelSource]) -> None:
+        """Build these already, which ``build`` will ask for."""
+        ...
+
+    def later(self, sources: Sequence[KernelSource]) -> Ahead:
         """These kernels for the background, not begun."""
         ...
 
@@ -76,8 +80,11 @@ class CpuKernels:
     def cool_down(self) -> None:
         pass
 
-    def later(self, sources: Sequence[KernelSource]) -> Later:
-        return Later(())  # one call of the compiler makes all
+    def begin(self, sources: Sequence[KernelSource]) -> None:
+        pass  # one call of the compiler makes all
+
+    def later(self, sources: Sequence[KernelSource]) -> Ahead:
+        return Ahead(())
 
     def watch(self, sources: Sequence[KernelSource]) -> Callable[[], int]:
         before = sum(self.counts)
@@ -118,8 +125,11 @@ class CudaKernels:
             self._cubins.update(builds.build(missing, self._arch, self._cache, self._workers))
             builds.stop_workers()
 
-    def later(self, sources: Sequence[KernelSource]) -> Later:
-        return Later(sources, self._arch, self._cache, self._workers)
+    def begin(self, sources: Sequence[KernelSource]) -> None:
+        Ahead(sources, self._arch, self._cache, self._workers, niceness=0).start()
+
+    def later(self, sources: Sequence[KernelSource]) -> Ahead:
+        return Ahead(sources, self._arch, self._cache, self._workers)
 
     def watch(self, sources: Sequence[KernelSource]) -> Callable[[], int]:
         return lambda: sum(builds.BUILDS.has(source, self._arch) for source in sources)

@@ -29,9 +29,9 @@ from strop.frontend.objects import with_objects
 from strop.ir.program import Program
 from strop.options import Options
 from strop.runtime import stored_variants
+from strop.runtime.ahead import Ahead
 from strop.runtime.garbage import collection_paused
 from strop.runtime.kernels import KernelLibrary, kernel_library
-from strop.runtime.later import Later
 from strop.runtime.signature import Shapes, Skeleton, rebuild, solve_roots
 from strop.runtime.state import ModuleState
 
@@ -52,7 +52,7 @@ class Variant:
     from_disk: bool = False
     seconds: Mapping[str, float] = field(default_factory=dict)
     compiled: Compiled | None = None  # None when it came from disk
-    later: Later = field(default_factory=lambda: Later(()))  # kernels that only other sizes need
+    later: Ahead = field(default_factory=lambda: Ahead(()))  # kernels that only other sizes need
 
     def fits(self, sizes: Sizes) -> bool:
         return self.env(sizes) is not None
@@ -188,7 +188,9 @@ class VariantStore:
         try:
             if variant is None:
                 with collection_paused():
-                    variant = self._compile(state, skeleton, shapes, device)
+                    variant = self._compile(state, skeleton, shapes, device, library)
+                env = variant.env(sizes)
+                library.begin(variant.program.sources_at(env) if env is not None else ())
                 stored_variants.save(stored_key, variant, self.options)
             if variant.state_names != tuple(state.names):
                 raise CaptureError(
@@ -215,7 +217,7 @@ class VariantStore:
                        later=library.later(tuple(others)))  # fmt: skip
 
     def _compile(self, state: ModuleState, skeleton: Skeleton, shapes: Shapes,
-                 device: torch.device) -> Variant:  # fmt: skip
+                 device: torch.device, library: KernelLibrary) -> Variant:  # fmt: skip
         self.num_captures += 1
         start = time.perf_counter()
         clone = clone_structure(self.module)
@@ -237,7 +239,7 @@ class VariantStore:
             raise CaptureError(f"{self.name} makes tensors from Python data in its forward")
         signature = Signature(imported.returned, captured.guards)
         compiled = compile_captured(captured.gm, imported.graph, signature, device.type,
-                                    self.options, self.name)  # fmt: skip
+                                    self.options, self.name, library.begin)  # fmt: skip
         seconds = {"capture": traced - start, **compiled.seconds}
         return Variant(compiled.program, captured.input_specs, captured.out_spec,
                        captured.state_names, shapes.is_ragged, False, seconds, compiled
