@@ -230,7 +230,13 @@ class VariantStore:
         for part in parts:
             part.register_forward_pre_hook(lambda m, _: entered.add(id(m)))
         self.progress.begin("tracing modules", len(parts), lambda: len(entered))
-        captured = capture(clone, call, shapes.specs, shapes.hints)
+        try:
+            captured = capture(clone, call, shapes.specs, shapes.hints)
+        finally:  # also of a trace that failed: else its failure would be another module's
+            written = state.ignore_own_writes()
+            if written:
+                log.warning("%s writes %s when it is traced; compiled code does not", self.name,
+                            ", ".join(sorted(written)))  # fmt: skip
         self.progress.begin("planning kernels")
         traced = time.perf_counter()
         imported = import_graph(captured.gm, captured.symbols, captured.hints, captured.origins,
