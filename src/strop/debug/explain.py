@@ -163,7 +163,7 @@ def _graph(variant: Variant, latest: Entry | None, able: Machine) -> GraphRow:
         calls=dict(calls),
         num_opaque_calls=sum(step.op == "aten" for step in program.call_steps),
         guards=tuple(map(str, program.guards)),
-        seconds=dict(variant.seconds),
+        seconds=_seconds(variant),
         passes=tuple((p.name, p.seconds, p.nodes_before, p.nodes_after) for p in passes),
         refusals=dict(refusals),
         plan=listing(program),
@@ -171,6 +171,12 @@ def _graph(variant: Variant, latest: Entry | None, able: Machine) -> GraphRow:
         edges=tuple(map(_refusal, compiled.plan.refusals)) if compiled else (),
         texts=_texts(compiled),
     )
+
+
+def _seconds(variant: Variant) -> dict[str, float]:
+    """Of each stage; ``kernels`` are those that the first call waited for."""
+    later = variant.later
+    return {**variant.seconds, **({"kernels_later": later.seconds} if later.num_built else {})}
 
 
 def _refusal(refusal: Refusal) -> RefusalRow:
