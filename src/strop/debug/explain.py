@@ -21,6 +21,7 @@ from strop.fusion.plan import Refusal
 from strop.ir.graph import Ref
 from strop.ir.program import CallStep, KernelStep, Program
 from strop.options import Options
+from strop.runtime import faults
 from strop.runtime.dispatch import Dispatcher, Entry
 from strop.runtime.variants import Variant
 
@@ -94,7 +95,8 @@ def report_of(dispatchers: Mapping[str, Dispatcher]) -> Report:
     able = machine(name)
     components = tuple(_component(n, d, able) for n, d in dispatchers.items())
     has_all = all(graph.texts for c in components for graph in c.graphs)
-    return Report(components, name, able.bandwidth, () if has_all else (UNRECORDED,))
+    notes = (*faults.unreported(), *(() if has_all else (UNRECORDED,)))
+    return Report(components, name, able.bandwidth, notes)
 
 
 def _component(name: str, dispatcher: Dispatcher, able: Machine) -> ComponentRow:
