@@ -178,12 +178,47 @@ def test_what_a_forward_writes_itself_is_not_watched(tmp_path: Path, caplog: Any
     assert "CONFIG.seen" in line
 
 
-def test_of_libraries_little_is_watched() -> None:
-    state = ModuleState(nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.LayerNorm(8)))
-    assert not state.surroundings.text
-    lines = ModuleState(tiny.unet()).surroundings.text
-    assert all(line.startswith("diffusers.") for line in lines)
-    assert len(lines) < 50
+def test_a_trace_that_fails_is_not_tried_again_for_what_it_wrote(tmp_path: Path) -> None:
+    def body(self: nn.Module, x: Tensor) -> Tensor:
+        global COUNT
+        COUNT += 1
+        return x * 2 if x.sum() > 0 else x
+
+    module = strop.optimize(reads(body), options=Options(cache_dir=str(tmp_path)))
+    for _ in range(3):
+        check(module)
+    assert module.forward.variants.num_captures == 1
+    assert module.forward.counters.eager_calls == 3
+
+
+LIBRARY = """
+import torch
+FLAG, LIMITS = 2.0, [1]
+
+def helped(x):
+    return x * FLAG
+
+class Layer(torch.nn.Module):
+    def forward(self, x):
+        return self.again(x)
+
+    def again(self, x):
+        return helped(x) * FLAG * len(LIMITS)
+"""
+
+
+@pytest.mark.parametrize("library", ["torch.nn.layer", "diffusers.models.layer", "own.layer"])
+def test_of_libraries_little_is_watched(library: str) -> None:
+    space: dict[str, Any] = {"__name__": library}
+    exec(LIBRARY, space)
+    labels = {line.split("=")[0] for line in ModuleState(space["Layer"]()).surroundings.text}
+    own = {"Layer.forward", "Layer.again", "helped", "FLAG", "LIMITS"}
+    watched = {"torch.nn.layer": set(), "diffusers.models.layer": {"FLAG"}, "own.layer": own}
+    assert labels == {f"{library}.{name}" for name in watched[library]}
+
+
+def test_a_unet_costs_nothing() -> None:
+    assert not ModuleState(tiny.unet()).surroundings.text
 
 
 def test_keys_hold_no_addresses() -> None:
