@@ -122,7 +122,7 @@ def _stitched(graph: Graph, fusion: FusionPlan, kernels: dict[Group, Lowered]
 def _first_needed(graph: Graph, target: Target, fusion: FusionPlan,
                   lowered: Mapping[Group, tuple[Kernel, Any, Any]], found: Sequence[Stitch],
                   ) -> Iterator[KernelSource]:  # fmt: skip
-    """Kernels that run at the traced sizes; column reductions, which take longest, first."""
+    """Kernels that run at the traced sizes: those that leave out others, then the longest ones."""
     done = set[Group]()
     for stitch in found:
         forms = target.stitched(lowered[stitch.whole][0])
