@@ -44,7 +44,7 @@ from strop.frontend.capture import capture
 from strop.frontend.importer import import_graph
 from strop.ir.source import KernelSource
 from strop.options import Options
-from strop.runtime import cubin
+from strop.runtime import builds, cubin
 
 WORKERS = 2
 F16 = torch.float16
@@ -198,7 +198,7 @@ def _tool(name: str, *args: str) -> str:
 def measure(source: KernelSource, arch: int) -> Usage:
     """Compile in one of the worker processes and read the machine code."""
     start = time.perf_counter()
-    compiled = cubin.BUILDS.compile(source, arch)
+    compiled = builds.BUILDS.compile(source, arch)
     seconds = time.perf_counter() - start
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.code)
@@ -241,7 +241,7 @@ Results = dict[KernelSource, dict[int, Usage | str]]  # text: why it did not com
 def measure_all(sources: Sequence[KernelSource], archs: Sequence[int], console: Console) -> Results:
     results: Results = {source: {} for source in sources}
     columns = (TextColumn("compiling"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    cubin.start_workers(WORKERS)
+    builds.start_workers(WORKERS)
     try:
         with ThreadPoolExecutor(WORKERS) as pool, Progress(*columns, console=console) as bar:
             task = bar.add_task("", total=len(sources) * len(archs))
@@ -254,7 +254,7 @@ def measure_all(sources: Sequence[KernelSource], archs: Sequence[int], console: 
                     results[source][arch] = str(error)
                 bar.advance(task)
     finally:
-        cubin.stop_workers()
+        builds.stop_workers()
     return results
 
 

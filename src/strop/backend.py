@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +15,9 @@ from strop.fusion.plan import FusionPlan, Group, Stitch
 from strop.fusion.planner import computed_by, plan
 from strop.fusion.stitch import stitches
 from strop.ir.graph import Graph, Node
+from strop.ir.loops import Kernel, Schedule
 from strop.ir.program import Program
+from strop.ir.source import KernelSource
 from strop.lowering.generic import without_sizes
 from strop.lowering.lower import Lowered, lower
 from strop.options import Options
@@ -23,6 +25,7 @@ from strop.options import Options
 if TYPE_CHECKING:
     from torch.fx import GraphModule
 
+Begin = Callable[[Sequence[KernelSource]], None]
 PLANNED = frozenset({  # library calls that write where they are told
     "linear",
     "matmul",
@@ -47,26 +50,33 @@ class Compiled:
 
 
 def compile_captured(gm: GraphModule, graph: Graph, signature: Signature, device: str,
-                     options: Options, name: str) -> Compiled:  # fmt: skip
+                     options: Options, name: str, begin: Begin | None = None
+                     ) -> Compiled:  # fmt: skip
     """``compile_graph``, leaving its files in ``options.dump``. ``graph`` came from ``gm``."""
     if not options.dump:
-        return compile_graph(graph, signature, device, options)
+        return compile_graph(graph, signature, device, options, begin)
     from strop.debug.dump import compile_and_dump
 
     return compile_and_dump(gm, graph, signature, device, options, name)
 
 
-def compile_graph(graph: Graph, signature: Signature, device: str, options: Options) -> Compiled:
-    """One functional graph -> one program for every shape. Builds no kernel yet."""
+def compile_graph(graph: Graph, signature: Signature, device: str, options: Options,
+                  begin: Begin | None = None) -> Compiled:  # fmt: skip
+    """One functional graph -> one program for every shape. Builds no kernel, but tells ``begin``
+    which ones the traced sizes need, as soon as they are printed."""
     target, generic = TARGETS[device], signature.generic
     emit = once(target.emit)  # a model has many equal kernels
-    target = replace(target, emit=without_sizes(emit) if generic else emit)
+    target = replace(target, emit=without_sizes(emit) if generic else emit,
+                     stitched=once(target.stitched))  # fmt: skip
     clock, imported = _Clock(), graph if options.wants_graphs else None
     graph, records = passes.run(graph, options)  # rewrite to canonical form, lay out memory
     clock.lap("passes")
     fusion, kernels = _planned(graph, generic, clock)  # which nodes share a kernel, and its loops
     found = () if device == "cpu" or generic else _stitched(graph, fusion, kernels)
     lowered = {group: (low.kernel, low.buffers, low.offsets) for group, low in kernels.items()}
+    if begin is not None:
+        for source in _first_needed(graph, target, fusion, lowered, found):
+            begin([source])
     program = assemble(graph, fusion, lowered, signature, target, found)
     clock.lap("codegen")
     return Compiled(program, graph, fusion, records, clock.seconds, imported)
@@ -107,6 +117,22 @@ def _stitched(graph: Graph, fusion: FusionPlan, kernels: dict[Group, Lowered]
             continue  # its indices do not divide: it stays two kernels
         found.append(stitch)
     return tuple(found)
+
+
+def _first_needed(graph: Graph, target: Target, fusion: FusionPlan,
+                  lowered: Mapping[Group, tuple[Kernel, Any, Any]], found: Sequence[Stitch],
+                  ) -> Iterator[KernelSource]:  # fmt: skip
+    """Kernels that run at the traced sizes: those that leave out others, then the longest ones."""
+    done = set[Group]()
+    for stitch in found:
+        forms = target.stitched(lowered[stitch.whole][0])
+        fitting = next((form for form in forms if form.fits(graph.hints)), None)
+        if fitting is not None:
+            done |= {stitch.statistics, stitch.reader}
+            yield fitting.source
+    for group in sorted(fusion.groups, key=lambda g: g.schedule is not Schedule.COLUMN):
+        if group not in done:
+            yield target.emit(lowered[group][0]).at(graph.hints)
 
 
 class _Clock:

@@ -37,7 +37,7 @@ class Options:
                         "STROP_CHECK", keyed=False)  # fmt: skip
     record: bool = _knob(False, "keep the graph before and after each pass, for explain",
                          "STROP_RECORD", keyed=False)  # fmt: skip
-    build_workers: int = _knob(0, "processes that compile kernels; 0: one a core, at most 12",
+    build_workers: int = _knob(0, "processes that compile kernels; 0: one a core, at most 16",
                                "STROP_BUILD_WORKERS", keyed=False)  # fmt: skip
 
     def __post_init__(self) -> None:

@@ -31,7 +31,7 @@ from strop.ir.loops import Schedule
 from strop.ir.source import Emitted, KernelSource, Variant
 from strop.lowering.lower import Lowered, lower
 from strop.options import Options
-from strop.runtime import cubin
+from strop.runtime import builds
 from tests.codegen.kernels import Sample
 from tests.codegen.test_triton import TOLERANCE, run
 from tests.codegen.test_triton_compile import SHARED_LIMIT, resources
@@ -153,7 +153,7 @@ class NoCache:
 @pytest.mark.parametrize("arch", [80, 86, 89, 90, 100])
 def test_unet_compiles(arch: int, tmp_path: Path):
     sources = kernels_of("unet", F16).samples
-    cubins = cubin.build(sources, arch, NoCache(), workers=2)
+    cubins = builds.build(sources, arch, NoCache(), workers=2)
     assert cubins.keys() == sources.keys()
     for source, compiled in cubins.items():
         assert compiled.shared <= SHARED_LIMIT, source.name

@@ -7,7 +7,7 @@ Triton's, and its interpreter runs it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -25,6 +25,7 @@ from strop.ir.loops import Kernel
 from strop.ir.program import KernelStep
 from strop.ir.source import Emitted, KernelSource
 from strop.runtime import dispatch, executor, variants
+from strop.runtime.ahead import Ahead
 from tests.lowering.run_plan import with_offsets
 
 _KERNELS: dict[tuple[KernelSource, Any], Kernel] = {}
@@ -52,13 +53,12 @@ class TritonBound(executor.Bound):
     def _link_kernel(self, position: int, step: KernelStep) -> Any:
         if not any(0 not in self._shapes[number] for number in step.writes):
             return executor._nothing
-        form = self.chosen(step)
-        source, values = self.program.sources[form.kernel], self._scalars(step)
+        source, values = self.program.sources[step.kernel], self._scalars(step)
         sizes = {f"s{i}": value for i, value in enumerate(values)} | {"splits": SPLITS}
 
         def launch() -> None:
             tensors = [self._from(n, self._eval(offset))
-                       for n, offset in zip(form.buffers, form.offsets, strict=True)]  # fmt: skip
+                       for n, offset in zip(step.buffers, step.offsets, strict=True)]  # fmt: skip
             interpret(source, tensors, sizes)
 
         return launch
@@ -83,7 +83,17 @@ class _NoKernels:
 
     def warm_up(self, workers: int | None = None) -> None: ...
 
+    def cool_down(self) -> None: ...
+
+    def begin(self, sources: Sequence[KernelSource]) -> None: ...
+
     def build(self, sources: Sequence[KernelSource]) -> None: ...
+
+    def later(self, sources: Sequence[KernelSource]) -> Ahead:
+        return Ahead(())
+
+    def watch(self, sources: Sequence[KernelSource]) -> Callable[[], int]:
+        return int
 
 
 @contextmanager

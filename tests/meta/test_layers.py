@@ -78,7 +78,8 @@ EXCEPTIONS: dict[tuple[str, str], str] = {
     ("debug.bisect", "passes"): "the names in PIPELINE, to disable them one by one",
     ("debug.failure", "__init__"): "where the package lies, to name the function that raised",
     ("debug.case", "__init__"): "__version__, noted in a dump",
-    ("runtime.cubin", "codegen.triton_worker"): "the script that compiler processes run",
+    ("runtime.builds", "codegen.triton_worker"): "the script that compiler processes run",
+    ("runtime.cubin", "codegen.triton_worker"): "its function, to compile in this process",
     ("bench.census", "frontend.objects"): "as_tree, to compare results that are caches",
     ("diffusion.components", "frontend.capture"): "TensorSpec: symbolic sizes of the arguments",
 }

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from strop.runtime import cubin
+from strop.runtime import builds
 from strop.runtime.cache import TEMPORARY_SECONDS, DiskCache
 from strop.runtime.kernels import _BytesByKey
 from tests.codegen.kernels import SAMPLES
@@ -160,10 +160,10 @@ def test_damaged_cubins(
     )
 
     def built() -> tuple[Any, int]:
-        monkeypatch.setattr(cubin, "BUILDS", cubin.Builds())
-        result = cubin.build([source], 90, cache, workers=1)
-        cubin.BUILDS.stop(wait=True)
-        return result, cubin.BUILDS.num_built
+        monkeypatch.setattr(builds, "BUILDS", builds.Builds())
+        result = builds.build([source], 90, cache, workers=1)
+        builds.BUILDS.close()
+        return result, builds.BUILDS.num_built
 
     first, count = built()
     assert count == 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeVar
 
 from strop.codegen.mutation import Lowered, redirected_stores
 from strop.errors import ShapeError
@@ -27,6 +27,8 @@ from strop.ir.program import (
 )
 from strop.ir.source import Emitted, KernelSource, Variant
 
+T = TypeVar("T")
+
 
 @dataclass(frozen=True, slots=True)
 class Target:
@@ -38,11 +40,11 @@ class Target:
     stitched: Callable[[Kernel], tuple[Variant, ...]] = lambda kernel: ()  # forms that fit on chip
 
 
-def once(emit: Callable[[Kernel], Emitted]) -> Callable[[Kernel], Emitted]:
+def once(emit: Callable[[Kernel], T]) -> Callable[[Kernel], T]:
     """Equal kernels, of which a model has many, are printed once."""
 
     @lru_cache(maxsize=1024)
-    def emit_once(kernel: Kernel, numbers: tuple[str, ...]) -> Emitted:
+    def emit_once(kernel: Kernel, numbers: tuple[str, ...]) -> T:
         return emit(kernel)
 
     return lambda kernel: emit_once(kernel, tuple(_numbers(kernel)))

@@ -7,10 +7,12 @@ path and not through ``multiprocessing``, it never runs the user's main module a
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import linecache
 import os
+import signal
 import struct
 import sys
 import tempfile
@@ -65,33 +67,60 @@ def write_message(stream: BinaryIO, header: dict[str, Any], body: bytes = b"") -
 
 
 def read_message(stream: BinaryIO) -> tuple[dict[str, Any], bytes] | None:
-    """The next message, or None at the end of the stream."""
+    """The next message, or None where the stream ends, be it in the middle of one."""
     length = stream.read(_LENGTH.size)
     if len(length) < _LENGTH.size:
         return None
-    header = json.loads(stream.read(_LENGTH.unpack(length)[0]))
-    return header, stream.read(header["size"])
+    num_bytes = _LENGTH.unpack(length)[0]
+    text = stream.read(num_bytes)
+    if len(text) < num_bytes:
+        return None
+    header = json.loads(text)
+    body = stream.read(header["size"])
+    return (header, body) if len(body) == header["size"] else None
+
+
+# Compiled when a process starts: it then has loaded, and asked ptxas for, what every kernel needs.
+WARM_UP = {
+    "name": "warm_up",
+    "text": "import triton\nimport triton.language as tl\n\n\n@triton.jit\ndef warm_up(p0):\n"
+            "    place = tl.arange(0, 32)\n"
+            "    tl.store(p0 + place, tl.math.rsqrt(tl.load(p0 + place)))\n",
+    "signature": {"p0": "*fp32"}, "constants": {}, "divisible": [0], "num_warps": 1,
+    "max_registers": None, "arch": 90,
+}  # fmt: skip
 
 
 def serve(requests: BinaryIO, replies: BinaryIO) -> None:
     """Answer until the other side closes. A failure is an answer too: the caller raises it."""
-    import triton
-
     with tempfile.TemporaryDirectory(prefix="strop-triton-") as folder:
-        triton.knobs.cache.dir = folder
+        _prepare(folder)
         while message := read_message(requests):
             try:
                 header, body = compile_request(message[0])
-            except BaseException as error:  # any failure of a compiler belongs to its caller
-                write_message(replies, {"error": f"{type(error).__name__}: {error}"})
-                if not isinstance(error, Exception):
-                    raise
-            else:
-                write_message(replies, header, body)
+            except Exception as error:  # any failure of a compiler belongs to its caller
+                header, body = {"error": f"{type(error).__name__}: {error}"}, b""
+            write_message(replies, header, body)
+
+
+def _prepare(folder: str) -> None:
+    """Take from Triton what nobody reads: its own cache lies in a folder that ends with us."""
+    import triton
+    import triton.runtime.cache
+
+    tempfile.tempdir = triton.knobs.cache.dir = folder
+    triton.knobs.compilation.store_binary_only = True
+    # the text is in no file; machine code is the same without, and a third of the size
+    triton.knobs.compilation.disable_line_info = True
+    # a digest of all of Triton, 0.4 s: this process has only one
+    triton.runtime.cache.triton_key = lambda: triton.__version__
+    with contextlib.suppress(Exception):  # the first request fails likewise, and somebody hears it
+        compile_request(WARM_UP)
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(1))  # removes the folder
     # Compilers print to stdout; the replies keep the pipe for themselves.
-    with os.fdopen(os.dup(1), "wb") as pipe:
+    with os.fdopen(os.dup(1), "wb") as pipe, contextlib.suppress(BrokenPipeError):
         os.dup2(2, 1)
         serve(sys.stdin.buffer, pipe)

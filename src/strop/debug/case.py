@@ -151,7 +151,6 @@ def bind(case: Case, program: Program, arguments: Mapping[int, Tensor]
     """The program at the traced sizes, and what its ``run`` takes."""
     device = torch_device(case)
     library = kernel_library(device.type, 0, case.options.cache_dir, case.options.build_workers)
-    library.build(program.sources)
     given = [arguments[n].clone() for n in range(len(arguments))]
     placed = place(program, given)
     state = [x if spec.is_state else None for x, spec in zip(placed, program.inputs, strict=True)]

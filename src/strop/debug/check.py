@@ -112,7 +112,7 @@ class _Judge:
 
     def around(self, position: int, run: Callable[[], None]) -> None:
         planned = self.steps[position]
-        if self.bound.is_absorbed(planned.step):
+        if self.bound.steps[position] is None:
             return  # judged as a part of the step that does its work
         made = self._made(planned)
         if not made or not all(map(_has_judge, _nodes(planned))):
@@ -133,7 +133,8 @@ class _Judge:
         """What the step writes at this shape: another step's values too where it does its work."""
         if not isinstance(planned.step, KernelStep):
             return planned.made
-        writes = self.bound.chosen(planned.step).writes
+        runs = self.bound.steps[planned.number]
+        writes = runs.writes if isinstance(runs, KernelStep) else ()
         found = {n: number for p in self.steps for n, number in p.made.items() if number in writes}
         return found if writes != planned.step.writes else planned.made
 

@@ -21,6 +21,7 @@ from strop.fusion.plan import Refusal
 from strop.ir.graph import Ref
 from strop.ir.program import CallStep, KernelStep, Program
 from strop.options import Options
+from strop.runtime import faults
 from strop.runtime.dispatch import Dispatcher, Entry
 from strop.runtime.variants import Variant
 
@@ -94,7 +95,8 @@ def report_of(dispatchers: Mapping[str, Dispatcher]) -> Report:
     able = machine(name)
     components = tuple(_component(n, d, able) for n, d in dispatchers.items())
     has_all = all(graph.texts for c in components for graph in c.graphs)
-    return Report(components, name, able.bandwidth, () if has_all else (UNRECORDED,))
+    notes = (*faults.unreported(), *(() if has_all else (UNRECORDED,)))
+    return Report(components, name, able.bandwidth, notes)
 
 
 def _component(name: str, dispatcher: Dispatcher, able: Machine) -> ComponentRow:
@@ -163,7 +165,7 @@ def _graph(variant: Variant, latest: Entry | None, able: Machine) -> GraphRow:
         calls=dict(calls),
         num_opaque_calls=sum(step.op == "aten" for step in program.call_steps),
         guards=tuple(map(str, program.guards)),
-        seconds=dict(variant.seconds),
+        seconds=_seconds(variant),
         passes=tuple((p.name, p.seconds, p.nodes_before, p.nodes_after) for p in passes),
         refusals=dict(refusals),
         plan=listing(program),
@@ -171,6 +173,12 @@ def _graph(variant: Variant, latest: Entry | None, able: Machine) -> GraphRow:
         edges=tuple(map(_refusal, compiled.plan.refusals)) if compiled else (),
         texts=_texts(compiled),
     )
+
+
+def _seconds(variant: Variant) -> dict[str, float]:
+    """Of each stage; ``kernels`` are those that the first call waited for."""
+    later = variant.later
+    return {**variant.seconds, **({"kernels_later": later.seconds} if later.num_built else {})}
 
 
 def _refusal(refusal: Refusal) -> RefusalRow:
@@ -197,9 +205,8 @@ def _kernels(program: Program, costs: Sequence[StepRow], sizes: Mapping[str, int
     steps: dict[int, list[KernelStep]] = defaultdict(list)
     flops: Counter[int] = Counter()
     bound: dict[int, float] = defaultdict(float)
-    for planned, cost in zip(program.steps, costs, strict=True):
-        step = planned.at(sizes) if isinstance(planned, KernelStep) else None
-        if step is not None:
+    for step, cost in zip(program.at(sizes), costs, strict=True):
+        if isinstance(step, KernelStep):
             steps[step.kernel].append(step)
             flops[step.kernel] += cost.flops
             bound[step.kernel] += cost.bound_us

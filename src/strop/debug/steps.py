@@ -79,10 +79,9 @@ def step_rows(program: Program, compiled: Compiled | None, sizes: Sizes, able: M
     planned = planned_steps(compiled) if compiled else ()
     maker: dict[int, int] = {}
     rows = []
-    for number, step in enumerate(program.steps):
+    for number, (step, runs) in enumerate(zip(program.steps, program.at(sizes), strict=True)):
         plan = planned[number].plan if planned else None
         made, read = _written(step), _read(step)
-        runs = step.at(sizes) if isinstance(step, KernelStep) else step
         num_bytes = bytes_moved(program, runs, sizes) if runs is not None else 0
         flops = _flops(step, plan, sizes) if runs is not None else 0
         bound_us, by = able.bound_us(num_bytes, flops, _computed_in(program, step))

@@ -27,6 +27,7 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses import FakeTensorMode
 from torch.func import functionalize
 from torch.fx import GraphModule
+from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.fx.experimental.symbolic_shapes import (
     DimDynamic,
@@ -133,6 +134,7 @@ def capture(
     """
     shape_env = ShapeEnv()
     mode = FakeTensorMode(shape_env=shape_env, allow_non_fake_inputs=True)
+    mode.cache_enabled = False  # to look up symbolic sizes takes longer than to work results out
     with _ONE_AT_A_TIME, _config():
         roots = _roots(mode, hints)
         state = named_state(module)
@@ -265,7 +267,7 @@ def _trace(
         python = enable_python_dispatcher()  # shape rules in Python know symbols, C++ ones do not
         with (
             mode, python, _as_compiling(), symbolic_builtins(module), Retarget(),
-            overlap_by_traced_sizes(), _record_origins(module, origins),
+            overlap_by_traced_sizes(), _record_origins(module, origins), _without_tensor_meta(),
         ):  # fmt: skip
             gm = make_fx(transform(flat), tracing_mode="real")(state, *fakes)
     except Exception as error:  # a module may raise anything when it meets fake tensors
@@ -286,6 +288,25 @@ def _as_compiling() -> Iterator[None]:
         yield
     finally:
         torch.compiler._is_compiling_flag = before
+
+
+@contextmanager
+def _without_tensor_meta() -> Iterator[None]:
+    """Of each traced value ``val`` says everything; ``tensor_meta`` beside it, which nobody here
+    reads, asks for every memory format of symbolic sizes. Other threads keep it."""
+    usual, thread = vars(proxy_tensor)[_META], threading.get_ident()
+
+    def extract(value: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return None if threading.get_ident() == thread else usual(value, *args, **kwargs)
+
+    vars(proxy_tensor)[_META] = extract
+    try:
+        yield
+    finally:
+        vars(proxy_tensor)[_META] = usual
+
+
+_META = "_extract_tensor_metadata"
 
 
 @contextmanager

@@ -23,17 +23,21 @@ def stitches(graph: Graph, plan: FusionPlan) -> Iterator[Stitch]:
     stored = frozenset(writers)
     loads = {step: loaded(step, stored) for step in plan.groups}
     results = {base_of(o) for o in graph.outputs}
+    readers: dict[Node, set[Group | Node]] = {}
+    for step in plan.steps:
+        for node in loads[step] if isinstance(step, Group) else map(base_of, step.inputs):
+            readers.setdefault(node, set()).add(step)
     for number, group in enumerate(plan.steps):
         if not isinstance(group, Group) or group.schedule is not Schedule.COLUMN:
             continue
         reader = _only_reader(group, plan.groups, loads)
         if reader is None or not _covers(group, reader):
             continue
-        host = _place(plan.steps, number, plan.steps.index(reader), loads)
+        host = _place(plan.steps, number, plan.steps.index(reader), loads, readers)
         if host is None:
             continue
         kept = tuple(n for n in group.stores
-                     if n in results or _readers(n, plan.steps, loads) - {reader})  # fmt: skip
+                     if n in results or readers.get(n, set()) - {reader})  # fmt: skip
         nodes = tuple(dict.fromkeys((*group.nodes, *reader.nodes)))
         yield Stitch(group, reader, Group(Schedule.ROW, nodes, (*kept, *reader.stores)), host)
 
@@ -55,17 +59,10 @@ def _covers(group: Group, reader: Group) -> bool:
     return all(store.numel == _domain(group) for store in reader.stores)
 
 
-def _readers(
-    node: Node, steps: Sequence[Group | Node], loads: dict[Group, set[Node]]
-) -> set[Group | Node]:
-    return {
-        s for s in steps if node in (loads[s] if isinstance(s, Group) else map(base_of, s.inputs))
-    }
-
-
 def _place(
-    steps: Sequence[Group | Node], first: int, last: int, loads: dict[Group, set[Node]]
-) -> Group | None:
+    steps: Sequence[Group | Node], first: int, last: int, loads: dict[Group, set[Node]],
+    readers: dict[Node, set[Group | Node]],
+) -> Group | None:  # fmt: skip
     """Where both could run: early, if the reader needs nothing made in between, else late, if
     nobody in between needs what the first one makes or could write over what it reads."""
     group, reader, between = steps[first], steps[last], steps[first + 1 : last]
@@ -76,5 +73,5 @@ def _place(
         return None
     if not made & loads[reader]:
         return group
-    wanted = any(_readers(n, between, loads) for n in group.stores)
+    wanted = any(not readers.get(n, set()).isdisjoint(between) for n in group.stores)
     return None if wanted else reader

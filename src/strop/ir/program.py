@@ -7,7 +7,7 @@ pieces of them (``TensorRef``).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -106,11 +106,11 @@ class KernelStep:
     looked_up: tuple[Expr, ...] = ()  # and the sizes of the dims that they look into
     lookup_sizes: tuple[Expr | None, ...] = ()  # per buffer, how many elements are looked up there
 
-    def at(self, sizes: Mapping[str, int]) -> KernelStep | None:
-        """What runs at these sizes; None where another step does this one's work."""
-        if any(v.fits(v.size.eval(sizes)) for v in self.absorbed):
+    def at(self, value: Callable[[Expr], int]) -> KernelStep | None:
+        """What runs where sizes have these values; None where another step does this one's work."""
+        if any(v.fits(value(v.size)) for v in self.absorbed):
             return None
-        form = next((v for v in self.variants if v.fits(v.size.eval(sizes))), None)
+        form = next((v for v in self.variants if v.fits(value(v.size))), None)
         if form is None:
             return self
         return replace(self, kernel=form.kernel, buffers=form.buffers, offsets=form.offsets,
@@ -154,6 +154,23 @@ class Program:
     hints: tuple[tuple[str, int], ...]
     num_nodes: int = 0  # compute nodes of the graph, and how many generated kernels compute
     num_compiled_nodes: int = 0
+
+    def at(self, sizes: Mapping[str, int]) -> tuple[Step | None, ...]:
+        """What runs at these sizes, by step; None where another step does its work. Sizes alone
+        decide, never which kernels happen to be built."""
+        known: dict[Expr, int] = {}
+
+        def value(size: Expr) -> int:
+            if size not in known:
+                known[size] = size.eval(sizes)
+            return known[size]
+
+        return tuple(s.at(value) if isinstance(s, KernelStep) else s for s in self.steps)
+
+    def sources_at(self, sizes: Mapping[str, int]) -> tuple[KernelSource, ...]:
+        """The kernels that run at these sizes."""
+        numbers = dict.fromkeys(s.kernel for s in self.at(sizes) if isinstance(s, KernelStep))
+        return tuple(self.sources[number] for number in numbers)
 
     @property
     def kernel_steps(self) -> tuple[KernelStep, ...]:

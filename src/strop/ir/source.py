@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -87,6 +88,10 @@ class Variant:
     most: int
     multiple: int = 1
 
+    def fits(self, sizes: Mapping[str, int]) -> bool:
+        size = self.size.eval(sizes)
+        return size <= self.most and size % self.multiple == 0
+
 
 @dataclass(frozen=True, slots=True)
 class Emitted:
@@ -98,3 +103,7 @@ class Emitted:
     source: KernelSource
     scalars: tuple[Expr, ...]
     variants: tuple[Variant, ...] = ()
+
+    def at(self, sizes: Mapping[str, int]) -> KernelSource:
+        """The form that runs at these sizes."""
+        return next((v.source for v in self.variants if v.fits(sizes)), self.source)

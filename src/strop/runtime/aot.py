@@ -28,6 +28,7 @@ from strop.frontend.symbols import Symbols
 from strop.ir.dims import Expr, symbol
 from strop.ir.program import Program
 from strop.options import Options
+from strop.runtime.ahead import Ahead
 from strop.runtime.executor import Bound, Workspace, looks_too_far
 from strop.runtime.garbage import collection_paused
 from strop.runtime.kernels import KernelLibrary, kernel_library
@@ -92,16 +93,18 @@ def _compile(gm: GraphModule, inputs: Sequence[Any], options: Options) -> Any:
         if options.strict:
             raise
         if library is not None:
-            library.build(())  # ends what was warmed up
+            library.cool_down()
         _note_fallback(gm, str(error))
         return _boxed(gm.forward)
-    before = library.counts[0]
-    library.build(program.sources)
+    before, needed = library.counts[0], program.sources_at(dict(program.hints))
+    library.build(needed)
+    library.cool_down()
     built = library.counts[0] - before
     AOT_LOG.records.append(AotRecord(compiled, time.perf_counter() - started, built))
     roots = [_root(fx.meta["val"]) for fx in gm.graph.nodes if fx.op == "placeholder"]
     checked = compiled if options.check else None
-    return _boxed(AotProgram(program, library, device, roots, constants, checked))
+    later = library.later([source for source in program.sources if source not in needed])
+    return _boxed(AotProgram(program, library, device, roots, constants, checked, later))
 
 
 def _note_fallback(gm: GraphModule, reason: str) -> None:
@@ -174,10 +177,11 @@ class AotProgram:
 
     def __init__(self, program: Program, library: KernelLibrary, device: torch.device,
                  roots: Sequence[Any], constants: Sequence[Tensor],
-                 checked: Compiled | None = None) -> None:  # fmt: skip
+                 checked: Compiled | None = None, later: Ahead | None = None) -> None:  # fmt: skip
         self.program, self.library, self.device = program, library, device
         self._is_tensor = [isinstance(r, tuple) for r in roots]
         self._constants, self._checked = list(constants), checked
+        self._later = later or Ahead(())
         self._written = _written_arguments(program)
         self._bounds: dict[Hashable, Bound] = {}
         self._workspaces: dict[int, Workspace] = {}
@@ -215,6 +219,7 @@ class AotProgram:
                 results = run_checked(bound, self._checked, inputs, "dynamo")[0]
             else:
                 results = bound.run(inputs)
+            self._later.start()
             for index in self._written:  # those that had to be laid out as the plan says
                 own = tensors[index]
                 if own is not None and own is not inputs[index]:

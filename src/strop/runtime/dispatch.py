@@ -335,6 +335,8 @@ class Dispatcher:
             results = self._run_checked(bound, entry.variant.compiled, inputs)
         else:
             results = bound.run(inputs)
+        if entry.uses == 1:
+            entry.variant.later.start()
         self.counters.launches = bound.num_launches
         if entry.uses == 1 and self.options.check_finite:
             self._check_finite(results, tensors)

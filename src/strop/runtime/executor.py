@@ -19,7 +19,8 @@ from torch import Tensor
 
 from strop.errors import ShapeError
 from strop.ir.dims import Expr
-from strop.ir.program import CallStep, KernelStep, KernelVariant, Program, TensorRef
+from strop.ir.program import CallStep, KernelStep, Program, Step, TensorRef
+from strop.ir.source import KernelSource
 from strop.runtime.calls import ALLOCATING, CUDA_ALLOCATING, CUDA_PLANNED_OUT, PLANNED_OUT, overload
 from strop.runtime.faults import Faults
 from strop.runtime.kernels import BoundKernel, KernelLibrary
@@ -49,6 +50,7 @@ class Bound:
     def __init__(self, program: Program, env: Mapping[str, int], state: Sequence[Tensor | None],
                  kernels: KernelLibrary, workspace: Workspace, stream: int) -> None:  # fmt: skip
         self.program, self.env, self.stream = program, env, stream
+        self.steps = program.at(env)  # None where another step does the work of one
         self._state, self._kernels, self._workspace = state, kernels, workspace
         on_cuda = program.device == "cuda"
         self._planned_calls = CUDA_PLANNED_OUT if on_cuda else PLANNED_OUT
@@ -57,6 +59,7 @@ class Bound:
         self._shapes = [self._eval_all(b.shape) for b in program.buffers]
         self._strides = [self._eval_all(b.strides) for b in program.buffers]
         self._plan_memory()
+        self._sources = self._built()
         self._faults = Faults(program, workspace.device)
         self._memory: Tensor | None = None
         self._arguments = [number for number, b in enumerate(program.buffers)
@@ -72,7 +75,7 @@ class Bound:
     @property
     def num_launches(self) -> int:
         """Generated kernels and library calls of one run."""
-        return sum(not self.is_absorbed(step) for step in self.program.steps)
+        return sum(step is not None for step in self.steps)
 
     @property
     def call_bytes(self) -> int:
@@ -94,8 +97,8 @@ class Bound:
         """Offsets of arena buffers and scratch; when each library result is last read."""
         first: dict[int, int] = {}
         last: dict[int, int] = {}
-        for position, step in enumerate(self.program.steps):
-            for touched in self._touched(step):
+        for position, step in enumerate(self.steps):
+            for touched in _touched(step):
                 first.setdefault(touched, position)
                 last[touched] = position
         for item in self.program.returned:
@@ -107,8 +110,8 @@ class Bound:
                 size = math.prod(self._shapes[number]) * buffer.dtype.itemsize
                 intervals.append(Interval(first[number], last[number], size))
                 owners.append(("buffer", number, 0))
-        for position, step in enumerate(self.program.steps):
-            if isinstance(step, KernelStep) and not self.is_absorbed(step):
+        for position, step in enumerate(self.steps):
+            if isinstance(step, KernelStep):
                 for index, size in enumerate(self._scratch_bytes(step)):
                     intervals.append(Interval(position, position, size))
                     owners.append(("scratch", position, index))
@@ -116,27 +119,9 @@ class Bound:
         self._offsets = dict(zip(owners, offsets, strict=True))
         self._last = last
 
-    def chosen(self, step: KernelStep) -> KernelStep | KernelVariant:
-        """The form of a kernel that runs at this shape."""
-        fitting = (v for v in step.variants if v.fits(self._eval(v.size)))
-        return next(fitting, step)
-
-    def is_absorbed(self, step: KernelStep | CallStep) -> bool:
-        """Whether another step does the work of this one at this shape."""
-        return isinstance(step, KernelStep) and any(
-            v.fits(self._eval(v.size)) for v in step.absorbed
-        )
-
-    def _touched(self, step: KernelStep | CallStep) -> Sequence[int]:
-        """The buffers that a step reads or writes at this shape."""
-        if isinstance(step, KernelStep):
-            return () if self.is_absorbed(step) else self.chosen(step).buffers
-        return [ref.buffer for ref in step.inputs] + [n for n in step.outputs if n >= 0]
-
     def _scalars(self, step: KernelStep) -> list[int]:
-        form = self.chosen(step)
-        source = self.program.sources[form.kernel]
-        scalars = list(self._eval_all(form.scalars))
+        source = self.program.sources[step.kernel]
+        scalars = list(self._eval_all(step.scalars))
         if source.split is not None:
             named = _named(scalars)
             scalars.append(self._kernels.splits(source.split.rows.eval(named),
@@ -145,11 +130,27 @@ class Bound:
 
     def _scratch_bytes(self, step: KernelStep) -> list[int]:
         """Sizes of the scratch that need not be zero; zeroed scratch is kept apart."""
-        source = self.program.sources[self.chosen(step).kernel]
+        source = self.program.sources[step.kernel]
         named = _named(self._scalars(step), has_splits=source.split is not None)
         return [0 if s.zeroed else s.numel.eval(named) * s.dtype.itemsize for s in source.scratch]
 
     # linking
+
+    def _built(self) -> dict[int, KernelSource]:
+        """The kernels that run at this shape, by step, and made: a form that no shape before has
+        needed, and that the background has not come to, is built now."""
+        found = {position: self._source(step) for position, step in enumerate(self.steps)
+                 if isinstance(step, KernelStep)}  # fmt: skip
+        self._kernels.build(list(dict.fromkeys(found.values())))
+        return found
+
+    def _source(self, step: KernelStep) -> KernelSource:
+        source = self.program.sources[step.kernel]
+        if self.program.device == "cuda" and needs_wide_indices(
+            self._scalars(step), [math.prod(self._shapes[number]) for number in step.buffers]
+        ):
+            return source.widened()
+        return source
 
     def _link(self, memory: Tensor) -> None:
         """Build argument arrays and views over this arena."""
@@ -162,12 +163,7 @@ class Bound:
                 self._slots[number] = self._arena_view(number)
             elif buffer.kind == "input" and self.program.inputs[buffer.index].is_state:
                 self._slots[number] = self._state[buffer.index]
-        self._steps = [
-            self._link_kernel(position, step)
-            if isinstance(step, KernelStep)
-            else self._link_call(position, step)
-            for position, step in enumerate(self.program.steps)
-        ]
+        self._steps = [self._link_step(position, step) for position, step in enumerate(self.steps)]
         kinds = [buffer.kind for buffer in self.program.buffers]
         self._results = [(n, self._shapes[n], self._strides[n], self.program.buffers[n].dtype)
                          for n, kind in enumerate(kinds) if kind == "result"]  # fmt: skip
@@ -182,20 +178,19 @@ class Bound:
         flat = self._memory[offset : offset + size_bytes].view(buffer.dtype)
         return flat.as_strided(shape, self._strides[number])
 
+    def _link_step(self, position: int, step: Step | None) -> Callable[[], None]:
+        if isinstance(step, CallStep):
+            return self._link_call(position, step)
+        return _nothing if step is None else self._link_kernel(position, step)
+
     def _link_kernel(self, position: int, step: KernelStep) -> Callable[[], None]:
-        form = self.chosen(step)
-        if self.is_absorbed(step) or not any(math.prod(self._shapes[n]) for n in form.writes):
+        if not any(math.prod(self._shapes[n]) for n in step.writes):
             return _nothing  # grids are not empty, and kernels divide by sizes
-        source, scalars = self.program.sources[form.kernel], self._scalars(step)
-        if self.program.device == "cuda" and needs_wide_indices(
-            scalars, [math.prod(self._shapes[number]) for number in form.buffers]
-        ):
-            source = source.widened()
-            self._kernels.build([source])
+        source, scalars = self._sources[position], self._scalars(step)
         moves = [self._eval(offset) * self.program.buffers[number].dtype.itemsize
-                 for number, offset in zip(form.buffers, form.offsets, strict=True)]  # fmt: skip
+                 for number, offset in zip(step.buffers, step.offsets, strict=True)]  # fmt: skip
         pointers = [self._pointer(number) + move
-                    for number, move in zip(form.buffers, moves, strict=True)]  # fmt: skip
+                    for number, move in zip(step.buffers, moves, strict=True)]  # fmt: skip
         named = _named(scalars, has_splits=source.split is not None)
         for index, scratch in enumerate(source.scratch):
             if scratch.faults:
@@ -204,7 +199,7 @@ class Bound:
             pointers.append(self._scratch_pointer(position, index, scratch.zeroed,
                             scratch.numel.eval(named), scratch.dtype))  # fmt: skip
         bound = self._kernels.bind(source, pointers, scalars, self.stream)
-        for slot, number in enumerate(form.buffers):
+        for slot, number in enumerate(step.buffers):
             if self._slots[number] is None:
                 self._patches[number].append((bound, slot, moves[slot]))
         return bound
@@ -420,6 +415,13 @@ def needs_wide_indices(scalars: Sequence[int], numels: Sequence[int]) -> bool:
     """Whether a Triton kernel meets more elements than it can count in 32 bits, as it flattens axes
     into one id. It has a variant with 64."""
     return max([*numels, *(value * MOST_FACTOR for value in scalars)], default=0) >= INDEX_LIMIT
+
+
+def _touched(step: Step | None) -> Sequence[int]:
+    """The buffers that a step reads or writes."""
+    if step is None or isinstance(step, KernelStep):
+        return () if step is None else step.buffers
+    return [ref.buffer for ref in step.inputs] + [n for n in step.outputs if n >= 0]
 
 
 def _nothing() -> None:

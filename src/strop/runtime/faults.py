@@ -2,17 +2,22 @@
 
 A kernel never reads outside of a tensor. One that was asked to reads element 0 and sets its mark,
 which lies in memory of the host: a run on a CPU looks at the marks when it ends, a run on a GPU
-when the next one begins, so that nobody has to wait for the device.
+when the next one begins, so that nobody has to wait for the device. A mark that no next run finds
+is shown by ``explain``, and logged when the program or the process ends.
 """
 
 from __future__ import annotations
 
+import atexit
 import ctypes
+import logging
+import weakref
 
 import torch
 
 from strop.ir.program import KernelStep, Program
 
+log = logging.getLogger("strop")
 _APART = 2  # numbers from one mark to the next: kernels take every pointer for 16-byte aligned
 
 
@@ -21,6 +26,7 @@ class Faults:
 
     def __init__(self, program: Program, device: torch.device) -> None:
         self._is_late = device.type == "cuda"
+        self._marks: ctypes.Array[ctypes.c_int64] | tuple[()] = ()
         self._steps = {
             position: step
             for position, step in enumerate(program.steps)
@@ -34,6 +40,8 @@ class Faults:
             self._memory = self._memory.pin_memory()
         pointer = self._memory.data_ptr()
         self._marks = (ctypes.c_int64 * count).from_address(pointer) if count else ()
+        if count and self._is_late:
+            _LATE.add(self)
 
     def pointer(self, position: int) -> int:
         """Where the kernel of this step leaves its mark."""
@@ -42,11 +50,43 @@ class Faults:
     def check(self) -> None:
         """Raises IndexError for the first mark, and takes all away."""
         if any(self._marks):
-            marked = next(p for p, place in self._place.items() if self._marks[place])
+            text = self.text()
             self._memory.zero_()
-            names = self._steps[marked].lookups or (self._steps[marked].origin,)
-            when = " of an earlier call, whose results are wrong," if self._is_late else ""
-            raise IndexError(
-                f"index out of range: an index{when} lies outside of the tensor that it looks into,"
-                f" in {' or '.join(name or 'the module itself' for name in names)}"
-            )
+            raise IndexError(text)
+
+    def __del__(self) -> None:
+        if self._is_late and any(self._marks):  # no next run will come
+            log.error("%s", self.text())
+
+    def text(self) -> str:
+        """What the first mark says, or nothing."""
+        marked = next((p for p, place in self._place.items() if self._marks[place]), None)
+        if marked is None:
+            return ""
+        names = self._steps[marked].lookups or (self._steps[marked].origin,)
+        when = " of an earlier call, whose results are wrong," if self._is_late else ""
+        return (
+            f"index out of range: an index{when} lies outside of the tensor that it looks into,"
+            f" in {' or '.join(name or 'the module itself' for name in names)}"
+        )
+
+
+_LATE: weakref.WeakSet[Faults] = weakref.WeakSet()
+
+
+def unreported() -> list[str]:
+    """Marks of programs on GPUs that no later call has raised. Waits for the devices."""
+    if not _LATE:
+        return []
+    if torch.cuda.is_initialized():
+        for device in range(torch.cuda.device_count()):
+            torch.cuda.synchronize(device)
+    return [text for text in (faults.text() for faults in list(_LATE)) if text]
+
+
+def _report_last() -> None:
+    for text in unreported():
+        log.error("%s", text)
+
+
+atexit.register(_report_last)

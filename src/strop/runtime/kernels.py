@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Protocol
 
@@ -12,7 +12,8 @@ import torch
 from strop.errors import UnsupportedError
 from strop.ir.source import KernelSource
 from strop.options import Options
-from strop.runtime import cubin, driver
+from strop.runtime import builds, cubin, driver
+from strop.runtime.ahead import Ahead
 from strop.runtime.cache import DiskCache
 from strop.runtime.native import NativeKernels
 
@@ -36,7 +37,23 @@ class KernelLibrary(Protocol):
         """A compilation is about to come: start what takes time to start."""
         ...
 
+    def cool_down(self) -> None:
+        """No more compilation is about to come."""
+        ...
+
     def build(self, sources: Sequence[KernelSource]) -> None: ...
+
+    def begin(self, sources: Sequence[KernelSource]) -> None:
+        """Build these already, which ``build`` will ask for."""
+        ...
+
+    def later(self, sources: Sequence[KernelSource]) -> Ahead:
+        """These kernels for the background, not begun."""
+        ...
+
+    def watch(self, sources: Sequence[KernelSource]) -> Callable[[], int]:
+        """Tells how many of these kernels are ready, while they are built."""
+        ...
 
     def bind(
         self, source: KernelSource, pointers: Sequence[int], scalars: Sequence[int], stream: int
@@ -46,7 +63,7 @@ class KernelLibrary(Protocol):
 
     @property
     def counts(self) -> tuple[int, int]:
-        """Kernels built and kernels found in the disk cache so far."""
+        """Kernels built and kernels found in the disk cache so far, while somebody waited."""
         ...
 
 
@@ -59,6 +76,19 @@ class CpuKernels:
 
     def warm_up(self, workers: int | None = None) -> None:
         pass
+
+    def cool_down(self) -> None:
+        pass
+
+    def begin(self, sources: Sequence[KernelSource]) -> None:
+        pass  # one call of the compiler makes all
+
+    def later(self, sources: Sequence[KernelSource]) -> Ahead:
+        return Ahead(())
+
+    def watch(self, sources: Sequence[KernelSource]) -> Callable[[], int]:
+        before = sum(self.counts)
+        return lambda: sum(self.counts) - before
 
     def build(self, sources: Sequence[KernelSource]) -> None:
         self._functions = {**self._functions, **self._native.build(sources)}
@@ -78,21 +108,31 @@ class CpuKernels:
 class CudaKernels:
     """Cubins of one GPU architecture."""
 
-    def __init__(self, cache: DiskCache, workers: int) -> None:
-        properties = torch.cuda.get_device_properties(torch.cuda.current_device())
-        self._arch = properties.major * 10 + properties.minor
-        self._num_sms = properties.multi_processor_count
+    def __init__(self, cache: DiskCache, workers: int, arch: int, num_sms: int) -> None:
+        self._arch, self._num_sms = arch, num_sms
         self._cache, self._workers = _BytesByKey(cache), workers
         self._cubins: dict[KernelSource, cubin.Cubin] = {}
 
     def warm_up(self, workers: int | None = None) -> None:
-        cubin.start_workers(workers or self._workers)
+        builds.start_workers(workers or self._workers)
+
+    def cool_down(self) -> None:
+        builds.stop_workers()
 
     def build(self, sources: Sequence[KernelSource]) -> None:
         missing = [s for s in dict.fromkeys(sources) if s not in self._cubins]
-        built = cubin.build(missing, self._arch, self._cache, self._workers)
-        self._cubins = {**self._cubins, **built}
-        cubin.stop_workers()
+        if missing:
+            self._cubins.update(builds.build(missing, self._arch, self._cache, self._workers))
+            builds.stop_workers()
+
+    def begin(self, sources: Sequence[KernelSource]) -> None:
+        Ahead(sources, self._arch, self._cache, self._workers, niceness=0).start()
+
+    def later(self, sources: Sequence[KernelSource]) -> Ahead:
+        return Ahead(sources, self._arch, self._cache, self._workers)
+
+    def watch(self, sources: Sequence[KernelSource]) -> Callable[[], int]:
+        return lambda: sum(builds.BUILDS.has(source, self._arch) for source in sources)
 
     def bind(self, source: KernelSource, pointers: Sequence[int], scalars: Sequence[int],
              stream: int) -> BoundKernel:  # fmt: skip
@@ -111,7 +151,7 @@ class CudaKernels:
 
     @property
     def counts(self) -> tuple[int, int]:
-        return cubin.BUILDS.num_built, cubin.BUILDS.num_cached
+        return builds.BUILDS.num_built, builds.BUILDS.num_cached
 
 
 def _unsupported(device: str, index: int) -> str:
@@ -130,7 +170,7 @@ def _unsupported(device: str, index: int) -> str:
 
 
 class _BytesByKey:
-    """The disk cache as ``cubin.build`` wants it."""
+    """The disk cache as ``builds.build`` wants it."""
 
     def __init__(self, cache: DiskCache) -> None:
         self._cache = cache
@@ -146,6 +186,11 @@ TESTED = "Strop is tested on x86-64 processors (cpu) and on NVIDIA H100 (cuda)"
 LEAST_CAPABILITY = (8, 0)  # that Triton compiles for
 
 
+def default_workers() -> int:
+    """The 69 kernels that a UNet's first shape needs keep 16 processes of 150 MB busy for 1 s."""
+    return min(len(os.sched_getaffinity(0)), 16)
+
+
 @lru_cache(maxsize=32)
 def kernel_library(device: str, index: int, cache_dir: str, workers: int) -> KernelLibrary:
     """One library for each device and cache folder, shared by all programs of the process.
@@ -158,5 +203,6 @@ def kernel_library(device: str, index: int, cache_dir: str, workers: int) -> Ker
     cache = DiskCache(Options(cache_dir=cache_dir).cache_path)
     if device == "cpu":
         return CpuKernels(cache)
-    with torch.cuda.device(index):
-        return CudaKernels(cache, workers or min(os.cpu_count() or 1, 12))
+    properties = torch.cuda.get_device_properties(index)
+    arch = properties.major * 10 + properties.minor
+    return CudaKernels(cache, workers or default_workers(), arch, properties.multi_processor_count)

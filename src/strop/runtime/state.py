@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from operator import getitem, is_
-from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
 import torch
@@ -17,10 +16,8 @@ from torch import Tensor, nn
 
 from strop.frontend.capture import named_state
 from strop.ir.program import Program
-
-_PLAIN = (
-    type(None), bool, int, float, str, torch.dtype, type, FunctionType, BuiltinFunctionType,
-)  # fmt: skip
+from strop.runtime.surroundings import Surroundings
+from strop.runtime.texts import is_plain
 
 
 class ModuleState:
@@ -28,6 +25,8 @@ class ModuleState:
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
+        self._ignored: frozenset[str] = frozenset()  # names that the module itself writes
+        self._kept: dict[int, Any] = {}  # objects that a structure names by their ids
         self.scan()
 
     def scan(self) -> None:
@@ -68,6 +67,7 @@ class ModuleState:
         # optimize is about to set ``forward``
         self._num_owned = sum(map(len, self._owned)) + ("forward" not in self.module.__dict__)
         self.adapters = self._adapter_state()
+        self.surroundings = Surroundings(self.module, self._ignored)
         self.structure = self._structure()
         self.remember()
 
@@ -87,7 +87,8 @@ class ModuleState:
         return len(self.module.__dict__.get("peft_config") or ())
 
     def has_new_structure(self) -> bool:
-        """Whether modules, settings, processors or adapters are others than at the last scan."""
+        """Whether modules, settings, processors, adapters, or names that the code reads, are others
+        than at the last scan."""
         try:
             now = map(getitem, self._edge_tables, self._edge_keys)
             same = all(map(is_, now, self._edge_values)) and self._num_owned == sum(
@@ -98,7 +99,18 @@ class ModuleState:
             )
         except (KeyError, RuntimeError):  # gone, or now a tensor
             return True
-        return not same or self.adapters != self._adapter_state()
+        if not same or self.surroundings.have_changed():
+            return True
+        return self.adapters != self._adapter_state()
+
+    def ignore_own_writes(self) -> frozenset[str]:
+        """After a trace: names that the module's own code has bound anew, which compiled code will
+        not do; they are no longer watched. Which ones."""
+        written = self.surroundings.changed()
+        if written:
+            self._ignored |= written
+            self.surroundings = Surroundings(self.module, self._ignored)
+        return written
 
     def has_new_tensors(self) -> bool:
         """Whether a Parameter was replaced or its memory moved."""
@@ -129,7 +141,10 @@ class ModuleState:
         )  # fmt: skip
         state = tuple((n, t.shape, _layout(t), t.dtype, t.device) for n, t in
                       zip(self.names, self.tensors, strict=True))  # fmt: skip
-        return hash((modules, state, self.adapters))
+        objects = {id(value): value for value in self.surroundings.objects}
+        self._kept.update(objects)
+        names = (*self.surroundings.text, *objects)
+        return hash((modules, state, self.adapters, names))
 
 
 def _pointers(tensors: Sequence[Tensor]) -> list[int]:
@@ -156,16 +171,8 @@ def settings_of(module: nn.Module) -> dict[str, Any]:
     return {
         k: v
         for k, v in vars(module).items()
-        if not k.startswith("_") and k not in ("forward", "training") and _is_plain(v)
+        if not k.startswith("_") and k not in ("forward", "training") and is_plain(v)
     }
-
-
-def _is_plain(value: Any) -> bool:
-    if isinstance(value, list | tuple):
-        return all(map(_is_plain, value))
-    if isinstance(value, dict):
-        return all(map(_is_plain, value.values()))
-    return isinstance(value, _PLAIN)
 
 
 def place(program: Program, tensors: Sequence[Tensor]) -> list[Tensor | None]:

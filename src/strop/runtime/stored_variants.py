@@ -28,6 +28,7 @@ from strop.options import Options
 from strop.runtime.cache import DiskCache
 from strop.runtime.signature import Shapes, Skeleton
 from strop.runtime.state import ModuleState, settings_of
+from strop.runtime.texts import qualified, text_of
 
 if TYPE_CHECKING:
     from strop.runtime.variants import Variant
@@ -43,11 +44,12 @@ def key_of(module: nn.Module, state: ModuleState, skeleton: Skeleton, shapes: Sh
     sources = set()
     for path, part in module.named_modules():
         processor = part.__dict__.get("processor")
-        parts.append(f"{path}:{_qualified(type(part))}:{part.extra_repr()}:{_settings(part)}")
-        parts.append(f"{_qualified(type(processor))}")
+        parts.append(f"{path}:{qualified(type(part))}:{part.extra_repr()}:{_settings(part)}")
+        parts.append(f"{qualified(type(processor))}")
         sources |= {_source_digest(type(part)), _source_digest(type(processor))}
     parts += sorted(sources)
     parts.append(_config(module))
+    parts += state.surroundings.text
     parts += [f"{n}:{tuple(t.shape)}:{t.stride()}:{t.dtype}:{t.device}"
               for n, t in zip(state.names, state.tensors, strict=True)]  # fmt: skip
     parts += [
@@ -69,24 +71,7 @@ def _config(module: nn.Module) -> str:
 
 def _settings(part: nn.Module) -> str:
     """Plain attributes: flags such as ``upcast_attention`` decide what a forward does."""
-    return repr(sorted((k, _text(v)) for k, v in settings_of(part).items()))
-
-
-def _text(value: Any) -> str:
-    """The same in every process. A function counts by its name and code."""
-    if isinstance(value, list | tuple):
-        return f"{type(value).__name__}{[_text(v) for v in value]}"
-    if isinstance(value, dict):
-        return f"dict{[(repr(k), _text(v)) for k, v in value.items()]}"
-    if isinstance(value, type):
-        return _qualified(value)
-    code = getattr(value, "__code__", None)
-    if code is not None:
-        cells = [_text(cell.cell_contents) for cell in value.__closure__ or ()]
-        parts = (value.__module__, value.__qualname__, code.co_code.hex(), code.co_names,
-                 code.co_consts, value.__defaults__, cells)  # fmt: skip
-        return repr(parts)
-    return getattr(value, "__qualname__", "") or repr(value)
+    return repr(sorted((k, text_of(v)) for k, v in settings_of(part).items()))
 
 
 @lru_cache(maxsize=1)
@@ -112,10 +97,6 @@ def own_source() -> str:
     return digest.hexdigest()
 
 
-def _qualified(kind: type) -> str:
-    return f"{kind.__module__}.{kind.__qualname__}"
-
-
 def _source_digest(kind: type) -> str:
     """Of the file that defines a class: a changed forward is another graph."""
     try:
@@ -124,8 +105,8 @@ def _source_digest(kind: type) -> str:
         file = None
     if file:
         return _file_digest(file)
-    own = [f"{k}:{_text(v)}" for k, v in vars(kind).items() if hasattr(v, "__code__")]
-    return "\n".join([_qualified(kind), *own])
+    own = [f"{k}:{text_of(v)}" for k, v in vars(kind).items() if hasattr(v, "__code__")]
+    return "\n".join([qualified(kind), *own])
 
 
 @lru_cache(maxsize=4096)

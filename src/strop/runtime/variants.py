@@ -29,12 +29,14 @@ from strop.frontend.objects import with_objects
 from strop.ir.program import Program
 from strop.options import Options
 from strop.runtime import stored_variants
+from strop.runtime.ahead import Ahead
 from strop.runtime.garbage import collection_paused
 from strop.runtime.kernels import KernelLibrary, kernel_library
 from strop.runtime.signature import Shapes, Skeleton, rebuild, solve_roots
 from strop.runtime.state import ModuleState
 
 log = logging.getLogger("strop")
+Sizes = Sequence[Sequence[int]]  # of each tensor argument
 REFUSALS = (CaptureError, UnsupportedError, ShapeError)  # why a call runs in eager
 
 
@@ -50,13 +52,18 @@ class Variant:
     from_disk: bool = False
     seconds: Mapping[str, float] = field(default_factory=dict)
     compiled: Compiled | None = None  # None when it came from disk
+    later: Ahead = field(default_factory=lambda: Ahead(()))  # kernels that only other sizes need
 
-    def fits(self, tensors: Sequence[Tensor]) -> bool:
+    def fits(self, sizes: Sizes) -> bool:
+        return self.env(sizes) is not None
+
+    def env(self, sizes: Sizes) -> dict[str, int] | None:
+        """Values of the symbolic sizes; None for arguments that this graph does not serve."""
         try:
-            env = solve_roots(self.specs, [t.shape for t in tensors])
+            env = solve_roots(self.specs, sizes)
         except ShapeError:
-            return False
-        return all(guard.holds(env) for guard in self.program.guards)
+            return None
+        return env if all(guard.holds(env) for guard in self.program.guards) else None
 
 
 @dataclass
@@ -93,45 +100,45 @@ class VariantStore:
     def get(self, state: ModuleState, skeleton: Skeleton, tensors: Sequence[Tensor],
             shapes: Shapes) -> Variant:  # fmt: skip
         """Raises one of REFUSALS when the call has to run in eager."""
-        key = _key(state, skeleton, shapes)
+        key, sizes = _key(state, skeleton, shapes), [t.shape for t in tensors]
         for variant in self.variants.get(key, ()):
-            if variant.fits(tensors):
+            if variant.fits(sizes):
                 return variant
         failed = self._failed.get((key, shapes.is_ragged))
         if failed:
             raise UnsupportedError(failed)
         if shapes.is_ragged and self.variants.get(key):
-            self._build_in_background(key, state, skeleton, shapes)
+            self._build_in_background(key, state, skeleton, shapes, sizes)
             raise UnsupportedError(
                 "a graph for sizes off the usual grid is being built in the background"
             )
         if not self.variants.get(key):  # else the usual hints would give the same graph again
-            built = self._build(key, state, skeleton, shapes)
-            if built.fits(tensors):
+            built = self._build(key, state, skeleton, shapes, sizes)
+            if built.fits(sizes):
                 return built
-        return self._build_exactly(key, state, skeleton, shapes, tensors)
+        return self._build_exactly(key, state, skeleton, shapes, sizes)
 
     def forget_failure(self, state: ModuleState, skeleton: Skeleton, shapes: Shapes) -> None:
         """The call was wrong in itself, which says nothing of other calls."""
         self._failed.pop((_key(state, skeleton, shapes), shapes.is_ragged), None)
 
     def _build_exactly(self, key: Any, state: ModuleState, skeleton: Skeleton, shapes: Shapes,
-                       tensors: Sequence[Tensor]) -> Variant:  # fmt: skip
+                       sizes: Sizes) -> Variant:  # fmt: skip
         """The usual hints (a batch of at least 2) gave guards that exclude this very call."""
-        env = solve_roots(shapes.specs, [t.shape for t in tensors])
+        env = solve_roots(shapes.specs, sizes)
         exact = replace(shapes, hints=env, is_exact=True)
-        variant = self._build(key, state, skeleton, exact)
-        if variant.fits(tensors):
+        variant = self._build(key, state, skeleton, exact, sizes)
+        if variant.fits(sizes):
             return variant
         reason = f"its graph has guards that exclude the sizes it was traced for: {env}"
         self._failed[key, shapes.is_ragged] = reason
         raise ShapeError(reason)
 
     def _build_in_background(self, key: Any, state: ModuleState, skeleton: Skeleton,
-                             shapes: Shapes) -> None:  # fmt: skip
+                             shapes: Shapes, sizes: Sizes) -> None:  # fmt: skip
         if key not in self._building:
             work = threading.Thread(target=self._build_and_leave,
-                                    args=(key, state, skeleton, shapes),
+                                    args=(key, state, skeleton, shapes, sizes),
                                     name=f"strop-build-{self.name}", daemon=True)  # fmt: skip
             self._building[key] = work
             work.start()
@@ -144,14 +151,16 @@ class VariantStore:
             self._building.pop(key)
 
     def wait(self) -> None:
-        """Until background builds are done."""
+        """Until background builds are done, of graphs and of kernels for other sizes."""
         for work in list(self._building.values()):
             work.join()
+        for variant in self.all:
+            variant.later.wait()
 
-    def _build(self, key: Any, state: ModuleState, skeleton: Skeleton, shapes: Shapes
-               ) -> Variant:  # fmt: skip
+    def _build(self, key: Any, state: ModuleState, skeleton: Skeleton, shapes: Shapes,
+               sizes: Sizes) -> Variant:  # fmt: skip
         try:
-            variant = self._make(state, skeleton, shapes)
+            variant = self._make(state, skeleton, shapes, sizes)
         except REFUSALS as error:
             self._failed[key, shapes.is_ragged] = str(error)
             raise
@@ -163,7 +172,8 @@ class VariantStore:
         self.variants.setdefault(key, []).append(variant)
         return variant
 
-    def _make(self, state: ModuleState, skeleton: Skeleton, shapes: Shapes) -> Variant:
+    def _make(self, state: ModuleState, skeleton: Skeleton, shapes: Shapes, sizes: Sizes
+              ) -> Variant:  # fmt: skip
         started, device = time.perf_counter(), device_of(state, shapes)
         library = library_for(device, self.options)
         for name, tensor in zip(state.names, state.tensors, strict=True):
@@ -175,23 +185,39 @@ class VariantStore:
             variant = stored_variants.load(stored_key, self.options)
         if variant is None:
             library.warm_up()
-            with collection_paused():
-                variant = self._compile(state, skeleton, shapes, device)
-            stored_variants.save(stored_key, variant, self.options)
-        if variant.state_names != tuple(state.names):
-            raise CaptureError(f"{self.name}: the module's parameters are not those of its graph")
-        built = time.perf_counter()
-        before, sources = sum(library.counts), set(variant.program.sources)
-        self.progress.begin("building kernels", len(sources), lambda: sum(library.counts) - before)
-        library.build(variant.program.sources)
+        try:
+            if variant is None:
+                with collection_paused():
+                    variant = self._compile(state, skeleton, shapes, device, library)
+                env = variant.env(sizes)
+                library.begin(variant.program.sources_at(env) if env is not None else ())
+                stored_variants.save(stored_key, variant, self.options)
+            if variant.state_names != tuple(state.names):
+                raise CaptureError(
+                    f"{self.name}: the module's parameters are not those of its graph"
+                )
+            return self._with_kernels(variant, library, sizes, started)
+        finally:
+            library.cool_down()
+
+    def _with_kernels(self, variant: Variant, library: KernelLibrary, sizes: Sizes, started: float
+                      ) -> Variant:  # fmt: skip
+        """Builds the kernels that the first call needs, and lists the others for later."""
+        program, env = variant.program, variant.env(sizes)
+        needed = dict.fromkeys(program.sources_at(env)) if env is not None else {}
+        begun = time.perf_counter()
+        self.progress.begin("building kernels", len(needed), library.watch(tuple(needed)))
+        library.build(tuple(needed))
         ready = time.perf_counter()
-        log.info("%s: %d kernels, %d calls; kernels ready in %.1f s, all in %.1f s", self.name,
-                 len(variant.program.sources), len(variant.program.call_steps), ready - built,
-                 ready - started)  # fmt: skip
-        return replace(variant, seconds={**variant.seconds, "kernels": ready - built})
+        others = dict.fromkeys(source for source in program.sources if source not in needed)
+        log.info("%s: %d calls, %d kernels, %d more for other sizes; kernels ready in %.1f s, all"
+                 " in %.1f s", self.name, len(program.call_steps), len(needed), len(others),
+                 ready - begun, ready - started)  # fmt: skip
+        return replace(variant, seconds={**variant.seconds, "kernels": ready - begun},
+                       later=library.later(tuple(others)))  # fmt: skip
 
     def _compile(self, state: ModuleState, skeleton: Skeleton, shapes: Shapes,
-                 device: torch.device) -> Variant:  # fmt: skip
+                 device: torch.device, library: KernelLibrary) -> Variant:  # fmt: skip
         self.num_captures += 1
         start = time.perf_counter()
         clone = clone_structure(self.module)
@@ -204,7 +230,13 @@ class VariantStore:
         for part in parts:
             part.register_forward_pre_hook(lambda m, _: entered.add(id(m)))
         self.progress.begin("tracing modules", len(parts), lambda: len(entered))
-        captured = capture(clone, call, shapes.specs, shapes.hints)
+        try:
+            captured = capture(clone, call, shapes.specs, shapes.hints)
+        finally:  # also of a trace that failed: else its failure would be another module's
+            written = state.ignore_own_writes()
+            if written:
+                log.warning("%s writes %s when it is traced; compiled code does not", self.name,
+                            ", ".join(sorted(written)))  # fmt: skip
         self.progress.begin("planning kernels")
         traced = time.perf_counter()
         imported = import_graph(captured.gm, captured.symbols, captured.hints, captured.origins,
@@ -213,7 +245,7 @@ class VariantStore:
             raise CaptureError(f"{self.name} makes tensors from Python data in its forward")
         signature = Signature(imported.returned, captured.guards)
         compiled = compile_captured(captured.gm, imported.graph, signature, device.type,
-                                    self.options, self.name)  # fmt: skip
+                                    self.options, self.name, library.begin)  # fmt: skip
         seconds = {"capture": traced - start, **compiled.seconds}
         return Variant(compiled.program, captured.input_specs, captured.out_spec,
                        captured.state_names, shapes.is_ragged, False, seconds, compiled

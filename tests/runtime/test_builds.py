@@ -14,8 +14,9 @@ import torch
 from strop.codegen.triton import emit
 from strop.errors import CacheError, CodegenError
 from strop.ir.source import KernelSource
-from strop.runtime import cubin, driver
-from strop.runtime.cubin import Cubin, build, cache_key
+from strop.runtime import builds, driver
+from strop.runtime.builds import Builds, build
+from strop.runtime.cubin import Cubin, cache_key
 from tests.codegen.kernels import SAMPLES
 
 pytest.importorskip("triton")
@@ -33,33 +34,33 @@ class MemoryCache:
 
 
 @pytest.fixture
-def builds(monkeypatch: pytest.MonkeyPatch) -> Iterator[cubin.Builds]:
+def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[Builds]:
     """A process that has built nothing yet."""
-    fresh = cubin.Builds()
-    monkeypatch.setattr(cubin, "BUILDS", fresh)
-    yield fresh
-    fresh.stop(wait=True)
+    made = Builds()
+    monkeypatch.setattr(builds, "BUILDS", made)
+    yield made
+    made.close()
 
 
 def source(name: str = "geglu", dtype: torch.dtype = torch.float16) -> KernelSource:
     return emit(SAMPLES[name](dtype).kernel).source
 
 
-def test_builds_once_and_then_loads(builds: cubin.Builds, monkeypatch: pytest.MonkeyPatch):
+def test_builds_once_and_then_loads(fresh: Builds, monkeypatch: pytest.MonkeyPatch):
     cache, wanted = MemoryCache(), [source(), source("casts"), source()]
     first = build(wanted, 90, cache, workers=2)
     assert list(first) == [source(), source("casts")]
-    assert (builds.num_built, builds.num_cached) == (2, 0)
+    assert (fresh.num_built, fresh.num_cached) == (2, 0)
     build(wanted, 90, cache, workers=2)
-    assert (builds.num_built, builds.num_cached) == (2, 0), "kept in memory"
+    assert (fresh.num_built, fresh.num_cached) == (2, 0), "kept in memory"
 
-    other = cubin.Builds()
-    monkeypatch.setattr(cubin, "BUILDS", other)
+    other = Builds()
+    monkeypatch.setattr(builds, "BUILDS", other)
     assert build(wanted, 90, cache, workers=2) == first
     assert (other.num_built, other.num_cached) == (0, 2)
 
 
-def test_threads_share_a_build(builds: cubin.Builds):
+def test_threads_share_a_build(fresh: Builds):
     cache, results = MemoryCache(), []
 
     def ask() -> None:
@@ -70,22 +71,22 @@ def test_threads_share_a_build(builds: cubin.Builds):
         thread.start()
     for thread in threads:
         thread.join()
-    assert builds.num_built == 2
+    assert fresh.num_built == 2
     assert all(result == results[0] for result in results)
 
 
-def test_refused_text_is_an_error_and_can_be_asked_again(builds: cubin.Builds):
+def test_refused_text_is_an_error_and_can_be_asked_again(fresh: Builds):
     wrong = dataclasses.replace(source(), text=source().text.replace("tl.erf", "tl.erg"))
     for _ in range(2):
         with pytest.raises(CodegenError, match="erg"):
             build([wrong], 90, MemoryCache(), workers=1)
-    assert builds.num_built == 0
+    assert fresh.num_built == 0
 
 
-def test_workers_can_start_early(builds: cubin.Builds):
-    cubin.start_workers(1)
+def test_workers_can_start_early(fresh: Builds):
+    builds.start_workers(1)
     assert build([source()], 90, MemoryCache(), workers=1)
-    cubin.stop_workers()
+    builds.stop_workers()
 
 
 def test_key_holds_all_that_decides_the_code():

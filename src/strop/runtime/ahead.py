@@ -1,0 +1,151 @@
+"""Kernels that are built before anybody asks for them, in threads of their own.
+
+Soon: those that the first call is going to need, as they are printed. Later: those that only other
+sizes need, by a few processes of low priority, once the first call has been served. A shape that
+needs one of them earlier builds it itself, or waits for the one in work: which kernel runs is a
+matter of sizes alone. When the process ends, what is not built is left.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from strop.errors import StropError
+from strop.ir.source import KernelSource
+from strop.runtime import builds
+
+log = logging.getLogger("strop")
+LOW_PRIORITY = 19  # niceness of processes for which nobody waits
+SHARE, MOST_LATER = 4, 4  # how many of those: one for each four others
+
+
+class Ahead:
+    """Some kernels, and how far they are."""
+
+    def __init__(self, sources: Sequence[KernelSource], arch: int = 0,
+                 cache: builds.Cache | None = None, workers: int = 1, niceness: int = LOW_PRIORITY,
+                 ) -> None:  # fmt: skip
+        self.total = len(sources)
+        self.num_built = 0  # compiled, not found in the cache
+        self.num_done = 0
+        self.seconds = 0.0  # from the beginning to the latest kernel
+        self._sources, self._arch, self._cache = tuple(sources), arch, cache
+        self._niceness = niceness
+        self._workers = max(1, min(workers // SHARE, MOST_LATER)) if niceness else workers
+        self._began = 0.0
+        self._lock = threading.Lock()
+        self._done = threading.Event()
+
+    def start(self) -> None:
+        """Begin, at the first call of this; return at once."""
+        if self._began:
+            return
+        self._began = time.perf_counter()
+        if self._sources:
+            (LATER if self._niceness else SOON).add(self, self._sources, self._workers)
+        else:
+            self._done.set()
+
+    def wait(self) -> None:
+        """Until all are built."""
+        self.start()
+        self._done.wait()
+
+    def build(self, source: KernelSource) -> None:
+        assert self._cache is not None
+        built = False
+        try:
+            built = builds.build_ahead(source, self._arch, self._cache, self._niceness)
+        except (StropError, OSError) as error:  # those who need this kernel meet it again
+            if self._niceness:
+                log.warning("a kernel for other sizes could not be built ahead: %s", error)
+        with self._lock:
+            self.num_built += built
+            self.num_done += 1
+            self.seconds = time.perf_counter() - self._began
+        if self.num_done == self.total:
+            self._done.set()
+
+    @property
+    def is_done(self) -> bool:
+        """Or given up, because the process ends."""
+        return self._done.is_set()
+
+    def give_up(self) -> None:
+        self._done.set()
+
+
+@dataclass
+class Queue:
+    """Kernels of all programs, first come, first served."""
+
+    niceness: int
+    _waiting: deque[tuple[Ahead, KernelSource]] = field(default_factory=deque)
+    _open: list[Ahead] = field(default_factory=list)
+    _threads: list[threading.Thread] = field(default_factory=list)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def add(self, ahead: Ahead, sources: Sequence[KernelSource], workers: int) -> None:
+        with self._lock:
+            self._open = [*(other for other in self._open if not other.is_done), ahead]
+            self._waiting += [(ahead, source) for source in sources]
+            wanted = min(workers, len(self._threads) + len(sources))
+            for _ in range(wanted - len(self._threads)):
+                # a daemon: the end of the process waits for no other
+                work = threading.Thread(target=self._work, name="strop-ahead", daemon=True)
+                self._threads.append(work)
+                work.start()
+
+    def _work(self) -> None:
+        while True:
+            with self._lock:
+                if not self._waiting:
+                    self._threads.remove(threading.current_thread())
+                    break
+                ahead, source = self._waiting.popleft()
+            ahead.build(source)
+        if self.niceness:
+            builds.stop_workers(self.niceness)
+
+    def close(self) -> list[threading.Thread]:
+        """The process ends: the threads that are still at work."""
+        with self._lock:
+            self._give_up()
+            return list(self._threads)
+
+    def forget(self) -> None:
+        """In a fork, which has none of the threads."""
+        self._lock = threading.Lock()
+        self._threads = []
+        self._give_up()
+
+    def _give_up(self) -> None:
+        for ahead in self._open:
+            ahead.give_up()
+        self._waiting.clear()
+
+
+SOON, LATER = Queue(0), Queue(LOW_PRIORITY)
+
+
+def _close() -> None:
+    threads = [*SOON.close(), *LATER.close()]
+    builds.BUILDS.close()
+    for thread in threads:
+        thread.join()
+
+
+def _forget() -> None:
+    for queue in (SOON, LATER):
+        queue.forget()
+
+
+atexit.register(_close)
+os.register_at_fork(after_in_child=_forget)

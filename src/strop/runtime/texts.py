@@ -1,0 +1,65 @@
+"""Plain Python values as text that is the same in every process: parts of keys."""
+
+from __future__ import annotations
+
+import functools
+import re
+from types import BuiltinFunctionType, CodeType, FunctionType
+from typing import Any
+
+import torch
+
+_PLAIN = (
+    type(None), bool, int, float, str, torch.dtype, type, FunctionType, BuiltinFunctionType,
+)  # fmt: skip
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+
+
+def is_plain(value: Any) -> bool:
+    if isinstance(value, list | tuple | set | frozenset):
+        return all(map(is_plain, value))
+    if isinstance(value, dict):
+        return all(map(is_plain, value.values()))
+    return isinstance(value, _PLAIN)
+
+
+def text_of(value: Any, outer: frozenset[int] = frozenset()) -> str:
+    """A function counts by its name and code, an object without a text of its own by its class.
+    ``outer``: the functions that it is a part of."""
+    if isinstance(value, list | tuple):
+        return f"{type(value).__name__}{[text_of(v, outer) for v in value]}"
+    if isinstance(value, set | frozenset):
+        return f"{type(value).__name__}{sorted(text_of(v, outer) for v in value)}"
+    if isinstance(value, dict):
+        return f"dict{[(text_of(k, outer), text_of(v, outer)) for k, v in value.items()]}"
+    if isinstance(value, type):
+        return qualified(value)
+    if isinstance(value, functools.partial):
+        return f"partial{text_of((value.func, value.args, value.keywords), outer)}"
+    if isinstance(value, FunctionType):
+        return _text_of_function(value, outer)
+    return getattr(value, "__qualname__", "") or _ADDRESS.sub("", repr(value))
+
+
+def qualified(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _text_of_function(function: FunctionType, outer: frozenset[int]) -> str:
+    name = f"{function.__module__}.{function.__qualname__}"
+    if id(function) in outer:  # it calls itself
+        return name
+    inner = outer | {id(function)}
+    cells = []
+    for cell in function.__closure__ or ():
+        try:
+            cells.append(text_of(cell.cell_contents, inner))
+        except ValueError:  # not bound yet
+            cells.append("empty")
+    defaults = text_of((function.__defaults__, function.__kwdefaults__), inner)
+    return repr((name, _text_of_code(function.__code__), defaults, cells))
+
+
+def _text_of_code(code: CodeType) -> str:
+    consts = [_text_of_code(c) if isinstance(c, CodeType) else repr(c) for c in code.co_consts]
+    return repr((code.co_code.hex(), code.co_names, consts))

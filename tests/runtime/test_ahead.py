@@ -1,0 +1,236 @@
+"""Kernels that are built ahead: which ones, in what order, and what happens when the process ends.
+
+Compiler processes are stood in for, but where their own end is the matter.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from strop.codegen.triton import emit
+from strop.errors import CodegenError
+from strop.ir.source import KernelSource
+from strop.options import Options
+from strop.runtime import ahead, builds, variants
+from strop.runtime.ahead import LOW_PRIORITY, Ahead
+from strop.runtime.cache import DiskCache
+from strop.runtime.cubin import Cubin
+from strop.runtime.kernels import CudaKernels
+from strop.runtime.signature import default_shapes, flatten
+from strop.runtime.state import ModuleState
+from tests.codegen.kernels import SAMPLES
+
+F16 = torch.float16
+
+
+class Compilers:
+    """What was compiled, by priority. ``gate`` holds those back for which nobody waits."""
+
+    def __init__(self) -> None:
+        self.seen: dict[int, list[KernelSource]] = {0: [], LOW_PRIORITY: []}
+        self.gate = threading.Event()
+        self.begun = threading.Semaphore(0)
+        self.refused: KernelSource | None = None
+
+    def __call__(self, niceness: int = 0) -> Any:
+        return FakeWorker(self, niceness)
+
+
+class FakeWorker:
+    is_alive = True
+
+    def __init__(self, compilers: Compilers, niceness: int) -> None:
+        self.compilers, self.niceness = compilers, niceness
+
+    def compile(self, source: KernelSource, arch: int) -> Cubin:
+        self.compilers.seen[self.niceness].append(source)
+        if self.niceness:
+            self.compilers.begun.release()
+            assert self.compilers.gate.wait(20)
+        if source == self.compilers.refused:
+            raise CodegenError("refused")
+        return Cubin(source.name, source.text.encode(), 0, source.num_warps, arch)
+
+    def dismiss(self) -> None: ...
+    def terminate(self) -> None: ...
+    def wait(self) -> None: ...
+
+
+@pytest.fixture
+def compilers(monkeypatch: pytest.MonkeyPatch) -> Iterator[Compilers]:
+    made = Compilers()
+    monkeypatch.setattr(builds, "BUILDS", builds.Builds())
+    monkeypatch.setattr(builds, "Worker", made)
+    yield made
+    made.gate.set()
+    for queue in (ahead.SOON, ahead.LATER):
+        for thread in list(queue._threads):
+            thread.join()
+
+
+class Softmax(nn.Module):
+    """Its rows have an unknown length: one kernel in many forms, and another one."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x @ x.mT).softmax(-1) * 2 + 1
+
+
+@pytest.fixture
+def library(tmp_path: Path) -> CudaKernels:
+    return CudaKernels(DiskCache(tmp_path), workers=4, arch=90, num_sms=132)
+
+
+@pytest.fixture
+def store(library: CudaKernels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Of a module that lies on the CPU and is compiled for CUDA."""
+    monkeypatch.setattr(variants, "library_for", lambda device, options: library)
+    monkeypatch.setattr(variants, "device_of", lambda state, shapes: torch.device("cuda"))
+    module = Softmax().eval()
+    return variants.VariantStore(module, module.forward, Options(cache_dir=str(tmp_path)), "it")
+
+
+def variant_for(store: variants.VariantStore, *shape: int) -> variants.Variant:
+    tensors: list[Tensor] = []
+    skeleton = flatten(((torch.randn(shape, dtype=F16),), {}), tensors)
+    return store.get(ModuleState(store.module), skeleton, tensors, default_shapes(tensors))
+
+
+def test_the_first_call_waits_for_its_own_forms_only(
+    store: variants.VariantStore, library: CudaKernels, compilers: Compilers
+) -> None:
+    variant = variant_for(store, 3, 48, 8)
+    program = variant.program
+    env = variant.env([(3, 48, 8)])
+    assert env is not None
+    needed = program.sources_at(env)
+    assert 0 < len(needed) < 5 < len(program.sources)
+    assert sorted(map(hash, compilers.seen[0])) == sorted(map(hash, needed))
+    assert not compilers.seen[LOW_PRIORITY]
+    assert library.counts == (len(needed), 0)
+    assert str(store.progress) == f"building kernels, {len(needed)} of {len(needed)}"
+    assert variant.later.total == len(program.sources) - len(needed)
+
+    # another shape, while the background stands still: it builds its own, each once
+    variant.later.start()
+    assert compilers.begun.acquire(timeout=20)
+    in_work = compilers.seen[LOW_PRIORITY][0]
+    other = program.sources_at({**env, **{name: 3000 for name in env if env[name] == 48}})
+    wanted = [source for source in other if source not in needed and source != in_work]
+    assert wanted
+    library.build(wanted)
+    assert compilers.seen[0][len(needed) :] == wanted
+    # one in work is waited for
+    waits = threading.Thread(target=library.build, args=([in_work],))
+    waits.start()
+    assert waits.is_alive()
+    compilers.gate.set()
+    waits.join()
+    store.wait()
+    everything = compilers.seen[0] + compilers.seen[LOW_PRIORITY]
+    assert len(everything) == len(set(everything)) == len(program.sources)
+    assert set(everything) == set(program.sources)
+    assert library.counts[0] == len(needed) + len(wanted), "while somebody waited"
+    assert variant.later.num_built == len(compilers.seen[LOW_PRIORITY])
+
+
+def test_a_stored_plan_finds_the_kernels_that_were_built(
+    store: variants.VariantStore, compilers: Compilers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compilers.gate.set()
+    first = variant_for(store, 3, 48, 8)
+    compiled = list(compilers.seen[0])
+    monkeypatch.setattr(builds, "BUILDS", builds.Builds())  # a process that ended before the rest
+    again = variants.VariantStore(store.module, store.eager, store.options, "again")
+    found = variant_for(again, 3, 48, 8)
+    assert found.from_disk
+    assert compilers.seen[0] == compiled
+    again.wait()
+    assert found.later.num_built == first.later.total
+
+
+def test_a_kernel_that_is_refused_is_told_and_raises_where_it_is_needed(
+    library: CudaKernels, compilers: Compilers, caplog: Any
+) -> None:
+    compilers.gate.set()
+    sources = [emit(SAMPLES[name](F16).kernel).source for name in ("geglu", "casts")]
+    compilers.refused = sources[0]
+    later = library.later(sources)
+    later.wait()
+    assert [record.getMessage() for record in caplog.records] == [
+        "a kernel for other sizes could not be built ahead: refused"
+    ]
+    assert (later.num_built, later.num_done) == (1, 2)
+    with pytest.raises(CodegenError, match="refused"):
+        library.build(sources)
+    compilers.refused = None
+    library.build(sources)
+
+
+SCRIPT = """
+import os, sys, threading, time
+from pathlib import Path
+import torch
+from strop.codegen.triton import emit
+from strop.runtime import builds
+from strop.runtime.cache import DiskCache
+from strop.runtime.kernels import CudaKernels
+from tests.codegen.kernels import SAMPLES
+
+sources = [emit(make(dtype).kernel).source for make in SAMPLES.values()
+           for dtype in (torch.float16, torch.bfloat16, torch.float32)]
+library = CudaKernels(DiskCache(Path(sys.argv[2])), 8, 90, 132)
+later = library.later(sources)
+later.start()
+foreground = threading.Thread(target=library.build, args=(sources[-4:],), daemon=True)
+foreground.start()
+while not later.num_built:
+    time.sleep(0.01)
+if sys.argv[1] == "fork":
+    child = os.fork()
+    if not child:
+        later.wait()  # nobody builds here: it is given up
+        library.build(sources[:1])
+        library.build([sources[20]])
+        sys.exit(7)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    library.build([sources[21]])
+print(*[w._process.pid for w in builds.BUILDS._busy + builds.BUILDS._idle])
+if sys.argv[1] == "exit":
+    sys.exit(3)
+"""
+
+
+@pytest.mark.parametrize("how", ["end", "exit", "fork"])
+def test_a_process_ends_cleanly_while_kernels_are_built(how: str, tmp_path: Path) -> None:
+    pytest.importorskip("triton")
+    environment = os.environ | {"TMPDIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
+    python = [sys.executable, "-W", "ignore::DeprecationWarning"]  # of forks with threads
+    done = subprocess.run(
+        [*python, "-c", SCRIPT, how, str(tmp_path / "c")],
+        env=environment, capture_output=True, text=True, check=False, timeout=60,
+    )  # fmt: skip
+    assert done.returncode == (3 if how == "exit" else 0), done.stderr
+    assert not done.stderr
+    pids = [int(pid) for pid in done.stdout.split()]
+    assert pids
+    assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()], "a compiler lives on"
+    assert not list(tmp_path.glob("strop-triton-*")), "its files were left"
+    built = len(list((tmp_path / "c" / "cubin").iterdir()))
+    assert 0 < built < len(SAMPLES) * 3, "what is not built is left"
+
+
+def test_nothing_to_build_is_done_at_once() -> None:
+    later = Ahead(())
+    later.wait()
+    assert later.is_done
+    assert not later.num_done
