@@ -21,6 +21,7 @@ from strop.ir.program import Program
 _PLAIN = (
     type(None), bool, int, float, str, torch.dtype, type, FunctionType, BuiltinFunctionType,
 )  # fmt: skip
+_DATA_PTR = Tensor.data_ptr
 
 
 class ModuleState:
@@ -69,7 +70,36 @@ class ModuleState:
         self._num_owned = sum(map(len, self._owned)) + ("forward" not in self.module.__dict__)
         self.adapters = self._adapter_state()
         self.structure = self._structure()
+        self._watch()
         self.remember()
+
+    def _watch(self) -> None:
+        """What ``is_as_scanned`` compares: by identity all that cannot change in itself."""
+        settings = zip(self._setting_tables, self._setting_keys, self._setting_values, strict=True)
+        fixed = [(table, key) for table, key, value in settings if not _is_mutable(value)]
+        flags = [(m.__dict__, "training") for m in (self.module, *self.train_sensitive)]
+        places = [*zip(self._tables, self._keys, strict=True),
+                  *zip(self._edge_tables, self._edge_keys, strict=True), *fixed]  # fmt: skip
+        self._watched = [table[key] for table, key in places] + [False] * len(flags)
+        self._watched_tables = [table for table, _ in places + flags]
+        self._watched_keys = [key for _, key in places + flags]
+        self._has_mutable = len(fixed) < len(self._setting_values)
+
+    def is_as_scanned(self) -> bool:
+        """No module, setting or Parameter is another, no memory has moved, no part is in training
+        mode or has hooks. A quick answer: False only says that a longer look is due.
+        """
+        if self._has_mutable or self._adapted or any(self.hooks):
+            return False
+        try:
+            now = map(getitem, self._watched_tables, self._watched_keys)
+            return (
+                all(map(is_, now, self._watched))
+                and list(map(_DATA_PTR, self.tensors)) == self.pointers
+                and sum(map(len, self._owned)) == self._num_owned
+            )
+        except KeyError:
+            return False
 
     def remember(self, program: Program | None = None) -> None:
         """Take the present pointers as known, those of the program's merged weights apart."""
@@ -90,15 +120,17 @@ class ModuleState:
         """Whether modules, settings, processors or adapters are others than at the last scan."""
         try:
             now = map(getitem, self._edge_tables, self._edge_keys)
-            same = all(map(is_, now, self._edge_values)) and self._num_owned == sum(
-                map(len, self._owned)
-            )
-            same = same and self._setting_values == list(
+            if not all(map(is_, now, self._edge_values)):
+                return True
+            if self._setting_values and self._setting_values != list(
                 map(getitem, self._setting_tables, self._setting_keys)
-            )
+            ):
+                return True
         except (KeyError, RuntimeError):  # gone, or now a tensor
             return True
-        return not same or self.adapters != self._adapter_state()
+        if self._num_owned != sum(map(len, self._owned)):
+            return True
+        return bool(self._adapted) and self.adapters != self._adapter_state()
 
     def has_new_tensors(self) -> bool:
         """Whether a Parameter was replaced or its memory moved."""
@@ -106,7 +138,7 @@ class ModuleState:
             same = all(map(is_, map(getitem, self._tables, self._keys), self.tensors))
         except KeyError:
             return True
-        return not same or _pointers(self.tensors) != self.pointers
+        return not same or list(map(_DATA_PTR, self.tensors)) != self.pointers
 
     def has_new_adapters(self) -> bool:
         if self._num_adapters != self._count_adapters():
@@ -133,7 +165,7 @@ class ModuleState:
 
 
 def _pointers(tensors: Sequence[Tensor]) -> list[int]:
-    return list(map(Tensor.data_ptr, tensors))
+    return list(map(_DATA_PTR, tensors))
 
 
 def _depends_on_training(module: nn.Module) -> bool:
@@ -158,6 +190,12 @@ def settings_of(module: nn.Module) -> dict[str, Any]:
         for k, v in vars(module).items()
         if not k.startswith("_") and k not in ("forward", "training") and _is_plain(v)
     }
+
+
+def _is_mutable(value: Any) -> bool:
+    return isinstance(value, list | dict) or (
+        isinstance(value, tuple) and any(map(_is_mutable, value))
+    )
 
 
 def _is_plain(value: Any) -> bool:
