@@ -19,9 +19,9 @@ import torch
 
 from strop.codegen import nest
 from strop.codegen.cpp_loops import Loops
-from strop.codegen.cpp_text import scalar_type
+from strop.codegen.cpp_text import TYPES, scalar_type
 from strop.ir.dims import product
-from strop.ir.loops import Reduce, Stmt, Store, outs_of
+from strop.ir.loops import Apply, Index, Load, Reduce, Stmt, Store, outs_of
 from strop.ir.ops import compute_dtype
 from strop.ir.source import Scratch
 
@@ -144,15 +144,43 @@ class RowSweeps:
         self.plan = nest.plan_sweeps(loops.kernel, loops.outside, loops.col_stores())
         first = len(loops.staged)
         self.kept = {value: f"t{first + i}" for i, value in enumerate(self.plan.kept)}
+        self.result_row = self._result_row()
+
+    def _result_row(self) -> Store | None:
+        """The store of the last sweep whose row holds the kept value until then, which saves the
+        caches a third row. Nothing may be loaded in between: where a result is an argument that
+        is written in place, its element is gone.
+        """
+        loops, sweeps = self.loops, self.plan.sweeps
+        keeping = next((n for n, sweep in enumerate(sweeps) if sweep.keeps), len(sweeps))
+        later = [stmt for sweep in sweeps[keeping + 1 :] for stmt in sweep.stmts]
+        if len(self.kept) != 1 or any(isinstance(stmt, Load) for stmt in later):
+            return None
+        kept = next((s.dtype for s in loops.kernel.body
+                     if isinstance(s, Apply) and s.out in self.kept), None)  # fmt: skip
+        if kept is None or compute_dtype(kept) is not kept:
+            return None
+        stores = [s for s in loops.kernel.body if isinstance(s, Store)]
+        return next((s for s in sweeps[-1].stores
+                     if loops.is_flat and nest.lane_stride(s.index, loops.kernel.cols) == nest.ONE
+                     and loops.kernel.params[s.param].dtype == kept
+                     and sum(other.param == s.param for other in stores) == 1), None)  # fmt: skip
 
     def declare_buffers(self) -> None:
+        if self.result_row is not None:
+            return
         for stmt in self.loops.kernel.body:
             for out in set(outs_of(stmt)) & set(self.kept):
                 assert not isinstance(stmt, Store)
                 self.loops.row_buffer(self.kept[out], scalar_type(stmt.dtype))
 
     def print_row(self) -> None:
-        sweeps = self.plan.sweeps
+        sweeps, row = self.plan.sweeps, self.result_row
+        if row is not None:
+            strides = (term for term in row.index.strides if term[0] not in self.loops.col_names)
+            at = self.loops.element(Index(row.index.offset, tuple(strides)))
+            scalar, (name,) = TYPES[self.loops.kernel.params[row.param].dtype], self.kept.values()
+            self.loops.out(f"{scalar}* const {name} = p{row.param} + {at};")
         self._row_values(0)
         for place, sweep in enumerate(sweeps):
             self._sweep(sweep)
