@@ -1,7 +1,7 @@
 """ROW and COLUMN reductions in C++.
 
 Sums of floats run in fp64 under ``omp simd``, so that they are exact but for their last rounding.
-Softmax's, of positive numbers in a row buffer, take four of them together in fp32 first.
+Softmax's, of positive numbers in a row buffer, take eight of them together in fp32 first.
 Moments are sums of x - x0 and of their squares, x0 being the first element: n elements among which
 x0 is have it at most sqrt(n) deviations from their mean, so the squares lose log2(n) of 53 bits.
 A ROW kernel sweeps its row once for each reduction level. A COLUMN kernel keeps one accumulator a
@@ -66,7 +66,9 @@ class Part:
 
     @property
     def kind(self) -> str:
-        return "sum" if self.stmt.kind in ("moments", "powers") else self.stmt.kind
+        return {"moments": "sum", "powers": "sum", "top": "amax"}.get(
+            self.stmt.kind, self.stmt.kind
+        )
 
     @property
     def scalar(self) -> str:
@@ -75,7 +77,7 @@ class Part:
     @property
     def finds_nan(self) -> bool:
         """Extremes are found as if there were no NaN, which takes one instruction; a flag tells."""
-        return self.kind in ("amax", "amin") and self.stmt.dtype.is_floating_point
+        return self.stmt.kind in ("amax", "amin") and self.stmt.dtype.is_floating_point
 
     @property
     def clause(self) -> str:
@@ -88,10 +90,10 @@ class Part:
 
     def step(self) -> list[str]:
         value, total = self.stmt.arg, f"total_{self.out}"
-        if self.finds_nan:
+        if self.finds_nan or self.stmt.kind == "top":
             order = ">" if self.kind == "amax" else "<"
-            return [f"{total} = {value} {order} {total} ? {value} : {total};",
-                    f"nan_{self.out} |= {value} != {value};"]  # fmt: skip
+            best = f"{total} = {value} {order} {total} ? {value} : {total};"
+            return [best, f"nan_{self.out} |= {value} != {value};"] if self.finds_nan else [best]
         if self.stage in ("mean", "squares"):
             value = f"({value} - first_{self.stmt.outs[0]})"
         if self.stage == "squares":
@@ -177,10 +179,9 @@ class RowSweeps:
     def print_row(self) -> None:
         sweeps, row = self.plan.sweeps, self.result_row
         if row is not None:
-            strides = (term for term in row.index.strides if term[0] not in self.loops.col_names)
-            at = self.loops.element(Index(row.index.offset, tuple(strides)))
             scalar, (name,) = TYPES[self.loops.kernel.params[row.param].dtype], self.kept.values()
-            self.loops.out(f"{scalar}* const {name} = p{row.param} + {at};")
+            start = self._row_start(row.index)
+            self.loops.out(f"{scalar}* const {name} = p{row.param} + {start};")
         self._row_values(0)
         for place, sweep in enumerate(sweeps):
             self._sweep(sweep)
@@ -198,6 +199,10 @@ class RowSweeps:
 
     def _sweep(self, sweep: nest.Sweep) -> None:
         out, size = self.loops.out, self.loops.scalars(self.loops.kernel.num_cols)
+        if row := self._row_for_top(sweep):
+            (stmt,) = sweep.reduces
+            out(f"const float {stmt.outs[0]} = sp::largest({row}, {size});")
+            return
         self._firsts(sweep)
         buffered = [s for s in sweep.reduces if s.kind == "powers" and s.arg in sweep.keeps]
         parts = parts_of(s for s in sweep.reduces if s not in buffered)
@@ -210,6 +215,24 @@ class RowSweeps:
             out(f"const double total_{stmt.outs[0]} = sp::sum({self.kept[stmt.arg]}, {size});")
         for part in parts_of(sweep.reduces):
             out.all(part.result(size))
+
+    def _row_for_top(self, sweep: nest.Sweep) -> str:
+        """Where the row begins if the sweep only looks for the top of one that lies in memory."""
+        loops = self.loops
+        kinds = [stmt.kind for stmt in sweep.reduces]
+        if kinds != ["top"] or len(sweep.stmts) != 1 or sweep.stores or sweep.keeps or sweep.reads:
+            return ""
+        (load,) = sweep.stmts
+        if (not isinstance(load, Load) or load.guard or load.lookups or load.out in loops.buffers
+                or load.dtype != torch.float32 or not loops.is_flat
+                or loops.kernel.params[load.param].dtype != torch.float32
+                or nest.lane_stride(load.index, loops.kernel.cols) != nest.ONE):  # fmt: skip
+            return ""
+        return f"p{load.param} + {self._row_start(load.index)}"
+
+    def _row_start(self, index: Index) -> str:
+        strides = (term for term in index.strides if term[0] not in self.loops.col_names)
+        return self.loops.element(Index(index.offset, tuple(strides)))
 
     def _firsts(self, sweep: nest.Sweep) -> None:
         """The first element of each moments, if there is one."""

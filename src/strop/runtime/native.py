@@ -37,7 +37,7 @@ _INCLUDE = '#include "vmath.h"\n'
 _FLAGS = (
     *("-O3", "-std=c++20", "-shared", "-fPIC", "-fopenmp"),
     *("-fno-math-errno", "-fno-trapping-math", "-fno-thread-jumps"),
-    *("-ffp-contract=fast", "-fwrapv"),
+    *("-ffp-contract=fast", "-fwrapv", "-Wno-psabi"),
 )
 
 

@@ -15,15 +15,7 @@ extern "C" void softmax(void* const* buffers, const int64_t* scalars) {
     for (int64_t row = begin; row < end; ++row) {
       const int64_t r0 = row;
       float* const t0 = p1 + r0 * s0;
-      float total_v1 = sp::lowest<float>();
-      int nan_v1 = 0;
-      #pragma omp simd reduction(max:total_v1) reduction(|:nan_v1)
-      for (int64_t c0 = 0; c0 < s0; ++c0) {
-        const float v0 = sp::widen(p0[r0 * s0 + c0]);
-        total_v1 = v0 > total_v1 ? v0 : total_v1;
-        nan_v1 |= v0 != v0;
-      }
-      const float v1 = static_cast<float>(sp::or_nan(!nan_v1, total_v1));
+      const float v1 = sp::largest(p0 + r0 * s0, s0);
       #pragma omp simd
       for (int64_t c0 = 0; c0 < s0; ++c0) {
         const float v0 = sp::widen(p0[r0 * s0 + c0]);
