@@ -35,6 +35,10 @@ class Faults:
         pointer = self._memory.data_ptr()
         self._marks = (ctypes.c_int64 * count).from_address(pointer) if count else ()
 
+    def __bool__(self) -> bool:
+        """Whether any kernel could leave a mark."""
+        return bool(self._steps)
+
     def pointer(self, position: int) -> int:
         """Where the kernel of this step leaves its mark."""
         return self._memory.data_ptr() + self._memory.itemsize * self._place[position]

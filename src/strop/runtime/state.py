@@ -83,20 +83,20 @@ class ModuleState:
         self._watched = [table[key] for table, key in places] + [False] * len(flags)
         self._watched_tables = [table for table, _ in places + flags]
         self._watched_keys = [key for _, key in places + flags]
-        self._has_mutable = len(fixed) < len(self._setting_values)
+        self._is_comparable = len(fixed) == len(self._setting_values) and not self._adapted
 
     def is_as_scanned(self) -> bool:
         """No module, setting or Parameter is another, no memory has moved, no part is in training
         mode or has hooks. A quick answer: False only says that a longer look is due.
         """
-        if self._has_mutable or self._adapted or any(self.hooks):
-            return False
         try:
             now = map(getitem, self._watched_tables, self._watched_keys)
             return (
-                all(map(is_, now, self._watched))
-                and list(map(_DATA_PTR, self.tensors)) == self.pointers
+                self._is_comparable
+                and all(map(is_, now, self._watched))
                 and sum(map(len, self._owned)) == self._num_owned
+                and (not self.tensors or list(map(_DATA_PTR, self.tensors)) == self.pointers)
+                and not (self.hooks and any(self.hooks))
             )
         except KeyError:
             return False
