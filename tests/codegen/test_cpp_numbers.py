@@ -63,6 +63,40 @@ def test_extremes_and_softmax_of_nan_and_infinity(bad: float):
     assert_good(module, torch.tensor([[-torch.inf, torch.nan, torch.inf], [0.0, -0.0, 1e-45]]))
 
 
+def _softmax_in_place(x: Tensor) -> tuple[Tensor, ...]:
+    y = x + 0
+    y.copy_(F.softmax(y, -1))
+    return (y,)
+
+
+SOFTMAXES = {
+    "alone": lambda x: (F.softmax(x, -1),),
+    "shifted": lambda x: (F.softmax(x * 3 + 1, -1),),
+    "of columns in rows": lambda x: (F.softmax(x.unflatten(-1, (-1, 1)), -2),),
+    "log": lambda x: (F.log_softmax(x, -1),),
+    "powers": lambda x: ((p := torch.exp(x - x.amax(-1, True))), p / p.sum(-1, True)),
+    "twice": lambda x: (F.softmax(F.softmax(x, -1), -1),),
+    "weighed": lambda x: (F.softmax(x, -1) * x, F.softmax(x, -1)),
+    "in place": _softmax_in_place,
+}
+
+
+@pytest.mark.parametrize("name", SOFTMAXES)
+def test_forms_of_softmax(name: str):
+    """A short one of its own for rows in memory; NaN fills its row; what is masked is 0."""
+    module = optimized(SOFTMAXES[name])
+    for cols in (1, 7, 8, 9, 15, 16, 31, 32, 33, 63, 64, 65, 130, 600):
+        x = uniform(3, cols, seed=cols) * 20 - 10
+        assert_good(module, x)
+        for bad in (torch.nan, torch.inf, -torch.inf):
+            for place in {0, cols // 2, cols - 1}:
+                y = x.clone()
+                y[1, place] = bad
+                assert_good(module, y)
+                if bad == -torch.inf and cols > 1 and name == "alone":
+                    assert module(y)[0][1, place] == 0
+
+
 def test_extremes_of_fp64_see_nan():
     module = optimized(lambda x: (x.amax(-1), x.amin(-1)))
     x = uniform(3, 40).double()

@@ -94,7 +94,8 @@ def test_results_are_those_of_one_thread(tmp_path: Path) -> None:
     in_threads(work, NUM_THREADS)
     assert not differing
     dispatcher = shared.forward
-    assert dispatcher.variants.num_captures == 1
+    # two, if one came first whose height or width is 1: its graph is for those alone
+    assert dispatcher.variants.num_captures <= 2
     assert dispatcher.counters.eager_calls == 0
     assert dispatcher.counters.calls == NUM_THREADS * NUM_CALLS
 

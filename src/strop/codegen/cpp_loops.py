@@ -33,10 +33,12 @@ from strop.ir.loops import (
     outs_of,
     spaces,
 )
-from strop.ir.ops import compute_dtype
+from strop.ir.ops import OPS, compute_dtype
 from strop.ir.source import FAULTS, Scratch
 
-THREADED_FROM = 32768  # elements below which waking threads costs more than it saves
+# Elements below which threads cost more than they save, half a microsecond if they are awake:
+# both take about four microseconds of one core.
+THREADED_FROM, HEAVY_FROM = 16384, 8192
 STACK_ROW = 4096  # longest row buffer on the stack, in elements
 
 
@@ -60,6 +62,9 @@ class Loops:
         self.num_outer = self._count_outer_rows()
         self.by_axes = False  # inside loops over single col axes
         self.printed: set[str] = set()  # values of the whole kernel
+        applied = (stmt for stmt in kernel.body if isinstance(stmt, Apply))
+        is_heavy = any(OPS[stmt.op].is_heavy for stmt in applied)
+        self.threaded_from = HEAVY_FROM if is_heavy else THREADED_FROM
 
     def _count_outer_rows(self) -> int:
         """Row axes that split tasks: the parallel ones of COLUMN, else those of staged values.
@@ -112,7 +117,7 @@ class Loops:
 
     @contextmanager
     def parallel(self, name: str, count: str, work: str) -> Iterator[None]:
-        self.out(f"#pragma omp parallel for schedule(static) if ({work} > {THREADED_FROM})")
+        self.out(f"#pragma omp parallel for schedule(static) if ({work} > {self.threaded_from})")
         with self.out.loop(name, count), self.faults():
             yield
 

@@ -1,7 +1,7 @@
 """ROW and COLUMN reductions in C++.
 
 Sums of floats run in fp64 under ``omp simd``, so that they are exact but for their last rounding.
-Softmax's, of positive numbers in a row buffer, take four of them together in fp32 first.
+Softmax's, of positive numbers in a row buffer, take eight of them together in fp32 first.
 Moments are sums of x - x0 and of their squares, x0 being the first element: n elements among which
 x0 is have it at most sqrt(n) deviations from their mean, so the squares lose log2(n) of 53 bits.
 A ROW kernel sweeps its row once for each reduction level. A COLUMN kernel keeps one accumulator a
@@ -19,9 +19,9 @@ import torch
 
 from strop.codegen import nest
 from strop.codegen.cpp_loops import Loops
-from strop.codegen.cpp_text import scalar_type
+from strop.codegen.cpp_text import TYPES, scalar_type
 from strop.ir.dims import product
-from strop.ir.loops import Reduce, Stmt, Store, outs_of
+from strop.ir.loops import Apply, Index, Load, Reduce, Stmt, Store, outs_of
 from strop.ir.ops import compute_dtype
 from strop.ir.source import Scratch
 
@@ -66,7 +66,9 @@ class Part:
 
     @property
     def kind(self) -> str:
-        return "sum" if self.stmt.kind in ("moments", "powers") else self.stmt.kind
+        return {"moments": "sum", "powers": "sum", "top": "amax"}.get(
+            self.stmt.kind, self.stmt.kind
+        )
 
     @property
     def scalar(self) -> str:
@@ -75,7 +77,7 @@ class Part:
     @property
     def finds_nan(self) -> bool:
         """Extremes are found as if there were no NaN, which takes one instruction; a flag tells."""
-        return self.kind in ("amax", "amin") and self.stmt.dtype.is_floating_point
+        return self.stmt.kind in ("amax", "amin") and self.stmt.dtype.is_floating_point
 
     @property
     def clause(self) -> str:
@@ -88,10 +90,10 @@ class Part:
 
     def step(self) -> list[str]:
         value, total = self.stmt.arg, f"total_{self.out}"
-        if self.finds_nan:
+        if self.finds_nan or self.stmt.kind == "top":
             order = ">" if self.kind == "amax" else "<"
-            return [f"{total} = {value} {order} {total} ? {value} : {total};",
-                    f"nan_{self.out} |= {value} != {value};"]  # fmt: skip
+            best = f"{total} = {value} {order} {total} ? {value} : {total};"
+            return [best, f"nan_{self.out} |= {value} != {value};"] if self.finds_nan else [best]
         if self.stage in ("mean", "squares"):
             value = f"({value} - first_{self.stmt.outs[0]})"
         if self.stage == "squares":
@@ -144,15 +146,42 @@ class RowSweeps:
         self.plan = nest.plan_sweeps(loops.kernel, loops.outside, loops.col_stores())
         first = len(loops.staged)
         self.kept = {value: f"t{first + i}" for i, value in enumerate(self.plan.kept)}
+        self.result_row = self._result_row()
+
+    def _result_row(self) -> Store | None:
+        """The store of the last sweep whose row holds the kept value until then, which saves the
+        caches a third row. Nothing may be loaded in between: where a result is an argument that
+        is written in place, its element is gone.
+        """
+        loops, sweeps = self.loops, self.plan.sweeps
+        keeping = next((n for n, sweep in enumerate(sweeps) if sweep.keeps), len(sweeps))
+        later = [stmt for sweep in sweeps[keeping + 1 :] for stmt in sweep.stmts]
+        if len(self.kept) != 1 or any(isinstance(stmt, Load) for stmt in later):
+            return None
+        kept = next((s.dtype for s in loops.kernel.body
+                     if isinstance(s, Apply) and s.out in self.kept), None)  # fmt: skip
+        if kept is None or compute_dtype(kept) is not kept:
+            return None
+        stores = [s for s in loops.kernel.body if isinstance(s, Store)]
+        return next((s for s in sweeps[-1].stores
+                     if loops.is_flat and nest.lane_stride(s.index, loops.kernel.cols) == nest.ONE
+                     and loops.kernel.params[s.param].dtype == kept
+                     and sum(other.param == s.param for other in stores) == 1), None)  # fmt: skip
 
     def declare_buffers(self) -> None:
+        if self.result_row is not None:
+            return
         for stmt in self.loops.kernel.body:
             for out in set(outs_of(stmt)) & set(self.kept):
                 assert not isinstance(stmt, Store)
                 self.loops.row_buffer(self.kept[out], scalar_type(stmt.dtype))
 
     def print_row(self) -> None:
-        sweeps = self.plan.sweeps
+        sweeps, row = self.plan.sweeps, self.result_row
+        if row is not None:
+            scalar, (name,) = TYPES[self.loops.kernel.params[row.param].dtype], self.kept.values()
+            start = self._row_start(row.index)
+            self.loops.out(f"{scalar}* const {name} = p{row.param} + {start};")
         self._row_values(0)
         for place, sweep in enumerate(sweeps):
             self._sweep(sweep)
@@ -170,6 +199,10 @@ class RowSweeps:
 
     def _sweep(self, sweep: nest.Sweep) -> None:
         out, size = self.loops.out, self.loops.scalars(self.loops.kernel.num_cols)
+        if row := self._row_for_top(sweep):
+            (stmt,) = sweep.reduces
+            out(f"const float {stmt.outs[0]} = sp::largest({row}, {size});")
+            return
         self._firsts(sweep)
         buffered = [s for s in sweep.reduces if s.kind == "powers" and s.arg in sweep.keeps]
         parts = parts_of(s for s in sweep.reduces if s not in buffered)
@@ -182,6 +215,24 @@ class RowSweeps:
             out(f"const double total_{stmt.outs[0]} = sp::sum({self.kept[stmt.arg]}, {size});")
         for part in parts_of(sweep.reduces):
             out.all(part.result(size))
+
+    def _row_for_top(self, sweep: nest.Sweep) -> str:
+        """Where the row begins if the sweep only looks for the top of one that lies in memory."""
+        loops = self.loops
+        kinds = [stmt.kind for stmt in sweep.reduces]
+        if kinds != ["top"] or len(sweep.stmts) != 1 or sweep.stores or sweep.keeps or sweep.reads:
+            return ""
+        (load,) = sweep.stmts
+        if (not isinstance(load, Load) or load.guard or load.lookups or load.out in loops.buffers
+                or load.dtype != torch.float32 or not loops.is_flat
+                or loops.kernel.params[load.param].dtype != torch.float32
+                or nest.lane_stride(load.index, loops.kernel.cols) != nest.ONE):  # fmt: skip
+            return ""
+        return f"p{load.param} + {self._row_start(load.index)}"
+
+    def _row_start(self, index: Index) -> str:
+        strides = (term for term in index.strides if term[0] not in self.loops.col_names)
+        return self.loops.element(Index(index.offset, tuple(strides)))
 
     def _firsts(self, sweep: nest.Sweep) -> None:
         """The first element of each moments, if there is one."""

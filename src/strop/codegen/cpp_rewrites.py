@@ -2,46 +2,80 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 
-from strop.ir.loops import Apply, Kernel, Reduce, Schedule, Stmt, outs_of
+from strop.codegen.cpp_text import OF_NEGATIVE
+from strop.ir.loops import Apply, Kernel, Reduce, Schedule, Stmt, args_of, outs_of
 
 
-def _sums_of_powers(kernel: Kernel) -> frozenset[str]:
-    """Results of sum(exp(x - amax(x))) in fp32, which lie between 1 and the number of elements."""
+@dataclass(frozen=True, slots=True)
+class _Powers:
+    """``total`` = sum(exp(x - amax(x))) in fp32, between 1 and the number of elements."""
+
+    total: Reduce
+    power: Apply
+    shifted: Apply
+    top: Reduce
+
+
+def _powers(kernel: Kernel) -> tuple[_Powers, ...]:
     makers = {out: stmt for stmt in kernel.body for out in outs_of(stmt)}
-
-    def is_one(stmt: Stmt) -> bool:
-        if not isinstance(stmt, Reduce) or stmt.kind != "sum" or stmt.dtype is torch.float64:
-            return False
-        power = makers[stmt.arg]
+    found = []
+    for total in kernel.body:
+        if not isinstance(total, Reduce) or total.kind != "sum" or total.dtype is torch.float64:
+            continue
+        power = makers[total.arg]
         if not isinstance(power, Apply) or power.op != "exp":
-            return False
+            continue
         shifted = makers[power.args[0]]
         if not isinstance(shifted, Apply) or shifted.op != "sub":
-            return False
+            continue
         top = makers[shifted.args[1]]
-        return isinstance(top, Reduce) and top.kind == "amax" and top.arg == shifted.args[0]
+        if isinstance(top, Reduce) and top.kind == "amax" and top.arg == shifted.args[0]:
+            found.append(_Powers(total, power, shifted, top))
+    return tuple(found)
 
-    return frozenset(out for stmt in kernel.body if is_one(stmt) for out in outs_of(stmt))
+
+def _is_softmax(kernel: Kernel, found: _Powers) -> bool:
+    """Whether powers are only summed and divided by their sum: NaN in one of them reaches all."""
+
+    def users(name: str) -> list[Stmt]:
+        return [stmt for stmt in kernel.body + kernel.tail if name in args_of(stmt)]
+
+    (total,) = found.total.outs
+    quotients = [stmt for stmt in users(found.power.out) if stmt is not found.total]
+    return (
+        users(found.top.outs[0]) == [found.shifted]
+        and users(found.shifted.out) == [found.power]
+        and all(isinstance(q, Apply) and q.op == "div" and q.args[1] == total for q in quotients)
+    )
 
 
 def with_powers(kernel: Kernel) -> Kernel:
     """Such sums as reductions of their own kind, "powers": (sum, 1 / sum).
 
-    What they divide becomes a product: a quotient takes as long as ten of them.
+    What they divide becomes a product: a quotient takes as long as ten of them. Their exponentials
+    get the attribute that makes them those of negative numbers. The amax of a softmax becomes a
+    "top", which need not care for NaN.
     """
     if kernel.schedule is not Schedule.ROW:
         return kernel
-    sums = _sums_of_powers(kernel)
+    found = _powers(kernel)
+    sums = {p.total.outs[0] for p in found}
+    powers = {p.power.out for p in found}
+    tops = {p.top.outs[0] for p in found if _is_softmax(kernel, p)}
 
     def rewritten(stmt: Stmt) -> Stmt:
         if isinstance(stmt, Reduce) and stmt.outs[0] in sums:
             return replace(stmt, kind="powers", outs=(stmt.outs[0], f"{stmt.outs[0]}_inverse"))
+        if isinstance(stmt, Reduce) and stmt.outs[0] in tops:
+            return replace(stmt, kind="top")
         if isinstance(stmt, Apply) and stmt.op == "div" and stmt.args[1] in sums:
             return replace(stmt, op="mul", args=(stmt.args[0], f"{stmt.args[1]}_inverse"))
+        if isinstance(stmt, Apply) and stmt.out in powers:
+            return replace(stmt, attrs=(*stmt.attrs, OF_NEGATIVE))
         return stmt
 
     return replace(kernel, body=tuple(map(rewritten, kernel.body)))

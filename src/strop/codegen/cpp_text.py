@@ -28,6 +28,9 @@ TYPES = {
 }
 
 
+OF_NEGATIVE = ("of_negative", True)  # attribute of an exp whose argument is never positive
+
+
 def scalar_type(dtype: torch.dtype) -> str:
     """The C++ type that a kernel computes in for this dtype."""
     return TYPES[compute_dtype(dtype)]
@@ -99,6 +102,8 @@ def apply_text(stmt: Apply) -> str:
     """The expression of a pointwise statement."""
     if stmt.op == "cast":
         return _cast(stmt.args[0], stmt.dtype)
+    if OF_NEGATIVE in stmt.attrs:
+        return f"sp::exp_of_negative({stmt.args[0]})"
     template, attrs = OPS[stmt.op].cpp, dict(stmt.attrs)
     if attrs.get("alpha") == 1:
         template = template.replace("{alpha} * ", "")

@@ -12,6 +12,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -25,8 +26,10 @@ from strop.runtime.calls import ALLOCATING, CUDA_ALLOCATING, CUDA_PLANNED_OUT, P
 from strop.runtime.faults import Faults
 from strop.runtime.kernels import BoundKernel, KernelLibrary
 from strop.runtime.memory import Interval, plan_arena
+from strop.runtime.native import BoundKernel as NativeKernel
 
 Getter = Callable[[], Tensor]
+Run = Callable[[Sequence[Tensor]], list[Tensor] | None]
 Around = Callable[[int, Callable[[], None]], None]  # runs step n by calling what it is given
 
 
@@ -72,7 +75,7 @@ class Bound:
         """Weights by argument index."""
         return self._state
 
-    @property
+    @cached_property
     def num_launches(self) -> int:
         """Generated kernels and library calls of one run."""
         return sum(step is not None for step in self.steps)
@@ -319,6 +322,80 @@ class Bound:
         if self.program.device == "cpu":
             self.raise_faults()
         return returned
+
+    def straight(self) -> Run | None:
+        """``run`` without a walk, for a program that is nothing but kernels on a CPU; else None.
+
+        Small calls take a few microseconds, and so would finding out at each what is the same at
+        all of them. Gives None for results where working memory has moved, or a debugger is here.
+        To be asked for after a run.
+        """
+        refs = [item.tensor for item in self.program.returned if item.tensor is not None]
+        numbers = [ref.buffer for ref in refs]
+        is_plain = len(refs) == len(self.program.returned) and all(map(self._is_whole, refs))
+        if (self.program.device != "cpu" or self.program.call_steps or not is_plain
+                or sorted(numbers) != [n for n, *_ in self._results]):  # fmt: skip
+            return None
+        looks = {n: torch.empty_strided(shape, strides, dtype=dtype)
+                 for n, shape, strides, dtype in self._results}  # fmt: skip
+        for look in looks.values():
+            look.untyped_storage().resize_(0)
+            if torch.empty_like(look).stride() != look.stride():
+                return None  # spread out in memory
+        return self._straight(numbers, [looks[n] for n in numbers])
+
+    def _straight(self, numbers: Sequence[int], looks: Sequence[Tensor]) -> Run:
+        """``numbers``, ``looks``: of the results, as buffers and as tensors without memory."""
+        calls = [step.call for step in self._steps if isinstance(step, NativeKernel)]
+        patches = [(which, kernel.pointers, place, move)
+                   for which, number in enumerate([*self._arguments, *numbers])
+                   for kernel, place, move in self._patches[number]
+                   if isinstance(kernel, NativeKernel)]  # fmt: skip
+        is_one = (len(calls), len(self._arguments), len(looks)) == (1, 1, 1) and not self._faults
+        if is_one and [which for which, *_ in patches] == [0, 1]:
+            return self._shortest(looks[0], calls[0], patches)
+        workspace, memory, lock = self._workspace, self._memory, self._workspace.lock
+        empty_like, address, count = torch.empty_like, Tensor.data_ptr, len(self._arguments)
+
+        def run(inputs: Sequence[Tensor]) -> list[Tensor] | None:
+            with lock:
+                if workspace.memory is not memory or self.around is not None:
+                    return None
+                tensors = [*inputs]
+                for look in looks:
+                    tensors.append(empty_like(look))
+                for which, array, place, move in patches:
+                    array[place] = address(tensors[which]) + move
+                for call in calls:
+                    call()
+                self._faults.check()
+                return tensors[count:]
+
+        return run
+
+    def _shortest(self, look: Tensor, call: Callable[[], None],
+                  patches: Sequence[tuple[int, Any, int, int]]) -> Run:  # fmt: skip
+        """``_straight`` for one kernel from one argument to one result: without loops."""
+        (_, of_argument, argument, start), (_, of_result, place, _) = patches
+        workspace, memory, lock = self._workspace, self._memory, self._workspace.lock
+        empty_like = torch.empty_like
+
+        def run(inputs: Sequence[Tensor]) -> list[Tensor] | None:
+            with lock:
+                if workspace.memory is not memory or self.around is not None:
+                    return None
+                result = empty_like(look)
+                of_argument[argument] = inputs[0].data_ptr() + start
+                of_result[place] = result.data_ptr()
+                call()
+                return [result]
+
+        return run
+
+    def _is_whole(self, ref: TensorRef) -> bool:
+        shape, strides = self._eval_all(ref.shape), self._eval_all(ref.strides)
+        is_all = (shape, strides) == (self._shapes[ref.buffer], self._strides[ref.buffer])
+        return is_all and not self._eval(ref.offset)
 
     def raise_faults(self) -> None:
         """Raise IndexError if a kernel has been asked to look outside of a tensor."""

@@ -43,6 +43,10 @@ class Faults:
         if count and self._is_late:
             _LATE.add(self)
 
+    def __bool__(self) -> bool:
+        """Whether any kernel could leave a mark."""
+        return bool(self._steps)
+
     def pointer(self, position: int) -> int:
         """Where the kernel of this step leaves its mark."""
         return self._memory.data_ptr() + self._memory.itemsize * self._place[position]

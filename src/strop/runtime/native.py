@@ -18,7 +18,7 @@ import tempfile
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,7 @@ _INCLUDE = '#include "vmath.h"\n'
 _FLAGS = (
     *("-O3", "-std=c++20", "-shared", "-fPIC", "-fopenmp"),
     *("-fno-math-errno", "-fno-trapping-math", "-fno-thread-jumps"),
-    *("-ffp-contract=fast", "-fwrapv"),
+    *("-ffp-contract=fast", "-fwrapv", "-Wno-psabi"),
 )
 
 
@@ -55,20 +55,19 @@ def target_flags() -> tuple[str, ...]:
 class BoundKernel:
     """A kernel with its arguments in place. ``pointers[i] = address`` redirects one of them."""
 
-    __slots__ = ("_arguments", "_function", "pointers", "scalars")
+    __slots__ = ("call", "pointers", "scalars")
 
     def __init__(self, function: Any, pointers: Sequence[int], scalars: Sequence[int]) -> None:
-        self._function = function
         self.pointers = (ctypes.c_void_p * len(pointers))(*pointers)
         self.scalars = (ctypes.c_int64 * len(scalars))(*scalars)
         addresses = (ctypes.addressof(self.pointers), ctypes.addressof(self.scalars))
-        self._arguments = tuple(ctypes.c_void_p(address) for address in addresses)
+        self.call = partial(function, *map(ctypes.c_void_p, addresses))
 
     def set_pointer(self, place: int, pointer: int) -> None:
         self.pointers[place] = pointer
 
     def __call__(self) -> None:
-        self._function(*self._arguments)
+        self.call()
 
 
 class NativeFunction:

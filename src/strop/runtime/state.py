@@ -19,6 +19,8 @@ from strop.ir.program import Program
 from strop.runtime.surroundings import Surroundings
 from strop.runtime.texts import is_plain
 
+_DATA_PTR = Tensor.data_ptr
+
 
 class ModuleState:
     """The Parameters and buffers of one module, watched."""
@@ -69,7 +71,37 @@ class ModuleState:
         self.adapters = self._adapter_state()
         self.surroundings = Surroundings(self.module, self._ignored)
         self.structure = self._structure()
+        self._watch()
         self.remember()
+
+    def _watch(self) -> None:
+        """What ``is_as_scanned`` compares: by identity all that cannot change in itself."""
+        settings = zip(self._setting_tables, self._setting_keys, self._setting_values, strict=True)
+        fixed = [(table, key) for table, key, value in settings if not _is_mutable(value)]
+        flags = [(m.__dict__, "training") for m in (self.module, *self.train_sensitive)]
+        places = [*zip(self._tables, self._keys, strict=True),
+                  *zip(self._edge_tables, self._edge_keys, strict=True), *fixed]  # fmt: skip
+        self._watched = [table[key] for table, key in places] + [False] * len(flags)
+        self._watched_tables = [table for table, _ in places + flags]
+        self._watched_keys = [key for _, key in places + flags]
+        self._is_comparable = len(fixed) == len(self._setting_values) and not self._adapted
+
+    def is_as_scanned(self) -> bool:
+        """No module, setting or Parameter is another, no memory has moved, no part is in training
+        mode or has hooks. A quick answer: False only says that a longer look is due.
+        """
+        try:
+            now = map(getitem, self._watched_tables, self._watched_keys)
+            return (
+                self._is_comparable
+                and all(map(is_, now, self._watched))
+                and sum(map(len, self._owned)) == self._num_owned
+                and (not self.tensors or list(map(_DATA_PTR, self.tensors)) == self.pointers)
+                and not (self.hooks and any(self.hooks))
+                and not self.surroundings.have_changed()
+            )
+        except KeyError:
+            return False
 
     def remember(self, program: Program | None = None) -> None:
         """Take the present pointers as known, those of the program's merged weights apart."""
@@ -91,17 +123,17 @@ class ModuleState:
         than at the last scan."""
         try:
             now = map(getitem, self._edge_tables, self._edge_keys)
-            same = all(map(is_, now, self._edge_values)) and self._num_owned == sum(
-                map(len, self._owned)
-            )
-            same = same and self._setting_values == list(
+            if not all(map(is_, now, self._edge_values)):
+                return True
+            if self._setting_values and self._setting_values != list(
                 map(getitem, self._setting_tables, self._setting_keys)
-            )
+            ):
+                return True
         except (KeyError, RuntimeError):  # gone, or now a tensor
             return True
-        if not same or self.surroundings.have_changed():
+        if self._num_owned != sum(map(len, self._owned)) or self.surroundings.have_changed():
             return True
-        return self.adapters != self._adapter_state()
+        return bool(self._adapted) and self.adapters != self._adapter_state()
 
     def ignore_own_writes(self) -> frozenset[str]:
         """After a trace: names that the module's own code has bound anew, which compiled code will
@@ -118,7 +150,7 @@ class ModuleState:
             same = all(map(is_, map(getitem, self._tables, self._keys), self.tensors))
         except KeyError:
             return True
-        return not same or _pointers(self.tensors) != self.pointers
+        return not same or list(map(_DATA_PTR, self.tensors)) != self.pointers
 
     def has_new_adapters(self) -> bool:
         if self._num_adapters != self._count_adapters():
@@ -148,7 +180,7 @@ class ModuleState:
 
 
 def _pointers(tensors: Sequence[Tensor]) -> list[int]:
-    return list(map(Tensor.data_ptr, tensors))
+    return list(map(_DATA_PTR, tensors))
 
 
 def _depends_on_training(module: nn.Module) -> bool:
@@ -173,6 +205,12 @@ def settings_of(module: nn.Module) -> dict[str, Any]:
         for k, v in vars(module).items()
         if not k.startswith("_") and k not in ("forward", "training") and is_plain(v)
     }
+
+
+def _is_mutable(value: Any) -> bool:
+    return isinstance(value, list | dict) or (
+        isinstance(value, tuple) and any(map(_is_mutable, value))
+    )
 
 
 def place(program: Program, tensors: Sequence[Tensor]) -> list[Tensor | None]:

@@ -13,15 +13,15 @@ extern "C" void embeddings_norm(void* const* buffers, const int64_t* scalars) {
   int64_t faults = 0;
   const int64_t step = 13;
   const int64_t chunks = (s0 + step - 1) / step;
-  #pragma omp parallel for schedule(static) if (s1 > 32768)
+  #pragma omp parallel for schedule(static) if (s1 > 16384)
   for (int64_t task = 0; task < chunks; ++task) {
     int64_t faults = 0;
     const int64_t begin = task * step;
     const int64_t end = sp::min<int64_t>(begin + step, s0);
-    alignas(64) float t0[320];
     for (int64_t row = begin; row < end; ++row) {
       const int64_t r0 = row / s2;
       const int64_t r1 = row % s2;
+      float* const t0 = p3 + r0 * s3 + r1 * 320;
       const int64_t v0 = sp::widen(p0[r0 * s2 + r1]);
       const bool v1_outside = sp::is_outside(v0, 4);
       faults |= v1_outside;

@@ -8,28 +8,19 @@ extern "C" void softmax(void* const* buffers, const int64_t* scalars) {
   const int64_t s2 = scalars[2];
   const int64_t step = 1 + 4096 / sp::max<int64_t>(s0, 1);
   const int64_t chunks = (s1 + step - 1) / step;
-  #pragma omp parallel for schedule(static) if (s2 > 32768)
+  #pragma omp parallel for schedule(static) if (s2 > 8192)
   for (int64_t task = 0; task < chunks; ++task) {
     const int64_t begin = task * step;
     const int64_t end = sp::min<int64_t>(begin + step, s1);
-    const sp::Row<float> t0_memory(s0);
-    float* const t0 = t0_memory.get();
     for (int64_t row = begin; row < end; ++row) {
       const int64_t r0 = row;
-      float total_v1 = sp::lowest<float>();
-      int nan_v1 = 0;
-      #pragma omp simd reduction(max:total_v1) reduction(|:nan_v1)
-      for (int64_t c0 = 0; c0 < s0; ++c0) {
-        const float v0 = sp::widen(p0[r0 * s0 + c0]);
-        total_v1 = v0 > total_v1 ? v0 : total_v1;
-        nan_v1 |= v0 != v0;
-      }
-      const float v1 = static_cast<float>(sp::or_nan(!nan_v1, total_v1));
+      float* const t0 = p1 + r0 * s0;
+      const float v1 = sp::largest(p0 + r0 * s0, s0);
       #pragma omp simd
       for (int64_t c0 = 0; c0 < s0; ++c0) {
         const float v0 = sp::widen(p0[r0 * s0 + c0]);
         const float v2 = v0 - v1;
-        const float v3 = sp::exp(v2);
+        const float v3 = sp::exp_of_negative(v2);
         t0[c0] = v3;
       }
       const double total_v4 = sp::sum(t0, s0);
