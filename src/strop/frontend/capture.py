@@ -129,8 +129,10 @@ def capture(
 ) -> Captured:
     """Trace ``call(*tensors)``, which runs ``module``, with symbolic sizes.
 
-    Raises CaptureError when the module does something that depends on tensor values.
+    Raises CaptureError when the module does something that depends on tensor values. A size that
+    is traced as 0 is no symbol: torch takes symbols to be positive, and keeps no guard on that.
     """
+    specs, hints = _without_empty(specs, hints)
     shape_env = ShapeEnv()
     mode = FakeTensorMode(shape_env=shape_env, allow_non_fake_inputs=True)
     with _ONE_AT_A_TIME, _config():
@@ -158,6 +160,14 @@ def capture(
     unseen = own_hints.keys() - set().union(*(e.roots for s in own_specs for e in s.sizes))
     kept = {n: v for n, v in own_hints.items() if n not in unseen}
     return Captured(gm, tuple(state), tuple(own_specs), symbols, guards, kept, out_spec, origins)
+
+
+def _without_empty(specs: Sequence[TensorSpec], hints: Mapping[str, int]
+                   ) -> tuple[list[TensorSpec], dict[str, int]]:  # fmt: skip
+    empty = {name: const(0) for name, size in hints.items() if size == 0}
+    fixed = [replace(spec, shape=tuple(str(size.substitute(empty)) for size in spec.sizes))
+             for spec in specs]  # fmt: skip
+    return fixed, {name: size for name, size in hints.items() if size}
 
 
 def _log_fixed(name: str, shape_env: ShapeEnv, roots: Mapping[str, torch.SymInt],
@@ -193,10 +203,11 @@ def _settled(shape_env: ShapeEnv, gm: GraphModule, roots: Mapping[str, torch.Sym
 
 def _not_negative(symbols: Symbols, gm: GraphModule) -> Iterator[Guard]:
     """``x[1:]`` has a row less than x, which torch notes nowhere, but for an x without rows."""
-    for value in _sizes(gm):
-        size = symbols.size(value) if isinstance(value, torch.SymInt) else const(0)
-        if any(coefficient < 0 for _, coefficient in size.terms):
-            yield Guard(size, ">=", const(0))
+    for node in gm.graph.nodes:
+        for value in pytree.tree_leaves(node.meta.get("val")):
+            for size in symbols.shape(value.shape if isinstance(value, Tensor) else ()):
+                if size.may_be_negative:
+                    yield Guard(size, ">=", const(0))
 
 
 def _sizes(gm: GraphModule) -> Iterator[Any]:

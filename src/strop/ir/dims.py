@@ -92,6 +92,12 @@ class Expr:
         """The largest integer that provably divides this size whatever the roots are."""
         return math.gcd(*(c for _, c in self.terms)) if self.terms else 0
 
+    @cached_property
+    def may_be_negative(self) -> bool:
+        """Whether roots, which are positive, could give a negative number."""
+        return any(c < 0 or any(isinstance(a, Floor) and a.numerator.may_be_negative for a in m)
+                   for m, c in self.terms)  # fmt: skip
+
     def is_multiple_of(self, k: int) -> bool:
         return self.divisor % k == 0
 

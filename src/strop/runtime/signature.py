@@ -110,7 +110,8 @@ def default_shapes(tensors: Sequence[Tensor]) -> Shapes:
 
     That is: dim 0 of everything (one root "b" when all agree), dims 2 and on of 4-d and 5-d
     tensors, the others of 3-d tensors and of matrices: (batch, tokens, features) or (batch,
-    channels, time). Features and channels among them are fixed by the trace.
+    channels, time). Features and channels among them are fixed by the trace. A size 0 is none:
+    what a graph for other sizes takes for granted need not hold of it.
     """
     first = {t.shape[0] for t in tensors if t.dim()}
     hints: dict[str, int] = {}
@@ -119,6 +120,8 @@ def default_shapes(tensors: Sequence[Tensor]) -> Shapes:
         sizes = [str(size) for size in t.shape]
         for dim in _symbolic_dims(t):
             name = f"d{number}_{dim}" if dim else ("b" if len(first) == 1 else f"b{number}")
+            if t.shape[dim] == 0:
+                continue
             if t.shape[dim] == 1 and (dim or len(first) > 1):
                 continue  # a broadcast dim: another graph serves larger sizes
             hints[name] = max(int(t.shape[dim]), 2)

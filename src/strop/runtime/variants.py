@@ -56,7 +56,8 @@ class Variant:
             env = solve_roots(self.specs, [t.shape for t in tensors])
         except ShapeError:
             return False
-        return all(guard.holds(env) for guard in self.program.guards)
+        is_positive = all(size > 0 for size in env.values())  # guards were made for such sizes
+        return is_positive and all(guard.holds(env) for guard in self.program.guards)
 
 
 @dataclass
@@ -221,7 +222,8 @@ class VariantStore:
 
 
 def _key(state: ModuleState, skeleton: Skeleton, shapes: Shapes) -> Any:
-    kinds = tuple((s.dtype, s.device, s.is_channels_last, len(s.shape)) for s in shapes.specs)
+    kinds = tuple((s.dtype, s.device, s.is_channels_last, *(size == "0" for size in s.shape))
+                  for s in shapes.specs)  # fmt: skip
     return state.structure, skeleton, kinds
 
 
