@@ -165,7 +165,9 @@ def cast(d: Draft) -> None:
 
 def reduce(d: Draft) -> None:
     x = d.pick(lambda v: v.rank > 0 and (v.is_float or v.is_exact))
-    dims = sorted({d.dim(x), d.dim(x)} if d.chance() else {d.dim(x)})
+    one, every = d.dim(x), set(range(x.rank))
+    # one dim, two, or those on both sides of one
+    dims = sorted(d.one_of(({one}, {one}, {one, d.dim(x)}, every - {one} or {one})))
     keep = d.chance()
     shape = [ONE if i in dims else n for i, n in enumerate(x.shape) if keep or i not in dims]
     count = prod(widest(x.shape[i]) for i in dims)
@@ -183,6 +185,7 @@ _FLOAT_REDUCTIONS = (
     ("{0}.sum({1})", "", "sum", False), ("{0}.mean({1})", "", "same", False),
     ("{0}.amax({1})", "", "same", True), ("{0}.amin({1})", "", "same", True),
     ("torch.var({0}, {1}, correction=0)", "", "square", False),
+    ("sum(torch.var_mean({0}, {1}, correction=0))", "", "square", False),
     ("torch.logsumexp({0}, {1})", "", "log", False),
     ("torch.linalg.vector_norm({0}, 2, {1})", "", "sum", False),
 )  # fmt: skip
