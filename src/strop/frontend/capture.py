@@ -82,6 +82,7 @@ class Captured:
     hints: Mapping[str, int]
     out_spec: pytree.TreeSpec
     origins: Mapping[str, str]  # FX node name -> module path
+    fixed: tuple[str, ...] = ()  # sizes that the module's code fixes, each with what asked for it
 
 
 def named_state(module: nn.Module) -> dict[str, Tensor]:
@@ -155,11 +156,14 @@ def capture(
     sizes = {n: symbols.names[str(root.node._expr)] for n, root in roots.items()}
     own_specs = [replace(s, shape=tuple(str(e.substitute(sizes)) for e in s.sizes))
                  for s in specs]  # fmt: skip
-    _log_fixed(type(module).__name__, shape_env, roots, sizes)
+    fixed = tuple(_fixed(shape_env, roots, sizes))
+    for text in fixed:
+        log.info("%s: its graph fixes %s", type(module).__name__, text)
     own_hints = symbols.root_values(symbols.hints)
     unseen = own_hints.keys() - set().union(*(e.roots for s in own_specs for e in s.sizes))
     kept = {n: v for n, v in own_hints.items() if n not in unseen}
-    return Captured(gm, tuple(state), tuple(own_specs), symbols, guards, kept, out_spec, origins)
+    return Captured(gm, tuple(state), tuple(own_specs), symbols, guards, kept, out_spec, origins,
+                    fixed)  # fmt: skip
 
 
 def _without_empty(specs: Sequence[TensorSpec], hints: Mapping[str, int]
@@ -170,8 +174,8 @@ def _without_empty(specs: Sequence[TensorSpec], hints: Mapping[str, int]
     return fixed, {name: size for name, size in hints.items() if size}
 
 
-def _log_fixed(name: str, shape_env: ShapeEnv, roots: Mapping[str, torch.SymInt],
-               sizes: Mapping[str, Expr]) -> None:  # fmt: skip
+def _fixed(shape_env: ShapeEnv, roots: Mapping[str, torch.SymInt], sizes: Mapping[str, Expr]
+           ) -> Iterator[str]:  # fmt: skip
     """Which sizes the graph holds for at one value only, and what asked for that."""
     for root, size in sizes.items():
         if not size.is_const:
@@ -180,7 +184,7 @@ def _log_fixed(name: str, shape_env: ShapeEnv, roots: Mapping[str, torch.SymInt]
         guards = [g for g in shape_env.guards if traced in {s.name for s in g.expr.free_symbols}]
         first = next((g for g in guards if isinstance(g.expr, sympy.Eq)), (*guards, None)[0])
         why = f": {first.expr} at {first.sloc}" if first is not None else ""
-        log.info("%s: its graph fixes the size %s at %d%s", name, root, size.value, why)
+        yield f"the size {root} at {size.value}{why}"
 
 
 def _settled(shape_env: ShapeEnv, gm: GraphModule, roots: Mapping[str, torch.SymInt],

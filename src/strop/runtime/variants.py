@@ -35,6 +35,7 @@ from strop.runtime.signature import Shapes, Skeleton, rebuild, solve_roots
 from strop.runtime.state import ModuleState
 
 log = logging.getLogger("strop")
+MOST_FIXED = 16  # graphs that each hold for one value of some size, such as the rounds of a loop
 REFUSALS = (CaptureError, UnsupportedError, ShapeError)  # why a call runs in eager
 
 
@@ -50,6 +51,7 @@ class Variant:
     from_disk: bool = False
     seconds: Mapping[str, float] = field(default_factory=dict)
     compiled: Compiled | None = None  # None when it came from disk
+    fixed: tuple[str, ...] = ()  # sizes that it holds for at one value, and why
 
     def fits(self, tensors: Sequence[Tensor]) -> bool:
         try:
@@ -101,6 +103,11 @@ class VariantStore:
         failed = self._failed.get((key, shapes.is_ragged))
         if failed:
             raise UnsupportedError(failed)
+        fixed = [variant.fixed for variant in self.variants.get(key, ()) if variant.fixed]
+        if len(fixed) >= MOST_FIXED:
+            raise UnsupportedError(
+                f"it has {len(fixed)} graphs for one size each: its code fixes {fixed[-1][-1]}"
+            )
         if shapes.is_ragged and self.variants.get(key):
             self._build_in_background(key, state, skeleton, shapes)
             raise UnsupportedError(
@@ -217,8 +224,8 @@ class VariantStore:
                                     self.options, self.name)  # fmt: skip
         seconds = {"capture": traced - start, **compiled.seconds}
         return Variant(compiled.program, captured.input_specs, captured.out_spec,
-                       captured.state_names, shapes.is_ragged, False, seconds, compiled
-                       )  # fmt: skip
+                       captured.state_names, shapes.is_ragged, False, seconds, compiled,
+                       captured.fixed)  # fmt: skip
 
 
 def _key(state: ModuleState, skeleton: Skeleton, shapes: Shapes) -> Any:
