@@ -37,6 +37,9 @@ FOUND = {
     "padding_of_nothing": case("s 6", "v0 = F.pad(x0, (0, 0), value=1)", results="v0"),
     "cropping": case("s 6", "v0 = F.pad(x0, (-1, 0))", results="v0"),
     # and the other way round
+    "view_of_a_copy": case(
+        "2*s", "v0 = F.pad(x0, (0, 0), value=1)", "v1 = v0.unflatten(0, (-1, 2))",
+        results="v1 v0"),
     "element": case("4", "v0 = x0.select(0, -1)", results="v0"),
     "part_of_a_reduction": case(
         "b s 4", "v0 = x0.amax(2)", "v1 = v0.select(0, -1)", results="v1 v0"),

@@ -449,7 +449,6 @@ def _always_holds(guard: Guard) -> bool:
     difference = sides[0] - sides[1]
     if difference.is_const:
         return Guard(difference, relation, to_expr(0)).holds({})
-    if floors_of(difference) or any(c < 0 for monomial, c in difference.terms if monomial):
+    if difference.least is None:
         return False
-    least = sum(c for _, c in difference.terms)  # where all roots are 1
-    return least >= 0 if relation == ">=" else relation != "==" and least > 0
+    return difference.least >= 0 if relation == ">=" else relation != "==" and difference.least > 0
