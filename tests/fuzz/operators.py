@@ -383,6 +383,15 @@ def upsample(d: Draft) -> None:
     d.like(x, f"F.interpolate({x.name}, scale_factor=2, mode='nearest')", shape=shape)
 
 
+def pool(d: Draft) -> None:
+    """Windows that reach over the edge, of sizes that torch accepts."""
+    x = d.pick(lambda v: v.rank == 4 and v.is_float and all(map(_is_width, v.shape[2:])))
+    text = d.one_of(("F.max_pool2d({0}, 3, 1, 1)", "F.avg_pool2d({0}, 3, 1, 1)",
+                     "F.avg_pool2d({0}, 3, 1, 1, count_include_pad=False)",
+                     "F.max_pool2d({0}, (1, 3), 1, (0, 1))"))  # fmt: skip
+    d.like(x, text.format(x.name), is_exact=x.is_exact and "max" in text)
+
+
 def shuffle(d: Draft) -> None:
     x = d.pick(lambda v: v.rank == 4 and v.shape[1].is_multiple_of(4) and v.is_float)
     b, c, h, w = x.shape
@@ -465,12 +474,12 @@ MOVES: tuple[Move, ...] = (
     nothing, smooth, smooth, exactly, step, whole, pair, pair, choice, whole_pair, comparison,
     logic, where, cast, reduce, reduce, reduce, along, norm, group_norm, permute, flatten,
     unflatten, slices, symbolic_slice, select, unsqueeze, squeeze, diagonal, turned, repeat, cat,
-    cat, stack, pad, triangle, upsample, shuffle, linear, matmul, conv, lookup, in_place,
+    cat, stack, pad, triangle, upsample, pool, shuffle, linear, matmul, conv, lookup, in_place,
     in_place_pair,
 )  # fmt: skip
 # what meets in one kernel: reductions, and values of the same kernel read at other places
 STITCHED: tuple[Move, ...] = (
     nothing, smooth, pair, pair, pair, where, comparison, reduce, reduce, along, along, norm,
     turned, cat, cat, stack, pad, pad, slices, permute, flatten, unflatten, unsqueeze, repeat,
-    triangle, diagonal, upsample, symbolic_slice,
+    triangle, diagonal, upsample, pool, symbolic_slice,
 )  # fmt: skip

@@ -51,6 +51,9 @@ FOUND = {
     "all_but_the_first": case("b s 4", "v0 = x0[:, 1:] * 2", results="v0", sizes=EMPTY),
     # no element to load, and none to find the largest of
     "padding_of_the_empty": case("s", "v0 = F.pad(x0, (1, 1), value=1)", results="v0", sizes=EMPTY),
+    "views_of_a_sum_of_the_empty": case(
+        "s 6", "v0 = x0.sum((0,))", "v1 = v0.unflatten(0, (-1, 3))", "v2 = v1.amax(0)",
+        results="v1 v0 v2", dtype="i64", sizes=EMPTY),
     "all_of_the_empty": case(
         "b s", "v0 = x0.all(1)", results="v0", dtype="bool", sizes=EMPTY),
 }  # fmt: skip

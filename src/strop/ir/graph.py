@@ -143,7 +143,8 @@ class Builder:
         shape = [const(1) if d in dims else s for d, s in enumerate(x.shape)]
         if const(0) in x.shape:
             of_none = self.constant(of_nothing(op, dtype), dtype)
-            return self.expand(self.view_as_rank(of_none, len(shape)), shape)
+            spread = self.expand(self.view_as_rank(of_none, len(shape)), shape)
+            return self.make("copy", (spread,), shape, dtype)  # a value of its own, as any other
         return self.make(op, (x,), shape, dtype, dims=dims, **attrs)
 
     def reshape(self, x: Node, shape: Iterable[Expr | int]) -> Node:
