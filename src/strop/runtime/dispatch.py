@@ -11,6 +11,7 @@ import copy
 import itertools
 import logging
 import threading
+import types
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -30,7 +31,14 @@ from strop.runtime.executor import (
     looks_too_far,
     returned_arguments,
 )
-from strop.runtime.signature import Shapes, Skeleton, flatten, is_channels_last, solve_roots
+from strop.runtime.signature import (
+    Shapes,
+    Skeleton,
+    flatten,
+    is_channels_last,
+    is_looked_into,
+    solve_roots,
+)
 from strop.runtime.state import ModuleState, place
 from strop.runtime.variants import REFUSALS, Variant, VariantStore, device_of, library_for
 
@@ -119,6 +127,10 @@ def _returned(entry: Entry, results: list[Any], tensors: Sequence[Tensor]) -> An
     return pytree.tree_unflatten(results, entry.variant.out_spec)
 
 
+def _plain_forward(module: nn.Module) -> Any:
+    return types.MethodType(type(module).forward, module)
+
+
 _NUMBERS = itertools.count()
 _WORKSPACES: dict[tuple[torch.device, int], Workspace] = {}
 
@@ -145,6 +157,8 @@ class Dispatcher:
         self._lock = threading.RLock()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if is_looked_into():
+            return self.eager(*args, **kwargs)
         self.counters.calls += 1
         reason = self._unfit()
         if reason:
@@ -184,6 +198,17 @@ class Dispatcher:
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """A copy of an optimised module is a plain module."""
         return copy.deepcopy(self.eager, memo)
+
+    def __reduce__(self) -> Any:
+        """So is one that was pickled."""
+        if self._replaced:
+            raise TypeError(f"{self.name}: {self._replaced}, and cannot be pickled")
+        return _plain_forward, (self.module,)
+
+    @property
+    def __code__(self) -> Any:
+        """torch.export asks for it."""
+        return self.eager.__code__
 
     def _unfit(self) -> str:
         """Why this call cannot be served by an inference program, or nothing."""
@@ -366,10 +391,12 @@ class Dispatcher:
 
     def _check_finite(self, results: Sequence[Any], tensors: Sequence[Tensor]) -> None:
         """One look at a shape's first result: a black picture must never come silently."""
-        floats = [r for r in results if isinstance(r, Tensor) and r.is_floating_point()]
+        floats = [r for r in results if isinstance(r, Tensor) and r.is_floating_point()
+                  and r.dtype.itemsize > 1]  # fmt: skip
         if not floats or bool(torch.stack([torch.isfinite(r).all() for r in floats]).all()):
             return
-        given = all(bool(torch.isfinite(t).all()) for t in tensors if t.is_floating_point())
+        given = all(bool(torch.isfinite(t).all()) for t in tensors
+                    if t.is_floating_point() and t.dtype.itemsize > 1)  # fmt: skip
         text = f"{self.name}: NaN or inf in the result at {[tuple(t.shape) for t in tensors]}" + (
             "" if given else "; the arguments hold NaN or inf already")  # fmt: skip
         self.counters.nonfinite.append(text)

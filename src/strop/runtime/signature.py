@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from strop.errors import ShapeError, UnsupportedError
 from strop.frontend.capture import TensorSpec
@@ -48,6 +49,8 @@ def flatten(value: Any, tensors: list[Tensor]) -> Skeleton:
     if kind is dict and not value:
         return _NO_ITEMS
     if isinstance(value, Tensor):
+        if (kind is not Tensor and kind is not Parameter) or is_foreign(value):
+            raise UnsupportedError(f"argument is {described(value)}")
         tensors.append(value)
         return Ref(len(tensors) - 1)
     if value is None or isinstance(value, str | torch.dtype | torch.device):
@@ -60,6 +63,31 @@ def flatten(value: Any, tensors: list[Tensor]) -> Skeleton:
         keys = sorted(value, key=lambda k: (type(k).__name__, k))
         return ("dict", *[(k, flatten(value[k], tensors)) for k in keys])
     return _flatten_object(value, kind, tensors)
+
+
+def is_looked_into() -> bool:
+    """Whether torch.compile, torch.jit.trace, a transform such as vmap or a dispatch mode (fake
+    tensors, counters of FLOPs) wants the operators."""
+    return (
+        torch.compiler.is_dynamo_compiling()
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._get_tracing_state() is not None
+        or torch._C._functorch.peek_interpreter_stack() is not None
+    )
+
+
+def is_foreign(t: Tensor) -> bool:
+    """Whether a tensor has no strided elements that a kernel could read."""
+    return t.layout is not torch.strided or t.is_nested or t.is_quantized
+
+
+def described(t: Tensor) -> str:
+    """What is unusual about a tensor."""
+    if type(t) not in (Tensor, Parameter):
+        return f"a {type(t).__name__}, a class of tensors of its own"
+    if t.is_nested:
+        return "a nested tensor"
+    return f"a tensor of type {t.dtype}" if t.is_quantized else f"a tensor of layout {t.layout}"
 
 
 def _flatten_object(value: Any, kind: type, tensors: list[Tensor]) -> Skeleton:

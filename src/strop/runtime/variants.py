@@ -31,7 +31,14 @@ from strop.options import Options
 from strop.runtime import stored_variants
 from strop.runtime.garbage import collection_paused
 from strop.runtime.kernels import KernelLibrary, kernel_library
-from strop.runtime.signature import Shapes, Skeleton, rebuild, solve_roots
+from strop.runtime.signature import (
+    Shapes,
+    Skeleton,
+    described,
+    is_foreign,
+    rebuild,
+    solve_roots,
+)
 from strop.runtime.state import ModuleState
 
 log = logging.getLogger("strop")
@@ -175,6 +182,8 @@ class VariantStore:
         started, device = time.perf_counter(), device_of(state, shapes)
         library = library_for(device, self.options)
         for name, tensor in zip(state.names, state.tensors, strict=True):
+            if type(tensor) not in (Tensor, nn.Parameter) or is_foreign(tensor):
+                raise CaptureError(f"{self.name}: {name} is {described(tensor)}")
             if not is_non_overlapping_and_dense_or_false(tensor):
                 raise CaptureError(f"{self.name}: {name} has gaps in memory: make it contiguous")
         stored_key = stored_variants.key_of(self.module, state, skeleton, shapes, self.options)
