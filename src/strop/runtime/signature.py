@@ -65,15 +65,23 @@ def flatten(value: Any, tensors: list[Tensor]) -> Skeleton:
     return _flatten_object(value, kind, tensors)
 
 
+_TRACING_MODES = (
+    torch._C._TorchDispatchModeKey.FAKE,
+    torch._C._TorchDispatchModeKey.PROXY,
+    torch._C._TorchDispatchModeKey.FUNCTIONAL,
+)
+
+
 def is_looked_into() -> bool:
-    """Whether torch.compile, torch.jit.trace, a transform such as vmap or a dispatch mode (fake
-    tensors, counters of FLOPs) wants the operators."""
+    """Whether torch.compile, torch.export, torch.jit.trace or a transform such as vmap wants the
+    operators. A dispatch mode of a user's own sees what is run."""
     return (
         torch.compiler.is_dynamo_compiling()
-        or torch._C._len_torch_dispatch_stack() > 0
         or torch._C._get_tracing_state() is not None
         or torch._C._functorch.peek_interpreter_stack() is not None
-    )
+        or (torch._C._len_torch_dispatch_stack() > 0
+            and any(torch._C._get_dispatch_mode(key) is not None for key in _TRACING_MODES))
+    )  # fmt: skip
 
 
 def is_foreign(t: Tensor) -> bool:
