@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from strop import passes
 from strop.codegen import cpp, triton
 from strop.codegen.assemble import Signature, Target, assemble, once
-from strop.errors import UnsupportedError
+from strop.errors import OptionError, UnsupportedError
 from strop.fusion.plan import FusionPlan, Group, Stitch
 from strop.fusion.planner import computed_by, plan
 from strop.fusion.stitch import stitches
@@ -57,7 +57,10 @@ def compile_captured(gm: GraphModule, graph: Graph, signature: Signature, device
         return compile_graph(graph, signature, device, options, begin)
     from strop.debug.dump import compile_and_dump
 
-    return compile_and_dump(gm, graph, signature, device, options, name)
+    try:
+        return compile_and_dump(gm, graph, signature, device, options, name)
+    except OSError as error:
+        raise OptionError(f"dump={options.dump!r} cannot be written: {error.strerror}") from error
 
 
 def compile_graph(graph: Graph, signature: Signature, device: str, options: Options,

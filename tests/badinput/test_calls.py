@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from strop.errors import StropError
+from strop.runtime import variants
 
 from .nets import Net, X, optimized
 
@@ -145,6 +146,51 @@ def test_control_flow_that_depends_on_values_runs_in_eager(kind: type[Net], capl
     assert module.forward.counters.eager_calls == 3
     with torch.no_grad(), pytest.raises(StropError, match="tracing"):
         optimized(kind(), strict=True)(X)
+
+
+class Loops(nn.Module):
+    """A state that walks along a dim, in Python: a graph for each length."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        state = torch.zeros_like(x[:, 0])
+        for step in range(x.shape[1]):
+            state = torch.tanh(state + x[:, step])
+        return state
+
+
+def test_loops_over_a_size_are_told_and_graphs_for_single_sizes_are_few(
+    caplog: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(variants, "MOST_FIXED", 2)
+    module = optimized(Loops())
+    with torch.no_grad(), caplog.at_level(logging.WARNING, "strop"):
+        for length in (3, 2, 4, 5, 3, 4):
+            x = torch.randn(2, length)
+            torch.testing.assert_close(module(x), module.forward.eager(x))
+    assert len(module.forward.variants.all) == 2
+    assert module.forward.counters.eager_calls == 3
+    (message,) = caplog.messages
+    assert "2 graphs for one size each: its code fixes the size d0_1 at 2: Eq(" in message
+    assert "test_calls.py" in message  # where
+    module = optimized(Loops(), strict=True)
+    with torch.no_grad():
+        module(torch.randn(2, 3)), module(torch.randn(2, 2))
+        with pytest.raises(StropError, match="its code fixes the size"):
+            module(torch.randn(2, 4))
+
+
+class Wide(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.silu(x)[:, None].expand(-1, 2**40, -1) * 2
+
+
+def test_what_does_not_fit_into_memory_is_torchs_own_error() -> None:
+    module = optimized(Wide())
+    with torch.no_grad():
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="can't allocate memory"):
+                module(X)
+        torch.testing.assert_close(module(X[:0]), module.forward.eager(X[:0]))
 
 
 def test_an_interrupt_is_no_reason_to_go_on() -> None:

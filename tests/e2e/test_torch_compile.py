@@ -105,6 +105,21 @@ def test_a_mutated_argument_is_written_and_its_old_value_still_read():
     assert torch.equal(ours, theirs)
 
 
+@pytest.mark.parametrize("least", [1, 4])
+def test_a_number_among_the_arguments_may_be_anything(least: int):
+    """Sizes are positive, numbers need not be."""
+
+    def scaled(x: Tensor, n: int) -> Tensor:
+        return x * max(n, 1) + x[:, : max(n - least, 1)].sum()
+
+    fast, x = (
+        torch.compile(scaled, backend="strop", options=DEFAULTS, dynamic=True),
+        torch.ones(4, 6),
+    )
+    for n in (5, 9, 2, 1, 0, -3):
+        torch.testing.assert_close(fast(x, n), scaled(x, n))
+
+
 def test_unknown_options_are_named():
     fast = torch.compile(nn.Linear(2, 2), backend="strop", options={"speed": 11})
     with pytest.raises(Exception, match="speed") as found:

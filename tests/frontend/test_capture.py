@@ -103,6 +103,66 @@ def test_guards_that_always_hold_drop_out():
     assert not guard.holds({"s0": 64})
 
 
+def test_a_difference_of_sizes_may_be_anything():
+    symbols = Symbols({n: symbol(n) for n in ("s0", "s1")}, {"s0": 8, "s1": 3})
+    for relation in (sympy.Gt(S - T, 0), sympy.Ne(S - T, 0), sympy.Ge(S * T, T + 2)):
+        (guard,) = symbols.guards([relation])
+        assert not guard.holds({"s0": 1, "s1": 1})
+    assert settled(sympy.Max(1, S - 4), s0=9) == ("s0 - 4", {"s0 - 4 >= 1"})
+    assert settled(sympy.Max(1, S * T), s0=9, s1=2) == ("s0*s1", set())
+
+
+def test_a_quotient_by_a_difference_holds_where_that_is_positive():
+    symbols = Symbols({n: symbol(n) for n in ("s0", "s1")}, {"s0": 8, "s1": 3})
+    ratio = sympy.Gt(IntTrueDiv(T, S - 2), sympy.Rational(1, 4), evaluate=False)
+    guards = symbols.guards([ratio])
+    assert all(guard.holds({"s0": 8, "s1": 3}) for guard in guards)
+    assert not all(guard.holds({"s0": 1, "s1": 3}) for guard in guards)  # 3 / -1 > 1/4
+
+
+def test_of_the_least_under_a_difference_the_traced_one_is_checked():
+    symbols = Symbols({n: symbol(n) for n in ("s0", "s1")}, {"s0": 5, "s1": 3})
+    guards = symbols.guards([sympy.Ge((S - T) * sympy.Max(S, 2), -10, evaluate=False)])
+    guards += tuple(symbols.assumed.values())
+    assert all(guard.holds({"s0": 5, "s1": 3}) for guard in guards)
+    # (1 - 7) * max(1, 2) < -10, although (1 - 7) * 1 is not; the other side for (4 - 8)
+    for s0, s1 in ((1, 7), (4, 8)):
+        assert not all(guard.holds({"s0": s0, "s1": s1}) for guard in guards)
+
+
+# what modules ask of sizes, and must be told at each call
+ASKING: dict[str, Callable[[Tensor], Any]] = {
+    "larger than 0": lambda x: x.sum() + (1 if x.shape[0] > 0 else -1),
+    "other than 0": lambda x: x.sum() + (1 if x.shape[1] != 0 else -1),
+    "elements": lambda x: x.sum() + (2 if x.numel() == 0 else x.shape[0]),
+    "at least 1": lambda x: x.sum() / max(x.shape[0], 1),
+    "at least 1 of a difference": lambda x: x.sum() / max(x.shape[1] - 4, 1),
+    "a difference": lambda x: x.sum() + (1 if x.shape[0] - x.shape[1] > -4 else -1),
+    "not as long": lambda x: x.sum() + (1 if x.shape[0] != x.shape[1] else -1),
+    "of each": lambda x: x.sum(0) / x.shape[0] + x[:0].sum(0),
+}
+
+
+@pytest.mark.parametrize("name", ASKING)
+def test_what_was_asked_of_sizes_holds_of_each_call(name: str, tmp_path: Any):
+    function = ASKING[name]
+    module = strop.optimize(Runs(function).eval(), options=tiny.options(cache_dir=str(tmp_path)))
+    for size in ((3, 8), (0, 8), (3, 3), (1, 9), (3, 0), (0, 0), (2, 1)):
+        x = torch.randn(size, generator=torch.manual_seed(0))
+        # fp32 sums of 24
+        torch.testing.assert_close(module(x), function(x), rtol=1e-5, atol=1e-5, equal_nan=True)
+    assert module.forward.counters.eager_calls == 0, module.forward.counters.fallbacks
+
+
+def test_empty_tensors_are_a_graph_of_their_own_and_others_one(tmp_path: Any):
+    for sizes in ([(3, 8), (1, 9), (0, 8), (4, 1)], [(0, 8), (1, 9), (3, 8), (0, 5)]):
+        module = Runs(lambda x: F.silu(x).sum(0) + x.mean())
+        strop.optimize(module.eval(), options=tiny.options(cache_dir=str(tmp_path)))
+        for size in sizes:
+            module(torch.randn(size))
+        assert len(module.forward.variants.all) == 2
+
+
 def test_sizes_outside_the_language_are_refused():
     with pytest.raises(UnsupportedError, match="size"):
         Symbols().size(sympy.sqrt(S))
@@ -207,6 +267,9 @@ VIEWS: dict[str, Callable[[Tensor], Any]] = {
     "no numbers": lambda x: torch.cat([torch.tensor([]), F.silu(x)], 1) * 2,
     "causal mask": lambda x: F.silu(x) + torch.full((x.shape[3],) * 2, -1.0).triu_(1).sum(0),
     "step": lambda x: F.silu(x)[:, ::2] * 2,
+    "addmm": lambda x: torch.addmm(x[0, 0] @ x[0, 1].t(), x[0, 2], x[0, 3].t(), beta=0.5, alpha=2),
+    "mse": lambda x: F.mse_loss(x, x * 2) + F.mse_loss(x[0], x[1], reduction="sum"),
+    "distance": lambda x: F.pairwise_distance(x[:, 0], x[:, 1]),
     "flip": lambda x: torch.roll(F.silu(x), 1, 1).flip(1) * 2,
     "bicubic": lambda x: F.interpolate(F.silu(x), scale_factor=2.0, mode="bicubic") + 1,
     "reflect": lambda x: F.pad(F.silu(x), (1, 1, 1, 0), mode="reflect") * 2,

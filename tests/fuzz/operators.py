@@ -165,7 +165,9 @@ def cast(d: Draft) -> None:
 
 def reduce(d: Draft) -> None:
     x = d.pick(lambda v: v.rank > 0 and (v.is_float or v.is_exact))
-    dims = sorted({d.dim(x), d.dim(x)} if d.chance() else {d.dim(x)})
+    one, every = d.dim(x), set(range(x.rank))
+    # one dim, two, or those on both sides of one
+    dims = sorted(d.one_of(({one}, {one}, {one, d.dim(x)}, every - {one} or {one})))
     keep = d.chance()
     shape = [ONE if i in dims else n for i, n in enumerate(x.shape) if keep or i not in dims]
     count = prod(widest(x.shape[i]) for i in dims)
@@ -183,6 +185,7 @@ _FLOAT_REDUCTIONS = (
     ("{0}.sum({1})", "", "sum", False), ("{0}.mean({1})", "", "same", False),
     ("{0}.amax({1})", "", "same", True), ("{0}.amin({1})", "", "same", True),
     ("torch.var({0}, {1}, correction=0)", "", "square", False),
+    ("sum(torch.var_mean({0}, {1}, correction=0))", "", "square", False),
     ("torch.logsumexp({0}, {1})", "", "log", False),
     ("torch.linalg.vector_norm({0}, 2, {1})", "", "sum", False),
 )  # fmt: skip
@@ -380,6 +383,15 @@ def upsample(d: Draft) -> None:
     d.like(x, f"F.interpolate({x.name}, scale_factor=2, mode='nearest')", shape=shape)
 
 
+def pool(d: Draft) -> None:
+    """Windows that reach over the edge, of sizes that torch accepts."""
+    x = d.pick(lambda v: v.rank == 4 and v.is_float and all(map(_is_width, v.shape[2:])))
+    text = d.one_of(("F.max_pool2d({0}, 3, 1, 1)", "F.avg_pool2d({0}, 3, 1, 1)",
+                     "F.avg_pool2d({0}, 3, 1, 1, count_include_pad=False)",
+                     "F.max_pool2d({0}, (1, 3), 1, (0, 1))"))  # fmt: skip
+    d.like(x, text.format(x.name), is_exact=x.is_exact and "max" in text)
+
+
 def shuffle(d: Draft) -> None:
     x = d.pick(lambda v: v.rank == 4 and v.shape[1].is_multiple_of(4) and v.is_float)
     b, c, h, w = x.shape
@@ -462,12 +474,12 @@ MOVES: tuple[Move, ...] = (
     nothing, smooth, smooth, exactly, step, whole, pair, pair, choice, whole_pair, comparison,
     logic, where, cast, reduce, reduce, reduce, along, norm, group_norm, permute, flatten,
     unflatten, slices, symbolic_slice, select, unsqueeze, squeeze, diagonal, turned, repeat, cat,
-    cat, stack, pad, triangle, upsample, shuffle, linear, matmul, conv, lookup, in_place,
+    cat, stack, pad, triangle, upsample, pool, shuffle, linear, matmul, conv, lookup, in_place,
     in_place_pair,
 )  # fmt: skip
 # what meets in one kernel: reductions, and values of the same kernel read at other places
 STITCHED: tuple[Move, ...] = (
     nothing, smooth, pair, pair, pair, where, comparison, reduce, reduce, along, along, norm,
     turned, cat, cat, stack, pad, pad, slices, permute, flatten, unflatten, unsqueeze, repeat,
-    triangle, diagonal, upsample, symbolic_slice,
+    triangle, diagonal, upsample, pool, symbolic_slice,
 )  # fmt: skip

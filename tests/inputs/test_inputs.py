@@ -137,6 +137,8 @@ ALIASES: dict[str, Callable[[Tensor], Any]] = {
     "clone": lambda x: (lambda y: (y, y.clone()))(x * 2),
     "clone_of_view": lambda x: (lambda y: (y[:2], y[:2].clone()))(x * 2),
     "clone_of_argument": lambda x: (x, x.clone()),
+    "view_of_clone": lambda x: (lambda y: (y.view(-1), y, y[1:]))(x.clone()),
+    "clone_twice": lambda x: (lambda y: (y, x, y))(x.clone()),
     "view_of_argument": lambda x: (x.view(-1), x[1:], x.t()),
     "contiguous": lambda x: (lambda y: (y, y.contiguous(), y.to(torch.float32)))(x * 2),
     "flip": lambda x: (x, x.flip(0)),

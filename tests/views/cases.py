@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from strop.ir.dims import parse
@@ -302,12 +302,31 @@ POOLING: dict[str, Case] = {
     "max_pool2d_overlapping": _kernel(lambda x: F.max_pool2d(x, 3, 2) + 1, "b 4 h w"),
     "max_pool2d_places": _library(lambda x: F.max_pool2d(x, 2, return_indices=True)[1] + 1,
                                   "b 4 6 6"),
-    "max_pool2d_padded": _library(lambda x: F.max_pool2d(x, 3, 2, 1) + 1, "b 4 h w"),
-    "max_pool1d": _library(lambda x: F.max_pool1d(x, 2) + 1, "b 4 8"),
+    "max_pool2d_padded": _kernel(lambda x: F.max_pool2d(F.silu(x), 3, 2, 1) + 1, "b 4 h w"),
+    "max_pool2d_half_padded": _kernel(lambda x: F.max_pool2d(x, (2, 3), (1, 2), (1, 0)), "b 4 h w"),
+    "max_pool2d_up": _kernel(lambda x: F.max_pool2d(x, 3, 2, 1, ceil_mode=True), "b 4 h w"),
+    "max_pool2d_dilated": _kernel(lambda x: F.max_pool2d(x, 3, 1, 1, 2) - 1, "b 4 2*h 2*w"),
+    "max_pool2d_of_one_image": _kernel(lambda x: F.max_pool2d(x, 3, 2, 1), "4 h w"),
+    "max_pool2d_wide": _library(lambda x: F.max_pool2d(x, 5, 2, 2) + 1, "b 4 h w"),
+    "max_pool1d": _kernel(lambda x: F.max_pool1d(x, 2) + 1, "b 4 8"),
+    "max_pool1d_of_any_length": _kernel(lambda x: F.max_pool1d(x, 3, 2, 1) + 1, "b 4 h"),
+    "max_pool1d_up": _kernel(lambda x: nn.MaxPool1d(3, 2, ceil_mode=True)(x), "b 4 h"),
+    "max_pool1d_places": _library(
+        lambda x: F.max_pool1d(x, 2, return_indices=True)[1] + 1, "b 4 8"),
     "max_pool3d": _library(lambda x: F.max_pool3d(x, 2) + 1, "b 2 4 4 4"),
     "avg_pool2d": _kernel(lambda x: F.avg_pool2d(x, 2) + 1, "b 4 2*h 2*w"),
-    "avg_pool2d_over_the_edge": _library(lambda x: F.avg_pool2d(x, 2, 2, 1) + 1, "b 4 h w"),
+    "avg_pool2d_over_the_edge": _kernel(lambda x: F.avg_pool2d(x, 2, 2, 1) + 1, "b 4 h w"),
+    "avg_pool2d_same": _kernel(lambda x: F.avg_pool2d(F.silu(x), 3, 1, 1) * 2, "b 4 h w"),
+    "avg_pool2d_of_those_inside": _kernel(
+        lambda x: F.avg_pool2d(x, 3, 1, 1, count_include_pad=False), "b 4 h w"),
+    "avg_pool2d_up": _kernel(lambda x: F.avg_pool2d(x, 3, 2, 1, ceil_mode=True), "b 4 h w"),
+    "avg_pool2d_up_inside": _kernel(
+        lambda x: F.avg_pool2d(x, 3, 2, 1, True, False), "b 4 h w"),
+    "avg_pool2d_by_a_number": _kernel(
+        lambda x: F.avg_pool2d(x, 3, 2, 1, divisor_override=5), "b 4 h w"),
     "avg_pool1d": _kernel(lambda x: F.avg_pool1d(x, 2) + 1, "b 4 8"),
+    "avg_pool1d_of_any_length": _kernel(
+        lambda x: F.avg_pool1d(x, 3, 2, 1, count_include_pad=False) + 1, "b 4 h"),
     "adaptive_avg_pool2d": _library(lambda x: F.adaptive_avg_pool2d(x, (2, 3)), "b 4 h w"),
     "global_avg_pool": _kernel(lambda x: F.adaptive_avg_pool2d(x, 1) + 1, "b 4 h w"),
     "global_avg_pool1d": _kernel(lambda x: F.adaptive_avg_pool1d(x, 1) + 1, "b 4 h"),

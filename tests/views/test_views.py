@@ -70,7 +70,9 @@ TRITON = ("flip_several", "slice_step_symbolic", "slice_step_of_computed", "roll
           "triu", "pad_crop", "diagonal_offset", "linspace_symbolic", "eye_symbolic",
           "unfold_step", "rot90", "repeat_interleave", "causal_bool_mask", "embedding_norm",
           "gather_last", "gather_in_cat", "index_broadcast", "index_of_reshaped", "index_reduced",
-          "index_column_reduced", "upsample_bilinear_symbolic", "upsample_bicubic")  # fmt: skip
+          "index_column_reduced", "upsample_bilinear_symbolic", "upsample_bicubic",
+          "max_pool2d_padded", "max_pool2d_dilated", "max_pool2d_up", "avg_pool2d_same",
+          "avg_pool2d_up_inside", "avg_pool1d_of_any_length")  # fmt: skip
 
 
 @pytest.mark.parametrize("name", TRITON)

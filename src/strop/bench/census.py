@@ -216,11 +216,18 @@ def _counts(module: nn.Module) -> dict[str, Any]:
         "num_recompiles": told.num_recompiles,
         "num_kernels": told.num_kernels,
         "kernel_share": round(compiled / max(compiled + others, 1), 4),
-        "parts": " or ".join(map(_made_for, dispatcher.variants.all[:2])),
+        "parts": _parts(dispatcher.variants.all),
         "fallbacks": {_short(why): n for c in told.components for why, n in c.fallbacks.items()},
         "opaque": dict(Counter(target for target, _ in opaque)),
         "origins": dict(reversed(opaque)),  # the first place of each
     }
+
+
+def _parts(variants: Sequence[Any]) -> str:
+    """What fixes sizes, or what the first two graphs are made for."""
+    if variants and variants[0].fixed:
+        return _short(f"its code fixes {variants[0].fixed[-1]}", 200)
+    return " or ".join(map(_made_for, variants[:2]))
 
 
 def _made_for(variant: Any) -> str:

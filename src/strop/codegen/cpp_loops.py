@@ -29,6 +29,7 @@ from strop.ir.loops import (
     Schedule,
     Stmt,
     Store,
+    args_of,
     has_places,
     outs_of,
     spaces,
@@ -60,6 +61,7 @@ class Loops:
         self.buffers = {stmt.out: f"t{i}" for i, stmt in enumerate(self.staged)}
         self.is_tiled = self.is_flat and not self.staged and nest.is_transposing(kernel)
         self.num_outer = self._count_outer_rows()
+        self.guarded = _guarded(kernel)
         self.by_axes = False  # inside loops over single col axes
         self.printed: set[str] = set()  # values of the whole kernel
         applied = (stmt for stmt in kernel.body if isinstance(stmt, Apply))
@@ -264,7 +266,8 @@ class Loops:
         if isinstance(stmt, Position):
             return self.element(stmt.index)
         if isinstance(stmt, Apply):
-            return apply_text(stmt)
+            can_choose = stmt.op == "where" and self.guarded.isdisjoint(stmt.args)
+            return f"sp::choose({', '.join(stmt.args)})" if can_choose else apply_text(stmt)
         if isinstance(stmt.value, Expr):
             return f"static_cast<{scalar_type(stmt.dtype)}>({self.scalars(stmt.value)})"
         return number(stmt.value, stmt.dtype)
@@ -306,3 +309,13 @@ class Loops:
         if not text:
             return offset
         return f"{text} - {offset[1:]}" if offset.startswith("-") else f"{text} + {offset}"
+
+
+def _guarded(kernel: Kernel) -> frozenset[str]:
+    """Values that come from guarded loads: they exist on one side of a choice only."""
+    found: set[str] = set()
+    for stmt in kernel.body + kernel.tail:
+        is_guarded = isinstance(stmt, Load) and stmt.guard is not None
+        if is_guarded or found.intersection(args_of(stmt)):
+            found.update(outs_of(stmt))
+    return frozenset(found)

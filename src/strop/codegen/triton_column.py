@@ -26,7 +26,18 @@ from strop.codegen.triton_reduce import (
 from strop.codegen.triton_text import TYPES, Flat, Printer, Tile, next_power_of_two
 from strop.errors import UnsupportedError
 from strop.ir.dims import Expr, const, product, symbol
-from strop.ir.loops import Axis, Index, Load, Reduce, Stmt, Store, args_of, outs_of, spaces
+from strop.ir.loops import (
+    MAX_LANES,
+    Axis,
+    Index,
+    Load,
+    Reduce,
+    Stmt,
+    Store,
+    args_of,
+    outs_of,
+    spaces,
+)
 from strop.ir.source import Scratch, Split
 
 TILE_BYTES = 8 * 1024  # that the loads of a tile read together
@@ -37,7 +48,6 @@ NUM_WARPS = 4
 # 8 bytes in 6 kernels that then used 72 to 96 registers.
 MAX_REGISTERS = 255
 STAGES = 3  # of the software pipeline: with one tile at a time the loop waits for memory
-MAX_COLS = 4096  # in one tile
 BLOCKED_COLS = 256  # of a tile when the cols are many, or not known
 STEPS = 8  # loop steps below which a slab is not worth a program, and a part of the merge
 MERGE_ELEMENTS = 2048
@@ -75,12 +85,12 @@ class _Column:
 
     def _cols_tile(self) -> int:
         num_cols = self.printer.kernel.num_cols
-        if num_cols.is_const and num_cols.value <= MAX_COLS:
+        if num_cols.is_const and num_cols.value <= MAX_LANES:
             return next_power_of_two(num_cols.value)
         if self.lanes:
             raise UnsupportedError(
                 f"{self.printer.kernel.name}: {num_cols} cols, some of them reduced, do not fit "
-                f"in one tile of {MAX_COLS}"
+                f"in one tile of {MAX_LANES}"
             )
         return BLOCKED_COLS
 

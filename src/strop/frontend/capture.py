@@ -83,6 +83,7 @@ class Captured:
     hints: Mapping[str, int]
     out_spec: pytree.TreeSpec
     origins: Mapping[str, str]  # FX node name -> module path
+    fixed: tuple[str, ...] = ()  # sizes that the module's code fixes, each with what asked for it
 
 
 def named_state(module: nn.Module) -> dict[str, Tensor]:
@@ -130,8 +131,10 @@ def capture(
 ) -> Captured:
     """Trace ``call(*tensors)``, which runs ``module``, with symbolic sizes.
 
-    Raises CaptureError when the module does something that depends on tensor values.
+    Raises CaptureError when the module does something that depends on tensor values. A size that
+    is traced as 0 is no symbol: torch takes symbols to be positive, and keeps no guard on that.
     """
+    specs, hints = _without_empty(specs, hints)
     shape_env = ShapeEnv()
     mode = FakeTensorMode(shape_env=shape_env, allow_non_fake_inputs=True)
     mode.cache_enabled = False  # to look up symbolic sizes takes longer than to work results out
@@ -155,15 +158,26 @@ def capture(
     sizes = {n: symbols.names[str(root.node._expr)] for n, root in roots.items()}
     own_specs = [replace(s, shape=tuple(str(e.substitute(sizes)) for e in s.sizes))
                  for s in specs]  # fmt: skip
-    _log_fixed(type(module).__name__, shape_env, roots, sizes)
+    fixed = tuple(_fixed(shape_env, roots, sizes))
+    for text in fixed:
+        log.info("%s: its graph fixes %s", type(module).__name__, text)
     own_hints = symbols.root_values(symbols.hints)
     unseen = own_hints.keys() - set().union(*(e.roots for s in own_specs for e in s.sizes))
     kept = {n: v for n, v in own_hints.items() if n not in unseen}
-    return Captured(gm, tuple(state), tuple(own_specs), symbols, guards, kept, out_spec, origins)
+    return Captured(gm, tuple(state), tuple(own_specs), symbols, guards, kept, out_spec, origins,
+                    fixed)  # fmt: skip
 
 
-def _log_fixed(name: str, shape_env: ShapeEnv, roots: Mapping[str, torch.SymInt],
-               sizes: Mapping[str, Expr]) -> None:  # fmt: skip
+def _without_empty(specs: Sequence[TensorSpec], hints: Mapping[str, int]
+                   ) -> tuple[list[TensorSpec], dict[str, int]]:  # fmt: skip
+    empty = {name: const(0) for name, size in hints.items() if size == 0}
+    fixed = [replace(spec, shape=tuple(str(size.substitute(empty)) for size in spec.sizes))
+             for spec in specs]  # fmt: skip
+    return fixed, {name: size for name, size in hints.items() if size}
+
+
+def _fixed(shape_env: ShapeEnv, roots: Mapping[str, torch.SymInt], sizes: Mapping[str, Expr]
+           ) -> Iterator[str]:  # fmt: skip
     """Which sizes the graph holds for at one value only, and what asked for that."""
     for root, size in sizes.items():
         if not size.is_const:
@@ -172,7 +186,7 @@ def _log_fixed(name: str, shape_env: ShapeEnv, roots: Mapping[str, torch.SymInt]
         guards = [g for g in shape_env.guards if traced in {s.name for s in g.expr.free_symbols}]
         first = next((g for g in guards if isinstance(g.expr, sympy.Eq)), (*guards, None)[0])
         why = f": {first.expr} at {first.sloc}" if first is not None else ""
-        log.info("%s: its graph fixes the size %s at %d%s", name, root, size.value, why)
+        yield f"the size {root} at {size.value}{why}"
 
 
 def _settled(shape_env: ShapeEnv, gm: GraphModule, roots: Mapping[str, torch.SymInt],
@@ -195,10 +209,11 @@ def _settled(shape_env: ShapeEnv, gm: GraphModule, roots: Mapping[str, torch.Sym
 
 def _not_negative(symbols: Symbols, gm: GraphModule) -> Iterator[Guard]:
     """``x[1:]`` has a row less than x, which torch notes nowhere, but for an x without rows."""
-    for value in _sizes(gm):
-        size = symbols.size(value) if isinstance(value, torch.SymInt) else const(0)
-        if any(coefficient < 0 for _, coefficient in size.terms):
-            yield Guard(size, ">=", const(0))
+    for node in gm.graph.nodes:
+        for value in pytree.tree_leaves(node.meta.get("val")):
+            for size in symbols.shape(value.shape if isinstance(value, Tensor) else ()):
+                if size.may_be_negative:
+                    yield Guard(size, ">=", const(0))
 
 
 def _sizes(gm: GraphModule) -> Iterator[Any]:

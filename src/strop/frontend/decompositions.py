@@ -34,11 +34,22 @@ def _linear(im: Importer, fx: FxNode, x: Any, weight: Any, bias: Any = None) -> 
 
 
 def _addmm(im: Importer, fx: FxNode, bias: Any, x: Any, w: Any, *, beta: float = 1,
-           alpha: float = 1) -> Node | None:  # fmt: skip
+           alpha: float = 1) -> Node:  # fmt: skip
     nodes = im.node(x), im.builder.permute(im.node(w), (1, 0)), im.node(bias)
     if beta != 1 or alpha != 1 or len(nodes[2].shape) != 1:
-        return None
+        return _added(im, fx, bias, _mm(im, fx, x, w), beta, alpha)
     return im.builder.make("linear", nodes, im.shape(fx), nodes[0].dtype)
+
+
+def _added(im: Importer, fx: FxNode, added: Any, total: Node, beta: float, alpha: float) -> Node:
+    """beta * added + alpha * total; an added tensor counts for nothing at 0, NaN or not."""
+    b, dtype = im.builder, fx.meta["val"].dtype
+    wide = compute_dtype(dtype)
+    total = _scaled(b, total, alpha, wide)
+    if beta:
+        added = _scaled(b, im.node(added), beta, wide)
+        total = b.pointwise("add", added, total, dtype=wide, alpha=1)
+    return b.cast(total, dtype)
 
 
 def _mm(im: Importer, fx: FxNode, x: Any, w: Any) -> Node:
@@ -63,12 +74,7 @@ def _matmul(im: Importer, fx: FxNode, x: Any, y: Any) -> Node:
 
 def _baddbmm(im: Importer, fx: FxNode, added: Any, x: Any, y: Any, *, beta: float = 1,
              alpha: float = 1) -> Node:  # fmt: skip
-    b, wide = im.builder, compute_dtype(fx.meta["val"].dtype)
-    total = _scaled(b, _bmm(im, fx, x, y), alpha, wide)
-    if beta:
-        total = b.pointwise("add", _scaled(b, im.node(added), beta, wide), total, dtype=wide,
-                            alpha=1)  # fmt: skip
-    return b.cast(total, fx.meta["val"].dtype)
+    return _added(im, fx, added, _bmm(im, fx, x, y), beta, alpha)
 
 
 def _scaled(b: Builder, x: Node, factor: float, dtype: torch.dtype) -> Node:

@@ -53,6 +53,7 @@ class Importer:
     constants: list[torch.Tensor] = field(default_factory=list)
     devices: frozenset[str] = frozenset()  # of all values
     shared: dict[Node, int | None] = field(default_factory=dict)  # memory that the caller sees
+    copies: dict[tuple[Node, int | None], Node] = field(default_factory=dict)  # base, memory
 
     def node(self, fx: Any) -> Node:
         value = self.values[fx] if isinstance(fx, FxNode) else fx
@@ -194,7 +195,24 @@ def _is_all_of(base: Node, value: Node) -> bool:
 
 
 def _copied(importer: Importer, fx: FxNode, value: Node, number: int) -> Node:
-    """In memory of its own, laid out as eager would."""
+    """In memory of its own, laid out as eager would. What is a view of a clone in eager is a view
+    of the clone's copy."""
+    base, storage = base_of(value), storage_of(fx)
+    clone = next((other for other, made in importer.values.items()
+                  if made is base and storage_of(other) == storage), None)  # fmt: skip
+    if clone is not None:
+        if (base, storage) not in importer.copies:
+            importer.copies[base, storage] = _copy(importer, clone, base, number)
+        return _over(importer.builder, value, base, importer.copies[base, storage])
+    return _copy(importer, fx, value, number)
+
+
+def _over(b: Builder, view: Node, base: Node, other: Node) -> Node:
+    """The same view of another value."""
+    return other if view is base else b.copy_of(view, (_over(b, view.inputs[0], base, other),))
+
+
+def _copy(importer: Importer, fx: FxNode, value: Node, number: int) -> Node:
     return importer.builder.make("copy", (value,), value.shape, value.dtype,
                                  order=_user_order(importer, fx, value), result=number)  # fmt: skip
 

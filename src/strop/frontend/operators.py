@@ -369,6 +369,27 @@ def _pooled_to_one(usual: Callable[..., Any], rank: int) -> Callable[..., Tensor
     return pool
 
 
+def _call_max_pool1d(input: Tensor, kernel_size: Any, stride: Any = None, padding: Any = 0,
+                     dilation: Any = 1, ceil_mode: bool = False, return_indices: bool = False
+                     ) -> Tensor:  # fmt: skip
+    """torch's own way to two dims fixes the length."""
+    if return_indices:
+        found: Tensor = torch.max_pool1d_with_indices(  # type: ignore[assignment]
+            input, kernel_size, stride or [], padding, dilation, ceil_mode
+        )
+        return found
+
+    def flat(value: Any, other: int) -> tuple[int, int]:
+        return other, value if isinstance(value, int) else value[0]
+
+    steps = kernel_size if stride is None or stride == [] or stride == () else stride
+    pooled = torch.max_pool2d(
+        input.unsqueeze(-2), flat(kernel_size, 1), flat(steps, 1), flat(padding, 0),
+        flat(dilation, 1), ceil_mode
+    )  # fmt: skip
+    return pooled.squeeze(-2)
+
+
 # made of torch's own operators, so that gradients come by themselves
 COMPOSITES: dict[Callable[..., Any], Callable[..., Tensor]] = {
     F.interpolate: _call_interpolate,
@@ -376,6 +397,8 @@ COMPOSITES: dict[Callable[..., Any], Callable[..., Tensor]] = {
     F.pad: _call_pad,
     torch._C._nn.pad: _call_pad,
     torch.constant_pad_nd: _call_constant_pad,
+    F.max_pool1d: _call_max_pool1d,
+    torch.max_pool1d: _call_max_pool1d,
     torch.squeeze: _call_squeeze,
     Tensor.squeeze: _call_squeeze,
     **{

@@ -146,14 +146,17 @@ def _glu(im: Importer, fx: FxNode, x: Any, dim: int = -1) -> Node | None:
 
 
 def _loss(op: str) -> Rule:
-    """A loss that is not reduced; mean and sum stay with torch."""
+    """A loss of each element, or their mean or sum."""
 
-    def rule(im: Importer, fx: FxNode, x: Any, y: Any, reduction: int = 1, *_: Any) -> Node | None:
-        if reduction != 0:
-            return None
-        dtype = _dtype(fx)
-        less = apply(im, "sub", x, y, dtype=compute_dtype(dtype))
-        return apply(im, op, less, dtype=dtype)
+    def rule(im: Importer, fx: FxNode, x: Any, y: Any, reduction: int = 1, *_: Any) -> Node:
+        b, dtype = im.builder, _dtype(fx)
+        wide = compute_dtype(dtype)
+        less = apply(im, "sub", x, y, dtype=wide)
+        loss = apply(im, op, less, dtype=wide if reduction else dtype)
+        if not reduction:
+            return loss
+        every = tuple(range(len(loss.shape)))
+        return b.reshape(b.reduce(("mean", "sum")[reduction - 1], loss, every, dtype), ())
 
     return rule
 

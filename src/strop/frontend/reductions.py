@@ -207,6 +207,11 @@ def _vector_norm(im: Importer, fx: FxNode, x: Any, ord: float = 2, dim: Dims = N
     return _shaped(im, fx, b.reduce(op, unary(b, "abs", x, wide), dims, result))
 
 
+def _norm(im: Importer, fx: FxNode, x: Any, p: float | None, dim: Dims, keepdim: bool = False,
+          **_: Any) -> Node | None:  # fmt: skip
+    return _vector_norm(im, fx, x, 2 if p is None else p, dim, keepdim)
+
+
 REDUCTION_RULES: dict[Any, Rule] = {
     aten.var_mean.correction: _spread(takes_root=False, gives_mean=True),
     aten.std.correction: _spread(takes_root=True, gives_mean=False),
@@ -226,4 +231,5 @@ REDUCTION_RULES: dict[Any, Rule] = {
     aten.aminmax.default: _aminmax,
     aten.logsumexp.default: _logsumexp,
     aten.linalg_vector_norm.default: _vector_norm,
+    aten.norm.ScalarOpt_dim: _norm,
 }

@@ -128,7 +128,9 @@ class Symbols:
     def _chosen(self, e: Any) -> Expr:
         """The side of a minimum or maximum that the traced sizes take."""
         if isinstance(e, SYMPY_MAX) and sympy.S.One in e.args and len(e.args) == 2:
-            return self.size(next(a for a in e.args if a != 1))  # sizes are positive
+            other = next(a for a in e.args if a != 1)
+            if other.is_integer and other.is_positive:
+                return self.size(other)  # sympy leaves products as they are
         if self.decide is not None:
             return self.size(self._decided(e, self.decide))
         if not self.hints:
@@ -377,12 +379,12 @@ class Symbols:
         if relation is None:
             raise OutsideLanguage(e)
         (a, b), (c, d) = self._fraction(e.lhs), self._fraction(e.rhs)
-        return [Guard(a * d, relation, c * b)]
+        return [Guard(a * d, relation, c * b), Guard(b, ">", const(0)), Guard(d, ">", const(0))]
 
 
 def _ways(e: Any) -> Any:
-    """``Min(a, b) > c`` as ``a > c and b > c``, and so on, also under a factor, which is no less
-    than 0 as all sizes are; None for what has no such form."""
+    """``Min(a, b) > c`` as ``a > c and b > c``, and so on, also under factors; None for what has no
+    such form. Alternatives need factors that are no less than 0."""
     bigger, smaller = (sympy.Gt, sympy.Ge), (sympy.Lt, sympy.Le)
     for side, other, up in ((0, 1, bigger), (1, 0, smaller)):
         if type(e) not in bigger + smaller:
@@ -396,6 +398,8 @@ def _ways(e: Any) -> Any:
         sides = [sympy.Mul(*rest, a, evaluate=False) if rest else a for a in extreme.args]
         parts = [e.func(*((a, limit) if side == 0 else (limit, a))) for a in sides]
         every = isinstance(extreme, SYMPY_MIN) == isinstance(e, up)
+        if not every and not all(factor.is_nonnegative for factor in rest):
+            return None
         return (sympy.And if every else sympy.Or)(*parts, evaluate=False)
     return None
 
@@ -437,14 +441,14 @@ def _parts(guards: Iterable[Any]) -> Iterator[Any]:
 
 
 def _always_holds(guard: Guard) -> bool:
-    """Whether every root, being positive, satisfies it."""
+    """Whether all sizes satisfy it: roots are positive (``capture`` and ``Variant.fits`` see to
+    that), differences and quotients of them need not be."""
     sides, relation = (guard.left, guard.right), guard.relation
     if relation in ("<", "<="):
         sides, relation = (guard.right, guard.left), {"<": ">", "<=": ">="}[relation]
     difference = sides[0] - sides[1]
     if difference.is_const:
         return Guard(difference, relation, to_expr(0)).holds({})
-    if floors_of(difference) or any(c < 0 for monomial, c in difference.terms if monomial):
+    if difference.least is None:
         return False
-    least = sum(c for _, c in difference.terms)  # where all roots are 1
-    return least >= 0 if relation == ">=" else relation != "==" and least > 0
+    return difference.least >= 0 if relation == ">=" else relation != "==" and difference.least > 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from strop.ir.affine import base_of, reduced_runs, strided
+from strop.ir.affine import base_of, lanes_fit, merge, runs_of, strided
 from strop.ir.dims import Expr, const, product
 from strop.ir.graph import Graph, Node
 from strop.ir.loops import Schedule
@@ -58,10 +58,12 @@ def _reduction_schedule(
 
     Where each element is needed again for a result of that size (softmax), a ROW kernel is one
     launch instead of several, and rows side by side are as good to read as long ones. A reduction
-    of everything has one row: unless that is short it is cut like a column. None when kept and
-    reduced atoms alternate more often: such an operand is copied first.
+    of everything has one row: unless that is short it is cut like a column. Rows may lie in pieces
+    where their columns do not fit on chip, or lie nowhere: kept dims that were expanded. None when
+    kept and reduced atoms alternate more often: such an operand is copied first.
     """
-    runs = reduced_runs(node.inputs[0], node.attrs["dims"], hints)
+    found = runs_of(node.inputs[0], node.attrs["dims"], hints)
+    runs = None if found is None else [run.is_reduced for run in found]
     if runs in ([False, True], [False], []):
         return Schedule.ROW
     if runs == [True]:
@@ -74,8 +76,19 @@ def _reduction_schedule(
         has_many = node.numel.eval(hints) >= MANY_ROWS
         if (is_short or has_many) and _comes_back(node, users):
             return Schedule.ROW
-    column = ([True, False], [False, True, False], [True, False, True], [False, True, False, True])
-    return Schedule.COLUMN if runs in column else None
+    if found is None or runs not in _COLUMNS:
+        return None
+    is_row = not lanes_fit(found) or _keeps_expanded(node)
+    return Schedule.ROW if is_row else Schedule.COLUMN
+
+
+_COLUMNS = ([True, False], [False, True, False], [True, False, True], [False, True, False, True])
+
+
+def _keeps_expanded(node: Node) -> bool:
+    view = strided(node.inputs[0])
+    kept = (dim for d, dim in enumerate(view.dims if view else ()) if d not in node.attrs["dims"])
+    return any(stride == const(0) for dim in kept for _, stride in merge(dim))
 
 
 def _comes_back(node: Node, users: Mapping[Node, list[Node]]) -> bool:

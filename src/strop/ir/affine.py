@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from strop.ir.dims import Expr, const
+from strop.ir.dims import Expr, const, product
 from strop.ir.graph import Node, dense_strides
+from strop.ir.loops import MAX_LANES
 from strop.ir.ops import Kind
 
 Atom = tuple[Expr, Expr]  # size, stride in elements
@@ -141,18 +142,46 @@ def _slice(view: Node, inner: Strided) -> Strided | None:
     return Strided(inner.base, inner.offset + view.attrs["start"] * stride, tuple(dims))
 
 
-def reduced_runs(x: Node, dims: Sequence[int], hints: Mapping[str, int]) -> list[bool] | None:
-    """Outermost in memory first, whether each run of dims is among ``dims``; None: not affine."""
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Neighbours in memory that are all reduced or all kept."""
+
+    is_reduced: bool
+    size: Expr
+    dims: frozenset[int]
+
+
+def runs_of(x: Node, dims: Sequence[int], hints: Mapping[str, int]) -> list[Run] | None:
+    """The runs of a value of which ``dims`` are reduced, outermost in memory first; None: it is not
+    affine."""
     view = strided(x)
     if view is None:
         return None
     atoms = [
-        (abs(stride.eval(hints)), d in dims)
+        (abs(stride.eval(hints)), Run(d in dims, size, frozenset((d,))))
         for d, dim in enumerate(view.dims)
-        for _, stride in merge(dim)
+        for size, stride in merge(dim)
     ]
-    flags = [reduced for _, reduced in sorted(atoms, key=lambda atom: -atom[0])]
-    return [f for i, f in enumerate(flags) if i == 0 or flags[i - 1] != f]
+    runs: list[Run] = []
+    for _, run in sorted(atoms, key=lambda atom: -atom[0]):
+        if runs and runs[-1].is_reduced == run.is_reduced:
+            last = runs.pop()
+            run = Run(run.is_reduced, last.size * run.size, last.dims | run.dims)
+        runs.append(run)
+    return runs
+
+
+def lanes_fit(runs: Sequence[Run]) -> bool:
+    """Whether what lies inside of the outermost reduced run may be the cols of a COLUMN kernel."""
+    flags = [run.is_reduced for run in runs]
+    lanes = product(run.size for run in runs[flags.index(True) + 1 :])
+    return not any(flags[flags.index(True) + 1 :]) or (lanes.is_const and lanes.value <= MAX_LANES)
+
+
+def reduced_runs(x: Node, dims: Sequence[int], hints: Mapping[str, int]) -> list[bool] | None:
+    """Whether each run is among ``dims``."""
+    runs = runs_of(x, dims, hints)
+    return None if runs is None else [run.is_reduced for run in runs]
 
 
 def base_of(node: Node) -> Node:

@@ -92,6 +92,23 @@ class Expr:
         """The largest integer that provably divides this size whatever the roots are."""
         return math.gcd(*(c for _, c in self.terms)) if self.terms else 0
 
+    @cached_property
+    def least(self) -> int | None:
+        """The value where all roots are 1, if no other positive ones give less; else None."""
+        for monomial, coefficient in self.terms:
+            if monomial and coefficient < 0:
+                return None
+            for atom in monomial:
+                low = atom.numerator.least if isinstance(atom, Floor) else 1
+                if low is None or low < 0:
+                    return None
+        return self.eval(dict.fromkeys(self.roots, 1))
+
+    @property
+    def may_be_negative(self) -> bool:
+        """Whether roots, which are positive, could give a negative number."""
+        return self.least is None or self.least < 0
+
     def is_multiple_of(self, k: int) -> bool:
         return self.divisor % k == 0
 

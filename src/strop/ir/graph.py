@@ -17,7 +17,7 @@ import torch
 
 from strop.errors import ShapeError
 from strop.ir.dims import Expr, const, product, to_expr
-from strop.ir.ops import OPS, Kind, Op
+from strop.ir.ops import OPS, Kind, Op, of_nothing
 
 Shape = tuple[Expr, ...]
 _serial = itertools.count()
@@ -96,7 +96,8 @@ class Graph:
 
 
 class Builder:
-    """Makes nodes. Equal nodes are made once; views of views become one view or none."""
+    """Makes nodes. Equal nodes are made once; views of views become one view or none; of a value
+    that never has an element nothing is computed."""
 
     def __init__(self) -> None:
         self.nodes: list[Node] = []
@@ -108,6 +109,9 @@ class Builder:
         *, order: tuple[int, ...] | None = None, **attrs: Any,
     ) -> Node:  # fmt: skip
         sizes = tuple(map(to_expr, shape))
+        if _needs_nothing(op, inputs, sizes):
+            none = self.view_as_rank(self.constant(0, dtype), len(sizes))
+            op, inputs, order, attrs = "expand", (none,), None, {}
         key = (
             op,
             tuple(i.serial for i in inputs),
@@ -137,6 +141,10 @@ class Builder:
     ) -> Node:
         """Reduce ``dims`` of x; they stay as dims of size 1."""
         shape = [const(1) if d in dims else s for d, s in enumerate(x.shape)]
+        if const(0) in x.shape:
+            of_none = self.constant(of_nothing(op, dtype), dtype)
+            spread = self.expand(self.view_as_rank(of_none, len(shape)), shape)
+            return self.make("copy", (spread,), shape, dtype)  # a value of its own, as any other
         return self.make(op, (x,), shape, dtype, dims=dims, **attrs)
 
     def reshape(self, x: Node, shape: Iterable[Expr | int]) -> Node:
@@ -189,6 +197,19 @@ class Builder:
         if node.op == "permute":
             return self.permute(inputs[0], node.attrs["dims"])
         return self.make(node.op, inputs, node.shape, node.dtype, order=node.order, **node.attrs)
+
+
+def _needs_nothing(op: str, inputs: Sequence[Node], sizes: Shape) -> bool:
+    """Whether a node is a computed value without elements. Copies are results in a place of their
+    own; arguments keep their views."""
+    if const(0) not in sizes or op == "copy":
+        return False
+    if OPS[op].kind is not Kind.VIEW:
+        return OPS[op].kind is not Kind.OPAQUE
+    source = inputs[0]
+    while source.kind is Kind.VIEW:
+        source = source.inputs[0]
+    return source.op != "input"
 
 
 def broadcast(what: str, *shapes: Shape) -> Shape:

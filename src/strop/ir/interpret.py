@@ -7,7 +7,6 @@ vary over have size 1 there. Floats are fp64 throughout and round only where the
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -26,7 +25,7 @@ from strop.ir.loops import (
     Stmt,
     Store,
 )
-from strop.ir.ops import OPS
+from strop.ir.ops import OPS, of_nothing
 
 
 def run(kernel: Kernel, tensors: Sequence[torch.Tensor], env: Env) -> None:
@@ -48,16 +47,6 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
     """All that can be reached from the first element on, as the kernel's pointer sees it."""
     room = tensor.untyped_storage().nbytes() // tensor.element_size() - tensor.storage_offset()
     return tensor.as_strided((room,), (1,))
-
-
-def _extreme_of_none(kind: str, dtype: torch.dtype) -> float | int | bool:
-    """The value that any other replaces: torch has none, kernels need one."""
-    if dtype is torch.bool:
-        return kind == "amin"
-    if dtype.is_floating_point:
-        return math.inf if kind == "amin" else -math.inf
-    limits = torch.iinfo(dtype)
-    return limits.max if kind == "amin" else limits.min
 
 
 def _exact(dtype: torch.dtype) -> torch.dtype:
@@ -150,7 +139,7 @@ class _State:
         extreme = {"amax": torch.amax, "amin": torch.amin}[stmt.kind]
         if any(arg.shape[i] == 0 for i in self.reduced):
             kept = [1 if i in self.reduced else n for i, n in enumerate(arg.shape)]
-            return (torch.full(kept, _extreme_of_none(stmt.kind, arg.dtype), dtype=arg.dtype),)
+            return (torch.full(kept, of_nothing(stmt.kind, arg.dtype), dtype=arg.dtype),)
         return (extreme(arg, self.reduced, keepdim=True),)
 
     def _store(self, stmt: Store) -> None:

@@ -28,6 +28,8 @@ import torch
 
 from strop.ir.dims import Expr, product
 
+MAX_LANES = 4096  # cols of a COLUMN kernel, where some of them are reduced: one tile holds them
+
 
 class Schedule(Enum):
     POINTWISE = "pointwise"

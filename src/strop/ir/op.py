@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -79,6 +80,21 @@ class Op:
     def is_heavy(self) -> bool:
         """Whether it takes as long as a dozen additions: it calls more than one instruction."""
         return not SIMPLE.issuperset(re.findall(r"sp::(\w+)", self.cpp))
+
+
+def of_nothing(reduction: str, dtype: torch.dtype) -> float | int | bool:
+    """A reduction over no element. Of extremes torch has none, but kernels need the value that any
+    other replaces."""
+    if reduction in ("sum", "prod"):
+        return int(reduction == "prod")
+    if reduction in ("mean", "var"):
+        return math.nan
+    if dtype is torch.bool:
+        return reduction == "amin"
+    if dtype.is_floating_point:
+        return math.inf if reduction == "amin" else -math.inf
+    limits = torch.iinfo(dtype)
+    return limits.max if reduction == "amin" else limits.min
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:

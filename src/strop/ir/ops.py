@@ -11,11 +11,11 @@ from typing import Any
 import torch
 
 from strop.ir import philox
-from strop.ir.op import Kind, Op, Operands, Types, compute_dtype
+from strop.ir.op import Kind, Op, Operands, Types, compute_dtype, of_nothing
 from strop.ir.pointwise import POINTWISE
 
 __all__ = ["OPS", "POINTWISE", "Kind", "Op", "Operands", "Types", "compute_dtype", "is_foreign",
-           "rows_for"]  # fmt: skip
+           "of_nothing", "rows_for"]  # fmt: skip
 
 aten = torch.ops.aten
 

@@ -7,9 +7,10 @@ from dataclasses import dataclass, replace
 
 from strop.errors import UnsupportedError
 from strop.fusion.plan import Group
-from strop.ir.dims import Expr, const
+from strop.ir.dims import Expr, const, product
 from strop.ir.graph import Node
 from strop.ir.loops import (
+    MAX_LANES,
     Apply,
     Axis,
     Index,
@@ -289,6 +290,9 @@ def _column_levels(axes: Sequence[Axis]) -> tuple[tuple[Axis, ...], tuple[Axis, 
     flags = [a.reduced for a in cols]
     if flags != sorted(flags):
         raise UnsupportedError("kept and reduced axes alternate within the lanes")
+    lanes = product(a.size for a in cols)
+    if flags[-1] and not (lanes.is_const and lanes.value <= MAX_LANES):
+        raise UnsupportedError(f"{lanes} lanes, some of them reduced, do not fit in one tile")
     return tuple(rows), tuple(cols)
 
 

@@ -15,6 +15,7 @@ from strop.passes.canonicalize import canonicalize
 from strop.passes.channels_last import channels_last
 from strop.passes.dot_merge import dot_merge
 from strop.passes.pointwise_conv import pointwise_conv
+from strop.passes.reduce_in_steps import reduce_in_steps
 
 Pass = Callable[[Graph, Options], Graph]
 
@@ -24,6 +25,7 @@ PIPELINE: tuple[Pass, ...] = (
     dot_merge,  # GEMMs of one input as one GEMM
     bias_to_consumer,  # biases into the kernels that read the results
     channels_last,  # memory order of every value, copies where an anchor needs one
+    reduce_in_steps,  # kept dims between reduced ones
 )
 
 

@@ -61,7 +61,7 @@ def _relaid(b: Builder, node: Node, inputs: tuple[Node, ...], hints: Mapping[str
     else:
         inputs = _readable(b, node, inputs, hints)
         largest = inputs[:1] if node.op == "take" else inputs
-        order = _order_of_largest(largest, hints, len(node.shape))
+        order = order_of_largest(largest, hints, len(node.shape))
     return b.make(node.op, inputs, node.shape, node.dtype, order=order, **node.attrs)
 
 
@@ -145,7 +145,7 @@ def _unit_last(b: Builder, x: Node) -> Node:
     return x if strides and strides[-1] == const(1) else _contiguous(b, x, None)
 
 
-def _order_of_largest(inputs: tuple[Node, ...], hints: Mapping[str, int], rank: int) -> Order:
+def order_of_largest(inputs: tuple[Node, ...], hints: Mapping[str, int], rank: int) -> Order:
     """The physical order of the biggest operand of full rank, as a permutation of dims.
 
     Of several a contiguous one: results that somebody gets lie so.

@@ -12,6 +12,7 @@ import copy
 import itertools
 import logging
 import threading
+import types
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -39,6 +40,7 @@ from strop.runtime.signature import (
     Skeleton,
     flatten,
     is_channels_last,
+    is_looked_into,
     plain_key,
     solve_roots,
 )
@@ -152,6 +154,10 @@ def _structured(spec: pytree.TreeSpec, count: int) -> Callable[[list[Any]], Any]
     return partial(pytree.tree_unflatten, treespec=spec)
 
 
+def _plain_forward(module: nn.Module) -> Any:
+    return types.MethodType(type(module).forward, module)
+
+
 _FIRST = itemgetter(0)
 _NUMBERS = itertools.count()
 _WORKSPACES: dict[tuple[torch.device, int], Workspace] = {}
@@ -180,6 +186,8 @@ class Dispatcher:
         self._lock = threading.RLock()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if is_looked_into():
+            return self.eager(*args, **kwargs)
         self.counters.calls += 1
         if self._ready and not kwargs and not torch.is_grad_enabled():
             key = plain_key(args)
@@ -236,6 +244,17 @@ class Dispatcher:
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """A copy of an optimised module is a plain module."""
         return copy.deepcopy(self.eager, memo)
+
+    def __reduce__(self) -> Any:
+        """So is one that was pickled."""
+        if self._replaced:
+            raise TypeError(f"{self.name}: {self._replaced}, and cannot be pickled")
+        return _plain_forward, (self.module,)
+
+    @property
+    def __code__(self) -> Any:
+        """torch.export asks for it."""
+        return self.eager.__code__
 
     def _unfit(self) -> str:
         """Why this call cannot be served by an inference program, or nothing."""
@@ -454,10 +473,12 @@ class Dispatcher:
 
     def _check_finite(self, results: Sequence[Any], tensors: Sequence[Tensor]) -> None:
         """One look at a shape's first result: a black picture must never come silently."""
-        floats = [r for r in results if isinstance(r, Tensor) and r.is_floating_point()]
+        floats = [r for r in results if isinstance(r, Tensor) and r.is_floating_point()
+                  and r.dtype.itemsize > 1]  # fmt: skip
         if not floats or bool(torch.stack([torch.isfinite(r).all() for r in floats]).all()):
             return
-        given = all(bool(torch.isfinite(t).all()) for t in tensors if t.is_floating_point())
+        given = all(bool(torch.isfinite(t).all()) for t in tensors
+                    if t.is_floating_point() and t.dtype.itemsize > 1)  # fmt: skip
         text = f"{self.name}: NaN or inf in the result at {[tuple(t.shape) for t in tensors]}" + (
             "" if given else "; the arguments hold NaN or inf already")  # fmt: skip
         self.counters.nonfinite.append(text)

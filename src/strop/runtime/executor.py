@@ -420,8 +420,8 @@ class Bound:
         result = []
         for number in self._arguments:
             tensor = tensors[self.program.buffers[number].index]
-            if tensor is None:  # a size: nothing reads it
-                tensor = torch.empty_strided(self._shapes[number], self._strides[number])
+            if tensor is None:  # a size, or another number: nothing reads it
+                tensor = torch.empty(0)
             result.append(_laid_out(tensor, self._strides[number]))
         return result
 

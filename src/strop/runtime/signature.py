@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from strop.errors import ShapeError, UnsupportedError
 from strop.frontend.capture import TensorSpec
@@ -61,6 +62,8 @@ def flatten(value: Any, tensors: list[Tensor]) -> Skeleton:
     if kind is dict and not value:
         return _NO_ITEMS
     if isinstance(value, Tensor):
+        if (kind is not Tensor and kind is not Parameter) or is_foreign(value):
+            raise UnsupportedError(f"argument is {described(value)}")
         tensors.append(value)
         return Ref(len(tensors) - 1)
     if value is None or isinstance(value, str | torch.dtype | torch.device):
@@ -73,6 +76,39 @@ def flatten(value: Any, tensors: list[Tensor]) -> Skeleton:
         keys = sorted(value, key=lambda k: (type(k).__name__, k))
         return ("dict", *[(k, flatten(value[k], tensors)) for k in keys])
     return _flatten_object(value, kind, tensors)
+
+
+_TRACING_MODES = (
+    torch._C._TorchDispatchModeKey.FAKE,
+    torch._C._TorchDispatchModeKey.PROXY,
+    torch._C._TorchDispatchModeKey.FUNCTIONAL,
+)
+
+
+def is_looked_into() -> bool:
+    """Whether torch.compile, torch.export, torch.jit.trace or a transform such as vmap wants the
+    operators. A dispatch mode of a user's own sees what is run."""
+    return (
+        torch.compiler.is_dynamo_compiling()
+        or torch._C._get_tracing_state() is not None
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or (torch._C._len_torch_dispatch_stack() > 0
+            and any(torch._C._get_dispatch_mode(key) is not None for key in _TRACING_MODES))
+    )  # fmt: skip
+
+
+def is_foreign(t: Tensor) -> bool:
+    """Whether a tensor has no strided elements that a kernel could read."""
+    return t.layout is not torch.strided or t.is_nested or t.is_quantized
+
+
+def described(t: Tensor) -> str:
+    """What is unusual about a tensor."""
+    if type(t) not in (Tensor, Parameter):
+        return f"a {type(t).__name__}, a class of tensors of its own"
+    if t.is_nested:
+        return "a nested tensor"
+    return f"a tensor of type {t.dtype}" if t.is_quantized else f"a tensor of layout {t.layout}"
 
 
 def _flatten_object(value: Any, kind: type, tensors: list[Tensor]) -> Skeleton:
@@ -123,7 +159,8 @@ def default_shapes(tensors: Sequence[Tensor]) -> Shapes:
 
     That is: dim 0 of everything (one root "b" when all agree), dims 2 and on of 4-d and 5-d
     tensors, the others of 3-d tensors and of matrices: (batch, tokens, features) or (batch,
-    channels, time). Features and channels among them are fixed by the trace.
+    channels, time). Features and channels among them are fixed by the trace. A size 0 is none:
+    what a graph for other sizes takes for granted need not hold of it.
     """
     first = {t.shape[0] for t in tensors if t.dim()}
     hints: dict[str, int] = {}
@@ -132,6 +169,8 @@ def default_shapes(tensors: Sequence[Tensor]) -> Shapes:
         sizes = [str(size) for size in t.shape]
         for dim in _symbolic_dims(t):
             name = f"d{number}_{dim}" if dim else ("b" if len(first) == 1 else f"b{number}")
+            if t.shape[dim] == 0:
+                continue
             if t.shape[dim] == 1 and (dim or len(first) > 1):
                 continue  # a broadcast dim: another graph serves larger sizes
             hints[name] = max(int(t.shape[dim]), 2)

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from strop.runtime.variants import Variant
 
 log = logging.getLogger("strop")
-_FORMAT = 1
+_FORMAT = 2
 
 
 def key_of(module: nn.Module, state: ModuleState, skeleton: Skeleton, shapes: Shapes,
@@ -134,10 +134,11 @@ def load(key: str, options: Options) -> Variant | None:
         specs = tuple(TensorSpec(tuple(shape), getattr(torch, dtype), torch.device(device), last)
                       for shape, dtype, device, last in entry["specs"])  # fmt: skip
         names, is_ragged = tuple(entry["state_names"]), bool(entry["is_ragged"])
+        fixed = tuple(map(str, entry["fixed"]))
     except _DAMAGE as error:
         log.warning("a stored plan was dropped: %s", error)
         return None
-    return Variant(program, specs, out_spec, names, is_ragged, from_disk=True)
+    return Variant(program, specs, out_spec, names, is_ragged, from_disk=True, fixed=fixed)
 
 
 def save(key: str, variant: Variant, options: Options) -> None:
@@ -155,5 +156,6 @@ def save(key: str, variant: Variant, options: Options) -> None:
                   for s in variant.specs],
         "state_names": variant.state_names,
         "is_ragged": variant.is_ragged,
+        "fixed": variant.fixed,
     }  # fmt: skip
     DiskCache(options.cache_path).write("plan", key, json.dumps(entry).encode())

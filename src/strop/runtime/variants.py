@@ -32,11 +32,19 @@ from strop.runtime import stored_variants
 from strop.runtime.ahead import Ahead
 from strop.runtime.garbage import collection_paused
 from strop.runtime.kernels import KernelLibrary, kernel_library
-from strop.runtime.signature import Shapes, Skeleton, rebuild, solve_roots
+from strop.runtime.signature import (
+    Shapes,
+    Skeleton,
+    described,
+    is_foreign,
+    rebuild,
+    solve_roots,
+)
 from strop.runtime.state import ModuleState
 
 log = logging.getLogger("strop")
 Sizes = Sequence[Sequence[int]]  # of each tensor argument
+MOST_FIXED = 16  # graphs that each hold for one value of some size, such as the rounds of a loop
 REFUSALS = (CaptureError, UnsupportedError, ShapeError)  # why a call runs in eager
 
 
@@ -53,6 +61,7 @@ class Variant:
     seconds: Mapping[str, float] = field(default_factory=dict)
     compiled: Compiled | None = None  # None when it came from disk
     later: Ahead = field(default_factory=lambda: Ahead(()))  # kernels that only other sizes need
+    fixed: tuple[str, ...] = ()  # sizes that it holds for at one value, and why
 
     def fits(self, sizes: Sizes) -> bool:
         return self.env(sizes) is not None
@@ -63,7 +72,9 @@ class Variant:
             env = solve_roots(self.specs, sizes)
         except ShapeError:
             return None
-        return env if all(guard.holds(env) for guard in self.program.guards) else None
+        is_positive = all(size > 0 for size in env.values())  # guards were made for such sizes
+        is_served = is_positive and all(guard.holds(env) for guard in self.program.guards)
+        return env if is_served else None
 
 
 @dataclass
@@ -107,6 +118,11 @@ class VariantStore:
         failed = self._failed.get((key, shapes.is_ragged))
         if failed:
             raise UnsupportedError(failed)
+        fixed = [variant.fixed for variant in self.variants.get(key, ()) if variant.fixed]
+        if len(fixed) >= MOST_FIXED:
+            raise UnsupportedError(
+                f"it has {len(fixed)} graphs for one size each: its code fixes {fixed[-1][-1]}"
+            )
         if shapes.is_ragged and self.variants.get(key):
             self._build_in_background(key, state, skeleton, shapes, sizes)
             raise UnsupportedError(
@@ -177,6 +193,8 @@ class VariantStore:
         started, device = time.perf_counter(), device_of(state, shapes)
         library = library_for(device, self.options)
         for name, tensor in zip(state.names, state.tensors, strict=True):
+            if type(tensor) not in (Tensor, nn.Parameter) or is_foreign(tensor):
+                raise CaptureError(f"{self.name}: {name} is {described(tensor)}")
             if not is_non_overlapping_and_dense_or_false(tensor):
                 raise CaptureError(f"{self.name}: {name} has gaps in memory: make it contiguous")
         stored_key = stored_variants.key_of(self.module, state, skeleton, shapes, self.options)
@@ -248,12 +266,13 @@ class VariantStore:
                                     self.options, self.name, library.begin)  # fmt: skip
         seconds = {"capture": traced - start, **compiled.seconds}
         return Variant(compiled.program, captured.input_specs, captured.out_spec,
-                       captured.state_names, shapes.is_ragged, False, seconds, compiled
-                       )  # fmt: skip
+                       captured.state_names, shapes.is_ragged, False, seconds, compiled,
+                       fixed=captured.fixed)  # fmt: skip
 
 
 def _key(state: ModuleState, skeleton: Skeleton, shapes: Shapes) -> Any:
-    kinds = tuple((s.dtype, s.device, s.is_channels_last, len(s.shape)) for s in shapes.specs)
+    kinds = tuple((s.dtype, s.device, s.is_channels_last, *(size == "0" for size in s.shape))
+                  for s in shapes.specs)  # fmt: skip
     return state.structure, skeleton, kinds
 
 

@@ -40,7 +40,7 @@ extern "C" void timestep_embedding(void* const* buffers, const int64_t* scalars)
         const bool v10 = v8 == v9;
         const float v11 = sp::cos(v7);
         const float v12 = sp::sin(v7);
-        const float v13 = (v10 ? v11 : v12);
+        const float v13 = sp::choose(v10, v11, v12);
         p1[r0 * 320 + lane] = sp::narrow<float>(v13);
       }
     }

@@ -27,11 +27,30 @@ int omp_in_parallel();
 
 namespace sp {
 
-// NaN in either operand gives NaN.
+// NaN in either operand gives NaN. Two choices, not one of two tests: of several in a row g++ makes
+// branches, and no vectors.
 template <class T>
-inline T max(T a, T b) { return ((a > b) | (a != a)) ? a : b; }
+inline T max(T a, T b) {
+  const T larger = a > b ? a : b;
+  return a != a ? a : larger;
+}
 template <class T>
-inline T min(T a, T b) { return ((a < b) | (a != a)) ? a : b; }
+inline T min(T a, T b) {
+  const T smaller = a < b ? a : b;
+  return a != a ? a : smaller;
+}
+
+// By bits: g++ turns a choice between values that are loaded for it alone into branches, and makes
+// no vectors of the loop around.
+template <class T>
+inline T choose(bool condition, T a, T b) {
+  if constexpr (std::is_same_v<T, float>) {
+    const uint32_t mask = -static_cast<uint32_t>(condition), bits = std::bit_cast<uint32_t>(b);
+    return std::bit_cast<float>((std::bit_cast<uint32_t>(a) & mask) | (bits & ~mask));
+  } else {
+    return condition ? a : b;
+  }
+}
 
 // ---- storage types -----------------------------------------------------------------------------
 
@@ -213,9 +232,15 @@ inline double sqrt(double x) { return __builtin_sqrt(x); }
 
 // NaN in one operand gives the other one.
 template <class T>
-inline T fmax(T a, T b) { return ((a > b) | (b != b)) ? a : b; }
+inline T fmax(T a, T b) {
+  const T larger = a > b ? a : b;
+  return b != b ? a : larger;
+}
 template <class T>
-inline T fmin(T a, T b) { return ((a < b) | (b != b)) ? a : b; }
+inline T fmin(T a, T b) {
+  const T smaller = a < b ? a : b;
+  return b != b ? a : smaller;
+}
 
 // Between two bounds; NaN stays.
 template <class T>
