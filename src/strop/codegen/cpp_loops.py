@@ -39,7 +39,7 @@ from strop.ir.source import FAULTS, Scratch
 
 # Elements below which threads cost more than they save, half a microsecond if they are awake:
 # both take about four microseconds of one core.
-THREADED_FROM, HEAVY_FROM = 16384, 8192
+THREADED_FROM, HEAVY_FROM = 32768, 16384
 STACK_ROW = 4096  # longest row buffer on the stack, in elements
 
 

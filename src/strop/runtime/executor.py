@@ -333,8 +333,8 @@ class Bound:
         refs = [item.tensor for item in self.program.returned if item.tensor is not None]
         numbers = [ref.buffer for ref in refs]
         is_plain = len(refs) == len(self.program.returned) and all(map(self._is_whole, refs))
-        if (self.program.device != "cpu" or self.program.call_steps or not is_plain
-                or sorted(numbers) != [n for n, *_ in self._results]):  # fmt: skip
+        is_native = all(isinstance(step, NativeKernel) or step is _nothing for step in self._steps)
+        if not (is_native and is_plain and sorted(numbers) == [n for n, *_ in self._results]):
             return None
         looks = {n: torch.empty_strided(shape, strides, dtype=dtype)
                  for n, shape, strides, dtype in self._results}  # fmt: skip

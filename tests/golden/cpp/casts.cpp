@@ -10,7 +10,7 @@ extern "C" void casts(void* const* buffers, const int64_t* scalars) {
   const float v4 = 1.0f;
   const float v9 = 0.0f;
   const int64_t blocks = (s0 + 16383) / 16384;
-  #pragma omp parallel for schedule(static) if (s0 > 16384)
+  #pragma omp parallel for schedule(static) if (s0 > 32768)
   for (int64_t task = 0; task < blocks; ++task) {
     const int64_t begin = task * 16384;
     const int64_t end = sp::min<int64_t>(begin + 16384, s0);

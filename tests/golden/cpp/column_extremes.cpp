@@ -13,7 +13,7 @@ extern "C" void column_extremes(void* const* buffers, const int64_t* scalars) {
   const int64_t s4 = scalars[4];
   const int64_t step = sp::limit<int64_t>((s0 + 31) / 32, 32, 1024);
   const int64_t chunks = (s0 + step - 1) / step;
-  #pragma omp parallel for schedule(static) if (s2 > 16384)
+  #pragma omp parallel for schedule(static) if (s2 > 32768)
   for (int64_t task = 0; task < chunks * s1; ++task) {
     const int64_t r0 = task / chunks;
     const int64_t begin = task % chunks * step;
@@ -48,7 +48,7 @@ extern "C" void column_extremes(void* const* buffers, const int64_t* scalars) {
       p4[task * 4 + c0] = part_v3;
     }
   }
-  #pragma omp parallel for schedule(static) if (s4 * chunks > 16384)
+  #pragma omp parallel for schedule(static) if (s4 * chunks > 32768)
   for (int64_t cell = 0; cell < s4; ++cell) {
     const int64_t r0 = cell / 4;
     const int64_t c0 = cell % 4;

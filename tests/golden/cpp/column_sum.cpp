@@ -9,7 +9,7 @@ extern "C" void column_sum(void* const* buffers, const int64_t* scalars) {
   const int64_t s2 = scalars[2];
   const int64_t step = sp::limit<int64_t>((s0 + 31) / 32, 32, 1024);
   const int64_t chunks = (s0 + step - 1) / step;
-  #pragma omp parallel for schedule(static) if (s2 > 16384)
+  #pragma omp parallel for schedule(static) if (s2 > 32768)
   for (int64_t task = 0; task < chunks; ++task) {
     const int64_t begin = task * step;
     const int64_t end = sp::min<int64_t>(begin + step, s0);
@@ -33,7 +33,7 @@ extern "C" void column_sum(void* const* buffers, const int64_t* scalars) {
       p2[task * s1 + c0] = part_v1;
     }
   }
-  #pragma omp parallel for schedule(static) if (s1 * chunks > 16384)
+  #pragma omp parallel for schedule(static) if (s1 * chunks > 32768)
   for (int64_t cell = 0; cell < s1; ++cell) {
     const int64_t c0 = cell;
     const int64_t start = cell;

@@ -13,7 +13,7 @@ extern "C" void embeddings_norm(void* const* buffers, const int64_t* scalars) {
   int64_t faults = 0;
   const int64_t step = 13;
   const int64_t chunks = (s0 + step - 1) / step;
-  #pragma omp parallel for schedule(static) if (s1 > 16384)
+  #pragma omp parallel for schedule(static) if (s1 > 32768)
   for (int64_t task = 0; task < chunks; ++task) {
     int64_t faults = 0;
     const int64_t begin = task * step;

@@ -15,7 +15,7 @@ extern "C" void gather_wrapped(void* const* buffers, const int64_t* scalars) {
   const int64_t v7 = 6;
   const int64_t v10 = 2;
   const int64_t blocks = (s0 + 16383) / 16384;
-  #pragma omp parallel for schedule(static) if (s2 > 16384)
+  #pragma omp parallel for schedule(static) if (s2 > 32768)
   for (int64_t task = 0; task < s1 * blocks; ++task) {
     int64_t faults = 0;
     const int64_t r0 = task / blocks;

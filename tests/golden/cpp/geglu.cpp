@@ -7,7 +7,7 @@ extern "C" void geglu(void* const* buffers, const int64_t* scalars) {
   const int64_t s1 = scalars[1];
   const int64_t step = 13;
   const int64_t chunks = (s0 + step - 1) / step;
-  #pragma omp parallel for schedule(static) if (s1 > 8192)
+  #pragma omp parallel for schedule(static) if (s1 > 16384)
   for (int64_t task = 0; task < chunks; ++task) {
     const int64_t begin = task * step;
     const int64_t end = sp::min<int64_t>(begin + step, s0);

@@ -13,7 +13,7 @@ extern "C" void group_norm_silu(void* const* buffers, const int64_t* scalars) {
   const int64_t s3 = scalars[3];
   const int64_t step = 52;
   const int64_t chunks = (s0 + step - 1) / step;
-  #pragma omp parallel for schedule(static) if (s2 > 8192)
+  #pragma omp parallel for schedule(static) if (s2 > 16384)
   for (int64_t task = 0; task < chunks * s1; ++task) {
     const int64_t r0 = task / chunks;
     const int64_t begin = task % chunks * step;

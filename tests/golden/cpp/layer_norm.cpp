@@ -12,7 +12,7 @@ extern "C" void layer_norm(void* const* buffers, const int64_t* scalars) {
   const float v5 = 1e-05f;
   const int64_t step = 13;
   const int64_t chunks = (s0 + step - 1) / step;
-  #pragma omp parallel for schedule(static) if (s1 > 16384)
+  #pragma omp parallel for schedule(static) if (s1 > 32768)
   for (int64_t task = 0; task < chunks; ++task) {
     const int64_t begin = task * step;
     const int64_t end = sp::min<int64_t>(begin + step, s0);

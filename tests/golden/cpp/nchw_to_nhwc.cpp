@@ -10,7 +10,7 @@ extern "C" void nchw_to_nhwc(void* const* buffers, const int64_t* scalars) {
   const int64_t s4 = scalars[4];
   const int64_t step = 64;
   const int64_t chunks = (s1 + step - 1) / step;
-  #pragma omp parallel for schedule(static) if (s3 > 16384)
+  #pragma omp parallel for schedule(static) if (s3 > 32768)
   for (int64_t task = 0; task < chunks * s2; ++task) {
     const int64_t r0 = task / chunks;
     const int64_t begin = task % chunks * step;

@@ -5,7 +5,7 @@ extern "C" void silu_flat(void* const* buffers, const int64_t* scalars) {
   float* const p1 = static_cast<float*>(buffers[1]);
   const int64_t s0 = scalars[0];
   const int64_t blocks = (s0 + 16383) / 16384;
-  #pragma omp parallel for schedule(static) if (s0 > 8192)
+  #pragma omp parallel for schedule(static) if (s0 > 16384)
   for (int64_t task = 0; task < blocks; ++task) {
     const int64_t begin = task * 16384;
     const int64_t end = sp::min<int64_t>(begin + 16384, s0);

@@ -8,7 +8,7 @@ extern "C" void softmax(void* const* buffers, const int64_t* scalars) {
   const int64_t s2 = scalars[2];
   const int64_t step = 1 + 4096 / sp::max<int64_t>(s0, 1);
   const int64_t chunks = (s1 + step - 1) / step;
-  #pragma omp parallel for schedule(static) if (s2 > 8192)
+  #pragma omp parallel for schedule(static) if (s2 > 16384)
   for (int64_t task = 0; task < chunks; ++task) {
     const int64_t begin = task * step;
     const int64_t end = sp::min<int64_t>(begin + step, s1);

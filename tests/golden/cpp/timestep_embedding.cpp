@@ -9,7 +9,7 @@ extern "C" void timestep_embedding(void* const* buffers, const int64_t* scalars)
   const int64_t v9 = 0;
   const int64_t step = 52;
   const int64_t chunks = (s0 + step - 1) / step;
-  #pragma omp parallel for schedule(static) if (s1 > 8192)
+  #pragma omp parallel for schedule(static) if (s1 > 16384)
   for (int64_t task = 0; task < chunks; ++task) {
     const int64_t begin = task * step;
     const int64_t end = sp::min<int64_t>(begin + step, s0);
