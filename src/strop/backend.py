@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -74,18 +74,17 @@ def compile_graph(graph: Graph, signature: Signature, device: str, options: Opti
     clock, imported = _Clock(), graph if options.wants_graphs else None
     graph, records = passes.run(graph, options)  # rewrite to canonical form, lay out memory
     clock.lap("passes")
-    fusion, kernels = _planned(graph, generic, clock)  # which nodes share a kernel, and its loops
-    found = () if device == "cpu" or generic else _stitched(graph, fusion, kernels)
+    first = _First(begin, target, graph.hints)
+    # which nodes share a kernel, and its loops
+    fusion, kernels, found = _planned(graph, generic, device == "cuda", first, clock)
     lowered = {group: (low.kernel, low.buffers, low.offsets) for group, low in kernels.items()}
-    if begin is not None:
-        for source in _first_needed(graph, target, fusion, lowered, found):
-            begin([source])
     program = assemble(graph, fusion, lowered, signature, target, found)
     clock.lap("codegen")
     return Compiled(program, graph, fusion, records, clock.seconds, imported)
 
 
-def _planned(graph: Graph, generic: bool, clock: _Clock) -> tuple[FusionPlan, dict[Group, Lowered]]:
+def _planned(graph: Graph, generic: bool, on_gpu: bool, first: _First, clock: _Clock
+             ) -> tuple[FusionPlan, dict[Group, Lowered], tuple[Stitch, ...]]:  # fmt: skip
     """A plan whose kernels can all be written down: where indices do not divide, each node of
     the group becomes a kernel of its own, which reads its operands from memory."""
     apart: frozenset[Node] = frozenset()
@@ -94,48 +93,58 @@ def _planned(graph: Graph, generic: bool, clock: _Clock) -> tuple[FusionPlan, di
         clock.lap("fusion")
         stored = {node for group in fusion.groups for node in group.stores}
         kernels: dict[Group, Lowered] = {}
-        for group in fusion.groups:
+        found = _stitched(graph, fusion, stored, kernels, first) if on_gpu and not generic else ()
+        failed = False
+        for group in sorted(fusion.groups, key=lambda g: g.schedule is not Schedule.COLUMN):
             try:
                 kernels[group] = lower(group, stored, graph.hints, generic=generic)
             except UnsupportedError:
-                members = computed_by(group, stored)
+                members, failed = computed_by(group, stored), True
                 if members <= apart:
                     raise
                 apart |= members
+            else:
+                first.needs(group, kernels[group].kernel)
         clock.lap("lowering")
-        if len(kernels) == len(fusion.groups):
-            return fusion, kernels
+        if not failed:
+            return fusion, kernels, found
 
 
-def _stitched(graph: Graph, fusion: FusionPlan, kernels: dict[Group, Lowered]
-              ) -> tuple[Stitch, ...]:  # fmt: skip
+def _stitched(graph: Graph, fusion: FusionPlan, stored: set[Node], kernels: dict[Group, Lowered],
+              first: _First) -> tuple[Stitch, ...]:  # fmt: skip
     """Pairs of kernels that are one where a row fits on chip; adds the kernels of the wholes."""
     found = []
-    stored = {node for group in fusion.groups for node in group.stores}
     for stitch in stitches(graph, fusion):
         inside = set(stitch.whole.nodes) - set(stitch.whole.stores)
         try:
             kernels[stitch.whole] = lower(stitch.whole, stored - inside, graph.hints)
         except UnsupportedError:
             continue  # its indices do not divide: it stays two kernels
+        first.may_stitch(stitch, kernels[stitch.whole].kernel)
         found.append(stitch)
     return tuple(found)
 
 
-def _first_needed(graph: Graph, target: Target, fusion: FusionPlan,
-                  lowered: Mapping[Group, tuple[Kernel, Any, Any]], found: Sequence[Stitch],
-                  ) -> Iterator[KernelSource]:  # fmt: skip
-    """Kernels that run at the traced sizes: those that leave out others, then the longest ones."""
-    done = set[Group]()
-    for stitch in found:
-        forms = target.stitched(lowered[stitch.whole][0])
-        fitting = next((form for form in forms if form.fits(graph.hints)), None)
+class _First:
+    """Has the kernels that run at the traced sizes begun while others are still lowered: those
+    that stand for two come first, then columns, which take longest to compile."""
+
+    def __init__(self, begin: Begin | None, target: Target, hints: Mapping[str, int]) -> None:
+        self.begin, self.target, self.hints = begin, target, hints
+        self._done = set[Group]()
+
+    def may_stitch(self, stitch: Stitch, kernel: Kernel) -> None:
+        if self.begin is None:
+            return
+        forms = self.target.stitched(kernel)
+        fitting = next((form for form in forms if form.fits(self.hints)), None)
         if fitting is not None:
-            done |= {stitch.statistics, stitch.reader}
-            yield fitting.source
-    for group in sorted(fusion.groups, key=lambda g: g.schedule is not Schedule.COLUMN):
-        if group not in done:
-            yield target.emit(lowered[group][0]).at(graph.hints)
+            self._done |= {stitch.statistics, stitch.reader}
+            self.begin([fitting.source])
+
+    def needs(self, group: Group, kernel: Kernel) -> None:
+        if self.begin is not None and group not in self._done:
+            self.begin([self.target.emit(kernel).at(self.hints)])
 
 
 class _Clock:

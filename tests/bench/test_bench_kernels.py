@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,9 @@ from typer.testing import CliRunner
 
 from strop.bench import batches, kernel
 from strop.bench.kernel_cases import GROUP_NORM, ROW_FAMILIES, case_of, kernel_cases, make
+from strop.bench.turns import in_turns
 from strop.cli import app
+from strop.errors import StropError
 
 CPU = torch.device("cpu")
 
@@ -70,12 +73,30 @@ def test_every_case_of_the_grids_is_within_its_limit() -> None:
         assert len({case.name for case in cases}) == len(cases) > 100
 
 
-def test_a_network_at_two_batches() -> None:
+@pytest.mark.parametrize("apart", [False, True])
+def test_a_network_at_two_batches(apart: bool) -> None:
     (tiny,) = (n for n in batches.NETWORKS if n.name == "bert-tiny")
-    result = batches.run(tiny, CPU, torch.float32, (1, 3), ("eager",), 3)
+    result = batches.run(tiny, CPU, torch.float32, (1, 3), ("eager",), 3, apart)
     assert [row["batch"] for row in result["rows"]] == [1, 3]
     assert result["rows"][0]["error"]["is_good"]
     assert (result["counts"]["num_graphs"], result["counts"]["num_recompiles"]) == (1, 0)
+
+
+def test_families_apart() -> None:
+    cases = [case_of(family, (33, 40)) for family in ROW_FAMILIES[:2]]
+    result = kernel.run(cases, CPU, torch.float32, ("eager",), 3, apart=True)
+    assert [row["case"] for row in result["rows"]] == [case.name for case in cases]
+    assert result["first_call_s"].keys() == {"strop", "eager"}
+
+
+def failing() -> Iterator[None]:
+    yield None
+    raise ValueError("no time for that")
+
+
+def test_work_in_turns_tells_what_failed() -> None:
+    with pytest.raises(StropError, match="no time for that"):
+        in_turns([failing])
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ fastest mode. On a GPU every contender runs in a hand-made CUDA graph over stati
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 import strop
 from strop.bench import accuracy, environment, timer
 from strop.bench.kernel import own_code
+from strop.bench.turns import in_turns
 from strop.options import Options
 
 BATCHES = (1, 2, 4, 8, 16, 33)
@@ -77,18 +78,95 @@ NETWORKS = (
 def run(
     network: Network, device: torch.device, dtype: torch.dtype,
     batches: Sequence[int] = BATCHES, peers: Sequence[str] = PEERS, samples: int = 20,
+    apart: bool = False,
 ) -> dict[str, Any]:  # fmt: skip
-    """One row a batch: milliseconds of every contender, seconds of its first call, our error."""
-    torch._dynamo.config.recompile_limit = 1000
-    ours = strop.optimize(_made(network, device, dtype),
-                          options=Options(strict=True, cuda_graphs=False))  # fmt: skip
-    eager = _made(network, device, dtype)
-    exact = _made(network, torch.device("cpu"), torch.float64)
-    rows = [_row(network, batch, ours, eager, exact, peers, samples) for batch in batches]
-    counts = strop.explain(ours).summary()
+    """One row a batch: milliseconds of every contender, seconds of its first call, our error.
+
+    ``apart``: each batch is compiled in a process of its own, all at once, and timed in turn.
+    """
+    if apart:
+        works = [partial(_alone, network.name, device, dtype, batch, peers, samples)
+                 for batch in batches]  # fmt: skip
+        found = in_turns(works)
+        rows, counts = [row for row, _ in found], _together([counts for _, counts in found])
+    else:
+        field = _Field.of(network, device, dtype, peers, samples)
+        rows = [list(field.steps(batch))[1] for batch in batches]
+        counts = strop.explain(field.ours).summary()
     return {"kind": "batches", "network": network.name, "dtype": str(dtype), "samples": samples,
-            "environment": environment.describe(device), "rows": rows, "counts": counts,
-            }  # fmt: skip
+            "is_apart": apart, "environment": environment.describe(device), "rows": rows,
+            "counts": counts}  # fmt: skip
+
+
+def _alone(name: str, device: torch.device, dtype: torch.dtype, batch: int, peers: Sequence[str],
+           samples: int) -> Iterator[Any]:  # fmt: skip
+    """One batch, for ``in_turns``: its row, and what Strop counted."""
+    (network,) = (n for n in NETWORKS if n.name == name)
+    field = _Field.of(network, device, dtype, peers, samples)
+    steps = field.steps(batch)
+    yield next(steps)
+    yield next(steps), strop.explain(field.ours).summary()
+
+
+def _together(counts: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Of processes that all made the same graph; None for what differs."""
+    return {name: value if all(c[name] == value for c in counts) else None
+            for name, value in counts[0].items()}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class _Field:
+    """The contenders of one network."""
+
+    network: Network
+    ours: nn.Module
+    eager: nn.Module
+    exact: nn.Module
+    peers: Sequence[str]
+    samples: int
+
+    @staticmethod
+    def of(network: Network, device: torch.device, dtype: torch.dtype, peers: Sequence[str],
+           samples: int) -> _Field:  # fmt: skip
+        torch._dynamo.config.recompile_limit = 1000
+        ours = strop.optimize(_made(network, device, dtype),
+                              options=Options(strict=True, cuda_graphs=False))  # fmt: skip
+        eager = _made(network, device, dtype)
+        exact = _made(network, torch.device("cpu"), torch.float64)
+        return _Field(network, ours, eager, exact, peers, samples)
+
+    def steps(self, batch: int) -> Iterator[Any]:
+        """None when everything is compiled and judged, then the row."""
+        parameter = next(self.eager.parameters())
+        device, dtype = parameter.device, parameter.dtype
+        given = {n: t.to(device) for n, t in self.network.arguments(batch, dtype).items()}
+        if self.network.channels_last:
+            given = {n: t.contiguous(memory_format=torch.channels_last) for n, t in given.items()}
+        calls: dict[str, Callable[[], Any]] = {"strop": _without_grad(self.ours, given)}
+        for peer in self.peers:
+            is_eager = peer == "eager"
+            module = self.eager if is_eager else torch.compile(own_code(self.eager), dynamic=False)
+            calls[peer] = _without_grad(module, given)
+        first, found = {}, {}
+        for name, call in calls.items():
+            start = time.perf_counter()
+            found[name] = self.network.result(call()).cpu()
+            first[name] = round(time.perf_counter() - start, 3)
+        # fp64 on a CPU takes its time
+        judged = self._judged(given, found["strop"]) if batch == 1 else None
+        yield None
+        timed = calls if device.type == "cpu" else {n: timer.captured(c) for n, c in calls.items()}
+        inner = 1 if device.type == "cpu" else 5
+        times = timer.time_calls(timed, device, samples=self.samples, inner=inner)
+        yield {"batch": batch, "first_s": first, "error": judged,
+               "times": {name: t.to_dict() for name, t in times.items()}}  # fmt: skip
+
+    def _judged(self, given: dict[str, Tensor], ours: Tensor) -> dict[str, Any]:
+        wide = {n: t.cpu().to(torch.float64 if t.is_floating_point() else t.dtype)
+                for n, t in given.items()}  # fmt: skip
+        truth = self.network.result(_without_grad(self.exact, wide)())
+        plain = self.network.result(_without_grad(self.eager, given)()).cpu()
+        return accuracy.judge(ours, plain, truth)
 
 
 def _made(network: Network, device: torch.device, dtype: torch.dtype) -> nn.Module:
@@ -105,36 +183,6 @@ def _made(network: Network, device: torch.device, dtype: torch.dtype) -> nn.Modu
     if network.channels_last:
         module = module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     return module
-
-
-def _row(network: Network, batch: int, ours: nn.Module, eager: nn.Module, exact: nn.Module,
-         peers: Sequence[str], samples: int) -> dict[str, Any]:  # fmt: skip
-    parameter = next(eager.parameters())
-    device, dtype = parameter.device, parameter.dtype
-    given = {name: t.to(device) for name, t in network.arguments(batch, dtype).items()}
-    if network.channels_last:
-        given = {n: t.contiguous(memory_format=torch.channels_last) for n, t in given.items()}
-    calls: dict[str, Callable[[], Any]] = {"strop": _without_grad(ours, given)}
-    for peer in peers:
-        module = eager if peer == "eager" else torch.compile(own_code(eager), dynamic=False)
-        calls[peer] = _without_grad(module, given)
-    first, found = {}, {}
-    for name, call in calls.items():
-        start = time.perf_counter()
-        found[name] = network.result(call()).cpu()
-        first[name] = round(time.perf_counter() - start, 3)
-    judged = None
-    if batch == 1:  # fp64 on a CPU takes its time
-        wide = {n: t.cpu().to(torch.float64 if t.is_floating_point() else t.dtype)
-                for n, t in given.items()}  # fmt: skip
-        truth = network.result(_without_grad(exact, wide)())
-        plain = network.result(_without_grad(eager, given)()).cpu()
-        judged = accuracy.judge(found["strop"], plain, truth)
-    timed = calls if device.type == "cpu" else {n: timer.captured(c) for n, c in calls.items()}
-    inner = 1 if device.type == "cpu" else 5
-    times = timer.time_calls(timed, device, samples=samples, inner=inner)
-    return {"batch": batch, "first_s": first, "error": judged,
-            "times": {name: t.to_dict() for name, t in times.items()}}  # fmt: skip
 
 
 def _without_grad(module: Callable[..., Any], given: dict[str, Tensor]) -> Callable[[], Any]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import random
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from types import FunctionType, MethodType
@@ -30,6 +30,7 @@ from strop.bench.kernel_cases import (
     case_of,
     make,
 )
+from strop.bench.turns import in_turns
 from strop.options import Options
 
 PEERS = ("eager", "inductor", "inductor-dynamic")
@@ -52,6 +53,9 @@ class Bench:
     samples: int
     compiled: dict[tuple[str, str, int], Forward] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)  # of first calls, by contender
+
+    def __post_init__(self) -> None:
+        torch._dynamo.config.recompile_limit = 10_000
 
     def contenders(self, case: KernelCase) -> dict[str, Forward]:
         """Calls that have not run yet. Weights are equal: they depend on the features alone."""
@@ -76,7 +80,11 @@ class Bench:
         return strop.optimize(module, options=Options(strict=True, cuda_graphs=False))
 
     def measure(self, case: KernelCase, bandwidth: float) -> dict[str, Any]:
-        """One row: microseconds a call of every contender, and the error of ours."""
+        """One row: microseconds a call of every contender."""
+        return self.timed(case, *self.first(case), bandwidth)
+
+    def first(self, case: KernelCase) -> tuple[dict[str, Forward], dict[str, float]]:
+        """The contenders, after a call of each, and its seconds: for compilers their work."""
         arguments = make(case, self.device, self.dtype)[1]
         calls = self.contenders(case)
         firsts: dict[str, float] = {}
@@ -87,6 +95,12 @@ class Bench:
                 timer.synchronise(self.device)
                 firsts[name] = time.perf_counter() - start
                 self.seconds[name] = self.seconds.get(name, 0.0) + firsts[name]
+        return calls, firsts
+
+    def timed(self, case: KernelCase, calls: dict[str, Forward], firsts: Mapping[str, float],
+              bandwidth: float) -> dict[str, Any]:  # fmt: skip
+        arguments = make(case, self.device, self.dtype)[1]
+        with torch.no_grad():
             timed = self._timed(case, calls, arguments)
         moved = case.bytes_moved(self.dtype)
         floor = moved / bandwidth * 1e6
@@ -178,28 +192,66 @@ def random_cases(count: int, seed: int, device_type: str, dtype: torch.dtype
 def run(
     cases: Iterable[KernelCase], device: torch.device, dtype: torch.dtype,
     peers: Sequence[str] = PEERS, samples: int = 10, limit_s: float = math.inf,
-    each: Callable[[dict[str, Any]], None] = lambda row: None,
+    each: Callable[[dict[str, Any]], None] = lambda row: None, apart: bool = False,
 ) -> dict[str, Any]:  # fmt: skip
     """Measure the cases in their order; ``each`` gets every row when it is done.
 
-    What is not measured when ``limit_s`` is over is listed under "skipped".
+    What is not measured when ``limit_s`` is over is listed under "skipped". ``apart``: each family
+    is compiled in a process of its own, all at once, and then timed in turn.
     """
-    torch._dynamo.config.recompile_limit = 10_000
-    bench = Bench(device, dtype, peers, samples)
     bandwidth = copy_bandwidth(device)
-    started, rows, skipped = time.perf_counter(), [], []
-    for case in cases:
-        if time.perf_counter() - started > limit_s:
-            skipped.append(case.name)
-            continue
-        rows.append(bench.measure(case, bandwidth))
-        each(rows[-1])
+    if apart:
+        rows, skipped, seconds = _apart(cases, device, dtype, peers, samples, bandwidth)
+        for row in rows:
+            each(row)
+    else:
+        bench = Bench(device, dtype, peers, samples)
+        started, rows, skipped, seconds = time.perf_counter(), [], [], bench.seconds
+        for case in cases:
+            if time.perf_counter() - started > limit_s:
+                skipped.append(case.name)
+                continue
+            rows.append(bench.measure(case, bandwidth))
+            each(rows[-1])
     return {
         "kind": "kernel", "environment": environment.describe(device), "dtype": str(dtype),
-        "copy_bytes_per_s": round(bandwidth), "samples": samples, "rows": rows,
-        "skipped": skipped, "first_call_s": {n: round(s, 2) for n, s in bench.seconds.items()},
+        "copy_bytes_per_s": round(bandwidth), "samples": samples, "is_apart": apart, "rows": rows,
+        "skipped": skipped, "first_call_s": {n: round(s, 2) for n, s in seconds.items()},
         "summary": summary(rows, peers),
     }  # fmt: skip
+
+
+def _apart(cases: Iterable[KernelCase], device: torch.device, dtype: torch.dtype,
+           peers: Sequence[str], samples: int, bandwidth: float
+           ) -> tuple[list[dict[str, Any]], list[str], dict[str, float]]:  # fmt: skip
+    shapes: dict[str, list[tuple[int, ...]]] = {}
+    for case in cases:
+        shapes.setdefault(case.family, []).append(case.shape)
+    works = [partial(_family, name, found, device, dtype, peers, samples, bandwidth)
+             for name, found in shapes.items()]  # fmt: skip
+    rows: list[dict[str, Any]] = []
+    seconds: dict[str, float] = {}
+    for own_rows, own_seconds in in_turns(works):
+        rows += own_rows
+        for name, value in own_seconds.items():
+            seconds[name] = seconds.get(name, 0.0) + value
+    return rows, [], seconds
+
+
+def _family(name: str, shapes: Sequence[tuple[int, ...]], device: torch.device,
+            dtype: torch.dtype, peers: Sequence[str], samples: int, bandwidth: float
+            ) -> Iterator[Any]:  # fmt: skip
+    """The cases of one family, for ``in_turns``: rows, and seconds of first calls."""
+    (family,) = (f for f in (*ROW_FAMILIES, GROUP_NORM) if f.name == name)
+    cases = [case_of(family, shape) for shape in shapes]
+    bench = Bench(device, dtype, peers, samples)
+    prepared = [bench.first(case) for case in cases]
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    yield None
+    rows = [bench.timed(case, *first, bandwidth)
+            for case, first in zip(cases, prepared, strict=True)]  # fmt: skip
+    yield rows, bench.seconds
 
 
 def summary(rows: Sequence[dict[str, Any]], peers: Sequence[str]) -> list[dict[str, Any]]:

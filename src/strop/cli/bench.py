@@ -58,6 +58,14 @@ CaseArgument = Annotated[
     ),
 ]
 
+ApartOption = Annotated[
+    bool,
+    typer.Option(
+        "--apart",
+        help="Compile everything at once, in several processes, and then time one after another.",
+    ),
+]
+
 
 @app.command("compile", epilog=COMPILE_EXAMPLES)
 @reported
@@ -173,8 +181,12 @@ def kernel(
     seed: Annotated[int, typer.Option(help="Of --random.")] = 0,
     samples: Annotated[int, typer.Option(min=3, help="Of each contender, in turns.")] = 10,
     limit: Annotated[
-        float, typer.Option(min=1.0, help="Seconds after which no further case is begun.")
+        float,
+        typer.Option(
+            min=1.0, help="Seconds after which no further case is begun; not with --apart."
+        ),
     ] = 3600.0,
+    apart: ApartOption = False,
     out: Annotated[
         Path | None, typer.Option("-o", "--out", help="File for the JSON.", show_default=False)
     ] = None,
@@ -196,7 +208,7 @@ def kernel(
              else kernel_cases(where.type, dtype))  # fmt: skip
     chosen = [case for case in cases if not families or case.family in families]
     peers = tuple(peer or bench_kernel.PEERS)
-    result = _measured_kernels(chosen, where, dtype, peers, samples, limit)
+    result = _measured_kernels(chosen, where, dtype, peers, samples, limit, apart)
     if out is not None:
         from strop.bench import report
 
@@ -219,6 +231,7 @@ def batches(
         ),
     ] = None,
     samples: Annotated[int, typer.Option(min=3, help="Of each contender, in turns.")] = 20,
+    apart: ApartOption = False,
     out: Annotated[
         Path | None, typer.Option("-o", "--out", help="File for the JSON.", show_default=False)
     ] = None,
@@ -243,7 +256,8 @@ def batches(
     (chosen,) = (n for n in bench_batches.NETWORKS if n.name == network)
     with spinner(f"measuring {network} at batches {sizes}"):
         result = bench_batches.run(chosen, where, dtype, [int(s) for s in sizes.split(",")],
-                                   tuple(peer or bench_batches.PEERS), samples)  # fmt: skip
+                                   tuple(peer or bench_batches.PEERS), samples, apart
+                                   )  # fmt: skip
     if out is not None:
         result["file"] = str(report.write_json(result, out))
     header, *rows = bench_batches.rows_of(result)
@@ -253,7 +267,7 @@ def batches(
 
 
 def _measured_kernels(chosen: Sequence[Any], where: Any, dtype: Any, peers: Sequence[str],
-                      samples: int, limit: float) -> dict[str, Any]:  # fmt: skip
+                      samples: int, limit: float, apart: bool) -> dict[str, Any]:  # fmt: skip
     from strop.bench import kernel as bench_kernel
     from strop.cli.stages import progress_bar
 
@@ -262,7 +276,7 @@ def _measured_kernels(chosen: Sequence[Any], where: Any, dtype: Any, peers: Sequ
         task = bar.add_task("kernels", total=len(chosen), note="")
         return bench_kernel.run(
             chosen, where, dtype, peers, samples, limit,
-            lambda row: bar.update(task, advance=1, note=row["case"]),
+            lambda row: bar.update(task, advance=1, note=row["case"]), apart,
         )  # fmt: skip
 
 
