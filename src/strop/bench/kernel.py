@@ -26,6 +26,7 @@ from strop.bench.kernel_cases import (
     GROUP_NORM,
     LIMIT_BYTES,
     ROW_FAMILIES,
+    Inputs,
     KernelCase,
     case_of,
     make,
@@ -81,11 +82,15 @@ class Bench:
 
     def measure(self, case: KernelCase, bandwidth: float) -> dict[str, Any]:
         """One row: microseconds a call of every contender."""
-        return self.timed(case, *self.first(case), bandwidth)
+        arguments = self.arguments(case)
+        return self.timed(case, arguments, *self.first(case, arguments), bandwidth)
 
-    def first(self, case: KernelCase) -> tuple[dict[str, Forward], dict[str, float]]:
+    def arguments(self, case: KernelCase) -> Inputs:
+        return make(case, self.device, self.dtype)[1]
+
+    def first(self, case: KernelCase, arguments: Inputs
+              ) -> tuple[dict[str, Forward], dict[str, float]]:  # fmt: skip
         """The contenders, after a call of each, and its seconds: for compilers their work."""
-        arguments = make(case, self.device, self.dtype)[1]
         calls = self.contenders(case)
         firsts: dict[str, float] = {}
         with torch.no_grad():
@@ -97,9 +102,8 @@ class Bench:
                 self.seconds[name] = self.seconds.get(name, 0.0) + firsts[name]
         return calls, firsts
 
-    def timed(self, case: KernelCase, calls: dict[str, Forward], firsts: Mapping[str, float],
-              bandwidth: float) -> dict[str, Any]:  # fmt: skip
-        arguments = make(case, self.device, self.dtype)[1]
+    def timed(self, case: KernelCase, arguments: Inputs, calls: dict[str, Forward],
+              firsts: Mapping[str, float], bandwidth: float) -> dict[str, Any]:  # fmt: skip
         with torch.no_grad():
             timed = self._timed(case, calls, arguments)
         moved = case.bytes_moved(self.dtype)
@@ -200,13 +204,14 @@ def run(
     is compiled in a process of its own, all at once, and then timed in turn.
     """
     bandwidth = copy_bandwidth(device)
+    skipped: list[str] = []
     if apart:
-        rows, skipped, seconds = _apart(cases, device, dtype, peers, samples, bandwidth)
+        rows, seconds = _apart(cases, device, dtype, peers, samples, bandwidth)
         for row in rows:
             each(row)
     else:
         bench = Bench(device, dtype, peers, samples)
-        started, rows, skipped, seconds = time.perf_counter(), [], [], bench.seconds
+        started, rows, seconds = time.perf_counter(), [], bench.seconds
         for case in cases:
             if time.perf_counter() - started > limit_s:
                 skipped.append(case.name)
@@ -223,7 +228,7 @@ def run(
 
 def _apart(cases: Iterable[KernelCase], device: torch.device, dtype: torch.dtype,
            peers: Sequence[str], samples: int, bandwidth: float
-           ) -> tuple[list[dict[str, Any]], list[str], dict[str, float]]:  # fmt: skip
+           ) -> tuple[list[dict[str, Any]], dict[str, float]]:  # fmt: skip
     shapes: dict[str, list[tuple[int, ...]]] = {}
     for case in cases:
         shapes.setdefault(case.family, []).append(case.shape)
@@ -235,7 +240,7 @@ def _apart(cases: Iterable[KernelCase], device: torch.device, dtype: torch.dtype
         rows += own_rows
         for name, value in own_seconds.items():
             seconds[name] = seconds.get(name, 0.0) + value
-    return rows, [], seconds
+    return rows, seconds
 
 
 def _family(name: str, shapes: Sequence[tuple[int, ...]], device: torch.device,
@@ -245,11 +250,11 @@ def _family(name: str, shapes: Sequence[tuple[int, ...]], device: torch.device,
     (family,) = (f for f in (*ROW_FAMILIES, GROUP_NORM) if f.name == name)
     cases = [case_of(family, shape) for shape in shapes]
     bench = Bench(device, dtype, peers, samples)
-    prepared = [bench.first(case) for case in cases]
+    prepared = [bench.first(case, bench.arguments(case)) for case in cases]
     if device.type == "cuda":
         torch.cuda.empty_cache()
     yield None
-    rows = [bench.timed(case, *first, bandwidth)
+    rows = [bench.timed(case, bench.arguments(case), *first, bandwidth)
             for case, first in zip(cases, prepared, strict=True)]  # fmt: skip
     yield rows, bench.seconds
 

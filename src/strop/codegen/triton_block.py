@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from strop.codegen import triton_reduce
 from strop.codegen.triton_text import Flat, Form, Printer, Tile, loads_first, next_power_of_two
 from strop.ir.dims import Expr, product
-from strop.ir.loops import Kernel, Load, Reduce
+from strop.ir.loops import Kernel, Reduce, has_guards
 
 MAX_ROWS = (64, 256, 1024)  # of a block: one form each
 MAX_ELEMENTS = 32768  # 64 a thread
@@ -26,8 +26,7 @@ def forms(kernel: Kernel) -> Iterator[Form]:
     if len(kernel.cols) < 2 or not kernel.cols[-1].size.is_const:
         return
     rows = product(axis.size for axis in kernel.cols[:-1])
-    is_guarded = any(isinstance(stmt, Load) and stmt.guard for stmt in kernel.body)
-    limit = MAX_GUARDED_ELEMENTS if is_guarded else MAX_ELEMENTS
+    limit = MAX_GUARDED_ELEMENTS if has_guards(kernel) else MAX_ELEMENTS
     for most in MAX_ROWS:
         fits = most * next_power_of_two(kernel.cols[-1].size.value) <= limit
         if fits and not (rows.is_const and rows.value > most):

@@ -40,7 +40,6 @@ TYPES: Mapping[torch.dtype, str] = {
     torch.float32: "tl.float32",
     torch.float64: "tl.float64",
 }
-HALF = frozenset((torch.float16, torch.bfloat16))
 LIMIT = 2**31
 ALIGNED = 8  # elements: 16 bytes of fp16
 
@@ -406,7 +405,7 @@ def apply_text(stmt: Apply, args: list[str]) -> str:
         rounded = f"{signed}.to({TYPES[stmt.dtype]})"
         return rounded if wide == stmt.dtype else f"{rounded}.to({TYPES[wide]})"
     attrs = {**row.attrs, **dict(stmt.attrs)}
-    template = row.triton_half if row.triton_half and stmt.dtype in HALF else row.triton
+    template = row.triton_half if row.triton_half and wide != stmt.dtype else row.triton
     if wide is torch.float64:
         template = template.replace(
             "tl.sqrt_rn(", "tl.sqrt("

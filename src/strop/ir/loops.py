@@ -220,6 +220,11 @@ def args_of(stmt: Stmt) -> tuple[str, ...]:
     return (*names, stmt.guard) if stmt.guard else names
 
 
+def has_guards(kernel: Kernel) -> bool:
+    """Whether some elements are loaded only where a condition holds, as pieces of a cat are."""
+    return any(isinstance(stmt, Load) and stmt.guard for stmt in kernel.body)
+
+
 def has_places(kernel: Kernel) -> bool:
     """Whether the kernel looks up places that may be out of range."""
     return any(isinstance(stmt, Place) for stmt in kernel.body + kernel.tail)
