@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from strop import passes
 from strop.codegen import cpp, triton
-from strop.codegen.assemble import Signature, Target, assemble, once
+from strop.codegen.assemble import Signature, Target, assemble, in_turn, once
 from strop.errors import OptionError, UnsupportedError
 from strop.fusion.plan import FusionPlan, Group, Stitch
 from strop.fusion.planner import computed_by, plan
@@ -68,6 +68,8 @@ def compile_graph(graph: Graph, signature: Signature, device: str, options: Opti
     """One functional graph -> one program for every shape. Builds no kernel, but tells ``begin``
     which ones the traced sizes need, as soon as they are printed."""
     target, generic = TARGETS[device], signature.generic
+    if not options.early_launch:
+        target = in_turn(target)
     emit = once(target.emit)  # a model has many equal kernels
     target = replace(target, emit=without_sizes(emit) if generic else emit,
                      stitched=once(target.stitched))  # fmt: skip

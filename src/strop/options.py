@@ -29,6 +29,8 @@ class Options:
     check_finite: bool = _knob(True, "look for NaN and inf in the first run of every shape",
                                "STROP_CHECK_FINITE", keyed=False)  # fmt: skip
     disable: tuple[str, ...] = _knob((), "names of passes to skip", "STROP_DISABLE")
+    early_launch: bool = _knob(True, "launch a kernel before the one before it has ended (sm_90)",
+                               "STROP_EARLY_LAUNCH")  # fmt: skip
     cache_dir: str = _knob("", "where plans and kernels are kept; empty: ~/.cache/strop",
                            "STROP_CACHE_DIR", keyed=False)  # fmt: skip
     dump: str = _knob("", "folder for the files of every compiled graph, from ATen to kernels",

@@ -30,14 +30,12 @@ def compiled(source: KernelSource, arch: int) -> Cubin:
     return compile_cubin(source, arch)
 
 
-def disassemble(cubin: Cubin, folder: Path) -> Counter[str]:
-    """How often each machine instruction occurs."""
+def disassemble(cubin: Cubin, folder: Path) -> list[str]:
+    """The machine instructions, in order."""
     path = folder / "kernel.cubin"
     path.write_bytes(cubin.code)
     text = _output("nvdisasm", "-c", str(path))
-    return Counter(
-        re.findall(r"^\s+(?:/\*\w+\*/)?\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9.]+)", text, re.M)
-    )
+    return re.findall(r"^\s+(?:/\*\w+\*/)?\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9.]+)", text, re.M)
 
 
 def resources(cubin: Cubin, folder: Path) -> tuple[int, int]:
@@ -74,7 +72,7 @@ def test_accesses_are_16_bytes_wide(name: str, channels: int, tmp_path: Path):
     cubin = compiled(emit(CONTIGUOUS[name](F16, channels).kernel).source, 90)
     registers, stack = resources(cubin, tmp_path)
     assert stack == 0
-    found = disassemble(cubin, tmp_path)
+    found = Counter(disassemble(cubin, tmp_path))
     if name == "group_norm_stats":  # loads through shared memory, stores only a few statistics
         assert registers <= 128
         assert any(op.startswith("LDGSTS.E") and "128" in op for op in found)
@@ -104,3 +102,19 @@ def test_every_operator_compiles(arch: int):
     others = (torch.float64, torch.int64, torch.uint8) if arch == 90 else ()
     for dtype in (torch.float32, *others):
         compiled(emit(kernels.every_row(dtype)).source, arch)
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+def test_nothing_is_read_or_written_before_the_wait(name: str, tmp_path: Path):
+    """A kernel that is launched early sees the memory of the one before only after its wait."""
+    source = emit(SAMPLES[name](F16).kernel).source
+    early, in_turn = compiled(source, 90), compiled(source.with_constants(EARLY=0), 90)
+    assert (early.early, in_turn.early) == (True, False)
+    order = disassemble(early, tmp_path)
+    wait = order.index("ACQBULK")
+    accesses = [n for n, op in enumerate(order) if re.match(r"(LD|ST|ATOM|RED)G?S?T?S?\b", op)]
+    assert accesses
+    assert min(accesses) > wait
+    assert "ACQBULK" not in disassemble(in_turn, tmp_path)
+    older = compiled(source, 80)
+    assert not older.early

@@ -96,11 +96,12 @@ def test_key_holds_all_that_decides_the_code():
         dataclasses.replace(base, num_warps=8),
         dataclasses.replace(base, max_registers=128),
         dataclasses.replace(base, scalars=(1,)),
-        dataclasses.replace(base, constants=(("COLS", 32),)),
+        base.with_constants(COLS=32),
+        base.with_constants(EARLY=0),
         dataclasses.replace(base, params=(torch.bfloat16,) * 2),
     ]
     keys = {cache_key(each, 90) for each in (base, *changed)} | {cache_key(base, 80)}
-    assert len(keys) == 8
+    assert len(keys) == 9
 
 
 def test_a_hit_does_not_import_triton():

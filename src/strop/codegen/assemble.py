@@ -40,6 +40,21 @@ class Target:
     stitched: Callable[[Kernel], tuple[Variant, ...]] = lambda kernel: ()  # forms that fit on chip
 
 
+def in_turn(target: Target) -> Target:
+    """The same without early launches: each kernel begins when the one before it has ended."""
+
+    def emit(kernel: Kernel) -> Emitted:
+        found = target.emit(kernel)
+        source = found.source.with_constants(EARLY=0)
+        return replace(found, source=source, variants=tuple(map(_late, found.variants)))
+
+    return replace(target, emit=emit, stitched=lambda k: tuple(map(_late, target.stitched(k))))
+
+
+def _late(variant: Variant) -> Variant:
+    return replace(variant, source=variant.source.with_constants(EARLY=0))
+
+
 def once(emit: Callable[[Kernel], T]) -> Callable[[Kernel], T]:
     """Equal kernels, of which a model has many, are printed once."""
 

@@ -15,6 +15,17 @@ from strop.ir.dims import Expr
 from strop.ir.loops import Kernel, Reduce, Schedule, has_places
 from strop.ir.source import FAULTS, Emitted, KernelSource, Scratch, Split, Variant
 
+# Programmatic dependent launch: programs start while those of the kernel before still run, wait
+# here until it has ended and all its memory is visible, and let the next kernel's programs start.
+# No access to memory may come before the wait: with it in every kernel, what came earlier still
+# has ended too. Saves 0.4 us of a gap of 1.1 (CUDA C++ Programming Guide, Programmatic Dependent
+# Launch).
+EARLY = (
+    "    if EARLY:",
+    "        tl.extra.cuda.gdc_wait()",
+    "        tl.extra.cuda.gdc_launch_dependents()",
+)
+
 
 def emit(kernel: Kernel) -> Emitted:
     """The Triton source of ``kernel`` and the sizes that it takes."""
@@ -62,6 +73,7 @@ def _assemble(
     kernel = printer.kernel
     if has_places(kernel):
         scratch = (*scratch, ("faults", FAULTS))
+    printer.constants["EARLY"] = 1
     args = [f"p{i}" for i in range(len(kernel.params))]
     args += [name for name, _ in scratch]
     args += [f"s{i}" for i in range(len(printer.scalars.sizes))]
@@ -79,7 +91,7 @@ def _assemble(
     for name, text in FUNCTIONS.items():
         if any(f"{name}(" in line for line in printer.out.lines):
             lines.lines += ["@triton.jit", *text.splitlines(), "", ""]
-    lines.lines += ["@triton.jit", f"def {kernel.name}({', '.join(args)}):"]
+    lines.lines += ["@triton.jit", f"def {kernel.name}({', '.join(args)}):", *EARLY]
     source = KernelSource(
         name=kernel.name,
         language="triton",

@@ -31,6 +31,7 @@ def interpret(
     """Run every program of the grid in order. Returns the scratch tensors, as they were left."""
     from triton.runtime.interpreter import InterpretedFunction
 
+    source = source.with_constants(EARLY=0)
     scratch = [_scratch(s.dtype, s.numel.eval(scalars), s.zeroed) for s in source.scratch]
     numbers = [scalars[f"s{i}"] for i in range(len(source.scalars))]
     numbers += [scalars["splits"]] if source.split else []

@@ -68,7 +68,8 @@ TILES: tuple[tuple[int, tuple[int, int, int]], ...] = (
     (64, (16, 64, 4)),
     (128, (16, 128, 8)),
     (256, (4, 256, 4)),
-    (512, (4, 64, 4)),
+    (384, (4, 64, 4)),
+    (512, (8, 256, 8)),
     (1024, (1, 256, 1)),
     (2047, (1, 256, 2)),
     (2560, (1, 512, 4)),
@@ -78,8 +79,11 @@ TILES: tuple[tuple[int, tuple[int, int, int]], ...] = (
 )
 # Other tiles above and up to so many elements: where every element takes an exponential, and where
 # more than one value of the row's length is read.
-HEAVY = ((512, 1024, (1, 256, 2)),)
-STREAMED = ((512, 1024, (1, 256, 2)), (4096, 16384, (1, 2048, 16)))
+HEAVY = ((384, 512, (4, 64, 4)), (512, 1024, (1, 256, 2)))
+STREAMED = (
+    (384, 512, (4, 64, 4)), (512, 1024, (1, 256, 2)), (1024, 2560, (1, 512, 4)),
+    (4096, 16384, (1, 2048, 16)),
+)  # fmt: skip
 # Moments of several such values in still longer rows are faster swept than held.
 STREAMED_MOST, STREAMED_SWEEP = 24576, (8192, 32)
 MAX_WAITING = 24  # elements a thread: with more, what is loaded early has no registers to wait in
@@ -193,7 +197,7 @@ class _Pieces:
             masks = masks | {"c": mask}
         col = Flat(name, kernel.cols, "c")
         printer.ids(col, kernel.body)
-        return Tile((row, col), {"r": "ROWS", "c": "COLS"}, masks, spread=row.tile > 1)
+        return Tile((row, col), {"r": "ROWS", "c": "COLS"}, masks, row.tile > 1, is_last=True)
 
     def body(self) -> None:
         count = self.printer.scalars.text(self.kernel.num_cols)
@@ -252,7 +256,7 @@ def _in_sweeps(printer: Printer, row: Flat, masks: dict[str, str], cols: int) ->
             inner = masks | printer.mask("col", kernel.num_cols, cols)
             printer.ids(col, stmts)
             triton_reduce.step_weight(printer, reductions, "first", "COLS")
-            tile = Tile((row, col), shape, inner)
+            tile = Tile((row, col), shape, inner, is_last=level == sweeps.num_levels - 1)
             for stmt in stmts:
                 if isinstance(stmt, Reduce):
                     triton_reduce.update(printer, stmt, tile)

@@ -162,6 +162,7 @@ class Tile:
     shape: Mapping[str, str]  # dim -> size, in order
     masks: Mapping[str, str]  # dim -> name of its mask, where one is needed
     spread: bool = False  # load vectors along the cols once for each row, see ``_load``
+    is_last: bool = False  # what it loads is not loaded again by this kernel
 
     def block(self, dims: Iterable[str]) -> str:
         return (
@@ -335,9 +336,17 @@ class Printer:
         if guard:
             mask = f"{mask} & {guard.text}" if mask else guard.text
         args = pointer + (f", mask={mask}" if mask else "") + (", other=0" if guard else "")
+        if tile.is_last and not stmt.lookups and self._is_whole(stmt.index):
+            # read once and never again: results stay in the cache in its place
+            args += ', eviction_policy="evict_first"'
         stored = self.kernel.params[stmt.param].dtype
         widen = "" if stored == stmt.dtype else f".to({TYPES[stmt.dtype]})"
         self.define(stmt.out, f"tl.load({args}){widen}", dims, stmt.dtype, prefix)
+
+    def _is_whole(self, index: Index) -> bool:
+        """Whether every element that the index reaches is reached once."""
+        axes = (*self.kernel.rows, *self.kernel.cols)
+        return all(axis.name in index.axes for axis in axes if axis.size != const(1))
 
     def _place(self, stmt: Place, tile: Tile, prefix: str) -> None:
         """One that is outside sets the flag, by whichever lane has it, and becomes 0."""

@@ -56,6 +56,7 @@ def compile_request(request: dict[str, Any]) -> tuple[dict[str, Any], bytes]:
         "shared": metadata.shared,
         "num_warps": metadata.num_warps,
         "arch": request["arch"],
+        "early": request["constants"].get("EARLY") == 1,
     }
     return header, compiled.asm["cubin"]
 

@@ -62,6 +62,11 @@ class KernelSource:
     max_registers: int | None = None  # of a thread; None leaves it to ptxas
     wide: bool = False  # integers have 64 bits; those in C++ always have
 
+    def with_constants(self, **values: int) -> KernelSource:
+        """The same kernel with other values of constants that it has; others are left out."""
+        constants = tuple((name, values.get(name, value)) for name, value in self.constants)
+        return replace(self, constants=constants)
+
     def widened(self) -> KernelSource:
         """The same Triton kernel for tensors of 2^31 elements or more: all its ids come from the
         number of the program and from scalars, so these decide their width."""

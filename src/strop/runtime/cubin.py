@@ -15,6 +15,7 @@ from strop.codegen import triton_worker
 from strop.errors import CacheError, CodegenError
 from strop.ir.source import KernelSource
 
+EARLY_ARCH = 90  # from which on a GPU can launch a kernel before the last one has ended
 TYPES = {
     torch.bool: "i1",
     torch.uint8: "u8",
@@ -38,6 +39,7 @@ class Cubin:
     shared: int  # bytes of dynamic shared memory
     num_warps: int
     arch: int
+    early: bool = False  # waits for the kernel before it on its own
 
     def to_bytes(self) -> bytes:
         """A line of JSON, then the code."""
@@ -46,6 +48,7 @@ class Cubin:
             "shared": self.shared,
             "num_warps": self.num_warps,
             "arch": self.arch,
+            "early": self.early,
             "sha256": hashlib.sha256(self.code).hexdigest(),
         }
         return json.dumps(header).encode() + b"\n" + self.code
@@ -71,6 +74,8 @@ def request_of(source: KernelSource, arch: int) -> dict[str, Any]:
     divisible = list(range(len(types)))
     divisible += [len(types) + i for i, k in enumerate(source.scalars) if k % 16 == 0]
     types += ["i64" if source.wide else "i32"] * (len(source.scalars) + (source.split is not None))
+    if arch < EARLY_ARCH:
+        source = source.with_constants(EARLY=0)
     types += ["constexpr"] * len(source.constants)
     names = _argument_names(source)
     return {

@@ -201,11 +201,19 @@ class Bound:
                 continue
             pointers.append(self._scratch_pointer(position, index, scratch.zeroed,
                             scratch.numel.eval(named), scratch.dtype))  # fmt: skip
-        bound = self._kernels.bind(source, pointers, scalars, self.stream)
+        bound = self._kernels.bind(source, pointers, scalars, self.stream,
+                                   early=self._follows_a_kernel(position))  # fmt: skip
         for slot, number in enumerate(step.buffers):
             if self._slots[number] is None:
                 self._patches[number].append((bound, slot, moves[slot]))
         return bound
+
+    def _follows_a_kernel(self, position: int) -> bool:
+        """Whether the launch before is one of ours, or the caller's. A library's kernel lets nobody
+        start before it has ended: an early launch gains nothing there."""
+        while position and self.steps[position - 1] is None:
+            position -= 1
+        return not position or isinstance(self.steps[position - 1], KernelStep)
 
     def _pointer(self, number: int) -> int:
         tensor = self._slots[number]

@@ -56,8 +56,11 @@ class KernelLibrary(Protocol):
         ...
 
     def bind(
-        self, source: KernelSource, pointers: Sequence[int], scalars: Sequence[int], stream: int
-    ) -> BoundKernel: ...
+        self, source: KernelSource, pointers: Sequence[int], scalars: Sequence[int], stream: int,
+        early: bool = False,
+    ) -> BoundKernel:  # fmt: skip
+        """``early``: launched before the last launch has ended, where that can be."""
+        ...
 
     def splits(self, rows: int, parallel: int, min_rows: int) -> int: ...
 
@@ -94,7 +97,7 @@ class CpuKernels:
         self._functions = {**self._functions, **self._native.build(sources)}
 
     def bind(self, source: KernelSource, pointers: Sequence[int], scalars: Sequence[int],
-             stream: int) -> BoundKernel:  # fmt: skip
+             stream: int, early: bool = False) -> BoundKernel:  # fmt: skip
         return self._functions[source].bind(pointers, scalars)
 
     def splits(self, rows: int, parallel: int, min_rows: int) -> int:
@@ -135,13 +138,13 @@ class CudaKernels:
         return lambda: sum(builds.BUILDS.has(source, self._arch) for source in sources)
 
     def bind(self, source: KernelSource, pointers: Sequence[int], scalars: Sequence[int],
-             stream: int) -> BoundKernel:  # fmt: skip
+             stream: int, early: bool = False) -> BoundKernel:  # fmt: skip
         names = {f"s{i}": value for i, value in enumerate(scalars)}
         if source.split is not None:
             names["splits"] = scalars[-1]
         grid = [size.eval(names) for size in source.grid]
         function = driver.load(self._cubins[source])
-        return function.bind(pointers, scalars, grid, stream, wide=source.wide)
+        return function.bind(pointers, scalars, grid, stream, wide=source.wide, early=early)
 
     def splits(self, rows: int, parallel: int, min_rows: int) -> int:
         programs = max(rows * parallel // ROWS_PER_PROGRAM, self._num_sms)

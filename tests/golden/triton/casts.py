@@ -3,7 +3,10 @@ import triton.language as tl
 
 
 @triton.jit
-def casts(p0, p1, p2, p3, s0, COLS: tl.constexpr):
+def casts(p0, p1, p2, p3, s0, COLS: tl.constexpr, EARLY: tl.constexpr):
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     tile = tl.program_id(0)
     col = tile * COLS + tl.arange(0, COLS)
     col_mask = col < s0
@@ -25,3 +28,4 @@ def casts(p0, p1, p2, p3, s0, COLS: tl.constexpr):
 # grid ((s0 + 511)//512), 4 warps
 # s0 = n, class 1
 # COLS = 512
+# EARLY = 1

@@ -3,7 +3,10 @@ import triton.language as tl
 
 
 @triton.jit
-def cat_channels(p0, p1, p2, s0, ROWS: tl.constexpr, COLS: tl.constexpr):
+def cat_channels(p0, p1, p2, s0, ROWS: tl.constexpr, COLS: tl.constexpr, EARLY: tl.constexpr):
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     tile = tl.program_id(0)
     first_row = tile * ROWS
     row = first_row + tl.arange(0, ROWS)[:, None]
@@ -23,3 +26,4 @@ def cat_channels(p0, p1, p2, s0, ROWS: tl.constexpr, COLS: tl.constexpr):
 # s0 = m, class 1
 # ROWS = 16
 # COLS = 64
+# EARLY = 1

@@ -13,7 +13,10 @@ def smaller(a, b):
 
 
 @triton.jit
-def column_extremes(p0, p1, p2, partials, arrivals, s0, s1, s2, splits, ROWS: tl.constexpr, COLS: tl.constexpr, KEPT: tl.constexpr, LANES: tl.constexpr, SPLITS: tl.constexpr):
+def column_extremes(p0, p1, p2, partials, arrivals, s0, s1, s2, splits, ROWS: tl.constexpr, COLS: tl.constexpr, KEPT: tl.constexpr, LANES: tl.constexpr, SPLITS: tl.constexpr, EARLY: tl.constexpr):
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     program = tl.program_id(0)
     split = program % splits
     group = program // splits
@@ -78,5 +81,6 @@ def column_extremes(p0, p1, p2, partials, arrivals, s0, s1, s2, splits, ROWS: tl
 # KEPT = 4
 # LANES = 8
 # SPLITS = 64
+# EARLY = 1
 # scratch torch.float32 8*s2*splits
 # scratch torch.int32 s2 zeroed

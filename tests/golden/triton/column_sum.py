@@ -3,7 +3,10 @@ import triton.language as tl
 
 
 @triton.jit
-def column_sum(p0, p1, partials, arrivals, s0, s1, s2, splits, ROWS: tl.constexpr, COLS: tl.constexpr, KEPT: tl.constexpr, SPLITS: tl.constexpr):
+def column_sum(p0, p1, partials, arrivals, s0, s1, s2, splits, ROWS: tl.constexpr, COLS: tl.constexpr, KEPT: tl.constexpr, SPLITS: tl.constexpr, EARLY: tl.constexpr):
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     program = tl.program_id(0)
     split = program % splits
     group = program // splits
@@ -53,5 +56,6 @@ def column_sum(p0, p1, partials, arrivals, s0, s1, s2, splits, ROWS: tl.constexp
 # COLS = 256
 # KEPT = 256
 # SPLITS = 8
+# EARLY = 1
 # scratch torch.float32 s2*splits
 # scratch torch.int32 s1 zeroed

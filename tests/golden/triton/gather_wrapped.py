@@ -3,7 +3,10 @@ import triton.language as tl
 
 
 @triton.jit
-def gather_wrapped(p0, p1, p2, faults, s0, s1, s2, ROWS: tl.constexpr, COLS: tl.constexpr):
+def gather_wrapped(p0, p1, p2, faults, s0, s1, s2, ROWS: tl.constexpr, COLS: tl.constexpr, EARLY: tl.constexpr):
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     tile = tl.program_id(0)
     first_row = tile // s0 * ROWS
     row = first_row + tl.arange(0, ROWS)[:, None]
@@ -42,4 +45,5 @@ def gather_wrapped(p0, p1, p2, faults, s0, s1, s2, ROWS: tl.constexpr, COLS: tl.
 # s2 = c, class 1
 # ROWS = 16
 # COLS = 64
+# EARLY = 1
 # scratch torch.int64 1 zeroed

@@ -3,7 +3,10 @@ import triton.language as tl
 
 
 @triton.jit
-def geglu(p0, p1, s0, COLS: tl.constexpr):
+def geglu(p0, p1, s0, COLS: tl.constexpr, EARLY: tl.constexpr):
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     tile = tl.program_id(0)
     col = tile * COLS + tl.arange(0, COLS)
     col_mask = col < s0
@@ -18,3 +21,4 @@ def geglu(p0, p1, s0, COLS: tl.constexpr):
 # grid ((s0 + 1023)//1024), 4 warps
 # s0 = 320*m, class 16
 # COLS = 1024
+# EARLY = 1

@@ -3,7 +3,10 @@ import triton.language as tl
 
 
 @triton.jit
-def group_norm_silu(p0, p1, p2, p3, p4, p5, s0, s1, s2, s3, ROWS: tl.constexpr, COLS: tl.constexpr):
+def group_norm_silu(p0, p1, p2, p3, p4, p5, s0, s1, s2, s3, ROWS: tl.constexpr, COLS: tl.constexpr, EARLY: tl.constexpr):
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     tile = tl.program_id(0)
     outer = tile // s0
     tile = tile % s0
@@ -31,3 +34,4 @@ def group_norm_silu(p0, p1, p2, p3, p4, p5, s0, s1, s2, s3, ROWS: tl.constexpr, 
 # s3 = n, class 1
 # ROWS = 32
 # COLS = 64
+# EARLY = 1

@@ -3,7 +3,10 @@ import triton.language as tl
 
 
 @triton.jit
-def layer_norm(p0, p1, p2, p3, p4, p5, s0, ROWS: tl.constexpr, COLS: tl.constexpr):
+def layer_norm(p0, p1, p2, p3, p4, p5, s0, ROWS: tl.constexpr, COLS: tl.constexpr, EARLY: tl.constexpr):
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     first_row = tl.program_id(0) * ROWS
     row = first_row + tl.arange(0, ROWS)[:, None]
     row_mask = row < s0
@@ -12,16 +15,16 @@ def layer_norm(p0, p1, p2, p3, p4, p5, s0, ROWS: tl.constexpr, COLS: tl.constexp
     col2 = 128 + tl.arange(0, COLS)[None, :]
     col3 = 192 + tl.arange(0, COLS)[None, :]
     col4 = 256 + tl.arange(0, COLS)[None, :]
-    v0 = tl.load(p0 + row.to(tl.int64) * 320 + col0, mask=row_mask).to(tl.float32)
-    at1_v0 = tl.load(p0 + row.to(tl.int64) * 320 + col1, mask=row_mask).to(tl.float32)
-    at2_v0 = tl.load(p0 + row.to(tl.int64) * 320 + col2, mask=row_mask).to(tl.float32)
-    at3_v0 = tl.load(p0 + row.to(tl.int64) * 320 + col3, mask=row_mask).to(tl.float32)
-    at4_v0 = tl.load(p0 + row.to(tl.int64) * 320 + col4, mask=row_mask).to(tl.float32)
-    v1 = tl.load(p1 + row.to(tl.int64) * 320 + col0, mask=row_mask).to(tl.float32)
-    at1_v1 = tl.load(p1 + row.to(tl.int64) * 320 + col1, mask=row_mask).to(tl.float32)
-    at2_v1 = tl.load(p1 + row.to(tl.int64) * 320 + col2, mask=row_mask).to(tl.float32)
-    at3_v1 = tl.load(p1 + row.to(tl.int64) * 320 + col3, mask=row_mask).to(tl.float32)
-    at4_v1 = tl.load(p1 + row.to(tl.int64) * 320 + col4, mask=row_mask).to(tl.float32)
+    v0 = tl.load(p0 + row.to(tl.int64) * 320 + col0, mask=row_mask, eviction_policy="evict_first").to(tl.float32)
+    at1_v0 = tl.load(p0 + row.to(tl.int64) * 320 + col1, mask=row_mask, eviction_policy="evict_first").to(tl.float32)
+    at2_v0 = tl.load(p0 + row.to(tl.int64) * 320 + col2, mask=row_mask, eviction_policy="evict_first").to(tl.float32)
+    at3_v0 = tl.load(p0 + row.to(tl.int64) * 320 + col3, mask=row_mask, eviction_policy="evict_first").to(tl.float32)
+    at4_v0 = tl.load(p0 + row.to(tl.int64) * 320 + col4, mask=row_mask, eviction_policy="evict_first").to(tl.float32)
+    v1 = tl.load(p1 + row.to(tl.int64) * 320 + col0, mask=row_mask, eviction_policy="evict_first").to(tl.float32)
+    at1_v1 = tl.load(p1 + row.to(tl.int64) * 320 + col1, mask=row_mask, eviction_policy="evict_first").to(tl.float32)
+    at2_v1 = tl.load(p1 + row.to(tl.int64) * 320 + col2, mask=row_mask, eviction_policy="evict_first").to(tl.float32)
+    at3_v1 = tl.load(p1 + row.to(tl.int64) * 320 + col3, mask=row_mask, eviction_policy="evict_first").to(tl.float32)
+    at4_v1 = tl.load(p1 + row.to(tl.int64) * 320 + col4, mask=row_mask, eviction_policy="evict_first").to(tl.float32)
     v10 = tl.load(tl.broadcast_to(p2 + col0, [ROWS, COLS]), mask=row_mask).to(tl.float32)
     at1_v10 = tl.load(tl.broadcast_to(p2 + col1, [ROWS, COLS]), mask=row_mask).to(tl.float32)
     at2_v10 = tl.load(tl.broadcast_to(p2 + col2, [ROWS, COLS]), mask=row_mask).to(tl.float32)
@@ -90,3 +93,4 @@ def layer_norm(p0, p1, p2, p3, p4, p5, s0, ROWS: tl.constexpr, COLS: tl.constexp
 # s0 = m, class 1
 # ROWS = 4
 # COLS = 64
+# EARLY = 1

@@ -3,7 +3,10 @@ import triton.language as tl
 
 
 @triton.jit
-def nchw_to_nhwc(p0, p1, s0, s1, s2, s3, s4, ROWS: tl.constexpr, COLS: tl.constexpr):
+def nchw_to_nhwc(p0, p1, s0, s1, s2, s3, s4, ROWS: tl.constexpr, COLS: tl.constexpr, EARLY: tl.constexpr):
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     tile = tl.program_id(0)
     first_row = tile // s0 * ROWS
     row = first_row + tl.arange(0, ROWS)[:, None]
@@ -23,3 +26,4 @@ def nchw_to_nhwc(p0, p1, s0, s1, s2, s3, s4, ROWS: tl.constexpr, COLS: tl.conste
 # s4 = c*h*w, class 1
 # ROWS = 64
 # COLS = 64
+# EARLY = 1

@@ -13,7 +13,10 @@ def smaller(a, b):
 
 
 @triton.jit
-def row_range(p0, p1, s0, s1, ROWS: tl.constexpr, COLS: tl.constexpr):
+def row_range(p0, p1, s0, s1, ROWS: tl.constexpr, COLS: tl.constexpr, EARLY: tl.constexpr):
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     first_row = tl.program_id(0) * ROWS
     row = first_row + tl.arange(0, ROWS)[:, None]
     v1_amax = tl.full([ROWS, COLS], float("-inf"), tl.float32)
@@ -34,3 +37,4 @@ def row_range(p0, p1, s0, s1, ROWS: tl.constexpr, COLS: tl.constexpr):
 # s1 = m, class 1
 # ROWS = 1
 # COLS = 2048
+# EARLY = 1

@@ -3,7 +3,10 @@ import triton.language as tl
 
 
 @triton.jit
-def silu_flat(p0, p1, s0, COLS: tl.constexpr):
+def silu_flat(p0, p1, s0, COLS: tl.constexpr, EARLY: tl.constexpr):
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     tile = tl.program_id(0)
     col = tile * COLS + tl.arange(0, COLS)
     col_mask = col < s0
@@ -14,3 +17,4 @@ def silu_flat(p0, p1, s0, COLS: tl.constexpr):
 # grid ((s0 + 511)//512), 4 warps
 # s0 = n, class 1
 # COLS = 512
+# EARLY = 1

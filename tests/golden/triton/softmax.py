@@ -8,7 +8,10 @@ def larger(a, b):
 
 
 @triton.jit
-def softmax(p0, p1, s0, s1, ROWS: tl.constexpr, COLS: tl.constexpr):
+def softmax(p0, p1, s0, s1, ROWS: tl.constexpr, COLS: tl.constexpr, EARLY: tl.constexpr):
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     first_row = tl.program_id(0) * ROWS
     row = first_row + tl.arange(0, ROWS)[:, None]
     v1_amax = tl.full([ROWS, COLS], float("-inf"), tl.float32)
@@ -36,7 +39,7 @@ def softmax(p0, p1, s0, s1, ROWS: tl.constexpr, COLS: tl.constexpr):
     for first in range(0, s0, COLS):
         col = first + tl.arange(0, COLS)[None, :]
         col_mask = col < s0
-        v0 = tl.load(p0 + row.to(tl.int64) * s0 + col, mask=col_mask).to(tl.float32)
+        v0 = tl.load(p0 + row.to(tl.int64) * s0 + col, mask=col_mask, eviction_policy="evict_first").to(tl.float32)
         v2 = v0 - v1_amax
         v3 = tl.exp(v2)
         v5 = v3 / v4_sum
@@ -47,3 +50,4 @@ def softmax(p0, p1, s0, s1, ROWS: tl.constexpr, COLS: tl.constexpr):
 # s1 = m, class 1
 # ROWS = 1
 # COLS = 2048
+# EARLY = 1

@@ -3,7 +3,10 @@ import triton.language as tl
 
 
 @triton.jit
-def timestep_embedding(p0, p1, s0, COLS: tl.constexpr):
+def timestep_embedding(p0, p1, s0, COLS: tl.constexpr, EARLY: tl.constexpr):
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     tile = tl.program_id(0)
     col = tile * COLS + tl.arange(0, COLS)
     col_mask = col < s0
@@ -29,3 +32,4 @@ def timestep_embedding(p0, p1, s0, COLS: tl.constexpr):
 # grid ((s0 + 1023)//1024), 4 warps
 # s0 = 320*n, class 16
 # COLS = 1024
+# EARLY = 1

@@ -3,7 +3,10 @@ import triton.language as tl
 
 
 @triton.jit
-def upsample_nearest(p0, p1, s0, s1, s2, ROWS: tl.constexpr, COLS: tl.constexpr):
+def upsample_nearest(p0, p1, s0, s1, s2, ROWS: tl.constexpr, COLS: tl.constexpr, EARLY: tl.constexpr):
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     tile = tl.program_id(0)
     first_row = tile * ROWS
     row = first_row + tl.arange(0, ROWS)[:, None]
@@ -21,3 +24,4 @@ def upsample_nearest(p0, p1, s0, s1, s2, ROWS: tl.constexpr, COLS: tl.constexpr)
 # s2 = 9*w, class 1
 # ROWS = 16
 # COLS = 64
+# EARLY = 1
