@@ -131,11 +131,7 @@ def candidates(shape: tuple[int, ...], dtype: torch.dtype
         rows *= 2
     for cols, warps in itertools.product(WIDTHS, WARPS):
         held = rows * channels // (32 * warps)
-        if (
-            channels % cols == 0
-            and rows * cols >= 32 * warps
-            and held <= (96 if warps < 16 else 64)
-        ):
+        if channels % cols == 0 and rows * cols >= 32 * warps and held <= 80:
             slabs = side * side // rows
             name = f"{rows}x{cols}, {warps} warps"
             yield name, source_of(channels, rows, cols, slabs, warps, dtype), slabs
