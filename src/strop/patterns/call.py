@@ -15,7 +15,11 @@ from strop.patterns import registry
 def replacement(attrs: Mapping[str, Any]) -> Callable[[Sequence[Tensor]], Any]:
     """The call of a ``pattern`` node, its sizes evaluated."""
     name, keywords = attrs["name"], dict(attrs["attributes"])
-    function, outputs, single = registry.find(attrs["key"], name).replace, attrs["outputs"], attrs["single"]
+    function, outputs, single = (
+        registry.find(attrs["key"], name).replace,
+        attrs["outputs"],
+        attrs["single"],
+    )
     contiguous, is_empty = attrs["contiguous"], all(0 in shape for shape, _ in outputs)
 
     def call(inputs: Sequence[Tensor]) -> Any:

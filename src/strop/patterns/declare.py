@@ -144,11 +144,13 @@ def _places(search: Callable[..., Any], specs: Sequence[Argument], attributes: M
         except (CaptureError, UnsupportedError, ShapeError):
             continue
         if [n.op for n in changed.nodes] == [n.op for n in skeleton.nodes]:
-            found |= {(left, attribute): keyword
-                      for left, right in zip(skeleton.nodes, changed.nodes, strict=True)
-                      for attribute, value in left.attrs.items()
-                      if repr(value) == repr(default) and repr(right.attrs[attribute]) == repr(other)
-                      }  # fmt: skip
+            pairs = zip(skeleton.nodes, changed.nodes, strict=True)
+            found |= {
+                (left, attribute): keyword
+                for left, right in pairs
+                for attribute, value in left.attrs.items()
+                if (repr(value), repr(right.attrs[attribute])) == (repr(default), repr(other))
+            }
     return found
 
 
@@ -175,5 +177,3 @@ def _file_of(function: Callable[..., Any] | None) -> str:
         file = inspect.getsourcefile(type(function))
     path = Path(file) if file else None
     return path.read_text(encoding="utf-8") if path and path.is_file() else ""
-
-

@@ -123,7 +123,7 @@ class Finder:
                     for twin in self.numbers.twins(_unviewed(result))}  # fmt: skip
         if root not in replaced and stripped(root) not in map(stripped, replaced):
             return found, "its result is another value"
-        inside = self._inside(new.values(), arguments) - replaced.keys()
+        inside = frozenset(self._inside(new.values(), arguments) - replaced.keys())
         reason = self._refused(arguments, attributes, replaced, inside)
         if reason:
             return found, reason
@@ -144,7 +144,7 @@ class Finder:
                 for twin in self.numbers.twins(node)}  # fmt: skip
 
     def _refused(self, arguments: Sequence[Node], attributes: Mapping[str, Any],
-                 replaced: Mapping[Node, int], inside: set[Node]) -> str:  # fmt: skip
+                 replaced: Mapping[Node, int], inside: frozenset[Node]) -> str:  # fmt: skip
         """Why what is there may not be replaced, or nothing."""
         if not self.match_of.keys().isdisjoint(inside | replaced.keys()):
             return "a part of it belongs to another match"
@@ -168,7 +168,9 @@ class Finder:
             stack += new
         return seen
 
-    def _seen_outside(self, node: Node, inside: set[Node], replaced: Mapping[Node, int]) -> str:
+    def _seen_outside(self, node: Node, inside: frozenset[Node], replaced: Mapping[Node, int]
+                      ) -> str:  # fmt: skip
+        """Who else wants a value that the replacement does not give, or nothing."""
         stack = [node]
         while stack:
             value = stack.pop()
@@ -194,8 +196,10 @@ class Finder:
         if isinstance(answer, str):
             return f"when said: {answer}"
         if not isinstance(answer, bool):
-            raise PatternError(f"pattern {self.pattern.name!r}: when returned {answer!r}; it returns"
-                               " True, or False or a text, the reason why not")  # fmt: skip
+            raise PatternError(
+                f"pattern {self.pattern.name!r}: when returned {answer!r}; it returns True, or"
+                " False or a text, the reason why not"
+            )
         return "" if answer else "when said no"
 
     def _difference(self, wanted: Node, known: set[Node]) -> str:

@@ -50,8 +50,10 @@ def keys() -> list[str]:
 def find(key: str, name: str) -> Pattern:
     """The pattern that a program was compiled with."""
     if key not in _by_key:
-        raise PatternError(f"a program calls the replacement of pattern {name!r}, which this process"
-                           " has not declared: call strop.pattern before")  # fmt: skip
+        raise PatternError(
+            f"a program calls the replacement of pattern {name!r}, which this process has not"
+            " declared: call strop.pattern first"
+        )
     return _by_key[key]
 
 
