@@ -128,15 +128,18 @@ class Skeleton:
             yield {**bound, argument: candidates}
 
     def _candidates(self, wanted: Node, node: Node) -> list[Node]:
-        """The value itself, what it is a view or cast of, and what it would be a view of."""
+        """The value itself, what it is a view or cast of, and what it would be a view of; first
+        those as far down as the argument lies, and of its rank."""
         chain = [node]
         while is_transparent(chain[-1]):
             chain.append(chain[-1].inputs[0])
-        permutations = []
+        depth, permutations = 0, []
         while is_transparent(wanted):
             if wanted.op == "permute":
                 permutations.append(wanted.attrs["dims"])
-            wanted = wanted.inputs[0]
+            depth, wanted = depth + 1, wanted.inputs[0]
+        place = {value: number for number, value in enumerate(chain)}
+        chain.sort(key=lambda value: abs(place[value] - depth))
         if len(permutations) == 1:
             (dims,) = permutations
             back = sorted(range(len(dims)), key=lambda d: dims[d])

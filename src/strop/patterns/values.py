@@ -52,22 +52,22 @@ class Size:
     __radd__, __rmul__ = __add__, __mul__
 
     def __eq__(self, other: object) -> bool:
-        return self._has_sign(other, "==")
+        return _holds(self, "==", other)
 
     def __ne__(self, other: object) -> bool:
-        return not self._has_sign(other, "==")
+        return not _holds(self, "==", other)
 
     def __lt__(self, other: Any) -> bool:
-        return not self._has_sign(other, ">=")
+        return _holds(self, "<", other)
 
     def __le__(self, other: Any) -> bool:
-        return not self._has_sign(other, ">")
+        return _holds(self, "<=", other)
 
     def __gt__(self, other: Any) -> bool:
-        return self._has_sign(other, ">")
+        return _holds(self, ">", other)
 
     def __ge__(self, other: Any) -> bool:
-        return self._has_sign(other, ">=")
+        return _holds(self, ">=", other)
 
     def __bool__(self) -> bool:
         return self > 0
@@ -75,21 +75,28 @@ class Size:
     def __index__(self) -> int:
         raise AnySizeError(f"the value of {self}")
 
-    def _has_sign(self, other: object, relation: str) -> bool:
-        """Whether ``self - other`` is so for all values of the roots, which are positive."""
-        low = self.expr - _expr(other)
-        high = low * -1
-        if low.is_const:
-            return {"==": low.value == 0, ">": low.value > 0, ">=": low.value >= 0}[relation]
-        if low.least is not None and low.least > 0:
-            return relation != "=="
-        if high.least is not None and high.least > 0:
-            return False
-        if relation == ">=" and low.least == 0:
-            return True
-        if relation == ">" and high.least == 0:
-            return False
-        raise AnySizeError(f"{self} {relation} {other}")
+
+_SIGNS = {"==": {0}, "<": {-1}, "<=": {-1, 0}, ">": {1}, ">=": {0, 1}}
+
+
+def _holds(left: Size, relation: str, right: object) -> bool:
+    """Whether it does for all values of the roots, which are positive."""
+    possible = _signs(left.expr - _expr(right))
+    if possible <= _SIGNS[relation]:
+        return True
+    if possible.isdisjoint(_SIGNS[relation]):
+        return False
+    raise AnySizeError(f"{left} {relation} {right}")
+
+
+def _signs(difference: Expr) -> set[int]:
+    if difference.is_const:
+        return {(difference.value > 0) - (difference.value < 0)}
+    for sign in (1, -1):
+        least = (difference * sign).least
+        if least is not None and least >= 0:
+            return {sign} if least > 0 else {sign, 0}
+    return {-1, 0, 1}
 
 
 def _expr(value: Any) -> Expr:
