@@ -73,25 +73,31 @@ def _name_of(function: Callable[..., Any]) -> str:
 
 def _parameters(name: str, search: Callable[..., Any], example: Sequence[Tensor]
                 ) -> tuple[tuple[str, ...], dict[str, Any]]:  # fmt: skip
-    """Names of the tensors, and the keyword arguments with their defaults."""
+    """Names of the tensors, and the keyword arguments with their defaults. Others with a default,
+    as ``inplace`` of torch's functions, keep it."""
     given = inspect.signature(search).parameters.values()
-    tensors = [p.name for p in given if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    places = [p for p in given if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     keywords = {p.name: p.default for p in given if p.kind is p.KEYWORD_ONLY}
-    if len(tensors) + len(keywords) < len(given):
+    if len(places) + len(keywords) < len(given):
         raise PatternError(f"pattern {name!r}: search takes * or ** arguments: name each tensor")
     wrong = [key for key, value in keywords.items() if type(value) not in _NUMBERS]
     if wrong:
         raise PatternError(f"pattern {name!r}: keyword arguments of search are numbers with a"
                            f" default: {', '.join(wrong)}")  # fmt: skip
-    if isinstance(example, Tensor):
-        example = (example,)
-    kinds = [type(value).__name__ for value in example if not isinstance(value, Tensor)]
-    if kinds or len(example) != len(tensors):
-        raise PatternError(f"pattern {name!r}: search takes {len(tensors)} tensors"
-                           f" ({', '.join(tensors)}), example holds {len(example)} values"
-                           f"{' of type ' + ', '.join(kinds) if kinds else ''}:"
-                           " give a tensor for each")  # fmt: skip
-    return tuple(tensors), keywords
+    needed = [p.name for p in places if p.default is p.empty]
+    are_tensors = isinstance(example, list | tuple) and all(isinstance(t, Tensor) for t in example)
+    if not are_tensors or not len(needed) <= len(example) <= len(places) or not example:
+        raise PatternError(
+            f"pattern {name!r}: search takes {len(needed)} tensors ({', '.join(needed)}): example"
+            f" is a tuple with a tensor for each, not {_kinds(example)}"
+        )
+    return tuple(p.name for p in places[: len(example)]), keywords
+
+
+def _kinds(example: Any) -> str:
+    if not isinstance(example, list | tuple):
+        return f"a {type(example).__name__}"
+    return f"({', '.join(type(value).__name__ for value in example)})"
 
 
 def _check_numerics(name: str, numerics: str) -> None:
@@ -105,8 +111,6 @@ def _check_graph(name: str, graph: Graph, arguments: Sequence[str]) -> None:
         raise PatternError(f"pattern {name!r}: {why}")
 
     computed = list(compute_nodes(graph))
-    if any(node.op == "write" for node in graph.nodes):
-        refuse("search writes into an argument: return what it computes instead")
     if any(node.attrs.get("tag") for node in computed if node.op == "aten"):
         refuse("search draws random numbers, and no two draws are the same computation")
     for number, output in enumerate(graph.outputs):

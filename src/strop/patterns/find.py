@@ -205,17 +205,21 @@ class Finder:
     def _difference(self, wanted: Node, known: set[Node]) -> str:
         """What reads the operands of ``wanted`` instead of it."""
         mine = {twin for node in known for twin in self.numbers.twins(node)}
-        for operand in wanted.inputs:
-            for twin in self.numbers.twins(operand) or (operand,):
-                for user in self._readers(twin):
-                    if user not in mine and user.op == wanted.op:
-                        return f"differs at {_place(user)}: {_told(wanted, user)}"
-        for operand in wanted.inputs:
-            for twin in self.numbers.twins(operand) or (operand,):
-                for user in self._readers(twin):
-                    if user not in mine:
-                        return f"differs at {_place(user)}: {wanted.op} expected"
+        found = [user for operand in wanted.inputs for twin in self._present(operand)
+                 for user in self._readers(twin) if user not in mine]  # fmt: skip
+        for user in found:
+            if user.op == wanted.op:
+                return f"differs at {_place(user)}: {_told(wanted, user)}"
+        if found:
+            return f"differs at {_place(found[0])}: {wanted.op} expected, {found[0].op} found"
         return f"it has no {wanted.op}({', '.join(map(_name, wanted.inputs))})"
+
+    def _present(self, node: Node) -> Sequence[Node]:
+        """The nodes of the graph that are this value, or what it is a view of."""
+        twins = self.numbers.twins(node)
+        if twins or node.kind is not Kind.VIEW:
+            return twins
+        return self._present(node.inputs[0])
 
     def _readers(self, node: Node) -> Iterator[Node]:
         """Through views."""
