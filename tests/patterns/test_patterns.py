@@ -508,6 +508,44 @@ def test_arguments_are_dense_unless_told(cache: str) -> None:
     assert seen == [(3, 1), (1, 5)]
 
 
+def test_images_stay_as_they_lie(cache: str) -> None:
+    """Between convolutions in channels-last order, if the kernel can take it."""
+    _, kernel = declare(norm_silu, contiguous=False)
+    seen = []
+    kernel.function = lambda x, w, b, eps: (seen.append(x.stride()), norm_silu(x, w, b, eps=eps))[1]
+    layers = nn.Sequential(nn.Conv2d(4, 16, 3), nn.GroupNorm(4, 16), nn.SiLU(), nn.Conv2d(16, 4, 3))
+    x = torch.randn(2, 4, 8, 8)
+    expected = layers(x).detach()
+    module = optimized(layers, cache, check=True)
+    torch.testing.assert_close(module(x), expected)
+    assert seen == [(16 * 36, 1, 16 * 6, 16)]
+    kernels = module.forward.variants.all[0].program.kernel_steps
+    assert [step.ops for step in kernels].count(("copy",)) == 1, "the argument's alone"
+    assert module.forward.counters.findings == []
+
+
+def test_inference_mode(cache: str) -> None:
+    _, kernel = declare(swiglu)
+    module = optimized(Function(swiglu), cache)
+    with torch.inference_mode():
+        given = torch.randn(2, 8), torch.randn(2, 8)
+        torch.testing.assert_close(module(*given), swiglu(*given))
+    assert len(kernel.calls) == 1
+
+
+def test_the_same_declared_twice(cache: str) -> None:
+    """As a notebook does: the first one runs until it is removed."""
+    (first, mine), (second, other) = declare(swiglu), declare(swiglu)
+    assert first.key == second.key
+    module = optimized(Function(swiglu), cache)
+    given = torch.randn(2, 8), torch.randn(2, 8)
+    for removed, kernel in ((None, mine), (first, other)):
+        if removed:
+            removed.remove()
+        module(*given)
+        assert len(kernel.calls) == 1
+
+
 def test_results_without_elements(cache: str) -> None:
     _, kernel = declare(statistics)
     module = optimized(Function(lambda x: [r * 2 for r in statistics(x.relu())]), cache)
@@ -563,13 +601,13 @@ def test_explain(cache: str) -> None:
     module(torch.randn(2, 4, 8, 8))
     report = strop.explain(module)
     used, unused = report.graphs[0].patterns
-    assert (used.name, used.origins) == ("norm_silu", ("Block", "Block"))
+    assert (used.name, used.origins) == ("norm_silu", ("first", "second"))
     assert used.misses == (("third", "differs at gelu in Block: silu expected, gelu found"),)
     assert (unused.name, unused.origins, unused.misses) == ("unused", (), ())
     assert report.calls["pattern norm_silu"] == 2
     assert report.num_opaque_calls == 0
     text = str(report)
-    assert "2x pattern norm_silu  <- Block" in text
+    assert "2x pattern norm_silu  <- first and 1 more" in text
     assert "not in third: differs at gelu in Block: silu expected, gelu found" in text
     assert "0x pattern unused" in text
     assert "norm_silu: 2 matches, 1 near misses" in report.html

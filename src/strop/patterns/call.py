@@ -27,7 +27,7 @@ def replacement(attrs: Mapping[str, Any]) -> Callable[[Sequence[Tensor]], Any]:
             made = tuple(inputs[0].new_empty(shape, dtype=dtype) for shape, dtype in outputs)
             return made[0] if single else made
         given = [x.contiguous() for x in inputs] if contiguous else inputs
-        versions = [x._version for x in given]
+        versions = _versions(given)
         try:
             made = function(*given, **keywords)
         except Exception as error:
@@ -35,7 +35,7 @@ def replacement(attrs: Mapping[str, Any]) -> Callable[[Sequence[Tensor]], Any]:
             raise
         results = (made,) if single else made
         _check(name, results, outputs, given)
-        if [x._version for x in given] != versions:
+        if _versions(given) != versions:
             raise PatternError(f"pattern {name!r}: replace wrote into an argument, which others"
                                " read: write into memory of its own")  # fmt: skip
         owned = tuple(_owned(result, given) for result in results)
@@ -60,6 +60,11 @@ def _check(name: str, results: Any, outputs: Sequence[Any], given: Sequence[Tens
                 f" {result.device}, search gives {_text(dtype, shape)} on {device} for"
                 f" {_shapes(given)}: return that from replace"
             )
+
+
+def _versions(tensors: Sequence[Tensor]) -> list[int]:
+    """How often torch has written into each; of tensors made in inference mode nobody knows."""
+    return [0 if x.is_inference() else x._version for x in tensors]
 
 
 def _owned(result: Tensor, given: Sequence[Tensor]) -> Tensor:

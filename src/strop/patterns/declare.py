@@ -175,9 +175,11 @@ def _digest(name: str, search: Callable[..., Any], replace: Callable[..., Any],
 
 def _file_of(function: Callable[..., Any] | None) -> str:
     """The text of its file: it may call others there."""
-    try:
-        file = inspect.getsourcefile(inspect.unwrap(function)) if function else None
-    except TypeError:  # an object that is called
-        file = inspect.getsourcefile(type(function))
-    path = Path(file) if file else None
-    return path.read_text(encoding="utf-8") if path and path.is_file() else ""
+    for owner in (inspect.unwrap(function), type(function)) if function else ():
+        try:
+            file = inspect.getsourcefile(owner)
+        except (TypeError, OSError):  # an object that is called; built in
+            continue
+        path = Path(file) if file else None
+        return path.read_text(encoding="utf-8") if path and path.is_file() else ""
+    return ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -128,7 +129,7 @@ class Finder:
         if reason:
             return found, reason
         return Match(self.pattern, arguments, attributes, results, searched.single, replaced,
-                     inside, root.origin)  # fmt: skip
+                     inside, _origin([*inside, *replaced], root))  # fmt: skip
 
     def _is_there(self, node: Node, arguments: Sequence[Node]) -> bool:
         """Views are where their base is: the graph may have folded them into others."""
@@ -278,6 +279,12 @@ class Finder:
         self.near |= near | {node}
         if len(self.misses) < MOST_MISSES:
             self.misses[node] = Miss(self.pattern.name, node.origin, reason)
+
+
+def _origin(nodes: Iterable[Node], root: Node) -> str:
+    """The module that most of them come from."""
+    counts = Counter(node.origin for node in nodes)
+    return max(counts, key=lambda origin: (counts[origin], origin == root.origin, origin))
 
 
 def _unviewed(node: Node) -> Node:

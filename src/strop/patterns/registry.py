@@ -49,6 +49,9 @@ def keys() -> list[str]:
 
 def find(key: str, name: str) -> Pattern:
     """The pattern that a program was compiled with."""
+    for pattern in active():
+        if pattern.key == key:
+            return pattern
     if key not in _by_key:
         raise PatternError(
             f"a program calls the replacement of pattern {name!r}, which this process has not"

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from strop.errors import CaptureError, UnsupportedError
 from strop.frontend.capture import Captured, TensorSpec, capture
 from strop.frontend.importer import import_graph
+from strop.ir.dims import const
 from strop.ir.graph import Graph, Node, Ref, Shape
 from strop.options import Options
 from strop.passes.canonicalize import canonicalize
@@ -49,8 +50,8 @@ def traced(function: Callable[..., Any], arguments: Sequence[Argument],
     known = {name: hints[name] for name in _roots(shape for shape, _ in arguments)}
     with tracing(None), _disable_current_modes():  # torch.compile may be tracing something else
         captured = capture(module, lambda *tensors: module(*tensors, **attributes), specs, known)
-        _refuse_conditions(captured, specs)
         imported = import_graph(captured.gm, captured.symbols, captured.hints, captured.origins)
+    _refuse_conditions(captured, specs, imported.graph)
     if imported.constants:
         raise UnsupportedError("it makes tensors of its own: give them as arguments")
     if not imported.returned or not all(isinstance(item, Ref) for item in imported.returned):
@@ -64,13 +65,17 @@ def _roots(shapes: Iterable[Shape]) -> list[str]:
     return sorted({root for shape in shapes for size in shape for root in size.roots})
 
 
-def _refuse_conditions(captured: Captured, specs: Sequence[TensorSpec]) -> None:
+def _refuse_conditions(captured: Captured, specs: Sequence[TensorSpec], graph: Graph) -> None:
     for spec, own in zip(specs, captured.input_specs, strict=True):
         if spec.sizes != own.sizes:
             raise CaptureError(f"it holds for arguments of the shape ({', '.join(own.shape)}) only,"
                                f" not ({', '.join(spec.shape)})")  # fmt: skip
-    if captured.guards:
-        raise CaptureError(f"it holds only where {' and '.join(map(str, captured.guards))}")
+    # that no size is negative is a condition of the module too, which has the same nodes
+    known = {size for node in graph.nodes for size in node.shape}
+    asked = [g for g in captured.guards
+             if not (g.left in known and (g.relation, g.right) == (">=", const(0)))]  # fmt: skip
+    if asked:
+        raise CaptureError(f"it holds only where {' and '.join(map(str, asked))}")
 
 
 def _computed(node: Node) -> Node:
