@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from strop.errors import PatternError, StropError
-from strop.ir.graph import Graph, Node, Shape
+from strop.ir.graph import Graph, Node, Shape, compute_nodes
 from strop.ir.ops import Kind
 from strop.patterns.match import (
     Bound,
@@ -46,6 +46,14 @@ class Miss:
 
     pattern: str
     origin: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Near:
+    """How much of a search is there, from 0 to 1, and what is wrong."""
+
+    share: float
     reason: str
 
 
@@ -89,53 +97,57 @@ class Finder:
         return stripped(max(graph.outputs, key=lambda node: len(behind[node])))
 
     def _try_at(self, wanted: Node, node: Node) -> None:
-        best: tuple[int, str] | None = None
+        best = self._best(wanted, node)
+        if isinstance(best, Match):
+            self.matches.append(best)
+            self.match_of |= dict.fromkeys(best.inside | best.replaced.keys(), best)
+        elif best is not None:
+            self._miss(node, best.reason, self._computed_for(wanted, node))
+
+    def _best(self, wanted: Node, node: Node) -> Match | Near | None:
+        """What comes of binding the arguments so that ``wanted`` of the skeleton is ``node``: a
+        match if there is one. None if nothing binds them all."""
+        best: Near | None = None
         for bound in self.skeleton.bindings(wanted, node):
+            if not all(argument in bound for argument in self.pattern.skeleton.inputs):
+                continue
             for arguments in choices(self.pattern.skeleton.inputs, bound):
                 found = self._exactly(arguments, self._attributes(bound), node)
                 if isinstance(found, Match):
-                    self.matches.append(found)
-                    self.match_of |= dict.fromkeys(found.inside | found.replaced.keys(), found)
-                    self.misses.pop(node, None)
-                    return
-                best = max(best or found, found, key=lambda miss: miss[0])
-        if best is not None:
-            self._miss(node, best[1], self._computed_for(wanted, node))
+                    return found
+                best = max(best or found, found, key=lambda near: near.share)
+        return best
 
     def _attributes(self, bound: Bound) -> dict[str, Any]:
         return {name: bound.get(name, value) for name, value in self.pattern.attributes.items()}
 
     def _exactly(self, arguments: tuple[Node, ...], attributes: Mapping[str, Any], root: Node
-                 ) -> Match | tuple[int, str]:  # fmt: skip
-        """A match, or how much of it is there and what is wrong."""
+                 ) -> Match | Near:  # fmt: skip
         specs = [(node.shape, node.dtype) for node in arguments]
         try:
             searched = self.pattern.at(specs, attributes, self.graph.hints)
         except StropError as error:
-            return 0, f"search cannot be traced for these arguments: {error}"
+            return Near(0, f"search cannot be traced for these arguments: {error}")
         new = replayed(searched.graph, arguments)
-        found = 0
-        for node in searched.graph.nodes:
+        work = list(compute_nodes(searched.graph))
+        for number, node in enumerate(work):
             if not self._is_there(new[node], arguments):
-                return found, self._difference(new[node], set(new.values()))
-            found += 1
+                return Near(number / len(work), self._difference(new[node], set(new.values())))
         results = tuple(new[node] for node in searched.graph.outputs)
         replaced = {twin: number for number, result in enumerate(results)
                     for twin in self.numbers.twins(_unviewed(result))}  # fmt: skip
         if root not in replaced and stripped(root) not in map(stripped, replaced):
-            return found, "its result is another value"
+            return Near(1, "its result is another value")
         inside = frozenset(self._inside(new.values(), arguments) - replaced.keys())
         reason = self._refused(arguments, attributes, replaced, inside)
         if reason:
-            return found, reason
+            return Near(1, reason)
         return Match(self.pattern, arguments, attributes, results, searched.single, replaced,
                      inside, _origin([*inside, *replaced], root))  # fmt: skip
 
     def _is_there(self, node: Node, arguments: Sequence[Node]) -> bool:
         """Views are where their base is: the graph may have folded them into others."""
-        if node.kind is Kind.VIEW or node.op == "constant" or node in arguments:
-            return True
-        return bool(self.numbers.twins(node))
+        return not _is_work(node) or node in arguments or bool(self.numbers.twins(node))
 
     def _inside(self, nodes: Any, arguments: Sequence[Node]) -> set[Node]:
         """Everything that the search computes, as nodes of the graph."""
@@ -240,10 +252,15 @@ class Finder:
         return sorted(parts, key=lambda n: -sizes[n])
 
     def _try_part(self, wanted: Node, part: Node, node: Node) -> None:
-        if next(self.skeleton.bindings(part, node), None) is None:
-            return
+        bound = next(self.skeleton.bindings(part, node), None)
         covered = self._computed_for(part, node)
-        if not self.match_of.keys().isdisjoint(covered):
+        if bound is None or not self.match_of.keys().isdisjoint(covered):
+            return
+        near = self._best(part, node)
+        if near is not None:  # it binds all arguments, so that one can tell exactly
+            self.near |= covered
+            if isinstance(near, Near) and 0.5 <= near.share < 1:
+                self._miss(node, near.reason, covered)
             return
         (reader, *_) = [n for n in _work_behind(wanted) if part in map(stripped, n.inputs)]
         users = [u for u in self._readers_through(node) if u not in covered]
@@ -253,8 +270,7 @@ class Finder:
             found = next((u for u in users if u.op == reader.op), users[0])
             what = f"{reader.op} expected, {found.op} found"
             if found.op == reader.op:
-                others = [_name(stripped(i)) for i in reader.inputs if stripped(i) is not part]
-                what = f"its other operand is not {' and '.join(others) or 'the expected one'}"
+                what = "its other operand is another one"
             reason = f"differs at {_place(found)}: {what}"
         self._miss(node, reason, covered)
 
