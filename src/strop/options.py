@@ -29,8 +29,6 @@ class Options:
     check_finite: bool = _knob(True, "look for NaN and inf in the first run of every shape",
                                "STROP_CHECK_FINITE", keyed=False)  # fmt: skip
     disable: tuple[str, ...] = _knob((), "names of passes to skip", "STROP_DISABLE")
-    numerics: tuple[str, ...] = _knob((), "patterns, by the name of their numerics, that may be"
-                                      " less exact than torch", "STROP_NUMERICS")  # fmt: skip
     cache_dir: str = _knob("", "where plans and kernels are kept; empty: ~/.cache/strop",
                            "STROP_CACHE_DIR", keyed=False)  # fmt: skip
     dump: str = _knob("", "folder for the files of every compiled graph, from ATen to kernels",
@@ -41,6 +39,8 @@ class Options:
                          "STROP_RECORD", keyed=False)  # fmt: skip
     build_workers: int = _knob(0, "processes that compile kernels; 0: one a core, at most 16",
                                "STROP_BUILD_WORKERS", keyed=False)  # fmt: skip
+    numerics: tuple[str, ...] = _knob((), "patterns, by the name of their numerics, that may be"
+                                      " less exact than torch", "STROP_NUMERICS")  # fmt: skip
 
     def __post_init__(self) -> None:
         for knob in fields(self):

@@ -618,3 +618,15 @@ def test_explain(cache: str) -> None:
     (row,) = strop.explain(fresh).graphs[0].patterns
     assert fresh.forward.variants.all[0].from_disk
     assert (row.name, len(row.origins), row.misses) == ("norm_silu", 2, ())
+
+
+def test_a_program_of_another_process(tmp_path: Path, cache: str) -> None:
+    """A dump runs by itself only where its patterns are declared."""
+    with pytest.raises(PatternError, match="'mine', which this process has not declared"):
+        registry.find("0" * 32, "mine")
+    with declare(swiglu, name="mine")[0]:
+        module = optimized(Function(swiglu), cache, dump=str(tmp_path))
+        module(torch.randn(2, 8), torch.randn(2, 8))
+    (folder,) = tmp_path.iterdir()
+    assert "call   pattern mine(" in (folder / "program.txt").read_text()
+    assert "pattern(in0, in1" in (folder / "02_after_patterns.txt").read_text()
