@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,36 +12,39 @@ from strop.errors import PatternError
 from strop.patterns import registry
 
 
-def replacement(attrs: Mapping[str, Any]) -> Callable[[Sequence[Tensor]], Any]:
-    """The call of a ``pattern`` node, its sizes evaluated."""
-    name, keywords = attrs["name"], dict(attrs["attributes"])
-    function, outputs, single = (
-        registry.find(attrs["key"], name).replace,
-        attrs["outputs"],
-        attrs["single"],
-    )
-    contiguous, is_empty = attrs["contiguous"], all(0 in shape for shape, _ in outputs)
+class Replacement:
+    """The call of a ``pattern`` node at one shape: its attributes are evaluated."""
 
-    def call(inputs: Sequence[Tensor]) -> Any:
-        if is_empty:  # as with our own kernels: nothing to launch
-            made = tuple(inputs[0].new_empty(shape, dtype=dtype) for shape, dtype in outputs)
-            return made[0] if single else made
-        given = [x.contiguous() for x in inputs] if contiguous else inputs
-        versions = _versions(given)
+    def __init__(self, attrs: Mapping[str, Any]) -> None:
+        self.name, self.keywords = attrs["name"], dict(attrs["attributes"])
+        self.function = registry.find(attrs["key"], self.name).replace
+        self.outputs, self.single, self.contiguous = (
+            attrs[key] for key in ("outputs", "single", "contiguous")
+        )
+        self.is_empty = all(0 in shape for shape, _ in self.outputs)
+        self.is_new = True
+
+    def __call__(self, inputs: Sequence[Tensor]) -> Any:
+        if self.is_empty:  # as with our own kernels: nothing to launch
+            return self._given_back([inputs[0].new_empty(shape, dtype=dtype)
+                                     for shape, dtype in self.outputs])  # fmt: skip
+        given = [x.contiguous() for x in inputs] if self.contiguous else inputs
+        versions = _versions(given) if self.is_new else None
         try:
-            made = function(*given, **keywords)
+            made = self.function(*given, **self.keywords)
         except Exception as error:
-            error.add_note(f"raised by replace of the pattern {name!r}, for {_shapes(given)}")
+            error.add_note(f"raised by replace of the pattern {self.name!r}, for {_shapes(given)}")
             raise
-        results = (made,) if single else made
-        _check(name, results, outputs, given)
-        if _versions(given) != versions:
-            raise PatternError(f"pattern {name!r}: replace wrote into an argument, which others"
-                               " read: write into memory of its own")  # fmt: skip
-        owned = tuple(_owned(result, given) for result in results)
-        return owned[0] if single else owned
+        results = (made,) if self.single else made
+        _check(self.name, results, self.outputs, given)
+        if self.is_new and _versions(given) != versions:
+            raise PatternError(f"pattern {self.name!r}: replace wrote into an argument, which"
+                               " others read: write into memory of its own")  # fmt: skip
+        self.is_new = False
+        return self._given_back([_owned(result, given) for result in results])
 
-    return call
+    def _given_back(self, results: Sequence[Tensor]) -> Any:
+        return results[0] if self.single else results
 
 
 def _check(name: str, results: Any, outputs: Sequence[Any], given: Sequence[Tensor]) -> None:
@@ -54,7 +57,7 @@ def _check(name: str, results: Any, outputs: Sequence[Any], given: Sequence[Tens
             raise PatternError(f"pattern {name!r}: result {number} of replace is a"
                                f" {type(result).__name__}, not a tensor")  # fmt: skip
         device = given[0].device
-        if (tuple(result.shape), result.dtype, result.device) != (tuple(shape), dtype, device):
+        if result.shape != shape or result.dtype != dtype or result.device != device:
             raise PatternError(
                 f"pattern {name!r}: result {number} of replace is {_type(result)} on"
                 f" {result.device}, search gives {_text(dtype, shape)} on {device} for"
