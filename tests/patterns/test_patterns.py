@@ -576,6 +576,8 @@ BAD: dict[str, tuple[Callable[..., Any], Any, dict[str, Any], str]] = {
     "stars": (lambda *xs: xs[0] + 1, None, {}, "name each tensor"),
     "a keyword": (lambda x, *, how="a": x + 1, None, {}, "numbers with a default: how"),
     "other arguments": (lambda x: x + 1, lambda: None, {}, r"replace has to take \(x\)"),
+    "built in": (torch.sigmoid, None, {"example": [EMPTY]}, "give a Python function"),
+    "no function": (lambda x: x + 1, 3, {}, "replace is 3, whose arguments cannot be told"),
     "numerics": (lambda x: x + 1, None, {"numerics": "a b"}, "numerics='a b'"),
 }  # fmt: skip
 
@@ -583,8 +585,8 @@ BAD: dict[str, tuple[Callable[..., Any], Any, dict[str, Any], str]] = {
 @pytest.mark.parametrize("case", BAD)
 def test_a_bad_declaration(case: str) -> None:
     search, replace, more, message = BAD[case]
-    names = search.__code__.co_varnames[: search.__code__.co_argcount]
-    more = {"example": [EMPTY] * len(names), "name": "mine"} | more
+    count = search.__code__.co_argcount if hasattr(search, "__code__") else 0
+    more = {"example": [EMPTY] * count, "name": "mine"} | more
     with pytest.raises(PatternError, match=message) as caught:
         strop.pattern(search, replace or search, **more)
     assert "'mine'" in str(caught.value)

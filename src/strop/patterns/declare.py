@@ -46,7 +46,7 @@ def pattern(search: Callable[..., Any], replace: Callable[..., Any], *, example:
     arguments, attributes = _parameters(name, search, example)
     _check_numerics(name, numerics)
     try:
-        inspect.signature(replace).bind(*arguments, **attributes)
+        _signature(name, "replace", replace).bind(*arguments, **attributes)
     except TypeError as error:
         given = ", ".join([*arguments, *(f"{key}=" for key in attributes)])
         raise PatternError(f"pattern {name!r}: replace has to take ({given}), as search does:"
@@ -71,11 +71,19 @@ def _name_of(function: Callable[..., Any]) -> str:
     return f"pattern {next(_count)}" if name == "<lambda>" else name
 
 
+def _signature(name: str, what: str, function: Any) -> inspect.Signature:
+    try:
+        return inspect.signature(function)
+    except (TypeError, ValueError) as error:  # no function; built in
+        raise PatternError(f"pattern {name!r}: {what} is {function!r}, whose arguments cannot be"
+                           " told: give a Python function") from error  # fmt: skip
+
+
 def _parameters(name: str, search: Callable[..., Any], example: Sequence[Tensor]
                 ) -> tuple[tuple[str, ...], dict[str, Any]]:  # fmt: skip
     """Names of the tensors, and the keyword arguments with their defaults. Others with a default,
     as ``inplace`` of torch's functions, keep it."""
-    given = inspect.signature(search).parameters.values()
+    given = _signature(name, "search", search).parameters.values()
     places = [p for p in given if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     keywords = {p.name: p.default for p in given if p.kind is p.KEYWORD_ONLY}
     if len(places) + len(keywords) < len(given):
