@@ -563,6 +563,7 @@ BAD: dict[str, tuple[Callable[..., Any], Any, dict[str, Any], str]] = {
     ),
     "nothing computed": (lambda x: x.t(), None, {}, "result 0 of search is a view or a cast"),
     "no tensor": (lambda x: 3, None, {}, "has to return a tensor"),
+    "a dictionary": (lambda x: {"a": x + 1}, None, {}, "has to return a tensor"),
     "an argument unread": (lambda x, y: x + 1, None, {}, "search does not read y"),
     "apart": (lambda x, y: (x + 1, y + 1), None, {}, "no result of search depends on all"),
     "writes": (lambda x: x.mul_(2) + 1, None, {}, "writes into an argument"),

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch._guards import tracing
 from torch.utils._python_dispatch import _disable_current_modes
@@ -54,11 +55,14 @@ def traced(function: Callable[..., Any], arguments: Sequence[Argument],
     _refuse_conditions(captured, specs, imported.graph)
     if imported.constants:
         raise UnsupportedError("it makes tensors of its own: give them as arguments")
-    if not imported.returned or not all(isinstance(item, Ref) for item in imported.returned):
+    places = list(range(len(imported.returned)))
+    form = pytree.tree_unflatten(places, captured.out_spec)
+    are_tensors = all(isinstance(item, Ref) for item in imported.returned)
+    if not places or not are_tensors or form not in (0, places, tuple(places)):
         raise UnsupportedError("it has to return a tensor, or a tuple of tensors")
     graph = canonicalize(imported.graph, Options())
     outputs = tuple(_computed(node) for node in graph.outputs)
-    return Searched(replace(graph, outputs=outputs), captured.out_spec.is_leaf())
+    return Searched(replace(graph, outputs=outputs), form == 0)
 
 
 def _roots(shapes: Iterable[Shape]) -> list[str]:
