@@ -8,11 +8,13 @@ from torch import nn
 
 from strop.errors import OptionError
 from strop.options import OPTION_NAMES, Options, check_names
+from strop.patterns.declare import pattern
 from strop.runtime.dispatch import Dispatcher
 
 if TYPE_CHECKING:
     from strop.debug.report import Report
 
+__all__ = ["dispatchers_of", "explain", "optimize", "optimize_module", "pattern", "restore"]
 T = TypeVar("T")
 
 

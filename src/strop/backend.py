@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from strop import passes
@@ -21,6 +21,7 @@ from strop.ir.source import KernelSource
 from strop.lowering.generic import without_sizes
 from strop.lowering.lower import Lowered, lower
 from strop.options import Options
+from strop.patterns import apply as patterns
 
 if TYPE_CHECKING:
     from torch.fx import GraphModule
@@ -47,6 +48,7 @@ class Compiled:
     seconds: Mapping[str, float]
     imported: Graph | None = None  # before all passes, where ``options.wants_graphs``
     folder: str = ""  # where ``options.dump`` left its files
+    patterns: patterns.Found = field(default_factory=patterns.Found)
 
 
 def compile_captured(gm: GraphModule, graph: Graph, signature: Signature, device: str,
@@ -74,6 +76,7 @@ def compile_graph(graph: Graph, signature: Signature, device: str, options: Opti
     target = replace(target, emit=without_sizes(emit) if generic else emit,
                      stitched=once(target.stitched))  # fmt: skip
     clock, imported = _Clock(), graph if options.wants_graphs else None
+    graph, own = patterns.apply(graph, options, device)  # calls of the user's own kernels
     graph, records = passes.run(graph, options)  # rewrite to canonical form, lay out memory
     clock.lap("passes")
     first = _First(begin, target, graph.hints)
@@ -82,7 +85,8 @@ def compile_graph(graph: Graph, signature: Signature, device: str, options: Opti
     lowered = {group: (low.kernel, low.buffers, low.offsets) for group, low in kernels.items()}
     program = assemble(graph, fusion, lowered, signature, target, found)
     clock.lap("codegen")
-    return Compiled(program, graph, fusion, records, clock.seconds, imported)
+    return Compiled(program, graph, fusion, (*own.records, *records), clock.seconds,
+                    imported, patterns=own)  # fmt: skip
 
 
 def _planned(graph: Graph, generic: bool, on_gpu: bool, first: _First, clock: _Clock

@@ -27,3 +27,7 @@ class CacheError(StropError, RuntimeError):
 
 class OptionError(StropError, ValueError):
     """An option or argument has a value that Strop does not know."""
+
+
+class PatternError(StropError, ValueError):
+    """A pattern cannot be declared, or its replacement does not give what it replaces."""

@@ -41,6 +41,8 @@ class Options:
                          "STROP_RECORD", keyed=False)  # fmt: skip
     build_workers: int = _knob(0, "processes that compile kernels; 0: one a core, at most 16",
                                "STROP_BUILD_WORKERS", keyed=False)  # fmt: skip
+    numerics: tuple[str, ...] = _knob((), "patterns, by the name of their numerics, that may be"
+                                      " less exact than torch", "STROP_NUMERICS")  # fmt: skip
 
     def __post_init__(self) -> None:
         for knob in fields(self):

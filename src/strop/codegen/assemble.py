@@ -234,8 +234,8 @@ def _call_step(a: _Assembly, node: Node, results: set[Node]) -> CallStep:
     if node.op == "write":
         a.number[node] = a.number[base_of(node.inputs[0])]
         return CallStep("write", refs, (), (), node.origin)
-    if node.op == "aten":
-        return CallStep("aten", refs, tuple(sorted(node.attrs.items())), _opaque_outputs(a, node),
+    if node.op in ("aten", "pattern"):
+        return CallStep(node.op, refs, tuple(sorted(node.attrs.items())), _opaque_outputs(a, node),
                         node.origin)  # fmt: skip
     planned = "result" if node in results else "arena"
     out = a.add(node, planned if node.op in a.target.planned else "call")

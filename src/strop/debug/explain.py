@@ -13,8 +13,16 @@ from torch import nn
 from strop.api import dispatchers_of, optimize, restore
 from strop.backend import Compiled
 from strop.debug.costs import Machine, bytes_moved, machine
-from strop.debug.listing import graph_text, listing, type_text
-from strop.debug.report import ComponentRow, GraphRow, KernelRow, RefusalRow, Report, StepRow
+from strop.debug.listing import call_text, graph_text, listing, type_text
+from strop.debug.report import (
+    ComponentRow,
+    GraphRow,
+    KernelRow,
+    PatternRow,
+    RefusalRow,
+    Report,
+    StepRow,
+)
 from strop.debug.steps import step_rows
 from strop.errors import OptionError
 from strop.fusion.plan import Refusal
@@ -172,7 +180,23 @@ def _graph(variant: Variant, latest: Entry | None, able: Machine) -> GraphRow:
         steps=steps,
         edges=tuple(map(_refusal, compiled.plan.refusals)) if compiled else (),
         texts=_texts(compiled),
+        patterns=_patterns(program, compiled),
     )
+
+
+def _patterns(program: Program, compiled: Compiled | None) -> tuple[PatternRow, ...]:
+    """Those in force when it was compiled; of a stored graph, those that matched."""
+    origins: dict[str, list[str]] = (
+        {name: [] for name in compiled.patterns.names} if compiled else {}
+    )
+    for step in program.call_steps:
+        if step.op == "pattern":
+            origins.setdefault(dict(step.attrs)["name"], []).append(step.origin)
+    misses: dict[str, list[tuple[str, str]]] = defaultdict(list)
+    for miss in compiled.patterns.misses if compiled else ():
+        misses[miss.pattern].append((miss.origin, miss.reason))
+    return tuple(PatternRow(name, tuple(where), tuple(misses[name]))
+                 for name, where in origins.items())  # fmt: skip
 
 
 def _seconds(variant: Variant) -> dict[str, float]:
@@ -196,8 +220,8 @@ def _texts(compiled: Compiled | None) -> tuple[tuple[str, str], ...]:
 
 
 def operator_of(step: CallStep) -> str:
-    """ "linear", "conv2d", or the ATen overload of an opaque call."""
-    return str(dict(step.attrs)["target"]) if step.op == "aten" else step.op
+    """ "linear", "conv2d", the ATen overload of an opaque call, or "pattern" and its name."""
+    return call_text(step.op, dict(step.attrs))
 
 
 def _kernels(program: Program, costs: Sequence[StepRow], sizes: Mapping[str, int],

@@ -84,6 +84,7 @@ def _graph(g: GraphRow) -> str:
         _table(("kernel", "launches", "MB", "MFLOP", "us", "share", "from"), map(_kernel, kernels)),
         _table(("library call", "count"), calls),
         _table(("opaque call, run by torch", "MB", "in"), _opaque(g)),
+        _patterns(g),
         _refusals(g),
         _graphs(g),
         _folded("Guards", guards),
@@ -131,6 +132,18 @@ def _opaque(g: GraphRow) -> Iterable[tuple[str, ...]]:
     for step in g.steps:
         if step.kind == "opaque":
             yield escape(step.title), _number(step.bytes_moved / 1e6), escape(step.origin)
+
+
+def _patterns(g: GraphRow) -> str:
+    """Where replacements run, and every near miss underneath."""
+    parts = []
+    for p in g.patterns:
+        rows = [("runs", escape(origin or "the module itself"), "") for origin in p.origins]
+        rows += [("not", escape(o or "the module itself"), escape(why)) for o, why in p.misses]
+        title = f"{p.name}: {len(p.origins)} matches, {len(p.misses)} near misses"
+        table = _table(("", "in", "because"), rows)
+        parts.append(f"<details><summary>{escape(title)}</summary>{table}</details>")
+    return f"<h3>Patterns</h3>{''.join(parts)}" if parts else ""
 
 
 def _refusals(g: GraphRow) -> str:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
+from typing import Any
 
 from strop.fusion.plan import FusionPlan
 from strop.ir.graph import Graph, Node
@@ -70,15 +72,21 @@ def plan_text(plan: FusionPlan) -> str:
 
 def _line(program: Program, number: int, step: Step) -> str:
     if isinstance(step, CallStep):
-        target = dict(step.attrs).get("target", step.op) if step.op == "aten" else step.op
         made = [buffer_text(program.buffers[n], n) for n in step.outputs if n >= 0]
         read = [buffer_text(program.buffers[r.buffer], r.buffer) for r in step.inputs]
-        what = f"call   {target}"
+        what = f"call   {call_text(step.op, dict(step.attrs))}"
     else:
         made = [buffer_text(program.buffers[n], n) for n in step.writes]
         read = [buffer_text(program.buffers[n], n) for n in step.buffers if n not in step.writes]
         what = f"kernel {program.sources[step.kernel].name}"
     return f"{number:4d} {what}({', '.join(read)}) -> {', '.join(made)}  # {step.origin}"
+
+
+def call_text(op: str, attrs: Mapping[str, Any]) -> str:
+    """ "linear", the ATen overload of an opaque call, or the pattern whose replacement it is."""
+    if op == "pattern":
+        return f"pattern {attrs['name']}"
+    return str(attrs["target"]) if op == "aten" else op
 
 
 def buffer_text(buffer: Buffer, number: int) -> str:

@@ -18,6 +18,7 @@ from strop.errors import UnsupportedError
 from strop.ir.dims import Env, Expr
 from strop.ir.graph import Graph, Node
 from strop.ir.ops import OPS, Kind
+from strop.patterns import registry
 from strop.runtime.calls import ALLOCATING
 
 Value = Any  # a Tensor, or a tuple of them for a call with several results
@@ -52,7 +53,7 @@ def input_values(graph: Graph, arguments: Mapping[int, Tensor]) -> dict[Node, Te
 
 def has_reference(op: str) -> bool:
     """Whether ``evaluate`` knows an operator of the table."""
-    return op in _RULES or op in ("input", "aten") or OPS[op].reference is not None
+    return op in _RULES or op in ("input", "aten", "pattern") or OPS[op].reference is not None
 
 
 def is_random(node: Node) -> bool:
@@ -81,6 +82,8 @@ def _apply(node: Node, operands: list[Tensor], env: Env, *, exact: bool) -> Valu
     rule = _RULES.get(node.op)
     if rule is not None:
         return rule(node, operands, env)
+    if node.op == "pattern":
+        return _searched(node, operands, env, exact=exact)
     if node.op == "aten":
         own = [x.to(i.dtype) for x, i in zip(operands, node.inputs, strict=True)]
         return ALLOCATING["aten"](_concrete_attrs(node, env))(own)
@@ -90,6 +93,17 @@ def _apply(node: Node, operands: list[Tensor], env: Env, *, exact: bool) -> Valu
     if reference is None:
         raise UnsupportedError(f"{node.op} has no reference in torch (at {node.origin})")
     return reference(*operands, **_concrete_attrs(node, env))
+
+
+def _searched(node: Node, operands: list[Tensor], env: Env, *, exact: bool) -> Value:
+    """What a pattern's replacement stands for: the graph of its search."""
+    pattern = registry.find(node.attrs["key"], node.attrs["name"])
+    arguments = [(i.shape, i.dtype) for i in node.inputs]
+    graph = pattern.at(arguments, dict(node.attrs["attributes"]), env).graph
+    given = dict(zip(graph.inputs, operands, strict=True))
+    values = evaluate(graph.outputs, given, env, exact=exact)
+    found = tuple(values[node] for node in graph.outputs)
+    return found[0] if node.attrs["single"] else found
 
 
 def _reduce(node: Node, x: Tensor, *, exact: bool) -> Tensor:

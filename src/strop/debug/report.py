@@ -65,6 +65,16 @@ class RefusalRow:
 
 
 @dataclass(frozen=True, slots=True)
+class PatternRow:
+    """What became of a pattern (``strop.pattern``): the modules where its replacement runs, and
+    where it nearly matched, each with the reason why it did not."""
+
+    name: str
+    origins: tuple[str, ...]
+    misses: tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True, slots=True)
 class GraphRow:
     """One compiled graph. ``calls``: library calls of one run, by operator."""
 
@@ -85,6 +95,7 @@ class GraphRow:
     steps: tuple[StepRow, ...] = ()
     edges: tuple[RefusalRow, ...] = ()  # each of ``refusals``
     texts: tuple[tuple[str, str], ...] = ()  # stage and graph after it; Options.record keeps them
+    patterns: tuple[PatternRow, ...] = ()  # near misses are not kept on disk
 
     @property
     def bound_us(self) -> float:
@@ -266,9 +277,19 @@ def _graph_lines(g: GraphRow) -> list[str]:
         lines.append(
             f"  {len(origins):4d}x {op} in torch  <- {_from(tuple(dict.fromkeys(origins)))}"
         )
+    for pattern in g.patterns:
+        lines += _pattern_lines(pattern)
     for reason, count in sorted(g.refusals.items(), key=lambda item: -item[1])[:_TOP]:
         lines.append(f"  {count:4d} edges not fused: {reason}")
     return lines
+
+
+def _pattern_lines(p: PatternRow) -> list[str]:
+    where = f"  <- {_from(tuple(dict.fromkeys(p.origins)))}" if p.origins else ""
+    lines = [f"  {len(p.origins):4d}x pattern {p.name}{where}"]
+    shown = [f"       not in {origin or 'the module'}: {why}" for origin, why in p.misses[:_TOP]]
+    more = len(p.misses) - len(shown)
+    return [*lines, *shown, *([f"       nor in {more} other places"] if more else [])]
 
 
 def _from(origins: tuple[str, ...]) -> str:

@@ -9,7 +9,7 @@ import torch
 
 from strop.backend import Compiled
 from strop.debug.costs import Machine, Sizes, bytes_moved, call_flops, group_flops
-from strop.debug.listing import buffer_text, type_text
+from strop.debug.listing import buffer_text, call_text, type_text
 from strop.debug.report import StepRow, ValueRow
 from strop.fusion.plan import Group, Scheme
 from strop.ir.affine import base_of
@@ -32,7 +32,7 @@ class Planned:
         """ "row kernel", "linear", "aten.embedding.default"."""
         if isinstance(self.plan, Group):
             return f"{self.plan.schedule.value} kernel"
-        return str(self.plan.attrs["target"]) if self.plan.op == "aten" else self.plan.op
+        return call_text(self.plan.op, self.plan.attrs)
 
 
 def planned_steps(compiled: Compiled) -> tuple[Planned, ...]:
@@ -67,7 +67,7 @@ def _made(plan: Group | Node, step: Step, items: dict[Node, list[Node]]) -> dict
         assert isinstance(step, KernelStep), step
         return dict(zip(plan.stores, step.writes, strict=True))
     assert isinstance(step, CallStep), step
-    if plan.op == "aten" and not plan.attrs["single"]:
+    if not plan.attrs.get("single", True):
         made = {item: step.outputs[item.attrs["index"]] for item in items.get(plan, ())}
         return {item: number for item, number in made.items() if number >= 0}
     return dict.fromkeys([plan], step.outputs[0]) if step.outputs else {}
@@ -118,7 +118,7 @@ def _kind(step: Step) -> str:
 def _title(program: Program, step: Step) -> str:
     if isinstance(step, KernelStep):
         return program.sources[step.kernel].name
-    return str(dict(step.attrs)["target"]) if step.op == "aten" else step.op
+    return call_text(step.op, dict(step.attrs))
 
 
 def _flops(step: Step, plan: Group | Node | None, sizes: Sizes) -> int:

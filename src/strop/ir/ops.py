@@ -64,6 +64,7 @@ STRUCTURAL: tuple[Op, ...] = (
     Op("conv2d", Kind.CONTRACTION),  # x (N, C, H, W), weight (O, C/groups, KH, KW)[, bias]
     Op("attention", Kind.CONTRACTION),  # q, k, v (B, H, S, D)[, mask] -> (B, H, S, D)
     Op("aten", Kind.OPAQUE),  # attrs["target"]: any other overload, run by torch
+    Op("pattern", Kind.OPAQUE),  # attrs["key"]: the replacement that ``strop.patterns`` calls
     Op("item", Kind.OPAQUE),  # attrs["index"]: one output of a node that has several
     Op("write", Kind.OPAQUE),  # inputs (destination, value): copy_ into a graph input
 )

@@ -42,7 +42,9 @@ class PassRecord:
 
 def run(graph: Graph, options: Options) -> tuple[Graph, tuple[PassRecord, ...]]:
     """Run PIPELINE; ``options.disable`` names passes to skip (channels_last cannot be)."""
-    check_names(options.disable, [step.__name__ for step in PIPELINE], "pass to disable:")
+    check_names(
+        options.disable, [*(step.__name__ for step in PIPELINE), "patterns"], "pass to disable:"
+    )
     records = []
     for step in PIPELINE:
         if step.__name__ in options.disable:

@@ -15,7 +15,7 @@ def canonicalize(graph: Graph, options: Options) -> Graph:
     shown = _views_of_results(graph)
 
     def rule(b: Builder, node: Node, inputs: tuple[Node, ...]) -> Node | None:
-        return None if node in shown else _simplify(b, node, inputs)
+        return None if node in shown else simplify(b, node, inputs)
 
     return rewrite(graph, rule)
 
@@ -30,7 +30,7 @@ def _views_of_results(graph: Graph) -> set[Node]:
     return found
 
 
-def _simplify(b: Builder, node: Node, inputs: tuple[Node, ...]) -> Node | None:
+def simplify(b: Builder, node: Node, inputs: tuple[Node, ...]) -> Node | None:
     if node.op in ("mul", "div"):
         return _drop_one(node, inputs)
     if node.op == "slice":

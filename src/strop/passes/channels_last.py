@@ -56,8 +56,12 @@ def _relaid(b: Builder, node: Node, inputs: tuple[Node, ...], hints: Mapping[str
     elif node.op == "attention":
         order = BSHD
         inputs = tuple(_unit_last(b, x) for x in inputs)
+    elif node.op == "pattern" and node.attrs["contiguous"]:
+        inputs = tuple(_contiguous(b, x, None) for x in inputs)
     elif node.kind in (Kind.OPAQUE, Kind.CONTRACTION):
         inputs = tuple(x if _strides(x) is not None else _contiguous(b, x, None) for x in inputs)
+        if node.op == "pattern" and node.attrs["single"]:  # one that takes values as they lie
+            order = order_of_largest(inputs, hints, len(node.shape))
     else:
         inputs = _readable(b, node, inputs, hints)
         largest = inputs[:1] if node.op == "take" else inputs

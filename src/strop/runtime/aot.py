@@ -28,6 +28,7 @@ from strop.frontend.symbols import Symbols
 from strop.ir.dims import Expr, symbol
 from strop.ir.program import Program
 from strop.options import Options
+from strop.patterns import registry
 from strop.runtime.ahead import Ahead
 from strop.runtime.executor import Bound, Workspace, looks_too_far
 from strop.runtime.garbage import collection_paused
@@ -63,6 +64,7 @@ def compile_dynamo(gm: GraphModule, example_inputs: Sequence[Any], **given: Any)
     if mode not in (None, "default"):
         log.warning("torch.compile(mode=%r) is for Inductor and changes nothing here", mode)
     options = Options.from_environment(**(given.get("options") or given))
+    registry.watch_once(torch.compiler.reset)  # Dynamo knows nothing of patterns
 
     trains = torch.is_grad_enabled() and any(
         t.requires_grad for t in example_inputs if isinstance(t, Tensor)

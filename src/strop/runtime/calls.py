@@ -16,6 +16,7 @@ from torch import Tensor
 
 from strop.errors import UnsupportedError
 from strop.ir.graph import Ref
+from strop.patterns.call import Replacement
 
 Call = Callable[[Sequence[Tensor]], Any]
 OutCall = Callable[[Sequence[Tensor], Tensor], Any]
@@ -135,5 +136,6 @@ ALLOCATING: dict[str, Callable[[Mapping[str, Any]], Call]] = {
     "attention": _attention,
     "write": _write,
     "aten": _aten,
+    "pattern": Replacement,
 }
 CUDA_ALLOCATING = {**ALLOCATING, "attention": _cuda_attention}

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from strop.errors import StropError, UnsupportedError
 from strop.frontend.objects import WithObjects, given_back
 from strop.options import Options
+from strop.patterns import registry
 from strop.runtime import graphs
 from strop.runtime.executor import (
     AliasOfArgument,
@@ -184,6 +185,7 @@ class Dispatcher:
         self._ready: dict[Hashable, Ready | None] = {}  # None: takes the long way
         self._checked_loop = 0
         self._lock = threading.RLock()
+        registry.watch(self._forget_programs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if is_looked_into():
@@ -324,6 +326,11 @@ class Dispatcher:
         self.state.scan()
         self.counters.rebinds += 1
         self.forget_shapes()
+
+    def _forget_programs(self) -> None:
+        """The patterns in force are others: the next call looks for its program anew."""
+        with self._lock:
+            self.forget_shapes()
 
     def forget_shapes(self) -> None:
         for device in {entry.device for entry in self._entries.values()}:

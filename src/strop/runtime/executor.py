@@ -257,7 +257,7 @@ class Bound:
         if step.op in self._planned_calls:
             return self._link_planned(step, getters, attrs)
         call, outputs = self._allocating_calls[step.op](attrs), step.outputs
-        single = step.op != "aten" or attrs["single"]
+        single = attrs.get("single", True)
         if step.op == "aten" and _returns_view(attrs["target"]):
             call = _copied(call)  # a view of the arena would not outlive its operand
         slots, dead = self._slots, self._dying(position)

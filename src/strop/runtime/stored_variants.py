@@ -25,6 +25,7 @@ import strop
 from strop.errors import CacheError
 from strop.ir.serialize import from_json, to_json
 from strop.options import Options
+from strop.patterns import registry
 from strop.runtime.cache import DiskCache
 from strop.runtime.signature import Shapes, Skeleton
 from strop.runtime.state import ModuleState, settings_of
@@ -40,7 +41,8 @@ _FORMAT = 2
 def key_of(module: nn.Module, state: ModuleState, skeleton: Skeleton, shapes: Shapes,
            options: Options) -> str:  # fmt: skip
     """A digest of all that the graph depends on, weights excepted."""
-    parts: list[str] = [f"format {_FORMAT}", *_versions(), own_source(), options.key()]
+    parts: list[str] = [f"format {_FORMAT}", *_versions(), own_source(), options.key(),
+                        *registry.keys()]  # fmt: skip
     sources = set()
     for path, part in module.named_modules():
         processor = part.__dict__.get("processor")
@@ -90,7 +92,7 @@ def own_source() -> str:
     """A digest of the compiler itself, so that a change to it never meets an old plan."""
     digest = hashlib.sha256()
     root = Path(strop.__file__).parent
-    for folder in ("frontend", "ir", "passes", "fusion", "lowering", "codegen"):
+    for folder in ("frontend", "ir", "passes", "patterns", "fusion", "lowering", "codegen"):
         for file in sorted((root / folder).rglob("*.[ph]*")):
             if file.suffix in (".py", ".h"):
                 digest.update(file.read_bytes())

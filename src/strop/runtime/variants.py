@@ -28,6 +28,7 @@ from strop.frontend.importer import import_graph
 from strop.frontend.objects import with_objects
 from strop.ir.program import Program
 from strop.options import Options
+from strop.patterns import registry
 from strop.runtime import stored_variants
 from strop.runtime.ahead import Ahead
 from strop.runtime.garbage import collection_paused
@@ -176,7 +177,8 @@ class VariantStore:
     def _build(self, key: Any, state: ModuleState, skeleton: Skeleton, shapes: Shapes,
                sizes: Sizes) -> Variant:  # fmt: skip
         try:
-            variant = self._make(state, skeleton, shapes, sizes)
+            with registry.holding(key[0][1]):  # of this very key, whatever other threads declare
+                variant = self._make(state, skeleton, shapes, sizes)
         except REFUSALS as error:
             self._failed[key, shapes.is_ragged] = str(error)
             raise
@@ -273,7 +275,7 @@ class VariantStore:
 def _key(state: ModuleState, skeleton: Skeleton, shapes: Shapes) -> Any:
     kinds = tuple((s.dtype, s.device, s.is_channels_last, *(size == "0" for size in s.shape))
                   for s in shapes.specs)  # fmt: skip
-    return state.structure, skeleton, kinds
+    return (state.structure, registry.active()), skeleton, kinds
 
 
 def device_of(state: ModuleState, shapes: Shapes) -> torch.device:

@@ -1,0 +1,1 @@
+"""Subgraphs that a user's own kernels compute: ``strop.pattern``."""

@@ -1,0 +1,163 @@
+"""Where a pattern's search occurs in a graph.
+
+First the skeleton, loosely: operators must agree from the result down to the arguments, whatever
+views, casts and sizes lie between. That gives candidates for the arguments. Then exactly: the
+search is traced for those very arguments and its nodes are looked up in the graph by value number,
+so that sizes, types, attributes and every folded view must agree. What is not found says why.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from strop.ir.graph import Builder, Graph, Node
+from strop.ir.ops import Kind
+from strop.passes.canonicalize import simplify
+
+COMMUTATIVE = frozenset({
+    "add", "mul", "maximum", "minimum", "fmax", "fmin", "hypot", "logaddexp", "logaddexp2", "eq",
+    "ne", "logical_and", "logical_or", "logical_xor", "bitwise_and", "bitwise_or", "bitwise_xor",
+    "or", "and",
+})  # fmt: skip
+MOST_TRIES = 64  # ways to bind the arguments at one place
+Places = Mapping[tuple[Node, str], str]
+Bound = Mapping[Any, Any]  # argument of the skeleton -> candidates; name of a keyword -> number
+
+
+def is_transparent(node: Node) -> bool:
+    """Whether the skeleton looks through a node: sizes and types decide whether it is there."""
+    return node.kind is Kind.VIEW or node.op in ("cast", "copy")
+
+
+def stripped(node: Node) -> Node:
+    while is_transparent(node):
+        node = node.inputs[0]
+    return node
+
+
+def swaps(node: Node) -> bool:
+    """Whether its two operands may change places."""
+    return node.op in COMMUTATIVE and len(node.inputs) == 2 and node.attrs.get("alpha", 1) == 1
+
+
+class Numbers:
+    """Value numbers: equal for nodes that compute the same from the same."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.nodes: dict[int, list[Node]] = {}
+        self._of: dict[Node, int] = {}
+        self._known: dict[Any, int] = {}
+        for node in graph.nodes:
+            self.nodes.setdefault(self.of(node), []).append(node)
+
+    def of(self, node: Node) -> int:
+        if node not in self._of:
+            key = self._key(node)
+            self._of[node] = self._known.setdefault(key, len(self._known))
+        return self._of[node]
+
+    def _key(self, node: Node) -> Any:
+        operands = [self.of(i) for i in node.inputs]
+        if swaps(node):
+            operands.sort()
+        apart = node.serial if node.op == "write" else 0
+        return (node.op, tuple(operands), repr(sorted(node.attrs.items())), node.shape, node.dtype,
+                node.order, apart)  # fmt: skip
+
+    def twins(self, node: Node) -> Sequence[Node]:
+        """The nodes of the graph that compute the same."""
+        return self.nodes.get(self.of(node), ())
+
+
+class Skeleton:
+    """Candidates for the arguments of a pattern. ``places``: nodes and attributes of them that
+    hold the value of a keyword."""
+
+    def __init__(self, places: Places) -> None:
+        self.places, self.builder = places, Builder()
+
+    def bindings(self, wanted: Node, node: Node) -> Iterator[Bound]:
+        """Ways in which the values that ``wanted`` reads may be those that ``node`` reads."""
+        return itertools.islice(self._match(wanted, node, {}), MOST_TRIES)
+
+    def _match(self, wanted: Node, node: Node, bound: Bound) -> Iterator[Bound]:
+        base = stripped(wanted)
+        if base.op == "input":
+            yield from self._argument(base, wanted, node, bound)
+            return
+        node = stripped(node)
+        if base.op != node.op or len(base.inputs) != len(node.inputs):
+            return
+        if any(base.attrs.get(k) != node.attrs.get(k) for k in ("target", "index")):
+            return
+        found = self._attributes(base, node, bound)
+        if found is None:
+            return
+        yield from self._operands(base.inputs, node.inputs, found)
+        if swaps(base):
+            yield from self._operands(base.inputs, node.inputs[::-1], found)
+
+    def _operands(self, wanted: Sequence[Node], given: Sequence[Node], bound: Bound
+                  ) -> Iterator[Bound]:  # fmt: skip
+        if not wanted:
+            yield bound
+            return
+        for found in self._match(wanted[0], given[0], bound):
+            yield from self._operands(wanted[1:], given[1:], found)
+
+    def _attributes(self, wanted: Node, node: Node, bound: Bound) -> Bound | None:
+        """Keywords are what the graph has at their places, the same at all of them."""
+        found = dict(bound)
+        for name, value in wanted.attrs.items():
+            keyword = self.places.get((wanted, name))
+            if keyword is not None:
+                given = node.attrs.get(name)
+                if type(given) is not type(value) or found.get(keyword, given) != given:
+                    return None
+                found[keyword] = given
+        return found
+
+    def _argument(self, argument: Node, wanted: Node, node: Node, bound: Bound
+                  ) -> Iterator[Bound]:  # fmt: skip
+        candidates = self._candidates(wanted, node)
+        if argument in bound:
+            candidates = [c for c in bound[argument] if c in candidates]
+        if candidates:
+            yield {**bound, argument: candidates}
+
+    def _candidates(self, wanted: Node, node: Node) -> list[Node]:
+        """The value itself, what it is a view or cast of, and what it would be a view of; first
+        those as far down as the argument lies, and of its rank."""
+        chain = [node]
+        while is_transparent(chain[-1]):
+            chain.append(chain[-1].inputs[0])
+        depth, permutations = 0, []
+        while is_transparent(wanted):
+            if wanted.op == "permute":
+                permutations.append(wanted.attrs["dims"])
+            depth, wanted = depth + 1, wanted.inputs[0]
+        place = {value: number for number, value in enumerate(chain)}
+        chain.sort(key=lambda value: abs(place[value] - depth))
+        if len(permutations) == 1:
+            (dims,) = permutations
+            back = sorted(range(len(dims)), key=lambda d: dims[d])
+            chain += [self.builder.permute(c, back) for c in chain if len(c.shape) == len(back)]
+        return sorted(dict.fromkeys(chain), key=lambda c: len(c.shape) != len(wanted.shape))
+
+
+def choices(arguments: Iterable[Node], bound: Bound) -> Iterator[tuple[Node, ...]]:
+    """One candidate for each argument, likely ones first."""
+    each = [bound[argument] for argument in arguments]
+    return itertools.islice(itertools.product(*each), MOST_TRIES)
+
+
+def replayed(graph: Graph, arguments: Sequence[Node]) -> dict[Node, Node]:
+    """The nodes of a search's graph over these arguments; views fold as they would there."""
+    builder, new = Builder(), dict(zip(graph.inputs, arguments, strict=True))
+    for node in graph.nodes:
+        if node not in new:
+            inputs = tuple(new[i] for i in node.inputs)
+            new[node] = simplify(builder, node, inputs) or builder.copy_of(node, inputs)
+    return new
