@@ -134,7 +134,7 @@ def test_ten_thousand_calls_leave_no_memory_behind(tmp_path: Path) -> None:
     calls(10_000)
     after = state_of_memory()
     tracemalloc.stop()
-    assert after["tensors"] == before["tensors"]
+    assert after["tensors"] <= before["tensors"]  # fewer: other tests left some behind
     assert after["python"] - before["python"] < 64 * KILOBYTES
     assert after["resident"] - before["resident"] < 8 * KILOBYTES * KILOBYTES
 
