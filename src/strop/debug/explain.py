@@ -14,7 +14,15 @@ from strop.api import dispatchers_of, optimize, restore
 from strop.backend import Compiled
 from strop.debug.costs import Machine, bytes_moved, machine
 from strop.debug.listing import graph_text, listing, type_text
-from strop.debug.report import ComponentRow, GraphRow, KernelRow, RefusalRow, Report, StepRow
+from strop.debug.report import (
+    ComponentRow,
+    GraphRow,
+    HoistedRow,
+    KernelRow,
+    RefusalRow,
+    Report,
+    StepRow,
+)
 from strop.debug.steps import step_rows
 from strop.errors import OptionError
 from strop.fusion.plan import Refusal
@@ -117,7 +125,19 @@ def _component(name: str, dispatcher: Dispatcher, able: Machine) -> ComponentRow
         fallbacks=dict(counters.fallbacks),
         nonfinite=tuple(counters.nonfinite),
         findings=tuple(counters.findings),
+        hoisted=_hoisted(dispatcher),
     )
+
+
+def _hoisted(dispatcher: Dispatcher) -> HoistedRow | None:
+    """Where the latest shape has something to hoist."""
+    latest = _latest(dispatcher)
+    bounds = list(latest.bounds.values()) if latest is not None else []
+    if not bounds or not bounds[0].hoisted.steps:
+        return None
+    kept = dispatcher.loop.kept.values()
+    return HoistedRow(len(bounds[0].hoisted.steps), sum(k.memory.nbytes for k in kept),
+                      sum(k.num_runs for k in kept), sum(k.num_reuses for k in kept))  # fmt: skip
 
 
 def _latest(dispatcher: Dispatcher) -> Entry | None:

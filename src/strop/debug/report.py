@@ -92,6 +92,18 @@ class GraphRow:
 
 
 @dataclass(frozen=True, slots=True)
+class HoistedRow:
+    """What one module computes once a denoise loop: ``num_launches`` at the latest shape. They have
+    run ``num_runs`` times, and ``num_reuses`` further calls found their results, which lie in
+    ``kept_bytes`` of memory, that of other streams and of larger shapes included."""
+
+    num_launches: int
+    kept_bytes: int
+    num_runs: int
+    num_reuses: int
+
+
+@dataclass(frozen=True, slots=True)
 class ComponentRow:
     """One optimised module and what has happened to it."""
 
@@ -108,6 +120,7 @@ class ComponentRow:
     fallbacks: Mapping[str, int]
     nonfinite: tuple[str, ...]
     findings: tuple[str, ...] = ()  # of Options.check
+    hoisted: HoistedRow | None = None
 
     @property
     def latest(self) -> GraphRow | None:
@@ -233,6 +246,10 @@ def _component_lines(c: ComponentRow) -> list[str]:
         f" {len(c.graphs)} graphs, {c.num_recompiles} recompiles, {c.num_shapes} shapes,"
         f" {c.num_launches} launches"
     ]
+    if c.hoisted is not None:
+        h = c.hoisted
+        lines.append(f"  hoisted: {h.num_launches} launches, run {h.num_runs}x,"
+                     f" reused {h.num_reuses}x, {h.kept_bytes / 1e6:.2f} MB kept")  # fmt: skip
     lines += [f"  fallback {count}x: {why}" for why, count in c.fallbacks.items()]
     lines += [f"  not finite: {text}" for text in c.nonfinite]
     lines += [f"  check: {text}" for text in c.findings]

@@ -35,6 +35,7 @@ from strop.runtime.executor import (
     looks_too_far,
     returned_arguments,
 )
+from strop.runtime.hoisting import Kept, Stamp, stamp_of
 from strop.runtime.signature import (
     Shapes,
     Skeleton,
@@ -67,13 +68,19 @@ class Adapter:
 
         return default_shapes(tensors)
 
+    def steady(self, skeleton: Skeleton) -> tuple[int, ...]:
+        """Tensors of a call, by number, that stay the same through a denoise loop as a rule."""
+        return ()
+
 
 @dataclass
 class Loop:
-    """A denoise loop: between ``begin`` and ``end`` weights are checked once, then only lightly."""
+    """A denoise loop: between ``begin`` and ``end`` weights are checked once, then only lightly,
+    and what depends on the prompt alone is kept."""
 
     number: int = 0
     is_running: bool = False
+    kept: dict[Hashable, Kept] = field(default_factory=dict)  # of a module on a stream
 
     def begin(self) -> None:
         self.number += 1
@@ -81,6 +88,8 @@ class Loop:
 
     def end(self) -> None:
         self.is_running = False
+        for kept in tuple(self.kept.values()):
+            kept.forget()
 
 
 @dataclass
@@ -96,6 +105,7 @@ class Entry:
     bounds: dict[int, Bound] = field(default_factory=dict)
     placed: list[Tensor | None] | None = None
     aliases: tuple[AliasOfArgument, ...] = ()
+    steady: tuple[int, ...] = ()  # see ``Adapter.steady``
 
 
 @dataclass(slots=True)
@@ -345,7 +355,9 @@ class Dispatcher:
         for operator in variant.program.foreign_calls:
             self._note_fallback(f"{operator} has no row in the operator table: torch runs it")
         aliases = returned_arguments(variant.program, env)
-        entry = self._entries[key] = Entry(next(_NUMBERS), variant, device, env, aliases=aliases)
+        steady = self.adapter.steady(skeleton) if self.options.hoist else ()
+        entry = Entry(next(_NUMBERS), variant, device, env, aliases=aliases, steady=steady)
+        self._entries[key] = entry
         return entry
 
     def _bound(self, entry: Entry, workspace: Workspace, stream: int) -> Bound:
@@ -358,7 +370,17 @@ class Dispatcher:
                 self.forget_shapes_but(entry)
                 entry.placed = placed
         library = library_for(entry.device, self.options)
-        return Bound(entry.variant.program, entry.env, entry.placed, library, workspace, stream)
+        program = entry.variant.program
+        kept = self.loop.kept.setdefault((id(self), entry.device, stream), Kept(entry.device))
+        arguments = [i for i, spec in enumerate(program.inputs) if not spec.is_state]
+        steady = [arguments[number] for number in entry.steady]
+        return Bound(program, entry.env, entry.placed, library, workspace, stream, steady, kept)
+
+    def _stamp(self, entry: Entry, tensors: Sequence[Tensor]) -> Stamp | None:
+        """What arguments are that stay the same through a loop, if this is one."""
+        if not entry.steady or not self._is_settled():
+            return None
+        return stamp_of(self._checked_loop, [tensors[number] for number in entry.steady])
 
     def forget_shapes_but(self, entry: Entry) -> None:
         keys = [k for k, e in self._entries.items() if e is entry]
@@ -439,7 +461,7 @@ class Dispatcher:
         if entry.uses == 1 and self.options.check and entry.variant.compiled is not None:
             results = self._run_checked(bound, entry.variant.compiled, inputs)
         else:
-            results = bound.run(inputs)
+            results = bound.run(inputs, self._stamp(entry, tensors))
         if entry.uses == 1:
             entry.variant.later.start()
         self.counters.launches = bound.num_launches
@@ -465,7 +487,7 @@ class Dispatcher:
         results, launches = graphs.pool_of(entry.device).run(
             (id(self), entry.number), inputs, entry.variant.specs,
             lambda workspace, stream: self._bound(entry, workspace, stream),
-            self.options.graph_budget_bytes,
+            self.options.graph_budget_bytes, self._stamp(entry, inputs),
         )  # fmt: skip
         self.counters.replays += 1
         self.counters.launches = launches
