@@ -35,7 +35,7 @@ from strop.runtime.executor import (
     looks_too_far,
     returned_arguments,
 )
-from strop.runtime.hoisting import Kept, Stamp, stamp_of
+from strop.runtime.hoisting import Hoist, Kept, Stamp, stamp_of
 from strop.runtime.signature import (
     Shapes,
     Skeleton,
@@ -373,8 +373,9 @@ class Dispatcher:
         program = entry.variant.program
         kept = self.loop.kept.setdefault((id(self), entry.device, stream), Kept(entry.device))
         arguments = [i for i, spec in enumerate(program.inputs) if not spec.is_state]
-        steady = [arguments[number] for number in entry.steady]
-        return Bound(program, entry.env, entry.placed, library, workspace, stream, steady, kept)
+        steady = tuple(arguments[number] for number in entry.steady)
+        hoist = Hoist(steady, kept, self.state.tensors)
+        return Bound(program, entry.env, entry.placed, library, workspace, stream, hoist)
 
     def _stamp(self, entry: Entry, tensors: Sequence[Tensor]) -> Stamp | None:
         """What arguments are that stay the same through a loop, if this is one."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -24,7 +24,7 @@ from strop.ir.program import CallStep, KernelStep, Program, Step, TensorRef
 from strop.ir.source import KernelSource
 from strop.runtime.calls import ALLOCATING, CUDA_ALLOCATING, CUDA_PLANNED_OUT, PLANNED_OUT, overload
 from strop.runtime.faults import Faults
-from strop.runtime.hoisting import Hoisted, Kept, Stamp, prologue_of
+from strop.runtime.hoisting import Hoist, Hoisted, Stamp, prologue_of
 from strop.runtime.kernels import BoundKernel, KernelLibrary
 from strop.runtime.memory import Interval, plan_arena
 from strop.runtime.native import BoundKernel as NativeKernel
@@ -53,15 +53,16 @@ class Bound:
 
     def __init__(self, program: Program, env: Mapping[str, int], state: Sequence[Tensor | None],
                  kernels: KernelLibrary, workspace: Workspace, stream: int,
-                 steady: Collection[int] = (), kept: Kept | None = None) -> None:  # fmt: skip
+                 hoist: Hoist | None = None) -> None:  # fmt: skip
         self.program, self.env, self.stream = program, env, stream
         self.steps = program.at(env)  # None where another step does the work of one
         self._state, self._kernels, self._workspace = state, kernels, workspace
         on_cuda = program.device == "cuda"
         self._planned_calls = CUDA_PLANNED_OUT if on_cuda else PLANNED_OUT
         self._allocating_calls = CUDA_ALLOCATING if on_cuda else ALLOCATING
+        steady = hoist.steady if hoist else ()
         prologue = prologue_of(program, self.steps, steady, self._planned_calls)
-        self.hoisted = Hoisted(prologue, kept, state)
+        self.hoisted = Hoisted(prologue, hoist)
         self._late = [p for p in range(len(self.steps)) if p not in prologue.steps]
         self._sizes: dict[Expr, int] = {}
         self._shapes = [self._eval_all(b.shape) for b in program.buffers]

@@ -67,14 +67,23 @@ class Kept:
             self.holder = None
 
 
+@dataclass(frozen=True, slots=True)
+class Hoist:
+    """Leave to hoist: which arguments are ``steady``, as numbers among a program's inputs, where
+    results may stay, and the module's own weights, which count the writes to them."""
+
+    steady: tuple[int, ...]
+    place: Kept
+    weights: Sequence[Tensor]
+
+
 class Hoisted:
     """The prologue of one bound program, and whether its results are there."""
 
-    def __init__(self, prologue: Prologue, kept: Kept | None, state: Sequence[Tensor | None]
-                 ) -> None:  # fmt: skip
+    def __init__(self, prologue: Prologue, hoist: Hoist | None) -> None:
         self.steps, self.kept = prologue.steps, prologue.kept
-        self._weights = [w for n in prologue.weights if (w := state[n]) is not None]
-        self._place = kept or Kept(torch.device("cpu"))
+        self._weights = [hoist.weights[n] for n in prologue.weights] if hoist else []
+        self._place = hoist.place if hoist else Kept(torch.device("cpu"))
         self._memory = self._place.memory
         self.forget()
 
@@ -126,7 +135,10 @@ def versions_of(tensors: Sequence[Tensor]) -> tuple[int, ...] | None:
     """How often each tensor has been written to; None if one of them does not know."""
     if any(t.is_inference() for t in tensors):
         return None
-    return tuple(t._version for t in tensors)
+    try:
+        return tuple(t._version for t in tensors)
+    except RuntimeError:  # made in inference mode, with ``.data`` of later
+        return None
 
 
 def prologue_of(program: Program, steps: Sequence[Step | None], steady: Collection[int],
