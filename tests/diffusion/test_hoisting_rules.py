@@ -18,7 +18,7 @@ from strop.ir.program import CallStep, TensorRef
 from strop.runtime.dispatch import Adapter, Dispatcher, Loop
 from strop.runtime.executor import Bound
 from strop.runtime.graphs import Captured
-from strop.runtime.hoisting import prologue_of, stamp_of
+from strop.runtime.hoisting import prologue_of, stamp_of, versions_of
 from strop.runtime.signature import Skeleton
 from tests.diffusion.test_hoisting import plain  # noqa: F401
 from tests.e2e import tiny
@@ -162,13 +162,18 @@ def test_a_checked_run_judges_every_step() -> None:
 def test_weights_of_inference_mode_are_not_reused() -> None:
     loop = Loop()
     with torch.inference_mode():
-        net, _ = optimized(keys, loop)
+        weight = nn.Parameter(torch.ones(WIDTH))
+        net, _ = optimized(two_in_a_row, loop)
+    assert versions_of([weight]) is None
+    assert versions_of([weight.detach()]) is None, "which has a version, but not its own"
+    weight.data = torch.ones(WIDTH)
+    assert versions_of([weight]) is None
     x, p = arguments()
     loop.begin()
     for _ in range(3):
         found = net(x, p)
         with torch.inference_mode():
-            torch.testing.assert_close(found, keys(net, x, p))
+            torch.testing.assert_close(found, two_in_a_row(net, x, p))
             net.key.weight.mul_(2)
     assert strop.explain(net).components[0].hoisted.num_reuses == 0
 
