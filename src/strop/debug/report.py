@@ -134,8 +134,9 @@ class Report:
     num_graphs: compiled graphs. num_recompiles: graphs that were made because a size or a plain
     argument value changed; what a component needs anyway is one graph for each module structure,
     argument layout, dtypes and device, and one more for sizes off the grid (ragged).
-    num_launches: of one call of every component at its latest shape. From a CUDA graph these are
-    its kernel nodes, otherwise calls of generated kernels and library calls. num_kernels:
+    num_launches: of one call of every component at its latest shape, without what is hoisted out
+    of denoise loops. From a CUDA graph these are its kernel nodes, otherwise calls of generated
+    kernels and library calls. num_kernels:
     distinct generated kernels. num_opaque_calls: calls in one run that torch serves because no
     stage knows their operator. compiled_node_share: share of the graphs' compute nodes that are
     inside generated kernels; library calls are the rest. fallbacks: calls that ran in eager.

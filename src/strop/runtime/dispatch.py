@@ -184,6 +184,7 @@ class Dispatcher:
         self.name = name or type(module).__name__
         self.eager: Callable[..., Any] = module.forward
         self.adapter, self.loop = adapter or Adapter(), loop or Loop()
+        self._may_hoist = options.hoist and loop is not None  # else no loop would ever begin
         is_own = getattr(self.eager, "__func__", None) is type(module).forward
         self._replaced = "" if is_own else "its forward had been replaced before optimize"
         self.counters = Counters()
@@ -355,7 +356,7 @@ class Dispatcher:
         for operator in variant.program.foreign_calls:
             self._note_fallback(f"{operator} has no row in the operator table: torch runs it")
         aliases = returned_arguments(variant.program, env)
-        steady = self.adapter.steady(skeleton) if self.options.hoist else ()
+        steady = self.adapter.steady(skeleton) if self._may_hoist else ()
         entry = Entry(next(_NUMBERS), variant, device, env, aliases=aliases, steady=steady)
         self._entries[key] = entry
         return entry

@@ -83,8 +83,8 @@ class Bound:
 
     @cached_property
     def num_launches(self) -> int:
-        """Generated kernels and library calls of one run."""
-        return sum(step is not None for step in self.steps)
+        """Generated kernels and library calls of one run, behind what is hoisted."""
+        return sum(self.steps[position] is not None for position in self._late)
 
     @property
     def call_bytes(self) -> int:

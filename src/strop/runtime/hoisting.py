@@ -13,12 +13,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from operator import is_
+from operator import attrgetter, is_
 
 import torch
 from torch import Tensor
 
 from strop.ir.program import CallStep, KernelStep, Program, Step
+
+_IS_INFERENCE, _VERSION = Tensor.is_inference, attrgetter("_version")
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,10 +135,10 @@ def stamp_of(loop: int, tensors: Sequence[Tensor]) -> Stamp | None:
 
 def versions_of(tensors: Sequence[Tensor]) -> tuple[int, ...] | None:
     """How often each tensor has been written to; None if one of them does not know."""
-    if any(t.is_inference() for t in tensors):
+    if any(map(_IS_INFERENCE, tensors)):
         return None
     try:
-        return tuple(t._version for t in tensors)
+        return tuple(map(_VERSION, tensors))
     except RuntimeError:  # made in inference mode, with ``.data`` of later
         return None
 
