@@ -81,8 +81,8 @@ def test_the_end_of_a_loop_lets_go_of_the_prompt():
     with pipe.progress_bar(total=1):
         pipe.unet(*args)
         (kept,) = pipe.unet.forward.loop.kept.values()
-        assert kept.holder is not None
-    assert kept.holder is None
+        assert kept.held is not None
+    assert kept.held is None
 
 
 def test_shapes_share_the_memory():

@@ -102,6 +102,12 @@ class HoistedRow:
     num_runs: int
     num_reuses: int
 
+    def __str__(self) -> str:
+        return (
+            f"hoisted out of denoise loops: {self.num_launches} launches, run {self.num_runs}x,"
+            f" reused {self.num_reuses}x, {self.kept_bytes / 1e6:.2f} MB kept"
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class ComponentRow:
@@ -247,10 +253,7 @@ def _component_lines(c: ComponentRow) -> list[str]:
         f" {len(c.graphs)} graphs, {c.num_recompiles} recompiles, {c.num_shapes} shapes,"
         f" {c.num_launches} launches"
     ]
-    if c.hoisted is not None:
-        h = c.hoisted
-        lines.append(f"  hoisted: {h.num_launches} launches, run {h.num_runs}x,"
-                     f" reused {h.num_reuses}x, {h.kept_bytes / 1e6:.2f} MB kept")  # fmt: skip
+    lines += [f"  {c.hoisted}"] if c.hoisted is not None else []
     lines += [f"  fallback {count}x: {why}" for why, count in c.fallbacks.items()]
     lines += [f"  not finite: {text}" for text in c.nonfinite]
     lines += [f"  check: {text}" for text in c.findings]

@@ -73,6 +73,9 @@ class Adapter:
         return ()
 
 
+_LOOPS = itertools.count(1)
+
+
 @dataclass
 class Loop:
     """A denoise loop: between ``begin`` and ``end`` weights are checked once, then only lightly,
@@ -83,13 +86,13 @@ class Loop:
     kept: dict[Hashable, Kept] = field(default_factory=dict)  # of a module on a stream
 
     def begin(self) -> None:
-        self.number += 1
+        self.number = next(_LOOPS)  # threads never get the same
         self.is_running = True
 
     def end(self) -> None:
         self.is_running = False
         for kept in tuple(self.kept.values()):
-            kept.forget()
+            kept.held = None
 
 
 @dataclass

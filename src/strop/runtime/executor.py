@@ -317,7 +317,7 @@ class Bound:
             self._begin(inputs)
             if not self.hoisted.is_there(stamp):
                 self._walk(self.hoisted.steps)
-                self.hoisted.has_run(stamp)
+                self.hoisted.has_run()
             return self._run_rest()
 
     def run_prologue(self, inputs: Sequence[Tensor]) -> None:

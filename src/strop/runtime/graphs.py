@@ -50,7 +50,7 @@ class Captured:
         torch._foreach_copy_(list(self.inputs), list(inputs))
         if self.prologue is not None and not self.bound.hoisted.is_there(stamp):
             self.prologue.replay()
-            self.bound.hoisted.has_run(stamp)
+            self.bound.hoisted.has_run()
         self.graph.replay()
         return [r.clone() if isinstance(r, Tensor) else r for r in self.results]
 

@@ -53,20 +53,27 @@ class Stamp:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class Held:
+    """Whose results lie in memory, and what they came from."""
+
+    holder: Hoisted
+    stamp: Stamp
+    versions: tuple[int, ...]  # of the weights
+
+    def equals(self, other: Held) -> bool:
+        is_same = self.holder is other.holder and self.versions == other.versions
+        return is_same and self.stamp.equals(other.stamp)
+
+
 class Kept:
-    """Memory for what prologues leave, of one module on one stream: one has left it last."""
+    """Memory for what prologues leave, of one module on one stream: that of the latest."""
 
     def __init__(self, device: torch.device) -> None:
         self.memory = torch.empty(0, dtype=torch.uint8, device=device)
-        self.holder: Hoisted | None = None
+        self.held: Held | None = None  # None: nothing that may be used again
         self.num_runs = 0  # of prologues,
         self.num_reuses = 0  # and how many runs of the rest did without
-
-    def forget(self) -> None:
-        """What lies here is no longer to be trusted."""
-        if self.holder is not None:
-            self.holder.forget()
-            self.holder = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,17 +94,13 @@ class Hoisted:
         self._weights = [hoist.weights[n] for n in prologue.weights] if hoist else []
         self._place = hoist.place if hoist else Kept(torch.device("cpu"))
         self._memory = self._place.memory
-        self.forget()
-
-    def forget(self) -> None:
-        self._stamp: Stamp | None = None
-        self._versions: tuple[int, ...] | None = None
+        self._next: Held | None = None  # what the prologue is about to leave
 
     def linked(self, size_bytes: int) -> Tensor:
         """Memory for the results. It grows; others are bound to the old one then."""
         if self._place.memory.numel() < size_bytes:
             device = self._place.memory.device
-            self._place.forget()
+            self._place.held = None
             self._place.memory = torch.empty(size_bytes, dtype=torch.uint8, device=device)
         self._memory = self._place.memory
         return self._memory
@@ -111,17 +114,17 @@ class Hoisted:
         place is forgotten: it is about to run."""
         if not self.steps:
             return True
-        is_same = stamp is not None and self._stamp is not None and self._stamp.equals(stamp)
-        if is_same and self._versions == versions_of(self._weights):
+        held, versions = self._place.held, versions_of(self._weights)
+        now = None if stamp is None or versions is None else Held(self, stamp, versions)
+        if held is not None and now is not None and held.equals(now):
             self._place.num_reuses += 1
             return True
-        self._place.forget()
+        self._place.held, self._next = None, now  # as things are before it runs
         return False
 
-    def has_run(self, stamp: Stamp | None) -> None:
-        """The prologue has run."""
-        self._place.holder, self._versions = self, versions_of(self._weights)
-        self._stamp = stamp if self._versions is not None else None
+    def has_run(self) -> None:
+        """The prologue has, to its end."""
+        self._place.held, self._next = self._next, None
         self._place.num_runs += 1
 
 
