@@ -135,9 +135,9 @@ def _hoisted(dispatcher: Dispatcher) -> HoistedRow | None:
     bounds = list(latest.bounds.values()) if latest is not None else []
     if not bounds or not bounds[0].hoisted.steps:
         return None
-    kept = dispatcher.loop.kept.values()
-    return HoistedRow(len(bounds[0].hoisted.steps), sum(k.memory.nbytes for k in kept),
-                      sum(k.num_runs for k in kept), sum(k.num_reuses for k in kept))  # fmt: skip
+    kept_bytes = sum(kept.memory.nbytes for kept in dispatcher.loop.kept.values())
+    tally = dispatcher.counters.hoisted
+    return HoistedRow(len(bounds[0].hoisted.steps), kept_bytes, tally.num_runs, tally.num_reuses)
 
 
 def _latest(dispatcher: Dispatcher) -> Entry | None:

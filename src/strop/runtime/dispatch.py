@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from operator import is_, itemgetter
 from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
 
 import torch
 import torch.utils._pytree as pytree
@@ -35,7 +36,7 @@ from strop.runtime.executor import (
     looks_too_far,
     returned_arguments,
 )
-from strop.runtime.hoisting import Hoist, Kept, Stamp, stamp_of
+from strop.runtime.hoisting import Hoist, Kept, Stamp, Tally, stamp_of
 from strop.runtime.signature import (
     Shapes,
     Skeleton,
@@ -83,7 +84,7 @@ class Loop:
 
     number: int = 0
     is_running: bool = False
-    kept: dict[Hashable, Kept] = field(default_factory=dict)  # of a module on a stream
+    kept: WeakValueDictionary[Hashable, Kept] = field(default_factory=WeakValueDictionary)
 
     def begin(self) -> None:
         self.number = next(_LOOPS)  # threads never get the same
@@ -91,8 +92,9 @@ class Loop:
 
     def end(self) -> None:
         self.is_running = False
-        for kept in tuple(self.kept.values()):
-            kept.held = None
+        for kept in [found() for found in self.kept.valuerefs()]:
+            if kept is not None:
+                kept.held = None
 
 
 @dataclass
@@ -134,6 +136,7 @@ class Counters:
     fallbacks: dict[str, int] = field(default_factory=dict)
     checked_steps: int = 0  # by ``options.check``, and what it found
     findings: list[str] = field(default_factory=list)
+    hoisted: Tally = field(default_factory=Tally)
 
 
 # Hooks that transformers leaves on a model, inert unless its own forward collects outputs: then
@@ -374,12 +377,17 @@ class Dispatcher:
                 self.forget_shapes_but(entry)
                 entry.placed = placed
         library = library_for(entry.device, self.options)
-        program = entry.variant.program
-        kept = self.loop.kept.setdefault((id(self), entry.device, stream), Kept(entry.device))
-        arguments = [i for i, spec in enumerate(program.inputs) if not spec.is_state]
+        hoist = self._hoist(entry, workspace) if entry.steady else None
+        return Bound(entry.variant.program, entry.env, entry.placed, library, workspace, stream,
+                     hoist)  # fmt: skip
+
+    def _hoist(self, entry: Entry, workspace: Workspace) -> Hoist:
+        """Memory as for all else: of a stream, or of the graphs, whose runs are in order."""
+        kept = self.loop.kept.setdefault((id(self), id(workspace)), Kept(entry.device))
+        inputs = enumerate(entry.variant.program.inputs)
+        arguments = [index for index, spec in inputs if not spec.is_state]
         steady = tuple(arguments[number] for number in entry.steady)
-        hoist = Hoist(steady, kept, self.state.tensors)
-        return Bound(program, entry.env, entry.placed, library, workspace, stream, hoist)
+        return Hoist(steady, kept, self.state.tensors, self.counters.hoisted)
 
     def _stamp(self, entry: Entry, tensors: Sequence[Tensor]) -> Stamp | None:
         """What arguments are that stay the same through a loop, if this is one."""

@@ -72,8 +72,14 @@ class Kept:
     def __init__(self, device: torch.device) -> None:
         self.memory = torch.empty(0, dtype=torch.uint8, device=device)
         self.held: Held | None = None  # None: nothing that may be used again
-        self.num_runs = 0  # of prologues,
-        self.num_reuses = 0  # and how many runs of the rest did without
+
+
+@dataclass
+class Tally:
+    """How many prologues have run, and how many runs of the rest did without."""
+
+    num_runs: int = 0
+    num_reuses: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +90,7 @@ class Hoist:
     steady: tuple[int, ...]
     place: Kept
     weights: Sequence[Tensor]
+    tally: Tally
 
 
 class Hoisted:
@@ -93,6 +100,7 @@ class Hoisted:
         self.steps, self.kept = prologue.steps, prologue.kept
         self._weights = [hoist.weights[n] for n in prologue.weights] if hoist else []
         self._place = hoist.place if hoist else Kept(torch.device("cpu"))
+        self._tally = hoist.tally if hoist else Tally()
         self._memory = self._place.memory
         self._next: Held | None = None  # what the prologue is about to leave
 
@@ -117,7 +125,7 @@ class Hoisted:
         held, versions = self._place.held, versions_of(self._weights)
         now = None if stamp is None or versions is None else Held(self, stamp, versions)
         if held is not None and now is not None and held.equals(now):
-            self._place.num_reuses += 1
+            self._tally.num_reuses += 1
             return True
         self._place.held, self._next = None, now  # as things are before it runs
         return False
@@ -125,7 +133,7 @@ class Hoisted:
     def has_run(self) -> None:
         """The prologue has, to its end."""
         self._place.held, self._next = self._next, None
-        self._place.num_runs += 1
+        self._tally.num_runs += 1
 
 
 def stamp_of(loop: int, tensors: Sequence[Tensor]) -> Stamp | None:
