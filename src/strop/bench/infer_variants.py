@@ -34,6 +34,7 @@ from strop.debug.explain import explain
 SAMPLES, PICTURE_SAMPLES = 6, 2  # of a random shape
 LATER_CALLS = 3  # that are timed one by one
 MAX_STEPS = 10  # of a picture
+OPT_IN = ("hoist",)  # knobs of speed that are off by default
 NEEDED_PASSES = ("channels_last",)  # without it there is no memory order to lower
 
 
@@ -137,7 +138,8 @@ def _switched(row: Row, group: Field, name: str, calls: dict[str, timer.Call]) -
 
 
 def _variants(group: Field) -> dict[str, strop.Options]:
-    """Each knob that is on by default, and each pass that the compiler has run, switched off."""
+    """Each knob that is on by default, and each pass that the compiler has run, switched off; and
+    what is off by default switched on."""
     options = group.options
     ran = dict.fromkeys(step[0] for graph in explain(group.target).graphs for step in graph.passes)
     passes = tuple(name for name in ran if name not in NEEDED_PASSES)
@@ -145,5 +147,7 @@ def _variants(group: Field) -> dict[str, strop.Options]:
     found = {f"no {name}": replace(options, disable=(name,)) for name in passes}
     for name, value in off.items():
         found[f"no {name}"] = replace(options, **{name: value})
+    for name in OPT_IN:
+        found[f"with {name}"] = replace(options, **{name: True})
     found["all off"] = replace(options, disable=passes, **off)
     return found

@@ -17,6 +17,7 @@ from strop.debug.listing import call_text, graph_text, listing, type_text
 from strop.debug.report import (
     ComponentRow,
     GraphRow,
+    HoistedRow,
     KernelRow,
     PatternRow,
     RefusalRow,
@@ -125,7 +126,19 @@ def _component(name: str, dispatcher: Dispatcher, able: Machine) -> ComponentRow
         fallbacks=dict(counters.fallbacks),
         nonfinite=tuple(counters.nonfinite),
         findings=tuple(counters.findings),
+        hoisted=_hoisted(dispatcher),
     )
+
+
+def _hoisted(dispatcher: Dispatcher) -> HoistedRow | None:
+    """Where the latest shape has something to hoist."""
+    latest = _latest(dispatcher)
+    bounds = list(latest.bounds.values()) if latest is not None else []
+    if not bounds or not bounds[0].hoisted.steps:
+        return None
+    kept_bytes = sum(kept.memory.nbytes for kept in dispatcher.loop.kept.values())
+    tally = dispatcher.counters.hoisted
+    return HoistedRow(len(bounds[0].hoisted.steps), kept_bytes, tally.num_runs, tally.num_reuses)
 
 
 def _latest(dispatcher: Dispatcher) -> Entry | None:

@@ -55,12 +55,14 @@ def page(report: Report) -> str:
 def _component(c: ComponentRow) -> str:
     rows = [(f"eager {count}x", escape(why)) for why, count in c.fallbacks.items()]
     rows += [("not finite", escape(text)) for text in c.nonfinite]
+    hoisted = "" if c.hoisted is None else f" {c.hoisted}."
     rows += [("check", escape(text)) for text in c.findings]
     troubles = "".join(f'<p class="bad">{what}: {why}</p>' for what, why in rows)
     head = (
         f"<h2>{escape(c.name)}</h2><p>{c.num_calls} calls, {c.num_eager_calls} of them eager,"
         f" {c.num_replays} graph replays; {c.num_shapes} shapes, {len(c.graphs)} graphs,"
-        f" {c.num_recompiles} recompiles; {c.num_launches} launches in the latest call.</p>"
+        f" {c.num_recompiles} recompiles; {c.num_launches} launches in the latest call."
+        f"{hoisted}</p>"
     )
     return head + troubles + "".join(map(_graph, c.graphs))
 

@@ -103,6 +103,24 @@ class GraphRow:
 
 
 @dataclass(frozen=True, slots=True)
+class HoistedRow:
+    """What one module computes once a denoise loop: ``num_launches`` at the latest shape. They have
+    run ``num_runs`` times, and ``num_reuses`` further calls found their results, which lie in
+    ``kept_bytes`` of memory, that of other streams and of larger shapes included."""
+
+    num_launches: int
+    kept_bytes: int
+    num_runs: int
+    num_reuses: int
+
+    def __str__(self) -> str:
+        return (
+            f"hoisted out of denoise loops: {self.num_launches} launches, run {self.num_runs}x,"
+            f" reused {self.num_reuses}x, {self.kept_bytes / 1e6:.2f} MB kept"
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class ComponentRow:
     """One optimised module and what has happened to it."""
 
@@ -119,6 +137,7 @@ class ComponentRow:
     fallbacks: Mapping[str, int]
     nonfinite: tuple[str, ...]
     findings: tuple[str, ...] = ()  # of Options.check
+    hoisted: HoistedRow | None = None
 
     @property
     def latest(self) -> GraphRow | None:
@@ -132,8 +151,9 @@ class Report:
     num_graphs: compiled graphs. num_recompiles: graphs that were made because a size or a plain
     argument value changed; what a component needs anyway is one graph for each module structure,
     argument layout, dtypes and device, and one more for sizes off the grid (ragged).
-    num_launches: of one call of every component at its latest shape. From a CUDA graph these are
-    its kernel nodes, otherwise calls of generated kernels and library calls. num_kernels:
+    num_launches: of one call of every component at its latest shape, without what is hoisted out
+    of denoise loops. From a CUDA graph these are its kernel nodes, otherwise calls of generated
+    kernels and library calls. num_kernels:
     distinct generated kernels. num_opaque_calls: calls in one run that torch serves because no
     stage knows their operator. compiled_node_share: share of the graphs' compute nodes that are
     inside generated kernels; library calls are the rest. fallbacks: calls that ran in eager.
@@ -244,6 +264,7 @@ def _component_lines(c: ComponentRow) -> list[str]:
         f" {len(c.graphs)} graphs, {c.num_recompiles} recompiles, {c.num_shapes} shapes,"
         f" {c.num_launches} launches"
     ]
+    lines += [f"  {c.hoisted}"] if c.hoisted is not None else []
     lines += [f"  fallback {count}x: {why}" for why, count in c.fallbacks.items()]
     lines += [f"  not finite: {text}" for text in c.nonfinite]
     lines += [f"  check: {text}" for text in c.findings]

@@ -12,7 +12,11 @@ from torch import Tensor, nn
 from strop.errors import UnsupportedError
 from strop.frontend.capture import TensorSpec
 from strop.runtime.dispatch import Adapter
-from strop.runtime.signature import Shapes
+from strop.runtime.signature import Shapes, Skeleton, tensor_numbers
+
+# Arguments that a denoise loop passes unchanged from step to step
+STEADY = ("encoder_hidden_states", "added_cond_kwargs", "class_labels", "timestep_cond",
+          "attention_mask", "encoder_attention_mask")  # fmt: skip
 
 
 class UNetAdapter(Adapter):
@@ -48,6 +52,10 @@ class UNetAdapter(Adapter):
             timestep = timestep.expand(sample.shape[0])
         named["timestep"] = timestep
         return (), {k: v for k, v in named.items() if v is not None or k in self._required}
+
+    def steady(self, skeleton: Skeleton) -> tuple[int, ...]:
+        _, _, (_, *named) = skeleton
+        return tuple(n for name, part in named if name in STEADY for n in tensor_numbers(part))
 
     def shapes(self, tensors: Sequence[Tensor]) -> Shapes:
         images = [t for t in tensors if t.dim() == 4]

@@ -89,8 +89,8 @@ class _MarkedBar:
 
     @contextmanager
     def _around(self, total: int | None) -> Iterator[Any]:
-        self.loop.begin()
         try:
+            self.loop.begin()
             with self.original(total=total) as bar:
                 yield bar
         finally:

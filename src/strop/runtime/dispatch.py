@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from operator import is_, itemgetter
 from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
 
 import torch
 import torch.utils._pytree as pytree
@@ -36,6 +37,7 @@ from strop.runtime.executor import (
     looks_too_far,
     returned_arguments,
 )
+from strop.runtime.hoisting import Hoist, Kept, Stamp, Tally, stamp_of
 from strop.runtime.signature import (
     Shapes,
     Skeleton,
@@ -68,20 +70,32 @@ class Adapter:
 
         return default_shapes(tensors)
 
+    def steady(self, skeleton: Skeleton) -> tuple[int, ...]:
+        """Tensors of a call, by number, that stay the same through a denoise loop as a rule."""
+        return ()
+
+
+_LOOPS = itertools.count(1)
+
 
 @dataclass
 class Loop:
-    """A denoise loop: between ``begin`` and ``end`` weights are checked once, then only lightly."""
+    """A denoise loop: between ``begin`` and ``end`` weights are checked once, then only lightly,
+    and what depends on the prompt alone is kept."""
 
     number: int = 0
     is_running: bool = False
+    kept: WeakValueDictionary[Hashable, Kept] = field(default_factory=WeakValueDictionary)
 
     def begin(self) -> None:
-        self.number += 1
+        self.number = next(_LOOPS)  # threads never get the same
         self.is_running = True
 
     def end(self) -> None:
         self.is_running = False
+        for kept in [found() for found in self.kept.valuerefs()]:
+            if kept is not None:
+                kept.held = None
 
 
 @dataclass
@@ -97,6 +111,7 @@ class Entry:
     bounds: dict[int, Bound] = field(default_factory=dict)
     placed: list[Tensor | None] | None = None
     aliases: tuple[AliasOfArgument, ...] = ()
+    steady: tuple[int, ...] = ()  # see ``Adapter.steady``
 
 
 @dataclass(slots=True)
@@ -122,6 +137,7 @@ class Counters:
     fallbacks: dict[str, int] = field(default_factory=dict)
     checked_steps: int = 0  # by ``options.check``, and what it found
     findings: list[str] = field(default_factory=list)
+    hoisted: Tally = field(default_factory=Tally)
 
 
 # Hooks that transformers leaves on a model, inert unless its own forward collects outputs: then
@@ -175,6 +191,7 @@ class Dispatcher:
         self.name = name or type(module).__name__
         self.eager: Callable[..., Any] = module.forward
         self.adapter, self.loop = adapter or Adapter(), loop or Loop()
+        self._may_hoist = options.hoist and loop is not None  # else no loop would ever begin
         is_own = getattr(self.eager, "__func__", None) is type(module).forward
         self._replaced = "" if is_own else "its forward had been replaced before optimize"
         self.counters = Counters()
@@ -352,7 +369,9 @@ class Dispatcher:
         for operator in variant.program.foreign_calls:
             self._note_fallback(f"{operator} has no row in the operator table: torch runs it")
         aliases = returned_arguments(variant.program, env)
-        entry = self._entries[key] = Entry(next(_NUMBERS), variant, device, env, aliases=aliases)
+        steady = self.adapter.steady(skeleton) if self._may_hoist else ()
+        entry = Entry(next(_NUMBERS), variant, device, env, aliases=aliases, steady=steady)
+        self._entries[key] = entry
         return entry
 
     def _bound(self, entry: Entry, workspace: Workspace, stream: int) -> Bound:
@@ -365,7 +384,23 @@ class Dispatcher:
                 self.forget_shapes_but(entry)
                 entry.placed = placed
         library = library_for(entry.device, self.options)
-        return Bound(entry.variant.program, entry.env, entry.placed, library, workspace, stream)
+        hoist = self._hoist(entry, workspace) if entry.steady else None
+        return Bound(entry.variant.program, entry.env, entry.placed, library, workspace, stream,
+                     hoist)  # fmt: skip
+
+    def _hoist(self, entry: Entry, workspace: Workspace) -> Hoist:
+        """Memory as for all else: of a stream, or of the graphs, whose runs are in order."""
+        kept = self.loop.kept.setdefault((id(self), id(workspace)), Kept(entry.device))
+        inputs = enumerate(entry.variant.program.inputs)
+        arguments = [index for index, spec in inputs if not spec.is_state]
+        steady = tuple(arguments[number] for number in entry.steady)
+        return Hoist(steady, kept, self.state.tensors, self.counters.hoisted)
+
+    def _stamp(self, entry: Entry, tensors: Sequence[Tensor]) -> Stamp | None:
+        """What arguments are that stay the same through a loop, if this is one."""
+        if not entry.steady or not self._is_settled():
+            return None
+        return stamp_of(self._checked_loop, [tensors[number] for number in entry.steady])
 
     def forget_shapes_but(self, entry: Entry) -> None:
         keys = [k for k, e in self._entries.items() if e is entry]
@@ -446,7 +481,7 @@ class Dispatcher:
         if entry.uses == 1 and self.options.check and entry.variant.compiled is not None:
             results = self._run_checked(bound, entry.variant.compiled, inputs)
         else:
-            results = bound.run(inputs)
+            results = bound.run(inputs, self._stamp(entry, tensors))
         if entry.uses == 1:
             entry.variant.later.start()
         self.counters.launches = bound.num_launches
@@ -472,7 +507,7 @@ class Dispatcher:
         results, launches = graphs.pool_of(entry.device).run(
             (id(self), entry.number), inputs, entry.variant.specs,
             lambda workspace, stream: self._bound(entry, workspace, stream),
-            self.options.graph_budget_bytes,
+            self.options.graph_budget_bytes, self._stamp(entry, inputs),
         )  # fmt: skip
         self.counters.replays += 1
         self.counters.launches = launches

@@ -24,6 +24,7 @@ from strop.ir.program import CallStep, KernelStep, Program, Step, TensorRef
 from strop.ir.source import KernelSource
 from strop.runtime.calls import ALLOCATING, CUDA_ALLOCATING, CUDA_PLANNED_OUT, PLANNED_OUT, overload
 from strop.runtime.faults import Faults
+from strop.runtime.hoisting import Hoist, Hoisted, Stamp, prologue_of
 from strop.runtime.kernels import BoundKernel, KernelLibrary
 from strop.runtime.memory import Interval, plan_arena
 from strop.runtime.native import BoundKernel as NativeKernel
@@ -51,13 +52,18 @@ class Bound:
     """A program at one shape on one stream. Not thread-safe: the dispatcher serialises runs."""
 
     def __init__(self, program: Program, env: Mapping[str, int], state: Sequence[Tensor | None],
-                 kernels: KernelLibrary, workspace: Workspace, stream: int) -> None:  # fmt: skip
+                 kernels: KernelLibrary, workspace: Workspace, stream: int,
+                 hoist: Hoist | None = None) -> None:  # fmt: skip
         self.program, self.env, self.stream = program, env, stream
         self.steps = program.at(env)  # None where another step does the work of one
         self._state, self._kernels, self._workspace = state, kernels, workspace
         on_cuda = program.device == "cuda"
         self._planned_calls = CUDA_PLANNED_OUT if on_cuda else PLANNED_OUT
         self._allocating_calls = CUDA_ALLOCATING if on_cuda else ALLOCATING
+        steady = hoist.steady if hoist else ()
+        prologue = prologue_of(program, self.steps, steady, self._planned_calls)
+        self.hoisted = Hoisted(prologue, hoist)
+        self._late = [p for p in range(len(self.steps)) if p not in prologue.steps]
         self._sizes: dict[Expr, int] = {}
         self._shapes = [self._eval_all(b.shape) for b in program.buffers]
         self._strides = [self._eval_all(b.strides) for b in program.buffers]
@@ -77,14 +83,14 @@ class Bound:
 
     @cached_property
     def num_launches(self) -> int:
-        """Generated kernels and library calls of one run."""
-        return sum(step is not None for step in self.steps)
+        """Generated kernels and library calls of one run, behind what is hoisted."""
+        return sum(self.steps[position] is not None for position in self._late)
 
     @property
     def call_bytes(self) -> int:
         """Bytes of everything that library calls allocate, alive at once or not."""
-        return sum(math.prod(self._shapes[n]) * b.dtype.itemsize
-                   for n, b in enumerate(self.program.buffers) if b.kind == "call")  # fmt: skip
+        buffers = enumerate(self.program.buffers)
+        return sum(self._size_bytes(number) for number, b in buffers if b.kind == "call")
 
     def _eval(self, size: Expr) -> int:
         if size not in self._sizes:
@@ -100,27 +106,33 @@ class Bound:
         """Offsets of arena buffers and scratch; when each library result is last read."""
         first: dict[int, int] = {}
         last: dict[int, int] = {}
-        for position, step in enumerate(self.steps):
-            for touched in _touched(step):
-                first.setdefault(touched, position)
-                last[touched] = position
+        times = {p: p - len(self.steps) for p in self.hoisted.steps} | {p: p for p in self._late}
+        for position, time in times.items():  # in the order of a run
+            for touched in _touched(self.steps[position]):
+                first.setdefault(touched, time)
+                last[touched] = time
         for item in self.program.returned:
             if item.tensor is not None:
                 last[item.tensor.buffer] = len(self.program.steps)
         intervals, owners = [], []
         for number, buffer in enumerate(self.program.buffers):
-            if buffer.kind == "arena" and number in first:
-                size = math.prod(self._shapes[number]) * buffer.dtype.itemsize
+            if buffer.kind == "arena" and number in first and number not in self.hoisted.kept:
+                size = self._size_bytes(number)
                 intervals.append(Interval(first[number], last[number], size))
                 owners.append(("buffer", number, 0))
         for position, step in enumerate(self.steps):
             if isinstance(step, KernelStep):
                 for index, size in enumerate(self._scratch_bytes(step)):
-                    intervals.append(Interval(position, position, size))
+                    intervals.append(Interval(times[position], times[position], size))
                     owners.append(("scratch", position, index))
         offsets, self.arena_bytes = plan_arena(intervals)
         self._offsets = dict(zip(owners, offsets, strict=True))
         self._last = last
+        kept = [Interval(0, 0, self._size_bytes(number)) for number in self.hoisted.kept]
+        self._kept_offsets, self.kept_bytes = plan_arena(kept)
+
+    def _size_bytes(self, number: int) -> int:
+        return math.prod(self._shapes[number]) * self.program.buffers[number].dtype.itemsize
 
     def _scalars(self, step: KernelStep) -> list[int]:
         source = self.program.sources[step.kernel]
@@ -163,9 +175,12 @@ class Bound:
         self._zeroed: list[Tensor] = []
         for number, buffer in enumerate(self.program.buffers):
             if ("buffer", number, 0) in self._offsets:
-                self._slots[number] = self._arena_view(number)
+                self._slots[number] = self._view(number, memory, self._offsets["buffer", number, 0])
             elif buffer.kind == "input" and self.program.inputs[buffer.index].is_state:
                 self._slots[number] = self._state[buffer.index]
+        kept = self.hoisted.linked(self.kept_bytes)
+        for number, offset in zip(self.hoisted.kept, self._kept_offsets, strict=True):
+            self._slots[number] = self._view(number, kept, offset)
         self._steps = [self._link_step(position, step) for position, step in enumerate(self.steps)]
         kinds = [buffer.kind for buffer in self.program.buffers]
         self._results = [(n, self._shapes[n], self._strides[n], self.program.buffers[n].dtype)
@@ -173,13 +188,10 @@ class Bound:
         self._released = [n for n, kind in enumerate(kinds) if kind in ("call", "result")]
         self._return = [self._link_returned(item) for item in self.program.returned]
 
-    def _arena_view(self, number: int) -> Tensor:
-        assert self._memory is not None
-        buffer, shape = self.program.buffers[number], self._shapes[number]
-        offset = self._offsets["buffer", number, 0]
-        size_bytes = math.prod(shape) * buffer.dtype.itemsize
-        flat = self._memory[offset : offset + size_bytes].view(buffer.dtype)
-        return flat.as_strided(shape, self._strides[number])
+    def _view(self, number: int, memory: Tensor, offset: int) -> Tensor:
+        flat = memory[offset : offset + self._size_bytes(number)]
+        flat = flat.view(self.program.buffers[number].dtype)
+        return flat.as_strided(self._shapes[number], self._strides[number])
 
     def _link_step(self, position: int, step: Step | None) -> Callable[[], None]:
         if isinstance(step, CallStep):
@@ -307,23 +319,46 @@ class Bound:
 
     # running
 
-    def run(self, inputs: Sequence[Tensor]) -> list[Any]:
-        """``inputs``: the arguments that are not state, in order."""
+    def run(self, inputs: Sequence[Tensor], stamp: Stamp | None = None) -> list[Any]:
+        """``inputs``: the arguments that are not state, in order; ``stamp``: of the steady ones."""
         with self._workspace.lock:
-            return self._run(inputs)
+            self._begin(inputs)
+            if not self.hoisted.is_there(stamp):
+                self._walk(self.hoisted.steps)
+                self.hoisted.has_run()
+            return self._run_rest()
 
-    def _run(self, inputs: Sequence[Tensor]) -> list[Any]:
+    def run_prologue(self, inputs: Sequence[Tensor]) -> None:
+        """The one half of ``run`` alone."""
+        with self._workspace.lock:
+            self._begin(inputs)
+            self._walk(self.hoisted.steps)
+
+    def run_rest(self, inputs: Sequence[Tensor]) -> list[Any]:
+        """The other half."""
+        with self._workspace.lock:
+            self._begin(inputs)
+            return self._run_rest()
+
+    @property
+    def has_moved(self) -> bool:
+        """Whether this was linked to memory that is no longer that of its stream."""
+        return self._memory is not self._workspace.memory or self.hoisted.has_moved
+
+    def _begin(self, inputs: Sequence[Tensor]) -> None:
         self.raise_faults()  # on a GPU those of earlier runs
         memory = self._workspace.reserve(self.arena_bytes)
-        if memory is not self._memory:
+        if self.has_moved:
             self._link(memory)
-        slots = self._slots
         for number, tensor in zip(self._arguments, inputs, strict=True):
             self._fill(number, tensor)
+
+    def _run_rest(self) -> list[Any]:
+        slots = self._slots
         device = self._workspace.device
         for number, shape, strides, dtype in self._results:
             self._put(number, torch.empty_strided(shape, strides, dtype=dtype, device=device))
-        self._walk()
+        self._walk(self._late)
         returned = [get() for get in self._return]
         for number in self._released:
             slots[number] = None
@@ -341,6 +376,8 @@ class Bound:
         refs = [item.tensor for item in self.program.returned if item.tensor is not None]
         numbers = [ref.buffer for ref in refs]
         is_plain = len(refs) == len(self.program.returned) and all(map(self._is_whole, refs))
+        if self.hoisted.steps:
+            return None
         is_native = all(isinstance(step, NativeKernel) or step is _nothing for step in self._steps)
         if not (is_native and is_plain and sorted(numbers) == [n for n, *_ in self._results]):
             return None
@@ -409,13 +446,14 @@ class Bound:
         """Raise IndexError if a kernel has been asked to look outside of a tensor."""
         self._faults.check()
 
-    def _walk(self) -> None:
+    def _walk(self, positions: Sequence[int]) -> None:
+        steps = self._steps
         if self.around is None:
-            for step in self._steps:
-                step()
+            for position in positions:
+                steps[position]()
             return
-        for position, step in enumerate(self._steps):
-            self.around(position, step)
+        for position in positions:
+            self.around(position, steps[position])
 
     def contents(self, number: int) -> Tensor:
         """What buffer ``number`` holds between two steps of a run, in its logical shape."""

@@ -13,14 +13,16 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from strop.frontend.capture import TensorSpec
 from strop.runtime.executor import Bound, Workspace
+from strop.runtime.hoisting import Stamp
 
+T = TypeVar("T")
 _KERNEL_NODE = 0  # CUgraphNodeType
 
 
@@ -36,16 +38,19 @@ class Captured:
     """One graph with the memory that it reads and writes."""
 
     graph: torch.cuda.CUDAGraph
+    prologue: torch.cuda.CUDAGraph | None  # replayed where what it leaves is not there
     inputs: tuple[Tensor, ...]
     results: tuple[Any, ...]
-    bound: Bound  # owns counters and weights that the graph points to
-    memory: Tensor
+    bound: Bound  # owns counters and weights that the graph points to, and its memory
     size_bytes: int
-    num_kernels: int
+    num_kernels: int  # without the prologue's
 
-    def replay(self, inputs: Sequence[Tensor]) -> list[Any]:
+    def replay(self, inputs: Sequence[Tensor], stamp: Stamp | None) -> list[Any]:
         self.bound.raise_faults()
         torch._foreach_copy_(list(self.inputs), list(inputs))
+        if self.prologue is not None and not self.bound.hoisted.is_there(stamp):
+            self.prologue.replay()
+            self.bound.hoisted.has_run()
         self.graph.replay()
         return [r.clone() if isinstance(r, Tensor) else r for r in self.results]
 
@@ -67,10 +72,12 @@ class GraphPool:
         self._lock = threading.RLock()  # binding may move weights, which drops graphs
 
     def run(self, key: Hashable, inputs: Sequence[Tensor], specs: Sequence[TensorSpec],
-            make: MakeBound, budget_bytes: int) -> tuple[list[Any], int]:  # fmt: skip
+            make: MakeBound, budget_bytes: int, stamp: Stamp | None = None
+            ) -> tuple[list[Any], int]:  # fmt: skip
         """Replay the graph of ``key``, capturing it first if need be; also its kernel count.
 
         ``inputs`` may be strided and of other dtypes than ``specs``: copying them in converts.
+        ``stamp`` is that of the steady ones.
         Raises NoGraphError where the call must run without. Too little memory ends all graphs.
         """
         with self._lock:
@@ -80,7 +87,7 @@ class GraphPool:
                 self._latest = stream
             try:
                 captured = self._captured(key, inputs, specs, make, budget_bytes)
-                results = captured.replay(inputs)
+                results = captured.replay(inputs, stamp)
             except torch.OutOfMemoryError as error:
                 count = self.drop()
                 raise NoGraphError(f"out of memory, {count} graphs were dropped") from error
@@ -101,7 +108,7 @@ class GraphPool:
     def _captured(self, key: Hashable, inputs: Sequence[Tensor], specs: Sequence[TensorSpec],
                   make: MakeBound, budget_bytes: int) -> Captured:  # fmt: skip
         captured = self._graphs.pop(key, None)
-        if captured is None or captured.memory is not self._workspace.memory:
+        if captured is None or captured.bound.has_moved:
             captured = self._capture(inputs, specs, make)
             self._graphs[key] = captured
             self._trim(budget_bytes)
@@ -142,17 +149,21 @@ class GraphPool:
             state = generator.get_state()
             bound.run(static)  # lets libraries choose algorithms outside of the capture
             generator.set_state(state)  # as if it had drawn nothing
-            graph, results = self._record(lambda: tuple(bound.run(static)))
+            prologue = None
+            if bound.hoisted.steps:
+                prologue, _ = self._record(lambda: bound.run_prologue(static))
+                prologue.instantiate()
+            graph, results = self._record(lambda: tuple(bound.run_rest(static)))
             num_kernels = _count_kernels(graph)
             graph.instantiate()
         torch.cuda.current_stream(self.device).wait_stream(stream)
         self.num_captures += 1
         tensors = [*static, *(r for r in results if isinstance(r, Tensor))]
         size = sum(t.untyped_storage().nbytes() for t in tensors) + bound.call_bytes
-        return Captured(graph, static, results, bound, self._workspace.memory, size, num_kernels)
+        return Captured(graph, prologue, static, results, bound, size + bound.kept_bytes,
+                        num_kernels)  # fmt: skip
 
-    def _record(self, run: Callable[[], tuple[Any, ...]]
-                ) -> tuple[torch.cuda.CUDAGraph, tuple[Any, ...]]:  # fmt: skip
+    def _record(self, run: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
         graph = torch.cuda.CUDAGraph(keep_graph=True)
         try:
             with torch.cuda.graph(graph, pool=self._pool, stream=self._stream,

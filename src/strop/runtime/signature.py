@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
@@ -152,6 +152,15 @@ def rebuild(skeleton: Skeleton, tensors: Sequence[Tensor]) -> Any:
         return items[0](*[rebuild(item, tensors) for item in items[1:]])
     parts = [rebuild(item, tensors) for item in items]
     return tuple(parts) if kind == "tuple" else parts
+
+
+def tensor_numbers(skeleton: Skeleton) -> Iterator[int]:
+    """Which tensors of a call are in this part of it."""
+    if isinstance(skeleton, Ref):
+        yield skeleton.index
+    elif isinstance(skeleton, tuple):
+        for item in skeleton:
+            yield from tensor_numbers(item)
 
 
 def default_shapes(tensors: Sequence[Tensor]) -> Shapes:
