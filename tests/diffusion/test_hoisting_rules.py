@@ -91,7 +91,7 @@ FORWARDS: dict[Forward, int] = {
 def optimized(forward: Forward, loop: Loop, **more: Any) -> tuple[Net, Dispatcher]:
     net = Net(forward).eval()
     how = {"adapter": SecondIsSteady(), "loop": loop}
-    return net, optimize_module(net, tiny.options(**more), **how)
+    return net, optimize_module(net, tiny.options(**{"hoist": True} | more), **how)
 
 
 def arguments() -> tuple[Tensor, Tensor]:

@@ -148,6 +148,7 @@ def _variants(group: Field) -> dict[str, strop.Options]:
     for name, value in off.items():
         found[f"no {name}"] = replace(options, **{name: value})
     for name in OPT_IN:
-        found[f"with {name}"] = replace(options, **{name: True})
+        on: dict[str, Any] = {name: True}
+        found[f"with {name}"] = replace(options, **on)
     found["all off"] = replace(options, disable=passes, **off)
     return found
