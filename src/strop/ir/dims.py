@@ -49,10 +49,7 @@ class Expr:
         return self._hash
 
     def __add__(self, other: Expr | int) -> Expr:
-        total = dict(self.terms)
-        for monomial, coefficient in to_expr(other).terms:
-            total[monomial] = total.get(monomial, 0) + coefficient
-        return _from_terms(total)
+        return _added(self, to_expr(other))
 
     def __sub__(self, other: Expr | int) -> Expr:
         return self + to_expr(other) * -1
@@ -114,18 +111,7 @@ class Expr:
 
     def exact_div(self, other: Expr) -> Expr | None:
         """self / other when it is a polynomial, else None."""
-        if not other.terms:
-            return None
-        if len(other.terms) > 1:
-            return _divide_polynomial(self, other)
-        (monomial, coefficient) = other.terms[0]
-        quotient: dict[Monomial, int] = {}
-        for m, c in self.terms:
-            rest = _remove(m, monomial)
-            if rest is None or c % coefficient:
-                return None
-            quotient[rest] = c // coefficient
-        return _from_terms(quotient)
+        return _divided(self, other)
 
     def eval(self, env: Env) -> int:
         """The size for these values of the roots."""
@@ -180,7 +166,19 @@ class Expr:
         return f"Expr({self})"
 
 
-@lru_cache(maxsize=65536)  # a compile multiplies the same few sizes 100,000 times
+# A compile does the same sums, products and divisions of a few sizes 100,000 times.
+_remembered = lru_cache(maxsize=16384)
+
+
+@_remembered
+def _added(x: Expr, y: Expr) -> Expr:
+    total = dict(x.terms)
+    for monomial, coefficient in y.terms:
+        total[monomial] = total.get(monomial, 0) + coefficient
+    return _from_terms(total)
+
+
+@_remembered
 def _multiplied(x: Expr, y: Expr) -> Expr:
     product: dict[Monomial, int] = {}
     for left, c in x.terms:
@@ -188,6 +186,22 @@ def _multiplied(x: Expr, y: Expr) -> Expr:
             monomial = _sorted_monomial(left + right)
             product[monomial] = product.get(monomial, 0) + c * d
     return _from_terms(product)
+
+
+@_remembered
+def _divided(x: Expr, y: Expr) -> Expr | None:
+    if not y.terms:
+        return None
+    if len(y.terms) > 1:
+        return _divide_polynomial(x, y)
+    (monomial, coefficient) = y.terms[0]
+    quotient: dict[Monomial, int] = {}
+    for m, c in x.terms:
+        rest = _remove(m, monomial)
+        if rest is None or c % coefficient:
+            return None
+        quotient[rest] = c // coefficient
+    return _from_terms(quotient)
 
 
 def _sorted_monomial(atoms: Iterable[Atom]) -> Monomial:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -66,6 +67,7 @@ class Node:
         return f"n{self.serial} = {self.op}({args}) {self.dtype} [{sizes}]  {self.origin}"
 
 
+@lru_cache(maxsize=4096)
 def dense_strides(shape: Shape, order: tuple[int, ...] | None = None) -> Shape:
     strides: list[Expr] = [const(1)] * len(shape)
     step = const(1)
