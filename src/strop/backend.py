@@ -18,8 +18,9 @@ from strop.ir.graph import Graph, Node
 from strop.ir.loops import Kernel, Schedule
 from strop.ir.program import Program
 from strop.ir.source import KernelSource
+from strop.lowering.alike import Lower, lower_once
 from strop.lowering.generic import without_sizes
-from strop.lowering.lower import Lowered, lower
+from strop.lowering.lower import Lowered
 from strop.options import Options
 
 if TYPE_CHECKING:
@@ -88,16 +89,17 @@ def _planned(graph: Graph, generic: bool, on_gpu: bool, first: _First, clock: _C
     """A plan whose kernels can all be written down: where indices do not divide, each node of
     the group becomes a kernel of its own, which reads its operands from memory."""
     apart: frozenset[Node] = frozenset()
+    lower = lower_once(graph.hints, generic=generic)
     while True:
         fusion = plan(graph, apart)
         clock.lap("fusion")
         stored = {node for group in fusion.groups for node in group.stores}
         kernels: dict[Group, Lowered] = {}
-        found = _stitched(graph, fusion, stored, kernels, first) if on_gpu and not generic else ()
+        found = _stitched(graph, fusion, stored, kernels, lower, first) if on_gpu and not generic else ()
         failed = False
         for group in sorted(fusion.groups, key=lambda g: g.schedule is not Schedule.COLUMN):
             try:
-                kernels[group] = lower(group, stored, graph.hints, generic=generic)
+                kernels[group] = lower(group, stored)
             except UnsupportedError:
                 members, failed = computed_by(group, stored), True
                 if members <= apart:
@@ -111,13 +113,13 @@ def _planned(graph: Graph, generic: bool, on_gpu: bool, first: _First, clock: _C
 
 
 def _stitched(graph: Graph, fusion: FusionPlan, stored: set[Node], kernels: dict[Group, Lowered],
-              first: _First) -> tuple[Stitch, ...]:  # fmt: skip
+              lower: Lower, first: _First) -> tuple[Stitch, ...]:  # fmt: skip
     """Pairs of kernels that are one where a row fits on chip; adds the kernels of the wholes."""
     found = []
     for stitch in stitches(graph, fusion):
         inside = set(stitch.whole.nodes) - set(stitch.whole.stores)
         try:
-            kernels[stitch.whole] = lower(stitch.whole, stored - inside, graph.hints)
+            kernels[stitch.whole] = lower(stitch.whole, stored - inside)
         except UnsupportedError:
             continue  # its indices do not divide: it stays two kernels
         first.may_stitch(stitch, kernels[stitch.whole].kernel)

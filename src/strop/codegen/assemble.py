@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, TypeVar
@@ -13,7 +13,7 @@ from strop.fusion.plan import FusionPlan, Group, Stitch
 from strop.ir.affine import base_of, strided
 from strop.ir.dims import Expr, const, product
 from strop.ir.graph import Builder, Graph, Node, Ref
-from strop.ir.loops import Apply, Kernel, Literal, Load, Place, has_places, spaces
+from strop.ir.loops import Kernel, Load, Place, has_places, spaces
 from strop.ir.program import (
     Buffer,
     CallStep,
@@ -47,16 +47,7 @@ def once(emit: Callable[[Kernel], T]) -> Callable[[Kernel], T]:
     def emit_once(kernel: Kernel, numbers: tuple[str, ...]) -> T:
         return emit(kernel)
 
-    return lambda kernel: emit_once(kernel, tuple(_numbers(kernel)))
-
-
-def _numbers(kernel: Kernel) -> Iterator[str]:
-    """As text, what may be equal and yet another number: 0.0 and -0.0, 1 and True."""
-    for stmt in kernel.body + kernel.tail:
-        if isinstance(stmt, Literal):
-            yield repr(stmt.value)
-        elif isinstance(stmt, Apply) and stmt.attrs:
-            yield repr(stmt.attrs)
+    return lambda kernel: emit_once(kernel, kernel.numbers)
 
 
 @dataclass(frozen=True, slots=True)

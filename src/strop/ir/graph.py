@@ -204,7 +204,7 @@ class Builder:
 def _needs_nothing(op: str, inputs: Sequence[Node], sizes: Shape) -> bool:
     """Whether a node is a computed value without elements. Copies are results in a place of their
     own; arguments keep their views."""
-    if const(0) not in sizes or op == "copy":
+    if all(size.terms for size in sizes) or op == "copy":
         return False
     if OPS[op].kind is not Kind.VIEW:
         return OPS[op].kind is not Kind.OPAQUE
