@@ -35,11 +35,14 @@ Atom = str | Floor
 Monomial = tuple[Atom, ...]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Expr:
     """An immutable polynomial; build it with ``const``, ``symbol`` and the operators."""
 
     terms: tuple[tuple[Monomial, int], ...]
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, Expr) and self.terms == other.terms)
 
     @cached_property
     def _hash(self) -> int:
