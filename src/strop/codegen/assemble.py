@@ -28,6 +28,7 @@ from strop.ir.program import (
 from strop.ir.source import Emitted, KernelSource, Variant
 
 T = TypeVar("T")
+Sizes = Mapping[str, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +39,12 @@ class Target:
     emit: Callable[[Kernel], Emitted]
     planned: frozenset[str]
     stitched: Callable[[Kernel], tuple[Variant, ...]] = lambda kernel: ()  # forms that fit on chip
+    # the one form of each that runs at some sizes, where it can be printed alone
+    emit_at: Callable[[Kernel, Sizes], KernelSource] | None = None
+    stitched_at: Callable[[Kernel, Sizes], KernelSource | None] = lambda kernel, sizes: None
+
+    def source_at(self, kernel: Kernel, sizes: Sizes) -> KernelSource:
+        return self.emit_at(kernel, sizes) if self.emit_at else self.emit(kernel).at(sizes)
 
 
 def once(emit: Callable[[Kernel], T]) -> Callable[[Kernel], T]:

@@ -74,6 +74,10 @@ class Form:
     multiple: int = 1
     meaning: Mapping[str, Expr] = field(default_factory=dict)
 
+    def fits(self, sizes: Mapping[str, int]) -> bool:
+        size = self.size.eval(sizes)
+        return size <= self.most and size % self.multiple == 0
+
 
 @dataclass
 class Lines:
