@@ -33,8 +33,14 @@ PLANNED = frozenset({  # library calls that write where they are told
 })  # fmt: skip
 TARGETS = {
     "cpu": Target("cpu", cpp.emit, PLANNED),
-    "cuda": Target("cuda", triton.emit, PLANNED | {"conv2d"}, triton.stitched, triton.emit_at,
-                   triton.stitched_at),
+    "cuda": Target(
+        "cuda",
+        triton.emit,
+        PLANNED | {"conv2d"},
+        triton.stitched,
+        triton.emit_at,
+        triton.stitched_at,
+    ),
 }
 
 

@@ -57,7 +57,8 @@ def _printed(kernel: Kernel, most: int | None = None, *, as_block: bool = False)
     return _emit(kernel, kernel.numbers, most, as_block)
 
 
-@lru_cache(maxsize=512)  # what the first call needs is printed before the rest, in which it is again
+# what the first call needs is printed before the rest, in which it is again
+@lru_cache(maxsize=512)
 def _emit(kernel: Kernel, numbers: tuple[str, ...], most: int | None, as_block: bool) -> Emitted:
     printer = Printer(kernel)
     if as_block:
