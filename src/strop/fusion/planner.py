@@ -41,6 +41,7 @@ class _Grouping:
         self.home: dict[Node, int] = {}
         self.drafts: list[Draft | None] = []  # None: a call
         self.before: list[int] = []
+        self.needed = 0  # steps on which others depend
         self.refusals: list[Refusal] = []
         self.schedules = reduction_schedules(graph)
         self.reductions: dict[object, Node] = {}  # by operand and dims, and by loop
@@ -123,9 +124,11 @@ class _Grouping:
             if producer != step:
                 added |= (1 << producer) | self.before[producer]
         if added & ~self.before[step]:
+            self.needed |= added
+            self.before[step] |= added
             bit = 1 << step
-            for other in range(len(self.before)):
-                if other == step or self.before[other] & bit:
+            for other in range(len(self.before)) if self.needed & bit else ():
+                if self.before[other] & bit:
                     self.before[other] |= added
 
 
