@@ -52,7 +52,7 @@ def lower(
 
     Raises UnsupportedError where indices cannot be expressed; the planner avoids those.
     """
-    domain = _domain(group)
+    domain = domain_of(group)
     values = Values(stored, set(group.nodes), domain)
     for node in _roots(group):
         first = values._first_index.get(node)
@@ -62,7 +62,7 @@ def lower(
     return _Finish(group, values, hints, generic).kernel()
 
 
-def _domain(group: Group) -> Expr:
+def domain_of(group: Group) -> Expr:
     for node in group.nodes:
         if node.kind is Kind.REDUCTION:
             return node.inputs[0].numel
