@@ -74,9 +74,13 @@ def _structure(group: Group, stored: Set[Node]) -> _Structure:
             continue
         number[node] = len(number)
         view = strided(node)
-        if view is not None and _is_read(view.base, stored, inside) and (
-            node is view.base or node.numel != domain  # else it decides what the loops are
-        ):  # fmt: skip
+        # through a view of all that is reduced, its loop is that of other views of the same value
+        is_loop = view is not None and node is not view.base and domain == node.numel
+        if (
+            view is not None
+            and _is_read(view.base, stored, inside)
+            and not (is_loop and view.base.numel == domain)
+        ):
             rows.append((node.shape, node.dtype, view.dims))
             if node is not view.base:
                 bases.append(view.base)
