@@ -74,7 +74,7 @@ class Expr:
         rest = _from_terms({m: c for m, c in self.terms if c % divisor})
         if rest.is_const:
             return _from_terms(even) + rest.value // divisor
-        return _from_terms(even) + Expr((((Floor(rest, divisor),), 1),))
+        return _from_terms(even) + _expr((((Floor(rest, divisor),), 1),))
 
     @property
     def is_const(self) -> bool:
@@ -214,7 +214,12 @@ def _sorted_monomial(atoms: Iterable[Atom]) -> Monomial:
 def _from_terms(terms: Mapping[Monomial, int]) -> Expr:
     kept = [(m, c) for m, c in terms.items() if c]
     kept.sort(key=lambda term: (-len(term[0]), [str(a) for a in term[0]]))
-    return Expr(tuple(kept))
+    return _expr(tuple(kept))
+
+
+@_remembered  # equal sizes mostly are one object then: quick to compare, and what it knows is kept
+def _expr(terms: tuple[tuple[Monomial, int], ...]) -> Expr:
+    return Expr(terms)
 
 
 def _remove(monomial: Monomial, factor: Monomial) -> Monomial | None:
@@ -229,11 +234,11 @@ def _remove(monomial: Monomial, factor: Monomial) -> Monomial | None:
 def _divide_polynomial(dividend: Expr, divisor: Expr) -> Expr | None:
     """Long division by the leading term; None when a remainder is left."""
     quotient, rest = const(0), dividend
-    lead = Expr((divisor.terms[0],))
+    lead = _expr((divisor.terms[0],))
     for _ in range(len(dividend.terms) + 1):
         if not rest.terms:
             return quotient
-        step = Expr((rest.terms[0],)).exact_div(lead)
+        step = _expr((rest.terms[0],)).exact_div(lead)
         if step is None:
             return None
         quotient, rest = quotient + step, rest - step * divisor
@@ -242,12 +247,12 @@ def _divide_polynomial(dividend: Expr, divisor: Expr) -> Expr | None:
 
 @lru_cache(maxsize=4096)
 def const(value: int) -> Expr:
-    return Expr((((), value),)) if value else Expr(())
+    return _expr((((), value),) if value else ())
 
 
 @lru_cache(maxsize=256)
 def symbol(name: str) -> Expr:
-    return Expr((((name,), 1),))
+    return _expr((((name,), 1),))
 
 
 def to_expr(value: Expr | int) -> Expr:
