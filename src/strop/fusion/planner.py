@@ -114,13 +114,15 @@ class _Grouping:
 
     def _makes_cycle(self, node: Node, step: int) -> bool:
         bit = 1 << step
-        return any(s != step and self.before[s] & bit for s, _ in self._producers(node))
+        found = (self.home.get(base_of(i), step) for i in node.inputs)
+        return any(s != step and self.before[s] & bit for s in found)
 
     def _enter(self, node: Node, step: int) -> None:
         """Record where ``node`` lives; whatever depends on ``step`` inherits its new operands."""
         self.home[node] = step
         added = 0
-        for producer, _ in self._producers(node):
+        for base in map(base_of, node.inputs):
+            producer = self.home.get(base, step)
             if producer != step:
                 added |= (1 << producer) | self.before[producer]
         if added & ~self.before[step]:

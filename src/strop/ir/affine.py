@@ -192,6 +192,7 @@ def reduced_runs(x: Node, dims: Sequence[int], hints: Mapping[str, int]) -> list
     return None if runs is None else [run.is_reduced for run in runs]
 
 
+@lru_cache(maxsize=16384)
 def base_of(node: Node) -> Node:
     """The value under a chain of views."""
     while node.kind is Kind.VIEW:
