@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import torch
 
@@ -205,6 +206,7 @@ def runs(flat: Flat, index: Index) -> Iterator[Run]:
         start = end
 
 
+@lru_cache(maxsize=512)
 def is_transposing(kernel: Kernel) -> bool:
     """True if some access is contiguous along the rows only."""
     row, col = Flat("row", kernel.rows), Flat("col", kernel.cols)
