@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -18,8 +18,9 @@ from strop.ir.graph import Graph, Node
 from strop.ir.loops import Kernel, Schedule
 from strop.ir.program import Program
 from strop.ir.source import KernelSource
+from strop.lowering.alike import Lower, lower_once
 from strop.lowering.generic import without_sizes
-from strop.lowering.lower import Lowered, lower
+from strop.lowering.lower import Lowered
 from strop.options import Options
 from strop.patterns import apply as patterns
 
@@ -33,7 +34,14 @@ PLANNED = frozenset({  # library calls that write where they are told
 })  # fmt: skip
 TARGETS = {
     "cpu": Target("cpu", cpp.emit, PLANNED),
-    "cuda": Target("cuda", triton.emit, PLANNED | {"conv2d"}, triton.stitched),
+    "cuda": Target(
+        "cuda",
+        triton.emit,
+        PLANNED | {"conv2d"},
+        triton.stitched,
+        triton.emit_at,
+        triton.stitched_at,
+    ),
 }
 
 
@@ -74,6 +82,7 @@ def compile_graph(graph: Graph, signature: Signature, device: str, options: Opti
         target = in_turn(target)
     emit = once(target.emit)  # a model has many equal kernels
     target = replace(target, emit=without_sizes(emit) if generic else emit,
+                     emit_at=None if generic else target.emit_at,
                      stitched=once(target.stitched))  # fmt: skip
     clock, imported = _Clock(), graph if options.wants_graphs else None
     graph, own = patterns.apply(graph, options, device)  # calls of the user's own kernels
@@ -94,63 +103,85 @@ def _planned(graph: Graph, generic: bool, on_gpu: bool, first: _First, clock: _C
     """A plan whose kernels can all be written down: where indices do not divide, each node of
     the group becomes a kernel of its own, which reads its operands from memory."""
     apart: frozenset[Node] = frozenset()
+    lower = lower_once(graph.hints, generic=generic)
     while True:
         fusion = plan(graph, apart)
         clock.lap("fusion")
-        stored = {node for group in fusion.groups for node in group.stores}
-        kernels: dict[Group, Lowered] = {}
-        found = _stitched(graph, fusion, stored, kernels, first) if on_gpu and not generic else ()
-        failed = False
-        for group in sorted(fusion.groups, key=lambda g: g.schedule is not Schedule.COLUMN):
-            try:
-                kernels[group] = lower(group, stored, graph.hints, generic=generic)
-            except UnsupportedError:
-                members, failed = computed_by(group, stored), True
-                if members <= apart:
-                    raise
-                apart |= members
-            else:
-                first.needs(group, kernels[group].kernel)
+        kernels = _Kernels(graph, fusion, apart, lower, first)
+        if on_gpu and not generic:
+            kernels.stitch()
+        kernels.lower_all()
         clock.lap("lowering")
-        if not failed:
-            return fusion, kernels, found
+        if not kernels.failed:
+            return fusion, kernels.lowered, tuple(kernels.stitches)
+        apart |= kernels.failed
 
 
-def _stitched(graph: Graph, fusion: FusionPlan, stored: set[Node], kernels: dict[Group, Lowered],
-              first: _First) -> tuple[Stitch, ...]:  # fmt: skip
-    """Pairs of kernels that are one where a row fits on chip; adds the kernels of the wholes."""
-    found = []
-    for stitch in stitches(graph, fusion):
-        inside = set(stitch.whole.nodes) - set(stitch.whole.stores)
+class _Kernels:
+    """The kernels of a plan. Those that take longest to compile are lowered, and begun, first."""
+
+    def __init__(self, graph: Graph, fusion: FusionPlan, apart: Set[Node], lower: Lower,
+                 first: _First) -> None:  # fmt: skip
+        self.graph, self.fusion, self.first = graph, fusion, first
+        self._apart, self._lower = apart, lower
+        self.lowered: dict[Group, Lowered] = {}
+        self.stitches: list[Stitch] = []
+        self.failed: frozenset[Node] = frozenset()  # computed by kernels that cannot be written
+        self._stored = {node for group in fusion.groups for node in group.stores}
+
+    def stitch(self) -> None:
+        """Adds the kernels of pairs that are one where a row fits on chip, and of the column
+        reductions that stay alone."""
+        for stitch in stitches(self.graph, self.fusion):
+            inside = set(stitch.whole.nodes) - set(stitch.whole.stores)
+            try:
+                whole = self._lower(stitch.whole, self._stored - inside)
+            except UnsupportedError:
+                continue  # its indices do not divide: it stays two kernels
+            self.lowered[stitch.whole] = whole
+            self.stitches.append(stitch)
+            if not self.first.is_one(stitch, whole.kernel):
+                self._add(stitch.statistics)
+
+    def lower_all(self) -> None:
+        for group in sorted(self.fusion.groups, key=lambda g: g.schedule is not Schedule.COLUMN):
+            if group not in self.lowered:
+                self._add(group)
+
+    def _add(self, group: Group) -> None:
         try:
-            kernels[stitch.whole] = lower(stitch.whole, stored - inside, graph.hints)
+            self.lowered[group] = self._lower(group, self._stored)
         except UnsupportedError:
-            continue  # its indices do not divide: it stays two kernels
-        first.may_stitch(stitch, kernels[stitch.whole].kernel)
-        found.append(stitch)
-    return tuple(found)
+            members = computed_by(group, self._stored)
+            if members <= self._apart:
+                raise
+            self.failed |= members
+        else:
+            self.first.needs(group, self.lowered[group].kernel)
 
 
 class _First:
-    """Has the kernels that run at the traced sizes begun while others are still lowered: those
-    that stand for two come first, then columns, which take longest to compile."""
+    """Has the kernels that run at the traced sizes begun while others are still lowered."""
 
     def __init__(self, begin: Begin | None, target: Target, hints: Mapping[str, int]) -> None:
         self.begin, self.target, self.hints = begin, target, hints
         self._done = set[Group]()
 
-    def may_stitch(self, stitch: Stitch, kernel: Kernel) -> None:
-        if self.begin is None:
-            return
-        forms = self.target.stitched(kernel)
-        fitting = next((form for form in forms if form.fits(self.hints)), None)
-        if fitting is not None:
+    def is_one(self, stitch: Stitch, whole: Kernel) -> bool:
+        """Whether the traced sizes run the kernel of the whole, which then is begun."""
+        source = self.target.stitched_at(whole, self.hints)
+        if source is not None:
             self._done |= {stitch.statistics, stitch.reader}
-            self.begin([fitting.source])
+            self._begin(source)
+        return source is not None
 
     def needs(self, group: Group, kernel: Kernel) -> None:
         if self.begin is not None and group not in self._done:
-            self.begin([self.target.emit(kernel).at(self.hints)])
+            self._begin(self.target.source_at(kernel, self.hints))
+
+    def _begin(self, source: KernelSource) -> None:
+        if self.begin is not None:
+            self.begin([source])
 
 
 class _Clock:

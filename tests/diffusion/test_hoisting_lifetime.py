@@ -71,7 +71,7 @@ def test_nothing_is_reused_outside_of_a_loop():
     for _ in range(3):
         pipe.unet(*args)
     assert counts(pipe) == (4, 1)
-    alone = strop.optimize(tiny.unet(), options=tiny.options())
+    alone = strop.optimize(tiny.unet(), options=tiny.options(hoist=True))
     alone(*args)
     assert strop.explain(alone).components[0].hoisted is None, "nobody tells of its loops"
 

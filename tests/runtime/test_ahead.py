@@ -176,6 +176,18 @@ def test_a_kernel_that_is_refused_is_told_and_raises_where_it_is_needed(
     library.build(sources)
 
 
+def test_who_waits_gets_the_longest_text_first(library: CudaKernels, compilers: Compilers) -> None:
+    queue = ahead.Queue(0)
+    names = ("casts", "geglu", "softmax", "layer_norm")
+    sources = [emit(SAMPLES[name](F16).kernel).source for name in names]
+    soon = Ahead(sources, 90, library._cache, niceness=0)
+    queue.add(soon, sources[:-1], workers=0)
+    queue.add(soon, sources[-1:], workers=1)  # the first thread, which finds all of them
+    for thread in list(queue._threads):
+        thread.join()
+    assert compilers.seen[0] == sorted(sources, key=lambda s: -len(s.text))
+
+
 SCRIPT = """
 import os, sys, threading, time
 from pathlib import Path

@@ -13,6 +13,7 @@ import torch
 
 from strop.codegen.triton import emit
 from strop.errors import CacheError, CodegenError
+from strop.ir.dims import const
 from strop.ir.source import KernelSource
 from strop.runtime import builds, driver
 from strop.runtime.builds import Builds, build
@@ -58,6 +59,13 @@ def test_builds_once_and_then_loads(fresh: Builds, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(builds, "BUILDS", other)
     assert build(wanted, 90, cache, workers=2) == first
     assert (other.num_built, other.num_cached) == (0, 2)
+
+
+def test_launches_of_one_text_share_a_build(fresh: Builds):
+    other = dataclasses.replace(source(), grid=(const(3),))
+    found = build([source(), other], 90, MemoryCache(), workers=2)
+    assert fresh.num_built == 1
+    assert found[source()] is found[other]
 
 
 def test_threads_share_a_build(fresh: Builds):

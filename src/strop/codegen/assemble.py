@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, TypeVar
@@ -13,7 +13,7 @@ from strop.fusion.plan import FusionPlan, Group, Stitch
 from strop.ir.affine import base_of, strided
 from strop.ir.dims import Expr, const, product
 from strop.ir.graph import Builder, Graph, Node, Ref
-from strop.ir.loops import Apply, Kernel, Literal, Load, Place, has_places, spaces
+from strop.ir.loops import Kernel, Load, Place, has_places, spaces
 from strop.ir.program import (
     Buffer,
     CallStep,
@@ -28,6 +28,7 @@ from strop.ir.program import (
 from strop.ir.source import Emitted, KernelSource, Variant
 
 T = TypeVar("T")
+Sizes = Mapping[str, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +39,12 @@ class Target:
     emit: Callable[[Kernel], Emitted]
     planned: frozenset[str]
     stitched: Callable[[Kernel], tuple[Variant, ...]] = lambda kernel: ()  # forms that fit on chip
+    # the one form of each that runs at some sizes, where it can be printed alone
+    emit_at: Callable[[Kernel, Sizes], KernelSource] | None = None
+    stitched_at: Callable[[Kernel, Sizes], KernelSource | None] = lambda kernel, sizes: None
+
+    def source_at(self, kernel: Kernel, sizes: Sizes) -> KernelSource:
+        return self.emit_at(kernel, sizes) if self.emit_at else self.emit(kernel).at(sizes)
 
 
 def in_turn(target: Target) -> Target:
@@ -48,7 +55,15 @@ def in_turn(target: Target) -> Target:
         source = found.source.with_constants(EARLY=0)
         return replace(found, source=source, variants=tuple(map(_late, found.variants)))
 
-    return replace(target, emit=emit, stitched=lambda k: tuple(map(_late, target.stitched(k))))
+    def stitched_at(kernel: Kernel, sizes: Sizes) -> KernelSource | None:
+        found = target.stitched_at(kernel, sizes)
+        return found and found.with_constants(EARLY=0)
+
+    return replace(
+        target, emit=emit, stitched=lambda kernel: tuple(map(_late, target.stitched(kernel))),
+        emit_at=lambda kernel, sizes: target.source_at(kernel, sizes).with_constants(EARLY=0),
+        stitched_at=stitched_at,
+    )  # fmt: skip
 
 
 def _late(variant: Variant) -> Variant:
@@ -62,16 +77,7 @@ def once(emit: Callable[[Kernel], T]) -> Callable[[Kernel], T]:
     def emit_once(kernel: Kernel, numbers: tuple[str, ...]) -> T:
         return emit(kernel)
 
-    return lambda kernel: emit_once(kernel, tuple(_numbers(kernel)))
-
-
-def _numbers(kernel: Kernel) -> Iterator[str]:
-    """As text, what may be equal and yet another number: 0.0 and -0.0, 1 and True."""
-    for stmt in kernel.body + kernel.tail:
-        if isinstance(stmt, Literal):
-            yield repr(stmt.value)
-        elif isinstance(stmt, Apply) and stmt.attrs:
-            yield repr(stmt.attrs)
+    return lambda kernel: emit_once(kernel, kernel.numbers)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,9 @@ ids from the flat ids, on vectors, and only for axes that an index does not walk
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from functools import lru_cache
 
 from strop.codegen import triton_block, triton_column, triton_pointwise, triton_reduce, triton_row
 from strop.codegen.triton_text import FUNCTIONS, Form, Lines, Printer, is_transposing
@@ -29,16 +31,24 @@ EARLY = (
 
 def emit(kernel: Kernel) -> Emitted:
     """The Triton source of ``kernel`` and the sizes that it takes."""
-    emitted = _emit(kernel)
+    return replace(_printed(kernel), variants=tuple(map(_variant, _forms(kernel))))
+
+
+def emit_at(kernel: Kernel, sizes: Mapping[str, int]) -> KernelSource:
+    """The one form of ``emit`` that runs at these sizes."""
+    form = next((form for form in _forms(kernel) if form.fits(sizes)), None)
+    return _printed(form.kernel, form.most).source if form else _printed(kernel).source
+
+
+def _forms(kernel: Kernel) -> Iterable[Form]:
     if kernel.schedule is Schedule.COLUMN or is_transposing(kernel):
-        return emitted
+        return ()
     by_row = kernel.schedule is Schedule.ROW
-    forms = triton_row.forms(kernel) if by_row else triton_pointwise.forms(kernel)
-    return replace(emitted, variants=tuple(map(_variant, forms)))
+    return triton_row.forms(kernel) if by_row else triton_pointwise.forms(kernel)
 
 
 def _variant(form: Form, *, as_block: bool = False) -> Variant:
-    found = _emit(form.kernel, form.most, as_block=as_block)
+    found = _printed(form.kernel, form.most, as_block=as_block)
     scalars = tuple(size.substitute(form.meaning) for size in found.scalars)
     return Variant(found.source, scalars, form.size, form.most, form.multiple)
 
@@ -48,7 +58,19 @@ def stitched(kernel: Kernel) -> tuple[Variant, ...]:
     return tuple(_variant(form, as_block=True) for form in triton_block.forms(kernel))
 
 
-def _emit(kernel: Kernel, most: int | None = None, *, as_block: bool = False) -> Emitted:
+def stitched_at(kernel: Kernel, sizes: Mapping[str, int]) -> KernelSource | None:
+    """The one of them that runs at these sizes, if there is one."""
+    form = next((form for form in triton_block.forms(kernel) if form.fits(sizes)), None)
+    return _printed(form.kernel, form.most, as_block=True).source if form else None
+
+
+def _printed(kernel: Kernel, most: int | None = None, *, as_block: bool = False) -> Emitted:
+    return _emit(kernel, kernel.numbers, most, as_block)
+
+
+# what the first call needs is printed before the rest, in which it is again
+@lru_cache(maxsize=512)
+def _emit(kernel: Kernel, numbers: tuple[str, ...], most: int | None, as_block: bool) -> Emitted:
     printer = Printer(kernel)
     if as_block:
         assert most is not None

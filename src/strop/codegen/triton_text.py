@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import torch
 
@@ -73,6 +74,10 @@ class Form:
     most: int
     multiple: int = 1
     meaning: Mapping[str, Expr] = field(default_factory=dict)
+
+    def fits(self, sizes: Mapping[str, int]) -> bool:
+        size = self.size.eval(sizes)
+        return size <= self.most and size % self.multiple == 0
 
 
 @dataclass
@@ -202,6 +207,7 @@ def runs(flat: Flat, index: Index) -> Iterator[Run]:
         start = end
 
 
+@lru_cache(maxsize=512)
 def is_transposing(kernel: Kernel) -> bool:
     """True if some access is contiguous along the rows only."""
     row, col = Flat("row", kernel.rows), Flat("col", kernel.cols)

@@ -41,6 +41,7 @@ class _Grouping:
         self.home: dict[Node, int] = {}
         self.drafts: list[Draft | None] = []  # None: a call
         self.before: list[int] = []
+        self.needed = 0  # steps on which others depend
         self.refusals: list[Refusal] = []
         self.schedules = reduction_schedules(graph)
         self.reductions: dict[object, Node] = {}  # by operand and dims, and by loop
@@ -113,19 +114,23 @@ class _Grouping:
 
     def _makes_cycle(self, node: Node, step: int) -> bool:
         bit = 1 << step
-        return any(s != step and self.before[s] & bit for s, _ in self._producers(node))
+        found = (self.home.get(base_of(i), step) for i in node.inputs)
+        return any(s != step and self.before[s] & bit for s in found)
 
     def _enter(self, node: Node, step: int) -> None:
         """Record where ``node`` lives; whatever depends on ``step`` inherits its new operands."""
         self.home[node] = step
         added = 0
-        for producer, _ in self._producers(node):
+        for base in map(base_of, node.inputs):
+            producer = self.home.get(base, step)
             if producer != step:
                 added |= (1 << producer) | self.before[producer]
         if added & ~self.before[step]:
+            self.needed |= added
+            self.before[step] |= added
             bit = 1 << step
-            for other in range(len(self.before)):
-                if other == step or self.before[other] & bit:
+            for other in range(len(self.before)) if self.needed & bit else ():
+                if self.before[other] & bit:
                     self.before[other] |= added
 
 

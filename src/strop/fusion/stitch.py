@@ -30,7 +30,7 @@ def stitches(graph: Graph, plan: FusionPlan) -> Iterator[Stitch]:
     for number, group in enumerate(plan.steps):
         if not isinstance(group, Group) or group.schedule is not Schedule.COLUMN:
             continue
-        reader = _only_reader(group, plan.groups, loads)
+        reader = _only_reader(group, readers)
         if reader is None or not _covers(group, reader):
             continue
         host = _place(plan.steps, number, plan.steps.index(reader), loads, readers)
@@ -42,13 +42,12 @@ def stitches(graph: Graph, plan: FusionPlan) -> Iterator[Stitch]:
         yield Stitch(group, reader, Group(Schedule.ROW, nodes, (*kept, *reader.stores)), host)
 
 
-def _only_reader(
-    group: Group, groups: Sequence[Group], loads: dict[Group, set[Node]]
-) -> Group | None:
+def _only_reader(group: Group, readers: dict[Node, set[Group | Node]]) -> Group | None:
     """The pointwise kernel that alone reads the reduced values."""
-    reduced = {n for n in group.stores if n.numel != _domain(group)}
-    found = [g for g in groups if reduced & loads[g]]
-    return found[0] if len(found) == 1 and found[0].schedule is Schedule.POINTWISE else None
+    reduced = [n for n in group.stores if n.numel != _domain(group)]
+    found = {g for n in reduced for g in readers.get(n, ()) if isinstance(g, Group)}
+    only = found.pop() if len(found) == 1 else None
+    return only if only and only.schedule is Schedule.POINTWISE else None
 
 
 def _domain(group: Group) -> object:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from strop.ir.dims import Expr, const, product
 from strop.ir.graph import Node, dense_strides
@@ -65,6 +66,12 @@ def merge(atoms: Iterable[Atom]) -> list[Atom]:
 
 def regroup(atoms: Sequence[Atom], sizes: Sequence[Expr]) -> tuple[tuple[Atom, ...], ...] | None:
     """Deal row-major ``atoms`` out to dims of these sizes; None when a split is not exact."""
+    return _regrouped(tuple(atoms), tuple(sizes))
+
+
+@lru_cache(maxsize=4096)
+def _regrouped(atoms: tuple[Atom, ...], sizes: tuple[Expr, ...]
+               ) -> tuple[tuple[Atom, ...], ...] | None:  # fmt: skip
     rest = [atom for atom in atoms if atom[0] != ONE]
     dims: list[tuple[Atom, ...]] = []
     for wanted in reversed(sizes):
@@ -86,6 +93,7 @@ def regroup(atoms: Sequence[Atom], sizes: Sequence[Expr]) -> tuple[tuple[Atom, .
     return tuple(dims) if not rest else None
 
 
+@lru_cache(maxsize=16384)  # asked several times of each view; nodes never change
 def strided(node: Node) -> Strided | None:
     """Follow a chain of views down to the value it reads; None when it is not affine."""
     if node.kind is not Kind.VIEW:
@@ -184,6 +192,7 @@ def reduced_runs(x: Node, dims: Sequence[int], hints: Mapping[str, int]) -> list
     return None if runs is None else [run.is_reduced for run in runs]
 
 
+@lru_cache(maxsize=16384)
 def base_of(node: Node) -> Node:
     """The value under a chain of views."""
     while node.kind is Kind.VIEW:

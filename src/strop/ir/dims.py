@@ -35,11 +35,14 @@ Atom = str | Floor
 Monomial = tuple[Atom, ...]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Expr:
     """An immutable polynomial; build it with ``const``, ``symbol`` and the operators."""
 
     terms: tuple[tuple[Monomial, int], ...]
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, Expr) and self.terms == other.terms)
 
     @cached_property
     def _hash(self) -> int:
@@ -49,10 +52,7 @@ class Expr:
         return self._hash
 
     def __add__(self, other: Expr | int) -> Expr:
-        total = dict(self.terms)
-        for monomial, coefficient in to_expr(other).terms:
-            total[monomial] = total.get(monomial, 0) + coefficient
-        return _from_terms(total)
+        return _added(self, to_expr(other))
 
     def __sub__(self, other: Expr | int) -> Expr:
         return self + to_expr(other) * -1
@@ -74,7 +74,7 @@ class Expr:
         rest = _from_terms({m: c for m, c in self.terms if c % divisor})
         if rest.is_const:
             return _from_terms(even) + rest.value // divisor
-        return _from_terms(even) + Expr((((Floor(rest, divisor),), 1),))
+        return _from_terms(even) + _expr((((Floor(rest, divisor),), 1),))
 
     @property
     def is_const(self) -> bool:
@@ -114,18 +114,7 @@ class Expr:
 
     def exact_div(self, other: Expr) -> Expr | None:
         """self / other when it is a polynomial, else None."""
-        if not other.terms:
-            return None
-        if len(other.terms) > 1:
-            return _divide_polynomial(self, other)
-        (monomial, coefficient) = other.terms[0]
-        quotient: dict[Monomial, int] = {}
-        for m, c in self.terms:
-            rest = _remove(m, monomial)
-            if rest is None or c % coefficient:
-                return None
-            quotient[rest] = c // coefficient
-        return _from_terms(quotient)
+        return _divided(self, other)
 
     def eval(self, env: Env) -> int:
         """The size for these values of the roots."""
@@ -180,7 +169,19 @@ class Expr:
         return f"Expr({self})"
 
 
-@lru_cache(maxsize=65536)  # a compile multiplies the same few sizes 100,000 times
+# A compile does the same sums, products and divisions of a few sizes 100,000 times.
+_remembered = lru_cache(maxsize=16384)
+
+
+@_remembered
+def _added(x: Expr, y: Expr) -> Expr:
+    total = dict(x.terms)
+    for monomial, coefficient in y.terms:
+        total[monomial] = total.get(monomial, 0) + coefficient
+    return _from_terms(total)
+
+
+@_remembered
 def _multiplied(x: Expr, y: Expr) -> Expr:
     product: dict[Monomial, int] = {}
     for left, c in x.terms:
@@ -190,6 +191,22 @@ def _multiplied(x: Expr, y: Expr) -> Expr:
     return _from_terms(product)
 
 
+@_remembered
+def _divided(x: Expr, y: Expr) -> Expr | None:
+    if not y.terms:
+        return None
+    if len(y.terms) > 1:
+        return _divide_polynomial(x, y)
+    (monomial, coefficient) = y.terms[0]
+    quotient: dict[Monomial, int] = {}
+    for m, c in x.terms:
+        rest = _remove(m, monomial)
+        if rest is None or c % coefficient:
+            return None
+        quotient[rest] = c // coefficient
+    return _from_terms(quotient)
+
+
 def _sorted_monomial(atoms: Iterable[Atom]) -> Monomial:
     return tuple(sorted(atoms, key=str))
 
@@ -197,7 +214,12 @@ def _sorted_monomial(atoms: Iterable[Atom]) -> Monomial:
 def _from_terms(terms: Mapping[Monomial, int]) -> Expr:
     kept = [(m, c) for m, c in terms.items() if c]
     kept.sort(key=lambda term: (-len(term[0]), [str(a) for a in term[0]]))
-    return Expr(tuple(kept))
+    return _expr(tuple(kept))
+
+
+@_remembered  # equal sizes mostly are one object then: quick to compare, and what it knows is kept
+def _expr(terms: tuple[tuple[Monomial, int], ...]) -> Expr:
+    return Expr(terms)
 
 
 def _remove(monomial: Monomial, factor: Monomial) -> Monomial | None:
@@ -212,11 +234,11 @@ def _remove(monomial: Monomial, factor: Monomial) -> Monomial | None:
 def _divide_polynomial(dividend: Expr, divisor: Expr) -> Expr | None:
     """Long division by the leading term; None when a remainder is left."""
     quotient, rest = const(0), dividend
-    lead = Expr((divisor.terms[0],))
+    lead = _expr((divisor.terms[0],))
     for _ in range(len(dividend.terms) + 1):
         if not rest.terms:
             return quotient
-        step = Expr((rest.terms[0],)).exact_div(lead)
+        step = _expr((rest.terms[0],)).exact_div(lead)
         if step is None:
             return None
         quotient, rest = quotient + step, rest - step * divisor
@@ -225,12 +247,12 @@ def _divide_polynomial(dividend: Expr, divisor: Expr) -> Expr | None:
 
 @lru_cache(maxsize=4096)
 def const(value: int) -> Expr:
-    return Expr((((), value),)) if value else Expr(())
+    return _expr((((), value),) if value else ())
 
 
 @lru_cache(maxsize=256)
 def symbol(name: str) -> Expr:
-    return Expr((((name,), 1),))
+    return _expr((((name,), 1),))
 
 
 def to_expr(value: Expr | int) -> Expr:

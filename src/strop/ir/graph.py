@@ -11,6 +11,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -21,6 +23,7 @@ from strop.ir.ops import OPS, Kind, Op, of_nothing
 
 Shape = tuple[Expr, ...]
 _serial = itertools.count()
+_SERIAL, _TERMS = attrgetter("serial"), attrgetter("terms")
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +69,7 @@ class Node:
         return f"n{self.serial} = {self.op}({args}) {self.dtype} [{sizes}]  {self.origin}"
 
 
+@lru_cache(maxsize=4096)
 def dense_strides(shape: Shape, order: tuple[int, ...] | None = None) -> Shape:
     strides: list[Expr] = [const(1)] * len(shape)
     step = const(1)
@@ -108,21 +112,20 @@ class Builder:
         self, op: str, inputs: Sequence[Node], shape: Iterable[Expr | int], dtype: torch.dtype,
         *, order: tuple[int, ...] | None = None, **attrs: Any,
     ) -> Node:  # fmt: skip
-        sizes = tuple(map(to_expr, shape))
-        if _needs_nothing(op, inputs, sizes):
+        return self._make(op, tuple(inputs), tuple(map(to_expr, shape)), dtype, order, attrs)
+
+    def _make(self, op: str, inputs: tuple[Node, ...], sizes: Shape, dtype: torch.dtype,
+              order: tuple[int, ...] | None, attrs: Mapping[str, Any]) -> Node:  # fmt: skip
+        if not all(map(_TERMS, sizes)) and _needs_nothing(op, inputs):
             none = self.view_as_rank(self.constant(0, dtype), len(sizes))
             op, inputs, order, attrs = "expand", (none,), None, {}
-        key = (
-            op,
-            tuple(i.serial for i in inputs),
-            repr(sorted(attrs.items())),  # as text: 1, 1.0 and True are equal, and so are 0.0, -0.0
-            sizes,
-            dtype,
-            order,
-        )
-        if op != "write" and key in self._made:
-            return self._made[key]
-        node = Node(op, tuple(inputs), attrs, sizes, dtype, self.origin, order)
+        # attributes as text: 1, 1.0 and True are equal, and so are 0.0 and -0.0
+        text = repr(sorted(attrs.items())) if attrs else ""
+        key = (op, tuple(map(_SERIAL, inputs)), text, sizes, dtype, order)
+        made = self._made.get(key)
+        if made is not None and op != "write":
+            return made
+        node = Node(op, inputs, attrs, sizes, dtype, self.origin, order, next(_serial))
         self._made[key] = node
         self.nodes.append(node)
         return node
@@ -196,13 +199,13 @@ class Builder:
             return self.reshape(inputs[0], node.shape)
         if node.op == "permute":
             return self.permute(inputs[0], node.attrs["dims"])
-        return self.make(node.op, inputs, node.shape, node.dtype, order=node.order, **node.attrs)
+        return self._make(node.op, inputs, node.shape, node.dtype, node.order, node.attrs)
 
 
-def _needs_nothing(op: str, inputs: Sequence[Node], sizes: Shape) -> bool:
-    """Whether a node is a computed value without elements. Copies are results in a place of their
-    own; arguments keep their views."""
-    if const(0) not in sizes or op == "copy":
+def _needs_nothing(op: str, inputs: Sequence[Node]) -> bool:
+    """Whether a node without elements is computed. Copies are results in a place of their own;
+    arguments keep their views."""
+    if op == "copy":
         return False
     if OPS[op].kind is not Kind.VIEW:
         return OPS[op].kind is not Kind.OPAQUE

@@ -22,6 +22,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
 from enum import Enum
+from functools import cached_property
 from typing import Any, cast
 
 import torch
@@ -159,7 +160,7 @@ class Store:
 Stmt = Load | Place | Literal | Position | Apply | Reduce | Store
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Kernel:
     """One kernel. ``name`` is made from what it computes, so that equal kernels print equally."""
 
@@ -170,6 +171,22 @@ class Kernel:
     params: tuple[Param, ...]
     body: tuple[Stmt, ...]
     tail: tuple[Stmt, ...] = ()  # COLUMN only
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.schedule, self.rows, self.cols, self.params, self.body, self.tail))
+
+    @cached_property
+    def numbers(self) -> tuple[str, ...]:
+        """As text, what may be equal and yet another number: 0.0 and -0.0, 1 and True."""
+        return tuple(
+            repr(stmt.value if isinstance(stmt, Literal) else stmt.attrs)
+            for stmt in self.body + self.tail
+            if isinstance(stmt, Literal) or (isinstance(stmt, Apply) and stmt.attrs)
+        )
 
     def __post_init__(self) -> None:
         assert self.cols, f"{self.name}: a kernel has at least one col axis"

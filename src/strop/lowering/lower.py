@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
+from typing import Any
 
 from strop.errors import UnsupportedError
 from strop.fusion.plan import Group
@@ -51,7 +52,7 @@ def lower(
 
     Raises UnsupportedError where indices cannot be expressed; the planner avoids those.
     """
-    domain = _domain(group)
+    domain = domain_of(group)
     values = Values(stored, set(group.nodes), domain)
     for node in _roots(group):
         first = values._first_index.get(node)
@@ -61,7 +62,7 @@ def lower(
     return _Finish(group, values, hints, generic).kernel()
 
 
-def _domain(group: Group) -> Expr:
+def domain_of(group: Group) -> Expr:
     for node in group.nodes:
         if node.kind is Kind.REDUCTION:
             return node.inputs[0].numel
@@ -184,6 +185,8 @@ def _common_offset(stmts: Sequence[Stmt], number: int, param: Param) -> Expr:
 def _moved(stmt: Stmt, offsets: Sequence[Expr]) -> Stmt:
     if not isinstance(stmt, Load | Store):
         return stmt
+    if not offsets[stmt.param].terms:
+        return stmt
     offset = stmt.index.offset - offsets[stmt.param]
     return replace(stmt, index=Index(offset, stmt.index.strides))
 
@@ -194,12 +197,13 @@ def _deduplicated(stmts: Sequence[Stmt]) -> list[Stmt]:
     made: dict[object, tuple[str, ...]] = {}
     kept: list[Stmt] = []
     for stmt in stmts:
-        stmt = _with_args(stmt, renamed)
+        if renamed:
+            stmt = replace(stmt, **_args_renamed(stmt, renamed))
         outs = outs_of(stmt)
         key = replace(stmt, outs=()) if isinstance(stmt, Reduce) else (
             stmt if isinstance(stmt, Store) else replace(stmt, out=""))  # fmt: skip
-        # 1, 1.0 and True are equal and hash alike, so the type belongs to the key
-        detail = type(stmt.value) if isinstance(stmt, Literal) else None
+        # 1, 1.0 and True are equal and hash alike, and so are 0.0 and -0.0
+        detail = repr(stmt.value) if isinstance(stmt, Literal) else None
         if (key, detail) in made and not isinstance(stmt, Store):
             renamed.update(zip(outs, made[key, detail], strict=True))
             continue
@@ -208,22 +212,24 @@ def _deduplicated(stmts: Sequence[Stmt]) -> list[Stmt]:
     return kept
 
 
-def _with_args(stmt: Stmt, renamed: Mapping[str, str]) -> Stmt:
+def _args_renamed(stmt: Stmt, names: Mapping[str, str]) -> dict[str, Any]:
+    """The fields of a statement that say which values it reads, with these names."""
+
     def new(name: str) -> str:
-        return renamed.get(name, name)
+        return names.get(name, name)
 
     if isinstance(stmt, Apply):
-        return replace(stmt, args=tuple(map(new, stmt.args)))
+        return {"args": tuple(map(new, stmt.args))}
     if isinstance(stmt, Reduce):
-        return replace(stmt, arg=new(stmt.arg))
+        return {"arg": new(stmt.arg)}
     if isinstance(stmt, Store):
-        return replace(stmt, value=new(stmt.value))
-    if isinstance(stmt, Load):
+        return {"value": new(stmt.value)}
+    if isinstance(stmt, Load) and (stmt.guard or stmt.lookups):
         lookups = tuple((new(name), stride) for name, stride in stmt.lookups)
-        return replace(stmt, guard=stmt.guard and new(stmt.guard), lookups=lookups)
+        return {"guard": stmt.guard and new(stmt.guard), "lookups": lookups}
     if isinstance(stmt, Place):
-        return replace(stmt, value=new(stmt.value), guard=stmt.guard and new(stmt.guard))
-    return stmt
+        return {"value": new(stmt.value), "guard": stmt.guard and new(stmt.guard)}
+    return {}
 
 
 def _merge_axes(axes: list[Axis], stmts: list[Stmt]) -> tuple[list[Axis], list[Stmt]]:
@@ -309,16 +315,16 @@ def _renamed(
     position = {new: i for i, new in enumerate(names.values())}
     renamed = []
     for stmt in stmts:
-        stmt = _with_args(stmt, values)
+        changes = _args_renamed(stmt, values)
         if isinstance(stmt, Load | Store | Position):
             strides = sorted(((names[a], s) for a, s in stmt.index.strides),
                              key=lambda pair: position[pair[0]])  # fmt: skip
-            stmt = replace(stmt, index=Index(stmt.index.offset, tuple(strides)))
+            changes["index"] = Index(stmt.index.offset, tuple(strides))
         if isinstance(stmt, Reduce):
-            stmt = replace(stmt, outs=tuple(values[o] for o in stmt.outs))
+            changes["outs"] = tuple(values[o] for o in stmt.outs)
         elif not isinstance(stmt, Store):
-            stmt = replace(stmt, out=values[stmt.out])
-        renamed.append(stmt)
+            changes["out"] = values[stmt.out]
+        renamed.append(replace(stmt, **changes))
     new_rows = tuple(replace(a, name=names[a.name]) for a in rows)
     return renamed, new_rows, tuple(replace(a, name=names[a.name]) for a in cols)
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 
 from strop.ir.affine import Strided, merge, reduced_runs, strided
 from strop.ir.dims import const
-from strop.ir.graph import Builder, Graph, Node, finish
+from strop.ir.graph import Builder, Graph, Node, Shape, dense_strides, finish
 from strop.ir.ops import Kind
 from strop.options import Options
 
@@ -119,18 +119,17 @@ def _strides(x: Node) -> tuple[object, ...] | None:
 def _contiguous(b: Builder, x: Node, order: Order) -> Node:
     """x itself when it lies dense in ``order``, else a copy that does."""
     view = strided(x)
-    wanted = b.make("copy", (x,), x.shape, x.dtype, order=order)
     whole = view is not None and view.offset == const(0) and view.base.numel == x.numel
-    if view is not None and whole and _same_strides(view, wanted):
+    if view is not None and whole and _is_dense(view, x.shape, order):
         return x
-    return wanted
+    return b.make("copy", (x,), x.shape, x.dtype, order=order)
 
 
-def _same_strides(view: Strided, wanted: Node) -> bool:
+def _is_dense(view: Strided, shape: Shape, order: Order) -> bool:
     strides = view.strides
     return strides is not None and all(
         a == b or size == const(1)
-        for a, b, size in zip(strides, wanted.strides, wanted.shape, strict=True)
+        for a, b, size in zip(strides, dense_strides(shape, order), shape, strict=True)
     )
 
 
@@ -158,17 +157,14 @@ def order_of_largest(inputs: tuple[Node, ...], hints: Mapping[str, int], rank: i
     if not candidates:
         return None
 
-    def places_of(x: Node) -> list[int]:
+    def rank_of(x: Node) -> tuple[int, bool, list[int]]:
         """The innermost atom of a dim says where it lies; dims of size 1 sort as outermost."""
         view = strided(x)
         dims = view.dims if view else ()
-        return [abs(dim[-1][1].eval(hints)) if dim else 1 << 60 for dim in dims]
+        places = [abs(dim[-1][1].eval(hints)) if dim else 1 << 60 for dim in dims]
+        return x.numel.eval(hints), places == sorted(places, reverse=True), places
 
-    def rank_of(x: Node) -> tuple[int, bool]:
-        places = places_of(x)
-        return x.numel.eval(hints), places == sorted(places, reverse=True)
-
-    places = places_of(max(candidates, key=rank_of))
+    *_, places = max(map(rank_of, candidates), key=lambda ranked: ranked[:2])
     if not places or 0 in places:
         return None
     order = tuple(sorted(range(rank), key=lambda d: (-places[d], d)))

@@ -9,12 +9,13 @@ matter of sizes alone. When the process ends, what is not built is left.
 from __future__ import annotations
 
 import atexit
+import heapq
+import itertools
 import logging
 import os
 import threading
 import time
-from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from strop.errors import StropError
@@ -84,10 +85,12 @@ class Ahead:
 
 @dataclass
 class Queue:
-    """Kernels of all programs, first come, first served."""
+    """Kernels of all programs. Where somebody waits for them, the longest text first, so that no
+    process is left alone with a large kernel at the end; else first come, first served."""
 
     niceness: int
-    _waiting: deque[tuple[Ahead, KernelSource]] = field(default_factory=deque)
+    _waiting: list[tuple[int, int, Ahead, KernelSource]] = field(default_factory=list)  # a heap
+    _numbers: Iterator[int] = field(default_factory=itertools.count)
     _open: list[Ahead] = field(default_factory=list)
     _threads: list[threading.Thread] = field(default_factory=list)
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -95,7 +98,9 @@ class Queue:
     def add(self, ahead: Ahead, sources: Sequence[KernelSource], workers: int) -> None:
         with self._lock:
             self._open = [*(other for other in self._open if not other.is_done), ahead]
-            self._waiting += [(ahead, source) for source in sources]
+            for number, source in zip(self._numbers, sources, strict=False):
+                rank = 0 if self.niceness else -len(source.text)
+                heapq.heappush(self._waiting, (rank, number, ahead, source))
             wanted = min(workers, len(self._threads) + len(sources))
             for _ in range(wanted - len(self._threads)):
                 # a daemon: the end of the process waits for no other
@@ -109,7 +114,7 @@ class Queue:
                 if not self._waiting:
                     self._threads.remove(threading.current_thread())
                     break
-                ahead, source = self._waiting.popleft()
+                *_, ahead, source = heapq.heappop(self._waiting)
             ahead.build(source)
         if self.niceness:
             builds.stop_workers(self.niceness)

@@ -101,7 +101,8 @@ class Builds:
     num_built: int = 0  # while somebody waited
     num_cached: int = 0
     is_closing: bool = False
-    _memo: dict[tuple[KernelSource, int], Future[Cubin]] = field(default_factory=dict)
+    _memo: dict[str, Future[Cubin]] = field(default_factory=dict)  # by what is compiled: launches
+    # of one text may differ
     _idle: list[Worker] = field(default_factory=list)
     _busy: list[Worker] = field(default_factory=list)
     _leaving: list[Worker] = field(default_factory=list)
@@ -114,25 +115,26 @@ class Builds:
         """What will hold each kernel, and those that nobody has built or is building: the caller
         must."""
         futures, mine = {}, []
+        keys = {source: cache_key(source, arch) for source in sources}
         with self._lock:
-            for source in sources:
-                if (source, arch) not in self._memo:
-                    self._memo[source, arch] = Future()
+            for source, key in keys.items():
+                if key not in self._memo:
+                    self._memo[key] = Future()
                     mine.append(source)
-                futures[source] = self._memo[source, arch]
+                futures[source] = self._memo[key]
         return futures, mine
 
     def has(self, source: KernelSource, arch: int) -> bool:
-        found = self._memo.get((source, arch))
+        found = self._memo.get(cache_key(source, arch))
         return found is not None and found.done()
 
     def settle(self, source: KernelSource, arch: int, cubin: Cubin) -> None:
-        self._memo[source, arch].set_result(cubin)
+        self._memo[cache_key(source, arch)].set_result(cubin)
 
     def fail(self, source: KernelSource, arch: int, error: BaseException) -> None:
         """Those who wait get the error; those who ask later start again."""
         with self._lock:
-            self._memo.pop((source, arch)).set_exception(error)
+            self._memo.pop(cache_key(source, arch)).set_exception(error)
 
     def count(self, *, built: int = 0, cached: int = 0) -> None:
         with self._lock:

@@ -105,6 +105,7 @@ def triton_version() -> str:
         raise CodegenError("Triton is not installed; `pip install triton` on Linux") from None
 
 
+@lru_cache(maxsize=4096)
 def cache_key(source: KernelSource, arch: int) -> str:
     content = json.dumps(request_of(source, arch), sort_keys=True)
     return hashlib.sha256(f"cubin 1 {triton_version()} {content}".encode()).hexdigest()
