@@ -1,0 +1,37 @@
+"""Which kernels are compiled to be launched before the one before them has ended."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from strop.backend import compile_graph
+from strop.codegen.assemble import Signature
+from strop.ir.source import KernelSource
+from strop.options import Options
+from tests.frontend.tracing import trace
+
+
+def norms(x: Tensor) -> tuple[Tensor, Tensor]:
+    """A stitched GroupNorm, a row kernel and a pointwise one."""
+    x = torch.nn.functional.silu(torch.nn.functional.group_norm(x, 4))
+    return x, torch.softmax(x.flatten(1), 1)
+
+
+@pytest.mark.parametrize("wanted", [True, False])
+def test_the_option_decides_for_all_kernels_also_those_begun_before(wanted: bool) -> None:
+    traced = trace(norms, "b 32 h w", b=2, h=8, w=8)
+    begun: list[KernelSource] = []
+
+    def begin(sources: Sequence[KernelSource]) -> None:
+        begun.extend(sources)
+
+    signature = Signature(traced.returned, traced.captured.guards)
+    options = Options(early_launch=wanted)
+    program = compile_graph(traced.graph, signature, "cuda", options, begin).program
+    assert begun
+    assert set(begun) <= set(program.sources)
+    assert {dict(s.constants)["EARLY"] for s in program.sources} == {int(wanted)}
