@@ -350,10 +350,10 @@ class Bound:
                    for kernel, place, move in self._patches[number]
                    if isinstance(kernel, NativeKernel)]  # fmt: skip
         uses_memory = self.arena_bytes or self._zeroed or self._faults
-        is_one = (len(kernels), len(self._arguments), len(looks)) == (1, 1, 1)
-        if (is_one and not uses_memory and structured is FIRST
-                and [which for which, *_ in patches] == [0, 1]):  # fmt: skip
-            return self._shortest(kernels[0], looks[numbers[0]], patches)
+        is_from_one_to_one = [(which, move) for which, _, _, move in patches] == [(0, 0), (1, 0)]
+        if len(kernels) == 1 and is_from_one_to_one and not uses_memory and structured is FIRST:
+            places = [place for _, _, place, _ in patches]
+            return self._shortest(kernels[0], looks[numbers[0]], *places)
         return self._straight(kernels, [looks[n] for n in numbers], patches, structured)
 
     def _straight(self, kernels: Sequence[NativeKernel], looks: Sequence[Look],
@@ -380,10 +380,9 @@ class Bound:
 
         return run
 
-    def _shortest(self, kernel: NativeKernel, look: Look, patches: Sequence[Patch]) -> Run:
+    def _shortest(self, kernel: NativeKernel, look: Look, argument: int, place: int) -> Run:
         """``_straight`` for one kernel from one argument to one result, which uses no working
         memory: without loops, and with a set of arguments for each thread instead of a lock."""
-        (_, _, argument, start), (_, _, place, _) = patches
         shape, strides, dtype = look
         spare = [kernel.again()]
 
@@ -396,7 +395,7 @@ class Bound:
                 own = kernel.again()
             result = _empty_strided_cpu(shape, strides, dtype)
             pointers = own.pointers
-            pointers[argument] = inputs[0].data_ptr() + start
+            pointers[argument] = inputs[0].data_ptr()
             pointers[place] = result.data_ptr()
             own.call()
             spare.append(own)

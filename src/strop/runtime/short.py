@@ -49,14 +49,17 @@ def untaken(args: tuple[Any, ...]) -> Any:
 def short_way(served: Served, entry: Entry, tensors: Sequence[Tensor], run: Run,
               is_unchanged: Callable[[], bool], drop: Callable[[], Any]) -> Short:  # fmt: skip
     """For calls that look like this one. ``drop``: to be called when ``run`` is of no use more."""
-    fits, count = _looks_like(tensors), len(tensors)
+    fits = _looks_like(tensors)
     counters, loop, num_launches = served.counters, served.loop, entry.bounds[0].num_launches
     is_grad_enabled, num_modes = torch.is_grad_enabled, torch._C._len_torch_dispatch_stack
 
     def short(args: tuple[Any, ...]) -> Any:
+        try:
+            looks_so = fits(*args)
+        except TypeError:  # another number of arguments
+            return None
         if (
-            len(args) != count
-            or not fits(*args)
+            not looks_so
             or is_grad_enabled()
             or num_modes()
             or loop.is_running
@@ -98,7 +101,7 @@ def plain_key(args: tuple[Any, ...]) -> Hashable:
 
 
 def _entrance(served: Served) -> Callable[..., Any]:
-    """What a module's ``__call__`` takes for its compiled code, and calls instead of ``_call_impl``.
+    """What a module's ``__call__`` takes for compiled code, and calls instead of ``_call_impl``.
 
     Looks for hooks as that does, and calls it wherever the short way is not to be taken.
     """
