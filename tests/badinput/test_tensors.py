@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from strop.errors import CaptureError, OptionError, UnsupportedError
 
@@ -74,6 +75,7 @@ def test_small_floats_go_through_without_a_check_for_nan() -> None:
 LOOKING: dict[str, Callable[[Any], Tensor]] = {
     "vmap": lambda m: torch.vmap(m)(X[None])[0],
     "jacobian": lambda m: torch.func.jacrev(m)(X[0]) @ X[0],
+    "make_fx": lambda m: make_fx(m)(X)(2 * X),
     "trace": lambda m: torch.jit.trace(m, X)(X),
     "export": lambda m: torch.export.export(m, (X,)).module()(X),
     "compile": lambda m: torch.compile(m, backend="eager", fullgraph=True)(X),
