@@ -300,6 +300,34 @@ def test_results_in_inference_mode_are_normal_tensors():
         assert not any(r.is_inference() for r in net(*args))
 
 
+@pytest.mark.parametrize("mode", [torch.inference_mode, Seen], ids=["inference", "dispatch"])
+def test_a_first_call_in_another_mode_is_no_measure(mode: Callable[[], Any]):
+    args = arguments()
+    net = strop.optimize(Net().eval(), options=tiny.options(strict=True))
+    for _ in range(2):
+        with mode(), torch.no_grad():
+            assert not any(r.is_inference() for r in net(*args))
+    with torch.no_grad():
+        net(*args)
+    assert takes_short_way(net, *args)
+
+
+class Named(nn.Module):
+    """Its argument has the name of one of ours."""
+
+    def forward(self, module: Tensor) -> Tensor:
+        return module * 2
+
+
+def test_arguments_of_any_name():
+    net = strop.optimize(Named().eval(), options=tiny.options(strict=True))
+    x = torch.ones(3)
+    with torch.no_grad():
+        assert all(torch.equal(net(**kwargs), x * 2) for kwargs in [{"module": x}] * 2)
+        net(x)
+        assert torch.equal(net(module=x), x * 2)
+
+
 class Columns(nn.Module):
     """Needs working memory, which all programs of a device share and which grows."""
 

@@ -2,7 +2,7 @@
 
 Our own dispatcher instead of Dynamo's guards. One call costs a dictionary lookup on shapes and
 static arguments, a check that the weights are where they were, and the run itself. Where that is
-nothing but kernels on a CPU, the second call of a shape finds it prepared as one function.
+nothing but kernels on a CPU, the second call of a shape goes the short way (``short``).
 """
 
 from __future__ import annotations
@@ -219,22 +219,22 @@ class Dispatcher:
         if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
             return self._run_eager("an argument requires a gradient", args, kwargs)
         key = (skeleton, tuple((t.shape, t.dtype, t.device, is_channels_last(t)) for t in tensors))
+        plain = None if kwargs else args
         # normal tensors, whatever the caller's mode: memory and weights outlive this call
         with self._lock:
             if torch.is_inference_mode_enabled() or torch.is_grad_enabled():
                 with torch.inference_mode(False), torch.no_grad():
-                    refusal, result = self._serve(key, skeleton, tensors)
+                    refusal, result = self._serve(key, skeleton, tensors, plain)
             else:
-                refusal, result = self._serve(key, skeleton, tensors)
-            if refusal is None and not kwargs:
-                self._prepare(self._entries.get(key), args, tensors)
+                refusal, result = self._serve(key, skeleton, tensors, plain)
         if refusal is None:
             return given_back(result, (args, kwargs)) if type(result) is WithObjects else result
         return self._run_refused(refusal, skeleton, tensors, args, kwargs)
 
-    def _serve(self, key: Hashable, skeleton: Skeleton, tensors: list[Tensor]
-               ) -> tuple[StropError | None, Any]:  # fmt: skip
-        """Why there is no program for the call, or its result."""
+    def _serve(self, key: Hashable, skeleton: Skeleton, tensors: list[Tensor],
+               plain: tuple[Any, ...] | None) -> tuple[StropError | None, Any]:  # fmt: skip
+        """Why there is no program for the call, or its result. ``plain``: its arguments where none
+        has a name."""
         self._check_state()
         entry = self._entries.get(key)
         if entry is None:
@@ -242,7 +242,10 @@ class Dispatcher:
                 entry = self._enter(key, skeleton, tensors)
             except REFUSALS as refusal:
                 return refusal, None
-        return None, self._run(entry, tensors)
+        result = self._run(entry, tensors)
+        if plain is not None:
+            self._prepare(self._entries.get(key), plain, tensors)
+        return None, result
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """A copy of an optimised module is a plain module."""
@@ -382,7 +385,7 @@ class Dispatcher:
         if entry is None or entry.device.type != "cpu":
             return
         key = plain_key(args)
-        if not key or key in self._ready:
+        if not key or key in self._ready or torch._C._len_torch_dispatch_stack():
             return
         if len(self._ready) >= MOST_READY:
             self._ready.clear()

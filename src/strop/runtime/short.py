@@ -109,7 +109,7 @@ def _entrance(served: Served) -> Callable[..., Any]:
 
     # A method of this name, so that a copy of the module has its own way even if its class copies
     # all attributes: a deep copy binds the method to the copy, and pickle goes by the name.
-    def _call_impl(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def _call_impl(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         if not (
             is_dynamo_compiling()
             or kwargs

@@ -98,8 +98,8 @@ class ModuleState:
         tables, keys, watched = self._watched_tables, self._watched_keys, self._watched
         owned, num_owned, own = self._owned, self._num_owned, self.module.__dict__
         parts, is_alone = self.module._modules, len(owned) == 2
-        tensors, pointers, hooks, names = self.tensors, self.pointers, self.hooks, self.surroundings
-        has_names = bool(names)
+        tensors, pointers, hooks = self.tensors, self.pointers, self.hooks
+        has_names = bool(self.surroundings)
 
         def is_unchanged() -> bool:
             try:
@@ -109,7 +109,7 @@ class ModuleState:
                     or (len(own) + len(parts) if is_alone else sum(map(len, owned))) != num_owned
                     or (tensors and [*map(_DATA_PTR, tensors)] != pointers)
                     or (hooks and any(hooks))
-                    or (has_names and names.have_changed())
+                    or (has_names and self.surroundings.have_changed())
                 )
             except KeyError:
                 return False
