@@ -71,7 +71,7 @@ def restore(obj: T) -> T:
     if isinstance(obj, nn.Module):
         dispatcher = obj.__dict__.get("forward")
         if isinstance(dispatcher, Dispatcher):
-            dispatcher.forget_shapes()
+            dispatcher.leave()
             if getattr(dispatcher.eager, "__func__", None) is type(obj).forward:
                 del obj.__dict__["forward"]
             else:  # somebody had wrapped forward before us

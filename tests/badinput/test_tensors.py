@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from strop.errors import CaptureError, OptionError, UnsupportedError
 
@@ -74,6 +75,7 @@ def test_small_floats_go_through_without_a_check_for_nan() -> None:
 LOOKING: dict[str, Callable[[Any], Tensor]] = {
     "vmap": lambda m: torch.vmap(m)(X[None])[0],
     "jacobian": lambda m: torch.func.jacrev(m)(X[0]) @ X[0],
+    "make_fx": lambda m: make_fx(m)(X)(2 * X),
     "trace": lambda m: torch.jit.trace(m, X)(X),
     "export": lambda m: torch.export.export(m, (X,)).module()(X),
     "compile": lambda m: torch.compile(m, backend="eager", fullgraph=True)(X),
@@ -85,11 +87,21 @@ LOOKING: dict[str, Callable[[Any], Tensor]] = {
 }
 
 
+class Scaled(Net):
+    """One kernel and no library call: goes the short way."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(x * self.lin.weight[0] + self.lin.bias)
+
+
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", [Net, Scaled])
 @pytest.mark.parametrize("name", LOOKING)
-def test_those_who_look_into_a_module_find_its_own_forward(name: str, caplog: Any) -> None:
+def test_those_who_look_into_a_module_find_its_own_forward(
+    name: str, kind: type[Net], caplog: Any
+) -> None:
     torch._dynamo.reset()
-    module, plain = optimized(Net()), Net().eval().requires_grad_(False)
+    module, plain = optimized(kind()), kind().eval().requires_grad_(False)
     with torch.no_grad(), caplog.at_level(logging.WARNING, "strop"):
         module(X)
         torch.testing.assert_close(LOOKING[name](module), LOOKING[name](plain))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -95,6 +97,44 @@ def test_forms_of_softmax(name: str):
                 assert_good(module, y)
                 if bad == -torch.inf and cols > 1 and name == "alone":
                     assert module(y)[0][1, place] == 0
+
+
+def _summed(x: Tensor, r: Tensor) -> tuple[Tensor, ...]:
+    y = x + r
+    return F.layer_norm(y, y.shape[-1:]), y
+
+
+def _summed_in_place(x: Tensor, r: Tensor) -> tuple[Tensor, ...]:
+    x.add_(r)
+    return (F.layer_norm(x, x.shape[-1:]),)
+
+
+def _read_later(x: Tensor, r: Tensor) -> tuple[Tensor, ...]:
+    y = x + r
+    result = F.layer_norm(y, y.shape[-1:]) * x
+    x.copy_(y)
+    return (result,)
+
+
+def _of_sums(x: Tensor, r: Tensor) -> tuple[Tensor, ...]:
+    y = x + r
+    return y, y.sum(-1)
+
+
+@pytest.mark.parametrize("function", [_summed, _summed_in_place, _read_later, _of_sums],
+                         ids=lambda f: f.__name__.strip("_"))  # fmt: skip
+def test_a_kept_value_lies_in_the_row_of_a_result(function: Callable[..., tuple[Tensor, ...]]):
+    """Of an argument only if it is not read any more."""
+    torch._dynamo.reset()
+    fast = torch.compile(function, backend="strop", options={"strict": True}, dynamic=True)
+    for cols in (15, 320, 5000):
+        given = uniform(3, cols, seed=cols), uniform(3, cols, seed=cols + 1)
+        ours, eager, exact = ([t.clone() for t in given], [t.clone() for t in given],
+                              [t.double() for t in given])  # fmt: skip
+        found = [*fast(*ours), *ours]
+        theirs, wanted = [*function(*eager), *eager], [*function(*exact), *exact]
+        for result, peer, reference in zip(found, theirs, wanted, strict=True):
+            assert_as_accurate_as_eager(result, peer, reference)
 
 
 def test_extremes_of_fp64_see_nan():

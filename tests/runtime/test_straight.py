@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -10,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import strop
 from tests.e2e import tiny
@@ -163,6 +166,119 @@ def test_what_eager_must_do_is_left_to_it(change: Callable[[Any], Any]):
     assert net.forward.counters.eager_calls == 1
 
 
+def _doubled(*args: Any) -> Any:
+    return tuple(2 * r for r in args[-1])
+
+
+HOOKS: dict[str, Callable[[Any], Any]] = {
+    "after": lambda net: net.register_forward_hook(_doubled),
+    "before": lambda net: net.register_forward_pre_hook(lambda m, args: (args[0] * 2, args[1])),
+    "after any": lambda net: nn.modules.module.register_module_forward_hook(
+        lambda m, args, result: _doubled(result) if m is net else None),
+    "before any": lambda net: nn.modules.module.register_module_forward_pre_hook(
+        lambda m, args: (args[0] * 2, args[1]) if m is net else None),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HOOKS)
+def test_hooks_run(name: str):
+    args = arguments()
+    net, plain = prepared(*args), Net().eval()
+    handles = HOOKS[name](net), HOOKS[name](plain)
+    with torch.no_grad():
+        for found, wanted in zip(net(*args), plain(*args), strict=True):
+            torch.testing.assert_close(found, wanted, **CLOSE)
+    for handle in handles:
+        handle.remove()
+    assert_as_eager(net, *args)
+    assert takes_short_way(net, *args)
+
+
+def test_a_forward_that_somebody_replaces_runs():
+    """accelerate does so with its hooks."""
+    args = arguments()
+    net = prepared(*args)
+    ours, net.forward = net.forward, lambda *args: "theirs"
+    with torch.no_grad():
+        assert net(*args) == "theirs"
+    del net.forward
+    with torch.no_grad():
+        for found, wanted in zip(net(*args), Net.forward(net, *args), strict=True):
+            assert torch.equal(found, wanted)
+    net.forward = ours
+    assert takes_short_way(net, *args)
+
+
+class Copied(Net):
+    """Has all attributes copied, ours among them."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return dict(vars(self))
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))],
+                         ids=["deepcopy", "pickle"])  # fmt: skip
+@pytest.mark.parametrize("kind", [Net, Copied])
+def test_a_copy_has_a_way_of_its_own(kind: type[Net], copied: Callable[[Any], Any]):
+    args = arguments()
+    net = strop.optimize(kind().eval(), options=tiny.options(strict=True))
+    with torch.no_grad():
+        net(*args)
+        assert takes_short_way(net, *args)
+        twin = copied(net)
+        twin.weight = nn.Parameter(torch.zeros(8))
+        assert not twin(*args)[0].any()
+    assert_as_eager(net, *args)
+
+
+def test_restore_leaves_nothing():
+    args, before = arguments(), vars(Net()).keys()
+    net = prepared(*args)
+    strop.restore(net)
+    assert vars(net).keys() == before
+    net = prepared(*args)
+    net.compile(backend="eager")
+    with torch.no_grad():
+        net(*args)
+    strop.restore(net)
+    assert vars(net).keys() - before == {"_compiled_call_impl"}
+
+
+class Seen(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Any] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(func)
+        return func(*args, **(kwargs or {}))
+
+
+def test_dispatch_modes_take_the_long_way():
+    args = arguments()
+    net = prepared(*args)
+    with Seen() as mode, torch.no_grad():
+        net(*args)
+    assert mode.seen
+
+
+def test_shapes_in_turns():
+    net = prepared(*arguments(5))
+    for rows in (5, 6, 5, 6, 7, 5):
+        assert_as_eager(net, *arguments(rows))
+    assert all(takes_short_way(net, *arguments(rows)) for rows in (5, 6, 7, 6))
+
+
+def test_another_number_of_arguments_gets_eagers_error():
+    args = arguments()
+    net = prepared(*args)
+    for wrong in ((), args[:1], (*args, args[0])):
+        with pytest.raises(TypeError, match="positional argument"), torch.no_grad():
+            net(*wrong)
+    with torch.no_grad():
+        assert all(map(torch.equal, net(args[0], y=args[1]), net(*args)))
+
+
 @pytest.mark.parametrize("other", [
     lambda x: torch.randn(8, 5).t(), lambda x: torch.randn(5, 16)[:, ::2], lambda x: x[:3],
     lambda x: nn.Parameter(x), lambda x: torch.randn(80).as_strided((5, 8), (9, 1)),
@@ -182,6 +298,34 @@ def test_results_in_inference_mode_are_normal_tensors():
     net = prepared(*args)
     with torch.inference_mode():
         assert not any(r.is_inference() for r in net(*args))
+
+
+@pytest.mark.parametrize("mode", [torch.inference_mode, Seen], ids=["inference", "dispatch"])
+def test_a_first_call_in_another_mode_is_no_measure(mode: Callable[[], Any]):
+    args = arguments()
+    net = strop.optimize(Net().eval(), options=tiny.options(strict=True))
+    for _ in range(2):
+        with mode(), torch.no_grad():
+            assert not any(r.is_inference() for r in net(*args))
+    with torch.no_grad():
+        net(*args)
+    assert takes_short_way(net, *args)
+
+
+class Named(nn.Module):
+    """Its argument has the name of one of ours."""
+
+    def forward(self, module: Tensor) -> Tensor:
+        return module * 2
+
+
+def test_arguments_of_any_name():
+    net = strop.optimize(Named().eval(), options=tiny.options(strict=True))
+    x = torch.ones(3)
+    with torch.no_grad():
+        assert all(torch.equal(net(**kwargs), x * 2) for kwargs in [{"module": x}] * 2)
+        net(x)
+        assert torch.equal(net(module=x), x * 2)
 
 
 class Columns(nn.Module):

@@ -15,7 +15,7 @@ from strop.codegen.cpp_text import TYPES
 from strop.ir.loops import Kernel, Schedule
 from strop.ir.source import Emitted, KernelSource
 
-TASK_SIZE = 4096  # elements of a task, about: a few microseconds of work
+TASK_SIZE = 1024  # elements of a task, about: small ones share evenly between threads
 STAGED_TASK_SIZE = 16384  # the same where a task begins with copies to row buffers
 TILE = (64, 16)  # rows and cols of a transposed tile: both sides use whole cache lines
 BLOCK_SIZE = 16384  # cols of a task where the cols are cut instead of the rows

@@ -150,23 +150,29 @@ class RowSweeps:
 
     def _result_row(self) -> Store | None:
         """The store of the last sweep whose row holds the kept value until then, which saves the
-        caches a third row. Nothing may be loaded in between: where a result is an argument that
-        is written in place, its element is gone.
+        caches a third row: if there is one, the store of that very value.
+
+        Where a result is an argument that is written in place, its element is gone by then. It is
+        loaded at the place of the store if at all (``mutation``), so nothing may be loaded there.
         """
         loops, sweeps = self.loops, self.plan.sweeps
         keeping = next((n for n, sweep in enumerate(sweeps) if sweep.keeps), len(sweeps))
-        later = [stmt for sweep in sweeps[keeping + 1 :] for stmt in sweep.stmts]
-        if len(self.kept) != 1 or any(isinstance(stmt, Load) for stmt in later):
-            return None
+        later = {stmt.index for sweep in sweeps[keeping + 1 :] for stmt in sweep.stmts
+                 if isinstance(stmt, Load)}  # fmt: skip
         kept = next((s.dtype for s in loops.kernel.body
                      if isinstance(s, Apply) and s.out in self.kept), None)  # fmt: skip
-        if kept is None or compute_dtype(kept) is not kept:
+        if len(self.kept) != 1 or kept is None or compute_dtype(kept) is not kept:
             return None
         stores = [s for s in loops.kernel.body if isinstance(s, Store)]
-        return next((s for s in sweeps[-1].stores
-                     if loops.is_flat and nest.lane_stride(s.index, loops.kernel.cols) == nest.ONE
-                     and loops.kernel.params[s.param].dtype == kept
-                     and sum(other.param == s.param for other in stores) == 1), None)  # fmt: skip
+        fit = [s for s in sweeps[-1].stores
+               if loops.is_flat and nest.lane_stride(s.index, loops.kernel.cols) == nest.ONE
+               and loops.kernel.params[s.param].dtype == kept and s.index not in later
+               and sum(other.param == s.param for other in stores) == 1]  # fmt: skip
+        return min(fit, key=lambda s: s.value not in self.kept, default=None)
+
+    def _is_done(self, store: Store) -> bool:
+        """Whether the sweep that keeps a value has stored it where the result is."""
+        return store is self.result_row and store.value in self.kept
 
     def declare_buffers(self) -> None:
         if self.result_row is not None:
@@ -184,7 +190,8 @@ class RowSweeps:
             self.loops.out(f"{scalar}* const {name} = p{row.param} + {start};")
         self._row_values(0)
         for place, sweep in enumerate(sweeps):
-            self._sweep(sweep)
+            if sweep.reduces or not all(map(self._is_done, sweep.stores)):
+                self._sweep(sweep)
             if place + 1 == len(sweeps) or sweeps[place + 1].level > sweep.level:
                 self._row_values(sweep.level + 1)
 
@@ -266,7 +273,7 @@ class RowSweeps:
                     out(f"{self.kept[value]}[{lane}] = {value};")
             for part in parts:
                 out.all(part.step())
-            self.loops.statements(sweep.stores)
+            self.loops.statements(s for s in sweep.stores if not self._is_done(s))
 
 
 class ColumnReduction:

@@ -2,7 +2,7 @@
 
 Our own dispatcher instead of Dynamo's guards. One call costs a dictionary lookup on shapes and
 static arguments, a check that the weights are where they were, and the run itself. Where that is
-nothing but kernels on a CPU, the second call of a shape finds it prepared as one function.
+nothing but kernels on a CPU, the second call of a shape goes the short way (``short``).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import types
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from operator import is_, itemgetter
+from operator import is_
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
@@ -29,22 +29,29 @@ from strop.frontend.objects import WithObjects, given_back
 from strop.options import Options
 from strop.patterns import registry
 from strop.runtime import graphs
+from strop.runtime.aliases import AliasOfArgument, returned_arguments
 from strop.runtime.executor import (
-    AliasOfArgument,
+    FIRST,
     Bound,
-    Run,
     Workspace,
     looks_too_far,
-    returned_arguments,
 )
 from strop.runtime.hoisting import Hoist, Kept, Stamp, Tally, stamp_of
+from strop.runtime.short import (
+    Short,
+    open_entrance,
+    plain_key,
+    remove_entrance,
+    reserve_entrance,
+    short_way,
+    untaken,
+)
 from strop.runtime.signature import (
     Shapes,
     Skeleton,
     flatten,
     is_channels_last,
     is_looked_into,
-    plain_key,
     solve_roots,
 )
 from strop.runtime.state import ModuleState, place
@@ -114,16 +121,6 @@ class Entry:
     steady: tuple[int, ...] = ()  # see ``Adapter.steady``
 
 
-@dataclass(slots=True)
-class Ready:
-    """A small call that was prepared: see ``Bound.straight``."""
-
-    entry: Entry
-    run: Run
-    num_launches: int
-    structured: Callable[[list[Any]], Any]
-
-
 @dataclass
 class Counters:
     """What has happened; ``explain`` prints it."""
@@ -165,7 +162,7 @@ def _structured(spec: pytree.TreeSpec, count: int) -> Callable[[list[Any]], Any]
     probe = [object() for _ in range(count)]
     found = pytree.tree_unflatten(probe, spec)
     if count == 1 and found is probe[0]:
-        return _FIRST
+        return FIRST
     if type(found) is tuple and found == tuple(probe):
         return tuple
     return partial(pytree.tree_unflatten, treespec=spec)
@@ -175,7 +172,6 @@ def _plain_forward(module: nn.Module) -> Any:
     return types.MethodType(type(module).forward, module)
 
 
-_FIRST = itemgetter(0)
 _NUMBERS = itertools.count()
 _WORKSPACES: dict[tuple[torch.device, int], Workspace] = {}
 
@@ -195,11 +191,14 @@ class Dispatcher:
         is_own = getattr(self.eager, "__func__", None) is type(module).forward
         self._replaced = "" if is_own else "its forward had been replaced before optimize"
         self.counters = Counters()
+        reserve_entrance(module)
         self.state = ModuleState(module)
         self.variants = VariantStore(module, self.eager, options, self.name)
         self.latest: Entry | None = None  # the shape that ran last
         self._entries: dict[Hashable, Entry] = {}
-        self._ready: dict[Hashable, Ready | None] = {}  # None: takes the long way
+        self.short: Short = untaken  # that of the prepared call that came last
+        self.entrance: Callable[..., Any] | None = None
+        self._ready: dict[Hashable, Short] = {}
         self._checked_loop = 0
         self._lock = threading.RLock()
         registry.watch(self._forget_programs)
@@ -207,19 +206,22 @@ class Dispatcher:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if is_looked_into():
             return self.eager(*args, **kwargs)
+        if not kwargs:
+            result = self.short(args)
+            if result is None and self._ready:
+                result = self._other_short(args)
+            if result is not None:
+                return result
         self.counters.calls += 1
-        if self._ready and not kwargs and not torch.is_grad_enabled():
-            key = plain_key(args)
-            ready = self._ready.get(key)
-            if ready is not None and self._is_unchanged():
-                results = ready.run(args)
-                if results is not None:
-                    ready.entry.uses += 1
-                    self.latest = ready.entry
-                    self.counters.launches = ready.num_launches
-                    return ready.structured(results)
-                self._ready.pop(key, None)
         return self._serve_any(args, kwargs)
+
+    def _other_short(self, args: tuple[Any, ...]) -> Any:
+        """What comes of the short way of another prepared call, if there is one like this."""
+        short = self._ready.get(plain_key(args), untaken)
+        if short is untaken or short is self.short:
+            return None
+        self.short = short
+        return short(args)
 
     def _serve_any(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A call of whatever kind."""
@@ -235,22 +237,22 @@ class Dispatcher:
         if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
             return self._run_eager("an argument requires a gradient", args, kwargs)
         key = (skeleton, tuple((t.shape, t.dtype, t.device, is_channels_last(t)) for t in tensors))
+        plain = None if kwargs else args
         # normal tensors, whatever the caller's mode: memory and weights outlive this call
         with self._lock:
             if torch.is_inference_mode_enabled() or torch.is_grad_enabled():
                 with torch.inference_mode(False), torch.no_grad():
-                    refusal, result = self._serve(key, skeleton, tensors)
+                    refusal, result = self._serve(key, skeleton, tensors, plain)
             else:
-                refusal, result = self._serve(key, skeleton, tensors)
-            if refusal is None and not kwargs:
-                self._prepare(self._entries.get(key), args, tensors)
+                refusal, result = self._serve(key, skeleton, tensors, plain)
         if refusal is None:
             return given_back(result, (args, kwargs)) if type(result) is WithObjects else result
         return self._run_refused(refusal, skeleton, tensors, args, kwargs)
 
-    def _serve(self, key: Hashable, skeleton: Skeleton, tensors: list[Tensor]
-               ) -> tuple[StropError | None, Any]:  # fmt: skip
-        """Why there is no program for the call, or its result."""
+    def _serve(self, key: Hashable, skeleton: Skeleton, tensors: list[Tensor],
+               plain: tuple[Any, ...] | None) -> tuple[StropError | None, Any]:  # fmt: skip
+        """Why there is no program for the call, or its result. ``plain``: its arguments where none
+        has a name."""
         self._check_state()
         entry = self._entries.get(key)
         if entry is None:
@@ -258,7 +260,10 @@ class Dispatcher:
                 entry = self._enter(key, skeleton, tensors)
             except REFUSALS as refusal:
                 return refusal, None
-        return None, self._run(entry, tensors)
+        result = self._run(entry, tensors)
+        if plain is not None:
+            self._prepare(self._entries.get(key), plain, tensors)
+        return None, result
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """A copy of an optimised module is a plain module."""
@@ -355,6 +360,12 @@ class Dispatcher:
                 graphs.pool_of(device).forget(id(self))
         self._entries.clear()
         self._ready.clear()
+        self.short = untaken
+
+    def leave(self) -> None:
+        """Keep no place in the module but ``forward``."""
+        self.forget_shapes()
+        remove_entrance(self)
 
     # shapes
 
@@ -409,36 +420,29 @@ class Dispatcher:
 
     # calls that are prepared
 
-    def _is_unchanged(self) -> bool:
-        """Whether nothing around a call would have it take another way than the one before."""
-        return (
-            not torch.is_inference_mode_enabled()
-            and not torch._C._is_any_autocast_enabled()
-            and not self.loop.is_running
-            and self.state.is_as_scanned()
-        )
-
     def _prepare(self, entry: Entry | None, args: tuple[Any, ...], tensors: Sequence[Tensor]
                  ) -> None:  # fmt: skip
         """Have the short way ready for the next call that looks like this one."""
         if entry is None or entry.device.type != "cpu":
             return
         key = plain_key(args)
-        if key is None or key in self._ready:
+        if not key or key in self._ready or torch._C._len_torch_dispatch_stack():
             return
         if len(self._ready) >= MOST_READY:
             self._ready.clear()
-        self._ready[key] = None
+        self._ready[key] = untaken
         if entry.aliases or len(args) != len(tensors) or not all(map(is_, args, tensors)):
             return
         if any(t.to(s.dtype).contiguous(memory_format=s.memory_format) is not t
                for t, s in zip(tensors, entry.variant.specs, strict=True)):  # fmt: skip
             return
-        bound = entry.bounds[0]
-        run = bound.straight()
-        if run is not None:
-            structured = _structured(entry.variant.out_spec, len(bound.program.returned))
-            self._ready[key] = Ready(entry, run, bound.num_launches, structured)
+        is_unchanged, bound = self.state.comparison(), entry.bounds[0]
+        run = bound.straight(_structured(entry.variant.out_spec, len(bound.program.returned)))
+        if run is not None and is_unchanged is not None:
+            drop = partial(self._ready.pop, key, None)
+            self.short = short_way(self, entry, tensors, run, is_unchanged, drop)
+            self._ready[key] = self.short
+            open_entrance(self)
 
     # running
 

@@ -11,12 +11,13 @@ import math
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
+from operator import itemgetter
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._dynamo.guards import _empty_strided_cpu  # type: ignore[attr-defined]
 
 from strop.errors import ShapeError
 from strop.ir.dims import Expr
@@ -30,8 +31,13 @@ from strop.runtime.memory import Interval, plan_arena
 from strop.runtime.native import BoundKernel as NativeKernel
 
 Getter = Callable[[], Tensor]
-Run = Callable[[Sequence[Tensor]], list[Tensor] | None]
+Run = Callable[[Sequence[Tensor]], Any]
+Look = tuple[Sequence[int], Sequence[int], torch.dtype]  # shape, strides, dtype
+Patch = tuple[int, NativeKernel, int, int]  # tensor, and where its address goes, moved by so much
 Around = Callable[[int, Callable[[], None]], None]  # runs step n by calling what it is given
+
+
+FIRST = itemgetter(0)  # what is made of the results where there is one, in no container
 
 
 class Workspace:
@@ -366,12 +372,12 @@ class Bound:
             self.raise_faults()
         return returned
 
-    def straight(self) -> Run | None:
+    def straight(self, structured: Callable[[list[Any]], Any]) -> Run | None:
         """``run`` without a walk, for a program that is nothing but kernels on a CPU; else None.
 
         Small calls take a few microseconds, and so would finding out at each what is the same at
-        all of them. Gives None for results where working memory has moved, or a debugger is here.
-        To be asked for after a run.
+        all of them. Gives what ``structured`` makes of the results, or None where working memory
+        has moved, or a debugger is here. To be asked for after a run.
         """
         refs = [item.tensor for item in self.program.returned if item.tensor is not None]
         numbers = [ref.buffer for ref in refs]
@@ -381,59 +387,63 @@ class Bound:
         is_native = all(isinstance(step, NativeKernel) or step is _nothing for step in self._steps)
         if not (is_native and is_plain and sorted(numbers) == [n for n, *_ in self._results]):
             return None
-        looks = {n: torch.empty_strided(shape, strides, dtype=dtype)
-                 for n, shape, strides, dtype in self._results}  # fmt: skip
-        for look in looks.values():
-            look.untyped_storage().resize_(0)
-            if torch.empty_like(look).stride() != look.stride():
-                return None  # spread out in memory
-        return self._straight(numbers, [looks[n] for n in numbers])
-
-    def _straight(self, numbers: Sequence[int], looks: Sequence[Tensor]) -> Run:
-        """``numbers``, ``looks``: of the results, as buffers and as tensors without memory."""
-        calls = [step.call for step in self._steps if isinstance(step, NativeKernel)]
-        patches = [(which, kernel.pointers, place, move)
+        looks = {n: (shape, strides, dtype) for n, shape, strides, dtype in self._results}
+        kernels = [step for step in self._steps if isinstance(step, NativeKernel)]
+        patches = [(which, kernel, place, move)
                    for which, number in enumerate([*self._arguments, *numbers])
                    for kernel, place, move in self._patches[number]
                    if isinstance(kernel, NativeKernel)]  # fmt: skip
-        is_one = (len(calls), len(self._arguments), len(looks)) == (1, 1, 1) and not self._faults
-        if is_one and [which for which, *_ in patches] == [0, 1]:
-            return self._shortest(looks[0], calls[0], patches)
-        workspace, memory, lock = self._workspace, self._memory, self._workspace.lock
-        empty_like, address, count = torch.empty_like, Tensor.data_ptr, len(self._arguments)
+        uses_memory = self.arena_bytes or self._zeroed or self._faults
+        is_from_one_to_one = [(which, move) for which, _, _, move in patches] == [(0, 0), (1, 0)]
+        if len(kernels) == 1 and is_from_one_to_one and not uses_memory and structured is FIRST:
+            places = [place for _, _, place, _ in patches]
+            return self._shortest(kernels[0], looks[numbers[0]], *places)
+        return self._straight(kernels, [looks[n] for n in numbers], patches, structured)
 
-        def run(inputs: Sequence[Tensor]) -> list[Tensor] | None:
+    def _straight(self, kernels: Sequence[NativeKernel], looks: Sequence[Look],
+                  patches: Sequence[Patch], structured: Callable[[list[Any]], Any]
+                  ) -> Run:  # fmt: skip
+        calls = [kernel.call for kernel in kernels]
+        places = [(which, kernel.pointers, place, move) for which, kernel, place, move in patches]
+        workspace, memory, lock = self._workspace, self._memory, self._workspace.lock
+        address, count = Tensor.data_ptr, len(self._arguments)
+
+        def run(inputs: Sequence[Tensor]) -> Any:
             with lock:
                 if workspace.memory is not memory or self.around is not None:
                     return None
                 tensors = [*inputs]
-                for look in looks:
-                    tensors.append(empty_like(look))
-                for which, array, place, move in patches:
+                for shape, strides, dtype in looks:
+                    tensors.append(_empty_strided_cpu(shape, strides, dtype))
+                for which, array, place, move in places:
                     array[place] = address(tensors[which]) + move
                 for call in calls:
                     call()
                 self._faults.check()
-                return tensors[count:]
+                return structured(tensors[count:])
 
         return run
 
-    def _shortest(self, look: Tensor, call: Callable[[], None],
-                  patches: Sequence[tuple[int, Any, int, int]]) -> Run:  # fmt: skip
-        """``_straight`` for one kernel from one argument to one result: without loops."""
-        (_, of_argument, argument, start), (_, of_result, place, _) = patches
-        workspace, memory, lock = self._workspace, self._memory, self._workspace.lock
-        empty_like = torch.empty_like
+    def _shortest(self, kernel: NativeKernel, look: Look, argument: int, place: int) -> Run:
+        """``_straight`` for one kernel from one argument to one result, which uses no working
+        memory: without loops, and with a set of arguments for each thread instead of a lock."""
+        shape, strides, dtype = look
+        spare = [kernel.again()]
 
-        def run(inputs: Sequence[Tensor]) -> list[Tensor] | None:
-            with lock:
-                if workspace.memory is not memory or self.around is not None:
-                    return None
-                result = empty_like(look)
-                of_argument[argument] = inputs[0].data_ptr() + start
-                of_result[place] = result.data_ptr()
-                call()
-                return [result]
+        def run(inputs: Sequence[Tensor]) -> Any:
+            if self.around is not None:
+                return None
+            try:
+                own = spare.pop()
+            except IndexError:  # other threads are in the middle of a call
+                own = kernel.again()
+            result = _empty_strided_cpu(shape, strides, dtype)
+            pointers = own.pointers
+            pointers[argument] = inputs[0].data_ptr()
+            pointers[place] = result.data_ptr()
+            own.call()
+            spare.append(own)
+            return result
 
         return run
 
@@ -485,42 +495,6 @@ class Bound:
         pointer = tensor.data_ptr()
         for kernel, place, move in self._patches[number]:
             kernel.set_pointer(place, pointer + move)
-
-
-def returned_arguments(program: Program, env: Mapping[str, int]) -> tuple[AliasOfArgument, ...]:
-    """The results that lie in the memory of arguments."""
-    arguments = [i for i, spec in enumerate(program.inputs) if not spec.is_state]
-    found = []
-    for place, item in enumerate(program.returned):
-        buffer = program.buffers[item.tensor.buffer] if item.tensor is not None else None
-        if item.tensor is None or buffer is None or buffer.index not in arguments:
-            continue
-        shape, strides = ([s.eval(env) for s in sizes] for sizes in
-                          (item.tensor.shape, item.tensor.strides))  # fmt: skip
-        is_whole = (item.tensor.shape, item.tensor.strides) == (buffer.shape, buffer.strides)
-        found.append(AliasOfArgument(place, arguments.index(buffer.index), is_whole, shape,
-                                     strides, item.tensor.offset.eval(env)))  # fmt: skip
-    return tuple(found)
-
-
-@dataclass(frozen=True, slots=True)
-class AliasOfArgument:
-    """Result number ``place`` is argument number ``argument``, or a view of it."""
-
-    place: int
-    argument: int
-    is_whole: bool
-    shape: Sequence[int]
-    strides: Sequence[int]
-    offset: int
-
-    def of(self, tensor: Tensor) -> Tensor | None:
-        """In the memory of the caller's own tensor; None where a copy of it had to do."""
-        if self.is_whole:
-            return tensor
-        if not tensor.is_contiguous():
-            return None
-        return tensor.as_strided(self.shape, self.strides, tensor.storage_offset() + self.offset)
 
 
 INDEX_LIMIT = 2**31

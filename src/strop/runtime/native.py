@@ -16,7 +16,7 @@ import shutil
 import subprocess
 import tempfile
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
 from pathlib import Path
@@ -57,7 +57,8 @@ class BoundKernel:
 
     __slots__ = ("call", "pointers", "scalars")
 
-    def __init__(self, function: Any, pointers: Sequence[int], scalars: Sequence[int]) -> None:
+    def __init__(self, function: Any, pointers: Iterable[Any], scalars: Iterable[Any]) -> None:
+        pointers, scalars = tuple(pointers), tuple(scalars)
         self.pointers = (ctypes.c_void_p * len(pointers))(*pointers)
         self.scalars = (ctypes.c_int64 * len(scalars))(*scalars)
         addresses = (ctypes.addressof(self.pointers), ctypes.addressof(self.scalars))
@@ -68,6 +69,10 @@ class BoundKernel:
 
     def __call__(self) -> None:
         self.call()
+
+    def again(self) -> BoundKernel:
+        """The same kernel with arguments of its own."""
+        return BoundKernel(self.call.func, self.pointers, self.scalars)
 
 
 class NativeFunction:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
@@ -36,19 +36,6 @@ class Shapes:
     hints: Mapping[str, int]
     is_ragged: bool = False
     is_exact: bool = False
-
-
-def plain_key(args: tuple[Any, ...]) -> Hashable:
-    """How a call of plain dense tensors looks, with their strides; None for any other call."""
-    key: tuple[Any, ...] = ()
-    try:
-        for arg in args:
-            if type(arg) is not Tensor:
-                return None
-            key += (arg.shape, arg.stride(), arg.dtype, arg.device)
-    except RuntimeError:  # a sparse tensor has no strides
-        return None
-    return key
 
 
 def flatten(value: Any, tensors: list[Tensor]) -> Skeleton:

@@ -7,7 +7,7 @@ adapters on them; a light check, inside a denoise loop, only merged weights and 
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from operator import getitem, is_
 from typing import Any
 
@@ -75,10 +75,10 @@ class ModuleState:
         self.remember()
 
     def _watch(self) -> None:
-        """What ``is_as_scanned`` compares: by identity all that cannot change in itself."""
+        """What ``comparison`` compares: by identity all that cannot change in itself."""
         settings = zip(self._setting_tables, self._setting_keys, self._setting_values, strict=True)
         fixed = [(table, key) for table, key, value in settings if not _is_mutable(value)]
-        flags = [(m.__dict__, "training") for m in (self.module, *self.train_sensitive)]
+        flags = [(m.__dict__, "training") for m in self.train_sensitive]
         places = [*zip(self._tables, self._keys, strict=True),
                   *zip(self._edge_tables, self._edge_keys, strict=True), *fixed]  # fmt: skip
         self._watched = [table[key] for table, key in places] + [False] * len(flags)
@@ -86,22 +86,35 @@ class ModuleState:
         self._watched_keys = [key for _, key in places + flags]
         self._is_comparable = len(fixed) == len(self._setting_values) and not self._adapted
 
-    def is_as_scanned(self) -> bool:
-        """No module, setting or Parameter is another, no memory has moved, no part is in training
-        mode or has hooks. A quick answer: False only says that a longer look is due.
+    def comparison(self) -> Callable[[], bool] | None:
+        """A function that says whether all is as scanned: no module, setting or Parameter is
+        another, no memory has moved, no part is in training mode or has hooks. A quick answer:
+        False only says that a longer look is due. To be used until the next scan.
+
+        None where settings can change in themselves.
         """
-        try:
-            now = map(getitem, self._watched_tables, self._watched_keys)
-            return (
-                self._is_comparable
-                and all(map(is_, now, self._watched))
-                and sum(map(len, self._owned)) == self._num_owned
-                and (not self.tensors or list(map(_DATA_PTR, self.tensors)) == self.pointers)
-                and not (self.hooks and any(self.hooks))
-                and not self.surroundings.have_changed()
-            )
-        except KeyError:
-            return False
+        if not self._is_comparable:
+            return None
+        tables, keys, watched = self._watched_tables, self._watched_keys, self._watched
+        owned, num_owned, own = self._owned, self._num_owned, self.module.__dict__
+        parts, is_alone = self.module._modules, len(owned) == 2
+        tensors, pointers, hooks = self.tensors, self.pointers, self.hooks
+        has_names = bool(self.surroundings)
+
+        def is_unchanged() -> bool:
+            try:
+                return not (
+                    own["training"]
+                    or (watched and not all(map(is_, map(getitem, tables, keys), watched)))
+                    or (len(own) + len(parts) if is_alone else sum(map(len, owned))) != num_owned
+                    or (tensors and [*map(_DATA_PTR, tensors)] != pointers)
+                    or (hooks and any(hooks))
+                    or (has_names and self.surroundings.have_changed())
+                )
+            except KeyError:
+                return False
+
+        return is_unchanged
 
     def remember(self, program: Program | None = None) -> None:
         """Take the present pointers as known, those of the program's merged weights apart."""

@@ -45,6 +45,10 @@ class Surroundings:
         self._contents = [(value, _snapshot(value)) for value in self._values
                           if isinstance(value, _CONTAINERS)]  # fmt: skip
 
+    def __bool__(self) -> bool:
+        """Whether there are any."""
+        return bool(self._tables)
+
     def have_changed(self) -> bool:
         if not self._tables:
             return False

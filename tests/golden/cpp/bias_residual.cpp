@@ -7,7 +7,7 @@ extern "C" void bias_residual(void* const* buffers, const int64_t* scalars) {
   float* const p3 = static_cast<float*>(buffers[3]);
   const int64_t s0 = scalars[0];
   const int64_t s1 = scalars[1];
-  const int64_t step = 13;
+  const int64_t step = 4;
   const int64_t chunks = (s0 + step - 1) / step;
   #pragma omp parallel for schedule(static) if (s1 > 32768)
   for (int64_t task = 0; task < chunks; ++task) {

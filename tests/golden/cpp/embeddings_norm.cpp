@@ -11,7 +11,7 @@ extern "C" void embeddings_norm(void* const* buffers, const int64_t* scalars) {
   const int64_t s2 = scalars[2];
   const int64_t s3 = scalars[3];
   int64_t faults = 0;
-  const int64_t step = 13;
+  const int64_t step = 4;
   const int64_t chunks = (s0 + step - 1) / step;
   #pragma omp parallel for schedule(static) if (s1 > 32768)
   for (int64_t task = 0; task < chunks; ++task) {

@@ -6,7 +6,7 @@ extern "C" void softmax(void* const* buffers, const int64_t* scalars) {
   const int64_t s0 = scalars[0];
   const int64_t s1 = scalars[1];
   const int64_t s2 = scalars[2];
-  const int64_t step = 1 + 4096 / sp::max<int64_t>(s0, 1);
+  const int64_t step = 1 + 1024 / sp::max<int64_t>(s0, 1);
   const int64_t chunks = (s1 + step - 1) / step;
   #pragma omp parallel for schedule(static) if (s2 > 16384)
   for (int64_t task = 0; task < chunks; ++task) {

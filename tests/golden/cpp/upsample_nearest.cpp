@@ -11,7 +11,7 @@ extern "C" void upsample_nearest(void* const* buffers, const int64_t* scalars) {
   const int64_t s5 = scalars[5];
   const int64_t s6 = scalars[6];
   const int64_t s7 = scalars[7];
-  const int64_t step = 114;
+  const int64_t step = 29;
   const int64_t chunks = (s0 + step - 1) / step;
   #pragma omp parallel for schedule(static) if (s1 > 32768)
   for (int64_t task = 0; task < chunks; ++task) {

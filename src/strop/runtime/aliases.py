@@ -1,0 +1,46 @@
+"""Results that are arguments of the call, or views of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from strop.ir.program import Program
+
+
+@dataclass(frozen=True, slots=True)
+class AliasOfArgument:
+    """Result number ``place`` is argument number ``argument``, or a view of it."""
+
+    place: int
+    argument: int
+    is_whole: bool
+    shape: Sequence[int]
+    strides: Sequence[int]
+    offset: int
+
+    def of(self, tensor: Tensor) -> Tensor | None:
+        """In the memory of the caller's own tensor; None where a copy of it had to do."""
+        if self.is_whole:
+            return tensor
+        if not tensor.is_contiguous():
+            return None
+        return tensor.as_strided(self.shape, self.strides, tensor.storage_offset() + self.offset)
+
+
+def returned_arguments(program: Program, env: Mapping[str, int]) -> tuple[AliasOfArgument, ...]:
+    """The results that lie in the memory of arguments."""
+    arguments = [i for i, spec in enumerate(program.inputs) if not spec.is_state]
+    found = []
+    for place, item in enumerate(program.returned):
+        buffer = program.buffers[item.tensor.buffer] if item.tensor is not None else None
+        if item.tensor is None or buffer is None or buffer.index not in arguments:
+            continue
+        shape, strides = ([s.eval(env) for s in sizes] for sizes in
+                          (item.tensor.shape, item.tensor.strides))  # fmt: skip
+        is_whole = (item.tensor.shape, item.tensor.strides) == (buffer.shape, buffer.strides)
+        found.append(AliasOfArgument(place, arguments.index(buffer.index), is_whole, shape,
+                                     strides, item.tensor.offset.eval(env)))  # fmt: skip
+    return tuple(found)
