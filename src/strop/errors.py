@@ -27,3 +27,7 @@ class CacheError(StropError, RuntimeError):
 
 class OptionError(StropError, ValueError):
     """An option or argument has a value that Strop does not know."""
+
+
+class TrainingError(StropError, RuntimeError):
+    """A training cannot start or go on; the message says what is kept, and how to continue."""
