@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
-from tests.train import interpreted
+from tests.train import interpreted, trainer
 
 _GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
@@ -18,3 +20,22 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
         interpreted.use(monkeypatch)
         return "cpu"
     return str(request.param)
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A diffusers folder in the format of the shipped weights, with random weights."""
+    pytest.importorskip("diffusers")
+    from strop.models.sprites import network, settings, vocabulary
+
+    folder = tmp_path_factory.mktemp("model")
+    built = network.parts(settings.TINY)
+    network.pipeline(built, settings.TINY.noise).save_pretrained(folder)
+    vocabulary.write(folder / "tokenizer")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Five drawings with captions in metadata.jsonl."""
+    return trainer.draw_pictures(tmp_path_factory.mktemp("pictures"))
