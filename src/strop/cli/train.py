@@ -9,7 +9,8 @@ from typing import Annotated, Any
 
 import typer
 
-from strop.cli.mistakes import CommandError, reported, require_diffusion
+from strop.cli.cores import CoreUse, use_free_cores
+from strop.cli.mistakes import CommandError, reported, require_diffusion, warn
 from strop.errors import OptionError, UnsupportedError
 from strop.train import settings as knobs
 
@@ -126,6 +127,7 @@ def _spelt(file: dict[str, Any], task: str) -> dict[str, Any]:
 
 
 def _run(settings: knobs.Settings) -> None:
+    before = CoreUse.now()
     import torch
 
     from strop.cli import models
@@ -134,6 +136,8 @@ def _run(settings: knobs.Settings) -> None:
     from strop.train.session import prepare_session
 
     models.quieten()
+    if not settings.threads and use_free_cores(before):
+        warn(f"other programs keep cores busy: {torch.get_num_threads()} CPU threads (--threads)")
     with Screen() as screen:
         try:
             session = prepare_session(settings, screen.stage, screen.warn)

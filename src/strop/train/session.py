@@ -55,6 +55,8 @@ def prepare_session(settings: Settings, on_progress: caches.Progress, warn: Warn
     Raises a StropError that says what was got, where, and what to do.
     """
     device = _device(settings)
+    if settings.threads:
+        torch.set_num_threads(settings.threads)
     metrics.check_available(settings)
     models.folder_of(settings)
     folder = _read_folder(settings, warn)
@@ -74,7 +76,9 @@ def _device(settings: Settings) -> torch.device:
     is_there = torch.cuda.is_available()
     if settings.device == "cuda" and not is_there:
         raise OptionError("--device cuda: torch finds no GPU; use --device cpu")
-    device = torch.device("cuda" if is_there and settings.device != "cpu" else "cpu")
+    device = torch.device("cpu")
+    if is_there and settings.device != "cpu":
+        device = torch.device("cuda", torch.cuda.current_device())
     if settings.mixed_precision == "fp16" and device.type == "cpu":
         raise OptionError("--mixed_precision fp16 needs a GPU; use bf16 or no")
     if settings.allow_tf32 and device.type == "cuda":
@@ -198,6 +202,8 @@ def _resume(
         raise OptionError(f"{folder} is past max_train_steps {total}; ask for more steps, or "
                           "resume an earlier checkpoint")  # fmt: skip
     learner.load(tensors, state)
+    if state["host"]["threads"] and not settings.threads:
+        torch.set_num_threads(state["host"]["threads"])  # sums depend on their number
     host = _host(learner.parameters[0].device)
     odd = [f"{name} {state['host'].get(name)} then, {value} now"
            for name, value in host.items() if state["host"].get(name) != value]  # fmt: skip

@@ -186,6 +186,9 @@ class Settings:
                                  choices=("no", "fp16", "bf16"), fixed=True)  # fmt: skip
     allow_tf32: bool = _flag(False, bool, "Training", "TF32 matrix products on a GPU.")
     seed: int = _flag(0, int, "Training", "Of everything that is drawn.", least=0, fixed=True)
+    threads: int = _flag(
+        0, int, "Training", "CPU threads; 0: as many as cores are free, or as the checkpoint had.",
+        least=0)  # fmt: skip
     device: str = _flag("auto", str, "Training", "Where to train; auto takes a GPU if there is "
                         "one.", choices=("auto", "cpu", "cuda"))  # fmt: skip
 
