@@ -165,6 +165,18 @@ def test_pictures_below_the_resolution_and_bad_files(
     assert invoke(*words, "--resolution", 48, "--allow_upscaling").exit_code == 0
 
 
+def test_captions_that_are_cut(tiny_model: Path, tmp_path: Path) -> None:
+    place = trainer.draw_pictures(tmp_path / "pics", 2, metadata=False)
+    (place / "0.txt").write_text("a red circle")
+    (place / "1.txt").write_text("red " * 30)
+    watch = trainer.Watch()
+    trainer.session("text-to-image", watch, model=tiny_model, train_data_dir=place,
+                    output_dir=tmp_path / "out")  # fmt: skip
+    assert [text.split(";")[0] for text in watch.warnings] == [
+        "1 captions have more than the 22 tokens that this model reads"
+    ]
+
+
 def test_every_setting_is_explained() -> None:
     for knob in fields(settings.Settings):
         if knob.name != "task":

@@ -123,6 +123,24 @@ def test_a_training_without_strop_gives_the_same_weights(
         torch.testing.assert_close(ours[name], tensor, rtol=1e-4, atol=1e-6)
 
 
+def test_it_learns(tiny_model: Path, pictures: Path, tmp_path: Path) -> None:
+    """From random weights; judged on noise that was not trained on."""
+    made = trainer.session("text-to-image", model=tiny_model, train_data_dir=pictures,
+                           from_scratch=True, train_text_encoder=True, output_dir=tmp_path,
+                           max_train_steps=40, train_batch_size=5, center_crop=True,
+                           cache_latents=True, learning_rate=1e-2)  # fmt: skip
+    objective = Objective(made.settings, made.model, made.unet)
+
+    def loss() -> float:
+        with torch.no_grad():
+            found = [objective(made.source.batch(n), n) for n in range(1000, 1008)]
+        return torch.stack(found).mean().item()
+
+    before = loss()
+    Loop(made, trainer.Watch()).run()
+    assert loss() < 0.93 * before
+
+
 @pytest.mark.parametrize("name", settings.SCHEDULES)
 @pytest.mark.parametrize("warmup", [0, 3])
 def test_rates_are_those_of_diffusers(name: str, warmup: int) -> None:

@@ -12,7 +12,9 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
+from typer.testing import CliRunner
 
+from strop.cli import app
 from strop.errors import TrainingError
 from strop.models import sprites
 from strop.train import lora, outputs
@@ -53,6 +55,55 @@ def test_diffusers_folder(tiny_model: Path, pictures: Path, tmp_path: Path) -> N
         assert (tmp_path / "tokenizer" / name).read_bytes() == (
             tiny_model / "tokenizer" / name
         ).read_bytes()
+
+
+def test_strop_generate_takes_it(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    trainer.train("text-to-image", model=tiny_model, dataset_name="sprites", max_train_steps=2,
+                  output_dir="out")  # fmt: skip
+    words = ["generate", "a red ring", "--model", "out", "--size", "32x48", "--steps", "2",
+             "--no-optimize", "--device", "cpu", "--threads", "1", "-o", "p.png"]  # fmt: skip
+    done = CliRunner().invoke(app, words)
+    assert done.exit_code == 0, done.output
+    assert open_rgb(tmp_path / "p.png").size == (32, 48)
+
+
+class Board:
+    """Takes the place of TensorBoard's writer."""
+
+    def __init__(self) -> None:
+        self.scalars: list[tuple[str, float, int]] = []
+        self.pictures: list[tuple[int, ...]] = []
+
+    def add_scalar(self, name: str, value: float, step: int) -> None:
+        self.scalars.append((name, value, step))
+
+    def add_image(self, name: str, pixels: Any, step: int, dataformats: str) -> None:
+        assert (name, dataformats) == ("validation", "HWC")
+        self.pictures.append((step, *pixels.shape))
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def test_tensorboard_gets_what_the_journal_has(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    board = Board()
+    monkeypatch.setattr("strop.train.metrics._tensorboard", lambda settings, step: board)
+    monkeypatch.setattr("strop.train.metrics.check_available", lambda settings: None)
+    trainer.train("text-to-image", model=tiny_model, dataset_name="sprites", max_train_steps=2,
+                  output_dir=tmp_path, report_to="tensorboard", validation_prompt="a ring",
+                  num_validation_images=1, validation_inference_steps=1)  # fmt: skip
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    kept = {(f"train/{name}", row[name], row["step"]) for row in rows for name in row
+            if name not in ("step", "epoch")}  # fmt: skip
+    assert set(board.scalars) == kept
+    assert len(kept) == 8
+    assert board.pictures == [(0, 40, 40, 3), (2, 40, 40, 3)]
+    assert board.closed
 
 
 def test_the_averages_are_what_is_saved(tiny_model: Path, pictures: Path, tmp_path: Path) -> None:

@@ -14,10 +14,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from strop.errors import CacheError, OptionError, TrainingError
-from strop.train import checkpoint, files
+from strop.train import checkpoint, files, settings
+from strop.train.learner import Learner
 from tests.train import trainer
 
 pytest.importorskip("diffusers")
@@ -29,7 +30,8 @@ RUNS: dict[str, tuple[str, dict[str, Any]]] = {
     "text to image": ("text-to-image", {
         "use_ema": True, "gradient_accumulation_steps": 2, "random_flip": True,
         "proportion_empty_prompts": 0.3, "lr_scheduler": "cosine", "lr_warmup_steps": 1,
-        "train_text_encoder": True, "noise_offset": 0.1, "dataloader_num_workers": 2}),
+        "train_text_encoder": True, "noise_offset": 0.1, "dataloader_num_workers": 2,
+        "gradient_checkpointing": True}),
     "lora": ("lora", {
         "use_ema": True, "gradient_accumulation_steps": 2, "lora_dropout": 0.2,
         "train_text_encoder": True, "lr_scheduler": "polynomial", "lr_warmup_steps": 1}),
@@ -93,6 +95,34 @@ def test_accumulated_batches_equal_a_large_one(
             second = [p.grad for p in made.learner.parameters]
     for one, both, other in zip(found[0], found[1], second, strict=True):
         torch.testing.assert_close(both, (one + other) / 2, rtol=1e-4, atol=1e-6)
+
+
+def test_scaled_losses_resume(tmp_path: Path) -> None:
+    """fp16 needs a GPU, its bookkeeping does not: the scale, its age, and steps left out."""
+    made = settings.make("lora", {"model": "sprites", "mixed_precision": "fp16", "use_ema": True})
+
+    def learner() -> Learner:
+        torch.manual_seed(0)
+        return Learner(made, {"m": nn.Linear(3, 2)})
+
+    def run(learner: Learner, numbers: range) -> None:
+        for number in numbers:
+            torch.manual_seed(number)
+            loss = learner.modules["m"](torch.randn(4, 3)).square().mean()
+            learner.backward(loss * (torch.inf if number == 1 else 1.0))
+            learner.step(1e-2)
+
+    straight, first, second = learner(), learner(), learner()
+    run(straight, range(6))
+    run(first, range(3))
+    checkpoint.save(tmp_path, 3, first.tensors(), first.numbers())
+    second.load(*checkpoint.load(tmp_path / "checkpoint-3"))
+    run(second, range(3, 6))
+    assert second.numbers() == straight.numbers()
+    assert second.numbers()["scaler"]["scale"] == 2.0**15  # one step was left out
+    for group, tensors in straight.tensors().items():
+        for name, tensor in tensors.items():
+            assert torch.equal(second.tensors()[group][name], tensor), name
 
 
 class Crash(BaseException):

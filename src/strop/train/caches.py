@@ -59,19 +59,21 @@ def cache_moments(
         path = stored.file(start // _SHARD)
         if not path.is_file():
             numbers = range(start, min(start + _SHARD, len(pictures)))
-            on_progress("encoding pictures", start, len(pictures))
-            files.write_tensors(path, _encode(model, pictures, numbers, side, mirrored))
+            rows = _encode(model, pictures, numbers, side, mirrored, on_progress)
+            files.write_tensors(path, rows)
     on_progress("encoding pictures", len(pictures), len(pictures))
     return stored
 
 
 def _encode(
-    model: Model, pictures: Sequence[Picture], numbers: Sequence[int], side: int, mirrored: bool
-) -> dict[str, Tensor]:
+    model: Model, pictures: Sequence[Picture], numbers: Sequence[int], side: int, mirrored: bool,
+    on_progress: Progress,
+) -> dict[str, Tensor]:  # fmt: skip
     found = {}
     wanted = [(n, flip) for flip in (False, True)[: 1 + mirrored] for n in numbers]
     for start in range(0, len(wanted), _BATCH):
         part = wanted[start : start + _BATCH]
+        on_progress("encoding pictures", numbers[0] + start // (1 + mirrored), len(pictures))
         pixels = [pixels_of(pictures[n].path, side, Crop(mirrored=flip)) for n, flip in part]
         rows = models.moments_of(model, torch.stack(pixels)).cpu()
         found.update({_name(*item): row.clone() for item, row in zip(part, rows, strict=True)})

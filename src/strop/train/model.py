@@ -153,6 +153,13 @@ def token_ids(model: Model, prompts: list[str]) -> Tensor:
     return ids.to(model.device)
 
 
+def cut_prompts(model: Model, prompts: list[str]) -> list[str]:
+    """Those of which the text encoder does not read the end."""
+    limit = model.tokenizer.model_max_length
+    made = model.tokenizer(prompts, truncation=False, verbose=False).input_ids
+    return [text for text, ids in zip(prompts, made, strict=True) if len(ids) > limit]
+
+
 @torch.no_grad()
 def moments_of(model: Model, pixels: Tensor) -> Tensor:
     """Mean and log-variance of the latents [batch, 2 * channels, ...] of pixels from -1 to 1."""

@@ -65,6 +65,7 @@ def prepare_session(settings: Settings, on_progress: caches.Progress, warn: Warn
     model = models.load(settings, device)
     side = models.resolution_of(settings, model)
     source = _source(settings, model, side, folder, on_progress)
+    _warn_of_cut_captions(model, folder, warn)
     total = _total(settings, source)
     learner = _learner(settings, model)
     step = 0 if found is None else _resume(settings, found, source, learner, total, warn)
@@ -137,6 +138,15 @@ def _source(
     return FolderSource(settings, side, folder.pictures, classes, captions, moments, digest)
 
 
+def _warn_of_cut_captions(model: Model, folder: Folder | None, warn: Warn) -> None:
+    texts = sorted({picture.caption for picture in folder.pictures}) if folder else []
+    cut = models.cut_prompts(model, texts) if texts else []
+    if cut:
+        limit = model.tokenizer.model_max_length - 2
+        warn(f"{len(cut)} captions have more than the {limit} tokens that this model reads; it "
+             f"ignores their ends: {cut[0]!r}")  # fmt: skip
+
+
 def _total(settings: Settings, source: Source) -> int:
     if settings.max_train_steps is not None:
         return settings.max_train_steps
@@ -161,7 +171,8 @@ def _learner(settings: Settings, model: Model) -> Learner:
     if settings.gradient_checkpointing:
         model.unet.enable_gradient_checkpointing()
         if settings.train_text_encoder:
-            model.text_encoder.gradient_checkpointing_enable()
+            text, new = model.text_encoder, "activation_checkpointing_enable"
+            getattr(text, new if hasattr(text, new) else "gradient_checkpointing_enable")()
     if model.device.type == "cuda":
         nn.Module.to(model.unet, memory_format=torch.channels_last)  # type: ignore[call-overload]
     return Learner(settings, trained)
