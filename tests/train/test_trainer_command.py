@@ -87,6 +87,10 @@ MISTAKES: dict[str, tuple[tuple[Any, ...], int, str]] = {
     "no such model": (("lora", "--model", "sd", "--train_data_dir", "pics"), 1,
                       "there is no diffusers model in sd"),
     "no yaml": (("lora", "--config", "gone.yaml"), 2, "No such file"),
+    "output among pictures": ((*LORA, "--output_dir", "pics/out"), 1,
+                              "output_dir pics/out lies in the folder of the pictures, pics"),
+    "class among pictures": ((*SUBJECT, "--with_prior_preservation", "--class_prompt", "a",
+                              "--class_data_dir", "pics/c"), 1, "class_data_dir pics/c lies in"),
     "gpu": ((*LORA, "--device", "cuda"), 1, "torch finds no GPU"),
     "fp16": ((*LORA, "--mixed_precision", "fp16", "--device", "cpu"), 1, "fp16 needs a GPU"),
     "board": ((*LORA, "--report_to", "tensorboard"), 1, "pip install 'strop[train]'"),
@@ -163,6 +167,29 @@ def test_pictures_below_the_resolution_and_bad_files(
     result = invoke(*words, "--resolution", 40)
     assert "resolution 40: this model takes multiples of 16; the nearest: 32 or 48" in said(result)
     assert invoke(*words, "--resolution", 48, "--allow_upscaling").exit_code == 0
+
+
+def test_the_model_is_not_overwritten(tiny_model: Path, pictures: Path) -> None:
+    with pytest.raises(OptionError, match="is the model to start from"):
+        trainer.session("text-to-image", model=tiny_model, train_data_dir=pictures,
+                        output_dir=tiny_model)  # fmt: skip
+
+
+def test_the_recipe_of_the_shipped_weights() -> None:
+    """The numbers of the sprites' own training program."""
+    from strop.models.sprites.settings import FULL
+
+    file = Path(__file__).parents[2] / "examples" / "sprites.yaml"
+    made, theirs = settings.make("text-to-image", settings.read_yaml(file)), FULL.diffusion
+    assert made.draws_sprites
+    assert made.from_scratch
+    assert made.train_text_encoder
+    assert (made.rate, made.max_train_steps, made.train_batch_size, made.lr_warmup_steps,
+            made.adam_beta1, made.adam_beta2, made.adam_weight_decay, made.max_grad_norm,
+            made.ema_decay, made.proportion_empty_prompts) == (
+        theirs.learning_rate, theirs.steps, theirs.batch, theirs.warmup,
+        *theirs.betas, theirs.weight_decay, theirs.clip,
+        theirs.ema, theirs.caption_dropout)  # fmt: skip
 
 
 def test_captions_that_are_cut(tiny_model: Path, tmp_path: Path) -> None:

@@ -165,7 +165,7 @@ def test_crash_at_any_moment_of_saving(tmp_path: Path, monkeypatch: pytest.Monke
         assert torch.equal(loaded["weights"]["a"], torch.arange(5.0))
         assert state["step"] == (1 if state["mark"] == "old" else 2)
         files.sweep(output)
-        assert not list(output.glob("*.tmp"))
+        assert not list(output.glob(f"*{files.PART}"))
         if not crashed:
             assert state["step"] == 2
             assert [step for step, _ in checkpoint.numbered(output)] == [2]
@@ -283,5 +283,5 @@ def test_sigterm_and_kill(tiny_model: Path, pictures: Path, tmp_path: Path) -> N
         )
     ours, theirs = trainer.weights(broken), trainer.weights(straight)
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
-    assert not list(broken.glob("*.tmp"))
+    assert not list(broken.glob(f"*{files.PART}"))
     assert _reported(broken) == list(range(1, STEPS + 1))

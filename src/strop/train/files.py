@@ -12,7 +12,7 @@ from typing import Any
 from safetensors.torch import save_file
 from torch import Tensor
 
-PART = ".tmp"  # ends the name of what is being written
+PART = ".strop-part"  # ends the name of what is being written, and of nothing else
 
 
 def write(path: Path, fill: Callable[[Path], object]) -> None:

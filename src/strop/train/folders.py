@@ -6,7 +6,7 @@ import csv
 import hashlib
 import json
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,9 +62,12 @@ class Folder:
 
 
 Captions = Callable[[Path], str | None]
+Progress = Callable[[int, int], None]
 
 
-def read_captioned(folder: Path, column: str, most: int | None = None) -> Folder:
+def read_captioned(
+    folder: Path, column: str, most: int | None = None, on_progress: Progress = lambda n, of: None
+) -> Folder:
     """Pictures with captions from ``metadata.jsonl``, ``metadata.csv`` or a ``.txt`` beside each.
 
     Raises OptionError for a folder that is missing, and for pictures without a caption.
@@ -84,7 +87,7 @@ def read_captioned(folder: Path, column: str, most: int | None = None) -> Folder
             f"{folder}: {_names(without)} without a caption; write a .txt beside each, or "
             f'metadata.jsonl with lines {{"file_name": ..., "{column}": ...}}'
         )
-    found = _read(folder, candidates, caption)
+    found = _read(folder, candidates, caption, on_progress)
     bad = (*lost, *found.bad)
     if named:
         unnamed = [path for path in files if path not in named and not _is_note(path)]
@@ -93,9 +96,13 @@ def read_captioned(folder: Path, column: str, most: int | None = None) -> Folder
     return Folder(folder, found.pictures[:most], bad)
 
 
-def read_subject(folder: Path, prompt: str, *, may_be_empty: bool = False) -> Folder:
+def read_subject(
+    folder: Path, prompt: str, *, may_be_empty: bool = False,
+    on_progress: Progress = lambda n, of: None,
+) -> Folder:  # fmt: skip
     """Pictures of one subject, which share a prompt."""
-    found = _read(folder, [p for p in _files(folder) if not _is_note(p)], lambda path: prompt)
+    paths = [path for path in _files(folder) if not _is_note(path)]
+    found = _read(folder, paths, lambda path: prompt, on_progress)
     if not may_be_empty:
         _check_not_empty(found)
     return found
@@ -177,10 +184,13 @@ def _rows(source: Path) -> list[tuple[int, dict[str, Any]]]:
     return found
 
 
-def _read(folder: Path, paths: Iterable[Path], caption: Captions) -> Folder:
+def _read(folder: Path, paths: Sequence[Path], caption: Captions, on_progress: Progress) -> Folder:
     """Decode every file once: a damaged one is to be named now, not in the third epoch."""
+    found = []
     with ThreadPoolExecutor(_READERS) as pool:
-        found = list(pool.map(lambda path: _inspect(folder, path, caption), paths))
+        for item in pool.map(lambda path: _inspect(folder, path, caption), paths):
+            found.append(item)
+            on_progress(len(found), len(paths))
     pictures = [item for item in found if isinstance(item, Picture)]
     bad = [item for item in found if isinstance(item, BadFile)]
     return Folder(folder, tuple(sorted(pictures, key=lambda p: p.name)), tuple(bad))

@@ -59,7 +59,8 @@ def prepare_session(settings: Settings, on_progress: caches.Progress, warn: Warn
         torch.set_num_threads(settings.threads)
     metrics.check_available(settings)
     models.folder_of(settings)
-    folder = _read_folder(settings, warn)
+    _check_places(settings)
+    folder = _read_folder(settings, on_progress, warn)
     found = _checkpoint(settings, warn)
     on_progress("loading the model", 0, 1)
     model = models.load(settings, device)
@@ -90,17 +91,38 @@ def _device(settings: Settings) -> torch.device:
 # ---- pictures ----------------------------------------------------------------------------------
 
 
-def _read_folder(settings: Settings, warn: Warn) -> Folder | None:
+def _check_places(settings: Settings) -> None:
+    """Raise OptionError for folders that the training would write into and read from."""
+    pictures = settings.train_data_dir or settings.instance_data_dir
+    written = [("output_dir", settings.output_dir), ("class_data_dir", settings.class_data_dir)]
+    for name, place in written if pictures else ():
+        if place and _real(place).is_relative_to(_real(pictures)):
+            raise OptionError(f"{name} {place} lies in the folder of the pictures, {pictures}; "
+                              "choose another")  # fmt: skip
+    if _real(settings.output_dir) == models.folder_of(settings).resolve():
+        raise OptionError(f"output_dir {settings.output_dir} is the model to start from; choose "
+                          "another")  # fmt: skip
+
+
+def _real(place: str) -> Path:
+    return Path(place).expanduser().resolve()
+
+
+def _read_folder(settings: Settings, on_progress: caches.Progress, warn: Warn) -> Folder | None:
+    def watch(done: int, total: int) -> None:
+        on_progress("reading pictures", done, total)
+
     if settings.draws_sprites:
         if not settings.is_sprites:
             warn("the sprites generator speaks the words of the sprites model only")
         return None
     if settings.has_subject:
         folder = read_subject(Path(settings.instance_data_dir).expanduser(),
-                              settings.instance_prompt)  # fmt: skip
+                              settings.instance_prompt, on_progress=watch)  # fmt: skip
     else:
         folder = read_captioned(Path(settings.train_data_dir).expanduser(),
-                                settings.caption_column, settings.max_train_samples)  # fmt: skip
+                                settings.caption_column, settings.max_train_samples,
+                                watch)  # fmt: skip
     _judge(settings, folder, warn)
     return folder
 

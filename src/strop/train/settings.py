@@ -222,7 +222,7 @@ class Settings:
 
     @property
     def output(self) -> Path:
-        return Path(self.output_dir)
+        return Path(self.output_dir).expanduser()
 
     @property
     def fixed(self) -> dict[str, Any]:
