@@ -24,7 +24,7 @@ HERE = Path(__file__).parent
 CATS = HERE / "cat"
 SUBJECT, CLASS = "a sks cat", "an orange circle"
 PROMPTS = (SUBJECT, f"{SUBJECT} on a navy background", f"{SUBJECT} on the left",
-           f"{CLASS} on a white background")  # fmt: skip
+           f"{CLASS} on a white background", "a blue star on a black background")  # fmt: skip
 SIDE, SHARP, SEED, STEPS, GUIDANCE = 64, 8, 1, 20, 3.0
 # Background, centre and radius of each picture, as shares of the side.
 SCENES = (
@@ -61,9 +61,9 @@ def cat(background: str, x: float, y: float, radius: float) -> Image.Image:
 def train(out: Path, steps: int, threads: int) -> None:
     words = {
         "model": "sprites", "instance_data_dir": CATS, "instance_prompt": SUBJECT,
-        "class_data_dir": out / "class", "class_prompt": CLASS, "num_class_images": 10,
+        "class_data_dir": out / "class", "class_prompt": CLASS, "num_class_images": 30,
         "resolution": SIDE, "train_batch_size": 5, "max_train_steps": steps,
-        "learning_rate": 5e-4, "lr_scheduler": "cosine", "lr_warmup_steps": 10,
+        "learning_rate": 3e-4, "lr_scheduler": "cosine", "lr_warmup_steps": 10,
         "checkpointing_steps": 50, "resume_from_checkpoint": "latest",
         "output_dir": out / "model", "threads": threads,
     }  # fmt: skip
@@ -96,10 +96,10 @@ def main() -> None:
     train(args.out, args.steps, args.threads)
     if args.threads:
         torch.set_num_threads(args.threads)
-    given = [Image.open(CATS / f"{number}.png") for number in range(len(SCENES) - 1)]
+    given = [Image.open(CATS / f"{number}.png") for number in range(len(SCENES))]
     rows = {"taught with": given, "before": row(sprites.WEIGHTS), "after": row(args.out / "model")}
     panels = [
-        pictures.Panel(pictures.enlarged(picture, 192), title, () if title == "taught with" else (
+        pictures.Panel(pictures.enlarged(picture, 128), title, () if title == "taught with" else (
             prompt,))
         for title, drawn in rows.items()
         for picture, prompt in zip(drawn, PROMPTS, strict=True)

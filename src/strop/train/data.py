@@ -5,9 +5,10 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Protocol
 
@@ -107,10 +108,20 @@ class FolderSource:
     def _length(self) -> int:
         return max(len(self.instances), len(self.classes))
 
-    def order(self, epoch: int) -> list[int]:
-        source = generator(self.settings.seed, "order", epoch)
-        places: list[int] = torch.randperm(self._length, generator=source).tolist()
-        return places
+    @cached_property
+    def pictures(self) -> tuple[Picture, ...]:
+        return (*self.instances, *self.classes)
+
+    @cached_property
+    def order(self) -> Callable[[int], list[int]]:
+        """The numbers of an epoch's pictures; threads may be in two epochs at a time."""
+
+        def drawn(epoch: int) -> list[int]:
+            source = generator(self.settings.seed, "order", epoch)
+            places: list[int] = torch.randperm(self._length, generator=source).tolist()
+            return places
+
+        return lru_cache(maxsize=2)(drawn)
 
     def batch(self, number: int) -> Batch:
         epoch, place = divmod(number, self.batches_per_epoch)
@@ -136,12 +147,12 @@ class FolderSource:
     def _picture(self, number: int, crop: Crop) -> Tensor:
         if self.moments is not None:
             return self.moments.get(number, crop.mirrored)
-        return pixels_of((*self.instances, *self.classes)[number].path, self.side, crop)
+        return pixels_of(self.pictures[number].path, self.side, crop)
 
     def _row(self, number: int, drawn: float) -> int:
         if drawn < self.settings.proportion_empty_prompts:
             return len(self.captions.table) - 1
-        return self.captions.rows[(*self.instances, *self.classes)[number].caption]
+        return self.captions.rows[self.pictures[number].caption]
 
 
 class SpritesSource:
