@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.train import interpreted, trainer
+from tests.train import interpreted
 
+# The trainer is part of the extra 'train'.
+collect_ignore_glob = [] if importlib.util.find_spec("diffusers") else ["test_trainer_*.py"]
 _GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
 
@@ -38,4 +41,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Five drawings with captions in metadata.jsonl."""
+    pytest.importorskip("diffusers")
+    from tests.train import trainer
+
     return trainer.draw_pictures(tmp_path_factory.mktemp("pictures"))

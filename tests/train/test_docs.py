@@ -12,7 +12,6 @@ import torch
 from typer.testing import CliRunner
 
 from strop.cli import app
-from tests.train import trainer
 
 TEXT = (Path(__file__).parents[2] / "docs" / "training.md").read_text()
 
@@ -36,6 +35,8 @@ TINY = ("--resolution 32 --max_train_steps 2 --checkpointing_steps 2 --train_bat
 def test_the_commands_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny_model: Path
 ) -> None:
+    from tests.train import trainer
+
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("strop.models.sprites.WEIGHTS", tiny_model)
     shutil.copytree(tiny_model, "stable-diffusion-v1-5")

@@ -17,7 +17,6 @@ from strop.errors import OptionError, UnsupportedError
 from strop.train import checkpoint, settings
 from tests.train import trainer
 
-pytest.importorskip("diffusers")
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation")  # of diffusers
 
 
@@ -167,6 +166,15 @@ def test_pictures_below_the_resolution_and_bad_files(
     result = invoke(*words, "--resolution", 40)
     assert "resolution 40: this model takes multiples of 16; the nearest: 32 or 48" in said(result)
     assert invoke(*words, "--resolution", 48, "--allow_upscaling").exit_code == 0
+
+
+def test_several_processes_are_refused(
+    invoke: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.distributed.is_torchelastic_launched", lambda: True)
+    result = invoke("text-to-image", "--model", "sprites", "--max_train_steps", 1)
+    assert result.exit_code == 1
+    assert "start 'strop train' alone" in said(result)
 
 
 def test_the_model_is_not_overwritten(tiny_model: Path, pictures: Path) -> None:

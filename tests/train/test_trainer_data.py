@@ -20,7 +20,6 @@ from strop.train.folders import check_files, check_sizes, read_captioned, read_s
 from strop.train.objective import Objective
 from tests.train import trainer
 
-pytest.importorskip("diffusers")
 TEXTS = {"a.png": "first", "b.jpg": "second", "sub/c.webp": "third"}
 
 

@@ -23,7 +23,6 @@ from strop.train import checkpoint, files, settings
 from strop.train.learner import Learner
 from tests.train import trainer
 
-pytest.importorskip("diffusers")
 STEPS = 30  # of the processes that are stopped
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation")  # of diffusers
 

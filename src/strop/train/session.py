@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from strop.errors import OptionError, TrainingError
+from strop.errors import OptionError, TrainingError, UnsupportedError
 from strop.train import caches, checkpoint, drawing, files, lora, metrics
 from strop.train import model as models
 from strop.train.compiled import prepare
@@ -76,6 +76,11 @@ def prepare_session(settings: Settings, on_progress: caches.Progress, warn: Warn
 
 def _device(settings: Settings) -> torch.device:
     is_there = torch.cuda.is_available()
+    if torch.distributed.is_available() and torch.distributed.is_torchelastic_launched():
+        raise UnsupportedError(
+            "torchrun and 'accelerate launch' on several GPUs start processes that would all train "
+            "the same; start 'strop train' alone"
+        )
     if settings.device == "cuda" and not is_there:
         raise OptionError("--device cuda: torch finds no GPU; use --device cpu")
     device = torch.device("cpu")
