@@ -31,3 +31,7 @@ class OptionError(StropError, ValueError):
 
 class PatternError(StropError, ValueError):
     """A pattern cannot be declared, or its replacement does not give what it replaces."""
+
+
+class TrainingError(StropError, RuntimeError):
+    """A training cannot start or go on; the message says what is kept, and how to continue."""

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import importlib.util
+from pathlib import Path
+
 import pytest
 import torch
 
 from tests.train import interpreted
 
+# The trainer is part of the extra 'train'.
+collect_ignore_glob = [] if importlib.util.find_spec("diffusers") else ["test_trainer_*.py"]
 _GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
 
@@ -18,3 +23,25 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
         interpreted.use(monkeypatch)
         return "cpu"
     return str(request.param)
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A diffusers folder in the format of the shipped weights, with random weights."""
+    pytest.importorskip("diffusers")
+    from strop.models.sprites import network, settings, vocabulary
+
+    folder = tmp_path_factory.mktemp("model")
+    built = network.parts(settings.TINY)
+    network.pipeline(built, settings.TINY.noise).save_pretrained(folder)
+    vocabulary.write(folder / "tokenizer")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Five drawings with captions in metadata.jsonl."""
+    pytest.importorskip("diffusers")
+    from tests.train import trainer
+
+    return trainer.draw_pictures(tmp_path_factory.mktemp("pictures"))

@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import re
+import shlex
+import shutil
 from pathlib import Path
 
 import pytest
+import torch
+from typer.testing import CliRunner
+
+from strop.cli import app
 
 TEXT = (Path(__file__).parents[2] / "docs" / "training.md").read_text()
 
@@ -18,3 +24,38 @@ def test_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     exec(compile("\n".join(blocks), "docs/training.md", "exec"), {"__name__": "page"})
     assert (tmp_path / "unet_ema" / "config.json").exists()
     assert (tmp_path / "unet" / "config.json").exists()
+
+
+# Later flags win: what makes each command of the page a matter of a second.
+TINY = ("--resolution 32 --max_train_steps 2 --checkpointing_steps 2 --train_batch_size 1 "
+        "--num_class_images 2 --validation_inference_steps 1 --device cpu --threads 1")  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:__array__ implementation")  # of diffusers
+def test_the_commands_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny_model: Path
+) -> None:
+    from tests.train import trainer
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("strop.models.sprites.WEIGHTS", tiny_model)
+    shutil.copytree(tiny_model, "stable-diffusion-v1-5")
+    for name in ("pictures", "dog"):
+        trainer.draw_pictures(tmp_path / name, 2)
+    (tmp_path / "train.yaml").write_text(re.findall(r"^```yaml\n(.*?)^```", TEXT, re.S | re.M)[0])
+    blocks = "".join(re.findall(r"^```bash\n(.*?)^```", TEXT, re.S | re.M)).replace("\\\n", " ")
+    commands = [line for line in blocks.splitlines() if line.startswith("strop train")]
+    assert len(commands) == 6
+    threads = torch.get_num_threads()
+    for command in commands:
+        task = shlex.split(command)[2]
+        known = CliRunner().invoke(app, ["train", task, "-h"]).output
+        extra = [flag for flag in re.findall(r"--\S+ \S+", TINY) if flag.split()[0] in known]
+        words = shlex.split(command)[1:] + shlex.split(" ".join(extra))
+        done = CliRunner().invoke(app, words)
+        assert done.exit_code == 0, f"{command}\n{done.output}"
+    torch.set_num_threads(threads)
+    for output in ("tuned", "my-dog", "sprites-tuned"):
+        assert (tmp_path / output / "model_index.json").exists()
+    for output in ("adapters", "from-yaml"):
+        assert (tmp_path / output / "kohya_lora_weights.safetensors").exists()

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 import strop
-from strop.cli import bench, cache, cases, env, explain, generate
+from strop.cli import bench, cache, cases, env, explain, generate, train
 
 __all__ = ["app", "main"]
 
@@ -33,6 +33,7 @@ app.command("repro", epilog=cases.REPRO_EXAMPLES)(cases.repro)
 app.command("minify", epilog=cases.MINIFY_EXAMPLES)(cases.minify)
 app.command("bisect", epilog=cases.BISECT_EXAMPLES)(cases.bisect)
 app.command("env", epilog=env.EXAMPLES)(env.command)
+app.add_typer(train.app, name="train")
 app.add_typer(bench.app, name="bench")
 app.add_typer(cache.app, name="cache")
 

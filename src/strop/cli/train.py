@@ -1,0 +1,161 @@
+"""``strop train``: fine-tuning with the flags of diffusers' example scripts."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from strop.cli.cores import CoreUse, use_free_cores
+from strop.cli.mistakes import CommandError, reported, require_diffusion, warn
+from strop.errors import OptionError, UnsupportedError
+from strop.train import settings as knobs
+
+EXAMPLES = {
+    "text-to-image": "[bold]Examples[/]\n\n"
+    "strop train text-to-image --model sprites --max_train_steps 200 --output_dir out\n\n"
+    "strop train text-to-image --model ./stable-diffusion-v1-5 --train_data_dir pictures"
+    " --resolution 512 --center_crop --cache_latents --use_ema --mixed_precision bf16\n\n"
+    "strop train text-to-image --config train.yaml --resume_from_checkpoint latest",
+    "dreambooth": "[bold]Examples[/]\n\n"
+    'strop train dreambooth --model sprites --instance_data_dir dog --instance_prompt "a sks dog"'
+    " --max_train_steps 200\n\n"
+    'strop train dreambooth --model ./sd --instance_data_dir dog --instance_prompt "a sks dog"'
+    ' --with_prior_preservation --class_data_dir dogs --class_prompt "a dog"',
+    "lora": "[bold]Examples[/]\n\n"
+    "strop train lora --model ./sd --train_data_dir pictures --rank 8 --lora_alpha 16"
+    " --max_train_steps 1000\n\n"
+    'strop train lora --model ./sd --instance_data_dir dog --instance_prompt "a sks dog"',
+}
+_SUMMARIES = {
+    "text-to-image": "Train on pictures with captions. Writes a diffusers folder.\n\n"
+    "Flags, and keys of the YAML file of --config, are those of diffusers' train_text_to_image.py;"
+    " - and _ mean the same. A flag wins over the file.",
+    "dreambooth": "Teach a new subject from a few pictures. Writes a diffusers folder.\n\n"
+    "Flags, and keys of the YAML file of --config, are those of diffusers' train_dreambooth.py;"
+    " - and _ mean the same. A flag wins over the file.",
+    "lora": "Train adapters on a folder with captions, or of one subject. Writes LoRA files.\n\n"
+    "pytorch_lora_weights.safetensors is for diffusers, kohya_lora_weights.safetensors for"
+    " ComfyUI and others.",
+}
+
+app = typer.Typer(
+    help="Train a model: SIGTERM saves, --resume_from_checkpoint latest goes on to the bit.",
+    no_args_is_help=True,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _option(knob: Any, task: str) -> inspect.Parameter:
+    """The command line's view of a setting. ``None``: not given, so that a file may tell."""
+    about = knob.metadata
+    kind = about["kind"]
+    names = [f"--{knob.name}"]
+    if kind is bool:
+        names = [f"--{knob.name}/--no_{knob.name}"]
+    elif about["alias"]:
+        names.insert(0, f"--{about['alias']}")
+    default = knobs.default_of(knob, task)
+    text = about["doc"] + (f" One of {', '.join(about['choices'])}." if about["choices"] else "")
+    if default not in (None, "", (), False):
+        text += rf" [dim]\[default: {default:g}][/]" if kind is float else (
+            rf" [dim]\[default: {default}][/]")  # fmt: skip
+    option = typer.Option(*names, help=text, rich_help_panel=about["panel"], show_default=False)
+    wanted = list[str] if kind is tuple else kind
+    return inspect.Parameter(knob.name, inspect.Parameter.KEYWORD_ONLY, default=None,
+                             annotation=Annotated[wanted | None, option])  # fmt: skip
+
+
+def _unbuilt(name: str) -> inspect.Parameter:
+    """A flag of diffusers that only says why it is not there."""
+
+    def refuse(value: bool | None) -> None:
+        if value:
+            raise typer.BadParameter(knobs.UNBUILT[name], param_hint=f"'--{name}'")
+
+    option = typer.Option(f"--{name}", hidden=True, callback=refuse)
+    return inspect.Parameter(f"no_{name}", inspect.Parameter.KEYWORD_ONLY, default=None,
+                             annotation=Annotated[bool | None, option])  # fmt: skip
+
+
+_CONFIG = inspect.Parameter(
+    "config", inspect.Parameter.KEYWORD_ONLY, default=None,
+    annotation=Annotated[
+        Path | None, typer.Option("--config", help="YAML file of settings: one 'name: value' a "
+                                  "line.", show_default=False)],
+)  # fmt: skip
+
+
+def _command(task: str) -> Callable[..., None]:
+    """``strop train TASK``, with an option for each setting of the task."""
+
+    @reported
+    def command(**given: Any) -> None:
+        settings = _settings(task, given)
+        require_diffusion()
+        _run(settings)
+
+    rows = [_CONFIG, *(_option(knob, task) for knob in knobs.flags(task)),
+            *(_unbuilt(name) for name in knobs.UNBUILT)]  # fmt: skip
+    command.__signature__ = inspect.Signature(rows)  # type: ignore[attr-defined]
+    command.__annotations__ = {row.name: row.annotation for row in rows}
+    command.__doc__ = _SUMMARIES[task]
+    return command
+
+
+def _settings(task: str, given: dict[str, Any]) -> knobs.Settings:
+    """Defaults, then the file, then the flags. A mistake ends with exit code 2."""
+    path = given.pop("config")
+    names = {knob.name for knob in knobs.flags(task)}
+    # Not given: None, or the empty list of an option that may be repeated.
+    flags = {n: v for n, v in given.items() if n in names and v is not None and v != []}
+    try:
+        file = {} if path is None else knobs.read_yaml(path)
+        return knobs.make(task, {**_spelt(file, task), **flags})
+    except (OptionError, UnsupportedError) as error:
+        raise typer.BadParameter(str(error)) from error
+
+
+def _spelt(file: dict[str, Any], task: str) -> dict[str, Any]:
+    """The file's keys as flags spell them, so that a flag replaces its line."""
+    aliases = {k.metadata["alias"]: k.name for k in knobs.flags(task) if k.metadata["alias"]}
+    plain = {key.replace("-", "_"): value for key, value in file.items()}
+    return {aliases.get(key, key): value for key, value in plain.items()}
+
+
+def _run(settings: knobs.Settings) -> None:
+    before = CoreUse.now()
+    import torch
+
+    from strop.cli import models
+    from strop.cli.training_screen import Screen
+    from strop.train.loop import Loop
+    from strop.train.session import prepare_session
+
+    models.quieten()
+    if not settings.threads and use_free_cores(before):
+        warn(f"other programs keep cores busy: {torch.get_num_threads()} CPU threads (--threads)")
+    with Screen() as screen:
+        try:
+            session = prepare_session(settings, screen.stage, screen.warn)
+            screen.session(session)
+            outcome = Loop(session, screen).run()
+        except torch.OutOfMemoryError as error:
+            raise CommandError(
+                "the GPU has too little memory; lower --train_batch_size and raise "
+                "--gradient_accumulation_steps, or add --gradient_checkpointing"
+            ) from error
+    screen.result(settings, outcome)
+    if outcome.stopped_by is not None:
+        raise typer.Exit(128 + outcome.stopped_by)
+
+
+for _task in knobs.TASKS:
+    app.command(
+        _task,
+        epilog=EXAMPLES[_task],
+        context_settings={"token_normalize_func": lambda name: name.replace("_", "-")},
+    )(_command(_task))

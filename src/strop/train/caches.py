@@ -1,0 +1,118 @@
+"""Latents and text embeddings that are computed once and kept on disk.
+
+A file's name is a hash of all that its content depends on, so a file that is there is right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from strop.errors import CacheError
+from strop.train import files
+from strop.train import model as models
+from strop.train.data import Captions, Crop, digest_of, pixels_of
+from strop.train.folders import Picture
+from strop.train.model import Model
+
+_SHARD = 256  # pictures of a file
+_BATCH = 8
+_TEXTS = 64
+Progress = Callable[[str, int, int], None]
+"""What is done, how many of it, of how many."""
+
+
+class StoredMoments:
+    """Mean and log-variance of each picture's latents, and of its mirror image's if wanted."""
+
+    def __init__(self, folder: Path, key: str) -> None:
+        self.folder, self.key = folder, key
+        self._open = lru_cache(maxsize=64)(self._opened)
+
+    def file(self, shard: int) -> Path:
+        return self.folder / f"moments-{self.key[:24]}-{shard:05d}.safetensors"
+
+    def get(self, number: int, mirrored: bool) -> Tensor:
+        tensor: Tensor = self._open(number // _SHARD).get_tensor(_name(number, mirrored))
+        return tensor
+
+    def _opened(self, shard: int) -> Any:
+        return _opened(self.file(shard))
+
+
+def cache_moments(
+    folder: Path, model: Model, pictures: Sequence[Picture], side: int, mirrored: bool,
+    on_progress: Progress,
+) -> StoredMoments:  # fmt: skip
+    """Encode the pictures whose files are not there yet."""
+    folder.mkdir(parents=True, exist_ok=True)
+    weights = models.digest_of(model.vae)
+    key = digest_of("moments", 1, weights, side, mirrored, [p.digest for p in pictures])
+    stored = StoredMoments(folder, key)
+    for start in range(0, len(pictures), _SHARD):
+        path = stored.file(start // _SHARD)
+        if not path.is_file():
+            numbers = range(start, min(start + _SHARD, len(pictures)))
+            rows = _encode(model, pictures, numbers, side, mirrored, on_progress)
+            files.write_tensors(path, rows)
+    on_progress("encoding pictures", len(pictures), len(pictures))
+    return stored
+
+
+def _encode(
+    model: Model, pictures: Sequence[Picture], numbers: Sequence[int], side: int, mirrored: bool,
+    on_progress: Progress,
+) -> dict[str, Tensor]:  # fmt: skip
+    found = {}
+    wanted = [(n, flip) for flip in (False, True)[: 1 + mirrored] for n in numbers]
+    for start in range(0, len(wanted), _BATCH):
+        part = wanted[start : start + _BATCH]
+        on_progress("encoding pictures", numbers[0] + start // (1 + mirrored), len(pictures))
+        pixels = [pixels_of(pictures[n].path, side, Crop(mirrored=flip)) for n, flip in part]
+        rows = models.moments_of(model, torch.stack(pixels)).cpu()
+        found.update({_name(*item): row.clone() for item, row in zip(part, rows, strict=True)})
+    return found
+
+
+def _name(number: int, mirrored: bool) -> str:
+    return f"{number}/mirrored" if mirrored else str(number)
+
+
+def captions_of(model: Model, pictures: Sequence[Picture]) -> Captions:
+    """Token ids of the different captions, and of the empty one."""
+    texts = list(dict.fromkeys(picture.caption for picture in pictures))
+    table = models.token_ids(model, [*texts, ""])
+    return Captions({text: row for row, text in enumerate(texts)}, table)
+
+
+@torch.no_grad()
+def cache_embeddings(
+    folder: Path, model: Model, captions: Captions, on_progress: Progress
+) -> Captions:
+    """The captions with embeddings in the place of ids."""
+    folder.mkdir(parents=True, exist_ok=True)
+    weights = models.digest_of(model.text_encoder)
+    key = digest_of("embeddings", 1, weights, captions.table.tolist())
+    path = folder / f"embeddings-{key[:24]}.safetensors"
+    if not path.is_file():
+        made = []
+        for start in range(0, len(captions.table), _TEXTS):
+            on_progress("encoding captions", start, len(captions.table))
+            ids = captions.table[start : start + _TEXTS]
+            made.append(model.text_encoder(ids, return_dict=False)[0].float().cpu())
+        files.write_tensors(path, {"states": torch.cat(made)})
+    on_progress("encoding captions", len(captions.table), len(captions.table))
+    return Captions(captions.rows, _opened(path).get_tensor("states"))
+
+
+def _opened(path: Path) -> Any:
+    try:
+        return safe_open(path, framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise CacheError(f"{path} is damaged ({error}); delete it, and it is made anew") from error

@@ -1,0 +1,127 @@
+"""Checkpoints: tensors as safetensors, the rest as JSON, and a list of sizes and hashes.
+
+A folder ``checkpoint-N`` appears by a rename once everything in it is on the disk, so a training
+killed at any moment leaves whole checkpoints only. Nothing is pickled.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from strop.errors import CacheError, OptionError
+from strop.train import files
+
+log = logging.getLogger("strop")
+_MANIFEST, _STATE = "manifest.json", "state.json"
+_CHUNK = 1 << 20
+FORMAT = 1
+
+Tensors = Mapping[str, Mapping[str, Tensor]]
+
+
+def save(output: Path, step: int, tensors: Tensors, state: dict[str, Any]) -> Path:
+    """Write ``checkpoint-<step>``: a file of each group of tensors, and the state."""
+    final = output / f"checkpoint-{step}"
+    fresh = final.with_name(final.name + files.PART)
+    files.discard(fresh)
+    fresh.mkdir(parents=True)
+    for group, named in tensors.items():
+        kept = {name: tensor.detach().contiguous().cpu() for name, tensor in named.items()}
+        save_file(kept, fresh / f"{group}.safetensors")
+    text = json.dumps({"format": FORMAT, "step": step, **state}, indent=1)
+    (fresh / _STATE).write_text(text + "\n")
+    manifest = {path.name: _entry(path) for path in sorted(fresh.iterdir())}
+    (fresh / _MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
+    files.publish(fresh, final)
+    return final
+
+
+def prune(output: Path, keep: int | None) -> None:
+    """Delete all checkpoints but the newest ``keep``."""
+    if keep is not None:
+        for _, folder in numbered(output)[:-keep]:
+            files.discard(folder)
+
+
+def numbered(output: Path) -> list[tuple[int, Path]]:
+    """Steps and folders of all checkpoints, oldest first."""
+    found = []
+    for folder in output.glob("checkpoint-*"):
+        match = re.fullmatch(r"checkpoint-(\d+)", folder.name)
+        if match is not None and folder.is_dir():
+            found.append((int(match[1]), folder))
+    return sorted(found)
+
+
+def find(output: Path, wanted: str) -> Path | None:
+    """The whole checkpoint that ``--resume_from_checkpoint`` means.
+
+    ``latest`` passes over damaged ones, with a warning, and may find none. Raises OptionError if
+    a folder that was named does not exist, and CacheError if it is damaged.
+    """
+    if wanted != "latest":
+        folder = Path(wanted)
+        if not folder.is_dir() and (output / wanted).is_dir():  # diffusers takes its name, too
+            folder = output / wanted
+        if not folder.is_dir():
+            have = ", ".join(path.name for _, path in numbered(output)) or "none"
+            raise OptionError(f"there is no checkpoint {wanted}; {output} holds {have}; "
+                              "'latest' takes the newest")  # fmt: skip
+        verify(folder)
+        return folder
+    for _, folder in reversed(numbered(output)):
+        try:
+            verify(folder)
+        except CacheError as error:
+            log.warning("%s; trying the one before", error)
+        else:
+            return folder
+    return None
+
+
+def verify(folder: Path) -> None:
+    """Raise CacheError unless every file has the size and the hash that were written down."""
+    try:
+        manifest = json.loads((folder / _MANIFEST).read_text())
+        for name, entry in manifest.items():
+            if _entry(folder / name) != entry:
+                raise CacheError(f"the checkpoint {folder} is damaged: {name} has changed")
+    except (OSError, ValueError, AttributeError) as error:
+        raise CacheError(f"the checkpoint {folder} is damaged: {error}") from error
+
+
+def load(folder: Path) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
+    """Tensors by group, and the state, of a checkpoint that ``find`` has verified."""
+    state: dict[str, Any] = json.loads((folder / _STATE).read_text())
+    if state["format"] != FORMAT:
+        raise CacheError(f"the checkpoint {folder} has format {state['format']}, this version of "
+                         f"Strop reads {FORMAT}")  # fmt: skip
+    return {path.stem: load_file(path) for path in folder.glob("*.safetensors")}, state
+
+
+def check_same(folder: Path, then: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Raise OptionError for settings that have changed since the checkpoint."""
+    changed = [f"{name} was {then.get(name)!r} and is {value!r}"
+               for name, value in now.items() if then.get(name) != value]  # fmt: skip
+    if changed:
+        raise OptionError(
+            f"{folder} belongs to a training with other settings: {'; '.join(changed)}; use the "
+            "same ones, or start anew in another --output_dir"
+        )
+
+
+def _entry(path: Path) -> dict[str, Any]:
+    total = hashlib.sha256()
+    with path.open("rb") as opened:
+        while chunk := opened.read(_CHUNK):
+            total.update(chunk)
+    return {"size": path.stat().st_size, "sha256": total.hexdigest()}

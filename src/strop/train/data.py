@@ -1,0 +1,211 @@
+"""Batches by number: what batch n holds depends on the seed and on n alone."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import Protocol
+
+import numpy
+import torch
+from PIL import Image
+from torch import Tensor
+
+from strop.train.draws import generator
+from strop.train.folders import Picture, open_rgb
+from strop.train.settings import Settings
+
+
+@dataclass(frozen=True)
+class Batch:
+    """``pictures``: RGB from -1 to 1, or moments of latents. ``text``: token ids, or what the
+    text encoder makes of them. The first ``num_instances`` rows are not of the class."""
+
+    pictures: Tensor
+    are_moments: bool
+    text: Tensor
+    num_instances: int
+
+    def __len__(self) -> int:
+        return len(self.text)
+
+
+class Source(Protocol):
+    """``batches_per_epoch`` is None where every picture is new."""
+
+    @property
+    def batches_per_epoch(self) -> int | None: ...
+
+    @property
+    def digest(self) -> str:
+        """Of everything that batches are made from."""
+        ...
+
+    def batch(self, number: int) -> Batch: ...
+
+
+@dataclass(frozen=True)
+class Crop:
+    """How a picture becomes a square: shares of the free room to the left and above, a mirror."""
+
+    left: float = 0.5
+    top: float = 0.5
+    mirrored: bool = False
+
+
+def pixels_of(path: Path, side: int, crop: Crop) -> Tensor:
+    """The shorter side becomes ``side`` pixels, then a square is cut out: [3, side, side]."""
+    picture = open_rgb(path)
+    scale = side / min(picture.size)
+    size = tuple(max(side, int(edge * scale)) for edge in picture.size)
+    if size != picture.size:
+        picture = picture.resize((size[0], size[1]), resample=Image.Resampling.LANCZOS)
+    left = round((picture.width - side) * crop.left)
+    top = round((picture.height - side) * crop.top)
+    picture = picture.crop((left, top, left + side, top + side))
+    rows = torch.from_numpy(numpy.asarray(picture).copy())
+    rows = rows.flip(1) if crop.mirrored else rows
+    return rows.permute(2, 0, 1).float() / 127.5 - 1.0
+
+
+class Moments(Protocol):
+    """Moments of latents that were computed before."""
+
+    def get(self, number: int, mirrored: bool) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class Captions:
+    """The different captions, the empty one last, and their ids or embeddings, row by row."""
+
+    rows: dict[str, int]
+    table: Tensor
+
+
+@dataclass(frozen=True)
+class FolderSource:
+    """Pictures in an order that each epoch draws anew; class pictures come after the instances."""
+
+    settings: Settings
+    side: int
+    instances: tuple[Picture, ...]
+    classes: tuple[Picture, ...]
+    captions: Captions
+    moments: Moments | None = None
+    digest: str = ""
+
+    @property
+    def batches_per_epoch(self) -> int:
+        return math.ceil(self._length / self.settings.train_batch_size)
+
+    @property
+    def _length(self) -> int:
+        return max(len(self.instances), len(self.classes))
+
+    @cached_property
+    def pictures(self) -> tuple[Picture, ...]:
+        return (*self.instances, *self.classes)
+
+    @cached_property
+    def order(self) -> Callable[[int], list[int]]:
+        """The numbers of an epoch's pictures; threads may be in two epochs at a time."""
+
+        def drawn(epoch: int) -> list[int]:
+            source = generator(self.settings.seed, "order", epoch)
+            places: list[int] = torch.randperm(self._length, generator=source).tolist()
+            return places
+
+        return lru_cache(maxsize=2)(drawn)
+
+    def batch(self, number: int) -> Batch:
+        epoch, place = divmod(number, self.batches_per_epoch)
+        size = self.settings.train_batch_size
+        places = self.order(epoch)[place * size : (place + 1) * size]
+        chosen = [i % len(self.instances) for i in places]
+        if self.classes:  # numbered after the instances
+            chosen += [len(self.instances) + i % len(self.classes) for i in places]
+        source = generator(self.settings.seed, "pictures", number)
+        drawn = torch.rand(len(chosen), 4, generator=source).tolist()
+        crops = [self._crop(row) for row in drawn]
+        pictures = [self._picture(i, crop) for i, crop in zip(chosen, crops, strict=True)]
+        text = [self._row(i, row[3]) for i, row in zip(chosen, drawn, strict=True)]
+        rows = self.captions.table[torch.tensor(text, device=self.captions.table.device)]
+        return Batch(torch.stack(pictures), self.moments is not None, rows, len(places))
+
+    def _crop(self, drawn: Sequence[float]) -> Crop:
+        mirrored = self.settings.random_flip and drawn[2] < 0.5
+        if self.settings.center_crop:
+            return Crop(mirrored=mirrored)
+        return Crop(drawn[0], drawn[1], mirrored)
+
+    def _picture(self, number: int, crop: Crop) -> Tensor:
+        if self.moments is not None:
+            return self.moments.get(number, crop.mirrored)
+        return pixels_of(self.pictures[number].path, self.side, crop)
+
+    def _row(self, number: int, drawn: float) -> int:
+        if drawn < self.settings.proportion_empty_prompts:
+            return len(self.captions.table) - 1
+        return self.captions.rows[self.pictures[number].caption]
+
+
+class SpritesSource:
+    """Drawings of the sprites generator: new ones in every batch, the picture sizes in turn."""
+
+    batches_per_epoch = None
+    digest = "sprites"
+
+    def __init__(self, settings: Settings, tokenizer: object, device: torch.device) -> None:
+        from strop.models.sprites import network
+
+        self.settings, self.device = settings, device
+        self.tables = network.tables(tokenizer, device)
+        empty = tokenizer("", padding="max_length", max_length=self.tables.length)  # type: ignore[operator]
+        self.empty = torch.tensor(empty.input_ids, device=device)
+
+    @torch.no_grad()
+    def batch(self, number: int) -> Batch:
+        from strop.models.sprites import BUCKETS, draw, specs
+
+        source = generator(self.settings.seed, "pictures", number, self.device)
+        width, height = BUCKETS[number % len(BUCKETS)]
+        count = self.settings.train_batch_size
+        scenes = specs.draw_training_specs(count, source)
+        pictures = draw.pictures(scenes, width, height, source) * 2 - 1
+        ids = specs.token_rows(scenes, self.tables)
+        drawn = torch.rand(count, 1, device=self.device, generator=source)
+        ids = torch.where(drawn < self.settings.proportion_empty_prompts, self.empty, ids)
+        return Batch(pictures, False, ids, count)
+
+
+class Reader:
+    """Batches one after the other; threads, if there are any, are some batches ahead."""
+
+    def __init__(self, source: Source, start: int, end: int, workers: int) -> None:
+        self.source, self.workers = source, workers
+        self._numbers = iter(range(start, end))
+        self._pool = ThreadPoolExecutor(workers, "strop-reader") if workers else None
+        self._waiting: deque[Future[Batch]] = deque()
+
+    def next(self) -> Batch:
+        if self._pool is None:
+            return self.source.batch(next(self._numbers))
+        for number in self._numbers:
+            self._waiting.append(self._pool.submit(self.source.batch, number))
+            if len(self._waiting) > 2 * self.workers:
+                break
+        return self._waiting.popleft().result()
+
+    def close(self) -> None:
+        if self._pool is not None:
+            self._pool.shutdown(wait=True, cancel_futures=True)
+
+
+def digest_of(*parts: object) -> str:
+    return hashlib.sha256(repr(parts).encode()).hexdigest()

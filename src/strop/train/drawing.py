@@ -1,0 +1,121 @@
+"""Pictures that the model draws between steps: of the class, and for validation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image
+
+from strop.errors import OptionError
+from strop.train import files
+from strop.train.draws import generator
+from strop.train.folders import Folder, read_subject
+from strop.train.model import Model
+from strop.train.settings import Settings
+
+_SPRITES_GUIDANCE, _GUIDANCE = 4.0, 7.5
+_GAP = 4
+
+
+@dataclass(frozen=True)
+class Style:
+    """How pictures are drawn: side in pixels, guidance, denoising steps."""
+
+    side: int
+    guidance: float
+    steps: int
+
+
+def style_of(settings: Settings, side: int) -> Style:
+    guidance = settings.validation_guidance_scale
+    if guidance is None:
+        guidance = _SPRITES_GUIDANCE if settings.is_sprites else _GUIDANCE
+    return Style(side, guidance, settings.validation_inference_steps)
+
+
+@torch.no_grad()
+def draw(
+    model: Model, prompts: Sequence[str], sources: Sequence[torch.Generator], style: Style
+) -> list[Image.Image]:
+    """A picture for each prompt. The modules should be in evaluation mode."""
+    from diffusers import StableDiffusionPipeline
+
+    pipe: Any = StableDiffusionPipeline(
+        vae=model.vae,
+        text_encoder=model.text_encoder,
+        tokenizer=model.tokenizer,
+        unet=model.unet,
+        scheduler=type(model.scheduler).from_config(
+            model.scheduler.config, prediction_type=model.prediction
+        ),
+        safety_checker=None,
+        feature_extractor=None,
+        requires_safety_checker=False,
+    )
+    pipe.set_progress_bar_config(disable=True)
+    found: list[Image.Image] = pipe(
+        list(prompts),
+        width=style.side,
+        height=style.side,
+        num_inference_steps=style.steps,
+        guidance_scale=style.guidance,
+        generator=list(sources),
+    ).images
+    return found
+
+
+def validate(settings: Settings, model: Model, style: Style, path: Path) -> Image.Image:
+    """A row of pictures for each validation prompt, from the same noise every time."""
+    count = settings.num_validation_images
+    sources = [generator(settings.seed, "validation", number) for number in range(count)]
+    rows = []
+    for prompt in settings.validation_prompt:
+        fresh = [torch.Generator().manual_seed(source.initial_seed()) for source in sources]
+        rows.append(draw(model, [prompt] * count, fresh, style))
+    page = sheet(rows)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    files.write(path, lambda part: page.save(part, format="png"))
+    return page
+
+
+def sheet(rows: Sequence[Sequence[Image.Image]]) -> Image.Image:
+    """Pictures of one size in rows, on white."""
+    wide, high = rows[0][0].size
+    size = (len(rows[0]) * (wide + _GAP) + _GAP, len(rows) * (high + _GAP) + _GAP)
+    page = Image.new("RGB", size, (255, 255, 255))
+    for down, row in enumerate(rows):
+        for right, picture in enumerate(row):
+            page.paste(picture, (_GAP + right * (wide + _GAP), _GAP + down * (high + _GAP)))
+    return page
+
+
+def class_pictures(
+    settings: Settings, model: Model, style: Style, on_progress: Callable[[str, int, int], None]
+) -> Folder:
+    """The folder of class pictures, after the model has drawn those that it lacks."""
+    folder = Path(settings.class_data_dir).expanduser()
+    if folder.exists() and not folder.is_dir():
+        raise OptionError(f"class_data_dir {folder} is a file; give a folder")
+    folder.mkdir(parents=True, exist_ok=True)
+    files.sweep(folder)
+    found = read_subject(folder, settings.class_prompt, may_be_empty=True)
+    wanted, have = settings.num_class_images, len(found.pictures)
+    while have < wanted:
+        on_progress("drawing class pictures", have, wanted)
+        numbers = range(have, min(have + settings.sample_batch_size, wanted))
+        sources = [generator(settings.seed, "class", number) for number in numbers]
+        drawn = draw(model, [settings.class_prompt] * len(numbers), sources, style)
+        for number, picture in zip(numbers, drawn, strict=True):
+            _save_new(picture, folder / f"class-{number:05d}.png")
+        have += len(numbers)
+    return read_subject(folder, settings.class_prompt)
+
+
+def _save_new(picture: Image.Image, path: Path) -> None:
+    if path.exists():
+        raise OptionError(f"{path} exists and is no whole picture; remove it")
+    files.write(path, lambda part: picture.save(part, format="png"))

@@ -1,0 +1,73 @@
+"""Files and folders that are there whole or not at all: written aside, synced, renamed."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import save_file
+from torch import Tensor
+
+PART = ".strop-part"  # ends the name of what is being written, and of nothing else
+
+
+def write(path: Path, fill: Callable[[Path], object]) -> None:
+    """Let ``fill`` write a file under another name, then rename it to ``path``."""
+    part = path.with_name(f"{path.name}.{os.getpid()}{PART}")
+    try:
+        fill(part)
+        sync(part)
+        part.replace(path)
+        sync(path.parent)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def write_json(path: Path, content: Any) -> None:
+    write(path, lambda part: part.write_text(json.dumps(content, indent=1) + "\n"))
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], **notes: str) -> None:
+    kept = {name: tensor.detach().contiguous().cpu() for name, tensor in tensors.items()}
+    write(path, lambda part: save_file(kept, part, metadata=notes or None))
+
+
+def publish(fresh: Path, final: Path) -> None:
+    """Put the folder ``fresh`` in the place of ``final``."""
+    for path in sorted(fresh.rglob("*")):
+        sync(path)
+    sync(fresh)
+    discard(final)
+    fresh.rename(final)
+    sync(final.parent)
+
+
+def discard(folder: Path) -> None:
+    """Delete a folder; one that was deleted halfway has another name."""
+    if folder.exists():
+        dying = folder.with_name(folder.name + ".old" + PART)
+        shutil.rmtree(dying, ignore_errors=True)
+        folder.rename(dying)
+        shutil.rmtree(dying)
+
+
+def sweep(folder: Path) -> None:
+    """Remove what a training that was killed left unfinished in ``folder``."""
+    for path in folder.glob(f"*{PART}"):
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+
+
+def sync(path: Path) -> None:
+    """Wait until a file or folder is on the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

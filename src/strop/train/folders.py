@@ -1,0 +1,246 @@
+"""Reads folders of pictures: which files are whole pictures, and what their captions are."""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import json
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from PIL import Image, ImageOps
+
+from strop.errors import OptionError
+
+SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff")
+METADATA = ("metadata.jsonl", "metadata.csv")
+SIDECARS = (".txt", ".caption")
+_READERS = 8
+_SHOWN = 5  # names in a message
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A file that was decoded once, with its size in pixels and a hash of its bytes."""
+
+    path: Path
+    name: str
+    caption: str
+    width: int
+    height: int
+    digest: str
+
+
+@dataclass(frozen=True)
+class BadFile:
+    """A file that is no whole picture, and why."""
+
+    path: Path
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.path}: {self.reason}"
+
+
+@dataclass(frozen=True)
+class Folder:
+    """Pictures sorted by name, and what was left out."""
+
+    path: Path
+    pictures: tuple[Picture, ...]
+    bad: tuple[BadFile, ...]
+
+    @property
+    def digest(self) -> str:
+        """Of names, captions and contents: the same for a folder that was moved."""
+        rows = [[picture.name, picture.caption, picture.digest] for picture in self.pictures]
+        return hashlib.sha256(json.dumps(rows).encode()).hexdigest()
+
+
+Captions = Callable[[Path], str | None]
+Progress = Callable[[int, int], None]
+
+
+def read_captioned(
+    folder: Path, column: str, most: int | None = None, on_progress: Progress = lambda n, of: None
+) -> Folder:
+    """Pictures with captions from ``metadata.jsonl``, ``metadata.csv`` or a ``.txt`` beside each.
+
+    Raises OptionError for a folder that is missing, and for pictures without a caption.
+    """
+    files = _files(folder)
+    rows, lost = _metadata(folder, files, column)
+    named = dict(rows)
+    wanted = list(named) if named else files
+
+    def caption(path: Path) -> str | None:
+        return named[path] if named else _sidecar(path)
+
+    candidates = [path for path in wanted if not _is_note(path)]
+    without = [p for p in candidates if p.suffix.lower() in SUFFIXES and caption(p) is None]
+    if without:
+        raise OptionError(
+            f"{folder}: {_names(without)} without a caption; write a .txt beside each, or "
+            f'metadata.jsonl with lines {{"file_name": ..., "{column}": ...}}'
+        )
+    found = _read(folder, candidates, caption, on_progress)
+    bad = (*lost, *found.bad)
+    if named:
+        unnamed = [path for path in files if path not in named and not _is_note(path)]
+        bad += tuple(BadFile(path, "is in no metadata file") for path in unnamed)
+    _check_not_empty(found)
+    return Folder(folder, found.pictures[:most], bad)
+
+
+def read_subject(
+    folder: Path, prompt: str, *, may_be_empty: bool = False,
+    on_progress: Progress = lambda n, of: None,
+) -> Folder:  # fmt: skip
+    """Pictures of one subject, which share a prompt."""
+    paths = [path for path in _files(folder) if not _is_note(path)]
+    found = _read(folder, paths, lambda path: prompt, on_progress)
+    if not may_be_empty:
+        _check_not_empty(found)
+    return found
+
+
+def open_rgb(path: Path) -> Image.Image:
+    """The picture, upright and in RGB."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of PIL, about palettes and odd metadata
+        with Image.open(path) as opened:
+            return ImageOps.exif_transpose(opened).convert("RGB")
+
+
+def _files(folder: Path) -> list[Path]:
+    if not folder.is_dir():
+        what = "is a file" if folder.exists() else "does not exist"
+        raise OptionError(f"the folder {folder} {what}; give the folder of the pictures")
+    found = sorted(path for path in folder.rglob("*") if path.is_file())
+    return [p for p in found if not any(part[0] == "." for part in p.relative_to(folder).parts)]
+
+
+def _is_note(path: Path) -> bool:
+    """Whether it is text that belongs to pictures."""
+    return path.name in METADATA or path.suffix.lower() in SIDECARS
+
+
+def _sidecar(path: Path) -> str | None:
+    for suffix in SIDECARS:
+        beside = path.with_suffix(suffix)
+        if beside.is_file():
+            try:
+                return beside.read_text(encoding="utf-8").strip()
+            except UnicodeDecodeError as error:
+                raise OptionError(f"{beside} is not UTF-8 text: {error}") from error
+    return None
+
+
+def _metadata(
+    folder: Path, files: Iterable[Path], column: str
+) -> tuple[list[tuple[Path, str]], list[BadFile]]:
+    """Paths and captions of all metadata files, and the files that they name without cause."""
+    rows: list[tuple[Path, str]] = []
+    lost: list[BadFile] = []
+    for source in (path for path in files if path.name in METADATA):
+        for number, row in _rows(source):
+            for key in ("file_name", column):
+                if not isinstance(row.get(key), str):
+                    raise OptionError(
+                        f"{source}, line {number}: no text under {key!r}, only "
+                        f"{', '.join(map(str, row))}; --caption_column names the captions"
+                    )
+            path = source.parent / row["file_name"]
+            if not path.resolve().is_relative_to(folder.resolve()):
+                raise OptionError(f"{source}, line {number}: {path} is outside {folder}")
+            if path.is_file():
+                rows.append((path, row[column]))
+            else:
+                lost.append(BadFile(path, f"is named in {source.name} and does not exist"))
+    return rows, lost
+
+
+def _rows(source: Path) -> list[tuple[int, dict[str, Any]]]:
+    try:
+        text = source.read_text(encoding="utf-8-sig")
+        if source.suffix == ".csv":
+            return [(n, dict(row)) for n, row in enumerate(csv.DictReader(text.splitlines()), 2)]
+        lines = [(n, line) for n, line in enumerate(text.splitlines(), 1) if line.strip()]
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise OptionError(f"{source} cannot be read: {error}") from error
+    found = []
+    for number, line in lines:
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise OptionError(f"{source}, line {number} is no JSON: {error}") from error
+        if not isinstance(row, dict):
+            raise OptionError(f'{source}, line {number}: write {{"file_name": ..., "text": ...}}')
+        found.append((number, row))
+    return found
+
+
+def _read(folder: Path, paths: Sequence[Path], caption: Captions, on_progress: Progress) -> Folder:
+    """Decode every file once: a damaged one is to be named now, not in the third epoch."""
+    found = []
+    with ThreadPoolExecutor(_READERS) as pool:
+        for item in pool.map(lambda path: _inspect(folder, path, caption), paths):
+            found.append(item)
+            on_progress(len(found), len(paths))
+    pictures = [item for item in found if isinstance(item, Picture)]
+    bad = [item for item in found if isinstance(item, BadFile)]
+    return Folder(folder, tuple(sorted(pictures, key=lambda p: p.name)), tuple(bad))
+
+
+def _inspect(folder: Path, path: Path, caption: Captions) -> Picture | BadFile:
+    if path.suffix.lower() not in SUFFIXES:
+        return BadFile(path, f"is no picture ({', '.join(SUFFIXES)})")
+    try:
+        content = path.read_bytes()
+        if not content:
+            return BadFile(path, "is empty")
+        picture = open_rgb(path)
+    # PIL raises SyntaxError for broken PNGs, and other plain errors while it decodes.
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+        return BadFile(path, f"is damaged ({error})")
+    name = path.relative_to(folder).as_posix()
+    digest = hashlib.sha256(content).hexdigest()
+    return Picture(path, name, caption(path) or "", picture.width, picture.height, digest)
+
+
+def _check_not_empty(folder: Folder) -> None:
+    if not folder.pictures:
+        left_out = f"; left out: {'; '.join(map(str, folder.bad[:_SHOWN]))}" if folder.bad else ""
+        raise OptionError(f"the folder {folder.path} holds no pictures "
+                          f"({', '.join(SUFFIXES)}){left_out}")  # fmt: skip
+
+
+def check_files(folder: Folder, refuse: bool) -> None:
+    """Raise OptionError for bad files, if these are to be refused."""
+    if refuse and folder.bad:
+        raise OptionError(
+            f"{len(folder.bad)} files are no whole pictures: {'; '.join(map(str, folder.bad))}; "
+            "repair or remove them, or use --bad_files skip"
+        )
+
+
+def check_sizes(folder: Folder, resolution: int) -> None:
+    """Raise OptionError for pictures that would have to be enlarged."""
+    small = [p for p in folder.pictures if min(p.width, p.height) < resolution]
+    if small:
+        shown = ", ".join(f"{p.name} ({p.width}x{p.height})" for p in small[:_SHOWN])
+        raise OptionError(
+            f"{folder.path}: {len(small)} pictures are smaller than {resolution} pixels: {shown}"
+            f"{', ...' if len(small) > _SHOWN else ''}; lower --resolution, or add "
+            "--allow_upscaling"
+        )
+
+
+def _names(paths: list[Path]) -> str:
+    shown = ", ".join(path.name for path in paths[:_SHOWN])
+    rest = len(paths) - _SHOWN
+    return f"{shown} and {rest} more are" if rest > 0 else f"{shown} {'are' if paths[1:] else 'is'}"

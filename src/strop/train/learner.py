@@ -1,0 +1,122 @@
+"""The weights that are trained, their optimizer and averages, as tensors by name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from strop.errors import OptionError
+from strop.train.optimizers import FusedAdamW
+from strop.train.scaler import GradScaler
+from strop.train.settings import Settings
+
+
+class Learner:
+    """A step of all weights that require a gradient; their state goes to and from checkpoints."""
+
+    def __init__(self, settings: Settings, modules: dict[str, nn.Module]) -> None:
+        self.modules = modules
+        self.named = {
+            f"{part}.{name}": parameter
+            for part, module in modules.items()
+            for name, parameter in module.named_parameters()
+            if parameter.requires_grad
+        }
+        self.parameters = list(self.named.values())
+        self.optimizer = FusedAdamW(
+            self.parameters,
+            lr=settings.rate,
+            betas=(settings.adam_beta1, settings.adam_beta2),
+            eps=settings.adam_epsilon,
+            weight_decay=settings.adam_weight_decay,
+            max_grad_norm=settings.max_grad_norm,
+            ema_decay=settings.ema_decay if settings.use_ema else None,
+        )
+        device = self.parameters[0].device.type
+        self.scaler = GradScaler(device) if settings.mixed_precision == "fp16" else None
+
+    def train(self, mode: bool = True) -> None:
+        for module in self.modules.values():
+            module.train(mode)
+
+    def backward(self, loss: Tensor) -> None:
+        (loss if self.scaler is None else self.scaler.scale(loss)).backward()
+
+    def step(self, rate: float) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        if self.scaler is None:
+            self.optimizer.step()
+        else:
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+        self.optimizer.zero_grad()
+
+    def forget_gradients(self) -> None:
+        self.optimizer.zero_grad()
+
+    @property
+    def norm(self) -> Tensor:
+        """Of the gradients of the last step; the next step overwrites it."""
+        found = self.optimizer.grad_norm
+        assert found is not None
+        return found
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """The averages in the place of the weights, if averages are kept."""
+        average = self.optimizer.ema
+        if average is None:
+            yield
+            return
+        average.store(self.parameters)
+        average.copy_to(self.parameters)
+        try:
+            yield
+        finally:
+            average.restore(self.parameters)
+
+    # ---- checkpoints ---------------------------------------------------------------------------
+
+    def tensors(self) -> dict[str, dict[str, Tensor]]:
+        """Weights, and states of the optimizer with the averages among them."""
+        states = {
+            f"{name}/{key}": value
+            for name, parameter in self.named.items()
+            for key, value in self.optimizer.state[parameter].items()
+        }
+        return {"weights": dict(self.named), "optimizer": states}
+
+    def numbers(self) -> dict[str, Any]:
+        """The rest of the state, for JSON."""
+        scaler = None if self.scaler is None else self.scaler.state_dict()
+        return {"counts": list(self.optimizer.counts), "scaler": scaler}
+
+    @torch.no_grad()
+    def load(self, tensors: dict[str, dict[str, Tensor]], numbers: dict[str, Any]) -> None:
+        """Take over a checkpoint. Raises OptionError if its weights have other names or sizes."""
+        weights, states = tensors["weights"], tensors["optimizer"]
+        mine = {name: tuple(p.shape) for name, p in self.named.items()}
+        theirs = {name: tuple(t.shape) for name, t in weights.items()}
+        if mine != theirs:
+            odd = sorted(dict(mine.items() ^ theirs.items()))[:3]
+            raise OptionError(f"the checkpoint has other weights than the model: {', '.join(odd)}")
+        for name, parameter in self.named.items():
+            parameter.copy_(weights[name])
+        skeleton = self.optimizer.state_dict()
+        kept: dict[int, dict[str, Tensor]] = {}
+        for place, name in enumerate(self.named):
+            found = {k: states[f"{name}/{k}"] for k in _KEYS if f"{name}/{k}" in states}
+            if found:
+                kept[place] = found
+        extra = dict(zip(("ema_steps", "draws"), numbers["counts"], strict=True))
+        self.optimizer.load_state_dict({**skeleton, "state": kept, "strop": extra})
+        if self.scaler is not None:
+            self.scaler.load_state_dict(numbers["scaler"])
+
+
+_KEYS = ("step", "exp_avg", "exp_avg_sq", "ema")

@@ -1,0 +1,218 @@
+"""The training loop. What a step computes depends on the seed, its number and the state before it;
+so a training that was stopped and resumed gives the bits of one that was not."""
+
+from __future__ import annotations
+
+import math
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Protocol
+
+import numpy
+import torch
+from torch import Tensor
+
+from strop.errors import TrainingError
+from strop.train import checkpoint, drawing, files, outputs
+from strop.train.data import Reader
+from strop.train.learner import Learner
+from strop.train.metrics import Journal, Metrics
+from strop.train.objective import Objective
+from strop.train.schedules import learning_rate
+from strop.train.session import Session
+
+_REPORT_S = 1.0
+
+
+class Watch(Protocol):
+    """Who shows the progress."""
+
+    def stage(self, text: str, done: int, total: int) -> None: ...
+
+    def step(self, last: Metrics, total: int, eta_s: float) -> None: ...
+
+    def warn(self, text: str) -> None: ...
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a training ended: ``stopped_by`` is a signal's number, or None if it is complete."""
+
+    step: int
+    total: int
+    stopped_by: int | None = None
+
+
+@dataclass
+class _Window:
+    """Steps that were not reported yet; their losses wait on the device."""
+
+    start: float = field(default_factory=time.monotonic)
+    losses: list[Tensor] = field(default_factory=list)
+    norms: list[Tensor] = field(default_factory=list)
+    rates: list[float] = field(default_factory=list)
+    images: int = 0
+
+
+class Stop:
+    """Remembers the first SIGTERM or SIGINT; the second one acts as ever."""
+
+    def __init__(self) -> None:
+        self.by: int | None = None
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        if threading.current_thread() is not threading.main_thread():
+            yield  # only the main thread may set handlers
+            return
+        before = {kind: signal.signal(kind, self._note) for kind in (signal.SIGTERM, signal.SIGINT)}
+        try:
+            yield
+        finally:
+            for kind, handler in before.items():
+                signal.signal(kind, handler)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.by = number
+        for kind in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(kind, signal.SIG_DFL)
+
+
+class Loop:
+    """Runs a session from its checkpoint to its last step."""
+
+    def __init__(self, session: Session, watch: Watch) -> None:
+        self.session, self.watch, self.settings = session, watch, session.settings
+        self.learner: Learner = session.learner
+        self.objective = Objective(session.settings, session.model, session.unet)
+        self.step = self.saved = session.step
+        self.total = session.total
+        self.stop = Stop()
+        self._window = _Window()
+
+    def run(self) -> Outcome:
+        """Train, then write the model; or save a checkpoint and return when told to stop."""
+        device = self.session.model.device
+        with (
+            torch.random.fork_rng(devices=[device] if device.type == "cuda" else []),
+            self.stop.watching(),
+        ):
+            return self._run()
+
+    def _run(self) -> Outcome:
+        size = self.settings.gradient_accumulation_steps
+        first, last = self.step * size, self.total * size
+        reader = Reader(self.session.source, first, last, self.settings.dataloader_num_workers)
+        self.journal = Journal(self.settings, self.step)
+        try:
+            if self.step == 0:
+                self._validate()
+            self.learner.train()
+            self._window = _Window()
+            while self.step < self.total and self._one(reader):
+                self._after_step()
+            self._report()
+            if self.stop.by is not None:
+                self._save()
+                return Outcome(self.step, self.total, self.stop.by)
+            self._finish()
+        finally:
+            reader.close()
+            self.journal.close()
+        return Outcome(self.step, self.total)
+
+    def _one(self, reader: Reader) -> bool:
+        """A step of the optimizer. A signal in its middle takes it back; then returns False."""
+        size, losses = self.settings.gradient_accumulation_steps, []
+        for part in range(size):
+            if self.stop.by is not None:
+                self.learner.forget_gradients()
+                return False
+            batch = reader.next()
+            loss = self.objective(batch, self.step * size + part)
+            self.learner.backward(loss / size)
+            losses.append(loss.detach())
+            self._window.images += len(batch)
+        rate = learning_rate(self.settings, self.step, self.total)
+        self.learner.step(rate)
+        self.step += 1
+        self._window.losses.append(torch.stack(losses).mean())
+        self._window.norms.append(self.learner.norm.clone())
+        self._window.rates.append(rate)
+        return True
+
+    def _after_step(self) -> None:
+        if time.monotonic() - self._window.start > _REPORT_S:
+            self._report()
+        if self.step % self.settings.checkpointing_steps == 0:
+            self._report()
+            self._save()
+        every = self.settings.validation_steps
+        if every is not None and self.step % every == 0 and self.step < self.total:
+            self._report()
+            self._validate()
+
+    def _report(self) -> None:
+        """Read the losses, which waits for the device, and hand them on."""
+        window, count = self._window, len(self._window.losses)
+        if not count:
+            return
+        losses, norms = (torch.stack(values).tolist() for values in (window.losses, window.norms))
+        seconds = time.monotonic() - window.start
+        size, per_epoch = self.settings.gradient_accumulation_steps, self.session.batches_per_epoch
+        rows = []
+        for place, (loss, norm, rate) in enumerate(zip(losses, norms, window.rates, strict=True)):
+            step = self.step - count + place + 1
+            epoch = (step * size - 1) // per_epoch if per_epoch else 0
+            rows.append(Metrics(step, epoch, loss, rate, norm, window.images / seconds))
+        self._check(rows)
+        self.journal.write(rows)
+        self.watch.step(rows[-1], self.total, (self.total - self.step) * seconds / count)
+        self._window = _Window()
+
+    def _check(self, rows: list[Metrics]) -> None:
+        for row in rows:
+            if not math.isfinite(row.loss):
+                last = f"checkpoint-{self.saved}" if self.saved else "no checkpoint"
+                raise TrainingError(
+                    f"the loss of step {row.step} is {row.loss}; {last} is kept. Lower "
+                    "--learning_rate, or leave out --mixed_precision, and resume"
+                )
+
+    def _save(self) -> None:
+        """A checkpoint of this step, unless it is there."""
+        if self.step == self.saved:
+            return
+        self.watch.stage("saving a checkpoint", self.step, self.total)
+        state = {**self.session.state(), **self.learner.numbers()}
+        checkpoint.save(self.settings.output, self.step, self.learner.tensors(), state)
+        checkpoint.prune(self.settings.output, self.settings.checkpoints_total_limit)
+        self.saved = self.step
+        self._window.start = time.monotonic()
+
+    def _validate(self) -> None:
+        settings = self.settings
+        if not settings.validation_prompt:
+            return
+        self.watch.stage("drawing validation pictures", self.step, self.total)
+        path = settings.output / "validation" / f"step-{self.step:06d}.png"
+        style = drawing.style_of(settings, self.session.side)
+        self.learner.train(False)
+        with self.learner.averaged():
+            page = drawing.validate(settings, self.session.model, style, path)
+        self.learner.train()
+        self.journal.picture(numpy.asarray(page), self.step)
+        self._window.start = time.monotonic()
+
+    def _finish(self) -> None:
+        self._validate()
+        self.watch.stage("saving the model", self.step, self.total)
+        self.learner.train(False)
+        with self.learner.averaged():
+            outputs.save(self.settings, self.session.model)
+        files.sweep(self.settings.output)

@@ -1,0 +1,130 @@
+"""LoRA adapters: added by peft, written as diffusers and as kohya and ComfyUI read them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from strop.errors import OptionError
+from strop.train import files
+from strop.train.draws import seed_of
+from strop.train.model import Model
+from strop.train.settings import Settings
+
+# Part of the model -> the projections that get an adapter, kohya's prefix, and what transformers
+# has left out of the names of modules since kohya's format was made.
+TARGETS = {
+    "unet": ("to_k", "to_q", "to_v", "to_out.0"),
+    "text_encoder": ("q_proj", "k_proj", "v_proj", "out_proj"),
+}
+_KOHYA = {"unet": ("lora_unet_", ""), "text_encoder": ("lora_te_", "text_model.")}
+DIFFUSERS_NAME, KOHYA_NAME = "pytorch_lora_weights.safetensors", "kohya_lora_weights.safetensors"
+
+
+def attach(settings: Settings, model: Model) -> None:
+    """Add adapters, whose weights are then all that is trained; their product starts at zero."""
+    try:
+        from peft import LoraConfig
+    except ImportError as error:
+        raise OptionError("LoRA needs peft: pip install 'strop[train]'") from error
+    alpha = settings.rank if settings.lora_alpha is None else settings.lora_alpha
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed_of(settings.seed, "adapters", 0))
+        for name in parts_of(settings):
+            module = model.modules[name]
+            module.add_adapter(  # type: ignore[operator]
+                LoraConfig(
+                    r=settings.rank,
+                    lora_alpha=alpha,
+                    lora_dropout=settings.lora_dropout,
+                    init_lora_weights="gaussian",
+                    target_modules=list(TARGETS[name]),
+                )
+            )
+
+
+def parts_of(settings: Settings) -> tuple[str, ...]:
+    return ("unet", "text_encoder") if settings.train_text_encoder else ("unet",)
+
+
+def save(settings: Settings, model: Model, folder: Path, dtype: torch.dtype) -> None:
+    """Write both files into ``folder``."""
+    _save_diffusers(settings, model, folder, dtype)
+    tensors: dict[str, Tensor] = {}
+    for name in parts_of(settings):
+        tensors |= kohya_tensors(name, _weights(model, name, dtype), _alpha(model, name))
+    notes = {
+        "format": "pt",
+        "ss_network_module": "networks.lora",
+        "ss_network_dim": str(settings.rank),
+        "ss_network_alpha": str(_alpha(model, "unet")),
+        "ss_base_model_version": "sd_v1",
+    }
+    files.write_tensors(folder / KOHYA_NAME, tensors, **notes)
+
+
+def _alpha(model: Model, name: str) -> float:
+    return float(_adapter(model, name).lora_alpha)
+
+
+def _adapter(model: Model, name: str) -> Any:
+    """peft's settings of a part."""
+    module: Any = model.modules[name]
+    return module.peft_config["default"]
+
+
+def _weights(model: Model, name: str, dtype: torch.dtype) -> dict[str, Tensor]:
+    """``<path of the projection>.lora_A.weight`` and ``.lora_B.weight``."""
+    from peft.utils import get_peft_model_state_dict
+
+    found = get_peft_model_state_dict(model.modules[name])
+    return {key: tensor.detach().cpu().to(dtype) for key, tensor in found.items()}
+
+
+def _save_diffusers(settings: Settings, model: Model, folder: Path, dtype: torch.dtype) -> None:
+    from diffusers import StableDiffusionPipeline
+    from diffusers.utils import convert_state_dict_to_diffusers
+
+    arguments: dict[str, Any] = {}
+    for name in parts_of(settings):
+        layers = convert_state_dict_to_diffusers(_weights(model, name, dtype))
+        # Without the folder that the model was loaded from.
+        config = {**_adapter(model, name).to_dict(), "base_model_name_or_path": None}
+        arguments[f"{name}_lora_layers"] = layers
+        arguments[f"{name}_lora_adapter_metadata"] = _plain(config)
+
+    def fill(part: Path) -> None:
+        StableDiffusionPipeline.save_lora_weights(
+            part.parent, weight_name=part.name, safe_serialization=True, **arguments
+        )
+
+    # diffusers adds its ending to names without one.
+    files.write(folder / DIFFUSERS_NAME, fill)
+
+
+def _plain(content: dict[str, Any]) -> dict[str, Any]:
+    """Without sets and enumerations, which JSON has not."""
+    loaded: dict[str, Any] = json.loads(json.dumps(content, default=_as_json))
+    return loaded
+
+
+def _as_json(value: object) -> object:
+    return sorted(value) if isinstance(value, set) else str(value)
+
+
+def kohya_tensors(name: str, weights: dict[str, Tensor], alpha: float) -> dict[str, Tensor]:
+    """The names of kohya's scripts, with the alpha that was trained with."""
+    prefix, dropped = _KOHYA[name]
+    tensors: dict[str, Tensor] = {}
+    for key, tensor in weights.items():
+        path, side = key.removesuffix(".weight").rsplit(".", 1)
+        if dropped and not path.startswith(dropped):
+            path = dropped + path
+        path = prefix + path.replace(".", "_")
+        tensors[f"{path}.{'lora_down' if side == 'lora_A' else 'lora_up'}.weight"] = tensor
+        tensors[f"{path}.alpha"] = torch.tensor(alpha, dtype=torch.float32)
+    return tensors

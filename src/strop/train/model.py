@@ -1,0 +1,168 @@
+"""The parts of a Stable Diffusion model, loaded from a diffusers folder for training."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from strop.errors import OptionError, UnsupportedError
+from strop.train.settings import Settings
+
+# Part of a pipeline -> its class. Other pipelines have other parts, and other losses.
+PARTS = {
+    "unet": "UNet2DConditionModel",
+    "vae": "AutoencoderKL",
+    "text_encoder": "CLIPTextModel",
+    "tokenizer": "CLIPTokenizer",
+}
+
+
+@dataclass(frozen=True)
+class Model:
+    """``signal`` is the share of the picture that is left at each timestep (alphas_cumprod)."""
+
+    folder: Path
+    unet: Any
+    vae: Any
+    text_encoder: Any
+    tokenizer: Any
+    scheduler: Any
+    signal: Tensor
+    prediction: str
+
+    @property
+    def modules(self) -> dict[str, nn.Module]:
+        return {"unet": self.unet, "vae": self.vae, "text_encoder": self.text_encoder}
+
+    @property
+    def factor(self) -> int:
+        """Pixels of a latent."""
+        return int(2 ** (len(self.vae.config.block_out_channels) - 1))
+
+    @property
+    def grid(self) -> int:
+        """Pixels that both sides must be multiples of."""
+        return int(self.factor * 2 ** (len(self.unet.config.block_out_channels) - 1))
+
+    @property
+    def device(self) -> torch.device:
+        device: torch.device = self.unet.device
+        return device
+
+
+def folder_of(settings: Settings) -> Path:
+    """Where the model lies; checks its index. Fast."""
+    if settings.is_sprites:
+        from strop.models import sprites
+
+        return sprites.WEIGHTS
+    folder = Path(settings.pretrained_model_name_or_path).expanduser()
+    index = folder / "model_index.json"
+    if not index.is_file():
+        raise OptionError(
+            f"there is no diffusers model in {folder}; give 'sprites' or a folder that diffusers "
+            "saved (models are not downloaded: 'hf download NAME --local-dir DIR' does)"
+        )
+    try:
+        parts = json.loads(index.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise OptionError(f"{index} is no JSON ({error}); save the model again") from error
+    for name, kind in PARTS.items():
+        found = parts.get(name)
+        found = found[1] if isinstance(found, list) and len(found) == 2 else None
+        if str(found).removesuffix("Fast") != kind:
+            raise UnsupportedError(
+                f"{folder}: its {name} is {found}, and training is built for {kind} (Stable "
+                "Diffusion 1 and 2) only"
+            )
+    return folder
+
+
+def load(settings: Settings, device: torch.device) -> Model:
+    """The model in fp32. Raises OptionError if its files are damaged or missing."""
+    from diffusers import StableDiffusionPipeline
+
+    folder = folder_of(settings)
+    try:
+        pipe = StableDiffusionPipeline.from_pretrained(
+            folder, dtype=torch.float32, safety_checker=None, feature_extractor=None,
+            requires_safety_checker=False, local_files_only=True, use_safetensors=True,
+        )  # fmt: skip
+    except (OSError, ValueError, KeyError) as error:
+        raise OptionError(f"cannot load {folder}: {error}") from error
+    scheduler = pipe.scheduler
+    if not isinstance(getattr(scheduler, "alphas_cumprod", None), Tensor):
+        raise UnsupportedError(f"{folder}: its scheduler {type(scheduler).__name__} has no "
+                               "alphas_cumprod; training is built for DDPM noise")  # fmt: skip
+    unet, text = pipe.unet, pipe.text_encoder
+    if settings.from_scratch:
+        unet, text = _anew(unet, text, settings)
+    prediction = settings.prediction_type or scheduler.config.prediction_type
+    model = Model(folder, unet, pipe.vae, text, pipe.tokenizer, scheduler,
+                  scheduler.alphas_cumprod.to(device, torch.float32), prediction)  # fmt: skip
+    for module in model.modules.values():
+        nn.Module.to(module, device).requires_grad_(False).eval()
+    return model
+
+
+def _anew(unet: Any, text: Any, settings: Settings) -> tuple[Any, Any]:
+    """Random weights from the seed; the text encoder's too, if it is trained."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(settings.seed)
+        fresh = type(unet).from_config(unet.config)
+        return fresh, type(text)(text.config) if settings.train_text_encoder else text
+
+
+def resolution_of(settings: Settings, model: Model) -> int:
+    """Given, or the model's own. Raises OptionError for one off the model's grid."""
+    own = model.unet.config.sample_size
+    if isinstance(own, list | tuple):
+        own = own[0]
+    side = settings.resolution or int(own) * model.factor
+    if side % model.grid:
+        below = side // model.grid * model.grid
+        near = f"{below} or {below + model.grid}" if below else str(model.grid)
+        raise OptionError(f"resolution {side}: this model takes multiples of {model.grid}; "
+                          f"the nearest: {near}")  # fmt: skip
+    return side
+
+
+def digest_of(module: nn.Module) -> str:
+    """A hash of all weights."""
+    total = hashlib.sha256()
+    for name, tensor in sorted(module.state_dict().items()):
+        total.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        flat = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
+        total.update(flat.numpy().tobytes())
+    return total.hexdigest()
+
+
+def token_ids(model: Model, prompts: list[str]) -> Tensor:
+    """Ids [prompts, length], padded and cut to what the text encoder reads."""
+    made = model.tokenizer(
+        prompts, padding="max_length", truncation=True,
+        max_length=model.tokenizer.model_max_length, return_tensors="pt",
+    )  # fmt: skip
+    ids: Tensor = made.input_ids
+    return ids.to(model.device)
+
+
+def cut_prompts(model: Model, prompts: list[str]) -> list[str]:
+    """Those of which the text encoder does not read the end."""
+    limit = model.tokenizer.model_max_length
+    made = model.tokenizer(prompts, truncation=False, verbose=False).input_ids
+    return [text for text, ids in zip(prompts, made, strict=True) if len(ids) > limit]
+
+
+@torch.no_grad()
+def moments_of(model: Model, pixels: Tensor) -> Tensor:
+    """Mean and log-variance of the latents [batch, 2 * channels, ...] of pixels from -1 to 1."""
+    encoded = model.vae.encode(pixels.to(model.device, model.vae.dtype))
+    moments: Tensor = encoded.latent_dist.parameters
+    return moments.float()

@@ -1,0 +1,104 @@
+"""The loss of a batch: noise, what the UNet is to predict of it, and weights."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from strop.errors import UnsupportedError
+from strop.train import model as models
+from strop.train.data import Batch
+from strop.train.draws import generator, seed_of
+from strop.train.model import Model
+from strop.train.settings import Settings
+
+AUTOCAST = {"fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+def snr_weights(signal: Tensor, gamma: float, prediction: str) -> Tensor:
+    """Min-SNR weights (Hang et al. 2023) at timesteps with these ``alphas_cumprod``.
+
+    The loss of a prediction of the noise is that of the picture times the SNR, and v's times
+    SNR + 1, so the weight min(SNR, gamma) of the picture's loss is divided by that.
+    """
+    snr = signal / (1.0 - signal)
+    capped = snr.clamp(max=gamma)
+    if prediction == "sample":
+        return capped
+    # Without any signal (zero terminal SNR) the first quotient is 0 / 0; its limit is 1.
+    return capped / (snr + 1.0) if prediction == "v_prediction" else torch.where(
+        snr > 0, capped / snr.clamp(min=1e-38), 1.0
+    )  # fmt: skip
+
+
+def target_of(
+    prediction: str, latents: Tensor, noise: Tensor, keep: Tensor, lose: Tensor
+) -> Tensor:
+    """What the UNet is to predict; the noisy latents are ``keep * latents + lose * noise``."""
+    if prediction == "epsilon":
+        return noise
+    if prediction == "v_prediction":
+        return keep * noise - lose * latents
+    if prediction == "sample":
+        return latents
+    raise UnsupportedError(f"prediction type {prediction!r} is not built; use epsilon, "
+                           "v_prediction or sample")  # fmt: skip
+
+
+def joined(rows: Tensor, num_instances: int, prior_weight: float) -> Tensor:
+    """The mean loss of the instances, and the weighted one of the class pictures after them."""
+    instances, classes = rows[:num_instances], rows[num_instances:]
+    loss = instances.mean()
+    return loss + prior_weight * classes.mean() if len(classes) else loss
+
+
+class Objective:
+    """Called with a batch and its number; ``unet`` is what runs in the place of the model's."""
+
+    def __init__(self, settings: Settings, model: Model, unet: nn.Module) -> None:
+        self.settings, self.model, self.unet = settings, model, unet
+        self.half = AUTOCAST.get(settings.mixed_precision)
+
+    def __call__(self, batch: Batch, number: int) -> Tensor:
+        settings, model = self.settings, self.model
+        device = model.device
+        source = generator(settings.seed, "noise", number, device)
+        torch.manual_seed(seed_of(settings.seed, "dropout", number))  # of the modules
+        latents = self._latents(batch, source)
+        noise = torch.randn(latents.shape, device=device, generator=source)
+        if settings.noise_offset:
+            shift = torch.randn(*latents.shape[:2], 1, 1, device=device, generator=source)
+            noise = noise + settings.noise_offset * shift
+        count = len(model.signal)
+        times = torch.randint(count, (len(latents),), device=device, generator=source)
+        signal = model.signal[times]
+        keep = signal.sqrt()[:, None, None, None]
+        lose = (1.0 - signal).sqrt()[:, None, None, None]
+        with torch.autocast(
+            device.type, self.half or torch.bfloat16, enabled=self.half is not None
+        ):
+            text = self._text(batch.text)
+            guess = self.unet(keep * latents + lose * noise, times, text, return_dict=False)[0]
+        wanted = target_of(model.prediction, latents, noise, keep, lose)
+        rows = (guess.float() - wanted).square().mean(dim=(1, 2, 3))
+        if settings.snr_gamma is not None:
+            rows = rows * snr_weights(signal, settings.snr_gamma, model.prediction)
+        return joined(rows, batch.num_instances, settings.prior_loss_weight)
+
+    def _latents(self, batch: Batch, source: torch.Generator) -> Tensor:
+        """Drawn from the encoder's distribution, as diffusers does."""
+        found = batch.pictures.to(self.model.device, non_blocking=True)
+        moments = found if batch.are_moments else models.moments_of(self.model, found)
+        mean, log_variance = moments.chunk(2, dim=1)
+        noise = torch.randn(mean.shape, device=mean.device, generator=source)
+        latents = mean + noise * (0.5 * log_variance.clamp(-30.0, 20.0)).exp()
+        scale: float = self.model.vae.config.scaling_factor
+        return latents * scale
+
+    def _text(self, text: Tensor) -> Tensor:
+        text = text.to(self.model.device, non_blocking=True)
+        if text.is_floating_point():
+            return text
+        with torch.set_grad_enabled(self.settings.train_text_encoder):
+            states: Tensor = self.model.text_encoder(text, return_dict=False)[0]
+        return states

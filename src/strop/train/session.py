@@ -1,0 +1,259 @@
+"""Everything that a training needs before its first step, made from its settings."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from strop.errors import OptionError, TrainingError, UnsupportedError
+from strop.train import caches, checkpoint, drawing, files, lora, metrics
+from strop.train import model as models
+from strop.train.compiled import prepare
+from strop.train.data import Captions, FolderSource, Source, SpritesSource, digest_of
+from strop.train.folders import Folder, check_files, check_sizes, read_captioned, read_subject
+from strop.train.learner import Learner
+from strop.train.model import Model
+from strop.train.settings import Settings
+
+_LONGEST = 10**9
+Warn = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Session:
+    """``step`` is where it starts: 0, or that of the checkpoint it resumes."""
+
+    settings: Settings
+    model: Model
+    side: int
+    source: Source
+    learner: Learner
+    unet: nn.Module
+    step: int
+    total: int
+
+    @property
+    def batches_per_epoch(self) -> int | None:
+        return self.source.batches_per_epoch
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps, beside the learner's numbers, to be resumed exactly."""
+        return {"settings": self.settings.fixed, "data": self.source.digest, "total": self.total,
+                "host": _host(self.model.device)}  # fmt: skip
+
+
+def prepare_session(settings: Settings, on_progress: caches.Progress, warn: Warn) -> Session:
+    """Check, load, cache, resume. What a user can get wrong is looked at before the slow parts.
+
+    Raises a StropError that says what was got, where, and what to do.
+    """
+    device = _device(settings)
+    if settings.threads:
+        torch.set_num_threads(settings.threads)
+    metrics.check_available(settings)
+    models.folder_of(settings)
+    _check_places(settings)
+    folder = _read_folder(settings, on_progress, warn)
+    found = _checkpoint(settings, warn)
+    on_progress("loading the model", 0, 1)
+    model = models.load(settings, device)
+    side = models.resolution_of(settings, model)
+    source = _source(settings, model, side, folder, on_progress)
+    _warn_of_cut_captions(model, folder, warn)
+    total = _total(settings, source)
+    learner = _learner(settings, model)
+    step = 0 if found is None else _resume(settings, found, source, learner, total, warn)
+    files.sweep(settings.output)
+    return Session(settings, model, side, source, learner, prepare(model.unet), step, total)
+
+
+def _device(settings: Settings) -> torch.device:
+    is_there = torch.cuda.is_available()
+    if torch.distributed.is_available() and torch.distributed.is_torchelastic_launched():
+        raise UnsupportedError(
+            "torchrun and 'accelerate launch' on several GPUs start processes that would all train "
+            "the same; start 'strop train' alone"
+        )
+    if settings.device == "cuda" and not is_there:
+        raise OptionError("--device cuda: torch finds no GPU; use --device cpu")
+    device = torch.device("cpu")
+    if is_there and settings.device != "cpu":
+        device = torch.device("cuda", torch.cuda.current_device())
+    if settings.mixed_precision == "fp16" and device.type == "cpu":
+        raise OptionError("--mixed_precision fp16 needs a GPU; use bf16 or no")
+    if settings.allow_tf32 and device.type == "cuda":
+        torch.set_float32_matmul_precision("high")
+    return device
+
+
+# ---- pictures ----------------------------------------------------------------------------------
+
+
+def _check_places(settings: Settings) -> None:
+    """Raise OptionError for folders that the training would write into and read from."""
+    pictures = settings.train_data_dir or settings.instance_data_dir
+    written = [("output_dir", settings.output_dir), ("class_data_dir", settings.class_data_dir)]
+    for name, place in written if pictures else ():
+        if place and _real(place).is_relative_to(_real(pictures)):
+            raise OptionError(f"{name} {place} lies in the folder of the pictures, {pictures}; "
+                              "choose another")  # fmt: skip
+    if _real(settings.output_dir) == models.folder_of(settings).resolve():
+        raise OptionError(f"output_dir {settings.output_dir} is the model to start from; choose "
+                          "another")  # fmt: skip
+
+
+def _real(place: str) -> Path:
+    return Path(place).expanduser().resolve()
+
+
+def _read_folder(settings: Settings, on_progress: caches.Progress, warn: Warn) -> Folder | None:
+    def watch(done: int, total: int) -> None:
+        on_progress("reading pictures", done, total)
+
+    if settings.draws_sprites:
+        if not settings.is_sprites:
+            warn("the sprites generator speaks the words of the sprites model only")
+        return None
+    if settings.has_subject:
+        folder = read_subject(Path(settings.instance_data_dir).expanduser(),
+                              settings.instance_prompt, on_progress=watch)  # fmt: skip
+    else:
+        folder = read_captioned(Path(settings.train_data_dir).expanduser(),
+                                settings.caption_column, settings.max_train_samples,
+                                watch)  # fmt: skip
+    _judge(settings, folder, warn)
+    return folder
+
+
+def _judge(settings: Settings, folder: Folder, warn: Warn) -> None:
+    check_files(folder, settings.bad_files == "refuse")
+    for bad in folder.bad:
+        warn(f"skipped {bad}")
+
+
+def _source(
+    settings: Settings, model: Model, side: int, folder: Folder | None,
+    on_progress: caches.Progress,
+) -> Source:  # fmt: skip
+    if folder is None:
+        return SpritesSource(settings, model.tokenizer, model.device)
+    found = [folder]
+    if settings.with_prior_preservation:
+        style = drawing.style_of(settings, side)
+        found.append(drawing.class_pictures(settings, model, style, on_progress))
+    for item in found:
+        if not settings.allow_upscaling:
+            check_sizes(item, side)
+    pictures = [picture for item in found for picture in item.pictures]
+    where = Path(settings.cache_dir) if settings.cache_dir else settings.output / "cache"
+    captions: Captions = caches.captions_of(model, pictures)
+    if settings.pre_compute_text_embeddings:
+        captions = caches.cache_embeddings(where, model, captions, on_progress)
+    moments = None
+    if settings.cache_latents:
+        moments = caches.cache_moments(where, model, pictures, side, settings.random_flip,
+                                       on_progress)  # fmt: skip
+    digest = digest_of(side, *(item.digest for item in found))
+    classes = found[1].pictures if len(found) > 1 else ()
+    return FolderSource(settings, side, folder.pictures, classes, captions, moments, digest)
+
+
+def _warn_of_cut_captions(model: Model, folder: Folder | None, warn: Warn) -> None:
+    texts = sorted({picture.caption for picture in folder.pictures}) if folder else []
+    cut = models.cut_prompts(model, texts) if texts else []
+    if cut:
+        limit = model.tokenizer.model_max_length - 2
+        warn(f"{len(cut)} captions have more than the {limit} tokens that this model reads; it "
+             f"ignores their ends: {cut[0]!r}")  # fmt: skip
+
+
+def _total(settings: Settings, source: Source) -> int:
+    if settings.max_train_steps is not None:
+        return settings.max_train_steps
+    if source.batches_per_epoch is None:
+        raise OptionError("the sprites generator has no epochs: give --max_train_steps")
+    batches = settings.num_train_epochs * source.batches_per_epoch
+    return math.ceil(batches / settings.gradient_accumulation_steps)
+
+
+# ---- weights -----------------------------------------------------------------------------------
+
+
+def _learner(settings: Settings, model: Model) -> Learner:
+    trained: dict[str, nn.Module] = {"unet": model.unet}
+    if settings.train_text_encoder:
+        trained["text_encoder"] = model.text_encoder
+    if settings.task == "lora":
+        lora.attach(settings, model)
+    else:
+        for module in trained.values():
+            module.requires_grad_(True)
+    if settings.gradient_checkpointing:
+        model.unet.enable_gradient_checkpointing()
+        if settings.train_text_encoder:
+            text, new = model.text_encoder, "activation_checkpointing_enable"
+            getattr(text, new if hasattr(text, new) else "gradient_checkpointing_enable")()
+    if model.device.type == "cuda":
+        nn.Module.to(model.unet, memory_format=torch.channels_last)  # type: ignore[call-overload]
+    return Learner(settings, trained)
+
+
+def _checkpoint(settings: Settings, warn: Warn) -> Path | None:
+    """The checkpoint to resume. Raises if there is one that a new training would overwrite."""
+    output = settings.output
+    if output.exists() and not output.is_dir():
+        raise OptionError(f"output_dir {output} is a file; give a folder")
+    output.mkdir(parents=True, exist_ok=True)
+    if not os.access(output, os.W_OK):
+        raise OptionError(f"output_dir {output} is not writable; choose another")
+    if settings.resume_from_checkpoint:
+        found = checkpoint.find(output, settings.resume_from_checkpoint)
+        if found is None:
+            warn(f"{output} holds no checkpoint: starting anew")
+        return found
+    have = checkpoint.numbered(output)
+    if have:
+        raise TrainingError(
+            f"{output} holds {have[-1][1].name} of another training; continue it with "
+            "--resume_from_checkpoint latest, or choose another --output_dir"
+        )
+    return None
+
+
+def _resume(
+    settings: Settings, folder: Path, source: Source, learner: Learner, total: int, warn: Warn
+) -> int:
+    tensors, state = checkpoint.load(folder)
+    checkpoint.check_same(folder, state["settings"], settings.fixed)
+    if state["data"] != source.digest:
+        raise OptionError(f"{folder} belongs to a training on other pictures or captions; put "
+                          "them back, or start anew in another --output_dir")  # fmt: skip
+    step: int = state["step"]
+    if step > total:
+        raise OptionError(f"{folder} is past max_train_steps {total}; ask for more steps, or "
+                          "resume an earlier checkpoint")  # fmt: skip
+    learner.load(tensors, state)
+    if state["host"]["threads"] and not settings.threads:
+        torch.set_num_threads(state["host"]["threads"])  # sums depend on their number
+    host = _host(learner.parameters[0].device)
+    odd = [f"{name} {state['host'].get(name)} then, {value} now"
+           for name, value in host.items() if state["host"].get(name) != value]  # fmt: skip
+    if total != state["total"] and not settings.lr_scheduler.startswith("constant"):
+        odd.append(f"{state['total']} steps then, {total} now, which changes the learning rate")
+    if odd:
+        warn(f"this continues {folder.name}, but not to the bit: {'; '.join(odd)}")
+    return step
+
+
+def _host(device: torch.device) -> dict[str, Any]:
+    """What bits depend on beside the settings."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    threads = torch.get_num_threads() if device.type == "cpu" else None
+    return {"torch": torch.__version__, "device": name, "threads": threads}

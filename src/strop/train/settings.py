@@ -1,0 +1,389 @@
+"""What a training does: one frozen dataclass, whose fields are also the flags of ``strop train``
+and the keys of its YAML files. Names and defaults are those of diffusers' example scripts."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from strop.errors import OptionError, UnsupportedError
+
+TASKS = ("text-to-image", "dreambooth", "lora")
+TRAINERS = ("text-to-image", "lora")  # tasks that read folders with captions
+SUBJECTS = ("dreambooth", "lora")  # tasks that read folders of one subject
+SPRITES = "sprites"
+SCHEDULES = ("constant", "constant_with_warmup", "linear", "cosine", "cosine_with_restarts",
+             "polynomial")  # fmt: skip
+
+
+def _flag(
+    default: Any,
+    kind: type,
+    panel: str,
+    doc: str,
+    *,
+    tasks: tuple[str, ...] = TASKS,
+    alias: str = "",
+    choices: tuple[str, ...] = (),
+    least: float | None = None,
+    fixed: bool = False,
+    per_task: Mapping[str, Any] | None = None,
+) -> Any:
+    """``fixed``: a resumed training must have the same value. ``least``: the smallest one."""
+    metadata = {"kind": kind, "panel": panel, "doc": doc, "tasks": tasks, "alias": alias,
+                "choices": choices, "least": least, "fixed": fixed,
+                "per_task": per_task or {}}  # fmt: skip
+    return field(default=default, metadata=metadata)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """All settings of one training. ``None`` leaves a choice to the model or to the task."""
+
+    task: str
+
+    pretrained_model_name_or_path: str = _flag(
+        "", str, "Model", "'sprites', which ships with Strop, or a diffusers folder.",
+        alias="model", fixed=True)  # fmt: skip
+    train_text_encoder: bool = _flag(False, bool, "Model", "Train the text encoder too.",
+                                     fixed=True)  # fmt: skip
+    from_scratch: bool = _flag(
+        False, bool, "Model", "Start from random weights of the model's architecture.",
+        tasks=("text-to-image",), fixed=True)  # fmt: skip
+    rank: int = _flag(4, int, "Model", "Rank of the adapters.", tasks=("lora",), least=1,
+                      fixed=True)  # fmt: skip
+    lora_alpha: float | None = _flag(
+        None, float, "Model", "Adapters are scaled by alpha / rank; default: the rank.",
+        tasks=("lora",), least=0, fixed=True)  # fmt: skip
+    lora_dropout: float = _flag(0.0, float, "Model", "Dropout before the adapters.",
+                                tasks=("lora",), least=0, fixed=True)  # fmt: skip
+
+    train_data_dir: str = _flag(
+        "", str, "Data", "Folder of pictures with metadata.jsonl, or with a .txt beside each.",
+        tasks=TRAINERS)  # fmt: skip
+    dataset_name: str = _flag(
+        "", str, "Data", "'sprites': drawings from the generator, new ones in every step.",
+        tasks=TRAINERS, fixed=True)  # fmt: skip
+    caption_column: str = _flag("text", str, "Data", "Key of the caption in metadata.jsonl.",
+                                tasks=TRAINERS)  # fmt: skip
+    max_train_samples: int | None = _flag(None, int, "Data", "Use so many pictures at most.",
+                                          tasks=TRAINERS, least=1)  # fmt: skip
+    instance_data_dir: str = _flag("", str, "Data", "Folder of pictures of the subject.",
+                                   tasks=SUBJECTS)  # fmt: skip
+    instance_prompt: str = _flag("", str, "Data", "The text that is to mean the subject.",
+                                 tasks=SUBJECTS)  # fmt: skip
+    with_prior_preservation: bool = _flag(
+        False, bool, "Data", "Also train on pictures of the class, as the model drew them before.",
+        tasks=SUBJECTS, fixed=True)  # fmt: skip
+    class_data_dir: str = _flag("", str, "Data", "Folder of pictures of the class; missing ones "
+                                "are drawn with the class prompt.", tasks=SUBJECTS)  # fmt: skip
+    class_prompt: str = _flag("", str, "Data", "The text of the class pictures.",
+                              tasks=SUBJECTS)  # fmt: skip
+    num_class_images: int = _flag(100, int, "Data", "Class pictures that there must be.",
+                                  tasks=SUBJECTS, least=1)  # fmt: skip
+    sample_batch_size: int = _flag(4, int, "Data", "Batch in which class pictures are drawn.",
+                                   tasks=SUBJECTS, least=1)  # fmt: skip
+    prior_loss_weight: float = _flag(1.0, float, "Data", "Weight of the class pictures' loss.",
+                                     tasks=SUBJECTS, least=0, fixed=True)  # fmt: skip
+    resolution: int | None = _flag(
+        None, int, "Data", "Side of the square that pictures are resized and cropped to; default: "
+        "the model's own.", least=8, fixed=True)  # fmt: skip
+    center_crop: bool = _flag(False, bool, "Data", "Crop in the middle, not at random.", fixed=True)
+    random_flip: bool = _flag(False, bool, "Data", "Mirror half of the pictures.", fixed=True)
+    proportion_empty_prompts: float = _flag(
+        0.0, float, "Data", "Share of captions that are left out, for guidance.", least=0,
+        fixed=True)  # fmt: skip
+    bad_files: str = _flag("skip", str, "Data", "Empty, damaged and other files: name and skip "
+                           "them, or refuse to start.", choices=("skip", "refuse"))  # fmt: skip
+    allow_upscaling: bool = _flag(False, bool, "Data", "Take pictures below the resolution too.")
+    cache_latents: bool = _flag(
+        False, bool, "Data", "Encode pictures once and keep the moments of their latents on disk.",
+        fixed=True)  # fmt: skip
+    pre_compute_text_embeddings: bool = _flag(
+        False, bool, "Data", "Encode captions once and keep their embeddings on disk.", fixed=True
+    )
+    cache_dir: str = _flag("", str, "Data", "Where these lie; default: OUTPUT_DIR/cache.")
+    dataloader_num_workers: int = _flag(0, int, "Data", "Threads that read pictures ahead.",
+                                        least=0)  # fmt: skip
+
+    output_dir: str = _flag(
+        "", str, "Output", "Folder of the trained model and its checkpoints.",
+        per_task={"text-to-image": "sd-model-finetuned", "dreambooth": "dreambooth-model",
+                  "lora": "sd-model-finetuned-lora"})  # fmt: skip
+    save_precision: str = _flag("fp32", str, "Output", "Number format of the trained model.",
+                                choices=("fp32", "fp16", "bf16"))  # fmt: skip
+    checkpointing_steps: int = _flag(500, int, "Output", "Steps between checkpoints.", least=1)
+    checkpoints_total_limit: int | None = _flag(
+        None, int, "Output", "Keep so many checkpoints; older ones are deleted.", least=1
+    )
+    resume_from_checkpoint: str = _flag(
+        "", str, "Output", "'latest', or a checkpoint folder: continue it exactly."
+    )
+    validation_prompt: tuple[str, ...] = _flag(
+        (), tuple, "Output", "Draw this text during training; may be given more than once.",
+        alias="validation_prompts")  # fmt: skip
+    num_validation_images: int = _flag(4, int, "Output", "Pictures of each validation prompt.",
+                                       least=1)  # fmt: skip
+    validation_steps: int | None = _flag(
+        None, int, "Output", "Steps between validations; without it, there is one at the end.",
+        least=1)  # fmt: skip
+    validation_guidance_scale: float | None = _flag(
+        None, float, "Output", "Guidance of these pictures; default: 4 for sprites, else 7.5.",
+        least=0)  # fmt: skip
+    validation_inference_steps: int = _flag(20, int, "Output", "Denoising steps of these pictures.",
+                                            least=1)  # fmt: skip
+    report_to: str = _flag("none", str, "Output", "Beside metrics.jsonl, which is always written.",
+                           choices=("none", "tensorboard"))  # fmt: skip
+    logging_dir: str = _flag("logs", str, "Output", "TensorBoard's folder in OUTPUT_DIR.")
+
+    train_batch_size: int = _flag(16, int, "Training", "Pictures of a batch.", least=1, fixed=True,
+                                  per_task={"dreambooth": 4})  # fmt: skip
+    num_train_epochs: int = _flag(100, int, "Training", "Epochs, unless steps are given.", least=1,
+                                  per_task={"dreambooth": 1})  # fmt: skip
+    max_train_steps: int | None = _flag(None, int, "Training", "Steps of the optimizer.", least=1)
+    gradient_accumulation_steps: int = _flag(1, int, "Training", "Batches of a step.", least=1,
+                                             fixed=True)  # fmt: skip
+    gradient_checkpointing: bool = _flag(False, bool, "Training",
+                                         "Compute activations twice to save memory.")  # fmt: skip
+    learning_rate: float = _flag(1e-4, float, "Training", "Learning rate after the warm-up.",
+                                 least=0, fixed=True, per_task={"dreambooth": 5e-6})  # fmt: skip
+    scale_lr: bool = _flag(False, bool, "Training",
+                           "Multiply the rate by batch and accumulation.", fixed=True)  # fmt: skip
+    lr_scheduler: str = _flag("constant", str, "Training", "How the rate changes.",
+                              choices=SCHEDULES, fixed=True)  # fmt: skip
+    lr_warmup_steps: int = _flag(500, int, "Training", "Steps in which the rate grows.", least=0,
+                                 fixed=True)  # fmt: skip
+    lr_num_cycles: int = _flag(1, int, "Training", "Restarts of cosine_with_restarts.", least=1,
+                               fixed=True)  # fmt: skip
+    lr_power: float = _flag(1.0, float, "Training", "Power of polynomial.", least=0,
+                            fixed=True)  # fmt: skip
+    adam_beta1: float = _flag(0.9, float, "Training", "AdamW: memory of the mean.", least=0,
+                              fixed=True)  # fmt: skip
+    adam_beta2: float = _flag(0.999, float, "Training", "AdamW: memory of the square.", least=0,
+                              fixed=True)  # fmt: skip
+    adam_weight_decay: float = _flag(1e-2, float, "Training", "AdamW: decay.", least=0,
+                                     fixed=True)  # fmt: skip
+    adam_epsilon: float = _flag(1e-8, float, "Training", "AdamW: epsilon.", least=0,
+                                fixed=True)  # fmt: skip
+    max_grad_norm: float = _flag(1.0, float, "Training", "Clip gradients to this norm.", least=0,
+                                 fixed=True)  # fmt: skip
+    use_ema: bool = _flag(False, bool, "Training", "Average the weights; the averages are saved.",
+                          fixed=True)  # fmt: skip
+    ema_decay: float = _flag(0.9999, float, "Training", "Decay of the averages.", least=0,
+                             fixed=True)  # fmt: skip
+    snr_gamma: float | None = _flag(None, float, "Training", "Min-SNR weighting; 5 is usual.",
+                                    least=0, fixed=True)  # fmt: skip
+    noise_offset: float = _flag(0.0, float, "Training", "Scale of the noise offset.", least=0,
+                                fixed=True)  # fmt: skip
+    prediction_type: str | None = _flag(
+        None, str, "Training", "What the UNet predicts; default: as its scheduler says.",
+        choices=("epsilon", "v_prediction", "sample"), fixed=True)  # fmt: skip
+    mixed_precision: str = _flag("no", str, "Training", "Autocast to this type.",
+                                 choices=("no", "fp16", "bf16"), fixed=True)  # fmt: skip
+    allow_tf32: bool = _flag(False, bool, "Training", "TF32 matrix products on a GPU.")
+    seed: int = _flag(0, int, "Training", "Of everything that is drawn.", least=0, fixed=True)
+    threads: int = _flag(
+        0, int, "Training", "CPU threads; 0: as many as cores are free, or as the checkpoint had.",
+        least=0)  # fmt: skip
+    device: str = _flag("auto", str, "Training", "Where to train; auto takes a GPU if there is "
+                        "one.", choices=("auto", "cpu", "cuda"))  # fmt: skip
+
+    def __post_init__(self) -> None:
+        if self.task not in TASKS:
+            raise OptionError(f"task {self.task!r}: there are {', '.join(TASKS)}")
+        for knob in fields(self):
+            if knob.metadata:
+                _check_range(knob.name, getattr(self, knob.name), knob.metadata)
+        _check_together(self)
+
+    @property
+    def is_sprites(self) -> bool:
+        return self.pretrained_model_name_or_path == SPRITES
+
+    @property
+    def draws_sprites(self) -> bool:
+        """Whether pictures come from the generator of drawings."""
+        wants_folder = self.train_data_dir or self.instance_data_dir
+        return self.dataset_name == SPRITES or (self.is_sprites and not wants_folder)
+
+    @property
+    def has_subject(self) -> bool:
+        """Whether the pictures are of one subject and share a prompt."""
+        return bool(self.instance_data_dir)
+
+    @property
+    def rate(self) -> float:
+        scale = self.gradient_accumulation_steps * self.train_batch_size if self.scale_lr else 1
+        return self.learning_rate * scale
+
+    @property
+    def output(self) -> Path:
+        return Path(self.output_dir).expanduser()
+
+    @property
+    def fixed(self) -> dict[str, Any]:
+        """What a resumed training must have in common with its checkpoint, ready for JSON."""
+        names = [knob.name for knob in fields(self) if knob.metadata.get("fixed")]
+        return {"task": self.task, **{name: getattr(self, name) for name in names}}
+
+
+# Flags of diffusers' scripts that are known and not built -> what to do.
+UNBUILT: dict[str, str] = {
+    "use_8bit_adam": "8-bit states are not built; leave it out",
+    "use_dora": "DoRA is not built; leave it out for plain LoRA",
+    "offload_ema": "averages stay on the device; leave it out",
+    "input_perturbation": "input perturbation is not built; see --noise_offset",
+    "dream_training": "DREAM is not built; leave it out",
+    "text_encoder_lr": "UNet and text encoder share --learning_rate",
+    "push_to_hub": "uploads are not built; run 'hf upload' on the output folder",
+    "hub_model_id": "uploads are not built; run 'hf upload' on the output folder",
+    "dataset_config_name": "hub datasets are not built; download one and use --train_data_dir",
+    "revision": "models are not downloaded; give a folder",
+    "variant": "models are not downloaded; give a folder",
+    "enable_xformers_memory_efficient_attention": "torch's fused attention is always on",
+}
+
+
+def flags(task: str) -> list[Any]:
+    """The fields that ``strop train TASK`` takes."""
+    return [knob for knob in fields(Settings) if task in knob.metadata.get("tasks", ())]
+
+
+def default_of(knob: Any, task: str) -> Any:
+    return knob.metadata["per_task"].get(task, knob.default)
+
+
+def make(task: str, given: Mapping[str, Any]) -> Settings:
+    """Settings from names and values as YAML or a command line has them.
+
+    Raises OptionError for an unknown name or a value of the wrong kind, and UnsupportedError for
+    a flag of diffusers that is not built.
+    """
+    knobs = {knob.name: knob for knob in flags(task)}
+    names = {knob.metadata["alias"]: name for name, knob in knobs.items() if knob.metadata["alias"]}
+    values = {name: default_of(knob, task) for name, knob in knobs.items()}
+    for key, value in given.items():
+        name = key.replace("-", "_")
+        name = names.get(name, name)
+        if name in UNBUILT:
+            raise UnsupportedError(f"--{name}: {UNBUILT[name]}")
+        if name not in knobs:
+            close = difflib.get_close_matches(name, knobs, n=1)
+            hint = f"; did you mean {close[0]!r}?" if close else f"; 'strop train {task} -h' lists"
+            raise OptionError(f"{task} has no setting {key!r}{hint}")
+        if value is not None:
+            values[name] = _convert(name, value, knobs[name].metadata["kind"])
+    return Settings(task=task, **values)
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """Names and values of a YAML file."""
+    try:
+        import yaml
+    except ImportError as error:
+        raise OptionError("--config needs pyyaml: pip install 'strop[train]'") from error
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise OptionError(f"--config {path}: {error}; give a YAML file") from error
+    except yaml.YAMLError as error:
+        raise OptionError(f"--config {path} is no YAML: {error}") from error
+    if not isinstance(content, dict) or not all(isinstance(name, str) for name in content):
+        raise OptionError(f"--config {path}: write one 'name: value' a line, as in rank: 8")
+    return content
+
+
+def _convert(name: str, value: Any, kind: type) -> Any:
+    """YAML reads 1e-4 as text, and 1 as an integer where a float is meant."""
+    wrong = OptionError(f"{name} is {value!r}: it must be {_KINDS[kind]}")
+    if kind is bool or isinstance(value, bool):
+        if kind is bool and isinstance(value, bool):
+            return value
+        raise wrong
+    if kind is tuple:
+        items = [value] if isinstance(value, str) else value
+        if not isinstance(items, list | tuple) or not all(isinstance(i, str) for i in items):
+            raise wrong
+        return tuple(items)
+    if kind is str:
+        if isinstance(value, str | int | float | Path):
+            return str(value)
+        raise wrong
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        raise wrong from None
+    if not math.isfinite(number) or (kind is int and number != int(number)):
+        raise wrong
+    return kind(number)
+
+
+_KINDS = {bool: "true or false", tuple: "a text or a list of texts", str: "a text",
+          int: "a whole number", float: "a number"}  # fmt: skip
+
+
+def _check_range(name: str, value: Any, metadata: Mapping[str, Any]) -> None:
+    if value is None:
+        return
+    choices, least = metadata["choices"], metadata["least"]
+    if choices and value not in choices:
+        raise OptionError(f"{name} is {value!r}: choose {', '.join(choices)}")
+    if least is not None and value < least:
+        raise OptionError(f"{name} is {value}: it must be at least {least}")
+
+
+def _check_together(settings: Settings) -> None:
+    """Raise for settings that are missing, or that contradict each other."""
+    s = settings
+    if not s.pretrained_model_name_or_path:
+        raise OptionError("give the model to start from: --model sprites, or a diffusers folder")
+    if s.dataset_name not in ("", SPRITES):
+        raise OptionError(f"dataset_name {s.dataset_name!r}: only 'sprites' is built in; download "
+                          "other datasets and give their folder as train_data_dir")  # fmt: skip
+    sources = [name for name in ("train_data_dir", "dataset_name", "instance_data_dir")
+               if getattr(s, name)]  # fmt: skip
+    if len(sources) > 1:
+        raise OptionError(f"{' and '.join(sources)} are given: pictures come from one of them")
+    if s.task == "dreambooth" and not s.instance_data_dir:
+        raise OptionError("give the folder of the subject's pictures: --instance_data_dir DIR")
+    if not sources and not s.is_sprites:
+        raise OptionError("give the folder of pictures: --train_data_dir DIR" +
+                          (", or --instance_data_dir DIR" if s.task == "lora" else ""))  # fmt: skip
+    _check_subject(s)
+    for name in ("adam_beta1", "adam_beta2"):
+        if not getattr(s, name) < 1:
+            raise OptionError(f"{name} is {getattr(s, name)}: it must be below 1")
+    for name in ("ema_decay", "proportion_empty_prompts", "lora_dropout"):
+        if not getattr(s, name) <= 1:
+            raise OptionError(f"{name} is {getattr(s, name)}: it must be at most 1")
+    _check_caches(s)
+
+
+def _check_subject(s: Settings) -> None:
+    if s.instance_data_dir and not s.instance_prompt:
+        raise OptionError("give the text that is to mean the subject: --instance_prompt TEXT")
+    if s.instance_prompt and not s.instance_data_dir:
+        raise OptionError("instance_prompt needs --instance_data_dir DIR")
+    if not s.with_prior_preservation:
+        return
+    if not s.instance_data_dir:
+        raise OptionError("with_prior_preservation needs --instance_data_dir DIR")
+    for name, what in (("class_data_dir", "DIR"), ("class_prompt", "TEXT")):
+        if not getattr(s, name):
+            raise OptionError(f"with_prior_preservation needs --{name} {what}")
+
+
+def _check_caches(s: Settings) -> None:
+    if s.pre_compute_text_embeddings and s.train_text_encoder:
+        raise OptionError("pre_compute_text_embeddings keeps what the text encoder gives now, and "
+                          "train_text_encoder changes it: choose one")  # fmt: skip
+    if s.draws_sprites and (s.cache_latents or s.pre_compute_text_embeddings):
+        raise OptionError("the sprites generator draws new pictures in every step, so there is "
+                          "nothing to cache: leave out the caches")  # fmt: skip
+    if s.cache_latents and not s.center_crop:
+        raise OptionError("cache_latents would freeze one random crop of each picture: "
+                          "add --center_crop")  # fmt: skip

@@ -1,0 +1,237 @@
+"""What a training leaves behind loads elsewhere, and draws the same pictures."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch import Tensor
+from typer.testing import CliRunner
+
+from strop.cli import app
+from strop.errors import TrainingError
+from strop.models import sprites
+from strop.train import lora, outputs
+from strop.train.folders import open_rgb
+from strop.train.loop import Loop
+from tests.train import trainer
+
+diffusers = pytest.importorskip("diffusers")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:__array__ implementation"),  # of diffusers
+    pytest.mark.filterwarnings("ignore:Already found a `peft_config`"),
+]
+
+
+def _load(folder: Path) -> Any:
+    return diffusers.StableDiffusionPipeline.from_pretrained(folder)
+
+
+def test_diffusers_folder(tiny_model: Path, pictures: Path, tmp_path: Path) -> None:
+    """By diffusers, by the package's own loader, and from the weights that the loop had."""
+    made = trainer.session("text-to-image", model=tiny_model, train_data_dir=pictures,
+                           train_text_encoder=True, output_dir=tmp_path, max_train_steps=2,
+                           learning_rate=1e-2)  # fmt: skip
+    Loop(made, trainer.Watch()).run()
+    expected = _load(tiny_model)
+    before = trainer.picture(expected)
+    expected.unet, expected.text_encoder = made.model.unet, made.model.text_encoder
+    after = trainer.picture(expected)
+    assert torch.equal(
+        trainer.picture(diffusers.DiffusionPipeline.from_pretrained(tmp_path)), after
+    )
+    assert torch.equal(trainer.picture(sprites.load_from(tmp_path)), after)
+    assert not torch.equal(before, after)
+    kept = {"unet", "vae", "text_encoder", "tokenizer", "scheduler", "model_index.json",
+            "metrics.jsonl"}  # fmt: skip
+    assert {path.name for path in tmp_path.iterdir()} == kept
+    for name in ("vocab.json", "merges.txt", "tokenizer_config.json"):
+        assert (tmp_path / "tokenizer" / name).read_bytes() == (
+            tiny_model / "tokenizer" / name
+        ).read_bytes()
+
+
+def test_strop_generate_takes_it(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    trainer.train("text-to-image", model=tiny_model, dataset_name="sprites", max_train_steps=2,
+                  output_dir="out")  # fmt: skip
+    words = ["generate", "a red ring", "--model", "out", "--size", "32x48", "--steps", "2",
+             "--no-optimize", "--device", "cpu", "--threads", "1", "-o", "p.png"]  # fmt: skip
+    done = CliRunner().invoke(app, words)
+    assert done.exit_code == 0, done.output
+    assert open_rgb(tmp_path / "p.png").size == (32, 48)
+
+
+class Board:
+    """Takes the place of TensorBoard's writer."""
+
+    def __init__(self) -> None:
+        self.scalars: list[tuple[str, float, int]] = []
+        self.pictures: list[tuple[int, ...]] = []
+
+    def add_scalar(self, name: str, value: float, step: int) -> None:
+        self.scalars.append((name, value, step))
+
+    def add_image(self, name: str, pixels: Any, step: int, dataformats: str) -> None:
+        assert (name, dataformats) == ("validation", "HWC")
+        self.pictures.append((step, *pixels.shape))
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def test_tensorboard_gets_what_the_journal_has(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    board = Board()
+    monkeypatch.setattr("strop.train.metrics._tensorboard", lambda settings, step: board)
+    monkeypatch.setattr("strop.train.metrics.check_available", lambda settings: None)
+    trainer.train("text-to-image", model=tiny_model, dataset_name="sprites", max_train_steps=2,
+                  output_dir=tmp_path, report_to="tensorboard", validation_prompt="a ring",
+                  num_validation_images=1, validation_inference_steps=1)  # fmt: skip
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    kept = {(f"train/{name}", row[name], row["step"]) for row in rows for name in row
+            if name not in ("step", "epoch")}  # fmt: skip
+    assert set(board.scalars) == kept
+    assert len(kept) == 8
+    assert board.pictures == [(0, 40, 40, 3), (2, 40, 40, 3)]
+    assert board.closed
+
+
+def test_the_averages_are_what_is_saved(tiny_model: Path, pictures: Path, tmp_path: Path) -> None:
+    made = trainer.session("text-to-image", model=tiny_model, train_data_dir=pictures,
+                           use_ema=True, output_dir=tmp_path, max_train_steps=3,
+                           learning_rate=1e-2, save_precision="bf16")  # fmt: skip
+    Loop(made, trainer.Watch()).run()
+    average = made.learner.optimizer.ema
+    assert average is not None
+    saved = trainer.weights(tmp_path)
+    for (name, live), mean in zip(made.learner.named.items(), average.shadow_params, strict=True):
+        assert torch.equal(saved[name.removeprefix("unet.")], mean.bfloat16())
+        assert live.dtype == torch.float32
+    assert any(not torch.equal(p, a) for p, a in
+               zip(made.learner.parameters, average.shadow_params, strict=True))  # fmt: skip
+
+
+def test_weights_that_do_not_fit_the_format(tiny_model: Path, tmp_path: Path) -> None:
+    made = trainer.session("text-to-image", model=tiny_model, dataset_name="sprites",
+                           output_dir=tmp_path, max_train_steps=1,
+                           save_precision="fp16")  # fmt: skip
+    with torch.no_grad():
+        made.model.unet.conv_in.bias[0] = 1e6
+    with pytest.raises(TrainingError, match=r"unet.conv_in.bias is not finite in torch.float16"):
+        outputs.save(made.settings, made.model)
+    assert not (tmp_path / "model_index.json").exists()
+
+
+@pytest.fixture(scope="module")
+def adapters(
+    tiny_model: Path, pictures: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, Tensor]:
+    """A training of both parts whose alpha is not the rank, and the picture its model draws."""
+    output = tmp_path_factory.mktemp("lora")
+    made = trainer.session("lora", model=tiny_model, train_data_dir=pictures, rank=3,
+                           lora_alpha=12, train_text_encoder=True, output_dir=output,
+                           max_train_steps=3, learning_rate=3e-2)  # fmt: skip
+    Loop(made, trainer.Watch()).run()
+    pipe = _load(tiny_model)
+    pipe.unet, pipe.text_encoder = made.model.unet, made.model.text_encoder
+    return output, trainer.picture(pipe)
+
+
+@pytest.mark.parametrize("file", [lora.DIFFUSERS_NAME, lora.KOHYA_NAME])
+def test_lora_files_draw_the_same(
+    file: str, adapters: tuple[Path, Tensor], tiny_model: Path
+) -> None:
+    output, expected = adapters
+    pipe = _load(tiny_model)
+    before = trainer.picture(pipe)
+    pipe.load_lora_weights(output, weight_name=file)
+    found = trainer.picture(pipe)
+    assert torch.equal(found, expected)
+    assert (found - before).abs().max() > 0.01
+    pipe.unload_lora_weights()
+    assert torch.equal(trainer.picture(pipe), before)
+
+
+def test_lora_files_merged_by_hand(adapters: tuple[Path, Tensor], tiny_model: Path) -> None:
+    """W + alpha / rank * up @ down, as ComfyUI computes it from kohya's names alone."""
+    output, expected = adapters
+    pipe = _load(tiny_model)
+    parts = {"lora_unet_": (pipe.unet, ""), "lora_te_": (pipe.text_encoder, "text_model.")}
+    paths = {
+        prefix + (lost + name).replace(".", "_"): module
+        for prefix, (part, lost) in parts.items()
+        for name, module in part.named_modules()
+    }
+    tensors = load_file(output / lora.KOHYA_NAME)
+    bases = {key.split(".")[0] for key in tensors}
+    assert {sum(base.startswith(prefix) for base in bases) > 0 for prefix in parts} == {True}
+    for base in bases:
+        down, up = tensors[f"{base}.lora_down.weight"], tensors[f"{base}.lora_up.weight"]
+        assert tensors[f"{base}.alpha"].item() == 12.0
+        assert down.shape[0] == up.shape[1] == 3
+        with torch.no_grad():
+            paths[base].weight += 12.0 / 3 * up @ down
+    torch.testing.assert_close(trainer.picture(pipe), expected, rtol=0, atol=2e-4)
+
+
+def test_lora_keys(adapters: tuple[Path, Tensor]) -> None:
+    output, _ = adapters
+    kohya = re.compile(
+        r"lora_unet_(down_blocks|up_blocks|mid_block)_\w+_attn[12]_to_(q|k|v|out_0)"
+        r"\.(lora_down\.weight|lora_up\.weight|alpha)"
+        r"|lora_te_text_model_encoder_layers_\d+_self_attn_(q|k|v|out)_proj"
+        r"\.(lora_down\.weight|lora_up\.weight|alpha)"
+    )
+    with safe_open(output / lora.KOHYA_NAME, "pt") as file:
+        assert all(kohya.fullmatch(key) for key in file.keys())  # noqa: SIM118
+        assert file.metadata()["ss_network_dim"] == "3"
+        assert file.metadata()["ss_network_alpha"] == "12.0"
+    with safe_open(output / lora.DIFFUSERS_NAME, "pt") as file:
+        notes = json.loads(file.metadata()["lora_adapter_metadata"])
+    assert (notes["unet.r"], notes["unet.lora_alpha"]) == (3, 12.0)
+    assert str(output.parent) not in json.dumps(notes)
+
+
+def test_validation_pictures(tiny_model: Path, pictures: Path, tmp_path: Path) -> None:
+    """Drawn before, during and after; drawing does not change what is trained."""
+    values: dict[str, Any] = {"model": tiny_model, "train_data_dir": pictures, "use_ema": True,
+                              "max_train_steps": 3}  # fmt: skip
+    prompts = ["a red circle", "a blue ring"]
+    shown = {"validation_prompts": prompts, "num_validation_images": 3, "validation_steps": 2,
+             "validation_inference_steps": 2}  # fmt: skip
+    trainer.train("text-to-image", **values, **shown, output_dir=tmp_path / "shown")
+    trainer.train("text-to-image", **values, output_dir=tmp_path / "plain")
+    sheets = sorted((tmp_path / "shown" / "validation").iterdir())
+    assert [path.name for path in sheets] == [f"step-{n:06d}.png" for n in (0, 2, 3)]
+    pages = [open_rgb(path) for path in sheets]
+    assert {page.size for page in pages} == {(3 * 36 + 4, 2 * 36 + 4)}
+    assert pages[0].tobytes() != pages[2].tobytes()
+    ours, theirs = trainer.weights(tmp_path / "shown"), trainer.weights(tmp_path / "plain")
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def test_class_pictures_are_drawn_once(tiny_model: Path, pictures: Path, tmp_path: Path) -> None:
+    values: dict[str, Any] = {
+        "model": tiny_model, "instance_data_dir": pictures, "instance_prompt": "a sks",
+        "with_prior_preservation": True, "class_data_dir": tmp_path / "class",
+        "class_prompt": "a ring", "max_train_steps": 1, "validation_inference_steps": 2,
+    }  # fmt: skip
+    made = trainer.session("dreambooth", **values, num_class_images=3, output_dir=tmp_path / "1")
+    batch = made.source.batch(0)
+    assert (len(batch), batch.num_instances) == (4, 2)
+    first = {path.name: path.read_bytes() for path in (tmp_path / "class").iterdir()}
+    assert sorted(first) == [f"class-{n:05d}.png" for n in range(3)]
+    trainer.session("dreambooth", **values, num_class_images=5, output_dir=tmp_path / "2")
+    more = {path.name: path.read_bytes() for path in (tmp_path / "class").iterdir()}
+    assert len(more) == 5
+    assert first.items() <= more.items()

@@ -1,0 +1,86 @@
+"""A tiny training to run in a test, and what it leaves behind."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image
+from safetensors.torch import load_file
+from torch import Tensor
+
+from strop.models.sprites import draw, specs
+from strop.models.sprites.grammar import caption
+from strop.train import settings
+from strop.train.loop import Loop, Outcome
+from strop.train.metrics import Metrics
+from strop.train.session import Session, prepare_session
+
+SIDE = 32
+# Of the folder with captions: half of the prompts dropped, crops and mirrors drawn.
+COMMON: dict[str, Any] = {"resolution": SIDE, "train_batch_size": 2, "learning_rate": 1e-3,
+                          "device": "cpu"}  # fmt: skip
+
+
+class Watch:
+    """Remembers what a user would have seen."""
+
+    def __init__(self) -> None:
+        self.warnings: list[str] = []
+        self.stages: list[str] = []
+        self.steps: list[Metrics] = []
+
+    def stage(self, text: str, done: int, total: int) -> None:
+        self.stages.append(text)
+
+    def step(self, last: Metrics, total: int, eta_s: float) -> None:
+        self.steps.append(last)
+
+    def warn(self, text: str) -> None:
+        self.warnings.append(text)
+
+
+def session(task: str, watch: Watch | None = None, **given: Any) -> Session:
+    watch = watch or Watch()
+    made = settings.make(task, {**COMMON, **given})
+    return prepare_session(made, watch.stage, watch.warn)
+
+
+def train(task: str, watch: Watch | None = None, **given: Any) -> Outcome:
+    watch = watch or Watch()
+    return Loop(session(task, watch, **given), watch).run()
+
+
+def draw_pictures(folder: Path, count: int = 5, metadata: bool = True) -> Path:
+    """Drawings that are wider than high, with canonical captions."""
+    source = torch.Generator().manual_seed(3)
+    scenes = specs.draw_training_specs(count, source)
+    made = draw.pictures(scenes, 48, 40, source)
+    folder.mkdir(exist_ok=True)
+    rows = []
+    for number, (pixels, scene) in enumerate(zip(made, specs.scenes(scenes), strict=True)):
+        rounded = (pixels * 255).round().byte().permute(1, 2, 0).contiguous().numpy()
+        Image.fromarray(rounded).save(folder / f"{number}.png")
+        rows.append({"file_name": f"{number}.png", "text": caption(scene)})
+    if metadata:
+        (folder / "metadata.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return folder
+
+
+def checkpoint_bytes(folder: Path) -> dict[str, bytes]:
+    """The files that hold the state, but for the settings."""
+    return {path.name: path.read_bytes() for path in sorted(folder.glob("*.safetensors"))}
+
+
+def weights(output: Path) -> dict[str, Tensor]:
+    return load_file(output / "unet" / "diffusion_pytorch_model.safetensors")
+
+
+def picture(pipe: Any, prompt: str = "a red circle") -> Tensor:
+    pipe.set_progress_bar_config(disable=True)
+    noise = torch.Generator().manual_seed(0)
+    drawn: Tensor = pipe(prompt, width=SIDE, height=SIDE, num_inference_steps=2, generator=noise,
+                         output_type="pt").images  # fmt: skip
+    return drawn
