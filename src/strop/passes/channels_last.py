@@ -28,8 +28,17 @@ def channels_last(graph: Graph, options: Options) -> Graph:
         b.origin = node.origin
         inputs = tuple(new[i] for i in node.inputs)
         new[node] = _relaid(b, node, inputs, graph.hints)
-    outputs = [_result(b, o, new) for o in graph.outputs]
-    return finish(b, [new[i] for i in graph.inputs], outputs, graph.hints)
+    given = set(graph.outputs[: len(graph.outputs) - graph.num_saved])
+    outputs = [_result(b, o, new) if o in given else _saved(b, o, new) for o in graph.outputs]
+    return finish(b, [new[i] for i in graph.inputs], outputs, graph.hints, graph.num_saved)
+
+
+def _saved(b: Builder, node: Node, new: Mapping[Node, Node]) -> Node:
+    """What only a backward graph reads: as it lies, where all of its memory belongs to it."""
+    view = strided(new[node])
+    if view is None or view.strides is None or view.base.numel != node.numel:
+        return _result(b, node, new)
+    return new[node]
 
 
 def _result(b: Builder, node: Node, new: Mapping[Node, Node]) -> Node:
@@ -56,6 +65,9 @@ def _relaid(b: Builder, node: Node, inputs: tuple[Node, ...], hints: Mapping[str
     elif node.op == "attention":
         order = BSHD
         inputs = tuple(_unit_last(b, x) for x in inputs)
+    elif "wants" in node.attrs:
+        inputs = tuple(x if wanted is None and _strides(x) is not None else _contiguous(b, x, wanted)
+                       for x, wanted in zip(inputs, node.attrs["wants"], strict=True))  # fmt: skip
     elif node.kind in (Kind.OPAQUE, Kind.CONTRACTION):
         inputs = tuple(x if _strides(x) is not None else _contiguous(b, x, None) for x in inputs)
     else:
