@@ -85,6 +85,8 @@ class GraphRow:
     steps: tuple[StepRow, ...] = ()
     edges: tuple[RefusalRow, ...] = ()  # each of ``refusals``
     texts: tuple[tuple[str, str], ...] = ()  # stage and graph after it; Options.record keeps them
+    role: str = "inference"  # or "forward", "backward" of a training step
+    num_saved: int = 0  # tensors that a forward keeps for its backward
 
     @property
     def bound_us(self) -> float:
@@ -108,6 +110,7 @@ class ComponentRow:
     fallbacks: Mapping[str, int]
     nonfinite: tuple[str, ...]
     findings: tuple[str, ...] = ()  # of Options.check
+    num_trained_calls: int = 0
 
     @property
     def latest(self) -> GraphRow | None:
@@ -244,6 +247,7 @@ def _component_lines(c: ComponentRow) -> list[str]:
 def _graph_lines(g: GraphRow) -> list[str]:
     sizes = ", ".join(f"{k}={v}" for k, v in g.sizes.items())
     kind = "ragged graph" if g.is_ragged else "graph"
+    kind = kind if g.role == "inference" else f"{g.role} {kind}"
     lines = [f"{kind} at {sizes or 'fixed sizes'}: {g.num_compiled_nodes}/{g.num_nodes} nodes in"
              f" {len(g.kernels)} kernels ({sum(k.num_launches for k in g.kernels)} launches)"
              ]  # fmt: skip

@@ -77,7 +77,9 @@ def compile_dynamo(gm: GraphModule, example_inputs: Sequence[Any], **given: Any)
     mode = given.pop("mode", None)
     if mode not in (None, "default"):
         log.warning("torch.compile(mode=%r) is for Inductor and changes nothing here", mode)
-    options = Options.from_environment(**(given.get("options") or given))
+    options = given.get("options")
+    if not isinstance(options, Options):
+        options = Options.from_environment(**(options or given))
 
     trains = torch.is_grad_enabled() and any(
         t.requires_grad for t in example_inputs if isinstance(t, Tensor)
@@ -217,6 +219,8 @@ class AotProgram:
         self._bounds: dict[Hashable, Bound] = {}
         self._workspaces: dict[int, Workspace] = {}
         self._lock = threading.Lock()
+        self.num_calls = 0
+        self.latest: Bound | None = None  # what ran last
 
     def __call__(self, *arguments: Any) -> list[Any]:
         if self.device.type != "cuda":
@@ -251,6 +255,7 @@ class AotProgram:
             else:
                 results = bound.run(inputs)
             self._later.start()
+            self.num_calls, self.latest = self.num_calls + 1, bound
             for index in self._written:  # those that had to be laid out as the plan says
                 own = tensors[index]
                 if own is not None and own is not inputs[index]:
