@@ -47,7 +47,7 @@ class Layout:
 
 
 # (N, C, H, W) as (N, H, W, C)
-KEPT_LAYOUTS = {aten.convolution_backward.default: Layout((0, 2, 3, 1), 2, 1)}
+KEPT_LAYOUTS: dict[Any, Layout] = {aten.convolution_backward.default: Layout((0, 2, 3, 1), 2, 1)}
 
 
 def _convolution(im: Importer, fx: FxNode, grad: Any, *args: Any) -> tuple[Node | None, ...]:

@@ -411,7 +411,7 @@ def opaque_call(importer: Importer, fx: FxNode, given: Sequence[Any] | None = No
     )
     single = not isinstance(value, list | tuple)
     kept = KEPT_LAYOUTS.get(fx.target)
-    wants = {"wants": kept.operands(inputs)} if kept else {}
+    wants: dict[str, Any] = {"wants": kept.operands(inputs)} if kept else {}
     shape, dtype = outputs[0] if single and outputs[0] else ((), torch.uint8)
     call = importer.builder.make(
         "aten", inputs, shape, dtype, target=str(_IN_TORCH.get(fx.target, fx.target)), args=args,

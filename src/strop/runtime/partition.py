@@ -25,6 +25,13 @@ from strop.ir.program import Program
 Order = tuple[int, ...] | None
 LEAST_BUDGET = 1e-3  # at 0 torch computes seeds again, which would be other ones
 
+# What is arithmetic is computed again however long its chain: our kernels fuse all of it. What a
+# library call of the backward reads is kept, as it has to be in memory anyway.
+_CHOICE: dict[str, Any] = {
+    "ban_recompute_used_far_apart": False,
+    "ban_recompute_long_fusible_chains": False,
+}
+
 
 @dataclass
 class Joint:
@@ -41,7 +48,7 @@ class Joint:
         for node in joint.graph.nodes:
             if node.target is torch.ops.strop.seed.default:
                 node.meta["recompute"] = CheckpointPolicy.MUST_SAVE  # inside of a checkpoint too
-        with config.patch(activation_memory_budget=max(self.budget, LEAST_BUDGET)):
+        with config.patch(**_CHOICE, activation_memory_budget=max(self.budget, LEAST_BUDGET)):
             forward, backward = min_cut_rematerialization_partition(
                 joint, inputs, num_fwd_outputs=num_fwd_outputs, **keywords
             )

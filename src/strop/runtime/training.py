@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch._dynamo import config as dynamo_config
 from torch._dynamo.utils import counters as dynamo_counters
-from torch.fx.experimental import _config as shape_config
+from torch.fx.experimental import _config
 
 from strop.options import Options
 from strop.runtime.aot import AotLog, compile_dynamo
@@ -27,7 +27,8 @@ def _traced_with() -> contextlib.ExitStack:
     """Settings of torch while it may trace: equal sizes are not the same size (square pictures
     would be another graph), and numbers in modules are constants."""
     stack = contextlib.ExitStack()
-    stack.enter_context(shape_config.patch(use_duck_shape=False))
+    shapes: Any = _config  # has a patch at run time
+    stack.enter_context(shapes.patch(use_duck_shape=False))
     stack.enter_context(dynamo_config.patch(specialize_float=True))
     return stack
 
