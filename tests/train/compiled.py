@@ -122,7 +122,8 @@ def gradients(module: nn.Module, args: Args, autocast: torch.dtype | None = None
 
 
 def assert_gradients_as_accurate(ours: nn.Module, eager: nn.Module, inputs: Sequence[Args],
-                                 autocast: torch.dtype | None = None) -> None:  # fmt: skip
+                                 autocast: torch.dtype | None = None,
+                                 per_tensor: bool = True) -> None:  # fmt: skip
     """Each parameter's gradient over all inputs together, between which the weights change: of a
     few numbers that share the error of a few others chance decides (docs/numerics.md)."""
     exact = copy.deepcopy(eager).double()
@@ -139,7 +140,8 @@ def assert_gradients_as_accurate(ours: nn.Module, eager: nn.Module, inputs: Sequ
         assert mine.keys() == theirs.keys() == wide.keys()
         for name, value in wide.items():
             triples[name].append((mine[name].clone(), theirs[name], value))
-    for name, found in triples.items():
+    together = [triple for found in triples.values() for triple in found]
+    for name, found in {"all parameters": together, **(triples if per_tensor else {})}.items():
         try:
             assert_as_accurate_together(found)
         except AssertionError as error:
