@@ -82,6 +82,9 @@ CASES: dict[str, tuple[Function, Sequence[str]]] = {
     "cross_entropy": (_ignoring, ("b 7",)),
     "cross_entropy, sum": (lambda x: _ignoring(x, reduction="sum"), ("b 7",)),
     "cross_entropy, each": (lambda x: _ignoring(x, reduction="none"), ("b 7",)),
+    "cross_entropy, smoothed": (lambda x: _ignoring(x, label_smoothing=0.1), ("b 7",)),
+    "by numbers made of sizes": (lambda x: x * (1 - 0.5 / x.shape[1]) / x.shape[0] ** 0.5,
+                                 ("b h",)),
     "cross_entropy, weighted": (lambda x: _ignoring(x, weight=torch.arange(
         1, 8, dtype=x.dtype, device=x.device)), ("b 7",)),
     "cross_entropy of pixels": (_pixels, ("b 6 h 5",)),
@@ -128,7 +131,8 @@ class Structured(nn.Module):
         return total
 
 
-WITHOUT = ("floor_divide", "floor by number")  # torch has no derivative of them
+# torch has no derivative of them; that of lgamma, digamma, has no row
+WITHOUT = ("floor_divide", "floor by number", "heaviside", "lgamma")
 
 
 def _has_gradient(function: Function) -> bool:

@@ -253,6 +253,12 @@ def _converted(im: Importer, fx: FxNode, x: Any, dtype: torch.dtype) -> Node:
     return im.builder.cast(im.node(x), dtype)
 
 
+def _divided(im: Importer, fx: FxNode, x: Any, y: Any) -> Node:
+    dtype = fx.meta["val"].dtype
+    wide = compute_dtype(dtype)
+    return binary(im.builder, "div", im.operand(x, wide), im.operand(y, wide), dtype)
+
+
 GRADIENT_RULES: dict[Any, Rule] = {
     # statistics that the forward keeps (``runtime.training`` has norms traced as these)
     torch.ops.strop.group_statistics.default: group_statistics,
@@ -269,6 +275,7 @@ GRADIENT_RULES: dict[Any, Rule] = {
     aten.nll_loss2d_forward.default: _nll,
     aten.nll_loss_backward.default: _nll_backward,
     aten.nll_loss2d_backward.default: _nll_backward,
-    # a number that Dynamo made an argument, in the type of what it meets
+    # with numbers that Dynamo made arguments, in the type of what they meet
+    aten.true_divide.Tensor: _divided,
     torch.ops.prims.convert_element_type.default: _converted,
 }

@@ -27,6 +27,7 @@ from strop.frontend.padding import PADDING
 from strop.frontend.pointwise import COMPOSITES
 from strop.frontend.reductions import reduction
 from strop.frontend.resize import RESIZING
+from strop.frontend.scalars import of_sizes
 from strop.frontend.symbols import Symbols
 from strop.frontend.views import COPYING, VIEWS
 from strop.frontend.whole import IN_TORCH
@@ -90,6 +91,9 @@ class Importer:
         """A tensor operand, or a number (or size) as a constant of ``dtype``."""
         if isinstance(arg, FxNode) and isinstance(self.values.get(arg), Node):
             return self.node(arg)
+        traced = arg.meta["val"] if isinstance(arg, FxNode) else arg
+        if isinstance(traced, torch.SymFloat) and dtype.is_floating_point:
+            return of_sizes(self.builder, self.symbols, traced.node.expr, dtype)
         value = self.literal(arg)
         if isinstance(value, Expr) and value.is_const:
             value = value.value

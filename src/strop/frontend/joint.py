@@ -139,11 +139,13 @@ def _layer_norm(x: Tensor, normalized: Sequence[int], weight: Tensor | None, bia
 # of torch's: arithmetic on elements, and views with a place to be written to
 _OF_TORCH = get_decompositions([
     aten.smooth_l1_loss, aten.smooth_l1_loss_backward, aten.huber_loss, aten.huber_loss_backward,
-    aten.binary_cross_entropy, aten.binary_cross_entropy_backward, aten.slice_backward,
-    aten.select_backward,
+    aten.binary_cross_entropy, aten.binary_cross_entropy_backward,
+    aten.binary_cross_entropy_with_logits, aten.slice_backward, aten.select_backward,
+    aten.logit_backward,
 ])  # fmt: skip
 DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
     **_OF_TORCH,
+    aten._efficientzerotensor.default: torch.zeros,
     aten.native_group_norm.default: _group_norm,
     aten.native_layer_norm.default: _layer_norm,
 }
