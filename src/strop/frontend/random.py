@@ -27,15 +27,17 @@ _LANES = 2  # seeds lie 16 bytes apart, as kernels want of a pointer
 def _seed(im: Importer, fx: FxNode) -> Node:
     """One of the seeds that the graph draws together, equal nodes being one."""
     mine = [n for n in fx.graph.nodes if n.target is fx.target]
-    shape, value = (len(mine), _LANES), fx.meta["val"]
-    device = (value[0] if isinstance(value, tuple) else value).device
-    seeds = im.builder.make(
-        "aten", (), shape, I64, target=str(aten.randint.low), args=(0, 2**63 - 1, shape),
-        kwargs=(("device", device), ("dtype", I64)), outputs=((shape, I64),),
-        single=True, tag=f"seeds of {fx.target}",
-    )  # fmt: skip
+    seeds = _drawn(im, (len(mine), _LANES), fx.meta["val"][0].device, "seeds of dropout")
     row = im.builder.slice(seeds, 0, mine.index(fx), 1)
     return im.builder.slice(row, 1, 0, 1)
+
+
+def _drawn(im: Importer, shape: tuple[int, ...], device: torch.device, tag: str) -> Node:
+    """Seeds by torch's generator."""
+    return im.builder.make(
+        "aten", (), shape, I64, target=str(aten.randint.low), args=(0, 2**63 - 1, shape),
+        kwargs=(("device", device), ("dtype", I64)), outputs=((shape, I64),), single=True, tag=tag,
+    )  # fmt: skip
 
 
 def _dropout(im: Importer, fx: FxNode, x: Any, p: float, train: bool | None = True
@@ -57,7 +59,8 @@ def _kept(b: Builder, x: Node, seed: Node, p: float) -> Node:
 
 
 def _own_seed(im: Importer, fx: FxNode, like: Any, number: int) -> Node:
-    return im.builder.reshape(_seed(im, fx), ())
+    """A backward reads it too, so it has memory of its own."""
+    return _drawn(im, (), fx.meta["val"].device, f"seed {number}")
 
 
 def _seeded_dropout(im: Importer, fx: FxNode, x: Any, seed: Any, p: float) -> Node:
