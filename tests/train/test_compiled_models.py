@@ -63,6 +63,9 @@ def test_gradients_accumulate() -> None:
     module.zero_grad()
     for x in (first, second):
         module(x).square().mean().backward()
+    loss = module(first).square().mean()
+    for _ in range(2):  # backward twice through one graph
+        (0.0 * loss).backward(retain_graph=True)
     found = {name: p.grad for name, p in module.named_parameters()}
     torch.testing.assert_close(found, summed, rtol=1e-6, atol=1e-9)
 

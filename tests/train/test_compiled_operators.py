@@ -164,8 +164,8 @@ def _weighed(value: Tensor) -> Tensor:
 
 
 def _pointwise_arguments(count: int, batch: int) -> list[Tensor]:
-    x, y = (torch.rand(count, batch, 9) * 0.8 + 0.1 for _ in range(2))
-    return [x, y, torch.rand(count, batch, 9) * 6 - 3]
+    x, y = (torch.rand(count, batch, 99) * 0.8 + 0.1 for _ in range(2))
+    return [x, y, torch.rand(count, batch, 99) * 6 - 3]
 
 
 def _gradients(module: nn.Module, arguments: Sequence[Tensor]) -> list[Tensor]:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch._functorch import config
 from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._guards import TracingContext
 from torch.fx import GraphModule
 from torch.utils.checkpoint import CheckpointPolicy
 
@@ -62,7 +63,11 @@ class Joint:
         return sum(isinstance(item.meta.get("val"), Tensor) for item in self._kept(forward))
 
     def note(self, forward: GraphModule, program: Program) -> None:
-        """How the plan of the forward has laid out what it keeps."""
+        """How the plan of the forward has laid out what it keeps. None of it is overwritten, so
+        that a backward may run twice."""
+        context = TracingContext.try_get()
+        if context is not None and context.fw_metadata is not None:
+            context.fw_metadata.bw_donated_idxs = []
         for fx, item in zip(self._kept(forward), program.returned[self.num_results :], strict=True):
             if item.tensor is not None:
                 try:
