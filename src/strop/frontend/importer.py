@@ -28,7 +28,7 @@ from strop.frontend.pointwise import COMPOSITES
 from strop.frontend.reductions import reduction
 from strop.frontend.resize import RESIZING
 from strop.frontend.scalars import of_sizes
-from strop.frontend.symbols import Symbols
+from strop.frontend.symbols import OutsideLanguage, Symbols
 from strop.frontend.views import COPYING, VIEWS
 from strop.frontend.whole import IN_TORCH
 from strop.ir.affine import base_of, strided
@@ -91,10 +91,10 @@ class Importer:
         """A tensor operand, or a number (or size) as a constant of ``dtype``."""
         if isinstance(arg, FxNode) and isinstance(self.values.get(arg), Node):
             return self.node(arg)
-        traced = arg.meta["val"] if isinstance(arg, FxNode) else arg
-        if isinstance(traced, torch.SymFloat) and dtype.is_floating_point:
-            return of_sizes(self.builder, self.symbols, traced.node.expr, dtype)
-        value = self.literal(arg)
+        try:
+            value = self.literal(arg)
+        except OutsideLanguage as error:  # a number that Python code has made of sizes
+            return of_sizes(self.builder, self.symbols, error.expression, dtype)
         if isinstance(value, Expr) and value.is_const:
             value = value.value
         return self.builder.constant(value, dtype)
