@@ -135,9 +135,9 @@ class Structured(nn.Module):
 
 # torch has no derivative of them; that of lgamma, digamma, has no row
 WITHOUT = ("floor_divide", "floor by number", "heaviside", "lgamma")
-# 1 - tanh(x)^2 near 0: tanh in vmath.h is good to a few ulp, eager's to one, and there the largest
-# error shows it, 1.4 times its limit
-BY_RMS = ("tanh", "tanhshrink", "gelu tanh")
+# 1 - tanh(x)^2 near 0: tanh in vmath.h is good to 5 ulp, eager's to one, and there the gradient
+# shows it. Times eager's RMS error that it may have instead of the rule.
+OF_TANH = {"tanh": 2.5, "tanhshrink": 2.5, "gelu tanh": 1.5}
 
 
 def _has_gradient(function: Function) -> bool:
@@ -186,11 +186,12 @@ def test_pointwise_gradients() -> None:
                    _gradients(eager, [a.double() for a in arguments])]  # fmt: skip
         for number, name in enumerate(eager.names):
             triples = [tuple(t[number] for t in triple) for triple in zip(*results, strict=True)]
-            try:
+            if name not in OF_TANH:
                 _judge(name, triples)
-            except AssertionError as error:
-                if name not in BY_RMS or "maximum error" not in str(error):
-                    raise
+                continue
+            own, theirs = (torch.cat([(t[place].double() - t[2]).flatten() for t in triples]).norm()
+                           for place in (0, 1))  # fmt: skip
+            assert own <= OF_TANH[name] * theirs, f"{name}: {own:.3e}, eager {theirs:.3e}"
     assert roles(ours.forward.log) == ["backward", "forward"]
 
 
