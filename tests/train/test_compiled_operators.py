@@ -135,9 +135,10 @@ class Structured(nn.Module):
 
 # torch has no derivative of them; that of lgamma, digamma, has no row
 WITHOUT = ("floor_divide", "floor by number", "heaviside", "lgamma")
-# 1 - tanh(x)^2 near 0: tanh in vmath.h is good to 5 ulp, eager's to one, and there the gradient
-# shows it. Times eager's RMS error that it may have instead of the rule.
-OF_TANH = {"tanh": 2.5, "tanhshrink": 2.5, "gelu tanh": 1.5}
+# Where 1 - tanh(x)^2 is small: tanh and the exponential behind the gradient of GELU are good to a few
+# ulp in vmath.h, eager's to one, and there it shows. Times eager's RMS error that they may have
+# instead of the rule (measured: 2.8, 2.3, 2.4).
+OF_TANH = {"tanh": 3.5, "tanhshrink": 3.0, "gelu tanh": 3.0}
 
 
 def _has_gradient(function: Function) -> bool:
