@@ -18,17 +18,22 @@ __all__ = ["dispatchers_of", "explain", "optimize", "optimize_module", "pattern"
 T = TypeVar("T")
 
 
-def optimize(obj: T, *, options: Options | None = None, **unknown: Any) -> T:
+def optimize(obj: T, *, train: bool = False, options: Options | None = None, **unknown: Any) -> T:
     """Compile a module, or the components of a diffusers pipeline, in place; returns ``obj``.
 
     Nothing is compiled yet: the first call of each module does that, once for every size. Class
     identity, ``config``, Parameters, ``state_dict`` keys and hooks stay as they are. ``restore``
-    undoes it. Raises OptionError for anything that is neither a module nor a pipeline, and for
-    other keywords.
+    undoes it. ``train``: calls with gradients, of a module, are compiled too, forward and backward.
+    Raises OptionError for anything that is neither a module nor a pipeline, and for other keywords.
     """
     options = _checked_options(options, unknown)
     if isinstance(obj, nn.Module):
-        optimize_module(obj, options)
+        optimize_module(obj, options, train=train)
+    elif train:
+        raise OptionError(
+            f"strop.optimize(train=True) got a {type(obj).__name__}; it takes the torch.nn.Module"
+            " that is trained, such as pipe.unet"
+        )
     elif hasattr(obj, "components"):
         from strop.diffusion.pipeline import optimize_pipeline
 
@@ -53,7 +58,8 @@ def _checked_options(options: Options | None, unknown: dict[str, Any]) -> Option
     return options or Options.from_environment()
 
 
-def optimize_module(module: nn.Module, options: Options, **how: Any) -> Dispatcher:
+def optimize_module(module: nn.Module, options: Options, *, train: bool = False, **how: Any
+                    ) -> Dispatcher:  # fmt: skip
     """Put a dispatcher in front of ``module.forward``."""
     if isinstance(module.__dict__.get("forward"), Dispatcher):
         restore(module)
@@ -61,7 +67,10 @@ def optimize_module(module: nn.Module, options: Options, **how: Any) -> Dispatch
         from strop.diffusion.components import adapter_for
 
         how["adapter"] = adapter_for(module)
-    dispatcher = Dispatcher(module, options, **how)
+    kind: type[Dispatcher] = Dispatcher
+    if train:  # Dynamo takes its time to import
+        from strop.runtime.training import TrainingDispatcher as kind
+    dispatcher = kind(module, options, **how)
     module.forward = dispatcher
     return dispatcher
 

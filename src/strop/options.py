@@ -46,6 +46,10 @@ class Options:
     numerics: tuple[str, ...] = _knob((), "patterns, by the name of their numerics, that may be"
                                       " less exact than torch", "STROP_NUMERICS")  # fmt: skip
 
+    memory_budget: float = _knob(1.0, "share of a training step's activations to keep, from 0 to 1;"
+                                 " the rest is computed again", "STROP_MEMORY_BUDGET",
+                                 keyed=False)  # fmt: skip
+
     def __post_init__(self) -> None:
         for knob in fields(self):
             _check(knob.name, getattr(self, knob.name), knob.default)
@@ -103,12 +107,14 @@ def check_names(given: Iterable[str], known: Iterable[str], what: str) -> None:
 
 
 _EXPECTED = {bool: "True or False", int: "a whole number, 0 or more", str: "a text",
-             tuple: "a tuple of names"}  # fmt: skip
+             tuple: "a tuple of names", float: "a number from 0.0 to 1.0"}  # fmt: skip
 
 
 def _check(name: str, value: Any, default: Any) -> None:
     kind = type(default)
     fits = type(value) is kind and (kind is not int or value >= 0)
+    if kind is float:
+        fits = type(value) in (int, float) and 0 <= value <= 1
     if not fits or (kind is tuple and not all(isinstance(item, str) for item in value)):
         raise OptionError(f"{name}={value!r}: expected {_EXPECTED[kind]}")
 
@@ -122,4 +128,9 @@ def _parse(name: str, text: str, default: Any) -> Any:
         if not text.isdigit():
             raise OptionError(f"{name}={text!r}: expected a whole number")
         return int(text)
+    if isinstance(default, float):
+        try:
+            return float(text)
+        except ValueError:
+            raise OptionError(f"{name}={text!r}: expected a number from 0.0 to 1.0") from None
     return tuple(filter(None, text.split(","))) if isinstance(default, tuple) else text

@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from strop.backend import compile_graph
+from strop.backend import Compiled, compile_graph
 from strop.codegen.assemble import Signature
 from strop.codegen.triton import emit, stitched
 from strop.diffusion.components import adapter_for
@@ -77,7 +77,10 @@ def kernels_of(name: str, dtype: torch.dtype) -> Model:
     imported = import_graph(captured.gm, captured.symbols, captured.hints, captured.origins,
                             len(captured.state_names))  # fmt: skip
     signature = Signature(imported.returned, captured.guards)
-    compiled = compile_graph(imported.graph, signature, "cuda", Options())
+    return model_of(compile_graph(imported.graph, signature, "cuda", Options()))
+
+
+def model_of(compiled: Compiled) -> Model:
     env, groups = compiled.graph.hints, compiled.plan.groups
     stored = {node for group in groups for node in group.stores}
     samples: dict[KernelSource, tuple[Sample, Emitted | Variant]] = {}

@@ -5,7 +5,8 @@ from __future__ import annotations
 import tempfile
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -33,6 +34,9 @@ from strop.options import Options
 from strop.runtime import faults
 from strop.runtime.dispatch import Dispatcher, Entry
 from strop.runtime.variants import Variant
+
+if TYPE_CHECKING:
+    from strop.runtime.aot import AotLog, AotRecord
 
 UNRECORDED = (
     "graphs between passes were not kept: Options(record=True) or STROP_RECORD=1 keeps them, and"
@@ -112,6 +116,8 @@ def _component(name: str, dispatcher: Dispatcher, able: Machine) -> ComponentRow
     counters, entries = dispatcher.counters, dispatcher._entries
     latest = _latest(dispatcher)
     graphs = tuple(_graph(v, latest, able) for v in dispatcher.variants.all)
+    log = getattr(dispatcher, "log", None)  # of a TrainingDispatcher
+    graphs += tuple(_trained(record, able) for record in log.records) if log else ()
     return ComponentRow(
         name=name,
         graphs=graphs,
@@ -122,11 +128,12 @@ def _component(name: str, dispatcher: Dispatcher, able: Machine) -> ComponentRow
         num_eager_calls=counters.eager_calls,
         num_replays=counters.replays,
         num_rebinds=counters.rebinds,
-        num_launches=counters.launches,
-        fallbacks=dict(counters.fallbacks),
+        num_launches=counters.launches + (_trained_launches(log) if log else 0),
+        fallbacks={**counters.fallbacks, **(log.fallbacks if log else {})},
         nonfinite=tuple(counters.nonfinite),
         findings=tuple(counters.findings),
         hoisted=_hoisted(dispatcher),
+        num_trained_calls=getattr(dispatcher, "trained_calls", 0),
     )
 
 
@@ -139,6 +146,23 @@ def _hoisted(dispatcher: Dispatcher) -> HoistedRow | None:
     kept_bytes = sum(kept.memory.nbytes for kept in dispatcher.loop.kept.values())
     tally = dispatcher.counters.hoisted
     return HoistedRow(len(bounds[0].hoisted.steps), kept_bytes, tally.num_runs, tally.num_reuses)
+
+
+def _trained_launches(log: AotLog) -> int:
+    """Of one step at the latest shapes: a graph that has run, of each role, the newest one."""
+    latest = {r.role: r.runner.latest for r in log.records if r.runner and r.runner.latest}
+    return sum(bound.num_launches for bound in latest.values())
+
+
+def _trained(record: AotRecord, able: Machine) -> GraphRow:
+    """A graph that came through torch.compile."""
+    compiled, bound = record.compiled, record.runner.latest if record.runner else None
+    row = _graph_row(
+        compiled.program, compiled, dict(bound.env if bound else compiled.program.hints), able
+    )
+    seconds = {**compiled.seconds, "all": record.seconds}
+    return replace(row, role=record.role, num_saved=compiled.graph.num_saved, seconds=seconds,
+                   is_latest=bound is not None)  # fmt: skip
 
 
 def _latest(dispatcher: Dispatcher) -> Entry | None:
@@ -171,22 +195,29 @@ def _graph(variant: Variant, latest: Entry | None, able: Machine) -> GraphRow:
     program, compiled = variant.program, variant.compiled
     is_latest = latest is not None and latest.variant is variant
     sizes = dict(latest.env) if latest is not None and is_latest else dict(program.hints)
+    row = _graph_row(program, compiled, sizes, able)
+    return replace(row, is_latest=is_latest, is_ragged=variant.is_ragged,
+                   from_disk=variant.from_disk, seconds=_seconds(variant))  # fmt: skip
+
+
+def _graph_row(program: Program, compiled: Compiled | None, sizes: dict[str, int], able: Machine
+               ) -> GraphRow:  # fmt: skip
     refusals = Counter(r.reason for r in compiled.plan.refusals) if compiled else Counter()
     passes = compiled.passes if compiled else ()
     calls = Counter(operator_of(step) for step in program.call_steps)
     steps = step_rows(program, compiled, sizes, able)
     return GraphRow(
         sizes=sizes,
-        is_latest=is_latest,
-        is_ragged=variant.is_ragged,
-        from_disk=variant.from_disk,
+        is_latest=False,
+        is_ragged=False,
+        from_disk=False,
         num_nodes=program.num_nodes,
         num_compiled_nodes=program.num_compiled_nodes,
         kernels=_kernels(program, steps, sizes, able),
         calls=dict(calls),
         num_opaque_calls=sum(step.op == "aten" for step in program.call_steps),
         guards=tuple(map(str, program.guards)),
-        seconds=_seconds(variant),
+        seconds={},
         passes=tuple((p.name, p.seconds, p.nodes_before, p.nodes_after) for p in passes),
         refusals=dict(refusals),
         plan=listing(program),

@@ -96,6 +96,8 @@ class GraphRow:
     edges: tuple[RefusalRow, ...] = ()  # each of ``refusals``
     texts: tuple[tuple[str, str], ...] = ()  # stage and graph after it; Options.record keeps them
     patterns: tuple[PatternRow, ...] = ()  # near misses are not kept on disk
+    role: str = "inference"  # or "forward", "backward" of a training step
+    num_saved: int = 0  # tensors that a forward keeps for its backward
 
     @property
     def bound_us(self) -> float:
@@ -138,6 +140,7 @@ class ComponentRow:
     nonfinite: tuple[str, ...]
     findings: tuple[str, ...] = ()  # of Options.check
     hoisted: HoistedRow | None = None
+    num_trained_calls: int = 0
 
     @property
     def latest(self) -> GraphRow | None:
@@ -276,6 +279,7 @@ def _component_lines(c: ComponentRow) -> list[str]:
 def _graph_lines(g: GraphRow) -> list[str]:
     sizes = ", ".join(f"{k}={v}" for k, v in g.sizes.items())
     kind = "ragged graph" if g.is_ragged else "graph"
+    kind = kind if g.role == "inference" else f"{g.role} {kind}"
     lines = [f"{kind} at {sizes or 'fixed sizes'}: {g.num_compiled_nodes}/{g.num_nodes} nodes in"
              f" {len(g.kernels)} kernels ({sum(k.num_launches for k in g.kernels)} launches)"
              ]  # fmt: skip

@@ -13,6 +13,7 @@ import torch
 from torch.fx import Node as FxNode
 
 import strop.frontend.operators  # noqa: F401  (defines torch.ops.strop)
+from strop.frontend.gradients import GRADIENT_RULES
 from strop.frontend.norms import NORM_RULES
 from strop.frontend.pooling import POOLING
 from strop.frontend.random import RANDOM_RULES
@@ -206,6 +207,7 @@ DECOMPOSITIONS: dict[Any, Rule] = {
     **REDUCTION_RULES,
     **POOLING,
     **RANDOM_RULES,
+    **GRADIENT_RULES,
     # several spellings of one thing
     aten.copy_.default: _copy_,
     aten.copy.default: _copy,

@@ -7,6 +7,7 @@ import logging
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -19,13 +20,15 @@ from strop.errors import ShapeError, UnsupportedError
 from strop.frontend.creation import CREATION
 from strop.frontend.decompositions import DECOMPOSITIONS
 from strop.frontend.functional import storage_of
+from strop.frontend.gradients import KEPT_LAYOUTS
 from strop.frontend.indexing import INDEXING
 from strop.frontend.lookups import LOOKUPS
 from strop.frontend.padding import PADDING
 from strop.frontend.pointwise import COMPOSITES
 from strop.frontend.reductions import reduction
 from strop.frontend.resize import RESIZING
-from strop.frontend.symbols import Symbols
+from strop.frontend.scalars import of_sizes
+from strop.frontend.symbols import OutsideLanguage, Symbols
 from strop.frontend.views import COPYING, VIEWS
 from strop.frontend.whole import IN_TORCH
 from strop.ir.affine import base_of, strided
@@ -39,6 +42,8 @@ _IN_TORCH = {**COPYING, **IN_TORCH}
 _MOST_LITERALS = 16  # a longer tensor made from Python data is an input of the graph
 
 _TABLES = (VIEWS, CREATION, INDEXING, LOOKUPS, RESIZING, PADDING, DECOMPOSITIONS, COMPOSITES)
+
+_NO_ORDER: Any = object()
 
 Value = Any  # Node, a tuple of Nodes, or a literal that is not a tensor
 
@@ -54,6 +59,7 @@ class Importer:
     devices: frozenset[str] = frozenset()  # of all values
     shared: dict[Node, int | None] = field(default_factory=dict)  # memory that the caller sees
     copies: dict[tuple[Node, int | None], Node] = field(default_factory=dict)  # base, memory
+    orders: Mapping[str, tuple[int, ...] | None] = field(default_factory=dict)  # import_graph's
 
     def node(self, fx: Any) -> Node:
         value = self.values[fx] if isinstance(fx, FxNode) else fx
@@ -85,7 +91,10 @@ class Importer:
         """A tensor operand, or a number (or size) as a constant of ``dtype``."""
         if isinstance(arg, FxNode) and isinstance(self.values.get(arg), Node):
             return self.node(arg)
-        value = self.literal(arg)
+        try:
+            value = self.literal(arg)
+        except OutsideLanguage as error:  # a number that Python code has made of sizes
+            return of_sizes(self.builder, self.symbols, error.expression, dtype)
         if isinstance(value, Expr) and value.is_const:
             value = value.value
         return self.builder.constant(value, dtype)
@@ -108,13 +117,16 @@ def import_graph(
     hints: Mapping[str, int],
     origins: Mapping[str, str],
     num_state: int = 0,
+    num_saved: int = 0,
+    orders: Mapping[str, tuple[int, ...] | None] = MappingProxyType({}),
 ) -> Imported:
     """The graph IR of ``gm``.
 
     The first ``num_state`` placeholders are Parameters and buffers, whose memory the runtime may
-    lay out anew.
+    lay out anew. The last ``num_saved`` results that are tensors are for a backward graph;
+    ``orders`` says how those that a forward graph has left lie in memory, by placeholder.
     """
-    importer = Importer(symbols)
+    importer = Importer(symbols, orders=orders)
     inputs: list[Node] = []
     nodes = list(gm.graph.nodes)
     importer.devices = _devices(nodes)
@@ -142,8 +154,9 @@ def import_graph(
         if fx.op == "placeholder" and fx in importer.values:
             importer.shared[importer.values[fx]] = storage_of(fx)
     outputs: list[Node] = []
-    result = [_returned(importer, item, outputs) for item in returned]
-    graph = finish(importer.builder, inputs, outputs, hints)
+    first_saved = sum(_is_tensorial(_traced(item)) for item in returned) - num_saved
+    result = [_returned(importer, item, outputs, first_saved) for item in returned]
+    graph = finish(importer.builder, inputs, outputs, hints, len(outputs) - first_saved)
     return Imported(graph, result, importer.constants)
 
 
@@ -160,12 +173,16 @@ def _literals(importer: Importer, value: torch.Tensor) -> Node:
     return b.reshape(flat, value.shape)
 
 
-def _returned(importer: Importer, item: Any, outputs: list[Node]) -> Any:
+def _traced(item: Any) -> Any:
+    return item.meta.get("val") if isinstance(item, FxNode) else item
+
+
+def _returned(importer: Importer, item: Any, outputs: list[Node], first_saved: int) -> Any:
     value = importer.values.get(item, item) if isinstance(item, FxNode) else item
     if isinstance(value, Node):
         if not _aliases_as_in_eager(importer, item, value):
             value = _copied(importer, item, value, len(outputs))
-        elif value.kind is not Kind.VIEW:
+        elif value.kind is not Kind.VIEW and len(outputs) < first_saved:
             value = _in_user_order(importer, item, value)
         importer.shared.setdefault(base_of(value), storage_of(item))
         outputs.append(value)
@@ -236,7 +253,9 @@ def _input(importer: Importer, fx: FxNode, index: int, is_state: bool) -> Node:
     dtype, order = torch.int64, None
     if isinstance(value, torch.Tensor):
         shape, dtype = importer.shape(fx), value.dtype
-        order = _order_or_contiguous(importer.symbols.shape(value.stride()), shape)
+        order = importer.orders.get(fx.name, _NO_ORDER)
+        if order is _NO_ORDER:
+            order = _order_or_contiguous(importer.symbols.shape(value.stride()), shape)
     elif isinstance(value, torch.SymInt):
         shape = (importer.size(value),)
     node = importer.builder.make("input", (), shape, dtype, order=order, index=index,
@@ -372,8 +391,9 @@ def _rounded(importer: Importer, x: Node, dtype: torch.dtype) -> Node:
     return importer.builder.cast(x, dtype) if x.dtype != compute_dtype(dtype) else x
 
 
-def opaque_call(importer: Importer, fx: FxNode) -> Value:
-    """Any other overload: torch runs it. Its tensors become inputs, the rest a template."""
+def opaque_call(importer: Importer, fx: FxNode, given: Sequence[Any] | None = None) -> Value:
+    """Any other overload: torch runs it. Its tensors become inputs, the rest a template.
+    ``given`` are other arguments than those that were traced."""
     inputs: list[Node] = []
 
     def template(arg: Any) -> Any:
@@ -385,7 +405,7 @@ def opaque_call(importer: Importer, fx: FxNode) -> Value:
         return importer.literal(arg)
 
     _refuse_host_values(importer, fx)
-    args = tuple(template(a) for a in fx.args)
+    args = tuple(template(a) for a in (fx.args if given is None else given))
     kwargs = tuple(sorted((k, template(v)) for k, v in fx.kwargs.items()))
     value = fx.meta["val"]
     values = value if isinstance(value, list | tuple) else [value]
@@ -394,17 +414,21 @@ def opaque_call(importer: Importer, fx: FxNode) -> Value:
         for v in values
     )
     single = not isinstance(value, list | tuple)
+    kept = KEPT_LAYOUTS.get(fx.target)
+    wants: dict[str, Any] = {"wants": kept.operands(inputs)} if kept else {}
     shape, dtype = outputs[0] if single and outputs[0] else ((), torch.uint8)
     call = importer.builder.make(
         "aten", inputs, shape, dtype, target=str(_IN_TORCH.get(fx.target, fx.target)), args=args,
         kwargs=kwargs, outputs=outputs, single=single, tag=fx.name if _is_random(fx.target) else "",
+        **wants,
     )  # fmt: skip
     if single:
         return call
     return tuple(
-        importer.builder.make("item", (call,), out[0], out[1], index=i) if out else None
+        importer.builder.make("item", (call,), out[0], out[1], index=i,
+                              order=kept.result(i, out[0]) if kept else None) if out else None
         for i, out in enumerate(outputs)
-    )
+    )  # fmt: skip
 
 
 def _dense_as_traced(importer: Importer, fx: FxNode) -> Node:

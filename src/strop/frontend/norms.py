@@ -70,20 +70,39 @@ def _group_norm(im: Importer, fx: FxNode, x: Any, groups: int, weight: Any, bias
                 ) -> tuple[Node, Node, Node]:  # fmt: skip
     b, x = im.builder, im.node(x)
     batch, channels, *rest = x.shape
+    mean, rstd = _group_moments(b, x, groups, eps)
     width = channels.exact_div(const(groups))
-    if width is None:
-        raise ShapeError(f"group_norm: {channels} channels do not divide into {groups} groups")
-    grouped = b.reshape(x, (batch, groups, width, product(rest)))
-    mean, rstd = _moments(b, grouped, (2, 3), eps)
     per_channel = (const(1), channels, *[const(1)] * len(rest))
 
     def of_channels(statistic: Node) -> Node:
-        spread = b.expand(statistic, (batch, groups, width, 1))
+        spread = b.expand(statistic, (batch, groups, width or 1, 1))
         return b.reshape(spread, (batch, *per_channel[1:]))
 
     affine = (_shaped(im, p, per_channel) for p in (weight, bias))
     y = _normalized(b, x, of_channels(mean), of_channels(rstd), *affine)
     return y, b.reshape(mean, (batch, groups)), b.reshape(rstd, (batch, groups))
+
+
+def _group_moments(b: Builder, x: Node, groups: int, eps: float) -> tuple[Node, Node]:
+    """(mean, 1/sqrt(variance + eps)) of shape (batch, groups, 1, 1)."""
+    batch, channels, *rest = x.shape
+    width = channels.exact_div(const(groups))
+    if width is None:
+        raise ShapeError(f"group_norm: {channels} channels do not divide into {groups} groups")
+    return _moments(b, b.reshape(x, (batch, groups, width, product(rest))), (2, 3), eps)
+
+
+def group_statistics(im: Importer, fx: FxNode, x: Any, groups: int, eps: float
+                     ) -> tuple[Node, ...]:  # fmt: skip
+    """What a group norm whose backward compiles keeps of its input."""
+    b, x = im.builder, im.node(x)
+    return tuple(b.reshape(s, (x.shape[0], groups)) for s in _group_moments(b, x, groups, eps))
+
+
+def layer_statistics(im: Importer, fx: FxNode, x: Any, dims: int, eps: float
+                     ) -> tuple[Node, ...]:  # fmt: skip
+    x = im.node(x)
+    return _moments(im.builder, x, _last_dims(x, dims), eps)
 
 
 def _last_dims(x: Node, count: int) -> tuple[int, ...]:

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 from torch.overrides import TorchFunctionMode
 
+from strop.frontend import joint
 from strop.frontend.layouts import LAYOUTS, call_reshape
 from strop.frontend.opened import twins
 from strop.frontend.whole import CALLS, call_mirrored_pad
@@ -429,12 +430,13 @@ _TWINS = twins(TRACED)
 
 
 def retarget(gm: GraphModule, *, trains: bool) -> None:
-    """The same in a graph that somebody else has traced."""
-    table = COMPOSITES if trains else RETARGET
-    for node in gm.graph.nodes:
-        if node.op == "call_function":
-            node.target = table.get(node.target, node.target)
-    gm.recompile()
+    """The same in a graph that somebody else has traced, and in the graphs inside it."""
+    table = {**COMPOSITES, **joint.RETARGET} if trains else RETARGET
+    for graph in (m for m in gm.modules() if isinstance(m, GraphModule)):
+        for node in graph.graph.nodes:
+            if node.op == "call_function":
+                node.target = table.get(node.target, node.target)
+        graph.recompile()
 
 
 class Retarget(TorchFunctionMode):

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.fx import Node as FxNode
 
+import strop.frontend.joint  # noqa: F401  (defines torch.ops.strop)
 from strop.frontend.creation import Rule, filled
-from strop.ir.graph import Node
+from strop.ir.graph import Builder, Node
 
 if TYPE_CHECKING:
     from strop.frontend.importer import Importer
@@ -26,14 +27,17 @@ _LANES = 2  # seeds lie 16 bytes apart, as kernels want of a pointer
 def _seed(im: Importer, fx: FxNode) -> Node:
     """One of the seeds that the graph draws together, equal nodes being one."""
     mine = [n for n in fx.graph.nodes if n.target is fx.target]
-    shape = (len(mine), _LANES)
-    seeds = im.builder.make(
-        "aten", (), shape, I64, target=str(aten.randint.low), args=(0, 2**63 - 1, shape),
-        kwargs=(("device", fx.meta["val"][0].device), ("dtype", I64)), outputs=((shape, I64),),
-        single=True, tag="seeds of dropout",
-    )  # fmt: skip
+    seeds = _drawn(im, (len(mine), _LANES), fx.meta["val"][0].device, "seeds of dropout")
     row = im.builder.slice(seeds, 0, mine.index(fx), 1)
     return im.builder.slice(row, 1, 0, 1)
+
+
+def _drawn(im: Importer, shape: tuple[int, ...], device: torch.device, tag: str) -> Node:
+    """Seeds by torch's generator."""
+    return im.builder.make(
+        "aten", (), shape, I64, target=str(aten.randint.low), args=(0, 2**63 - 1, shape),
+        kwargs=(("device", device), ("dtype", I64)), outputs=((shape, I64),), single=True, tag=tag,
+    )  # fmt: skip
 
 
 def _dropout(im: Importer, fx: FxNode, x: Any, p: float, train: bool | None = True
@@ -42,11 +46,28 @@ def _dropout(im: Importer, fx: FxNode, x: Any, p: float, train: bool | None = Tr
     b, node = im.builder, im.node(x)
     if train is False:
         return node, filled(b, True, node.shape, torch.bool)
-    iota = b.make("iota", (), (node.numel,), I64, start=0, step=1)
-    seed = b.expand(b.reshape(_seed(im, fx), [1] * len(node.shape)), node.shape)
-    drawn = b.pointwise("uniform", seed, b.reshape(iota, node.shape), dtype=F32)
-    kept = b.pointwise("ge", drawn, b.constant(p, F32), dtype=torch.bool)
+    kept = _kept(b, node, _seed(im, fx), p)
     return _scaled(im, node, kept, 0.0 if p == 1 else 1 / (1 - p)), kept
+
+
+def _kept(b: Builder, x: Node, seed: Node, p: float) -> Node:
+    """The mask: of the seed and each element's logical place."""
+    iota = b.make("iota", (), (x.numel,), I64, start=0, step=1)
+    seed = b.expand(b.reshape(seed, [1] * len(x.shape)), x.shape)
+    drawn = b.pointwise("uniform", seed, b.reshape(iota, x.shape), dtype=F32)
+    return b.pointwise("ge", drawn, b.constant(p, F32), dtype=torch.bool)
+
+
+def _own_seed(im: Importer, fx: FxNode, like: Any, number: int) -> Node:
+    """A backward reads it too, so it has memory of its own."""
+    return _drawn(im, (), fx.meta["val"].device, f"seed {number}")
+
+
+def _seeded_dropout(im: Importer, fx: FxNode, x: Any, seed: Any, p: float) -> Node:
+    """Dropout whose backward is itself: ``joint``."""
+    node = im.node(x)
+    return _scaled(im, node, _kept(im.builder, node, im.node(seed), p),
+                   0.0 if p == 1 else 1 / (1 - p))  # fmt: skip
 
 
 def _scaled(im: Importer, x: Node, kept: Node, scale: float) -> Node:
@@ -63,4 +84,6 @@ def _dropout_backward(im: Importer, fx: FxNode, grad: Any, mask: Any, scale: flo
 RANDOM_RULES: dict[Any, Rule] = {
     aten.native_dropout.default: _dropout,
     aten.native_dropout_backward.default: _dropout_backward,
+    torch.ops.strop.seed.default: _own_seed,
+    torch.ops.strop.dropout.default: _seeded_dropout,
 }

@@ -81,12 +81,14 @@ def dense_strides(shape: Shape, order: tuple[int, ...] | None = None) -> Shape:
 
 @dataclass(frozen=True, slots=True)
 class Graph:
-    """A program over tensors. ``hints`` are the root sizes that it was traced with."""
+    """A program over tensors. ``hints`` are the root sizes that it was traced with. The last
+    ``num_saved`` outputs are for a backward graph, which takes them as they lie in memory."""
 
     nodes: tuple[Node, ...]
     inputs: tuple[Node, ...]
     outputs: tuple[Node, ...]
     hints: Mapping[str, int]
+    num_saved: int = 0
 
     def users(self) -> dict[Node, list[Node]]:
         users: dict[Node, list[Node]] = {node: [] for node in self.nodes}
@@ -239,19 +241,20 @@ def rewrite(graph: Graph, rule: Rule) -> Graph:
         inputs = tuple(new[i] for i in node.inputs)
         new[node] = rule(builder, node, inputs) or builder.copy_of(node, inputs)
     return finish(builder, [new[i] for i in graph.inputs], [new[o] for o in graph.outputs],
-                  graph.hints)  # fmt: skip
+                  graph.hints, graph.num_saved)  # fmt: skip
 
 
 def finish(
-    builder: Builder, inputs: Iterable[Node], outputs: Iterable[Node], hints: Mapping[str, int]
-) -> Graph:
+    builder: Builder, inputs: Iterable[Node], outputs: Iterable[Node], hints: Mapping[str, int],
+    num_saved: int = 0,
+) -> Graph:  # fmt: skip
     """The graph of what the outputs (and writes) need; inputs stay even when unused."""
     inputs, outputs = tuple(inputs), tuple(outputs)
     live = set(outputs) | set(inputs) | {n for n in builder.nodes if n.op == "write"}
     for node in reversed(builder.nodes):
         if node in live:
             live.update(node.inputs)
-    return Graph(tuple(n for n in builder.nodes if n in live), inputs, outputs, hints)
+    return Graph(tuple(n for n in builder.nodes if n in live), inputs, outputs, hints, num_saved)
 
 
 def relaid(node: Node, order: tuple[int, ...] | None) -> Node:

@@ -104,9 +104,12 @@ _RANDOM = (  # with torch's generator and its numbers
     "rand", "randn", "rand_like", "randn_like", "randint", "randint_like", "randperm", "bernoulli",
     "multinomial", "normal", "normal_functional", "uniform", "exponential", "native_dropout",
 )  # fmt: skip
-_BACKWARD = (  # what training needs until it has rows of its own
-    "embedding_dense_backward", "convolution_backward", "native_group_norm_backward",
-    "native_layer_norm_backward", *(f"{name}_backward" for name in _ATTENTION),
+_BACKWARD = (  # libraries' own, and scatters to where a forward has read
+    "embedding_dense_backward", "convolution_backward", "max_pool2d_with_indices_backward",
+    "avg_pool2d_backward", "_adaptive_avg_pool2d_backward", "upsample_nearest2d_backward",
+    "upsample_bilinear2d_backward", "upsample_bicubic2d_backward", "reflection_pad2d_backward",
+    "replication_pad2d_backward", "grid_sampler_2d_backward", "unfold_backward",
+    *(f"{name}_backward" for name in _ATTENTION),
 )  # fmt: skip
 
 

@@ -28,8 +28,21 @@ def channels_last(graph: Graph, options: Options) -> Graph:
         b.origin = node.origin
         inputs = tuple(new[i] for i in node.inputs)
         new[node] = _relaid(b, node, inputs, graph.hints)
-    outputs = [_result(b, o, new) for o in graph.outputs]
-    return finish(b, [new[i] for i in graph.inputs], outputs, graph.hints)
+    given = set(graph.outputs[: len(graph.outputs) - graph.num_saved])
+    laid = {node.inputs[0]: node for node in b.nodes if node.op == "copy" and not node.attrs}
+    outputs = [_result(b, o, new) if o in given else _saved(b, o, new, laid) for o in graph.outputs]
+    return finish(b, [new[i] for i in graph.inputs], outputs, graph.hints, graph.num_saved)
+
+
+def _saved(b: Builder, node: Node, new: Mapping[Node, Node], laid: Mapping[Node, Node]) -> Node:
+    """What only a backward graph reads: as it lies, where all of its memory belongs to it, or as a
+    library wanted it: that of the backward wants the same."""
+    if new[node] in laid:
+        return laid[new[node]]
+    view = strided(new[node])
+    if view is None or view.strides is None or view.base.numel != node.numel:
+        return _result(b, node, new)
+    return new[node]
 
 
 def _result(b: Builder, node: Node, new: Mapping[Node, Node]) -> Node:
@@ -58,6 +71,9 @@ def _relaid(b: Builder, node: Node, inputs: tuple[Node, ...], hints: Mapping[str
         inputs = tuple(_unit_last(b, x) for x in inputs)
     elif node.op == "pattern" and node.attrs["contiguous"]:
         inputs = tuple(_contiguous(b, x, None) for x in inputs)
+    elif "wants" in node.attrs:
+        inputs = tuple(_contiguous(b, x, wanted) if wanted or _strides(x) is None else x
+                       for x, wanted in zip(inputs, node.attrs["wants"], strict=True))  # fmt: skip
     elif node.kind in (Kind.OPAQUE, Kind.CONTRACTION):
         inputs = tuple(x if _strides(x) is not None else _contiguous(b, x, None) for x in inputs)
         if node.op == "pattern" and node.attrs["single"]:  # one that takes values as they lie

@@ -29,7 +29,8 @@ def dot_merge(graph: Graph, options: Options) -> Graph:
         else:
             new[node] = b.copy_of(node, tuple(new[i] for i in node.inputs))
     inputs = [new[i] for i in graph.inputs] + extra
-    return finish(b, inputs, [new[o] for o in graph.outputs], graph.hints)
+    return finish(b, inputs, [new[o] for o in graph.outputs], graph.hints,
+                  graph.num_saved)  # fmt: skip
 
 
 def _groups(graph: Graph) -> dict[Node, list[Node]]:

@@ -10,7 +10,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from strop.backend import Compiled, compile_captured
 from strop.codegen.assemble import Signature
 from strop.errors import ShapeError, UnsupportedError
 from strop.frontend.importer import import_graph
+from strop.frontend.joint import DECOMPOSITIONS
 from strop.frontend.operators import retarget
 from strop.frontend.symbols import Symbols
 from strop.ir.dims import Expr, symbol
@@ -33,6 +34,7 @@ from strop.runtime.ahead import Ahead
 from strop.runtime.executor import Bound, Workspace, looks_too_far
 from strop.runtime.garbage import collection_paused
 from strop.runtime.kernels import KernelLibrary, kernel_library
+from strop.runtime.partition import Joint
 
 log = logging.getLogger("strop")
 
@@ -44,11 +46,13 @@ class AotRecord:
     compiled: Compiled
     seconds: float
     kernels_built: int
+    role: str = "inference"  # or "forward", "backward" of a training step
+    runner: AotProgram | None = None
 
 
 @dataclass
 class AotLog:
-    """Everything compiled through torch.compile in this process."""
+    """What was compiled through torch.compile: in this process, or for one module."""
 
     records: list[AotRecord] = field(default_factory=list)
     fallbacks: dict[str, int] = field(default_factory=dict)
@@ -58,64 +62,86 @@ AOT_LOG = AotLog()
 FEW_WORKERS = 2
 
 
+@dataclass(frozen=True, slots=True)
+class Job:
+    """How one graph is to be compiled. ``joint``: the training step that it is half of."""
+
+    options: Options
+    log: AotLog
+    role: str = "inference"
+    joint: Joint | None = None
+
+
 def compile_dynamo(gm: GraphModule, example_inputs: Sequence[Any], **given: Any) -> Any:
     """The Dynamo backend. ``options={...}`` of torch.compile are fields of strop.Options."""
+    record_in = given.pop("record_in", None)
     mode = given.pop("mode", None)
     if mode not in (None, "default"):
         log.warning("torch.compile(mode=%r) is for Inductor and changes nothing here", mode)
-    options = Options.from_environment(**(given.get("options") or given))
+    options = given.get("options")
+    if not isinstance(options, Options):
+        options = Options.from_environment(**(options or given))
     registry.watch_once(torch.compiler.reset)  # Dynamo knows nothing of patterns
 
     trains = torch.is_grad_enabled() and any(
         t.requires_grad for t in example_inputs if isinstance(t, Tensor)
     )
     retarget(gm, trains=trains)
+    job = Job(options, record_in or AOT_LOG)
+    joint = Joint(options.memory_budget)
 
-    def compile_one(graph: GraphModule, inputs: Sequence[Any]) -> Any:
-        return _compile(graph, inputs, options)
+    def compiler(job: Job) -> Callable[[GraphModule, Sequence[Any]], Any]:
+        return lambda graph, inputs: _compile(graph, inputs, job)
 
-    backend = aot_autograd(fw_compiler=compile_one, bw_compiler=compile_one,
-                           inference_compiler=compile_one,
-                           keep_inference_input_mutations=True)  # fmt: skip
+    backend = aot_autograd(
+        fw_compiler=compiler(replace(job, role="forward", joint=joint)),
+        bw_compiler=compiler(replace(job, role="backward", joint=joint)),
+        inference_compiler=compiler(job), partition_fn=joint.partition,
+        decompositions=DECOMPOSITIONS if trains else None, keep_inference_input_mutations=True,
+    )  # fmt: skip
     return backend(gm, example_inputs)
 
 
-def _compile(gm: GraphModule, inputs: Sequence[Any], options: Options) -> Any:
-    started = time.perf_counter()
+def _compile(gm: GraphModule, inputs: Sequence[Any], job: Job) -> Any:
+    started, options, records = time.perf_counter(), job.options, job.log.records
     library: KernelLibrary | None = None
     try:
         device = _device_of(inputs)
         library = kernel_library(device.type, device.index or 0, options.cache_dir,
                                  options.build_workers)  # fmt: skip
         # a further graph shares most kernels with the first one
-        library.warm_up(FEW_WORKERS if AOT_LOG.records else None)
+        library.warm_up(FEW_WORKERS if records else None)
         with collection_paused():
-            program, compiled, constants = _program(gm, inputs, options)
+            program, compiled, constants = _program(gm, inputs, job)
+        if program.foreign_calls and options.strict:
+            raise UnsupportedError(f"operators without a row: {', '.join(program.foreign_calls)}"
+                                   " (strict=True forbids them)")  # fmt: skip
     except (UnsupportedError, ShapeError) as error:
         if options.strict:
             raise
         if library is not None:
             library.cool_down()
-        _note_fallback(gm, str(error))
+        _note_fallback(gm, f"{job.role} graph: {error}", job.log)
         return _boxed(gm.forward)
     before, needed = library.counts[0], program.sources_at(dict(program.hints))
     library.build(needed)
     library.cool_down()
     built = library.counts[0] - before
-    AOT_LOG.records.append(AotRecord(compiled, time.perf_counter() - started, built))
     roots = [_root(fx.meta["val"]) for fx in gm.graph.nodes if fx.op == "placeholder"]
     checked = compiled if options.check else None
     later = library.later([source for source in program.sources if source not in needed])
-    return _boxed(AotProgram(program, library, device, roots, constants, checked, later))
+    runner = AotProgram(program, library, device, roots, constants, checked, later)
+    records.append(AotRecord(compiled, time.perf_counter() - started, built, job.role, runner))
+    return _boxed(runner)
 
 
-def _note_fallback(gm: GraphModule, reason: str) -> None:
-    if reason not in AOT_LOG.fallbacks:
+def _note_fallback(gm: GraphModule, reason: str, into: AotLog) -> None:
+    if reason not in into.fallbacks:
         log.warning("a graph of %d nodes runs in torch: %s", len(gm.graph.nodes), reason)
-    AOT_LOG.fallbacks[reason] = AOT_LOG.fallbacks.get(reason, 0) + 1
+    into.fallbacks[reason] = into.fallbacks.get(reason, 0) + 1
 
 
-def _program(gm: GraphModule, inputs: Sequence[Any], options: Options
+def _program(gm: GraphModule, inputs: Sequence[Any], job: Job
              ) -> tuple[Program, Compiled, list[Tensor]]:  # fmt: skip
     mode = detect_fake_mode(inputs)
     symbols, hints, guards = Symbols(), {}, ()
@@ -129,10 +155,17 @@ def _program(gm: GraphModule, inputs: Sequence[Any], options: Options
         symbols.replace(env.replacements)
         symbols.solve(expressions, torch_hints)
         hints = symbols.root_values(torch_hints)
-    imported = import_graph(gm, symbols, hints, _origins(gm))
+    joint, is_forward = job.joint, job.role == "forward"
+    imported = import_graph(
+        gm, symbols, hints, _origins(gm),
+        num_saved=joint.num_saved(gm) if joint and is_forward else 0,
+        orders=joint.orders if joint and not is_forward else {},
+    )  # fmt: skip
     signature = Signature(imported.returned, guards, generic=True)
-    compiled = compile_captured(gm, imported.graph, signature, _device_of(inputs).type, options,
-                                "dynamo")  # fmt: skip
+    compiled = compile_captured(gm, imported.graph, signature, _device_of(inputs).type,
+                                job.options, "dynamo")  # fmt: skip
+    if joint and is_forward:
+        joint.note(gm, compiled.program)
     return compiled.program, compiled, imported.constants
 
 
@@ -188,6 +221,8 @@ class AotProgram:
         self._bounds: dict[Hashable, Bound] = {}
         self._workspaces: dict[int, Workspace] = {}
         self._lock = threading.Lock()
+        self.num_calls = 0
+        self.latest: Bound | None = None  # what ran last
 
     def __call__(self, *arguments: Any) -> list[Any]:
         if self.device.type != "cuda":
@@ -222,6 +257,7 @@ class AotProgram:
             else:
                 results = bound.run(inputs)
             self._later.start()
+            self.num_calls, self.latest = self.num_calls + 1, bound
             for index in self._written:  # those that had to be laid out as the plan says
                 own = tensors[index]
                 if own is not None and own is not inputs[index]:

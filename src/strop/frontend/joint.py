@@ -1,0 +1,151 @@
+"""How a forward that will be differentiated is traced, so that little of it has to be kept.
+
+A norm becomes its statistics, which are saved, and arithmetic, which the backward does again: torch
+keeps norms whole and so saves what they give as well. Dropout becomes a seed, which is saved, and a
+mask that either pass draws from it: its gradient is the same dropout of the gradient.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._decomp import get_decompositions
+
+from strop.ir import philox
+
+aten = torch.ops.aten
+_library = torch.library.Library("strop", "FRAGMENT")
+_library.define("group_statistics(Tensor x, int groups, float eps) -> (Tensor, Tensor)")
+_library.define("layer_statistics(Tensor x, int dims, float eps) -> (Tensor, Tensor)")
+# ``number`` tells the seeds of one tensor apart, which torch would merge
+_library.define("seed(Tensor like, int number) -> Tensor",
+                tags=(torch.Tag.nondeterministic_seeded,))  # fmt: skip
+_library.define("dropout(Tensor x, Tensor seed, float p) -> Tensor")
+
+
+_numbers = itertools.count()
+
+
+def _wide(x: Tensor) -> torch.dtype:
+    """The type in which kernels compute."""
+    return torch.float32 if x.dtype in (torch.float16, torch.bfloat16) else x.dtype
+
+
+def _moments(x: Tensor, dims: tuple[int, ...], eps: float) -> tuple[Tensor, Tensor]:
+    var, mean = torch.var_mean(x.to(_wide(x)), dims, correction=0, keepdim=True)
+    return mean, (var + eps).rsqrt()
+
+
+def _group_statistics(x: Tensor, groups: int, eps: float) -> tuple[Tensor, Tensor]:
+    n, c, *rest = x.shape
+    mean, rstd = _moments(x.reshape(n, groups, c // groups, *rest),
+                          tuple(range(2, len(rest) + 3)), eps)  # fmt: skip
+    return mean.reshape(n, groups), rstd.reshape(n, groups)
+
+
+def _layer_statistics(x: Tensor, dims: int, eps: float) -> tuple[Tensor, Tensor]:
+    return _moments(x, tuple(range(x.dim() - dims, x.dim())), eps)
+
+
+def _group_shapes(x: Tensor, groups: int, eps: float) -> tuple[Tensor, Tensor]:
+    return (x.new_empty((x.shape[0], groups), dtype=_wide(x)),
+            x.new_empty((x.shape[0], groups), dtype=_wide(x)))  # fmt: skip
+
+
+def _layer_shapes(x: Tensor, dims: int, eps: float) -> tuple[Tensor, Tensor]:
+    shape = (*x.shape[: x.dim() - dims], *[1] * dims)
+    return x.new_empty(shape, dtype=_wide(x)), x.new_empty(shape, dtype=_wide(x))
+
+
+def _seed(like: Tensor, number: int) -> Tensor:
+    return torch.randint(0, 2**63 - 1, (), dtype=torch.int64, device=like.device)
+
+
+def _dropout(x: Tensor, seed: Tensor, p: float) -> Tensor:
+    """What the kernels compute: the element's place is its logical one, in either pass."""
+    places = torch.arange(x.numel(), dtype=torch.int64, device=x.device).reshape(x.shape)
+    kept = philox.uniform(seed.expand(x.shape), places) >= p
+    return x * kept * (0.0 if p == 1 else 1 / (1 - p))
+
+
+for _name, _function, _shapes in (
+    ("group_statistics", _group_statistics, _group_shapes),
+    ("layer_statistics", _layer_statistics, _layer_shapes),
+    ("seed", _seed, lambda like, number: like.new_empty((), dtype=torch.int64)),
+    ("dropout", _dropout, lambda x, seed, p: torch.empty_like(x)),
+):
+    _library.impl(_name, _function, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"strop::{_name}", _shapes)
+
+
+def _keep_seed(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, seed, ctx.p = inputs
+    ctx.save_for_backward(seed)
+
+
+def _dropout_gradient(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    (seed,) = ctx.saved_tensors
+    return torch.ops.strop.dropout(grad, seed, ctx.p), None, None
+
+
+torch.library.register_autograd("strop::dropout", _dropout_gradient, setup_context=_keep_seed)
+
+
+def _call_dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+                  ) -> Tensor:  # fmt: skip
+    if not training or p == 0 or inplace or not 0 < p <= 1:
+        return F.dropout(input, p, training, inplace)
+    result: Tensor = torch.ops.strop.dropout(input, torch.ops.strop.seed(input, next(_numbers)), p)
+    return result
+
+
+# what a graph that is to be differentiated gets besides ``operators.COMPOSITES``
+RETARGET: dict[Callable[..., Any], Callable[..., Tensor]] = {
+    F.dropout: _call_dropout,
+    torch.dropout: lambda x, p, train: _call_dropout(x, p, train),
+}
+
+
+def _applied(x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor | None, bias: Tensor | None
+             ) -> Tensor:  # fmt: skip
+    scale = rstd if weight is None else rstd * weight
+    y = (x.to(mean.dtype) - mean) * scale
+    return (y if bias is None else y + bias).to(x.dtype)
+
+
+def _group_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, n: int, c: int, hw: int,
+                groups: int, eps: float) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    mean, rstd = torch.ops.strop.group_statistics(x, groups, eps)
+    ones = [1] * (x.dim() - 2)
+
+    def spread(statistic: Tensor) -> Tensor:
+        return statistic.unsqueeze(2).expand(n, groups, c // groups).reshape(n, c, *ones)
+
+    affine = (None if p is None else p.reshape(1, c, *ones) for p in (weight, bias))
+    return _applied(x, spread(mean), spread(rstd), *affine), mean, rstd
+
+
+def _layer_norm(x: Tensor, normalized: Sequence[int], weight: Tensor | None, bias: Tensor | None,
+                eps: float) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    mean, rstd = torch.ops.strop.layer_statistics(x, len(normalized), eps)
+    return _applied(x, mean, rstd, weight, bias), mean, rstd
+
+
+# of torch's: arithmetic on elements, and views with a place to be written to
+_OF_TORCH = get_decompositions([
+    aten.smooth_l1_loss, aten.smooth_l1_loss_backward, aten.huber_loss, aten.huber_loss_backward,
+    aten.binary_cross_entropy, aten.binary_cross_entropy_backward,
+    aten.binary_cross_entropy_with_logits, aten.slice_backward, aten.select_backward,
+    aten.logit_backward,
+])  # fmt: skip
+DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
+    **_OF_TORCH,
+    aten._efficientzerotensor.default: torch.zeros,
+    aten.native_group_norm.default: _group_norm,
+    aten.native_layer_norm.default: _layer_norm,
+}

@@ -1,0 +1,39 @@
+"""Numbers that Python code has computed from sizes, such as 1 / n or sqrt(width), in kernels."""
+
+from __future__ import annotations
+
+from functools import reduce
+from typing import Any
+
+import sympy
+import torch
+from torch.utils._sympy.functions import (
+    FloatPow,
+    FloatTrueDiv,
+    IntTrueDiv,
+    OpaqueUnaryFn_sqrt,
+    ToFloat,
+)
+
+from strop.frontend.reductions import binary, unary
+from strop.frontend.symbols import OutsideLanguage, Symbols
+from strop.ir.graph import Builder, Node
+
+_FOLDED = {sympy.Mul: "mul", sympy.Add: "add"}
+_QUOTIENTS = (FloatTrueDiv, IntTrueDiv)
+
+
+def of_sizes(b: Builder, symbols: Symbols, e: Any, dtype: torch.dtype) -> Node:
+    """A sympy expression over sizes as nodes without dims."""
+    if not e.free_symbols:
+        return b.constant(float(e), dtype)
+    if isinstance(e, ToFloat) or e.is_integer:
+        return b.constant(symbols.size(e.args[0] if isinstance(e, ToFloat) else e), dtype)
+    parts = [of_sizes(b, symbols, part, dtype) for part in e.args]
+    if type(e) in _FOLDED:
+        return reduce(lambda x, y: binary(b, _FOLDED[type(e)], x, y, dtype), parts)
+    if isinstance(e, _QUOTIENTS):
+        return binary(b, "div", parts[0], parts[1], dtype)
+    if isinstance(e, OpaqueUnaryFn_sqrt) or (isinstance(e, FloatPow) and e.args[1] == 0.5):
+        return unary(b, "sqrt", parts[0], dtype)
+    raise OutsideLanguage(e)

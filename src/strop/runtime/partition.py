@@ -1,0 +1,80 @@
+"""Which values of a training step the forward keeps, and which the backward computes again.
+
+The choice is torch's min-cut over a joint graph in which norms are statistics and arithmetic
+(``frontend.joint``): what is cheap to compute from something that has to be kept anyway is not
+kept. ``Options.memory_budget`` below 1 has more computed again, down to whole layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._functorch import config
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._guards import TracingContext
+from torch.fx import GraphModule
+from torch.utils.checkpoint import CheckpointPolicy
+
+from strop.errors import ShapeError, UnsupportedError
+from strop.frontend.importer import memory_order
+from strop.ir.program import Program
+
+Order = tuple[int, ...] | None
+LEAST_BUDGET = 1e-3  # at 0 torch computes seeds again, which would be other ones
+
+# What is arithmetic is computed again however long its chain: our kernels fuse all of it. What a
+# library call of the backward reads is kept, as it has to be in memory anyway.
+_CHOICE: dict[str, Any] = {
+    "ban_recompute_used_far_apart": False,
+    "ban_recompute_long_fusible_chains": False,
+}
+
+
+@dataclass
+class Joint:
+    """One step's two graphs: what compiling the first one tells the second."""
+
+    budget: float
+    num_results: int = 0  # of the forward that are the caller's; the others are kept
+    orders: dict[str, Order] = field(default_factory=dict)  # of kept tensors, as they lie
+
+    def partition(self, joint: GraphModule, inputs: Sequence[Any], *, num_fwd_outputs: int,
+                  **keywords: Any) -> tuple[GraphModule, GraphModule]:  # fmt: skip
+        """``partition_fn`` of AOTAutograd."""
+        self.num_results = num_fwd_outputs
+        for node in joint.graph.nodes:
+            if node.target is torch.ops.strop.seed.default:
+                node.meta["recompute"] = CheckpointPolicy.MUST_SAVE  # inside of a checkpoint too
+        with config.patch(**_CHOICE, activation_memory_budget=max(self.budget, LEAST_BUDGET)):
+            forward, backward = min_cut_rematerialization_partition(
+                joint, inputs, num_fwd_outputs=num_fwd_outputs, **keywords
+            )
+        again = [n.name for n in backward.graph.nodes if n.target is torch.ops.strop.seed.default]
+        if again:
+            raise UnsupportedError(f"the backward would draw dropout masks of its own: {again}")
+        return forward, backward
+
+    def num_saved(self, forward: GraphModule) -> int:
+        """Tensors that the forward keeps."""
+        return sum(isinstance(item.meta.get("val"), Tensor) for item in self._kept(forward))
+
+    def note(self, forward: GraphModule, program: Program) -> None:
+        """How the plan of the forward has laid out what it keeps. None of it is overwritten, so
+        that a backward may run twice."""
+        context = TracingContext.try_get()
+        if context is not None and context.fw_metadata is not None:
+            context.fw_metadata.bw_donated_idxs = []
+        for fx, item in zip(self._kept(forward), program.returned[self.num_results :], strict=True):
+            if item.tensor is not None:
+                try:
+                    self.orders[fx.name] = memory_order(item.tensor.strides, item.tensor.shape)
+                except ShapeError:
+                    self.orders[fx.name] = None  # not dense: copied at the backward's door
+
+    def _kept(self, forward: GraphModule) -> list[torch.fx.Node]:
+        returned = next(fx for fx in forward.graph.nodes if fx.op == "output").args[0]
+        return list(returned[self.num_results :])
