@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import strop
 from strop.errors import OptionError, TrainingError
 from strop.train import settings
 from strop.train.data import Batch
@@ -188,3 +190,22 @@ def test_sprites_generator_needs_a_number_of_steps(tiny_model: Path, tmp_path: P
     with pytest.raises(OptionError, match="no epochs: give --max_train_steps"):
         trainer.session("text-to-image", model=tiny_model, dataset_name="sprites",
                         output_dir=tmp_path)  # fmt: skip
+
+
+def test_a_compiled_unet_trains_as_the_plain_one(
+    tiny_model: Path, pictures: Path, tmp_path: Path
+) -> None:
+    metrics = []
+    for compiled in (False, True):
+        output = tmp_path / str(compiled)
+        made = trainer.session("text-to-image", model=tiny_model, train_data_dir=pictures,
+                               max_train_steps=2, gradient_accumulation_steps=2,
+                               compile_unet=compiled, output_dir=output)  # fmt: skip
+        Loop(made, trainer.Watch()).run()
+        rows = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+        metrics.append([(row["loss"], row["grad_norm"]) for row in rows])
+    assert len(metrics[0]) == 2
+    torch.testing.assert_close(metrics[1], metrics[0], rtol=1e-4, atol=1e-6)
+    report = strop.explain(made.unet)
+    assert {graph.role for graph in report.graphs} == {"forward", "backward"}
+    assert not report.fallbacks

@@ -69,20 +69,30 @@ def _relaid(b: Builder, node: Node, inputs: tuple[Node, ...], hints: Mapping[str
     elif node.op == "attention":
         order = BSHD
         inputs = tuple(_unit_last(b, x) for x in inputs)
-    elif node.op == "pattern" and node.attrs["contiguous"]:
-        inputs = tuple(_contiguous(b, x, None) for x in inputs)
+    elif node.op == "pattern":
+        inputs, order = _for_pattern(b, node, inputs, hints)
     elif "wants" in node.attrs:
         inputs = tuple(_contiguous(b, x, wanted) if wanted or _strides(x) is None else x
                        for x, wanted in zip(inputs, node.attrs["wants"], strict=True))  # fmt: skip
     elif node.kind in (Kind.OPAQUE, Kind.CONTRACTION):
         inputs = tuple(x if _strides(x) is not None else _contiguous(b, x, None) for x in inputs)
-        if node.op == "pattern" and node.attrs["single"]:  # one that takes values as they lie
-            order = order_of_largest(inputs, hints, len(node.shape))
     else:
         inputs = _readable(b, node, inputs, hints)
         largest = inputs[:1] if node.op == "take" else inputs
         order = order_of_largest(largest, hints, len(node.shape))
     return b.make(node.op, inputs, node.shape, node.dtype, order=order, **node.attrs)
+
+
+def _for_pattern(b: Builder, node: Node, inputs: tuple[Node, ...], hints: Mapping[str, int]
+                 ) -> tuple[tuple[Node, ...], Order]:  # fmt: skip
+    """Arguments as the replacement takes them, and the order of its result: one that takes values
+    as they lie gives back the like."""
+    if node.attrs["contiguous"]:
+        return tuple(_contiguous(b, x, None) for x in inputs), None
+    inputs = tuple(x if _strides(x) is not None else _contiguous(b, x, None) for x in inputs)
+    return inputs, order_of_largest(inputs, hints, len(node.shape)) if node.attrs[
+        "single"
+    ] else None
 
 
 def _affine(b: Builder, view: Node, x: Node) -> Node:

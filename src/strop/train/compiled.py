@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from torch import nn
 
+from strop.api import optimize
 
-def prepare(unet: nn.Module) -> nn.Module:
-    """What the training calls instead of ``unet``, with the same arguments and the same weights.
 
-    The module itself: forward and backward are torch's.
-    """
-    return unet
+def prepare(unet: nn.Module, compiled: bool) -> nn.Module:
+    """What the training calls: the module itself, in place ``compiled`` or as it is."""
+    return optimize(unet, train=True) if compiled else unet

@@ -71,7 +71,16 @@ def prepare_session(settings: Settings, on_progress: caches.Progress, warn: Warn
     learner = _learner(settings, model)
     step = 0 if found is None else _resume(settings, found, source, learner, total, warn)
     files.sweep(settings.output)
-    return Session(settings, model, side, source, learner, prepare(model.unet), step, total)
+    return Session(
+        settings,
+        model,
+        side,
+        source,
+        learner,
+        prepare(model.unet, settings.compile_unet),
+        step,
+        total,
+    )
 
 
 def _device(settings: Settings) -> torch.device:

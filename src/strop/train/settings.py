@@ -184,6 +184,9 @@ class Settings:
         choices=("epsilon", "v_prediction", "sample"), fixed=True)  # fmt: skip
     mixed_precision: str = _flag("no", str, "Training", "Autocast to this type.",
                                  choices=("no", "fp16", "bf16"), fixed=True)  # fmt: skip
+    compile_unet: bool = _flag(False, bool, "Training",
+                               "Compile the UNet's forward and backward passes; the first step"
+                               " takes longer.", fixed=True)  # fmt: skip
     allow_tf32: bool = _flag(False, bool, "Training", "TF32 matrix products on a GPU.")
     seed: int = _flag(0, int, "Training", "Of everything that is drawn.", least=0, fixed=True)
     threads: int = _flag(
