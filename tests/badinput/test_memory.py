@@ -100,7 +100,10 @@ class Torch:
         self.cuda = Cuda()
         self.in_copy: Fault = lambda: None
 
-    _C = SimpleNamespace(_cuda_endAllocateToPool=lambda device, pool: None)
+    _C = SimpleNamespace(
+        _cuda_endAllocateToPool=lambda device, pool: None,
+        _len_torch_dispatch_stack=torch._C._len_torch_dispatch_stack,
+    )
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch, name)

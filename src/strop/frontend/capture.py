@@ -41,6 +41,7 @@ from strop.frontend.layouts import overlap_by_traced_sizes
 from strop.frontend.objects import as_tree
 from strop.frontend.operators import Retarget
 from strop.frontend.python_sizes import symbolic_builtins
+from strop.frontend.shape_rules import shape_rules
 from strop.frontend.symbols import OutsideLanguage, Symbols
 from strop.ir.dims import Expr, const, parse, symbol
 from strop.ir.program import Guard
@@ -236,6 +237,7 @@ def _config() -> Iterator[None]:
         fx_config.patch(  # type: ignore[attr-defined]
             use_duck_shape=False, backed_size_oblivious=True
         ),
+        shape_rules(),
         torch.no_grad(),
     ):
         yield

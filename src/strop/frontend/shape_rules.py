@@ -1,0 +1,142 @@
+"""Shapes of slices and pools while tracing, in arithmetic without a guard, for every torch.
+
+torch 2.11 makes ``x[:, :8]`` of a symbolic size a length that depends on data, unless it can prove
+that there are 8; later ones say min(8, size), as here. And it asks whether the sizes of a pool
+divide, which made a graph for odd pictures and one for even ones.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import SymInt, Tensor
+from torch._prims_common import suggest_memory_format
+from torch._subclasses import fake_impls
+from torch.fx.experimental.symbolic_shapes import guard_or_false
+
+aten = torch.ops.aten
+Size = int | SymInt
+Rule = Callable[..., Any]  # of the fake mode, the operator and its arguments; None: torch's own
+
+
+@contextmanager
+def shape_rules() -> Iterator[None]:
+    """Not for two threads at once: traces take turns."""
+    table = fake_impls.op_implementations_dict
+    before = {operator: table.get(operator) for operator in RULES}
+    table.update({operator: _first(rule, before[operator]) for operator, rule in RULES.items()})
+    try:
+        yield
+    finally:
+        for operator, own in before.items():
+            table.pop(operator)
+            if own is not None:
+                table[operator] = own
+
+
+def _first(rule: Rule, own: Rule | None) -> Rule:
+    def apply(mode: Any, func: Any, *args: Any, **kwargs: Any) -> Any:
+        found = rule(mode, *args, **kwargs)
+        if found is None:
+            return own(mode, func, *args, **kwargs) if own else NotImplemented
+        return found
+
+    return apply
+
+
+def _sliced(mode: Any, x: Tensor, dim: int = 0, start: Any = None, end: Any = None, step: int = 1
+            ) -> Any:  # fmt: skip
+    if not -x.dim() <= dim < x.dim() or step <= 0:
+        return None  # torch's own error
+    sizes, strides = list(x.shape), list(x.stride())
+    size = sizes[dim]
+    first = 0 if start is None else _bound(start, size)
+    last = size if end is None or _is_the_end(end) else _bound(end, size)
+    if first is None or last is None:
+        return None
+    offset = x.storage_offset() + first * strides[dim]
+    sizes[dim] = (_length(first, last) + step - 1) // step
+    strides[dim] *= step
+    return x.as_strided(sizes, strides, offset)
+
+
+def _is_the_end(end: Any) -> bool:
+    return isinstance(end, int) and end == sys.maxsize
+
+
+def _bound(index: Any, size: Size) -> Any:
+    """From 0 to the size; None where it is not known from which end it counts."""
+    if guard_or_false(index >= 0):
+        if guard_or_false(index <= size):
+            return index
+        return size if guard_or_false(index >= size) else torch.sym_min(index, size)
+    if guard_or_false(index < 0):
+        index = index + size
+        if guard_or_false(index >= 0):
+            return index
+        return 0 if guard_or_false(index <= 0) else torch.sym_max(index, 0)
+    return None
+
+
+def _length(first: Any, last: Any) -> Any:
+    if guard_or_false(last >= first):
+        return last - first
+    return 0 if guard_or_false(first >= last) else torch.sym_max(last - first, 0)
+
+
+def _largest(mode: Any, x: Tensor, kernel: Sequence[int], stride: Sequence[int] = (),
+             padding: Any = 0, dilation: Any = 1, ceil_mode: bool = False) -> Any:  # fmt: skip
+    shape = _pooled(x, ceil_mode, kernel, stride, padding, dilation)
+    if shape is None:
+        return None
+    return _empty(mode, x, shape, x.dtype), _empty(mode, x, shape, torch.int64)
+
+
+def _average(mode: Any, x: Tensor, kernel: Sequence[int], stride: Sequence[int] = (),
+             padding: Any = 0, ceil_mode: bool = False, count_include_pad: bool = True,
+             divisor_override: int | None = None) -> Any:  # fmt: skip
+    shape = _pooled(x, ceil_mode, kernel, stride, padding, 1)
+    return None if shape is None or divisor_override == 0 else _empty(mode, x, shape, x.dtype)
+
+
+def _pooled(x: Tensor, upwards: bool, *geometry: Any) -> list[Size] | None:
+    """None for what torch refuses: its own rule says why."""
+    columns = [_both(value) for value in geometry]
+    kernel, stride, padding, dilation = columns[0], columns[1] or columns[0], *columns[2:]
+    if x.dim() not in (3, 4) or any(len(c) != 2 for c in (kernel, stride, padding, dilation)):
+        return None
+    shape: list[Size] = list(x.shape)
+    for dim, width, step, pad, gap in zip((-2, -1), kernel, stride, padding, dilation, strict=True):
+        span = gap * (width - 1) + 1
+        if min(width, step, gap) < 1 or not 0 <= 2 * pad <= width:
+            return None
+        if not guard_or_false(shape[dim] + 2 * pad >= span):
+            torch._check(shape[dim] + 2 * pad >= span)
+        size = shape[dim]
+        shape[dim] = (size + 2 * pad - span) // step + 1
+        if upwards:  # one that is not whole counts too, if it begins inside
+            more = (size + 2 * pad - span + step - 1) // step + 1
+            shape[dim] = torch.sym_min(more, (size + pad - 1) // step + 1)
+    return shape
+
+
+def _both(value: Any) -> list[int]:
+    values = [value] if isinstance(value, int) else list(value)
+    return values * 2 if len(values) == 1 else values
+
+
+def _empty(mode: Any, x: Tensor, shape: Sequence[Size], dtype: torch.dtype) -> Tensor:
+    order = suggest_memory_format(x) if x.dim() == 4 else torch.contiguous_format
+    with mode:
+        return torch.empty(shape, dtype=dtype, device=x.device, memory_format=order)
+
+
+RULES: dict[Any, Rule] = {
+    aten.slice.Tensor: _sliced,
+    aten.max_pool2d_with_indices.default: _largest,
+    aten.avg_pool2d.default: _average,
+}
