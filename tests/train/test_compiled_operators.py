@@ -135,10 +135,9 @@ class Structured(nn.Module):
 
 # torch has no derivative of them; that of lgamma, digamma, has no row
 WITHOUT = ("floor_divide", "floor by number", "heaviside", "lgamma")
-# Where 1 - tanh(x)^2 is small: tanh and the exponential behind GELU's gradient are good to a few
-# ulp in vmath.h, eager's to one, and there it shows. Times eager's RMS error that they may have
-# instead of the rule (measured: 2.8, 2.3, 2.4).
-OF_TANH = {"tanh": 3.5, "tanhshrink": 3.0, "gelu tanh": 3.0}
+# The exponential behind it is good to 2 ulp in vmath.h, eager's to one, and where its gradient is
+# small that shows. Times eager's RMS error that it may have instead of the rule (measured: 1.9).
+LOOSER = {"gelu tanh": 2.2}
 
 
 def _has_gradient(function: Function) -> bool:
@@ -187,12 +186,12 @@ def test_pointwise_gradients() -> None:
                    _gradients(eager, [a.double() for a in arguments])]  # fmt: skip
         for number, name in enumerate(eager.names):
             triples = [tuple(t[number] for t in triple) for triple in zip(*results, strict=True)]
-            if name not in OF_TANH:
+            if name not in LOOSER:
                 _judge(name, triples)
                 continue
             own, theirs = (torch.cat([(t[place].double() - t[2]).flatten() for t in triples]).norm()
                            for place in (0, 1))  # fmt: skip
-            assert own <= OF_TANH[name] * theirs, f"{name}: {own:.3e}, eager {theirs:.3e}"
+            assert own <= LOOSER[name] * theirs, f"{name}: {own:.3e}, eager {theirs:.3e}"
     assert not ours.forward.log.fallbacks
     assert not ours.forward.counters.fallbacks
 

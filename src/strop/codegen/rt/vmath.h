@@ -385,15 +385,17 @@ inline float exp2(float x) {
 }
 inline double exp2(double x) { return __builtin_exp2(x); }
 
-// 2^k * (exp(r) - 1) + (2^k - 1), which cancels nowhere. 2 ulp.
-inline float expm1(float x) {
-  const float y = clamp(x, 24.0f);
+// exp(y) - 1 for |y| <= 24: 2^k * (exp(r) - 1) + (2^k - 1), which cancels nowhere. 2 ulp.
+inline float expm1_within(float y) {
   const float place = shifted(y * 1.44269504088896341f);
   const float k = place - 12582912.0f;
   const float r = __builtin_fmaf(k, 2.12194440e-4f, __builtin_fmaf(k, -0.693359375f, y));
   const float power = from_bits(static_cast<uint32_t>(whole(place) + 127) << 23);
-  const float middle = __builtin_fmaf(power, expm1_of_rest(r), power - 1.0f);
-  const float large = x > 24.0f ? exp(x) : middle;
+  return __builtin_fmaf(power, expm1_of_rest(r), power - 1.0f);
+}
+
+inline float expm1(float x) {
+  const float large = x > 24.0f ? exp(x) : expm1_within(clamp(x, 24.0f));
   return x == 0.0f ? x : large;  // -0.0 stays
 }
 inline double expm1(double x) { return __builtin_expm1(x); }
@@ -540,22 +542,11 @@ inline float erf(float x) {
   return abs(x) > 3.8325068f ? __builtin_copysignf(1.0f, x) : inside;
 }
 
-// Rational, odd / even in x: 5 ulp near 1.
+// (e - 1) / (e + 1) with e = exp(2 |x|). 2.3 ulp, 1.5 from 0.4 on, where the gradient 1 - tanh^2 would
+// show more.
 inline float tanh(float x) {
-  const float y = clamp(x, 7.90531110763549805f);
-  const float z = y * y;
-  float p = -2.76076847742355e-16f;
-  p = __builtin_fmaf(p, z, 2.00018790482477e-13f);
-  p = __builtin_fmaf(p, z, -8.60467152213735e-11f);
-  p = __builtin_fmaf(p, z, 5.12229709037114e-08f);
-  p = __builtin_fmaf(p, z, 1.48572235717979e-05f);
-  p = __builtin_fmaf(p, z, 6.37261928875436e-04f);
-  p = __builtin_fmaf(p, z, 4.89352455891786e-03f);
-  float q = 1.19825839466702e-06f;
-  q = __builtin_fmaf(q, z, 1.18534705686654e-04f);
-  q = __builtin_fmaf(q, z, 2.26843463243900e-03f);
-  q = __builtin_fmaf(q, z, 4.89352518554385e-03f);
-  return abs(x) > 8.5f ? __builtin_copysignf(1.0f, x) : y * (p / q);
+  const float t = expm1_within(2.0f * clamp(abs(x), 10.0f));
+  return copysign(t / (t + 2.0f), x);
 }
 
 // exp(x / 2)^2 where exp(x) would be infinite too early. 3 ulp.
