@@ -135,8 +135,8 @@ class Structured(nn.Module):
 
 # torch has no derivative of them; that of lgamma, digamma, has no row
 WITHOUT = ("floor_divide", "floor by number", "heaviside", "lgamma")
-# The exponential behind it is good to 2 ulp in vmath.h, eager's to one, and where its gradient is
-# small that shows. Times eager's RMS error that it may have instead of the rule (measured: 1.9 to 2.4).
+# The exponential behind it is good to 2 ulp in vmath.h, eager's to one; where its gradient is small
+# that shows. Times eager's RMS error that it may have instead of the rule (measured: 1.9 to 2.4).
 LOOSER = {"gelu tanh": 3.0}
 
 

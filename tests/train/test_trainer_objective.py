@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 
 import strop
 from strop.errors import OptionError, TrainingError
-from strop.train import settings
+from strop.train import compiled, settings
 from strop.train.data import Batch
 from strop.train.draws import generator
 from strop.train.loop import Loop
@@ -192,20 +191,16 @@ def test_sprites_generator_needs_a_number_of_steps(tiny_model: Path, tmp_path: P
                         output_dir=tmp_path)  # fmt: skip
 
 
-def test_a_compiled_unet_trains_as_the_plain_one(
-    tiny_model: Path, pictures: Path, tmp_path: Path
-) -> None:
-    metrics = []
-    for compiled in (False, True):
-        output = tmp_path / str(compiled)
-        made = trainer.session("text-to-image", model=tiny_model, train_data_dir=pictures,
-                               max_train_steps=2, gradient_accumulation_steps=2,
-                               compile_unet=compiled, output_dir=output)  # fmt: skip
-        Loop(made, trainer.Watch()).run()
-        rows = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
-        metrics.append([(row["loss"], row["grad_norm"]) for row in rows])
-    assert len(metrics[0]) == 2
-    torch.testing.assert_close(metrics[1], metrics[0], rtol=1e-4, atol=1e-6)
-    report = strop.explain(made.unet)
+def test_a_compiled_unet_is_trained_in_place() -> None:
+    """Its gradients are judged in test_compiled_models.py."""
+    unet = nn.Sequential(nn.Conv2d(4, 8, 3, padding=1), nn.SiLU(), nn.Conv2d(8, 4, 3, padding=1))
+    prepared = compiled.prepare(unet.train(), True)
+    assert prepared is unet
+    prepared(torch.randn(2, 4, 8, 8)).square().mean().backward()
+    assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in unet.parameters())
+    report = strop.explain(unet)
     assert {graph.role for graph in report.graphs} == {"forward", "backward"}
     assert not report.fallbacks
+    plain = nn.Linear(2, 2)
+    assert compiled.prepare(plain, False) is plain
+    assert "forward" not in vars(plain)
