@@ -1,9 +1,24 @@
-"""Options of the test suite."""
+"""Options of the test suite, and fixtures of several folders."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import pytest
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update-golden", action="store_true", help="rewrite tests/golden")
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A diffusers folder in the format of the shipped weights, with random weights."""
+    pytest.importorskip("diffusers")
+    from strop.models.sprites import network, settings, vocabulary
+
+    folder = tmp_path_factory.mktemp("model")
+    built = network.parts(settings.TINY)
+    network.pipeline(built, settings.TINY.noise).save_pretrained(folder)
+    vocabulary.write(folder / "tokenizer")
+    return folder

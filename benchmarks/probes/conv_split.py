@@ -11,21 +11,17 @@ which has to be the first call of a shape in the process. Errors are against fp6
 
 from __future__ import annotations
 
-import argparse
 import itertools
-import json
-import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
+from functools import partial
 from typing import Any
 
+import contest
 import torch
 from torch import Tensor
 
-from strop.bench import environment, timer
 from strop.ir.dims import symbol
 from strop.ir.source import KernelSource, Scratch
-from strop.runtime.kernels import kernel_library
 
 # pictures, height and width, channels in and out
 SHAPES = (
@@ -39,7 +35,7 @@ TILES = (
     (128, 32, 64, 6, 4), (64, 128, 64, 5, 4), (128, 64, 128, 3, 4),
 )  # fmt: skip
 WAVES = (1, 2)  # programs of a multiprocessor
-NUM_SMS, SETS, CALLS = 132, 6, 24
+NUM_SMS, SETS = 132, 6
 
 TEXT = """\
 import triton
@@ -145,12 +141,9 @@ def library_call(sets: list[tuple[Tensor, ...]], *, search: bool) -> Callable[[]
 
 def bound(source: KernelSource, splits: int, sets: list[tuple[Tensor, ...]], library: Any,
           stream: int) -> tuple[Callable[[], None], list[Tensor]]:  # fmt: skip
-    x, _, _ = sets[0]
-    n, _, height, width = x.shape
+    n, _, height, width = sets[0][0].shape
     sizes = [n * height * width, height, width, splits]
-    names = {f"s{i}": size for i, size in enumerate(sizes)}
-    scratch = [torch.zeros(s.numel.eval(names), device="cuda", dtype=s.dtype)
-               for s in source.scratch]  # fmt: skip
+    scratch = contest.scratch_of(source, sizes)
     launches = itertools.cycle([
         library.bind(source, [t.data_ptr() for t in (*tensors, *scratch)], sizes, stream)
         for tensors in sets
@@ -161,53 +154,28 @@ def bound(source: KernelSource, splits: int, sets: list[tuple[Tensor, ...]], lib
 def measure(shape: tuple[int, ...], library: Any, *, search: bool) -> dict[str, Any]:
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream), torch.no_grad():
-        sets, kept = arguments(shape), []
+        sets, kept, errors = arguments(shape), [], {}
         x, w, out = sets[0]
         truth = torch.nn.functional.conv2d(x.double(), w.double(), padding=1)
         calls = {"cudnn search" if search else "cudnn": library_call(sets, search=search)}
         for name, source, splits in candidates(shape, x.dtype):
             calls[name], scratch = bound(source, splits, sets, library, stream.cuda_stream)
             kept.append(scratch)
-        errors, graphs = {}, {}
         for name, call in calls.items():
             for _ in range(SETS):
                 call()
             torch.cuda.synchronize()
-            errors[name] = round(float((out - truth).norm() / truth.norm()), 6)
-            graphs[name] = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graphs[name], stream=stream):
-                for _ in range(CALLS):
-                    call()
-    replays = {name: graph.replay for name, graph in graphs.items()}
-    timed = timer.time_calls(replays, torch.device("cuda"), samples=11, inner=1)
-    return {"shape": shape, "us": {n: round(t.p50_ms * 1e3 / CALLS, 2) for n, t in timed.items()},
-            "errors": errors}  # fmt: skip
+            errors[name] = contest.error(out, truth)
+        return {"us": contest.us_in_turns(calls, stream), "errors": errors}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--seconds", type=float, default=120)
+    parser = contest.arguments_of(__doc__, seconds=120)
     parser.add_argument("--search", action="store_true", help="let cuDNN search its plans")
     args = parser.parse_args()
-    start, results = time.monotonic(), []
-    library = kernel_library("cuda", 0, "", 0)
-    found = [s for shape in SHAPES for _, s, _ in candidates(shape, torch.float16)]
-    library.build(list(dict.fromkeys(found)))
-    print(f"{len(set(found))} kernels built in {time.monotonic() - start:.1f} s", flush=True)
-    for shape in SHAPES:
-        if time.monotonic() - start > args.seconds:
-            print("out of time")
-            break
-        results.append(measure(shape, library, search=args.search))
-        us, errors = results[-1]["us"], results[-1]["errors"]
-        first, best = next(iter(us)), sorted((us[n], n) for n in us if n.startswith("("))[:3]
-        print(f"{shape}: {first} {us[first]}, ours {best}; errors {errors[first]} "
-              f"{errors[best[0][1]]}", flush=True)  # fmt: skip
-    described = environment.describe(torch.device("cuda"))
-    report = {"kind": "conv_split", "environment": described, "rows": results}
-    name = "conv_split-search" if args.search else "conv_split"
-    (args.out / f"{name}_h100.json").write_text(json.dumps(report, indent=1))
+    sources = [s for shape in SHAPES for _, s, _ in candidates(shape, torch.float16)]
+    contest.hold("conv_split-search" if args.search else "conv_split", args, sources, SHAPES,
+                 partial(measure, search=args.search))  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -10,23 +10,18 @@ calls over several sets of arguments; the errors are against fp64.
 
 from __future__ import annotations
 
-import argparse
 import itertools
-import json
-import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
+import contest
 import torch
 from torch import Tensor, nn
 
 import strop
-from strop.bench import environment, timer
 from strop.codegen.triton_text import FUNCTIONS
 from strop.ir.dims import symbol
 from strop.ir.source import KernelSource
-from strop.runtime.kernels import kernel_library
 
 SHAPES = ((8192, 320), (2048, 640), (512, 1280), (128, 1280), (32768, 320), (8192, 640),
           (2048, 1280))  # fmt: skip
@@ -36,7 +31,7 @@ TILES = (
     (128, 128, 64, 4, 8), (128, 128, 32, 4, 8), (64, 64, 64, 4, 4), (64, 128, 64, 3, 4),
     (64, 128, 64, 4, 8), (256, 64, 64, 3, 8), (64, 32, 64, 5, 4), (128, 32, 64, 5, 4),
 )  # fmt: skip
-SETS, CALLS = 4, 24
+SETS = 4
 
 TEXT = (
     """\
@@ -121,7 +116,7 @@ def arguments(rows: int, depth: int) -> list[tuple[Tensor, ...]]:
 
 def error(result: Tensor, x: Tensor, w: Tensor, b: Tensor) -> float:
     truth = Activation()(x[:64].double() @ w.double().T, b.double())
-    return float((result[:64] - truth).norm() / truth.norm())
+    return contest.error(result[:64], truth)
 
 
 def contenders(sets: list[tuple[Tensor, ...]], library: Any, stream: int
@@ -152,53 +147,17 @@ def contenders(sets: list[tuple[Tensor, ...]], library: Any, stream: int
     return calls, errors
 
 
-def measure(rows: int, depth: int, library: Any) -> dict[str, Any]:
+def measure(shape: tuple[int, ...], library: Any) -> dict[str, Any]:
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream), torch.no_grad():
-        calls, errors = contenders(arguments(rows, depth), library, stream.cuda_stream)
-        graphs = {}
-        for name, call in calls.items():
-            call()
-            torch.cuda.synchronize()
-            graphs[name] = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graphs[name], stream=stream):
-                for _ in range(CALLS):
-                    call()
-    replays = {name: graph.replay for name, graph in graphs.items()}
-    timed = timer.time_calls(replays, torch.device("cuda"), samples=11, inner=1)
-    us = {name: round(t.p50_ms * 1e3 / CALLS, 2) for name, t in timed.items()}
-    return {"rows": rows, "depth": depth, "us": us,
-            "errors": {n: round(e, 6) for n, e in errors.items()}}  # fmt: skip
+        calls, errors = contenders(arguments(*shape), library, stream.cuda_stream)
+        return {"us": contest.us_in_turns(calls, stream), "errors": errors}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--seconds", type=float, default=120)
-    args = parser.parse_args()
-    start, results = time.monotonic(), []
-    library = kernel_library("cuda", 0, "", 0)
+    args = contest.arguments_of(__doc__, seconds=120).parse_args()
     found = [s for _, depth in SHAPES for _, s in sources(4 * depth, depth, torch.float16)]
-    library.build(list(dict.fromkeys(found)))
-    print(f"{len(set(found))} kernels built in {time.monotonic() - start:.1f} s", flush=True)
-    for rows, depth in SHAPES:
-        if time.monotonic() - start > args.seconds:
-            print("out of time")
-            break
-        results.append(measure(rows, depth, library))
-        us = results[-1]["us"]
-        best = sorted((us[n], n) for n in us if n.startswith("("))[:3]
-        print(f"{rows}x{depth}: library {us['library']} (GEMM {us['gemm alone']}), ours {best}; "
-              f"errors {results[-1]['errors']['library']} {results[-1]['errors'][best[0][1]]}",
-              flush=True)  # fmt: skip
-    report = {
-        "kind": "gemm_geglu",
-        "environment": environment.describe(torch.device("cuda")),
-        "rows": results,
-    }
-    (args.out / "gemm_geglu_h100.json").write_text(json.dumps(report, indent=1))
+    contest.hold("gemm_geglu", args, found, SHAPES, measure)
 
 
 if __name__ == "__main__":

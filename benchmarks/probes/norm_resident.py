@@ -10,27 +10,22 @@ Beside the two kernels that Strop generates today. Errors are against fp64.
 
 from __future__ import annotations
 
-import argparse
 import copy
 import itertools
-import json
-import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
+import contest
 import torch
 from torch import Tensor, nn
 
 import strop
-from strop.bench import environment, timer
 from strop.ir.dims import symbol
 from strop.ir.source import KernelSource, Scratch
-from strop.runtime.kernels import kernel_library
 
 SHAPES = ((2, 320, 64), (2, 640, 64), (2, 960, 64), (2, 640, 32), (2, 960, 32), (2, 1280, 32),
           (2, 1920, 32), (2, 2560, 16), (1, 512, 64), (8, 320, 64))  # fmt: skip
-NUM_SMS, GROUPS, SETS, CALLS = 132, 32, 6, 24
+NUM_SMS, GROUPS, SETS = 132, 32, 6
 WIDTHS, WARPS = (64, 128), (4, 8, 16)
 
 HEAD = """\
@@ -133,7 +128,7 @@ def candidates(shape: tuple[int, ...], dtype: torch.dtype
         held = rows * channels // (32 * warps)
         if channels % cols == 0 and rows * cols >= 32 * warps and held <= 80:
             slabs = side * side // rows
-            name = f"{rows}x{cols}, {warps} warps"
+            name = f"({rows}x{cols}, {warps} warps)"
             yield name, source_of(channels, rows, cols, slabs, warps, dtype), slabs
 
 
@@ -152,9 +147,7 @@ def bound(source: KernelSource, slabs: int, sets: list[tuple[Tensor, Tensor]], n
           library: Any, stream: int) -> tuple[Callable[[], None], list[Tensor]]:  # fmt: skip
     n, _, height, width = sets[0][0].shape
     sizes = [height * width, slabs, n]
-    names = {f"s{i}": size for i, size in enumerate(sizes)}
-    scratch = [torch.zeros(s.numel.eval(names), device="cuda", dtype=s.dtype)
-               for s in source.scratch]  # fmt: skip
+    scratch = contest.scratch_of(source, sizes)
     launches = itertools.cycle([
         library.bind(source, [t.data_ptr() for t in (x, norm.weight, norm.bias, out, *scratch)],
                      sizes, stream)
@@ -185,7 +178,7 @@ def measure(shape: tuple[int, ...], library: Any) -> dict[str, Any]:
         today = strop.optimize(module, options=strop.Options(cuda_graphs=False))
         numbers = itertools.cycle(sets)
         calls: dict[str, Callable[[], Any]] = {"today": lambda: today(next(numbers)[0])}
-        errors = {"today": error(today(x), truth)}
+        errors = {"today": contest.error(today(x), truth)}
         for name, source, slabs in candidates(shape, x.dtype):
             calls[name], scratch = bound(source, slabs, sets, module.norm, library,
                                          stream.cuda_stream)  # fmt: skip
@@ -193,47 +186,14 @@ def measure(shape: tuple[int, ...], library: Any) -> dict[str, Any]:
             for _ in range(SETS):
                 calls[name]()
             torch.cuda.synchronize()
-            errors[name] = error(out, truth)
-        graphs = {}
-        for name, call in calls.items():
-            call()
-            torch.cuda.synchronize()
-            graphs[name] = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graphs[name], stream=stream):
-                for _ in range(CALLS):
-                    call()
-    replays = {name: graph.replay for name, graph in graphs.items()}
-    timed = timer.time_calls(replays, torch.device("cuda"), samples=11, inner=1)
-    us = {n: round(t.p50_ms * 1e3 / CALLS, 2) for n, t in timed.items()}
-    return {"shape": shape, "us": us, "errors": errors}
-
-
-def error(result: Tensor, truth: Tensor) -> float:
-    return round(float((result - truth).norm() / truth.norm()), 6)
+            errors[name] = contest.error(out, truth)
+        return {"us": contest.us_in_turns(calls, stream), "errors": errors}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--seconds", type=float, default=60)
-    args = parser.parse_args()
-    start, results = time.monotonic(), []
-    library = kernel_library("cuda", 0, "", 0)
-    found = [s for shape in SHAPES for _, s, _ in candidates(shape, torch.float16)]
-    library.build(list(dict.fromkeys(found)))
-    print(f"{len(set(found))} kernels built in {time.monotonic() - start:.1f} s", flush=True)
-    for shape in SHAPES:
-        if time.monotonic() - start > args.seconds:
-            print("out of time")
-            break
-        results.append(measure(shape, library))
-        us, errors = results[-1]["us"], results[-1]["errors"]
-        best = sorted((us[n], n) for n in us if n != "today")[:3]
-        print(f"{shape}: today {us['today']}, ours {best}; errors {errors['today']} "
-              f"{errors[best[0][1]] if best else ''}", flush=True)  # fmt: skip
-    described = environment.describe(torch.device("cuda"))
-    report = {"kind": "norm_resident", "environment": described, "rows": results}
-    (args.out / "norm_resident_h100.json").write_text(json.dumps(report, indent=1))
+    args = contest.arguments_of(__doc__, seconds=60).parse_args()
+    sources = [s for shape in SHAPES for _, s, _ in candidates(shape, torch.float16)]
+    contest.hold("norm_resident", args, sources, SHAPES, measure)
 
 
 if __name__ == "__main__":

@@ -15,18 +15,6 @@ Invoke = Callable[..., Result]
 
 
 @pytest.fixture(scope="session")
-def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A diffusers folder in the format of the shipped weights."""
-    from strop.models.sprites import network, settings, vocabulary
-
-    folder = tmp_path_factory.mktemp("model")
-    built = network.parts(settings.TINY)
-    network.pipeline(built, settings.TINY.noise).save_pretrained(folder)
-    vocabulary.write(folder / "tokenizer")
-    return folder
-
-
-@pytest.fixture(scope="session")
 def cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One kernel cache for all tests, so that the tiny model is compiled once."""
     return tmp_path_factory.mktemp("cache")

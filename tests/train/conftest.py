@@ -26,19 +26,6 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
 
 
 @pytest.fixture(scope="session")
-def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A diffusers folder in the format of the shipped weights, with random weights."""
-    pytest.importorskip("diffusers")
-    from strop.models.sprites import network, settings, vocabulary
-
-    folder = tmp_path_factory.mktemp("model")
-    built = network.parts(settings.TINY)
-    network.pipeline(built, settings.TINY.noise).save_pretrained(folder)
-    vocabulary.write(folder / "tokenizer")
-    return folder
-
-
-@pytest.fixture(scope="session")
 def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Five drawings with captions in metadata.jsonl."""
     pytest.importorskip("diffusers")
