@@ -28,6 +28,7 @@ from strop.ir.loops import (
     outs_of,
 )
 from strop.ir.ops import OPS, compute_dtype
+from strop.ir.source import is_within
 
 TYPES: Mapping[torch.dtype, str] = {
     torch.bool: "tl.int1",
@@ -76,8 +77,7 @@ class Form:
     meaning: Mapping[str, Expr] = field(default_factory=dict)
 
     def fits(self, sizes: Mapping[str, int]) -> bool:
-        size = self.size.eval(sizes)
-        return size <= self.most and size % self.multiple == 0
+        return is_within(self.size.eval(sizes), self.most, self.multiple)
 
 
 @dataclass

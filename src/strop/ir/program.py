@@ -15,7 +15,7 @@ import torch
 
 from strop.ir.dims import Expr
 from strop.ir.ops import is_foreign
-from strop.ir.source import KernelSource
+from strop.ir.source import KernelSource, is_within
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,7 @@ class KernelVariant:
     multiple: int
 
     def fits(self, size: int) -> bool:
-        return size <= self.most and size % self.multiple == 0
+        return is_within(size, self.most, self.multiple)
 
 
 @dataclass(frozen=True, slots=True)

@@ -82,6 +82,11 @@ _WIDER = (
 )
 
 
+def is_within(size: int, most: int, multiple: int) -> bool:
+    """Whether a form of a kernel serves this size: one rule for printing, building and running."""
+    return size <= most and size % multiple == 0
+
+
 @dataclass(frozen=True, slots=True)
 class Variant:
     """A faster form of a kernel, right where ``size`` is at most ``most`` and a multiple of
@@ -94,8 +99,7 @@ class Variant:
     multiple: int = 1
 
     def fits(self, sizes: Mapping[str, int]) -> bool:
-        size = self.size.eval(sizes)
-        return size <= self.most and size % self.multiple == 0
+        return is_within(self.size.eval(sizes), self.most, self.multiple)
 
 
 @dataclass(frozen=True, slots=True)
