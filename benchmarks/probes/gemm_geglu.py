@@ -121,7 +121,9 @@ def error(result: Tensor, x: Tensor, w: Tensor, b: Tensor) -> float:
 
 def contenders(sets: list[tuple[Tensor, ...]], library: Any, stream: int
                ) -> tuple[dict[str, Callable[[], None]], dict[str, float]]:  # fmt: skip
-    activation = strop.optimize(Activation(), options=strop.Options(cuda_graphs=False))
+    activation = strop.optimize(
+        Activation().eval(), options=strop.Options(cuda_graphs=False, strict=True)
+    )
     numbers = itertools.cycle(sets)
 
     def plain() -> None:

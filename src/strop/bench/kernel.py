@@ -8,12 +8,16 @@ compiles every shape anew.
 
 from __future__ import annotations
 
+import gc
 import math
+import multiprocessing
 import random
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from multiprocessing.synchronize import Lock
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -40,6 +44,7 @@ SETS_BYTES = 600e6  # all sets together
 GRAPH_US, MAX_CALLS = 300.0, 48  # of one graph
 ASSUMED_BYTES_PER_US = 2.5e6
 CPU_SAMPLE_MS = 2.0
+LARGE_BYTES = 1 << 30  # moved by a case whose first calls wait for each other's
 COPY_BYTES = 1 << 30  # what the ceiling is measured with on a GPU; a CPU's caches take no part
 Forward = Callable[..., Any]
 
@@ -232,7 +237,8 @@ def _apart(cases: Iterable[KernelCase], device: torch.device, dtype: torch.dtype
     shapes: dict[str, list[tuple[int, ...]]] = {}
     for case in cases:
         shapes.setdefault(case.family, []).append(case.shape)
-    works = [partial(_family, name, found, device, dtype, peers, samples, bandwidth)
+    large = multiprocessing.get_context("spawn").Lock()
+    works = [partial(_family, name, found, device, dtype, peers, samples, bandwidth, large)
              for name, found in shapes.items()]  # fmt: skip
     rows: list[dict[str, Any]] = []
     seconds: dict[str, float] = {}
@@ -244,19 +250,35 @@ def _apart(cases: Iterable[KernelCase], device: torch.device, dtype: torch.dtype
 
 
 def _family(name: str, shapes: Sequence[tuple[int, ...]], device: torch.device,
-            dtype: torch.dtype, peers: Sequence[str], samples: int, bandwidth: float
+            dtype: torch.dtype, peers: Sequence[str], samples: int, bandwidth: float, large: Lock
             ) -> Iterator[Any]:  # fmt: skip
-    """The cases of one family, for ``in_turns``: rows, and seconds of first calls."""
+    """The cases of one family, for ``in_turns``: rows, and seconds of first calls. First calls of
+    large cases hold ``large``: all families at once would not fit on the device."""
     (family,) = (f for f in (*ROW_FAMILIES, GROUP_NORM) if f.name == name)
     cases = [case_of(family, shape) for shape in shapes]
     bench = Bench(device, dtype, peers, samples)
-    prepared = [bench.first(case, bench.arguments(case)) for case in cases]
+    prepared = []
+    for case in cases:
+        is_large = case.bytes_moved(dtype) > LARGE_BYTES
+        with large if is_large else nullcontext():
+            prepared.append(bench.first(case, bench.arguments(case)))
+            if is_large:
+                _give_back(device)
+    _give_back(device)
+    yield None
+    rows = []
+    for case, first in zip(cases, prepared, strict=True):
+        rows.append(bench.timed(case, bench.arguments(case), *first, bandwidth))
+        _give_back(device)
+    yield rows, bench.seconds
+
+
+def _give_back(device: torch.device) -> None:
+    """Memory that this process only keeps in reserve, to the others that wait beside it. Compilers
+    leave tensors in cycles."""
+    gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
-    yield None
-    rows = [bench.timed(case, bench.arguments(case), *first, bandwidth)
-            for case, first in zip(cases, prepared, strict=True)]  # fmt: skip
-    yield rows, bench.seconds
 
 
 def summary(rows: Sequence[dict[str, Any]], peers: Sequence[str]) -> list[dict[str, Any]]:

@@ -11,6 +11,7 @@ import multiprocessing
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from typing import Any
 
 from strop.errors import StropError
@@ -32,16 +33,19 @@ def in_turns(works: Sequence[Work]) -> list[Any]:
             processes.append(process)
         for pipe in pipes:
             _answer(pipe)
-        return [_timed(pipe) for pipe in pipes]
+        return [_timed(pipe, process) for pipe, process in zip(pipes, processes, strict=True)]
     finally:
         for process in processes:
             process.terminate()
             process.join()
 
 
-def _timed(pipe: Connection) -> Any:
+def _timed(pipe: Connection, process: BaseProcess) -> Any:
     pipe.send("now")
-    return _answer(pipe)
+    answer = _answer(pipe)
+    process.terminate()
+    process.join()  # the next one finds the device's memory given back
+    return answer
 
 
 def _answer(pipe: Connection) -> Any:

@@ -48,7 +48,10 @@ NUM_WARPS = 4
 # 8 bytes in 6 kernels that then used 72 to 96 registers.
 MAX_REGISTERS = 255
 STAGES = 3  # of the software pipeline: with one tile at a time the loop waits for memory
-BLOCKED_COLS = 256  # of a tile when the cols are many, or not known
+BLOCKED_COLS = 256  # of a tile when the cols are not known
+# Of a tile when the cols are many and all kept: 128 bytes of fp16 a row, and enough programs
+# without cutting few rows into slabs, which costs a second pass.
+NARROW_COLS = 64
 STEPS = 8  # loop steps below which a slab is not worth a program, and a part of the merge
 MERGE_ELEMENTS = 2048
 
@@ -85,8 +88,10 @@ class _Column:
 
     def _cols_tile(self) -> int:
         num_cols = self.printer.kernel.num_cols
-        if num_cols.is_const and num_cols.value <= MAX_LANES:
+        if num_cols.is_const and num_cols.value <= (MAX_LANES if self.lanes else BLOCKED_COLS):
             return next_power_of_two(num_cols.value)
+        if num_cols.is_const and not self.lanes:
+            return NARROW_COLS
         if self.lanes:
             raise UnsupportedError(
                 f"{self.printer.kernel.name}: {num_cols} cols, some of them reduced, do not fit "
