@@ -41,6 +41,7 @@ TARGETS = {
         triton.stitched,
         triton.emit_at,
         triton.stitched_at,
+        in_place=True,
     ),
 }
 
@@ -80,6 +81,8 @@ def compile_graph(graph: Graph, signature: Signature, device: str, options: Opti
     target, generic = TARGETS[device], signature.generic
     if not options.early_launch:
         target = in_turn(target)
+    if not options.in_place:
+        target = replace(target, in_place=False)
     emit = once(target.emit)  # a model has many equal kernels
     target = replace(target, emit=without_sizes(emit) if generic else emit,
                      emit_at=None if generic else target.emit_at,

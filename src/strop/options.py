@@ -33,6 +33,8 @@ class Options:
     disable: tuple[str, ...] = _knob((), "names of passes to skip", "STROP_DISABLE")
     early_launch: bool = _knob(True, "launch a kernel before the one before it has ended (sm_90)",
                                "STROP_EARLY_LAUNCH")  # fmt: skip
+    in_place: bool = _knob(True, "write a kernel's result over an operand that nobody reads again",
+                           "STROP_IN_PLACE")  # fmt: skip
     cache_dir: str = _knob("", "where plans and kernels are kept; empty: ~/.cache/strop",
                            "STROP_CACHE_DIR", keyed=False)  # fmt: skip
     dump: str = _knob("", "folder for the files of every compiled graph, from ATen to kernels",

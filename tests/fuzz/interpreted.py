@@ -101,7 +101,7 @@ def interpreted(*, triton: bool = False) -> Iterator[None]:
     """Modules that are compiled inside run with interpreted kernels, inside."""
     _KERNELS.clear()
     emit = triton_text.emit if triton else _emit
-    target = Target("cpu", emit, backend.TARGETS["cpu"].planned)
+    target = Target("cpu", emit, backend.TARGETS["cpu"].planned, in_place=triton)
     library = lambda *args: _NoKernels()  # noqa: E731
     with (
         patch.dict(backend.TARGETS, cpu=target),

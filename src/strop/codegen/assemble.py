@@ -7,13 +7,13 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, TypeVar
 
-from strop.codegen.mutation import Lowered, redirected_stores
+from strop.codegen.mutation import Lowered, reads_before_it_writes, redirected_stores
 from strop.errors import ShapeError
 from strop.fusion.plan import FusionPlan, Group, Stitch
 from strop.ir.affine import base_of, strided
 from strop.ir.dims import Expr, const, product
 from strop.ir.graph import Builder, Graph, Node, Ref
-from strop.ir.loops import Kernel, Load, Place, has_places, spaces
+from strop.ir.loops import Kernel, Load, Place, Schedule, has_places, spaces
 from strop.ir.program import (
     Buffer,
     CallStep,
@@ -42,6 +42,7 @@ class Target:
     # the one form of each that runs at some sizes, where it can be printed alone
     emit_at: Callable[[Kernel, Sizes], KernelSource] | None = None
     stitched_at: Callable[[Kernel, Sizes], KernelSource | None] = lambda kernel, sizes: None
+    in_place: bool = False  # a program writes an element after its last look at it
 
     def source_at(self, kernel: Kernel, sizes: Sizes) -> KernelSource:
         return self.emit_at(kernel, sizes) if self.emit_at else self.emit(kernel).at(sizes)
@@ -171,22 +172,40 @@ def _kernel_step(
     ops = tuple(dict.fromkeys(n.op for n in group.nodes))
     writes = tuple(a.number[n] for n in group.stores)
     numbers = tuple(a.number[n] for n in buffers)
-    variants = _variants(a, emitted.variants, numbers, offsets, writes)
+    variants = _variants(a, kernel, emitted.variants, numbers, offsets, writes)
     dims = tuple({s.size: None for s in kernel.body + kernel.tail if isinstance(s, Place)})
     return KernelStep(
         index, numbers, offsets, writes, emitted.scalars, group.origin, ops, variants, (),
-        _lookups(a, group), dims, _lookup_sizes(kernel),
+        _lookups(a, group), dims, _lookup_sizes(kernel), _in_place(a, kernel, numbers, offsets),
     )  # fmt: skip
 
 
 def _variants(
-    a: _Assembly, found: Sequence[Variant], buffers: tuple[int, ...], offsets: tuple[Expr, ...],
-    writes: tuple[int, ...],
+    a: _Assembly, kernel: Kernel, found: Sequence[Variant], buffers: tuple[int, ...],
+    offsets: tuple[Expr, ...], writes: tuple[int, ...],
 ) -> tuple[KernelVariant, ...]:  # fmt: skip
+    in_place = _in_place(a, kernel, buffers, offsets)
     return tuple(
         KernelVariant(a.sources.setdefault(v.source, len(a.sources)), buffers, offsets, writes,
-                      v.scalars, v.size, v.most, v.multiple)
+                      v.scalars, v.size, v.most, v.multiple, in_place)
         for v in found
+    )  # fmt: skip
+
+
+def _in_place(a: _Assembly, kernel: Kernel, buffers: Sequence[int], offsets: tuple[Expr, ...]
+              ) -> tuple[tuple[int, int], ...]:  # fmt: skip
+    """(written, read): planned buffers, of which the kernel reads each element where and before it
+    writes it. Where they have one size and the operand ends there, they get one memory."""
+    if not a.target.in_place or kernel.schedule is Schedule.COLUMN:
+        return ()
+    whole = [n for n, number in enumerate(buffers)
+             if a.buffers[number].kind == "arena" and offsets[n] == const(0)
+             and buffers.count(number) == 1]  # fmt: skip
+    written = [n for n in whole if kernel.params[n].is_output]
+    return tuple(
+        (buffers[new], buffers[old]) for new in written for old in whole
+        if old not in written and kernel.params[new].dtype == kernel.params[old].dtype
+        and reads_before_it_writes(kernel, offsets, old, new)
     )  # fmt: skip
 
 
@@ -202,7 +221,7 @@ def _stitch(
         return  # whose faults belong to one step
     buffers, writes = ([a.number[n] for n in of] for of in (nodes, stitch.whole.stores))
     forms = a.target.stitched(kernel)
-    variants = _variants(a, forms, tuple(buffers), offsets, tuple(writes))
+    variants = _variants(a, kernel, forms, tuple(buffers), offsets, tuple(writes))
     guest = stitch.reader if stitch.host is stitch.statistics else stitch.statistics
     host = steps[stitch.host]
     steps[stitch.host] = replace(host, variants=variants + host.variants)

@@ -11,11 +11,12 @@ from collections.abc import Mapping, Sequence
 
 from strop.fusion.plan import FusionPlan, Group
 from strop.ir.affine import base_of
-from strop.ir.dims import Expr
+from strop.ir.dims import Expr, const
 from strop.ir.graph import Graph, Node
-from strop.ir.loops import Kernel, Load, Store
+from strop.ir.loops import Index, Kernel, Load, Schedule, Store
 from strop.ir.ops import Kind
 
+ONE = const(1)
 Lowered = Mapping[Group, tuple[Kernel, tuple[Node, ...], tuple[Expr, ...]]]
 
 
@@ -44,13 +45,32 @@ def _is_unseen(destination: Node, value: Node, maker: Group, write: Node,
     kernel, buffers, offsets = lowered[maker]
     if destination not in buffers:
         return True
-    read, written = buffers.index(destination), buffers.index(value)
+    return reads_before_it_writes(kernel, offsets, buffers.index(destination),
+                                  buffers.index(value))  # fmt: skip
+
+
+def reads_before_it_writes(
+    kernel: Kernel, offsets: Sequence[Expr], read: int, written: int
+) -> bool:
+    """Whether two params of a kernel may be one piece of memory: the program that writes an element
+    is the only one that reads it, and has done so. Code generators run a kernel's stores along the
+    cols in its last sweep."""
     if offsets[read] != offsets[written]:
         return False
     stmts = kernel.body + kernel.tail
-    stores = {s.index for s in stmts if isinstance(s, Store) and s.param == written}
-    reads = [s for s in stmts if isinstance(s, Load) and s.param == read]
-    return all(s.index in stores and not s.lookups for s in reads)
+    stores = {s.index: at for at, s in reversed(tuple(enumerate(stmts)))
+              if isinstance(s, Store) and s.param == written}  # fmt: skip
+    return all(
+        at < stores.get(s.index, -1) and not s.lookups and _is_own(kernel, s.index)
+        for at, s in enumerate(stmts)
+        if isinstance(s, Load) and s.param == read
+    )
+
+
+def _is_own(kernel: Kernel, index: Index) -> bool:
+    """Whether one program alone has these elements: nothing is left out that programs share out."""
+    axes = kernel.rows if kernel.schedule is Schedule.ROW else kernel.rows + kernel.cols
+    return all(a.name in index.axes for a in axes if not a.reduced and a.size != ONE)
 
 
 def _reads(step: Group | Node, lowered: Lowered) -> set[Node]:

@@ -272,7 +272,11 @@ def _in_sweeps(printer: Printer, row: Flat, masks: dict[str, str], cols: int) ->
 
 
 class _Sweeps:
-    """Which statements of a ROW kernel run in which sweep over the cols."""
+    """Which statements of a ROW kernel run in which sweep over the cols.
+
+    All stores along the cols are in the last one: memory that is read as well as written
+    (``mutation``) has its old values until no sweep reads them again.
+    """
 
     def __init__(self, kernel: Kernel) -> None:
         self.stmts = kernel.body
@@ -285,6 +289,8 @@ class _Sweeps:
                 self.level[out] = self._level(stmt) + reduces
                 self.along[out] = not reduces and self._is_along(stmt)
         self.num_levels = max([0, *(self._level(stmt) for stmt in kernel.body)]) + 1
+        self.last = max([0, *(self._level(stmt) for stmt in kernel.body
+                              if isinstance(stmt, Reduce) or self._is_along(stmt))])  # fmt: skip
 
     def _level(self, stmt: Stmt) -> int:
         return max([0, *(self.level[arg] for arg in args_of(stmt))])
@@ -307,8 +313,8 @@ class _Sweeps:
         roots = [
             stmt
             for stmt in self.stmts
-            if self._level(stmt) == level
-            and (isinstance(stmt, Reduce) or (isinstance(stmt, Store) and self._is_along(stmt)))
+            if (isinstance(stmt, Reduce) and self._level(stmt) == level)
+            or (isinstance(stmt, Store) and self._is_along(stmt) and level == self.last)
         ]
         needed = {arg for stmt in roots for arg in args_of(stmt) if self.along[arg]}
         chosen: list[Stmt] = []

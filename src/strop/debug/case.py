@@ -155,7 +155,7 @@ def bind(case: Case, program: Program, arguments: Mapping[int, Tensor]
     placed = place(program, given)
     state = [x if spec.is_state else None for x, spec in zip(placed, program.inputs, strict=True)]
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-    bound = Bound(program, case.env, state, library, Workspace(device), stream)
+    bound = Bound(program, case.env, state, library, Workspace(device), stream, in_place=False)
     return bound, bound.in_layout([*given, *[None] * (len(state) - len(given))])
 
 

@@ -84,6 +84,7 @@ class KernelVariant:
     size: Expr
     most: int
     multiple: int
+    in_place: tuple[tuple[int, int], ...] = ()  # as in KernelStep
 
     def fits(self, size: int) -> bool:
         return is_within(size, self.most, self.multiple)
@@ -105,6 +106,7 @@ class KernelStep:
     lookups: tuple[str, ...] = ()  # modules whose indices this kernel checks,
     looked_up: tuple[Expr, ...] = ()  # and the sizes of the dims that they look into
     lookup_sizes: tuple[Expr | None, ...] = ()  # per buffer, how many elements are looked up there
+    in_place: tuple[tuple[int, int], ...] = ()  # (written, read): buffers that may be one memory
 
     def at(self, value: Callable[[Expr], int]) -> KernelStep | None:
         """What runs where sizes have these values; None where another step does this one's work."""
@@ -114,7 +116,8 @@ class KernelStep:
         if form is None:
             return self
         return replace(self, kernel=form.kernel, buffers=form.buffers, offsets=form.offsets,
-                       writes=form.writes, scalars=form.scalars)  # fmt: skip
+                       writes=form.writes, scalars=form.scalars, in_place=form.in_place
+                       )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

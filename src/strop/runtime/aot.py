@@ -247,8 +247,9 @@ class AotProgram:
                 workspace = self._workspaces.setdefault(stream, Workspace(self.device))
                 state: list[Tensor | None] = [*(None for _ in arguments), *self._constants]
                 bound = self._bounds[key, stream] = Bound(
-                    self.program, env, state, self.library, workspace, stream
-                )
+                    self.program, env, state, self.library, workspace, stream,
+                    in_place=self._checked is None,
+                )  # fmt: skip
             inputs = bound.in_layout(tensors)
             if is_new and self._checked is not None:
                 from strop.debug.check import run_checked

@@ -27,7 +27,7 @@ from strop.runtime.calls import ALLOCATING, CUDA_ALLOCATING, CUDA_PLANNED_OUT, P
 from strop.runtime.faults import Faults
 from strop.runtime.hoisting import Hoist, Hoisted, Stamp, prologue_of
 from strop.runtime.kernels import BoundKernel, KernelLibrary
-from strop.runtime.memory import Interval, plan_arena
+from strop.runtime.memory import Interval, plan_arena, shared
 from strop.runtime.native import BoundKernel as NativeKernel
 
 Getter = Callable[[], Tensor]
@@ -59,7 +59,8 @@ class Bound:
 
     def __init__(self, program: Program, env: Mapping[str, int], state: Sequence[Tensor | None],
                  kernels: KernelLibrary, workspace: Workspace, stream: int,
-                 hoist: Hoist | None = None) -> None:  # fmt: skip
+                 hoist: Hoist | None = None, *, in_place: bool = True) -> None:  # fmt: skip
+        """Without ``in_place`` operands of a step are still there when it has run."""
         self.program, self.env, self.stream = program, env, stream
         self.steps = program.at(env)  # None where another step does the work of one
         self._state, self._kernels, self._workspace = state, kernels, workspace
@@ -73,7 +74,7 @@ class Bound:
         self._sizes: dict[Expr, int] = {}
         self._shapes = [self._eval_all(b.shape) for b in program.buffers]
         self._strides = [self._eval_all(b.strides) for b in program.buffers]
-        self._plan_memory()
+        self._plan_memory(in_place)
         self._sources = self._built()
         self._faults = Faults(program, workspace.device)
         self._memory: Tensor | None = None
@@ -108,7 +109,7 @@ class Bound:
 
     # memory
 
-    def _plan_memory(self) -> None:
+    def _plan_memory(self, shares: bool) -> None:
         """Offsets of arena buffers and scratch; when each library result is last read."""
         first: dict[int, int] = {}
         last: dict[int, int] = {}
@@ -120,12 +121,15 @@ class Bound:
         for item in self.program.returned:
             if item.tensor is not None:
                 last[item.tensor.buffer] = len(self.program.steps)
-        intervals, owners = [], []
-        for number, buffer in enumerate(self.program.buffers):
-            if buffer.kind == "arena" and number in first and number not in self.hoisted.kept:
-                size = self._size_bytes(number)
-                intervals.append(Interval(first[number], last[number], size))
-                owners.append(("buffer", number, 0))
+        alive = {number: Interval(first[number], last[number], self._size_bytes(number))
+                 for number, buffer in enumerate(self.program.buffers)
+                 if buffer.kind == "arena" and number in first and number not in self.hoisted.kept
+                 }  # fmt: skip
+        steps = [self.steps[position] for position in times] if shares else []
+        pairs = (pair for step in steps if isinstance(step, KernelStep) for pair in step.in_place)
+        placed, host = shared(alive, pairs)
+        owners = [("buffer", number, 0) for number in placed]
+        intervals = list(placed.values())
         for position, step in enumerate(self.steps):
             if isinstance(step, KernelStep):
                 for index, size in enumerate(self._scratch_bytes(step)):
@@ -133,6 +137,8 @@ class Bound:
                     owners.append(("scratch", position, index))
         offsets, self.arena_bytes = plan_arena(intervals)
         self._offsets = dict(zip(owners, offsets, strict=True))
+        self._offsets |= {("buffer", new, 0): self._offsets["buffer", old, 0]
+                          for new, old in host.items()}  # fmt: skip
         self._last = last
         kept = [Interval(0, 0, self._size_bytes(number)) for number in self.hoisted.kept]
         self._kept_offsets, self.kept_bytes = plan_arena(kept)

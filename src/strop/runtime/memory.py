@@ -7,8 +7,8 @@ Memory Management for Deep Neural Net Inference", arXiv:2001.03288, "greedy by s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 ALIGNMENT_BYTES = 256
 
@@ -43,6 +43,25 @@ def plan_arena(intervals: Sequence[Interval]) -> tuple[list[int], int]:
         placed.sort()
         total = max(total, offset + size)
     return offsets, total
+
+
+def shared(alive: Mapping[int, Interval], pairs: Iterable[tuple[int, int]]
+           ) -> tuple[dict[int, Interval], dict[int, int]]:  # fmt: skip
+    """One memory for the buffers (new, old) of a pair, where the step that makes the new one is the
+    last to read the old one. ``pairs`` in the order of steps. Intervals of what is left to place,
+    and for each buffer that is not the one in whose memory it lies."""
+    found, host = dict(alive), dict[int, int]()
+    taken: set[int] = set()
+    for new, old in pairs:
+        if new not in found or old not in alive or old in taken:
+            continue
+        root = host.get(old, old)
+        value, place = found[new], found[root]
+        if alive[old].last == value.first and place.size_bytes == value.size_bytes:
+            host[new], found[root] = root, replace(place, last=value.last)
+            del found[new]
+            taken.add(old)
+    return found, host
 
 
 def _aligned(size_bytes: int) -> int:
