@@ -229,7 +229,8 @@ def _publish(plan: _Column) -> None:
     Groups of any width become the rows of a block by a gather within the program.
     """
     if not plan.lanes:
-        _store_partials(plan, "", "col", "col_mask" if _has_col_mask(plan) else "")
+        with plan.printer.out.block("if splits > 1:"):
+            _store_partials(plan, "", "col", "col_mask" if _has_col_mask(plan) else "")
         return
     printer, add = plan.printer, plan.add
     num_kept, per_kept = plan.num_kept.value, plan.per_kept.value
@@ -287,10 +288,17 @@ def _times(n: int, size: str) -> str:
 
 def _finish(plan: _Column) -> None:
     """The program that arrives last merges the slabs and runs the tail."""
-    add = plan.add
-    add("tl.debug_barrier()")
-    add('arrived = tl.atomic_add(arrivals + group, 1, sem="acq_rel", scope="gpu")')
-    with plan.printer.out.block("if arrived == splits - 1:"):
+    add, block = plan.add, plan.printer.out.block
+    arrive = 'tl.atomic_add(arrivals + group, 1, sem="acq_rel", scope="gpu")'
+    if plan.lanes:
+        add("tl.debug_barrier()")
+        add(f"arrived = {arrive}")
+    else:
+        add("is_last = splits == 1")
+        with block("if splits > 1:"):
+            add("tl.debug_barrier()")
+            add(f"is_last = {arrive} == splits - 1")
+    with block("if arrived == splits - 1:" if plan.lanes else "if is_last:"):
         add("tl.store(arrivals + group, 0)")
         if plan.lanes:
             kept_tile = next_power_of_two(plan.num_kept.value)
@@ -308,27 +316,42 @@ def _finish(plan: _Column) -> None:
 
 
 def _merge(plan: _Column, masked: bool) -> None:
-    """States of all slabs into one, a few slabs at a time and always in the same order."""
+    """States of all slabs into one. A program that is alone with its cols has it already: that
+    saves a trip to memory and back."""
     printer, add = plan.printer, plan.add
     tile = Tile((), {"r": "1", "c": "KEPT"}, {})
     for stmt in plan.reductions:
         start(printer, stmt, tile, "_total")
+    if plan.lanes:
+        _merge_slabs(plan, masked)
+    else:
+        with printer.out.block("if splits > 1:"):
+            _merge_slabs(plan, masked)
+        with printer.out.block("else:"):
+            for stmt in plan.reductions:
+                names = zip(state_names(stmt, "_total"), state_names(stmt), strict=True)
+                for total, own in names:
+                    add(f"{total} = {own}")
+    for stmt in plan.reductions:
+        count = plan.text(plan.num_rows * plan.per_kept)
+        finish(printer, stmt, count, frozenset("c"), "_total")
+
+
+def _merge_slabs(plan: _Column, masked: bool) -> None:
+    """A few slabs at a time, and always in the same order."""
+    printer, add = plan.printer, plan.add
     if plan.moments:
         add("total_count = tl.full([1, KEPT], 0, tl.int32)")
     with printer.out.block("for at in range(0, splits, SPLITS):"):
         _parts(plan, masked)
         for stmt in plan.reductions:
-            names = state_names(stmt, "_part")
-            for which, name in enumerate(names):
+            for which, name in enumerate(state_names(stmt, "_part")):
                 add(f"{name} = {_part(plan, stmt, which)}")
         for stmt in plan.reductions:
             fold(printer, stmt, 0, "count", "tl.maximum(part_count, 1)", "_part")
             _merge_state(plan, stmt)
         if plan.moments:
             add("total_count = merged_count")
-    for stmt in plan.reductions:
-        total = plan.text(plan.num_rows * plan.per_kept)
-        finish(printer, stmt, total, frozenset("c"), "_total")
 
 
 def _merge_state(plan: _Column, stmt: Reduce) -> None:

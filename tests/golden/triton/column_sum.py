@@ -30,22 +30,28 @@ def column_sum(p0, p1, partials, arrivals, s0, s1, s2, splits, ROWS: tl.constexp
     length = tl.maximum(end - begin, 0)
     v1_sum -= v1_sum_lost
     v1_sum = tl.sum(v1_sum, axis=0, keep_dims=True)
-    own_partials = partials + (par * splits + split) * 1 * s2
-    tl.store(own_partials + 0 * s2 + col, v1_sum, mask=col_mask)
-    tl.debug_barrier()
-    arrived = tl.atomic_add(arrivals + group, 1, sem="acq_rel", scope="gpu")
-    if arrived == splits - 1:
+    if splits > 1:
+        own_partials = partials + (par * splits + split) * 1 * s2
+        tl.store(own_partials + 0 * s2 + col, v1_sum, mask=col_mask)
+    is_last = splits == 1
+    if splits > 1:
+        tl.debug_barrier()
+        is_last = tl.atomic_add(arrivals + group, 1, sem="acq_rel", scope="gpu") == splits - 1
+    if is_last:
         tl.store(arrivals + group, 0)
         kept = col
         kept_mask = kept < s2
         v1_total_sum = tl.full([1, KEPT], 0.0, tl.float32)
-        for at in range(0, splits, SPLITS):
-            part = at + tl.arange(0, SPLITS)[:, None]
-            part_mask = (part < splits) & kept_mask
-            every_partials = partials + (par * splits + part) * 1 * s2 + kept
-            v1_part_sum = tl.load(every_partials + 0 * s2, mask=part_mask, other=0.0, cache_modifier=".cg")
-            v1_part_sum = tl.sum(v1_part_sum, axis=0, keep_dims=True)
-            v1_total_sum = v1_total_sum + v1_part_sum
+        if splits > 1:
+            for at in range(0, splits, SPLITS):
+                part = at + tl.arange(0, SPLITS)[:, None]
+                part_mask = (part < splits) & kept_mask
+                every_partials = partials + (par * splits + part) * 1 * s2 + kept
+                v1_part_sum = tl.load(every_partials + 0 * s2, mask=part_mask, other=0.0, cache_modifier=".cg")
+                v1_part_sum = tl.sum(v1_part_sum, axis=0, keep_dims=True)
+                v1_total_sum = v1_total_sum + v1_part_sum
+        else:
+            v1_total_sum = v1_sum
         tl.store(p1 + kept, v1_total_sum, mask=kept_mask)
 
 # grid s1*splits, 4 warps
