@@ -89,6 +89,17 @@ def test_families_apart() -> None:
     assert result["first_call_s"].keys() == {"strop", "eager"}
 
 
+@pytest.mark.parametrize("apart", [False, True])
+def test_what_there_is_no_time_for_is_listed(apart: bool) -> None:
+    cases = [case_of(family, (33, 40)) for family in ROW_FAMILIES[:2]]
+    saved: list[int] = []
+    result = kernel.run(cases, CPU, torch.float32, ("eager",), 3, limit_s=0.0, apart=apart,
+                        save=lambda result: saved.append(len(result["skipped"])))  # fmt: skip
+    assert result["skipped"] == [case.name for case in cases]
+    assert result["rows"] == []
+    assert saved == [1, 2]
+
+
 def failing() -> Iterator[None]:
     yield None
     raise ValueError("no time for that")
@@ -96,7 +107,7 @@ def failing() -> Iterator[None]:
 
 def test_work_in_turns_tells_what_failed() -> None:
     with pytest.raises(StropError, match="no time for that"):
-        in_turns([failing])
+        list(in_turns([failing]))
 
 
 @pytest.mark.parametrize(

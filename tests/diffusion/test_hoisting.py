@@ -179,8 +179,9 @@ def test_the_next_step_sees_what_a_callback_did(callback: Callback, device: str)
     found = picture(on, **after_step(1, callback))
     assert torch.equal(found, expected)
     runs, reuses = (now - then for now, then in zip(counts(on), before, strict=True))
-    assert runs + reuses == STEPS
-    if device == "cpu" or callback is not guidance_ends:  # its new shape is yet to be captured
+    if device == "cuda" and callback is guidance_ends:  # its new shape is run, captured, replayed
+        assert (runs, reuses) == (4, 1)
+    else:
         assert (runs, reuses) == CALLBACKS[callback]
     assert counts(off) == (0, 0)
     unchanged = picture(pipeline(hoist=True, device=device))

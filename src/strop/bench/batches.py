@@ -87,7 +87,7 @@ def run(
     if apart:
         works = [partial(_alone, network.name, device, dtype, batch, peers, samples)
                  for batch in batches]  # fmt: skip
-        found = in_turns(works)
+        found = list(in_turns(works))
         rows, counts = [row for row, _ in found], _together([counts for _, counts in found])
     else:
         field = _Field.of(network, device, dtype, peers, samples)

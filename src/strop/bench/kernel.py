@@ -8,16 +8,12 @@ compiles every shape anew.
 
 from __future__ import annotations
 
-import gc
 import math
-import multiprocessing
 import random
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from multiprocessing.synchronize import Lock
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -35,7 +31,6 @@ from strop.bench.kernel_cases import (
     case_of,
     make,
 )
-from strop.bench.turns import in_turns
 from strop.options import Options
 
 PEERS = ("eager", "inductor", "inductor-dynamic")
@@ -44,7 +39,6 @@ SETS_BYTES = 600e6  # all sets together
 GRAPH_US, MAX_CALLS = 300.0, 48  # of one graph
 ASSUMED_BYTES_PER_US = 2.5e6
 CPU_SAMPLE_MS = 2.0
-LARGE_BYTES = 1 << 30  # moved by a case whose first calls wait for each other's
 COPY_BYTES = 1 << 30  # what the ceiling is measured with on a GPU; a CPU's caches take no part
 Forward = Callable[..., Any]
 
@@ -138,6 +132,30 @@ class Bench:
         return _microseconds(found, rounds * number)
 
 
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """How cases are measured; ``until`` as ``time.time`` says it, for several processes."""
+
+    device: torch.device
+    dtype: torch.dtype
+    peers: tuple[str, ...]
+    samples: int
+    bandwidth: float
+    until: float
+
+    def bench(self) -> Bench:
+        return Bench(self.device, self.dtype, self.peers, self.samples)
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """Rows, names of cases that there was no time for, and seconds of first calls."""
+
+    rows: list[dict[str, Any]]
+    skipped: list[str]
+    seconds: dict[str, float]
+
+
 def _inductor(module: nn.Module, *, dynamic: bool) -> Forward:
     return torch.compile(own_code(module), dynamic=dynamic)
 
@@ -202,83 +220,49 @@ def run(
     cases: Iterable[KernelCase], device: torch.device, dtype: torch.dtype,
     peers: Sequence[str] = PEERS, samples: int = 10, limit_s: float = math.inf,
     each: Callable[[dict[str, Any]], None] = lambda row: None, apart: bool = False,
+    save: Callable[[dict[str, Any]], None] = lambda result: None,
 ) -> dict[str, Any]:  # fmt: skip
-    """Measure the cases in their order; ``each`` gets every row when it is done.
+    """Measure the cases in their order; ``each`` gets every row when it is done, and ``save`` all
+    that there is so far.
 
     What is not measured when ``limit_s`` is over is listed under "skipped". ``apart``: each family
     is compiled in a process of its own, all at once, and then timed in turn.
     """
-    bandwidth = copy_bandwidth(device)
-    skipped: list[str] = []
-    if apart:
-        rows, seconds = _apart(cases, device, dtype, peers, samples, bandwidth)
-        for row in rows:
-            each(row)
-    else:
-        bench = Bench(device, dtype, peers, samples)
-        started, rows, seconds = time.perf_counter(), [], bench.seconds
-        for case in cases:
-            if time.perf_counter() - started > limit_s:
-                skipped.append(case.name)
-                continue
-            rows.append(bench.measure(case, bandwidth))
-            each(rows[-1])
-    return {
-        "kind": "kernel", "environment": environment.describe(device), "dtype": str(dtype),
-        "copy_bytes_per_s": round(bandwidth), "samples": samples, "is_apart": apart, "rows": rows,
-        "skipped": skipped, "first_call_s": {n: round(s, 2) for n, s in seconds.items()},
-        "summary": summary(rows, peers),
-    }  # fmt: skip
+    from strop.bench import kernel_apart
 
-
-def _apart(cases: Iterable[KernelCase], device: torch.device, dtype: torch.dtype,
-           peers: Sequence[str], samples: int, bandwidth: float
-           ) -> tuple[list[dict[str, Any]], dict[str, float]]:  # fmt: skip
-    shapes: dict[str, list[tuple[int, ...]]] = {}
-    for case in cases:
-        shapes.setdefault(case.family, []).append(case.shape)
-    large = multiprocessing.get_context("spawn").Lock()
-    works = [partial(_family, name, found, device, dtype, peers, samples, bandwidth, large)
-             for name, found in shapes.items()]  # fmt: skip
-    rows: list[dict[str, Any]] = []
-    seconds: dict[str, float] = {}
-    for own_rows, own_seconds in in_turns(works):
-        rows += own_rows
-        for name, value in own_seconds.items():
+    bandwidth, environs = copy_bandwidth(device), environment.describe(device)
+    measure = kernel_apart.families if apart else _one_by_one
+    rows, skipped, seconds = list[dict[str, Any]](), list[str](), dict[str, float]()
+    result: dict[str, Any] = {}
+    setting = Setting(device, dtype, tuple(peers), samples, bandwidth, time.time() + limit_s)
+    for found in measure(tuple(cases), setting):
+        rows += found.rows
+        skipped += found.skipped
+        for name, value in found.seconds.items():
             seconds[name] = seconds.get(name, 0.0) + value
-    return rows, seconds
+        result = {
+            "kind": "kernel", "environment": environs, "dtype": str(dtype),
+            "copy_bytes_per_s": round(bandwidth), "samples": samples, "is_apart": apart,
+            "rows": rows, "skipped": skipped,
+            "first_call_s": {n: round(s, 2) for n, s in seconds.items()},
+            "summary": summary(rows, peers),
+        }  # fmt: skip
+        save(result)
+        for row in found.rows:
+            each(row)
+    return result
 
 
-def _family(name: str, shapes: Sequence[tuple[int, ...]], device: torch.device,
-            dtype: torch.dtype, peers: Sequence[str], samples: int, bandwidth: float, large: Lock
-            ) -> Iterator[Any]:  # fmt: skip
-    """The cases of one family, for ``in_turns``: rows, and seconds of first calls. First calls of
-    large cases hold ``large``: all families at once would not fit on the device."""
-    (family,) = (f for f in (*ROW_FAMILIES, GROUP_NORM) if f.name == name)
-    cases = [case_of(family, shape) for shape in shapes]
-    bench = Bench(device, dtype, peers, samples)
-    prepared = []
+def _one_by_one(cases: Sequence[KernelCase], setting: Setting) -> Iterator[Found]:
+    bench = setting.bench()
     for case in cases:
-        is_large = case.bytes_moved(dtype) > LARGE_BYTES
-        with large if is_large else nullcontext():
-            prepared.append(bench.first(case, bench.arguments(case)))
-            if is_large:
-                _give_back(device)
-    _give_back(device)
-    yield None
-    rows = []
-    for case, first in zip(cases, prepared, strict=True):
-        rows.append(bench.timed(case, bench.arguments(case), *first, bandwidth))
-        _give_back(device)
-    yield rows, bench.seconds
-
-
-def _give_back(device: torch.device) -> None:
-    """Memory that this process only keeps in reserve, to the others that wait beside it. Compilers
-    leave tensors in cycles."""
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
+        if time.time() > setting.until:
+            yield Found([], [case.name], {})
+            continue
+        before = dict(bench.seconds)
+        rows = [bench.measure(case, setting.bandwidth)]
+        spent = {name: s - before.get(name, 0.0) for name, s in bench.seconds.items()}
+        yield Found(rows, [], spent)
 
 
 def summary(rows: Sequence[dict[str, Any]], peers: Sequence[str]) -> list[dict[str, Any]]:

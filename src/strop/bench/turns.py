@@ -19,8 +19,9 @@ from strop.errors import StropError
 Work = Callable[[], Iterator[Any]]
 
 
-def in_turns(works: Sequence[Work]) -> list[Any]:
-    """Results in order. Raises StropError with the trace of work that failed."""
+def in_turns(works: Sequence[Work]) -> Iterator[Any]:
+    """Results in order, each as soon as it is there. Raises StropError with the trace of work that
+    failed."""
     context = multiprocessing.get_context("spawn")
     pipes, processes = [], []
     try:
@@ -33,7 +34,8 @@ def in_turns(works: Sequence[Work]) -> list[Any]:
             processes.append(process)
         for pipe in pipes:
             _answer(pipe)
-        return [_timed(pipe, process) for pipe, process in zip(pipes, processes, strict=True)]
+        for pipe, process in zip(pipes, processes, strict=True):
+            yield _timed(pipe, process)
     finally:
         for process in processes:
             process.terminate()

@@ -182,9 +182,7 @@ def kernel(
     samples: Annotated[int, typer.Option(min=3, help="Of each contender, in turns.")] = 10,
     limit: Annotated[
         float,
-        typer.Option(
-            min=1.0, help="Seconds after which no further case is begun; not with --apart."
-        ),
+        typer.Option(min=1.0, help="Seconds after which no further case is begun."),
     ] = 3600.0,
     apart: ApartOption = False,
     out: Annotated[
@@ -208,12 +206,8 @@ def kernel(
              else kernel_cases(where.type, dtype))  # fmt: skip
     chosen = [case for case in cases if not families or case.family in families]
     peers = tuple(peer or bench_kernel.PEERS)
-    result = _measured_kernels(chosen, where, dtype, peers, samples, limit, apart)
-    if out is not None:
-        from strop.bench import report
-
-        result["file"] = str(report.write_json(result, out))
-    _show_kernels(result)
+    result = _measured_kernels(chosen, where, dtype, peers, samples, limit, apart, out)
+    _show_kernels(result | ({"file": str(out)} if out is not None else {}))
 
 
 @app.command("batches", epilog=BATCHES_EXAMPLES)
@@ -267,16 +261,22 @@ def batches(
 
 
 def _measured_kernels(chosen: Sequence[Any], where: Any, dtype: Any, peers: Sequence[str],
-                      samples: int, limit: float, apart: bool) -> dict[str, Any]:  # fmt: skip
+                      samples: int, limit: float, apart: bool, out: Path | None
+                      ) -> dict[str, Any]:  # fmt: skip
     from strop.bench import kernel as bench_kernel
+    from strop.bench import report
     from strop.cli.stages import progress_bar
+
+    def save(result: dict[str, Any]) -> None:
+        if out is not None:  # whoever ends this early keeps what is done
+            report.write_json(result, out)
 
     logging.getLogger("strop").setLevel(logging.ERROR)
     with progress_bar() as bar:
         task = bar.add_task("kernels", total=len(chosen), note="")
         return bench_kernel.run(
             chosen, where, dtype, peers, samples, limit,
-            lambda row: bar.update(task, advance=1, note=row["case"]), apart,
+            lambda row: bar.update(task, advance=1, note=row["case"]), apart, save,
         )  # fmt: skip
 
 
