@@ -25,7 +25,8 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "lowering": ("errors", "options", "ir", "fusion.plan"),
     "codegen": ("errors", "options", "ir", "fusion.plan"),
     "backend": ("errors", "options", "ir", "passes", "patterns", "fusion", "lowering", "codegen"),
-    "runtime": ("errors", "options", "ir", "frontend.capture", "patterns.registry"),
+    "kernels": ("errors", "ir"),
+    "runtime": ("errors", "options", "ir", "frontend.capture", "kernels", "patterns.registry"),
     "api": (
         "errors",
         "options",

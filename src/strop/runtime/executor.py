@@ -29,6 +29,7 @@ from strop.runtime.hoisting import Hoist, Hoisted, Stamp, prologue_of
 from strop.runtime.kernels import BoundKernel, KernelLibrary
 from strop.runtime.memory import Interval, plan_arena, shared
 from strop.runtime.native import BoundKernel as NativeKernel
+from strop.runtime.wide_attention import WideAttention, is_wide
 
 Getter = Callable[[], Tensor]
 Run = Callable[[Sequence[Tensor]], Any]
@@ -281,6 +282,10 @@ class Bound:
         if step.op in self._planned_calls:
             return self._link_planned(step, getters, attrs)
         call, outputs = self._allocating_calls[step.op](attrs), step.outputs
+        if step.op == "attention" and self.program.device == "cuda":
+            dtype = self.program.buffers[step.inputs[0].buffer].dtype
+            if is_wide(attrs, [ref.shape for ref in step.inputs], dtype):
+                call = WideAttention(attrs["scale"], call, self._kernels, self.stream)
         single = attrs.get("single", True)
         if step.op == "aten" and _returns_view(attrs["target"]):
             call = _copied(call)  # a view of the arena would not outlive its operand

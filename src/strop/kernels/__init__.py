@@ -1,0 +1,1 @@
+"""Kernels written by hand, as sources that the runtime builds and launches."""
