@@ -10,15 +10,15 @@ from strop.debug.ceilings import Ceilings
 TOP = 20  # steps in the text
 HOST, PROFILER, EVENTS = "host clock", "profiler", "events"
 METHODS = {
-    HOST: "the host's clock around each step",
-    PROFILER: "torch.profiler: what the device spent on a step's kernels; those of an early launch"
-    " count from the end of the kernel before; caches are as in a real call",
-    EVENTS: "CUDA events around each step, as the profiler saw no kernel: the time that the device"
-    " waits for the host is in them",
+    HOST: "the host's clock around each step, the fastest of {} runs each",
+    PROFILER: "torch.profiler, medians of {} runs: what the device spent on a step's kernels; one"
+    " that is launched early counts from the end of the one before; caches are as in a real call",
+    EVENTS: "CUDA events around each step, medians of {} runs, as the profiler attributed no kernel"
+    " to any: what the device waits for the host is in these times",
 }
 KINDS = {"conv2d": "convolution", "linear": "GEMM", "matmul": "GEMM", "attention": "attention"}
-OTHER, GENERATED = "other calls", "generated kernel"  # a stored plan does not say of which schedule
-CACHED = "a share above 100 %: operands lay in a cache, which the ceilings leave out"
+OTHER = "other calls"
+CACHED = "a share above 100 %: operands came from a cache, the ceiling is that of memory"
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +148,7 @@ def profile_lines(p: ProfileRow) -> Iterator[str]:
     """The text: the whole, by kind, and the steps that lose most."""
     yield summary(p)
     yield f"  ceilings measured here: {p.ceilings}"
-    yield f"  measured by {METHODS[p.method]}; medians of {p.num_runs} runs"
+    yield f"  measured by {METHODS[p.method].format(p.num_runs)}"
     for kind in sorted(p.kinds, key=lambda k: -k.us):
         yield (f"  {kind.us:10.1f} us {kind.us / p.call_us:6.1%}  {kind.num_steps:4d}x {kind.kind}:"
                f" bound {kind.bound_us:.1f} us, {kind.share:.0%} of it reached")  # fmt: skip
@@ -159,6 +159,8 @@ def profile_lines(p: ProfileRow) -> Iterator[str]:
                f" {s.tflop_per_s:.3g} TFLOP/s  <- {s.origin or 'the module itself'}")  # fmt: skip
     for name, us in p.rest:
         yield f"  {us:10.1f} us  not attributed to a step: {name}"
+    if any((s.share or 0.0) > 1.0 for s in p.steps):
+        yield f"  {CACHED}"
     if p.unseen:
         numbers = ", ".join(f"{s.number} {s.title}" for s in p.unseen)
         yield f"  no kernel was attributed to {len(p.unseen)} steps: {numbers}"

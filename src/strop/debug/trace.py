@@ -88,7 +88,7 @@ def _by_host(events: Sequence[Traced], kernels: Sequence[Traced]) -> dict[int, P
     ranges = _ranges(events)
     starts = [event.start_ns for _, event in ranges]
     launches = {e.correlation: e for e in events if e.what == "launch"}
-    operators = {e.correlation: e for e in events if e.what == "operator"}
+    operators = {e.correlation: e for e in events if e.what in ("operator", "step")}
     found = {}
     for number, kernel in enumerate(kernels):
         for cause in (launches.get(kernel.correlation), operators.get(kernel.linked)):
