@@ -16,7 +16,7 @@ from statistics import median
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from strop.api import dispatchers_of, optimize, restore
 from strop.bench import timer
@@ -36,7 +36,7 @@ from strop.debug.roofline import (
     profile_row,
 )
 from strop.debug.steps import step_rows
-from strop.errors import UnsupportedError
+from strop.errors import OptionError, UnsupportedError
 from strop.ir.program import KernelStep, Program, Step
 from strop.options import Options
 from strop.runtime.dispatch import Dispatcher, Entry
@@ -90,6 +90,8 @@ def _keeping(calls: Calls, name: str) -> Callable[..., None]:
 
 def profiled(obj: Any, *args: Any, **kwargs: Any) -> Report:
     """``strop.explain(obj, *args, **kwargs)`` of a module or pipeline, with times."""
+    if not isinstance(obj, nn.Module) and not hasattr(obj, "components"):
+        raise OptionError(f"a profile is of a module or a pipeline, not of a {type(obj).__name__}")
     was_optimised = bool(dispatchers_of(obj))
     try:
         if not was_optimised:
@@ -160,13 +162,12 @@ def _subject(dispatcher: Dispatcher, given: Given | None) -> _Subject | str:
     if given is None:
         return "it was not called, or not with arguments that are compiled"
     counters, module = dispatcher.counters, dispatcher.module
-    arguments = given.arguments()
+    arguments, has_objects = given.arguments(), _has_objects(given.skeleton)
 
     def call() -> Any:
         args, kwargs = given.arguments() if has_objects else arguments
         return module(*args, **kwargs)
 
-    has_objects = _has_objects(given.skeleton)
     before = counters.eager_calls + getattr(dispatcher, "trained_calls", 0)
     call()
     is_eager = counters.eager_calls + getattr(dispatcher, "trained_calls", 0) > before

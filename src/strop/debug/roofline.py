@@ -18,7 +18,10 @@ METHODS = {
 }
 KINDS = {"conv2d": "convolution", "linear": "GEMM", "matmul": "GEMM", "attention": "attention"}
 OTHER = "other calls"
-CACHED = "a share above 100 %: operands came from a cache, the ceiling is that of memory"
+ABOVE = (
+    "a share above 100 % beats a ceiling: operands that lie in a cache do not come from memory, and"
+    " a call of a library may do with fewer operations than are counted"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +163,7 @@ def profile_lines(p: ProfileRow) -> Iterator[str]:
     for name, us in p.rest:
         yield f"  {us:10.1f} us  not attributed to a step: {name}"
     if any((s.share or 0.0) > 1.0 for s in p.steps):
-        yield f"  {CACHED}"
+        yield f"  {ABOVE}"
     if p.unseen:
         numbers = ", ".join(f"{s.number} {s.title}" for s in p.unseen)
         yield f"  no kernel was attributed to {len(p.unseen)} steps: {numbers}"

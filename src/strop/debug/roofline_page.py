@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
 
-from strop.debug.roofline import CACHED, METHODS, ProfileRow, TimedStep, summary
+from strop.debug.roofline import ABOVE, METHODS, ProfileRow, TimedStep, summary
 
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 900, 440, 64, 150, 14, 40
 RADIUS = (3.0, 14.0)  # of a point: its area is the share of the time
@@ -64,12 +64,12 @@ def scale(values: Iterable[float], start: float, end: float) -> Scale:
 def profile_section(p: ProfileRow, table: Table) -> str:
     """``table``: draws one, from its titles and rows of HTML."""
     notes = [
-        f"{summary(p)}.".capitalize(),
+        _sentence(summary(p)),
         f"Ceilings measured here: {p.ceilings}.",
         f"Measured by {METHODS[p.method].format(p.num_runs)}.",
     ]
-    is_cached = any((step.share or 0.0) > 1.0 for step in p.steps)
-    notes += [f"{CACHED.capitalize()}."] if is_cached else []
+    is_above = any((step.share or 0.0) > 1.0 for step in p.steps)
+    notes += [_sentence(ABOVE)] if is_above else []
     rest = ((escape(name), f"{us:,.1f}") for name, us in p.rest)
     unseen = ((f"{s.number}", escape(s.title), escape(_origin(s))) for s in p.unseen)
     return "".join([
@@ -105,6 +105,10 @@ def _cells(s: TimedStep) -> tuple[str, ...]:
     )  # fmt: skip
 
 
+def _sentence(text: str) -> str:
+    return f"{text[0].upper()}{text[1:]}."
+
+
 def _origin(s: TimedStep) -> str:
     return s.origin or "the module itself"
 
@@ -119,7 +123,8 @@ def plot(p: ProfileRow) -> str:
         return ""
     band, peaks = p.ceilings.bandwidth, p.ceilings.flops
     dense = [s.flops / s.bytes_moved for s in steps if s.flops and s.bytes_moved]
-    x = scale([*dense, *(peak / band for peak in peaks.values()), 0.1], LEFT, WIDTH - RIGHT)
+    edges = [min(dense, default=1.0) / 2, *dense, *(peak / band for peak in peaks.values())]
+    x = scale(edges, LEFT, WIDTH - RIGHT)
     rates = [rate for s in steps if (rate := _height(s, x))]
     y = scale([*rates, *peaks.values()], HEIGHT - BOTTOM, TOP)
     kinds = list(dict.fromkeys(s.kind for s in steps))
