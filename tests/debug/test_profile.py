@@ -253,8 +253,11 @@ def test_by_the_launch() -> None:
 def test_by_the_operator_where_the_launch_is_missing() -> None:
     events = [step(0, 0, 100), step(0, 1, 200),
               Traced("operator", "aten::mm", 205, 250, correlation=7),
-              kernel("nvjet", 1, 4, correlation=55, linked=7)]  # fmt: skip
-    assert attribute(events, {}).steps == {1: (4.0, 1)}
+              Traced("operator", "without a number", 110, 120),
+              kernel("nvjet", 1, 4, correlation=55, linked=7), kernel("stray", 6, 2)]  # fmt: skip
+    found = attribute(events, {})
+    assert found.steps == {1: (4.0, 1)}
+    assert found.rest == (("stray", 2.0),)
 
 
 def test_by_name_where_the_host_saw_no_launch() -> None:

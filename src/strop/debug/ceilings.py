@@ -7,10 +7,10 @@ the threads and the settings of torch that the model runs with.
 from __future__ import annotations
 
 import contextlib
-import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -52,9 +52,9 @@ def unit_of(program: Program, step: Step) -> str:
     if dtype in HALF:
         return str(dtype).removeprefix("torch.")
     if program.device == "cuda" and dtype is torch.float32:
-        by_cudnn = step.op == "conv2d" and torch.backends.cudnn.allow_tf32
-        is_rounded = torch.get_float32_matmul_precision() != "highest"
-        return TF32 if by_cudnn or (step.op != "conv2d" and is_rounded) else GENERATED
+        cudnn: Any = torch.backends.cudnn
+        settings = cudnn.conv if step.op == "conv2d" else torch.backends.cuda.matmul
+        return TF32 if settings.fp32_precision == TF32 else GENERATED
     return GENERATED
 
 
@@ -84,14 +84,12 @@ def _float32_as(device: torch.device, unit: str) -> Iterator[None]:
     if device.type != "cuda" or unit not in (TF32, GENERATED):
         yield
         return
-    before = torch.get_float32_matmul_precision()
-    with warnings.catch_warnings():  # torch says that there is a newer way to ask
-        warnings.simplefilter("ignore")
-        torch.set_float32_matmul_precision("high" if unit == TF32 else "highest")
-        try:
-            yield
-        finally:
-            torch.set_float32_matmul_precision(before)
+    settings = torch.backends.cuda.matmul
+    before, settings.fp32_precision = settings.fp32_precision, TF32 if unit == TF32 else "ieee"
+    try:
+        yield
+    finally:
+        settings.fp32_precision = before
 
 
 def _seconds(call: timer.Call, device: torch.device) -> float:

@@ -87,8 +87,9 @@ def _by_host(events: Sequence[Traced], kernels: Sequence[Traced]) -> dict[int, P
     """Places of kernels, by number, that have a launch or an operator inside a range."""
     ranges = _ranges(events)
     starts = [event.start_ns for _, event in ranges]
-    launches = {e.correlation: e for e in events if e.what == "launch"}
-    operators = {e.correlation: e for e in events if e.what in ("operator", "step")}
+    numbered = [e for e in events if e.correlation]  # 0 is no number
+    launches = {e.correlation: e for e in numbered if e.what == "launch"}
+    operators = {e.correlation: e for e in numbered if e.what in ("operator", "step")}
     found = {}
     for number, kernel in enumerate(kernels):
         for cause in (launches.get(kernel.correlation), operators.get(kernel.linked)):
