@@ -11,7 +11,7 @@ from PIL import Image
 
 from strop.cli import pictures, sampling
 from strop.cli.arguments import Size
-from strop.debug import profile
+from strop.debug import step_times
 
 from .conftest import Invoke, said
 
@@ -94,7 +94,7 @@ def test_explain_writes_a_page_and_numbers(
 def test_explain_times_the_steps_of_each_part(
     invoke: Invoke, as_sprites: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(profile, "CPU_S", 0.2)
+    monkeypatch.setattr(step_times, "CPU_S", 0.2)
     result = invoke("explain", "--size", "64x32", "--device", "cpu", "--profile", "--html",
                     "r.html", "--json", "r.json")  # fmt: skip
     assert result.exit_code == 0, result.output

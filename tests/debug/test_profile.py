@@ -18,13 +18,15 @@ from torch.profiler import ProfilerActivity
 
 import strop
 from strop.api import dispatchers_of
-from strop.debug import ceilings, profile, roofline, trace
+from strop.debug import ceilings, profile, roofline, step_times, trace
 from strop.debug.ceilings import Ceilings
 from strop.debug.profile import measured, profiled, watched
 from strop.debug.roofline import EVENTS, HOST, PROFILER, Cost, ProfileRow, Times, profile_row
 from strop.debug.roofline_page import plot, profile_section
 from strop.debug.trace import Traced, attribute, label, own_times
 from strop.errors import OptionError
+from strop.ir.dims import const
+from strop.ir.program import Buffer, CallStep, Program, TensorRef
 from tests.debug.test_explain import Block, _Tags
 
 X = (2, 4, 32, 32)
@@ -36,7 +38,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ceilings, "COPY_BYTES", {"cuda": 1 << 28, "cpu": 1 << 24})
     monkeypatch.setattr(ceilings, "SIDE", {"cuda": 2048, "cpu": 256})
     monkeypatch.setattr(ceilings, "SECONDS", 0.02)
-    monkeypatch.setattr(profile, "CPU_S", 0.2)
+    monkeypatch.setattr(step_times, "CPU_S", 0.2)
 
 
 @pytest.fixture(scope="module")
@@ -152,6 +154,16 @@ def test_steps_with_nothing_to_do_are_counted() -> None:
     assert len(row.steps) == 1
 
 
+def test_a_module_without_steps() -> None:
+    class Same(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x
+
+    row = only(profiled(Same().eval(), torch.randn(3)))
+    assert (row.steps, row.steps_us, row.bound_us) == ((), 0, 0)
+    assert row.gaps_us == row.call_us > 0
+
+
 # numbers
 
 
@@ -169,7 +181,7 @@ TIMES = Times(PROFILER, 5, 150.0, {0: (20.0, 1), 1: (100.0, 3), 3: (10.0, 1)}, (
 
 
 def test_time_over_bound() -> None:
-    row = profile_row({"b": 2}, COSTS, TIMES, LIMITS, 1)
+    row = profile_row({"b": 2}, [replace(COSTS[0], is_hoisted=True), *COSTS[1:]], TIMES, LIMITS, 1)
     memory, product, copy, unseen = row.steps
     assert (memory.bound_us, memory.bound_by, memory.share) == (10.0, "memory", 0.5)
     assert (memory.gb_per_s, memory.lost_us) == (500.0, 10.0)
@@ -183,7 +195,8 @@ def test_time_over_bound() -> None:
         "row kernel": (2, 30.0, 0.6667), "GEMM": (1, 100.0, 1.0)}  # fmt: skip
     text = "\n".join(roofline.profile_lines(row))
     for part in ("not attributed to a step: Memcpy", "no kernel was attributed to 1 steps: 4",
-                 "gaps 16.0 us (10.7%)", "1 steps have nothing to do"):  # fmt: skip
+                 "gaps 16.0 us (10.7%)", "1 steps of these run once a denoise",
+                 "1 steps have nothing to do"):  # fmt: skip
         assert part in text
 
 
@@ -220,6 +233,28 @@ def test_ceilings_of_this_machine() -> None:
     assert 1e8 < found.bandwidth < 1e13
     assert found.flops.keys() == {"float32"}
     assert 1e8 < found.flops["float32"] < 1e15
+
+
+@pytest.mark.parametrize(
+    ("op", "dtype", "setting", "unit"),
+    [
+        ("linear", torch.float16, "tf32", "float16"),
+        ("conv2d", torch.bfloat16, "ieee", "bfloat16"),
+        ("linear", torch.float32, "tf32", "tf32"),
+        ("linear", torch.float32, "ieee", "float32"),
+        ("conv2d", torch.float32, "ieee", "tf32"),  # cuDNN's default
+    ],
+)
+def test_what_a_call_multiplies_with(
+    op: str, dtype: torch.dtype, setting: str, unit: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.backends.cuda, "matmul", SimpleNamespace(fp32_precision=setting))
+    size = const(4)
+    buffer = Buffer("arena", (size,), (size,), dtype)
+    program = Program("cuda", (), (buffer,), (), (), (), (), ())
+    call = CallStep(op, (TensorRef(0, size, (size,), (size,)),), (), (), "")
+    assert ceilings.unit_of(program, call) == unit
+    assert ceilings.unit_of(replace(program, device="cpu"), call) in (unit, "float32")
 
 
 # kernels of a trace
@@ -364,7 +399,7 @@ def test_traced_steps(cache_dir: str, gpu: None, monkeypatch: pytest.MonkeyPatch
         return events
 
     monkeypatch.setattr(trace, "trace", with_kernels)
-    times = profile._gpu_times(found, 1000.0, True)
+    times = step_times.gpu_times(found, 1000.0, True)
     assert times.method == PROFILER
     assert times.steps == dict.fromkeys(found.running(), (7.0, 1))
     assert found.entry.has_graph
@@ -375,7 +410,7 @@ def test_events_where_the_profiler_sees_nothing(
 ) -> None:
     found = subject(optimized(cache_dir))
     monkeypatch.setattr(trace, "trace", lambda run, num_runs: [])
-    times = profile._gpu_times(found, 1000.0, False)
+    times = step_times.gpu_times(found, 1000.0, False)
     assert times.method == EVENTS
     assert times.steps.keys() == found.running().keys()
     assert all(us > 0 for us, _ in times.steps.values())
