@@ -13,11 +13,15 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
 
-from strop.debug.roofline import ABOVE, METHODS, ProfileRow, TimedStep, summary
+from strop.debug.roofline import ABOVE, METHODS, OTHER, ProfileRow, TimedStep, summary
 
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 900, 440, 64, 150, 14, 40
 RADIUS = (3.0, 14.0)  # of a point: its area is the share of the time
-COLOURS = ("#2f6fb3", "#d1782b", "#7d4fb0", "#2f8f4e", "#c23b57", "#1f9aa3", "#7a6a3a")
+COLOURS = {
+    "convolution": "#7d4fb0", "GEMM": "#d1782b", "attention": "#1f9aa3",
+    "pointwise kernel": "#2f6fb3", "row kernel": "#c23b57", "column kernel": "#2f8f4e",
+    OTHER: "#7a6a3a",
+}  # fmt: skip
 STYLE = """
 .roof { max-width: 100%; height: auto; border: 1px solid #ccc; color: inherit; }
 .roof text { font: 11px system-ui, sans-serif; fill: currentColor; }
@@ -127,8 +131,8 @@ def plot(p: ProfileRow) -> str:
     x = scale(edges, LEFT, WIDTH - RIGHT)
     rates = [rate for s in steps if (rate := _height(s, x))]
     y = scale([*rates, *peaks.values()], HEIGHT - BOTTOM, TOP)
-    kinds = list(dict.fromkeys(s.kind for s in steps))
-    colour = {kind: COLOURS[n % len(COLOURS)] for n, kind in enumerate(kinds)}
+    found = {s.kind for s in steps}
+    colour = {kind: value for kind, value in COLOURS.items() if kind in found}
     total = sum(s.us or 0.0 for s in steps)
     # the large ones first, so that the small ones can be pointed at
     points = (_point(s, x, y, colour[s.kind], total) for s in sorted(steps, key=lambda s: -s.us))  # type: ignore[operator]
