@@ -295,6 +295,19 @@ def test_by_the_operator_where_the_launch_is_missing() -> None:
     assert found.rest == (("stray", 2.0),)
 
 
+def test_by_what_lies_around_it() -> None:
+    """A kernel of ours inside a call that also makes products; the last one may be anybody's."""
+    events = [step(0, 0, 100), step(0, 1, 200),
+              Traced("launch", "cudaLaunchKernel", 110, 111, correlation=1),
+              Traced("launch", "cudaLaunchKernel", 140, 141, correlation=2),
+              Traced("launch", "cudaLaunchKernel", 250, 251, correlation=3),
+              kernel("product", 0, 4, 1), kernel("rows", 4, 2, 70), kernel("product", 6, 4, 2),
+              kernel("lost", 10, 1, 71), kernel("other", 11, 3, 3)]  # fmt: skip
+    found = attribute(events, {})
+    assert found.steps == {0: (10.0, 3), 1: (3.0, 1)}
+    assert found.rest == (("lost", 1.0),)
+
+
 def test_by_name_where_the_host_saw_no_launch() -> None:
     """Three steps of one kernel in two runs; medians over the runs."""
     names = {0: "row_add", 1: "pointwise_mul", 2: "row_add", 3: "row_add"}

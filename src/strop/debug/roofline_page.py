@@ -131,8 +131,9 @@ def plot(p: ProfileRow) -> str:
     x = scale(edges, LEFT, WIDTH - RIGHT)
     rates = [rate for s in steps if (rate := _height(s, x))]
     y = scale([*rates, *peaks.values()], HEIGHT - BOTTOM, TOP)
-    found = {s.kind for s in steps}
-    colour = {kind: value for kind, value in COLOURS.items() if kind in found}
+    found = dict.fromkeys(s.kind for s in steps)
+    kinds = [kind for kind in {**COLOURS, **found} if kind in found]
+    colour = {kind: COLOURS.get(kind, COLOURS[OTHER]) for kind in kinds}
     total = sum(s.us or 0.0 for s in steps)
     # the large ones first, so that the small ones can be pointed at
     points = (_point(s, x, y, colour[s.kind], total) for s in sorted(steps, key=lambda s: -s.us))  # type: ignore[operator]

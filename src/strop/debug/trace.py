@@ -2,9 +2,9 @@
 
 Every step runs inside a named range on the host. A kernel belongs to the range in which the host
 launched it: the launch has the kernel's correlation id, or the kernel names the operator of torch
-that launched it. Where the trace has neither, as of launches that torch does not make, generated
-kernels are told by their names, whose order on a stream is that of the steps. What fits nowhere is
-left over and shown.
+that launched it. Where the trace has neither, as of launches that torch does not make, the order on
+the stream tells, which is that of the steps: a kernel between two of one step is of that step, and
+generated kernels are told by their names. What fits nowhere is left over and shown.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from statistics import median
 from typing import Any, Literal
 
@@ -50,6 +51,7 @@ def attribute(events: Sequence[Traced], names: Mapping[int, str]) -> Attribution
     """``names``: of the generated kernel that each step launches. Medians over the runs."""
     kernels = sorted((e for e in events if e.what == "kernel"), key=lambda e: e.start_ns)
     places = _by_host(events, kernels)
+    _by_neighbours(places)
     _by_name(events, kernels, places, names)
     spent: dict[Place, list[int]] = defaultdict(list)
     rest: Counter[str] = Counter()
@@ -98,6 +100,13 @@ def _by_host(events: Sequence[Traced], kernels: Sequence[Traced]) -> dict[int, P
                 found[number] = ranges[index][0]
                 break
     return found
+
+
+def _by_neighbours(places: dict[int, Place]) -> None:
+    """Add those that lie between two kernels of one step."""
+    for first, second in pairwise(sorted(places)):
+        if places[first] == places[second]:
+            places.update(dict.fromkeys(range(first + 1, second), places[first]))
 
 
 def _by_name(events: Sequence[Traced], kernels: Sequence[Traced], places: dict[int, Place],
