@@ -11,6 +11,7 @@ from PIL import Image
 
 from strop.cli import pictures, sampling
 from strop.cli.arguments import Size
+from strop.debug import step_times
 
 from .conftest import Invoke, said
 
@@ -88,6 +89,27 @@ def test_explain_writes_a_page_and_numbers(
     numbers = json.loads((tmp_path / "r.json").read_text())
     assert numbers["num_graphs"] == 3
     assert numbers["fallbacks"] == {}
+
+
+def test_explain_times_the_steps_of_each_part(
+    invoke: Invoke, as_sprites: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(step_times, "CPU_S", 0.2)
+    result = invoke("explain", "--size", "64x32", "--device", "cpu", "--profile", "--html",
+                    "r.html", "--json", "r.json")  # fmt: skip
+    assert result.exit_code == 0, result.output
+    found = json.loads((tmp_path / "r.json").read_text())
+    parts = {c["name"]: c for c in found["components"]}
+    assert parts.pop("vae.encoder")["profile"] is None
+    assert any(note.startswith("vae.encoder has no times") for note in found["notes"])
+    assert parts.keys() == {"text_encoder", "unet", "vae.decoder"}
+    for part in parts.values():
+        timed, (graph,) = part["profile"], part["graphs"]
+        assert len(timed["steps"]) + timed["num_not_run"] == len(graph["steps"])
+        assert all(step["us"] > 0 for step in timed["steps"])
+        assert 0 < timed["steps_us"] < 1.2 * timed["call_us"]
+    assert (tmp_path / "r.html").read_text().count('<svg class="roof"') == 3
+    assert said(result).count("most time lost") == 3
 
 
 def test_a_size_of_the_other_orientation_needs_no_new_graph(

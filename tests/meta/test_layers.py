@@ -105,6 +105,8 @@ EXCEPTIONS: dict[tuple[str, str], str] = {
     ("debug.case", "__init__"): "__version__, noted in a dump",
     ("runtime.builds", "codegen.triton_worker"): "the script that compiler processes run",
     ("runtime.cubin", "codegen.triton_worker"): "its function, to compile in this process",
+    ("debug.ceilings", "bench.timer"): "times by the clock of the benchmarks",
+    ("debug.step_times", "bench.timer"): "times by the clock of the benchmarks",
     ("bench.census", "frontend.objects"): "as_tree, to compare results that are caches",
     ("diffusion.components", "frontend.capture"): "TensorSpec: symbolic sizes of the arguments",
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -21,6 +22,7 @@ EXAMPLES = (
     "strop explain\n\n"
     "strop explain --html report.html   [dim]# passes, plan as a drawing, kernels, costs[/]\n\n"
     "strop explain --size 64x96 --html report.html\n\n"
+    "strop explain --profile --html report.html   [dim]# a roofline of measured times[/]\n\n"
     "strop explain --model sd15-unet --device cuda --json report.json"
 )
 SD15_UNET = "sd15-unet"
@@ -41,6 +43,10 @@ def command(
         Path | None, typer.Option(help="Write a page with every kernel's source.")
     ] = None,
     as_json: Annotated[Path | None, typer.Option("--json", help="Write all numbers.")] = None,
+    profile: Annotated[
+        bool,
+        typer.Option("--profile", help="Time each step: share of its bound, GB/s, FLOP/s, gaps."),
+    ] = False,
     device: DeviceOption = Device.auto,
 ) -> None:
     """Compile a model, run it once, and show its graphs, kernels, launches and fallbacks.
@@ -49,6 +55,9 @@ def command(
     a drawing, each edge that was not fused with the reason, and each kernel's source. Times beside
     kernels and steps are microseconds estimated from bytes and FLOPs, not measured. The plan is
     compiled anew, because a stored one has no passes to show.
+
+    With --profile each step is timed as well, and set beside its bytes, its FLOPs and the ceilings
+    of this machine: a large copy and a large matrix product. The page gets a roofline.
     """
     if html is not None:
         arguments.check_output(html, (".html", ".htm"))
@@ -56,7 +65,11 @@ def command(
         arguments.check_output(as_json, (".json",))
     require_diffusion()
     where = arguments.chosen_device(device)
-    report = _unet_report(size, where) if model == SD15_UNET else _pipe_report(model, size, where)
+    report = (
+        _unet_report(size, where, profile)
+        if model == SD15_UNET
+        else _pipe_report(model, size, where, profile)
+    )
     typer.echo(str(report))
     if html is not None:
         _write(html, report.html)
@@ -64,7 +77,7 @@ def command(
         _write(as_json, json.dumps(report.to_dict(), indent=1) + "\n")
 
 
-def _pipe_report(name: str, size: Size | None, device: str) -> Report:
+def _pipe_report(name: str, size: Size | None, device: str, profile: bool) -> Report:
     """Of a whole pipeline after two denoising steps."""
     found = models.find_model(name)
     size = size or found.default_size
@@ -75,16 +88,22 @@ def _pipe_report(name: str, size: Size | None, device: str) -> Report:
     from strop.cli.sampling import Request, warm_up
     from strop.cli.stages import compiling, spinner
     from strop.debug.explain import explain
+    from strop.debug.profile import measured, watched
 
     with spinner(f"loading {name}"):
         pipe = models.load(found, chosen_dtype(Dtype.auto, device), device)
     strop.optimize(pipe, options=strop.Options.from_environment(record=True))
-    with compiling(pipe):
+    with compiling(pipe), ExitStack() as stack:
+        calls = stack.enter_context(watched(pipe)) if profile else {}
         warm_up(pipe, Request(_PROMPT, size, 2, found.guidance))
-    return explain(pipe)
+    report = explain(pipe)
+    if not profile:
+        return report
+    with spinner("measuring"):
+        return measured(report, pipe, calls)
 
 
-def _unet_report(size: Size | None, device: str) -> Report:
+def _unet_report(size: Size | None, device: str, profile: bool) -> Report:
     """Of one call of Stable Diffusion 1.5's UNet with guidance (batch 2)."""
     size = size or Size(512, 512)
     arguments.check_size(size, models.MULTIPLE)
@@ -95,12 +114,14 @@ def _unet_report(size: Size | None, device: str) -> Report:
     from strop.cli.arguments import Dtype, chosen_dtype
     from strop.cli.stages import spinner
     from strop.debug.explain import explain
+    from strop.debug.profile import profiled
 
     with spinner(f"making and compiling {SD15_UNET}"):
         models.quieten()
         build = sizes.unet_workload(sizes.SD15_UNET)
         work = build(torch.device(device), chosen_dtype(Dtype.auto, device))
-        return explain(work.target, **work.inputs((size.height, size.width), 2))
+        report_of = profiled if profile else explain
+        return report_of(work.target, **work.inputs((size.height, size.width), 2))
 
 
 def _write(path: Path, text: str) -> None:

@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Iterable, Sequence
 from html import escape
 
-from strop.debug import drawing
+from strop.debug import drawing, roofline_page
 from strop.debug.report import ComponentRow, GraphRow, KernelRow, Report
 
 _STYLE = """
@@ -46,7 +46,7 @@ def page(report: Report) -> str:
     ]
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>strop.explain</title>'
-        f"<style>{_STYLE}{drawing.STYLE}</style></head>\n<body>\n"
+        f"<style>{_STYLE}{drawing.STYLE}{roofline_page.STYLE}</style></head>\n<body>\n"
         + "\n".join(body)
         + "\n</body></html>\n"
     )
@@ -64,7 +64,8 @@ def _component(c: ComponentRow) -> str:
         f" {c.num_recompiles} recompiles; {c.num_launches} launches in the latest call."
         f"{hoisted}</p>"
     )
-    return head + troubles + "".join(map(_graph, c.graphs))
+    profile = roofline_page.profile_section(c.profile, _table) if c.profile else ""
+    return head + troubles + profile + "".join(map(_graph, c.graphs))
 
 
 def _graph(g: GraphRow) -> str:

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from strop.debug.roofline import ProfileRow, profile_lines
+
 _TOP = 8  # kernels in the short text
 
 
@@ -141,6 +143,7 @@ class ComponentRow:
     findings: tuple[str, ...] = ()  # of Options.check
     hoisted: HoistedRow | None = None
     num_trained_calls: int = 0
+    profile: ProfileRow | None = None  # measured by debug.profile
 
     @property
     def latest(self) -> GraphRow | None:
@@ -273,6 +276,7 @@ def _component_lines(c: ComponentRow) -> list[str]:
     lines += [f"  check: {text}" for text in c.findings]
     for graph in c.graphs:
         lines += [f"  {line}" for line in _graph_lines(graph)]
+    lines += [f"  {line}" for line in profile_lines(c.profile)] if c.profile else []
     return lines
 
 

@@ -1,0 +1,183 @@
+"""A profile of one call: measured times beside what bytes and FLOPs allow. Plain data, its text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+
+from strop.debug.ceilings import Ceilings
+
+TOP = 20  # steps in the text
+HOST, PROFILER, EVENTS = "host clock", "profiler", "events"
+METHODS = {
+    HOST: "the host's clock around each step, the fastest of {} runs each",
+    PROFILER: "torch.profiler, medians of {} runs: what the device spent on a step's kernels; one"
+    " that is launched early counts from the end of the one before; caches are as in a real call",
+    EVENTS: "CUDA events around each step, medians of {} runs, as the profiler attributed no kernel"
+    " to any: what the device waits for the host is in these times",
+}
+KINDS = {"conv2d": "convolution", "linear": "GEMM", "matmul": "GEMM", "attention": "attention"}
+OTHER = "other calls"
+ABOVE = (
+    "a share above 100 % beats a ceiling: operands that lie in a cache do not come from memory, and"
+    " a call of a library may do with fewer operations than are counted"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What a step is and moves; ``unit``: what it multiplies with (``Ceilings``)."""
+
+    number: int
+    title: str
+    kind: str
+    origin: str
+    bytes_moved: int
+    flops: int
+    unit: str
+    is_hoisted: bool  # in a denoise loop it runs once
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """Of one call, in microseconds: of all of it, of each step with the number of its kernels, and
+    by name of what belongs to no step."""
+
+    method: str
+    num_runs: int
+    call_us: float
+    steps: Mapping[int, tuple[float, int]]
+    rest: tuple[tuple[str, float], ...] = ()
+    is_replayed: bool = False  # the call, from a CUDA graph
+
+
+@dataclass(frozen=True, slots=True)
+class TimedStep(Cost):
+    """A step and its time. What depends on that is None where no kernel could be attributed."""
+
+    bound_us: float
+    bound_by: str  # "memory" or "arithmetic"
+    num_kernels: int = 0
+    us: float | None = None
+    gb_per_s: float | None = None
+    tflop_per_s: float | None = None
+    share: float | None = None  # of the bound: 1.0 is as fast as can be
+    lost_us: float | None = None  # time beyond the bound
+
+
+@dataclass(frozen=True, slots=True)
+class KindRow:
+    """All steps of a kind that have times."""
+
+    kind: str
+    num_steps: int
+    us: float
+    bytes_moved: int
+    flops: int
+    bound_us: float
+    share: float
+
+
+@dataclass(frozen=True, slots=True)
+class ProfileRow:
+    """One call of one module. ``gaps_us``: of the call, what is neither a step's nor ``rest``."""
+
+    sizes: Mapping[str, int]
+    method: str
+    num_runs: int
+    is_replayed: bool
+    call_us: float
+    steps_us: float
+    rest_us: float
+    gaps_us: float
+    bound_us: float
+    ceilings: Ceilings
+    num_not_run: int  # steps whose work another one does at these sizes, or that have none
+    steps: tuple[TimedStep, ...]
+    kinds: tuple[KindRow, ...]
+    rest: tuple[tuple[str, float], ...]
+
+    @property
+    def by_loss(self) -> tuple[TimedStep, ...]:
+        """Steps with times, those that lose most first."""
+        timed = [s for s in self.steps if s.us is not None]
+        return tuple(sorted(timed, key=lambda s: -(s.lost_us or 0.0)))
+
+    @property
+    def unseen(self) -> tuple[TimedStep, ...]:
+        """Steps that ran and have no time."""
+        return tuple(s for s in self.steps if s.us is None)
+
+
+def profile_row(sizes: Mapping[str, int], costs: Sequence[Cost], times: Times, ceilings: Ceilings,
+                num_not_run: int) -> ProfileRow:  # fmt: skip
+    """``costs``: of the steps that run at these sizes."""
+    steps = tuple(_timed(cost, times.steps.get(cost.number), ceilings) for cost in costs)
+    steps_us = sum(us for us, _ in times.steps.values())
+    rest_us = sum(us for _, us in times.rest)
+    return ProfileRow(
+        dict(sizes), times.method, times.num_runs, times.is_replayed, round(times.call_us, 3),
+        round(steps_us, 3), round(rest_us, 3), round(times.call_us - steps_us - rest_us, 3),
+        round(sum(step.bound_us for step in steps), 3), ceilings, num_not_run, steps,
+        tuple(_kind_row(kind, steps) for kind in dict.fromkeys(s.kind for s in steps)),
+        tuple((name, round(us, 3)) for name, us in times.rest),
+    )  # fmt: skip
+
+
+def _timed(cost: Cost, found: tuple[float, int] | None, ceilings: Ceilings) -> TimedStep:
+    bound, by = ceilings.bound_us(cost.bytes_moved, cost.flops, cost.unit)
+    step = TimedStep(**asdict(cost), bound_us=round(bound, 3), bound_by=by)
+    if found is None:
+        return step
+    us, num_kernels = found
+    seconds = max(us, 1e-3) / 1e6  # clocks count nanoseconds
+    return replace(
+        step, num_kernels=num_kernels, us=round(us, 3),
+        gb_per_s=round(cost.bytes_moved / seconds / 1e9, 3),
+        tflop_per_s=round(cost.flops / seconds / 1e12, 6),
+        share=round(bound / 1e6 / seconds, 4), lost_us=round(us - bound, 3),
+    )  # fmt: skip
+
+
+def _kind_row(kind: str, steps: Sequence[TimedStep]) -> KindRow:
+    own = [s for s in steps if s.kind == kind and s.us is not None]
+    us, bound = sum(s.us or 0.0 for s in own), sum(s.bound_us for s in own)
+    return KindRow(kind, len(own), round(us, 3), sum(s.bytes_moved for s in own),
+                   sum(s.flops for s in own), round(bound, 3),
+                   round(bound / us, 4) if us else 0.0)  # fmt: skip
+
+
+def profile_lines(p: ProfileRow) -> Iterator[str]:
+    """The text: the whole, by kind, and the steps that lose most."""
+    yield summary(p)
+    yield f"  ceilings measured here: {p.ceilings}"
+    yield f"  measured by {METHODS[p.method].format(p.num_runs)}"
+    for kind in sorted(p.kinds, key=lambda k: -k.us):
+        yield (f"  {kind.us:10.1f} us {kind.us / p.call_us:6.1%}  {kind.num_steps:4d}x {kind.kind}:"
+               f" bound {kind.bound_us:.1f} us, {kind.share:.0%} of it reached")  # fmt: skip
+    yield f"  most time lost ({min(TOP, len(p.by_loss))} of {len(p.by_loss)} steps):"
+    for s in p.by_loss[:TOP]:
+        yield (f"  {s.lost_us:10.1f} us  step {s.number:3d} {s.title}: {s.us:.1f} us, bound"
+               f" {s.bound_us:.1f} ({s.bound_by}), {s.share:.0%}; {s.gb_per_s:.1f} GB/s,"
+               f" {s.tflop_per_s:.3g} TFLOP/s  <- {s.origin or 'the module itself'}")  # fmt: skip
+    for name, us in p.rest:
+        yield f"  {us:10.1f} us  not attributed to a step: {name}"
+    if any((s.share or 0.0) > 1.0 for s in p.steps):
+        yield f"  {ABOVE}"
+    if p.unseen:
+        numbers = ", ".join(f"{s.number} {s.title}" for s in p.unseen)
+        yield f"  no kernel was attributed to {len(p.unseen)} steps: {numbers}"
+
+
+def summary(p: ProfileRow) -> str:
+    """ "one call 6120.0 us, ..." """
+    how = " (replayed from a CUDA graph)" if p.is_replayed else ""
+    share = p.gaps_us / p.call_us if p.call_us else 0.0
+    rest = f", {p.rest_us:.1f} us not attributed" if p.rest else ""
+    hoisted = sum(s.is_hoisted for s in p.steps)
+    once = f"; {hoisted} steps of these run once a denoise loop" if hoisted else ""
+    left = f"; {p.num_not_run} steps have nothing to do at this size" if p.num_not_run else ""
+    return (
+        f"one call {p.call_us:.1f} us{how}: {len(p.steps)} steps {p.steps_us:.1f} us"
+        f" (bound {p.bound_us:.1f}){rest}, gaps {p.gaps_us:.1f} us ({share:.1%}){once}{left}"
+    )
