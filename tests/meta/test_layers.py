@@ -83,6 +83,7 @@ EXCEPTIONS: dict[tuple[str, str], str] = {
     ("runtime.aot", "frontend.importer"): "the other half of what Dynamo has captured",
     ("runtime.aot", "frontend.joint"): "how a step is traced, handed to AOTAutograd",
     ("runtime.partition", "frontend.importer"): "memory_order: how a forward has laid out results",
+    ("runtime.aot", "frontend.quick"): "what tracing leaves out, around AOTAutograd",
     ("runtime.aot", "frontend.operators"): "Dynamo's graph gets the operators that capture has",
     ("runtime.aot", "frontend.symbols"): "Symbols: Dynamo's sizes, handed to the importer",
     ("runtime.dispatch", "frontend.objects"): "caches among the arguments, written to after a run",

@@ -155,8 +155,9 @@ def profile_lines(p: ProfileRow) -> Iterator[str]:
     for kind in sorted(p.kinds, key=lambda k: -k.us):
         yield (f"  {kind.us:10.1f} us {kind.us / p.call_us:6.1%}  {kind.num_steps:4d}x {kind.kind}:"
                f" bound {kind.bound_us:.1f} us, {kind.share:.0%} of it reached")  # fmt: skip
-    yield f"  most time lost ({min(TOP, len(p.by_loss))} of {len(p.by_loss)} steps):"
-    for s in p.by_loss[:TOP]:
+    losing = [s for s in p.by_loss if (s.lost_us or 0.0) > 0][:TOP]
+    yield f"  most time lost ({len(losing)} of {len(p.by_loss)} steps):"
+    for s in losing:
         yield (f"  {s.lost_us:10.1f} us  step {s.number:3d} {s.title}: {s.us:.1f} us, bound"
                f" {s.bound_us:.1f} ({s.bound_by}), {s.share:.0%}; {s.gb_per_s:.1f} GB/s,"
                f" {s.tflop_per_s:.3g} TFLOP/s  <- {s.origin or 'the module itself'}")  # fmt: skip

@@ -27,7 +27,6 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses import FakeTensorMode
 from torch.func import functionalize
 from torch.fx import GraphModule
-from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.fx.experimental.symbolic_shapes import (
     DimDynamic,
@@ -41,6 +40,7 @@ from strop.frontend.layouts import overlap_by_traced_sizes
 from strop.frontend.objects import as_tree
 from strop.frontend.operators import Retarget
 from strop.frontend.python_sizes import symbolic_builtins
+from strop.frontend.quick import without_tensor_meta
 from strop.frontend.shape_rules import shape_rules
 from strop.frontend.symbols import OutsideLanguage, Symbols
 from strop.ir.dims import Expr, const, parse, symbol
@@ -284,7 +284,7 @@ def _trace(
         python = enable_python_dispatcher()  # shape rules in Python know symbols, C++ ones do not
         with (
             mode, python, _as_compiling(), symbolic_builtins(module), Retarget(),
-            overlap_by_traced_sizes(), _record_origins(module, origins), _without_tensor_meta(),
+            overlap_by_traced_sizes(), _record_origins(module, origins), without_tensor_meta(),
         ):  # fmt: skip
             gm = make_fx(transform(flat), tracing_mode="real")(state, *fakes)
     except Exception as error:  # a module may raise anything when it meets fake tensors
@@ -305,25 +305,6 @@ def _as_compiling() -> Iterator[None]:
         yield
     finally:
         torch.compiler._is_compiling_flag = before
-
-
-@contextmanager
-def _without_tensor_meta() -> Iterator[None]:
-    """Of each traced value ``val`` says everything; ``tensor_meta`` beside it, which nobody here
-    reads, asks for every memory format of symbolic sizes. Other threads keep it."""
-    usual, thread = vars(proxy_tensor)[_META], threading.get_ident()
-
-    def extract(value: Tensor, *args: Any, **kwargs: Any) -> Any:
-        return None if threading.get_ident() == thread else usual(value, *args, **kwargs)
-
-    vars(proxy_tensor)[_META] = extract
-    try:
-        yield
-    finally:
-        vars(proxy_tensor)[_META] = usual
-
-
-_META = "_extract_tensor_metadata"
 
 
 @contextmanager

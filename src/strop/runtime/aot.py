@@ -25,6 +25,7 @@ from strop.errors import ShapeError, UnsupportedError
 from strop.frontend.importer import import_graph
 from strop.frontend.joint import DECOMPOSITIONS
 from strop.frontend.operators import retarget
+from strop.frontend.quick import quick
 from strop.frontend.symbols import Symbols
 from strop.ir.dims import Expr, symbol
 from strop.ir.program import Program
@@ -99,7 +100,8 @@ def compile_dynamo(gm: GraphModule, example_inputs: Sequence[Any], **given: Any)
         inference_compiler=compiler(job), partition_fn=joint.partition,
         decompositions=DECOMPOSITIONS if trains else None, keep_inference_input_mutations=True,
     )  # fmt: skip
-    return backend(gm, example_inputs)
+    with quick():
+        return backend(gm, example_inputs)
 
 
 def _compile(gm: GraphModule, inputs: Sequence[Any], job: Job) -> Any:
