@@ -134,7 +134,7 @@ def profiled(call: Call, generated: Collection[str], repeats: int = 3) -> dict[s
 
     call()
     torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as trace:
+    with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU], acc_events=True) as trace:
         for _ in range(repeats):
             call()
         torch.cuda.synchronize()

@@ -140,7 +140,7 @@ def trace(run: Callable[[Callable[[int, Callable[[], None]], None]], Any], num_r
           activities: Sequence[ProfilerActivity] = (ProfilerActivity.CUDA, ProfilerActivity.CPU)
           ) -> list[Traced]:  # fmt: skip
     """Events of so many runs. ``run`` makes a call with what it is given around each step."""
-    with profile(activities=activities) as profiler:
+    with profile(activities=activities, acc_events=True) as profiler:
         for number in range(num_runs):
             run(_labelled(number))
         if ProfilerActivity.CUDA in activities:
