@@ -134,7 +134,8 @@ def profiled(call: Call, generated: Collection[str], repeats: int = 3) -> dict[s
 
     call()
     torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU], acc_events=True) as trace:
+    activities = [ProfilerActivity.CUDA, ProfilerActivity.CPU]
+    with profile(activities=activities, acc_events=True) as trace:
         for _ in range(repeats):
             call()
         torch.cuda.synchronize()
