@@ -1,7 +1,8 @@
 """Steps on a CPU: torch's fused CPU kernels, around which clip, average and shadow are put.
 
 Host and device are one here, so the scalars are Python numbers, and a step that is skipped is a
-branch. Arrays whose type is not that of their states are converted for the call.
+branch. Arrays whose type is not that of their states are converted for the call, and so are states
+in 8 bits.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from strop.ir import philox
+from strop.train import quantized
 from strop.train.layout import Item, Layout, state_dtype
 from strop.train.rules import Rule
 from strop.train.step import Memory, Request
@@ -85,7 +87,10 @@ class CpuStep:
             grads = [e.grad.to(dtype) for e in bucket]
             if factor != 1.0:  # NaN as well
                 grads = list(torch._foreach_mul(grads, factor))
-            self._call(bucket, params, grads, request.numbers[group], is_first)
+            states = [self._states(e.item) for e in bucket]
+            self._call(bucket, params, grads, states, request.numbers[group], is_first)
+            for e, values in zip(bucket, states, strict=True):
+                self._keep(values, e.item)
             for e, param in zip(bucket, params, strict=True):
                 if param.dtype != e.item.param.dtype:
                     e.item.param.copy_(self._rounded(param, e.item))
@@ -95,10 +100,10 @@ class CpuStep:
         bucket: Sequence[_Entry],
         params: list[Tensor],
         grads: list[Tensor],
+        states: Sequence[tuple[Tensor, ...]],
         numbers: tuple[float, ...],
         is_first: bool,
     ) -> None:
-        states = [e.item.states for e in bucket]
         lr, a, b, c, weight_decay, decoupled, sign, _ = numbers
         if self._rule.name == "adam":
             call = torch._fused_adamw_ if decoupled else torch._fused_adam_
@@ -114,6 +119,28 @@ class CpuStep:
                 momentum=a, lr=lr, dampening=b, nesterov=bool(c), maximize=sign < 0,
                 is_first_step=is_first,
             )  # fmt: skip
+
+    def _states(self, item: Item) -> tuple[Tensor, ...]:
+        """The states as numbers beside the parameter."""
+        if not item.scales:
+            return item.states
+        return tuple(
+            quantized.dequantize(codes, scales, signed).as_strided(
+                item.param.shape, item.param.stride()
+            )
+            for codes, scales, signed in self._coded(item)
+        )
+
+    def _keep(self, values: tuple[Tensor, ...], item: Item) -> None:
+        """Code states that are kept as codes."""
+        for (codes, scales, signed), value in zip(self._coded(item), values, strict=False):
+            for kept, new in zip(
+                (codes, scales), quantized.quantize(quantized.flat(value), signed), strict=True
+            ):
+                kept.copy_(new)
+
+    def _coded(self, item: Item) -> Iterator[tuple[Tensor, Tensor, bool]]:
+        return zip(item.states, item.scales, quantized.SIGNED.values(), strict=False)
 
     def _rounded(self, values: Tensor, item: Item) -> Tensor:
         """fp32 values that become the parameter; to bf16 at random if a seed was given."""

@@ -19,7 +19,7 @@ from strop.errors import UnsupportedError
 from strop.ir.source import KernelSource
 from strop.options import Options
 from strop.runtime.kernels import kernel_library
-from strop.train import sources
+from strop.train import quantized, sources
 from strop.train.layout import Item, Layout
 from strop.train.rules import Rule
 from strop.train.sources import Form, Tuning, Tunings
@@ -156,6 +156,7 @@ class CudaStep:
         self._launch = launcher or CudaLauncher(device)
         self._tunings = tunings or Tunings()
         self._keys = torch.tensor([seed or 0, 0], dtype=torch.int64, device=device)
+        self._books = torch.cat([quantized.book(signed, device).values for signed in (True, False)])
         self._one, self._zero = torch.ones((), device=device), torch.zeros((), device=device)
         self._settings = Upload(torch.float64, device)
         self._addresses = Upload(torch.int64, device)
@@ -170,7 +171,7 @@ class CudaStep:
         """Compile for all of these, for the arrays of the last step."""
         forms = {} if self._plan is None else self._forms_of(self._plan.layout.items)
         kernels = [sources.gradient_sweep(form, t.gradient) for form in forms for t in tunings]
-        kernels += [sources.update_sweep(form, t.update) for form in forms for t in tunings]
+        kernels += [sources.update_sweep(f, t.update_of(f)) for f in forms for t in tunings]
         self._launch.prepare(kernels)
 
     def tune(self, tunings: Tunings) -> None:
@@ -193,7 +194,7 @@ class CudaStep:
                 self._launch(batch.gradient_sweep, (*inputs, *outputs), (programs,))
         self._settle(plan, request, scale, found, settings)
         for batch in plan.batches:
-            numbers = (plan.slots, self.memory.scalars, self._keys, plan.rows)
+            numbers = (plan.slots, self.memory.scalars, self._keys, plan.rows, self._books)
             tensors = (batch.update_blocks, addresses, plan.arrays, plan.numels)
             sizes = (len(batch.update_blocks), len(layout.items))
             self._launch(batch.update_sweep, (*tensors, *numbers), sizes)
@@ -249,6 +250,8 @@ class CudaStep:
             [i.states[1] if len(i.states) > 1 else None for i in items],
             [i.average for i in items],
             [i.shadow for i in items],
+            [i.scales[0] if i.scales else None for i in items],
+            [i.scales[1] if i.scales else None for i in items],
         )
         addresses = [0 if a is None else a.data_ptr() for row in rows for a in row]
         numels = np.array([item.param.numel() for item in items] or [0], dtype=np.int64)
@@ -270,9 +273,9 @@ class CudaStep:
     def _make_batches(
         self, forms: dict[Form, list[int]], numels: Numbers
     ) -> tuple[tuple[Batch, ...], Tensor, Tensor]:
-        gradient, update = self._tunings.gradient, self._tunings.update
+        gradient, update_of = self._tunings.gradient, self._tunings.update_of
         blocks = [
-            (form, blocks_of(places, numels, gradient), blocks_of(places, numels, update))
+            (form, blocks_of(places, numels, gradient), blocks_of(places, numels, update_of(form)))
             for form, places in forms.items()
         ]
         ends = np.cumsum(
@@ -283,7 +286,8 @@ class CudaStep:
         flags = torch.zeros(size, dtype=torch.int32, device=self._device)
         batches, start = [], 0
         for (form, first, second), end in zip(blocks, ends.tolist(), strict=True):
-            kernels = sources.gradient_sweep(form, gradient), sources.update_sweep(form, update)
+            update = sources.update_sweep(form, update_of(form))
+            kernels = sources.gradient_sweep(form, gradient), update
             tables = self._table(first), self._table(second)
             batches.append(Batch(*kernels, *tables, partials[start:end], flags[start:end]))
             start = end
@@ -298,7 +302,7 @@ class CudaStep:
         return forms
 
     def _form_of(self, item: Item) -> Form:
-        arrays = [item.param, *item.states, item.average, item.shadow]
+        arrays = [item.param, *item.states, *item.scales, item.average, item.shadow]
         addresses = [a.data_ptr() for a in arrays if a is not None]
         return Form(
             item.grad_dtype,
@@ -309,6 +313,7 @@ class CudaStep:
             self._random and item.param.dtype == torch.bfloat16,
             not any(address % 16 for address in addresses),
             item.grad_aligned,
+            bool(item.scales),
         )
 
     def _table(self, values: Numbers) -> Tensor:

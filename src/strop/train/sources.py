@@ -30,6 +30,10 @@ class Tuning:
 class Tunings:
     gradient: Tuning = Tuning(16384, 4096, 8)
     update: Tuning = Tuning(4096, 2048, 8)
+    quantized: Tuning = Tuning(4096, 2048, 8)  # updates of 8-bit states: tiles of whole blocks
+
+    def update_of(self, form: Form) -> Tuning:
+        return self.quantized if form.quantized else self.update
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +48,7 @@ class Form:
     random: bool  # stochastic rounding
     aligned: bool  # to 16 bytes, every array but the gradient
     grad_aligned: bool  # a part of a bucket may not be
+    quantized: bool = False  # states in 8 bits
 
     @property
     def wide(self) -> bool:
@@ -88,6 +93,7 @@ def update_sweep(form: Form, tuning: Tuning) -> KernelSource:
         "GRAD": KINDS[form.grad],
         "PARAM": KINDS[form.param],
         "STATES": form.num_states,
+        "QUANTIZED": int(form.quantized),
         "EMA": int(form.ema),
         "SHADOW": KINDS[form.shadow],
         "WIDE": int(form.wide),
@@ -95,7 +101,7 @@ def update_sweep(form: Form, tuning: Tuning) -> KernelSource:
         "ALIGNED": int(form.aligned),
         "GRAD_ALIGNED": int(form.grad_aligned),
     }
-    types = (*_LISTS, _I64, _I64, _F64, _I64, _F64)
+    types = (*_LISTS, _I64, _I64, _F64, _I64, _F64, _F32)
     return _source("update_sweep", types, 2, constants, tuning.num_warps)
 
 
