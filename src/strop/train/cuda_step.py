@@ -19,7 +19,7 @@ from strop.errors import UnsupportedError
 from strop.ir.source import KernelSource
 from strop.options import Options
 from strop.runtime.kernels import kernel_library
-from strop.train import quantized, sources
+from strop.train import sources
 from strop.train.layout import Item, Layout
 from strop.train.rules import Rule
 from strop.train.sources import Form, Tuning, Tunings
@@ -156,7 +156,6 @@ class CudaStep:
         self._launch = launcher or CudaLauncher(device)
         self._tunings = tunings or Tunings()
         self._keys = torch.tensor([seed or 0, 0], dtype=torch.int64, device=device)
-        self._books = torch.cat([quantized.book(signed, device).values for signed in (True, False)])
         self._one, self._zero = torch.ones((), device=device), torch.zeros((), device=device)
         self._settings = Upload(torch.float64, device)
         self._addresses = Upload(torch.int64, device)
@@ -194,7 +193,7 @@ class CudaStep:
                 self._launch(batch.gradient_sweep, (*inputs, *outputs), (programs,))
         self._settle(plan, request, scale, found, settings)
         for batch in plan.batches:
-            numbers = (plan.slots, self.memory.scalars, self._keys, plan.rows, self._books)
+            numbers = (plan.slots, self.memory.scalars, self._keys, plan.rows)
             tensors = (batch.update_blocks, addresses, plan.arrays, plan.numels)
             sizes = (len(batch.update_blocks), len(layout.items))
             self._launch(batch.update_sweep, (*tensors, *numbers), sizes)

@@ -204,6 +204,31 @@ def larger(a, b):
 
 
 @triton.jit
+def dequantize(codes, scale, SIGNED: tl.constexpr):
+    """What codes stand for, as ``quantized.book`` has it, to the bit: no table, as a table's values
+    would have to be collected one by one.
+
+    """
+    LAST: tl.constexpr = 128 if SIGNED else 256
+    ZERO: tl.constexpr = 127 if SIGNED else 0
+    number = codes.to(tl.int32)
+    piece = tl.abs(number - 127) if SIGNED else number + 1
+    real = piece.to(tl.float32)
+    bits = real.to(tl.int32, bitcast=True)
+    start = (bits & 0x7F800000).to(tl.float32, bitcast=True)
+    place = (real * 18.0 + 9.0) - start * 16.0
+    n = (bits >> 23) + 1  # in the last three bits
+    power = tl.where((n & 1) != 0, 5.0, 1.0) * tl.where((n & 2) != 0, 25.0, 1.0)
+    power = power * tl.where((n & 4) != 0, 625.0, 1.0)
+    share = place * power * (0.5e-7 if SIGNED else 0.5e-8)
+    share = tl.where(piece == LAST, 1.0, share)
+    share = tl.where(number == ZERO, 0.0, share)
+    if SIGNED:
+        share = tl.where(number < ZERO, -share, share)
+    return share * scale[:, None]
+
+
+@triton.jit
 def quantize(values, SIGNED: tl.constexpr):
     """Codes and scales of rows of 256 values, as ``quantized.quantize`` defines them.
 
@@ -231,7 +256,7 @@ def quantize(values, SIGNED: tl.constexpr):
 
 
 @triton.jit
-def load_moment(codes, scales, book, at, row, left, FULL: tl.constexpr):
+def load_moment(codes, scales, at, row, left, FULL: tl.constexpr, SIGNED: tl.constexpr):
     """Codes and scales as they lie in memory, and what they stand for."""
     if FULL:
         code = tl.load(codes + at)
@@ -239,7 +264,7 @@ def load_moment(codes, scales, book, at, row, left, FULL: tl.constexpr):
     else:
         code = tl.load(codes + at, mask=at < left, other=0)
         scale = tl.load(scales + row, mask=row * 256 < left, other=0.0)
-    return code, scale, tl.load(book + code.to(tl.int32)) * scale[:, None]
+    return code, scale, dequantize(code, scale, SIGNED)
 
 
 @triton.jit
@@ -256,9 +281,9 @@ def update_quantized(arrays, coded, p, g, numbers, at, left, skip, FULL: tl.cons
     """Adam on moments in 8 bits. The parameter changes by what they are before they are coded."""
     grad, param, first, second, average, shadow = arrays
     a0, a1, a2, a3, a4, a5, a6, factor = numbers
-    first_scales, second_scales, books, row = coded
-    code1, scale1, m = load_moment(first, first_scales, books, at, row, left, FULL)
-    code2, scale2, v = load_moment(second, second_scales, books + 256, at, row, left, FULL)
+    first_scales, second_scales, row = coded
+    code1, scale1, m = load_moment(first, first_scales, at, row, left, FULL, True)
+    code2, scale2, v = load_moment(second, second_scales, at, row, left, FULL, False)
     if not FULL:  # lanes behind the end
         m = tl.where(at < left, m, 0.0)
         v = tl.where(at < left, v, 0.0)
@@ -327,7 +352,7 @@ def numbers_of(row, scalars, WIDE: tl.constexpr):
 
 @triton.jit
 def update_sweep(
-    blocks, grads, arrays, numels, slots, scalars, keys, rows, books, s0, s1, BLOCK: tl.constexpr,
+    blocks, grads, arrays, numels, slots, scalars, keys, rows, s0, s1, BLOCK: tl.constexpr,
     TILE: tl.constexpr, GRAD: tl.constexpr, PARAM: tl.constexpr, STATES: tl.constexpr,
     QUANTIZED: tl.constexpr, EMA: tl.constexpr, SHADOW: tl.constexpr, WIDE: tl.constexpr,
     RANDOM: tl.constexpr, ALIGNED: tl.constexpr, GRAD_ALIGNED: tl.constexpr,
@@ -366,7 +391,7 @@ def update_sweep(
         at = tl.arange(0, TILE)
     if left >= BLOCK:
         for k in range(0, BLOCK, TILE):
-            coded = (first_scales, second_scales, books, row + k // 256)
+            coded = (first_scales, second_scales, row + k // 256)
             update(
                 pointers, coded, numbers, at + k, left, skip, weight, key, position, True,
                 PARAM, STATES, QUANTIZED, EMA, SHADOW, WIDE, RANDOM,
@@ -374,7 +399,7 @@ def update_sweep(
     else:
         rest = left.to(tl.int32)
         for k in range(0, rest, TILE):
-            coded = (first_scales, second_scales, books, row + k // 256)
+            coded = (first_scales, second_scales, row + k // 256)
             update(
                 pointers, coded, numbers, at + k, rest, skip, weight, key, position, False,
                 PARAM, STATES, QUANTIZED, EMA, SHADOW, WIDE, RANDOM,

@@ -43,23 +43,20 @@ class Book:
 
 @lru_cache(maxsize=16)
 def book(signed: bool, device: torch.device | str = "cpu") -> Book:
-    """The code book of a moment."""
-    top = 64 if signed else 128  # pieces of the decade below 1
-    lower, middles = [], []
-    for decade in reversed(range(_DECADES)):
-        count, start = top >> decade, 10.0 ** -(decade + 1)
-        lower += [start * (1 + 9 * piece / count) for piece in range(count)]
-        middles += [start * (1 + 9 * (piece + 0.5) / count) for piece in range(count)]
-    last = 1 - 0.25 * 0.9 / top
+    """The code book of a moment. Piece q is one of the 2^n, from q = 2^n on, of its decade."""
+    bits = 7 if signed else 8
+    pieces = range(1 << bits - _DECADES, 1 << bits)
+    places = [(q, q.bit_length() - 1) for q in pieces]
+    # In fp32 and in this order, as in the kernel.
+    middles = torch.tensor([float(18 * q + 9 - (16 << n)) for q, n in places])
+    middles = middles * torch.tensor([5.0**n for _, n in places]) * (0.5 * 10.0**-bits)
+    lower = torch.tensor([10.0 ** (n - bits) * (1 + 9 * (q / 2**n - 1)) for q, n in places])
+    zero, one, last = (torch.tensor([x]) for x in (0.0, 1.0, 1 - 0.25 * 0.9 / 2 ** (bits - 1)))
     if signed:
-        values = [-middle for middle in reversed(middles)] + [0.0, *middles, 1.0]
-        edges = [-edge for edge in reversed(lower)] + [*lower, last]
+        values, edges = (-middles.flip(0), zero, middles, one), (-lower.flip(0), lower, last)
     else:
-        values = [0.0, *middles, 1.0]
-        edges = [2.0**-149, *lower[1:], last]
-    tensors = (torch.tensor(numbers, dtype=torch.float32, device=device)
-               for numbers in (values, edges))  # fmt: skip
-    return Book(*tensors, zero=values.index(0.0))
+        values, edges = (zero, middles, one), (torch.tensor([2.0**-149]), lower[1:], last)
+    return Book(torch.cat(values).to(device), torch.cat(edges).to(device), 127 if signed else 0)
 
 
 def quantize(values: Tensor, signed: bool) -> tuple[Tensor, Tensor]:

@@ -30,7 +30,7 @@ class Tuning:
 class Tunings:
     gradient: Tuning = Tuning(16384, 4096, 8)
     update: Tuning = Tuning(4096, 2048, 8)
-    quantized: Tuning = Tuning(4096, 2048, 8)  # updates of 8-bit states: tiles of whole blocks
+    quantized: Tuning = Tuning(4096, 1024, 8)  # updates of 8-bit states: tiles of whole blocks
 
     def update_of(self, form: Form) -> Tuning:
         return self.quantized if form.quantized else self.update
@@ -101,7 +101,7 @@ def update_sweep(form: Form, tuning: Tuning) -> KernelSource:
         "ALIGNED": int(form.aligned),
         "GRAD_ALIGNED": int(form.grad_aligned),
     }
-    types = (*_LISTS, _I64, _I64, _F64, _I64, _F64, _F32)
+    types = (*_LISTS, _I64, _I64, _F64, _I64, _F64)
     return _source("update_sweep", types, 2, constants, tuning.num_warps)
 
 
