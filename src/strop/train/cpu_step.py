@@ -87,10 +87,11 @@ class CpuStep:
             grads = [e.grad.to(dtype) for e in bucket]
             if factor != 1.0:  # NaN as well
                 grads = list(torch._foreach_mul(grads, factor))
-            states = [self._states(e.item) for e in bucket]
+            states = [_states(e.item) for e in bucket]
             self._call(bucket, params, grads, states, request.numbers[group], is_first)
-            for e, values in zip(bucket, states, strict=True):
-                self._keep(values, e.item)
+            for e, moments in zip(bucket, states, strict=True):
+                if e.item.scales:
+                    quantized.store(moments, e.item.states, e.item.scales)
             for e, param in zip(bucket, params, strict=True):
                 if param.dtype != e.item.param.dtype:
                     e.item.param.copy_(self._rounded(param, e.item))
@@ -120,28 +121,6 @@ class CpuStep:
                 is_first_step=is_first,
             )  # fmt: skip
 
-    def _states(self, item: Item) -> tuple[Tensor, ...]:
-        """The states as numbers beside the parameter."""
-        if not item.scales:
-            return item.states
-        return tuple(
-            quantized.dequantize(codes, scales, signed).as_strided(
-                item.param.shape, item.param.stride()
-            )
-            for codes, scales, signed in self._coded(item)
-        )
-
-    def _keep(self, values: tuple[Tensor, ...], item: Item) -> None:
-        """Code states that are kept as codes."""
-        for (codes, scales, signed), value in zip(self._coded(item), values, strict=False):
-            for kept, new in zip(
-                (codes, scales), quantized.quantize(quantized.flat(value), signed), strict=True
-            ):
-                kept.copy_(new)
-
-    def _coded(self, item: Item) -> Iterator[tuple[Tensor, Tensor, bool]]:
-        return zip(item.states, item.scales, quantized.SIGNED.values(), strict=False)
-
     def _rounded(self, values: Tensor, item: Item) -> Tensor:
         """fp32 values that become the parameter; to bf16 at random if a seed was given."""
         if self._seed is None or item.param.dtype != torch.bfloat16:
@@ -155,6 +134,12 @@ class CpuStep:
         bits = torch.where(flat.isfinite(), bits + noise, bits) & -65536
         rounded = torch.where(flat.isnan(), flat, bits.view(torch.float32))
         return rounded.as_strided(values.shape, values.stride())
+
+
+def _states(item: Item) -> tuple[Tensor, ...]:
+    if not item.scales:
+        return item.states
+    return quantized.load(item.states, item.scales, item.param)
 
 
 def _chunks(entries: Sequence[_Entry]) -> Iterator[list[_Entry]]:

@@ -176,14 +176,14 @@ def settle(
 
 
 @triton.jit
-def adam(p, g, m, v, a0, a1, a2, a3, a4, a5, a6, WIDE: tl.constexpr):
+def adam(p, g, m, v, a0, a1, a2, a3, a4, a5, a6, PLAIN: tl.constexpr):
     """Moments by linear interpolation: with beta rounded to fp32, beta * v would drift."""
     g = g + a1 * p
     m = m + a2 * (g - m)
     v = v + a3 * (g * g - v)
-    # Plain fp32 roots and quotients are two ulps off.
-    root = tl.sqrt(v) if WIDE else tl.sqrt_rn(v)
-    ratio = m / (root * a5 + a6) if WIDE else tl.div_rn(m, root * a5 + a6)
+    # Plain fp32 roots and quotients are two ulps off: for fp64, and beside the errors of codes.
+    root = tl.sqrt(v) if PLAIN else tl.sqrt_rn(v)
+    ratio = m / (root * a5 + a6) if PLAIN else tl.div_rn(m, root * a5 + a6)
     return p - (a0 * p + a4 * ratio), m, v
 
 
@@ -277,17 +277,16 @@ def store_moment(codes, scales, code, scale, values, at, row, left, skip, FULL: 
 
 
 @triton.jit
-def update_quantized(arrays, coded, p, g, numbers, at, left, skip, FULL: tl.constexpr):
+def update_quantized(coded, p, g, numbers, at, left, skip, FULL: tl.constexpr):
     """Adam on moments in 8 bits. The parameter changes by what they are before they are coded."""
-    grad, param, first, second, average, shadow = arrays
-    a0, a1, a2, a3, a4, a5, a6, factor = numbers
-    first_scales, second_scales, row = coded
+    first, second, first_scales, second_scales, row = coded
+    a0, a1, a2, a3, a4, a5, a6, _ = numbers
     code1, scale1, m = load_moment(first, first_scales, at, row, left, FULL, True)
     code2, scale2, v = load_moment(second, second_scales, at, row, left, FULL, False)
-    if not FULL:  # lanes behind the end
+    if not FULL:  # behind the end nothing is to count
         m = tl.where(at < left, m, 0.0)
         v = tl.where(at < left, v, 0.0)
-    new, m, v = adam(p, g, m, v, a0, a1, a2, a3, a4, a5, a6, False)
+    new, m, v = adam(p, g, m, v, a0, a1, a2, a3, a4, a5, a6, True)
     store_moment(first, first_scales, code1, scale1, m, at, row, left, skip, FULL, True)
     store_moment(second, second_scales, code2, scale2, v, at, row, left, skip, FULL, False)
     return new
@@ -304,7 +303,7 @@ def update(
     g = read(grad, at, left, FULL, WIDE) * factor
     p = read(param, at, left, FULL, WIDE)
     if QUANTIZED:
-        new = update_quantized(arrays, coded, p, g, numbers, at, left, skip, FULL)
+        new = update_quantized(coded, p, g, numbers, at, left, skip, FULL)
     elif STATES == 2:
         m = read(first, at, left, FULL, WIDE)
         v = read(second, at, left, FULL, WIDE)
@@ -391,7 +390,7 @@ def update_sweep(
         at = tl.arange(0, TILE)
     if left >= BLOCK:
         for k in range(0, BLOCK, TILE):
-            coded = (first_scales, second_scales, row + k // 256)
+            coded = (first, second, first_scales, second_scales, row + k // 256)
             update(
                 pointers, coded, numbers, at + k, left, skip, weight, key, position, True,
                 PARAM, STATES, QUANTIZED, EMA, SHADOW, WIDE, RANDOM,
@@ -399,7 +398,7 @@ def update_sweep(
     else:
         rest = left.to(tl.int32)
         for k in range(0, rest, TILE):
-            coded = (first_scales, second_scales, row + k // 256)
+            coded = (first, second, first_scales, second_scales, row + k // 256)
             update(
                 pointers, coded, numbers, at + k, rest, skip, weight, key, position, False,
                 PARAM, STATES, QUANTIZED, EMA, SHADOW, WIDE, RANDOM,

@@ -13,7 +13,6 @@ divisor would make a huge step of a gradient that is small beside its neighbours
 from __future__ import annotations
 
 from collections.abc import Mapping, MutableMapping, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -26,55 +25,66 @@ SIGNED = {"exp_avg": True, "exp_avg_sq": False}  # states that can be coded
 _CODES, _SCALES = "_codes", "_scales"
 _ORDER = "block_order"  # the parameter's dims, as memory had them when blocks were made
 KEYS = (*(name + part for name in SIGNED for part in (_CODES, _SCALES)), _ORDER)
+_ZEROS = {True: 127, False: 0}  # the codes of 0, by whether there are signs
 _DECADES = 7
+_ROWS = 4096  # blocks at a time, so that temporary arrays stay small
 _TINY = torch.finfo(torch.float32).tiny  # a block below it has no reciprocal, and counts as zero
 
 State = MutableMapping[str, Any]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Book:
-    """What the codes stand for. Code c is for values from ``edges[c - 1]`` to ``edges[c]``."""
-
-    values: Tensor  # fp32, ascending
-    edges: Tensor
-    zero: int  # the code of 0
-
-
 @lru_cache(maxsize=16)
-def book(signed: bool, device: torch.device | str = "cpu") -> Book:
-    """The code book of a moment. Piece q is one of the 2^n, from q = 2^n on, of its decade."""
-    bits = 7 if signed else 8
-    pieces = range(1 << bits - _DECADES, 1 << bits)
-    places = [(q, q.bit_length() - 1) for q in pieces]
+def book(signed: bool, device: torch.device | str = "cpu") -> Tensor:
+    """What the codes stand for, ascending. A decade has pieces 2^n to 2 * 2^n - 1."""
+    bits = _bits(signed)
+    pieces = [(q, q.bit_length() - 1) for q in range(1 << bits - _DECADES, 1 << bits)]
     # In fp32 and in this order, as in the kernel.
-    middles = torch.tensor([float(18 * q + 9 - (16 << n)) for q, n in places])
-    middles = middles * torch.tensor([5.0**n for _, n in places]) * (0.5 * 10.0**-bits)
-    lower = torch.tensor([10.0 ** (n - bits) * (1 + 9 * (q / 2**n - 1)) for q, n in places])
-    zero, one, last = (torch.tensor([x]) for x in (0.0, 1.0, 1 - 0.25 * 0.9 / 2 ** (bits - 1)))
-    if signed:
-        values, edges = (-middles.flip(0), zero, middles, one), (-lower.flip(0), lower, last)
-    else:
-        values, edges = (zero, middles, one), (torch.tensor([2.0**-149]), lower[1:], last)
-    return Book(torch.cat(values).to(device), torch.cat(edges).to(device), 127 if signed else 0)
+    middles = torch.tensor([float(18 * q + 9 - (16 << n)) for q, n in pieces])
+    middles = middles * torch.tensor([5.0**n for _, n in pieces]) * (0.5 * 10.0**-bits)
+    negative = -middles.flip(0) if signed else middles[:0]
+    zero, one = torch.zeros(1), torch.ones(1)
+    return torch.cat((negative, zero, middles, one)).to(device)
 
 
 def quantize(values: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
     """Codes and scales of fp32 values in a row. NaN and infinities make their block NaN."""
     count = len(values)
-    blocks = torch.nn.functional.pad(values, (0, -count % BLOCK)).view(-1, BLOCK)
-    largest = blocks.abs().amax(1) if count else blocks.new_empty(0)
+    if count % BLOCK:
+        values = torch.nn.functional.pad(values, (0, -count % BLOCK))
+    parts = [_quantize(rows, signed) for rows in values.view(-1, BLOCK).split(_ROWS)]
+    codes, scales = (torch.cat(arrays) for arrays in zip(*parts, strict=True))
+    return codes.view(-1)[:count], scales
+
+
+def _quantize(blocks: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
+    """As the kernel does it: the number of a piece is the least of seven lines."""
+    bits = _bits(signed)
+    largest = blocks.abs().amax(1)
     is_zero = largest < _TINY
-    inverse = torch.where(is_zero, 0.0, 1.0 / largest)
-    edges = book(signed, values.device).edges
-    codes = torch.bucketize(blocks * inverse[:, None], edges, out_int32=True, right=True)
-    return codes.to(torch.uint8).view(-1)[:count], torch.where(is_zero, 0.0, largest)
+    share = blocks * torch.where(is_zero, 0.0, 1.0 / largest)[:, None]
+    size = share.abs()
+    place = torch.full_like(size, torch.inf)
+    for n in range(bits - _DECADES, bits):
+        line = (size * (2**n * 10 ** (bits - n) / 9)).add_(2**n * 8 / 9)
+        place = torch.minimum(place, line, out=place)
+    last = 1 << bits
+    piece = torch.where(place >= last - 0.25, last, place.floor_())
+    if signed:
+        code = torch.where(share < 0.0, 127 - piece.clamp(max=127), 127 + piece)
+    else:
+        code = torch.where(share > 0.0, piece.clamp_(min=2) - 1, 0.0)
+    return code.to(torch.uint8), torch.where(is_zero, 0.0, largest)
 
 
 def dequantize(codes: Tensor, scales: Tensor, signed: bool) -> Tensor:
     """fp32 values in a row."""
-    values = book(signed, codes.device).values.index_select(0, codes.int())
+    values = book(signed, codes.device).index_select(0, codes.int())
     return values.mul_(scales.repeat_interleave(BLOCK)[: len(codes)])
+
+
+def _bits(signed: bool) -> int:
+    """Of a size: the sign takes one."""
+    return 7 if signed else 8
 
 
 # ---- states of a parameter -----------------------------------------------------------------------
@@ -103,7 +113,7 @@ def pack(
             like = torch.empty_like(param, dtype=torch.float32).copy_(state.pop(name))
             codes, scales = quantize(flat(like), SIGNED[name])
         elif codes is None or scales is None:
-            zero = book(SIGNED[name]).zero
+            zero = _ZEROS[SIGNED[name]]
             codes = torch.full((param.numel(),), zero, dtype=torch.uint8, device=param.device)
             scales = torch.zeros(-(-param.numel() // BLOCK), device=param.device)
         state[name + _CODES] = _fitting(codes, param.numel(), param.device)
@@ -126,6 +136,21 @@ def unpack(state: State, param: Tensor) -> State:
     return state
 
 
+def load(codes: Sequence[Tensor], scales: Sequence[Tensor], param: Tensor) -> tuple[Tensor, ...]:
+    """Both moments as fp32 tensors beside their parameter."""
+    return tuple(
+        dequantize(c, s, signed).as_strided(param.shape, param.stride())
+        for c, s, signed in zip(codes, scales, SIGNED.values(), strict=True)
+    )
+
+
+def store(moments: Sequence[Tensor], codes: Sequence[Tensor], scales: Sequence[Tensor]) -> None:
+    """The reverse of ``load``, into the same arrays."""
+    for value, c, s, signed in zip(moments, codes, scales, SIGNED.values(), strict=True):
+        for array, new in zip((c, s), quantize(flat(value), signed), strict=True):
+            array.copy_(new)
+
+
 def flat(tensor: Tensor) -> Tensor:
     """The elements of a tensor without gaps, in the order of memory."""
     return tensor.as_strided((tensor.numel(),), (1,))
@@ -134,7 +159,7 @@ def flat(tensor: Tensor) -> Tensor:
 def _order_of(param: Tensor) -> tuple[int, ...]:
     """Its dims from the outermost in memory to the innermost, but for those of one element."""
     dims = [dim for dim, size in enumerate(param.shape) if size > 1]
-    return tuple(sorted(dims, key=lambda dim: -param.stride(dim)))
+    return tuple(sorted(dims, key=param.stride, reverse=True))
 
 
 def _fitting(array: Tensor, size: int, device: torch.device) -> Tensor:
