@@ -236,10 +236,11 @@ def quantize(values, SIGNED: tl.constexpr):
     least of seven lines.
     """
     TOP: tl.constexpr = 64 if SIGNED else 128
-    bits = values.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-    largest = tl.reduce(bits, 1, larger)  # NaN is above all
-    has_inverse = largest >= 0x00800000
-    scale = tl.where(has_inverse, largest, 0).to(tl.float32, bitcast=True)
+    bits = values.to(tl.uint32, bitcast=True)
+    largest = tl.reduce((bits << 1) | (bits >> 31), 1, larger)  # by size, NaN above all; then sign
+    has_inverse = largest >= 0x01000000
+    scale = (largest >> 1) | (largest << 31)
+    scale = tl.where(has_inverse, scale, 0).to(tl.uint32).to(tl.float32, bitcast=True)
     inverse = tl.where(has_inverse, tl.div_rn(1.0, scale), 0.0)
     share = values * inverse[:, None]
     size = tl.abs(share)

@@ -6,8 +6,9 @@ are cut into pieces, each decade into half as many as the one above it; a code s
 of a piece, and two more for 0 and for 1. The first moment has codes for both signs, the second one,
 which is never negative, twice as many pieces.
 
-In one thing this is not the paper's: a second moment that is positive never becomes 0, which as a
-divisor would make a huge step of a gradient that is small beside its neighbours'.
+In two things this is not the paper's. A scale has the sign of the largest value of its block, which
+is therefore kept as it is; there is no code for -1. And a second moment that is positive never
+becomes 0: as a divisor, that would make a huge step of a gradient that is small in its block.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from strop.errors import OptionError
 
 BLOCK = 256  # values of a scale, in the order of memory
 LEAST = 4096  # elements of a parameter; smaller ones keep fp32 states
@@ -59,8 +62,9 @@ def quantize(values: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
 def _quantize(blocks: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
     """As the kernel does it: the number of a piece is the least of seven lines."""
     bits = _bits(signed)
-    largest = blocks.abs().amax(1)
-    is_zero = largest < _TINY
+    low, high = blocks.aminmax(dim=1)
+    largest = torch.where(-low >= high, low, high)
+    is_zero = largest.abs() < _TINY
     share = blocks * torch.where(is_zero, 0.0, 1.0 / largest)[:, None]
     size = share.abs()
     place = torch.full_like(size, torch.inf)
@@ -164,7 +168,7 @@ def _order_of(param: Tensor) -> tuple[int, ...]:
 
 def _fitting(array: Tensor, size: int, device: torch.device) -> Tensor:
     if array.shape != (size,):
-        raise ValueError(
+        raise OptionError(
             f"8-bit states of shape {tuple(array.shape)} where {size} elements are needed: the "
             "state dict belongs to other parameters"
         )
