@@ -2,7 +2,8 @@
 
     python benchmarks/train_step.py --out DIR [--grads fp32] [--rounds 2] [--only strop,...]
     python benchmarks/train_step.py --check       # the GPU's kernels against fp64, in seconds
-    python benchmarks/train_step.py --sweep [--states 8bit] --out DIR   # block sizes and warps of both sweeps
+    python benchmarks/train_step.py --sweep --out DIR   # block sizes and warps of both sweeps;
+                                                        # of 8-bit states with --states 8bit
 
 Contenders, one after the other in one process, each with its own states, freed before the next:
 ``recipe`` is what diffusers' scripts do (torch's default AdamW, ``clip_grad_norm_``, ``EMAModel``),
