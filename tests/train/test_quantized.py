@@ -175,9 +175,11 @@ def test_kernel_and_cpu_agree(name: str, monkeypatch: pytest.MonkeyPatch) -> Non
         scaler = train.GradScaler("cpu", init_scale=4.0)
         for step in range(3):
             scaler.scale(torch.zeros(()))
+            source = torch.Generator().manual_seed(3)
             for p in params:
-                p.grad = torch.randn(p.shape, generator=source).to(dtype)
-                p.grad *= 10 ** (-4 * torch.rand(p.shape, generator=source)).to(dtype)
+                grad = torch.randn(p.shape, generator=source)
+                grad *= 10 ** (-4 * torch.rand(p.shape, generator=source))
+                p.grad = (-grad if step == 2 else grad).to(dtype)  # first moments shrink
                 if step == 1:
                     p.grad.view(-1)[3] = torch.nan
             scaler.step(optimizer)
@@ -198,7 +200,9 @@ def test_kernel_and_cpu_agree(name: str, monkeypatch: pytest.MonkeyPatch) -> Non
             if mine[key].dtype == torch.uint8:
                 off = (mine[key].int() - other[key].int()).abs()
                 assert int(off.max()) <= 1
-                assert int(off.sum()) <= 0.002 * off.numel(), key
+                assert int(off.sum()) <= 3, key
+                rows = nn.functional.pad(mine[key], (0, -len(off) % BLOCK)).view(-1, BLOCK)
+                assert (rows.amax(1) == 255).all(), "the largest of a block is kept"
             else:
                 torch.testing.assert_close(mine[key], other[key], rtol=1e-4, atol=1e-12)
 
