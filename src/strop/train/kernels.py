@@ -205,9 +205,10 @@ def larger(a, b):
 
 @triton.jit
 def dequantize(codes, scale, SIGNED: tl.constexpr):
-    """What codes stand for, as ``quantized.book`` has it, to the bit: no table, as a table's values
-    would have to be collected one by one.
+    """What codes stand for, with the bits of ``quantized.book``.
 
+    A piece is one of 2^n, from number 2^n on, and its middle an integer times 5^n. A table would be
+    read lane by lane, and its layout be that of all the rest.
     """
     LAST: tl.constexpr = 128 if SIGNED else 256
     ZERO: tl.constexpr = 127 if SIGNED else 0

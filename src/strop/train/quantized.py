@@ -122,7 +122,8 @@ def pack(
             scales = torch.zeros(-(-param.numel() // BLOCK), device=param.device)
         state[name + _CODES] = _fitting(codes, param.numel(), param.device)
         state[name + _SCALES] = _fitting(scales, -(-param.numel() // BLOCK), param.device)
-    return tuple(tuple(state[name + part] for name in names) for part in (_CODES, _SCALES))  # type: ignore[return-value]
+    every_codes = tuple(state[name + _CODES] for name in names)
+    return every_codes, tuple(state[name + _SCALES] for name in names)
 
 
 def unpack(state: State, param: Tensor) -> State:
@@ -134,6 +135,7 @@ def unpack(state: State, param: Tensor) -> State:
         codes, scales = state.pop(name + _CODES, None), state.pop(name + _SCALES, None)
         if codes is not None and scales is not None and name not in state:
             codes = _fitting(codes, param.numel(), codes.device)
+            scales = _fitting(scales, -(-param.numel() // BLOCK), codes.device)
             values = dequantize(codes, scales, signed).view([param.shape[dim] for dim in order])
             rank = sorted(range(len(order)), key=order.__getitem__)
             state[name] = values.permute(rank).reshape(param.shape)
