@@ -2,13 +2,15 @@
 
     python benchmarks/train_step.py --out DIR [--grads fp32] [--rounds 2] [--only strop,...]
     python benchmarks/train_step.py --check       # the GPU's kernels against fp64, in seconds
-    python benchmarks/train_step.py --sweep --out DIR   # block sizes and warps of both sweeps
+    python benchmarks/train_step.py --sweep --out DIR   # block sizes and warps of both sweeps;
+                                                        # of 8-bit states with --states 8bit
 
 Contenders, one after the other in one process, each with its own states, freed before the next:
 ``recipe`` is what diffusers' scripts do (torch's default AdamW, ``clip_grad_norm_``, ``EMAModel``),
 ``fused`` torch's fused AdamW with ``clip_grad_norm_(foreach=True)`` and an average by
 ``torch._foreach_lerp_``, ``strop`` our step, ``strop-fresh`` the same with gradients at new
-addresses in every step, ``strop-graph`` a CUDA graph of it, ``strop-shadow`` with bf16 copies.
+addresses in every step, ``strop-graph`` a CUDA graph of it, ``strop-shadow`` with bf16 copies,
+``strop-8bit`` with moments in 8 bits.
 With ``--grads bf16`` or ``fp16`` only ours has such gradients: torch's want those of the parameter.
 ``--device cpu --model tiny`` tries the script out.
 """
@@ -105,6 +107,10 @@ def strop_shadow(w: Weights) -> Step:
     return ours(w, shadow_dtype=torch.bfloat16).step
 
 
+def strop_8bit(w: Weights) -> Step:
+    return ours(w, states="8bit").step
+
+
 def strop_fresh(w: Weights) -> Step:
     optimizer = ours(w)
     sets = itertools.cycle((w.grads, w.new_gradients(w.grads[0].dtype)))
@@ -127,7 +133,8 @@ def strop_graph(w: Weights) -> Step:
 
 
 CONTENDERS = {"recipe": recipe, "fused": fused, "strop": strop, "strop-fresh": strop_fresh,
-              "strop-graph": strop_graph, "strop-shadow": strop_shadow}  # fmt: skip
+              "strop-graph": strop_graph, "strop-shadow": strop_shadow,
+              "strop-8bit": strop_8bit}  # fmt: skip
 
 
 def free(device: torch.device) -> None:
@@ -159,11 +166,16 @@ def times_ms(step: Step, device: torch.device, warm_up: int, samples: int) -> tu
     return [a.elapsed_time(b) for a, b in itertools.pairwise(events)], host
 
 
-def bytes_of(name: str, grads: torch.dtype) -> int | None:
+# Bytes a parameter beside the gradients: parameter, average and two moments, read and written.
+# In 8 bits a moment has a scale for each 256.
+BYTES = {"strop-shadow": 34, "strop-8bit": 8 + 8 + 4 * (1 + 4 / 256)}
+
+
+def bytes_of(name: str, grads: torch.dtype) -> float | None:
     """Bytes a parameter that our two sweeps read and write."""
     if not name.startswith("strop"):
         return None
-    return 2 * grads.itemsize + 32 + (2 if name == "strop-shadow" else 0)
+    return 2 * grads.itemsize + BYTES.get(name, 32)
 
 
 def measure(args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
@@ -211,7 +223,8 @@ def candidates() -> Iterator[tuple[str, Any]]:
         if tile // (32 * warps) not in (4, 8, 16):
             continue
         for steps in (1, 2, 4):
-            yield "update", replace(usual, update=Tuning(tile * steps, tile, warps))
+            tuning = Tuning(tile * steps, tile, warps)
+            yield "update", replace(usual, update=tuning, quantized=tuning)
     for tile, warps in itertools.product((1024, 2048, 4096), (4, 8, 16)):
         if tile // (32 * warps) not in (4, 8, 16):
             continue
@@ -222,7 +235,8 @@ def candidates() -> Iterator[tuple[str, Any]]:
 def sweep(args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
     """Whole steps for every tuning: what differs is the sweep that was tuned."""
     weights = Weights(args.model, device, DTYPES[args.grads])
-    optimizer = ours(weights, **({"shadow_dtype": torch.bfloat16} if args.shadow else {}))
+    shadow = {"shadow_dtype": torch.bfloat16} if args.shadow else {}
+    optimizer = ours(weights, states=args.states, **shadow)
     optimizer.step()
     stepper = optimizer.stepper
     found = list(candidates())
@@ -273,6 +287,7 @@ def main() -> None:
     parser.add_argument("--only", type=lambda text: text.split(","), default=list(CONTENDERS))
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--shadow", action="store_true", help="with --sweep: keep bf16 copies")
+    parser.add_argument("--states", choices=("fp32", "8bit"), default="fp32", help="with --sweep")
     parser.add_argument("--sweep", action="store_true")
     parser.add_argument("--check", action="store_true")
     args = parser.parse_args()

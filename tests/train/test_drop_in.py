@@ -249,7 +249,7 @@ BAD: dict[str, tuple[type[Exception], str, dict[str, Any]]] = {
     "clip": (OptionError, "max_grad_norm is -1", {"max_grad_norm": -1}),
     "decay": (OptionError, "decay is 2", {"ema_decay": 2}),
     "shadow": (OptionError, "shadow_dtype is torch.int8", {"shadow_dtype": torch.int8}),
-    "states": (UnsupportedError, "only 'fp32' states", {"states": "8bit"}),
+    "states": (UnsupportedError, "'fp32' and '8bit' are built", {"states": "4bit"}),
 }
 
 

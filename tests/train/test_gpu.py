@@ -11,7 +11,9 @@ from torch import nn
 
 from strop import train
 from strop.errors import UnsupportedError
+from strop.train import quantized
 from tests.train import judge
+from tests.train.test_quantized import learn
 
 pytestmark = [
     pytest.mark.gpu,
@@ -28,6 +30,13 @@ def no_waiting() -> Iterator[None]:
         torch.cuda.set_sync_debug_mode("default")
 
 
+@pytest.fixture(params=["fp32", "8bit"])
+def states(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """How moments are kept; the parameters here are small."""
+    monkeypatch.setattr(quantized, "LEAST", 1)
+    return str(request.param)
+
+
 def make(**more: object) -> tuple[list[nn.Parameter], train.FusedAdamW]:
     params = judge.parameters(torch.float32, "cuda")
     extras = {"max_grad_norm": 1.0, "ema_decay": 0.99} | more
@@ -38,9 +47,9 @@ def on_gpu(step: int) -> list[torch.Tensor]:
     return [g.cuda() for g in judge.gradients(step)]
 
 
-def test_the_host_never_waits() -> None:
+def test_the_host_never_waits(states: str) -> None:
     """With a scaler, a schedule, and gradients whose memory is new."""
-    params, optimizer = make()
+    params, optimizer = make(states=states)
     plain = train.FusedSGD([nn.Parameter(torch.ones(5, device="cuda"))], lr=0.1, momentum=0.9)
     scaler = train.GradScaler("cuda")
     schedule = torch.optim.lr_scheduler.LambdaLR(plain, lambda step: 1 / (step + 1))
@@ -64,8 +73,8 @@ def test_the_host_never_waits() -> None:
 class Loop:
     """Steps whose gradients come from a backward pass; the learning rate falls."""
 
-    def __init__(self) -> None:
-        self.params, self.optimizer = make()
+    def __init__(self, states: str) -> None:
+        self.params, self.optimizer = make(states=states)
         self.factors = [torch.zeros_like(p) for p in self.params]
 
     def feed(self, step: int) -> None:
@@ -83,9 +92,9 @@ class Loop:
         self.run()
 
 
-def test_capture() -> None:
+def test_capture(states: str) -> None:
     """A replay does what a step does, also with other steps between replays."""
-    expected, found = Loop(), Loop()
+    expected, found = Loop(states), Loop(states)
     stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -113,6 +122,10 @@ def test_capture() -> None:
     for x, y in (*zip(expected.params, found.params, strict=True), *averages):
         assert torch.equal(x, y)
     assert torch.equal(first.grad_norm, second.grad_norm)
+    for x, y in zip(expected.params, found.params, strict=True):
+        mine, true = second.state[y], first.state[x]
+        assert mine.keys() == true.keys()
+        assert all(torch.equal(mine[key], true[key]) for key in mine)
 
 
 def test_capture_of_a_first_step_is_refused() -> None:
@@ -127,8 +140,8 @@ def test_capture_of_a_first_step_is_refused() -> None:
             optimizer.step()
 
 
-def test_no_memory_is_kept_by_a_step() -> None:
-    params, optimizer = make()
+def test_no_memory_is_kept_by_a_step(states: str) -> None:
+    params, optimizer = make(states=states)
     sizes = []
     for step in range(4):
         for p, g in zip(params, on_gpu(step), strict=True):
@@ -137,6 +150,53 @@ def test_no_memory_is_kept_by_a_step() -> None:
         torch.cuda.synchronize()
         sizes.append(torch.cuda.memory_allocated())
     assert sizes[3] == sizes[1]
+
+
+def test_8_bits_on_both_devices() -> None:
+    """Codes are the CPU's but where rounding puts a value beyond an edge; equal in every run."""
+
+    def run(device: str) -> dict[str, torch.Tensor]:
+        source = torch.Generator().manual_seed(1)
+        p = nn.Parameter(torch.randn(300, 1000, generator=source).to(device))
+        optimizer = train.FusedAdamW([p], max_grad_norm=1.0, states="8bit")
+        for _ in range(3):
+            sizes = 10 ** (-6 * torch.rand(p.shape, generator=source))
+            p.grad = (torch.randn(p.shape, generator=source) * sizes).to(device)
+            optimizer.step()
+        found = {k: v.cpu() for k, v in optimizer.state[p].items() if k != "block_order"}
+        return {**found, "param": p.detach().cpu()}
+
+    expected, found, again = run("cpu"), run("cuda"), run("cuda")
+    for key, value in found.items():
+        assert torch.equal(value, again[key]), key
+        if value.dtype == torch.uint8:
+            off = (value.int() - expected[key].int()).abs()
+            assert int(off.max()) <= 1
+            assert int(off.sum()) <= 0.002 * off.numel()
+        elif key != "param":
+            torch.testing.assert_close(value, expected[key], rtol=1e-4, atol=1e-12)
+    far = (found["param"] - expected["param"]).abs() > 1e-5
+    assert int(far.sum()) <= 0.002 * far.numel()
+
+
+def test_8_bits_take_2_bytes_a_parameter() -> None:
+    """Both moments and their scales, and no more while a step runs."""
+    count = 1 << 24
+    p = nn.Parameter(torch.ones(count, device="cuda"))
+    p.grad = torch.ones_like(p)
+    optimizer = train.FusedAdamW([p], states="8bit", max_grad_norm=1.0)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    optimizer.step()
+    torch.cuda.synchronize()
+    used = torch.cuda.max_memory_allocated() - before
+    assert 2 * count * (1 + 4 / 256) <= used <= 2 * count * (1 + 4 / 256) + (4 << 20)
+
+
+def test_a_model_learns_with_8_bits() -> None:
+    fine, coded = (sum(learn(s, seed, "cuda") for seed in range(3)) for s in ("fp32", "8bit"))
+    assert coded == pytest.approx(fine, rel=0.04)
 
 
 def test_sums_do_not_depend_on_the_run() -> None:

@@ -31,6 +31,28 @@ FORMS = {
     "bucket": Form(
         F32, F32, 2, ema=True, shadow=None, random=False, aligned=True, grad_aligned=False
     ),
+    "8bit": Form(
+        F32,
+        F32,
+        2,
+        ema=True,
+        shadow=None,
+        random=False,
+        aligned=True,
+        grad_aligned=True,
+        quantized=True,
+    ),
+    "8bit_random": Form(
+        BF16,
+        BF16,
+        2,
+        ema=True,
+        shadow=None,
+        random=True,
+        aligned=True,
+        grad_aligned=True,
+        quantized=True,
+    ),
     "unaligned": Form(
         F32, F32, 0, ema=False, shadow=F16, random=False, aligned=False, grad_aligned=True
     ),
@@ -43,10 +65,14 @@ TUNING = Tunings()
 def test_accesses_are_16_bytes_wide(arch: int, name: str, tmp_path: Path) -> None:
     """In blocks that are full; the last block of a tensor goes element by element."""
     form = FORMS[name]
-    arrays = 1 + form.num_states + form.ema
+    arrays = [(form.grad, form.grad_aligned), (form.param, form.aligned)]
+    arrays += [(F32, form.aligned)] * (form.ema + form.num_states * (not form.quantized))
+    least = 4 if form.quantized else 1  # with 8-bit states a thread has four elements at a time
     sweeps = {
         sources.gradient_sweep(form, TUNING.gradient): form.grad_aligned,
-        sources.update_sweep(form, TUNING.update): arrays * form.aligned + form.grad_aligned,
+        sources.update_sweep(form, TUNING.update_of(form)): sum(
+            aligned and dtype.itemsize >= least for dtype, aligned in arrays
+        ),
     }
     for source, expected in sweeps.items():
         cubin = compile_cubin(source, arch)
@@ -59,11 +85,13 @@ def test_accesses_are_16_bytes_wide(arch: int, name: str, tmp_path: Path) -> Non
         assert expected or not wide, found
 
 
+@pytest.mark.parametrize("name", ["shadow", "8bit"])
 @pytest.mark.parametrize("arch", [86, 89, 100])
-def test_kernels_compile(arch: int) -> None:
-    form = FORMS["shadow"]
-    compile_cubin(sources.gradient_sweep(form, TUNING.gradient), arch)
-    compile_cubin(sources.update_sweep(form, TUNING.update), arch)
+def test_kernels_compile(arch: int, name: str, tmp_path: Path) -> None:
+    form = FORMS[name]
+    update = sources.update_sweep(form, TUNING.update_of(form))
+    for source in (sources.gradient_sweep(form, TUNING.gradient), update):
+        assert resources(compile_cubin(source, arch), tmp_path)[1] == 0
 
 
 @pytest.mark.parametrize("adam", [True, False])

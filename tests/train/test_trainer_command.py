@@ -80,7 +80,7 @@ MISTAKES: dict[str, tuple[tuple[Any, ...], int, str]] = {
     "range": ((*LORA, "--rank", 0), 2, "rank is 0: it must be at least 1"),
     "beta": ((*LORA, "--adam_beta2", 1), 2, "adam_beta2 is 1.0: it must be below 1"),
     "kind": ((*LORA, "--rank", "four"), 2, "integer"),
-    "not built": ((*LORA, "--use_8bit_adam"), 2, "8-bit states are not built"),
+    "not built": ((*LORA, "--use_dora"), 2, "DoRA is not built"),
     "unknown": ((*LORA, "--rnak", 4), 2, "No such option"),
     "no folder": (LORA, 1, "the folder pics does not exist"),
     "no such model": (("lora", "--model", "sd", "--train_data_dir", "pics"), 1,
@@ -225,4 +225,5 @@ def test_help(task: str, invoke: Callable[..., Result]) -> None:
     assert "--learning_rate" in shown
     assert ("--rank" in shown) == (task == "lora")
     assert ("--class_data_dir" in shown) == (task != "text-to-image")
-    assert "--use_8bit_adam" not in shown
+    assert "--use_8bit_adam" in shown
+    assert "--use_dora" not in shown

@@ -33,6 +33,7 @@ RUNS: dict[str, tuple[str, dict[str, Any]]] = {
         "proportion_empty_prompts": 0.3, "lr_scheduler": "cosine", "lr_warmup_steps": 1,
         "train_text_encoder": True, "noise_offset": 0.1, "dataloader_num_workers": 2,
         "gradient_checkpointing": True}),
+    "8 bits": ("text-to-image", {"use_8bit_adam": True, "use_ema": True}),
     "lora": ("lora", {
         "use_ema": True, "gradient_accumulation_steps": 2, "lora_dropout": 0.2,
         "train_text_encoder": True, "lr_scheduler": "polynomial", "lr_warmup_steps": 1}),
@@ -77,6 +78,7 @@ def test_resumed_equals_straight(
     assert not [text for text in watch.warnings if "generator speaks" not in text]
     ours, theirs = (trainer.checkpoint_bytes(f / "checkpoint-4") for f in (resumed, straight))
     assert ours == theirs
+    assert (b"_codes" in ours["optimizer.safetensors"]) == ("use_8bit_adam" in values)
     moved = trainer.checkpoint_bytes(straight / "checkpoint-2")
     assert moved["weights.safetensors"] != ours["weights.safetensors"]
 

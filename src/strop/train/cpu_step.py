@@ -1,7 +1,8 @@
 """Steps on a CPU: torch's fused CPU kernels, around which clip, average and shadow are put.
 
 Host and device are one here, so the scalars are Python numbers, and a step that is skipped is a
-branch. Arrays whose type is not that of their states are converted for the call.
+branch. Arrays whose type is not that of their states are converted for the call, and so are states
+in 8 bits.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from strop.ir import philox
+from strop.train import quantized
 from strop.train.layout import Item, Layout, state_dtype
 from strop.train.rules import Rule
 from strop.train.step import Memory, Request
@@ -85,7 +87,11 @@ class CpuStep:
             grads = [e.grad.to(dtype) for e in bucket]
             if factor != 1.0:  # NaN as well
                 grads = list(torch._foreach_mul(grads, factor))
-            self._call(bucket, params, grads, request.numbers[group], is_first)
+            states = [_states(e.item) for e in bucket]
+            self._call(bucket, params, grads, states, request.numbers[group], is_first)
+            for e, moments in zip(bucket, states, strict=True):
+                if e.item.scales:
+                    quantized.store(moments, e.item.states, e.item.scales)
             for e, param in zip(bucket, params, strict=True):
                 if param.dtype != e.item.param.dtype:
                     e.item.param.copy_(self._rounded(param, e.item))
@@ -95,10 +101,10 @@ class CpuStep:
         bucket: Sequence[_Entry],
         params: list[Tensor],
         grads: list[Tensor],
+        states: Sequence[tuple[Tensor, ...]],
         numbers: tuple[float, ...],
         is_first: bool,
     ) -> None:
-        states = [e.item.states for e in bucket]
         lr, a, b, c, weight_decay, decoupled, sign, _ = numbers
         if self._rule.name == "adam":
             call = torch._fused_adamw_ if decoupled else torch._fused_adam_
@@ -128,6 +134,12 @@ class CpuStep:
         bits = torch.where(flat.isfinite(), bits + noise, bits) & -65536
         rounded = torch.where(flat.isnan(), flat, bits.view(torch.float32))
         return rounded.as_strided(values.shape, values.stride())
+
+
+def _states(item: Item) -> tuple[Tensor, ...]:
+    if not item.scales:
+        return item.states
+    return quantized.load(item.states, item.scales, item.param)
 
 
 def _chunks(entries: Sequence[_Entry]) -> Iterator[list[_Entry]]:

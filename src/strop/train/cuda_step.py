@@ -170,7 +170,7 @@ class CudaStep:
         """Compile for all of these, for the arrays of the last step."""
         forms = {} if self._plan is None else self._forms_of(self._plan.layout.items)
         kernels = [sources.gradient_sweep(form, t.gradient) for form in forms for t in tunings]
-        kernels += [sources.update_sweep(form, t.update) for form in forms for t in tunings]
+        kernels += [sources.update_sweep(f, t.update_of(f)) for f in forms for t in tunings]
         self._launch.prepare(kernels)
 
     def tune(self, tunings: Tunings) -> None:
@@ -249,6 +249,8 @@ class CudaStep:
             [i.states[1] if len(i.states) > 1 else None for i in items],
             [i.average for i in items],
             [i.shadow for i in items],
+            [i.scales[0] if i.scales else None for i in items],
+            [i.scales[1] if i.scales else None for i in items],
         )
         addresses = [0 if a is None else a.data_ptr() for row in rows for a in row]
         numels = np.array([item.param.numel() for item in items] or [0], dtype=np.int64)
@@ -270,9 +272,9 @@ class CudaStep:
     def _make_batches(
         self, forms: dict[Form, list[int]], numels: Numbers
     ) -> tuple[tuple[Batch, ...], Tensor, Tensor]:
-        gradient, update = self._tunings.gradient, self._tunings.update
+        gradient, update_of = self._tunings.gradient, self._tunings.update_of
         blocks = [
-            (form, blocks_of(places, numels, gradient), blocks_of(places, numels, update))
+            (form, blocks_of(places, numels, gradient), blocks_of(places, numels, update_of(form)))
             for form, places in forms.items()
         ]
         ends = np.cumsum(
@@ -283,7 +285,8 @@ class CudaStep:
         flags = torch.zeros(size, dtype=torch.int32, device=self._device)
         batches, start = [], 0
         for (form, first, second), end in zip(blocks, ends.tolist(), strict=True):
-            kernels = sources.gradient_sweep(form, gradient), sources.update_sweep(form, update)
+            update = sources.update_sweep(form, update_of(form))
+            kernels = sources.gradient_sweep(form, gradient), update
             tables = self._table(first), self._table(second)
             batches.append(Batch(*kernels, *tables, partials[start:end], flags[start:end]))
             start = end
@@ -298,7 +301,7 @@ class CudaStep:
         return forms
 
     def _form_of(self, item: Item) -> Form:
-        arrays = [item.param, *item.states, item.average, item.shadow]
+        arrays = [item.param, *item.states, *item.scales, item.average, item.shadow]
         addresses = [a.data_ptr() for a in arrays if a is not None]
         return Form(
             item.grad_dtype,
@@ -309,6 +312,7 @@ class CudaStep:
             self._random and item.param.dtype == torch.bfloat16,
             not any(address % 16 for address in addresses),
             item.grad_aligned,
+            bool(item.scales),
         )
 
     def _table(self, values: Numbers) -> Tensor:

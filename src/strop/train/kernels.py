@@ -2,8 +2,9 @@
 """The Triton kernels of the parameter step. Strop reads this file as text and never imports it.
 
 Every kernel works on a list of tensors: ``blocks[i]`` says which tensor program ``i`` works on and
-which block of it, ``grads`` and ``arrays`` hold addresses (of parameters, two states, averages and
-shadows, one row each), ``rows`` the numbers that a tensor's update needs, worked out by ``settle``.
+which block of it, ``grads`` and ``arrays`` hold addresses (of parameters, two states, averages,
+shadows and the scales of 8-bit states, one row each), ``rows`` the numbers that a tensor's update
+needs, worked out by ``settle``.
 """
 
 import triton
@@ -19,6 +20,8 @@ def typed(address, KIND: tl.constexpr, ALIGNED: tl.constexpr):
         array = address.to(tl.pointer_type(tl.float16))
     elif KIND == 3:
         array = address.to(tl.pointer_type(tl.bfloat16))
+    elif KIND == 5:
+        array = address.to(tl.pointer_type(tl.uint8))
     else:
         array = address.to(tl.pointer_type(tl.float64))
     return tl.multiple_of(array, 16) if ALIGNED else array
@@ -173,14 +176,14 @@ def settle(
 
 
 @triton.jit
-def adam(p, g, m, v, a0, a1, a2, a3, a4, a5, a6, WIDE: tl.constexpr):
+def adam(p, g, m, v, a0, a1, a2, a3, a4, a5, a6, PLAIN: tl.constexpr):
     """Moments by linear interpolation: with beta rounded to fp32, beta * v would drift."""
     g = g + a1 * p
     m = m + a2 * (g - m)
     v = v + a3 * (g * g - v)
-    # Plain fp32 roots and quotients are two ulps off.
-    root = tl.sqrt(v) if WIDE else tl.sqrt_rn(v)
-    ratio = m / (root * a5 + a6) if WIDE else tl.div_rn(m, root * a5 + a6)
+    # Plain fp32 roots and quotients are two ulps off: for fp64, and beside the errors of codes.
+    root = tl.sqrt(v) if PLAIN else tl.sqrt_rn(v)
+    ratio = m / (root * a5 + a6) if PLAIN else tl.div_rn(m, root * a5 + a6)
     return p - (a0 * p + a4 * ratio), m, v
 
 
@@ -196,16 +199,114 @@ def round_at_random(values, key, position):
 
 
 @triton.jit
+def larger(a, b):
+    return tl.maximum(a, b)
+
+
+@triton.jit
+def dequantize(codes, scale, SIGNED: tl.constexpr):
+    """What codes stand for, with the bits of ``quantized.book``.
+
+    A piece is one of 2^n, from number 2^n on, and its middle an integer times 5^n. A table would be
+    read lane by lane, and its layout be that of all the rest.
+    """
+    LAST: tl.constexpr = 128 if SIGNED else 256
+    ZERO: tl.constexpr = 127 if SIGNED else 0
+    number = codes.to(tl.int32)
+    piece = tl.abs(number - 127) if SIGNED else number + 1
+    real = piece.to(tl.float32)
+    bits = real.to(tl.int32, bitcast=True)
+    start = (bits & 0x7F800000).to(tl.float32, bitcast=True)
+    place = (real * 18.0 + 9.0) - start * 16.0
+    n = (bits >> 23) + 1  # in the last three bits
+    power = tl.where((n & 1) != 0, 5.0, 1.0) * tl.where((n & 2) != 0, 25.0, 1.0)
+    power = power * tl.where((n & 4) != 0, 625.0, 1.0)
+    share = place * power * (0.5e-7 if SIGNED else 0.5e-8)
+    share = tl.where(piece == LAST, 1.0, share)
+    share = tl.where(number == ZERO, 0.0, share)
+    if SIGNED:
+        share = tl.where(number < ZERO, -share, share)
+    return share * scale[:, None]
+
+
+@triton.jit
+def quantize(values, SIGNED: tl.constexpr):
+    """Codes and scales of rows of 256 values, as ``quantized.quantize`` defines them.
+
+    The number of a piece grows linearly in each decade, the slower the higher it is: it is the
+    least of seven lines.
+    """
+    TOP: tl.constexpr = 64 if SIGNED else 128
+    bits = values.to(tl.uint32, bitcast=True)
+    largest = tl.reduce((bits << 1) | (bits >> 31), 1, larger)  # by size, NaN above all; then sign
+    has_inverse = largest >= 0x01000000
+    scale = (largest >> 1) | (largest << 31)
+    scale = tl.where(has_inverse, scale, 0).to(tl.uint32).to(tl.float32, bitcast=True)
+    inverse = tl.where(has_inverse, tl.div_rn(1.0, scale), 0.0)
+    share = values * inverse[:, None]
+    size = tl.abs(share)
+    place = size * (TOP * 10 / 9) + TOP * 8 / 9
+    for decade in tl.static_range(1, 7):
+        slope = (TOP >> decade) * (10 ** (decade + 1)) / 9
+        place = tl.minimum(place, size * slope + (TOP >> decade) * 8 / 9)
+    piece = tl.where(place >= 2 * TOP - 0.25, 2.0 * TOP, place).to(tl.int32)
+    if SIGNED:
+        code = tl.where(share < 0.0, 127 - tl.minimum(piece, 127), 127 + piece)
+    else:
+        code = tl.where(share > 0.0, tl.maximum(piece, 2) - 1, 0)
+    return code.to(tl.uint8), scale
+
+
+@triton.jit
+def load_moment(codes, scales, at, row, left, FULL: tl.constexpr, SIGNED: tl.constexpr):
+    """Codes and scales as they lie in memory, and what they stand for."""
+    if FULL:
+        code = tl.load(codes + at)
+        scale = tl.load(scales + row)
+    else:
+        code = tl.load(codes + at, mask=at < left, other=0)
+        scale = tl.load(scales + row, mask=row * 256 < left, other=0.0)
+    return code, scale, dequantize(code, scale, SIGNED)
+
+
+@triton.jit
+def store_moment(codes, scales, code, scale, values, at, row, left, skip, FULL: tl.constexpr,
+                 SIGNED: tl.constexpr):  # fmt: skip
+    """``code`` and ``scale``: what stays in a step that is skipped."""
+    new_code, new_scale = quantize(values, SIGNED)
+    write(codes, at, tl.where(skip, code, new_code), left, FULL)
+    write(scales, row, tl.where(skip, scale, new_scale), tl.cdiv(left, 256), FULL)
+
+
+@triton.jit
+def update_quantized(coded, p, g, numbers, at, left, skip, FULL: tl.constexpr):
+    """Adam on moments in 8 bits. The parameter changes by what they are before they are coded."""
+    first, second, first_scales, second_scales, row = coded
+    a0, a1, a2, a3, a4, a5, a6, _ = numbers
+    code1, scale1, m = load_moment(first, first_scales, at, row, left, FULL, True)
+    code2, scale2, v = load_moment(second, second_scales, at, row, left, FULL, False)
+    if not FULL:  # behind the end nothing is to count
+        m = tl.where(at < left, m, 0.0)
+        v = tl.where(at < left, v, 0.0)
+    new, m, v = adam(p, g, m, v, a0, a1, a2, a3, a4, a5, a6, True)
+    store_moment(first, first_scales, code1, scale1, m, at, row, left, skip, FULL, True)
+    store_moment(second, second_scales, code2, scale2, v, at, row, left, skip, FULL, False)
+    return new
+
+
+@triton.jit
 def update(
-    arrays, numbers, at, left, skip, weight, key, position, FULL: tl.constexpr,
-    PARAM: tl.constexpr, STATES: tl.constexpr, EMA: tl.constexpr, SHADOW: tl.constexpr,
-    WIDE: tl.constexpr, RANDOM: tl.constexpr,
+    arrays, coded, numbers, at, left, skip, weight, key, position, FULL: tl.constexpr,
+    PARAM: tl.constexpr, STATES: tl.constexpr, QUANTIZED: tl.constexpr, EMA: tl.constexpr,
+    SHADOW: tl.constexpr, WIDE: tl.constexpr, RANDOM: tl.constexpr,
 ):  # fmt: skip
     grad, param, first, second, average, shadow = arrays
     a0, a1, a2, a3, a4, a5, a6, factor = numbers
     g = read(grad, at, left, FULL, WIDE) * factor
     p = read(param, at, left, FULL, WIDE)
-    if STATES == 2:
+    if QUANTIZED:
+        new = update_quantized(coded, p, g, numbers, at, left, skip, FULL)
+    elif STATES == 2:
         m = read(first, at, left, FULL, WIDE)
         v = read(second, at, left, FULL, WIDE)
         new, new_m, new_v = adam(p, g, m, v, a0, a1, a2, a3, a4, a5, a6, WIDE)
@@ -254,8 +355,8 @@ def numbers_of(row, scalars, WIDE: tl.constexpr):
 def update_sweep(
     blocks, grads, arrays, numels, slots, scalars, keys, rows, s0, s1, BLOCK: tl.constexpr,
     TILE: tl.constexpr, GRAD: tl.constexpr, PARAM: tl.constexpr, STATES: tl.constexpr,
-    EMA: tl.constexpr, SHADOW: tl.constexpr, WIDE: tl.constexpr, RANDOM: tl.constexpr,
-    ALIGNED: tl.constexpr, GRAD_ALIGNED: tl.constexpr,
+    QUANTIZED: tl.constexpr, EMA: tl.constexpr, SHADOW: tl.constexpr, WIDE: tl.constexpr,
+    RANDOM: tl.constexpr, ALIGNED: tl.constexpr, GRAD_ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """Second sweep: reads gradient, parameter, states and average; writes all but the gradient.
 
@@ -267,30 +368,40 @@ def update_sweep(
     start = (item & 0xFFFFFFFF) * BLOCK
     left = tl.load(numels + which) - start
     here = arrays + which
-    STATE: tl.constexpr = 4 if WIDE else 1
+    WORD: tl.constexpr = 4 if WIDE else 1
+    STATE: tl.constexpr = 5 if QUANTIZED else WORD
     grad = typed(tl.load(grads + which), GRAD, GRAD_ALIGNED) + start
     param = typed(tl.load(here), PARAM, ALIGNED) + start
     first = typed(tl.load(here + s1), STATE, ALIGNED) + start
     second = typed(tl.load(here + 2 * s1), STATE, ALIGNED) + start
-    average = typed(tl.load(here + 3 * s1), STATE, ALIGNED) + start
+    average = typed(tl.load(here + 3 * s1), WORD, ALIGNED) + start
     shadow = typed(tl.load(here + 4 * s1), SHADOW, ALIGNED) + start
     pointers = (grad, param, first, second, average, shadow)
+    first_scales = typed(tl.load(here + 5 * s1), 1, ALIGNED) + start // 256
+    second_scales = typed(tl.load(here + 6 * s1), 1, ALIGNED) + start // 256
     numbers = numbers_of(rows + which * 8, scalars, WIDE)
     skip = tl.load(scalars + 1) > 0.0
     weight = tl.load(scalars + 2).to(tl.float64 if WIDE else tl.float32)
     key = tl.load(keys + 1)
     position = (tl.load(slots + which) << 40) + start
-    at = tl.arange(0, TILE)
+    if QUANTIZED:
+        row = tl.arange(0, TILE // 256)
+        at = row[:, None] * 256 + tl.arange(0, 256)[None, :]
+    else:
+        row = tl.arange(0, 1)
+        at = tl.arange(0, TILE)
     if left >= BLOCK:
         for k in range(0, BLOCK, TILE):
+            coded = (first, second, first_scales, second_scales, row + k // 256)
             update(
-                pointers, numbers, at + k, left, skip, weight, key, position, True,
-                PARAM, STATES, EMA, SHADOW, WIDE, RANDOM,
+                pointers, coded, numbers, at + k, left, skip, weight, key, position, True,
+                PARAM, STATES, QUANTIZED, EMA, SHADOW, WIDE, RANDOM,
             )  # fmt: skip
     else:
         rest = left.to(tl.int32)
         for k in range(0, rest, TILE):
+            coded = (first, second, first_scales, second_scales, row + k // 256)
             update(
-                pointers, numbers, at + k, rest, skip, weight, key, position, False,
-                PARAM, STATES, EMA, SHADOW, WIDE, RANDOM,
+                pointers, coded, numbers, at + k, rest, skip, weight, key, position, False,
+                PARAM, STATES, QUANTIZED, EMA, SHADOW, WIDE, RANDOM,
             )  # fmt: skip

@@ -19,12 +19,14 @@ FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Item:
-    """One parameter. All its arrays have the strides of ``param`` and no gaps."""
+    """One parameter. All its arrays have the strides of ``param`` and no gaps; 8-bit states, which
+    have ``scales``, lie in a row in the same order."""
 
     owner: Tensor  # the user's parameter
     param: Tensor  # its memory, or a copy of it if that has gaps
     grad_dtype: torch.dtype
     states: tuple[Tensor, ...]
+    scales: tuple[Tensor, ...]  # of the states, if these are codes
     average: Tensor | None
     shadow: Tensor | None
     group: int

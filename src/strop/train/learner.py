@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from strop.errors import OptionError
+from strop.train import quantized
 from strop.train.optimizers import FusedAdamW
 from strop.train.scaler import GradScaler
 from strop.train.settings import Settings
@@ -35,6 +36,7 @@ class Learner:
             weight_decay=settings.adam_weight_decay,
             max_grad_norm=settings.max_grad_norm,
             ema_decay=settings.ema_decay if settings.use_ema else None,
+            states="8bit" if settings.use_8bit_adam else "fp32",
         )
         device = self.parameters[0].device.type
         self.scaler = GradScaler(device) if settings.mixed_precision == "fp16" else None
@@ -119,4 +121,4 @@ class Learner:
             self.scaler.load_state_dict(numbers["scaler"])
 
 
-_KEYS = ("step", "exp_avg", "exp_avg_sq", "ema")
+_KEYS = ("step", "exp_avg", "exp_avg_sq", "ema", *quantized.KEYS)

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from strop.errors import OptionError, UnsupportedError
 from strop.train import layout as layouts
+from strop.train import quantized
 from strop.train.cpu_step import CpuStep
 from strop.train.ema import EMASchedule, ParameterEMA
 from strop.train.layout import Item, Layout
@@ -24,6 +25,7 @@ from strop.train.step import Memory, Request, Stepper
 
 _EMA = "ema"  # name of the average among the states of a parameter
 _EXTRA = "strop"  # what a state dict has beside torch's keys
+STATES = ("fp32", "8bit")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +44,9 @@ class Extras:
             raise OptionError(f"max_grad_norm is {self.max_grad_norm}: it must not be negative")
         if self.shadow_dtype not in (None, torch.float16, torch.bfloat16):
             raise OptionError(f"shadow_dtype is {self.shadow_dtype}: use float16 or bfloat16")
-        if self.states != "fp32":
-            raise UnsupportedError(f"states={self.states!r}: only 'fp32' states are built so far")
+        if self.states not in STATES:
+            known = " and ".join(map(repr, STATES))
+            raise UnsupportedError(f"states={self.states!r}: {known} are built")
 
     @property
     def schedule(self) -> EMASchedule | None:
@@ -181,9 +184,28 @@ class FusedOptimizer(Optimizer):
         steps, draws = self.counts
         return {**found, _EXTRA: {"ema_steps": steps, "draws": draws}}
 
+    def fp32_state_dict(self) -> dict[str, Any]:
+        """``state_dict`` with the numbers that 8-bit states stand for: torch's optimizer, and one
+        with fp32 states, load this."""
+        found, owners = self.state_dict(), self.parameters()
+        states = found["state"].items()
+        wide = {place: quantized.unpack(dict(state), owners[place]) for place, state in states}
+        return {**found, "state": wide}
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Also from the torch optimizer of the same kind."""
-        super().load_state_dict(state_dict)
+        every = state_dict["state"].items()
+        if self._extras.states == "fp32" and any(map(quantized.is_packed, dict(every).values())):
+            raise OptionError(
+                "the state dict has 8-bit states: make the optimizer with states='8bit', or load "
+                "what fp32_state_dict() of the other one gives"
+            )
+        # torch would cast codes to the type of their parameter.
+        plain = {
+            place: {name: value for name, value in state.items() if name not in quantized.KEYS}
+            for place, state in every
+        }
+        super().load_state_dict({**state_dict, "state": plain})
         self._restore_precision(state_dict)
         extra = state_dict.get(_EXTRA)
         if extra is not None:
@@ -196,7 +218,9 @@ class FusedOptimizer(Optimizer):
         for place, parameter in zip(saved, self.parameters(), strict=True):
             for name, value in state_dict["state"].get(place, {}).items():
                 mine = self.state[parameter].get(name)
-                if isinstance(value, Tensor) and mine is not None and mine.dtype != value.dtype:
+                if name in quantized.KEYS:
+                    self.state[parameter][name] = value
+                elif isinstance(value, Tensor) and mine is not None and mine.dtype != value.dtype:
                     self.state[parameter][name] = value.to(mine.device)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -363,9 +387,7 @@ class FusedOptimizer(Optimizer):
 
     def _make_item(self, slot: int, group: int, owner: Tensor, grad: Tensor) -> Item:
         param, state = layouts.dense(owner), self.state[owner]
-        names = self._rule.states(self.param_groups[group])
-        for name in names:
-            state[name] = layouts.state_like(param, state.get(name), Tensor.zero_)
+        states, scales = self._states_of(param, state, self._rule.states(self.param_groups[group]))
         average = None if self.ema is None else self.average_of(owner)
         shadow = None
         if self._extras.shadow_dtype is not None:
@@ -377,7 +399,8 @@ class FusedOptimizer(Optimizer):
             owner=owner,
             param=param,
             grad_dtype=grad.dtype,
-            states=tuple(state[name] for name in names),
+            states=states,
+            scales=scales,
             average=average,
             shadow=None if shadow is None else shadow.detach(),
             group=group,
@@ -385,6 +408,17 @@ class FusedOptimizer(Optimizer):
             copies_grad=copies_grad,
             grad_aligned=copies_grad or grad.data_ptr() % 16 == 0,
         )
+
+    def _states_of(
+        self, param: Tensor, state: dict[str, Any], names: Sequence[str]
+    ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        """States beside a parameter, made or converted where they do not fit, and their scales."""
+        if self._extras.states == "8bit" and quantized.applies(param):
+            return quantized.pack(state, names, param)
+        quantized.unpack(state, param)
+        for name in names:
+            state[name] = layouts.state_like(param, state.get(name), Tensor.zero_)
+        return tuple(state[name] for name in names), ()
 
 
 def make_stepper(device: torch.device, rule: Rule, memory: Memory, seed: int | None) -> Stepper:

@@ -8,6 +8,8 @@ Arguments of all three, after torch's own:
   ``EMAModel``; an ``EMASchedule`` has its other arguments.
 * ``shadow_dtype``: keep copies in fp16 or bf16; ``optimizer.shadow(module)`` is a module of them.
 * ``stochastic_rounding``, ``seed``: how bf16 parameters are rounded.
+* ``states``: "8bit" keeps the moments of Adam in 8 bits, with a scale for each 256 of them, where a
+  parameter has 4096 elements or more and is not fp64. It changes the numbers.
 
 ``foreach``, ``fused`` and ``capturable`` are accepted and change nothing: every step is fused and,
 on a GPU, can be captured.
@@ -21,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from strop.errors import OptionError
+from strop.errors import OptionError, UnsupportedError
 from strop.train.ema import EMASchedule
 from strop.train.optimizer import Extras, FusedOptimizer
 from strop.train.rules import ADAM, SGD
@@ -130,6 +132,8 @@ class FusedSGD(FusedOptimizer):
         states: str = "fp32",
     ) -> None:
         _check_numbers(lr=lr, momentum=momentum, weight_decay=weight_decay)
+        if states == "8bit":
+            raise UnsupportedError("states='8bit' is built for FusedAdam and FusedAdamW")
         if nesterov and (momentum <= 0 or dampening != 0):
             raise OptionError("nesterov needs a momentum, and a dampening of zero")
         defaults = {

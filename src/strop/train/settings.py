@@ -169,6 +169,9 @@ class Settings:
                                      fixed=True)  # fmt: skip
     adam_epsilon: float = _flag(1e-8, float, "Training", "AdamW: epsilon.", least=0,
                                 fixed=True)  # fmt: skip
+    use_8bit_adam: bool = _flag(False, bool, "Training", "Keep AdamW's moments in 8 bits, in a "
+                                "quarter of their memory; not to the same numbers.",
+                                fixed=True)  # fmt: skip
     max_grad_norm: float = _flag(1.0, float, "Training", "Clip gradients to this norm.", least=0,
                                  fixed=True)  # fmt: skip
     use_ema: bool = _flag(False, bool, "Training", "Average the weights; the averages are saved.",
@@ -236,7 +239,6 @@ class Settings:
 
 # Flags of diffusers' scripts that are known and not built -> what to do.
 UNBUILT: dict[str, str] = {
-    "use_8bit_adam": "8-bit states are not built; leave it out",
     "use_dora": "DoRA is not built; leave it out for plain LoRA",
     "offload_ema": "averages stay on the device; leave it out",
     "input_perturbation": "input perturbation is not built; see --noise_offset",

@@ -11,7 +11,8 @@ import torch
 from strop.ir.dims import const, symbol
 from strop.ir.source import KernelSource
 
-KINDS = {torch.float32: 1, torch.float16: 2, torch.bfloat16: 3, torch.float64: 4, None: 0}
+KINDS = {torch.float32: 1, torch.float16: 2, torch.bfloat16: 3, torch.float64: 4,
+         torch.uint8: 5, None: 0}  # fmt: skip
 
 _I32, _I64, _F32, _F64 = torch.int32, torch.int64, torch.float32, torch.float64
 _LISTS = (_I64, _I64, _I64)  # blocks, grads, numels
@@ -30,6 +31,10 @@ class Tuning:
 class Tunings:
     gradient: Tuning = Tuning(16384, 4096, 8)
     update: Tuning = Tuning(4096, 2048, 8)
+    quantized: Tuning = Tuning(4096, 1024, 8)  # updates of 8-bit states: tiles of whole blocks
+
+    def update_of(self, form: Form) -> Tuning:
+        return self.quantized if form.quantized else self.update
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +49,7 @@ class Form:
     random: bool  # stochastic rounding
     aligned: bool  # to 16 bytes, every array but the gradient
     grad_aligned: bool  # a part of a bucket may not be
+    quantized: bool = False  # states in 8 bits
 
     @property
     def wide(self) -> bool:
@@ -88,6 +94,7 @@ def update_sweep(form: Form, tuning: Tuning) -> KernelSource:
         "GRAD": KINDS[form.grad],
         "PARAM": KINDS[form.param],
         "STATES": form.num_states,
+        "QUANTIZED": int(form.quantized),
         "EMA": int(form.ema),
         "SHADOW": KINDS[form.shadow],
         "WIDE": int(form.wide),
