@@ -221,6 +221,12 @@ def test_resume_refuses_what_would_not_continue(
     other = trainer.draw_pictures(tmp_path / "other", 4)
     with pytest.raises(OptionError, match="other pictures"):
         trainer.train("lora", **values | {"train_data_dir": other})
+    tensors, state = _as_saved(tmp_path / "out" / "checkpoint-1")
+    del state["settings"]["use_8bit_adam"]  # written before there was such a setting
+    shutil.rmtree(tmp_path / "out" / "checkpoint-1")
+    checkpoint.save(tmp_path / "out", 1, tensors, state)
+    with pytest.raises(OptionError, match="use_8bit_adam was False and is True"):
+        trainer.train("lora", **values | {"use_8bit_adam": True})
     assert trainer.train("lora", **values | {"max_train_steps": 2}).step == 2
     assert _reported(tmp_path / "out") == [1, 2]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -240,7 +240,8 @@ def _resume(
     settings: Settings, folder: Path, source: Source, learner: Learner, total: int, warn: Warn
 ) -> int:
     tensors, state = checkpoint.load(folder)
-    checkpoint.check_same(folder, state["settings"], settings.fixed)
+    defaults = {knob.name: knob.default for knob in fields(Settings)}  # it may know fewer settings
+    checkpoint.check_same(folder, defaults | state["settings"], settings.fixed)
     if state["data"] != source.digest:
         raise OptionError(f"{folder} belongs to a training on other pictures or captions; put "
                           "them back, or start anew in another --output_dir")  # fmt: skip
