@@ -59,7 +59,10 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "ir.dims",
         "ir.philox",
         "ir.source",
+        "runtime.garbage",
         "runtime.kernels",
+        "runtime.leases",
+        "runtime.signature",
     ),
     "bench": (
         "__init__",
