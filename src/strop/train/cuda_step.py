@@ -89,7 +89,7 @@ class Upload:
         return self._tensor
 
     def __call__(self, values: Sequence[float]) -> Tensor:
-        capturing = self._pinned and torch.cuda.is_current_stream_capturing()
+        capturing = is_capturing(self._device)
         if values == self._values and not capturing:
             return self._tensor
         if len(values) != len(self._tensor):
@@ -257,7 +257,7 @@ class CudaStep:
         return value.to(device=self._device, dtype=torch.float32, non_blocking=True)
 
     def _make_plan(self, layout: Layout, settle: KernelSource) -> Plan:
-        if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        if is_capturing(self._device):
             raise UnsupportedError(
                 "the set or the kind of gradients is new under graph capture: run one step with "
                 "the same gradients before"
@@ -333,6 +333,10 @@ class CudaStep:
 
     def _table(self, values: Numbers) -> Tensor:
         return torch.from_numpy(values).to(self._device)
+
+
+def is_capturing(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def blocks_of(places: Sequence[int], numels: Numbers, tuning: Tuning) -> Numbers:

@@ -68,7 +68,7 @@ def culprits(step: Callable[[], Any]) -> list[str]:
     try:
         with watch:
             step()
-    except Exception as error:
+    except (RuntimeError, ValueError, TypeError) as error:
         watch.found.append(f"run again outside of the graph it ends with {first_line(error)}")
     return watch.found
 
