@@ -11,10 +11,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 _MOST_DEPTH = 4  # a method, its object, a list in it, a module in that
 _MOST_ITEMS = 256  # of a container: a data set is none of a model's parts
-_PLAIN = (str, bytes, int, float, complex, Tensor, type(None), type, torch.dtype, torch.device)
+_PLAIN = (
+    str, bytes, int, float, complex, type(None), type, torch.dtype, torch.device, Tensor, Optimizer,
+)  # fmt: skip
 
 
 @dataclass
@@ -27,6 +30,8 @@ class Reached:
 
     def look(self, value: Any, depth: int = 0) -> None:
         if isinstance(value, _PLAIN) or depth > _MOST_DEPTH or id(value) in self._seen:
+            return
+        if getattr(type(value), "leads_nowhere", False):
             return
         self._seen.add(id(value))
         if isinstance(value, nn.Module):

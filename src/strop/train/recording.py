@@ -7,11 +7,13 @@ to outlive a graph is allocated outside of captures, or kept by whoever holds th
 from __future__ import annotations
 
 import contextlib
+import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -85,6 +87,7 @@ class CudaRecorder:
             if generator.device.type == "cuda":
                 graph.register_generator_state(generator)
         failure: BaseException | None = None
+        before = _host_draws()
         try:
             # other threads of the program may allocate pinned memory meanwhile
             with (
@@ -100,6 +103,12 @@ class CudaRecorder:
         except Exception as error:
             self._recover()
             raise failure or error from None
+        moved = [name for name, state in _host_draws().items() if state != before[name]]
+        if moved:
+            raise UnsupportedError(
+                f"the step draws random numbers on the host: {', '.join(moved)}. A replay would use "
+                "these again; draw on the device, or hand them to the step"
+            )
         return _Graph(graph, loss)
 
     @contextmanager
@@ -122,6 +131,15 @@ class CudaRecorder:
     def _index(self) -> int:
         index = self._device.index
         return torch.cuda.current_device() if index is None else index
+
+
+def _host_draws() -> dict[str, object]:
+    """States of the generators that no graph knows."""
+    return {
+        "torch on the CPU": bytes(torch.get_rng_state().numpy()),
+        "random": random.getstate(),
+        "numpy": repr(np.random.get_state()),
+    }
 
 
 def make_recorder(device: torch.device) -> Recorder | None:

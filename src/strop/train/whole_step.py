@@ -29,6 +29,7 @@ from strop.train.updating import Updating
 
 WARM_UPS = 2  # calls of a bucket before its capture
 MOST_GRAPHS = 32  # the least recently used one goes
+MOST_BUCKETS = 1024  # with a number that is another one at each call there is no end of them
 
 
 @dataclass
@@ -102,6 +103,8 @@ class _Bucket:
 
 class WholeStep:
     """Made by ``compile_step``. Each call is one micro-batch, and returns its loss, detached."""
+
+    leads_nowhere = True  # to modules of a loss, which may hold the step as well
 
     def __init__(self, loss_fn: Callable[..., Tensor], updating: Updating, accumulate: int,
                  graph: bool) -> None:  # fmt: skip
@@ -189,7 +192,7 @@ class WholeStep:
             self._record(recorder, bucket, call.copied(), leaves, before, is_last, around)
             _, places = standing(around.modules)
             bucket.standing = self._standing(leaves, places, before, bucket.after)
-            self._trim()
+        self._trim()
         return loss
 
     def _run_kept(self, call: _Call, leaves: Sequence[Tensor], is_last: bool) -> Tensor:
@@ -244,6 +247,8 @@ class WholeStep:
         recorded = [b for b in self._buckets.values() if b.recording is not None]
         for bucket in recorded[:-MOST_GRAPHS]:
             bucket.drop()
+        if len(self._buckets) > MOST_BUCKETS:
+            self._buckets.popitem(last=False)
 
     def _failure(self, recorder: Recorder, error: Exception, given: _Call,
                  leaves: Sequence[Tensor]) -> StropError:  # fmt: skip
