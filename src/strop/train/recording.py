@@ -106,8 +106,8 @@ class CudaRecorder:
         moved = [name for name, state in _host_draws().items() if state != before[name]]
         if moved:
             raise UnsupportedError(
-                f"the step draws random numbers on the host: {', '.join(moved)}. A replay would use "
-                "these again; draw on the device, or hand them to the step"
+                f"the step draws random numbers on the host: {', '.join(moved)}. A replay would "
+                "use these again; draw on the device, or hand them to the step"
             )
         return _Graph(graph, loss)
 
