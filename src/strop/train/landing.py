@@ -19,7 +19,14 @@ class Landing:
     def __init__(self) -> None:
         self._homes: dict[Tensor, Tensor] = {}
 
-    @torch.no_grad()
+    def settle(self, leaves: Sequence[Tensor]) -> bytes:
+        """Move all gradients home; which leaves have one."""
+        which = bytes(leaf.grad is not None for leaf in leaves)
+        if any(which):
+            for leaf in leaves:
+                self.land(leaf)
+        return which
+
     def land(self, leaf: Tensor) -> None:
         """Move a gradient home; the next backward pass adds to it there."""
         grad, home = leaf.grad, self._homes.get(leaf)
@@ -27,7 +34,9 @@ class Landing:
             return
         if home is None or (home.dtype, home.device) != (grad.dtype, grad.device):
             home = self._homes[leaf] = torch.empty_like(grad)
-        leaf.grad = home.copy_(grad)
+        with torch.no_grad():
+            home.copy_(grad)
+        leaf.grad = home
 
     @contextmanager
     def kept(self, leaves: Sequence[Tensor]) -> Iterator[None]:
@@ -48,7 +57,3 @@ class Landing:
         """Addresses that a graph was captured with."""
         homes = (self._homes.get(leaf) for leaf, has in zip(leaves, which, strict=True) if has)
         return [0 if home is None else home.data_ptr() for home in homes]
-
-
-def present(leaves: Sequence[Tensor]) -> bytes:
-    return bytes(leaf.grad is not None for leaf in leaves)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
+from operator import getitem, is_
 from types import CodeType, FunctionType, MethodType
 from typing import Any
 
@@ -88,15 +89,35 @@ def _names(code: CodeType) -> list[str]:
     return [*code.co_names, *inner]
 
 
-def standing(modules: Iterable[nn.Module]) -> tuple[bytes, list[int]]:
-    """Modes of the modules and their parts, and where their tensors lie."""
-    modes, places = bytearray(), []
-    for root in modules:
-        for module in root.modules():
-            modes.append(module.training)
-            for table in (module._parameters, module._buffers):
-                for tensor in table.values():
-                    if tensor is not None:
-                        places.append(tensor.data_ptr())
-                        modes.append(tensor.requires_grad)
-    return bytes(modes), places
+class Watched:
+    """Modules with all parts and tensors, listed once: looking again takes no walk."""
+
+    def __init__(self, roots: Sequence[nn.Module]) -> None:
+        self.roots = list(roots)
+        self._parts = list(dict.fromkeys(part for root in roots for part in root.modules()))
+        self._tables: list[dict[str, Any]] = [
+            table for m in self._parts for table in (m._modules, m._parameters, m._buffers)
+        ]
+        places = [(table, name) for table in self._tables for name in table]
+        self._owners, self._names = [table for table, _ in places], [name for _, name in places]
+        self._values = [table[name] for table, name in places]
+        self._tensors = [value for value in self._values if isinstance(value, Tensor)]
+
+    def still_lists(self, roots: Sequence[nn.Module]) -> bool:
+        """Whether these are the modules, and nothing in them was replaced, added or removed."""
+        if len(roots) != len(self.roots) or not all(map(is_, roots, self.roots)):
+            return False
+        if sum(map(len, self._tables)) != len(self._values):
+            return False
+        try:
+            return all(map(is_, map(getitem, self._owners, self._names), self._values))
+        except KeyError:
+            return False
+
+    def modes(self) -> bytes:
+        """Which parts are in training mode, which tensors require a gradient."""
+        training = bytes(part.training for part in self._parts)
+        return training + bytes(tensor.requires_grad for tensor in self._tensors)
+
+    def places(self) -> list[int]:
+        return list(map(Tensor.data_ptr, self._tensors))

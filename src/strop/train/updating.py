@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 import torch
@@ -98,21 +99,24 @@ class Updating:
             with stepper.loaded() as held:
                 yield held
 
+    @property
+    def states(self) -> list[object]:
+        """Of all parameters. To be kept where their ids are."""
+        return list(chain.from_iterable(map(dict.values, self.optimizer.state.values())))
+
     def standing(self) -> list[object]:
-        """What a graph was captured with: where states lie, and numbers that it has frozen."""
+        """What a graph was captured with: the states, and numbers that it has frozen."""
         optimizer = self.optimizer
         is_fused = isinstance(optimizer, FusedOptimizer)
-        found: list[object] = [id(getattr(optimizer, "stepper", None))]
+        found: list[object] = [id(getattr(optimizer, "stepper", None)), *map(id, self.states)]
         for group in optimizer.param_groups:
+            found.append(len(group["params"]))
+            if is_fused:  # the others are loaded
+                found.append(bool(group.get("momentum")))
+                continue
             for name, value in group.items():
-                if name == "params":
-                    found += [p.data_ptr() for p in value]
-                elif is_fused:  # loaded
-                    found.append(name == "momentum" and bool(value))
-                else:
+                if name != "params":
                     found.append(value.data_ptr() if isinstance(value, Tensor) else value)
-        for state in optimizer.state.values():
-            found += [v.data_ptr() for v in state.values() if isinstance(v, Tensor)]
         scaler = self.scaler
         if scaler is not None:
             found += [scaler.get_growth_factor(), scaler.get_backoff_factor()]

@@ -22,8 +22,8 @@ from strop.errors import CaptureError, OptionError, StropError, UnsupportedError
 from strop.runtime import leases
 from strop.runtime.signature import Skeleton, flatten, rebuild
 from strop.train import diagnosis, recording
-from strop.train.landing import Landing, present
-from strop.train.reach import Reached, reached, standing
+from strop.train.landing import Landing
+from strop.train.reach import Reached, Watched, reached
 from strop.train.recording import Recorder, Recording
 from strop.train.updating import Updating
 
@@ -113,7 +113,7 @@ class WholeStep:
         self._recorder: Recorder | None = None
         self._device: torch.device | None = None
         self._part = 0  # micro-batches since the last update
-        self._landing = Landing()
+        self._landing, self._watched = Landing(), Watched([])
         self._buckets: OrderedDict[Hashable, _Bucket] = OrderedDict()
         self._counts = StepReport(graph)
 
@@ -173,25 +173,26 @@ class WholeStep:
     def _serve(self, recorder: Recorder, call: _Call, leaves: Sequence[Tensor], is_last: bool
                ) -> Tensor:  # fmt: skip
         """Plainly, or from a graph."""
-        for leaf in leaves:
-            self._landing.land(leaf)
-        before, around = present(leaves), reached(self._loss_fn)
-        modes, places = standing(around.modules)
-        key = (call.looks, is_last, before, modes, _surroundings())
+        before, around = self._landing.settle(leaves), reached(self._loss_fn)
+        if not self._watched.still_lists(around.modules):
+            self._watched = Watched(around.modules)
+        key = (call.looks, is_last, before, self._watched.modes(), _surroundings())
         bucket = self._buckets.setdefault(key, _Bucket())
         self._buckets.move_to_end(key)
         if bucket.recording is not None and bucket.given is not None:
-            if bucket.standing == self._standing(leaves, places, before, bucket.after):
-                return self._replay(bucket, bucket.recording, bucket.given, call, leaves, is_last)
+            if bucket.standing == self._standing(leaves, before, bucket.after):
+                loss = self._replay(bucket, bucket.recording, bucket.given, call, is_last)
+                if before != bucket.after:
+                    self._landing.put(leaves, bucket.after)
+                return loss
             bucket.drop()
             self._counts.stale += 1
         bucket.uses += 1
         loss = self._run_kept(call, leaves, is_last)
         if bucket.uses >= WARM_UPS:
-            bucket.after = present(leaves)
+            bucket.after = self._landing.settle(leaves)
             self._record(recorder, bucket, call.copied(), leaves, before, is_last, around)
-            _, places = standing(around.modules)
-            bucket.standing = self._standing(leaves, places, before, bucket.after)
+            bucket.standing = self._standing(leaves, before, bucket.after)
         self._trim()
         return loss
 
@@ -218,11 +219,11 @@ class WholeStep:
             self._landing.put(leaves, bucket.after)
         stepper = getattr(self._updating.optimizer, "stepper", None)
         bucket.given, bucket.leases = given, taken
-        bucket.held = (*held, stepper, *leaves, *around.modules)
+        bucket.held = (*held, stepper, *leaves, *self._updating.states, self._watched)
         self._counts.captures += 1
 
     def _replay(self, bucket: _Bucket, recorded: Recording, given: _Call, call: _Call,
-                leaves: Sequence[Tensor], is_last: bool) -> Tensor:  # fmt: skip
+                is_last: bool) -> Tensor:  # fmt: skip
         for lease in bucket.leases:
             lease.check()
         given.fill(call)
@@ -230,17 +231,17 @@ class WholeStep:
             self._updating.load()
         loss = recorded.replay()
         self._part = 0 if is_last else self._part + 1
-        self._landing.put(leaves, bucket.after)
         if is_last:
             self._updating.note_writes()
         self._counts.replays += 1
         return loss
 
-    def _standing(self, leaves: Sequence[Tensor], places: list[int], before: bytes, after: bytes
+    def _standing(self, leaves: Sequence[Tensor], before: bytes, after: bytes
                   ) -> tuple[object, ...]:  # fmt: skip
         """What must be as it was at the capture."""
         homes = self._landing.places(leaves, bytes(map(max, before, after)))
         own = [leaf.data_ptr() for leaf in leaves]
+        places = self._watched.places()
         return list(map(id, leaves)), own, places, homes, self._updating.standing()
 
     def _trim(self) -> None:
