@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Callable
 from typing import Any
@@ -10,8 +11,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import strop
 from strop import train
 from strop.errors import CaptureError, OptionError
+from strop.runtime import leases
+from strop.train import diagnosis, whole_step
+from strop.train.whole_step import _Call
 from tests.train import taped
 from tests.train.stepping import CASES, compare
 
@@ -243,8 +248,6 @@ def test_what_no_graph_can_hold(
 
 
 def test_a_mask_is_named(recorder: taped.Recorder) -> None:
-    from strop.train import diagnosis
-
     found = diagnosis.culprits(lambda: choose(X).sum())
     assert len(found) == 1
     assert "in choose: return x[x > 0]: the number of elements that a mask chooses" in found[0]
@@ -317,3 +320,45 @@ def test_torchs_optimizer_without_graphs() -> None:
         theirs.zero_grad()
         step(X)
     assert torch.equal(p, q)
+
+
+def test_compiled_modules(recorder: taped.Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hooks on gradients and copied arguments cost no graph more, and the working memory of what
+    ran for a capture is kept when larger sizes ask for more."""
+    monkeypatch.setattr(whole_step, "WARM_UPS", 99)  # no tape holds kernels in C++
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.GELU(), nn.Linear(16, 8))
+    eager = copy.deepcopy(net)
+    strop.optimize(net, train=True, options=strop.Options(strict=True))
+    ends = []
+    for module in (net, eager):
+        optimizer = train.FusedSGD(module.parameters(), lr=0.1)
+        step = train.compile_step(
+            lambda x, module=module: module(x).square().mean(), optimizer, accumulate=2
+        )
+        for number in range(4):
+            batch = _Call(None, (torch.randn(3 + number // 2, 8, generator=seeded(number)),))
+            step(*(batch.copied() if number % 2 else batch).tensors)
+        ends.append(list(module.parameters()))
+    for found, expected in zip(*ends, strict=True):
+        torch.testing.assert_close(found, expected)
+    assert [graph.role for graph in strop.explain(net).graphs] == ["forward", "backward"]
+    with leases.taken() as small:
+        net(torch.randn(4, 8)).sum().backward()
+    before = [(lease, [_address(m) for m in lease.memory]) for lease in small]
+    with leases.taken() as large:
+        net(torch.randn(4000, 8)).sum().backward()
+    assert len(small) == len(large) == 2
+    assert any(sum(addresses) for _, addresses in before), "nothing here uses working memory"
+    for (lease, addresses), after in zip(before, large, strict=True):
+        assert [_address(m) for m in lease.memory] == addresses
+        assert not set(addresses) & {_address(m) for m in after.memory} - {0}
+    assert not leases.are_wanted()
+
+
+def seeded(number: int) -> torch.Generator:
+    return torch.Generator().manual_seed(number)
+
+
+def _address(memory: object) -> int:
+    return memory.data_ptr() if isinstance(memory, Tensor) and memory.numel() else 0

@@ -134,7 +134,8 @@ class WholeStep:
 
     def report(self) -> StepReport:
         """Counts so far."""
-        self._counts.graph = self._recorder is not None
+        if self._device is not None:
+            self._counts.graph = self._recorder is not None
         self._counts.buckets = len(self._buckets)
         return self._counts
 
@@ -359,6 +360,6 @@ def _surroundings() -> Hashable:
         torch.are_deterministic_algorithms_enabled(),
         torch.backends.cudnn.deterministic,
         torch.backends.cudnn.benchmark,
-        torch.backends.cudnn.allow_tf32,
-        torch.get_float32_matmul_precision(),
+        torch.backends.cudnn.conv.fp32_precision,  # type: ignore[attr-defined]
+        torch.backends.cuda.matmul.fp32_precision,
     )
