@@ -164,3 +164,20 @@ CASES = {
         arguments=EXTRAS, scaler=torch.amp.GradScaler, accumulate=2, overflows=(3, 9), steps=12
     ),
 }
+
+
+def rounded_at_random(device: str, graph: bool) -> list[Tensor]:
+    """Weights and averages after steps that draw a new seed each."""
+    torch.manual_seed(0)
+    module = nn.Linear(16, 32).to(device, torch.bfloat16)
+    optimizer = train.FusedAdamW(
+        module.parameters(), lr=1e-4, stochastic_rounding=True, seed=3, ema_decay=0.9
+    )
+    step = train.compile_step(lambda x: module(x).float().square().mean(), optimizer, graph=graph)
+    x = torch.ones(4, 16, device=device, dtype=torch.bfloat16)
+    for _ in range(6):
+        step(x)
+    assert optimizer.ema is not None
+    assert optimizer.counts == (6, 6)
+    assert step.report().replays == (4 if graph else 0)
+    return [*module.parameters(), *optimizer.ema.shadow_params]

@@ -18,7 +18,7 @@ from strop.runtime import leases
 from strop.train import diagnosis, whole_step
 from strop.train.whole_step import _Call
 from tests.train import taped
-from tests.train.stepping import CASES, compare
+from tests.train.stepping import CASES, compare, rounded_at_random
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -362,3 +362,7 @@ def seeded(number: int) -> torch.Generator:
 
 def _address(memory: object) -> int:
     return memory.data_ptr() if isinstance(memory, Tensor) and memory.numel() else 0
+
+
+def test_rounding_at_random(recorder: taped.Recorder) -> None:
+    assert all(map(torch.equal, rounded_at_random("cpu", True), rounded_at_random("cpu", False)))

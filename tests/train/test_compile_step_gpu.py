@@ -19,7 +19,15 @@ from torch import Tensor, nn
 import strop
 from strop import train
 from strop.errors import CaptureError, OptionError, UnsupportedError
-from tests.train.stepping import CASES, EXTRAS, Case, SmoothNet, batch_of, compare
+from tests.train.stepping import (
+    CASES,
+    EXTRAS,
+    Case,
+    SmoothNet,
+    batch_of,
+    compare,
+    rounded_at_random,
+)
 
 pytestmark = [
     pytest.mark.gpu,
@@ -314,3 +322,7 @@ def test_inside_of_another_capture() -> None:
         p.detach().add_(0)
         with pytest.raises(UnsupportedError, match="inside of a capture"):
             step()
+
+
+def test_rounding_at_random() -> None:
+    assert all(map(torch.equal, rounded_at_random("cuda", True), rounded_at_random("cuda", False)))
