@@ -19,6 +19,8 @@ from torch.optim import Optimizer
 from strop.errors import OptionError
 from strop.train.optimizer import FusedOptimizer
 
+_STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+
 
 class Updating:
     """An optimizer, with a scaler or without."""
@@ -59,7 +61,7 @@ class Updating:
     def check_capturable(self) -> None:
         """Raise OptionError for what a replay would not do again."""
         optimizer, kind = self.optimizer, type(self.optimizer).__name__
-        if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+        if any(getattr(optimizer, name, None) for name in _STEP_HOOKS):
             raise OptionError(
                 f"{kind} has hooks on its step, which a graph does not call; remove them, or use "
                 "compile_step(graph=False)"
