@@ -10,7 +10,7 @@ class UnsupportedError(StropError, NotImplementedError):
 
 
 class CaptureError(StropError, RuntimeError):
-    """Tracing a module failed; the module keeps running in eager."""
+    """Tracing a module failed, which keeps running in eager; or no CUDA graph can hold a step."""
 
 
 class ShapeError(StropError, ValueError):

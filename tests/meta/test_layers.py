@@ -60,7 +60,10 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "ir.dims",
         "ir.philox",
         "ir.source",
+        "runtime.garbage",
         "runtime.kernels",
+        "runtime.leases",
+        "runtime.signature",
     ),
     "bench": (
         "__init__",

@@ -20,7 +20,7 @@ def test_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("diffusers")
     monkeypatch.chdir(tmp_path)
     blocks = re.findall(r"^```python\n(.*?)^```", TEXT, re.S | re.M)
-    assert len(blocks) == 6
+    assert len(blocks) == 7
     exec(compile("\n".join(blocks), "docs/training.md", "exec"), {"__name__": "page"})
     assert (tmp_path / "unet_ema" / "config.json").exists()
     assert (tmp_path / "unet" / "config.json").exists()

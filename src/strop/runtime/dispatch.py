@@ -28,7 +28,7 @@ from strop.errors import StropError, UnsupportedError
 from strop.frontend.objects import WithObjects, given_back
 from strop.options import Options
 from strop.patterns import registry
-from strop.runtime import graphs
+from strop.runtime import graphs, leases
 from strop.runtime.aliases import AliasOfArgument, returned_arguments
 from strop.runtime.executor import (
     FIRST,
@@ -502,10 +502,10 @@ class Dispatcher:
         return results
 
     def _wants_graph(self, entry: Entry) -> bool:
-        """From the second use of a shape on, unless the caller is capturing a graph himself."""
+        """From the second use of a shape on, unless the caller captures one, or is about to."""
         if entry.uses < 2 or not entry.has_graph or not self.options.cuda_graphs:
             return False
-        return not torch.cuda.is_current_stream_capturing()
+        return not (torch.cuda.is_current_stream_capturing() or leases.are_wanted())
 
     def _replay(self, entry: Entry, inputs: list[Tensor]) -> Any:
         results, launches = graphs.pool_of(entry.device).run(

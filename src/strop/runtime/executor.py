@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from operator import itemgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ from strop.errors import ShapeError
 from strop.ir.dims import Expr
 from strop.ir.program import CallStep, KernelStep, Program, Step, TensorRef
 from strop.ir.source import KernelSource
+from strop.runtime import leases
 from strop.runtime.calls import ALLOCATING, CUDA_ALLOCATING, CUDA_PLANNED_OUT, PLANNED_OUT, overload
 from strop.runtime.faults import Faults
 from strop.runtime.hoisting import Hoist, Hoisted, Stamp, prologue_of
@@ -53,6 +54,16 @@ class Workspace:
         if self.memory.numel() < size_bytes:
             self.memory = torch.empty(size_bytes, dtype=torch.uint8, device=self.device)
         return self.memory
+
+
+class Lease(NamedTuple):
+    """What the kernels of one run point to."""
+
+    faults: Faults
+    memory: tuple[object, ...]
+
+    def check(self) -> None:
+        self.faults.check()
 
 
 class Bound:
@@ -367,6 +378,8 @@ class Bound:
         memory = self._workspace.reserve(self.arena_bytes)
         if self.has_moved:
             self._link(memory)
+        if leases.are_wanted():
+            leases.note(Lease(self._faults, (self, memory, self._zeroed)))
         for number, tensor in zip(self._arguments, inputs, strict=True):
             self._fill(number, tensor)
 

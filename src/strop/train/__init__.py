@@ -1,4 +1,4 @@
-"""Training: the parameter step."""
+"""Training: the parameter step, and the whole step as one callable."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -6,10 +6,11 @@ if TYPE_CHECKING:
     from strop.train.ema import EMASchedule
     from strop.train.optimizers import FusedAdam, FusedAdamW, FusedSGD
     from strop.train.scaler import GradScaler
+    from strop.train.whole_step import compile_step
 
-__all__ = ["EMASchedule", "FusedAdam", "FusedAdamW", "FusedSGD", "GradScaler"]
+__all__ = ["EMASchedule", "FusedAdam", "FusedAdamW", "FusedSGD", "GradScaler", "compile_step"]
 
-_HOMES = {"EMASchedule": "ema", "GradScaler": "scaler"}
+_HOMES = {"EMASchedule": "ema", "GradScaler": "scaler", "compile_step": "whole_step"}
 
 
 def __getattr__(name: str) -> Any:

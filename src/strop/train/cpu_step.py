@@ -10,11 +10,13 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from strop.errors import UnsupportedError
 from strop.ir import philox
 from strop.train import quantized
 from strop.train.layout import Item, Layout, state_dtype
@@ -37,6 +39,14 @@ class CpuStep:
     def __init__(self, rule: Rule, memory: Memory, seed: int | None) -> None:
         self.memory = memory
         self._rule, self._seed = rule, seed
+
+    def load(self, request: Request) -> None:
+        """Nothing: every step reads the groups."""
+
+    @contextmanager
+    def loaded(self) -> Iterator[tuple[object, ...]]:
+        raise UnsupportedError("steps on a CPU branch on numbers, so that no graph can replay them")
+        yield ()
 
     def run(self, layout: Layout, grads: Sequence[Tensor], request: Request) -> None:
         entries = [_Entry(i, g) for i, g in zip(layout.items, grads, strict=True)]

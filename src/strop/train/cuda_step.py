@@ -6,7 +6,8 @@ The host enqueues and never waits. It uploads addresses when they change, as the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -83,8 +84,12 @@ class Upload:
         self._captured: list[Tensor] = []
         self.count = 0
 
+    @property
+    def tensor(self) -> Tensor:
+        return self._tensor
+
     def __call__(self, values: Sequence[float]) -> Tensor:
-        capturing = self._pinned and torch.cuda.is_current_stream_capturing()
+        capturing = is_capturing(self._device)
         if values == self._values and not capturing:
             return self._tensor
         if len(values) != len(self._tensor):
@@ -160,6 +165,21 @@ class CudaStep:
         self._settings = Upload(torch.float64, device)
         self._addresses = Upload(torch.int64, device)
         self._plan: Plan | None = None
+        self._is_loaded = False
+
+    def load(self, request: Request) -> None:
+        """Put the numbers of the groups where steps that were captured by ``loaded`` read them."""
+        self._upload_settings(request)
+
+    @contextmanager
+    def loaded(self) -> Iterator[tuple[object, ...]]:
+        """Steps in here upload no numbers of groups: whoever replays them calls ``load`` before.
+        Gives what they point to, beside parameters, states and gradients."""
+        self._is_loaded = True
+        try:
+            yield (self._plan, self._addresses.tensor, self._settings.tensor)
+        finally:
+            self._is_loaded = False
 
     @property
     def uploads(self) -> tuple[int, int]:
@@ -182,7 +202,7 @@ class CudaStep:
         if plan is None or plan.layout is not layout:
             plan = self._plan = self._make_plan(layout, self._settle_source(request))
         addresses = self._addresses(list(map(Tensor.data_ptr, grads)))
-        settings = self._upload_settings(request)
+        settings = self._settings.tensor if self._is_loaded else self._upload_settings(request)
         scale = self._on_device(request.scale, self._one)
         found = self._on_device(request.found_inf, self._zero)
         if request.measured:
@@ -237,7 +257,7 @@ class CudaStep:
         return value.to(device=self._device, dtype=torch.float32, non_blocking=True)
 
     def _make_plan(self, layout: Layout, settle: KernelSource) -> Plan:
-        if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        if is_capturing(self._device):
             raise UnsupportedError(
                 "the set or the kind of gradients is new under graph capture: run one step with "
                 "the same gradients before"
@@ -317,6 +337,10 @@ class CudaStep:
 
     def _table(self, values: Numbers) -> Tensor:
         return torch.from_numpy(values).to(self._device)
+
+
+def is_capturing(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def blocks_of(places: Sequence[int], numels: Numbers, tuning: Tuning) -> Numbers:

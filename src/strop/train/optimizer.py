@@ -173,6 +173,20 @@ class FusedOptimizer(Optimizer):
         stepper = self._stepper_for(self.parameters())
         return {stepper.memory.nonfinite.device: stepper.memory.nonfinite}
 
+    def load_numbers(self) -> None:
+        """Hand learning rates and the like to steps that a graph replays."""
+        if self.stepper is not None:
+            self.stepper.load(self._request())
+
+    @property
+    def shadows(self) -> list[Tensor]:
+        return list(self._shadows.values())
+
+    @property
+    def written(self) -> tuple[Tensor, ...]:
+        """Parameters, averages and shadows that the last step wrote."""
+        return () if self._layout is None else self._layout.written
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
         self._check_group(self.param_groups[-1])

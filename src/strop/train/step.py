@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -65,3 +66,7 @@ class Stepper(Protocol):
     memory: Memory
 
     def run(self, layout: Layout, grads: Sequence[Tensor], request: Request) -> None: ...
+
+    def load(self, request: Request) -> None: ...
+
+    def loaded(self) -> AbstractContextManager[tuple[object, ...]]: ...

@@ -1,0 +1,147 @@
+"""Records a step as a CUDA graph, on one stream and in one pool of memory for all of its graphs.
+
+Replays follow each other on that stream, so graphs share what they need while they run. What has
+to outlive a graph is allocated outside of captures, or kept by whoever holds the recording.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from strop.errors import UnsupportedError
+from strop.runtime.garbage import collection_paused
+
+Body = Callable[[], Tensor]
+
+
+class Recording(Protocol):
+    """A step that can be done again."""
+
+    def replay(self) -> Tensor:
+        """Do it; gives its loss, in memory that the next replay leaves alone."""
+        ...
+
+
+class Recorder(Protocol):
+    """A device's way of recording."""
+
+    def working(self) -> contextlib.AbstractContextManager[None]:
+        """Everything in here runs in order with what the caller does before and after."""
+        ...
+
+    def record(self, body: Body, generators: Sequence[torch.Generator]) -> Recording:
+        """What the body does to the device, which it does not do now. Raises what it raises."""
+        ...
+
+    def undisturbed(self) -> contextlib.AbstractContextManager[None]:
+        """Random numbers drawn in here are drawn again afterwards."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Graph:
+    graph: torch.cuda.CUDAGraph
+    loss: Tensor
+
+    def replay(self) -> Tensor:
+        self.graph.replay()
+        return self.loss.clone()
+
+
+class CudaRecorder:
+    """Records CUDA graphs."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+        self._pool = torch.cuda.graph_pool_handle()
+        self._one = torch.zeros(1, device=device)
+
+    @contextmanager
+    def working(self) -> Iterator[None]:
+        if torch.cuda.is_current_stream_capturing():
+            raise UnsupportedError(
+                "a step that records its own CUDA graphs was called inside of a capture; use "
+                "compile_step(graph=False) there"
+            )
+        outer = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(outer)
+        try:
+            with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+                yield
+        finally:
+            outer.wait_stream(self._stream)
+
+    def record(self, body: Body, generators: Sequence[torch.Generator]) -> Recording:
+        graph = torch.cuda.CUDAGraph()
+        for generator in generators:
+            if generator.device.type == "cuda":
+                graph.register_generator_state(generator)
+        failure: BaseException | None = None
+        before = _host_draws()
+        try:
+            # other threads of the program may allocate pinned memory meanwhile
+            with (
+                collection_paused(),
+                torch.cuda.graph(graph, pool=self._pool, stream=self._stream,
+                                 capture_error_mode="thread_local"),
+            ):  # fmt: skip
+                try:
+                    loss = body()
+                except BaseException as error:
+                    failure = error
+                    raise
+        except Exception as error:
+            self._recover()
+            raise failure or error from None
+        moved = [name for name, state in _host_draws().items() if state != before[name]]
+        if moved:
+            raise UnsupportedError(
+                f"the step draws random numbers on the host: {', '.join(moved)}. A replay would "
+                "use these again; draw on the device, or hand them to the step"
+            )
+        return _Graph(graph, loss)
+
+    @contextmanager
+    def undisturbed(self) -> Iterator[None]:
+        with torch.random.fork_rng(devices=[self._device]):
+            yield
+
+    def _recover(self) -> None:
+        """After a capture that broke: end its claim to the pool, and take torch's random generator
+        out of it, which a capture that works does."""
+        with contextlib.suppress(RuntimeError):
+            torch._C._cuda_endAllocateToPool(self._index, self._pool)
+        self._pool = torch.cuda.graph_pool_handle()
+        torch.cuda.set_stream(self._stream)  # torch leaves the context before it resets that
+        with torch.cuda.graph(torch.cuda.CUDAGraph(), pool=self._pool, stream=self._stream,
+                              capture_error_mode="thread_local"):  # fmt: skip
+            self._one.zero_()
+
+    @property
+    def _index(self) -> int:
+        index = self._device.index
+        return torch.cuda.current_device() if index is None else index
+
+
+def _host_draws() -> dict[str, object]:
+    """States of the generators that no graph knows."""
+    return {
+        "torch on the CPU": bytes(torch.get_rng_state().numpy()),
+        "random": random.getstate(),
+        "numpy": repr(np.random.get_state()),
+    }
+
+
+def make_recorder(device: torch.device) -> Recorder | None:
+    """None where steps are run as they are."""
+    return CudaRecorder(device) if device.type == "cuda" else None
