@@ -51,6 +51,7 @@ class Bench:
     dtype: torch.dtype
     peers: Sequence[str]
     samples: int
+    build_workers: int = 0  # as in Options
     compiled: dict[tuple[str, str, int], Forward] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)  # of first calls, by contender
 
@@ -77,7 +78,8 @@ class Bench:
         return self.compiled[key]
 
     def _optimised(self, module: nn.Module) -> Forward:
-        return strop.optimize(module, options=Options(strict=True, cuda_graphs=False))
+        options = Options(strict=True, cuda_graphs=False, build_workers=self.build_workers)
+        return strop.optimize(module, options=options)
 
     def measure(self, case: KernelCase, bandwidth: float) -> dict[str, Any]:
         """One row: microseconds a call of every contender."""
@@ -143,8 +145,8 @@ class Setting:
     bandwidth: float
     until: float
 
-    def bench(self) -> Bench:
-        return Bench(self.device, self.dtype, self.peers, self.samples)
+    def bench(self, build_workers: int = 0) -> Bench:
+        return Bench(self.device, self.dtype, self.peers, self.samples, build_workers)
 
 
 @dataclass(frozen=True, slots=True)

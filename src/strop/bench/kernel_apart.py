@@ -12,6 +12,7 @@ from multiprocessing.synchronize import Lock
 from typing import Any
 
 import torch
+import torch._inductor.config
 
 from strop.bench.kernel import Found, Setting
 from strop.bench.kernel_cases import GROUP_NORM, ROW_FAMILIES, KernelCase, case_of
@@ -39,7 +40,9 @@ def _family(name: str, shapes: Sequence[tuple[int, ...]], setting: Setting, read
     large cases hold ``large``: all families at once would not fit on the device."""
     (family,) = (f for f in (*ROW_FAMILIES, GROUP_NORM) if f.name == name)
     cases = [case_of(family, shape) for shape in shapes]
-    bench = setting.bench()
+    # all families together have the cores: a pool of compilers for each would be mostly starting
+    bench = setting.bench(build_workers=1)
+    torch._inductor.config.compile_threads = 1
     prepared = []
     for case in cases:
         if time.time() > ready:
