@@ -18,6 +18,7 @@ from strop.bench.infer import TAIL_S, Processes
 from strop.bench.infer_contenders import Clock, Found, Save, attempt
 from strop.bench.train_measure import Plan
 from strop.bench.train_rows import MODELS, Contender, Row, contender_named
+from strop.bench.worker import Task
 
 Step = Callable[[str, int], None]
 
@@ -70,8 +71,7 @@ def _with_pictures(rows: Sequence[Row], plan: Plan, stack: contextlib.ExitStack)
 
 def _measured(row: Row, contender: Contender, plan: Plan, clock: Clock,
               processes: Processes | None, is_last: bool) -> Found:  # fmt: skip
-    """What a contender gives: numbers, or why there are none; or both, of a process that was cut.
-    """
+    """Numbers, or why there are none; or both, of a process that was cut."""
     needed = contender.cost_s if processes is not None else 0.1
     reason = train_measure.refusal(contender) or clock.refusal(needed)
     if reason:
@@ -86,7 +86,7 @@ def _measured(row: Row, contender: Contender, plan: Plan, clock: Clock,
     return {**answer.pop("partial", {}), **answer}
 
 
-def perform(task: Found, save: Save) -> Found:
+def perform(task: Task, save: Save) -> Found:
     """One task, in this process."""
     told = task["plan"]
     loader = told["best_loader"]

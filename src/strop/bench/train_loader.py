@@ -6,6 +6,7 @@ import multiprocessing
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy
 import torch
@@ -74,7 +75,7 @@ def batches(pictures: Pictures, batch: int, loader: Loader) -> Iterator[list[Ten
 
     They start from a server without threads or a GPU: forks of this process may not.
     """
-    how: dict[str, object] = {}
+    how: dict[str, Any] = {}
     if loader.workers:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([__name__])
@@ -82,5 +83,5 @@ def batches(pictures: Pictures, batch: int, loader: Loader) -> Iterator[list[Ten
     made: DataLoader[tuple[Tensor, Tensor]] = DataLoader(
         pictures, batch, shuffle=True, num_workers=loader.workers, pin_memory=loader.is_pinned,
         drop_last=True, **how,
-    )  # type: ignore[arg-type]  # fmt: skip
+    )  # fmt: skip
     return iter(made)

@@ -78,7 +78,7 @@ class Loop:
         if not self.setup.graph:
             return (("forward", self._forward), ("backward", self._backward),
                     *self.stepping.parts)  # fmt: skip
-        compile_step: Any = strop.train.compile_step  # type: ignore[attr-defined]
+        compile_step: Any = strop.train.compile_step
         whole = compile_step(
             lambda *tensors: self._loss(self._predict, *tensors), self.stepping.optimizer,
             accumulate=1, scaler=None, graph=True,

@@ -8,8 +8,8 @@ import statistics
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -59,13 +59,12 @@ def refusal(contender: Contender) -> str:
 
 def setup_here(setup: Setup) -> Setup:
     """Without what is optional and not built."""
-    from dataclasses import replace
-
     return replace(setup, graph="") if setup.graph and not can_graph() else setup
 
 
 def measure(contender: Contender, plan: Plan, clock: Clock, save: Save) -> Found:
     """First step, its loss, times, memory and split. ``save`` gets what is there so far."""
+    torch._dynamo.reset()  # what other contenders have compiled in this process
     setup, device = setup_here(contender.setup), plan.where
     found: Found = {"setup": asdict(setup), "work": asdict(contender.work)}
     with torch_set_for(setup, device), tempfile.TemporaryDirectory() as cache:
@@ -97,16 +96,22 @@ def _first_step(loop: Loop, reference: float) -> Found:
         seconds[name] += time.perf_counter() - start
         if name in ("forward", "whole step"):
             loss = float(loop.loss.detach())
-        if name in ("clip", "update"):
-            norm = loop.stepping.norm() if norm is None else norm
+        if name in ("clip", "update", "whole step") and norm is None:
+            norm = loop.stepping.norm()
     tolerance = LOSS_TOLERANCE[loop.setup.precision]
     return {
         "first_s": round(sum(seconds.values()), 3),
         "first_split_s": {name: round(s, 3) for name, s in seconds.items()},
         "loss": loss, "loss_reference": reference, "loss_tolerance": tolerance,
         "loss_ok": abs(loss - reference) <= tolerance * abs(reference),
-        "grad_norm": None if norm is None else float(norm),
+        "grad_norm": _finite(norm),
     }  # fmt: skip
+
+
+def _finite(value: torch.Tensor | None) -> float | None:
+    """None for the overflow of a first step in fp16, too."""
+    found = math.nan if value is None else float(value)
+    return found if math.isfinite(found) else None
 
 
 def _timed(loop: Loop, contender: Contender, plan: Plan, clock: Clock, found: Found, save: Save
@@ -141,13 +146,13 @@ def _is_tiny(contender: Contender) -> bool:
     return contender.work.model.startswith("tiny")
 
 
-def _feed(loop: Loop, loader: Loader, plan: Plan) -> itertools.chain[list[torch.Tensor]]:
+def _feed(loop: Loop, loader: Loader, plan: Plan) -> Iterator[list[torch.Tensor]]:
     loop.feed = None  # the workers of the last one end before new ones start
     model, batch = MODELS[loop.work.model], loop.work.batch
     steps = plan.warm_up + plan.samples + SPLIT_STEPS + 2
     pictures = Pictures(Path(plan.pictures), plan.files, model.pixels, model.clip["vocab_size"],
                         steps * batch)  # fmt: skip
-    return itertools.chain(train_loader.batches(pictures, batch, loader))
+    return train_loader.batches(pictures, batch, loader)
 
 
 def _series(loop: Loop, plan: Plan, clock: Clock) -> Found:

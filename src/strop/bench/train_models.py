@@ -170,9 +170,10 @@ def first_draws(work: Work, device: torch.device) -> Draws:
     """The same on every device."""
     side = MODELS[work.model].pixels // models.LATENT_FACTOR
     shape = (work.batch, 4, side, side)
-    both = (models.random_tensor(shape, device, torch.float32, seed) for seed in (8, 9))
+    first, second = (models.random_tensor(shape, device, torch.float32, n) for n in (8, 9))
     source = torch.Generator().manual_seed(10)
-    return Draws(*both, torch.randint(TIMES, (work.batch,), generator=source).to(device))
+    times = torch.randint(TIMES, (work.batch,), generator=source)
+    return Draws(first, second, times.to(device))
 
 
 def later_draws(like: Draws) -> Draws:

@@ -36,7 +36,7 @@ def stepping_of(work: Work, setup: Setup, params: Sequence[nn.Parameter]) -> Ste
     device = params[0].device
     if setup.optimizer == "strop":
         return _fused(work, setup, params)
-    how = {"fused": True} if setup.optimizer == "fused" else {}
+    how: dict[str, Any] = {"fused": True} if setup.optimizer == "fused" else {}
     optimizer = torch.optim.AdamW(params, **ARGUMENTS, **how)
     scaler = torch.amp.GradScaler(device.type) if setup.precision == "fp16" else None
     norms: list[Tensor] = []

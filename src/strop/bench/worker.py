@@ -102,8 +102,8 @@ def perform(task: Task, answer: Path) -> dict[str, Any]:
     if task["do"] == "compile":
         case, device = case_named(task["case"]), torch.device(task["device"])
         return compile_bench.measure_here(case, device, task["cache_dir"], task["num_shapes"])
-    of = train if task["do"] == "train" else infer
-    return of.perform(dict(task), lambda found: _write(found, _saved(answer)))
+    work = train.perform if task["do"] == "train" else infer.perform
+    return work(task, lambda found: _write(found, _saved(answer)))
 
 
 def main() -> None:
