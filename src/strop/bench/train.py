@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from strop.bench import environment, report, train_loader, train_measure
-from strop.bench.infer import TAIL_S, Processes
+from strop.bench.infer import Processes
 from strop.bench.infer_contenders import Clock, Found, Save, attempt
 from strop.bench.train_measure import Plan
 from strop.bench.train_rows import MODELS, Contender, Row, contender_named
@@ -78,22 +78,28 @@ def _measured(row: Row, contender: Contender, plan: Plan, clock: Clock,
         return {"skipped": reason}
     mine = Clock.of(min(clock.left(), contender.limit_s))
     task = {"do": "train", "row": row.name, "contender": contender.name, "is_tiny": row.is_tiny,
-            "plan": asdict(plan), "is_cold": contender.setup.compiler == "strop",
-            "until": time.time() + mine.left() - TAIL_S}  # fmt: skip
+            "plan": asdict(plan), "is_cold": contender.setup.compiler == "strop"}  # fmt: skip
     if processes is None:
-        return attempt(partial(perform, task, lambda saved: None))
+        return perform({**task, "until": time.time() + mine.left()}, lambda saved: None)
     answer = processes.perform(task, mine, is_last=is_last)
     return {**answer.pop("partial", {}), **answer}
 
 
 def perform(task: Task, save: Save) -> Found:
-    """One task, in this process."""
+    """One task, in this process: what it finds, or has found when it fails, and why."""
     told = task["plan"]
     loader = told["best_loader"]
     plan = Plan(**{**told, "best_loader": None if loader is None else tuple(loader)})
     contender = contender_named(task["row"], task["contender"], tiny=task["is_tiny"])
     clock = Clock.of(task["until"] - time.time())
-    return train_measure.measure(contender, plan, clock, save)
+    had: Found = {}
+
+    def note(found: Found) -> None:
+        had.update(found)
+        save(found)
+
+    found = attempt(partial(train_measure.measure, contender, plan, clock, note))
+    return {**had, **found}
 
 
 def _described(contender: Contender) -> Found:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,6 +69,16 @@ class Pictures(Dataset[tuple[Tensor, Tensor]]):
         pixels = pixels.flip(2) if mirror < 0.5 else pixels
         tokens = torch.randint(self.vocabulary, (TOKENS,), generator=source)
         return pixels.float().div(127.5).sub(1.0), tokens
+
+
+def refusal(loader: Loader, batch_bytes: int) -> str:
+    """Why its workers cannot hand over batches of this size here, or nothing."""
+    shared = Path("/dev/shm")
+    needed = 2 * loader.workers * batch_bytes  # torch's prefetch_factor
+    free = shutil.disk_usage(shared).free if shared.is_dir() else needed
+    if free >= needed:
+        return ""
+    return f"its queues need {needed >> 20} MiB of {shared}, {free >> 20} are free"
 
 
 def batches(pictures: Pictures, batch: int, loader: Loader) -> Iterator[list[Tensor]]:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 import strop.train
 from strop.bench import train_models, train_optimizers
@@ -35,13 +35,37 @@ def _signal(device: torch.device) -> Tensor:
     return (1.0 - betas).cumprod(0).to(device, torch.float32)
 
 
+@dataclass(frozen=True)
+class Objective:
+    """The loss of predicted noise. ``half``: of autocast, or None; ``is_cast``: the inputs are
+    cast to bf16 instead, for weights in bf16."""
+
+    unet: nn.Module
+    signal: Tensor
+    half: torch.dtype | None = None
+    is_cast: bool = False
+
+    def __call__(self, latents: Tensor, text: Tensor, noise: Tensor, times: Tensor, *more: Tensor
+                 ) -> Tensor:  # fmt: skip
+        signal = self.signal[times][:, None, None, None]
+        noisy = signal.sqrt() * latents + (1.0 - signal).sqrt() * noise
+        if self.is_cast:
+            noisy, text, more = noisy.bfloat16(), text.bfloat16(), tuple(t.bfloat16() for t in more)
+        added: dict[str, Any] = {}
+        if more:
+            added["added_cond_kwargs"] = {"text_embeds": more[0], "time_ids": more[1]}
+        with torch.autocast(latents.device.type, self.half or torch.bfloat16,
+                            enabled=self.half is not None):  # fmt: skip
+            guess: Tensor = self.unet(noisy, times, text, return_dict=False, **added)[0]
+        return F.mse_loss(guess.float(), noise)
+
+
 class Loop:
     """One step is ``parts`` in order. The first one has batch and draws that all contenders have;
     ``feed``, if any, gives the later batches."""
 
     def __init__(self, work: Work, setup: Setup, device: torch.device) -> None:
         self.work, self.setup, self.device = work, setup, device
-        self.half = train_models.half_of(setup, device)
         self.network: Network = train_models.build(work, device)
         self.batch: Batch = train_models.first_batch(work, device)
         self.draws: Draws = train_models.first_draws(work, device)
@@ -58,7 +82,7 @@ class Loop:
         """Of the first step, by eager torch in fp32. Before ``prepare``."""
         self._encode()
         self._read_text()
-        return float(self._loss(self._predict_plain, *self._tensors()))
+        return float(Objective(self.network.unet, self.signal)(*self._tensors()))
 
     def prepare(self, options: Options) -> None:
         """Set up and hand to the compiler what the setup wants; nothing runs yet."""
@@ -68,6 +92,8 @@ class Loop:
             self.network.unet = stepping.optimizer.shadow(self.network.unet)  # type: ignore[attr-defined]
         train_models.compile_modules(self.network, self.setup, options)
         self.stepping = stepping
+        half = None if self.setup.is_shadow else train_models.half_of(self.setup, self.device)
+        self.objective = Objective(self.network.unet, self.signal, half, self.setup.is_shadow)
         encode: tuple[Part, ...] = (("VAE", self._encode), ("text", self._read_text))
         if self.work.is_cached:
             encode = (("other", self._encode), ("other", self._read_text))
@@ -79,10 +105,8 @@ class Loop:
             return (("forward", self._forward), ("backward", self._backward),
                     *self.stepping.parts)  # fmt: skip
         compile_step: Any = strop.train.compile_step
-        whole = compile_step(
-            lambda *tensors: self._loss(self._predict, *tensors), self.stepping.optimizer,
-            accumulate=1, scaler=None, graph=True,
-        )  # fmt: skip
+        whole = compile_step(self.objective, self.stepping.optimizer, accumulate=1, scaler=None,
+                             graph=True)  # fmt: skip
 
         def step() -> None:
             self.loss = whole(*self._tensors())
@@ -128,7 +152,7 @@ class Loop:
         self.text = text
 
     def _forward(self) -> None:
-        self.loss = self._loss(self._predict, *self._tensors())
+        self.loss = self.objective(*self._tensors())
 
     def _backward(self) -> None:
         self.stepping.scaled(self.loss).backward()
@@ -140,34 +164,5 @@ class Loop:
             self.loss.item()
         self.num_steps += 1
 
-    # ---- the loss ------------------------------------------------------------------------------
-
     def _tensors(self) -> tuple[Tensor, ...]:
         return (self.latents, self.text, self.draws.noise, self.draws.times, *self.batch.more)
-
-    def _loss(self, predict: Callable[..., Tensor], latents: Tensor, text: Tensor, noise: Tensor,
-              times: Tensor, *more: Tensor) -> Tensor:  # fmt: skip
-        signal = self.signal[times][:, None, None, None]
-        noisy = signal.sqrt() * latents + (1.0 - signal).sqrt() * noise
-        return F.mse_loss(predict(noisy, times, text, *more).float(), noise)
-
-    def _predict(self, noisy: Tensor, times: Tensor, text: Tensor, *more: Tensor) -> Tensor:
-        if self.setup.is_shadow:
-            half = torch.bfloat16
-            more = tuple(t.to(half) for t in more)
-            return self._predict_plain(noisy.to(half), times, text.to(half), *more)
-        with self._autocast():
-            return self._predict_plain(noisy, times, text, *more)
-
-    def _autocast(self) -> AbstractContextManager[Any]:
-        on = self.half is not None
-        cached = self.setup.graph == ""  # a graph must cast anew in every replay
-        return torch.autocast(self.device.type, self.half or torch.bfloat16, enabled=on,
-                              cache_enabled=cached)  # fmt: skip
-
-    def _predict_plain(self, noisy: Tensor, times: Tensor, text: Tensor, *more: Tensor) -> Tensor:
-        added: dict[str, Any] = {}
-        if more:
-            added["added_cond_kwargs"] = {"text_embeds": more[0], "time_ids": more[1]}
-        found: Tensor = self.network.unet(noisy, times, text, return_dict=False, **added)[0]
-        return found

@@ -28,6 +28,7 @@ from strop.options import Options
 LOSS_TOLERANCE = {"tf32": 1e-3, "fp16": 5e-3, "bf16": 1e-2}
 SHARE_OF_TIME = 0.4  # of what the budget leaves that one series of samples may take
 SPLIT_STEPS = 5
+CAPTURES = 4  # steps until all CUDA graphs are there
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,16 +103,16 @@ def _first_step(loop: Loop, reference: float) -> Found:
     return {
         "first_s": round(sum(seconds.values()), 3),
         "first_split_s": {name: round(s, 3) for name, s in seconds.items()},
-        "loss": loss, "loss_reference": reference, "loss_tolerance": tolerance,
+        "loss": _finite(loss), "loss_reference": reference, "loss_tolerance": tolerance,
         "loss_ok": abs(loss - reference) <= tolerance * abs(reference),
         "grad_norm": _finite(norm),
     }  # fmt: skip
 
 
-def _finite(value: torch.Tensor | None) -> float | None:
-    """None for the overflow of a first step in fp16, too."""
+def _finite(value: torch.Tensor | float | None) -> float | None:
+    """For JSON: None for the overflow of a first step in fp16, too."""
     found = math.nan if value is None else float(value)
-    return found if math.isfinite(found) else None
+    return round(found, 6) if math.isfinite(found) else None
 
 
 def _timed(loop: Loop, contender: Contender, plan: Plan, clock: Clock, found: Found, save: Save
@@ -121,12 +122,15 @@ def _timed(loop: Loop, contender: Contender, plan: Plan, clock: Clock, found: Fo
     if not loaders:
         return _series(loop, plan, clock)
     tried: list[Found] = []
-    for loader in loaders:
-        if tried and clock.refusal(10.0):
-            tried.append({"loader": asdict(loader), "skipped": clock.refusal(10.0)})
+    for loader in (*loaders, Loader()):  # the last one: where nothing else can be
+        if loader not in loaders and any("mean_ms" in t for t in tried):
             continue
-        loop.feed = _feed(loop, loader, plan)
-        tried.append({"loader": asdict(loader), **_series(loop, plan, clock)})
+        reason = train_loader.refusal(loader, loop.batch.pictures.nbytes)
+        reason = reason or (clock.refusal(10.0) if tried else "")
+        if not reason:
+            loop.feed = _feed(loop, loader, plan)
+        series = {"skipped": reason} if reason else _series(loop, plan, clock)
+        tried.append({"loader": asdict(loader), **series})
         save({**found, "loaders": tried})
     best = min((t for t in tried if "mean_ms" in t), key=lambda t: float(t["mean_ms"]))
     loop.feed = _feed(loop, Loader(**best["loader"]), plan)
@@ -149,7 +153,7 @@ def _is_tiny(contender: Contender) -> bool:
 def _feed(loop: Loop, loader: Loader, plan: Plan) -> Iterator[list[torch.Tensor]]:
     loop.feed = None  # the workers of the last one end before new ones start
     model, batch = MODELS[loop.work.model], loop.work.batch
-    steps = plan.warm_up + plan.samples + SPLIT_STEPS + 2
+    steps = max(plan.warm_up, CAPTURES) + plan.samples + SPLIT_STEPS
     pictures = Pictures(Path(plan.pictures), plan.files, model.pixels, model.clip["vocab_size"],
                         steps * batch)  # fmt: skip
     return train_loader.batches(pictures, batch, loader)
@@ -159,12 +163,12 @@ def _series(loop: Loop, plan: Plan, clock: Clock) -> Found:
     """Steps back to back, after some that do not count."""
     device = loop.device
     start = time.perf_counter()
-    for _ in range(plan.warm_up):
+    warm_up = max(plan.warm_up, CAPTURES if _has_graphs(loop.setup) else 1)
+    for _ in range(warm_up):
         loop.step()
     timer.synchronise(device)
-    step_s = (time.perf_counter() - start) / max(plan.warm_up, 1)
-    most = int(SHARE_OF_TIME * clock.left() / step_s) if plan.warm_up else plan.samples
-    samples = max(3, min(plan.samples, most))
+    step_s = (time.perf_counter() - start) / warm_up
+    samples = max(3, min(plan.samples, int(SHARE_OF_TIME * clock.left() / step_s)))
     loop.waited_s = 0.0
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
@@ -180,6 +184,10 @@ def _series(loop: Loop, plan: Plan, clock: Clock) -> Found:
     peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
     tflop = 0.0 if loop.work.trained == "lora" else MODELS[loop.work.model].tflop
     return {**found, "peak_bytes": peak, "tflops": round(tflop * found["img_s"], 1) or None}
+
+
+def _has_graphs(setup: Setup) -> bool:
+    return bool(setup.graph) or setup.compiler == "inductor-graphs"
 
 
 def _step_times(loop: Loop, samples: int) -> tuple[list[float], float]:

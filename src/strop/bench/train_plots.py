@@ -14,7 +14,7 @@ Result = Mapping[str, Any]
 PUBLISHED = "#d9a441"
 NOT_MEASURED = "#888888"
 COLOURS = dict(zip(PARTS, ("#7f7f7f", "#8c6bb1", "#9ebcda", "#3465a4", "#1f3f6e", "#d9a441",
-                           "#c4572e", "#7a9a3a", "#3465a4", "#c8c8c8"), strict=True))  # fmt: skip
+                           "#c4572e", "#7a9a3a", "#2a9d8f", "#c8c8c8"), strict=True))  # fmt: skip
 _HEIGHT, _HEAD = 0.42, 1.6  # inches a bar, and beside them
 
 
@@ -71,7 +71,7 @@ def _is_ours(found: Result) -> bool:
 
 def _speed_text(found: Result) -> str:
     if "img_s" not in found:
-        return reason(found)[:60]
+        return reason(found).partition(":")[0]
     peak = found.get("peak_bytes")
     return f"{found['img_s']:.1f}" + (f", {peak / 2**30:.1f} GiB" if peak else "")
 
@@ -90,5 +90,5 @@ def _split(axes: Any, result: Result) -> None:
             axes.barh(names, widths, left=start, color=COLOURS[part], label=part)
             start = [a + b for a, b in zip(start, widths, strict=True)]
     axes.invert_yaxis()
-    axes.legend(fontsize=8, ncols=2)
+    axes.legend(fontsize=8, ncols=5, loc="upper center", bbox_to_anchor=(0.5, -0.08))
     axes.set(xlabel="ms a picture", title="where a step's time goes")

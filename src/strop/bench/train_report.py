@@ -69,7 +69,7 @@ def compile_s(found: Found) -> float:
 
 def _note(found: Found) -> str:
     said = [] if found["loss_ok"] else [
-        f"BAD loss {found['loss']:.4f}, eager fp32 {found['loss_reference']:.4f}"]  # fmt: skip
+        f"BAD loss {found['loss']}, eager fp32 {found['loss_reference']}"]  # fmt: skip
     said += [found["failed"]] if "failed" in found else []  # cut after it had its times
     if "loader" in found:
         loader = found["loader"]
@@ -78,7 +78,7 @@ def _note(found: Found) -> str:
     if found.get("tflops"):
         said.append(f"{found['tflops']:.0f} TFLOP/s")
     said += [f"left to torch: {name}" for name in found.get("graphs", {}).get("fallbacks", ())]
-    return ", ".join([*said, found["note"]] if found["note"] else said)
+    return "; ".join([*([found["note"]] if found["note"] else []), *said])
 
 
 def _script(result: Result) -> Found:

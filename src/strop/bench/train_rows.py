@@ -107,7 +107,7 @@ class Contender:
     @property
     def limit_s(self) -> float:
         """When it is given up."""
-        return 600.0 if self.setup.compiler else 240.0
+        return 600.0 if self.setup.compiler or self.setup.loaders else 300.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import warnings
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -40,7 +41,7 @@ OnlyOption = Annotated[
 BudgetOption = Annotated[
     float, typer.Option(min=1.0, help="Seconds for everything; what does not fit is named.")
 ]
-WarmUpOption = Annotated[int, typer.Option(min=0, help="Steps before, that do not count.")]
+WarmUpOption = Annotated[int, typer.Option(min=1, help="Steps before, that do not count.")]
 PlotsOption = Annotated[
     Path | None,
     typer.Option(help="Folder for the pictures. [dim]\\[default: that of -o][/]",
@@ -110,7 +111,9 @@ def _measured(rows: Any, plan: Any, **how: Any) -> list[dict[str, Any]]:
     def step(text: str, done: int) -> None:
         screen.print(plain(f"[{done + 1}/{total}] {text}"))
 
-    return bench_train.run(rows, plan, step=step, **how)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what Dynamo says of diffusers' code
+        return bench_train.run(rows, plan, step=step, **how)
 
 
 def _show(results: list[dict[str, Any]], plots: Path | None) -> None:
