@@ -28,6 +28,7 @@ from strop.options import Options
 LOSS_TOLERANCE = {"tf32": 1e-3, "fp16": 5e-3, "bf16": 1e-2}
 SHARE_OF_TIME = 0.4  # of what the budget leaves that one series of samples may take
 SPLIT_STEPS = 5
+SWEEP_S = 10.0  # that another loader takes
 CAPTURES = 4  # steps until all CUDA graphs are there
 
 
@@ -121,12 +122,14 @@ def _timed(loop: Loop, contender: Contender, plan: Plan, clock: Clock, found: Fo
     loaders = _loaders(loop, contender, plan)
     if not loaders:
         return _series(loop, plan, clock)
+    reasons = {loader: train_loader.refusal(loader, loop.batch.pictures.nbytes)
+               for loader in loaders}  # fmt: skip
+    if all(reasons.values()):
+        reasons[Loader()] = ""
     tried: list[Found] = []
-    for loader in (*loaders, Loader()):  # the last one: where nothing else can be
-        if loader not in loaders and any("mean_ms" in t for t in tried):
-            continue
-        reason = train_loader.refusal(loader, loop.batch.pictures.nbytes)
-        reason = reason or (clock.refusal(10.0) if tried else "")
+    for loader, reason in reasons.items():
+        is_first = not any("mean_ms" in t for t in tried)
+        reason = reason or ("" if is_first else clock.refusal(SWEEP_S))
         if not reason:
             loop.feed = _feed(loop, loader, plan)
         series = {"skipped": reason} if reason else _series(loop, plan, clock)

@@ -16,6 +16,7 @@ from strop.bench.train_rows import LADDER, ROWS
 Result = Mapping[str, Any]
 SCRIPT = "diffusers"
 COLD_MUST_S, COLD_STRETCH_S = 60.0, 35.0  # cold compile of forward and backward
+NORM_TOLERANCE = 0.03  # what rounding to half types costs
 HEADER = ("row", "run", "img/s", "A100, published", "p20 ms", "p50", "p80", "of script",
           "peak GiB", "compile s", "note")  # fmt: skip
 
@@ -53,8 +54,8 @@ def _cells(result: Result, found: Found) -> tuple[str, ...]:
         return ("", published, *[""] * 6, f"{reason(found)} ({found['note'] or found['does']})")
     times = [f"{found[p]:.2f}" for p in ("p20_ms", "p50_ms", "p80_ms")]
     ratio = ratio_to_script(result, found)
-    return (f"{found['img_s']:.2f}", published, *times, f"{ratio:.2f}x" if ratio else "",
-            gib(found.get("peak_bytes")), f"{compile_s(found):.1f}", _note(found))  # fmt: skip
+    rest = (gib(found.get("peak_bytes")), f"{compile_s(found):.1f}", _note(result, found))
+    return (f"{found['img_s']:.2f}", published, *times, f"{ratio:.2f}x" if ratio else "", *rest)
 
 
 def reason(found: Result) -> str:
@@ -67,9 +68,10 @@ def compile_s(found: Found) -> float:
     return sum(first.get(part, 0.0) for part in ("forward", "backward", "whole step"))
 
 
-def _note(found: Found) -> str:
+def _note(result: Result, found: Found) -> str:
     said = [] if found["loss_ok"] else [
         f"BAD loss {found['loss']}, eager fp32 {found['loss_reference']}"]  # fmt: skip
+    said += _norm_text(result, found)
     said += [found["failed"]] if "failed" in found else []  # cut after it had its times
     if "loader" in found:
         loader = found["loader"]
@@ -79,6 +81,16 @@ def _note(found: Found) -> str:
         said.append(f"{found['tflops']:.0f} TFLOP/s")
     said += [f"left to torch: {name}" for name in found.get("graphs", {}).get("fallbacks", ())]
     return "; ".join([*([found["note"]] if found["note"] else []), *said])
+
+
+def _norm_text(result: Result, found: Found) -> list[str]:
+    """If the first gradients are not those of the script, as far as their norm tells."""
+    script = _script(result)
+    norm, theirs = found.get("grad_norm"), script.get("grad_norm")
+    if not norm or not theirs or script["work"] != found["work"]:
+        return []
+    is_near = abs(norm - theirs) <= NORM_TOLERANCE * theirs
+    return [] if is_near else [f"norm of gradients {norm:.4g}, of the script's {theirs:.4g}"]
 
 
 def _script(result: Result) -> Found:
