@@ -134,10 +134,11 @@ def _timed(loop: Loop, contender: Contender, plan: Plan, clock: Clock, found: Fo
             loop.feed = _feed(loop, loader, plan)
         series = {"skipped": reason} if reason else _series(loop, plan, clock)
         tried.append({"loader": asdict(loader), **series})
-        save({**found, "loaders": tried})
+        if len(reasons) > 1:
+            save({**found, "loaders": tried})
     best = min((t for t in tried if "mean_ms" in t), key=lambda t: float(t["mean_ms"]))
     loop.feed = _feed(loop, Loader(**best["loader"]), plan)
-    return {**best, **({"loaders": tried} if len(tried) > 1 else {})}
+    return {**best, **({"loaders": tried} if len(reasons) > 1 else {})}
 
 
 def _loaders(loop: Loop, contender: Contender, plan: Plan) -> Sequence[Loader]:
