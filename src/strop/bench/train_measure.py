@@ -73,6 +73,7 @@ def measure(contender: Contender, plan: Plan, clock: Clock, save: Save) -> Found
         loop = Loop(contender.work, setup, device)
         reference = loop.reference_loss()
         timer.give_back(device)
+        _forget_peak(device)
         budget = 0.5 if setup.recompute == "budget" and setup.compiler == "strop" else None
         wanted = {} if budget is None else {"memory_budget": budget}
         loop.prepare(Options.from_environment(cache_dir=cache, **wanted))
@@ -174,8 +175,8 @@ def _series(loop: Loop, plan: Plan, clock: Clock) -> Found:
     step_s = (time.perf_counter() - start) / warm_up
     samples = max(3, min(plan.samples, int(SHARE_OF_TIME * clock.left() / step_s)))
     loop.waited_s = 0.0
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
+    if not _has_graphs(loop.setup):  # what a replay uses was allocated at its capture
+        _forget_peak(device)
     times, host_ms = _step_times(loop, samples)
     mean = statistics.fmean(times)
     is_fed = loop.feed is not None
@@ -185,9 +186,22 @@ def _series(loop: Loop, plan: Plan, clock: Clock) -> Found:
                     "img_s": round(1e3 * loop.work.batch / typical, 3)}  # fmt: skip
     if is_fed:
         found["wait_ms"] = round(1e3 * loop.waited_s / samples, 3)
-    peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
     tflop = 0.0 if loop.work.trained == "lora" else MODELS[loop.work.model].tflop
-    return {**found, "peak_bytes": peak, "tflops": round(tflop * found["img_s"], 1) or None}
+    return {**found, **_peaks(device), "tflops": round(tflop * found["img_s"], 1) or None}
+
+
+def _forget_peak(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def _peaks(device: torch.device) -> Found:
+    """None on a CPU, where nobody counts."""
+    is_counted = device.type == "cuda"
+    return {
+        "peak_bytes": torch.cuda.max_memory_allocated(device) if is_counted else None,
+        "reserved_bytes": torch.cuda.max_memory_reserved(device) if is_counted else None,
+    }
 
 
 def _has_graphs(setup: Setup) -> bool:
