@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -181,6 +182,33 @@ def test_a_sweep_of_loaders_and_the_split(tmp_path: Path) -> None:
     assert written["contenders"] == json.loads(json.dumps(result["contenders"]))
     assert Path(result["file"]).name.startswith("ladder-tiny_cpu_2")
     assert len(train_report.loader_rows_of([result])) == 3
+
+
+class Event:
+    """Of a GPU that does everything at once."""
+
+    def __init__(self, enable_timing: bool) -> None:
+        assert enable_timing
+
+    def record(self) -> None:
+        self.at = time.perf_counter()
+
+    def elapsed_time(self, end: Event) -> float:
+        return 1e3 * (end.at - self.at)
+
+
+def test_times_by_events(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    loop = Loop(WORKS["sdxl"].tiny(), SETUPS["one-pass"], torch.device("cpu"))
+    loop.prepare(Options())
+    loop.device = torch.device("cuda")  # of what is timed; the step knows nothing of it
+    times, host_ms = train_measure._step_times(loop, 3)
+    assert len(times) == 3
+    assert sum(times) / 3 == pytest.approx(host_ms, rel=0.1)
+    split = train_measure.split_ms(loop, 3)
+    assert list(split) == ["data", "forward", "backward", "update", "other"]
+    assert split["backward"] > split["data"]
 
 
 @pytest.mark.slow

@@ -18,7 +18,7 @@ from strop.bench import timer, train_loader
 from strop.bench.infer_contenders import Clock, Found, Save
 from strop.bench.train_loader import Pictures
 from strop.bench.train_loop import PARTS, Loop, can_graph
-from strop.bench.train_models import torch_set_for
+from strop.bench.train_models import modules_of, torch_set_for
 from strop.bench.train_rows import BEST_GUESS, MODELS, TINY_SWEEP, Contender, Loader, Setup
 from strop.debug.explain import explain
 from strop.options import Options
@@ -251,12 +251,15 @@ def _split_of_one(loop: Loop) -> dict[str, float]:
 
 
 def _graphs_of(loop: Loop) -> Found:
-    """What the compiler has made of the UNet, and what it has left to torch."""
+    """What the compiler has made of the UNet; what it has left to torch, of all modules."""
     report = explain(loop.network.unet)
+    fallbacks: Found = {}
+    for module in modules_of(loop.network):
+        fallbacks |= explain(module).fallbacks
     seconds: defaultdict[str, float] = defaultdict(float)
     for graph in report.graphs:
         for stage, s in graph.seconds.items():
             seconds[stage] += s
     return {"roles": [graph.role for graph in report.graphs], "launches": report.num_launches,
-            "fallbacks": dict(report.fallbacks),
+            "fallbacks": fallbacks,
             "seconds": {stage: round(s, 3) for stage, s in seconds.items()}}  # fmt: skip

@@ -108,12 +108,15 @@ def _lower_frozen(unet: nn.Module, half: torch.dtype) -> None:
             parameter.data = parameter.data.to(half)
 
 
+def modules_of(network: Network) -> list[Any]:
+    """What a step calls, and a user would hand to a compiler."""
+    frozen = [] if network.vae is None else [network.vae.encoder, network.text_encoder]
+    return [network.unet, *frozen]
+
+
 def compile_modules(network: Network, setup: Setup, options: Options) -> None:
     """In place, all modules of the step."""
-    parts = [network.unet]
-    if network.vae is not None:
-        parts += [network.vae.encoder, network.text_encoder]
-    for part in parts:
+    for part in modules_of(network):
         if setup.compiler == "strop":
             strop.optimize(part, train=part is network.unet, options=options)
         elif setup.compiler:
