@@ -414,6 +414,21 @@ def _is_exact(e: Any) -> bool:
     return isinstance(e, ToFloat | IntTrueDiv | sympy.Symbol | sympy.Integer)
 
 
+def unite_divisors(sizes: Iterable[Any], hints: Mapping[str, int], decide: Callable[[Any], bool]
+                   ) -> None:  # fmt: skip
+    """``(s0*s1)//s2`` where s0 was traced with the value of s2: torch is asked whether they are
+    one size, such as the batch of two arguments, and adds its answer to its guards."""
+    asked = set()
+    for quotient in set().union(*(size.atoms(FloorDiv) for size in set(sizes))):
+        top, bottom = quotient.args
+        equals = [f for f in sympy.Mul.make_args(top) if isinstance(f, sympy.Symbol)
+                  and isinstance(bottom, sympy.Symbol)
+                  and hints.get(f.name, 0) == hints.get(bottom.name, 1)]  # fmt: skip
+        if equals and bottom not in top.free_symbols and bottom not in asked:
+            asked.add(bottom)
+            decide(sympy.Eq(equals[0], bottom))
+
+
 def floors_of(size: Expr) -> set[Floor]:
     return {atom for monomial, _ in size.terms for atom in monomial if isinstance(atom, Floor)}
 
