@@ -376,6 +376,23 @@ def test_newest_results(tmp_path: Path) -> None:
     assert second["row"] == "ladder"
 
 
+def test_page(tmp_path: Path) -> None:
+    for name, speeds in (("P9", {"strop": 125, "diffusers": 31}), ("ladder", {"tf32": 20.0})):
+        (tmp_path / f"{name}.json").write_text(json.dumps(result_of(name, speeds)))
+    page = tmp_path / "page.md"
+    page.write_text("before\n<!-- train -->\nold\n<!-- /train -->\nafter\n")
+    words = ["bench", "table", "--results", str(tmp_path), "--page", str(page),
+             "--plots", str(tmp_path)]  # fmt: skip
+    done = CliRunner().invoke(app, words)
+    assert done.exit_code == 0, done.output
+    text = page.read_text()
+    assert "**125.0 img/s, 256.0 ms, 30.00 GiB** (strop) | 31.0 img/s" in text
+    assert "| tf32 | 20.0 img/s, 400.0 ms, 30.00 GiB | 8.11 |" in text
+    assert "| zero2 | not built: x | 24.03 |" in text
+    assert "old" not in text
+    assert (tmp_path / "ladder.png").is_file()
+
+
 # the command
 
 

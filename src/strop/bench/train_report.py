@@ -154,6 +154,45 @@ def cold_text(result: Result) -> str:
             f" (must {COLD_MUST_S:.0f}, stretch {COLD_STRETCH_S:.0f})")  # fmt: skip
 
 
+def markdown(results: Sequence[Result]) -> str:
+    """The table for a page: a line a row with Strop's best and its peers, then the ladder."""
+    rows = [result for result in results if result["row"] != LADDER.name]
+    header = ("", "", "Strop", SCRIPT, "torch", "must / stretch")
+    lines = [_line(header), _line(["---"] * len(header))] if rows else []
+    for result in rows:
+        best = best_of_ours(result)
+        ours = f"**{_speed_text(best[1])}** ({best[0]})" if best else "-"
+        theirs = [_speed_text(result["contenders"].get(name, {})) for name in (SCRIPT, "torch")]
+        stretch = "-" if result["stretch"] is None else result["stretch"]
+        target = f"{result['must']} / {stretch} {result['unit']}"
+        lines.append(_line((result["row"], result["title"], ours, *theirs, target)))
+    for result in results:
+        if result["row"] == LADDER.name:
+            lines += ["", *_ladder_lines(result)] if lines else _ladder_lines(result)
+    return "\n".join(lines)
+
+
+def _line(cells: Iterable[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _speed_text(found: Result) -> str:
+    if "img_s" not in found:
+        return "-"
+    peak = f", {gib(found['peak_bytes'])} GiB" if found.get("peak_bytes") else ""
+    return f"{found['img_s']:.1f} img/s, {found['p50_ms']:.1f} ms{peak}"
+
+
+def _ladder_lines(result: Result) -> list[str]:
+    header = ("rung", "here", "published, A100", "")
+    lines = [_line(header), _line(["---"] * len(header))]
+    for name, found in result["contenders"].items():
+        published = f"{found['published']:.2f}" if found["published"] else "-"
+        said = _speed_text(found) if "img_s" in found else reason(found)
+        lines.append(_line((name, said, published, found["note"])))
+    return lines
+
+
 def split_rows_of(results: Sequence[Result]) -> Rows:
     """Milliseconds of each part of a step, the published ones first."""
     table: Rows = [("row", "run", *PARTS)]
