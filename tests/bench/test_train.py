@@ -65,7 +65,7 @@ def test_rows_by_name() -> None:
     assert names(row.contenders) == ["strop", "torch"]
     with pytest.raises(OptionError, match="no row P1; there are P8, P9"):
         chosen_rows(["P1"])
-    with pytest.raises(OptionError, match="no contender apex; there are strop, diffusers"):
+    with pytest.raises(OptionError, match="no contender apex; there are strop, strop-graph"):
         chosen_rows(["P8"], only=["apex"])
 
 

@@ -136,22 +136,27 @@ OURS = Setup(compiler="strop", is_channels_last=True, optimizer="strop")
 GRAPH = replace(OURS, graph="needed")
 
 
-def _contenders(work: Work, *more: Contender) -> tuple[Contender, ...]:
+def _ours(work: Work) -> tuple[Contender, ...]:
     return (
         Contender("strop", work, OURS),
-        Contender("diffusers", work, SCRIPT, "the script's defaults, fp16"),
-        Contender("torch", work, TORCH, "bf16, NHWC, Inductor, fused AdamW, foreach EMA"),
-        *more,
-        Contender("strop-shadow", work, replace(OURS, is_shadow=True), "bf16 copies of weights"),
         Contender("strop-graph", work, GRAPH, "whole step in a CUDA graph"),
+        Contender("strop-shadow", work, replace(OURS, is_shadow=True), "bf16 copies of weights"),
     )
 
 
-def _small(work: Work) -> tuple[Contender, ...]:
-    """Of batch 1, where launches are what costs."""
+def _peers(work: Work) -> tuple[Contender, ...]:
+    """The slowest to compile last; CUDA graphs at batch 1, where launches are what costs."""
     graphs = Contender("torch-graphs", work, replace(TORCH, compiler="inductor-graphs"),
                        "Inductor with CUDA graphs")  # fmt: skip
-    return _contenders(work, graphs)
+    return (
+        Contender("diffusers", work, SCRIPT, "the script's defaults, fp16"),
+        Contender("torch", work, TORCH, "bf16, NHWC, Inductor, fused AdamW, foreach EMA"),
+        *([graphs] if work.batch == 1 else []),
+    )
+
+
+def _contenders(work: Work) -> tuple[Contender, ...]:
+    return (*_ours(work), *_peers(work))
 
 
 _DREAMBOOTH = Work(batch=1, has_ema=False)
@@ -162,13 +167,14 @@ ROWS: tuple[Row, ...] = (
     Row("P9", "SD1.5 512², full fine-tune, batch 32, latents and text cached",
         _contenders(Work(batch=32, is_cached=True)), "img/s", 115, 140),
     Row("P11", "SD1.5 512², DreamBooth of the full UNet, batch 1",
-        (*_small(_DREAMBOOTH),
+        (*_ours(_DREAMBOOTH),
          Contender("strop-cached", replace(_DREAMBOOTH, is_cached=True), OURS,
                    "less work: latents and text cached"),
          Contender("strop-cached-graph", replace(_DREAMBOOTH, is_cached=True), GRAPH,
-                   "less work: latents and text cached; CUDA graph")), "x", 3),
+                   "less work: latents and text cached; CUDA graph"),
+         *_peers(_DREAMBOOTH)), "x", 3),
     Row("P11-lora", "SD1.5 512², LoRA of rank 16, batch 1, cached",
-        tuple(c for c in _small(replace(_DREAMBOOTH, trained="lora", is_cached=True))
+        tuple(c for c in _contenders(replace(_DREAMBOOTH, trained="lora", is_cached=True))
               if not c.setup.is_shadow), "ms", 25, 18),
     Row("P11x", "SDXL 1024², full fine-tune, batch 4, cached, no EMA", (
         Contender("strop", _SDXL, OURS),
