@@ -25,7 +25,7 @@ from strop.errors import ShapeError, UnsupportedError
 from strop.frontend.importer import import_graph
 from strop.frontend.joint import DECOMPOSITIONS
 from strop.frontend.operators import retarget
-from strop.frontend.symbols import Symbols, unite_divisors
+from strop.frontend.symbols import Symbols
 from strop.ir.dims import Expr, symbol
 from strop.ir.program import Program
 from strop.options import Options
@@ -152,7 +152,7 @@ def _program(gm: GraphModule, inputs: Sequence[Any], job: Job
         torch_hints = {s.name: int(v) for s, v in values.items()}
         expressions = [guard.expr for guard in env.guards]
         symbols.decide = env.evaluate_expr
-        unite_divisors(_sizes(gm), torch_hints, env.evaluate_expr)
+        symbols.unite_divisors(_sizes(gm), torch_hints)
         symbols.replace(env.replacements)
         symbols.solve(expressions, torch_hints)
         hints = symbols.root_values(torch_hints)
