@@ -18,7 +18,14 @@ from strop.cli.cores import CoreUse, threads_for
 
 from .conftest import Invoke, said
 
-VERBS = (["generate"], ["explain"], ["env"], ["bench", "infer"], ["bench", "compile"])
+VERBS = (
+    ["generate"],
+    ["explain"],
+    ["env"],
+    ["bench", "infer"],
+    ["bench", "train"],
+    ["bench", "compile"],
+)
 
 
 @pytest.mark.parametrize("verb", VERBS)

@@ -123,7 +123,9 @@ def test_missing_weights_of_the_package(
     assert "reinstall strop" in said(result)
 
 
-@pytest.mark.parametrize("words", [["generate", PROMPT], ["explain"], ["bench", "infer", "P1"]])
+@pytest.mark.parametrize(
+    "words", [["generate", PROMPT], ["explain"], ["bench", "infer", "P1"], ["bench", "train", "P8"]]
+)
 def test_a_missing_extra_is_named(
     invoke: Invoke, words: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

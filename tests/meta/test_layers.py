@@ -74,6 +74,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "debug",
         "models",
         "testing",
+        "train",
     ),
     "cli": ("__init__", "errors", "options", "api", "bench", "debug", "models", "runtime", "train"),
 }

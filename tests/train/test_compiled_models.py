@@ -55,6 +55,30 @@ def test_gradients_over_five_shapes(name: str, autocast: torch.dtype | None) -> 
     assert ours.forward.trained_calls == len(inputs)
 
 
+class Conditioned(nn.Module):
+    """As SDXL's UNet reads sizes of pictures: its rows by the batch of another argument."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lift = nn.Linear(24, 8)
+
+    def forward(self, x: Tensor, text: Tensor, ids: Tensor) -> Tensor:
+        waves = (ids.flatten()[:, None] * torch.arange(1.0, 5.0)).sin()
+        return self.lift(waves.reshape(text.shape[0], -1)) * x + text
+
+
+def test_a_batch_divided_by_another_is_one_size() -> None:
+    eager = Conditioned()
+    ours = strop.optimize(copy.deepcopy(eager), train=True, options=options(strict=False))
+    inputs = [(torch.randn(n, 8), torch.randn(n, 8), torch.rand(n, 6)) for n in (4, 3, 5)]
+    assert_gradients_as_accurate(ours, eager, inputs, None)
+    assert roles(ours.forward.log) == PAIR
+    assert not ours.forward.log.fallbacks
+    odd = torch.randn(2, 8), torch.randn(2, 8), torch.rand(1, 12)  # another quotient: torch's
+    torch.testing.assert_close(ours(*odd), eager(*odd))
+    assert ours.forward.log.fallbacks
+
+
 def test_gradients_accumulate() -> None:
     module = strop.optimize(Mlp().train(), train=True, options=options())
     first, second = torch.randn(4, 32), torch.randn(6, 32)

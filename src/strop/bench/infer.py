@@ -82,7 +82,8 @@ class Processes:
         if refusal:
             return {"skipped": refusal}
         worker = self._next or Worker()
-        self._next = None if is_last or task["do"] == "start" else Worker()
+        is_cold = task["do"] == "start" or task.get("is_cold", False)
+        self._next = None if is_last or is_cold else Worker()
         with worker:
             return worker.perform({**task, "until": _until(clock) - TAIL_S}, clock.left())
 

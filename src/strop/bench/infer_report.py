@@ -14,7 +14,6 @@ from strop.errors import OptionError
 
 Result = Mapping[str, Any]
 MOST_S = 0.5  # that no call of a step may take once its shape has run
-BEGIN, END = "<!-- infer -->", "<!-- /infer -->"
 HEADER = ("row", "run", "p20", "p50", "p80", "of eager", "first s", "peak GiB", "launches", "note")
 
 
@@ -213,10 +212,11 @@ def _value_text(result: Result, found: Found) -> str:
     return f"{found['p50_ms'] / 1e3:.3f} s{peak}{date}"
 
 
-def write_into(page: Path, text: str) -> None:
-    """Between the marks, which the page must have."""
-    before, begin, rest = page.read_text(encoding="utf-8").partition(BEGIN)
-    _, end, after = rest.partition(END)
+def write_into(page: Path, text: str, mark: str = "infer") -> None:
+    """Between <!-- mark --> and <!-- /mark -->, which the page must have."""
+    first, last = f"<!-- {mark} -->", f"<!-- /{mark} -->"
+    before, begin, rest = page.read_text(encoding="utf-8").partition(first)
+    _, end, after = rest.partition(last)
     if not begin or not end:
-        raise OptionError(f"{page} lacks {BEGIN} and {END}: put them where the table should be")
-    page.write_text(f"{before}{BEGIN}\n{text}\n{END}{after}", encoding="utf-8")
+        raise OptionError(f"{page} lacks {first} and {last}: put them where the table should be")
+    page.write_text(f"{before}{first}\n{text}\n{last}{after}", encoding="utf-8")

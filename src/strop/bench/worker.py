@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-Task = Mapping[str, Any]  # {"do": "rows", "random", "switches", "start" or "compile", ...}
+Task = Mapping[str, Any]  # {"do": "rows", "random", "switches", "start", "compile" or "train"}
 
 
 def run_apart(task: Task, limit_s: float) -> dict[str, Any]:
@@ -96,13 +96,14 @@ def perform(task: Task, answer: Path) -> dict[str, Any]:
     import torch
 
     from strop.bench import compile as compile_bench
-    from strop.bench import infer
+    from strop.bench import infer, train
     from strop.bench.cases import case_named
 
     if task["do"] == "compile":
         case, device = case_named(task["case"]), torch.device(task["device"])
         return compile_bench.measure_here(case, device, task["cache_dir"], task["num_shapes"])
-    return infer.perform(task, lambda found: _write(found, _saved(answer)))
+    work = train.perform if task["do"] == "train" else infer.perform
+    return work(task, lambda found: _write(found, _saved(answer)))
 
 
 def main() -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from strop.cli import arguments, bench_infer
+from strop.cli import arguments, bench_infer, bench_train
 from strop.cli.arguments import Device, DeviceOption
 from strop.cli.mistakes import CommandError, reported, require_diffusion
 from strop.cli.tables import OutOption, known, show
@@ -48,6 +48,7 @@ app = typer.Typer(
     rich_markup_mode="rich",
 )
 app.command("infer", epilog=bench_infer.EXAMPLES)(bench_infer.infer)
+app.command("train", epilog=bench_train.EXAMPLES)(bench_train.train)
 app.command("table")(bench_infer.table)
 CaseArgument = Annotated[
     str,

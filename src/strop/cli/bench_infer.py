@@ -70,7 +70,7 @@ CommitOption = Annotated[
 PageOption = Annotated[
     Path | None,
     typer.Option(
-        help="Page to write it into, between <!-- infer --> and <!-- /infer -->.",
+        help="Page to write it into, between <!-- infer --> and <!-- /infer -->, and train.",
         show_default=False,
     ),
 ]
@@ -164,16 +164,22 @@ def table(
     page: PageOption = None,
     plots: FolderOption = None,
 ) -> None:
-    """Make the table of `strop bench infer` from its JSON files: the newest of each row."""
-    from strop.bench import infer_plots, infer_report
+    """Make the tables of `strop bench infer` and `train` from their JSON files: the newest of each
+    row."""
+    from strop.bench import infer_plots, infer_report, train_plots, train_report
 
-    found = infer_report.load(sorted(results.glob("P*.json")))
-    if not found:
+    files = sorted((*results.glob("P*.json"), *results.glob("ladder*.json")))
+    found, trained = infer_report.load(files), train_report.load(files)
+    if not found and not trained:
         raise CommandError(f"no rows in {results}; strop bench infer -o {results} makes them")
-    text = infer_report.markdown(found)
     for result in found if plots else ():
         infer_plots.draw(result, plots or Path())
-    if page is None:
-        print(text)
-    else:
-        infer_report.write_into(page, text)
+    for result in trained if plots else ():
+        train_plots.draw(result, plots or Path())
+    texts = {"infer": infer_report.markdown(found) if found else "",
+             "train": train_report.markdown(trained) if trained else ""}  # fmt: skip
+    for mark, text in texts.items():
+        if text and page is None:
+            print(text)
+        elif text and page is not None:
+            infer_report.write_into(page, text, mark)

@@ -150,6 +150,20 @@ class Symbols:
             found = other if decide(relation(other, found)) else found
         return found
 
+    def unite_divisors(self, sizes: Iterable[Any], hints: Mapping[str, int]) -> None:
+        """``(s0*s1)//s2`` where s0 was traced with the value of s2: ask whether they are one size,
+        such as the batch of two arguments. Before ``replace``, which takes over the answer."""
+        asked = set()
+        for quotient in set().union(*(size.atoms(FloorDiv) for size in sizes)):
+            top, bottom = quotient.args
+            same = [f for f in sympy.Mul.make_args(top)
+                    if isinstance(f, sympy.Symbol) and isinstance(bottom, sympy.Symbol)
+                    and hints.get(f.name, 0) == hints.get(bottom.name, 1)]  # fmt: skip
+            is_open = bottom not in top.free_symbols and bottom not in asked
+            if same and is_open and self.decide is not None:
+                asked.add(bottom)
+                self.decide(sympy.Eq(same[0], bottom))
+
     def _assume(self, guard: Guard) -> None:
         if not _always_holds(guard):
             self.assumed[str(guard)] = guard

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -154,6 +154,7 @@ def _program(gm: GraphModule, inputs: Sequence[Any], job: Job
         torch_hints = {s.name: int(v) for s, v in values.items()}
         expressions = [guard.expr for guard in env.guards]
         symbols.decide = env.evaluate_expr
+        symbols.unite_divisors(_sizes(gm), torch_hints)
         symbols.replace(env.replacements)
         symbols.solve(expressions, torch_hints)
         hints = symbols.root_values(torch_hints)
@@ -169,6 +170,15 @@ def _program(gm: GraphModule, inputs: Sequence[Any], job: Job
     if joint and is_forward:
         joint.note(gm, compiled.program)
     return compiled.program, compiled, imported.constants
+
+
+def _sizes(gm: GraphModule) -> Iterator[Any]:
+    """Of all tensors in the graph that are no numbers, as torch's expressions."""
+    for fx in gm.graph.nodes:
+        value = fx.meta.get("val")
+        for size in value.shape if isinstance(value, Tensor) else ():
+            if isinstance(size, torch.SymInt):
+                yield size.node.expr
 
 
 def _origins(gm: GraphModule) -> dict[str, str]:

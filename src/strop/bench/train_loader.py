@@ -1,0 +1,98 @@
+"""Pictures on disk and torch's DataLoader over them, as a training script has them."""
+
+from __future__ import annotations
+
+import multiprocessing
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from strop.bench.train_rows import Loader
+
+TOKENS = 77
+FILES, TINY_FILES = 256, 8
+_ASPECT = 1.25  # of width to height
+_BLOB = 8  # pixels of what looks like something: JPEG packs noise badly and plain areas too well
+
+
+def write_pictures(folder: Path, side: int, count: int) -> None:
+    """JPEG files a quarter larger than ``side``, so that resizing has work."""
+    from PIL import Image
+
+    source = numpy.random.default_rng(0)
+    height = side * 5 // 4
+    size = (int(height * _ASPECT), height)
+    for number in range(count):
+        coarse = source.integers(0, 255, (height // _BLOB, size[0] // _BLOB, 3), numpy.uint8)
+        smooth = Image.fromarray(coarse).resize(size, Image.Resampling.BICUBIC)
+        grain = source.integers(-12, 12, (size[1], size[0], 3))
+        pixels = (numpy.asarray(smooth).astype(numpy.int64) + grain).clip(0, 255)
+        Image.fromarray(pixels.astype(numpy.uint8)).save(folder / f"{number}.jpg", quality=92)
+
+
+@dataclass(frozen=True)
+class Pictures(Dataset[tuple[Tensor, Tensor]]):
+    """The transforms of diffusers' script: decode, resize, crop at random, flip, normalise.
+
+    ``length`` items over and over from the ``files`` in the folder.
+    """
+
+    folder: Path
+    files: int
+    side: int
+    vocabulary: int
+    length: int
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        from PIL import Image
+
+        source = torch.Generator().manual_seed(index)
+        with Image.open(self.folder / f"{index % self.files}.jpg") as file:
+            picture = file.convert("RGB")
+        scale = self.side / min(picture.size)
+        width, height = (max(self.side, round(edge * scale)) for edge in picture.size)
+        picture = picture.resize((width, height), Image.Resampling.BILINEAR)
+        across, down, mirror = torch.rand(3, generator=source).tolist()
+        left, top = int(across * (width - self.side)), int(down * (height - self.side))
+        picture = picture.crop((left, top, left + self.side, top + self.side))
+        pixels = torch.from_numpy(numpy.asarray(picture).copy()).permute(2, 0, 1)
+        pixels = pixels.flip(2) if mirror < 0.5 else pixels
+        tokens = torch.randint(self.vocabulary, (TOKENS,), generator=source)
+        return pixels.float().div(127.5).sub(1.0), tokens
+
+
+def refusal(loader: Loader, batch_bytes: int) -> str:
+    """Why its workers cannot hand over batches of this size here, or nothing."""
+    shared = Path("/dev/shm")
+    needed = 2 * loader.workers * batch_bytes  # torch's prefetch_factor
+    free = shutil.disk_usage(shared).free if shared.is_dir() else needed
+    if free >= needed:
+        return ""
+    return f"its queues need {needed >> 20} MiB of {shared}, {free >> 20} are free"
+
+
+def batches(pictures: Pictures, batch: int, loader: Loader) -> Iterator[list[Tensor]]:
+    """Pixels and tokens of batch after batch. Workers end when the iterator is dropped.
+
+    They start from a server without threads or a GPU: forks of this process may not.
+    """
+    how: dict[str, Any] = {}
+    if loader.workers:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload([__name__])
+        how["multiprocessing_context"] = context
+    made: DataLoader[tuple[Tensor, Tensor]] = DataLoader(
+        pictures, batch, shuffle=True, num_workers=loader.workers, pin_memory=loader.is_pinned,
+        drop_last=True, **how,
+    )  # fmt: skip
+    return iter(made)

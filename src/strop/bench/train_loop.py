@@ -1,0 +1,168 @@
+"""A training step as a contender does it, in parts that can be timed one by one."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import strop.train
+from strop.bench import train_models, train_optimizers
+from strop.bench.train_models import Batch, Draws, Network
+from strop.bench.train_rows import Setup, Work
+from strop.options import Options
+
+SCALE = 0.18215  # of latents
+# In the order of a step; "other" is noise, timesteps, reading the loss, freeing gradients.
+PARTS = ("data", "VAE", "text", "forward", "backward", "clip", "update", "EMA", "whole step",
+         "other")  # fmt: skip
+Part = tuple[str, Callable[[], None]]
+
+
+def can_graph() -> bool:
+    """Whether this version of Strop makes one graph of a whole step."""
+    return hasattr(strop.train, "compile_step")
+
+
+def _signal(device: torch.device) -> Tensor:
+    """alphas_cumprod of Stable Diffusion's training."""
+    betas = torch.linspace(0.00085**0.5, 0.012**0.5, train_models.TIMES, dtype=torch.float64) ** 2
+    return (1.0 - betas).cumprod(0).to(device, torch.float32)
+
+
+@dataclass(frozen=True)
+class Objective:
+    """The loss of predicted noise. ``half``: of autocast, or None; ``is_cast``: the inputs are
+    cast to bf16 instead, for weights in bf16."""
+
+    unet: nn.Module
+    signal: Tensor
+    half: torch.dtype | None = None
+    is_cast: bool = False
+
+    def __call__(self, latents: Tensor, text: Tensor, noise: Tensor, times: Tensor, *more: Tensor
+                 ) -> Tensor:  # fmt: skip
+        signal = self.signal[times][:, None, None, None]
+        noisy = signal.sqrt() * latents + (1.0 - signal).sqrt() * noise
+        if self.is_cast:
+            noisy, text, more = noisy.bfloat16(), text.bfloat16(), tuple(t.bfloat16() for t in more)
+        added: dict[str, Any] = {}
+        if more:
+            added["added_cond_kwargs"] = {"text_embeds": more[0], "time_ids": more[1]}
+        with torch.autocast(latents.device.type, self.half or torch.bfloat16,
+                            enabled=self.half is not None):  # fmt: skip
+            guess: Tensor = self.unet(noisy, times, text, return_dict=False, **added)[0]
+        return F.mse_loss(guess.float(), noise)
+
+
+class Loop:
+    """One step is ``parts`` in order. The first one has batch and draws that all contenders have;
+    ``feed``, if any, gives the later batches."""
+
+    def __init__(self, work: Work, setup: Setup, device: torch.device) -> None:
+        self.work, self.setup, self.device = work, setup, device
+        self.network: Network = train_models.build(work, device)
+        self.batch: Batch = train_models.first_batch(work, device)
+        self.draws: Draws = train_models.first_draws(work, device)
+        self.signal = _signal(device)
+        self.feed: Iterator[list[Tensor]] | None = None
+        self.waited_s = 0.0  # for data, by the host's clock
+        self.num_steps = 0
+        self.latents, self.text = self.batch.pictures, self.batch.text
+        self.loss = torch.zeros((), device=device)
+        self.parts: tuple[Part, ...] = ()
+
+    @torch.no_grad()
+    def reference_loss(self) -> float:
+        """Of the first step, by eager torch in fp32. Before ``prepare``."""
+        self._encode()
+        self._read_text()
+        return float(Objective(self.network.unet, self.signal)(*self._tensors()))
+
+    def prepare(self, options: Options) -> None:
+        """Set up and hand to the compiler what the setup wants; nothing runs yet."""
+        train_models.set_up(self.network, self.setup, self.device)
+        stepping = train_optimizers.stepping_of(self.work, self.setup, self.network.trained)
+        if self.setup.is_shadow:
+            self.network.unet = stepping.optimizer.shadow(self.network.unet)  # type: ignore[attr-defined]
+        train_models.compile_modules(self.network, self.setup, options)
+        self.stepping = stepping
+        half = None if self.setup.is_shadow else train_models.half_of(self.setup, self.device)
+        self.objective = Objective(self.network.unet, self.signal, half, self.setup.is_shadow)
+        encode: tuple[Part, ...] = (("VAE", self._encode), ("text", self._read_text))
+        if self.work.is_cached:
+            encode = (("other", self._encode), ("other", self._read_text))
+        head: tuple[Part, ...] = (("data", self._load), ("other", self._draw), *encode)
+        self.parts = (*head, *self._core(), ("other", self._end))
+
+    def _core(self) -> tuple[Part, ...]:
+        if not self.setup.graph:
+            return (("forward", self._forward), ("backward", self._backward),
+                    *self.stepping.parts)  # fmt: skip
+        compile_step: Any = strop.train.compile_step
+        whole = compile_step(self.objective, self.stepping.optimizer, accumulate=1, scaler=None,
+                             graph=True)  # fmt: skip
+
+        def step() -> None:
+            self.loss = whole(*self._tensors())
+
+        return (("whole step", step),)
+
+    def step(self) -> None:
+        for _, part in self.parts:
+            part()
+
+    # ---- parts ---------------------------------------------------------------------------------
+
+    def _load(self) -> None:
+        if self.feed is None:
+            return
+        start = time.perf_counter()
+        pixels, tokens = next(self.feed)
+        self.waited_s += time.perf_counter() - start
+        self.batch = Batch(pixels.to(self.device, non_blocking=True),
+                           tokens.to(self.device, non_blocking=True), self.batch.more)  # fmt: skip
+
+    def _draw(self) -> None:
+        if self.setup.compiler == "inductor-graphs":
+            torch.compiler.cudagraph_mark_step_begin()
+        if self.num_steps:
+            self.draws = train_models.later_draws(self.draws)
+
+    @torch.no_grad()
+    def _encode(self) -> None:
+        moments = self.batch.pictures
+        if not self.work.is_cached:
+            vae = self.network.vae
+            moments = vae.encode(moments.to(vae.dtype)).latent_dist.parameters.float()
+        mean, log_variance = moments.chunk(2, dim=1)
+        spread = (0.5 * log_variance.clamp(-30.0, 20.0)).exp()
+        self.latents = (mean + spread * self.draws.latents) * SCALE
+
+    @torch.no_grad()
+    def _read_text(self) -> None:
+        text = self.batch.text
+        if not self.work.is_cached:
+            text = self.network.text_encoder(text, return_dict=False)[0].float()
+        self.text = text
+
+    def _forward(self) -> None:
+        self.loss = self.objective(*self._tensors())
+
+    def _backward(self) -> None:
+        self.stepping.scaled(self.loss).backward()
+
+    def _end(self) -> None:
+        if not self.setup.graph:
+            self.stepping.optimizer.zero_grad()
+        if self.setup.reads_loss:
+            self.loss.item()
+        self.num_steps += 1
+
+    def _tensors(self) -> tuple[Tensor, ...]:
+        return (self.latents, self.text, self.draws.noise, self.draws.times, *self.batch.more)

@@ -1,0 +1,265 @@
+"""What one process measures of one contender for ``strop bench train``."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import torch
+
+from strop.bench import timer, train_loader
+from strop.bench.infer_contenders import Clock, Found, Save
+from strop.bench.train_loader import Pictures
+from strop.bench.train_loop import PARTS, Loop, can_graph
+from strop.bench.train_models import modules_of, torch_set_for
+from strop.bench.train_rows import BEST_GUESS, MODELS, TINY_SWEEP, Contender, Loader, Setup
+from strop.debug.explain import explain
+from strop.options import Options
+
+# How far the first loss may lie from eager's in fp32, relatively: what rounding of latents,
+# weights and products costs a mean over the whole batch.
+LOSS_TOLERANCE = {"tf32": 1e-3, "fp16": 5e-3, "bf16": 1e-2}
+SHARE_OF_TIME = 0.4  # of what the budget leaves that one series of samples may take
+SPLIT_STEPS = 5
+SWEEP_S = 10.0  # that another loader takes
+CAPTURES = 4  # steps until all CUDA graphs are there
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How long to measure, and where; plain data, which goes to a process as JSON. ``pictures``
+    is the folder that loaders read, which has so many ``files``."""
+
+    device: str = "cuda"
+    samples: int = 20
+    warm_up: int = 5
+    pictures: str = ""
+    files: int = 0
+    best_loader: tuple[int, bool] | None = None
+    commit: str = ""  # of a tree that is no checkout
+
+    @property
+    def where(self) -> torch.device:
+        return torch.device(self.device)
+
+
+def refusal(contender: Contender) -> str:
+    """Why it cannot be measured by this version on any machine, or nothing."""
+    if contender.setup.gpus > 1:
+        return f"needs {contender.setup.gpus} GPUs"
+    if contender.setup.graph == "needed" and not can_graph():
+        return "not built: strop.train.compile_step, one CUDA graph of the whole step"
+    return ""
+
+
+def setup_here(setup: Setup) -> Setup:
+    """Without what is optional and not built."""
+    return replace(setup, graph="") if setup.graph and not can_graph() else setup
+
+
+def measure(contender: Contender, plan: Plan, clock: Clock, save: Save) -> Found:
+    """First step, its loss, times, memory and split. ``save`` gets what is there so far."""
+    torch._dynamo.reset()  # what other contenders have compiled in this process
+    setup, device = setup_here(contender.setup), plan.where
+    found: Found = {"setup": asdict(setup), "work": asdict(contender.work)}
+    with torch_set_for(setup, device), tempfile.TemporaryDirectory() as cache:
+        loop = Loop(contender.work, setup, device)
+        reference = loop.reference_loss()
+        timer.give_back(device)
+        _forget_peak(device)
+        budget = 0.5 if setup.recompute == "budget" and setup.compiler == "strop" else None
+        wanted = {} if budget is None else {"memory_budget": budget}
+        loop.prepare(Options.from_environment(cache_dir=cache, **wanted))
+        found |= _first_step(loop, reference)
+        save(found)
+        found |= _timed(loop, contender, plan, clock, found, save)
+        save(found)
+        found["split_ms"] = split_ms(loop, SPLIT_STEPS)
+        if setup.compiler == "strop":
+            found["graphs"] = _graphs_of(loop)
+        loop.feed = None  # ends its workers
+    return found
+
+
+def _first_step(loop: Loop, reference: float) -> Found:
+    """Seconds of each part of a step with a cold cache, and whether its loss is right."""
+    seconds: defaultdict[str, float] = defaultdict(float)
+    loss, norm = math.nan, None
+    for name, part in loop.parts:
+        start = time.perf_counter()
+        part()
+        timer.synchronise(loop.device)
+        seconds[name] += time.perf_counter() - start
+        if name in ("forward", "whole step"):
+            loss = float(loop.loss.detach())
+        if name in ("clip", "update", "whole step") and norm is None:
+            norm = loop.stepping.norm()
+    tolerance = LOSS_TOLERANCE[loop.setup.precision]
+    return {
+        "first_s": round(sum(seconds.values()), 3),
+        "first_split_s": {name: round(s, 3) for name, s in seconds.items()},
+        "loss": _finite(loss), "loss_reference": reference, "loss_tolerance": tolerance,
+        "loss_ok": abs(loss - reference) <= tolerance * abs(reference),
+        "grad_norm": _finite(norm),
+    }  # fmt: skip
+
+
+def _finite(value: torch.Tensor | float | None) -> float | None:
+    """For JSON: None for the overflow of a first step in fp16, too."""
+    found = math.nan if value is None else float(value)
+    return round(found, 6) if math.isfinite(found) else None
+
+
+def _timed(loop: Loop, contender: Contender, plan: Plan, clock: Clock, found: Found, save: Save
+           ) -> Found:  # fmt: skip
+    """Times and peak, with each loader; those of the best one count."""
+    loaders = _loaders(loop, contender, plan)
+    if not loaders:
+        return _series(loop, plan, clock)
+    reasons = {loader: train_loader.refusal(loader, loop.batch.pictures.nbytes)
+               for loader in loaders}  # fmt: skip
+    if all(reasons.values()):
+        reasons[Loader()] = ""
+    tried: list[Found] = []
+    for loader, reason in reasons.items():
+        is_first = not any("mean_ms" in t for t in tried)
+        reason = reason or ("" if is_first else clock.refusal(SWEEP_S))
+        if not reason:
+            loop.feed = _feed(loop, loader, plan)
+        series = {"skipped": reason} if reason else _series(loop, plan, clock)
+        tried.append({"loader": asdict(loader), **series})
+        if len(reasons) > 1:
+            save({**found, "loaders": tried})
+    best = min((t for t in tried if "mean_ms" in t), key=lambda t: float(t["mean_ms"]))
+    loop.feed = _feed(loop, Loader(**best["loader"]), plan)
+    return {**best, **({"loaders": tried} if len(reasons) > 1 else {})}
+
+
+def _loaders(loop: Loop, contender: Contender, plan: Plan) -> Sequence[Loader]:
+    if loop.setup.takes_best_loader:
+        known = plan.best_loader
+        usual = TINY_SWEEP[0] if _is_tiny(contender) else BEST_GUESS
+        return (usual if known is None else Loader(*known),)
+    swept = loop.setup.loaders
+    return TINY_SWEEP if _is_tiny(contender) and len(swept) > 1 else swept
+
+
+def _is_tiny(contender: Contender) -> bool:
+    return contender.work.model.startswith("tiny")
+
+
+def _feed(loop: Loop, loader: Loader, plan: Plan) -> Iterator[list[torch.Tensor]]:
+    loop.feed = None  # the workers of the last one end before new ones start
+    model, batch = MODELS[loop.work.model], loop.work.batch
+    steps = max(plan.warm_up, CAPTURES) + plan.samples + SPLIT_STEPS
+    pictures = Pictures(Path(plan.pictures), plan.files, model.pixels, model.clip["vocab_size"],
+                        steps * batch)  # fmt: skip
+    return train_loader.batches(pictures, batch, loader)
+
+
+def _series(loop: Loop, plan: Plan, clock: Clock) -> Found:
+    """Steps back to back, after some that do not count."""
+    device = loop.device
+    start = time.perf_counter()
+    warm_up = max(plan.warm_up, CAPTURES if _has_graphs(loop.setup) else 1)
+    for _ in range(warm_up):
+        loop.step()
+    timer.synchronise(device)
+    step_s = (time.perf_counter() - start) / warm_up
+    samples = max(3, min(plan.samples, int(SHARE_OF_TIME * clock.left() / step_s)))
+    loop.waited_s = 0.0
+    if not _has_graphs(loop.setup):  # what a replay uses was allocated at its capture
+        _forget_peak(device)
+    times, host_ms = _step_times(loop, samples)
+    mean = statistics.fmean(times)
+    is_fed = loop.feed is not None
+    timing = timer.timing_of(times).to_dict()
+    typical = mean if is_fed else timing["p50_ms"]  # queues of loaders give bursts of fast steps
+    found: Found = {**timing, "mean_ms": round(mean, 4), "host_ms": round(host_ms, 4),
+                    "img_s": round(1e3 * loop.work.batch / typical, 3)}  # fmt: skip
+    if is_fed:
+        found["wait_ms"] = round(1e3 * loop.waited_s / samples, 3)
+    tflop = 0.0 if loop.work.trained == "lora" else MODELS[loop.work.model].tflop
+    return {**found, **_peaks(device), "tflops": round(tflop * found["img_s"], 1) or None}
+
+
+def _forget_peak(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def _peaks(device: torch.device) -> Found:
+    """None on a CPU, where nobody counts."""
+    is_counted = device.type == "cuda"
+    return {
+        "peak_bytes": torch.cuda.max_memory_allocated(device) if is_counted else None,
+        "reserved_bytes": torch.cuda.max_memory_reserved(device) if is_counted else None,
+    }
+
+
+def _has_graphs(setup: Setup) -> bool:
+    return bool(setup.graph) or setup.compiler == "inductor-graphs"
+
+
+def _step_times(loop: Loop, samples: int) -> tuple[list[float], float]:
+    """Milliseconds of each step, and of the host a step until all is enqueued."""
+    if loop.device.type != "cuda":
+        times = [timer.elapsed_ms(loop.step, loop.device) for _ in range(samples)]
+        return times, statistics.fmean(times)
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(samples + 1)]
+    start = time.perf_counter()
+    events[0].record()
+    for event in events[1:]:
+        loop.step()
+        event.record()
+    host_ms = 1e3 * (time.perf_counter() - start) / samples
+    torch.cuda.synchronize(loop.device)
+    return [a.elapsed_time(b) for a, b in itertools.pairwise(events)], host_ms
+
+
+def split_ms(loop: Loop, steps: int) -> dict[str, float]:
+    """Median milliseconds of each part. On a GPU between events: what the host does while the GPU
+    is busy costs nothing."""
+    rows = [_split_of_one(loop) for _ in range(steps)]
+    found = {name: statistics.median(row.get(name, 0.0) for row in rows) for name in PARTS}
+    return {name: round(ms, 4) for name, ms in found.items() if ms}
+
+
+def _split_of_one(loop: Loop) -> dict[str, float]:
+    found: defaultdict[str, float] = defaultdict(float)
+    names = [name for name, _ in loop.parts]
+    if loop.device.type != "cuda":
+        for name, part in loop.parts:
+            found[name] += timer.elapsed_ms(part, loop.device)
+        return found
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(len(names) + 1)]
+    events[0].record()
+    for (_, part), event in zip(loop.parts, events[1:], strict=True):
+        part()
+        event.record()
+    torch.cuda.synchronize(loop.device)
+    for name, (begin, end) in zip(names, itertools.pairwise(events), strict=True):
+        found[name] += begin.elapsed_time(end)
+    return found
+
+
+def _graphs_of(loop: Loop) -> Found:
+    """What the compiler has made of the UNet; what it has left to torch, of all modules."""
+    report = explain(loop.network.unet)
+    fallbacks: Found = {}
+    for module in modules_of(loop.network):
+        fallbacks |= explain(module).fallbacks
+    seconds: defaultdict[str, float] = defaultdict(float)
+    for graph in report.graphs:
+        for stage, s in graph.seconds.items():
+            seconds[stage] += s
+    return {"roles": [graph.role for graph in report.graphs], "launches": report.num_launches,
+            "fallbacks": fallbacks,
+            "seconds": {stage: round(s, 3) for stage, s in seconds.items()}}  # fmt: skip

@@ -1,0 +1,85 @@
+"""What a contender does between ``backward`` and the next batch: clip, update, average."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from strop.bench.train_rows import Setup, Work
+from strop.train import EMASchedule, FusedAdamW
+
+MAX_NORM, DECAY = 1.0, 0.9999
+ARGUMENTS: dict[str, Any] = {"lr": 1e-5, "weight_decay": 1e-2}
+Act = Callable[[], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Stepping:
+    """``parts`` have the names of the split. ``norm``: of the gradients of the last step."""
+
+    optimizer: torch.optim.Optimizer
+    scaler: Any
+    parts: tuple[tuple[str, Act], ...]
+    norm: Callable[[], Tensor | None]
+
+    def scaled(self, loss: Tensor) -> Tensor:
+        found: Tensor = loss if self.scaler is None else self.scaler.scale(loss)
+        return found
+
+
+def stepping_of(work: Work, setup: Setup, params: Sequence[nn.Parameter]) -> Stepping:
+    device = params[0].device
+    if setup.optimizer == "strop":
+        return _fused(work, setup, params)
+    how: dict[str, Any] = {"fused": True} if setup.optimizer == "fused" else {}
+    optimizer = torch.optim.AdamW(params, **ARGUMENTS, **how)
+    scaler = torch.amp.GradScaler(device.type) if setup.precision == "fp16" else None
+    norms: list[Tensor] = []
+
+    def clip() -> None:
+        if scaler is not None:
+            scaler.unscale_(optimizer)
+        norms[:] = [nn.utils.clip_grad_norm_(params, MAX_NORM)]
+
+    def update() -> None:
+        if scaler is None:
+            optimizer.step()
+        else:
+            scaler.step(optimizer)
+            scaler.update()
+
+    parts = (("clip", clip), ("update", update), *_average(work, setup, params))
+    return Stepping(optimizer, scaler, parts, lambda: norms[0] if norms else None)
+
+
+def _average(work: Work, setup: Setup, params: Sequence[nn.Parameter]
+             ) -> tuple[tuple[str, Act], ...]:  # fmt: skip
+    if not work.has_ema:
+        return ()
+    if setup.ema == "loop":
+        from diffusers.training_utils import EMAModel
+
+        ema = EMAModel(params, decay=DECAY)
+        return (("EMA", lambda: ema.step(params)),)
+    averages = [p.detach().clone() for p in params]
+    schedule, steps = EMASchedule(DECAY), itertools.count(1)
+
+    @torch.no_grad()
+    def average() -> None:
+        torch._foreach_lerp_(averages, list(params), 1 - schedule.decay_at(next(steps)))
+
+    return (("EMA", average),)
+
+
+def _fused(work: Work, setup: Setup, params: Sequence[nn.Parameter]) -> Stepping:
+    """One call does all three."""
+    optimizer = FusedAdamW(
+        params, **ARGUMENTS, max_grad_norm=MAX_NORM, ema_decay=DECAY if work.has_ema else None,
+        shadow_dtype=torch.bfloat16 if setup.is_shadow else None,
+    )  # fmt: skip
+    return Stepping(optimizer, None, (("update", optimizer.step),), lambda: optimizer.grad_norm)
