@@ -119,6 +119,15 @@ def _log_sigmoid(im: Importer, fx: FxNode, x: Any) -> tuple[Node, Node] | None:
     return apply(im, "logsigmoid", x, dtype=dtype), apply(im, "exp", away, dtype=dtype)
 
 
+def _hardtanh(im: Importer, fx: FxNode, x: Any, min_val: float = -1.0, max_val: float = 1.0
+              ) -> Node | None:  # fmt: skip
+    """Of integers: with bounds that are cut to integers, as torch does."""
+    dtype = _dtype(fx)
+    if dtype.is_floating_point:
+        return None
+    return apply(im, "clamp", x, int(min_val), int(max_val), dtype=dtype)
+
+
 def _nan_to_num(im: Importer, fx: FxNode, x: Any, nan: float | None = None,
                 posinf: float | None = None, neginf: float | None = None) -> Node:  # fmt: skip
     dtype, node = _dtype(fx), im.node(x)
@@ -199,6 +208,7 @@ COMPOSITES: dict[Any, Rule] = {
     aten.ldexp.Tensor: _ldexp,
     aten.logit.default: _logit,
     aten.log_sigmoid_forward.default: _log_sigmoid,
+    aten.hardtanh.default: _hardtanh,
     aten.nan_to_num.default: _nan_to_num,
     aten.glu.default: _glu,
     aten.mse_loss.default: _loss("square"),
