@@ -76,6 +76,9 @@ IN_TRITON = {
     "halves_on_both_sides": case(
         "b 4 s s", "v0 = torch.var_mean(x0, (0, 3), correction=0)", "v1, v2 = v0",
         "v3 = x0.mean((0, 2, 3))", results="v1 v2 v3", dtype="f16", sizes=OTHER),
+    # 1 - 2 / (1 + exp(2 * x)) of small numbers
+    "tanh_of_small_numbers": case(
+        "b s", "v0 = torch.tanh(x0 * 0.001)", "v1 = torch.tanh(x0 * 1e-9)", results="v0 v1"),
     # fractions as bounds of whole numbers made these fractions
     "bounded_whole_numbers": case(
         "b s", "v0 = F.hardtanh(x0, -2.5, 2.5)", "v1 = v0 ^ x0", results="v1", dtype="i64"),

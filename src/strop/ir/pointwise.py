@@ -180,7 +180,7 @@ TRIGONOMETRIC: tuple[Op, ...] = (
     _row("atan2", (aten.atan2.default,), "libdevice.atan2({0}, {1})", "sp::atan2({0}, {1})"),
     _row("sinh", (aten.sinh.default,), "libdevice.sinh({0})", "sp::sinh({0})"),
     _row("cosh", (aten.cosh.default,), "libdevice.cosh({0})", "sp::cosh({0})"),
-    _row("tanh", (aten.tanh.default,), "1.0 - 2.0 / (1.0 + tl.exp(2.0 * {0}))", "sp::tanh({0})"),
+    _row("tanh", (aten.tanh.default,), "libdevice.tanh({0})", "sp::tanh({0})"),
     _row("asinh", (aten.asinh.default,), "libdevice.asinh({0})", "sp::asinh({0})"),
     _row("acosh", (aten.acosh.default,), "libdevice.acosh({0})", "sp::acosh({0})",
          example=(1.0, 9.0)),
