@@ -54,6 +54,8 @@ FOUND = {
     "views_of_a_sum_of_the_empty": case(
         "s 6", "v0 = x0.sum((0,))", "v1 = v0.unflatten(0, (-1, 3))", "v2 = v1.amax(0)",
         results="v1 v0 v2", dtype="i64", sizes=EMPTY),
+    "products_of_nothing": case(
+        "b s", "v0 = torch.tanh(x0)", "v1 = v0 @ v0.transpose(-1, -2)", results="v1", sizes=EMPTY),
     "all_of_the_empty": case(
         "b s", "v0 = x0.all(1)", results="v0", dtype="bool", sizes=EMPTY),
 }  # fmt: skip

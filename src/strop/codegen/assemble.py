@@ -269,9 +269,7 @@ def _call_step(a: _Assembly, node: Node, results: set[Node]) -> CallStep:
 
 def _matrix(x: Node) -> Node:
     """(..., K) as (rows, K): the layout pass made sure that this is a view."""
-    rows = x.numel.exact_div(x.shape[-1])
-    assert rows is not None, x
-    return Builder().reshape(x, (rows, x.shape[-1]))
+    return Builder().reshape(x, (product(x.shape[:-1]), x.shape[-1]))
 
 
 def _opaque_outputs(a: _Assembly, call: Node) -> tuple[int, ...]:
