@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -266,14 +265,13 @@ def _measured_kernels(chosen: Sequence[Any], where: Any, dtype: Any, peers: Sequ
                       ) -> dict[str, Any]:  # fmt: skip
     from strop.bench import kernel as bench_kernel
     from strop.bench import report
-    from strop.cli.stages import progress_bar
+    from strop.cli.stages import only_errors, progress_bar
 
     def save(result: dict[str, Any]) -> None:
         if out is not None:  # whoever ends this early keeps what is done
             report.write_json(result, out)
 
-    logging.getLogger("strop").setLevel(logging.ERROR)
-    with progress_bar() as bar:
+    with only_errors(), progress_bar() as bar:
         task = bar.add_task("kernels", total=len(chosen), note="")
         return bench_kernel.run(
             chosen, where, dtype, peers, samples, limit,
@@ -301,12 +299,11 @@ def _census(chosen: Sequence[ZooModel], device: str, num_shapes: int) -> dict[st
 
     from strop.bench import census
     from strop.cli.models import quieten
-    from strop.cli.stages import progress_bar
+    from strop.cli.stages import only_errors, progress_bar
     from strop.options import Options
 
     quieten()
-    logging.getLogger("strop").setLevel(logging.ERROR)
-    with progress_bar() as bar:
+    with only_errors(), progress_bar() as bar:
         task = bar.add_task("models", total=len(chosen), note="")
 
         def step(verdict: census.Verdict) -> None:

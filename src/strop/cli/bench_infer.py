@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -147,11 +146,10 @@ def _measured(rows: Any, plan: Any, **how: Any) -> list[dict[str, Any]]:
     """Under a progress bar, which also keeps the compiler's warnings off the table."""
     from strop.bench import infer as bench_infer
     from strop.cli.models import quieten
-    from strop.cli.stages import progress_bar
+    from strop.cli.stages import only_errors, progress_bar
 
     quieten()
-    logging.getLogger("strop").setLevel(logging.ERROR)
-    with progress_bar() as bar:
+    with only_errors(), progress_bar() as bar:
         task = bar.add_task("measuring", total=bench_infer.num_tasks(rows, plan), note="")
         return bench_infer.run(
             rows, plan, step=lambda note, done: bar.update(task, note=note, completed=done), **how

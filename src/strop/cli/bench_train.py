@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import warnings
 from pathlib import Path
 from typing import Annotated, Any
@@ -103,15 +102,15 @@ def _measured(rows: Any, plan: Any, **how: Any) -> list[dict[str, Any]]:
     """A line for each contender on standard error: a full run takes half an hour."""
     from strop.bench import train as bench_train
     from strop.cli.models import quieten
+    from strop.cli.stages import only_errors
 
     quieten()
-    logging.getLogger("strop").setLevel(logging.ERROR)
     total, screen = bench_train.num_contenders(rows), errors()
 
     def step(text: str, done: int) -> None:
         screen.print(plain(f"[{done + 1}/{total}] {text}"))
 
-    with warnings.catch_warnings():
+    with only_errors(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what Dynamo says of diffusers' code
         return bench_train.run(rows, plan, step=step, **how)
 

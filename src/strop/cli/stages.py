@@ -65,6 +65,18 @@ class _Warnings(logging.Handler):
 
 
 @contextmanager
+def only_errors() -> Iterator[None]:
+    """Of what the compiler says: warnings would tear a progress bar."""
+    logger = logging.getLogger("strop")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
+
+
+@contextmanager
 def compiler_warnings(bar: Progress) -> Iterator[None]:
     """Show warnings while ``bar`` is on the screen."""
     log, handler = logging.getLogger("strop"), _Warnings(bar)
