@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -137,3 +138,13 @@ def errors(found: Sequence[Tensor], expected: Sequence[Tensor]) -> list[float]:
     """RMS difference of each tensor that has elements."""
     pairs = zip(found, expected, strict=True)
     return [float((a - b).square().mean().sqrt()) for a, b in pairs if a.numel()]
+
+
+@contextmanager
+def no_waiting() -> Iterator[None]:
+    """Whatever waits for the device raises."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

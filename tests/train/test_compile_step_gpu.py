@@ -5,8 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -19,6 +18,7 @@ from torch import Tensor, nn
 import strop
 from strop import train
 from strop.errors import CaptureError, OptionError, UnsupportedError
+from tests.train.judge import no_waiting
 from tests.train.stepping import (
     CASES,
     EXTRAS,
@@ -40,15 +40,6 @@ def deterministic(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)
     torch._dynamo.reset()
-
-
-@contextmanager
-def no_waiting() -> Iterator[None]:
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def compiled() -> nn.Module:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from strop.errors import OptionError
 from strop.train import quantized
 from strop.train.optimizers import FusedAdamW
-from strop.train.scaler import GradScaler
+from strop.train.scaler import GradScaler, update
 from strop.train.settings import Settings
 
 
@@ -51,12 +51,7 @@ class Learner:
     def step(self, rate: float) -> None:
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        if self.scaler is None:
-            self.optimizer.step()
-        else:
-            self.scaler.step(self.optimizer)
-            self.scaler.update()
-        self.optimizer.zero_grad()
+        update(self.optimizer, self.scaler)
 
     def forget_gradients(self) -> None:
         self.optimizer.zero_grad()

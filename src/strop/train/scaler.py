@@ -23,3 +23,13 @@ class GradScaler(torch.amp.GradScaler):
         found: dict[Any, Any] = optimizer.take_over_check()
         self._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = found
         return found
+
+
+def update(optimizer: Optimizer, scaler: torch.amp.GradScaler | None) -> None:
+    """Step, through the scaler if there is one, and clear the gradients."""
+    if scaler is None:
+        optimizer.step()
+    else:
+        scaler.step(optimizer)
+        scaler.update()
+    optimizer.zero_grad()

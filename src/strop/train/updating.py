@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from strop.errors import OptionError
 from strop.train.optimizer import FusedOptimizer
+from strop.train.scaler import update
 
 _STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
@@ -49,12 +50,7 @@ class Updating:
 
     def update(self) -> None:
         """Step and clear the gradients."""
-        if self.scaler is None:
-            self.optimizer.step()
-        else:
-            self.scaler.step(self.optimizer)
-            self.scaler.update()
-        self.optimizer.zero_grad()
+        update(self.optimizer, self.scaler)
 
     # ---- under capture -------------------------------------------------------------------------
 
