@@ -71,7 +71,8 @@ class Upload:
     """A list of numbers on the device, copied there when it differs from the last one.
 
     Under capture the copy is a part of the graph, from memory that then belongs to the graph: a
-    replay puts back the list that it was captured with.
+    replay puts back the list that it was captured with. What is on the device is unknown from then
+    on, and copied in every step.
     """
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
@@ -90,7 +91,7 @@ class Upload:
 
     def __call__(self, values: Sequence[float]) -> Tensor:
         capturing = is_capturing(self._device)
-        if values == self._values and not capturing:
+        if values == self._values and not capturing and not self._captured:
             return self._tensor
         if len(values) != len(self._tensor):
             if capturing:
@@ -102,7 +103,7 @@ class Upload:
             host = self._in_pinned_memory(host, capturing)
         self._tensor.copy_(host, non_blocking=True)
         self.count += 1
-        self._values = None if capturing else values
+        self._values = values
         return self._tensor
 
     def _in_pinned_memory(self, host: Tensor, capturing: bool) -> Tensor:
