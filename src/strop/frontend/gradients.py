@@ -46,8 +46,22 @@ class Layout:
         return self.order if number < self.num_results and len(shape) == 4 else None
 
 
-# (N, C, H, W) as (N, H, W, C)
-KEPT_LAYOUTS: dict[Any, Layout] = {aten.convolution_backward.default: Layout((0, 2, 3, 1), 2, 1)}
+_BSHD = (0, 2, 1, 3)  # (B, H, S, D) as (B, S, H, D): what projections give and take
+_FORWARD, _BACKWARD = Layout(_BSHD, 3, 1), Layout(_BSHD, 5, 3)
+# Attention as a library lays out its own results. cuDNN's backward wants it so: torch keeps its
+# plan by the strides of query, key and value alone, and uses it for results that lie otherwise too.
+KEPT_LAYOUTS: dict[Any, Layout] = {
+    aten.convolution_backward.default: Layout((0, 2, 3, 1), 2, 1),
+    aten._scaled_dot_product_cudnn_attention.default: _FORWARD,
+    aten._scaled_dot_product_cudnn_attention_backward.default: _BACKWARD,
+    aten._scaled_dot_product_flash_attention.default: _FORWARD,
+    aten._scaled_dot_product_flash_attention_backward.default: _BACKWARD,
+    aten._scaled_dot_product_flash_attention_for_cpu.default: _FORWARD,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward.default: _BACKWARD,
+    aten._scaled_dot_product_efficient_attention.default: _FORWARD,
+    # the fifth operand may be a mask
+    aten._scaled_dot_product_efficient_attention_backward.default: Layout(_BSHD, 4, 3),
+}
 
 
 def _convolution(im: Importer, fx: FxNode, grad: Any, *args: Any) -> tuple[Node | None, ...]:
