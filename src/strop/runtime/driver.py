@@ -16,6 +16,7 @@ from functools import lru_cache
 import torch
 
 from strop.errors import CodegenError
+from strop.ir.source import MOST_EARLY_PROGRAMS
 from strop.runtime.cubin import Cubin
 
 _NUM_REGS, _LOCAL_BYTES, _MAX_DYNAMIC_SHARED = 4, 3, 8  # CUfunction_attribute
@@ -39,9 +40,6 @@ class _Config(Structure):
     )  # fmt: skip
 
 
-# Early programs come one each 1.25 ns, others faster: LayerNorm 16384x768, a program a row, takes
-# 21 us, not 15. A grid of a few programs a multiprocessor gains (512x320 1.42 us, 1.80 in turn).
-MAX_EARLY_PROGRAMS = 640
 _EARLY = _Attribute(_PROGRAMMATIC_SERIALIZATION, 0, 1)
 
 
@@ -177,7 +175,7 @@ class BoundLaunch:
         )
         shape, cubin = (*grid, 1, 1, 1)[:3], function.cubin
         self._is_empty = 0 in shape
-        early &= cubin.early and math.prod(shape) <= MAX_EARLY_PROGRAMS
+        early &= cubin.early and math.prod(shape) <= MOST_EARLY_PROGRAMS
         self._config = _Config(
             shape, (32 * cubin.num_warps, 1, 1), cubin.shared, stream,
             ctypes.addressof(_EARLY), int(early),
