@@ -15,8 +15,9 @@ def smaller(a, b):
 @triton.jit
 def column_extremes(p0, p1, p2, partials, arrivals, s0, s1, s2, splits, ROWS: tl.constexpr, COLS: tl.constexpr, KEPT: tl.constexpr, LANES: tl.constexpr, SPLITS: tl.constexpr, EARLY: tl.constexpr):
     if EARLY:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+        if tl.num_programs(0) <= 640:
+            tl.extra.cuda.gdc_wait()
+            tl.extra.cuda.gdc_launch_dependents()
     program = tl.program_id(0)
     split = program % splits
     group = program // splits

@@ -5,8 +5,9 @@ import triton.language as tl
 @triton.jit
 def layer_norm(p0, p1, p2, p3, p4, p5, s0, ROWS: tl.constexpr, COLS: tl.constexpr, EARLY: tl.constexpr):
     if EARLY:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+        if tl.num_programs(0) <= 640:
+            tl.extra.cuda.gdc_wait()
+            tl.extra.cuda.gdc_launch_dependents()
     first_row = tl.program_id(0) * ROWS
     row = first_row + tl.arange(0, ROWS)[:, None]
     row_mask = row < s0

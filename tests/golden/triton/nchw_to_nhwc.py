@@ -5,8 +5,9 @@ import triton.language as tl
 @triton.jit
 def nchw_to_nhwc(p0, p1, s0, s1, s2, s3, s4, ROWS: tl.constexpr, COLS: tl.constexpr, EARLY: tl.constexpr):
     if EARLY:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+        if tl.num_programs(0) <= 640:
+            tl.extra.cuda.gdc_wait()
+            tl.extra.cuda.gdc_launch_dependents()
     tile = tl.program_id(0)
     first_row = tile // s0 * ROWS
     row = first_row + tl.arange(0, ROWS)[:, None]

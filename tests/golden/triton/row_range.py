@@ -15,8 +15,9 @@ def smaller(a, b):
 @triton.jit
 def row_range(p0, p1, s0, s1, ROWS: tl.constexpr, COLS: tl.constexpr, EARLY: tl.constexpr):
     if EARLY:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+        if tl.num_programs(0) <= 640:
+            tl.extra.cuda.gdc_wait()
+            tl.extra.cuda.gdc_launch_dependents()
     first_row = tl.program_id(0) * ROWS
     row = first_row + tl.arange(0, ROWS)[:, None]
     v1_amax = tl.full([ROWS, COLS], float("-inf"), tl.float32)

@@ -5,8 +5,9 @@ import triton.language as tl
 @triton.jit
 def row_sum(p0, p1, p2, s0, s1, ROWS: tl.constexpr, COLS: tl.constexpr, EARLY: tl.constexpr):
     if EARLY:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+        if tl.num_programs(0) <= 640:
+            tl.extra.cuda.gdc_wait()
+            tl.extra.cuda.gdc_launch_dependents()
     first_row = tl.program_id(0) * ROWS
     row = first_row + tl.arange(0, ROWS)[:, None]
     v2 = s0.to(tl.float32)

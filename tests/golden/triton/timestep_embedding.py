@@ -5,8 +5,9 @@ import triton.language as tl
 @triton.jit
 def timestep_embedding(p0, p1, s0, COLS: tl.constexpr, EARLY: tl.constexpr):
     if EARLY:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+        if tl.num_programs(0) <= 640:
+            tl.extra.cuda.gdc_wait()
+            tl.extra.cuda.gdc_launch_dependents()
     tile = tl.program_id(0)
     col = tile * COLS + tl.arange(0, COLS)
     col_mask = col < s0
