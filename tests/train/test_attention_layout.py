@@ -83,11 +83,12 @@ def test_gradients_in_half_precision(dtype: torch.dtype, lay: str, eager_first: 
         contestants = [eager, ours] if eager_first else [ours, eager]
         found = {id(net): _gradients(net, args, dtype) for net in contestants}
         for name, true in exact.items():
+            if name == "k.bias":
+                continue  # moves all scores alike: its gradient is rounding
             off, eagers = (
                 float((found[id(net)][name].double() - true).norm()) for net in (ours, eager)
             )
-            # a bias of keys has no gradient but rounding
-            assert off <= 1.5 * eagers + 1e-6 * float(true.norm()), (name, tuple(args[0].shape))
+            assert off <= 1.5 * eagers, (name, tuple(args[0].shape), off / float(true.norm()))
 
 
 def _gradients(net: nn.Module, args: tuple[Tensor, ...], dtype: torch.dtype | None

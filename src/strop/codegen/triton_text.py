@@ -167,7 +167,7 @@ class Tile:
     shape: Mapping[str, str]  # dim -> size, in order
     masks: Mapping[str, str]  # dim -> name of its mask, where one is needed
     spread: bool = False  # load vectors along the cols once for each row, see ``_load``
-    is_last: bool = False  # what it loads is not loaded again by this kernel
+    leaves: str = ""  # a flag of the kernel: what it loads may leave the cache first
 
     def block(self, dims: Iterable[str]) -> str:
         return (
@@ -205,6 +205,12 @@ def runs(flat: Flat, index: Index) -> Iterator[Run]:
             uniform = flat.tile > 0 and inner.is_multiple_of(flat.tile)
             yield Run(name, own, inner, start == 0, stride, "" if uniform else flat.dim)
         start = end
+
+
+def is_whole(kernel: Kernel, index: Index) -> bool:
+    """Whether every element that the index reaches is reached once."""
+    axes = (*kernel.rows, *kernel.cols)
+    return all(axis.name in index.axes for axis in axes if axis.size != const(1))
 
 
 @lru_cache(maxsize=512)
@@ -342,17 +348,16 @@ class Printer:
         if guard:
             mask = f"{mask} & {guard.text}" if mask else guard.text
         args = pointer + (f", mask={mask}" if mask else "") + (", other=0" if guard else "")
-        if tile.is_last and not stmt.lookups and self._is_whole(stmt.index):
-            # read once and never again: results stay in the cache in its place
-            args += ', eviction_policy="evict_first"'
         stored = self.kernel.params[stmt.param].dtype
         widen = "" if stored == stmt.dtype else f".to({TYPES[stmt.dtype]})"
-        self.define(stmt.out, f"tl.load({args}){widen}", dims, stmt.dtype, prefix)
-
-    def _is_whole(self, index: Index) -> bool:
-        """Whether every element that the index reaches is reached once."""
-        axes = (*self.kernel.rows, *self.kernel.cols)
-        return all(axis.name in index.axes for axis in axes if axis.size != const(1))
+        if tile.leaves and not stmt.lookups and is_whole(self.kernel, stmt.index):
+            with self.out.block(f"if {tile.leaves}:"):
+                first = f'tl.load({args}, eviction_policy="evict_first"){widen}'
+                self.define(stmt.out, first, dims, stmt.dtype, prefix)
+            with self.out.block("else:"):
+                self.define(stmt.out, f"tl.load({args}){widen}", dims, stmt.dtype, prefix)
+        else:
+            self.define(stmt.out, f"tl.load({args}){widen}", dims, stmt.dtype, prefix)
 
     def _place(self, stmt: Place, tile: Tile, prefix: str) -> None:
         """One that is outside sets the flag, by whichever lane has it, and becomes 0."""

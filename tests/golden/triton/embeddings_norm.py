@@ -12,6 +12,7 @@ def embeddings_norm(p0, p1, p2, p3, faults, s0, s1, ROWS: tl.constexpr, COLS: tl
     row = first_row + tl.arange(0, ROWS)[:, None]
     row_mask = row < s0
     row_s = row % s1
+    fills = (tl.num_programs(0) > 14745) & (tl.num_programs(0) < 26214)
     col0 = tl.arange(0, COLS)[None, :]
     col1 = 64 + tl.arange(0, COLS)[None, :]
     col2 = 128 + tl.arange(0, COLS)[None, :]

@@ -11,21 +11,52 @@ def layer_norm(p0, p1, p2, p3, p4, p5, s0, ROWS: tl.constexpr, COLS: tl.constexp
     first_row = tl.program_id(0) * ROWS
     row = first_row + tl.arange(0, ROWS)[:, None]
     row_mask = row < s0
+    fills = (tl.num_programs(0) > 3686) & (tl.num_programs(0) < 6553)
     col0 = tl.arange(0, COLS)[None, :]
     col1 = 64 + tl.arange(0, COLS)[None, :]
     col2 = 128 + tl.arange(0, COLS)[None, :]
     col3 = 192 + tl.arange(0, COLS)[None, :]
     col4 = 256 + tl.arange(0, COLS)[None, :]
-    v0 = tl.load(p0 + row.to(tl.int64) * 320 + col0, mask=row_mask, eviction_policy="evict_first").to(tl.float32)
-    at1_v0 = tl.load(p0 + row.to(tl.int64) * 320 + col1, mask=row_mask, eviction_policy="evict_first").to(tl.float32)
-    at2_v0 = tl.load(p0 + row.to(tl.int64) * 320 + col2, mask=row_mask, eviction_policy="evict_first").to(tl.float32)
-    at3_v0 = tl.load(p0 + row.to(tl.int64) * 320 + col3, mask=row_mask, eviction_policy="evict_first").to(tl.float32)
-    at4_v0 = tl.load(p0 + row.to(tl.int64) * 320 + col4, mask=row_mask, eviction_policy="evict_first").to(tl.float32)
-    v1 = tl.load(p1 + row.to(tl.int64) * 320 + col0, mask=row_mask, eviction_policy="evict_first").to(tl.float32)
-    at1_v1 = tl.load(p1 + row.to(tl.int64) * 320 + col1, mask=row_mask, eviction_policy="evict_first").to(tl.float32)
-    at2_v1 = tl.load(p1 + row.to(tl.int64) * 320 + col2, mask=row_mask, eviction_policy="evict_first").to(tl.float32)
-    at3_v1 = tl.load(p1 + row.to(tl.int64) * 320 + col3, mask=row_mask, eviction_policy="evict_first").to(tl.float32)
-    at4_v1 = tl.load(p1 + row.to(tl.int64) * 320 + col4, mask=row_mask, eviction_policy="evict_first").to(tl.float32)
+    if fills:
+        v0 = tl.load(p0 + row.to(tl.int64) * 320 + col0, mask=row_mask, eviction_policy="evict_first").to(tl.float32)
+    else:
+        v0 = tl.load(p0 + row.to(tl.int64) * 320 + col0, mask=row_mask).to(tl.float32)
+    if fills:
+        at1_v0 = tl.load(p0 + row.to(tl.int64) * 320 + col1, mask=row_mask, eviction_policy="evict_first").to(tl.float32)
+    else:
+        at1_v0 = tl.load(p0 + row.to(tl.int64) * 320 + col1, mask=row_mask).to(tl.float32)
+    if fills:
+        at2_v0 = tl.load(p0 + row.to(tl.int64) * 320 + col2, mask=row_mask, eviction_policy="evict_first").to(tl.float32)
+    else:
+        at2_v0 = tl.load(p0 + row.to(tl.int64) * 320 + col2, mask=row_mask).to(tl.float32)
+    if fills:
+        at3_v0 = tl.load(p0 + row.to(tl.int64) * 320 + col3, mask=row_mask, eviction_policy="evict_first").to(tl.float32)
+    else:
+        at3_v0 = tl.load(p0 + row.to(tl.int64) * 320 + col3, mask=row_mask).to(tl.float32)
+    if fills:
+        at4_v0 = tl.load(p0 + row.to(tl.int64) * 320 + col4, mask=row_mask, eviction_policy="evict_first").to(tl.float32)
+    else:
+        at4_v0 = tl.load(p0 + row.to(tl.int64) * 320 + col4, mask=row_mask).to(tl.float32)
+    if fills:
+        v1 = tl.load(p1 + row.to(tl.int64) * 320 + col0, mask=row_mask, eviction_policy="evict_first").to(tl.float32)
+    else:
+        v1 = tl.load(p1 + row.to(tl.int64) * 320 + col0, mask=row_mask).to(tl.float32)
+    if fills:
+        at1_v1 = tl.load(p1 + row.to(tl.int64) * 320 + col1, mask=row_mask, eviction_policy="evict_first").to(tl.float32)
+    else:
+        at1_v1 = tl.load(p1 + row.to(tl.int64) * 320 + col1, mask=row_mask).to(tl.float32)
+    if fills:
+        at2_v1 = tl.load(p1 + row.to(tl.int64) * 320 + col2, mask=row_mask, eviction_policy="evict_first").to(tl.float32)
+    else:
+        at2_v1 = tl.load(p1 + row.to(tl.int64) * 320 + col2, mask=row_mask).to(tl.float32)
+    if fills:
+        at3_v1 = tl.load(p1 + row.to(tl.int64) * 320 + col3, mask=row_mask, eviction_policy="evict_first").to(tl.float32)
+    else:
+        at3_v1 = tl.load(p1 + row.to(tl.int64) * 320 + col3, mask=row_mask).to(tl.float32)
+    if fills:
+        at4_v1 = tl.load(p1 + row.to(tl.int64) * 320 + col4, mask=row_mask, eviction_policy="evict_first").to(tl.float32)
+    else:
+        at4_v1 = tl.load(p1 + row.to(tl.int64) * 320 + col4, mask=row_mask).to(tl.float32)
     v10 = tl.load(tl.broadcast_to(p2 + col0, [ROWS, COLS]), mask=row_mask).to(tl.float32)
     at1_v10 = tl.load(tl.broadcast_to(p2 + col1, [ROWS, COLS]), mask=row_mask).to(tl.float32)
     at2_v10 = tl.load(tl.broadcast_to(p2 + col2, [ROWS, COLS]), mask=row_mask).to(tl.float32)

@@ -40,7 +40,7 @@ def softmax(p0, p1, s0, s1, ROWS: tl.constexpr, COLS: tl.constexpr, EARLY: tl.co
     for first in range(0, s0, COLS):
         col = first + tl.arange(0, COLS)[None, :]
         col_mask = col < s0
-        v0 = tl.load(p0 + row.to(tl.int64) * s0 + col, mask=col_mask, eviction_policy="evict_first").to(tl.float32)
+        v0 = tl.load(p0 + row.to(tl.int64) * s0 + col, mask=col_mask).to(tl.float32)
         v2 = v0 - v1_amax
         v3 = tl.exp(v2)
         v5 = v3 / v4_sum
