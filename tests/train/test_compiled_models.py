@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import strop
 from strop.errors import OptionError
+from strop.ir.affine import base_of
 from tests.train.compiled import (
     MODELS,
     Args,
@@ -74,9 +75,9 @@ def test_a_batch_divided_by_another_is_one_size() -> None:
     assert_gradients_as_accurate(ours, eager, inputs, None)
     assert roles(ours.forward.log) == PAIR
     assert not ours.forward.log.fallbacks
-    odd = torch.randn(2, 8), torch.randn(2, 8), torch.rand(1, 12)  # another quotient: torch's
+    odd = torch.randn(2, 8), torch.randn(2, 8), torch.rand(1, 12)  # another quotient
     torch.testing.assert_close(ours(*odd), eager(*odd))
-    assert ours.forward.log.fallbacks
+    assert roles(ours.forward.log) == sorted(PAIR * 2)
 
 
 def test_gradients_accumulate() -> None:
@@ -128,7 +129,7 @@ def test_a_smaller_budget_and_checkpoints_keep_less() -> None:
         (forward,) = (r for r in module.forward.log.records if r.role == "forward")
         graph = forward.compiled.graph
         saved = dict.fromkeys(graph.outputs[len(graph.outputs) - graph.num_saved :])
-        return sum(o.numel.eval(graph.hints) for o in saved if o.op != "input")
+        return sum(o.numel.eval(graph.hints) for o in saved if base_of(o).op != "input")
 
     whole, less, least = (kept(budget, Block(), block_args(0)) for budget in (1.0, 0.5, 0.0))
     assert least < less < whole
@@ -225,7 +226,7 @@ def test_batch_norm_in_training_runs_in_torch_and_is_counted() -> None:
 
 
 @pytest.mark.filterwarnings("ignore")  # Dynamo looks at .grad of what it passes on
-def test_what_is_cut_in_two_is_counted() -> None:
+def test_what_is_cut_is_counted() -> None:
     class Cut(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -233,12 +234,13 @@ def test_what_is_cut_in_two_is_counted() -> None:
 
         def forward(self, x: Tensor) -> Tensor:
             y = F.silu(self.layer(x))
-            torch._dynamo.graph_break()
+            if y.sum() > 1e6:  # only a value says
+                y = y / y.sum()
             return self.layer(y)
 
     module = strop.optimize(Cut(), train=True, options=options(strict=False))
     module(torch.randn(3, 4)).sum().backward()
-    assert any("cut in two" in reason for reason in module.forward.counters.fallbacks)
+    assert any("cut into 2 graphs" in reason for reason in module.forward.counters.fallbacks)
 
 
 def test_a_pipeline_is_refused() -> None:

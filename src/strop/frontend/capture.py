@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -33,6 +34,7 @@ from torch.fx.experimental.symbolic_shapes import (
     ShapeEnv,
     StatelessSymbolicContext,
 )
+from torch.overrides import TorchFunctionMode
 
 from strop.errors import CaptureError
 from strop.frontend.functional import WriteThroughViewError, make_functional
@@ -51,7 +53,8 @@ log = logging.getLogger("strop")
 
 # Tracing sets what belongs to the process: hooks on all modules, settings of fx. Modules of several
 # threads take turns.
-_ONE_AT_A_TIME = threading.RLock()
+ONE_AT_A_TIME = threading.RLock()
+_CARRIED = 6  # sizes that one tensor brings into a trace
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,18 +138,18 @@ def capture(
     Raises CaptureError when the module does something that depends on tensor values. A size that
     is traced as 0 is no symbol: torch takes symbols to be positive, and keeps no guard on that.
     """
-    specs, hints = _without_empty(specs, hints)
+    specs, hints = without_empty(specs, hints)
     shape_env = ShapeEnv()
     mode = FakeTensorMode(shape_env=shape_env, allow_non_fake_inputs=True)
     mode.cache_enabled = False  # to look up symbolic sizes takes longer than to work results out
-    with _ONE_AT_A_TIME, _config():
-        roots = _roots(mode, hints)
+    with ONE_AT_A_TIME, settings():
+        roots = fake_roots(mode, hints)
         state = named_state(module)
         fake_state: dict[str, Tensor] = {
             name: mode.from_tensor(t.detach(), static_shapes=True) for name, t in state.items()
         }
         with mode:
-            fakes = [_fake_input(spec, roots) for spec in specs]
+            fakes = [fake_input(spec, roots) for spec in specs]
         try:
             gm, out_spec, origins = _trace(module, call, fake_state, fakes, mode)
             make_functional(gm)
@@ -154,7 +157,28 @@ def capture(
             apart = functools.partial(functionalize, remove="mutations")
             gm, out_spec, origins = _trace(module, call, fake_state, fakes, mode, apart)
             make_functional(gm)
-    symbols, guards = _settled(shape_env, gm, roots, hints)
+    found = known_sizes(module, shape_env, gm, roots, specs, hints)
+    return Captured(gm, tuple(state), found.specs, found.symbols, found.guards, found.hints,
+                    out_spec, origins, found.fixed)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class KnownSizes:
+    """What a trace has found out of its sizes."""
+
+    symbols: Symbols
+    guards: tuple[Guard, ...]
+    specs: tuple[TensorSpec, ...]  # of the arguments, in roots that are left
+    hints: Mapping[str, int]
+    fixed: tuple[str, ...]
+
+
+def known_sizes(module: nn.Module, shape_env: ShapeEnv, gm: GraphModule,
+                roots: Mapping[str, torch.SymInt], specs: Sequence[TensorSpec],
+                hints: Mapping[str, int], *, fixes_numbers: bool = True) -> KnownSizes:  # fmt: skip
+    """Roots that the trace has fixed or divided are replaced everywhere. ``fixes_numbers``: what
+    is computed from sizes for a tensor, such as the factor of a mean, has to be one number."""
+    symbols, guards = _settled(shape_env, gm, roots, hints, fixes_numbers)
     # node.expr would give what a root was specialised to
     sizes = {n: symbols.names[str(root.node._expr)] for n, root in roots.items()}
     own_specs = [replace(s, shape=tuple(str(e.substitute(sizes)) for e in s.sizes))
@@ -165,11 +189,10 @@ def capture(
     own_hints = symbols.root_values(symbols.hints)
     unseen = own_hints.keys() - set().union(*(e.roots for s in own_specs for e in s.sizes))
     kept = {n: v for n, v in own_hints.items() if n not in unseen}
-    return Captured(gm, tuple(state), tuple(own_specs), symbols, guards, kept, out_spec, origins,
-                    fixed)  # fmt: skip
+    return KnownSizes(symbols, guards, tuple(own_specs), kept, fixed)
 
 
-def _without_empty(specs: Sequence[TensorSpec], hints: Mapping[str, int]
+def without_empty(specs: Sequence[TensorSpec], hints: Mapping[str, int]
                    ) -> tuple[list[TensorSpec], dict[str, int]]:  # fmt: skip
     empty = {name: const(0) for name, size in hints.items() if size == 0}
     fixed = [replace(spec, shape=tuple(str(size.substitute(empty)) for size in spec.sizes))
@@ -191,21 +214,22 @@ def _fixed(shape_env: ShapeEnv, roots: Mapping[str, torch.SymInt], sizes: Mappin
 
 
 def _settled(shape_env: ShapeEnv, gm: GraphModule, roots: Mapping[str, torch.SymInt],
-             hints: Mapping[str, int]) -> tuple[Symbols, tuple[Guard, ...]]:  # fmt: skip
+             hints: Mapping[str, int], fixes_numbers: bool
+             ) -> tuple[Symbols, tuple[Guard, ...]]:  # fmt: skip
     """The names of all sizes, and what must hold of them."""
     names = {str(root.node._expr): symbol(name) for name, root in roots.items()}
     traced = {str(root.node._expr): hints[name] for name, root in roots.items()}
     symbols = Symbols(names, traced)
     symbols.replace(shape_env.replacements)
     expressions = [guard.expr for guard in shape_env.guards]
-    symbols.settle(_sizes(gm), expressions)
+    symbols.settle(_sizes(gm, fixes_numbers), expressions)
     while True:
         try:
             checks = (*symbols.guards(expressions), *symbols.assumed.values())
             return symbols, tuple(dict.fromkeys((*checks, *_not_negative(symbols, gm))))
         except OutsideLanguage as error:
             symbols.pin(error)
-            symbols.settle(_sizes(gm), expressions)
+            symbols.settle(_sizes(gm, fixes_numbers), expressions)
 
 
 def _not_negative(symbols: Symbols, gm: GraphModule) -> Iterator[Guard]:
@@ -217,10 +241,10 @@ def _not_negative(symbols: Symbols, gm: GraphModule) -> Iterator[Guard]:
                     yield Guard(size, ">=", const(0))
 
 
-def _sizes(gm: GraphModule) -> Iterator[Any]:
+def _sizes(gm: GraphModule, with_numbers: bool) -> Iterator[Any]:
     """Every size in the graph, and the numbers that are computed from sizes for a tensor."""
     for node in gm.graph.nodes:
-        if isinstance(node.meta.get("val"), Tensor):
+        if with_numbers and isinstance(node.meta.get("val"), Tensor):
             given = (source.meta.get("val") for source in node.all_input_nodes)
             yield from (value for value in given if isinstance(value, torch.SymFloat))
         for value in pytree.tree_leaves(node.meta.get("val")):
@@ -231,7 +255,7 @@ def _sizes(gm: GraphModule) -> Iterator[Any]:
 
 
 @contextmanager
-def _config() -> Iterator[None]:
+def settings() -> Iterator[None]:
     """Equal hints stay distinct symbols; sizes 0 and 1 are not special."""
     with (
         fx_config.patch(  # type: ignore[attr-defined]
@@ -243,20 +267,22 @@ def _config() -> Iterator[None]:
         yield
 
 
-def _roots(mode: FakeTensorMode, hints: Mapping[str, int]) -> dict[str, torch.SymInt]:
+def fake_roots(mode: FakeTensorMode, hints: Mapping[str, int]) -> dict[str, torch.SymInt]:
     """One symbol per root name, with its hint as traced value."""
-    if not hints:
-        return {}
-    context: StatelessSymbolicContext[Any, Any] = StatelessSymbolicContext(
-        dynamic_sizes=[DimDynamic.DYNAMIC] * len(hints)
-    )
-    carrier = mode.from_tensor(
-        torch.empty(tuple(hints.values()), device="meta"), symbolic_context=context
-    )
-    return dict(zip(hints, carrier.shape, strict=True))  # type: ignore[arg-type]
+    roots: dict[str, torch.SymInt] = {}
+    for start in range(0, len(hints), _CARRIED):  # of more dims a tensor could have no size
+        part = dict(itertools.islice(hints.items(), start, start + _CARRIED))
+        context: StatelessSymbolicContext[Any, Any] = StatelessSymbolicContext(
+            dynamic_sizes=[DimDynamic.DYNAMIC] * len(part)
+        )
+        carrier = mode.from_tensor(
+            torch.empty(tuple(part.values()), device="meta"), symbolic_context=context
+        )
+        roots |= zip(part, carrier.shape, strict=True)  # type: ignore[arg-type]
+    return roots
 
 
-def _fake_input(spec: TensorSpec, roots: Mapping[str, torch.SymInt]) -> Tensor:
+def fake_input(spec: TensorSpec, roots: Mapping[str, torch.SymInt]) -> Tensor:
     sizes = [expr.value if expr.is_const else expr.eval(roots) for expr in spec.sizes]  # type: ignore[arg-type]
     return torch.empty(sizes, dtype=spec.dtype, device=spec.device,
                        memory_format=spec.memory_format)  # fmt: skip
@@ -280,19 +306,28 @@ def _trace(
         return leaves
 
     origins: dict[str, str] = {}
+    with tracing(module, mode, Retarget(), origins):
+        gm = make_fx(transform(flat), tracing_mode="real")(state, *fakes)
+    return gm, specs[-1], origins
+
+
+@contextmanager
+def tracing(module: nn.Module, mode: FakeTensorMode, retarget: TorchFunctionMode,
+            origins: dict[str, str]) -> Iterator[None]:  # fmt: skip
+    """While ``module`` runs on fake tensors under make_fx; its error becomes a CaptureError.
+    ``origins`` gets the module of each traced node."""
+    python = enable_python_dispatcher()  # shape rules in Python know symbols, C++ ones do not
     try:
-        python = enable_python_dispatcher()  # shape rules in Python know symbols, C++ ones do not
         with (
-            mode, python, _as_compiling(), symbolic_builtins(module), Retarget(),
+            mode, python, _as_compiling(), symbolic_builtins(module), retarget,
             overlap_by_traced_sizes(), _record_origins(module, origins), without_tensor_meta(),
         ):  # fmt: skip
-            gm = make_fx(transform(flat), tracing_mode="real")(state, *fakes)
+            yield
     except Exception as error:  # a module may raise anything when it meets fake tensors
         where = origins.get("<current>", "") or type(module).__name__
         raise CaptureError(
             f"tracing {type(module).__name__} failed in {where}: {type(error).__name__}: {error}"
         ) from error
-    return gm, specs[-1], origins
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -237,23 +237,29 @@ class AotProgram:
         self.latest: Bound | None = None  # what ran last
 
     def __call__(self, *arguments: Any) -> list[Any]:
-        if self.device.type != "cuda":
-            return self._run(arguments)
-        with torch.cuda.device(self.device):  # kernels are launched in the current context
-            return self._run(arguments)
+        return self.run(arguments)
 
-    def _run(self, arguments: Sequence[Any]) -> list[Any]:
+    def run(self, arguments: Sequence[Any], env: Mapping[str, int] | None = None) -> list[Any]:
+        """``env``: the sizes, where they are known."""
+        if self.device.type != "cuda":
+            return self._run(arguments, env)
+        with torch.cuda.device(self.device):  # kernels are launched in the current context
+            return self._run(arguments, env)
+
+    def _run(self, arguments: Sequence[Any], env: Mapping[str, int] | None) -> list[Any]:
         tensors = [self._placed(a) if is_tensor else None
                    for a, is_tensor in zip(arguments, self._is_tensor, strict=True)]  # fmt: skip
         with self._lock, torch.no_grad():
-            key = tuple(a.shape if isinstance(a, Tensor) else a for a in arguments)
+            key: Hashable = None if env is None else tuple(env.values())
+            if env is None:
+                key = tuple(a.shape if isinstance(a, Tensor) else a for a in arguments)
             stream = 0
             if self.device.type == "cuda":
                 stream = torch.cuda.current_stream(self.device).cuda_stream
             bound = self._bounds.get((key, stream))
             is_new = bound is None
             if bound is None:
-                env = self._env(arguments)
+                env = self._env(arguments) if env is None else env
                 if looks_too_far(self.program, env):
                     raise UnsupportedError("an index looks into a dim of 2^31 elements or more")
                 workspace = self._workspaces.setdefault(stream, Workspace(self.device))

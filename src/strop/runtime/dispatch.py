@@ -142,7 +142,7 @@ class Counters:
 _TRACED_HOOKS = "transformers.utils.output_capturing"
 
 
-def _is_untraced(hooks: Mapping[int, Any]) -> bool:
+def is_untraced(hooks: Mapping[int, Any]) -> bool:
     return any(getattr(hook, "__module__", "") != _TRACED_HOOKS for hook in hooks.values())
 
 
@@ -294,7 +294,7 @@ class Dispatcher:
             return self._replaced
         if self.module.training or any(m.training for m in self.state.train_sensitive):
             return "the module, or a part of it, is in training mode: call .eval()"
-        if any(self.state.hooks) and any(map(_is_untraced, self.state.hooks)):
+        if any(self.state.hooks) and any(map(is_untraced, self.state.hooks)):
             return "a submodule has forward hooks, which compiled code would not run"
         return ""
 

@@ -38,7 +38,8 @@ class ModuleState:
         settings: list[tuple[dict[str, Any], str]] = []
         seen: set[int] = set()
         self._adapted = []
-        self.train_sensitive = [m for m in self.module.modules() if _depends_on_training(m)]
+        self.modules = list(self.module.modules())
+        self.train_sensitive = [m for m in self.modules if _depends_on_training(m)]
         self._merged: list[Tensor] = []
         self._merged_pointers: list[int] = []
         self._num_adapters = self._count_adapters()

@@ -1,26 +1,34 @@
 """``strop.optimize(module, train=True)``: what an inference program cannot serve is compiled too.
 
-Calls without gradients take the dispatcher's way. All others (gradients, training mode, autocast,
-hooks) go through Dynamo, AOTAutograd and the same compiler: a forward and a backward graph, with
-the weights as arguments, so that nothing is stale after a step of an optimizer.
+Calls without gradients take the dispatcher's way. Of all others Strop traces a step itself: a
+forward and a backward graph, with the weights as arguments, so that nothing is stale after a step
+of an optimizer. What that trace cannot say (writes into buffers, checkpoints, hooks) goes through
+Dynamo, AOTAutograd and the same compiler.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections import Counter
 from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._dynamo import config as dynamo_config
 from torch._dynamo.utils import counters as dynamo_counters
 from torch.fx.experimental import _config
 
+from strop.errors import UnsupportedError
 from strop.options import Options
 from strop.runtime.aot import AotLog, compile_dynamo
-from strop.runtime.dispatch import Dispatcher
+from strop.runtime.dispatch import Dispatcher, is_untraced
+from strop.runtime.signature import flatten
+from strop.runtime.steps import Steps
+from strop.runtime.variants import REFUSALS
+
+log = logging.getLogger("strop")
 
 
 def _traced_with() -> contextlib.ExitStack:
@@ -43,14 +51,46 @@ class TrainingDispatcher(Dispatcher):
             self.eager, dynamic=True, fullgraph=options.strict,
             backend=partial(compile_dynamo, record_in=self.log, options=options),
         )  # fmt: skip
+        self.steps = Steps(module, options, self.log)
+        self.traced_by_torch: dict[str, int] = {}  # calls, by the reason
 
     def _run_eager(self, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Not in eager: in graphs that have gradients."""
+        try:
+            result = self._run_step(args, kwargs)
+        except REFUSALS as refusal:
+            result = self._run_traced_by_torch(str(refusal), args, kwargs)
+        self.trained_calls += 1
+        return result
+
+    def _run_step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Raises one of REFUSALS where Strop has no graphs of its own."""
+        if self._replaced or (any(self.state.hooks) and any(map(is_untraced, self.state.hooks))):
+            raise UnsupportedError(self._replaced or "a submodule has forward hooks")
+        args, kwargs = self.adapter.normalise(args, kwargs)
+        tensors: list[Tensor] = []
+        skeleton = flatten((args, kwargs), tensors)
+        with self._lock:
+            self._check_state()
+            primals = (*self.state.tensors, *tensors)
+            if not torch.is_grad_enabled() or not any(t.requires_grad for t in primals):
+                raise UnsupportedError("nothing in it has a gradient")
+            shapes = self.adapter.shapes(tensors)
+            step, env = self.steps.get(self.state, skeleton, tensors, shapes)
+        return step(env, primals)
+
+    def _run_traced_by_torch(self, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+                             ) -> Any:  # fmt: skip
+        reason = reason.splitlines()[0]
+        if reason not in self.traced_by_torch:
+            log.info("%s: torch traces it: %s", self.name, reason)
+        self.traced_by_torch[reason] = self.traced_by_torch.get(reason, 0) + 1
         known, breaks = len(self.log.records), Counter(dynamo_counters["graph_break"])
         with _traced_with():
             result = self._compiled(*args, **kwargs)
-        self.trained_calls += 1
-        if len(self.log.records) > known:
-            for why in Counter(dynamo_counters["graph_break"]) - breaks:
-                self._note_fallback(f"a step is cut in two: {why.splitlines()[0]}")
+        pieces = sum(record.role != "backward" for record in self.log.records[known:])
+        whys = Counter(dynamo_counters["graph_break"]) - breaks  # torch does not note all of them
+        if pieces > 1 or (pieces and whys):
+            why = next(iter(whys), reason).splitlines()[0]
+            self._note_fallback(f"a step is cut into {pieces} graphs: {why}")
         return result

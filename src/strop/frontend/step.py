@@ -1,0 +1,213 @@
+"""Trace a training step once, for every size: results and gradients in one graph.
+
+Autograd runs on the fake tensors of ``capture``, so that one pass of make_fx sees forward and
+backward. AOTAutograd behind Dynamo walks through the same module three times, with wrappers around
+the fake tensors; for the SD1.5 UNet that takes four times as long (docs/log.md). What this cannot
+say raises CaptureError: writes into arguments or buffers, results that share memory, checkpointing.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+import torch.utils.checkpoint
+from torch import Tensor, nn
+from torch._prims_common import is_non_overlapping_and_dense_or_false
+from torch._subclasses import FakeTensorMode
+from torch.fx import GraphModule, Node
+from torch.fx.experimental.proxy_tensor import (
+    disable_proxy_modes_tracing,
+    get_proxy_mode,
+    make_fx,
+    track_tensor_tree,
+)
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.fx.graph import CodeGen
+from torch.overrides import TorchFunctionMode
+
+from strop.errors import CaptureError
+from strop.frontend import joint
+from strop.frontend.capture import (
+    ONE_AT_A_TIME,
+    KnownSizes,
+    TensorSpec,
+    fake_input,
+    fake_roots,
+    known_sizes,
+    named_state,
+    settings,
+    tracing,
+    without_empty,
+)
+from strop.frontend.functional import make_functional, storage_of
+from strop.frontend.operators import COMPOSITES
+from strop.ir.graph import Ref
+
+TANGENT = "tangents_"  # torch's partitioners know them by this name
+# looked up at each call by whatever has imported ``checkpoint``
+_CHECKPOINTS = ("_checkpoint_without_reentrant_generator", "CheckpointFunction")
+_TABLE = {**COMPOSITES, **joint.RETARGET}
+
+
+@dataclass(frozen=True, slots=True)
+class CapturedStep:
+    """Placeholders of ``graph``: the state in ``state_names`` order, arguments, then a tangent for
+    each result that is differentiable. It gives the results, then a gradient, or None, for each
+    tensor that wants one."""
+
+    graph: GraphModule
+    state_names: tuple[str, ...]
+    sizes: KnownSizes
+    origins: Mapping[str, str]
+    leaves: tuple[Any, ...]  # of what the module returns: Ref for a result, or the value itself
+    out_spec: pytree.TreeSpec
+    differentiable: tuple[bool, ...]  # of the results
+
+    @property
+    def num_results(self) -> int:
+        return len(self.differentiable)
+
+
+class _Retarget(TorchFunctionMode):
+    """Operators that have gradients, in forms that fuse."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        return _TABLE.get(func, func)(*args, **(kwargs or {}))
+
+
+@dataclass
+class _Flat:
+    """The step as a function of tensors alone, and what it found out when it ran."""
+
+    module: nn.Module
+    call: Callable[..., Any]
+    names: tuple[str, ...]
+    wants: Sequence[bool]
+    leaves: tuple[Any, ...] = ()
+    out_spec: Any = None
+    differentiable: tuple[bool, ...] = ()
+
+    def __call__(self, *primals: Tensor) -> list[Any]:
+        state = dict(zip(self.names, primals, strict=False))
+        swapped = nn.utils.stateless._reparametrize_module(self.module, state, tie_weights=True)
+        with swapped:
+            found, self.out_spec = pytree.tree_flatten(self.call(*primals[len(self.names) :]))
+        results = [leaf for leaf in found if isinstance(leaf, Tensor)]
+        if not all(isinstance(x, Tensor | int | float | str | None) for x in found):
+            raise CaptureError("it returns sizes, or objects that are no tensors")
+        numbers = iter(range(len(results)))
+        self.leaves = tuple(Ref(next(numbers)) if isinstance(x, Tensor) else x for x in found)
+        self.differentiable = tuple(r.requires_grad for r in results)
+        given = [r for r in results if r.requires_grad]
+        if not given:
+            raise CaptureError("no result has a gradient")
+        tangents = [_tangent(number, result) for number, result in enumerate(given)]
+        wanted = [p for p, wants in zip(primals, self.wants, strict=True) if wants]
+        # in this thread: tracing is its own
+        with torch.autograd.set_multithreading_enabled(False):
+            return [*results, *torch.autograd.grad(given, wanted, tangents, allow_unused=True)]
+
+
+def capture_step(
+    module: nn.Module,
+    call: Callable[..., Any],
+    specs: Sequence[TensorSpec],
+    hints: Mapping[str, int],
+    wants: Sequence[bool],
+) -> CapturedStep:
+    """Trace ``call(*tensors)``, which runs ``module``, and its gradients by the tensors of the
+    module's state and then the arguments that ``wants`` says. Raises CaptureError."""
+    specs, hints = without_empty(specs, hints)
+    shape_env = ShapeEnv()
+    mode = FakeTensorMode(shape_env=shape_env, allow_non_fake_inputs=True)
+    mode.cache_enabled = False  # to look up symbolic sizes takes longer than to work results out
+    state, origins = named_state(module), dict[str, str]()
+    flat = _Flat(module, call, tuple(state), wants)
+    with ONE_AT_A_TIME, settings(), torch.enable_grad(), _no_autocast_cache(), _no_checkpoints():
+        roots = fake_roots(mode, hints)
+        primals: list[Tensor] = [
+            mode.from_tensor(t.detach(), static_shapes=True) for t in state.values()
+        ]
+        with mode:
+            primals += [fake_input(spec, roots) for spec in specs]
+        primals = [t.requires_grad_(w) for t, w in zip(primals, wants, strict=True)]
+        with tracing(module, mode, _Retarget(), origins):
+            gm = make_fx(flat, joint.DECOMPOSITIONS, tracing_mode="real")(*primals)
+        _tidy(gm)
+        make_functional(gm)
+    _check_aliases(gm, flat)
+    sizes = known_sizes(module, shape_env, gm, roots, specs, hints, fixes_numbers=False)
+    return CapturedStep(gm, tuple(state), sizes, origins, flat.leaves, flat.out_spec,
+                        flat.differentiable)  # fmt: skip
+
+
+def _tangent(number: int, result: Tensor) -> Tensor:
+    """A placeholder in the middle of the trace: like the result, which nobody knew before."""
+    proxies = get_proxy_mode()
+    assert proxies is not None
+    with disable_proxy_modes_tracing(), torch.no_grad():
+        is_dense = is_non_overlapping_and_dense_or_false(result)
+        strides = result.stride() if is_dense else result.contiguous().stride()
+        fake = torch.empty_strided(result.shape, strides, dtype=result.dtype, device=result.device)
+    name = f"{TANGENT}{number}"
+    proxy = proxies.tracer.create_proxy("placeholder", name, (), {}, name=name)
+    track_tensor_tree(fake, proxy, constant=None, tracer=proxies.tracer)
+    return fake
+
+
+def _tidy(gm: GraphModule) -> None:
+    """Placeholders first; nothing that is only there for autograd."""
+    graph = gm.graph
+    given = [node for node in graph.nodes if node.op == "placeholder"]
+    for before, node in itertools.pairwise(given):
+        before.append(node)
+    for node in graph.find_nodes(op="call_function", target=torch.ops.aten.detach.default):
+        node.replace_all_uses_with(node.args[0])
+        graph.erase_node(node)
+    graph.eliminate_dead_code()
+    graph.set_codegen(CodeGen())  # it is never run, and has more placeholders than arguments
+    gm.recompile()
+
+
+def _check_aliases(gm: GraphModule, flat: _Flat) -> None:
+    (output,) = gm.graph.find_nodes(op="output")
+    results: list[Node] = output.args[0][: len(flat.differentiable)]
+    given = {storage_of(node) for node in gm.graph.find_nodes(op="placeholder")}
+    storages = [storage_of(node) for node in results]
+    if given.intersection(storages) or len(set(storages)) < len(storages):
+        raise CaptureError("a result shares memory with an argument, a weight or another result")
+
+
+@contextmanager
+def _no_autocast_cache() -> Iterator[None]:
+    """It would keep fake casts of weights beyond the trace."""
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)
+
+
+@contextmanager
+def _no_checkpoints() -> Iterator[None]:
+    """What a checkpoint computes again would be traced like all else, and kept after all."""
+
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise CaptureError("it uses torch.utils.checkpoint")
+
+    refuse.apply = refuse  # type: ignore[attr-defined]
+    usual = {name: vars(torch.utils.checkpoint)[name] for name in _CHECKPOINTS}
+    vars(torch.utils.checkpoint).update(dict.fromkeys(usual, refuse))
+    try:
+        yield
+    finally:
+        vars(torch.utils.checkpoint).update(usual)
