@@ -134,6 +134,7 @@ def _component(name: str, dispatcher: Dispatcher, able: Machine) -> ComponentRow
         findings=tuple(counters.findings),
         hoisted=_hoisted(dispatcher),
         num_trained_calls=getattr(dispatcher, "trained_calls", 0),
+        traced_by_torch=dict(getattr(dispatcher, "traced_by_torch", {})),
     )
 
 

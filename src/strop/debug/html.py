@@ -54,6 +54,7 @@ def page(report: Report) -> str:
 
 def _component(c: ComponentRow) -> str:
     rows = [(f"eager {count}x", escape(why)) for why, count in c.fallbacks.items()]
+    rows += [(f"traced by torch {n}x", escape(why)) for why, n in c.traced_by_torch.items()]
     rows += [("not finite", escape(text)) for text in c.nonfinite]
     hoisted = "" if c.hoisted is None else f" {c.hoisted}."
     rows += [("check", escape(text)) for text in c.findings]

@@ -143,6 +143,7 @@ class ComponentRow:
     findings: tuple[str, ...] = ()  # of Options.check
     hoisted: HoistedRow | None = None
     num_trained_calls: int = 0
+    traced_by_torch: Mapping[str, int] = field(default_factory=dict)  # training calls, by reason
     profile: ProfileRow | None = None  # measured by debug.profile
 
     @property
@@ -272,6 +273,7 @@ def _component_lines(c: ComponentRow) -> list[str]:
     ]
     lines += [f"  {c.hoisted}"] if c.hoisted is not None else []
     lines += [f"  fallback {count}x: {why}" for why, count in c.fallbacks.items()]
+    lines += [f"  traced by torch {count}x: {why}" for why, count in c.traced_by_torch.items()]
     lines += [f"  not finite: {text}" for text in c.nonfinite]
     lines += [f"  check: {text}" for text in c.findings]
     for graph in c.graphs:

@@ -1,0 +1,232 @@
+"""Training steps that Strop traces itself, and what it leaves to torch."""
+
+from __future__ import annotations
+
+import copy
+import re
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import strop
+from strop.frontend.capture import TensorSpec
+from strop.frontend.step import capture_step
+from tests.train.compiled import MODELS, Block, Mlp, block_args, mlp_args, options, roles
+
+PAIR = ["backward", "forward"]
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    yield
+    torch._dynamo.reset()
+
+
+def optimised(module: nn.Module, **changes: Any) -> Any:
+    return strop.optimize(module, train=True, options=options(**changes))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_torch_traces_nothing(name: str) -> None:
+    make, args = MODELS[name]
+    ours = optimised(make().train())
+    for n in range(2):
+        found = ours(*args(n))
+        getattr(found, "sample", found).sum().backward()
+    assert ours.forward.traced_by_torch == {}
+    assert roles(ours.forward.log) == PAIR
+    assert "traced by torch" not in str(strop.explain(ours))
+
+
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.norm = nn.Linear(4, 6), nn.BatchNorm1d(6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.silu(self.norm(self.up(x)))
+
+
+class Checkpointed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(4, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(lambda y: F.silu(self.up(y)), x, use_reentrant=False)
+
+
+class Passing(nn.Module):
+    """Gives an argument back beside its result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(4, 6)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.up(x), x
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (Normed, "mutation|writes into"),
+        (Checkpointed, r"torch\.utils\.checkpoint"),
+        (Passing, "shares memory with an argument"),
+    ],
+    ids=["batch_norm", "checkpoint", "argument"],
+)
+def test_left_to_torch_with_a_reason(make: Any, reason: str) -> None:
+    eager, x = make().train(), torch.randn(5, 4)
+    ours = optimised(copy.deepcopy(eager), strict=False)
+    results = []
+    for net in (eager, ours):
+        found = net(x)
+        (found[0] if isinstance(found, tuple) else found).square().sum().backward()
+        results.append([*(p.grad for p in net.parameters()), *net.buffers()])
+    torch.testing.assert_close(results[1], results[0])
+    (found,) = ours.forward.traced_by_torch
+    assert re.search(reason, found)
+    assert f"traced by torch 1x: {found}" in str(strop.explain(ours))
+
+
+class Several(nn.Module):
+    """Results of several kinds, a weight without use, and one that is frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.unused, self.frozen = nn.Linear(4, 6), nn.Linear(2, 2), nn.Linear(6, 6)
+        self.frozen.requires_grad_(False)
+
+    def forward(self, x: Tensor, *, scale: float = 2.0) -> dict[str, Any]:
+        y = self.frozen(F.silu(self.up(x))) * scale
+        return {"pair": [y, y.mean()], "places": y.argmax(-1), "scale": scale, "none": None}
+
+
+def test_results_of_every_kind() -> None:
+    eager, x = Several(), torch.randn(5, 4)
+    ours = optimised(copy.deepcopy(eager))
+    for rows in (5, 3):
+        expected, found = (net(x[:rows], scale=3.0) for net in (eager, ours))
+        torch.testing.assert_close(found, expected)
+        assert not found["places"].requires_grad
+        for result in (expected, found):  # of one of the results nobody asks for a gradient
+            result["pair"][1].backward()
+    assert ours.unused.weight.grad is None
+    assert ours.frozen.weight.grad is None
+    torch.testing.assert_close(ours.up.weight.grad, eager.up.weight.grad)
+    assert ours.forward.traced_by_torch == {}
+    assert roles(ours.forward.log) == PAIR
+
+
+def test_gradients_of_arguments() -> None:
+    eager = Block()
+    ours = optimised(copy.deepcopy(eager))
+    (given,) = block_args(1)
+    grads = []
+    for net in (eager, ours):
+        x = given.clone().requires_grad_()
+        net(x).square().mean().backward()
+        grads.append(x.grad)
+    torch.testing.assert_close(grads[1], grads[0], rtol=1e-4, atol=1e-6)
+    ours(given).sum().backward()  # another pair: x wants none
+    assert roles(ours.forward.log) == sorted(PAIR * 2)
+
+
+def test_what_a_step_depends_on() -> None:
+    """Training mode, autocast and who is frozen: each has graphs of its own, kept for the next."""
+    ours = optimised(Mlp(dropout=0.5))
+    (x,) = mlp_args(1)
+    for _ in range(2):
+        ours.train()
+        assert not torch.equal(ours(x), ours(x)), "dropout"
+        ours.eval()
+        assert torch.equal(ours(x), ours(x))
+        with torch.autocast("cpu", torch.bfloat16):
+            assert ours(x).dtype == torch.bfloat16
+        ours.up.requires_grad_(False)
+        ours(x).sum().backward()
+        assert ours.up.weight.grad is None
+        ours.up.requires_grad_(True)
+    assert roles(ours.forward.log) == sorted(PAIR * 4)
+    assert ours.forward.traced_by_torch == {}
+
+
+def test_a_batch_of_one_and_a_large_one() -> None:
+    eager = Block()
+    ours = optimised(copy.deepcopy(eager))
+    for rows in (1, 2, 300, 1):
+        x, grads = torch.randn(rows, 7, 32), []
+        for net in (eager, ours):
+            net.zero_grad()
+            net(x).square().mean().backward()
+            grads.append([p.grad for p in net.parameters()])
+        torch.testing.assert_close(grads[1], grads[0], rtol=1e-3, atol=1e-6)
+    assert roles(ours.forward.log) == PAIR
+
+
+def test_no_second_derivative() -> None:
+    ours = optimised(Mlp())
+    x = mlp_args(0)[0].requires_grad_()
+    (grad,) = torch.autograd.grad(ours(x).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad.sum().backward()
+
+
+def test_a_weight_that_is_written_between_both_passes() -> None:
+    ours = optimised(Block())
+    loss = ours(*block_args(0)).sum()
+    with torch.no_grad():
+        ours.out.weight.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_backward_twice_wants_to_be_told() -> None:
+    ours = optimised(Mlp())
+    loss = ours(*mlp_args(0)).sum()
+    loss.backward(retain_graph=True)
+    first = ours.up.weight.grad.clone()
+    loss.backward()
+    torch.testing.assert_close(ours.up.weight.grad, 2 * first)
+    with pytest.raises(RuntimeError, match="second time"):
+        loss.backward()
+
+
+def test_every_error_of_a_module_is_its_own() -> None:
+    class Refusing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            if x.shape[0] == 3:
+                raise ValueError("three rows")
+            return self.up(x)
+
+    ours = optimised(Refusing(), strict=False)
+    with pytest.raises(ValueError, match="three rows"):
+        ours(torch.randn(3, 4))
+    ours(torch.randn(2, 4)).sum().backward()
+
+
+def test_sizes_stay_symbols() -> None:
+    """One trace, in sizes of batch and length, of results and gradients."""
+    spec = TensorSpec(("b", "s", "32"), torch.float32, torch.device("cpu"))
+    module = Block()
+    wants = [True] * len(list(module.parameters())) + [False]
+    captured = capture_step(module, module.forward, [spec], {"b": 3, "s": 7}, wants)
+    assert captured.sizes.hints == {"b": 3, "s": 7}
+    assert captured.sizes.fixed == ()
+    assert captured.differentiable == (True,)
+    (output,) = captured.graph.graph.find_nodes(op="output")
+    shapes = [tuple(map(str, captured.sizes.symbols.shape(n.meta["val"].shape)))
+              for n in output.args[0]]  # fmt: skip
+    assert shapes[0] == ("b", "s", "32")
+    assert shapes[1:] == [tuple(map(str, p.shape)) for p in module.parameters()]
