@@ -8,14 +8,16 @@ One after the other in one process, each with a copy of the same weights, channe
 fp32 under autocast (``--dtype fp32``: without), and the loss of a diffusers script: mean squared
 error of the predicted noise. A time is that of forward, loss and backward, gradients set to None in
 between. Inductor is compiled for these very sizes; Strop's graphs are symbolic. Peak memory is the
-allocator's over a step, weights and gradients included. ``--check`` compares each contender's
-gradients with eager's, which are no truth: tests/train judges with fp64.
+allocator's over a step, weights and gradients included. ``--check`` judges each contender's first
+gradients by eager's in fp32 (no TF32): the relative error of each tensor, also as a multiple of
+eager's under the same autocast.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -98,13 +100,27 @@ def gradients(unet: nn.Module) -> dict[str, Tensor]:
     return {n: p.grad.detach().cpu() for n, p in unet.named_parameters() if p.grad is not None}
 
 
-def worst_cosine(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> tuple[float, str]:
-    """The gradient that points most elsewhere, but for those that are zero but for rounding."""
-    largest = max(w.norm().item() / w.numel() ** 0.5 for w in wanted.values())
-    rows = [(F.cosine_similarity(found[n].flatten(), w.flatten(), dim=0).item(), n)
-            for n, w in wanted.items() if w.norm().item() / w.numel() ** 0.5 > 1e-6 * largest
-            ]  # fmt: skip
-    return min(rows)
+def exact_gradients(args: argparse.Namespace) -> dict[str, Tensor]:
+    """Eager's, in fp32."""
+    torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
+    step, unet = made("eager", args, None)
+    step()
+    torch.backends.cudnn.allow_tf32 = True
+    return gradients(unet)
+
+
+def judged(found: dict[str, Tensor], exact: dict[str, Tensor], eager: dict[str, float]
+           ) -> dict[str, Any]:  # fmt: skip
+    """``eager`` gets the errors of the first contender that is judged."""
+    errors = {n: ((found[n].double() - e.double()).norm() / e.double().norm()).item()
+              for n, e in exact.items() if e.count_nonzero()}  # fmt: skip
+    if not eager:
+        eager.update(errors)
+    times = {n: error / max(eager[n], 1e-12) for n, error in errors.items()}
+    worst = max(times, key=times.__getitem__)
+    return {"median_error": statistics.median(errors.values()), "worst_error": max(errors.values()),
+            "median_of_eagers": statistics.median(times.values()),
+            "worst_of_eagers": [times[worst], worst]}  # fmt: skip
 
 
 def peak_bytes(step: Step, device: torch.device) -> int | None:
@@ -117,21 +133,24 @@ def peak_bytes(step: Step, device: torch.device) -> int | None:
     return torch.cuda.max_memory_allocated(device)
 
 
-def measure(name: str, args: argparse.Namespace, wanted: dict[str, Tensor]) -> dict[str, Any]:
+def made(name: str, args: argparse.Namespace, dtype: torch.dtype | None) -> tuple[Step, nn.Module]:
     device = torch.device(args.device)
     unet = make(args.model, device)
     given = inputs(args.model, args.batch, args.pixels, device)
     target = torch.randn(given["sample"].shape, generator=torch.Generator().manual_seed(2))
     options = Options.from_environment(memory_budget=args.budget)
-    call = CONTENDERS[name](unet, options)
-    step = step_of(call, unet, given, target.to(device), DTYPES[args.dtype])
+    return step_of(CONTENDERS[name](unet, options), unet, given, target.to(device), dtype), unet
+
+
+def measure(name: str, args: argparse.Namespace, exact: dict[str, Tensor], eager: dict[str, float]
+            ) -> dict[str, Any]:  # fmt: skip
+    device = torch.device(args.device)
+    step, unet = made(name, args, DTYPES[args.dtype])
     started = time.perf_counter()
     loss = step().item()
     row: dict[str, Any] = {"first_step_s": round(time.perf_counter() - started, 2), "loss": loss}
     if args.check:
-        found = gradients(unet)
-        wanted.update({} if wanted else found)
-        row["worst_cosine"] = worst_cosine(found, wanted)
+        row |= judged(gradients(unet), exact, eager)
     for _ in range(args.warm_up):
         step()
     row["peak_bytes"] = peak_bytes(step, device)
@@ -172,12 +191,13 @@ def parsed() -> argparse.Namespace:
 
 def main() -> int:
     args = parsed()
-    wanted: dict[str, Tensor] = {}
+    exact = exact_gradients(args) if args.check else {}
+    eager_errors: dict[str, float] = {}
     rows: dict[str, Any] = {}
     for name in args.only.split(","):
         torch._dynamo.reset()
         try:
-            rows[name] = measure(name, args, wanted)
+            rows[name] = measure(name, args, exact, eager_errors)
         except torch.OutOfMemoryError as error:  # a result too: the step does not fit
             rows[name] = {"error": str(error).splitlines()[0]}
         give_back(torch.device(args.device))

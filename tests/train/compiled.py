@@ -113,7 +113,7 @@ def gradients(module: nn.Module, args: Args, autocast: torch.dtype | None = None
               ) -> dict[str, Tensor]:  # fmt: skip
     """Of the parameters, for a loss that is a mean of squares."""
     module.zero_grad(set_to_none=True)
-    with torch.autocast("cpu", autocast, enabled=autocast is not None):
+    with torch.autocast(args[0].device.type, autocast, enabled=autocast is not None):
         result = module(*args)
         result = result if isinstance(result, Tensor) else result.sample
         loss = result.float().square().mean() if autocast else result.square().mean()

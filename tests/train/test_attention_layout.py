@@ -88,7 +88,8 @@ def test_gradients_in_half_precision(dtype: torch.dtype, lay: str, eager_first: 
             off, eagers = (
                 float((found[id(net)][name].double() - true).norm()) for net in (ours, eager)
             )
-            assert off <= 1.5 * eagers, (name, tuple(args[0].shape), off / float(true.norm()))
+            # wrong plans made it 5 to 300 times; a bias of 64 numbers is up to 2 times by chance
+            assert off <= 3 * eagers, (name, tuple(args[0].shape), off / float(true.norm()))
 
 
 def _gradients(net: nn.Module, args: tuple[Tensor, ...], dtype: torch.dtype | None

@@ -15,7 +15,16 @@ from torch.utils.checkpoint import checkpoint
 import strop
 from strop.frontend.capture import TensorSpec
 from strop.frontend.step import capture_step
-from tests.train.compiled import MODELS, Block, Mlp, block_args, mlp_args, options, roles
+from tests.train.compiled import (
+    MODELS,
+    Block,
+    Mlp,
+    assert_gradients_as_accurate,
+    block_args,
+    mlp_args,
+    options,
+    roles,
+)
 
 PAIR = ["backward", "forward"]
 
@@ -42,6 +51,20 @@ def test_torch_traces_nothing(name: str) -> None:
     assert ours.forward.traced_by_torch == {}
     assert roles(ours.forward.log) == PAIR
     assert "traced by torch" not in str(strop.explain(ours))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", ["mlp", "block", "resnet", "unet"])
+def test_gradients_on_a_gpu(name: str, autocast: torch.dtype | None) -> None:
+    make, args = MODELS[name]
+    eager = make().train().cuda()
+    ours = optimised(copy.deepcopy(eager))
+    inputs = [tuple(t.cuda() for t in args(n)) for n in range(5)] * 2
+    assert_gradients_as_accurate(ours, eager, inputs, autocast, per_tensor=False)
+    assert ours.forward.traced_by_torch == {}
+    assert roles(ours.forward.log) == PAIR
 
 
 class Normed(nn.Module):
@@ -169,6 +192,17 @@ def test_a_batch_of_one_and_a_large_one() -> None:
             grads.append([p.grad for p in net.parameters()])
         torch.testing.assert_close(grads[1], grads[0], rtol=1e-3, atol=1e-6)
     assert roles(ours.forward.log) == PAIR
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.float32], ids=str)
+def test_timesteps_of_any_type(dtype: torch.dtype) -> None:
+    """The UNet's adapter has them read as numbers of one type."""
+    make, args = MODELS["unet"]
+    eager, given = make().train(), list(args(1))
+    given[1] = torch.tensor([3, 500, 998])[: len(given[0])].to(dtype)
+    ours = optimised(copy.deepcopy(eager))
+    torch.testing.assert_close(ours(*given).sample, eager(*given).sample, rtol=1e-3, atol=1e-4)
+    assert ours.forward.traced_by_torch == {}
 
 
 def test_no_second_derivative() -> None:

@@ -25,6 +25,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 from strop.errors import StropError, UnsupportedError
+from strop.frontend.capture import TensorSpec
 from strop.frontend.objects import WithObjects, given_back
 from strop.options import Options
 from strop.patterns import registry
@@ -144,6 +145,12 @@ _TRACED_HOOKS = "transformers.utils.output_capturing"
 
 def is_untraced(hooks: Mapping[int, Any]) -> bool:
     return any(getattr(hook, "__module__", "") != _TRACED_HOOKS for hook in hooks.values())
+
+
+def as_specified(tensors: Sequence[Tensor], specs: Sequence[TensorSpec]) -> list[Tensor]:
+    """Arguments in the type and layout that a program reads: adapters may want another type."""
+    return [t.to(s.dtype).contiguous(memory_format=s.memory_format)
+            for t, s in zip(tensors, specs, strict=True)]  # fmt: skip
 
 
 def _returned(entry: Entry, results: list[Any], tensors: Sequence[Tensor]) -> Any:
@@ -475,8 +482,7 @@ class Dispatcher:
         return self._run_bound(entry, tensors, stream)
 
     def _run_bound(self, entry: Entry, tensors: list[Tensor], stream: int) -> Any:
-        inputs = [t.to(s.dtype).contiguous(memory_format=s.memory_format)
-                  for t, s in zip(tensors, entry.variant.specs, strict=True)]  # fmt: skip
+        inputs = as_specified(tensors, entry.variant.specs)
         bound = entry.bounds.get(stream)
         if bound is None:
             place = (entry.device, stream)

@@ -9,6 +9,7 @@ Dynamo, AOTAutograd and the same compiler.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 from collections import Counter
 from functools import partial
@@ -23,7 +24,7 @@ from torch.fx.experimental import _config
 from strop.errors import UnsupportedError
 from strop.options import Options
 from strop.runtime.aot import AotLog, compile_dynamo
-from strop.runtime.dispatch import Dispatcher, is_untraced
+from strop.runtime.dispatch import Dispatcher, as_specified, is_untraced
 from strop.runtime.signature import flatten
 from strop.runtime.steps import Steps
 from strop.runtime.variants import REFUSALS
@@ -72,12 +73,12 @@ class TrainingDispatcher(Dispatcher):
         skeleton = flatten((args, kwargs), tensors)
         with self._lock:
             self._check_state()
-            primals = (*self.state.tensors, *tensors)
-            if not torch.is_grad_enabled() or not any(t.requires_grad for t in primals):
+            given = itertools.chain(self.state.tensors, tensors)
+            if not torch.is_grad_enabled() or not any(t.requires_grad for t in given):
                 raise UnsupportedError("nothing in it has a gradient")
             shapes = self.adapter.shapes(tensors)
             step, env = self.steps.get(self.state, skeleton, tensors, shapes)
-        return step(env, primals)
+        return step(env, (*self.state.tensors, *as_specified(tensors, step.specs)))
 
     def _run_traced_by_torch(self, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any]
                              ) -> Any:  # fmt: skip
