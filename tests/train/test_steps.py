@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import random
 import re
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import strop
+from strop.errors import CaptureError
 from strop.frontend.capture import TensorSpec
 from strop.frontend.step import capture_step
 from tests.train.compiled import (
@@ -85,6 +87,27 @@ class Checkpointed(nn.Module):
         return checkpoint(lambda y: F.silu(self.up(y)), x, use_reentrant=False)
 
 
+class Counting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.calls = nn.Linear(4, 6), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.up(x)
+
+
+class Rolling(nn.Module):
+    """Layers are left out by chance."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(4, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.up(x) if random.random() < 2 else x
+
+
 class Passing(nn.Module):
     """Gives an argument back beside its result."""
 
@@ -101,9 +124,10 @@ class Passing(nn.Module):
     [
         (Normed, "mutation|writes into"),
         (Checkpointed, r"torch\.utils\.checkpoint"),
+        (Counting, "it sets calls of a Counting"),
         (Passing, "shares memory with an argument"),
     ],
-    ids=["batch_norm", "checkpoint", "argument"],
+    ids=["batch_norm", "checkpoint", "attribute", "argument"],
 )
 def test_left_to_torch_with_a_reason(make: Any, reason: str) -> None:
     eager, x = make().train(), torch.randn(5, 4)
@@ -114,6 +138,7 @@ def test_left_to_torch_with_a_reason(make: Any, reason: str) -> None:
         (found[0] if isinstance(found, tuple) else found).square().sum().backward()
         results.append([*(p.grad for p in net.parameters()), *net.buffers()])
     torch.testing.assert_close(results[1], results[0])
+    assert getattr(ours, "calls", 1) == 1, "as in eager"
     (found,) = ours.forward.traced_by_torch
     assert re.search(reason, found)
     assert f"traced by torch 1x: {found}" in str(strop.explain(ours))
@@ -247,7 +272,19 @@ def test_every_error_of_a_module_is_its_own() -> None:
     ours = optimised(Refusing(), strict=False)
     with pytest.raises(ValueError, match="three rows"):
         ours(torch.randn(3, 4))
-    ours(torch.randn(2, 4)).sum().backward()
+    assert len(ours.forward.traced_by_torch) == 1
+    for rows in (2, 5):
+        ours(torch.randn(rows, 4)).sum().backward()
+    assert sum(ours.forward.traced_by_torch.values()) == 1, "the wrong call alone"
+    assert roles(ours.forward.log) == PAIR
+
+
+def test_chance_of_python_is_no_part_of_a_graph() -> None:
+    module, before = Rolling(), random.getstate()
+    spec = TensorSpec(("b", "4"), torch.float32, torch.device("cpu"))
+    with pytest.raises(CaptureError, match="draws random numbers in Python"):
+        capture_step(module, module.forward, [spec], {"b": 3}, [True, True, False])
+    assert random.getstate() == before
 
 
 def test_sizes_stay_symbols() -> None:

@@ -37,6 +37,8 @@ from strop.runtime.signature import Shapes, Skeleton, rebuild, solve_roots
 from strop.runtime.state import ModuleState
 from strop.runtime.variants import REFUSALS, device_of, library_for
 
+MOST_STEPS = 16  # pairs that differ in sizes alone
+
 
 @dataclass(frozen=True, slots=True)
 class Given:
@@ -122,6 +124,7 @@ class Steps:
     log: AotLog
     by_key: dict[Hashable, list[Step]] = field(default_factory=dict)
     refused: dict[Hashable, str] = field(default_factory=dict)  # why torch traces these calls
+    latest_refusal: Hashable = None
 
     def get(self, state: ModuleState, skeleton: Skeleton, tensors: Sequence[Tensor], shapes: Shapes
             ) -> tuple[Step, dict[str, int]]:  # fmt: skip
@@ -134,6 +137,10 @@ class Steps:
             if env is not None:
                 return step, env
         if key in self.refused:
+            raise UnsupportedError(self.refused[key])
+        self.latest_refusal = key
+        if len(self.by_key.get(key, ())) >= MOST_STEPS:
+            self.refused[key] = f"it has {MOST_STEPS} pairs of graphs, each for some sizes only"
             raise UnsupportedError(self.refused[key])
         exact = replace(shapes, hints=solve_roots(shapes.specs, sizes), is_exact=True)
         for tried in (shapes, exact):  # the usual hints may give guards that exclude this call
@@ -151,6 +158,10 @@ class Steps:
         )
         raise ShapeError(self.refused[key])
 
+    def forget_refusal(self) -> None:
+        """The latest call was wrong in itself, which says nothing of others like it."""
+        self.refused.pop(self.latest_refusal, None)
+
     def _make(self, state: ModuleState, skeleton: Skeleton, shapes: Shapes, wants: tuple[bool, ...]
               ) -> Step:  # fmt: skip
         device = device_of(state, shapes)
@@ -158,22 +169,28 @@ class Steps:
         library.warm_up()
         try:
             with collection_paused():
-                captured = self._captured(skeleton, shapes, wants)
+                captured = self._captured(state, skeleton, shapes, wants)
                 if captured.state_names != tuple(state.names):
                     raise UnsupportedError("the module's parameters are not those of its graph")
                 return self._compiled(captured, device, library, wants)
         finally:
             library.cool_down()
 
-    def _captured(self, skeleton: Skeleton, shapes: Shapes, wants: tuple[bool, ...]
-                  ) -> CapturedStep:  # fmt: skip
+    def _captured(self, state: ModuleState, skeleton: Skeleton, shapes: Shapes,
+                  wants: tuple[bool, ...]) -> CapturedStep:  # fmt: skip
         clone = clone_structure(self.module)
 
         def call(*tensors: Tensor) -> Any:
             args, kwargs = rebuild(skeleton, tensors)
             return clone(*args, **kwargs)
 
-        return capture_step(clone, call, shapes.specs, shapes.hints, wants)
+        try:
+            captured = capture_step(clone, call, shapes.specs, shapes.hints, wants)
+        finally:  # also of a trace that failed: else its failure would be another module's
+            written = state.ignore_own_writes()
+        if written:
+            raise UnsupportedError(f"it writes {', '.join(sorted(written))} when it runs")
+        return captured
 
     def _compiled(self, captured: CapturedStep, device: torch.device, library: KernelLibrary,
                   wants: tuple[bool, ...]) -> Step:  # fmt: skip

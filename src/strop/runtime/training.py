@@ -60,7 +60,11 @@ class TrainingDispatcher(Dispatcher):
         try:
             result = self._run_step(args, kwargs)
         except REFUSALS as refusal:
-            result = self._run_traced_by_torch(str(refusal), args, kwargs)
+            try:
+                result = self._run_traced_by_torch(str(refusal), args, kwargs)
+            except Exception:
+                self.steps.forget_refusal()
+                raise
         self.trained_calls += 1
         return result
 
