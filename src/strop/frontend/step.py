@@ -143,8 +143,9 @@ def capture_step(
         primals = [t.requires_grad_(w) for t, w in zip(primals, wants, strict=True)]
         with _no_effects(module), tracing(module, mode, _Retarget(), origins):
             gm = make_fx(flat, joint.DECOMPOSITIONS, tracing_mode="real")(*primals)
-        _tidy(gm)
+        _arrange(gm)
         make_functional(gm)
+        gm.graph.eliminate_dead_code()  # not before: what is written to may be read by nobody
     _check_aliases(gm, flat)
     sizes = known_sizes(module, shape_env, gm, roots, specs, hints, fixes_numbers=False)
     return CapturedStep(gm, tuple(state), sizes, origins, flat.leaves, flat.out_spec,
@@ -165,8 +166,8 @@ def _tangent(number: int, result: Tensor) -> Tensor:
     return fake
 
 
-def _tidy(gm: GraphModule) -> None:
-    """Placeholders first; nothing that is only there for autograd."""
+def _arrange(gm: GraphModule) -> None:
+    """Placeholders first; no detached values, which are there for autograd alone."""
     graph = gm.graph
     given = [node for node in graph.nodes if node.op == "placeholder"]
     for before, node in itertools.pairwise(given):
@@ -174,7 +175,6 @@ def _tidy(gm: GraphModule) -> None:
     for node in graph.find_nodes(op="call_function", target=torch.ops.aten.detach.default):
         node.replace_all_uses_with(node.args[0])
         graph.erase_node(node)
-    graph.eliminate_dead_code()
     graph.set_codegen(CodeGen())  # it is never run, and has more placeholders than arguments
     gm.recompile()
 
