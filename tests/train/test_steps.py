@@ -219,12 +219,11 @@ def test_a_batch_of_one_and_a_large_one() -> None:
     assert roles(ours.forward.log) == PAIR
 
 
-@pytest.mark.parametrize("dtype", [torch.int64, torch.float32], ids=str)
-def test_timesteps_of_any_type(dtype: torch.dtype) -> None:
+def test_timesteps_that_are_integers() -> None:
     """The UNet's adapter has them read as numbers of one type."""
     make, args = MODELS["unet"]
     eager, given = make().train(), list(args(1))
-    given[1] = torch.tensor([3, 500, 998])[: len(given[0])].to(dtype)
+    given[1] = torch.tensor([3, 500, 998])[: len(given[0])]
     ours = optimised(copy.deepcopy(eager))
     torch.testing.assert_close(ours(*given).sample, eager(*given).sample, rtol=1e-3, atol=1e-4)
     assert ours.forward.traced_by_torch == {}
