@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,15 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
         interpreted.use(monkeypatch)
         return "cpu"
     return str(request.param)
+
+
+@pytest.fixture
+def fresh() -> Iterator[None]:
+    """torch knows of no compiled code, and draws the same numbers for each test."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    yield
+    torch._dynamo.reset()
 
 
 @pytest.fixture(scope="session")

@@ -21,12 +21,7 @@ from tests.train.compiled import options, roles
 Function = Callable[..., Tensor]
 
 
-@pytest.fixture(autouse=True)
-def fresh():
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("fresh")
 
 
 def _labels(x: Tensor, classes: int) -> Tensor:

@@ -31,12 +31,7 @@ from tests.train.compiled import (
 PAIR = ["backward", "forward"]
 
 
-@pytest.fixture(autouse=True)
-def fresh():
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("fresh")
 
 
 def optimised(module: nn.Module, **changes: Any) -> Any:

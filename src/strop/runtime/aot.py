@@ -115,9 +115,7 @@ def _compile(gm: GraphModule, inputs: Sequence[Any], job: Job) -> Any:
         library.warm_up(FEW_WORKERS if records else None)
         with collection_paused():
             program, compiled, constants = _program(gm, inputs, job)
-        if program.foreign_calls and options.strict:
-            raise UnsupportedError(f"operators without a row: {', '.join(program.foreign_calls)}"
-                                   " (strict=True forbids them)")  # fmt: skip
+        refuse_foreign(program, options)
     except (UnsupportedError, ShapeError) as error:
         if options.strict:
             raise
@@ -129,12 +127,19 @@ def _compile(gm: GraphModule, inputs: Sequence[Any], job: Job) -> Any:
     library.build(needed)
     library.cool_down()
     built = library.counts[0] - before
-    roots = [_root(fx.meta["val"]) for fx in gm.graph.nodes if fx.op == "placeholder"]
+    roots = [root_of(fx.meta["val"]) for fx in gm.graph.nodes if fx.op == "placeholder"]
     checked = compiled if options.check else None
     later = library.later([source for source in program.sources if source not in needed])
     runner = AotProgram(program, library, device, roots, constants, checked, later)
     records.append(AotRecord(compiled, time.perf_counter() - started, built, job.role, runner))
     return _boxed(runner)
+
+
+def refuse_foreign(program: Program, options: Options) -> None:
+    """Raise UnsupportedError for operators that torch would run, where ``strict`` forbids that."""
+    if program.foreign_calls and options.strict:
+        raise UnsupportedError(f"operators without a row: {', '.join(program.foreign_calls)}"
+                               " (strict=True forbids them)")  # fmt: skip
 
 
 def _note_fallback(gm: GraphModule, reason: str, into: AotLog) -> None:
@@ -200,7 +205,7 @@ def _device_of(inputs: Sequence[Any]) -> torch.device:
     return kinds.pop() if kinds else torch.device("cpu")
 
 
-def _root(value: Any) -> Any:
+def root_of(value: Any) -> Any:
     """What a placeholder tells about sizes: a SymInt's expression, or a tensor's sizes."""
     if isinstance(value, Tensor):
         return tuple(value.shape)
@@ -250,9 +255,11 @@ class AotProgram:
         tensors = [self._placed(a) if is_tensor else None
                    for a, is_tensor in zip(arguments, self._is_tensor, strict=True)]  # fmt: skip
         with self._lock, torch.no_grad():
-            key: Hashable = None if env is None else tuple(env.values())
-            if env is None:
-                key = tuple(a.shape if isinstance(a, Tensor) else a for a in arguments)
+            key: Hashable = (
+                tuple(a.shape if isinstance(a, Tensor) else a for a in arguments)
+                if env is None
+                else tuple(env.values())
+            )
             stream = 0
             if self.device.type == "cuda":
                 stream = torch.cuda.current_stream(self.device).cuda_stream

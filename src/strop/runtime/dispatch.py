@@ -440,8 +440,7 @@ class Dispatcher:
         self._ready[key] = untaken
         if entry.aliases or len(args) != len(tensors) or not all(map(is_, args, tensors)):
             return
-        if any(t.to(s.dtype).contiguous(memory_format=s.memory_format) is not t
-               for t, s in zip(tensors, entry.variant.specs, strict=True)):  # fmt: skip
+        if not all(map(is_, as_specified(tensors, entry.variant.specs), tensors)):
             return
         is_unchanged, bound = self.state.comparison(), entry.bounds[0]
         run = bound.straight(_structured(entry.variant.out_spec, len(bound.program.returned)))

@@ -15,6 +15,7 @@ from strop.frontend.capture import TensorSpec
 from strop.frontend.objects import class_named, is_cache, is_cache_class, made
 from strop.ir.dims import symbol
 from strop.ir.graph import Ref
+from strop.ir.program import Guard
 
 # nested tuples of ("list"|"tuple"|"dict"|..., ...), Ref for a tensor, numbers as (type name, text):
 # 1, 1.0 and True are equal keys but other programs
@@ -190,6 +191,17 @@ def _symbolic_dims(t: Tensor) -> tuple[int, ...]:
     if t.dim() in (2, 3):
         return tuple(range(t.dim()))
     return (0,) if t.dim() else ()
+
+
+def served_sizes(specs: Sequence[TensorSpec], guards: Sequence[Guard],
+                 shapes: Sequence[Sequence[int]]) -> dict[str, int] | None:  # fmt: skip
+    """Values of the roots; None for arguments that a graph with these guards does not serve."""
+    try:
+        env = solve_roots(specs, shapes)
+    except ShapeError:
+        return None
+    is_positive = all(size > 0 for size in env.values())  # guards were made for such sizes
+    return env if is_positive and all(guard.holds(env) for guard in guards) else None
 
 
 def solve_roots(specs: Sequence[TensorSpec], shapes: Sequence[Sequence[int]]) -> dict[str, int]:

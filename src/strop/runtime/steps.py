@@ -29,11 +29,11 @@ from strop.ir.graph import Ref
 from strop.ir.program import Guard
 from strop.options import Options
 from strop.patterns import registry
-from strop.runtime.aot import AotLog, AotProgram, AotRecord
+from strop.runtime.aot import AotLog, AotProgram, AotRecord, refuse_foreign, root_of
 from strop.runtime.garbage import collection_paused
 from strop.runtime.kernels import KernelLibrary
 from strop.runtime.partition import Joint
-from strop.runtime.signature import Shapes, Skeleton, rebuild, solve_roots
+from strop.runtime.signature import Shapes, Skeleton, rebuild, served_sizes, solve_roots
 from strop.runtime.state import ModuleState
 from strop.runtime.variants import REFUSALS, device_of, library_for
 
@@ -66,14 +66,7 @@ class Step:
 
     def env(self, shapes: Sequence[Sequence[int]]) -> dict[str, int] | None:
         """Values of the sizes; None for arguments that this step does not serve."""
-        try:
-            env = solve_roots(self.specs, shapes)
-        except ShapeError:
-            return None
-        is_served = all(size > 0 for size in env.values()) and all(
-            guard.holds(env) for guard in self.guards
-        )
-        return env if is_served else None
+        return served_sizes(self.specs, self.guards, shapes)
 
     def __call__(self, env: Mapping[str, int], primals: Sequence[Tensor]) -> Any:
         results = _Run.apply(self, env, *primals)  # type: ignore[no-untyped-call]
@@ -227,9 +220,7 @@ class _Half:
             library.begin,
         )  # fmt: skip
         program = self.compiled.program
-        if program.foreign_calls and options.strict:
-            raise UnsupportedError(f"operators without a row: {', '.join(program.foreign_calls)}"
-                                   " (strict=True forbids them)")  # fmt: skip
+        refuse_foreign(program, options)
         if is_forward:
             joint.note(gm, program)
         self.needed = program.sources_at(dict(program.hints))
@@ -243,7 +234,7 @@ class _Half:
         self.library.build(self.needed)
         needed = set(self.needed)
         later = self.library.later([s for s in program.sources if s not in needed])
-        roots = [tuple(v.shape) if isinstance(v, Tensor) else v for v in self.values]
+        roots = list(map(root_of, self.values))
         runner = AotProgram(program, self.library, device, roots, self.constants,
                             self.compiled if self.is_checked else None, later)  # fmt: skip
         seconds = self.seconds + time.perf_counter() - started

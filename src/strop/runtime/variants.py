@@ -39,6 +39,7 @@ from strop.runtime.signature import (
     described,
     is_foreign,
     rebuild,
+    served_sizes,
     solve_roots,
 )
 from strop.runtime.state import ModuleState
@@ -69,13 +70,7 @@ class Variant:
 
     def env(self, sizes: Sizes) -> dict[str, int] | None:
         """Values of the symbolic sizes; None for arguments that this graph does not serve."""
-        try:
-            env = solve_roots(self.specs, sizes)
-        except ShapeError:
-            return None
-        is_positive = all(size > 0 for size in env.values())  # guards were made for such sizes
-        is_served = is_positive and all(guard.holds(env) for guard in self.program.guards)
-        return env if is_served else None
+        return served_sizes(self.specs, self.program.guards, sizes)
 
 
 @dataclass
