@@ -13,7 +13,7 @@ READY := .venv/.ready
 help:
 	@echo "make demo    draw pictures with the model inside, before and after (demo.png, demo_compare.png)"
 	@echo "make test    lint, then every test (those that need a GPU skip themselves without one)"
-	@echo "make fuzz    10,000 random programs, other ones each time (nightly; STROP_FUZZ_EXAMPLES=n)"
+	@echo "make fuzz    10,000 random programs, other ones each time (nightly; FUZZ_EXAMPLES=n)"
 	@echo "make lint    ruff check, ruff format --check, mypy --strict"
 	@echo "make bench   what the benchmarks measure, and how to run them"
 	@echo "make clean   remove what the others made, .venv included"
@@ -24,7 +24,7 @@ demo: $(READY)
 test: lint
 	$(BIN)/python -m pytest
 
-fuzz: export STROP_FUZZ_EXAMPLES ?= 10000
+fuzz: export FUZZ_EXAMPLES ?= 10000
 fuzz: $(READY)
 	$(BIN)/python -m pytest tests/fuzz --show-capture=no
 

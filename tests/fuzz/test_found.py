@@ -40,6 +40,12 @@ FOUND = {
     "view_of_a_copy": case(
         "2*s", "v0 = F.pad(x0, (0, 0), value=1)", "v1 = v0.unflatten(0, (-1, 2))",
         results="v1 v0"),
+    "written_through_a_view": case(
+        "b s 4", "v0 = torch.tanh(x0)", "v1 = v0.permute(1, 2, 0)", "v2 = v1.mul_(0.5)",
+        results="v2 x0 v0 v1"),
+    "written_through_a_view_behind": case(
+        "b s 4", "v0 = torch.tanh(x0)", "v1 = v0.permute(1, 2, 0)", "v2 = v1.mul_(0.5)",
+        results="v0 v2"),
     "element": case("4", "v0 = x0.select(0, -1)", results="v0"),
     "part_of_a_reduction": case(
         "b s 4", "v0 = x0.amax(2)", "v1 = v0.select(0, -1)", results="v1 v0"),

@@ -154,8 +154,10 @@ def import_graph(
         if fx.op == "placeholder" and fx in importer.values:
             importer.shared[importer.values[fx]] = storage_of(fx)
     outputs: list[Node] = []
-    first_saved = sum(_is_tensorial(_traced(item)) for item in returned) - num_saved
-    result = [_returned(importer, item, outputs, first_saved) for item in returned]
+    tensors = [item for item in returned if _is_tensorial(_traced(item))]
+    first_saved = len(tensors) - num_saved
+    _lay_out(importer, tensors[:first_saved])
+    result = [_returned(importer, item, outputs) for item in returned]
     graph = finish(importer.builder, inputs, outputs, hints, len(outputs) - first_saved)
     return Imported(graph, result, importer.constants)
 
@@ -177,13 +179,26 @@ def _traced(item: Any) -> Any:
     return item.meta.get("val") if isinstance(item, FxNode) else item
 
 
-def _returned(importer: Importer, item: Any, outputs: list[Node], first_saved: int) -> Any:
+def _lay_out(importer: Importer, returned: Sequence[Any]) -> None:
+    """Results in the memory order that eager gives them, before views of them are given too."""
+    for item in returned:
+        value = importer.values.get(item) if isinstance(item, FxNode) else None
+        if isinstance(value, Node) and value.kind is not Kind.VIEW and value not in importer.shared:
+            laid = _in_user_order(importer, item, value)
+            if laid is not value:
+                importer.shared[value] = storage_of(item)
+                importer.copies[value, storage_of(item)] = laid
+
+
+def _returned(importer: Importer, item: Any, outputs: list[Node]) -> Any:
     value = importer.values.get(item, item) if isinstance(item, FxNode) else item
     if isinstance(value, Node):
-        if not _aliases_as_in_eager(importer, item, value):
+        base = base_of(value)
+        laid = importer.copies.get((base, storage_of(item)))
+        if laid is not None:
+            value = _over(importer.builder, value, base, laid)
+        elif not _aliases_as_in_eager(importer, item, value):
             value = _copied(importer, item, value, len(outputs))
-        elif value.kind is not Kind.VIEW and len(outputs) < first_saved:
-            value = _in_user_order(importer, item, value)
         importer.shared.setdefault(base_of(value), storage_of(item))
         outputs.append(value)
         return Ref(len(outputs) - 1)
