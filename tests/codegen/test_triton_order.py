@@ -39,6 +39,31 @@ def gelu(dtype: torch.dtype, size: int) -> Kernel:
     return Kernel("gelu", Schedule.POINTWISE, (), (axis("i", size),), params, w.take())
 
 
+def gelu_backward(dtype: torch.dtype, size: int) -> Kernel:
+    w = Writer(torch.float32)
+    loads = [w.load(n, index(i=1)) for n in range(2)]
+    w.store(2, index(i=1), w.apply("gelu_backward", *loads, dtype=dtype))
+    params = reads(dtype) + reads(dtype) + writes(dtype)
+    return Kernel("slope", Schedule.POINTWISE, (), (axis("i", size),), params, w.take())
+
+
+def test_the_short_slope_of_gelu_is_as_accurate_as_eager_for_every_number():
+    x = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(F16)
+    grad, found = torch.ones_like(x), torch.empty_like(x)
+    source = emit(gelu_backward(F16, x.numel())).source
+    assert "gelu_slope(" in source.text
+    interpret(source, [grad, x, found], {})
+    eager = torch.ops.aten.gelu_backward(grad, x)
+    assert torch.equal(found.isnan(), eager.isnan())
+    wide = x.double()
+    exact = torch.special.erfc(-wide / math.sqrt(2)) / 2
+    exact += wide * torch.exp(-wide.square() / 2) / math.sqrt(2 * math.pi)
+    usual = wide.abs() < 8
+    ours, theirs = ((y.double() - exact)[usual] for y in (found, eager))
+    assert ours.abs().max() <= 1.001 * theirs.abs().max()
+    assert ours.square().mean() <= 1.001 * theirs.square().mean()
+
+
 def test_the_short_gelu_is_as_accurate_as_eager_for_every_number():
     x = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(F16)
     found = torch.empty_like(x)

@@ -100,13 +100,14 @@ class _Column:
         return BLOCKED_COLS
 
     def _load_bytes(self) -> int:
-        """What the loads of the loop read for one element of the tile."""
+        """What the loads of the loop read from memory for one element of the tile. A group's
+        statistics, which many neighbours share, come from the cache."""
         kernel = self.printer.kernel
-        reduced = {axis.name for axis in self.rows}
+        reduced, along = {axis.name for axis in self.rows}, kernel.cols[-1].name
         return sum(
             kernel.params[stmt.param].dtype.itemsize
             for stmt in kernel.body
-            if isinstance(stmt, Load) and stmt.index.axes & reduced
+            if isinstance(stmt, Load) and stmt.index.axes & reduced and along in stmt.index.axes
         )
 
     @property

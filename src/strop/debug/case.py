@@ -23,8 +23,9 @@ from strop.ir.graph import Graph, Node
 from strop.ir.program import Program
 from strop.ir.serialize import decode, encode, graph_from_json, graph_to_json
 from strop.options import Options
-from strop.runtime.executor import Bound, Workspace
+from strop.runtime.executor import Bound
 from strop.runtime.kernels import kernel_library
+from strop.runtime.memory import Workspace
 from strop.runtime.state import place
 from strop.testing import assert_as_accurate_as_eager
 

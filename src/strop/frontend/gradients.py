@@ -32,7 +32,7 @@ MEAN = 1  # of the numbers that ATen has for the reductions of a loss
 @dataclass(frozen=True, slots=True)
 class Layout:
     """The memory order that a call into torch reads and writes, of its tensors with four dims.
-    Weights stay as they are: their gradients have to lie as they do."""
+    Weights stay as they are."""
 
     order: tuple[int, ...]
     num_operands: int  # that are no weights
@@ -51,7 +51,8 @@ _FORWARD, _BACKWARD = Layout(_BSHD, 3, 1), Layout(_BSHD, 5, 3)
 # Attention as a library lays out its own results. cuDNN's backward wants it so: torch keeps its
 # plan by the strides of query, key and value alone, and uses it for results that lie otherwise too.
 KEPT_LAYOUTS: dict[Any, Layout] = {
-    aten.convolution_backward.default: Layout((0, 2, 3, 1), 2, 1),
+    # a weight's gradient comes as the pictures lie; what becomes of it is laid out as the weight
+    aten.convolution_backward.default: Layout((0, 2, 3, 1), 2, 2),
     aten._scaled_dot_product_cudnn_attention.default: _FORWARD,
     aten._scaled_dot_product_cudnn_attention_backward.default: _BACKWARD,
     aten._scaled_dot_product_flash_attention.default: _FORWARD,

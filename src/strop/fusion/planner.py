@@ -209,7 +209,7 @@ def _in_order(
     graph: Graph, groups: list[Group], calls: list[Node], stored: set[Node]
 ) -> tuple[Group | Node, ...]:
     """Topological order that stays close to the user's (by each step's last node)."""
-    position = {node: i for i, node in enumerate(graph.nodes)}
+    position = _positions(graph)
     steps: list[Group | Node] = [*groups, *calls]
     writer: dict[Node, int] = {}
     for index, step in enumerate(steps):
@@ -239,6 +239,17 @@ def _in_order(
                 heapq.heappush(ready, (rank[reader], reader))
     assert len(order) == len(steps), "the fusion plan has a cycle"
     return tuple(order)
+
+
+def _positions(graph: Graph) -> dict[Node, int]:
+    """Of what lays out a result: that of what it reads. It stands at the end of the graph, and
+    would have to wait there for all the others."""
+    position: dict[Node, int] = {}
+    results = set(graph.outputs)
+    for number, node in enumerate(graph.nodes):
+        source = base_of(node.inputs[0]) if node.op == "copy" and node in results else node
+        position[node] = number if source is node or source.op == "input" else position[source]
+    return position
 
 
 def loaded(step: Group | Node, stored: Set[Node]) -> set[Node]:

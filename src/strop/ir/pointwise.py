@@ -357,7 +357,7 @@ GRADIENTS: tuple[Op, ...] = (
          " + {1} * tl.exp(-0.5 * {1} * {1}) * 0.3989422804014327)",
          "{0} * (sp::half(1 + sp::erf({1} * 0.7071067811865476f))"
          " + {1} * sp::exp(-sp::half({1} * {1})) * 0.3989422804014327f)",
-         when=_is(approximate="none")),
+         when=_is(approximate="none"), triton_half="{0} * gelu_slope({1})"),
     _row("gelu_tanh_backward", (aten.gelu_backward.default,),
          f"{{0}} * {_TANH_OPEN} * (1.0 + {{1}} * (1.0 - {_TANH_OPEN}) * {_TANH_SLOPE})",
          "sp::gelu_tanh_backward({0}, {1})",

@@ -32,9 +32,10 @@ from strop.ir.program import Program
 from strop.options import Options
 from strop.patterns import registry
 from strop.runtime.ahead import Ahead
-from strop.runtime.executor import Bound, Workspace, looks_too_far
+from strop.runtime.executor import Bound, looks_too_far
 from strop.runtime.garbage import collection_paused
 from strop.runtime.kernels import KernelLibrary, kernel_library
+from strop.runtime.memory import workspace_of
 from strop.runtime.partition import Joint
 
 log = logging.getLogger("strop")
@@ -236,7 +237,6 @@ class AotProgram:
         self._later = later or Ahead(())
         self._written = _written_arguments(program)
         self._bounds: dict[Hashable, Bound] = {}
-        self._workspaces: dict[int, Workspace] = {}
         self._lock = threading.Lock()
         self.num_calls = 0
         self.latest: Bound | None = None  # what ran last
@@ -269,7 +269,7 @@ class AotProgram:
                 env = self._env(arguments) if env is None else env
                 if looks_too_far(self.program, env):
                     raise UnsupportedError("an index looks into a dim of 2^31 elements or more")
-                workspace = self._workspaces.setdefault(stream, Workspace(self.device))
+                workspace = workspace_of(self.device, stream)
                 state: list[Tensor | None] = [*(None for _ in arguments), *self._constants]
                 bound = self._bounds[key, stream] = Bound(
                     self.program, env, state, self.library, workspace, stream,

@@ -34,10 +34,10 @@ from strop.runtime.aliases import AliasOfArgument, returned_arguments
 from strop.runtime.executor import (
     FIRST,
     Bound,
-    Workspace,
     looks_too_far,
 )
 from strop.runtime.hoisting import Hoist, Kept, Stamp, Tally, stamp_of
+from strop.runtime.memory import Workspace, workspace_of
 from strop.runtime.short import (
     Short,
     open_entrance,
@@ -180,7 +180,6 @@ def _plain_forward(module: nn.Module) -> Any:
 
 
 _NUMBERS = itertools.count()
-_WORKSPACES: dict[tuple[torch.device, int], Workspace] = {}
 
 
 class Dispatcher:
@@ -484,8 +483,7 @@ class Dispatcher:
         inputs = as_specified(tensors, entry.variant.specs)
         bound = entry.bounds.get(stream)
         if bound is None:
-            place = (entry.device, stream)
-            workspace = _WORKSPACES.setdefault(place, Workspace(entry.device))
+            workspace = workspace_of(entry.device, stream)
             bound = entry.bounds[stream] = self._bound(entry, workspace, stream)
         if entry.uses == 1 and self.options.check and entry.variant.compiled is not None:
             results = self._run_checked(bound, entry.variant.compiled, inputs)

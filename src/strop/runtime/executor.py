@@ -8,7 +8,6 @@ a list of closures.
 from __future__ import annotations
 
 import math
-import threading
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
@@ -28,7 +27,7 @@ from strop.runtime.calls import ALLOCATING, CUDA_ALLOCATING, CUDA_PLANNED_OUT, P
 from strop.runtime.faults import Faults
 from strop.runtime.hoisting import Hoist, Hoisted, Stamp, prologue_of
 from strop.runtime.kernels import BoundKernel, KernelLibrary
-from strop.runtime.memory import Interval, plan_arena, shared
+from strop.runtime.memory import Interval, Workspace, plan_arena, shared
 from strop.runtime.native import BoundKernel as NativeKernel
 from strop.runtime.wide_attention import WideAttention, is_wide
 
@@ -40,20 +39,6 @@ Around = Callable[[int, Callable[[], None]], None]  # runs step n by calling wha
 
 
 FIRST = itemgetter(0)  # what is made of the results where there is one, in no container
-
-
-class Workspace:
-    """Working memory of one stream. It grows; whoever is bound to the old memory binds again."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.memory = torch.empty(0, dtype=torch.uint8, device=device)
-        self.lock = threading.Lock()  # programs of several modules share this memory
-
-    def reserve(self, size_bytes: int) -> Tensor:
-        if self.memory.numel() < size_bytes:
-            self.memory = torch.empty(size_bytes, dtype=torch.uint8, device=self.device)
-        return self.memory
 
 
 class Lease(NamedTuple):
@@ -193,7 +178,8 @@ class Bound:
 
     def _link(self, memory: Tensor) -> None:
         """Build argument arrays and views over this arena."""
-        self._memory = memory
+        # where nothing lies in it, it is not to be kept alive either
+        self._memory = memory if self.arena_bytes else memory.new_empty(0)
         self._slots: list[Tensor | None] = [None] * len(self.program.buffers)
         self._patches: dict[int, list[tuple[BoundKernel, int, int]]] = defaultdict(list)
         self._zeroed: list[Tensor] = []
@@ -209,7 +195,11 @@ class Bound:
         kinds = [buffer.kind for buffer in self.program.buffers]
         self._results = [(n, self._shapes[n], self._strides[n], self.program.buffers[n].dtype)
                          for n, kind in enumerate(kinds) if kind == "result"]  # fmt: skip
-        self._released = [n for n, kind in enumerate(kinds) if kind in ("call", "result")]
+        # arguments too: a backward's are what its forward has kept, half of the device's memory
+        self._released = [
+            *self._arguments,
+            *(n for n, kind in enumerate(kinds) if kind in ("call", "result")),
+        ]
         self._return = [self._link_returned(item) for item in self.program.returned]
 
     def _view(self, number: int, memory: Tensor, offset: int) -> Tensor:
@@ -371,7 +361,9 @@ class Bound:
     @property
     def has_moved(self) -> bool:
         """Whether this was linked to memory that is no longer that of its stream."""
-        return self._memory is not self._workspace.memory or self.hoisted.has_moved
+        if self._memory is None or self.hoisted.has_moved:
+            return True
+        return self.arena_bytes > 0 and self._memory is not self._workspace.memory
 
     def _begin(self, inputs: Sequence[Tensor]) -> None:
         self.raise_faults()  # on a GPU those of earlier runs
@@ -379,7 +371,7 @@ class Bound:
         if self.has_moved:
             self._link(memory)
         if leases.are_wanted():
-            leases.note(Lease(self._faults, (self, memory, self._zeroed)))
+            leases.note(Lease(self._faults, (self, self._memory, self._zeroed)))
         for number, tensor in zip(self._arguments, inputs, strict=True):
             self._fill(number, tensor)
 
@@ -430,11 +422,13 @@ class Bound:
         calls = [kernel.call for kernel in kernels]
         places = [(which, kernel.pointers, place, move) for which, kernel, place, move in patches]
         workspace, memory, lock = self._workspace, self._memory, self._workspace.lock
+        uses_memory = self.arena_bytes > 0
         address, count = Tensor.data_ptr, len(self._arguments)
 
         def run(inputs: Sequence[Tensor]) -> Any:
             with lock:
-                if workspace.memory is not memory or self.around is not None:
+                has_moved = uses_memory and workspace.memory is not memory
+                if has_moved or self.around is not None:
                     return None
                 tensors = [*inputs]
                 for shape, strides, dtype in looks:

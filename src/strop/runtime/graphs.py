@@ -19,8 +19,9 @@ import torch
 from torch import Tensor
 
 from strop.frontend.capture import TensorSpec
-from strop.runtime.executor import Bound, Workspace
+from strop.runtime.executor import Bound
 from strop.runtime.hoisting import Stamp
+from strop.runtime.memory import Workspace
 
 T = TypeVar("T")
 _KERNEL_NODE = 0  # CUgraphNodeType

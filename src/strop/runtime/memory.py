@@ -1,4 +1,6 @@
-"""Arena offsets from live ranges: greedy by size, which meets the liveness bound in practice.
+"""Working memory, and where in it values lie.
+
+Offsets come from live ranges: greedy by size, which meets the liveness bound in practice.
 
 Measured on SD1.5, SDXL and the VAE: the result equals the largest sum of values alive at once
 (compiler_feasibility study, section 2). Source of the heuristic: Pisarchyk and Lee, "Efficient
@@ -7,10 +9,36 @@ Memory Management for Deep Neural Net Inference", arXiv:2001.03288, "greedy by s
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import torch
+from torch import Tensor
+
 ALIGNMENT_BYTES = 256
+
+
+class Workspace:
+    """Working memory of one stream. It grows; whoever is bound to the old memory binds again."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.memory = torch.empty(0, dtype=torch.uint8, device=device)
+        self.lock = threading.Lock()  # programs of several modules share this memory
+
+    def reserve(self, size_bytes: int) -> Tensor:
+        if self.memory.numel() < size_bytes:
+            self.memory = torch.empty(size_bytes, dtype=torch.uint8, device=self.device)
+        return self.memory
+
+
+_WORKSPACES: dict[tuple[torch.device, int], Workspace] = {}
+
+
+def workspace_of(device: torch.device, stream: int) -> Workspace:
+    """What all programs on this stream take turns in, forward and backward of a step too."""
+    return _WORKSPACES.setdefault((device, stream), Workspace(device))
 
 
 @dataclass(frozen=True, slots=True)

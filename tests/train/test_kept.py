@@ -1,0 +1,121 @@
+"""What a training step keeps for its backward pass, and for how long."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import strop
+from strop.ir.affine import base_of
+from strop.ir.graph import Graph, Node
+from strop.ir.program import CallStep, Program
+from tests.train.compiled import gradients, options
+
+pytestmark = pytest.mark.usefixtures("fresh")
+PICTURES = torch.Size((2, 16, 8, 8))
+
+
+class Widened(nn.Module):
+    """A norm of fp32 between convolutions in bf16, as autocast makes it on a GPU; the shortcut's
+    convolution gets a copy, as diffusers has one made contiguous."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.after, self.short = (nn.Conv2d(16, 16, k, padding=k // 2)
+                                               for k in (3, 3, 1))  # fmt: skip
+        self.norm = nn.GroupNorm(4, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        middle = torch.cat([self.before(x)[:, :8], x[:, 8:].bfloat16()], 1)
+        narrow = F.silu(self.norm(middle.float())).bfloat16()
+        return self.after(narrow) + self.short(middle.clone())
+
+
+def step_of(module: nn.Module) -> dict[str, Any]:
+    """The two records of a step in bf16."""
+    ours = strop.optimize(module.train(), train=True, options=options())
+    gradients(ours, (torch.randn(PICTURES),), torch.bfloat16)
+    assert ours.forward.traced_by_torch == {}
+    return {record.role: record.compiled for record in ours.forward.log.records}
+
+
+def kept(graph: Graph) -> list[Node]:
+    """Pictures among what the forward leaves for the backward."""
+    saved = graph.outputs[len(graph.outputs) - graph.num_saved :]
+    return [node for node in saved if len(node.shape) == 4 and node.shape[2:] != (1, 1)]
+
+
+def test_nothing_is_kept_twice_or_wider_than_it_came() -> None:
+    (forward,) = (c for role, c in step_of(Widened()).items() if role == "forward")
+    found = [node for node in kept(forward.graph) if str(node.shape[0]) == "b"]
+    assert all(node.dtype == torch.bfloat16 for node in found), found
+    bases = [base_of(node) for node in found]
+    assert len(bases) == len(set(bases)) == 3, "x, what is normed, and what it becomes"
+
+
+def position_of_call(program: Program, operator: str) -> list[int]:
+    return [n for n, step in enumerate(program.steps)
+            if isinstance(step, CallStep) and operator in str(dict(step.attrs).get("target"))
+            ]  # fmt: skip
+
+
+def test_gradients_are_laid_out_as_they_come() -> None:
+    """At the end all of them, in the type of the products, would be there at once."""
+    module = Widened().to(memory_format=torch.channels_last)  # results are laid out so
+    program = step_of(module)["backward"].program
+    calls = position_of_call(program, "convolution_backward")
+    weights = [program.steps[call].outputs[1] for call in calls]
+    laid = [next(n for n, step in enumerate(program.steps) if number in _reads(step))
+            for number in weights]  # fmt: skip
+    assert len(calls) == 3
+    assert max(laid[:-1]) < max(calls)
+
+
+def _reads(step: Any) -> list[int]:
+    return [r.buffer for r in step.inputs] if isinstance(step, CallStep) else list(step.buffers)
+
+
+def test_a_backward_leaves_nothing_behind() -> None:
+    module = Widened().train()
+    ours = strop.optimize(module, train=True, options=options())
+    held: list[weakref.ref[Tensor]] = []
+
+    class Watch(torch.autograd.graph.saved_tensors_hooks):
+        def __init__(self) -> None:
+            super().__init__(self.pack, lambda t: t)
+
+        def pack(self, t: Tensor) -> Tensor:
+            copy = t.clone()
+            held.append(weakref.ref(copy))
+            return copy
+
+    x = torch.randn(PICTURES)
+    with Watch(), torch.autocast("cpu", torch.bfloat16):
+        loss = ours(x).float().square().mean()
+    loss.backward()
+    del loss
+    gc.collect()
+    assert len(held) > 5
+    assert not [ref for ref in held if ref() is not None]
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["optimize", "torch.compile"])
+def test_a_call_leaves_no_argument_behind(compiled: bool) -> None:
+    module = nn.Sequential(nn.Linear(8, 8), nn.SiLU()).eval()
+    torch._dynamo.reset()
+    fast = (torch.compile(module, backend="strop", dynamic=False, options={"strict": True})
+            if compiled else strop.optimize(module, options=options()))  # fmt: skip
+    x = torch.randn(3, 8)
+    alive = weakref.ref(x)
+    with torch.no_grad():
+        for _ in range(3):
+            fast(x)
+    del x
+    gc.collect()
+    assert alive() is None
