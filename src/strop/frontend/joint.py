@@ -15,10 +15,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch._decomp import get_decompositions
+from torch.fx import GraphModule, Node
+from torch.utils.checkpoint import CheckpointPolicy
 
+from strop.frontend.functional import storage_of
 from strop.ir import philox
 
 aten = torch.ops.aten
+TANGENT = "tangents_"  # torch's partitioners know them by this name
+_CONVOLUTIONS = {
+    aten.convolution.default,
+    aten.convolution_backward.default,
+}
+_HALVES = (torch.float16, torch.bfloat16)
 _library = torch.library.Library("strop", "FRAGMENT")
 _library.define("group_statistics(Tensor x, int groups, float eps) -> (Tensor, Tensor)")
 _library.define("layer_statistics(Tensor x, int dims, float eps) -> (Tensor, Tensor)")
@@ -149,3 +158,40 @@ DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
     aten.native_group_norm.default: _group_norm,
     aten.native_layer_norm.default: _layer_norm,
 }
+
+
+def keep_less(joint: GraphModule) -> None:
+    """What torch's min-cut is to know of our kernels: tags, and readers moved to other values."""
+    _drop_clones(joint)
+    _widen_again(joint)
+
+
+def _widen_again(joint: GraphModule) -> None:
+    """Have casts to fp32 that a backward operator reads computed again, of half as many bytes.
+
+    Under autocast a norm gets an fp32 copy of its input. The min-cut takes operators for kernels of
+    their own, which need the copy in memory, and so kept it; our kernels read what was cast.
+    """
+    behind: set[Node] = set()  # what depends on gradients
+    for node in joint.graph.nodes:
+        is_gradient = node.op == "placeholder" and node.name.startswith(TANGENT)
+        if is_gradient or not behind.isdisjoint(node.all_input_nodes):
+            behind.add(node)
+    for cast in joint.graph.find_nodes(op="call_function", target=aten._to_copy.default):
+        if cast in behind or behind.isdisjoint(cast.users) or "recompute" in cast.meta:
+            continue
+        if cast.meta["val"].dtype == torch.float32 and cast.args[0].meta["val"].dtype in _HALVES:
+            cast.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+            cast.meta["ac_graph_id"] = 0  # torch 2.11 compares those of neighbours
+
+
+def _drop_clones(joint: GraphModule) -> None:
+    """Have convolutions read what was made contiguous for them: they lay out their operands
+    themselves, and a backward that reads value and clone would have both kept."""
+    for clone in joint.graph.find_nodes(op="call_function", target=aten.clone.default):
+        source = clone.args[0]
+        is_view = storage_of(source) in map(storage_of, source.all_input_nodes)
+        readers = {user.target for user in clone.users}
+        if source.op == "call_function" and not is_view and readers <= _CONVOLUTIONS:
+            clone.replace_all_uses_with(source)
+            joint.graph.erase_node(clone)

@@ -48,10 +48,10 @@ from strop.frontend.capture import (
     without_empty,
 )
 from strop.frontend.functional import make_functional, storage_of
+from strop.frontend.joint import TANGENT
 from strop.frontend.operators import COMPOSITES
 from strop.ir.graph import Ref
 
-TANGENT = "tangents_"  # torch's partitioners know them by this name
 # looked up at each call by whatever has imported ``checkpoint``
 _CHECKPOINTS = ("_checkpoint_without_reentrant_generator", "CheckpointFunction")
 _TABLE = {**COMPOSITES, **joint.RETARGET}

@@ -20,16 +20,10 @@ from torch.fx import GraphModule, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
 from strop.errors import ShapeError, UnsupportedError
-from strop.frontend.functional import storage_of
 from strop.frontend.importer import memory_order
-from strop.frontend.step import TANGENT
+from strop.frontend.joint import keep_less
 from strop.ir.program import Program
 
-_CONVOLUTIONS = {
-    torch.ops.aten.convolution.default,
-    torch.ops.aten.convolution_backward.default,
-}
-_HALVES = (torch.float16, torch.bfloat16)
 Order = tuple[int, ...] | None
 LEAST_BUDGET = 1e-3  # at 0 torch computes seeds again, which would be other ones
 
@@ -53,8 +47,7 @@ class Joint:
                   **keywords: Any) -> tuple[GraphModule, GraphModule]:  # fmt: skip
         """``partition_fn`` of AOTAutograd."""
         self.num_results = num_fwd_outputs
-        _drop_clones(joint)
-        _widen_again(joint)
+        keep_less(joint)
         for node in joint.graph.nodes:
             if node.target is torch.ops.strop.seed.default:
                 node.meta["recompute"] = CheckpointPolicy.MUST_SAVE  # inside of a checkpoint too
@@ -87,34 +80,3 @@ class Joint:
     def _kept(self, forward: GraphModule) -> list[Node]:
         returned = next(fx for fx in forward.graph.nodes if fx.op == "output").args[0]
         return list(returned[self.num_results :])
-
-
-def _widen_again(joint: GraphModule) -> None:
-    """Have casts to fp32 that a backward operator reads computed again, of half as many bytes.
-
-    Under autocast a norm gets an fp32 copy of its input. The min-cut takes operators for kernels of
-    their own, which need the copy in memory, and so kept it; our kernels read what was cast.
-    """
-    behind: set[Node] = set()  # what depends on gradients
-    for node in joint.graph.nodes:
-        is_gradient = node.op == "placeholder" and node.name.startswith(TANGENT)
-        if is_gradient or not behind.isdisjoint(node.all_input_nodes):
-            behind.add(node)
-    for cast in joint.graph.find_nodes(op="call_function", target=torch.ops.aten._to_copy.default):
-        if cast in behind or behind.isdisjoint(cast.users) or "recompute" in cast.meta:
-            continue
-        if cast.meta["val"].dtype == torch.float32 and cast.args[0].meta["val"].dtype in _HALVES:
-            cast.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
-            cast.meta["ac_graph_id"] = 0  # torch 2.11 compares those of neighbours
-
-
-def _drop_clones(joint: GraphModule) -> None:
-    """Have convolutions read what was made contiguous for them: they lay out their operands
-    themselves, and a backward that reads value and clone would have both kept."""
-    for clone in joint.graph.find_nodes(op="call_function", target=torch.ops.aten.clone.default):
-        source = clone.args[0]
-        is_view = storage_of(source) in map(storage_of, source.all_input_nodes)
-        readers = {user.target for user in clone.users}
-        if source.op == "call_function" and not is_view and readers <= _CONVOLUTIONS:
-            clone.replace_all_uses_with(source)
-            joint.graph.erase_node(clone)

@@ -23,7 +23,8 @@ from strop.codegen.assemble import Signature
 from strop.errors import ShapeError, UnsupportedError
 from strop.frontend.capture import TensorSpec, clone_structure
 from strop.frontend.importer import import_graph
-from strop.frontend.step import TANGENT, CapturedStep, capture_step
+from strop.frontend.joint import TANGENT
+from strop.frontend.step import CapturedStep, capture_step
 from strop.ir.dims import Expr
 from strop.ir.graph import Ref
 from strop.ir.program import Guard
