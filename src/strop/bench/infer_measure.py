@@ -37,7 +37,7 @@ def measure_rows(rows: Sequence[Row], plan: Plan, clock: Clock, save: Save) -> d
     """Strop and its peers on the rows of one model, by the row's name."""
     results: dict[str, Found] = {}
     calls: dict[str, dict[str, timer.Call]] = {}
-    with tempfile.TemporaryDirectory() as cache:
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as cache:
         group = Field.of(rows[0], plan, cache)
         for row in rows:
             refusal = clock.refusal(row.cost_s)
@@ -137,7 +137,7 @@ def _profile(row: Row, calls: Mapping[str, timer.Call], result: Found, group: Fi
 
 def measure_start(row: Row, plan: Plan, clock: Clock, save: Save) -> Found:
     """Seconds from ``optimize`` to the first result, with an empty cache; where they went."""
-    with tempfile.TemporaryDirectory() as cache:
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as cache:
         found = compile_bench.measure_here(row.case(plan.torch_dtype), plan.where, cache, 1)
     stages, first_s = found["stages_s"], found["first_s"]
     split = {"capture": stages["capture"], "kernels": stages["kernels"]}

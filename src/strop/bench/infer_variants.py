@@ -49,7 +49,7 @@ def measure_random(row: Row, plan: Plan, clock: Clock, save: Save) -> Found:
     row = replace(row, steps=min(row.steps, MAX_STEPS))
     result: Found = {"peer": peer, "seed": plan.seed, "steps": row.steps, "shapes": [],
                      "left_out": []}  # fmt: skip
-    with tempfile.TemporaryDirectory() as cache:
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as cache:
         group = Field.of(row, plan, cache)
         longest = 0.0  # that a shape has taken
         for number, (size, batch) in enumerate(row.draws.some(plan.random, plan.seed)):
@@ -109,7 +109,7 @@ def measure_switches(row: Row, plan: Plan, clock: Clock, save: Save) -> Found:
     """One run for each switch of ``Options`` alone switched off, one with all on, all off."""
     switches: dict[str, Found] = {}
     calls: dict[str, timer.Call] = {}
-    with tempfile.TemporaryDirectory() as cache:
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as cache:
         first = Field.of(row, plan, cache)
         needed_s = row.cost_s
         fields_of = {"all on": first}
