@@ -69,7 +69,10 @@ def measure(contender: Contender, plan: Plan, clock: Clock, save: Save) -> Found
     torch._dynamo.reset()  # what other contenders have compiled in this process
     setup, device = setup_here(contender.setup), plan.where
     found: Found = {"setup": asdict(setup), "work": asdict(contender.work)}
-    with torch_set_for(setup, device), tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as cache:
+    with (
+        torch_set_for(setup, device),
+        tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as cache,
+    ):
         loop = Loop(contender.work, setup, device)
         reference = loop.reference_loss()
         timer.give_back(device)

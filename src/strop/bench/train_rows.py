@@ -140,8 +140,12 @@ def _ours(work: Work) -> tuple[Contender, ...]:
     return (
         Contender("strop", work, OURS),
         Contender("strop-graph", work, GRAPH, "whole step in a CUDA graph"),
-        Contender("strop-shadow", work, replace(GRAPH, is_shadow=True),
-                  "bf16 copies of weights; whole step in a CUDA graph"),
+        Contender(
+            "strop-shadow",
+            work,
+            replace(GRAPH, is_shadow=True),
+            "bf16 copies of weights; whole step in a CUDA graph",
+        ),
     )
 
 

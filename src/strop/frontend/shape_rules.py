@@ -1,21 +1,25 @@
-"""Shapes of slices, pools and some gradients while tracing, in arithmetic without a guard.
+"""Shapes of slices, pools, sums and some gradients while tracing, in arithmetic without a guard.
 
 torch 2.11 makes ``x[:, :8]`` of a symbolic size a length that depends on data, unless it can prove
 that there are 8; later ones say min(8, size), as here. And it asks whether the sizes of a pool
 divide, which made a graph for odd pictures and one for even ones.
+
+Others are here for speed: half of the trace of a UNet's training step went into comparing sizes and
+strides of operands that are alike, and into formulas of gradients that are like their inputs.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import SymInt, Tensor
-from torch._prims_common import suggest_memory_format
-from torch._subclasses import fake_impls
+from torch._decomp import decomposition_table
+from torch._prims_common import is_contiguous_for_memory_format_or_false, suggest_memory_format
+from torch._subclasses import FakeTensor, fake_impls
 from torch.fx.experimental.symbolic_shapes import guard_or_false
 
 aten = torch.ops.aten
@@ -26,9 +30,21 @@ Rule = Callable[..., Any]  # of the fake mode, the operator and its arguments; N
 @contextmanager
 def shape_rules() -> Iterator[None]:
     """Not for two threads at once: traces take turns."""
-    table = fake_impls.op_implementations_dict
-    before = {operator: table.get(operator) for operator in RULES}
-    table.update({operator: _first(rule, before[operator]) for operator, rule in RULES.items()})
+    usual, fast = fake_impls.op_implementations_dict, fake_impls.get_fast_op_impls()
+    _ORDERS.clear()
+    with (
+        _replaced(usual, {operator: _first(rule, usual.get(operator))
+                          for operator, rule in RULES.items()}),
+        _replaced(fast, {operator: _fast(operator, rule, fast.get(operator))
+                         for operator, rule in FAST_RULES.items()}),
+    ):  # fmt: skip
+        yield
+
+
+@contextmanager
+def _replaced(table: dict[Any, Rule], rules: Mapping[Any, Rule]) -> Iterator[None]:
+    before = {operator: table.get(operator) for operator in rules}
+    table.update(rules)
     try:
         yield
     finally:
@@ -44,6 +60,21 @@ def _first(rule: Rule, own: Rule | None) -> Rule:
         if found is None:
             return own(mode, func, *args, **kwargs) if own else NotImplemented
         return found
+
+    return apply
+
+
+def _fast(operator: Any, rule: Rule, own: Rule | None) -> Rule:
+    """Asked before torch takes an operator apart, where a size is symbolic."""
+
+    def apply(mode: Any, *args: Any, **kwargs: Any) -> Any:
+        found = rule(mode, *args, **kwargs)
+        if found is not None:
+            return found
+        if own is not None:
+            return own(mode, *args, **kwargs)
+        with mode:
+            return decomposition_table[operator](*args, **kwargs)
 
     return apply
 
@@ -136,28 +167,99 @@ def _empty(mode: Any, x: Tensor, shape: Sequence[Size], dtype: torch.dtype) -> T
 
 
 def _gradient(mode: Any, grad: Tensor, x: Tensor, *args: Any, **kwargs: Any) -> Tensor | None:
-    """Of an activation: like what it is computed from. torch works through its formula."""
-    return _like(mode, x) if grad.dtype == x.dtype and grad.dim() == x.dim() else None
+    """Of an activation: like what arrives."""
+    is_like = grad.dtype == x.dtype and _exact(grad.shape) == _exact(x.shape)
+    return _like(mode, grad) if is_like and _order(grad) else None
 
 
-def _norm_gradients(mode: Any, grad: Tensor, x: Tensor, mean: Tensor, rstd: Tensor,
-                    weight: Tensor | None, n: Any, c: Any, pixels: Any, groups: int,
-                    mask: Sequence[bool]) -> tuple[Tensor | None, ...]:  # fmt: skip
+def _group_norm_gradients(mode: Any, grad: Tensor, x: Tensor, mean: Tensor, rstd: Tensor,
+                          weight: Tensor | None, n: Any, c: Any, pixels: Any, groups: int,
+                          mask: Sequence[bool]) -> tuple[Tensor | None, ...] | None:  # fmt: skip
     """The same for a group norm, whose formula takes a tenth of a second."""
+    if not _order(x):
+        return None
     of_x = _like(mode, x) if mask[0] else None
-    return of_x, *(mean.new_empty((c,), dtype=x.dtype) if wanted else None for wanted in mask[1:])
+    return of_x, *(_fake(mode, x, (c,), (1,)) if wanted else None for wanted in mask[1:])
+
+
+def _layer_norm_gradients(mode: Any, grad: Tensor, x: Tensor, normalized: Sequence[Any],
+                          mean: Tensor, rstd: Tensor, weight: Tensor | None, bias: Tensor | None,
+                          mask: Sequence[bool]) -> tuple[Tensor | None, ...] | None:  # fmt: skip
+    own = (x, weight, bias)
+    is_whole = all(value is not None for wanted, value in zip(mask, own, strict=True) if wanted)
+    if not is_whole or _order(x) != "contiguous":
+        return None
+    return tuple(_like(mode, value) if wanted and value is not None else None
+                 for wanted, value in zip(mask, own, strict=True))  # fmt: skip
+
+
+def _binary(mode: Any, a: Any, b: Any, **kwargs: Any) -> Tensor | None:
+    """Like the operand that has the shape of the result, if it lies in a usual order."""
+    if not isinstance(a, Tensor):
+        a, b = b, a
+    if not isinstance(a, Tensor) or not a.is_floating_point():
+        return None
+    if not isinstance(b, Tensor):
+        return _like(mode, a) if isinstance(b, int | float) and _order(a) else None
+    if a.dtype != b.dtype or a.device != b.device:
+        return None
+    sizes, others = _exact(a.shape), _exact(b.shape)
+    if len(sizes) < len(others) or (sizes != others and not _spreads(others, sizes)):
+        a, b, sizes, others = b, a, others, sizes
+    if sizes == others:
+        return _like(mode, a) if _order(a) and _order(a) == _order(b) else None
+    return _like(mode, a) if _spreads(others, sizes) and _order(a) else None
+
+
+def _spreads(sizes: Sequence[Any], over: Sequence[Any]) -> bool:
+    """Whether each size is 1 or that of the other shape, without asking what symbols are."""
+    if len(sizes) > len(over):
+        return False
+    ends = over[len(over) - len(sizes) :]
+    return all(a == 1 or a == b for a, b in zip(sizes, ends, strict=True))
+
+
+def _exact(sizes: Sequence[Size]) -> tuple[Any, ...]:
+    """As expressions, which compare without guards."""
+    return tuple(s.node.expr if isinstance(s, SymInt) else s for s in sizes)
+
+
+# by shape and strides; "" for any but the two that torch's own rule has
+_ORDERS: dict[tuple[tuple[Any, ...], tuple[Any, ...]], str] = {}
+
+
+def _order(x: Tensor) -> str:
+    key = _exact(x.shape), _exact(x.stride())
+    if key not in _ORDERS:
+        formats = {"contiguous": torch.contiguous_format, "channels last": torch.channels_last}
+        _ORDERS[key] = next((name for name, value in formats.items()
+                             if is_contiguous_for_memory_format_or_false(x, memory_format=value)),
+                            "")  # fmt: skip
+    return _ORDERS[key]
 
 
 def _like(mode: Any, x: Tensor) -> Tensor:
-    with mode:
-        return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
+    return _fake(mode, x, x.shape, x.stride())
+
+
+def _fake(mode: Any, x: Tensor, shape: Sequence[Size], strides: Sequence[Size]) -> Tensor:
+    """On the device and in the type of x."""
+    meta = torch.empty_strided(shape, strides, dtype=x.dtype, device="meta")
+    return FakeTensor(mode, meta, x.device)
 
 
 RULES: dict[Any, Rule] = {
-    aten.silu_backward.default: _gradient,
-    aten.gelu_backward.default: _gradient,
-    aten.native_group_norm_backward.default: _norm_gradients,
     aten.slice.Tensor: _sliced,
     aten.max_pool2d_with_indices.default: _largest,
     aten.avg_pool2d.default: _average,
+}
+FAST_RULES: dict[Any, Rule] = {
+    aten.silu_backward.default: _gradient,
+    aten.gelu_backward.default: _gradient,
+    aten.native_group_norm_backward.default: _group_norm_gradients,
+    aten.native_layer_norm_backward.default: _layer_norm_gradients,
+    aten.add.Tensor: _binary,
+    aten.sub.Tensor: _binary,
+    aten.mul.Tensor: _binary,
+    aten.div.Tensor: _binary,
 }

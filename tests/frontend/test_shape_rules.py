@@ -1,0 +1,129 @@
+"""Rules that stand in for torch's while tracing say what torch's say."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+from strop.frontend.capture import TensorSpec, fake_input, fake_roots
+from strop.frontend.shape_rules import FAST_RULES, shape_rules
+
+aten = torch.ops.aten
+SHAPE = ("b", "8", "2*h", "w")
+HINTS = {"b": 3, "h": 5, "w": 7}
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "contiguous": lambda x: x,
+    "channels_last": lambda x: x.contiguous(memory_format=torch.channels_last),
+    "permuted": lambda x: x.permute(0, 2, 1, 3).contiguous().permute(0, 2, 1, 3),
+    "sliced": lambda x: torch.cat([x, x], 1)[:, :8],
+    "expanded": lambda x: x[:1].expand(x.shape),
+}
+OTHERS: dict[str, Callable[[Tensor], Any]] = {
+    "number": lambda x: 0.5,
+    "whole_number": lambda x: 3,
+    "scalar": lambda x: x.new_ones(()),
+    "wide_scalar": lambda x: x.new_ones((), dtype=torch.float64),
+    "channels": lambda x: x.new_ones((8, 1, 1)),
+    "statistics": lambda x: x.new_ones((x.shape[0], 8, 1, 1)),
+    "row": lambda x: x.new_ones((x.shape[3],)),
+    "across": lambda x: x.new_ones((x.shape[0], 1, 1, x.shape[3])),
+    "wide": lambda x: x.double(),
+    "whole": lambda x: x.int(),
+}
+
+
+def look(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        sizes = [str(s) for s in (*value.shape, *value.stride())]
+        return sizes, value.dtype, value.device
+    return [look(v) for v in value] if isinstance(value, tuple | list) else value
+
+
+def both(make: Callable[[Tensor], Any], dtype: torch.dtype = torch.float32) -> tuple[Any, Any]:
+    """What ``make`` gives by our rules, and by torch's."""
+
+    def found(is_ours: bool) -> Any:
+        env = ShapeEnv()
+        mode = FakeTensorMode(shape_env=env, allow_non_fake_inputs=True)
+        roots = fake_roots(mode, HINTS)
+        with mode:
+            x = fake_input(TensorSpec(SHAPE, dtype, torch.device("cpu")), roots)
+            if not is_ours:
+                result = look(make(x))
+            else:
+                with shape_rules():
+                    result = look(make(x))
+        return result, len(env.guards)
+
+    return found(True), found(False)
+
+
+@pytest.mark.parametrize("other", OTHERS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_sums_and_products_with_others(layout: str, other: str) -> None:
+    def make(x: Tensor) -> list[Tensor]:
+        pair = LAYOUTS[layout](x), OTHERS[other](x)
+        pairs = [pair, pair[::-1]] if isinstance(pair[1], Tensor) else [pair]
+        operators = (torch.add, torch.sub, torch.mul, torch.div)
+        return [op(*operands) for op, operands in itertools.product(operators, pairs)]
+
+    ours, theirs = both(make)
+    assert ours == theirs
+
+
+@pytest.mark.parametrize("second", LAYOUTS)
+@pytest.mark.parametrize("first", LAYOUTS)
+def test_sums_and_gradients_of_two_layouts(first: str, second: str) -> None:
+    def make(x: Tensor) -> list[Tensor]:
+        pair = LAYOUTS[first](x), LAYOUTS[second](x)
+        return [torch.add(*pair, alpha=2), torch.mul(*pair), aten.silu_backward(*pair),
+                aten.gelu_backward(*pair), aten.gelu_backward(*pair, approximate="tanh")
+                ]  # fmt: skip
+
+    ours, theirs = both(make)
+    assert ours == theirs
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.bfloat16], ids=str)
+def test_other_types(dtype: torch.dtype) -> None:
+    ours, theirs = both(lambda x: [x + x, x * 2, x * 0.5, x / x], dtype)
+    assert ours == theirs
+
+
+@pytest.mark.parametrize("mask", [(True, True, True), (True, False, False), (False, True, True)])
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
+def test_gradients_of_norms(layout: str, mask: tuple[bool, ...]) -> None:
+    def group(x: Tensor) -> Any:
+        x = LAYOUTS[layout](x)
+        b, c, h, w = x.shape
+        mean = x.new_ones((b, 4))
+        return aten.native_group_norm_backward(x, x, mean, mean, x.new_ones(c), b, c, h * w, 4,
+                                               list(mask))  # fmt: skip
+
+    def layer(x: Tensor) -> Any:
+        x = LAYOUTS[layout](x)[:, :, 0, :].transpose(1, 2).contiguous()
+        mean, weight = x.new_ones((*x.shape[:2], 1)), x.new_ones(8)
+        return aten.native_layer_norm_backward(x, x, [8], mean, mean, weight, weight, list(mask))
+
+    for make in (group, layer):
+        (ours, _), (theirs, _) = both(make)
+        assert ours == theirs
+
+
+def test_torch_has_its_own_rules_back() -> None:
+    from torch._subclasses import fake_impls
+
+    tables = fake_impls.op_implementations_dict, fake_impls.get_fast_op_impls()
+    before = [dict(table) for table in tables]
+    with shape_rules():
+        assert tables[1][aten.silu_backward.default] is not None
+        assert [dict(table) for table in tables] != before
+    assert [dict(table) for table in tables] == before
+    assert FAST_RULES
