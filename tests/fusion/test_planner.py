@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from strop.diffusion.components import adapter_for
 from strop.fusion.plan import FusionPlan, Group
-from strop.fusion.planner import plan
+from strop.fusion.planner import MOST_STREAMS, plan
 from strop.ir.affine import base_of
 from strop.ir.graph import Graph, Node
 from strop.ir.loops import Schedule
@@ -87,6 +87,17 @@ def test_geglu_is_one_kernel():
 def test_reductions_of_one_input_share_a_kernel(name: str):
     (group,) = planned(name)[1].groups
     assert sum(n.kind is Kind.REDUCTION for n in group.nodes) == 2
+
+
+@pytest.mark.parametrize("dim", [-1, 1])
+def test_a_loop_is_shared_by_as_many_as_leave_a_tile_its_rows(dim: int):
+    def sums(*values: torch.Tensor) -> list[torch.Tensor]:
+        return [value.sum(dim) for value in values]
+
+    count = 3 * MOST_STREAMS
+    graph, _ = run_passes(trace(sums, *["b s 32"] * count, b=2, s=24).graph, Options())
+    groups = plan(graph).groups
+    assert [sum(n.kind is Kind.REDUCTION for n in g.nodes) for g in groups] == [MOST_STREAMS] * 3
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import weakref
 from typing import Any
@@ -79,6 +80,18 @@ def test_gradients_are_laid_out_as_they_come() -> None:
 
 def _reads(step: Any) -> list[int]:
     return [r.buffer for r in step.inputs] if isinstance(step, CallStep) else list(step.buffers)
+
+
+def test_gradients_of_biases_keep_their_digits() -> None:
+    """Eager's are rounded to bf16, as autocast computes them, and then widened."""
+    torch.manual_seed(0)
+    eager = Widened().train()
+    ours = strop.optimize(copy.deepcopy(eager), train=True, options=options())
+    x = torch.randn(PICTURES)
+    mine, theirs = (gradients(m, (x,), torch.bfloat16)["after.bias"] for m in (ours, eager))
+    assert torch.equal(theirs, theirs.bfloat16().float())
+    assert not torch.equal(mine, mine.bfloat16().float())
+    torch.testing.assert_close(mine, theirs, rtol=0.02, atol=1e-4)
 
 
 def test_a_backward_leaves_nothing_behind() -> None:

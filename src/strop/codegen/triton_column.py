@@ -103,11 +103,12 @@ class _Column:
         """What the loads of the loop read from memory for one element of the tile. A group's
         statistics, which many neighbours share, come from the cache."""
         kernel = self.printer.kernel
-        reduced, along = {axis.name for axis in self.rows}, kernel.cols[-1].name
+        reduced = {axis.name for axis in self.rows}
+        along = {axis.name for axis in kernel.cols[-1:] if axis.size != const(1)}
         return sum(
             kernel.params[stmt.param].dtype.itemsize
             for stmt in kernel.body
-            if isinstance(stmt, Load) and stmt.index.axes & reduced and along in stmt.index.axes
+            if isinstance(stmt, Load) and stmt.index.axes & reduced and along <= stmt.index.axes
         )
 
     @property

@@ -1,9 +1,12 @@
-"""Take out what does nothing: x/1, x*1, slices of a cat that undo it, rows flattened for a GEMM.
+"""Take out what does nothing: x/1, x*1, slices of a cat that undo it, rows flattened for a GEMM,
+and the rounding between a sum of halves and its cast to fp32.
 
 Merging equal nodes and folding views needs no rule: ``Builder`` does both on every rewrite.
 """
 
 from __future__ import annotations
+
+import torch
 
 from strop.ir.dims import const
 from strop.ir.graph import Builder, Graph, Node, rewrite
@@ -37,7 +40,19 @@ def simplify(b: Builder, node: Node, inputs: tuple[Node, ...]) -> Node | None:
         return _slice_of_cat(b, node, inputs[0])
     if node.op == "reshape":
         return _linear_of_rows(b, node, inputs[0])
+    if node.op == "cast":
+        return _wide_sum(b, node, inputs[0])
     return None
+
+
+def _wide_sum(b: Builder, node: Node, x: Node) -> Node | None:
+    """A sum has been added up in fp32: gradients of biases under autocast keep these digits."""
+    while x.op == "reshape":
+        x = x.inputs[0]
+    is_half = x.op == "sum" and x.dtype in (torch.float16, torch.bfloat16)
+    if not is_half or node.dtype != torch.float32:
+        return None
+    return b.reshape(b.reduce("sum", x.inputs[0], x.attrs["dims"], node.dtype), node.shape)
 
 
 def _linear_of_rows(b: Builder, node: Node, y: Node) -> Node | None:
