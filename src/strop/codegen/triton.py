@@ -51,7 +51,9 @@ def emit_at(kernel: Kernel, sizes: Mapping[str, int]) -> KernelSource:
 
 
 def _forms(kernel: Kernel) -> Iterable[Form]:
-    if kernel.schedule is Schedule.COLUMN or is_transposing(kernel):
+    if kernel.schedule is Schedule.COLUMN:
+        return triton_column.forms(kernel)
+    if is_transposing(kernel):
         return ()
     by_row = kernel.schedule is Schedule.ROW
     return triton_row.forms(kernel) if by_row else triton_pointwise.forms(kernel)
@@ -91,7 +93,7 @@ def _emit(kernel: Kernel, numbers: tuple[str, ...], most: int | None, as_block: 
     if kernel.schedule is Schedule.ROW:
         grid, num_warps = triton_row.row(printer, is_transposing(kernel), most)
         return _assemble(printer, grid, num_warps)
-    plan = triton_column.column(printer)
+    plan = triton_column.column(printer, most)
     return _assemble(printer, plan.grid, plan.num_warps, plan.scratch, plan.split)
 
 
