@@ -132,3 +132,30 @@ def test_a_call_leaves_no_argument_behind(compiled: bool) -> None:
     del x
     gc.collect()
     assert alive() is None
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+def test_memory_does_not_grow_on_a_gpu() -> None:
+    """Between steps there are weights, gradients and working memory, whatever the size of the last
+    step; and the peak is that of the first time a size came."""
+    device = torch.device("cuda")
+    module = Widened().to(device, memory_format=torch.channels_last).train()
+    ours = strop.optimize(module, train=True, options=options())
+    sizes = [(2, 16, 64, 64), (4, 16, 32, 48), (1, 16, 96, 96)]
+
+    def step(size: tuple[int, ...]) -> None:
+        gradients(ours, (torch.randn(size, device=device),), torch.bfloat16)
+
+    for size in sizes * 2:
+        step(size)
+    after = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    for size in sizes:
+        step(size)
+    peak = torch.cuda.max_memory_allocated()
+    for _ in range(100):
+        for size in sizes:
+            step(size)
+            assert torch.cuda.memory_allocated() == after
+    assert torch.cuda.max_memory_allocated() == peak
