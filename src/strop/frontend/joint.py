@@ -164,6 +164,8 @@ def keep_less(joint: GraphModule) -> None:
     """What torch's min-cut is to know of our kernels: tags, and readers moved to other values."""
     _drop_clones(joint)
     _widen_again(joint)
+    for seed in joint.graph.find_nodes(op="call_function", target=torch.ops.strop.seed.default):
+        seed.meta["recompute"] = CheckpointPolicy.MUST_SAVE  # inside of a checkpoint too
 
 
 def _widen_again(joint: GraphModule) -> None:

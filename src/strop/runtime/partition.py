@@ -17,7 +17,6 @@ from torch._functorch import config
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._guards import TracingContext
 from torch.fx import GraphModule, Node
-from torch.utils.checkpoint import CheckpointPolicy
 
 from strop.errors import ShapeError, UnsupportedError
 from strop.frontend.importer import memory_order
@@ -48,9 +47,6 @@ class Joint:
         """``partition_fn`` of AOTAutograd."""
         self.num_results = num_fwd_outputs
         keep_less(joint)
-        for node in joint.graph.nodes:
-            if node.target is torch.ops.strop.seed.default:
-                node.meta["recompute"] = CheckpointPolicy.MUST_SAVE  # inside of a checkpoint too
         with config.patch(**_CHOICE, activation_memory_budget=max(self.budget, LEAST_BUDGET)):
             forward, backward = min_cut_rematerialization_partition(
                 joint, inputs, num_fwd_outputs=num_fwd_outputs, **keywords
