@@ -6,7 +6,7 @@ A grid of rows x cols for what works on rows, and the GroupNorms of SD1.5, SDXL 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
@@ -189,6 +189,13 @@ def kernel_cases(device_type: str, dtype: torch.dtype) -> tuple[KernelCase, ...]
     cases += [case_of(GROUP_NORM, shape) for shape in image_shapes()]
     limit = LIMIT_BYTES[device_type]
     return tuple(case for case in cases if case.bytes_moved(dtype) <= limit)
+
+
+def cases_at(shapes: Iterable[Shape]) -> tuple[KernelCase, ...]:
+    """Every family at these shapes of a result: rows x cols, or an image of four sizes."""
+    families = (*ROW_FAMILIES, GROUP_NORM)
+    return tuple(case_of(family, shape) for family in families for shape in shapes
+                 if len(shape) == (4 if family is GROUP_NORM else 2))  # fmt: skip
 
 
 def case_of(family: Family, shape: Shape) -> KernelCase:

@@ -32,7 +32,8 @@ MODELS_EXAMPLES = (
 KERNEL_EXAMPLES = (
     "[bold]Examples[/]\n\n"
     "strop bench kernel layer_norm softmax --device cpu\n\n"
-    "strop bench kernel --random 12 --seed 1 -o benchmarks/results/kernels.json"
+    "strop bench kernel --random 12 --seed 1 -o benchmarks/results/kernels.json\n\n"
+    "strop bench kernel group_norm_silu --shape 2x1920x64x64 --shape 1x512x512x512"
 )
 
 BATCHES_EXAMPLES = (
@@ -179,6 +180,14 @@ def kernel(
         int, typer.Option(min=0, help="Draw so many sizes a family instead of the usual grid.")
     ] = 0,
     seed: Annotated[int, typer.Option(help="Of --random.")] = 0,
+    shape: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A size like 4096x768, or 2x320x64x64 of group_norm_silu, instead of the usual "
+            "grid; repeat for more.",
+            show_default=False,
+        ),
+    ] = None,
     samples: Annotated[int, typer.Option(min=3, help="Of each contender, in turns.")] = 10,
     limit: Annotated[
         float,
@@ -194,7 +203,7 @@ def kernel(
     import torch
 
     from strop.bench import kernel as bench_kernel
-    from strop.bench.kernel_cases import GROUP_NORM, ROW_FAMILIES, kernel_cases
+    from strop.bench.kernel_cases import GROUP_NORM, ROW_FAMILIES, cases_at, kernel_cases
 
     if out is not None and not out.parent.is_dir():
         raise CommandError(f"there is no folder {out.parent}; create it: mkdir -p")
@@ -202,9 +211,12 @@ def kernel(
     dtype = torch.float16 if where.type == "cuda" else torch.float32
     known("FAMILIES", families or (), [f.name for f in (*ROW_FAMILIES, GROUP_NORM)])
     known("--peer", peer or (), bench_kernel.PEERS)
-    cases = (bench_kernel.random_cases(random, seed, where.type, dtype) if random
+    cases = (cases_at([_shape(text) for text in shape]) if shape
+             else bench_kernel.random_cases(random, seed, where.type, dtype) if random
              else kernel_cases(where.type, dtype))  # fmt: skip
     chosen = [case for case in cases if not families or case.family in families]
+    if not chosen:
+        raise typer.BadParameter("none of the families has such sizes", param_hint="'--shape'")
     peers = tuple(peer or bench_kernel.PEERS)
     result = _measured_kernels(chosen, where, dtype, peers, samples, limit, apart, out)
     _show_kernels(result | ({"file": str(out)} if out is not None else {}))
@@ -258,6 +270,14 @@ def batches(
     show(header, rows, result)
     counts = result["counts"]
     print(f"strop: {counts['num_graphs']} graphs, {counts['num_recompiles']} recompiles")
+
+
+def _shape(text: str) -> tuple[int, ...]:
+    sizes = text.split("x")
+    if not all(size.isdigit() and int(size) for size in sizes) or len(sizes) not in (2, 4):
+        raise typer.BadParameter(f"{text!r} is not like 4096x768 or 2x320x64x64",
+                                 param_hint="'--shape'")  # fmt: skip
+    return tuple(map(int, sizes))
 
 
 def _measured_kernels(chosen: Sequence[Any], where: Any, dtype: Any, peers: Sequence[str],
