@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from strop.frontend.capture import TensorSpec, fake_input, fake_roots
+from strop.frontend.capture import TensorSpec, capture, fake_input, fake_roots
 from strop.frontend.shape_rules import FAST_RULES, shape_rules
+from strop.frontend.step import capture_step
 
 aten = torch.ops.aten
 SHAPE = ("b", "8", "2*h", "w")
@@ -127,3 +129,41 @@ def test_torch_has_its_own_rules_back() -> None:
         assert [dict(table) for table in tables] != before
     assert [dict(table) for table in tables] == before
     assert FAST_RULES
+
+
+class Picture(nn.Module):
+    """As much of a UNet as asks torch for the order of memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(8, 8, 3, padding=1), nn.GroupNorm(4, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + F.silu(self.norm(self.conv(x)))
+
+
+def test_a_batch_of_one_is_no_other_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Strides of a size 1 say nothing of the order of memory, so torch asks whether it is one."""
+    module = Picture().to(memory_format=torch.channels_last)
+    spec = TensorSpec(SHAPE, torch.float32, torch.device("cpu"), is_channels_last=True)
+    sizes = [{"b": b, "h": h, "w": 7} for b in (1, 2, 5) for h in (1, 3)]
+    wants = [True] * len(list(module.parameters()))
+
+    def served() -> list[bool]:
+        with torch.autocast("cpu", torch.bfloat16):
+            step = capture_step(module, module, (spec,), HINTS, [*wants, False])
+        return [all(guard.holds(size) for guard in step.sizes.guards) for size in sizes]
+
+    assert all(served())
+    monkeypatch.setattr("strop.frontend.step.TracedSizes", ShapeEnv)  # as anybody's trace
+    assert not any(served()[:2])
+
+
+def test_questions_of_the_module_itself_are_guards() -> None:
+    class Asking(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x * 2 if x.shape[0] > 1 else x
+
+    spec = TensorSpec(SHAPE, torch.float32, torch.device("cpu"))
+    guards = capture(Asking(), Asking(), (spec,), HINTS).guards
+    assert not all(guard.holds(HINTS | {"b": 1}) for guard in guards)

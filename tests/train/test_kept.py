@@ -117,6 +117,24 @@ def test_a_backward_leaves_nothing_behind() -> None:
     assert not [ref for ref in held if ref() is not None]
 
 
+def test_nothing_of_a_step_waits_for_the_garbage_collector() -> None:
+    """It would on a GPU, in gigabytes: the collector counts objects, not what they hold."""
+    ours = strop.optimize(Widened().train(), train=True, options=options())
+    x = torch.randn(PICTURES)
+
+    def tensors_after_a_step() -> int:
+        gradients(ours, (x,), torch.bfloat16)
+        return sum(issubclass(type(o), Tensor) for o in gc.get_objects())
+
+    tensors_after_a_step()
+    gc.collect()
+    gc.disable()
+    try:
+        assert len({tensors_after_a_step() for _ in range(3)}) == 1
+    finally:
+        gc.enable()
+
+
 @pytest.mark.parametrize("compiled", [False, True], ids=["optimize", "torch.compile"])
 def test_a_call_leaves_no_argument_behind(compiled: bool) -> None:
     module = nn.Sequential(nn.Linear(8, 8), nn.SiLU()).eval()

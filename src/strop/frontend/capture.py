@@ -43,7 +43,7 @@ from strop.frontend.objects import as_tree
 from strop.frontend.operators import Retarget
 from strop.frontend.python_sizes import symbolic_builtins
 from strop.frontend.quick import without_tensor_meta
-from strop.frontend.shape_rules import shape_rules
+from strop.frontend.shape_rules import TracedSizes, shape_rules
 from strop.frontend.symbols import OutsideLanguage, Symbols
 from strop.ir.dims import Expr, const, parse, symbol
 from strop.ir.program import Guard
@@ -139,7 +139,7 @@ def capture(
     is traced as 0 is no symbol: torch takes symbols to be positive, and keeps no guard on that.
     """
     specs, hints = without_empty(specs, hints)
-    shape_env = ShapeEnv()
+    shape_env = TracedSizes()
     mode = FakeTensorMode(shape_env=shape_env, allow_non_fake_inputs=True)
     mode.cache_enabled = False  # to look up symbolic sizes takes longer than to work results out
     with ONE_AT_A_TIME, settings():

@@ -15,15 +15,18 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import sympy
 import torch
 from torch import SymInt, Tensor
 from torch._decomp import decomposition_table
 from torch._prims_common import is_contiguous_for_memory_format_or_false, suggest_memory_format
 from torch._subclasses import FakeTensor, fake_impls
-from torch.fx.experimental.symbolic_shapes import guard_or_false
+from torch.fx.experimental.sym_node import SymNode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv, guard_or_false
 
 aten = torch.ops.aten
 Size = int | SymInt
+COMPARISONS = "c10/core/SymInt.h"  # the file of those in C++; Python's have none
 Rule = Callable[..., Any]  # of the fake mode, the operator and its arguments; None: torch's own
 
 
@@ -37,8 +40,41 @@ def shape_rules() -> Iterator[None]:
                           for operator, rule in RULES.items()}),
         _replaced(fast, {operator: _fast(operator, rule, fast.get(operator))
                          for operator, rule in FAST_RULES.items()}),
+        _orders_of_larger_sizes(),
     ):  # fmt: skip
         yield
+
+
+class TracedSizes(ShapeEnv):
+    """The sizes of a trace of ours."""
+
+
+@contextmanager
+def _orders_of_larger_sizes() -> Iterator[None]:
+    """Where C++ asks whether a size is above 1, it wants to know in which order memory lies, as
+    strides of a size of 1 say nothing of that. Strides that are right for larger sizes are right
+    for 1 too; with a guard, a batch of 1 would be another graph."""
+    own = SymNode.guard_bool
+
+    def guard_bool(self: SymNode, file: str, line: int) -> bool:
+        env = self.shape_env
+        if isinstance(env, TracedSizes) and file.endswith(COMPARISONS) and _is_above_one(self.expr):
+            with env.suppress_guards():
+                is_larger = own(self, file, line)
+            if is_larger:
+                return True
+        return own(self, file, line)
+
+    SymNode.guard_bool = guard_bool  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        SymNode.guard_bool = own  # type: ignore[method-assign]
+
+
+def _is_above_one(question: Any) -> bool:
+    is_strict = isinstance(question, sympy.StrictGreaterThan | sympy.StrictLessThan)
+    return is_strict and question.gts.is_Symbol and question.lts == 1
 
 
 @contextmanager

@@ -29,7 +29,6 @@ from torch.fx.experimental.proxy_tensor import (
     make_fx,
     track_tensor_tree,
 )
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.graph import CodeGen
 from torch.overrides import TorchFunctionMode
 
@@ -50,6 +49,7 @@ from strop.frontend.capture import (
 from strop.frontend.functional import make_functional, storage_of
 from strop.frontend.joint import TANGENT
 from strop.frontend.operators import COMPOSITES
+from strop.frontend.shape_rules import TracedSizes
 from strop.ir.graph import Ref
 
 # looked up at each call by whatever has imported ``checkpoint``
@@ -128,7 +128,7 @@ def capture_step(
     """Trace ``call(*tensors)``, which runs ``module``, and its gradients by the tensors of the
     module's state and then the arguments that ``wants`` says. Raises CaptureError."""
     specs, hints = without_empty(specs, hints)
-    shape_env = ShapeEnv()
+    shape_env = TracedSizes()
     mode = FakeTensorMode(shape_env=shape_env, allow_non_fake_inputs=True)
     mode.cache_enabled = False  # to look up symbolic sizes takes longer than to work results out
     state, origins = named_state(module), dict[str, str]()

@@ -69,14 +69,18 @@ def _aten(attrs: Mapping[str, Any]) -> Call:
     template, keywords = attrs["args"], attrs["kwargs"]
 
     def call(inputs: Sequence[Tensor]) -> Any:
-        def fill(arg: Any) -> Any:
-            if isinstance(arg, Ref):
-                return inputs[arg.index]
-            return [fill(a) for a in arg] if isinstance(arg, tuple) else arg
-
-        return target(*[fill(a) for a in template], **{k: fill(v) for k, v in keywords})
+        args = [_filled(arg, inputs) for arg in template]
+        return target(*args, **{name: _filled(arg, inputs) for name, arg in keywords})
 
     return call
+
+
+def _filled(arg: Any, inputs: Sequence[Tensor]) -> Any:
+    """Not a function within the call: one that names itself is a cycle, and would keep the inputs,
+    activations of a whole step, until garbage is collected."""
+    if isinstance(arg, Ref):
+        return inputs[arg.index]
+    return [_filled(a, inputs) for a in arg] if isinstance(arg, tuple) else arg
 
 
 def overload(target: str) -> Callable[..., Any]:
