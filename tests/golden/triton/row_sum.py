@@ -3,10 +3,11 @@ import triton.language as tl
 
 
 @triton.jit
-def row_sum(p0, p1, p2, s0, s1, ROWS: tl.constexpr, COLS: tl.constexpr, EARLY: tl.constexpr):
+def row_sum(p0, p1, p2, s0, s1, early, ROWS: tl.constexpr, COLS: tl.constexpr, EARLY: tl.constexpr):
     if EARLY:
-        if tl.num_programs(0) <= 640:
+        if (early & 1) != 0:
             tl.extra.cuda.gdc_wait()
+        if (early & 2) != 0:
             tl.extra.cuda.gdc_launch_dependents()
     first_row = tl.program_id(0) * ROWS
     row = first_row + tl.arange(0, ROWS)[:, None]
