@@ -41,7 +41,7 @@ def bind(
         scratch.append(torch.full((numel,), fill, dtype=buffer.dtype, device="cuda"))
     launch = function.bind(
         [tensor.data_ptr() for tensor in [*tensors, *scratch]],
-        [*values, *([splits] if emitted.source.split else []), 0],
+        values + ([splits] if emitted.source.split else []),
         [size.eval(names) for size in emitted.source.grid],
         torch.cuda.current_stream().cuda_stream,
     )

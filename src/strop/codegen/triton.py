@@ -17,6 +17,7 @@ from strop.ir.dims import Expr
 from strop.ir.loops import Kernel, Reduce, Schedule, has_places
 from strop.ir.source import (
     FAULTS,
+    MOST_EARLY_PROGRAMS,
     Emitted,
     KernelSource,
     Scratch,
@@ -28,14 +29,12 @@ from strop.ir.source import (
 # here until it has ended and all its memory is visible, and let the next kernel's programs start.
 # No access to memory may come before the wait: with it in every kernel that is launched so, what
 # came earlier still has ended too. Saves 0.4 us of a gap of 1.1 (CUDA C++ Programming Guide,
-# Programmatic Dependent Launch). Letting others start slows the start of a kernel's own programs
-# to one in 1.25 ns, whether anybody waits or not: a launch says whether it is one to wait (1) and
-# whether it leads one that may (2).
+# Programmatic Dependent Launch). Where there are many programs, letting others start slows their
+# own start to one in 1.25 ns, whether anybody waits or not.
 EARLY = (
     "    if EARLY:",
-    "        if (early & 1) != 0:",
+    f"        if tl.num_programs(0) <= {MOST_EARLY_PROGRAMS}:",
     "            tl.extra.cuda.gdc_wait()",
-    "        if (early & 2) != 0:",
     "            tl.extra.cuda.gdc_launch_dependents()",
 )
 
@@ -113,7 +112,6 @@ def _assemble(
     args += [name for name, _ in scratch]
     args += [f"s{i}" for i in range(len(printer.scalars.sizes))]
     args += ["splits"] if split else []
-    args.append("early")
     args += [f"{name}: tl.constexpr" for name in printer.constants]
     lines = Lines(depth=0)
     lines.lines += ["import triton", "import triton.language as tl"]

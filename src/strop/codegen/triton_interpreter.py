@@ -35,7 +35,6 @@ def interpret(
     scratch = [_scratch(s.dtype, s.numel.eval(scalars), s.zeroed) for s in source.scratch]
     numbers = [scalars[f"s{i}"] for i in range(len(source.scalars))]
     numbers += [scalars["splits"]] if source.split else []
-    numbers += [0] if source.takes_early else []
     grid = tuple(size.eval(scalars) for size in source.grid)
     kernel = jit_function(source.name, source.text)
     kernel.fn.__globals__["libdevice"] = SimpleNamespace(

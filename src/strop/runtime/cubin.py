@@ -73,8 +73,7 @@ def request_of(source: KernelSource, arch: int) -> dict[str, Any]:
     types += ["*" + TYPES[scratch.dtype] for scratch in source.scratch]
     divisible = list(range(len(types)))
     divisible += [len(types) + i for i, k in enumerate(source.scalars) if k % 16 == 0]
-    num_integers = len(source.scalars) + (source.split is not None) + source.takes_early
-    types += ["i64" if source.wide else "i32"] * num_integers
+    types += ["i64" if source.wide else "i32"] * (len(source.scalars) + (source.split is not None))
     if arch < EARLY_ARCH:
         source = source.with_constants(EARLY=0)
     types += ["constexpr"] * len(source.constants)

@@ -7,6 +7,7 @@ are patched in place. A CUDA context must be current, as torch makes it.
 from __future__ import annotations
 
 import ctypes
+import math
 import threading
 from collections.abc import Sequence
 from ctypes import Structure, byref, c_char_p, c_int, c_int32, c_int64, c_uint, c_void_p
@@ -15,6 +16,7 @@ from functools import lru_cache
 import torch
 
 from strop.errors import CodegenError
+from strop.ir.source import MOST_EARLY_PROGRAMS
 from strop.runtime.cubin import Cubin
 
 _NUM_REGS, _LOCAL_BYTES, _MAX_DYNAMIC_SHARED = 4, 3, 8  # CUfunction_attribute
@@ -173,9 +175,10 @@ class BoundLaunch:
         )
         shape, cubin = (*grid, 1, 1, 1)[:3], function.cubin
         self._is_empty = 0 in shape
+        early &= cubin.early and math.prod(shape) <= MOST_EARLY_PROGRAMS
         self._config = _Config(
             shape, (32 * cubin.num_warps, 1, 1), cubin.shared, stream,
-            ctypes.addressof(_EARLY), int(early and cubin.early),
+            ctypes.addressof(_EARLY), int(early),
         )  # fmt: skip
         self._call = (byref(self._config), function._handle, self._arguments, None)
 

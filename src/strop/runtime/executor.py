@@ -228,22 +228,18 @@ class Bound:
             pointers.append(self._scratch_pointer(position, index, scratch.zeroed,
                             scratch.numel.eval(named), scratch.dtype))  # fmt: skip
         bound = self._kernels.bind(source, pointers, scalars, self.stream,
-                                   early=self._is_kernel(position, -1),
-                                   leads=self._is_kernel(position, 1))  # fmt: skip
+                                   early=self._follows_a_kernel(position))  # fmt: skip
         for slot, number in enumerate(step.buffers):
             if self._slots[number] is None:
                 self._patches[number].append((bound, slot, moves[slot]))
         return bound
 
-    def _is_kernel(self, position: int, way: int) -> bool:
-        """Whether the launch before (-1) or after (1) is one of ours, or the caller's. A library's
-        kernel lets nobody start before it has ended: an early launch gains nothing there."""
-        position += way
-        while 0 <= position < len(self.steps) and self.steps[position] is None:
-            position += way
-        if not 0 <= position < len(self.steps):
-            return True
-        return isinstance(self.steps[position], KernelStep)
+    def _follows_a_kernel(self, position: int) -> bool:
+        """Whether the launch before is one of ours, or the caller's. A library's kernel lets nobody
+        start before it has ended: an early launch gains nothing there."""
+        while position and self.steps[position - 1] is None:
+            position -= 1
+        return not position or isinstance(self.steps[position - 1], KernelStep)
 
     def _pointer(self, number: int) -> int:
         tensor = self._slots[number]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Callable, Sequence
 from functools import lru_cache
@@ -21,9 +20,6 @@ from strop.runtime.native import NativeKernels
 # A split reduction runs one program a multiprocessor while slabs are short, up to four for long
 # ones: measured best at 2x4096, 1x16384 and 16x16384 rows on 132 of them.
 ROWS_PER_PROGRAM, MAX_PROGRAMS_PER_SM = 256, 4
-# Of a kernel that starts early, or lets another. With many programs that is a loss: LayerNorm
-# 16384x768, a program a row, takes 21 us, not 15; 512x320 takes 1.42 us, not 1.80.
-MOST_EARLY_PROGRAMS = 640
 
 
 class BoundKernel(Protocol):
@@ -61,10 +57,9 @@ class KernelLibrary(Protocol):
 
     def bind(
         self, source: KernelSource, pointers: Sequence[int], scalars: Sequence[int], stream: int,
-        early: bool = False, leads: bool = False,
+        early: bool = False,
     ) -> BoundKernel:  # fmt: skip
-        """``early``: launched before the last launch has ended, where that can be. ``leads``: the
-        next one may be."""
+        """``early``: launched before the last launch has ended, where that can be."""
         ...
 
     def splits(self, rows: int, parallel: int, min_rows: int) -> int: ...
@@ -102,7 +97,7 @@ class CpuKernels:
         self._functions = {**self._functions, **self._native.build(sources)}
 
     def bind(self, source: KernelSource, pointers: Sequence[int], scalars: Sequence[int],
-             stream: int, early: bool = False, leads: bool = False) -> BoundKernel:  # fmt: skip
+             stream: int, early: bool = False) -> BoundKernel:  # fmt: skip
         return self._functions[source].bind(pointers, scalars)
 
     def splits(self, rows: int, parallel: int, min_rows: int) -> int:
@@ -143,17 +138,13 @@ class CudaKernels:
         return lambda: sum(builds.BUILDS.has(source, self._arch) for source in sources)
 
     def bind(self, source: KernelSource, pointers: Sequence[int], scalars: Sequence[int],
-             stream: int, early: bool = False, leads: bool = False) -> BoundKernel:  # fmt: skip
+             stream: int, early: bool = False) -> BoundKernel:  # fmt: skip
         names = {f"s{i}": value for i, value in enumerate(scalars)}
         if source.split is not None:
             names["splits"] = scalars[-1]
         grid = [size.eval(names) for size in source.grid]
-        has_few = math.prod(grid) <= MOST_EARLY_PROGRAMS
-        early, leads = early and has_few, leads and has_few
-        how = [early + 2 * leads] if source.takes_early else []
         function = driver.load(self._cubins[source])
-        return function.bind(pointers, [*scalars, *how], grid, stream, wide=source.wide,
-                             early=early)  # fmt: skip
+        return function.bind(pointers, scalars, grid, stream, wide=source.wide, early=early)
 
     def splits(self, rows: int, parallel: int, min_rows: int) -> int:
         programs = max(rows * parallel // ROWS_PER_PROGRAM, self._num_sms)

@@ -3,11 +3,10 @@ import triton.language as tl
 
 
 @triton.jit
-def bias_residual(p0, p1, p2, p3, s0, early, COLS: tl.constexpr, EARLY: tl.constexpr):
+def bias_residual(p0, p1, p2, p3, s0, COLS: tl.constexpr, EARLY: tl.constexpr):
     if EARLY:
-        if (early & 1) != 0:
+        if tl.num_programs(0) <= 640:
             tl.extra.cuda.gdc_wait()
-        if (early & 2) != 0:
             tl.extra.cuda.gdc_launch_dependents()
     tile = tl.program_id(0)
     col = tile * COLS + tl.arange(0, COLS)

@@ -13,11 +13,10 @@ def smaller(a, b):
 
 
 @triton.jit
-def column_extremes(p0, p1, p2, partials, arrivals, s0, s1, s2, splits, early, ROWS: tl.constexpr, COLS: tl.constexpr, KEPT: tl.constexpr, LANES: tl.constexpr, SPLITS: tl.constexpr, EARLY: tl.constexpr):
+def column_extremes(p0, p1, p2, partials, arrivals, s0, s1, s2, splits, ROWS: tl.constexpr, COLS: tl.constexpr, KEPT: tl.constexpr, LANES: tl.constexpr, SPLITS: tl.constexpr, EARLY: tl.constexpr):
     if EARLY:
-        if (early & 1) != 0:
+        if tl.num_programs(0) <= 640:
             tl.extra.cuda.gdc_wait()
-        if (early & 2) != 0:
             tl.extra.cuda.gdc_launch_dependents()
     program = tl.program_id(0)
     split = program % splits

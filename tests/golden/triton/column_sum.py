@@ -3,11 +3,10 @@ import triton.language as tl
 
 
 @triton.jit
-def column_sum(p0, p1, partials, arrivals, s0, s1, s2, splits, early, ROWS: tl.constexpr, COLS: tl.constexpr, KEPT: tl.constexpr, SPLITS: tl.constexpr, EARLY: tl.constexpr):
+def column_sum(p0, p1, partials, arrivals, s0, s1, s2, splits, ROWS: tl.constexpr, COLS: tl.constexpr, KEPT: tl.constexpr, SPLITS: tl.constexpr, EARLY: tl.constexpr):
     if EARLY:
-        if (early & 1) != 0:
+        if tl.num_programs(0) <= 640:
             tl.extra.cuda.gdc_wait()
-        if (early & 2) != 0:
             tl.extra.cuda.gdc_launch_dependents()
     program = tl.program_id(0)
     split = program % splits

@@ -3,11 +3,10 @@ import triton.language as tl
 
 
 @triton.jit
-def gather_wrapped(p0, p1, p2, faults, s0, s1, s2, early, ROWS: tl.constexpr, COLS: tl.constexpr, EARLY: tl.constexpr):
+def gather_wrapped(p0, p1, p2, faults, s0, s1, s2, ROWS: tl.constexpr, COLS: tl.constexpr, EARLY: tl.constexpr):
     if EARLY:
-        if (early & 1) != 0:
+        if tl.num_programs(0) <= 640:
             tl.extra.cuda.gdc_wait()
-        if (early & 2) != 0:
             tl.extra.cuda.gdc_launch_dependents()
     tile = tl.program_id(0)
     first_row = tile // s0 * ROWS

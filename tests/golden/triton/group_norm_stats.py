@@ -3,11 +3,10 @@ import triton.language as tl
 
 
 @triton.jit
-def group_norm_stats(p0, p1, p2, p3, p4, p5, partials, arrivals, s0, s1, s2, s3, splits, early, ROWS: tl.constexpr, COLS: tl.constexpr, KEPT: tl.constexpr, LANES: tl.constexpr, SPLITS: tl.constexpr, EARLY: tl.constexpr):
+def group_norm_stats(p0, p1, p2, p3, p4, p5, partials, arrivals, s0, s1, s2, s3, splits, ROWS: tl.constexpr, COLS: tl.constexpr, KEPT: tl.constexpr, LANES: tl.constexpr, SPLITS: tl.constexpr, EARLY: tl.constexpr):
     if EARLY:
-        if (early & 1) != 0:
+        if tl.num_programs(0) <= 640:
             tl.extra.cuda.gdc_wait()
-        if (early & 2) != 0:
             tl.extra.cuda.gdc_launch_dependents()
     program = tl.program_id(0)
     split = program % splits

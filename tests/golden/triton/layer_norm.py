@@ -3,11 +3,10 @@ import triton.language as tl
 
 
 @triton.jit
-def layer_norm(p0, p1, p2, p3, p4, p5, s0, early, ROWS: tl.constexpr, COLS: tl.constexpr, EARLY: tl.constexpr):
+def layer_norm(p0, p1, p2, p3, p4, p5, s0, ROWS: tl.constexpr, COLS: tl.constexpr, EARLY: tl.constexpr):
     if EARLY:
-        if (early & 1) != 0:
+        if tl.num_programs(0) <= 640:
             tl.extra.cuda.gdc_wait()
-        if (early & 2) != 0:
             tl.extra.cuda.gdc_launch_dependents()
     first_row = tl.program_id(0) * ROWS
     row = first_row + tl.arange(0, ROWS)[:, None]

@@ -8,11 +8,10 @@ def larger(a, b):
 
 
 @triton.jit
-def softmax(p0, p1, s0, s1, early, ROWS: tl.constexpr, COLS: tl.constexpr, EARLY: tl.constexpr):
+def softmax(p0, p1, s0, s1, ROWS: tl.constexpr, COLS: tl.constexpr, EARLY: tl.constexpr):
     if EARLY:
-        if (early & 1) != 0:
+        if tl.num_programs(0) <= 640:
             tl.extra.cuda.gdc_wait()
-        if (early & 2) != 0:
             tl.extra.cuda.gdc_launch_dependents()
     first_row = tl.program_id(0) * ROWS
     row = first_row + tl.arange(0, ROWS)[:, None]
