@@ -204,7 +204,7 @@ def main() -> int:
         print(name, json.dumps({k: v for k, v in rows[name].items() if k != "graphs"}), flush=True)
     result = {
         "what": "train_compiled",
-        "arguments": {k: str(v) for k, v in vars(args).items()},
+        "arguments": {k: str(v) for k, v in vars(args).items() if k != "out"},
         "environment": environment.describe(torch.device(args.device)),
         "rows": rows,
     }

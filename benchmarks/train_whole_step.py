@@ -210,7 +210,7 @@ def main() -> int:
         print(line_of(name, rows[name]), flush=True)
     result = {
         "case": f"train_whole_step-{args.model}-b{args.batch}-{args.dtype}",
-        "arguments": {k: str(v) for k, v in vars(args).items()},
+        "arguments": {k: str(v) for k, v in vars(args).items() if k != "out"},
         "environment": environment.describe(device),
         "rows": rows,
     }
