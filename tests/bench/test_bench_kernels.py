@@ -11,7 +11,7 @@ import torch
 from typer.testing import CliRunner
 
 from strop.bench import batches, kernel
-from strop.bench.kernel_cases import GROUP_NORM, ROW_FAMILIES, case_of, kernel_cases, make
+from strop.bench.kernel_cases import GROUP_NORM, ROW_FAMILIES, case_of, cases_at, kernel_cases, make
 from strop.bench.turns import in_turns
 from strop.cli import app
 from strop.errors import StropError
@@ -113,6 +113,8 @@ def test_work_in_turns_tells_what_failed() -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
+        (["kernel", "--shape", "64x"], "'64x' is not like 4096x768"),
+        (["kernel", "softmax", "--shape", "1x64x8x8"], "none of the families has such sizes"),
         (["kernel", "layernorm"], "no layernorm; there are layer_norm"),
         (["kernel", "--peer", "tvm"], "no tvm; there are eager"),
         (["batches", "alexnet"], "no alexnet; there are bert-base"),
@@ -123,3 +125,9 @@ def test_mistakes(arguments: list[str], said: str, tmp_path: Path) -> None:
     found = CliRunner().invoke(app, ["bench", *arguments, "--device", "cpu"])
     assert found.exit_code == 2
     assert said in " ".join(found.output.replace("│", " ").split())
+
+
+def test_shapes_by_name() -> None:
+    cases = cases_at([(4, 64), (1, 64, 8, 8)])
+    assert [case.family for case in cases] == [*(f.name for f in ROW_FAMILIES), "group_norm_silu"]
+    assert {case.shape for case in cases} == {(4, 64), (1, 64, 8, 8)}

@@ -183,8 +183,7 @@ def kernel(
     shape: Annotated[
         list[str] | None,
         typer.Option(
-            help="A size like 4096x768, or 2x320x64x64 of group_norm_silu, instead of the usual "
-            "grid; repeat for more.",
+            help="A size like 4096x768 or 2x320x64x64, not the usual grid; repeat for more.",
             show_default=False,
         ),
     ] = None,
@@ -203,7 +202,7 @@ def kernel(
     import torch
 
     from strop.bench import kernel as bench_kernel
-    from strop.bench.kernel_cases import GROUP_NORM, ROW_FAMILIES, cases_at, kernel_cases
+    from strop.bench.kernel_cases import GROUP_NORM, ROW_FAMILIES
 
     if out is not None and not out.parent.is_dir():
         raise CommandError(f"there is no folder {out.parent}; create it: mkdir -p")
@@ -211,12 +210,7 @@ def kernel(
     dtype = torch.float16 if where.type == "cuda" else torch.float32
     known("FAMILIES", families or (), [f.name for f in (*ROW_FAMILIES, GROUP_NORM)])
     known("--peer", peer or (), bench_kernel.PEERS)
-    cases = (cases_at([_shape(text) for text in shape]) if shape
-             else bench_kernel.random_cases(random, seed, where.type, dtype) if random
-             else kernel_cases(where.type, dtype))  # fmt: skip
-    chosen = [case for case in cases if not families or case.family in families]
-    if not chosen:
-        raise typer.BadParameter("none of the families has such sizes", param_hint="'--shape'")
+    chosen = _kernels(families, shape, random, seed, where, dtype)
     peers = tuple(peer or bench_kernel.PEERS)
     result = _measured_kernels(chosen, where, dtype, peers, samples, limit, apart, out)
     _show_kernels(result | ({"file": str(out)} if out is not None else {}))
@@ -270,6 +264,21 @@ def batches(
     show(header, rows, result)
     counts = result["counts"]
     print(f"strop: {counts['num_graphs']} graphs, {counts['num_recompiles']} recompiles")
+
+
+def _kernels(families: list[str] | None, shapes: list[str] | None, random: int, seed: int,
+             where: Any, dtype: Any) -> list[Any]:  # fmt: skip
+    from strop.bench import kernel as bench_kernel
+    from strop.bench.kernel_cases import cases_at, kernel_cases
+
+    cases: Sequence[Any] = cases_at([_shape(text) for text in shapes or ()])
+    if not shapes:
+        cases = (bench_kernel.random_cases(random, seed, where.type, dtype) if random
+                 else kernel_cases(where.type, dtype))  # fmt: skip
+    chosen = [case for case in cases if not families or case.family in families]
+    if not chosen:
+        raise typer.BadParameter("none of the families has such sizes", param_hint="'--shape'")
+    return chosen
 
 
 def _shape(text: str) -> tuple[int, ...]:
