@@ -89,7 +89,7 @@ def compile_graph(graph: Graph, signature: Signature, device: str, options: Opti
                      stitched=once(target.stitched))  # fmt: skip
     clock, imported = _Clock(), graph if options.wants_graphs else None
     graph, own = patterns.apply(graph, options, device)  # calls of the user's own kernels
-    graph, records = passes.run(graph, options)  # rewrite to canonical form, lay out memory
+    graph, records = passes.run(graph, options, device)  # rewrite to canonical form, lay out memory
     clock.lap("passes")
     first = _First(begin, target, graph.hints)
     # which nodes share a kernel, and its loops

@@ -91,7 +91,7 @@ def test_a_picture() -> None:
 
 def test_each_switch_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     passes = ("canonicalize", "reduce_in_steps", "pointwise_conv", "bias_to_consumer",
-              "channels_last")  # fmt: skip
+              "channels_last", "pooled_operands")  # fmt: skip
     monkeypatch.setattr(infer_variants, "NEEDED_PASSES", passes)
     (row,) = chosen_rows(["P4-512"], tiny=True)
     found = infer_variants.measure_switches(row, TINY, Clock.of(300), lambda saved: None)

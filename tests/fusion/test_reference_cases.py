@@ -99,6 +99,12 @@ CASES: dict[str, Case] = {
     "instance_norm": Case(F.instance_norm, ("b 4 r 6",), (ROW,)),
     "batch_norm": Case(lambda x, w: F.batch_norm(x, w, w.abs(), w, w), ("b 8 r", "8"),
                        (POINTWISE,)),
+    "max_pool_of_batch_norm": Case(
+        lambda x, w: F.max_pool2d(F.relu(F.batch_norm(x, w, w.abs(), w, w)), 3, 2, 1),
+        ("b 8 2*r c+8", "8"), (POINTWISE,)),
+    "mean_pool_of_batch_norm": Case(
+        lambda x, w: F.avg_pool2d(F.gelu(F.batch_norm(x, w, w.abs(), w, w)), 3, 2, 1),
+        ("b 8 2*r c+8", "8"), (POINTWISE,)),
     "two_sums_of_one_shape": Case(lambda x, y: (x.sum(-1), y.amax(-1)), ("r c",) * 2, (ROW,)),
     "two_layer_norms": Case(lambda x, y: (F.layer_norm(x, (24,)), F.layer_norm(y, (24,))),
                             ("b r 24",) * 2, (ROW,)),

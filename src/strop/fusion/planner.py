@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import heapq
 from collections import defaultdict
-from collections.abc import Iterable, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 
 from strop.fusion.cost import is_cheaper_again
 from strop.fusion.legality import Draft, is_fusible, join, loop_of, reduction_schedules, refusal
@@ -169,22 +169,40 @@ def _stored(graph: Graph, drafts: list[Draft], apart: Set[Node]) -> set[Node]:
     needed |= {base_of(i) for n in graph.nodes if _is_call(n) for i in n.inputs}
     needed |= {base_of(n.inputs[0]) for n in graph.nodes if n.op == "take"}
     stored = {node for node in needed if node.kind in (Kind.POINTWISE, Kind.REDUCTION)}
+    ends = _ends(drafts, home, readers, stored, graph.hints)
     for node in graph.nodes:
         if node not in home or node in stored:
             continue
         draft = home[node]
-        outside = {id(home[r]): r for r in readers[node] if home.get(r) is not draft}
+        outside = [r for r in readers[node] if home.get(r) is not draft]
         if not outside:
             continue
-        largest = max(home[r].domain.eval(graph.hints) for r in outside.values())
-        at_home = any(home.get(r) is draft for r in readers[node])
+        largest = max(home[r].domain.eval(graph.hints) for r in outside)
+        kernels = len({id(ends[id(home[r])]) for r in readers[node]})
         if (
             node in draft.reduced
             or node in apart
-            or not is_cheaper_again(node, len(outside) + at_home, largest, stored, graph.hints)
+            or not is_cheaper_again(node, kernels, largest, stored, graph.hints)
         ):
             stored.add(node)
     return stored
+
+
+def _ends(drafts: Iterable[Draft], home: Mapping[Node, Draft],
+          readers: Mapping[Node, Sequence[Node]], stored: Set[Node], hints: Mapping[str, int]
+          ) -> dict[int, Draft]:  # fmt: skip
+    """The draft whose kernel computes what a draft has: another one, if that alone reads it and is
+    no larger. Latest first: readers come later."""
+    ends: dict[int, Draft] = {}
+    for draft in reversed(list(drafts)):
+        outside = {id(ends.get(id(home[r]), home[r])): home[r] for node in draft.nodes
+                   for r in readers[node] if home[r] is not draft}  # fmt: skip
+        ends[id(draft)] = draft
+        if len(outside) == 1 and not draft.reduced and stored.isdisjoint(draft.nodes):
+            (reader,) = outside.values()
+            if reader.domain.eval(hints) <= draft.domain.eval(hints):
+                ends[id(draft)] = ends.get(id(reader), reader)
+    return ends
 
 
 def _readers(graph: Graph) -> dict[Node, list[Node]]:
