@@ -181,6 +181,32 @@ def test_a_loss_that_is_not_finite_ends_the_training(
     loop.objective = poisoned  # type: ignore[assignment]
     with pytest.raises(TrainingError, match=r"loss of step 4 is nan; checkpoint-2 is kept"):
         loop.run()
+    check_what_is_kept(tmp_path)
+
+
+def test_gradients_that_are_not_finite_end_the_training(
+    tiny_model: Path, pictures: Path, tmp_path: Path
+) -> None:
+    """Of a finite loss: the clip would spread them over all weights."""
+    made = trainer.session("text-to-image", model=tiny_model, train_data_dir=pictures,
+                           output_dir=tmp_path, max_train_steps=6, checkpointing_steps=2,
+                           checkpoints_total_limit=1)  # fmt: skip
+    loop = Loop(made, trainer.Watch())
+    backward, weight = loop.learner.backward, loop.learner.parameters[0]
+
+    def poisoned(loss: Tensor) -> None:
+        backward(loss)
+        if loop.step == 3:
+            assert weight.grad is not None
+            weight.grad.view(-1)[0] = math.inf
+
+    loop.learner.backward = poisoned  # type: ignore[method-assign]
+    with pytest.raises(TrainingError, match=r"norm of the gradients of step 4 is (inf|nan);"):
+        loop.run()
+    check_what_is_kept(tmp_path)
+
+
+def check_what_is_kept(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-2"]
     assert not (tmp_path / "model_index.json").exists()
 

@@ -176,13 +176,19 @@ class Loop:
         self._window = _Window()
 
     def _check(self, rows: list[Metrics]) -> None:
+        """What is not finite would be in all weights after a step, and in the next checkpoint. A
+        scaler leaves out steps whose gradients are not."""
         for row in rows:
-            if not math.isfinite(row.loss):
-                last = f"checkpoint-{self.saved}" if self.saved else "no checkpoint"
-                raise TrainingError(
-                    f"the loss of step {row.step} is {row.loss}; {last} is kept. Lower "
-                    "--learning_rate, or leave out --mixed_precision, and resume"
-                )
+            judged = {"loss": row.loss}
+            if self.learner.scaler is None:
+                judged["norm of the gradients"] = row.grad_norm
+            for name, value in judged.items():
+                if not math.isfinite(value):
+                    last = f"checkpoint-{self.saved}" if self.saved else "no checkpoint"
+                    raise TrainingError(
+                        f"the {name} of step {row.step} is {value}; {last} is kept. Lower "
+                        "--learning_rate, or leave out --mixed_precision, and resume"
+                    )
 
     def _save(self) -> None:
         """A checkpoint of this step, unless it is there."""
