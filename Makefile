@@ -21,8 +21,15 @@ help:
 demo: $(READY)
 	$(BIN)/python examples/demo.py
 
+# Two processes, as one uses little more than one core; the second's report comes after the first's.
+HALF := tests/train tests/e2e tests/fuzz tests/bench
+OTHERS = $(filter-out $(HALF) %.py %__pycache__ tests/golden,$(wildcard tests/*))
 test: lint
-	$(BIN)/python -m pytest
+	@mkdir -p build; \
+	$(BIN)/python -m pytest -p no:cacheprovider $(HALF) > build/half.txt 2>&1 & half=$$!; \
+	trap "kill $$half 2>/dev/null" INT TERM; status=0; \
+	$(BIN)/python -m pytest -p no:cacheprovider $(OTHERS) || status=1; \
+	wait $$half || status=1; cat build/half.txt; exit $$status
 
 fuzz: export FUZZ_EXAMPLES ?= 10000
 fuzz: $(READY)
