@@ -19,8 +19,7 @@ from tests.debug import broken
 
 
 def test_every_stage_has_its_file(dump: Path) -> None:
-    names = [step.__name__ for step in passes.PIPELINE
-             if passes.ONLY_ON.get(step.__name__, "cpu") == "cpu"]  # fmt: skip
+    names = [step.__name__ for step in passes.steps("cpu")]
     stages = [f"{n:02d}_after_{name}.txt" for n, name in enumerate(names, start=2)]
     wanted = {"graph.json", "00_fx.txt", "01_graph.txt", *stages, "plan.txt", "program.json",
               "program.txt", "kernels", "run.py"}  # fmt: skip

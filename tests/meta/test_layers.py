@@ -111,7 +111,7 @@ EXCEPTIONS: dict[tuple[str, str], str] = {
     ("runtime.aot", "debug.check"): "Options.check; imported at the call",
     ("debug.case", "codegen.assemble"): "Signature: the data that backend.py asks for",
     ("debug.dump", "codegen.assemble"): "Signature: the data that backend.py asks for",
-    ("debug.bisect", "passes"): "the names in PIPELINE, to disable them one by one",
+    ("debug.bisect", "passes"): "the names of a device's passes, to disable them one by one",
     ("debug.failure", "__init__"): "where the package lies, to name the function that raised",
     ("debug.case", "__init__"): "__version__, noted in a dump",
     ("runtime.builds", "codegen.triton_worker"): "the script that compiler processes run",

@@ -98,7 +98,7 @@ def _change(old: Tensor, new: Tensor) -> float:
 def _deciding_passes(case: Case, arguments: Mapping[int, Tensor], failure: Failure
                      ) -> Iterator[Culprit]:  # fmt: skip
     """Passes without which the failure goes away."""
-    for step in passes.PIPELINE:
+    for step in passes.steps(case.device):
         name = step.__name__
         if name in case.options.disable:
             continue

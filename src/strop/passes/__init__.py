@@ -44,6 +44,11 @@ class PassRecord:
     graph: Graph | None = None  # what it made, where ``options.wants_graphs``
 
 
+def steps(device: str) -> tuple[Pass, ...]:
+    """PIPELINE without what only others have."""
+    return tuple(s for s in PIPELINE if ONLY_ON.get(s.__name__, device) == device)
+
+
 def run(graph: Graph, options: Options, device: str = "cuda"
         ) -> tuple[Graph, tuple[PassRecord, ...]]:  # fmt: skip
     """Run PIPELINE for a kind of device; ``options.disable`` names passes to skip (channels_last
@@ -52,15 +57,14 @@ def run(graph: Graph, options: Options, device: str = "cuda"
         options.disable, [*(step.__name__ for step in PIPELINE), "patterns"], "pass to disable:"
     )
     records = []
-    for step in PIPELINE:
-        name = step.__name__
-        if name in options.disable or ONLY_ON.get(name, device) != device:
+    for step in steps(device):
+        if step.__name__ in options.disable:
             continue
         start, before = time.perf_counter(), len(graph.nodes)
         graph = _with_own_results(graph, step(graph, options))
         seconds = time.perf_counter() - start
         kept = graph if options.wants_graphs else None
-        records.append(PassRecord(name, seconds, before, len(graph.nodes), kept))
+        records.append(PassRecord(step.__name__, seconds, before, len(graph.nodes), kept))
     return graph, tuple(records)
 
 
