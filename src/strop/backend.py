@@ -18,6 +18,7 @@ from strop.ir.graph import Graph, Node
 from strop.ir.loops import Kernel, Schedule
 from strop.ir.program import Program
 from strop.ir.source import KernelSource
+from strop.kernels import narrow_conv
 from strop.lowering.alike import Lower, lower_once
 from strop.lowering.generic import without_sizes
 from strop.lowering.lower import Lowered
@@ -42,6 +43,7 @@ TARGETS = {
         triton.emit_at,
         triton.stitched_at,
         in_place=True,
+        own_call=narrow_conv.of_node,
     ),
 }
 
@@ -83,6 +85,8 @@ def compile_graph(graph: Graph, signature: Signature, device: str, options: Opti
         target = in_turn(target)
     if not options.in_place:
         target = replace(target, in_place=False)
+    if not options.narrow_conv:
+        target = replace(target, own_call=lambda node: None)
     emit = once(target.emit)  # a model has many equal kernels
     target = replace(target, emit=without_sizes(emit) if generic else emit,
                      emit_at=None if generic else target.emit_at,
@@ -92,6 +96,7 @@ def compile_graph(graph: Graph, signature: Signature, device: str, options: Opti
     graph, records = passes.run(graph, options, device)  # rewrite to canonical form, lay out memory
     clock.lap("passes")
     first = _First(begin, target, graph.hints)
+    first.calls(graph)
     # which nodes share a kernel, and its loops
     fusion, kernels, found = _planned(graph, generic, device == "cuda", first, clock)
     lowered = {group: (low.kernel, low.buffers, low.offsets) for group, low in kernels.items()}
@@ -181,6 +186,11 @@ class _First:
     def needs(self, group: Group, kernel: Kernel) -> None:
         if self.begin is not None and group not in self._done:
             self._begin(self.target.source_at(kernel, self.hints))
+
+    def calls(self, graph: Graph) -> None:
+        """Kernels for what else is left to a library; none waits for a plan."""
+        for source in filter(None, map(self.target.own_call, graph.nodes)):
+            self._begin(source)
 
     def _begin(self, source: KernelSource) -> None:
         if self.begin is not None:

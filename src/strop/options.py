@@ -35,6 +35,8 @@ class Options:
                                "STROP_EARLY_LAUNCH")  # fmt: skip
     in_place: bool = _knob(True, "write a kernel's result over an operand that nobody reads again",
                            "STROP_IN_PLACE")  # fmt: skip
+    narrow_conv: bool = _knob(True, "convolutions of up to four channels, before or after, by a"
+                              " kernel of ours (GPUs)", "STROP_NARROW_CONV")  # fmt: skip
     cache_dir: str = _knob("", "where plans and kernels are kept; empty: ~/.cache/strop",
                            "STROP_CACHE_DIR", keyed=False)  # fmt: skip
     dump: str = _knob("", "folder for the files of every compiled graph, from ATen to kernels",

@@ -24,7 +24,17 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "fusion": ("errors", "options", "ir"),
     "lowering": ("errors", "options", "ir", "fusion.plan"),
     "codegen": ("errors", "options", "ir", "fusion.plan"),
-    "backend": ("errors", "options", "ir", "passes", "patterns", "fusion", "lowering", "codegen"),
+    "backend": (
+        "errors",
+        "options",
+        "ir",
+        "passes",
+        "patterns",
+        "fusion",
+        "lowering",
+        "codegen",
+        "kernels",
+    ),
     "kernels": ("errors", "ir"),
     "runtime": ("errors", "options", "ir", "frontend.capture", "kernels", "patterns.registry"),
     "api": (

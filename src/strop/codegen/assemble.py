@@ -43,6 +43,8 @@ class Target:
     emit_at: Callable[[Kernel, Sizes], KernelSource] | None = None
     stitched_at: Callable[[Kernel, Sizes], KernelSource | None] = lambda kernel, sizes: None
     in_place: bool = False  # a program writes an element after its last look at it
+    # a kernel of ours that is faster than the library's, for what is left to the library
+    own_call: Callable[[Node], KernelSource | None] = lambda node: None
 
     def source_at(self, kernel: Kernel, sizes: Sizes) -> KernelSource:
         return self.emit_at(kernel, sizes) if self.emit_at else self.emit(kernel).at(sizes)
@@ -264,7 +266,9 @@ def _call_step(a: _Assembly, node: Node, results: set[Node]) -> CallStep:
                         node.origin)  # fmt: skip
     planned = "result" if node in results else "arena"
     out = a.add(node, planned if node.op in a.target.planned else "call")
-    return CallStep(node.op, refs, tuple(sorted(node.attrs.items())), (out,), node.origin)
+    source = a.target.own_call(node)
+    kernel = None if source is None else a.sources.setdefault(source, len(a.sources))
+    return CallStep(node.op, refs, tuple(sorted(node.attrs.items())), (out,), node.origin, kernel)
 
 
 def _matrix(x: Node) -> Node:

@@ -122,13 +122,17 @@ class KernelStep:
 
 @dataclass(frozen=True, slots=True)
 class CallStep:
-    """Run a library call (``runtime.calls``). ``outputs``: a buffer, or -1 for one unused."""
+    """Run a library call (``runtime.calls``). ``outputs``: a buffer, or -1 for one unused.
+
+    ``kernel``: one of ours that does the same where the operands lie as it wants them.
+    """
 
     op: str
     inputs: tuple[TensorRef, ...]
     attrs: tuple[tuple[str, Any], ...]
     outputs: tuple[int, ...]
     origin: str
+    kernel: int | None = None
 
 
 Step = KernelStep | CallStep
@@ -172,7 +176,7 @@ class Program:
 
     def sources_at(self, sizes: Mapping[str, int]) -> tuple[KernelSource, ...]:
         """The kernels that run at these sizes."""
-        numbers = dict.fromkeys(s.kernel for s in self.at(sizes) if isinstance(s, KernelStep))
+        numbers = dict.fromkeys(s.kernel for s in self.at(sizes) if s and s.kernel is not None)
         return tuple(self.sources[number] for number in numbers)
 
     @property

@@ -28,6 +28,7 @@ from strop.runtime.faults import Faults
 from strop.runtime.hoisting import Hoist, Hoisted, Stamp, prologue_of
 from strop.runtime.kernels import BoundKernel, KernelLibrary
 from strop.runtime.memory import Interval, Workspace, plan_arena, shared
+from strop.runtime.narrow_convolution import NarrowConvolution
 from strop.runtime.native import BoundKernel as NativeKernel
 from strop.runtime.wide_attention import WideAttention, is_wide
 
@@ -311,6 +312,9 @@ class Bound:
     def _link_planned(self, step: CallStep, getters: list[Getter], attrs: Mapping[str, Any]
                       ) -> Callable[[], None]:  # fmt: skip
         call, (number,) = self._planned_calls[step.op](attrs), step.outputs
+        if step.kernel is not None:
+            source = self.program.sources[step.kernel]
+            call = NarrowConvolution(source, call, self._kernels, self.stream)
         shape = self._shapes[number]
         if step.op == "linear":
             shape = (math.prod(shape[:-1]), shape[-1])
