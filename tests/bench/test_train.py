@@ -289,6 +289,45 @@ def test_what_the_budget_leaves_out_is_named() -> None:
     assert len(table) == 1 + sum(len(result["contenders"]) for result in results)
 
 
+def test_what_was_cut_is_measured_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second run has the rest of the rungs, and the loader that the first has found best."""
+    monkeypatch.setattr("strop.bench.train_models.compile_modules", lambda *rest: None)
+    (first,) = chosen_rows([], ladder=True, tiny=True, only=["loader", "ema"])
+    (cut,) = train.run([replace(first, contenders=first.contenders[:1])], TINY, is_apart=False,
+                       out=tmp_path)  # fmt: skip
+    best = cut["contenders"]["loader"]["loader"]
+    cut["contenders"]["loader"]["loader"] = {**best, "workers": 1 - best["workers"]}
+    path = Path(cut["file"])
+    path.write_text(json.dumps(cut))
+    steps: list[str] = []
+    (result,) = train.run(
+        chosen_rows([], ladder=True, tiny=True, only=["zero2", "ema", "loader"]), TINY,
+        is_apart=False, out=tmp_path, earlier=[path], step=lambda text, done: steps.append(text),
+    )  # fmt: skip
+    assert steps == ["ladder: ema", "ladder: zero2"]
+    assert list(result["contenders"]) == ["loader", "ema", "zero2"]
+    assert result["contenders"]["ema"]["loader"]["workers"] == 1 - best["workers"]
+    assert "date" in result["contenders"]["ema"]
+    assert json.loads(path.read_text())["contenders"].keys() == result["contenders"].keys()
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"kind": "infer"}, "not written by 'strop bench train'"),
+        ({"row": "P8"}, "is of P8, which is not asked for; there are P9"),
+        ({"is_tiny": False}, "is of full models"),
+        ({"environment": {"torch": "1.0"}}, "torch 1.0 then"),
+    ],
+)
+def test_what_cannot_be_gone_on_with(change: dict[str, Any], said: str, tmp_path: Path) -> None:
+    (row,) = chosen_rows(["P9"], tiny=True)
+    path = tmp_path / "cut.json"
+    path.write_text(json.dumps({**train._empty(row, {}), **change}))
+    with pytest.raises(OptionError, match=said):
+        train.run([row], TINY, is_apart=False, earlier=[path])
+
+
 @pytest.mark.slow
 def test_in_processes_of_their_own(tmp_path: Path) -> None:
     (row,) = chosen_rows(["P9"], tiny=True, only=["diffusers"])

@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from strop.bench import environment, report, train_loader, train_measure
+from strop.bench import environment, report, train_earlier, train_loader, train_measure
 from strop.bench.infer import Processes
 from strop.bench.infer_contenders import Clock, Found, Save, attempt
 from strop.bench.train_measure import Plan
@@ -24,29 +24,41 @@ Step = Callable[[str, int], None]
 
 
 def run(rows: Sequence[Row], plan: Plan, *, budget_s: float = 3600.0, out: Path | None = None,
-        is_apart: bool = True, step: Step = lambda text, done: None) -> list[Found]:  # fmt: skip
+        is_apart: bool = True, earlier: Sequence[Path] = (),
+        step: Step = lambda text, done: None) -> list[Found]:  # fmt: skip
     """Measure ``rows``; one JSON file a row in the folder ``out``, if any, and the same returned.
 
     A file is written anew after each contender. What the budget does not allow is in there by
-    name, with the reason. ``step`` hears what is being measured, and how much is done.
+    name, with the reason. ``earlier`` are files of runs on this machine to go on with: what has
+    its times there is not measured again. ``step`` hears what is being measured, and how much is
+    done.
     """
     clock = Clock.of(budget_s)
     described = environment.describe(plan.where)
     described["commit"] = described["commit"] or plan.commit
+    had = train_earlier.read(earlier, rows)
+    for result in had.values():
+        train_earlier.check_same(result, described)
+    rows = [train_earlier.left_of(row, had.get(row.name)) for row in rows]
     results, done = [], 0
     with contextlib.ExitStack() as stack:
         plan = _with_pictures(rows, plan, stack)
         processes = stack.enter_context(contextlib.closing(Processes(is_apart)))
         for row in rows:
-            result = _empty(row, described)
+            result = had.get(row.name) or _empty(row, described)
             results.append(result)
+            for found in result["contenders"].values():
+                plan = _with_best_loader(plan, found)
+            if row.name in had:  # a table without anything left to measure is a file, too
+                _write(result, plan, out)
             for contender in row.contenders:
                 step(f"{row.name}: {contender.name}", done)
                 done += 1
                 is_last = done == num_contenders(rows)
                 found = _measured(row, contender, plan, clock, processes if is_apart else None,
                                   is_last)  # fmt: skip
-                result["contenders"][contender.name] = _described(contender) | found
+                own = {k: described[k] for k in ("date", "commit")} if row.name in had else {}
+                result["contenders"][contender.name] = _described(contender) | found | own
                 plan = _with_best_loader(plan, found)
                 _write(result, plan, out)
     return results
@@ -124,5 +136,6 @@ def _empty(row: Row, described: Found) -> Found:
 
 def _write(result: dict[str, Any], plan: Plan, out: Path | None) -> None:
     result.pop("file", None)  # of an earlier contender; no part of the JSON
+    train_earlier.in_order(result)
     if out is not None:
         result["file"] = str(report.write_row(result, out, plan.where))

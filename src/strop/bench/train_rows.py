@@ -271,6 +271,11 @@ def _restricted(rows: Sequence[Row], only: Sequence[str]) -> list[Row]:
 
 def contender_named(row: str, name: str, *, tiny: bool) -> Contender:
     """Of a row that was chosen."""
-    (found,) = (r for r in (*ROWS, LADDER) if r.name == row)
+    found = row_named(row)
     found = found.tiny() if tiny else found
     return next(c for c in found.contenders if c.name == name)
+
+
+def row_named(name: str) -> Row:
+    (found,) = (row for row in (*ROWS, LADDER) if row.name == name)
+    return found

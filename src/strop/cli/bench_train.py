@@ -21,6 +21,7 @@ EXAMPLES = (
     "[bold]Examples[/]\n\n"
     "strop bench train P8 --device cpu --tiny   # any machine: the code, not the speed\n\n"
     "strop bench train --ladder --budget 1500 -o benchmarks/results\n\n"
+    "strop bench train --ladder --resume ladder_h100_2026-11-22.json -o .   # what was cut\n\n"
     "strop bench train P8 P9 --only strop,diffusers --samples 50 -o benchmarks/results"
 )
 RowsArgument = Annotated[
@@ -37,6 +38,11 @@ LadderOption = Annotated[
 OnlyOption = Annotated[
     str, typer.Option(help="These contenders or rungs alone, with commas between.")
 ]
+ResumeOption = Annotated[
+    list[Path] | None,
+    typer.Option(help="A JSON of an earlier run on this machine; what it lacks is measured.",
+                 show_default=False),
+]  # fmt: skip
 BudgetOption = Annotated[
     float, typer.Option(min=1.0, help="Seconds for everything; what does not fit is named.")
 ]
@@ -61,6 +67,7 @@ def train(
     ladder: LadderOption = False,
     only: OnlyOption = "",
     out: OutOption = None,
+    resume: ResumeOption = None,
     plots: PlotsOption = None,
     budget: BudgetOption = 3600.0,
     samples: Annotated[int, typer.Option(min=3, help="Steps of each contender.")] = 20,
@@ -84,7 +91,8 @@ def train(
     names = [*(rows or ()), *(more_rows or ())]
     chosen = chosen_rows(names, ladder=ladder, tiny=tiny, only=[n for n in only.split(",") if n])
     plan = Plan(_device(device, tiny), samples, warm_up, commit=commit)
-    results = _measured(chosen, plan, budget_s=budget, out=out, is_apart=not tiny)
+    results = _measured(chosen, plan, budget_s=budget, out=out, is_apart=not tiny,
+                        earlier=resume or ())  # fmt: skip
     _show(results, plots or out)
 
 
