@@ -200,10 +200,10 @@ def test_graphs_give_way_to_a_call(
     assert_right(module, 3, 3)
     usual = executor.Workspace.reserve
 
-    def reserve(self: executor.Workspace, size_bytes: int) -> Tensor:
+    def reserve(self: executor.Workspace, size_bytes: int, tenant: Any) -> Tensor:
         if graphs.pool_of(X.device).held_bytes:
             out_of_memory()
-        return usual(self, size_bytes)
+        return usual(self, size_bytes, tenant)
 
     monkeypatch.setattr(executor.Workspace, "reserve", reserve)
     assert_right(module, 2)
@@ -216,7 +216,7 @@ def test_what_does_not_fit_without_graphs_is_torchs_own_error(
     gpu: Torch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     module = optimized(Net())
-    monkeypatch.setattr(executor.Workspace, "reserve", lambda self, size_bytes: out_of_memory())
+    monkeypatch.setattr(executor.Workspace, "reserve", lambda *given: out_of_memory())
     with torch.no_grad(), pytest.raises(torch.OutOfMemoryError, match=r"Tried to allocate 2\.00"):
         module(X)
     monkeypatch.undo()

@@ -21,7 +21,7 @@ from strop.ir.serialize import from_json, to_json
 from strop.options import Options
 from strop.runtime.cubin import compile_cubin, request_of
 from strop.runtime.driver import BoundLaunch, CudaFunction
-from strop.runtime.executor import looks_too_far, needs_wide_indices
+from strop.runtime.limits import looks_too_far, needs_wide_indices
 from tests.codegen.kernels import SAMPLES
 from tests.e2e import tiny
 from tests.frontend.tracing import Function, trace, trace_specs

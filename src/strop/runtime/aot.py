@@ -32,9 +32,10 @@ from strop.ir.program import Program
 from strop.options import Options
 from strop.patterns import registry
 from strop.runtime.ahead import Ahead
-from strop.runtime.executor import Bound, looks_too_far
+from strop.runtime.executor import Bound
 from strop.runtime.garbage import collection_paused
 from strop.runtime.kernels import KernelLibrary, kernel_library
+from strop.runtime.limits import looks_too_far
 from strop.runtime.memory import workspace_of
 from strop.runtime.partition import Joint
 

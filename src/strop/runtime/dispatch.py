@@ -34,9 +34,9 @@ from strop.runtime.aliases import AliasOfArgument, returned_arguments
 from strop.runtime.executor import (
     FIRST,
     Bound,
-    looks_too_far,
 )
 from strop.runtime.hoisting import Hoist, Kept, Stamp, Tally, stamp_of
+from strop.runtime.limits import looks_too_far
 from strop.runtime.memory import Workspace, workspace_of
 from strop.runtime.short import (
     Short,

@@ -27,7 +27,8 @@ from strop.runtime.calls import ALLOCATING, CUDA_ALLOCATING, CUDA_PLANNED_OUT, P
 from strop.runtime.faults import Faults
 from strop.runtime.hoisting import Hoist, Hoisted, Stamp, prologue_of
 from strop.runtime.kernels import BoundKernel, KernelLibrary
-from strop.runtime.memory import Interval, Workspace, plan_arena, shared
+from strop.runtime.limits import needs_wide_indices
+from strop.runtime.memory import KEPT_BYTES, Interval, Workspace, plan_arena, shared
 from strop.runtime.narrow_convolution import NarrowConvolution
 from strop.runtime.native import BoundKernel as NativeKernel
 from strop.runtime.wide_attention import WideAttention, is_wide
@@ -37,8 +38,6 @@ Run = Callable[[Sequence[Tensor]], Any]
 Look = tuple[Sequence[int], Sequence[int], torch.dtype]  # shape, strides, dtype
 Patch = tuple[int, NativeKernel, int, int]  # tensor, and where its address goes, moved by so much
 Around = Callable[[int, Callable[[], None]], None]  # runs step n by calling what it is given
-
-
 FIRST = itemgetter(0)  # what is made of the results where there is one, in no container
 
 
@@ -76,14 +75,14 @@ class Bound:
         self._sources = self._built()
         self._faults = Faults(program, workspace.device)
         self._memory: Tensor | None = None
+        self._zeroed: dict[tuple[int, int], Tensor] = {}  # scratch of step and number
         self._arguments = [number for number, b in enumerate(program.buffers)
                            if b.kind == "input" and not program.inputs[b.index].is_state
                            ]  # fmt: skip
         self.around: Around | None = None  # a debugger's place between the steps
 
     @property
-    def state(self) -> Sequence[Tensor | None]:
-        """Weights by argument index."""
+    def state(self) -> Sequence[Tensor | None]:  # weights by argument
         return self._state
 
     @cached_property
@@ -183,7 +182,6 @@ class Bound:
         self._memory = memory if self.arena_bytes else memory.new_empty(0)
         self._slots: list[Tensor | None] = [None] * len(self.program.buffers)
         self._patches: dict[int, list[tuple[BoundKernel, int, int]]] = defaultdict(list)
-        self._zeroed: list[Tensor] = []
         for number, buffer in enumerate(self.program.buffers):
             if ("buffer", number, 0) in self._offsets:
                 self._slots[number] = self._view(number, memory, self._offsets["buffer", number, 0])
@@ -250,8 +248,10 @@ class Bound:
                          dtype: torch.dtype) -> int:  # fmt: skip
         assert self._memory is not None
         if zeroed:
-            self._zeroed.append(torch.zeros(numel, dtype=dtype, device=self._memory.device))
-            return self._zeroed[-1].data_ptr()
+            if (position, index) not in self._zeroed:
+                made = torch.zeros(numel, dtype=dtype, device=self._memory.device)
+                self._zeroed[position, index] = made
+            return self._zeroed[position, index].data_ptr()
         return self._memory.data_ptr() + self._offsets["scratch", position, index]
 
     def _getter(self, ref: TensorRef) -> Getter:
@@ -348,7 +348,10 @@ class Bound:
             if not self.hoisted.is_there(stamp):
                 self._walk(self.hoisted.steps)
                 self.hoisted.has_run()
-            return self._run_rest()
+            results = self._run_rest()
+            if self.is_large:
+                self.let_go()
+            return results
 
     def run_prologue(self, inputs: Sequence[Tensor]) -> None:
         """The one half of ``run`` alone."""
@@ -363,6 +366,17 @@ class Bound:
             return self._run_rest()
 
     @property
+    def is_large(self) -> bool:
+        """Whether it has memory of its own, for the time of a run."""
+        return self.program.device == "cuda" and self.arena_bytes > KEPT_BYTES
+
+    def let_go(self) -> None:
+        """The next run links anew."""
+        self._memory = None
+        self._slots, self._steps, self._return = [], [], []
+        self._patches = defaultdict(list)
+
+    @property
     def has_moved(self) -> bool:
         """Whether this was linked to memory that is no longer that of its stream."""
         if self._memory is None or self.hoisted.has_moved:
@@ -371,11 +385,16 @@ class Bound:
 
     def _begin(self, inputs: Sequence[Tensor]) -> None:
         self.raise_faults()  # on a GPU those of earlier runs
-        memory = self._workspace.reserve(self.arena_bytes)
-        if self.has_moved:
+        memory = (
+            torch.empty(self.arena_bytes, dtype=torch.uint8, device=self._workspace.device)
+            if self.is_large  # in a capture, from the graph's own memory
+            else self._workspace.reserve(self.arena_bytes, self)
+        )
+        if self.is_large or self.has_moved:
             self._link(memory)
         if leases.are_wanted():
-            leases.note(Lease(self._faults, (self, self._memory, self._zeroed)))
+            lent = None if self.is_large else self._memory
+            leases.note(Lease(self._faults, (self, lent, self._zeroed)))
         for number, tensor in zip(self._arguments, inputs, strict=True):
             self._fill(number, tensor)
 
@@ -517,23 +536,6 @@ class Bound:
         pointer = tensor.data_ptr()
         for kernel, place, move in self._patches[number]:
             kernel.set_pointer(place, pointer + move)
-
-
-INDEX_LIMIT = 2**31
-MOST_FACTOR = 8  # by which the text of a kernel multiplies a scalar
-
-
-def looks_too_far(program: Program, env: Mapping[str, int]) -> bool:
-    """Whether an index is into a dim that has more elements than places can count: these have 32
-    bits on both devices."""
-    sizes = (size for step in program.kernel_steps for size in step.looked_up)
-    return any(size.eval(env) >= INDEX_LIMIT for size in sizes)
-
-
-def needs_wide_indices(scalars: Sequence[int], numels: Sequence[int]) -> bool:
-    """Whether a Triton kernel meets more elements than it can count in 32 bits, as it flattens axes
-    into one id. It has a variant with 64."""
-    return max([*numels, *(value * MOST_FACTOR for value in scalars)], default=0) >= INDEX_LIMIT
 
 
 def _touched(step: Step | None) -> Sequence[int]:

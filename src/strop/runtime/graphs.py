@@ -1,6 +1,7 @@
 """CUDA graphs: one for each shape, captured at its second use, all in one memory pool.
 
-Replays are serialised by a lock and an event, so graphs of different shapes share their memory.
+Replays are serialised by a lock and an event, so graphs of different shapes share their memory,
+and as long as all calls come from one stream they share it with the runs without a graph, too.
 Captures that do not fit the byte budget push out the least recently used ones. A graph's inputs
 are copied in and its results copied out: nobody outside ever holds memory of the pool.
 """
@@ -21,10 +22,11 @@ from torch import Tensor
 from strop.frontend.capture import TensorSpec
 from strop.runtime.executor import Bound
 from strop.runtime.hoisting import Stamp
-from strop.runtime.memory import Workspace
+from strop.runtime.memory import Workspace, workspace_of
 
 T = TypeVar("T")
 _KERNEL_NODE = 0  # CUgraphNodeType
+_NO_STREAM = -1  # nobody's
 
 
 class NoGraphError(Exception):
@@ -65,7 +67,8 @@ class GraphPool:
         self._graphs: OrderedDict[Hashable, Captured] = OrderedDict()
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(device)
-        self._workspace = Workspace(device)
+        self._workspace: Workspace | None = None  # of the first call's stream
+        self._home = 0  # this stream
         self._done = torch.cuda.Event()
         self._one = torch.zeros(1, device=device)  # for captures that need no memory
         self._latest: torch.cuda.Stream | None = None  # that replayed
@@ -87,8 +90,10 @@ class GraphPool:
                 stream.wait_event(self._done)
                 self._latest = stream
             try:
-                captured = self._captured(key, inputs, specs, make, budget_bytes)
-                results = captured.replay(inputs, stamp)
+                # nobody moves the memory from here on, or runs in it while a graph is captured
+                with self._workspace_for(stream).lock:
+                    captured = self._captured(key, inputs, specs, make, budget_bytes)
+                    results = captured.replay(inputs, stamp)
             except torch.OutOfMemoryError as error:
                 count = self.drop()
                 raise NoGraphError(f"out of memory, {count} graphs were dropped") from error
@@ -102,9 +107,22 @@ class GraphPool:
             if count:
                 torch.cuda.synchronize(self.device)  # one of them may be running
             self._graphs.clear()
-            self._workspace = Workspace(self.device)
+            if self._workspace is not None:
+                with self._workspace.lock:
+                    self._workspace.give_back()
             self._pool = torch.cuda.graph_pool_handle()
             return count
+
+    def _workspace_for(self, stream: torch.cuda.Stream) -> Workspace:
+        """That of the caller's stream while there is one caller's stream. From the second on one of
+        the graphs' own: runs without a graph wait for nobody on another stream."""
+        if self._workspace is None:
+            self._home = stream.cuda_stream
+            self._workspace = workspace_of(self.device, self._home)
+        elif self._home not in (stream.cuda_stream, _NO_STREAM):
+            self.drop()
+            self._home, self._workspace = _NO_STREAM, Workspace(self.device)
+        return self._workspace
 
     def _captured(self, key: Hashable, inputs: Sequence[Tensor], specs: Sequence[TensorSpec],
                   make: MakeBound, budget_bytes: int) -> Captured:  # fmt: skip
@@ -136,16 +154,21 @@ class GraphPool:
 
     def _capture(self, inputs: Sequence[Tensor], specs: Sequence[TensorSpec],
                  make: MakeBound) -> Captured:  # fmt: skip
-        stream = self._stream
-        stream.wait_stream(torch.cuda.current_stream(self.device))
+        stream, caller = self._stream, torch.cuda.current_stream(self.device)
+        assert self._workspace is not None
+        stream.wait_stream(caller)
         with torch.cuda.stream(stream):
+            bound = make(self._workspace, stream.cuda_stream)
+            if bound.is_large:
+                caller.wait_stream(stream)
+                raise NoGraphError(f"its working memory, {bound.arena_bytes / 2**30:.1f} GiB, is "
+                                   "free for others between calls")  # fmt: skip
             static = tuple(
                 torch.empty(
                     x.shape, dtype=s.dtype, device=x.device, memory_format=s.memory_format
                 ).copy_(x)
                 for x, s in zip(inputs, specs, strict=True)
             )
-            bound = make(self._workspace, stream.cuda_stream)
             generator = torch.cuda.default_generators[self.device.index]
             state = generator.get_state()
             bound.run(static)  # lets libraries choose algorithms outside of the capture
@@ -157,7 +180,7 @@ class GraphPool:
             graph, results = self._record(lambda: tuple(bound.run_rest(static)))
             num_kernels = _count_kernels(graph)
             graph.instantiate()
-        torch.cuda.current_stream(self.device).wait_stream(stream)
+        caller.wait_stream(stream)
         self.num_captures += 1
         tensors = [*static, *(r for r in results if isinstance(r, Tensor))]
         size = sum(t.untyped_storage().nbytes() for t in tensors) + bound.call_bytes
