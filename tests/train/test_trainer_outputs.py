@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
+import shutil
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 from safetensors import safe_open
 from safetensors.torch import load_file
-from torch import Tensor
+from torch import Tensor, nn
 from typer.testing import CliRunner
 
 from strop.cli import app
 from strop.errors import TrainingError
 from strop.models import sprites
+from strop.models.sprites import network, vocabulary
 from strop.train import lora, outputs
 from strop.train.folders import open_rgb
 from strop.train.loop import Loop
+from tests.e2e.tiny import DEVICES
 from tests.train import trainer
 
 diffusers = pytest.importorskip("diffusers")
@@ -33,15 +40,28 @@ def _load(folder: Path) -> Any:
     return diffusers.StableDiffusionPipeline.from_pretrained(folder)
 
 
-def test_diffusers_folder(tiny_model: Path, pictures: Path, tmp_path: Path) -> None:
+def _as_loaded(module: nn.Module) -> nn.Module:
+    """Where a pipeline draws, and in its memory format, so that pictures have the same bits."""
+    return nn.Module.to(module, "cpu", memory_format=torch.contiguous_format)
+
+
+@pytest.fixture(autouse=True)
+def as_before() -> Iterator[None]:
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_diffusers_folder(device: str, tiny_model: Path, pictures: Path, tmp_path: Path) -> None:
     """By diffusers, by the package's own loader, and from the weights that the loop had."""
     made = trainer.session("text-to-image", model=tiny_model, train_data_dir=pictures,
                            train_text_encoder=True, output_dir=tmp_path, max_train_steps=2,
-                           learning_rate=1e-2)  # fmt: skip
+                           learning_rate=1e-2, device=device)  # fmt: skip
     Loop(made, trainer.Watch()).run()
     expected = _load(tiny_model)
     before = trainer.picture(expected)
-    expected.unet, expected.text_encoder = made.model.unet, made.model.text_encoder
+    expected.unet = _as_loaded(made.model.unet)
+    expected.text_encoder = _as_loaded(made.model.text_encoder)
     after = trainer.picture(expected)
     assert torch.equal(
         trainer.picture(diffusers.DiffusionPipeline.from_pretrained(tmp_path)), after
@@ -106,16 +126,45 @@ def test_tensorboard_gets_what_the_journal_has(
     assert board.closed
 
 
-def test_the_averages_are_what_is_saved(tiny_model: Path, pictures: Path, tmp_path: Path) -> None:
+def test_tensorboard_reads_it(tiny_model: Path, tmp_path: Path) -> None:
+    """Its own reader, also after a resume that goes back to an earlier step."""
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    values: dict[str, Any] = {
+        "model": tiny_model, "dataset_name": "sprites", "output_dir": tmp_path,
+        "report_to": "tensorboard", "validation_prompt": "a ring", "num_validation_images": 1,
+        "validation_inference_steps": 1, "checkpointing_steps": 2}  # fmt: skip
+    trainer.train("text-to-image", **values, max_train_steps=4)
+    shutil.rmtree(tmp_path / "checkpoint-4")
+    trainer.train("text-to-image", **values, max_train_steps=5, resume_from_checkpoint="latest")
+    board = EventAccumulator(str(tmp_path / "logs"), size_guidance={"scalars": 0, "images": 0})
+    board.Reload()
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5]
+    for name in ("loss", "lr", "grad_norm", "images_per_s"):
+        found = [(event.step, event.value) for event in board.Scalars(f"train/{name}")]
+        assert found == [(row["step"], pytest.approx(row[name], rel=1e-6)) for row in rows]
+    pages = {event.step: event.encoded_image_string for event in board.Images("validation")}
+    assert set(pages) >= {0, 5}
+    with Image.open(io.BytesIO(pages[5])) as page:
+        stored = open_rgb(tmp_path / "validation" / "step-000005.png")
+        assert page.convert("RGB").tobytes() == stored.tobytes()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_averages_are_what_is_saved(
+    device: str, tiny_model: Path, pictures: Path, tmp_path: Path
+) -> None:
     made = trainer.session("text-to-image", model=tiny_model, train_data_dir=pictures,
                            use_ema=True, output_dir=tmp_path, max_train_steps=3,
-                           learning_rate=1e-2, save_precision="bf16")  # fmt: skip
+                           learning_rate=1e-2, save_precision="bf16", device=device)  # fmt: skip
     Loop(made, trainer.Watch()).run()
     average = made.learner.optimizer.ema
     assert average is not None
     saved = trainer.weights(tmp_path)
     for (name, live), mean in zip(made.learner.named.items(), average.shadow_params, strict=True):
-        assert torch.equal(saved[name.removeprefix("unet.")], mean.bfloat16())
+        assert torch.equal(saved[name.removeprefix("unet.")], mean.bfloat16().cpu())
         assert live.dtype == torch.float32
     assert any(not torch.equal(p, a) for p, a in
                zip(made.learner.parameters, average.shadow_params, strict=True))  # fmt: skip
@@ -132,18 +181,20 @@ def test_weights_that_do_not_fit_the_format(tiny_model: Path, tmp_path: Path) ->
     assert not (tmp_path / "model_index.json").exists()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="module", params=DEVICES)
 def adapters(
-    tiny_model: Path, pictures: Path, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[Path, Tensor]:
+    request: pytest.FixtureRequest, tiny_model: Path, pictures: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> tuple[Path, Tensor]:  # fmt: skip
     """A training of both parts whose alpha is not the rank, and the picture its model draws."""
     output = tmp_path_factory.mktemp("lora")
     made = trainer.session("lora", model=tiny_model, train_data_dir=pictures, rank=3,
                            lora_alpha=12, train_text_encoder=True, output_dir=output,
-                           max_train_steps=3, learning_rate=3e-2)  # fmt: skip
+                           max_train_steps=3, learning_rate=3e-2,
+                           device=request.param)  # fmt: skip
     Loop(made, trainer.Watch()).run()
     pipe = _load(tiny_model)
-    pipe.unet, pipe.text_encoder = made.model.unet, made.model.text_encoder
+    pipe.unet, pipe.text_encoder = map(_as_loaded, (made.model.unet, made.model.text_encoder))
     return output, trainer.picture(pipe)
 
 
@@ -196,16 +247,39 @@ def test_lora_keys(adapters: tuple[Path, Tensor]) -> None:
         assert all(kohya.fullmatch(key) for key in file.keys())  # noqa: SIM118
         assert file.metadata()["ss_network_dim"] == "3"
         assert file.metadata()["ss_network_alpha"] == "12.0"
+        assert file.metadata()["ss_base_model_version"] == "sd_v1_v"
+        assert file.metadata()["ss_v2"] == "False"
     with safe_open(output / lora.DIFFUSERS_NAME, "pt") as file:
         notes = json.loads(file.metadata()["lora_adapter_metadata"])
     assert (notes["unet.r"], notes["unet.lora_alpha"]) == (3, 12.0)
     assert str(output.parent) not in json.dumps(notes)
 
 
-def test_validation_pictures(tiny_model: Path, pictures: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("prediction", "version"), [("epsilon", "sd_v2"), ("v_prediction", "sd_v2_v")]
+)
+def test_adapters_of_stable_diffusion_2(
+    prediction: str, version: str, pictures: Path, tmp_path: Path
+) -> None:
+    """Its text encoder is wider, by which kohya's scripts and others tell it from the first."""
+    tiny = sprites.settings.TINY
+    built = network.parts(replace(tiny, network=replace(tiny.network, text_width=1024)))
+    network.pipeline(built, tiny.noise).save_pretrained(tmp_path / "model")
+    vocabulary.write(tmp_path / "model" / "tokenizer")
+    made = trainer.session("lora", model=tmp_path / "model", train_data_dir=pictures,
+                           prediction_type=prediction, output_dir=tmp_path / "out")  # fmt: skip
+    outputs.save(made.settings, made.model)
+    with safe_open(tmp_path / "out" / lora.KOHYA_NAME, "pt") as file:
+        assert file.metadata()["ss_base_model_version"] == version
+        assert file.metadata()["ss_v2"] == "True"
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_validation_pictures(device: str, tiny_model: Path, pictures: Path, tmp_path: Path) -> None:
     """Drawn before, during and after; drawing does not change what is trained."""
     values: dict[str, Any] = {"model": tiny_model, "train_data_dir": pictures, "use_ema": True,
-                              "max_train_steps": 3}  # fmt: skip
+                              "max_train_steps": 3, "device": device,
+                              "deterministic": True}  # fmt: skip
     prompts = ["a red circle", "a blue ring"]
     shown = {"validation_prompts": prompts, "num_validation_images": 3, "validation_steps": 2,
              "validation_inference_steps": 2}  # fmt: skip
@@ -220,8 +294,12 @@ def test_validation_pictures(tiny_model: Path, pictures: Path, tmp_path: Path) -
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
-def test_class_pictures_are_drawn_once(tiny_model: Path, pictures: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("device", DEVICES)
+def test_class_pictures_are_drawn_once(
+    device: str, tiny_model: Path, pictures: Path, tmp_path: Path
+) -> None:
     values: dict[str, Any] = {
+        "device": device,
         "model": tiny_model, "instance_data_dir": pictures, "instance_prompt": "a sks",
         "with_prior_preservation": True, "class_data_dir": tmp_path / "class",
         "class_prompt": "a ring", "max_train_steps": 1, "validation_inference_steps": 2,

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from strop.cli import app
 from strop.errors import CacheError, OptionError, TrainingError
 from strop.train import checkpoint, files, settings
 from strop.train.learner import Learner
+from tests.e2e.tiny import DEVICES, cache_dir
 from tests.train import trainer
 
 STEPS = 30  # of the processes that are stopped
@@ -50,8 +52,31 @@ RUNS: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 
 
+# On a GPU also: scaled losses, whose scaler leaves out steps; compiled passes.
+GPU_RUNS: dict[str, tuple[str, dict[str, Any]]] = RUNS | {
+    "fp16": ("text-to-image", {
+        "mixed_precision": "fp16", "use_ema": True, "train_text_encoder": True,
+        "gradient_accumulation_steps": 2}),
+    "lora in fp16": ("lora", {"mixed_precision": "fp16", "lora_dropout": 0.2}),
+    "compiled": ("text-to-image", {"compile_unet": True, "use_ema": True,
+                                   "mixed_precision": "bf16"}),
+}  # fmt: skip
+EVERY = [*(("cpu", name) for name in RUNS),
+         *(pytest.param("cuda", name, marks=DEVICES[1].marks) for name in GPU_RUNS)]  # fmt: skip
+
+# Of torch before 2.13, whose deterministic products ask for it when the first one runs.
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+
+@pytest.fixture(autouse=True)
+def as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("STROP_CACHE_DIR", cache_dir())
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
 def given(name: str, model: Path, pictures: Path, output: Path) -> tuple[str, dict[str, Any]]:
-    task, values = RUNS[name]
+    task, values = GPU_RUNS[name]
     values = {**values, "model": model, "output_dir": output}
     if "dataset_name" not in values:
         place = "instance_data_dir" if "instance_prompt" in values else "train_data_dir"
@@ -61,19 +86,20 @@ def given(name: str, model: Path, pictures: Path, output: Path) -> tuple[str, di
     return task, {**values, "max_train_steps": 4, "checkpointing_steps": 2}
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize(("device", "name"), EVERY)
 def test_resumed_equals_straight(
-    name: str, tiny_model: Path, pictures: Path, tmp_path: Path
+    device: str, name: str, tiny_model: Path, pictures: Path, tmp_path: Path
 ) -> None:
     straight, resumed = tmp_path / "straight", tmp_path / "resumed"
+    exact = {"device": device, "deterministic": device == "cuda"}
     task, values = given(name, tiny_model, pictures, straight)
-    trainer.train(task, **values)
+    trainer.train(task, **values, **exact)
     resumed.mkdir()
     shutil.copytree(straight / "checkpoint-2", resumed / "checkpoint-2")
     task, values = given(name, tiny_model, pictures, resumed)
     torch.rand(7)  # whatever the process has drawn before
     watch = trainer.Watch()
-    outcome = trainer.train(task, watch, **values, resume_from_checkpoint="latest")
+    outcome = trainer.train(task, watch, **values, **exact, resume_from_checkpoint="latest")
     assert outcome.step == 4
     assert not [text for text in watch.warnings if "generator speaks" not in text]
     ours, theirs = (trainer.checkpoint_bytes(f / "checkpoint-4") for f in (resumed, straight))
@@ -241,12 +267,12 @@ def _as_saved(folder: Path) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any
     return tensors, {name: value for name, value in state.items() if name != "step"}
 
 
-def _words(model: Path, pictures: Path, output: Path) -> list[str]:
+def _words(model: Path, pictures: Path, output: Path, device: str) -> list[str]:
     return [sys.executable, "-m", "strop", "train", "text-to-image", "--model", str(model),
             "--train_data_dir", str(pictures), "--resolution", "32", "--train_batch_size", "2",
             "--gradient_accumulation_steps", "2", "--use_ema", "--max_train_steps", str(STEPS),
-            "--checkpointing_steps", "3", "--checkpoints_total_limit", "2", "--device", "cpu",
-            "--output_dir", str(output)]  # fmt: skip
+            "--checkpointing_steps", "3", "--checkpoints_total_limit", "2", "--device", device,
+            "--deterministic", "--output_dir", str(output)]  # fmt: skip
 
 
 def _start(words: list[str]) -> subprocess.Popen[str]:
@@ -264,15 +290,16 @@ def _wait_past(output: Path, step: int, process: subprocess.Popen[str]) -> None:
 
 
 @pytest.mark.slow
-def test_sigterm_and_kill(tiny_model: Path, pictures: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("device", DEVICES)
+def test_sigterm_and_kill(device: str, tiny_model: Path, pictures: Path, tmp_path: Path) -> None:
     """A process told to stop, one that is killed, and one that finishes: as a single one."""
     straight, broken = tmp_path / "straight", tmp_path / "broken"
-    with_flags = _words(tiny_model, pictures, straight)[3:]
+    with_flags = _words(tiny_model, pictures, straight, device)[3:]
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # as in the processes
     assert CliRunner().invoke(app, with_flags).exit_code == 0
     torch.set_num_threads(threads)
-    words = _words(tiny_model, pictures, broken)
+    words = _words(tiny_model, pictures, broken, device)
 
     process = _start(words)
     _wait_past(broken, 0, process)

@@ -72,13 +72,14 @@ def _option(knob: Any, task: str) -> inspect.Parameter:
 def _unbuilt(name: str) -> inspect.Parameter:
     """A flag of diffusers that only says why it is not there."""
 
-    def refuse(value: bool | None) -> None:
+    def refuse(value: bool | str | None) -> None:
         if value:
             raise typer.BadParameter(knobs.UNBUILT[name], param_hint=f"'--{name}'")
 
     option = typer.Option(f"--{name}", hidden=True, callback=refuse)
+    kind = bool if name in knobs.SWITCHES else str
     return inspect.Parameter(f"no_{name}", inspect.Parameter.KEYWORD_ONLY, default=None,
-                             annotation=Annotated[bool | None, option])  # fmt: skip
+                             annotation=Annotated[kind | None, option])  # fmt: skip
 
 
 _CONFIG = inspect.Parameter(

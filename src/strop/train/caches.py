@@ -1,6 +1,7 @@
 """Latents and text embeddings that are computed once and kept on disk.
 
-A file's name is a hash of all that its content depends on, so a file that is there is right.
+A file's name is a hash of all that its content depends on, so a file that is there is right. The
+weights are part of it in the type that they have now: fp32, or that of mixed precision.
 """
 
 from __future__ import annotations
@@ -14,12 +15,13 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from strop.errors import CacheError
+from strop.errors import CacheError, TrainingError
 from strop.train import files
 from strop.train import model as models
 from strop.train.data import Captions, Crop, digest_of, pixels_of
 from strop.train.folders import Picture
 from strop.train.model import Model
+from strop.train.settings import Settings
 
 _SHARD = 256  # pictures of a file
 _BATCH = 8
@@ -47,37 +49,49 @@ class StoredMoments:
 
 
 def cache_moments(
-    folder: Path, model: Model, pictures: Sequence[Picture], side: int, mirrored: bool,
+    folder: Path, model: Model, pictures: Sequence[Picture], side: int, settings: Settings,
     on_progress: Progress,
 ) -> StoredMoments:  # fmt: skip
     """Encode the pictures whose files are not there yet."""
     folder.mkdir(parents=True, exist_ok=True)
     weights = models.digest_of(model.vae)
-    key = digest_of("moments", 1, weights, side, mirrored, [p.digest for p in pictures])
+    how = (side, settings.random_flip, settings.image_interpolation_mode)
+    key = digest_of("moments", 2, weights, how, [p.digest for p in pictures])
     stored = StoredMoments(folder, key)
     for start in range(0, len(pictures), _SHARD):
         path = stored.file(start // _SHARD)
         if not path.is_file():
             numbers = range(start, min(start + _SHARD, len(pictures)))
-            rows = _encode(model, pictures, numbers, side, mirrored, on_progress)
+            rows = _encode(model, pictures, numbers, side, settings, on_progress)
             files.write_tensors(path, rows)
     on_progress("encoding pictures", len(pictures), len(pictures))
     return stored
 
 
 def _encode(
-    model: Model, pictures: Sequence[Picture], numbers: Sequence[int], side: int, mirrored: bool,
-    on_progress: Progress,
+    model: Model, pictures: Sequence[Picture], numbers: Sequence[int], side: int,
+    settings: Settings, on_progress: Progress,
 ) -> dict[str, Tensor]:  # fmt: skip
     found = {}
+    mirrored, resample = settings.random_flip, settings.image_interpolation_mode
     wanted = [(n, flip) for flip in (False, True)[: 1 + mirrored] for n in numbers]
     for start in range(0, len(wanted), _BATCH):
         part = wanted[start : start + _BATCH]
         on_progress("encoding pictures", numbers[0] + start // (1 + mirrored), len(pictures))
-        pixels = [pixels_of(pictures[n].path, side, Crop(mirrored=flip)) for n, flip in part]
+        pixels = [pixels_of(pictures[n].path, side, Crop(mirrored=flip), resample)
+                  for n, flip in part]  # fmt: skip
         rows = models.moments_of(model, torch.stack(pixels)).cpu()
+        _check_finite(rows, [pictures[n].path for n, _ in part])
         found.update({_name(*item): row.clone() for item, row in zip(part, rows, strict=True)})
     return found
+
+
+def _check_finite(rows: Tensor, paths: Sequence[Path]) -> None:
+    """Raise TrainingError for a picture whose latents would spoil every epoch."""
+    for row, path in zip(rows, paths, strict=True):
+        if not bool(row.isfinite().all()):
+            raise TrainingError(f"the latents of {path} are not finite: the autoencoder overflows; "
+                                "use --mixed_precision bf16 or no")  # fmt: skip
 
 
 def _name(number: int, mirrored: bool) -> str:
@@ -91,21 +105,20 @@ def captions_of(model: Model, pictures: Sequence[Picture]) -> Captions:
     return Captions({text: row for row, text in enumerate(texts)}, table)
 
 
-@torch.no_grad()
 def cache_embeddings(
     folder: Path, model: Model, captions: Captions, on_progress: Progress
 ) -> Captions:
     """The captions with embeddings in the place of ids."""
     folder.mkdir(parents=True, exist_ok=True)
     weights = models.digest_of(model.text_encoder)
-    key = digest_of("embeddings", 1, weights, captions.table.tolist())
+    key = digest_of("embeddings", 2, weights, captions.table.tolist())
     path = folder / f"embeddings-{key[:24]}.safetensors"
     if not path.is_file():
         made = []
         for start in range(0, len(captions.table), _TEXTS):
             on_progress("encoding captions", start, len(captions.table))
             ids = captions.table[start : start + _TEXTS]
-            made.append(model.text_encoder(ids, return_dict=False)[0].float().cpu())
+            made.append(models.embeddings_of(model, ids).cpu())
         files.write_tensors(path, {"states": torch.cat(made)})
     on_progress("encoding captions", len(captions.table), len(captions.table))
     return Captions(captions.rows, _opened(path).get_tensor("states"))

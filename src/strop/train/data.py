@@ -7,7 +7,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Protocol
@@ -35,6 +35,14 @@ class Batch:
     def __len__(self) -> int:
         return len(self.text)
 
+    def pinned(self) -> Batch:
+        """In memory that a GPU copies from while the host goes on. Drawings lie on it already."""
+        return replace(self, pictures=_pinned(self.pictures), text=_pinned(self.text))
+
+
+def _pinned(tensor: Tensor) -> Tensor:
+    return tensor.pin_memory() if tensor.device.type == "cpu" else tensor
+
 
 class Source(Protocol):
     """``batches_per_epoch`` is None where every picture is new."""
@@ -59,13 +67,14 @@ class Crop:
     mirrored: bool = False
 
 
-def pixels_of(path: Path, side: int, crop: Crop) -> Tensor:
+def pixels_of(path: Path, side: int, crop: Crop, resample: str = "lanczos") -> Tensor:
     """The shorter side becomes ``side`` pixels, then a square is cut out: [3, side, side]."""
     picture = open_rgb(path)
     scale = side / min(picture.size)
     size = tuple(max(side, int(edge * scale)) for edge in picture.size)
     if size != picture.size:
-        picture = picture.resize((size[0], size[1]), resample=Image.Resampling.LANCZOS)
+        kind = Image.Resampling[resample.upper()]
+        picture = picture.resize((size[0], size[1]), resample=kind)
     left = round((picture.width - side) * crop.left)
     top = round((picture.height - side) * crop.top)
     picture = picture.crop((left, top, left + side, top + side))
@@ -82,7 +91,8 @@ class Moments(Protocol):
 
 @dataclass(frozen=True)
 class Captions:
-    """The different captions, the empty one last, and their ids or embeddings, row by row."""
+    """The different captions, the empty one last, and their ids or embeddings, row by row, on
+    the CPU."""
 
     rows: dict[str, int]
     table: Tensor
@@ -135,7 +145,7 @@ class FolderSource:
         crops = [self._crop(row) for row in drawn]
         pictures = [self._picture(i, crop) for i, crop in zip(chosen, crops, strict=True)]
         text = [self._row(i, row[3]) for i, row in zip(chosen, drawn, strict=True)]
-        rows = self.captions.table[torch.tensor(text, device=self.captions.table.device)]
+        rows = self.captions.table[torch.tensor(text)]
         return Batch(torch.stack(pictures), self.moments is not None, rows, len(places))
 
     def _crop(self, drawn: Sequence[float]) -> Crop:
@@ -147,7 +157,8 @@ class FolderSource:
     def _picture(self, number: int, crop: Crop) -> Tensor:
         if self.moments is not None:
             return self.moments.get(number, crop.mirrored)
-        return pixels_of(self.pictures[number].path, self.side, crop)
+        resample = self.settings.image_interpolation_mode
+        return pixels_of(self.pictures[number].path, self.side, crop, resample)
 
     def _row(self, number: int, drawn: float) -> int:
         if drawn < self.settings.proportion_empty_prompts:
@@ -185,22 +196,28 @@ class SpritesSource:
 
 
 class Reader:
-    """Batches one after the other; threads, if there are any, are some batches ahead."""
+    """Batches one after the other, pinned for a GPU; threads, if there are any, are some ahead."""
 
-    def __init__(self, source: Source, start: int, end: int, workers: int) -> None:
-        self.source, self.workers = source, workers
+    def __init__(
+        self, source: Source, start: int, end: int, workers: int, *, pins: bool = False
+    ) -> None:
+        self.source, self.workers, self.pins = source, workers, pins
         self._numbers = iter(range(start, end))
         self._pool = ThreadPoolExecutor(workers, "strop-reader") if workers else None
         self._waiting: deque[Future[Batch]] = deque()
 
     def next(self) -> Batch:
         if self._pool is None:
-            return self.source.batch(next(self._numbers))
+            return self._batch(next(self._numbers))
         for number in self._numbers:
-            self._waiting.append(self._pool.submit(self.source.batch, number))
+            self._waiting.append(self._pool.submit(self._batch, number))
             if len(self._waiting) > 2 * self.workers:
                 break
         return self._waiting.popleft().result()
+
+    def _batch(self, number: int) -> Batch:
+        batch = self.source.batch(number)
+        return batch.pinned() if self.pins else batch
 
     def close(self) -> None:
         if self._pool is not None:

@@ -57,14 +57,15 @@ def draw(
         requires_safety_checker=False,
     )
     pipe.set_progress_bar_config(disable=True)
-    found: list[Image.Image] = pipe(
-        list(prompts),
-        width=style.side,
-        height=style.side,
-        num_inference_steps=style.steps,
-        guidance_scale=style.guidance,
-        generator=list(sources),
-    ).images
+    with model.autocast():
+        found: list[Image.Image] = pipe(
+            list(prompts),
+            width=style.side,
+            height=style.side,
+            num_inference_steps=style.steps,
+            guidance_scale=style.guidance,
+            generator=list(sources),
+        ).images
     return found
 
 

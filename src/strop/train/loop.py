@@ -107,7 +107,9 @@ class Loop:
     def _run(self) -> Outcome:
         size = self.settings.gradient_accumulation_steps
         first, last = self.step * size, self.total * size
-        reader = Reader(self.session.source, first, last, self.settings.dataloader_num_workers)
+        on_gpu = self.session.model.device.type == "cuda"
+        reader = Reader(self.session.source, first, last, self.settings.dataloader_num_workers,
+                        pins=on_gpu)  # fmt: skip
         self.journal = Journal(self.settings, self.step)
         try:
             if self.step == 0:

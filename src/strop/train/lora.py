@@ -22,6 +22,7 @@ TARGETS = {
     "text_encoder": ("q_proj", "k_proj", "v_proj", "out_proj"),
 }
 _KOHYA = {"unet": ("lora_unet_", ""), "text_encoder": ("lora_te_", "text_model.")}
+_SECOND_WIDTH = 1024  # of the text embeddings that Stable Diffusion 2 reads
 DIFFUSERS_NAME, KOHYA_NAME = "pytorch_lora_weights.safetensors", "kohya_lora_weights.safetensors"
 
 
@@ -34,7 +35,7 @@ def attach(settings: Settings, model: Model) -> None:
     alpha = settings.rank if settings.lora_alpha is None else settings.lora_alpha
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed_of(settings.seed, "adapters", 0))
-        for name in parts_of(settings):
+        for name in settings.parts:
             module = model.modules[name]
             module.add_adapter(  # type: ignore[operator]
                 LoraConfig(
@@ -45,26 +46,32 @@ def attach(settings: Settings, model: Model) -> None:
                     target_modules=list(TARGETS[name]),
                 )
             )
-
-
-def parts_of(settings: Settings) -> tuple[str, ...]:
-    return ("unet", "text_encoder") if settings.train_text_encoder else ("unet",)
+            for parameter in module.parameters():
+                if parameter.requires_grad:  # peft takes the type of the weights beside them
+                    parameter.data = parameter.data.float()
 
 
 def save(settings: Settings, model: Model, folder: Path, dtype: torch.dtype) -> None:
     """Write both files into ``folder``."""
     _save_diffusers(settings, model, folder, dtype)
     tensors: dict[str, Tensor] = {}
-    for name in parts_of(settings):
+    for name in settings.parts:
         tensors |= kohya_tensors(name, _weights(model, name, dtype), _alpha(model, name))
     notes = {
         "format": "pt",
         "ss_network_module": "networks.lora",
         "ss_network_dim": str(settings.rank),
         "ss_network_alpha": str(_alpha(model, "unet")),
-        "ss_base_model_version": "sd_v1",
+        **base_notes(model.unet.config.cross_attention_dim, model.prediction),
     }
     files.write_tensors(folder / KOHYA_NAME, tensors, **notes)
+
+
+def base_notes(text_width: int, prediction: str) -> dict[str, str]:
+    """kohya's words for the model that adapters belong to: 2 reads OpenCLIP, which is wider."""
+    is_second = text_width == _SECOND_WIDTH
+    version = f"sd_v{1 + is_second}{'_v' if prediction == 'v_prediction' else ''}"
+    return {"ss_base_model_version": version, "ss_v2": str(is_second)}
 
 
 def _alpha(model: Model, name: str) -> float:
@@ -90,7 +97,7 @@ def _save_diffusers(settings: Settings, model: Model, folder: Path, dtype: torch
     from diffusers.utils import convert_state_dict_to_diffusers
 
     arguments: dict[str, Any] = {}
-    for name in parts_of(settings):
+    for name in settings.parts:
         layers = convert_state_dict_to_diffusers(_weights(model, name, dtype))
         # Without the folder that the model was loaded from.
         config = {**_adapter(model, name).to_dict(), "base_model_name_or_path": None}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,11 +22,13 @@ PARTS = {
     "text_encoder": "CLIPTextModel",
     "tokenizer": "CLIPTokenizer",
 }
+HALVES = {"fp16": torch.float16, "bf16": torch.bfloat16}  # by --mixed_precision
 
 
 @dataclass(frozen=True)
 class Model:
-    """``signal`` is the share of the picture that is left at each timestep (alphas_cumprod)."""
+    """``signal`` is the share of the picture that is left at each timestep (alphas_cumprod).
+    ``half`` is the type of mixed precision, and of all weights that are not trained; or None."""
 
     folder: Path
     unet: Any
@@ -35,6 +38,7 @@ class Model:
     scheduler: Any
     signal: Tensor
     prediction: str
+    half: torch.dtype | None = None
 
     @property
     def modules(self) -> dict[str, nn.Module]:
@@ -54,6 +58,11 @@ class Model:
     def device(self) -> torch.device:
         device: torch.device = self.unet.device
         return device
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """For calls of what is trained, whose weights are fp32, and of the parts together."""
+        return torch.autocast(self.device.type, self.half or torch.bfloat16,
+                              enabled=self.half is not None)  # fmt: skip
 
 
 def folder_of(settings: Settings) -> Path:
@@ -85,7 +94,10 @@ def folder_of(settings: Settings) -> Path:
 
 
 def load(settings: Settings, device: torch.device) -> Model:
-    """The model in fp32. Raises OptionError if its files are damaged or missing."""
+    """The model: in fp32 what is trained, the rest in the type of mixed precision.
+
+    Raises OptionError if its files are damaged or missing.
+    """
     from diffusers import StableDiffusionPipeline
 
     folder = folder_of(settings)
@@ -105,9 +117,11 @@ def load(settings: Settings, device: torch.device) -> Model:
         unet, text = _anew(unet, text, settings)
     prediction = settings.prediction_type or scheduler.config.prediction_type
     model = Model(folder, unet, pipe.vae, text, pipe.tokenizer, scheduler,
-                  scheduler.alphas_cumprod.to(device, torch.float32), prediction)  # fmt: skip
-    for module in model.modules.values():
-        nn.Module.to(module, device).requires_grad_(False).eval()
+                  scheduler.alphas_cumprod.to(device, torch.float32), prediction,
+                  HALVES.get(settings.mixed_precision))  # fmt: skip
+    for name, module in model.modules.items():
+        dtype = None if name in settings.trained else model.half
+        nn.Module.to(module, device, dtype).requires_grad_(False).eval()
     return model
 
 
@@ -144,13 +158,13 @@ def digest_of(module: nn.Module) -> str:
 
 
 def token_ids(model: Model, prompts: list[str]) -> Tensor:
-    """Ids [prompts, length], padded and cut to what the text encoder reads."""
+    """Ids [prompts, length] on the CPU, padded and cut to what the text encoder reads."""
     made = model.tokenizer(
         prompts, padding="max_length", truncation=True,
         max_length=model.tokenizer.model_max_length, return_tensors="pt",
     )  # fmt: skip
     ids: Tensor = made.input_ids
-    return ids.to(model.device)
+    return ids
 
 
 def cut_prompts(model: Model, prompts: list[str]) -> list[str]:
@@ -158,6 +172,13 @@ def cut_prompts(model: Model, prompts: list[str]) -> list[str]:
     limit = model.tokenizer.model_max_length
     made = model.tokenizer(prompts, truncation=False, verbose=False).input_ids
     return [text for text, ids in zip(prompts, made, strict=True) if len(ids) > limit]
+
+
+@torch.no_grad()
+def embeddings_of(model: Model, ids: Tensor) -> Tensor:
+    """What a text encoder that is not trained makes of ids, in the type of its weights."""
+    states: Tensor = model.text_encoder(ids.to(model.device), return_dict=False)[0]
+    return states
 
 
 @torch.no_grad()

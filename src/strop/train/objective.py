@@ -12,8 +12,6 @@ from strop.train.draws import generator, seed_of
 from strop.train.model import Model
 from strop.train.settings import Settings
 
-AUTOCAST = {"fp16": torch.float16, "bf16": torch.bfloat16}
-
 
 def snr_weights(signal: Tensor, gamma: float, prediction: str) -> Tensor:
     """Min-SNR weights (Hang et al. 2023) at timesteps with these ``alphas_cumprod``.
@@ -57,7 +55,6 @@ class Objective:
 
     def __init__(self, settings: Settings, model: Model, unet: nn.Module) -> None:
         self.settings, self.model, self.unet = settings, model, unet
-        self.half = AUTOCAST.get(settings.mixed_precision)
 
     def __call__(self, batch: Batch, number: int) -> Tensor:
         settings, model = self.settings, self.model
@@ -65,25 +62,32 @@ class Objective:
         source = generator(settings.seed, "noise", number, device)
         torch.manual_seed(seed_of(settings.seed, "dropout", number))  # of the modules
         latents = self._latents(batch, source)
-        noise = torch.randn(latents.shape, device=device, generator=source)
-        if settings.noise_offset:
-            shift = torch.randn(*latents.shape[:2], 1, 1, device=device, generator=source)
-            noise = noise + settings.noise_offset * shift
+        noise, added = self._noises(latents, source)
         count = len(model.signal)
         times = torch.randint(count, (len(latents),), device=device, generator=source)
         signal = model.signal[times]
         keep = signal.sqrt()[:, None, None, None]
         lose = (1.0 - signal).sqrt()[:, None, None, None]
-        with torch.autocast(
-            device.type, self.half or torch.bfloat16, enabled=self.half is not None
-        ):
-            text = self._text(batch.text)
-            guess = self.unet(keep * latents + lose * noise, times, text, return_dict=False)[0]
+        text = self._text(batch.text)
+        with model.autocast():
+            guess = self.unet(keep * latents + lose * added, times, text, return_dict=False)[0]
         wanted = target_of(model.prediction, latents, noise, keep, lose)
         rows = (guess.float() - wanted).square().mean(dim=(1, 2, 3))
         if settings.snr_gamma is not None:
             rows = rows * snr_weights(signal, settings.snr_gamma, model.prediction)
         return joined(rows, batch.num_instances, settings.prior_loss_weight)
+
+    def _noises(self, latents: Tensor, source: torch.Generator) -> tuple[Tensor, Tensor]:
+        """What is to be predicted, and what the latents get."""
+        settings, device = self.settings, latents.device
+        noise = torch.randn(latents.shape, device=device, generator=source)
+        if settings.noise_offset:
+            shift = torch.randn(*latents.shape[:2], 1, 1, device=device, generator=source)
+            noise = noise + settings.noise_offset * shift
+        if not settings.input_perturbation:
+            return noise, noise
+        more = torch.randn(latents.shape, device=device, generator=source)
+        return noise, noise + settings.input_perturbation * more
 
     def _latents(self, batch: Batch, source: torch.Generator) -> Tensor:
         """Drawn from the encoder's distribution, as diffusers does."""
@@ -99,6 +103,8 @@ class Objective:
         text = text.to(self.model.device, non_blocking=True)
         if text.is_floating_point():
             return text
-        with torch.set_grad_enabled(self.settings.train_text_encoder):
+        if not self.settings.train_text_encoder:
+            return models.embeddings_of(self.model, text)
+        with self.model.autocast():
             states: Tensor = self.model.text_encoder(text, return_dict=False)[0]
         return states

@@ -99,6 +99,9 @@ def _device(settings: Settings) -> torch.device:
         raise OptionError("--mixed_precision fp16 needs a GPU; use bf16 or no")
     if settings.allow_tf32 and device.type == "cuda":
         torch.set_float32_matmul_precision("high")
+    if settings.deterministic and device.type == "cuda":
+        os.putenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it before its first product
+        torch.use_deterministic_algorithms(True)
     return device
 
 
@@ -167,8 +170,7 @@ def _source(
         captions = caches.cache_embeddings(where, model, captions, on_progress)
     moments = None
     if settings.cache_latents:
-        moments = caches.cache_moments(where, model, pictures, side, settings.random_flip,
-                                       on_progress)  # fmt: skip
+        moments = caches.cache_moments(where, model, pictures, side, settings, on_progress)
     digest = digest_of(side, *(item.digest for item in found))
     classes = found[1].pictures if len(found) > 1 else ()
     return FolderSource(settings, side, folder.pictures, classes, captions, moments, digest)
@@ -196,9 +198,7 @@ def _total(settings: Settings, source: Source) -> int:
 
 
 def _learner(settings: Settings, model: Model) -> Learner:
-    trained: dict[str, nn.Module] = {"unet": model.unet}
-    if settings.train_text_encoder:
-        trained["text_encoder"] = model.text_encoder
+    trained = {name: model.modules[name] for name in settings.parts}
     if settings.task == "lora":
         lora.attach(settings, model)
     else:

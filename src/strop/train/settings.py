@@ -16,6 +16,7 @@ TASKS = ("text-to-image", "dreambooth", "lora")
 TRAINERS = ("text-to-image", "lora")  # tasks that read folders with captions
 SUBJECTS = ("dreambooth", "lora")  # tasks that read folders of one subject
 SPRITES = "sprites"
+FILTERS = ("nearest", "box", "bilinear", "hamming", "bicubic", "lanczos")
 SCHEDULES = ("constant", "constant_with_warmup", "linear", "cosine", "cosine_with_restarts",
              "polynomial")  # fmt: skip
 
@@ -94,6 +95,8 @@ class Settings:
         "the model's own.", least=8, fixed=True)  # fmt: skip
     center_crop: bool = _flag(False, bool, "Data", "Crop in the middle, not at random.", fixed=True)
     random_flip: bool = _flag(False, bool, "Data", "Mirror half of the pictures.", fixed=True)
+    image_interpolation_mode: str = _flag("lanczos", str, "Data", "How pictures are resized.",
+                                          choices=FILTERS, fixed=True)  # fmt: skip
     proportion_empty_prompts: float = _flag(
         0.0, float, "Data", "Share of captions that are left out, for guidance.", least=0,
         fixed=True)  # fmt: skip
@@ -182,15 +185,22 @@ class Settings:
                                     least=0, fixed=True)  # fmt: skip
     noise_offset: float = _flag(0.0, float, "Training", "Scale of the noise offset.", least=0,
                                 fixed=True)  # fmt: skip
+    input_perturbation: float = _flag(
+        0.0, float, "Training", "Scale of more noise in the UNet's input alone; 0.1 is usual.",
+        least=0, fixed=True)  # fmt: skip
     prediction_type: str | None = _flag(
         None, str, "Training", "What the UNet predicts; default: as its scheduler says.",
         choices=("epsilon", "v_prediction", "sample"), fixed=True)  # fmt: skip
-    mixed_precision: str = _flag("no", str, "Training", "Autocast to this type.",
-                                 choices=("no", "fp16", "bf16"), fixed=True)  # fmt: skip
+    mixed_precision: str = _flag(
+        "no", str, "Training", "Autocast to this type; weights that are not trained then have it.",
+        choices=("no", "fp16", "bf16"), fixed=True)  # fmt: skip
     compile_unet: bool = _flag(False, bool, "Training",
                                "Compile the UNet's forward and backward passes; the first step"
                                " takes longer.", fixed=True)  # fmt: skip
     allow_tf32: bool = _flag(False, bool, "Training", "TF32 matrix products on a GPU.")
+    deterministic: bool = _flag(
+        False, bool, "Training", "On a GPU: the same bits in every run, and so after a resume;"
+        " slower. A CPU does so anyway.", fixed=True)  # fmt: skip
     seed: int = _flag(0, int, "Training", "Of everything that is drawn.", least=0, fixed=True)
     threads: int = _flag(
         0, int, "Training", "CPU threads; 0: as many as cores are free, or as the checkpoint had.",
@@ -222,6 +232,16 @@ class Settings:
         return bool(self.instance_data_dir)
 
     @property
+    def parts(self) -> tuple[str, ...]:
+        """What is trained of the model: its weights, or adapters beside them."""
+        return ("unet", "text_encoder") if self.train_text_encoder else ("unet",)
+
+    @property
+    def trained(self) -> tuple[str, ...]:
+        """Parts whose own weights change."""
+        return () if self.task == "lora" else self.parts
+
+    @property
     def rate(self) -> float:
         scale = self.gradient_accumulation_steps * self.train_batch_size if self.scale_lr else 1
         return self.learning_rate * scale
@@ -237,19 +257,54 @@ class Settings:
         return {"task": self.task, **{name: getattr(self, name) for name in names}}
 
 
-# Flags of diffusers' scripts that are known and not built -> what to do.
+# Flags of diffusers' scripts that are known and not built -> why, and what to do.
+_UPLOADS = "nothing is uploaded; run 'hf upload' on the output folder"
+_FOLDERS = "models are not downloaded; give a folder ('hf download' makes one)"
+_IF = "that is for DeepFloyd IF, and training is built for Stable Diffusion 1 and 2; leave it out"
 UNBUILT: dict[str, str] = {
-    "use_dora": "DoRA is not built; leave it out for plain LoRA",
-    "offload_ema": "averages stay on the device; leave it out",
-    "input_perturbation": "input perturbation is not built; see --noise_offset",
-    "dream_training": "DREAM is not built; leave it out",
-    "text_encoder_lr": "UNet and text encoder share --learning_rate",
-    "push_to_hub": "uploads are not built; run 'hf upload' on the output folder",
-    "hub_model_id": "uploads are not built; run 'hf upload' on the output folder",
+    "class_labels_conditioning": _IF,
     "dataset_config_name": "hub datasets are not built; download one and use --train_data_dir",
-    "revision": "models are not downloaded; give a folder",
-    "variant": "models are not downloaded; give a folder",
-    "enable_xformers_memory_efficient_attention": "torch's fused attention is always on",
+    "dream_detail_preservation": "DREAM is not built; leave it out",
+    "dream_training": "DREAM is not built; leave it out",
+    "enable_xformers_memory_efficient_attention": "torch's fused attention is always on; leave it"
+    " out",
+    "foreach_ema": "averages are part of the fused step; leave it out",
+    "hub_model_id": _UPLOADS,
+    "hub_token": _UPLOADS,
+    "image_column": "pictures are those that file_name names in metadata.jsonl; leave it out",
+    "local_rank": "one process trains on one device; leave it out",
+    "non_ema_revision": _FOLDERS,
+    "offload_ema": "averages stay on the device; leave it out",
+    "offset_noise": "write --noise_offset 0.1, which is the same",
+    "prior_generation_precision": "class pictures are drawn in the type of --mixed_precision; leave"
+    " it out",
+    "push_to_hub": _UPLOADS,
+    "revision": _FOLDERS,
+    "set_grads_to_none": "gradients are None between steps anyway; leave it out",
+    "skip_save_text_encoder": "the saved model is whole, so that it loads; delete the folder"
+    " text_encoder afterwards",
+    "text_encoder_lr": "UNet and text encoder share --learning_rate",
+    "text_encoder_use_attention_mask": _IF,
+    "tokenizer_max_length": "captions are padded to the tokenizer's own length; leave it out",
+    "tokenizer_name": "the tokenizer is that of the model's folder; put another one there",
+    "tracker_project_name": "TensorBoard has no projects; use --logging_dir",
+    "use_dora": "DoRA is not built; leave it out for plain LoRA",
+    "validation_epochs": "validations are counted in steps; use --validation_steps",
+    "validation_images": "Stable Diffusion starts from noise, not from a picture; leave it out",
+    "validation_scheduler": "pictures are drawn with the model's own scheduler; leave it out",
+    "variant": _FOLDERS,
+}  # fmt: skip
+# Those of them that take no value on a command line.
+SWITCHES = frozenset((
+    "dream_training", "enable_xformers_memory_efficient_attention", "foreach_ema", "offload_ema",
+    "offset_noise", "push_to_hub", "set_grads_to_none", "skip_save_text_encoder",
+    "text_encoder_use_attention_mask", "use_dora",
+))  # fmt: skip
+_JSONL = "metrics.jsonl has every number and is always written; use tensorboard, or none"
+UNBUILT_VALUES: dict[tuple[str, Any], str] = {
+    ("report_to", "all"): _JSONL,
+    ("report_to", "comet_ml"): _JSONL,
+    ("report_to", "wandb"): _JSONL,
 }
 
 
@@ -275,7 +330,11 @@ def make(task: str, given: Mapping[str, Any]) -> Settings:
         name = key.replace("-", "_")
         name = names.get(name, name)
         if name in UNBUILT:
+            if value is None or value is False:  # as in a file that lists a script's defaults
+                continue
             raise UnsupportedError(f"--{name}: {UNBUILT[name]}")
+        if isinstance(value, str) and (name, value) in UNBUILT_VALUES:
+            raise UnsupportedError(f"--{name} {value}: {UNBUILT_VALUES[name, value]}")
         if name not in knobs:
             close = difflib.get_close_matches(name, knobs, n=1)
             hint = f"; did you mean {close[0]!r}?" if close else f"; 'strop train {task} -h' lists"

@@ -1,0 +1,137 @@
+"""Every flag of diffusers' four scripts does what it does there, or says why not and what to do."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+from typer.testing import CliRunner
+
+from strop.cli import app
+from strop.errors import OptionError, UnsupportedError
+from strop.train import settings
+from strop.train.data import Crop, pixels_of
+from tests.train import trainer
+
+# The argument parsers of diffusers 0.35.
+EVERY_SCRIPT = """
+adam_beta1 adam_beta2 adam_epsilon adam_weight_decay allow_tf32 center_crop checkpointing_steps
+checkpoints_total_limit dataloader_num_workers enable_xformers_memory_efficient_attention
+gradient_accumulation_steps gradient_checkpointing hub_model_id hub_token learning_rate local_rank
+logging_dir lr_scheduler lr_warmup_steps max_grad_norm max_train_steps mixed_precision
+num_train_epochs output_dir pretrained_model_name_or_path push_to_hub report_to resolution
+resume_from_checkpoint revision scale_lr seed snr_gamma train_batch_size use_8bit_adam variant
+"""
+PICTURES = """
+cache_dir caption_column dataset_config_name dataset_name image_column image_interpolation_mode
+max_train_samples noise_offset prediction_type random_flip train_data_dir validation_epochs
+"""
+SUBJECT = """
+class_data_dir class_labels_conditioning class_prompt instance_data_dir instance_prompt
+lr_num_cycles lr_power num_class_images num_validation_images pre_compute_text_embeddings
+prior_generation_precision prior_loss_weight sample_batch_size text_encoder_use_attention_mask
+tokenizer_max_length tokenizer_name train_text_encoder validation_images validation_prompt
+with_prior_preservation
+"""
+SCRIPTS = {
+    "train_text_to_image.py": ("text-to-image", EVERY_SCRIPT + PICTURES + """
+        dream_detail_preservation dream_training foreach_ema input_perturbation non_ema_revision
+        offload_ema tracker_project_name use_ema validation_prompts"""),
+    "train_text_to_image_lora.py": ("lora", EVERY_SCRIPT + PICTURES + """
+        num_validation_images rank validation_prompt"""),
+    "train_dreambooth.py": ("dreambooth", EVERY_SCRIPT + SUBJECT + """
+        offset_noise set_grads_to_none skip_save_text_encoder validation_scheduler
+        validation_steps"""),
+    "train_dreambooth_lora.py": ("lora", EVERY_SCRIPT + SUBJECT + """
+        image_interpolation_mode rank use_dora validation_epochs"""),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_every_flag_is_known(script: str) -> None:
+    task, names = SCRIPTS[script]
+    mine = {spelt for knob in settings.flags(task) for spelt in (knob.name, knob.metadata["alias"])}
+    assert [name for name in names.split() if name not in mine | set(settings.UNBUILT)] == []
+
+
+def run(*words: str) -> tuple[int, str]:
+    done = CliRunner().invoke(app, ["train", *words], env={"COLUMNS": "300"})
+    return done.exit_code, " ".join(done.output.replace("│", " ").split())
+
+
+@pytest.mark.parametrize("name", settings.UNBUILT)
+def test_what_is_not_built_says_why(name: str) -> None:
+    """On the command line in both spellings, with its value or without, and in a file."""
+    reason = settings.UNBUILT[name]
+    assert ";" in reason or "--" in reason, "it says what to do instead"
+    forms = [[f"--{name}"], [f"--{name.replace('_', '-')}"]]
+    if name not in settings.SWITCHES:
+        forms = [[f"--{name}", "x"], [f"--{name.replace('_', '-')}=x"]]
+    for form in forms:
+        code, said = run("lora", "--model", "sprites", *form)
+        assert (code, reason in said) == (2, True), said
+    with pytest.raises(UnsupportedError, match=f"--{name}: "):
+        settings.make("lora", {"model": "sprites", name: True})
+    made = settings.make("lora", {"model": "sprites", name: None, name.replace("_", "-"): False})
+    assert made.is_sprites
+
+
+@pytest.mark.parametrize("tracker", ["wandb", "comet_ml", "all"])
+def test_other_trackers(tracker: str) -> None:
+    code, said = run("lora", "--model", "sprites", "--report_to", tracker)
+    assert code == 2
+    assert f"--report_to {tracker}: metrics.jsonl has every number" in said
+
+
+# A slip -> what is suggested.
+SLIPS = {
+    "--rnak": "--rank", "--train_bath_size": "--train-batch-size", "--snr": "--snr-gamma",
+    "--learning-rte": "--learning-rate", "--mixed_precison": "--mixed-precision",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("slip", SLIPS)
+def test_slips(slip: str) -> None:
+    code, said = run("lora", "--model", "sprites", slip, "4")
+    assert code == 2
+    assert "No such option" in said
+    assert SLIPS[slip] in said
+    if slip != "--snr":
+        with pytest.raises(OptionError, match=r"did you mean"):
+            settings.make("lora", {"model": "sprites", slip.removeprefix("--"): 4})
+
+
+def test_switches_are_flags_that_are_not_built() -> None:
+    assert set(settings.UNBUILT) > settings.SWITCHES
+    kinds = {knob.name: knob.metadata.get("kind") for knob in fields(settings.Settings)}
+    assert all(name in kinds for name, _ in settings.UNBUILT_VALUES)
+
+
+def test_pictures_are_resized_as_is_asked(tmp_path: Path) -> None:
+    """Two halves, black and white: nearest has no greys, and the others have their own."""
+    path = tmp_path / "p.png"
+    picture = Image.new("L", (30, 30))
+    picture.paste(255, (0, 0, 15, 30))
+    picture.save(path)
+    found = {name: pixels_of(path, 8, Crop(), name) for name in settings.FILTERS}
+    assert set(found["nearest"].unique().tolist()) == {-1.0, 1.0}
+    assert torch.equal(found["lanczos"], pixels_of(path, 8, Crop()))
+    assert len({tuple(pixels.flatten().tolist()) for pixels in found.values()}) >= 5
+
+
+def test_caches_know_how_pictures_were_resized(
+    tiny_model: Path, pictures: Path, tmp_path: Path
+) -> None:
+    given: dict[str, Any] = {"model": tiny_model, "train_data_dir": pictures, "center_crop": True,
+                             "output_dir": tmp_path, "cache_latents": True}  # fmt: skip
+    batches = []
+    for name in ("bilinear", "nearest", "bilinear"):
+        made = trainer.session("text-to-image", **given, image_interpolation_mode=name)
+        batches.append(made.source.batch(0).pictures)
+    assert torch.equal(batches[0], batches[2])
+    assert not torch.equal(batches[0], batches[1])
+    assert len(list((tmp_path / "cache").iterdir())) == 2
