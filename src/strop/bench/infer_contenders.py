@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import time
 import traceback
@@ -114,7 +115,13 @@ def _attempted(work: Callable[[], Found], limit_s: float, start: float) -> Found
             return {"failed": f"cut after {limit_s:.0f} s"}
         first = str(error).strip().partition("\n")[0]
         return {"failed": f"{type(error).__name__}: {first}"[:200],
-                "log": traceback.format_exc().splitlines()[-12:]}  # fmt: skip
+                "log": [_without_machine(line) for line in
+                        traceback.format_exc().splitlines()[-12:]]}  # fmt: skip
+
+
+def _without_machine(line: str) -> str:
+    """A line of a traceback without the folders above the packages."""
+    return re.sub(r'File ".*/(?:site-packages|src)/', 'File "', line)
 
 
 @dataclass

@@ -188,7 +188,7 @@ def _ladder_lines(result: Result) -> list[str]:
     lines = [_line(header), _line(["---"] * len(header))]
     for name, found in result["contenders"].items():
         published = f"{found['published']:.2f}" if found["published"] else "-"
-        said = _speed_text(found) if "img_s" in found else reason(found)
+        said = _speed_text(found) if "img_s" in found else reason(found).partition(". ")[0]
         lines.append(_line((name, said, published, found["note"])))
     return lines
 

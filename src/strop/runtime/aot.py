@@ -89,7 +89,9 @@ def compile_dynamo(gm: GraphModule, example_inputs: Sequence[Any], **given: Any)
     trains = torch.is_grad_enabled() and any(
         t.requires_grad for t in example_inputs if isinstance(t, Tensor)
     )
-    retarget(gm, trains=trains)
+    # autocast knows torch's operators, and would leave ours in the type of their operands
+    keeps_torchs = trains or any(map(torch.is_autocast_enabled, ("cpu", "cuda")))
+    retarget(gm, trains=keeps_torchs)
     job = Job(options, record_in or AOT_LOG)
     joint = Joint(options.memory_budget)
 
@@ -100,7 +102,8 @@ def compile_dynamo(gm: GraphModule, example_inputs: Sequence[Any], **given: Any)
         fw_compiler=compiler(replace(job, role="forward", joint=joint)),
         bw_compiler=compiler(replace(job, role="backward", joint=joint)),
         inference_compiler=compiler(job), partition_fn=joint.partition,
-        decompositions=DECOMPOSITIONS if trains else None, keep_inference_input_mutations=True,
+        decompositions=DECOMPOSITIONS if keeps_torchs else None,
+        keep_inference_input_mutations=True,
     )  # fmt: skip
     with quick():
         return backend(gm, example_inputs)
