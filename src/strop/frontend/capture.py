@@ -114,6 +114,11 @@ def clone_structure(module: nn.Module) -> nn.Module:
 
 def _deep_copied(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     for part in module.modules():
+        if isinstance(part, nn.parallel.DistributedDataParallel):
+            # a copy would put hooks of its own on the parameters, and a trace has none of them
+            raise CaptureError(
+                "DistributedDataParallel cannot be traced; optimize the module in it"
+            )
         replaced = part.__dict__.get("forward")
         if replaced is None:
             continue

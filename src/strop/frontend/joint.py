@@ -8,6 +8,7 @@ mask that either pass draws from it: its gradient is the same dropout of the gra
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -28,6 +29,10 @@ _CONVOLUTIONS = {
     aten.convolution_backward.default,
 }
 _HALVES = (torch.float16, torch.bfloat16)
+_EXTREMES = {
+    aten.amax.default, aten.amin.default, aten.max.default, aten.min.default,
+    aten.aminmax.default, aten.linalg_vector_norm.default,
+}  # fmt: skip
 _library = torch.library.Library("strop", "FRAGMENT")
 _library.define("group_statistics(Tensor x, int groups, float eps) -> (Tensor, Tensor)")
 _library.define("layer_statistics(Tensor x, int dims, float eps) -> (Tensor, Tensor)")
@@ -150,7 +155,7 @@ _OF_TORCH = get_decompositions([
     aten.smooth_l1_loss, aten.smooth_l1_loss_backward, aten.huber_loss, aten.huber_loss_backward,
     aten.binary_cross_entropy, aten.binary_cross_entropy_backward,
     aten.binary_cross_entropy_with_logits, aten.slice_backward, aten.select_backward,
-    aten.logit_backward,
+    aten.logit_backward, aten.glu_backward, aten.diagonal_backward,
 ])  # fmt: skip
 DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
     **_OF_TORCH,
@@ -164,8 +169,24 @@ def keep_less(joint: GraphModule) -> None:
     """What torch's min-cut is to know of our kernels: tags, and readers moved to other values."""
     _drop_clones(joint)
     _widen_again(joint)
-    for seed in joint.graph.find_nodes(op="call_function", target=torch.ops.strop.seed.default):
-        seed.meta["recompute"] = CheckpointPolicy.MUST_SAVE  # inside of a checkpoint too
+    _keep_extremes(joint)
+    for node in joint.graph.nodes:
+        is_seed = node.target is torch.ops.strop.seed.default
+        if is_seed or ("recompute" in node.meta and _draws(node)):
+            node.meta["recompute"] = CheckpointPolicy.MUST_SAVE  # inside of a checkpoint too
+
+
+def _draws(node: Node) -> bool:
+    """Whether it draws random numbers. Attention is tagged so, and without dropout does not."""
+    if node.target is operator.getitem:
+        return _draws(node.args[0])  # type: ignore[arg-type]
+    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
+        return False
+    names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
+    if "dropout_p" not in names:
+        return True
+    place = names.index("dropout_p")
+    return bool(node.args[place] if place < len(node.args) else node.kwargs.get("dropout_p"))
 
 
 def _widen_again(joint: GraphModule) -> None:
@@ -187,13 +208,29 @@ def _widen_again(joint: GraphModule) -> None:
             cast.meta["ac_graph_id"] = 0  # torch 2.11 compares those of neighbours
 
 
+def _keep_extremes(joint: GraphModule) -> None:
+    """Have an extreme kept, and what it was taken of: its gradient goes to the elements that equal
+    it, and none may when other kernels have computed them again."""
+    for equal in joint.graph.find_nodes(op="call_function", target=aten.eq.Tensor):
+        for value in equal.all_input_nodes:
+            while value.op == "call_function" and _is_view(value):
+                value = value.args[0]
+            whole = value.args[0] if value.target is operator.getitem else value
+            if whole.target in _EXTREMES:
+                for kept in (value, whole.args[0]):
+                    kept.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+
+
+def _is_view(node: Node) -> bool:
+    return storage_of(node) in map(storage_of, node.all_input_nodes)
+
+
 def _drop_clones(joint: GraphModule) -> None:
     """Have convolutions read what was made contiguous for them: they lay out their operands
     themselves, and a backward that reads value and clone would have both kept."""
     for clone in joint.graph.find_nodes(op="call_function", target=aten.clone.default):
         source = clone.args[0]
-        is_view = storage_of(source) in map(storage_of, source.all_input_nodes)
         readers = {user.target for user in clone.users}
-        if source.op == "call_function" and not is_view and readers <= _CONVOLUTIONS:
+        if source.op == "call_function" and not _is_view(source) and readers <= _CONVOLUTIONS:
             clone.replace_all_uses_with(source)
             joint.graph.erase_node(clone)

@@ -7,14 +7,18 @@ kept. ``Options.memory_budget`` below 1 has more computed again, down to whole l
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._functorch import config
-from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._functorch import config, partitioners
+from torch._functorch.partitioners import (
+    has_recomputable_rng_ops,
+    min_cut_rematerialization_partition,
+)
 from torch._guards import TracingContext
 from torch.fx import GraphModule, Node
 
@@ -47,7 +51,8 @@ class Joint:
         """``partition_fn`` of AOTAutograd."""
         self.num_results = num_fwd_outputs
         keep_less(joint)
-        with config.patch(**_CHOICE, activation_memory_budget=max(self.budget, LEAST_BUDGET)):
+        budget = max(self.budget, LEAST_BUDGET)
+        with config.patch(**_CHOICE, activation_memory_budget=budget), _nothing_draws_again(joint):
             forward, backward = min_cut_rematerialization_partition(
                 joint, inputs, num_fwd_outputs=num_fwd_outputs, **keywords
             )
@@ -76,3 +81,18 @@ class Joint:
     def _kept(self, forward: GraphModule) -> list[Node]:
         returned = next(fx for fx in forward.graph.nodes if fx.op == "output").args[0]
         return list(returned[self.num_results :])
+
+
+@contextmanager
+def _nothing_draws_again(joint: GraphModule) -> Iterator[None]:
+    """Torch takes checkpointed attention for one that draws numbers, and would have the backward
+    run it in a state of the generator that the forward keeps. What does draw is kept by us."""
+    if not has_recomputable_rng_ops(joint):
+        yield
+        return
+    # only Dynamo brings checkpoints, which compiles one graph at a time
+    vars(partitioners)["has_recomputable_rng_ops"] = lambda joint: False
+    try:
+        yield
+    finally:
+        vars(partitioners)["has_recomputable_rng_ops"] = has_recomputable_rng_ops

@@ -21,7 +21,7 @@ from torch._dynamo import config as dynamo_config
 from torch._dynamo.utils import counters as dynamo_counters
 from torch.fx.experimental import _config
 
-from strop.errors import UnsupportedError
+from strop.errors import OptionError, UnsupportedError
 from strop.options import Options
 from strop.runtime.aot import AotLog, compile_dynamo
 from strop.runtime.dispatch import Dispatcher, as_specified, is_untraced
@@ -30,15 +30,21 @@ from strop.runtime.steps import Steps
 from strop.runtime.variants import REFUSALS
 
 log = logging.getLogger("strop")
+# Of one function. Torch's own limit is 8, and its count goes over all modules whose forward is the
+# same function: with diffusers that is one for most kinds of models.
+MOST_TRACES = 64
 
 
 def _traced_with() -> contextlib.ExitStack:
     """Settings of torch while it may trace: equal sizes are not the same size (square pictures
-    would be another graph), and numbers in modules are constants."""
+    would be another graph), numbers in modules are constants, and a step is one graph, whatever
+    the buckets of a DistributedDataParallel around it."""
     stack = contextlib.ExitStack()
     shapes: Any = _config  # has a patch at run time
     stack.enter_context(shapes.patch(use_duck_shape=False))
-    stack.enter_context(dynamo_config.patch(specialize_float=True))
+    stack.enter_context(
+        dynamo_config.patch(specialize_float=True, optimize_ddp=False, recompile_limit=MOST_TRACES)
+    )
     return stack
 
 
@@ -46,6 +52,11 @@ class TrainingDispatcher(Dispatcher):
     """``log`` has the graphs of training steps, ``trained_calls`` how many calls they served."""
 
     def __init__(self, module: nn.Module, options: Options, **how: Any) -> None:
+        if isinstance(module, nn.parallel.DistributedDataParallel):
+            raise OptionError(
+                "strop.optimize(train=True) got a DistributedDataParallel; it takes the module in"
+                " it, before or after it is wrapped: strop.optimize(ddp.module, train=True)"
+            )
         super().__init__(module, options, **how)
         self.log, self.trained_calls = AotLog(), 0
         self._compiled = torch.compile(
@@ -91,11 +102,19 @@ class TrainingDispatcher(Dispatcher):
             log.info("%s: torch traces it: %s", self.name, reason)
         self.traced_by_torch[reason] = self.traced_by_torch.get(reason, 0) + 1
         known, breaks = len(self.log.records), Counter(dynamo_counters["graph_break"])
+        before = self._num_runs()
         with _traced_with():
             result = self._compiled(*args, **kwargs)
+        if self._num_runs() == before and not self.log.fallbacks:
+            self._note_fallback("torch does not trace it again, and runs it in eager")
         pieces = sum(record.role != "backward" for record in self.log.records[known:])
         whys = Counter(dynamo_counters["graph_break"]) - breaks  # torch does not note all of them
         if pieces > 1 or (pieces and whys):
             why = next(iter(whys), reason).splitlines()[0]
             self._note_fallback(f"a step is cut into {pieces} graphs: {why}")
         return result
+
+    def _num_runs(self) -> int:
+        """Of compiled graphs."""
+        runners = [record.runner for record in self.log.records]
+        return sum(runner.num_calls for runner in runners if runner is not None)

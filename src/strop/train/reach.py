@@ -114,6 +114,9 @@ class Watched:
         except KeyError:
             return False
 
+    def has_kind(self, kind: type[nn.Module]) -> bool:
+        return any(isinstance(part, kind) for part in self._parts)
+
     def modes(self) -> bytes:
         """Which parts are in training mode, which tensors require a gradient."""
         training = bytes(part.training for part in self._parts)

@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from strop.errors import CaptureError, OptionError, StropError, UnsupportedError
@@ -176,7 +176,7 @@ class WholeStep:
         """Plainly, or from a graph."""
         before, around = self._landing.settle(leaves), reached(self._loss_fn)
         if not self._watched.still_lists(around.modules):
-            self._watched = Watched(around.modules)
+            self._watched = _capturable(Watched(around.modules))
         key = (call.looks, is_last, before, self._watched.modes(), _surroundings())
         bucket = self._buckets.setdefault(key, _Bucket())
         self._buckets.move_to_end(key)
@@ -340,6 +340,15 @@ def _check_loss(loss: Any) -> None:
             "the loss of loss_fn has no gradient: it was detached, or computed without a parameter "
             "that requires one"
         )
+
+
+def _capturable(watched: Watched) -> Watched:
+    if watched.has_kind(nn.parallel.DistributedDataParallel):
+        raise UnsupportedError(
+            "a CUDA graph of a step under DistributedDataParallel is not built; use "
+            "compile_step(graph=False)"
+        )
+    return watched
 
 
 def _check_devices(tensors: Sequence[Tensor], device: torch.device) -> None:
