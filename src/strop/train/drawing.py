@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -57,7 +58,7 @@ def draw(
         requires_safety_checker=False,
     )
     pipe.set_progress_bar_config(disable=True)
-    with model.autocast():
+    with model.autocast(), _plain(model):
         found: list[Image.Image] = pipe(
             list(prompts),
             width=style.side,
@@ -67,6 +68,18 @@ def draw(
             generator=list(sources),
         ).images
     return found
+
+
+@contextmanager
+def _plain(model: Model) -> Iterator[None]:
+    """The UNet without compiled passes: under autocast torch would trace it for these pictures,
+    which takes longer than to draw them."""
+    compiled = vars(model.unet).pop("forward", None) if model.half else None
+    try:
+        yield
+    finally:
+        if compiled is not None:
+            model.unet.forward = compiled
 
 
 def validate(settings: Settings, model: Model, style: Style, path: Path) -> Image.Image:
