@@ -6,7 +6,8 @@ gradients are its own; strict mode refuses a backward without a row.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -38,7 +39,7 @@ def _pixels(x: Tensor) -> Tensor:
     return F.cross_entropy(x, labels.expand(x.shape[0], x.shape[2], 5))
 
 
-def _last(f: Function) -> Function:
+def channels_last(f: Function) -> Function:
     return lambda x, *rest: f(x.contiguous(memory_format=torch.channels_last), *rest)
 
 
@@ -57,7 +58,7 @@ CASES: dict[str, tuple[Function, Sequence[str]]] = {
     "layer_norm of a picture": (lambda x, w: F.layer_norm(x, (5, 16), w), ("b 5 16", "5 16")),
     "layer_norm alone": (lambda x: F.layer_norm(x, (16,)), ("b h 16",)),
     "group_norm": (lambda x, w, b: F.group_norm(x, 3, w, b), ("b 12 h 5", "12", "12")),
-    "group_norm, channels last": (_last(lambda x, w, b: F.silu(F.group_norm(x, 3, w, b))),
+    "group_norm, channels last": (channels_last(lambda x, w, b: F.silu(F.group_norm(x, 3, w, b))),
                                   ("b 12 h 5", "12", "12")),
     "group_norm alone": (lambda x: F.group_norm(x, 4), ("b 8",)),
     "rms_norm": (lambda x, w: F.rms_norm(x, (16,), w), ("b h 16", "16")),
@@ -87,11 +88,13 @@ CASES: dict[str, tuple[Function, Sequence[str]]] = {
     "bmm": (torch.bmm, ("b h 6", "b 6 4")),
     "attention": (_attention, ("b 2 h 8", "b 2 h 8", "b 2 h 8")),
     # eager too in the layout that we run in: oneDNN rounds otherwise in the other one
-    "conv2d": (_last(lambda x, w, b: F.conv2d(x, w, b, padding=1)), ("b 4 h 7", "6 4 3 3", "6")),
-    "conv2d in steps of 2": (_last(lambda x, w, b: F.conv2d(x, w, b, 2, 1)),
+    "conv2d": (channels_last(lambda x, w, b: F.conv2d(x, w, b, padding=1)),
+               ("b 4 h 7", "6 4 3 3", "6")),
+    "conv2d in steps of 2": (channels_last(lambda x, w, b: F.conv2d(x, w, b, 2, 1)),
                              ("b 4 h 8", "6 4 3 3", "6")),
-    "conv2d in groups": (_last(lambda x, w: F.conv2d(x, w, groups=2)), ("b 4 h 7", "6 2 3 3")),
-    "conv2d 1x1": (_last(F.conv2d), ("b 4 h 7", "6 4 1 1", "6")),
+    "conv2d in groups": (channels_last(lambda x, w: F.conv2d(x, w, groups=2)),
+                         ("b 4 h 7", "6 2 3 3")),
+    "conv2d 1x1": (channels_last(F.conv2d), ("b 4 h 7", "6 4 1 1", "6")),
     "conv1d": (lambda x, w, b: F.conv1d(x, w, b, padding=1), ("b 4 h", "6 4 3", "6")),
     "embedding": (lambda w, x: F.embedding(_labels(x, 5), w) * x, ("5 8", "b 8")),
     "interpolate": (lambda x: F.interpolate(x, scale_factor=2), ("b 3 h 4",)),
@@ -106,25 +109,36 @@ CASES: dict[str, tuple[Function, Sequence[str]]] = {
     "avg_pool2d": (lambda x: F.avg_pool2d(x, 2), ("b 3 h 8",)),
     "broadcast": (lambda x, y, z: x * y + z, ("b h 4", "4", "b 1 1")),
 }  # fmt: skip
+Case = tuple[Function, Sequence[str]]
 SIZES = ({"b": 3, "h": 6}, {"b": 5, "h": 4}, {"b": 4, "h": 10})
 
 
-def _shape(text: str, sizes: dict[str, int]) -> list[int]:
-    return [sizes.get(part) or int(part) for part in text.split()]
+def _drawn(text: str, sizes: Mapping[str, int]) -> Tensor:
+    """Of a shape: "b h 4"; integers below a number: "b h < 4"."""
+    dims, _, below = text.partition("<")
+    shape = [sizes.get(part) or int(part) for part in dims.split()]
+    return torch.randint(int(below), shape) if below else torch.randn(shape)
 
 
-def _arguments(sizes: dict[str, int]) -> list[Tensor]:
-    return [torch.randn(_shape(text, sizes)) for _, shapes in CASES.values() for text in shapes]
+def drawn(cases: Mapping[str, Case], sizes: Mapping[str, int]) -> list[Tensor]:
+    """A phase, which is whole so that fp32 adds to it exactly, and the arguments of all cases."""
+    texts = [text for _, shapes in cases.values() for text in shapes]
+    return [torch.randint(1000, ()).float(), *(_drawn(text, sizes) for text in texts)]
 
 
-class Structured(nn.Module):
-    """The sum of every result, each times numbers that depend on the element's place."""
+class Sum(nn.Module):
+    """The sum of every case's result, each times numbers that depend on the element's place. They
+    are others with each phase: of a bias only they make the gradient."""
 
-    def forward(self, *arguments: Tensor) -> Tensor:
-        total, rest = arguments[0].new_zeros(()), list(arguments)
-        for function, shapes in CASES.values():
+    def __init__(self, cases: Mapping[str, Case]) -> None:
+        super().__init__()
+        self.cases = list(cases.values())
+
+    def forward(self, phase: Tensor, *arguments: Tensor) -> Tensor:
+        total, rest = phase.new_zeros(()), list(arguments)
+        for function, shapes in self.cases:
             taken, rest = rest[: len(shapes)], rest[len(shapes) :]
-            total = total + _weighed(function(*taken))
+            total = total + weighed(function(*taken), phase)
         return total
 
 
@@ -152,13 +166,13 @@ class Pointwise(nn.Module):
     def forward(self, x: Tensor, y: Tensor, u: Tensor) -> Tensor:
         total = x.new_zeros(())
         for name, *row in zip(self.names, x.unbind(), y.unbind(), u.unbind(), strict=True):
-            total = total + _weighed(FLOAT[name](*row))
+            total = total + weighed(FLOAT[name](*row))
         return total
 
 
-def _weighed(value: Tensor) -> Tensor:
+def weighed(value: Tensor, phase: Tensor | float = 0.0) -> Tensor:
     places = torch.arange(value.numel(), device=value.device, dtype=value.dtype)
-    return (value * torch.cos(places.reshape(value.shape))).sum()
+    return (value * torch.cos(places.reshape(value.shape) + phase)).sum()
 
 
 def _pointwise_arguments(count: int, batch: int) -> list[Tensor]:
@@ -167,10 +181,15 @@ def _pointwise_arguments(count: int, batch: int) -> list[Tensor]:
 
 
 def _gradients(module: nn.Module, arguments: Sequence[Tensor]) -> list[Tensor]:
-    taken = [a.detach().clone().requires_grad_() for a in arguments]
+    taken = [a.detach().clone().requires_grad_(a.is_floating_point()) for a in arguments]
     module(*taken).backward()
-    assert all(a.grad is not None for a in taken)
-    return [a.grad for a in taken]  # type: ignore[misc]
+    wanted = [a for a in taken if a.requires_grad]
+    assert all(a.grad is not None for a in wanted)
+    return [a.grad for a in wanted]  # type: ignore[misc]
+
+
+def _widened(arguments: Sequence[Tensor]) -> list[Tensor]:
+    return [a.double() if a.is_floating_point() else a for a in arguments]
 
 
 def test_pointwise_gradients() -> None:
@@ -178,7 +197,7 @@ def test_pointwise_gradients() -> None:
     for batch in (3, 5):
         arguments = _pointwise_arguments(len(eager.names), batch)
         results = [_gradients(ours, arguments), _gradients(eager, arguments),
-                   _gradients(eager, [a.double() for a in arguments])]  # fmt: skip
+                   _gradients(eager, _widened(arguments))]  # fmt: skip
         for number, name in enumerate(eager.names):
             triples = [tuple(t[number] for t in triple) for triple in zip(*results, strict=True)]
             if name not in LOOSER:
@@ -191,20 +210,43 @@ def test_pointwise_gradients() -> None:
     assert not ours.forward.counters.fallbacks
 
 
-def test_structured_gradients() -> None:
-    eager, ours = Structured(), strop.optimize(Structured(), train=True, options=options())
+def judge_gradients(cases: Mapping[str, Case], **changes: Any) -> nn.Module:
+    """Those of our graphs are no further from fp64 than eager's. Gives the module that has them."""
+    eager, ours = Sum(cases), strop.optimize(Sum(cases), train=True, options=options(**changes))
     found: list[list[list[Tensor]]] = []
     for sizes in SIZES * 3:
-        arguments = _arguments(sizes)
+        arguments = drawn(cases, sizes)
         found.append([_gradients(ours, arguments), _gradients(eager, arguments),
-                      _gradients(eager, [a.double() for a in arguments])])  # fmt: skip
-    number = 0
-    for name, (_, shapes) in CASES.items():
-        for place in range(len(shapes)):
-            triples = [tuple(each[number] for each in results) for results in found]
-            _judge(f"{name}, argument {place}", triples)
-            number += 1
-    assert roles(ours.forward.log) == ["backward", "forward"]
+                      _gradients(eager, _widened(arguments))])  # fmt: skip
+    names = ["values"] + [f"{name}, argument {place}" for name, (_, shapes) in cases.items()
+                          for place, text in enumerate(shapes) if "<" not in text]  # fmt: skip
+    for number, name in enumerate(names):
+        triples = [tuple(each[number] for each in results) for results in found]
+        if name == "values":  # of all of them together, in the slope along the phase
+            mine, base, wide = (torch.stack(each) for each in zip(*triples, strict=True))
+            limit = 2 * (base - wide).abs().max() + 1e-5 * wide.abs().max()
+            assert (mine - wide).abs().max() <= limit
+        else:
+            _judge(name, triples)
+    assert not ours.forward.traced_by_torch
+    assert not ours.forward.log.fallbacks
+    assert roles(ours.forward.log) == ["backward", "forward"], "one pair of graphs for every size"
+    return ours
+
+
+def gradcheck(cases: Mapping[str, Case], **changes: Any) -> None:
+    """In fp64, against differences."""
+    module = strop.optimize(Sum(cases), train=True, options=options(**changes))
+    wide = _widened(drawn(cases, SIZES[1]))
+    assert torch.autograd.gradcheck(
+        module, [a.requires_grad_(a.is_floating_point()) for a in wide], fast_mode=True
+    )
+    assert module.forward.trained_calls > len(wide)
+    assert not module.forward.log.fallbacks
+
+
+def test_structured_gradients() -> None:
+    judge_gradients(CASES)
 
 
 def _judge(name: str, triples: Sequence[tuple[Tensor, Tensor, Tensor]]) -> None:
@@ -214,8 +256,11 @@ def _judge(name: str, triples: Sequence[tuple[Tensor, Tensor, Tensor]]) -> None:
         raise AssertionError(f"{name}: {error}") from None
 
 
-def test_gradcheck() -> None:
-    """In fp64, against differences."""
+def test_structured_gradcheck() -> None:
+    gradcheck(CASES)
+
+
+def test_pointwise_gradcheck() -> None:
     module = Pointwise()
     arguments = _pointwise_arguments(len(module.names), 2)
     strop.optimize(module, train=True, options=options())

@@ -75,6 +75,21 @@ def test_codes_stand_for_themselves(signed: bool) -> None:
 
 
 @pytest.mark.parametrize("signed", [True, False], ids=["first", "second"])
+def test_a_million_codes_come_back(signed: bool) -> None:
+    """Whatever a block's scale is: what was decoded is coded as it was."""
+    generator = torch.Generator().manual_seed(2)
+    codes = torch.randint(0, 256, (4000, BLOCK), generator=generator).to(torch.uint8)
+    codes[torch.arange(4000), torch.randint(0, BLOCK, (4000,), generator=generator)] = 255
+    scales = 10 ** (torch.rand(4000, generator=generator) * 60 - 30)
+    if signed:
+        scales *= torch.randint(0, 2, (4000,), generator=generator) * 2 - 1
+    values = quantized.dequantize(codes.view(-1), scales, signed)
+    again, found = quantized.quantize(values, signed)
+    assert torch.equal(again, codes.view(-1))
+    assert torch.equal(found, scales)
+
+
+@pytest.mark.parametrize("signed", [True, False], ids=["first", "second"])
 def test_odd_blocks(signed: bool) -> None:
     """Zeros, numbers without a reciprocal, and what is not finite: of its own block alone."""
     values = torch.ones(6, BLOCK)
@@ -256,6 +271,23 @@ def test_resume_is_exact(device: str, tmp_path: Path) -> None:
             mine, true = optimizer.state[a], straight.state[b]
             assert mine.keys() == true.keys()
             assert all(torch.equal(mine[key], true[key]) for key in mine)
+
+
+def test_fp32_states_and_back_are_exact(device: str) -> None:
+    """``fp32_state_dict`` says what the codes say: coded anew, further steps have the same bits."""
+    params = large(device)
+    straight = make(params)
+    run(straight, range(2))
+    others = copy.deepcopy(params)
+    resumed = make(others)
+    resumed.load_state_dict(copy.deepcopy(straight.fp32_state_dict()))
+    for optimizer in (straight, resumed):
+        run(optimizer, range(2, 4))
+    for a, b in zip(others, params, strict=True):
+        assert torch.equal(a, b)
+        mine, true = resumed.state[a], straight.state[b]
+        assert mine.keys() == true.keys()
+        assert all(torch.equal(mine[key], true[key]) for key in mine)
 
 
 def test_another_order_in_memory() -> None:

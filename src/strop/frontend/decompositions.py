@@ -99,9 +99,11 @@ def _both(value: Sequence[int]) -> tuple[int, ...]:
 def _convolution(im: Importer, fx: FxNode, x: Any, weight: Any, bias: Any, stride: Any,
                  padding: Any, dilation: Any, transposed: bool, output_padding: Any,
                  groups: int) -> Node | None:  # fmt: skip
-    if transposed or len(stride) != 2:
+    sides = [im.size(side) for side in padding]  # of a kernel whose size is a symbol
+    if transposed or len(stride) != 2 or not all(side.is_const for side in sides):
         return None
-    return _conv2d(im, fx, x, weight, bias, stride, padding, dilation, groups)
+    known = [side.value for side in sides]
+    return _conv2d(im, fx, x, weight, bias, stride, known, dilation, groups)
 
 
 def _attention(im: Importer, fx: FxNode, q: Any, k: Any, v: Any, mask: Any, causal: bool,

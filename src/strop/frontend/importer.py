@@ -25,7 +25,7 @@ from strop.frontend.indexing import INDEXING
 from strop.frontend.lookups import LOOKUPS
 from strop.frontend.padding import PADDING
 from strop.frontend.pointwise import COMPOSITES
-from strop.frontend.reductions import reduction
+from strop.frontend.reductions import reduction, rounded
 from strop.frontend.resize import RESIZING
 from strop.frontend.scalars import of_sizes
 from strop.frontend.symbols import OutsideLanguage, Symbols
@@ -403,7 +403,8 @@ def _rounded(importer: Importer, x: Node, dtype: torch.dtype) -> Node:
     if x.op == "constant" and not isinstance(value, Expr):
         number = torch.tensor(value, dtype=dtype).item()
         return importer.builder.constant(number, compute_dtype(dtype))
-    return importer.builder.cast(x, dtype) if x.dtype != compute_dtype(dtype) else x
+    wide = x.dtype == compute_dtype(dtype)
+    return x if wide else rounded(importer.builder, importer.builder.cast(x, dtype))
 
 
 def opaque_call(importer: Importer, fx: FxNode, given: Sequence[Any] | None = None) -> Value:

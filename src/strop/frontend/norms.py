@@ -14,6 +14,7 @@ from torch.fx import Node as FxNode
 
 import strop.frontend.operators  # noqa: F401  (defines torch.ops.strop)
 from strop.errors import ShapeError
+from strop.frontend.creation import filled
 from strop.frontend.reductions import Rule, binary, log_of_sum, unary
 from strop.ir.dims import const, product
 from strop.ir.graph import Builder, Node, Shape
@@ -152,7 +153,8 @@ def _batch_norm(im: Importer, fx: FxNode, x: Any, weight: Any, bias: Any, runnin
     else:
         mean, var = (b.reshape(im.node(p), shape) for p in (running_mean, running_var))
         rstd = _rstd(b, var, eps, wide)
-        saved = (b.constant(0.0, wide),) * 2  # empty tensors, which nobody reads
+        empty = fx.meta["val"][1]  # torch's own backward takes them, and does not look inside
+        saved = (filled(b, 0.0, im.symbols.shape(empty.shape), empty.dtype),) * 2
     affine = (_shaped(im, p, shape) for p in (weight, bias))
     return _normalized(b, x, mean, rstd, *affine), *saved, None
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.fx import Node as FxNode
 
+from strop.ir.affine import base_of
 from strop.ir.dims import const
 from strop.ir.graph import Builder, Node
 from strop.ir.ops import Op, compute_dtype
@@ -41,6 +42,14 @@ def binary(b: Builder, op: str, x: Node, y: Node, dtype: torch.dtype) -> Node:
 
 def unary(b: Builder, op: str, x: Node, dtype: torch.dtype) -> Node:
     return b.pointwise(op, x, dtype=dtype)
+
+
+def rounded(b: Builder, x: Node) -> Node:
+    """As it would be in memory: inside of a kernel half types have more digits, and one side of a
+    comparison may be computed again where the other one is read."""
+    is_half = x.dtype in (torch.float16, torch.bfloat16)
+    is_exact = base_of(x).op in ("input", "cast")
+    return b.pointwise("cast", x, dtype=x.dtype) if is_half and not is_exact else x
 
 
 def _dims(x: Node, dim: Dims) -> tuple[int, ...]:
@@ -126,7 +135,7 @@ def _place_of(b: Builder, x: Node, top: Node, dim: int) -> Node:
     places = b.make("iota", (), (size,), torch.int64, start=0, step=1)
     places = b.reshape(places, shape)
     end = b.constant(size.value if size.is_const else size, torch.int64)
-    hit = binary(b, "eq", x, top, torch.bool)
+    hit = binary(b, "eq", rounded(b, x), rounded(b, top), torch.bool)
     place = b.pointwise("where", hit, places, end, dtype=torch.int64)
     if x.dtype.is_floating_point:
         is_nan = binary(b, "ne", x, x, torch.bool)

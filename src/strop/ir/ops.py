@@ -75,7 +75,7 @@ STRUCTURAL: tuple[Op, ...] = (
 _LOOKUPS = (  # read or write where another tensor says
     "embedding", "_embedding_bag", "_embedding_bag_forward_only", "gather", "index",
     "_unsafe_index", "index_select", "take", "index_put", "_unsafe_index_put", "index_add",
-    "index_copy", "index_fill", "scatter", "scatter_add", "scatter_reduce", "masked_scatter",
+    "index_copy", "index_fill", "put", "scatter", "scatter_add", "scatter_reduce", "masked_scatter",
     "slice_scatter", "diagonal_scatter", "diag_embed", "roll", "as_strided", "clone", "unfold",
     "view.dtype", "linspace", "logspace",
 )  # fmt: skip
@@ -106,9 +106,15 @@ _RANDOM = (  # with torch's generator and its numbers
 )  # fmt: skip
 _BACKWARD = (  # libraries' own, and scatters to where a forward has read
     "embedding_dense_backward", "convolution_backward", "max_pool2d_with_indices_backward",
-    "avg_pool2d_backward", "_adaptive_avg_pool2d_backward", "upsample_nearest2d_backward",
-    "upsample_bilinear2d_backward", "upsample_bicubic2d_backward", "reflection_pad2d_backward",
-    "replication_pad2d_backward", "grid_sampler_2d_backward", "unfold_backward",
+    "max_pool3d_with_indices_backward", "adaptive_max_pool2d_backward",
+    "adaptive_max_pool3d_backward", "avg_pool2d_backward", "avg_pool3d_backward",
+    "_adaptive_avg_pool2d_backward", "_adaptive_avg_pool3d_backward", "upsample_nearest2d_backward",
+    "upsample_bilinear2d_backward", "upsample_bicubic2d_backward",
+    "_upsample_bilinear2d_aa_backward", "_upsample_bicubic2d_aa_backward",
+    "reflection_pad1d_backward", "reflection_pad2d_backward", "reflection_pad3d_backward",
+    "replication_pad1d_backward", "replication_pad2d_backward", "replication_pad3d_backward",
+    "grid_sampler_2d_backward", "grid_sampler_3d_backward", "unfold_backward",
+    "masked_scatter_backward", "_embedding_bag_backward", "_weight_norm_interface_backward",
     *(f"{name}_backward" for name in _ATTENTION),
 )  # fmt: skip
 
