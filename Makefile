@@ -8,15 +8,16 @@ BIN := .venv/bin
 READY := .venv/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test fuzz lint bench clean
+.PHONY: help demo test nightly fuzz lint bench clean
 
 help:
-	@echo "make demo    draw pictures with the model inside, before and after (demo.png, demo_compare.png)"
-	@echo "make test    lint, then every test (those that need a GPU skip themselves without one)"
-	@echo "make fuzz    10,000 random programs, other ones each time (nightly; FUZZ_EXAMPLES=n)"
-	@echo "make lint    ruff check, ruff format --check, mypy --strict"
-	@echo "make bench   what the benchmarks measure, and how to run them"
-	@echo "make clean   remove what the others made, .venv included"
+	@echo "make demo     draw pictures with the model inside, before and after (demo.png, demo_compare.png)"
+	@echo "make test     lint, then every test (those that need a GPU skip themselves without one)"
+	@echo "make nightly  what takes too long for every change: whole tables of gradients, then make fuzz"
+	@echo "make fuzz     10,000 random programs, other ones each time (FUZZ_EXAMPLES=n)"
+	@echo "make lint     ruff check, ruff format --check, mypy --strict"
+	@echo "make bench    what the benchmarks measure, and how to run them"
+	@echo "make clean    remove what the others made, .venv included"
 
 demo: $(READY)
 	$(BIN)/python examples/demo.py
@@ -24,12 +25,17 @@ demo: $(READY)
 # Two processes, as one uses little more than one core; the second's report comes after the first's.
 HALF := tests/train tests/e2e tests/fuzz tests/bench
 OTHERS = $(filter-out $(HALF) %.py %__pycache__ tests/golden,$(wildcard tests/*))
+CHOICE := -p no:cacheprovider -m "not nightly" --durations=12
 test: lint
 	@mkdir -p build; \
-	$(BIN)/python -m pytest -p no:cacheprovider $(HALF) > build/half.txt 2>&1 & half=$$!; \
+	$(BIN)/python -m pytest $(CHOICE) $(HALF) > build/half.txt 2>&1 & half=$$!; \
 	trap "kill $$half 2>/dev/null" INT TERM; status=0; \
-	$(BIN)/python -m pytest -p no:cacheprovider $(OTHERS) || status=1; \
+	$(BIN)/python -m pytest $(CHOICE) $(OTHERS) || status=1; \
 	wait $$half || status=1; cat build/half.txt; exit $$status
+
+nightly: $(READY)
+	$(BIN)/python -m pytest -m nightly tests
+	$(MAKE) fuzz
 
 fuzz: export FUZZ_EXAMPLES ?= 10000
 fuzz: $(READY)

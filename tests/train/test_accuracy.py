@@ -99,6 +99,7 @@ def place(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
+@pytest.mark.nightly
 def test_loop_over_a_unet(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As ``test_loop``: the skipped steps and the scales are those of torch's scaler."""
     monkeypatch.setattr(judge, "parameters", _parameters)
@@ -121,6 +122,7 @@ def _flat(tensors: Iterable[Tensor]) -> Tensor:
     return torch.cat([t.detach().flatten().cpu() for t in tensors]).double()
 
 
+@pytest.mark.nightly
 def test_a_step_is_within_two_ulp(place: str) -> None:
     """Of each parameter, beside the formula in fp64 from the states that this step found. The ulp
     is that of the largest numbers which the step adds up: they may cancel."""

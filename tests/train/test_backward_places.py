@@ -153,6 +153,7 @@ def test_gradients(family: str) -> None:
     judge_gradients(FAMILIES[family])
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("family", FAMILIES)
 def test_gradcheck(family: str) -> None:
     cases = FAMILIES[family].items()

@@ -69,7 +69,9 @@ def backward_of(module: Any) -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("autocast", [None, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "autocast", [pytest.param(None, marks=pytest.mark.nightly), torch.bfloat16], ids=str
+)
 def test_gradients(autocast: torch.dtype | None) -> None:
     """Attention runs again too: torch takes it for something that draws random numbers."""
     eager = small()
@@ -206,6 +208,7 @@ def steps(module: nn.Module, called: Any, sizes: list[Args]) -> list[Tensor]:
     return [p.detach() for p in module.parameters()]
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_trained_by_torch_compile() -> None:
     """Torch traces the first sizes as they are, and once more for all others."""

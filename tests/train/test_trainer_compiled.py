@@ -69,6 +69,7 @@ RUNS = {
     "dropout": Run("lora", {"rank": 2, "lora_dropout": 0.2, "mixed_precision": "bf16"},
                    draws=True),
 }  # fmt: skip
+NIGHTLY = ("checkpointed", "adapters")
 
 
 def trained(run: Run, values: dict[str, Any]) -> Session:
@@ -98,7 +99,9 @@ def resume(run: Run, values: dict[str, Any]) -> None:
 
 
 @pytest.mark.usefixtures("same_threads")
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", [
+    pytest.param(name, marks=pytest.mark.nightly if name in NIGHTLY else ()) for name in RUNS
+])  # fmt: skip
 def test_weights_and_resume(name: str, small_model: Path, pictures: Path, tmp_path: Path) -> None:
     run, half = RUNS[name], f"checkpoint-{RUNS[name].steps // 2}"
     values = run.values | {"model": small_model, "train_data_dir": pictures,

@@ -173,6 +173,7 @@ MEMORY: dict[str, tuple[Callable[[], int], Callable[[int], float]]] = {
 }
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 def test_memory_over_500_steps(
