@@ -23,7 +23,7 @@ demo: $(READY)
 	$(BIN)/python examples/demo.py
 
 # Two processes, as one uses little more than one core; the second's report comes after the first's.
-HALF := tests/train tests/e2e tests/fuzz tests/bench
+HALF := tests/train tests/e2e tests/bench
 OTHERS = $(filter-out $(HALF) %.py %__pycache__ tests/golden,$(wildcard tests/*))
 CHOICE := -p no:cacheprovider -m "not nightly" --durations=12
 test: lint
