@@ -19,7 +19,15 @@ from strop.bench.infer_contenders import Clock, Found, Save
 from strop.bench.train_loader import Pictures
 from strop.bench.train_loop import PARTS, Loop, can_graph
 from strop.bench.train_models import modules_of, torch_set_for
-from strop.bench.train_rows import BEST_GUESS, MODELS, TINY_SWEEP, Contender, Loader, Setup
+from strop.bench.train_rows import (
+    BEST_GUESS,
+    MODELS,
+    TINY_SWEEP,
+    WORKERS,
+    Contender,
+    Loader,
+    Setup,
+)
 from strop.debug.explain import explain
 from strop.options import Options
 
@@ -29,6 +37,7 @@ LOSS_TOLERANCE = {"tf32": 1e-3, "fp16": 5e-3, "bf16": 1e-2}
 SHARE_OF_TIME = 0.4  # of what the budget leaves that one series of samples may take
 SPLIT_STEPS = 5
 SWEEP_S = 10.0  # that another loader takes
+WAIT_SHARE = 0.01  # of a step, for data, with which a loader keeps up
 CAPTURES = 4  # steps until all CUDA graphs are there
 
 
@@ -140,18 +149,27 @@ def _timed(loop: Loop, contender: Contender, plan: Plan, clock: Clock, found: Fo
         tried.append({"loader": asdict(loader), **series})
         if len(reasons) > 1:
             save({**found, "loaders": tried})
+        if loop.setup.takes_best_loader and _keeps_up(series):
+            break
     best = min((t for t in tried if "mean_ms" in t), key=lambda t: float(t["mean_ms"]))
     loop.feed = _feed(loop, Loader(**best["loader"]), plan)
-    return {**best, **({"loaders": tried} if len(reasons) > 1 else {})}
+    return {**best, **({"loaders": tried} if len(tried) > 1 else {})}
 
 
 def _loaders(loop: Loop, contender: Contender, plan: Plan) -> Sequence[Loader]:
+    is_tiny = _is_tiny(contender)
     if loop.setup.takes_best_loader:
-        known = plan.best_loader
-        usual = TINY_SWEEP[0] if _is_tiny(contender) else BEST_GUESS
-        return (usual if known is None else Loader(*known),)
+        usual = TINY_SWEEP[0] if is_tiny else BEST_GUESS
+        best = usual if plan.best_loader is None else Loader(*plan.best_loader)
+        more = [w for w in WORKERS if w > best.workers and not is_tiny]
+        return (best, *(replace(best, workers=w) for w in more))
     swept = loop.setup.loaders
-    return TINY_SWEEP if _is_tiny(contender) and len(swept) > 1 else swept
+    return TINY_SWEEP if is_tiny and len(swept) > 1 else swept
+
+
+def _keeps_up(series: Found) -> bool:
+    """Whether no more workers are wanted: a faster step may need more than an earlier rung's."""
+    return "mean_ms" in series and series["wait_ms"] <= WAIT_SHARE * series["mean_ms"]
 
 
 def _is_tiny(contender: Contender) -> bool:

@@ -83,7 +83,7 @@ class Setup:
     is_shadow: bool = False
     graph: str = ""
     loaders: tuple[Loader, ...] = ()
-    takes_best_loader: bool = False  # of those that an earlier rung has measured
+    takes_best_loader: bool = False  # of an earlier rung; with more workers if they are waited for
     recompute: str = ""
     reads_loss: bool = False  # every step, as diffusers' scripts do
     gpus: int = 1
@@ -195,7 +195,8 @@ ROWS: tuple[Row, ...] = (
     ), "img/s", 10, 14),
 )  # fmt: skip
 
-SWEEP = tuple(Loader(w, p) for p in (True, False) for w in (1, 2, 4, 8, 16))
+WORKERS = (1, 2, 4, 8, 16)
+SWEEP = tuple(Loader(w, p) for p in (True, False) for w in WORKERS)
 TINY_SWEEP = (Loader(0, False), Loader(1, False))
 BEST_GUESS = Loader(8, True)  # where no sweep has said which is the best
 _NO_LOADER: dict[str, Any] = {"loaders": (), "takes_best_loader": False}
