@@ -6,6 +6,9 @@ import argparse
 import json
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +20,10 @@ from strop.ir.source import KernelSource
 from strop.runtime.kernels import KernelLibrary, kernel_library
 
 CALLS = 24  # of one graph
+WORKERS = 12
 Call = Callable[[], object]
+Shape = tuple[Any, ...]
+Run = Callable[[Shape, Any], None]
 
 
 def arguments_of(description: str | None, seconds: float) -> argparse.ArgumentParser:
@@ -71,6 +77,47 @@ def hold(name: str, args: argparse.Namespace, sources: Iterable[KernelSource],
         theirs = {n: us[n] for n in us if not n.startswith("(")}
         shown = [errors[n] for n in (next(iter(us)), *(n for _, n in best[:1]))]
         print(f"{shape}: {theirs}, ours {best}; errors {shown}", flush=True)
-    described = environment.describe(torch.device("cuda"))
-    report = {"kind": name, "environment": described, "rows": rows}
+    _write(name, args, {"rows": rows})
+
+
+def _write(name: str, args: argparse.Namespace, found: Mapping[str, Any]) -> None:
+    report = {"kind": name, "environment": environment.describe(torch.device("cuda")), **found}
     (args.out / f"{name}_h100.json").write_text(json.dumps(report, indent=1))
+
+
+def _failures(run: Run, work: Sequence[tuple[Shape, Any]]) -> list[tuple[Shape, Any, str]]:
+    found = []
+    for shape, tile in work:
+        try:
+            run(shape, tile)
+            torch.cuda.synchronize()
+        except Exception as error:  # a tile that does not fit is a result, too
+            found.append((shape, tile, str(error)[:120]))
+    return found
+
+
+def hold_jit(name: str, args: argparse.Namespace, shapes: Sequence[Shape],
+             tiles: Callable[[Shape], Iterable[Any]], run: Run,
+             measure: Callable[[Shape, Sequence[Any]], dict[str, Any]]) -> None:  # fmt: skip
+    """As ``hold``, of kernels that Triton launches itself. ``run`` launches a tile once, in
+    processes of their own, so that Triton's cache on disk has all; ``measure`` gets those that
+    run."""
+    start, rows = time.monotonic(), list[dict[str, Any]]()
+    work = [(shape, tile) for shape in shapes for tile in tiles(shape)]
+    with ProcessPoolExecutor(WORKERS, mp_context=get_context("spawn")) as pool:
+        shares = [work[n::WORKERS] for n in range(WORKERS)]
+        failed = [each for found in pool.map(partial(_failures, run), shares) for each in found]
+    print(f"{len(work)} built in {time.monotonic() - start:.1f} s; failed: {failed}", flush=True)
+    bad = [each[:2] for each in failed]
+    for shape in shapes:
+        if time.monotonic() - start > args.seconds:
+            print("out of time")
+            break
+        good = [tile for tile in tiles(shape) if (shape, tile) not in bad]
+        rows.append({"shape": shape, **measure(shape, good)})
+        us, errors = rows[-1]["us"], rows[-1]["errors"]
+        best = sorted((us[n], n) for n in us if n.startswith("("))[:3]
+        theirs = {n: us[n] for n in us if not n.startswith("(")}
+        shown = [errors[n] for n in (next(iter(us)), *(n for _, n in best[:1]))]
+        print(f"{shape}: {theirs}, ours {best}; errors {shown}", flush=True)
+    _write(name, args, {"failed": [str(each) for each in failed], "rows": rows})
