@@ -1,89 +1,104 @@
-"""The training chain on a tiny configuration."""
+"""The training of the autoencoder on a tiny configuration, and of the rest after it."""
 
-import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from strop.models import sprites
 from strop.models.sprites import checkpoint, evaluate, network
-from strop.models.sprites.export import export
 from strop.models.sprites.loop import Piece
-from strop.models.sprites.settings import TINY
-from strop.models.sprites.train_diffusion import train_diffusion
-from strop.models.sprites.train_vae import picture_loss, train_vae
+from strop.models.sprites.settings import TINY, Settings
+from strop.models.sprites.train import main, picture_loss, train
+from strop.train import settings
+from tests.train import trainer
 
 # Importing and saving through transformers and diffusers warns about their own future.
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 CPU = torch.device("cpu")
+VAE = "vae/diffusion_pytorch_model.safetensors"
 
 
-def _piece(folder: Path, steps: int, resume: bool = False) -> Piece:
-    return Piece(folder, minutes=5.0, plan_minutes=None, steps=steps, resume=resume)
+def _piece(out: Path, minutes: float = 5.0, resume: bool = False) -> Piece:
+    return Piece(out / "vae.ckpt", minutes, resume)
+
+
+def _steps(count: int) -> Settings:
+    return replace(TINY, vae=replace(TINY.vae, steps=count))
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("sprites")
-    assert train_vae(TINY, out, _piece(out / "vae.ckpt", 5), CPU)
-    assert train_diffusion(TINY, out, _piece(out / "diffusion.ckpt", 8), CPU, compiled=False)
+    assert main(["--out", str(out), "--settings", "tiny", "--device", "cpu"]) == 0
     return out
 
 
+@pytest.fixture
+def copied(trained: Path, tmp_path: Path) -> Path:
+    shutil.copytree(trained / "vae.ckpt", tmp_path / "vae.ckpt")
+    return tmp_path
+
+
 def test_a_stopped_training_continues_bit_for_bit(trained: Path, tmp_path: Path) -> None:
-    shutil.copytree(trained / "vae", tmp_path / "vae")
-    folder = tmp_path / "diffusion.ckpt"
-    # The rate depends on the planned total, so the first piece is cut by hand after 3 of 8 steps.
-    assert train_diffusion(TINY, tmp_path, _piece(folder, 3), CPU, compiled=False)
-    state = checkpoint.state(folder)
-    groups = {name: checkpoint.group(folder, name) for name in ("weights", "ema", "moments")}
-    checkpoint.save(folder, groups, {**state, "total": 8})
-    assert train_diffusion(TINY, tmp_path, _piece(folder, 8, resume=True), CPU, compiled=False)
-    whole = trained / "diffusion.ckpt"
-    assert checkpoint.state(folder)["images"] == checkpoint.state(whole)["images"]
+    # Up to the third step the rate is that of the longer training: it has yet to decay.
+    assert train(_steps(3), tmp_path, _piece(tmp_path), CPU)
+    assert checkpoint.state(tmp_path / "vae.ckpt")["step"] == 3
+    assert train(TINY, tmp_path, _piece(tmp_path, resume=True), CPU)
     for name in ("ema", "weights", "moments"):
-        expected = checkpoint.group(whole, name)
-        actual = checkpoint.group(folder, name)
+        expected = checkpoint.group(trained / "vae.ckpt", name)
+        actual = checkpoint.group(tmp_path / "vae.ckpt", name)
+        assert expected
         assert expected.keys() == actual.keys()
         assert all(torch.equal(expected[key], actual[key]) for key in expected), name
+    for file in (trained / "weights").rglob("*.safetensors"):
+        again = tmp_path / file.relative_to(trained)
+        assert file.read_bytes() == again.read_bytes()
+
+
+def test_the_clock_stops_a_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--out", str(tmp_path), "--settings", "tiny", "--device", "cpu", "--minutes", "0"]
+    assert main(words) == 0
+    assert "unfinished: run again with --resume" in capsys.readouterr().out
+    assert checkpoint.find(tmp_path / "vae.ckpt") is None
 
 
 def test_a_second_training_does_not_overwrite_the_first(trained: Path) -> None:
+    before = (trained / "weights" / VAE).read_bytes()
     with pytest.raises(FileExistsError, match="--resume"):
-        train_diffusion(TINY, trained, _piece(trained / "diffusion.ckpt", 9), CPU, compiled=False)
+        train(TINY, trained, _piece(trained), CPU)
+    assert (trained / "weights" / VAE).read_bytes() == before
 
 
-def test_other_settings_cannot_continue(trained: Path, tmp_path: Path) -> None:
-    shutil.copytree(trained / "vae.ckpt", tmp_path / "vae.ckpt")
-    wider = replace(TINY, network=replace(TINY.network, vae_layers=2))
+def test_other_settings_cannot_continue(copied: Path) -> None:
+    deeper = replace(TINY, network=replace(TINY.network, vae_layers=2))
     with pytest.raises(ValueError, match="settings"):
-        train_vae(wider, tmp_path, _piece(tmp_path / "vae.ckpt", 9, resume=True), CPU)
+        train(deeper, copied, _piece(copied, resume=True), CPU)
 
 
-def test_a_checkpoint_without_moments_continues(trained: Path, tmp_path: Path) -> None:
-    shutil.copytree(trained / "vae.ckpt", tmp_path / "vae.ckpt")
-    for file in (tmp_path / "vae.ckpt").glob("moments-*"):
-        file.unlink()
-    state = checkpoint.state(tmp_path / "vae.ckpt")
-    (tmp_path / "vae.ckpt" / "state.json").write_text(json.dumps({**state, "total": 6}))
-    assert train_vae(TINY, tmp_path, _piece(tmp_path / "vae.ckpt", 6, resume=True), CPU)
+def test_a_checkpoint_without_moments_continues(
+    copied: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (copied / "vae.ckpt" / "moments.safetensors").unlink()
+    assert train(_steps(6), copied, _piece(copied, resume=True), CPU)
+    assert "starts afresh" in capsys.readouterr().out
+    assert checkpoint.state(copied / "vae.ckpt")["step"] == 6
 
 
-def test_a_training_can_start_from_an_exported_model(trained: Path, tmp_path: Path) -> None:
-    folder = export(TINY, trained)
-    built = network.parts(TINY, seed=5)
-    network.start_from(built, folder)
-    pipe = sprites.load_from(folder)
-    for mine, theirs in ((built.unet, pipe.unet), (built.text, pipe.text_encoder)):
-        expected = theirs.state_dict()
-        assert all(torch.equal(value, expected[key]) for key, value in mine.state_dict().items())
-    assert train_vae(TINY, tmp_path, _piece(tmp_path / "vae.ckpt", 1), CPU, init=folder)
+def test_a_training_can_start_from_another_model(trained: Path, tmp_path: Path) -> None:
+    assert not train(TINY, tmp_path, _piece(tmp_path, 0.0), CPU, init=trained / "weights")
+    expected = load_file(trained / "weights" / VAE)
+    actual = load_file(tmp_path / "weights" / VAE)
+    assert expected.keys() == actual.keys()
+    # Statistics are folded into the convolutions around the latents once more.
+    same = [key for key in expected if "quant_conv" not in key]
+    assert all(torch.equal(expected[key], actual[key]) for key in same)
     with pytest.raises(FileNotFoundError, match="--init"):
-        network.start_from(built, tmp_path)
+        train(TINY, tmp_path, _piece(tmp_path), CPU, init=tmp_path / "nothing")
 
 
 def test_a_picture_that_lost_an_object_counts_more() -> None:
@@ -95,25 +110,35 @@ def test_a_picture_that_lost_an_object_counts_more() -> None:
     assert float(picture_loss(lost, 0.5)) == pytest.approx((0.05 * 10 / 3 + 7 * 0.01 * 2 / 3) / 8)
 
 
-def test_diffusion_without_autoencoder_says_what_to_run(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="'vae' verb"):
-        train_diffusion(TINY, tmp_path, _piece(tmp_path / "d", 1), CPU, compiled=False)
-
-
-def test_the_export_loads_draws_and_is_scored(trained: Path) -> None:
-    folder = export(TINY, trained)
-    report = evaluate.evaluate(folder, evaluate.Options(count=2, steps=2))
+def test_the_folder_loads_draws_and_is_scored(trained: Path) -> None:
+    report = evaluate.evaluate(trained / "weights", evaluate.Options(count=2, steps=2))
     assert report["summary"]["prompts"] == 2
     assert len(report["prompts"]) == 2
-    pipe = sprites.load_from(folder)
+    pipe = sprites.load_from(trained / "weights")
     assert next(pipe.unet.parameters()).dtype == torch.float32
     images = evaluate.draw_prompts(pipe, ["a red ring"], 64, 96, evaluate.Options(steps=2))
     assert images.shape == (1, 3, 96, 64)
 
 
+def test_the_recipe_trains_the_rest_of_the_folder(trained: Path, tmp_path: Path) -> None:
+    """`strop train text-to-image --config examples/sprites.yaml --model DIR/weights`."""
+    folder, output = trained / "weights", tmp_path / "out"
+    recipe = settings.read_yaml(Path(__file__).parents[2] / "examples" / "sprites.yaml")
+    small = {"model": folder, "output_dir": output, "train_batch_size": 2, "max_train_steps": 2,
+             "validation_prompt": [], "mixed_precision": "no"}  # fmt: skip
+    trainer.train("text-to-image", **{**recipe, **small})
+    assert (output / VAE).read_bytes() == (folder / VAE).read_bytes()
+    for name in ("unet/diffusion_pytorch_model.safetensors", "text_encoder/model.safetensors"):
+        before, after = load_file(folder / name), load_file(output / name)
+        assert before.keys() == after.keys()
+        changed = [key for key in before if not torch.equal(before[key], after[key])]
+        assert len(changed) > len(before) / 2
+    assert sprites.load_from(output).unet.config.sample_size == 24
+
+
 def test_damaged_and_missing_files_are_named(trained: Path, tmp_path: Path) -> None:
     folder = tmp_path / "weights"
-    shutil.copytree(export(TINY, trained), folder)
+    shutil.copytree(trained / "weights", folder)
     damaged = folder / "unet" / "diffusion_pytorch_model.safetensors"
     damaged.write_bytes(damaged.read_bytes()[:1000])
     with pytest.raises(ValueError, match="no readable safetensors"):

@@ -74,8 +74,8 @@ def load_from(
     if missing:
         raise FileNotFoundError(
             f"the sprites model in {folder} lacks {', '.join(missing)}; reinstall strop, or train "
-            "the model with 'python -m strop.models.sprites.train all --out DIR' and copy "
-            "DIR/weights there"
+            "a model: 'python -m strop.models.sprites.train --out DIR', then 'strop train "
+            "text-to-image --config examples/sprites.yaml --model DIR/weights'"
         )
     for name in _FILES:
         if not name.endswith(".safetensors"):

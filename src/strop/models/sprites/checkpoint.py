@@ -1,4 +1,4 @@
-"""Training checkpoints: tensors as safetensors in small files, the rest as JSON.
+"""Training checkpoints: tensors as safetensors, the rest as JSON.
 
 A checkpoint folder is written under a temporary name and renamed, so a training stopped at any
 moment leaves either the old one or the new one. Nothing is pickled.
@@ -12,21 +12,6 @@ from typing import Any
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-_SHARD_BYTES = 15_000_000
-
-
-def _shards(tensors: dict[str, Tensor]) -> list[dict[str, Tensor]]:
-    shards: list[dict[str, Tensor]] = [{}]
-    filled = 0
-    for name, tensor in tensors.items():
-        size = tensor.numel() * tensor.element_size()
-        if shards[-1] and filled + size > _SHARD_BYTES:
-            shards.append({})
-            filled = 0
-        shards[-1][name] = tensor.detach().contiguous().cpu()
-        filled += size
-    return shards
-
 
 def save(folder: Path, groups: dict[str, dict[str, Tensor]], state: dict[str, Any]) -> None:
     """Replace the checkpoint at `folder`.
@@ -34,16 +19,16 @@ def save(folder: Path, groups: dict[str, dict[str, Tensor]], state: dict[str, An
     Args:
         folder: The checkpoint folder.
         groups: Tensors by group ("weights", "ema", "moments", ...) and name; each group becomes
-            files of at most 15 MB, so that a group can be left behind when moving a checkpoint.
+            a file, so that one can be left behind when moving a checkpoint.
         state: Anything JSON can hold.
     """
     fresh = folder.with_name(folder.name + ".new")
     old = folder.with_name(folder.name + ".old")
     shutil.rmtree(fresh, ignore_errors=True)
     fresh.mkdir(parents=True)
-    for group, tensors in groups.items():
-        for index, shard in enumerate(_shards(tensors)):
-            save_file(shard, fresh / f"{group}-{index:03d}.safetensors")
+    for name, tensors in groups.items():
+        whole = {key: tensor.detach().contiguous().cpu() for key, tensor in tensors.items()}
+        save_file(whole, fresh / f"{name}.safetensors")
     (fresh / "state.json").write_text(json.dumps(state, indent=1))
     shutil.rmtree(old, ignore_errors=True)
     if folder.exists():
@@ -69,7 +54,5 @@ def state(folder: Path) -> dict[str, Any]:
 
 def group(folder: Path, name: str) -> dict[str, Tensor]:
     """Return the tensors of one group on the CPU; empty if the checkpoint came without it."""
-    tensors: dict[str, Tensor] = {}
-    for file in sorted(folder.glob(f"{name}-*.safetensors")):
-        tensors.update(load_file(file))
-    return tensors
+    file = folder / f"{name}.safetensors"
+    return load_file(file) if file.is_file() else {}

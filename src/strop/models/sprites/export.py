@@ -1,55 +1,45 @@
-"""Writes the trained weights as a diffusers folder in fp16."""
+"""Writes a model as a diffusers folder in fp16."""
 
-import json
 import shutil
 from pathlib import Path
 
 import torch
-from diffusers import AutoencoderKL
 from torch import nn
 
-from strop.models.sprites import checkpoint, network, vocabulary
-from strop.models.sprites.settings import Settings
+from strop.models.sprites import network, vocabulary
+from strop.models.sprites.settings import NoiseSettings
 
 FILE_LIMIT, TOTAL_LIMIT = 16 * 1024 * 1024 - 1, 16_000_000
 """Most bytes that one weights file, and all of them together, may have."""
 
 
-def export(settings: Settings, out: Path) -> Path:
-    """Write `out/weights` from the averaged weights of the checkpoint; returns the folder."""
-    found = checkpoint.find(out / "diffusion.ckpt")
-    if found is None:
-        raise FileNotFoundError(
-            f"no checkpoint at {out / 'diffusion.ckpt'}; run the 'diffusion' verb with this --out"
-        )
-    average = checkpoint.group(found, "ema")
-    built = network.parts(settings)
-    built.vae.load_state_dict(AutoencoderKL.from_pretrained(out / "vae").state_dict())
-    modules: dict[str, nn.Module] = {"unet": built.unet, "text": built.text}
-    for prefix, module in modules.items():
-        cut = len(prefix) + 1
-        module.load_state_dict(
-            {n[cut:]: t for n, t in average.items() if n.startswith(prefix + ".")}
-        )
-    state = checkpoint.state(found)
+def export(built: network.Parts, noise: NoiseSettings, out: Path) -> Path:
+    """Write `out/weights`, in place of an older one; returns the folder.
+
+    Args:
+        built: The parts of the model on the CPU; they are fp16 afterwards.
+        noise: The noise schedule.
+        out: The folder of the training.
+
+    Raises:
+        ValueError: a weight is not finite in fp16, or the files are too large to ship.
+    """
     fresh, final = out / "weights.new", out / "weights"
     shutil.rmtree(fresh, ignore_errors=True)
-    _write(built, settings, fresh)
-    record = {key: state[key] for key in ("step", "total", "images", "elapsed", "settings")}
-    (fresh / "training.json").write_text(json.dumps(record, indent=1) + "\n")
+    _write(built, noise, fresh)
     _check_size(fresh)
     shutil.rmtree(final, ignore_errors=True)
     fresh.rename(final)
     return final
 
 
-def _write(built: network.Parts, settings: Settings, folder: Path) -> None:
+def _write(built: network.Parts, noise: NoiseSettings, folder: Path) -> None:
     for name, module in (("unet", built.unet), ("text", built.text), ("vae", built.vae)):
         nn.Module.to(module, torch.float16)
         for key, tensor in module.state_dict().items():
             if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
                 raise ValueError(f"{name}.{key} is not finite in fp16; train again with less rate")
-    network.pipeline(built, settings.noise).save_pretrained(folder, safe_serialization=True)
+    network.pipeline(built, noise).save_pretrained(folder, safe_serialization=True)
     vocabulary.write(folder / "tokenizer")
     for file in folder.rglob("*.*"):
         file.chmod(0o644)

@@ -1,7 +1,6 @@
-"""Optimises modules that compute in bf16 from fp32 master weights, and averages them."""
+"""Optimises a module that computes in bf16 from fp32 master weights, and averages them."""
 
 import math
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -9,43 +8,34 @@ import torch
 from torch import Tensor, nn
 
 from strop.models.sprites import checkpoint
-from strop.models.sprites.settings import DiffusionTraining, VaeTraining
+from strop.models.sprites.settings import VaeTraining
 
 
-def learning_rate(training: VaeTraining | DiffusionTraining, step: int, total: int) -> float:
-    """Return the rate at `step` of `total`: linear warm-up, then a cosine down to zero."""
+def learning_rate(training: VaeTraining, step: int) -> float:
+    """Return the rate at `step`: linear warm-up, then a cosine down to zero at the last step."""
     warm = min(1.0, (step + 1) / max(1, training.warmup))
-    past = max(0, step - training.warmup) / max(1, total - training.warmup)
+    past = max(0, step - training.warmup) / max(1, training.steps - training.warmup)
     return training.learning_rate * warm * 0.5 * (1.0 + math.cos(math.pi * min(1.0, past)))
 
 
 class Learner:
-    """AdamW over fp32 masters of the modules' parameters, with their moving average.
+    """AdamW over fp32 masters of the module's parameters, with their moving average.
 
-    The modules themselves hold copies in `dtype`, which is faster than autocast: no weight is
-    cast twice in a step, and normalisations read and write bf16.
+    The module itself holds copies in `dtype`, which is faster than autocast: no weight is cast
+    twice in a step, and normalisations read and write bf16.
     """
 
     def __init__(
-        self,
-        modules: Mapping[str, nn.Module],
-        training: VaeTraining | DiffusionTraining,
-        device: torch.device,
-        dtype: torch.dtype,
+        self, module: nn.Module, training: VaeTraining, device: torch.device, dtype: torch.dtype
     ) -> None:
         self.training = training
-        self.names: list[str] = []
-        self.live: list[Tensor] = []
-        self.masters: list[Tensor] = []
-        for prefix, module in modules.items():
-            nn.Module.to(module, device=device, memory_format=torch.channels_last)  # type: ignore[call-overload]
-            module.train()
-            for name, parameter in module.named_parameters():
-                self.names.append(f"{prefix}.{name}")
-                self.live.append(parameter)
-                self.masters.append(parameter.detach().float().clone())
-            # Past diffusers' own `to`, which warns about casts without a cause.
-            nn.Module.to(module, dtype=dtype)
+        nn.Module.to(module, device=device, memory_format=torch.channels_last)  # type: ignore[call-overload]
+        module.train()
+        self.names = [name for name, _ in module.named_parameters()]
+        self.live: list[Tensor] = list(module.parameters())
+        self.masters = [live.detach().float().clone() for live in self.live]
+        # Past diffusers' own `to`, which warns about casts without a cause.
+        nn.Module.to(module, dtype=dtype)
         self.average = [master.clone() for master in self.masters]
         self.gradients = [torch.zeros_like(master) for master in self.masters]
         for master, gradient in zip(self.masters, self.gradients, strict=True):
@@ -58,8 +48,8 @@ class Learner:
             fused=device.type == "cuda",
         )
 
-    def step(self, loss: Tensor, step: int, total: int) -> None:
-        """Apply one update for `loss`; `step` of `total` sets the rate."""
+    def step(self, loss: Tensor, step: int) -> None:
+        """Apply one update for `loss`; `step` sets the rate."""
         loss.backward()
         found: list[Tensor] = []
         for name, live in zip(self.names, self.live, strict=True):
@@ -69,7 +59,7 @@ class Learner:
         torch._foreach_copy_(self.gradients, found)
         norm = torch.nn.utils.get_total_norm(self.gradients)
         torch.nn.utils.clip_grads_with_norm_(self.masters, self.training.clip, norm)
-        self.optimizer.param_groups[0]["lr"] = learning_rate(self.training, step, total)
+        self.optimizer.param_groups[0]["lr"] = learning_rate(self.training, step)
         self.optimizer.step()
         with torch.no_grad():
             torch._foreach_copy_(self.live, self.masters)
@@ -78,11 +68,10 @@ class Learner:
         for live in self.live:
             live.grad = None
 
-    def averaged(self, prefix: str) -> dict[str, Tensor]:
-        """Return the averaged fp32 weights of the module called `prefix`, on the CPU."""
+    def averaged(self) -> dict[str, Tensor]:
+        """Return the averaged fp32 weights on the CPU."""
         pairs = zip(self.names, self.average, strict=True)
-        cut = len(prefix) + 1
-        return {n[cut:]: t.contiguous().cpu() for n, t in pairs if n.startswith(prefix + ".")}
+        return {name: tensor.contiguous().cpu() for name, tensor in pairs}
 
     def save(self, folder: Path, state: dict[str, Any]) -> None:
         """Write a checkpoint with everything that a bit-exact continuation needs."""
@@ -98,7 +87,11 @@ class Learner:
         checkpoint.save(folder, groups, state)
 
     def load(self, folder: Path) -> None:
-        """Continue from the checkpoint in `folder`; without moments, these start at zero."""
+        """Continue from the checkpoint in `folder`; without moments, these start at zero.
+
+        Raises:
+            ValueError: the checkpoint is of a module with other parameters.
+        """
         self._copy(checkpoint.group(folder, "weights"), self.masters, folder)
         self._copy(checkpoint.group(folder, "ema"), self.average, folder)
         moments = checkpoint.group(folder, "moments")

@@ -13,9 +13,6 @@ from strop.models.sprites import checkpoint
 from strop.models.sprites.grammar import BUCKETS
 from strop.models.sprites.learner import Learner, learning_rate
 
-_RATE_FROM, _RATE_STEPS, _PLAN_MARGIN = 40, 80, 0.97
-# Stands for the number of steps until it is planned; the rate has yet to decay by then.
-_UNPLANNED = 10**9
 _REPORT_SECONDS, _SAVE_SECONDS = 5.0, 240.0
 
 
@@ -26,16 +23,11 @@ class Piece:
     Attributes:
         folder: The checkpoint folder.
         minutes: When to stop and save, in minutes from the start of this piece.
-        plan_minutes: If given, the number of steps is set once so that all pieces together
-            take about this long; otherwise `steps` is the number of steps.
-        steps: Number of steps of the whole training.
         resume: Continue a checkpoint; without it an existing one is an error.
     """
 
     folder: Path
     minutes: float
-    plan_minutes: float | None
-    steps: int
     resume: bool
 
 
@@ -51,11 +43,6 @@ def generator(seed: int, step: int, device: torch.device) -> torch.Generator:
     return torch.Generator(device=device).manual_seed(seed * 1_000_003 + step)
 
 
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
 @dataclass
 class _Window:
     """What was trained since the last progress line."""
@@ -67,7 +54,14 @@ class _Window:
 
 
 class Loop:
-    """Runs `loss(step)` through a learner until the steps or the minutes are used up."""
+    """Runs `loss(step)` through a learner until the steps or the minutes are used up.
+
+    `note` is kept in the checkpoint beside the number of steps and the seconds that they took.
+
+    Raises:
+        FileExistsError: there is a checkpoint, and the piece is not to resume it.
+        ValueError: the checkpoint is of a model with other settings.
+    """
 
     def __init__(
         self, learner: Learner, loss: Callable[[int], Tensor], piece: Piece, note: dict[str, Any]
@@ -76,12 +70,11 @@ class Loop:
         self.loss = loss
         self.piece = piece
         self.device = learner.masters[0].device
-        self.state: dict[str, Any] = {"step": 0, "elapsed": 0.0, "total": None, "images": 0, **note}
-        if piece.plan_minutes is None:
-            self.state["total"] = piece.steps
-        self._window = _Window(time.monotonic(), 0)
-        self._timed: tuple[float, int] | None = None
+        self.total = learner.training.steps
+        self.state: dict[str, Any] = {"step": 0, "elapsed": 0.0}
         self._continue()
+        self.state |= note
+        self._window = _Window(time.monotonic(), self.state["step"])
 
     def _continue(self) -> None:
         found = checkpoint.find(self.piece.folder)
@@ -97,8 +90,8 @@ class Loop:
 
     @property
     def done(self) -> bool:
-        """Whether all planned steps have been made."""
-        return self.state["total"] is not None and self.state["step"] >= self.state["total"]
+        """Whether all steps have been made."""
+        return bool(self.state["step"] >= self.total)
 
     def run(self) -> bool:
         """Train this piece and save; returns whether the training is complete."""
@@ -106,60 +99,42 @@ class Loop:
         before, first = self.state["elapsed"], self.state["step"]
         self._window = _Window(start, first)
         while not self.done and time.monotonic() - start < self.piece.minutes * 60:
-            step = self.state["step"]
-            self._measure(step)
-            self._window.losses.append(self._one(step))
-            self.state["step"] = step + 1
+            self._one(self.state["step"])
+            self.state["step"] += 1
             now = time.monotonic()
             self.state["elapsed"] = before + now - start
             if now - self._window.start > _REPORT_SECONDS:
                 self._report()
             if now - saved > _SAVE_SECONDS:
-                self.save()
+                self._save()
                 saved = time.monotonic()
         if self.state["step"] > first:
-            _wait(self.device)
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
             self.state["elapsed"] = before + time.monotonic() - start
-            self.save()
+            self._save()
         return self.done
 
-    def _one(self, step: int) -> Tensor:
+    def _one(self, step: int) -> None:
         loss = self.loss(step)
-        count = bucket(step, self.learner.training.batch)[2]
-        self.state["images"] += count
-        self._window.images += count
-        self.learner.step(loss, step, self.state["total"] or _UNPLANNED)
-        return loss.detach().float()
-
-    def _measure(self, step: int) -> None:
-        """Time some early steps, once all kernels are compiled, and plan the rest by them."""
-        if self.state["total"] is not None or self.piece.plan_minutes is None:
-            return
-        if self._timed is None and step >= _RATE_FROM:
-            _wait(self.device)
-            self._timed = (time.monotonic(), step)
-        elif self._timed is not None and step - self._timed[1] >= _RATE_STEPS:
-            _wait(self.device)
-            seconds = (time.monotonic() - self._timed[0]) / (step - self._timed[1])
-            left = max(0.0, self.piece.plan_minutes * 60 - self.state["elapsed"])
-            self.state["total"] = step + int(_PLAN_MARGIN * left / seconds)
-            print(f"plan: {self.state['total']} steps of {seconds * 1000:.1f} ms", flush=True)
+        self.learner.step(loss, step)
+        self._window.images += bucket(step, self.learner.training.batch)[2]
+        self._window.losses.append(loss.detach().float())
 
     def _report(self) -> None:
-        step, total, window = self.state["step"], self.state["total"], self._window
+        step, window = self.state["step"], self._window
         loss = torch.stack(window.losses).mean().item()
         now = time.monotonic()
         seconds = now - window.start
-        left = None if total is None else (total - step) * seconds / (step - window.step) / 60
-        lr = learning_rate(self.learner.training, step, total or _UNPLANNED)
+        left = (self.total - step) * seconds / (step - window.step) / 60
         print(
-            f"step {step}/{total or '?'} loss {loss:.5f} lr {lr:.2e} "
+            f"step {step}/{self.total} loss {loss:.5f} "
+            f"lr {learning_rate(self.learner.training, step):.2e} "
             f"{window.images / seconds:.0f} img/s elapsed {self.state['elapsed'] / 60:.1f} min "
-            f"eta {'?' if left is None else f'{left:.1f} min'}",
+            f"eta {left:.1f} min",
             flush=True,
         )
         self._window = _Window(now, step)
 
-    def save(self) -> None:
-        """Write the checkpoint."""
+    def _save(self) -> None:
         self.learner.save(self.piece.folder, self.state)

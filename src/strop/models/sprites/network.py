@@ -154,22 +154,16 @@ def parts(settings: Settings, seed: int = 0) -> Parts:
         )
 
 
-def start_from(built: Parts, folder: Path) -> None:
-    """Replace the random weights of `built` by those of an exported model.
+def start_from(model: AutoencoderKL, folder: Path) -> None:
+    """Replace the random weights of `model` by those of the autoencoder in a diffusers folder.
 
     Raises:
-        FileNotFoundError: `folder` is no exported model.
+        FileNotFoundError: `folder` has no autoencoder.
     """
-    files = {
-        built.text: "text_encoder/model.safetensors",
-        built.unet: "unet/diffusion_pytorch_model.safetensors",
-        built.vae: "vae/diffusion_pytorch_model.safetensors",
-    }
-    for model, name in files.items():
-        if not (folder / name).is_file():
-            raise FileNotFoundError(f"{folder / name} is missing; --init takes an exported model")
-        weights = load_file(folder / name)
-        model.load_state_dict({key: value.float() for key, value in weights.items()})
+    file = folder / "vae" / "diffusion_pytorch_model.safetensors"
+    if not file.is_file():
+        raise FileNotFoundError(f"{file} is missing; --init takes a folder that has been trained")
+    model.load_state_dict({key: value.float() for key, value in load_file(file).items()})
 
 
 def pipeline(built: Parts, noise: NoiseSettings) -> StableDiffusionPipeline:
