@@ -22,10 +22,12 @@ help:
 demo: $(READY)
 	$(BIN)/python examples/demo.py
 
-# Two processes, as one uses little more than one core; the second's report comes after the first's.
+# Two processes of one thread, as one of two uses little more than one core: two of two get in each
+# other's way. The second's report comes after the first's.
 HALF := tests/train tests/e2e tests/bench
 OTHERS = $(filter-out $(HALF) %.py %__pycache__ tests/golden,$(wildcard tests/*))
 CHOICE := -p no:cacheprovider -m "not nightly" --durations=12
+test: export OMP_NUM_THREADS ?= 1
 test: lint
 	@mkdir -p build; \
 	$(BIN)/python -m pytest $(CHOICE) $(HALF) > build/half.txt 2>&1 & half=$$!; \
