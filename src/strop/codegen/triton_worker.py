@@ -59,8 +59,19 @@ def compile_request(request: dict[str, Any]) -> tuple[dict[str, Any], bytes]:
         "num_warps": metadata.num_warps,
         "arch": request["arch"],
         "early": request["constants"].get("EARLY") == 1,
+        "boxes": _boxes(request["boxes"], metadata),
     }
     return header, compiled.asm["cubin"]
+
+
+def _boxes(dtypes: list[Any], metadata: Any) -> list[list[Any] | None]:
+    """Per param: what a tensor map says of the pieces that the kernel moves, which the compiler may
+    have cut. Where it does not say, the kernel would have been given other arguments."""
+    if not dtypes:
+        return []
+    found = iter(metadata.tensordesc_meta)
+    return [(box := next(found)) and [box["block_size"], dtype, box["swizzle"]]
+            if isinstance(dtype, int) else None for dtype in dtypes]  # fmt: skip
 
 
 def write_message(stream: BinaryIO, header: dict[str, Any], body: bytes = b"") -> None:
@@ -90,7 +101,7 @@ WARM_UP = {
             "    place = tl.arange(0, 32)\n"
             "    tl.store(p0 + place, tl.math.rsqrt(tl.load(p0 + place)))\n",
     "signature": {"p0": "*fp32"}, "constants": {}, "divisible": [0], "num_warps": 1,
-    "max_registers": None, "arch": 90,
+    "max_registers": None, "arch": 90, "boxes": [],
 }  # fmt: skip
 
 

@@ -51,6 +51,8 @@ class KernelSource:
     Arguments at a launch, in order: one pointer per param, one per scratch, then one integer per
     scalar. Scalars are called ``s0, s1, ...`` and, when ``split`` is set, a last one ``splits``.
     ``grid`` is over the scalar names and is empty for C++, whose functions loop on their own.
+    A param with a box is no pointer but a Triton tensor descriptor: the tensor memory accelerator
+    of sm_90 and later moves boxes of that size, zeros where they leave the tensor.
     """
 
     name: str
@@ -65,6 +67,10 @@ class KernelSource:
     num_warps: int = 4
     max_registers: int | None = None  # of a thread; None leaves it to ptxas
     wide: bool = False  # integers have 64 bits; those in C++ always have
+    boxes: tuple[tuple[int, ...], ...] = ()  # per param, () for pointers; or no param has one
+
+    def box(self, param: int) -> tuple[int, ...]:
+        return self.boxes[param] if self.boxes else ()
 
     def with_constants(self, **values: int) -> KernelSource:
         """The same kernel with other values of constants that it has; others are left out."""

@@ -61,7 +61,7 @@ class Worker:
         if "error" in header:
             raise CodegenError(f"Triton refused {source.name}: {header['error']}\n{source.text}")
         header.pop("size")
-        return Cubin(code=code_bytes, **header)
+        return Cubin.of(header, code_bytes)
 
     @property
     def is_alive(self) -> bool:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import json
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import astuple, dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -28,6 +29,19 @@ TYPES = {
     torch.float32: "fp32",
     torch.float64: "fp64",
 }
+# CUtensorMapDataType
+BOX_TYPES = {torch.uint8: 0, torch.int32: 3, torch.int64: 5, torch.float16: 6, torch.float32: 7,
+             torch.float64: 8, torch.bfloat16: 9}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """How the tensor memory accelerator moves a piece of a tensor: ``sizes`` in elements, the last
+    dim being dense, and the numbers of CUtensorMapDataType and CUtensorMapSwizzle."""
+
+    sizes: tuple[int, ...]
+    dtype: int
+    swizzle: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +54,13 @@ class Cubin:
     num_warps: int
     arch: int
     early: bool = False  # waits for the kernel before it on its own
+    boxes: tuple[Box | None, ...] = ()  # per param, or none has one
+
+    @staticmethod
+    def of(header: Mapping[str, Any], code: bytes) -> Cubin:
+        """From what JSON can say."""
+        boxes = [box and Box(tuple(box[0]), *box[1:]) for box in header.get("boxes", ())]
+        return Cubin(**{**header, "code": code, "boxes": tuple(boxes)})
 
     def to_bytes(self) -> bytes:
         """A line of JSON, then the code."""
@@ -49,6 +70,7 @@ class Cubin:
             "num_warps": self.num_warps,
             "arch": self.arch,
             "early": self.early,
+            "boxes": [box and astuple(box) for box in self.boxes],
             "sha256": hashlib.sha256(self.code).hexdigest(),
         }
         return json.dumps(header).encode() + b"\n" + self.code
@@ -59,7 +81,7 @@ class Cubin:
         try:
             header = json.loads(line)
             digest = header.pop("sha256")
-            cubin = Cubin(code=code, **header)
+            cubin = Cubin.of(header, code)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise CacheError(f"not a compiled kernel: {line[:80]!r}") from error
         if digest != hashlib.sha256(code).hexdigest():
@@ -69,9 +91,10 @@ class Cubin:
 
 def request_of(source: KernelSource, arch: int) -> dict[str, Any]:
     """The compile request: plain data, everything that decides the machine code."""
-    types = ["*" + TYPES[dtype] for dtype in source.params]
+    boxes = [source.box(n) for n in range(len(source.params))]
+    types = [_param_type(dtype, box) for dtype, box in zip(source.params, boxes, strict=True)]
     types += ["*" + TYPES[scratch.dtype] for scratch in source.scratch]
-    divisible = list(range(len(types)))
+    divisible = [place for place, text in enumerate(types) if text.startswith("*")]
     divisible += [len(types) + i for i, k in enumerate(source.scalars) if k % 16 == 0]
     types += ["i64" if source.wide else "i32"] * (len(source.scalars) + (source.split is not None))
     if arch < EARLY_ARCH:
@@ -87,7 +110,15 @@ def request_of(source: KernelSource, arch: int) -> dict[str, Any]:
         "num_warps": source.num_warps,
         "max_registers": source.max_registers,
         "arch": arch,
-    }
+        "boxes": [box and BOX_TYPES[dtype]
+                  for dtype, box in zip(source.params, boxes, strict=True)] if any(boxes) else [],
+    }  # fmt: skip
+
+
+def _param_type(dtype: torch.dtype, box: tuple[int, ...]) -> str:
+    if not box:
+        return "*" + TYPES[dtype]
+    return f"tensordesc<{TYPES[dtype]}[{','.join(map(str, box))}]>"
 
 
 def _argument_names(source: KernelSource) -> list[str]:
@@ -117,4 +148,4 @@ def compile_cubin(source: KernelSource, arch: int) -> Cubin:
         header, code = triton_worker.compile_request(request_of(source, arch))
     except ImportError as error:
         raise CodegenError("Triton is not installed; `pip install triton` on Linux") from error
-    return Cubin(code=code, **header)
+    return Cubin.of(header, code)

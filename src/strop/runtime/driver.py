@@ -10,19 +10,35 @@ import ctypes
 import math
 import threading
 from collections.abc import Sequence
-from ctypes import Structure, byref, c_char_p, c_int, c_int32, c_int64, c_uint, c_void_p
+from ctypes import (
+    Structure,
+    byref,
+    c_byte,
+    c_char_p,
+    c_int,
+    c_int32,
+    c_int64,
+    c_uint,
+    c_uint32,
+    c_uint64,
+    c_void_p,
+)
 from functools import lru_cache
+from itertools import zip_longest
+from typing import Any
 
 import torch
 
 from strop.errors import CodegenError
 from strop.ir.source import MOST_EARLY_PROGRAMS
-from strop.runtime.cubin import Cubin
+from strop.runtime.cubin import BOX_TYPES, Box, Cubin
 
 _NUM_REGS, _LOCAL_BYTES, _MAX_DYNAMIC_SHARED = 4, 3, 8  # CUfunction_attribute
 _STATIC_SHARED_LIMIT = 48 * 1024
 _INT_LIMIT = 2**31
 _PROGRAMMATIC_SERIALIZATION = 6  # CUlaunchAttributeID
+_MAP_BYTES, _MAP_ALIGNMENT, _PROMOTION_128B = 128, 64, 2  # of a CUtensorMap
+_BOX_WIDTHS = {number: dtype.itemsize for dtype, number in BOX_TYPES.items()}
 
 
 class _Attribute(Structure):
@@ -41,6 +57,7 @@ class _Config(Structure):
 
 
 _EARLY = _Attribute(_PROGRAMMATIC_SERIALIZATION, 0, 1)
+View = tuple[Sequence[int], Sequence[int]]  # sizes and strides of a tensor, in elements
 
 
 @lru_cache(maxsize=1)
@@ -56,6 +73,12 @@ def _cuda() -> ctypes.CDLL:
     cuda.cuModuleGetFunction.argtypes = [c_void_p, c_void_p, c_char_p]
     cuda.cuFuncSetAttribute.argtypes = [c_void_p, c_int, c_int]
     cuda.cuFuncGetAttribute.argtypes = [c_void_p, c_int, c_void_p]
+    if hasattr(cuda, "cuTensorMapEncodeTiled"):  # drivers for CUDA 12
+        cuda.cuTensorMapEncodeTiled.argtypes = [
+            c_void_p, c_int, c_uint, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_int, c_int,
+            c_int, c_int,
+        ]  # fmt: skip
+        cuda.cuTensorMapReplaceAddress.argtypes = [c_void_p, c_void_p]
     return cuda
 
 
@@ -91,6 +114,42 @@ def _check(code: int, what: str) -> None:
     if code in ADVICE:
         message += "; " + ADVICE[code].format(version=version())
     raise CodegenError(message)
+
+
+class TensorMap:
+    """A CUtensorMap: a tensor whose boxes the tensor memory accelerator moves
+    (https://docs.nvidia.com/cuda/cuda-driver-api/group__CUDA__TENSOR__MEMORY.html). Boxes begin
+    anywhere; outside of the tensor they read zeros and write nothing."""
+
+    __slots__ = ("_bytes", "_entry", "_pointer", "address")
+
+    def __init__(self, box: Box, pointer: int, view: View, entry: str) -> None:
+        """The last dim is dense; the pointer is a multiple of 16 bytes, and so are the strides."""
+        sizes, strides = view
+        rank, width = len(box.sizes), _BOX_WIDTHS[box.dtype]
+        self._bytes, self._entry = (c_byte * (_MAP_BYTES + _MAP_ALIGNMENT))(), entry
+        self._pointer = pointer
+        self.address = -(-ctypes.addressof(self._bytes) // _MAP_ALIGNMENT) * _MAP_ALIGNMENT
+        # The driver counts dims from the innermost; it takes the innermost stride for granted.
+        extents = (c_uint64 * rank)(*reversed(sizes))
+        steps = (c_uint64 * rank)(*(width * step for step in reversed(strides[:-1])))
+        code = _cuda().cuTensorMapEncodeTiled(
+            self.address, box.dtype, rank, pointer, extents, steps,
+            (c_uint32 * rank)(*reversed(box.sizes)), (c_uint32 * rank)(*[1] * rank), 0,
+            box.swizzle, _PROMOTION_128B, 0,
+        )  # fmt: skip
+        _check(code, f"describing {list(sizes)} with strides {list(strides)} to {entry}")
+
+    @property
+    def value(self) -> int:
+        """Where the tensor lies; may be set, as that of the pointer which this stands for."""
+        return self._pointer
+
+    @value.setter
+    def value(self, pointer: int) -> None:
+        self._pointer = pointer
+        code = _cuda().cuTensorMapReplaceAddress(self.address, pointer)
+        _check(code, f"moving a tensor of {self._entry}")
 
 
 class CudaFunction:
@@ -135,10 +194,13 @@ class CudaFunction:
         *,
         wide: bool = False,
         early: bool = False,
+        views: Sequence[View] = (),
     ) -> BoundLaunch:
         """A launch with these arguments: params, scratch, then integers (``wide``: of 64 bits).
-        ``early``: before the last launch has ended, where the kernel can wait for it."""
-        return BoundLaunch(self, pointers, scalars, grid, stream, wide=wide, early=early)
+        ``early``: before the last launch has ended, where the kernel can wait for it. ``views``:
+        of each param that has a box, in order."""
+        return BoundLaunch(self, pointers, scalars, grid, stream, wide=wide, early=early,
+                           views=views)  # fmt: skip
 
 
 class BoundLaunch:
@@ -158,6 +220,7 @@ class BoundLaunch:
         *,
         wide: bool = False,
         early: bool = False,
+        views: Sequence[View] = (),
     ) -> None:
         for value in scalars:
             if not wide and not -_INT_LIMIT <= value < _INT_LIMIT:
@@ -166,13 +229,11 @@ class BoundLaunch:
                     "use a smaller batch or image"
                 )
         self._function = function  # keeps the module alive
-        self._pointers = [c_void_p(pointer) for pointer in pointers]
+        self._pointers, self._values = _placed(function.cubin, pointers, views)
+        self._values += map(c_int64 if wide else c_int32, scalars)
         # After the declared arguments Triton passes two pointers to scratch of its own: unused.
-        numbers = map(c_int64 if wide else c_int32, scalars)
-        self._values = [*self._pointers, *numbers, c_void_p(), c_void_p()]
-        self._arguments = (c_void_p * len(self._values))(
-            *(ctypes.addressof(value) for value in self._values)
-        )
+        self._values += [c_void_p(), c_void_p()]
+        self._arguments = (c_void_p * len(self._values))(*map(_address, self._values))
         shape, cubin = (*grid, 1, 1, 1)[:3], function.cubin
         self._is_empty = 0 in shape
         early &= cubin.early and math.prod(shape) <= MOST_EARLY_PROGRAMS
@@ -194,6 +255,28 @@ class BoundLaunch:
         code = _launch(*self._call)
         if code:
             _check(code, f"launching {self._function.cubin.entry}")
+
+
+def _placed(cubin: Cubin, pointers: Sequence[int], views: Sequence[View]
+            ) -> tuple[list[c_void_p | TensorMap], list[Any]]:  # fmt: skip
+    """The pointers, and all arguments that Triton makes of them: behind a tensor map it passes the
+    tensor's sizes and strides, which the accelerator has from the map."""
+    found: list[c_void_p | TensorMap] = []
+    values: list[Any] = []
+    left = iter(views)
+    for pointer, box in zip_longest(pointers, cubin.boxes[: len(pointers)]):
+        if box is None:
+            found.append(c_void_p(pointer))
+            values.append(found[-1])
+        else:
+            sizes, strides = view = next(left)
+            found.append(TensorMap(box, pointer, view, cubin.entry))
+            values += [found[-1], *map(c_int32, sizes), *map(c_int64, strides)]
+    return found, values
+
+
+def _address(value: Any) -> int:
+    return value.address if isinstance(value, TensorMap) else ctypes.addressof(value)
 
 
 def _launch(*args: object) -> int:

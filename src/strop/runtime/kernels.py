@@ -15,6 +15,7 @@ from strop.options import Options
 from strop.runtime import builds, cubin, driver
 from strop.runtime.ahead import Ahead
 from strop.runtime.cache import DiskCache
+from strop.runtime.driver import View
 from strop.runtime.native import NativeKernels
 
 # A split reduction runs one program a multiprocessor while slabs are short, up to four for long
@@ -57,9 +58,10 @@ class KernelLibrary(Protocol):
 
     def bind(
         self, source: KernelSource, pointers: Sequence[int], scalars: Sequence[int], stream: int,
-        early: bool = False,
+        early: bool = False, views: Sequence[View] = (),
     ) -> BoundKernel:  # fmt: skip
-        """``early``: launched before the last launch has ended, where that can be."""
+        """``early``: launched before the last launch has ended, where that can be. ``views``: of
+        each param that has a box, in order."""
         ...
 
     def splits(self, rows: int, parallel: int, min_rows: int) -> int: ...
@@ -97,7 +99,8 @@ class CpuKernels:
         self._functions = {**self._functions, **self._native.build(sources)}
 
     def bind(self, source: KernelSource, pointers: Sequence[int], scalars: Sequence[int],
-             stream: int, early: bool = False) -> BoundKernel:  # fmt: skip
+             stream: int, early: bool = False, views: Sequence[View] = ()
+             ) -> BoundKernel:  # fmt: skip
         return self._functions[source].bind(pointers, scalars)
 
     def splits(self, rows: int, parallel: int, min_rows: int) -> int:
@@ -138,13 +141,15 @@ class CudaKernels:
         return lambda: sum(builds.BUILDS.has(source, self._arch) for source in sources)
 
     def bind(self, source: KernelSource, pointers: Sequence[int], scalars: Sequence[int],
-             stream: int, early: bool = False) -> BoundKernel:  # fmt: skip
+             stream: int, early: bool = False, views: Sequence[View] = ()
+             ) -> BoundKernel:  # fmt: skip
         names = {f"s{i}": value for i, value in enumerate(scalars)}
         if source.split is not None:
             names["splits"] = scalars[-1]
         grid = [size.eval(names) for size in source.grid]
         function = driver.load(self._cubins[source])
-        return function.bind(pointers, scalars, grid, stream, wide=source.wide, early=early)
+        return function.bind(pointers, scalars, grid, stream, wide=source.wide, early=early,
+                             views=views)  # fmt: skip
 
     def splits(self, rows: int, parallel: int, min_rows: int) -> int:
         programs = max(rows * parallel // ROWS_PER_PROGRAM, self._num_sms)

@@ -1,0 +1,139 @@
+"""Kernels with tensor maps: what is compiled, what is stored, what a launch hands to the driver."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from strop.errors import CodegenError
+from strop.runtime import driver
+from strop.runtime.cubin import Box, Cubin, cache_key, compile_cubin, request_of
+from strop.runtime.driver import BoundLaunch, TensorMap
+from tests.codegen.boxes import COLS, ROWS, shifted
+
+DIMS = 2  # of each tensor
+
+
+@pytest.fixture(scope="module")
+def cubin() -> Cubin:
+    pytest.importorskip("triton")
+    return compile_cubin(shifted(), 90)
+
+
+def test_only_params_with_a_box_are_descriptors() -> None:
+    request = request_of(shifted(torch.bfloat16), 90)
+    types = list(request["signature"].values())
+    described = f"tensordesc<bf16[{ROWS},{COLS}]>"
+    assert types == [described, "*bf16", described, "i32", "i32", "constexpr"]
+    assert request["divisible"] == [1]
+    assert cache_key(shifted(cols=32), 90) != cache_key(shifted(), 90)
+
+
+def test_the_compiler_says_how_a_box_lies(cubin: Cubin) -> None:
+    first, none, last = cubin.boxes
+    assert none is None
+    assert first is not None
+    # 128 bytes are the most that lie in a row: a line of 64 floats is two pieces
+    assert first.sizes == (ROWS, COLS // 2)
+    assert (first.dtype, first.swizzle) == (7, 3)
+    assert last == first
+    assert Cubin.from_bytes(cubin.to_bytes()) == cubin
+
+
+class Driver:
+    """Stands for libcuda: keeps what it is asked for."""
+
+    def __init__(self, code: int = 0) -> None:
+        self.code, self.maps, self.moves = code, list[Any](), list[Any]()
+
+    def cuTensorMapEncodeTiled(self, address: int, dtype: int, rank: int, pointer: int, *rest: Any
+                               ) -> int:  # fmt: skip
+        extents, steps, sizes, ones, interleave, swizzle, promotion, fill = rest
+        assert address % 64 == 0
+        self.maps.append({"pointer": pointer, "dtype": dtype, "rank": rank, "swizzle": swizzle,
+                          "extents": list(extents), "steps": list(steps)[: rank - 1],
+                          "sizes": list(sizes), "ones": list(ones),
+                          "rest": (interleave, promotion, fill)})  # fmt: skip
+        return self.code
+
+    def cuTensorMapReplaceAddress(self, address: int, pointer: int) -> int:
+        self.moves.append((address, pointer))
+        return self.code
+
+    def cuGetErrorString(self, code: int, text: Any) -> int:
+        return 1
+
+
+def bound(cubin: Cubin, monkeypatch: pytest.MonkeyPatch, code: int = 0) -> tuple[Driver, Any]:
+    cuda = Driver(code)
+    monkeypatch.setattr(driver, "_cuda", lambda: cuda)
+    function: Any = SimpleNamespace(cubin=cubin, _handle=ctypes.c_void_p())
+    views = [((40, COLS), (128, 1)), ((24, COLS), (COLS, 1))]
+    return cuda, BoundLaunch(function, [1 << 20, 2 << 20, 3 << 20], [24, -3], [2], 0, views=views)
+
+
+def test_a_launch_passes_maps_sizes_and_strides(cubin: Cubin, monkeypatch: pytest.MonkeyPatch
+                                                ) -> None:  # fmt: skip
+    cuda, launch = bound(cubin, monkeypatch)
+    first, last = cuda.maps
+    assert first == {
+        "pointer": 1 << 20, "dtype": 7, "rank": 2, "swizzle": 3, "extents": [COLS, 40],
+        "steps": [512], "sizes": [COLS // 2, ROWS], "ones": [1, 1], "rest": (0, 2, 0),
+    }  # fmt: skip
+    assert (last["pointer"], last["extents"], last["steps"]) == (3 << 20, [COLS, 24], [256])
+    kinds = [type(value).__name__ for value in launch._values]
+    described = ["TensorMap", "c_int", "c_int", "c_long", "c_long"]
+    assert kinds == [*described, "c_void_p", *described, "c_int", "c_int", "c_void_p", "c_void_p"]
+    assert [value.value for value in launch._values[1:5]] == [40, COLS, 128, 1]
+    assert launch._arguments[0] == launch._values[0].address
+
+
+def test_it_is_as_many_arguments_as_the_kernel_takes(cubin: Cubin, monkeypatch: pytest.MonkeyPatch
+                                                     ) -> None:  # fmt: skip
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from strop.codegen.triton_worker import jit_function
+
+    request = request_of(shifted(), 90)
+    source = ASTSource(fn=jit_function(request["name"], request["text"]),
+                       signature=request["signature"], constexprs=request["constants"])  # fmt: skip
+    text = triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"]
+    params = re.findall(r"\.param (\.align 64 \.b8|\.u32|\.u64)", text)
+    _, launch = bound(cubin, monkeypatch)
+    widths: dict[str, tuple[type, ...]] = {
+        ".align 64 .b8": (TensorMap,), ".u32": (ctypes.c_int,),
+        ".u64": (ctypes.c_long, ctypes.c_void_p),
+    }  # fmt: skip
+    assert len(params) == len(launch._values)
+    assert all(isinstance(value, widths[kind])
+               for kind, value in zip(params, launch._values, strict=True))  # fmt: skip
+
+
+def test_pointers_move_maps_too(cubin: Cubin, monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda, launch = bound(cubin, monkeypatch)
+    launch.set_pointer(2, 5 << 20)
+    launch.set_pointer(1, 4 << 20)
+    assert cuda.moves == [(launch._pointers[2].address, 5 << 20)]
+    assert [pointer.value for pointer in launch._pointers] == [1 << 20, 4 << 20, 5 << 20]
+
+
+def test_what_the_driver_refuses_is_named(cubin: Cubin, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(CodegenError, match=r"describing \[40, 64\] with strides \[128, 1\]"):
+        bound(cubin, monkeypatch, code=1)
+
+
+def test_kernels_without_boxes_have_none() -> None:
+    assert Cubin("k", b"", 0, 4, 90).boxes == ()
+    assert (
+        Box((1, 2), 6, 3)
+        == Cubin.of(
+            {"entry": "k", "shared": 0, "num_warps": 4, "arch": 90, "boxes": [[[1, 2], 6, 3]]}, b""
+        ).boxes[0]
+    )
