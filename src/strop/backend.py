@@ -16,6 +16,7 @@ from strop.fusion.planner import computed_by, plan
 from strop.fusion.stitch import stitches
 from strop.ir.graph import Graph, Node
 from strop.ir.loops import Kernel, Schedule
+from strop.ir.ops import KERNEL_DTYPES, Kind
 from strop.ir.program import Program
 from strop.ir.source import KernelSource
 from strop.kernels import narrow_conv
@@ -94,6 +95,7 @@ def compile_graph(graph: Graph, signature: Signature, device: str, options: Opti
     clock, imported = _Clock(), graph if options.wants_graphs else None
     graph, own = patterns.apply(graph, options, device)  # calls of the user's own kernels
     graph, records = passes.run(graph, options, device)  # rewrite to canonical form, lay out memory
+    _refuse_types(graph)
     clock.lap("passes")
     first = _First(begin, target, graph.hints)
     first.calls(graph)
@@ -104,6 +106,13 @@ def compile_graph(graph: Graph, signature: Signature, device: str, options: Opti
     clock.lap("codegen")
     return Compiled(program, graph, fusion, (*own.records, *records), clock.seconds,
                     imported, patterns=own)  # fmt: skip
+
+
+def _refuse_types(graph: Graph) -> None:
+    """What torch computes may be complex; a kernel that is to copy it cannot be written."""
+    for node in graph.nodes:
+        if node.kind not in (Kind.OPAQUE, Kind.VIEW) and node.dtype not in KERNEL_DTYPES:
+            raise UnsupportedError(f"a kernel for {node.op} of {node.dtype} ({node.origin})")
 
 
 def _planned(graph: Graph, generic: bool, on_gpu: bool, first: _First, clock: _Clock

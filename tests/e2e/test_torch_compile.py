@@ -125,3 +125,23 @@ def test_unknown_options_are_named():
     with pytest.raises(Exception, match="speed") as found:
         fast(torch.ones(1, 2))
     assert isinstance(found.value, OptionError) or "OptionError" in str(found.value)
+
+
+class Inverse(nn.Module):
+    """Torch checks the result by a call that stands in the graph for its effect alone."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.linalg.inv(x + 5 * torch.eye(4)) * 2
+
+
+@pytest.mark.parametrize("wants_gradient", [False, True])
+def test_a_graph_with_effects_runs_in_torch(wants_gradient: bool):
+    fast = compiled(Inverse(), strict=False)
+    for rows in (3, 5, 3):
+        x = torch.randn(rows, 4, 4, requires_grad=wants_gradient)
+        found, expected = fast(x), Inverse()(x)
+        torch.testing.assert_close(found, expected)
+        if wants_gradient:
+            grads = [torch.autograd.grad(y.square().sum(), x)[0] for y in (found, expected)]
+            torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-5)
+    assert any("with_effects" in reason for reason in aot.AOT_LOG.fallbacks)

@@ -98,6 +98,18 @@ def test_nhwc_as_rows_is_free():
     assert view.strides == (const(8), const(1))
 
 
+def test_backwards_is_no_stride_of_torchs_but_a_size_that_subtracts_is_one():
+    b = Builder()
+    width = W - W // 2 - 1
+    x, _ = base(b, (H, width), None)
+    view = strided(x)
+    assert view is not None
+    assert view.strides == (width, const(1))
+    back = strided(b.slice(x, 0, H - 1, H, step=-1))
+    assert back is not None
+    assert back.strides is None
+
+
 def test_a_reshape_across_a_permute_is_no_affine_map_of_one_stride():
     b = Builder()
     x, _ = base(b, (H, W), None)

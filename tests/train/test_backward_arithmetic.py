@@ -138,6 +138,15 @@ ELEMENTS: dict[str, Case] = {
     "double": (lambda x: x.double().sin().to(x.dtype), ("b h",)),
     "norm in half": (lambda x: F.layer_norm(_rounded(x, torch.float16), (4,)).to(x.dtype),
                      ("b h 4",)),
+    "batch_norm in eval mode": (
+        lambda x, w, b: F.batch_norm(x, _range(x, 0, 4), _range(x, 1, 4), w, b),
+        ("b 4 h 3", "4", "4")),
+    "batch_norm in eval mode, in half": (
+        lambda x, w: F.batch_norm(_rounded(x, torch.bfloat16), _range(w, 0, 4), _range(w, 1, 4), w
+                                  ).to(x.dtype),
+        ("b 4 h", "4")),
+    "batch_norm in eval mode, frozen": (
+        lambda x: F.batch_norm(x, _range(x, 0, 4), _range(x, 1, 4)), ("b 4",)),
     "where": (lambda x, y: torch.where(x > y, x, y * 2), ("b h", "h")),
     "masked_fill": (lambda x, v: x.masked_fill(x > 1, v), ("b h", "")),
     "clamp": (lambda x, low, high: torch.clamp(x, low - 1, high + 1), ("b h", "h", "h")),
@@ -156,9 +165,6 @@ ELEMENTS: dict[str, Case] = {
 }  # fmt: skip
 
 NORMS: dict[str, Case] = {
-    "batch_norm in eval mode": (
-        lambda x, w, b: F.batch_norm(x, _range(x, 0, 4), _range(x, 1, 4), w, b),
-        ("b 4 h 3", "4", "4")),
     "batch_norm of the batch": (
         lambda x, w, b: F.batch_norm(x, None, None, w, b, training=True),
         ("b 4 h 3", "4", "4")),
@@ -191,6 +197,56 @@ def test_gradients_of_batch_norms() -> None:
     foreign = {name for r in ours.forward.log.records for name in r.compiled.program.foreign_calls}
     assert foreign == {"aten.native_batch_norm_backward.default"}
     gradcheck(NORMS, strict=False)
+
+
+def test_batch_norms_of_cudnn() -> None:
+    """Of a GPU; torch traces them as any other, without what cuDNN keeps for its backward."""
+
+    class Norm(nn.Module):
+        def forward(self, x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+            return torch.cudnn_batch_norm(x, w, b, None, None, True, 0.1, 1e-5)[0]
+
+    def plain(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+        return F.batch_norm(x, None, None, w, b, training=True)
+
+    ours = strop.optimize(Norm(), train=True, options=options(strict=False))
+    for rows in (3, 5):
+        given = [torch.randn(*shape, requires_grad=True) for shape in ((rows, 4, 6, 5), (4,), (4,))]
+        found, expected = (torch.autograd.grad(y.square().sum() + y.sin().sum(), given)
+                           for y in (ours(*given), plain(*given)))  # fmt: skip
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    assert not ours.forward.traced_by_torch
+    foreign = {name for r in ours.forward.log.records for name in r.compiled.program.foreign_calls}
+    assert foreign == {"aten.native_batch_norm_backward.default"}
+
+
+# in torch: no kernel reads complex numbers
+SPECTRA: dict[str, Callable[[Tensor], Tensor]] = {
+    "there and back": lambda x: torch.fft.irfft2(torch.fft.rfft2(x) * 0.5, s=x.shape[-2:]),
+    "its size": lambda x: torch.fft.rfft2(x, norm="ortho").abs(),
+    "rotary": lambda x: torch.view_as_real(
+        torch.view_as_complex(x.unflatten(-1, (-1, 2))) * torch.polar(x.exp(), x)[..., ::2]
+    ),
+}
+
+
+@pytest.mark.parametrize("by", ["optimize", "compile"])
+@pytest.mark.parametrize("name", SPECTRA)
+def test_gradients_through_complex_numbers(name: str, by: str) -> None:
+    class Spectrum(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return SPECTRA[name](x.sin() * 2)
+
+    ours = (strop.optimize(Spectrum(), train=True, options=options(strict=False))
+            if by == "optimize" else torch.compile(Spectrum(), backend="strop"))  # fmt: skip
+    for shape in ((2, 3, 8, 6), (3, 3, 8, 10), (2, 3, 8, 6)):
+        x = torch.randn(shape, requires_grad=True)
+        found, expected = (torch.autograd.grad(f(x).square().sum(), x)[0]
+                           for f in (ours, Spectrum()))  # fmt: skip
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    if by == "optimize":
+        assert not ours.forward.log.fallbacks
+        assert ours.forward.log.records
 
 
 HALVES = (torch.bfloat16, torch.float16)

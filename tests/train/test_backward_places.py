@@ -5,12 +5,16 @@ Tables as in ``test_compiled_operators``.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
-from tests.train.test_compiled_operators import Case, gradcheck, judge_gradients
+import strop
+from tests.train.compiled import options
+from tests.train.test_compiled_operators import Case, Sum, drawn, gradcheck, judge_gradients
 
 pytestmark = pytest.mark.usefixtures("fresh")
 
@@ -93,6 +97,10 @@ def _sampled(mode: str, padding: str = "zeros", align: bool = False) -> Case:
     return lambda x, grid: F.grid_sample(x, grid, mode, padding, align), ("b 2 h 4", "b 3 5 2")
 
 
+def _affine(theta: Tensor, shape: Sequence[int], align_corners: bool = False) -> Tensor:
+    return F.affine_grid(theta, list(shape), align_corners)
+
+
 SIZES: dict[str, Case] = {
     "nearest, twice": _resized("nearest", "b 2 h 4"),
     "nearest, 1 dim": _resized("nearest", "b 2 h", size=7),
@@ -107,11 +115,24 @@ SIZES: dict[str, Case] = {
     "bilinear, antialiased": _resized("bilinear", "b 2 h 4", size=(3, 2), antialias=True),
     "trilinear": _resized("trilinear", "b 2 h 3 2"),
     "bicubic": _resized("bicubic", "b 2 h 4"),
+    "bicubic, antialiased": _resized("bicubic", "b 2 h 4", size=(3, 2), antialias=True),
+    "bicubic, antialiased by a factor": _resized("bicubic", "b 2 h 4", scale_factor=0.5,
+                                                 antialias=True),
     "grid": _sampled("bilinear"),
     "grid, mirrored": _sampled("bilinear", "reflection", align=True),
     "grid, bicubic": _sampled("bicubic", "border"),
     "grid of a volume": (lambda x, grid: F.grid_sample(x, grid, align_corners=False),
                          ("b 2 h 4 3", "b 3 2 5 3")),
+    "affine grid": (lambda t, x: _affine(t, x.shape) * x[:, :1, ..., None],
+                    ("b 2 3", "b 2 h 4")),
+    "affine grid between corners": (
+        lambda t, x: _affine(t, (*x.shape, 5), align_corners=True) * x[:, :1, :, None, None],
+        ("b 2 3", "b 2 h")),
+    "affine grid of a volume": (lambda t, x: _affine(t, x.shape) * x[:, :1, ..., None],
+                                ("b 3 4", "b 2 h 3 4")),
+    "affine grid, sampled": (
+        lambda x, t: F.grid_sample(x, _affine(t, x.shape), align_corners=False),
+        ("b 2 h 4", "b 2 3")),
 }  # fmt: skip
 
 LOOKUPS: dict[str, Case] = {
@@ -151,6 +172,33 @@ FAMILIES = {"views": VIEWS, "pads": PADS, "pools": POOLS, "sizes": SIZES, "looku
 @pytest.mark.parametrize("family", FAMILIES)
 def test_gradients(family: str) -> None:
     judge_gradients(FAMILIES[family])
+
+
+@pytest.mark.parametrize("name", ["bicubic, antialiased", "affine grid", "affine grid, sampled"])
+def test_gradients_by_torch_compile(name: str) -> None:
+    """As AOTAutograd traces them, which for symbolic sizes torch alone cannot."""
+    eager, compiled = Sum({name: SIZES[name]}), torch.compile(Sum({name: SIZES[name]}),
+                                                              backend="strop")  # fmt: skip
+    for sizes in ({"b": 3, "h": 6}, {"b": 5, "h": 4}, {"b": 4, "h": 10}):
+        given = [x.requires_grad_() for x in drawn({name: SIZES[name]}, sizes)]
+        found, expected = (torch.autograd.grad(f(*given), given) for f in (compiled, eager))
+        torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
+
+
+def test_an_affine_grid_has_the_type_of_eager() -> None:
+    """Under autocast too, where it is a product of matrices."""
+
+    class Grid(nn.Module):
+        def forward(self, theta: Tensor, x: Tensor) -> Tensor:
+            return _affine(theta, x.shape)
+
+    ours, x = strop.optimize(Grid(), train=True, options=options()), torch.randn(2, 3, 4, 5)
+    for dtype in (torch.float32, torch.float64, torch.bfloat16):
+        theta = torch.randn(2, 2, 3).to(dtype).requires_grad_()
+        for enabled in (False, True):
+            with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+                torch.testing.assert_close(ours(theta, x), Grid()(theta, x), rtol=2e-2, atol=2e-2)
+    assert not ours.forward.traced_by_torch
 
 
 @pytest.mark.nightly

@@ -20,6 +20,7 @@ from torch import nn
 from strop.frontend import importer
 from strop.frontend.capture import TensorSpec
 from strop.frontend.step import capture_step
+from strop.frontend.whole import IN_TORCH
 from strop.ir.ops import OPS, Kind, Types
 from tests.train import test_backward_arithmetic, test_backward_places
 from tests.train.test_compiled_operators import CASES, Case, Pointwise, Sum
@@ -62,9 +63,6 @@ WITHOUT: dict[str, Sequence[str]] = {
         "aten._fused_rms_norm_backward.default",
     ),
     "draws, and torch says that nothing flows back": ("library bernoulli", "library normal"),
-    "torch cannot trace it with sizes that are symbols": (
-        "library _upsample_bicubic2d_aa", "library _upsample_bicubic2d_aa_backward",
-    ),
     "its derivative, digamma, has no row, so strict mode refuses it": ("lgamma",),
 }  # fmt: skip
 
@@ -81,7 +79,8 @@ def _met(module: nn.Module, specs: Sequence[TensorSpec]) -> set[str]:
     graph = importer.import_graph(
         step.graph, step.sizes.symbols, step.sizes.hints, step.origins
     ).graph
-    return {str(node.target) for node in step.graph.graph.nodes} | {n.op for n in graph.nodes}
+    called = (IN_TORCH.get(node.target, node.target) for node in step.graph.graph.nodes)
+    return {*map(str, called), *(node.op for node in graph.nodes)}
 
 
 def _all_met() -> set[str]:

@@ -142,6 +142,31 @@ def test_left_to_torch_with_a_reason(make: Any, reason: str) -> None:
     assert f"traced by torch 1x: {found}" in str(strop.explain(ours))
 
 
+@pytest.mark.filterwarnings("ignore")  # Dynamo looks at .grad of what it passes on
+def test_a_tensor_that_was_computed() -> None:
+    """As weight_norm by hooks keeps one: such a module cannot be copied to trace it."""
+
+    class Doubled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up = nn.Linear(4, 6)
+            self.weight = self.up.weight * 2
+
+        def forward(self, x: Tensor) -> Tensor:
+            return F.silu(F.linear(x, self.weight))
+
+    torch.manual_seed(1)
+    eager, x = Doubled(), torch.randn(5, 4)
+    torch.manual_seed(1)
+    ours = optimised(Doubled(), strict=False)
+    for net in (eager, ours):
+        net(x).square().sum().backward()
+    torch.testing.assert_close(ours.up.weight.grad, eager.up.weight.grad)
+    (found,) = ours.forward.traced_by_torch
+    assert re.search("cannot be copied", found)
+    assert not ours.forward.log.fallbacks
+
+
 class Several(nn.Module):
     """Results of several kinds, a weight without use, and one that is frozen."""
 

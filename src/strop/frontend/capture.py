@@ -108,7 +108,7 @@ def clone_structure(module: nn.Module) -> nn.Module:
     memo: dict[int, Any] = {id(t): t for t in named_state(module).values()}
     try:
         return _deep_copied(module, memo)
-    except TypeError as error:  # locks, generators, open files
+    except (TypeError, RuntimeError) as error:  # locks, open files; tensors that were computed
         raise CaptureError(f"{type(module).__name__} cannot be copied: {error}") from error
 
 

@@ -15,7 +15,10 @@ from torch.fx import Graph, GraphModule, Node
 
 from strop.errors import CaptureError
 
-_NAMED_OTHERWISE = {torch.ops.aten.normal_.default: torch.ops.aten.normal_functional.default}
+_NAMED_OTHERWISE = {
+    torch.ops.aten.normal_.default: torch.ops.aten.normal_functional.default,
+    torch.ops.aten.bernoulli_.float: torch.ops.aten.bernoulli.p,
+}
 
 
 class WriteThroughViewError(CaptureError):

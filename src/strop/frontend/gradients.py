@@ -15,7 +15,7 @@ from torch.fx import Node as FxNode
 
 import strop.frontend.joint  # noqa: F401  (defines torch.ops.strop)
 from strop.frontend.lookups import take
-from strop.frontend.norms import group_statistics, layer_statistics
+from strop.frontend.norms import group_statistics, layer_statistics, rstd_of
 from strop.frontend.reductions import Rule, binary, unary
 from strop.ir.dims import Expr, const, product
 from strop.ir.graph import Builder, Node, Shape
@@ -177,6 +177,34 @@ def _group_norm(im: Importer, fx: FxNode, grad: Any, x: Any, mean: Any, rstd: An
     return found, of_weight, of_bias
 
 
+def _batch_norm(im: Importer, fx: FxNode, grad: Any, x: Any, weight: Any, running_mean: Any,
+                running_var: Any, mean: Any, rstd: Any, train: bool, eps: float, mask: Mask
+                ) -> tuple[Node | None, ...] | None:  # fmt: skip
+    """Of one with running statistics: a product, and two sums for weights that are not frozen. The
+    one that has its batch's is torch's."""
+    if train:
+        return None
+    b, (grad, x) = im.builder, (im.node(t) for t in (grad, x))
+    wide, channels = compute_dtype(x.dtype), x.shape[1]
+    dims = tuple(d for d in range(len(x.shape)) if d != 1)
+
+    def of_channels(value: Any) -> Node:
+        return b.reshape(im.node(value), (const(1), channels, *[const(1)] * (len(dims) - 1)))
+
+    scale = rstd = rstd_of(b, of_channels(running_var), eps, wide)
+    if weight is not None:
+        scale = binary(b, "mul", rstd, of_channels(weight), wide)
+    found = binary(b, "mul", grad, scale, x.dtype) if mask[0] else None
+    types = [None if value is None else value.dtype for value in fx.meta["val"]]
+    of_weight = of_bias = None
+    if mask[1] and types[1]:
+        h = binary(b, "mul", binary(b, "sub", x, of_channels(running_mean), wide), rstd, wide)
+        of_weight = _total(b, binary(b, "mul", grad, h, wide), dims, types[1], (channels,))
+    if mask[2] and types[2]:
+        of_bias = _total(b, grad, dims, types[2], (channels,))
+    return found, of_weight, of_bias
+
+
 def _softmax(im: Importer, fx: FxNode, grad: Any, y: Any, dim: int, dtype: torch.dtype) -> Node:
     """y * (grad - sum(grad * y))"""
     b, grad, y = im.builder, im.node(grad), im.node(y)
@@ -282,6 +310,7 @@ GRADIENT_RULES: dict[Any, Rule] = {
     aten.native_layer_norm_backward.default: _layer_norm,
     aten.native_group_norm_backward.default: _group_norm,
     aten._fused_rms_norm_backward.default: _rms_norm,
+    aten.native_batch_norm_backward.default: _batch_norm,
     aten._softmax_backward_data.default: _softmax,
     aten._log_softmax_backward_data.default: _log_softmax,
     # losses

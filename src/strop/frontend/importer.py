@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
+from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx import GraphModule
 from torch.fx import Node as FxNode
@@ -310,6 +311,8 @@ def _call(importer: Importer, fx: FxNode) -> Value:
         return None  # arithmetic on sizes; users read the value from its meta
     if fx.target is operator.getitem:
         return importer.values[fx.args[0]][fx.args[1]]  # type: ignore[index]
+    if isinstance(fx.target, HigherOrderOperator):
+        raise UnsupportedError(f"{fx.target} runs other operators")
     try:
         value = _expressed(importer, fx)
     except ShapeError as error:  # sizes that are equal, but not as polynomials

@@ -19,6 +19,7 @@ from torch._decomp import get_decompositions
 from torch.fx import GraphModule, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
+import strop.frontend.whole  # noqa: F401  (defines torch.ops.strop)
 from strop.frontend.functional import storage_of
 from strop.ir import philox
 
@@ -45,13 +46,13 @@ _library.define("dropout(Tensor x, Tensor seed, float p) -> Tensor")
 _numbers = itertools.count()
 
 
-def _wide(x: Tensor) -> torch.dtype:
+def wide(x: Tensor) -> torch.dtype:
     """The type in which kernels compute."""
     return torch.float32 if x.dtype in (torch.float16, torch.bfloat16) else x.dtype
 
 
 def _moments(x: Tensor, dims: tuple[int, ...], eps: float) -> tuple[Tensor, Tensor]:
-    var, mean = torch.var_mean(x.to(_wide(x)), dims, correction=0, keepdim=True)
+    var, mean = torch.var_mean(x.to(wide(x)), dims, correction=0, keepdim=True)
     return mean, (var + eps).rsqrt()
 
 
@@ -67,13 +68,13 @@ def _layer_statistics(x: Tensor, dims: int, eps: float) -> tuple[Tensor, Tensor]
 
 
 def _group_shapes(x: Tensor, groups: int, eps: float) -> tuple[Tensor, Tensor]:
-    return (x.new_empty((x.shape[0], groups), dtype=_wide(x)),
-            x.new_empty((x.shape[0], groups), dtype=_wide(x)))  # fmt: skip
+    return (x.new_empty((x.shape[0], groups), dtype=wide(x)),
+            x.new_empty((x.shape[0], groups), dtype=wide(x)))  # fmt: skip
 
 
 def _layer_shapes(x: Tensor, dims: int, eps: float) -> tuple[Tensor, Tensor]:
     shape = (*x.shape[: x.dim() - dims], *[1] * dims)
-    return x.new_empty(shape, dtype=_wide(x)), x.new_empty(shape, dtype=_wide(x))
+    return x.new_empty(shape, dtype=wide(x)), x.new_empty(shape, dtype=wide(x))
 
 
 def _seed(like: Tensor, number: int) -> Tensor:
@@ -162,6 +163,8 @@ DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
     aten._efficientzerotensor.default: torch.zeros,
     aten.native_group_norm.default: _group_norm,
     aten.native_layer_norm.default: _layer_norm,
+    # torch has no shape rule for it that knows symbols
+    aten._upsample_bicubic2d_aa_backward.default: torch.ops.strop._upsample_bicubic2d_aa_backward,
 }
 
 

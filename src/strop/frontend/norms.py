@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 aten = torch.ops.aten
 
 
-def _rstd(b: Builder, var: Node, eps: float, wide: torch.dtype) -> Node:
+def rstd_of(b: Builder, var: Node, eps: float, wide: torch.dtype) -> Node:
     return unary(b, "rsqrt", binary(b, "add", var, b.constant(eps, wide), wide), wide)
 
 
@@ -34,7 +34,7 @@ def _moments(b: Builder, x: Node, dims: tuple[int, ...], eps: float) -> tuple[No
     """(mean, 1/sqrt(variance + eps)) over ``dims``, in the compute type of x."""
     wide = compute_dtype(x.dtype)
     mean = b.reduce("mean", x, dims, wide)
-    return mean, _rstd(b, b.reduce("var", x, dims, wide, correction=0), eps, wide)
+    return mean, rstd_of(b, b.reduce("var", x, dims, wide, correction=0), eps, wide)
 
 
 def _normalized(b: Builder, x: Node, mean: Node, rstd: Node, weight: Node | None,
@@ -125,7 +125,7 @@ def _fused_rms_norm(im: Importer, fx: FxNode, x: Any, normalized: Sequence[Any],
     b, x = im.builder, im.node(x)
     wide, dims = compute_dtype(x.dtype), _last_dims(x, len(normalized))
     squares = b.reduce("mean", binary(b, "mul", x, x, wide), dims, wide)
-    rstd = _rstd(b, squares, torch.finfo(wide).eps if eps is None else eps, wide)
+    rstd = rstd_of(b, squares, torch.finfo(wide).eps if eps is None else eps, wide)
     y = binary(b, "mul", x, rstd, wide)
     scale = _shaped(im, weight, tuple(x.shape[d] for d in dims))
     return _as(b, y, x.dtype) if scale is None else binary(b, "mul", y, scale, x.dtype), rstd
@@ -152,7 +152,7 @@ def _batch_norm(im: Importer, fx: FxNode, x: Any, weight: Any, bias: Any, runnin
         saved = b.reshape(mean, (x.shape[1],)), b.reshape(rstd, (x.shape[1],))
     else:
         mean, var = (b.reshape(im.node(p), shape) for p in (running_mean, running_var))
-        rstd = _rstd(b, var, eps, wide)
+        rstd = rstd_of(b, var, eps, wide)
         empty = fx.meta["val"][1]  # torch's own backward takes them, and does not look inside
         saved = (filled(b, 0.0, im.symbols.shape(empty.shape), empty.dtype),) * 2
     affine = (_shaped(im, p, shape) for p in (weight, bias))

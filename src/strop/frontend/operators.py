@@ -287,6 +287,25 @@ def _each(value: Any, rank: int) -> list[Any]:
     return list(value) if isinstance(value, tuple | list) else [value] * rank
 
 
+def _call_affine_grid(theta: Tensor, size: Sequence[int], align_corners: bool | None = None
+                      ) -> Tensor:  # fmt: skip
+    """As arithmetic on places from -1 to 1: torch's gradient of it knows no symbolic sizes."""
+    sides = list(size)[2:]
+    rank, dtype = len(sides), joint.wide(theta)
+    if rank not in (2, 3) or theta.dim() != 3 or theta.shape[1:] != (rank, rank + 1):
+        return F.affine_grid(theta, list(size), align_corners)  # its own error
+    ones = [1] * rank
+    columns = [c.reshape(-1, *ones, rank) for c in theta.to(dtype).unbind(-1)]
+    grid = columns[-1]
+    for after, (count, column) in enumerate(zip(reversed(sides), columns, strict=False)):
+        doubled = torch.arange(1 - count, count, 2, dtype=dtype, device=theta.device)
+        whole = torch.sym_max(count - 1, 1) if align_corners else count
+        grid = grid + (doubled / whole).reshape(-1, *ones[:after], 1) * column
+    kind, is_wide = theta.device.type, theta.dtype == torch.float64
+    is_cast = torch.is_autocast_enabled(kind) and not is_wide  # it is a product of matrices
+    return grid.to(torch.get_autocast_dtype(kind) if is_cast else theta.dtype)
+
+
 def _call_embedding_bag(input: Tensor, weight: Tensor, offsets: Tensor | None = None,
                         max_norm: float | None = None, norm_type: float = 2,
                         scale_grad_by_freq: bool = False, mode: str = "mean", sparse: bool = False,
@@ -394,6 +413,8 @@ def _call_max_pool1d(input: Tensor, kernel_size: Any, stride: Any = None, paddin
 # made of torch's own operators, so that gradients come by themselves
 COMPOSITES: dict[Callable[..., Any], Callable[..., Tensor]] = {
     F.interpolate: _call_interpolate,
+    F.affine_grid: _call_affine_grid,
+    torch.affine_grid_generator: _call_affine_grid,
     F.embedding_bag: _call_embedding_bag,
     F.pad: _call_pad,
     torch._C._nn.pad: _call_pad,

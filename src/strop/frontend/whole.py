@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._prims_common import suggest_memory_format
 
 aten = torch.ops.aten
 _library = torch.library.Library("strop", "FRAGMENT")
@@ -52,6 +53,12 @@ def _padded_shape(x: Tensor, padding: Sequence[int]) -> Tensor:
     return x.new_empty(sides)
 
 
+def _resized_gradient_shape(grad: Tensor, size: Sequence[int], shape: Sequence[int], *rest: Any
+                            ) -> Tensor:  # fmt: skip
+    return torch.empty(shape, dtype=grad.dtype, device=grad.device,
+                       memory_format=suggest_memory_format(grad))  # fmt: skip
+
+
 # of F.pad's modes
 _PADDINGS = {
     (mode, rank): f"{kind}_pad{rank}d"
@@ -64,6 +71,11 @@ _ROWS: tuple[tuple[str, Any, Callable[..., Any]], ...] = (
     ("rnn_tanh", aten.rnn_tanh.input, _recurrent_shape),
     ("rnn_relu", aten.rnn_relu.input, _recurrent_shape),
     ("convolution", aten.convolution.default, _convolution_shape),
+    (
+        "_upsample_bicubic2d_aa_backward",
+        aten._upsample_bicubic2d_aa_backward.default,
+        _resized_gradient_shape,
+    ),
     *((name, getattr(aten, name).default, _padded_shape) for name in _PADDINGS.values()),
 )
 

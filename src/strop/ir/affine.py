@@ -27,6 +27,7 @@ class Strided:
     base: Node
     offset: Expr
     dims: tuple[tuple[Atom, ...], ...]
+    runs_back: bool = False  # along some dim; elsewhere a minus is that of a size
 
     @property
     def strides(self) -> tuple[Expr, ...] | None:
@@ -39,16 +40,16 @@ class Strided:
         dense = ONE
         for dim in reversed(self.dims):
             merged = merge(dim)
-            if len(merged) > 1 or (merged and _is_negative(merged[0][1])):
+            if len(merged) > 1 or (self.runs_back and merged and _has_minus(merged[0][1])):
                 return None
             result.insert(0, merged[0][1] if merged else dense)
             dense = merged[0][0] * merged[0][1] if merged else dense
         return tuple(result)
 
 
-def _is_negative(stride: Expr) -> bool:
-    """Strides are products of sizes and steps; a size grows with its roots."""
-    return bool(stride.terms) and stride.terms[0][1] < 0
+def _has_minus(stride: Expr) -> bool:
+    """Strides are products of sizes and steps, and a size may subtract: n - n//2."""
+    return any(coefficient < 0 for _, coefficient in stride.terms)
 
 
 def merge(atoms: Iterable[Atom]) -> list[Atom]:
@@ -123,7 +124,7 @@ def _apply(view: Node, inner: Strided) -> Strided | None:
         return _diagonal(view, inner)
     else:
         return _slice(view, inner)
-    return Strided(inner.base, inner.offset, dims)
+    return Strided(inner.base, inner.offset, dims, inner.runs_back)
 
 
 def _diagonal(view: Node, inner: Strided) -> Strided | None:
@@ -136,7 +137,7 @@ def _diagonal(view: Node, inner: Strided) -> Strided | None:
         offset = offset + stride * start
     dims = [dim for d, dim in enumerate(inner.dims) if d not in view.attrs["dims"]]
     walk = (view.shape[-1], strides[0] + strides[1])
-    return Strided(inner.base, offset, (*dims, (walk,)))
+    return Strided(inner.base, offset, (*dims, (walk,)), inner.runs_back)
 
 
 def _slice(view: Node, inner: Strided) -> Strided | None:
@@ -147,7 +148,8 @@ def _slice(view: Node, inner: Strided) -> Strided | None:
     stride = merged[0][1] if merged else ONE
     dims = list(inner.dims)
     dims[dim] = ((view.shape[dim], stride * view.attrs["step"]),)
-    return Strided(inner.base, inner.offset + view.attrs["start"] * stride, tuple(dims))
+    start, step = inner.offset + view.attrs["start"] * stride, view.attrs["step"]
+    return Strided(inner.base, start, tuple(dims), inner.runs_back or step < 0)
 
 
 @dataclass(frozen=True, slots=True)
