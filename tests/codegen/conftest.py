@@ -8,7 +8,7 @@ import pytest
 import torch
 
 
-@pytest.fixture(scope="package", autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def two_threads() -> Iterator[None]:
     before = torch.get_num_threads()
     torch.set_num_threads(2)
