@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from strop.api import optimize_module, restore
+from strop.diffusion.scheduler import host_timesteps
 from strop.errors import OptionError
 from strop.options import Options
 from strop.runtime.dispatch import Loop
@@ -40,7 +41,8 @@ def compiled_modules(pipe: Any) -> dict[str, nn.Module]:
 
 
 def optimize_pipeline(pipe: Any, options: Options) -> None:
-    """Compile every known component. Adapters and schedulers stay diffusers' own.
+    """Compile every known component. Adapters and schedulers stay diffusers' own, but that those
+    which ask the GPU for the time in each step of a loop hear it from the host (``scheduler.py``).
 
     Raises OptionError for a pipeline that has none of them.
     """
@@ -52,7 +54,7 @@ def optimize_pipeline(pipe: Any, options: Options) -> None:
     if isinstance(pipe.__dict__.get("progress_bar"), _MarkedBar):
         pipe.progress_bar.loop = loop
     elif hasattr(pipe, "progress_bar"):  # without one, every call looks at all weights
-        pipe.progress_bar = _MarkedBar(pipe.progress_bar, loop)
+        pipe.progress_bar = _MarkedBar(pipe.progress_bar, loop, pipe)
     modules = [name for name, part in pipe.components.items() if isinstance(part, nn.Module)]
     left = [name for name in modules if name not in COMPONENTS]
     if left:
@@ -79,8 +81,8 @@ def restore_pipeline(pipe: Any) -> None:
 class _MarkedBar:
     """``pipe.progress_bar`` surrounds the denoise loop of every pipeline: it tells us where."""
 
-    def __init__(self, original: Any, loop: Loop) -> None:
-        self.original, self.loop = original, loop
+    def __init__(self, original: Any, loop: Loop, pipe: Any) -> None:
+        self.original, self.loop, self.pipe = original, loop, pipe
 
     def __call__(self, iterable: Any = None, total: int | None = None) -> Any:
         if iterable is not None:
@@ -91,7 +93,8 @@ class _MarkedBar:
     def _around(self, total: int | None) -> Iterator[Any]:
         try:
             self.loop.begin()
-            with self.original(total=total) as bar:
+            scheduler = getattr(self.pipe, "scheduler", None)  # which may be another one by now
+            with host_timesteps(scheduler), self.original(total=total) as bar:
                 yield bar
         finally:
             self.loop.end()
