@@ -1,0 +1,129 @@
+"""Steps in an order that needs less memory.
+
+A graph has the convolution of a shortcut where its result is asked for, at the end of a block. Its
+operand, often the largest value of all, is kept for it while the block works on others. Done
+first, it leaves a smaller value instead, and the block's norm may write over the operand.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from strop.ir.program import CallStep, KernelStep, Program, Step
+
+MOVABLE = ("conv2d", "linear")  # calls that draw no numbers and write to nothing but their result
+Order = tuple[int, ...]  # positions of the steps as they were
+
+
+@dataclass(frozen=True, slots=True)
+class _Uses:
+    """Buffers of a step: what it touches at the hinted sizes, which of these may share memory, and
+    what it writes in any of its forms."""
+
+    touched: frozenset[int]
+    in_place: tuple[tuple[int, int], ...]
+    writes: frozenset[int]
+
+
+def lean(program: Program) -> Program:
+    """The same steps, calls as early as their operands allow wherever that lowers the most bytes
+    that are alive at once, at the sizes of the hints."""
+    memory = _Memory(program)
+    order: Order = tuple(range(len(program.steps)))
+    least, peak = memory.most_alive(order)
+    tried = _moves(program, memory, order, peak)
+    while (found := next(tried, None)) is not None:
+        most, at = memory.most_alive(found)
+        if most < least:
+            order, least = found, most
+            tried = _moves(program, memory, order, at)
+    return replace(program, steps=tuple(program.steps[number] for number in order))
+
+
+def _moves(program: Program, memory: _Memory, order: Order, peak: int) -> Iterator[Order]:
+    """Orders in which a call from behind the peak, for which alone a value is kept that is alive
+    there, reads it as early as it can."""
+    first, last = memory.ranges(order)
+    for place in range(peak, len(order)):
+        step = program.steps[order[place]]
+        if not isinstance(step, CallStep) or step.op not in MOVABLE:
+            continue
+        operands = {ref.buffer for ref in step.inputs}
+        kept = {n for n in operands if last.get(n) == place and first[n] <= peak}
+        before = [memory.uses[number] for number in order[:place]]
+        ready = 1 + max((n for n, uses in enumerate(before) if uses.writes & operands), default=-1)
+        if any(uses.touched & kept for uses in before[ready:]):
+            yield (*order[:ready], order[place], *order[ready:place], *order[place + 1 :])
+
+
+class _Memory:
+    """What is alive in an order of the steps, of the values that the program places itself."""
+
+    def __init__(self, program: Program) -> None:
+        sizes = dict(program.hints)
+        self.uses = [_uses(step, form) for step, form in
+                     zip(program.steps, program.at(sizes), strict=True)]  # fmt: skip
+        self._bytes = {
+            number: math.prod(s.eval(sizes) for s in buffer.shape) * buffer.dtype.itemsize
+            for number, buffer in enumerate(program.buffers) if buffer.kind == "arena"
+        }  # fmt: skip
+        self._returned = {r.tensor.buffer for r in program.returned if r.tensor is not None}
+
+    def ranges(self, order: Order) -> tuple[dict[int, int], dict[int, int]]:
+        """Where each value is made, and where it is read for the last time."""
+        first, last = dict[int, int](), dict[int, int]()
+        for place, number in enumerate(order):
+            for touched in self.uses[number].touched & self._bytes.keys():
+                first.setdefault(touched, place)
+                last[touched] = place
+        last |= dict.fromkeys(self._returned & last.keys(), len(order))
+        return first, last
+
+    def most_alive(self, order: Order) -> tuple[int, int]:
+        """The most bytes alive at once, and at which place."""
+        first, last = self.ranges(order)
+        changes = [0] * (len(order) + 2)
+        for number, place in first.items():
+            changes[place] += self._bytes[number]
+            changes[last[number] + 1] -= self._bytes[number]
+        for new in self._in_one_place(order, first, last):
+            changes[first[new]] -= self._bytes[new]  # of the step that reads one, writes the other
+            changes[first[new] + 1] += self._bytes[new]
+        return _highest(changes)
+
+    def _in_one_place(self, order: Order, first: dict[int, int], last: dict[int, int]
+                      ) -> set[int]:  # fmt: skip
+        """Values that are written over one that ends there, as the runtime will find them."""
+        found, taken = set[int](), set[int]()
+        for number in order:
+            for new, old in self.uses[number].in_place:
+                ends = last.get(old) == first.get(new)
+                if ends and new not in found and old not in taken and (
+                    self._bytes[new] == self._bytes[old]
+                ):  # fmt: skip
+                    found.add(new)
+                    taken.add(old)
+        return found
+
+
+def _highest(changes: Sequence[int]) -> tuple[int, int]:
+    alive = most = at = 0
+    for place, change in enumerate(changes):
+        alive += change
+        if alive > most:
+            most, at = alive, place
+    return most, at
+
+
+def _uses(step: Step, form: Step | None) -> _Uses:
+    if isinstance(step, CallStep):
+        outputs = frozenset(n for n in step.outputs if n >= 0)
+        inputs = frozenset(ref.buffer for ref in step.inputs)
+        return _Uses(outputs | inputs, (), outputs if step.op != "write" else outputs | inputs)
+    writes = frozenset(step.writes).union(*(v.writes for v in step.variants))
+    if form is None:  # another step does its work
+        return _Uses(frozenset(), (), writes)
+    assert isinstance(form, KernelStep)
+    return _Uses(frozenset(form.buffers), form.in_place, writes)

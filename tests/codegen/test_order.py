@@ -1,0 +1,177 @@
+"""Calls that are done early so that less memory is needed: what moves, and that values stay."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import strop
+from strop import backend
+from strop.codegen.assemble import Signature
+from strop.codegen.order import _Memory, lean
+from strop.frontend.capture import TensorSpec
+from strop.ir.program import CallStep, KernelStep, Program, Step
+from strop.options import Options
+from tests.frontend.tracing import trace_specs
+from tests.fuzz.interpreted import interpreted
+
+Values = tuple[Tensor, ...] | Tensor
+SIDE = 16
+
+
+class Block(nn.Module):
+    """A block of a VAE's decoder, which keeps what it reads for the shortcut."""
+
+    def __init__(self, ins: int, outs: int) -> None:
+        super().__init__()
+        self.before = nn.Conv2d(8, ins, 3, padding=1, bias=False)
+        self.first = nn.Conv2d(ins, outs, 3, padding=1, bias=False)
+        self.second = nn.Conv2d(outs, outs, 3, padding=1, bias=False)
+        self.shortcut = nn.Conv2d(ins, outs, 1, bias=False)
+        self.after = nn.Conv2d(outs, 3, 3, padding=1, bias=False)
+        self.norms = nn.ModuleList([nn.GroupNorm(4, ins), nn.GroupNorm(4, outs)])
+
+    def inside(self, x: Tensor) -> Tensor:
+        h = self.first(F.silu(self.norms[0](x)))
+        return self.second(F.silu(self.norms[1](h)))
+
+    def forward(self, x: Tensor) -> Values:
+        x = self.before(x)
+        return self.after(self.inside(x) + self.shortcut(x))
+
+
+class ReadAtTheEnd(Block):
+    def forward(self, x: Tensor) -> Values:
+        x = self.before(x)
+        return self.after(self.inside(x) + self.shortcut(x)), x.sum(1)
+
+
+class WrittenBetween(Block):
+    """The shortcut reads what is written after the norm has read."""
+
+    def forward(self, x: Tensor) -> Values:
+        x = self.before(x)
+        h = self.inside(x)
+        x[:, :8] = h.mean()
+        return self.after(h + self.shortcut(x))
+
+
+MOVES: dict[str, tuple[Block, bool]] = {
+    "narrowing": (Block(64, 32), True),
+    "widening": (Block(32, 64), False),
+    "read at the end": (ReadAtTheEnd(64, 32), False),
+}
+ALL = {name: block for name, (block, _) in MOVES.items()} | {
+    "written between": WrittenBetween(64, 32)
+}
+
+
+def programs_of(block: Block, device: str = "cuda") -> tuple[Program, Program]:
+    """As the graph says, and as it is run."""
+    specs = [TensorSpec(("b", "8", "h", "w"), torch.float32, torch.device("cpu"))]
+    hints = {"b": 2, "h": SIDE, "w": SIDE}
+    traced = trace_specs(block.eval().requires_grad_(False), block, specs, hints)
+    signature = Signature(traced.returned, traced.captured.guards)
+    before: list[Program] = []
+
+    def watched(program: Program) -> Program:
+        before.append(program)
+        return lean(program)
+
+    with patch.object(backend, "lean", watched):
+        after = backend.compile_graph(traced.graph, signature, device, Options()).program
+    return before[0], after
+
+
+def most_alive(program: Program) -> int:
+    return _Memory(program).most_alive(tuple(range(len(program.steps))))[0]
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+@pytest.mark.parametrize("name", MOVES)
+def test_what_moves(name: str, device: str) -> None:
+    block, moves = MOVES[name]
+    moves &= device == "cuda"  # on a CPU nothing is written over an operand: there is no gain
+    before, after = programs_of(block, device)
+    assert sorted(map(id, before.steps)) == sorted(map(id, after.steps))
+    moved = [s for s, t in zip(before.steps, after.steps, strict=True) if s is not t]
+    assert bool(moved) is moves
+    assert (most_alive(after) < most_alive(before)) is moves
+    rest = [step for step in after.steps if not isinstance(step, CallStep)]
+    assert rest == [step for step in before.steps if not isinstance(step, CallStep)]
+
+
+def test_the_shortcut_comes_before_the_norm_which_takes_its_operands_memory() -> None:
+    before, after = programs_of(ALL["narrowing"])
+    pixels = 2 * SIDE * SIDE * 4
+    # operand, norm and the first result; with the shortcut instead of the operand
+    assert most_alive(before) // pixels == 64 + 64 + 32
+    assert most_alive(after) // pixels == 64 + 32 + 32
+    calls = [step for step in after.steps if isinstance(step, CallStep)]
+    assert [step.op for step in calls[:2]] == ["conv2d", "linear"]
+
+
+def reads_and_writes(step: Step) -> tuple[set[int], set[int]]:
+    if isinstance(step, CallStep):
+        return {ref.buffer for ref in step.inputs}, {n for n in step.outputs if n >= 0}
+    assert isinstance(step, KernelStep)
+    return set(step.buffers) - set(step.writes), set(step.writes)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_nothing_is_read_before_it_is_written(name: str) -> None:
+    before, after = programs_of(ALL[name])
+
+    def reads(program: Program) -> list[tuple[int, int, tuple[int, ...]]]:
+        """For each read which of the writes to its buffer it sees."""
+        found, seen = [], dict[int, tuple[int, ...]]()
+        for step in program.steps:
+            read, written = reads_and_writes(step)
+            found += [(id(step), buffer, seen.get(buffer, ())) for buffer in read]
+            for buffer in written:
+                seen[buffer] = (*seen.get(buffer, ()), id(step))
+        return sorted(found)
+
+    assert reads(before) == reads(after)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_it_counts_what_the_runtime_needs(name: str) -> None:
+    from strop.runtime.executor import Bound
+    from strop.runtime.memory import Workspace
+
+    class Kernels:
+        def build(self, sources: object) -> None:
+            pass
+
+        def splits(self, rows: int, parallel: int, min_rows: int) -> int:
+            return 1
+
+    for program in programs_of(ALL[name]):
+        bound = Bound(program, dict(program.hints), [], Kernels(),  # type: ignore[arg-type]
+                      Workspace(torch.device("cpu")), 0, None)  # fmt: skip
+        small = bound.arena_bytes - most_alive(program)
+        assert 0 <= small < 0.05 * bound.arena_bytes, "statistics' scratch, and alignment"
+
+
+@pytest.mark.parametrize("triton", [False, True])
+def test_values_stay(triton: bool, tmp_path: Path) -> None:
+    if triton:
+        pytest.importorskip("triton")
+    torch.manual_seed(0)
+    block, x = Block(64, 32).eval().requires_grad_(False), torch.randn(2, 8, 12, 20)
+    found = []
+    with interpreted(triton=triton):
+        for order in (lean, lambda program: program):
+            with patch.object(backend, "lean", order):
+                options = Options(cache_dir=str(tmp_path / str(len(found))), strict=True)
+                strop.optimize(block, options=options)
+                found.append(block(x))
+            strop.restore(block)
+    assert torch.equal(*found)
+    torch.testing.assert_close(found[0], block(x), rtol=1e-4, atol=1e-4)
