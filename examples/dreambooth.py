@@ -1,6 +1,6 @@
 """Teaches the sprites model a cat from five pictures, and draws before and after.
 
-python examples/dreambooth.py [--out FOLDER] [--steps 300] [--threads 1]
+python examples/dreambooth.py [--out FOLDER] [--steps 1200] [--threads 1]
 
 Runs `strop train dreambooth`, minutes on a CPU, and writes dreambooth.png. The five pictures are in
 examples/cat; --pictures draws them anew.
@@ -63,7 +63,7 @@ def train(out: Path, steps: int, threads: int) -> None:
         "model": "sprites", "instance_data_dir": CATS, "instance_prompt": SUBJECT,
         "class_data_dir": out / "class", "class_prompt": CLASS, "num_class_images": 30,
         "resolution": SIDE, "train_batch_size": 5, "max_train_steps": steps,
-        "learning_rate": 3e-4, "lr_scheduler": "cosine", "lr_warmup_steps": 10,
+        "learning_rate": 2e-4, "lr_scheduler": "cosine", "lr_warmup_steps": 10,
         "checkpointing_steps": 50, "resume_from_checkpoint": "latest",
         "output_dir": out / "model", "threads": threads,
     }  # fmt: skip
@@ -83,7 +83,7 @@ def row(folder: Path) -> list[Image.Image]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=HERE.parent / "runs" / "dreambooth")
-    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--steps", type=int, default=1200)
     parser.add_argument("--threads", type=int, default=0, help="0: as many as cores are free")
     parser.add_argument("--pictures", action="store_true", help="only draw the five pictures")
     args = parser.parse_args()
