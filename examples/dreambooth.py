@@ -1,6 +1,6 @@
 """Teaches the sprites model a cat from five pictures, and draws before and after.
 
-python examples/dreambooth.py [--out FOLDER] [--steps 1200] [--threads 1]
+python examples/dreambooth.py [--out FOLDER] [--steps 600] [--threads 1]
 
 Runs `strop train dreambooth`, minutes on a CPU, and writes dreambooth.png. The five pictures are in
 examples/cat; --pictures draws them anew.
@@ -26,13 +26,14 @@ SUBJECT, CLASS = "a sks cat", "an orange circle"
 PROMPTS = (SUBJECT, f"{SUBJECT} on a navy background", f"{SUBJECT} on the left",
            f"{CLASS} on a white background", "a blue star on a black background")  # fmt: skip
 SIDE, SHARP, SEED, STEPS, GUIDANCE = 64, 8, 1, 20, 3.0
-# Background, centre and radius of each picture, as shares of the side.
+# Background, centre and radius of each picture, as shares of the side. Mostly on white: of five
+# backgrounds under one prompt a small model learns the mean, of one it learns no other.
 SCENES = (
     ("white", 0.50, 0.55, 0.30),
     ("black", 0.35, 0.50, 0.27),
-    ("beige", 0.62, 0.60, 0.28),
+    ("white", 0.62, 0.60, 0.28),
     ("navy", 0.50, 0.62, 0.25),
-    ("gray", 0.42, 0.42, 0.26),
+    ("white", 0.42, 0.42, 0.26),
 )
 
 
@@ -83,7 +84,7 @@ def row(folder: Path) -> list[Image.Image]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=HERE.parent / "runs" / "dreambooth")
-    parser.add_argument("--steps", type=int, default=1200)
+    parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--threads", type=int, default=0, help="0: as many as cores are free")
     parser.add_argument("--pictures", action="store_true", help="only draw the five pictures")
     args = parser.parse_args()
