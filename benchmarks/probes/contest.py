@@ -63,21 +63,41 @@ def hold(name: str, args: argparse.Namespace, sources: Iterable[KernelSource],
          measure: Callable[[tuple[int, ...], KernelLibrary], dict[str, Any]]) -> None:  # fmt: skip
     """Build all kernels, measure shape by shape while there is time, and write the report. Rows
     have ``us`` and ``errors`` by contender: the library's first, ours in brackets."""
-    start, rows = time.monotonic(), list[dict[str, Any]]()
+    start = time.monotonic()
     library, wanted = kernel_library("cuda", 0, "", 0), list(dict.fromkeys(sources))
     library.build(wanted)
     print(f"{len(wanted)} kernels built in {time.monotonic() - start:.1f} s", flush=True)
+    rows = _rows(shapes, lambda shape: measure(shape, library), start + args.seconds)
+    _write(name, args, {"rows": rows})
+
+
+def judged(calls: Mapping[str, Call], turns: int, out: Tensor, truth: Tensor,
+           stream: torch.cuda.Stream) -> dict[str, Any]:  # fmt: skip
+    """A row: the error of ``out`` behind ``turns`` calls, of which one writes it, and the times."""
+    errors = {}
+    for name, call in calls.items():
+        for _ in range(turns):
+            call()
+        torch.cuda.synchronize()
+        errors[name] = error(out, truth)
+    return {"us": us_in_turns(calls, stream), "errors": errors}
+
+
+def _rows(shapes: Iterable[Shape], measure: Callable[[Shape], dict[str, Any]], end: float
+          ) -> list[dict[str, Any]]:  # fmt: skip
+    """Measure shape by shape while there is time, and say what was found."""
+    rows = list[dict[str, Any]]()
     for shape in shapes:
-        if time.monotonic() - start > args.seconds:
+        if time.monotonic() > end:
             print("out of time")
             break
-        rows.append({"shape": shape, **measure(shape, library)})
+        rows.append({"shape": shape, **measure(shape)})
         us, errors = rows[-1]["us"], rows[-1]["errors"]
         best = sorted((us[n], n) for n in us if n.startswith("("))[:3]
         theirs = {n: us[n] for n in us if not n.startswith("(")}
         shown = [errors[n] for n in (next(iter(us)), *(n for _, n in best[:1]))]
         print(f"{shape}: {theirs}, ours {best}; errors {shown}", flush=True)
-    _write(name, args, {"rows": rows})
+    return rows
 
 
 def _write(name: str, args: argparse.Namespace, found: Mapping[str, Any]) -> None:
@@ -102,22 +122,16 @@ def hold_jit(name: str, args: argparse.Namespace, shapes: Sequence[Shape],
     """As ``hold``, of kernels that Triton launches itself. ``run`` launches a tile once, in
     processes of their own, so that Triton's cache on disk has all; ``measure`` gets those that
     run."""
-    start, rows = time.monotonic(), list[dict[str, Any]]()
+    start = time.monotonic()
     work = [(shape, tile) for shape in shapes for tile in tiles(shape)]
     with ProcessPoolExecutor(WORKERS, mp_context=get_context("spawn")) as pool:
         shares = [work[n::WORKERS] for n in range(WORKERS)]
         failed = [each for found in pool.map(partial(_failures, run), shares) for each in found]
     print(f"{len(work)} built in {time.monotonic() - start:.1f} s; failed: {failed}", flush=True)
     bad = [each[:2] for each in failed]
-    for shape in shapes:
-        if time.monotonic() - start > args.seconds:
-            print("out of time")
-            break
-        good = [tile for tile in tiles(shape) if (shape, tile) not in bad]
-        rows.append({"shape": shape, **measure(shape, good)})
-        us, errors = rows[-1]["us"], rows[-1]["errors"]
-        best = sorted((us[n], n) for n in us if n.startswith("("))[:3]
-        theirs = {n: us[n] for n in us if not n.startswith("(")}
-        shown = [errors[n] for n in (next(iter(us)), *(n for _, n in best[:1]))]
-        print(f"{shape}: {theirs}, ours {best}; errors {shown}", flush=True)
+
+    def measured(shape: Shape) -> dict[str, Any]:
+        return measure(shape, [tile for tile in tiles(shape) if (shape, tile) not in bad])
+
+    rows = _rows(shapes, measured, start + args.seconds)
     _write(name, args, {"failed": [str(each) for each in failed], "rows": rows})

@@ -156,7 +156,7 @@ def run(shape: tuple[int, ...], tile: Tile) -> None:
 
 
 def measure(shape: tuple[int, ...], good: Sequence[Tile]) -> dict[str, Any]:
-    stream, window, errors = torch.cuda.Stream(), window_of(shape), {}
+    stream, window = torch.cuda.Stream(), window_of(shape)
     with torch.cuda.stream(stream), torch.no_grad():
         sets = arguments(shape)
         x, w, out = sets[0]
@@ -165,12 +165,7 @@ def measure(shape: tuple[int, ...], good: Sequence[Tile]) -> dict[str, Any]:
         for tile in good:
             turns = itertools.cycle([call_of(tile, *tensors) for tensors in sets])
             calls[str(astuple(tile))] = lambda turns=turns: next(turns)()
-        for name, call in calls.items():
-            for _ in range(SETS):
-                call()
-            torch.cuda.synchronize()
-            errors[name] = contest.error(out, truth)
-        return {"us": contest.us_in_turns(calls, stream), "errors": errors}
+        return contest.judged(calls, SETS, out, truth, stream)
 
 
 def main() -> None:

@@ -85,7 +85,7 @@ def bound(source: KernelSource, sets: list[tuple[Tensor, ...]], library: Any, st
 
 
 def measure(shape: tuple[int, ...], library: Any) -> dict[str, Any]:
-    stream, window, errors = torch.cuda.Stream(), window_of(shape), {}
+    stream, window = torch.cuda.Stream(), window_of(shape)
     with torch.cuda.stream(stream), torch.no_grad():
         sets = arguments(shape)
         x, w, out = sets[0]
@@ -94,12 +94,7 @@ def measure(shape: tuple[int, ...], library: Any) -> dict[str, Any]:
         calls = {"cudnn": library_call(sets, window)}
         for name, source in candidates(shape):
             calls[name] = bound(source, sets, library, stream.cuda_stream)
-        for name, call in calls.items():
-            for _ in range(SETS):
-                call()
-            torch.cuda.synchronize()
-            errors[name] = contest.error(out, truth)
-        return {"us": contest.us_in_turns(calls, stream), "errors": errors}
+        return contest.judged(calls, SETS, out, truth, stream)
 
 
 def main() -> None:

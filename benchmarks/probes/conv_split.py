@@ -154,19 +154,14 @@ def bound(source: KernelSource, splits: int, sets: list[tuple[Tensor, ...]], lib
 def measure(shape: tuple[int, ...], library: Any, *, search: bool) -> dict[str, Any]:
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream), torch.no_grad():
-        sets, kept, errors = arguments(shape), [], {}
+        sets, kept = arguments(shape), []
         x, w, out = sets[0]
         truth = torch.nn.functional.conv2d(x.double(), w.double(), padding=1)
         calls = {"cudnn search" if search else "cudnn": library_call(sets, search=search)}
         for name, source, splits in candidates(shape, x.dtype):
             calls[name], scratch = bound(source, splits, sets, library, stream.cuda_stream)
             kept.append(scratch)
-        for name, call in calls.items():
-            for _ in range(SETS):
-                call()
-            torch.cuda.synchronize()
-            errors[name] = contest.error(out, truth)
-        return {"us": contest.us_in_turns(calls, stream), "errors": errors}
+        return contest.judged(calls, SETS, out, truth, stream)
 
 
 def main() -> None:

@@ -119,11 +119,10 @@ def _highest(changes: Sequence[int]) -> tuple[int, int]:
 
 def _uses(step: Step, form: Step | None) -> _Uses:
     if isinstance(step, CallStep):
-        outputs = frozenset(n for n in step.outputs if n >= 0)
-        inputs = frozenset(ref.buffer for ref in step.inputs)
-        return _Uses(outputs | inputs, (), outputs if step.op != "write" else outputs | inputs)
+        touched = frozenset(step.touched)
+        return _Uses(touched, (), touched if step.op == "write" else touched & {*step.outputs})
     writes = frozenset(step.writes).union(*(v.writes for v in step.variants))
     if form is None:  # another step does its work
         return _Uses(frozenset(), (), writes)
     assert isinstance(form, KernelStep)
-    return _Uses(frozenset(form.buffers), form.in_place, writes)
+    return _Uses(frozenset(form.touched), form.in_place, writes)

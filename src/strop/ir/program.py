@@ -108,6 +108,11 @@ class KernelStep:
     lookup_sizes: tuple[Expr | None, ...] = ()  # per buffer, how many elements are looked up there
     in_place: tuple[tuple[int, int], ...] = ()  # (written, read): buffers that may be one memory
 
+    @property
+    def touched(self) -> tuple[int, ...]:
+        """The buffers that it reads or writes."""
+        return self.buffers
+
     def at(self, value: Callable[[Expr], int]) -> KernelStep | None:
         """What runs where sizes have these values; None where another step does this one's work."""
         if any(v.fits(value(v.size)) for v in self.absorbed):
@@ -133,6 +138,11 @@ class CallStep:
     outputs: tuple[int, ...]
     origin: str
     kernel: int | None = None
+
+    @property
+    def touched(self) -> tuple[int, ...]:
+        """The buffers that it reads or writes."""
+        return (*(ref.buffer for ref in self.inputs), *(n for n in self.outputs if n >= 0))
 
 
 Step = KernelStep | CallStep

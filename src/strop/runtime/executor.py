@@ -112,7 +112,8 @@ class Bound:
         last: dict[int, int] = {}
         times = {p: p - len(self.steps) for p in self.hoisted.steps} | {p: p for p in self._late}
         for position, time in times.items():  # in the order of a run
-            for touched in _touched(self.steps[position]):
+            step = self.steps[position]
+            for touched in step.touched if step else ():
                 first.setdefault(touched, time)
                 last[touched] = time
         for item in self.program.returned:
@@ -536,13 +537,6 @@ class Bound:
         pointer = tensor.data_ptr()
         for kernel, place, move in self._patches[number]:
             kernel.set_pointer(place, pointer + move)
-
-
-def _touched(step: Step | None) -> Sequence[int]:
-    """The buffers that a step reads or writes."""
-    if step is None or isinstance(step, KernelStep):
-        return () if step is None else step.buffers
-    return [ref.buffer for ref in step.inputs] + [n for n in step.outputs if n >= 0]
 
 
 def _nothing() -> None:
