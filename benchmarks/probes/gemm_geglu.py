@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 import strop
-from strop.codegen.triton_text import FUNCTIONS
+from strop.ir.functions import FUNCTIONS
 from strop.ir.dims import symbol
 from strop.ir.source import KernelSource
 

@@ -20,7 +20,7 @@ from strop.ir.loops import Kernel, Schedule
 from strop.ir.ops import KERNEL_DTYPES, Kind
 from strop.ir.program import Program
 from strop.ir.source import KernelSource
-from strop.kernels import narrow_conv
+from strop.kernels import narrow_conv, own_kernels
 from strop.lowering.alike import Lower, lower_once
 from strop.lowering.generic import without_sizes
 from strop.lowering.lower import Lowered
@@ -40,12 +40,13 @@ TARGETS = {
     "cuda": Target(
         "cuda",
         triton.emit,
-        PLANNED | {"conv2d"},
+        PLANNED | {"conv2d", "geglu"},
         triton.stitched,
         triton.emit_at,
         triton.stitched_at,
         in_place=True,
         own_call=narrow_conv.of_node,
+        is_boxed=own_kernels.is_boxed,
     ),
 }
 
@@ -89,6 +90,10 @@ def compile_graph(graph: Graph, signature: Signature, device: str, options: Opti
         target = replace(target, in_place=False)
     if not options.narrow_conv:
         target = replace(target, own_call=lambda node: None)
+    if not options.box_conv:
+        target = replace(
+            target, is_boxed=lambda node: node.op != "conv2d" and own_kernels.is_boxed(node)
+        )
     emit = once(target.emit)  # a model has many equal kernels
     target = replace(target, emit=without_sizes(emit) if generic else emit,
                      emit_at=None if generic else target.emit_at,
@@ -199,8 +204,11 @@ class _First:
 
     def calls(self, graph: Graph) -> None:
         """Kernels for what else is left to a library; none waits for a plan."""
-        for source in filter(None, map(self.target.own_call, graph.nodes)):
-            self._begin(source)
+        for node in graph.nodes:
+            if source := self.target.own_call(node):
+                self._begin(source)
+            for source in own_kernels.sources_of(node, self.hints, self.target.is_boxed(node)):
+                self._begin(source)
 
     def _begin(self, source: KernelSource) -> None:
         if self.begin is not None:

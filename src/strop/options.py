@@ -37,6 +37,9 @@ class Options:
                            "STROP_IN_PLACE")  # fmt: skip
     narrow_conv: bool = _knob(True, "convolutions of up to four channels, before or after, by a"
                               " kernel of ours (GPUs)", "STROP_NARROW_CONV")  # fmt: skip
+    box_conv: bool = _knob(True, "convolutions by a kernel of ours that the tensor memory"
+                           " accelerator feeds, at sizes where it is faster (sm_90)",
+                           "STROP_BOX_CONV")  # fmt: skip
     cache_dir: str = _knob("", "where plans and kernels are kept; empty: ~/.cache/strop",
                            "STROP_CACHE_DIR", keyed=False)  # fmt: skip
     dump: str = _knob("", "folder for the files of every compiled graph, from ATen to kernels",

@@ -146,6 +146,8 @@ def test_it_counts_what_the_runtime_needs(name: str) -> None:
     from strop.runtime.memory import Workspace
 
     class Kernels:
+        arch = 90
+
         def build(self, sources: object) -> None:
             pass
 

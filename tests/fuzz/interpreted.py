@@ -76,6 +76,8 @@ SPLITS = 2  # programs that share a column reduction
 
 
 class _NoKernels:
+    arch = 0
+
     counts = (0, 0)
 
     def splits(self, rows: int, parallel: int, min_rows: int) -> int:

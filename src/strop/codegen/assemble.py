@@ -45,6 +45,8 @@ class Target:
     in_place: bool = False  # a program writes an element after its last look at it
     # a kernel of ours that is faster than the library's, for what is left to the library
     own_call: Callable[[Node], KernelSource | None] = lambda node: None
+    # whether there are such kernels for some sizes, which the runtime chooses
+    is_boxed: Callable[[Node], bool] = lambda node: False
 
     def source_at(self, kernel: Kernel, sizes: Sizes) -> KernelSource:
         return self.emit_at(kernel, sizes) if self.emit_at else self.emit(kernel).at(sizes)
@@ -256,7 +258,7 @@ def _lookups(a: _Assembly, group: Group) -> tuple[str, ...]:
 
 
 def _call_step(a: _Assembly, node: Node, results: set[Node]) -> CallStep:
-    matrices = 2 if node.op == "linear" else 0
+    matrices = 2 if node.op in ("linear", "geglu") else 0
     refs = tuple(a.ref(_matrix(x) if i < matrices else x) for i, x in enumerate(node.inputs))
     if node.op == "write":
         a.number[node] = a.number[base_of(node.inputs[0])]
@@ -268,7 +270,8 @@ def _call_step(a: _Assembly, node: Node, results: set[Node]) -> CallStep:
     out = a.add(node, planned if node.op in a.target.planned else "call")
     source = a.target.own_call(node)
     kernel = None if source is None else a.sources.setdefault(source, len(a.sources))
-    return CallStep(node.op, refs, tuple(sorted(node.attrs.items())), (out,), node.origin, kernel)
+    return CallStep(node.op, refs, tuple(sorted(node.attrs.items())), (out,), node.origin, kernel,
+                    a.target.is_boxed(node))  # fmt: skip
 
 
 def _matrix(x: Node) -> Node:

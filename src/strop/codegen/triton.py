@@ -12,8 +12,9 @@ from dataclasses import replace
 from functools import lru_cache
 
 from strop.codegen import triton_block, triton_column, triton_pointwise, triton_reduce, triton_row
-from strop.codegen.triton_text import FUNCTIONS, Form, Lines, Printer, is_transposing
+from strop.codegen.triton_text import Form, Lines, Printer, is_transposing
 from strop.ir.dims import Expr
+from strop.ir.functions import FUNCTIONS
 from strop.ir.loops import Kernel, Reduce, Schedule, has_places
 from strop.ir.source import (
     FAULTS,

@@ -100,8 +100,8 @@ def _node_flops(node: Node, sizes: Sizes) -> int:
 def call_flops(step: CallStep, sizes: Sizes) -> int:
     """Multiplications and additions of an anchor; 0 for calls that nobody has counted."""
     shapes = [[size.eval(sizes) for size in ref.shape] for ref in step.inputs]
-    if step.op in ("linear", "matmul"):
-        width = shapes[1][0] if step.op == "linear" else shapes[1][-1]
+    if step.op in ("linear", "geglu", "matmul"):
+        width = shapes[1][-1] if step.op == "matmul" else shapes[1][0]
         return 2 * math.prod(shapes[0]) * width
     if step.op == "conv2d":
         return 2 * _conv_outputs(step, shapes) * math.prod(shapes[1][1:])

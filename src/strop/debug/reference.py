@@ -164,6 +164,10 @@ def _take(node: Node, x: list[Tensor], env: Env) -> Tensor:
     return source[tuple(places)].expand(sizes)
 
 
+def _geglu(value: Tensor, gate: Tensor) -> Tensor:
+    return value * F.gelu(gate)
+
+
 def _attention(node: Node, x: list[Tensor], env: Env) -> Tensor:
     mask = x[3] if len(x) > 3 else None
     if mask is not None and mask.is_floating_point():
@@ -189,6 +193,7 @@ _RULES: dict[str, Rule] = {
     "slice": _slice,
     "diagonal": _diagonal,
     "linear": lambda n, x, env: F.linear(*x),
+    "geglu": lambda n, x, env: _geglu(*F.linear(*x).chunk(2, -1)),
     "matmul": lambda n, x, env: torch.matmul(*x),
     "conv2d": lambda n, x, env: torch.conv2d(
         x[0], x[1], x[2] if len(x) > 2 else None, **_concrete_attrs(n, env)

@@ -16,7 +16,13 @@ METHODS = {
     EVENTS: "CUDA events around each step, medians of {} runs, as the profiler attributed no kernel"
     " to any: what the device waits for the host is in these times",
 }
-KINDS = {"conv2d": "convolution", "linear": "GEMM", "matmul": "GEMM", "attention": "attention"}
+KINDS = {
+    "conv2d": "convolution",
+    "linear": "GEMM",
+    "geglu": "GEMM",
+    "matmul": "GEMM",
+    "attention": "attention",
+}
 OTHER = "other calls"
 ABOVE = (
     "a share above 100 % beats a ceiling: operands that lie in a cache do not come from memory, and"

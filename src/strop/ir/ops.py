@@ -60,6 +60,8 @@ STRUCTURAL: tuple[Op, ...] = (
     Op("slice", Kind.VIEW),  # attrs["dim"], ["start"], ["step"], which may be negative
     Op("diagonal", Kind.VIEW),  # attrs["dims"], two that become the last one, ["starts"] in them
     Op("linear", Kind.CONTRACTION),  # x (..., K), weight (N, K)[, bias (N,)] -> (..., N)
+    # x (..., K), weight (2 N, K)[, bias (2 N,)] -> (..., N): a * gelu(b) of a linear's halves a, b
+    Op("geglu", Kind.CONTRACTION),
     Op("matmul", Kind.CONTRACTION),  # a (..., M, K), b (..., K, N) -> (..., M, N)
     Op("conv2d", Kind.CONTRACTION),  # x (N, C, H, W), weight (O, C/groups, KH, KW)[, bias]
     Op("attention", Kind.CONTRACTION),  # q, k, v (B, H, S, D)[, mask] -> (B, H, S, D)

@@ -29,6 +29,8 @@ class Scratch:
 # LayerNorm 16384x768, a program a row, takes 21 us, not 15; 512x320 takes 1.42 us, not 1.80.
 MOST_EARLY_PROGRAMS = 640
 
+BOXES_ARCH = 90  # from which on a GPU has a tensor memory accelerator
+
 FAULTS = Scratch(torch.int64, const(1), zeroed=True, faults=True)
 
 

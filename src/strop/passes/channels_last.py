@@ -64,7 +64,7 @@ def _relaid(b: Builder, node: Node, inputs: tuple[Node, ...], hints: Mapping[str
     elif node.op == "conv2d":
         order = NHWC
         inputs = (_contiguous(b, inputs[0], NHWC), *inputs[1:])
-    elif node.op == "linear":
+    elif node.op in ("linear", "geglu"):
         inputs = (_rows(b, inputs[0]), _rows(b, inputs[1]), *inputs[2:])
     elif node.op == "attention":
         order = BSHD

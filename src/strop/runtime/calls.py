@@ -33,6 +33,14 @@ def _linear(attrs: Mapping[str, Any]) -> OutCall:
     return call
 
 
+def _geglu(attrs: Mapping[str, Any]) -> OutCall:
+    def call(inputs: Sequence[Tensor], out: Tensor) -> None:
+        value, gate = F.linear(*inputs).chunk(2, -1)
+        torch.mul(value, F.gelu(gate), out=out)
+
+    return call
+
+
 def _matmul(attrs: Mapping[str, Any]) -> OutCall:
     return lambda inputs, out: torch.matmul(inputs[0], inputs[1], out=out)
 
@@ -134,7 +142,7 @@ PLANNED_OUT: dict[str, Callable[[Mapping[str, Any]], OutCall]] = {
     "linear": _linear,
     "matmul": _matmul,
 }
-CUDA_PLANNED_OUT = {**PLANNED_OUT, "conv2d": _cudnn_conv2d}
+CUDA_PLANNED_OUT = {**PLANNED_OUT, "conv2d": _cudnn_conv2d, "geglu": _geglu}
 ALLOCATING: dict[str, Callable[[Mapping[str, Any]], Call]] = {
     "conv2d": _conv2d,
     "attention": _attention,

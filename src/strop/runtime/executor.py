@@ -22,16 +22,14 @@ from strop.errors import ShapeError
 from strop.ir.dims import Expr
 from strop.ir.program import CallStep, KernelStep, Program, Step, TensorRef
 from strop.ir.source import KernelSource
-from strop.runtime import leases
+from strop.runtime import leases, own_calls
 from strop.runtime.calls import ALLOCATING, CUDA_ALLOCATING, CUDA_PLANNED_OUT, PLANNED_OUT, overload
 from strop.runtime.faults import Faults
 from strop.runtime.hoisting import Hoist, Hoisted, Stamp, prologue_of
 from strop.runtime.kernels import BoundKernel, KernelLibrary
 from strop.runtime.limits import needs_wide_indices
 from strop.runtime.memory import KEPT_BYTES, Interval, Workspace, plan_arena, shared
-from strop.runtime.narrow_convolution import NarrowConvolution
 from strop.runtime.native import BoundKernel as NativeKernel
-from strop.runtime.wide_attention import WideAttention, is_wide
 
 Getter = Callable[[], Tensor]
 Run = Callable[[Sequence[Tensor]], Any]
@@ -72,6 +70,7 @@ class Bound:
         self._shapes = [self._eval_all(b.shape) for b in program.buffers]
         self._strides = [self._eval_all(b.strides) for b in program.buffers]
         self._plan_memory(in_place)
+        self._own = own_calls.chosen(self.steps, self._eval_all, self._dtype, kernels.arch)
         self._sources = self._built()
         self._faults = Faults(program, workspace.device)
         self._memory: Tensor | None = None
@@ -166,8 +165,12 @@ class Bound:
         needed, and that the background has not come to, is built now."""
         found = {position: self._source(step) for position, step in enumerate(self.steps)
                  if isinstance(step, KernelStep)}  # fmt: skip
-        self._kernels.build(list(dict.fromkeys(found.values())))
+        own = [source for sources in self._own.values() for source in sources]
+        self._kernels.build(list(dict.fromkeys([*found.values(), *own])))
         return found
+
+    def _dtype(self, step: CallStep) -> torch.dtype:
+        return self.program.buffers[step.inputs[0].buffer].dtype
 
     def _source(self, step: KernelStep) -> KernelSource:
         source = self.program.sources[step.kernel]
@@ -239,7 +242,8 @@ class Bound:
         start before it has ended: an early launch gains nothing there."""
         while position and self.steps[position - 1] is None:
             position -= 1
-        return not position or isinstance(self.steps[position - 1], KernelStep)
+        before = self.steps[position - 1] if position else None
+        return not isinstance(before, CallStep) or position - 1 in self._own
 
     def _pointer(self, number: int) -> int:
         tensor = self._slots[number]
@@ -283,12 +287,10 @@ class Bound:
         attrs = {name: self._concrete(value) for name, value in step.attrs}
         getters = [self._getter(ref) for ref in step.inputs]
         if step.op in self._planned_calls:
-            return self._link_planned(step, getters, attrs)
+            library = self._planned_calls[step.op](attrs)
+            return self._link_planned(step, getters, self._or_own(position, step, library))
         call, outputs = self._allocating_calls[step.op](attrs), step.outputs
-        if step.op == "attention" and self.program.device == "cuda":
-            dtype = self.program.buffers[step.inputs[0].buffer].dtype
-            if is_wide(attrs, [ref.shape for ref in step.inputs], dtype):
-                call = WideAttention(attrs["scale"], call, self._kernels, self.stream)
+        call = self._or_own(position, step, call)
         single = attrs.get("single", True)
         if step.op == "aten" and _returns_view(attrs["target"]):
             call = _copied(call)  # a view of the arena would not outlive its operand
@@ -310,18 +312,26 @@ class Bound:
 
         return run
 
-    def _link_planned(self, step: CallStep, getters: list[Getter], attrs: Mapping[str, Any]
+    def _or_own(self, position: int, step: CallStep, library: Callable[..., Any]
+                ) -> Callable[..., Any]:  # fmt: skip
+        """The library's call, or that of a kernel of ours which does the same."""
+        if self.program.device == "cpu":
+            return library
+        place = own_calls.Place(self._kernels, self.stream, self._follows_a_kernel(position))
+        narrow = None if step.kernel is None else self.program.sources[step.kernel]
+        is_own = position in self._own
+        return own_calls.instead(step, self._dtype(step), library, place, narrow, is_own=is_own)
+
+    def _link_planned(self, step: CallStep, getters: list[Getter], call: Callable[..., Any]
                       ) -> Callable[[], None]:  # fmt: skip
-        call, (number,) = self._planned_calls[step.op](attrs), step.outputs
-        if step.kernel is not None:
-            source = self.program.sources[step.kernel]
-            call = NarrowConvolution(source, call, self._kernels, self.stream)
+        (number,) = step.outputs
         shape = self._shapes[number]
-        if step.op == "linear":
+        is_of_rows = step.op in ("linear", "geglu")
+        if is_of_rows:
             shape = (math.prod(shape[:-1]), shape[-1])
         fixed, slots = self._slots[number], self._slots
         if fixed is not None:
-            out = fixed.view(shape) if step.op == "linear" else fixed
+            out = fixed.view(shape) if is_of_rows else fixed
             return lambda: call([get() for get in getters], out)
         return lambda: call([get() for get in getters], _reshaped(slots[number], shape))
 

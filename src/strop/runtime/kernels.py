@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 
 from strop.errors import UnsupportedError
-from strop.ir.source import KernelSource
+from strop.ir.source import BOXES_ARCH, KernelSource
 from strop.options import Options
 from strop.runtime import builds, cubin, driver
 from strop.runtime.ahead import Ahead
@@ -32,7 +32,10 @@ class BoundKernel(Protocol):
 
 
 class KernelLibrary(Protocol):
-    """Kernels of one device. ``build`` compiles what no cache holds, each kernel once."""
+    """Kernels of one device. ``build`` compiles what no cache holds, each kernel once. ``arch``: of
+    a GPU, 90 for an H100; else 0."""
+
+    arch: int
 
     def warm_up(self, workers: int | None = None) -> None:
         """A compilation is about to come: start what takes time to start."""
@@ -75,6 +78,8 @@ class KernelLibrary(Protocol):
 class CpuKernels:
     """C++ functions in shared objects."""
 
+    arch = 0
+
     def __init__(self, cache: DiskCache) -> None:
         self._native = NativeKernels(cache)
         self._functions = self._native.build(())
@@ -115,7 +120,7 @@ class CudaKernels:
     """Cubins of one GPU architecture."""
 
     def __init__(self, cache: DiskCache, workers: int, arch: int, num_sms: int) -> None:
-        self._arch, self._num_sms = arch, num_sms
+        self.arch, self._num_sms = arch, num_sms
         self._cache, self._workers = _BytesByKey(cache), workers
         self._cubins: dict[KernelSource, cubin.Cubin] = {}
 
@@ -128,17 +133,18 @@ class CudaKernels:
     def build(self, sources: Sequence[KernelSource]) -> None:
         missing = [s for s in dict.fromkeys(sources) if s not in self._cubins]
         if missing:
-            self._cubins.update(builds.build(missing, self._arch, self._cache, self._workers))
+            self._cubins.update(builds.build(missing, self.arch, self._cache, self._workers))
             builds.stop_workers()
 
     def begin(self, sources: Sequence[KernelSource]) -> None:
-        Ahead(sources, self._arch, self._cache, self._workers, niceness=0).start()
+        able = [source for source in sources if self.arch >= BOXES_ARCH or not source.boxes]
+        Ahead(able, self.arch, self._cache, self._workers, niceness=0).start()
 
     def later(self, sources: Sequence[KernelSource]) -> Ahead:
-        return Ahead(sources, self._arch, self._cache, self._workers)
+        return Ahead(sources, self.arch, self._cache, self._workers)
 
     def watch(self, sources: Sequence[KernelSource]) -> Callable[[], int]:
-        return lambda: sum(builds.BUILDS.has(source, self._arch) for source in sources)
+        return lambda: sum(builds.BUILDS.has(source, self.arch) for source in sources)
 
     def bind(self, source: KernelSource, pointers: Sequence[int], scalars: Sequence[int],
              stream: int, early: bool = False, views: Sequence[View] = ()

@@ -1,0 +1,293 @@
+"""Convolution whose pixels the tensor memory accelerator brings, from sm_90 on.
+
+An implicit GEMM (https://arxiv.org/abs/1410.0759) without addresses: for each place of the window
+the accelerator moves the box of pixels that lies there, zeros where it leaves the picture, and the
+tensor cores read it where it lands. Weights are the first operand and pixels the second: the other
+way round Triton 3.6 brings the box through registers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+
+from strop.ir.dims import symbol
+from strop.ir.graph import Node
+from strop.ir.source import MOST_EARLY_PROGRAMS, KernelSource
+
+HALVES = {torch.float16: "tl.float16", torch.bfloat16: "tl.bfloat16"}
+DEPTH = 64  # input channels of a step: 128 bytes, what lies in one row of shared memory
+
+_TEXT = """\
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def box_conv(PARAMS, s0, s1, s2, s3, SIZE: tl.constexpr, CHUNKS: tl.constexpr, COUNT: tl.constexpr,
+             HEIGHT: tl.constexpr, WIDTH: tl.constexpr, COLS: tl.constexpr, DEPTH: tl.constexpr,
+             SPLIT: tl.constexpr, STAGES: tl.constexpr, EXTRA: tl.constexpr, EARLY: tl.constexpr):
+    if EARLY:
+        if tl.num_programs(0) <= MOST:
+            tl.extra.cuda.gdc_wait()
+            tl.extra.cuda.gdc_launch_dependents()
+    pixels: tl.constexpr = COUNT * HEIGHT * WIDTH
+    col = tl.program_id(0) % s0 * COLS
+    box = tl.program_id(0) // s0
+    part = box % SPLIT
+    box = box // SPLIT
+    left = box % s1 * WIDTH
+    top = box // s1 % s2 * (HEIGHT + EXTRA)
+    picture = box // (s1 * s2) * COUNT
+    steps: tl.constexpr = SIZE * SIZE * CHUNKS // SPLIT
+    first = part * steps
+    acc = tl.full([COLS, pixels], 0.0, tl.float32)
+    if EXTRA:
+        below = tl.full([COLS, WIDTH], 0.0, tl.float32)
+    for at in tl.range(0, steps, num_stages=STAGES):
+        step = first + at
+        place = step // CHUNKS
+        channel = step % CHUNKS * DEPTH
+        y = top + place // SIZE - SIZE // 2
+        x = left + place % SIZE - SIZE // 2
+        weights = p1.load([col, step * DEPTH])
+        acc = tl.dot(weights, p0.load([picture, y, x, channel]).reshape([pixels, DEPTH]).T, acc)
+        if EXTRA:
+            line = p3.load([picture, y + HEIGHT, x, channel]).reshape([WIDTH, DEPTH])
+            below = tl.dot(weights, line.T, below)
+    target = picture + part * s3 * COUNT
+    p2.store([target, top, left, col], acc.to(OUT).T.reshape([COUNT, HEIGHT, WIDTH, COLS]))
+    if EXTRA:
+        p4.store([target, top + HEIGHT, left, col], below.to(OUT).T.reshape([1, 1, WIDTH, COLS]))
+"""
+_ADD = """\
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def add_parts(p0, p1, s0, s1, PARTS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr):
+    if EARLY:
+        if tl.num_programs(0) <= MOST:
+            tl.extra.cuda.gdc_wait()
+            tl.extra.cuda.gdc_launch_dependents()
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.full([BLOCK], 0.0, tl.float32)
+    for part in tl.static_range(PARTS):
+        total += tl.load(p0 + part * s1 + at, mask=at < s0, other=0.0)
+    tl.store(p1 + at, total.to(HALF), mask=at < s0)
+"""
+ADD_BLOCK = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """What one program computes: ``cols`` output channels of a box of ``pixels``, and of ``extra``
+    lines of pixels below it, as sizes of one product are powers of two: 64 x (256 + 64) cut two
+    pictures of 64 x 64 pixels and 320 channels into 130 tiles, for 132 processors. The sum over
+    places and input channels is cut into ``split`` parts, fp32, which ``add_parts`` adds."""
+
+    cols: int
+    pixels: int
+    stages: int
+    num_warps: int
+    split: int = 1
+    extra: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Picture:
+    """Sizes of a convolution with a square, odd window that keeps height and width."""
+
+    size: int  # of the window
+    ins: int
+    outs: int
+    batch: int
+    height: int
+    width: int
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """A tile, and the pictures, lines and columns of its box."""
+
+    tile: Tile
+    box: tuple[int, int, int]
+
+    def boxes(self, of: Picture) -> tuple[int, int, int]:
+        """How many lie side by side: of pictures, down, right."""
+        count, height, width = self.box
+        steps = (count, height + self.tile.extra, width)
+        sizes = (of.batch, of.height, of.width)
+        down, *rest = (-(-size // step) for size, step in zip(sizes, steps, strict=True))
+        return down, rest[0], rest[1]
+
+    def num_programs(self, of: Picture) -> int:
+        return math.prod(self.boxes(of)) * (of.outs // self.tile.cols) * self.tile.split
+
+    def scalars(self, of: Picture) -> tuple[int, ...]:
+        count, down, right = self.boxes(of)
+        return of.outs // self.tile.cols, right, down, count
+
+    def views(self, of: Picture) -> Iterator[tuple[int, ...]]:
+        """Sizes of the dense tensors behind the params."""
+        x = (of.batch, of.height, of.width, of.ins)
+        split = self.tile.split
+        count = of.batch if split == 1 else split * self.boxes(of)[0] * self.box[0]
+        out = (count, of.height, of.width, of.outs)
+        yield from (x, (of.outs, of.size**2 * of.ins), out)
+        if self.tile.extra:
+            yield from (x, out)
+
+
+def box_conv(form: Form, size: int, ins: int, dtype: torch.dtype) -> KernelSource:
+    """out[b, y, x, o] = sum of w[o, i, j, c] * in[b, y + i - r, x + j - r, c], r = size // 2.
+
+    Params: the input (B, H, W, CI), weights (CO, size * size * CI) and the result (B, H, W, CO),
+    all dense; input and result again where there are extra lines. CI, here ``ins``, is a multiple
+    of 64 (as a scalar it would cost a division a step, 3 to 13 % of the time), CO of ``tile.cols``.
+    With parts the result is fp32, (parts * boxes of pictures * pictures of a box, H, W, CO). Sums
+    are fp32. Scalars: ``Form.scalars``.
+    """
+    tile, (count, height, width) = form.tile, form.box
+    out = dtype if tile.split == 1 else torch.float32
+    pixels, result = (count, height, width, DEPTH), (count, height, width, tile.cols)
+    boxes: tuple[tuple[int, ...], ...] = (pixels, (tile.cols, DEPTH), result)
+    if tile.extra:
+        boxes += ((1, 1, width, DEPTH), (1, 1, width, tile.cols))
+    names = ", ".join(f"p{n}" for n in range(len(boxes)))
+    text = _TEXT.replace("PARAMS", names).replace("MOST", str(MOST_EARLY_PROGRAMS))
+    text = text.replace("OUT", HALVES.get(out, "tl.float32"))
+    constants = {"SIZE": size, "CHUNKS": ins // DEPTH, "COUNT": count, "HEIGHT": height,
+                 "WIDTH": width, "COLS": tile.cols, "DEPTH": DEPTH, "SPLIT": tile.split,
+                 "STAGES": tile.stages, "EXTRA": tile.extra, "EARLY": 1}  # fmt: skip
+    cols, right, down, pictures = map(symbol, ("s0", "s1", "s2", "s3"))
+    return KernelSource(
+        "box_conv", "triton", text, (dtype, dtype, out, dtype, out)[: len(boxes)], (1,) * 4,
+        (cols * right * down * pictures * tile.split,), constants=tuple(constants.items()),
+        num_warps=tile.num_warps, boxes=boxes,
+    )  # fmt: skip
+
+
+def add_parts(parts: int, dtype: torch.dtype) -> KernelSource:
+    """out[i] = sum over p of in[p * s1 + i], i < s0, in the order of p, in fp32."""
+    text = _ADD.replace("HALF", HALVES[dtype]).replace("MOST", str(MOST_EARLY_PROGRAMS))
+    return KernelSource(
+        "add_parts", "triton", text, (torch.float32, dtype), (16, 16),
+        ((symbol("s0") + (ADD_BLOCK - 1)) // ADD_BLOCK,),
+        constants=(("PARTS", parts), ("BLOCK", ADD_BLOCK), ("EARLY", 1)),
+    )  # fmt: skip
+
+
+def box_of(pixels: int, of: Picture, extra: int = 0) -> tuple[int, int, int]:
+    """Pictures, lines and columns of a box of so many pixels that waste the fewest."""
+
+    def wasted(box: tuple[int, int, int]) -> tuple[int, int, int]:
+        count, height, width = box
+        covered = [-(-size // step) * step for size, step in
+                   zip((of.batch, of.height, of.width), (count, height + extra, width),
+                       strict=True)]  # fmt: skip
+        return math.prod(covered), count, -width
+
+    return min(_boxes(pixels, extra), key=wasted)
+
+
+WIDTHS = (8, 16, 32, 64)
+
+
+@lru_cache(maxsize=64)
+def _boxes(pixels: int, extra: int) -> tuple[tuple[int, int, int], ...]:
+    found = []
+    for width in WIDTHS:
+        for height in (1, 2, 4, 8, 16, 32):
+            count = pixels // (width * height)
+            if count and count * width * height == pixels and (count == 1 or not extra):
+                found.append((count, height, width))
+    return tuple(found)
+
+
+# Measured on an H100 in fp16 (benchmarks/probes/conv_boxes.py): microseconds that a program takes
+# for a step of 64 input channels, by tile, and beside its steps; of the sum of parts.
+TILES = (
+    (Tile(64, 256, 4, 4, extra=1), 0.46),
+    (Tile(128, 128, 4, 4), 0.30),
+    (Tile(128, 128, 4, 4, split=3), 0.30),
+    (Tile(128, 128, 5, 8, split=9), 0.30),
+)
+SMS = 132
+BEGIN_US, ADD_US, PARTS_BYTES_A_US = 4.5, 3.0, 2.5e6
+# Programs come in rounds of one a processor. cuDNN's overlap the end of one tile with the next.
+LEAST_USE = (0.59, 0.9)  # share of one round's processors, of two rounds'
+# What cuDNN takes: so many operations a microsecond, or as long as it reads the weights, and 7 us.
+LIBRARY_OPS_A_US, LIBRARY_BYTES_A_US, LIBRARY_BEGIN_US = 560e6, 2.0e6, 7.0
+
+
+@lru_cache(maxsize=4096)
+def form_of(of: Picture) -> Form | None:
+    """How to compute it, or None where the library is faster."""
+    found = {form: us_of(form, step_us, of) for form, step_us in _forms(of)}
+    best = min(found, key=lambda form: found[form], default=None)
+    return best if best and found[best] <= _library_us(of) else None
+
+
+def _forms(of: Picture) -> Iterator[tuple[Form, float]]:
+    for tile, step_us in TILES:
+        if of.outs % tile.cols or of.size**2 * of.ins // DEPTH % tile.split:
+            continue
+        form = Form(tile, box_of(tile.pixels, of, tile.extra))
+        programs = form.num_programs(of)
+        rounds = -(-programs // SMS)
+        if rounds <= len(LEAST_USE) and programs >= LEAST_USE[rounds - 1] * rounds * SMS:
+            yield form, step_us
+
+
+def us_of(form: Form, step_us: float, of: Picture) -> float:
+    """About how long the kernels take, on a GPU that does nothing else."""
+    steps = of.size**2 * of.ins // DEPTH // form.tile.split
+    us = -(-form.num_programs(of) // SMS) * (BEGIN_US + steps * step_us)
+    if form.tile.split > 1:
+        numel = of.batch * of.height * of.width * of.outs
+        us += ADD_US + 8 * form.tile.split * numel / PARTS_BYTES_A_US
+    return us
+
+
+def _library_us(of: Picture) -> float:
+    weights = of.size**2 * of.ins * of.outs
+    ops = 2 * of.batch * of.height * of.width * weights
+    return LIBRARY_BEGIN_US + max(ops / LIBRARY_OPS_A_US, 2 * weights / LIBRARY_BYTES_A_US)
+
+
+def is_boxed(node: Node) -> bool:
+    """Whether sizes may come at which ``form_of`` knows a form for this convolution."""
+    if node.op != "conv2d" or node.dtype not in HALVES or len(node.inputs) != 2:
+        return False
+    if not all(size.is_const for size in node.inputs[1].shape):
+        return False
+    outs, ins, down, right = (size.value for size in node.inputs[1].shape)
+    attrs, around = node.attrs, (down // 2, right // 2)
+    is_plain = attrs["groups"] == 1 and tuple(attrs["dilation"]) == tuple(attrs["stride"]) == (1, 1)
+    is_same = down == right == 3 and tuple(attrs["padding"]) == around
+    return bool(is_plain and is_same and ins % DEPTH == 0 and outs % DEPTH == 0)
+
+
+def picture_of(x: Sequence[int], weight: Sequence[int]) -> Picture:
+    """From the sizes (B, CI, H, W) and (CO, CI, size, size)."""
+    batch, ins, height, width = x
+    return Picture(weight[2], ins, weight[0], batch, height, width)
+
+
+def sources_of(form: Form, of: Picture, dtype: torch.dtype) -> list[KernelSource]:
+    """The kernels that it takes, in the order of their launches."""
+    sources = [box_conv(form, of.size, of.ins, dtype)]
+    return sources if form.tile.split == 1 else [*sources, add_parts(form.tile.split, dtype)]
+
+
+def sources_at(shapes: Sequence[Sequence[int]], dtype: torch.dtype) -> list[KernelSource]:
+    """What is launched for operands of these sizes; nothing where the library does it."""
+    of = picture_of(*shapes)
+    form = form_of(of)
+    return sources_of(form, of, dtype) if form else []

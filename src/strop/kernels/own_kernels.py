@@ -1,0 +1,34 @@
+"""Which kernels written by hand run for an anchor, by sizes alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from strop.ir.graph import Node
+from strop.ir.source import KernelSource
+from strop.kernels import box_conv, geglu
+
+
+def is_boxed(node: Node) -> bool:
+    """Whether at some sizes a kernel that reads by the tensor memory accelerator is faster."""
+    return node.op == "geglu" or box_conv.is_boxed(node)
+
+
+def sources_at(op: str, attrs: Mapping[str, Any], shapes: Sequence[Sequence[int]],
+               dtype: torch.dtype, *, boxed: bool) -> list[KernelSource]:  # fmt: skip
+    """In the order of their launches; nothing where a library does all of it. ``boxed``: kernels
+    that read by the tensor memory accelerator may."""
+    if op == "geglu":
+        return geglu.sources_at(shapes, dtype, has_boxes=boxed)
+    if op == "conv2d" and boxed:
+        return box_conv.sources_at(shapes, dtype)
+    return []
+
+
+def sources_of(node: Node, sizes: Mapping[str, int], boxed: bool) -> list[KernelSource]:
+    """The same of a node."""
+    shapes = [[size.eval(sizes) for size in x.shape] for x in node.inputs]
+    return sources_at(node.op, node.attrs, shapes, node.dtype, boxed=boxed)

@@ -1,0 +1,67 @@
+"""A linear whose halves are a value and its gate becomes one node with the gate (GEGLU).
+
+On a GPU one kernel then does both at sizes where it is faster: each program computes a tile of both
+halves, and what is twice as wide as the result is never written. Source: Shazeer, GLU Variants
+Improve Transformer, https://arxiv.org/abs/2002.05202.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from strop.ir.dims import const
+from strop.ir.graph import Builder, Graph, Node, rewrite
+from strop.options import Options
+
+HALVES = (torch.float16, torch.bfloat16)
+MULTIPLE = 64  # of the depth and of the result's width, as the kernel wants them
+
+
+def gated_linear(graph: Graph, options: Options) -> Graph:
+    users = graph.users()
+
+    def is_read_once(node: Node, times: int = 1) -> bool:
+        return len(users[node]) == times and node not in graph.outputs
+
+    def rule(b: Builder, node: Node, inputs: tuple[Node, ...]) -> Node | None:
+        found = _halves(node)
+        if found is None:
+            return None
+        (value, gate), activation = found
+        linear = value.inputs[0]
+        once = all(map(is_read_once, (value, gate, activation)))
+        if not (once and is_read_once(linear, 2) and _fits(linear)):
+            return None
+        which = node.inputs.index(value)  # the builder's twin of what the linear read
+        twin = inputs[which].inputs[0]
+        return b.make("geglu", twin.inputs, node.shape, node.dtype)
+
+    return rewrite(graph, rule)
+
+
+def _halves(node: Node) -> tuple[tuple[Node, Node], Node] | None:
+    """Value and gate of value * gelu(gate), and the gelu, where they are halves of one linear."""
+    if node.op != "mul" or len(node.inputs) != 2:
+        return None
+    for value, activation in (node.inputs, node.inputs[::-1]):
+        if activation.op != "gelu" or activation.attrs or activation.dtype != node.dtype:
+            continue
+        gate = activation.inputs[0]
+        if _is_half(value, 0) and _is_half(gate, 1) and value.inputs == gate.inputs:
+            return (value, gate), activation
+    return None
+
+
+def _is_half(node: Node, which: int) -> bool:
+    if node.op != "slice" or node.inputs[0].op != "linear":
+        return False
+    linear, width = node.inputs[0], node.shape[-1]
+    is_last = node.attrs["dim"] == len(node.shape) - 1 and node.attrs["step"] == 1
+    is_half = width + width == linear.shape[-1]
+    return bool(is_last and is_half and node.attrs["start"] == width * const(which))
+
+
+def _fits(linear: Node) -> bool:
+    rows, depth = linear.inputs[1].shape
+    is_known = rows.is_const and depth.is_const and linear.dtype in HALVES
+    return bool(is_known and rows.value % (2 * MULTIPLE) == 0 and depth.value % MULTIPLE == 0)
