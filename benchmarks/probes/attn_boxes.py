@@ -1,100 +1,88 @@
-"""Is an attention of ours whose head is cut into powers of two faster than cuDNN's?
+"""Is an attention of ours faster than cuDNN's where heads are short?
 
 python benchmarks/probes/attn_boxes.py --out FOLDER [--seconds 120]
 
 One H100, fp16: attention of SD1.5 at 512x512 and 1024x1024 (heads of 40, 80 and 160), to itself and
-to 77 words, and of SDXL (64). Libraries compute heads of 40 as 64; here they are 32 + 16, of which
-the tensor memory accelerator fills eight with zeros. The algorithm is that of FlashAttention-2
-(https://arxiv.org/abs/2307.08691): one pass over the keys, a running maximum, fp32 sums. Errors
-are against fp64, of 256 queries of one head.
+to 77 words, and of SDXL (64). ``strop.kernels.box_attention`` says how ours works. Errors are
+against fp64, of 256 queries of one head.
 """
 
 from __future__ import annotations
 
 import itertools
-import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import astuple, dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import astuple
 from typing import Any
 
 import contest
 import torch
-import triton
-import triton.language as tl
 from conv_narrow import SETS
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from triton.tools.tensor_descriptor import TensorDescriptor
+
+from strop.ir.source import KernelSource
+from strop.kernels.box_attention import Tile, box_attention
 
 # batch, heads, queries, keys, size of a head
 SHAPES = (
     (2, 8, 4096, 4096, 40), (2, 8, 16384, 16384, 40), (2, 8, 4096, 77, 40), (2, 8, 1024, 1024, 80),
-    (2, 8, 1024, 77, 80), (2, 8, 256, 256, 160), (2, 8, 256, 77, 160), (2, 8, 64, 64, 160),
-    (2, 8, 64, 77, 160), (2, 8, 4096, 4096, 80), (2, 8, 16384, 77, 40), (2, 10, 4096, 4096, 64),
-    (2, 20, 1024, 1024, 64), (2, 20, 1024, 77, 64), (8, 8, 4096, 4096, 40),
+    (2, 8, 1024, 77, 80), (2, 8, 4096, 4096, 80), (2, 10, 4096, 4096, 64), (2, 20, 1024, 1024, 64),
+    (2, 8, 256, 256, 160), (2, 8, 64, 64, 160), (2, 8, 256, 77, 160), (2, 8, 64, 77, 160),
+    (2, 8, 16384, 77, 40), (2, 20, 1024, 77, 64), (8, 8, 4096, 4096, 40),
 )  # fmt: skip
-PARTS = {40: (32, 16), 64: (64, 0), 80: (64, 16), 160: (128, 32)}  # of a head
-
-
-@dataclass(frozen=True)
-class Tile:
-    queries: int
-    keys: int
-    stages: int
-    warps: int
-
-
-TILES = tuple(Tile(*each) for each in (
-    (64, 64, 3, 4), (64, 128, 2, 4), (64, 128, 3, 4), (128, 64, 3, 4), (128, 64, 3, 8),
-    (128, 128, 2, 8), (128, 128, 3, 8), (64, 32, 4, 4), (128, 128, 2, 4), (128, 64, 2, 4),
-))  # fmt: skip
-FEW = tuple(Tile(*each) for each in (
-    (64, 128, 1, 4), (128, 128, 1, 8), (128, 128, 1, 4), (64, 32, 3, 4), (64, 16, 5, 4),
-    (128, 32, 3, 8), (128, 16, 5, 4), (64, 64, 2, 4),
-))  # fmt: skip
-
-
-@triton.jit
-def attn_boxes(q, k, v, out, keys, factor, HEADS: tl.constexpr, FIRST: tl.constexpr,
-               REST: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
-               STAGES: tl.constexpr, IS_CUT: tl.constexpr):  # fmt: skip
-    start = tl.program_id(0) * QUERIES
-    b, h = tl.program_id(1) // HEADS, tl.program_id(1) % HEADS
-    q0 = q[0].load([b, h, start, 0]).reshape([QUERIES, FIRST])
-    acc0 = tl.zeros([QUERIES, FIRST], tl.float32)
-    if REST:
-        q1 = q[1].load([b, h, start, FIRST]).reshape([QUERIES, REST])
-        acc1 = tl.zeros([QUERIES, REST], tl.float32)
-    most = tl.full([QUERIES], -float("inf"), tl.float32)
-    total = tl.zeros([QUERIES], tl.float32)
-    for at in tl.range(0, keys, KEYS, num_stages=STAGES):
-        s = tl.dot(q0, k[0].load([b, h, at, 0]).reshape([KEYS, FIRST]).T)
-        if REST:
-            s = tl.dot(q1, k[1].load([b, h, at, FIRST]).reshape([KEYS, REST]).T, s)
-        if IS_CUT:  # the last step has fewer keys: zeros came in their place
-            s = tl.where((at + tl.arange(0, KEYS) < keys)[None, :], s, -float("inf"))
-        new = tl.maximum(most, tl.max(s, 1) * factor)
-        p = tl.exp2(s * factor - new[:, None])
-        shrink = tl.exp2(most - new)
-        total = total * shrink + tl.sum(p, 1)
-        most = new
-        p = p.to(tl.float16)
-        acc0 = tl.dot(p, v[0].load([b, h, at, 0]).reshape([KEYS, FIRST]), acc0 * shrink[:, None])
-        if REST:
-            v1 = v[1].load([b, h, at, FIRST]).reshape([KEYS, REST])
-            acc1 = tl.dot(p, v1, acc1 * shrink[:, None])
-    share = (1.0 / total)[:, None]
-    out[0].store([b, h, start, 0], (acc0 * share).to(tl.float16).reshape([1, 1, QUERIES, FIRST]))
-    if REST:
-        rest = (acc1 * share).to(tl.float16).reshape([1, 1, QUERIES, REST])
-        out[1].store([b, h, start, FIRST], rest)
+# queries, keys, stages, warps, parts of a head, blocks a step, one polynomial of so many,
+# registers, queries with each step
+LONG = {
+    40: ((128, 64, 3, 8, 1), (128, 64, 4, 8, 1), (128, 64, 3, 8, 1, 1, 8), (128, 64, 3, 8, 1, 2),
+         (128, 64, 3, 8, 2), (128, 64, 3, 4, 1), (128, 64, 3, 4, 1, 1, 8), (128, 64, 3, 4, 2),
+         (128, 128, 3, 8, 1), (128, 128, 3, 8, 2, 1, 0, 128), (128, 128, 2, 8, 1, 1, 0, 128),
+         (64, 128, 3, 4, 1), (64, 128, 2, 4, 2), (64, 64, 3, 4, 1), (64, 64, 3, 4, 2),
+         (256, 64, 3, 16, 1)),
+    64: ((128, 64, 3, 8), (128, 64, 4, 8), (128, 64, 3, 8, 1, 1, 8), (128, 64, 3, 8, 1, 2),
+         (128, 64, 3, 4), (128, 64, 3, 4, 1, 1, 8), (128, 128, 3, 8), (64, 128, 3, 4),
+         (64, 128, 2, 4), (128, 128, 2, 8, 1, 1, 0, 128), (64, 64, 3, 4), (64, 64, 2, 4),
+         (256, 64, 3, 16)),
+    80: ((128, 64, 3, 8, 2), (128, 64, 4, 8, 2), (128, 64, 3, 8, 2, 1, 8), (128, 64, 3, 4, 2),
+         (128, 128, 3, 8, 2), (64, 128, 3, 4, 2), (64, 64, 3, 4, 2),
+         (64, 64, 4, 4, 2), (64, 64, 3, 4, 1), (128, 64, 3, 8, 1), (128, 32, 4, 4, 2),
+         (64, 32, 4, 4, 2), (256, 64, 3, 16, 2)),
+    160: ((64, 64, 3, 4, 2), (64, 64, 2, 4, 2), (64, 64, 2, 4, 2, 0), (64, 32, 3, 4, 2),
+          (64, 32, 4, 4, 2), (64, 32, 4, 4, 2, 0), (64, 32, 4, 4, 1), (64, 128, 2, 4, 2),
+          (64, 64, 3, 4, 2, 0, 0, None, True), (64, 128, 2, 4, 2, 0, 0, None, True),
+          (128, 64, 2, 8, 2)),
+}  # fmt: skip
+SHORT = {
+    40: ((64, 32, 4, 4, 1, 0), (64, 32, 4, 4, 2, 0), (64, 16, 6, 4, 1, 0), (64, 16, 6, 4, 2, 0),
+         (64, 128, 2, 4, 1, 0), (64, 64, 3, 4, 1, 0), (128, 32, 4, 8, 1, 0), (128, 32, 4, 4, 1, 0),
+         (64, 128, 2, 4, 2, 0, 0, None, True), (64, 128, 2, 4, 1, 0, 0, None, True),
+         (64, 32, 4, 4, 2, 0, 0, None, True), (64, 64, 3, 4, 1, 0, 0, None, True),
+         (128, 128, 2, 8, 1, 0, 0, None, True), (64, 64, 2, 4, 1)),
+    64: ((64, 32, 4, 4, 1, 0), (64, 16, 6, 4, 1, 0), (64, 128, 2, 4, 1, 0), (64, 64, 3, 4, 1, 0),
+         (128, 32, 4, 8, 1, 0), (128, 32, 4, 4, 1, 0), (64, 128, 2, 4, 1, 0, 0, None, True),
+         (64, 64, 3, 4, 1, 0, 0, None, True), (64, 32, 4, 4, 1, 0, 0, None, True),
+         (64, 64, 2, 4, 1)),
+    80: ((64, 32, 4, 4, 2, 0), (64, 32, 4, 4, 1, 0), (64, 16, 6, 4, 2, 0), (64, 64, 2, 4, 2, 0),
+         (64, 128, 2, 4, 2, 0), (64, 128, 2, 4, 2, 0, 0, None, True),
+         (64, 64, 3, 4, 2, 0, 0, None, True), (64, 32, 4, 4, 2, 0, 0, None, True),
+         (64, 32, 4, 4, 1, 0, 0, None, True), (64, 64, 2, 4, 2)),
+    160: ((64, 32, 4, 4, 2, 0), (64, 32, 4, 4, 1, 0), (64, 64, 2, 4, 2, 0), (64, 128, 2, 4, 2, 0),
+          (64, 128, 2, 4, 2, 0, 0, None, True), (64, 64, 2, 4, 2, 0, 0, None, True),
+          (64, 64, 3, 4, 2, 0, 0, None, True), (64, 64, 2, 4, 1, 0, 0, None, True),
+          (64, 32, 4, 4, 2, 0, 0, None, True), (64, 64, 2, 4, 2)),
+}  # fmt: skip
+SHORTEST = 128  # keys up to which tiles are those for few
 
 
 def tiles(shape: tuple[int, ...]) -> Iterator[Tile]:
-    _, _, queries, keys, head = shape
-    for tile in FEW if keys == 77 else TILES:
-        if tile.queries <= queries and tile.keys <= max(keys, 128) and tile.keys * head <= 64 * 160:
-            yield tile
+    *_, queries, keys, head = shape
+    for each in (SHORT if keys <= SHORTEST else LONG)[head]:
+        if each[0] <= queries:
+            yield Tile(*each)
+
+
+def candidates(shape: tuple[int, ...]) -> Iterator[tuple[str, KernelSource]]:
+    for tile in tiles(shape):
+        yield str(astuple(tile)), box_attention(shape[-1], shape[-1] ** -0.5, tile, torch.float16)
 
 
 def arguments(shape: tuple[int, ...]) -> list[tuple[Tensor, ...]]:
@@ -113,29 +101,17 @@ def arguments(shape: tuple[int, ...]) -> list[tuple[Tensor, ...]]:
     return found
 
 
-def call_of(tile: Tile, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> Callable[[], None]:
-    (batch, heads, queries, head), keys = q.shape, k.shape[2]
-    parts = PARTS[head]
-    described: list[tuple[TensorDescriptor, ...]] = []
-    for tensor, rows in ((q, tile.queries), (k, tile.keys), (v, tile.keys), (out, tile.queries)):
-        described.append(tuple(
-            TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), [1, 1, rows, width])
-            for width in parts if width
-        ))  # fmt: skip
-    grid, factor = (
-        (triton.cdiv(queries, tile.queries), batch * heads),
-        math.log2(math.e) / head**0.5,
-    )
-
-    def call() -> None:
-        attn_boxes[grid](*described, keys, factor, heads, *parts, tile.queries, tile.keys,
-                         tile.stages, keys % tile.keys != 0, num_warps=tile.warps)  # fmt: skip
-
-    return call
-
-
-def run(shape: tuple[int, ...], tile: Tile) -> None:
-    call_of(tile, *arguments(shape)[0])()
+def bound(source: KernelSource, sets: list[tuple[Tensor, ...]], library: Any, stream: int
+          ) -> Callable[[], None]:  # fmt: skip
+    q, k, *_ = sets[0]
+    sizes = [q.shape[2], k.shape[2], q.shape[1], q.shape[0] * q.shape[1]]
+    launches = []
+    for tensors in sets:
+        laid = tensors * (len(source.params) // len(tensors))
+        launches.append(library.bind(source, [t.data_ptr() for t in laid], sizes, stream,
+                                     views=[(t.shape, t.stride()) for t in laid]))  # fmt: skip
+    turns = itertools.cycle(launches)
+    return lambda: next(turns)()
 
 
 def error(out: Tensor, q: Tensor, k: Tensor, v: Tensor) -> float:
@@ -144,26 +120,25 @@ def error(out: Tensor, q: Tensor, k: Tensor, v: Tensor) -> float:
     return contest.error(out[-1, -1, :256], truth)
 
 
-def measure(shape: tuple[int, ...], good: Sequence[Tile]) -> dict[str, Any]:
+def measure(shape: tuple[int, ...], library: Any) -> dict[str, Any]:
     stream, errors = torch.cuda.Stream(), {}
     with torch.cuda.stream(stream), torch.no_grad():
         sets = arguments(shape)
         numbers, calls = itertools.cycle(sets), dict[str, Callable[[], object]]()
 
-        def library(backend: SDPBackend) -> Tensor:
+        def of_torch(backend: SDPBackend) -> Tensor:
             with sdpa_kernel(backend):
                 return torch.nn.functional.scaled_dot_product_attention(*next(numbers)[:3])
 
         for name, backend in (("cudnn", SDPBackend.CUDNN_ATTENTION),
                               ("flash", SDPBackend.FLASH_ATTENTION)):  # fmt: skip
-            errors[name] = error(library(backend), *sets[0][:3])
+            errors[name] = error(of_torch(backend), *sets[0][:3])
             for _ in range(SETS - 1):
-                library(backend)
-            calls[name] = lambda backend=backend: library(backend)
-        for tile in good:
-            turns = itertools.cycle([call_of(tile, *tensors) for tensors in sets])
-            name = str(astuple(tile))
-            calls[name] = lambda turns=turns: next(turns)()
+                of_torch(backend)
+            calls[name] = lambda backend=backend: of_torch(backend)
+        for name, source in candidates(shape):
+            calls[name] = bound(source, sets, library, stream.cuda_stream)
+            sets[0][3].fill_(float("nan"))
             for _ in range(SETS):
                 calls[name]()
             torch.cuda.synchronize()
@@ -173,7 +148,8 @@ def measure(shape: tuple[int, ...], good: Sequence[Tile]) -> dict[str, Any]:
 
 def main() -> None:
     args = contest.arguments_of(__doc__, seconds=120).parse_args()
-    contest.hold_jit("attn_boxes", args, SHAPES, tiles, run, measure)
+    sources = [source for shape in SHAPES for _, source in candidates(shape)]
+    contest.hold("attn_boxes", args, sources, SHAPES, measure)
 
 
 if __name__ == "__main__":

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 
 import strop
-from strop.ir.functions import FUNCTIONS
 from strop.ir.dims import symbol
+from strop.ir.functions import FUNCTIONS
 from strop.ir.source import KernelSource
 
 SHAPES = ((8192, 320), (2048, 640), (512, 1280), (128, 1280), (32768, 320), (8192, 640),

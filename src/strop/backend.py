@@ -90,10 +90,7 @@ def compile_graph(graph: Graph, signature: Signature, device: str, options: Opti
         target = replace(target, in_place=False)
     if not options.narrow_conv:
         target = replace(target, own_call=lambda node: None)
-    if not options.box_conv:
-        target = replace(
-            target, is_boxed=lambda node: node.op != "conv2d" and own_kernels.is_boxed(node)
-        )
+    target = replace(target, is_boxed=_boxed(target, options))
     emit = once(target.emit)  # a model has many equal kernels
     target = replace(target, emit=without_sizes(emit) if generic else emit,
                      emit_at=None if generic else target.emit_at,
@@ -112,6 +109,12 @@ def compile_graph(graph: Graph, signature: Signature, device: str, options: Opti
     clock.lap("codegen")
     return Compiled(program, graph, fusion, (*own.records, *records), clock.seconds,
                     imported, patterns=own)  # fmt: skip
+
+
+def _boxed(target: Target, options: Options) -> Callable[[Node], bool]:
+    """Which library calls kernels of ours may do."""
+    given = {"conv2d": options.box_conv, "attention": options.box_attention}
+    return lambda node: given.get(node.op, True) and target.is_boxed(node)
 
 
 def _refuse_types(graph: Graph) -> None:

@@ -40,6 +40,9 @@ class Options:
     box_conv: bool = _knob(True, "convolutions by a kernel of ours that the tensor memory"
                            " accelerator feeds, at sizes where it is faster (sm_90)",
                            "STROP_BOX_CONV")  # fmt: skip
+    box_attention: bool = _knob(True, "attention by a kernel of ours that the tensor memory"
+                                " accelerator feeds, at sizes where it is faster (sm_90)",
+                                "STROP_BOX_ATTENTION")  # fmt: skip
     cache_dir: str = _knob("", "where plans and kernels are kept; empty: ~/.cache/strop",
                            "STROP_CACHE_DIR", keyed=False)  # fmt: skip
     dump: str = _knob("", "folder for the files of every compiled graph, from ATen to kernels",

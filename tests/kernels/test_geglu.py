@@ -49,7 +49,7 @@ def run(inputs: Sequence[Tensor], arch: int, monkeypatch: pytest.MonkeyPatch
         kernels.known(tensor)
     with monkeypatch.context() as patch:
         patch.setattr(torch, "mm", mm)
-        patch.setattr(gated_linear, "tile_of", lambda rows, width: SMALL)
+        patch.setattr(gated_linear, "tile_of", lambda rows, depth, width: SMALL)
         call = GatedLinear(LIBRARY, kernels, 0, is_early=False)  # type: ignore[arg-type]
         call(inputs, out)
     return out, kernels.ran
@@ -93,9 +93,11 @@ def test_torch_does_what_lies_otherwise(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_where_one_kernel_is_faster() -> None:
-    assert tile_of(8192, 1280) == tile_of(2048, 2560) == tile_of(2048, 5120) == TILE
-    assert tile_of(512, 5120) is None  # two rounds of programs for little more than one
-    assert tile_of(8192, 1280 + 64) is None
+    assert tile_of(8192, 640, 2560) == tile_of(2048, 1280, 5120) == TILE
+    assert tile_of(32768, 320, 1280) == TILE
+    assert tile_of(8192, 320, 1280) is None  # the product stays in the cache
+    assert tile_of(2048, 640, 2560) is tile_of(512, 1280, 5120) is None
+    assert tile_of(32768, 320, 1280 + 64) is None
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
@@ -105,7 +107,7 @@ def test_compiles(has_bias: bool, dtype: torch.dtype, tmp_path: Path) -> None:
     assert boxed.shared <= 227 * 1024
     assert boxed.early
     assert resources(boxed, tmp_path)[1] == 0  # nothing spilled
-    assert resources(compiled(geglu(dtype, has_bias=has_bias), 80), tmp_path)[1] == 0
+    assert resources(compiled(geglu(1280, dtype, has_bias=has_bias), 80), tmp_path)[1] == 0
 
 
 class FeedForward(nn.Module):
@@ -127,7 +129,7 @@ def test_on_a_gpu(dtype: torch.dtype) -> None:
     exact = FeedForward().cuda().double()
     exact.load_state_dict(module.state_dict())
     inputs = [torch.randn(b, rows, 320, device="cuda", dtype=dtype)
-              for b, rows in ((2, 4096), (1, 100), (2, 4095), (3, 7))]  # fmt: skip
+              for b, rows in ((4, 4096), (1, 100), (5, 4095), (3, 7))]  # fmt: skip
     with torch.no_grad():
         wanted = [(module(x), exact(x.double())) for x in inputs]
         for options in (Options(strict=True), Options(strict=True, disable=("gated_linear",))):

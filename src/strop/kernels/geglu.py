@@ -60,17 +60,17 @@ _BIAS = """\
 """
 _BEHIND = """\
 @triton.jit
-def geglu(p0, p1, p2, s0, s1, BLOCK: tl.constexpr, EARLY: tl.constexpr):
+def geglu(p0, p1, p2, s0, WIDTH: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr):
 EARLY_LINES    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    col = at % s1
-    place = p0 + at // s1 * (2 * s1) + col
+    col = at % WIDTH
+    place = p0 + at // WIDTH * (2 * WIDTH) + col
     value = tl.load(place, mask=at < s0, other=0.0).to(tl.float32)
-    gate = tl.load(place + s1, mask=at < s0, other=0.0).to(tl.float32)
+    gate = tl.load(place + WIDTH, mask=at < s0, other=0.0).to(tl.float32)
 BIAS    tl.store(p2 + at, (value * half_gelu(gate)).to(HALF), mask=at < s0)
 """
 _BIAS_BEHIND = """\
     value += tl.load(p1 + col, mask=at < s0, other=0.0).to(tl.float32)
-    gate += tl.load(p1 + s1 + col, mask=at < s0, other=0.0).to(tl.float32)
+    gate += tl.load(p1 + WIDTH + col, mask=at < s0, other=0.0).to(tl.float32)
 """
 BLOCK = 1024
 
@@ -103,35 +103,39 @@ def box_geglu(tile: Tile, dtype: torch.dtype, *, has_bias: bool) -> KernelSource
                         num_warps=tile.num_warps, boxes=boxes)  # fmt: skip
 
 
-def geglu(dtype: torch.dtype, *, has_bias: bool) -> KernelSource:
+def geglu(width: int, dtype: torch.dtype, *, has_bias: bool) -> KernelSource:
     """Params: the product (M, 2 N), bias (2 N,), the result (M, N), all dense; without bias it is
-    not read. In fp32. Scalars: M * N, N, which is a multiple of 16."""
+    not read. In fp32. Scalars: M * N. ``width`` is N, a multiple of 16."""
     text = _text(_BEHIND, _BIAS_BEHIND if has_bias else "", dtype)
-    return KernelSource("geglu", "triton", text, (dtype,) * 3, (16, 16),
-                        ((symbol("s0") + (BLOCK - 1)) // BLOCK,),
-                        constants=(("BLOCK", BLOCK), ("EARLY", 1)))  # fmt: skip
+    constants = (("WIDTH", width), ("BLOCK", BLOCK), ("EARLY", 1))
+    return KernelSource("geglu", "triton", text, (dtype,) * 3, (16,),
+                        ((symbol("s0") + (BLOCK - 1)) // BLOCK,), constants=constants)  # fmt: skip
 
 
-SMS = 132  # of the GPU that the numbers here are from
 TILE = Tile(128, 128, 3, 8)
 # Measured on an H100 in fp16 (benchmarks/probes/gemm_boxes.py), us of cuBLAS with a kernel behind
-# it and ours: 8192x320 -> 1280 51.8 and 36.8, 8192x640 -> 2560 133 and 108, 2048x1280 -> 5120 105
-# and 94; 2048x640 -> 2560 32.1 and 32.3, with 1.24 of the processors' time for what there is to do;
-# 512x1280 -> 5120 28.5 and 31.9, with 1.65.
-MOST_WASTE = 1.3
+# it and ours: 8192x640 -> 2560 133 and 108, 2048x1280 -> 5120 105 and 94, 2048x640 -> 2560 32.1 and
+# 32.3, 512x1280 -> 5120 28.5 and 31.9. 8192x320 -> 1280 took 52 and 37 there, where nothing is in
+# the L2 cache, and was no faster within SD1.5's UNet, where the product is.
+LEAST_PRODUCT_BYTES = 40 << 20  # the kernel behind the GEMM then waits for memory,
+CACHE_BYTES = 50 << 20  # or for more of it than lies in the cache
+LEAST_DEPTH = 640  # of products that the cache holds
 
 
-def tile_of(rows: int, width: int) -> Tile | None:
+def tile_of(rows: int, depth: int, width: int) -> Tile | None:
     """Of the one kernel, or None where the library's GEMM and a kernel behind it are faster."""
-    if width % TILE.cols:
-        return None
-    programs = -(-rows // TILE.rows) * (width // TILE.cols)
-    return TILE if -(-programs // SMS) * SMS <= MOST_WASTE * programs else None
+    product_bytes = 4 * rows * width
+    is_long = product_bytes > CACHE_BYTES or depth >= LEAST_DEPTH
+    is_ours = width % TILE.cols == 0 and product_bytes >= LEAST_PRODUCT_BYTES and is_long
+    return TILE if is_ours else None
 
 
 def sources_at(shapes: Sequence[Sequence[int]], dtype: torch.dtype, *, has_boxes: bool = True
                ) -> list[KernelSource]:  # fmt: skip
     """What is launched for operands of these sizes, as far as it is ours."""
-    rows, width, has_bias = math.prod(shapes[0][:-1]), shapes[1][0] // 2, len(shapes) > 2
-    tile = tile_of(rows, width) if has_boxes else None
-    return [box_geglu(tile, dtype, has_bias=has_bias) if tile else geglu(dtype, has_bias=has_bias)]
+    *rows, depth = shapes[0]
+    width, has_bias = shapes[1][0] // 2, len(shapes) > 2
+    tile = tile_of(math.prod(rows), depth, width) if has_boxes else None
+    if tile is None:
+        return [geglu(width, dtype, has_bias=has_bias)]
+    return [box_geglu(tile, dtype, has_bias=has_bias)]

@@ -9,11 +9,13 @@ import torch
 
 from strop.ir.graph import Node
 from strop.ir.source import KernelSource
-from strop.kernels import box_conv, geglu
+from strop.kernels import box_attention, box_conv, geglu
 
 
 def is_boxed(node: Node) -> bool:
     """Whether at some sizes a kernel that reads by the tensor memory accelerator is faster."""
+    if node.op == "attention":
+        return box_attention.is_boxed(node.attrs, [x.shape for x in node.inputs], node.dtype)
     return node.op == "geglu" or box_conv.is_boxed(node)
 
 
@@ -25,6 +27,8 @@ def sources_at(op: str, attrs: Mapping[str, Any], shapes: Sequence[Sequence[int]
         return geglu.sources_at(shapes, dtype, has_boxes=boxed)
     if op == "conv2d" and boxed:
         return box_conv.sources_at(shapes, dtype)
+    if op == "attention" and boxed:
+        return box_attention.sources_at(attrs, shapes, dtype)
     return []
 
 

@@ -32,7 +32,10 @@ class GatedLinear:
         if not all(map(_is_dense, (x, weight, out))) or 2 * out.numel() >= LIMIT:
             self._otherwise(inputs, out)
             return
-        is_one = self._kernels.arch >= BOXES_ARCH and tile_of(*out.shape) is not None
+        is_one = (
+            self._kernels.arch >= BOXES_ARCH
+            and tile_of(x.shape[0], x.shape[1], out.shape[1]) is not None
+        )
         product = out if is_one else torch.mm(x, weight.t())
         key = (x.shape[0], is_one)
         kernel = self._bound.get(key)
@@ -50,7 +53,7 @@ class GatedLinear:
         kernel()
 
     def _boxed(self, x: Tensor, weight: Tensor, out: Tensor, has_bias: bool) -> BoundKernel:
-        tile = tile_of(*out.shape)
+        tile = tile_of(x.shape[0], x.shape[1], out.shape[1])
         assert tile is not None
         source = box_geglu(tile, x.dtype, has_bias=has_bias)
         self._kernels.build([source])  # unless the program's first call has done so
@@ -60,9 +63,9 @@ class GatedLinear:
                                   early=self._is_early, views=views)  # fmt: skip
 
     def _behind(self, x: Tensor, weight: Tensor, out: Tensor, has_bias: bool) -> BoundKernel:
-        source = geglu(x.dtype, has_bias=has_bias)
+        source = geglu(out.shape[1], x.dtype, has_bias=has_bias)
         self._kernels.build([source])
-        return self._kernels.bind(source, [0] * 3, [out.numel(), out.shape[1]], self._stream)
+        return self._kernels.bind(source, [0] * 3, [out.numel()], self._stream)
 
 
 def _is_dense(tensor: Tensor) -> bool:

@@ -11,6 +11,7 @@ from strop.ir.dims import Expr
 from strop.ir.program import CallStep, Step
 from strop.ir.source import BOXES_ARCH, KernelSource
 from strop.kernels import own_kernels
+from strop.runtime.box_attention import BoxAttention
 from strop.runtime.box_convolution import BoxConvolution
 from strop.runtime.gated_linear import GatedLinear
 from strop.runtime.kernels import KernelLibrary
@@ -18,7 +19,9 @@ from strop.runtime.narrow_convolution import NarrowConvolution
 from strop.runtime.wide_attention import WideAttention, is_wide
 
 Call = Callable[..., Any]
-OWN: Mapping[str, Callable[..., Call]] = {"conv2d": BoxConvolution, "geglu": GatedLinear}
+OWN: Mapping[str, Callable[..., Call]] = {
+    "attention": BoxAttention, "conv2d": BoxConvolution, "geglu": GatedLinear,
+}  # fmt: skip
 
 
 class Place(NamedTuple):
@@ -53,9 +56,10 @@ def instead(step: CallStep, dtype: torch.dtype, otherwise: Call, place: Place,
     kernels, stream, early = place
     if narrow is not None:
         return NarrowConvolution(narrow, otherwise, kernels, stream)
-    if is_own:
-        return OWN[step.op](otherwise, kernels, stream, is_early=early)
     attrs, shapes = dict(step.attrs), [ref.shape for ref in step.inputs]
+    if is_own:
+        scale = {"scale": attrs["scale"]} if step.op == "attention" else {}
+        return OWN[step.op](otherwise, kernels, stream, is_early=early, **scale)
     if step.op == "attention" and is_wide(attrs, shapes, dtype):
         return WideAttention(attrs["scale"], otherwise, kernels, stream)
     return otherwise

@@ -1,0 +1,237 @@
+"""Attention with short heads, read by the tensor memory accelerator.
+
+FlashAttention-2 (https://arxiv.org/abs/2307.08691): one pass over the keys, a running maximum, fp32
+sums. A head that is no power of two is two parts, or the next power of two, for which the
+accelerator brings zeros: 40 is 32 + 16, or 64. The weights of a row are added by the tensor cores
+too, as a product with ones. Where exponentials are what takes longest, some are computed by
+multiplications, as in FlashAttention-4.
+"""
+
+from __future__ import annotations
+
+import math
+import textwrap
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from strop.ir.dims import Expr, symbol
+from strop.ir.source import MOST_EARLY_PROGRAMS, KernelSource
+
+HALVES = {torch.float16: "tl.float16", torch.bfloat16: "tl.bfloat16"}
+LEAST_COLUMNS = 16  # of a product
+
+# ``power_of_two`` is for x <= 0. Its coefficients are those of the algorithm of Remez for
+# [-1/2, 1/2]: the relative error is 7.5e-5, and weights are rounded to half precision right after.
+# Adding 3 * 2 ** 22 rounds to an integer, whose last bits then are added to the exponent.
+HELPERS = """\
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def larger(a, b):
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def power_of_two(x):
+    x = larger(x, -126.0)
+    whole = x + 12582912.0
+    x -= whole - 12582912.0
+    part = ((0.0551716691 * x + 0.242611122) * x + 0.693260985) * x + 0.999928074
+    bits = part.to(tl.int32, bitcast=True) + (whole.to(tl.int32, bitcast=True) << 23)
+    return bits.to(tl.float32, bitcast=True)
+
+
+"""
+_HEAD = """\
+@triton.jit
+def box_attention(PARAMS, s0, s1, s2, s3, FIRST: tl.constexpr, REST: tl.constexpr,
+                  QUERIES: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr,
+                  POLY: tl.constexpr, EARLY: tl.constexpr):
+    if EARLY:
+        if tl.num_programs(0) * tl.num_programs(1) <= MOST_EARLY_PROGRAMS:
+            tl.extra.cuda.gdc_wait()
+            tl.extra.cuda.gdc_launch_dependents()
+    start = tl.program_id(0) * QUERIES
+    b = tl.program_id(1) // s2
+    h = tl.program_id(1) % s2
+    acc0 = tl.full([QUERIES, FIRST], 0.0, tl.float32)
+    if REST:
+        acc1 = tl.full([QUERIES, REST], 0.0, tl.float32)
+    most = tl.full([QUERIES], -float("inf"), tl.float32)
+    total = tl.full([QUERIES, 8], 0.0, tl.float32)
+    ones = tl.full([KEYS, 8], 1.0, HALF)
+"""
+# Outside of loops a load is waited for before the next one begins.
+_QUERIES = """\
+    q0 = p0.load([b, h, start, 0]).reshape([QUERIES, FIRST])
+    if REST:
+        q1 = p4.load([b, h, start, FIRST]).reshape([QUERIES, REST])
+"""
+# Loads of a step that stand side by side share a barrier.
+_LOAD = """\
+        k0_{n} = p1.load([b, h, at + {n} * KEYS, 0]).reshape([KEYS, FIRST])
+        v0_{n} = p2.load([b, h, at + {n} * KEYS, 0]).reshape([KEYS, FIRST])
+        if REST:
+            k1_{n} = p5.load([b, h, at + {n} * KEYS, FIRST]).reshape([KEYS, REST])
+            v1_{n} = p6.load([b, h, at + {n} * KEYS, FIRST]).reshape([KEYS, REST])
+"""
+_SCORE = """\
+        s = tl.dot(q0, k0_{n}.T)
+        if REST:
+            s = tl.dot(q1, k1_{n}.T, s)
+"""
+_MASK = """\
+        s = tl.where((at + tl.arange(0, KEYS) < s1)[None, :], s, -float("inf"))
+"""
+# The maximum is of unscaled scores, so that scaling and subtracting are one instruction. Which
+# columns are polynomials is known of each register: the compiler leaves out the other way.
+_WEIGH = """\
+        new = larger(most, tl.reduce(s, 1, larger) * FACTOR)
+        x = s * FACTOR - new[:, None]
+        p = tl.exp2(x)
+        if POLY:
+            p = tl.where((tl.arange(0, KEYS) // 8 % POLY == 0)[None, :], power_of_two(x), p)
+        p = p.to(HALF)
+        shrink = tl.exp2(most - new)[:, None]
+        most = new
+        total = tl.dot(p, ones, total * shrink)
+        acc0 = tl.dot(p, v0_{n}, acc0 * shrink)
+        if REST:
+            acc1 = tl.dot(p, v1_{n}, acc1 * shrink)
+"""
+_TAIL = """\
+    share = (8.0 / tl.sum(total, 1))[:, None]
+    p3.store([b, h, start, 0], (acc0 * share).to(HALF).reshape([1, 1, QUERIES, FIRST]))
+    if REST:
+        rest = (acc1 * share).to(HALF).reshape([1, 1, QUERIES, REST])
+        p7.store([b, h, start, FIRST], rest)
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """What a program has at once. ``stages``: steps whose keys and values are on the way."""
+
+    queries: int
+    keys: int
+    stages: int
+    num_warps: int
+    parts: int = 2  # of a head, at most; one is padded to a power of two
+    blocks: int = 1  # of keys in a step without a mask; 0: each step has one
+    poly: int = 0  # one of so many exponentials is a polynomial; 0: none
+    registers: int | None = None  # of a thread, at most
+    with_queries: bool = False  # a step without others loads these too: one wait less
+
+
+def parts_of(head: int, parts: int) -> tuple[int, int]:
+    """Columns of the products that a head is cut into; 0: there is no second one."""
+    padded = 1 << (head - 1).bit_length()
+    if padded == head or parts == 1:
+        return padded, 0
+    rest = head - padded // 2
+    return padded // 2, max(LEAST_COLUMNS, 1 << (rest - 1).bit_length())
+
+
+def box_attention(head: int, scale: float, tile: Tile, dtype: torch.dtype) -> KernelSource:
+    """out[b, h, i] = sum_j softmax_j(scale * q[b, h, i] . k[b, h, j]) v[b, h, j], scale > 0.
+
+    Params: q, k, v and the result, (B, H, S, D) each, and the four once more where a head has two
+    parts. Their last dim is dense; addresses and the other strides are multiples of 16 bytes.
+    Scalars: queries, keys, H, B * H. Sums are fp32; weights are rounded to ``dtype``, and the row
+    is divided by the sum of the rounded ones. NaN or +inf in a row of scores gives NaN.
+    """
+    first, rest = parts_of(head, tile.parts)
+    boxes = tuple((1, 1, rows, columns) for columns in (first, rest) if columns
+                  for rows in (tile.queries, tile.keys, tile.keys, tile.queries))  # fmt: skip
+    constants = {"FIRST": first, "REST": rest, "QUERIES": tile.queries, "KEYS": tile.keys,
+                 "STAGES": tile.stages, "POLY": tile.poly, "EARLY": 1}  # fmt: skip
+    text = _text(tile)
+    for name, value in (
+        ("PARAMS", ", ".join(f"p{n}" for n in range(len(boxes)))), ("HALF", HALVES[dtype]),
+        ("FACTOR", repr(scale * math.log2(math.e))),
+        ("MOST_EARLY_PROGRAMS", str(MOST_EARLY_PROGRAMS)),
+    ):  # fmt: skip
+        text = text.replace(name, value)
+    grid = ((symbol("s0") + (tile.queries - 1)) // tile.queries, symbol("s3"))
+    return KernelSource(
+        "box_attention", "triton", text, (dtype,) * len(boxes), (1,) * 4, grid,
+        constants=tuple(constants.items()), num_warps=tile.num_warps,
+        max_registers=tile.registers, boxes=boxes,
+    )  # fmt: skip
+
+
+def _text(tile: Tile) -> str:
+    """Steps of whole blocks of keys, without a mask, and then of what is left of them."""
+    assert not (tile.blocks and tile.with_queries)
+    lines, numbers, step = [HELPERS, _HEAD], range(tile.blocks), f"KEYS * {tile.blocks}"
+    if not tile.with_queries:
+        lines.append(_QUERIES)
+    if tile.blocks:
+        lines.append(f"    whole = s1 // ({step}) * ({step})\n")
+        lines.append(f"    for at in tl.range(0, whole, {step}, num_stages=STAGES):\n")
+        lines += [_LOAD.format(n=n) for n in numbers]
+        lines += [(_SCORE + _WEIGH).format(n=n) for n in numbers]
+    first = "whole" if tile.blocks else "0"
+    lines.append(f"    for at in tl.range({first}, s1, KEYS, num_stages=STAGES):\n")
+    if tile.with_queries:
+        lines.append(textwrap.indent(_QUERIES, "    "))
+    lines.append((_LOAD + _SCORE + _MASK + _WEIGH).format(n=0))
+    return "".join((*lines, _TAIL))
+
+
+# Measured on an H100 in fp16 (benchmarks/probes/attn_boxes.py), us of cuDNN and ours at batch 2, 8
+# heads: 1024 to 77 words, heads of 80 9.0 and 6.0; 4096, of 40 14.8 and 13.9; 256 to themselves, of
+# 160 11.2 and 7.5; 1024, 20 of 64 34.7 and 33.0. But 1024, of 80 19.2 and 19.7; 4096, of 40 158 and
+# 171, 10 of 64 191 and 208: cuDNN takes longer to begin, and less for each score.
+FEW_KEYS = 128  # which are a few blocks
+TILES = {  # by the size of a head: few keys, and else
+    40: (Tile(128, 32, 4, 4, parts=1, blocks=0), Tile(128, 64, 3, 8, parts=1)),
+    64: (Tile(64, 32, 4, 4, blocks=0), Tile(64, 64, 3, 4)),
+    80: (Tile(64, 64, 3, 4, blocks=0, with_queries=True), Tile(64, 64, 3, 4)),
+    160: (Tile(64, 64, 3, 4, blocks=0, with_queries=True),) * 2,
+}
+MOST_SCORES = {  # of all heads together, likewise
+    40: (8 << 20, 2 << 20), 64: (16 << 20, 48 << 20), 80: (8 << 20, 8 << 20),
+    160: (8 << 20, 8 << 20),
+}  # fmt: skip
+
+
+def tile_of(head: int, batch_times_heads: int, queries: int, keys: int) -> Tile | None:
+    """The fastest tile, or None where the library is faster."""
+    if head not in TILES:
+        return None
+    which = int(keys > FEW_KEYS)
+    is_ours = batch_times_heads * queries * keys <= MOST_SCORES[head][which]
+    return TILES[head][which] if is_ours else None
+
+
+def sources_at(attrs: Mapping[str, Any], shapes: Sequence[Sequence[int]], dtype: torch.dtype
+               ) -> list[KernelSource]:  # fmt: skip
+    """What is launched for operands of these sizes; nothing where the library does it."""
+    batch, heads, queries, head = shapes[0]
+    tile = tile_of(head, batch * heads, queries, shapes[1][2])
+    return [box_attention(head, scale_of(attrs, head), tile, dtype)] if tile else []
+
+
+def scale_of(attrs: Mapping[str, Any], head: int) -> float:
+    scale: float | None = attrs["scale"]
+    return head**-0.5 if scale is None else scale
+
+
+def is_boxed(attrs: Mapping[str, Any], shapes: Sequence[Sequence[Expr]], dtype: torch.dtype
+             ) -> bool:  # fmt: skip
+    """Whether the kernel can take these operands of an attention, (B, H, S, D) each."""
+    widths = {shape[-1] for shape in shapes}
+    return (
+        len(shapes) == 3  # no mask
+        and not attrs["causal"]
+        and (attrs["scale"] is None or attrs["scale"] > 0)
+        and dtype in HALVES
+        and len(widths) == 1
+        and all(width.is_const and width.value in TILES for width in widths)
+    )
