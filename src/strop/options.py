@@ -37,12 +37,14 @@ class Options:
                            "STROP_IN_PLACE")  # fmt: skip
     narrow_conv: bool = _knob(True, "convolutions of up to four channels, before or after, by a"
                               " kernel of ours (GPUs)", "STROP_NARROW_CONV")  # fmt: skip
-    box_conv: bool = _knob(True, "convolutions by a kernel of ours that the tensor memory"
+    box_conv: bool = _knob(False, "convolutions by a kernel of ours that the tensor memory"
                            " accelerator feeds, at sizes where it is faster (sm_90)",
                            "STROP_BOX_CONV")  # fmt: skip
-    box_attention: bool = _knob(True, "attention by a kernel of ours that the tensor memory"
+    box_attention: bool = _knob(False, "attention by a kernel of ours that the tensor memory"
                                 " accelerator feeds, at sizes where it is faster (sm_90)",
                                 "STROP_BOX_ATTENTION")  # fmt: skip
+    box_geglu: bool = _knob(False, "a linear and the GEGLU behind it by one such kernel, at sizes"
+                            " where that is faster (sm_90)", "STROP_BOX_GEGLU")  # fmt: skip
     cache_dir: str = _knob("", "where plans and kernels are kept; empty: ~/.cache/strop",
                            "STROP_CACHE_DIR", keyed=False)  # fmt: skip
     dump: str = _knob("", "folder for the files of every compiled graph, from ATen to kernels",

@@ -18,6 +18,8 @@ MULTIPLE = 64  # of the depth and of the result's width, as the kernel wants the
 
 
 def gated_linear(graph: Graph, options: Options) -> Graph:
+    if not options.box_geglu:
+        return graph
     users = graph.users()
 
     def is_read_once(node: Node, times: int = 1) -> bool:

@@ -38,7 +38,7 @@ def chosen(steps: Sequence[Step | None], sizes: Callable[[tuple[Expr, ...]], Seq
     """By step, the kernels that its call launches itself, for operands of these sizes."""
     found = {}
     for position, step in enumerate(steps):
-        if isinstance(step, CallStep):
+        if isinstance(step, CallStep) and step.op in OWN:
             shapes = [sizes(ref.shape) for ref in step.inputs]
             boxed = step.boxed and arch >= BOXES_ARCH
             sources = own_kernels.sources_at(step.op, dict(step.attrs), shapes, dtype(step),
