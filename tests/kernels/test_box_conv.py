@@ -187,7 +187,7 @@ class Network(nn.Module):
                     reason="needs an NVIDIA GPU with a tensor memory accelerator")  # fmt: skip
 class TestOnAGpu:
     @pytest.mark.parametrize("dtype", HALVES, ids=str)
-    @pytest.mark.parametrize("tile", [tile for tile, *_ in box_conv.TILES], ids=str)
+    @pytest.mark.parametrize("tile", list(box_conv.TILES), ids=str)
     def test_each_tile_at_odd_sizes(self, tile: Tile, dtype: torch.dtype) -> None:
         from strop.runtime.kernels import kernel_library
 

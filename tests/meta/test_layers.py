@@ -82,6 +82,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "api",
         "runtime.dispatch",
         "debug",
+        "kernels",
         "models",
         "testing",
         "train",

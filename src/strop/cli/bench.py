@@ -42,6 +42,12 @@ BATCHES_EXAMPLES = (
     "strop bench batches resnet50 -o benchmarks/results/resnet50.json"
 )
 
+SELECT_EXAMPLES = (
+    "[bold]Examples[/]\n\n"
+    "strop bench select benchmarks/results/conv_boxes_h100_2026-11-22.json\n\n"
+    "strop bench select benchmarks/results/*_boxes*.json"
+)
+
 app = typer.Typer(
     help="Measure Strop beside eager torch and others, on models with random weights at full size.",
     no_args_is_help=True,
@@ -352,3 +358,36 @@ def _write_census(result: dict[str, Any], out: Path | None, page: Path | None) -
     header, *rows = census.rows_of(result)
     show(header, rows, result)
     print(f"{result['num_good']} of {result['num_models']} models pass")
+
+
+@app.command("select", epilog=SELECT_EXAMPLES)
+@reported
+def select(
+    sweeps: Annotated[
+        list[Path],
+        typer.Argument(help="Files of benchmarks/probes/conv_boxes.py or attn_boxes.py.",
+                       show_default=False),
+    ],
+) -> None:  # fmt: skip
+    """Judge the rules that choose between kernels of ours and a library's: how fast is what they
+    choose, beside the fastest of everything that a sweep has timed?
+
+    Runs on any machine: the times are those of the sweeps.
+    """
+    from strop.bench import select as bench_select
+
+    found = [choice for sweep in sweeps for choice in bench_select.choices(sweep)]
+    rows = [(choice.kind, "x".join(map(str, choice.shape)), str(choice.chosen), f"{choice.us:.1f}",
+             str(choice.fastest), f"{choice.fastest_us:.1f}", f"{choice.share:.3f}",
+             "fitted" if choice.was_fitted else "") for choice in found]  # fmt: skip
+    show(("sweep", "shape", "chosen", "us", "fastest", "us", "share", ""), rows, {})
+    for what, held_out in (("all shapes", False), ("held out", True)):
+        verdict = bench_select.judged(found, held_out=held_out)
+        typer.echo(f"{what}: {verdict.count}, geometric mean {verdict.mean:.4f} of the fastest, "
+                   f"worst {verdict.worst.share:.3f}; {_must(verdict.holds)}")  # fmt: skip
+    first, again = bench_select.decision_us((2, side, 320, 640, 3, 1) for side in range(8, 136))
+    typer.echo(f"a decision: {again:.2f} us, {first:.0f} us at a size for the first time")
+
+
+def _must(holds: bool) -> str:
+    return "the must of 0.97 and 0.90 is " + ("reached" if holds else "missed")

@@ -188,6 +188,10 @@ def _text(tile: Tile) -> str:
 # heads: 1024 to 77 words, heads of 80 9.0 and 6.0; 4096, of 40 14.8 and 13.9; 256 to themselves, of
 # 160 11.2 and 7.5; 1024, 20 of 64 34.7 and 33.0. But 1024, of 80 19.2 and 19.7; 4096, of 40 158 and
 # 171, 10 of 64 191 and 208: cuDNN takes longer to begin, and less for each score.
+FITTED = (  # batch, heads, queries, keys, size of a head of these measurements
+    (2, 8, 1024, 77, 80), (2, 8, 4096, 77, 40), (2, 8, 256, 256, 160), (2, 20, 1024, 1024, 64),
+    (2, 8, 1024, 1024, 80), (2, 8, 4096, 4096, 40), (2, 10, 4096, 4096, 64),
+)  # fmt: skip
 FEW_KEYS = 128  # which are a few blocks
 TILES = {  # by the size of a head: few keys, and else
     40: (Tile(128, 32, 4, 4, parts=1, blocks=0), Tile(128, 64, 3, 8, parts=1)),

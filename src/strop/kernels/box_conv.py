@@ -211,15 +211,19 @@ def _boxes(pixels: int, extra: int) -> tuple[tuple[int, int, int], ...]:
 
 
 # Measured on an H100 in fp16 (benchmarks/probes/conv_boxes.py): microseconds that a program takes
-# for a step of 64 input channels, by tile, and beside its steps; of the sum of parts.
-TILES = (
-    (Tile(64, 256, 4, 4, extra=1), 0.46),
-    (Tile(128, 128, 4, 4), 0.30),
-    (Tile(128, 128, 4, 4, split=3), 0.30),
-    (Tile(128, 128, 5, 8, split=9), 0.30),
-)
-SMS = 132
-BEGIN_US, ADD_US, PARTS_BYTES_A_US = 4.5, 3.0, 2.5e6
+# by tile, at its beginning and end and for each step of 64 input channels; of the sum of parts.
+TILES = {
+    Tile(64, 256, 4, 4, extra=1): (4.0, 0.463),
+    Tile(128, 128, 4, 4): (1.0, 0.328),
+    Tile(128, 128, 4, 4, split=3): (3.0, 0.383),
+    Tile(128, 128, 5, 8, split=9): (3.7, 0.564),
+}
+FITTED = (  # batch, height = width, channels in and out of these measurements
+    (2, 64, 320, 320), (2, 64, 640, 320), (2, 64, 960, 320), (2, 32, 640, 640), (2, 32, 960, 640),
+    (2, 32, 1920, 640), (2, 16, 1280, 1280), (2, 16, 2560, 1280), (2, 8, 1280, 1280),
+    (2, 8, 2560, 1280), (1, 64, 512, 512),
+)  # fmt: skip
+SMS, ADD_US = 132, 4.5
 # Programs come in rounds of one a processor. cuDNN's overlap the end of one tile with the next.
 LEAST_USE = (0.59, 0.9)  # share of one round's processors, of two rounds'
 # What cuDNN takes: so many operations a microsecond, or as long as it reads the weights, and 7 us.
@@ -229,30 +233,28 @@ LIBRARY_OPS_A_US, LIBRARY_BYTES_A_US, LIBRARY_BEGIN_US = 560e6, 2.0e6, 7.0
 @lru_cache(maxsize=4096)
 def form_of(of: Picture) -> Form | None:
     """How to compute it, or None where the library is faster."""
-    found = {form: us_of(form, step_us, of) for form, step_us in _forms(of)}
+    found = {form: us_of(form, of) for form in _forms(of)}
     best = min(found, key=lambda form: found[form], default=None)
     return best if best and found[best] <= _library_us(of) else None
 
 
-def _forms(of: Picture) -> Iterator[tuple[Form, float]]:
-    for tile, step_us in TILES:
+def _forms(of: Picture) -> Iterator[Form]:
+    for tile in TILES:
         if of.outs % tile.cols or of.size**2 * of.ins // DEPTH % tile.split:
             continue
         form = Form(tile, box_of(tile.pixels, of, tile.extra))
         programs = form.num_programs(of)
         rounds = -(-programs // SMS)
         if rounds <= len(LEAST_USE) and programs >= LEAST_USE[rounds - 1] * rounds * SMS:
-            yield form, step_us
+            yield form
 
 
-def us_of(form: Form, step_us: float, of: Picture) -> float:
-    """About how long the kernels take, on a GPU that does nothing else."""
+def us_of(form: Form, of: Picture) -> float:
+    """About how long its kernels take, on a GPU that does nothing else."""
+    begin_us, step_us = TILES[form.tile]
     steps = of.size**2 * of.ins // DEPTH // form.tile.split
-    us = -(-form.num_programs(of) // SMS) * (BEGIN_US + steps * step_us)
-    if form.tile.split > 1:
-        numel = of.batch * of.height * of.width * of.outs
-        us += ADD_US + 8 * form.tile.split * numel / PARTS_BYTES_A_US
-    return us
+    rounds = -(-form.num_programs(of) // SMS)
+    return rounds * (begin_us + steps * step_us) + (ADD_US if form.tile.split > 1 else 0.0)
 
 
 def _library_us(of: Picture) -> float:

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from strop.kernels.box_conv import Form, Picture, form_of, picture_of, sources_of
 from strop.runtime.kernels import BoundKernel, KernelLibrary
+from strop.runtime.narrow_convolution import is_dense
 
 OutCall = Callable[[Sequence[Tensor], Tensor], None]
 Choose = Callable[[Picture], Form | None]
-ALIGNMENT = 16  # bytes
 NOWHERE = 1 << 20  # an aligned address, until the tensors are known
 
 
@@ -41,7 +41,7 @@ class BoxConvolution:
 
     def __call__(self, inputs: Sequence[Tensor], out: Tensor) -> None:
         x, weight, *bias = inputs
-        if bias or not (_is_dense(x) and _is_dense(weight) and _is_dense(out)):
+        if bias or not (is_dense(x) and is_dense(weight) and is_dense(out)):
             self._otherwise(inputs, out)
             return
         of = picture_of(x.shape, weight.shape)
@@ -89,9 +89,3 @@ def _strides(sizes: Sequence[int]) -> tuple[int, ...]:
     for size in reversed(sizes[1:]):
         found.append(found[-1] * size)
     return tuple(reversed(found))
-
-
-def _is_dense(tensor: Tensor) -> bool:
-    """Each of its numbers behind the other, channels last, and not too many for 32 bits."""
-    is_dense = tensor.is_contiguous(memory_format=torch.channels_last)
-    return is_dense and tensor.data_ptr() % ALIGNMENT == 0 and tensor.numel() < 2**31

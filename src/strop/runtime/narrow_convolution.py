@@ -29,7 +29,7 @@ class NarrowConvolution:
 
     def __call__(self, inputs: Sequence[Tensor], out: Tensor) -> None:
         x, weight, *bias = inputs
-        if bias or not (_is_dense(weight) and _is_dense(out) and self._takes(x)):
+        if bias or not (is_dense(weight) and is_dense(out) and self._takes(x)):
             self._otherwise(inputs, out)
             return
         kernel = self._bound.get((x.shape, x.stride()))
@@ -54,7 +54,7 @@ class NarrowConvolution:
         return self._kernels.bind(self._source, [0, 0, 0], numbers, self._stream)
 
 
-def _is_dense(tensor: Tensor) -> bool:
+def is_dense(tensor: Tensor) -> bool:
     """Each of its numbers behind the other, channels last, and not too many for 32 bits."""
-    is_dense = tensor.is_contiguous(memory_format=torch.channels_last)
-    return is_dense and tensor.data_ptr() % ALIGNMENT == 0 and tensor.numel() < 2**31
+    is_last = tensor.is_contiguous(memory_format=torch.channels_last)
+    return is_last and tensor.data_ptr() % ALIGNMENT == 0 and tensor.numel() < 2**31

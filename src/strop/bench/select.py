@@ -1,0 +1,135 @@
+"""Are the kernels that rules choose the fastest ones? Judged by sweeps that an earlier run left.
+
+A sweep is a JSON file of ``benchmarks/probes/conv_boxes.py`` or ``attn_boxes.py``: at each shape
+the microseconds of the library and of every tile of ours.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import astuple, dataclass
+from pathlib import Path
+from typing import Any
+
+from strop.errors import StropError
+from strop.kernels import box_attention, box_conv
+from strop.kernels.box_conv import Picture
+
+LIBRARY = "cudnn"
+MUST_MEAN, MUST_WORST = 0.97, 0.90  # of the speed of the fastest
+Shape = tuple[int, ...]
+Name = tuple[Any, ...] | str  # the numbers of a tile, or LIBRARY
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What a rule has chosen at a shape of a sweep. ``was_fitted``: the rule's numbers are from
+    this very shape."""
+
+    kind: str
+    shape: Shape
+    chosen: Name
+    us: float
+    fastest: Name
+    fastest_us: float
+    was_fitted: bool
+
+    @property
+    def share(self) -> float:
+        return self.fastest_us / self.us
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Geometric mean and least of the shares; of shapes that nothing was fitted to, or of all."""
+
+    count: int
+    mean: float
+    worst: Choice
+
+    @property
+    def holds(self) -> bool:
+        return self.mean >= MUST_MEAN and self.worst.share >= MUST_WORST
+
+
+def _conv(shape: Shape) -> Name:
+    batch, side, ins, outs, size, _ = shape
+    form = box_conv.form_of(Picture(size, ins, outs, batch, side, side))
+    return astuple(form.tile) if form else LIBRARY
+
+
+def _attention(shape: Shape) -> Name:
+    batch, heads, queries, keys, head = shape
+    tile = box_attention.tile_of(head, batch * heads, queries, keys)
+    return astuple(tile) if tile else LIBRARY
+
+
+RULES: Mapping[str, Callable[[Shape], Name]] = {"conv_boxes": _conv, "attn_boxes": _attention}
+FITTED: Mapping[str, frozenset[Shape]] = {
+    "conv_boxes": frozenset((*each, 3, 1) for each in box_conv.FITTED),
+    "attn_boxes": frozenset(box_attention.FITTED),
+}
+
+
+def choices(sweep: Path) -> Iterator[Choice]:
+    """One for each shape at which the tile that the rule chooses was timed.
+
+    Raises StropError for a file that is no sweep of a kind that has a rule.
+    """
+    for kind, shape, us in _swept(sweep):
+        chosen = RULES[kind](shape)
+        fastest = min(us, key=lambda name: us[name])
+        if chosen in us:
+            yield Choice(kind, shape, chosen, us[chosen], fastest, us[fastest],
+                         shape in FITTED[kind])  # fmt: skip
+
+
+def _swept(sweep: Path) -> Iterator[tuple[str, Shape, dict[Name, float]]]:
+    try:
+        report = json.loads(sweep.read_text())
+        kind, rows = report["kind"], report["rows"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise StropError(f"{sweep} is no sweep of kernels: {error}") from error
+    if kind not in RULES:
+        raise StropError(f"{sweep} is of {kind}, for which there is no rule; there are "
+                         f"{', '.join(RULES)}")  # fmt: skip
+    for row in rows:
+        us = {_name(who): each for who, each in row["us"].items() if who[0] == "(" or
+              who == LIBRARY}  # fmt: skip
+        yield kind, tuple(row["shape"]), us
+
+
+def _name(who: str) -> Name:
+    """The first sweep of convolutions had the depth of a step among its numbers."""
+    if who == LIBRARY:
+        return who
+    numbers: tuple[Any, ...] = ast.literal_eval(who)
+    return (*numbers[:5], numbers[6]) if len(numbers) == 7 else numbers
+
+
+def judged(found: Sequence[Choice], *, held_out: bool) -> Verdict:
+    """Raises StropError where there is nothing to judge."""
+    some = [choice for choice in found if not (held_out and choice.was_fitted)]
+    if not some:
+        raise StropError("no shape of these sweeps is one that the rules were not fitted to")
+    mean = math.exp(sum(math.log(choice.share) for choice in some) / len(some))
+    return Verdict(len(some), mean, min(some, key=lambda choice: choice.share))
+
+
+def decision_us(shapes: Iterable[Shape]) -> tuple[float, float]:
+    """Median microseconds of the rule for convolutions, at sizes it has not seen and again."""
+    box_conv.form_of.cache_clear()
+    taken: tuple[list[float], list[float]] = ([], [])
+    for shape in shapes:
+        batch, side, ins, outs, size, _ = shape
+        picture = Picture(size, ins, outs, batch, side, side)
+        for times in taken:
+            start = time.perf_counter()
+            box_conv.form_of(picture)
+            times.append((time.perf_counter() - start) * 1e6)
+    first, again = (sorted(times)[len(times) // 2] for times in taken)
+    return first, again
