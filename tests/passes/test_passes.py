@@ -150,3 +150,24 @@ def test_disabled_passes_are_skipped():
     traced = trace(Heads(), "b s 8", b=2, s=24)
     _, records = run_passes(traced.graph, Options(disable=names))
     assert [r.name for r in records] == ["channels_last"]
+
+
+class Rows(nn.Module):
+    """A linear on flattened rows, as Dynamo's graphs have it."""
+
+    def __init__(self, *, shows_rows: bool) -> None:
+        super().__init__()
+        self.linear, self.shows_rows = nn.Linear(8, 16), shows_rows
+
+    def forward(self, x: Tensor) -> Any:
+        rows = self.linear(x.reshape(-1, 8))
+        value, gate = rows.reshape(*x.shape[:-1], 16).chunk(2, -1)
+        return (value * F.gelu(gate), rows) if self.shows_rows else value * F.gelu(gate)
+
+
+@pytest.mark.parametrize("shows_rows", [False, True])
+def test_one_gemm_for_rows_and_their_tensor(shows_rows: bool) -> None:
+    """A backward keeps the rows: a linear on the tensor beside one on its rows was two."""
+    graph = optimized(Rows(shows_rows=shows_rows), "b s 8")
+    (linear,) = (node for node in graph.nodes if node.op == "linear")
+    assert len(linear.shape) == (2 if shows_rows else 3)

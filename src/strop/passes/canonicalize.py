@@ -15,10 +15,10 @@ from strop.options import Options
 
 
 def canonicalize(graph: Graph, options: Options) -> Graph:
-    shown = _views_of_results(graph)
+    kept = _views_of_results(graph) | _views_of_shared(graph)
 
     def rule(b: Builder, node: Node, inputs: tuple[Node, ...]) -> Node | None:
-        return None if node in shown else simplify(b, node, inputs)
+        return None if node in kept else simplify(b, node, inputs)
 
     return rewrite(graph, rule)
 
@@ -31,6 +31,15 @@ def _views_of_results(graph: Graph) -> set[Node]:
             found.add(node)
             node = node.inputs[0]
     return found
+
+
+def _views_of_shared(graph: Graph) -> set[Node]:
+    """Of linears that others read as well, as a backward does: one on the tensor itself would be a
+    second GEMM."""
+    users = graph.users()
+    shared = {n for n in graph.nodes
+              if n.op == "linear" and (n in graph.outputs or len(users[n]) > 1)}  # fmt: skip
+    return {n for n in graph.nodes if n.op == "reshape" and n.inputs[0] in shared}
 
 
 def simplify(b: Builder, node: Node, inputs: tuple[Node, ...]) -> Node | None:
