@@ -11,6 +11,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
+from itertools import chain
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -29,7 +30,9 @@ from strop.runtime.hoisting import Hoist, Hoisted, Stamp, prologue_of
 from strop.runtime.kernels import BoundKernel, KernelLibrary
 from strop.runtime.limits import needs_wide_indices
 from strop.runtime.memory import KEPT_BYTES, Interval, Workspace, plan_arena, shared
+from strop.runtime.narrow_convolution import NarrowConvolution
 from strop.runtime.native import BoundKernel as NativeKernel
+from strop.runtime.wide_attention import WideAttention, is_wide
 
 Getter = Callable[[], Tensor]
 Run = Callable[[Sequence[Tensor]], Any]
@@ -70,7 +73,7 @@ class Bound:
         self._shapes = [self._eval_all(b.shape) for b in program.buffers]
         self._strides = [self._eval_all(b.strides) for b in program.buffers]
         self._plan_memory(in_place)
-        self._own = own_calls.chosen(self.steps, self._eval_all, self._dtype, kernels.arch)
+        self._own = own_calls.chosen(program, self.steps, self._eval_all, kernels.arch)
         self._sources = self._built()
         self._faults = Faults(program, workspace.device)
         self._memory: Tensor | None = None
@@ -165,12 +168,9 @@ class Bound:
         needed, and that the background has not come to, is built now."""
         found = {position: self._source(step) for position, step in enumerate(self.steps)
                  if isinstance(step, KernelStep)}  # fmt: skip
-        own = [source for sources in self._own.values() for source in sources]
+        own = chain.from_iterable(self._own.values())
         self._kernels.build(list(dict.fromkeys([*found.values(), *own])))
         return found
-
-    def _dtype(self, step: CallStep) -> torch.dtype:
-        return self.program.buffers[step.inputs[0].buffer].dtype
 
     def _source(self, step: KernelStep) -> KernelSource:
         source = self.program.sources[step.kernel]
@@ -199,10 +199,8 @@ class Bound:
         self._results = [(n, self._shapes[n], self._strides[n], self.program.buffers[n].dtype)
                          for n, kind in enumerate(kinds) if kind == "result"]  # fmt: skip
         # arguments too: a backward's are what its forward has kept, half of the device's memory
-        self._released = [
-            *self._arguments,
-            *(n for n, kind in enumerate(kinds) if kind in ("call", "result")),
-        ]
+        passing = (n for n, kind in enumerate(kinds) if kind in ("call", "result"))
+        self._released = [*self._arguments, *passing]
         self._return = [self._link_returned(item) for item in self.program.returned]
 
     def _view(self, number: int, memory: Tensor, offset: int) -> Tensor:
@@ -287,10 +285,10 @@ class Bound:
         attrs = {name: self._concrete(value) for name, value in step.attrs}
         getters = [self._getter(ref) for ref in step.inputs]
         if step.op in self._planned_calls:
-            library = self._planned_calls[step.op](attrs)
-            return self._link_planned(step, getters, self._or_own(position, step, library))
+            return self._link_planned(position, step, getters, attrs)
         call, outputs = self._allocating_calls[step.op](attrs), step.outputs
-        call = self._or_own(position, step, call)
+        if step.op == "attention" and self.program.device == "cuda":
+            call = self._attention_call(position, step, attrs, call)
         single = attrs.get("single", True)
         if step.op == "aten" and _returns_view(attrs["target"]):
             call = _copied(call)  # a view of the arena would not outlive its operand
@@ -312,19 +310,27 @@ class Bound:
 
         return run
 
-    def _or_own(self, position: int, step: CallStep, library: Callable[..., Any]
-                ) -> Callable[..., Any]:  # fmt: skip
-        """The library's call, or that of a kernel of ours which does the same."""
-        if self.program.device == "cpu":
-            return library
-        place = own_calls.Place(self._kernels, self.stream, self._follows_a_kernel(position))
-        narrow = None if step.kernel is None else self.program.sources[step.kernel]
-        is_own = position in self._own
-        return own_calls.instead(step, self._dtype(step), library, place, narrow, is_own=is_own)
+    def _attention_call(self, position: int, step: CallStep, attrs: Mapping[str, Any], library: Run
+                        ) -> Run:  # fmt: skip
+        if position in self._own:
+            return self._own_call(position, step, library)
+        dtype = self.program.buffers[step.inputs[0].buffer].dtype
+        if is_wide(attrs, [ref.shape for ref in step.inputs], dtype):
+            return WideAttention(attrs["scale"], library, self._kernels, self.stream)
+        return library
 
-    def _link_planned(self, step: CallStep, getters: list[Getter], call: Callable[..., Any]
-                      ) -> Callable[[], None]:  # fmt: skip
-        (number,) = step.outputs
+    def _own_call(self, position: int, step: CallStep, library: Any) -> Any:
+        return own_calls.instead(step, library, self._kernels, self.stream,
+                                 early=self._follows_a_kernel(position))  # fmt: skip
+
+    def _link_planned(self, position: int, step: CallStep, getters: list[Getter],
+                      attrs: Mapping[str, Any]) -> Callable[[], None]:  # fmt: skip
+        call, (number,) = self._planned_calls[step.op](attrs), step.outputs
+        if step.kernel is not None:
+            source = self.program.sources[step.kernel]
+            call = NarrowConvolution(source, call, self._kernels, self.stream)
+        elif position in self._own:
+            call = self._own_call(position, step, call)
         shape = self._shapes[number]
         is_of_rows = step.op in ("linear", "geglu")
         if is_of_rows:

@@ -1,0 +1,128 @@
+"""Programs for a GPU, linked without one: which calls kernels written by hand take over."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from strop.backend import compile_graph
+from strop.codegen.assemble import Signature
+from strop.ir.program import CallStep, Program
+from strop.ir.source import KernelSource
+from strop.options import Options
+from strop.runtime.box_attention import BoxAttention
+from strop.runtime.box_convolution import BoxConvolution
+from strop.runtime.executor import Bound
+from strop.runtime.memory import Workspace
+from strop.runtime.narrow_convolution import NarrowConvolution
+from strop.runtime.wide_attention import WideAttention
+from tests.frontend.tracing import trace
+
+BOXES = Options(box_conv=True, box_attention=True, box_geglu=True)
+SIZES = {"b": 2, "h": 64, "w": 64}
+
+
+class Kernels:
+    """Stands where a GPU's kernels are built and bound."""
+
+    def __init__(self, arch: int) -> None:
+        self.arch, self.built, self.early = arch, set[str](), dict[str, bool]()
+
+    def build(self, sources: Sequence[KernelSource]) -> None:
+        self.built |= {source.name for source in sources}
+
+    def bind(self, source: KernelSource, *args: Any, early: bool = False, **kwargs: Any) -> Any:
+        self.early[source.name] = early
+        return lambda: None
+
+    def splits(self, rows: int, parallel: int, min_rows: int) -> int:
+        return 1
+
+
+class Everything(nn.Module):
+    """All kinds of calls: convolutions, attention, GEGLU, and one without an operand."""
+
+    def __init__(self, head: int = 64) -> None:
+        super().__init__()
+        self.head = head
+        self.first, self.conv = nn.Conv2d(4, 320, 3, padding=1), nn.Conv2d(320, 320, 3, padding=1)
+        self.qkv = nn.Linear(320, 3 * head)
+        self.up = nn.Linear(head, 2 * 2560)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.conv(F.silu(self.first(x)))
+        x = x + torch.rand(320, 1, 1, dtype=x.dtype)
+        rows = F.dropout(x[:, :, :16, :16].flatten(2).transpose(1, 2), training=True)
+        q, k, v = self.qkv(rows).unflatten(-1, (3, 1, self.head)).permute(2, 0, 3, 1, 4)
+        value, gate = self.up(F.scaled_dot_product_attention(q, k, v)).chunk(2, -1)
+        return value * F.gelu(gate)
+
+
+def compiled(options: Options, head: int = 64) -> tuple[Program, list[Tensor | None]]:
+    module = Everything(head).half()
+    traced = trace(module, "b 4 h w", dtype=torch.float16, **SIZES)
+    program = compile_graph(traced.graph, Signature(traced.returned, ()), "cuda", options).program
+    state = [torch.empty([s.eval(SIZES) for s in spec.shape], dtype=spec.dtype)
+             if spec.is_state else None for spec in program.inputs]  # fmt: skip
+    return program, state
+
+
+def linked(program: Program, state: Sequence[Tensor | None], arch: int
+           ) -> tuple[Kernels, list[str]]:  # fmt: skip
+    """The library of kernels, and what calls the steps of the program make."""
+    kernels: Any = Kernels(arch)
+    bound = Bound(program, SIZES, state, kernels, Workspace(torch.device("cpu")), 0)
+    bound._link(torch.empty(bound.arena_bytes, dtype=torch.uint8))
+    found = []
+    for step, run in zip(bound.steps, bound._steps, strict=True):
+        if isinstance(step, CallStep):
+            cells = [cell.cell_contents for cell in run.__closure__ or ()]
+            ours = [type(c).__name__ for c in cells if isinstance(c, OWN)]
+            found += [f"{step.op} {ours[0] if ours else 'library'}"]
+    return kernels, found
+
+
+OWN = (BoxAttention, BoxConvolution, NarrowConvolution, WideAttention)
+
+
+@pytest.mark.parametrize(("options", "arch"), [(Options(), 90), (BOXES, 80), (Options(), 80)])
+def test_the_library_has_what_nobody_asked_for_or_no_gpu_can(options: Options, arch: int) -> None:
+    """Calls without an operand among them."""
+    kernels, found = linked(*compiled(options), arch)
+    assert "aten library" in found
+    assert found.count("conv2d NarrowConvolution") == 1
+    assert found.count("conv2d library") == 1
+    assert found.count("attention library") == 1
+    assert not any(name.startswith("box_") for name in kernels.built)
+
+
+def test_boxes_take_over() -> None:
+    kernels, found = linked(*compiled(BOXES), 90)
+    assert "aten library" in found
+    assert found.count("conv2d NarrowConvolution") == 1
+    assert found.count("conv2d BoxConvolution") == 1
+    assert found.count("attention BoxAttention") == 1
+    assert {"box_conv", "box_attention"} <= kernels.built
+
+
+def test_wide_heads_stay_ours() -> None:
+    _, found = linked(*compiled(BOXES, head=512), 90)
+    assert found.count("attention WideAttention") == 1
+
+
+def test_what_follows_a_kernel_of_ours_may_begin_early() -> None:
+    """The kernel behind a convolution of ours; behind a library's it waits for its end."""
+    behind = {}
+    for options in (BOXES, Options()):
+        program, state = compiled(options)
+        bound = Bound(program, SIZES, state, Kernels(90), Workspace(torch.device("cpu")), 0)  # type: ignore[arg-type]
+        convs = [
+            n for n, s in enumerate(bound.steps) if isinstance(s, CallStep) and s.op == "conv2d"
+        ]
+        behind[options] = bound._follows_a_kernel(convs[1] + 1)
+    assert behind == {BOXES: True, Options(): False}
