@@ -310,8 +310,8 @@ class Bound:
 
         return run
 
-    def _attention_call(self, position: int, step: CallStep, attrs: Mapping[str, Any], library: Run
-                        ) -> Run:  # fmt: skip
+    def _attention_call(self, position: int, step: CallStep, attrs: Mapping[str, Any],
+                        library: own_calls.Call) -> own_calls.Call:  # fmt: skip
         if position in self._own:
             return self._own_call(position, step, library)
         dtype = self.program.buffers[step.inputs[0].buffer].dtype
@@ -319,7 +319,7 @@ class Bound:
             return WideAttention(attrs["scale"], library, self._kernels, self.stream)
         return library
 
-    def _own_call(self, position: int, step: CallStep, library: Any) -> Any:
+    def _own_call(self, position: int, step: CallStep, library: own_calls.Call) -> own_calls.Call:
         return own_calls.instead(step, library, self._kernels, self.stream,
                                  early=self._follows_a_kernel(position))  # fmt: skip
 
