@@ -18,7 +18,6 @@ from strop.ir.source import KernelSource
 from strop.kernels.box_attention import (
     FEW_KEYS,
     HALVES,
-    HELPERS,
     TILES,
     Tile,
     box_attention,
@@ -144,8 +143,6 @@ def test_tiles_in_use(head: int, tile: Tile) -> None:
         Tile(64, 32, 3, 4, blocks=0),
         Tile(64, 32, 3, 4, blocks=0, with_queries=True),
         Tile(64, 32, 3, 4, blocks=2),
-        Tile(64, 32, 3, 4, poly=1),
-        Tile(64, 32, 3, 4, poly=4, blocks=2),
     ],
     ids=str,
 )
@@ -160,24 +157,22 @@ def test_another_scale() -> None:
     judge(run(*given, scale=0.3), *given, scale=0.3)
 
 
-@pytest.mark.parametrize("poly", [0, 4])
-def test_scores_may_be_large(poly: int) -> None:
+def test_scores_may_be_large() -> None:
     """In one row all are very negative, in one very positive, and in one a single key counts."""
     q, k, v = (t.clone() for t in operands(64, 64, 77, heads=1))
     k[..., 0], q[:, :, :3] = 20.0, 0.0
     q[:, :, 0, 0], q[:, :, 1, 0] = -2000.0, 2000.0
     q[:, :, 2] = k[:, :, 76] * 100
-    found = of_tile(Tile(64, 32, 3, 4, poly=poly), q, k, v)
+    found = of_tile(Tile(64, 32, 3, 4), q, k, v)
     assert bool(found.isfinite().all())
     judge(found, q, k, v)
 
 
-@pytest.mark.parametrize("poly", [0, 4])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
-def test_what_softmax_makes_nan_is_nan(bad: float, poly: int) -> None:
+def test_what_softmax_makes_nan_is_nan(bad: float) -> None:
     q, k, v = (t.clone() for t in operands(40, 64, 77, heads=1))
     q[:, :, 5, 0], k[0, :, 30, 0] = bad, bad
-    found = of_tile(Tile(64, 32, 3, 4, poly=poly), q, k, v)
+    found = of_tile(Tile(64, 32, 3, 4), q, k, v)
     exact = (q.double() @ k.double().mT * 40**-0.5).softmax(-1) @ v.double()
     assert torch.equal(found.isnan(), exact.isnan())
     assert not exact.isnan().all()
@@ -289,30 +284,6 @@ def test_which_tiles() -> None:
     assert tile_of(40, 16, 4096, 4096) is None  # cuDNN's is faster
     assert tile_of(64, 20, 4096, 4096) is None
     assert tile_of(128, 16, 64, 64) is None
-
-
-POWERS = (
-    HELPERS
-    + """\
-@triton.jit
-def powers(p0, p1, COUNT: tl.constexpr):
-    at = tl.arange(0, COUNT)
-    tl.store(p1 + at, power_of_two(tl.load(p0 + at)))
-"""
-)
-
-
-def test_powers_by_multiplication() -> None:
-    count = 1 << 14
-    x = torch.linspace(-130, 0, count)
-    x[0], found = -float("inf"), torch.empty(count)
-    source = KernelSource("powers", "triton", POWERS, (torch.float32,) * 2, (), (const(1),),
-                          constants=(("COUNT", count),))  # fmt: skip
-    interpret(source, [x, found], {})
-    inside = x >= -126
-    error = found[inside].double() / torch.exp2(x[inside].double()) - 1
-    assert float(error.abs().max()) < 7.6e-5
-    assert float(found[~inside].max()) < 2.0**-125  # nothing, beside a weight of 1
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)

@@ -104,11 +104,14 @@ def _swept(sweep: Path) -> Iterator[tuple[str, Shape, dict[Name, float]]]:
 
 
 def _name(who: str) -> Name:
-    """The first sweep of convolutions had the depth of a step among its numbers."""
+    """Without numbers that tiles had when a sweep was made: the depth of a convolution's step;
+    polynomials and registers of an attention, where they were what they are now."""
     if who == LIBRARY:
         return who
     numbers: tuple[Any, ...] = ast.literal_eval(who)
-    return (*numbers[:5], numbers[6]) if len(numbers) == 7 else numbers
+    if len(numbers) == 9 and numbers[6:8] == (0, None):
+        return (*numbers[:6], numbers[8])
+    return (*numbers[:5], numbers[6]) if len(numbers) == 7 and numbers[5] == box_conv.DEPTH else numbers
 
 
 def judged(found: Sequence[Choice], *, held_out: bool) -> Verdict:

@@ -3,8 +3,7 @@
 FlashAttention-2 (https://arxiv.org/abs/2307.08691): one pass over the keys, a running maximum, fp32
 sums. A head that is no power of two is two parts, or the next power of two, for which the
 accelerator brings zeros: 40 is 32 + 16, or 64. The weights of a row are added by the tensor cores
-too, as a product with ones. Where exponentials are what takes longest, some are computed by
-multiplications, as in FlashAttention-4.
+too, as a product with ones.
 """
 
 from __future__ import annotations
@@ -23,9 +22,6 @@ from strop.ir.source import MOST_EARLY_PROGRAMS, KernelSource
 HALVES = {torch.float16: "tl.float16", torch.bfloat16: "tl.bfloat16"}
 LEAST_COLUMNS = 16  # of a product
 
-# ``power_of_two`` is for x <= 0. Its coefficients are those of the algorithm of Remez for
-# [-1/2, 1/2]: the relative error is 7.5e-5, and weights are rounded to half precision right after.
-# Adding 3 * 2 ** 22 rounds to an integer, whose last bits then are added to the exponent.
 HELPERS = """\
 import triton
 import triton.language as tl
@@ -36,22 +32,12 @@ def larger(a, b):
     return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
-@triton.jit
-def power_of_two(x):
-    x = larger(x, -126.0)
-    whole = x + 12582912.0
-    x -= whole - 12582912.0
-    part = ((0.0551716691 * x + 0.242611122) * x + 0.693260985) * x + 0.999928074
-    bits = part.to(tl.int32, bitcast=True) + (whole.to(tl.int32, bitcast=True) << 23)
-    return bits.to(tl.float32, bitcast=True)
-
-
 """
 _HEAD = """\
 @triton.jit
 def box_attention(PARAMS, s0, s1, s2, s3, FIRST: tl.constexpr, REST: tl.constexpr,
                   QUERIES: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr,
-                  POLY: tl.constexpr, EARLY: tl.constexpr):
+                  EARLY: tl.constexpr):
     if EARLY:
         if tl.num_programs(0) * tl.num_programs(1) <= MOST_EARLY_PROGRAMS:
             tl.extra.cuda.gdc_wait()
@@ -88,15 +74,10 @@ _SCORE = """\
 _MASK = """\
         s = tl.where((at + tl.arange(0, KEYS) < s1)[None, :], s, -float("inf"))
 """
-# The maximum is of unscaled scores, so that scaling and subtracting are one instruction. Which
-# columns are polynomials is known of each register: the compiler leaves out the other way.
+# The maximum is of unscaled scores, so that scaling and subtracting are one instruction.
 _WEIGH = """\
         new = larger(most, tl.reduce(s, 1, larger) * FACTOR)
-        x = s * FACTOR - new[:, None]
-        p = tl.exp2(x)
-        if POLY:
-            p = tl.where((tl.arange(0, KEYS) // 8 % POLY == 0)[None, :], power_of_two(x), p)
-        p = p.to(HALF)
+        p = tl.exp2(s * FACTOR - new[:, None]).to(HALF)
         shrink = tl.exp2(most - new)[:, None]
         most = new
         total = tl.dot(p, ones, total * shrink)
@@ -123,8 +104,6 @@ class Tile:
     num_warps: int
     parts: int = 2  # of a head, at most; one is padded to a power of two
     blocks: int = 1  # of keys in a step without a mask; 0: each step has one
-    poly: int = 0  # one of so many exponentials is a polynomial; 0: none
-    registers: int | None = None  # of a thread, at most
     with_queries: bool = False  # a step without others loads these too: one wait less
 
 
@@ -149,7 +128,7 @@ def box_attention(head: int, scale: float, tile: Tile, dtype: torch.dtype) -> Ke
     boxes = tuple((1, 1, rows, columns) for columns in (first, rest) if columns
                   for rows in (tile.queries, tile.keys, tile.keys, tile.queries))  # fmt: skip
     constants = {"FIRST": first, "REST": rest, "QUERIES": tile.queries, "KEYS": tile.keys,
-                 "STAGES": tile.stages, "POLY": tile.poly, "EARLY": 1}  # fmt: skip
+                 "STAGES": tile.stages, "EARLY": 1}  # fmt: skip
     text = _text(tile)
     for name, value in (
         ("PARAMS", ", ".join(f"p{n}" for n in range(len(boxes)))), ("HALF", HALVES[dtype]),
@@ -161,7 +140,7 @@ def box_attention(head: int, scale: float, tile: Tile, dtype: torch.dtype) -> Ke
     return KernelSource(
         "box_attention", "triton", text, (dtype,) * len(boxes), (1,) * 4, grid,
         constants=tuple(constants.items()), num_warps=tile.num_warps,
-        max_registers=tile.registers, boxes=boxes,
+        boxes=boxes,
     )  # fmt: skip
 
 
