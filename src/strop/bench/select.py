@@ -111,7 +111,9 @@ def _name(who: str) -> Name:
     numbers: tuple[Any, ...] = ast.literal_eval(who)
     if len(numbers) == 9 and numbers[6:8] == (0, None):
         return (*numbers[:6], numbers[8])
-    return (*numbers[:5], numbers[6]) if len(numbers) == 7 and numbers[5] == box_conv.DEPTH else numbers
+    if len(numbers) == 7 and numbers[5] == box_conv.DEPTH:
+        return (*numbers[:5], numbers[6])
+    return numbers
 
 
 def judged(found: Sequence[Choice], *, held_out: bool) -> Verdict:
