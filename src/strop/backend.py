@@ -210,8 +210,9 @@ class _First:
         for node in graph.nodes:
             if source := self.target.own_call(node):
                 self._begin(source)
-            for source in own_kernels.sources_of(node, self.hints, self.target.is_boxed(node)):
-                self._begin(source)
+            if self.target.is_boxed(node):
+                for source in own_kernels.sources_of(node, self.hints):
+                    self._begin(source)
 
     def _begin(self, source: KernelSource) -> None:
         if self.begin is not None:

@@ -34,12 +34,8 @@ from strop.debug.explain import explain
 SAMPLES, PICTURE_SAMPLES = 6, 2  # of a random shape
 LATER_CALLS = 3  # that are timed one by one
 MAX_STEPS = 10  # of a picture
-OPT_IN = (
-    "hoist",
-    "box_conv",
-    "box_attention",
-    "box_geglu",
-)  # knobs of speed that are off by default
+# Knobs of speed that are off by default.
+OPT_IN = ("hoist", "box_conv", "box_attention", "box_geglu")
 NEEDED_PASSES = ("channels_last",)  # without it there is no memory order to lower
 
 

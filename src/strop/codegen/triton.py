@@ -14,29 +14,15 @@ from functools import lru_cache
 from strop.codegen import triton_block, triton_column, triton_pointwise, triton_reduce, triton_row
 from strop.codegen.triton_text import Form, Lines, Printer, is_transposing
 from strop.ir.dims import Expr
-from strop.ir.functions import FUNCTIONS
+from strop.ir.functions import EARLY, FUNCTIONS
 from strop.ir.loops import Kernel, Reduce, Schedule, has_places
 from strop.ir.source import (
     FAULTS,
-    MOST_EARLY_PROGRAMS,
     Emitted,
     KernelSource,
     Scratch,
     Split,
     Variant,
-)
-
-# Programmatic dependent launch: programs start while those of the kernel before still run, wait
-# here until it has ended and all its memory is visible, and let the next kernel's programs start.
-# No access to memory may come before the wait: with it in every kernel that is launched so, what
-# came earlier still has ended too. Saves 0.4 us of a gap of 1.1 (CUDA C++ Programming Guide,
-# Programmatic Dependent Launch). Where there are many programs, letting others start slows their
-# own start to one in 1.25 ns, whether anybody waits or not.
-EARLY = (
-    "    if EARLY:",
-    f"        if tl.num_programs(0) <= {MOST_EARLY_PROGRAMS}:",
-    "            tl.extra.cuda.gdc_wait()",
-    "            tl.extra.cuda.gdc_launch_dependents()",
 )
 
 
@@ -126,7 +112,7 @@ def _assemble(
     for name, text in FUNCTIONS.items():
         if any(f"{name}(" in line for line in printer.out.lines):
             lines.lines += ["@triton.jit", *text.splitlines(), "", ""]
-    lines.lines += ["@triton.jit", f"def {kernel.name}({', '.join(args)}):", *EARLY]
+    lines.lines += ["@triton.jit", f"def {kernel.name}({', '.join(args)}):", *EARLY.splitlines()]
     source = KernelSource(
         name=kernel.name,
         language="triton",

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 
 from strop.ir.dims import Expr, symbol
-from strop.ir.source import MOST_EARLY_PROGRAMS, KernelSource
+from strop.ir.functions import EARLY, HALVES
+from strop.ir.source import KernelSource
 
-HALVES = {torch.float16: "tl.float16", torch.bfloat16: "tl.bfloat16"}
 LEAST_COLUMNS = 16  # of a product
 
 HELPERS = """\
@@ -38,11 +38,7 @@ _HEAD = """\
 def box_attention(PARAMS, s0, s1, s2, s3, FIRST: tl.constexpr, REST: tl.constexpr,
                   QUERIES: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr,
                   EARLY: tl.constexpr):
-    if EARLY:
-        if tl.num_programs(0) * tl.num_programs(1) <= MOST_EARLY_PROGRAMS:
-            tl.extra.cuda.gdc_wait()
-            tl.extra.cuda.gdc_launch_dependents()
-    start = tl.program_id(0) * QUERIES
+EARLY_LINES    start = tl.program_id(0) * QUERIES
     b = tl.program_id(1) // s2
     h = tl.program_id(1) % s2
     acc0 = tl.full([QUERIES, FIRST], 0.0, tl.float32)
@@ -133,7 +129,7 @@ def box_attention(head: int, scale: float, tile: Tile, dtype: torch.dtype) -> Ke
     for name, value in (
         ("PARAMS", ", ".join(f"p{n}" for n in range(len(boxes)))), ("HALF", HALVES[dtype]),
         ("FACTOR", repr(scale * math.log2(math.e))),
-        ("MOST_EARLY_PROGRAMS", str(MOST_EARLY_PROGRAMS)),
+        ("EARLY_LINES", EARLY.replace("(0)", "(0) * tl.num_programs(1)")),  # a grid of two dims
     ):  # fmt: skip
         text = text.replace(name, value)
     grid = ((symbol("s0") + (tile.queries - 1)) // tile.queries, symbol("s3"))

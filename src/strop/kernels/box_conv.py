@@ -16,10 +16,10 @@ from functools import lru_cache
 import torch
 
 from strop.ir.dims import symbol
+from strop.ir.functions import EARLY, HALVES
 from strop.ir.graph import Node
-from strop.ir.source import MOST_EARLY_PROGRAMS, KernelSource
+from strop.ir.source import KernelSource
 
-HALVES = {torch.float16: "tl.float16", torch.bfloat16: "tl.bfloat16"}
 DEPTH = 64  # input channels of a step: 128 bytes, what lies in one row of shared memory
 
 _TEXT = """\
@@ -31,11 +31,7 @@ import triton.language as tl
 def box_conv(PARAMS, s0, s1, s2, s3, SIZE: tl.constexpr, CHUNKS: tl.constexpr, COUNT: tl.constexpr,
              HEIGHT: tl.constexpr, WIDTH: tl.constexpr, COLS: tl.constexpr, DEPTH: tl.constexpr,
              SPLIT: tl.constexpr, STAGES: tl.constexpr, EXTRA: tl.constexpr, EARLY: tl.constexpr):
-    if EARLY:
-        if tl.num_programs(0) <= MOST:
-            tl.extra.cuda.gdc_wait()
-            tl.extra.cuda.gdc_launch_dependents()
-    pixels: tl.constexpr = COUNT * HEIGHT * WIDTH
+EARLY_LINES    pixels: tl.constexpr = COUNT * HEIGHT * WIDTH
     col = tl.program_id(0) % s0 * COLS
     box = tl.program_id(0) // s0
     part = box % SPLIT
@@ -71,11 +67,7 @@ import triton.language as tl
 
 @triton.jit
 def add_parts(p0, p1, s0, s1, PARTS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr):
-    if EARLY:
-        if tl.num_programs(0) <= MOST:
-            tl.extra.cuda.gdc_wait()
-            tl.extra.cuda.gdc_launch_dependents()
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+EARLY_LINES    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     total = tl.full([BLOCK], 0.0, tl.float32)
     for part in tl.static_range(PARTS):
         total += tl.load(p0 + part * s1 + at, mask=at < s0, other=0.0)
@@ -160,7 +152,7 @@ def box_conv(form: Form, size: int, ins: int, dtype: torch.dtype) -> KernelSourc
     if tile.extra:
         boxes += ((1, 1, width, DEPTH), (1, 1, width, tile.cols))
     names = ", ".join(f"p{n}" for n in range(len(boxes)))
-    text = _TEXT.replace("PARAMS", names).replace("MOST", str(MOST_EARLY_PROGRAMS))
+    text = _TEXT.replace("PARAMS", names).replace("EARLY_LINES", EARLY)
     text = text.replace("OUT", HALVES.get(out, "tl.float32"))
     constants = {"SIZE": size, "CHUNKS": ins // DEPTH, "COUNT": count, "HEIGHT": height,
                  "WIDTH": width, "COLS": tile.cols, "DEPTH": DEPTH, "SPLIT": tile.split,
@@ -175,7 +167,7 @@ def box_conv(form: Form, size: int, ins: int, dtype: torch.dtype) -> KernelSourc
 
 def add_parts(parts: int, dtype: torch.dtype) -> KernelSource:
     """out[i] = sum over p of in[p * s1 + i], i < s0, in the order of p, in fp32."""
-    text = _ADD.replace("HALF", HALVES[dtype]).replace("MOST", str(MOST_EARLY_PROGRAMS))
+    text = _ADD.replace("HALF", HALVES[dtype]).replace("EARLY_LINES", EARLY)
     return KernelSource(
         "add_parts", "triton", text, (torch.float32, dtype), (16, 16),
         ((symbol("s0") + (ADD_BLOCK - 1)) // ADD_BLOCK,),

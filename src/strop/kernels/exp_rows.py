@@ -7,11 +7,11 @@ import math
 import torch
 
 from strop.ir.dims import symbol
+from strop.ir.functions import HALVES
 from strop.ir.source import KernelSource
 
 COLS, NUM_WARPS = 2048, 8  # a row is read twice; 8 KB of it at once
 MULTIPLE = 16  # of the length of rows whose accesses are 16 bytes wide
-HALVES = {torch.float16: "tl.float16", torch.bfloat16: "tl.bfloat16"}
 
 _TEXT = """\
 import triton

@@ -14,10 +14,9 @@ from dataclasses import dataclass
 import torch
 
 from strop.ir.dims import symbol
-from strop.ir.functions import FUNCTIONS
-from strop.ir.source import MOST_EARLY_PROGRAMS, KernelSource
+from strop.ir.functions import EARLY, FUNCTIONS, HALVES
+from strop.ir.source import KernelSource
 
-HALVES = {torch.float16: "tl.float16", torch.bfloat16: "tl.bfloat16"}
 DEPTH = 64  # of a step: 128 bytes, what lies in one row of shared memory
 GROUP = 8  # row tiles whose programs lie next to each other: they read the same weights
 
@@ -30,12 +29,6 @@ import triton.language as tl
 {FUNCTIONS["half_gelu"]}
 
 
-"""
-_EARLY = """\
-    if EARLY:
-        if tl.num_programs(0) <= MOST:
-            tl.extra.cuda.gdc_wait()
-            tl.extra.cuda.gdc_launch_dependents()
 """
 _BOXED = """\
 @triton.jit
@@ -86,8 +79,8 @@ class Tile:
 
 
 def _text(text: str, bias: str, dtype: torch.dtype) -> str:
-    text = text.replace("EARLY_LINES", _EARLY).replace("BIAS", bias).replace("HALF", HALVES[dtype])
-    return _HEAD + text.replace("MOST", str(MOST_EARLY_PROGRAMS))
+    text = text.replace("EARLY_LINES", EARLY).replace("BIAS", bias).replace("HALF", HALVES[dtype])
+    return _HEAD + text
 
 
 def box_geglu(tile: Tile, dtype: torch.dtype, *, has_bias: bool) -> KernelSource:

@@ -13,10 +13,10 @@ from dataclasses import dataclass, replace
 import torch
 
 from strop.ir.dims import symbol
+from strop.ir.functions import HALVES
 from strop.ir.graph import Node
 from strop.ir.source import KernelSource
 
-HALVES = {torch.float16: "tl.float16", torch.bfloat16: "tl.bfloat16"}
 MULTIPLE = 16  # of strides whose accesses are 16 bytes wide
 
 _HEAD = """\

@@ -32,7 +32,7 @@ def sources_at(op: str, attrs: Mapping[str, Any], shapes: Sequence[Sequence[int]
     return []
 
 
-def sources_of(node: Node, sizes: Mapping[str, int], boxed: bool) -> list[KernelSource]:
-    """The same of a node."""
+def sources_of(node: Node, sizes: Mapping[str, int]) -> list[KernelSource]:
+    """The same of a node, where such kernels may."""
     shapes = [[size.eval(sizes) for size in x.shape] for x in node.inputs]
-    return sources_at(node.op, node.attrs, shapes, node.dtype, boxed=boxed)
+    return sources_at(node.op, node.attrs, shapes, node.dtype, boxed=True)

@@ -7,13 +7,11 @@ Improve Transformer, https://arxiv.org/abs/2002.05202.
 
 from __future__ import annotations
 
-import torch
-
 from strop.ir.dims import const
+from strop.ir.functions import HALVES
 from strop.ir.graph import Builder, Graph, Node, rewrite
 from strop.options import Options
 
-HALVES = (torch.float16, torch.bfloat16)
 MULTIPLE = 64  # of the depth and of the result's width, as the kernel wants them
 
 

@@ -26,9 +26,9 @@ def chosen(program: Program, steps: Sequence[Step | None],
     """By step, the kernels that its call launches itself, for operands of these sizes."""
     found = {}
     for position, step in enumerate(steps):
-        if isinstance(step, CallStep) and step.op in OWN:
+        if isinstance(step, CallStep) and step.boxed:
             shapes = [sizes(ref.shape) for ref in step.inputs]
-            boxed = step.boxed and arch >= BOXES_ARCH
+            boxed = arch >= BOXES_ARCH
             dtype = program.buffers[step.inputs[0].buffer].dtype
             sources = own_kernels.sources_at(step.op, dict(step.attrs), shapes, dtype, boxed=boxed)
             if sources:

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from strop.ir.dims import Expr
-from strop.kernels.exp_rows import HALVES, exp_rows
+from strop.ir.functions import HALVES
+from strop.kernels.exp_rows import exp_rows
 from strop.runtime.kernels import BoundKernel, KernelLibrary
 
 Call = Callable[[Sequence[Tensor]], Tensor]
