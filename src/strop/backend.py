@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from strop import passes
 from strop.codegen import cpp, triton
 from strop.codegen.assemble import Signature, Target, assemble, in_turn, once
-from strop.codegen.order import lean
+from strop.codegen.order import in_order, lean
 from strop.errors import OptionError, UnsupportedError
 from strop.fusion.plan import FusionPlan, Group, Stitch
 from strop.fusion.planner import computed_by, plan
@@ -56,6 +56,7 @@ class Compiled:
     """A program and how it came about, for ``explain``."""
 
     program: Program
+    order: tuple[int, ...]  # of the program's steps, each by its place among the plan's
     graph: Graph
     plan: FusionPlan
     passes: tuple[passes.PassRecord, ...]
@@ -105,9 +106,11 @@ def compile_graph(graph: Graph, signature: Signature, device: str, options: Opti
     # which nodes share a kernel, and its loops
     fusion, kernels, found = _planned(graph, generic, device == "cuda", first, clock)
     lowered = {group: (low.kernel, low.buffers, low.offsets) for group, low in kernels.items()}
-    program = lean(assemble(graph, fusion, lowered, signature, target, found))
+    program = assemble(graph, fusion, lowered, signature, target, found)
+    order = lean(program)
+    program = in_order(program, order)
     clock.lap("codegen")
-    return Compiled(program, graph, fusion, (*own.records, *records), clock.seconds,
+    return Compiled(program, order, graph, fusion, (*own.records, *records), clock.seconds,
                     imported, patterns=own)  # fmt: skip
 
 

@@ -11,7 +11,17 @@ from typing import Any
 import pytest
 import torch
 
-from strop.bench import accuracy, environment, models, peers, report, timer, worker
+from strop.bench import (
+    accuracy,
+    environment,
+    infer_report,
+    models,
+    peers,
+    report,
+    timer,
+    train_report,
+    worker,
+)
 from strop.bench.cases import CASES, case_named
 from strop.errors import OptionError
 
@@ -135,7 +145,25 @@ def test_environment() -> None:
     assert found["diffusers"] != "unknown"
     assert environment.device_label(CPU) == "cpu"
     assert environment.version_of("no-such-package") == "unknown"
+    assert found["switches"] == {}
     json.dumps(found)
+
+
+def test_switches_of_the_environment_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STROP_HOIST", "1")
+    monkeypatch.setenv("STROP_IN_PLACE", "1")  # as it is anyway
+    monkeypatch.setenv("STROP_CACHE_DIR", "somewhere")
+    assert environment.switches() == {"hoist": True}
+
+
+@pytest.mark.parametrize("kind, row", [("infer", "P1"), ("train", "P8")])
+def test_tables_are_of_the_default_options(kind: str, row: str, tmp_path: Path) -> None:
+    load = {"infer": infer_report.load, "train": train_report.load}[kind]
+    usual = {"row": row, "kind": kind, "environment": {"date": "2030-01-01", "switches": {}}}
+    newer = {"date": "2030-01-02", "switches": {"box_conv": True}}
+    for number, result in enumerate((usual, usual | {"environment": newer})):
+        (tmp_path / f"{number}.json").write_text(json.dumps(result))
+    assert load(sorted(tmp_path.iterdir())) == [usual]
 
 
 RESULT = {"case": "some-case", "kind": "infer",

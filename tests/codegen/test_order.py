@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from unittest.mock import patch
 
@@ -12,9 +13,12 @@ from torch import Tensor, nn
 
 import strop
 from strop import backend
+from strop.backend import Compiled
 from strop.codegen.assemble import Signature
-from strop.codegen.order import _Memory, lean
+from strop.codegen.order import _Memory, in_order
+from strop.debug.steps import planned_steps
 from strop.frontend.capture import TensorSpec
+from strop.fusion.plan import Group
 from strop.ir.program import CallStep, KernelStep, Program, Step
 from strop.options import Options
 from tests.frontend.tracing import trace_specs
@@ -61,6 +65,21 @@ class WrittenBetween(Block):
         return self.after(h + self.shortcut(x))
 
 
+class Rows(nn.Module):
+    """The same of linear layers, whose results a program places on a CPU as well."""
+
+    def __init__(self, ins: int, outs: int) -> None:
+        super().__init__()
+        self.before, self.shortcut = nn.Linear(8, ins, bias=False), nn.Linear(ins, outs, bias=False)
+        self.first, self.second = nn.Linear(ins, outs, bias=False), nn.Linear(outs, outs)
+        self.norm, self.after = nn.LayerNorm(ins), nn.Linear(outs, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.before(x)
+        h = self.second(F.silu(self.first(F.silu(self.norm(x)))))
+        return self.after(h + self.shortcut(x))
+
+
 MOVES: dict[str, tuple[Block, bool]] = {
     "narrowing": (Block(64, 32), True),
     "widening": (Block(32, 64), False),
@@ -71,21 +90,19 @@ ALL = {name: block for name, (block, _) in MOVES.items()} | {
 }
 
 
-def programs_of(block: Block, device: str = "cuda") -> tuple[Program, Program]:
-    """As the graph says, and as it is run."""
+def compiled_of(block: Block, device: str = "cuda") -> Compiled:
     specs = [TensorSpec(("b", "8", "h", "w"), torch.float32, torch.device("cpu"))]
     hints = {"b": 2, "h": SIDE, "w": SIDE}
     traced = trace_specs(block.eval().requires_grad_(False), block, specs, hints)
     signature = Signature(traced.returned, traced.captured.guards)
-    before: list[Program] = []
+    return backend.compile_graph(traced.graph, signature, device, Options())
 
-    def watched(program: Program) -> Program:
-        before.append(program)
-        return lean(program)
 
-    with patch.object(backend, "lean", watched):
-        after = backend.compile_graph(traced.graph, signature, device, Options()).program
-    return before[0], after
+def programs_of(block: Block, device: str = "cuda") -> tuple[Program, Program]:
+    """As the graph says, and as it is run."""
+    compiled = compiled_of(block, device)
+    back = sorted(range(len(compiled.order)), key=compiled.order.__getitem__)
+    return in_order(compiled.program, tuple(back)), compiled.program
 
 
 def most_alive(program: Program) -> int:
@@ -161,19 +178,51 @@ def test_it_counts_what_the_runtime_needs(name: str) -> None:
         assert 0 <= small < 0.05 * bound.arena_bytes, "statistics' scratch, and alignment"
 
 
-@pytest.mark.parametrize("triton", [False, True])
-def test_values_stay(triton: bool, tmp_path: Path) -> None:
-    if triton:
-        pytest.importorskip("triton")
+def test_values_stay(tmp_path: Path) -> None:
+    pytest.importorskip("triton")
     torch.manual_seed(0)
-    block, x = Block(64, 32).eval().requires_grad_(False), torch.randn(2, 8, 12, 20)
-    found = []
-    with interpreted(triton=triton):
-        for order in (lean, lambda program: program):
+    rows, x = Rows(64, 32).eval().requires_grad_(False), torch.randn(37, 8)
+    found, orders = [], []
+    with interpreted(triton=True):
+        for order in (backend.lean, lambda program: tuple(range(len(program.steps)))):
             with patch.object(backend, "lean", order):
                 options = Options(cache_dir=str(tmp_path / str(len(found))), strict=True)
-                strop.optimize(block, options=options)
-                found.append(block(x))
-            strop.restore(block)
+                strop.optimize(rows, options=options)
+                found.append(rows(x))
+                orders.append(calls_of(rows))
+            strop.restore(rows)
+    assert orders[0] == ["before", "shortcut", "first", "second", "after"]
+    assert orders[1] == ["before", "first", "second", "shortcut", "after"]
     assert torch.equal(*found)
-    torch.testing.assert_close(found[0], block(x), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(found[0], rows(x), rtol=1e-4, atol=1e-4)
+
+
+def calls_of(module: nn.Module) -> list[str]:
+    (graph,) = strop.explain(module).graphs
+    return [step.origin for step in graph.steps if step.kind == "call"]
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_the_explanation_knows_which_step_is_which(name: str) -> None:
+    compiled = compiled_of(ALL[name])
+    planned = planned_steps(compiled)
+    assert [p.step for p in planned] == list(compiled.program.steps)
+    assert [p.number for p in planned] == list(range(len(planned)))
+    for p in planned:
+        assert isinstance(p.plan, Group) is isinstance(p.step, KernelStep)
+        assert isinstance(p.plan, Group) or (p.plan.op, p.plan.origin) == (p.step.op, p.step.origin)
+
+
+def test_every_step_is_judged_in_the_order_of_the_program(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    pytest.importorskip("triton")
+    torch.manual_seed(0)
+    rows, x = Rows(64, 32).eval().requires_grad_(False), torch.randn(37, 8)
+    with interpreted(triton=True), caplog.at_level(logging.INFO, "strop"):
+        strop.optimize(rows, options=Options(cache_dir=str(tmp_path), strict=True, check=True))
+        rows(x)
+        calls = calls_of(rows)
+        strop.restore(rows)
+    assert "steps, 0 findings, 0 steps without a judge" in caplog.text
+    assert calls.index("shortcut") < calls.index("first"), "as it runs"

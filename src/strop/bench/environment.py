@@ -8,6 +8,7 @@ import platform
 import shutil
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +31,20 @@ def describe(device: torch.device) -> dict[str, Any]:
         "cpu": cpu_name(),
         "cpu_threads": torch.get_num_threads(),
         "commit": commit(),
+        "switches": switches(),
     }
     if device.type == "cuda":
         found |= {"gpu": torch.cuda.get_device_name(device), "cuda": torch.version.cuda,
                   "cudnn": torch.backends.cudnn.version(), **gpu_state()}  # fmt: skip
     return found
+
+
+def switches() -> dict[str, Any]:
+    """Options that the environment sets to another value than the default; no folders."""
+    given, usual = strop.Options.from_environment(), strop.Options()
+    values = {knob.name: getattr(given, knob.name) for knob in fields(given)}
+    return {name: value for name, value in values.items()
+            if name not in ("cache_dir", "dump") and value != getattr(usual, name)}  # fmt: skip
 
 
 def device_label(device: torch.device) -> str:

@@ -59,7 +59,8 @@ class Worker:
         if self._answer.is_file():
             result: dict[str, Any] = json.loads(self._answer.read_text())
             return result | {"process_s": round(time.perf_counter() - start, 2)}
-        lines = self._log.read_text(errors="replace").strip().splitlines()
+        log = self._log.read_text(errors="replace").replace(f"{Path.cwd()}{os.sep}", "")
+        lines = log.strip().splitlines()  # files as the repository names them, wherever it lies
         code = self._process.returncode
         return {"failed": f"exit {code}", "log": lines[-12:]} | self._partial()
 

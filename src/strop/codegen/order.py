@@ -27,8 +27,8 @@ class _Uses:
     writes: frozenset[int]
 
 
-def lean(program: Program) -> Program:
-    """The same steps, calls as early as their operands allow wherever that lowers the most bytes
+def lean(program: Program) -> Order:
+    """An order with calls as early as their operands allow wherever that lowers the most bytes
     that are alive at once, at the sizes of the hints."""
     memory = _Memory(program)
     order: Order = tuple(range(len(program.steps)))
@@ -39,6 +39,11 @@ def lean(program: Program) -> Program:
         if most < least:
             order, least = found, most
             tried = _moves(program, memory, order, at)
+    return order
+
+
+def in_order(program: Program, order: Order) -> Program:
+    """The same steps, one after the other as ``order`` has them."""
     return replace(program, steps=tuple(program.steps[number] for number in order))
 
 

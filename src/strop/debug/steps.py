@@ -36,9 +36,11 @@ class Planned:
 
 
 def planned_steps(compiled: Compiled) -> tuple[Planned, ...]:
-    """The program's steps beside the plan's; the plan has some more that need no step."""
+    """The program's steps beside the plan's; the plan has some more that need no step, and its
+    order is that of the graph."""
     found: list[Planned] = []
-    steps = list(compiled.program.steps)
+    numbers = sorted(range(len(compiled.order)), key=compiled.order.__getitem__)
+    steps = [compiled.program.steps[number] for number in numbers]
     items: dict[Node, list[Node]] = defaultdict(list)
     for node in compiled.graph.nodes:
         if node.op == "item":
@@ -48,9 +50,9 @@ def planned_steps(compiled: Compiled) -> tuple[Planned, ...]:
         if isinstance(plan, Node) and _has_no_step(plan, steps[len(found) :], places):
             continue
         step = steps[len(found)]
-        found.append(Planned(len(found), step, plan, _made(plan, step, items)))
+        found.append(Planned(numbers[len(found)], step, plan, _made(plan, step, items)))
     assert len(found) == len(steps), "the program is not that of the plan"
-    return tuple(found)
+    return tuple(sorted(found, key=lambda planned: planned.number))
 
 
 def _has_no_step(node: Node, rest: list[Step], places: dict[Node, int]) -> bool:
