@@ -156,7 +156,7 @@ def test_switches_of_the_environment_are_told(monkeypatch: pytest.MonkeyPatch) -
     assert environment.switches() == {"hoist": True}
 
 
-@pytest.mark.parametrize("kind, row", [("infer", "P1"), ("train", "P8")])
+@pytest.mark.parametrize(("kind", "row"), [("infer", "P1"), ("train", "P8")])
 def test_tables_are_of_the_default_options(kind: str, row: str, tmp_path: Path) -> None:
     load = {"infer": infer_report.load, "train": train_report.load}[kind]
     usual = {"row": row, "kind": kind, "environment": {"date": "2030-01-01", "switches": {}}}
