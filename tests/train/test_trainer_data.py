@@ -58,9 +58,36 @@ def _per_folder(folder: Path) -> None:
 def test_captions(write: Callable[[Path], None], folder: Path) -> None:
     write(folder)
     found = read_captioned(folder, "text")
-    assert {picture.name: picture.caption for picture in found.pictures} == TEXTS
+    assert {p.name: p.captions for p in found.pictures} == {n: (t,) for n, t in TEXTS.items()}
     assert [(p.width, p.height) for p in found.pictures] == [(40, 30), (41, 30), (42, 30)]
     assert not found.bad
+
+
+def _several(folder: Path) -> None:
+    rows = [
+        {"file_name": name, "text": [text, text.upper(), "all"]} for name, text in TEXTS.items()
+    ]
+    (folder / "metadata.jsonl").write_text("\n".join(map(json.dumps, rows)))
+
+
+def test_one_of_several_captions_is_drawn(folder: Path) -> None:
+    """Anew in each epoch, and by the batch's number alone."""
+    _jsonl(folder)
+    plain = read_captioned(folder, "text")
+    _several(folder)
+    found = read_captioned(folder, "text")
+    assert found.pictures[1].captions == ("second", "SECOND", "all")
+    assert found.digest != plain.digest
+    texts = sorted({text for picture in found.pictures for text in picture.captions})
+    rows = {text: row for row, text in enumerate(texts)}
+    made = settings.make("lora", {"model": "m", "train_data_dir": folder, "train_batch_size": 3})
+    batches = [FolderSource(made, 16, found.pictures, (), Captions(rows, torch.arange(8)[:, None]))
+               .batch(number).text.flatten().tolist() for number in (*range(40), 7)]  # fmt: skip
+    assert batches[7] == batches[-1]
+    counts = Counter(texts[row] for batch in batches[:40] for row in batch)
+    assert set(counts) == set(texts)
+    assert 25 < counts["all"] < 55
+    assert all(5 < counts[text] < 25 for text in TEXTS.values())
 
 
 def _whole(folder: Path) -> bytes:
@@ -76,6 +103,48 @@ BAD: dict[str, tuple[Callable[[Path], bytes], str]] = {
     "flipped.png": (lambda folder: _whole(folder).replace(b"IDAT", b"IDBT"), "is damaged"),
     "notes.pdf": (lambda folder: b"%PDF", "is no picture"),
 }
+
+
+def test_links_to_nothing_are_named(folder: Path) -> None:
+    _jsonl(folder)
+    (folder / "gone.png").symlink_to("nowhere.png")
+    (folder / "a.png").unlink()
+    (folder / "a.png").symlink_to("nowhere.png")
+    found = read_subject(folder, "a thing")
+    assert [(bad.path.name, bad.reason) for bad in found.bad] == [
+        (name, "is a link to a file that does not exist") for name in ("a.png", "gone.png")
+    ]
+    reasons = [(bad.path.name, bad.reason) for bad in read_captioned(folder, "text").bad]
+    assert reasons == [("a.png", "is named in metadata.jsonl and does not exist"),
+                       ("gone.png", "is in no metadata file")]  # fmt: skip
+    (folder / "metadata.jsonl").unlink()
+    (folder / "metadata.jsonl").symlink_to("nowhere.jsonl")
+    with pytest.raises(OptionError, match=r"metadata.jsonl cannot be read: .*No such file"):
+        read_captioned(folder, "text")
+
+
+GREYS = numpy.arange(16 * 16).reshape(16, 16)
+
+
+@pytest.mark.parametrize("name", ["grey.png", "grey.tiff"])
+def test_greys_of_16_bits(name: str, tmp_path: Path) -> None:
+    """They have the pixels of the same picture in 8 bits."""
+    Image.fromarray((GREYS * 257).astype(numpy.uint16)).save(tmp_path / name)
+    Image.fromarray(GREYS.astype(numpy.uint8)).save(tmp_path / "8.png")
+    with Image.open(tmp_path / name) as opened:
+        assert opened.mode.startswith("I")
+    (found,) = [p for p in read_subject(tmp_path, "x").pictures if p.name == name]
+    pixels = pixels_of(found.path, 16, Crop())
+    assert torch.equal(pixels, pixels_of(tmp_path / "8.png", 16, Crop()))
+    assert len(pixels.unique()) == 256
+
+
+@pytest.mark.parametrize("kind", [numpy.float32, numpy.int32])
+def test_numbers_of_unknown_range_are_named(kind: Any, folder: Path) -> None:
+    Image.fromarray((GREYS / 255).astype(kind)).save(folder / "odd.tiff")
+    (bad,) = read_subject(folder, "x").bad
+    assert bad.path.name == "odd.tiff"
+    assert "has numbers of unknown range (PIL's mode" in bad.reason
 
 
 @pytest.mark.parametrize("name", BAD)
@@ -107,6 +176,10 @@ def test_files_that_metadata_does_not_fit(folder: Path) -> None:
 MISTAKES: dict[str, tuple[Callable[[Path], object], str]] = {
     "no captions": (lambda f: None, r"a.png, b.jpg, c.webp are without a caption; write a .txt"),
     "wrong column": (_jsonl, r"line 1: no text under 'words', only file_name, text"),
+    "no text": (
+        lambda f: (f / "metadata.jsonl").write_text('{"file_name": "a.png", "words": [1]}'),
+        r"line 1: 'words' is \[1\]; write a text, or a list of texts",
+    ),
     "no json": (lambda f: (f / "metadata.jsonl").write_text("{oops"), r"line 1 is no JSON"),
     "outside": (
         lambda f: (f / "metadata.jsonl").write_text('{"file_name": "../x.png", "words": "a"}'),

@@ -51,11 +51,14 @@ SCRIPTS = {
 }  # fmt: skip
 
 
+UNUSED = {*settings.UNBUILT, *settings.NEEDLESS}
+
+
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_every_flag_is_known(script: str) -> None:
     task, names = SCRIPTS[script]
     mine = {spelt for knob in settings.flags(task) for spelt in (knob.name, knob.metadata["alias"])}
-    assert [name for name in names.split() if name not in mine | set(settings.UNBUILT)] == []
+    assert [name for name in names.split() if name not in mine | UNUSED] == []
 
 
 def run(*words: str) -> tuple[int, str]:
@@ -78,6 +81,25 @@ def test_what_is_not_built_says_why(name: str) -> None:
         settings.make("lora", {"model": "sprites", name: True})
     made = settings.make("lora", {"model": "sprites", name: None, name.replace("_", "-"): False})
     assert made.is_sprites
+
+
+NEEDLESS_VALUES = {"local_rank": "-1", "prior_generation_precision": "fp16"}
+
+
+@pytest.mark.parametrize("name", settings.NEEDLESS)
+def test_what_is_needless_is_taken(name: str, tmp_path: Path) -> None:
+    """With a warning, from the command line in both spellings and from a file."""
+    said_why = f"warning: --{name} changes nothing: {settings.NEEDLESS[name]}"
+    (tmp_path / "t.yaml").write_text(f"{name}: {NEEDLESS_VALUES.get(name, 'true')}\n")
+    value = [NEEDLESS_VALUES[name]] if name in NEEDLESS_VALUES else []
+    for form in ([f"--{name}", *value], [f"--{name.replace('_', '-')}", *value],
+                 ["--config", str(tmp_path / "t.yaml")]):  # fmt: skip
+        code, said = run("lora", "--model", "sprites", "--train_data_dir", "gone", *form)
+        assert (code, said.count(said_why)) == (1, 1), said
+        assert "the folder gone does not exist" in said  # it went on
+    plain = {"model": "sprites"}
+    assert settings.make("lora", {**plain, name: True}) == settings.make("lora", plain)
+    assert settings.needless({**plain, name: None, name.replace("_", "-"): False}) == []
 
 
 @pytest.mark.parametrize("tracker", ["wandb", "comet_ml", "all"])
@@ -106,7 +128,8 @@ def test_slips(slip: str) -> None:
 
 
 def test_switches_are_flags_that_are_not_built() -> None:
-    assert set(settings.UNBUILT) > settings.SWITCHES
+    assert UNUSED > settings.SWITCHES
+    assert not settings.UNBUILT.keys() & settings.NEEDLESS
     kinds = {knob.name: knob.metadata.get("kind") for knob in fields(settings.Settings)}
     assert all(name in kinds for name, _ in settings.UNBUILT_VALUES)
 

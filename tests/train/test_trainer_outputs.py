@@ -189,11 +189,12 @@ def adapters(
     """A training of both parts whose alpha is not the rank, and the picture its model draws."""
     output = tmp_path_factory.mktemp("lora")
     made = trainer.session("lora", model=tiny_model, train_data_dir=pictures, rank=3,
-                           lora_alpha=12, train_text_encoder=True, output_dir=output,
-                           max_train_steps=3, learning_rate=3e-2,
+                           lora_alpha=12, lora_dropout=0.3, train_text_encoder=True,
+                           output_dir=output, max_train_steps=3, learning_rate=3e-2,
                            device=request.param)  # fmt: skip
     Loop(made, trainer.Watch()).run()
     pipe = _load(tiny_model)
+    made.learner.train(False)
     pipe.unet, pipe.text_encoder = map(_as_loaded, (made.model.unet, made.model.text_encoder))
     return output, trainer.picture(pipe)
 
@@ -208,6 +209,7 @@ def test_lora_files_draw_the_same(
     pipe.load_lora_weights(output, weight_name=file)
     found = trainer.picture(pipe)
     assert torch.equal(found, expected)
+    assert torch.equal(trainer.picture(pipe), found), "dropout belongs to the training"
     assert (found - before).abs().max() > 0.01
     pipe.unload_lora_weights()
     assert torch.equal(trainer.picture(pipe), before)
@@ -252,6 +254,7 @@ def test_lora_keys(adapters: tuple[Path, Tensor]) -> None:
     with safe_open(output / lora.DIFFUSERS_NAME, "pt") as file:
         notes = json.loads(file.metadata()["lora_adapter_metadata"])
     assert (notes["unet.r"], notes["unet.lora_alpha"]) == (3, 12.0)
+    assert (notes["unet.lora_dropout"], notes["text_encoder.lora_dropout"]) == (0, 0)
     assert str(output.parent) not in json.dumps(notes)
 
 

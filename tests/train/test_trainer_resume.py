@@ -226,6 +226,36 @@ def test_damaged_checkpoints(tmp_path: Path, caplog: pytest.LogCaptureFixture) -
     with pytest.raises(OptionError, match=r"no checkpoint checkpoint-9.*holds checkpoint-1"):
         checkpoint.find(tmp_path, "checkpoint-9")
     assert checkpoint.find(tmp_path / "none", "latest") is None
+    (tmp_path / "checkpoint-1" / "state.json").write_text("{}")
+    every = r"checkpoint-3 is damaged: .*checkpoint-2 is .*checkpoint-1 is damaged: state.json"
+    with pytest.raises(CacheError, match=rf"holds no whole checkpoint: .*{every}.*--output_dir"):
+        checkpoint.find(tmp_path, "latest")
+
+
+@pytest.mark.parametrize("wanted", ["latest", "checkpoint-10"])
+def test_checkpoints_of_other_programs(wanted: str, tmp_path: Path) -> None:
+    """Those of diffusers' scripts have the same names. They are left alone, older ones or not."""
+    checkpoint.save(tmp_path, 5, {"weights": {"a": torch.zeros(8)}}, {})
+    theirs = tmp_path / "checkpoint-10"
+    (theirs / "unet").mkdir(parents=True)
+    for name in ("optimizer.bin", "scheduler.bin", "random_states_0.pkl"):
+        (theirs / name).write_bytes(b"x")
+    with pytest.raises(OptionError, match=r"checkpoint-10 is not a checkpoint of Strop.*another"):
+        checkpoint.find(tmp_path, wanted)
+
+
+def test_latest_does_not_write_over_damaged_checkpoints(
+    tiny_model: Path, pictures: Path, tmp_path: Path
+) -> None:
+    values: dict[str, Any] = {"model": tiny_model, "train_data_dir": pictures, "max_train_steps": 1,
+                              "output_dir": tmp_path / "out", "checkpointing_steps": 1,
+                              "resume_from_checkpoint": "latest"}  # fmt: skip
+    watch = trainer.Watch()
+    trainer.train("lora", watch, **values)
+    assert [text.rpartition(" ")[2] for text in watch.warnings] == ["anew"]
+    (tmp_path / "out" / "checkpoint-1" / "weights.safetensors").write_bytes(b"")
+    with pytest.raises(CacheError, match="holds no whole checkpoint"):
+        trainer.train("lora", **values)
 
 
 def test_resume_refuses_what_would_not_continue(

@@ -54,7 +54,7 @@ def train(task: str, watch: Watch | None = None, **given: Any) -> Outcome:
 
 
 def draw_pictures(folder: Path, count: int = 5, metadata: bool = True) -> Path:
-    """Drawings that are wider than high, with canonical captions."""
+    """Drawings that are wider than high, with canonical captions; every second one has two."""
     source = torch.Generator().manual_seed(3)
     scenes = specs.draw_training_specs(count, source)
     made = draw.pictures(scenes, 48, 40, source)
@@ -63,7 +63,8 @@ def draw_pictures(folder: Path, count: int = 5, metadata: bool = True) -> Path:
     for number, (pixels, scene) in enumerate(zip(made, specs.scenes(scenes), strict=True)):
         rounded = (pixels * 255).round().byte().permute(1, 2, 0).contiguous().numpy()
         Image.fromarray(rounded).save(folder / f"{number}.png")
-        rows.append({"file_name": f"{number}.png", "text": caption(scene)})
+        text = [caption(scene), "a ring"] if number % 2 else caption(scene)
+        rows.append({"file_name": f"{number}.png", "text": text})
     if metadata:
         (folder / "metadata.jsonl").write_text("\n".join(map(json.dumps, rows)))
     return folder

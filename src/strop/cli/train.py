@@ -76,9 +76,15 @@ def _unbuilt(name: str) -> inspect.Parameter:
         if value:
             raise typer.BadParameter(knobs.UNBUILT[name], param_hint=f"'--{name}'")
 
-    option = typer.Option(f"--{name}", hidden=True, callback=refuse)
+    return _hidden(f"no_{name}", name, refuse)
+
+
+def _hidden(
+    parameter: str, name: str, callback: Callable[[bool | str | None], None] | None = None
+) -> inspect.Parameter:
+    option = typer.Option(f"--{name}", hidden=True, callback=callback)
     kind = bool if name in knobs.SWITCHES else str
-    return inspect.Parameter(f"no_{name}", inspect.Parameter.KEYWORD_ONLY, default=None,
+    return inspect.Parameter(parameter, inspect.Parameter.KEYWORD_ONLY, default=None,
                              annotation=Annotated[kind | None, option])  # fmt: skip
 
 
@@ -100,7 +106,8 @@ def _command(task: str) -> Callable[..., None]:
         _run(settings)
 
     rows = [_CONFIG, *(_option(knob, task) for knob in knobs.flags(task)),
-            *(_unbuilt(name) for name in knobs.UNBUILT)]  # fmt: skip
+            *(_unbuilt(name) for name in knobs.UNBUILT),
+            *(_hidden(name, name) for name in knobs.NEEDLESS)]  # fmt: skip
     command.__signature__ = inspect.Signature(rows)  # type: ignore[attr-defined]
     command.__annotations__ = {row.name: row.annotation for row in rows}
     command.__doc__ = _SUMMARIES[task]
@@ -110,14 +117,18 @@ def _command(task: str) -> Callable[..., None]:
 def _settings(task: str, given: dict[str, Any]) -> knobs.Settings:
     """Defaults, then the file, then the flags. A mistake ends with exit code 2."""
     path = given.pop("config")
-    names = {knob.name for knob in knobs.flags(task)}
+    names = {*(knob.name for knob in knobs.flags(task)), *knobs.NEEDLESS}
     # Not given: None, or the empty list of an option that may be repeated.
     flags = {n: v for n, v in given.items() if n in names and v is not None and v != []}
     try:
         file = {} if path is None else knobs.read_yaml(path)
-        return knobs.make(task, {**_spelt(file, task), **flags})
+        values = {**_spelt(file, task), **flags}
+        made = knobs.make(task, values)
     except (OptionError, UnsupportedError) as error:
         raise typer.BadParameter(str(error)) from error
+    for text in knobs.needless(values):
+        warn(text)
+    return made
 
 
 def _spelt(file: dict[str, Any], task: str) -> dict[str, Any]:

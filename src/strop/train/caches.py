@@ -56,7 +56,7 @@ def cache_moments(
     folder.mkdir(parents=True, exist_ok=True)
     weights = models.digest_of(model.vae)
     how = (side, settings.random_flip, settings.image_interpolation_mode)
-    key = digest_of("moments", 2, weights, how, [p.digest for p in pictures])
+    key = digest_of("moments", 3, weights, how, [p.digest for p in pictures])
     stored = StoredMoments(folder, key)
     for start in range(0, len(pictures), _SHARD):
         path = stored.file(start // _SHARD)
@@ -100,7 +100,7 @@ def _name(number: int, mirrored: bool) -> str:
 
 def captions_of(model: Model, pictures: Sequence[Picture]) -> Captions:
     """Token ids of the different captions, and of the empty one."""
-    texts = list(dict.fromkeys(picture.caption for picture in pictures))
+    texts = list(dict.fromkeys(text for picture in pictures for text in picture.captions))
     table = models.token_ids(model, [*texts, ""])
     return Captions({text: row for row, text in enumerate(texts)}, table)
 

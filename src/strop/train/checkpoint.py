@@ -65,8 +65,9 @@ def numbered(output: Path) -> list[tuple[int, Path]]:
 def find(output: Path, wanted: str) -> Path | None:
     """The whole checkpoint that ``--resume_from_checkpoint`` means.
 
-    ``latest`` passes over damaged ones, with a warning, and may find none. Raises OptionError if
-    a folder that was named does not exist, and CacheError if it is damaged.
+    ``latest`` passes over damaged ones, with a warning, and is None where there are none at all.
+    Raises OptionError for a folder that does not exist or that another program has written, and
+    CacheError if the one that was named is damaged, or all are.
     """
     if wanted != "latest":
         folder = Path(wanted)
@@ -78,18 +79,33 @@ def find(output: Path, wanted: str) -> Path | None:
                               "'latest' takes the newest")  # fmt: skip
         verify(folder)
         return folder
+    return _latest(output)
+
+
+def _latest(output: Path) -> Path | None:
+    damaged = []
     for _, folder in reversed(numbered(output)):
         try:
             verify(folder)
         except CacheError as error:
-            log.warning("%s; trying the one before", error)
+            damaged.append(str(error))
         else:
+            for reason in damaged:
+                log.warning("%s; taking %s", reason, folder.name)
             return folder
+    if damaged:  # a training that started anew would write over them
+        raise CacheError(f"{output} holds no whole checkpoint: {'; '.join(damaged)}; put back a "
+                         "copy of one, or start anew in another --output_dir")  # fmt: skip
     return None
 
 
 def verify(folder: Path) -> None:
-    """Raise CacheError unless every file has the size and the hash that were written down."""
+    """Raise CacheError unless every file has the size and the hash that were written down, and
+    OptionError for a folder that is none of ours."""
+    if not any((folder / name).exists() for name in (_MANIFEST, _STATE)):
+        raise OptionError(f"{folder} is not a checkpoint of Strop: it has no {_MANIFEST}; go on "
+                          "with the program that wrote it, or start anew in another "
+                          "--output_dir")  # fmt: skip
     try:
         manifest = json.loads((folder / _MANIFEST).read_text())
         for name, entry in manifest.items():

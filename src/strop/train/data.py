@@ -144,7 +144,9 @@ class FolderSource:
         drawn = torch.rand(len(chosen), 4, generator=source).tolist()
         crops = [self._crop(row) for row in drawn]
         pictures = [self._picture(i, crop) for i, crop in zip(chosen, crops, strict=True)]
-        text = [self._row(i, row[3]) for i, row in zip(chosen, drawn, strict=True)]
+        source = generator(self.settings.seed, "captions", number)
+        which = torch.rand(len(chosen), generator=source).tolist()
+        text = [self._row(i, row[3], n) for i, row, n in zip(chosen, drawn, which, strict=True)]
         rows = self.captions.table[torch.tensor(text)]
         return Batch(torch.stack(pictures), self.moments is not None, rows, len(places))
 
@@ -160,10 +162,11 @@ class FolderSource:
         resample = self.settings.image_interpolation_mode
         return pixels_of(self.pictures[number].path, self.side, crop, resample)
 
-    def _row(self, number: int, drawn: float) -> int:
+    def _row(self, number: int, drawn: float, which: float) -> int:
         if drawn < self.settings.proportion_empty_prompts:
             return len(self.captions.table) - 1
-        return self.captions.rows[self.pictures[number].caption]
+        texts = self.pictures[number].captions
+        return self.captions.rows[texts[int(which * len(texts))]]
 
 
 class SpritesSource:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy
 from PIL import Image, ImageOps
 
 from strop.errors import OptionError
@@ -29,7 +30,7 @@ class Picture:
 
     path: Path
     name: str
-    caption: str
+    captions: tuple[str, ...]  # each batch draws one of them
     width: int
     height: int
     digest: str
@@ -57,11 +58,12 @@ class Folder:
     @property
     def digest(self) -> str:
         """Of names, captions and contents: the same for a folder that was moved."""
-        rows = [[picture.name, picture.caption, picture.digest] for picture in self.pictures]
+        rows = [[p.name, p.captions if p.captions[1:] else p.captions[0], p.digest]
+                for p in self.pictures]  # fmt: skip
         return hashlib.sha256(json.dumps(rows).encode()).hexdigest()
 
 
-Captions = Callable[[Path], str | None]
+Captions = Callable[[Path], tuple[str, ...] | None]
 Progress = Callable[[int, int], None]
 
 
@@ -77,20 +79,21 @@ def read_captioned(
     named = dict(rows)
     wanted = list(named) if named else files
 
-    def caption(path: Path) -> str | None:
+    def captions(path: Path) -> tuple[str, ...] | None:
         return named[path] if named else _sidecar(path)
 
     candidates = [path for path in wanted if not _is_note(path)]
-    without = [p for p in candidates if p.suffix.lower() in SUFFIXES and caption(p) is None]
+    without = [p for p in candidates if p.suffix.lower() in SUFFIXES and captions(p) is None]
     if without:
         raise OptionError(
             f"{folder}: {_names(without)} without a caption; write a .txt beside each, or "
             f'metadata.jsonl with lines {{"file_name": ..., "{column}": ...}}'
         )
-    found = _read(folder, candidates, caption, on_progress)
+    found = _read(folder, candidates, captions, on_progress)
     bad = (*lost, *found.bad)
     if named:
-        unnamed = [path for path in files if path not in named and not _is_note(path)]
+        known = {*named, *(item.path for item in lost)}
+        unnamed = [path for path in files if path not in known and not _is_note(path)]
         bad += tuple(BadFile(path, "is in no metadata file") for path in unnamed)
     _check_not_empty(found)
     return Folder(folder, found.pictures[:most], bad)
@@ -102,26 +105,41 @@ def read_subject(
 ) -> Folder:  # fmt: skip
     """Pictures of one subject, which share a prompt."""
     paths = [path for path in _files(folder) if not _is_note(path)]
-    found = _read(folder, paths, lambda path: prompt, on_progress)
+    found = _read(folder, paths, lambda path: (prompt,), on_progress)
     if not may_be_empty:
         _check_not_empty(found)
     return found
 
 
 def open_rgb(path: Path) -> Image.Image:
-    """The picture, upright and in RGB."""
+    """The picture, upright and in RGB. Raises OptionError for numbers of unknown range."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of PIL, about palettes and odd metadata
         with Image.open(path) as opened:
-            return ImageOps.exif_transpose(opened).convert("RGB")
+            return _in_8_bits(ImageOps.exif_transpose(opened), opened.format).convert("RGB")
+
+
+def _in_8_bits(picture: Image.Image, format_name: str | None) -> Image.Image:
+    """Greys of 16 bits keep their upper half, as colours of 16 bits do; PIL would cut them off."""
+    mode = picture.mode
+    if mode.startswith("I;16") or (mode == "I" and format_name == "PNG"):  # by age of PIL
+        return Image.fromarray((numpy.asarray(picture) >> 8).astype(numpy.uint8))
+    if mode in ("I", "F"):
+        raise OptionError(f"has numbers of unknown range (PIL's mode {mode}); save it with 8 or 16 "
+                          "bits a channel")  # fmt: skip
+    return picture
 
 
 def _files(folder: Path) -> list[Path]:
     if not folder.is_dir():
         what = "is a file" if folder.exists() else "does not exist"
         raise OptionError(f"the folder {folder} {what}; give the folder of the pictures")
-    found = sorted(path for path in folder.rglob("*") if path.is_file())
+    found = sorted(path for path in folder.rglob("*") if path.is_file() or _dangles(path))
     return [p for p in found if not any(part[0] == "." for part in p.relative_to(folder).parts)]
+
+
+def _dangles(path: Path) -> bool:
+    return path.is_symlink() and not path.exists()
 
 
 def _is_note(path: Path) -> bool:
@@ -129,12 +147,12 @@ def _is_note(path: Path) -> bool:
     return path.name in METADATA or path.suffix.lower() in SIDECARS
 
 
-def _sidecar(path: Path) -> str | None:
+def _sidecar(path: Path) -> tuple[str, ...] | None:
     for suffix in SIDECARS:
         beside = path.with_suffix(suffix)
         if beside.is_file():
             try:
-                return beside.read_text(encoding="utf-8").strip()
+                return (beside.read_text(encoding="utf-8").strip(),)
             except UnicodeDecodeError as error:
                 raise OptionError(f"{beside} is not UTF-8 text: {error}") from error
     return None
@@ -142,26 +160,36 @@ def _sidecar(path: Path) -> str | None:
 
 def _metadata(
     folder: Path, files: Iterable[Path], column: str
-) -> tuple[list[tuple[Path, str]], list[BadFile]]:
+) -> tuple[list[tuple[Path, tuple[str, ...]]], list[BadFile]]:
     """Paths and captions of all metadata files, and the files that they name without cause."""
-    rows: list[tuple[Path, str]] = []
+    rows: list[tuple[Path, tuple[str, ...]]] = []
     lost: list[BadFile] = []
     for source in (path for path in files if path.name in METADATA):
         for number, row in _rows(source):
-            for key in ("file_name", column):
-                if not isinstance(row.get(key), str):
-                    raise OptionError(
-                        f"{source}, line {number}: no text under {key!r}, only "
-                        f"{', '.join(map(str, row))}; --caption_column names the captions"
-                    )
-            path = source.parent / row["file_name"]
+            where = f"{source}, line {number}"
+            name, texts = _texts(where, row, "file_name"), _texts(where, row, column)
+            path = source.parent / name[0]
             if not path.resolve().is_relative_to(folder.resolve()):
-                raise OptionError(f"{source}, line {number}: {path} is outside {folder}")
+                raise OptionError(f"{where}: {path} is outside {folder}")
             if path.is_file():
-                rows.append((path, row[column]))
+                rows.append((path, texts))
             else:
                 lost.append(BadFile(path, f"is named in {source.name} and does not exist"))
     return rows, lost
+
+
+def _texts(where: str, row: dict[str, Any], key: str) -> tuple[str, ...]:
+    """A text, or those of a list: diffusers' scripts take several captions, too."""
+    if key not in row:
+        raise OptionError(f"{where}: no text under {key!r}, only {', '.join(map(str, row))}; "
+                          "--caption_column names the captions")  # fmt: skip
+    value = row[key]
+    is_list = isinstance(value, list) and key != "file_name"
+    texts = tuple(value) if is_list else (value,)
+    if not texts or not all(isinstance(text, str) for text in texts):
+        choice = "" if key == "file_name" else ", or a list of texts"
+        raise OptionError(f"{where}: {key!r} is {value!r}; write a text{choice}")
+    return texts
 
 
 def _rows(source: Path) -> list[tuple[int, dict[str, Any]]]:
@@ -170,7 +198,7 @@ def _rows(source: Path) -> list[tuple[int, dict[str, Any]]]:
         if source.suffix == ".csv":
             return [(n, dict(row)) for n, row in enumerate(csv.DictReader(text.splitlines()), 2)]
         lines = [(n, line) for n, line in enumerate(text.splitlines(), 1) if line.strip()]
-    except (UnicodeDecodeError, csv.Error) as error:
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise OptionError(f"{source} cannot be read: {error}") from error
     found = []
     for number, line in lines:
@@ -184,11 +212,11 @@ def _rows(source: Path) -> list[tuple[int, dict[str, Any]]]:
     return found
 
 
-def _read(folder: Path, paths: Sequence[Path], caption: Captions, on_progress: Progress) -> Folder:
+def _read(folder: Path, paths: Sequence[Path], captions: Captions, on_progress: Progress) -> Folder:
     """Decode every file once: a damaged one is to be named now, not in the third epoch."""
     found = []
     with ThreadPoolExecutor(_READERS) as pool:
-        for item in pool.map(lambda path: _inspect(folder, path, caption), paths):
+        for item in pool.map(lambda path: _inspect(folder, path, captions), paths):
             found.append(item)
             on_progress(len(found), len(paths))
     pictures = [item for item in found if isinstance(item, Picture)]
@@ -196,7 +224,9 @@ def _read(folder: Path, paths: Sequence[Path], caption: Captions, on_progress: P
     return Folder(folder, tuple(sorted(pictures, key=lambda p: p.name)), tuple(bad))
 
 
-def _inspect(folder: Path, path: Path, caption: Captions) -> Picture | BadFile:
+def _inspect(folder: Path, path: Path, captions: Captions) -> Picture | BadFile:
+    if _dangles(path):
+        return BadFile(path, "is a link to a file that does not exist")
     if path.suffix.lower() not in SUFFIXES:
         return BadFile(path, f"is no picture ({', '.join(SUFFIXES)})")
     try:
@@ -204,12 +234,14 @@ def _inspect(folder: Path, path: Path, caption: Captions) -> Picture | BadFile:
         if not content:
             return BadFile(path, "is empty")
         picture = open_rgb(path)
+    except OptionError as error:
+        return BadFile(path, str(error))
     # PIL raises SyntaxError for broken PNGs, and other plain errors while it decodes.
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
         return BadFile(path, f"is damaged ({error})")
     name = path.relative_to(folder).as_posix()
     digest = hashlib.sha256(content).hexdigest()
-    return Picture(path, name, caption(path) or "", picture.width, picture.height, digest)
+    return Picture(path, name, captions(path) or ("",), picture.width, picture.height, digest)
 
 
 def _check_not_empty(folder: Folder) -> None:

@@ -177,7 +177,8 @@ def _source(
 
 
 def _warn_of_cut_captions(model: Model, folder: Folder | None, warn: Warn) -> None:
-    texts = sorted({picture.caption for picture in folder.pictures}) if folder else []
+    pictures = folder.pictures if folder else ()
+    texts = sorted({text for picture in pictures for text in picture.captions})
     cut = models.cut_prompts(model, texts) if texts else []
     if cut:
         limit = model.tokenizer.model_max_length - 2

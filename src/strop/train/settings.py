@@ -266,21 +266,14 @@ UNBUILT: dict[str, str] = {
     "dataset_config_name": "hub datasets are not built; download one and use --train_data_dir",
     "dream_detail_preservation": "DREAM is not built; leave it out",
     "dream_training": "DREAM is not built; leave it out",
-    "enable_xformers_memory_efficient_attention": "torch's fused attention is always on; leave it"
-    " out",
-    "foreach_ema": "averages are part of the fused step; leave it out",
     "hub_model_id": _UPLOADS,
     "hub_token": _UPLOADS,
     "image_column": "pictures are those that file_name names in metadata.jsonl; leave it out",
-    "local_rank": "one process trains on one device; leave it out",
     "non_ema_revision": _FOLDERS,
     "offload_ema": "averages stay on the device; leave it out",
     "offset_noise": "write --noise_offset 0.1, which is the same",
-    "prior_generation_precision": "class pictures are drawn in the type of --mixed_precision; leave"
-    " it out",
     "push_to_hub": _UPLOADS,
     "revision": _FOLDERS,
-    "set_grads_to_none": "gradients are None between steps anyway; leave it out",
     "skip_save_text_encoder": "the saved model is whole, so that it loads; delete the folder"
     " text_encoder afterwards",
     "text_encoder_lr": "UNet and text encoder share --learning_rate",
@@ -294,7 +287,16 @@ UNBUILT: dict[str, str] = {
     "validation_scheduler": "pictures are drawn with the model's own scheduler; leave it out",
     "variant": _FOLDERS,
 }  # fmt: skip
-# Those of them that take no value on a command line.
+# Flags that are taken and change nothing -> why there is nothing to do.
+NEEDLESS: dict[str, str] = {
+    "enable_xformers_memory_efficient_attention": "attention is torch's"
+    " scaled_dot_product_attention, which is fused as well",
+    "foreach_ema": "averages are part of the fused step",
+    "local_rank": "one process trains on one device",
+    "prior_generation_precision": "class pictures are drawn in the type of --mixed_precision",
+    "set_grads_to_none": "gradients are None between steps anyway",
+}  # fmt: skip
+# Those of both that take no value on a command line.
 SWITCHES = frozenset((
     "dream_training", "enable_xformers_memory_efficient_attention", "foreach_ema", "offload_ema",
     "offset_noise", "push_to_hub", "set_grads_to_none", "skip_save_text_encoder",
@@ -329,9 +331,9 @@ def make(task: str, given: Mapping[str, Any]) -> Settings:
     for key, value in given.items():
         name = key.replace("-", "_")
         name = names.get(name, name)
+        if name in NEEDLESS or (name in UNBUILT and _is_off(value)):
+            continue
         if name in UNBUILT:
-            if value is None or value is False:  # as in a file that lists a script's defaults
-                continue
             raise UnsupportedError(f"--{name}: {UNBUILT[name]}")
         if isinstance(value, str) and (name, value) in UNBUILT_VALUES:
             raise UnsupportedError(f"--{name} {value}: {UNBUILT_VALUES[name, value]}")
@@ -342,6 +344,18 @@ def make(task: str, given: Mapping[str, Any]) -> Settings:
         if value is not None:
             values[name] = _convert(name, value, knobs[name].metadata["kind"])
     return Settings(task=task, **values)
+
+
+def needless(given: Mapping[str, Any]) -> list[str]:
+    """What to tell of the flags among these that change nothing."""
+    found = {key.replace("-", "_"): value for key, value in given.items()}
+    return [f"--{name} changes nothing: {reason}" for name, reason in NEEDLESS.items()
+            if not _is_off(found.get(name))]  # fmt: skip
+
+
+def _is_off(value: object) -> bool:
+    """As in a file that lists a script's defaults."""
+    return value is None or value is False
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
