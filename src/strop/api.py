@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import torch
 from torch import nn
 
 from strop.errors import OptionError
@@ -27,6 +28,11 @@ def optimize(obj: T, *, train: bool = False, options: Options | None = None, **u
     Raises OptionError for anything that is neither a module nor a pipeline, and for other keywords.
     """
     options = _checked_options(options, unknown)
+    if isinstance(obj, torch.jit.ScriptModule):
+        raise OptionError(
+            f"strop.optimize got a {type(obj).__name__}, which has no Python forward to trace; give"
+            " it the module that was scripted or traced"
+        )
     if isinstance(obj, nn.Module):
         optimize_module(obj, options, train=train)
     elif train:

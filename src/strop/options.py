@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -116,6 +117,20 @@ def check_names(given: Iterable[str], known: Iterable[str], what: str) -> None:
         raise OptionError(
             f"there is no {what} {', '.join(unknown)}{hint}; there are {', '.join(known)}"
         )
+
+
+def _naming(init: Callable[..., None]) -> Callable[..., None]:
+    """``Options(stirct=True)`` as well, of which Python would say no more than a TypeError."""
+
+    @functools.wraps(init)
+    def known(self: Options, *args: Any, **given: Any) -> None:
+        check_names(given, OPTION_NAMES, "option")
+        init(self, *args, **given)
+
+    return known
+
+
+Options.__init__ = _naming(Options.__init__)  # type: ignore[method-assign]
 
 
 _EXPECTED = {bool: "True or False", int: "a whole number, 0 or more", str: "a text",

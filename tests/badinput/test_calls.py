@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import traceback
 from collections.abc import Callable
@@ -12,8 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from strop.errors import StropError
+import strop
+from strop.errors import OptionError, StropError
 from strop.runtime import variants
+from tests.views.running import Function
 
 from .nets import Net, X, optimized
 
@@ -143,9 +146,26 @@ def test_control_flow_that_depends_on_values_runs_in_eager(kind: type[Net], capl
             assert torch.equal(module(x), plain(x))
     (message,) = caplog.messages
     assert kind.__name__ in message
+    assert "\n" not in message
+    line = inspect.getsourcelines(kind.forward)[1]
+    places = [f"(test_calls.py:{line + after})" for after in range(6)]
+    assert any(place in message for place in places), "where the forward asks"
     assert module.forward.counters.eager_calls == 3
     with torch.no_grad(), pytest.raises(StropError, match="tracing"):
         optimized(kind(), strict=True)(X)
+
+
+@pytest.mark.parametrize("function", [lambda x: x * x.max().item(), lambda x: x[: int(x[0, 0])]])
+def test_numbers_read_from_tensors_are_called_so(
+    function: Callable[[Tensor], Tensor], caplog: Any
+) -> None:
+    module = strop.optimize(Function(function).eval())
+    x = torch.full((3, 4), 2.0)
+    with torch.no_grad(), caplog.at_level(logging.WARNING, "strop"):
+        assert torch.equal(module(x), function(x))
+    (message,) = caplog.messages
+    assert "reads from a tensor" in message or "data-dependent" in message
+    assert "\n" not in message
 
 
 class Loops(nn.Module):
@@ -200,3 +220,12 @@ def test_an_interrupt_is_no_reason_to_go_on() -> None:
 
     with torch.no_grad(), pytest.raises(KeyboardInterrupt):
         optimized(Interrupted())(X)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("made", [torch.jit.script, lambda m: torch.jit.trace(m, torch.ones(2, 8))])
+def test_a_scripted_module_has_no_forward_to_trace(made: Any) -> None:
+    module = made(nn.Linear(8, 8).eval())
+    with pytest.raises(OptionError, match="the module that was scripted or traced"):
+        strop.optimize(module)
+    assert torch.equal(module(torch.zeros(2, 8)), module(torch.zeros(2, 8))), "as it was"

@@ -26,6 +26,8 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
     "a truth as text": (lambda: Options(strict="yes"), "strict='yes': expected True or False"),
     "a number below 0": (lambda: Options(build_workers=-1), "build_workers=-1: expected a whole"),
     "one name, not a tuple": (lambda: Options(disable="dot_merge"), "expected a tuple of names"),
+    "a name of no option": (lambda: Options(stirct=True),
+                            r"no option stirct \(did you mean strict\?\)"),
     "an unknown override": (lambda: Options.from_environment(workers=2), "no option workers"),
     "neither module nor pipeline": (lambda: strop.optimize(torch.sin), "takes a torch.nn.Module"),
 }  # fmt: skip

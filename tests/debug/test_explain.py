@@ -21,7 +21,9 @@ from strop.debug.explain import explain, num_recompiles, operator_of
 from strop.debug.listing import graph_text
 from strop.errors import OptionError
 from strop.ir.graph import Ref
+from strop.options import Options
 from strop.runtime.executor import Bound
+from tests.frontend.tracing import Function
 
 # Operators that move no data or only allocate: the report lists work, not bookkeeping.
 BOOKKEEPING = {"as_strided", "empty_strided", "empty", "view", "t", "detach", "transpose", "select",
@@ -120,6 +122,13 @@ def test_report_of_other_sizes_and_values(block: Block) -> None:
     report = explain(block, torch.randn(2, 4, 8, 8), scale=0.25)
     # Without, with 0.5, with 0.25: the argument is another layout once, and then another value.
     assert (report.num_graphs, report.num_recompiles) == (3, 1)
+
+
+def test_what_fixes_a_size_is_told(cache_dir: str) -> None:
+    module = Function(lambda x: x * torch.logspace(0, 1, x.shape[1]))
+    strop.optimize(module.eval(), options=Options(cache_dir=cache_dir))
+    report = explain(module, torch.randn(2, 5))
+    assert "its code fixes the size d0_1 at 5" in str(report)
 
 
 def test_fallbacks_are_counted(block: Block) -> None:

@@ -106,6 +106,10 @@ CASES: dict[str, Case] = {
         lambda x, w: F.avg_pool2d(F.gelu(F.batch_norm(x, w, w.abs(), w, w)), 3, 2, 1),
         ("b 8 2*r c+8", "8"), (POINTWISE,)),
     "two_sums_of_one_shape": Case(lambda x, y: (x.sum(-1), y.amax(-1)), ("r c",) * 2, (ROW,)),
+    "two_sums_of_what_is_computed": Case(
+        lambda x, y: ((x * y).sum(-1), (x - y).abs().sum(-1)), ("r c",) * 2, (ROW,)),
+    "three_reductions_of_one": Case(
+        lambda x: ((x * 2).sum(-1), (x + 1).amax(-1), x.exp().sum(-1)), ("r c",), (ROW,)),
     "two_layer_norms": Case(lambda x, y: (F.layer_norm(x, (24,)), F.layer_norm(y, (24,))),
                             ("b r 24",) * 2, (ROW,)),
     "two_columns_of_one_shape": Case(lambda x, y: (x.sum(0), y.amax(0)), ("r c",) * 2, (COLUMN,)),
@@ -146,7 +150,7 @@ CASES: dict[str, Case] = {
                                  ("b 4 r r",), (ROW, COLUMN)),
     "extremes_on_both_sides": Case(
         lambda x: (x.amax((0, 2)), x.amin((0, 2)), (x > 2).any(2).any(0)),
-        ("b 4 c",), (ROW, COLUMN, ROW, COLUMN), empty=False),
+        ("b 4 c",), (ROW, COLUMN, COLUMN), empty=False),
     "norm_on_both_sides": Case(lambda x: torch.linalg.vector_norm(x, dim=(0, 3)), ("b 4 r r",),
                                (ROW, COLUMN)),
     "log_sum_on_both_sides": Case(lambda x: x.logsumexp((0, 2)), ("b 4 c",),

@@ -118,6 +118,24 @@ def test_types(dtype: torch.dtype, folder: str) -> None:
     assert module.forward.counters.eager_calls == 0, module.forward.counters.fallbacks
 
 
+NUMBERS: dict[str, Callable[[Tensor], Any]] = {
+    "times": lambda x: x * 1j,
+    "abs": lambda x: (x * (1 + 2j)).abs(),
+    "filled": lambda x: torch.full_like(x, complex("nan-infj"), dtype=torch.cfloat).imag + x.real,
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.complex64], ids=str)
+@pytest.mark.parametrize("name", NUMBERS)
+def test_complex_numbers(name: str, dtype: torch.dtype, folder: str) -> None:
+    """Of the second module the plan is stored."""
+    function, x = NUMBERS[name], torch.randn(3, 8, dtype=dtype)
+    for _ in range(2):
+        module = compiled(function, folder, cache_dir=f"{folder}/complex")
+        torch.testing.assert_close(module(x), function(x), rtol=0, atol=0, equal_nan=True)
+        assert module.forward.counters.eager_calls == 0, module.forward.counters.fallbacks
+
+
 # results that share memory
 
 

@@ -36,6 +36,7 @@ def program() -> Program:
     ref = TensorRef(0, B * 3, (B, ONE), (ONE, const(0)))
     attrs = (
         ("args", (Ref(0), None, 1.5, float("inf"), float("nan"), -0.0, True, "x", B)),
+        ("scalars", (1j, complex(-0.0, -0.0), complex("nan-infj"))),
         ("device", torch.device("cpu")),
         ("layout", torch.strided),
         ("memory", torch.channels_last),
@@ -85,6 +86,7 @@ def marked(kind: str, text: str) -> dict[str, str]:
         damaged(device=marked("layout", "torch.nothing")),
         damaged(device=marked("device", "toaster")),
         damaged(device=marked("float", "1.0")),
+        damaged(device=marked("complex", "j()")),
         damaged(device=marked("Expr", "__import__('os')")),
         damaged(device=marked("Node", "x")),
         damaged(device={"$": ["Expr"], "text": "b"}),

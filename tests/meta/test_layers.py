@@ -110,6 +110,7 @@ EXCEPTIONS: dict[tuple[str, str], str] = {
     ("runtime.dispatch", "frontend.objects"): "caches among the arguments, written to after a run",
     ("runtime.signature", "frontend.objects"): "caches among the arguments, taken apart",
     ("runtime.variants", "frontend.objects"): "caches among the arguments, as a trace leaves them",
+    ("runtime.variants", "frontend.effects"): "lists among the arguments, which a trace may change",
     ("runtime.variants", "backend"): "a variant is what one run of the whole compiler gives",
     ("runtime.variants", "codegen.assemble"): "Signature: the data that backend.py asks for",
     ("runtime.variants", "frontend.importer"): "the step between its capture and backend.py",

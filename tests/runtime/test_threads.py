@@ -7,7 +7,6 @@ import resource
 import threading
 import tracemalloc
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -84,13 +83,12 @@ def test_results_are_those_of_one_thread(tmp_path: Path) -> None:
     alone, shared = optimized(tmp_path / "alone"), optimized(tmp_path / "shared")
     expected = [alone(argument(n)) for n in range(NUM_THREADS)]
     differing = []
-    is_close = partial(torch.allclose, rtol=1e-5, atol=1e-6)  # of two graphs, see below
 
     def work(number: int) -> None:
         for step in range(NUM_CALLS):
             n = (number * 7 + step) % NUM_THREADS
             found = shared(argument(n))
-            if not all(map(is_close, found, expected[n])):
+            if not all(map(torch.equal, found, expected[n])):
                 differing.append(n)
 
     in_threads(work, NUM_THREADS)

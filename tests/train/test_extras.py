@@ -61,6 +61,39 @@ def test_averages_of_another_model_are_refused() -> None:
         ema.load_state_dict({"shadow_params": [torch.zeros(2)] * 2})
 
 
+def test_averages_are_written_all_or_not_at_all() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model[0].requires_grad_(False)
+    optimizer = train.FusedAdamW(model[1].parameters(), ema_decay=0.9)
+    assert optimizer.ema is not None
+    before = [p.detach().clone() for p in model.parameters()]
+    with pytest.raises(OptionError, match="2 tensors for 4 parameters"):
+        optimizer.ema.copy_to(model.parameters())
+    optimizer.ema.store(model[1].parameters())
+    with pytest.raises(OptionError, match="2 tensors for 4 parameters"):
+        optimizer.ema.restore(model.parameters())
+    with pytest.raises(OptionError, match="differ from number 1 on"):
+        optimizer.ema.load_state_dict({"shadow_params": [torch.zeros(2, 2), torch.zeros(1)]})
+    with pytest.raises(OptionError, match="differ from number 0 on"):
+        optimizer.ema.copy_to(reversed(list(model[1].parameters())))
+    assert all(map(torch.equal, before, model.parameters()))
+
+
+def test_a_cleared_state_is_a_new_one(device: str) -> None:
+    moved = []
+    for kind in (torch.optim.AdamW, train.FusedAdamW):
+        weight = nn.Parameter(torch.zeros(3, device=device))
+        optimizer = kind([weight], lr=0.1, weight_decay=0.0)
+        for _ in range(20):
+            weight.grad = torch.ones_like(weight)
+            optimizer.step()
+        optimizer.state.clear()
+        before = weight.detach().clone()
+        optimizer.step()
+        moved.append(weight.detach() - before)
+    torch.testing.assert_close(moved[1], moved[0])
+
+
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()

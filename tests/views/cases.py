@@ -305,6 +305,7 @@ POOLING: dict[str, Case] = {
     "max_pool2d_padded": _kernel(lambda x: F.max_pool2d(F.silu(x), 3, 2, 1) + 1, "b 4 h w"),
     "max_pool2d_half_padded": _kernel(lambda x: F.max_pool2d(x, (2, 3), (1, 2), (1, 0)), "b 4 h w"),
     "max_pool2d_up": _kernel(lambda x: F.max_pool2d(x, 3, 2, 1, ceil_mode=True), "b 4 h w"),
+    "max_pool2d_up_over_all": _kernel(lambda x: F.max_pool2d(x, (5, 1), ceil_mode=True), "b 4 h w"),
     "max_pool2d_dilated": _kernel(lambda x: F.max_pool2d(x, 3, 1, 1, 2) - 1, "b 4 2*h 2*w"),
     "max_pool2d_of_one_image": _kernel(lambda x: F.max_pool2d(x, 3, 2, 1), "4 h w"),
     "max_pool2d_wide": _library(lambda x: F.max_pool2d(x, 5, 2, 2) + 1, "b 4 h w"),
@@ -322,6 +323,8 @@ POOLING: dict[str, Case] = {
     "avg_pool2d_up": _kernel(lambda x: F.avg_pool2d(x, 3, 2, 1, ceil_mode=True), "b 4 h w"),
     "avg_pool2d_up_inside": _kernel(
         lambda x: F.avg_pool2d(x, 3, 2, 1, True, False), "b 4 h w"),
+    "avg_pool2d_up_over_all": _kernel(
+        lambda x: F.avg_pool2d(x, (1, 5), ceil_mode=True), "b 4 h w"),
     "avg_pool2d_by_a_number": _kernel(
         lambda x: F.avg_pool2d(x, 3, 2, 1, divisor_override=5), "b 4 h w"),
     "avg_pool1d": _kernel(lambda x: F.avg_pool1d(x, 2) + 1, "b 4 8"),

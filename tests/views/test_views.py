@@ -19,7 +19,7 @@ from tests.views.running import assert_equal, optimized
 ENVS = ({"b": 2, "h": 4, "w": 6}, {"b": 3, "h": 5, "w": 3}, {"b": 1, "h": 7, "w": 4})
 # torch's own shape rules fix these sizes, or ask whether a batch is 1
 SPECIALISED = {
-    "ravel", "as_strided_computed", "upsample_antialias", "linspace_symbolic",
+    "ravel", "as_strided_computed", "upsample_antialias",
     "fold", "unfold_image", "take_along_dim",
 }  # fmt: skip
 

@@ -90,5 +90,7 @@ def _split(axes: Any, result: Result) -> None:
             axes.barh(names, widths, left=start, color=COLOURS[part], label=part)
             start = [a + b for a, b in zip(start, widths, strict=True)]
     axes.invert_yaxis()
-    axes.set(title="where a step's time goes, ms a picture")  # the legend lies where a label would
-    axes.legend(fontsize=8, ncols=5, loc="upper center", bbox_to_anchor=(0.5, -0.08))
+    axes.set(title="where a step's time goes, ms a picture")
+    figure = axes.get_figure()
+    figure.legend(*axes.get_legend_handles_labels(), fontsize=8, ncols=10,
+                  loc="outside lower right")  # fmt: skip

@@ -197,7 +197,7 @@ def _graph(variant: Variant, latest: Entry | None, able: Machine) -> GraphRow:
     is_latest = latest is not None and latest.variant is variant
     sizes = dict(latest.env) if latest is not None and is_latest else dict(program.hints)
     row = _graph_row(program, compiled, sizes, able)
-    return replace(row, is_latest=is_latest, is_ragged=variant.is_ragged,
+    return replace(row, is_latest=is_latest, is_ragged=variant.is_ragged, fixed=variant.fixed,
                    from_disk=variant.from_disk, seconds=_seconds(variant))  # fmt: skip
 
 

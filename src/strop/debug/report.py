@@ -100,6 +100,7 @@ class GraphRow:
     patterns: tuple[PatternRow, ...] = ()  # near misses are not kept on disk
     role: str = "inference"  # or "forward", "backward" of a training step
     num_saved: int = 0  # tensors that a forward keeps for its backward
+    fixed: tuple[str, ...] = ()  # sizes that the module's code fixes, each with what asked for it
 
     @property
     def bound_us(self) -> float:
@@ -304,6 +305,7 @@ def _graph_lines(g: GraphRow) -> list[str]:
                      f"  {k.flops / 1e6:.2f} MFLOP"
                      f"  ~{k.estimated_us:.1f} us  {k.share:.1%}  <- {_from(k.origins)}"
                      )  # fmt: skip
+    lines += [f"  its code fixes {text}" for text in g.fixed]
     for op, origins in _opaque(g).items():
         lines.append(
             f"  {len(origins):4d}x {op} in torch  <- {_from(tuple(dict.fromkeys(origins)))}"

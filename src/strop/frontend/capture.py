@@ -14,9 +14,11 @@ import functools
 import itertools
 import logging
 import threading
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import sympy
@@ -37,10 +39,11 @@ from torch.fx.experimental.symbolic_shapes import (
 from torch.overrides import TorchFunctionMode
 
 from strop.errors import CaptureError
+from strop.frontend.effects import check_state, no_effects
 from strop.frontend.functional import WriteThroughViewError, make_functional
+from strop.frontend.layout_reads import LayoutReads
 from strop.frontend.layouts import overlap_by_traced_sizes
 from strop.frontend.objects import as_tree
-from strop.frontend.operators import Retarget
 from strop.frontend.python_sizes import symbolic_builtins
 from strop.frontend.quick import without_tensor_meta
 from strop.frontend.shape_rules import TracedSizes, shape_rules
@@ -88,6 +91,7 @@ class Captured:
     out_spec: pytree.TreeSpec
     origins: Mapping[str, str]  # FX node name -> module path
     fixed: tuple[str, ...] = ()  # sizes that the module's code fixes, each with what asked for it
+    layout_reads: tuple[str, ...] = ()  # what it asks about the memory of its arguments
 
 
 def named_state(module: nn.Module) -> dict[str, Tensor]:
@@ -156,15 +160,15 @@ def capture(
         with mode:
             fakes = [fake_input(spec, roots) for spec in specs]
         try:
-            gm, out_spec, origins = _trace(module, call, fake_state, fakes, mode)
+            gm, out_spec, origins, reads = _trace(module, call, fake_state, fakes, mode)
             make_functional(gm)
         except WriteThroughViewError:  # torch can take these out too, at the price of copies
             apart = functools.partial(functionalize, remove="mutations")
-            gm, out_spec, origins = _trace(module, call, fake_state, fakes, mode, apart)
+            gm, out_spec, origins, reads = _trace(module, call, fake_state, fakes, mode, apart)
             make_functional(gm)
     found = known_sizes(module, shape_env, gm, roots, specs, hints)
     return Captured(gm, tuple(state), found.specs, found.symbols, found.guards, found.hints,
-                    out_spec, origins, found.fixed)  # fmt: skip
+                    out_spec, origins, found.fixed, reads)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -300,20 +304,25 @@ def _trace(
     fakes: list[Tensor],
     mode: FakeTensorMode,
     transform: Callable[[Any], Any] = lambda function: function,
-) -> tuple[GraphModule, pytree.TreeSpec, dict[str, str]]:
+) -> tuple[GraphModule, pytree.TreeSpec, dict[str, str], tuple[str, ...]]:
     specs: list[pytree.TreeSpec] = []
+    reads = LayoutReads(fakes)
 
     def flat(state: dict[str, Tensor], *inputs: Tensor) -> list[Any]:
         swapped = torch.nn.utils.stateless._reparametrize_module(module, state, tie_weights=True)
         with swapped:
-            leaves, spec = pytree.tree_flatten(as_tree(call(*inputs)))
+            with reads.of_forward():
+                result = call(*inputs)
+            leaves, spec = pytree.tree_flatten(as_tree(result))
+            check_state(named_state(module), state)
+        reads.results(leaves)
         specs.append(spec)
         return leaves
 
     origins: dict[str, str] = {}
-    with tracing(module, mode, Retarget(), origins):
+    with no_effects(module, private=False), tracing(module, mode, reads, origins):
         gm = make_fx(transform(flat), tracing_mode="real")(state, *fakes)
-    return gm, specs[-1], origins
+    return gm, specs[-1], origins, tuple(reads.asked)
 
 
 @contextmanager
@@ -330,9 +339,22 @@ def tracing(module: nn.Module, mode: FakeTensorMode, retarget: TorchFunctionMode
             yield
     except Exception as error:  # a module may raise anything when it meets fake tensors
         where = origins.get("<current>", "") or type(module).__name__
+        what = str(error).strip().partition("\n")[0]  # torch's advice fills a page
         raise CaptureError(
-            f"tracing {type(module).__name__} failed in {where}: {type(error).__name__}: {error}"
+            f"tracing {type(module).__name__} failed in {where}{_line(error)}:"
+            f" {type(error).__name__}: {what}"
         ) from error
+
+
+_LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
+
+
+def _line(error: Exception) -> str:
+    """Where the innermost code that is neither torch's nor ours was when it was raised."""
+    lines = [(frame.f_code.co_filename, number)
+             for frame, number in traceback.walk_tb(error.__traceback__)]  # fmt: skip
+    own = [(file, number) for file, number in lines if not file.startswith((*_LIBRARIES, "<"))]
+    return f" ({Path(own[-1][0]).name}:{own[-1][1]})" if own else ""
 
 
 @contextmanager

@@ -66,7 +66,7 @@ def _eye(im: Importer, fx: FxNode, *_: Any, **__: Any) -> Node:
     return b.cast(same, fx.meta["val"].dtype)
 
 
-def _linspace(im: Importer, fx: FxNode, start: Any, end: Any, steps: Any, **_: Any) -> Node | None:
+def _linspace(im: Importer, fx: FxNode, start: Any, end: Any, *_: Any, **__: Any) -> Node | None:
     """From both ends to the middle, as torch does it, so that the last element is ``end``."""
     b, dtype = im.builder, fx.meta["val"].dtype
     if dtype not in (torch.float32, torch.float64):
@@ -118,6 +118,7 @@ CREATION: dict[Any, Rule] = {
     aten.arange.start: _arange,
     aten.arange.default: _arange_from_zero,
     aten.linspace.default: _linspace,
+    torch.ops.strop.linspace.default: _linspace,
     aten.full.default: _filled(None),
     aten.full_like.default: _filled(None),
     aten.new_full.default: _filled(None, 2),

@@ -35,7 +35,16 @@ from strop.frontend.whole import IN_TORCH
 from strop.ir.affine import base_of, strided
 from strop.ir.dims import Expr, const
 from strop.ir.graph import Builder, Graph, Node, Ref, finish
-from strop.ir.ops import KERNEL_DTYPES, Kind, Op, Operands, Types, compute_dtype, rows_for
+from strop.ir.ops import (
+    KERNEL_DTYPES,
+    Kind,
+    Op,
+    Operands,
+    Types,
+    compute_dtype,
+    is_foreign,
+    rows_for,
+)
 
 log = logging.getLogger("strop")
 
@@ -317,7 +326,7 @@ def _call(importer: Importer, fx: FxNode) -> Value:
         value = _expressed(importer, fx)
     except ShapeError as error:  # sizes that are equal, but not as polynomials
         log.debug("%s runs in torch: %s", fx.target, error)
-        value = None
+        return opaque_call(importer, fx, why=str(error))
     return opaque_call(importer, fx) if value is None else value
 
 
@@ -410,9 +419,11 @@ def _rounded(importer: Importer, x: Node, dtype: torch.dtype) -> Node:
     return x if wide else rounded(importer.builder, importer.builder.cast(x, dtype))
 
 
-def opaque_call(importer: Importer, fx: FxNode, given: Sequence[Any] | None = None) -> Value:
+def opaque_call(importer: Importer, fx: FxNode, given: Sequence[Any] | None = None, why: str = ""
+                ) -> Value:  # fmt: skip
     """Any other overload: torch runs it. Its tensors become inputs, the rest a template.
-    ``given`` are other arguments than those that were traced."""
+    ``given`` are other arguments than those that were traced; ``why`` there is a rule that did not
+    do, which people hear of where nobody decided that torch runs the operator."""
     inputs: list[Node] = []
 
     def template(arg: Any) -> Any:
@@ -433,13 +444,13 @@ def opaque_call(importer: Importer, fx: FxNode, given: Sequence[Any] | None = No
         for v in values
     )
     single = not isinstance(value, list | tuple)
-    kept = KEPT_LAYOUTS.get(fx.target)
-    wants: dict[str, Any] = {"wants": kept.operands(inputs)} if kept else {}
+    kept, target = KEPT_LAYOUTS.get(fx.target), str(_IN_TORCH.get(fx.target, fx.target))
+    more: dict[str, Any] = {"wants": kept.operands(inputs)} if kept else {}
+    more |= {"why": why} if why and is_foreign(target) else {}
     shape, dtype = outputs[0] if single and outputs[0] else ((), torch.uint8)
     call = importer.builder.make(
-        "aten", inputs, shape, dtype, target=str(_IN_TORCH.get(fx.target, fx.target)), args=args,
-        kwargs=kwargs, outputs=outputs, single=single, tag=fx.name if _is_random(fx.target) else "",
-        **wants,
+        "aten", inputs, shape, dtype, target=target, args=args, kwargs=kwargs, outputs=outputs,
+        single=single, tag=fx.name if _is_random(fx.target) else "", **more,
     )  # fmt: skip
     if single:
         return call

@@ -19,6 +19,7 @@ from torch.fx import GraphModule
 from torch.overrides import TorchFunctionMode
 
 from strop.frontend import joint
+from strop.frontend.autocast import as_autocast
 from strop.frontend.layouts import LAYOUTS, call_reshape
 from strop.frontend.opened import twins
 from strop.frontend.whole import CALLS, call_mirrored_pad
@@ -33,6 +34,9 @@ _library.define(
 )
 _library.define(
     "attention(Tensor q, Tensor k, Tensor v, Tensor? mask, bool causal, float? scale) -> Tensor"
+)
+_library.define(
+    "linspace(float start, float end, SymInt steps, ScalarType dtype, Device device) -> Tensor"
 )
 _library.define(
     "group_norm(Tensor x, int groups, Tensor? weight, Tensor? bias, float eps) -> Tensor"
@@ -72,10 +76,16 @@ def _resize(x: Tensor, size: Sequence[int], mode: str, align_corners: bool,
     return result
 
 
+def _linspace(start: float, end: float, steps: int, dtype: torch.dtype, device: torch.device
+              ) -> Tensor:  # fmt: skip
+    return torch.linspace(start, end, steps, dtype=dtype, device=device)
+
+
 _library.define(
     "resize(Tensor x, SymInt[] size, str mode, bool align_corners, float[] scales) -> Tensor"
 )
 _library.impl("resize", _resize, "CompositeExplicitAutograd")
+_library.impl("linspace", _linspace, "CompositeExplicitAutograd")
 _library.impl("linear", F.linear, "CompositeExplicitAutograd")
 _library.impl("matmul", torch.matmul, "CompositeExplicitAutograd")
 _library.impl("rms_norm", torch.rms_norm, "CompositeExplicitAutograd")
@@ -104,8 +114,10 @@ def _matmul_shape(x: Tensor, y: Tensor) -> Tensor:
 
 def _rms_norm_shape(x: Tensor, normalized: Sequence[int], weight: Tensor | None,
                     eps: float | None) -> Tensor:  # fmt: skip
-    last = x.shape[x.dim() - len(normalized) :]
-    torch._check(all(a == b for a, b in zip(last, normalized, strict=True)))
+    shapes = [x.shape[x.dim() - len(normalized) :]] + ([] if weight is None else [weight.shape])
+    for shape in shapes:
+        torch._check(len(shape) == len(normalized))
+        torch._check(all(a == b for a, b in zip(shape, normalized, strict=True)))
     return x.new_empty(x.shape)
 
 
@@ -127,6 +139,11 @@ def _resize_shape(x: Tensor, size: Sequence[int], mode: str, align_corners: bool
     return x.new_empty((*x.shape[:2], *size))
 
 
+def _linspace_shape(start: float, end: float, steps: int, dtype: torch.dtype,
+                    device: torch.device) -> Tensor:  # fmt: skip
+    return torch.empty(steps, dtype=dtype, device=device)
+
+
 def _attention_shape(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool,
                      scale: float | None) -> Tensor:  # fmt: skip
     torch._check(q.shape[-1] == k.shape[-1])
@@ -138,12 +155,12 @@ def _group_norm_shape(x: Tensor, groups: int, weight: Tensor | None, bias: Tenso
                       eps: float) -> Tensor:  # fmt: skip
     """As eager: contiguous, but channels-last where x is so on a CPU.
 
-    torch's own rule compares sizes with 1, this one asks for nothing that is a symbol.
+    torch's own rule compares sizes with 1, this one asks for nothing but what must be so.
     """
-    if weight is not None:
-        torch._check(x.shape[1] == weight.shape[0])
-    if isinstance(x.shape[1], int):
-        torch._check(x.shape[1] % groups == 0)
+    for parameter in (weight, bias):
+        if parameter is not None:
+            torch._check(x.shape[1] == parameter.shape[0])
+    torch._check(x.shape[1] % groups == 0)
     result = x.new_empty(x.shape)
     if x.device.type != "cpu" or x.dim() != 4:
         return result
@@ -153,7 +170,7 @@ def _group_norm_shape(x: Tensor, groups: int, weight: Tensor | None, bias: Tenso
 
 for _name, _rule in (
     ("linear", _linear_shape), ("conv2d", _conv2d_shape), ("attention", _attention_shape),
-    ("resize", _resize_shape), ("matmul", _matmul_shape),
+    ("resize", _resize_shape), ("linspace", _linspace_shape), ("matmul", _matmul_shape),
     ("group_norm", _group_norm_shape), ("rms_norm", _rms_norm_shape),
 ):  # fmt: skip
     torch.library.register_fake(f"strop::{_name}", _rule)
@@ -306,6 +323,20 @@ def _call_affine_grid(theta: Tensor, size: Sequence[int], align_corners: bool | 
     return grid.to(torch.get_autocast_dtype(kind) if is_cast else theta.dtype)
 
 
+def _call_linspace(start: Any, end: Any, steps: Any, *, dtype: torch.dtype | None = None,
+                   device: Any = None, **kwargs: Any) -> Tensor:  # fmt: skip
+    """torch's own takes no symbol for a number of steps: it would fix the size."""
+    dtype = dtype or torch.get_default_dtype()
+    are_numbers = all(isinstance(value, int | float) for value in (start, end))
+    is_known = dtype in (torch.float32, torch.float64) and are_numbers and not any(kwargs.values())
+    if not isinstance(steps, torch.SymInt) or not is_known:
+        return torch.linspace(start, end, steps, dtype=dtype, device=device, **kwargs)
+    torch._check(steps >= 0)
+    device = torch.get_default_device() if device is None else torch.device(device)
+    result: Tensor = torch.ops.strop.linspace(start, end, steps, dtype, device)
+    return result
+
+
 def _call_embedding_bag(input: Tensor, weight: Tensor, offsets: Tensor | None = None,
                         max_norm: float | None = None, norm_type: float = 2,
                         scale_grad_by_freq: bool = False, mode: str = "mean", sparse: bool = False,
@@ -416,6 +447,7 @@ COMPOSITES: dict[Callable[..., Any], Callable[..., Tensor]] = {
     F.affine_grid: _call_affine_grid,
     torch.affine_grid_generator: _call_affine_grid,
     F.embedding_bag: _call_embedding_bag,
+    torch.linspace: _call_linspace,
     F.pad: _call_pad,
     torch._C._nn.pad: _call_pad,
     torch.constant_pad_nd: _call_constant_pad,
@@ -434,16 +466,16 @@ COMPOSITES: dict[Callable[..., Any], Callable[..., Tensor]] = {
 }
 RETARGET: dict[Callable[..., Any], Callable[..., Tensor]] = {
     **COMPOSITES,
-    F.linear: _call_linear,
-    F.conv2d: _call_conv2d,
-    torch.conv2d: _call_conv2d,
-    F.conv1d: _call_conv1d,
-    F.scaled_dot_product_attention: _call_attention,
-    F.group_norm: _call_group_norm,
-    torch.rms_norm: _call_rms_norm,
+    F.linear: as_autocast("linear", _call_linear),
+    F.conv2d: as_autocast("conv2d", _call_conv2d),
+    torch.conv2d: as_autocast("conv2d", _call_conv2d),
+    F.conv1d: as_autocast("conv1d", _call_conv1d),
+    F.scaled_dot_product_attention: as_autocast("scaled_dot_product_attention", _call_attention),
+    F.group_norm: as_autocast("group_norm", _call_group_norm),
+    torch.rms_norm: as_autocast("rms_norm", _call_rms_norm),
     torch.batch_norm: _call_batch_norm,
-    torch.matmul: _call_matmul,
-    Tensor.matmul: _call_matmul,
+    torch.matmul: as_autocast("matmul", _call_matmul),
+    Tensor.matmul: as_autocast("matmul", _call_matmul),
     **CALLS,
 }
 TRACED = {**RETARGET, **LAYOUTS}

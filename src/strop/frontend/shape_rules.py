@@ -155,6 +155,29 @@ def _length(first: Any, last: Any) -> Any:
     return 0 if guard_or_false(first >= last) else torch.sym_max(last - first, 0)
 
 
+def _into_slice(mode: Any, x: Tensor, part: Tensor, dim: int = 0, start: Any = None,
+                end: Any = None, step: int = 1) -> None:  # fmt: skip
+    _check_fills(part, aten.slice.Tensor(x, dim, start, end, step))
+
+
+def _into_one(mode: Any, x: Tensor, part: Tensor, dim: int, index: Any) -> None:
+    _check_fills(part, aten.select.int(x, dim, index))
+
+
+def _check_fills(part: Tensor, place: Tensor) -> None:
+    """torch's own rules, which say the shape of the result, ask for nothing."""
+    torch._check(part.dim() == place.dim())
+    for found, wanted in zip(part.shape, place.shape, strict=True):
+        torch._check(found == wanted)
+
+
+def _unshuffled(mode: Any, x: Tensor, factor: int) -> None:
+    """torch's own rule compares numbers of elements, which says of no side that it divides."""
+    if x.dim() >= 3 and factor > 0:
+        for size in x.shape[-2:]:
+            torch._check(size % factor == 0)
+
+
 def _largest(mode: Any, x: Tensor, kernel: Sequence[int], stride: Sequence[int] = (),
              padding: Any = 0, dilation: Any = 1, ceil_mode: bool = False) -> Any:  # fmt: skip
     shape = _pooled(x, ceil_mode, kernel, stride, padding, dilation)
@@ -181,12 +204,13 @@ def _pooled(x: Tensor, upwards: bool, *geometry: Any) -> list[Size] | None:
         span = gap * (width - 1) + 1
         if min(width, step, gap) < 1 or not 0 <= 2 * pad <= width:
             return None
-        if not guard_or_false(shape[dim] + 2 * pad >= span):
-            torch._check(shape[dim] + 2 * pad >= span)
         size = shape[dim]
+        reach = size + 2 * pad + (step - 1 if upwards else 0)  # one window at least
+        if not guard_or_false(reach >= span):
+            torch._check(reach >= span)
         shape[dim] = (size + 2 * pad - span) // step + 1
         if upwards:  # one that is not whole counts too, if it begins inside
-            more = (size + 2 * pad - span + step - 1) // step + 1
+            more = (reach - span) // step + 1
             shape[dim] = torch.sym_min(more, (size + pad - 1) // step + 1)
     return shape
 
@@ -286,10 +310,13 @@ def _fake(mode: Any, x: Tensor, shape: Sequence[Size], strides: Sequence[Size]) 
 
 RULES: dict[Any, Rule] = {
     aten.slice.Tensor: _sliced,
+    aten.slice_scatter.default: _into_slice,
+    aten.select_scatter.default: _into_one,
     aten.max_pool2d_with_indices.default: _largest,
     aten.avg_pool2d.default: _average,
 }
 FAST_RULES: dict[Any, Rule] = {
+    aten.pixel_unshuffle.default: _unshuffled,
     aten.silu_backward.default: _gradient,
     aten.gelu_backward.default: _gradient,
     aten.native_group_norm_backward.default: _group_norm_gradients,

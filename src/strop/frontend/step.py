@@ -9,13 +9,11 @@ say raises CaptureError: writes into arguments or buffers, results that share me
 from __future__ import annotations
 
 import itertools
-import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 import torch.utils._pytree as pytree
 import torch.utils.checkpoint
@@ -46,6 +44,7 @@ from strop.frontend.capture import (
     tracing,
     without_empty,
 )
+from strop.frontend.effects import no_effects
 from strop.frontend.functional import make_functional, storage_of
 from strop.frontend.joint import TANGENT
 from strop.frontend.operators import COMPOSITES
@@ -141,7 +140,7 @@ def capture_step(
         with mode:
             primals += [fake_input(spec, roots) for spec in specs]
         primals = [t.requires_grad_(w) for t, w in zip(primals, wants, strict=True)]
-        with _no_effects(module), tracing(module, mode, _Retarget(), origins):
+        with no_effects(module, private=True), tracing(module, mode, _Retarget(), origins):
             gm = make_fx(flat, joint.DECOMPOSITIONS, tracing_mode="real")(*primals)
         _arrange(gm)
         make_functional(gm)
@@ -186,31 +185,6 @@ def _check_aliases(gm: GraphModule, flat: _Flat) -> None:
     storages = [storage_of(node) for node in results]
     if given.intersection(storages) or len(set(storages)) < len(storages):
         raise CaptureError("a result shares memory with an argument, a weight or another result")
-
-
-@contextmanager
-def _no_effects(module: nn.Module) -> Iterator[None]:
-    """What a forward does besides computing, compiled code would not do again: attributes that it
-    sets, random numbers that it draws in Python."""
-    draws = random.getstate(), np.random.get_state()
-    before = [(part, dict(vars(part))) for part in module.modules()]
-    try:
-        yield
-    finally:
-        has_drawn = draws[0] != random.getstate() or repr(draws[1]) != repr(np.random.get_state())
-        random.setstate(draws[0])
-        np.random.set_state(draws[1])
-    if has_drawn:
-        raise CaptureError("it draws random numbers in Python")
-    for part, known in before:
-        now = vars(part)
-        changed = [
-            name
-            for name in now.keys() | known.keys()
-            if name not in now or name not in known or now[name] is not known[name]
-        ]
-        if changed:
-            raise CaptureError(f"it sets {', '.join(sorted(changed))} of a {type(part).__name__}")
 
 
 @contextmanager

@@ -45,12 +45,19 @@ _RELATIONS = {
 }  # fmt: skip
 
 
+_OF_VALUES = ("u", "zuf")  # names that torch gives to integers and numbers without a traced value
+
+
 class OutsideLanguage(UnsupportedError):
     """``expression`` is no polynomial in sizes."""
 
     def __init__(self, expression: Any) -> None:
+        names = {symbol.name for symbol in getattr(expression, "free_symbols", ())}
+        is_value = any(name.startswith(_OF_VALUES) for name in names)
         super().__init__(
-            f"size {expression} ({type(expression).__name__}) is outside the size language"
+            "it computes with a number that it reads from a tensor, as .item() does"
+            if is_value
+            else f"size {expression} ({type(expression).__name__}) is outside the size language"
         )
         self.expression = expression
 

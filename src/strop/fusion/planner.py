@@ -47,7 +47,7 @@ class _Grouping:
         self.before: list[int] = []
         self.needed = 0  # steps on which others depend
         self.refusals: list[Refusal] = []
-        self.schedules = reduction_schedules(graph)
+        self.schedules, self.users = reduction_schedules(graph), graph.users()
         self.reductions: dict[object, Node] = {}  # by operand and dims, and by loop
 
     def run(self) -> tuple[list[Draft], list[Refusal]]:
@@ -80,7 +80,17 @@ class _Grouping:
                 sibling = self.reductions.setdefault(key, node)
                 if sibling is not node:
                     found.append((self.home[sibling], sibling))
+        if self.schedules.get(node) is Schedule.ROW:
+            found.sort(key=lambda pair: self._is_for(node, pair[0]))
         return found
+
+    def _is_for(self, node: Node, step: int) -> bool:
+        """Whether a step only computes what ``node`` reads, and will be where that is."""
+        draft = self.drafts[step]
+        if draft is None or draft.schedule is not Schedule.POINTWISE:
+            return False
+        own = {node, *draft.nodes}
+        return all(own.issuperset(self.users[member]) for member in draft.nodes)
 
     def _is_full(self, step: int) -> bool:
         """Whether a kernel reads as many large values as leave a tile enough rows."""

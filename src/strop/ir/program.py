@@ -202,5 +202,17 @@ class Program:
         return tuple(sorted(t for t in targets if is_foreign(t)))
 
     @property
+    def foreign_causes(self) -> tuple[str, ...]:
+        """Of each, why: it has no row, or what its rule has met."""
+        calls = [dict(s.attrs) for s in self.call_steps if s.op == "aten"]
+        whys = {c["target"]: c.get("why") for c in calls}
+        return tuple(
+            f"{t} cannot be a kernel here: {whys[t]}"
+            if whys[t]
+            else f"{t} has no row in the operator table"
+            for t in self.foreign_calls
+        )
+
+    @property
     def call_steps(self) -> tuple[CallStep, ...]:
         return tuple(step for step in self.steps if isinstance(step, CallStep))

@@ -98,6 +98,8 @@ def encode(value: Any) -> Any:
         return {"$": type(value).__name__, "text": str(value)}
     if isinstance(value, float) and (value != value or abs(value) == float("inf")):
         return {"$": "float", "text": str(value)}
+    if isinstance(value, complex):
+        return {"$": "complex", "text": str(value)}
     if value is None or isinstance(value, str | int | float | bool):
         return value
     raise CacheError(f"a program cannot hold {value!r} ({type(value).__name__})")
@@ -123,6 +125,8 @@ def _parse_text(kind: str, text: str) -> Any:
         return torch.device(text)
     if kind == "float":
         return _SPECIAL_FLOATS[text]
+    if kind == "complex":
+        return complex(text)
     if kind in ("layout", "memory_format"):
         return _LAYOUTS[text]
     raise KeyError(kind)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,6 +15,7 @@ from strop.passes.canonicalize import canonicalize
 from strop.patterns import registry
 from strop.patterns.find import Finder, Match, Miss
 
+log = logging.getLogger("strop")
 NAME = "patterns"  # in Options.disable
 
 
@@ -28,6 +31,8 @@ class Found:
 def apply(graph: Graph, options: Options, device: str) -> tuple[Graph, Found]:
     """Each pattern in turn, in the order of their declaration."""
     patterns = registry.active()
+    for name in sorted({*options.numerics} - {pattern.numerics for pattern in patterns}):
+        _warn_of(name)
     if not patterns or NAME in options.disable:
         return graph, Found()
     start, before, misses = time.perf_counter(), len(graph.nodes), list[Miss]()
@@ -45,6 +50,12 @@ def apply(graph: Graph, options: Options, device: str) -> tuple[Graph, Found]:
     kept = graph if options.wants_graphs else None
     record = PassRecord(NAME, seconds, before, len(graph.nodes), kept)
     return graph, Found(tuple(p.name for p in patterns), tuple(misses), (record,))
+
+
+@functools.cache  # once
+def _warn_of(numerics: str) -> None:
+    """No error, and none where options are made: patterns may be declared at any time."""
+    log.warning("Options.numerics allows %r, which no pattern in force names", numerics)
 
 
 def _replaced(graph: Graph, matches: Sequence[Match]) -> Graph:

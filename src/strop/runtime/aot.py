@@ -143,8 +143,8 @@ def _compile(gm: GraphModule, inputs: Sequence[Any], job: Job) -> Any:
 def refuse_foreign(program: Program, options: Options) -> None:
     """Raise UnsupportedError for operators that torch would run, where ``strict`` forbids that."""
     if program.foreign_calls and options.strict:
-        raise UnsupportedError(f"operators without a row: {', '.join(program.foreign_calls)}"
-                               " (strict=True forbids them)")  # fmt: skip
+        causes = "; ".join(program.foreign_causes)
+        raise UnsupportedError(f"torch would run operators: {causes} (strict=True forbids them)")
 
 
 def _note_fallback(gm: GraphModule, reason: str, into: AotLog) -> None:

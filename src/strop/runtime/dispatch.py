@@ -148,9 +148,16 @@ def is_untraced(hooks: Mapping[int, Any]) -> bool:
 
 
 def as_specified(tensors: Sequence[Tensor], specs: Sequence[TensorSpec]) -> list[Tensor]:
-    """Arguments in the type and layout that a program reads: adapters may want another type."""
-    return [t.to(s.dtype).contiguous(memory_format=s.memory_format)
+    """Arguments in the type and layout that a program reads: adapters may want another type, and
+    torch leaves it to a bit that numbers are conjugated or negated."""
+    return [t.resolve_conj().resolve_neg().to(s.dtype).contiguous(memory_format=s.memory_format)
             for t, s in zip(tensors, specs, strict=True)]  # fmt: skip
+
+
+def _is_dense(tensors: Sequence[Tensor], specs: Sequence[TensorSpec]) -> bool:
+    """Whether all lie as they have been traced, at the beginning of their memory."""
+    return all(t.is_contiguous(memory_format=s.memory_format) and not t.storage_offset()
+               for t, s in zip(tensors, specs, strict=True))  # fmt: skip
 
 
 def _returned(entry: Entry, results: list[Any], tensors: Sequence[Tensor]) -> Any:
@@ -266,6 +273,12 @@ class Dispatcher:
                 entry = self._enter(key, skeleton, tensors)
             except REFUSALS as refusal:
                 return refusal, None
+        if entry.variant.layout_reads and not _is_dense(tensors, entry.variant.specs):
+            asked = ", ".join(entry.variant.layout_reads)
+            return UnsupportedError(
+                f"its forward asks how arguments lie in memory ({asked}), and one of them has gaps"
+                " or another order: make it contiguous"
+            ), None
         result = self._run(entry, tensors)
         if plain is not None:
             self._prepare(self._entries.get(key), plain, tensors)
@@ -383,8 +396,8 @@ class Dispatcher:
         env = solve_roots(variant.specs, [t.shape for t in tensors])
         if looks_too_far(variant.program, env):
             raise UnsupportedError("an index looks into a dim of 2^31 elements or more")
-        for operator in variant.program.foreign_calls:
-            self._note_fallback(f"{operator} has no row in the operator table: torch runs it")
+        for cause in variant.program.foreign_causes:
+            self._note_fallback(f"{cause}: torch runs it")
         aliases = returned_arguments(variant.program, env)
         steady = self.adapter.steady(skeleton) if self._may_hoist else ()
         entry = Entry(next(_NUMBERS), variant, device, env, aliases=aliases, steady=steady)
@@ -437,7 +450,9 @@ class Dispatcher:
         if len(self._ready) >= MOST_READY:
             self._ready.clear()
         self._ready[key] = untaken
-        if entry.aliases or len(args) != len(tensors) or not all(map(is_, args, tensors)):
+        if entry.aliases or entry.variant.layout_reads:
+            return
+        if len(args) != len(tensors) or not all(map(is_, args, tensors)):
             return
         if not all(map(is_, as_specified(tensors, entry.variant.specs), tensors)):
             return

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from strop.runtime.variants import Variant
 
 log = logging.getLogger("strop")
-_FORMAT = 2
+_FORMAT = 3
 
 
 def key_of(module: nn.Module, state: ModuleState, skeleton: Skeleton, shapes: Shapes,
@@ -136,11 +136,12 @@ def load(key: str, options: Options) -> Variant | None:
         specs = tuple(TensorSpec(tuple(shape), getattr(torch, dtype), torch.device(device), last)
                       for shape, dtype, device, last in entry["specs"])  # fmt: skip
         names, is_ragged = tuple(entry["state_names"]), bool(entry["is_ragged"])
-        fixed = tuple(map(str, entry["fixed"]))
+        fixed, reads = (tuple(map(str, entry[name])) for name in ("fixed", "layout_reads"))
     except _DAMAGE as error:
         log.warning("a stored plan was dropped: %s", error)
         return None
-    return Variant(program, specs, out_spec, names, is_ragged, from_disk=True, fixed=fixed)
+    return Variant(program, specs, out_spec, names, is_ragged, from_disk=True, fixed=fixed,
+                   layout_reads=reads)  # fmt: skip
 
 
 def save(key: str, variant: Variant, options: Options) -> None:
@@ -159,5 +160,6 @@ def save(key: str, variant: Variant, options: Options) -> None:
         "state_names": variant.state_names,
         "is_ragged": variant.is_ragged,
         "fixed": variant.fixed,
+        "layout_reads": variant.layout_reads,
     }  # fmt: skip
     DiskCache(options.cache_path).write("plan", key, json.dumps(entry).encode())

@@ -24,6 +24,7 @@ from strop.backend import Compiled, compile_captured
 from strop.codegen.assemble import Signature
 from strop.errors import CaptureError, ShapeError, UnsupportedError
 from strop.frontend.capture import TensorSpec, capture, clone_structure
+from strop.frontend.effects import no_changes
 from strop.frontend.importer import import_graph
 from strop.frontend.objects import with_objects
 from strop.ir.program import Program
@@ -64,6 +65,7 @@ class Variant:
     compiled: Compiled | None = None  # None when it came from disk
     later: Ahead = field(default_factory=lambda: Ahead(()))  # kernels that only other sizes need
     fixed: tuple[str, ...] = ()  # sizes that it holds for at one value, and why
+    layout_reads: tuple[str, ...] = ()  # see ``Captured``: it serves dense arguments alone
 
     def fits(self, sizes: Sizes) -> bool:
         return self.env(sizes) is not None
@@ -179,8 +181,8 @@ class VariantStore:
             raise
         if variant.program.foreign_calls and self.options.strict:
             raise UnsupportedError(
-                f"{self.name} uses operators without a row in strop.ir.ops:"
-                f" {', '.join(variant.program.foreign_calls)} (strict=True forbids them)"
+                f"{self.name} would run operators in torch:"
+                f" {'; '.join(variant.program.foreign_causes)} (strict=True forbids them)"
             )
         self.variants.setdefault(key, []).append(variant)
         return variant
@@ -239,7 +241,9 @@ class VariantStore:
 
         def call(*tensors: Tensor) -> Any:
             args, kwargs = rebuild(skeleton, tensors)
-            return with_objects(clone(*args, **kwargs), (args, kwargs))
+            with no_changes((args, kwargs)):
+                result = clone(*args, **kwargs)
+            return with_objects(result, (args, kwargs))
 
         parts, entered = list(clone.modules()), set[int]()
         for part in parts:
@@ -264,7 +268,7 @@ class VariantStore:
         seconds = {"capture": traced - start, **compiled.seconds}
         return Variant(compiled.program, captured.input_specs, captured.out_spec,
                        captured.state_names, shapes.is_ragged, False, seconds, compiled,
-                       fixed=captured.fixed)  # fmt: skip
+                       fixed=captured.fixed, layout_reads=captured.layout_reads)  # fmt: skip
 
 
 def _key(state: ModuleState, skeleton: Skeleton, shapes: Shapes) -> Any:

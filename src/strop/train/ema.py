@@ -5,7 +5,7 @@ The schedule and the state dict are those of ``diffusers.training_utils.EMAModel
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any
 
@@ -87,8 +87,7 @@ class ParameterEMA:
                 f"the state has {len(found)} averages and the optimizer {len(mine)} parameters: "
                 "hand both the same parameters in the same order"
             )
-        for average, value in zip(mine, found or (), strict=False):
-            average.copy_(value)
+        _write(mine if found is not None else (), found or ())
         given = {name: value for name, value in state_dict.items() if name in names}
         self.schedule = EMASchedule(**{**asdict(self.schedule), **given})
         step = state_dict.get("optimization_step")
@@ -98,8 +97,7 @@ class ParameterEMA:
     @torch.no_grad()
     def copy_to(self, parameters: Iterable[Tensor]) -> None:
         """Write the averages into these parameters."""
-        for parameter, average in zip(parameters, self.shadow_params, strict=True):
-            parameter.copy_(average)
+        _write(tuple(parameters), self.shadow_params)
 
     @torch.no_grad()
     def store(self, parameters: Iterable[Tensor]) -> None:
@@ -111,6 +109,19 @@ class ParameterEMA:
         """Write back what ``store`` kept."""
         if self._stored is None:
             raise OptionError("there is nothing to restore: call store(parameters) before")
-        for parameter, value in zip(parameters, self._stored, strict=True):
-            parameter.copy_(value)
+        _write(tuple(parameters), self._stored)
         self._stored = None
+
+
+def _write(targets: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    """All of them, or none and OptionError: half a model's averages are no model."""
+    shapes, given = ([tuple(t.shape) for t in tensors] for tensors in (targets, values))
+    if shapes != given:
+        places = (n for n, (a, b) in enumerate(zip(shapes, given, strict=False)) if a != b)
+        first = next(places, min(len(shapes), len(given)))
+        raise OptionError(
+            f"{len(values)} tensors for {len(targets)} parameters, which differ from number"
+            f" {first} on: hand over those that the optimizer has, in its order"
+        )
+    for target, value in zip(targets, values, strict=True):
+        target.copy_(value)

@@ -72,6 +72,7 @@ class FusedOptimizer(Optimizer):
         self.stepper: Stepper | None = None
         self._layout: Layout | None = None
         self._order: list[int] = []
+        self._counted: set[int] = set()  # slots whose steps have been bound
         self._counts = (0, 0)
         self._shadows: dict[Tensor, Tensor] = {}
         self._checks_itself = False
@@ -333,7 +334,7 @@ class FusedOptimizer(Optimizer):
             memory = Memory.on(device, len(owners), self.counts)
             seed = self._extras.seed if self._extras.stochastic_rounding else None
             stepper = self.stepper = make_stepper(device, self._rule, memory, seed)
-            self._layout, self._order = None, order
+            self._layout, self._order, self._counted = None, order, set()
         return stepper
 
     def _layout_of(
@@ -392,10 +393,13 @@ class FusedOptimizer(Optimizer):
             view = counts[slot]
             if isinstance(value, Tensor) and value.data_ptr() == view.data_ptr():
                 continue
+            if value is None and slot in self._counted:
+                value = 0.0  # somebody has cleared the state
             if value is not None:
                 value = torch.as_tensor(value, dtype=torch.float32, device=counts.device)
                 found[slot] = value.reshape(())
             state["step"] = view
+            self._counted.add(slot)
         if found:
             counts[list(found)] = torch.stack(list(found.values()))
 

@@ -1,0 +1,98 @@
+"""What a forward does besides computing, which compiled code would not do again.
+
+A call that does so is refused, and eager serves it: attributes that it sets, lists that it changes,
+random numbers that it draws in Python. Attributes that begin with ``_`` are a module's caches by
+custom; inference lets it have them, with what they hold when it is traced.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+from torch import Tensor, nn
+
+from strop.errors import CaptureError
+
+_OWN = frozenset(vars(nn.Module()))  # of every module: hooks, weights
+
+
+@contextmanager
+def no_effects(module: nn.Module, *, private: bool) -> Iterator[None]:
+    """Raises CaptureError after a body in which ``module`` had effects on itself or on Python's
+    random numbers, whose state is then what it was. ``private``: also on names with a ``_``."""
+    draws = random.getstate(), np.random.get_state()
+    before = [(part, _settings(part, private)) for part in module.modules()]
+    try:
+        yield
+    finally:
+        has_drawn = draws[0] != random.getstate() or repr(draws[1]) != repr(np.random.get_state())
+        random.setstate(draws[0])
+        np.random.set_state(draws[1])
+    if has_drawn:
+        raise CaptureError("it draws random numbers in Python")
+    for part, known in before:
+        now = _settings(part, private)
+        changed = [name for name in now.keys() | known.keys() if now.get(name) != known.get(name)]
+        if changed:
+            raise CaptureError(f"it sets {', '.join(sorted(changed))} of a {type(part).__name__}")
+
+
+@contextmanager
+def no_changes(arguments: Any) -> Iterator[None]:
+    """Raises CaptureError after a body that has changed a list or a dict among ``arguments``."""
+    before = [(container, _identity(container)) for container in _containers(arguments)]
+    yield
+    for container, known in before:
+        if _identity(container) != known:
+            raise CaptureError(f"it changes a {type(container).__name__} among its arguments")
+
+
+def check_state(module_state: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> None:
+    """Raises CaptureError where a buffer or a weight is not the tensor that was ``given``."""
+    changed = [name for name, tensor in given.items() if module_state.get(name) is not tensor]
+    if changed:
+        raise CaptureError(f"it replaces {', '.join(changed)}: write into it instead")
+
+
+def _settings(part: nn.Module, private: bool) -> dict[str, Any]:
+    return {name: _identity(value) for name, value in vars(part).items()
+            if name not in _OWN and (private or not name.startswith("_"))}  # fmt: skip
+
+
+def _identity(value: Any) -> Any:
+    """Equal for the same object with the same items; they are kept, so that no other takes the
+    place in memory."""
+    kind = type(value)
+    if kind in (list, tuple):
+        return _Same(value), tuple(map(_Same, value))
+    if kind is dict:
+        return _Same(value), tuple((key, _Same(item)) for key, item in value.items())
+    return (_Same(value),)
+
+
+class _Same:
+    """Equal to what holds the very same object."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and other.value is self.value
+
+    __hash__ = object.__hash__
+
+
+def _containers(value: Any) -> Iterator[Any]:
+    if type(value) in (list, dict):
+        yield value
+    if type(value) in (list, tuple):
+        for item in value:
+            yield from _containers(item)
+    elif type(value) is dict:
+        yield from _containers(list(value.values()))

@@ -1,0 +1,104 @@
+"""What a forward does besides computing: such a call stays in eager, and is counted."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import strop
+from strop.errors import StropError
+from strop.options import Options
+
+CALLS = 3
+
+
+class Effects(nn.Module):
+    def __init__(self, act: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.act, self.number, self.seen, self.table = act, 0, [1.0], {}
+        self.register_buffer("total", torch.zeros(4))
+
+    def forward(self, x: Tensor, *rest: Any) -> Tensor:
+        return self.act(self, x, *rest)
+
+
+def counts(self: Effects, x: Tensor) -> Tensor:
+    self.number += 1
+    return x * self.number
+
+
+def appends(self: Effects, x: Tensor) -> Tensor:
+    self.seen.append(2.0)
+    return x * sum(self.seen)
+
+
+def keeps(self: Effects, x: Tensor) -> Tensor:
+    self.table["last"] = x
+    return x * 2
+
+
+def replaces(self: Effects, x: Tensor) -> Tensor:
+    self.total = self.total + x
+    return x * self.total
+
+
+def draws(self: Effects, x: Tensor) -> Tensor:
+    return x * random.random()
+
+
+def draws_with_numpy(self: Effects, x: Tensor) -> Tensor:
+    return x * float(np.random.rand())
+
+
+WHY = {
+    counts: "it sets number of a Effects", appends: "it sets seen of a Effects",
+    keeps: "it sets table of a Effects", replaces: "it replaces total",
+    draws: "random numbers", draws_with_numpy: "random numbers",
+}  # fmt: skip
+
+
+def runs(module: nn.Module, *rest: Any) -> tuple[list[Tensor], dict[str, Any]]:
+    """The results of some calls, and what they leave behind."""
+    random.seed(0)
+    np.random.seed(0)
+    with torch.no_grad():
+        results = [module(torch.arange(4.0) + n, *rest) for n in range(CALLS)]
+    names = ("number", "seen", "table", "total")
+    return results, {name: getattr(module, name) for name in names}
+
+
+@pytest.mark.parametrize("act", WHY, ids=lambda act: act.__name__)
+def test_every_call_has_its_effects(act: Callable[..., Tensor], tmp_path: Path) -> None:
+    module = Effects(act).eval()
+    strop.optimize(module, options=Options(cache_dir=str(tmp_path)))
+    (results, left), (wanted, left_by_eager) = runs(module), runs(Effects(act).eval())
+    torch.testing.assert_close(results, wanted, rtol=0, atol=0)
+    torch.testing.assert_close(left.pop("table"), left_by_eager.pop("table"))
+    torch.testing.assert_close(left.pop("total"), left_by_eager.pop("total"))
+    assert left == left_by_eager
+    ((reason, count),) = module.forward.counters.fallbacks.items()
+    assert WHY[act] in reason
+    assert count == CALLS
+    strop.optimize(module, options=Options(cache_dir=str(tmp_path), strict=True))
+    with pytest.raises(StropError, match=WHY[act]):
+        runs(module)
+
+
+def test_a_list_among_the_arguments_grows_at_every_call(tmp_path: Path) -> None:
+    def collects(self: Effects, x: Tensor, found: list[Tensor]) -> Tensor:
+        found.append(x)
+        return x + len(found)
+
+    module, found = Effects(collects).eval(), list[Tensor]()
+    strop.optimize(module, options=Options(cache_dir=str(tmp_path)))
+    results, _ = runs(module, found)
+    assert len(found) == CALLS
+    torch.testing.assert_close(results, [x + n for n, x in enumerate(found, 1)])
+    assert "changes a list among its arguments" in next(iter(module.forward.counters.fallbacks))
