@@ -105,6 +105,7 @@ EXCEPTIONS: dict[tuple[str, str], str] = {
     ("runtime.partition", "frontend.joint"): "what the min-cut is told of our kernels",
     ("runtime.partition", "frontend.importer"): "memory_order: how a forward has laid out results",
     ("runtime.aot", "frontend.quick"): "what tracing leaves out, around AOTAutograd",
+    ("runtime.aot", "frontend.of_torch"): "what capture takes apart, AOTAutograd does",
     ("runtime.aot", "frontend.operators"): "Dynamo's graph gets the operators that capture has",
     ("runtime.aot", "frontend.symbols"): "Symbols: Dynamo's sizes, handed to the importer",
     ("runtime.dispatch", "frontend.objects"): "caches among the arguments, written to after a run",

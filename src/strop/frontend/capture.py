@@ -44,6 +44,7 @@ from strop.frontend.functional import WriteThroughViewError, make_functional
 from strop.frontend.layout_reads import LayoutReads
 from strop.frontend.layouts import overlap_by_traced_sizes
 from strop.frontend.objects import as_tree
+from strop.frontend.of_torch import DECOMPOSITIONS
 from strop.frontend.python_sizes import symbolic_builtins
 from strop.frontend.quick import without_tensor_meta
 from strop.frontend.shape_rules import TracedSizes, shape_rules
@@ -321,7 +322,7 @@ def _trace(
 
     origins: dict[str, str] = {}
     with no_effects(module, private=False), tracing(module, mode, reads, origins):
-        gm = make_fx(transform(flat), tracing_mode="real")(state, *fakes)
+        gm = make_fx(transform(flat), DECOMPOSITIONS, tracing_mode="real")(state, *fakes)
     return gm, specs[-1], origins, tuple(reads.asked)
 
 

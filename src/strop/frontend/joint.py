@@ -20,6 +20,7 @@ from torch.fx import GraphModule, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
 import strop.frontend.whole  # noqa: F401  (defines torch.ops.strop)
+from strop.frontend import of_torch
 from strop.frontend.functional import storage_of
 from strop.ir import philox
 
@@ -152,11 +153,10 @@ def _layer_norm(x: Tensor, normalized: Sequence[int], weight: Tensor | None, bia
 
 
 # of torch's: arithmetic on elements, and views with a place to be written to
-_OF_TORCH = get_decompositions([
-    aten.smooth_l1_loss, aten.smooth_l1_loss_backward, aten.huber_loss, aten.huber_loss_backward,
-    aten.binary_cross_entropy, aten.binary_cross_entropy_backward,
-    aten.binary_cross_entropy_with_logits, aten.slice_backward, aten.select_backward,
-    aten.logit_backward, aten.glu_backward, aten.diagonal_backward,
+_OF_TORCH = of_torch.DECOMPOSITIONS | get_decompositions([
+    aten.smooth_l1_loss_backward, aten.huber_loss_backward, aten.binary_cross_entropy_backward,
+    aten.slice_backward, aten.select_backward, aten.logit_backward, aten.glu_backward,
+    aten.diagonal_backward,
 ])  # fmt: skip
 DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
     **_OF_TORCH,

@@ -24,6 +24,7 @@ from strop.codegen.assemble import Signature
 from strop.errors import ShapeError, UnsupportedError
 from strop.frontend.importer import import_graph
 from strop.frontend.joint import DECOMPOSITIONS
+from strop.frontend.of_torch import DECOMPOSITIONS as OF_TORCH
 from strop.frontend.operators import retarget
 from strop.frontend.quick import quick
 from strop.frontend.symbols import Symbols
@@ -102,7 +103,7 @@ def compile_dynamo(gm: GraphModule, example_inputs: Sequence[Any], **given: Any)
         fw_compiler=compiler(replace(job, role="forward", joint=joint)),
         bw_compiler=compiler(replace(job, role="backward", joint=joint)),
         inference_compiler=compiler(job), partition_fn=joint.partition,
-        decompositions=DECOMPOSITIONS if keeps_torchs else None,
+        decompositions=DECOMPOSITIONS if keeps_torchs else OF_TORCH,
         keep_inference_input_mutations=True,
     )  # fmt: skip
     with quick():
