@@ -83,7 +83,7 @@ def test_what_is_not_built_says_why(name: str) -> None:
     assert made.is_sprites
 
 
-NEEDLESS_VALUES = {"local_rank": "-1", "prior_generation_precision": "fp16"}
+NEEDLESS_VALUES = {"prior_generation_precision": "fp16"}
 
 
 @pytest.mark.parametrize("name", settings.NEEDLESS)

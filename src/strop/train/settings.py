@@ -269,6 +269,7 @@ UNBUILT: dict[str, str] = {
     "hub_model_id": _UPLOADS,
     "hub_token": _UPLOADS,
     "image_column": "pictures are those that file_name names in metadata.jsonl; leave it out",
+    "local_rank": "one process trains on one device; leave it out",
     "non_ema_revision": _FOLDERS,
     "offload_ema": "averages stay on the device; leave it out",
     "offset_noise": "write --noise_offset 0.1, which is the same",
@@ -292,7 +293,6 @@ NEEDLESS: dict[str, str] = {
     "enable_xformers_memory_efficient_attention": "attention is torch's"
     " scaled_dot_product_attention, which is fused as well",
     "foreach_ema": "averages are part of the fused step",
-    "local_rank": "one process trains on one device",
     "prior_generation_precision": "class pictures are drawn in the type of --mixed_precision",
     "set_grads_to_none": "gradients are None between steps anyway",
 }  # fmt: skip
