@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from strop.bench.infer_contenders import Found, is_there
 from strop.bench.infer_rows import ROWS
-from strop.bench.report import Rows
+from strop.bench.report import Rows, newest_rows
 from strop.errors import OptionError
 
 Result = Mapping[str, Any]
@@ -19,21 +18,7 @@ HEADER = ("row", "run", "p20", "p50", "p80", "of eager", "first s", "peak GiB", 
 
 def load(paths: Iterable[Path]) -> list[dict[str, Any]]:
     """Results in the order of the table, the newest of each row with the default options."""
-    newest: dict[str, dict[str, Any]] = {}
-    for path in paths:
-        result = json.loads(path.read_text())
-        if result.get("kind") != "infer" or "row" not in result or switched(result):
-            continue
-        old = newest.get(result["row"])
-        if old is None or old["environment"]["date"] <= result["environment"]["date"]:
-            newest[result["row"]] = result
-    order = [row.name for row in ROWS]
-    return sorted(newest.values(), key=lambda result: order.index(result["row"]))
-
-
-def switched(result: Result) -> bool:
-    """Whether the environment had set options when it was measured."""
-    return bool(result["environment"].get("switches"))
+    return newest_rows(paths, "infer", [row.name for row in ROWS])
 
 
 def rows_of(results: Sequence[Result]) -> Rows:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,22 @@ def write_json(value: Any, path: Path) -> Path:
         file.write("\n")
     Path(part).replace(path)
     return path
+
+
+def newest_rows(paths: Iterable[Path], kind: str, names: Sequence[str]) -> list[dict[str, Any]]:
+    """Of files of any kind, the newest result of this kind for each row, measured without options
+    from the environment, in the order of ``names``."""
+    newest: dict[str, dict[str, Any]] = {}
+    for path in paths:
+        result = json.loads(path.read_text())
+        if not isinstance(result, dict) or result.get("kind") != kind or "row" not in result:
+            continue
+        if result["environment"].get("switches"):
+            continue
+        old = newest.get(result["row"])
+        if old is None or old["environment"]["date"] <= result["environment"]["date"]:
+            newest[result["row"]] = result
+    return sorted(newest.values(), key=lambda result: names.index(result["row"]))
 
 
 def compile_rows_of(result: Mapping[str, Any]) -> Rows:

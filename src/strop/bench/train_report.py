@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from strop.bench.infer_contenders import Found, is_there
-from strop.bench.infer_report import gib, switched
-from strop.bench.report import Rows
+from strop.bench.infer_report import gib
+from strop.bench.report import Rows, newest_rows
 from strop.bench.train_loop import PARTS
 from strop.bench.train_rows import LADDER, ROWS
 
@@ -23,16 +22,7 @@ HEADER = ("row", "run", "img/s", "A100, published", "p20 ms", "p50", "p80", "of 
 
 def load(paths: Iterable[Path]) -> list[dict[str, Any]]:
     """Results in the order of the table, the newest of each row with the default options."""
-    newest: dict[str, dict[str, Any]] = {}
-    for path in paths:
-        result = json.loads(path.read_text())
-        if not isinstance(result, dict) or result.get("kind") != "train" or switched(result):
-            continue
-        old = newest.get(result["row"])
-        if old is None or old["environment"]["date"] <= result["environment"]["date"]:
-            newest[result["row"]] = result
-    order = [row.name for row in (*ROWS, LADDER)]
-    return sorted(newest.values(), key=lambda result: order.index(result["row"]))
+    return newest_rows(paths, "train", [row.name for row in (*ROWS, LADDER)])
 
 
 def rows_of(results: Sequence[Result]) -> Rows:
