@@ -54,7 +54,7 @@ def measure_here(case: BenchCase, device: torch.device, cache_dir: str, num_shap
     timer.synchronise(device)
     rows = []
     start = time.perf_counter()
-    strop.optimize(workload.target, options=strop.Options(cache_dir=cache_dir))
+    strop.optimize(workload.target, options=strop.Options.from_environment(cache_dir=cache_dir))
     for (size, batch), call in zip(shapes, calls, strict=True):
         seconds = []
         for _ in range(2):

@@ -140,7 +140,7 @@ def measure_start(row: Row, plan: Plan, clock: Clock, save: Save) -> Found:
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as cache:
         found = compile_bench.measure_here(row.case(plan.torch_dtype), plan.where, cache, 1)
     stages, first_s = found["stages_s"], found["first_s"]
-    split = {"capture": stages["capture"], "kernels": stages["kernels"]}
+    split = {name: stages[name] for name in ("capture", "libraries", "kernels") if name in stages}
     split["passes + codegen"] = sum(stages.values()) - sum(split.values())
     split["first run"] = first_s - sum(stages.values())
     second_s = found["shapes"][0]["second_s"]

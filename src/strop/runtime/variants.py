@@ -30,7 +30,7 @@ from strop.frontend.objects import with_objects
 from strop.ir.program import Program
 from strop.options import Options
 from strop.patterns import registry
-from strop.runtime import stored_variants
+from strop.runtime import priming, stored_variants
 from strop.runtime.ahead import Ahead
 from strop.runtime.garbage import collection_paused
 from strop.runtime.kernels import KernelLibrary, kernel_library
@@ -213,25 +213,36 @@ class VariantStore:
                 raise CaptureError(
                     f"{self.name}: the module's parameters are not those of its graph"
                 )
-            return self._with_kernels(variant, library, sizes, started)
+            return self._with_kernels(variant, library, device, sizes, started)
         finally:
             library.cool_down()
 
-    def _with_kernels(self, variant: Variant, library: KernelLibrary, sizes: Sizes, started: float
-                      ) -> Variant:  # fmt: skip
+    def _with_kernels(self, variant: Variant, library: KernelLibrary, device: torch.device,
+                      sizes: Sizes, started: float) -> Variant:  # fmt: skip
         """Builds the kernels that the first call needs, and lists the others for later."""
         program, env = variant.program, variant.env(sizes)
         needed = dict.fromkeys(program.sources_at(env)) if env is not None else {}
+        num_ready = library.watch(tuple(needed))
         begun = time.perf_counter()
-        self.progress.begin("building kernels", len(needed), library.watch(tuple(needed)))
+        self.progress.begin("building kernels", len(needed), num_ready)
+        seconds = dict(variant.seconds)
+        if device.type == "cuda" and env is not None and self._waits_for_compilers(variant):
+            priming.prime(program, env, device, library.arch, lambda: num_ready() < len(needed))
+            seconds["libraries"] = time.perf_counter() - begun
+        primed = time.perf_counter()
         library.build(tuple(needed))
         ready = time.perf_counter()
         others = dict.fromkeys(source for source in program.sources if source not in needed)
         log.info("%s: %d calls, %d kernels, %d more for other sizes; kernels ready in %.1f s, all"
                  " in %.1f s", self.name, len(program.call_steps), len(needed), len(others),
                  ready - begun, ready - started)  # fmt: skip
-        return replace(variant, seconds={**variant.seconds, "kernels": ready - begun},
+        return replace(variant, seconds={**seconds, "kernels": ready - primed},
                        later=library.later(tuple(others)))  # fmt: skip
+
+    def _waits_for_compilers(self, variant: Variant) -> bool:
+        """Whether this thread, which will run the variant, has just begun its kernels."""
+        is_caller = threading.current_thread() not in self._building.values()
+        return is_caller and variant.compiled is not None
 
     def _compile(self, state: ModuleState, skeleton: Skeleton, shapes: Shapes,
                  device: torch.device, library: KernelLibrary) -> Variant:  # fmt: skip
