@@ -124,6 +124,7 @@ def test_none_is_made_when_all_kernels_are_there(called: list[str]) -> None:
 def test_a_first_call_primes_and_a_cached_one_does_not(tmp_path: Path) -> None:
     torch.manual_seed(0)
     module, x = Blocks().half().cuda().eval(), torch.randn(2, 4, 64, 64).half().cuda()
+    module.to(memory_format=torch.channels_last)  # as a run leaves weights: plans are kept for that
     with torch.no_grad():
         truth = module.double()(x.double())
         module.half()
