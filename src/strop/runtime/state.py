@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from strop.frontend.capture import named_state
 from strop.ir.program import Program
-from strop.runtime.surroundings import Surroundings
+from strop.runtime.surroundings import Surroundings, is_private
 from strop.runtime.texts import is_plain
 
 _DATA_PTR = Tensor.data_ptr
@@ -151,9 +151,11 @@ class ModuleState:
 
     def ignore_own_writes(self) -> frozenset[str]:
         """After a trace: names that the module's own code has bound anew, which compiled code will
-        not do; they are no longer watched. Which ones."""
+        not do; they are no longer watched. Which ones. Caches (names with a ``_``) keep what the
+        trace has left there, others get back what they held."""
         written = self.surroundings.changed()
         if written:
+            self.surroundings.put_back({name for name in written if not is_private(name)})
             self._ignored |= written
             self.surroundings = Surroundings(self.module, self._ignored)
         return written

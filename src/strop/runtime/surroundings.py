@@ -13,7 +13,7 @@ import copy
 import dis
 import functools
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from operator import getitem, is_
 from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -84,6 +84,14 @@ class Surroundings:
                 found.add(label)
         return frozenset(found)
 
+    def put_back(self, labels: Set[str]) -> None:
+        """Bind those names again to what they were bound to; not class attributes and closures."""
+        for label, table, key, value in zip(
+            self._labels, self._tables, self._keys, self._values, strict=True
+        ):
+            if label in labels and isinstance(table, dict):
+                table[key] = value
+
     @property
     def text(self) -> list[str]:
         """A line for each name, the same in every process."""
@@ -94,6 +102,11 @@ class Surroundings:
     def objects(self) -> list[Any]:
         """Values of which the text does not tell everything: compared by identity."""
         return [v for v in self._values if not isinstance(v, _BY_TEXT) and not is_plain(v)]
+
+
+def is_private(label: str) -> bool:
+    """Whether a name is a cache by custom."""
+    return label.rpartition(".")[2].startswith("_")
 
 
 def _snapshot(value: Any) -> Any:

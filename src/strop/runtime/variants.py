@@ -11,7 +11,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -44,6 +44,7 @@ from strop.runtime.signature import (
     solve_roots,
 )
 from strop.runtime.state import ModuleState
+from strop.runtime.surroundings import is_private
 
 log = logging.getLogger("strop")
 Sizes = Sequence[Sequence[int]]  # of each tensor argument
@@ -244,6 +245,16 @@ class VariantStore:
         is_caller = threading.current_thread() not in self._building.values()
         return is_caller and variant.compiled is not None
 
+    def _judge(self, written: Set[str]) -> None:
+        """Of names outside of the module that its forward has bound anew. Like attributes, those
+        with a ``_`` are caches, which keep what they hold when it is traced."""
+        effects = sorted(name for name in written if not is_private(name))
+        if effects:
+            raise CaptureError(f"it writes {', '.join(effects)} when it runs")
+        if written:
+            log.warning("%s writes %s when it is traced; compiled code does not", self.name,
+                        ", ".join(sorted(written)))  # fmt: skip
+
     def _compile(self, state: ModuleState, skeleton: Skeleton, shapes: Shapes,
                  device: torch.device, library: KernelLibrary) -> Variant:  # fmt: skip
         self.num_captures += 1
@@ -264,9 +275,7 @@ class VariantStore:
             captured = capture(clone, call, shapes.specs, shapes.hints)
         finally:  # also of a trace that failed: else its failure would be another module's
             written = state.ignore_own_writes()
-            if written:
-                log.warning("%s writes %s when it is traced; compiled code does not", self.name,
-                            ", ".join(sorted(written)))  # fmt: skip
+        self._judge(written)
         self.progress.begin("planning kernels")
         traced = time.perf_counter()
         imported = import_graph(captured.gm, captured.symbols, captured.hints, captured.origins,
