@@ -34,8 +34,9 @@ from strop.debug.explain import explain
 SAMPLES, PICTURE_SAMPLES = 6, 2  # of a random shape
 LATER_CALLS = 3  # that are timed one by one
 MAX_STEPS = 10  # of a picture
-# Knobs of speed that are off by default.
-OPT_IN = ("hoist", "box_conv", "box_attention", "box_geglu")
+# Knobs of speed that are off by default; those that need a denoise loop, which a step has not.
+OPT_IN = ("box_conv", "box_attention", "box_geglu")
+OPT_IN_OF_PICTURES = ("hoist",)
 NEEDED_PASSES = ("channels_last",)  # without it there is no memory order to lower
 
 
@@ -124,7 +125,7 @@ def measure_switches(row: Row, plan: Plan, clock: Clock, save: Save) -> Found:
             if group is first and is_there(found):
                 needed_s = 1.2 * float(found["took_s"])
                 fields_of = {name: replace(first, options=options, built={})
-                             for name, options in _variants(first).items()}  # fmt: skip
+                             for name, options in _variants(first, row.kind).items()}  # fmt: skip
             save({"switches": switches})
         for name, timing in take_turns(calls, row.kind, plan.where, plan.samples, clock).items():
             switches[name] |= timing
@@ -138,7 +139,7 @@ def _switched(row: Row, group: Field, name: str, calls: dict[str, timer.Call]) -
             "fallbacks": report.fallbacks}  # fmt: skip
 
 
-def _variants(group: Field) -> dict[str, strop.Options]:
+def _variants(group: Field, kind: str) -> dict[str, strop.Options]:
     """Each knob that is on by default, and each pass that the compiler has run, switched off; and
     what is off by default switched on."""
     options = group.options
@@ -148,7 +149,7 @@ def _variants(group: Field) -> dict[str, strop.Options]:
     found = {f"no {name}": replace(options, disable=(name,)) for name in passes}
     for name, value in off.items():
         found[f"no {name}"] = replace(options, **{name: value})
-    for name in OPT_IN:
+    for name in (*OPT_IN, *(OPT_IN_OF_PICTURES if kind == "picture" else ())):
         on: dict[str, Any] = {name: True}
         found[f"with {name}"] = replace(options, **on)
     found["all off"] = replace(options, disable=passes, **off)
