@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from strop.frontend.capture import TensorSpec, capture, fake_input, fake_roots
-from strop.frontend.shape_rules import FAST_RULES, shape_rules
+from strop.frontend.shape_rules import FAST_RULES, _unary, shape_rules
 from strop.frontend.step import capture_step
 
 aten = torch.ops.aten
@@ -46,6 +47,14 @@ def look(value: Any) -> Any:
         sizes = [str(s) for s in (*value.shape, *value.stride())]
         return sizes, value.dtype, value.device
     return [look(v) for v in value] if isinstance(value, tuple | list) else value
+
+
+@contextmanager
+def traced_input(dtype: torch.dtype) -> Iterator[Tensor]:
+    mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
+    roots = fake_roots(mode, HINTS)
+    with mode:
+        yield fake_input(TensorSpec(SHAPE, dtype, torch.device("cpu")), roots)
 
 
 def both(make: Callable[[Tensor], Any], dtype: torch.dtype = torch.float32) -> tuple[Any, Any]:
@@ -117,6 +126,62 @@ def test_gradients_of_norms(layout: str, mask: tuple[bool, ...]) -> None:
     for make in (group, layer):
         (ours, _), (theirs, _) = both(make)
         assert ours == theirs
+
+
+ACTIVATIONS = [rule for rule, how in FAST_RULES.items() if how is _unary]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.int64], ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_activations(layout: str, dtype: torch.dtype) -> None:
+    known = (aten.gelu.default, aten.silu.default)  # of numbers alone that have a fraction
+    used = [op for op in ACTIVATIONS if dtype.is_floating_point or op not in known]
+    (ours, _), (theirs, _) = both(lambda x: [op(LAYOUTS[layout](x)) for op in used], dtype)
+    assert ours == theirs
+    assert len(used) >= 8
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layer_norms(layout: str, dtype: torch.dtype) -> None:
+    """As eager's, which are contiguous; torch's trace takes over what arrives."""
+
+    def of_rows(x: Tensor) -> Tensor:
+        return LAYOUTS[layout](x).flatten(2).transpose(1, 2)
+
+    def make(x: Tensor) -> Any:
+        rows, weight = of_rows(x), x.new_ones(8)
+        return [*aten.native_layer_norm(rows, [8], weight, weight, 1e-5),
+                F.layer_norm(rows, [8]), F.layer_norm(x, x.shape[3:])]  # fmt: skip
+
+    (_, guards), (_, theirs) = both(make, dtype)
+    assert guards <= theirs
+    with traced_input(dtype) as x, shape_rules():
+        found = make(x)
+        numbers = [[n if isinstance(n, int) else n.node.hint for n in (*v.shape, *v.stride())]
+                   for v in found]  # fmt: skip
+    eager = make(torch.randn(3, 8, 10, 7).to(dtype))
+    assert numbers == [[*value.shape, *value.stride()] for value in eager]
+    assert [value.dtype for value in found] == [value.dtype for value in eager]
+
+
+def test_layer_norms_of_other_types_are_torchs() -> None:
+    ours, theirs = both(lambda x: F.layer_norm(x, x.shape[3:], x.new_ones(x.shape[3:])),
+                        torch.float16)  # fmt: skip
+    assert ours[0][1] == theirs[0][1] == torch.float16
+    with pytest.raises(Exception, match="normalized_shape"):
+        both(lambda x: F.layer_norm(x, [9]))
+
+
+def test_dropout_in_evaluation_is_its_input() -> None:
+    class Dropped(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return F.dropout(x.sin(), 0.5, self.training).cos()
+
+    spec, module = TensorSpec(SHAPE, torch.float32, torch.device("cpu")), Dropped().eval()
+    targets = [node.target for node in capture(module, module, (spec,), HINTS).gm.graph.nodes]
+    assert [t for t in targets if t in (aten.sin.default, aten.clone.default, aten.cos.default)
+            ] == [aten.sin.default, aten.cos.default]  # fmt: skip
 
 
 def test_torch_has_its_own_rules_back() -> None:

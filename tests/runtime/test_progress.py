@@ -13,7 +13,7 @@ import strop
 from strop.options import Options
 from strop.runtime import native
 
-SEEN: list[str] = []
+_SEEN: list[str] = []
 WATCHED: list[Any] = []
 
 
@@ -21,28 +21,28 @@ class Spy(nn.Module):
     """Looks at the progress of its own compilation. What is global is not copied with a module."""
 
     def forward(self, x: Tensor) -> Tensor:
-        SEEN.append(str(WATCHED[0].variants.progress))
+        _SEEN.append(str(WATCHED[0].variants.progress))
         return torch.nn.functional.silu(x)
 
 
 def test_stages_and_counts(tmp_path: Path, monkeypatch: Any) -> None:
-    SEEN.clear()
+    _SEEN.clear()
     module = nn.Sequential(nn.Linear(8, 8), Spy(), nn.Softmax(-1), nn.Linear(8, 8), Spy()).eval()
     strop.optimize(module, options=Options(cache_dir=str(tmp_path), strict=True))
     WATCHED[:] = [module.forward]
     usual = native.NativeKernels._compile_unit
 
     def compile_unit(self: Any, group: Any) -> str:
-        SEEN.append(str(WATCHED[0].variants.progress))
+        _SEEN.append(str(WATCHED[0].variants.progress))
         return usual(self, group)
 
     monkeypatch.setattr(native.NativeKernels, "_compile_unit", compile_unit)
     with torch.no_grad():
         module(torch.randn(3, 8))
     kernels = len(module.forward.variants.all[0].program.sources)
-    assert SEEN[:2] == ["tracing modules, 3 of 6", "tracing modules, 6 of 6"]
-    assert SEEN[2].startswith("building kernels, ")
-    assert SEEN[2].endswith(f" of {kernels}")
+    assert _SEEN[:2] == ["tracing modules, 3 of 6", "tracing modules, 6 of 6"]
+    assert _SEEN[2].startswith("building kernels, ")
+    assert _SEEN[2].endswith(f" of {kernels}")
     assert str(module.forward.variants.progress) == f"building kernels, {kernels} of {kernels}"
 
 

@@ -79,22 +79,26 @@ def in_threads(work: Callable[[int], None], count: int) -> None:
 
 
 def test_results_are_those_of_one_thread(tmp_path: Path) -> None:
-    """The module is compiled by whoever comes first."""
+    """The module is compiled by whoever comes first. If that is one whose height or width is 1, its
+    graph is for those alone, and may differ from the others' in the last bit."""
     alone, shared = optimized(tmp_path / "alone"), optimized(tmp_path / "shared")
-    expected = [alone(argument(n)) for n in range(NUM_THREADS)]
+    kinds = range(len(SHAPES))
+    first = {k: optimized(tmp_path / f"{k}") for k in kinds if 1 in SHAPES[k][2:]}
+    expected = [[alone(argument(n))] for n in range(NUM_THREADS)]
+    for n, answers in enumerate(expected):
+        answers += [module(argument(n)) for k, module in first.items() if n % len(SHAPES) == k]
     differing = []
 
     def work(number: int) -> None:
         for step in range(NUM_CALLS):
             n = (number * 7 + step) % NUM_THREADS
             found = shared(argument(n))
-            if not all(map(torch.equal, found, expected[n])):
+            if not any(all(map(torch.equal, found, answer)) for answer in expected[n]):
                 differing.append(n)
 
     in_threads(work, NUM_THREADS)
     assert not differing
     dispatcher = shared.forward
-    # two, if one came first whose height or width is 1: its graph is for those alone
     assert dispatcher.variants.num_captures <= 2
     assert dispatcher.counters.eager_calls == 0
     assert dispatcher.counters.calls == NUM_THREADS * NUM_CALLS

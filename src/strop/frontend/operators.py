@@ -233,6 +233,12 @@ def _call_rms_norm(input: Tensor, normalized_shape: Sequence[int], weight: Tenso
     return result
 
 
+def _call_dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+                  ) -> Tensor:  # fmt: skip
+    """Of a module in evaluation the very input, as in eager; torch's trace makes a copy of it."""
+    return input if not training else F.dropout(input, p, training, inplace)
+
+
 def _call_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     result: Tensor = torch.ops.strop.linear(input, weight, bias)
     return result
@@ -474,6 +480,7 @@ RETARGET: dict[Callable[..., Any], Callable[..., Tensor]] = {
     F.group_norm: as_autocast("group_norm", _call_group_norm),
     torch.rms_norm: as_autocast("rms_norm", _call_rms_norm),
     torch.batch_norm: _call_batch_norm,
+    F.dropout: _call_dropout,
     torch.matmul: as_autocast("matmul", _call_matmul),
     Tensor.matmul: as_autocast("matmul", _call_matmul),
     **CALLS,

@@ -5,7 +5,8 @@ that there are 8; later ones say min(8, size), as here. And it asks whether the 
 divide, which made a graph for odd pictures and one for even ones.
 
 Others are here for speed: half of the trace of a UNet's training step went into comparing sizes and
-strides of operands that are alike, and into formulas of gradients that are like their inputs.
+strides of operands that are alike, and into formulas of gradients that are like their inputs; two
+fifths of its inference went into layer norms and activations, which torch takes apart for a shape.
 """
 
 from __future__ import annotations
@@ -19,7 +20,11 @@ import sympy
 import torch
 from torch import SymInt, Tensor
 from torch._decomp import decomposition_table
-from torch._prims_common import is_contiguous_for_memory_format_or_false, suggest_memory_format
+from torch._prims_common import (
+    compute_elementwise_output_strides,
+    is_contiguous_for_memory_format_or_false,
+    suggest_memory_format,
+)
 from torch._subclasses import FakeTensor, fake_impls
 from torch.fx.experimental.sym_node import SymNode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv, guard_or_false
@@ -253,8 +258,35 @@ def _layer_norm_gradients(mode: Any, grad: Tensor, x: Tensor, normalized: Sequen
                  for wanted, value in zip(mask, own, strict=True))  # fmt: skip
 
 
+def _layer_norm(mode: Any, x: Tensor, normalized: Sequence[Any], weight: Tensor | None,
+                bias: Tensor | None, eps: float) -> tuple[Tensor, ...] | None:  # fmt: skip
+    """Contiguous, as eager's are; statistics in the type that torch keeps them in."""
+    count, ends = len(normalized), _exact(normalized)
+    parameters = [parameter for parameter in (weight, bias) if parameter is not None]
+    of_one_type = all(p.dtype == x.dtype and _exact(p.shape) == ends for p in parameters)
+    is_whole = 0 < count <= x.dim() and _exact(x.shape[x.dim() - count :]) == ends
+    if not (of_one_type and is_whole and x.is_floating_point()):
+        return None
+    wide = x.dtype if x.device.type == "cpu" else torch.promote_types(x.dtype, torch.float32)
+    shape = (*x.shape[: x.dim() - count], *[1] * count)
+    results = ((x.shape, x.dtype), (shape, wide), (shape, wide))
+    return tuple(FakeTensor(mode, torch.empty(sizes, dtype=dtype, device="meta"), x.device)
+                 for sizes, dtype in results)  # fmt: skip
+
+
+def _unary(mode: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor | None:
+    """Of floating-point numbers, element by element: like what arrives."""
+    if not x.is_floating_point():
+        return None
+    if _order(x):
+        return _like(mode, x)
+    with mode:
+        return torch.empty_like(x)
+
+
 def _binary(mode: Any, a: Any, b: Any, **kwargs: Any) -> Tensor | None:
-    """Like the operand that has the shape of the result, if it lies in a usual order."""
+    """Like the operand that has the shape of the result, if it lies in a usual order; of operands
+    of one shape as torch lays out what is made of both."""
     if not isinstance(a, Tensor):
         a, b = b, a
     if not isinstance(a, Tensor) or not a.is_floating_point():
@@ -267,7 +299,9 @@ def _binary(mode: Any, a: Any, b: Any, **kwargs: Any) -> Tensor | None:
     if len(sizes) < len(others) or (sizes != others and not _spreads(others, sizes)):
         a, b, sizes, others = b, a, others, sizes
     if sizes == others:
-        return _like(mode, a) if _order(a) and _order(a) == _order(b) else None
+        if _order(a) and _order(a) == _order(b):
+            return _like(mode, a)
+        return _fake(mode, a, a.shape, compute_elementwise_output_strides(a, b))
     return _like(mode, a) if _spreads(others, sizes) and _order(a) else None
 
 
@@ -321,6 +355,22 @@ FAST_RULES: dict[Any, Rule] = {
     aten.gelu_backward.default: _gradient,
     aten.native_group_norm_backward.default: _group_norm_gradients,
     aten.native_layer_norm_backward.default: _layer_norm_gradients,
+    aten.native_layer_norm.default: _layer_norm,
+    **dict.fromkeys(
+        (
+            aten.gelu.default,
+            aten.silu.default,
+            aten.sigmoid.default,
+            aten.tanh.default,
+            aten.relu.default,
+            aten.exp.default,
+            aten.neg.default,
+            aten.rsqrt.default,
+            aten.sin.default,
+            aten.cos.default,
+        ),
+        _unary,
+    ),
     aten.add.Tensor: _binary,
     aten.sub.Tensor: _binary,
     aten.mul.Tensor: _binary,
