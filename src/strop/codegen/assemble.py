@@ -14,6 +14,7 @@ from strop.ir.affine import base_of, strided
 from strop.ir.dims import Expr, const, product
 from strop.ir.graph import Builder, Graph, Node, Ref
 from strop.ir.loops import Kernel, Load, Place, Schedule, has_places, spaces
+from strop.ir.ops import OF_ROWS
 from strop.ir.program import (
     Buffer,
     CallStep,
@@ -258,7 +259,7 @@ def _lookups(a: _Assembly, group: Group) -> tuple[str, ...]:
 
 
 def _call_step(a: _Assembly, node: Node, results: set[Node]) -> CallStep:
-    matrices = 2 if node.op in ("linear", "geglu") else 0
+    matrices = 2 if node.op in OF_ROWS else 0
     refs = tuple(a.ref(_matrix(x) if i < matrices else x) for i, x in enumerate(node.inputs))
     if node.op == "write":
         a.number[node] = a.number[base_of(node.inputs[0])]

@@ -171,6 +171,9 @@ for _row in OPS.values():
         _BY_OVERLOAD[_overload] = (*_BY_OVERLOAD.get(_overload, ()), _row)
 _NAMES = frozenset(map(str, _BY_OVERLOAD))
 
+# Contractions whose first two operands and result are matrices: (..., N) read as (prod(...), N).
+OF_ROWS = ("linear", "geglu")
+
 # The types that both code generators read and write.
 KERNEL_DTYPES = frozenset({
     torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,

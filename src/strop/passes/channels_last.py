@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from strop.ir.affine import Strided, merge, reduced_runs, strided
 from strop.ir.dims import const
 from strop.ir.graph import Builder, Graph, Node, Shape, dense_strides, finish
-from strop.ir.ops import Kind
+from strop.ir.ops import OF_ROWS, Kind
 from strop.options import Options
 
 Order = tuple[int, ...] | None
@@ -64,7 +64,7 @@ def _relaid(b: Builder, node: Node, inputs: tuple[Node, ...], hints: Mapping[str
     elif node.op == "conv2d":
         order = NHWC
         inputs = (_contiguous(b, inputs[0], NHWC), *inputs[1:])
-    elif node.op in ("linear", "geglu"):
+    elif node.op in OF_ROWS:
         inputs = (_rows(b, inputs[0]), _rows(b, inputs[1]), *inputs[2:])
     elif node.op == "attention":
         order = BSHD

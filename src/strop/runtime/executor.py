@@ -21,6 +21,7 @@ from torch._C._dynamo.guards import _empty_strided_cpu  # type: ignore[attr-defi
 
 from strop.errors import ShapeError
 from strop.ir.dims import Expr
+from strop.ir.ops import OF_ROWS
 from strop.ir.program import CallStep, KernelStep, Program, Step, TensorRef
 from strop.ir.source import KernelSource
 from strop.runtime import leases, own_calls
@@ -332,12 +333,11 @@ class Bound:
         elif position in self._own:
             call = self._own_call(position, step, call)
         shape = self._shapes[number]
-        is_of_rows = step.op in ("linear", "geglu")
-        if is_of_rows:
+        if step.op in OF_ROWS:
             shape = (math.prod(shape[:-1]), shape[-1])
         fixed, slots = self._slots[number], self._slots
         if fixed is not None:
-            out = fixed.view(shape) if is_of_rows else fixed
+            out = _reshaped(fixed, shape)
             return lambda: call([get() for get in getters], out)
         return lambda: call([get() for get in getters], _reshaped(slots[number], shape))
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from strop.ir.dims import Expr
+from strop.ir.ops import OF_ROWS
 from strop.ir.program import CallStep, Program, TensorRef
 from strop.runtime import own_calls
 from strop.runtime.calls import CUDA_ALLOCATING, CUDA_PLANNED_OUT
@@ -101,6 +102,6 @@ def _call(form: Form) -> None:
 
 def _result(form: Form) -> Tensor:
     sizes, strides, dtype = form.result
-    if form.op in ("linear", "geglu"):  # of rows
+    if form.op in OF_ROWS:
         return torch.empty(math.prod(sizes[:-1]), sizes[-1], dtype=dtype)
     return torch.empty_strided(sizes, strides, dtype=dtype)
