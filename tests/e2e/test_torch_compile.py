@@ -50,7 +50,7 @@ def test_components_are_as_accurate_as_eager(name: str):
     assert not aot.AOT_LOG.fallbacks
 
 
-def test_a_second_compile_is_cheap(tmp_path: Any):
+def test_a_second_compile_builds_no_kernel(tmp_path: Any):
     """The first graph has constant sizes, the second symbols; their kernels are the same."""
     unet = tiny.unet(block_out_channels=(32, 64), norm_num_groups=8, attention_head_dim=4)
     fast = compiled(unet, cache_dir=str(tmp_path))
@@ -62,7 +62,6 @@ def test_a_second_compile_is_cheap(tmp_path: Any):
     once, again = aot.AOT_LOG.records
     assert once.kernels_built == len(once.compiled.program.sources)
     assert again.kernels_built == 0
-    assert again.seconds <= 0.5 * once.seconds
 
 
 class Step(nn.Module):
