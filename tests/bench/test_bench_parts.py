@@ -87,8 +87,8 @@ def test_calls_take_turns() -> None:
 
 def test_times_are_true() -> None:
     found = timer.time_calls({"nap": lambda: time.sleep(0.02)}, CPU, samples=3, inner=2, warmup=0)
-    assert 20 <= found["nap"].p50_ms < 200
-    assert 20 <= timer.wall_ms(lambda: time.sleep(0.02), CPU, 2) < 200
+    assert 20 <= found["nap"].p50_ms < 10_000  # not microseconds, on however busy a machine
+    assert 20 <= timer.wall_ms(lambda: time.sleep(0.02), CPU, 2) < 10_000
     assert timer.with_peak(lambda: 3, CPU) == (3, None)
 
 

@@ -31,7 +31,7 @@ BATCH = 24  # programs to a run of the compiler
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*degrees of freedom"),
-    pytest.mark.timeout(6 * 3600 if EXAMPLES else 600),
+    pytest.mark.timeout(6 * 3600 if EXAMPLES else 1200),
 ]
 
 
