@@ -63,6 +63,28 @@ def test_captions(write: Callable[[Path], None], folder: Path) -> None:
     assert not found.bad
 
 
+# Files as other programs write them -> the caption of a.png that they hold.
+WRITTEN: dict[str, tuple[str, bytes, str]] = {
+    "text of Windows": ("a.txt", b"\xef\xbb\xbffirst\r\n", "first"),
+    "lines in a csv": ("metadata.csv", b'file_name,text\r\na.png,"one\ntwo, three"\r\n',
+                       "one\ntwo, three"),
+    "separator in a csv": ("metadata.csv", "file_name,text\na.png,one\u2028two\n".encode(),
+                           "one\u2028two"),
+    "separator in jsonl": ("metadata.jsonl",
+                           '{"file_name": "a.png", "text": "one\u2028two\x85"}\r\n'.encode(),
+                           "one\u2028two\x85"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_captions_as_other_programs_write_them(name: str, tmp_path: Path) -> None:
+    file, content, text = WRITTEN[name]
+    Image.new("RGB", (40, 30)).save(tmp_path / "a.png")
+    (tmp_path / file).write_bytes(content)
+    (picture,) = read_captioned(tmp_path, "text").pictures
+    assert picture.captions == (text,)
+
+
 def _several(folder: Path) -> None:
     rows = [
         {"file_name": name, "text": [text, text.upper(), "all"]} for name, text in TEXTS.items()
@@ -184,6 +206,10 @@ MISTAKES: dict[str, tuple[Callable[[Path], object], str]] = {
     "outside": (
         lambda f: (f / "metadata.jsonl").write_text('{"file_name": "../x.png", "words": "a"}'),
         r"is outside",
+    ),
+    "comma without quotes": (
+        lambda f: (f / "metadata.csv").write_text("file_name,words\na.png,a ring, red\n"),
+        r"metadata.csv, line 2 has more fields than the first line; put texts with commas in",
     ),
     "not utf-8": (
         lambda f: (f / "metadata.jsonl").write_bytes(b"\xff\xfe{"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import hashlib
+import io
 import json
 import warnings
 from collections.abc import Callable, Iterable, Sequence
@@ -152,7 +153,7 @@ def _sidecar(path: Path) -> tuple[str, ...] | None:
         beside = path.with_suffix(suffix)
         if beside.is_file():
             try:
-                return (beside.read_text(encoding="utf-8").strip(),)
+                return (beside.read_text(encoding="utf-8-sig").strip(),)
             except UnicodeDecodeError as error:
                 raise OptionError(f"{beside} is not UTF-8 text: {error}") from error
     return None
@@ -196,8 +197,9 @@ def _rows(source: Path) -> list[tuple[int, dict[str, Any]]]:
     try:
         text = source.read_text(encoding="utf-8-sig")
         if source.suffix == ".csv":
-            return [(n, dict(row)) for n, row in enumerate(csv.DictReader(text.splitlines()), 2)]
-        lines = [(n, line) for n, line in enumerate(text.splitlines(), 1) if line.strip()]
+            return _table(source, text)
+        # not by splitlines, which also ends lines at separators that JSON leaves as they are
+        lines = [(n, line) for n, line in enumerate(text.split("\n"), 1) if line.strip()]
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise OptionError(f"{source} cannot be read: {error}") from error
     found = []
@@ -209,6 +211,17 @@ def _rows(source: Path) -> list[tuple[int, dict[str, Any]]]:
         if not isinstance(row, dict):
             raise OptionError(f'{source}, line {number}: write {{"file_name": ..., "text": ...}}')
         found.append((number, row))
+    return found
+
+
+def _table(source: Path, text: str) -> list[tuple[int, dict[str, Any]]]:
+    """Rows by their last lines: texts in quotes may have several."""
+    reader = csv.DictReader(io.StringIO(text, newline=""))
+    found = [(reader.line_num, dict(row)) for row in reader]
+    for number, row in found:
+        if None in row:  # where csv puts what is left over
+            raise OptionError(f"{source}, line {number} has more fields than the first line; put "
+                              'texts with commas in quotes, as in a.png,"a ring, red"')  # fmt: skip
     return found
 
 
