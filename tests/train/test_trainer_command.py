@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from typer.testing import CliRunner, Result
 
 from strop.cli import app
@@ -79,6 +80,10 @@ MISTAKES: dict[str, tuple[tuple[Any, ...], int, str]] = {
     "choice": ((*LORA, "--lr_scheduler", "cosin"), 2, "lr_scheduler is 'cosin': choose constant"),
     "range": ((*LORA, "--rank", 0), 2, "rank is 0: it must be at least 1"),
     "beta": ((*LORA, "--adam_beta2", 1), 2, "adam_beta2 is 1.0: it must be below 1"),
+    "no clip": ((*LORA, "--max_grad_norm", 0), 2, "max_grad_norm is 0.0: it must be above 0"),
+    "no alpha": ((*LORA, "--lora_alpha", 0), 2, "lora_alpha is 0.0: it must be above 0"),
+    "no weight": ((*LORA, "--snr_gamma", 0), 2, "snr_gamma is 0.0: it must be above 0"),
+    "all dropped": ((*LORA, "--lora_dropout", 1), 2, "lora_dropout is 1.0: it must be below 1"),
     "kind": ((*LORA, "--rank", "four"), 2, "integer"),
     "not built": ((*LORA, "--use_dora"), 2, "DoRA is not built"),
     "unknown": ((*LORA, "--rnak", 4), 2, "No such option"),
@@ -88,6 +93,7 @@ MISTAKES: dict[str, tuple[tuple[Any, ...], int, str]] = {
     "no yaml": (("lora", "--config", "gone.yaml"), 2, "No such file"),
     "output among pictures": ((*LORA, "--output_dir", "pics/out"), 1,
                               "output_dir pics/out lies in the folder of the pictures, pics"),
+    "cache among pictures": ((*LORA, "--cache_dir", "pics/c"), 1, "cache_dir pics/c lies in"),
     "class among pictures": ((*SUBJECT, "--with_prior_preservation", "--class_prompt", "a",
                               "--class_data_dir", "pics/c"), 1, "class_data_dir pics/c lies in"),
     "gpu": ((*LORA, "--device", "cuda"), 1, "torch finds no GPU"),
@@ -134,6 +140,57 @@ def test_mistakes_in_yaml(name: str, tmp_path: Path) -> None:
     with pytest.raises((OptionError, UnsupportedError)) as raised:
         settings.make("dreambooth" if name == "other task" else "lora", settings.read_yaml(path))
     assert message in str(raised.value)
+
+
+def test_no_in_yaml_is_a_precision() -> None:
+    """YAML reads the word as false."""
+    read = yaml.safe_load("{model: sprites, max_train_steps: 1, mixed_precision: no}")
+    assert read["mixed_precision"] is False
+    assert settings.make("text-to-image", read).mixed_precision == "no"
+    with pytest.raises(OptionError, match=r"mixed_precision is True: it must be a text"):
+        settings.make("text-to-image", read | {"mixed_precision": True})
+    with pytest.raises(OptionError, match=r"report_to is False: it must be a text"):
+        settings.make("text-to-image", read | {"report_to": False})
+
+
+# Settings that change nothing, and the one that they need.
+IDLE = {
+    "class_data_dir": ("dogs", "with_prior_preservation"),
+    "class_prompt": ("a dog", "with_prior_preservation"),
+    "validation_steps": (5, "validation_prompt"),
+}
+
+
+@pytest.mark.parametrize("name", IDLE)
+def test_settings_that_change_nothing_are_named(
+    name: str, invoke: Callable[..., Result], tmp_path: Path
+) -> None:
+    value, needed = IDLE[name]
+    result = invoke(*SUBJECT, f"--{name}", value)
+    assert f"warning: --{name} changes nothing without --{needed}" in said(result)
+    given = ("--with_prior_preservation", "--validation_prompt", "x")
+    full = [word for key, (value, _) in IDLE.items() for word in (f"--{key}", value)]
+    assert "changes nothing" not in said(invoke(*SUBJECT, *given, *full))
+
+
+def test_home_in_a_file(
+    invoke: Callable[..., Result], tiny_model: Path, pictures: Path, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """A shell puts it in the place of ~; in YAML nobody does."""
+    home = tmp_path / "home"
+    monkeypatch.setenv("HOME", str(home))
+    (tmp_path / "train.yaml").write_text(
+        f"model: {tiny_model}\ntrain_data_dir: {pictures}\nresolution: 32\ncenter_crop: true\n"
+        "cache_latents: true\ncache_dir: ~/cache\noutput_dir: ~/out\nlogging_dir: ~/logs\n"
+        "report_to: tensorboard\ntrain_batch_size: 1\ncheckpointing_steps: 1\n"
+    )
+    words = ("text-to-image", "--config", "train.yaml", "--max_train_steps")
+    assert invoke(*words, 1).exit_code == 0
+    resumed = invoke(*words, 2, "--resume_from_checkpoint", "~/out/checkpoint-1")
+    assert resumed.exit_code == 0, resumed.output
+    assert {path.name for path in home.iterdir()} == {"cache", "out", "logs"}
+    assert not (tmp_path / "~").exists()
 
 
 def test_model_of_another_architecture(

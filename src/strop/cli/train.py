@@ -126,7 +126,7 @@ def _settings(task: str, given: dict[str, Any]) -> knobs.Settings:
         made = knobs.make(task, values)
     except (OptionError, UnsupportedError) as error:
         raise typer.BadParameter(str(error)) from error
-    for text in knobs.needless(values):
+    for text in (*knobs.needless(values), *knobs.idle(made)):
         warn(text)
     return made
 

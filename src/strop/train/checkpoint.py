@@ -70,7 +70,7 @@ def find(output: Path, wanted: str) -> Path | None:
     CacheError if the one that was named is damaged, or all are.
     """
     if wanted != "latest":
-        folder = Path(wanted)
+        folder = Path(wanted).expanduser()
         if not folder.is_dir() and (output / wanted).is_dir():  # diffusers takes its name, too
             folder = output / wanted
         if not folder.is_dir():

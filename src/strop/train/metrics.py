@@ -76,5 +76,5 @@ def check_available(settings: Settings) -> None:
 def _tensorboard(settings: Settings, step: int) -> Any:
     from torch.utils.tensorboard import SummaryWriter
 
-    folder: Path = settings.output / settings.logging_dir
+    folder: Path = settings.output / Path(settings.logging_dir).expanduser()
     return SummaryWriter(str(folder), purge_step=step + 1 if step else None)

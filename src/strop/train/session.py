@@ -111,8 +111,8 @@ def _device(settings: Settings) -> torch.device:
 def _check_places(settings: Settings) -> None:
     """Raise OptionError for folders that the training would write into and read from."""
     pictures = settings.train_data_dir or settings.instance_data_dir
-    written = [("output_dir", settings.output_dir), ("class_data_dir", settings.class_data_dir)]
-    for name, place in written if pictures else ():
+    for name in ("output_dir", "cache_dir", "class_data_dir") if pictures else ():
+        place = getattr(settings, name)
         if place and _real(place).is_relative_to(_real(pictures)):
             raise OptionError(f"{name} {place} lies in the folder of the pictures, {pictures}; "
                               "choose another")  # fmt: skip
@@ -164,7 +164,8 @@ def _source(
         if not settings.allow_upscaling:
             check_sizes(item, side)
     pictures = [picture for item in found for picture in item.pictures]
-    where = Path(settings.cache_dir) if settings.cache_dir else settings.output / "cache"
+    own = Path(settings.cache_dir).expanduser()
+    where = own if settings.cache_dir else settings.output / "cache"
     captions: Captions = caches.captions_of(model, pictures)
     if settings.pre_compute_text_embeddings:
         captions = caches.cache_embeddings(where, model, captions, on_progress)

@@ -31,12 +31,14 @@ def _flag(
     alias: str = "",
     choices: tuple[str, ...] = (),
     least: float | None = None,
+    above: float | None = None,
     fixed: bool = False,
     per_task: Mapping[str, Any] | None = None,
 ) -> Any:
-    """``fixed``: a resumed training must have the same value. ``least``: the smallest one."""
+    """``fixed``: a resumed training must have the same value. ``least``: the smallest one;
+    ``above``: smaller than all."""
     metadata = {"kind": kind, "panel": panel, "doc": doc, "tasks": tasks, "alias": alias,
-                "choices": choices, "least": least, "fixed": fixed,
+                "choices": choices, "least": least, "above": above, "fixed": fixed,
                 "per_task": per_task or {}}  # fmt: skip
     return field(default=default, metadata=metadata)
 
@@ -59,7 +61,7 @@ class Settings:
                       fixed=True)  # fmt: skip
     lora_alpha: float | None = _flag(
         None, float, "Model", "Adapters are scaled by alpha / rank; default: the rank.",
-        tasks=("lora",), least=0, fixed=True)  # fmt: skip
+        tasks=("lora",), above=0, fixed=True)  # fmt: skip
     lora_dropout: float = _flag(0.0, float, "Model", "Dropout before the adapters.",
                                 tasks=("lora",), least=0, fixed=True)  # fmt: skip
 
@@ -175,14 +177,14 @@ class Settings:
     use_8bit_adam: bool = _flag(False, bool, "Training", "Keep AdamW's moments in 8 bits, in a "
                                 "quarter of their memory; not to the same numbers.",
                                 fixed=True)  # fmt: skip
-    max_grad_norm: float = _flag(1.0, float, "Training", "Clip gradients to this norm.", least=0,
-                                 fixed=True)  # fmt: skip
+    max_grad_norm: float = _flag(1.0, float, "Training", "Clip gradients to this norm; 1e9 clips"
+                                 " none.", above=0, fixed=True)  # fmt: skip
     use_ema: bool = _flag(False, bool, "Training", "Average the weights; the averages are saved.",
                           fixed=True)  # fmt: skip
     ema_decay: float = _flag(0.9999, float, "Training", "Decay of the averages.", least=0,
                              fixed=True)  # fmt: skip
     snr_gamma: float | None = _flag(None, float, "Training", "Min-SNR weighting; 5 is usual.",
-                                    least=0, fixed=True)  # fmt: skip
+                                    above=0, fixed=True)  # fmt: skip
     noise_offset: float = _flag(0.0, float, "Training", "Scale of the noise offset.", least=0,
                                 fixed=True)  # fmt: skip
     input_perturbation: float = _flag(
@@ -296,6 +298,12 @@ NEEDLESS: dict[str, str] = {
     "prior_generation_precision": "class pictures are drawn in the type of --mixed_precision",
     "set_grads_to_none": "gradients are None between steps anyway",
 }  # fmt: skip
+# Settings that change nothing -> without which other.
+IDLE = {
+    "class_data_dir": "with_prior_preservation",
+    "class_prompt": "with_prior_preservation",
+    "validation_steps": "validation_prompt",
+}
 # Those of both that take no value on a command line.
 SWITCHES = frozenset((
     "dream_training", "enable_xformers_memory_efficient_attention", "foreach_ema", "offload_ema",
@@ -342,7 +350,7 @@ def make(task: str, given: Mapping[str, Any]) -> Settings:
             hint = f"; did you mean {close[0]!r}?" if close else f"; 'strop train {task} -h' lists"
             raise OptionError(f"{task} has no setting {key!r}{hint}")
         if value is not None:
-            values[name] = _convert(name, value, knobs[name].metadata["kind"])
+            values[name] = _convert(name, value, knobs[name].metadata)
     return Settings(task=task, **values)
 
 
@@ -351,6 +359,12 @@ def needless(given: Mapping[str, Any]) -> list[str]:
     found = {key.replace("-", "_"): value for key, value in given.items()}
     return [f"--{name} changes nothing: {reason}" for name, reason in NEEDLESS.items()
             if not _is_off(found.get(name))]  # fmt: skip
+
+
+def idle(settings: Settings) -> list[str]:
+    """What to tell of settings that would need another one."""
+    return [f"--{name} changes nothing without --{needed}" for name, needed in IDLE.items()
+            if getattr(settings, name) and not getattr(settings, needed)]  # fmt: skip
 
 
 def _is_off(value: object) -> bool:
@@ -375,8 +389,11 @@ def read_yaml(path: Path) -> dict[str, Any]:
     return content
 
 
-def _convert(name: str, value: Any, kind: type) -> Any:
-    """YAML reads 1e-4 as text, and 1 as an integer where a float is meant."""
+def _convert(name: str, value: Any, metadata: Mapping[str, Any]) -> Any:
+    """YAML reads 1e-4 as text, 1 as an integer where a float is meant, and no as false."""
+    kind = metadata["kind"]
+    if value is False and "no" in metadata["choices"]:
+        return "no"
     wrong = OptionError(f"{name} is {value!r}: it must be {_KINDS[kind]}")
     if kind is bool or isinstance(value, bool):
         if kind is bool and isinstance(value, bool):
@@ -407,11 +424,13 @@ _KINDS = {bool: "true or false", tuple: "a text or a list of texts", str: "a tex
 def _check_range(name: str, value: Any, metadata: Mapping[str, Any]) -> None:
     if value is None:
         return
-    choices, least = metadata["choices"], metadata["least"]
+    choices, least, above = (metadata[key] for key in ("choices", "least", "above"))
     if choices and value not in choices:
         raise OptionError(f"{name} is {value!r}: choose {', '.join(choices)}")
     if least is not None and value < least:
         raise OptionError(f"{name} is {value}: it must be at least {least}")
+    if above is not None and not value > above:
+        raise OptionError(f"{name} is {value}: it must be above {above}")
 
 
 def _check_together(settings: Settings) -> None:
@@ -432,10 +451,10 @@ def _check_together(settings: Settings) -> None:
         raise OptionError("give the folder of pictures: --train_data_dir DIR" +
                           (", or --instance_data_dir DIR" if s.task == "lora" else ""))  # fmt: skip
     _check_subject(s)
-    for name in ("adam_beta1", "adam_beta2"):
+    for name in ("adam_beta1", "adam_beta2", "lora_dropout"):
         if not getattr(s, name) < 1:
             raise OptionError(f"{name} is {getattr(s, name)}: it must be below 1")
-    for name in ("ema_decay", "proportion_empty_prompts", "lora_dropout"):
+    for name in ("ema_decay", "proportion_empty_prompts"):
         if not getattr(s, name) <= 1:
             raise OptionError(f"{name} is {getattr(s, name)}: it must be at most 1")
     _check_caches(s)
