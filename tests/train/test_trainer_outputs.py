@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from typer.testing import CliRunner
 
 from strop.cli import app
-from strop.errors import TrainingError
+from strop.errors import OptionError, TrainingError
 from strop.models import sprites
 from strop.models.sprites import network, vocabulary
 from strop.train import lora, outputs
@@ -316,3 +316,27 @@ def test_class_pictures_are_drawn_once(
     more = {path.name: path.read_bytes() for path in (tmp_path / "class").iterdir()}
     assert len(more) == 5
     assert first.items() <= more.items()
+
+
+def test_class_pictures_that_were_removed_are_replaced(
+    tiny_model: Path, pictures: Path, tmp_path: Path
+) -> None:
+    """By others, whose names are free; damaged ones are named as those of the subject are."""
+    place, watch = tmp_path / "class", trainer.Watch()
+    values: dict[str, Any] = {
+        "model": tiny_model, "instance_data_dir": pictures, "instance_prompt": "a sks",
+        "with_prior_preservation": True, "class_data_dir": place, "class_prompt": "a ring",
+        "max_train_steps": 1, "validation_inference_steps": 2, "num_class_images": 3,
+    }  # fmt: skip
+    trainer.session("dreambooth", **values, output_dir=tmp_path / "1")
+    removed = (place / "class-00000.png").read_bytes()
+    (place / "class-00000.png").unlink()
+    (place / "class-00002.png").write_bytes(removed[:60])
+    made = trainer.session("dreambooth", watch, **values, output_dir=tmp_path / "2")
+    names = {path.name: path.read_bytes() for path in place.iterdir()}
+    assert sorted(names) == [f"class-{n:05d}.png" for n in (1, 2, 3, 4)]
+    assert removed not in names.values()
+    assert len(made.source.pictures) == len(list(pictures.glob("*.png"))) + 3  # type: ignore[attr-defined]
+    assert [w for w in watch.warnings if "class-00002.png: is damaged" in w]
+    with pytest.raises(OptionError, match=r"1 files are no whole pictures.*class-00002.png"):
+        trainer.session("dreambooth", **values, bad_files="refuse", output_dir=tmp_path / "3")

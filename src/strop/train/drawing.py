@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -117,19 +119,20 @@ def class_pictures(
     folder.mkdir(parents=True, exist_ok=True)
     files.sweep(folder)
     found = read_subject(folder, settings.class_prompt, may_be_empty=True)
-    wanted, have = settings.num_class_images, len(found.pictures)
+    wanted, have, first = settings.num_class_images, len(found.pictures), _free_number(folder)
     while have < wanted:
         on_progress("drawing class pictures", have, wanted)
-        numbers = range(have, min(have + settings.sample_batch_size, wanted))
+        numbers = range(first, first + min(settings.sample_batch_size, wanted - have))
         sources = [generator(settings.seed, "class", number) for number in numbers]
         drawn = draw(model, [settings.class_prompt] * len(numbers), sources, style)
         for number, picture in zip(numbers, drawn, strict=True):
-            _save_new(picture, folder / f"class-{number:05d}.png")
-        have += len(numbers)
+            path = folder / f"class-{number:05d}.png"
+            files.write(path, partial(picture.save, format="png"))
+        have, first = have + len(numbers), first + len(numbers)
     return read_subject(folder, settings.class_prompt)
 
 
-def _save_new(picture: Image.Image, path: Path) -> None:
-    if path.exists():
-        raise OptionError(f"{path} exists and is no whole picture; remove it")
-    files.write(path, lambda part: picture.save(part, format="png"))
+def _free_number(folder: Path) -> int:
+    """After all that were drawn: what somebody has removed is not to be drawn again."""
+    matches = (re.fullmatch(r"class-(\d+)\.png", path.name) for path in folder.iterdir())
+    return max((int(match[1]) + 1 for match in matches if match), default=0)

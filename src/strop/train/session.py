@@ -65,7 +65,7 @@ def prepare_session(settings: Settings, on_progress: caches.Progress, warn: Warn
     on_progress("loading the model", 0, 1)
     model = models.load(settings, device)
     side = models.resolution_of(settings, model)
-    source = _source(settings, model, side, folder, on_progress)
+    source = _source(settings, model, side, folder, on_progress, warn)
     _warn_of_cut_captions(model, folder, warn)
     total = _total(settings, source)
     learner = _learner(settings, model)
@@ -152,7 +152,7 @@ def _judge(settings: Settings, folder: Folder, warn: Warn) -> None:
 
 def _source(
     settings: Settings, model: Model, side: int, folder: Folder | None,
-    on_progress: caches.Progress,
+    on_progress: caches.Progress, warn: Warn,
 ) -> Source:  # fmt: skip
     if folder is None:
         return SpritesSource(settings, model.tokenizer, model.device)
@@ -160,6 +160,7 @@ def _source(
     if settings.with_prior_preservation:
         style = drawing.style_of(settings, side)
         found.append(drawing.class_pictures(settings, model, style, on_progress))
+        _judge(settings, found[-1], warn)
     for item in found:
         if not settings.allow_upscaling:
             check_sizes(item, side)
