@@ -186,11 +186,15 @@ class Loop:
                 judged["norm of the gradients"] = row.grad_norm
             for name, value in judged.items():
                 if not math.isfinite(value):
-                    last = f"checkpoint-{self.saved}" if self.saved else "no checkpoint"
                     raise TrainingError(
-                        f"the {name} of step {row.step} is {value}; {last} is kept. Lower "
-                        "--learning_rate, or leave out --mixed_precision, and resume"
+                        f"the {name} of step {row.step} is {value}; {self._kept}. Start anew in "
+                        "another --output_dir with a lower --learning_rate, or without "
+                        "--mixed_precision"
                     )
+
+    @property
+    def _kept(self) -> str:
+        return f"checkpoint-{self.saved} is kept" if self.saved else "there is no checkpoint yet"
 
     def _save(self) -> None:
         """A checkpoint of this step, unless it is there."""
