@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import gc
+import io
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stderr
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +107,39 @@ def check_it_goes_on(
     trainer.train("text-to-image", **values(model, pictures, straight))
     ours, theirs = (trainer.checkpoint_bytes(f / "checkpoint-6") for f in (stopped, straight))
     assert ours == theirs
+
+
+@contextmanager
+def files_up_to(size: int) -> Iterator[None]:
+    """A write beyond so many bytes of a file fails, as on a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        with redirect_stderr(io.StringIO()):  # it may be a file
+            yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+# What a disk has no room for -> settings, the largest file, and what cannot be written.
+FULL: dict[str, tuple[dict[str, Any], int, str]] = {
+    "checkpoint": ({}, 100_000, "checkpoint-2"),
+    "model": ({"checkpointing_steps": 99}, 100_000, ""),
+    "cache": ({"cache_latents": True, "center_crop": True}, 100, "cache/moments-"),
+}
+
+
+@pytest.mark.parametrize("name", FULL)
+def test_a_full_disk(name: str, tiny_model: Path, pictures: Path, tmp_path: Path) -> None:
+    more, size, path = FULL[name]
+    given = values(tiny_model, pictures, tmp_path / "out", **more)
+    message = rf"cannot write .*out/?{path}.* File too large.*; make room"
+    with files_up_to(size), pytest.raises(TrainingError, match=message):
+        trainer.train("text-to-image", **given)
+    assert not list((tmp_path / "out").glob("checkpoint-?"))
+    outcome = trainer.train("text-to-image", **given, resume_from_checkpoint="latest")
+    assert outcome == Outcome(6, 6)
+    assert not list((tmp_path / "out").glob(f"*{files.PART}"))
 
 
 @pytest.mark.parametrize("cached", [False, True], ids=["ids", "embeddings"])

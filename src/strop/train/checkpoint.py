@@ -31,6 +31,12 @@ Tensors = Mapping[str, Mapping[str, Tensor]]
 def save(output: Path, step: int, tensors: Tensors, state: dict[str, Any]) -> Path:
     """Write ``checkpoint-<step>``: a file of each group of tensors, and the state."""
     final = output / f"checkpoint-{step}"
+    with files.writing(final):
+        _write(final, step, tensors, state)
+    return final
+
+
+def _write(final: Path, step: int, tensors: Tensors, state: dict[str, Any]) -> None:
     fresh = final.with_name(final.name + files.PART)
     files.discard(fresh)
     fresh.mkdir(parents=True)
@@ -42,7 +48,6 @@ def save(output: Path, step: int, tensors: Tensors, state: dict[str, Any]) -> Pa
     manifest = {path.name: _entry(path) for path in sorted(fresh.iterdir())}
     (fresh / _MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
     files.publish(fresh, final)
-    return final
 
 
 def prune(output: Path, keep: int | None) -> None:

@@ -5,26 +5,46 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from strop.errors import TrainingError
+
 PART = ".strop-part"  # ends the name of what is being written, and of nothing else
+
+
+@contextmanager
+def writing(place: Path) -> Iterator[None]:
+    """What goes wrong in writing to ``place``, a full disk above all, becomes a TrainingError.
+
+    Safetensors has an error of its own for it, and Python's does not always name the file.
+    """
+    try:
+        yield
+    except (SafetensorError, OSError) as error:
+        raise TrainingError(
+            f"cannot write {place}: {error}; make room, or choose another place. Checkpoints that "
+            "were complete are kept"
+        ) from error
 
 
 def write(path: Path, fill: Callable[[Path], object]) -> None:
     """Let ``fill`` write a file under another name, then rename it to ``path``."""
     part = path.with_name(f"{path.name}.{os.getpid()}{PART}")
-    try:
-        fill(part)
-        sync(part)
-        part.replace(path)
-        sync(path.parent)
-    finally:
-        part.unlink(missing_ok=True)
+    with writing(path):
+        try:
+            fill(part)
+            sync(part)
+            part.replace(path)
+            sync(path.parent)
+        finally:
+            part.unlink(missing_ok=True)
 
 
 def write_json(path: Path, content: Any) -> None:

@@ -43,7 +43,7 @@ class Journal:
         files.write(self.path, lambda part: part.write_text("".join(kept)))
 
     def write(self, rows: list[Metrics]) -> None:
-        with self.path.open("a") as out:
+        with files.writing(self.path), self.path.open("a") as out:
             out.writelines(json.dumps(asdict(row)) + "\n" for row in rows)
         if self._board is None:
             return

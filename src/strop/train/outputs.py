@@ -30,7 +30,8 @@ def save(settings: Settings, model: Model) -> None:
     if settings.task == "lora":
         lora.save(settings, model, settings.output, dtype)
     else:
-        _save_pipeline(settings, model, dtype)
+        with files.writing(settings.output):
+            _save_pipeline(settings, model, dtype)
 
 
 def _save_pipeline(settings: Settings, model: Model, dtype: torch.dtype) -> None:
