@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import logging
 import random
 import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -299,6 +301,61 @@ def test_every_error_of_a_module_is_its_own() -> None:
         ours(torch.randn(rows, 4)).sum().backward()
     assert sum(ours.forward.traced_by_torch.values()) == 1, "the wrong call alone"
     assert roles(ours.forward.log) == PAIR
+
+
+# Calls that are wrong in themselves.
+WRONG: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], torch.dtype]] = {
+    "width": (Mlp, (3, 5), torch.float32),
+    "channels": (lambda: nn.Conv2d(3, 4, 3), (2, 5, 8, 8), torch.float32),
+    "kind": (Mlp, (3, 4), torch.float64),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_call_gets_the_error_of_eager(
+    name: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And nothing else: torch logs what fails on fake tensors, with a page of its own code."""
+    monkeypatch.setattr(logging.getLogger("torch"), "propagate", True)
+    make, shape, dtype = WRONG[name]
+    eager, x = make(), torch.randn(shape, dtype=dtype)
+    with pytest.raises(RuntimeError) as theirs:
+        eager(x)
+    ours = optimised(copy.deepcopy(eager), strict=False)
+    with pytest.raises(RuntimeError) as raised:
+        ours(x)
+    assert str(raised.value) == str(theirs.value)
+    assert raised.value.__context__ is None
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
+    assert ours.forward.counters.fallbacks == {}
+
+
+class Overwriting(nn.Module):
+    """Eager's backward pass refuses it; a joint trace meets that in the forward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.up(x).sigmoid()
+        gated = hidden * hidden
+        hidden.mul_(2.0)
+        return gated + hidden
+
+
+def test_what_torch_cannot_trace_runs_in_eager() -> None:
+    ours = optimised(Overwriting(), strict=False)
+    x = torch.randn(3, 4)
+    found = ours(x)
+    assert torch.equal(found, ours.forward.eager(x))
+    ((reason, count),) = ours.forward.counters.fallbacks.items()
+    assert reason.startswith("torch cannot trace it: ")
+    assert count == ours.forward.counters.eager_calls == 1
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        found.sum().backward()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        optimised(Overwriting(), strict=True)(x)
 
 
 def test_chance_of_python_is_no_part_of_a_graph() -> None:

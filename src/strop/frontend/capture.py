@@ -336,6 +336,7 @@ def tracing(module: nn.Module, mode: FakeTensorMode, retarget: TorchFunctionMode
         with (
             mode, python, _as_compiling(), symbolic_builtins(module), retarget,
             overlap_by_traced_sizes(), _record_origins(module, origins), without_tensor_meta(),
+            without_reports(),
         ):  # fmt: skip
             yield
     except Exception as error:  # a module may raise anything when it meets fake tensors
@@ -345,6 +346,18 @@ def tracing(module: nn.Module, mode: FakeTensorMode, retarget: TorchFunctionMode
             f"tracing {type(module).__name__} failed in {where}{_line(error)}:"
             f" {type(error).__name__}: {what}"
         ) from error
+
+
+@contextmanager
+def without_reports() -> Iterator[None]:
+    """Torch logs an error on fake tensors with a page of its own code, and raises it all the same:
+    who traces says what becomes of it."""
+    reports = logging.getLogger("torch._subclasses.fake_tensor")
+    before, reports.disabled = reports.disabled, True
+    try:
+        yield
+    finally:
+        reports.disabled = before
 
 
 _LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))

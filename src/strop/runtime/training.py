@@ -18,10 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._dynamo import config as dynamo_config
+from torch._dynamo.exc import TorchDynamoException
 from torch._dynamo.utils import counters as dynamo_counters
 from torch.fx.experimental import _config
 
 from strop.errors import OptionError, UnsupportedError
+from strop.frontend.capture import without_reports
 from strop.options import Options
 from strop.runtime.aot import AotLog, compile_dynamo
 from strop.runtime.dispatch import Dispatcher, as_specified, is_untraced
@@ -42,6 +44,7 @@ def _traced_with() -> contextlib.ExitStack:
     stack = contextlib.ExitStack()
     shapes: Any = _config  # has a patch at run time
     stack.enter_context(shapes.patch(use_duck_shape=False))
+    stack.enter_context(without_reports())
     stack.enter_context(
         dynamo_config.patch(specialize_float=True, optimize_ddp=False, recompile_limit=MOST_TRACES)
     )
@@ -68,11 +71,14 @@ class TrainingDispatcher(Dispatcher):
 
     def _run_eager(self, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Not in eager: in graphs that have gradients."""
+        refusal = ""
         try:
             result = self._run_step(args, kwargs)
-        except REFUSALS as refusal:
+        except REFUSALS as error:
+            refusal = str(error)
+        if refusal:  # out of the handler: what is raised now does not come from there
             try:
-                result = self._run_traced_by_torch(str(refusal), args, kwargs)
+                result = self._run_traced_by_torch(refusal, args, kwargs)
             except Exception:
                 self.steps.forget_refusal()
                 raise
@@ -102,9 +108,14 @@ class TrainingDispatcher(Dispatcher):
             log.info("%s: torch traces it: %s", self.name, reason)
         self.traced_by_torch[reason] = self.traced_by_torch.get(reason, 0) + 1
         known, breaks = len(self.log.records), Counter(dynamo_counters["graph_break"])
-        before = self._num_runs()
-        with _traced_with():
-            result = self._compiled(*args, **kwargs)
+        before, failure = self._num_runs(), None
+        try:
+            with _traced_with():
+                result = self._compiled(*args, **kwargs)
+        except TorchDynamoException as error:
+            failure = error
+        if failure is not None:
+            return self._run_untraced(failure, self._num_runs() > before, args, kwargs)
         if self._num_runs() == before and not self.log.fallbacks:
             self._note_fallback("torch does not trace it again, and runs it in eager")
         pieces = sum(record.role != "backward" for record in self.log.records[known:])
@@ -112,6 +123,19 @@ class TrainingDispatcher(Dispatcher):
         if pieces > 1 or (pieces and whys):
             why = next(iter(whys), reason).splitlines()[0]
             self._note_fallback(f"a step is cut into {pieces} graphs: {why}")
+        return result
+
+    def _run_untraced(self, failure: TorchDynamoException, has_begun: bool, args: tuple[Any, ...],
+                      kwargs: dict[str, Any]) -> Any:  # fmt: skip
+        """In eager, whose own exception comes first: it says more than that tracing failed."""
+        if has_begun:  # effects of its first graphs would happen twice
+            raise failure
+        result = self.eager(*args, **kwargs)
+        if self.options.strict:
+            raise failure
+        cause = getattr(failure, "inner_exception", failure)
+        self._note_fallback(f"torch cannot trace it: {str(cause).splitlines()[0]}")
+        self.counters.eager_calls += 1
         return result
 
     def _num_runs(self) -> int:
