@@ -72,8 +72,19 @@ def test_an_empty_cache_says_so(
     monkeypatch.setenv("STROP_CACHE_DIR", str(tmp_path / "never"))
     result = invoke("cache", *verb)
     assert result.exit_code == 0
-    assert f"{tmp_path / 'never'} is empty" in said(result)
+    assert f"there is nothing of Strop's in {tmp_path / 'never'}" in said(result)
     assert not (tmp_path / "never").exists()
+
+
+@pytest.mark.parametrize("verb", [["list"], ["verify"], ["prune", "--size", "0"]])
+def test_a_file_is_no_cache(
+    invoke: Invoke, tmp_path: Path, verb: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("STROP_CACHE_DIR", str(tmp_path / "file"))
+    (tmp_path / "file").write_text("mine")
+    result = invoke("cache", *verb)
+    assert result.exit_code == 1
+    assert "file is no folder: STROP_CACHE_DIR names the folder" in said(result)
 
 
 @pytest.mark.parametrize(

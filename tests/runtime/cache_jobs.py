@@ -73,6 +73,6 @@ def write_for_ever(folder: Path, answers: Connection) -> None:
     """Entries of a megabyte each, under few keys."""
     store = DiskCache(folder)
     for n in range(10**9):
-        store.write("so", f"k{n % 5}", bytes([n % 251]) * MEGABYTE)
+        store.write("so", f"e{n % 5}", bytes([n % 251]) * MEGABYTE)
         if n == 0:
             answers.send("writing")

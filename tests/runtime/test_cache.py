@@ -29,36 +29,36 @@ def test_what_is_written_is_read(store: DiskCache, data: bytes):
 
 
 def test_a_second_write_replaces_the_first(store: DiskCache):
-    store.write("plan", "k", b"first")
-    store.write("plan", "k", b"second")
-    assert store.read("plan", "k") == b"second"
-    assert [p.name for p in (store.root / "plan").iterdir()] == ["k"]
+    store.write("plan", "4e", b"first")
+    store.write("plan", "4e", b"second")
+    assert store.read("plan", "4e") == b"second"
+    assert [p.name for p in (store.root / "plan").iterdir()] == ["4e"]
 
 
 @pytest.mark.parametrize("damage", ["cut", "flip", "append", "empty"])
 def test_a_damaged_entry_is_removed(
     store: DiskCache, caplog: pytest.LogCaptureFixture, damage: str
 ):
-    path = store.write("so", "k", b"machine code" * 10)
+    path = store.write("so", "4e", b"machine code" * 10)
     content = path.read_bytes()
     flipped = content[:5] + bytes([content[5] ^ 1]) + content[6:]
     path.write_bytes(
         {"cut": content[:-50], "flip": flipped, "append": content + b"!", "empty": b""}[damage]
     )
     with caplog.at_level(logging.WARNING):
-        assert store.read("so", "k") is None
+        assert store.read("so", "4e") is None
     assert len(caplog.records) == 1
     assert str(path) in caplog.text
     assert not path.exists()
-    assert store.read("so", "k") is None
+    assert store.read("so", "4e") is None
     assert len(caplog.records) == 1
 
 
 def _write_often(root: Path, seed: int) -> None:
     store = DiskCache(root)
     for i in range(100):
-        store.write("plan", "shared", bytes([seed]) * (1000 + i))
-        data = store.read("plan", "shared")
+        store.write("plan", "5ade", bytes([seed]) * (1000 + i))
+        data = store.read("plan", "5ade")
         assert data is not None
         assert len(set(data)) == 1
 
@@ -71,11 +71,11 @@ def test_processes_may_race(store: DiskCache):
     for worker in workers:
         worker.join()
     assert [worker.exitcode for worker in workers] == [0, 0, 0]
-    assert [p.name for p in (store.root / "plan").iterdir()] == ["shared"]
+    assert [p.name for p in (store.root / "plan").iterdir()] == ["5ade"]
 
 
 def test_folders_are_private(store: DiskCache):
-    path = store.write("so", "k", b"x")
+    path = store.write("so", "4e", b"x")
     for folder in (store.root, path.parent):
         assert stat.S_IMODE(folder.stat().st_mode) == 0o700
 
@@ -86,10 +86,30 @@ def test_a_folder_that_all_may_write_is_refused(tmp_path: Path):
         DiskCache(tmp_path)
 
 
-@pytest.mark.parametrize("key", ["../x", "a/b", "", ".", ".hidden"])
-def test_keys_are_plain_names(store: DiskCache, key: str):
+@pytest.mark.parametrize("key", ["../x", "a/b", "", ".", ".hidden", "notes.txt"])
+def test_keys_are_hashes(store: DiskCache, key: str):
     with pytest.raises(CacheError, match="not a cache kind or key"):
         store.path("plan", key)
+
+
+def test_other_kinds_are_refused(store: DiskCache):
+    with pytest.raises(CacheError, match="not a cache kind or key: 'Documents'"):
+        store.path("Documents", "4e")
+
+
+def test_files_of_others_are_left_alone(store: DiskCache):
+    """STROP_CACHE_DIR may be a folder that holds other things, such as a home."""
+    ours = store.write("plan", "4e", b"x")
+    theirs = [store.root / name for name in (".ssh/id_rsa", "plan/letter.txt", "so/my.so", "a/4e",
+                                             "Documents/.partial-letter")]  # fmt: skip
+    for path in theirs:
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(b"not of the cache")
+        os.utime(path, (1, 1))
+    assert [entry.path for entry in store.entries()] == [ours]
+    assert store.verify() == []
+    assert store.prune(0) == 1 + 44
+    assert all(path.exists() for path in theirs)
 
 
 def test_prune_removes_what_was_not_used_for_longest(store: DiskCache):
@@ -114,7 +134,7 @@ def test_prune_by_age(store: DiskCache):
 
 
 def test_verify_removes_what_is_damaged(store: DiskCache):
-    bad, good = store.write("so", "bad", b"x" * 99), store.write("plan", "good", b"y")
+    bad, good = store.write("so", "bad", b"x" * 99), store.write("plan", "900d", b"y")
     content = bad.read_bytes()
     bad.write_bytes(b"z" + content[1:])
     assert [entry.path for entry in store.verify()] == [bad]
@@ -126,9 +146,9 @@ def test_a_failed_write_leaves_nothing(store: DiskCache, monkeypatch: pytest.Mon
     def full(*_: object) -> None:
         raise OSError("no space left")
 
-    store.write("plan", "k", b"old")
+    store.write("plan", "4e", b"old")
     monkeypatch.setattr(Path, "replace", full)
     with pytest.raises(CacheError, match="no space left"):
-        store.write("plan", "k", b"new")
-    assert [p.name for p in (store.root / "plan").iterdir()] == ["k"]
-    assert store.read("plan", "k") == b"old"
+        store.write("plan", "4e", b"new")
+    assert [p.name for p in (store.root / "plan").iterdir()] == ["4e"]
+    assert store.read("plan", "4e") == b"old"

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from strop.cli.env import bytes_text
-from strop.cli.mistakes import reported
+from strop.cli.mistakes import CommandError, reported
 from strop.options import Options
 
 if TYPE_CHECKING:
@@ -26,12 +26,6 @@ app = typer.Typer(
     "strop cache prune --age 30d\n\n"
     "STROP_CACHE_DIR=/tmp/cache strop cache verify",
 )
-KINDS = {
-    "plan": "compiled graphs",
-    "so": "CPU kernels",
-    "cpp": "where each CPU kernel lies",
-    "cubin": "GPU kernels",
-}
 _SIZES = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9,
           "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}  # fmt: skip
 _AGES = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
@@ -57,6 +51,8 @@ def list_command(
     every: Annotated[bool, typer.Option("--all", help="One line an entry.")] = False,
 ) -> None:
     """Show sizes, counts and ages by kind; with --all each entry, longest unused first."""
+    from strop.runtime.cache import KINDS
+
     store = _filled()
     if store is None:
         return
@@ -67,7 +63,7 @@ def list_command(
     typer.echo(f"{_folder()}: {len(entries)} entries, {_total(entries)}")
     for kind, rows in sorted(by_kind.items(), key=lambda item: -sum(e.num_bytes for e in item[1])):
         typer.echo(f"{kind:>8} {len(rows):6d}  {_total(rows):>10}  last used {_ago(rows[-1], now)},"
-                   f" longest unused {_ago(rows[0], now)}  {KINDS.get(kind, '')}")  # fmt: skip
+                   f" longest unused {_ago(rows[0], now)}  {KINDS[kind]}")  # fmt: skip
     for entry in entries if every else ():
         typer.echo(f"{entry.kind}/{entry.key}  {bytes_text(entry.num_bytes)}  {_ago(entry, now)}")
 
@@ -116,11 +112,13 @@ def _filled() -> DiskCache | None:
     from strop.runtime.cache import DiskCache
 
     folder = _folder()
+    if folder.exists() and not folder.is_dir():
+        raise CommandError(f"{folder} is no folder: STROP_CACHE_DIR names the folder of the cache")
     store = DiskCache(folder) if folder.is_dir() else None
     if store is not None and store.entries():
         return store
-    typer.echo(f"{folder} is empty: nothing has been compiled with this cache folder yet"
-               " (STROP_CACHE_DIR chooses another)")  # fmt: skip
+    typer.echo(f"there is nothing of Strop's in {folder}: nothing has been compiled with this cache"
+               " folder yet (STROP_CACHE_DIR chooses another)")  # fmt: skip
     return None
 
 

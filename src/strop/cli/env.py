@@ -132,7 +132,9 @@ def _gpus() -> list[Facts]:
 
 
 def _cache(folder: Path) -> Facts:
-    files = [f for f in folder.glob("*/*") if f.is_file()]
+    from strop.runtime.cache import KINDS
+
+    files = [f for kind in KINDS for f in (folder / kind).glob("*") if f.is_file()]
     home = Path.home()
     shown = f"~/{folder.relative_to(home)}" if folder.is_relative_to(home) else str(folder)
     size = sum(f.stat().st_size for f in files)

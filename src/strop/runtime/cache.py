@@ -4,7 +4,8 @@ Every entry is one file, ``root/kind/key``: the data, then a trailer with its SH
 leaves shared objects loadable as they lie (a loader ignores what follows an ELF image) and, unlike
 a file beside it, cannot be out of step with the data. Writes are atomic, so that processes may
 race; a damaged entry is removed and reads as missing. Where the folder cannot be written, as on a
-full disk, entries go to a temporary folder that ends with the process.
+full disk, entries go to a temporary folder that ends with the process. The root may hold files of
+others, who chose it: what is no entry is neither listed nor removed.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import stat
 import tempfile
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -29,7 +31,9 @@ logger = logging.getLogger(__name__)
 
 _MAGIC = b"strop-sha256"
 _TRAILER_BYTES = hashlib.sha256().digest_size + len(_MAGIC)
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
+KINDS = {"plan": "compiled graphs", "so": "CPU kernels", "cpp": "where each CPU kernel lies",
+         "cubin": "GPU kernels"}  # fmt: skip
+_KEY = re.compile(r"[0-9a-f]+")  # a hash
 _TEMPORARY = ".partial-"
 TEMPORARY_SECONDS = 3600.0  # after which nobody is still writing a file
 
@@ -46,7 +50,7 @@ class Entry:
 
 
 class DiskCache:
-    """``read`` and ``write`` bytes by kind ("so", "plan", ...) and key (a hash)."""
+    """``read`` and ``write`` bytes by kind (of ``KINDS``) and key (a hash)."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -55,8 +59,8 @@ class DiskCache:
 
     def path(self, kind: str, key: str) -> Path:
         """Where an entry lies, whether it exists or not."""
-        for name in (kind, key):
-            if not _NAME.fullmatch(name):
+        for name, is_known in ((kind, kind in KINDS), (key, _KEY.fullmatch(key))):
+            if not is_known:
                 raise CacheError(f"not a cache kind or key: {name!r}")
         spare = _SPARE.folder and _SPARE.folder / kind / key
         return spare if spare and spare.exists() else self.root / kind / key
@@ -95,13 +99,17 @@ class DiskCache:
     def entries(self) -> list[Entry]:
         """What is stored, the entry not used for longest first."""
         found = []
-        for path in self.root.glob("*/*"):
+        for path in self._files("*"):
             with contextlib.suppress(FileNotFoundError):
                 status = path.stat()
-                if stat.S_ISREG(status.st_mode) and not path.name.startswith(_TEMPORARY):
+                if stat.S_ISREG(status.st_mode) and _KEY.fullmatch(path.name):
                     found.append(Entry(path.parent.name, path.name, path, status.st_size,
                                        status.st_mtime))  # fmt: skip
         return sorted(found, key=lambda entry: (entry.used_s, entry.path))
+
+    def _files(self, names: str) -> Iterator[Path]:
+        for kind in KINDS:
+            yield from (self.root / kind).glob(names)
 
     def prune(self, max_bytes: int | None = None, unused_since_s: float = 0.0) -> int:
         """Remove what killed processes left half written, entries not used since then, and after
@@ -120,7 +128,7 @@ class DiskCache:
     def _remove_abandoned(self) -> int:
         """Bytes of temporary files whose process was killed."""
         removed, latest = 0, time.time() - TEMPORARY_SECONDS
-        for path in self.root.glob(f"*/{_TEMPORARY}*"):
+        for path in self._files(f"{_TEMPORARY}*"):
             with contextlib.suppress(FileNotFoundError):
                 status = path.stat()
                 if status.st_mtime < latest:
