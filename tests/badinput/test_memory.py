@@ -177,7 +177,7 @@ def test_without_memory_for_a_graph_a_shape_runs_without(
     assert_right(module, 3, 3, 2, 2)
     (reason,) = module.forward.counters.fallbacks
     assert reason.startswith("runs without a CUDA graph: out of memory, ")
-    assert caplog.messages == [f"Net {reason}"]
+    assert caplog.messages == [f"Net: {reason}"]
     assert gpu.cuda.num_captures == 3, "no second try for that shape, another one for the other"
     assert module.forward.counters.eager_calls == 0
 
@@ -209,7 +209,7 @@ def test_graphs_give_way_to_a_call(
     assert_right(module, 2)
     (reason,) = module.forward.counters.fallbacks
     assert "all CUDA graphs were dropped, and it ran again" in reason
-    assert caplog.messages == [f"Net {reason}"]
+    assert caplog.messages == [f"Net: {reason}"]
 
 
 def test_what_does_not_fit_without_graphs_is_torchs_own_error(

@@ -320,8 +320,7 @@ class Dispatcher:
     def _run_eager(self, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.options.strict:
             raise UnsupportedError(f"{self.name}: {reason} (strict=True forbids eager)")
-        self._note_fallback(reason)
-        self.counters.eager_calls += 1
+        self._note_eager(reason)
         return self.eager(*args, **kwargs)
 
     def _run_refused(self, refusal: StropError, skeleton: Skeleton, tensors: list[Tensor],
@@ -337,14 +336,17 @@ class Dispatcher:
             raise
         if self.options.strict:
             raise refusal
-        self._note_fallback(str(refusal))
-        self.counters.eager_calls += 1
+        self._note_eager(str(refusal))
         return result
 
-    def _note_fallback(self, reason: str) -> None:
+    def _note_eager(self, reason: str) -> None:
+        self._note_fallback(reason, " runs in eager")
+        self.counters.eager_calls += 1
+
+    def _note_fallback(self, reason: str, what: str = "") -> None:
         """One log line for each reason, and a count of how often."""
         if reason not in self.counters.fallbacks:
-            log.warning("%s %s", self.name, reason)
+            log.warning("%s%s: %s", self.name, what, reason)
         self.counters.fallbacks[reason] = self.counters.fallbacks.get(reason, 0) + 1
 
     # weights
