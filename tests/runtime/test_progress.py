@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 from pathlib import Path
 from typing import Any
@@ -65,4 +66,17 @@ def test_a_fixed_size_is_told_with_what_asked_for_it(tmp_path: Path, caplog: Any
     lines = [r.getMessage() for r in caplog.records if "fixes" in r.getMessage()]
     (line,) = [text for text in lines if "the size d0_1" in text]
     assert line.startswith("Fixes: its graph fixes the size d0_1 at 7: Eq(")
-    assert ".py:" in line
+    multiplies = inspect.getsourcelines(Fixes.forward)[1] + 1
+    assert line.endswith(f" at test_progress.py:{multiplies}")
+
+
+def test_a_size_that_a_module_of_torch_fixes_is_told_with_its_line(tmp_path: Path) -> None:
+    module = nn.Sequential(nn.LayerNorm(4), nn.Conv1d(7, 7, 1)).eval()
+    strop.optimize(module, options=Options(cache_dir=str(tmp_path), strict=True))
+    with torch.no_grad():
+        module(torch.randn(2, 7, 4))
+    fixed = module.forward.variants.all[0].fixed
+    sizes = [text.partition(":")[0] for text in fixed]
+    assert sizes == ["the size d0_1 at 7", "the size d0_2 at 4"]
+    for text, file in zip(fixed, ("conv.py", "functional.py"), strict=True):
+        assert f" at {file}:" in text

@@ -47,7 +47,7 @@ from strop.frontend.objects import as_tree
 from strop.frontend.of_torch import DECOMPOSITIONS
 from strop.frontend.python_sizes import symbolic_builtins
 from strop.frontend.quick import without_tensor_meta
-from strop.frontend.shape_rules import TracedSizes, shape_rules
+from strop.frontend.shape_rules import TracedSizes, place, shape_rules
 from strop.frontend.symbols import OutsideLanguage, Symbols
 from strop.ir.dims import Expr, const, parse, symbol
 from strop.ir.program import Guard
@@ -219,7 +219,7 @@ def _fixed(shape_env: ShapeEnv, roots: Mapping[str, torch.SymInt], sizes: Mappin
         traced = str(roots[root].node._expr)
         guards = [g for g in shape_env.guards if traced in {s.name for s in g.expr.free_symbols}]
         first = next((g for g in guards if isinstance(g.expr, sympy.Eq)), (*guards, None)[0])
-        why = f": {first.expr} at {first.sloc}" if first is not None else ""
+        why = f": {first.expr} at {place(first)}" if first is not None else ""
         yield f"the size {root} at {size.value}{why}"
 
 

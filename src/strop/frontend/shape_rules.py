@@ -11,15 +11,21 @@ fifths of its inference went into layer norms and activations, which torch takes
 
 from __future__ import annotations
 
+import inspect
+import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
+from traceback import FrameSummary
+from types import FrameType
 from typing import Any
 
 import sympy
 import torch
 from torch import SymInt, Tensor
 from torch._decomp import decomposition_table
+from torch._guards import ShapeGuard
 from torch._prims_common import (
     compute_elementwise_output_strides,
     is_contiguous_for_memory_format_or_false,
@@ -32,6 +38,10 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv, guard_or_false
 aten = torch.ops.aten
 Size = int | SymInt
 COMPARISONS = "c10/core/SymInt.h"  # the file of those in C++; Python's have none
+STROP, FRONTEND = (str(folder) + os.sep for folder in (Path(__file__).parents[1],
+                                                       Path(__file__).parent))  # fmt: skip
+TORCH = str(Path(torch.__file__).parent) + os.sep
+LAYERS = str(Path(torch.__file__).parent / "nn") + os.sep
 Rule = Callable[..., Any]  # of the fake mode, the operator and its arguments; None: torch's own
 
 
@@ -52,6 +62,31 @@ def shape_rules() -> Iterator[None]:
 
 class TracedSizes(ShapeEnv):
     """The sizes of a trace of ours."""
+
+    def _get_user_frame(self) -> FrameType | None:
+        """Of whom a guard is said to come: the line of the module that asked about a size, or that
+        of torch's module where nobody else did, but not ours around the question."""
+        of_torch: FrameType | None = None
+        frame = inspect.currentframe()
+        while frame is not None:
+            file = frame.f_code.co_filename
+            if file.startswith(STROP):
+                if not file.startswith(FRONTEND):
+                    break  # beyond it are those who called the module
+            elif file.startswith(LAYERS):
+                of_torch = of_torch or frame
+            elif not file.startswith((TORCH, "<")):
+                return frame
+            frame = frame.f_back
+        return of_torch or super()._get_user_frame()
+
+
+def place(guard: ShapeGuard) -> str:
+    """ "model.py:12", or what torch says."""
+    frame = guard.sloc.framework_loc
+    if isinstance(frame, FrameSummary):
+        return f"{Path(frame.filename).name}:{frame.lineno}"
+    return str(guard.sloc)
 
 
 @contextmanager
