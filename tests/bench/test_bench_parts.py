@@ -159,7 +159,8 @@ def test_switches_of_the_environment_are_told(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize(("kind", "row"), [("infer", "P1"), ("train", "P8")])
 def test_tables_are_of_the_default_options(kind: str, row: str, tmp_path: Path) -> None:
     load = {"infer": infer_report.load, "train": train_report.load}[kind]
-    usual = {"row": row, "kind": kind, "environment": {"date": "2030-01-01", "switches": {}}}
+    usual = {"row": row, "kind": kind, "contenders": {},
+             "environment": {"date": "2030-01-01", "switches": {}}}  # fmt: skip
     newer = {"date": "2030-01-02", "switches": {"box_conv": True}}
     for number, result in enumerate((usual, usual | {"environment": newer})):
         (tmp_path / f"{number}.json").write_text(json.dumps(result))

@@ -145,13 +145,43 @@ def test_a_missing_extra_is_named(
         (["explain", "--json", "absent/x.json"], 1, "mkdir -p absent"),
         (["explain", "--size", "100x64"], 2, "the nearest: 96x64"),
         (["explain", "--model", "sd15-unet", "--size", "100x64"], 2, "multiples of 8 pixels"),
-        (["bench", "infer", "huge"], 1, "there are P1, P2"),
+        (["bench", "infer", "huge"], 2, "there are P1, P2"),
+        (["bench", "infer", "P1", "-o", "file"], 1, "file is a file"),
+        (["bench", "train", "huge"], 2, "there are P8, P9"),
+        (["bench", "train", "P8", "--only", "huge"], 2, "there are strop, strop-graph"),
         (["bench", "compile", "tiny-unet", "-o", "absent"], 1, "mkdir -p absent"),
+        (["bench", "models", "-o", "absent/a.json"], 1, "mkdir -p absent"),
+        (["bench", "models", "--page", "folder"], 1, "folder is a folder"),
+        (["bench", "kernel", "-o", "absent/a.json"], 1, "mkdir -p absent"),
+        (["bench", "kernel", "softmax", "-o", "folder"], 1, "folder is a folder"),
+        (["bench", "batches", "bert-tiny", "-o", "folder"], 1, "folder is a folder"),
+        (["bench", "table", "--results", "absent"], 1, "no rows in absent"),
     ],
 )
 def test_mistakes_of_the_other_verbs(
-    invoke: Invoke, as_sprites: Path, words: list[str], code: int, expected: str
+    invoke: Invoke, as_sprites: Path, words: list[str], code: int, expected: str, tmp_path: Path
 ) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").touch()
     result = invoke(*words)
     assert result.exit_code == code, result.output
+    assert expected in said(result)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ('{"row": "P1", "kind": "infer", "contend', "P1_gpu.json cannot be read"),
+        ("\xff\xfe", "P1_gpu.json cannot be read"),
+        ('{"row": "P1", "kind": "infer"}', "P1_gpu.json lacks its contenders or its date"),
+        ('{"row": "P0", "kind": "infer"}', "no rows in"),
+        ("[]", "no rows in"),
+    ],
+)
+def test_a_damaged_result_is_named(
+    invoke: Invoke, tmp_path: Path, text: str, expected: str
+) -> None:
+    (tmp_path / "P1_gpu.json").write_bytes(text.encode("latin-1"))
+    result = invoke("bench", "table", "--results", str(tmp_path))
+    assert result.exit_code == 1, result.output
     assert expected in said(result)

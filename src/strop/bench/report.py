@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from strop.bench import environment
+from strop.errors import OptionError
 
 RESULTS = Path("benchmarks/results")
 Rows = list[tuple[str, ...]]
@@ -46,18 +47,36 @@ def write_json(value: Any, path: Path) -> Path:
 
 def newest_rows(paths: Iterable[Path], kind: str, names: Sequence[str]) -> list[dict[str, Any]]:
     """Of files of any kind, the newest result of this kind for each row, measured without options
-    from the environment, in the order of ``names``."""
+    from the environment, in the order of ``names``. Raises OptionError for a damaged file."""
     newest: dict[str, dict[str, Any]] = {}
     for path in paths:
-        result = json.loads(path.read_text())
-        if not isinstance(result, dict) or result.get("kind") != kind or "row" not in result:
+        result = _read(path)
+        if result.get("kind") != kind or result.get("row") not in names:
             continue
+        if not isinstance(result.get("contenders"), dict) or not _date(result):
+            raise OptionError(f"{path} lacks its contenders or its date: measure it again, or"
+                              " take it out of the folder")  # fmt: skip
         if result["environment"].get("switches"):
             continue
         old = newest.get(result["row"])
-        if old is None or old["environment"]["date"] <= result["environment"]["date"]:
+        if old is None or _date(old) <= _date(result):
             newest[result["row"]] = result
     return sorted(newest.values(), key=lambda result: names.index(result["row"]))
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """Empty where the JSON is a list or a number, which no result is."""
+    try:
+        found = json.loads(path.read_text())
+    except (ValueError, OSError) as error:  # half a file, or no text
+        raise OptionError(f"{path} cannot be read ({error}): measure it again, or take it out of"
+                          " the folder") from error  # fmt: skip
+    return found if isinstance(found, dict) else {}
+
+
+def _date(result: Mapping[str, Any]) -> str:
+    environment = result.get("environment")
+    return str(environment.get("date", "")) if isinstance(environment, dict) else ""
 
 
 def compile_rows_of(result: Mapping[str, Any]) -> Rows:

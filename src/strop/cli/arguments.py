@@ -95,18 +95,34 @@ def check_size(size: Size, factor: int) -> None:
         )
 
 
+def check_folder(folder: Path | None) -> None:
+    """Raise CommandError unless files can be written into ``folder``; None: nothing is written."""
+    if folder is None:
+        return
+    if folder.exists() and not folder.is_dir():
+        raise CommandError(f"{folder} is a file; give the name of a folder")
+    if not folder.exists():
+        raise CommandError(f"there is no folder {folder}; create it: mkdir -p {folder}")
+    if not os.access(folder, os.W_OK):
+        raise CommandError(f"the folder {folder} is not writable; choose another")
+
+
+def check_file(path: Path | None) -> None:
+    """Raise CommandError unless ``path`` can be written; None: nothing is written."""
+    if path is None:
+        return
+    if path.is_dir():
+        raise CommandError(f"{path} is a folder; give the name of a file")
+    check_folder(path.parent)
+
+
 def check_output(path: Path, suffixes: tuple[str, ...] = SUFFIXES) -> None:
     """Raise unless ``path`` can be written: its ending, its folder, and what lies there now."""
     if path.suffix.lower() not in suffixes:
         raise typer.BadParameter(
             f"{path}: the name must end in {', '.join(suffixes)}", param_hint="output file"
         )
-    if path.is_dir():
-        raise CommandError(f"{path} is a folder; give the name of a file")
-    if not path.parent.is_dir():
-        raise CommandError(f"there is no folder {path.parent}; create it: mkdir -p {path.parent}")
-    if not os.access(path.parent, os.W_OK):
-        raise CommandError(f"the folder {path.parent} is not writable; choose another with -o")
+    check_file(path)
 
 
 def chosen_device(device: Device) -> str:

@@ -113,8 +113,7 @@ def _compile_rows(result: dict[str, Any]) -> list[tuple[str, ...]]:
 def _prepared(case: str, out: Path | None, device: Device) -> tuple[BenchCase, str]:
     """Everything that can be wrong is found here, before any work."""
     require_diffusion()
-    if out is not None and not out.is_dir():
-        raise CommandError(f"there is no folder {out}; create it: mkdir -p {out}")
+    arguments.check_folder(out)
     from strop.bench.cases import CASES
 
     named = {c.name: c for c in CASES}
@@ -148,8 +147,7 @@ def models(
     """Compile each architecture of the zoo at tiny widths and judge what became of it."""
     require_diffusion()
     for file in (out, page):
-        if file is not None and not file.parent.is_dir():
-            raise CommandError(f"there is no folder {file.parent}; create it: mkdir -p")
+        arguments.check_file(file)
     from strop.bench.zoo import ZOO
 
     wanted = [name for name in only.split(",") if name]
@@ -210,8 +208,7 @@ def kernel(
     from strop.bench import kernel as bench_kernel
     from strop.bench.kernel_cases import GROUP_NORM, ROW_FAMILIES
 
-    if out is not None and not out.parent.is_dir():
-        raise CommandError(f"there is no folder {out.parent}; create it: mkdir -p")
+    arguments.check_file(out)
     where = torch.device(arguments.chosen_device(device))
     dtype = torch.float16 if where.type == "cuda" else torch.float32
     known("FAMILIES", families or (), [f.name for f in (*ROW_FAMILIES, GROUP_NORM)])
@@ -251,8 +248,7 @@ def batches(
     from strop.bench import report
     from strop.cli.stages import spinner
 
-    if out is not None and not out.parent.is_dir():
-        raise CommandError(f"there is no folder {out.parent}; create it: mkdir -p")
+    arguments.check_file(out)
     known("NETWORK", [network], [n.name for n in bench_batches.NETWORKS])
     known("--peer", peer or (), bench_batches.PEERS)
     if not all(size.isdigit() and int(size) for size in sizes.split(",")):

@@ -10,7 +10,7 @@ import typer
 from strop.cli import arguments
 from strop.cli.arguments import Device, DeviceOption
 from strop.cli.mistakes import CommandError, reported, require_diffusion
-from strop.cli.tables import OutOption, known, show
+from strop.cli.tables import OutOption, known, show, wrong
 
 EXAMPLES = (
     "[bold]Rows[/]\n\n"
@@ -101,9 +101,9 @@ def infer(
     require_diffusion()
     from strop.bench.infer_rows import chosen_rows
 
-    if out is not None and not out.is_dir():
-        raise CommandError(f"there is no folder {out}; create it: mkdir -p {out}")
-    chosen = chosen_rows(rows or (), tiny=tiny)
+    arguments.check_folder(out)
+    with wrong("ROWS"):
+        chosen = chosen_rows(rows or (), tiny=tiny)
     plan = _plan(device, tiny, dtype, _names(peers), samples=samples, random=random, seed=seed,
                  ablate=ablate, commit=commit)  # fmt: skip
     results = _measured(chosen, plan, budget_s=budget, out=out, earlier=earlier, is_apart=not tiny)

@@ -11,7 +11,7 @@ import typer
 from strop.cli import arguments
 from strop.cli.arguments import Device, DeviceOption
 from strop.cli.mistakes import CommandError, errors, plain, reported, require_diffusion
-from strop.cli.tables import OutOption, show
+from strop.cli.tables import OutOption, show, wrong
 
 EXAMPLES = (
     "[bold]Rows[/]\n\n"
@@ -86,10 +86,12 @@ def train(
     from strop.bench.train_rows import chosen_rows
 
     for folder in (out, plots):
-        if folder is not None and not folder.is_dir():
-            raise CommandError(f"there is no folder {folder}; create it: mkdir -p {folder}")
+        arguments.check_folder(folder)
     names = [*(rows or ()), *(more_rows or ())]
-    chosen = chosen_rows(names, ladder=ladder, tiny=tiny, only=[n for n in only.split(",") if n])
+    with wrong("ROWS, --only"):
+        chosen = chosen_rows(
+            names, ladder=ladder, tiny=tiny, only=[n for n in only.split(",") if n]
+        )
     plan = Plan(_device(device, tiny), samples, warm_up, commit=commit)
     results = _measured(chosen, plan, budget_s=budget, out=out, is_apart=not tiny,
                         earlier=resume or ())  # fmt: skip

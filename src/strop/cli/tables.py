@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.table import Table
+
+from strop.errors import OptionError
 
 FILE_COLUMNS = 240
 OutOption = Annotated[
@@ -27,6 +30,15 @@ def show(header: tuple[str, ...], rows: Sequence[tuple[str, ...]], result: dict[
     screen.print(table)
     if "file" in result:
         screen.print(f"written: {result['file']}", markup=False)
+
+
+@contextmanager
+def wrong(what: str) -> Iterator[None]:
+    """An OptionError is about arguments of the command here."""
+    try:
+        yield
+    except OptionError as error:
+        raise typer.BadParameter(str(error), param_hint=f"'{what}'") from error
 
 
 def known(what: str, given: Sequence[str], names: Sequence[str]) -> None:
