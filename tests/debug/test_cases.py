@@ -128,6 +128,7 @@ def test_the_verbs(
         result = invoke(app, [verb, str(dump)])
         assert result.exit_code == 1, "nothing is broken yet"
         assert "does not fail" in result.output
+        assert "--inputs FILE of bisect and repro" in " ".join(result.output.split())
     broken.plant_pass(monkeypatch, "sigmoid", broken.doubles)
     assert "STROP_DISABLE=wrong_pass" in invoke(app, ["bisect", str(dump)]).output
     result = invoke(app, ["minify", str(dump), "-o", "small"])

@@ -190,5 +190,9 @@ def test_what_when_returns_and_raises(cache: str) -> None:
         module(torch.randn(2, 8), torch.randn(2, 8))
     pattern.remove()
     declare(swiglu, when=lambda gate, up: gate.size)
-    with pytest.raises(AttributeError, match="size"):
+    with pytest.raises(AttributeError, match="size") as caught:
         module(torch.randn(2, 8), torch.randn(2, 8))
+    (note,) = caught.value.__notes__
+    assert (
+        note == "raised by when of the pattern 'Kernel', for (float32[b, d1_1], float32[b, d1_1])"
+    )

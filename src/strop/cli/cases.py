@@ -131,7 +131,8 @@ def _failure(case: Case, arguments: Mapping[int, Tensor]) -> Failure:
         raise CommandError(
             f"{case.name} does not fail: it compiles, and its results are as"
             " accurate as eager's. Other inputs: --seed N, or --inputs FILE"
-            " (STROP_DUMP and STROP_CHECK=1 on your model save those of a run that goes wrong)."
+            " of bisect and repro (STROP_DUMP and STROP_CHECK=1 on your model save those of a run"
+            " that goes wrong)."
         )
     return failure
 

@@ -206,6 +206,10 @@ class Finder:
             answer = when(*(value_of(node, self.device) for node in arguments), **attributes)
         except AnySizeError as error:
             return f"when asks for {error}, which is not the same for all sizes"
+        except Exception as error:
+            given = ", ".join(map(_typed, arguments))
+            error.add_note(f"raised by when of the pattern {self.pattern.name!r}, for ({given})")
+            raise
         if isinstance(answer, str):
             return f"when said: {answer}"
         if not isinstance(answer, bool):
@@ -351,3 +355,7 @@ def _told(wanted: Node, found: Node) -> str:
         if left.op != right.op or repr(left.attrs) != repr(right.attrs):
             return f"operand {_name(left)} expected, {_name(right)} found"
     return "other operands"
+
+
+def _typed(node: Node) -> str:
+    return f"{str(node.dtype).removeprefix('torch.')}[{', '.join(map(str, node.shape))}]"
