@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -28,6 +29,8 @@ def optimize(obj: T, *, train: bool = False, options: Options | None = None, **u
     Raises OptionError for anything that is neither a module nor a pipeline, and for other keywords.
     """
     options = _checked_options(options, unknown)
+    if not isinstance(train, bool):
+        raise OptionError(f"strop.optimize got train={train!r}; it takes True or False")
     if isinstance(obj, torch.jit.ScriptModule):
         raise OptionError(
             f"strop.optimize got a {type(obj).__name__}, which has no Python forward to trace; give"
@@ -40,7 +43,7 @@ def optimize(obj: T, *, train: bool = False, options: Options | None = None, **u
             f"strop.optimize(train=True) got a {type(obj).__name__}; it takes the torch.nn.Module"
             " that is trained, such as pipe.unet"
         )
-    elif hasattr(obj, "components"):
+    elif _is_pipeline(obj):
         from strop.diffusion.pipeline import optimize_pipeline
 
         optimize_pipeline(obj, options)
@@ -81,8 +84,15 @@ def optimize_module(module: nn.Module, options: Options, *, train: bool = False,
     return dispatcher
 
 
+def _is_pipeline(obj: Any) -> bool:
+    return isinstance(getattr(obj, "components", None), Mapping)
+
+
 def restore(obj: T) -> T:
-    """Undo ``optimize``. Parameters keep their values (merged ones share a storage)."""
+    """Undo ``optimize``. Parameters keep their values (merged ones share a storage).
+
+    Raises OptionError for anything that is neither a module nor a pipeline.
+    """
     if isinstance(obj, nn.Module):
         dispatcher = obj.__dict__.get("forward")
         if isinstance(dispatcher, Dispatcher):
@@ -91,10 +101,15 @@ def restore(obj: T) -> T:
                 del obj.__dict__["forward"]
             else:  # somebody had wrapped forward before us
                 obj.forward = dispatcher.eager
-    elif hasattr(obj, "components"):
+    elif _is_pipeline(obj):
         from strop.diffusion.pipeline import restore_pipeline
 
         restore_pipeline(obj)
+    else:
+        raise OptionError(
+            f"strop.restore got a {type(obj).__name__}; it takes the module or pipeline that"
+            " strop.optimize was given"
+        )
     return obj
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -30,6 +31,10 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
                             r"no option stirct \(did you mean strict\?\)"),
     "an unknown override": (lambda: Options.from_environment(workers=2), "no option workers"),
     "neither module nor pipeline": (lambda: strop.optimize(torch.sin), "takes a torch.nn.Module"),
+    "components of another kind": (lambda: strop.optimize(SimpleNamespace(components=[Net()])),
+                                   "got a SimpleNamespace; it takes a torch.nn.Module"),
+    "nothing to restore": (lambda: strop.restore(None), "restore got a NoneType; it takes"),
+    "train as text": (lambda: strop.optimize(Net(), train="yes"), "train='yes'; it takes True"),
 }  # fmt: skip
 
 

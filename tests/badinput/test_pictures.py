@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -89,10 +88,22 @@ def test_a_pipeline_without_known_components_says_what_it_has() -> None:
 
 def test_what_stays_as_it_is_is_told(caplog: Any) -> None:
     pipe = tiny.pipeline()
+    strop.optimize(pipe, options=tiny.options())
+    assert not caplog.messages
     pipe.register_modules(feature_extractor=None, safety_checker=torch.nn.Linear(2, 2))
-    with caplog.at_level(logging.INFO, "strop"):
-        strop.optimize(pipe, options=tiny.options())
-    assert "StableDiffusionPipeline: not compiled: safety_checker" in caplog.text
+    strop.optimize(pipe, options=tiny.options())
+    (line,) = caplog.messages
+    assert line == ("StableDiffusionPipeline: not compiled: safety_checker (Linear);"
+                    " a module by itself is: strop.optimize(pipe.safety_checker)")  # fmt: skip
+
+
+def test_a_transformer_that_stays_as_it_is_is_told(caplog: Any) -> None:
+    """As in SD3 and Flux: the text encoder alone is compiled."""
+    pipe = SimpleNamespace(components={"text_encoder": torch.nn.Linear(2, 2),
+                                       "transformer": torch.nn.Linear(2, 2)})  # fmt: skip
+    strop.optimize(pipe, options=tiny.options())
+    (line,) = caplog.messages
+    assert "not compiled: transformer (Linear)" in line
 
 
 class Tokenizer:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -55,15 +55,23 @@ def optimize_pipeline(pipe: Any, options: Options) -> None:
         pipe.progress_bar.loop = loop
     elif hasattr(pipe, "progress_bar"):  # without one, every call looks at all weights
         pipe.progress_bar = _MarkedBar(pipe.progress_bar, loop, pipe)
-    modules = [name for name, part in pipe.components.items() if isinstance(part, nn.Module)]
-    left = [name for name in modules if name not in COMPONENTS]
-    if left:
-        log.info("%s: not compiled: %s", type(pipe).__name__, ", ".join(left))
+    left = {name: part for name, part in _modules(pipe).items() if name not in COMPONENTS}
+    if left:  # the transformer of SD3 and Flux is most of the work
+        log.warning("%s: not compiled: %s; a module by itself is: strop.optimize(pipe.%s)",
+                    type(pipe).__name__, _listed(left), next(iter(left)))  # fmt: skip
+
+
+def _modules(pipe: Any) -> dict[str, nn.Module]:
+    return {n: part for n, part in pipe.components.items() if isinstance(part, nn.Module)}
+
+
+def _listed(modules: Mapping[str, nn.Module]) -> str:
+    return ", ".join(f"{name} ({type(module).__name__})" for name, module in modules.items())
 
 
 def _nothing_known(pipe: Any) -> str:
-    modules = {n: m for n, m in pipe.components.items() if isinstance(m, nn.Module)}
-    has = ", ".join(f"{n} ({type(m).__name__})" for n, m in modules.items()) or "no module at all"
+    modules = _modules(pipe)
+    has = _listed(modules) or "no module at all"
     advice = f": strop.optimize(pipe.{next(iter(modules))})" if modules else ""
     return (
         f"{type(pipe).__name__} has no component that strop.optimize knows"
