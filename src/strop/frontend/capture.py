@@ -33,6 +33,7 @@ from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.fx.experimental.symbolic_shapes import (
     DimDynamic,
+    GuardOnDataDependentSymNode,
     ShapeEnv,
     StatelessSymbolicContext,
 )
@@ -341,10 +342,8 @@ def tracing(module: nn.Module, mode: FakeTensorMode, retarget: TorchFunctionMode
             yield
     except Exception as error:  # a module may raise anything when it meets fake tensors
         where = origins.get("<current>", "") or type(module).__name__
-        what = str(error).strip().partition("\n")[0]  # torch's advice fills a page
         raise CaptureError(
-            f"tracing {type(module).__name__} failed in {where}{_line(error)}:"
-            f" {type(error).__name__}: {what}"
+            f"tracing {type(module).__name__} failed in {where}{_line(error)}: {_cause(error)}"
         ) from error
 
 
@@ -358,6 +357,14 @@ def without_reports() -> Iterator[None]:
         yield
     finally:
         reports.disabled = before
+
+
+def _cause(error: Exception) -> str:
+    """One line; torch's advice fills a page."""
+    if isinstance(error, GuardOnDataDependentSymNode):  # speaks of Eq(u0, 1)
+        return "the code asks about a number or a size that the values of a tensor decide"
+    first, *_ = str(error).strip().partition("\n")
+    return f"{type(error).__name__}: {first}"
 
 
 _LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
