@@ -178,10 +178,17 @@ def test_real_inputs_of_a_run_that_went_wrong(
     [
         (lambda p: p / "absent", "STROP_DUMP=folder"),
         (lambda p: p, "has no graph.json"),
-        (lambda p: (p / "graph.json").write_text("{}") and p, "no graph that strop has dumped"),
-        (lambda p: (p / "graph.json").write_text('{"format": 9}') and p, "format 9"),
+        (
+            lambda p: (p / "graph.json").write_text("{}") and p,
+            "graph.json: this is no graph that strop has dumped",
+        ),
+        (lambda p: (p / "graph.json").write_bytes(b"\xff") and p, "graph.json: 'utf-8' codec"),
+        (
+            lambda p: (p / "graph.json").write_text('{"format": 9}') and p,
+            "graph.json: format 9; this strop reads 1; dump it again",
+        ),
     ],
-    ids=["absent", "empty", "damaged", "newer"],
+    ids=["absent", "empty", "damaged", "no text", "newer"],
 )
 def test_a_wrong_dump_is_named(
     tmp_path: Path, make: Callable[[Path], Path], message: str, monkeypatch: pytest.MonkeyPatch

@@ -90,7 +90,10 @@ def from_json(text: str) -> Case:
 
 
 def load(path: Path, device: str = "") -> Case:
-    """A case from a dump's folder or its graph.json; ``device`` compiles it for another."""
+    """A case from a dump's folder or its graph.json; ``device`` compiles it for another.
+
+    Raises OptionError where there is none, CacheError for a damaged one, with its file.
+    """
     file = path / FILE if path.is_dir() else path
     if not path.exists():
         raise OptionError(f"there is no {path}; STROP_DUMP=folder makes dumps, one folder a graph")
@@ -98,7 +101,10 @@ def load(path: Path, device: str = "") -> Case:
         dumps = sorted(str(p.parent) for p in path.glob(f"*/{FILE}"))
         hint = f"it holds several: {', '.join(dumps)}" if dumps else f"it has no {FILE}"
         raise OptionError(f"{path} is not the dump of one graph: {hint}")
-    case = from_json(file.read_text(encoding="utf-8"))
+    try:
+        case = from_json(file.read_text(encoding="utf-8"))
+    except (CacheError, UnicodeDecodeError) as error:
+        raise CacheError(f"{file}: {error}; dump it again with STROP_DUMP") from error
     return replace(case, device=device) if device else case
 
 
