@@ -97,15 +97,6 @@ def test_what_stays_as_it_is_is_told(caplog: Any) -> None:
                     " a module by itself is: strop.optimize(pipe.safety_checker)")  # fmt: skip
 
 
-def test_a_transformer_that_stays_as_it_is_is_told(caplog: Any) -> None:
-    """As in SD3 and Flux: the text encoder alone is compiled."""
-    pipe = SimpleNamespace(components={"text_encoder": torch.nn.Linear(2, 2),
-                                       "transformer": torch.nn.Linear(2, 2)})  # fmt: skip
-    strop.optimize(pipe, options=tiny.options())
-    (line,) = caplog.messages
-    assert "not compiled: transformer (Linear)" in line
-
-
 class Tokenizer:
     """A word is a token; begin and end are two more."""
 

@@ -17,11 +17,15 @@ from strop.runtime.dispatch import Loop
 
 log = logging.getLogger("strop")
 
+# Components that each step of a denoise loop calls. Wan 2.2 has a second transformer for the end.
+DENOISERS = ("unet", "transformer", "transformer_2", "controlnet")
 # component -> the modules in it whose forward does the work
 COMPONENTS: dict[str, tuple[str, ...]] = {
     "text_encoder": ("",),
     "text_encoder_2": ("",),
-    "unet": ("",),
+    "text_encoder_3": ("",),
+    "image_encoder": ("",),
+    **dict.fromkeys(DENOISERS, ("",)),
     "vae": ("encoder", "decoder"),
 }
 
@@ -50,13 +54,13 @@ def optimize_pipeline(pipe: Any, options: Options) -> None:
     if not known:
         raise OptionError(_nothing_known(pipe))
     for name, module in known.items():
-        optimize_module(module, options, name=name, loop=loop if name == "unet" else None)
+        optimize_module(module, options, name=name, loop=loop if name in DENOISERS else None)
     if isinstance(pipe.__dict__.get("progress_bar"), _MarkedBar):
         pipe.progress_bar.loop = loop
     elif hasattr(pipe, "progress_bar"):  # without one, every call looks at all weights
         pipe.progress_bar = _MarkedBar(pipe.progress_bar, loop, pipe)
     left = {name: part for name, part in _modules(pipe).items() if name not in COMPONENTS}
-    if left:  # the transformer of SD3 and Flux is most of the work
+    if left:
         log.warning("%s: not compiled: %s; a module by itself is: strop.optimize(pipe.%s)",
                     type(pipe).__name__, _listed(left), next(iter(left)))  # fmt: skip
 
