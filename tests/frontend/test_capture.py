@@ -196,6 +196,23 @@ def test_the_smaller_side_is_assumed():
     assert settled(sympy.Min(64, S), s0=80) == ("64", {"64 <= s0"})
 
 
+def test_a_picture_in_patches_is_even_in_both_sizes():
+    b = sympy.Symbol("s2", positive=True, integer=True)
+    patches = sympy.Eq(4 * b * S * T, 16 * b * FloorDiv(S, 2) * FloorDiv(T, 2))
+    found = settled(FloorDiv(S, 2) * FloorDiv(T, 2), patches, s0=16, s1=24, s2=3)
+    assert found == ("s0_2*s1_2", set())
+    found = settled(S * FloorDiv(T, 3), sympy.Eq(S * T, 6 * FloorDiv(S, 2) * FloorDiv(T, 3)),
+                    s0=4, s1=9)  # fmt: skip
+    assert found == ("2*s0_2*s1_3", set())
+
+
+def test_what_a_fixed_size_says_of_others_is_kept():
+    root = TruncToInt(FloatPow(ToFloat(S), sympy.Float(0.5)))
+    u = sympy.Symbol("s2", positive=True, integer=True)
+    tokens = sympy.Eq(FloorDiv(S, 3) * FloorDiv(T, 3), u)
+    assert settled(root * u, tokens, s0=16, s1=10, s2=15)[0] == "20*((s1)//3)"
+
+
 def test_a_root_of_a_size_fixes_it():
     root = TruncToInt(FloatPow(ToFloat(S), sympy.Float(0.5)))
     assert settled(root * T, s0=16, s1=3) == ("4*s1", set())

@@ -15,6 +15,15 @@ from strop.frontend.decompositions import DECOMPOSITIONS
 from strop.options import Options
 from tests.views.running import Function, assert_equal
 
+
+def framed(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    out = torch.zeros(x.shape[0], x.shape[1] + 2, x.shape[2])
+    out[:, 1:-1] = x
+    out[:, 0] = 1.0
+    out[:, -1] = y
+    return out
+
+
 Shapes = tuple[tuple[int, ...], ...]
 # a function, shapes that one graph serves, and shapes that eager refuses
 TIED: dict[str, tuple[Callable[..., Any], tuple[Shapes, ...], Shapes]] = {
@@ -38,6 +47,11 @@ TIED: dict[str, tuple[Callable[..., Any], tuple[Shapes, ...], Shapes]] = {
                            ((2, 4, 3), (2, 2, 3))),
     "select_scatter": (lambda x, y: torch.select_scatter(x, y, 1, -1) + 1,
                        (((2, 4, 3), (2, 3)), ((3, 5, 4), (3, 4))), ((2, 4, 3), (2, 1))),
+    "framed": (framed, (((2, 3, 4), (2, 4)), ((3, 5, 2), (3, 2)), ((2, 1, 1), (2, 1))),
+               ((2, 3, 4), (2, 3))),
+    "patches": (lambda x: x.reshape(x.shape[0], x.shape[1], x.shape[2] // 2, 2, x.shape[3] // 2, 2)
+                .permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2) * 2,
+                (((2, 3, 4, 6),), ((3, 3, 8, 4),), ((1, 3, 6, 6),)), ((2, 3, 5, 6),)),
     "pixel_unshuffle": (lambda x: F.pixel_unshuffle(x, 2) + 1,
                         (((2, 3, 4, 6), ), ((3, 3, 8, 4),)), ((2, 3, 5, 6),)),
 }  # fmt: skip
@@ -76,3 +90,29 @@ def test_what_a_rule_has_met_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     strop.optimize(module, options=Options(cache_dir=str(tmp_path), strict=True))
     with pytest.raises(UnsupportedError, match="cannot be a kernel here: a size that is no size"):
         module(torch.randn(2, 8))
+
+
+def rotated(x: torch.Tensor, angle: torch.Tensor) -> torch.Tensor:
+    """As Wan turns queries and keys by their places. ``x``: (batch, channels, tokens, heads)."""
+    x = x.permute(0, 2, 3, 1)
+    even, odd = x.unflatten(-1, (-1, 2)).unbind(-1)
+    out = torch.empty_like(x)
+    out[..., 0::2] = even * angle.cos() - odd * angle.sin()
+    out[..., 1::2] = even * angle.sin() + odd * angle.cos()
+    return out
+
+
+def test_a_batch_of_one_is_no_other_graph_for_what_is_written_in_steps(tmp_path: Any) -> None:
+    module = Function(rotated).eval()
+    strop.optimize(module, options=Options(cache_dir=str(tmp_path), strict=True))
+    for batch, tokens, heads in ((2, 3, 4), (1, 5, 2), (3, 2, 1)):
+        given = some(((batch, 8, tokens, heads), (tokens, 1, 4)))
+        assert_equal(module(*given), rotated(*given))
+    assert module.forward.variants.num_captures == 1
+
+
+def test_what_has_an_element_at_several_places_is_not_written_to(tmp_path: Any) -> None:
+    module = Function(lambda x: torch.zeros(1, x.shape[1]).expand(x.shape).copy_(x) + 1).eval()
+    strop.optimize(module, options=Options(cache_dir=str(tmp_path)))
+    with pytest.raises(RuntimeError, match="single memory location"):
+        module(torch.randn(3, 4))

@@ -196,12 +196,14 @@ def _length(first: Any, last: Any) -> Any:
 
 
 def _into_slice(mode: Any, x: Tensor, part: Tensor, dim: int = 0, start: Any = None,
-                end: Any = None, step: int = 1) -> None:  # fmt: skip
+                end: Any = None, step: int = 1) -> Tensor | None:  # fmt: skip
     _check_fills(part, aten.slice.Tensor(x, dim, start, end, step))
+    return _like(mode, x) if _order(x) else None
 
 
-def _into_one(mode: Any, x: Tensor, part: Tensor, dim: int, index: Any) -> None:
+def _into_one(mode: Any, x: Tensor, part: Tensor, dim: int, index: Any) -> Tensor | None:
     _check_fills(part, aten.select.int(x, dim, index))
+    return _like(mode, x) if _order(x) else None
 
 
 def _check_fills(part: Tensor, place: Tensor) -> None:
@@ -340,6 +342,21 @@ def _binary(mode: Any, a: Any, b: Any, **kwargs: Any) -> Tensor | None:
     return _like(mode, a) if _spreads(others, sizes) and _order(a) else None
 
 
+def _written(mode: Any, x: Tensor, part: Tensor, non_blocking: bool = False) -> Tensor | None:
+    """``y[..., 0::2] = part``: torch's own rule asks in which order both lie, and so for sizes of
+    at least 2. What has an element at several places it refuses."""
+    is_own = all(stride != 0 for stride in _exact(x.stride()))
+    return x if is_own and _spreads(_exact(part.shape), _exact(x.shape)) else None
+
+
+def _overwritten(mode: Any, x: Tensor, part: Tensor, non_blocking: bool = False) -> Tensor | None:
+    """The same, as a value of its own."""
+    if not _spreads(_exact(part.shape), _exact(x.shape)):
+        return None
+    with mode:
+        return torch.empty_like(x)
+
+
 def _spreads(sizes: Sequence[Any], over: Sequence[Any]) -> bool:
     """Whether each size is 1 or that of the other shape, without asking what symbols are."""
     if len(sizes) > len(over):
@@ -383,6 +400,8 @@ RULES: dict[Any, Rule] = {
     aten.select_scatter.default: _into_one,
     aten.max_pool2d_with_indices.default: _largest,
     aten.avg_pool2d.default: _average,
+    aten.copy_.default: _written,
+    aten.copy.default: _overwritten,
 }
 FAST_RULES: dict[Any, Rule] = {
     aten.pixel_unshuffle.default: _unshuffled,

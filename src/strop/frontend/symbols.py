@@ -235,6 +235,9 @@ class Symbols:
         fixed = {n: const(self.size_of(n).eval(env)) for n in free}
         if all(self.size_of(n) == value for n, value in fixed.items()):
             raise error
+        roots = [self.size_of(n).roots for n in fixed if self.size_of(n).divisor]
+        known = {r: const(env[r]) for only in roots if len(only) == 1 for r in only}
+        self.names = {n: size.substitute(known) for n, size in self.names.items()}
         self.names.update(fixed)
 
     def size_of(self, name: str) -> Expr:
@@ -269,22 +272,41 @@ class Symbols:
                     if isinstance(d.args[1], sympy.Integer)}  # fmt: skip
         divisors |= {a * b for a in divisors for b in divisors}  # a patch of a patch
         divisors = {k for d in divisors for k in range(2, d + 1) if d % k == 0}
-        names = {s.name: self.size_of(s.name) for s in guard.free_symbols}
-        known = {**self.names, **names}
-        roots = sorted(set().union(*(size.roots for size in names.values())))
+        roots = sorted(set().union(*(self.size_of(s.name).roots for s in guard.free_symbols)))
         if not divisors or self._is_identity(guard):
             return
+        ways = [{root: k} for root, k in itertools.product(roots, sorted(divisors))]
         values = self.root_values(hints)
-        for root, k in itertools.product(roots, sorted(divisors)):
-            whole, factor = self.multiples.get(root, (root, 1))
-            part = f"{whole}_{factor * k}"
-            multiple = {root: k * symbol(part)}
-            trial = Symbols({n: size.substitute(multiple) for n, size in known.items()})
-            if values.get(root, 0) % k == 0 and trial._is_identity(guard):
-                self.names.update(trial.names)
-                self.multiples[part] = whole, factor * k
-                self._memo.clear()
+        for way in (*ways, self._divided_roots(guard)):
+            is_exact = all(values.get(root, 0) % k == 0 for root, k in way.items())
+            if is_exact and self._take_multiples(guard, way):
                 return
+
+    def _divided_roots(self, guard: Any) -> dict[str, int]:
+        """By what each root is divided: a picture in patches is even in height and in width."""
+        found: dict[str, int] = {}
+        for quotient in guard.atoms(FloorDiv):
+            top, bottom = self.size(quotient.args[0]), quotient.args[1]
+            if len(top.roots) == 1 and isinstance(bottom, sympy.Integer):
+                (root,) = top.roots
+                found[root] = math.lcm(found.get(root, 1), int(bottom))
+        return found
+
+    def _take_multiples(self, guard: Any, factors: Mapping[str, int]) -> bool:
+        """Let each root be so many times another, if ``guard`` then always holds."""
+        known = {**self.names, **{s.name: self.size_of(s.name) for s in guard.free_symbols}}
+        wholes = {root: self.multiples.get(root, (root, 1)) for root in factors}
+        parts = {root: f"{whole}_{factor * factors[root]}"
+                 for root, (whole, factor) in wholes.items()}  # fmt: skip
+        multiple = {root: k * symbol(parts[root]) for root, k in factors.items()}
+        trial = Symbols({n: size.substitute(multiple) for n, size in known.items()})
+        if not factors or not trial._is_identity(guard):
+            return False
+        self.names.update(trial.names)
+        for root, (whole, factor) in wholes.items():
+            self.multiples[parts[root]] = whole, factor * factors[root]
+        self._memo.clear()
+        return True
 
     def _is_identity(self, equation: Any) -> bool:
         try:
