@@ -7,6 +7,7 @@ import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -101,6 +102,28 @@ def test_hooks_of_submodules_run():
         module(X)
     assert len(seen) == 1
     assert "hooks" in the_reason(module)
+
+
+def test_a_forward_that_is_put_into_a_part_runs():
+    module = optimized(Net())
+    assert_as_eager(module, X)
+    own = module.act.forward
+    for slope in (0.1, 0.2):  # as hooks of accelerate and diffusers are put there
+        module.act.forward = partial(nn.functional.leaky_relu, negative_slope=slope)
+        assert_as_eager(module, X)
+    assert module.forward.counters.eager_calls == 2
+    assert the_reason(module) == "the forward of a SiLU inside was replaced"
+    module.act.forward = own  # as they leave it
+    assert_as_eager(module, X)
+    assert_as_eager(module, X[:1])
+    assert module.forward.counters.eager_calls == 2
+
+
+def test_a_forward_that_was_put_back_compiles():
+    module = Net()
+    module.act.forward = module.act.forward
+    assert_as_eager(optimized(module), X)
+    assert not module.forward.counters.fallbacks
 
 
 class Reads(nn.Module):

@@ -109,6 +109,15 @@ def named_state(module: nn.Module) -> dict[str, Tensor]:
     return state
 
 
+def has_other_forward(module: nn.Module) -> bool:
+    """Whether somebody has put a function of their own in the place of the class's forward."""
+    own = module.__dict__.get("forward")
+    if own is None or getattr(own, "is_strop", False):
+        return False
+    is_bound = getattr(own, "__self__", None) is module  # as hooks leave it when they are removed
+    return not (is_bound and getattr(own, "__func__", None) is type(module).forward)
+
+
 def clone_structure(module: nn.Module) -> nn.Module:
     """A copy of the modules that shares every tensor, to trace without disturbing other threads."""
     memo: dict[int, Any] = {id(t): t for t in named_state(module).values()}
@@ -125,12 +134,11 @@ def _deep_copied(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
             raise CaptureError(
                 "DistributedDataParallel cannot be traced; optimize the module in it"
             )
-        replaced = part.__dict__.get("forward")
-        if replaced is None:
-            continue
-        if not getattr(replaced, "is_strop", False):
+        if has_other_forward(part):
             raise CaptureError(f"the forward of a {type(part).__name__} inside was replaced")
-        memo[id(replaced)] = None  # dispatchers stay with the original
+        own = part.__dict__.get("forward")
+        if getattr(own, "is_strop", False):
+            memo[id(own)] = None  # dispatchers stay with the original
     clone = copy.deepcopy(module, memo)
     for part in clone.modules():
         if "forward" in part.__dict__ and part.__dict__["forward"] is None:

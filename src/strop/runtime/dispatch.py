@@ -392,6 +392,8 @@ class Dispatcher:
 
     def _enter(self, key: Hashable, skeleton: Skeleton, tensors: list[Tensor]) -> Entry:
         """Find or build the variant for a call seen for the first time; may raise REFUSALS."""
+        if self.state.replaced:
+            raise UnsupportedError(f"the forward of a {self.state.replaced} inside was replaced")
         shapes = self.adapter.shapes(tensors)
         device = device_of(self.state, shapes)
         variant = self.variants.get(self.state, skeleton, tensors, shapes)

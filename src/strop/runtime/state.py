@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from strop.frontend.capture import named_state
+from strop.frontend.capture import has_other_forward, named_state
 from strop.ir.program import Program
 from strop.runtime.surroundings import Surroundings, is_private
 from strop.runtime.texts import is_plain
@@ -44,14 +44,16 @@ class ModuleState:
         self._merged_pointers: list[int] = []
         self._num_adapters = self._count_adapters()
         self.hooks: list[Any] = []
+        parts = [m for m in self.modules if m is not self.module and has_other_forward(m)]
+        self.replaced = type(parts[0]).__name__ if parts else ""  # whose forward is not its class's
         self.names = list(named_state(self.module))
         for _, owner in self.module.named_modules():
             edges += [(owner._modules, k) for k in owner._modules]
             settings += [(owner.__dict__, k) for k in settings_of(owner)]
             if owner is not self.module:
                 self.hooks += [owner._forward_pre_hooks, owner._forward_hooks]
-            if "processor" in owner.__dict__:
-                edges.append((owner.__dict__, "processor"))
+            named = ("processor",) if owner is self.module else ("processor", "forward")
+            edges += [(owner.__dict__, k) for k in named if k in owner.__dict__]
             if hasattr(owner, "lora_A"):
                 self._adapted.append(owner)
             for table in (owner._parameters, owner._buffers):
