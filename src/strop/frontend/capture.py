@@ -44,7 +44,7 @@ from strop.frontend.effects import check_state, no_effects
 from strop.frontend.functional import WriteThroughViewError, make_functional
 from strop.frontend.layout_reads import LayoutReads
 from strop.frontend.layouts import overlap_by_traced_sizes
-from strop.frontend.objects import as_tree
+from strop.frontend.objects import as_tree, check_leaves
 from strop.frontend.of_torch import DECOMPOSITIONS
 from strop.frontend.python_sizes import symbolic_builtins
 from strop.frontend.quick import without_tensor_meta
@@ -324,6 +324,7 @@ def _trace(
             with reads.of_forward():
                 result = call(*inputs)
             leaves, spec = pytree.tree_flatten(as_tree(result))
+            check_leaves(leaves)
             check_state(named_state(module), state)
         reads.results(leaves)
         specs.append(spec)
@@ -348,6 +349,8 @@ def tracing(module: nn.Module, mode: FakeTensorMode, retarget: TorchFunctionMode
             without_reports(),
         ):  # fmt: skip
             yield
+    except CaptureError:  # ours, which says what it is about
+        raise
     except Exception as error:  # a module may raise anything when it meets fake tensors
         where = origins.get("<current>", "") or type(module).__name__
         raise CaptureError(

@@ -1,4 +1,5 @@
-"""Arguments and results that hold tensors in plain objects: the key-value caches of transformers.
+"""Arguments and results that hold tensors in plain objects: the key-value caches of transformers,
+and dataclasses of a user's own among the results.
 
 ``as_tree`` puts a node of ours where such an object stands; when torch's pytree builds the result
 of a run, that node becomes an object of the class that eager would return. A cache that was given
@@ -8,12 +9,21 @@ is written to, as in eager: a run then returns ``WithObjects``, and ``given_back
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
+import torch
 import torch.utils._pytree as pytree
 
+from strop.errors import CaptureError
+
 _MODULE = "transformers.cache_utils"
+# what a result may hold beside tensors: a plan on disk can say it
+_LEAVES = {
+    type(None), bool, int, float, complex, str, torch.dtype, torch.device, torch.layout,
+    torch.memory_format, torch.SymInt, torch.SymFloat, torch.SymBool,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -21,6 +31,14 @@ class ObjectState:
     """The attributes of an object of ``kind``, a class in transformers.cache_utils."""
 
     kind: str
+    attributes: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Record:
+    """The attributes of a dataclass of a user's own. (Those of libraries know pytree.)"""
+
+    kind: type
     attributes: dict[str, Any]
 
 
@@ -73,13 +91,23 @@ def _caches_of(value: Any) -> list[Any]:
 
 
 def as_tree(value: Any) -> Any:
-    """``value`` with every cache and cache layer as its ObjectState."""
+    """``value`` with caches and their layers as ObjectStates, and dataclasses as Records."""
     return pytree.tree_map(_state, value, is_leaf=is_cache)
+
+
+def check_leaves(leaves: Iterable[Any]) -> None:
+    """Raises CaptureError for a result that a program cannot hold."""
+    for leaf in leaves:
+        if not isinstance(leaf, torch.Tensor) and type(leaf) not in _LEAVES:
+            raise CaptureError(f"it returns a {type(leaf).__name__}, which no program can hold")
 
 
 def _state(value: Any) -> Any:
     if is_cache_class(value):
         return ClassName(value.__name__)
+    if is_dataclass(value) and not isinstance(value, type) and not is_cache(value):
+        names = vars(value) if hasattr(value, "__dict__") else [f.name for f in fields(value)]
+        return Record(type(value), as_tree({name: getattr(value, name) for name in names}))
     if not is_cache(value):
         return value
     return ObjectState(type(value).__name__, as_tree(dict(vars(value))))
@@ -116,6 +144,45 @@ def _unflatten(values: Any, context: list[Any]) -> Any:
     return made(kind, dict(zip(names, values, strict=True)))
 
 
+def _flatten_record(record: Record) -> tuple[list[Any], list[Any]]:
+    return list(record.attributes.values()), [record.kind, list(record.attributes)]
+
+
+def _unflatten_record(values: Any, context: list[Any]) -> Any:
+    kind, names = context
+    found: Any = object.__new__(kind)
+    for name, value in zip(names, values, strict=True):
+        object.__setattr__(found, name, value)  # frozen ones too
+    return found
+
+
+def _described(context: list[Any]) -> list[Any]:
+    """A class as a name that another process finds; NotImplementedError where there is none."""
+    kind, names = context
+    if "<locals>" in kind.__qualname__:
+        raise NotImplementedError(f"it returns a {kind.__qualname__}, which has no name on disk")
+    return [kind.__module__, kind.__qualname__, names]
+
+
+def _found(description: list[Any]) -> list[Any]:
+    """The class of a stored result, which its module has imported already."""
+    module, path, names = description
+    kind: Any = sys.modules[module]
+    for name in path.split("."):
+        kind = getattr(kind, name)
+    if not (isinstance(kind, type) and is_dataclass(kind)):
+        raise TypeError(f"{path} of {module} is no dataclass")
+    return [kind, names]
+
+
+pytree.register_pytree_node(
+    Record,
+    _flatten_record,
+    _unflatten_record,
+    serialized_type_name="strop.frontend.objects.Record",
+    to_dumpable_context=_described,
+    from_dumpable_context=_found,
+)
 for _kind, _parts, _whole in (
     (ObjectState, _flatten, _unflatten),
     (ClassName, lambda name: ([], [name.kind]), lambda _, context: class_named(context[0])),
