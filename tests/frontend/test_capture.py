@@ -132,6 +132,7 @@ def test_of_the_least_under_a_difference_the_traced_one_is_checked():
 
 # what modules ask of sizes, and must be told at each call
 ASKING: dict[str, Callable[[Tensor], Any]] = {
+    "as a tensor": lambda x: x.sum() * torch.tensor(x.shape[0]) + torch.as_tensor(x.shape[1]),
     "larger than 0": lambda x: x.sum() + (1 if x.shape[0] > 0 else -1),
     "other than 0": lambda x: x.sum() + (1 if x.shape[1] != 0 else -1),
     "elements": lambda x: x.sum() + (2 if x.numel() == 0 else x.shape[0]),
@@ -152,6 +153,14 @@ def test_what_was_asked_of_sizes_holds_of_each_call(name: str, tmp_path: Any):
         # fp32 sums of 24
         torch.testing.assert_close(module(x), function(x), rtol=1e-5, atol=1e-5, equal_nan=True)
     assert module.forward.counters.eager_calls == 0, module.forward.counters.fallbacks
+
+
+def test_a_size_as_a_tensor_is_any_size(tmp_path: Any):
+    module = Runs(ASKING["as a tensor"]).eval()
+    strop.optimize(module, options=tiny.options(cache_dir=str(tmp_path)))
+    for size in ((3, 8), (1, 9), (4, 2)):
+        module(torch.randn(size))
+    assert len(module.forward.variants.all) == 1
 
 
 def test_empty_tensors_are_a_graph_of_their_own_and_others_one(tmp_path: Any):

@@ -447,6 +447,19 @@ def _call_max_pool1d(input: Tensor, kernel_size: Any, stride: Any = None, paddin
     return pooled.squeeze(-2)
 
 
+def _from_size(usual: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Of a size, which torch would read for once and for all."""
+
+    def call(data: Any, *, dtype: torch.dtype | None = None, device: Any = None, **how: Any
+             ) -> Tensor:  # fmt: skip
+        if isinstance(data, torch.SymInt) and not how:
+            size: Any = data
+            return torch.full((), size, dtype=dtype or torch.int64, device=device)
+        return usual(data, dtype=dtype, device=device, **how)
+
+    return call
+
+
 # made of torch's own operators, so that gradients come by themselves
 COMPOSITES: dict[Callable[..., Any], Callable[..., Tensor]] = {
     F.interpolate: _call_interpolate,
@@ -454,6 +467,8 @@ COMPOSITES: dict[Callable[..., Any], Callable[..., Tensor]] = {
     torch.affine_grid_generator: _call_affine_grid,
     F.embedding_bag: _call_embedding_bag,
     torch.linspace: _call_linspace,
+    torch.tensor: _from_size(torch.tensor),
+    torch.as_tensor: _from_size(torch.as_tensor),
     F.pad: _call_pad,
     torch._C._nn.pad: _call_pad,
     torch.constant_pad_nd: _call_constant_pad,
