@@ -15,7 +15,7 @@ import itertools
 import logging
 import threading
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,6 +27,7 @@ import torch.fx.experimental._config as fx_config
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch._dispatch.python import enable_python_dispatcher
+from torch._prims_common import is_non_overlapping_and_dense_or_false
 from torch._subclasses import FakeTensorMode
 from torch.func import functionalize
 from torch.fx import GraphModule
@@ -97,16 +98,36 @@ class Captured:
 
 
 def named_state(module: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers by name, each once, module by module."""
-    state: dict[str, Tensor] = {}
+    """Parameters and buffers by name, each once, module by module; and tensors that are plain
+    attributes, which are no less data."""
+    return {name: table[key] for name, table, key in state_places(module)}
+
+
+def state_places(module: nn.Module) -> Iterator[tuple[str, dict[str, Any], str]]:
+    """Where each tensor of ``named_state`` is held: its name, a table and a key."""
     seen: set[int] = set()
+    weights = itertools.chain(module.parameters(), module.buffers())
+    devices = {weight.device for weight in weights}
     for path, owner in module.named_modules():
-        for table in (owner._parameters, owner._buffers):
+        for table in (owner._parameters, owner._buffers, owner.__dict__):
             for key, tensor in table.items():
-                if tensor is not None and id(tensor) not in seen:
+                if tensor is None or id(tensor) in seen:
+                    continue
+                if table is not owner.__dict__ or _is_data(tensor, devices):
                     seen.add(id(tensor))
-                    state[f"{path}.{key}" if path else key] = tensor
-    return state
+                    yield f"{path}.{key}" if path else key, table, key
+
+
+def _is_data(value: Any, devices: Set[torch.device]) -> bool:
+    """Whether a plain attribute is a tensor beside the weights that programs can read."""
+    if type(value) is not Tensor or value.requires_grad or value.layout is not torch.strided:
+        return False
+    is_whole = not value.is_quantized and not value.is_nested
+    return (
+        is_whole
+        and (not devices or value.device in devices)
+        and bool(is_non_overlapping_and_dense_or_false(value))
+    )
 
 
 def has_other_forward(module: nn.Module) -> bool:
@@ -317,6 +338,11 @@ def _trace(
 ) -> tuple[GraphModule, pytree.TreeSpec, dict[str, str], tuple[str, ...]]:
     specs: list[pytree.TreeSpec] = []
     reads = LayoutReads(fakes)
+    kept = {
+        name: (table, key)
+        for name, table, key in state_places(module)
+        if not (key.startswith("_") and "_parameters" in table)
+    }  # but for caches
 
     def flat(state: dict[str, Tensor], *inputs: Tensor) -> list[Any]:
         swapped = torch.nn.utils.stateless._reparametrize_module(module, state, tie_weights=True)
@@ -325,7 +351,8 @@ def _trace(
                 result = call(*inputs)
             leaves, spec = pytree.tree_flatten(as_tree(result))
             check_leaves(leaves)
-            check_state(named_state(module), state)
+            now = {name: table.get(key) for name, (table, key) in kept.items()}
+            check_state(now, {name: state[name] for name in now})
         reads.results(leaves)
         specs.append(spec)
         return leaves

@@ -51,7 +51,7 @@ def no_changes(arguments: Any) -> Iterator[None]:
             raise CaptureError(f"it changes a {type(container).__name__} among its arguments")
 
 
-def check_state(module_state: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> None:
+def check_state(module_state: Mapping[str, Tensor | None], given: Mapping[str, Tensor]) -> None:
     """Raises CaptureError where a buffer or a weight is not the tensor that was ``given``."""
     changed = [name for name, tensor in given.items() if module_state.get(name) is not tensor]
     if changed:

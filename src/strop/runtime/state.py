@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from strop.frontend.capture import has_other_forward, named_state
+from strop.frontend.capture import has_other_forward, state_places
 from strop.ir.program import Program
 from strop.runtime.surroundings import Surroundings, is_private
 from strop.runtime.texts import is_plain
@@ -23,7 +23,7 @@ _DATA_PTR = Tensor.data_ptr
 
 
 class ModuleState:
-    """The Parameters and buffers of one module, watched."""
+    """The Parameters, buffers and tensor attributes of one module, watched."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
@@ -33,10 +33,8 @@ class ModuleState:
 
     def scan(self) -> None:
         """Look at the module anew."""
-        owners: list[tuple[dict[str, Any], str]] = []
         edges: list[tuple[dict[str, Any], str]] = []
         settings: list[tuple[dict[str, Any], str]] = []
-        seen: set[int] = set()
         self._adapted = []
         self.modules = list(self.module.modules())
         self.train_sensitive = [m for m in self.modules if _depends_on_training(m)]
@@ -46,7 +44,8 @@ class ModuleState:
         self.hooks: list[Any] = []
         parts = [m for m in self.modules if m is not self.module and has_other_forward(m)]
         self.replaced = type(parts[0]).__name__ if parts else ""  # whose forward is not its class's
-        self.names = list(named_state(self.module))
+        places = list(state_places(self.module))
+        self.names = [name for name, _, _ in places]
         for _, owner in self.module.named_modules():
             edges += [(owner._modules, k) for k in owner._modules]
             settings += [(owner.__dict__, k) for k in settings_of(owner)]
@@ -56,14 +55,9 @@ class ModuleState:
             edges += [(owner.__dict__, k) for k in named if k in owner.__dict__]
             if hasattr(owner, "lora_A"):
                 self._adapted.append(owner)
-            for table in (owner._parameters, owner._buffers):
-                for key, tensor in table.items():
-                    if tensor is not None and id(tensor) not in seen:
-                        seen.add(id(tensor))
-                        owners.append((table, key))
-        self._tables, self._keys = [t for t, _ in owners], [k for _, k in owners]
+        self._tables, self._keys = [t for _, t, _ in places], [k for _, _, k in places]
         self._edge_tables, self._edge_keys = [t for t, _ in edges], [k for _, k in edges]
-        self.tensors: list[Tensor] = [table[key] for table, key in owners]
+        self.tensors: list[Tensor] = [table[key] for _, table, key in places]
         self._edge_values = [table[key] for table, key in edges]
         self._setting_tables = [t for t, _ in settings]
         self._setting_keys = [k for _, k in settings]
