@@ -41,7 +41,7 @@ from torch.fx.experimental.symbolic_shapes import (
 from torch.overrides import TorchFunctionMode
 
 from strop.errors import CaptureError
-from strop.frontend.effects import check_state, no_effects
+from strop.frontend.effects import check_constants, check_state, no_effects
 from strop.frontend.functional import WriteThroughViewError, make_functional
 from strop.frontend.layout_reads import LayoutReads
 from strop.frontend.layouts import overlap_by_traced_sizes
@@ -197,6 +197,7 @@ def capture(
             apart = functools.partial(functionalize, remove="mutations")
             gm, out_spec, origins, reads = _trace(module, call, fake_state, fakes, mode, apart)
             make_functional(gm)
+    check_constants(gm, module)
     found = known_sizes(module, shape_env, gm, roots, specs, hints)
     return Captured(gm, tuple(state), found.specs, found.symbols, found.guards, found.hints,
                     out_spec, origins, found.fixed, reads)  # fmt: skip

@@ -13,7 +13,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor, nn
+from torch.fx import GraphModule
 
 from strop.errors import CaptureError
 
@@ -56,6 +58,31 @@ def check_state(module_state: Mapping[str, Tensor | None], given: Mapping[str, T
     changed = [name for name, tensor in given.items() if module_state.get(name) is not tensor]
     if changed:
         raise CaptureError(f"it replaces {', '.join(changed)}: write into it instead")
+
+
+def check_constants(gm: GraphModule, module: nn.Module) -> None:
+    """Raises CaptureError where a trace has taken a tensor from a container among the attributes of
+    ``module`` for a constant: it is data, and nobody would see it change."""
+    held = dict[int, str]()
+    for path, part in module.named_modules():
+        for name, value in vars(part).items():
+            for tensor in _tensors_in(value) if name not in _OWN else ():
+                held[tensor.untyped_storage().data_ptr()] = f"{path}.{name}" if path else name
+    for node in gm.graph.find_nodes(op="get_attr") if held else ():
+        constant = getattr(gm, node.target)
+        if type(constant) is not Tensor or not constant.numel():
+            continue
+        if where := held.get(constant.untyped_storage().data_ptr()):
+            raise CaptureError(f"it reads tensors in {where}: register them as buffers")
+
+
+def _tensors_in(value: Any) -> Iterator[Tensor]:
+    if type(value) in (list, tuple):
+        for item in value:
+            found = type(item) in (Tensor, nn.Parameter) and item.layout is torch.strided
+            yield from (item,) if found else _tensors_in(item)
+    elif isinstance(value, dict):
+        yield from _tensors_in(list(value.values()))
 
 
 def _settings(part: nn.Module, private: bool) -> dict[str, Any]:

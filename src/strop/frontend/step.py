@@ -44,7 +44,7 @@ from strop.frontend.capture import (
     tracing,
     without_empty,
 )
-from strop.frontend.effects import no_effects
+from strop.frontend.effects import check_constants, no_effects
 from strop.frontend.functional import make_functional, storage_of
 from strop.frontend.joint import TANGENT
 from strop.frontend.operators import COMPOSITES
@@ -146,6 +146,7 @@ def capture_step(
         make_functional(gm)
         gm.graph.eliminate_dead_code()  # not before: what is written to may be read by nobody
     _check_aliases(gm, flat)
+    check_constants(gm, module)
     sizes = known_sizes(module, shape_env, gm, roots, specs, hints, fixes_numbers=False)
     return CapturedStep(gm, tuple(state), sizes, origins, flat.leaves, flat.out_spec,
                         flat.differentiable)  # fmt: skip
