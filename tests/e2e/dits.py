@@ -14,9 +14,12 @@ from diffusers import (
     AutoencoderKL,
     AutoencoderKLWan,
     ControlNetModel,
+    DDIMScheduler,
     FlowMatchEulerDiscreteScheduler,
     FluxPipeline,
     FluxTransformer2DModel,
+    PixArtSigmaPipeline,
+    PixArtTransformer2DModel,
     SD3Transformer2DModel,
     StableDiffusion3Pipeline,
     StableDiffusionControlNetPipeline,
@@ -61,6 +64,16 @@ def flux(seed: int = 0) -> Any:
     return FluxPipeline(FlowMatchEulerDiscreteScheduler(), vae(), transformer=transformer, **texts)
 
 
+def pixart(seed: int = 0) -> Any:
+    """Its positions are divided by a ratio of sizes."""
+    torch.manual_seed(seed)
+    transformer = PixArtTransformer2DModel(
+        sample_size=8, num_layers=2, attention_head_dim=8, num_attention_heads=3, out_channels=8,
+        caption_channels=WIDTH, cross_attention_dim=24, use_additional_conditions=False,
+    ).eval()  # fmt: skip
+    return PixArtSigmaPipeline(None, None, vae(), transformer, DDIMScheduler())
+
+
 def wan(seed: int = 0) -> Any:
     """Two transformers, for the noisy half of the loop and for the other one."""
 
@@ -96,9 +109,12 @@ def picture(pipe: Any, height: int, width: int, batch: int = 1, **more: Any) -> 
     prompt = torch.randn(batch, 9, width_of, generator=g)
     pooled = torch.randn(batch, POOLED, generator=g)
     given = {"prompt_embeds": prompt, "pooled_prompt_embeds": pooled, "num_frames": 5,
+             "use_resolution_binning": False, "prompt_attention_mask": torch.ones(batch, 9),
+             "negative_prompt_attention_mask": torch.ones(batch, 9),
              "image": torch.rand(batch, 3, height, width, generator=g)}  # fmt: skip
     if not isinstance(pipe, FluxPipeline):  # it is distilled: guidance is an argument
-        given |= {"negative_prompt_embeds": prompt / 2, "negative_pooled_prompt_embeds": pooled / 2}
+        given |= {"negative_prompt_embeds": prompt / 2, "negative_pooled_prompt_embeds": pooled / 2,
+                  "negative_prompt": None}  # fmt: skip
     pipe.set_progress_bar_config(disable=True)
     taken = {name: value for name, value in given.items() if name in known}
     found = pipe(height=height, width=width, num_inference_steps=4, generator=g, output_type="pt",

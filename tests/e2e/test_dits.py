@@ -17,6 +17,7 @@ SIZES = ((32, 32, 2), (48, 32, 2), (64, 32, 3))
 PIPELINES = {
     "sd3": (dits.sd3, SIZES),
     "flux": (dits.flux, SIZES),
+    "pixart": (dits.pixart, SIZES),
     "wan": (dits.wan, ((32, 32, 2), (48, 32, 2))),
     "controlnet": (dits.controlled, SIZES),
 }

@@ -49,6 +49,7 @@ from strop.frontend.objects import as_tree, check_leaves
 from strop.frontend.of_torch import DECOMPOSITIONS
 from strop.frontend.python_sizes import symbolic_builtins
 from strop.frontend.quick import without_tensor_meta
+from strop.frontend.scalars import is_operand
 from strop.frontend.shape_rules import TracedSizes, place, shape_rules
 from strop.frontend.symbols import OutsideLanguage, Symbols
 from strop.ir.dims import Expr, const, parse, symbol
@@ -218,7 +219,7 @@ def known_sizes(module: nn.Module, shape_env: ShapeEnv, gm: GraphModule,
                 roots: Mapping[str, torch.SymInt], specs: Sequence[TensorSpec],
                 hints: Mapping[str, int], *, fixes_numbers: bool = True) -> KnownSizes:  # fmt: skip
     """Roots that the trace has fixed or divided are replaced everywhere. ``fixes_numbers``: what
-    is computed from sizes for a tensor, such as the factor of a mean, has to be one number."""
+    is computed from sizes for a tensor has to be one number, but for operands of arithmetic."""
     symbols, guards = _settled(shape_env, gm, roots, hints, fixes_numbers)
     # node.expr would give what a root was specialised to
     sizes = {n: symbols.names[str(root.node._expr)] for n, root in roots.items()}
@@ -286,8 +287,9 @@ def _sizes(gm: GraphModule, with_numbers: bool) -> Iterator[Any]:
     """Every size in the graph, and the numbers that are computed from sizes for a tensor."""
     for node in gm.graph.nodes:
         if with_numbers and isinstance(node.meta.get("val"), Tensor):
-            given = (source.meta.get("val") for source in node.all_input_nodes)
-            yield from (value for value in given if isinstance(value, torch.SymFloat))
+            given = (source for source in node.all_input_nodes
+                     if isinstance(source.meta.get("val"), torch.SymFloat))  # fmt: skip
+            yield from (s.meta["val"] for s in given if not is_operand(s, node))
         for value in pytree.tree_leaves(node.meta.get("val")):
             if isinstance(value, Tensor):
                 yield from value.shape

@@ -104,7 +104,8 @@ class Importer:
         try:
             value = self.literal(arg)
         except OutsideLanguage as error:  # a number that Python code has made of sizes
-            return of_sizes(self.builder, self.symbols, error.expression, dtype)
+            exact = of_sizes(self.builder, self.symbols, error.expression, torch.float64)
+            return self.builder.cast(exact, dtype)  # Python computes in 64 bits, too
         if isinstance(value, Expr) and value.is_const:
             value = value.value
         return self.builder.constant(value, dtype)

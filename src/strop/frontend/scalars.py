@@ -7,6 +7,7 @@ from typing import Any
 
 import sympy
 import torch
+from torch.fx import Node as FxNode
 from torch.utils._sympy.functions import (
     FloatPow,
     FloatTrueDiv,
@@ -21,6 +22,27 @@ from strop.ir.graph import Builder, Node
 
 _FOLDED = {sympy.Mul: "mul", sympy.Add: "add"}
 _QUOTIENTS = (FloatTrueDiv, IntTrueDiv)
+aten = torch.ops.aten
+# Those whose operand may be a number that is not known before the call.
+ARITHMETIC = frozenset({
+    aten.add.Tensor, aten.add.Scalar, aten.sub.Tensor, aten.sub.Scalar, aten.rsub.Scalar,
+    aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar,
+})  # fmt: skip
+
+
+def is_operand(number: FxNode, of: FxNode) -> bool:
+    """Whether ``of`` takes the number as nodes: sizes, of which it is made, stay free."""
+    is_there = any(arg is number for arg in of.args) and number not in of.kwargs.values()
+    return of.target in ARITHMETIC and is_there and _is_made(number.meta["val"].node.expr)
+
+
+def _is_made(e: Any) -> bool:
+    """Whether ``of_sizes`` has nodes for all parts of the expression."""
+    if not e.free_symbols or isinstance(e, ToFloat) or e.is_integer:
+        return True
+    known = type(e) in _FOLDED or isinstance(e, (*_QUOTIENTS, OpaqueUnaryFn_sqrt))
+    is_root = isinstance(e, FloatPow) and e.args[1] == 0.5
+    return (known or is_root) and all(map(_is_made, e.args))
 
 
 def of_sizes(b: Builder, symbols: Symbols, e: Any, dtype: torch.dtype) -> Node:
