@@ -490,8 +490,8 @@ def test_command(fast: list[Any], tmp_path: Path) -> None:
     ("words", "code", "said"),
     [
         (["P8", "--device", "cpu"], 1, "--device cpu --tiny runs the same code"),
-        (["P1", "--tiny"], 1, "no row P1; there are P8"),
-        (["--tiny", "--only", "apex"], 1, "no contender apex"),
+        (["P1", "--tiny"], 2, "no row P1; there are P8"),
+        (["--tiny", "--only", "apex"], 2, "no contender apex"),
         (["--tiny", "-o", "absent"], 1, "mkdir -p absent"),
         (["--tiny", "--samples", "1"], 2, "samples"),
     ],
