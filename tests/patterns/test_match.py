@@ -68,6 +68,12 @@ CASES: dict[str, tuple[Callable[..., Any], Callable[..., Any], tuple[tuple[int, 
     "the same twice": (swiglu, lambda x: swiglu(x, x) + 1, ((3, 16),)),
     "in a module's way": (swiglu, lambda x, y: nn.SiLU()(x).mul(y), ((3, 16), (3, 16))),
     "heads of attention": (attention, heads, ((2, 8, 32), (32, 96))),
+    "a size's root": (attention, lambda q, k, v: attention(q, k, v) + 1, ((2, 4, 8, 16),) * 3),
+    "a root that others read": (
+        attention,
+        lambda q, k, v: attention(q, k, v) * q.shape[-1] ** 0.5,
+        ((2, 4, 8, 16),) * 3,
+    ),
     "two results": (statistics, lambda x: [r + 1 for r in statistics(x)], ((3, 16),)),
     "another eps": (rms_by_hand, lambda x, w: rms_by_hand(x, w, eps=0.1), ((2, 3, 8), (8,))),
     "in each other": (swiglu, lambda x, y: swiglu(swiglu(x, y), y), ((3, 16), (3, 16))),
@@ -110,10 +116,9 @@ NEAR: dict[str, tuple[Callable[..., Any], Callable[..., Any], tuple[tuple[int, .
         unit, lambda x: x * torch.rsqrt(x.pow(2).mean(-1, True, dtype=torch.float64) + 1e-6),
         ((2, 8),), "differs at mean in Function: ",
     ),
-    "a fixed size": (
+    "a number for a size": (
         attention, lambda q, k, v: torch.softmax(q @ k.transpose(-1, -2) / 4.0, -1) @ v,
-        ((2, 4, 8, 16), (2, 4, 8, 16), (2, 4, 8, 16)),
-        "search cannot be traced for these arguments: it holds for arguments of the shape",
+        ((2, 4, 8, 16), (2, 4, 8, 16), (2, 4, 8, 16)), "it has no sqrt(d0_3)",
     ),
     "a result of the graph": (
         rms_by_hand, lambda x, w: x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6),

@@ -15,6 +15,7 @@ from strop.patterns.match import (
     Numbers,
     Skeleton,
     choices,
+    is_number,
     is_transparent,
     replayed,
     stripped,
@@ -152,7 +153,7 @@ class Finder:
     def _inside(self, nodes: Any, arguments: Sequence[Node]) -> set[Node]:
         """Everything that the search computes, as nodes of the graph."""
         free = set(map(stripped, arguments)) | set(arguments)
-        work = (n for n in nodes if _is_work(n) and n not in free)
+        work = (n for n in nodes if _is_work(n) and n not in free and not is_number(n))
         return {twin for node in work if not (is_transparent(node) and stripped(node) in free)
                 for twin in self.numbers.twins(node)}  # fmt: skip
 

@@ -37,6 +37,12 @@ def stripped(node: Node) -> Node:
     return node
 
 
+def is_number(node: Node) -> bool:
+    """Whether a value without dims is made of numbers and sizes alone."""
+    is_made = bool(node.inputs) and not node.shape
+    return node.op == "constant" or (is_made and all(map(is_number, node.inputs)))
+
+
 def swaps(node: Node) -> bool:
     """Whether its two operands may change places."""
     return node.op in COMMUTATIVE and len(node.inputs) == 2 and node.attrs.get("alpha", 1) == 1
@@ -88,6 +94,10 @@ class Skeleton:
             yield from self._argument(base, wanted, node, bound)
             return
         node = stripped(node)
+        if base.op == "constant" and node.op != "constant" and is_number(node):
+            if (base, "value") not in self.places:  # of the example's sizes, there of any
+                yield bound
+            return
         if base.op != node.op or len(base.inputs) != len(node.inputs):
             return
         if any(base.attrs.get(k) != node.attrs.get(k) for k in ("target", "index")):
