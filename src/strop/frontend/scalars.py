@@ -36,26 +36,36 @@ def is_operand(number: FxNode, of: FxNode) -> bool:
     return of.target in ARITHMETIC and is_there and _is_made(number.meta["val"].node.expr)
 
 
+def _operator(e: Any) -> str | None:
+    """The row of the operator table that makes ``e`` of its parts, if there is one."""
+    if isinstance(e, _QUOTIENTS):
+        return "div"
+    if isinstance(e, OpaqueUnaryFn_sqrt) or (isinstance(e, FloatPow) and e.args[1] == 0.5):
+        return "sqrt"
+    return _FOLDED.get(type(e))
+
+
+def _is_size(e: Any) -> bool:
+    return isinstance(e, ToFloat) or bool(e.is_integer)
+
+
 def _is_made(e: Any) -> bool:
     """Whether ``of_sizes`` has nodes for all parts of the expression."""
-    if not e.free_symbols or isinstance(e, ToFloat) or e.is_integer:
+    if not e.free_symbols or _is_size(e):
         return True
-    known = type(e) in _FOLDED or isinstance(e, (*_QUOTIENTS, OpaqueUnaryFn_sqrt))
-    is_root = isinstance(e, FloatPow) and e.args[1] == 0.5
-    return (known or is_root) and all(map(_is_made, e.args))
+    return _operator(e) is not None and all(map(_is_made, e.args))
 
 
 def of_sizes(b: Builder, symbols: Symbols, e: Any, dtype: torch.dtype) -> Node:
     """A sympy expression over sizes as nodes without dims."""
     if not e.free_symbols:
         return b.constant(float(e), dtype)
-    if isinstance(e, ToFloat) or e.is_integer:
+    if _is_size(e):
         return b.constant(symbols.size(e.args[0] if isinstance(e, ToFloat) else e), dtype)
     parts = [of_sizes(b, symbols, part, dtype) for part in e.args]
-    if type(e) in _FOLDED:
-        return reduce(lambda x, y: binary(b, _FOLDED[type(e)], x, y, dtype), parts)
-    if isinstance(e, _QUOTIENTS):
-        return binary(b, "div", parts[0], parts[1], dtype)
-    if isinstance(e, OpaqueUnaryFn_sqrt) or (isinstance(e, FloatPow) and e.args[1] == 0.5):
-        return unary(b, "sqrt", parts[0], dtype)
-    raise OutsideLanguage(e)
+    operator = _operator(e)
+    if operator is None:
+        raise OutsideLanguage(e)
+    if operator == "sqrt":
+        return unary(b, operator, parts[0], dtype)
+    return reduce(lambda x, y: binary(b, operator, x, y, dtype), parts)
