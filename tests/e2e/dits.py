@@ -116,7 +116,9 @@ def picture(pipe: Any, height: int, width: int, batch: int = 1, **more: Any) -> 
         given |= {"negative_prompt_embeds": prompt / 2, "negative_pooled_prompt_embeds": pooled / 2,
                   "negative_prompt": None}  # fmt: skip
     pipe.set_progress_bar_config(disable=True)
-    taken = {name: value for name, value in given.items() if name in known}
+    device = pipe.vae.device
+    taken = {name: value.to(device) if isinstance(value, Tensor) else value
+             for name, value in given.items() if name in known}  # fmt: skip
     found = pipe(height=height, width=width, num_inference_steps=4, generator=g, output_type="pt",
                  **taken, **more)  # fmt: skip
     return torch.as_tensor(found[0])
