@@ -447,6 +447,23 @@ def _call_max_pool1d(input: Tensor, kernel_size: Any, stride: Any = None, paddin
     return pooled.squeeze(-2)
 
 
+def _repeated(usual: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """torch 2.11 compares a length that is given with one that it fixes for that."""
+
+    def call(*args: Any, output_size: Any = None, **named: Any) -> Tensor:
+        repeats, dim = (named.get(name, args[place] if len(args) > place else None)
+                        for place, name in enumerate(("repeats", "dim"), 1))  # fmt: skip
+        if output_size is None:
+            return usual(*args, **named)
+        if not isinstance(repeats, int | torch.SymInt):
+            return usual(*args, output_size=output_size, **named)
+        result = usual(*args, **named)
+        torch._check(result.shape[0 if dim is None else dim] == output_size)
+        return result
+
+    return call
+
+
 def _from_size(usual: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Of a size, which torch would read for once and for all."""
 
@@ -474,6 +491,8 @@ COMPOSITES: dict[Callable[..., Any], Callable[..., Tensor]] = {
     torch.constant_pad_nd: _call_constant_pad,
     F.max_pool1d: _call_max_pool1d,
     torch.max_pool1d: _call_max_pool1d,
+    torch.repeat_interleave: _repeated(torch.repeat_interleave),
+    Tensor.repeat_interleave: _repeated(Tensor.repeat_interleave),
     torch.squeeze: _call_squeeze,
     Tensor.squeeze: _call_squeeze,
     **{
