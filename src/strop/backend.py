@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 Begin = Callable[[Sequence[KernelSource]], None]
 PLANNED = frozenset({  # library calls that write where they are told
     "linear",
+    "linear_add",
     "matmul",
 })  # fmt: skip
 TARGETS = {

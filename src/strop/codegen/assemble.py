@@ -259,7 +259,7 @@ def _lookups(a: _Assembly, group: Group) -> tuple[str, ...]:
 
 
 def _call_step(a: _Assembly, node: Node, results: set[Node]) -> CallStep:
-    matrices = 2 if node.op in OF_ROWS else 0
+    matrices = OF_ROWS.get(node.op, 0)
     refs = tuple(a.ref(_matrix(x) if i < matrices else x) for i, x in enumerate(node.inputs))
     if node.op == "write":
         a.number[node] = a.number[base_of(node.inputs[0])]

@@ -125,7 +125,8 @@ def _highest(changes: Sequence[int]) -> tuple[int, int]:
 def _uses(step: Step, form: Step | None) -> _Uses:
     if isinstance(step, CallStep):
         touched = frozenset(step.touched)
-        return _Uses(touched, (), touched if step.op == "write" else touched & {*step.outputs})
+        writes = touched if step.op == "write" else touched & {*step.outputs}
+        return _Uses(touched, step.in_place, writes)
     writes = frozenset(step.writes).union(*(v.writes for v in step.variants))
     if form is None:  # another step does its work
         return _Uses(frozenset(), (), writes)

@@ -15,7 +15,7 @@ import torch
 from strop.fusion.plan import Group
 from strop.ir.dims import Expr
 from strop.ir.graph import Node
-from strop.ir.ops import Kind
+from strop.ir.ops import OF_ROWS, Kind
 from strop.ir.program import CallStep, KernelStep, Program, Step
 
 Sizes = Mapping[str, int]
@@ -100,7 +100,7 @@ def _node_flops(node: Node, sizes: Sizes) -> int:
 def call_flops(step: CallStep, sizes: Sizes) -> int:
     """Multiplications and additions of an anchor; 0 for calls that nobody has counted."""
     shapes = [[size.eval(sizes) for size in ref.shape] for ref in step.inputs]
-    if step.op in ("linear", "geglu", "matmul"):
+    if step.op in (*OF_ROWS, "matmul"):
         width = shapes[1][-1] if step.op == "matmul" else shapes[1][0]
         return 2 * math.prod(shapes[0]) * width
     if step.op == "conv2d":

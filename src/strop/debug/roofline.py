@@ -19,6 +19,7 @@ METHODS = {
 KINDS = {
     "conv2d": "convolution",
     "linear": "GEMM",
+    "linear_add": "GEMM",
     "geglu": "GEMM",
     "matmul": "GEMM",
     "attention": "attention",

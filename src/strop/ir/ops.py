@@ -60,6 +60,8 @@ STRUCTURAL: tuple[Op, ...] = (
     Op("slice", Kind.VIEW),  # attrs["dim"], ["start"], ["step"], which may be negative
     Op("diagonal", Kind.VIEW),  # attrs["dims"], two that become the last one, ["starts"] in them
     Op("linear", Kind.CONTRACTION),  # x (..., K), weight (N, K)[, bias (N,)] -> (..., N)
+    # x (..., K), weight (N, K), addend (..., N) -> (..., N), rounded once
+    Op("linear_add", Kind.CONTRACTION),
     # x (..., K), weight (2 N, K)[, bias (2 N,)] -> (..., N): a * gelu(b) of a linear's halves a, b
     Op("geglu", Kind.CONTRACTION),
     Op("matmul", Kind.CONTRACTION),  # a (..., M, K), b (..., K, N) -> (..., M, N)
@@ -171,8 +173,8 @@ for _row in OPS.values():
         _BY_OVERLOAD[_overload] = (*_BY_OVERLOAD.get(_overload, ()), _row)
 _NAMES = frozenset(map(str, _BY_OVERLOAD))
 
-# Contractions whose first two operands and result are matrices: (..., N) read as (prod(...), N).
-OF_ROWS = ("linear", "geglu")
+# How many operands of a contraction are read as rows, (..., N) as (prod(...), N); so is its result.
+OF_ROWS = {"linear": 2, "linear_add": 3, "geglu": 2}
 
 # The types that both code generators read and write.
 KERNEL_DTYPES = frozenset({

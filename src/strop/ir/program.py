@@ -142,6 +142,11 @@ class CallStep:
     boxed: bool = False
 
     @property
+    def in_place(self) -> tuple[tuple[int, int], ...]:
+        """As in KernelStep."""
+        return ((self.outputs[0], self.inputs[2].buffer),) if self.op == "linear_add" else ()
+
+    @property
     def touched(self) -> tuple[int, ...]:
         """The buffers that it reads or writes."""
         return (*(ref.buffer for ref in self.inputs), *(n for n in self.outputs if n >= 0))

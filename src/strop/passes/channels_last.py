@@ -65,7 +65,8 @@ def _relaid(b: Builder, node: Node, inputs: tuple[Node, ...], hints: Mapping[str
         order = NHWC
         inputs = (_contiguous(b, inputs[0], NHWC), *inputs[1:])
     elif node.op in OF_ROWS:
-        inputs = (_rows(b, inputs[0]), _rows(b, inputs[1]), *inputs[2:])
+        count = OF_ROWS[node.op]
+        inputs = (*(_rows(b, x) for x in inputs[:count]), *inputs[count:])
     elif node.op == "attention":
         order = BSHD
         inputs = tuple(_unit_last(b, x) for x in inputs)

@@ -33,6 +33,17 @@ def _linear(attrs: Mapping[str, Any]) -> OutCall:
     return call
 
 
+def _linear_add(attrs: Mapping[str, Any]) -> OutCall:
+    def call(inputs: Sequence[Tensor], out: Tensor) -> None:
+        x, weight, addend = inputs
+        if addend.data_ptr() == out.data_ptr():
+            out.addmm_(x, weight.t())
+        else:  # torch copies the addend first
+            torch.addmm(addend, x, weight.t(), out=out)
+
+    return call
+
+
 def _geglu(attrs: Mapping[str, Any]) -> OutCall:
     def call(inputs: Sequence[Tensor], out: Tensor) -> None:
         value, gate = F.linear(*inputs).chunk(2, -1)
@@ -140,6 +151,7 @@ def _fits_cudnn_attention(q: Tensor, v: Tensor) -> bool:
 
 PLANNED_OUT: dict[str, Callable[[Mapping[str, Any]], OutCall]] = {
     "linear": _linear,
+    "linear_add": _linear_add,
     "matmul": _matmul,
 }
 CUDA_PLANNED_OUT = {**PLANNED_OUT, "conv2d": _cudnn_conv2d, "geglu": _geglu}

@@ -127,7 +127,7 @@ class Bound:
                  if buffer.kind == "arena" and number in first and number not in self.hoisted.kept
                  }  # fmt: skip
         steps = [self.steps[position] for position in times] if shares else []
-        pairs = (pair for step in steps if isinstance(step, KernelStep) for pair in step.in_place)
+        pairs = (pair for step in steps if step is not None for pair in step.in_place)
         placed, host = shared(alive, pairs)
         owners = [("buffer", number, 0) for number in placed]
         intervals = list(placed.values())

@@ -21,7 +21,8 @@ from strop.runtime import own_calls
 from strop.runtime.calls import CUDA_ALLOCATING, CUDA_PLANNED_OUT
 from strop.runtime.wide_attention import is_wide
 
-LONGEST_FIRST = ("attention", "conv2d", "geglu", "linear", "matmul")  # the rest has nothing to load
+# The rest has nothing to load.
+LONGEST_FIRST = ("attention", "conv2d", *OF_ROWS, "matmul")
 MOST_BYTES = 64 << 20  # of a call's operands and result: more would be memory that nobody expects
 
 Look = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]  # sizes, strides

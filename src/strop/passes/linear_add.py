@@ -1,0 +1,72 @@
+"""The sum of a linear and of another sum is made where the linear's product is added up.
+
+A library's GEMM adds to what lies where its result goes, in fp32 and before it rounds; the bias has
+gone to the kernel that computes the other sum. Where a library call reads the result next, no
+kernel would have made it on its way: at the end of each transformer block of a UNet that is a
+launch less. Eager rounds the other sum, the linear and the result, we the other sum, bias and all,
+and the result. What is no sum may be exact in eager, and with a bias it no longer would be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from strop.ir.graph import Builder, Graph, Node, rewrite
+from strop.ir.ops import Kind
+from strop.options import Options
+
+KERNELS = (Kind.POINTWISE, Kind.REDUCTION)
+
+
+def linear_add(graph: Graph, options: Options) -> Graph:
+    users, outputs = graph.users(), set(graph.outputs)
+
+    def is_read_once(node: Node) -> bool:
+        return len(users[node]) == 1 and node not in outputs
+
+    def rule(b: Builder, node: Node, inputs: tuple[Node, ...]) -> Node | None:
+        if not _is_sum(node) or node in outputs or _is_kernel_next(node, users):
+            return None
+        for which, biased in enumerate(node.inputs):
+            other = node.inputs[1 - which]
+            if _is_biased(biased) and _is_alike(node, biased, other) and all(
+                map(is_read_once, (biased, biased.inputs[0]))
+            ):  # fmt: skip
+                linear, bias = inputs[which].inputs
+                moved = b.pointwise("add", inputs[1 - which], bias, dtype=node.dtype, alpha=1)
+                return b.make("linear_add", (*linear.inputs, moved), node.shape, node.dtype)
+        return None
+
+    return rewrite(graph, rule)
+
+
+def _is_sum(node: Node) -> bool:
+    return node.op == "add" and node.attrs.get("alpha") == 1 and len(node.inputs) == 2
+
+
+def _is_biased(node: Node) -> bool:
+    """Whether it is a linear and its bias, as ``bias_to_consumer`` writes them."""
+    if not _is_sum(node):
+        return False
+    linear, bias = node.inputs
+    return linear.op == "linear" and len(linear.inputs) == 2 and len(bias.shape) == 1
+
+
+def _is_alike(total: Node, biased: Node, other: Node) -> bool:
+    """Whether the other value is a sum, which a kernel computes and to which it can add the bias,
+    and nothing is broadcast or converted."""
+    nodes = (total, biased, biased.inputs[0], other, *other.inputs)
+    same = len({n.shape for n in nodes}) == len({n.dtype for n in nodes}) == 1
+    return same and _is_sum(other) and total.dtype.is_floating_point
+
+
+def _is_kernel_next(node: Node, users: Mapping[Node, list[Node]]) -> bool:
+    """Whether a kernel is the first to read it, views looked through."""
+    readers, stack = list[Node](), list(users[node])
+    while stack:
+        user = stack.pop()
+        if user.kind is Kind.VIEW:
+            stack += users[user]
+        else:
+            readers.append(user)
+    return not readers or min(readers, key=lambda n: n.serial).kind in KERNELS
