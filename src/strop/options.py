@@ -38,14 +38,15 @@ class Options:
                            "STROP_IN_PLACE")  # fmt: skip
     narrow_conv: bool = _knob(True, "convolutions of up to four channels, before or after, by a"
                               " kernel of ours (GPUs)", "STROP_NARROW_CONV")  # fmt: skip
-    box_conv: bool = _knob(False, "convolutions by a kernel of ours that the tensor memory"
-                           " accelerator feeds, at sizes where it is faster (sm_90)",
+    box_conv: bool = _knob(True, "convolutions by a kernel of ours that the tensor memory"
+                           " accelerator feeds, at sizes where it is faster (inference, sm_90)",
                            "STROP_BOX_CONV")  # fmt: skip
-    box_attention: bool = _knob(False, "attention by a kernel of ours that the tensor memory"
-                                " accelerator feeds, at sizes where it is faster (sm_90)",
-                                "STROP_BOX_ATTENTION")  # fmt: skip
+    box_attention: bool = _knob(True, "attention by a kernel of ours that the tensor memory"
+                                " accelerator feeds, at sizes where it is faster (inference,"
+                                " sm_90)", "STROP_BOX_ATTENTION")  # fmt: skip
     box_geglu: bool = _knob(False, "a linear and the GEGLU behind it by one such kernel, at sizes"
-                            " where that is faster (sm_90)", "STROP_BOX_GEGLU")  # fmt: skip
+                            " where that is faster (inference, sm_90)",
+                            "STROP_BOX_GEGLU")  # fmt: skip
     cache_dir: str = _knob("", "where plans and kernels are kept; empty: ~/.cache/strop",
                            "STROP_CACHE_DIR", keyed=False)  # fmt: skip
     dump: str = _knob("", "folder for the files of every compiled graph, from ATen to kernels",
@@ -88,6 +89,12 @@ class Options:
         """The part that changes what is compiled, as text."""
         return ";".join(f"{f.name}={getattr(self, f.name)!r}" for f in fields(self)
                         if f.metadata["keyed"])  # fmt: skip
+
+    @property
+    def in_training(self) -> Options:
+        """Without what has been measured for inference alone."""
+        skipped = tuple(dict.fromkeys((*self.disable, "linear_add")))
+        return replace(self, box_conv=False, box_attention=False, box_geglu=False, disable=skipped)
 
     @property
     def wants_graphs(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,12 @@ CASES = (
     (Tile(64, 64, 2, 4, split=3), RAGGED),
     (Tile(64, 64, 2, 4, extra=1), (1, 7, 16, 64, 128)),
 )
+
+
+@pytest.fixture(autouse=True)
+def _small_boxes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For an interpreter, which takes its time."""
+    monkeypatch.setitem(box_conv.BOXES, 64, ((1, 4, 16), (1, 8, 8), (4, 2, 8)))
 
 
 def operands(sizes: tuple[int, ...], dtype: torch.dtype = torch.float16) -> tuple[Tensor, Tensor]:
@@ -134,8 +141,8 @@ def test_which_convolutions(node: Node, is_ours: bool) -> None:
 
 
 def test_boxes_cover_a_picture_with_little_waste() -> None:
-    for height, width in ((64, 64), (96, 96), (12, 12), (8, 8), (72, 128), (5, 40)):
-        for pixels in (64, 128, 256):
+    for height, width in ((64, 64), (96, 96), (12, 12), (8, 8), (72, 128), (16, 40)):
+        for pixels in box_conv.BOXES:
             of = Picture(3, 320, 320, 2, height, width)
             form = Form(Tile(64, pixels, 4, 4), box_of(pixels, of))
             count, down, right = form.boxes(of)
@@ -180,6 +187,18 @@ class Network(nn.Module):
         for conv, norm in zip(self.convs, self.norms, strict=True):
             x = conv(F.silu(norm(x)))
         return x
+
+
+def test_kernels_for_all_sizes_are_known() -> None:
+    """Every form that some picture gets is among those that are built ahead."""
+    half = torch.float16
+    got, known = set(), set(box_conv.sources_anywhere([const(s) for s in (1280, 640, 3, 3)], half))
+    for batch, height, width in itertools.product((1, 2, 3, 8), range(4, 130, 5), range(4, 130, 7)):
+        shapes = (batch, 640, height, width), (1280, 640, 3, 3)
+        got |= set(box_conv.sources_at(shapes, half))
+    assert len(got) > 5
+    assert got <= known
+    assert len(known) < 4 * len(got)
 
 
 @pytest.mark.gpu

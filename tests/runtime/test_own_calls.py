@@ -24,6 +24,7 @@ from strop.runtime.wide_attention import WideAttention
 from tests.frontend.tracing import trace
 
 BOXES = Options(box_conv=True, box_attention=True, box_geglu=True)
+PLAIN = Options(box_conv=False, box_attention=False)
 SIZES = {"b": 2, "h": 64, "w": 64}
 
 
@@ -90,7 +91,7 @@ def linked(program: Program, state: Sequence[Tensor | None], arch: int
 OWN = (BoxAttention, BoxConvolution, NarrowConvolution, WideAttention)
 
 
-@pytest.mark.parametrize(("options", "arch"), [(Options(), 90), (BOXES, 80), (Options(), 80)])
+@pytest.mark.parametrize(("options", "arch"), [(PLAIN, 90), (BOXES, 80), (PLAIN, 80)])
 def test_the_library_has_what_nobody_asked_for_or_no_gpu_can(options: Options, arch: int) -> None:
     """Calls without an operand among them."""
     kernels, found = linked(*compiled(options), arch)
@@ -118,11 +119,11 @@ def test_wide_heads_stay_ours() -> None:
 def test_what_follows_a_kernel_of_ours_may_begin_early() -> None:
     """The kernel behind a convolution of ours; behind a library's it waits for its end."""
     behind = {}
-    for options in (BOXES, Options()):
+    for options in (BOXES, PLAIN):
         program, state = compiled(options)
         bound = Bound(program, SIZES, state, Kernels(90), Workspace(torch.device("cpu")), 0)  # type: ignore[arg-type]
         convs = [
             n for n, s in enumerate(bound.steps) if isinstance(s, CallStep) and s.op == "conv2d"
         ]
         behind[options] = bound._follows_a_kernel(convs[1] + 1)
-    assert behind == {BOXES: True, Options(): False}
+    assert behind == {BOXES: True, PLAIN: False}

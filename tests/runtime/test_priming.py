@@ -22,6 +22,7 @@ from tests.frontend.tracing import trace
 
 SIZES = {"b": 2, "h": 64, "w": 64}
 BOXES = Options(box_conv=True, box_attention=True, box_geglu=True)
+PLAIN = Options(box_conv=False, box_attention=False)
 HOPPER, OLDER = 90, 80
 
 
@@ -53,7 +54,7 @@ def ops(program: Program, arch: int, sizes: Mapping[str, int] = SIZES) -> list[s
 
 
 def test_each_form_of_operands_once() -> None:
-    program = program_of(Options())
+    program = program_of(PLAIN)
     called = [step.op for step in program.at(SIZES) if isinstance(step, CallStep)]
     assert called.count("conv2d") == 4  # the first of them by a kernel of ours, two alike
     assert called.count("attention") == 2  # queries of the second lie otherwise
@@ -68,7 +69,7 @@ def test_what_kernels_of_ours_do_is_no_library_call() -> None:
 
 
 def test_large_operands_are_left_alone() -> None:
-    program = program_of(Options())
+    program = program_of(PLAIN)
     assert ops(program, HOPPER, {"b": 2, "h": 512, "w": 512}).count("conv2d") == 0
     for form in priming.forms_of(program, SIZES, HOPPER):
         assert form.num_bytes <= priming.MOST_BYTES
@@ -106,14 +107,14 @@ def called(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def test_the_longest_come_first(called: list[str]) -> None:
-    program, sizes = program_of(Options()), {"b": 1, "h": 16, "w": 16}
+    program, sizes = program_of(PLAIN), {"b": 1, "h": 16, "w": 16}
     count = priming.prime(program, sizes, torch.device("cpu"), HOPPER, lambda: True)
     assert called == ["attention", "attention", "conv2d", "conv2d", "linear", "linear"]
     assert count == len(called)
 
 
 def test_none_is_made_when_all_kernels_are_there(called: list[str]) -> None:
-    program, sizes, answers = program_of(Options()), {"b": 1, "h": 16, "w": 16}, [True, True, False]
+    program, sizes, answers = program_of(PLAIN), {"b": 1, "h": 16, "w": 16}, [True, True, False]
     count = priming.prime(program, sizes, torch.device("cpu"), HOPPER, lambda: answers.pop(0))
     assert called == ["attention", "attention"]
     assert count == len(called)

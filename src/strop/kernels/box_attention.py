@@ -197,6 +197,13 @@ def sources_at(attrs: Mapping[str, Any], shapes: Sequence[Sequence[int]], dtype:
     return [box_attention(head, scale_of(attrs, head), tile, dtype)] if tile else []
 
 
+def sources_anywhere(attrs: Mapping[str, Any], head: int, dtype: torch.dtype
+                     ) -> list[KernelSource]:  # fmt: skip
+    """For few keys and many."""
+    scale = scale_of(attrs, head)
+    return [box_attention(head, scale, tile, dtype) for tile in dict.fromkeys(TILES[head])]
+
+
 def scale_of(attrs: Mapping[str, Any], head: int) -> float:
     scale: float | None = attrs["scale"]
     return head**-0.5 if scale is None else scale

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
 
-from strop.ir.dims import symbol
+from strop.ir.dims import Expr, symbol
 from strop.ir.functions import EARLY, HALVES
 from strop.ir.graph import Node
 from strop.ir.source import KernelSource
@@ -175,6 +175,14 @@ def add_parts(parts: int, dtype: torch.dtype) -> KernelSource:
     )  # fmt: skip
 
 
+# Pictures, lines and columns by the number of pixels. Few, so that the kernels for all sizes can be
+# built before anybody asks for them; a library has pictures that none of them covers well.
+BOXES = {
+    128: ((1, 2, 64), (1, 4, 32), (1, 8, 16), (1, 16, 8), (2, 8, 8)),
+    256: ((1, 4, 64), (1, 8, 32), (1, 16, 16)),
+}
+
+
 def box_of(pixels: int, of: Picture, extra: int = 0) -> tuple[int, int, int]:
     """Pictures, lines and columns of a box of so many pixels that waste the fewest."""
 
@@ -185,21 +193,7 @@ def box_of(pixels: int, of: Picture, extra: int = 0) -> tuple[int, int, int]:
                        strict=True)]  # fmt: skip
         return math.prod(covered), count, -width
 
-    return min(_boxes(pixels, extra), key=wasted)
-
-
-WIDTHS = (8, 16, 32, 64)
-
-
-@lru_cache(maxsize=64)
-def _boxes(pixels: int, extra: int) -> tuple[tuple[int, int, int], ...]:
-    found = []
-    for width in WIDTHS:
-        for height in (1, 2, 4, 8, 16, 32):
-            count = pixels // (width * height)
-            if count and count * width * height == pixels and (count == 1 or not extra):
-                found.append((count, height, width))
-    return tuple(found)
+    return min(BOXES[pixels], key=wasted)
 
 
 # Measured on an H100 in fp16 (benchmarks/probes/conv_boxes.py): microseconds that a program takes
@@ -232,13 +226,22 @@ def form_of(of: Picture) -> Form | None:
 
 def _forms(of: Picture) -> Iterator[Form]:
     for tile in TILES:
-        if of.outs % tile.cols or of.size**2 * of.ins // DEPTH % tile.split:
-            continue
-        form = Form(tile, box_of(tile.pixels, of, tile.extra))
-        programs = form.num_programs(of)
-        rounds = -(-programs // SMS)
-        if rounds <= len(LEAST_USE) and programs >= LEAST_USE[rounds - 1] * rounds * SMS:
-            yield form
+        if _divides(tile, of.size, of.ins, of.outs):
+            form = Form(tile, box_of(tile.pixels, of, tile.extra))
+            if _is_used(form, of):
+                yield form
+
+
+def _divides(tile: Tile, size: int, ins: int, outs: int) -> bool:
+    return outs % tile.cols == 0 and size**2 * ins // DEPTH % tile.split == 0
+
+
+def _is_used(form: Form, of: Picture) -> bool:
+    """Whether most processors have a program in each round."""
+    programs = form.num_programs(of)
+    rounds = -(-programs // SMS)
+    within = 0 < rounds <= len(LEAST_USE)
+    return within and programs >= LEAST_USE[rounds - 1] * rounds * SMS
 
 
 def us_of(form: Form, of: Picture) -> float:
@@ -285,3 +288,31 @@ def sources_at(shapes: Sequence[Sequence[int]], dtype: torch.dtype) -> list[Kern
     of = picture_of(*shapes)
     form = form_of(of)
     return sources_of(form, of, dtype) if form else []
+
+
+def sources_anywhere(weight: Sequence[Expr], dtype: torch.dtype) -> list[KernelSource]:
+    """What is launched for pictures of any sizes, with weights of sizes (CO, CI, size, size)."""
+    outs, ins, size, _ = (s.value for s in weight)
+    found = dict[KernelSource, None]()
+    for form in _forms_anywhere(size, ins, outs):
+        found |= dict.fromkeys(sources_of(form, Picture(size, ins, outs, 1, 1, 1), dtype))
+    return list(found)
+
+
+@lru_cache(maxsize=256)
+def _forms_anywhere(size: int, ins: int, outs: int) -> tuple[Form, ...]:
+    """Those that beat the library where their boxes cover a picture, in full rounds."""
+    return tuple(Form(tile, box) for tile in TILES if _divides(tile, size, ins, outs)
+                 for box in BOXES[tile.pixels]
+                 if _is_ever_faster(Form(tile, box), size, ins, outs))  # fmt: skip
+
+
+def _is_ever_faster(form: Form, size: int, ins: int, outs: int) -> bool:
+    count, height, width = form.box
+    one = Picture(size, ins, outs, count, height + form.tile.extra, width)
+    for rounds in range(1, len(LEAST_USE) + 1):
+        boxes = rounds * SMS // form.num_programs(one)
+        of = replace(one, height=boxes * one.height)
+        if _is_used(form, of) and us_of(form, of) <= _library_us(of):
+            return True
+    return False

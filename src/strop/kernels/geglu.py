@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from strop.ir.dims import symbol
+from strop.ir.dims import Expr, symbol
 from strop.ir.functions import EARLY, FUNCTIONS, HALVES
 from strop.ir.source import KernelSource
 
@@ -132,3 +132,10 @@ def sources_at(shapes: Sequence[Sequence[int]], dtype: torch.dtype, *, has_boxes
     if tile is None:
         return [geglu(width, dtype, has_bias=has_bias)]
     return [box_geglu(tile, dtype, has_bias=has_bias)]
+
+
+def sources_anywhere(shapes: Sequence[Sequence[Expr]], dtype: torch.dtype) -> list[KernelSource]:
+    """Behind the GEMM, and with it."""
+    width, has_bias = shapes[1][0].value // 2, len(shapes) > 2
+    whole = [box_geglu(TILE, dtype, has_bias=has_bias)] if width % TILE.cols == 0 else []
+    return [geglu(width, dtype, has_bias=has_bias), *whole]

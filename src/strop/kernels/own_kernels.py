@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from strop.ir.dims import Expr
 from strop.ir.graph import Node
 from strop.ir.source import KernelSource
 from strop.kernels import box_attention, box_conv, geglu
@@ -29,6 +30,18 @@ def sources_at(op: str, attrs: Mapping[str, Any], shapes: Sequence[Sequence[int]
         return box_conv.sources_at(shapes, dtype)
     if op == "attention" and boxed:
         return box_attention.sources_at(attrs, shapes, dtype)
+    return []
+
+
+def sources_anywhere(op: str, attrs: Mapping[str, Any], shapes: Sequence[Sequence[Expr]],
+                     dtype: torch.dtype) -> list[KernelSource]:  # fmt: skip
+    """What ``sources_at`` says at any sizes where kernels read by that accelerator, or more."""
+    if op == "geglu":
+        return geglu.sources_anywhere(shapes, dtype)
+    if op == "conv2d":
+        return box_conv.sources_anywhere(shapes[1], dtype)
+    if op == "attention":
+        return box_attention.sources_anywhere(attrs, shapes[0][-1].value, dtype)
     return []
 
 

@@ -32,6 +32,7 @@ from strop.ir.dims import Expr, symbol
 from strop.ir.program import Program
 from strop.options import Options
 from strop.patterns import registry
+from strop.runtime import own_calls
 from strop.runtime.ahead import Ahead
 from strop.runtime.executor import Bound
 from strop.runtime.garbage import collection_paused
@@ -99,9 +100,10 @@ def compile_dynamo(gm: GraphModule, example_inputs: Sequence[Any], **given: Any)
     def compiler(job: Job) -> Callable[[GraphModule, Sequence[Any]], Any]:
         return lambda graph, inputs: _compile(graph, inputs, job)
 
+    half = replace(job, options=options.in_training, joint=joint)
     backend = aot_autograd(
-        fw_compiler=compiler(replace(job, role="forward", joint=joint)),
-        bw_compiler=compiler(replace(job, role="backward", joint=joint)),
+        fw_compiler=compiler(replace(half, role="forward")),
+        bw_compiler=compiler(replace(half, role="backward")),
         inference_compiler=compiler(job), partition_fn=joint.partition,
         decompositions=DECOMPOSITIONS if keeps_torchs else OF_TORCH,
         keep_inference_input_mutations=True,
@@ -129,13 +131,15 @@ def _compile(gm: GraphModule, inputs: Sequence[Any], job: Job) -> Any:
             library.cool_down()
         _note_fallback(gm, f"{job.role} graph: {error}", job.log)
         return _boxed(gm.forward)
-    before, needed = library.counts[0], program.sources_at(dict(program.hints))
+    needed = own_calls.sources_at(program, dict(program.hints), library.arch)
+    before = library.counts[0]
     library.build(needed)
     library.cool_down()
     built = library.counts[0] - before
     roots = [root_of(fx.meta["val"]) for fx in gm.graph.nodes if fx.op == "placeholder"]
     checked = compiled if options.check else None
-    later = library.later([source for source in program.sources if source not in needed])
+    possible = (*program.sources, *own_calls.sources_anywhere(program, library.arch))
+    later = library.later([s for s in dict.fromkeys(possible) if s not in needed])
     runner = AotProgram(program, library, device, roots, constants, checked, later)
     records.append(AotRecord(compiled, time.perf_counter() - started, built, job.role, runner))
     return _boxed(runner)

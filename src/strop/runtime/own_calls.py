@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -34,6 +35,29 @@ def chosen(program: Program, steps: Sequence[Step | None],
             if sources:
                 found[position] = sources
     return found
+
+
+def sources_at(program: Program, env: Mapping[str, int], arch: int) -> tuple[KernelSource, ...]:
+    """All kernels that run at these sizes on such a GPU, those of calls too."""
+
+    def sizes(exprs: tuple[Expr, ...]) -> tuple[int, ...]:
+        return tuple(expr.eval(env) for expr in exprs)
+
+    own = chosen(program, program.at(env), sizes, arch).values()
+    return tuple(dict.fromkeys((*program.sources_at(env), *itertools.chain(*own))))
+
+
+def sources_anywhere(program: Program, arch: int) -> tuple[KernelSource, ...]:
+    """What calls launch at any sizes on such a GPU."""
+    found = dict[KernelSource, None]()
+    for step in program.call_steps:
+        if step.boxed and arch >= BOXES_ARCH:
+            shapes = [ref.shape for ref in step.inputs]
+            dtype = program.buffers[step.inputs[0].buffer].dtype
+            found |= dict.fromkeys(
+                own_kernels.sources_anywhere(step.op, dict(step.attrs), shapes, dtype)
+            )
+    return tuple(found)
 
 
 def instead(step: CallStep, otherwise: Call, kernels: KernelLibrary, stream: int, *, early: bool

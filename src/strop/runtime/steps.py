@@ -191,7 +191,7 @@ class Steps:
         joint = Joint(self.options.memory_budget)
         count = captured.num_results
         graphs = joint.partition(captured.graph, (), num_fwd_outputs=count)
-        halves = [_Half(role, gm, joint, captured, self.options, library)
+        halves = [_Half(role, gm, joint, captured, self.options.in_training, library)
                   for role, gm in zip(("forward", "backward"), graphs, strict=True)]  # fmt: skip
         forward, backward = (half.program(device, self.log) for half in halves)
         return Step(forward, backward, captured.sizes.specs, captured.sizes.guards,

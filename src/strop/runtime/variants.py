@@ -28,10 +28,12 @@ from strop.frontend.effects import no_changes
 from strop.frontend.importer import import_graph
 from strop.frontend.objects import with_objects
 from strop.ir.program import Program
+from strop.ir.source import BOXES_ARCH, KernelSource
 from strop.options import Options
 from strop.patterns import registry
-from strop.runtime import priming, stored_variants
+from strop.runtime import own_calls, priming, stored_variants
 from strop.runtime.ahead import Ahead
+from strop.runtime.foresight import Foresight
 from strop.runtime.garbage import collection_paused
 from strop.runtime.kernels import KernelLibrary, kernel_library
 from strop.runtime.signature import (
@@ -208,7 +210,7 @@ class VariantStore:
                 with collection_paused():
                     variant = self._compile(state, skeleton, shapes, device, library)
                 env = variant.env(sizes)
-                library.begin(variant.program.sources_at(env) if env is not None else ())
+                library.begin(_needed(variant.program, env, library))
                 stored_variants.save(stored_key, variant, self.options)
             if variant.state_names != tuple(state.names):
                 raise CaptureError(
@@ -222,8 +224,8 @@ class VariantStore:
                       sizes: Sizes, started: float) -> Variant:  # fmt: skip
         """Builds the kernels that the first call needs, and lists the others for later."""
         program, env = variant.program, variant.env(sizes)
-        needed = dict.fromkeys(program.sources_at(env)) if env is not None else {}
-        num_ready = library.watch(tuple(needed))
+        needed = _needed(program, env, library)
+        num_ready = library.watch(needed)
         begun = time.perf_counter()
         self.progress.begin("building kernels", len(needed), num_ready)
         seconds = dict(variant.seconds)
@@ -231,9 +233,10 @@ class VariantStore:
             priming.prime(program, env, device, library.arch, lambda: num_ready() < len(needed))
             seconds["libraries"] = time.perf_counter() - begun
         primed = time.perf_counter()
-        library.build(tuple(needed))
+        library.build(needed)
         ready = time.perf_counter()
-        others = dict.fromkeys(source for source in program.sources if source not in needed)
+        possible = (*program.sources, *own_calls.sources_anywhere(program, library.arch))
+        others = dict.fromkeys(possible).keys() - {*needed}
         log.info("%s: %d calls, %d kernels, %d more for other sizes; kernels ready in %.1f s, all"
                  " in %.1f s", self.name, len(program.call_steps), len(needed), len(others),
                  ready - begun, ready - started)  # fmt: skip
@@ -260,10 +263,14 @@ class VariantStore:
         self.num_captures += 1
         start = time.perf_counter()
         clone = clone_structure(self.module)
+        has_boxes = library.arch >= BOXES_ARCH
+        foresight = (
+            Foresight(library.begin, self.options) if has_boxes else contextlib.nullcontext()
+        )
 
         def call(*tensors: Tensor) -> Any:
             args, kwargs = rebuild(skeleton, tensors)
-            with no_changes((args, kwargs)):
+            with no_changes((args, kwargs)), foresight:
                 result = clone(*args, **kwargs)
             return with_objects(result, (args, kwargs))
 
@@ -289,6 +296,12 @@ class VariantStore:
         return Variant(compiled.program, captured.input_specs, captured.out_spec,
                        captured.state_names, shapes.is_ragged, False, seconds, compiled,
                        fixed=captured.fixed, layout_reads=captured.layout_reads)  # fmt: skip
+
+
+def _needed(program: Program, env: Mapping[str, int] | None, library: KernelLibrary
+            ) -> tuple[KernelSource, ...]:  # fmt: skip
+    """The kernels of the first call; none where nobody knows its sizes."""
+    return () if env is None else own_calls.sources_at(program, env, library.arch)
 
 
 def _key(state: ModuleState, skeleton: Skeleton, shapes: Shapes) -> Any:

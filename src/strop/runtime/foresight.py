@@ -1,0 +1,94 @@
+"""Kernels of ours for library calls, begun while a module is still being traced.
+
+A trace takes seconds in which no compiler has work to do. What a convolution or an attention will
+be is known when the module calls it: from its sizes a kernel is printed at once, the same that the
+finished program asks for. Should a pass change the call, a kernel was built in vain.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from strop.ir.dims import const
+from strop.ir.graph import Node
+from strop.ir.source import KernelSource
+from strop.kernels import own_kernels
+from strop.options import Options
+
+Begin = Callable[[Sequence[KernelSource]], None]
+
+
+class Foresight(TorchFunctionMode):
+    """Within: ``begin`` gets the kernels that calls of torch's functions will run, once each."""
+
+    def __init__(self, begin: Begin, options: Options) -> None:
+        super().__init__()
+        self._begin = begin
+        self._watched = {function: call.node for function, call in CALLS.items()
+                         if getattr(options, call.option)}  # fmt: skip
+        self._seen = set[KernelSource]()
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (),
+                           kwargs: Any = None) -> Any:  # fmt: skip
+        result = func(*args, **(kwargs or {}))
+        if func in self._watched:
+            self._foresee(self._watched[func](*args, **(kwargs or {})))
+        return result
+
+    def _foresee(self, node: Node | None) -> None:
+        if node is None or not own_kernels.is_boxed(node):
+            return
+        sources = [s for s in own_kernels.sources_of(node, {}) if s not in self._seen]
+        self._seen.update(sources)
+        if sources:
+            self._begin(sources)
+
+
+def _convolution(input: Tensor, weight: Tensor, bias: Tensor | None = None, stride: Any = 1,
+                 padding: Any = 0, dilation: Any = 1, groups: int = 1) -> Node | None:  # fmt: skip
+    if isinstance(padding, str) or input.dim() != 4:
+        return None
+    attrs = {"stride": _both(stride), "padding": _both(padding), "dilation": _both(dilation),
+             "groups": groups}  # fmt: skip
+    return _called("conv2d", (input, weight), attrs)  # the bias is the next kernel's
+
+
+def _attention(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None,
+               dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None,
+               enable_gqa: bool = False) -> Node | None:  # fmt: skip
+    if attn_mask is not None or dropout_p or enable_gqa or query.dim() != 4:
+        return None
+    return _called("attention", (query, key, value), {"causal": is_causal, "scale": scale})
+
+
+def _both(value: Any) -> tuple[int, ...]:
+    values = (value,) if isinstance(value, int) else tuple(value)
+    return values * 2 if len(values) == 1 else values
+
+
+def _called(op: str, operands: Sequence[Tensor], attrs: dict[str, Any]) -> Node | None:
+    """At the sizes of the trace; None where these are not known."""
+    inputs = []
+    for x in operands:
+        sizes = [s.node.hint if isinstance(s, torch.SymInt) else s for s in x.shape]
+        if None in sizes:
+            return None
+        inputs.append(Node("input", (), {}, tuple(map(const, sizes)), x.dtype))
+    return Node(op, tuple(inputs), attrs, inputs[0].shape, inputs[0].dtype)
+
+
+class _Call(NamedTuple):
+    option: str  # which has to be on
+    node: Callable[..., Node | None]  # of the function's own arguments
+
+
+CALLS: dict[Any, _Call] = {
+    F.conv2d: _Call("box_conv", _convolution),
+    F.scaled_dot_product_attention: _Call("box_attention", _attention),
+}

@@ -1,0 +1,89 @@
+"""Kernels for calls that a trace makes are begun there, the same that the program asks for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from strop.backend import compile_graph
+from strop.codegen.assemble import Signature
+from strop.ir.source import KernelSource
+from strop.options import Options
+from strop.runtime import own_calls
+from strop.runtime.foresight import Foresight
+from tests.frontend.tracing import trace_specs
+
+HALF = torch.float16
+SIZES = {"b": 2, "h": 64, "w": 64}
+BY_HAND = ("box_conv", "add_parts", "box_attention")
+
+
+class Block(nn.Module):
+    """Convolutions with and without parts, one on a view, and both attentions of a UNet."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide, self.same = nn.Conv2d(4, 320, 3, padding=1), nn.Conv2d(320, 320, 3, padding=1)
+        self.deep = nn.Conv2d(320, 1280, 1)
+        self.low = nn.Conv2d(1280, 1280, 3, padding=1)
+        self.to_k = nn.Linear(64, 320)
+
+    def forward(self, x: Tensor, words: Tensor) -> Tensor:
+        x = self.same(F.silu(self.wide(x)))
+        rows = x.flatten(2).transpose(1, 2).unflatten(-1, (8, 40)).transpose(1, 2)
+        k = self.to_k(words).unflatten(-1, (8, 40)).transpose(1, 2)
+        mixed = F.scaled_dot_product_attention(rows, k, k).transpose(1, 2).flatten(2)
+        x = mixed.transpose(1, 2).unflatten(-1, (x.shape[2], x.shape[3]))
+        return self.low(F.avg_pool2d(self.deep(x), 8))
+
+
+def foreseen(options: Options) -> tuple[set[KernelSource], set[KernelSource]]:
+    """What a trace begins, and what of that kind the program runs at the traced sizes."""
+    from strop.frontend.capture import TensorSpec
+
+    begun: list[KernelSource] = []
+    module, cpu = Block().half(), torch.device("cpu")
+    specs = [TensorSpec(("b", "4", "h", "w"), HALF, cpu), TensorSpec(("b", "77", "64"), HALF, cpu)]
+
+    def call(*args: Tensor) -> Any:
+        with Foresight(begun.extend, options):
+            return module(*args)
+
+    traced = trace_specs(module, call, specs, SIZES)
+    assert len(begun) == len(set(begun))
+    program = compile_graph(traced.graph, Signature(traced.returned, ()), "cuda", options).program
+    needed = own_calls.sources_at(program, SIZES, 90)
+    return set(begun), {source for source in needed if source.name in BY_HAND}
+
+
+def test_the_same_as_the_program_asks_for() -> None:
+    begun, needed = foreseen(Options())
+    assert {source.name for source in needed} == set(BY_HAND)
+    assert begun == needed
+
+
+@pytest.mark.parametrize("name", ["box_conv", "box_attention"])
+def test_only_what_is_on(name: str) -> None:
+    given: dict[str, Any] = {name: False}
+    begun, needed = foreseen(Options(**given))
+    assert begun == needed
+    assert name not in {source.name for source in begun}
+
+
+def test_other_calls_pass() -> None:
+    """Text for a padding, another rank, sizes for which the library is faster; errors are torch's
+    own."""
+    begun: list[KernelSource] = []
+    x = torch.empty(1, 64, 8, 8, dtype=HALF, device="meta")
+    weight = torch.empty(64, 64, 3, 3, dtype=HALF, device="meta")
+    with Foresight(begun.extend, Options()):
+        assert F.conv2d(x, weight, padding="same").shape == x.shape
+        assert F.conv2d(input=x[0], weight=weight, padding=[1, 1]).shape == x.shape[1:]
+        assert F.conv2d(x, weight, None, 1, 1).shape == x.shape
+        with pytest.raises(TypeError, match="conv2d"):
+            F.conv2d(x, weight, speed=2)  # type: ignore[call-arg]
+    assert not begun
