@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from strop.api import optimize_module, restore
+from strop.diffusion.offloading import search_quickly
 from strop.diffusion.scheduler import host_timesteps
 from strop.errors import OptionError
 from strop.options import Options
@@ -46,13 +47,15 @@ def compiled_modules(pipe: Any) -> dict[str, nn.Module]:
 
 def optimize_pipeline(pipe: Any, options: Options) -> None:
     """Compile every known component. Adapters and schedulers stay diffusers' own, but that those
-    which ask the GPU for the time in each step of a loop hear it from the host (``scheduler.py``).
+    which ask the GPU for the time in each step of a loop hear it from the host (``scheduler.py``),
+    and that diffusers looks for offloaded weights in less time (``offloading.py``).
 
     Raises OptionError for a pipeline that has none of them.
     """
     loop, known = Loop(), compiled_modules(pipe)
     if not known:
         raise OptionError(_nothing_known(pipe))
+    search_quickly()
     for name, module in known.items():
         optimize_module(module, options, name=name, loop=loop if name in DENOISERS else None)
     if isinstance(pipe.__dict__.get("progress_bar"), _MarkedBar):
