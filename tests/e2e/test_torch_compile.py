@@ -143,4 +143,5 @@ def test_a_graph_with_effects_runs_in_torch(wants_gradient: bool):
         if wants_gradient:
             grads = [torch.autograd.grad(y.square().sum(), x)[0] for y in (found, expected)]
             torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-5)
-    assert any("with_effects" in reason for reason in aot.AOT_LOG.fallbacks)
+    if torch.__version__ >= "2.12":  # before, the check is no call of its own
+        assert any("with_effects" in reason for reason in aot.AOT_LOG.fallbacks)
