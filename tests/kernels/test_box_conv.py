@@ -131,6 +131,8 @@ def node_of(ins: int, outs: int, dtype: torch.dtype = torch.float16, window: int
         (node_of(320, 640, groups=2), False),
         (node_of(320, 640, dilation=(2, 2)), False),
         (node_of(96, 640), False),
+        (node_of(256, 640), False),  # no such picture was measured
+        (node_of(512, 64), False),
         (node_of(64, 4), False),
         (node_of(320, 640, window=1), False),  # is a linear layer
     ],

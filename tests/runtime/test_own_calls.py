@@ -58,7 +58,7 @@ class Everything(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = self.conv(F.silu(self.first(x)))
         x = x + torch.rand(320, 1, 1, dtype=x.dtype)
-        rows = F.dropout(x[:, :, :16, :16].flatten(2).transpose(1, 2), training=True)
+        rows = F.dropout(x[:, :, :32, :32].flatten(2).transpose(1, 2), training=True)
         q, k, v = self.qkv(rows).unflatten(-1, (3, 1, self.head)).permute(2, 0, 3, 1, 4)
         value, gate = self.up(F.scaled_dot_product_attention(q, k, v)).chunk(2, -1)
         return value * F.gelu(gate)

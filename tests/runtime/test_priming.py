@@ -32,7 +32,10 @@ class Blocks(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.first, self.same = nn.Conv2d(4, 320, 3, padding=1), nn.Conv2d(320, 320, 3, padding=1)
-        self.again, self.down = nn.Conv2d(320, 320, 3, padding=1), nn.Conv2d(320, 64, 3, stride=2)
+        self.again, self.down = (
+            nn.Conv2d(320, 320, 3, padding=1),
+            nn.Conv2d(320, 64, 3, stride=2, padding=1),
+        )
         self.qkv, self.up = nn.Linear(64, 192), nn.Linear(64, 2 * 2560)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -178,11 +178,12 @@ MOST_SCORES = {  # of all heads together, likewise
     40: (8 << 20, 2 << 20), 64: (16 << 20, 48 << 20), 80: (8 << 20, 8 << 20),
     160: (8 << 20, 8 << 20),
 }  # fmt: skip
+LEAST_QUERIES = {40: 1024, 64: 1024, 80: 1024, 160: 64}  # fewer have not been measured
 
 
 def tile_of(head: int, batch_times_heads: int, queries: int, keys: int) -> Tile | None:
     """The fastest tile, or None where the library is faster."""
-    if head not in TILES:
+    if head not in TILES or queries < LEAST_QUERIES[head]:
         return None
     which = int(keys > FEW_KEYS)
     is_ours = batch_times_heads * queries * keys <= MOST_SCORES[head][which]

@@ -209,6 +209,7 @@ FITTED = (  # batch, height = width, channels in and out of these measurements
     (2, 32, 1920, 640), (2, 16, 1280, 1280), (2, 16, 2560, 1280), (2, 8, 1280, 1280),
     (2, 8, 2560, 1280), (1, 64, 512, 512),
 )  # fmt: skip
+LEAST_CHANNELS = 320  # in and out; with fewer, small pictures have not been measured
 SMS, ADD_US = 132, 4.5
 # Programs come in rounds of one a processor. cuDNN's overlap the end of one tile with the next.
 LEAST_USE = (0.59, 0.9)  # share of one round's processors, of two rounds'
@@ -268,7 +269,8 @@ def is_boxed(node: Node) -> bool:
     attrs, around = node.attrs, (down // 2, right // 2)
     is_plain = attrs["groups"] == 1 and tuple(attrs["dilation"]) == tuple(attrs["stride"]) == (1, 1)
     is_same = down == right == 3 and tuple(attrs["padding"]) == around
-    return bool(is_plain and is_same and ins % DEPTH == 0 and outs % DEPTH == 0)
+    fits = ins % DEPTH == 0 and outs % DEPTH == 0 and min(ins, outs) >= LEAST_CHANNELS
+    return bool(is_plain and is_same and fits)
 
 
 def picture_of(x: Sequence[int], weight: Sequence[int]) -> Picture:
