@@ -21,7 +21,7 @@ from conv_narrow import SETS, arguments, library_call, window_of
 from torch import Tensor
 
 from strop.ir.source import KernelSource
-from strop.kernels.box_conv import Form, Picture, Tile, box_of, sources_of
+from strop.kernels.box_conv import BOXES, Form, Picture, Tile, box_of, sources_of
 from strop.runtime.box_convolution import BoxConvolution
 
 # batch, height = width, channels in and out
@@ -60,6 +60,7 @@ TILES = tuple(Tile(*each) for each in (
     (128, 128, 4, 4, 2), (128, 256, 4, 8, 3), (64, 128, 6, 4, 9), (128, 128, 4, 4, 6),
     (64, 64, 6, 4, 3), (64, 64, 6, 4, 9),
 ))  # fmt: skip
+BOXES.setdefault(64, ((1, 1, 64), (1, 2, 32), (1, 4, 16), (1, 8, 8)))  # of tiles that lost
 SMS, WORST = 132, 1.7  # tiles of which a first guess says that they take longer are left out
 
 

@@ -270,6 +270,7 @@ SHAPE = (symbol("b"), const(8), symbol("n"), const(40))
         (PLAIN, [(*SHAPE[:3], const(72))] * 3, torch.float16, False),
         (PLAIN, [(*SHAPE[:3], symbol("d"))] * 3, torch.float16, False),
         (PLAIN, [SHAPE, SHAPE, (*SHAPE[:3], const(64))], torch.float16, False),
+        (PLAIN, [SHAPE, SHAPE[2:], SHAPE[2:]], torch.float16, False),  # keys for all heads
     ],
 )
 def test_which_calls(attrs, shapes, dtype, expected) -> None:

@@ -91,7 +91,7 @@ def linked(program: Program, state: Sequence[Tensor | None], arch: int
 OWN = (BoxAttention, BoxConvolution, NarrowConvolution, WideAttention)
 
 
-@pytest.mark.parametrize(("options", "arch"), [(PLAIN, 90), (BOXES, 80), (PLAIN, 80)])
+@pytest.mark.parametrize(("options", "arch"), [(PLAIN, 90), (BOXES, 80), (BOXES, 120), (PLAIN, 80)])
 def test_the_library_has_what_nobody_asked_for_or_no_gpu_can(options: Options, arch: int) -> None:
     """Calls without an operand among them."""
     kernels, found = linked(*compiled(options), arch)

@@ -22,7 +22,7 @@ def search_quickly() -> bool:
     Whether there is one: another function than the known one stays."""
     try:
         place = importlib.import_module(PLACE)
-    except ModuleNotFoundError:  # no diffusers, or one without such hooks
+    except ImportError:  # no diffusers, or one without such hooks
         return False
     own = getattr(place, SEARCH, None)
     if isinstance(own, FunctionType) and frozenset(own.__code__.co_names) == KNOWN:

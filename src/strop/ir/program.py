@@ -143,8 +143,11 @@ class CallStep:
 
     @property
     def in_place(self) -> tuple[tuple[int, int], ...]:
-        """As in KernelStep."""
-        return ((self.outputs[0], self.inputs[2].buffer),) if self.op == "linear_add" else ()
+        """As in KernelStep; a product is not written over what it is made of."""
+        if self.op != "linear_add":
+            return ()
+        *factors, addend = (ref.buffer for ref in self.inputs)
+        return () if addend in factors else ((self.outputs[0], addend),)
 
     @property
     def touched(self) -> tuple[int, ...]:

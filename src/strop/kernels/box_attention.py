@@ -216,6 +216,7 @@ def is_boxed(attrs: Mapping[str, Any], shapes: Sequence[Sequence[Expr]], dtype: 
     widths = {shape[-1] for shape in shapes}
     return (
         len(shapes) == 3  # no mask
+        and all(len(shape) == 4 for shape in shapes)
         and not attrs["causal"]
         and (attrs["scale"] is None or attrs["scale"] > 0)
         and dtype in HALVES

@@ -193,7 +193,7 @@ def box_of(pixels: int, of: Picture, extra: int = 0) -> tuple[int, int, int]:
                        strict=True)]  # fmt: skip
         return math.prod(covered), count, -width
 
-    return min(BOXES[pixels], key=wasted)
+    return min((box for box in BOXES[pixels] if box[0] == 1 or not extra), key=wasted)
 
 
 # Measured on an H100 in fp16 (benchmarks/probes/conv_boxes.py): microseconds that a program takes

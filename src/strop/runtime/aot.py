@@ -100,10 +100,10 @@ def compile_dynamo(gm: GraphModule, example_inputs: Sequence[Any], **given: Any)
     def compiler(job: Job) -> Callable[[GraphModule, Sequence[Any]], Any]:
         return lambda graph, inputs: _compile(graph, inputs, job)
 
-    half = replace(job, options=options.in_training, joint=joint)
+    trained = replace(job, options=options.in_training, joint=joint)
     backend = aot_autograd(
-        fw_compiler=compiler(replace(half, role="forward")),
-        bw_compiler=compiler(replace(half, role="backward")),
+        fw_compiler=compiler(replace(trained, role="forward")),
+        bw_compiler=compiler(replace(trained, role="backward")),
         inference_compiler=compiler(job), partition_fn=joint.partition,
         decompositions=DECOMPOSITIONS if keeps_torchs else OF_TORCH,
         keep_inference_input_mutations=True,
@@ -138,8 +138,7 @@ def _compile(gm: GraphModule, inputs: Sequence[Any], job: Job) -> Any:
     built = library.counts[0] - before
     roots = [root_of(fx.meta["val"]) for fx in gm.graph.nodes if fx.op == "placeholder"]
     checked = compiled if options.check else None
-    possible = (*program.sources, *own_calls.sources_anywhere(program, library.arch))
-    later = library.later([s for s in dict.fromkeys(possible) if s not in needed])
+    later = library.later(own_calls.sources_elsewhere(program, needed, library.arch))
     runner = AotProgram(program, library, device, roots, constants, checked, later)
     records.append(AotRecord(compiled, time.perf_counter() - started, built, job.role, runner))
     return _boxed(runner)

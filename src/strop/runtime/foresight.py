@@ -1,8 +1,9 @@
 """Kernels of ours for library calls, begun while a module is still being traced.
 
 A trace takes seconds in which no compiler has work to do. What a convolution or an attention will
-be is known when the module calls it: from its sizes a kernel is printed at once, the same that the
-finished program asks for. Should a pass change the call, a kernel was built in vain.
+be is known when the module calls it: a kernel is printed at once, the same that the finished
+program asks for at the sizes of the trace. A batch of 1, which is traced as 2, may need others; if
+a pass changes the call, a kernel was built in vain.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from strop.ir.source import BOXES_ARCH
+from strop.ir.source import has_boxes
 from strop.kernels.geglu import DEPTH, box_geglu, geglu, tile_of
 from strop.runtime.kernels import BoundKernel, KernelLibrary
 
@@ -33,7 +33,7 @@ class GatedLinear:
             self._otherwise(inputs, out)
             return
         is_one = (
-            self._kernels.arch >= BOXES_ARCH
+            has_boxes(self._kernels.arch)
             and tile_of(x.shape[0], x.shape[1], out.shape[1]) is not None
         )
         product = out if is_one else torch.mm(x, weight.t())

@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 
 from strop.errors import UnsupportedError
-from strop.ir.source import BOXES_ARCH, KernelSource
+from strop.ir.source import KernelSource, has_boxes
 from strop.options import Options
 from strop.runtime import builds, cubin, driver
 from strop.runtime.ahead import Ahead
@@ -137,7 +137,7 @@ class CudaKernels:
             builds.stop_workers()
 
     def begin(self, sources: Sequence[KernelSource]) -> None:
-        able = [source for source in sources if self.arch >= BOXES_ARCH or not source.boxes]
+        able = [source for source in sources if has_boxes(self.arch) or not source.boxes]
         Ahead(able, self.arch, self._cache, self._workers, niceness=0).start()
 
     def later(self, sources: Sequence[KernelSource]) -> Ahead:

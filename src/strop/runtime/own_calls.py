@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from strop.ir.dims import Expr
 from strop.ir.program import CallStep, Program, Step
-from strop.ir.source import BOXES_ARCH, KernelSource
+from strop.ir.source import KernelSource, has_boxes
 from strop.kernels import own_kernels
 from strop.runtime.box_attention import BoxAttention
 from strop.runtime.box_convolution import BoxConvolution
@@ -29,9 +29,9 @@ def chosen(program: Program, steps: Sequence[Step | None],
     for position, step in enumerate(steps):
         if isinstance(step, CallStep) and step.boxed:
             shapes = [sizes(ref.shape) for ref in step.inputs]
-            boxed = arch >= BOXES_ARCH
             dtype = program.buffers[step.inputs[0].buffer].dtype
-            sources = own_kernels.sources_at(step.op, dict(step.attrs), shapes, dtype, boxed=boxed)
+            sources = own_kernels.sources_at(step.op, dict(step.attrs), shapes, dtype,
+                                             boxed=has_boxes(arch))  # fmt: skip
             if sources:
                 found[position] = sources
     return found
@@ -47,11 +47,18 @@ def sources_at(program: Program, env: Mapping[str, int], arch: int) -> tuple[Ker
     return tuple(dict.fromkeys((*program.sources_at(env), *itertools.chain(*own))))
 
 
+def sources_elsewhere(program: Program, needed: Collection[KernelSource], arch: int
+                      ) -> tuple[KernelSource, ...]:  # fmt: skip
+    """All kernels that run at some sizes on such a GPU but those that are ``needed``."""
+    here, all_kernels = set(needed), (*program.sources, *sources_anywhere(program, arch))
+    return tuple(source for source in dict.fromkeys(all_kernels) if source not in here)
+
+
 def sources_anywhere(program: Program, arch: int) -> tuple[KernelSource, ...]:
     """What calls launch at any sizes on such a GPU."""
     found = dict[KernelSource, None]()
     for step in program.call_steps:
-        if step.boxed and arch >= BOXES_ARCH:
+        if step.boxed and has_boxes(arch):
             shapes = [ref.shape for ref in step.inputs]
             dtype = program.buffers[step.inputs[0].buffer].dtype
             found |= dict.fromkeys(

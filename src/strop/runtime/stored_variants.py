@@ -92,7 +92,9 @@ def own_source() -> str:
     """A digest of the compiler itself, so that a change to it never meets an old plan."""
     digest = hashlib.sha256()
     root = Path(strop.__file__).parent
-    for folder in ("frontend", "ir", "passes", "patterns", "fusion", "lowering", "codegen"):
+    digest.update((root / "backend.py").read_bytes())
+    for folder in ("frontend", "ir", "passes", "patterns", "fusion", "lowering", "codegen",
+                   "kernels"):  # fmt: skip
         for file in sorted((root / folder).rglob("*.[ph]*")):
             if file.suffix in (".py", ".h"):
                 digest.update(file.read_bytes())

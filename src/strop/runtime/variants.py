@@ -28,7 +28,7 @@ from strop.frontend.effects import no_changes
 from strop.frontend.importer import import_graph
 from strop.frontend.objects import with_objects
 from strop.ir.program import Program
-from strop.ir.source import BOXES_ARCH, KernelSource
+from strop.ir.source import KernelSource, has_boxes
 from strop.options import Options
 from strop.patterns import registry
 from strop.runtime import own_calls, priming, stored_variants
@@ -235,13 +235,12 @@ class VariantStore:
         primed = time.perf_counter()
         library.build(needed)
         ready = time.perf_counter()
-        possible = (*program.sources, *own_calls.sources_anywhere(program, library.arch))
-        others = dict.fromkeys(possible).keys() - {*needed}
+        others = own_calls.sources_elsewhere(program, needed, library.arch)
         log.info("%s: %d calls, %d kernels, %d more for other sizes; kernels ready in %.1f s, all"
                  " in %.1f s", self.name, len(program.call_steps), len(needed), len(others),
                  ready - begun, ready - started)  # fmt: skip
         return replace(variant, seconds={**seconds, "kernels": ready - primed},
-                       later=library.later(tuple(others)))  # fmt: skip
+                       later=library.later(others))  # fmt: skip
 
     def _waits_for_compilers(self, variant: Variant) -> bool:
         """Whether this thread, which will run the variant, has just begun its kernels."""
@@ -263,10 +262,9 @@ class VariantStore:
         self.num_captures += 1
         start = time.perf_counter()
         clone = clone_structure(self.module)
-        has_boxes = library.arch >= BOXES_ARCH
-        foresight = (
-            Foresight(library.begin, self.options) if has_boxes else contextlib.nullcontext()
-        )
+        foresight: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+        if has_boxes(library.arch):
+            foresight = Foresight(library.begin, self.options)
 
         def call(*tensors: Tensor) -> Any:
             args, kwargs = rebuild(skeleton, tensors)
