@@ -92,7 +92,7 @@ def compile_graph(graph: Graph, signature: Signature, device: str, options: Opti
         target = replace(target, in_place=False)
     if not options.narrow_conv:
         target = replace(target, own_call=lambda node: None)
-    target = replace(target, is_boxed=_boxed(target, options))
+    target = replace(target, is_boxed=boxed(device, options))
     emit = once(target.emit)  # a model has many equal kernels
     target = replace(target, emit=without_sizes(emit) if generic else emit,
                      emit_at=None if generic else target.emit_at,
@@ -115,10 +115,10 @@ def compile_graph(graph: Graph, signature: Signature, device: str, options: Opti
                     imported, patterns=own)  # fmt: skip
 
 
-def _boxed(target: Target, options: Options) -> Callable[[Node], bool]:
+def boxed(device: str, options: Options) -> Callable[[Node], bool]:
     """Which library calls kernels of ours may do."""
     given = {"conv2d": options.box_conv, "attention": options.box_attention}
-    return lambda node: given.get(node.op, True) and target.is_boxed(node)
+    return lambda node: given.get(node.op, True) and TARGETS[device].is_boxed(node)
 
 
 def _refuse_types(graph: Graph) -> None:

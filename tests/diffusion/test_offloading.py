@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import importlib.util
 from typing import Any
 
 import pytest
@@ -11,30 +11,19 @@ from diffusers.hooks import apply_group_offloading, group_offloading
 from torch import nn
 
 import strop
-from strop.diffusion.offloading import SEARCH, Search, search_quickly
+from strop.diffusion.offloading import PLACE, SEARCH, Search, search_quickly
 from tests.e2e import tiny
 
 
 @pytest.fixture
-def own(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """diffusers' function, which is back afterwards."""
-    found = getattr(group_offloading, SEARCH)
-    if isinstance(found, Search):  # from an earlier test of this process
-        monkeypatch.undo()
-        found = _as_published()
-    monkeypatch.setattr(group_offloading, SEARCH, found)
-    yield found
-    monkeypatch.undo()
-
-
-def _as_published() -> Any:
-    import importlib.util
-
-    spec = importlib.util.find_spec("diffusers.hooks.group_offloading")
+def own(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """diffusers' function as published, in its place: earlier tests may have put ours there."""
+    spec = importlib.util.find_spec(PLACE)
     assert spec is not None
     assert spec.loader is not None
     fresh = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(fresh)
+    monkeypatch.setattr(group_offloading, SEARCH, getattr(fresh, SEARCH))
     return getattr(fresh, SEARCH)
 
 

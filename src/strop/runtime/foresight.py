@@ -9,18 +9,18 @@ a pass changes the call, a kernel was built in vain.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.modules.utils import _pair
 from torch.overrides import TorchFunctionMode
 
 from strop.ir.dims import const
 from strop.ir.graph import Node
 from strop.ir.source import KernelSource
 from strop.kernels import own_kernels
-from strop.options import Options
 
 Begin = Callable[[Sequence[KernelSource]], None]
 
@@ -28,22 +28,20 @@ Begin = Callable[[Sequence[KernelSource]], None]
 class Foresight(TorchFunctionMode):
     """Within: ``begin`` gets the kernels that calls of torch's functions will run, once each."""
 
-    def __init__(self, begin: Begin, options: Options) -> None:
+    def __init__(self, begin: Begin, is_boxed: Callable[[Node], bool]) -> None:
         super().__init__()
-        self._begin = begin
-        self._watched = {function: call.node for function, call in CALLS.items()
-                         if getattr(options, call.option)}  # fmt: skip
+        self._begin, self._is_boxed = begin, is_boxed
         self._seen = set[KernelSource]()
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (),
                            kwargs: Any = None) -> Any:  # fmt: skip
         result = func(*args, **(kwargs or {}))
-        if func in self._watched:
-            self._foresee(self._watched[func](*args, **(kwargs or {})))
+        if func in CALLS:
+            self._foresee(CALLS[func](*args, **(kwargs or {})))
         return result
 
     def _foresee(self, node: Node | None) -> None:
-        if node is None or not own_kernels.is_boxed(node):
+        if node is None or not self._is_boxed(node):
             return
         sources = [s for s in own_kernels.sources_of(node, {}) if s not in self._seen]
         self._seen.update(sources)
@@ -55,7 +53,7 @@ def _convolution(input: Tensor, weight: Tensor, bias: Tensor | None = None, stri
                  padding: Any = 0, dilation: Any = 1, groups: int = 1) -> Node | None:  # fmt: skip
     if isinstance(padding, str) or input.dim() != 4:
         return None
-    attrs = {"stride": _both(stride), "padding": _both(padding), "dilation": _both(dilation),
+    attrs = {"stride": _pair(stride), "padding": _pair(padding), "dilation": _pair(dilation),
              "groups": groups}  # fmt: skip
     return _called("conv2d", (input, weight), attrs)  # the bias is the next kernel's
 
@@ -66,11 +64,6 @@ def _attention(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | No
     if attn_mask is not None or dropout_p or enable_gqa or query.dim() != 4:
         return None
     return _called("attention", (query, key, value), {"causal": is_causal, "scale": scale})
-
-
-def _both(value: Any) -> tuple[int, ...]:
-    values = (value,) if isinstance(value, int) else tuple(value)
-    return values * 2 if len(values) == 1 else values
 
 
 def _called(op: str, operands: Sequence[Tensor], attrs: dict[str, Any]) -> Node | None:
@@ -84,12 +77,7 @@ def _called(op: str, operands: Sequence[Tensor], attrs: dict[str, Any]) -> Node 
     return Node(op, tuple(inputs), attrs, inputs[0].shape, inputs[0].dtype)
 
 
-class _Call(NamedTuple):
-    option: str  # which has to be on
-    node: Callable[..., Node | None]  # of the function's own arguments
-
-
-CALLS: dict[Any, _Call] = {
-    F.conv2d: _Call("box_conv", _convolution),
-    F.scaled_dot_product_attention: _Call("box_attention", _attention),
+CALLS: dict[Any, Callable[..., Node | None]] = {  # of the function's own arguments
+    F.conv2d: _convolution,
+    F.scaled_dot_product_attention: _attention,
 }

@@ -30,6 +30,7 @@ from strop.ir.graph import Ref
 from strop.ir.program import Guard
 from strop.options import Options
 from strop.patterns import registry
+from strop.runtime import own_calls
 from strop.runtime.aot import AotLog, AotProgram, AotRecord, refuse_foreign, root_of
 from strop.runtime.garbage import collection_paused
 from strop.runtime.kernels import KernelLibrary
@@ -233,8 +234,8 @@ class _Half:
         """Waits for the kernels."""
         program, started = self.compiled.program, time.perf_counter()
         self.library.build(self.needed)
-        needed = set(self.needed)
-        later = self.library.later([s for s in program.sources if s not in needed])
+        elsewhere = own_calls.sources_elsewhere(program, self.needed, self.library.arch)
+        later = self.library.later(elsewhere)
         roots = list(map(root_of, self.values))
         runner = AotProgram(program, self.library, device, roots, self.constants,
                             self.compiled if self.is_checked else None, later)  # fmt: skip
