@@ -178,6 +178,7 @@ def test_a_graph_costs_its_arguments_and_results_alone() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 def test_large_memory_is_free_between_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(executor, "KEPT_BYTES", 1 << 20)
+    bytes_of(Options())  # cuBLAS takes 32 MiB for a stream with its first product, and keeps them
     held, bound = bytes_of(Options())
     assert bound.arena_bytes >= 4096 * 4096 * 4
     assert held < bound.arena_bytes / 10
