@@ -13,17 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from strop.ir.dims import const, symbol
+from strop.ir.functions import HALVES
 from strop.ir.source import KernelSource
-from strop.kernels.box_attention import (
-    FEW_KEYS,
-    HALVES,
-    TILES,
-    Tile,
-    box_attention,
-    is_boxed,
-    tile_of,
-)
+from strop.kernels.attention import FEW_KEYS, tiles_of
+from strop.kernels.box_attention import Tile, box_attention
 from strop.runtime.box_attention import BoxAttention
 from strop.runtime.kernels import kernel_library
 from strop.testing import assert_as_accurate_as_eager
@@ -34,8 +27,15 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from strop.codegen.triton_interpreter import interpret
 
+WITH_QUERIES = Tile(64, 64, 3, 4, blocks=0, with_queries=True)
+TILES = {  # few keys, and else
+    40: (Tile(128, 32, 4, 4, parts=1, blocks=0), Tile(128, 64, 3, 8, parts=1)),
+    64: (Tile(64, 32, 4, 4, blocks=0), Tile(64, 64, 3, 4)),
+    80: (WITH_QUERIES, Tile(64, 64, 3, 4)),
+    160: (WITH_QUERIES, WITH_QUERIES),
+}
 HEADS = tuple(TILES)
-IN_USE = sorted({(head, tile) for head, tiles in TILES.items() for tile in tiles}, key=repr)
+IN_USE = [(head, tile) for head in HEADS for tile in tiles_of(head) if isinstance(tile, Tile)]
 View = tuple[Sequence[int], Sequence[int]]
 
 
@@ -251,41 +251,6 @@ def test_tensors_of_2_to_the_31_elements_are_for_the_library() -> None:
     assert call._source(huge, huge, huge) is None
     half = huge[:, :, : 2**29 // 80]
     assert call._source(half, half, half) is not None
-
-
-PLAIN = {"causal": False, "scale": None}
-SHAPE = (symbol("b"), const(8), symbol("n"), const(40))
-
-
-@pytest.mark.parametrize(
-    ("attrs", "shapes", "dtype", "expected"),
-    [
-        (PLAIN, [SHAPE] * 3, torch.float16, True),
-        (PLAIN, [SHAPE] * 3, torch.bfloat16, True),
-        (PLAIN | {"scale": 0.5}, [SHAPE] * 3, torch.float16, True),
-        (PLAIN, [SHAPE] * 3, torch.float32, False),
-        (PLAIN, [SHAPE] * 4, torch.float16, False),  # with a mask
-        (PLAIN | {"causal": True}, [SHAPE] * 3, torch.float16, False),
-        (PLAIN | {"scale": -1.0}, [SHAPE] * 3, torch.float16, False),
-        (PLAIN, [(*SHAPE[:3], const(72))] * 3, torch.float16, False),
-        (PLAIN, [(*SHAPE[:3], symbol("d"))] * 3, torch.float16, False),
-        (PLAIN, [SHAPE, SHAPE, (*SHAPE[:3], const(64))], torch.float16, False),
-        (PLAIN, [SHAPE, SHAPE[2:], SHAPE[2:]], torch.float16, False),  # keys for all heads
-    ],
-)
-def test_which_calls(attrs, shapes, dtype, expected) -> None:
-    assert is_boxed(attrs, shapes, dtype) == expected
-
-
-def test_which_tiles() -> None:
-    assert tile_of(80, 16, 1024, 77) == TILES[80][0]
-    assert tile_of(160, 16, 256, 256) == TILES[160][1]
-    assert tile_of(64, 40, 1024, 1024) == TILES[64][1]
-    assert tile_of(40, 16, 4096, 77) == TILES[40][0]
-    assert tile_of(40, 16, 4096, 4096) is None  # cuDNN's is faster
-    assert tile_of(64, 20, 4096, 4096) is None
-    assert tile_of(128, 16, 64, 64) is None
-    assert tile_of(64, 12, 128, 128) is None  # BERT's: not measured
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)

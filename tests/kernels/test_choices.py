@@ -13,8 +13,8 @@ from strop.cli import app
 from strop.errors import StropError
 
 RESULTS = Path(__file__).parents[2] / "benchmarks/results"
-SWEEPS = [RESULTS / f"{name}_h100_2026-11-22.json"
-          for name in ("conv_boxes", "conv_boxes-sizes", "attn_boxes")]  # fmt: skip
+SWEEPS = [RESULTS / f"{name}_h100_2026-11-{day}.json" for name, day in
+          (("conv_boxes", 22), ("conv_boxes-sizes", 22), ("attn_groups", 23))]  # fmt: skip
 
 
 @pytest.mark.parametrize("sweep", SWEEPS, ids=lambda sweep: sweep.stem)

@@ -1,7 +1,7 @@
 """Are the kernels that rules choose the fastest ones? Judged by sweeps that an earlier run left.
 
-A sweep is a JSON file of ``benchmarks/probes/conv_boxes.py`` or ``attn_boxes.py``: at each shape
-the microseconds of the library and of every tile of ours.
+A sweep is a JSON file of ``benchmarks/probes/conv_boxes.py``, ``attn_boxes.py`` or
+``attn_groups.py``: at each shape the microseconds of the library and of every tile of ours.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from strop.errors import StropError
-from strop.kernels import box_attention, box_conv
+from strop.kernels import attention, box_conv
 from strop.kernels.box_conv import Picture
 
 LIBRARY = "cudnn"
@@ -64,14 +64,17 @@ def _conv(shape: Shape) -> Name:
 
 def _attention(shape: Shape) -> Name:
     batch, heads, queries, keys, head = shape
-    tile = box_attention.tile_of(head, batch * heads, queries, keys)
+    tile = attention.tile_of(head, batch * heads, queries, keys)
     return astuple(tile) if tile else LIBRARY
 
 
-RULES: Mapping[str, Callable[[Shape], Name]] = {"conv_boxes": _conv, "attn_boxes": _attention}
+RULES: Mapping[str, Callable[[Shape], Name]] = {
+    "conv_boxes": _conv, "attn_boxes": _attention, "attn_groups": _attention,
+}  # fmt: skip
 FITTED: Mapping[str, frozenset[Shape]] = {
     "conv_boxes": frozenset((*each, 3, 1) for each in box_conv.FITTED),
-    "attn_boxes": frozenset(box_attention.FITTED),
+    "attn_boxes": frozenset(attention.FITTED),
+    "attn_groups": frozenset(attention.FITTED),
 }
 
 

@@ -15,6 +15,7 @@ import linecache
 import os
 import signal
 import struct
+import subprocess
 import sys
 import tempfile
 from typing import Any, BinaryIO
@@ -35,6 +36,8 @@ def jit_function(name: str, text: str) -> Any:
 
 def compile_request(request: dict[str, Any]) -> tuple[dict[str, Any], bytes]:
     """Machine code and what a launch needs to know about it."""
+    if request.get("language") == "ptx":
+        return _assembled(request)
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -62,6 +65,31 @@ def compile_request(request: dict[str, Any]) -> tuple[dict[str, Any], bytes]:
         "boxes": _boxes(request["boxes"], metadata),
     }
     return header, compiled.asm["cubin"]
+
+
+def _assembled(request: dict[str, Any]) -> tuple[dict[str, Any], bytes]:
+    """The same of PTX, by Triton's assembler. It says which memory the launch gives it."""
+    from triton import knobs
+
+    with tempfile.TemporaryDirectory(prefix="strop-ptx-") as folder:
+        text, code = os.path.join(folder, "kernel.ptx"), os.path.join(folder, "kernel.cubin")
+        with open(text, "w") as file:
+            file.write(request["text"])
+        command = [knobs.nvidia.ptxas.path, f"--gpu-name=sm_{request['arch']}a", text, "-o", code]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise RuntimeError(done.stderr.strip())
+        with open(code, "rb") as file:
+            cubin = file.read()
+    header = {
+        "entry": request["name"],
+        "shared": request["constants"]["SHARED"],
+        "num_warps": request["num_warps"],
+        "arch": request["arch"],
+        "early": request["constants"]["EARLY"] == 1,
+        "boxes": request["boxes"],
+    }
+    return header, cubin
 
 
 def _boxes(dtypes: list[Any], metadata: Any) -> list[list[Any] | None]:

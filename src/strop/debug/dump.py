@@ -34,7 +34,7 @@ from strop.options import Options
 if TYPE_CHECKING:
     from torch.fx import GraphModule
 
-_ENDINGS = {"triton": "py", "cpp": "cpp"}
+_ENDINGS = {"ptx": "ptx", "triton": "py", "cpp": "cpp"}
 _RUN = '''"""Runs the program of this folder on random inputs at the traced sizes."""
 
 from pathlib import Path

@@ -10,13 +10,11 @@ from __future__ import annotations
 
 import math
 import textwrap
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
-from strop.ir.dims import Expr, symbol
+from strop.ir.dims import symbol
 from strop.ir.functions import EARLY, HALVES
 from strop.ir.source import KernelSource
 
@@ -157,69 +155,3 @@ def _text(tile: Tile) -> str:
         lines.append(textwrap.indent(_QUERIES, "    "))
     lines.append((_LOAD + _SCORE + _MASK + _WEIGH).format(n=0))
     return "".join((*lines, _TAIL))
-
-
-# Measured on an H100 in fp16 (benchmarks/probes/attn_boxes.py), us of cuDNN and ours at batch 2, 8
-# heads: 1024 to 77 words, heads of 80 9.0 and 6.0; 4096, of 40 14.8 and 13.9; 256 to themselves, of
-# 160 11.2 and 7.5; 1024, 20 of 64 34.7 and 33.0. But 1024, of 80 19.2 and 19.7; 4096, of 40 158 and
-# 171, 10 of 64 191 and 208: cuDNN takes longer to begin, and less for each score.
-FITTED = (  # batch, heads, queries, keys, size of a head of these measurements
-    (2, 8, 1024, 77, 80), (2, 8, 4096, 77, 40), (2, 8, 256, 256, 160), (2, 20, 1024, 1024, 64),
-    (2, 8, 1024, 1024, 80), (2, 8, 4096, 4096, 40), (2, 10, 4096, 4096, 64),
-)  # fmt: skip
-FEW_KEYS = 128  # which are a few blocks
-TILES = {  # by the size of a head: few keys, and else
-    40: (Tile(128, 32, 4, 4, parts=1, blocks=0), Tile(128, 64, 3, 8, parts=1)),
-    64: (Tile(64, 32, 4, 4, blocks=0), Tile(64, 64, 3, 4)),
-    80: (Tile(64, 64, 3, 4, blocks=0, with_queries=True), Tile(64, 64, 3, 4)),
-    160: (Tile(64, 64, 3, 4, blocks=0, with_queries=True),) * 2,
-}
-MOST_SCORES = {  # of all heads together, likewise
-    40: (8 << 20, 2 << 20), 64: (16 << 20, 48 << 20), 80: (8 << 20, 8 << 20),
-    160: (8 << 20, 8 << 20),
-}  # fmt: skip
-LEAST_QUERIES = {40: 1024, 64: 1024, 80: 1024, 160: 64}  # fewer have not been measured
-
-
-def tile_of(head: int, batch_times_heads: int, queries: int, keys: int) -> Tile | None:
-    """The fastest tile, or None where the library is faster."""
-    if head not in TILES or queries < LEAST_QUERIES[head]:
-        return None
-    which = int(keys > FEW_KEYS)
-    is_ours = batch_times_heads * queries * keys <= MOST_SCORES[head][which]
-    return TILES[head][which] if is_ours else None
-
-
-def sources_at(attrs: Mapping[str, Any], shapes: Sequence[Sequence[int]], dtype: torch.dtype
-               ) -> list[KernelSource]:  # fmt: skip
-    """What is launched for operands of these sizes; nothing where the library does it."""
-    batch, heads, queries, head = shapes[0]
-    tile = tile_of(head, batch * heads, queries, shapes[1][2])
-    return [box_attention(head, scale_of(attrs, head), tile, dtype)] if tile else []
-
-
-def sources_anywhere(attrs: Mapping[str, Any], head: int, dtype: torch.dtype
-                     ) -> list[KernelSource]:  # fmt: skip
-    """For few keys and many."""
-    scale = scale_of(attrs, head)
-    return [box_attention(head, scale, tile, dtype) for tile in dict.fromkeys(TILES[head])]
-
-
-def scale_of(attrs: Mapping[str, Any], head: int) -> float:
-    scale: float | None = attrs["scale"]
-    return head**-0.5 if scale is None else scale
-
-
-def is_boxed(attrs: Mapping[str, Any], shapes: Sequence[Sequence[Expr]], dtype: torch.dtype
-             ) -> bool:  # fmt: skip
-    """Whether the kernel can take these operands of an attention, (B, H, S, D) each."""
-    widths = {shape[-1] for shape in shapes}
-    return (
-        len(shapes) == 3  # no mask
-        and all(len(shape) == 4 for shape in shapes)
-        and not attrs["causal"]
-        and (attrs["scale"] is None or attrs["scale"] > 0)
-        and dtype in HALVES
-        and len(widths) == 1
-        and all(width.is_const and width.value in TILES for width in widths)
-    )

@@ -10,13 +10,13 @@ import torch
 from strop.ir.dims import Expr
 from strop.ir.graph import Node
 from strop.ir.source import KernelSource
-from strop.kernels import box_attention, box_conv, geglu
+from strop.kernels import attention, box_conv, geglu
 
 
 def is_boxed(node: Node) -> bool:
     """Whether at some sizes a kernel that reads by the tensor memory accelerator is faster."""
     if node.op == "attention":
-        return box_attention.is_boxed(node.attrs, [x.shape for x in node.inputs], node.dtype)
+        return attention.is_boxed(node.attrs, [x.shape for x in node.inputs], node.dtype)
     return node.op == "geglu" or box_conv.is_boxed(node)
 
 
@@ -29,7 +29,7 @@ def sources_at(op: str, attrs: Mapping[str, Any], shapes: Sequence[Sequence[int]
     if op == "conv2d" and boxed:
         return box_conv.sources_at(shapes, dtype)
     if op == "attention" and boxed:
-        return box_attention.sources_at(attrs, shapes, dtype)
+        return attention.sources_at(attrs, shapes, dtype)
     return []
 
 
@@ -41,7 +41,7 @@ def sources_anywhere(op: str, attrs: Mapping[str, Any], shapes: Sequence[Sequenc
     if op == "conv2d":
         return box_conv.sources_anywhere(shapes[1], dtype)
     if op == "attention":
-        return box_attention.sources_anywhere(attrs, shapes[0][-1].value, dtype)
+        return attention.sources_anywhere(attrs, shapes[0][-1].value, dtype)
     return []
 
 

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from strop.ir.source import KernelSource
-from strop.kernels.box_attention import Tile, box_attention, tile_of
+from strop.kernels.attention import AnyTile, source_of, tile_of
 from strop.runtime.kernels import BoundKernel, KernelLibrary
 
 Call = Callable[[Sequence[Tensor]], Tensor]
-Choose = Callable[[int, int, int, int], Tile | None]  # head, batch * heads, queries, keys
+Choose = Callable[[int, int, int, int], AnyTile | None]  # head, batch * heads, queries, keys
 Form = tuple[tuple[torch.Size, tuple[int, ...]], ...]  # sizes and strides of q, k and v
 ALIGNMENT = 16  # bytes
 MOST_PROGRAMS = 65535  # along the second dim of a grid, which counts heads
@@ -54,7 +54,7 @@ class BoxAttention:
         batch, heads, queries, head = q.shape
         tile = self._choose(head, batch * heads, queries, k.shape[2])
         scale = head**-0.5 if self._scale is None else self._scale
-        return None if tile is None else box_attention(head, scale, tile, q.dtype)
+        return None if tile is None else source_of(head, scale, tile, q.dtype)
 
     def _bind(self, source: KernelSource, tensors: Sequence[Tensor]) -> BoundKernel:
         (batch, heads, queries, _), keys = tensors[0].shape, tensors[1].shape[2]

@@ -32,6 +32,7 @@ TYPES = {
 # CUtensorMapDataType
 BOX_TYPES = {torch.uint8: 0, torch.int32: 3, torch.int64: 5, torch.float16: 6, torch.float32: 7,
              torch.float64: 8, torch.bfloat16: 9}  # fmt: skip
+SWIZZLE_128B = 3  # CUtensorMapSwizzle
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +92,8 @@ class Cubin:
 
 def request_of(source: KernelSource, arch: int) -> dict[str, Any]:
     """The compile request: plain data, everything that decides the machine code."""
+    if source.language == "ptx":
+        return _assembly_request(source, arch)
     boxes = [source.box(n) for n in range(len(source.params))]
     types = [_param_type(dtype, box) for dtype, box in zip(source.params, boxes, strict=True)]
     types += ["*" + TYPES[scratch.dtype] for scratch in source.scratch]
@@ -112,6 +115,20 @@ def request_of(source: KernelSource, arch: int) -> dict[str, Any]:
         "arch": arch,
         "boxes": [box and BOX_TYPES[dtype]
                   for dtype, box in zip(source.params, boxes, strict=True)] if any(boxes) else [],
+    }  # fmt: skip
+
+
+def _assembly_request(source: KernelSource, arch: int) -> dict[str, Any]:
+    boxes = [source.box(n) for n in range(len(source.params))]
+    return {
+        "language": "ptx",
+        "name": source.name,
+        "text": source.text,
+        "constants": dict(source.constants),
+        "num_warps": source.num_warps,
+        "arch": arch,
+        "boxes": [[box, BOX_TYPES[dtype], SWIZZLE_128B] if box else None
+                  for dtype, box in zip(source.params, boxes, strict=True)],
     }  # fmt: skip
 
 

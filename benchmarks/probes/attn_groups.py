@@ -1,0 +1,78 @@
+"""Is attention by groups of warps, in PTX, faster than cuDNN's, and than that by boxes?
+
+python benchmarks/probes/attn_groups.py --out FOLDER [--seconds 120]
+
+One H100, fp16: attention of SD1.5 (heads of 40, 80 and 160) and SDXL (64) at pictures of 256 to
+1024, to itself and to 77 words. ``strop.kernels.group_attention`` says how ours works. Errors are
+against fp64, of 256 queries of one head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import astuple
+
+import attn_boxes
+import contest
+import torch
+
+from strop.ir.source import KernelSource
+from strop.kernels import attention
+from strop.kernels.box_attention import Tile
+from strop.kernels.group_attention import GroupTile
+
+# batch, heads, queries, keys, size of a head
+SHAPES = (
+    (2, 8, 4096, 4096, 40), (2, 8, 1024, 1024, 80), (2, 20, 1024, 1024, 64), (2, 8, 4096, 77, 40),
+    (2, 8, 1024, 77, 80), (2, 20, 1024, 77, 64), (2, 10, 4096, 77, 64), (2, 8, 256, 77, 160),
+    (2, 8, 16384, 16384, 40), (2, 8, 4096, 4096, 80), (2, 10, 4096, 4096, 64),
+    (2, 8, 1024, 1024, 40), (2, 8, 2304, 2304, 40), (1, 8, 4096, 4096, 40),
+    (2, 8, 6144, 6144, 40), (2, 8, 9216, 9216, 40), (8, 8, 4096, 4096, 40),
+    (2, 8, 256, 256, 80), (2, 8, 576, 576, 80), (1, 8, 1024, 1024, 80), (2, 8, 2304, 2304, 80),
+    (8, 8, 1024, 1024, 80), (8, 20, 1024, 1024, 64), (2, 8, 16384, 77, 40), (8, 8, 4096, 77, 40),
+    (2, 8, 1024, 77, 40), (2, 8, 4096, 77, 80), (8, 8, 1024, 77, 80), (2, 8, 256, 77, 80),
+    (8, 20, 1024, 77, 64), (2, 8, 1024, 77, 160), (2, 8, 64, 77, 160), (8, 8, 256, 77, 160),
+    (1, 3, 1000, 333, 40), (2, 2, 170, 129, 80),
+)  # fmt: skip
+# groups, keys, stages, programs
+LONG = {
+    40: ((4, 80, 3), (4, 64, 4), (3, 80, 3), (2, 64, 4, 2)),
+    64: ((4, 64, 4), (3, 80, 3), (2, 128, 2)),
+    80: ((2, 128, 2), (3, 64, 3), (2, 64, 3)),
+    160: (),
+}  # fmt: skip
+SHORT = ((1, 80, 1, 4), (1, 80, 1, 5), (2, 80, 1, 2), (4, 80, 1), (1, 80, 1, 2))
+
+
+def tiles(shape: tuple[int, ...]) -> Iterator[Tile | GroupTile]:
+    *_, keys, head = shape
+    is_short = keys <= attn_boxes.SHORTEST
+    yield BOXES[head][not is_short]
+    for each in SHORT if is_short else LONG[head]:
+        if head < 160 or each[-1] < 5:  # more than its registers
+            yield GroupTile(*each)
+
+
+BOXES = {  # for few keys, and else
+    40: (Tile(128, 32, 4, 4, parts=1, blocks=0), Tile(128, 64, 3, 8, parts=1)),
+    64: (Tile(64, 32, 4, 4, blocks=0), Tile(64, 64, 3, 4)),
+    80: (Tile(64, 64, 3, 4, blocks=0, with_queries=True), Tile(64, 64, 3, 4)),
+    160: (Tile(64, 64, 3, 4, blocks=0, with_queries=True),) * 2,
+}
+
+
+def candidates(shape: tuple[int, ...]) -> Iterator[tuple[str, KernelSource]]:
+    for tile in tiles(shape):
+        source = attention.source_of(shape[-1], shape[-1] ** -0.5, tile, torch.float16)
+        yield str(astuple(tile)), source
+
+
+def main() -> None:
+    args = contest.arguments_of(__doc__, seconds=120).parse_args()
+    attn_boxes.candidates = candidates
+    sources = [source for shape in SHAPES for _, source in candidates(shape)]
+    contest.hold("attn_groups", args, sources, SHAPES, attn_boxes.measure)
+
+
+if __name__ == "__main__":
+    main()

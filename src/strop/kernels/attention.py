@@ -1,0 +1,136 @@
+"""Which kernel of ours does an attention, by sizes alone; or none, where the library is faster."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from strop.ir.dims import Expr
+from strop.ir.functions import HALVES
+from strop.ir.source import KernelSource
+from strop.kernels.box_attention import Tile, box_attention
+from strop.kernels.group_attention import ROWS, GroupTile, group_attention
+
+AnyTile = Tile | GroupTile
+
+# Measured on an H100 in fp16 (benchmarks/probes/attn_boxes.py and attn_groups.py).
+FITTED = (  # batch, heads, queries, keys, size of a head of the measurements that set these numbers
+    (2, 8, 1024, 77, 80), (2, 8, 4096, 77, 40), (2, 8, 256, 256, 160), (2, 20, 1024, 1024, 64),
+    (2, 10, 4096, 4096, 64), (2, 8, 4096, 4096, 40), (2, 8, 16384, 16384, 40),
+    (2, 8, 2304, 2304, 40), (2, 8, 1024, 1024, 40), (2, 8, 4096, 4096, 80), (8, 8, 1024, 1024, 80),
+    (2, 8, 256, 77, 80), (2, 10, 4096, 77, 64),
+)  # fmt: skip
+FEW_KEYS = 128  # which are a few blocks
+PROCESSORS = 132
+UNBOUNDED = 1 << 62
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """A tile, where there are no more scores, of all heads together, and no more keys."""
+
+    tile: AnyTile
+    most_scores: int = UNBOUNDED
+    most_keys: int = UNBOUNDED
+
+
+@dataclass(frozen=True, slots=True)
+class Rounds:
+    """A tile of which a processor has one program at a time. Microseconds to begin a round of
+    programs, and of a step over some keys."""
+
+    tile: GroupTile
+    start: float
+    step: float
+
+    def us(self, batch_times_heads: int, queries: int, keys: int) -> float:
+        programs = batch_times_heads * -(-queries // (ROWS * self.tile.groups))
+        steps = -(-keys // self.tile.keys)
+        return -(-programs // PROCESSORS) * (self.start + steps * self.step)
+
+
+_BOX = Tile(64, 64, 3, 4, blocks=0, with_queries=True)
+FEW: Mapping[int, tuple[Rule, ...]] = {  # by the size of a head; the first that holds
+    40: (Rule(Tile(128, 32, 4, 4, parts=1, blocks=0), 24 << 20),),
+    64: (Rule(Tile(64, 32, 4, 4, blocks=0), 4 << 20), Rule(GroupTile(1, 80, 1, 5), 16 << 20, 80)),
+    80: (Rule(GroupTile(1, 80, 1, 2), 1 << 19, 80), Rule(_BOX, 4 << 20)),
+    160: (Rule(_BOX, 1 << 20),),
+}
+MANY: Mapping[int, tuple[Rule, ...]] = {
+    64: (Rule(Tile(64, 64, 3, 4), 48 << 20),),
+    160: (Rule(_BOX, 8 << 20),),
+}
+IN_ROUNDS: Mapping[int, tuple[Rounds, ...]] = {  # many keys; faster than the library wherever tried
+    40: (Rounds(GroupTile(4, 80, 3), 4.4, 1.09), Rounds(GroupTile(3, 80, 3), 5.5, 0.82),
+         Rounds(GroupTile(2, 64, 4), 4.5, 0.60)),
+    80: (Rounds(GroupTile(2, 128, 2), 4.1, 1.39), Rounds(GroupTile(3, 64, 3), 4.8, 0.95),
+         Rounds(GroupTile(2, 64, 3), 3.9, 0.72)),
+}  # fmt: skip
+LEAST_QUERIES = {40: 256, 64: 1024, 80: 128, 160: 64}  # fewer have not been measured
+
+
+@lru_cache(maxsize=4096)
+def tile_of(head: int, batch_times_heads: int, queries: int, keys: int) -> AnyTile | None:
+    """The fastest tile, or None where the library is faster."""
+    if queries < LEAST_QUERIES.get(head, UNBOUNDED):
+        return None
+    if keys > FEW_KEYS and head in IN_ROUNDS:
+        return min(IN_ROUNDS[head], key=lambda way: way.us(batch_times_heads, queries, keys)).tile
+    scores = batch_times_heads * queries * keys
+    for rule in (MANY if keys > FEW_KEYS else FEW)[head]:
+        if scores <= rule.most_scores and keys <= rule.most_keys:
+            return rule.tile
+    return None
+
+
+def tiles_of(head: int) -> tuple[AnyTile, ...]:
+    """All that run at some sizes, each once."""
+    rules: tuple[Rule | Rounds, ...] = (
+        *FEW.get(head, ()), *MANY.get(head, ()), *IN_ROUNDS.get(head, ()),
+    )  # fmt: skip
+    return tuple(dict.fromkeys(rule.tile for rule in rules))
+
+
+def source_of(head: int, scale: float, tile: AnyTile, dtype: torch.dtype) -> KernelSource:
+    if isinstance(tile, GroupTile):
+        return group_attention(head, scale, tile, dtype)
+    return box_attention(head, scale, tile, dtype)
+
+
+def sources_at(attrs: Mapping[str, Any], shapes: Sequence[Sequence[int]], dtype: torch.dtype
+               ) -> list[KernelSource]:  # fmt: skip
+    """What is launched for operands of these sizes; nothing where the library does it."""
+    batch, heads, queries, head = shapes[0]
+    tile = tile_of(head, batch * heads, queries, shapes[1][2])
+    return [source_of(head, scale_of(attrs, head), tile, dtype)] if tile else []
+
+
+def sources_anywhere(attrs: Mapping[str, Any], head: int, dtype: torch.dtype
+                     ) -> list[KernelSource]:  # fmt: skip
+    """At any sizes."""
+    scale = scale_of(attrs, head)
+    return [source_of(head, scale, tile, dtype) for tile in tiles_of(head)]
+
+
+def scale_of(attrs: Mapping[str, Any], head: int) -> float:
+    scale: float | None = attrs["scale"]
+    return head**-0.5 if scale is None else scale
+
+
+def is_boxed(attrs: Mapping[str, Any], shapes: Sequence[Sequence[Expr]], dtype: torch.dtype
+             ) -> bool:  # fmt: skip
+    """Whether the kernel can take these operands of an attention, (B, H, S, D) each."""
+    widths = {shape[-1] for shape in shapes}
+    return (
+        len(shapes) == 3  # no mask
+        and all(len(shape) == 4 for shape in shapes)
+        and not attrs["causal"]
+        and (attrs["scale"] is None or attrs["scale"] > 0)
+        and dtype in HALVES
+        and len(widths) == 1
+        and all(width.is_const and width.value in LEAST_QUERIES for width in widths)
+    )

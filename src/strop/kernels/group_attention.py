@@ -1,0 +1,519 @@
+"""Attention in PTX: groups of four warps that have queries of their own and share keys and values.
+
+As FlashAttention-3 (https://arxiv.org/abs/2407.08608): one thread fetches blocks of keys and values
+by the tensor memory accelerator, each group waits for a block and goes on by itself, so that one
+group's exponentials run beside another's products, and a group's next scores are computed while it
+weighs the values of this block. A row is rescaled only where its maximum has grown by 2^8 (as in
+FlashAttention-4): what it is divided by at the end has grown as well.
+
+PTX, as Triton has no group of warps that runs by itself: instructions are those of the ISA's manual
+(https://docs.nvidia.com/cuda/parallel-thread-execution/), ``wgmma`` with its layouts among them.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from strop.ir.dims import symbol
+from strop.ir.source import KernelSource
+
+ROWS = 64  # of a group: those of a product
+LINE = 64  # elements in a line of shared memory, which is mixed in units of 128 bytes
+LINE_BYTES = 128
+DEPTH = 16  # of a product
+GROWTH = 8.0  # of a maximum that is let be, as a power of two: weights stay far below fp16's 2^16
+KINDS = {torch.float16: "f16", torch.bfloat16: "bf16"}
+
+# Registers of a thread that weighs and of one that fetches, of the 96 that 640 threads begin with.
+MANY_GROUPS, WEIGHING, FETCHING = 4, 112, 24
+
+
+@dataclass(frozen=True, slots=True)
+class GroupTile:
+    """``groups`` of 64 queries each, ``keys`` a step, ``stages`` of them on the way; with one stage
+    all keys are one step. ``programs``: on a processor, which bounds the registers."""
+
+    groups: int
+    keys: int
+    stages: int
+    programs: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Where things lie in shared memory, in bytes: queries, keys, values, barriers. A head is cut
+    into columns of 64, whose blocks follow each other."""
+
+    head: int
+    tile: GroupTile
+
+    @property
+    def parts(self) -> int:
+        return -(-self.head // LINE)
+
+    @property
+    def queries(self) -> int:
+        return ROWS * self.tile.groups
+
+    @property
+    def block(self) -> int:
+        """Keys, or values, of a step."""
+        return self.parts * self.tile.keys * LINE_BYTES
+
+    @property
+    def keys_at(self) -> int:
+        return self.parts * self.queries * LINE_BYTES
+
+    @property
+    def values_at(self) -> int:
+        return self.keys_at + self.tile.stages * self.block
+
+    @property
+    def queries_full(self) -> int:
+        return self.values_at + self.tile.stages * self.block
+
+    @property
+    def keys_full(self) -> int:
+        """The first stage's barrier; those of the others follow, each behind the one that tells
+        that the stage is free again."""
+        return self.queries_full + 8
+
+    @property
+    def values_full(self) -> int:
+        return self.keys_full + 16 * self.tile.stages
+
+    @property
+    def shared(self) -> int:
+        return self.values_full + 16 * self.tile.stages
+
+    @property
+    def columns(self) -> int:
+        """Of the result, as products have them."""
+        return -(-self.head // 8) * 8
+
+    @property
+    def is_single(self) -> bool:
+        return self.tile.stages == 1
+
+    @property
+    def num_warps(self) -> int:
+        """Of a single step, a thread of the last group fetches. Four warps do where registers
+        change hands, as that is what can."""
+        fetching = 0 if self.is_single else 4 if self.tile.groups == MANY_GROUPS else 1
+        return 4 * self.tile.groups + fetching
+
+
+def group_attention(head: int, scale: float, tile: GroupTile, dtype: torch.dtype) -> KernelSource:
+    """out[b, h, i] = sum_j softmax_j(scale * q[b, h, i] . k[b, h, j]) v[b, h, j], scale > 0.
+
+    Params: q, k and v, (B, H, S, D) each, whose last dim is dense and whose addresses and other
+    strides are multiples of 16 bytes; and the result, dense as (B, S, H, D). D: a multiple of 8.
+    Scalars: queries, keys, H, B * H. Sums are fp32; weights are rounded to ``dtype``. NaN or +inf
+    in a row of scores gives NaN.
+    """
+    layout, kind = Layout(head, tile), KINDS[dtype]
+    factor = f32(scale * math.log2(math.e))
+    parts = (_begin(layout), _fetch(layout), _weigh(layout, factor, kind), _store(layout, kind))
+    text = "".join(piece for part in parts for piece in part)
+    boxes = tuple((1, 1, rows, LINE) for rows in (layout.queries, tile.keys, tile.keys))
+    grid = ((symbol("s0") + (layout.queries - 1)) // layout.queries, symbol("s3"))
+    return KernelSource(
+        NAME, "ptx", text, (dtype,) * 4, (1,) * 4, grid,
+        constants=(("SHARED", layout.shared), ("EARLY", 1)), num_warps=layout.num_warps,
+        boxes=(*boxes, ()),
+    )  # fmt: skip
+
+
+def f32(value: float) -> str:
+    return f"0f{struct.unpack('>I', struct.pack('>f', value))[0]:08X}"
+
+
+NAME = "group_attention"
+_BEGIN = """\
+.version 8.3
+.target sm_90a
+.address_size 64
+.extern .shared .align 1024 .b8 memory[];
+.visible .entry {name}(
+{params}
+)
+.reqntid {threads}
+.minnctapersm {programs}
+{{
+    .reg .pred %p, %any, %is_first, %yes, %no;
+    .reg .b32 %queries, %keys, %heads, %thread, %warp, %lane, %group, %start, %batch, %h, %steps;
+    .reg .b32 %base, %bar, %bar_k, %bar_v, %to, %column, %row, %at, %stage_v, %phase_v, %stage_k;
+    .reg .b32 %phase_k, %read, %step, %most, %low, %low_a, %low_b, %low_q, %low_k, %low_v, %high;
+    .reg .b32 %x<8>, %w<{weights}>;
+    .reg .b64 %map<3>, %a, %b, %out, %wide;
+    .reg .f32 %s<{scores}>, %o<{results}>, %m<2>, %l<2>, %c<2>, %n<2>, %e<2>, %t<4>, %f<2>;
+
+    griddepcontrol.wait;
+    griddepcontrol.launch_dependents;
+    ld.param.u32 %queries, [s0];
+    ld.param.u32 %keys, [s1];
+    ld.param.u32 %heads, [s2];
+    mov.u32 %thread, %tid.x;
+    and.b32 %lane, %thread, 31;
+    shr.u32 %warp, %thread, 5;
+    shfl.sync.idx.b32 %warp, %warp, 0, 31, -1;
+    mov.u32 %base, memory;
+    mov.u32 %x0, %ctaid.x;
+    mul.lo.u32 %start, %x0, {rows};
+    mov.u32 %x0, %ctaid.y;
+    div.u32 %batch, %x0, %heads;
+    rem.u32 %h, %x0, %heads;
+    add.u32 %steps, %keys, {step} - 1;
+    div.u32 %steps, %steps, {step};
+    setp.ne.u32 %p, %thread, 0;
+    @%p bra begun;
+{barriers}    fence.mbarrier_init.release.cluster;
+begun:
+    bar.sync 0;
+"""
+
+
+def _begin(layout: Layout) -> Iterator[str]:
+    """Arguments as Triton declares them: behind a map, the tensor's sizes and strides."""
+    tile, params = layout.tile, []
+    for name in ("q", "k", "v"):
+        params.append(f".param .align 64 .b8 {name}[128]")
+        params += [f".param .u32 {name}_size{n}" for n in range(4)]
+        params += [f".param .u64 {name}_stride{n}" for n in range(4)]
+    params += [".param .u64 result", *(f".param .u32 s{n}" for n in range(4))]
+    params += [".param .u64 unused0", ".param .u64 unused1"]
+    counts = {layout.queries_full: 1}
+    for n in range(2 * tile.stages):
+        counts |= {layout.keys_full + 16 * n: 1, layout.keys_full + 16 * n + 8: 4 * tile.groups}
+    yield _BEGIN.format(
+        name=NAME, params=",\n".join(params), threads=32 * layout.num_warps,
+        programs=tile.programs, rows=layout.queries, step=tile.keys, scores=tile.keys // 2,
+        results=layout.columns // 2, weights=tile.keys // 4,
+        barriers="".join(f"    mbarrier.init.shared::cta.b64 [%base+{at}], {count};\n"
+                         for at, count in counts.items()),
+    )  # fmt: skip
+
+
+def _wait(label: str, barrier: str, phase: str) -> str:
+    return f"""\
+{label}:
+    mbarrier.try_wait.parity.shared::cta.b64 %p, [{barrier}], {phase};
+    @!%p bra {label};
+"""
+
+
+def _wait_for(label: str, first: int, stage: str, phase: str) -> str:
+    """For a stage, by the place of the first stage's barrier."""
+    return f"    mad.lo.u32 %bar, {stage}, 16, %base;\n    add.u32 %bar, %bar, {first};\n" + _wait(
+        label, "%bar", phase
+    )
+
+
+def _release(first: int, stage: str) -> str:
+    """This warp has read a stage."""
+    return f"""\
+    mad.lo.u32 %x0, {stage}, 16, %base;
+    @%is_first mbarrier.arrive.shared::cta.b64 _, [%x0+{first + 8}];
+"""
+
+
+def _advance(layout: Layout, stage: str, phase: str) -> str:
+    return f"""\
+    add.u32 {stage}, {stage}, 1;
+    setp.eq.u32 %p, {stage}, {layout.tile.stages};
+    @%p mov.u32 {stage}, 0;
+    @%p xor.b32 {phase}, {phase}, 1;
+"""
+
+
+def _move(layout: Layout, tensor: int, to: str, rows: int, at: str, barrier: str) -> str:
+    """All columns of a block; the barrier counts the bytes that come."""
+    text = (f"    mbarrier.arrive.expect_tx.shared::cta.b64 _, [{barrier}], "
+            f"{layout.parts * rows * LINE_BYTES};\n")  # fmt: skip
+    for n in range(layout.parts):
+        text += f"""\
+    mov.u32 %column, {n * LINE};
+    add.u32 %to, {to}, {n * rows * LINE_BYTES};
+    cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes \
+[%to], [%map{tensor}, {{%column, {at}, %h, %batch}}], [{barrier}];
+"""
+    return text
+
+
+def _fetch(layout: Layout) -> Iterator[str]:
+    """One thread: the queries, then keys and values, the last block first, as stages are free."""
+    tile = layout.tile
+    first, others = 128 * tile.groups, "done"
+    if layout.is_single:
+        first, others = 128 * (tile.groups - 1), "weigh"
+    else:
+        yield f"    setp.lt.u32 %p, %thread, {first};\n    @%p bra weigh;\n"
+    if layout.num_warps == 4 * (MANY_GROUPS + 1):
+        yield f"    setmaxnreg.dec.sync.aligned.u32 {FETCHING};\n"
+    yield f"    setp.ne.u32 %p, %thread, {first};\n    @%p bra {others};\n"
+    for n, name in enumerate(("q", "k", "v")):
+        yield f"    mov.b64 %wide, {name};\n    cvta.param.u64 %map{n}, %wide;\n"
+    yield f"    add.u32 %bar, %base, {layout.queries_full};\n"
+    yield _move(layout, 0, "%base", layout.queries, "%start", "%bar")
+    yield f"""\
+    mov.u32 %step, 0;
+    mov.u32 %stage_k, 0;
+    mov.u32 %phase_k, 1;
+    sub.u32 %row, %steps, 1;
+    mul.lo.u32 %row, %row, {tile.keys};
+fetch:
+    mad.lo.u32 %at, %stage_k, {layout.block}, %base;
+    mad.lo.u32 %x0, %stage_k, 16, %base;
+    add.u32 %bar_k, %x0, {layout.keys_full};
+    add.u32 %bar_v, %x0, {layout.values_full};
+    add.u32 %x0, %at, {layout.keys_at};
+    add.u32 %x1, %at, {layout.values_at};
+"""
+    yield _wait("keys_are_free", "%bar_k+8", "%phase_k")
+    yield _move(layout, 1, "%x0", tile.keys, "%row", "%bar_k")
+    yield _wait("values_are_free", "%bar_v+8", "%phase_k")
+    yield _move(layout, 2, "%x1", tile.keys, "%row", "%bar_v")
+    if not layout.is_single:
+        yield f"    sub.u32 %row, %row, {tile.keys};\n    add.u32 %step, %step, 1;\n"
+        yield _advance(layout, "%stage_k", "%phase_k")
+        yield "    setp.lt.u32 %p, %step, %steps;\n    @%p bra fetch;\n    bra done;\n"
+
+
+def _listed(name: str, count: int, first: int = 0) -> str:
+    return "{" + ", ".join(f"%{name}{n}" for n in range(first, first + count)) + "}"
+
+
+def _product(columns: int, kind: str, into: str, a: str, is_added: bool) -> str:
+    """a @ b, added to what is there or not. Operands in shared memory have their lines along the
+    sum, values across it."""
+    op = f"wgmma.mma_async.sync.aligned.m64n{columns}k{DEPTH}.f32.{kind}.{kind}"
+    flags = "1, 1, 0, 0" if a == "%a" else "1, 1, 1"
+    return f"    {op} {into}, {a}, %b, {'%yes' if is_added else '%no'}, {flags};\n"
+
+
+# Descriptors count 16 bytes. Eight lines are 1024 bytes apart, lines are mixed by 128.
+_HIGH, _UNIT = 64 | 1 << 30, 16
+
+
+def _scores(layout: Layout, kind: str) -> Iterator[str]:
+    """Of this group's queries and the keys of stage %stage_k."""
+    tile, line = layout.tile, LINE_BYTES // _UNIT
+    yield f"    mad.lo.u32 %low, %stage_k, {layout.block // _UNIT}, %low_k;\n"
+    for n in range(-(-layout.head // DEPTH)):
+        part, rest = divmod(n * DEPTH, LINE)
+        within = rest * 2 // _UNIT
+        yield f"    add.u32 %low_a, %low_q, {part * layout.queries * line + within};\n"
+        yield f"    add.u32 %low_b, %low, {part * tile.keys * line + within};\n"
+        yield "    mov.b64 %a, {%low_a, %high};\n    mov.b64 %b, {%low_b, %high};\n"
+        yield _product(tile.keys, kind, _listed("s", tile.keys // 2), "%a", n > 0)
+    yield "    wgmma.commit_group.sync.aligned;\n"
+
+
+def _results(layout: Layout, kind: str) -> Iterator[str]:
+    """The values of stage %stage_v, weighed, added to the results."""
+    yield f"    mad.lo.u32 %low, %stage_v, {layout.block // _UNIT}, %low_v;\n"
+    for n in range(layout.tile.keys // DEPTH):
+        yield f"    add.u32 %low_b, %low, {n * DEPTH * LINE_BYTES // _UNIT};\n"
+        yield "    mov.b64 %b, {%low_b, %high};\n"
+        results, weights = _listed("o", layout.columns // 2), _listed("w", 4, 4 * n)
+        yield _product(layout.columns, kind, results, weights, True)
+    yield "    wgmma.commit_group.sync.aligned;\n"
+
+
+def _weigh(layout: Layout, factor: str, kind: str) -> Iterator[str]:
+    """The last block, which may have fewer keys; a loop over the others; the last results."""
+    yield "weigh:\n"
+    if layout.num_warps == 4 * (MANY_GROUPS + 1):
+        yield f"    setmaxnreg.inc.sync.aligned.u32 {WEIGHING};\n"
+    apart = layout.tile.keys * LINE_BYTES // _UNIT  # columns of values, where there are more
+    yield f"""\
+    setp.eq.u32 %yes, 0, 0;
+    setp.ne.u32 %no, 0, 0;
+    setp.eq.u32 %is_first, %lane, 0;
+    shr.u32 %group, %warp, 2;
+    mad.lo.u32 %x0, %group, {ROWS * LINE_BYTES}, %base;
+    shr.u32 %low_q, %x0, 4;
+    or.b32 %low_q, %low_q, {1 << 16};
+    add.u32 %x0, %base, {layout.keys_at};
+    shr.u32 %low_k, %x0, 4;
+    or.b32 %low_k, %low_k, {1 << 16};
+    add.u32 %x0, %base, {layout.values_at};
+    shr.u32 %low_v, %x0, 4;
+    or.b32 %low_v, %low_v, {apart << 16};
+    mov.u32 %high, {_HIGH};
+    mov.u32 %step, 1;
+    mov.u32 %stage_k, 0;
+    mov.u32 %phase_k, 0;
+    mov.u32 %stage_v, 0;
+    mov.u32 %phase_v, 0;
+    add.u32 %bar, %base, {layout.queries_full};
+"""
+    yield from (f"    mov.f32 %o{n}, {f32(0)};\n" for n in range(layout.columns // 2))
+    yield _wait("queries_are_there", "%bar", "0")
+    yield _wait_for("last_keys_are_there", layout.keys_full, "%stage_k", "0")
+    yield "    wgmma.fence.sync.aligned;\n"
+    yield from _scores(layout, kind)
+    yield "    wgmma.wait_group.sync.aligned 0;\n"
+    yield _release(layout.keys_full, "%stage_k") + _advance(layout, "%stage_k", "%phase_k")
+    yield from _mask(layout)
+    yield from _maxima(layout, factor)
+    yield "    mov.f32 %m0, %c0;\n    mov.f32 %m1, %c1;\n"
+    yield from _powers(layout, factor)
+    yield "    mov.f32 %l0, %c0;\n    mov.f32 %l1, %c1;\n"
+    yield from _rounded(layout, kind)
+    yield _wait_for("last_values_are_there", layout.values_full, "%stage_v", "0")
+    if not layout.is_single:
+        yield from _loop(layout, factor, kind)
+    yield "last:\n    wgmma.fence.sync.aligned;\n"
+    yield from _results(layout, kind)
+    yield "    wgmma.wait_group.sync.aligned 0;\n"
+
+
+def _loop(layout: Layout, factor: str, kind: str) -> Iterator[str]:
+    """The next block's scores and this one's results are begun together. The assembler moves a wait
+    for results in front of the exponentials, unless a jump stands between: a wait for values."""
+    yield "    setp.ge.u32 %p, %step, %steps;\n    @%p bra last;\nnext:\n"
+    yield _wait_for("keys_are_there", layout.keys_full, "%stage_k", "%phase_k")
+    yield "    wgmma.fence.sync.aligned;\n"
+    yield from _scores(layout, kind)
+    yield from _results(layout, kind)
+    yield "    wgmma.wait_group.sync.aligned 1;\n"
+    yield _release(layout.keys_full, "%stage_k") + _advance(layout, "%stage_k", "%phase_k")
+    yield from _maxima(layout, factor)
+    yield from _growth()
+    yield from _powers(layout, factor)
+    yield "    mov.u32 %read, %stage_v;\n" + _advance(layout, "%stage_v", "%phase_v")
+    yield _wait_for("values_are_there", layout.values_full, "%stage_v", "%phase_v")
+    yield "    wgmma.wait_group.sync.aligned 0;\n" + _release(layout.values_full, "%read")
+    yield "    @!%any bra level;\n"
+    yield from (f"    ex2.approx.ftz.f32 %e{n}, %e{n};\n    mul.f32 %l{n}, %l{n}, %e{n};\n"
+                for n in (0, 1))  # fmt: skip
+    yield from (f"    mul.f32 %o{n}, %o{n}, %e{_row(n)};\n" for n in range(layout.columns // 2))
+    yield "level:\n    add.f32 %l0, %l0, %c0;\n    add.f32 %l1, %l1, %c1;\n"
+    yield from _rounded(layout, kind)
+    yield "    add.u32 %step, %step, 1;\n    setp.lt.u32 %p, %step, %steps;\n    @%p bra next;\n"
+
+
+def _row(number: int) -> int:
+    """A thread has two neighbours of each eight columns, of two rows that are eight apart."""
+    return number // 2 % 2
+
+
+def _mask(layout: Layout) -> Iterator[str]:
+    """Minus infinity for what is behind the last key."""
+    yield f"""\
+    sub.u32 %x1, %steps, 1;
+    mad.lo.s32 %x1, %x1, -{layout.tile.keys}, %keys;
+    and.b32 %x2, %lane, 3;
+    shl.b32 %x2, %x2, 1;
+    sub.s32 %x1, %x1, %x2;
+"""
+    for n in range(layout.tile.keys // 2):
+        yield f"    setp.gt.s32 %p, %x1, {n // 4 * 8 + n % 2};\n"
+        yield f"    selp.f32 %s{n}, %s{n}, {f32(-math.inf)}, %p;\n"
+
+
+def _of_rows(layout: Layout, op: str, chains: int) -> Iterator[str]:
+    """%c = all scores of a row that this thread has, by ``op``, in some chains side by side."""
+    for row in (0, 1):
+        scores = [f"%s{n}" for n in range(layout.tile.keys // 2) if _row(n) == row]
+        for n in range(chains):
+            yield f"    {op} %t{n}, {scores[2 * n]}, {scores[2 * n + 1]};\n"
+        for n, score in enumerate(scores[2 * chains :]):
+            yield f"    {op} %t{n % chains}, %t{n % chains}, {score};\n"
+        for n in range(1, chains):
+            yield f"    {op} %t0, %t0, %t{n};\n"
+        yield f"    mov.f32 %c{row}, %t0;\n"
+
+
+def _of_neighbours(name: str, op: str) -> Iterator[str]:
+    """Four threads share a row."""
+    for distance in (1, 2):
+        for row in (0, 1):
+            yield f"    shfl.sync.bfly.b32 %f{row}, %{name}{row}, {distance}, 31, -1;\n"
+            yield f"    {op} %{name}{row}, %{name}{row}, %f{row};\n"
+
+
+def _maxima(layout: Layout, factor: str) -> Iterator[str]:
+    """%c: of rows, scaled."""
+    yield from _of_rows(layout, "max.NaN.f32", 4)
+    yield from _of_neighbours("c", "max.NaN.f32")
+    yield from (f"    mul.f32 %c{row}, %c{row}, {factor};\n" for row in (0, 1))
+
+
+def _growth() -> Iterator[str]:
+    """Where a row of this warp has grown by much: %any, all its maxima in %m and, in %e, what they
+    were less what they are."""
+    yield from (f"    max.NaN.f32 %c{row}, %c{row}, %m{row};\n" for row in (0, 1))
+    yield from (f"    add.f32 %f{row}, %m{row}, {f32(GROWTH)};\n" for row in (0, 1))
+    yield """\
+    setp.gt.f32 %p, %c0, %f0;
+    setp.gt.or.f32 %p, %c1, %f1, %p;
+    vote.sync.any.pred %any, %p, -1;
+"""
+    for row in (0, 1):
+        yield f"    sub.f32 %e{row}, %m{row}, %c{row};\n"
+        yield f"    selp.f32 %m{row}, %c{row}, %m{row}, %any;\n"
+
+
+def _powers(layout: Layout, factor: str) -> Iterator[str]:
+    """Of all scores less their row's maximum, in their place; their sums in %c."""
+    yield from (f"    neg.f32 %n{row}, %m{row};\n" for row in (0, 1))
+    for n in range(layout.tile.keys // 2):
+        yield f"    fma.rn.ftz.f32 %s{n}, %s{n}, {factor}, %n{_row(n)};\n"
+        yield f"    ex2.approx.ftz.f32 %s{n}, %s{n};\n"
+    yield from _of_rows(layout, "add.f32", 2)
+
+
+def _rounded(layout: Layout, kind: str) -> Iterator[str]:
+    """Weights: a product's sums lie as the next one's operand."""
+    for n in range(layout.tile.keys // 4):
+        yield f"    cvt.rn.{kind}x2.f32 %w{n}, %s{2 * n + 1}, %s{2 * n};\n"
+
+
+def _store(layout: Layout, kind: str) -> Iterator[str]:
+    """Divide by the sums of rows."""
+    yield from _of_neighbours("l", "add.f32")
+    yield f"""\
+    rcp.rn.f32 %l0, %l0;
+    rcp.rn.f32 %l1, %l1;
+    ld.param.u64 %out, [result];
+    and.b32 %x0, %warp, 3;
+    shl.b32 %x0, %x0, 4;
+    mad.lo.u32 %x0, %group, {ROWS}, %x0;
+    shr.u32 %x1, %lane, 2;
+    add.u32 %x0, %x0, %x1;
+    add.u32 %x0, %x0, %start;
+    and.b32 %x1, %lane, 3;
+    mul.wide.u32 %wide, %x1, 4;
+    add.u64 %out, %out, %wide;
+"""
+    for row in (0, 1):
+        yield f"""\
+    add.u32 %x1, %x0, {8 * row};
+    setp.ge.u32 %p, %x1, %queries;
+    @%p bra stored{row};
+    mad.lo.u32 %x2, %batch, %queries, %x1;
+    mad.lo.u32 %x2, %x2, %heads, %h;
+    mul.wide.u32 %wide, %x2, {2 * layout.head};
+    add.u64 %wide, %wide, %out;
+"""
+        yield from _row_stored(layout, kind, row)
+        yield f"stored{row}:\n"
+    yield "done:\n    ret;\n}\n"
+
+
+def _row_stored(layout: Layout, kind: str, row: int) -> Iterable[str]:
+    for n in range(layout.columns // 8):
+        first = 4 * n + 2 * row
+        yield f"""\
+    mul.f32 %f0, %o{first}, %l{row};
+    mul.f32 %f1, %o{first + 1}, %l{row};
+    cvt.rn.{kind}x2.f32 %x3, %f1, %f0;
+    st.global.b32 [%wide+{16 * n}], %x3;
+"""
