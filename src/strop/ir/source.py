@@ -62,10 +62,14 @@ class KernelSource:
     ``grid`` is over the scalar names and is empty for C++, whose functions loop on their own.
     A param with a box is no pointer but a Triton tensor descriptor: the tensor memory accelerator
     of sm_90 and later moves boxes of that size, zeros where they leave the tensor.
+
+    PTX declares what Triton would: behind a descriptor the tensor's sizes (u32) and strides (u64),
+    at the end two pointers that are not used. Its constants are SHARED, the bytes of shared memory
+    of a program, and EARLY, 1 if it waits for the kernel before it by itself.
     """
 
     name: str
-    language: str  # "triton" or "cpp"
+    language: str  # "triton", "cpp" or "ptx", as text of one entry of that name
     text: str
     params: tuple[torch.dtype, ...]
     scalars: tuple[int, ...]  # per scalar: 16 if provably divisible by 16, else 1
