@@ -53,16 +53,21 @@ class Tile:
         return (self.rows + self.cols) * LINE_BYTES
 
     @property
+    def row_bytes(self) -> int:
+        """Of results on their way out: so much more that eight rows meet no bank twice."""
+        return 2 * self.cols + 16
+
+    @property
     def shared(self) -> int:
         return self.stages * (self.stage + 16)
 
 
 TILES = (
     Tile(2, 160, 5), Tile(2, 160, 5, 2, 1), Tile(2, 160, 5, 1, 2), Tile(2, 160, 5, 2, 2),
-    Tile(2, 160, 5, 4, 1), Tile(2, 160, 5, 4, 2), Tile(2, 80, 6, 2, 2), Tile(2, 80, 6, 2, 1),
-    Tile(1, 80, 6, 2, 2), Tile(1, 80, 8, 2, 4), Tile(1, 160, 6, 2, 2), Tile(2, 256, 4, 2, 1),
-    Tile(2, 256, 4, 1, 2), Tile(2, 240, 4, 2, 1), Tile(2, 192, 4, 2, 1), Tile(2, 240, 4, 2, 2),
-    Tile(2, 128, 6, 2, 2), Tile(2, 256, 4, 2, 2),
+    Tile(2, 160, 5, 4, 1), Tile(2, 80, 6), Tile(2, 80, 6, 2, 1), Tile(2, 80, 6, 2, 2),
+    Tile(1, 80, 8), Tile(1, 80, 8, 2, 1), Tile(1, 80, 8, 2, 2), Tile(1, 160, 6, 2, 1),
+    Tile(2, 256, 4, 2, 1), Tile(2, 256, 4, 1, 2), Tile(2, 240, 4, 2, 1), Tile(2, 192, 4, 2, 1),
+    Tile(2, 128, 6, 2, 1), Tile(2, 256, 4, 2, 2),
 )  # fmt: skip
 
 _BEGIN = """\
@@ -86,7 +91,6 @@ _BEGIN = """\
     .reg .b64 %map<2>, %a, %b, %out, %wide;
     .reg .f32 %o<{results}>;
 
-    griddepcontrol.wait;
     griddepcontrol.launch_dependents;
     mov.u32 %thread, %tid.x;
     and.b32 %lane, %thread, 31;
@@ -112,9 +116,7 @@ _BEGIN = """\
     @%p bra begun;
 {barriers}    fence.mbarrier_init.release.cluster;
 begun:
-    barrier.cluster.arrive.release.aligned;
-    barrier.cluster.wait.acquire.aligned;
-    setp.lt.u32 %p, %warp, {fetcher};
+{together}    setp.lt.u32 %p, %warp, {fetcher};
     @%p bra multiply;
     setp.ne.u32 %p, %lane, 0;
     @%p bra done;
@@ -131,15 +133,47 @@ begun:
     cvt.u16.u32 %mask_b, %x0;
     mad.lo.u32 %row, %across, {share_a}, %row;
     mad.lo.u32 %col, %down, {share_b}, %col;
-    mov.u32 %step, 0;
+    // what does not depend on the kernel before this one: weights for all stages
+    min.u32 %x6, %steps, {stages};
     mov.u32 %stage, 0;
-    mov.u32 %phase, 1;
     mov.u32 %k, 0;
+early:
+    mad.lo.u32 %bar, %stage, 16, %base;
+    add.u32 %bar, %bar, {full};
+    mbarrier.arrive.expect_tx.shared::cta.b64 _, [%bar], {bytes};
+    mad.lo.u32 %at, %stage, {bytes}, %base;
+    mad.lo.u32 %to, %down, {share_b_bytes}, %at;
+    add.u32 %to, %to, {b_at};
+    cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes{multi_b} \
+[%to], [%map1, {{%k, %col}}], [%bar]{with_b};
+    add.u32 %k, %k, {line};
+    add.u32 %stage, %stage, 1;
+    setp.lt.u32 %p, %stage, %x6;
+    @%p bra early;
+    griddepcontrol.wait;
+    mov.u32 %stage, 0;
+    mov.u32 %k, 0;
+follow:
+    mad.lo.u32 %bar, %stage, 16, %base;
+    add.u32 %bar, %bar, {full};
+    mad.lo.u32 %at, %stage, {bytes}, %base;
+    mad.lo.u32 %to, %across, {share_a_bytes}, %at;
+    cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes{multi_a} \
+[%to], [%map0, {{%k, %row}}], [%bar]{with_a};
+    add.u32 %k, %k, {line};
+    add.u32 %stage, %stage, 1;
+    setp.lt.u32 %p, %stage, %x6;
+    @%p bra follow;
+    mov.u32 %step, %x6;
+    mov.u32 %stage, 0;
+    mov.u32 %phase, 0;
+    setp.ge.u32 %p, %step, %steps;
+    @%p bra done;
 fetch:
     mad.lo.u32 %bar, %stage, 16, %base;
     add.u32 %bar, %bar, {full};
 free:
-    mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 %p, [%bar+8], %phase;
+    mbarrier.try_wait.parity.shared::cta.b64 %p, [%bar+8], %phase;
     @!%p bra free;
     mbarrier.arrive.expect_tx.shared::cta.b64 _, [%bar], {bytes};
     mad.lo.u32 %at, %stage, {bytes}, %base;
@@ -160,6 +194,7 @@ free:
     @%p bra fetch;
     bra done;
 multiply:
+    griddepcontrol.wait;
     setp.eq.u32 %yes, 0, 0;
     setp.ne.u32 %no, 0, 0;
     shr.u32 %group, %warp, 2;
@@ -197,7 +232,7 @@ come:
     mad.lo.u32 %x0, %last, 16, %base;
     add.u32 %x0, %x0, {full} + 8;
     mapa.shared::cluster.u32 %x1, %x0, %peer;
-    @%is_releasing mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%x1];
+    @%is_releasing mbarrier.arrive.shared::cluster.b64 _, [%x1];
 kept:
     mov.u32 %last, %stage;
     add.u32 %stage, %stage, 1;
@@ -209,15 +244,19 @@ kept:
     @%p bra next;
     wgmma.wait_group.sync.aligned 0;
     ld.param.u64 %out, [result];
-    and.b32 %x0, %warp, 3;
-    shl.b32 %x0, %x0, 4;
-    mad.lo.u32 %x0, %group, 64, %x0;
-    shr.u32 %x1, %lane, 2;
-    add.u32 %x0, %x0, %x1;
-    add.u32 %x0, %x0, %row;
+    bar.sync 1, {weighing};
+    // sixteen rows of this warp by way of shared memory, so that they are written in whole lines
+    mad.lo.u32 %to, %warp, {warp_bytes}, %base;
+    shr.u32 %x0, %lane, 2;
+    mad.lo.u32 %at, %x0, {row_bytes}, %to;
     and.b32 %x1, %lane, 3;
-    shl.b32 %x1, %x1, 1;
-    add.u32 %x1, %x1, %col;
+    mad.lo.u32 %at, %x1, 4, %at;
+"""
+
+
+_TOGETHER = """\
+    barrier.cluster.arrive.relaxed.aligned;
+    barrier.cluster.wait.acquire.aligned;
 """
 
 
@@ -232,21 +271,29 @@ def params() -> str:
 
 
 def stored(tile: Tile) -> Iterator[str]:
-    for row in (0, 1):
+    chunks = tile.cols // 8  # of 16 bytes
+    for n in range(0, tile.cols // 2, 2):
+        place = n // 4 * 16 + n // 2 % 2 * 8 * tile.row_bytes
+        yield f"    cvt.rn.f16x2.f32 %x4, %o{n + 1}, %o{n};\n"
+        yield f"    st.shared.b32 [%at+{place}], %x4;\n"
+    yield "    bar.warp.sync -1;\n    mad.lo.u32 %row, %warp, 16, %row;\n"
+    for n in range(chunks // 2):
         yield f"""\
-    add.u32 %x2, %x0, {8 * row};
-    setp.ge.u32 %p, %x2, %rows;
-    @%p bra stored{row};
-    mad.lo.u32 %x3, %x2, %cols, %x1;
+    add.u32 %x0, %lane, {32 * n};
+    div.u32 %x1, %x0, {chunks};
+    rem.u32 %x2, %x0, {chunks};
+    mad.lo.u32 %from, %x1, {tile.row_bytes}, %to;
+    mad.lo.u32 %from, %x2, 16, %from;
+    ld.shared.v4.b32 {{%x4, %x5, %x6, %x7}}, [%from];
+    add.u32 %x1, %x1, %row;
+    mad.lo.u32 %x2, %x2, 8, %col;
+    setp.lt.u32 %p, %x1, %rows;
+    setp.lt.and.u32 %p, %x2, %cols, %p;
+    mad.lo.u32 %x3, %x1, %cols, %x2;
     mul.wide.u32 %wide, %x3, 2;
     add.u64 %wide, %wide, %out;
+    @%p st.global.v4.b32 [%wide], {{%x4, %x5, %x6, %x7}};
 """
-        for n in range(tile.cols // 8):
-            k = 4 * n + 2 * row
-            yield f"    cvt.rn.f16x2.f32 %x4, %o{k + 1}, %o{k};\n"
-            yield f"    add.u32 %x5, %x1, {8 * n};\n    setp.lt.u32 %p, %x5, %cols;\n"
-            yield f"    @%p st.global.b32 [%wide+{16 * n}], %x4;\n"
-        yield f"stored{row}:\n"
 
 
 def products(tile: Tile) -> Iterator[str]:
@@ -276,6 +323,8 @@ def group_linear(tile: Tile) -> KernelSource:
         down=tile.down, wide=tile.across, tile_rows=tile.rows, tile_cols=tile.cols,
         barriers=barriers, fetcher=4 * tile.groups, full=full, bytes=tile.stage,
         mask_a=sum(1 << n * tile.down for n in range(tile.across)), mask_b=(1 << tile.down) - 1,
+        weighing=128 * tile.groups, warp_bytes=16 * tile.row_bytes, row_bytes=tile.row_bytes,
+        together=_TOGETHER if cluster > 1 else "    bar.sync 0;\n",
         share_a=share_a, share_b=share_b, share_a_bytes=share_a * LINE_BYTES,
         share_b_bytes=share_b * LINE_BYTES, b_at=tile.rows * LINE_BYTES, line=LINE,
         multi_a=".multicast::cluster" if tile.across > 1 else "",
@@ -286,16 +335,8 @@ def group_linear(tile: Tile) -> KernelSource:
         zeros="".join(f"    mov.f32 %o{n}, 0f00000000;\n" for n in range(tile.cols // 2)),
         products="".join(products(tile)),
     )  # fmt: skip
-    text += (
-        "".join(stored(tile))
-        + """\
-done:
-    barrier.cluster.arrive.release;
-    barrier.cluster.wait.acquire;
-    ret;
-}
-"""
-    )
+    text += "".join(stored(tile)) + "done:\n"
+    text += (_TOGETHER.replace(".aligned", "") if cluster > 1 else "") + "    ret;\n}\n"
     half = torch.float16
     return KernelSource(
         "group_linear", "ptx", text, (half,) * 3, (1,) * 5, (symbol("s3") * symbol("s4"),),
@@ -320,7 +361,8 @@ def bound(tile: Tile, sets: list[tuple[Tensor, ...]], library: Any, stream: int
     launches = []
     for tensors in sets:
         pointers, views = [t.data_ptr() for t in tensors], [(t.shape, t.stride()) for t in tensors]
-        launches.append(library.bind(source, pointers, [*sizes, across], stream, views=views[:2]))
+        launches.append(library.bind(source, pointers, [*sizes, across], stream, early=True,
+                                     views=views[:2]))  # fmt: skip
     turns = itertools.cycle(launches)
     return lambda: next(turns)()
 
