@@ -11,12 +11,20 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from strop.bench import infer, infer_plots, infer_report, infer_variants, report
+from strop.bench import (
+    infer,
+    infer_measure,
+    infer_plots,
+    infer_report,
+    infer_variants,
+    report,
+)
 from strop.bench.infer_contenders import Clock, Plan, attempt, in_order
 from strop.bench.infer_rows import ROWS, chosen_rows, groups_of
 from strop.bench.infer_variants import random_summary
 from strop.cli import app
 from strop.errors import OptionError
+from strop.runtime.variants import VariantStore
 
 TINY = Plan("cpu", "fp32", ("eager", "eager-graph"), samples=3)
 
@@ -87,6 +95,18 @@ def test_a_picture() -> None:
     assert result["error"]["psnr_to_eager_db"] >= 60
     counts = result["counts"]
     assert (counts["num_graphs"], counts["num_recompiles"], counts["fallbacks"]) == (4, 0, {})
+
+
+def test_nothing_is_timed_beside_compilers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels for other sizes, which are built behind the first call, are there before."""
+    order: list[str] = []
+    wait, turns = VariantStore.wait, infer_measure.take_turns
+    monkeypatch.setattr(VariantStore, "wait", lambda store: (order.append("wait"), wait(store)))
+    monkeypatch.setattr(infer_measure, "take_turns",
+                        lambda *args: (order.append("turns"), turns(*args))[1])  # fmt: skip
+    (result,) = infer.run(chosen_rows(["P1"], tiny=True), TINY, is_apart=False)
+    assert result["contenders"]["strop"]["p50_ms"] > 0
+    assert order == ["wait", "turns"]
 
 
 def test_each_switch_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 import strop
+from strop.api import dispatchers_of
 from strop.bench import peers, timer
 from strop.bench.cases import BenchCase
 from strop.bench.infer_rows import Row
@@ -179,6 +180,12 @@ class Field:
                 self.built[key].since_optimize = time.perf_counter()
                 strop.optimize(self.built[key].workload.target, options=self.options)
         return self.built[key]
+
+    def wait(self) -> None:
+        """Until no compiler of ours is at work beside what is to be timed."""
+        if "strop" in self.built:
+            for dispatcher in dispatchers_of(self.target).values():
+                dispatcher.variants.wait()
 
     def _workload(self, name: str) -> Workload:
         if name == "strop":

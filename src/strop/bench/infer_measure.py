@@ -75,6 +75,7 @@ def _measure(row: Row, group: Field, plan: Plan, clock: Clock, result: Found,
     outputs.clear()
     if calls and row.kind != "memory":
         before = clock.left()
+        group.wait()
         times = take_turns(calls, row.kind, plan.where, plan.samples, clock)
         for name, timing in times.items():
             result["contenders"][name] |= timing
