@@ -1,9 +1,10 @@
 """Kernels that are built before anybody asks for them, in threads of their own.
 
 Soon: those that the first call is going to need, as they are printed. Later: those that only other
-sizes need, by a few processes of low priority, once the first call has been served. A shape that
-needs one of them earlier builds it itself, or waits for the one in work: which kernel runs is a
-matter of sizes alone. When the process ends, what is not built is left.
+sizes need, by processes of low priority, once the first call has been served: those that built what
+it needed. A shape that needs one of them earlier builds it itself, for which it borrows these
+processes, or waits for the one in work: which kernel runs is a matter of sizes alone. When the
+process ends, what is not built is left.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from strop.runtime import builds
 
 log = logging.getLogger("strop")
 LOW_PRIORITY = 19  # niceness of processes for which nobody waits
-SHARE, MOST_LATER = 4, 4  # how many of those: one for each four others
+SHARE, MOST_LATER = 3 / 4, 12  # how many of those: this share of all workers, and at most
 
 
 class Ahead:
@@ -39,10 +40,14 @@ class Ahead:
         self.seconds = 0.0  # from the beginning to the latest kernel
         self._sources, self._arch, self._cache = tuple(sources), arch, cache
         self._niceness = niceness
-        self._workers = max(1, min(workers // SHARE, MOST_LATER)) if niceness else workers
+        self._workers = max(1, min(int(workers * SHARE), MOST_LATER)) if niceness else workers
         self._began = 0.0
         self._lock = threading.Lock()
         self._done = threading.Event()
+
+    def keep_processes(self) -> None:
+        """Those that are idle, as many as this will use, so that it has none to start."""
+        builds.hand_over(min(self._workers, self.total), self._niceness)
 
     def start(self) -> None:
         """Begin, at the first call of this; return at once."""
@@ -113,10 +118,11 @@ class Queue:
             with self._lock:
                 if not self._waiting:
                     self._threads.remove(threading.current_thread())
+                    is_last = not self._threads  # others may wait for a process that is lent
                     break
                 *_, ahead, source = heapq.heappop(self._waiting)
             ahead.build(source)
-        if self.niceness:
+        if self.niceness and is_last:
             builds.stop_workers(self.niceness)
 
     def close(self) -> list[threading.Thread]:

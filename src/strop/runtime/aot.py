@@ -133,12 +133,14 @@ def _compile(gm: GraphModule, inputs: Sequence[Any], job: Job) -> Any:
         return _boxed(gm.forward)
     needed = own_calls.sources_at(program, dict(program.hints), library.arch)
     before = library.counts[0]
-    library.build(needed)
-    library.cool_down()
+    try:
+        library.build(needed)
+        later = library.later(own_calls.sources_elsewhere(program, needed, library.arch))
+    finally:
+        library.cool_down()
     built = library.counts[0] - before
     roots = [root_of(fx.meta["val"]) for fx in gm.graph.nodes if fx.op == "placeholder"]
     checked = compiled if options.check else None
-    later = library.later(own_calls.sources_elsewhere(program, needed, library.arch))
     runner = AotProgram(program, library, device, roots, constants, checked, later)
     records.append(AotRecord(compiled, time.perf_counter() - started, built, job.role, runner))
     return _boxed(runner)

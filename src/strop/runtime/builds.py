@@ -2,18 +2,23 @@
 
 A source that the cache knows is loaded without importing Triton. Nothing is built twice in one
 process, also when several threads ask at once, or one of them ahead of the others (``ahead.py``).
+
+A process takes 0.7 s to start, so those that are there change hands. Whoever waits for a kernel may
+have one of low priority, next to what it is at. When nobody waits any more, idle ones become ones
+of low priority.
 """
 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import signal
 import subprocess
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -37,13 +42,18 @@ class Worker:
     """One compiler process."""
 
     def __init__(self, niceness: int = 0) -> None:
-        self.niceness = niceness
+        self.niceness = 0
         command = [sys.executable, "-P", triton_worker.__file__]
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
         )
         if niceness:
-            os.setpriority(os.PRIO_PROCESS, self._process.pid, niceness)
+            self.lower(niceness)
+
+    def lower(self, niceness: int) -> None:
+        """From now on it compiles what nobody waits for."""
+        os.setpriority(os.PRIO_PROCESS, self._process.pid, niceness)
+        self.niceness = niceness
 
     def compile(self, source: KernelSource, arch: int) -> Cubin:
         assert self._process.stdin is not None
@@ -107,7 +117,9 @@ class Builds:
     _busy: list[Worker] = field(default_factory=list)
     _leaving: list[Worker] = field(default_factory=list)
     _forgotten: list[Worker] = field(default_factory=list)
-    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _num_lent: int = 0  # processes of low priority with which somebody builds who waits
+    _num_asking: int = 0  # of those who wait for one of these
+    _change: threading.Condition = field(default_factory=threading.Condition)  # of all of this
 
     def claim(
         self, sources: Iterable[KernelSource], arch: int
@@ -116,7 +128,7 @@ class Builds:
         must."""
         futures, mine = {}, []
         keys = {source: cache_key(source, arch) for source in sources}
-        with self._lock:
+        with self._change:
             for source, key in keys.items():
                 if key not in self._memo:
                     self._memo[key] = Future()
@@ -133,22 +145,36 @@ class Builds:
 
     def fail(self, source: KernelSource, arch: int, error: BaseException) -> None:
         """Those who wait get the error; those who ask later start again."""
-        with self._lock:
+        with self._change:
             self._memo.pop(cache_key(source, arch)).set_exception(error)
 
     def count(self, *, built: int = 0, cached: int = 0) -> None:
-        with self._lock:
+        with self._change:
             self.num_built += built
             self.num_cached += cached
 
     def start(self, workers: int) -> None:
-        with self._lock:
+        with self._change:
             missing = workers - sum(not w.niceness for w in self._idle)
             self._idle += [Worker() for _ in range(missing)]
+            self._change.notify_all()
+
+    def hand_over(self, most: int, niceness: int) -> None:
+        """Idle processes become ones of low priority, until there are ``most`` of these."""
+        with self._change:
+            self._idle = [w for w in self._idle if w.is_alive]
+            there = sum(bool(worker.niceness) for worker in (*self._idle, *self._busy))
+            able = [worker for worker in self._idle if not worker.niceness]
+            for worker in able[: max(most - there, 0)]:
+                with contextlib.suppress(OSError):  # then it stays as it is, and will be dismissed
+                    worker.lower(niceness)
+            self._change.notify_all()
 
     def stop(self, niceness: int = 0) -> None:
-        """Dismiss the idle processes of this priority."""
-        with self._lock:
+        """Dismiss the idle processes of this priority, when those that are lent are back."""
+        with self._change:
+            while niceness and (self._num_lent or self._num_asking) and not self.is_closing:
+                self._change.wait()
             going = [w for w in self._idle if w.niceness == niceness]
             for worker in going:
                 worker.dismiss()
@@ -157,18 +183,21 @@ class Builds:
 
     def close(self) -> None:
         """The process ends: nobody wants what is being compiled any more."""
-        with self._lock:
+        with self._change:
             self.is_closing = True
-            for worker in self._busy:
+            busy = list(self._busy)
+            for worker in busy:
                 worker.terminate()
+            self._change.notify_all()
         for niceness in {worker.niceness for worker in self._idle}:
             self.stop(niceness)
-        for worker in [*self._leaving, *self._busy]:
+        for worker in [*self._leaving, *busy]:
             worker.wait()
 
     def forget(self) -> None:
         """In a fork, which has none of the threads and may talk to none of the processes."""
-        self._lock = threading.Lock()
+        self._change = threading.Condition()
+        self._num_lent = self._num_asking = 0
         self._memo = {key: f for key, f in self._memo.items() if f.done()}
         for worker in (*self._idle, *self._busy):
             worker.forget()
@@ -176,32 +205,56 @@ class Builds:
         self._forgotten = [*self._forgotten, *self._idle, *self._busy, *self._leaving]
         self._idle, self._busy, self._leaving = [], [], []
 
-    def compile(self, source: KernelSource, arch: int, niceness: int = 0) -> Cubin:
-        """Compile in an idle process, or in a new one."""
+    @contextlib.contextmanager
+    def process(self, niceness: int = 0) -> Iterator[Worker]:
+        """A compiler process as long as this lasts: idle, lent by the background, or new."""
         worker = self._taken(niceness)
         try:
-            return worker.compile(source, arch)
+            yield worker
         except CodegenError:
             if self.is_closing:
                 raise SystemExit from None  # ends a thread without a word
             raise
         finally:
-            with self._lock:
-                self._busy.remove(worker)
-                if worker.is_alive and not self.is_closing:
-                    self._idle.append(worker)
+            self._put_back(worker, niceness)
 
     def _taken(self, niceness: int) -> Worker:
-        with self._lock:
-            if self.is_closing:
-                raise SystemExit
-            worker = next((w for w in self._idle if w.niceness == niceness), None)
-            if worker is None:
-                worker = Worker(niceness)
-            else:
-                self._idle.remove(worker)
+        with self._change:
+            while (worker := self._free(niceness)) is None and self._should_wait(niceness):
+                self._num_asking += not niceness
+                self._change.wait()
+                self._num_asking -= not niceness
+            self._change.notify_all()  # the background waits while somebody asks
+            worker = worker or Worker(niceness)
             self._busy.append(worker)
+            self._num_lent += worker.niceness != niceness
             return worker
+
+    def _free(self, niceness: int) -> Worker | None:
+        """An idle process, off the list. One of low priority is for those who ask for it first."""
+        if self.is_closing:
+            raise SystemExit
+        self._idle = [w for w in self._idle if w.is_alive]
+        able = [w for w in self._idle if w.niceness >= niceness]
+        if len(able) <= (self._num_asking if niceness else 0):
+            return None
+        worker = min(able, key=lambda w: w.niceness)
+        self._idle.remove(worker)
+        return worker
+
+    def _should_wait(self, niceness: int) -> bool:
+        """Whether there will be a process, so that none has to start."""
+        if niceness:
+            return bool(self._num_lent or self._num_asking)
+        return sum(bool(w.niceness) for w in self._busy) - self._num_lent > self._num_asking
+
+    def _put_back(self, worker: Worker, niceness: int) -> None:
+        with self._change:
+            self._busy.remove(worker)
+            self._num_lent -= worker.niceness != niceness
+            if worker.is_alive and not self.is_closing:
+                self._idle.append(worker)
+            self._change.notify_all()
 
 
 BUILDS = Builds()
@@ -219,6 +272,11 @@ def stop_workers(niceness: int = 0) -> None:
     BUILDS.stop(niceness)
 
 
+def hand_over(most: int, niceness: int) -> None:
+    """Keep idle compiler processes for what nobody waits for."""
+    BUILDS.hand_over(most, niceness)
+
+
 def build(
     sources: Iterable[KernelSource], arch: int, cache: Cache, workers: int
 ) -> dict[KernelSource, Cubin]:
@@ -230,8 +288,8 @@ def build(
         open_.intersection_update(missing)
         BUILDS.count(cached=len(mine) - len(missing))
 
-        def make(source: KernelSource) -> None:
-            _compile(source, arch, cache)
+        def make(source: KernelSource, worker: Worker) -> None:
+            _keep(source, arch, cache, worker.compile(source, arch))
             open_.discard(source)
             BUILDS.count(built=1)
 
@@ -253,7 +311,9 @@ def build_ahead(source: KernelSource, arch: int, cache: Cache, niceness: int) ->
     try:
         was_cached = _load(source, arch, cache)
         if not was_cached:
-            _compile(source, arch, cache, niceness)
+            with BUILDS.process(niceness) as worker:
+                cubin = worker.compile(source, arch)
+            _keep(source, arch, cache, cubin)
     except BaseException as error:
         BUILDS.fail(source, arch, error)
         raise
@@ -269,29 +329,30 @@ def _load(source: KernelSource, arch: int, cache: Cache) -> bool:
     return data is not None
 
 
-def _compile(source: KernelSource, arch: int, cache: Cache, niceness: int = 0) -> None:
-    cubin = BUILDS.compile(source, arch, niceness)
+def _keep(source: KernelSource, arch: int, cache: Cache, cubin: Cubin) -> None:
     cache.put(cache_key(source, arch), cubin.to_bytes())
     BUILDS.settle(source, arch, cubin)
 
 
 def _in_threads(
-    make: Callable[[KernelSource], None], sources: Sequence[KernelSource], count: int
+    make: Callable[[KernelSource, Worker], None], sources: Sequence[KernelSource], count: int
 ) -> None:
-    """In daemon threads, unlike those of an executor, for which the end of a process waits. After
-    an error nothing new is begun."""
+    """In daemon threads, unlike those of an executor, for which the end of a process waits. Each
+    keeps its process while there is work. After an error nothing new is begun."""
     left, errors = deque(sources), list[BaseException]()
 
     def work() -> None:
-        while not errors:
-            try:
-                source = left.popleft()
-            except IndexError:
-                return
-            try:
-                make(source)
-            except BaseException as error:
-                errors.append(error)
+        try:
+            with BUILDS.process() as worker:
+                while True:
+                    try:
+                        source = left.popleft()
+                    except IndexError:
+                        return
+                    make(source, worker)
+        except BaseException as error:
+            errors.append(error)
+            left.clear()
 
     threads = [threading.Thread(target=work, name=f"strop-kernels-{n}", daemon=True)
                for n in range(min(count, len(sources)))]  # fmt: skip

@@ -52,7 +52,8 @@ class KernelLibrary(Protocol):
         ...
 
     def later(self, sources: Sequence[KernelSource]) -> Ahead:
-        """These kernels for the background, not begun."""
+        """These kernels for the background, not begun. It gets what has been started, and is not
+        at work."""
         ...
 
     def watch(self, sources: Sequence[KernelSource]) -> Callable[[], int]:
@@ -123,25 +124,34 @@ class CudaKernels:
         self.arch, self._num_sms = arch, num_sms
         self._cache, self._workers = _BytesByKey(cache), workers
         self._cubins: dict[KernelSource, cubin.Cubin] = {}
+        self._is_warm = False
 
     def warm_up(self, workers: int | None = None) -> None:
+        self._is_warm = True
         builds.start_workers(workers or self._workers)
 
     def cool_down(self) -> None:
+        self._is_warm = False
         builds.stop_workers()
 
     def build(self, sources: Sequence[KernelSource]) -> None:
         missing = [s for s in dict.fromkeys(sources) if s not in self._cubins]
-        if missing:
+        if not missing:
+            return
+        try:
             self._cubins.update(builds.build(missing, self.arch, self._cache, self._workers))
-            builds.stop_workers()
+        finally:
+            if not self._is_warm:
+                builds.stop_workers()
 
     def begin(self, sources: Sequence[KernelSource]) -> None:
         able = [source for source in sources if has_boxes(self.arch) or not source.boxes]
         Ahead(able, self.arch, self._cache, self._workers, niceness=0).start()
 
     def later(self, sources: Sequence[KernelSource]) -> Ahead:
-        return Ahead(sources, self.arch, self._cache, self._workers)
+        later = Ahead(sources, self.arch, self._cache, self._workers)
+        later.keep_processes()
+        return later
 
     def watch(self, sources: Sequence[KernelSource]) -> Callable[[], int]:
         return lambda: sum(builds.BUILDS.has(source, self.arch) for source in sources)
