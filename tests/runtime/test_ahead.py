@@ -87,6 +87,7 @@ class FakeWorker:
 @pytest.fixture
 def compilers(monkeypatch: pytest.MonkeyPatch) -> Iterator[Compilers]:
     made = Compilers()
+    monkeypatch.setattr(builds, "cores_are_taken", lambda: False)
     monkeypatch.setattr(builds, "BUILDS", builds.Builds())
     monkeypatch.setattr(builds, "Worker", made)
     yield made

@@ -92,6 +92,7 @@ class Compilers:
 @pytest.fixture
 def compilers(monkeypatch: pytest.MonkeyPatch) -> Iterator[Compilers]:
     made = Compilers()
+    monkeypatch.setattr(builds, "cores_are_taken", lambda: False)
     monkeypatch.setattr(builds, "BUILDS", Builds())
     monkeypatch.setattr(builds, "Worker", made)
     monkeypatch.setattr(ahead, "LATER", Queue(LOW_PRIORITY))
@@ -188,6 +189,23 @@ def test_what_nobody_can_lend_is_started(compilers: Compilers) -> None:
     assert [process.made for process in compilers.started] == [[first], wanted]
     assert [process.niceness for process in compilers.started] == [LOW_PRIORITY, 0]
     assert not num_asking()
+
+
+def test_nothing_is_borrowed_where_all_cores_are_taken(
+    compilers: Compilers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By data loaders, say: what has low priority would be slower than a new process."""
+    first, later, needed = kernels(3)
+    compilers.hold(first)
+    behind = background([first, later], 1)
+    wait_until(lambda: compilers.is_at(first))
+    monkeypatch.setattr(builds, "cores_are_taken", lambda: True)
+    Asking([needed]).end()
+    assert [process.niceness for process in compilers.started] == [LOW_PRIORITY, 0]
+    assert compilers.started[1].made == [needed]
+    compilers.held[first].set()
+    behind.wait()
+    assert compilers.started[0].made == [first, later]
 
 
 def test_what_is_lent_cannot_be_lent_again(compilers: Compilers) -> None:

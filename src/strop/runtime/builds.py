@@ -104,6 +104,11 @@ class Worker:
             self._process.wait()
 
 
+def cores_are_taken() -> bool:
+    """So that a process of low priority would get little. The average is over a minute."""
+    return os.getloadavg()[0] > len(os.sched_getaffinity(0))
+
+
 @dataclass
 class Builds:
     """What this process has built, and its compiler processes."""
@@ -235,7 +240,9 @@ class Builds:
         if self.is_closing:
             raise SystemExit
         self._idle = [w for w in self._idle if w.is_alive]
-        able = [w for w in self._idle if w.niceness >= niceness]
+        able = [w for w in self._idle if w.niceness == niceness]
+        if not niceness and not cores_are_taken():
+            able = self._idle
         if len(able) <= (self._num_asking if niceness else 0):
             return None
         worker = min(able, key=lambda w: w.niceness)
@@ -246,7 +253,8 @@ class Builds:
         """Whether there will be a process, so that none has to start."""
         if niceness:
             return bool(self._num_lent or self._num_asking)
-        return sum(bool(w.niceness) for w in self._busy) - self._num_lent > self._num_asking
+        num_later = sum(bool(w.niceness) for w in self._busy)
+        return num_later - self._num_lent > self._num_asking and not cores_are_taken()
 
     def _put_back(self, worker: Worker, niceness: int) -> None:
         with self._change:
