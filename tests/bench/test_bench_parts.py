@@ -92,6 +92,13 @@ def test_times_are_true() -> None:
     assert timer.with_peak(lambda: 3, CPU) == (3, None)
 
 
+def test_what_overlaps_counts_once() -> None:
+    """Kernels that begin early, in any order; one within another; a gap; copies beside them."""
+    spans = [(10.0, 30.0), (0.0, 12.0), (15.0, 20.0), (40.0, 45.0), (45.0, 46.0)]
+    assert timer.covered(spans) == 36
+    assert timer.covered([]) == 0
+
+
 def test_judge() -> None:
     torch.manual_seed(0)
     exact = torch.randn(1000, dtype=torch.float64)
