@@ -142,6 +142,15 @@ def background(sources: Sequence[KernelSource], processes: int) -> Ahead:
     return later
 
 
+def borrowing(compilers: Compilers, first: KernelSource, wanted: KernelSource) -> Asking:
+    """Who has got the process that was at the first, and is held back at what is wanted."""
+    asking = Asking([wanted])
+    wait_until(num_asking)
+    compilers.let_go(first)
+    wait_until(lambda: compilers.is_at(wanted))
+    return asking
+
+
 def num_asking() -> int:
     return builds.BUILDS._num_asking
 
@@ -213,10 +222,7 @@ def test_what_is_lent_cannot_be_lent_again(compilers: Compilers) -> None:
     compilers.hold(first, wanted)
     background([first], 1)
     wait_until(lambda: compilers.is_at(first))
-    borrows = Asking([wanted])
-    wait_until(num_asking)
-    compilers.let_go(first)
-    wait_until(lambda: compilers.is_at(wanted))
+    borrows = borrowing(compilers, first, wanted)
     Asking([other]).end()
     assert [process.made for process in compilers.started] == [[first, wanted], [other]]
     compilers.let_go(wanted)
@@ -256,10 +262,7 @@ def test_a_background_that_has_lent_its_process_starts_no_other(compilers: Compi
     compilers.hold(first, wanted)
     later = background([first, second], 1)
     wait_until(lambda: compilers.is_at(first))
-    asking = Asking([wanted])
-    wait_until(num_asking)
-    compilers.let_go(first)
-    wait_until(lambda: compilers.is_at(wanted))
+    asking = borrowing(compilers, first, wanted)
     wait_until(lambda: later.num_done == 1)
     more = background(kernels(5)[:2], 2)  # a thread that has no process yet
     wait_until(lambda: num_waiting() == 2)
@@ -278,10 +281,7 @@ def test_a_lent_process_that_died_hangs_nobody(compilers: Compilers) -> None:
     compilers.hold(first, wanted)
     later = background([first, second], 1)
     wait_until(lambda: compilers.is_at(first))
-    asking = Asking([wanted])
-    wait_until(num_asking)
-    compilers.let_go(first)
-    wait_until(lambda: compilers.is_at(wanted))
+    asking = borrowing(compilers, first, wanted)
     compilers.started[0].is_alive = False
     compilers.let_go(wanted)
     asking.end()

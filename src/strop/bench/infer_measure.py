@@ -74,8 +74,8 @@ def _measure(row: Row, group: Field, plan: Plan, clock: Clock, result: Found,
         result["error"] = _error(outputs)
     outputs.clear()
     if calls and row.kind != "memory":
-        before = clock.left()
         group.wait()
+        before = clock.left()
         times = take_turns(calls, row.kind, plan.where, plan.samples, clock)
         for name, timing in times.items():
             result["contenders"][name] |= timing

@@ -101,10 +101,15 @@ class Layout:
         return self.tile.stages == 1
 
     @property
+    def hands_over(self) -> bool:
+        """Whether warps that fetch leave registers to those that weigh."""
+        return self.tile.groups == MANY_GROUPS and not self.is_single
+
+    @property
     def num_warps(self) -> int:
-        """Of a single step, a thread of the last group fetches. Four warps do where registers
-        change hands, as that is what can."""
-        fetching = 0 if self.is_single else 4 if self.tile.groups == MANY_GROUPS else 1
+        """Of a single step, a thread of the last group fetches. Registers change hands by four
+        warps."""
+        fetching = 0 if self.is_single else 4 if self.hands_over else 1
         return 4 * self.tile.groups + fetching
 
 
@@ -148,7 +153,7 @@ _BEGIN = """\
     .reg .pred %p, %any, %is_first, %yes, %no;
     .reg .b32 %queries, %keys, %heads, %thread, %warp, %lane, %group, %start, %batch, %h, %steps;
     .reg .b32 %base, %bar, %bar_k, %bar_v, %to, %column, %row, %at, %stage_v, %phase_v, %stage_k;
-    .reg .b32 %phase_k, %read, %step, %most, %low, %low_a, %low_b, %low_q, %low_k, %low_v, %high;
+    .reg .b32 %phase_k, %read, %step, %low, %low_a, %low_b, %low_q, %low_k, %low_v, %high;
     .reg .b32 %x<8>, %w<{weights}>;
     .reg .b64 %map<3>, %a, %b, %out, %wide;
     .reg .f32 %s<{scores}>, %o<{results}>, %m<2>, %l<2>, %c<2>, %n<2>, %e<2>, %t<4>, %f<2>;
@@ -253,7 +258,7 @@ def _fetch(layout: Layout) -> Iterator[str]:
         first, others = 128 * (tile.groups - 1), "weigh"
     else:
         yield f"    setp.lt.u32 %p, %thread, {first};\n    @%p bra weigh;\n"
-    if layout.num_warps == 4 * (MANY_GROUPS + 1):
+    if layout.hands_over:
         yield f"    setmaxnreg.dec.sync.aligned.u32 {FETCHING};\n"
     yield f"    setp.ne.u32 %p, %thread, {first};\n    @%p bra {others};\n"
     for n, name in enumerate(("q", "k", "v")):
@@ -328,7 +333,7 @@ def _results(layout: Layout, kind: str) -> Iterator[str]:
 def _weigh(layout: Layout, factor: str, kind: str) -> Iterator[str]:
     """The last block, which may have fewer keys; a loop over the others; the last results."""
     yield "weigh:\n"
-    if layout.num_warps == 4 * (MANY_GROUPS + 1):
+    if layout.hands_over:
         yield f"    setmaxnreg.inc.sync.aligned.u32 {WEIGHING};\n"
     apart = layout.tile.keys * LINE_BYTES // _UNIT  # columns of values, where there are more
     yield f"""\
