@@ -1,0 +1,149 @@
+"""Is a linear of ours, in PTX, faster than cuBLAS's where programs share a sum, or keep on?
+
+python benchmarks/probes/linear_groups.py --out FOLDER [--seconds 120]
+
+One H100, fp16: x (M, K) w (N, K)^T of SD1.5's and SDXL's linear layers, alone, with a sum at the
+end ("adds"), and value * gelu(gate) ("gated", N columns of the product, beside cuBLAS with a kernel
+behind it): see ``products.py``. Chains of launches, each of which may begin early.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import astuple
+from typing import Any
+
+import contest
+import torch
+from conv_groups import bound, clocks
+from conv_narrow import SETS
+from products import LINE, ROWS, Product, Tile, source_of
+from torch import Tensor
+
+from strop.ir.source import KernelSource
+from strop.kernels.box_conv import Picture
+from strop.runtime.gated_linear import GatedLinear
+
+WORST = 1.4  # tiles of which a guess says that they take so much longer are left out
+# M, N, K, what happens at the end
+SHAPES = (
+    *((m, n, k, "") for m, n, k in (
+        (2048, 1280, 1280), (8192, 320, 320), (2048, 640, 640), (512, 1280, 1280),
+        (512, 1280, 5120), (8192, 640, 640), (8192, 960, 320), (2048, 1920, 640),
+        (512, 3840, 1280), (2048, 3840, 1280), (8192, 320, 1280), (2048, 640, 2560),
+        (2048, 1280, 5120), (8192, 640, 2560), (128, 1280, 1280), (32768, 320, 320),
+        (300, 328, 200),
+    )),
+    *((m, n, k, "adds") for m, n, k in (
+        (2048, 1280, 1280), (8192, 320, 320), (2048, 640, 640), (512, 1280, 1280),
+    )),
+    *((m, n, k, "gated") for m, n, k in (
+        (2048, 10240, 1280), (8192, 2560, 320), (2048, 5120, 640), (512, 10240, 1280),
+        (8192, 5120, 640), (32768, 2560, 320),
+    )),
+)  # fmt: skip
+TILES = tuple(Tile(*each) for each in (
+    *((2, 160, 5, split) for split in (1, 2, 4)), *((2, 80, 7, split) for split in (1, 2, 4)),
+    *((1, 80, 8, split) for split in (1, 2, 4)), (1, 160, 7), (2, 128, 6), (2, 256, 4), (3, 160, 4),
+    (2, 160, 5, 1, True), (2, 80, 6, 1, True), (2, 128, 5, 1, True), (2, 256, 3, 1, True),
+    (3, 160, 3, 1, True), (2, 192, 4, 1, True),
+))  # fmt: skip
+GATED = tuple(Tile(*each) for each in (
+    (2, 256, 4, 1, True), (2, 160, 5, 1, True), (3, 160, 4, 1, True),
+    (2, 160, 5), (2, 256, 4), (2, 128, 6, 1, True), (2, 64, 7, 1, True), (2, 80, 7, 1, True),
+))  # fmt: skip
+
+
+def picture_of(shape: tuple[Any, ...]) -> Picture:
+    """One line of pixels."""
+    rows, cols, depth, end = shape
+    return Picture(1, depth, cols // 2 if end == "gated" else cols, 1, 1, rows)
+
+
+def products(shape: tuple[Any, ...]) -> list[Product]:
+    of, end, found = picture_of(shape), shape[-1], dict[Product, float]()
+    steps = -(-of.ins // LINE)
+    for tile in GATED if end == "gated" else TILES:
+        product = Product(tile, 1, (1, 1, ROWS * tile.groups), end == "gated", end == "adds")
+        is_empty = (tile.split - 1) * -(-steps // tile.split) >= steps
+        if not is_empty and not (end == "gated" and of.outs % product.width):
+            found[product] = clocks(product, of) * (2 if product.gated else 1)
+    least = min(found.values())
+    return [product for product, guess in found.items() if guess <= WORST * least]
+
+
+def sources(shape: tuple[Any, ...]) -> Iterator[KernelSource]:
+    yield from (source_of(product, torch.float16) for product in products(shape))
+
+
+def library_call(sets: list[tuple[Tensor, ...]], end: str, library: Any, stream: int
+                 ) -> Callable[[], object]:  # fmt: skip
+    """cuBLAS's; gates are a kernel of ours behind it."""
+    turns = itertools.cycle(sets)
+
+    def plain() -> Tensor:
+        x, w, out, _ = next(turns)
+        return torch.mm(x, w.t(), out=out)
+
+    def adds() -> Tensor:
+        x, w, out, _ = next(turns)
+        return out.addmm_(x, w.t())
+
+    gates = GatedLinear(lambda inputs, out: None, library, stream, is_early=False)
+
+    def gated() -> None:
+        x, w, out, bias = next(turns)
+        gates([x, w, bias], out)
+
+    return {"": plain, "adds": adds, "gated": gated}[end]
+
+
+def arguments(shape: tuple[Any, ...]) -> list[tuple[Tensor, ...]]:
+    rows, cols, depth, end = shape
+    new: dict[str, Any] = {"device": "cuda", "dtype": torch.float16}
+    outs, found = picture_of(shape).outs, []
+    for seed in range(SETS):
+        torch.manual_seed(seed)
+        more = torch.randn(*((cols,) if end == "gated" else (rows, outs)), **new)
+        x, w = torch.randn(rows, depth, **new), torch.randn(cols, depth, **new) * depth**-0.5
+        found.append((x, w, torch.empty(rows, outs, **new), more))
+    return found
+
+
+def truth_of(end: str, x: Tensor, w: Tensor, more: Tensor) -> Tensor:
+    product = x.double() @ w.double().t()
+    if end == "gated":
+        value, gate = (product + more).chunk(2, -1)
+        return value * torch.nn.functional.gelu(gate)
+    return product + more if end == "adds" else product
+
+
+def measure(shape: tuple[Any, ...], library: Any) -> dict[str, Any]:
+    end, of, stream = shape[-1], picture_of(shape), torch.cuda.Stream()
+    with torch.cuda.stream(stream), torch.no_grad():
+        sets = arguments(shape)
+        x, w, out, more = sets[0]
+        calls = {"cublas": library_call(sets, end, library, stream.cuda_stream)}
+        for product in products(shape):
+            calls[str(astuple(product.tile))] = bound(product, of, sets, library,
+                                                      stream.cuda_stream)  # fmt: skip
+        truth, errors = truth_of(end, x, w, more), {}
+        for name, call in calls.items():
+            in_place = end == "adds" and name == "cublas"  # it adds to what is there
+            out.copy_(more) if in_place else out.fill_(float("nan"))
+            for _ in range(SETS):
+                call()
+            torch.cuda.synchronize()
+            errors[name] = contest.error(out, truth)
+        return {"us": contest.us_in_turns(calls, stream), "errors": errors}
+
+
+def main() -> None:
+    args = contest.arguments_of(__doc__, seconds=120).parse_args()
+    wanted = itertools.chain.from_iterable(map(sources, SHAPES))
+    contest.hold("linear_groups", args, wanted, SHAPES, measure)
+
+
+if __name__ == "__main__":
+    main()
