@@ -60,7 +60,7 @@ TILES = tuple(Tile(*each) for each in (
     (128, 128, 4, 4, 2), (128, 256, 4, 8, 3), (64, 128, 6, 4, 9), (128, 128, 4, 4, 6),
     (64, 64, 6, 4, 3), (64, 64, 6, 4, 9),
 ))  # fmt: skip
-BOXES.setdefault(64, ((1, 1, 64), (1, 2, 32), (1, 4, 16), (1, 8, 8)))  # of tiles that lost
+TRIED = {**BOXES, 64: ((1, 1, 64), (1, 2, 32), (1, 4, 16), (1, 8, 8))}  # of tiles that lost
 SMS, WORST = 132, 1.7  # tiles of which a first guess says that they take longer are left out
 
 
@@ -74,7 +74,7 @@ def forms(shape: tuple[int, ...]) -> list[Form]:
     for tile in TILES:
         if of.outs % tile.cols or 9 * of.ins // 64 % tile.split:
             continue
-        form = Form(tile, box_of(tile.pixels, of, tile.extra))
+        form = Form(tile, box_of(tile.pixels, of, tile.extra, TRIED))
         pixels = tile.pixels + tile.extra * form.box[2]
         found[form] = -(-form.num_programs(of) // SMS) * tile.cols * pixels / tile.split
         found[form] *= 1.0 if tile.cols * pixels >= 128 * 128 else 1.3

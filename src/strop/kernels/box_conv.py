@@ -9,7 +9,7 @@ way round Triton 3.6 brings the box through registers.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -177,13 +177,15 @@ def add_parts(parts: int, dtype: torch.dtype) -> KernelSource:
 
 # Pictures, lines and columns by the number of pixels. Few, so that the kernels for all sizes can be
 # built before anybody asks for them; a library has pictures that none of them covers well.
-BOXES = {
+Boxes = tuple[tuple[int, int, int], ...]
+BOXES: Mapping[int, Boxes] = {
     128: ((1, 2, 64), (1, 4, 32), (1, 8, 16), (1, 16, 8), (2, 8, 8)),
     256: ((1, 4, 64), (1, 8, 32), (1, 16, 16)),
 }
 
 
-def box_of(pixels: int, of: Picture, extra: int = 0) -> tuple[int, int, int]:
+def box_of(pixels: int, of: Picture, extra: int = 0, boxes: Mapping[int, Boxes] = BOXES
+           ) -> tuple[int, int, int]:  # fmt: skip
     """Pictures, lines and columns of a box of so many pixels that waste the fewest."""
 
     def wasted(box: tuple[int, int, int]) -> tuple[int, int, int]:
@@ -193,7 +195,7 @@ def box_of(pixels: int, of: Picture, extra: int = 0) -> tuple[int, int, int]:
                        strict=True)]  # fmt: skip
         return math.prod(covered), count, -width
 
-    return min((box for box in BOXES[pixels] if box[0] == 1 or not extra), key=wasted)
+    return min((box for box in boxes[pixels] if box[0] == 1 or not extra), key=wasted)
 
 
 # Measured on an H100 in fp16 (benchmarks/probes/conv_boxes.py): microseconds that a program takes
