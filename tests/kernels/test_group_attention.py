@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,6 +20,7 @@ from strop.runtime.box_attention import BoxAttention
 from strop.runtime.cubin import cache_key
 from strop.runtime.kernels import kernel_library
 from tests.codegen.test_triton_compile import TOOLS, compiled, disassemble, resources
+from tests.kernels.ptx_machine import launch
 from tests.kernels.test_box_attention import judge, refuse
 
 pytest.importorskip("triton")
@@ -110,11 +111,21 @@ def of_tile(tile: GroupTile, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return BoxAttention(refuse, kernels, stream, choose=lambda *sizes: tile)((q, k, v))
 
 
-def operands(shape: Sequence[int], head: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
+def by_the_machine(tile: GroupTile, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """On a CPU, instruction by instruction."""
+    batch, heads, queries, head = q.shape
+    source = group_attention(head, head**-0.5, tile, q.dtype)
+    out = torch.empty(batch, queries, heads, head, dtype=q.dtype)
+    launch(source, [q, k, v, out], [queries, k.shape[2], heads, batch * heads])
+    return out.transpose(1, 2)
+
+
+def operands(shape: Sequence[int], head: int, dtype: torch.dtype, device: str = "cuda"
+             ) -> tuple[Tensor, ...]:  # fmt: skip
     """Slices of one product, as in a UNet."""
     batch, heads, queries, keys = shape
     torch.manual_seed(sum(shape))
-    merged = torch.randn(batch, max(queries, keys), 3, heads, head, device="cuda").to(dtype)
+    merged = torch.randn(batch, max(queries, keys), 3, heads, head, device=device).to(dtype)
     q, k, v = merged.permute(2, 0, 3, 1, 4)
     return q[:, :, :queries], k[:, :, :keys], v[:, :, :keys]
 
@@ -152,18 +163,31 @@ def test_scores_may_be_large(head: int, tile: GroupTile) -> None:
     judge(found, q, k, v)
 
 
+def judge_nan(run: Callable[..., Tensor], head: int, tile: GroupTile, bad: float, device: str
+              ) -> None:  # fmt: skip
+    q, k, v = (t.clone() for t in operands((2, 1, 64, 77), head, torch.float16, device))
+    q[:, :, 5, 0], k[0, :, 30, 0] = bad, bad  # of one picture all rows may be NaN
+    found = run(tile, q, k, v)
+    exact = (q.double() @ k.double().mT * head**-0.5).softmax(-1) @ v.double()
+    assert torch.equal(found.isnan(), exact.isnan())
+    assert not exact.isnan().all()
+    assert exact.isnan().any()
+
+
 @pytest.mark.gpu
 @needs_a_gpu
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize(("head", "tile"), IN_USE[:2] + IN_USE[-1:], ids=str)
 def test_what_softmax_makes_nan_is_nan(head: int, tile: GroupTile, bad: float) -> None:
-    q, k, v = (t.clone() for t in operands((2, 1, 64, 77), head, torch.float16))
-    q[:, :, 5, 0], k[0, :, 30, 0] = bad, bad  # of one picture all rows may be NaN
-    found = of_tile(tile, q, k, v)
-    exact = (q.double() @ k.double().mT * head**-0.5).softmax(-1) @ v.double()
-    assert torch.equal(found.isnan(), exact.isnan())
-    assert not exact.isnan().all()
-    assert exact.isnan().any()
+    judge_nan(of_tile, head, tile, bad, "cuda")
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize(("head", "tile"), IN_USE[:2] + IN_USE[-1:], ids=str)
+def test_what_softmax_makes_nan_is_nan_by_the_machine(
+    head: int, tile: GroupTile, bad: float
+) -> None:
+    judge_nan(by_the_machine, head, tile, bad, "cpu")
 
 
 @pytest.mark.gpu

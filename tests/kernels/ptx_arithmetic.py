@@ -1,0 +1,560 @@
+"""What PTX's arithmetic does to the 32 lanes of a warp, as numpy functions.
+
+A part of ``ptx_machine``. A mask is an integer, lane n its bit n; predicates are such masks.
+Integers wrap; fp32 results are rounded once, fma's too but for ties of its fp64 sum. ``.ftz``
+flushes results, not operands; ``.approx`` is as good as numpy is.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from tests.kernels.ptx_text import (
+    LANES,
+    Bits,
+    Imm,
+    Not,
+    Operand,
+    Pair,
+    PtxError,
+    Reg,
+    Special,
+    Statement,
+    Symbol,
+    Vector,
+    width,
+)
+
+FULL = (1 << LANES) - 1
+Array = np.ndarray[Any, Any]
+Read = Callable[[Any], Array]  # of a warp
+Run = Callable[[Any, int], Any]  # of a warp and a mask
+
+_NUMPY: dict[str, Any] = {"f32": np.float32, "f64": np.float64}
+for _bits in (8, 16, 32, 64):
+    _NUMPY |= {f"u{_bits}": np.dtype(f"u{_bits // 8}"), f"s{_bits}": np.dtype(f"i{_bits // 8}"),
+               f"b{_bits}": np.dtype(f"u{_bits // 8}")}  # fmt: skip
+_NUMPY |= {"f16": np.uint16, "bf16": np.uint16, "f16x2": np.uint32, "bf16x2": np.uint32}
+
+
+def dtype(kind: str) -> Any:
+    if kind not in _NUMPY:
+        raise PtxError(f"type .{kind} is not supported here")
+    return np.dtype(_NUMPY[kind])
+
+
+def view_of(kind: str) -> str:
+    """Among those of a warp's registers."""
+    size = dtype(kind)
+    return {"u": "u", "i": "s", "f": "f"}[size.kind] + str(8 * size.itemsize)
+
+
+class _Lanes(dict[int, Array]):
+    def __missing__(self, mask: int) -> Array:
+        self[mask] = found = np.array([bool(mask >> n & 1) for n in range(LANES)])
+        return found
+
+
+_LANES = _Lanes()
+
+
+def lanes(mask: int) -> Array:
+    return _LANES[mask]
+
+
+def where(mask: int) -> Any:
+    return True if mask == FULL else _LANES[mask]
+
+
+def bits(flags: Array) -> int:
+    return int.from_bytes(np.packbits(flags, bitorder="little").tobytes(), "little")
+
+
+@dataclass(slots=True, eq=False)
+class Instruction:
+    """``reads`` and ``writes`` are numbers of registers; ``touches`` are those among them that
+    products use, too. Of an ``aligned`` one the lanes ``members`` run it together."""
+
+    statement: Statement
+    run: Run | None = None
+    reads: tuple[int, ...] = ()
+    writes: tuple[int, ...] = ()
+    touches: tuple[int, ...] = ()
+    accumulators: tuple[Reg, ...] = ()  # of a product, and what of a is in registers
+    fragments: tuple[Reg, ...] = ()
+    uses: tuple[tuple[Reg, int], ...] = ()  # all of these, and as what
+    calculate: Any = None
+    members: int = 0
+    target: int = -1
+    is_end: bool = False
+
+
+@dataclass(slots=True)
+class Maker:
+    """Compiles one statement: gathers the registers that it reads and writes."""
+
+    statement: Statement
+    reads: list[int] = field(default_factory=list)
+    writes: list[int] = field(default_factory=list)
+    members: int = 0
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        return self.statement.words
+
+    @property
+    def kind(self) -> str:
+        return self.statement.words[-1]
+
+    def args(self, *counts: int) -> tuple[Any, ...]:
+        if len(self.statement.args) not in counts:
+            raise PtxError(f"{len(self.statement.args)} operands, not {counts}")
+        return self.statement.args
+
+    def only(self, *allowed: str) -> None:
+        """No modifier is silently left out."""
+        for word in self.words[1:]:
+            if word not in allowed:
+                raise PtxError(f"unknown modifier .{word}")
+
+    def src(self, operand: Operand, kind: str) -> Read:
+        if isinstance(operand, Reg):
+            index = self.reg(operand, width(kind)).index
+            self.reads.append(operand.number)
+            view = view_of(kind)
+            return lambda w: w.views[view][index]
+        if isinstance(operand, Special | Symbol):
+            name, size = operand.name, dtype(kind)
+            find = "special" if isinstance(operand, Special) else "symbol"
+            return lambda w: getattr(w, find)(name, size)
+        known = constant(operand, kind)
+        return lambda w: known
+
+    def dst(self, operand: Operand, kind: str) -> tuple[str, int]:
+        if not isinstance(operand, Reg):
+            raise PtxError("the result is no register")
+        self.reg(operand, width(kind))
+        self.writes.append(operand.number)
+        return view_of(kind), operand.index
+
+    def pred(self, operand: Operand) -> Callable[[Any], int]:
+        """As a mask."""
+        if isinstance(operand, Not):
+            of = self.pred(operand.of)
+            return lambda w: of(w) ^ FULL
+        if not isinstance(operand, Reg) or operand.bits != 1:
+            raise PtxError("no predicate")
+        self.reads.append(operand.number)
+        index = operand.index
+        return lambda w: w.preds[index]
+
+    def pred_dst(self, operand: Operand) -> int:
+        if not isinstance(operand, Reg) or operand.bits != 1:
+            raise PtxError("the result is no predicate")
+        self.writes.append(operand.number)
+        return operand.index
+
+    @staticmethod
+    def reg(operand: Reg, bits: int) -> Reg:
+        if operand.bits != bits:
+            raise PtxError(f"{operand.name} has {operand.bits} bits, not {bits}")
+        return operand
+
+
+def constant(operand: Operand, kind: str) -> Array:
+    size = dtype(kind)
+    if isinstance(operand, Bits):
+        if operand.bits == 32 and kind == "f64":
+            value: Any = struct.unpack("<f", struct.pack("<I", operand.value))[0]
+            return np.full(LANES, value, np.float64)
+        raw = np.full(LANES, operand.value, f"u{operand.bits // 8}")
+        if raw.itemsize != size.itemsize:
+            raise PtxError(f"a constant of {operand.bits} bits as .{kind}")
+        return raw.view(size)
+    if not isinstance(operand, Imm):
+        raise PtxError("operand not understood")
+    if size.kind == "f":
+        raise PtxError("an integer where a float is wanted")
+    unsigned = np.dtype(f"u{size.itemsize}")
+    value = int(operand.value) & ((1 << 8 * size.itemsize) - 1)
+    return np.full(LANES, value, unsigned).view(size)
+
+
+def put(warp: Any, view: str, index: int, mask: int, value: Any) -> None:
+    if mask == FULL:
+        warp.views[view][index][:] = value
+    else:
+        np.copyto(warp.views[view][index], value, where=_LANES[mask])
+
+
+def merge(old: int, mask: int, new: int) -> int:
+    return (old & ~mask) | (new & mask)
+
+
+def _of(maker: Maker, count: int, function: Callable[..., Any], kind: str, result: str = "") -> Run:
+    """A numpy function of ``count`` operands that takes ``out`` and ``where``."""
+    into, *args = maker.args(count + 1)
+    view, index = maker.dst(into, result or kind)
+    sources = [maker.src(arg, kind) for arg in args]
+    if count == 1:
+        (a,) = sources
+        return lambda w, m: function(a(w), out=w.views[view][index], where=where(m))
+    a, b = sources
+    return lambda w, m: function(a(w), b(w), out=w.views[view][index], where=where(m))
+
+
+def _computed(maker: Maker, count: int, function: Callable[..., Any], kind: str,
+              result: str = "") -> Run:  # fmt: skip
+    """Any function of operands."""
+    into, *args = maker.args(count + 1)
+    view, index = maker.dst(into, result or kind)
+    sources = [maker.src(arg, kind) for arg in args]
+    return lambda w, m: put(w, view, index, m, function(*(s(w) for s in sources)))
+
+
+_TINY = np.float32(2.0**-126)
+
+
+def _flushed(function: Callable[..., Array]) -> Callable[..., Array]:
+    def run(*args: Array) -> Array:
+        found = function(*args)
+        small = np.abs(found) < _TINY
+        return np.where(small, np.copysign(np.float32(0), found), found)
+
+    return run
+
+
+def _fused(a: Array, b: Array, c: Array) -> Array:
+    wide: Array = a.astype(np.float64) * b + c
+    return wide.astype(np.float32)
+
+
+def _shifted_left(a: Array, b: Array) -> Array:
+    most = 8 * a.itemsize
+    return np.where(b >= most, a.dtype.type(0), a << np.minimum(b, most - 1).astype(a.dtype))
+
+
+def _shifted_right(a: Array, b: Array) -> Array:
+    most = 8 * a.itemsize
+    if a.dtype.kind == "i":
+        return a >> np.minimum(b, most - 1).astype(a.dtype)
+    return np.where(b >= most, a.dtype.type(0), a >> np.minimum(b, most - 1).astype(a.dtype))
+
+
+_FLOATS: dict[str, tuple[int, Callable[..., Any]]] = {
+    "add": (2, np.add), "sub": (2, np.subtract), "mul": (2, np.multiply), "div": (2, np.divide),
+    "max": (2, np.fmax), "min": (2, np.fmin), "neg": (1, np.negative), "abs": (1, np.abs),
+    "copysign": (2, lambda a, b: np.copysign(b, a)), "fma": (3, _fused),
+    "rcp": (1, lambda a: np.float32(1) / a), "sqrt": (1, np.sqrt), "ex2": (1, np.exp2),
+    "rsqrt": (1, lambda a: np.float32(1) / np.sqrt(a)), "lg2": (1, np.log2), "tanh": (1, np.tanh),
+}  # fmt: skip
+_FLOAT_WORDS = ("rn", "ftz", "approx", "full", "NaN", "f32")
+_NEEDS = {"fma": ("rn",), "rcp": ("rn", "approx"), "sqrt": ("rn", "approx"), "ex2": ("approx",),
+          "div": ("rn", "approx", "full"), "rsqrt": ("approx",), "lg2": ("approx",),
+          "tanh": ("approx",)}  # fmt: skip
+
+
+def _float(maker: Maker) -> Run:
+    op, words = maker.words[0], maker.words[1:]
+    maker.only(*_FLOAT_WORDS)
+    count, function = _FLOATS[op]
+    if op in _NEEDS and not set(_NEEDS[op]) & set(words):
+        raise PtxError(f"one of {_NEEDS[op]} is wanted")
+    if "NaN" in words:
+        function = {"max": np.maximum, "min": np.minimum}[op]
+    if "ftz" in words:
+        return _computed(maker, count, _flushed(function), "f32")
+    if isinstance(function, np.ufunc):
+        return _of(maker, count, function, "f32")
+    return _computed(maker, count, function, "f32")
+
+
+_INTEGERS: dict[str, Callable[..., Any]] = {
+    "add": np.add, "sub": np.subtract, "max": np.maximum, "min": np.minimum,
+}  # fmt: skip
+
+
+def _integer(maker: Maker) -> Run:
+    op, kind = maker.words[0], maker.kind
+    if op in ("mul", "mad"):
+        return _multiply(maker)
+    maker.only(kind)
+    if op in ("neg", "abs"):
+        return _of(maker, 1, np.negative if op == "neg" else np.abs, kind)
+    if op in ("div", "rem"):
+        return _divide(maker)
+    return _of(maker, 2, _INTEGERS[op], kind)
+
+
+def _multiply(maker: Maker) -> Run:
+    op, part, kind = maker.words[0], maker.words[1], maker.kind
+    maker.only("lo", "wide", kind)
+    into, a, b, *more = maker.args(4 if op == "mad" else 3)
+    bits_wide = width(kind) * (2 if part == "wide" else 1)
+    result = kind[0] + str(bits_wide)
+    if part not in ("lo", "wide"):
+        raise PtxError(".lo or .wide is wanted")
+    view, index = maker.dst(into, result)
+    first, second, size = maker.src(a, kind), maker.src(b, kind), dtype(result)
+    third = maker.src(more[0], result) if more else None
+
+    def run(w: Any, m: int) -> None:
+        found = first(w).astype(size) * second(w).astype(size)
+        put(w, view, index, m, found if third is None else found + third(w))
+
+    return run
+
+
+def _divide(maker: Maker) -> Run:
+    op, kind = maker.words[0], maker.kind
+    into, a, b = maker.args(3)
+    view, index = maker.dst(into, kind)
+    first, second = maker.src(a, kind), maker.src(b, kind)
+    rest = np.fmod if op == "rem" else None
+
+    def run(w: Any, m: int) -> None:
+        x, y = first(w), second(w)
+        if bits(y == 0) & m:
+            raise PtxError("division by zero")
+        y = np.where(y == 0, y.dtype.type(1), y)
+        if rest is not None:
+            put(w, view, index, m, rest(x, y))
+        else:
+            put(w, view, index, m, (x - np.fmod(x, y)) // y)
+
+    return run
+
+
+def _logic(maker: Maker) -> Run:
+    op, kind = maker.words[0], maker.kind
+    maker.only(kind)
+    if kind == "pred":
+        return _logic_of_predicates(maker)
+    if op == "not":
+        return _of(maker, 1, np.invert, kind)
+    functions = {"and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor}
+    return _of(maker, 2, functions[op], kind)
+
+
+_OF_MASKS: dict[str, Callable[[int, int], int]] = {
+    "and": lambda a, b: a & b, "or": lambda a, b: a | b, "xor": lambda a, b: a ^ b,
+}  # fmt: skip
+
+
+def _logic_of_predicates(maker: Maker) -> Run:
+    op = maker.words[0]
+    into, a, *more = maker.args(2 if op == "not" else 3)
+    index, first = maker.pred_dst(into), maker.pred(a)
+    second = maker.pred(more[0]) if more else None
+    function = _OF_MASKS["xor" if op == "not" else op]
+
+    def run(w: Any, m: int) -> None:
+        other = FULL if second is None else second(w)
+        w.preds[index] = merge(w.preds[index], m, function(first(w), other))
+
+    return run
+
+
+def _shift(maker: Maker) -> Run:
+    kind = maker.kind
+    maker.only(kind)
+    into, a, b = maker.args(3)
+    view, index = maker.dst(into, kind)
+    first, second = maker.src(a, kind), maker.src(b, "u32")
+    function = _shifted_left if maker.words[0] == "shl" else _shifted_right
+    return lambda w, m: put(w, view, index, m, function(first(w), second(w)))
+
+
+_COMPARED: dict[str, Callable[..., Any]] = {
+    "eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal, "gt": np.greater,
+    "ge": np.greater_equal, "lo": np.less, "ls": np.less_equal, "hi": np.greater,
+    "hs": np.greater_equal,
+}  # fmt: skip
+
+
+def _comparison(name: str, kind: str) -> Callable[[Array, Array], Array]:
+    """Of floats, an ordered one is false of NaN and an unordered one true."""
+    if kind[0] != "f":
+        return _COMPARED[name]
+    if name in ("num", "nan"):
+        flip = name == "num"
+        return lambda a, b: (np.isnan(a) | np.isnan(b)) ^ flip
+    if name == "ne":
+        return lambda a, b: (a < b) | (a > b)
+    if name in _COMPARED:
+        return _COMPARED[name]
+    plain = _COMPARED[name.removesuffix("u")]
+    return lambda a, b: plain(a, b) | np.isnan(a) | np.isnan(b)
+
+
+def _setp(maker: Maker) -> Run:
+    words, kind = maker.words[1:], maker.kind
+    compare, joins = _comparison(words[0], kind), words[1] if len(words) == 3 else ""
+    if len(words) not in (2, 3) or joins not in ("", "and", "or", "xor"):
+        raise PtxError("form of setp not understood")
+    into, a, b, *more = maker.args(4 if joins else 3)
+    first, second = maker.src(a, kind), maker.src(b, kind)
+    other = maker.pred(more[0]) if joins else None
+    join = _OF_MASKS[joins or "and"]
+    both = isinstance(into, Pair)
+    index = maker.pred_dst(into.first if both else into)
+    opposite = maker.pred_dst(into.second) if both else None
+
+    def run(w: Any, m: int) -> None:
+        found = bits(compare(first(w), second(w)))
+        with_it = FULL if other is None else other(w)
+        w.preds[index] = merge(w.preds[index], m, join(found, with_it))
+        if opposite is not None:
+            w.preds[opposite] = merge(w.preds[opposite], m, join(found ^ FULL, with_it))
+
+    return run
+
+
+def _selp(maker: Maker) -> Run:
+    kind = maker.kind
+    maker.only(kind)
+    into, a, b, p = maker.args(4)
+    view, index = maker.dst(into, kind)
+    first, second, chosen = maker.src(a, kind), maker.src(b, kind), maker.pred(p)
+    return lambda w, m: put(w, view, index, m, np.where(lanes(chosen(w)), first(w), second(w)))
+
+
+def _mov(maker: Maker) -> Run:
+    kind = maker.kind
+    maker.only(kind)
+    into, a = maker.args(2)
+    if kind == "pred":
+        index, given = maker.pred_dst(into), maker.pred(a)
+
+        def run(w: Any, m: int) -> None:
+            w.preds[index] = merge(w.preds[index], m, given(w))
+
+        return run
+    if isinstance(a, Vector):
+        return _packed(maker, into, a)
+    if isinstance(into, Vector):
+        return _unpacked(maker, into, a)
+    view, place = maker.dst(into, kind)
+    source = maker.src(a, kind)
+    return lambda w, m: put(w, view, place, m, source(w))
+
+
+def _packed(maker: Maker, into: Operand, parts: Vector) -> Run:
+    """The first part is the low one."""
+    kind = maker.kind
+    part = width(kind) // len(parts.items)
+    view, index = maker.dst(into, kind)
+    sources, size = [maker.src(each, f"b{part}") for each in parts.items], dtype(kind)
+
+    def run(w: Any, m: int) -> None:
+        found = sources[0](w).astype(size)
+        for n, source in enumerate(sources[1:], 1):
+            found |= source(w).astype(size) << size.type(n * part)
+        put(w, view, index, m, found)
+
+    return run
+
+
+def _unpacked(maker: Maker, into: Vector, a: Operand) -> Run:
+    kind = maker.kind
+    part = width(kind) // len(into.items)
+    source, size, small = maker.src(a, kind), dtype(kind), dtype(f"b{part}")
+    targets = [(n, maker.dst(each, f"b{part}")) for n, each in enumerate(into.items)
+               if isinstance(each, Reg)]  # fmt: skip
+
+    def run(w: Any, m: int) -> None:
+        given = source(w).copy()
+        for n, (view, index) in targets:
+            put(w, view, index, m, (given >> size.type(n * part)).astype(small))
+
+    return run
+
+
+def half_bits(kind: str, x: Array) -> Array:
+    """Rounds fp32 to nearest even, as bits."""
+    if kind == "f16":
+        return x.astype(np.float16).view(np.uint16)
+    raw = x.view(np.uint32)
+    near = (raw + np.uint32(0x7FFF) + ((raw >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
+    return np.where(np.isnan(x), np.uint16(0x7FFF), near.astype(np.uint16))
+
+
+def of_half(kind: str, raw: Array) -> Array:
+    if kind == "f16":
+        return raw.view(np.float16).astype(np.float32)
+    return (raw.astype(np.uint32) << np.uint32(16)).view(np.float32)
+
+
+_HALVES = ("f16", "bf16")
+
+
+def _cvt(maker: Maker) -> Run:
+    *mods, to, of = maker.words[1:]
+    if to in ("f16x2", "bf16x2"):
+        return _cvt_pair(maker)
+    into, a = maker.args(2)
+    view, index = maker.dst(into, to)
+    source, convert = maker.src(a, of), _conversion(mods, to, of)
+    return lambda w, m: put(w, view, index, m, convert(source(w)))
+
+
+def _conversion(mods: list[str], to: str, of: str) -> Callable[[Array], Array]:
+    wanted = {"rn"} if to in (*_HALVES, "f32") and of != "f64" else set[str]()
+    if to == "f32" and of in _HALVES:
+        wanted = set()
+    if to[0] in "us" and of == "f32":
+        wanted = {"rzi", "rni", "rmi", "rpi"} & set(mods)
+        if not wanted:
+            raise PtxError("how to round is not said")
+        rounds = {"rzi": np.trunc, "rni": np.rint, "rmi": np.floor, "rpi": np.ceil}[wanted.pop()]
+        limits = np.iinfo(dtype(to))
+        return lambda x: np.clip(np.nan_to_num(rounds(x).astype(np.float64)), limits.min,
+                                 limits.max).astype(dtype(to))  # fmt: skip
+    if set(mods) != wanted or "f64" in (to, of) or (to[0] in "us" and of in _HALVES):
+        raise PtxError("conversion not known")
+    if to in _HALVES:
+        return lambda x: half_bits(to, x.astype(np.float32))
+    if of in _HALVES:
+        return lambda x: of_half(of, x)
+    return lambda x: x.astype(dtype(to))
+
+
+def _cvt_pair(maker: Maker) -> Run:
+    """The first operand goes to the upper half."""
+    to = maker.words[-2]
+    maker.only("rn", to, "f32")
+    into, a, b = maker.args(3)
+    view, index = maker.dst(into, "b32")
+    high, low, kind = maker.src(a, "f32"), maker.src(b, "f32"), to.removesuffix("x2")
+
+    def run(w: Any, m: int) -> None:
+        upper = half_bits(kind, high(w)).astype(np.uint32) << np.uint32(16)
+        put(w, view, index, m, upper | half_bits(kind, low(w)))
+
+    return run
+
+
+def _cvta(maker: Maker) -> Run:
+    """A param's address, or one of global memory, is the same as a generic one."""
+    maker.only("to", "param", "global", "u64")
+    into, a = maker.args(2)
+    view, index = maker.dst(into, "u64")
+    source = maker.src(a, "u64")
+    return lambda w, m: put(w, view, index, m, source(w))
+
+
+def _typed(maker: Maker) -> Run:
+    return _float(maker) if maker.kind[0] == "f" else _integer(maker)
+
+
+MAKERS: dict[str, Callable[[Maker], Run]] = {
+    **dict.fromkeys((*_FLOATS, "mul", "mad", "rem"), _typed),
+    **dict.fromkeys(("and", "or", "xor", "not"), _logic),
+    **dict.fromkeys(("shl", "shr"), _shift),
+    "setp": _setp, "selp": _selp, "mov": _mov, "cvt": _cvt, "cvta": _cvta,
+}  # fmt: skip

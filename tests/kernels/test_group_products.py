@@ -1,0 +1,112 @@
+"""Products in PTX (``benchmarks/probes/products.py``): what the assembler makes of them, and their
+results by the machine for PTX, which runs warps in any order and lets loads come late."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.codegen.test_triton_compile import TOOLS
+from tests.kernels.ptx_machine import launch
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks" / "probes"))
+import conv_groups
+import linear_groups
+from products import KINDS, MOST_SHARED, Product, Tile, source_of
+
+sys.path.pop(0)
+
+F16, BF16 = torch.float16, torch.bfloat16
+BOUND = {F16: 2.5e-4, BF16: 2e-3}  # of rounding a result: 1 / sqrt(3) of half an ulp, in the mean
+
+
+@dataclass(frozen=True)
+class Case:
+    tile: Tile
+    sizes: tuple[int, int, int, int, int]  # pictures, lines, columns, channels in and out
+    box: tuple[int, int, int]
+    size: int = 3
+    gated: bool = False
+    adds: bool = False
+    dtype: torch.dtype = F16
+
+
+CASES = (
+    Case(Tile(2, 160, 5), (1, 1, 300, 200, 328), (1, 1, 128), 1),
+    Case(Tile(1, 80, 3), (1, 1, 100, 128, 88), (1, 1, 64), 1, adds=True),
+    Case(Tile(1, 80, 3, 1, True), (1, 1, 200, 320, 160), (1, 1, 64), 1, adds=True),
+    Case(Tile(1, 80, 3, 1, True), (1, 1, 200, 128, 160), (1, 1, 64), 1, gated=True),
+    Case(Tile(1, 80, 3), (1, 7, 9, 128, 88), (1, 8, 8)),
+    Case(Tile(2, 80, 4), (3, 7, 8, 64, 88), (2, 8, 8)),
+    Case(Tile(1, 80, 3, 2), (2, 8, 8, 128, 88), (1, 8, 8)),
+    Case(Tile(1, 80, 3, 4), (1, 9, 8, 128, 88), (1, 8, 8), adds=True),
+    Case(Tile(1, 160, 3, 3), (1, 9, 8, 128, 88), (1, 8, 8)),
+    Case(Tile(1, 80, 3, 2), (1, 1, 100, 328, 88), (1, 1, 64), 1, adds=True, dtype=BF16),
+)
+
+
+def operands(case: Case) -> tuple[Tensor, Tensor, Tensor]:
+    batch, height, width, ins, outs = case.sizes
+    torch.manual_seed(ins + outs)
+    depth = case.size**2 * ins
+    x = torch.randn(batch, height, width, ins).to(case.dtype)
+    w = (torch.randn(outs, depth) * depth**-0.5).to(case.dtype)
+    more = torch.randn(outs) if case.gated else torch.randn(batch, height, width, outs)
+    return x, w, more.to(case.dtype)
+
+
+def truth(case: Case, x: Tensor, w: Tensor, more: Tensor) -> Tensor:
+    size, ins = case.size, case.sizes[3]
+    window = w.double().view(-1, size, size, ins).permute(0, 3, 1, 2)
+    pixels = x.double().permute(0, 3, 1, 2)
+    out = torch.nn.functional.conv2d(pixels, window, padding=size // 2).permute(0, 2, 3, 1)
+    if case.gated:
+        value, gate = (out + more.double()).chunk(2, -1)
+        return value * torch.nn.functional.gelu(gate)
+    return out + more.double() if case.adds else out
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_results(case: Case, seed: int) -> None:
+    """Boxes leave the picture, columns the result; parts are uneven; programs keep on."""
+    product = Product(case.tile, case.size, case.box, case.gated, case.adds)
+    x, w, more = operands(case)
+    wanted = truth(case, x, w, more)
+    out = torch.full(wanted.shape, math.nan, dtype=case.dtype)
+    down, *along = (-(-n // step) for n, step in zip(case.sizes[:3], case.box, strict=True))
+    across = -(-out.shape[-1] // product.width)
+    total = across * down * math.prod(along)
+    at_work = min(total, 2) if case.tile.keeps_on else total
+    scalars = [across, along[1], along[0], down, case.sizes[3], at_work]
+    launch(source_of(product, case.dtype), [x, w, out, more], scalars, seed=seed)
+    assert float((out.double() - wanted).norm() / wanted.norm()) < BOUND[case.dtype]
+
+
+ALL = dict.fromkeys((
+    *(Product(tile, 3, conv_groups.BOXES[tile.groups][0]) for tile in conv_groups.TILES),
+    *(product for shape in linear_groups.SHAPES for product in linear_groups.products(shape)),
+))  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", KINDS, ids=str)
+def test_all_tiles_assemble(dtype: torch.dtype, tmp_path: Path) -> None:
+    """Without a spill, within a program's memory, and with products that do not wait for each
+    other, of which ptxas would tell."""
+    assert len(ALL) > 50
+    ptxas = [TOOLS / "ptxas", "-v", "--gpu-name=sm_90a", "-o", "/dev/null"]
+    for product in ALL:
+        text = tmp_path / "kernel.ptx"
+        text.write_text(source_of(product, dtype).text)
+        done = subprocess.run([*ptxas, text], capture_output=True, text=True, check=False)
+        assert done.returncode == 0, (product, done.stderr)
+        assert "serialized" not in done.stderr, product
+        assert "0 bytes spill stores" in done.stderr, product
+        assert product.shared <= MOST_SHARED

@@ -1,0 +1,159 @@
+"""Our kernels in PTX by the machine that runs it on a CPU, and that none of the instructions that
+order others can be left out: without it the machine finds a fault, or the result is wrong."""
+
+from __future__ import annotations
+
+import math
+import re
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from strop.ir.source import KernelSource
+from strop.kernels.group_attention import GroupTile, group_attention
+from strop.testing import assert_as_accurate_as_eager
+from tests.kernels.ptx_machine import PtxError, launch
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks" / "probes"))
+import gemm_groups
+
+sys.path.pop(0)
+
+F16, BF16 = torch.float16, torch.bfloat16
+
+
+def heads(shape: Sequence[int], head: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """Slices of one product, as in a UNet."""
+    batch, many, queries, keys = shape
+    torch.manual_seed(sum(shape))
+    merged = torch.randn(batch, max(queries, keys), 3, many, head).to(dtype)
+    q, k, v = merged.permute(2, 0, 3, 1, 4)
+    return q[:, :, :queries], k[:, :, :keys], v[:, :, :keys]
+
+
+def attend(source: KernelSource, q: Tensor, k: Tensor, v: Tensor, seed: int) -> None:
+    """Raises unless it is as accurate as torch."""
+    (batch, many, queries, head), keys = q.shape, k.shape[2]
+    out = q.new_full((batch, queries, many, head), math.nan)
+    tensors = (q, k, v, out.transpose(1, 2))
+    launch(source, tensors, (queries, keys, many, batch * many), seed=seed)
+    exact = F.scaled_dot_product_attention(q.double(), k.double(), v.double())
+    eager = F.scaled_dot_product_attention(q, k, v)
+    assert_as_accurate_as_eager(out.transpose(1, 2), eager, exact)
+
+
+@pytest.mark.parametrize(
+    ("head", "tile", "shape", "dtype"),
+    [
+        (40, GroupTile(4, 80, 3), (1, 2, 130, 200), F16),
+        (40, GroupTile(2, 64, 4), (2, 1, 70, 333), F16),
+        (40, GroupTile(3, 80, 3), (1, 1, 1, 81), F16),
+        (80, GroupTile(2, 128, 2), (1, 2, 70, 300), F16),
+        (80, GroupTile(3, 64, 3), (1, 1, 200, 257), BF16),
+        (64, GroupTile(1, 80, 1, 5), (2, 2, 70, 77), F16),
+        (80, GroupTile(1, 80, 1, 2), (1, 2, 65, 80), BF16),
+    ],
+    ids=str,
+)
+def test_attention(head: int, tile: GroupTile, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    source, given = group_attention(head, head**-0.5, tile, dtype), heads(shape, head, dtype)
+    for seed in range(4):
+        attend(source, *given, seed=seed)
+
+
+def linear(tile: gemm_groups.Tile, rows: int, cols: int, depth: int) -> Callable[..., None]:
+    torch.manual_seed(rows + cols)
+    x, w = torch.randn(rows, depth).half(), (torch.randn(cols, depth) * depth**-0.5).half()
+    down = -(-rows // (tile.rows * tile.down))
+    across = -(-cols // (tile.cols * tile.across)) * tile.down * tile.across
+    sizes = (rows, cols, -(-depth // 64), down, across)
+    exact, eager = x.double() @ w.double().T, x @ w.T
+
+    def call(source: KernelSource, seed: int) -> None:
+        out = x.new_full((rows, cols), math.nan)
+        launch(source, (x, w, out), sizes, seed=seed)
+        assert_as_accurate_as_eager(out, eager, exact)
+
+    return call
+
+
+@pytest.mark.parametrize(
+    ("tile", "shape"),
+    [
+        (gemm_groups.Tile(2, 160, 5), (256, 320, 256)),
+        (gemm_groups.Tile(2, 160, 2, 2, 2), (256, 320, 256)),
+        (gemm_groups.Tile(1, 80, 3, 4, 1), (200, 168, 200)),
+        (gemm_groups.Tile(1, 80, 3, 1, 2), (100, 168, 328)),
+    ],
+    ids=str,
+)
+def test_linears_of_clusters(tile: gemm_groups.Tile, shape: tuple[int, int, int]) -> None:
+    call, source = linear(tile, *shape), gemm_groups.group_linear(tile)
+    for seed in range(3):
+        call(source, seed)
+
+
+ORDERS = re.compile(
+    r"    (@!?%\w+ )?(mbarrier|fence|bar\.|barrier|wgmma\.(fence|commit|wait)|setmaxnreg)"
+)
+
+
+def mutants(text: str) -> Iterator[tuple[str, str]]:
+    """Without one instruction that orders others, or with another count in it."""
+    lines = text.split("\n")
+    for n, line in enumerate(lines):
+        if not ORDERS.match(line):
+            continue
+        behind = 2 if "try_wait" in line else 1  # and the jump back to it
+        changed = [("without", [])]
+        if found := re.search(r"expect_tx.*, (\d+);$", line):
+            changed += [(f"{by:+}", [line[: found.start(1)] + f"{int(found[1]) + by};"])
+                        for by in (-128, 128)]  # fmt: skip
+        if found := re.search(r"wait_group.* (\d);$", line):
+            changed.append(("+1", [line[: found.start(1)] + f"{int(found[1]) + 1};"]))
+        if found := re.search(r"mbarrier\.init.*, (\d+);$", line):
+            changed.append(("+1", [line[: found.start(1)] + f"{int(found[1]) + 1};"]))
+        for what, new in changed:
+            yield f"{line.strip()} {what}", "\n".join((*lines[:n], *new, *lines[n + behind :]))
+
+
+def survivors(source: KernelSource, call: Callable[[KernelSource, int], None]) -> list[str]:
+    """Mutants that no seed of three finds."""
+    found = []
+    for what, text in mutants(source.text):
+        for seed in range(3):
+            try:
+                call(replace(source, text=text), seed)
+            except (PtxError, AssertionError):
+                break
+        else:
+            found.append(what)
+    return found
+
+
+def test_attention_needs_all_that_orders_it() -> None:
+    given = heads((1, 1, 100, 300), 80, F16)
+    source = group_attention(80, 80**-0.5, GroupTile(2, 64, 2), F16)
+    assert not survivors(source, lambda source, seed: attend(source, *given, seed=seed))
+
+
+def test_a_count_that_is_too_low() -> None:
+    """Stages are given back once all warps but one have read them, so that a few rounds later a
+    whole group may lag behind; in the first rounds each group has somebody who has waited."""
+    given = heads((1, 1, 100, 900), 80, F16)
+    source = group_attention(80, 80**-0.5, GroupTile(2, 64, 2), F16)
+    text = re.sub(r"(mbarrier\.init.*), 8;", r"\1, 7;", source.text, count=1)
+    for seed in range(3):
+        with pytest.raises(PtxError, match=r"race|standstill|more arrivals"):
+            attend(replace(source, text=text), *given, seed=seed)
+
+
+def test_linears_need_all_that_orders_them() -> None:
+    tile = gemm_groups.Tile(2, 80, 2, 2, 2)
+    assert not survivors(gemm_groups.group_linear(tile), linear(tile, 256, 160, 328))
