@@ -336,7 +336,7 @@ def _is_past(w: Any, at: int, parity: int, learns: bool) -> bool:
     memory, place = memory_at(w, at)
     if memory is not w.cta.shared:
         raise PtxError("waits at a barrier of another program")
-    barrier = memory.barrier(place)
+    barrier: Barrier = memory.barrier(place)
     if barrier.is_past(parity) and learns:
         learn(w, barrier.told)
     return barrier.is_past(parity)

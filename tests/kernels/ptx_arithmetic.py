@@ -236,14 +236,14 @@ def _fused(a: Array, b: Array, c: Array) -> Array:
 
 def _shifted_left(a: Array, b: Array) -> Array:
     most = 8 * a.itemsize
-    return np.where(b >= most, a.dtype.type(0), a << np.minimum(b, most - 1).astype(a.dtype))
+    found: Array = a << np.minimum(b, most - 1).astype(a.dtype)
+    return np.where(b >= most, a.dtype.type(0), found)
 
 
 def _shifted_right(a: Array, b: Array) -> Array:
     most = 8 * a.itemsize
-    if a.dtype.kind == "i":
-        return a >> np.minimum(b, most - 1).astype(a.dtype)
-    return np.where(b >= most, a.dtype.type(0), a >> np.minimum(b, most - 1).astype(a.dtype))
+    found: Array = a >> np.minimum(b, most - 1).astype(a.dtype)
+    return found if a.dtype.kind == "i" else np.where(b >= most, a.dtype.type(0), found)
 
 
 _FLOATS: dict[str, tuple[int, Callable[..., Any]]] = {

@@ -165,10 +165,10 @@ def _uniform(values: Array) -> int:
 
 def _issued(w: Any, code: Instruction, given: tuple[int, ...]) -> Product:
     """All four warps issue the same products in the same order."""
-    products = w.group.products
+    products: list[Product] = w.group.products
     if w.issued == len(products):
         products.append(Product(w.group, code, given))
-    product = products[w.issued]
+    product: Product = products[w.issued]
     if product.code is not code or product.given != given:
         raise PtxError(f"another warp of this group has issued {product.code.statement.text!r}, "
                        "or with other descriptors")  # fmt: skip

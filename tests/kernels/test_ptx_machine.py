@@ -293,6 +293,11 @@ def refused(source: KernelSource, out: Tensor, *tensors: Tensor, match: str) -> 
             run(source, out, *tensors, seed=seed)
 
 
+WAIT = "wgmma.wait_group.sync.aligned 0;\n"
+COMMIT = "wgmma.commit_group.sync.aligned;\n"
+FENCE = "wgmma.fence.sync.aligned;\n"
+
+
 def fragments(step: int) -> str:
     """16 columns of a, as a product has them: two neighbours, of two rows, then eight further on;
     chunks of 16 bytes are where lines are mixed to."""
@@ -328,7 +333,7 @@ def product(cols: int, kind: str, is_across: bool, in_registers: bool) -> str:
     sums = "{" + ", ".join(f"%o{n}" for n in range(cols // 2)) + "}"
     text += f"mov.u32 %high, {high};\n setp.eq.u32 %p, 0, 0;\n setp.ne.u32 %q, 0, 0;\n"
     text += "".join(map(fragments, range(4))) if in_registers else ""
-    text += "wgmma.fence.sync.aligned;\n"
+    text += FENCE
     for n in range(4):
         step = n * 16 * 128 if is_across else 32 * n
         leading = rows * 128 // 16 if is_across else 1
@@ -344,7 +349,7 @@ def product(cols: int, kind: str, is_across: bool, in_registers: bool) -> str:
         flags = "1, 1, " + ("" if in_registers else "0, ") + str(int(is_across))
         text += (f"wgmma.mma_async.sync.aligned.m64n{cols}k16.f32.{kind}.{kind} {sums}, {a}, %b, "
                  f"{'%p' if n else '%q'}, {flags};\n")  # fmt: skip
-    text += "wgmma.commit_group.sync.aligned;\n wgmma.wait_group.sync.aligned 0;\n"
+    text += COMMIT + WAIT
     text += "shr.u32 %x0, %lane, 2;\n mad.lo.u32 %x0, %warp, 16, %x0;\n and.b32 %x1, %lane, 3;\n"
     text += f"mul.lo.u32 %x0, %x0, {4 * cols};\n mad.lo.u32 %x0, %x1, 8, %x0;\n"
     text += "cvt.u64.u32 %wide, %x0;\n add.u64 %out, %out, %wide;\n"
@@ -373,6 +378,27 @@ def test_products(cols: int, kind: str, is_across: bool, in_registers: bool) -> 
     found = run(source, torch.full((64, cols), math.nan), a, b, seed=cols)
     wanted = a.double() @ (b.double() if is_across else b.double().T)
     torch.testing.assert_close(found.double(), wanted, atol=1e-4, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "match"),
+    [
+        (WAIT, f"mov.f32 %o0, 0f00000000;\n{WAIT}", "%o0 belongs to a product"),
+        (WAIT, f"add.f32 %f0, %o3, %o3;\n{WAIT}", "%o3 belongs to a product"),
+        (WAIT, f"mov.b32 %x0, %o100;\n{WAIT}", "%o100 belongs to a product"),
+        (COMMIT, "", "belongs to a product"),
+        (FENCE, f"{FENCE} mov.f32 %o0, 0f00000000;\n", "no wgmma.fence between an access to %o0"),
+        (FENCE, "", "no wgmma.fence before"),
+        ("%q, 1, 1", "%p, 1, 1", "%o0 was not written"),
+    ],
+)
+def test_registers_of_products(before: str, after: str, match: str) -> None:
+    text = product(40, "f16", False, True)
+    assert before in text
+    source = kernel(text.replace(before, after), threads=128, shared=8192 + 40 * 128 + 8,
+                    params=(F16, F16), boxes=((64, 64), (40, 64)), out=F32)  # fmt: skip
+    a, b = torch.randn(64, 64).half(), torch.randn(40, 64).half()
+    refused(source, torch.zeros(64, 40), a, b, match=match)
 
 
 ALTERNATE = """
