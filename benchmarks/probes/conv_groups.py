@@ -65,14 +65,16 @@ def clocks(product: Product, of: Picture) -> float:
     return -(-programs // SMS) * (around + steps * step)
 
 
+def has_steps(tile: Tile, of: Picture) -> bool:
+    """Whether every part of a sum has some."""
+    steps = of.size**2 * -(-of.ins // LINE)
+    return (tile.split - 1) * -(-steps // tile.split) < steps
+
+
 def products(of: Picture) -> list[Product]:
     """Those that are worth a try."""
-    steps, found = of.size**2 * of.ins // LINE, dict[Product, float]()
-    for tile in TILES:
-        product = product_of(tile, of)
-        is_empty = (tile.split - 1) * -(-steps // tile.split) >= steps
-        if not is_empty:
-            found[product] = clocks(product, of)
+    tried = (product_of(tile, of) for tile in TILES if has_steps(tile, of))
+    found = {product: clocks(product, of) for product in tried}
     least = min(found.values())
     return [product for product, guess in found.items() if guess <= WORST * least]
 

@@ -16,9 +16,9 @@ from typing import Any
 
 import contest
 import torch
-from conv_groups import bound, clocks
+from conv_groups import bound, clocks, has_steps
 from conv_narrow import SETS
-from products import LINE, ROWS, Product, Tile, source_of
+from products import ROWS, Product, Tile, source_of
 from torch import Tensor
 
 from strop.ir.source import KernelSource
@@ -63,11 +63,9 @@ def picture_of(shape: tuple[Any, ...]) -> Picture:
 
 def products(shape: tuple[Any, ...]) -> list[Product]:
     of, end, found = picture_of(shape), shape[-1], dict[Product, float]()
-    steps = -(-of.ins // LINE)
     for tile in GATED if end == "gated" else TILES:
         product = Product(tile, 1, (1, 1, ROWS * tile.groups), end == "gated", end == "adds")
-        is_empty = (tile.split - 1) * -(-steps // tile.split) >= steps
-        if not is_empty and not (end == "gated" and of.outs % product.width):
+        if has_steps(tile, of) and not (end == "gated" and of.outs % product.width):
             found[product] = clocks(product, of) * (2 if product.gated else 1)
     least = min(found.values())
     return [product for product, guess in found.items() if guess <= WORST * least]

@@ -175,9 +175,10 @@ def add_parts(parts: int, dtype: torch.dtype) -> KernelSource:
     )  # fmt: skip
 
 
+Boxes = tuple[tuple[int, int, int], ...]
+
 # Pictures, lines and columns by the number of pixels. Few, so that the kernels for all sizes can be
 # built before anybody asks for them; a library has pictures that none of them covers well.
-Boxes = tuple[tuple[int, int, int], ...]
 BOXES: Mapping[int, Boxes] = {
     128: ((1, 2, 64), (1, 4, 32), (1, 8, 16), (1, 16, 8), (2, 8, 8)),
     256: ((1, 4, 64), (1, 8, 32), (1, 16, 16)),
