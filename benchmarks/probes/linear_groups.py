@@ -4,7 +4,7 @@ python benchmarks/probes/linear_groups.py --out FOLDER [--seconds 120]
 
 One H100, fp16: x (M, K) w (N, K)^T of SD1.5's and SDXL's linear layers, alone, with a sum at the
 end ("adds"), and value * gelu(gate) ("gated", N columns of the product, beside cuBLAS with a kernel
-behind it): see ``products.py``. Chains of launches, each of which may begin early.
+behind it): see ``strop/kernels/group_product.py``. Chains of launches that may begin early.
 """
 
 from __future__ import annotations
@@ -16,63 +16,58 @@ from typing import Any
 
 import contest
 import torch
-from conv_groups import bound, clocks, has_steps
+from conv_groups import bound, forms
 from conv_narrow import SETS
-from products import ROWS, Product, Tile, source_of
 from torch import Tensor
 
 from strop.ir.source import KernelSource
+from strop.kernels import products
 from strop.kernels.box_conv import Picture
+from strop.kernels.group_product import group_product
+from strop.kernels.product_layout import Tile
+from strop.kernels.products import ADDS, GATED, PLAIN, Form
 from strop.runtime.gated_linear import GatedLinear
 
 WORST = 1.4  # tiles of which a guess says that they take so much longer are left out
 # M, N, K, what happens at the end
 SHAPES = (
-    *((m, n, k, "") for m, n, k in (
+    *((m, n, k, PLAIN) for m, n, k in (
         (2048, 1280, 1280), (8192, 320, 320), (2048, 640, 640), (512, 1280, 1280),
         (512, 1280, 5120), (8192, 640, 640), (8192, 960, 320), (2048, 1920, 640),
         (512, 3840, 1280), (2048, 3840, 1280), (8192, 320, 1280), (2048, 640, 2560),
         (2048, 1280, 5120), (8192, 640, 2560), (128, 1280, 1280), (32768, 320, 320),
         (300, 328, 200),
     )),
-    *((m, n, k, "adds") for m, n, k in (
+    *((m, n, k, ADDS) for m, n, k in (
         (2048, 1280, 1280), (8192, 320, 320), (2048, 640, 640), (512, 1280, 1280),
     )),
-    *((m, n, k, "gated") for m, n, k in (
+    *((m, n, k, GATED) for m, n, k in (
         (2048, 10240, 1280), (8192, 2560, 320), (2048, 5120, 640), (512, 10240, 1280),
         (8192, 5120, 640), (32768, 2560, 320),
     )),
 )  # fmt: skip
-TILES = tuple(Tile(*each) for each in (
-    *((2, 160, 5, split) for split in (1, 2, 4)), *((2, 80, 7, split) for split in (1, 2, 4)),
-    *((1, 80, 8, split) for split in (1, 2, 4)), (1, 160, 7), (2, 128, 6), (2, 256, 4), (3, 160, 4),
-    (2, 160, 5, 1, True), (2, 80, 6, 1, True), (2, 128, 5, 1, True), (2, 256, 3, 1, True),
-    (3, 160, 3, 1, True), (2, 192, 4, 1, True),
-))  # fmt: skip
-GATED = tuple(Tile(*each) for each in (
-    (2, 256, 4, 1, True), (2, 160, 5, 1, True), (3, 160, 4, 1, True),
+TILES = tuple(dict.fromkeys((*products.TILES, *(Tile(*each) for each in (
+    *((2, 80, 7, split) for split in (2, 4)), *((1, 80, 8, split) for split in (2, 4)), (2, 128, 6),
+    (3, 160, 4), (2, 80, 6, 1, True),
+)))))  # fmt: skip
+GATED_TILES = (*products.GATED_TILES, *(Tile(*each) for each in (
     (2, 160, 5), (2, 256, 4), (2, 128, 6, 1, True), (2, 64, 7, 1, True), (2, 80, 7, 1, True),
-))  # fmt: skip
+)))  # fmt: skip
 
 
 def picture_of(shape: tuple[Any, ...]) -> Picture:
     """One line of pixels."""
     rows, cols, depth, end = shape
-    return Picture(1, depth, cols // 2 if end == "gated" else cols, 1, 1, rows)
+    return Picture(1, depth, cols // 2 if end == GATED else cols, 1, 1, rows)
 
 
-def products(shape: tuple[Any, ...]) -> list[Product]:
-    of, end, found = picture_of(shape), shape[-1], dict[Product, float]()
-    for tile in GATED if end == "gated" else TILES:
-        product = Product(tile, 1, (1, 1, ROWS * tile.groups), end == "gated", end == "adds")
-        if has_steps(tile, of) and not (end == "gated" and of.outs % product.width):
-            found[product] = clocks(product, of) * (2 if product.gated else 1)
-    least = min(found.values())
-    return [product for product, guess in found.items() if guess <= WORST * least]
+def forms_of(shape: tuple[Any, ...]) -> list[Form]:
+    end = shape[-1]
+    return forms(picture_of(shape), end, GATED_TILES if end == GATED else TILES, WORST)
 
 
 def sources(shape: tuple[Any, ...]) -> Iterator[KernelSource]:
-    yield from (source_of(product, torch.float16) for product in products(shape))
+    yield from (group_product(each.product, torch.float16) for each in forms_of(shape))
 
 
 def library_call(sets: list[tuple[Tensor, ...]], end: str, library: Any, stream: int
@@ -94,7 +89,7 @@ def library_call(sets: list[tuple[Tensor, ...]], end: str, library: Any, stream:
         x, w, out, bias = next(turns)
         gates([x, w, bias], out)
 
-    return {"": plain, "adds": adds, "gated": gated}[end]
+    return {PLAIN: plain, ADDS: adds, GATED: gated}[end]
 
 
 def arguments(shape: tuple[Any, ...]) -> list[tuple[Tensor, ...]]:
@@ -103,7 +98,7 @@ def arguments(shape: tuple[Any, ...]) -> list[tuple[Tensor, ...]]:
     outs, found = picture_of(shape).outs, []
     for seed in range(SETS):
         torch.manual_seed(seed)
-        more = torch.randn(*((cols,) if end == "gated" else (rows, outs)), **new)
+        more = torch.randn(*((cols,) if end == GATED else (rows, outs)), **new)
         x, w = torch.randn(rows, depth, **new), torch.randn(cols, depth, **new) * depth**-0.5
         found.append((x, w, torch.empty(rows, outs, **new), more))
     return found
@@ -111,10 +106,10 @@ def arguments(shape: tuple[Any, ...]) -> list[tuple[Tensor, ...]]:
 
 def truth_of(end: str, x: Tensor, w: Tensor, more: Tensor) -> Tensor:
     product = x.double() @ w.double().t()
-    if end == "gated":
+    if end == GATED:
         value, gate = (product + more).chunk(2, -1)
         return value * torch.nn.functional.gelu(gate)
-    return product + more if end == "adds" else product
+    return product + more if end == ADDS else product
 
 
 def measure(shape: tuple[Any, ...], library: Any) -> dict[str, Any]:
@@ -123,12 +118,12 @@ def measure(shape: tuple[Any, ...], library: Any) -> dict[str, Any]:
         sets = arguments(shape)
         x, w, out, more = sets[0]
         calls = {"cublas": library_call(sets, end, library, stream.cuda_stream)}
-        for product in products(shape):
-            calls[str(astuple(product.tile))] = bound(product, of, sets, library,
-                                                      stream.cuda_stream)  # fmt: skip
+        for each in forms_of(shape):
+            calls[str(astuple(each.product.tile))] = bound(each, of, sets, library,
+                                                           stream.cuda_stream)  # fmt: skip
         truth, errors = truth_of(end, x, w, more), {}
         for name, call in calls.items():
-            in_place = end == "adds" and name == "cublas"  # it adds to what is there
+            in_place = end == ADDS and name == "cublas"  # it adds to what is there
             out.copy_(more) if in_place else out.fill_(float("nan"))
             for _ in range(SETS):
                 call()

@@ -47,7 +47,7 @@ TARGETS = {
         triton.stitched_at,
         in_place=True,
         own_call=narrow_conv.of_node,
-        is_boxed=own_kernels.is_boxed,
+        families=own_kernels.families,
     ),
 }
 
@@ -92,7 +92,7 @@ def compile_graph(graph: Graph, signature: Signature, device: str, options: Opti
         target = replace(target, in_place=False)
     if not options.narrow_conv:
         target = replace(target, own_call=lambda node: None)
-    target = replace(target, is_boxed=boxed(device, options))
+    target = replace(target, families=families(device, options))
     emit = once(target.emit)  # a model has many equal kernels
     target = replace(target, emit=without_sizes(emit) if generic else emit,
                      emit_at=None if generic else target.emit_at,
@@ -115,10 +115,13 @@ def compile_graph(graph: Graph, signature: Signature, device: str, options: Opti
                     imported, patterns=own)  # fmt: skip
 
 
-def boxed(device: str, options: Options) -> Callable[[Node], bool]:
-    """Which library calls kernels of ours may do."""
-    given = {"conv2d": options.box_conv, "attention": options.box_attention}
-    return lambda node: given.get(node.op, True) and TARGETS[device].is_boxed(node)
+def families(device: str, options: Options) -> Callable[[Node], tuple[str, ...]]:
+    """Of kernels of ours that may do a library call. Some have no option to be without them."""
+
+    def found(node: Node) -> tuple[str, ...]:
+        return tuple(f for f in TARGETS[device].families(node) if getattr(options, f, True))
+
+    return found
 
 
 def _refuse_types(graph: Graph) -> None:
@@ -214,9 +217,8 @@ class _First:
         for node in graph.nodes:
             if source := self.target.own_call(node):
                 self._begin(source)
-            if self.target.is_boxed(node):
-                for source in own_kernels.sources_of(node, self.hints):
-                    self._begin(source)
+            for source in own_kernels.sources_of(node, self.target.families(node), self.hints):
+                self._begin(source)
 
     def _begin(self, source: KernelSource) -> None:
         if self.begin is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -42,6 +43,24 @@ def test_a_bad_choice_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     empty.write_text(json.dumps({"kind": "conv_boxes", "rows": []}))
     with pytest.raises(StropError, match="no shape"):
         select.judged(list(select.choices(empty)), held_out=True)
+
+
+@pytest.mark.parametrize(("kind", "shape", "us", "chosen"), [
+    ("conv_groups", (2, 64, 320, 320, 3, 1), {"cudnn": 31.0, "(2, 160, 5, 1, False)": 22.5},
+     (2, 160, 5, 1, False)),
+    ("conv_groups", (2, 4, 320, 320, 3, 1), {"cudnn": 8.0, "(2, 160, 5, 8, False)": 12.0}, "cudnn"),
+    ("linear_groups", (2048, 1280, 1280, ""), {"cublas": 12.2, "(2, 160, 5, 1, False)": 11.6},
+     (2, 160, 5, 1, False)),
+    ("linear_groups", (64, 10240, 1280, "gated"), {"cublas": 9.0, "(2, 160, 5, 1, True)": 12.0},
+     "cublas"),
+])  # fmt: skip
+def test_sweeps_of_products(kind: str, shape: tuple[Any, ...], us: dict[str, float],
+                            chosen: select.Name, tmp_path: Path) -> None:  # fmt: skip
+    """Whose rule is an estimate, which no sweep has set."""
+    sweep = tmp_path / "sweep.json"
+    sweep.write_text(json.dumps({"kind": kind, "rows": [{"shape": shape, "us": us}]}))
+    (found,) = select.choices(sweep)
+    assert (found.chosen, found.fastest, found.was_fitted) == (chosen, chosen, False)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,5 @@
-"""Products in PTX (``benchmarks/probes/products.py``): what the assembler makes of them, and their
-results by the machine for PTX, which runs warps in any order and lets loads come late."""
+"""Products in PTX: what the assembler makes of them, and their results by the machine for PTX,
+which runs warps in any order and lets loads come late."""
 
 from __future__ import annotations
 
@@ -13,13 +13,16 @@ import pytest
 import torch
 from torch import Tensor
 
+from strop.kernels import products
+from strop.kernels.group_product import group_product
+from strop.kernels.product_layout import MOST_SHARED, Product, Tile
+from strop.kernels.ptx import KINDS
 from tests.codegen.test_triton_compile import TOOLS
 from tests.kernels.ptx_machine import launch
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks" / "probes"))
 import conv_groups
 import linear_groups
-from products import KINDS, MOST_SHARED, Product, Tile, source_of
 
 sys.path.pop(0)
 
@@ -85,14 +88,14 @@ def test_results(case: Case, seed: int) -> None:
     across = -(-out.shape[-1] // product.width)
     total = across * down * math.prod(along)
     at_work = min(total, 2) if case.tile.keeps_on else total
-    scalars = [across, along[1], along[0], down, case.sizes[3], at_work]
-    launch(source_of(product, case.dtype), [x, w, out, more], scalars, seed=seed)
+    scalars = [across, along[1], along[0], down, case.sizes[3], at_work, seed]
+    launch(group_product(product, case.dtype), [x, w, out, more], scalars, seed=seed)
     assert float((out.double() - wanted).norm() / wanted.norm()) < BOUND[case.dtype]
 
 
 ALL = dict.fromkeys((
-    *(Product(tile, 3, conv_groups.BOXES[tile.groups][0]) for tile in conv_groups.TILES),
-    *(product for shape in linear_groups.SHAPES for product in linear_groups.products(shape)),
+    *(Product(tile, 3, products.BOXES[tile.groups][0]) for tile in conv_groups.TILES),
+    *(form.product for shape in linear_groups.SHAPES for form in linear_groups.forms_of(shape)),
 ))  # fmt: skip
 
 
@@ -104,7 +107,7 @@ def test_all_tiles_assemble(dtype: torch.dtype, tmp_path: Path) -> None:
     ptxas = [TOOLS / "ptxas", "-v", "--gpu-name=sm_90a", "-o", "/dev/null"]
     for product in ALL:
         text = tmp_path / "kernel.ptx"
-        text.write_text(source_of(product, dtype).text)
+        text.write_text(group_product(product, dtype).text)
         done = subprocess.run([*ptxas, text], capture_output=True, text=True, check=False)
         assert done.returncode == 0, (product, done.stderr)
         assert "serialized" not in done.stderr, product

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from strop.backend import boxed, compile_graph
+from strop.backend import compile_graph, families
 from strop.codegen.assemble import Signature
 from strop.ir.source import KernelSource
 from strop.options import Options
@@ -50,7 +50,7 @@ def foreseen(options: Options) -> tuple[set[KernelSource], set[KernelSource]]:
     specs = [TensorSpec(("b", "4", "h", "w"), HALF, cpu), TensorSpec(("b", "77", "64"), HALF, cpu)]
 
     def call(*args: Tensor) -> Any:
-        with Foresight(begun.extend, boxed("cuda", options)):
+        with Foresight(begun.extend, families("cuda", options)):
             return module(*args)
 
     traced = trace_specs(module, call, specs, SIZES)
@@ -80,7 +80,7 @@ def test_other_calls_pass() -> None:
     begun: list[KernelSource] = []
     x = torch.empty(1, 64, 8, 8, dtype=HALF, device="meta")
     weight = torch.empty(64, 64, 3, 3, dtype=HALF, device="meta")
-    with Foresight(begun.extend, boxed("cuda", Options())):
+    with Foresight(begun.extend, families("cuda", Options())):
         assert F.conv2d(x, weight, padding="same").shape == x.shape
         assert F.conv2d(input=x[0], weight=weight, padding=[1, 1]).shape == x.shape[1:]
         assert F.conv2d(x, weight, None, 1, 1).shape == x.shape

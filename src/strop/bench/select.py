@@ -1,7 +1,8 @@
 """Are the kernels that rules choose the fastest ones? Judged by sweeps that an earlier run left.
 
-A sweep is a JSON file of ``benchmarks/probes/conv_boxes.py``, ``attn_boxes.py`` or
-``attn_groups.py``: at each shape the microseconds of the library and of every tile of ours.
+A sweep is a JSON file of ``conv_boxes.py``, ``attn_boxes.py``, ``attn_groups.py``,
+``conv_groups.py`` or ``linear_groups.py`` in ``benchmarks/probes``: at each shape the microseconds
+of the library, of other kernels of ours and of every tile.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ from pathlib import Path
 from typing import Any
 
 from strop.errors import StropError
-from strop.kernels import attention, box_conv
+from strop.kernels import attention, box_conv, products
 from strop.kernels.box_conv import Picture
 
-LIBRARY = "cudnn"
+LIBRARY, BLAS, BOXES = OTHERS = ("cudnn", "cublas", "boxes")  # two libraries; ``box_conv``
 MUST_MEAN, MUST_WORST = 0.97, 0.90  # of the speed of the fastest
-Shape = tuple[int, ...]
-Name = tuple[Any, ...] | str  # the numbers of a tile, or LIBRARY
+Shape = tuple[Any, ...]
+Name = tuple[Any, ...] | str  # the numbers of a tile, or one of OTHERS
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,13 +69,32 @@ def _attention(shape: Shape) -> Name:
     return astuple(tile) if tile else LIBRARY
 
 
+def _product(shape: Shape) -> Name:
+    batch, side, ins, outs, size, _ = shape
+    of = Picture(size, ins, outs, batch, side, side)
+    form = products.form_of(of)
+    if form:
+        return astuple(form.product.tile)
+    return BOXES if box_conv.form_of(of) else LIBRARY
+
+
+def _linear(shape: Shape) -> Name:
+    rows, columns, depth, end = shape
+    outs = columns // 2 if end == products.GATED else columns
+    form = products.form_of(Picture(1, depth, outs, 1, 1, rows), end)
+    return astuple(form.product.tile) if form else BLAS
+
+
 RULES: Mapping[str, Callable[[Shape], Name]] = {
     "conv_boxes": _conv, "attn_boxes": _attention, "attn_groups": _attention,
+    "conv_groups": _product, "linear_groups": _linear,
 }  # fmt: skip
 FITTED: Mapping[str, frozenset[Shape]] = {
     "conv_boxes": frozenset((*each, 3, 1) for each in box_conv.FITTED),
     "attn_boxes": frozenset(attention.FITTED),
     "attn_groups": frozenset(attention.FITTED),
+    "conv_groups": frozenset(),  # an estimate, from before any of them was timed
+    "linear_groups": frozenset(),
 }
 
 
@@ -101,15 +121,15 @@ def _swept(sweep: Path) -> Iterator[tuple[str, Shape, dict[Name, float]]]:
         raise StropError(f"{sweep} is of {kind}, for which there is no rule; there are "
                          f"{', '.join(RULES)}")  # fmt: skip
     for row in rows:
-        us = {_name(who): each for who, each in row["us"].items() if who[0] == "(" or
-              who == LIBRARY}  # fmt: skip
+        us = {_name(who): each for who, each in row["us"].items()
+              if who[0] == "(" or who in OTHERS}  # fmt: skip
         yield kind, tuple(row["shape"]), us
 
 
 def _name(who: str) -> Name:
     """Without numbers that tiles had when a sweep was made: the depth of a convolution's step;
     polynomials and registers of an attention, where they were what they are now."""
-    if who == LIBRARY:
+    if who in OTHERS:
         return who
     numbers: tuple[Any, ...] = ast.literal_eval(who)
     if len(numbers) == 9 and numbers[6:8] == (0, None):

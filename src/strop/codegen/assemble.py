@@ -46,8 +46,8 @@ class Target:
     in_place: bool = False  # a program writes an element after its last look at it
     # a kernel of ours that is faster than the library's, for what is left to the library
     own_call: Callable[[Node], KernelSource | None] = lambda node: None
-    # whether there are such kernels for some sizes, which the runtime chooses
-    is_boxed: Callable[[Node], bool] = lambda node: False
+    # families of such kernels for some sizes, which the runtime chooses
+    families: Callable[[Node], tuple[str, ...]] = lambda node: ()
 
     def source_at(self, kernel: Kernel, sizes: Sizes) -> KernelSource:
         return self.emit_at(kernel, sizes) if self.emit_at else self.emit(kernel).at(sizes)
@@ -272,7 +272,7 @@ def _call_step(a: _Assembly, node: Node, results: set[Node]) -> CallStep:
     source = a.target.own_call(node)
     kernel = None if source is None else a.sources.setdefault(source, len(a.sources))
     return CallStep(node.op, refs, tuple(sorted(node.attrs.items())), (out,), node.origin, kernel,
-                    a.target.is_boxed(node))  # fmt: skip
+                    a.target.families(node))  # fmt: skip
 
 
 def _matrix(x: Node) -> Node:

@@ -129,8 +129,8 @@ class KernelStep:
 class CallStep:
     """Run a library call (``runtime.calls``). ``outputs``: a buffer, or -1 for one unused.
 
-    ``kernel``: one of ours that does the same where the operands lie as it wants them. ``boxed``:
-    kernels of ours that read by the tensor memory accelerator do it at sizes where they are faster.
+    ``kernel``: one of ours that does the same where the operands lie as it wants them.
+    ``families``: of kernels written by hand that do it at sizes where they are faster.
     """
 
     op: str
@@ -139,7 +139,7 @@ class CallStep:
     outputs: tuple[int, ...]
     origin: str
     kernel: int | None = None
-    boxed: bool = False
+    families: tuple[str, ...] = ()
 
     @property
     def in_place(self) -> tuple[tuple[int, int], ...]:

@@ -13,7 +13,8 @@ from strop.ir.dims import Expr
 from strop.ir.functions import HALVES
 from strop.ir.source import KernelSource
 from strop.kernels.box_attention import Tile, box_attention
-from strop.kernels.group_attention import ROWS, GroupTile, group_attention
+from strop.kernels.group_attention import GroupTile, group_attention
+from strop.kernels.ptx import ROWS
 
 AnyTile = Tile | GroupTile
 

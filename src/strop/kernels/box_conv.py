@@ -225,7 +225,7 @@ def form_of(of: Picture) -> Form | None:
     """How to compute it, or None where the library is faster."""
     found = {form: us_of(form, of) for form in _forms(of)}
     best = min(found, key=lambda form: found[form], default=None)
-    return best if best and found[best] <= _library_us(of) else None
+    return best if best and found[best] <= library_us(of) else None
 
 
 def _forms(of: Picture) -> Iterator[Form]:
@@ -256,7 +256,7 @@ def us_of(form: Form, of: Picture) -> float:
     return rounds * (begin_us + steps * step_us) + (ADD_US if form.tile.split > 1 else 0.0)
 
 
-def _library_us(of: Picture) -> float:
+def library_us(of: Picture) -> float:
     weights = of.size**2 * of.ins * of.outs
     ops = 2 * of.batch * of.height * of.width * weights
     return LIBRARY_BEGIN_US + max(ops / LIBRARY_OPS_A_US, 2 * weights / LIBRARY_BYTES_A_US)
@@ -318,6 +318,6 @@ def _is_ever_faster(form: Form, size: int, ins: int, outs: int) -> bool:
     for rounds in range(1, len(LEAST_USE) + 1):
         boxes = rounds * SMS // form.num_programs(one)
         of = replace(one, height=boxes * one.height)
-        if _is_used(form, of) and us_of(form, of) <= _library_us(of):
+        if _is_used(form, of) and us_of(form, of) <= library_us(of):
             return True
     return False

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -123,19 +124,21 @@ def tile_of(rows: int, depth: int, width: int) -> Tile | None:
     return TILE if is_ours else None
 
 
-def sources_at(shapes: Sequence[Sequence[int]], dtype: torch.dtype, *, has_boxes: bool = True
-               ) -> list[KernelSource]:  # fmt: skip
-    """What is launched for operands of these sizes, as far as it is ours."""
+def boxed_at(shapes: Sequence[Sequence[int]], dtype: torch.dtype) -> list[KernelSource]:
+    """The one kernel for operands of these sizes; nothing where the other way is faster."""
     *rows, depth = shapes[0]
-    width, has_bias = shapes[1][0] // 2, len(shapes) > 2
-    tile = tile_of(math.prod(rows), depth, width) if has_boxes else None
-    if tile is None:
-        return [geglu(width, dtype, has_bias=has_bias)]
-    return [box_geglu(tile, dtype, has_bias=has_bias)]
+    tile = tile_of(math.prod(rows), depth, shapes[1][0] // 2)
+    return [box_geglu(tile, dtype, has_bias=len(shapes) > 2)] if tile else []
 
 
-def sources_anywhere(shapes: Sequence[Sequence[Expr]], dtype: torch.dtype) -> list[KernelSource]:
-    """Behind the GEMM, and with it."""
+def boxed_anywhere(shapes: Sequence[Sequence[Expr]], dtype: torch.dtype) -> list[KernelSource]:
+    """At any sizes."""
     width, has_bias = shapes[1][0].value // 2, len(shapes) > 2
-    whole = [box_geglu(TILE, dtype, has_bias=has_bias)] if width % TILE.cols == 0 else []
-    return [geglu(width, dtype, has_bias=has_bias), *whole]
+    return [box_geglu(TILE, dtype, has_bias=has_bias)] if width % TILE.cols == 0 else []
+
+
+def behind(shapes: Sequence[Sequence[Any]], dtype: torch.dtype) -> KernelSource:
+    """What runs behind a library's product, whose weights are of a known size."""
+    columns = shapes[1][0]
+    width = (columns.value if isinstance(columns, Expr) else columns) // 2
+    return geglu(width, dtype, has_bias=len(shapes) > 2)

@@ -6,14 +6,12 @@ group's exponentials run beside another's products, and a group's next scores ar
 weighs the values of this block. A row is rescaled only where its maximum has grown by 2^8 (as in
 FlashAttention-4): what it is divided by at the end has grown as well.
 
-PTX, as Triton has no group of warps that runs by itself: instructions are those of the ISA's manual
-(https://docs.nvidia.com/cuda/parallel-thread-execution/), ``wgmma`` with its layouts among them.
+PTX (``ptx.py``), as Triton has no group of warps that runs by itself.
 """
 
 from __future__ import annotations
 
 import math
-import struct
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
@@ -21,13 +19,21 @@ import torch
 
 from strop.ir.dims import symbol
 from strop.ir.source import KernelSource
+from strop.kernels.ptx import (
+    DEPTH,
+    HIGH,
+    KINDS,
+    LINE,
+    LINE_BYTES,
+    ROWS,
+    UNIT,
+    barriers,
+    entry,
+    f32,
+    wait,
+)
 
-ROWS = 64  # of a group: those of a product
-LINE = 64  # elements in a line of shared memory, which is mixed in units of 128 bytes
-LINE_BYTES = 128
-DEPTH = 16  # of a product
 GROWTH = 8.0  # of a maximum that is let be, as a power of two: weights stay far below fp16's 2^16
-KINDS = {torch.float16: "f16", torch.bfloat16: "bf16"}
 
 # Registers of a thread that weighs and of one that fetches, of the 96 that 640 threads begin with.
 MANY_GROUPS, WEIGHING, FETCHING = 4, 112, 24
@@ -134,22 +140,8 @@ def group_attention(head: int, scale: float, tile: GroupTile, dtype: torch.dtype
     )  # fmt: skip
 
 
-def f32(value: float) -> str:
-    return f"0f{struct.unpack('>I', struct.pack('>f', value))[0]:08X}"
-
-
 NAME = "group_attention"
 _BEGIN = """\
-.version 8.3
-.target sm_90a
-.address_size 64
-.extern .shared .align 1024 .b8 memory[];
-.visible .entry {name}(
-{params}
-)
-.reqntid {threads}
-.minnctapersm {programs}
-{{
     .reg .pred %p, %any, %is_first, %yes, %no;
     .reg .b32 %queries, %keys, %heads, %thread, %warp, %lane, %group, %start, %batch, %h, %steps;
     .reg .b32 %base, %bar, %bar_k, %bar_v, %to, %column, %row, %at, %stage_v, %phase_v, %stage_k;
@@ -184,37 +176,21 @@ begun:
 
 
 def _begin(layout: Layout) -> Iterator[str]:
-    """Arguments as Triton declares them: behind a map, the tensor's sizes and strides."""
-    tile, params = layout.tile, []
-    for name in ("q", "k", "v"):
-        params.append(f".param .align 64 .b8 {name}[128]")
-        params += [f".param .u32 {name}_size{n}" for n in range(4)]
-        params += [f".param .u64 {name}_stride{n}" for n in range(4)]
-    params += [".param .u64 result", *(f".param .u32 s{n}" for n in range(4))]
-    params += [".param .u64 unused0", ".param .u64 unused1"]
+    tile = layout.tile
     counts = {layout.queries_full: 1}
     for n in range(2 * tile.stages):
         counts |= {layout.keys_full + 16 * n: 1, layout.keys_full + 16 * n + 8: 4 * tile.groups}
+    yield entry(NAME, dict.fromkeys(("q", "k", "v"), 4), ("result",), 4, 32 * layout.num_warps,
+                programs=tile.programs)  # fmt: skip
     yield _BEGIN.format(
-        name=NAME, params=",\n".join(params), threads=32 * layout.num_warps,
-        programs=tile.programs, rows=layout.queries, step=tile.keys, scores=tile.keys // 2,
-        results=layout.columns // 2, weights=tile.keys // 4,
-        barriers="".join(f"    mbarrier.init.shared::cta.b64 [%base+{at}], {count};\n"
-                         for at, count in counts.items()),
+        rows=layout.queries, step=tile.keys, scores=tile.keys // 2, results=layout.columns // 2,
+        weights=tile.keys // 4, barriers=barriers(counts),
     )  # fmt: skip
-
-
-def _wait(label: str, barrier: str, phase: str) -> str:
-    return f"""\
-{label}:
-    mbarrier.try_wait.parity.shared::cta.b64 %p, [{barrier}], {phase};
-    @!%p bra {label};
-"""
 
 
 def _wait_for(label: str, first: int, stage: str, phase: str) -> str:
     """For a stage, by the place of the first stage's barrier."""
-    return f"    mad.lo.u32 %bar, {stage}, 16, %base;\n    add.u32 %bar, %bar, {first};\n" + _wait(
+    return f"    mad.lo.u32 %bar, {stage}, 16, %base;\n    add.u32 %bar, %bar, {first};\n" + wait(
         label, "%bar", phase
     )
 
@@ -279,9 +255,9 @@ fetch:
     add.u32 %x0, %at, {layout.keys_at};
     add.u32 %x1, %at, {layout.values_at};
 """
-    yield _wait("keys_are_free", "%bar_k+8", "%phase_k")
+    yield wait("keys_are_free", "%bar_k+8", "%phase_k")
     yield _move(layout, 1, "%x0", tile.keys, "%row", "%bar_k")
-    yield _wait("values_are_free", "%bar_v+8", "%phase_k")
+    yield wait("values_are_free", "%bar_v+8", "%phase_k")
     yield _move(layout, 2, "%x1", tile.keys, "%row", "%bar_v")
     if not layout.is_single:
         yield f"    sub.u32 %row, %row, {tile.keys};\n    add.u32 %step, %step, 1;\n"
@@ -301,17 +277,13 @@ def _product(columns: int, kind: str, into: str, a: str, is_added: bool) -> str:
     return f"    {op} {into}, {a}, %b, {'%yes' if is_added else '%no'}, {flags};\n"
 
 
-# Descriptors count 16 bytes. Eight lines are 1024 bytes apart, lines are mixed by 128.
-_HIGH, _UNIT = 64 | 1 << 30, 16
-
-
 def _scores(layout: Layout, kind: str) -> Iterator[str]:
     """Of this group's queries and the keys of stage %stage_k."""
-    tile, line = layout.tile, LINE_BYTES // _UNIT
-    yield f"    mad.lo.u32 %low, %stage_k, {layout.block // _UNIT}, %low_k;\n"
+    tile, line = layout.tile, LINE_BYTES // UNIT
+    yield f"    mad.lo.u32 %low, %stage_k, {layout.block // UNIT}, %low_k;\n"
     for n in range(-(-layout.head // DEPTH)):
         part, rest = divmod(n * DEPTH, LINE)
-        within = rest * 2 // _UNIT
+        within = rest * 2 // UNIT
         yield f"    add.u32 %low_a, %low_q, {part * layout.queries * line + within};\n"
         yield f"    add.u32 %low_b, %low, {part * tile.keys * line + within};\n"
         yield "    mov.b64 %a, {%low_a, %high};\n    mov.b64 %b, {%low_b, %high};\n"
@@ -321,9 +293,9 @@ def _scores(layout: Layout, kind: str) -> Iterator[str]:
 
 def _results(layout: Layout, kind: str) -> Iterator[str]:
     """The values of stage %stage_v, weighed, added to the results."""
-    yield f"    mad.lo.u32 %low, %stage_v, {layout.block // _UNIT}, %low_v;\n"
+    yield f"    mad.lo.u32 %low, %stage_v, {layout.block // UNIT}, %low_v;\n"
     for n in range(layout.tile.keys // DEPTH):
-        yield f"    add.u32 %low_b, %low, {n * DEPTH * LINE_BYTES // _UNIT};\n"
+        yield f"    add.u32 %low_b, %low, {n * DEPTH * LINE_BYTES // UNIT};\n"
         yield "    mov.b64 %b, {%low_b, %high};\n"
         results, weights = _listed("o", layout.columns // 2), _listed("w", 4, 4 * n)
         yield _product(layout.columns, kind, results, weights, True)
@@ -335,7 +307,7 @@ def _weigh(layout: Layout, factor: str, kind: str) -> Iterator[str]:
     yield "weigh:\n"
     if layout.hands_over:
         yield f"    setmaxnreg.inc.sync.aligned.u32 {WEIGHING};\n"
-    apart = layout.tile.keys * LINE_BYTES // _UNIT  # columns of values, where there are more
+    apart = layout.tile.keys * LINE_BYTES // UNIT  # columns of values, where there are more
     yield f"""\
     setp.eq.u32 %yes, 0, 0;
     setp.ne.u32 %no, 0, 0;
@@ -350,7 +322,7 @@ def _weigh(layout: Layout, factor: str, kind: str) -> Iterator[str]:
     add.u32 %x0, %base, {layout.values_at};
     shr.u32 %low_v, %x0, 4;
     or.b32 %low_v, %low_v, {apart << 16};
-    mov.u32 %high, {_HIGH};
+    mov.u32 %high, {HIGH};
     mov.u32 %step, 1;
     mov.u32 %stage_k, 0;
     mov.u32 %phase_k, 0;
@@ -359,7 +331,7 @@ def _weigh(layout: Layout, factor: str, kind: str) -> Iterator[str]:
     add.u32 %bar, %base, {layout.queries_full};
 """
     yield from (f"    mov.f32 %o{n}, {f32(0)};\n" for n in range(layout.columns // 2))
-    yield _wait("queries_are_there", "%bar", "0")
+    yield wait("queries_are_there", "%bar", "0")
     yield _wait_for("last_keys_are_there", layout.keys_full, "%stage_k", "0")
     yield "    wgmma.fence.sync.aligned;\n"
     yield from _scores(layout, kind)

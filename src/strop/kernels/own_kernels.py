@@ -1,8 +1,13 @@
-"""Which kernels written by hand run for an anchor, by sizes alone."""
+"""Which kernels written by hand run for an anchor, by sizes alone.
+
+They come in families, each with an option of its name. A family may do a call at some sizes; the
+first of those that may and can at these does.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,42 +15,87 @@ import torch
 from strop.ir.dims import Expr
 from strop.ir.graph import Node
 from strop.ir.source import KernelSource
-from strop.kernels import attention, box_conv, geglu
+from strop.kernels import attention, box_conv, geglu, products
+
+Attrs = Mapping[str, Any]
+Sizes = Sequence[Sequence[int]]
+Shapes = Sequence[Sequence[Expr]]
 
 
-def is_boxed(node: Node) -> bool:
-    """Whether at some sizes a kernel that reads by the tensor memory accelerator is faster."""
-    if node.op == "attention":
-        return attention.is_boxed(node.attrs, [x.shape for x in node.inputs], node.dtype)
-    return node.op == "geglu" or box_conv.is_boxed(node)
+@dataclass(frozen=True, slots=True)
+class Family:
+    """``fits``: whether some sizes may come at which it is faster than a library. ``at``: what it
+    launches for operands of these sizes, in order; nothing where something else is faster.
+    ``anywhere``: at any sizes, or more. ``boxed``: it reads by the tensor memory accelerator."""
+
+    fits: Callable[[Node], bool]
+    at: Callable[[str, Attrs, Sizes, torch.dtype], list[KernelSource]]
+    anywhere: Callable[[str, Attrs, Shapes, torch.dtype], list[KernelSource]]
+    boxed: bool = True
 
 
-def sources_at(op: str, attrs: Mapping[str, Any], shapes: Sequence[Sequence[int]],
-               dtype: torch.dtype, *, boxed: bool) -> list[KernelSource]:  # fmt: skip
-    """In the order of their launches; nothing where a library does all of it. ``boxed``: kernels
-    that read by the tensor memory accelerator may."""
-    if op == "geglu":
-        return geglu.sources_at(shapes, dtype, has_boxes=boxed)
-    if op == "conv2d" and boxed:
-        return box_conv.sources_at(shapes, dtype)
-    if op == "attention" and boxed:
-        return attention.sources_at(attrs, shapes, dtype)
-    return []
+FAMILIES: Mapping[str, Family] = {
+    "group_product": Family(
+        products.fits,
+        lambda op, attrs, shapes, dtype: products.sources_at(op, shapes, dtype),
+        lambda op, attrs, shapes, dtype: products.sources_anywhere(op, shapes, dtype),
+    ),
+    "box_conv": Family(
+        box_conv.is_boxed,
+        lambda op, attrs, shapes, dtype: box_conv.sources_at(shapes, dtype),
+        lambda op, attrs, shapes, dtype: box_conv.sources_anywhere(shapes[1], dtype),
+    ),
+    "box_attention": Family(
+        lambda node: (
+            node.op == "attention"
+            and attention.is_boxed(node.attrs, [x.shape for x in node.inputs], node.dtype)
+        ),
+        lambda op, attrs, shapes, dtype: attention.sources_at(attrs, shapes, dtype),
+        lambda op, attrs, shapes, dtype: attention.sources_anywhere(
+            attrs, shapes[0][-1].value, dtype
+        ),
+    ),
+    "box_geglu": Family(
+        lambda node: node.op == "geglu",
+        lambda op, attrs, shapes, dtype: geglu.boxed_at(shapes, dtype),
+        lambda op, attrs, shapes, dtype: geglu.boxed_anywhere(shapes, dtype),
+    ),
+    "geglu": Family(  # behind a library's product: nothing else computes the gates well
+        lambda node: node.op == "geglu",
+        lambda op, attrs, shapes, dtype: [geglu.behind(shapes, dtype)],
+        lambda op, attrs, shapes, dtype: [geglu.behind(shapes, dtype)],
+        boxed=False,
+    ),
+}
 
 
-def sources_anywhere(op: str, attrs: Mapping[str, Any], shapes: Sequence[Sequence[Expr]],
+def families(node: Node) -> tuple[str, ...]:
+    """Of kernels that may do it at some sizes."""
+    return tuple(name for name, family in FAMILIES.items() if family.fits(node))
+
+
+def chosen_at(some: Sequence[str], op: str, attrs: Attrs, shapes: Sizes, dtype: torch.dtype, *,
+              boxed: bool) -> tuple[str, list[KernelSource]]:  # fmt: skip
+    """The first of ``some`` families that does it at these sizes and what it launches, or "" and
+    nothing. ``boxed``: kernels that read by the tensor memory accelerator may."""
+    for name in some:
+        family = FAMILIES[name]
+        sources = family.at(op, attrs, shapes, dtype) if boxed or not family.boxed else []
+        if sources:
+            return name, sources
+    return "", []
+
+
+def sources_anywhere(some: Sequence[str], op: str, attrs: Attrs, shapes: Shapes,
                      dtype: torch.dtype) -> list[KernelSource]:  # fmt: skip
-    """What ``sources_at`` says at any sizes where kernels read by that accelerator, or more."""
-    if op == "geglu":
-        return geglu.sources_anywhere(shapes, dtype)
-    if op == "conv2d":
-        return box_conv.sources_anywhere(shapes[1], dtype)
-    if op == "attention":
-        return attention.sources_anywhere(attrs, shapes[0][-1].value, dtype)
-    return []
+    """What ``chosen_at`` says at any sizes where kernels read by that accelerator, or more."""
+    found = dict[KernelSource, None]()
+    for name in some:
+        found |= dict.fromkeys(FAMILIES[name].anywhere(op, attrs, shapes, dtype))
+    return list(found)
 
 
-def sources_of(node: Node, sizes: Mapping[str, int]) -> list[KernelSource]:
-    """The same of a node, where such kernels may."""
+def sources_of(node: Node, some: Sequence[str], sizes: Mapping[str, int]) -> list[KernelSource]:
+    """What ``chosen_at`` says of a node, where such kernels may."""
     shapes = [[size.eval(sizes) for size in x.shape] for x in node.inputs]
-    return sources_at(node.op, node.attrs, shapes, node.dtype, boxed=True)
+    return chosen_at(some, node.op, node.attrs, shapes, node.dtype, boxed=True)[1]

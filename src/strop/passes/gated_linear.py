@@ -16,7 +16,7 @@ MULTIPLE = 64  # of the depth and of the result's width, as the kernel wants the
 
 
 def gated_linear(graph: Graph, options: Options) -> Graph:
-    if not options.box_geglu:
+    if not (options.box_geglu or options.group_product):
         return graph
     users = graph.users()
 

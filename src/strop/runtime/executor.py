@@ -169,7 +169,7 @@ class Bound:
         needed, and that the background has not come to, is built now."""
         found = {position: self._source(step) for position, step in enumerate(self.steps)
                  if isinstance(step, KernelStep)}  # fmt: skip
-        own = chain.from_iterable(self._own.values())
+        own = chain.from_iterable(each.sources for each in self._own.values())
         self._kernels.build(list(dict.fromkeys([*found.values(), *own])))
         return found
 
@@ -237,12 +237,12 @@ class Bound:
         return bound
 
     def _follows_a_kernel(self, position: int) -> bool:
-        """Whether the launch before is one of ours, or the caller's. A library's kernel lets nobody
-        start before it has ended: an early launch gains nothing there."""
+        """Whether the launch before is one of ours. A library's kernel lets nobody start before it
+        has ended; the caller's may write weights, which a product fetches before it waits."""
         while position and self.steps[position - 1] is None:
             position -= 1
         before = self.steps[position - 1] if position else None
-        return not isinstance(before, CallStep) or position - 1 in self._own
+        return isinstance(before, KernelStep) or position - 1 in self._own
 
     def _pointer(self, number: int) -> int:
         tensor = self._slots[number]
@@ -321,8 +321,8 @@ class Bound:
         return library
 
     def _own_call(self, position: int, step: CallStep, library: own_calls.Call) -> own_calls.Call:
-        return own_calls.instead(step, library, self._kernels, self.stream,
-                                 early=self._follows_a_kernel(position))  # fmt: skip
+        return own_calls.instead(self.program, step, self._own[position], library, self._kernels,
+                                 self.stream, early=self._follows_a_kernel(position))  # fmt: skip
 
     def _link_planned(self, position: int, step: CallStep, getters: list[Getter],
                       attrs: Mapping[str, Any]) -> Callable[[], None]:  # fmt: skip

@@ -28,9 +28,9 @@ Begin = Callable[[Sequence[KernelSource]], None]
 class Foresight(TorchFunctionMode):
     """Within: ``begin`` gets the kernels that calls of torch's functions will run, once each."""
 
-    def __init__(self, begin: Begin, is_boxed: Callable[[Node], bool]) -> None:
+    def __init__(self, begin: Begin, families: Callable[[Node], Sequence[str]]) -> None:
         super().__init__()
-        self._begin, self._is_boxed = begin, is_boxed
+        self._begin, self._families = begin, families
         self._seen = set[KernelSource]()
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (),
@@ -41,9 +41,10 @@ class Foresight(TorchFunctionMode):
         return result
 
     def _foresee(self, node: Node | None) -> None:
-        if node is None or not self._is_boxed(node):
+        if node is None:
             return
-        sources = [s for s in own_kernels.sources_of(node, {}) if s not in self._seen]
+        found = own_kernels.sources_of(node, self._families(node), {})
+        sources = [source for source in found if source not in self._seen]
         self._seen.update(sources)
         if sources:
             self._begin(sources)

@@ -19,11 +19,12 @@ NOWHERE = 1 << 20  # an aligned address, until the tensors are known
 
 class GatedLinear:
     """One such step on one stream: x (M, K), weight (2 N, K)[, bias (2 N,)] -> (M, N). What does
-    not lie dense, or has too many numbers for 32 bits, is left to ``otherwise``."""
+    not lie dense, or has too many numbers for 32 bits, is left to ``otherwise``. Without ``is_one``
+    it is never one kernel."""
 
     def __init__(self, otherwise: OutCall, kernels: KernelLibrary, stream: int, *,
-                 is_early: bool) -> None:  # fmt: skip
-        self._otherwise = otherwise
+                 is_early: bool, is_one: bool = True) -> None:  # fmt: skip
+        self._otherwise, self._may_be_one = otherwise, is_one
         self._kernels, self._stream, self._is_early = kernels, stream, is_early
         self._bound: dict[tuple[int, bool], BoundKernel] = {}
 
@@ -33,7 +34,8 @@ class GatedLinear:
             self._otherwise(inputs, out)
             return
         is_one = (
-            has_boxes(self._kernels.arch)
+            self._may_be_one
+            and has_boxes(self._kernels.arch)
             and tile_of(x.shape[0], x.shape[1], out.shape[1]) is not None
         )
         product = out if is_one else torch.mm(x, weight.t())

@@ -162,7 +162,7 @@ def prologue_of(program: Program, steps: Sequence[Step | None], steady: Collecti
     kernels and of ``planned`` library calls do. Kernels that check indices stay behind, since every
     call has to raise again. A program that writes to its arguments or weights has no prologue.
     """
-    writers = Counter(n for step in steps for n in _written(step))
+    writers = Counter(n for step in steps for n in written(step))
     kinds = [buffer.kind for buffer in program.buffers]
     if not steady or any(kinds[n] == "input" for n in writers):
         return Prologue()
@@ -173,11 +173,11 @@ def prologue_of(program: Program, steps: Sequence[Step | None], steady: Collecti
     for position, step in enumerate(steps):
         if step is None or not _may_move(program, step, planned) or not known >= set(_read(step)):
             continue
-        if all(kinds[n] == "arena" and writers[n] == 1 for n in _written(step)):
+        if all(kinds[n] == "arena" and writers[n] == 1 for n in written(step)):
             found[position] = step
-            known.update(_written(step))
+            known.update(written(step))
     wanted = {n for p, step in enumerate(steps) if p not in found for n in _read(step)}
-    kept = tuple(n for step in found.values() for n in _written(step) if n in wanted)
+    kept = tuple(n for step in found.values() for n in written(step) if n in wanted)
     read = {program.buffers[n].index for step in found.values() for n in _read(step)
             if kinds[n] == "input"}  # fmt: skip
     if not kept or read.isdisjoint(steady):
@@ -191,7 +191,8 @@ def _may_move(program: Program, step: Step, planned: Collection[str]) -> bool:
     return not any(scratch.faults for scratch in program.sources[step.kernel].scratch)
 
 
-def _written(step: Step | None) -> Sequence[int]:
+def written(step: Step | None) -> Sequence[int]:
+    """The buffers that a step writes."""
     if isinstance(step, KernelStep):
         return step.writes
     if step is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from strop.ir.dims import Expr
@@ -13,27 +14,35 @@ from strop.kernels import own_kernels
 from strop.runtime.box_attention import BoxAttention
 from strop.runtime.box_convolution import BoxConvolution
 from strop.runtime.gated_linear import GatedLinear
+from strop.runtime.group_product import GroupProduct
+from strop.runtime.hoisting import written
 from strop.runtime.kernels import KernelLibrary
 
 Call = Callable[..., Any]
-OWN: Mapping[str, Callable[..., Call]] = {
-    "attention": BoxAttention, "conv2d": BoxConvolution, "geglu": GatedLinear,
-}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Own:
+    """Which family of kernels does a call, and what it launches."""
+
+    family: str
+    sources: tuple[KernelSource, ...]
 
 
 def chosen(program: Program, steps: Sequence[Step | None],
            sizes: Callable[[tuple[Expr, ...]], Sequence[int]], arch: int
-           ) -> dict[int, list[KernelSource]]:  # fmt: skip
-    """By step, the kernels that its call launches itself, for operands of these sizes."""
+           ) -> dict[int, Own]:  # fmt: skip
+    """By step, what does its call for operands of these sizes, where that is one of ours."""
     found = {}
     for position, step in enumerate(steps):
-        if isinstance(step, CallStep) and step.boxed:
+        if isinstance(step, CallStep) and step.families:
             shapes = [sizes(ref.shape) for ref in step.inputs]
             dtype = program.buffers[step.inputs[0].buffer].dtype
-            sources = own_kernels.sources_at(step.op, dict(step.attrs), shapes, dtype,
-                                             boxed=has_boxes(arch))  # fmt: skip
+            family, sources = own_kernels.chosen_at(
+                step.families, step.op, dict(step.attrs), shapes, dtype, boxed=has_boxes(arch)
+            )
             if sources:
-                found[position] = sources
+                found[position] = Own(family, tuple(sources))
     return found
 
 
@@ -44,7 +53,8 @@ def sources_at(program: Program, env: Mapping[str, int], arch: int) -> tuple[Ker
         return tuple(expr.eval(env) for expr in exprs)
 
     own = chosen(program, program.at(env), sizes, arch).values()
-    return tuple(dict.fromkeys((*program.sources_at(env), *itertools.chain(*own))))
+    launched = itertools.chain.from_iterable(each.sources for each in own)
+    return tuple(dict.fromkeys((*program.sources_at(env), *launched)))
 
 
 def sources_elsewhere(program: Program, needed: Collection[KernelSource], arch: int
@@ -58,18 +68,37 @@ def sources_anywhere(program: Program, arch: int) -> tuple[KernelSource, ...]:
     """What calls launch at any sizes on such a GPU."""
     found = dict[KernelSource, None]()
     for step in program.call_steps:
-        if step.boxed and has_boxes(arch):
+        if step.families and has_boxes(arch):
             shapes = [ref.shape for ref in step.inputs]
             dtype = program.buffers[step.inputs[0].buffer].dtype
-            found |= dict.fromkeys(
-                own_kernels.sources_anywhere(step.op, dict(step.attrs), shapes, dtype)
-            )
+            found |= dict.fromkeys(own_kernels.sources_anywhere(
+                step.families, step.op, dict(step.attrs), shapes, dtype
+            ))  # fmt: skip
     return tuple(found)
 
 
-def instead(step: CallStep, otherwise: Call, kernels: KernelLibrary, stream: int, *, early: bool
-            ) -> Call:  # fmt: skip
-    """For a call that ``chosen`` has found kernels for. It leaves to ``otherwise`` what does not
-    lie in memory as they want it. ``early``: the launch before is one of ours."""
-    scale = {"scale": dict(step.attrs)["scale"]} if step.op == "attention" else {}
-    return OWN[step.op](otherwise, kernels, stream, is_early=early, **scale)
+def instead(program: Program, step: CallStep, own: Own, otherwise: Call, kernels: KernelLibrary,
+            stream: int, *, early: bool) -> Call:  # fmt: skip
+    """A call by the kernels that ``chosen`` has found for it. It leaves to ``otherwise`` what does
+    not lie in memory as they want it. ``early``: the launch before is one of ours."""
+    if step.op == "geglu" and own.family != "box_geglu":
+        otherwise = GatedLinear(otherwise, kernels, stream, is_early=early, is_one=False)
+    if own.family == "group_product":
+        return GroupProduct(step.op, otherwise, kernels, stream, is_early=early,
+                            is_steady=_is_steady(program, step.inputs[1].buffer))  # fmt: skip
+    if own.family == "box_conv":
+        return BoxConvolution(otherwise, kernels, stream, is_early=early)
+    if own.family == "box_attention":
+        scale = dict(step.attrs)["scale"]
+        return BoxAttention(otherwise, kernels, stream, is_early=early, scale=scale)
+    if own.family == "box_geglu":
+        return GatedLinear(otherwise, kernels, stream, is_early=early)
+    return otherwise
+
+
+def _is_steady(program: Program, number: int) -> bool:
+    """Whether a buffer is a weight that no step of the program writes."""
+    buffer = program.buffers[number]
+    if buffer.kind != "input" or not program.inputs[buffer.index].is_state:
+        return False
+    return not any(number in written(step) for step in program.steps)

@@ -20,7 +20,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch._prims_common import is_non_overlapping_and_dense_or_false
 
-from strop.backend import Compiled, boxed, compile_captured
+from strop.backend import Compiled, compile_captured, families
 from strop.codegen.assemble import Signature
 from strop.errors import CaptureError, ShapeError, UnsupportedError
 from strop.frontend.capture import TensorSpec, capture, clone_structure
@@ -264,7 +264,7 @@ class VariantStore:
         clone = clone_structure(self.module)
         foresight: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
         if has_boxes(library.arch):
-            foresight = Foresight(library.begin, boxed(device.type, self.options))
+            foresight = Foresight(library.begin, families(device.type, self.options))
 
         def call(*tensors: Tensor) -> Any:
             args, kwargs = rebuild(skeleton, tensors)

@@ -1,0 +1,297 @@
+"""Products in PTX whose sums the programs of a cluster share: 3x3 convolutions and linears.
+
+An implicit GEMM (https://arxiv.org/abs/1410.0759): rows are pixels, which the tensor memory
+accelerator brings as a box for each place of the window; a linear is a window of one place over a
+picture of one line. One warp fetches, groups of four warps multiply 64 rows each. Where there are
+fewer tiles than processors the sum is cut into parts, one for each program of a cluster: each
+leaves its part, in fp32, in its own shared memory, and adds its share of the results from the parts
+of all, in their order. Where there are more, a program goes on to the next tile, whose operands
+come while the results of this one leave. Weights that no kernel before it writes are fetched
+before the wait for these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from strop.ir.dims import symbol
+from strop.ir.source import KernelSource
+from strop.kernels.product_ends import NEXT_TILE, added, stored
+from strop.kernels.product_layout import Product
+from strop.kernels.ptx import (
+    DEPTH,
+    HIGH,
+    KINDS,
+    LINE,
+    LINE_BYTES,
+    ROWS,
+    UNIT,
+    barriers,
+    entry,
+    wait,
+)
+
+
+def group_product(of: Product, dtype: torch.dtype) -> KernelSource:
+    """out[b, y, x, o] = sum of w[o, i, j, c] * in[b, y + i - r, x + j - r, c], r = size // 2.
+
+    Params: the input (B, H, W, CI), weights (CO, size * size * CI), the result (B, H, W, CO), and
+    what is added, or biases (CO,), or nothing; all dense, of addresses that are multiples of 16
+    bytes; the input may have gaps. CI is a multiple of 64, of a single place 8; CO of 8, where it
+    is gated twice ``width``. Sums are fp32. Scalars: tiles of columns, boxes right, down and of
+    pictures, CI, tiles at work, and 1 where kernels that may still run write the weights, else 0.
+    """
+    tile, kind = of.tile, KINDS[dtype]
+    ends = added(of, kind) if tile.split > 1 else stored(of, kind)
+    text = "".join((*_begin(of), *_fetch(of), *_multiply(of, kind), *ends))
+    weights = (of.width, LINE)  # twice, where there are gates
+    return KernelSource(
+        NAME, "ptx", text, (dtype,) * 4, (1,) * SCALARS, (symbol("s5") * tile.split,),
+        constants=(("SHARED", of.shared), ("EARLY", 1)), num_warps=4 * tile.groups + 1,
+        boxes=((*of.box, LINE), weights, (), ()),
+    )  # fmt: skip
+
+
+NAME, SCALARS = "group_product", 7
+_BEGIN = """\
+    .reg .pred %p, %yes, %no, %is_first;
+    .reg .b32 %thread, %warp, %lane, %group, %rank, %id, %total, %stride, %col, %left, %top;
+    .reg .b32 %picture, %steps, %first, %step, %base, %bar, %stage, %phase, %at, %k, %channel, %x;
+    .reg .b32 %y, %end, %to, %from, %low, %low_a, %low_b, %high, %last, %pictures, %lines;
+    .reg .b32 %columns, %outs, %ins, %item, %across, %right, %down, %place, %n<8>;
+    .reg .b32 %peer<{split}>;
+    .reg .b64 %map<2>, %a, %b, %out, %other, %wide, %far;
+    .reg .b16 %h<2>;
+    .reg .f32 %o<{results}>, %f<4>, %g<4>, %t<3>;
+
+    griddepcontrol.launch_dependents;
+    mov.u32 %thread, %tid.x;
+    and.b32 %lane, %thread, 31;
+    shr.u32 %warp, %thread, 5;
+    shfl.sync.idx.b32 %warp, %warp, 0, 31, -1;
+    mov.u32 %base, memory;
+    ld.param.u32 %pictures, [x_size0];
+    ld.param.u32 %lines, [x_size1];
+    ld.param.u32 %columns, [x_size2];
+    ld.param.u32 %outs, [w_size0];
+{halves}    ld.param.u32 %across, [s0];
+    ld.param.u32 %right, [s1];
+    ld.param.u32 %down, [s2];
+    ld.param.u32 %n0, [s3];
+    ld.param.u32 %ins, [s4];
+    ld.param.u32 %stride, [s5];
+    mul.lo.u32 %total, %across, %right;
+    mul.lo.u32 %total, %total, %down;
+    mul.lo.u32 %total, %total, %n0;
+    mov.u32 %id, %ctaid.x;
+    rem.u32 %rank, %id, {split};
+    div.u32 %id, %id, {split};
+    // steps of this part
+    add.u32 %n0, %ins, {line} - 1;
+    div.u32 %n0, %n0, {line};
+    mul.lo.u32 %n0, %n0, {places};
+    add.u32 %n1, %n0, {split} - 1;
+    div.u32 %n1, %n1, {split};
+    mul.lo.u32 %first, %rank, %n1;
+    min.u32 %first, %first, %n0;
+    sub.u32 %steps, %n0, %first;
+    min.u32 %steps, %steps, %n1;
+    setp.ne.u32 %p, %thread, 0;
+    @%p bra begun;
+{barriers}    fence.mbarrier_init.release.cluster;
+begun:
+    bar.sync 0;
+"""
+
+
+def _begin(of: Product) -> Iterator[str]:
+    tile = of.tile
+    counts = {of.barriers + 8 * n: (1, 4 * tile.groups)[n % 2] for n in range(2 * tile.stages)}
+    yield entry(NAME, {"x": 4, "w": 2}, ("result", "more"), SCALARS, of.threads + 32,
+                cluster=tile.split)  # fmt: skip
+    yield _BEGIN.format(
+        split=tile.split, results=tile.cols // 2, line=LINE, places=of.size**2,
+        halves="    shr.u32 %outs, %outs, 1;\n" if of.gated else "", barriers=barriers(counts),
+    )  # fmt: skip
+
+
+def _coordinates(of: Product) -> str:
+    """Of tile %id: those with the same pixels are neighbours."""
+    count, height, width = of.box
+    return f"""\
+    rem.u32 %col, %id, %across;
+    div.u32 %n0, %id, %across;
+    mul.lo.u32 %col, %col, {of.width};
+    rem.u32 %left, %n0, %right;
+    div.u32 %n0, %n0, %right;
+    mul.lo.u32 %left, %left, {width};
+    rem.u32 %top, %n0, %down;
+    div.u32 %n0, %n0, %down;
+    mul.lo.u32 %top, %top, {height};
+    mul.lo.u32 %picture, %n0, {count};
+"""
+
+
+def _first_place(of: Product) -> str:
+    """Of step %first: places of the window in their order, all channels of one before the next."""
+    around = of.size // 2
+    return f"""\
+    add.u32 %n1, %ins, {LINE} - 1;
+    div.u32 %n1, %n1, {LINE};
+    div.u32 %n0, %first, %n1;
+    rem.u32 %channel, %first, %n1;
+    mul.lo.u32 %channel, %channel, {LINE};
+    rem.u32 %x, %n0, {of.size};
+    div.u32 %y, %n0, {of.size};
+    sub.u32 %left, %left, {around};
+    add.u32 %end, %left, {of.size};
+    add.u32 %x, %x, %left;
+    add.u32 %y, %y, %top;
+    sub.u32 %y, %y, {around};
+    mul.lo.u32 %k, %first, {LINE};
+"""
+
+
+def _at_stage(of: Product) -> str:
+    return f"""\
+    mad.lo.u32 %at, %stage, {of.stage}, %base;
+    mad.lo.u32 %bar, %stage, 16, %base;
+    add.u32 %bar, %bar, {of.barriers};
+"""
+
+
+def _advance(of: Product) -> str:
+    return f"""\
+    add.u32 %stage, %stage, 1;
+    setp.eq.u32 %p, %stage, {of.tile.stages};
+    @%p mov.u32 %stage, 0;
+    @%p xor.b32 %phase, %phase, 1;
+"""
+
+
+def _weights(of: Product) -> Iterator[str]:
+    """Of step %k, into stage %at; those of gates behind those of values."""
+    for n in range(2 if of.gated else 1):
+        yield f"    add.u32 %to, %at, {(of.rows + n * of.width) * LINE_BYTES};\n"
+        yield f"    mad.lo.u32 %n5, %outs, {n}, %col;\n"
+        yield """\
+    cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes \
+[%to], [%map1, {%k, %n5}], [%bar];
+"""
+    yield f"    add.u32 %k, %k, {LINE};\n"
+
+
+_PIXELS = f"""\
+    cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes \
+[%at], [%map0, {{%channel, %x, %y, %picture}}], [%bar];
+    add.u32 %channel, %channel, {LINE};
+    setp.ge.u32 %p, %channel, %ins;
+    @%p mov.u32 %channel, 0;
+    @%p add.u32 %x, %x, 1;
+    setp.eq.and.u32 %p, %x, %end, %p;
+    @%p mov.u32 %x, %left;
+    @%p add.u32 %y, %y, 1;
+"""
+
+
+def _fetch(of: Product) -> Iterator[str]:
+    """One thread. A stage that was never used is free: its barrier is behind phase 1."""
+    expect = f"    mbarrier.arrive.expect_tx.shared::cta.b64 _, [%bar], {of.stage};\n"
+    weights = "".join(_weights(of))
+    yield f"""\
+    setp.lt.u32 %p, %warp, {4 * of.tile.groups};
+    @%p bra multiply;
+    setp.ne.u32 %p, %lane, 0;
+    @%p bra done;
+    mov.b64 %wide, x;
+    cvta.param.u64 %map0, %wide;
+    mov.b64 %wide, w;
+    cvta.param.u64 %map1, %wide;
+"""
+    yield _coordinates(of) + _first_place(of)
+    # what does not depend on the kernel before this one: weights for all stages
+    yield """\
+    ld.param.u32 %n0, [s6];
+    setp.eq.u32 %p, %n0, 0;
+    @%p bra steady;
+    griddepcontrol.wait;
+steady:
+"""
+    yield f"    min.u32 %n6, %steps, {of.tile.stages};\n    mov.u32 %stage, 0;\nearly:\n"
+    yield _at_stage(of) + expect + weights
+    yield "    add.u32 %stage, %stage, 1;\n    setp.lt.u32 %p, %stage, %n6;\n    @%p bra early;\n"
+    yield "    griddepcontrol.wait;\n    mov.u32 %step, 0;\n    mov.u32 %stage, 0;\n"
+    yield "    mov.u32 %phase, 1;\nfollow:\n" + _at_stage(of) + _PIXELS + _advance(of)
+    yield "    add.u32 %step, %step, 1;\n    setp.lt.u32 %p, %step, %n6;\n    @%p bra follow;\n"
+    yield "    setp.ge.u32 %p, %step, %steps;\n    @%p bra fetched;\nfetch:\n" + _at_stage(of)
+    yield wait("free", "%bar+8", "%phase")
+    yield expect + _PIXELS + weights + _advance(of)
+    yield "    add.u32 %step, %step, 1;\n    setp.lt.u32 %p, %step, %steps;\n    @%p bra fetch;\n"
+    yield "fetched:\n"
+    if of.tile.keeps_on:
+        yield NEXT_TILE + "    @!%p bra done;\n"
+        yield _coordinates(of) + _first_place(of) + "    mov.u32 %step, 0;\n    bra fetch;\n"
+    else:
+        yield "    bra done;\n"
+
+
+def _products(of: Product, kind: str) -> Iterator[str]:
+    cols = of.tile.cols
+    results = "{" + ", ".join(f"%o{n}" for n in range(cols // 2)) + "}"
+    for n in range(LINE // DEPTH):
+        yield f"    add.u32 %low_a, %from, {2 * n};\n"
+        yield f"    add.u32 %low_b, %low, {of.rows * LINE_BYTES // UNIT + 2 * n};\n"
+        yield "    mov.b64 %a, {%low_a, %high};\n    mov.b64 %b, {%low_b, %high};\n"
+        op = f"wgmma.mma_async.sync.aligned.m64n{cols}k{DEPTH}.f32.{kind}.{kind}"
+        yield f"    {op} {results}, %a, %b, %yes, 1, 1, 0, 0;\n"
+
+
+def _released(of: Product) -> str:
+    """This warp has read stage %last."""
+    return f"""\
+    mad.lo.u32 %n0, %last, 16, %base;
+    @%is_first mbarrier.arrive.shared::cta.b64 _, [%n0+{of.barriers + 8}];
+"""
+
+
+def _multiply(of: Product, kind: str) -> Iterator[str]:
+    """A stage is free when the products of the next one are on their way."""
+    yield f"""\
+multiply:
+    griddepcontrol.wait;
+    ld.param.u64 %out, [result];
+    ld.param.u64 %other, [more];
+    setp.eq.u32 %yes, 0, 0;
+    setp.eq.u32 %is_first, %lane, 0;
+    shr.u32 %group, %warp, 2;
+    mov.u32 %high, {HIGH};
+    mov.u32 %stage, 0;
+    mov.u32 %phase, 0;
+tile:
+"""
+    yield _coordinates(of)
+    yield from (f"    mov.f32 %o{n}, 0f00000000;\n" for n in range(of.tile.cols // 2))
+    yield "    mov.u32 %step, 0;\nnext:\n" + _at_stage(of)
+    yield wait("come", "%bar", "%phase")
+    yield f"""\
+    shr.u32 %low, %at, 4;
+    or.b32 %low, %low, {1 << 16};
+    mad.lo.u32 %from, %group, {ROWS * LINE_BYTES // UNIT}, %low;
+    wgmma.fence.sync.aligned;
+"""
+    yield from _products(of, kind)
+    yield """\
+    wgmma.commit_group.sync.aligned;
+    wgmma.wait_group.sync.aligned 1;
+    setp.eq.u32 %p, %step, 0;
+    @%p bra kept;
+"""
+    yield _released(of) + "kept:\n    mov.u32 %last, %stage;\n" + _advance(of)
+    yield "    add.u32 %step, %step, 1;\n    setp.lt.u32 %p, %step, %steps;\n    @%p bra next;\n"
+    yield "    wgmma.wait_group.sync.aligned 0;\n"
+    if of.tile.keeps_on:
+        yield _released(of) + "    bar.warp.sync -1;\n"
+    else:  # results go where the operands of all groups were
+        yield f"    bar.sync 1, {of.threads};\n"

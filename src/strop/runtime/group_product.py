@@ -1,0 +1,95 @@
+"""Convolutions and linears by products in PTX, where the operands lie as these want them and the
+sizes are ones for which they are the faster ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from strop.kernels.box_conv import Picture
+from strop.kernels.group_product import group_product
+from strop.kernels.products import LINEARS, OPS, Form, form_of, picture_of
+from strop.kernels.ptx import LINE_BYTES
+from strop.runtime.kernels import BoundKernel, KernelLibrary
+
+OutCall = Callable[[Sequence[Tensor], Tensor], None]
+Choose = Callable[[Picture, str], Form | None]
+ALIGNMENT, LIMIT = 16, 2**31  # bytes, numbers of a tensor
+NOWHERE = 1 << 20  # an aligned address, until the tensors are known
+
+
+class GroupProduct:
+    """One step on one stream: ``conv2d``, ``linear``, ``linear_add`` or ``geglu``, by operands as
+    these have them, of which the input may have gaps. ``otherwise`` does what the kernel cannot, or
+    what is done faster without it.
+
+    ``is_early``: it may begin before the launch before it has ended. ``is_steady``: no launch of
+    the same run writes the weights, which it then does not wait for.
+    """
+
+    def __init__(self, op: str, otherwise: OutCall, kernels: KernelLibrary, stream: int, *,
+                 is_early: bool, is_steady: bool, choose: Choose = form_of) -> None:  # fmt: skip
+        self._op, self._otherwise, self._choose = op, otherwise, choose
+        self._kernels, self._stream = kernels, stream
+        self._is_early, self._is_steady = is_early, is_steady
+        self._bound: dict[tuple[torch.Size, tuple[int, ...]], BoundKernel | None] = {}
+
+    def __call__(self, inputs: Sequence[Tensor], out: Tensor) -> None:
+        x, weight, *more = inputs
+        pixels, window, result, *others = map(self._rows, (x, weight, out, *more))
+        if not (_is_laid(pixels) and all(map(_is_dense, (window, result, *others)))):
+            self._otherwise(inputs, out)
+            return
+        key = (x.shape, x.stride())
+        if key not in self._bound:
+            self._bound[key] = self._bind(x, weight, pixels)
+        kernel = self._bound[key]
+        if kernel is None:
+            self._otherwise(inputs, out)
+            return
+        last = (others or [window])[0]  # where nothing is added it is not read
+        for place, tensor in enumerate((pixels, window, result, last)):
+            kernel.set_pointer(place, tensor.data_ptr())
+        kernel()
+
+    def _rows(self, tensor: Tensor) -> Tensor:
+        """Channels last; a linear has them there."""
+        return tensor if self._op in LINEARS else tensor.permute(0, 2, 3, 1)
+
+    def _bind(self, x: Tensor, weight: Tensor, pixels: Tensor) -> BoundKernel | None:
+        of = picture_of(self._op, (x.shape, weight.shape))
+        form = self._choose(of, OPS[self._op])
+        if form is None:
+            return None
+        source = group_product(form.product, x.dtype)
+        self._kernels.build([source])  # unless the program's first call has done so
+        sizes, strides = (of.batch, of.height, of.width, of.ins), pixels.stride()
+        if self._op in LINEARS:  # one line of one picture
+            strides = (strides[0] * of.width, strides[0] * of.width, *strides)
+        columns = (weight.shape[0], weight[0].numel())
+        views = [(sizes, _strides(sizes, strides)), (columns, (columns[1], 1))]
+        scalars = form.scalars(of.ins, late=not self._is_steady)
+        return self._kernels.bind(source, [NOWHERE] * 4, scalars, self._stream,
+                                  early=self._is_early, views=views)  # fmt: skip
+
+
+def _is_laid(x: Tensor) -> bool:
+    """Whether the accelerator can read it: 16 bytes are the unit of strides, and none is zero."""
+    *strides, last = _strides(x.shape, x.stride())
+    unit = ALIGNMENT // x.itemsize
+    is_spaced = last == 1 and all(step > 0 and step % unit == 0 for step in strides)
+    return is_spaced and x.data_ptr() % ALIGNMENT == 0 and 0 < x.numel() < LIMIT
+
+
+def _strides(sizes: Sequence[int], strides: Sequence[int]) -> tuple[int, ...]:
+    """That of a dim of size 1 is never used, but has to be a good one."""
+    *steps, last = strides
+    good = (step if n > 1 else LINE_BYTES for n, step in zip(sizes[:-1], steps, strict=True))
+    return (*good, last)
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    is_aligned = tensor.data_ptr() % ALIGNMENT == 0
+    return tensor.is_contiguous() and is_aligned and 0 < tensor.numel() < LIMIT

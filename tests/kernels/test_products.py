@@ -1,0 +1,117 @@
+"""Which tile does a convolution or a linear, by sizes alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from strop.ir.dims import const, symbol
+from strop.ir.graph import Node
+from strop.kernels import products
+from strop.kernels.box_conv import SMS, Picture
+from strop.kernels.product_layout import MOST_SHARED
+from strop.kernels.products import ADDS, ENDS, GATED, PLAIN, form, form_of, has_steps
+
+HALF = torch.float16
+LINEARS = [  # of SD1.5 and SDXL: rows, columns, depth
+    (8192, 320, 320), (8192, 960, 320), (8192, 320, 1280), (2048, 640, 640), (2048, 1920, 640),
+    (2048, 1280, 1280), (2048, 3840, 1280), (8192, 640, 640), (9216, 320, 320), (300, 640, 768),
+]  # fmt: skip
+PICTURES = [Picture(3, ins, outs, batch, side * 64 // step, side * 64 // step)
+            for side, batch in ((1, 2), (1, 8), (2, 2), (1, 1))
+            for step, ins, outs in ((1, 320, 320), (1, 960, 320), (2, 640, 640), (2, 1920, 640),
+                                    (4, 1280, 1280), (8, 2560, 1280))]  # fmt: skip
+
+
+def node(op: str, *shapes: Sequence[Any], dtype: torch.dtype = HALF, **attrs: Any) -> Node:
+    operands = [Node("input", (), {}, tuple(const(n) if isinstance(n, int) else n for n in shape),
+                     dtype) for shape in shapes]  # fmt: skip
+    return Node(op, tuple(operands), attrs, operands[0].shape, dtype)
+
+
+ROWS = symbol("r")
+SAME: dict[str, Any] = {"stride": (1, 1), "padding": (1, 1), "dilation": (1, 1), "groups": 1}
+
+
+@pytest.mark.parametrize(("given", "expected"), [
+    (node("linear", (ROWS, 64), (80, 64)), True),
+    (node("linear", (ROWS, 64), (80, 64), (80,)), False),  # a bias is the next kernel's
+    (node("linear", (ROWS, 60), (80, 60)), False),
+    (node("linear", (ROWS, 64), (84, 64)), False),
+    (node("linear", (ROWS, 64), (symbol("n"), 64)), False),
+    (node("linear", (ROWS, 64), (80, 64), dtype=torch.float32), False),
+    (node("linear_add", (ROWS, 64), (80, 64), (ROWS, 80), dtype=torch.bfloat16), True),
+    (node("geglu", (ROWS, 64), (160, 64), (160,)), True),
+    (node("geglu", (ROWS, 64), (160, 64)), False),
+    (node("conv2d", (2, 320, ROWS, 8), (320, 320, 3, 3), **SAME), True),
+    (node("conv2d", (2, 320, ROWS, 8), (320, 320, 3, 3), **SAME | {"stride": (2, 2)}), False),
+    (node("conv2d", (2, 64, ROWS, 8), (320, 64, 3, 3), **SAME), False),
+    (node("matmul", (ROWS, 64), (64, 80)), False),
+])  # fmt: skip
+def test_what_fits(given: Node, expected: bool) -> None:
+    assert products.fits(given) == expected
+
+
+@pytest.mark.parametrize("of", PICTURES, ids=str)
+def test_boxes_cover_a_picture(of: Picture) -> None:
+    for tile in products.TILES:
+        found = form(tile, of)
+        sizes = zip(found.boxes, found.product.box, (of.batch, of.height, of.width), strict=True)
+        assert all(0 <= count * step - size < step for count, step, size in sizes)
+        assert found.across * found.product.width >= of.outs
+        *counts, ins, at_work, late = found.scalars(of.ins, late=True)
+        assert (ins, late) == (of.ins, 1)
+        assert counts == [found.across, found.boxes[2], found.boxes[1], found.boxes[0]]
+        assert found.num_programs == at_work * tile.split
+        assert at_work <= SMS or not tile.keeps_on
+
+
+@pytest.mark.parametrize("end", ENDS)
+@pytest.mark.parametrize(("rows", "columns", "depth"), LINEARS)
+def test_what_runs_is_known_before(rows: int, columns: int, depth: int, end: str) -> None:
+    """The background builds whatever may be chosen, and every part of a sum has steps."""
+    op = {PLAIN: "linear", ADDS: "linear_add", GATED: "geglu"}[end]
+    columns = 8 * columns if end == GATED else columns
+    anywhere = products.sources_anywhere(op, [(), [const(columns), const(depth)]], HALF)
+    at = products.sources_at(op, [(rows, depth), (columns, depth)], HALF)
+    assert set(at) <= set(anywhere)
+    assert len(anywhere) == len(set(anywhere)) > 2 * (end != GATED)
+    found = form_of(products.picture_of(op, [(rows, depth), (columns, depth)]), end)
+    assert bool(found) == bool(at)
+    if found:
+        assert has_steps(found.product.tile, Picture(1, depth, columns, 1, 1, rows))
+
+
+@pytest.mark.parametrize("of", PICTURES, ids=str)
+def test_a_convolution_is_known_before(of: Picture) -> None:
+    shapes = [(of.batch, of.ins, of.height, of.width), (of.outs, of.ins, 3, 3)]
+    weight = [const(n) for n in shapes[1]]
+    at = products.sources_at("conv2d", shapes, HALF)
+    assert set(at) <= set(products.sources_anywhere("conv2d", [(), weight], HALF))
+
+
+def test_tiles_fit_a_processor() -> None:
+    for end, tiles in ((PLAIN, products.TILES), (GATED, products.GATED_TILES)):
+        assert len(set(tiles)) == len(tiles)
+        for tile in tiles:
+            assert form(tile, Picture(1, 64, 320, 1, 1, 1), end).product.shared <= MOST_SHARED
+
+
+def test_few_rows_and_slower_tiles_are_the_librarys() -> None:
+    """The text's 77 words, the time of a step, and columns that leave most processors idle."""
+    assert form_of(Picture(1, 320, 1280, 1, 1, 2)) is None
+    assert form_of(Picture(1, 768, 640, 1, 1, 77)) is None
+    assert form_of(Picture(1, 5120, 80, 1, 1, 128)) is None
+    assert form_of(Picture(1, 1280, 1280, 1, 1, 2048)) is not None
+
+
+def test_an_estimate_grows_with_the_work() -> None:
+    for tile in products.TILES:
+        us = [products.us_of(form(tile, of), of) for of in
+              (Picture(1, depth, 640, 1, 1, rows) for depth, rows in
+               ((640, 2048), (1280, 2048), (1280, 8192)))]  # fmt: skip
+        assert us == sorted(us)
+        assert us[0] < us[2]

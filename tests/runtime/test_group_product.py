@@ -1,0 +1,213 @@
+"""Products in PTX in the place of library calls: operands as programs have them, run by the machine
+for PTX; which weights are fetched before the wait; which step may begin early."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from strop.backend import compile_graph
+from strop.codegen.assemble import Signature
+from strop.ir.program import CallStep
+from strop.ir.source import KernelSource
+from strop.kernels.box_conv import Picture
+from strop.kernels.product_layout import Tile
+from strop.kernels.products import Form, form
+from strop.options import Options
+from strop.runtime import own_calls
+from strop.runtime.executor import Bound
+from strop.runtime.group_product import GroupProduct
+from strop.runtime.memory import Workspace
+from tests.frontend.tracing import trace
+from tests.kernels.ptx_machine import launch
+
+HALF = torch.float16
+BOUND = 3e-4  # of the error of a result that is rounded once
+SMALL = Tile(1, 80, 3)
+
+
+class Machine:
+    """Stands where a GPU's kernels are bound: a call runs the kernel on the CPU."""
+
+    arch = 90
+
+    def __init__(self, *tensors: Tensor) -> None:
+        self.known = {tensor.data_ptr(): tensor for tensor in tensors}
+        self.launched = list[tuple[KernelSource, tuple[int, ...], bool]]()
+
+    def build(self, sources: Sequence[KernelSource]) -> None:
+        pass
+
+    def bind(self, source: KernelSource, pointers: Sequence[int], scalars: Sequence[int],
+             stream: int, early: bool = False, views: Any = ()) -> Any:  # fmt: skip
+        return _Kernel(self, source, [*pointers], scalars, early, views)
+
+
+class _Kernel:
+    def __init__(self, machine: Machine, source: KernelSource, pointers: list[int],
+                 scalars: Sequence[int], early: bool, views: Any) -> None:  # fmt: skip
+        self.machine, self.source, self.pointers = machine, source, pointers
+        self.scalars, self.early, self.views = tuple(scalars), early, views
+
+    def set_pointer(self, place: int, pointer: int) -> None:
+        self.pointers[place] = pointer
+
+    def __call__(self) -> None:
+        tensors = [self.machine.known[pointer] for pointer in self.pointers]
+        launch(self.source, tensors, self.scalars, views=self.views)
+        self.machine.launched.append((self.source, self.scalars, self.early))
+
+
+def never(inputs: Sequence[Tensor], out: Tensor) -> None:
+    raise AssertionError("left to the library")
+
+
+def small(of: Picture, end: str) -> Form:
+    return form(SMALL, of, end)
+
+
+def error(out: Tensor, truth: Tensor) -> float:
+    return float((out.double() - truth).norm() / truth.norm())
+
+
+def call(op: str, inputs: Sequence[Tensor], out: Tensor, **given: Any) -> Machine:
+    machine: Any = Machine(*inputs, out)
+    given = {"is_early": True, "is_steady": True, "choose": small, **given}
+    GroupProduct(op, never, machine, 0, **given)(inputs, out)
+    assert len(machine.launched) == 1
+    found: Machine = machine
+    return found
+
+
+def weights(*sizes: int) -> Tensor:
+    return (torch.randn(*sizes) * math.prod(sizes[1:]) ** -0.5).to(HALF)
+
+
+@pytest.mark.parametrize("gap", [0, 24])
+def test_a_linear_whose_rows_have_gaps(gap: int) -> None:
+    torch.manual_seed(0)
+    x, w = torch.randn(150, 136 + gap).to(HALF)[:, :136], weights(88, 136)
+    out = torch.full((150, 88), math.nan, dtype=HALF)
+    call("linear", (x, w), out)
+    assert error(out, F.linear(x.double(), w.double())) < BOUND
+
+
+@pytest.mark.parametrize("rows", [1, 70])
+def test_a_sum_is_written_over_an_operand(rows: int) -> None:
+    torch.manual_seed(rows)
+    x, w, more = torch.randn(rows, 64).to(HALF), weights(160, 64), torch.randn(rows, 160).to(HALF)
+    truth = F.linear(x.double(), w.double()) + more.double()
+    call("linear_add", (x, w, more), more)
+    assert error(more, truth) < BOUND
+
+
+def test_gates() -> None:
+    torch.manual_seed(1)
+    x, w, bias = torch.randn(70, 128).to(HALF), weights(160, 128), torch.randn(160).to(HALF)
+    out = torch.full((70, 80), math.nan, dtype=HALF)
+    call("geglu", (x, w, bias), out)
+    value, gate = F.linear(x.double(), w.double(), bias.double()).chunk(2, -1)
+    assert error(out, value * F.gelu(gate)) < BOUND
+
+
+@pytest.mark.parametrize("channels", [64, 96])
+def test_a_convolution_of_a_slice(channels: int) -> None:
+    """The picture may be some channels of a wider one; weights and result lie channels last."""
+    torch.manual_seed(channels)
+    wide = torch.randn(2, channels, 9, 8).to(HALF).to(memory_format=torch.channels_last)
+    x, w = wide[:, :64], weights(88, 64, 3, 3).to(memory_format=torch.channels_last)
+    out = torch.full((2, 88, 9, 8), math.nan, dtype=HALF).to(memory_format=torch.channels_last)
+    call("conv2d", (x, w), out)
+    assert error(out, F.conv2d(x.double(), w.double(), padding=1)) < BOUND
+
+
+@pytest.mark.parametrize("why", ["columns", "odd rows", "weights", "result", "empty", "no form"])
+def test_what_lies_otherwise_is_left_to_the_library(why: str) -> None:
+    x, w, out = torch.zeros(16, 64, dtype=HALF), weights(80, 64), torch.zeros(16, 80, dtype=HALF)
+    x = {"columns": torch.zeros(64, 16, dtype=HALF).t(), "empty": x[:0],
+         "odd rows": torch.zeros(16, 68, dtype=HALF)[:, :64]}.get(why, x)  # fmt: skip
+    w = weights(64, 80).t() if why == "weights" else w
+    out = {"result": torch.zeros(80, 16, dtype=HALF).t(), "empty": out[:0]}.get(why, out)
+    machine: Any = Machine(x, w, out)
+    left = list[Sequence[Tensor]]()
+    choose = (lambda of, end: None) if why == "no form" else small
+    GroupProduct("linear", lambda inputs, out: left.append(inputs), machine, 0, is_early=True,
+                 is_steady=True, choose=choose)((x, w), out)  # fmt: skip
+    assert len(left) == 1
+    assert not machine.launched
+
+
+@pytest.mark.parametrize("is_steady", [True, False])
+def test_weights_that_a_kernel_computes_are_waited_for(is_steady: bool) -> None:
+    x, w, out = torch.ones(16, 64, dtype=HALF), weights(80, 64), torch.zeros(16, 80, dtype=HALF)
+    machine = call("linear", (x, w), out, is_steady=is_steady)
+    ((_, scalars, _),) = machine.launched
+    assert scalars[-1] == (not is_steady)
+
+
+class Linears(nn.Module):
+    """Of a weight, of one that is computed, and of one that the module writes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Parameter(torch.zeros(1280, 1280))
+        self.scale = nn.Parameter(torch.ones(1280, 1))
+        self.register_buffer("kept", torch.zeros(1280, 1280))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        y = F.linear(x, self.first)
+        z = F.linear(y, self.first * self.scale)
+        return y, z, F.linear(z, self.kept)
+
+
+class NoKernels(Machine):
+    """Kernels that do nothing."""
+
+    def bind(self, source: KernelSource, *args: Any, **kwargs: Any) -> Any:
+        return lambda: None
+
+    def splits(self, rows: int, parallel: int, min_rows: int) -> int:
+        return 1
+
+
+def linked(options: Options, rows: int = 2048) -> Bound:
+    sizes = {"r": rows}
+    traced = trace(Linears().half(), "r 1280", dtype=HALF, **sizes)
+    program = compile_graph(traced.graph, Signature(traced.returned, ()), "cuda", options).program
+    state = [torch.empty([s.eval(sizes) for s in spec.shape], dtype=spec.dtype)
+             if spec.is_state else None for spec in program.inputs]  # fmt: skip
+    kernels: Any = NoKernels()
+    bound = Bound(program, sizes, state, kernels, Workspace(torch.device("cpu")), 0)
+    bound._link(torch.empty(bound.arena_bytes, dtype=torch.uint8))
+    return bound
+
+
+def test_only_weights_that_nothing_writes_are_steady() -> None:
+    bound = linked(Options(group_product=True))
+    calls = {n: s for n, s in enumerate(bound.steps) if isinstance(s, CallStep)}
+    assert [bound._own[n].family for n in calls] == ["group_product"] * 3
+    read = [step.inputs[1] for step in calls.values()]
+    assert [own_calls._is_steady(bound.program, ref.buffer) for ref in read] == [True, False, True]
+    written = CallStep("write", (read[2], read[0]), (), (), "")
+    program = replace(bound.program, steps=(*bound.program.steps, written))
+    assert not own_calls._is_steady(program, read[2].buffer)
+
+
+def test_few_rows_and_other_options_are_the_librarys() -> None:
+    assert not linked(Options())._own
+    assert not linked(Options(group_product=True).in_training)._own
+    assert not linked(Options(group_product=True), rows=16)._own
+
+
+def test_the_first_launch_of_a_run_waits_for_the_caller() -> None:
+    """Who may have written the weights; a product behind it begins early and does not ask."""
+    bound = linked(Options(group_product=True))
+    assert not bound._follows_a_kernel(0)
+    assert bound._follows_a_kernel(1)
