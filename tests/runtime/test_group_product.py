@@ -13,18 +13,23 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import strop
 from strop.backend import compile_graph
 from strop.codegen.assemble import Signature
 from strop.ir.program import CallStep
 from strop.ir.source import KernelSource
+from strop.kernels import products
 from strop.kernels.box_conv import Picture
 from strop.kernels.product_layout import Tile
-from strop.kernels.products import Form, form
+from strop.kernels.products import Form, form, has_steps
+from strop.kernels.ptx import KINDS
 from strop.options import Options
 from strop.runtime import own_calls
 from strop.runtime.executor import Bound
 from strop.runtime.group_product import GroupProduct
+from strop.runtime.kernels import kernel_library
 from strop.runtime.memory import Workspace
+from strop.testing import assert_as_accurate_as_eager
 from tests.frontend.tracing import trace
 from tests.kernels.ptx_machine import launch
 
@@ -211,3 +216,91 @@ def test_the_first_launch_of_a_run_waits_for_the_caller() -> None:
     bound = linked(Options(group_product=True))
     assert not bound._follows_a_kernel(0)
     assert bound._follows_a_kernel(1)
+
+
+needs_a_gpu = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
+    reason="needs an NVIDIA GPU of sm_90",
+)
+EXACT = {
+    "linear": F.linear,
+    "linear_add": lambda x, w, more: F.linear(x, w) + more,
+    "geglu": lambda x, w, bias: _gated(F.linear(x, w, bias)),
+    "conv2d": lambda x, w: F.conv2d(x, w, padding=1),
+}
+SIZES = {  # rows or a picture, channels in and out
+    "linear": ((2048, 640, 640), (300, 200, 328), (1, 64, 8)),
+    "linear_add": ((2048, 640, 640), (300, 200, 328)),
+    "geglu": ((2048, 320, 1280), (300, 200, 640)),
+    "conv2d": ((2, 64, 64, 320, 320), (3, 9, 8, 192, 1288), (1, 13, 37, 64, 648)),
+}
+
+
+def _gated(product: Tensor) -> Tensor:
+    value, gate = product.chunk(2, -1)
+    return value * F.gelu(gate)
+
+
+def given(op: str, sizes: Sequence[int], dtype: torch.dtype) -> list[Tensor]:
+    """On the GPU."""
+    torch.manual_seed(sum(sizes))
+    *rows, ins, outs = sizes
+    last = torch.channels_last
+    if op == "conv2d":
+        batch, height, width = rows
+        pair = [torch.randn(batch, ins, height, width), weights(outs, ins, 3, 3)]
+        return [t.to("cuda", dtype).to(memory_format=last) for t in pair]
+    columns = 2 * outs if op == "geglu" else outs
+    more = {"linear_add": (*rows, outs), "geglu": (columns,)}.get(op)
+    found = [torch.randn(*rows, ins), weights(columns, ins)]
+    found += [] if more is None else [torch.randn(more)]
+    return [t.to("cuda", dtype) for t in found]
+
+
+@pytest.mark.gpu
+@needs_a_gpu
+@pytest.mark.parametrize("dtype", KINDS, ids=str)
+@pytest.mark.parametrize("op", EXACT)
+def test_each_tile_is_as_accurate_as_torch(op: str, dtype: torch.dtype) -> None:
+    """At sizes that its boxes and columns leave, too; with weights that come early and late."""
+    kernels = kernel_library("cuda", torch.cuda.current_device(), "", 0)
+    stream = torch.cuda.current_stream().cuda_stream
+    for sizes in SIZES[op]:
+        inputs = given(op, sizes, dtype)
+        wanted, truth = EXACT[op](*inputs), EXACT[op](*(t.double() for t in inputs))
+        for tile in products.GATED_TILES if op == "geglu" else products.TILES:
+            of = products.picture_of(op, [t.shape for t in inputs])
+            found = form(tile, of, products.OPS[op])
+            if not has_steps(tile, of) or (op == "geglu" and of.outs % found.product.width):
+                continue
+            for is_steady in (True, False):
+                out = torch.full_like(wanted, math.nan)
+                product = GroupProduct(
+                    op, never, kernels, stream, is_early=True, is_steady=is_steady,
+                    choose=lambda of, end, found=found: found,
+                )  # fmt: skip
+                product(inputs, out)
+                assert_as_accurate_as_eager(out, wanted, truth)
+
+
+@pytest.mark.gpu
+@needs_a_gpu
+def test_new_weights_are_seen_at_once() -> None:
+    """Written right before a call, by the caller, and by a kernel of the program."""
+    torch.manual_seed(0)
+    plain, module = (Linears().to("cuda", HALF).requires_grad_(False) for _ in range(2))
+    strop.optimize(module, options=Options(group_product=True, strict=True))
+    x = torch.randn(2048, 1280, device="cuda", dtype=HALF)
+    with torch.no_grad():
+        for turn in range(40):
+            new = [torch.randn(1280, 1280, device="cuda", dtype=HALF) / 40 for _ in range(2)]
+            results = []
+            for each in (plain, module):
+                torch.cuda.synchronize()
+                each.first.copy_(new[0])
+                each.kept.copy_(new[1])
+                each.scale.fill_(1 + turn % 8)
+                results.append([t.clone() for t in each(x)])
+            for mine, theirs in zip(*reversed(results), strict=True):
+                assert error(mine, theirs.double()) < 2e-3
+    assert strop.explain(module).num_recompiles == 0
