@@ -288,7 +288,7 @@ def test_each_tile_is_as_accurate_as_torch(op: str, dtype: torch.dtype) -> None:
 def test_new_weights_are_seen_at_once() -> None:
     """Written right before a call, by the caller, and by a kernel of the program."""
     torch.manual_seed(0)
-    plain, module = (Linears().to("cuda", HALF).requires_grad_(False) for _ in range(2))
+    plain, module = (Linears().to("cuda", HALF).eval() for _ in range(2))
     strop.optimize(module, options=Options(group_product=True, strict=True))
     x = torch.randn(2048, 1280, device="cuda", dtype=HALF)
     with torch.no_grad():
