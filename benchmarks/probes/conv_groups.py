@@ -25,21 +25,35 @@ from strop.kernels import products
 from strop.kernels.box_conv import Picture, form_of, sources_of
 from strop.kernels.group_product import group_product
 from strop.kernels.product_layout import Tile
-from strop.kernels.products import PLAIN, Form, form, has_steps, us_of
+from strop.kernels.products import CLUSTERS, PLAIN, Form, form, has_steps
+from strop.kernels.ptx import DEPTH, LINE, ROWS
 
 WORST = 1.35  # tiles of which a guess says that they take so much longer are left out
 TILES = tuple(dict.fromkeys((*products.TILES, *(Tile(*each) for each in (
-    *((2, 160, 5, split) for split in (3, 6)), (2, 80, 7, 8), *((2, 128, 6, n) for n in (1, 2, 3)),
-    (2, 192, 5), (3, 160, 4), *((3, 128, 5, split) for split in (1, 2)),
-    *((4, 80, 5, split) for split in (1, 2)),
+    *((2, 160, 5, split) for split in (1, 4, 6, 8)), (2, 80, 7), (2, 80, 7, 8), (2, 256, 4),
+    *((2, 128, 6, split) for split in (1, 2, 3)), (2, 184, 4, 4), (2, 192, 5), (2, 192, 5, 2),
+    (2, 256, 4, 2), (3, 160, 4), *((3, 128, 5, split) for split in (1, 2)), (3, 160, 4, 2),
+    *((4, 80, 5, split) for split in (1, 2)), (1, 160, 7, 2),
 )))))  # fmt: skip
+
+
+def clocks(each: Form, of: Picture) -> float:
+    """A guess: a step takes as long as its products, or as what they read and write of shared
+    memory at 128 bytes a clock."""
+    product, tile = each.product, each.product.tile
+    rounds = -(-each.num_tiles // CLUSTERS[tile.split])
+    reads = LINE // DEPTH * tile.groups * (ROWS + tile.cols) * 2 * DEPTH
+    step = max(2 * tile.groups * tile.cols, (reads + product.stage) / 128)
+    steps = -(-(of.size**2) * -(-of.ins // LINE) // tile.split)
+    around = 5000 + (rounds - 1) * 3000 if tile.keeps_on else rounds * 5000
+    return around + rounds * steps * step
 
 
 def forms(of: Picture, end: str = PLAIN, tiles: Iterable[Tile] = TILES, worst: float = WORST
           ) -> list[Form]:  # fmt: skip
     """Those that are worth a try."""
     tried = (form(tile, of, end) for tile in tiles if has_steps(tile, of))
-    found = {each: us_of(each, of) for each in tried
+    found = {each: clocks(each, of) for each in tried
              if not (each.product.gated and of.outs % each.product.width)}  # fmt: skip
     least = min(found.values())
     return [each for each, guess in found.items() if guess <= worst * least]

@@ -47,8 +47,8 @@ SHAPES = (
     )),
 )  # fmt: skip
 TILES = tuple(dict.fromkeys((*products.TILES, *(Tile(*each) for each in (
-    *((2, 80, 7, split) for split in (2, 4)), *((1, 80, 8, split) for split in (2, 4)), (2, 128, 6),
-    (3, 160, 4), (2, 80, 6, 1, True),
+    *((2, 80, 7, split) for split in (1, 2, 4)), *((1, 80, 8, split) for split in (2, 4)),
+    (2, 128, 6), (2, 160, 5), (2, 256, 4), (3, 160, 4), (2, 192, 4, 1, True),
 )))))  # fmt: skip
 GATED_TILES = (*products.GATED_TILES, *(Tile(*each) for each in (
     (2, 160, 5), (2, 256, 4), (2, 128, 6, 1, True), (2, 64, 7, 1, True), (2, 80, 7, 1, True),

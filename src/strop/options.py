@@ -47,9 +47,9 @@ class Options:
     box_geglu: bool = _knob(False, "a linear and the GEGLU behind it by one such kernel, at sizes"
                             " where that is faster (inference, sm_90)",
                             "STROP_BOX_GEGLU")  # fmt: skip
-    group_product: bool = _knob(False, "convolutions, linears and GEGLU by a kernel of ours in PTX,"
-                                " at sizes where an estimate says that it is faster; not timed"
-                                " yet (inference, sm_90)", "STROP_GROUP_PRODUCT")  # fmt: skip
+    group_product: bool = _knob(True, "convolutions, linears and GEGLU by a kernel of ours in PTX,"
+                                " at sizes where it is faster (inference, sm_90)",
+                                "STROP_GROUP_PRODUCT")  # fmt: skip
     cache_dir: str = _knob("", "where plans and kernels are kept; empty: ~/.cache/strop",
                            "STROP_CACHE_DIR", keyed=False)  # fmt: skip
     dump: str = _knob("", "folder for the files of every compiled graph, from ATen to kernels",

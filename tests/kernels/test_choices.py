@@ -46,10 +46,10 @@ def test_a_bad_choice_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize(("kind", "shape", "us", "chosen"), [
-    ("conv_groups", (2, 64, 320, 320, 3, 1), {"cudnn": 31.0, "(2, 160, 5, 1, False)": 22.5},
-     (2, 160, 5, 1, False)),
-    ("linear_groups", (2048, 1280, 1280, ""), {"cublas": 12.2, "(2, 160, 5, 1, False)": 11.6},
-     (2, 160, 5, 1, False)),
+    ("conv_groups", (2, 64, 320, 320, 3, 1), {"cudnn": 31.0, "(2, 160, 5, 1, True)": 22.5},
+     (2, 160, 5, 1, True)),
+    ("linear_groups", (2048, 1280, 1280, ""), {"cublas": 12.2, "(2, 160, 5, 1, True)": 11.6},
+     (2, 160, 5, 1, True)),
     ("linear_groups", (64, 10240, 1280, "gated"), {"cublas": 9.0, "(2, 160, 5, 1, True)": 12.0},
      "cublas"),
 ])  # fmt: skip

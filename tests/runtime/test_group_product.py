@@ -66,7 +66,7 @@ class _Kernel:
 
     def __call__(self) -> None:
         tensors = [self.machine.known[pointer] for pointer in self.pointers]
-        launch(self.source, tensors, self.scalars, views=self.views)
+        launch(self.source, tensors, self.scalars, views=self.views, allow_rewrites=True)
         self.machine.launched.append((self.source, self.scalars, self.early))
 
 
@@ -195,7 +195,7 @@ def linked(options: Options, rows: int = 2048) -> Bound:
 
 
 def test_only_weights_that_nothing_writes_are_steady() -> None:
-    bound = linked(Options(group_product=True))
+    bound = linked(Options())
     calls = {n: s for n, s in enumerate(bound.steps) if isinstance(s, CallStep)}
     assert [bound._own[n].family for n in calls] == ["group_product"] * 3
     read = [step.inputs[1] for step in calls.values()]
@@ -206,14 +206,14 @@ def test_only_weights_that_nothing_writes_are_steady() -> None:
 
 
 def test_few_rows_and_other_options_are_the_librarys() -> None:
-    assert not linked(Options())._own
-    assert not linked(Options(group_product=True).in_training)._own
-    assert not linked(Options(group_product=True), rows=16)._own
+    assert not linked(Options(group_product=False))._own
+    assert not linked(Options().in_training)._own
+    assert not linked(Options(), rows=16)._own
 
 
 def test_the_first_launch_of_a_run_waits_for_the_caller() -> None:
     """Who may have written the weights; a product behind it begins early and does not ask."""
-    bound = linked(Options(group_product=True))
+    bound = linked(Options())
     assert not bound._follows_a_kernel(0)
     assert bound._follows_a_kernel(1)
 
@@ -289,7 +289,7 @@ def test_new_weights_are_seen_at_once() -> None:
     """Written right before a call, by the caller, and by a kernel of the program."""
     torch.manual_seed(0)
     plain, module = (Linears().to("cuda", HALF).eval() for _ in range(2))
-    strop.optimize(module, options=Options(group_product=True, strict=True))
+    strop.optimize(module, options=Options(strict=True))
     x = torch.randn(2048, 1280, device="cuda", dtype=HALF)
     with torch.no_grad():
         for turn in range(40):

@@ -23,8 +23,8 @@ from strop.runtime.narrow_convolution import NarrowConvolution
 from strop.runtime.wide_attention import WideAttention
 from tests.frontend.tracing import trace
 
-BOXES = Options(box_conv=True, box_attention=True, box_geglu=True)
-PLAIN = Options(box_conv=False, box_attention=False)
+BOXES = Options(box_geglu=True, group_product=False)
+PLAIN = Options(box_conv=False, box_attention=False, group_product=False)
 SIZES = {"b": 2, "h": 64, "w": 64}
 
 

@@ -21,8 +21,8 @@ from strop.runtime import calls, priming
 from tests.frontend.tracing import trace
 
 SIZES = {"b": 2, "h": 64, "w": 64}
-BOXES = Options(box_conv=True, box_attention=True, box_geglu=True)
-PLAIN = Options(box_conv=False, box_attention=False)
+BOXES = Options(box_geglu=True)
+PLAIN = Options(box_conv=False, box_attention=False, group_product=False)
 HOPPER, OLDER = 90, 80
 
 

@@ -18,7 +18,7 @@ import torch
 
 from strop.ir.dims import symbol
 from strop.ir.source import KernelSource
-from strop.kernels.product_ends import NEXT_TILE, added, stored
+from strop.kernels.product_ends import AT_ONCE, NEXT_TILE, added, addends, stored
 from strop.kernels.product_layout import Product
 from strop.kernels.ptx import (
     DEPTH,
@@ -63,6 +63,7 @@ _BEGIN = """\
     .reg .b32 %columns, %outs, %ins, %item, %across, %right, %down, %place, %n<8>;
     .reg .b32 %peer<{split}>;
     .reg .b64 %map<2>, %a, %b, %out, %other, %wide, %far;
+    .reg .b32 %v<{added}>;
     .reg .b16 %h<2>;
     .reg .f32 %o<{results}>, %f<4>, %g<4>, %t<3>;
 
@@ -112,18 +113,22 @@ def _begin(of: Product) -> Iterator[str]:
     yield entry(NAME, {"x": 4, "w": 2}, ("result", "more"), SCALARS, of.threads + 32,
                 cluster=tile.split)  # fmt: skip
     yield _BEGIN.format(
-        split=tile.split, results=tile.cols // 2, line=LINE, places=of.size**2,
+        split=tile.split, results=tile.cols // 2, added=4 * AT_ONCE, line=LINE,
+        places=of.size**2,
         halves="    shr.u32 %outs, %outs, 1;\n" if of.gated else "", barriers=barriers(counts),
     )  # fmt: skip
 
 
 def _coordinates(of: Product) -> str:
-    """Of tile %id: those with the same pixels are neighbours."""
+    """Of tile %id: those with the same pixels are neighbours. The last columns may be some of the
+    tile's before, too, which come out the same: loads are slow where a tensor ends."""
     count, height, width = of.box
+    last = f"    sub.u32 %n0, %outs, {of.width};\n    min.u32 %col, %col, %n0;\n"
     return f"""\
     rem.u32 %col, %id, %across;
-    div.u32 %n0, %id, %across;
     mul.lo.u32 %col, %col, {of.width};
+{"" if of.adds else last}\
+    div.u32 %n0, %id, %across;
     rem.u32 %left, %n0, %right;
     div.u32 %n0, %n0, %right;
     mul.lo.u32 %left, %left, {width};
@@ -272,6 +277,8 @@ multiply:
 tile:
 """
     yield _coordinates(of)
+    if of.adds and of.tile.split == 1:
+        yield from addends(of)
     yield from (f"    mov.f32 %o{n}, 0f00000000;\n" for n in range(of.tile.cols // 2))
     yield "    mov.u32 %step, 0;\nnext:\n" + _at_stage(of)
     yield wait("come", "%bar", "%phase")

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from strop.kernels.product_layout import Product
 from strop.kernels.ptx import f32
 
+AT_ONCE = 5  # pieces of 16 bytes that a thread has on the way
 NEXT_TILE = "    add.u32 %id, %id, %stride;\n    setp.lt.u32 %p, %id, %total;\n"
 
 
@@ -51,29 +52,39 @@ def _loaded(kind: str, into: int) -> str:
     )
 
 
-def _sums(of: Product, kind: str) -> Iterator[str]:
-    """Add what lies where this thread's results go: two columns of each eight, of two rows."""
-    for half in (0, 1):
-        yield f"""\
-    shr.u32 %n0, %lane, 2;
-    mad.lo.u32 %n0, %warp, 16, %n0;
-    add.u32 %n0, %n0, {8 * half};
-    and.b32 %n1, %lane, 3;
-    shl.b32 %n1, %n1, 1;
-    add.u32 %item, %n1, %col;
-    setp.eq.u32 %p, 0, 0;
-{_address(of, "%n0", "%n1")}\
-    @!%p bra no_sums{half};
-    add.u64 %far, %other, %wide;
+def addends(of: Product) -> Iterator[str]:
+    """What is added to a tile, on its way to where the results of this warp will leave from, while
+    the first operands come: at the end it would be waited for."""
+    yield _own_rows(of) + "    bar.warp.sync -1;\n"  # the tile before has left
+    for n, where in enumerate(_moved(of)):
+        listed = ", ".join(f"%v{n % AT_ONCE * 4 + m}" for m in range(4))
+        yield where + "    add.u64 %far, %other, %wide;\n"
+        yield f"    @%p ld.global.v4.b32 {{{listed}}}, [%far];\n"
+        yield f"    @%p st.shared.v4.b32 [%from], {{{listed}}};\n"
+
+
+def _own_rows(of: Product) -> str:
+    """%to: of the results of this warp, on their way out."""
+    return f"""\
+    mad.lo.u32 %to, %warp, {16 * of.half_row}, %base;
+    add.u32 %to, %to, {of.results_at};
 """
-        for n in range(of.width // 8):
-            first = 4 * n + 2 * half
-            yield f"    add.u32 %n1, %item, {8 * n};\n    setp.lt.u32 %p, %n1, %outs;\n"
-            yield "    mov.u32 %n0, 0;\n"
-            yield f"    @%p ld.global.b32 %n0, [%far+{16 * n}];\n" + _loaded(kind, 0)
-            yield f"    add.f32 %o{first}, %o{first}, %f0;\n"
-            yield f"    add.f32 %o{first + 1}, %o{first + 1}, %f1;\n"
-        yield f"no_sums{half}:\n"
+
+
+def _moved(of: Product) -> Iterator[str]:
+    """%from and %wide: each 16 bytes of a warp's results, there and in memory; %p: if they are."""
+    chunks = of.width // 8
+    for n in range(-(-16 * chunks // 32)):
+        yield f"""\
+    add.u32 %item, %lane, {32 * n};
+    setp.lt.u32 %p, %item, {16 * chunks};
+    div.u32 %n0, %item, {chunks};
+    rem.u32 %n1, %item, {chunks};
+    mad.lo.u32 %from, %n0, {of.half_row}, %to;
+    mad.lo.u32 %from, %n1, 16, %from;
+    mad.lo.u32 %n0, %warp, 16, %n0;
+    shl.b32 %n1, %n1, 3;
+{_address(of, "%n0", "%n1")}"""
 
 
 # gelu(x) = x * P(normal <= x), and log2 of P(normal <= -|x|) is nearly this polynomial: the same as
@@ -122,36 +133,29 @@ def stored(of: Product, kind: str) -> Iterator[str]:
     """Sixteen rows of a warp by way of shared memory, so that they are written in whole lines."""
     if of.gated:
         yield from _gates(of, kind)
-    if of.adds:
-        yield from _sums(of, kind)
+    yield _own_rows(of)
     yield f"""\
-    mad.lo.u32 %to, %warp, {16 * of.half_row}, %base;
-    add.u32 %to, %to, {of.results_at};
     shr.u32 %n0, %lane, 2;
     mad.lo.u32 %at, %n0, {of.half_row}, %to;
     and.b32 %n1, %lane, 3;
     mad.lo.u32 %at, %n1, 4, %at;
 """
+    if of.adds:
+        yield "    bar.warp.sync -1;\n"
     for n in range(0, of.width // 2, 2):
         place = n // 4 * 16 + n // 2 % 2 * 8 * of.half_row
+        if of.adds:
+            yield f"    ld.shared.b32 %n0, [%at+{place}];\n" + _loaded(kind, 0)
+            yield from (f"    add.f32 %o{n + m}, %o{n + m}, %f{m};\n" for m in (0, 1))
         yield f"    cvt.rn.{kind}x2.f32 %n0, %o{n + 1}, %o{n};\n"
         yield f"    st.shared.b32 [%at+{place}], %n0;\n"
     yield "    bar.warp.sync -1;\n"
-    chunks = of.width // 8  # of 16 bytes
-    for n in range(-(-16 * chunks // 32)):
-        yield f"""\
-    add.u32 %item, %lane, {32 * n};
-    setp.lt.u32 %p, %item, {16 * chunks};
-    div.u32 %n0, %item, {chunks};
-    rem.u32 %n1, %item, {chunks};
-    mad.lo.u32 %from, %n0, {of.half_row}, %to;
-    mad.lo.u32 %from, %n1, 16, %from;
-    mad.lo.u32 %n0, %warp, 16, %n0;
-    shl.b32 %n1, %n1, 3;
-{_address(of, "%n0", "%n1")}\
+    for where in _moved(of):
+        yield where
+        yield """\
     add.u64 %far, %out, %wide;
-    @%p ld.shared.v4.b32 {{%n4, %n5, %n6, %n7}}, [%from];
-    @%p st.global.v4.b32 [%far], {{%n4, %n5, %n6, %n7}};
+    @%p ld.shared.v4.b32 {%n4, %n5, %n6, %n7}, [%from];
+    @%p st.global.v4.b32 [%far], {%n4, %n5, %n6, %n7};
 """
     if of.tile.keeps_on:
         yield NEXT_TILE + "    @%p bra tile;\n"

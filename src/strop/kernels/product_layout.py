@@ -69,8 +69,10 @@ class Product:
 
     @property
     def results_at(self) -> int:
-        """Where results are on their way out: where operands were, unless others come there."""
-        return self.barriers + 16 * self.tile.stages if self.tile.keeps_on else 0
+        """Where results are on their way out: where operands were, unless others come there, or
+        what is added has come before."""
+        is_apart = self.tile.keeps_on or (self.adds and self.tile.split == 1)
+        return self.barriers + 16 * self.tile.stages if is_apart else 0
 
     @property
     def shared(self) -> int:

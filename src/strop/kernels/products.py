@@ -17,7 +17,7 @@ from strop.kernels import box_conv
 from strop.kernels.box_conv import LEAST_CHANNELS, SMS, Picture
 from strop.kernels.group_product import group_product
 from strop.kernels.product_layout import Product, Tile
-from strop.kernels.ptx import DEPTH, KINDS, LINE, ROWS
+from strop.kernels.ptx import KINDS, LINE, ROWS
 
 PLAIN, ADDS, GATED = ENDS = ("", "adds", "gated")  # what becomes of the sums
 OPS: Mapping[str, str] = {"conv2d": PLAIN, "linear": PLAIN, "linear_add": ADDS, "geglu": GATED}
@@ -73,46 +73,55 @@ def _along(box: tuple[int, int, int], of: Picture) -> tuple[int, int, int]:
     return count, down, right
 
 
-# Not measured yet (benchmarks/probes/conv_groups.py, linear_groups.py): tiles that the estimate
-# below finds to be the fastest at sizes of SD1.5 and SDXL, or nearly so.
-TILES = tuple(Tile(*each) for each in (
-    (2, 160, 5), (2, 160, 5, 2), (2, 160, 5, 4), (2, 160, 5, 8), (2, 192, 5, 2), (2, 256, 4),
-    (2, 256, 4, 2), (2, 256, 4, 4), (3, 160, 4, 2), (3, 160, 4, 4), (1, 160, 7), (1, 160, 7, 4),
-    (1, 160, 7, 8), (1, 80, 8), (2, 80, 7), (2, 160, 5, 1, True), (3, 160, 3, 1, True),
-    (2, 128, 5, 1, True), (2, 192, 4, 1, True), (2, 256, 3, 1, True),
-))  # fmt: skip
-GATED_TILES = tuple(Tile(*each, 1, True) for each in ((2, 256, 4), (2, 160, 5), (3, 160, 4)))
-# An estimate: a step of 64 channels takes as long as its products, or as what these and the
-# accelerator read and write of shared memory, 128 bytes a clock. Clocks around the steps of a
-# program: by itself, of a part of a sum, of one that keeps on, between its tiles.
-CLOCKS_A_US, ALONE, SHARING, KEEPING = 1700, 5000, 7000, 3000
-GATE_CLOCKS = 12  # of 64 results with their gates, by four warps
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Microseconds of a tile: to begin and end, of every further round of programs but its steps,
+    and of a step of 64 channels."""
+
+    begin: float
+    again: float
+    step: float
+
+
+# Measured on an H100 in fp16 (benchmarks/probes/conv_groups.py, linear_groups.py).
+TILES: Mapping[Tile, Cost] = {
+    Tile(2, 160, 5, keeps_on=True): Cost(2.3, 1.2, 0.446),
+    Tile(2, 160, 5, split=2): Cost(5.8, 5.8, 0.477),
+    Tile(2, 160, 5, split=3): Cost(4.2, 4.2, 0.475),
+    Tile(2, 160, 5, split=6): Cost(6.6, 6.6, 0.471),
+    Tile(2, 160, 5, split=8): Cost(4.5, 4.5, 0.6),
+    Tile(2, 80, 6, keeps_on=True): Cost(2.1, 0.5, 0.285),
+    Tile(1, 160, 7): Cost(1.8, 1.8, 0.3),
+    Tile(1, 80, 8): Cost(0.7, 0.7, 0.205),
+    Tile(2, 128, 5, keeps_on=True): Cost(1.6, 1.6, 0.367),
+    Tile(2, 256, 3, keeps_on=True): Cost(2.5, 2.9, 0.72),
+    Tile(3, 160, 3, keeps_on=True): Cost(5.0, 2.4, 0.62),
+}
+GATED_TILES: Mapping[Tile, Cost] = {
+    Tile(2, 256, 4, keeps_on=True): Cost(1.1, 2.5, 0.77),
+    Tile(2, 160, 5, keeps_on=True): Cost(2.8, 1.5, 0.536),
+    Tile(3, 160, 4, keeps_on=True): Cost(0.8, 2.2, 0.733),
+}
+# Clusters that run at a time, by their programs, one a processor: what the driver says of an H100.
+CLUSTERS: Mapping[int, int] = {1: SMS, 2: 66, 3: 39, 4: 30, 6: 17, 8: 15}
+BESIDE = 1.5  # a step takes so much longer where columns of some tiles lie beside the weights
 WEIGHT_BYTES_A_US, WEIGHT_BEGIN_US = 2.6e6, 3.0  # that no cache holds: each pass reads them again
 # cuBLAS: operations and bytes of results a microsecond; a beginning; and what a launch costs that
 # cannot come early. Of the kernel with gates behind it, likewise.
-LINEAR_OPS_A_US, LINEAR_BYTES_A_US, LINEAR_BEGIN_US, GAP_US = 750e6, 2.8e6, 2.5, 1.0
+LINEAR_OPS_A_US, LINEAR_BYTES_A_US, LINEAR_BEGIN_US, GAP_US = 760e6, 3.3e6, 3.2, 1.0
 BEHIND_BYTES_A_US, BEHIND_BEGIN_US = 3.2e6, 1.5
 
 
 def us_of(found: Form, of: Picture) -> float:
     """About how long it takes, on a GPU that does nothing else."""
-    weights = 2 * of.size**2 * of.ins * found.across * found.product.tile.cols
-    return max(_clocks(found, of) / CLOCKS_A_US, weights / WEIGHT_BYTES_A_US + WEIGHT_BEGIN_US)
-
-
-def _clocks(found: Form, of: Picture) -> float:
-    product = found.product
-    tile = product.tile
-    programs = found.num_tiles * tile.split
-    reads = LINE // DEPTH * tile.groups * (ROWS + tile.cols) * 2 * DEPTH
-    step = max(2 * tile.groups * tile.cols, (reads + product.stage) / 128)
+    product, tile = found.product, found.product.tile
+    weights = 2 * of.size**2 * of.ins * found.across * tile.cols
+    cost = (GATED_TILES if product.gated else TILES)[tile]
+    rounds = -(-found.num_tiles // CLUSTERS[tile.split])
     steps = -(-_steps(of) // tile.split)
-    rounds = -(-programs // SMS)
-    around = rounds * (ALONE if tile.split == 1 else SHARING)
-    if tile.keeps_on:
-        around = ALONE + (rounds - 1) * KEEPING
-    gates = GATE_CLOCKS * tile.groups * product.width if product.gated else 0
-    return around + rounds * (steps * step + gates)
+    beside = BESIDE if of.outs % product.width else 1.0
+    us = cost.begin + (rounds - 1) * cost.again + rounds * steps * cost.step * beside
+    return max(us, weights / WEIGHT_BYTES_A_US + WEIGHT_BEGIN_US)
 
 
 def _steps(of: Picture) -> int:

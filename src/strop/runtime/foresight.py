@@ -1,9 +1,9 @@
 """Kernels of ours for library calls, begun while a module is still being traced.
 
-A trace takes seconds in which no compiler has work to do. What a convolution or an attention will
-be is known when the module calls it: a kernel is printed at once, the same that the finished
-program asks for at the sizes of the trace. A batch of 1, which is traced as 2, may need others; if
-a pass changes the call, a kernel was built in vain.
+A trace takes seconds in which no compiler has work to do. What a convolution, a linear or an
+attention will be is known when the module calls it: a kernel is printed at once, the same that the
+finished program asks for at the sizes of the trace. A batch of 1, which is traced as 2, may need
+others; if a pass changes the call, as where linears are merged, a kernel may be built in vain.
 """
 
 from __future__ import annotations
@@ -67,6 +67,10 @@ def _attention(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | No
     return _called("attention", (query, key, value), {"causal": is_causal, "scale": scale})
 
 
+def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Node | None:
+    return _called("linear", (input, weight), {})
+
+
 def _called(op: str, operands: Sequence[Tensor], attrs: dict[str, Any]) -> Node | None:
     """At the sizes of the trace; None where these are not known."""
     inputs = []
@@ -80,5 +84,6 @@ def _called(op: str, operands: Sequence[Tensor], attrs: dict[str, Any]) -> Node 
 
 CALLS: dict[Any, Callable[..., Node | None]] = {  # of the function's own arguments
     F.conv2d: _convolution,
+    F.linear: _linear,
     F.scaled_dot_product_attention: _attention,
 }
