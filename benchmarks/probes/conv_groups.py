@@ -24,7 +24,7 @@ from strop.ir.source import KernelSource
 from strop.kernels import products
 from strop.kernels.box_conv import Picture, form_of, sources_of
 from strop.kernels.group_product import group_product
-from strop.kernels.product_layout import Tile
+from strop.kernels.product_layout import MOST_SHARED, Tile
 from strop.kernels.products import CLUSTERS, PLAIN, Form, form, has_steps
 from strop.kernels.ptx import DEPTH, LINE, ROWS
 
@@ -54,7 +54,8 @@ def forms(of: Picture, end: str = PLAIN, tiles: Iterable[Tile] = TILES, worst: f
     """Those that are worth a try."""
     tried = (form(tile, of, end) for tile in tiles if has_steps(tile, of))
     found = {each: clocks(each, of) for each in tried
-             if not (each.product.gated and of.outs % each.product.width)}  # fmt: skip
+             if not (each.product.gated and of.outs % each.product.width)
+             and each.product.shared <= MOST_SHARED}  # fmt: skip
     least = min(found.values())
     return [each for each, guess in found.items() if guess <= worst * least]
 

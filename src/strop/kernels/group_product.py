@@ -13,6 +13,7 @@ before the wait for these.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import lru_cache
 
 import torch
 
@@ -34,6 +35,7 @@ from strop.kernels.ptx import (
 )
 
 
+@lru_cache(maxsize=512)  # 150 calls of a UNet have twenty
 def group_product(of: Product, dtype: torch.dtype) -> KernelSource:
     """out[b, y, x, o] = sum of w[o, i, j, c] * in[b, y + i - r, x + j - r, c], r = size // 2.
 
