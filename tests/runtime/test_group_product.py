@@ -3,6 +3,7 @@ for PTX; which weights are fetched before the wait; which step may begin early."
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -20,6 +21,7 @@ from strop.ir.program import CallStep
 from strop.ir.source import KernelSource
 from strop.kernels import products
 from strop.kernels.box_conv import Picture
+from strop.kernels.group_product import group_product
 from strop.kernels.product_layout import Tile
 from strop.kernels.products import Form, form, has_steps
 from strop.kernels.ptx import KINDS
@@ -265,22 +267,25 @@ def test_each_tile_is_as_accurate_as_torch(op: str, dtype: torch.dtype) -> None:
     """At sizes that its boxes and columns leave, too; with weights that come early and late."""
     kernels = kernel_library("cuda", torch.cuda.current_device(), "", 0)
     stream = torch.cuda.current_stream().cuda_stream
+    work = [(sizes, found) for sizes in SIZES[op] for found in forms(op, sizes)]
+    kernels.build([group_product(found.product, dtype) for _, found in work])
     for sizes in SIZES[op]:
         inputs = given(op, sizes, dtype)
         wanted, truth = EXACT[op](*inputs), EXACT[op](*(t.double() for t in inputs))
-        for tile in products.GATED_TILES if op == "geglu" else products.TILES:
-            of = products.picture_of(op, [t.shape for t in inputs])
-            found = form(tile, of, products.OPS[op])
-            if not has_steps(tile, of) or (op == "geglu" and of.outs % found.product.width):
-                continue
-            for is_steady in (True, False):
-                out = torch.full_like(wanted, math.nan)
-                product = GroupProduct(
-                    op, never, kernels, stream, is_early=True, is_steady=is_steady,
-                    choose=lambda of, end, found=found: found,
-                )  # fmt: skip
-                product(inputs, out)
-                assert_as_accurate_as_eager(out, wanted, truth)
+        for found, is_steady in itertools.product(forms(op, sizes), (True, False)):
+            out = torch.full_like(wanted, math.nan)
+            GroupProduct(op, never, kernels, stream, is_early=True, is_steady=is_steady,
+                         choose=lambda of, end, found=found: found)(inputs, out)  # fmt: skip
+            assert_as_accurate_as_eager(out, wanted, truth)
+
+
+def forms(op: str, sizes: Sequence[int]) -> list[Form]:
+    """Of all tiles that can do it."""
+    of = Picture(3, sizes[3], sizes[4], *sizes[:3]) if op == "conv2d" else Picture(
+        1, sizes[1], sizes[2], 1, 1, sizes[0])  # fmt: skip
+    tiles = products.GATED_TILES if op == "geglu" else products.TILES
+    found = [form(tile, of, products.OPS[op]) for tile in tiles if has_steps(tile, of)]
+    return [each for each in found if not (op == "geglu" and of.outs % each.product.width)]
 
 
 @pytest.mark.gpu
