@@ -16,6 +16,7 @@ from strop.errors import StropError
 RESULTS = Path(__file__).parents[2] / "benchmarks/results"
 SWEEPS = [RESULTS / f"{name}_h100_2026-11-{day}.json" for name, day in
           (("conv_boxes", 22), ("conv_boxes-sizes", 22), ("attn_groups", 23))]  # fmt: skip
+PRODUCTS = RESULTS / "conv_groups_h100_2026-11-23.json"
 
 
 @pytest.mark.parametrize("sweep", SWEEPS, ids=lambda sweep: sweep.stem)
@@ -45,6 +46,17 @@ def test_a_bad_choice_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         select.judged(list(select.choices(empty)), held_out=True)
 
 
+def test_the_sweep_that_products_are_fitted_to() -> None:
+    found = list(select.choices(PRODUCTS))
+    assert len(found) >= 36
+    assert {type(choice.chosen) for choice in found} == {str, tuple}
+    assert select.judged(found, held_out=False).holds
+    result = CliRunner().invoke(app, ["bench", "select", str(PRODUCTS)])
+    assert result.exit_code == 0, result.output
+    assert result.output.count("is reached") == 1
+    assert "held out" not in result.output
+
+
 @pytest.mark.parametrize(("kind", "shape", "us", "chosen"), [
     ("conv_groups", (2, 64, 320, 320, 3, 1), {"cudnn": 31.0, "(2, 160, 5, 1, True)": 22.5},
      (2, 160, 5, 1, True)),
@@ -55,11 +67,11 @@ def test_a_bad_choice_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 ])  # fmt: skip
 def test_sweeps_of_products(kind: str, shape: tuple[Any, ...], us: dict[str, float],
                             chosen: select.Name, tmp_path: Path) -> None:  # fmt: skip
-    """Whose rule is an estimate, which no sweep has set."""
+    """Whose rule has its numbers from all shapes of a sweep."""
     sweep = tmp_path / "sweep.json"
     sweep.write_text(json.dumps({"kind": kind, "rows": [{"shape": shape, "us": us}]}))
     (found,) = select.choices(sweep)
-    assert (found.chosen, found.fastest, found.was_fitted) == (chosen, chosen, False)
+    assert (found.chosen, found.fastest, found.was_fitted) == (chosen, chosen, True)
 
 
 @pytest.mark.parametrize(

@@ -89,12 +89,12 @@ RULES: Mapping[str, Callable[[Shape], Name]] = {
     "conv_boxes": _conv, "attn_boxes": _attention, "attn_groups": _attention,
     "conv_groups": _product, "linear_groups": _linear,
 }  # fmt: skip
-FITTED: Mapping[str, frozenset[Shape]] = {
+FITTED: Mapping[str, frozenset[Shape] | None] = {  # None: all shapes of such a sweep
     "conv_boxes": frozenset((*each, 3, 1) for each in box_conv.FITTED),
     "attn_boxes": frozenset(attention.FITTED),
     "attn_groups": frozenset(attention.FITTED),
-    "conv_groups": frozenset(),  # an estimate, from before any of them was timed
-    "linear_groups": frozenset(),
+    "conv_groups": None,
+    "linear_groups": None,
 }
 
 
@@ -106,9 +106,10 @@ def choices(sweep: Path) -> Iterator[Choice]:
     for kind, shape, us in _swept(sweep):
         chosen = RULES[kind](shape)
         fastest = min(us, key=lambda name: us[name])
+        fitted = FITTED[kind]
         if chosen in us:
             yield Choice(kind, shape, chosen, us[chosen], fastest, us[fastest],
-                         shape in FITTED[kind])  # fmt: skip
+                         fitted is None or shape in fitted)  # fmt: skip
 
 
 def _swept(sweep: Path) -> Iterator[tuple[str, Shape, dict[Name, float]]]:

@@ -361,7 +361,7 @@ def _write_census(result: dict[str, Any], out: Path | None, page: Path | None) -
 def select(
     sweeps: Annotated[
         list[Path],
-        typer.Argument(help="Files of benchmarks/probes/conv_boxes.py or attn_boxes.py.",
+        typer.Argument(help="Files of the probes that sweep convolutions, linears or attention.",
                        show_default=False),
     ],
 ) -> None:  # fmt: skip
@@ -377,7 +377,8 @@ def select(
              str(choice.fastest), f"{choice.fastest_us:.1f}", f"{choice.share:.3f}",
              "fitted" if choice.was_fitted else "") for choice in found]  # fmt: skip
     show(("sweep", "shape", "chosen", "us", "fastest", "us", "share", ""), rows, {})
-    for what, held_out in (("all shapes", False), ("held out", True)):
+    is_any_new = not all(choice.was_fitted for choice in found)
+    for what, held_out in (("all shapes", False), ("held out", True))[: 1 + is_any_new]:
         verdict = bench_select.judged(found, held_out=held_out)
         typer.echo(f"{what}: {verdict.count}, geometric mean {verdict.mean:.4f} of the fastest, "
                    f"worst {verdict.worst.share:.3f}; {_must(verdict.holds)}")  # fmt: skip

@@ -40,18 +40,11 @@ def interpret(
     kernel.fn.__globals__["libdevice"] = SimpleNamespace(
         **{name: _twin(getattr(torch, name)) for name in _LIBDEVICE}, rint=_twin(torch.round)
     )
-    kernel.fn.__globals__["rsqrt_approx"] = _rsqrt  # which is an instruction of GPUs
     # Lanes behind a mask compute with zeros, which on a GPU nobody sees.
     with _LOCK, _interpreting(), np.errstate(all="ignore"):
         run = InterpretedFunction(kernel.fn)[grid]
         run(*tensors, *scratch, *numbers, **dict(source.constants))
     return scratch
-
-
-def _rsqrt(x: Any) -> Any:
-    import triton.language as tl
-
-    return tl.rsqrt(x)
 
 
 def _twin(function: Callable[..., torch.Tensor]) -> Callable[..., Any]:

@@ -127,7 +127,7 @@ WARM_UP = {
     "name": "warm_up",
     "text": "import triton\nimport triton.language as tl\n\n\n@triton.jit\ndef warm_up(p0):\n"
             "    place = tl.arange(0, 32)\n"
-            "    tl.store(p0 + place, tl.exp2(tl.load(p0 + place)))\n",
+            "    tl.store(p0 + place, tl.math.rsqrt(tl.load(p0 + place)))\n",
     "signature": {"p0": "*fp32"}, "constants": {}, "divisible": [0], "num_warps": 1,
     "max_registers": None, "arch": 90, "boxes": [],
 }  # fmt: skip

@@ -36,17 +36,7 @@ _CHANCE = """    a = tl.abs(x)
     p = ((p * a + 8.33262074e-03) * a - 5.37043910e-02) * a - 4.58637588e-01
     chance = tl.exp2((p * a - 1.15120849) * a - 0.999996922)
 """
-#
-# rsqrt_approx: tl.rsqrt takes NVIDIA's math library into each kernel, which is then optimised: a
-# third of the time that all kernels of a UNet take to compile. What comes out is this instruction.
 FUNCTIONS: Mapping[str, str] = {
-    "rsqrt_approx": """def rsqrt_approx(x):
-    if x.dtype == tl.float32:
-        found = tl.inline_asm_elementwise("rsqrt.approx.ftz.f32 $0, $1;", "=f,f", [x],
-                                          dtype=tl.float32, is_pure=True, pack=1)
-    else:
-        found = tl.rsqrt(x)
-    return found""",
     "half_gelu": f"""def half_gelu(x):
 {_CHANCE}    return x * tl.where(x > 0, 1.0 - chance, chance)""",
     "gelu_slope": f"""def gelu_slope(x):

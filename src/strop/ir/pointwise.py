@@ -131,7 +131,7 @@ ROUNDING: tuple[Op, ...] = (
 
 EXPONENTIAL: tuple[Op, ...] = (
     _row("sqrt", (aten.sqrt.default,), "tl.sqrt_rn({0})", "sp::sqrt({0})", **_POSITIVE),
-    _row("rsqrt", (aten.rsqrt.default,), "rsqrt_approx({0})", "1 / sp::sqrt({0})", **_POSITIVE),
+    _row("rsqrt", (aten.rsqrt.default,), "tl.rsqrt({0})", "1 / sp::sqrt({0})", **_POSITIVE),
     _row("exp", (aten.exp.default,), "tl.exp({0})", "sp::exp({0})"),
     _row("exp2", (aten.exp2.default,), "tl.exp2({0})", "sp::exp2({0})"),
     _row("expm1", (aten.expm1.default,), "libdevice.expm1({0})", "sp::expm1({0})"),

@@ -3,16 +3,6 @@ import triton.language as tl
 
 
 @triton.jit
-def rsqrt_approx(x):
-    if x.dtype == tl.float32:
-        found = tl.inline_asm_elementwise("rsqrt.approx.ftz.f32 $0, $1;", "=f,f", [x],
-                                          dtype=tl.float32, is_pure=True, pack=1)
-    else:
-        found = tl.rsqrt(x)
-    return found
-
-
-@triton.jit
 def embeddings_norm(p0, p1, p2, p3, faults, s0, s1, ROWS: tl.constexpr, COLS: tl.constexpr, EARLY: tl.constexpr):
     if EARLY:
         if tl.num_programs(0) <= 640:
@@ -73,7 +63,7 @@ def embeddings_norm(p0, p1, p2, p3, faults, s0, s1, ROWS: tl.constexpr, COLS: tl
     at2_v9 = at2_v6 - v7
     at3_v9 = at3_v6 - v7
     at4_v9 = at4_v6 - v7
-    v10 = rsqrt_approx(v8)
+    v10 = tl.rsqrt(v8)
     v11 = v9 * v10
     at1_v11 = at1_v9 * v10
     at2_v11 = at2_v9 * v10

@@ -3,16 +3,6 @@ import triton.language as tl
 
 
 @triton.jit
-def rsqrt_approx(x):
-    if x.dtype == tl.float32:
-        found = tl.inline_asm_elementwise("rsqrt.approx.ftz.f32 $0, $1;", "=f,f", [x],
-                                          dtype=tl.float32, is_pure=True, pack=1)
-    else:
-        found = tl.rsqrt(x)
-    return found
-
-
-@triton.jit
 def group_norm_stats(p0, p1, p2, p3, p4, p5, partials, arrivals, s0, s1, s2, s3, splits, ROWS: tl.constexpr, COLS: tl.constexpr, KEPT: tl.constexpr, LANES: tl.constexpr, SPLITS: tl.constexpr, EARLY: tl.constexpr):
     if EARLY:
         if tl.num_programs(0) <= 640:
@@ -95,7 +85,7 @@ def group_norm_stats(p0, p1, p2, p3, p4, p5, partials, arrivals, s0, s1, s2, s3,
         v6 = v5_total_m2 / (s2 * 2)
         v7 = tl.full([], 1e-05, tl.float32)
         v8 = v6 + v7
-        v9 = rsqrt_approx(v8)
+        v9 = tl.rsqrt(v8)
         tl.store(p4 + par.to(tl.int64) * 32 + kept, v5_total_mean)
         tl.store(p5 + par.to(tl.int64) * 32 + kept, v9)
 

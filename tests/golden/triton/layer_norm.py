@@ -3,16 +3,6 @@ import triton.language as tl
 
 
 @triton.jit
-def rsqrt_approx(x):
-    if x.dtype == tl.float32:
-        found = tl.inline_asm_elementwise("rsqrt.approx.ftz.f32 $0, $1;", "=f,f", [x],
-                                          dtype=tl.float32, is_pure=True, pack=1)
-    else:
-        found = tl.rsqrt(x)
-    return found
-
-
-@triton.jit
 def layer_norm(p0, p1, p2, p3, p4, p5, s0, ROWS: tl.constexpr, COLS: tl.constexpr, EARLY: tl.constexpr):
     if EARLY:
         if tl.num_programs(0) <= 640:
@@ -104,7 +94,7 @@ def layer_norm(p0, p1, p2, p3, p4, p5, s0, ROWS: tl.constexpr, COLS: tl.constexp
     v4 = tl.sum(v3_squares, axis=1, keep_dims=True) / 320
     v5 = tl.full([], 1e-05, tl.float32)
     v6 = v4 + v5
-    v7 = rsqrt_approx(v6)
+    v7 = tl.rsqrt(v6)
     v8 = v2 - v3
     at1_v8 = at1_v2 - v3
     at2_v8 = at2_v2 - v3
