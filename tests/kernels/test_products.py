@@ -37,15 +37,16 @@ SAME: dict[str, Any] = {"stride": (1, 1), "padding": (1, 1), "dilation": (1, 1),
 
 
 @pytest.mark.parametrize(("given", "expected"), [
-    (node("linear", (ROWS, 64), (80, 64)), True),
-    (node("linear", (ROWS, 64), (80, 64), (80,)), False),  # a bias is the next kernel's
-    (node("linear", (ROWS, 60), (80, 60)), False),
-    (node("linear", (ROWS, 64), (84, 64)), False),
-    (node("linear", (ROWS, 64), (symbol("n"), 64)), False),
-    (node("linear", (ROWS, 64), (80, 64), dtype=torch.float32), False),
-    (node("linear_add", (ROWS, 64), (80, 64), (ROWS, 80), dtype=torch.bfloat16), True),
-    (node("geglu", (ROWS, 64), (160, 64), (160,)), True),
-    (node("geglu", (ROWS, 64), (160, 64)), False),
+    (node("linear", (ROWS, 320), (640, 320)), True),
+    (node("linear", (ROWS, 320), (640, 320), (640,)), False),  # a bias is the next kernel's
+    (node("linear", (ROWS, 768), (768, 768)), False),
+    (node("linear", (ROWS, 320), (648, 320)), False),
+    (node("linear", (ROWS, 320), (symbol("n"), 320)), False),
+    (node("linear", (ROWS, 320), (640, 320), dtype=torch.float32), False),
+    (node("linear_add", (ROWS, 320), (640, 320), (ROWS, 640), dtype=torch.bfloat16), True),
+    (node("geglu", (ROWS, 320), (640, 320), (640,)), True),
+    (node("geglu", (ROWS, 320), (960, 320), (960,)), False),
+    (node("geglu", (ROWS, 320), (640, 320)), False),
     (node("conv2d", (2, 320, ROWS, 8), (320, 320, 3, 3), **SAME), True),
     (node("conv2d", (2, 320, ROWS, 8), (320, 320, 3, 3), **SAME | {"stride": (2, 2)}), False),
     (node("conv2d", (2, 64, ROWS, 8), (320, 64, 3, 3), **SAME), False),

@@ -12,13 +12,15 @@ from strop.ir.functions import HALVES
 from strop.ir.graph import Builder, Graph, Node, rewrite
 from strop.options import Options
 
-MULTIPLE = 64  # of the depth and of the result's width, as the kernel wants them
+# Of the depth and of the result's width, as the kernels want them: ``box_geglu``, and those in PTX,
+# which have been measured at such sizes alone.
+BOXED, PRODUCTS = 64, 320
 
 
 def gated_linear(graph: Graph, options: Options) -> Graph:
     if not (options.box_geglu or options.group_product):
         return graph
-    users = graph.users()
+    multiple, users = BOXED if options.box_geglu else PRODUCTS, graph.users()
 
     def is_read_once(node: Node, times: int = 1) -> bool:
         return len(users[node]) == times and node not in graph.outputs
@@ -30,7 +32,7 @@ def gated_linear(graph: Graph, options: Options) -> Graph:
         (value, gate), activation = found
         linear = value.inputs[0]
         once = all(map(is_read_once, (value, gate, activation)))
-        if not (once and is_read_once(linear, 2) and _fits(linear)):
+        if not (once and is_read_once(linear, 2) and _fits(linear, multiple)):
             return None
         which = node.inputs.index(value)  # the builder's twin of what the linear read
         twin = inputs[which].inputs[0]
@@ -61,7 +63,7 @@ def _is_half(node: Node, which: int) -> bool:
     return bool(is_last and is_half and node.attrs["start"] == width * const(which))
 
 
-def _fits(linear: Node) -> bool:
+def _fits(linear: Node, multiple: int) -> bool:
     rows, depth = linear.inputs[1].shape
     is_known = rows.is_const and depth.is_const and linear.dtype in HALVES
-    return bool(is_known and rows.value % (2 * MULTIPLE) == 0 and depth.value % MULTIPLE == 0)
+    return bool(is_known and rows.value % (2 * multiple) == 0 and depth.value % multiple == 0)
