@@ -14,7 +14,7 @@ from strop.ir.dims import Expr
 from strop.ir.graph import Node
 from strop.ir.source import KernelSource
 from strop.kernels import box_conv
-from strop.kernels.box_conv import LEAST_CHANNELS, SMS, Picture
+from strop.kernels.box_conv import SMS, Picture
 from strop.kernels.group_product import group_product
 from strop.kernels.product_layout import Product, Tile
 from strop.kernels.ptx import KINDS, LINE, ROWS
@@ -172,7 +172,7 @@ def fits(node: Node) -> bool:
         return False
     outs, ins = weight[0].value, weight[1].value
     if node.op == "conv2d":
-        return box_conv.is_boxed(node) and min(ins, outs) >= LEAST_CHANNELS
+        return box_conv.is_boxed(node)
     halves = 2 if OPS[node.op] == GATED else 1
     return ins % MULTIPLE == 0 and outs % (halves * MULTIPLE) == 0
 

@@ -321,8 +321,8 @@ class Bound:
         return library
 
     def _own_call(self, position: int, step: CallStep, library: own_calls.Call) -> own_calls.Call:
-        return own_calls.instead(self.program, step, self._own[position], library, self._kernels,
-                                 self.stream, early=self._follows_a_kernel(position))  # fmt: skip
+        return own_calls.instead(step, self._own[position], library, self._kernels, self.stream,
+                                 early=self._follows_a_kernel(position))  # fmt: skip
 
     def _link_planned(self, position: int, step: CallStep, getters: list[Getter],
                       attrs: Mapping[str, Any]) -> Callable[[], None]:  # fmt: skip

@@ -23,17 +23,19 @@ Call = Callable[..., Any]
 
 @dataclass(frozen=True, slots=True)
 class Own:
-    """Which family of kernels does a call, and what it launches."""
+    """Which family of kernels does a call, and what it launches. ``is_steady``: what it reads
+    second, weights, is the module's, and no step of the program writes it."""
 
     family: str
     sources: tuple[KernelSource, ...]
+    is_steady: bool
 
 
 def chosen(program: Program, steps: Sequence[Step | None],
            sizes: Callable[[tuple[Expr, ...]], Sequence[int]], arch: int
            ) -> dict[int, Own]:  # fmt: skip
     """By step, what does its call for operands of these sizes, where that is one of ours."""
-    found = {}
+    found, changed = {}, {number for step in program.steps for number in written(step)}
     for position, step in enumerate(steps):
         if isinstance(step, CallStep) and step.families:
             shapes = [sizes(ref.shape) for ref in step.inputs]
@@ -42,8 +44,15 @@ def chosen(program: Program, steps: Sequence[Step | None],
                 step.families, step.op, dict(step.attrs), shapes, dtype, boxed=has_boxes(arch)
             )
             if sources:
-                found[position] = Own(family, tuple(sources))
+                weights = step.inputs[1].buffer
+                is_steady = _is_state(program, weights) and weights not in changed
+                found[position] = Own(family, tuple(sources), is_steady)
     return found
+
+
+def _is_state(program: Program, number: int) -> bool:
+    buffer = program.buffers[number]
+    return buffer.kind == "input" and program.inputs[buffer.index].is_state
 
 
 def sources_at(program: Program, env: Mapping[str, int], arch: int) -> tuple[KernelSource, ...]:
@@ -77,15 +86,15 @@ def sources_anywhere(program: Program, arch: int) -> tuple[KernelSource, ...]:
     return tuple(found)
 
 
-def instead(program: Program, step: CallStep, own: Own, otherwise: Call, kernels: KernelLibrary,
-            stream: int, *, early: bool) -> Call:  # fmt: skip
+def instead(step: CallStep, own: Own, otherwise: Call, kernels: KernelLibrary, stream: int, *,
+            early: bool) -> Call:  # fmt: skip
     """A call by the kernels that ``chosen`` has found for it. It leaves to ``otherwise`` what does
     not lie in memory as they want it. ``early``: the launch before is one of ours."""
     if step.op == "geglu" and own.family != "box_geglu":
         otherwise = GatedLinear(otherwise, kernels, stream, is_early=early, is_one=False)
     if own.family == "group_product":
         return GroupProduct(step.op, otherwise, kernels, stream, is_early=early,
-                            is_steady=_is_steady(program, step.inputs[1].buffer))  # fmt: skip
+                            is_steady=own.is_steady)  # fmt: skip
     if own.family == "box_conv":
         return BoxConvolution(otherwise, kernels, stream, is_early=early)
     if own.family == "box_attention":
@@ -94,11 +103,3 @@ def instead(program: Program, step: CallStep, own: Own, otherwise: Call, kernels
     if own.family == "box_geglu":
         return GatedLinear(otherwise, kernels, stream, is_early=early)
     return otherwise
-
-
-def _is_steady(program: Program, number: int) -> bool:
-    """Whether a buffer is a weight that no step of the program writes."""
-    buffer = program.buffers[number]
-    if buffer.kind != "input" or not program.inputs[buffer.index].is_state:
-        return False
-    return not any(number in written(step) for step in program.steps)
