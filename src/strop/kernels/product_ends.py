@@ -54,8 +54,9 @@ def _loaded(kind: str, into: int) -> str:
 
 def addends(of: Product) -> Iterator[str]:
     """What is added to a tile, on its way to where the results of this warp will leave from, while
-    the first operands come: at the end it would be waited for."""
-    yield _own_rows(of) + "    bar.warp.sync -1;\n"  # the tile before has left
+    the first operands come: at the end it would be waited for. Each lane brings what lies where
+    those results lay that it has moved itself, of the tile before."""
+    yield _own_rows(of)
     for n, where in enumerate(_moved(of)):
         listed = ", ".join(f"%v{n % AT_ONCE * 4 + m}" for m in range(4))
         yield where + "    add.u64 %far, %other, %wide;\n"
@@ -130,7 +131,8 @@ def _gates(of: Product, kind: str) -> Iterator[str]:
 
 
 def stored(of: Product, kind: str) -> Iterator[str]:
-    """Sixteen rows of a warp by way of shared memory, so that they are written in whole lines."""
+    """Sixteen rows of a warp by way of shared memory, so that they are written in whole lines. What
+    is added lies there: behind the products all lanes have met."""
     if of.gated:
         yield from _gates(of, kind)
     yield _own_rows(of)
@@ -140,8 +142,6 @@ def stored(of: Product, kind: str) -> Iterator[str]:
     and.b32 %n1, %lane, 3;
     mad.lo.u32 %at, %n1, 4, %at;
 """
-    if of.adds:
-        yield "    bar.warp.sync -1;\n"
     for n in range(0, of.width // 2, 2):
         place = n // 4 * 16 + n // 2 % 2 * 8 * of.half_row
         if of.adds:
