@@ -29,6 +29,7 @@ from strop.options import Options
 from strop.runtime import own_calls
 from strop.runtime.executor import Bound
 from strop.runtime.group_product import GroupProduct
+from strop.runtime.hoisting import Hoist, Kept, Tally
 from strop.runtime.kernels import kernel_library
 from strop.runtime.memory import Workspace
 from strop.testing import assert_as_accurate_as_eager
@@ -219,6 +220,35 @@ def test_the_first_launch_of_a_run_waits_for_the_caller() -> None:
     bound = linked(Options())
     assert not bound._follows_a_kernel(0)
     assert bound._follows_a_kernel(1)
+
+
+class Loop(nn.Module):
+    """One branch of a prompt alone, one of both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.rows = nn.Linear(1280, 1280), nn.Linear(1280, 1280)
+
+    def forward(self, x: Tensor, prompt: Tensor) -> Tensor:
+        return F.silu(self.rows(x)) + F.silu(self.words(F.gelu(prompt)))
+
+
+def test_the_first_launch_of_each_half_waits_for_the_caller() -> None:
+    """What is hoisted runs by itself, before the rest or not at all."""
+    sizes = {"r": 2048}
+    traced = trace(Loop().half(), "r 1280", "r 1280", dtype=HALF, **sizes)
+    program = compile_graph(traced.graph, Signature(traced.returned, ()), "cuda", Options()).program
+    prompt = max(n for n, spec in enumerate(program.inputs) if not spec.is_state)
+    state = [torch.empty([s.eval(sizes) for s in spec.shape], dtype=spec.dtype)
+             if spec.is_state else None for spec in program.inputs]  # fmt: skip
+    kernels: Any = NoKernels()
+    place = Kept(torch.device("cpu"))
+    hoist = Hoist((prompt,), place, [t for t in state if t is not None], Tally())
+    bound = Bound(program, sizes, state, kernels, Workspace(torch.device("cpu")), 0, hoist)
+    halves = (bound.hoisted.steps, bound._late)
+    assert all(len(half) > 1 for half in halves)
+    for half in halves:
+        assert [bound._follows_a_kernel(p) for p in half] == [False, *[True] * (len(half) - 1)]
 
 
 needs_a_gpu = pytest.mark.skipif(

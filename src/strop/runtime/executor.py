@@ -239,10 +239,9 @@ class Bound:
     def _follows_a_kernel(self, position: int) -> bool:
         """Whether the launch before is one of ours. A library's kernel lets nobody start before it
         has ended; the caller's may write weights, which a product fetches before it waits."""
-        while position and self.steps[position - 1] is None:
-            position -= 1
-        before = self.steps[position - 1] if position else None
-        return isinstance(before, KernelStep) or position - 1 in self._own
+        half = self.hoisted.steps if position in self.hoisted.steps else self._late
+        before = next((p for p in reversed(half[: half.index(position)]) if self.steps[p]), -1)
+        return before in self._own or (before >= 0 and isinstance(self.steps[before], KernelStep))
 
     def _pointer(self, number: int) -> int:
         tensor = self._slots[number]
