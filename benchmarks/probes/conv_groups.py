@@ -25,7 +25,7 @@ from strop.kernels import products
 from strop.kernels.box_conv import Picture, form_of, sources_of
 from strop.kernels.group_product import group_product
 from strop.kernels.product_layout import MOST_SHARED, Tile
-from strop.kernels.products import CLUSTERS, PLAIN, Form, form, has_steps
+from strop.kernels.products import CLUSTERS, PLAIN, Form, form, is_able
 from strop.kernels.ptx import DEPTH, LINE, ROWS
 
 WORST = 1.35  # tiles of which a guess says that they take so much longer are left out
@@ -52,10 +52,9 @@ def clocks(each: Form, of: Picture) -> float:
 def forms(of: Picture, end: str = PLAIN, tiles: Iterable[Tile] = TILES, worst: float = WORST
           ) -> list[Form]:  # fmt: skip
     """Those that are worth a try."""
-    tried = (form(tile, of, end) for tile in tiles if has_steps(tile, of))
+    tried = (form(tile, of, end) for tile in tiles)
     found = {each: clocks(each, of) for each in tried
-             if not (each.product.gated and of.outs % each.product.width)
-             and each.product.shared <= MOST_SHARED}  # fmt: skip
+             if is_able(each.product, of) and each.product.shared <= MOST_SHARED}  # fmt: skip
     least = min(found.values())
     return [each for each, guess in found.items() if guess <= worst * least]
 

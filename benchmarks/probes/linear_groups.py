@@ -22,10 +22,9 @@ from torch import Tensor
 
 from strop.ir.source import KernelSource
 from strop.kernels import products
-from strop.kernels.box_conv import Picture
 from strop.kernels.group_product import group_product
 from strop.kernels.product_layout import Tile
-from strop.kernels.products import ADDS, GATED, PLAIN, Form
+from strop.kernels.products import ADDS, GATED, PLAIN, Form, line_of
 from strop.runtime.gated_linear import GatedLinear
 
 WORST = 1.4  # tiles of which a guess says that they take so much longer are left out
@@ -55,15 +54,9 @@ GATED_TILES = (*products.GATED_TILES, *(Tile(*each) for each in (
 )))  # fmt: skip
 
 
-def picture_of(shape: tuple[Any, ...]) -> Picture:
-    """One line of pixels."""
-    rows, cols, depth, end = shape
-    return Picture(1, depth, cols // 2 if end == GATED else cols, 1, 1, rows)
-
-
 def forms_of(shape: tuple[Any, ...]) -> list[Form]:
     end = shape[-1]
-    return forms(picture_of(shape), end, GATED_TILES if end == GATED else TILES, WORST)
+    return forms(line_of(*shape), end, GATED_TILES if end == GATED else TILES, WORST)
 
 
 def sources(shape: tuple[Any, ...]) -> Iterator[KernelSource]:
@@ -95,7 +88,7 @@ def library_call(sets: list[tuple[Tensor, ...]], end: str, library: Any, stream:
 def arguments(shape: tuple[Any, ...]) -> list[tuple[Tensor, ...]]:
     rows, cols, depth, end = shape
     new: dict[str, Any] = {"device": "cuda", "dtype": torch.float16}
-    outs, found = picture_of(shape).outs, []
+    outs, found = line_of(*shape).outs, []
     for seed in range(SETS):
         torch.manual_seed(seed)
         more = torch.randn(*((cols,) if end == GATED else (rows, outs)), **new)
@@ -113,7 +106,7 @@ def truth_of(end: str, x: Tensor, w: Tensor, more: Tensor) -> Tensor:
 
 
 def measure(shape: tuple[Any, ...], library: Any) -> dict[str, Any]:
-    end, of, stream = shape[-1], picture_of(shape), torch.cuda.Stream()
+    end, of, stream = shape[-1], line_of(*shape), torch.cuda.Stream()
     with torch.cuda.stream(stream), torch.no_grad():
         sets = arguments(shape)
         x, w, out, more = sets[0]

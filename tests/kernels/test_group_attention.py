@@ -20,8 +20,8 @@ from strop.runtime.box_attention import BoxAttention
 from strop.runtime.cubin import cache_key
 from strop.runtime.kernels import kernel_library
 from tests.codegen.test_triton_compile import TOOLS, compiled, disassemble, resources
-from tests.kernels.ptx_machine import launch
 from tests.kernels.test_box_attention import judge, refuse
+from tests.kernels.test_ptx_kernels import attended, heads
 
 pytest.importorskip("triton")
 
@@ -112,22 +112,13 @@ def of_tile(tile: GroupTile, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def by_the_machine(tile: GroupTile, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """On a CPU, instruction by instruction."""
-    batch, heads, queries, head = q.shape
-    source = group_attention(head, head**-0.5, tile, q.dtype)
-    out = torch.empty(batch, queries, heads, head, dtype=q.dtype)
-    launch(source, [q, k, v, out], [queries, k.shape[2], heads, batch * heads])
-    return out.transpose(1, 2)
+    head = q.shape[-1]
+    return attended(group_attention(head, head**-0.5, tile, q.dtype), q, k, v)
 
 
 def operands(shape: Sequence[int], head: int, dtype: torch.dtype, device: str = "cuda"
              ) -> tuple[Tensor, ...]:  # fmt: skip
-    """Slices of one product, as in a UNet."""
-    batch, heads, queries, keys = shape
-    torch.manual_seed(sum(shape))
-    merged = torch.randn(batch, max(queries, keys), 3, heads, head, device=device).to(dtype)
-    q, k, v = merged.permute(2, 0, 3, 1, 4)
-    return q[:, :, :queries], k[:, :, :keys], v[:, :, :keys]
+    return heads(shape, head, dtype, device)
 
 
 @pytest.mark.gpu

@@ -28,24 +28,29 @@ sys.path.pop(0)
 F16, BF16 = torch.float16, torch.bfloat16
 
 
-def heads(shape: Sequence[int], head: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
+def heads(shape: Sequence[int], head: int, dtype: torch.dtype, device: str = "cpu"
+          ) -> tuple[Tensor, ...]:  # fmt: skip
     """Slices of one product, as in a UNet."""
     batch, many, queries, keys = shape
     torch.manual_seed(sum(shape))
-    merged = torch.randn(batch, max(queries, keys), 3, many, head).to(dtype)
+    merged = torch.randn(batch, max(queries, keys), 3, many, head, device=device).to(dtype)
     q, k, v = merged.permute(2, 0, 3, 1, 4)
     return q[:, :, :queries], k[:, :, :keys], v[:, :, :keys]
 
 
+def attended(source: KernelSource, q: Tensor, k: Tensor, v: Tensor, seed: int = 0) -> Tensor:
+    """On a CPU, instruction by instruction."""
+    (batch, many, queries, head), keys = q.shape, k.shape[2]
+    out = q.new_full((batch, queries, many, head), math.nan).transpose(1, 2)
+    launch(source, (q, k, v, out), (queries, keys, many, batch * many), seed=seed)
+    return out
+
+
 def attend(source: KernelSource, q: Tensor, k: Tensor, v: Tensor, seed: int) -> None:
     """Raises unless it is as accurate as torch."""
-    (batch, many, queries, head), keys = q.shape, k.shape[2]
-    out = q.new_full((batch, queries, many, head), math.nan)
-    tensors = (q, k, v, out.transpose(1, 2))
-    launch(source, tensors, (queries, keys, many, batch * many), seed=seed)
     exact = F.scaled_dot_product_attention(q.double(), k.double(), v.double())
     eager = F.scaled_dot_product_attention(q, k, v)
-    assert_as_accurate_as_eager(out.transpose(1, 2), eager, exact)
+    assert_as_accurate_as_eager(attended(source, q, k, v, seed), eager, exact)
 
 
 @pytest.mark.parametrize(

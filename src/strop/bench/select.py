@@ -57,9 +57,13 @@ class Verdict:
         return self.mean >= MUST_MEAN and self.worst.share >= MUST_WORST
 
 
-def _conv(shape: Shape) -> Name:
+def _picture(shape: Shape) -> Picture:
     batch, side, ins, outs, size, _ = shape
-    form = box_conv.form_of(Picture(size, ins, outs, batch, side, side))
+    return Picture(size, ins, outs, batch, side, side)
+
+
+def _conv(shape: Shape) -> Name:
+    form = box_conv.form_of(_picture(shape))
     return astuple(form.tile) if form else LIBRARY
 
 
@@ -70,8 +74,7 @@ def _attention(shape: Shape) -> Name:
 
 
 def _product(shape: Shape) -> Name:
-    batch, side, ins, outs, size, _ = shape
-    of = Picture(size, ins, outs, batch, side, side)
+    of = _picture(shape)
     form = products.form_of(of)
     if form:
         return astuple(form.product.tile)
@@ -79,9 +82,7 @@ def _product(shape: Shape) -> Name:
 
 
 def _linear(shape: Shape) -> Name:
-    rows, columns, depth, end = shape
-    outs = columns // 2 if end == products.GATED else columns
-    form = products.form_of(Picture(1, depth, outs, 1, 1, rows), end)
+    form = products.form_of(products.line_of(*shape), shape[-1])
     return astuple(form.product.tile) if form else BLAS
 
 
@@ -154,8 +155,7 @@ def decision_us(shapes: Iterable[Shape]) -> tuple[float, float]:
     box_conv.form_of.cache_clear()
     taken: tuple[list[float], list[float]] = ([], [])
     for shape in shapes:
-        batch, side, ins, outs, size, _ = shape
-        picture = Picture(size, ins, outs, batch, side, side)
+        picture = _picture(shape)
         for times in taken:
             start = time.perf_counter()
             box_conv.form_of(picture)

@@ -113,10 +113,7 @@ class Form:
     def boxes(self, of: Picture) -> tuple[int, int, int]:
         """How many lie side by side: of pictures, down, right."""
         count, height, width = self.box
-        steps = (count, height + self.tile.extra, width)
-        sizes = (of.batch, of.height, of.width)
-        down, *rest = (-(-size // step) for size, step in zip(sizes, steps, strict=True))
-        return down, rest[0], rest[1]
+        return boxes_along((count, height + self.tile.extra, width), of)
 
     def num_programs(self, of: Picture) -> int:
         return math.prod(self.boxes(of)) * (of.outs // self.tile.cols) * self.tile.split
@@ -185,16 +182,20 @@ BOXES: Mapping[int, Boxes] = {
 }
 
 
+def boxes_along(box: tuple[int, int, int], of: Picture) -> tuple[int, int, int]:
+    """How many lie side by side: of pictures, down, right."""
+    count, height, width = box
+    return -(-of.batch // count), -(-of.height // height), -(-of.width // width)
+
+
 def box_of(pixels: int, of: Picture, extra: int = 0, boxes: Mapping[int, Boxes] = BOXES
            ) -> tuple[int, int, int]:  # fmt: skip
     """Pictures, lines and columns of a box of so many pixels that waste the fewest."""
 
     def wasted(box: tuple[int, int, int]) -> tuple[int, int, int]:
         count, height, width = box
-        covered = [-(-size // step) * step for size, step in
-                   zip((of.batch, of.height, of.width), (count, height + extra, width),
-                       strict=True)]  # fmt: skip
-        return math.prod(covered), count, -width
+        steps = (count, height + extra, width)
+        return math.prod((*steps, *boxes_along(steps, of))), count, -width
 
     return min((box for box in boxes[pixels] if box[0] == 1 or not extra), key=wasted)
 

@@ -27,9 +27,13 @@ from strop.kernels.ptx import (
     LINE_BYTES,
     ROWS,
     UNIT,
+    advance,
     barriers,
     entry,
     f32,
+    listed,
+    product,
+    release,
     wait,
 )
 
@@ -167,12 +171,7 @@ _BEGIN = """\
     rem.u32 %h, %x0, %heads;
     add.u32 %steps, %keys, {step} - 1;
     div.u32 %steps, %steps, {step};
-    setp.ne.u32 %p, %thread, 0;
-    @%p bra begun;
-{barriers}    fence.mbarrier_init.release.cluster;
-begun:
-    bar.sync 0;
-"""
+{barriers}"""
 
 
 def _begin(layout: Layout) -> Iterator[str]:
@@ -193,23 +192,6 @@ def _wait_for(label: str, first: int, stage: str, phase: str) -> str:
     return f"    mad.lo.u32 %bar, {stage}, 16, %base;\n    add.u32 %bar, %bar, {first};\n" + wait(
         label, "%bar", phase
     )
-
-
-def _release(first: int, stage: str) -> str:
-    """This warp has read a stage."""
-    return f"""\
-    mad.lo.u32 %x0, {stage}, 16, %base;
-    @%is_first mbarrier.arrive.shared::cta.b64 _, [%x0+{first + 8}];
-"""
-
-
-def _advance(layout: Layout, stage: str, phase: str) -> str:
-    return f"""\
-    add.u32 {stage}, {stage}, 1;
-    setp.eq.u32 %p, {stage}, {layout.tile.stages};
-    @%p mov.u32 {stage}, 0;
-    @%p xor.b32 {phase}, {phase}, 1;
-"""
 
 
 def _move(layout: Layout, tensor: int, to: str, rows: int, at: str, barrier: str) -> str:
@@ -261,20 +243,8 @@ fetch:
     yield _move(layout, 2, "%x1", tile.keys, "%row", "%bar_v")
     if not layout.is_single:
         yield f"    sub.u32 %row, %row, {tile.keys};\n    add.u32 %step, %step, 1;\n"
-        yield _advance(layout, "%stage_k", "%phase_k")
+        yield advance(tile.stages, "%stage_k", "%phase_k")
         yield "    setp.lt.u32 %p, %step, %steps;\n    @%p bra fetch;\n    bra done;\n"
-
-
-def _listed(name: str, count: int, first: int = 0) -> str:
-    return "{" + ", ".join(f"%{name}{n}" for n in range(first, first + count)) + "}"
-
-
-def _product(columns: int, kind: str, into: str, a: str, is_added: bool) -> str:
-    """a @ b, added to what is there or not. Operands in shared memory have their lines along the
-    sum, values across it."""
-    op = f"wgmma.mma_async.sync.aligned.m64n{columns}k{DEPTH}.f32.{kind}.{kind}"
-    flags = "1, 1, 0, 0" if a == "%a" else "1, 1, 1"
-    return f"    {op} {into}, {a}, %b, {'%yes' if is_added else '%no'}, {flags};\n"
 
 
 def _scores(layout: Layout, kind: str) -> Iterator[str]:
@@ -287,7 +257,7 @@ def _scores(layout: Layout, kind: str) -> Iterator[str]:
         yield f"    add.u32 %low_a, %low_q, {part * layout.queries * line + within};\n"
         yield f"    add.u32 %low_b, %low, {part * tile.keys * line + within};\n"
         yield "    mov.b64 %a, {%low_a, %high};\n    mov.b64 %b, {%low_b, %high};\n"
-        yield _product(tile.keys, kind, _listed("s", tile.keys // 2), "%a", n > 0)
+        yield product(tile.keys, kind, listed("s", tile.keys // 2), "%a", n > 0)
     yield "    wgmma.commit_group.sync.aligned;\n"
 
 
@@ -297,9 +267,14 @@ def _results(layout: Layout, kind: str) -> Iterator[str]:
     for n in range(layout.tile.keys // DEPTH):
         yield f"    add.u32 %low_b, %low, {n * DEPTH * LINE_BYTES // UNIT};\n"
         yield "    mov.b64 %b, {%low_b, %high};\n"
-        results, weights = _listed("o", layout.columns // 2), _listed("w", 4, 4 * n)
-        yield _product(layout.columns, kind, results, weights, True)
+        results, weights = listed("o", layout.columns // 2), listed("w", 4, 4 * n)
+        yield product(layout.columns, kind, results, weights, True)
     yield "    wgmma.commit_group.sync.aligned;\n"
+
+
+def _keys_read(layout: Layout) -> str:
+    free = release(layout.keys_full, "%stage_k", "%x0")
+    return free + advance(layout.tile.stages, "%stage_k", "%phase_k")
 
 
 def _weigh(layout: Layout, factor: str, kind: str) -> Iterator[str]:
@@ -336,7 +311,7 @@ def _weigh(layout: Layout, factor: str, kind: str) -> Iterator[str]:
     yield "    wgmma.fence.sync.aligned;\n"
     yield from _scores(layout, kind)
     yield "    wgmma.wait_group.sync.aligned 0;\n"
-    yield _release(layout.keys_full, "%stage_k") + _advance(layout, "%stage_k", "%phase_k")
+    yield _keys_read(layout)
     yield from _mask(layout)
     yield from _maxima(layout, factor)
     yield "    mov.f32 %m0, %c0;\n    mov.f32 %m1, %c1;\n"
@@ -360,13 +335,13 @@ def _loop(layout: Layout, factor: str, kind: str) -> Iterator[str]:
     yield from _scores(layout, kind)
     yield from _results(layout, kind)
     yield "    wgmma.wait_group.sync.aligned 1;\n"
-    yield _release(layout.keys_full, "%stage_k") + _advance(layout, "%stage_k", "%phase_k")
+    yield _keys_read(layout)
     yield from _maxima(layout, factor)
     yield from _growth()
     yield from _powers(layout, factor)
-    yield "    mov.u32 %read, %stage_v;\n" + _advance(layout, "%stage_v", "%phase_v")
+    yield "    mov.u32 %read, %stage_v;\n" + advance(layout.tile.stages, "%stage_v", "%phase_v")
     yield _wait_for("values_are_there", layout.values_full, "%stage_v", "%phase_v")
-    yield "    wgmma.wait_group.sync.aligned 0;\n" + _release(layout.values_full, "%read")
+    yield "    wgmma.wait_group.sync.aligned 0;\n" + release(layout.values_full, "%read", "%x0")
     yield "    @!%any bra level;\n"
     yield from (f"    ex2.approx.ftz.f32 %e{n}, %e{n};\n    mul.f32 %l{n}, %l{n}, %e{n};\n"
                 for n in (0, 1))  # fmt: skip

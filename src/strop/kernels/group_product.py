@@ -29,8 +29,12 @@ from strop.kernels.ptx import (
     LINE_BYTES,
     ROWS,
     UNIT,
+    advance,
     barriers,
     entry,
+    listed,
+    product,
+    release,
     wait,
 )
 
@@ -101,12 +105,7 @@ _BEGIN = """\
     min.u32 %first, %first, %n0;
     sub.u32 %steps, %n0, %first;
     min.u32 %steps, %steps, %n1;
-    setp.ne.u32 %p, %thread, 0;
-    @%p bra begun;
-{barriers}    fence.mbarrier_init.release.cluster;
-begun:
-    bar.sync 0;
-"""
+{barriers}"""
 
 
 def _begin(of: Product) -> Iterator[str]:
@@ -169,15 +168,6 @@ def _at_stage(of: Product) -> str:
 """
 
 
-def _advance(of: Product) -> str:
-    return f"""\
-    add.u32 %stage, %stage, 1;
-    setp.eq.u32 %p, %stage, {of.tile.stages};
-    @%p mov.u32 %stage, 0;
-    @%p xor.b32 %phase, %phase, 1;
-"""
-
-
 def _weights(of: Product) -> Iterator[str]:
     """Of step %k, into stage %at; those of gates behind those of values."""
     for n in range(2 if of.gated else 1):
@@ -207,6 +197,7 @@ def _fetch(of: Product) -> Iterator[str]:
     """One thread. A stage that was never used is free: its barrier is behind phase 1."""
     expect = f"    mbarrier.arrive.expect_tx.shared::cta.b64 _, [%bar], {of.stage};\n"
     weights = "".join(_weights(of))
+    onward = advance(of.tile.stages, "%stage", "%phase")
     yield f"""\
     setp.lt.u32 %p, %warp, {4 * of.tile.groups};
     @%p bra multiply;
@@ -230,11 +221,11 @@ steady:
     yield _at_stage(of) + expect + weights
     yield "    add.u32 %stage, %stage, 1;\n    setp.lt.u32 %p, %stage, %n6;\n    @%p bra early;\n"
     yield "    griddepcontrol.wait;\n    mov.u32 %step, 0;\n    mov.u32 %stage, 0;\n"
-    yield "    mov.u32 %phase, 1;\nfollow:\n" + _at_stage(of) + _PIXELS + _advance(of)
+    yield ("    mov.u32 %phase, 1;\nfollow:\n" + _at_stage(of) + _PIXELS + onward)
     yield "    add.u32 %step, %step, 1;\n    setp.lt.u32 %p, %step, %n6;\n    @%p bra follow;\n"
     yield "    setp.ge.u32 %p, %step, %steps;\n    @%p bra fetched;\nfetch:\n" + _at_stage(of)
     yield wait("free", "%bar+8", "%phase")
-    yield expect + _PIXELS + weights + _advance(of)
+    yield expect + _PIXELS + weights + onward
     yield "    add.u32 %step, %step, 1;\n    setp.lt.u32 %p, %step, %steps;\n    @%p bra fetch;\n"
     yield "fetched:\n"
     if of.tile.keeps_on:
@@ -246,25 +237,16 @@ steady:
 
 def _products(of: Product, kind: str) -> Iterator[str]:
     cols = of.tile.cols
-    results = "{" + ", ".join(f"%o{n}" for n in range(cols // 2)) + "}"
     for n in range(LINE // DEPTH):
         yield f"    add.u32 %low_a, %from, {2 * n};\n"
         yield f"    add.u32 %low_b, %low, {of.rows * LINE_BYTES // UNIT + 2 * n};\n"
         yield "    mov.b64 %a, {%low_a, %high};\n    mov.b64 %b, {%low_b, %high};\n"
-        op = f"wgmma.mma_async.sync.aligned.m64n{cols}k{DEPTH}.f32.{kind}.{kind}"
-        yield f"    {op} {results}, %a, %b, %yes, 1, 1, 0, 0;\n"
-
-
-def _released(of: Product) -> str:
-    """This warp has read stage %last."""
-    return f"""\
-    mad.lo.u32 %n0, %last, 16, %base;
-    @%is_first mbarrier.arrive.shared::cta.b64 _, [%n0+{of.barriers + 8}];
-"""
+        yield product(cols, kind, listed("o", cols // 2), "%a", is_added=True)
 
 
 def _multiply(of: Product, kind: str) -> Iterator[str]:
     """A stage is free when the products of the next one are on their way."""
+    released = release(of.barriers, "%last", "%n0")
     yield f"""\
 multiply:
     griddepcontrol.wait;
@@ -297,10 +279,14 @@ tile:
     setp.eq.u32 %p, %step, 0;
     @%p bra kept;
 """
-    yield _released(of) + "kept:\n    mov.u32 %last, %stage;\n" + _advance(of)
+    yield (
+        release(of.barriers, "%last", "%n0")
+        + "kept:\n    mov.u32 %last, %stage;\n"
+        + advance(of.tile.stages, "%stage", "%phase")
+    )
     yield "    add.u32 %step, %step, 1;\n    setp.lt.u32 %p, %step, %steps;\n    @%p bra next;\n"
     yield "    wgmma.wait_group.sync.aligned 0;\n"
     if of.tile.keeps_on:
-        yield _released(of) + "    bar.warp.sync -1;\n"
+        yield released + "    bar.warp.sync -1;\n"
     else:  # results go where the operands of all groups were
         yield f"    bar.sync 1, {of.threads};\n"

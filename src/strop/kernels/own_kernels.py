@@ -97,5 +97,7 @@ def sources_anywhere(some: Sequence[str], op: str, attrs: Attrs, shapes: Shapes,
 
 def sources_of(node: Node, some: Sequence[str], sizes: Mapping[str, int]) -> list[KernelSource]:
     """What ``chosen_at`` says of a node, where such kernels may."""
+    if not some:  # of most nodes: their sizes need not be known
+        return []
     shapes = [[size.eval(sizes) for size in x.shape] for x in node.inputs]
     return chosen_at(some, node.op, node.attrs, shapes, node.dtype, boxed=True)[1]

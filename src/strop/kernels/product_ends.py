@@ -72,6 +72,16 @@ def _own_rows(of: Product) -> str:
 """
 
 
+def _own_pairs(row: int, pair: int, begin: str) -> str:
+    """%at: of this thread's first two sums, in a warp's rows of so many bytes, two in ``pair``."""
+    return f"""\
+    shr.u32 %n0, %lane, 2;
+    mad.lo.u32 %at, %n0, {row}, {begin};
+    and.b32 %n1, %lane, 3;
+    mad.lo.u32 %at, %n1, {pair}, %at;
+"""
+
+
 def _moved(of: Product) -> Iterator[str]:
     """%from and %wide: each 16 bytes of a warp's results, there and in memory; %p: if they are."""
     chunks = of.width // 8
@@ -135,13 +145,7 @@ def stored(of: Product, kind: str) -> Iterator[str]:
     is added lies there: behind the products all lanes have met."""
     if of.gated:
         yield from _gates(of, kind)
-    yield _own_rows(of)
-    yield f"""\
-    shr.u32 %n0, %lane, 2;
-    mad.lo.u32 %at, %n0, {of.half_row}, %to;
-    and.b32 %n1, %lane, 3;
-    mad.lo.u32 %at, %n1, 4, %at;
-"""
+    yield _own_rows(of) + _own_pairs(of.half_row, 4, "%to")
     for n in range(0, of.width // 2, 2):
         place = n // 4 * 16 + n // 2 % 2 * 8 * of.half_row
         if of.adds:
@@ -172,11 +176,8 @@ def added(of: Product, kind: str) -> Iterator[str]:
     share = -(-of.rows * chunks // tile.split)
     yield f"""\
     mad.lo.u32 %at, %warp, {16 * of.part_row}, %base;
-    shr.u32 %n0, %lane, 2;
-    mad.lo.u32 %at, %n0, {of.part_row}, %at;
-    and.b32 %n1, %lane, 3;
-    mad.lo.u32 %at, %n1, 8, %at;
 """
+    yield _own_pairs(of.part_row, 8, "%at")
     for n in range(0, tile.cols // 2, 2):
         place = n // 4 * 32 + n // 2 % 2 * 8 * of.part_row
         yield f"    st.shared.v2.f32 [%at+{place}], {{%o{n}, %o{n + 1}}};\n"

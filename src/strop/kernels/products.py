@@ -14,17 +14,17 @@ from strop.ir.dims import Expr
 from strop.ir.graph import Node
 from strop.ir.source import KernelSource
 from strop.kernels import box_conv
-from strop.kernels.box_conv import SMS, Picture
+from strop.kernels.box_conv import SMS, Boxes, Picture, box_of, boxes_along
 from strop.kernels.group_product import group_product
 from strop.kernels.product_layout import Product, Tile
 from strop.kernels.ptx import KINDS, LINE, ROWS
 
 PLAIN, ADDS, GATED = ENDS = ("", "adds", "gated")  # what becomes of the sums
 OPS: Mapping[str, str] = {"conv2d": PLAIN, "linear": PLAIN, "linear_add": ADDS, "geglu": GATED}
-LINEARS = (*OPS,)[1:]
+LINEARS = tuple(op for op in OPS if op != "conv2d")
 
 # Pictures, lines and columns of a box of 64 pixels a group.
-BOXES: Mapping[int, tuple[tuple[int, int, int], ...]] = {
+BOXES: Mapping[int, Boxes] = {
     1: ((1, 1, 64), (1, 2, 32), (1, 4, 16), (1, 8, 8)),
     2: ((1, 1, 128), (1, 2, 64), (1, 4, 32), (1, 8, 16), (2, 8, 8)),
     3: ((1, 3, 64), (1, 6, 32), (1, 12, 16), (3, 8, 8)),
@@ -62,17 +62,14 @@ class Form:
 
 def form(tile: Tile, of: Picture, end: str = PLAIN) -> Form:
     """With the box that wastes the fewest pixels. ``of.outs``: columns of the result."""
-    line = (1, 1, ROWS * tile.groups)
-    boxes = (line,) if of.size == 1 else BOXES[tile.groups]
-    box = min(boxes, key=lambda box: math.prod(_along(box, of)))
+    box = box_of(tile.groups, of, boxes={tile.groups: _boxes(tile, of.size)})
     product = Product(tile, of.size, box, end == GATED, end == ADDS)
-    return Form(product, _along(box, of), -(-of.outs // product.width))
+    return Form(product, boxes_along(box, of), -(-of.outs // product.width))
 
 
-def _along(box: tuple[int, int, int], of: Picture) -> tuple[int, int, int]:
-    count, down, right = (-(-size // step) for size, step in
-                          zip((of.batch, of.height, of.width), box, strict=True))  # fmt: skip
-    return count, down, right
+def _boxes(tile: Tile, size: int) -> Boxes:
+    """Of a window of one place: a line."""
+    return BOXES[tile.groups] if size > 1 else ((1, 1, ROWS * tile.groups),)
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +132,11 @@ def has_steps(tile: Tile, of: Picture) -> bool:
     return (tile.split - 1) * -(-_steps(of) // tile.split) < _steps(of)
 
 
+def is_able(product: Product, of: Picture) -> bool:
+    """Whether it can do this: its parts have steps, and its gates lie behind the values."""
+    return has_steps(product.tile, of) and not (product.gated and of.outs % product.width)
+
+
 @lru_cache(maxsize=4096)
 def form_of(of: Picture, end: str = PLAIN) -> Form | None:
     """How to compute it, or None where a library, or another kernel, is faster."""
@@ -148,7 +150,7 @@ def _forms(of: Picture, end: str) -> Iterator[Form]:
         return
     for tile in GATED_TILES if end == GATED else TILES:
         found = form(tile, of, end)
-        if has_steps(tile, of) and not (end == GATED and of.outs % found.product.width):
+        if is_able(found.product, of):
             yield found
 
 
@@ -182,9 +184,13 @@ def picture_of(op: str, shapes: Sequence[Sequence[int]]) -> Picture:
     (N, K), whose rows are one line of pixels."""
     if op == "conv2d":
         return box_conv.picture_of(shapes[0], shapes[1])
-    (*rows, depth), (columns, _) = shapes[0], shapes[1]
-    outs = columns // 2 if OPS[op] == GATED else columns
-    return Picture(1, depth, outs, 1, 1, math.prod(rows))
+    *rows, depth = shapes[0]
+    return line_of(math.prod(rows), shapes[1][0], depth, OPS[op])
+
+
+def line_of(rows: int, columns: int, depth: int, end: str) -> Picture:
+    """A linear of so many columns, those of gates among them."""
+    return Picture(1, depth, columns // 2 if end == GATED else columns, 1, 1, rows)
 
 
 def sources_at(op: str, shapes: Sequence[Sequence[int]], dtype: torch.dtype) -> list[KernelSource]:
@@ -197,14 +203,11 @@ def sources_anywhere(op: str, shapes: Sequence[Sequence[Expr]], dtype: torch.dty
                      ) -> list[KernelSource]:  # fmt: skip
     """What may be launched with such weights at any sizes."""
     end, weight = OPS[op], [size.value for size in shapes[1]]
-    size = weight[2] if op == "conv2d" else 1
-    outs = weight[0] // 2 if end == GATED else weight[0]
+    of = picture_of(op, [(1, weight[1], 1, 1)[: len(weight)], weight])
     found = dict[KernelSource, None]()
     for tile in GATED_TILES if end == GATED else TILES:
-        if not has_steps(tile, Picture(size, weight[1], outs, 1, 1, 1)):
-            continue
-        for box in BOXES[tile.groups] if size > 1 else ((1, 1, ROWS * tile.groups),):
-            product = Product(tile, size, box, end == GATED, end == ADDS)
-            if not (product.gated and outs % product.width):
+        for box in _boxes(tile, of.size):
+            product = Product(tile, of.size, box, end == GATED, end == ADDS)
+            if is_able(product, of):
                 found[group_product(product, dtype)] = None
     return list(found)

@@ -52,9 +52,16 @@ def entry(name: str, maps: Mapping[str, int], pointers: Sequence[str], scalars: 
 
 
 def barriers(counts: Mapping[int, int]) -> str:
-    """Made by one thread: how many arrive at each, by its place behind %base."""
-    return "".join(f"    mbarrier.init.shared::cta.b64 [%base+{at}], {count};\n"
+    """Made by one thread, for all: how many arrive at each, by its place behind %base."""
+    made = "".join(f"    mbarrier.init.shared::cta.b64 [%base+{at}], {count};\n"
                    for at, count in counts.items())  # fmt: skip
+    return f"""\
+    setp.ne.u32 %p, %thread, 0;
+    @%p bra begun;
+{made}    fence.mbarrier_init.release.cluster;
+begun:
+    bar.sync 0;
+"""
 
 
 def wait(label: str, barrier: str, phase: str) -> str:
@@ -63,6 +70,36 @@ def wait(label: str, barrier: str, phase: str) -> str:
     mbarrier.try_wait.parity.shared::cta.b64 %p, [{barrier}], {phase};
     @!%p bra {label};
 """
+
+
+def release(first: int, stage: str, scratch: str) -> str:
+    """This warp has read a stage; ``first``: where the first stage's pair of barriers is."""
+    return f"""\
+    mad.lo.u32 {scratch}, {stage}, 16, %base;
+    @%is_first mbarrier.arrive.shared::cta.b64 _, [{scratch}+{first + 8}];
+"""
+
+
+def advance(stages: int, stage: str, phase: str) -> str:
+    """To the next stage; behind the last one comes the first, in the other phase."""
+    return f"""\
+    add.u32 {stage}, {stage}, 1;
+    setp.eq.u32 %p, {stage}, {stages};
+    @%p mov.u32 {stage}, 0;
+    @%p xor.b32 {phase}, {phase}, 1;
+"""
+
+
+def listed(name: str, count: int, first: int = 0) -> str:
+    return "{" + ", ".join(f"%{name}{n}" for n in range(first, first + count)) + "}"
+
+
+def product(columns: int, kind: str, into: str, a: str, is_added: bool) -> str:
+    """a @ b, added to what is there or not. Operands in shared memory have their lines along the
+    sum, values across it."""
+    op = f"wgmma.mma_async.sync.aligned.m64n{columns}k{DEPTH}.f32.{kind}.{kind}"
+    flags = "1, 1, 0, 0" if a == "%a" else "1, 1, 1"
+    return f"    {op} {into}, {a}, %b, {'%yes' if is_added else '%no'}, {flags};\n"
 
 
 def f32(value: float) -> str:

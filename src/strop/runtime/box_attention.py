@@ -10,11 +10,11 @@ from torch import Tensor
 from strop.ir.source import KernelSource
 from strop.kernels.attention import AnyTile, source_of, tile_of
 from strop.runtime.kernels import BoundKernel, KernelLibrary
+from strop.runtime.operands import ALIGNMENT, is_laid, strides
 
 Call = Callable[[Sequence[Tensor]], Tensor]
 Choose = Callable[[int, int, int, int], AnyTile | None]  # head, batch * heads, queries, keys
 Form = tuple[tuple[torch.Size, tuple[int, ...]], ...]  # sizes and strides of q, k and v
-ALIGNMENT = 16  # bytes
 MOST_PROGRAMS = 65535  # along the second dim of a grid, which counts heads
 
 
@@ -49,7 +49,7 @@ class BoxAttention:
 
     def _source(self, q: Tensor, k: Tensor, v: Tensor) -> KernelSource | None:
         """The kernel for these sizes and strides; None if there is none, or a slower one."""
-        if not (_match(q, k, v) and all(map(_is_laid, (q, k, v)))):
+        if not (_match(q, k, v) and all(map(is_laid, (q, k, v)))):
             return None
         batch, heads, queries, head = q.shape
         tile = self._choose(head, batch * heads, queries, k.shape[2])
@@ -61,7 +61,7 @@ class BoxAttention:
         self._kernels.build([source])  # unless another step has done so
         return self._kernels.bind(
             source, [t.data_ptr() for t in tensors], [queries, keys, heads, batch * heads],
-            self._stream, early=self._is_early, views=[(t.shape, _strides(t)) for t in tensors],
+            self._stream, early=self._is_early, views=[(t.shape, strides(t)) for t in tensors],
         )  # fmt: skip
 
 
@@ -74,15 +74,3 @@ def _match(q: Tensor, k: Tensor, v: Tensor) -> bool:
         and all(0 < t.numel() < 2**31 for t in (q, k))
         and batch * heads <= MOST_PROGRAMS
     )
-
-
-def _is_laid(tensor: Tensor) -> bool:
-    """Whether the accelerator can read it: 16 bytes are the unit of strides, and none is zero."""
-    *strides, last = _strides(tensor)
-    return last == 1 and all(s > 0 and s * tensor.itemsize % ALIGNMENT == 0 for s in strides)
-
-
-def _strides(tensor: Tensor) -> list[int]:
-    """That of a dim of size 1 is never used, but has to be a good one."""
-    some = tensor.shape[-1]
-    return [s if n > 1 else some for n, s in zip(tensor.shape, tensor.stride(), strict=True)]

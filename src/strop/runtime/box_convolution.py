@@ -13,10 +13,10 @@ from torch import Tensor
 from strop.kernels.box_conv import Form, Picture, form_of, picture_of, sources_of
 from strop.runtime.kernels import BoundKernel, KernelLibrary
 from strop.runtime.narrow_convolution import is_dense
+from strop.runtime.operands import NOWHERE
 
 OutCall = Callable[[Sequence[Tensor], Tensor], None]
 Choose = Callable[[Picture], Form | None]
-NOWHERE = 1 << 20  # an aligned address, until the tensors are known
 
 
 class _Launches(NamedTuple):

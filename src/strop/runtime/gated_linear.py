@@ -11,10 +11,9 @@ from torch import Tensor
 from strop.ir.source import has_boxes
 from strop.kernels.geglu import DEPTH, box_geglu, geglu, tile_of
 from strop.runtime.kernels import BoundKernel, KernelLibrary
+from strop.runtime.operands import LIMIT, NOWHERE, is_dense
 
 OutCall = Callable[[Sequence[Tensor], Tensor], None]
-ALIGNMENT, LIMIT = 16, 2**31  # bytes, numbers of a tensor
-NOWHERE = 1 << 20  # an aligned address, until the tensors are known
 
 
 class GatedLinear:
@@ -30,7 +29,7 @@ class GatedLinear:
 
     def __call__(self, inputs: Sequence[Tensor], out: Tensor) -> None:
         x, weight, *bias = inputs
-        if not all(map(_is_dense, (x, weight, out))) or 2 * out.numel() >= LIMIT:
+        if not all(map(is_dense, (x, weight, out))) or 2 * out.numel() >= LIMIT:
             self._otherwise(inputs, out)
             return
         is_one = (
@@ -68,8 +67,3 @@ class GatedLinear:
         source = geglu(out.shape[1], x.dtype, has_bias=has_bias)
         self._kernels.build([source])
         return self._kernels.bind(source, [0] * 3, [out.numel()], self._stream)
-
-
-def _is_dense(tensor: Tensor) -> bool:
-    is_aligned = tensor.data_ptr() % ALIGNMENT == 0
-    return tensor.is_contiguous() and is_aligned and tensor.numel() < LIMIT

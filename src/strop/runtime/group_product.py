@@ -11,13 +11,11 @@ from torch import Tensor
 from strop.kernels.box_conv import Picture
 from strop.kernels.group_product import group_product
 from strop.kernels.products import LINEARS, OPS, Form, form_of, picture_of
-from strop.kernels.ptx import LINE_BYTES
 from strop.runtime.kernels import BoundKernel, KernelLibrary
+from strop.runtime.operands import ALIGNMENT, LIMIT, NOWHERE, is_dense, is_laid, strides
 
 OutCall = Callable[[Sequence[Tensor], Tensor], None]
 Choose = Callable[[Picture, str], Form | None]
-ALIGNMENT, LIMIT = 16, 2**31  # bytes, numbers of a tensor
-NOWHERE = 1 << 20  # an aligned address, until the tensors are known
 
 
 class GroupProduct:
@@ -39,7 +37,8 @@ class GroupProduct:
     def __call__(self, inputs: Sequence[Tensor], out: Tensor) -> None:
         x, weight, *more = inputs
         pixels, window, result, *others = map(self._rows, (x, weight, out, *more))
-        if not (_is_laid(pixels) and all(map(_is_dense, (window, result, *others)))):
+        is_read = is_laid(pixels) and x.data_ptr() % ALIGNMENT == 0 and 0 < x.numel() < LIMIT
+        if not (is_read and out.numel() and all(map(is_dense, (window, result, *others)))):
             self._otherwise(inputs, out)
             return
         key = (x.shape, x.stride())
@@ -65,31 +64,10 @@ class GroupProduct:
             return None
         source = group_product(form.product, x.dtype)
         self._kernels.build([source])  # unless the program's first call has done so
-        sizes, strides = (of.batch, of.height, of.width, of.ins), pixels.stride()
         if self._op in LINEARS:  # one line of one picture
-            strides = (strides[0] * of.width, strides[0] * of.width, *strides)
+            pixels = pixels[None, None]
         columns = (weight.shape[0], weight[0].numel())
-        views = [(sizes, _strides(sizes, strides)), (columns, (columns[1], 1))]
+        views = [(pixels.shape, strides(pixels)), (columns, (columns[1], 1))]
         scalars = form.scalars(of.ins, late=not self._is_steady)
         return self._kernels.bind(source, [NOWHERE] * 4, scalars, self._stream,
                                   early=self._is_early, views=views)  # fmt: skip
-
-
-def _is_laid(x: Tensor) -> bool:
-    """Whether the accelerator can read it: 16 bytes are the unit of strides, and none is zero."""
-    *strides, last = _strides(x.shape, x.stride())
-    unit = ALIGNMENT // x.itemsize
-    is_spaced = last == 1 and all(step > 0 and step % unit == 0 for step in strides)
-    return is_spaced and x.data_ptr() % ALIGNMENT == 0 and 0 < x.numel() < LIMIT
-
-
-def _strides(sizes: Sequence[int], strides: Sequence[int]) -> tuple[int, ...]:
-    """That of a dim of size 1 is never used, but has to be a good one."""
-    *steps, last = strides
-    good = (step if n > 1 else LINE_BYTES for n, step in zip(sizes[:-1], steps, strict=True))
-    return (*good, last)
-
-
-def _is_dense(tensor: Tensor) -> bool:
-    is_aligned = tensor.data_ptr() % ALIGNMENT == 0
-    return tensor.is_contiguous() and is_aligned and 0 < tensor.numel() < LIMIT

@@ -90,16 +90,15 @@ def instead(step: CallStep, own: Own, otherwise: Call, kernels: KernelLibrary, s
             early: bool) -> Call:  # fmt: skip
     """A call by the kernels that ``chosen`` has found for it. It leaves to ``otherwise`` what does
     not lie in memory as they want it. ``early``: the launch before is one of ours."""
-    if step.op == "geglu" and own.family != "box_geglu":
-        otherwise = GatedLinear(otherwise, kernels, stream, is_early=early, is_one=False)
+    if own.family in ("geglu", "box_geglu"):
+        return GatedLinear(otherwise, kernels, stream, is_early=early,
+                           is_one=own.family == "box_geglu")  # fmt: skip
     if own.family == "group_product":
+        if step.op == "geglu":
+            otherwise = GatedLinear(otherwise, kernels, stream, is_early=early, is_one=False)
         return GroupProduct(step.op, otherwise, kernels, stream, is_early=early,
                             is_steady=own.is_steady)  # fmt: skip
     if own.family == "box_conv":
         return BoxConvolution(otherwise, kernels, stream, is_early=early)
-    if own.family == "box_attention":
-        scale = dict(step.attrs)["scale"]
-        return BoxAttention(otherwise, kernels, stream, is_early=early, scale=scale)
-    if own.family == "box_geglu":
-        return GatedLinear(otherwise, kernels, stream, is_early=early)
-    return otherwise
+    scale = dict(step.attrs)["scale"]
+    return BoxAttention(otherwise, kernels, stream, is_early=early, scale=scale)
