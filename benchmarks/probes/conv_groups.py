@@ -1,6 +1,6 @@
 """Is a 3x3 convolution of ours, in PTX, faster where the programs of a cluster share a sum?
 
-python benchmarks/probes/conv_groups.py --out FOLDER [--seconds 150]
+python benchmarks/probes/conv_groups.py --out FOLDER [--seconds 150] [--side 16 | --held-out]
 
 One H100, fp16, channels-last, stride 1: see ``strop/kernels/group_product.py``. 128 pixels x 160
 channels, in up to eight parts, leave few of 132 processors without work at all sizes of SD1.5's
@@ -28,6 +28,7 @@ from strop.kernels.product_layout import MOST_SHARED, Tile
 from strop.kernels.products import CLUSTERS, PLAIN, Form, form, is_able
 from strop.kernels.ptx import DEPTH, LINE, ROWS
 
+HELD_OUT = 28  # of the shapes that no number of the rule is from: 768x768, and others between
 WORST = 1.35  # tiles of which a guess says that they take so much longer are left out
 TILES = tuple(dict.fromkeys((*products.TILES, *(Tile(*each) for each in (
     *((2, 160, 5, split) for split in (1, 4, 6, 8)), (2, 80, 7), (2, 80, 7, 8), (2, 256, 4),
@@ -99,8 +100,15 @@ def measure(shape: tuple[int, ...], library: Any) -> dict[str, Any]:
 
 def main() -> None:
     torch.backends.cudnn.allow_tf32 = False
-    args = contest.arguments_of(__doc__, seconds=150).parse_args()
-    shapes = [shape for shape in conv_boxes.shapes()[:40] if shape[2] >= 256]
+    parser = contest.arguments_of(__doc__, seconds=150)
+    parser.add_argument("--side", type=int, help="pictures of this height and width only")
+    parser.add_argument("--held-out", action="store_true", help="sizes that no rule was fitted to")
+    args = parser.parse_args()
+    every = [shape for shape in conv_boxes.shapes() if shape[2] >= 256]
+    fitted = [shape for shape in conv_boxes.shapes()[:40] if shape in every]
+    shapes = [s for s in every if s not in fitted and (s[1] % 12 == 0 or s in every[-40:])]
+    shapes = shapes[:HELD_OUT] if args.held_out else fitted
+    shapes = [shape for shape in shapes if args.side in (None, shape[1])]
     contest.hold("conv_groups", args, (s for shape in shapes for s in sources(shape)), shapes,
                  measure)  # fmt: skip
 
