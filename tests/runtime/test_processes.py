@@ -245,6 +245,39 @@ def test_processes_end_with_the_last_kernel(compilers: Compilers) -> None:
     wait_until(lambda: not compilers.left)
 
 
+def test_who_finds_all_processes_at_work_waits_for_one(compilers: Compilers) -> None:
+    """Kernels that were begun early are at work in as many as there may be, the rest of them is
+    asked for, and a process that starts would be there later than these are free."""
+    *begun, third, fourth = kernels(4)
+    compilers.hold(*begun)
+    soon = Ahead(begun, 90, NoCache(), workers=2, niceness=0)
+    soon.start()
+    wait_until(lambda: all(map(compilers.is_at, begun)))
+    asking = Asking([*begun, third, fourth], workers=2)
+    wait_until(lambda: num_waiting() == 2)
+    compilers.let_go(begun[0])
+    wait_until(lambda: compilers.is_at(fourth))
+    compilers.let_go(begun[1])
+    asking.end()
+    assert asking.error is None
+    assert [len(process.made) for process in compilers.started] in ([3, 1], [1, 3])
+
+
+def test_who_waits_for_one_of_all_starts_another_where_one_dies(compilers: Compilers) -> None:
+    first, second = kernels(2)
+    compilers.hold(first)
+    asking = Asking([first], workers=1)
+    wait_until(lambda: compilers.is_at(first))
+    other = Asking([second], workers=1)
+    wait_until(lambda: num_waiting() == 1)
+    compilers.started[0].is_alive = False
+    compilers.let_go(first)
+    asking.end()
+    other.end()
+    assert other.error is None
+    assert [process.made for process in compilers.started] == [[first], [second]]
+
+
 def test_an_idle_process_is_taken_at_once(compilers: Compilers) -> None:
     builds.start_workers(2)
     builds.hand_over(1, LOW_PRIORITY)

@@ -57,6 +57,8 @@ def _moves(program: Program, memory: _Memory, order: Order, peak: int) -> Iterat
             continue
         operands = {ref.buffer for ref in step.inputs}
         kept = {n for n in operands if last.get(n) == place and first[n] <= peak}
+        if not kept:
+            continue
         before = [memory.uses[number] for number in order[:place]]
         ready = 1 + max((n for n, uses in enumerate(before) if uses.writes & operands), default=-1)
         if any(uses.touched & kept for uses in before[ready:]):

@@ -96,6 +96,7 @@ def tiles_of(head: int) -> tuple[AnyTile, ...]:
     return tuple(dict.fromkeys(rule.tile for rule in rules))
 
 
+@lru_cache(maxsize=256)  # a model asks for the same at each of its calls
 def source_of(head: int, scale: float, tile: AnyTile, dtype: torch.dtype) -> KernelSource:
     if isinstance(tile, GroupTile):
         return group_attention(head, scale, tile, dtype)

@@ -68,7 +68,8 @@ class Ahead:
         assert self._cache is not None
         built = False
         try:
-            built = builds.build_ahead(source, self._arch, self._cache, self._niceness)
+            built = builds.build_ahead(source, self._arch, self._cache, self._niceness,
+                                       self._workers)  # fmt: skip
         except (StropError, OSError) as error:  # those who need this kernel meet it again
             if self._niceness:
                 log.warning("a kernel for other sizes could not be built ahead: %s", error)

@@ -4,8 +4,8 @@ A source that the cache knows is loaded without importing Triton. Nothing is bui
 process, also when several threads ask at once, or one of them ahead of the others (``ahead.py``).
 
 A process takes 0.7 s to start, so those that are there change hands. Whoever waits for a kernel may
-have one of low priority, next to what it is at. When nobody waits any more, idle ones become ones
-of low priority.
+have one of low priority, next to what it is at, and waits for one where as many as it may have are
+at work. When nobody waits any more, idle ones become ones of low priority.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ class Builds:
     _leaving: list[Worker] = field(default_factory=list)
     _forgotten: list[Worker] = field(default_factory=list)
     _num_lent: int = 0  # processes of low priority with which somebody builds who waits
-    _num_asking: int = 0  # of those who wait for one of these
+    _num_asking: int = 0  # of those who wait for one of these, or for any
     _change: threading.Condition = field(default_factory=threading.Condition)  # of all of this
 
     def claim(
@@ -211,9 +211,10 @@ class Builds:
         self._idle, self._busy, self._leaving = [], [], []
 
     @contextlib.contextmanager
-    def process(self, niceness: int = 0) -> Iterator[Worker]:
-        """A compiler process as long as this lasts: idle, lent by the background, or new."""
-        worker = self._taken(niceness)
+    def process(self, niceness: int = 0, most: int = sys.maxsize) -> Iterator[Worker]:
+        """A compiler process as long as this lasts: idle, lent by the background, or new. Of those
+        that compile what somebody waits for there will be ``most``."""
+        worker = self._taken(niceness, most)
         try:
             yield worker
         except CodegenError:
@@ -223,9 +224,9 @@ class Builds:
         finally:
             self._put_back(worker, niceness)
 
-    def _taken(self, niceness: int) -> Worker:
+    def _taken(self, niceness: int, most: int) -> Worker:
         with self._change:
-            while (worker := self._free(niceness)) is None and self._should_wait(niceness):
+            while (worker := self._free(niceness)) is None and self._should_wait(niceness, most):
                 self._num_asking += not niceness
                 self._change.wait()
                 self._num_asking -= not niceness
@@ -249,10 +250,12 @@ class Builds:
         self._idle.remove(worker)
         return worker
 
-    def _should_wait(self, niceness: int) -> bool:
+    def _should_wait(self, niceness: int, most: int) -> bool:
         """Whether there will be a process, so that none has to start."""
         if niceness:
             return bool(self._num_lent or self._num_asking)
+        if sum(not w.niceness for w in self._busy) + self._num_lent >= most:
+            return True
         num_later = sum(bool(w.niceness) for w in self._busy)
         return num_later - self._num_lent > self._num_asking and not cores_are_taken()
 
@@ -288,7 +291,8 @@ def hand_over(most: int, niceness: int) -> None:
 def build(
     sources: Iterable[KernelSource], arch: int, cache: Cache, workers: int
 ) -> dict[KernelSource, Cubin]:
-    """Machine code for every source: from this process, the cache, or the compiler."""
+    """Machine code for every source: from this process, the cache, or the compiler, of which no
+    more than ``workers`` are started."""
     futures, mine = BUILDS.claim(dict.fromkeys(sources), arch)
     open_ = set(mine)
     try:
@@ -310,16 +314,17 @@ def build(
     return {source: future.result() for source, future in futures.items()}
 
 
-def build_ahead(source: KernelSource, arch: int, cache: Cache, niceness: int) -> bool:
+def build_ahead(source: KernelSource, arch: int, cache: Cache, niceness: int,
+                workers: int = sys.maxsize) -> bool:  # fmt: skip
     """Make sure that a kernel is there; whether it had to be compiled here. Those of low priority
-    are counted by who asks."""
+    are counted by who asks. ``workers`` as for ``build``."""
     _, mine = BUILDS.claim([source], arch)
     if not mine:
         return False
     try:
         was_cached = _load(source, arch, cache)
         if not was_cached:
-            with BUILDS.process(niceness) as worker:
+            with BUILDS.process(niceness, workers) as worker:
                 cubin = worker.compile(source, arch)
             _keep(source, arch, cache, cubin)
     except BaseException as error:
@@ -351,7 +356,7 @@ def _in_threads(
 
     def work() -> None:
         try:
-            with BUILDS.process() as worker:
+            with BUILDS.process(most=count) as worker:
                 while True:
                     try:
                         source = left.popleft()
