@@ -413,7 +413,12 @@ def _bind(machine: Machine, source: KernelSource, tensors: Sequence[Tensor],
             raise PtxError(f"param {n} of {source.name} is {source.params[n]}")
         if box := source.box(n):
             _bind_map(
-                machine, names, tensor, _view_of(tensor) if left is None else left.pop(0), box
+                machine,
+                names,
+                tensor,
+                _view_of(tensor) if left is None else left.pop(0),
+                box,
+                () if n else source.steps,
             )
         else:
             _set(machine, next(names, None), 8, machine.memory.pointer(tensor))
@@ -426,11 +431,11 @@ def _bind(machine: Machine, source: KernelSource, tensors: Sequence[Tensor],
 
 
 def _bind_map(machine: Machine, names: Iterator[Param], tensor: Tensor, view: View,
-              box: Sequence[int]) -> None:  # fmt: skip
+              box: Sequence[int], steps: Sequence[int]) -> None:  # fmt: skip
     param = next(names, None)
     if param is None or param.size != 128 or param.offset % 64:
         raise PtxError("no param for a tensor map where the runtime passes one")
-    machine.maps[param.offset] = TensorMap(machine.memory, tensor, *view, box)
+    machine.maps[param.offset] = TensorMap(machine.memory, tensor, *view, box, steps)
     for size, values in zip((4, 8), view, strict=True):
         for value in values:
             _set(machine, next(names, None), size, value)

@@ -286,9 +286,13 @@ class TensorMap:
     dim of a box and its coordinates comes last here, first in PTX."""
 
     def __init__(self, memory: GlobalMemory, tensor: Tensor, sizes: Sequence[int],
-                 strides: Sequence[int], box: Sequence[int]) -> None:  # fmt: skip
+                 strides: Sequence[int], box: Sequence[int], steps: Sequence[int] = ()
+                 ) -> None:  # fmt: skip
+        """``steps``: elements of the tensor from one of a box to the next, by dim."""
         width, pointer = tensor.itemsize, memory.pointer(tensor)
-        _check_map(pointer, width, sizes, strides, box)
+        self.apart = tuple(steps) or (1,) * len(box)
+        reach = [n * step for n, step in zip(box, self.apart, strict=True)]
+        _check_map(pointer, width, sizes, strides, reach)
         self.box, self.sizes, self.memory = tuple(box), tuple(sizes), memory
         self.region, self.width = memory.region(pointer), width
         first = pointer - self.region.base
@@ -298,17 +302,17 @@ class TensorMap:
         self.first, self.steps = first, tuple(s * width for s in strides)
         self.view: Array = np.ndarray(sizes, f"u{width}", self.region.data, first, self.steps)
         self.count = int(np.prod(box))  # of elements
-        steps = tuple(4 * step for step in self.steps)
-        self.writers: Array = np.ndarray(sizes, np.int32, self.region.writers, 4 * first, steps)
+        at = tuple(4 * step for step in self.steps)
+        self.writers: Array = np.ndarray(sizes, np.int32, self.region.writers, 4 * first, at)
 
     def _overlap(self, corner: Sequence[int]) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
         inner, outer = list[slice](), list[slice]()
-        for at, size, box in zip(corner, self.sizes, self.box, strict=True):
-            low, high = max(at, 0), min(at + box, size)
+        for at, size, box, step in zip(corner, self.sizes, self.box, self.apart, strict=True):
+            low, high = max(-(at // step), 0), min(-((at - size) // step), box)
             if low >= high:
                 return None
-            inner.append(slice(low - at, high - at))
-            outer.append(slice(low, high))
+            inner.append(slice(low, high))
+            outer.append(slice(at + low * step, at + (high - 1) * step + 1, step))
         return tuple(inner), tuple(outer)
 
     def load(self, corner: Sequence[int]) -> Array:
@@ -329,7 +333,7 @@ class TensorMap:
         for n, (part, step) in enumerate(zip(both[1], self.steps, strict=True)):
             along = [1] * len(self.sizes)
             along[n] = -1
-            starts = starts + (np.arange(part.start, part.stop) * step).reshape(along)
+            starts = starts + (np.arange(part.start, part.stop, part.step) * step).reshape(along)
         places = (starts[..., None] + np.arange(self.width)).reshape(-1)
         self.memory.note(self.region, places, np.full(places.shape, thread))
         self.view[both[1]] = data

@@ -42,6 +42,7 @@ class Case:
     gated: bool = False
     adds: bool = False
     dtype: torch.dtype = F16
+    stride: int = 1
 
 
 CASES = (
@@ -55,6 +56,9 @@ CASES = (
     Case(Tile(1, 80, 3, 4), (1, 9, 8, 128, 88), (1, 8, 8), adds=True),
     Case(Tile(1, 160, 3, 3), (1, 9, 8, 128, 88), (1, 8, 8)),
     Case(Tile(1, 80, 3, 2), (1, 1, 100, 328, 88), (1, 1, 64), 1, adds=True, dtype=BF16),
+    Case(Tile(1, 80, 3), (1, 15, 20, 128, 88), (1, 8, 8), stride=2),
+    Case(Tile(2, 80, 3, 2), (3, 14, 9, 64, 88), (2, 8, 8), stride=2),
+    Case(Tile(1, 80, 3, 1, True), (1, 3, 140, 64, 160), (1, 1, 64), stride=2),
 )
 
 
@@ -64,7 +68,8 @@ def operands(case: Case) -> tuple[Tensor, Tensor, Tensor]:
     depth = case.size**2 * ins
     x = torch.randn(batch, height, width, ins).to(case.dtype)
     w = (torch.randn(outs, depth) * depth**-0.5).to(case.dtype)
-    more = torch.randn(outs) if case.gated else torch.randn(batch, height, width, outs)
+    down, right = (-(-side // case.stride) for side in (height, width))
+    more = torch.randn(outs) if case.gated else torch.randn(batch, down, right, outs)
     return x, w, more.to(case.dtype)
 
 
@@ -72,7 +77,8 @@ def truth(case: Case, x: Tensor, w: Tensor, more: Tensor) -> Tensor:
     size, ins = case.size, case.sizes[3]
     window = w.double().view(-1, size, size, ins).permute(0, 3, 1, 2)
     pixels = x.double().permute(0, 3, 1, 2)
-    out = torch.nn.functional.conv2d(pixels, window, padding=size // 2).permute(0, 2, 3, 1)
+    out = torch.nn.functional.conv2d(pixels, window, padding=size // 2, stride=case.stride)
+    out = out.permute(0, 2, 3, 1)
     if case.gated:
         value, gate = (out + more.double()).chunk(2, -1)
         return value * torch.nn.functional.gelu(gate)
@@ -81,10 +87,10 @@ def truth(case: Case, x: Tensor, w: Tensor, more: Tensor) -> Tensor:
 
 def prepared(case: Case) -> tuple[KernelSource, Callable[[KernelSource, int], None]]:
     """The kernel, and what runs it or another and asserts that results are right."""
-    product = Product(case.tile, case.size, case.box, case.gated, case.adds)
+    product = Product(case.tile, case.size, case.box, case.gated, case.adds, case.stride)
     x, w, more = operands(case)
     wanted = truth(case, x, w, more)
-    down, *along = (-(-n // step) for n, step in zip(case.sizes[:3], case.box, strict=True))
+    down, *along = (-(-n // step) for n, step in zip(wanted.shape[:3], case.box, strict=True))
     across = -(-wanted.shape[-1] // product.width)
     total = across * down * math.prod(along)
     at_work = min(total, 2) if case.tile.keeps_on else total

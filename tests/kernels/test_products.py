@@ -48,7 +48,11 @@ SAME: dict[str, Any] = {"stride": (1, 1), "padding": (1, 1), "dilation": (1, 1),
     (node("geglu", (ROWS, 320), (960, 320), (960,)), False),
     (node("geglu", (ROWS, 320), (640, 320)), False),
     (node("conv2d", (2, 320, ROWS, 8), (320, 320, 3, 3), **SAME), True),
-    (node("conv2d", (2, 320, ROWS, 8), (320, 320, 3, 3), **SAME | {"stride": (2, 2)}), False),
+    (node("conv2d", (2, 320, ROWS, 8), (320, 320, 3, 3), **SAME | {"stride": (2, 2)}), True),
+    (node("conv2d", (2, 320, ROWS, 8), (320, 320, 3, 3), **SAME | {"stride": (2, 1)}), False),
+    (node("conv2d", (2, 320, ROWS, 8), (320, 320, 3, 3), **SAME | {"stride": (3, 3)}), False),
+    (node("conv2d", (2, 320, ROWS, 8), (320, 320, 3, 3),
+          **SAME | {"stride": (2, 2), "padding": (0, 0)}), False),
     (node("conv2d", (2, 64, ROWS, 8), (320, 64, 3, 3), **SAME), False),
     (node("matmul", (ROWS, 64), (64, 80)), False),
 ])  # fmt: skip
@@ -76,11 +80,11 @@ def test_what_runs_is_known_before(rows: int, columns: int, depth: int, end: str
     """The background builds whatever may be chosen, and every part of a sum has steps."""
     op = {PLAIN: "linear", ADDS: "linear_add", GATED: "geglu"}[end]
     columns = 8 * columns if end == GATED else columns
-    anywhere = products.sources_anywhere(op, [(), [const(columns), const(depth)]], HALF)
-    at = products.sources_at(op, [(rows, depth), (columns, depth)], HALF)
+    anywhere = products.sources_anywhere(op, {}, [(), [const(columns), const(depth)]], HALF)
+    at = products.sources_at(op, {}, [(rows, depth), (columns, depth)], HALF)
     assert set(at) <= set(anywhere)
     assert len(anywhere) == len(set(anywhere)) > 2 * (end != GATED)
-    found = form_of(products.picture_of(op, [(rows, depth), (columns, depth)]), end)
+    found = form_of(products.picture_of(op, {}, [(rows, depth), (columns, depth)]), end)
     assert bool(found) == bool(at)
     if found:
         assert has_steps(found.product.tile, Picture(1, depth, columns, 1, 1, rows))
@@ -90,8 +94,10 @@ def test_what_runs_is_known_before(rows: int, columns: int, depth: int, end: str
 def test_a_convolution_is_known_before(of: Picture) -> None:
     shapes = [(of.batch, of.ins, of.height, of.width), (of.outs, of.ins, 3, 3)]
     weight = [const(n) for n in shapes[1]]
-    at = products.sources_at("conv2d", shapes, HALF)
-    assert set(at) <= set(products.sources_anywhere("conv2d", [(), weight], HALF))
+    for stride in products.STRIDES:
+        attrs = SAME | {"stride": (stride, stride)}
+        at = products.sources_at("conv2d", attrs, shapes, HALF)
+        assert set(at) <= set(products.sources_anywhere("conv2d", attrs, [(), weight], HALF))
 
 
 def test_tiles_fit_a_processor() -> None:

@@ -20,7 +20,7 @@ from strop.codegen.assemble import Signature
 from strop.ir.program import CallStep
 from strop.ir.source import KernelSource
 from strop.kernels import products
-from strop.kernels.box_conv import Picture
+from strop.kernels.box_conv import Picture, picture_of
 from strop.kernels.group_product import group_product
 from strop.kernels.product_layout import Tile
 from strop.kernels.products import Form, form, has_steps
@@ -73,6 +73,17 @@ class _Kernel:
         self.machine.launched.append((self.source, self.scalars, self.early))
 
 
+STRIDED = "conv2d of every second pixel"
+STRIDES = {"conv2d": 1, STRIDED: 2}
+
+
+def kind(what: str) -> tuple[str, dict[str, Any]]:
+    """An op and its attributes."""
+    if what in STRIDES:
+        return "conv2d", {"stride": (STRIDES[what],) * 2}
+    return what, {}
+
+
 def never(inputs: Sequence[Tensor], out: Tensor) -> None:
     raise AssertionError("left to the library")
 
@@ -85,10 +96,10 @@ def error(out: Tensor, truth: Tensor) -> float:
     return float((out.double() - truth).norm() / truth.norm())
 
 
-def call(op: str, inputs: Sequence[Tensor], out: Tensor, **given: Any) -> Machine:
+def call(what: str, inputs: Sequence[Tensor], out: Tensor, **given: Any) -> Machine:
     machine: Any = Machine(*inputs, out)
     given = {"is_early": True, "is_steady": True, "choose": small, **given}
-    GroupProduct(op, never, machine, 0, **given)(inputs, out)
+    GroupProduct(*kind(what), never, machine, 0, **given)(inputs, out)
     assert len(machine.launched) == 1
     found: Machine = machine
     return found
@@ -136,6 +147,17 @@ def test_a_convolution_of_a_slice(channels: int) -> None:
     assert error(out, F.conv2d(x.double(), w.double(), padding=1)) < BOUND
 
 
+@pytest.mark.parametrize("sides", [(18, 16), (17, 15), (5, 1)])
+def test_a_convolution_of_every_second_pixel(sides: tuple[int, int]) -> None:
+    torch.manual_seed(sides[0])
+    x = torch.randn(2, 64, *sides).to(HALF).to(memory_format=torch.channels_last)
+    w = weights(88, 64, 3, 3).to(memory_format=torch.channels_last)
+    wanted = F.conv2d(x.double(), w.double(), padding=1, stride=2)
+    out = torch.full_like(wanted, math.nan, dtype=HALF, memory_format=torch.channels_last)
+    call(STRIDED, (x, w), out)
+    assert error(out, wanted) < BOUND
+
+
 @pytest.mark.parametrize("why", ["columns", "odd rows", "weights", "result", "empty", "no form"])
 def test_what_lies_otherwise_is_left_to_the_library(why: str) -> None:
     x, w, out = torch.zeros(16, 64, dtype=HALF), weights(80, 64), torch.zeros(16, 80, dtype=HALF)
@@ -146,8 +168,8 @@ def test_what_lies_otherwise_is_left_to_the_library(why: str) -> None:
     machine: Any = Machine(x, w, out)
     left = list[Sequence[Tensor]]()
     choose = (lambda of, end: None) if why == "no form" else small
-    GroupProduct("linear", lambda inputs, out: left.append(inputs), machine, 0, is_early=True,
-                 is_steady=True, choose=choose)((x, w), out)  # fmt: skip
+    GroupProduct("linear", {}, lambda inputs, out: left.append(inputs), machine, 0,
+                 is_early=True, is_steady=True, choose=choose)((x, w), out)  # fmt: skip
     assert len(left) == 1
     assert not machine.launched
 
@@ -260,12 +282,14 @@ EXACT = {
     "linear_add": lambda x, w, more: F.linear(x, w) + more,
     "geglu": lambda x, w, bias: _gated(F.linear(x, w, bias)),
     "conv2d": lambda x, w: F.conv2d(x, w, padding=1),
+    STRIDED: lambda x, w: F.conv2d(x, w, padding=1, stride=2),
 }
 SIZES = {  # rows or a picture, channels in and out
     "linear": ((2048, 640, 640), (300, 200, 328), (1, 64, 8)),
     "linear_add": ((2048, 640, 640), (300, 200, 328)),
     "geglu": ((2048, 320, 1280), (300, 200, 640)),
     "conv2d": ((2, 64, 64, 320, 320), (3, 9, 8, 192, 1288), (1, 13, 37, 64, 648)),
+    STRIDED: ((2, 64, 64, 320, 320), (3, 17, 15, 192, 1288), (1, 26, 73, 64, 648)),
 }
 
 
@@ -279,7 +303,7 @@ def given(op: str, sizes: Sequence[int], dtype: torch.dtype) -> list[Tensor]:
     torch.manual_seed(sum(sizes))
     *rows, ins, outs = sizes
     last = torch.channels_last
-    if op == "conv2d":
+    if op in STRIDES:
         batch, height, width = rows
         pair = [torch.randn(batch, ins, height, width), weights(outs, ins, 3, 3)]
         return [t.to("cuda", dtype).to(memory_format=last) for t in pair]
@@ -305,17 +329,19 @@ def test_each_tile_is_as_accurate_as_torch(op: str, dtype: torch.dtype) -> None:
         wanted, truth = EXACT[op](*inputs), EXACT[op](*(t.double() for t in inputs))
         for found, is_steady in itertools.product(forms(op, sizes), (True, False)):
             out = torch.full_like(wanted, math.nan)
-            GroupProduct(op, never, kernels, stream, is_early=True, is_steady=is_steady,
+            GroupProduct(*kind(op), never, kernels, stream, is_early=True, is_steady=is_steady,
                          choose=lambda of, end, found=found: found)(inputs, out)  # fmt: skip
             assert_as_accurate_as_eager(out, wanted, truth)
 
 
 def forms(op: str, sizes: Sequence[int]) -> list[Form]:
     """Of all tiles that can do it."""
-    of = Picture(3, sizes[3], sizes[4], *sizes[:3]) if op == "conv2d" else Picture(
-        1, sizes[1], sizes[2], 1, 1, sizes[0])  # fmt: skip
+    of = Picture(1, sizes[1], sizes[2], 1, 1, sizes[0])
+    if op in STRIDES:
+        batch, *sides, ins, outs = sizes
+        of = picture_of((batch, ins, *sides), (outs, ins, 3, 3), STRIDES[op])
     tiles = products.GATED_TILES if op == "geglu" else products.TILES
-    found = [form(tile, of, products.OPS[op]) for tile in tiles if has_steps(tile, of)]
+    found = [form(tile, of, products.OPS[kind(op)[0]]) for tile in tiles if has_steps(tile, of)]
     return [each for each in found if not (op == "geglu" and of.outs % each.product.width)]
 
 

@@ -61,7 +61,8 @@ class KernelSource:
     scalar. Scalars are called ``s0, s1, ...`` and, when ``split`` is set, a last one ``splits``.
     ``grid`` is over the scalar names and is empty for C++, whose functions loop on their own.
     A param with a box is no pointer but a Triton tensor descriptor: the tensor memory accelerator
-    of sm_90 and later moves boxes of that size, zeros where they leave the tensor.
+    of sm_90 and later moves boxes of that size, zeros where they leave the tensor; of every second
+    element, say, where ``steps`` says so.
 
     PTX declares what Triton would: behind a descriptor the tensor's sizes (u32) and strides (u64),
     at the end two pointers that are not used. Its constants are SHARED, the bytes of shared memory
@@ -81,6 +82,7 @@ class KernelSource:
     max_registers: int | None = None  # of a thread; None leaves it to ptxas
     wide: bool = False  # integers have 64 bits; those in C++ always have
     boxes: tuple[tuple[int, ...], ...] = ()  # per param, () for pointers; or no param has one
+    steps: tuple[int, ...] = ()  # in PTX, of the first box, by dim: () where it has all elements
 
     def box(self, param: int) -> tuple[int, ...]:
         return self.boxes[param] if self.boxes else ()

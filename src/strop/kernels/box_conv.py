@@ -9,7 +9,7 @@ way round Triton 3.6 brings the box through registers.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -93,14 +93,16 @@ class Tile:
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """Sizes of a convolution with a square, odd window that keeps height and width."""
+    """Sizes of a convolution with a square, odd window, around which there are as many zeros as
+    keep height and width where it goes on by one pixel."""
 
     size: int  # of the window
     ins: int
     outs: int
     batch: int
-    height: int
+    height: int  # of the result
     width: int
+    stride: int = 1  # pixels from one place of the window to the next
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,8 +225,8 @@ LIBRARY_OPS_A_US, LIBRARY_BYTES_A_US, LIBRARY_BEGIN_US = 560e6, 2.0e6, 7.0
 
 @lru_cache(maxsize=4096)
 def form_of(of: Picture) -> Form | None:
-    """How to compute it, or None where the library is faster."""
-    found = {form: us_of(form, of) for form in _forms(of)}
+    """How to compute it, or None where the library is faster, or this kernel has no way to."""
+    found = {form: us_of(form, of) for form in _forms(of) if of.stride == 1}
     best = min(found, key=lambda form: found[form], default=None)
     return best if best and found[best] <= library_us(of) else None
 
@@ -263,24 +265,27 @@ def library_us(of: Picture) -> float:
     return LIBRARY_BEGIN_US + max(ops / LIBRARY_OPS_A_US, 2 * weights / LIBRARY_BYTES_A_US)
 
 
-def is_boxed(node: Node) -> bool:
-    """Whether sizes may come at which ``form_of`` knows a form for this convolution."""
+def is_boxed(node: Node, strides: Collection[int] = (1,)) -> bool:
+    """Whether sizes may come at which ``form_of`` knows a form for this convolution, or something
+    that goes on by one of these strides."""
     if node.op != "conv2d" or node.dtype not in HALVES or len(node.inputs) != 2:
         return False
     if not all(size.is_const for size in node.inputs[1].shape):
         return False
     outs, ins, down, right = (size.value for size in node.inputs[1].shape)
     attrs, around = node.attrs, (down // 2, right // 2)
-    is_plain = attrs["groups"] == 1 and tuple(attrs["dilation"]) == tuple(attrs["stride"]) == (1, 1)
+    is_plain = attrs["groups"] == 1 and tuple(attrs["dilation"]) == (1, 1)
+    goes_on = tuple(attrs["stride"]) in [(stride, stride) for stride in strides]
     is_same = down == right == 3 and tuple(attrs["padding"]) == around
     fits = ins % DEPTH == 0 and outs % DEPTH == 0 and min(ins, outs) >= LEAST_CHANNELS
-    return bool(is_plain and is_same and fits)
+    return bool(is_plain and goes_on and is_same and fits)
 
 
-def picture_of(x: Sequence[int], weight: Sequence[int]) -> Picture:
+def picture_of(x: Sequence[int], weight: Sequence[int], stride: int = 1) -> Picture:
     """From the sizes (B, CI, H, W) and (CO, CI, size, size)."""
-    batch, ins, height, width = x
-    return Picture(weight[2], ins, weight[0], batch, height, width)
+    batch, ins, *sides = x
+    height, width = (-(-side // stride) for side in sides)
+    return Picture(weight[2], ins, weight[0], batch, height, width, stride)
 
 
 def sources_of(form: Form, of: Picture, dtype: torch.dtype) -> list[KernelSource]:
@@ -291,7 +296,7 @@ def sources_of(form: Form, of: Picture, dtype: torch.dtype) -> list[KernelSource
 
 def sources_at(shapes: Sequence[Sequence[int]], dtype: torch.dtype) -> list[KernelSource]:
     """What is launched for operands of these sizes; nothing where the library does it."""
-    of = picture_of(*shapes)
+    of = picture_of(shapes[0], shapes[1])
     form = form_of(of)
     return sources_of(form, of, dtype) if form else []
 

@@ -41,22 +41,25 @@ from strop.kernels.ptx import (
 
 @lru_cache(maxsize=512)  # 150 calls of a UNet have twenty
 def group_product(of: Product, dtype: torch.dtype) -> KernelSource:
-    """out[b, y, x, o] = sum of w[o, i, j, c] * in[b, y + i - r, x + j - r, c], r = size // 2.
+    """out[b, y, x, o] = sum of w[o, i, j, c] * in[b, t * y + i - r, t * x + j - r, c], where
+    r = size // 2 and t = stride.
 
-    Params: the input (B, H, W, CI), weights (CO, size * size * CI), the result (B, H, W, CO), and
-    what is added, or biases (CO,), or nothing; all dense, of addresses that are multiples of 16
-    bytes; the input may have gaps. CI is a multiple of 64, of a single place 8; CO of 8, where it
-    is gated twice ``width``. Sums are fp32. Scalars: tiles of columns, boxes right, down and of
-    pictures, CI, tiles at work, and 1 where kernels that may still run write the weights, else 0.
+    Params: the input (B, H, W, CI), weights (CO, size * size * CI), the result (B, H / t, W / t,
+    CO), and what is added, or biases (CO,), or nothing; all dense, of addresses that are multiples
+    of 16 bytes; the input may have gaps. CI is a multiple of 64, of a single place 8; CO of 8,
+    where it is gated twice ``width``. Sums are fp32. Scalars: tiles of columns, boxes right, down
+    and of pictures, CI, tiles at work, and 1 where kernels that may still run write the weights,
+    else 0.
     """
     tile, kind = of.tile, KINDS[dtype]
     ends = added(of, kind) if tile.split > 1 else stored(of, kind)
     text = "".join((*_begin(of), *_fetch(of), *_multiply(of, kind), *ends))
     weights = (of.width, LINE)  # twice, where there are gates
+    steps = (1, of.stride, of.stride, 1) if of.stride > 1 else ()
     return KernelSource(
         NAME, "ptx", text, (dtype,) * 4, (1,) * SCALARS, (symbol("s5") * tile.split,),
         constants=(("SHARED", of.shared), ("EARLY", 1)), num_warps=4 * tile.groups + 1,
-        boxes=((*of.box, LINE), weights, (), ()),
+        boxes=((*of.box, LINE), weights, (), ()), steps=steps,
     )  # fmt: skip
 
 
@@ -83,7 +86,7 @@ _BEGIN = """\
     ld.param.u32 %lines, [x_size1];
     ld.param.u32 %columns, [x_size2];
     ld.param.u32 %outs, [w_size0];
-{halves}    ld.param.u32 %across, [s0];
+{fewer}{halves}    ld.param.u32 %across, [s0];
     ld.param.u32 %right, [s1];
     ld.param.u32 %down, [s2];
     ld.param.u32 %n0, [s3];
@@ -115,9 +118,16 @@ def _begin(of: Product) -> Iterator[str]:
                 cluster=tile.split)  # fmt: skip
     yield _BEGIN.format(
         split=tile.split, results=tile.cols // 2, added=4 * AT_ONCE, line=LINE,
-        places=of.size**2,
+        places=of.size**2, fewer="".join(_shortened(of)),
         halves="    shr.u32 %outs, %outs, 1;\n" if of.gated else "", barriers=barriers(counts),
     )  # fmt: skip
+
+
+def _shortened(of: Product) -> Iterator[str]:
+    """Lines and columns of the result, where the input has more."""
+    for size in ("%lines", "%columns") if of.stride > 1 else ():
+        yield f"    add.u32 {size}, {size}, {of.stride - 1};\n"
+        yield f"    div.u32 {size}, {size}, {of.stride};\n"
 
 
 def _coordinates(of: Product) -> str:
@@ -142,7 +152,8 @@ def _coordinates(of: Product) -> str:
 
 def _first_place(of: Product) -> str:
     """Of step %first: places of the window in their order, all channels of one before the next."""
-    around = of.size // 2
+    around, stride = of.size // 2, of.stride
+    further = f"    mul.lo.u32 %left, %left, {stride};\n    mul.lo.u32 %top, %top, {stride};\n"
     return f"""\
     add.u32 %n1, %ins, {LINE} - 1;
     div.u32 %n1, %n1, {LINE};
@@ -151,6 +162,7 @@ def _first_place(of: Product) -> str:
     mul.lo.u32 %channel, %channel, {LINE};
     rem.u32 %x, %n0, {of.size};
     div.u32 %y, %n0, {of.size};
+{further if stride > 1 else ""}\
     sub.u32 %left, %left, {around};
     add.u32 %end, %left, {of.size};
     add.u32 %x, %x, %left;

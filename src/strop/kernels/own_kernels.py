@@ -37,8 +37,8 @@ class Family:
 FAMILIES: Mapping[str, Family] = {
     "group_product": Family(
         products.fits,
-        lambda op, attrs, shapes, dtype: products.sources_at(op, shapes, dtype),
-        lambda op, attrs, shapes, dtype: products.sources_anywhere(op, shapes, dtype),
+        products.sources_at,
+        products.sources_anywhere,
     ),
     "box_conv": Family(
         box_conv.is_boxed,

@@ -25,13 +25,15 @@ class Tile:
 class Product:
     """``size`` of the window, 1 or odd; ``box`` of rows: pictures, lines and columns of pixels.
     ``gated``: the result is value * gelu(gate), of two halves of the weights' rows, with biases.
-    ``adds``: something is added that lies like the result."""
+    ``adds``: something is added that lies like the result. ``stride``: pixels of the input from
+    one of the result to the next."""
 
     tile: Tile
     size: int
     box: tuple[int, int, int]
     gated: bool = False
     adds: bool = False
+    stride: int = 1
 
     @property
     def rows(self) -> int:

@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import torch
 
@@ -33,6 +34,7 @@ BOXES: Mapping[int, Boxes] = {
 # Of the columns and the depth of linears, as in Stable Diffusion's UNets. The kernel wants 8; what
 # it takes at other sizes, of BERT or of ResNet's 1x1 convolutions, has not been measured.
 MULTIPLE = 320
+STRIDES = (1, 2)  # of convolutions
 LEAST_ROWS = 128  # of a linear: fewer wait for their weights alone
 
 
@@ -63,7 +65,7 @@ class Form:
 def form(tile: Tile, of: Picture, end: str = PLAIN) -> Form:
     """With the box that wastes the fewest pixels. ``of.outs``: columns of the result."""
     box = box_of(tile.groups, of, boxes={tile.groups: _boxes(tile, of.size)})
-    product = Product(tile, of.size, box, end == GATED, end == ADDS)
+    product = Product(tile, of.size, box, end == GATED, end == ADDS, of.stride)
     return Form(product, boxes_along(box, of), -(-of.outs // product.width))
 
 
@@ -174,16 +176,16 @@ def fits(node: Node) -> bool:
         return False
     outs, ins = weight[0].value, weight[1].value
     if node.op == "conv2d":
-        return box_conv.is_boxed(node)
+        return box_conv.is_boxed(node, STRIDES)
     halves = 2 if OPS[node.op] == GATED else 1
     return ins % MULTIPLE == 0 and outs % (halves * MULTIPLE) == 0
 
 
-def picture_of(op: str, shapes: Sequence[Sequence[int]]) -> Picture:
+def picture_of(op: str, attrs: Mapping[str, Any], shapes: Sequence[Sequence[int]]) -> Picture:
     """From the sizes of the operands: (B, CI, H, W) and (CO, CI, size, size), or (..., K) and
     (N, K), whose rows are one line of pixels."""
     if op == "conv2d":
-        return box_conv.picture_of(shapes[0], shapes[1])
+        return box_conv.picture_of(shapes[0], shapes[1], attrs["stride"][0])
     *rows, depth = shapes[0]
     return line_of(math.prod(rows), shapes[1][0], depth, OPS[op])
 
@@ -193,21 +195,22 @@ def line_of(rows: int, columns: int, depth: int, end: str) -> Picture:
     return Picture(1, depth, columns // 2 if end == GATED else columns, 1, 1, rows)
 
 
-def sources_at(op: str, shapes: Sequence[Sequence[int]], dtype: torch.dtype) -> list[KernelSource]:
+def sources_at(op: str, attrs: Mapping[str, Any], shapes: Sequence[Sequence[int]],
+               dtype: torch.dtype) -> list[KernelSource]:  # fmt: skip
     """What is launched for operands of these sizes, as far as it is ours."""
-    found = form_of(picture_of(op, shapes), OPS[op])
+    found = form_of(picture_of(op, attrs, shapes), OPS[op])
     return [group_product(found.product, dtype)] if found else []
 
 
-def sources_anywhere(op: str, shapes: Sequence[Sequence[Expr]], dtype: torch.dtype
-                     ) -> list[KernelSource]:  # fmt: skip
+def sources_anywhere(op: str, attrs: Mapping[str, Any], shapes: Sequence[Sequence[Expr]],
+                     dtype: torch.dtype) -> list[KernelSource]:  # fmt: skip
     """What may be launched with such weights at any sizes."""
     end, weight = OPS[op], [size.value for size in shapes[1]]
-    of = picture_of(op, [(1, weight[1], 1, 1)[: len(weight)], weight])
+    of = picture_of(op, attrs, [(1, weight[1], 1, 1)[: len(weight)], weight])
     found = dict[KernelSource, None]()
     for tile in GATED_TILES if end == GATED else TILES:
         for box in _boxes(tile, of.size):
-            product = Product(tile, of.size, box, end == GATED, end == ADDS)
+            product = Product(tile, of.size, box, end == GATED, end == ADDS, of.stride)
             if is_able(product, of):
                 found[group_product(product, dtype)] = None
     return list(found)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass
 from functools import lru_cache
 from typing import Any
@@ -38,11 +38,18 @@ SWIZZLE_128B = 3  # CUtensorMapSwizzle
 @dataclass(frozen=True, slots=True)
 class Box:
     """How the tensor memory accelerator moves a piece of a tensor: ``sizes`` in elements, the last
-    dim being dense, and the numbers of CUtensorMapDataType and CUtensorMapSwizzle."""
+    dim being dense, and the numbers of CUtensorMapDataType and CUtensorMapSwizzle. ``steps``: from
+    one element of the piece to the next, by dim, or () for 1."""
 
     sizes: tuple[int, ...]
     dtype: int
     swizzle: int
+    steps: tuple[int, ...] = ()
+
+    @staticmethod
+    def of(sizes: Sequence[int], dtype: int, swizzle: int, steps: Sequence[int] = ()) -> Box:
+        """From what JSON can say."""
+        return Box(tuple(sizes), dtype, swizzle, tuple(steps))
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +67,7 @@ class Cubin:
     @staticmethod
     def of(header: Mapping[str, Any], code: bytes) -> Cubin:
         """From what JSON can say."""
-        boxes = [box and Box(tuple(box[0]), *box[1:]) for box in header.get("boxes", ())]
+        boxes = [box and Box.of(*box) for box in header.get("boxes", ())]
         return Cubin(**{**header, "code": code, "boxes": tuple(boxes)})
 
     def to_bytes(self) -> bytes:
@@ -120,6 +127,7 @@ def request_of(source: KernelSource, arch: int) -> dict[str, Any]:
 
 def _assembly_request(source: KernelSource, arch: int) -> dict[str, Any]:
     boxes = [source.box(n) for n in range(len(source.params))]
+    steps = [[source.steps] if source.steps and n == 0 else [] for n in range(len(boxes))]
     return {
         "language": "ptx",
         "name": source.name,
@@ -127,8 +135,8 @@ def _assembly_request(source: KernelSource, arch: int) -> dict[str, Any]:
         "constants": dict(source.constants),
         "num_warps": source.num_warps,
         "arch": arch,
-        "boxes": [[box, BOX_TYPES[dtype], SWIZZLE_128B] if box else None
-                  for dtype, box in zip(source.params, boxes, strict=True)],
+        "boxes": [[box, BOX_TYPES[dtype], SWIZZLE_128B, *step] if box else None
+                  for dtype, box, step in zip(source.params, boxes, steps, strict=True)],
     }  # fmt: skip
 
 

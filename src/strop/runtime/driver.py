@@ -132,10 +132,12 @@ class TensorMap:
         self.address = -(-ctypes.addressof(self._bytes) // _MAP_ALIGNMENT) * _MAP_ALIGNMENT
         # The driver counts dims from the innermost; it takes the innermost stride for granted.
         extents = (c_uint64 * rank)(*reversed(sizes))
-        steps = (c_uint64 * rank)(*(width * step for step in reversed(strides[:-1])))
+        distances = (c_uint64 * rank)(*(width * step for step in reversed(strides[:-1])))
+        steps = box.steps or (1,) * rank
+        reach = [size * step for size, step in zip(box.sizes, steps, strict=True)]
         code = _cuda().cuTensorMapEncodeTiled(
-            self.address, box.dtype, rank, pointer, extents, steps,
-            (c_uint32 * rank)(*reversed(box.sizes)), (c_uint32 * rank)(*[1] * rank), 0,
+            self.address, box.dtype, rank, pointer, extents, distances,
+            (c_uint32 * rank)(*reversed(reach)), (c_uint32 * rank)(*reversed(steps)), 0,
             box.swizzle, _PROMOTION_128B, 0,
         )  # fmt: skip
         _check(code, f"describing {list(sizes)} with strides {list(strides)} to {entry}")

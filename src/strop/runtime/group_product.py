@@ -3,7 +3,8 @@ sizes are ones for which they are the faster ones."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,9 +28,10 @@ class GroupProduct:
     the same run writes the weights, which it then does not wait for.
     """
 
-    def __init__(self, op: str, otherwise: OutCall, kernels: KernelLibrary, stream: int, *,
-                 is_early: bool, is_steady: bool, choose: Choose = form_of) -> None:  # fmt: skip
-        self._op, self._otherwise, self._choose = op, otherwise, choose
+    def __init__(self, op: str, attrs: Mapping[str, Any], otherwise: OutCall,
+                 kernels: KernelLibrary, stream: int, *, is_early: bool, is_steady: bool,
+                 choose: Choose = form_of) -> None:  # fmt: skip
+        self._op, self._attrs, self._otherwise, self._choose = op, attrs, otherwise, choose
         self._kernels, self._stream = kernels, stream
         self._is_early, self._is_steady = is_early, is_steady
         self._bound: dict[tuple[torch.Size, tuple[int, ...]], BoundKernel | None] = {}
@@ -58,7 +60,7 @@ class GroupProduct:
         return tensor if self._op in LINEARS else tensor.permute(0, 2, 3, 1)
 
     def _bind(self, x: Tensor, weight: Tensor, pixels: Tensor) -> BoundKernel | None:
-        of = picture_of(self._op, (x.shape, weight.shape))
+        of = picture_of(self._op, self._attrs, (x.shape, weight.shape))
         form = self._choose(of, OPS[self._op])
         if form is None:
             return None

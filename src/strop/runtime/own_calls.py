@@ -96,7 +96,7 @@ def instead(step: CallStep, own: Own, otherwise: Call, kernels: KernelLibrary, s
     if own.family == "group_product":
         if step.op == "geglu":
             otherwise = GatedLinear(otherwise, kernels, stream, is_early=early, is_one=False)
-        return GroupProduct(step.op, otherwise, kernels, stream, is_early=early,
+        return GroupProduct(step.op, dict(step.attrs), otherwise, kernels, stream, is_early=early,
                             is_steady=own.is_steady)  # fmt: skip
     if own.family == "box_conv":
         return BoxConvolution(otherwise, kernels, stream, is_early=early)
