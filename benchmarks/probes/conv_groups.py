@@ -1,14 +1,16 @@
 """Is a 3x3 convolution of ours, in PTX, faster where the programs of a cluster share a sum?
 
-python benchmarks/probes/conv_groups.py --out FOLDER [--seconds 150] [--side 16 | --held-out]
+python benchmarks/probes/conv_groups.py --out FOLDER [--seconds 150] [--side 16]
+    [--held-out | --strided]
 
-One H100, fp16, channels-last, stride 1: see ``strop/kernels/group_product.py``. 128 pixels x 160
+One H100, fp16, channels-last: see ``strop/kernels/group_product.py``. 128 pixels x 160
 channels, in up to eight parts, leave few of 132 processors without work at all sizes of SD1.5's
 UNet. Peers: cuDNN and ``box_conv`` with the kernel that adds its parts. Errors are against fp32.
 """
 
 from __future__ import annotations
 
+import argparse
 import itertools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import astuple
@@ -20,21 +22,26 @@ import torch
 from conv_narrow import SETS, arguments, library_call, window_of
 from torch import Tensor
 
+from strop.bench.select import HELD_OUT
 from strop.ir.source import KernelSource
 from strop.kernels import products
-from strop.kernels.box_conv import Picture, form_of, sources_of
+from strop.kernels.box_conv import Picture, form_of, picture_of, sources_of
 from strop.kernels.group_product import group_product
-from strop.kernels.product_layout import MOST_SHARED, Tile
+from strop.kernels.product_layout import Tile
 from strop.kernels.products import CLUSTERS, PLAIN, Form, form, is_able
 from strop.kernels.ptx import DEPTH, LINE, ROWS
 
-HELD_OUT = 28  # of the shapes that no number of the rule is from: 768x768, and others between
+AT_ONCE = {**CLUSTERS, 5: 24}  # of five: a guess
+# Batch, height = width, channels in and out where every second pixel is left out.
+STRIDED = ((2, 64, 320, 320), (2, 32, 640, 640), (2, 16, 1280, 1280), (8, 64, 320, 320),
+           (8, 32, 640, 640), (2, 128, 320, 320), (2, 64, 640, 640), (2, 96, 320, 320),
+           (3, 48, 640, 640), (4, 16, 1280, 1280))  # fmt: skip
+MORE = 28  # pictures of 768x768, and others between
 WORST = 1.35  # tiles of which a guess says that they take so much longer are left out
-TILES = tuple(dict.fromkeys((*products.TILES, *(Tile(*each) for each in (
-    *((2, 160, 5, split) for split in (1, 4, 6, 8)), (2, 80, 7), (2, 80, 7, 8), (2, 256, 4),
-    *((2, 128, 6, split) for split in (1, 2, 3)), (2, 184, 4, 4), (2, 192, 5), (2, 192, 5, 2),
-    (2, 256, 4, 2), (3, 160, 4), *((3, 128, 5, split) for split in (1, 2)), (3, 160, 4, 2),
-    *((4, 80, 5, split) for split in (1, 2)), (1, 160, 7, 2),
+TILES = tuple(dict.fromkeys((*products.CONV_TILES, *(Tile(*each) for each in (
+    (2, 160, 5), (2, 160, 5, 4), (2, 80, 6, 1, True), (2, 80, 7), (2, 80, 7, 8), (2, 256, 4),
+    *((2, 128, 6, split) for split in (1, 2, 3)), (2, 192, 5), (2, 256, 4, 2), (3, 160, 4),
+    *((4, 80, 5, split) for split in (1, 2)), (1, 160, 7, 2), (2, 216, 4, 5),
 )))))  # fmt: skip
 
 
@@ -42,7 +49,7 @@ def clocks(each: Form, of: Picture) -> float:
     """A guess: a step takes as long as its products, or as what they read and write of shared
     memory at 128 bytes a clock."""
     product, tile = each.product, each.product.tile
-    rounds = -(-each.num_tiles // CLUSTERS[tile.split])
+    rounds = -(-each.num_tiles // AT_ONCE[tile.split])
     reads = LINE // DEPTH * tile.groups * (ROWS + tile.cols) * 2 * DEPTH
     step = max(2 * tile.groups * tile.cols, (reads + product.stage) / 128)
     steps = -(-(of.size**2) * -(-of.ins // LINE) // tile.split)
@@ -55,7 +62,7 @@ def forms(of: Picture, end: str = PLAIN, tiles: Iterable[Tile] = TILES, worst: f
     """Those that are worth a try."""
     tried = (form(tile, of, end) for tile in tiles)
     found = {each: clocks(each, of) for each in tried
-             if is_able(each.product, of) and each.product.shared <= MOST_SHARED}  # fmt: skip
+             if is_able(each.product, of)}  # fmt: skip
     least = min(found.values())
     return [each for each, guess in found.items() if guess <= worst * least]
 
@@ -64,7 +71,8 @@ def bound(each: Form, of: Picture, sets: list[tuple[Tensor, ...]], library: Any,
           ) -> Callable[[], None]:  # fmt: skip
     product, scalars = each.product, each.scalars(of.ins, late=False)
     columns = of.outs * (2 if product.gated else 1)
-    sizes = [(of.batch, of.height, of.width, of.ins), (columns, of.size**2 * of.ins)]
+    sides = (of.height * of.stride, of.width * of.stride)
+    sizes = [(of.batch, *sides, of.ins), (columns, of.size**2 * of.ins)]
     views = [(each, torch.empty(each, device="meta").stride()) for each in sizes]
     source, launches = group_product(product, torch.float16), []
     for tensors in sets:
@@ -74,8 +82,13 @@ def bound(each: Form, of: Picture, sets: list[tuple[Tensor, ...]], library: Any,
     return lambda: next(turns)()
 
 
+def picture(shape: tuple[int, ...]) -> Picture:
+    batch, side, ins, outs, size, stride = shape
+    return picture_of((batch, ins, side, side), (outs, ins, size, size), stride)
+
+
 def sources(shape: tuple[int, ...]) -> Iterator[KernelSource]:
-    of = conv_boxes.picture_of(shape)
+    of = picture(shape)
     yield from (group_product(each.product, torch.float16) for each in forms(of))
     boxes = form_of(of)
     if boxes:
@@ -83,11 +96,11 @@ def sources(shape: tuple[int, ...]) -> Iterator[KernelSource]:
 
 
 def measure(shape: tuple[int, ...], library: Any) -> dict[str, Any]:
-    of, stream = conv_boxes.picture_of(shape), torch.cuda.Stream()
+    of, stream = picture(shape), torch.cuda.Stream()
     with torch.cuda.stream(stream), torch.no_grad():
         sets = arguments(shape)
         x, w, out = sets[0]
-        truth = torch.nn.functional.conv2d(x.float(), w.float(), padding=1)
+        truth = torch.nn.functional.conv2d(x.float(), w.float(), padding=1, stride=of.stride)
         calls: dict[str, Callable[[], None]] = {"cudnn": library_call(sets, window_of(shape))}
         boxes = form_of(of)
         if boxes:
@@ -98,17 +111,26 @@ def measure(shape: tuple[int, ...], library: Any) -> dict[str, Any]:
         return contest.judged(calls, SETS, out, truth, stream)
 
 
+def shapes_of(args: argparse.Namespace) -> list[tuple[int, ...]]:
+    if args.strided:
+        return [(*each, 3, 2) for each in STRIDED]
+    if args.held_out:
+        return sorted(HELD_OUT["conv_groups"])
+    every = [shape for shape in conv_boxes.shapes() if shape[2] >= 256]
+    first = [shape for shape in conv_boxes.shapes()[:40] if shape in every]
+    more = [s for s in every if s not in first and (s[1] % 12 == 0 or s in every[-40:])]
+    shapes = [*first, *more[:MORE]]
+    return [shape for shape in shapes if args.side in (None, shape[1])]
+
+
 def main() -> None:
     torch.backends.cudnn.allow_tf32 = False
     parser = contest.arguments_of(__doc__, seconds=150)
     parser.add_argument("--side", type=int, help="pictures of this height and width only")
     parser.add_argument("--held-out", action="store_true", help="sizes that no rule was fitted to")
+    parser.add_argument("--strided", action="store_true", help="every second pixel is left out")
     args = parser.parse_args()
-    every = [shape for shape in conv_boxes.shapes() if shape[2] >= 256]
-    fitted = [shape for shape in conv_boxes.shapes()[:40] if shape in every]
-    shapes = [s for s in every if s not in fitted and (s[1] % 12 == 0 or s in every[-40:])]
-    shapes = shapes[:HELD_OUT] if args.held_out else fitted
-    shapes = [shape for shape in shapes if args.side in (None, shape[1])]
+    shapes = shapes_of(args)
     contest.hold("conv_groups", args, (s for shape in shapes for s in sources(shape)), shapes,
                  measure)  # fmt: skip
 

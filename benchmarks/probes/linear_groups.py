@@ -10,7 +10,7 @@ behind it): see ``strop/kernels/group_product.py``. Chains of launches that may 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import astuple
 from typing import Any
 
@@ -20,6 +20,7 @@ from conv_groups import bound, forms
 from conv_narrow import SETS
 from torch import Tensor
 
+from strop.bench.select import HELD_OUT
 from strop.ir.source import KernelSource
 from strop.kernels import products
 from strop.kernels.group_product import group_product
@@ -44,9 +45,7 @@ SHAPES = (
         (2048, 10240, 1280), (8192, 2560, 320), (2048, 5120, 640), (512, 10240, 1280),
         (8192, 5120, 640), (32768, 2560, 320),
     )),
-)  # fmt: skip
-# Of which the rule knows nothing: 768x768, other batches, and sizes of no model.
-HELD_OUT = (
+    # 768x768, other batches, and sizes of no model
     *((m, n, k, PLAIN) for m, n, k in (
         (18432, 320, 320), (4608, 640, 640), (1152, 1280, 1280), (4608, 1920, 640),
         (1152, 1280, 5120), (18432, 960, 320), (4096, 320, 320), (1024, 640, 640),
@@ -62,9 +61,9 @@ HELD_OUT = (
         (3072, 5120, 640), (12288, 2560, 320),
     )),
 )  # fmt: skip
-TILES = tuple(dict.fromkeys((*products.TILES, *(Tile(*each) for each in (
+TILES = tuple(dict.fromkeys((*products.LINEAR_TILES, *(Tile(*each) for each in (
     *((2, 80, 7, split) for split in (1, 2, 4)), *((1, 80, 8, split) for split in (2, 4)),
-    (2, 128, 6), (2, 160, 5), (2, 256, 4), (3, 160, 4), (2, 192, 4, 1, True),
+    (2, 128, 6), (2, 160, 5), (2, 256, 4), (3, 160, 3, 1, True),
 )))))  # fmt: skip
 GATED_TILES = (*products.GATED_TILES, *(Tile(*each) for each in (
     (2, 160, 5), (2, 256, 4), (2, 128, 6, 1, True), (2, 64, 7, 1, True), (2, 80, 7, 1, True),
@@ -78,6 +77,11 @@ def forms_of(shape: tuple[Any, ...]) -> list[Form]:
 
 def sources(shape: tuple[Any, ...]) -> Iterator[KernelSource]:
     yield from (group_product(each.product, torch.float16) for each in forms_of(shape))
+
+
+def with_target(sets: list[tuple[Tensor, ...]], end: str) -> list[tuple[Tensor, ...]]:
+    """A sum is written over what is added, as in a model."""
+    return [(x, w, out, out if end == ADDS else more) for x, w, out, more in sets]
 
 
 def library_call(sets: list[tuple[Tensor, ...]], end: str, library: Any, stream: int
@@ -129,12 +133,11 @@ def measure(shape: tuple[Any, ...], library: Any) -> dict[str, Any]:
         x, w, out, more = sets[0]
         calls = {"cublas": library_call(sets, end, library, stream.cuda_stream)}
         for each in forms_of(shape):
-            calls[str(astuple(each.product.tile))] = bound(each, of, sets, library,
-                                                           stream.cuda_stream)  # fmt: skip
+            calls[str(astuple(each.product.tile))] = bound(each, of, with_target(sets, end),
+                                                           library, stream.cuda_stream)  # fmt: skip
         truth, errors = truth_of(end, x, w, more), {}
         for name, call in calls.items():
-            in_place = end == ADDS and name == "cublas"  # it adds to what is there
-            out.copy_(more) if in_place else out.fill_(float("nan"))
+            out.copy_(more) if end == ADDS else out.fill_(float("nan"))
             for _ in range(SETS):
                 call()
             torch.cuda.synchronize()
@@ -145,8 +148,12 @@ def measure(shape: tuple[Any, ...], library: Any) -> dict[str, Any]:
 def main() -> None:
     parser = contest.arguments_of(__doc__, seconds=120)
     parser.add_argument("--held-out", action="store_true", help="sizes that no rule was fitted to")
+    parser.add_argument("--end", choices=(PLAIN, ADDS, GATED), help="those of one end")
     args = parser.parse_args()
-    shapes = HELD_OUT if args.held_out else SHAPES
+    shapes: Sequence[tuple[Any, ...]] = SHAPES
+    if args.held_out:
+        shapes = sorted(HELD_OUT["linear_groups"])
+    shapes = [shape for shape in shapes if args.end in (None, shape[-1])]
     wanted = itertools.chain.from_iterable(map(sources, shapes))
     contest.hold("linear_groups", args, wanted, shapes, measure)
 

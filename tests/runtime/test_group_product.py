@@ -340,8 +340,9 @@ def forms(op: str, sizes: Sequence[int]) -> list[Form]:
     if op in STRIDES:
         batch, *sides, ins, outs = sizes
         of = picture_of((batch, ins, *sides), (outs, ins, 3, 3), STRIDES[op])
-    tiles = products.GATED_TILES if op == "geglu" else products.TILES
-    found = [form(tile, of, products.OPS[kind(op)[0]]) for tile in tiles if has_steps(tile, of)]
+    end = products.OPS[kind(op)[0]]
+    tiles = products.tiles_of(of, end)
+    found = [form(tile, of, end) for tile in tiles if has_steps(tile, of)]
     return [each for each in found if not (op == "geglu" and of.outs % each.product.width)]
 
 

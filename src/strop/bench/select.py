@@ -90,13 +90,31 @@ RULES: Mapping[str, Callable[[Shape], Name]] = {
     "conv_boxes": _conv, "attn_boxes": _attention, "attn_groups": _attention,
     "conv_groups": _product, "linear_groups": _linear,
 }  # fmt: skip
-FITTED: Mapping[str, frozenset[Shape] | None] = {  # None: all shapes of such a sweep
+FITTED: Mapping[str, frozenset[Shape]] = {
     "conv_boxes": frozenset((*each, 3, 1) for each in box_conv.FITTED),
     "attn_boxes": frozenset(attention.FITTED),
     "attn_groups": frozenset(attention.FITTED),
-    "conv_groups": None,
-    "linear_groups": None,
 }
+# Of products, whose rules are fitted to all other shapes that were measured: other batches and
+# pictures of Stable Diffusion's layers, and some of no model.
+HELD_OUT: Mapping[str, frozenset[Shape]] = {
+    "conv_groups": frozenset((*each, 3, 1) for each in (
+        (1, 64, 320, 320), (3, 64, 640, 320), (4, 64, 320, 320), (1, 32, 640, 640),
+        (3, 32, 1280, 640), (4, 32, 1920, 640), (1, 16, 1280, 1280), (4, 16, 1280, 1280),
+        (3, 16, 2560, 1280), (4, 8, 1280, 1280), (2, 80, 640, 320), (2, 40, 640, 640),
+        (2, 20, 1280, 1280), (6, 52, 320, 640), (2, 112, 320, 320), (2, 56, 1280, 640),
+        (5, 28, 1920, 1280), (2, 44, 960, 1280),
+    )),
+    "linear_groups": frozenset((
+        (4096, 640, 640, ""), (1024, 1280, 1280, ""), (12288, 320, 320, ""), (3072, 1920, 640, ""),
+        (6400, 960, 320, ""), (1600, 640, 2560, ""), (800, 1280, 1280, ""), (16384, 640, 640, ""),
+        (6144, 3840, 1280, ""), (5120, 1280, 5120, ""), (2560, 2560, 320, ""), (700, 640, 1280, ""),
+        (4096, 640, 640, "adds"), (1024, 1280, 1280, "adds"), (12288, 320, 320, "adds"),
+        (16384, 640, 640, "adds"), (4096, 1280, 1280, "adds"), (1600, 640, 2560, "adds"),
+        (1024, 10240, 1280, "gated"), (12288, 5120, 640, "gated"), (6400, 2560, 320, "gated"),
+        (1600, 5120, 640, "gated"), (4096, 2560, 320, "gated"),
+    )),
+}  # fmt: skip
 
 
 def choices(sweep: Path) -> Iterator[Choice]:
@@ -107,10 +125,13 @@ def choices(sweep: Path) -> Iterator[Choice]:
     for kind, shape, us in _swept(sweep):
         chosen = RULES[kind](shape)
         fastest = min(us, key=lambda name: us[name])
-        fitted = FITTED[kind]
         if chosen in us:
             yield Choice(kind, shape, chosen, us[chosen], fastest, us[fastest],
-                         fitted is None or shape in fitted)  # fmt: skip
+                         _was_fitted(kind, shape))  # fmt: skip
+
+
+def _was_fitted(kind: str, shape: Shape) -> bool:
+    return shape in FITTED[kind] if kind in FITTED else shape not in HELD_OUT[kind]
 
 
 def _swept(sweep: Path) -> Iterator[tuple[str, Shape, dict[Name, float]]]:

@@ -17,7 +17,7 @@ from strop.ir.source import KernelSource
 from strop.kernels import box_conv
 from strop.kernels.box_conv import SMS, Boxes, Picture, box_of, boxes_along
 from strop.kernels.group_product import group_product
-from strop.kernels.product_layout import Product, Tile
+from strop.kernels.product_layout import MOST_SHARED, Product, Tile
 from strop.kernels.ptx import KINDS, LINE, ROWS
 
 PLAIN, ADDS, GATED = ENDS = ("", "adds", "gated")  # what becomes of the sums
@@ -84,19 +84,33 @@ class Cost:
     step: float
 
 
-# Measured on an H100 in fp16 (benchmarks/probes/conv_groups.py, linear_groups.py).
-TILES: Mapping[Tile, Cost] = {
-    Tile(2, 160, 5, keeps_on=True): Cost(2.3, 1.2, 0.446),
-    Tile(2, 160, 5, split=2): Cost(5.8, 5.8, 0.477),
-    Tile(2, 160, 5, split=3): Cost(4.2, 4.2, 0.475),
-    Tile(2, 160, 5, split=6): Cost(6.6, 6.6, 0.471),
-    Tile(2, 160, 5, split=8): Cost(4.5, 4.5, 0.6),
-    Tile(2, 80, 6, keeps_on=True): Cost(2.1, 0.5, 0.285),
-    Tile(1, 160, 7): Cost(1.8, 1.8, 0.3),
-    Tile(1, 80, 8): Cost(0.7, 0.7, 0.205),
-    Tile(2, 128, 5, keeps_on=True): Cost(1.6, 1.6, 0.367),
-    Tile(2, 256, 3, keeps_on=True): Cost(2.5, 2.9, 0.72),
-    Tile(3, 160, 3, keeps_on=True): Cost(5.0, 2.4, 0.62),
+# Fitted to what they take on an H100 in fp16 (benchmarks/probes/conv_groups.py, linear_groups.py).
+CONV_TILES: Mapping[Tile, Cost] = {
+    Tile(2, 160, 5, keeps_on=True): Cost(0.8, 0.7, 0.433),
+    Tile(2, 160, 5, split=2): Cost(2.4, 5.6, 0.477),
+    Tile(2, 160, 5, split=3): Cost(4.0, 4.7, 0.537),
+    Tile(2, 160, 5, split=6): Cost(6.1, 7.0, 0.511),
+    Tile(2, 160, 5, split=8): Cost(2.7, 5.2, 0.72),
+    Tile(2, 184, 4, split=4): Cost(4.8, 5.0, 0.583),
+    Tile(2, 192, 5, split=2): Cost(0.5, 5.6, 0.612),
+    Tile(1, 80, 8): Cost(0.7, 0.7, 0.229),
+    Tile(1, 160, 7): Cost(0.5, 0.5, 0.381),
+    Tile(2, 128, 5, keeps_on=True): Cost(0.3, 0.6, 0.389),
+    Tile(2, 256, 3, keeps_on=True): Cost(0.1, 5.5, 0.63),
+    Tile(3, 128, 5): Cost(0.6, 5.9, 0.509),
+    Tile(3, 128, 5, split=2): Cost(3.4, 4.1, 0.56),
+    Tile(3, 160, 3, keeps_on=True): Cost(0.1, 3.3, 0.653),
+    Tile(3, 160, 4, split=2): Cost(3.0, 7.5, 0.69),
+}
+LINEAR_TILES: Mapping[Tile, Cost] = {
+    Tile(2, 160, 5, keeps_on=True): Cost(2.7, 1.2, 0.504),
+    Tile(2, 80, 6, keeps_on=True): Cost(2.3, 1.1, 0.275),
+    Tile(1, 160, 7): Cost(1.9, 4.9, 0.424),
+    Tile(1, 80, 8): Cost(1.2, 1.3, 0.183),
+    Tile(2, 128, 5, keeps_on=True): Cost(2.8, 1.4, 0.437),
+    Tile(2, 256, 3, keeps_on=True): Cost(5.1, 2.1, 0.82),
+    Tile(2, 192, 4, keeps_on=True): Cost(3.4, 1.8, 0.669),
+    Tile(3, 160, 4): Cost(5.5, 4.5, 0.675),
 }
 GATED_TILES: Mapping[Tile, Cost] = {
     Tile(2, 256, 4, keeps_on=True): Cost(1.1, 2.5, 0.77),
@@ -106,21 +120,31 @@ GATED_TILES: Mapping[Tile, Cost] = {
 # Clusters that run at a time, by their programs, one a processor: what the driver says of an H100.
 CLUSTERS: Mapping[int, int] = {1: SMS, 2: 66, 3: 39, 4: 30, 6: 17, 8: 15}
 BESIDE = 1.5  # a step takes so much longer where columns of some tiles lie beside the weights
+# What else there is: cuDNN's pictures waste more than box_conv's rule expects, which knows one size
+# of them; and a sum of parts that a kernel of its own adds begins twice.
+LIBRARY_SHARE, SUM_US = 1.45, 2.5
 WEIGHT_BYTES_A_US, WEIGHT_BEGIN_US = 2.6e6, 3.0  # that no cache holds: each pass reads them again
 # cuBLAS: operations and bytes of results a microsecond; a beginning; and what a launch costs that
 # cannot come early. Of the kernel with gates behind it, likewise.
-LINEAR_OPS_A_US, LINEAR_BYTES_A_US, LINEAR_BEGIN_US, GAP_US = 760e6, 3.3e6, 3.2, 1.0
+LINEAR_OPS_A_US, LINEAR_BYTES_A_US, LINEAR_BEGIN_US, GAP_US = 760e6, 3.3e6, 3.2, 1.5
 BEHIND_BYTES_A_US, BEHIND_BEGIN_US = 3.2e6, 1.5
+
+
+def tiles_of(of: Picture, end: str) -> Mapping[Tile, Cost]:
+    """Those that are there for it."""
+    if end == GATED:
+        return GATED_TILES
+    return CONV_TILES if of.size > 1 else LINEAR_TILES
 
 
 def us_of(found: Form, of: Picture) -> float:
     """About how long it takes, on a GPU that does nothing else."""
     product, tile = found.product, found.product.tile
     weights = 2 * of.size**2 * of.ins * found.across * tile.cols
-    cost = (GATED_TILES if product.gated else TILES)[tile]
+    cost = tiles_of(of, GATED if product.gated else PLAIN)[tile]
     rounds = -(-found.num_tiles // CLUSTERS[tile.split])
     steps = -(-_steps(of) // tile.split)
-    beside = BESIDE if of.outs % product.width else 1.0
+    beside = BESIDE if product.adds and of.outs % product.width else 1.0
     us = cost.begin + (rounds - 1) * cost.again + rounds * steps * cost.step * beside
     return max(us, weights / WEIGHT_BYTES_A_US + WEIGHT_BEGIN_US)
 
@@ -135,8 +159,10 @@ def has_steps(tile: Tile, of: Picture) -> bool:
 
 
 def is_able(product: Product, of: Picture) -> bool:
-    """Whether it can do this: its parts have steps, and its gates lie behind the values."""
-    return has_steps(product.tile, of) and not (product.gated and of.outs % product.width)
+    """Whether it can do this: its parts have steps, its gates lie behind the values, and what is
+    added has room beside its stages."""
+    is_whole = not (product.gated and of.outs % product.width)
+    return has_steps(product.tile, of) and is_whole and product.shared <= MOST_SHARED
 
 
 @lru_cache(maxsize=4096)
@@ -150,7 +176,7 @@ def form_of(of: Picture, end: str = PLAIN) -> Form | None:
 def _forms(of: Picture, end: str) -> Iterator[Form]:
     if of.size == 1 and of.width < LEAST_ROWS:
         return
-    for tile in GATED_TILES if end == GATED else TILES:
+    for tile in tiles_of(of, end):
         found = form(tile, of, end)
         if is_able(found.product, of):
             yield found
@@ -160,7 +186,7 @@ def others_us(of: Picture, end: str) -> float:
     """What it takes otherwise, about."""
     if of.size > 1:
         box = box_conv.form_of(of)
-        return box_conv.us_of(box, of) if box else box_conv.library_us(of)
+        return box_conv.us_of(box, of) + SUM_US if box else LIBRARY_SHARE * box_conv.library_us(of)
     columns = 2 * of.outs if end == GATED else of.outs
     ops, numel = 2 * of.width * of.ins * columns, of.width * columns
     us = LINEAR_BEGIN_US + GAP_US + ops / LINEAR_OPS_A_US + 2 * numel / LINEAR_BYTES_A_US
@@ -208,7 +234,7 @@ def sources_anywhere(op: str, attrs: Mapping[str, Any], shapes: Sequence[Sequenc
     end, weight = OPS[op], [size.value for size in shapes[1]]
     of = picture_of(op, attrs, [(1, weight[1], 1, 1)[: len(weight)], weight])
     found = dict[KernelSource, None]()
-    for tile in GATED_TILES if end == GATED else TILES:
+    for tile in tiles_of(of, end):
         for box in _boxes(tile, of.size):
             product = Product(tile, of.size, box, end == GATED, end == ADDS, of.stride)
             if is_able(product, of):
