@@ -50,6 +50,8 @@ class Options:
     group_product: bool = _knob(True, "convolutions, linears and GEGLU by a kernel of ours in PTX,"
                                 " at sizes where it is faster (inference, sm_90)",
                                 "STROP_GROUP_PRODUCT")  # fmt: skip
+    few_rows: bool = _knob(False, "linears of up to four rows by a kernel of ours (inference,"
+                           " sm_90)", "STROP_FEW_ROWS")  # fmt: skip
     cache_dir: str = _knob("", "where plans and kernels are kept; empty: ~/.cache/strop",
                            "STROP_CACHE_DIR", keyed=False)  # fmt: skip
     dump: str = _knob("", "folder for the files of every compiled graph, from ATen to kernels",
@@ -98,7 +100,7 @@ class Options:
         """Without what has been measured for inference alone."""
         skipped = tuple(dict.fromkeys((*self.disable, "linear_add")))
         return replace(self, box_conv=False, box_attention=False, box_geglu=False,
-                       group_product=False, disable=skipped)  # fmt: skip
+                       group_product=False, few_rows=False, disable=skipped)  # fmt: skip
 
     @property
     def wants_graphs(self) -> bool:

@@ -15,7 +15,7 @@ import torch
 from strop.ir.dims import Expr
 from strop.ir.graph import Node
 from strop.ir.source import KernelSource
-from strop.kernels import attention, box_conv, geglu, products
+from strop.kernels import attention, box_conv, few_rows, geglu, products
 
 Attrs = Mapping[str, Any]
 Sizes = Sequence[Sequence[int]]
@@ -35,6 +35,7 @@ class Family:
 
 
 FAMILIES: Mapping[str, Family] = {
+    "few_rows": Family(few_rows.fits, few_rows.sources_at, few_rows.sources_anywhere),
     "group_product": Family(
         products.fits,
         products.sources_at,
