@@ -2,9 +2,9 @@
 
 python benchmarks/probes/linear_groups.py --out FOLDER [--seconds 120] [--held-out]
 
-One H100, fp16: x (M, K) w (N, K)^T of SD1.5's and SDXL's linear layers, alone, with a sum at the
-end ("adds"), and value * gelu(gate) ("gated", N columns of the product, beside cuBLAS with a kernel
-behind it): see ``strop/kernels/group_product.py``. Chains of launches that may begin early.
+One H100, fp16: x (M, K) w (N, K)^T of SD1.5's and SDXL's linear layers, alone, and with value *
+gelu(gate) at the end ("gated", N columns of the product, beside cuBLAS with a kernel behind it):
+see ``strop/kernels/group_product.py``. Chains of launches that may begin early.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from strop.ir.source import KernelSource
 from strop.kernels import products
 from strop.kernels.group_product import group_product
 from strop.kernels.product_layout import Tile
-from strop.kernels.products import ADDS, GATED, PLAIN, Form, line_of
+from strop.kernels.products import GATED, PLAIN, Form, line_of
 from strop.runtime.gated_linear import GatedLinear
 
 WORST = 1.4  # tiles of which a guess says that they take so much longer are left out
@@ -38,9 +38,6 @@ SHAPES = (
         (2048, 1280, 5120), (8192, 640, 2560), (128, 1280, 1280), (32768, 320, 320),
         (300, 328, 200),
     )),
-    *((m, n, k, ADDS) for m, n, k in (
-        (2048, 1280, 1280), (8192, 320, 320), (2048, 640, 640), (512, 1280, 1280),
-    )),
     *((m, n, k, GATED) for m, n, k in (
         (2048, 10240, 1280), (8192, 2560, 320), (2048, 5120, 640), (512, 10240, 1280),
         (8192, 5120, 640), (32768, 2560, 320),
@@ -51,10 +48,6 @@ SHAPES = (
         (1152, 1280, 5120), (18432, 960, 320), (4096, 320, 320), (1024, 640, 640),
         (6144, 640, 640), (3072, 1280, 1280), (1536, 3840, 1280), (4096, 1280, 5120),
         (640, 2560, 640), (5000, 1600, 960),
-    )),
-    *((m, n, k, ADDS) for m, n, k in (
-        (18432, 320, 320), (4608, 640, 640), (1152, 1280, 1280), (1152, 1280, 5120),
-        (8192, 640, 640), (3072, 1280, 1280),
     )),
     *((m, n, k, GATED) for m, n, k in (
         (18432, 2560, 320), (4608, 5120, 640), (1152, 10240, 1280), (4096, 10240, 1280),
@@ -79,11 +72,6 @@ def sources(shape: tuple[Any, ...]) -> Iterator[KernelSource]:
     yield from (group_product(each.product, torch.float16) for each in forms_of(shape))
 
 
-def with_target(sets: list[tuple[Tensor, ...]], end: str) -> list[tuple[Tensor, ...]]:
-    """A sum is written over what is added, as in a model."""
-    return [(x, w, out, out if end == ADDS else more) for x, w, out, more in sets]
-
-
 def library_call(sets: list[tuple[Tensor, ...]], end: str, library: Any, stream: int
                  ) -> Callable[[], object]:  # fmt: skip
     """cuBLAS's; gates are a kernel of ours behind it."""
@@ -93,51 +81,46 @@ def library_call(sets: list[tuple[Tensor, ...]], end: str, library: Any, stream:
         x, w, out, _ = next(turns)
         return torch.mm(x, w.t(), out=out)
 
-    def adds() -> Tensor:
-        x, w, out, _ = next(turns)
-        return out.addmm_(x, w.t())
-
     gates = GatedLinear(lambda inputs, out: None, library, stream, is_early=False)
 
     def gated() -> None:
         x, w, out, bias = next(turns)
         gates([x, w, bias], out)
 
-    return {PLAIN: plain, ADDS: adds, GATED: gated}[end]
+    return {PLAIN: plain, GATED: gated}[end]
 
 
 def arguments(shape: tuple[Any, ...]) -> list[tuple[Tensor, ...]]:
-    rows, cols, depth, end = shape
+    rows, cols, depth, _ = shape
     new: dict[str, Any] = {"device": "cuda", "dtype": torch.float16}
     outs, found = line_of(*shape).outs, []
     for seed in range(SETS):
         torch.manual_seed(seed)
-        more = torch.randn(*((cols,) if end == GATED else (rows, outs)), **new)
         x, w = torch.randn(rows, depth, **new), torch.randn(cols, depth, **new) * depth**-0.5
-        found.append((x, w, torch.empty(rows, outs, **new), more))
+        found.append((x, w, torch.empty(rows, outs, **new), torch.randn(cols, **new)))
     return found
 
 
-def truth_of(end: str, x: Tensor, w: Tensor, more: Tensor) -> Tensor:
+def truth_of(end: str, x: Tensor, w: Tensor, bias: Tensor) -> Tensor:
     product = x.double() @ w.double().t()
     if end == GATED:
-        value, gate = (product + more).chunk(2, -1)
+        value, gate = (product + bias).chunk(2, -1)
         return value * torch.nn.functional.gelu(gate)
-    return product + more if end == ADDS else product
+    return product
 
 
 def measure(shape: tuple[Any, ...], library: Any) -> dict[str, Any]:
     end, of, stream = shape[-1], line_of(*shape), torch.cuda.Stream()
     with torch.cuda.stream(stream), torch.no_grad():
         sets = arguments(shape)
-        x, w, out, more = sets[0]
+        x, w, out, bias = sets[0]
         calls = {"cublas": library_call(sets, end, library, stream.cuda_stream)}
         for each in forms_of(shape):
-            calls[str(astuple(each.product.tile))] = bound(each, of, with_target(sets, end),
+            calls[str(astuple(each.product.tile))] = bound(each, of, sets,
                                                            library, stream.cuda_stream)  # fmt: skip
-        truth, errors = truth_of(end, x, w, more), {}
+        truth, errors = truth_of(end, x, w, bias), {}
         for name, call in calls.items():
-            out.copy_(more) if end == ADDS else out.fill_(float("nan"))
+            out.fill_(float("nan"))
             for _ in range(SETS):
                 call()
             torch.cuda.synchronize()
@@ -148,7 +131,7 @@ def measure(shape: tuple[Any, ...], library: Any) -> dict[str, Any]:
 def main() -> None:
     parser = contest.arguments_of(__doc__, seconds=120)
     parser.add_argument("--held-out", action="store_true", help="sizes that no rule was fitted to")
-    parser.add_argument("--end", choices=(PLAIN, ADDS, GATED), help="those of one end")
+    parser.add_argument("--end", choices=(PLAIN, GATED), help="those of one end")
     args = parser.parse_args()
     shapes: Sequence[tuple[Any, ...]] = SHAPES
     if args.held_out:

@@ -118,15 +118,6 @@ def test_a_linear_whose_rows_have_gaps(gap: int) -> None:
     assert error(out, F.linear(x.double(), w.double())) < BOUND
 
 
-@pytest.mark.parametrize("rows", [1, 70])
-def test_a_sum_is_written_over_an_operand(rows: int) -> None:
-    torch.manual_seed(rows)
-    x, w, more = torch.randn(rows, 64).to(HALF), weights(160, 64), torch.randn(rows, 160).to(HALF)
-    truth = F.linear(x.double(), w.double()) + more.double()
-    call("linear_add", (x, w, more), more)
-    assert error(more, truth) < BOUND
-
-
 def test_gates() -> None:
     torch.manual_seed(1)
     x, w, bias = torch.randn(70, 128).to(HALF), weights(160, 128), torch.randn(160).to(HALF)
@@ -279,14 +270,12 @@ needs_a_gpu = pytest.mark.skipif(
 )
 EXACT = {
     "linear": F.linear,
-    "linear_add": lambda x, w, more: F.linear(x, w) + more,
     "geglu": lambda x, w, bias: _gated(F.linear(x, w, bias)),
     "conv2d": lambda x, w: F.conv2d(x, w, padding=1),
     STRIDED: lambda x, w: F.conv2d(x, w, padding=1, stride=2),
 }
 SIZES = {  # rows or a picture, channels in and out
     "linear": ((2048, 640, 640), (300, 200, 328), (1, 64, 8)),
-    "linear_add": ((2048, 640, 640), (300, 200, 328)),
     "geglu": ((2048, 320, 1280), (300, 200, 640)),
     "conv2d": ((2, 64, 64, 320, 320), (3, 9, 8, 192, 1288), (1, 13, 37, 64, 648)),
     STRIDED: ((2, 64, 64, 320, 320), (3, 17, 15, 192, 1288), (1, 26, 73, 64, 648)),
@@ -308,7 +297,7 @@ def given(op: str, sizes: Sequence[int], dtype: torch.dtype) -> list[Tensor]:
         pair = [torch.randn(batch, ins, height, width), weights(outs, ins, 3, 3)]
         return [t.to("cuda", dtype).to(memory_format=last) for t in pair]
     columns = 2 * outs if op == "geglu" else outs
-    more = {"linear_add": (*rows, outs), "geglu": (columns,)}.get(op)
+    more = {"geglu": (columns,)}.get(op)
     found = [torch.randn(*rows, ins), weights(columns, ins)]
     found += [] if more is None else [torch.randn(more)]
     return [t.to("cuda", dtype) for t in found]

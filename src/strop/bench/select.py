@@ -58,8 +58,8 @@ class Verdict:
 
 
 def _picture(shape: Shape) -> Picture:
-    batch, side, ins, outs, size, _ = shape
-    return Picture(size, ins, outs, batch, side, side)
+    batch, side, ins, outs, size, stride = shape
+    return box_conv.picture_of((batch, ins, side, side), (outs, ins, size, size), stride)
 
 
 def _conv(shape: Shape) -> Name:
@@ -82,6 +82,8 @@ def _product(shape: Shape) -> Name:
 
 
 def _linear(shape: Shape) -> Name:
+    if shape[-1] not in products.ENDS:
+        return BLAS
     form = products.form_of(products.line_of(*shape), shape[-1])
     return astuple(form.product.tile) if form else BLAS
 
@@ -109,8 +111,6 @@ HELD_OUT: Mapping[str, frozenset[Shape]] = {
         (4096, 640, 640, ""), (1024, 1280, 1280, ""), (12288, 320, 320, ""), (3072, 1920, 640, ""),
         (6400, 960, 320, ""), (1600, 640, 2560, ""), (800, 1280, 1280, ""), (16384, 640, 640, ""),
         (6144, 3840, 1280, ""), (5120, 1280, 5120, ""), (2560, 2560, 320, ""), (700, 640, 1280, ""),
-        (4096, 640, 640, "adds"), (1024, 1280, 1280, "adds"), (12288, 320, 320, "adds"),
-        (16384, 640, 640, "adds"), (4096, 1280, 1280, "adds"), (1600, 640, 2560, "adds"),
         (1024, 10240, 1280, "gated"), (12288, 5120, 640, "gated"), (6400, 2560, 320, "gated"),
         (1600, 5120, 640, "gated"), (4096, 2560, 320, "gated"),
     )),

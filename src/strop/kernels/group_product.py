@@ -19,7 +19,7 @@ import torch
 
 from strop.ir.dims import symbol
 from strop.ir.source import KernelSource
-from strop.kernels.product_ends import AT_ONCE, NEXT_TILE, added, addends, stored
+from strop.kernels.product_ends import NEXT_TILE, added, stored
 from strop.kernels.product_layout import Product
 from strop.kernels.ptx import (
     DEPTH,
@@ -45,7 +45,7 @@ def group_product(of: Product, dtype: torch.dtype) -> KernelSource:
     r = size // 2 and t = stride.
 
     Params: the input (B, H, W, CI), weights (CO, size * size * CI), the result (B, H / t, W / t,
-    CO), and what is added, or biases (CO,), or nothing; all dense, of addresses that are multiples
+    CO), and biases (CO,), or nothing; all dense, of addresses that are multiples
     of 16 bytes; the input may have gaps. CI is a multiple of 64, of a single place 8; CO of 8,
     where it is gated twice ``width``. Sums are fp32. Scalars: tiles of columns, boxes right, down
     and of pictures, CI, tiles at work, and 1 where kernels that may still run write the weights,
@@ -72,7 +72,6 @@ _BEGIN = """\
     .reg .b32 %columns, %outs, %ins, %item, %across, %right, %down, %place, %n<8>;
     .reg .b32 %peer<{split}>;
     .reg .b64 %map<2>, %a, %b, %out, %other, %wide, %far;
-    .reg .b32 %v<{added}>;
     .reg .b16 %h<2>;
     .reg .f32 %o<{results}>, %f<4>, %g<4>, %t<3>;
 
@@ -117,7 +116,7 @@ def _begin(of: Product) -> Iterator[str]:
     yield entry(NAME, {"x": 4, "w": 2}, ("result", "more"), SCALARS, of.threads + 32,
                 cluster=tile.split)  # fmt: skip
     yield _BEGIN.format(
-        split=tile.split, results=tile.cols // 2, added=4 * AT_ONCE, line=LINE,
+        split=tile.split, results=tile.cols // 2, line=LINE,
         places=of.size**2, fewer="".join(_shortened(of)),
         halves="    shr.u32 %outs, %outs, 1;\n" if of.gated else "", barriers=barriers(counts),
     )  # fmt: skip
@@ -134,11 +133,11 @@ def _coordinates(of: Product) -> str:
     """Of tile %id: those with the same pixels are neighbours. The last columns may be some of the
     tile's before, too, which come out the same: loads are slow where a tensor ends."""
     count, height, width = of.box
-    last = f"    sub.u32 %n0, %outs, {of.width};\n    min.u32 %col, %col, %n0;\n"
     return f"""\
     rem.u32 %col, %id, %across;
     mul.lo.u32 %col, %col, {of.width};
-{"" if of.adds else last}\
+    sub.u32 %n0, %outs, {of.width};
+    min.u32 %col, %col, %n0;
     div.u32 %n0, %id, %across;
     rem.u32 %left, %n0, %right;
     div.u32 %n0, %n0, %right;
@@ -273,8 +272,6 @@ multiply:
 tile:
 """
     yield _coordinates(of)
-    if of.adds and of.tile.split == 1:
-        yield from addends(of)
     yield from (f"    mov.f32 %o{n}, 0f00000000;\n" for n in range(of.tile.cols // 2))
     yield "    mov.u32 %step, 0;\nnext:\n" + _at_stage(of)
     yield wait("come", "%bar", "%phase")

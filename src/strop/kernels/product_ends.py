@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from strop.kernels.product_layout import Product
 from strop.kernels.ptx import f32
 
-AT_ONCE = 5  # pieces of 16 bytes that a thread has on the way
 NEXT_TILE = "    add.u32 %id, %id, %stride;\n    setp.lt.u32 %p, %id, %total;\n"
 
 
@@ -50,18 +49,6 @@ def _loaded(kind: str, into: int) -> str:
         "    mov.b32 {%h0, %h1}, %n0;\n"
         f"    cvt.f32.{kind} %f{into}, %h0;\n    cvt.f32.{kind} %f{into + 1}, %h1;\n"
     )
-
-
-def addends(of: Product) -> Iterator[str]:
-    """What is added to a tile, on its way to where the results of this warp will leave from, while
-    the first operands come: at the end it would be waited for. Each lane brings what lies where
-    those results lay that it has moved itself, of the tile before."""
-    yield _own_rows(of)
-    for n, where in enumerate(_moved(of)):
-        listed = ", ".join(f"%v{n % AT_ONCE * 4 + m}" for m in range(4))
-        yield where + "    add.u64 %far, %other, %wide;\n"
-        yield f"    @%p ld.global.v4.b32 {{{listed}}}, [%far];\n"
-        yield f"    @%p st.shared.v4.b32 [%from], {{{listed}}};\n"
 
 
 def _own_rows(of: Product) -> str:
@@ -141,16 +128,12 @@ def _gates(of: Product, kind: str) -> Iterator[str]:
 
 
 def stored(of: Product, kind: str) -> Iterator[str]:
-    """Sixteen rows of a warp by way of shared memory, so that they are written in whole lines. What
-    is added lies there: behind the products all lanes have met."""
+    """Sixteen rows of a warp by way of shared memory, so that they are written in whole lines."""
     if of.gated:
         yield from _gates(of, kind)
     yield _own_rows(of) + _own_pairs(of.half_row, 4, "%to")
     for n in range(0, of.width // 2, 2):
         place = n // 4 * 16 + n // 2 % 2 * 8 * of.half_row
-        if of.adds:
-            yield f"    ld.shared.b32 %n0, [%at+{place}];\n" + _loaded(kind, 0)
-            yield from (f"    add.f32 %o{n + m}, %o{n + m}, %f{m};\n" for m in (0, 1))
         yield f"    cvt.rn.{kind}x2.f32 %n0, %o{n + 1}, %o{n};\n"
         yield f"    st.shared.b32 [%at+{place}], %n0;\n"
     yield "    bar.warp.sync -1;\n"
@@ -213,13 +196,6 @@ def _sum_of_parts(of: Product, kind: str) -> Iterator[str]:
         yield f"    ld.shared::cluster.v4.f32 {{{listed}}}, [%to];\n"
         if part:
             yield from (f"    add.f32 %f{n}, %f{n}, %g{n};\n" for n in range(4))
-    if of.adds:
-        yield "    add.u64 %far, %other, %wide;\n    ld.global.v2.b32 {%n5, %n6}, [%far];\n"
-        for n, name in enumerate(("%n5", "%n6")):
-            yield f"    mov.b32 {{%h0, %h1}}, {name};\n"
-            for m in (0, 1):
-                yield f"    cvt.f32.{kind} %g0, %h{m};\n"
-                yield f"    add.f32 %f{2 * n + m}, %f{2 * n + m}, %g0;\n"
     yield f"""\
     add.u64 %far, %out, %wide;
     cvt.rn.{kind}x2.f32 %n5, %f1, %f0;

@@ -25,14 +25,12 @@ class Tile:
 class Product:
     """``size`` of the window, 1 or odd; ``box`` of rows: pictures, lines and columns of pixels.
     ``gated``: the result is value * gelu(gate), of two halves of the weights' rows, with biases.
-    ``adds``: something is added that lies like the result. ``stride``: pixels of the input from
-    one of the result to the next."""
+    ``stride``: pixels of the input from one of the result to the next."""
 
     tile: Tile
     size: int
     box: tuple[int, int, int]
     gated: bool = False
-    adds: bool = False
     stride: int = 1
 
     @property
@@ -71,10 +69,8 @@ class Product:
 
     @property
     def results_at(self) -> int:
-        """Where results are on their way out: where operands were, unless others come there, or
-        what is added has come before."""
-        is_apart = self.tile.keeps_on or (self.adds and self.tile.split == 1)
-        return self.barriers + 16 * self.tile.stages if is_apart else 0
+        """Where results are on their way out: where operands were, unless others come there."""
+        return self.barriers + 16 * self.tile.stages if self.tile.keeps_on else 0
 
     @property
     def shared(self) -> int:

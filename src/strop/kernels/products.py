@@ -17,11 +17,11 @@ from strop.ir.source import KernelSource
 from strop.kernels import box_conv
 from strop.kernels.box_conv import SMS, Boxes, Picture, box_of, boxes_along
 from strop.kernels.group_product import group_product
-from strop.kernels.product_layout import MOST_SHARED, Product, Tile
+from strop.kernels.product_layout import Product, Tile
 from strop.kernels.ptx import KINDS, LINE, ROWS
 
-PLAIN, ADDS, GATED = ENDS = ("", "adds", "gated")  # what becomes of the sums
-OPS: Mapping[str, str] = {"conv2d": PLAIN, "linear": PLAIN, "linear_add": ADDS, "geglu": GATED}
+PLAIN, GATED = ENDS = ("", "gated")  # what becomes of the sums
+OPS: Mapping[str, str] = {"conv2d": PLAIN, "linear": PLAIN, "geglu": GATED}
 LINEARS = tuple(op for op in OPS if op != "conv2d")
 
 # Pictures, lines and columns of a box of 64 pixels a group.
@@ -65,7 +65,7 @@ class Form:
 def form(tile: Tile, of: Picture, end: str = PLAIN) -> Form:
     """With the box that wastes the fewest pixels. ``of.outs``: columns of the result."""
     box = box_of(tile.groups, of, boxes={tile.groups: _boxes(tile, of.size)})
-    product = Product(tile, of.size, box, end == GATED, end == ADDS, of.stride)
+    product = Product(tile, of.size, box, end == GATED, of.stride)
     return Form(product, boxes_along(box, of), -(-of.outs // product.width))
 
 
@@ -119,7 +119,6 @@ GATED_TILES: Mapping[Tile, Cost] = {
 }
 # Clusters that run at a time, by their programs, one a processor: what the driver says of an H100.
 CLUSTERS: Mapping[int, int] = {1: SMS, 2: 66, 3: 39, 4: 30, 6: 17, 8: 15}
-BESIDE = 1.5  # a step takes so much longer where columns of some tiles lie beside the weights
 # What else there is: cuDNN's pictures waste more than box_conv's rule expects, which knows one size
 # of them; and a sum of parts that a kernel of its own adds begins twice.
 LIBRARY_SHARE, SUM_US = 1.45, 2.5
@@ -144,8 +143,7 @@ def us_of(found: Form, of: Picture) -> float:
     cost = tiles_of(of, GATED if product.gated else PLAIN)[tile]
     rounds = -(-found.num_tiles // CLUSTERS[tile.split])
     steps = -(-_steps(of) // tile.split)
-    beside = BESIDE if product.adds and of.outs % product.width else 1.0
-    us = cost.begin + (rounds - 1) * cost.again + rounds * steps * cost.step * beside
+    us = cost.begin + (rounds - 1) * cost.again + rounds * steps * cost.step
     return max(us, weights / WEIGHT_BYTES_A_US + WEIGHT_BEGIN_US)
 
 
@@ -159,10 +157,8 @@ def has_steps(tile: Tile, of: Picture) -> bool:
 
 
 def is_able(product: Product, of: Picture) -> bool:
-    """Whether it can do this: its parts have steps, its gates lie behind the values, and what is
-    added has room beside its stages."""
-    is_whole = not (product.gated and of.outs % product.width)
-    return has_steps(product.tile, of) and is_whole and product.shared <= MOST_SHARED
+    """Whether it can do this: its parts have steps, and its gates lie behind the values."""
+    return has_steps(product.tile, of) and not (product.gated and of.outs % product.width)
 
 
 @lru_cache(maxsize=4096)
@@ -196,7 +192,7 @@ def others_us(of: Picture, end: str) -> float:
 def fits(node: Node) -> bool:
     """Whether there are tiles for this convolution or linear."""
     weight = node.inputs[1].shape if node.op in OPS else ()
-    num_operands = {"linear_add": 3, "geglu": 3}.get(node.op, 2)
+    num_operands = 3 if OPS.get(node.op) == GATED else 2
     known = node.dtype in KINDS and all(size.is_const for size in weight)
     if node.op not in OPS or len(node.inputs) != num_operands or not known:
         return False
@@ -236,7 +232,7 @@ def sources_anywhere(op: str, attrs: Mapping[str, Any], shapes: Sequence[Sequenc
     found = dict[KernelSource, None]()
     for tile in tiles_of(of, end):
         for box in _boxes(tile, of.size):
-            product = Product(tile, of.size, box, end == GATED, end == ADDS, of.stride)
+            product = Product(tile, of.size, box, end == GATED, of.stride)
             if is_able(product, of):
                 found[group_product(product, dtype)] = None
     return list(found)

@@ -20,7 +20,7 @@ Choose = Callable[[Picture, str], Form | None]
 
 
 class GroupProduct:
-    """One step on one stream: ``conv2d``, ``linear``, ``linear_add`` or ``geglu``, by operands as
+    """One step on one stream: ``conv2d``, ``linear`` or ``geglu``, by operands as
     these have them, of which the input may have gaps. ``otherwise`` does what the kernel cannot, or
     what is done faster without it.
 
