@@ -50,7 +50,7 @@ class Options:
     group_product: bool = _knob(True, "convolutions, linears and GEGLU by a kernel of ours in PTX,"
                                 " at sizes where it is faster (inference, sm_90)",
                                 "STROP_GROUP_PRODUCT")  # fmt: skip
-    few_rows: bool = _knob(False, "linears of up to four rows by a kernel of ours (inference,"
+    few_rows: bool = _knob(True, "linears of up to four rows by a kernel of ours (inference,"
                            " sm_90)", "STROP_FEW_ROWS")  # fmt: skip
     cache_dir: str = _knob("", "where plans and kernels are kept; empty: ~/.cache/strop",
                            "STROP_CACHE_DIR", keyed=False)  # fmt: skip

@@ -35,7 +35,7 @@ SAMPLES, PICTURE_SAMPLES = 6, 2  # of a random shape
 LATER_CALLS = 3  # that are timed one by one
 MAX_STEPS = 10  # of a picture
 # Knobs of speed that are off by default; those that need a denoise loop, which a step has not.
-OPT_IN = ("box_geglu", "few_rows")
+OPT_IN = ("box_geglu",)
 OPT_IN_OF_PICTURES = ("hoist",)
 NEEDED_PASSES = ("channels_last",)  # without it there is no memory order to lower
 

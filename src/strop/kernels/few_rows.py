@@ -63,6 +63,7 @@ _STORE = """\
 """
 ROWS = (2, 4)  # of the kernels that there are; with more, products take longer than the weights
 UNIT, PIECE = 64, 8  # numbers: what a row, and its stride, is a multiple of
+MULTIPLE = 320  # what a row of those that have been measured is a multiple of, as in UNets
 MOST_CHUNK, LANES = 256, 32
 MOST_HALVES, MOST_REGISTERS = 80, 128  # of a thread: of weights, and in all
 SMS = 132
@@ -118,14 +119,15 @@ def tile_of(columns: int, depth: int) -> Tile:
 
 
 def fits(node: Node) -> bool:
-    """Whether it is a linear whose weights fit; it may have few rows at some sizes."""
+    """Whether it is a linear like those that have been measured; it may have few rows at some
+    sizes."""
     if node.op != "linear" or len(node.inputs) != 2 or node.dtype not in HALVES:
         return False
     sizes = node.inputs[1].shape
     if not all(size.is_const for size in sizes):
         return False
     depth = sizes[1].value
-    return depth % UNIT == 0 and 0 < depth <= MOST_HALVES * LANES and sizes[0].value > 0
+    return depth % MULTIPLE == 0 and 0 < depth <= MOST_HALVES * LANES and sizes[0].value > 0
 
 
 def sources_at(op: str, attrs: Mapping[str, Any], shapes: Sequence[Sequence[int]],
