@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -154,6 +155,25 @@ def test_environment() -> None:
     assert environment.version_of("no-such-package") == "unknown"
     assert found["switches"] == {}
     json.dumps(found)
+
+
+def test_a_gpu_is_looked_at_while_it_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text("#!/bin/sh\nsleep 0.2\necho '1590 MHz, 699.10 W, 61'\n")
+    tool.chmod(0o755)
+    calls = list[float]()
+
+    def call() -> None:
+        calls.append(time.monotonic())
+        time.sleep(0.01)
+
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    start = time.monotonic()
+    found = environment.gpu_load(call, settle_s=0.05)
+    assert found == {"clocks.sm": "1590 MHz", "power.draw": "699.10 W", "temperature.gpu": "61"}
+    assert calls[-1] - start > 0.2, "until the answer was there"
+    monkeypatch.setenv("PATH", "")
+    assert environment.gpu_load(call) == {}
 
 
 def test_switches_of_the_environment_are_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,8 @@ import platform
 import shutil
 import subprocess
 import sys
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,11 @@ import strop
 _PACKAGES = ("torch", "triton", "diffusers", "transformers", "numpy")
 _GPU_FIELDS = ("driver_version", "clocks.sm", "clocks.max.sm", "clocks.mem", "power.limit",
                "temperature.gpu", "utilization.gpu")  # fmt: skip
+
+
+# A GPU at its power limit lowers its clock: a step that runs alone is faster than many in a row.
+_LOAD_FIELDS = ("clocks.sm", "power.draw", "temperature.gpu")
+_LOAD_S = 0.5  # until clocks have settled
 
 
 def describe(device: torch.device) -> dict[str, Any]:
@@ -80,9 +87,31 @@ def gpu_state() -> dict[str, str]:
     """Driver and clocks, as nvidia-smi shows them; empty without it."""
     if shutil.which("nvidia-smi") is None:
         return {}
-    text = _output(["nvidia-smi", f"--query-gpu={','.join(_GPU_FIELDS)}", "--format=csv,noheader"])
+    return _values(_output(_query(_GPU_FIELDS)), _GPU_FIELDS)
+
+
+def gpu_load(call: Callable[[], object], settle_s: float = _LOAD_S) -> dict[str, str]:
+    """Clock, power and temperature while ``call``, which returns when its work is done, runs again
+    and again; empty without nvidia-smi."""
+    if shutil.which("nvidia-smi") is None:
+        return {}
+    end = time.monotonic() + settle_s
+    while time.monotonic() < end:
+        call()
+    with subprocess.Popen(_query(_LOAD_FIELDS), stdout=subprocess.PIPE, text=True) as asked:
+        while asked.poll() is None:
+            call()
+        assert asked.stdout is not None
+        return _values(asked.stdout.read().strip(), _LOAD_FIELDS)
+
+
+def _query(names: Sequence[str]) -> list[str]:
+    return ["nvidia-smi", f"--query-gpu={','.join(names)}", "--format=csv,noheader"]
+
+
+def _values(text: str, names: Sequence[str]) -> dict[str, str]:
     values = text.splitlines()[0].split(", ") if text else []
-    return dict(zip(_GPU_FIELDS, values, strict=False))
+    return dict(zip(names, values, strict=False))
 
 
 def commit() -> str:

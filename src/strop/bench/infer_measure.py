@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from strop.bench import accuracy, peers, timer
+from strop.bench import accuracy, environment, peers, timer
 from strop.bench import compile as compile_bench
 from strop.bench.cases import BenchCase
 from strop.bench.infer_contenders import (
@@ -29,6 +29,7 @@ from strop.bench.infer_rows import Row
 from strop.debug.explain import explain
 
 PROFILE_S = 10.0
+LOAD_CALLS = 8  # in a row while the GPU is looked at
 MAX_TOP = 20  # kernels of a profile that are kept
 MEMORY_PEERS = ("eager", "eager-naive")
 
@@ -79,6 +80,11 @@ def _measure(row: Row, group: Field, plan: Plan, clock: Clock, result: Found,
         times = take_turns(calls, row.kind, plan.where, plan.samples, clock)
         for name, timing in times.items():
             result["contenders"][name] |= timing
+        if row.kind == "step" and plan.where.type == "cuda":
+            for name, call in calls.items():
+                result["contenders"][name]["load"] = environment.gpu_load(
+                    partial(timer.elapsed_ms, call, plan.where, LOAD_CALLS)
+                )
         result["timing_s"] = round(before - clock.left(), 2)
     return calls
 
