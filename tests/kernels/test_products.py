@@ -115,6 +115,14 @@ def test_few_rows_and_slower_tiles_are_the_librarys() -> None:
     assert form_of(Picture(1, 1280, 1280, 1, 1, 2048)) is not None
 
 
+@pytest.mark.parametrize("stride", products.STRIDES)
+def test_small_pictures_of_few_channels_are_the_librarys(stride: int) -> None:
+    """ResNet-50 has some in its last stage; no batch of those that are measured is ours."""
+    for batch in range(1, 34):
+        assert form_of(Picture(3, 512, 512, batch, 7, 7, stride)) is None
+    assert form_of(Picture(3, 640, 640, 2, 16, 16, stride)) is not None
+
+
 def test_an_estimate_grows_with_the_work() -> None:
     for tile in products.LINEAR_TILES:
         us = [products.us_of(form(tile, of), of) for of in

@@ -36,6 +36,9 @@ BOXES: Mapping[int, Boxes] = {
 MULTIPLE = 320
 STRIDES = (1, 2)  # of convolutions
 LEAST_ROWS = 128  # of a linear: fewer wait for their weights alone
+# Of a convolution either way: small pictures with fewer channels, as at the end of ResNet, have not
+# been measured.
+LEAST_PIXELS, LEAST_CHANNELS = 2048, 640
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,12 +173,17 @@ def form_of(of: Picture, end: str = PLAIN) -> Form | None:
 
 
 def _forms(of: Picture, end: str) -> Iterator[Form]:
-    if of.size == 1 and of.width < LEAST_ROWS:
+    if of.width < LEAST_ROWS if of.size == 1 else _is_small(of):
         return
     for tile in tiles_of(of, end):
         found = form(tile, of, end)
         if is_able(found.product, of):
             yield found
+
+
+def _is_small(of: Picture) -> bool:
+    is_thin = min(of.ins, of.outs) < LEAST_CHANNELS
+    return is_thin and of.batch * of.height * of.width < LEAST_PIXELS
 
 
 def others_us(of: Picture, end: str) -> float:
