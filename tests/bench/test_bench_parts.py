@@ -194,6 +194,19 @@ def test_tables_are_of_the_default_options(kind: str, row: str, tmp_path: Path) 
     assert load(sorted(tmp_path.iterdir())) == [usual]
 
 
+def test_tables_prefer_what_was_measured_beside_eager(tmp_path: Path) -> None:
+    for day, peers in enumerate((("eager",), ("eager",), ()), 1):
+        result = {"row": "P1", "kind": "infer", "contenders": dict.fromkeys(("strop", *peers), {}),
+                  "environment": {"date": f"2030-01-0{day}"}}  # fmt: skip
+        (tmp_path / f"{day}.json").write_text(json.dumps(result))
+    (found,) = infer_report.load(sorted(tmp_path.iterdir()))
+    assert found["environment"]["date"] == "2030-01-02"
+    for day in (1, 2):
+        (tmp_path / f"{day}.json").unlink()
+    (found,) = infer_report.load(tmp_path.iterdir())
+    assert found["environment"]["date"] == "2030-01-03"
+
+
 RESULT = {"case": "some-case", "kind": "infer",
           "environment": {"date": "2030-01-02T03:04:05+00:00"}}  # fmt: skip
 

@@ -17,8 +17,10 @@ HEADER = ("row", "run", "p20", "p50", "p80", "of eager", "first s", "peak GiB", 
 
 
 def load(paths: Iterable[Path]) -> list[dict[str, Any]]:
-    """Results in the order of the table, the newest of each row with the default options."""
-    return newest_rows(paths, "infer", [row.name for row in ROWS])
+    """Results in the order of the table, of each row the newest with the default options, and with
+    eager beside it, where there is one: what was measured alone compares with nothing."""
+    return newest_rows(paths, "infer", [row.name for row in ROWS],
+                       lambda result: "eager" in result["contenders"])  # fmt: skip
 
 
 def rows_of(results: Sequence[Result]) -> Rows:

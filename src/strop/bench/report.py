@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,9 +45,15 @@ def write_json(value: Any, path: Path) -> Path:
     return path
 
 
-def newest_rows(paths: Iterable[Path], kind: str, names: Sequence[str]) -> list[dict[str, Any]]:
+def newest_rows(paths: Iterable[Path], kind: str, names: Sequence[str],
+                is_whole: Callable[[dict[str, Any]], bool] = bool) -> list[dict[str, Any]]:  # fmt: skip
     """Of files of any kind, the newest result of this kind for each row, measured without options
-    from the environment, in the order of ``names``. Raises OptionError for a damaged file."""
+    from the environment, in the order of ``names``; one that ``is_whole``, if there is. Raises
+    OptionError for a damaged file."""
+
+    def rank(result: dict[str, Any]) -> tuple[bool, str]:
+        return is_whole(result), _date(result)
+
     newest: dict[str, dict[str, Any]] = {}
     for path in paths:
         result = _read(path)
@@ -59,7 +65,7 @@ def newest_rows(paths: Iterable[Path], kind: str, names: Sequence[str]) -> list[
         if result["environment"].get("switches"):
             continue
         old = newest.get(result["row"])
-        if old is None or _date(old) <= _date(result):
+        if old is None or rank(old) <= rank(result):
             newest[result["row"]] = result
     return sorted(newest.values(), key=lambda result: names.index(result["row"]))
 
