@@ -82,6 +82,7 @@ def node(op: str, *shapes: Sequence[Any], dtype: torch.dtype = F16) -> Node:
     (node("linear", (symbol("b"), 320), (1280, 320)), True),
     (node("linear", (symbol("b"), 320), (1280, 320), dtype=torch.float32), False),
     (node("linear", (symbol("b"), 320), (1280, 320), (1280,)), False),
+    (node("linear", (symbol("b"), 8, 320), (1280, 320)), False),  # eight rows at least
     (node("linear", (symbol("b"), 96), (1280, 96)), False),
     (node("linear", (symbol("b"), 768), (1280, 768)), False),
     (node("linear", (symbol("b"), 5120), (1280, 5120)), False),

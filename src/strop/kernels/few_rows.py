@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from strop.ir.dims import Expr, symbol
+from strop.ir.dims import Expr, product, symbol
 from strop.ir.functions import HALVES
 from strop.ir.graph import Node
 from strop.ir.source import MOST_EARLY_PROGRAMS, KernelSource
@@ -119,15 +119,15 @@ def tile_of(columns: int, depth: int) -> Tile:
 
 
 def fits(node: Node) -> bool:
-    """Whether it is a linear like those that have been measured; it may have few rows at some
-    sizes."""
+    """Whether it is a linear like those that have been measured, and of few rows at some sizes."""
     if node.op != "linear" or len(node.inputs) != 2 or node.dtype not in HALVES:
         return False
-    sizes = node.inputs[1].shape
-    if not all(size.is_const for size in sizes):
+    x, weight = node.inputs
+    least = product(x.shape[:-1]).least
+    if not all(size.is_const for size in weight.shape) or least is None or least > max(ROWS):
         return False
-    depth = sizes[1].value
-    return depth % MULTIPLE == 0 and 0 < depth <= MOST_HALVES * LANES and sizes[0].value > 0
+    columns, depth = (size.value for size in weight.shape)
+    return depth % MULTIPLE == 0 and 0 < depth <= MOST_HALVES * LANES and columns > 0
 
 
 def sources_at(op: str, attrs: Mapping[str, Any], shapes: Sequence[Sequence[int]],
