@@ -195,8 +195,9 @@ def test_tables_are_of_the_default_options(kind: str, row: str, tmp_path: Path) 
 
 
 def test_tables_prefer_what_was_measured_beside_eager(tmp_path: Path) -> None:
-    for day, peers in enumerate((("eager",), ("eager",), ()), 1):
-        result = {"row": "P1", "kind": "infer", "contenders": dict.fromkeys(("strop", *peers), {}),
+    for day, others in enumerate((("eager",), ("eager",), ()), 1):
+        contenders: dict[str, Any] = {name: {} for name in ("strop", *others)}
+        result = {"row": "P1", "kind": "infer", "contenders": contenders,
                   "environment": {"date": f"2030-01-0{day}"}}  # fmt: skip
         (tmp_path / f"{day}.json").write_text(json.dumps(result))
     (found,) = infer_report.load(sorted(tmp_path.iterdir()))

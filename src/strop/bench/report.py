@@ -46,7 +46,8 @@ def write_json(value: Any, path: Path) -> Path:
 
 
 def newest_rows(paths: Iterable[Path], kind: str, names: Sequence[str],
-                is_whole: Callable[[dict[str, Any]], bool] = bool) -> list[dict[str, Any]]:  # fmt: skip
+                is_whole: Callable[[dict[str, Any]], bool] = bool
+                ) -> list[dict[str, Any]]:  # fmt: skip
     """Of files of any kind, the newest result of this kind for each row, measured without options
     from the environment, in the order of ``names``; one that ``is_whole``, if there is. Raises
     OptionError for a damaged file."""
