@@ -5,7 +5,7 @@ python benchmarks/probes/conv_groups.py --out FOLDER [--seconds 150] [--side 16]
 
 One H100, fp16, channels-last: see ``strop/kernels/group_product.py``. 128 pixels x 160
 channels, in up to eight parts, leave few of 132 processors without work at all sizes of SD1.5's
-UNet. Peers: cuDNN and ``box_conv`` with the kernel that adds its parts. Errors are against fp32.
+UNet. The peer is cuDNN. Errors are against fp32.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import astuple
 from typing import Any
 
 import contest
-import conv_boxes
+import conv_shapes
 import torch
 from conv_narrow import SETS, arguments, library_call, window_of
 from torch import Tensor
@@ -25,8 +25,8 @@ from torch import Tensor
 from strop.bench.select import HELD_OUT
 from strop.ir.source import KernelSource
 from strop.kernels import products
-from strop.kernels.box_conv import Picture, form_of, picture_of, sources_of
 from strop.kernels.group_product import group_product
+from strop.kernels.pictures import Picture, picture_of
 from strop.kernels.product_layout import Tile
 from strop.kernels.products import CLUSTERS, PLAIN, Form, form, is_able
 from strop.kernels.ptx import DEPTH, LINE, ROWS
@@ -90,9 +90,6 @@ def picture(shape: tuple[int, ...]) -> Picture:
 def sources(shape: tuple[int, ...]) -> Iterator[KernelSource]:
     of = picture(shape)
     yield from (group_product(each.product, torch.float16) for each in forms(of))
-    boxes = form_of(of)
-    if boxes:
-        yield from sources_of(boxes, of, torch.float16)
 
 
 def measure(shape: tuple[int, ...], library: Any) -> dict[str, Any]:
@@ -102,9 +99,6 @@ def measure(shape: tuple[int, ...], library: Any) -> dict[str, Any]:
         x, w, out = sets[0]
         truth = torch.nn.functional.conv2d(x.float(), w.float(), padding=1, stride=of.stride)
         calls: dict[str, Callable[[], None]] = {"cudnn": library_call(sets, window_of(shape))}
-        boxes = form_of(of)
-        if boxes:
-            calls["boxes"] = conv_boxes.call_of(boxes, sets, library, stream.cuda_stream)
         for each in forms(of):
             name = str(astuple(each.product.tile))
             calls[name] = bound(each, of, sets, library, stream.cuda_stream)
@@ -116,8 +110,8 @@ def shapes_of(args: argparse.Namespace) -> list[tuple[int, ...]]:
         return [(*each, 3, 2) for each in STRIDED]
     if args.held_out:
         return sorted(HELD_OUT["conv_groups"])
-    every = [shape for shape in conv_boxes.shapes() if shape[2] >= 256]
-    first = [shape for shape in conv_boxes.shapes()[:40] if shape in every]
+    every = [shape for shape in conv_shapes.shapes() if shape[2] >= 256]
+    first = [shape for shape in conv_shapes.shapes()[:40] if shape in every]
     more = [s for s in every if s not in first and (s[1] % 12 == 0 or s in every[-40:])]
     shapes = [*first, *more[:MORE]]
     return [shape for shape in shapes if args.side in (None, shape[1])]

@@ -38,9 +38,6 @@ class Options:
                            "STROP_IN_PLACE")  # fmt: skip
     narrow_conv: bool = _knob(True, "convolutions of up to four channels, before or after, by a"
                               " kernel of ours (GPUs)", "STROP_NARROW_CONV")  # fmt: skip
-    box_conv: bool = _knob(True, "convolutions by a kernel of ours that the tensor memory"
-                           " accelerator feeds, at sizes where it is faster (inference, sm_90)",
-                           "STROP_BOX_CONV")  # fmt: skip
     box_attention: bool = _knob(True, "attention by a kernel of ours that the tensor memory"
                                 " accelerator feeds, at sizes where it is faster (inference,"
                                 " sm_90)", "STROP_BOX_ATTENTION")  # fmt: skip
@@ -99,7 +96,7 @@ class Options:
     def in_training(self) -> Options:
         """Without what has been measured for inference alone."""
         skipped = tuple(dict.fromkeys((*self.disable, "linear_add")))
-        return replace(self, box_conv=False, box_attention=False, box_geglu=False,
+        return replace(self, box_attention=False, box_geglu=False,
                        group_product=False, few_rows=False, disable=skipped)  # fmt: skip
 
     @property

@@ -188,7 +188,7 @@ def test_tables_are_of_the_default_options(kind: str, row: str, tmp_path: Path) 
     load = {"infer": infer_report.load, "train": train_report.load}[kind]
     usual = {"row": row, "kind": kind, "contenders": {},
              "environment": {"date": "2030-01-01", "switches": {}}}  # fmt: skip
-    newer = {"date": "2030-01-02", "switches": {"box_conv": True}}
+    newer = {"date": "2030-01-02", "switches": {"box_geglu": True}}
     for number, result in enumerate((usual, usual | {"environment": newer})):
         (tmp_path / f"{number}.json").write_text(json.dumps(result))
     assert load(sorted(tmp_path.iterdir())) == [usual]

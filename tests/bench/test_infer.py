@@ -117,7 +117,7 @@ def test_each_switch_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     found = infer_variants.measure_switches(row, TINY, Clock.of(300), lambda saved: None)
     switches = found["switches"]
     assert list(switches) == ["all on", "no dot_merge", "no cuda_graphs", "no check_finite",
-                              "no early_launch", "no in_place", "no narrow_conv", "no box_conv",
+                              "no early_launch", "no in_place", "no narrow_conv",
                               "no box_attention", "no group_product", "no few_rows",
                               "with box_geglu", "all off"]  # fmt: skip
     assert all(switch["p50_ms"] > 0 for switch in switches.values())

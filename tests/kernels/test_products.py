@@ -11,9 +11,9 @@ import torch
 from strop.ir.dims import const, symbol
 from strop.ir.graph import Node
 from strop.kernels import products
-from strop.kernels.box_conv import SMS, Picture
+from strop.kernels.pictures import Picture
 from strop.kernels.product_layout import MOST_SHARED
-from strop.kernels.products import ENDS, GATED, PLAIN, form, form_of, has_steps
+from strop.kernels.products import ENDS, GATED, PLAIN, SMS, form, form_of, has_steps
 
 HALF = torch.float16
 LINEARS = [  # of SD1.5 and SDXL: rows, columns, depth

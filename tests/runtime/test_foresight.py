@@ -20,7 +20,7 @@ from tests.frontend.tracing import trace_specs
 
 HALF = torch.float16
 SIZES = {"b": 2, "h": 64, "w": 64}
-BY_HAND = {"group_product", "box_conv", "add_parts", "box_attention"}
+BY_HAND = {"group_product", "box_attention"}
 CALLS = ("conv2d", "attention")
 
 
@@ -80,7 +80,7 @@ def test_the_same_as_the_program_asks_for() -> None:
     assert names(begun - needed) <= {"group_product"}
 
 
-@pytest.mark.parametrize("name", ["group_product", "box_conv", "box_attention"])
+@pytest.mark.parametrize("name", ["group_product", "box_attention"])
 def test_only_what_is_on(name: str) -> None:
     given: dict[str, Any] = {name: False}
     begun, needed = foreseen(Options(**given))

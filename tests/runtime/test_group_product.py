@@ -20,8 +20,8 @@ from strop.codegen.assemble import Signature
 from strop.ir.program import CallStep
 from strop.ir.source import KernelSource
 from strop.kernels import products
-from strop.kernels.box_conv import Picture, picture_of
 from strop.kernels.group_product import group_product
+from strop.kernels.pictures import Picture, picture_of
 from strop.kernels.product_layout import Tile
 from strop.kernels.products import Form, form, has_steps
 from strop.kernels.ptx import KINDS

@@ -16,15 +16,15 @@ from strop.ir.program import CallStep, Program
 from strop.ir.source import KernelSource
 from strop.options import Options
 from strop.runtime.box_attention import BoxAttention
-from strop.runtime.box_convolution import BoxConvolution
 from strop.runtime.executor import Bound
+from strop.runtime.group_product import GroupProduct
 from strop.runtime.memory import Workspace
 from strop.runtime.narrow_convolution import NarrowConvolution
 from strop.runtime.wide_attention import WideAttention
 from tests.frontend.tracing import trace
 
-BOXES = Options(box_geglu=True, group_product=False)
-PLAIN = Options(box_conv=False, box_attention=False, group_product=False)
+OURS = Options(box_geglu=True)
+PLAIN = Options(box_attention=False, group_product=False)
 SIZES = {"b": 2, "h": 64, "w": 64}
 
 
@@ -88,10 +88,10 @@ def linked(program: Program, state: Sequence[Tensor | None], arch: int
     return kernels, found
 
 
-OWN = (BoxAttention, BoxConvolution, NarrowConvolution, WideAttention)
+OWN = (BoxAttention, GroupProduct, NarrowConvolution, WideAttention)
 
 
-@pytest.mark.parametrize(("options", "arch"), [(PLAIN, 90), (BOXES, 80), (BOXES, 120), (PLAIN, 80)])
+@pytest.mark.parametrize(("options", "arch"), [(PLAIN, 90), (OURS, 80), (OURS, 120), (PLAIN, 80)])
 def test_the_library_has_what_nobody_asked_for_or_no_gpu_can(options: Options, arch: int) -> None:
     """Calls without an operand among them."""
     kernels, found = linked(*compiled(options), arch)
@@ -99,31 +99,31 @@ def test_the_library_has_what_nobody_asked_for_or_no_gpu_can(options: Options, a
     assert found.count("conv2d NarrowConvolution") == 1
     assert found.count("conv2d library") == 1
     assert found.count("attention library") == 1
-    assert not any(name.startswith("box_") for name in kernels.built)
+    assert not any(name.startswith(("box_", "group_")) for name in kernels.built)
 
 
-def test_boxes_take_over() -> None:
-    kernels, found = linked(*compiled(BOXES), 90)
+def test_ours_take_over() -> None:
+    kernels, found = linked(*compiled(OURS), 90)
     assert "aten library" in found
     assert found.count("conv2d NarrowConvolution") == 1
-    assert found.count("conv2d BoxConvolution") == 1
+    assert found.count("conv2d GroupProduct") == 1
     assert found.count("attention BoxAttention") == 1
-    assert {"box_conv", "box_attention"} <= kernels.built
+    assert {"group_product", "box_attention"} <= kernels.built
 
 
 def test_wide_heads_stay_ours() -> None:
-    _, found = linked(*compiled(BOXES, head=512), 90)
+    _, found = linked(*compiled(OURS, head=512), 90)
     assert found.count("attention WideAttention") == 1
 
 
 def test_what_follows_a_kernel_of_ours_may_begin_early() -> None:
     """The kernel behind a convolution of ours; behind a library's it waits for its end."""
     behind = {}
-    for options in (BOXES, PLAIN):
+    for options in (OURS, PLAIN):
         program, state = compiled(options)
         bound = Bound(program, SIZES, state, Kernels(90), Workspace(torch.device("cpu")), 0)  # type: ignore[arg-type]
         convs = [
             n for n, s in enumerate(bound.steps) if isinstance(s, CallStep) and s.op == "conv2d"
         ]
         behind[options] = bound._follows_a_kernel(convs[1] + 1)
-    assert behind == {BOXES: True, PLAIN: False}
+    assert behind == {OURS: True, PLAIN: False}

@@ -22,7 +22,7 @@ from tests.frontend.tracing import trace
 
 SIZES = {"b": 2, "h": 64, "w": 64}
 BOXES = Options(box_geglu=True)
-PLAIN = Options(box_conv=False, box_attention=False, group_product=False)
+PLAIN = Options(box_attention=False, group_product=False)
 HOPPER, OLDER = 90, 80
 
 

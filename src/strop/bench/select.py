@@ -1,8 +1,8 @@
 """Are the kernels that rules choose the fastest ones? Judged by sweeps that an earlier run left.
 
-A sweep is a JSON file of ``conv_boxes.py``, ``attn_boxes.py``, ``attn_groups.py``,
-``conv_groups.py`` or ``linear_groups.py`` in ``benchmarks/probes``: at each shape the microseconds
-of the library, of other kernels of ours and of every tile.
+A sweep is a JSON file of ``attn_boxes.py``, ``attn_groups.py``, ``conv_groups.py`` or
+``linear_groups.py`` in ``benchmarks/probes``: at each shape the microseconds of the library and of
+every tile.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from pathlib import Path
 from typing import Any
 
 from strop.errors import StropError
-from strop.kernels import attention, box_conv, products
-from strop.kernels.box_conv import Picture
+from strop.kernels import attention, products
+from strop.kernels.pictures import Picture, picture_of
 
-LIBRARY, BLAS, BOXES = OTHERS = ("cudnn", "cublas", "boxes")  # two libraries; ``box_conv``
+LIBRARY, BLAS = LIBRARIES = ("cudnn", "cublas")
 MUST_MEAN, MUST_WORST = 0.97, 0.90  # of the speed of the fastest
 Shape = tuple[Any, ...]
-Name = tuple[Any, ...] | str  # the numbers of a tile, or one of OTHERS
+Name = tuple[Any, ...] | str  # the numbers of a tile, or one of LIBRARIES
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,12 +59,7 @@ class Verdict:
 
 def _picture(shape: Shape) -> Picture:
     batch, side, ins, outs, size, stride = shape
-    return box_conv.picture_of((batch, ins, side, side), (outs, ins, size, size), stride)
-
-
-def _conv(shape: Shape) -> Name:
-    form = box_conv.form_of(_picture(shape))
-    return astuple(form.tile) if form else LIBRARY
+    return picture_of((batch, ins, side, side), (outs, ins, size, size), stride)
 
 
 def _attention(shape: Shape) -> Name:
@@ -74,11 +69,8 @@ def _attention(shape: Shape) -> Name:
 
 
 def _product(shape: Shape) -> Name:
-    of = _picture(shape)
-    form = products.form_of(of)
-    if form:
-        return astuple(form.product.tile)
-    return BOXES if box_conv.form_of(of) else LIBRARY
+    form = products.form_of(_picture(shape))
+    return astuple(form.product.tile) if form else LIBRARY
 
 
 def _linear(shape: Shape) -> Name:
@@ -89,11 +81,10 @@ def _linear(shape: Shape) -> Name:
 
 
 RULES: Mapping[str, Callable[[Shape], Name]] = {
-    "conv_boxes": _conv, "attn_boxes": _attention, "attn_groups": _attention,
+    "attn_boxes": _attention, "attn_groups": _attention,
     "conv_groups": _product, "linear_groups": _linear,
 }  # fmt: skip
 FITTED: Mapping[str, frozenset[Shape]] = {
-    "conv_boxes": frozenset((*each, 3, 1) for each in box_conv.FITTED),
     "attn_boxes": frozenset(attention.FITTED),
     "attn_groups": frozenset(attention.FITTED),
 }
@@ -145,20 +136,18 @@ def _swept(sweep: Path) -> Iterator[tuple[str, Shape, dict[Name, float]]]:
                          f"{', '.join(RULES)}")  # fmt: skip
     for row in rows:
         us = {_name(who): each for who, each in row["us"].items()
-              if who[0] == "(" or who in OTHERS}  # fmt: skip
+              if who[0] == "(" or who in LIBRARIES}  # fmt: skip
         yield kind, tuple(row["shape"]), us
 
 
 def _name(who: str) -> Name:
-    """Without numbers that tiles had when a sweep was made: the depth of a convolution's step;
-    polynomials and registers of an attention, where they were what they are now."""
-    if who in OTHERS:
+    """Without numbers that tiles of attention had when a sweep was made, polynomials and registers,
+    where they were what they are now."""
+    if who in LIBRARIES:
         return who
     numbers: tuple[Any, ...] = ast.literal_eval(who)
     if len(numbers) == 9 and numbers[6:8] == (0, None):
         return (*numbers[:6], numbers[8])
-    if len(numbers) == 7 and numbers[5] == box_conv.DEPTH:
-        return (*numbers[:5], numbers[6])
     return numbers
 
 
@@ -173,13 +162,13 @@ def judged(found: Sequence[Choice], *, held_out: bool) -> Verdict:
 
 def decision_us(shapes: Iterable[Shape]) -> tuple[float, float]:
     """Median microseconds of the rule for convolutions, at sizes it has not seen and again."""
-    box_conv.form_of.cache_clear()
+    products.form_of.cache_clear()
     taken: tuple[list[float], list[float]] = ([], [])
     for shape in shapes:
         picture = _picture(shape)
         for times in taken:
             start = time.perf_counter()
-            box_conv.form_of(picture)
+            products.form_of(picture)
             times.append((time.perf_counter() - start) * 1e6)
     first, again = (sorted(times)[len(times) // 2] for times in taken)
     return first, again

@@ -44,8 +44,8 @@ BATCHES_EXAMPLES = (
 
 SELECT_EXAMPLES = (
     "[bold]Examples[/]\n\n"
-    "strop bench select benchmarks/results/conv_boxes_h100_2026-11-22.json\n\n"
-    "strop bench select benchmarks/results/*_boxes*.json"
+    "strop bench select benchmarks/results/conv_groups_h100_2026-11-23.json\n\n"
+    "strop bench select benchmarks/results/*_groups*.json"
 )
 
 app = typer.Typer(

@@ -15,7 +15,7 @@ import torch
 from strop.ir.dims import Expr
 from strop.ir.graph import Node
 from strop.ir.source import KernelSource
-from strop.kernels import attention, box_conv, few_rows, geglu, products
+from strop.kernels import attention, few_rows, geglu, products
 
 Attrs = Mapping[str, Any]
 Sizes = Sequence[Sequence[int]]
@@ -40,11 +40,6 @@ FAMILIES: Mapping[str, Family] = {
         products.fits,
         products.sources_at,
         products.sources_anywhere,
-    ),
-    "box_conv": Family(
-        box_conv.is_boxed,
-        lambda op, attrs, shapes, dtype: box_conv.sources_at(shapes, dtype),
-        lambda op, attrs, shapes, dtype: box_conv.sources_anywhere(shapes[1], dtype),
     ),
     "box_attention": Family(
         lambda node: (

@@ -14,9 +14,9 @@ import torch
 from strop.ir.dims import Expr
 from strop.ir.graph import Node
 from strop.ir.source import KernelSource
-from strop.kernels import box_conv
-from strop.kernels.box_conv import SMS, Boxes, Picture, box_of, boxes_along
 from strop.kernels.group_product import group_product
+from strop.kernels.pictures import Box, Picture, box_of, boxes_along
+from strop.kernels.pictures import picture_of as convolution_of
 from strop.kernels.product_layout import Product, Tile
 from strop.kernels.ptx import KINDS, LINE, ROWS
 
@@ -25,7 +25,7 @@ OPS: Mapping[str, str] = {"conv2d": PLAIN, "linear": PLAIN, "geglu": GATED}
 LINEARS = tuple(op for op in OPS if op != "conv2d")
 
 # Pictures, lines and columns of a box of 64 pixels a group.
-BOXES: Mapping[int, Boxes] = {
+BOXES: Mapping[int, tuple[Box, ...]] = {
     1: ((1, 1, 64), (1, 2, 32), (1, 4, 16), (1, 8, 8)),
     2: ((1, 1, 128), (1, 2, 64), (1, 4, 32), (1, 8, 16), (2, 8, 8)),
     3: ((1, 3, 64), (1, 6, 32), (1, 12, 16), (3, 8, 8)),
@@ -34,10 +34,10 @@ BOXES: Mapping[int, Boxes] = {
 # Of the columns and the depth of linears, as in Stable Diffusion's UNets. The kernel wants 8; what
 # it takes at other sizes, of BERT or of ResNet's 1x1 convolutions, has not been measured.
 MULTIPLE = 320
-STRIDES = (1, 2)  # of convolutions
+STRIDES, LEAST_MEASURED = (1, 2), 320  # of convolutions: and channels either way
+SMS = 132
 LEAST_ROWS = 128  # of a linear: fewer wait for their weights alone
-# Of a convolution either way: small pictures with fewer channels, as at the end of ResNet, have not
-# been measured.
+# Small pictures with fewer channels, as at the end of ResNet, have not been measured either.
 LEAST_PIXELS, LEAST_CHANNELS = 2048, 640
 
 
@@ -46,7 +46,7 @@ class Form:
     """A product, and how many of its boxes lie side by side: of pictures, down, right."""
 
     product: Product
-    boxes: tuple[int, int, int]
+    boxes: Box
     across: int  # tiles of columns
 
     @property
@@ -67,12 +67,12 @@ class Form:
 
 def form(tile: Tile, of: Picture, end: str = PLAIN) -> Form:
     """With the box that wastes the fewest pixels. ``of.outs``: columns of the result."""
-    box = box_of(tile.groups, of, boxes={tile.groups: _boxes(tile, of.size)})
+    box = box_of(_boxes(tile, of.size), of)
     product = Product(tile, of.size, box, end == GATED, of.stride)
     return Form(product, boxes_along(box, of), -(-of.outs // product.width))
 
 
-def _boxes(tile: Tile, size: int) -> Boxes:
+def _boxes(tile: Tile, size: int) -> tuple[Box, ...]:
     """Of a window of one place: a line."""
     return BOXES[tile.groups] if size > 1 else ((1, 1, ROWS * tile.groups),)
 
@@ -122,9 +122,9 @@ GATED_TILES: Mapping[Tile, Cost] = {
 }
 # Clusters that run at a time, by their programs, one a processor: what the driver says of an H100.
 CLUSTERS: Mapping[int, int] = {1: SMS, 2: 66, 3: 39, 4: 30, 6: 17, 8: 15}
-# What else there is: cuDNN's pictures waste more than box_conv's rule expects, which knows one size
-# of them; and a sum of parts that a kernel of its own adds begins twice.
-LIBRARY_SHARE, SUM_US = 1.45, 2.5
+# cuDNN: so many operations a microsecond, or as long as it reads the weights, and a beginning. At
+# pictures of powers of two it is faster by a third, at most others slower; nothing tells which.
+CONV_OPS_A_US, CONV_BYTES_A_US, CONV_BEGIN_US = 386e6, 1.4e6, 10.2
 WEIGHT_BYTES_A_US, WEIGHT_BEGIN_US = 2.6e6, 3.0  # that no cache holds: each pass reads them again
 # cuBLAS: operations and bytes of results a microsecond; a beginning; and what a launch costs that
 # cannot come early. Of the kernel with gates behind it, likewise.
@@ -182,15 +182,15 @@ def _forms(of: Picture, end: str) -> Iterator[Form]:
 
 
 def _is_small(of: Picture) -> bool:
-    is_thin = min(of.ins, of.outs) < LEAST_CHANNELS
-    return is_thin and of.batch * of.height * of.width < LEAST_PIXELS
+    return min(of.ins, of.outs) < LEAST_CHANNELS and of.pixels < LEAST_PIXELS
 
 
 def others_us(of: Picture, end: str) -> float:
     """What it takes otherwise, about."""
     if of.size > 1:
-        box = box_conv.form_of(of)
-        return box_conv.us_of(box, of) + SUM_US if box else LIBRARY_SHARE * box_conv.library_us(of)
+        weights = of.size**2 * of.ins * of.outs
+        ops = 2 * of.pixels * weights
+        return CONV_BEGIN_US + max(ops / CONV_OPS_A_US, 2 * weights / CONV_BYTES_A_US)
     columns = 2 * of.outs if end == GATED else of.outs
     ops, numel = 2 * of.width * of.ins * columns, of.width * columns
     us = LINEAR_BEGIN_US + GAP_US + ops / LINEAR_OPS_A_US + 2 * numel / LINEAR_BYTES_A_US
@@ -206,16 +206,25 @@ def fits(node: Node) -> bool:
         return False
     outs, ins = weight[0].value, weight[1].value
     if node.op == "conv2d":
-        return box_conv.is_boxed(node, STRIDES)
+        is_like = min(ins, outs) >= LEAST_MEASURED and ins % LINE == outs % LINE == 0
+        return is_like and _is_window(node)
     halves = 2 if OPS[node.op] == GATED else 1
     return ins % MULTIPLE == 0 and outs % (halves * MULTIPLE) == 0
+
+
+def _is_window(node: Node) -> bool:
+    """Of 3x3 pixels, with zeros around that keep height and width, but for the stride."""
+    attrs, window = node.attrs, [size.value for size in node.inputs[1].shape[2:]]
+    goes_on = tuple(attrs["stride"]) in [(stride, stride) for stride in STRIDES]
+    is_plain = attrs["groups"] == 1 and tuple(attrs["dilation"]) == (1, 1)
+    return window == [3, 3] and tuple(attrs["padding"]) == (1, 1) and goes_on and is_plain
 
 
 def picture_of(op: str, attrs: Mapping[str, Any], shapes: Sequence[Sequence[int]]) -> Picture:
     """From the sizes of the operands: (B, CI, H, W) and (CO, CI, size, size), or (..., K) and
     (N, K), whose rows are one line of pixels."""
     if op == "conv2d":
-        return box_conv.picture_of(shapes[0], shapes[1], attrs["stride"][0])
+        return convolution_of(shapes[0], shapes[1], attrs["stride"][0])
     *rows, depth = shapes[0]
     return line_of(math.prod(rows), shapes[1][0], depth, OPS[op])
 

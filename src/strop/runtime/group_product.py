@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from strop.kernels.box_conv import Picture
 from strop.kernels.group_product import group_product
+from strop.kernels.pictures import Picture
 from strop.kernels.products import LINEARS, OPS, Form, form_of, picture_of
 from strop.runtime.kernels import BoundKernel, KernelLibrary
 from strop.runtime.operands import ALIGNMENT, LIMIT, NOWHERE, is_dense, is_laid, strides

@@ -12,7 +12,6 @@ from strop.ir.program import CallStep, Program, Step
 from strop.ir.source import KernelSource, has_boxes
 from strop.kernels import own_kernels
 from strop.runtime.box_attention import BoxAttention
-from strop.runtime.box_convolution import BoxConvolution
 from strop.runtime.few_rows import FewRows
 from strop.runtime.gated_linear import GatedLinear
 from strop.runtime.group_product import GroupProduct
@@ -101,7 +100,5 @@ def instead(step: CallStep, own: Own, otherwise: Call, kernels: KernelLibrary, s
                             is_steady=own.is_steady)  # fmt: skip
     if own.family == "few_rows":
         return FewRows(otherwise, kernels, stream, is_early=early, is_steady=own.is_steady)
-    if own.family == "box_conv":
-        return BoxConvolution(otherwise, kernels, stream, is_early=early)
     scale = dict(step.attrs)["scale"]
     return BoxAttention(otherwise, kernels, stream, is_early=early, scale=scale)
