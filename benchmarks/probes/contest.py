@@ -43,9 +43,9 @@ def error(result: Tensor, truth: Tensor) -> float:
     return round(float((result - truth).norm() / truth.norm()), 6)
 
 
-def us_in_turns(calls: Mapping[str, Call], stream: torch.cuda.Stream) -> dict[str, float]:
-    """Median microseconds of a call inside a CUDA graph of many, contenders in turns."""
-    replays: dict[str, Callable[[], Any]] = {}
+def in_graphs(calls: Mapping[str, Call], stream: torch.cuda.Stream) -> dict[str, Call]:
+    """Each as a CUDA graph of ``CALLS`` calls."""
+    replays: dict[str, Call] = {}
     for name, call in calls.items():
         call()
         torch.cuda.synchronize()
@@ -54,6 +54,12 @@ def us_in_turns(calls: Mapping[str, Call], stream: torch.cuda.Stream) -> dict[st
             for _ in range(CALLS):
                 call()
         replays[name] = graph.replay
+    return replays
+
+
+def us_in_turns(calls: Mapping[str, Call], stream: torch.cuda.Stream) -> dict[str, float]:
+    """Median microseconds of a call inside a CUDA graph of many, contenders in turns."""
+    replays = in_graphs(calls, stream)
     timed = timer.time_calls(replays, torch.device("cuda"), samples=11, inner=1)
     return {name: round(t.p50_ms * 1e3 / CALLS, 2) for name, t in timed.items()}
 
