@@ -5,12 +5,13 @@ Compiler processes are stood in for, but where their own end is the matter.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -301,3 +302,25 @@ def test_nothing_to_build_is_done_at_once() -> None:
     later.wait()
     assert later.is_done
     assert not later.num_done
+
+
+def test_an_order_is_found_in_the_background(compilers: Compilers, library: CudaKernels) -> None:
+    """By a thread of low priority, not by who starts it; kernels come in it."""
+    base = emit(SAMPLES["geglu"](F16).kernel).source
+    kernels = [dataclasses.replace(base, text=base.text + "#" * n) for n in range(5)]
+    asked = list[threading.Thread]()
+
+    def order(sources: Sequence[KernelSource]) -> list[KernelSource]:
+        asked.append(threading.current_thread())
+        return list(reversed(sources))
+
+    compilers.open()
+    later = library.later(kernels, order)
+    assert not asked
+    later._workers = 1
+    later.start()
+    later.wait()
+    assert len(asked) == 1
+    assert asked[0] is not threading.current_thread()
+    assert compilers.seen[LOW_PRIORITY] == kernels[::-1]
+    assert later.num_built == 5

@@ -15,6 +15,7 @@ from strop.codegen.assemble import Signature
 from strop.ir.program import CallStep, Program
 from strop.ir.source import KernelSource
 from strop.options import Options
+from strop.runtime import own_calls
 from strop.runtime.box_attention import BoxAttention
 from strop.runtime.executor import Bound
 from strop.runtime.group_product import GroupProduct
@@ -127,3 +128,25 @@ def test_what_follows_a_kernel_of_ours_may_begin_early() -> None:
         ]
         behind[options] = bound._follows_a_kernel(convs[1] + 1)
     assert behind == {OURS: True, PLAIN: False}
+
+
+def test_what_sizes_nearby_need_is_built_first() -> None:
+    """Every kernel that one of them runs comes before those that none does; the most wanted is the
+    first."""
+    program, _ = compiled(OURS)
+    needed = own_calls.sources_at(program, SIZES, 90)
+    others = own_calls.sources_elsewhere(program, needed, 90)
+    found = own_calls.likely_first(program, SIZES, 90)(others)
+    assert sorted(map(hash, found)) == sorted(map(hash, others))
+    sizes = [some for some in own_calls.near(SIZES) if all(g.holds(some) for g in program.guards)]
+    assert len(sizes) > 10
+    uses = [sum(s in own_calls.sources_at(program, some, 90) for some in sizes) for s in found]
+    assert uses == sorted(uses, reverse=True)
+    assert uses[0] > 1
+    assert uses[-1] == 0
+
+
+def test_sizes_nearby() -> None:
+    found = [tuple(some.values()) for some in own_calls.near({"b": 1, "h": 64})]
+    assert {(2, 64), (1, 128), (2, 128), (1, 48), (2, 65), (1, 65)} <= set(found)
+    assert all(size > 0 for some in found for size in some)

@@ -16,7 +16,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from strop.errors import StropError
@@ -24,22 +24,26 @@ from strop.ir.source import KernelSource
 from strop.runtime import builds
 
 log = logging.getLogger("strop")
+Order = Callable[[Sequence[KernelSource]], Sequence[KernelSource]]
+ORDER = None  # among kernels: the order of some has to be found
+Work = KernelSource | None
 LOW_PRIORITY = 19  # niceness of processes for which nobody waits
 SHARE, MOST_LATER = 3 / 4, 12  # how many of those: this share of all workers, and at most
 
 
 class Ahead:
-    """Some kernels, and how far they are."""
+    """Some kernels, and how far they are. ``order``: of all of them, which is asked for when the
+    first is about to be built."""
 
     def __init__(self, sources: Sequence[KernelSource], arch: int = 0,
                  cache: builds.Cache | None = None, workers: int = 1, niceness: int = LOW_PRIORITY,
-                 ) -> None:  # fmt: skip
+                 order: Order | None = None) -> None:  # fmt: skip
         self.total = len(sources)
         self.num_built = 0  # compiled, not found in the cache
         self.num_done = 0
         self.seconds = 0.0  # from the beginning to the latest kernel
         self._sources, self._arch, self._cache = tuple(sources), arch, cache
-        self._niceness = niceness
+        self._niceness, self._order = niceness, order
         self._workers = max(1, min(int(workers * SHARE), MOST_LATER)) if niceness else workers
         self._began = 0.0
         self._lock = threading.Lock()
@@ -55,7 +59,8 @@ class Ahead:
             return
         self._began = time.perf_counter()
         if self._sources:
-            (LATER if self._niceness else SOON).add(self, self._sources, self._workers)
+            queue = LATER if self._niceness else SOON
+            queue.add(self, (ORDER,) if self._order else self._sources, self._workers)
         else:
             self._done.set()
 
@@ -63,6 +68,11 @@ class Ahead:
         """Until all are built."""
         self.start()
         self._done.wait()
+
+    def begin(self, queue: Queue) -> None:
+        """Queue all, in their order."""
+        assert self._order is not None
+        queue.add(self, self._order(self._sources), self._workers)
 
     def build(self, source: KernelSource) -> None:
         assert self._cache is not None
@@ -95,17 +105,17 @@ class Queue:
     process is left alone with a large kernel at the end; else first come, first served."""
 
     niceness: int
-    _waiting: list[tuple[int, int, Ahead, KernelSource]] = field(default_factory=list)  # a heap
+    _waiting: list[tuple[int, int, Ahead, Work]] = field(default_factory=list)  # a heap
     _numbers: Iterator[int] = field(default_factory=itertools.count)
     _open: list[Ahead] = field(default_factory=list)
     _threads: list[threading.Thread] = field(default_factory=list)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def add(self, ahead: Ahead, sources: Sequence[KernelSource], workers: int) -> None:
+    def add(self, ahead: Ahead, sources: Sequence[Work], workers: int) -> None:
         with self._lock:
             self._open = [*(other for other in self._open if not other.is_done), ahead]
             for number, source in zip(self._numbers, sources, strict=False):
-                rank = 0 if self.niceness else -len(source.text)
+                rank = 0 if self.niceness or source is ORDER else -len(source.text)
                 heapq.heappush(self._waiting, (rank, number, ahead, source))
             wanted = min(workers, len(self._threads) + len(sources))
             for _ in range(wanted - len(self._threads)):
@@ -122,7 +132,10 @@ class Queue:
                     is_last = not self._threads  # others may wait for a process that is lent
                     break
                 *_, ahead, source = heapq.heappop(self._waiting)
-            ahead.build(source)
+            if source is ORDER:
+                ahead.begin(self)
+            else:
+                ahead.build(source)
         if self.niceness and is_last:
             builds.stop_workers(self.niceness)
 

@@ -13,7 +13,7 @@ from strop.errors import UnsupportedError
 from strop.ir.source import KernelSource, has_boxes
 from strop.options import Options
 from strop.runtime import builds, cubin, driver
-from strop.runtime.ahead import Ahead
+from strop.runtime.ahead import Ahead, Order
 from strop.runtime.cache import DiskCache
 from strop.runtime.driver import View
 from strop.runtime.native import NativeKernels
@@ -51,9 +51,9 @@ class KernelLibrary(Protocol):
         """Build these already, which ``build`` will ask for."""
         ...
 
-    def later(self, sources: Sequence[KernelSource]) -> Ahead:
-        """These kernels for the background, not begun. It gets what has been started, and is not
-        at work."""
+    def later(self, sources: Sequence[KernelSource], order: Order | None = None) -> Ahead:
+        """These kernels for the background, in an order, not begun. It gets what has been started,
+        and is not at work."""
         ...
 
     def watch(self, sources: Sequence[KernelSource]) -> Callable[[], int]:
@@ -94,7 +94,7 @@ class CpuKernels:
     def begin(self, sources: Sequence[KernelSource]) -> None:
         pass  # one call of the compiler makes all
 
-    def later(self, sources: Sequence[KernelSource]) -> Ahead:
+    def later(self, sources: Sequence[KernelSource], order: Order | None = None) -> Ahead:
         return Ahead(())
 
     def watch(self, sources: Sequence[KernelSource]) -> Callable[[], int]:
@@ -148,8 +148,8 @@ class CudaKernels:
         able = [source for source in sources if has_boxes(self.arch) or not source.boxes]
         Ahead(able, self.arch, self._cache, self._workers, niceness=0).start()
 
-    def later(self, sources: Sequence[KernelSource]) -> Ahead:
-        later = Ahead(sources, self.arch, self._cache, self._workers)
+    def later(self, sources: Sequence[KernelSource], order: Order | None = None) -> Ahead:
+        later = Ahead(sources, self.arch, self._cache, self._workers, order=order)
         later.keep_processes()
         return later
 

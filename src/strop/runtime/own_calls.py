@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,8 @@ from strop.runtime.hoisting import written
 from strop.runtime.kernels import KernelLibrary
 
 Call = Callable[..., Any]
+Order = Callable[[Sequence[KernelSource]], list[KernelSource]]
+FACTORS = (1.5, 2, 0.5, 0.75)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +74,31 @@ def sources_elsewhere(program: Program, needed: Collection[KernelSource], arch: 
     """All kernels that run at some sizes on such a GPU but those that are ``needed``."""
     here, all_kernels = set(needed), (*program.sources, *sources_anywhere(program, arch))
     return tuple(source for source in dict.fromkeys(all_kernels) if source not in here)
+
+
+def likely_first(program: Program, env: Mapping[str, int], arch: int) -> Order:
+    """Has kernels for other sizes in an order: first what most of some sizes near these need. Half
+    of them are for sizes that are rare."""
+
+    def ordered(sources: Sequence[KernelSource]) -> list[KernelSource]:
+        uses = Counter[KernelSource]()
+        for sizes in near(env):
+            if all(guard.holds(sizes) for guard in program.guards):
+                uses.update(sources_at(program, sizes, arch))
+        return sorted(sources, key=lambda source: -uses[source])
+
+    return ordered
+
+
+def near(env: Mapping[str, int]) -> Iterator[dict[str, int]]:
+    """All sizes by the same factor, and each by itself; and a little more, as what divides one of
+    them need not divide the next."""
+    for factor in FACTORS:
+        yield {name: max(round(size * factor), 1) for name, size in env.items()}
+        yield from ({**env, name: max(round(size * factor), 1)} for name, size in env.items())
+    for more in (1, 3):
+        yield {name: size + more for name, size in env.items()}
+    yield from ({**env, name: size + 1} for name, size in env.items())
 
 
 def sources_anywhere(program: Program, arch: int) -> tuple[KernelSource, ...]:

@@ -239,8 +239,9 @@ class VariantStore:
         log.info("%s: %d calls, %d kernels, %d more for other sizes; kernels ready in %.1f s, all"
                  " in %.1f s", self.name, len(program.call_steps), len(needed), len(others),
                  ready - begun, ready - started)  # fmt: skip
+        order = own_calls.likely_first(program, env or dict(program.hints), library.arch)
         return replace(variant, seconds={**seconds, "kernels": ready - primed},
-                       later=library.later(others))  # fmt: skip
+                       later=library.later(others, order))  # fmt: skip
 
     def _waits_for_compilers(self, variant: Variant) -> bool:
         """Whether this thread, which will run the variant, has just begun its kernels."""
