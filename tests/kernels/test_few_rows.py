@@ -17,7 +17,8 @@ from torch import Tensor
 from strop.ir.dims import const, symbol
 from strop.ir.graph import Node
 from strop.kernels import few_rows
-from strop.kernels.few_rows import MOST_HALVES, MOST_REGISTERS, ROWS, SMS, UNIT, Tile, chunk_of
+from strop.kernels.few_rows import MOST_HALVES, MOST_REGISTERS, ROWS, UNIT, Tile, chunk_of
+from strop.kernels.products import SMS
 from strop.runtime.cubin import compile_cubin
 from strop.runtime.few_rows import FewRows
 from strop.runtime.kernels import kernel_library

@@ -18,6 +18,7 @@ from strop.ir.dims import Expr, product, symbol
 from strop.ir.functions import HALVES
 from strop.ir.graph import Node
 from strop.ir.source import MOST_EARLY_PROGRAMS, KernelSource
+from strop.kernels.products import SMS
 
 NAME = "few_rows"
 _HEAD = f"""\
@@ -66,7 +67,6 @@ UNIT, PIECE = 64, 8  # numbers: what a row, and its stride, is a multiple of
 MULTIPLE = 320  # what a row of those that have been measured is a multiple of, as in UNets
 MOST_CHUNK, LANES = 256, 32
 MOST_HALVES, MOST_REGISTERS = 80, 128  # of a thread: of weights, and in all
-SMS = 132
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,5 +141,6 @@ def sources_at(op: str, attrs: Mapping[str, Any], shapes: Sequence[Sequence[int]
 
 def sources_anywhere(op: str, attrs: Mapping[str, Any], shapes: Sequence[Sequence[Expr]],
                      dtype: torch.dtype) -> list[KernelSource]:  # fmt: skip
+    """What is launched with such weights at any sizes."""
     columns, depth = (size.value for size in shapes[1])
     return [few_rows(most, depth, tile_of(columns, depth), dtype) for most in ROWS]

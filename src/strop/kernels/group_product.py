@@ -45,11 +45,10 @@ def group_product(of: Product, dtype: torch.dtype) -> KernelSource:
     r = size // 2 and t = stride.
 
     Params: the input (B, H, W, CI), weights (CO, size * size * CI), the result (B, H / t, W / t,
-    CO), and biases (CO,), or nothing; all dense, of addresses that are multiples
-    of 16 bytes; the input may have gaps. CI is a multiple of 64, of a single place 8; CO of 8,
-    where it is gated twice ``width``. Sums are fp32. Scalars: tiles of columns, boxes right, down
-    and of pictures, CI, tiles at work, and 1 where kernels that may still run write the weights,
-    else 0.
+    CO), and biases (CO,), or nothing; all dense, of addresses that are multiples of 16 bytes; the
+    input may have gaps. CI is a multiple of 64, of a single place 8; CO of 8, where it is gated
+    twice ``width``. Sums are fp32. Scalars: tiles of columns, boxes right, down and of pictures,
+    CI, tiles at work, and 1 where kernels that may still run write the weights, else 0.
     """
     tile, kind = of.tile, KINDS[dtype]
     ends = added(of, kind) if tile.split > 1 else stored(of, kind)
