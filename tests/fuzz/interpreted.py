@@ -25,7 +25,7 @@ from strop.ir.loops import Kernel
 from strop.ir.program import KernelStep
 from strop.ir.source import Emitted, KernelSource
 from strop.runtime import dispatch, executor, variants
-from strop.runtime.ahead import Ahead
+from strop.runtime.ahead import Ahead, Order
 from tests.lowering.run_plan import with_offsets
 
 _KERNELS: dict[tuple[KernelSource, Any], Kernel] = {}
@@ -91,7 +91,7 @@ class _NoKernels:
 
     def build(self, sources: Sequence[KernelSource]) -> None: ...
 
-    def later(self, sources: Sequence[KernelSource]) -> Ahead:
+    def later(self, sources: Sequence[KernelSource], order: Order | None = None) -> Ahead:
         return Ahead(())
 
     def watch(self, sources: Sequence[KernelSource]) -> Callable[[], int]:
