@@ -22,11 +22,11 @@ import torch
 from conv_narrow import SETS, arguments, library_call, window_of
 from torch import Tensor
 
-from strop.bench.select import HELD_OUT
+from strop.bench.select import HELD_OUT, picture
 from strop.ir.source import KernelSource
 from strop.kernels import products
 from strop.kernels.group_product import group_product
-from strop.kernels.pictures import Picture, picture_of
+from strop.kernels.pictures import Picture
 from strop.kernels.product_layout import Tile
 from strop.kernels.products import CLUSTERS, PLAIN, Form, form, is_able
 from strop.kernels.ptx import DEPTH, LINE, ROWS
@@ -80,11 +80,6 @@ def bound(each: Form, of: Picture, sets: list[tuple[Tensor, ...]], library: Any,
         launches.append(library.bind(source, pointers, scalars, stream, early=True, views=views))
     turns = itertools.cycle(launches)
     return lambda: next(turns)()
-
-
-def picture(shape: tuple[int, ...]) -> Picture:
-    batch, side, ins, outs, size, stride = shape
-    return picture_of((batch, ins, side, side), (outs, ins, size, size), stride)
 
 
 def sources(shape: tuple[int, ...]) -> Iterator[KernelSource]:

@@ -23,6 +23,7 @@ import torch
 from conv_narrow import SETS, arguments, library_call, window_of
 
 from strop.bench import environment, timer
+from strop.bench.select import picture
 from strop.ir.source import KernelSource
 from strop.kernels.group_product import group_product
 from strop.kernels.products import PLAIN, Form, form_of, line_of
@@ -38,7 +39,7 @@ CUDA = torch.device("cuda")
 
 def chosen(shape: tuple[int, ...]) -> Form | None:
     is_conv = len(shape) == len(CONVS[0])
-    return form_of(conv_groups.picture(shape) if is_conv else line_of(*shape, PLAIN))
+    return form_of(picture(shape) if is_conv else line_of(*shape, PLAIN))
 
 
 def sharing(shape: tuple[int, ...]) -> Iterator[gemm_groups.Tile]:
@@ -59,7 +60,7 @@ def contenders(shape: tuple[int, ...], library: Any, stream: int) -> dict[str, c
     found: dict[str, contest.Call] = {}
     form, is_conv = chosen(shape), len(shape) == len(CONVS[0])
     if is_conv:
-        of, sets = conv_groups.picture(shape), arguments(shape)
+        of, sets = picture(shape), arguments(shape)
         found["cudnn"] = library_call(sets, window_of(shape))
     else:
         of, sets = line_of(*shape, PLAIN), linear_groups.arguments((*shape, PLAIN))

@@ -57,7 +57,8 @@ class Verdict:
         return self.mean >= MUST_MEAN and self.worst.share >= MUST_WORST
 
 
-def _picture(shape: Shape) -> Picture:
+def picture(shape: Shape) -> Picture:
+    """Of a shape of a sweep: batch, height = width, channels in and out, window and stride."""
     batch, side, ins, outs, size, stride = shape
     return picture_of((batch, ins, side, side), (outs, ins, size, size), stride)
 
@@ -69,7 +70,7 @@ def _attention(shape: Shape) -> Name:
 
 
 def _product(shape: Shape) -> Name:
-    form = products.form_of(_picture(shape))
+    form = products.form_of(picture(shape))
     return astuple(form.product.tile) if form else LIBRARY
 
 
@@ -165,10 +166,10 @@ def decision_us(shapes: Iterable[Shape]) -> tuple[float, float]:
     products.form_of.cache_clear()
     taken: tuple[list[float], list[float]] = ([], [])
     for shape in shapes:
-        picture = _picture(shape)
+        of = picture(shape)
         for times in taken:
             start = time.perf_counter()
-            products.form_of(picture)
+            products.form_of(of)
             times.append((time.perf_counter() - start) * 1e6)
     first, again = (sorted(times)[len(times) // 2] for times in taken)
     return first, again

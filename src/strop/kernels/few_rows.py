@@ -18,7 +18,7 @@ from strop.ir.dims import Expr, product, symbol
 from strop.ir.functions import HALVES
 from strop.ir.graph import Node
 from strop.ir.source import MOST_EARLY_PROGRAMS, KernelSource
-from strop.kernels.products import SMS
+from strop.kernels.products import MULTIPLE, SMS
 
 NAME = "few_rows"
 _HEAD = f"""\
@@ -64,7 +64,6 @@ _STORE = """\
 """
 ROWS = (2, 4)  # of the kernels that there are; with more, products take longer than the weights
 UNIT, PIECE = 64, 8  # numbers: what a row, and its stride, is a multiple of
-MULTIPLE = 320  # what a row of those that have been measured is a multiple of, as in UNets
 MOST_CHUNK, LANES = 256, 32
 MOST_HALVES, MOST_REGISTERS = 80, 128  # of a thread: of weights, and in all
 
