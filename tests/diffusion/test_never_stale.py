@@ -20,6 +20,7 @@ from peft.utils import get_peft_model_state_dict
 from torch import Tensor, nn
 
 import strop
+from strop.runtime.dispatch import Dispatcher, Entry
 from strop.runtime.state import ModuleState
 from tests.e2e import tiny
 
@@ -289,6 +290,45 @@ def test_a_new_prompt_at_a_recycled_address(mode: str, cuda_graphs: bool, device
             actual = unet(sample, timestep, prompt).sample
             # fp32 sums in another order; a stale prompt is off by more than 1e-2
             torch.testing.assert_close(actual, expected, rtol=0, atol=1e-4)
+
+
+def _is_ahead(self: Dispatcher, entry: Entry) -> bool:
+    return entry.uses >= 2 and not self.state.has_moved()
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda c: c.__name__)
+def test_a_call_that_ran_before_the_model_was_looked_at_is_done_again(
+    change: Change, monkeypatch: pytest.MonkeyPatch
+):
+    """As calls of a CUDA graph do, here without one."""
+    monkeypatch.setattr(Dispatcher, "_may_run_ahead", _is_ahead)
+    unet = optimized(tiny.unet(), "cpu", True, strict=change not in PARTLY_EAGER)
+    check(unet, change, "cpu", "no_grad")
+
+
+@pytest.mark.gpu
+def test_a_graph_is_replayed_before_the_model_is_looked_at(monkeypatch: pytest.MonkeyPatch):
+    """Hundreds of modules take the host a millisecond, in which the GPU would have nothing to do.
+    Where a Parameter is another one that replay is not counted: nobody has seen it."""
+    unet = optimized(tiny.unet(), "cuda", True)
+    args = [a.to("cuda") for a in tiny.unet_args(*SIZE)]
+    counters, seen = unet.forward.counters, list[int]()
+    look = ModuleState.has_new_structure
+
+    def noted(state: ModuleState) -> bool:
+        seen.append(counters.replays)
+        return look(state)
+
+    monkeypatch.setattr(ModuleState, "has_new_structure", noted)
+    with torch.no_grad():
+        for _ in range(4):
+            unet(*args)
+        assert seen == [0, 0, 2, 3]  # captured by the second call
+        new_parameter(unet)
+        unet(*args)
+    assert seen == [0, 0, 2, 3, 4]
+    assert counters.replays == 3
+    assert counters.rebinds == 1
 
 
 @contextmanager

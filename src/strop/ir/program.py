@@ -222,5 +222,14 @@ class Program:
         )
 
     @property
+    def is_pure(self) -> bool:
+        """Whether a run leaves nothing behind but its results: it writes into no argument, and
+        nothing in it may draw numbers or is code that nobody here knows."""
+        written = {n for step in self.kernel_steps for n in step.writes}
+        return not any(step.op in ("aten", "pattern", "write") for step in self.call_steps) and all(
+            self.buffers[n].kind != "input" for n in written
+        )
+
+    @property
     def call_steps(self) -> tuple[CallStep, ...]:
         return tuple(step for step in self.steps if isinstance(step, CallStep))

@@ -100,6 +100,9 @@ class GraphPool:
             self._done.record(stream)
             return results, captured.num_kernels
 
+    def has(self, key: Hashable) -> bool:
+        return key in self._graphs
+
     def drop(self) -> int:
         """Give back the memory of all graphs; how many there were."""
         with self._lock:

@@ -162,7 +162,11 @@ class ModuleState:
             same = all(map(is_, map(getitem, self._tables, self._keys), self.tensors))
         except KeyError:
             return True
-        return not same or list(map(_DATA_PTR, self.tensors)) != self.pointers
+        return not same or self.has_moved()
+
+    def has_moved(self) -> bool:
+        """Whether the memory of a Parameter that was there at the last scan is another, or gone."""
+        return _pointers(self.tensors) != self.pointers
 
     def has_new_adapters(self) -> bool:
         if self._num_adapters != self._count_adapters():
