@@ -82,7 +82,7 @@ def held(replay: Callable[[], object]) -> dict[str, Any]:
 
     load = environment.gpu_load(call, SETTLE_S)
     us = 1e3 * statistics.median(times[len(times) // 2 :]) / contest.CALLS
-    watts = float(load["power.draw"].split()[0])
+    watts = float(load["power.draw.instant"].split()[0])
     return {"us": round(us, 2), "mJ": round(us * watts * 1e-3, 2), **load}
 
 

@@ -307,6 +307,7 @@ def test_a_call_that_ran_before_the_model_was_looked_at_is_done_again(
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_a_graph_is_replayed_before_the_model_is_looked_at(monkeypatch: pytest.MonkeyPatch):
     """Hundreds of modules take the host a millisecond, in which the GPU would have nothing to do.
     Where a Parameter is another one that replay is not counted: nobody has seen it."""

@@ -24,7 +24,7 @@ _GPU_FIELDS = ("driver_version", "clocks.sm", "clocks.max.sm", "clocks.mem", "po
 
 
 # A GPU at its power limit lowers its clock: a step that runs alone is faster than many in a row.
-_LOAD_FIELDS = ("clocks.sm", "power.draw", "temperature.gpu")
+_LOAD_FIELDS = ("clocks.sm", "power.draw.instant", "temperature.gpu")
 _LOAD_S = 0.5  # until clocks have settled
 
 

@@ -25,7 +25,10 @@ Found = dict[str, Any]  # for the JSON
 Save = Callable[[Found], None]
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 DEFAULT_PEERS = ("eager", "eager-graph")
-SAMPLE_MS, MAX_INNER = 30.0, 5  # calls back to back in one sample of a step
+# Milliseconds of a sample of a step, and its calls back to back at most. A GPU has nothing to do
+# until the host has come to its first launch, once a sample: as rarely as in a denoise loop, which
+# has 20 steps and more.
+SAMPLE = {"cuda": (150.0, 20), "cpu": (30.0, 5)}
 PICTURE_SAMPLES = 5  # at most
 
 
@@ -219,14 +222,16 @@ class Field:
 
 def take_turns(calls: Mapping[str, timer.Call], kind: str, device: torch.device, samples: int,
                clock: Clock | None = None) -> dict[str, Found]:  # fmt: skip
-    """Percentiles of calls that have run. Fewer samples, but three, where the clock wants it.
+    """Percentiles of calls that have run, and how many calls a sample has. Fewer samples, but
+    three, where the clock wants it.
 
     A step is timed as in a denoise loop, several calls back to back; a picture by the host's clock.
     """
     is_step = kind == "step"
     measure = timer.elapsed_ms if is_step else timer.wall_ms
     ms = {name: measure(call, device, 1) for name, call in calls.items()}
-    inner = {n: max(1, min(MAX_INNER, round(SAMPLE_MS / max(t, 1e-3)))) if is_step else 1
+    sample_ms, most = SAMPLE[device.type]
+    inner = {n: max(1, min(most, round(sample_ms / max(t, 1e-3)))) if is_step else 1
              for n, t in ms.items()}  # fmt: skip
     turn_s = sum(ms[name] * inner[name] for name in calls) / 1e3
     samples = samples if is_step else min(samples, PICTURE_SAMPLES)
@@ -234,7 +239,7 @@ def take_turns(calls: Mapping[str, timer.Call], kind: str, device: torch.device,
         samples = max(3, min(samples, int(0.8 * clock.left() / turn_s)))
     times = timer.time_calls(calls, device, samples=samples, inner=inner, warmup=1,
                              measure=measure)  # fmt: skip
-    return {name: dict(timing.to_dict()) for name, timing in times.items()}
+    return {name: {**timing.to_dict(), "calls": inner[name]} for name, timing in times.items()}
 
 
 def in_order(names: Sequence[str]) -> list[str]:

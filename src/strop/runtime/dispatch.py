@@ -269,10 +269,11 @@ class Dispatcher:
         has a name."""
         entry = self._entries.get(key)
         if entry is not None and self._may_run_ahead(entry):
+            replays = self.counters.replays
             result = self._run(entry, tensors)
             if not self._has_changed():
                 return None, result
-            self.counters.replays -= 1  # nobody sees its result
+            self.counters.replays = replays  # nobody sees this one's result
             self._reset()
         else:
             self._check_state()

@@ -20,6 +20,8 @@ from strop.runtime.surroundings import Surroundings, is_private
 from strop.runtime.texts import is_plain
 
 _DATA_PTR = Tensor.data_ptr
+# Whether tensors lie at these addresses, asked at once in builds of torch for GPUs.
+_lie_at = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", None)
 
 
 class ModuleState:
@@ -58,6 +60,7 @@ class ModuleState:
         self._tables, self._keys = [t for _, t, _ in places], [k for _, _, k in places]
         self._edge_tables, self._edge_keys = [t for t, _ in edges], [k for _, k in edges]
         self.tensors: list[Tensor] = [table[key] for _, table, key in places]
+        self._numbers = list(range(len(self.tensors)))
         self._edge_values = [table[key] for table, key in edges]
         self._setting_tables = [t for t, _ in settings]
         self._setting_keys = [k for _, k in settings]
@@ -166,7 +169,9 @@ class ModuleState:
 
     def has_moved(self) -> bool:
         """Whether the memory of a Parameter that was there at the last scan is another, or gone."""
-        return _pointers(self.tensors) != self.pointers
+        if _lie_at is None:
+            return _pointers(self.tensors) != self.pointers
+        return not _lie_at(self.tensors, self.pointers, self._numbers)
 
     def has_new_adapters(self) -> bool:
         if self._num_adapters != self._count_adapters():
