@@ -209,6 +209,27 @@ def test_tables_prefer_what_was_measured_beside_eager(tmp_path: Path) -> None:
     assert found["environment"]["date"] == "2030-01-03"
 
 
+def test_random_shapes_come_from_the_newest_run_that_has_them(tmp_path: Path) -> None:
+    summary = {"count": 12, "median": 1.9, "worst": 1.7, "worst_shape": [512, 256, 2],
+               "rms_to_peer": 1e-3, "first_s": 0.3, "longest_s": 0.1}  # fmt: skip
+    for day, random in enumerate(({"summary": {**summary, "worst": 1.5}}, {"summary": summary},
+                                  {"failed": "cut"}, None), 1):  # fmt: skip
+        result = {"row": "P1", "kind": "infer", "contenders": {"strop": {}, "eager": {}},
+                  "environment": {"date": f"2030-01-0{day}"}, "title": "t", "must": None,
+                  "measures": "step", "unit": "ms"} | (
+                      {"random": random | {"peer": "eager-graph"}} if random else {})  # fmt: skip
+        (tmp_path / f"{day}.json").write_text(json.dumps(result))
+    (found,) = infer_report.load(tmp_path.iterdir())
+    assert found["environment"]["date"] == "2030-01-04"
+    assert found["random"]["summary"] == summary
+    assert "1.70x (1.90x) of eager-graph, another run |" in infer_report.markdown([found])
+    assert "measured 2030-01-02, in another run" in infer_report.random_text(found)
+    (tmp_path / "4.json").unlink()
+    (tmp_path / "3.json").unlink()
+    (found,) = infer_report.load(tmp_path.iterdir())
+    assert "another run" not in infer_report.markdown([found])
+
+
 RESULT = {"case": "some-case", "kind": "infer",
           "environment": {"date": "2030-01-02T03:04:05+00:00"}}  # fmt: skip
 

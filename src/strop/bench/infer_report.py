@@ -18,9 +18,19 @@ HEADER = ("row", "run", "p20", "p50", "p80", "of eager", "first s", "peak GiB", 
 
 def load(paths: Iterable[Path]) -> list[dict[str, Any]]:
     """Results in the order of the table, of each row the newest with the default options, and with
-    eager beside it, where there is one: what was measured alone compares with nothing."""
-    return newest_rows(paths, "infer", [row.name for row in ROWS],
-                       lambda result: "eager" in result["contenders"])  # fmt: skip
+    eager beside it, where there is one: what was measured alone compares with nothing. Random
+    shapes, which take a process of their own, come from the newest run that has them."""
+    files, names = [*paths], [row.name for row in ROWS]
+    found = newest_rows(files, "infer", names, lambda result: "eager" in result["contenders"])
+    others = newest_rows(files, "infer", names, _has_random)
+    random = {other["row"]: {**other["random"], "from": other["environment"]["date"]}
+              for other in others if _has_random(other)}  # fmt: skip
+    return [result if _has_random(result) or result["row"] not in random
+            else result | {"random": random[result["row"]]} for result in found]  # fmt: skip
+
+
+def _has_random(result: Result) -> bool:
+    return bool(result.get("random", {}).get("summary"))
 
 
 def rows_of(results: Sequence[Result]) -> Rows:
@@ -153,6 +163,8 @@ def random_text(result: Result) -> str:
     said.append(f"longest call after it {summary['longest_s']:.2f} s{over}")
     if random.get("left_out"):
         said.append(f"{len(random['left_out'])} left out: {random['left_out'][0]['skipped']}")
+    if "from" in random:
+        said.append(f"measured {random['from'][:10]}, in another run")
     return "; ".join([*said, *([random["failed"]] if "failed" in random else [])])
 
 
@@ -177,6 +189,7 @@ def markdown(results: Sequence[Result]) -> str:
         summary = result.get("random", {}).get("summary")
         random = f"{summary['worst']:.2f}x ({summary['median']:.2f}x) of" if summary else "-"
         random += f" {result['random']['peer']}" if summary else ""
+        random += ", another run" if "from" in result.get("random", {}) else ""
         ours = _value_text(result, result["contenders"].get("strop", {}))
         lines.append(f"| {result['row']} | {result['title']} | **{ours}** | {' | '.join(cells)}"
                      f" | {target} | {random} |")  # fmt: skip
