@@ -207,6 +207,13 @@ def test_tables_prefer_what_was_measured_beside_eager(tmp_path: Path) -> None:
         (tmp_path / f"{day}.json").unlink()
     (found,) = infer_report.load(tmp_path.iterdir())
     assert found["environment"]["date"] == "2030-01-03"
+    by_itself = {"row": "P1", "kind": "infer", "contenders": {"strop": {}, "eager": {}},
+                 "calls": 1, "environment": {"date": "2030-01-04"}}  # fmt: skip
+    (tmp_path / "4.json").write_text(json.dumps(by_itself))
+    (tmp_path / "5.json").write_text(json.dumps(by_itself | {"calls": 20, "environment":
+                                                             {"date": "2030-01-01"}}))  # fmt: skip
+    (found,) = infer_report.load(tmp_path.iterdir())
+    assert found["calls"] == 20
 
 
 def test_random_shapes_come_from_the_newest_run_that_has_them(tmp_path: Path) -> None:

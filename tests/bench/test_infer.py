@@ -109,6 +109,14 @@ def test_nothing_is_timed_beside_compilers(monkeypatch: pytest.MonkeyPatch) -> N
     assert order == ["wait", "turns"]
 
 
+@pytest.mark.parametrize("wanted", [1, 3])
+def test_a_sample_has_as_many_calls_as_were_asked_for(wanted: int) -> None:
+    (row,) = chosen_rows(["P1"], tiny=True)
+    (result,) = infer.run([row], replace(TINY, calls=wanted, peers=()), is_apart=False)
+    assert result["calls"] == wanted
+    assert 1 <= result["contenders"]["strop"]["calls"] <= wanted
+
+
 def test_each_switch_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     passes = ("canonicalize", "reduce_in_steps", "pointwise_conv", "bias_to_consumer",
               "channels_last", "pooled_operands")  # fmt: skip

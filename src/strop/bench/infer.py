@@ -131,7 +131,8 @@ def _empty(row: Row, plan: Plan, described: dict[str, Any]) -> dict[str, Any]:
     return {"row": row.name, "kind": "infer", "title": row.title, "measures": row.kind,
             "unit": row.unit, "must": row.must, "stretch": row.stretch, "model": row.model,
             "size": row.size, "batch": row.batch, "steps": row.steps, "is_tiny": row.is_tiny,
-            "dtype": plan.dtype, "environment": described, "contenders": {}}  # fmt: skip
+            "calls": plan.calls, "dtype": plan.dtype, "environment": described,
+            "contenders": {}}  # fmt: skip
 
 
 def _finish(result: dict[str, Any], plan: Plan, out: Path | None, earlier: Path | None) -> None:

@@ -25,10 +25,10 @@ Found = dict[str, Any]  # for the JSON
 Save = Callable[[Found], None]
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 DEFAULT_PEERS = ("eager", "eager-graph")
-# Milliseconds of a sample of a step, and its calls back to back at most. A GPU has nothing to do
-# until the host has come to its first launch, once a sample: as rarely as in a denoise loop, which
-# has 20 steps and more.
-SAMPLE = {"cuda": (150.0, 20), "cpu": (30.0, 5)}
+SAMPLE_MS = {"cuda": 150.0, "cpu": 30.0}  # of a step, at most
+# Calls back to back in it, at most. A GPU has nothing to do until the host has come to its first
+# launch, once a sample: as rarely as in a denoise loop, which has 20 steps and more.
+LOOP_CALLS = 20
 PICTURE_SAMPLES = 5  # at most
 
 
@@ -40,6 +40,7 @@ class Plan:
     dtype: str = "fp16"
     peers: tuple[str, ...] = DEFAULT_PEERS
     samples: int = 20
+    calls: int = LOOP_CALLS
     random: int = 0
     seed: int = 0
     ablate: bool = False
@@ -221,16 +222,17 @@ class Field:
 
 
 def take_turns(calls: Mapping[str, timer.Call], kind: str, device: torch.device, samples: int,
-               clock: Clock | None = None) -> dict[str, Found]:  # fmt: skip
+               most: int = LOOP_CALLS, clock: Clock | None = None) -> dict[str, Found]:  # fmt: skip
     """Percentiles of calls that have run, and how many calls a sample has. Fewer samples, but
     three, where the clock wants it.
 
-    A step is timed as in a denoise loop, several calls back to back; a picture by the host's clock.
+    A step is timed as in a denoise loop, up to ``most`` calls back to back; a picture by the host's
+    clock.
     """
     is_step = kind == "step"
     measure = timer.elapsed_ms if is_step else timer.wall_ms
     ms = {name: measure(call, device, 1) for name, call in calls.items()}
-    sample_ms, most = SAMPLE[device.type]
+    sample_ms = SAMPLE_MS[device.type]
     inner = {n: max(1, min(most, round(sample_ms / max(t, 1e-3)))) if is_step else 1
              for n, t in ms.items()}  # fmt: skip
     turn_s = sum(ms[name] * inner[name] for name in calls) / 1e3

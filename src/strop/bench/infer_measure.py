@@ -77,7 +77,7 @@ def _measure(row: Row, group: Field, plan: Plan, clock: Clock, result: Found,
     if calls and row.kind != "memory":
         group.wait()
         before = clock.left()
-        times = take_turns(calls, row.kind, plan.where, plan.samples, clock)
+        times = take_turns(calls, row.kind, plan.where, plan.samples, plan.calls, clock)
         for name, timing in times.items():
             result["contenders"][name] |= timing
         if row.kind == "step" and plan.where.type == "cuda":

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from strop.bench.infer_contenders import Found, is_there
+from strop.bench.infer_contenders import LOOP_CALLS, Found, is_there
 from strop.bench.infer_rows import ROWS
 from strop.bench.report import Rows, newest_rows
 from strop.errors import OptionError
@@ -21,12 +21,17 @@ def load(paths: Iterable[Path]) -> list[dict[str, Any]]:
     eager beside it, where there is one: what was measured alone compares with nothing. Random
     shapes, which take a process of their own, come from the newest run that has them."""
     files, names = [*paths], [row.name for row in ROWS]
-    found = newest_rows(files, "infer", names, lambda result: "eager" in result["contenders"])
+    found = newest_rows(files, "infer", names, _compares)
     others = newest_rows(files, "infer", names, _has_random)
     random = {other["row"]: {**other["random"], "from": other["environment"]["date"]}
               for other in others if _has_random(other)}  # fmt: skip
     return [result if _has_random(result) or result["row"] not in random
             else result | {"random": random[result["row"]]} for result in found]  # fmt: skip
+
+
+def _compares(result: Result) -> bool:
+    """With eager beside it, and in a row as by default."""
+    return "eager" in result["contenders"] and result.get("calls", LOOP_CALLS) == LOOP_CALLS
 
 
 def _has_random(result: Result) -> bool:

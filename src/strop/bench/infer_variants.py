@@ -127,7 +127,8 @@ def measure_switches(row: Row, plan: Plan, clock: Clock, save: Save) -> Found:
                 fields_of = {name: replace(first, options=options, built={})
                              for name, options in _variants(first, row.kind).items()}  # fmt: skip
             save({"switches": switches})
-        for name, timing in take_turns(calls, row.kind, plan.where, plan.samples, clock).items():
+        times = take_turns(calls, row.kind, plan.where, plan.samples, plan.calls, clock)
+        for name, timing in times.items():
             switches[name] |= timing
     return {"switches": switches}
 

@@ -87,6 +87,13 @@ def infer(
     seed: Annotated[int, typer.Option(help="Of --random.")] = 0,
     ablate: AblateOption = False,
     samples: Annotated[int, typer.Option(min=3, help="Of each contender, in turns.")] = 20,
+    calls: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            help="Back to back in a sample of a step, at most; 1: what a call by itself takes.",
+        ),
+    ] = 20,
     dtype: DtypeOption = "",
     device: DeviceOption = Device.auto,
     tiny: TinyOption = False,
@@ -104,8 +111,8 @@ def infer(
     arguments.check_folder(out)
     with wrong("ROWS"):
         chosen = chosen_rows(rows or (), tiny=tiny)
-    plan = _plan(device, tiny, dtype, _names(peers), samples=samples, random=random, seed=seed,
-                 ablate=ablate, commit=commit)  # fmt: skip
+    plan = _plan(device, tiny, dtype, _names(peers), samples=samples, calls=calls, random=random,
+                 seed=seed, ablate=ablate, commit=commit)  # fmt: skip
     results = _measured(chosen, plan, budget_s=budget, out=out, earlier=earlier, is_apart=not tiny)
 
     from strop.bench import infer_plots, infer_report
