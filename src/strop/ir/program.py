@@ -222,13 +222,19 @@ class Program:
         )
 
     @property
+    def written_arguments(self) -> tuple[int, ...]:
+        """Inputs that a run writes into, by kernels or by copies."""
+        numbers = {n for step in self.kernel_steps for n in step.writes}
+        numbers |= {step.inputs[0].buffer for step in self.call_steps if step.op == "write"}
+        buffers = [self.buffers[n] for n in sorted(numbers)]
+        return tuple(b.index for b in buffers if b.kind == "input")
+
+    @property
     def is_pure(self) -> bool:
         """Whether a run leaves nothing behind but its results: it writes into no argument, and
         nothing in it may draw numbers or is code that nobody here knows."""
-        written = {n for step in self.kernel_steps for n in step.writes}
-        return not any(step.op in ("aten", "pattern", "write") for step in self.call_steps) and all(
-            self.buffers[n].kind != "input" for n in written
-        )
+        is_known = all(step.op not in ("aten", "pattern") for step in self.call_steps)
+        return is_known and not self.written_arguments
 
     @property
     def call_steps(self) -> tuple[CallStep, ...]:

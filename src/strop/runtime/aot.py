@@ -245,7 +245,7 @@ class AotProgram:
         self._is_tensor = [isinstance(r, tuple) for r in roots]
         self._constants, self._checked = list(constants), checked
         self._later = later or Ahead(())
-        self._written = _written_arguments(program)
+        self._written = program.written_arguments
         self._bounds: dict[Hashable, Bound] = {}
         self._lock = threading.Lock()
         self.num_calls = 0
@@ -310,14 +310,6 @@ class AotProgram:
             for size, value in zip(spec.shape, sizes, strict=False):
                 _learn(size, int(value), env)
         return env
-
-
-def _written_arguments(program: Program) -> tuple[int, ...]:
-    """Arguments that the program writes into, by kernels or by copies."""
-    numbers = {n for step in program.kernel_steps for n in step.writes}
-    numbers |= {step.inputs[0].buffer for step in program.call_steps if step.op == "write"}
-    buffers = [program.buffers[n] for n in sorted(numbers)]
-    return tuple(b.index for b in buffers if b.kind == "input")
 
 
 def _learn(size: Expr, value: int, env: dict[str, int]) -> None:

@@ -1,0 +1,59 @@
+"""Which programs may be run once more: those that leave nothing behind but their results."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+import strop
+from strop.backend import compile_graph
+from strop.codegen.assemble import Signature
+from strop.ir.program import Program
+from strop.options import Options
+from tests.frontend.tracing import trace
+
+
+def compiled(function: Callable[..., Any]) -> Program:
+    traced = trace(function, "b 16", "b 16", b=3)
+    signature = Signature(traced.returned, traced.captured.guards)
+    return compile_graph(traced.graph, signature, "cuda", Options()).program
+
+
+def test_what_writes_into_an_argument_may_not() -> None:
+    """By a kernel, or by a copy, as graphs of ``torch.compile`` do."""
+    program = compiled(lambda x, y: F.softmax(x, -1) @ y.T)
+    (kernel,), (call,) = program.kernel_steps, program.call_steps
+    read = next(n for n in kernel.buffers if program.buffers[n].kind == "input")
+    index = program.buffers[read].index
+    written = replace(program, steps=(replace(kernel, writes=(read,)), call))
+    copied = replace(program, steps=(kernel, replace(call, op="write", inputs=call.inputs[1:])))
+    assert program.is_pure
+    assert written.written_arguments == (index,)
+    assert copied.written_arguments == (1 - index,)
+    assert not written.is_pure
+    assert not copied.is_pure
+
+
+def test_what_draws_numbers_may_not() -> None:
+    program = compiled(lambda x, y: x + torch.rand(16) * y)
+    assert not program.written_arguments
+    assert not program.is_pure
+
+
+def test_what_calls_code_of_a_user_may_not() -> None:
+    example = [torch.empty(3, 16)]
+    with strop.pattern(F.silu, lambda x: x * torch.sigmoid(x), example=example):
+        program = compiled(lambda x, y: F.silu(x) + y)
+    assert [step.op for step in program.call_steps] == ["pattern"]
+    assert not program.is_pure
+
+
+def test_kernels_and_products_may() -> None:
+    program = compiled(lambda x, y: F.softmax(x @ y.T, -1) @ y)
+    assert program.call_steps
+    assert program.kernel_steps
+    assert program.is_pure
