@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from pathlib import Path
 from unittest.mock import patch
 
@@ -20,6 +21,7 @@ from strop.debug.steps import planned_steps
 from strop.frontend.capture import TensorSpec
 from strop.fusion.plan import Group
 from strop.ir.program import CallStep, KernelStep, Program, Step
+from strop.ir.source import Split
 from strop.options import Options
 from tests.frontend.tracing import trace_specs
 from tests.fuzz.interpreted import interpreted
@@ -168,7 +170,7 @@ def test_it_counts_what_the_runtime_needs(name: str) -> None:
         def build(self, sources: object) -> None:
             pass
 
-        def splits(self, rows: int, parallel: int, min_rows: int) -> int:
+        def splits(self, split: Split, sizes: Mapping[str, int]) -> int:
             return 1
 
     for program in programs_of(ALL[name]):

@@ -7,7 +7,7 @@ Triton's, and its interpreter runs it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -23,7 +23,7 @@ from strop.codegen.triton_interpreter import interpret
 from strop.ir.interpret import run
 from strop.ir.loops import Kernel
 from strop.ir.program import KernelStep
-from strop.ir.source import Emitted, KernelSource
+from strop.ir.source import Emitted, KernelSource, Split
 from strop.runtime import dispatch, executor, variants
 from strop.runtime.ahead import Ahead, Order
 from tests.lowering.run_plan import with_offsets
@@ -80,7 +80,7 @@ class _NoKernels:
 
     counts = (0, 0)
 
-    def splits(self, rows: int, parallel: int, min_rows: int) -> int:
+    def splits(self, split: Split, sizes: Mapping[str, int]) -> int:
         return SPLITS
 
     def warm_up(self, workers: int | None = None) -> None: ...

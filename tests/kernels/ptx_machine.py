@@ -80,6 +80,9 @@ class Program:
             elif mods[0] in ptx_products.MAKERS:
                 maker.only(mods[0], "sync", "aligned")
                 code.run = ptx_products.MAKERS[mods[0]](maker)
+        elif first == "mma":
+            ptx_groups.together(maker)
+            code.run = ptx_products.make_warp_product(maker)
         elif first in _MAKERS:
             code.run = _MAKERS[first](maker)
         if code.run is None:

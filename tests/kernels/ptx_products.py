@@ -1,4 +1,4 @@
-"""``wgmma``: products that run beside their warps.
+"""``wgmma``: products that run beside their warps; and ``mma``, those of one warp.
 
 A part of ``ptx_machine``. Four warps issue a product together; it runs at any time between the last
 one's issue and the first one's wait. Till then its registers are locked and what it reads of shared
@@ -208,6 +208,34 @@ def _calculation(code: Instruction, cols: int, kind: str, sign: int, across: tup
         for n, w in enumerate(group.warps):
             own = found[16 * n : 16 * n + 16][rows, columns]
             w.floats[sums] = w.floats[sums] + own if added else own
+
+    return run
+
+
+_WARP_FORM = re.compile(r"mma\.sync\.aligned\.m16n8k16\.row\.col\.f32\.(bf16|f16)\.\1\.f32$")
+
+
+def make_warp_product(maker: Maker) -> Run:
+    """d = a @ b + c, of 16 rows and eight columns. b has a lane's pairs along the sum."""
+    found = _WARP_FORM.match(".".join(maker.words))
+    if not found:
+        raise PtxError("form of mma not known")
+    kind, args = found[1], maker.args(4)
+    for each, count in zip(args, (4, 4, 2, 4), strict=True):
+        _registers(each, count)
+    sums = [maker.dst(each, "f32")[1] for each in args[0].items]
+    a, b, c = ([maker.src(each, "b32") for each in operand_.items] for operand_ in args[1:])
+    rows, columns = sums_places(8)
+
+    def run(w: Any, m: int) -> None:
+        if m != FULL:
+            raise PtxError("some lanes of the warp have ended")
+        left = fragment(np.stack([source(w) for source in a]), kind)
+        none = np.zeros(LANES, np.uint32)  # rows of b that there are not
+        first, second = (source(w) for source in b)
+        right = fragment(np.stack((first, none, second, none)), kind)[:8]
+        before = np.stack([source(w) for source in c]).view(np.float32)
+        w.floats[sums] = (left @ right.T)[rows, columns] + before
 
     return run
 

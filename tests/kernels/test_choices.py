@@ -15,7 +15,7 @@ from strop.errors import StropError
 
 RESULTS = Path(__file__).parents[2] / "benchmarks/results"
 SWEEPS = [RESULTS / f"{name}_h100_2026-11-23.json" for name in
-          ("conv_groups", "linear_groups", "attn_groups")]  # fmt: skip
+          ("conv_groups", "linear_groups", "attn_groups-sums")]  # fmt: skip
 HELD_OUT = [RESULTS / f"{name}-held-out_h100_2026-11-23.json" for name in
             ("conv_groups", "linear_groups")]  # fmt: skip
 

@@ -19,6 +19,7 @@ from strop.ir.source import KernelSource
 from strop.kernels.group_attention import GroupTile, group_attention
 from strop.testing import assert_as_accurate_as_eager
 from tests.kernels.ptx_machine import PtxError, launch
+from tests.kernels.test_ptx_machine import kernel, run
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks" / "probes"))
 import gemm_groups
@@ -162,3 +163,40 @@ def test_a_count_that_is_too_low() -> None:
 def test_linears_need_all_that_orders_them() -> None:
     tile = gemm_groups.Tile(2, 80, 2, 2, 2)
     assert not survivors(gemm_groups.group_linear(tile), linear(tile, 256, 160, 328))
+
+
+@pytest.mark.parametrize("kind", ["f16", "bf16"])
+def test_a_product_of_one_warp(kind: str) -> None:
+    """out (16, 8) = a @ b + c, all by their layouts in PTX's manual: a thread has pairs of a row of
+    a, of a row of b, along the sum, and of a row of c."""
+    dtype = {"f16": F16, "bf16": BF16}[kind]
+    torch.manual_seed(0)
+    a, b, c = torch.randn(16, 16).to(dtype), torch.randn(8, 16).to(dtype), torch.randn(16, 8)
+    text = "shr.u32 %x9, %lane, 2;\n and.b32 %x8, %lane, 3;\n"
+    places = [(0, 32, 0), (0, 32, 256), (0, 32, 16), (0, 32, 272), (1, 32, 0), (1, 32, 16)]
+    for n, (param, row, offset) in enumerate(places):
+        text += f"""\
+    ld.param.u64 %a, [p{param}];
+    mul.lo.u32 %x0, %x9, {row};
+    mad.lo.u32 %x0, %x8, 4, %x0;
+    cvt.u64.u32 %wide, %x0;
+    add.u64 %a, %a, %wide;
+    ld.global.b32 %x{n + 1}, [%a+{offset}];
+"""
+    text += """\
+    ld.param.u64 %a, [p2];
+    mul.lo.u32 %x0, %x9, 32;
+    mad.lo.u32 %x0, %x8, 8, %x0;
+    cvt.u64.u32 %wide, %x0;
+    add.u64 %a, %a, %wide;
+    add.u64 %out, %out, %wide;
+"""
+    text += "".join(f"    ld.global.f32 %o{n}, [%a+{n // 2 * 256 + n % 2 * 4}];\n" for n in range(4))
+    sums = "{%o0, %o1, %o2, %o3}"
+    given = "{%x1, %x2, %x3, %x4}, {%x5, %x6}"
+    text += f"    mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32 {sums}, {given}, {sums};\n"
+    text += "".join(f"    st.global.f32 [%out+{n // 2 * 256 + n % 2 * 4}], %o{n};\n"
+                    for n in range(4))  # fmt: skip
+    source = kernel(text, params=(dtype, dtype, torch.float32), out=torch.float32)
+    found = run(source, torch.full((16, 8), math.nan), a, b, c)
+    torch.testing.assert_close(found, a.float() @ b.float().T + c)

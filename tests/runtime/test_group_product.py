@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +18,7 @@ import strop
 from strop.backend import compile_graph
 from strop.codegen.assemble import Signature
 from strop.ir.program import CallStep
-from strop.ir.source import KernelSource
+from strop.ir.source import KernelSource, Split
 from strop.kernels import products
 from strop.kernels.group_product import group_product
 from strop.kernels.pictures import Picture, picture_of
@@ -194,7 +194,7 @@ class NoKernels(Machine):
     def bind(self, source: KernelSource, *args: Any, **kwargs: Any) -> Any:
         return lambda: None
 
-    def splits(self, rows: int, parallel: int, min_rows: int) -> int:
+    def splits(self, split: Split, sizes: Mapping[str, int]) -> int:
         return 1
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from strop.backend import compile_graph
 from strop.codegen.assemble import Signature
 from strop.ir.program import CallStep, Program
-from strop.ir.source import KernelSource
+from strop.ir.source import KernelSource, Split
 from strop.options import Options
 from strop.runtime import own_calls
 from strop.runtime.box_attention import BoxAttention
@@ -42,7 +42,7 @@ class Kernels:
         self.early[source.name] = early
         return lambda: None
 
-    def splits(self, rows: int, parallel: int, min_rows: int) -> int:
+    def splits(self, split: Split, sizes: Mapping[str, int]) -> int:
         return 1
 
 

@@ -49,7 +49,10 @@ NUM_WARPS = 4
 # Of a thread. Without a ceiling ptxas aims at an occupancy of its own choice and spills for it:
 # 8 bytes in 6 kernels that then used 72 to 96 registers.
 MAX_REGISTERS = 255
-STAGES = 3  # of the software pipeline: with one tile at a time the loop waits for memory
+# Of the software pipeline: with one tile at a time the loop waits for memory. Behind several loads
+# a tile has few rows; statistics of groups of a sum beside another picture, 2 x 64 x 64 x 640, take
+# 33 us with three stages and one program a multiprocessor, 21 with five and two.
+STAGES, STAGES_OF_SEVERAL = 3, 5
 BLOCKED_COLS = 256  # of a tile when the cols are not known
 # Of a tile when the cols are many and all kept: 128 bytes of fp16 a row, and enough programs
 # without cutting few rows into slabs, which costs a second pass.
@@ -58,6 +61,7 @@ NARROW_COLS = 64
 # 7x7 pixels took 3.1 us on an H100 in 32 programs of 64 cols, and Inductor's 2.3 in 64 of 32.
 FEW_ROWS, FEW_ROWS_COLS = 64, 32
 STEPS = 8  # loop steps below which a slab is not worth a program, and a part of the merge
+MOST_STEPS = 24  # of statistics of groups, above which two programs share a multiprocessor
 MERGE_ELEMENTS = 2048
 
 
@@ -104,17 +108,25 @@ class _Column:
             )
         return BLOCKED_COLS
 
-    def _load_bytes(self) -> int:
-        """What the loads of the loop read from memory for one element of the tile. A group's
+    def _loads(self) -> list[Load]:
+        """The loop's, of what is read from memory for each element of the tile. A group's
         statistics, which many neighbours share, come from the cache."""
         kernel = self.printer.kernel
         reduced = {axis.name for axis in self.rows}
         along = {axis.name for axis in kernel.cols[-1:] if axis.size != const(1)}
-        return sum(
-            kernel.params[stmt.param].dtype.itemsize
+        return [
+            stmt
             for stmt in kernel.body
             if isinstance(stmt, Load) and stmt.index.axes & reduced and along <= stmt.index.axes
-        )
+        ]
+
+    def _load_bytes(self) -> int:
+        """For one element of the tile."""
+        return sum(self.printer.kernel.params[load.param].dtype.itemsize for load in self._loads())
+
+    @property
+    def stages(self) -> int:
+        return STAGES_OF_SEVERAL if self.lanes and len(self._loads()) > 1 else STAGES
 
     @property
     def is_blocked(self) -> bool:
@@ -169,7 +181,8 @@ def column(printer: Printer, most: int | None = None) -> ColumnPlan:
     _finish(plan)
     symbolic = printer.scalars.symbolic
     groups = symbolic(plan.num_parallel) * symbolic(plan.col_tiles)
-    split = Split(symbolic(plan.num_rows), groups, STEPS * plan.tile_rows)
+    most = MOST_STEPS * plan.tile_rows if plan.lanes else 0
+    split = Split(symbolic(plan.num_rows), groups, STEPS * plan.tile_rows, most)
     return ColumnPlan(groups * symbol("splits"), NUM_WARPS, plan.scratch(), split)
 
 
@@ -207,7 +220,7 @@ def _sweep(plan: _Column) -> None:
         printer.statement(stmt, tile)
     for reduction in plan.reductions:
         start(printer, reduction, tile)
-    loop = f"tl.range(begin, end, ROWS, num_stages={STAGES})"
+    loop = f"tl.range(begin, end, ROWS, num_stages={plan.stages})"
     with printer.out.block(
         f"for first in {loop if plan.is_pipelined else 'range(begin, end, ROWS)'}:"
     ):

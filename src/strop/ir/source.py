@@ -51,6 +51,7 @@ class Split:
     rows: Expr  # length of the reduction, over the scalar names
     parallel: Expr  # independent reductions, over the scalar names
     min_rows: int
+    most_rows: int = 0  # of a program alone on its multiprocessor; above, two share one (0: never)
 
 
 @dataclass(frozen=True, slots=True)

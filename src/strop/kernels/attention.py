@@ -23,10 +23,16 @@ FITTED = (  # batch, heads, queries, keys, size of a head of the measurements th
     (2, 8, 1024, 77, 80), (2, 8, 4096, 77, 40), (2, 8, 256, 256, 160), (2, 20, 1024, 1024, 64),
     (2, 10, 4096, 4096, 64), (2, 8, 4096, 4096, 40), (2, 8, 16384, 16384, 40),
     (2, 8, 2304, 2304, 40), (2, 8, 1024, 1024, 40), (2, 8, 4096, 4096, 80), (8, 8, 1024, 1024, 80),
-    (2, 8, 256, 77, 80), (2, 10, 4096, 77, 64),
+    (2, 8, 256, 77, 80), (2, 10, 4096, 77, 64), (1, 8, 4096, 4096, 40), (8, 8, 4096, 4096, 40),
+    (2, 8, 9216, 9216, 40), (2, 8, 1024, 1024, 80), (2, 8, 2304, 2304, 80),
+    (1, 10, 4096, 4096, 64), (4, 10, 4096, 4096, 64), (2, 10, 2304, 2304, 64),
+    (2, 20, 576, 576, 64), (2, 10, 6144, 6144, 64), (1, 20, 1024, 1024, 64),
+    (2, 20, 2304, 2304, 64), (2, 10, 9216, 9216, 64), (4, 20, 1024, 1024, 64),
+    (8, 20, 1024, 1024, 64),
 )  # fmt: skip
 FEW_KEYS = 128  # which are a few blocks
 PROCESSORS = 132
+OF_LIBRARY = GroupTile(2, 128, 2)  # as times of cuDNN's say: 128 queries a program
 UNBOUNDED = 1 << 62
 
 
@@ -41,16 +47,17 @@ class Rule:
 
 @dataclass(frozen=True, slots=True)
 class Rounds:
-    """A tile of which a processor has one program at a time. Microseconds to begin a round of
-    programs, and of a step over some keys."""
+    """A tile, or the library (None), of which a processor has one program at a time. Microseconds
+    to begin a round of programs, and of a step over some keys."""
 
-    tile: GroupTile
+    tile: GroupTile | None
     start: float
     step: float
 
     def us(self, batch_times_heads: int, queries: int, keys: int) -> float:
-        programs = batch_times_heads * -(-queries // (ROWS * self.tile.groups))
-        steps = -(-keys // self.tile.keys)
+        tile = self.tile or OF_LIBRARY
+        programs = batch_times_heads * -(-queries // (ROWS * tile.groups))
+        steps = -(-keys // tile.keys)
         return -(-programs // PROCESSORS) * (self.start + steps * self.step)
 
 
@@ -62,16 +69,18 @@ FEW: Mapping[int, tuple[Rule, ...]] = {  # by the size of a head; the first that
     160: (Rule(_BOX, 1 << 20),),
 }
 MANY: Mapping[int, tuple[Rule, ...]] = {
-    64: (Rule(Tile(64, 64, 3, 4), 48 << 20),),
+    64: (Rule(Tile(64, 64, 3, 4), 16 << 20),),
     160: (Rule(_BOX, 8 << 20),),
 }
-IN_ROUNDS: Mapping[int, tuple[Rounds, ...]] = {  # many keys; faster than the library wherever tried
-    40: (Rounds(GroupTile(4, 80, 3), 4.4, 1.09), Rounds(GroupTile(3, 80, 3), 5.5, 0.82),
-         Rounds(GroupTile(2, 64, 4), 4.5, 0.60)),
-    80: (Rounds(GroupTile(2, 128, 2), 4.1, 1.39), Rounds(GroupTile(3, 64, 3), 4.8, 0.95),
-         Rounds(GroupTile(2, 64, 3), 3.9, 0.72)),
+IN_ROUNDS: Mapping[int, tuple[Rounds, ...]] = {  # of many keys, where no rule holds
+    40: (Rounds(GroupTile(4, 80, 4), 5.7, 0.95), Rounds(GroupTile(3, 80, 3), 4.4, 0.79),
+         Rounds(GroupTile(2, 64, 4, 2), 4.8, 0.57)),
+    80: (Rounds(GroupTile(2, 128, 3), 6.3, 1.08), Rounds(GroupTile(3, 64, 3), 6.0, 0.80),
+         Rounds(GroupTile(2, 64, 3), 5.3, 0.65)),
+    64: (Rounds(GroupTile(4, 64, 4), 5.5, 0.90), Rounds(GroupTile(3, 80, 3), 4.4, 0.88),
+         Rounds(None, 1.3, 1.2)),
 }  # fmt: skip
-LEAST_QUERIES = {40: 256, 64: 1024, 80: 128, 160: 64}  # fewer have not been measured
+LEAST_QUERIES = {40: 256, 64: 576, 80: 128, 160: 64}  # fewer have not been measured
 
 
 @lru_cache(maxsize=4096)
@@ -79,12 +88,12 @@ def tile_of(head: int, batch_times_heads: int, queries: int, keys: int) -> AnyTi
     """The fastest tile, or None where the library is faster."""
     if queries < LEAST_QUERIES.get(head, UNBOUNDED):
         return None
-    if keys > FEW_KEYS and head in IN_ROUNDS:
-        return min(IN_ROUNDS[head], key=lambda way: way.us(batch_times_heads, queries, keys)).tile
     scores = batch_times_heads * queries * keys
-    for rule in (MANY if keys > FEW_KEYS else FEW)[head]:
+    for rule in (MANY if keys > FEW_KEYS else FEW).get(head, ()):
         if scores <= rule.most_scores and keys <= rule.most_keys:
             return rule.tile
+    if keys > FEW_KEYS and head in IN_ROUNDS:
+        return min(IN_ROUNDS[head], key=lambda way: way.us(batch_times_heads, queries, keys)).tile
     return None
 
 
@@ -93,7 +102,7 @@ def tiles_of(head: int) -> tuple[AnyTile, ...]:
     rules: tuple[Rule | Rounds, ...] = (
         *FEW.get(head, ()), *MANY.get(head, ()), *IN_ROUNDS.get(head, ()),
     )  # fmt: skip
-    return tuple(dict.fromkeys(rule.tile for rule in rules))
+    return tuple(dict.fromkeys(rule.tile for rule in rules if rule.tile is not None))
 
 
 @lru_cache(maxsize=256)  # a model asks for the same at each of its calls

@@ -3,8 +3,10 @@
 As FlashAttention-3 (https://arxiv.org/abs/2407.08608): one thread fetches blocks of keys and values
 by the tensor memory accelerator, each group waits for a block and goes on by itself, so that one
 group's exponentials run beside another's products, and a group's next scores are computed while it
-weighs the values of this block. A row is rescaled only where its maximum has grown by 2^8 (as in
-FlashAttention-4): what it is divided by at the end has grown as well.
+weighs the values of this block. Weights are relative to the greatest score that was known when a
+row was rescaled last, and it is rescaled only where the sum of weights tells that they have become
+large (FlashAttention-4 asks the maxima for it, which costs a tenth of the time): what it is divided
+by at the end has grown as well.
 
 PTX (``ptx.py``), as Triton has no group of warps that runs by itself.
 """
@@ -37,7 +39,9 @@ from strop.kernels.ptx import (
     wait,
 )
 
-GROWTH = 8.0  # of a maximum that is let be, as a power of two: weights stay far below fp16's 2^16
+# Of the sum of a thread's weights in a block: below, they are let be (far below fp16's 65504);
+# above, they are not scaled, as they may be infinite.
+MOST, TOO_MANY = 2.0**8, 2.0**120
 
 # Registers of a thread that weighs and of one that fetches, of the 96 that 640 threads begin with.
 MANY_GROUPS, WEIGHING, FETCHING = 4, 112, 24
@@ -150,7 +154,7 @@ _BEGIN = """\
     .reg .b32 %queries, %keys, %heads, %thread, %warp, %lane, %group, %start, %batch, %h, %steps;
     .reg .b32 %base, %bar, %bar_k, %bar_v, %to, %column, %row, %at, %stage_v, %phase_v, %stage_k;
     .reg .b32 %phase_k, %read, %step, %low, %low_a, %low_b, %low_q, %low_k, %low_v, %high;
-    .reg .b32 %x<8>, %w<{weights}>;
+    .reg .b32 %x<8>, %q<4>, %w<{weights}>;
     .reg .b64 %map<3>, %a, %b, %out, %wide;
     .reg .f32 %s<{scores}>, %o<{results}>, %m<2>, %l<2>, %c<2>, %n<2>, %e<2>, %t<4>, %f<2>;
 
@@ -335,16 +339,21 @@ def _loop(layout: Layout, factor: str, kind: str) -> Iterator[str]:
     yield from _scores(layout, kind)
     yield from _results(layout, kind)
     yield "    wgmma.wait_group.sync.aligned 1;\n"
-    yield _keys_read(layout)
-    yield from _maxima(layout, factor)
-    yield from _growth()
     yield from _powers(layout, factor)
+    yield from _if_sums_pass(MOST, "%any", "small")
+    yield from _if_sums_pass(TOO_MANY, "%p", "scaled")
+    yield from _scores_again(layout, kind)
+    yield from _maxima(layout, factor)
+    yield from _grown()
+    yield from _powers(layout, factor)
+    yield "    bra small;\nscaled:\n"
+    yield from _weights_scaled(layout)
+    yield "small:\n" + _keys_read(layout)
     yield "    mov.u32 %read, %stage_v;\n" + advance(layout.tile.stages, "%stage_v", "%phase_v")
     yield _wait_for("values_are_there", layout.values_full, "%stage_v", "%phase_v")
     yield "    wgmma.wait_group.sync.aligned 0;\n" + release(layout.values_full, "%read", "%x0")
     yield "    @!%any bra level;\n"
-    yield from (f"    ex2.approx.ftz.f32 %e{n}, %e{n};\n    mul.f32 %l{n}, %l{n}, %e{n};\n"
-                for n in (0, 1))  # fmt: skip
+    yield from (f"    mul.f32 %l{row}, %l{row}, %e{row};\n" for row in (0, 1))
     yield from (f"    mul.f32 %o{n}, %o{n}, %e{_row(n)};\n" for n in range(layout.columns // 2))
     yield "level:\n    add.f32 %l0, %l0, %c0;\n    add.f32 %l1, %l1, %c1;\n"
     yield from _rounded(layout, kind)
@@ -398,19 +407,85 @@ def _maxima(layout: Layout, factor: str) -> Iterator[str]:
     yield from (f"    mul.f32 %c{row}, %c{row}, {factor};\n" for row in (0, 1))
 
 
-def _growth() -> Iterator[str]:
-    """Where a row of this warp has grown by much: %any, all its maxima in %m and, in %e, what they
-    were less what they are."""
-    yield from (f"    max.NaN.f32 %c{row}, %c{row}, %m{row};\n" for row in (0, 1))
-    yield from (f"    add.f32 %f{row}, %m{row}, {f32(GROWTH)};\n" for row in (0, 1))
-    yield """\
-    setp.gt.f32 %p, %c0, %f0;
-    setp.gt.or.f32 %p, %c1, %f1, %p;
-    vote.sync.any.pred %any, %p, -1;
+def _if_sums_pass(most: float, found: str, otherwise: str) -> Iterator[str]:
+    """Where a sum in %c of this warp is greater, infinite ones among them."""
+    yield f"""\
+    setp.gt.f32 %p, %c0, {f32(most)};
+    setp.gt.or.f32 %p, %c1, {f32(most)}, %p;
+    vote.sync.any.pred {found}, %p, -1;
+    @!{found} bra {otherwise};
 """
+
+
+def _weights_scaled(layout: Layout) -> Iterator[str]:
+    """So that the greatest of a row is 1, where it is more: %m by as much higher, %e what was
+    weighed before is to be multiplied by, and %c the sums."""
+    yield from (f"    mov.f32 %n{row}, %c{row};\n" for row in (0, 1))
+    yield from _of_rows(layout, "max.f32", 2)
+    yield from _of_neighbours("c", "max.f32")
     for row in (0, 1):
-        yield f"    sub.f32 %e{row}, %m{row}, %c{row};\n"
-        yield f"    selp.f32 %m{row}, %c{row}, %m{row}, %any;\n"
+        yield f"""\
+    max.f32 %c{row}, %c{row}, {f32(1)};
+    lg2.approx.ftz.f32 %c{row}, %c{row};
+    add.f32 %m{row}, %m{row}, %c{row};
+    neg.f32 %c{row}, %c{row};
+    ex2.approx.ftz.f32 %e{row}, %c{row};
+    mul.f32 %c{row}, %n{row}, %e{row};
+"""
+    yield from (f"    mul.f32 %s{n}, %s{n}, %e{_row(n)};\n" for n in range(layout.tile.keys // 2))
+
+
+def _grown() -> Iterator[str]:
+    """%m: all maxima till now; %e: what was weighed before is to be multiplied by."""
+    for row in (0, 1):
+        yield f"""\
+    max.NaN.f32 %c{row}, %c{row}, %m{row};
+    sub.f32 %e{row}, %m{row}, %c{row};
+    ex2.approx.ftz.f32 %e{row}, %e{row};
+    mov.f32 %m{row}, %c{row};
+"""
+
+
+def _scores_again(layout: Layout, kind: str) -> Iterator[str]:
+    """This warp's, as they are gone, without the others of its group: by products of one warp. A
+    thread reads four neighbours of rows eight apart; %x1 and %x2 say where its first ones are, and
+    lines are mixed by the place of a row among eight, which is the same for all of them."""
+    tile = layout.tile
+    yield f"""\
+    shr.u32 %x0, %lane, 2;
+    and.b32 %x1, %warp, 3;
+    mul.lo.u32 %x1, %x1, {16 * LINE_BYTES};
+    mad.lo.u32 %x1, %x0, {LINE_BYTES}, %x1;
+    mad.lo.u32 %x1, %group, {ROWS * LINE_BYTES}, %x1;
+    add.u32 %x1, %x1, %base;
+    mad.lo.u32 %x2, %stage_k, {layout.block}, %base;
+    mad.lo.u32 %x2, %x0, {LINE_BYTES}, %x2;
+    add.u32 %x2, %x2, {layout.keys_at};
+"""
+    yield from (f"    mov.f32 %s{n}, {f32(0)};\n" for n in range(tile.keys // 2))
+    for n in range(-(-layout.head // DEPTH)):
+        part, rest = divmod(n * DEPTH * 2, LINE_BYTES)
+        queries, keys = (part * rows * LINE_BYTES for rows in (layout.queries, tile.keys))
+        yield from (_place(which, rest // UNIT + which - 3) for which in (3, 4))
+        for which, (half, row) in enumerate(((3, 0), (3, 8), (4, 0), (4, 8))):
+            yield f"    add.u32 %x7, %x1, %x{half};\n"
+            yield f"    ld.shared.b32 %q{which}, [%x7+{queries + row * LINE_BYTES}];\n"
+        yield "    add.u32 %x3, %x2, %x3;\n    add.u32 %x4, %x2, %x4;\n"
+        for eight in range(tile.keys // 8):
+            sums, at = listed("s", 4, 4 * eight), keys + 8 * eight * LINE_BYTES
+            yield f"    ld.shared.b32 %x5, [%x3+{at}];\n    ld.shared.b32 %x6, [%x4+{at}];\n"
+            yield (f"    mma.sync.aligned.m16n8k{DEPTH}.row.col.f32.{kind}.{kind}.f32 "
+                   f"{sums}, {listed('q', 4)}, {{%x5, %x6}}, {sums};\n")  # fmt: skip
+
+
+def _place(which: int, unit: int) -> str:
+    """%x of a unit of a line, and of this thread's pair in it; %x0: the row among eight."""
+    return f"""\
+    xor.b32 %x{which}, %x0, {unit};
+    shl.b32 %x{which}, %x{which}, 4;
+    and.b32 %x7, %lane, 3;
+    mad.lo.u32 %x{which}, %x7, 4, %x{which};
+"""
 
 
 def _powers(layout: Layout, factor: str) -> Iterator[str]:

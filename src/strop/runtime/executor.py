@@ -152,8 +152,7 @@ class Bound:
         scalars = list(self._eval_all(step.scalars))
         if source.split is not None:
             named = _named(scalars)
-            scalars.append(self._kernels.splits(source.split.rows.eval(named),
-                           source.split.parallel.eval(named), source.split.min_rows))  # fmt: skip
+            scalars.append(self._kernels.splits(source.split, named))
         return scalars
 
     def _scratch_bytes(self, step: KernelStep) -> list[int]:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Protocol
 
 import torch
 
 from strop.errors import UnsupportedError
-from strop.ir.source import KernelSource, has_boxes
+from strop.ir.source import KernelSource, Split, has_boxes
 from strop.options import Options
 from strop.runtime import builds, cubin, driver
 from strop.runtime.ahead import Ahead, Order
@@ -68,7 +68,7 @@ class KernelLibrary(Protocol):
         each param that has a box, in order."""
         ...
 
-    def splits(self, rows: int, parallel: int, min_rows: int) -> int: ...
+    def splits(self, split: Split, sizes: Mapping[str, int]) -> int: ...
 
     @property
     def counts(self) -> tuple[int, int]:
@@ -109,7 +109,7 @@ class CpuKernels:
              ) -> BoundKernel:  # fmt: skip
         return self._functions[source].bind(pointers, scalars)
 
-    def splits(self, rows: int, parallel: int, min_rows: int) -> int:
+    def splits(self, split: Split, sizes: Mapping[str, int]) -> int:
         raise UnsupportedError("C++ kernels cut their reductions themselves")
 
     @property
@@ -167,11 +167,13 @@ class CudaKernels:
         return function.bind(pointers, scalars, grid, stream, wide=source.wide, early=early,
                              views=views)  # fmt: skip
 
-    def splits(self, rows: int, parallel: int, min_rows: int) -> int:
-        programs = max(rows * parallel // ROWS_PER_PROGRAM, self._num_sms)
+    def splits(self, split: Split, sizes: Mapping[str, int]) -> int:
+        rows, parallel = split.rows.eval(sizes), split.parallel.eval(sizes)
+        is_long = 0 < split.most_rows * self._num_sms <= rows * parallel
+        programs = max(rows * parallel // ROWS_PER_PROGRAM, (1 + is_long) * self._num_sms)
         programs = min(programs, MAX_PROGRAMS_PER_SM * self._num_sms)
         wanted = programs // max(parallel, 1)
-        return max(1, min(wanted, -(-rows // min_rows)))
+        return max(1, min(wanted, -(-rows // split.min_rows)))
 
     @property
     def counts(self) -> tuple[int, int]:
