@@ -191,10 +191,10 @@ def test_a_product_of_one_warp(kind: str) -> None:
     add.u64 %a, %a, %wide;
     add.u64 %out, %out, %wide;
 """
-    text += "".join(f"    ld.global.f32 %o{n}, [%a+{n // 2 * 256 + n % 2 * 4}];\n" for n in range(4))
-    sums = "{%o0, %o1, %o2, %o3}"
-    given = "{%x1, %x2, %x3, %x4}, {%x5, %x6}"
-    text += f"    mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32 {sums}, {given}, {sums};\n"
+    text += "".join(f"    ld.global.f32 %o{n}, [%a+{n // 2 * 256 + n % 2 * 4}];\n"
+                    for n in range(4))  # fmt: skip
+    op, sums = f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32", "{%o0, %o1, %o2, %o3}"
+    text += f"    {op} {sums}, {{%x1, %x2, %x3, %x4}}, {{%x5, %x6}}, {sums};\n"
     text += "".join(f"    st.global.f32 [%out+{n // 2 * 256 + n % 2 * 4}], %o{n};\n"
                     for n in range(4))  # fmt: skip
     source = kernel(text, params=(dtype, dtype, torch.float32), out=torch.float32)

@@ -11,6 +11,7 @@ from torch import nn
 
 from strop.api import optimize_module, restore
 from strop.diffusion.offloading import search_quickly
+from strop.diffusion.pictures import convert_as_before, convert_on_device
 from strop.diffusion.scheduler import host_timesteps
 from strop.errors import OptionError
 from strop.options import Options
@@ -48,7 +49,8 @@ def compiled_modules(pipe: Any) -> dict[str, nn.Module]:
 def optimize_pipeline(pipe: Any, options: Options) -> None:
     """Compile every known component. Adapters and schedulers stay diffusers' own, but that those
     which ask the GPU for the time in each step of a loop hear it from the host (``scheduler.py``),
-    and that diffusers looks for offloaded weights in less time (``offloading.py``).
+    that diffusers looks for offloaded weights in less time (``offloading.py``), and that pictures
+    become bytes before they are copied to the host (``pictures.py``).
 
     Raises OptionError for a pipeline that has none of them.
     """
@@ -56,6 +58,7 @@ def optimize_pipeline(pipe: Any, options: Options) -> None:
     if not known:
         raise OptionError(_nothing_known(pipe))
     search_quickly()
+    convert_on_device(pipe)
     for name, module in known.items():
         optimize_module(module, options, name=name, loop=loop if name in DENOISERS else None)
     if isinstance(pipe.__dict__.get("progress_bar"), _MarkedBar):
@@ -89,6 +92,7 @@ def _nothing_known(pipe: Any) -> str:
 def restore_pipeline(pipe: Any) -> None:
     for module in compiled_modules(pipe).values():
         restore(module)
+    convert_as_before(pipe)
     if isinstance(pipe.__dict__.get("progress_bar"), _MarkedBar):
         del pipe.progress_bar
 
