@@ -59,7 +59,7 @@ def convert_on_device(pipe: Any) -> bool:
     """Put ``Pictures`` in the place of the function of a pipeline's image processor. Whether it is
     there: another processor than the known one, or one that somebody has changed, stays as it is.
     """
-    processor = getattr(pipe, "image_processor", None)
+    processor: Any = getattr(pipe, "image_processor", None)
     if type(processor).__name__ != CLASS:
         return False
     ours = processor.__dict__.get("postprocess")
@@ -70,6 +70,6 @@ def convert_on_device(pipe: Any) -> bool:
 
 def convert_as_before(pipe: Any) -> None:
     """Undo ``convert_on_device``."""
-    processor = getattr(pipe, "image_processor", None)
+    processor: Any = getattr(pipe, "image_processor", None)
     if isinstance(getattr(processor, "__dict__", {}).get("postprocess"), Pictures):
         del processor.postprocess
