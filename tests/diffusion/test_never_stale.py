@@ -293,7 +293,7 @@ def test_a_new_prompt_at_a_recycled_address(mode: str, cuda_graphs: bool, device
 
 
 def _is_ahead(self: Dispatcher, entry: Entry) -> bool:
-    return entry.uses >= 2 and not self.state.has_moved()
+    return entry.uses >= 2 and not self._is_settled() and not self.state.has_moved()
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda c: c.__name__)
@@ -306,11 +306,40 @@ def test_a_call_that_ran_before_the_model_was_looked_at_is_done_again(
     check(unet, change, "cpu", "no_grad")
 
 
+def _begin_loops(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each call is the first of a denoise loop, and tells that all was looked at."""
+    call = Dispatcher.__call__
+
+    def in_a_loop(self: Dispatcher, *args: Any, **kwargs: Any) -> Any:
+        self.loop.begin()
+        try:
+            found = call(self, *args, **kwargs)
+            assert self._is_settled() or self.counters.eager_calls
+            return found
+        finally:
+            self.loop.end()
+
+    monkeypatch.setattr(Dispatcher, "__call__", in_a_loop)
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda c: c.__name__)
+def test_so_is_the_first_call_of_a_denoise_loop(change: Change, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(Dispatcher, "_may_run_ahead", _is_ahead)
+    _begin_loops(monkeypatch)
+    unet = optimized(tiny.unet(), "cpu", True, strict=change not in PARTLY_EAGER)
+    check(unet, change, "cpu", "no_grad")
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_a_graph_is_replayed_before_the_model_is_looked_at(monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("in_loops", [False, True])
+def test_a_graph_is_replayed_before_the_model_is_looked_at(
+    in_loops: bool, monkeypatch: pytest.MonkeyPatch
+):
     """Hundreds of modules take the host a millisecond, in which the GPU would have nothing to do.
     Where a Parameter is another one that replay is not counted: nobody has seen it."""
+    if in_loops:
+        _begin_loops(monkeypatch)
     unet = optimized(tiny.unet(), "cuda", True)
     args = [a.to("cuda") for a in tiny.unet_args(*SIZE)]
     counters, seen = unet.forward.counters, list[int]()
