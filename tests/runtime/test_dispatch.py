@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 import strop
 from strop.errors import UnsupportedError
+from strop.runtime.executor import Bound
 from tests.e2e import tiny
 
 X = torch.randn(3, 8, generator=torch.manual_seed(0))
@@ -383,3 +384,17 @@ def test_nan_in_a_first_result_is_reported(caplog: Any):
         module(X * float("nan"))
     assert len(module.forward.counters.nonfinite) == 1
     assert "the arguments hold NaN" in caplog.text
+
+
+def test_kernels_for_other_sizes_are_begun_with_the_first_run(monkeypatch: pytest.MonkeyPatch):
+    """Not behind it: the host then makes the libraries' first calls, and all compilers are idle."""
+    net, begun, run = optimized(Net()), list[float](), Bound.run
+
+    def noted(self: Bound, *args: Any) -> Any:
+        begun.append(net.forward.variants.all[0].later._began)
+        return run(self, *args)
+
+    monkeypatch.setattr(Bound, "run", noted)
+    assert_as_eager(net, X)
+    assert len(begun) == 1
+    assert begun[0] > 0

@@ -1,8 +1,8 @@
 """Kernels that are built before anybody asks for them, in threads of their own.
 
 Soon: those that the first call is going to need, as they are printed. Later: those that only other
-sizes need, by processes of low priority, once the first call has been served: those that built what
-it needed. A shape that needs one of them earlier builds it itself, for which it borrows these
+sizes need, by processes of low priority, once the first call has its own: those that built what it
+needed. A shape that needs one of them earlier builds it itself, for which it borrows these
 processes, or waits for the one in work: which kernel runs is a matter of sizes alone. When the
 process ends, what is not built is left.
 """

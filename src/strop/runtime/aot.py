@@ -286,13 +286,13 @@ class AotProgram:
                     in_place=self._checked is None,
                 )  # fmt: skip
             inputs = bound.in_layout(tensors)
+            self._later.start()
             if is_new and self._checked is not None:
                 from strop.debug.check import run_checked
 
                 results = run_checked(bound, self._checked, inputs, "dynamo")[0]
             else:
                 results = bound.run(inputs)
-            self._later.start()
             self.num_calls, self.latest = self.num_calls + 1, bound
             for index in self._written:  # those that had to be laid out as the plan says
                 own = tensors[index]
