@@ -132,6 +132,7 @@ EXCEPTIONS: dict[tuple[str, str], str] = {
     ("debug.ceilings", "bench.timer"): "times by the clock of the benchmarks",
     ("debug.step_times", "bench.timer"): "times by the clock of the benchmarks",
     ("bench.census", "frontend.objects"): "as_tree, to compare results that are caches",
+    ("bench.infer_variants", "runtime.builds"): "how long a call at a new size waited for kernels",
     ("diffusion.components", "frontend.capture"): "TensorSpec: symbolic sizes of the arguments",
 }
 

@@ -52,8 +52,11 @@ def test_builds_once_and_then_loads(fresh: Builds, monkeypatch: pytest.MonkeyPat
     first = build(wanted, 90, cache, workers=2)
     assert list(first) == [source(), source("casts")]
     assert (fresh.num_built, fresh.num_cached) == (2, 0)
+    waited_s = fresh.seconds
+    assert waited_s > 0.1
     build(wanted, 90, cache, workers=2)
     assert (fresh.num_built, fresh.num_cached) == (2, 0), "kept in memory"
+    assert fresh.seconds < waited_s + 0.1
 
     other = Builds()
     monkeypatch.setattr(builds, "BUILDS", other)

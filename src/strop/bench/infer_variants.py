@@ -30,6 +30,7 @@ from strop.bench.infer_contenders import (
 from strop.bench.infer_rows import Row
 from strop.bench.models import Size
 from strop.debug.explain import explain
+from strop.runtime.builds import BUILDS
 
 SAMPLES, PICTURE_SAMPLES = 6, 2  # of a random shape
 LATER_CALLS = 3  # that are timed one by one
@@ -44,7 +45,8 @@ def measure_random(row: Row, plan: Plan, clock: Clock, save: Save) -> Found:
     """Random legal shapes beside the cheapest strong peer, in the order they are drawn.
 
     ``cold_s`` is the very first call, compile included; ``first_s`` the first call at every
-    further shape, ``longest_s`` the longest of the calls after it, a capture included.
+    further shape, ``longest_s`` the longest of the calls after it, a capture included;
+    ``kernels_s`` of all of them went by waiting for kernels, of which so many were built meanwhile.
     """
     device = plan.where
     peer = "eager-graph" if device.type == "cuda" and row.kind == "step" else "eager"
@@ -73,14 +75,17 @@ def measure_random(row: Row, plan: Plan, clock: Clock, save: Save) -> Found:
 
 def _random_shape(row: Row, group: Field, peer: str, size: Size, batch: int, is_cold: bool
                   ) -> Found:  # fmt: skip
+    waited_s, built = BUILDS.seconds, BUILDS.num_built
     ours, found, mine = group.start("strop", size, batch)
     alone = [timer.wall_ms(ours, group.device) / 1e3 for _ in range(LATER_CALLS)]
+    kernels = {"kernels_s": round(BUILDS.seconds - waited_s, 4),
+               "kernels": BUILDS.num_built - built}  # fmt: skip
     theirs, _, other = group.start(peer, size, batch)
     samples = SAMPLES if row.kind == "step" else PICTURE_SAMPLES
     times = take_turns({"strop": ours, peer: theirs}, row.kind, group.device, samples)
     p50 = {name: timing["p50_ms"] for name, timing in times.items()}
     return {"cold_s" if is_cold else "first_s": found["first_s"],
-            "longest_s": round(max(found["second_s"], *alone), 4), "p50_ms": p50,
+            "longest_s": round(max(found["second_s"], *alone), 4), **kernels, "p50_ms": p50,
             "ratio": round(p50[peer] / p50["strop"], 3),
             "rms_to_peer": max(_difference(result, other[0]) for result in mine)}  # fmt: skip
 

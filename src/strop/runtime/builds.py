@@ -17,6 +17,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
@@ -115,6 +116,7 @@ class Builds:
 
     num_built: int = 0  # while somebody waited
     num_cached: int = 0
+    seconds: float = 0.0  # that somebody waited
     is_closing: bool = False
     _memo: dict[str, Future[Cubin]] = field(default_factory=dict)  # by what is compiled: launches
     # of one text may differ
@@ -153,10 +155,11 @@ class Builds:
         with self._change:
             self._memo.pop(cache_key(source, arch)).set_exception(error)
 
-    def count(self, *, built: int = 0, cached: int = 0) -> None:
+    def count(self, *, built: int = 0, cached: int = 0, seconds: float = 0.0) -> None:
         with self._change:
             self.num_built += built
             self.num_cached += cached
+            self.seconds += seconds
 
     def start(self, workers: int) -> None:
         with self._change:
@@ -293,6 +296,7 @@ def build(
 ) -> dict[KernelSource, Cubin]:
     """Machine code for every source: from this process, the cache, or the compiler, of which no
     more than ``workers`` are started."""
+    began = time.perf_counter()
     futures, mine = BUILDS.claim(dict.fromkeys(sources), arch)
     open_ = set(mine)
     try:
@@ -311,7 +315,9 @@ def build(
         for source in open_:
             BUILDS.fail(source, arch, error)
         raise
-    return {source: future.result() for source, future in futures.items()}
+    found = {source: future.result() for source, future in futures.items()}
+    BUILDS.count(seconds=time.perf_counter() - began)
+    return found
 
 
 def build_ahead(source: KernelSource, arch: int, cache: Cache, niceness: int,
