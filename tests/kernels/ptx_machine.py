@@ -80,9 +80,6 @@ class Program:
             elif mods[0] in ptx_products.MAKERS:
                 maker.only(mods[0], "sync", "aligned")
                 code.run = ptx_products.MAKERS[mods[0]](maker)
-        elif first == "mma":
-            ptx_groups.together(maker)
-            code.run = ptx_products.make_warp_product(maker)
         elif first in _MAKERS:
             code.run = _MAKERS[first](maker)
         if code.run is None:
@@ -91,6 +88,7 @@ class Program:
 
 _MAKERS: dict[str, Callable[[Maker], Run]] = {
     **ptx_arithmetic.MAKERS, **ptx_access.MAKERS, **ptx_groups.MAKERS,
+    "mma": ptx_products.make_warp_product,
 }  # fmt: skip
 
 

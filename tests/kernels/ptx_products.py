@@ -16,6 +16,7 @@ import numpy as np
 
 from tests.kernels.ptx_access import BLOCKED
 from tests.kernels.ptx_arithmetic import FULL, Array, Instruction, Maker, Run, of_half
+from tests.kernels.ptx_groups import together
 from tests.kernels.ptx_memory import UNIT, mixed
 from tests.kernels.ptx_text import LANES, Imm, PtxError, Reg, Vector
 
@@ -220,6 +221,7 @@ def make_warp_product(maker: Maker) -> Run:
     found = _WARP_FORM.match(".".join(maker.words))
     if not found:
         raise PtxError("form of mma not known")
+    together(maker)
     kind, args = found[1], maker.args(4)
     for each, count in zip(args, (4, 4, 2, 4), strict=True):
         _registers(each, count)
