@@ -73,7 +73,8 @@ def bound(each: Form, of: Picture, sets: list[tuple[Tensor, ...]], library: Any,
     columns = of.outs * (2 if product.gated else 1)
     sides = (of.height * of.stride, of.width * of.stride)
     sizes = [(of.batch, *sides, of.ins), (columns, of.size**2 * of.ins)]
-    views = [(each, torch.empty(each, device="meta").stride()) for each in sizes]
+    views = [(size, torch.empty(size, device="meta").stride()) for size in sizes]
+    views[0] = (*views[0], (*each.box, LINE))
     source, launches = group_product(product, torch.float16), []
     for tensors in sets:
         pointers = [*(t.data_ptr() for t in tensors), 0][:4]  # a convolution adds nothing

@@ -35,7 +35,7 @@ from tests.kernels.ptx_text import LANES, Entry, Param, PtxError, parse
 
 __all__ = ["PtxError", "launch"]
 
-View = tuple[Sequence[int], Sequence[int]]
+View = tuple[Sequence[int], ...]
 _PARAMS_AT = 1 << 16  # the address of the first param
 _MOST_IDLE = 500_000  # instructions that change nothing for others
 _BUDGETS, _SOON = (3, 20, 100, 400), (0.02, 0.1, 0.3, 0.8)
@@ -389,8 +389,9 @@ def launch(source: KernelSource, tensors: Sequence[Tensor], scalars: Sequence[in
            grid: Sequence[int] | None = None, allow_rewrites: bool = False) -> None:  # fmt: skip
     """Runs a kernel on tensors of the CPU, one per param, whose results it writes into them.
 
-    ``views``: sizes and strides of the params with a box, else those of the tensors. ``grid``, else
-    the source's. ``allow_rewrites``: several threads may store to the same bytes. Raises PtxError.
+    ``views``: sizes and strides of the params with a box, and sizes of the box where the source has
+    none, else those of the tensors. ``grid``, else the source's. ``allow_rewrites``: several
+    threads may store to the same bytes. Raises PtxError.
     """
     if source.language != "ptx" or source.scratch or source.split:
         raise PtxError(f"{source.name} is no kernel in PTX, or has scratch memory")
@@ -436,8 +437,12 @@ def _bind_map(machine: Machine, names: Iterator[Param], tensor: Tensor, view: Vi
     param = next(names, None)
     if param is None or param.size != 128 or param.offset % 64:
         raise PtxError("no param for a tensor map where the runtime passes one")
-    machine.maps[param.offset] = TensorMap(machine.memory, tensor, *view, box, steps)
-    for size, values in zip((4, 8), view, strict=True):
+    sizes, strides, *told = view
+    if told and any(own not in (0, given) for own, given in zip(box, told[0], strict=True)):
+        raise PtxError(f"a box {told[0]} for {box}")
+    of_box = told[0] if told else box
+    machine.maps[param.offset] = TensorMap(machine.memory, tensor, sizes, strides, of_box, steps)
+    for size, values in zip((4, 8), (sizes, strides), strict=True):
         for value in values:
             _set(machine, next(names, None), size, value)
 

@@ -15,10 +15,9 @@ import torch
 from torch import Tensor
 
 from strop.ir.source import KernelSource
-from strop.kernels import products
 from strop.kernels.group_product import group_product
 from strop.kernels.product_layout import MOST_SHARED, Product, Tile
-from strop.kernels.ptx import KINDS
+from strop.kernels.ptx import KINDS, LINE
 from tests.codegen.test_triton_compile import TOOLS
 from tests.kernels.ptx_machine import launch
 from tests.kernels.test_ptx_kernels import survivors
@@ -58,6 +57,11 @@ CASES = (
     Case(Tile(1, 80, 3), (1, 15, 20, 128, 88), (1, 8, 8), stride=2),
     Case(Tile(2, 80, 3, 2), (3, 14, 9, 64, 88), (2, 8, 8), stride=2),
     Case(Tile(1, 80, 3, 1, True), (1, 3, 140, 64, 160), (1, 1, 64), stride=2),
+    Case(Tile(2, 80, 4), (2, 7, 20, 64, 88), (1, 6, 20)),  # fewer pixels than rows
+    Case(Tile(1, 80, 3, 2), (3, 5, 7, 128, 88), (1, 5, 7)),
+    Case(Tile(2, 80, 3, 3), (3, 5, 7, 64, 88), (3, 5, 7)),
+    Case(Tile(1, 80, 3, 1, True), (2, 9, 11, 64, 160), (1, 5, 11)),
+    Case(Tile(2, 80, 4), (2, 20, 20, 64, 88), (2, 3, 10), stride=2),
 )
 
 
@@ -84,7 +88,7 @@ def truth(case: Case, x: Tensor, w: Tensor, bias: Tensor) -> Tensor:
 
 def prepared(case: Case) -> tuple[KernelSource, Callable[[KernelSource, int], None]]:
     """The kernel, and what runs it or another and asserts that results are right."""
-    product = Product(case.tile, case.size, case.box, case.gated, case.stride)
+    product = Product(case.tile, case.size, case.gated, case.stride)
     x, w, bias = operands(case)
     wanted = truth(case, x, w, bias)
     down, *along = (-(-n // step) for n, step in zip(wanted.shape[:3], case.box, strict=True))
@@ -92,11 +96,14 @@ def prepared(case: Case) -> tuple[KernelSource, Callable[[KernelSource, int], No
     total = across * down * math.prod(along)
     at_work = min(total, 2) if case.tile.keeps_on else total
     scalars = [across, along[1], along[0], down, case.sizes[3], at_work]
+    of_box = [*case.box, *(-(-(1 << 16) // n) for n in case.box[1:])] if product.has_box else []
+    views = [(x.shape, x.stride(), (*case.box, LINE)), (w.shape, w.stride())]
 
     def call(source: KernelSource, seed: int) -> None:
         """Weights come late where the seed is odd. The last columns may be written twice."""
         out = torch.full(wanted.shape, math.nan, dtype=case.dtype)
-        launch(source, [x, w, out, bias], [*scalars, seed % 2], seed=seed, allow_rewrites=True)
+        launch(source, [x, w, out, bias], [*scalars, seed % 2, *of_box], seed=seed, views=views,
+               allow_rewrites=True)  # fmt: skip
         assert float((out.double() - wanted).norm() / wanted.norm()) < BOUND[case.dtype]
 
     return group_product(product, case.dtype), call
@@ -120,7 +127,7 @@ def test_all_that_orders_it_is_needed(case: Case) -> None:
 
 
 ALL = dict.fromkeys((
-    *(Product(tile, 3, products.BOXES[tile.groups][0]) for tile in conv_groups.TILES),
+    *(Product(tile, 3) for tile in conv_groups.TILES),
     *(form.product for shape in linear_groups.SHAPES for form in linear_groups.forms_of(shape)),
 ))  # fmt: skip
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from strop.ir.dims import const, symbol
 from strop.ir.graph import Node
 from strop.kernels import products
-from strop.kernels.pictures import Picture
+from strop.kernels.pictures import Box, Picture, box_of
 from strop.kernels.product_layout import MOST_SHARED
 from strop.kernels.products import ENDS, GATED, PLAIN, SMS, form, form_of, has_steps
 
@@ -64,14 +65,40 @@ def test_what_fits(given: Node, expected: bool) -> None:
 def test_boxes_cover_a_picture(of: Picture) -> None:
     for tile in products.CONV_TILES:
         found = form(tile, of)
-        sizes = zip(found.boxes, found.product.box, (of.batch, of.height, of.width), strict=True)
+        sizes = zip(found.boxes, found.box, (of.batch, of.height, of.width), strict=True)
         assert all(0 <= count * step - size < step for count, step, size in sizes)
+        assert math.prod(found.box) <= found.product.rows
         assert found.across * found.product.width >= of.outs
-        *counts, ins, at_work, late = found.scalars(of.ins, late=True)
+        *counts, ins, at_work, late = found.scalars(of.ins, late=True)[:7]
         assert (ins, late) == (of.ins, 1)
+        assert found.scalars(of.ins, late=True)[7:10] == found.box
         assert counts == [found.across, found.boxes[2], found.boxes[1], found.boxes[0]]
         assert found.num_programs == at_work * tile.split
         assert at_work <= SMS or not tile.keeps_on
+
+
+@pytest.mark.parametrize(("rows", "sizes", "stride", "box"), [
+    (128, (2, 64, 64), 1, (1, 2, 64)),
+    (128, (2, 16, 16), 1, (1, 8, 16)),
+    (128, (2, 8, 8), 1, (2, 8, 8)),
+    (128, (2, 20, 20), 1, (2, 20, 3)),
+    (128, (2, 72, 72), 1, (1, 7, 18)),
+    (192, (2, 48, 48), 1, (1, 4, 48)),
+    (192, (1, 1, 500), 1, (1, 1, 167)),
+    (192, (1, 1, 500), 2, (1, 1, 125)),  # 256 of the input at most
+    (64, (9, 3, 5), 1, (4, 3, 5)),
+])  # fmt: skip
+def test_boxes(rows: int, sizes: tuple[int, int, int], stride: int, box: Box) -> None:
+    """As few as possible, of few pictures, and wide."""
+    of = Picture(3, 64, 64, *sizes, stride)
+    assert box_of(rows, of) == box
+
+
+def test_a_row_of_a_box_is_found_without_a_division() -> None:
+    """As the kernel does it, by 2^16."""
+    for size in range(1, 257):
+        by = -(-(1 << 16) // size)
+        assert all(row * by >> 16 == row // size for row in range(256))
 
 
 @pytest.mark.parametrize("end", ENDS)

@@ -63,7 +63,7 @@ class KernelSource:
     ``grid`` is over the scalar names and is empty for C++, whose functions loop on their own.
     A param with a box is no pointer but a Triton tensor descriptor: the tensor memory accelerator
     of sm_90 and later moves boxes of that size, zeros where they leave the tensor; of every second
-    element, say, where ``steps`` says so.
+    element, say, where ``steps`` says so. In PTX a size of 0 is told at the launch.
 
     PTX declares what Triton would: behind a descriptor the tensor's sizes (u32) and strides (u64),
     at the end two pointers that are not used. Its constants are SHARED, the bytes of shared memory

@@ -48,7 +48,9 @@ def group_product(of: Product, dtype: torch.dtype) -> KernelSource:
     CO), and biases (CO,), or nothing; all dense, of addresses that are multiples of 16 bytes; the
     input may have gaps. CI is a multiple of 64, of a single place 8; CO of 8, where it is gated
     twice ``width``. Sums are fp32. Scalars: tiles of columns, boxes right, down and of pictures,
-    CI, tiles at work, and 1 where kernels that may still run write the weights, else 0.
+    CI, tiles at work, and 1 where kernels that may still run write the weights, else 0; of a window
+    of several places pictures, lines and columns of a box, no more than rows in all, and 2^16 by
+    the latter two, rounded up.
     """
     tile, kind = of.tile, KINDS[dtype]
     ends = added(of, kind) if tile.split > 1 else stored(of, kind)
@@ -56,19 +58,24 @@ def group_product(of: Product, dtype: torch.dtype) -> KernelSource:
     weights = (of.width, LINE)  # twice, where there are gates
     steps = (1, of.stride, of.stride, 1) if of.stride > 1 else ()
     return KernelSource(
-        NAME, "ptx", text, (dtype,) * 4, (1,) * SCALARS, (symbol("s5") * tile.split,),
+        NAME, "ptx", text, (dtype,) * 4, (1,) * _scalars(of), (symbol("s5") * tile.split,),
         constants=(("SHARED", of.shared), ("EARLY", 1)), num_warps=4 * tile.groups + 1,
-        boxes=((*of.box, LINE), weights, (), ()), steps=steps,
+        boxes=((*((0, 0, 0) if of.has_box else (1, 1, of.rows)), LINE), weights, (), ()),
+        steps=steps,
     )  # fmt: skip
 
 
-NAME, SCALARS = "group_product", 7
+def _scalars(of: Product) -> int:
+    return 12 if of.has_box else 7
+
+
+NAME = "group_product"
 _BEGIN = """\
     .reg .pred %p, %yes, %no, %is_first;
     .reg .b32 %thread, %warp, %lane, %group, %rank, %id, %total, %stride, %col, %left, %top;
     .reg .b32 %picture, %steps, %first, %step, %base, %bar, %stage, %phase, %at, %k, %channel, %x;
     .reg .b32 %y, %end, %to, %from, %low, %low_a, %low_b, %high, %last, %pictures, %lines;
-    .reg .b32 %columns, %outs, %ins, %item, %across, %right, %down, %place, %n<8>;
+    .reg .b32 %columns, %outs, %ins, %item, %across, %right, %down, %place, %bytes, %n<8>;
     .reg .b32 %peer<{split}>;
     .reg .b64 %map<2>, %a, %b, %out, %other, %wide, %far;
     .reg .b16 %h<2>;
@@ -112,7 +119,7 @@ _BEGIN = """\
 def _begin(of: Product) -> Iterator[str]:
     tile = of.tile
     counts = {of.barriers + 8 * n: (1, 4 * tile.groups)[n % 2] for n in range(2 * tile.stages)}
-    yield entry(NAME, {"x": 4, "w": 2}, ("result", "more"), SCALARS, of.threads + 32,
+    yield entry(NAME, {"x": 4, "w": 2}, ("result", "more"), _scalars(of), of.threads + 32,
                 cluster=tile.split)  # fmt: skip
     yield _BEGIN.format(
         split=tile.split, results=tile.cols // 2, line=LINE,
@@ -131,8 +138,11 @@ def _shortened(of: Product) -> Iterator[str]:
 def _coordinates(of: Product) -> str:
     """Of tile %id: those with the same pixels are neighbours. The last columns may be some of the
     tile's before, too, which come out the same: loads are slow where a tensor ends."""
-    count, height, width = of.box
+    sizes = ("%n1", "%n2", "%n3") if of.has_box else (1, 1, of.rows)
+    count, height, width = sizes
+    loads = (f"    ld.param.u32 {size}, [s{n}];\n" for n, size in enumerate(sizes, start=7))
     return f"""\
+{"".join(loads) if of.has_box else ""}\
     rem.u32 %col, %id, %across;
     mul.lo.u32 %col, %col, {of.width};
     sub.u32 %n0, %outs, {of.width};
@@ -167,6 +177,15 @@ def _first_place(of: Product) -> str:
     add.u32 %y, %y, %top;
     sub.u32 %y, %y, {around};
     mul.lo.u32 %k, %first, {LINE};
+"""
+
+
+def _stage_bytes(of: Product) -> str:
+    """Of a box, whose sizes are in %n1 to %n3, and of weights."""
+    return f"""\
+    mul.lo.u32 %bytes, %n1, %n2;
+    mad.lo.u32 %bytes, %bytes, %n3, {of.tile.cols};
+    mul.lo.u32 %bytes, %bytes, {LINE_BYTES};
 """
 
 
@@ -205,7 +224,8 @@ _PIXELS = f"""\
 
 def _fetch(of: Product) -> Iterator[str]:
     """One thread. A stage that was never used is free: its barrier is behind phase 1."""
-    expect = f"    mbarrier.arrive.expect_tx.shared::cta.b64 _, [%bar], {of.stage};\n"
+    size = "%bytes" if of.has_box else of.stage
+    expect = f"    mbarrier.arrive.expect_tx.shared::cta.b64 _, [%bar], {size};\n"
     weights = "".join(_weights(of))
     onward = advance(of.tile.stages, "%stage", "%phase")
     yield f"""\
@@ -218,7 +238,7 @@ def _fetch(of: Product) -> Iterator[str]:
     mov.b64 %wide, w;
     cvta.param.u64 %map1, %wide;
 """
-    yield _coordinates(of) + _first_place(of)
+    yield _coordinates(of) + (_stage_bytes(of) if of.has_box else "") + _first_place(of)
     # what does not depend on the kernel before this one: weights for all stages
     yield """\
     ld.param.u32 %n0, [s6];

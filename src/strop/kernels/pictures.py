@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 Box = tuple[int, int, int]  # pictures, lines and columns of pixels
+MOST_REACH = 256  # of a box in the input, by dim: the accelerator's limit
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,11 +43,32 @@ def boxes_along(box: Box, of: Picture) -> Box:
     return -(-of.batch // count), -(-of.height // height), -(-of.width // width)
 
 
-def box_of(boxes: Sequence[Box], of: Picture) -> Box:
-    """The one that wastes the fewest pixels."""
+def box_of(rows: int, of: Picture) -> Box:
+    """Of no more pixels than rows: that which as few as possible cover all pictures with. Of such
+    ones with the fewest pictures, and then the widest."""
+    return _best(rows, (of.batch, of.height, of.width), of.stride)
 
-    def wasted(box: Box) -> tuple[int, int, int]:
+
+@lru_cache(maxsize=4096)  # many tiles have as many rows, many convolutions the same pictures
+def _best(rows: int, sizes: Box, stride: int) -> Box:
+    of = Picture(3, 0, 0, *sizes, stride)
+
+    def cost(box: Box) -> tuple[int, int, int]:
         count, _, width = box
-        return math.prod((*box, *boxes_along(box, of))), count, -width
+        return math.prod(boxes_along(box, of)), count, -width
 
-    return min(boxes, key=wasted)
+    return min(_boxes(rows, of), key=cost)
+
+
+def _boxes(rows: int, of: Picture) -> Iterator[Box]:
+    """For each number of boxes side by side the narrowest that are so many, as high as there is
+    room; where they are as high as pictures, of several."""
+    most = MOST_REACH // of.stride
+    for right in range(1, of.width + 1):
+        width = -(-of.width // right)
+        if width <= min(rows, most):
+            height = min(rows // width, of.height, most)
+            count = min(rows // (width * height), of.batch) if height == of.height else 1
+            yield count, height, width
+        if width == 1:
+            return

@@ -12,21 +12,40 @@ NEXT_TILE = "    add.u32 %id, %id, %stride;\n    setp.lt.u32 %p, %id, %total;\n"
 
 def _pixel(of: Product, row: str) -> str:
     """%place: of the first channel of a row's result; %p, if it was true: it is in the picture."""
-    _, height, width = of.box
+    of_box = """\
+    ld.param.u32 %place, [s7];
+    setp.lt.and.u32 %p, %n3, %place, %p;
+"""
     return f"""\
-    rem.u32 %n2, {row}, {width};
-    div.u32 %n3, {row}, {width};
+{_divided(of, row, "%n2", 0)}\
     add.u32 %n2, %n2, %left;
     setp.lt.and.u32 %p, %n2, %columns, %p;
-    rem.u32 %n4, %n3, {height};
-    div.u32 %n3, %n3, {height};
+{_divided(of, "%n3", "%n4", 1)}\
     add.u32 %n4, %n4, %top;
     setp.lt.and.u32 %p, %n4, %lines, %p;
+{of_box if of.has_box else ""}\
     add.u32 %n3, %n3, %picture;
     setp.lt.and.u32 %p, %n3, %pictures, %p;
     mad.lo.u32 %n3, %n3, %lines, %n4;
     mad.lo.u32 %n3, %n3, %columns, %n2;
     mul.lo.u32 %place, %n3, %outs;
+"""
+
+
+def _divided(of: Product, by_what: str, rest: str, which: int) -> str:
+    """%n3 and ``rest``: by columns (0) or lines (1) of the box. Of numbers up to 256 a quotient is
+    exact by way of 2^16."""
+    if not of.has_box:
+        size = (of.rows, 1)[which]
+        return f"    rem.u32 {rest}, {by_what}, {size};\n    div.u32 %n3, {by_what}, {size};\n"
+    return f"""\
+    ld.param.u32 %place, [s{11 - which}];
+    mul.lo.u32 %place, {by_what}, %place;
+    shr.u32 %place, %place, 16;
+    ld.param.u32 {rest}, [s{9 - which}];
+    mul.lo.u32 {rest}, %place, {rest};
+    sub.u32 {rest}, {by_what}, {rest};
+    mov.u32 %n3, %place;
 """
 
 

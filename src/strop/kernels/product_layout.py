@@ -23,13 +23,13 @@ class Tile:
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """``size`` of the window, 1 or odd; ``box`` of rows: pictures, lines and columns of pixels.
-    ``gated``: the result is value * gelu(gate), of two halves of the weights' rows, with biases.
-    ``stride``: pixels of the input from one of the result to the next."""
+    """``size`` of the window, 1 or odd: of one place, rows are a line; else pixels of a box, whose
+    sizes the launch tells. ``gated``: the result is value * gelu(gate), of two halves of the
+    weights' rows, with biases. ``stride``: pixels of the input from one of the result to the next.
+    """
 
     tile: Tile
     size: int
-    box: tuple[int, int, int]
     gated: bool = False
     stride: int = 1
 
@@ -41,6 +41,10 @@ class Product:
     def width(self) -> int:
         """Columns of the result."""
         return self.tile.cols // 2 if self.gated else self.tile.cols
+
+    @property
+    def has_box(self) -> bool:
+        return self.size > 1
 
     @property
     def threads(self) -> int:

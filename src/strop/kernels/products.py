@@ -18,19 +18,12 @@ from strop.kernels.group_product import group_product
 from strop.kernels.pictures import Box, Picture, box_of, boxes_along
 from strop.kernels.pictures import picture_of as convolution_of
 from strop.kernels.product_layout import Product, Tile
-from strop.kernels.ptx import KINDS, LINE, ROWS
+from strop.kernels.ptx import KINDS, LINE
 
 PLAIN, GATED = ENDS = ("", "gated")  # what becomes of the sums
 OPS: Mapping[str, str] = {"conv2d": PLAIN, "linear": PLAIN, "geglu": GATED}
 LINEARS = tuple(op for op in OPS if op != "conv2d")
 
-# Pictures, lines and columns of a box of 64 pixels a group.
-BOXES: Mapping[int, tuple[Box, ...]] = {
-    1: ((1, 1, 64), (1, 2, 32), (1, 4, 16), (1, 8, 8)),
-    2: ((1, 1, 128), (1, 2, 64), (1, 4, 32), (1, 8, 16), (2, 8, 8)),
-    3: ((1, 3, 64), (1, 6, 32), (1, 12, 16), (3, 8, 8)),
-    4: ((1, 2, 128), (1, 4, 64), (1, 8, 32), (1, 16, 16), (4, 8, 8)),
-}
 # Of the columns and the depth of linears, as in Stable Diffusion's UNets. The kernel wants 8; what
 # it takes at other sizes, of BERT or of ResNet's 1x1 convolutions, has not been measured.
 MULTIPLE = 320
@@ -43,9 +36,11 @@ LEAST_PIXELS, LEAST_CHANNELS = 2048, 640
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """A product, and how many of its boxes lie side by side: of pictures, down, right."""
+    """A product, its box: pictures, lines and columns of pixels; and how many of these lie side by
+    side: of pictures, down, right."""
 
     product: Product
+    box: Box
     boxes: Box
     across: int  # tiles of columns
 
@@ -62,19 +57,17 @@ class Form:
         """``late``: kernels that may still run write the weights."""
         count, down, right = self.boxes
         at_work = self.num_programs // self.product.tile.split
-        return self.across, right, down, count, ins, at_work, int(late)
+        all_have = self.across, right, down, count, ins, at_work, int(late)
+        _, height, width = self.box
+        of_box = *self.box, -(-(1 << 16) // height), -(-(1 << 16) // width)
+        return all_have + of_box if self.product.has_box else all_have
 
 
 def form(tile: Tile, of: Picture, end: str = PLAIN) -> Form:
-    """With the box that wastes the fewest pixels. ``of.outs``: columns of the result."""
-    box = box_of(_boxes(tile, of.size), of)
-    product = Product(tile, of.size, box, end == GATED, of.stride)
-    return Form(product, boxes_along(box, of), -(-of.outs // product.width))
-
-
-def _boxes(tile: Tile, size: int) -> tuple[Box, ...]:
-    """Of a window of one place: a line."""
-    return BOXES[tile.groups] if size > 1 else ((1, 1, ROWS * tile.groups),)
+    """``of.outs``: columns of the result."""
+    product = Product(tile, of.size, end == GATED, of.stride)
+    box = box_of(product.rows, of) if product.has_box else (1, 1, product.rows)
+    return Form(product, box, boxes_along(box, of), -(-of.outs // product.width))
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,8 +241,7 @@ def sources_anywhere(op: str, attrs: Mapping[str, Any], shapes: Sequence[Sequenc
     of = picture_of(op, attrs, [(1, weight[1], 1, 1)[: len(weight)], weight])
     found = dict[KernelSource, None]()
     for tile in tiles_of(of, end):
-        for box in _boxes(tile, of.size):
-            product = Product(tile, of.size, box, end == GATED, of.stride)
-            if is_able(product, of):
-                found[group_product(product, dtype)] = None
+        product = Product(tile, of.size, end == GATED, of.stride)
+        if is_able(product, of):
+            found[group_product(product, dtype)] = None
     return list(found)

@@ -57,7 +57,8 @@ class _Config(Structure):
 
 
 _EARLY = _Attribute(_PROGRAMMATIC_SERIALIZATION, 0, 1)
-View = tuple[Sequence[int], Sequence[int]]  # sizes and strides of a tensor, in elements
+# Sizes and strides of a tensor, in elements; and sizes of its box, where the launch tells them.
+View = tuple[Sequence[int], ...]
 
 
 @lru_cache(maxsize=1)
@@ -125,8 +126,9 @@ class TensorMap:
 
     def __init__(self, box: Box, pointer: int, view: View, entry: str) -> None:
         """The last dim is dense; the pointer is a multiple of 16 bytes, and so are the strides."""
-        sizes, strides = view
-        rank, width = len(box.sizes), _BOX_WIDTHS[box.dtype]
+        sizes, strides, *told = view
+        of_box = told[0] if told else box.sizes
+        rank, width = len(of_box), _BOX_WIDTHS[box.dtype]
         self._bytes, self._entry = (c_byte * (_MAP_BYTES + _MAP_ALIGNMENT))(), entry
         self._pointer = pointer
         self.address = -(-ctypes.addressof(self._bytes) // _MAP_ALIGNMENT) * _MAP_ALIGNMENT
@@ -134,7 +136,7 @@ class TensorMap:
         extents = (c_uint64 * rank)(*reversed(sizes))
         distances = (c_uint64 * rank)(*(width * step for step in reversed(strides[:-1])))
         steps = box.steps or (1,) * rank
-        reach = [size * step for size, step in zip(box.sizes, steps, strict=True)]
+        reach = [size * step for size, step in zip(of_box, steps, strict=True)]
         code = _cuda().cuTensorMapEncodeTiled(
             self.address, box.dtype, rank, pointer, extents, distances,
             (c_uint32 * rank)(*reversed(reach)), (c_uint32 * rank)(*reversed(steps)), 0,
@@ -271,7 +273,7 @@ def _placed(cubin: Cubin, pointers: Sequence[int], views: Sequence[View]
             found.append(c_void_p(pointer))
             values.append(found[-1])
         else:
-            sizes, strides = view = next(left)
+            sizes, strides, *_ = view = next(left)
             found.append(TensorMap(box, pointer, view, cubin.entry))
             values += [found[-1], *map(c_int32, sizes), *map(c_int64, strides)]
     return found, values

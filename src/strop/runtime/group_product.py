@@ -12,6 +12,7 @@ from torch import Tensor
 from strop.kernels.group_product import group_product
 from strop.kernels.pictures import Picture
 from strop.kernels.products import LINEARS, OPS, Form, form_of, picture_of
+from strop.kernels.ptx import LINE
 from strop.runtime.kernels import BoundKernel, KernelLibrary
 from strop.runtime.operands import ALIGNMENT, LIMIT, NOWHERE, is_dense, is_laid, strides
 
@@ -69,7 +70,8 @@ class GroupProduct:
         if self._op in LINEARS:  # one line of one picture
             pixels = pixels[None, None]
         columns = (weight.shape[0], weight[0].numel())
-        views = [(pixels.shape, strides(pixels)), (columns, (columns[1], 1))]
+        box = (*form.box, LINE)
+        views = [(pixels.shape, strides(pixels), box), (columns, (columns[1], 1))]
         scalars = form.scalars(of.ins, late=not self._is_steady)
         return self._kernels.bind(source, [NOWHERE] * 4, scalars, self._stream,
                                   early=self._is_early, views=views)  # fmt: skip
