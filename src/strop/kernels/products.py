@@ -82,31 +82,41 @@ class Cost:
 
 # Fitted to what they take on an H100 in fp16 (benchmarks/probes/conv_groups.py, linear_groups.py).
 CONV_TILES: Mapping[Tile, Cost] = {
-    Tile(2, 160, 5, keeps_on=True): Cost(0.8, 0.7, 0.433),
-    Tile(2, 160, 5, split=2): Cost(2.4, 5.6, 0.477),
-    Tile(2, 160, 5, split=3): Cost(4.0, 4.7, 0.537),
-    Tile(2, 160, 5, split=6): Cost(6.1, 7.0, 0.511),
-    Tile(2, 160, 5, split=8): Cost(2.7, 5.2, 0.72),
-    Tile(2, 184, 4, split=4): Cost(4.8, 5.0, 0.583),
-    Tile(2, 192, 5, split=2): Cost(0.5, 5.6, 0.612),
-    Tile(1, 80, 8): Cost(0.7, 0.7, 0.229),
-    Tile(1, 160, 7): Cost(0.5, 0.5, 0.381),
-    Tile(2, 128, 5, keeps_on=True): Cost(0.3, 0.6, 0.389),
-    Tile(2, 256, 3, keeps_on=True): Cost(0.1, 5.5, 0.63),
-    Tile(3, 128, 5): Cost(0.6, 5.9, 0.509),
-    Tile(3, 128, 5, split=2): Cost(3.4, 4.1, 0.56),
-    Tile(3, 160, 3, keeps_on=True): Cost(0.1, 3.3, 0.653),
-    Tile(3, 160, 4, split=2): Cost(3.0, 7.5, 0.69),
+    Tile(2, 80, 6, keeps_on=True): Cost(0.3, 13.9, 0.291),
+    Tile(2, 128, 5, keeps_on=True): Cost(0.0, 2.3, 0.375),
+    Tile(2, 128, 6, split=2): Cost(3.1, 6.4, 0.445),
+    Tile(2, 160, 5, keeps_on=True): Cost(3.4, 3.0, 0.433),
+    Tile(2, 160, 5, split=2): Cost(5.9, 7.6, 0.471),
+    Tile(2, 160, 5, split=3): Cost(4.7, 6.7, 0.464),
+    Tile(2, 160, 5, split=4): Cost(1.2, 8.8, 0.486),
+    Tile(2, 160, 5, split=6): Cost(7.8, 8.7, 0.407),
+    Tile(2, 160, 5, split=8): Cost(3.5, 3.9, 0.664),
+    Tile(2, 184, 4, split=4): Cost(5.7, 8.6, 0.529),
+    Tile(2, 256, 3, keeps_on=True): Cost(0.7, 2.7, 0.722),
+    Tile(3, 128, 5): Cost(2.3, 5.4, 0.548),
+    Tile(3, 128, 5, split=2): Cost(3.3, 8.8, 0.575),
+    Tile(3, 160, 3, keeps_on=True): Cost(1.2, 2.6, 0.676),
+    Tile(3, 160, 4, split=2): Cost(4.1, 7.3, 0.709),
+}
+STRIDED_TILES: Mapping[Tile, Cost] = {
+    Tile(1, 80, 8): Cost(0.9, 7.7, 0.191),
+    Tile(1, 160, 7): Cost(2.6, 5.5, 0.29),
+    Tile(2, 80, 6, keeps_on=True): Cost(0.3, 18.9, 0.304),
+    Tile(2, 128, 5, keeps_on=True): Cost(0.2, 7.5, 0.399),
+    Tile(2, 160, 5, keeps_on=True): Cost(3.4, 3.0, 0.436),
+    Tile(2, 160, 5, split=6): Cost(6.6, 8.7, 0.466),
+    Tile(2, 160, 5, split=8): Cost(3.4, 7.4, 0.642),
+    Tile(2, 184, 4, split=4): Cost(5.7, 8.6, 0.529),
 }
 LINEAR_TILES: Mapping[Tile, Cost] = {
-    Tile(2, 160, 5, keeps_on=True): Cost(2.7, 1.2, 0.504),
-    Tile(2, 80, 6, keeps_on=True): Cost(2.3, 1.1, 0.275),
-    Tile(1, 160, 7): Cost(1.9, 4.9, 0.424),
-    Tile(1, 80, 8): Cost(1.2, 1.3, 0.183),
-    Tile(2, 128, 5, keeps_on=True): Cost(2.8, 1.4, 0.437),
-    Tile(2, 256, 3, keeps_on=True): Cost(5.1, 2.1, 0.82),
-    Tile(2, 192, 4, keeps_on=True): Cost(3.4, 1.8, 0.669),
-    Tile(3, 160, 4): Cost(5.5, 4.5, 0.675),
+    Tile(2, 160, 5, keeps_on=True): Cost(3.2, 1.0, 0.45),
+    Tile(2, 80, 6, keeps_on=True): Cost(2.8, 6.8, 0.19),
+    Tile(1, 160, 7): Cost(2.7, 11.8, 0.26),
+    Tile(1, 80, 8): Cost(0.2, 2.7, 0.234),
+    Tile(2, 128, 5, keeps_on=True): Cost(3.0, 1.5, 0.36),
+    Tile(2, 256, 3, keeps_on=True): Cost(5.0, 1.8, 0.694),
+    Tile(2, 192, 4, keeps_on=True): Cost(3.6, 1.7, 0.559),
+    Tile(3, 160, 4): Cost(4.8, 4.7, 0.617),
 }
 GATED_TILES: Mapping[Tile, Cost] = {
     Tile(2, 256, 4, keeps_on=True): Cost(1.1, 2.5, 0.77),
@@ -115,13 +125,13 @@ GATED_TILES: Mapping[Tile, Cost] = {
 }
 # Clusters that run at a time, by their programs, one a processor: what the driver says of an H100.
 CLUSTERS: Mapping[int, int] = {1: SMS, 2: 66, 3: 39, 4: 30, 6: 17, 8: 15}
-# cuDNN: so many operations a microsecond, or as long as it reads the weights, and a beginning. At
-# pictures of powers of two it is faster by a third, at most others slower; nothing tells which.
-CONV_OPS_A_US, CONV_BYTES_A_US, CONV_BEGIN_US = 386e6, 1.4e6, 10.2
+# cuDNN: so many operations a microsecond, or as long as it reads the weights, and a beginning. It
+# is the faster where it is at its best, which most sizes do not see.
+CONV_OPS_A_US, CONV_BYTES_A_US, CONV_BEGIN_US = 627e6, 4.1e6, 22.0
 WEIGHT_BYTES_A_US, WEIGHT_BEGIN_US = 2.6e6, 3.0  # that no cache holds: each pass reads them again
 # cuBLAS: operations and bytes of results a microsecond; a beginning; and what a launch costs that
 # cannot come early. Of the kernel with gates behind it, likewise.
-LINEAR_OPS_A_US, LINEAR_BYTES_A_US, LINEAR_BEGIN_US, GAP_US = 760e6, 3.3e6, 3.2, 1.5
+LINEAR_OPS_A_US, LINEAR_BYTES_A_US, LINEAR_BEGIN_US, GAP_US = 820e6, 4.0e6, 3.2, 1.5
 BEHIND_BYTES_A_US, BEHIND_BEGIN_US = 3.2e6, 1.5
 
 
@@ -129,7 +139,9 @@ def tiles_of(of: Picture, end: str) -> Mapping[Tile, Cost]:
     """Those that are there for it."""
     if end == GATED:
         return GATED_TILES
-    return CONV_TILES if of.size > 1 else LINEAR_TILES
+    if of.size == 1:
+        return LINEAR_TILES
+    return CONV_TILES if of.stride == 1 else STRIDED_TILES
 
 
 def us_of(found: Form, of: Picture) -> float:
