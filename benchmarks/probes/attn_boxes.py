@@ -79,9 +79,13 @@ def tiles(shape: tuple[int, ...]) -> Iterator[Tile]:
             yield Tile(*each)
 
 
-def candidates(shape: tuple[int, ...]) -> Iterator[tuple[str, KernelSource]]:
+Candidate = tuple[str, KernelSource, tuple[int, ...]]  # and further scalars
+
+
+def candidates(shape: tuple[int, ...]) -> Iterator[Candidate]:
     for tile in tiles(shape):
-        yield str(astuple(tile)), box_attention(shape[-1], shape[-1] ** -0.5, tile, torch.float16)
+        source = box_attention(shape[-1], shape[-1] ** -0.5, tile, torch.float16)
+        yield str(astuple(tile)), source, ()
 
 
 def arguments(shape: tuple[int, ...]) -> list[tuple[Tensor, ...]]:
@@ -100,10 +104,10 @@ def arguments(shape: tuple[int, ...]) -> list[tuple[Tensor, ...]]:
     return found
 
 
-def bound(source: KernelSource, sets: list[tuple[Tensor, ...]], library: Any, stream: int
-          ) -> Callable[[], None]:  # fmt: skip
+def bound(source: KernelSource, sets: list[tuple[Tensor, ...]], library: Any, stream: int,
+          more: tuple[int, ...] = ()) -> Callable[[], None]:  # fmt: skip
     q, k, *_ = sets[0]
-    sizes = [q.shape[2], k.shape[2], q.shape[1], q.shape[0] * q.shape[1]]
+    sizes = [q.shape[2], k.shape[2], q.shape[1], q.shape[0] * q.shape[1], *more]
     launches = []
     for tensors in sets:
         laid = tensors * (len(source.params) // len(tensors))
@@ -135,8 +139,8 @@ def measure(shape: tuple[int, ...], library: Any) -> dict[str, Any]:
             for _ in range(SETS - 1):
                 of_torch(backend)
             calls[name] = lambda backend=backend: of_torch(backend)
-        for name, source in candidates(shape):
-            calls[name] = bound(source, sets, library, stream.cuda_stream)
+        for name, source, more in candidates(shape):
+            calls[name] = bound(source, sets, library, stream.cuda_stream, more)
             sets[0][3].fill_(float("nan"))
             for _ in range(SETS):
                 calls[name]()
@@ -147,7 +151,7 @@ def measure(shape: tuple[int, ...], library: Any) -> dict[str, Any]:
 
 def main() -> None:
     args = contest.arguments_of(__doc__, seconds=120).parse_args()
-    sources = [source for shape in SHAPES for _, source in candidates(shape)]
+    sources = [source for shape in SHAPES for _, source, _ in candidates(shape)]
     contest.hold("attn_boxes", args, sources, SHAPES, measure)
 
 

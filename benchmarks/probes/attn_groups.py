@@ -16,10 +16,11 @@ import attn_boxes
 import contest
 import torch
 
-from strop.ir.source import KernelSource
 from strop.kernels import attention
 from strop.kernels.box_attention import Tile
+from strop.kernels.few_keys import KeysTile, Layout, few_keys
 from strop.kernels.group_attention import GroupTile
+from strop.kernels.product_layout import MOST_SHARED
 
 # batch, heads, queries, keys, size of a head
 SHAPES = (
@@ -46,6 +47,9 @@ LONG = {
     80: ((2, 128, 3), (3, 64, 3), (2, 64, 3)),
     160: (),
 }  # fmt: skip
+# groups, keys, stages of queries, programs: keys and values are fetched once a program
+KEEPING = ((1, 80, 2, 2), (1, 80, 2, 4), (2, 80, 2, 2), (2, 80, 3, 2), (3, 80, 2), (4, 80, 2),
+           (2, 80, 2))  # fmt: skip
 SHORT = ((1, 80, 1, 4), (1, 80, 1, 5), (2, 80, 1, 2), (4, 80, 1), (1, 80, 1, 2))
 
 
@@ -66,16 +70,28 @@ BOXES = {  # for few keys, and else
 }
 
 
-def candidates(shape: tuple[int, ...]) -> Iterator[tuple[str, KernelSource]]:
+def candidates(shape: tuple[int, ...]) -> Iterator[attn_boxes.Candidate]:
+    batch, heads, queries, keys, head = shape
     for tile in tiles(shape):
-        source = attention.source_of(shape[-1], shape[-1] ** -0.5, tile, torch.float16)
-        yield str(astuple(tile)), source
+        source = attention.source_of(head, head**-0.5, tile, torch.float16)
+        yield str(astuple(tile)), source, ()
+    for each in KEEPING if keys <= attn_boxes.SHORTEST else ():
+        kept = KeysTile(*each)
+        if kept.takes(keys) and _is_there(head, kept):
+            source = few_keys(head, head**-0.5, kept, torch.float16)
+            yield f"keeps {each}", source, kept.shares(batch * heads, queries)
+
+
+def _is_there(head: int, tile: KeysTile) -> bool:
+    """Within the memory and the registers of a processor."""
+    is_held = tile.programs * (Layout(head, tile).shared + 1024) <= MOST_SHARED
+    return is_held and (head < 160 or tile.groups * tile.programs < 4)
 
 
 def main() -> None:
     args = contest.arguments_of(__doc__, seconds=120).parse_args()
     attn_boxes.candidates = candidates
-    sources = [source for shape in SHAPES for _, source in candidates(shape)]
+    sources = [source for shape in SHAPES for _, source, _ in candidates(shape)]
     contest.hold("attn_groups", args, sources, SHAPES, attn_boxes.measure)
 
 

@@ -317,11 +317,11 @@ def _weigh(layout: Layout, factor: str, kind: str) -> Iterator[str]:
     yield "    wgmma.wait_group.sync.aligned 0;\n"
     yield _keys_read(layout)
     yield from _mask(layout)
-    yield from _maxima(layout, factor)
+    yield from maxima(layout.tile.keys, factor)
     yield "    mov.f32 %m0, %c0;\n    mov.f32 %m1, %c1;\n"
-    yield from _powers(layout, factor)
+    yield from powers(layout.tile.keys, factor)
     yield "    mov.f32 %l0, %c0;\n    mov.f32 %l1, %c1;\n"
-    yield from _rounded(layout, kind)
+    yield from rounded(layout.tile.keys, kind)
     yield _wait_for("last_values_are_there", layout.values_full, "%stage_v", "0")
     if not layout.is_single:
         yield from _loop(layout, factor, kind)
@@ -339,13 +339,13 @@ def _loop(layout: Layout, factor: str, kind: str) -> Iterator[str]:
     yield from _scores(layout, kind)
     yield from _results(layout, kind)
     yield "    wgmma.wait_group.sync.aligned 1;\n"
-    yield from _powers(layout, factor)
+    yield from powers(layout.tile.keys, factor)
     yield from _if_sums_pass(MOST, "%any", "small")
     yield from _if_sums_pass(TOO_MANY, "%p", "scaled")
     yield from _scores_again(layout, kind)
-    yield from _maxima(layout, factor)
+    yield from maxima(layout.tile.keys, factor)
     yield from _grown()
-    yield from _powers(layout, factor)
+    yield from powers(layout.tile.keys, factor)
     yield "    bra small;\nscaled:\n"
     yield from _weights_scaled(layout)
     yield "small:\n" + _keys_read(layout)
@@ -356,7 +356,7 @@ def _loop(layout: Layout, factor: str, kind: str) -> Iterator[str]:
     yield from (f"    mul.f32 %l{row}, %l{row}, %e{row};\n" for row in (0, 1))
     yield from (f"    mul.f32 %o{n}, %o{n}, %e{_row(n)};\n" for n in range(layout.columns // 2))
     yield "level:\n    add.f32 %l0, %l0, %c0;\n    add.f32 %l1, %l1, %c1;\n"
-    yield from _rounded(layout, kind)
+    yield from rounded(layout.tile.keys, kind)
     yield "    add.u32 %step, %step, 1;\n    setp.lt.u32 %p, %step, %steps;\n    @%p bra next;\n"
 
 
@@ -379,10 +379,10 @@ def _mask(layout: Layout) -> Iterator[str]:
         yield f"    selp.f32 %s{n}, %s{n}, {f32(-math.inf)}, %p;\n"
 
 
-def _of_rows(layout: Layout, op: str, chains: int) -> Iterator[str]:
+def _of_rows(keys: int, op: str, chains: int) -> Iterator[str]:
     """%c = all scores of a row that this thread has, by ``op``, in some chains side by side."""
     for row in (0, 1):
-        scores = [f"%s{n}" for n in range(layout.tile.keys // 2) if _row(n) == row]
+        scores = [f"%s{n}" for n in range(keys // 2) if _row(n) == row]
         for n in range(chains):
             yield f"    {op} %t{n}, {scores[2 * n]}, {scores[2 * n + 1]};\n"
         for n, score in enumerate(scores[2 * chains :]):
@@ -400,9 +400,9 @@ def _of_neighbours(name: str, op: str) -> Iterator[str]:
             yield f"    {op} %{name}{row}, %{name}{row}, %f{row};\n"
 
 
-def _maxima(layout: Layout, factor: str) -> Iterator[str]:
+def maxima(keys: int, factor: str) -> Iterator[str]:
     """%c: of rows, scaled."""
-    yield from _of_rows(layout, "max.NaN.f32", 4)
+    yield from _of_rows(keys, "max.NaN.f32", 4)
     yield from _of_neighbours("c", "max.NaN.f32")
     yield from (f"    mul.f32 %c{row}, %c{row}, {factor};\n" for row in (0, 1))
 
@@ -421,7 +421,7 @@ def _weights_scaled(layout: Layout) -> Iterator[str]:
     """So that the greatest of a row is 1, where it is more: %m by as much higher, %e what was
     weighed before is to be multiplied by, and %c the sums."""
     yield from (f"    mov.f32 %n{row}, %c{row};\n" for row in (0, 1))
-    yield from _of_rows(layout, "max.f32", 2)
+    yield from _of_rows(layout.tile.keys, "max.f32", 2)
     yield from _of_neighbours("c", "max.f32")
     for row in (0, 1):
         yield f"""\
@@ -488,23 +488,28 @@ def _place(which: int, unit: int) -> str:
 """
 
 
-def _powers(layout: Layout, factor: str) -> Iterator[str]:
+def powers(keys: int, factor: str) -> Iterator[str]:
     """Of all scores less their row's maximum, in their place; their sums in %c."""
     yield from (f"    neg.f32 %n{row}, %m{row};\n" for row in (0, 1))
-    for n in range(layout.tile.keys // 2):
+    for n in range(keys // 2):
         yield f"    fma.rn.ftz.f32 %s{n}, %s{n}, {factor}, %n{_row(n)};\n"
         yield f"    ex2.approx.ftz.f32 %s{n}, %s{n};\n"
-    yield from _of_rows(layout, "add.f32", 2)
+    yield from _of_rows(keys, "add.f32", 2)
 
 
-def _rounded(layout: Layout, kind: str) -> Iterator[str]:
+def rounded(keys: int, kind: str) -> Iterator[str]:
     """Weights: a product's sums lie as the next one's operand."""
-    for n in range(layout.tile.keys // 4):
+    for n in range(keys // 4):
         yield f"    cvt.rn.{kind}x2.f32 %w{n}, %s{2 * n + 1}, %s{2 * n};\n"
 
 
 def _store(layout: Layout, kind: str) -> Iterator[str]:
-    """Divide by the sums of rows."""
+    yield from divided_and_stored(layout.head, layout.columns, kind)
+    yield "done:\n    ret;\n}\n"
+
+
+def divided_and_stored(head: int, columns: int, kind: str) -> Iterator[str]:
+    """By the sums of rows %l, to the queries from %start on."""
     yield from _of_neighbours("l", "add.f32")
     yield f"""\
     rcp.rn.f32 %l0, %l0;
@@ -527,16 +532,15 @@ def _store(layout: Layout, kind: str) -> Iterator[str]:
     @%p bra stored{row};
     mad.lo.u32 %x2, %batch, %queries, %x1;
     mad.lo.u32 %x2, %x2, %heads, %h;
-    mul.wide.u32 %wide, %x2, {2 * layout.head};
+    mul.wide.u32 %wide, %x2, {2 * head};
     add.u64 %wide, %wide, %out;
 """
-        yield from _row_stored(layout, kind, row)
+        yield from _row_stored(columns, kind, row)
         yield f"stored{row}:\n"
-    yield "done:\n    ret;\n}\n"
 
 
-def _row_stored(layout: Layout, kind: str, row: int) -> Iterable[str]:
-    for n in range(layout.columns // 8):
+def _row_stored(columns: int, kind: str, row: int) -> Iterable[str]:
+    for n in range(columns // 8):
         first = 4 * n + 2 * row
         yield f"""\
     mul.f32 %f0, %o{first}, %l{row};
