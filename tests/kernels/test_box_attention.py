@@ -248,9 +248,9 @@ def test_the_library_does_what_does_not_lie_right(name: str) -> None:
 def test_tensors_of_2_to_the_31_elements_are_for_the_library() -> None:
     huge = torch.empty(1, 2, 2**31 // 80 + 1, 40, device="meta", dtype=torch.float16)
     call = BoxAttention(refuse, Interpreted(), 0, choose=always)  # type: ignore[arg-type]
-    assert call._source(huge, huge, huge) is None
+    assert call._tile(huge, huge, huge) is None
     half = huge[:, :, : 2**29 // 80]
-    assert call._source(half, half, half) is not None
+    assert call._tile(half, half, half) is not None
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)

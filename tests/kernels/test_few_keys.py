@@ -16,9 +16,12 @@ from torch import Tensor
 from strop.ir.source import KernelSource
 from strop.kernels.few_keys import KeysTile, Layout, few_keys
 from strop.kernels.ptx import KINDS
+from strop.runtime.box_attention import BoxAttention
+from strop.runtime.kernels import kernel_library
 from tests.codegen.test_triton_compile import TOOLS, compiled, resources
 from tests.kernels.ptx_machine import launch
-from tests.kernels.test_box_attention import judge
+from tests.kernels.test_box_attention import judge, refuse
+from tests.kernels.test_group_attention import needs_a_gpu
 from tests.kernels.test_ptx_kernels import heads, survivors
 
 pytest.importorskip("triton")
@@ -114,3 +117,16 @@ def test_parts_of_shared_memory_do_not_meet() -> None:
         assert layout.stage % 1024 == layout.block % 1024 == 0  # where lines are mixed
         assert re.search(rf"mul.lo.u32 %start, %start, {layout.queries};",
                          few_keys(head, 1.0, tile, F16).text)  # fmt: skip
+
+
+@pytest.mark.gpu
+@needs_a_gpu
+@pytest.mark.parametrize("dtype", KINDS, ids=str)
+@pytest.mark.parametrize(("head", "tile"), TILES, ids=str)
+def test_as_accurate_as_torch(head: int, tile: KeysTile, dtype: torch.dtype) -> None:
+    kernels = kernel_library("cuda", 0, "", 0)
+    stream = torch.cuda.current_stream().cuda_stream
+    call = BoxAttention(refuse, kernels, stream, choose=lambda *sizes: tile)
+    for shape in ((2, 8, 4096, 77), (2, 20, 1024, 77), (1, 3, 1000, 80), (3, 1, 5, 65)):
+        given = heads(shape, head, dtype, "cuda")
+        judge(call(given), *given)

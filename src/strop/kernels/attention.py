@@ -13,10 +13,11 @@ from strop.ir.dims import Expr
 from strop.ir.functions import HALVES
 from strop.ir.source import KernelSource
 from strop.kernels.box_attention import Tile, box_attention
+from strop.kernels.few_keys import KeysTile, few_keys
 from strop.kernels.group_attention import GroupTile, group_attention
 from strop.kernels.ptx import ROWS
 
-AnyTile = Tile | GroupTile
+AnyTile = Tile | GroupTile | KeysTile
 
 # Measured on an H100 in fp16 (benchmarks/probes/attn_boxes.py and attn_groups.py).
 FITTED = (  # batch, heads, queries, keys, size of a head of the measurements that set these numbers
@@ -109,7 +110,15 @@ def tiles_of(head: int) -> tuple[AnyTile, ...]:
 def source_of(head: int, scale: float, tile: AnyTile, dtype: torch.dtype) -> KernelSource:
     if isinstance(tile, GroupTile):
         return group_attention(head, scale, tile, dtype)
+    if isinstance(tile, KeysTile):
+        return few_keys(head, scale, tile, dtype)
     return box_attention(head, scale, tile, dtype)
+
+
+def scalars_of(tile: AnyTile, batch: int, heads: int, queries: int, keys: int) -> tuple[int, ...]:
+    """What a launch passes."""
+    sizes = queries, keys, heads, batch * heads
+    return (*sizes, *tile.shares(batch * heads, queries)) if isinstance(tile, KeysTile) else sizes
 
 
 def sources_at(attrs: Mapping[str, Any], shapes: Sequence[Sequence[int]], dtype: torch.dtype

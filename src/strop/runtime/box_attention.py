@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from strop.ir.source import KernelSource
-from strop.kernels.attention import AnyTile, source_of, tile_of
+from strop.kernels.attention import AnyTile, scalars_of, source_of, tile_of
 from strop.runtime.kernels import BoundKernel, KernelLibrary
 from strop.runtime.operands import ALIGNMENT, is_laid, strides
 
@@ -26,42 +26,45 @@ class BoxAttention:
                  choose: Choose = tile_of) -> None:  # fmt: skip
         self._scale, self._otherwise, self._choose = scale, otherwise, choose
         self._kernels, self._stream, self._is_early = kernels, stream, is_early
-        self._sources: dict[Form, KernelSource | None] = {}  # None: for the library
+        self._tiles: dict[Form, AnyTile | None] = {}  # None: for the library
         self._bound: dict[Form, BoundKernel] = {}
 
     def __call__(self, inputs: Sequence[Tensor]) -> Tensor:
         form = tuple((t.shape, t.stride()) for t in inputs)
-        if form not in self._sources:
-            self._sources[form] = self._source(*inputs)
-        source = self._sources[form]
-        if source is None or any(t.data_ptr() % ALIGNMENT for t in inputs):
+        if form not in self._tiles:
+            self._tiles[form] = self._tile(*inputs)
+        tile = self._tiles[form]
+        if tile is None or any(t.data_ptr() % ALIGNMENT for t in inputs):
             return self._otherwise(inputs)
         batch, heads, queries, head = inputs[0].shape
         out = inputs[0].new_empty(batch, queries, heads, head).transpose(1, 2)
+        source = self._source(tile, head, out.dtype)
         tensors = (*inputs, out) * (len(source.params) // 4)
         kernel = self._bound.get(form)
         if kernel is None:
-            kernel = self._bound[form] = self._bind(source, tensors)
+            kernel = self._bound[form] = self._bind(tile, source, tensors)
         for place, tensor in enumerate(tensors):
             kernel.set_pointer(place, tensor.data_ptr())
         kernel()
         return out
 
-    def _source(self, q: Tensor, k: Tensor, v: Tensor) -> KernelSource | None:
-        """The kernel for these sizes and strides; None if there is none, or a slower one."""
+    def _tile(self, q: Tensor, k: Tensor, v: Tensor) -> AnyTile | None:
+        """For these sizes and strides; None if there is none, or a slower one."""
         if not (_match(q, k, v) and all(map(is_laid, (q, k, v)))):
             return None
         batch, heads, queries, head = q.shape
-        tile = self._choose(head, batch * heads, queries, k.shape[2])
-        scale = head**-0.5 if self._scale is None else self._scale
-        return None if tile is None else source_of(head, scale, tile, q.dtype)
+        return self._choose(head, batch * heads, queries, k.shape[2])
 
-    def _bind(self, source: KernelSource, tensors: Sequence[Tensor]) -> BoundKernel:
+    def _source(self, tile: AnyTile, head: int, dtype: torch.dtype) -> KernelSource:
+        return source_of(head, head**-0.5 if self._scale is None else self._scale, tile, dtype)
+
+    def _bind(self, tile: AnyTile, source: KernelSource, tensors: Sequence[Tensor]) -> BoundKernel:
         (batch, heads, queries, _), keys = tensors[0].shape, tensors[1].shape[2]
         self._kernels.build([source])  # unless another step has done so
         return self._kernels.bind(
-            source, [t.data_ptr() for t in tensors], [queries, keys, heads, batch * heads],
-            self._stream, early=self._is_early, views=[(t.shape, strides(t)) for t in tensors],
+            source, [t.data_ptr() for t in tensors],
+            scalars_of(tile, batch, heads, queries, keys), self._stream, early=self._is_early,
+            views=[(t.shape, strides(t)) for t in tensors],
         )  # fmt: skip
 
 
