@@ -79,7 +79,7 @@ def candidates(shape: tuple[int, ...]) -> Iterator[attn_boxes.Candidate]:
         kept = KeysTile(*each)
         if kept.takes(keys) and _is_there(head, kept):
             source = few_keys(head, head**-0.5, kept, torch.float16)
-            yield f"keeps {each}", source, kept.shares(batch * heads, queries)
+            yield f"keeps {astuple(kept)}", source, kept.shares(batch * heads, queries)
 
 
 def _is_there(head: int, tile: KeysTile) -> bool:

@@ -426,7 +426,7 @@ class BulkStore:
         self._tensor, self._corner, self._machine = tensor, corner, w.machine
         self._thread, self.is_released = int(w.ids[lane]), False
         self._data: Array = units
-        self.memory.begin_store(w, units)
+        self.memory.begin_store(w, units, lane)
         w.machine.later(self._read)
 
     def _read(self) -> None:

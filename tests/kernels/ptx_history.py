@@ -73,10 +73,10 @@ class History:
         self.writer[words], self.written[words] = w.slot, w.clock[w.slot]
         self.written_lane[words], self.written_meet[words] = numbers, w.meets
 
-    def read_units(self, w: Any, units: Array) -> None:
-        """Of a product or bulk store that this warp begins."""
+    def read_units(self, w: Any, units: Array, lane: int | None) -> None:
+        """Of a product that this warp begins, or of a bulk store, by a lane."""
         self._check_loaded(w, units)
-        self._check_written(w, _words(units), None)
+        self._check_written(w, _words(units), None if lane is None else np.uint8(lane))
 
     def note_product(self, slot: int, tick: int, units: Array) -> None:
         self._column(self.products, slot, len(self.loader))[units] = tick
@@ -101,7 +101,7 @@ class History:
             columns[slot] = np.zeros(size, np.int32)
         return columns[slot]
 
-    def _check_written(self, w: Any, words: Array, numbers: Array | None) -> None:
+    def _check_written(self, w: Any, words: Array, numbers: Array | np.uint8 | None) -> None:
         writers = self.writer[words]
         if (w.clock[writers] < self.written[words]).any():
             raise PtxError("race: another warp has written this, and nothing tells when")

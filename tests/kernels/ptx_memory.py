@@ -150,15 +150,15 @@ class SharedMemory:
         if self.is_barrier.reshape(-1, 2)[units].any():
             raise PtxError("touches a barrier")
 
-    def read_units(self, w: Any, units: Array) -> None:
-        """A product, or a bulk store, that begins."""
+    def read_units(self, w: Any, units: Array, lane: int | None = None) -> None:
+        """A product, or a bulk store of one lane, that begins."""
         self.check_units(units)
         if self.loads and self.landing[units].any():
             raise PtxError("reads what a bulk load is writing")
-        self.history.read_units(w, units)
+        self.history.read_units(w, units, lane)
 
-    def begin_store(self, w: Any, units: Array) -> None:
-        self.read_units(w, units)
+    def begin_store(self, w: Any, units: Array, lane: int) -> None:
+        self.read_units(w, units, lane)
         self.reading[units] += 1
         self.readers += 1
 

@@ -8,6 +8,7 @@ import torch
 from strop.ir.dims import const, symbol
 from strop.kernels.attention import is_boxed, source_of, sources_anywhere, sources_at, tile_of
 from strop.kernels.box_attention import Tile
+from strop.kernels.few_keys import KeysTile
 from strop.kernels.group_attention import GroupTile
 
 WITH_QUERIES = Tile(64, 64, 3, 4, blocks=0, with_queries=True)
@@ -36,15 +37,19 @@ def test_which_calls(attrs, shapes, dtype, expected) -> None:
 
 
 def test_which_tiles() -> None:
-    assert tile_of(80, 16, 1024, 77) == WITH_QUERIES
-    assert tile_of(80, 16, 256, 77) == GroupTile(1, 80, 1, 2)
+    assert tile_of(80, 16, 1024, 77) == GroupTile(1, 80, 1, 2)
+    assert tile_of(80, 16, 4096, 77) == KeysTile(2, 80, 2)
+    assert tile_of(80, 16, 1024, 100) == WITH_QUERIES
     assert tile_of(160, 16, 256, 256) == WITH_QUERIES
     assert tile_of(64, 40, 1024, 1024) == GroupTile(3, 80, 3)
     assert tile_of(64, 40, 4096, 77) == GroupTile(1, 80, 1, 5)
     assert tile_of(64, 40, 4096, 81) is None  # one step of that tile has 80 keys
-    assert tile_of(40, 16, 4096, 77) == Tile(128, 32, 4, 4, parts=1, blocks=0)
+    assert tile_of(40, 16, 4096, 77) == KeysTile(2, 80, 2)
+    # of 80 keys the last 16 alone may be none
+    assert tile_of(40, 16, 4096, 64) == Tile(128, 32, 4, 4, parts=1, blocks=0)
     assert tile_of(64, 20, 4096, 4096) == GroupTile(4, 64, 4)
-    assert tile_of(64, 80, 1024, 1024) is None  # cuDNN's is faster
+    assert tile_of(64, 80, 1024, 1024) == GroupTile(4, 64, 4)
+    assert tile_of(64, 16, 1024, 1024) is None  # of cuDNN's programs there is one a processor
     assert tile_of(128, 16, 64, 64) is None
     assert tile_of(64, 12, 128, 128) is None  # BERT's: not measured
 

@@ -29,7 +29,8 @@ FITTED = (  # batch, heads, queries, keys, size of a head of the measurements th
     (1, 10, 4096, 4096, 64), (4, 10, 4096, 4096, 64), (2, 10, 2304, 2304, 64),
     (2, 20, 576, 576, 64), (2, 10, 6144, 6144, 64), (1, 20, 1024, 1024, 64),
     (2, 20, 2304, 2304, 64), (2, 10, 9216, 9216, 64), (4, 20, 1024, 1024, 64),
-    (8, 20, 1024, 1024, 64),
+    (8, 20, 1024, 1024, 64), (2, 8, 1024, 77, 40), (2, 20, 1024, 77, 64), (2, 8, 4096, 77, 80),
+    (2, 8, 256, 77, 160),
 )  # fmt: skip
 FEW_KEYS = 128  # which are a few blocks
 PROCESSORS = 132
@@ -39,11 +40,15 @@ UNBOUNDED = 1 << 62
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """A tile, where there are no more scores, of all heads together, and no more keys."""
+    """A tile, where there are no more scores, of all heads together, and so many keys."""
 
     tile: AnyTile
     most_scores: int = UNBOUNDED
     most_keys: int = UNBOUNDED
+    least_keys: int = 1
+
+    def holds(self, scores: int, keys: int) -> bool:
+        return scores <= self.most_scores and self.least_keys <= keys <= self.most_keys
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,14 +68,19 @@ class Rounds:
 
 
 _BOX = Tile(64, 64, 3, 4, blocks=0, with_queries=True)
+WORDS, LEAST_WORDS = 80, 65  # keys of a single step, and of a tile that takes no fewer
 FEW: Mapping[int, tuple[Rule, ...]] = {  # by the size of a head; the first that holds
-    40: (Rule(Tile(128, 32, 4, 4, parts=1, blocks=0), 24 << 20),),
-    64: (Rule(Tile(64, 32, 4, 4, blocks=0), 4 << 20), Rule(GroupTile(1, 80, 1, 5), 16 << 20, 80)),
-    80: (Rule(GroupTile(1, 80, 1, 2), 1 << 19, 80), Rule(_BOX, 4 << 20)),
-    160: (Rule(_BOX, 1 << 20),),
-}
+    40: (Rule(GroupTile(2, WORDS, 1, 2), 2 << 20, WORDS),
+         Rule(KeysTile(2, WORDS, 2), UNBOUNDED, WORDS, LEAST_WORDS),
+         Rule(Tile(128, 32, 4, 4, parts=1, blocks=0), 24 << 20)),
+    64: (Rule(GroupTile(1, WORDS, 1, 5), UNBOUNDED, WORDS),
+         Rule(Tile(64, 32, 4, 4, blocks=0), 4 << 20)),
+    80: (Rule(GroupTile(1, WORDS, 1, 2), 2 << 20, WORDS),
+         Rule(KeysTile(2, WORDS, 2), UNBOUNDED, WORDS, LEAST_WORDS), Rule(_BOX, 4 << 20)),
+    160: (Rule(GroupTile(1, WORDS, 1, 2), UNBOUNDED, WORDS), Rule(_BOX, 1 << 20)),
+}  # fmt: skip
 MANY: Mapping[int, tuple[Rule, ...]] = {
-    64: (Rule(Tile(64, 64, 3, 4), 16 << 20),),
+    64: (Rule(Tile(64, 64, 3, 4), 12 << 20),),
     160: (Rule(_BOX, 8 << 20),),
 }
 IN_ROUNDS: Mapping[int, tuple[Rounds, ...]] = {  # of many keys, where no rule holds
@@ -78,8 +88,8 @@ IN_ROUNDS: Mapping[int, tuple[Rounds, ...]] = {  # of many keys, where no rule h
          Rounds(GroupTile(2, 64, 4, 2), 4.8, 0.57)),
     80: (Rounds(GroupTile(2, 128, 3), 6.3, 1.08), Rounds(GroupTile(3, 64, 3), 6.0, 0.80),
          Rounds(GroupTile(2, 64, 3), 5.3, 0.65)),
-    64: (Rounds(GroupTile(4, 64, 4), 5.5, 0.90), Rounds(GroupTile(3, 80, 3), 4.4, 0.88),
-         Rounds(None, 1.3, 1.2)),
+    64: (Rounds(GroupTile(4, 64, 4), 4.1, 0.875), Rounds(GroupTile(3, 80, 3), 4.5, 0.83),
+         Rounds(None, 2.3, 1.15)),
 }  # fmt: skip
 LEAST_QUERIES = {40: 256, 64: 576, 80: 128, 160: 64}  # fewer have not been measured
 
@@ -91,7 +101,7 @@ def tile_of(head: int, batch_times_heads: int, queries: int, keys: int) -> AnyTi
         return None
     scores = batch_times_heads * queries * keys
     for rule in (MANY if keys > FEW_KEYS else FEW).get(head, ()):
-        if scores <= rule.most_scores and keys <= rule.most_keys:
+        if rule.holds(scores, keys):
             return rule.tile
     if keys > FEW_KEYS and head in IN_ROUNDS:
         return min(IN_ROUNDS[head], key=lambda way: way.us(batch_times_heads, queries, keys)).tile

@@ -15,6 +15,7 @@ import torch
 
 from strop.ir.dims import symbol
 from strop.ir.source import KernelSource
+from strop.kernels import attention_moves as moves
 from strop.kernels import group_attention as rows
 from strop.kernels.ptx import (
     DEPTH,
@@ -62,7 +63,7 @@ class KeysTile:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Where things lie in shared memory, in bytes: stages of queries, keys, values, barriers. A
+    """Where things lie in shared memory, in bytes: stages of queries, keys, values, results, barriers. A
     head is cut into columns of 64, whose blocks follow each other."""
 
     head: int
@@ -94,8 +95,12 @@ class Layout:
         return self.keys_at + self.block
 
     @property
-    def keys_full(self) -> int:
+    def results_at(self) -> int:
         return self.values_at + self.block
+
+    @property
+    def keys_full(self) -> int:
+        return self.results_at + self.stage
 
     @property
     def values_full(self) -> int:
@@ -133,7 +138,7 @@ def few_keys(head: int, scale: float, tile: KeysTile, dtype: torch.dtype) -> Ker
     return KernelSource(
         NAME, "ptx", text, (dtype,) * 4, (1,) * 6, (symbol("s4"), symbol("s3")),
         constants=(("SHARED", layout.shared), ("EARLY", 1)), num_warps=4 * tile.groups + 1,
-        boxes=(*boxes, ()),
+        boxes=(*boxes, moves.RESULT),
     )  # fmt: skip
 
 
@@ -142,7 +147,7 @@ _BEGIN = """\
     .reg .b32 %queries, %keys, %heads, %thread, %warp, %lane, %group, %start, %batch, %h, %tiles;
     .reg .b32 %base, %bar, %to, %column, %row, %at, %stage, %phase, %tile, %low, %low_a, %low_b;
     .reg .b32 %low_q, %low_k, %low_v, %high, %last, %x<8>, %w<{weights}>;
-    .reg .b64 %map<3>, %a, %b, %out, %wide;
+    .reg .b64 %map<4>, %a, %b, %wide;
     .reg .f32 %s<{scores}>, %o<{results}>, %m<2>, %l<2>, %c<2>, %n<2>, %t<4>, %f<2>;
 
     griddepcontrol.wait;
@@ -178,26 +183,12 @@ def _begin(layout: Layout) -> Iterator[str]:
         at = layout.queries_full + 16 * n
         counts |= {at: 1, at + 8: 4 * tile.groups}
     threads = 128 * tile.groups + 32
-    yield entry(NAME, dict.fromkeys(("q", "k", "v"), 4), ("result",), 6, threads,
-                programs=tile.programs)  # fmt: skip
+    params = dict.fromkeys(("q", "k", "v", "result"), 4)
+    yield entry(NAME, params, (), 6, threads, programs=tile.programs)
     yield _BEGIN.format(
         rows=layout.queries, scores=tile.keys // 2, results=layout.columns // 2,
         weights=tile.keys // 4, barriers=barriers(counts),
     )  # fmt: skip
-
-
-def _move(layout: Layout, tensor: int, to: str, count: int, at: str) -> str:
-    """All columns of a block; the barrier %bar counts the bytes that come."""
-    text = (f"    mbarrier.arrive.expect_tx.shared::cta.b64 _, [%bar], "
-            f"{layout.parts * count * LINE_BYTES};\n")  # fmt: skip
-    for n in range(layout.parts):
-        text += f"""\
-    mov.u32 %column, {n * LINE};
-    add.u32 %to, {to}, {n * count * LINE_BYTES};
-    cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes \
-[%to], [%map{tensor}, {{%column, {at}, %h, %batch}}], [%bar];
-"""
-    return text
 
 
 def _at_stage(layout: Layout) -> str:
@@ -223,10 +214,10 @@ def _fetch(layout: Layout) -> Iterator[str]:
     for n, (at, full) in enumerate(((layout.keys_at, layout.keys_full),
                                     (layout.values_at, layout.values_full)), start=1):  # fmt: skip
         yield f"    add.u32 %bar, %base, {full};\n    add.u32 %at, %base, {at};\n"
-        yield _move(layout, n, "%at", tile.keys, "%row")
+        yield moves.boxed(layout, n, "%at", tile.keys, "%row", "%bar")
     yield "    mov.u32 %phase, 1;\nfetch:\n" + _at_stage(layout)
     yield wait("free", "%bar+8", "%phase")
-    yield _move(layout, 0, "%at", layout.queries, "%start")
+    yield moves.boxed(layout, 0, "%at", layout.queries, "%start", "%bar")
     yield f"    add.u32 %start, %start, {layout.queries};\n    add.u32 %tile, %tile, 1;\n"
     yield advance(tile.stages, "%stage", "%phase")
     yield "    setp.lt.u32 %p, %tile, %tiles;\n    @%p bra fetch;\n    bra done;\n"
@@ -309,14 +300,16 @@ weigh:
 
 
 def _stored(layout: Layout, kind: str) -> Iterator[str]:
-    yield from rows.divided_and_stored(layout.head, layout.columns, kind)
+    """When the results of the tile before have left."""
+    yield moves.READ
+    yield from rows.divided(layout, kind)
     yield advance(layout.tile.stages, "%stage", "%phase")
     yield f"""\
     add.u32 %start, %start, {layout.queries};
     add.u32 %tile, %tile, 1;
     setp.lt.u32 %p, %tile, %tiles;
     @%p bra next;
-done:
+{moves.TAKEN}done:
     ret;
 }}
 """

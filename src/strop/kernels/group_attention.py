@@ -14,13 +14,14 @@ PTX (``ptx.py``), as Triton has no group of warps that runs by itself.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 
 from strop.ir.dims import symbol
 from strop.ir.source import KernelSource
+from strop.kernels import attention_moves as moves
 from strop.kernels.ptx import (
     DEPTH,
     HIGH,
@@ -111,6 +112,11 @@ class Layout:
         return -(-self.head // 8) * 8
 
     @property
+    def results_at(self) -> int:
+        """Where a warp's queries were, whose products it has waited for."""
+        return 0
+
+    @property
     def is_single(self) -> bool:
         return self.tile.stages == 1
 
@@ -144,7 +150,7 @@ def group_attention(head: int, scale: float, tile: GroupTile, dtype: torch.dtype
     return KernelSource(
         NAME, "ptx", text, (dtype,) * 4, (1,) * 4, grid,
         constants=(("SHARED", layout.shared), ("EARLY", 1)), num_warps=layout.num_warps,
-        boxes=(*boxes, ()),
+        boxes=(*boxes, moves.RESULT),
     )  # fmt: skip
 
 
@@ -155,7 +161,7 @@ _BEGIN = """\
     .reg .b32 %base, %bar, %bar_k, %bar_v, %to, %column, %row, %at, %stage_v, %phase_v, %stage_k;
     .reg .b32 %phase_k, %read, %step, %low, %low_a, %low_b, %low_q, %low_k, %low_v, %high;
     .reg .b32 %x<8>, %q<4>, %w<{weights}>;
-    .reg .b64 %map<3>, %a, %b, %out, %wide;
+    .reg .b64 %map<4>, %a, %b, %wide;
     .reg .f32 %s<{scores}>, %o<{results}>, %m<2>, %l<2>, %c<2>, %n<2>, %e<2>, %t<4>, %f<2>;
 
     griddepcontrol.wait;
@@ -183,8 +189,8 @@ def _begin(layout: Layout) -> Iterator[str]:
     counts = {layout.queries_full: 1}
     for n in range(2 * tile.stages):
         counts |= {layout.keys_full + 16 * n: 1, layout.keys_full + 16 * n + 8: 4 * tile.groups}
-    yield entry(NAME, dict.fromkeys(("q", "k", "v"), 4), ("result",), 4, 32 * layout.num_warps,
-                programs=tile.programs)  # fmt: skip
+    params = dict.fromkeys(("q", "k", "v", "result"), 4)
+    yield entry(NAME, params, (), 4, 32 * layout.num_warps, programs=tile.programs)
     yield _BEGIN.format(
         rows=layout.queries, step=tile.keys, scores=tile.keys // 2, results=layout.columns // 2,
         weights=tile.keys // 4, barriers=barriers(counts),
@@ -196,20 +202,6 @@ def _wait_for(label: str, first: int, stage: str, phase: str) -> str:
     return f"    mad.lo.u32 %bar, {stage}, 16, %base;\n    add.u32 %bar, %bar, {first};\n" + wait(
         label, "%bar", phase
     )
-
-
-def _move(layout: Layout, tensor: int, to: str, rows: int, at: str, barrier: str) -> str:
-    """All columns of a block; the barrier counts the bytes that come."""
-    text = (f"    mbarrier.arrive.expect_tx.shared::cta.b64 _, [{barrier}], "
-            f"{layout.parts * rows * LINE_BYTES};\n")  # fmt: skip
-    for n in range(layout.parts):
-        text += f"""\
-    mov.u32 %column, {n * LINE};
-    add.u32 %to, {to}, {n * rows * LINE_BYTES};
-    cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes \
-[%to], [%map{tensor}, {{%column, {at}, %h, %batch}}], [{barrier}];
-"""
-    return text
 
 
 def _fetch(layout: Layout) -> Iterator[str]:
@@ -226,7 +218,7 @@ def _fetch(layout: Layout) -> Iterator[str]:
     for n, name in enumerate(("q", "k", "v")):
         yield f"    mov.b64 %wide, {name};\n    cvta.param.u64 %map{n}, %wide;\n"
     yield f"    add.u32 %bar, %base, {layout.queries_full};\n"
-    yield _move(layout, 0, "%base", layout.queries, "%start", "%bar")
+    yield moves.boxed(layout, 0, "%base", layout.queries, "%start", "%bar")
     yield f"""\
     mov.u32 %step, 0;
     mov.u32 %stage_k, 0;
@@ -242,9 +234,9 @@ fetch:
     add.u32 %x1, %at, {layout.values_at};
 """
     yield wait("keys_are_free", "%bar_k+8", "%phase_k")
-    yield _move(layout, 1, "%x0", tile.keys, "%row", "%bar_k")
+    yield moves.boxed(layout, 1, "%x0", tile.keys, "%row", "%bar_k")
     yield wait("values_are_free", "%bar_v+8", "%phase_k")
-    yield _move(layout, 2, "%x1", tile.keys, "%row", "%bar_v")
+    yield moves.boxed(layout, 2, "%x1", tile.keys, "%row", "%bar_v")
     if not layout.is_single:
         yield f"    sub.u32 %row, %row, {tile.keys};\n    add.u32 %step, %step, 1;\n"
         yield advance(tile.stages, "%stage_k", "%phase_k")
@@ -504,47 +496,13 @@ def rounded(keys: int, kind: str) -> Iterator[str]:
 
 
 def _store(layout: Layout, kind: str) -> Iterator[str]:
-    yield from divided_and_stored(layout.head, layout.columns, kind)
-    yield "done:\n    ret;\n}\n"
+    yield from divided(layout, kind)
+    yield moves.TAKEN + "done:\n    ret;\n}\n"
 
 
-def divided_and_stored(head: int, columns: int, kind: str) -> Iterator[str]:
-    """By the sums of rows %l, to the queries from %start on."""
+def divided(layout: moves.Laid, kind: str) -> Iterator[str]:
+    """By the sums of rows, on the way to the queries from %start on."""
     yield from _of_neighbours("l", "add.f32")
-    yield f"""\
-    rcp.rn.f32 %l0, %l0;
-    rcp.rn.f32 %l1, %l1;
-    ld.param.u64 %out, [result];
-    and.b32 %x0, %warp, 3;
-    shl.b32 %x0, %x0, 4;
-    mad.lo.u32 %x0, %group, {ROWS}, %x0;
-    shr.u32 %x1, %lane, 2;
-    add.u32 %x0, %x0, %x1;
-    add.u32 %x0, %x0, %start;
-    and.b32 %x1, %lane, 3;
-    mul.wide.u32 %wide, %x1, 4;
-    add.u64 %out, %out, %wide;
-"""
-    for row in (0, 1):
-        yield f"""\
-    add.u32 %x1, %x0, {8 * row};
-    setp.ge.u32 %p, %x1, %queries;
-    @%p bra stored{row};
-    mad.lo.u32 %x2, %batch, %queries, %x1;
-    mad.lo.u32 %x2, %x2, %heads, %h;
-    mul.wide.u32 %wide, %x2, {2 * head};
-    add.u64 %wide, %wide, %out;
-"""
-        yield from _row_stored(columns, kind, row)
-        yield f"stored{row}:\n"
-
-
-def _row_stored(columns: int, kind: str, row: int) -> Iterable[str]:
-    for n in range(columns // 8):
-        first = 4 * n + 2 * row
-        yield f"""\
-    mul.f32 %f0, %o{first}, %l{row};
-    mul.f32 %f1, %o{first + 1}, %l{row};
-    cvt.rn.{kind}x2.f32 %x3, %f1, %f0;
-    st.global.b32 [%wide+{16 * n}], %x3;
-"""
+    yield from (f"    rcp.rn.f32 %l{row}, %l{row};\n" for row in (0, 1))
+    yield "    mov.b64 %wide, result;\n    cvta.param.u64 %map3, %wide;\n"
+    yield from moves.handed_over(layout, kind)

@@ -82,21 +82,22 @@ class Cost:
 
 # Fitted to what they take on an H100 in fp16 (benchmarks/probes/conv_groups.py, linear_groups.py).
 CONV_TILES: Mapping[Tile, Cost] = {
-    Tile(2, 80, 6, keeps_on=True): Cost(0.3, 13.9, 0.291),
-    Tile(2, 128, 5, keeps_on=True): Cost(0.0, 2.3, 0.375),
-    Tile(2, 128, 6, split=2): Cost(3.1, 6.4, 0.445),
-    Tile(2, 160, 5, keeps_on=True): Cost(3.4, 3.0, 0.433),
-    Tile(2, 160, 5, split=2): Cost(5.9, 7.6, 0.471),
-    Tile(2, 160, 5, split=3): Cost(4.7, 6.7, 0.464),
-    Tile(2, 160, 5, split=4): Cost(1.2, 8.8, 0.486),
-    Tile(2, 160, 5, split=6): Cost(7.8, 8.7, 0.407),
-    Tile(2, 160, 5, split=8): Cost(3.5, 3.9, 0.664),
-    Tile(2, 184, 4, split=4): Cost(5.7, 8.6, 0.529),
-    Tile(2, 256, 3, keeps_on=True): Cost(0.7, 2.7, 0.722),
-    Tile(3, 128, 5): Cost(2.3, 5.4, 0.548),
-    Tile(3, 128, 5, split=2): Cost(3.3, 8.8, 0.575),
-    Tile(3, 160, 3, keeps_on=True): Cost(1.2, 2.6, 0.676),
-    Tile(3, 160, 4, split=2): Cost(4.1, 7.3, 0.709),
+    Tile(2, 80, 6, keeps_on=True): Cost(0.0, 2.3, 0.293),
+    Tile(2, 128, 5, keeps_on=True): Cost(0.0, 2.8, 0.368),
+    Tile(2, 128, 6, split=2): Cost(3.0, 6.4, 0.446),
+    Tile(2, 160, 5, keeps_on=True): Cost(2.6, 5.2, 0.42),
+    Tile(2, 160, 5, split=2): Cost(5.6, 7.6, 0.475),
+    Tile(2, 160, 5, split=3): Cost(5.5, 7.9, 0.429),
+    Tile(2, 160, 5, split=4): Cost(0.7, 8.4, 0.496),
+    Tile(2, 160, 5, split=6): Cost(7.4, 8.2, 0.425),
+    Tile(2, 160, 5, split=8): Cost(3.2, 3.8, 0.68),
+    Tile(2, 184, 4, split=4): Cost(5.4, 9.3, 0.518),
+    Tile(2, 256, 3, keeps_on=True): Cost(2.4, 3.7, 0.703),
+    Tile(3, 128, 5): Cost(2.4, 6.0, 0.539),
+    Tile(3, 128, 5, split=2): Cost(3.1, 8.3, 0.574),
+    Tile(3, 160, 3, keeps_on=True): Cost(2.4, 3.1, 0.678),
+    Tile(3, 160, 4): Cost(3.4, 17.1, 0.607),
+    Tile(3, 160, 4, split=2): Cost(5.2, 8.6, 0.682),
 }
 STRIDED_TILES: Mapping[Tile, Cost] = {
     Tile(1, 80, 8): Cost(0.9, 7.7, 0.191),
@@ -127,11 +128,11 @@ GATED_TILES: Mapping[Tile, Cost] = {
 CLUSTERS: Mapping[int, int] = {1: SMS, 2: 66, 3: 39, 4: 30, 6: 17, 8: 15}
 # cuDNN: so many operations a microsecond, or as long as it reads the weights, and a beginning. It
 # is the faster where it is at its best, which most sizes do not see.
-CONV_OPS_A_US, CONV_BYTES_A_US, CONV_BEGIN_US = 627e6, 4.1e6, 22.0
+CONV_OPS_A_US, CONV_BYTES_A_US, CONV_BEGIN_US = 637e6, 4.3e6, 23.0
 WEIGHT_BYTES_A_US, WEIGHT_BEGIN_US = 2.6e6, 3.0  # that no cache holds: each pass reads them again
 # cuBLAS: operations and bytes of results a microsecond; a beginning; and what a launch costs that
 # cannot come early. Of the kernel with gates behind it, likewise.
-LINEAR_OPS_A_US, LINEAR_BYTES_A_US, LINEAR_BEGIN_US, GAP_US = 820e6, 4.0e6, 3.2, 1.5
+LINEAR_OPS_A_US, LINEAR_BYTES_A_US, LINEAR_BEGIN_US, GAP_US = 880e6, 4.0e6, 3.2, 1.5
 BEHIND_BYTES_A_US, BEHIND_BEGIN_US = 3.2e6, 1.5
 
 
