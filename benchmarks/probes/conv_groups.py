@@ -38,11 +38,12 @@ STRIDED = ((2, 64, 320, 320), (2, 32, 640, 640), (2, 16, 1280, 1280), (8, 64, 32
            (3, 48, 640, 640), (4, 16, 1280, 1280))  # fmt: skip
 MORE = 28  # pictures of 768x768, and others between
 WORST = 1.35  # tiles of which a guess says that they take so much longer are left out
-TILES = tuple(dict.fromkeys((*products.CONV_TILES, *products.STRIDED_TILES, *(Tile(*each) for each in (
-    (2, 160, 5), (2, 160, 5, 4), (2, 80, 6, 1, True), (2, 80, 7), (2, 80, 7, 8), (2, 256, 4),
-    *((2, 128, 6, split) for split in (1, 2, 3)), (2, 192, 5), (2, 256, 4, 2), (3, 160, 4),
-    *((4, 80, 5, split) for split in (1, 2)), (1, 160, 7, 2), (2, 216, 4, 5),
-)))))  # fmt: skip
+OTHERS = tuple(Tile(*each) for each in (
+    (2, 160, 5), (2, 80, 7), (2, 80, 7, 8), (2, 256, 4), (1, 160, 7, 2), (2, 216, 4, 5),
+    *((2, 128, 6, split) for split in (1, 3)), (2, 192, 5), (2, 192, 5, 2), (2, 256, 4, 2),
+    *((4, 80, 5, split) for split in (1, 2)),
+))  # fmt: skip
+TILES = tuple(dict.fromkeys((*products.CONV_TILES, *products.STRIDED_TILES, *OTHERS)))
 
 
 def clocks(each: Form, of: Picture) -> float:

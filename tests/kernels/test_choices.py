@@ -14,9 +14,10 @@ from strop.cli import app
 from strop.errors import StropError
 
 RESULTS = Path(__file__).parents[2] / "benchmarks/results"
-SWEEPS = [RESULTS / f"{name}_h100_2026-11-23.json" for name in
-          ("conv_groups", "linear_groups", "attn_groups-sums")]  # fmt: skip
-HELD_OUT = [RESULTS / f"{name}-held-out_h100_2026-11-23.json" for name in
+SWEEPS = [RESULTS / f"{name}.json" for name in
+          ("conv_groups_h100_2026-11-24", "linear_groups_h100_2026-11-23",
+           "attn_groups_h100_2026-11-24")]  # fmt: skip
+HELD_OUT = [RESULTS / f"{name}-held-out_h100_2026-11-24.json" for name in
             ("conv_groups", "linear_groups")]  # fmt: skip
 
 
@@ -37,12 +38,9 @@ def test_held_out() -> None:
 
 @pytest.mark.parametrize("sweep", HELD_OUT, ids=lambda sweep: sweep.stem)
 def test_products_held_out(sweep: Path) -> None:
-    """As good as it was when it was measured; the worst, which should be 0.9, is a picture that
-    fills half of its boxes, and a linear for which the library is taken."""
     verdict = select.judged(list(select.choices(sweep)), held_out=True)
-    assert verdict.count >= 16
-    assert verdict.mean >= 0.969
-    assert verdict.worst.share >= 0.8
+    assert verdict.count >= 18
+    assert verdict.holds, verdict
 
 
 def test_a_bad_choice_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

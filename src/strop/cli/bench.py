@@ -44,7 +44,7 @@ BATCHES_EXAMPLES = (
 
 SELECT_EXAMPLES = (
     "[bold]Examples[/]\n\n"
-    "strop bench select benchmarks/results/conv_groups_h100_2026-11-23.json\n\n"
+    "strop bench select benchmarks/results/conv_groups_h100_2026-11-24.json\n\n"
     "strop bench select benchmarks/results/*_groups*.json"
 )
 

@@ -63,8 +63,8 @@ class KeysTile:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Where things lie in shared memory, in bytes: stages of queries, keys, values, results, barriers. A
-    head is cut into columns of 64, whose blocks follow each other."""
+    """Where things lie in shared memory, in bytes: stages of queries, keys, values, results,
+    barriers. A head is cut into columns of 64, whose blocks follow each other."""
 
     head: int
     tile: KeysTile

@@ -30,7 +30,7 @@ MULTIPLE = 320
 STRIDES, LEAST_MEASURED = (1, 2), 320  # of convolutions: and channels either way
 SMS = 132
 LEAST_ROWS = 128  # of a linear: fewer wait for their weights alone
-# Small pictures with fewer channels, as at the end of ResNet, have not been measured either.
+# Small pictures with fewer channels either way, as at the end of ResNet, have not been measured.
 LEAST_PIXELS, LEAST_CHANNELS = 2048, 640
 
 
@@ -188,7 +188,7 @@ def _forms(of: Picture, end: str) -> Iterator[Form]:
 
 
 def _is_small(of: Picture) -> bool:
-    return min(of.ins, of.outs) < LEAST_CHANNELS and of.pixels < LEAST_PIXELS
+    return max(of.ins, of.outs) < LEAST_CHANNELS and of.pixels < LEAST_PIXELS
 
 
 def others_us(of: Picture, end: str) -> float:
