@@ -20,7 +20,10 @@ from tests.frontend.tracing import trace_specs
 
 HALF = torch.float16
 SIZES = {"b": 2, "h": 64, "w": 64}
-BY_HAND = {"group_product", "box_attention"}
+BY_HAND = {  # kernels of an option
+    "group_product": {"group_product"},
+    "box_attention": {"box_attention", "few_keys", "group_attention"},
+}
 CALLS = ("conv2d", "attention")
 
 
@@ -74,21 +77,21 @@ def names(sources: set[KernelSource]) -> set[str]:
 def test_the_same_as_the_program_asks_for() -> None:
     """Linears are merged, or become something else: their kernels may be others, of few."""
     begun, needed = foreseen(Options())
-    assert names(needed) <= BY_HAND
-    assert names(needed) >= {"group_product", "box_attention"}
+    assert names(needed) <= set().union(*BY_HAND.values())
+    assert names(needed) >= {"group_product", "few_keys"}
     assert begun >= needed
     assert names(begun - needed) <= {"group_product"}
 
 
-@pytest.mark.parametrize("name", ["group_product", "box_attention"])
+@pytest.mark.parametrize("name", BY_HAND)
 def test_only_what_is_on(name: str) -> None:
     given: dict[str, Any] = {name: False}
     begun, needed = foreseen(Options(**given))
     assert begun >= needed
-    assert name not in names(begun)
+    assert not names(begun) & BY_HAND[name]
     if name == "group_product":
         assert begun == needed
-        assert names(needed) == BY_HAND - {name}
+        assert names(needed) == {"few_keys"}
 
 
 def test_other_calls_pass() -> None:
