@@ -99,7 +99,8 @@ def test_results_are_those_of_one_thread(tmp_path: Path) -> None:
     in_threads(work, NUM_THREADS)
     assert not differing
     dispatcher = shared.forward
-    assert dispatcher.variants.num_captures <= 2
+    # Whoever has a height of 1 may come first, and whoever has a width of 1 next.
+    assert dispatcher.variants.num_captures <= 1 + len(first)
     assert dispatcher.counters.eager_calls == 0
     assert dispatcher.counters.calls == NUM_THREADS * NUM_CALLS
 
