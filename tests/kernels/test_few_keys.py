@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import math
 import re
-import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -18,10 +17,9 @@ from strop.kernels.few_keys import KeysTile, Layout, few_keys
 from strop.kernels.ptx import KINDS
 from strop.runtime.box_attention import BoxAttention
 from strop.runtime.kernels import kernel_library
-from tests.codegen.test_triton_compile import TOOLS, compiled, resources
 from tests.kernels.ptx_machine import launch
 from tests.kernels.test_box_attention import judge, refuse
-from tests.kernels.test_group_attention import needs_a_gpu
+from tests.kernels.test_group_attention import judge_assembled, needs_a_gpu
 from tests.kernels.test_ptx_kernels import heads, survivors
 
 pytest.importorskip("triton")
@@ -37,17 +35,7 @@ TILES = [(head, tile) for head in (40, 64, 80, 160)
 @pytest.mark.parametrize("dtype", KINDS, ids=str)
 @pytest.mark.parametrize(("head", "tile"), TILES, ids=str)
 def test_assembles(head: int, tile: KeysTile, dtype: torch.dtype, tmp_path: Path) -> None:
-    source = few_keys(head, head**-0.5, tile, dtype)
-    cubin = compiled(source, 90)
-    assert cubin.early
-    assert resources(cubin, tmp_path)[1] == 0
-    assert tile.programs * (cubin.shared + 1024) <= 227 * 1024
-    text = tmp_path / "kernel.ptx"
-    text.write_text(source.text)
-    said = subprocess.run([TOOLS / "ptxas", "-v", "--gpu-name=sm_90a", text, "-o", "/dev/null"],
-                          capture_output=True, text=True, check=True).stderr  # fmt: skip
-    assert "serialized" not in said
-    assert "0 bytes spill stores" in said
+    judge_assembled(few_keys(head, head**-0.5, tile, dtype), tile.programs, tmp_path)
 
 
 def attended(source: KernelSource, tile: KeysTile, given: Sequence[Tensor], share: int,

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from strop.errors import CodegenError
+from strop.ir.source import KernelSource
 from strop.kernels.attention import LEAST_QUERIES, tiles_of
 from strop.kernels.attention_moves import RESULT
 from strop.kernels.group_attention import KINDS, GroupTile, Layout, group_attention
@@ -30,23 +31,26 @@ IN_USE = [(head, tile) for head in LEAST_QUERIES for tile in tiles_of(head)
           if isinstance(tile, GroupTile)]  # fmt: skip
 
 
-@pytest.mark.parametrize("dtype", KINDS, ids=str)
-@pytest.mark.parametrize(("head", "tile"), IN_USE, ids=str)
-def test_assembles(head: int, tile: GroupTile, dtype: torch.dtype, tmp_path: Path) -> None:
+def judge_assembled(source: KernelSource, programs: int, tmp_path: Path) -> None:
     """Without a spill, within a processor's memory, and with products that do not wait for each
-    other, of which ptxas would tell."""
-    source = group_attention(head, head**-0.5, tile, dtype)
+    other, of which ptxas would tell. ``programs``: on a processor."""
     cubin = compiled(source, 90)
     assert cubin.early
     assert cubin.boxes[3].sizes == RESULT
     assert resources(cubin, tmp_path)[1] == 0
-    assert tile.programs * (cubin.shared + 1024) <= 227 * 1024
+    assert programs * (cubin.shared + 1024) <= 227 * 1024
     text = tmp_path / "kernel.ptx"
     text.write_text(source.text)
     said = subprocess.run([TOOLS / "ptxas", "-v", "--gpu-name=sm_90a", text, "-o", "/dev/null"],
                           capture_output=True, text=True, check=True).stderr  # fmt: skip
     assert "serialized" not in said
     assert "0 bytes spill stores" in said
+
+
+@pytest.mark.parametrize("dtype", KINDS, ids=str)
+@pytest.mark.parametrize(("head", "tile"), IN_USE, ids=str)
+def test_assembles(head: int, tile: GroupTile, dtype: torch.dtype, tmp_path: Path) -> None:
+    judge_assembled(group_attention(head, head**-0.5, tile, dtype), tile.programs, tmp_path)
 
 
 def test_the_loop_is_what_it_should_be(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from strop.ir.dims import Expr
 from strop.ir.functions import HALVES
 from strop.ir.source import KernelSource
 from strop.kernels.box_attention import Tile, box_attention
-from strop.kernels.few_keys import KeysTile, few_keys
+from strop.kernels.few_keys import MASKED, KeysTile, few_keys
 from strop.kernels.group_attention import GroupTile, group_attention
 from strop.kernels.ptx import ROWS
 
@@ -68,7 +68,8 @@ class Rounds:
 
 
 _BOX = Tile(64, 64, 3, 4, blocks=0, with_queries=True)
-WORDS, LEAST_WORDS = 80, 65  # keys of a single step, and of a tile that takes no fewer
+WORDS = 80  # keys of a single step
+LEAST_WORDS = WORDS - MASKED + 1  # and of a tile that takes no fewer
 FEW: Mapping[int, tuple[Rule, ...]] = {  # by the size of a head; the first that holds
     40: (Rule(GroupTile(2, WORDS, 1, 2), 2 << 20, WORDS),
          Rule(KeysTile(2, WORDS, 2), UNBOUNDED, WORDS, LEAST_WORDS),

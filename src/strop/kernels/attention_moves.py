@@ -7,7 +7,9 @@ which attention to a prompt's words took half its time.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Protocol
 
 from strop.kernels.ptx import LINE, LINE_BYTES, ROWS, UNIT
@@ -15,20 +17,45 @@ from strop.kernels.ptx import LINE, LINE_BYTES, ROWS, UNIT
 RESULT = (1, 1, 16, LINE)  # the box that a warp hands over
 
 
-class Laid(Protocol):
+class Tiled(Protocol):
+    """``groups`` of 64 queries, ``keys`` of a step."""
+
+    @property
+    def groups(self) -> int: ...
+    @property
+    def keys(self) -> int: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Laid(ABC):
     """Where things lie in shared memory, in bytes. A head is cut into columns of 64, whose blocks
     follow each other."""
 
+    head: int
+    tile: Tiled
+
     @property
-    def head(self) -> int: ...
+    def parts(self) -> int:
+        return -(-self.head // LINE)
+
     @property
-    def parts(self) -> int: ...
+    def queries(self) -> int:
+        return ROWS * self.tile.groups
+
     @property
-    def queries(self) -> int: ...
+    def block(self) -> int:
+        """Keys, or values, of a step."""
+        return self.parts * self.tile.keys * LINE_BYTES
+
     @property
-    def columns(self) -> int: ...
+    def columns(self) -> int:
+        """Of the result, as products have them."""
+        return -(-self.head // 8) * 8
+
     @property
-    def results_at(self) -> int: ...
+    @abstractmethod
+    def results_at(self) -> int:
+        """Where results are on their way out."""
 
 
 def boxed(layout: Laid, tensor: int, to: str, rows: int, at: str, barrier: str) -> str:

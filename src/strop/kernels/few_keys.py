@@ -18,7 +18,6 @@ from strop.ir.source import KernelSource
 from strop.kernels import attention_moves as moves
 from strop.kernels import group_attention as rows
 from strop.kernels.ptx import (
-    DEPTH,
     HIGH,
     KINDS,
     LINE,
@@ -29,8 +28,6 @@ from strop.kernels.ptx import (
     barriers,
     entry,
     f32,
-    listed,
-    product,
     release,
     wait,
 )
@@ -62,29 +59,14 @@ class KeysTile:
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
-    """Where things lie in shared memory, in bytes: stages of queries, keys, values, results,
-    barriers. A head is cut into columns of 64, whose blocks follow each other."""
+class Layout(moves.Laid):
+    """Stages of queries, keys, values, results, barriers."""
 
-    head: int
     tile: KeysTile
-
-    @property
-    def parts(self) -> int:
-        return -(-self.head // LINE)
-
-    @property
-    def queries(self) -> int:
-        return ROWS * self.tile.groups
 
     @property
     def stage(self) -> int:
         return self.parts * self.queries * LINE_BYTES
-
-    @property
-    def block(self) -> int:
-        """Keys, or values."""
-        return self.parts * self.tile.keys * LINE_BYTES
 
     @property
     def keys_at(self) -> int:
@@ -115,11 +97,6 @@ class Layout:
     @property
     def shared(self) -> int:
         return self.queries_full + 16 * self.tile.stages
-
-    @property
-    def columns(self) -> int:
-        """Of the result, as products have them."""
-        return -(-self.head // 8) * 8
 
 
 def few_keys(head: int, scale: float, tile: KeysTile, dtype: torch.dtype) -> KernelSource:
@@ -223,26 +200,6 @@ def _fetch(layout: Layout) -> Iterator[str]:
     yield "    setp.lt.u32 %p, %tile, %tiles;\n    @%p bra fetch;\n    bra done;\n"
 
 
-def _scores(layout: Layout, kind: str) -> Iterator[str]:
-    """Of this group's queries of stage %at and all keys."""
-    tile, line = layout.tile, LINE_BYTES // UNIT
-    for n in range(-(-layout.head // DEPTH)):
-        part, rest = divmod(n * DEPTH, LINE)
-        within = rest * 2 // UNIT
-        yield f"    add.u32 %low_a, %low_q, {part * layout.queries * line + within};\n"
-        yield f"    add.u32 %low_b, %low_k, {part * tile.keys * line + within};\n"
-        yield "    mov.b64 %a, {%low_a, %high};\n    mov.b64 %b, {%low_b, %high};\n"
-        yield product(tile.keys, kind, listed("s", tile.keys // 2), "%a", n > 0)
-
-
-def _results(layout: Layout, kind: str) -> Iterator[str]:
-    for n in range(layout.tile.keys // DEPTH):
-        yield f"    add.u32 %low_b, %low_v, {n * DEPTH * LINE_BYTES // UNIT};\n"
-        yield "    mov.b64 %b, {%low_b, %high};\n"
-        results, weights = listed("o", layout.columns // 2), listed("w", 4, 4 * n)
-        yield product(layout.columns, kind, results, weights, n > 0)
-
-
 def _masked(layout: Layout) -> Iterator[str]:
     """Minus infinity for what is behind the last key."""
     yield """\
@@ -283,7 +240,7 @@ weigh:
     or.b32 %low_q, %low_q, {1 << 16};
     wgmma.fence.sync.aligned;
 """
-    yield from _scores(layout, kind)
+    yield from rows.scores(layout, kind, "%low_k")
     yield "    wgmma.commit_group.sync.aligned;\n    wgmma.wait_group.sync.aligned 0;\n"
     yield release(layout.queries_full, "%stage", "%x0")
     yield from _masked(layout)
@@ -295,7 +252,7 @@ weigh:
     yield f"    add.u32 %bar, %base, {layout.values_full};\n"
     yield wait("values_are_there", "%bar", "0")
     yield "    wgmma.fence.sync.aligned;\n"
-    yield from _results(layout, kind)
+    yield from rows.weighed(layout, kind, "%low_v", is_added=False)
     yield "    wgmma.commit_group.sync.aligned;\n    wgmma.wait_group.sync.aligned 0;\n"
 
 

@@ -60,25 +60,10 @@ class GroupTile:
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
-    """Where things lie in shared memory, in bytes: queries, keys, values, barriers. A head is cut
-    into columns of 64, whose blocks follow each other."""
+class Layout(moves.Laid):
+    """Queries, keys, values, barriers."""
 
-    head: int
     tile: GroupTile
-
-    @property
-    def parts(self) -> int:
-        return -(-self.head // LINE)
-
-    @property
-    def queries(self) -> int:
-        return ROWS * self.tile.groups
-
-    @property
-    def block(self) -> int:
-        """Keys, or values, of a step."""
-        return self.parts * self.tile.keys * LINE_BYTES
 
     @property
     def keys_at(self) -> int:
@@ -105,11 +90,6 @@ class Layout:
     @property
     def shared(self) -> int:
         return self.values_full + 16 * self.tile.stages
-
-    @property
-    def columns(self) -> int:
-        """Of the result, as products have them."""
-        return -(-self.head // 8) * 8
 
     @property
     def results_at(self) -> int:
@@ -245,27 +225,37 @@ fetch:
 
 def _scores(layout: Layout, kind: str) -> Iterator[str]:
     """Of this group's queries and the keys of stage %stage_k."""
-    tile, line = layout.tile, LINE_BYTES // UNIT
     yield f"    mad.lo.u32 %low, %stage_k, {layout.block // UNIT}, %low_k;\n"
-    for n in range(-(-layout.head // DEPTH)):
-        part, rest = divmod(n * DEPTH, LINE)
-        within = rest * 2 // UNIT
-        yield f"    add.u32 %low_a, %low_q, {part * layout.queries * line + within};\n"
-        yield f"    add.u32 %low_b, %low, {part * tile.keys * line + within};\n"
-        yield "    mov.b64 %a, {%low_a, %high};\n    mov.b64 %b, {%low_b, %high};\n"
-        yield product(tile.keys, kind, listed("s", tile.keys // 2), "%a", n > 0)
+    yield from scores(layout, kind, "%low")
     yield "    wgmma.commit_group.sync.aligned;\n"
 
 
 def _results(layout: Layout, kind: str) -> Iterator[str]:
     """The values of stage %stage_v, weighed, added to the results."""
     yield f"    mad.lo.u32 %low, %stage_v, {layout.block // UNIT}, %low_v;\n"
+    yield from weighed(layout, kind, "%low", is_added=True)
+    yield "    wgmma.commit_group.sync.aligned;\n"
+
+
+def scores(layout: moves.Laid, kind: str, keys: str) -> Iterator[str]:
+    """``keys``: where those begin."""
+    tile, line = layout.tile, LINE_BYTES // UNIT
+    for n in range(-(-layout.head // DEPTH)):
+        part, rest = divmod(n * DEPTH, LINE)
+        within = rest * 2 // UNIT
+        yield f"    add.u32 %low_a, %low_q, {part * layout.queries * line + within};\n"
+        yield f"    add.u32 %low_b, {keys}, {part * tile.keys * line + within};\n"
+        yield "    mov.b64 %a, {%low_a, %high};\n    mov.b64 %b, {%low_b, %high};\n"
+        yield product(tile.keys, kind, listed("s", tile.keys // 2), "%a", n > 0)
+
+
+def weighed(layout: moves.Laid, kind: str, values: str, *, is_added: bool) -> Iterator[str]:
+    """``values``: where those begin, by the weights, to the results that are there, or not."""
     for n in range(layout.tile.keys // DEPTH):
-        yield f"    add.u32 %low_b, %low, {n * DEPTH * LINE_BYTES // UNIT};\n"
+        yield f"    add.u32 %low_b, {values}, {n * DEPTH * LINE_BYTES // UNIT};\n"
         yield "    mov.b64 %b, {%low_b, %high};\n"
         results, weights = listed("o", layout.columns // 2), listed("w", 4, 4 * n)
-        yield product(layout.columns, kind, results, weights, True)
-    yield "    wgmma.commit_group.sync.aligned;\n"
+        yield product(layout.columns, kind, results, weights, is_added or n > 0)
 
 
 def _keys_read(layout: Layout) -> str:
