@@ -30,6 +30,7 @@ from strop.kernels.pictures import Picture
 from strop.kernels.product_layout import Tile
 from strop.kernels.products import CLUSTERS, PLAIN, Form, form, is_able
 from strop.kernels.ptx import DEPTH, LINE, ROWS
+from strop.runtime.operands import dense
 
 AT_ONCE = {**CLUSTERS, 5: 24}  # of five: a guess
 # Batch, height = width, channels in and out where every second pixel is left out.
@@ -42,6 +43,7 @@ OTHERS = tuple(Tile(*each) for each in (
     (2, 160, 5), (2, 80, 7), (2, 80, 7, 8), (2, 256, 4), (1, 160, 7, 2), (2, 216, 4, 5),
     *((2, 128, 6, split) for split in (1, 3)), (2, 192, 5), (2, 192, 5, 2), (2, 256, 4, 2),
     *((4, 80, 5, split) for split in (1, 2)),
+    *((2, *each, 1, True, True) for each in ((160, 4), (128, 5), (192, 3))),
 ))  # fmt: skip
 TILES = tuple(dict.fromkeys((*products.CONV_TILES, *products.STRIDED_TILES, *OTHERS)))
 
@@ -76,6 +78,9 @@ def bound(each: Form, of: Picture, sets: list[tuple[Tensor, ...]], library: Any,
     sizes = [(of.batch, *sides, of.ins), (columns, of.size**2 * of.ins)]
     views = [(size, torch.empty(size, device="meta").stride()) for size in sizes]
     views[0] = (*views[0], (*each.box, LINE))
+    if each.results:
+        result = (of.batch, of.height, of.width, of.outs)
+        views.append((result, dense(result), each.results))
     source, launches = group_product(product, torch.float16), []
     for tensors in sets:
         pointers = [*(t.data_ptr() for t in tensors), 0][:4]  # a convolution adds nothing

@@ -57,9 +57,11 @@ SHAPES = (
 TILES = tuple(dict.fromkeys((*products.LINEAR_TILES, *(Tile(*each) for each in (
     *((2, 80, 7, split) for split in (1, 2, 4)), *((1, 80, 8, split) for split in (2, 4)),
     (2, 128, 6), (2, 160, 5), (2, 256, 4), (3, 160, 3, 1, True),
+    *((2, *each, 1, True, True) for each in ((160, 4), (128, 5), (192, 3))),
 )))))  # fmt: skip
 GATED_TILES = (*products.GATED_TILES, *(Tile(*each) for each in (
     (2, 160, 5), (2, 256, 4), (2, 128, 6, 1, True), (2, 64, 7, 1, True), (2, 80, 7, 1, True),
+    *((2, *each, 1, True, True) for each in ((160, 4), (128, 5), (192, 4))),
 )))  # fmt: skip
 
 

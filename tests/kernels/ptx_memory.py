@@ -343,12 +343,14 @@ class TensorMap:
         if at % 128:
             raise PtxError(f"a box at {at}, no multiple of 128 bytes")
         first = at // UNIT
-        return mixed(np.arange(first, first + self.count * self.width // UNIT))
+        units = np.arange(first, first + self.count * self.width // UNIT)
+        return mixed(units, self.box[-1] * self.width)
 
 
-def mixed(units: Array) -> Array:
-    """Numbers of units as lines of 128 bytes are mixed: by the address, bits 4-6 by bits 7-9."""
-    found: Array = units ^ (units >> 3 & 7)
+def mixed(units: Array, line: int = 128) -> Array:
+    """Numbers of units as lines of 128 bytes are mixed: by the address, bits 4-6 by bits 7-9; of 64
+    bytes bits 4 and 5 by 7 and 8, of 32 bit 4 by 7."""
+    found: Array = units ^ (units >> 3 & (line // UNIT - 1))
     return found
 
 
@@ -360,7 +362,7 @@ def _check_map(pointer: int, width: int, sizes: Sequence[int], strides: Sequence
         raise PtxError("a tensor map's address is a multiple of 16, and its last dim is dense")
     if any(s * width % 16 or s <= 0 for s in strides[:-1]):
         raise PtxError(f"strides {tuple(strides)} are no multiples of 16 bytes")
-    if box[-1] * width != 128 or not all(0 < n <= 256 for n in box):
-        raise PtxError(f"box {tuple(box)}: lines of 128 bytes are known, and 256 at most")
+    if box[-1] * width not in (16, 32, 64, 128) or not all(0 < n <= 256 for n in box):
+        raise PtxError(f"box {tuple(box)}: lines of 16 to 128 bytes are known, and 256 at most")
     if not all(0 < n < 1 << 32 for n in sizes):
         raise PtxError(f"sizes {tuple(sizes)} of a tensor map")

@@ -48,6 +48,8 @@ CASES = (
     Case(Tile(1, 80, 3), (1, 1, 100, 128, 88), (1, 1, 64), 1),
     Case(Tile(1, 80, 3, 1, True), (1, 1, 200, 320, 160), (1, 1, 64), 1),
     Case(Tile(1, 80, 3, 1, True), (1, 1, 200, 128, 160), (1, 1, 64), 1, gated=True),
+    Case(Tile(1, 160, 3, 1, True), (1, 1, 200, 128, 320), (1, 1, 64), 1, gated=True),
+    Case(Tile(1, 64, 3, 1, True), (1, 3, 140, 64, 128), (1, 1, 64)),
     Case(Tile(1, 80, 3), (1, 7, 9, 128, 88), (1, 8, 8)),
     Case(Tile(2, 80, 4), (3, 7, 8, 64, 88), (2, 8, 8)),
     Case(Tile(1, 80, 3, 2), (2, 8, 8, 128, 88), (1, 8, 8)),
@@ -62,6 +64,10 @@ CASES = (
     Case(Tile(2, 80, 3, 3), (3, 5, 7, 64, 88), (3, 5, 7)),
     Case(Tile(1, 80, 3, 1, True), (2, 9, 11, 64, 160), (1, 5, 11)),
     Case(Tile(2, 80, 4), (2, 20, 20, 64, 88), (2, 3, 10), stride=2),
+    Case(Tile(2, 80, 3, 1, True, True), (1, 1, 300, 320, 160), (1, 1, 128), 1),
+    Case(Tile(2, 80, 2, 1, True, True), (1, 1, 200, 128, 160), (1, 1, 128), 1, gated=True),
+    Case(Tile(2, 64, 4, 1, True, True), (2, 9, 20, 64, 160), (1, 6, 20)),
+    Case(Tile(2, 96, 3, 1, True, True), (1, 1, 100, 128, 96), (1, 1, 128), 1),  # a single tile
 )
 
 
@@ -98,6 +104,8 @@ def prepared(case: Case) -> tuple[KernelSource, Callable[[KernelSource, int], No
     scalars = [across, along[1], along[0], down, case.sizes[3], at_work]
     of_box = [*case.box, *(-(-(1 << 16) // n) for n in case.box[1:])] if product.has_box else []
     views = [(x.shape, x.stride(), (*case.box, LINE)), (w.shape, w.stride())]
+    if not product.has_parts:
+        views.append((wanted.shape, wanted.stride(), (*case.box, product.unit)))
 
     def call(source: KernelSource, seed: int) -> None:
         """Weights come late where the seed is odd. The last columns may be written twice."""
@@ -121,9 +129,11 @@ def test_results(case: Case, seed: int) -> None:
     Case(Tile(2, 80, 2, 2), (2, 8, 8, 192, 88), (2, 8, 8)),
     Case(Tile(2, 80, 2, 1, True), (1, 1, 300, 320, 160), (1, 1, 128), 1),
     Case(Tile(2, 80, 2), (2, 8, 8, 192, 88), (2, 8, 8)),
+    Case(Tile(2, 80, 2, 1, True, True), (1, 1, 400, 320, 160), (1, 1, 128), 1),
 ], ids=str)  # fmt: skip
 def test_all_that_orders_it_is_needed(case: Case) -> None:
-    assert not survivors(*prepared(case))
+    found = survivors(*prepared(case))
+    assert not [what for what in found if "setmaxnreg" not in what]  # which the assembler judges
 
 
 ALL = dict.fromkeys((

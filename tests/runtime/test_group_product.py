@@ -323,14 +323,18 @@ def test_each_tile_is_as_accurate_as_torch(op: str, dtype: torch.dtype) -> None:
             assert_as_accurate_as_eager(out, wanted, truth)
 
 
+APART = (Tile(2, 160, 4, 1, True, True), Tile(2, 128, 5, 1, True, True),
+         Tile(2, 192, 3, 1, True, True))  # fmt: skip
+
+
 def forms(op: str, sizes: Sequence[int]) -> list[Form]:
-    """Of all tiles that can do it."""
+    """Of all tiles that can do it, those among them that no rule has."""
     of = Picture(1, sizes[1], sizes[2], 1, 1, sizes[0])
     if op in STRIDES:
         batch, *sides, ins, outs = sizes
         of = picture_of((batch, ins, *sides), (outs, ins, 3, 3), STRIDES[op])
     end = products.OPS[kind(op)[0]]
-    tiles = products.tiles_of(of, end)
+    tiles = (*products.tiles_of(of, end), *APART)
     found = [form(tile, of, end) for tile in tiles if has_steps(tile, of)]
     return [each for each in found if not (op == "geglu" and of.outs % each.product.width)]
 

@@ -19,7 +19,7 @@ import torch
 
 from strop.ir.dims import symbol
 from strop.ir.source import KernelSource
-from strop.kernels.product_ends import NEXT_TILE, added, stored
+from strop.kernels.product_ends import NEXT_TILE, READ, added, beyond, handing, met, stored
 from strop.kernels.product_layout import Product
 from strop.kernels.ptx import (
     DEPTH,
@@ -53,16 +53,23 @@ def group_product(of: Product, dtype: torch.dtype) -> KernelSource:
     the latter two, rounded up.
     """
     tile, kind = of.tile, KINDS[dtype]
-    ends = added(of, kind) if tile.split > 1 else stored(of, kind)
+    ends = added(of, kind) if of.has_parts else stored(of, kind)
     text = "".join((*_begin(of), *_fetch(of), *_multiply(of, kind), *ends))
     weights = (of.width, LINE)  # twice, where there are gates
+    pixels = (0, 0, 0) if of.has_box else (1, 1, of.rows)
+    results = () if of.has_parts else (*pixels, of.unit)
     steps = (1, of.stride, of.stride, 1) if of.stride > 1 else ()
     return KernelSource(
         NAME, "ptx", text, (dtype,) * 4, (1,) * _scalars(of), (symbol("s5") * tile.split,),
-        constants=(("SHARED", of.shared), ("EARLY", 1)), num_warps=4 * tile.groups + 1,
-        boxes=((*((0, 0, 0) if of.has_box else (1, 1, of.rows)), LINE), weights, (), ()),
+        constants=(("SHARED", of.shared), ("EARLY", 1)), num_warps=of.num_warps,
+        boxes=((*pixels, LINE), weights, results, ()),
         steps=steps,
     )  # fmt: skip
+
+
+# Registers of a thread that fetches and of one that multiplies, of the 168 that 384 begin with.
+FETCHING, MULTIPLYING = 24, 240
+TURN = 3  # the first of two barriers, by which groups take turns
 
 
 def _scalars(of: Product) -> int:
@@ -71,13 +78,13 @@ def _scalars(of: Product) -> int:
 
 NAME = "group_product"
 _BEGIN = """\
-    .reg .pred %p, %yes, %no, %is_first;
+    .reg .pred %p, %yes, %goes_on, %is_first, %is_handing, %follows;
     .reg .b32 %thread, %warp, %lane, %group, %rank, %id, %total, %stride, %col, %left, %top;
     .reg .b32 %picture, %steps, %first, %step, %base, %bar, %stage, %phase, %at, %k, %channel, %x;
     .reg .b32 %y, %end, %to, %from, %low, %low_a, %low_b, %high, %last, %pictures, %lines;
     .reg .b32 %columns, %outs, %ins, %item, %across, %right, %down, %place, %bytes, %n<8>;
     .reg .b32 %peer<{split}>;
-    .reg .b64 %map<2>, %a, %b, %out, %other, %wide, %far;
+    .reg .b64 %map<3>, %a, %b, %out, %other, %wide, %far;
     .reg .b16 %h<2>;
     .reg .f32 %o<{results}>, %f<4>, %g<4>, %t<3>;
 
@@ -118,11 +125,12 @@ _BEGIN = """\
 
 def _begin(of: Product) -> Iterator[str]:
     tile = of.tile
-    counts = {of.barriers + 8 * n: (1, 4 * tile.groups)[n % 2] for n in range(2 * tile.stages)}
-    yield entry(NAME, {"x": 4, "w": 2}, ("result", "more"), _scalars(of), of.threads + 32,
-                cluster=tile.split)  # fmt: skip
+    counts = {of.barriers + 8 * n: (1, of.team)[n % 2] for n in range(2 * tile.stages)}
+    params = {"x": 4, "w": 2} | ({} if of.has_parts else {"result": 4})
+    pointers = ("result", "more") if of.has_parts else ("more",)
+    yield entry(NAME, params, pointers, _scalars(of), 32 * of.num_warps, cluster=tile.split)
     yield _BEGIN.format(
-        split=tile.split, results=tile.cols // 2, line=LINE,
+        split=tile.split, results=of.blocks * tile.cols // 2, line=LINE,
         places=of.size**2, fewer="".join(_shortened(of)),
         halves="    shr.u32 %outs, %outs, 1;\n" if of.gated else "", barriers=barriers(counts),
     )  # fmt: skip
@@ -222,6 +230,10 @@ _PIXELS = f"""\
 """
 
 
+def _registers(of: Product, op: str, count: int) -> str:
+    return f"    setmaxnreg.{op}.sync.aligned.u32 {count};\n" if of.tile.apart else ""
+
+
 def _fetch(of: Product) -> Iterator[str]:
     """One thread. A stage that was never used is free: its barrier is behind phase 1."""
     size = "%bytes" if of.has_box else of.stage
@@ -231,7 +243,8 @@ def _fetch(of: Product) -> Iterator[str]:
     yield f"""\
     setp.lt.u32 %p, %warp, {4 * of.tile.groups};
     @%p bra multiply;
-    setp.ne.u32 %p, %lane, 0;
+{_registers(of, "dec", FETCHING)}\
+    setp.ne.u32 %p, %thread, {of.threads};
     @%p bra done;
     mov.b64 %wide, x;
     cvta.param.u64 %map0, %wide;
@@ -268,44 +281,87 @@ steady:
 def _products(of: Product, kind: str) -> Iterator[str]:
     cols = of.tile.cols
     for n in range(LINE // DEPTH):
-        yield f"    add.u32 %low_a, %from, {2 * n};\n"
         yield f"    add.u32 %low_b, %low, {of.rows * LINE_BYTES // UNIT + 2 * n};\n"
-        yield "    mov.b64 %a, {%low_a, %high};\n    mov.b64 %b, {%low_b, %high};\n"
-        yield product(cols, kind, listed("o", cols // 2), "%a", is_added=True)
+        yield "    mov.b64 %b, {%low_b, %high};\n"
+        for block in range(of.blocks):
+            yield f"    add.u32 %low_a, %from, {block * ROWS * LINE_BYTES // UNIT + 2 * n};\n"
+            yield "    mov.b64 %a, {%low_a, %high};\n"
+            yield product(cols, kind, listed("o", cols // 2, block * cols // 2), "%a", True)
+
+
+def _apart(of: Product) -> str:
+    """The second group begins with the second tile, whose steps come behind those of the first."""
+    if not of.tile.apart:
+        return ""
+    return f"""\
+    setp.ne.u32 %follows, %group, 0;
+    @!%follows bra tile;
+    add.u32 %id, %id, %stride;
+    setp.ge.u32 %p, %id, %total;
+    @%p bra done;
+{beyond(of)}"""
+
+
+def _turn(of: Product) -> str:
+    """Steps of this tile begin when the other group has seen all of the tile before: barriers tell
+    two rounds of stages apart, not three."""
+    if not of.tile.apart:
+        return ""
+    return f"""\
+    add.u32 %n0, %group, {TURN};
+    @%follows bar.sync %n0, {of.threads};
+    setp.eq.u32 %follows, 0, 0;
+"""
+
+
+def _turned(of: Product) -> str:
+    """It is the other group's turn, if there is a tile for it."""
+    if not of.tile.apart:
+        return ""
+    return f"""\
+    add.u32 %n0, %id, %stride;
+    setp.lt.u32 %p, %n0, %total;
+    sub.u32 %n0, {TURN + 1}, %group;
+    @%p bar.arrive %n0, {of.threads};
+"""
 
 
 def _multiply(of: Product, kind: str) -> Iterator[str]:
     """A stage is free when the products of the next one are on their way."""
+    out = "    ld.param.u64 %out, [result];\n" if of.has_parts else handing(of)
     released = release(of.barriers, "%last", "%n0")
     yield f"""\
 multiply:
+{_registers(of, "inc", MULTIPLYING)}\
     griddepcontrol.wait;
-    ld.param.u64 %out, [result];
-    ld.param.u64 %other, [more];
+{out}    ld.param.u64 %other, [more];
     setp.eq.u32 %yes, 0, 0;
     setp.eq.u32 %is_first, %lane, 0;
     shr.u32 %group, %warp, 2;
     mov.u32 %high, {HIGH};
     mov.u32 %stage, 0;
     mov.u32 %phase, 0;
-tile:
-"""
-    yield _coordinates(of)
-    yield from (f"    mov.f32 %o{n}, 0f00000000;\n" for n in range(of.tile.cols // 2))
+{_apart(of)}tile:
+{_turn(of)}"""
+    results = of.blocks * of.tile.cols // 2
+    yield from (f"    mov.f32 %o{n}, 0f00000000;\n" for n in range(results))
     yield "    mov.u32 %step, 0;\nnext:\n" + _at_stage(of)
     yield wait("come", "%bar", "%phase")
     yield f"""\
     shr.u32 %low, %at, 4;
     or.b32 %low, %low, {1 << 16};
-    mad.lo.u32 %from, %group, {ROWS * LINE_BYTES // UNIT}, %low;
+    mad.lo.u32 %from, %group, {0 if of.tile.apart else ROWS * LINE_BYTES // UNIT}, %low;
+    setp.ne.u32 %goes_on, %step, 0;
     wgmma.fence.sync.aligned;
 """
     yield from _products(of, kind)
-    yield """\
+    # where results belong is worked out while the first products are
+    yield f"""\
     wgmma.commit_group.sync.aligned;
+    @%goes_on bra onward;
+{_coordinates(of)}onward:
     wgmma.wait_group.sync.aligned 1;
-    setp.eq.u32 %p, %step, 0;
-    @%p bra kept;
+    @!%goes_on bra kept;
 """
     yield (
         release(of.barriers, "%last", "%n0")
@@ -313,8 +369,8 @@ tile:
         + advance(of.tile.stages, "%stage", "%phase")
     )
     yield "    add.u32 %step, %step, 1;\n    setp.lt.u32 %p, %step, %steps;\n    @%p bra next;\n"
-    yield "    wgmma.wait_group.sync.aligned 0;\n"
-    if of.tile.keeps_on:
-        yield released + "    bar.warp.sync -1;\n"
-    else:  # results go where the operands of all groups were
-        yield f"    bar.sync 1, {of.threads};\n"
+    yield _turned(of) + "    wgmma.wait_group.sync.aligned 0;\n"
+    if of.tile.keeps_on:  # results of the tile before have left
+        yield released + READ
+    # results go where the operands of all groups were, or those of the tile before
+    yield met(of)

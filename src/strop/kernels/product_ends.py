@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from strop.kernels.product_layout import Product
-from strop.kernels.ptx import f32
+from strop.kernels.ptx import ROWS, f32
 
 NEXT_TILE = "    add.u32 %id, %id, %stride;\n    setp.lt.u32 %p, %id, %total;\n"
 
@@ -70,14 +70,6 @@ def _loaded(kind: str, into: int) -> str:
     )
 
 
-def _own_rows(of: Product) -> str:
-    """%to: of the results of this warp, on their way out."""
-    return f"""\
-    mad.lo.u32 %to, %warp, {16 * of.half_row}, %base;
-    add.u32 %to, %to, {of.results_at};
-"""
-
-
 def _own_pairs(row: int, pair: int, begin: str) -> str:
     """%at: of this thread's first two sums, in a warp's rows of so many bytes, two in ``pair``."""
     return f"""\
@@ -86,22 +78,6 @@ def _own_pairs(row: int, pair: int, begin: str) -> str:
     and.b32 %n1, %lane, 3;
     mad.lo.u32 %at, %n1, {pair}, %at;
 """
-
-
-def _moved(of: Product) -> Iterator[str]:
-    """%from and %wide: each 16 bytes of a warp's results, there and in memory; %p: if they are."""
-    chunks = of.width // 8
-    for n in range(-(-16 * chunks // 32)):
-        yield f"""\
-    add.u32 %item, %lane, {32 * n};
-    setp.lt.u32 %p, %item, {16 * chunks};
-    div.u32 %n0, %item, {chunks};
-    rem.u32 %n1, %item, {chunks};
-    mad.lo.u32 %from, %n0, {of.half_row}, %to;
-    mad.lo.u32 %from, %n1, 16, %from;
-    mad.lo.u32 %n0, %warp, 16, %n0;
-    shl.b32 %n1, %n1, 3;
-{_address(of, "%n0", "%n1")}"""
 
 
 # gelu(x) = x * P(normal <= x), and log2 of P(normal <= -|x|) is nearly this polynomial: the same as
@@ -125,8 +101,9 @@ def _gate(value: str, gate: str) -> Iterator[str]:
 """
 
 
-def _gates(of: Product, kind: str) -> Iterator[str]:
-    """Values and gates of a thread are half of its results apart."""
+def _gates(of: Product, kind: str, block: int) -> Iterator[str]:
+    """Values and gates of a thread are half of a block's results apart."""
+    first = block * of.tile.cols // 2
     yield """\
     and.b32 %n1, %lane, 3;
     shl.b32 %n1, %n1, 1;
@@ -140,32 +117,95 @@ def _gates(of: Product, kind: str) -> Iterator[str]:
         yield f"    ld.global.b32 %n0, [%far+{16 * n}];\n" + _loaded(kind, 0)
         yield f"    ld.global.b32 %n0, [%wide+{16 * n}];\n" + _loaded(kind, 2)
         for m in range(4):
-            value, gate = f"%o{4 * n + m}", f"%o{4 * n + m + of.width // 2}"
+            own = first + 4 * n + m
+            value, gate = f"%o{own}", f"%o{own + of.width // 2}"
             yield f"    add.f32 {value}, {value}, %f{m % 2};\n"
             yield f"    add.f32 {gate}, {gate}, %f{2 + m % 2};\n"
             yield from _gate(value, gate)
 
 
-def stored(of: Product, kind: str) -> Iterator[str]:
-    """Sixteen rows of a warp by way of shared memory, so that they are written in whole lines."""
-    if of.gated:
-        yield from _gates(of, kind)
-    yield _own_rows(of) + _own_pairs(of.half_row, 4, "%to")
-    for n in range(0, of.width // 2, 2):
-        place = n // 4 * 16 + n // 2 % 2 * 8 * of.half_row
-        yield f"    cvt.rn.{kind}x2.f32 %n0, %o{n + 1}, %o{n};\n"
-        yield f"    st.shared.b32 [%at+{place}], %n0;\n"
-    yield "    bar.warp.sync -1;\n"
-    for where in _moved(of):
-        yield where
-        yield """\
-    add.u64 %far, %out, %wide;
-    @%p ld.shared.v4.b32 {%n4, %n5, %n6, %n7}, [%from];
-    @%p st.global.v4.b32 [%far], {%n4, %n5, %n6, %n7};
+READ = "    @%is_handing cp.async.bulk.wait_group.read 0;\n"
+
+
+def handing(of: Product) -> str:
+    """%is_handing: one thread, which has the tensor memory accelerator take results."""
+    return f"""\
+    rem.u32 %n0, %thread, {32 * of.team};
+    setp.eq.u32 %is_handing, %n0, 0;
+    mov.b64 %wide, result;
+    cvta.param.u64 %map2, %wide;
 """
+
+
+def met(of: Product) -> str:
+    """All that multiply this tile have come here."""
+    if of.tile.apart:
+        return f"    add.u32 %n0, %group, 1;\n    bar.sync %n0, {32 * of.team};\n"
+    return f"    bar.sync 1, {32 * of.team};\n"
+
+
+def beyond(of: Product) -> str:
+    """To the stage behind those of another tile."""
+    return f"""\
+    add.u32 %stage, %stage, %steps;
+    div.u32 %n0, %stage, {of.tile.stages};
+    rem.u32 %stage, %stage, {of.tile.stages};
+    and.b32 %n0, %n0, 1;
+    xor.b32 %phase, %phase, %n0;
+"""
+
+
+def stored(of: Product, kind: str) -> Iterator[str]:
+    """By way of shared memory, mixed as the accelerator reads it; it leaves out what is not in the
+    picture."""
+    box = of.rows * 2 * of.unit
+    for block in range(of.blocks):
+        if of.gated:
+            yield from _gates(of, kind, block)
+        yield from _staged(of, kind, block)
+    yield "    fence.proxy.async.shared::cta;\n" + met(of) + "    @!%is_handing bra handed;\n"
+    yield f"    mul.lo.u32 %n2, %group, {of.rows * 2 * of.width if of.tile.apart else 0};\n"
+    for n in range(of.width // of.unit):
+        yield f"""\
+    add.u32 %n0, %col, {n * of.unit};
+    add.u32 %n1, %base, {of.results_at + n * box};
+    add.u32 %n1, %n1, %n2;
+    cp.async.bulk.tensor.4d.global.shared::cta.bulk_group \
+[%map2, {{%n0, %left, %top, %picture}}], [%n1];
+"""
+    yield "    cp.async.bulk.commit_group;\nhanded:\n"
     if of.tile.keeps_on:
+        yield (beyond(of) + "    add.u32 %id, %id, %stride;\n") if of.tile.apart else ""
         yield NEXT_TILE + "    @%p bra tile;\n"
-    yield "done:\n    ret;\n}\n"
+    yield READ + "done:\n    ret;\n}\n"
+
+
+def _staged(of: Product, kind: str, block: int) -> Iterator[str]:
+    """Boxes of some columns follow each other. In lines of 128, 64 or 32 bytes (not of 16) the
+    number of 16 bytes is mixed with as many bits of where the line begins, counted in 128 bytes."""
+    line, results = 2 * of.unit, of.blocks * of.rows * 2 * of.width
+    yield f"""\
+    shr.u32 %n0, %lane, 2;
+    and.b32 %n2, %warp, {of.team - 1 if of.tile.apart else 31};
+    mad.lo.u32 %n1, %n2, 16, %n0;
+    mad.lo.u32 %at, %n1, {line}, %base;
+    mad.lo.u32 %at, %group, {results // of.tile.groups if of.tile.apart else 0}, %at;
+    and.b32 %n1, %lane, 3;
+    mad.lo.u32 %at, %n1, 4, %at;
+    mul.lo.u32 %n0, %n0, {line};
+    shr.u32 %n0, %n0, 3;
+    and.b32 %n0, %n0, {line - 16};
+"""
+    begin = of.results_at + block * ROWS * line
+    first = block * of.tile.cols // 2
+    for unit in range(of.unit // 8):
+        yield f"    xor.b32 %n1, %n0, {16 * unit};\n    add.u32 %n1, %n1, %at;\n"
+        for box in range(of.width // of.unit):
+            for half in (0, 1):
+                own = first + 4 * (box * of.unit // 8 + unit) + 2 * half
+                place = begin + (box * of.rows + 8 * half) * line
+                yield f"    cvt.rn.{kind}x2.f32 %n2, %o{own + 1}, %o{own};\n"
+                yield f"    st.shared.b32 [%n1+{place}], %n2;\n"
 
 
 _TOGETHER = "    barrier.cluster.arrive;\n    barrier.cluster.wait;\n"

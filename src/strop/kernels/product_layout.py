@@ -7,18 +7,22 @@ from dataclasses import dataclass
 from strop.kernels.ptx import LINE_BYTES, ROWS
 
 MOST_SHARED = 227 * 1024  # of a program
+MIXED = 1024  # bytes after which lines of shared memory are mixed as before
 
 
 @dataclass(frozen=True, slots=True)
 class Tile:
     """``groups`` of 64 rows, ``cols`` of the product, ``stages`` of 64 channels on the way. The sum
-    in ``split`` parts; or programs that ``keep_on``, one a processor."""
+    in ``split`` parts; or programs that ``keep_on``, one a processor, whose groups, two, may be
+    ``apart``: each has all rows of every second tile, and writes its results while the other
+    multiplies."""
 
     groups: int
     cols: int
     stages: int
     split: int = 1
     keeps_on: bool = False
+    apart: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +56,21 @@ class Product:
         return 2 * self.rows
 
     @property
+    def blocks(self) -> int:
+        """Of 64 rows, of a group."""
+        return self.tile.groups if self.tile.apart else 1
+
+    @property
+    def num_warps(self) -> int:
+        """One fetches; four where they leave registers to those that multiply."""
+        return self.threads // 32 + (4 if self.tile.apart else 1)
+
+    @property
+    def team(self) -> int:
+        """Warps that multiply one tile."""
+        return 4 if self.tile.apart else 4 * self.tile.groups
+
+    @property
     def stage(self) -> int:
         return (self.rows + self.tile.cols) * LINE_BYTES
 
@@ -62,9 +81,14 @@ class Product:
         return self.tile.stages * self.stage
 
     @property
-    def half_row(self) -> int:
-        """Bytes of a row of results on their way out: eight rows meet no bank twice."""
-        return 2 * self.width + 16
+    def has_parts(self) -> bool:
+        """Whether programs share a sum."""
+        return self.tile.split > 1
+
+    @property
+    def unit(self) -> int:
+        """Columns of a box of results on their way out, as many as divide the tile's."""
+        return next(unit for unit in (64, 32, 16, 8) if self.width % unit == 0)
 
     @property
     def part_row(self) -> int:
@@ -74,9 +98,10 @@ class Product:
     @property
     def results_at(self) -> int:
         """Where results are on their way out: where operands were, unless others come there."""
-        return self.barriers + 16 * self.tile.stages if self.tile.keeps_on else 0
+        end = self.barriers + 16 * self.tile.stages
+        return -(-end // MIXED) * MIXED if self.tile.keeps_on else 0
 
     @property
     def shared(self) -> int:
-        staged = self.rows * (self.part_row if self.tile.split > 1 else self.half_row)
+        staged = self.rows * (self.part_row if self.has_parts else 2 * self.width * self.blocks)
         return max(self.barriers + 16 * self.tile.stages, self.results_at + staged)

@@ -51,7 +51,7 @@ def entry(name: str, maps: Mapping[str, int], pointers: Sequence[str], scalars: 
                         cluster=shared)  # fmt: skip
 
 
-def barriers(counts: Mapping[int, int]) -> str:
+def barriers(counts: Mapping[int, int | str]) -> str:
     """Made by one thread, for all: how many arrive at each, by its place behind %base."""
     made = "".join(f"    mbarrier.init.shared::cta.b64 [%base+{at}], {count};\n"
                    for at, count in counts.items())  # fmt: skip

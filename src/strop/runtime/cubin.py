@@ -32,7 +32,7 @@ TYPES = {
 # CUtensorMapDataType
 BOX_TYPES = {torch.uint8: 0, torch.int32: 3, torch.int64: 5, torch.float16: 6, torch.float32: 7,
              torch.float64: 8, torch.bfloat16: 9}  # fmt: skip
-SWIZZLE_128B = 3  # CUtensorMapSwizzle
+SWIZZLES = {16: 0, 32: 1, 64: 2, 128: 3}  # CUtensorMapSwizzle, by the bytes of a line
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,9 +135,11 @@ def _assembly_request(source: KernelSource, arch: int) -> dict[str, Any]:
         "constants": dict(source.constants),
         "num_warps": source.num_warps,
         "arch": arch,
-        "boxes": [[box, BOX_TYPES[dtype], SWIZZLE_128B, *step] if box else None
-                  for dtype, box, step in zip(source.params, boxes, steps, strict=True)],
-    }  # fmt: skip
+        "boxes": [
+            [box, BOX_TYPES[dtype], SWIZZLES[box[-1] * dtype.itemsize], *step] if box else None
+            for dtype, box, step in zip(source.params, boxes, steps, strict=True)
+        ],
+    }
 
 
 def _param_type(dtype: torch.dtype, box: tuple[int, ...]) -> str:

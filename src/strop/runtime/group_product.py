@@ -13,8 +13,17 @@ from strop.kernels.group_product import group_product
 from strop.kernels.pictures import Picture
 from strop.kernels.products import LINEARS, OPS, Form, form_of, picture_of
 from strop.kernels.ptx import LINE
+from strop.runtime.driver import View
 from strop.runtime.kernels import BoundKernel, KernelLibrary
-from strop.runtime.operands import ALIGNMENT, LIMIT, NOWHERE, is_dense, is_laid, strides
+from strop.runtime.operands import (
+    ALIGNMENT,
+    LIMIT,
+    NOWHERE,
+    dense,
+    is_dense,
+    is_laid,
+    strides,
+)
 
 OutCall = Callable[[Sequence[Tensor], Tensor], None]
 Choose = Callable[[Picture, str], Form | None]
@@ -71,7 +80,10 @@ class GroupProduct:
             pixels = pixels[None, None]
         columns = (weight.shape[0], weight[0].numel())
         box = (*form.box, LINE)
-        views = [(pixels.shape, strides(pixels), box), (columns, (columns[1], 1))]
+        views: list[View] = [(pixels.shape, strides(pixels), box), (columns, (columns[1], 1))]
+        if form.results:
+            sizes = of.batch, of.height, of.width, of.outs
+            views.append((sizes, dense(sizes), form.results))
         scalars = form.scalars(of.ins, late=not self._is_steady)
         return self._kernels.bind(source, [NOWHERE] * 4, scalars, self._stream,
                                   early=self._is_early, views=views)  # fmt: skip

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+
 from torch import Tensor
 
 ALIGNMENT, LIMIT = 16, 2**31  # bytes, numbers of a tensor
@@ -12,6 +15,11 @@ def is_dense(tensor: Tensor) -> bool:
     """Each of its numbers behind the other, and not too many for 32 bits."""
     is_aligned = tensor.data_ptr() % ALIGNMENT == 0
     return tensor.is_contiguous() and is_aligned and tensor.numel() < LIMIT
+
+
+def dense(sizes: Sequence[int]) -> tuple[int, ...]:
+    """Strides."""
+    return tuple(math.prod(sizes[n + 1 :]) for n in range(len(sizes)))
 
 
 def is_laid(tensor: Tensor) -> bool:
