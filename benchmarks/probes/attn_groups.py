@@ -19,7 +19,7 @@ import torch
 from strop.kernels import attention
 from strop.kernels.box_attention import Tile
 from strop.kernels.few_keys import KeysTile, Layout, few_keys
-from strop.kernels.group_attention import GroupTile
+from strop.kernels.group_tiles import GroupTile
 from strop.kernels.product_layout import MOST_SHARED
 
 # batch, heads, queries, keys, size of a head
@@ -40,11 +40,11 @@ SHAPES = (
     (1, 8, 9216, 9216, 40), (2, 8, 1536, 1536, 40), (4, 8, 4096, 4096, 40),
     (3, 8, 1536, 1536, 80), (4, 8, 2304, 2304, 80),
 )  # fmt: skip
-# groups, keys, stages, programs
+# groups, keys, stages, programs, early
 LONG = {
-    40: ((4, 80, 4), (4, 80, 3), (3, 80, 3), (2, 64, 4, 2)),
-    64: ((4, 64, 4), (3, 80, 3), (2, 128, 2)),
-    80: ((2, 128, 3), (3, 64, 3), (2, 64, 3)),
+    40: ((4, 80, 4), (3, 80, 3), (2, 64, 4, 2)),
+    64: ((4, 64, 4, 1, True), (3, 80, 3, 1, True), (4, 64, 4), (2, 128, 2)),
+    80: ((2, 128, 3), (3, 64, 3, 1, True), (2, 64, 3), (3, 64, 3)),
     160: (),
 }  # fmt: skip
 # groups, keys, stages of queries, programs: keys and values are fetched once a program
@@ -74,7 +74,11 @@ def candidates(shape: tuple[int, ...]) -> Iterator[attn_boxes.Candidate]:
     batch, heads, queries, keys, head = shape
     for tile in tiles(shape):
         source = attention.source_of(head, head**-0.5, tile, torch.float16)
-        yield str(astuple(tile)), source, ()
+        yield (
+            str(astuple(tile)),
+            source,
+            attention.scalars_of(tile, batch, heads, queries, keys)[4:],
+        )
     for each in KEEPING if keys <= attn_boxes.SHORTEST else ():
         kept = KeysTile(*each)
         if kept.takes(keys) and _is_there(head, kept):

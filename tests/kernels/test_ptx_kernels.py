@@ -16,7 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from strop.ir.source import KernelSource
-from strop.kernels.group_attention import GroupTile, group_attention
+from strop.kernels.attention import scalars_of
+from strop.kernels.group_attention import group_attention
+from strop.kernels.group_tiles import GroupTile
 from strop.testing import assert_as_accurate_as_eager
 from tests.kernels.ptx_machine import PtxError, launch
 from tests.kernels.test_ptx_machine import kernel, run
@@ -39,19 +41,22 @@ def heads(shape: Sequence[int], head: int, dtype: torch.dtype, device: str = "cp
     return q[:, :, :queries], k[:, :, :keys], v[:, :, :keys]
 
 
-def attended(source: KernelSource, q: Tensor, k: Tensor, v: Tensor, seed: int = 0) -> Tensor:
-    """On a CPU, instruction by instruction."""
+def attended(source: KernelSource, q: Tensor, k: Tensor, v: Tensor, tile: GroupTile, seed: int = 0,
+             shares: tuple[int, int, int] | None = None) -> Tensor:  # fmt: skip
+    """On a CPU, instruction by instruction. ``shares``: others than those of the tile."""
     (batch, many, queries, head), keys = q.shape, k.shape[2]
     out = q.new_full((batch, queries, many, head), math.nan).transpose(1, 2)
-    launch(source, (q, k, v, out), (queries, keys, many, batch * many), seed=seed)
+    scalars = scalars_of(tile, batch, many, queries, keys)
+    launch(source, (q, k, v, out), (*scalars[:4], *(shares or scalars[4:])), seed=seed)
     return out
 
 
-def attend(source: KernelSource, q: Tensor, k: Tensor, v: Tensor, seed: int) -> None:
+def attend(source: KernelSource, q: Tensor, k: Tensor, v: Tensor, tile: GroupTile, seed: int,
+           shares: tuple[int, int, int] | None = None) -> None:  # fmt: skip
     """Raises unless it is as accurate as torch."""
     exact = F.scaled_dot_product_attention(q.double(), k.double(), v.double())
     eager = F.scaled_dot_product_attention(q, k, v)
-    assert_as_accurate_as_eager(attended(source, q, k, v, seed), eager, exact)
+    assert_as_accurate_as_eager(attended(source, q, k, v, tile, seed, shares), eager, exact)
 
 
 @pytest.mark.parametrize(
@@ -70,7 +75,17 @@ def attend(source: KernelSource, q: Tensor, k: Tensor, v: Tensor, seed: int) -> 
 def test_attention(head: int, tile: GroupTile, shape: tuple[int, ...], dtype: torch.dtype) -> None:
     source, given = group_attention(head, head**-0.5, tile, dtype), heads(shape, head, dtype)
     for seed in range(4):
-        attend(source, *given, seed=seed)
+        attend(source, *given, tile, seed)
+
+
+@pytest.mark.parametrize("shares", [(2, 2, 6), (0, 1, 16), (3, 1, 7)], ids=str)
+@pytest.mark.parametrize("keys", [60, 200])
+def test_attention_shared_out(shares: tuple[int, int, int], keys: int) -> None:
+    """Of two heads of 300 queries, 256 a program; some programs have none."""
+    given, tile = heads((1, 2, 300, keys), 40, F16), GroupTile(4, 80, 3)
+    source = group_attention(40, 40**-0.5, tile, F16)
+    for seed in range(2):
+        attend(source, *given, tile, seed, shares)
 
 
 def linear(tile: gemm_groups.Tile, rows: int, cols: int, depth: int) -> Callable[..., None]:
@@ -144,20 +159,22 @@ def survivors(source: KernelSource, call: Callable[[KernelSource, int], None]) -
 
 
 def test_attention_needs_all_that_orders_it() -> None:
-    given = heads((1, 1, 100, 300), 80, F16)
-    source = group_attention(80, 80**-0.5, GroupTile(2, 64, 2), F16)
-    assert not survivors(source, lambda source, seed: attend(source, *given, seed=seed))
+    given, tile = heads((1, 1, 100, 300), 80, F16), GroupTile(2, 64, 2)
+    source = group_attention(80, 80**-0.5, tile, F16)
+    assert not survivors(source, lambda source, seed: attend(source, *given, tile, seed))
 
 
 def test_a_count_that_is_too_low() -> None:
     """Stages are given back once all warps but one have read them, so that a few rounds later a
     whole group may lag behind; in the first rounds each group has somebody who has waited."""
-    given = heads((1, 1, 100, 900), 80, F16)
-    source = group_attention(80, 80**-0.5, GroupTile(2, 64, 2), F16)
-    text = re.sub(r"(mbarrier\.init.*), 8;", r"\1, 7;", source.text, count=1)
+    given, tile = heads((1, 1, 100, 900), 80, F16), GroupTile(2, 64, 2)
+    source = group_attention(80, 80**-0.5, tile, F16)
+    counted = "shl.b32 %readers, %active, 2;\n"
+    assert source.text.count(counted) == 1
+    text = source.text.replace(counted, counted + "    sub.u32 %readers, %readers, 1;\n")
     for seed in range(3):
         with pytest.raises(PtxError, match=r"race|standstill|more arrivals"):
-            attend(replace(source, text=text), *given, seed=seed)
+            attend(replace(source, text=text), *given, tile, seed)
 
 
 def test_linears_need_all_that_orders_them() -> None:

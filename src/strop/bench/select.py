@@ -12,14 +12,16 @@ import json
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from strop.errors import StropError
 from strop.kernels import attention, products
 from strop.kernels.few_keys import KeysTile
+from strop.kernels.group_tiles import GroupTile
 from strop.kernels.pictures import Picture, picture_of
+from strop.kernels.product_layout import Tile as ProductTile
 
 LIBRARY, BLAS = LIBRARIES = ("cudnn", "cublas")
 KEEPS = "keeps"  # before the numbers of a tile that keeps keys and values
@@ -140,14 +142,14 @@ def _swept(sweep: Path) -> Iterator[tuple[str, Shape, dict[Name, float]]]:
         raise StropError(f"{sweep} is of {kind}, for which there is no rule; there are "
                          f"{', '.join(RULES)}")  # fmt: skip
     for row in rows:
-        us = {_name(who): each for who, each in row["us"].items()
+        us = {_name(who, kind): each for who, each in row["us"].items()
               if who.startswith(("(", KEEPS)) or who in LIBRARIES}  # fmt: skip
         yield kind, tuple(row["shape"]), us
 
 
-def _name(who: str) -> Name:
-    """Without numbers that tiles of attention had when a sweep was made, polynomials and registers,
-    where they were what they are now."""
+def _name(who: str, kind: str) -> Name:
+    """With numbers that tiles did not have when a sweep was made, and without those that tiles of
+    attention had, polynomials and registers, where they were what they are now."""
     if who in LIBRARIES:
         return who
     if who.startswith(KEEPS):
@@ -155,7 +157,9 @@ def _name(who: str) -> Name:
     numbers: tuple[Any, ...] = ast.literal_eval(who)
     if len(numbers) == 9 and numbers[6:8] == (0, None):
         return (*numbers[:6], numbers[8])
-    return numbers
+    if kind not in FITTED:
+        return astuple(ProductTile(*numbers))
+    return astuple(GroupTile(*numbers)) if len(numbers) <= len(fields(GroupTile)) else numbers
 
 
 def judged(found: Sequence[Choice], *, held_out: bool) -> Verdict:

@@ -14,8 +14,8 @@ from strop.ir.functions import HALVES
 from strop.ir.source import KernelSource
 from strop.kernels.box_attention import Tile, box_attention
 from strop.kernels.few_keys import MASKED, KeysTile, few_keys
-from strop.kernels.group_attention import GroupTile, group_attention
-from strop.kernels.ptx import ROWS
+from strop.kernels.group_attention import group_attention
+from strop.kernels.group_tiles import GroupTile
 
 AnyTile = Tile | GroupTile | KeysTile
 
@@ -33,8 +33,7 @@ FITTED = (  # batch, heads, queries, keys, size of a head of the measurements th
     (2, 8, 256, 77, 160),
 )  # fmt: skip
 FEW_KEYS = 128  # which are a few blocks
-PROCESSORS = 132
-OF_LIBRARY = GroupTile(2, 128, 2)  # as times of cuDNN's say: 128 queries a program
+OF_LIBRARY = GroupTile(2, 128, 1)  # as times of cuDNN's say: 128 queries a program, not shared out
 UNBOUNDED = 1 << 62
 
 
@@ -62,9 +61,8 @@ class Rounds:
 
     def us(self, batch_times_heads: int, queries: int, keys: int) -> float:
         tile = self.tile or OF_LIBRARY
-        programs = batch_times_heads * -(-queries // (ROWS * tile.groups))
-        steps = -(-keys // tile.keys)
-        return -(-programs // PROCESSORS) * (self.start + steps * self.step)
+        shares = tile.shares(batch_times_heads, queries, keys)
+        return shares.rounds * self.start + shares.load * -(-keys // tile.keys) * self.step
 
 
 _BOX = Tile(64, 64, 3, 4, blocks=0, with_queries=True)
@@ -87,9 +85,10 @@ MANY: Mapping[int, tuple[Rule, ...]] = {
 IN_ROUNDS: Mapping[int, tuple[Rounds, ...]] = {  # of many keys, where no rule holds
     40: (Rounds(GroupTile(4, 80, 4), 5.7, 0.95), Rounds(GroupTile(3, 80, 3), 4.4, 0.79),
          Rounds(GroupTile(2, 64, 4, 2), 4.8, 0.57)),
-    80: (Rounds(GroupTile(2, 128, 3), 6.3, 1.08), Rounds(GroupTile(3, 64, 3), 6.0, 0.80),
-         Rounds(GroupTile(2, 64, 3), 5.3, 0.65)),
-    64: (Rounds(GroupTile(4, 64, 4), 4.1, 0.875), Rounds(GroupTile(3, 80, 3), 4.5, 0.83),
+    80: (Rounds(GroupTile(2, 128, 3), 6.3, 1.08), Rounds(GroupTile(2, 64, 3), 5.3, 0.65),
+         Rounds(GroupTile(3, 64, 3, early=True), 6.0, 0.80)),
+    64: (Rounds(GroupTile(4, 64, 4, early=True), 4.1, 0.875),
+         Rounds(GroupTile(3, 80, 3, early=True), 4.5, 0.83),
          Rounds(None, 2.3, 1.15)),
 }  # fmt: skip
 LEAST_QUERIES = {40: 256, 64: 576, 80: 128, 160: 64}  # fewer have not been measured
@@ -129,7 +128,11 @@ def source_of(head: int, scale: float, tile: AnyTile, dtype: torch.dtype) -> Ker
 def scalars_of(tile: AnyTile, batch: int, heads: int, queries: int, keys: int) -> tuple[int, ...]:
     """What a launch passes."""
     sizes = queries, keys, heads, batch * heads
-    return (*sizes, *tile.shares(batch * heads, queries)) if isinstance(tile, KeysTile) else sizes
+    if isinstance(tile, KeysTile):
+        return *sizes, *tile.shares(batch * heads, queries)
+    if isinstance(tile, GroupTile) and tile.is_shared:
+        return *sizes, *tile.shares(batch * heads, queries, keys).scalars
+    return sizes
 
 
 def sources_at(attrs: Mapping[str, Any], shapes: Sequence[Sequence[int]], dtype: torch.dtype

@@ -110,5 +110,6 @@ def handed_over(layout: Laid, kind: str) -> Iterator[str]:
     yield "    cp.async.bulk.commit_group;\nhanded:\n"
 
 
-TAKEN = "    @%is_first cp.async.bulk.wait_group 0;\n"  # before its memory is gone
+# Read, before its memory is gone; that it is written is told by the end of the kernel.
+TAKEN = "    @%is_first cp.async.bulk.wait_group.read 0;\n"
 READ = "    @%is_first cp.async.bulk.wait_group.read 0;\n    bar.warp.sync -1;\n"

@@ -17,6 +17,7 @@ from strop.ir.dims import symbol
 from strop.ir.source import KernelSource
 from strop.kernels import attention_moves as moves
 from strop.kernels import group_attention as rows
+from strop.kernels.group_tiles import PROCESSORS
 from strop.kernels.ptx import (
     HIGH,
     KINDS,
@@ -33,7 +34,6 @@ from strop.kernels.ptx import (
 )
 
 NAME = "few_keys"
-PROCESSORS = 132
 MASKED = 16  # keys at the end of the step that may be behind the last one
 
 

@@ -22,6 +22,7 @@ import torch
 from strop.ir.dims import symbol
 from strop.ir.source import KernelSource
 from strop.kernels import attention_moves as moves
+from strop.kernels.group_tiles import GroupTile
 from strop.kernels.ptx import (
     DEPTH,
     HIGH,
@@ -46,17 +47,6 @@ MOST, TOO_MANY = 2.0**8, 2.0**120
 
 # Registers of a thread that weighs and of one that fetches, of the 96 that 640 threads begin with.
 MANY_GROUPS, WEIGHING, FETCHING = 4, 112, 24
-
-
-@dataclass(frozen=True, slots=True)
-class GroupTile:
-    """``groups`` of 64 queries each, ``keys`` a step, ``stages`` of them on the way; with one stage
-    all keys are one step. ``programs``: on a processor, which bounds the registers."""
-
-    groups: int
-    keys: int
-    stages: int
-    programs: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,17 +108,18 @@ def group_attention(head: int, scale: float, tile: GroupTile, dtype: torch.dtype
 
     Params: q, k and v, (B, H, S, D) each, whose last dim is dense and whose addresses and other
     strides are multiples of 16 bytes; and the result, dense as (B, S, H, D). D: a multiple of 8.
-    Scalars: queries, keys, H, B * H. Sums are fp32; weights are rounded to ``dtype``. NaN or +inf
-    in a row of scores gives NaN.
+    Scalars: queries, keys, H, B * H, and those of the shares, if there are. Sums are fp32; weights
+    are rounded to ``dtype``. NaN or +inf in a row of scores gives NaN.
     """
     layout, kind = Layout(head, tile), KINDS[dtype]
     factor = f32(scale * math.log2(math.e))
     parts = (_begin(layout), _fetch(layout), _weigh(layout, factor, kind), _store(layout, kind))
     text = "".join(piece for part in parts for piece in part)
     boxes = tuple((1, 1, rows, LINE) for rows in (layout.queries, tile.keys, tile.keys))
-    grid = ((symbol("s0") + (layout.queries - 1)) // layout.queries, symbol("s3"))
+    grid = (symbol("s6"),) if tile.is_shared else (
+        (symbol("s0") + (layout.queries - 1)) // layout.queries, symbol("s3"))  # fmt: skip
     return KernelSource(
-        NAME, "ptx", text, (dtype,) * 4, (1,) * 4, grid,
+        NAME, "ptx", text, (dtype,) * 4, (1,) * (7 if tile.is_shared else 4), grid,
         constants=(("SHARED", layout.shared), ("EARLY", 1)), num_warps=layout.num_warps,
         boxes=(*boxes, moves.RESULT),
     )  # fmt: skip
@@ -138,6 +129,7 @@ NAME = "group_attention"
 _BEGIN = """\
     .reg .pred %p, %any, %is_first, %yes, %no;
     .reg .b32 %queries, %keys, %heads, %thread, %warp, %lane, %group, %start, %batch, %h, %steps;
+    .reg .b32 %active, %readers;
     .reg .b32 %base, %bar, %bar_k, %bar_v, %to, %column, %row, %at, %stage_v, %phase_v, %stage_k;
     .reg .b32 %phase_k, %read, %step, %low, %low_a, %low_b, %low_q, %low_k, %low_v, %high;
     .reg .b32 %x<8>, %q<4>, %w<{weights}>;
@@ -154,26 +146,64 @@ _BEGIN = """\
     shr.u32 %warp, %thread, 5;
     shfl.sync.idx.b32 %warp, %warp, 0, 31, -1;
     mov.u32 %base, memory;
-    mov.u32 %x0, %ctaid.x;
-    mul.lo.u32 %start, %x0, {rows};
-    mov.u32 %x0, %ctaid.y;
-    div.u32 %batch, %x0, %heads;
-    rem.u32 %h, %x0, %heads;
+{place}    div.u32 %batch, %x0, %heads;
+    mul.lo.u32 %h, %batch, %heads;
+    sub.u32 %h, %x0, %h;
+    shl.b32 %readers, %active, 2;
     add.u32 %steps, %keys, {step} - 1;
     div.u32 %steps, %steps, {step};
 {barriers}"""
 
+# %start: the first query; %active: groups that have some; %x0: batch and head.
+_ALIKE = """\
+    mov.u32 %active, {groups};
+    mov.u32 %x0, %ctaid.x;
+    mul.lo.u32 %start, %x0, {rows};
+    mov.u32 %x0, %ctaid.y;
+"""
+_SHARED_OUT = """\
+    ld.param.u32 %x1, [s4];
+    mov.u32 %active, {groups};
+    mov.u32 %x0, %ctaid.x;
+    mov.u32 %start, 0;
+    setp.lt.u32 %p, %x0, %x1;
+    @%p bra placed;
+    ld.param.u32 %active, [s5];
+    sub.u32 %x0, %x0, %x1;
+    div.u32 %x2, {groups}, %active;
+    div.u32 %x3, %x0, %x2;
+    mul.lo.u32 %x2, %x3, %x2;
+    sub.u32 %start, %x0, %x2;
+    mul.lo.u32 %start, %start, %active;
+    add.u32 %x0, %x3, %x1;
+placed:
+    add.u32 %x1, %queries, {rows} - 1;
+    div.u32 %x1, %x1, {rows};
+    div.u32 %x3, %x0, %x1;
+    mul.lo.u32 %x2, %x3, %x1;
+    sub.u32 %x2, %x0, %x2;
+    mad.lo.u32 %start, %x2, {groups}, %start;
+    mul.lo.u32 %start, %start, {each};
+    mov.u32 %x0, %x3;
+    setp.ge.u32 %p, %start, %queries;
+    @%p bra done;
+"""
+
 
 def _begin(layout: Layout) -> Iterator[str]:
     tile = layout.tile
-    counts = {layout.queries_full: 1}
+    counts: dict[int, int | str] = {layout.queries_full: 1}
     for n in range(2 * tile.stages):
-        counts |= {layout.keys_full + 16 * n: 1, layout.keys_full + 16 * n + 8: 4 * tile.groups}
+        at = layout.keys_full + 16 * n
+        counts |= {at: 1, at + 8: "%readers"}
     params = dict.fromkeys(("q", "k", "v", "result"), 4)
-    yield entry(NAME, params, (), 4, 32 * layout.num_warps, programs=tile.programs)
+    place = _SHARED_OUT if tile.is_shared else _ALIKE
+    scalars = 7 if tile.is_shared else 4
+    yield entry(NAME, params, (), scalars, 32 * layout.num_warps, programs=tile.programs)
     yield _BEGIN.format(
-        rows=layout.queries, step=tile.keys, scores=tile.keys // 2, results=layout.columns // 2,
-        weights=tile.keys // 4, barriers=barriers(counts),
+        place=place.format(groups=tile.groups, rows=layout.queries, each=ROWS), step=tile.keys,
+        scores=tile.keys // 2, results=layout.columns // 2, weights=tile.keys // 4,
+        barriers=barriers(counts),
     )  # fmt: skip
 
 
@@ -258,6 +288,11 @@ def weighed(layout: moves.Laid, kind: str, values: str, *, is_added: bool) -> It
         yield product(layout.columns, kind, results, weights, is_added or n > 0)
 
 
+def _results_read(layout: Layout, stage: str) -> str:
+    """Of the block whose values are in a stage."""
+    return "    wgmma.wait_group.sync.aligned 0;\n" + release(layout.values_full, stage, "%x0")
+
+
 def _keys_read(layout: Layout) -> str:
     free = release(layout.keys_full, "%stage_k", "%x0")
     return free + advance(layout.tile.stages, "%stage_k", "%phase_k")
@@ -265,7 +300,9 @@ def _keys_read(layout: Layout) -> str:
 
 def _weigh(layout: Layout, factor: str, kind: str) -> Iterator[str]:
     """The last block, which may have fewer keys; a loop over the others; the last results."""
-    yield "weigh:\n"
+    yield "weigh:\n    shr.u32 %group, %warp, 2;\n"
+    if layout.tile.is_shared:
+        yield "    setp.ge.u32 %p, %group, %active;\n    @%p bra done;\n"
     if layout.hands_over:
         yield f"    setmaxnreg.inc.sync.aligned.u32 {WEIGHING};\n"
     apart = layout.tile.keys * LINE_BYTES // UNIT  # columns of values, where there are more
@@ -273,7 +310,6 @@ def _weigh(layout: Layout, factor: str, kind: str) -> Iterator[str]:
     setp.eq.u32 %yes, 0, 0;
     setp.ne.u32 %no, 0, 0;
     setp.eq.u32 %is_first, %lane, 0;
-    shr.u32 %group, %warp, 2;
     mad.lo.u32 %x0, %group, {ROWS * LINE_BYTES}, %base;
     shr.u32 %low_q, %x0, 4;
     or.b32 %low_q, %low_q, {1 << 16};
@@ -320,25 +356,33 @@ def _loop(layout: Layout, factor: str, kind: str) -> Iterator[str]:
     yield "    wgmma.fence.sync.aligned;\n"
     yield from _scores(layout, kind)
     yield from _results(layout, kind)
-    yield "    wgmma.wait_group.sync.aligned 1;\n"
+    early = layout.tile.early
+    yield _results_read(layout, "%stage_v") if early else "    wgmma.wait_group.sync.aligned 1;\n"
     yield from powers(layout.tile.keys, factor)
+    if early:
+        yield from rounded(layout.tile.keys, kind)
     yield from _if_sums_pass(MOST, "%any", "small")
     yield from _if_sums_pass(TOO_MANY, "%p", "scaled")
     yield from _scores_again(layout, kind)
     yield from maxima(layout.tile.keys, factor)
     yield from _grown()
     yield from powers(layout.tile.keys, factor)
-    yield "    bra small;\nscaled:\n"
+    yield f"    bra {'rescaled' if early else 'small'};\nscaled:\n"
     yield from _weights_scaled(layout)
+    if early:
+        yield "rescaled:\n"
+        yield from rounded(layout.tile.keys, kind)
     yield "small:\n" + _keys_read(layout)
     yield "    mov.u32 %read, %stage_v;\n" + advance(layout.tile.stages, "%stage_v", "%phase_v")
     yield _wait_for("values_are_there", layout.values_full, "%stage_v", "%phase_v")
-    yield "    wgmma.wait_group.sync.aligned 0;\n" + release(layout.values_full, "%read", "%x0")
+    if not early:
+        yield _results_read(layout, "%read")
     yield "    @!%any bra level;\n"
     yield from (f"    mul.f32 %l{row}, %l{row}, %e{row};\n" for row in (0, 1))
     yield from (f"    mul.f32 %o{n}, %o{n}, %e{_row(n)};\n" for n in range(layout.columns // 2))
     yield "level:\n    add.f32 %l0, %l0, %c0;\n    add.f32 %l1, %l1, %c1;\n"
-    yield from rounded(layout.tile.keys, kind)
+    if not early:
+        yield from rounded(layout.tile.keys, kind)
     yield "    add.u32 %step, %step, 1;\n    setp.lt.u32 %p, %step, %steps;\n    @%p bra next;\n"
 
 
