@@ -27,8 +27,8 @@ from strop.ir.source import KernelSource
 from strop.kernels import products
 from strop.kernels.group_product import group_product
 from strop.kernels.pictures import Picture
-from strop.kernels.product_layout import Tile
-from strop.kernels.products import CLUSTERS, PLAIN, Form, form, is_able
+from strop.kernels.product_layout import PLAIN, Tile
+from strop.kernels.products import CLUSTERS, Form, form, is_able
 from strop.kernels.ptx import DEPTH, LINE, ROWS
 from strop.runtime.operands import dense
 

@@ -26,7 +26,8 @@ from strop.bench import environment, timer
 from strop.bench.select import picture
 from strop.ir.source import KernelSource
 from strop.kernels.group_product import group_product
-from strop.kernels.products import PLAIN, Form, form_of, line_of
+from strop.kernels.product_layout import PLAIN
+from strop.kernels.products import Form, form_of, line_of
 
 LINEARS = ((8192, 320, 320), (2048, 1280, 1280), (8192, 640, 640), (2048, 1280, 5120))  # M, N, K
 CONVS = ((2, 64, 320, 320, 3, 1), (2, 32, 640, 640, 3, 1), (2, 64, 640, 640, 3, 1))

@@ -4,7 +4,8 @@ python benchmarks/probes/linear_groups.py --out FOLDER [--seconds 120] [--held-o
 
 One H100, fp16: x (M, K) w (N, K)^T of SD1.5's and SDXL's linear layers, alone, and with value *
 gelu(gate) at the end ("gated", N columns of the product, beside cuBLAS with a kernel behind it):
-see ``strop/kernels/group_product.py``. Chains of launches that may begin early.
+see ``strop/kernels/group_product.py``; or with biases and what lies where results go ("sum").
+Chains of launches that may begin early.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from strop.bench.select import HELD_OUT
 from strop.ir.source import KernelSource
 from strop.kernels import products
 from strop.kernels.group_product import group_product
-from strop.kernels.product_layout import Tile
-from strop.kernels.products import GATED, PLAIN, Form, line_of
+from strop.kernels.product_layout import ENDS, GATED, PLAIN, SUM, Tile
+from strop.kernels.products import Form, line_of
 from strop.runtime.gated_linear import GatedLinear
 
 WORST = 1.4  # tiles of which a guess says that they take so much longer are left out
@@ -49,6 +50,13 @@ SHAPES = (
         (6144, 640, 640), (3072, 1280, 1280), (1536, 3840, 1280), (4096, 1280, 5120),
         (640, 2560, 640), (5000, 1600, 960),
     )),
+    *((m, n, k, SUM) for m, n, k in (
+        (2048, 1280, 1280), (2048, 1280, 5120), (8192, 640, 640), (8192, 640, 2560),
+        (8192, 320, 320), (8192, 320, 1280), (2048, 640, 640), (2048, 640, 2560),
+        (512, 1280, 1280), (512, 1280, 5120), (128, 1280, 1280), (128, 1280, 5120),
+        (32768, 320, 320), (32768, 320, 1280), (1152, 1280, 1280), (1152, 1280, 5120),
+        (64, 1280, 1280), (64, 1280, 5120), (3072, 1280, 1280), (4096, 1280, 5120),
+    )),
     *((m, n, k, GATED) for m, n, k in (
         (18432, 2560, 320), (4608, 5120, 640), (1152, 10240, 1280), (4096, 10240, 1280),
         (3072, 5120, 640), (12288, 2560, 320),
@@ -63,11 +71,17 @@ GATED_TILES = (*products.GATED_TILES, *(Tile(*each) for each in (
     (2, 160, 5), (2, 256, 4), (2, 128, 6, 1, True), (2, 64, 7, 1, True), (2, 80, 7, 1, True),
     *((2, *each, 1, True, True) for each in ((160, 4), (128, 5), (192, 4))),
 )))  # fmt: skip
+SUM_TILES = tuple(dict.fromkeys((*products.SUM_TILES, *(Tile(*each) for each in (
+    *((2, 80, 7, split) for split in (1, 2, 4, 8)), *((1, 80, 8, split) for split in (2, 4, 8)),
+    *((1, 160, 7, split) for split in (2, 4)), *((2, 160, 5, split) for split in (2, 4)),
+    (2, 160, 4, 1, True, True), (2, 128, 5, 1, True, True),
+)))))  # fmt: skip
+OF_ENDS = {PLAIN: TILES, GATED: GATED_TILES, SUM: SUM_TILES}
 
 
 def forms_of(shape: tuple[Any, ...]) -> list[Form]:
     end = shape[-1]
-    return forms(line_of(*shape), end, GATED_TILES if end == GATED else TILES, WORST)
+    return forms(line_of(*shape), end, OF_ENDS[end], WORST)
 
 
 def sources(shape: tuple[Any, ...]) -> Iterator[KernelSource]:
@@ -76,7 +90,7 @@ def sources(shape: tuple[Any, ...]) -> Iterator[KernelSource]:
 
 def library_call(sets: list[tuple[Tensor, ...]], end: str, library: Any, stream: int
                  ) -> Callable[[], object]:  # fmt: skip
-    """cuBLAS's; gates are a kernel of ours behind it."""
+    """cuBLAS's; gates are a kernel of ours behind it, sums one of torch's."""
     turns = itertools.cycle(sets)
 
     def plain() -> Tensor:
@@ -89,7 +103,11 @@ def library_call(sets: list[tuple[Tensor, ...]], end: str, library: Any, stream:
         x, w, out, bias = next(turns)
         gates([x, w, bias], out)
 
-    return {PLAIN: plain, GATED: gated}[end]
+    def added() -> Tensor:
+        x, w, out, bias = next(turns)
+        return torch.add(torch.addmm(bias, x, w.t()), out, out=out)
+
+    return {PLAIN: plain, GATED: gated, SUM: added}[end]
 
 
 def arguments(shape: tuple[Any, ...]) -> list[tuple[Tensor, ...]]:
@@ -108,7 +126,7 @@ def truth_of(end: str, x: Tensor, w: Tensor, bias: Tensor) -> Tensor:
     if end == GATED:
         value, gate = (product + bias).chunk(2, -1)
         return value * torch.nn.functional.gelu(gate)
-    return product
+    return product + bias if end == SUM else product
 
 
 def measure(shape: tuple[Any, ...], library: Any) -> dict[str, Any]:
@@ -122,7 +140,7 @@ def measure(shape: tuple[Any, ...], library: Any) -> dict[str, Any]:
                                                            library, stream.cuda_stream)  # fmt: skip
         truth, errors = truth_of(end, x, w, bias), {}
         for name, call in calls.items():
-            out.fill_(float("nan"))
+            out.fill_(0.0 if end == SUM else float("nan"))
             for _ in range(SETS):
                 call()
             torch.cuda.synchronize()
@@ -133,7 +151,7 @@ def measure(shape: tuple[Any, ...], library: Any) -> dict[str, Any]:
 def main() -> None:
     parser = contest.arguments_of(__doc__, seconds=120)
     parser.add_argument("--held-out", action="store_true", help="sizes that no rule was fitted to")
-    parser.add_argument("--end", choices=(PLAIN, GATED), help="those of one end")
+    parser.add_argument("--end", choices=ENDS, help="those of one end")
     args = parser.parse_args()
     shapes: Sequence[tuple[Any, ...]] = SHAPES
     if args.held_out:

@@ -47,6 +47,9 @@ class Options:
     group_product: bool = _knob(True, "convolutions, linears and GEGLU by a kernel of ours in PTX,"
                                 " at sizes where it is faster (inference, sm_90)",
                                 "STROP_GROUP_PRODUCT")  # fmt: skip
+    product_sum: bool = _knob(True, "sums with a linear in the place of the other operand, where"
+                              " such a kernel does it (inference, sm_90)",
+                              "STROP_PRODUCT_SUM")  # fmt: skip
     few_rows: bool = _knob(True, "linears of up to four rows by a kernel of ours (inference,"
                            " sm_90)", "STROP_FEW_ROWS")  # fmt: skip
     cache_dir: str = _knob("", "where plans and kernels are kept; empty: ~/.cache/strop",
@@ -98,6 +101,11 @@ class Options:
         skipped = tuple(dict.fromkeys((*self.disable, "linear_add")))
         return replace(self, box_attention=False, box_geglu=False,
                        group_product=False, few_rows=False, disable=skipped)  # fmt: skip
+
+    def on(self, *, has_boxes: bool) -> Options:
+        """Without what a GPU cannot do, where a graph is another for it. ``has_boxes``: it has a
+        tensor memory accelerator that kernels of ours know."""
+        return self if has_boxes else replace(self, product_sum=False)
 
     @property
     def wants_graphs(self) -> bool:

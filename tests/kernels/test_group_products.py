@@ -16,7 +16,7 @@ from torch import Tensor
 
 from strop.ir.source import KernelSource
 from strop.kernels.group_product import group_product
-from strop.kernels.product_layout import MOST_SHARED, Product, Tile
+from strop.kernels.product_layout import GATED, MOST_SHARED, PLAIN, SUM, Product, Tile
 from strop.kernels.ptx import KINDS, LINE
 from tests.codegen.test_triton_compile import TOOLS
 from tests.kernels.ptx_machine import launch
@@ -30,6 +30,7 @@ sys.path.pop(0)
 
 F16, BF16 = torch.float16, torch.bfloat16
 BOUND = {F16: 2.5e-4, BF16: 2e-3}  # of rounding a result: 1 / sqrt(3) of half an ulp, in the mean
+TWICE = math.sqrt(5 / 3)  # what is rounded before it is added, of two thirds of all variance
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ class Case:
     sizes: tuple[int, int, int, int, int]  # pictures, lines, columns, channels in and out
     box: tuple[int, int, int]
     size: int = 3
-    gated: bool = False
+    end: str = PLAIN
     dtype: torch.dtype = F16
     stride: int = 1
 
@@ -47,8 +48,8 @@ CASES = (
     Case(Tile(2, 160, 5), (1, 1, 300, 200, 328), (1, 1, 128), 1),
     Case(Tile(1, 80, 3), (1, 1, 100, 128, 88), (1, 1, 64), 1),
     Case(Tile(1, 80, 3, 1, True), (1, 1, 200, 320, 160), (1, 1, 64), 1),
-    Case(Tile(1, 80, 3, 1, True), (1, 1, 200, 128, 160), (1, 1, 64), 1, gated=True),
-    Case(Tile(1, 160, 3, 1, True), (1, 1, 200, 128, 320), (1, 1, 64), 1, gated=True),
+    Case(Tile(1, 80, 3, 1, True), (1, 1, 200, 128, 160), (1, 1, 64), 1, end=GATED),
+    Case(Tile(1, 160, 3, 1, True), (1, 1, 200, 128, 320), (1, 1, 64), 1, end=GATED),
     Case(Tile(1, 64, 3, 1, True), (1, 3, 140, 64, 128), (1, 1, 64)),
     Case(Tile(1, 80, 3), (1, 7, 9, 128, 88), (1, 8, 8)),
     Case(Tile(2, 80, 4), (3, 7, 8, 64, 88), (2, 8, 8)),
@@ -65,9 +66,16 @@ CASES = (
     Case(Tile(1, 80, 3, 1, True), (2, 9, 11, 64, 160), (1, 5, 11)),
     Case(Tile(2, 80, 4), (2, 20, 20, 64, 88), (2, 3, 10), stride=2),
     Case(Tile(2, 80, 3, 1, True, True), (1, 1, 300, 320, 160), (1, 1, 128), 1),
-    Case(Tile(2, 80, 2, 1, True, True), (1, 1, 200, 128, 160), (1, 1, 128), 1, gated=True),
+    Case(Tile(2, 80, 2, 1, True, True), (1, 1, 200, 128, 160), (1, 1, 128), 1, end=GATED),
     Case(Tile(2, 64, 4, 1, True, True), (2, 9, 20, 64, 160), (1, 6, 20)),
     Case(Tile(2, 96, 3, 1, True, True), (1, 1, 100, 128, 96), (1, 1, 128), 1),  # a single tile
+    Case(Tile(2, 80, 3, 1, True), (1, 1, 300, 200, 160), (1, 1, 128), 1, SUM),
+    Case(Tile(1, 160, 3), (1, 1, 100, 128, 320), (1, 1, 64), 1, SUM),
+    Case(Tile(1, 80, 3), (1, 1, 5, 128, 80), (1, 1, 64), 1, SUM, BF16),
+    Case(Tile(2, 80, 3, 1, True, True), (1, 1, 300, 320, 160), (1, 1, 128), 1, SUM),
+    Case(Tile(1, 64, 3), (1, 7, 9, 128, 128), (1, 8, 8), 3, SUM),
+    Case(Tile(1, 80, 3, 2), (1, 1, 100, 328, 160), (1, 1, 64), 1, SUM),
+    Case(Tile(2, 80, 3, 4), (1, 1, 130, 320, 80), (1, 1, 128), 1, SUM, BF16),
 )
 
 
@@ -86,7 +94,9 @@ def truth(case: Case, x: Tensor, w: Tensor, bias: Tensor) -> Tensor:
     pixels = x.double().permute(0, 3, 1, 2)
     out = torch.nn.functional.conv2d(pixels, window, padding=size // 2, stride=case.stride)
     out = out.permute(0, 2, 3, 1)
-    if case.gated:
+    if case.end == SUM:
+        return out + bias.double()
+    if case.end == GATED:
         value, gate = (out + bias.double()).chunk(2, -1)
         return value * torch.nn.functional.gelu(gate)
     return out
@@ -94,7 +104,7 @@ def truth(case: Case, x: Tensor, w: Tensor, bias: Tensor) -> Tensor:
 
 def prepared(case: Case) -> tuple[KernelSource, Callable[[KernelSource, int], None]]:
     """The kernel, and what runs it or another and asserts that results are right."""
-    product = Product(case.tile, case.size, case.gated, case.stride)
+    product = Product(case.tile, case.size, case.end, case.stride)
     x, w, bias = operands(case)
     wanted = truth(case, x, w, bias)
     down, *along = (-(-n // step) for n, step in zip(wanted.shape[:3], case.box, strict=True))
@@ -109,10 +119,13 @@ def prepared(case: Case) -> tuple[KernelSource, Callable[[KernelSource, int], No
 
     def call(source: KernelSource, seed: int) -> None:
         """Weights come late where the seed is odd. The last columns may be written twice."""
-        out = torch.full(wanted.shape, math.nan, dtype=case.dtype)
+        before = torch.randn(wanted.shape).to(case.dtype)
+        out = before.clone() if case.end == SUM else torch.full_like(before, math.nan)
         launch(source, [x, w, out, bias], [*scalars, seed % 2, *of_box], seed=seed, views=views,
                allow_rewrites=True)  # fmt: skip
-        assert float((out.double() - wanted).norm() / wanted.norm()) < BOUND[case.dtype]
+        total = wanted + before.double() if case.end == SUM else wanted
+        bound = BOUND[case.dtype] * (TWICE if case.end == SUM else 1)
+        assert float((out.double() - total).norm() / total.norm()) < bound
 
     return group_product(product, case.dtype), call
 
@@ -130,6 +143,7 @@ def test_results(case: Case, seed: int) -> None:
     Case(Tile(2, 80, 2, 1, True), (1, 1, 300, 320, 160), (1, 1, 128), 1),
     Case(Tile(2, 80, 2), (2, 8, 8, 192, 88), (2, 8, 8)),
     Case(Tile(2, 80, 2, 1, True, True), (1, 1, 400, 320, 160), (1, 1, 128), 1),
+    Case(Tile(2, 80, 2, 1, True), (1, 1, 300, 320, 160), (1, 1, 128), 1, SUM),
 ], ids=str)  # fmt: skip
 def test_all_that_orders_it_is_needed(case: Case) -> None:
     found = survivors(*prepared(case))

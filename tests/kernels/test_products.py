@@ -13,8 +13,8 @@ from strop.ir.dims import const, symbol
 from strop.ir.graph import Node
 from strop.kernels import products
 from strop.kernels.pictures import Box, Picture, box_of
-from strop.kernels.product_layout import MOST_SHARED
-from strop.kernels.products import ENDS, GATED, PLAIN, SMS, form, form_of, has_steps
+from strop.kernels.product_layout import ENDS, GATED, MOST_SHARED, PLAIN, SUM
+from strop.kernels.products import SMS, form, form_of, has_steps
 
 HALF = torch.float16
 LINEARS = [  # of SD1.5 and SDXL: rows, columns, depth
@@ -45,6 +45,7 @@ SAME: dict[str, Any] = {"stride": (1, 1), "padding": (1, 1), "dilation": (1, 1),
     (node("linear", (ROWS, 320), (symbol("n"), 320)), False),
     (node("linear", (ROWS, 320), (640, 320), dtype=torch.float32), False),
     (node("linear_add", (ROWS, 320), (640, 320), (ROWS, 640), dtype=torch.bfloat16), False),
+    (node("linear_add", (ROWS, 320), (640, 320), (ROWS, 640), (640,)), True),
     (node("geglu", (ROWS, 320), (640, 320), (640,)), True),
     (node("geglu", (ROWS, 320), (960, 320), (960,)), False),
     (node("geglu", (ROWS, 320), (640, 320)), False),
@@ -105,7 +106,7 @@ def test_a_row_of_a_box_is_found_without_a_division() -> None:
 @pytest.mark.parametrize(("rows", "columns", "depth"), LINEARS)
 def test_what_runs_is_known_before(rows: int, columns: int, depth: int, end: str) -> None:
     """The background builds whatever may be chosen, and every part of a sum has steps."""
-    op = {PLAIN: "linear", GATED: "geglu"}[end]
+    op = {PLAIN: "linear", GATED: "geglu", SUM: "linear_add"}[end]
     columns = 8 * columns if end == GATED else columns
     anywhere = products.sources_anywhere(op, {}, [(), [const(columns), const(depth)]], HALF)
     at = products.sources_at(op, {}, [(rows, depth), (columns, depth)], HALF)

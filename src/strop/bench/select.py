@@ -21,6 +21,7 @@ from strop.kernels import attention, products
 from strop.kernels.few_keys import KeysTile
 from strop.kernels.group_tiles import GroupTile
 from strop.kernels.pictures import Picture, picture_of
+from strop.kernels.product_layout import ENDS
 from strop.kernels.product_layout import Tile as ProductTile
 
 LIBRARY, BLAS = LIBRARIES = ("cudnn", "cublas")
@@ -81,7 +82,7 @@ def _product(shape: Shape) -> Name:
 
 
 def _linear(shape: Shape) -> Name:
-    if shape[-1] not in products.ENDS:
+    if shape[-1] not in ENDS:
         return BLAS
     form = products.form_of(products.line_of(*shape), shape[-1])
     return astuple(form.product.tile) if form else BLAS

@@ -193,7 +193,7 @@ _RULES: dict[str, Rule] = {
     "slice": _slice,
     "diagonal": _diagonal,
     "linear": lambda n, x, env: F.linear(*x),
-    "linear_add": lambda n, x, env: F.linear(x[0], x[1]) + x[2],
+    "linear_add": lambda n, x, env: F.linear(x[0], x[1], *x[3:]) + x[2],
     "geglu": lambda n, x, env: _geglu(*F.linear(*x).chunk(2, -1)),
     "matmul": lambda n, x, env: torch.matmul(*x),
     "conv2d": lambda n, x, env: torch.conv2d(

@@ -146,7 +146,7 @@ class CallStep:
         """As in KernelStep; a product is not written over what it is made of."""
         if self.op != "linear_add":
             return ()
-        *factors, addend = (ref.buffer for ref in self.inputs)
+        *factors, addend = (ref.buffer for ref in self.inputs[:3])
         return () if addend in factors else ((self.outputs[0], addend),)
 
     @property

@@ -19,7 +19,16 @@ import torch
 
 from strop.ir.dims import symbol
 from strop.ir.source import KernelSource
-from strop.kernels.product_ends import NEXT_TILE, READ, added, beyond, handing, met, stored
+from strop.kernels.product_ends import (
+    NEXT_TILE,
+    READ,
+    added,
+    begun,
+    beyond,
+    handing,
+    met,
+    stored,
+)
 from strop.kernels.product_layout import Product
 from strop.kernels.ptx import (
     DEPTH,
@@ -47,10 +56,11 @@ def group_product(of: Product, dtype: torch.dtype) -> KernelSource:
     Params: the input (B, H, W, CI), weights (CO, size * size * CI), the result (B, H / t, W / t,
     CO), and biases (CO,), or nothing; all dense, of addresses that are multiples of 16 bytes; the
     input may have gaps. CI is a multiple of 64, of a single place 8; CO of 8, where it is gated
-    twice ``width``. Sums are fp32. Scalars: tiles of columns, boxes right, down and of pictures,
-    CI, tiles at work, and 1 where kernels that may still run write the weights, else 0; of a window
-    of several places pictures, lines and columns of a box, no more than rows in all, and 2^16 by
-    the latter two, rounded up.
+    twice ``width``, where it adds ``width``. Sums are fp32; where it adds they are rounded before
+    they are added to what is there, and again with it. Scalars: tiles of columns, boxes right, down
+    and of pictures, CI, tiles at work, and 1 where kernels that may still run write the weights,
+    else 0; of a window of several places pictures, lines and columns of a box, no more than rows in
+    all, and 2^16 by the latter two, rounded up.
     """
     tile, kind = of.tile, KINDS[dtype]
     ends = added(of, kind) if of.has_parts else stored(of, kind)
@@ -343,8 +353,7 @@ multiply:
     mov.u32 %phase, 0;
 {_apart(of)}tile:
 {_turn(of)}"""
-    results = of.blocks * of.tile.cols // 2
-    yield from (f"    mov.f32 %o{n}, 0f00000000;\n" for n in range(results))
+    yield from begun(of, kind, _coordinates(of))
     yield "    mov.u32 %step, 0;\nnext:\n" + _at_stage(of)
     yield wait("come", "%bar", "%phase")
     yield f"""\
@@ -355,14 +364,10 @@ multiply:
     wgmma.fence.sync.aligned;
 """
     yield from _products(of, kind)
-    # where results belong is worked out while the first products are
-    yield f"""\
-    wgmma.commit_group.sync.aligned;
-    @%goes_on bra onward;
-{_coordinates(of)}onward:
-    wgmma.wait_group.sync.aligned 1;
-    @!%goes_on bra kept;
-"""
+    yield "    wgmma.commit_group.sync.aligned;\n"
+    if not of.begins_with_biases:  # where results go is worked out while the first products are
+        yield f"    @%goes_on bra onward;\n{_coordinates(of)}onward:\n"
+    yield "    wgmma.wait_group.sync.aligned 1;\n    @!%goes_on bra kept;\n"
     yield (
         release(of.barriers, "%last", "%n0")
         + "kept:\n    mov.u32 %last, %stage;\n"

@@ -62,11 +62,11 @@ def _address(of: Product, row: str, col: str) -> str:
     )
 
 
-def _loaded(kind: str, into: int) -> str:
-    """Two numbers of %n0 as %f<into> and the next."""
+def _loaded(kind: str, into: int, word: str = "%n0", name: str = "f") -> str:
+    """Two numbers of a word as %f<into> and the next."""
     return (
-        "    mov.b32 {%h0, %h1}, %n0;\n"
-        f"    cvt.f32.{kind} %f{into}, %h0;\n    cvt.f32.{kind} %f{into + 1}, %h1;\n"
+        f"    mov.b32 {{%h0, %h1}}, {word};\n    cvt.f32.{kind} %{name}{into}, %h0;\n"
+        f"    cvt.f32.{kind} %{name}{into + 1}, %h1;\n"
     )
 
 
@@ -101,18 +101,39 @@ def _gate(value: str, gate: str) -> Iterator[str]:
 """
 
 
-def _gates(of: Product, kind: str, block: int) -> Iterator[str]:
-    """Values and gates of a thread are half of a block's results apart."""
-    first = block * of.tile.cols // 2
-    yield """\
+# %far: of this thread's first two columns.
+_BIASES = """\
     and.b32 %n1, %lane, 3;
     shl.b32 %n1, %n1, 1;
     add.u32 %n1, %n1, %col;
     mul.wide.u32 %wide, %n1, 2;
     add.u64 %far, %other, %wide;
+"""
+
+
+def begun(of: Product, kind: str, coordinates: str) -> Iterator[str]:
+    """What sums begin with: zeros, or biases, the same in all rows."""
+    half = of.tile.cols // 2
+    if not of.begins_with_biases:
+        yield from (f"    mov.f32 %o{n}, 0f00000000;\n" for n in range(of.blocks * half))
+        return
+    yield coordinates + _BIASES
+    for n in range(of.tile.cols // 8):
+        yield f"    ld.global.b32 %n0, [%far+{16 * n}];\n" + _loaded(kind, 0)
+        own = (block * half + 4 * n + m for block in range(of.blocks) for m in range(4))
+        yield from (f"    mov.f32 %o{into}, %f{into % 2};\n" for into in own)
+
+
+def _gates(of: Product, kind: str, block: int) -> Iterator[str]:
+    """Values and gates of a thread are half of a block's results apart."""
+    first = block * of.tile.cols // 2
+    yield (
+        _BIASES
+        + """\
     mul.wide.u32 %wide, %outs, 2;
     add.u64 %wide, %far, %wide;
 """
+    )
     for n in range(of.width // 8):
         yield f"    ld.global.b32 %n0, [%far+{16 * n}];\n" + _loaded(kind, 0)
         yield f"    ld.global.b32 %n0, [%wide+{16 * n}];\n" + _loaded(kind, 2)
@@ -157,8 +178,10 @@ def beyond(of: Product) -> str:
 
 def stored(of: Product, kind: str) -> Iterator[str]:
     """By way of shared memory, mixed as the accelerator reads it; it leaves out what is not in the
-    picture."""
-    box = of.rows * 2 * of.unit
+    picture, and adds to what is there if it is to."""
+    box, op, what = of.rows * 2 * of.unit, "cp", ""
+    if of.adds:
+        op, what = "cp.reduce", ".add"
     for block in range(of.blocks):
         if of.gated:
             yield from _gates(of, kind, block)
@@ -170,7 +193,7 @@ def stored(of: Product, kind: str) -> Iterator[str]:
     add.u32 %n0, %col, {n * of.unit};
     add.u32 %n1, %base, {of.results_at + n * box};
     add.u32 %n1, %n1, %n2;
-    cp.async.bulk.tensor.4d.global.shared::cta.bulk_group \
+    {op}.async.bulk.tensor.4d.global.shared::cta{what}.bulk_group \
 [%map2, {{%n0, %left, %top, %picture}}], [%n1];
 """
     yield "    cp.async.bulk.commit_group;\nhanded:\n"
@@ -255,9 +278,23 @@ def _sum_of_parts(of: Product, kind: str) -> Iterator[str]:
         yield f"    ld.shared::cluster.v4.f32 {{{listed}}}, [%to];\n"
         if part:
             yield from (f"    add.f32 %f{n}, %f{n}, %g{n};\n" for n in range(4))
-    yield f"""\
-    add.u64 %far, %out, %wide;
-    cvt.rn.{kind}x2.f32 %n5, %f1, %f0;
-    cvt.rn.{kind}x2.f32 %n6, %f3, %f2;
-    st.global.v2.b32 [%far], {{%n5, %n6}};
+    rounded = f"    cvt.rn.{kind}x2.f32 %n5, %f1, %f0;\n    cvt.rn.{kind}x2.f32 %n6, %f3, %f2;\n"
+    yield "    add.u64 %far, %out, %wide;\n"
+    if of.adds:
+        yield from _with_what_is_there(kind, rounded)
+    yield rounded + "    st.global.v2.b32 [%far], {%n5, %n6};\n"
+
+
+def _with_what_is_there(kind: str, rounded: str) -> Iterator[str]:
+    """Biases, of the columns from %n4 on; and what lies at %far, to which rounded sums are
+    added."""
+    yield """\
+    mul.wide.u32 %wide, %n4, 2;
+    add.u64 %wide, %other, %wide;
+    ld.global.v2.b32 {%n5, %n6}, [%wide];
+    ld.global.v2.b32 {%n0, %n1}, [%far];
 """
+    plus = "".join(f"    add.f32 %f{n}, %f{n}, %g{n};\n" for n in range(4))
+    yield _loaded(kind, 0, "%n5", "g") + _loaded(kind, 2, "%n6", "g") + plus
+    yield rounded + _loaded(kind, 0, "%n5") + _loaded(kind, 2, "%n6")
+    yield _loaded(kind, 0, "%n0", "g") + _loaded(kind, 2, "%n1", "g") + plus

@@ -8,6 +8,9 @@ from strop.kernels.ptx import LINE_BYTES, ROWS
 
 MOST_SHARED = 227 * 1024  # of a program
 MIXED = 1024  # bytes after which lines of shared memory are mixed as before
+# What becomes of the sums: they are the results; values times gelu of gates, biases added; they and
+# biases are added, rounded, to what lies where the results go.
+PLAIN, GATED, SUM = ENDS = ("", "gated", "sum")
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,14 +31,26 @@ class Tile:
 @dataclass(frozen=True, slots=True)
 class Product:
     """``size`` of the window, 1 or odd: of one place, rows are a line; else pixels of a box, whose
-    sizes the launch tells. ``gated``: the result is value * gelu(gate), of two halves of the
-    weights' rows, with biases. ``stride``: pixels of the input from one of the result to the next.
+    sizes the launch tells. ``end``: one of ENDS; gates are the second half of the weights' rows.
+    ``stride``: pixels of the input from one of the result to the next.
     """
 
     tile: Tile
     size: int
-    gated: bool = False
+    end: str = PLAIN
     stride: int = 1
+
+    @property
+    def gated(self) -> bool:
+        return self.end == GATED
+
+    @property
+    def adds(self) -> bool:
+        return self.end == SUM
+
+    @property
+    def begins_with_biases(self) -> bool:
+        return self.adds and not self.has_parts
 
     @property
     def rows(self) -> int:

@@ -17,11 +17,11 @@ from strop.ir.source import KernelSource
 from strop.kernels.group_product import group_product
 from strop.kernels.pictures import Box, Picture, box_of, boxes_along
 from strop.kernels.pictures import picture_of as convolution_of
-from strop.kernels.product_layout import Product, Tile
+from strop.kernels.product_layout import GATED, PLAIN, SUM, Product, Tile
 from strop.kernels.ptx import KINDS, LINE
 
-PLAIN, GATED = ENDS = ("", "gated")  # what becomes of the sums
-OPS: Mapping[str, str] = {"conv2d": PLAIN, "linear": PLAIN, "geglu": GATED}
+OPS: Mapping[str, str] = {"conv2d": PLAIN, "linear": PLAIN, "geglu": GATED, "linear_add": SUM}
+OPERANDS: Mapping[str, int] = {PLAIN: 2, GATED: 3, SUM: 4}  # SUM: what is added, biases
 LINEARS = tuple(op for op in OPS if op != "conv2d")
 
 # Of the columns and the depth of linears, as in Stable Diffusion's UNets. The kernel wants 8; what
@@ -70,7 +70,7 @@ class Form:
 
 def form(tile: Tile, of: Picture, end: str = PLAIN) -> Form:
     """``of.outs``: columns of the result."""
-    product = Product(tile, of.size, end == GATED, of.stride)
+    product = Product(tile, of.size, end, of.stride)
     box = box_of(product.rows, of) if product.has_box else (1, 1, product.rows)
     return Form(product, box, boxes_along(box, of), -(-of.outs // product.width))
 
@@ -124,6 +124,12 @@ LINEAR_TILES: Mapping[Tile, Cost] = {
     Tile(2, 192, 4, keeps_on=True): Cost(3.3, 1.4, 0.556),
     Tile(3, 160, 4): Cost(4.5, 4.4, 0.656),
 }
+SUM_TILES: Mapping[Tile, Cost] = {
+    **LINEAR_TILES,
+    Tile(2, 80, 7, split=2): Cost(4.1, 6.0, 0.319),
+    Tile(2, 80, 7, split=4): Cost(4.6, 6.0, 0.32),
+    Tile(1, 80, 8, split=2): Cost(2.4, 2.8, 0.27),
+}
 GATED_TILES: Mapping[Tile, Cost] = {
     Tile(2, 256, 4, keeps_on=True): Cost(2.8, 2.2, 0.761),
     Tile(2, 160, 4, keeps_on=True, apart=True): Cost(3.0, 0.4, 0.537),
@@ -143,10 +149,8 @@ BEHIND_BYTES_A_US, BEHIND_BEGIN_US = 3.2e6, 1.5
 
 def tiles_of(of: Picture, end: str) -> Mapping[Tile, Cost]:
     """Those that are there for it."""
-    if end == GATED:
-        return GATED_TILES
     if of.size == 1:
-        return LINEAR_TILES
+        return {PLAIN: LINEAR_TILES, GATED: GATED_TILES, SUM: SUM_TILES}[end]
     return CONV_TILES if of.stride == 1 else STRIDED_TILES
 
 
@@ -154,7 +158,7 @@ def us_of(found: Form, of: Picture) -> float:
     """About how long it takes, on a GPU that does nothing else."""
     product, tile = found.product, found.product.tile
     weights = 2 * of.size**2 * of.ins * found.across * tile.cols
-    cost = tiles_of(of, GATED if product.gated else PLAIN)[tile]
+    cost = tiles_of(of, product.end)[tile]
     rounds = -(-found.num_tiles // CLUSTERS[tile.split])
     steps = -(-_steps(of) // tile.split)
     us = cost.begin + (rounds - 1) * cost.again + rounds * steps * cost.step
@@ -171,8 +175,10 @@ def has_steps(tile: Tile, of: Picture) -> bool:
 
 
 def is_able(product: Product, of: Picture) -> bool:
-    """Whether it can do this: its parts have steps, and its gates lie behind the values."""
-    return has_steps(product.tile, of) and not (product.gated and of.outs % product.width)
+    """Whether it can do this: its parts have steps, its gates lie behind the values, and no column
+    is added twice."""
+    is_whole = of.outs % product.width == 0
+    return has_steps(product.tile, of) and (is_whole or product.end == PLAIN)
 
 
 @lru_cache(maxsize=4096)
@@ -184,12 +190,17 @@ def form_of(of: Picture, end: str = PLAIN) -> Form | None:
 
 
 def _forms(of: Picture, end: str) -> Iterator[Form]:
-    if of.width < LEAST_ROWS if of.size == 1 else _is_small(of):
+    if of.width < _least_rows(end) if of.size == 1 else _is_small(of):
         return
     for tile in tiles_of(of, end):
         found = form(tile, of, end)
         if is_able(found.product, of):
             yield found
+
+
+def _least_rows(end: str) -> int:
+    """Of a linear. Beside a sum no library is faster with few, as it would be another launch."""
+    return 1 if end == SUM else LEAST_ROWS
 
 
 def _is_small(of: Picture) -> bool:
@@ -205,15 +216,15 @@ def others_us(of: Picture, end: str) -> float:
     columns = 2 * of.outs if end == GATED else of.outs
     ops, numel = 2 * of.width * of.ins * columns, of.width * columns
     us = LINEAR_BEGIN_US + GAP_US + ops / LINEAR_OPS_A_US + 2 * numel / LINEAR_BYTES_A_US
-    return us + (BEHIND_BEGIN_US + 3 * numel / BEHIND_BYTES_A_US if end == GATED else 0.0)
+    behind = {PLAIN: 0, GATED: 3, SUM: 6}[end]  # bytes a column that a kernel behind it moves
+    return us + (BEHIND_BEGIN_US + behind * numel / BEHIND_BYTES_A_US if behind else 0.0)
 
 
 def fits(node: Node) -> bool:
     """Whether there are tiles for this convolution or linear."""
     weight = node.inputs[1].shape if node.op in OPS else ()
-    num_operands = 3 if OPS.get(node.op) == GATED else 2
     known = node.dtype in KINDS and all(size.is_const for size in weight)
-    if node.op not in OPS or len(node.inputs) != num_operands or not known:
+    if node.op not in OPS or len(node.inputs) != OPERANDS[OPS[node.op]] or not known:
         return False
     outs, ins = weight[0].value, weight[1].value
     if node.op == "conv2d":
@@ -259,7 +270,7 @@ def sources_anywhere(op: str, attrs: Mapping[str, Any], shapes: Sequence[Sequenc
     of = picture_of(op, attrs, [(1, weight[1], 1, 1)[: len(weight)], weight])
     found = dict[KernelSource, None]()
     for tile in tiles_of(of, end):
-        product = Product(tile, of.size, end == GATED, of.stride)
+        product = Product(tile, of.size, end, of.stride)
         if is_able(product, of):
             found[group_product(product, dtype)] = None
     return list(found)

@@ -18,6 +18,7 @@ from strop.passes.gated_linear import gated_linear
 from strop.passes.linear_add import linear_add
 from strop.passes.pointwise_conv import pointwise_conv
 from strop.passes.pooled_operands import pooled_operands
+from strop.passes.product_sum import product_sum
 from strop.passes.reduce_in_steps import reduce_in_steps
 
 Pass = Callable[[Graph, Options], Graph]
@@ -28,13 +29,15 @@ PIPELINE: tuple[Pass, ...] = (
     dot_merge,  # GEMMs of one input as one GEMM
     gated_linear,  # a linear and the gate that follows it, which one kernel may be
     bias_to_consumer,  # biases into the kernels that read the results
-    linear_add,  # sums with a linear where its product is added up
+    product_sum,  # sums with a linear in the place of what is added, by kernels of ours
+    linear_add,  # other sums with a linear where its product is added up
     pooled_operands,  # what only a pool reads, computed where it looks
     channels_last,  # memory order of every value, copies where an anchor needs one
     reduce_in_steps,  # kept dims between reduced ones
 )
 # On a CPU nine lookups cost more than a trip through its caches: the stem of ResNet 5.1 ms for 3.6.
-ONLY_ON = {"pooled_operands": "cuda", "gated_linear": "cuda", "linear_add": "cuda"}
+ONLY_ON = {"pooled_operands": "cuda", "gated_linear": "cuda", "linear_add": "cuda",
+           "product_sum": "cuda"}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

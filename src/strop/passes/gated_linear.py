@@ -63,7 +63,12 @@ def _is_half(node: Node, which: int) -> bool:
     return bool(is_last and is_half and node.attrs["start"] == width * const(which))
 
 
-def _fits(linear: Node, multiple: int) -> bool:
+def _fits(linear: Node, multiple: int, halves: int = 2) -> bool:
     rows, depth = linear.inputs[1].shape
     is_known = rows.is_const and depth.is_const and linear.dtype in HALVES
-    return bool(is_known and rows.value % (2 * multiple) == 0 and depth.value % multiple == 0)
+    return bool(is_known and rows.value % (halves * multiple) == depth.value % multiple == 0)
+
+
+def fits_products(linear: Node) -> bool:
+    """Whether kernels in PTX take a plain linear of such weights."""
+    return _fits(linear, PRODUCTS, halves=1)

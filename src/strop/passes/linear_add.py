@@ -25,11 +25,11 @@ def linear_add(graph: Graph, options: Options) -> Graph:
         return len(users[node]) == 1 and node not in outputs
 
     def rule(b: Builder, node: Node, inputs: tuple[Node, ...]) -> Node | None:
-        if not _is_sum(node) or node in outputs or _is_kernel_next(node, users):
+        if not is_sum(node) or node in outputs or _is_kernel_next(node, users):
             return None
         for which, biased in enumerate(node.inputs):
             other = node.inputs[1 - which]
-            if _is_biased(biased) and _is_alike(node, biased, other) and all(
+            if is_biased(biased) and _is_alike(node, biased, other) and all(
                 map(is_read_once, (biased, biased.inputs[0]))
             ):  # fmt: skip
                 linear, bias = inputs[which].inputs
@@ -40,13 +40,13 @@ def linear_add(graph: Graph, options: Options) -> Graph:
     return rewrite(graph, rule)
 
 
-def _is_sum(node: Node) -> bool:
+def is_sum(node: Node) -> bool:
     return node.op == "add" and node.attrs.get("alpha") == 1 and len(node.inputs) == 2
 
 
-def _is_biased(node: Node) -> bool:
+def is_biased(node: Node) -> bool:
     """Whether it is a linear and its bias, as ``bias_to_consumer`` writes them."""
-    if not _is_sum(node):
+    if not is_sum(node):
         return False
     linear, bias = node.inputs
     return linear.op == "linear" and len(linear.inputs) == 2 and len(bias.shape) == 1
@@ -57,7 +57,7 @@ def _is_alike(total: Node, biased: Node, other: Node) -> bool:
     and nothing is broadcast or converted."""
     nodes = (total, biased, biased.inputs[0], other, *other.inputs)
     same = len({n.shape for n in nodes}) == len({n.dtype for n in nodes}) == 1
-    return same and _is_sum(other) and total.dtype.is_floating_point
+    return same and is_sum(other) and total.dtype.is_floating_point
 
 
 def _is_kernel_next(node: Node, users: Mapping[Node, list[Node]]) -> bool:

@@ -30,6 +30,7 @@ from strop.frontend.quick import quick
 from strop.frontend.symbols import Symbols
 from strop.ir.dims import Expr, symbol
 from strop.ir.program import Program
+from strop.ir.source import has_boxes
 from strop.options import Options
 from strop.patterns import registry
 from strop.runtime import own_calls
@@ -121,8 +122,9 @@ def _compile(gm: GraphModule, inputs: Sequence[Any], job: Job) -> Any:
                                  options.build_workers)  # fmt: skip
         # a further graph shares most kernels with the first one
         library.warm_up(FEW_WORKERS if records else None)
+        adapted = options.on(has_boxes=has_boxes(library.arch))
         with collection_paused():
-            program, compiled, constants = _program(gm, inputs, job)
+            program, compiled, constants = _program(gm, inputs, replace(job, options=adapted))
         refuse_foreign(program, options)
     except (UnsupportedError, ShapeError) as error:
         if options.strict:

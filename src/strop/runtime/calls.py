@@ -35,8 +35,10 @@ def _linear(attrs: Mapping[str, Any]) -> OutCall:
 
 def _linear_add(attrs: Mapping[str, Any]) -> OutCall:
     def call(inputs: Sequence[Tensor], out: Tensor) -> None:
-        x, weight, addend = inputs
-        if addend.data_ptr() == out.data_ptr():
+        x, weight, addend, *bias = inputs
+        if bias:
+            torch.add(torch.addmm(bias[0], x, weight.t()), addend, out=out)
+        elif addend.data_ptr() == out.data_ptr():
             out.addmm_(x, weight.t())
         else:  # torch copies the addend first
             torch.addmm(addend, x, weight.t(), out=out)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from strop.kernels.group_product import group_product
 from strop.kernels.pictures import Picture
+from strop.kernels.product_layout import SUM
 from strop.kernels.products import LINEARS, OPS, Form, form_of, picture_of
 from strop.kernels.ptx import LINE
 from strop.runtime.driver import View
@@ -30,9 +31,9 @@ Choose = Callable[[Picture, str], Form | None]
 
 
 class GroupProduct:
-    """One step on one stream: ``conv2d``, ``linear`` or ``geglu``, by operands as
+    """One step on one stream: ``conv2d``, ``linear``, ``geglu`` or ``linear_add``, by operands as
     these have them, of which the input may have gaps. ``otherwise`` does what the kernel cannot, or
-    what is done faster without it.
+    what is done faster without it. A sum is added to where it lies, or to a copy of it.
 
     ``is_early``: it may begin before the launch before it has ended. ``is_steady``: no launch of
     the same run writes the weights, which it then does not wait for.
@@ -60,7 +61,9 @@ class GroupProduct:
         if kernel is None:
             self._otherwise(inputs, out)
             return
-        last = (others or [window])[0]  # where nothing is added it is not read
+        last = (others or [window])[-1]  # biases; where there are none it is not read
+        if OPS[self._op] == SUM and more[0].data_ptr() != out.data_ptr():
+            out.copy_(more[0])
         for place, tensor in enumerate((pixels, window, result, last)):
             kernel.set_pointer(place, tensor.data_ptr())
         kernel()

@@ -199,7 +199,8 @@ class VariantStore:
                 raise CaptureError(f"{self.name}: {name} is {described(tensor)}")
             if not is_non_overlapping_and_dense_or_false(tensor):
                 raise CaptureError(f"{self.name}: {name} has gaps in memory: make it contiguous")
-        stored_key = stored_variants.key_of(self.module, state, skeleton, shapes, self.options)
+        options = self.options.on(has_boxes=has_boxes(library.arch))
+        stored_key = stored_variants.key_of(self.module, state, skeleton, shapes, options)
         variant = None
         if not self.options.wants_compiler:
             variant = stored_variants.load(stored_key, self.options)
@@ -208,7 +209,7 @@ class VariantStore:
         try:
             if variant is None:
                 with collection_paused():
-                    variant = self._compile(state, skeleton, shapes, device, library)
+                    variant = self._compile(state, skeleton, shapes, device, library, options)
                 env = variant.env(sizes)
                 library.begin(_needed(variant.program, env, library))
                 stored_variants.save(stored_key, variant, self.options)
@@ -259,13 +260,14 @@ class VariantStore:
                         ", ".join(sorted(written)))  # fmt: skip
 
     def _compile(self, state: ModuleState, skeleton: Skeleton, shapes: Shapes,
-                 device: torch.device, library: KernelLibrary) -> Variant:  # fmt: skip
+                 device: torch.device, library: KernelLibrary, options: Options
+                 ) -> Variant:  # fmt: skip
         self.num_captures += 1
         start = time.perf_counter()
         clone = clone_structure(self.module)
         foresight: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
         if has_boxes(library.arch):
-            foresight = Foresight(library.begin, families(device.type, self.options))
+            foresight = Foresight(library.begin, families(device.type, options))
 
         def call(*tensors: Tensor) -> Any:
             args, kwargs = rebuild(skeleton, tensors)
@@ -290,7 +292,7 @@ class VariantStore:
             raise CaptureError(f"{self.name} makes tensors from Python data in its forward")
         signature = Signature(imported.returned, captured.guards)
         compiled = compile_captured(captured.gm, imported.graph, signature, device.type,
-                                    self.options, self.name, library.begin)  # fmt: skip
+                                    options, self.name, library.begin)  # fmt: skip
         seconds = {"capture": traced - start, **compiled.seconds}
         return Variant(compiled.program, captured.input_specs, captured.out_spec,
                        captured.state_names, shapes.is_ragged, False, seconds, compiled,

@@ -1,0 +1,97 @@
+"""The sum of a linear, its bias and another value is made where the other value lies.
+
+Kernels of ours for products begin with the bias and have the tensor memory accelerator add what
+they leave to what is there (``strop/kernels/group_product.py``), so that no kernel reads and writes
+all of it once more: a residual stream stays in one memory from block to block. Rounded as in eager:
+the layer, and the sum. The other value must lie in memory anyway, and all else that reads it comes
+before the linear; it may be seen through a view, as pictures are behind a transformer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from strop.ir.graph import Builder, Graph, Node, rewrite
+from strop.ir.ops import Kind
+from strop.options import Options
+from strop.passes.gated_linear import fits_products
+from strop.passes.linear_add import is_biased, is_sum
+
+VIEWS = ("reshape", "permute")
+Users = Mapping[Node, list[Node]]
+
+
+def product_sum(graph: Graph, options: Options) -> Graph:
+    if not (options.group_product and options.product_sum):
+        return graph
+    users, outputs = graph.users(), set(graph.outputs)
+
+    def rule(b: Builder, node: Node, inputs: tuple[Node, ...]) -> Node | None:
+        if not is_sum(node) or node in outputs:
+            return None
+        for which, side in enumerate(node.inputs):
+            other, views = node.inputs[1 - which], _views(side)
+            biased = views[-1].inputs[0] if views else side
+            alone = (*views, biased, biased.inputs[0]) if is_biased(biased) else ()
+            once = alone and all(len(users[n]) == 1 and n not in outputs for n in alone)
+            if once and _is_alike(node, biased, other) and _is_over(other, node, biased, users):
+                return _made(b, node, views, inputs[which], inputs[1 - which])
+        return None
+
+    return rewrite(graph, rule)
+
+
+def _views(value: Node) -> list[Node]:
+    """Through which it is seen, the last one first."""
+    found = list[Node]()
+    while value.op in VIEWS:
+        found.append(value)
+        value = value.inputs[0]
+    return found
+
+
+def _is_alike(total: Node, biased: Node, other: Node) -> bool:
+    """Whether the kernel can do it, and nothing is broadcast or converted."""
+    linear, bias = biased.inputs
+    dtypes = {n.dtype for n in (total, biased, linear, other, bias, *linear.inputs)}
+    return other.shape == total.shape and len(dtypes) == 1 and fits_products(linear)
+
+
+def _is_over(other: Node, total: Node, biased: Node, users: Users) -> bool:
+    """Whether the value is stored for others that have all read it before the linear runs."""
+    if other.op in ("input", "constant") or other.kind in (Kind.VIEW, Kind.OPAQUE):
+        return False
+    linear, readers = biased.inputs[0], _readers(other, total, users)
+    is_stored = other.kind is Kind.CONTRACTION or bool(readers)
+    return is_stored and all(reader.serial < linear.serial for reader in readers)
+
+
+def _readers(value: Node, total: Node, users: Users) -> Sequence[Node]:
+    """But for the sum; through views."""
+    found, stack = list[Node](), [user for user in users[value] if user is not total]
+    while stack:
+        user = stack.pop()
+        if user.kind is Kind.VIEW:
+            stack += users[user]
+        found.append(user)
+    return found
+
+
+def _made(b: Builder, node: Node, views: Sequence[Node], side: Node, other: Node) -> Node:
+    """Views of the linear are looked through backwards by the other value. ``side`` and ``other``
+    are the builder's twins."""
+    for view in views:
+        other = _undone(b, view, other)
+        side = side.inputs[0] if side.op in VIEWS else side
+    linear, bias = side.inputs
+    total = b.make("linear_add", (*linear.inputs, other, bias), side.shape, node.dtype)
+    for view in reversed(views):
+        total = b.copy_of(view, (total,))
+    return total
+
+
+def _undone(b: Builder, view: Node, value: Node) -> Node:
+    if view.op == "reshape":
+        return b.reshape(value, view.inputs[0].shape)
+    dims = view.attrs["dims"]
+    return b.permute(value, [dims.index(d) for d in range(len(dims))])
