@@ -344,8 +344,6 @@ def _is_past(w: Any, at: int, parity: int, learns: bool) -> bool:
 
 def _cp(maker: Maker) -> Run:
     words = maker.words
-    if words[1:5] == ("reduce", "async", "bulk", "tensor"):
-        return _bulk_store(maker)
     if words[1:3] != ("async", "bulk"):
         raise PtxError("copies other than bulk ones are not known")
     if words[3] in ("commit_group", "wait_group"):
@@ -361,7 +359,7 @@ def _cp(maker: Maker) -> Run:
 
 def _box(maker: Maker, operand: Operand) -> Callable[[Any, int], tuple[TensorMap, list[int]]]:
     """The map and the coordinates of a lane, outermost first."""
-    rank = int(_rank(maker).removesuffix("d"))
+    rank = int(maker.words[4].removesuffix("d"))
     if not isinstance(operand, Address) or not operand.coords or operand.offset:
         raise PtxError("a map with coordinates is wanted")
     if len(operand.coords.items) != rank:
@@ -376,10 +374,6 @@ def _box(maker: Maker, operand: Operand) -> Callable[[Any, int], tuple[TensorMap
         return found, [int(coord(w)[lane]) for coord in coords]
 
     return find
-
-
-def _rank(maker: Maker) -> str:
-    return maker.words[maker.words.index("tensor") + 1]
 
 
 def _bulk_load(maker: Maker) -> Run:
@@ -423,16 +417,15 @@ def _begin_load(w: Any, tensor: TensorMap, corner: list[int], memory: SharedMemo
 
 
 class BulkStore:
-    """One that a thread waits for: first till memory has been read, then till it is written, or
-    added to what is there (``adds``)."""
+    """One that a thread waits for: first till memory has been read, then till it is written."""
 
-    def __init__(self, w: Any, tensor: TensorMap, corner: list[int], units: Array, lane: int,
-                 adds: bool) -> None:  # fmt: skip
+    def __init__(
+        self, w: Any, tensor: TensorMap, corner: list[int], units: Array, lane: int
+    ) -> None:
         self.memory, self.units, self.stage = w.cta.shared, units, 0
-        self._corner, self._machine = corner, w.machine
+        self._tensor, self._corner, self._machine = tensor, corner, w.machine
         self._thread, self.is_released = int(w.ids[lane]), False
         self._data: Array = units
-        self._leave = tensor.add if adds else tensor.store
         self.memory.begin_store(w, units, lane)
         w.machine.later(self._read)
 
@@ -441,7 +434,7 @@ class BulkStore:
         self._machine.later(self._write)
 
     def _write(self) -> None:
-        self._leave(self._corner, self._data, self._thread)
+        self._tensor.store(self._corner, self._data, self._thread)
         self.stage = 2
 
     def release(self, w: Any) -> None:
@@ -451,11 +444,8 @@ class BulkStore:
 
 
 def _bulk_store(maker: Maker) -> Run:
-    adds = maker.words[1] == "reduce"
-    maker.only(*("reduce", "add") * adds, "async", "bulk", "tensor", _rank(maker), "global",
-               "shared::cta", "tile", "bulk_group")  # fmt: skip
-    if ("add" in maker.words) != adds:
-        raise PtxError("of what a copy does to what is there, additions alone are known")
+    maker.only("async", "bulk", "tensor", maker.words[4], "global", "shared::cta", "tile",
+               "bulk_group")  # fmt: skip
     target, source = maker.args(2)
     at, box = shared_address(maker, source), _box(maker, target)
 
@@ -463,8 +453,7 @@ def _bulk_store(maker: Maker) -> Run:
         for lane in numbers_of(m):
             tensor, corner = box(w, lane)
             units = tensor.units(int(at(w)[lane]) & _OFFSET)
-            store = BulkStore(w, tensor, corner, units, lane, adds)
-            w.stores.setdefault(lane, [[]])[-1].append(store)
+            w.stores.setdefault(lane, [[]])[-1].append(BulkStore(w, tensor, corner, units, lane))
 
     return run
 

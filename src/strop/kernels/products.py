@@ -63,9 +63,19 @@ class Form:
         count, down, right = self.boxes
         at_work = self.num_programs // self.product.tile.split
         all_have = self.across, right, down, count, ins, at_work, int(late)
+        if not self.product.has_box:
+            return *all_have, self.together
         _, height, width = self.box
-        of_box = *self.box, -(-(1 << 16) // height), -(-(1 << 16) // width)
-        return all_have + of_box if self.product.has_box else all_have
+        return *all_have, *self.box, -(-(1 << 16) // height), -(-(1 << 16) // width)
+
+    @property
+    def together(self) -> int:
+        """Tiles of columns that are gone through together: those of all processors then are about
+        as high as wide, and what they read, of which a large product's weights are too much for a
+        cache, is least; in shares that are alike."""
+        tile = self.product
+        wide = max(math.isqrt(SMS * tile.rows // tile.tile.cols), SMS // math.prod(self.boxes), 1)
+        return -(-self.across // -(-self.across // wide))
 
 
 def form(tile: Tile, of: Picture, end: str = PLAIN) -> Form:
@@ -125,10 +135,16 @@ LINEAR_TILES: Mapping[Tile, Cost] = {
     Tile(3, 160, 4): Cost(4.5, 4.4, 0.656),
 }
 SUM_TILES: Mapping[Tile, Cost] = {
-    **LINEAR_TILES,
-    Tile(2, 80, 7, split=2): Cost(4.1, 6.0, 0.319),
-    Tile(2, 80, 7, split=4): Cost(4.6, 6.0, 0.32),
-    Tile(1, 80, 8, split=2): Cost(2.4, 2.8, 0.27),
+    Tile(2, 160, 5, keeps_on=True): Cost(3.5, 1.3, 0.443),
+    Tile(2, 80, 6, keeps_on=True): Cost(3.3, 7.6, 0.189),
+    Tile(2, 128, 5, keeps_on=True): Cost(3.2, 1.4, 0.37),
+    Tile(1, 160, 6, keeps_on=True): Cost(2.6, 9.8, 0.284),
+    Tile(1, 80, 8, keeps_on=True): Cost(1.0, 9.0, 0.238),
+    Tile(3, 160, 3, keeps_on=True): Cost(4.8, 4.4, 0.656),
+    Tile(2, 80, 7, split=2): Cost(5.4, 6.0, 0.38),
+    Tile(2, 80, 7, split=4): Cost(3.5, 6.0, 0.41),
+    Tile(1, 80, 8, split=2): Cost(3.0, 2.8, 0.26),
+    Tile(1, 80, 8, split=4): Cost(2.6, 2.8, 0.37),
 }
 GATED_TILES: Mapping[Tile, Cost] = {
     Tile(2, 256, 4, keeps_on=True): Cost(2.8, 2.2, 0.761),
