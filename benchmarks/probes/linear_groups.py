@@ -73,7 +73,8 @@ GATED_TILES = (*products.GATED_TILES, *(Tile(*each) for each in (
 )))  # fmt: skip
 SUM_TILES = tuple(dict.fromkeys((*products.SUM_TILES, *(Tile(*each) for each in (
     (2, 80, 7, 8), (1, 80, 8, 8), *((1, 160, 7, split) for split in (2, 4)),
-    (2, 256, 3, 1, True), *((2, *each, 1, True, True) for each in ((160, 4), (128, 5))),
+    (2, 256, 3, 1, True), (2, 80, 6, 1, True),
+    *((2, *each, 1, True, True) for each in ((160, 4), (128, 5))),
 )))))  # fmt: skip
 OF_ENDS = {PLAIN: TILES, GATED: GATED_TILES, SUM: SUM_TILES}
 

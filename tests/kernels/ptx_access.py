@@ -344,6 +344,8 @@ def _is_past(w: Any, at: int, parity: int, learns: bool) -> bool:
 
 def _cp(maker: Maker) -> Run:
     words = maker.words
+    if words[1:5] == ("reduce", "async", "bulk", "tensor"):
+        return _bulk_store(maker)
     if words[1:3] != ("async", "bulk"):
         raise PtxError("copies other than bulk ones are not known")
     if words[3] in ("commit_group", "wait_group"):
@@ -359,7 +361,7 @@ def _cp(maker: Maker) -> Run:
 
 def _box(maker: Maker, operand: Operand) -> Callable[[Any, int], tuple[TensorMap, list[int]]]:
     """The map and the coordinates of a lane, outermost first."""
-    rank = int(maker.words[4].removesuffix("d"))
+    rank = int(_rank(maker).removesuffix("d"))
     if not isinstance(operand, Address) or not operand.coords or operand.offset:
         raise PtxError("a map with coordinates is wanted")
     if len(operand.coords.items) != rank:
@@ -374,6 +376,10 @@ def _box(maker: Maker, operand: Operand) -> Callable[[Any, int], tuple[TensorMap
         return found, [int(coord(w)[lane]) for coord in coords]
 
     return find
+
+
+def _rank(maker: Maker) -> str:
+    return maker.words[maker.words.index("tensor") + 1]
 
 
 def _bulk_load(maker: Maker) -> Run:
@@ -417,15 +423,16 @@ def _begin_load(w: Any, tensor: TensorMap, corner: list[int], memory: SharedMemo
 
 
 class BulkStore:
-    """One that a thread waits for: first till memory has been read, then till it is written."""
+    """One that a thread waits for: first till memory has been read, then till it is written, or
+    added to what is there (``adds``)."""
 
-    def __init__(
-        self, w: Any, tensor: TensorMap, corner: list[int], units: Array, lane: int
-    ) -> None:
+    def __init__(self, w: Any, tensor: TensorMap, corner: list[int], units: Array, lane: int,
+                 adds: bool) -> None:  # fmt: skip
         self.memory, self.units, self.stage = w.cta.shared, units, 0
-        self._tensor, self._corner, self._machine = tensor, corner, w.machine
+        self._corner, self._machine = corner, w.machine
         self._thread, self.is_released = int(w.ids[lane]), False
         self._data: Array = units
+        self._leave = tensor.add if adds else tensor.store
         self.memory.begin_store(w, units, lane)
         w.machine.later(self._read)
 
@@ -434,7 +441,7 @@ class BulkStore:
         self._machine.later(self._write)
 
     def _write(self) -> None:
-        self._tensor.store(self._corner, self._data, self._thread)
+        self._leave(self._corner, self._data, self._thread)
         self.stage = 2
 
     def release(self, w: Any) -> None:
@@ -444,8 +451,11 @@ class BulkStore:
 
 
 def _bulk_store(maker: Maker) -> Run:
-    maker.only("async", "bulk", "tensor", maker.words[4], "global", "shared::cta", "tile",
-               "bulk_group")  # fmt: skip
+    adds = maker.words[1] == "reduce"
+    maker.only(*("reduce", "add") * adds, "async", "bulk", "tensor", _rank(maker), "global",
+               "shared::cta", "tile", "bulk_group")  # fmt: skip
+    if ("add" in maker.words) != adds:
+        raise PtxError("of what a copy does to what is there, additions alone are known")
     target, source = maker.args(2)
     at, box = shared_address(maker, source), _box(maker, target)
 
@@ -453,7 +463,8 @@ def _bulk_store(maker: Maker) -> Run:
         for lane in numbers_of(m):
             tensor, corner = box(w, lane)
             units = tensor.units(int(at(w)[lane]) & _OFFSET)
-            w.stores.setdefault(lane, [[]])[-1].append(BulkStore(w, tensor, corner, units, lane))
+            store = BulkStore(w, tensor, corner, units, lane, adds)
+            w.stores.setdefault(lane, [[]])[-1].append(store)
 
     return run
 

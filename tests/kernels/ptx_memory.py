@@ -294,7 +294,7 @@ class TensorMap:
         reach = [n * step for n, step in zip(box, self.apart, strict=True)]
         _check_map(pointer, width, sizes, strides, reach)
         self.box, self.sizes, self.memory = tuple(box), tuple(sizes), memory
-        self.region, self.width = memory.region(pointer), width
+        self.region, self.width, self.dtype = memory.region(pointer), width, tensor.dtype
         first = pointer - self.region.base
         last = first + width * (1 + sum((n - 1) * s for n, s in zip(sizes, strides, strict=True)))
         if last > len(self.region.data):
@@ -337,6 +337,14 @@ class TensorMap:
         places = (starts[..., None] + np.arange(self.width)).reshape(-1)
         self.memory.note(self.region, places, np.full(places.shape, thread))
         self.view[both[1]] = data
+
+    def add(self, corner: Sequence[int], units: Array, thread: int) -> None:
+        """Each sum is rounded once."""
+        there = np.ascontiguousarray(self.load(corner))
+        summands = (torch.from_numpy(raw.reshape(-1)).view(self.dtype) for raw in
+                    (there, np.ascontiguousarray(units)))  # fmt: skip
+        total = sum(each.double() for each in summands)
+        self.store(corner, total.to(self.dtype).view(torch.uint8).numpy().reshape(-1, UNIT), thread)
 
     def units(self, at: int) -> Array:
         """Where a box at this address lies."""

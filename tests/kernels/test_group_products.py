@@ -30,6 +30,7 @@ sys.path.pop(0)
 
 F16, BF16 = torch.float16, torch.bfloat16
 BOUND = {F16: 2.5e-4, BF16: 2e-3}  # of rounding a result: 1 / sqrt(3) of half an ulp, in the mean
+TWICE = math.sqrt(5 / 3)  # what is rounded before it is added, of two thirds of all variance
 
 
 @dataclass(frozen=True)
@@ -69,9 +70,10 @@ CASES = (
     Case(Tile(2, 64, 4, 1, True, True), (2, 9, 20, 64, 160), (1, 6, 20)),
     Case(Tile(2, 96, 3, 1, True, True), (1, 1, 100, 128, 96), (1, 1, 128), 1),  # a single tile
     Case(Tile(2, 80, 3, 1, True), (1, 1, 300, 200, 160), (1, 1, 128), 1, SUM),
-    Case(Tile(1, 160, 3, 1, True), (1, 1, 100, 128, 320), (1, 1, 64), 1, SUM),
-    Case(Tile(1, 80, 3, 1, True), (1, 1, 5, 128, 80), (1, 1, 64), 1, SUM, BF16),
+    Case(Tile(1, 160, 3), (1, 1, 100, 128, 320), (1, 1, 64), 1, SUM),
+    Case(Tile(1, 80, 3), (1, 1, 5, 128, 80), (1, 1, 64), 1, SUM, BF16),
     Case(Tile(2, 80, 3, 1, True, True), (1, 1, 300, 320, 160), (1, 1, 128), 1, SUM),
+    Case(Tile(1, 64, 3), (1, 7, 9, 128, 128), (1, 8, 8), 3, SUM),
     Case(Tile(1, 80, 3, 2), (1, 1, 100, 328, 160), (1, 1, 64), 1, SUM),
     Case(Tile(2, 80, 3, 4), (1, 1, 130, 320, 80), (1, 1, 128), 1, SUM, BF16),
 )
@@ -113,7 +115,7 @@ def prepared(case: Case) -> tuple[KernelSource, Callable[[KernelSource, int], No
     of_box = (
         [*case.box, *(-(-(1 << 16) // n) for n in case.box[1:])]
         if product.has_box
-        else [min(across, 2)]
+        else [min(along[1], 2)]
     )
     views = [(x.shape, x.stride(), (*case.box, LINE)), (w.shape, w.stride())]
     if not product.has_parts:
@@ -126,7 +128,8 @@ def prepared(case: Case) -> tuple[KernelSource, Callable[[KernelSource, int], No
         launch(source, [x, w, out, bias], [*scalars, seed % 2, *of_box], seed=seed, views=views,
                allow_rewrites=True)  # fmt: skip
         total = wanted + before.double() if case.end == SUM else wanted
-        assert float((out.double() - total).norm() / total.norm()) < BOUND[case.dtype]
+        bound = BOUND[case.dtype] * (TWICE if case.end == SUM else 1)
+        assert float((out.double() - total).norm() / total.norm()) < bound
 
     return group_product(product, case.dtype), call
 
@@ -145,7 +148,6 @@ def test_results(case: Case, seed: int) -> None:
     Case(Tile(2, 80, 2), (2, 8, 8, 192, 88), (2, 8, 8)),
     Case(Tile(2, 80, 2, 1, True, True), (1, 1, 400, 320, 160), (1, 1, 128), 1),
     Case(Tile(2, 80, 2, 1, True), (1, 1, 300, 320, 160), (1, 1, 128), 1, SUM),
-    Case(Tile(2, 80, 2, 1, True, True), (1, 1, 400, 192, 160), (1, 1, 128), 1, SUM),
 ], ids=str)  # fmt: skip
 def test_all_that_orders_it_is_needed(case: Case) -> None:
     found = survivors(*prepared(case))

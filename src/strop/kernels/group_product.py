@@ -21,13 +21,12 @@ from strop.ir.dims import symbol
 from strop.ir.source import KernelSource
 from strop.kernels.product_ends import (
     NEXT_TILE,
+    READ,
     added,
-    asked,
     begun,
     beyond,
-    come,
-    free,
     handing,
+    met,
     stored,
 )
 from strop.kernels.product_layout import Product
@@ -57,11 +56,12 @@ def group_product(of: Product, dtype: torch.dtype) -> KernelSource:
     Params: the input (B, H, W, CI), weights (CO, size * size * CI), the result (B, H / t, W / t,
     CO), and biases (CO,), or nothing; all dense, of addresses that are multiples of 16 bytes; the
     input may have gaps. CI is a multiple of 64, of a single place 8; CO of 8, where it is gated
-    twice ``width``, where it adds ``width``. Sums are fp32, and rounded once. Scalars: tiles of
-    columns, boxes right, down and of pictures, CI, tiles at work, and 1 where kernels that may
-    still run write the weights, else 0; of a window of several places pictures, lines and columns
-    of a box, no more than rows in all, and 2^16 by the latter two, rounded up; of a single place
-    how many tiles of columns are gone through together.
+    twice ``width``, where it adds ``width``. Sums are fp32; where it adds they are rounded before
+    they are added to what is there, and again with it. Scalars: tiles of columns, boxes right, down
+    and of pictures, CI, tiles at work, and 1 where kernels that may still run write the weights,
+    else 0; of a window of several places pictures, lines and columns of a box, no more than rows in
+    all, and 2^16 by the latter two, rounded up; of a single place how many tiles of rows are gone
+    through together.
     """
     tile, kind = of.tile, KINDS[dtype]
     ends = added(of, kind) if of.has_parts else stored(of, kind)
@@ -89,11 +89,11 @@ def _scalars(of: Product) -> int:
 
 NAME = "group_product"
 _BEGIN = """\
-    .reg .pred %p, %yes, %goes_on, %is_first, %is_handing, %follows, %asks;
+    .reg .pred %p, %yes, %goes_on, %is_first, %is_handing, %follows;
     .reg .b32 %thread, %warp, %lane, %group, %rank, %id, %total, %stride, %col, %left, %top;
     .reg .b32 %picture, %steps, %first, %step, %base, %bar, %stage, %phase, %at, %k, %channel, %x;
     .reg .b32 %y, %end, %to, %from, %low, %low_a, %low_b, %high, %last, %pictures, %lines;
-    .reg .b32 %columns, %outs, %ins, %item, %across, %right, %down, %place, %bytes, %turn, %n<8>;
+    .reg .b32 %columns, %outs, %ins, %item, %across, %right, %down, %place, %bytes, %n<8>;
     .reg .b32 %peer<{split}>;
     .reg .b64 %map<3>, %a, %b, %out, %other, %wide, %far;
     .reg .b16 %h<2>;
@@ -137,7 +137,6 @@ _BEGIN = """\
 def _begin(of: Product) -> Iterator[str]:
     tile = of.tile
     counts = {of.barriers + 8 * n: (1, of.team)[n % 2] for n in range(2 * tile.stages)}
-    counts |= {of.addends + 8 * n: 1 for n in range(of.teams if of.has_addends else 0)}
     params = {"x": 4, "w": 2} | ({} if of.has_parts else {"result": 4})
     pointers = ("result", "more") if of.has_parts else ("more",)
     yield entry(NAME, params, pointers, _scalars(of), 32 * of.num_warps, cluster=tile.split)
@@ -158,18 +157,21 @@ def _shortened(of: Product) -> Iterator[str]:
 def _coordinates(of: Product) -> str:
     """Of tile %id. The last columns may be some of the tile's before, too, which come out the same:
     loads are slow where a tensor ends."""
-    return _BOX.format(width=of.width) if of.has_box else _OF_A_LINE.format(of=of)
+    return (_OF_BOXES if of.has_box else _OF_A_LINE).format(of=of)
 
 
+_COLUMNS = """\
+    mul.lo.u32 %col, %col, {of.width};
+    sub.u32 %n0, %outs, {of.width};
+    min.u32 %col, %col, %n0;
+"""
 # Those with the same pixels are neighbours.
-_BOX = """\
+_OF_BOXES = f"""\
     ld.param.u32 %n1, [s7];
     ld.param.u32 %n2, [s8];
     ld.param.u32 %n3, [s9];
     rem.u32 %col, %id, %across;
-    mul.lo.u32 %col, %col, {width};
-    sub.u32 %n0, %outs, {width};
-    min.u32 %col, %col, %n0;
+{_COLUMNS}\
     div.u32 %n0, %id, %across;
     rem.u32 %left, %n0, %right;
     div.u32 %n0, %n0, %right;
@@ -179,25 +181,23 @@ _BOX = """\
     mul.lo.u32 %top, %top, %n2;
     mul.lo.u32 %picture, %n0, %n1;
 """
-# So many tiles of columns side by side are gone through from the first rows to the last, so that
-# what programs read at a time is little of both operands, and comes from memory once.
-_OF_A_LINE = """\
+# Those with the same columns are neighbours, up to so many rows: what all programs read at a time
+# is little of both operands then, and comes from memory once.
+_OF_A_LINE = f"""\
     ld.param.u32 %n1, [s7];
-    mul.lo.u32 %n2, %n1, %right;
+    mul.lo.u32 %n2, %n1, %across;
     div.u32 %n3, %id, %n2;
     mul.lo.u32 %n2, %n3, %n2;
     sub.u32 %n2, %id, %n2;
     mul.lo.u32 %n3, %n3, %n1;
-    sub.u32 %n4, %across, %n3;
+    sub.u32 %n4, %right, %n3;
     min.u32 %n1, %n1, %n4;
-    div.u32 %left, %n2, %n1;
-    mul.lo.u32 %n4, %left, %n1;
+    div.u32 %col, %n2, %n1;
+    mul.lo.u32 %n4, %col, %n1;
     sub.u32 %n4, %n2, %n4;
-    add.u32 %col, %n3, %n4;
-    mul.lo.u32 %col, %col, {of.width};
-    sub.u32 %n0, %outs, {of.width};
-    min.u32 %col, %col, %n0;
-    mul.lo.u32 %left, %left, {of.rows};
+    add.u32 %left, %n3, %n4;
+{_COLUMNS}\
+    mul.lo.u32 %left, %left, {{of.rows}};
     mov.u32 %top, 0;
     mov.u32 %picture, 0;
 """
@@ -378,7 +378,6 @@ multiply:
     mov.u32 %high, {HIGH};
     mov.u32 %stage, 0;
     mov.u32 %phase, 0;
-    mov.u32 %turn, 0;
 {_apart(of)}tile:
 {_turn(of)}"""
     yield from begun(of, kind, _coordinates(of))
@@ -393,9 +392,7 @@ multiply:
 """
     yield from _products(of, kind)
     yield "    wgmma.commit_group.sync.aligned;\n"
-    if of.has_addends:
-        yield asked(of)
-    else:  # where results belong is worked out while the first products are
+    if not of.begins_with_biases:  # where results go is worked out while the first products are
         yield f"    @%goes_on bra onward;\n{_coordinates(of)}onward:\n"
     yield "    wgmma.wait_group.sync.aligned 1;\n    @!%goes_on bra kept;\n"
     yield (
@@ -405,6 +402,7 @@ multiply:
     )
     yield "    add.u32 %step, %step, 1;\n    setp.lt.u32 %p, %step, %steps;\n    @%p bra next;\n"
     yield _turned(of) + "    wgmma.wait_group.sync.aligned 0;\n"
-    if of.tile.keeps_on:
-        yield released
-    yield come(of) if of.has_addends else free(of)
+    if of.tile.keeps_on:  # results of the tile before have left
+        yield released + READ
+    # results go where the operands of all groups were, or those of the tile before
+    yield met(of)

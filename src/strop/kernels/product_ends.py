@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from strop.kernels.product_layout import Product
-from strop.kernels.ptx import ROWS, f32, wait
+from strop.kernels.ptx import ROWS, f32
 
 NEXT_TILE = "    add.u32 %id, %id, %stride;\n    setp.lt.u32 %p, %id, %total;\n"
 
@@ -114,7 +114,7 @@ _BIASES = """\
 def begun(of: Product, kind: str, coordinates: str) -> Iterator[str]:
     """What sums begin with: zeros, or biases, the same in all rows."""
     half = of.tile.cols // 2
-    if not of.has_addends:
+    if not of.begins_with_biases:
         yield from (f"    mov.f32 %o{n}, 0f00000000;\n" for n in range(of.blocks * half))
         return
     yield coordinates + _BIASES
@@ -158,52 +158,6 @@ def handing(of: Product) -> str:
 """
 
 
-def asked(of: Product) -> str:
-    """What is added, where results will be, while the first products are made; results of the tile
-    before have left."""
-    size = of.rows * 2 * of.width
-    return f"""\
-    not.pred %asks, %goes_on;
-    and.pred %asks, %asks, %is_handing;
-    @%asks cp.async.bulk.wait_group.read 0;
-    mad.lo.u32 %n3, %group, {8 if of.tile.apart else 0}, %base;
-    add.u32 %n3, %n3, {of.addends};
-    @%asks mbarrier.arrive.expect_tx.shared::cta.b64 _, [%n3], {size};
-""" + "".join(
-        place
-        + """\
-    @%asks cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes \
-[%n1], [%map2, {%n0, %left, %top, %picture}], [%n3];
-"""
-        for place in _boxes(of)
-    )
-
-
-def _boxes(of: Product) -> Iterator[str]:
-    """%n0 and %n1: columns of each box of results, and where it is on its way."""
-    size = of.rows * 2 * of.unit
-    for n in range(of.width // of.unit):
-        yield f"""\
-    add.u32 %n0, %col, {n * of.unit};
-    mad.lo.u32 %n1, %group, {of.rows * 2 * of.width if of.tile.apart else 0}, %base;
-    add.u32 %n1, %n1, {of.results_at + n * size};
-"""
-
-
-def come(of: Product) -> str:
-    """What is added; each thread then has its own of it."""
-    return f"""\
-    mad.lo.u32 %n0, %group, {8 if of.tile.apart else 0}, %base;
-{wait("added_come", f"%n0+{of.addends}", "%turn")}\
-    xor.b32 %turn, %turn, 1;
-"""
-
-
-def free(of: Product) -> str:
-    """Results go where those of the tile before were, or the operands of all groups."""
-    return (READ if of.tile.keeps_on else "") + met(of)
-
-
 def met(of: Product) -> str:
     """All that multiply this tile have come here."""
     if of.tile.apart:
@@ -224,20 +178,24 @@ def beyond(of: Product) -> str:
 
 def stored(of: Product, kind: str) -> Iterator[str]:
     """By way of shared memory, mixed as the accelerator reads it; it leaves out what is not in the
-    picture."""
+    picture, and adds to what is there if it is to."""
+    box, op, what = of.rows * 2 * of.unit, "cp", ""
+    if of.adds:
+        op, what = "cp.reduce", ".add"
     for block in range(of.blocks):
         if of.gated:
             yield from _gates(of, kind, block)
         yield from _staged(of, kind, block)
     yield "    fence.proxy.async.shared::cta;\n" + met(of) + "    @!%is_handing bra handed;\n"
-    for place in _boxes(of):
-        yield (
-            place
-            + """\
-    cp.async.bulk.tensor.4d.global.shared::cta.bulk_group \
-[%map2, {%n0, %left, %top, %picture}], [%n1];
+    yield f"    mul.lo.u32 %n2, %group, {of.rows * 2 * of.width if of.tile.apart else 0};\n"
+    for n in range(of.width // of.unit):
+        yield f"""\
+    add.u32 %n0, %col, {n * of.unit};
+    add.u32 %n1, %base, {of.results_at + n * box};
+    add.u32 %n1, %n1, %n2;
+    {op}.async.bulk.tensor.4d.global.shared::cta{what}.bulk_group \
+[%map2, {{%n0, %left, %top, %picture}}], [%n1];
 """
-        )
     yield "    cp.async.bulk.commit_group;\nhanded:\n"
     if of.tile.keeps_on:
         yield (beyond(of) + "    add.u32 %id, %id, %stride;\n") if of.tile.apart else ""
@@ -269,10 +227,6 @@ def _staged(of: Product, kind: str, block: int) -> Iterator[str]:
             for half in (0, 1):
                 own = first + 4 * (box * of.unit // 8 + unit) + 2 * half
                 place = begin + (box * of.rows + 8 * half) * line
-                if of.adds:
-                    yield f"    ld.shared.b32 %n2, [%n1+{place}];\n" + _loaded(kind, 0, "%n2")
-                    for m in (0, 1):
-                        yield f"    add.f32 %o{own + m}, %o{own + m}, %f{m};\n"
                 yield f"    cvt.rn.{kind}x2.f32 %n2, %o{own + 1}, %o{own};\n"
                 yield f"    st.shared.b32 [%n1+{place}], %n2;\n"
 
@@ -324,18 +278,16 @@ def _sum_of_parts(of: Product, kind: str) -> Iterator[str]:
         yield f"    ld.shared::cluster.v4.f32 {{{listed}}}, [%to];\n"
         if part:
             yield from (f"    add.f32 %f{n}, %f{n}, %g{n};\n" for n in range(4))
+    rounded = f"    cvt.rn.{kind}x2.f32 %n5, %f1, %f0;\n    cvt.rn.{kind}x2.f32 %n6, %f3, %f2;\n"
     yield "    add.u64 %far, %out, %wide;\n"
     if of.adds:
-        yield from _with_what_is_there(kind)
-    yield f"""\
-    cvt.rn.{kind}x2.f32 %n5, %f1, %f0;
-    cvt.rn.{kind}x2.f32 %n6, %f3, %f2;
-    st.global.v2.b32 [%far], {{%n5, %n6}};
-"""
+        yield from _with_what_is_there(kind, rounded)
+    yield rounded + "    st.global.v2.b32 [%far], {%n5, %n6};\n"
 
 
-def _with_what_is_there(kind: str) -> Iterator[str]:
-    """Biases, of the columns from %n4 on, and what lies at %far."""
+def _with_what_is_there(kind: str, rounded: str) -> Iterator[str]:
+    """Biases, of the columns from %n4 on; and what lies at %far, to which rounded sums are
+    added."""
     yield """\
     mul.wide.u32 %wide, %n4, 2;
     add.u64 %wide, %other, %wide;
@@ -343,5 +295,6 @@ def _with_what_is_there(kind: str) -> Iterator[str]:
     ld.global.v2.b32 {%n0, %n1}, [%far];
 """
     plus = "".join(f"    add.f32 %f{n}, %f{n}, %g{n};\n" for n in range(4))
-    for pair in (("%n5", "%n6"), ("%n0", "%n1")):
-        yield _loaded(kind, 0, pair[0], "g") + _loaded(kind, 2, pair[1], "g") + plus
+    yield _loaded(kind, 0, "%n5", "g") + _loaded(kind, 2, "%n6", "g") + plus
+    yield rounded + _loaded(kind, 0, "%n5") + _loaded(kind, 2, "%n6")
+    yield _loaded(kind, 0, "%n0", "g") + _loaded(kind, 2, "%n1", "g") + plus

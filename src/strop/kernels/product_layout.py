@@ -9,7 +9,7 @@ from strop.kernels.ptx import LINE_BYTES, ROWS
 MOST_SHARED = 227 * 1024  # of a program
 MIXED = 1024  # bytes after which lines of shared memory are mixed as before
 # What becomes of the sums: they are the results; values times gelu of gates, biases added; they and
-# biases are added to what lies where the results go.
+# biases are added, rounded, to what lies where the results go.
 PLAIN, GATED, SUM = ENDS = ("", "gated", "sum")
 
 
@@ -49,8 +49,7 @@ class Product:
         return self.end == SUM
 
     @property
-    def has_addends(self) -> bool:
-        """Whether what is added comes by the accelerator, and sums begin with biases."""
+    def begins_with_biases(self) -> bool:
         return self.adds and not self.has_parts
 
     @property
@@ -97,16 +96,6 @@ class Product:
         return self.tile.stages * self.stage
 
     @property
-    def addends(self) -> int:
-        """Where barriers are that tell that what is added has come."""
-        return self.barriers + 16 * self.tile.stages
-
-    @property
-    def teams(self) -> int:
-        """That multiply tiles of their own."""
-        return self.tile.groups if self.tile.apart else 1
-
-    @property
     def has_parts(self) -> bool:
         """Whether programs share a sum."""
         return self.tile.split > 1
@@ -124,10 +113,10 @@ class Product:
     @property
     def results_at(self) -> int:
         """Where results are on their way out: where operands were, unless others come there."""
-        end = self.addends + (8 * self.teams if self.has_addends else 0)
+        end = self.barriers + 16 * self.tile.stages
         return -(-end // MIXED) * MIXED if self.tile.keeps_on else 0
 
     @property
     def shared(self) -> int:
         staged = self.rows * (self.part_row if self.has_parts else 2 * self.width * self.blocks)
-        return max(self.addends, self.results_at + staged)
+        return max(self.barriers + 16 * self.tile.stages, self.results_at + staged)

@@ -1,9 +1,9 @@
 """The sum of a linear, its bias and another value is made where the other value lies.
 
-Kernels of ours for products begin with the bias and fetch what they are added to while they run
-(``strop/kernels/group_product.py``), so that no kernel reads and writes all of it once more: a
-residual stream stays in one memory from block to block. It is rounded once, where eager rounds the
-layer and the sum. The other value must lie in memory anyway, and all else that reads it comes
+Kernels of ours for products begin with the bias and have the tensor memory accelerator add what
+they leave to what is there (``strop/kernels/group_product.py``), so that no kernel reads and writes
+all of it once more: a residual stream stays in one memory from block to block. Rounded as in eager:
+the layer, and the sum. The other value must lie in memory anyway, and all else that reads it comes
 before the linear; it may be seen through a view, as pictures are behind a transformer.
 """
 
