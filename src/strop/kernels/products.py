@@ -140,6 +140,7 @@ SUM_TILES: Mapping[Tile, Cost] = {  # of LINEAR_TILES, and those that small ones
     Tile(1, 80, 8): Cost(1.9, 9.0, 0.226),
     Tile(2, 128, 5, keeps_on=True): Cost(4.2, 1.4, 0.30),
     Tile(3, 160, 4): Cost(6.5, 4.4, 0.634),
+    Tile(2, 160, 5, split=3): Cost(5.5, 7.9, 0.429),
     Tile(2, 80, 7, split=2): Cost(4.9, 6.0, 0.39),
     Tile(2, 80, 7, split=4): Cost(3.5, 6.0, 0.41),
     Tile(1, 80, 8, split=2): Cost(3.0, 2.8, 0.253),
@@ -160,6 +161,7 @@ WEIGHT_BYTES_A_US, WEIGHT_BEGIN_US = 2.6e6, 3.0  # that no cache holds: each pas
 # cannot come early. Of the kernel with gates behind it, likewise.
 LINEAR_OPS_A_US, LINEAR_BYTES_A_US, LINEAR_BEGIN_US, GAP_US = 856e6, 3.1e6, 2.8, 1.5
 BEHIND_BYTES_A_US, BEHIND_BEGIN_US = 3.2e6, 1.5
+ADDING_US = 4.0  # a launch of torch's behind it
 
 
 def tiles_of(of: Picture, end: str) -> Mapping[Tile, Cost]:
@@ -231,8 +233,12 @@ def others_us(of: Picture, end: str) -> float:
     columns = 2 * of.outs if end == GATED else of.outs
     ops, numel = 2 * of.width * of.ins * columns, of.width * columns
     us = LINEAR_BEGIN_US + GAP_US + ops / LINEAR_OPS_A_US + 2 * numel / LINEAR_BYTES_A_US
-    behind = {PLAIN: 0, GATED: 3, SUM: 6}[end]  # bytes a column that a kernel behind it moves
-    return us + (BEHIND_BEGIN_US + behind * numel / BEHIND_BYTES_A_US if behind else 0.0)
+    if end == GATED:
+        us += BEHIND_BEGIN_US + 3 * numel / BEHIND_BYTES_A_US
+    elif end == SUM:
+        least = LINEAR_BEGIN_US + GAP_US + 2 * of.ins * columns / WEIGHT_BYTES_A_US
+        us = max(us, least) + ADDING_US + 6 * numel / BEHIND_BYTES_A_US
+    return us
 
 
 def fits(node: Node) -> bool:
