@@ -59,21 +59,24 @@ def _is_alike(total: Node, biased: Node, other: Node) -> bool:
 
 def _is_over(other: Node, total: Node, biased: Node, users: Users) -> bool:
     """Whether the value is stored for others that have all read it before the linear runs."""
-    if other.op in ("input", "constant") or other.kind in (Kind.VIEW, Kind.OPAQUE):
+    views = _views(other)
+    base = views[-1].inputs[0] if views else other
+    if base.op in ("input", "constant") or base.kind in (Kind.VIEW, Kind.OPAQUE):
         return False
-    linear, readers = biased.inputs[0], _readers(other, total, users)
-    is_stored = other.kind is Kind.CONTRACTION or bool(readers)
+    linear, readers = biased.inputs[0], _readers(base, total, users)
+    is_stored = base.kind is Kind.CONTRACTION or bool(readers)
     return is_stored and all(reader.serial < linear.serial for reader in readers)
 
 
 def _readers(value: Node, total: Node, users: Users) -> Sequence[Node]:
     """But for the sum; through views."""
-    found, stack = list[Node](), [user for user in users[value] if user is not total]
+    found, stack = list[Node](), list(users[value])
     while stack:
         user = stack.pop()
         if user.kind is Kind.VIEW:
             stack += users[user]
-        found.append(user)
+        elif user is not total:
+            found.append(user)
     return found
 
 
