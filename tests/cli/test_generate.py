@@ -9,6 +9,7 @@ import pytest
 import torch
 from PIL import Image
 
+from strop.bench import models
 from strop.cli import pictures, sampling
 from strop.cli.arguments import Size
 from strop.debug import step_times
@@ -110,6 +111,23 @@ def test_explain_times_the_steps_of_each_part(
         assert 0 < timed["steps_us"] < 1.2 * timed["call_us"]
     assert (tmp_path / "r.html").read_text().count('<svg class="roof"') == 3
     assert said(result).count("most time lost") == 3
+
+
+@pytest.mark.parametrize("name", ["sd15-unet", "sdxl-unet", "sd-vae"])
+def test_explain_of_a_single_call(
+    invoke: Invoke, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Of models that the benchmarks have, by their names; tiny here."""
+    for config in ("SD15_UNET", "SDXL_UNET", "SD_VAE"):
+        tiny = "TINY_" + config.removeprefix("SD_").replace("SD15_", "")
+        monkeypatch.setattr(models, config, getattr(models, tiny))
+    monkeypatch.setattr(step_times, "CPU_S", 0.2)
+    result = invoke("explain", "--model", name, "--size", "64x64", "--device", "cpu", "--profile",
+                    "--json", "r.json")  # fmt: skip
+    assert result.exit_code == 0, result.output
+    (found,) = json.loads((tmp_path / "r.json").read_text())["components"]
+    assert all(step["us"] > 0 for step in found["profile"]["steps"])
+    assert "most time lost" in said(result)
 
 
 def test_a_size_of_the_other_orientation_needs_no_new_graph(

@@ -25,7 +25,8 @@ EXAMPLES = (
     "strop explain --profile --html report.html   [dim]# a roofline of measured times[/]\n\n"
     "strop explain --model sd15-unet --device cuda --json report.json"
 )
-SD15_UNET = "sd15-unet"
+# Single calls of a model with random weights at full size: pixels a side, and batch.
+CALLS = {"sd15-unet": (512, 2), "sdxl-unet": (1024, 2), "sd-vae": (512, 1)}
 _PROMPT = "a red circle above a blue square on a white background"
 
 
@@ -34,8 +35,8 @@ def command(
     model: Annotated[
         str,
         typer.Option(
-            help="'sprites', 'sd15-unet' (random weights at full size: 3.4 GB in fp32), or a "
-            "diffusers folder."
+            help="'sprites'; 'sd15-unet', 'sdxl-unet' or 'sd-vae' (random weights at full size: "
+            "3.4, 10.3 and 0.2 GB in fp32); or a diffusers folder."
         ),
     ] = models.SPRITES,
     size: SizeOption = None,
@@ -65,11 +66,8 @@ def command(
         arguments.check_output(as_json, (".json",))
     require_diffusion()
     where = arguments.chosen_device(device)
-    report = (
-        _unet_report(size, where, profile)
-        if model == SD15_UNET
-        else _pipe_report(model, size, where, profile)
-    )
+    report_of = _call_report if model in CALLS else _pipe_report
+    report = report_of(model, size, where, profile)
     typer.echo(str(report))
     if html is not None:
         _write(html, report.html)
@@ -103,9 +101,10 @@ def _pipe_report(name: str, size: Size | None, device: str, profile: bool) -> Re
         return measured(report, pipe, calls)
 
 
-def _unet_report(size: Size | None, device: str, profile: bool) -> Report:
-    """Of one call of Stable Diffusion 1.5's UNet with guidance (batch 2)."""
-    size = size or Size(512, 512)
+def _call_report(name: str, size: Size | None, device: str, profile: bool) -> Report:
+    """Of one call: a UNet's with guidance (batch 2), or the decoder's of one picture."""
+    side, batch = CALLS[name]
+    size = size or Size(side, side)
     arguments.check_size(size, models.MULTIPLE)
 
     import torch
@@ -116,12 +115,17 @@ def _unet_report(size: Size | None, device: str, profile: bool) -> Report:
     from strop.debug.explain import explain
     from strop.debug.profile import profiled
 
-    with spinner(f"making and compiling {SD15_UNET}"):
+    builds = {
+        "sd15-unet": sizes.unet_workload(sizes.SD15_UNET),
+        "sdxl-unet": sizes.unet_workload(sizes.SDXL_UNET),
+        "sd-vae": sizes.vae_workload(sizes.SD_VAE),
+    }
+    with spinner(f"making and compiling {name}"):
         models.quieten()
-        build = sizes.unet_workload(sizes.SD15_UNET)
+        build = builds[name]
         work = build(torch.device(device), chosen_dtype(Dtype.auto, device))
         report_of = profiled if profile else explain
-        return report_of(work.target, **work.inputs((size.height, size.width), 2))
+        return report_of(work.target, **work.inputs((size.height, size.width), batch))
 
 
 def _write(path: Path, text: str) -> None:
