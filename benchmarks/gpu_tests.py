@@ -1,0 +1,130 @@
+"""All tests that need a GPU, in several processes that share it: minutes, not an hour.
+
+python benchmarks/gpu_tests.py [--jobs 10] [--seconds 400] [--only tests/kernels ...]
+
+Wants torch, diffusers and pytest, no plugin of it. Tests go to processes in chunks of a file; the
+trainer's have the workspace of cuBLAS that makes sums repeatable. Prints a line for each process,
+then what failed and why. Exits with 1 if anything failed, was cut off, or did not run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+INI = """[pytest]
+addopts = --import-mode=importlib -p no:cacheprovider
+markers =
+    gpu: needs an NVIDIA GPU
+    slow: more than ten seconds on two cores
+    nightly: takes too long for every change
+"""
+CHUNK = 30  # tests of a file that stay in one process, which has imported and compiled for them
+TRAIN = "tests/train/"
+SUMMARY = re.compile(r"\d+ (?:passed|failed|skipped|error).* in [\d.]+s")
+
+
+@dataclass
+class Job:
+    """Tests of one process."""
+
+    is_of_trainer: bool
+    tests: list[str] = field(default_factory=list)
+
+
+def pytest(ini: Path, *words: str) -> list[str]:
+    return [sys.executable, "-m", "pytest", "-c", str(ini), f"--rootdir={ROOT}", "-q", *words]
+
+
+def collected(ini: Path, only: Sequence[str]) -> dict[str, list[str]]:
+    """By file."""
+    command = pytest(ini, "-m", "gpu", "--collect-only", *only)
+    text = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False).stdout
+    found = defaultdict[str, list[str]](list)
+    for line in text.splitlines():
+        if "::" in line and not line.startswith(("ERROR", "FAILED")):
+            found[line.split("::")[0]].append(line)
+    if not found or "error" in text.splitlines()[-1]:
+        sys.exit(f"tests could not be collected:\n{text[-3000:]}")
+    return found
+
+
+def shared(found: dict[str, list[str]], count: int) -> list[Job]:
+    """Chunks of files, the largest first, each to who has least."""
+    num_tests = {kind: sum(len(t) for f, t in found.items() if f.startswith(TRAIN) is kind)
+                 for kind in (True, False)}  # fmt: skip
+    of_trainer = round(count * num_tests[True] / sum(num_tests.values()))
+    of_trainer = min(max(of_trainer, bool(num_tests[True])), count - bool(num_tests[False]))
+    jobs = [Job(number < of_trainer) for number in range(count)]
+    chunks = [(file, tests[n : n + CHUNK]) for file, tests in found.items()
+              for n in range(0, len(tests), CHUNK)]  # fmt: skip
+    for file, chunk in sorted(chunks, key=lambda each: -len(each[1])):
+        mine = [job for job in jobs if job.is_of_trainer is file.startswith(TRAIN)]
+        min(mine, key=lambda job: len(job.tests)).tests += chunk
+    return [job for job in jobs if job.tests]
+
+
+def begun(job: Job, ini: Path, log: Path) -> subprocess.Popen[bytes]:
+    env = {**os.environ, "OMP_NUM_THREADS": "2"}
+    if job.is_of_trainer:
+        env["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+    with log.open("wb") as out:
+        return subprocess.Popen(pytest(ini, "-m", "gpu", "-rfE", *job.tests), cwd=ROOT, env=env,
+                                stdout=out, stderr=subprocess.STDOUT)  # fmt: skip
+
+
+def told(number: int, job: Job, log: Path, code: int) -> tuple[int, int]:
+    """How many of its tests are green, and how many skipped themselves, having said how it went."""
+    text = log.read_text(errors="replace")
+    summary = SUMMARY.findall(text)
+    print(f"{number:3}  {len(job.tests):4} tests  exit {code:4}  "
+          f"{summary[-1] if summary else 'cut off'}", flush=True)  # fmt: skip
+    if code:
+        marks = ("FAILED", "ERROR", "E  ")
+        print("\n".join([line[:200] for line in text.splitlines() if line.startswith(marks)][:20]))
+    passed, skipped = (sum(map(int, re.findall(rf"(\d+) {word}", summary[-1] if summary else "")))
+                       for word in ("passed", "skipped"))  # fmt: skip
+    return passed, skipped
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--jobs", type=int, default=10, help="processes")
+    parser.add_argument("--seconds", type=float, default=400.0, help="after which all are ended")
+    parser.add_argument("--only", nargs="+", default=["tests"], help="files or folders of tests")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        start, ini = time.monotonic(), Path(folder) / "pytest.ini"
+        ini.write_text(INI)
+        jobs = shared(collected(ini, args.only), args.jobs)
+        logs = [Path(folder) / f"{number}.txt" for number in range(len(jobs))]
+        running = [begun(job, ini, log) for job, log in zip(jobs, logs, strict=True)]
+        for process in running:
+            try:
+                process.wait(max(args.seconds - (time.monotonic() - start), 1))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        codes = [process.returncode for process in running]
+        each = zip(range(len(jobs)), jobs, logs, codes, strict=True)
+        passed, skipped = map(sum, zip(*(told(*one) for one in each), strict=True))
+    count, took = sum(len(job.tests) for job in jobs), time.monotonic() - start
+    print(f"{passed} green, {skipped} skipped, {count - passed - skipped} not green, of {count} "
+          f"in {len(jobs)} processes, {took:.0f} s")  # fmt: skip
+    sys.exit(passed + skipped < count or any(codes))
+
+
+if __name__ == "__main__":
+    main()
