@@ -13,7 +13,7 @@ from strop.ir.dims import const, symbol
 from strop.ir.graph import Node
 from strop.kernels import products
 from strop.kernels.pictures import Box, Picture, box_of
-from strop.kernels.product_layout import ENDS, GATED, MOST_SHARED, PLAIN, SUM
+from strop.kernels.product_layout import ENDS, GATED, MOST_SHARED, PLAIN, SUM, Tile
 from strop.kernels.products import SMS, form, form_of, has_steps
 
 HALF = torch.float16
@@ -126,6 +126,14 @@ def test_a_convolution_is_known_before(of: Picture) -> None:
         attrs = SAME | {"stride": (stride, stride)}
         at = products.sources_at("conv2d", attrs, shapes, HALF)
         assert set(at) <= set(products.sources_anywhere("conv2d", attrs, [(), weight], HALF))
+
+
+@pytest.mark.parametrize(("rows", "together"), [(100, 1), (2048, 16), (8192, 64), (12800, 50)])
+def test_rows_that_are_gone_through_together(rows: int, together: int) -> None:
+    """All, up to a number; then in shares that are alike."""
+    found = form(Tile(2, 160, 5, keeps_on=True), products.line_of(rows, 3840, 1280, PLAIN))
+    assert found.together == together
+    assert found.scalars(1280, late=False)[7] == together
 
 
 def test_tiles_fit_a_processor() -> None:
