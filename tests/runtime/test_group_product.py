@@ -23,7 +23,7 @@ from strop.kernels import products
 from strop.kernels.group_product import group_product
 from strop.kernels.pictures import Picture, picture_of
 from strop.kernels.product_layout import Tile
-from strop.kernels.products import Form, form, has_steps
+from strop.kernels.products import Form, form
 from strop.kernels.ptx import KINDS
 from strop.options import Options
 from strop.runtime import own_calls
@@ -125,6 +125,19 @@ def test_gates() -> None:
     call("geglu", (x, w, bias), out)
     value, gate = F.linear(x.double(), w.double(), bias.double()).chunk(2, -1)
     assert error(out, value * F.gelu(gate)) < BOUND
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_a_sum(is_there: bool) -> None:
+    """Over the other operand, or beside it, which then stays."""
+    torch.manual_seed(2)
+    x, w, bias = torch.randn(70, 128).to(HALF), weights(160, 128), torch.randn(160).to(HALF)
+    addend = torch.randn(70, 160).to(HALF)
+    before = addend.clone()
+    out = addend if is_there else torch.full_like(addend, math.nan)
+    call("linear_add", (x, w, addend, bias), out)
+    assert error(out, F.linear(x.double(), w.double(), bias.double()) + before) < BOUND
+    assert is_there or torch.equal(addend, before)
 
 
 @pytest.mark.parametrize("channels", [64, 96])
@@ -271,12 +284,14 @@ needs_a_gpu = pytest.mark.skipif(
 EXACT = {
     "linear": F.linear,
     "geglu": lambda x, w, bias: _gated(F.linear(x, w, bias)),
+    "linear_add": lambda x, w, addend, bias: F.linear(x, w, bias) + addend,
     "conv2d": lambda x, w: F.conv2d(x, w, padding=1),
     STRIDED: lambda x, w: F.conv2d(x, w, padding=1, stride=2),
 }
 SIZES = {  # rows or a picture, channels in and out
     "linear": ((2048, 640, 640), (300, 200, 328), (1, 64, 8)),
     "geglu": ((2048, 320, 1280), (300, 200, 640)),
+    "linear_add": ((2048, 640, 1280), (300, 200, 640), (1, 320, 320)),
     "conv2d": ((2, 64, 64, 320, 320), (3, 9, 8, 192, 1288), (1, 13, 37, 64, 648)),
     STRIDED: ((2, 64, 64, 320, 320), (3, 17, 15, 192, 1288), (1, 26, 73, 64, 648)),
 }
@@ -297,9 +312,8 @@ def given(op: str, sizes: Sequence[int], dtype: torch.dtype) -> list[Tensor]:
         pair = [torch.randn(batch, ins, height, width), weights(outs, ins, 3, 3)]
         return [t.to("cuda", dtype).to(memory_format=last) for t in pair]
     columns = 2 * outs if op == "geglu" else outs
-    more = {"geglu": (columns,)}.get(op)
-    found = [torch.randn(*rows, ins), weights(columns, ins)]
-    found += [] if more is None else [torch.randn(more)]
+    more = {"geglu": ((columns,),), "linear_add": ((*rows, outs), (outs,))}.get(op, ())
+    found = [torch.randn(*rows, ins), weights(columns, ins), *(torch.randn(size) for size in more)]
     return [t.to("cuda", dtype) for t in found]
 
 
@@ -335,8 +349,8 @@ def forms(op: str, sizes: Sequence[int]) -> list[Form]:
         of = picture_of((batch, ins, *sides), (outs, ins, 3, 3), STRIDES[op])
     end = products.OPS[kind(op)[0]]
     tiles = (*products.tiles_of(of, end), *APART)
-    found = [form(tile, of, end) for tile in tiles if has_steps(tile, of)]
-    return [each for each in found if not (op == "geglu" and of.outs % each.product.width)]
+    found = [form(tile, of, end) for tile in tiles]
+    return [each for each in found if products.is_able(each.product, of)]
 
 
 @pytest.mark.gpu
