@@ -70,16 +70,6 @@ def _loaded(kind: str, into: int, word: str = "%n0", name: str = "f") -> str:
     )
 
 
-def _own_pairs(row: int, pair: int, begin: str) -> str:
-    """%at: of this thread's first two sums, in a warp's rows of so many bytes, two in ``pair``."""
-    return f"""\
-    shr.u32 %n0, %lane, 2;
-    mad.lo.u32 %at, %n0, {row}, {begin};
-    and.b32 %n1, %lane, 3;
-    mad.lo.u32 %at, %n1, {pair}, %at;
-"""
-
-
 # gelu(x) = x * P(normal <= x), and log2 of P(normal <= -|x|) is nearly this polynomial: the same as
 # that of ``strop.ir.functions``, highest power first.
 CHANCE = tuple(map(f32, (
@@ -241,8 +231,11 @@ def added(of: Product, kind: str) -> Iterator[str]:
     share = -(-of.rows * chunks // tile.split)
     yield f"""\
     mad.lo.u32 %at, %warp, {16 * of.part_row}, %base;
+    shr.u32 %n0, %lane, 2;
+    mad.lo.u32 %at, %n0, {of.part_row}, %at;
+    and.b32 %n1, %lane, 3;
+    mad.lo.u32 %at, %n1, 8, %at;
 """
-    yield _own_pairs(of.part_row, 8, "%at")
     for n in range(0, tile.cols // 2, 2):
         place = n // 4 * 32 + n // 2 % 2 * 8 * of.part_row
         yield f"    st.shared.v2.f32 [%at+{place}], {{%o{n}, %o{n + 1}}};\n"
