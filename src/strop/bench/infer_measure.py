@@ -29,6 +29,7 @@ from strop.bench.infer_rows import Row
 from strop.debug.explain import explain
 
 PROFILE_S = 10.0
+TURNS_S = 45.0  # kept for timing and profiles, however long a peer compiles
 LOAD_CALLS = 8  # in a row while the GPU is looked at
 MAX_TOP = 20  # kernels of a profile that are kept
 MEMORY_PEERS = ("eager", "eager-naive")
@@ -94,7 +95,8 @@ def _terms(name: str, case: BenchCase, plan: Plan, clock: Clock) -> tuple[str, f
     if name == "strop":
         return "", 0.0
     peer = peers.peer_named(name)
-    return peer.serves(case, plan.where) or clock.refusal(peer.first_s), peer.limit_s
+    limit_s = min(peer.limit_s, max(clock.left() - TURNS_S, 1.0))
+    return peer.serves(case, plan.where) or clock.refusal(peer.first_s), limit_s
 
 
 def _references(case: BenchCase, plan: Plan, outputs: dict[str, Any]) -> Found:
