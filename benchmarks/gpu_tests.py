@@ -102,7 +102,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--jobs", type=int, default=10, help="processes")
-    parser.add_argument("--seconds", type=float, default=400.0, help="after which all are ended")
+    parser.add_argument("--seconds", type=float, default=600.0, help="after which all are ended")
     parser.add_argument("--only", nargs="+", default=["tests"], help="files or folders of tests")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
