@@ -170,6 +170,20 @@ def test_a_contender_that_fails_or_hangs() -> None:
     assert "1 // 0" in " ".join(found["log"])
 
 
+@pytest.mark.parametrize(("left", "limit"), [(1000.0, 600.0), (500.0, 455.0), (320.0, None)])
+def test_a_slow_peer_leaves_time_to_measure(left: float, limit: float | None) -> None:
+    """It is cut early enough for that, or does not begin where it would be cut for sure."""
+    (row,) = chosen_rows(["P1"], tiny=True)
+    case = row.case(TINY.torch_dtype)
+    reason, limit_s = infer_measure._terms("inductor-tuned", case, TINY, Clock.of(left))
+    if limit is None:
+        assert "left of the budget, it takes 300" in reason
+    else:
+        assert reason == ""
+        assert limit_s == pytest.approx(limit, abs=1.0)
+    assert infer_measure._terms("eager", case, TINY, Clock.of(left)) == ("", 0.0)
+
+
 def test_peers_of_one_setup_are_side_by_side() -> None:
     found = in_order(["inductor-graph", "eager-graph", "inductor", "eager", "eager"])
     assert found == ["inductor", "inductor-graph", "eager", "eager-graph"]

@@ -29,7 +29,7 @@ from strop.bench.infer_rows import Row
 from strop.debug.explain import explain
 
 PROFILE_S = 10.0
-TURNS_S = 45.0  # kept for timing and profiles, however long a peer compiles
+TURNS_S = 45.0  # for timing and profiles, which no slow peer's compile may use up
 LOAD_CALLS = 8  # in a row while the GPU is looked at
 MAX_TOP = 20  # kernels of a profile that are kept
 MEMORY_PEERS = ("eager", "eager-naive")
@@ -95,8 +95,9 @@ def _terms(name: str, case: BenchCase, plan: Plan, clock: Clock) -> tuple[str, f
     if name == "strop":
         return "", 0.0
     peer = peers.peer_named(name)
-    limit_s = min(peer.limit_s, max(clock.left() - TURNS_S, 1.0))
-    return peer.serves(case, plan.where) or clock.refusal(peer.first_s), limit_s
+    mine = Clock(clock.end - TURNS_S) if peer.is_slow else clock
+    return (peer.serves(case, plan.where) or mine.refusal(peer.first_s),
+            min(peer.limit_s, mine.left()))  # fmt: skip
 
 
 def _references(case: BenchCase, plan: Plan, outputs: dict[str, Any]) -> Found:
