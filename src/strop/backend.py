@@ -20,7 +20,7 @@ from strop.ir.loops import Kernel, Schedule
 from strop.ir.ops import KERNEL_DTYPES, Kind
 from strop.ir.program import Program
 from strop.ir.source import KernelSource
-from strop.kernels import narrow_conv, own_kernels
+from strop.kernels import folded_taps, own_kernels
 from strop.lowering.alike import Lower, lower_once
 from strop.lowering.generic import without_sizes
 from strop.lowering.lower import Lowered
@@ -41,12 +41,12 @@ TARGETS = {
     "cuda": Target(
         "cuda",
         triton.emit,
-        PLANNED | {"conv2d", "geglu"},
+        PLANNED | {"conv2d", "geglu", "folded_taps", "upsampled_conv2d"},
         triton.stitched,
         triton.emit_at,
         triton.stitched_at,
         in_place=True,
-        own_call=narrow_conv.of_node,
+        own_call=own_kernels.of_node,
         families=own_kernels.families,
     ),
 }
@@ -91,7 +91,7 @@ def compile_graph(graph: Graph, signature: Signature, device: str, options: Opti
     if not options.in_place:
         target = replace(target, in_place=False)
     if not options.narrow_conv:
-        target = replace(target, own_call=lambda node: None)
+        target = replace(target, own_call=folded_taps.of_node)
     target = replace(target, families=families(device, options))
     emit = once(target.emit)  # a model has many equal kernels
     target = replace(target, emit=without_sizes(emit) if generic else emit,

@@ -50,6 +50,9 @@ class Options:
     product_sum: bool = _knob(True, "sums with a linear in the place of the other operand, where"
                               " such a kernel does it (inference, sm_90)",
                               "STROP_PRODUCT_SUM")  # fmt: skip
+    upsampled_conv: bool = _knob(True, "convolutions of upsampled pictures from the smaller ones,"
+                                 " by sums of their taps (inference, sm_90)",
+                                 "STROP_UPSAMPLED_CONV")  # fmt: skip
     few_rows: bool = _knob(True, "linears of up to four rows by a kernel of ours (inference,"
                            " sm_90)", "STROP_FEW_ROWS")  # fmt: skip
     cache_dir: str = _knob("", "where plans and kernels are kept; empty: ~/.cache/strop",
@@ -105,7 +108,7 @@ class Options:
     def on(self, *, has_boxes: bool) -> Options:
         """Without what a GPU cannot do, where a graph is another for it. ``has_boxes``: it has a
         tensor memory accelerator that kernels of ours know."""
-        return self if has_boxes else replace(self, product_sum=False)
+        return self if has_boxes else replace(self, product_sum=False, upsampled_conv=False)
 
     @property
     def wants_graphs(self) -> bool:

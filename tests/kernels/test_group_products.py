@@ -18,6 +18,7 @@ from strop.ir.source import KernelSource
 from strop.kernels.group_product import group_product
 from strop.kernels.product_layout import GATED, MOST_SHARED, PLAIN, SUM, Product, Tile
 from strop.kernels.ptx import KINDS, LINE
+from strop.runtime.calls import upsampled
 from tests.codegen.test_triton_compile import TOOLS
 from tests.kernels.ptx_machine import launch
 from tests.kernels.test_ptx_kernels import survivors
@@ -69,6 +70,9 @@ CASES = (
     Case(Tile(2, 80, 2, 1, True, True), (1, 1, 200, 128, 160), (1, 1, 128), 1, end=GATED),
     Case(Tile(2, 64, 4, 1, True, True), (2, 9, 20, 64, 160), (1, 6, 20)),
     Case(Tile(2, 96, 3, 1, True, True), (1, 1, 100, 128, 96), (1, 1, 128), 1),  # a single tile
+    Case(Tile(1, 80, 3), (1, 7, 9, 128, 88), (1, 8, 8), 2),  # four windows
+    Case(Tile(2, 80, 3, 1, True), (3, 5, 7, 64, 160), (3, 5, 7), 2),
+    Case(Tile(2, 64, 4, 1, True, True), (2, 9, 20, 64, 64), (1, 6, 20), 2, dtype=BF16),
     Case(Tile(2, 80, 3, 1, True), (1, 1, 300, 200, 160), (1, 1, 128), 1, SUM),
     Case(Tile(1, 160, 3), (1, 1, 100, 128, 320), (1, 1, 64), 1, SUM),
     Case(Tile(1, 80, 3), (1, 1, 5, 128, 80), (1, 1, 64), 1, SUM, BF16),
@@ -82,9 +86,9 @@ CASES = (
 def operands(case: Case) -> tuple[Tensor, Tensor, Tensor]:
     batch, height, width, ins, outs = case.sizes
     torch.manual_seed(ins + outs)
-    depth = case.size**2 * ins
+    depth, windows = case.size**2 * ins, 4 if case.size == 2 else 1
     x = torch.randn(batch, height, width, ins).to(case.dtype)
-    w = (torch.randn(outs, depth) * depth**-0.5).to(case.dtype)
+    w = (torch.randn(windows * outs, depth) * depth**-0.5).to(case.dtype)
     return x, w, torch.randn(outs).to(case.dtype)
 
 
@@ -92,6 +96,8 @@ def truth(case: Case, x: Tensor, w: Tensor, bias: Tensor) -> Tensor:
     size, ins = case.size, case.sizes[3]
     window = w.double().view(-1, size, size, ins).permute(0, 3, 1, 2)
     pixels = x.double().permute(0, 3, 1, 2)
+    if size == 2:
+        return upsampled(pixels, window).permute(0, 2, 3, 1).contiguous()
     out = torch.nn.functional.conv2d(pixels, window, padding=size // 2, stride=case.stride)
     out = out.permute(0, 2, 3, 1)
     if case.end == SUM:
@@ -107,9 +113,11 @@ def prepared(case: Case) -> tuple[KernelSource, Callable[[KernelSource, int], No
     product = Product(case.tile, case.size, case.end, case.stride)
     x, w, bias = operands(case)
     wanted = truth(case, x, w, bias)
-    down, *along = (-(-n // step) for n, step in zip(wanted.shape[:3], case.box, strict=True))
+    windows = 4 if product.has_four_windows else 1
+    sides = x.shape[1:3] if windows > 1 else wanted.shape[1:3]
+    down, *along = (-(-n // step) for n, step in zip((len(x), *sides), case.box, strict=True))
     across = -(-wanted.shape[-1] // product.width)
-    total = across * down * math.prod(along)
+    total = across * down * math.prod(along) * windows
     at_work = min(total, 2) if case.tile.keeps_on else total
     scalars = [across, along[1], along[0], down, case.sizes[3], at_work]
     of_box = (
@@ -118,7 +126,11 @@ def prepared(case: Case) -> tuple[KernelSource, Callable[[KernelSource, int], No
         else [min(along[1], 2)]
     )
     views = [(x.shape, x.stride(), (*case.box, LINE)), (w.shape, w.stride())]
-    if not product.has_parts:
+    if windows > 1:
+        count, height, width = case.box
+        places = wanted.view(len(x), sides[0], 2, sides[1], -1)
+        views.append((places.shape, places.stride(), (count, height, 1, width, product.unit)))
+    elif not product.has_parts:
         views.append((wanted.shape, wanted.stride(), (*case.box, product.unit)))
 
     def call(source: KernelSource, seed: int) -> None:

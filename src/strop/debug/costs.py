@@ -105,6 +105,8 @@ def call_flops(step: CallStep, sizes: Sizes) -> int:
         return 2 * math.prod(shapes[0]) * width
     if step.op == "conv2d":
         return 2 * _conv_outputs(step, shapes) * math.prod(shapes[1][1:])
+    if step.op == "upsampled_conv2d":  # each of four windows at each pixel of the operand
+        return 2 * math.prod(shapes[1]) * math.prod(shapes[0]) // shapes[0][1]
     if step.op == "attention":
         (b, h, s, d), keys, values = shapes[0], shapes[1][2], shapes[2][3]
         return 2 * b * h * s * keys * (d + values)

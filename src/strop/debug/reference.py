@@ -19,7 +19,7 @@ from strop.ir.dims import Env, Expr
 from strop.ir.graph import Graph, Node
 from strop.ir.ops import OPS, Kind
 from strop.patterns import registry
-from strop.runtime.calls import ALLOCATING
+from strop.runtime.calls import ALLOCATING, fold_taps, upsampled
 
 Value = Any  # a Tensor, or a tuple of them for a call with several results
 Rule = Callable[[Node, list[Tensor], Env], Value]
@@ -199,5 +199,7 @@ _RULES: dict[str, Rule] = {
     "conv2d": lambda n, x, env: torch.conv2d(
         x[0], x[1], x[2] if len(x) > 2 else None, **_concrete_attrs(n, env)
     ),
+    "folded_taps": lambda n, x, env: fold_taps(x[0]),
+    "upsampled_conv2d": lambda n, x, env: upsampled(*x),
     "attention": _attention,
 }

@@ -18,6 +18,7 @@ METHODS = {
 }
 KINDS = {
     "conv2d": "convolution",
+    "upsampled_conv2d": "convolution",
     "linear": "GEMM",
     "linear_add": "GEMM",
     "geglu": "GEMM",

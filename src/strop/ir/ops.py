@@ -66,6 +66,9 @@ STRUCTURAL: tuple[Op, ...] = (
     Op("geglu", Kind.CONTRACTION),
     Op("matmul", Kind.CONTRACTION),  # a (..., M, K), b (..., K, N) -> (..., M, N)
     Op("conv2d", Kind.CONTRACTION),  # x (N, C, H, W), weight (O, C/groups, KH, KW)[, bias]
+    # weight (O, C, 3, 3) -> (4 O, C, 2, 2), by ``passes.upsampled_conv``
+    Op("folded_taps", Kind.CONTRACTION),
+    Op("upsampled_conv2d", Kind.CONTRACTION),  # x (N, C, H, W), such taps -> (N, O, 2 H, 2 W)
     Op("attention", Kind.CONTRACTION),  # q, k, v (B, H, S, D)[, mask] -> (B, H, S, D)
     Op("aten", Kind.OPAQUE),  # attrs["target"]: any other overload, run by torch
     Op("pattern", Kind.OPAQUE),  # attrs["key"]: the replacement that ``strop.patterns`` calls

@@ -51,7 +51,8 @@ from strop.kernels.ptx import (
 @lru_cache(maxsize=512)  # 150 calls of a UNet have twenty
 def group_product(of: Product, dtype: torch.dtype) -> KernelSource:
     """out[b, y, x, o] = sum of w[o, i, j, c] * in[b, t * y + i - r, t * x + j - r, c], where
-    r = size // 2 and t = stride.
+    r = size // 2 and t = stride; of four windows out[b, y, v, x, u, o] = sum of
+    w[v, u, o, i, j, c] * in[b, y + i + v - 1, x + j + u - 1, c].
 
     Params: the input (B, H, W, CI), weights (CO, size * size * CI), the result (B, H / t, W / t,
     CO), and biases (CO,), or nothing; all dense, of addresses that are multiples of 16 bytes; the
@@ -68,7 +69,9 @@ def group_product(of: Product, dtype: torch.dtype) -> KernelSource:
     text = "".join((*_begin(of), *_fetch(of), *_multiply(of, kind), *ends))
     weights = (of.width, LINE)  # twice, where there are gates
     pixels = (0, 0, 0) if of.has_box else (1, 1, of.rows)
-    results = () if of.has_parts else (*pixels, of.unit)
+    count, *sides = pixels
+    placed = (count, sides[0], 1, sides[1]) if of.has_four_windows else pixels
+    results = () if of.has_parts else (*placed, of.unit)
     steps = (1, of.stride, of.stride, 1) if of.stride > 1 else ()
     return KernelSource(
         NAME, "ptx", text, (dtype,) * 4, (1,) * _scalars(of), (symbol("s5") * tile.split,),
@@ -98,7 +101,7 @@ _BEGIN = """\
     .reg .b64 %map<3>, %a, %b, %out, %other, %wide, %far;
     .reg .b16 %h<2>;
     .reg .f32 %o<{results}>, %f<4>, %g<4>, %t<3>;
-
+{window}
     griddepcontrol.launch_dependents;
     mov.u32 %thread, %tid.x;
     and.b32 %lane, %thread, 31;
@@ -109,7 +112,7 @@ _BEGIN = """\
     ld.param.u32 %lines, [x_size1];
     ld.param.u32 %columns, [x_size2];
     ld.param.u32 %outs, [w_size0];
-{fewer}{halves}    ld.param.u32 %across, [s0];
+{fewer}{shares}    ld.param.u32 %across, [s0];
     ld.param.u32 %right, [s1];
     ld.param.u32 %down, [s2];
     ld.param.u32 %n0, [s3];
@@ -118,7 +121,7 @@ _BEGIN = """\
     mul.lo.u32 %total, %across, %right;
     mul.lo.u32 %total, %total, %down;
     mul.lo.u32 %total, %total, %n0;
-    mov.u32 %id, %ctaid.x;
+{windows}    mov.u32 %id, %ctaid.x;
     rem.u32 %rank, %id, {split};
     div.u32 %id, %id, {split};
     // steps of this part
@@ -137,14 +140,26 @@ _BEGIN = """\
 def _begin(of: Product) -> Iterator[str]:
     tile = of.tile
     counts = {of.barriers + 8 * n: (1, of.team)[n % 2] for n in range(2 * tile.stages)}
-    params = {"x": 4, "w": 2} | ({} if of.has_parts else {"result": 4})
+    rank = 5 if of.has_four_windows else 4
+    params = {"x": 4, "w": 2} | ({} if of.has_parts else {"result": rank})
     pointers = ("result", "more") if of.has_parts else ("more",)
     yield entry(NAME, params, pointers, _scalars(of), 32 * of.num_warps, cluster=tile.split)
     yield _BEGIN.format(
         split=tile.split, results=of.blocks * tile.cols // 2, line=LINE,
         places=of.size**2, fewer="".join(_shortened(of)),
-        halves="    shr.u32 %outs, %outs, 1;\n" if of.gated else "", barriers=barriers(counts),
+        shares=_shares(of), windows=_WINDOWS if of.has_four_windows else "",
+        window="    .reg .b32 %window;\n" if of.has_four_windows else "",
+        barriers=barriers(counts),
     )  # fmt: skip
+
+
+_WINDOWS = "    shl.b32 %total, %total, 2;\n"
+
+
+def _shares(of: Product) -> str:
+    """Columns of the result, of which there are several shares of the weights' rows."""
+    bits = 2 if of.has_four_windows else int(of.gated)
+    return f"    shr.u32 %outs, %outs, {bits};\n" if bits else ""
 
 
 def _shortened(of: Product) -> Iterator[str]:
@@ -157,7 +172,8 @@ def _shortened(of: Product) -> Iterator[str]:
 def _coordinates(of: Product) -> str:
     """Of tile %id. The last columns may be some of the tile's before, too, which come out the same:
     loads are slow where a tensor ends."""
-    return (_OF_BOXES if of.has_box else _OF_A_LINE).format(of=of)
+    windows = _OF_WINDOWS if of.has_four_windows else ""
+    return (_OF_BOXES if of.has_box else _OF_A_LINE).format(of=of, windows=windows)
 
 
 _COLUMNS = """\
@@ -179,7 +195,14 @@ _OF_BOXES = f"""\
     rem.u32 %top, %n0, %down;
     div.u32 %n0, %n0, %down;
     mul.lo.u32 %top, %top, %n2;
+{{windows}}\
     mul.lo.u32 %picture, %n0, %n1;
+"""
+# All boxes of a window come before the next one's: programs at work read the same weights.
+_OF_WINDOWS = """\
+    ld.param.u32 %n4, [s3];
+    div.u32 %window, %n0, %n4;
+    rem.u32 %n0, %n0, %n4;
 """
 # Those with the same columns are neighbours, up to so many rows: what all programs read at a time
 # is little of both operands then, and comes from memory once.
@@ -207,6 +230,7 @@ def _first_place(of: Product) -> str:
     """Of step %first: places of the window in their order, all channels of one before the next."""
     around, stride = of.size // 2, of.stride
     further = f"    mul.lo.u32 %left, %left, {stride};\n    mul.lo.u32 %top, %top, {stride};\n"
+    moved = _MOVED if of.has_four_windows else ""
     return f"""\
     add.u32 %n1, %ins, {LINE} - 1;
     div.u32 %n1, %n1, {LINE};
@@ -215,13 +239,21 @@ def _first_place(of: Product) -> str:
     mul.lo.u32 %channel, %channel, {LINE};
     rem.u32 %x, %n0, {of.size};
     div.u32 %y, %n0, {of.size};
-{further if stride > 1 else ""}\
+{further if stride > 1 else ""}{moved}\
     sub.u32 %left, %left, {around};
     add.u32 %end, %left, {of.size};
     add.u32 %x, %x, %left;
     add.u32 %y, %y, %top;
     sub.u32 %y, %y, {around};
     mul.lo.u32 %k, %first, {LINE};
+"""
+
+
+_MOVED = """\
+    and.b32 %n2, %window, 1;
+    add.u32 %left, %left, %n2;
+    shr.u32 %n2, %window, 1;
+    add.u32 %top, %top, %n2;
 """
 
 
@@ -246,7 +278,8 @@ def _weights(of: Product) -> Iterator[str]:
     """Of step %k, into stage %at; those of gates behind those of values."""
     for n in range(2 if of.gated else 1):
         yield f"    add.u32 %to, %at, {(of.rows + n * of.width) * LINE_BYTES};\n"
-        yield f"    mad.lo.u32 %n5, %outs, {n}, %col;\n"
+        share = "%window" if of.has_four_windows else n
+        yield f"    mad.lo.u32 %n5, %outs, {share}, %col;\n"
         yield """\
     cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes \
 [%to], [%map1, {%k, %n5}], [%bar];

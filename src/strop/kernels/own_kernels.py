@@ -15,7 +15,7 @@ import torch
 from strop.ir.dims import Expr
 from strop.ir.graph import Node
 from strop.ir.source import KernelSource
-from strop.kernels import attention, few_rows, geglu, products
+from strop.kernels import attention, few_rows, folded_taps, geglu, narrow_conv, products
 
 Attrs = Mapping[str, Any]
 Sizes = Sequence[Sequence[int]]
@@ -63,6 +63,11 @@ FAMILIES: Mapping[str, Family] = {
         boxed=False,
     ),
 }
+
+
+def of_node(node: Node) -> KernelSource | None:
+    """The kernel that does it at all sizes, if there is one."""
+    return narrow_conv.of_node(node) or folded_taps.of_node(node)
 
 
 def families(node: Node) -> tuple[str, ...]:

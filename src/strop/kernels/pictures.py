@@ -4,29 +4,36 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 Box = tuple[int, int, int]  # pictures, lines and columns of pixels
+FOUR_WINDOWS = 2  # the size of each
 MOST_REACH = 256  # of a box in the input, by dim: the accelerator's limit
 
 
 @dataclass(frozen=True, slots=True)
 class Picture:
     """Sizes of a convolution with a square, odd window, around which there are as many zeros as
-    keep height and width where it goes on by one pixel."""
+    keep height and width where it goes on by one pixel. A window of 2: four of them, of which
+    results are twice as high and wide (``passes.upsampled_conv``)."""
 
     size: int  # of the window
     ins: int
     outs: int
     batch: int
-    height: int  # of the result
+    height: int  # of the result, or of what it is twice as high as
     width: int
     stride: int = 1  # pixels from one place of the window to the next
 
     @property
+    def windows(self) -> int:
+        """Of each place."""
+        return 4 if self.size == FOUR_WINDOWS else 1
+
+    @property
     def pixels(self) -> int:
-        """Of the result."""
+        """Of the result, for each window."""
         return self.batch * self.height * self.width
 
 
@@ -34,7 +41,8 @@ def picture_of(x: Sequence[int], weight: Sequence[int], stride: int = 1) -> Pict
     """From the sizes (B, CI, H, W) and (CO, CI, size, size)."""
     batch, ins, *sides = x
     height, width = (-(-side // stride) for side in sides)
-    return Picture(weight[2], ins, weight[0], batch, height, width, stride)
+    of = Picture(weight[2], ins, weight[0], batch, height, width, stride)
+    return replace(of, outs=of.outs // of.windows)
 
 
 def boxes_along(box: Box, of: Picture) -> Box:

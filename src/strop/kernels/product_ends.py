@@ -166,6 +166,13 @@ def beyond(of: Product) -> str:
 """
 
 
+_OF_WINDOW = """\
+    and.b32 %n3, %window, 1;
+    mad.lo.u32 %n3, %n3, %outs, %col;
+    shr.u32 %n4, %window, 1;
+"""
+
+
 def stored(of: Product, kind: str) -> Iterator[str]:
     """By way of shared memory, mixed as the accelerator reads it; it leaves out what is not in the
     picture, and adds to what is there if it is to."""
@@ -178,13 +185,17 @@ def stored(of: Product, kind: str) -> Iterator[str]:
         yield from _staged(of, kind, block)
     yield "    fence.proxy.async.shared::cta;\n" + met(of) + "    @!%is_handing bra handed;\n"
     yield f"    mul.lo.u32 %n2, %group, {of.rows * 2 * of.width if of.tile.apart else 0};\n"
+    first, rank, place = "%col", 4, "%n0, %left, %top, %picture"
+    if of.has_four_windows:  # pixels of a pair of columns lie like channels of one
+        yield _OF_WINDOW
+        first, rank, place = "%n3", 5, "%n0, %left, %n4, %top, %picture"
     for n in range(of.width // of.unit):
         yield f"""\
-    add.u32 %n0, %col, {n * of.unit};
+    add.u32 %n0, {first}, {n * of.unit};
     add.u32 %n1, %base, {of.results_at + n * box};
     add.u32 %n1, %n1, %n2;
-    {op}.async.bulk.tensor.4d.global.shared::cta{what}.bulk_group \
-[%map2, {{%n0, %left, %top, %picture}}], [%n1];
+    {op}.async.bulk.tensor.{rank}d.global.shared::cta{what}.bulk_group \
+[%map2, {{{place}}}], [%n1];
 """
     yield "    cp.async.bulk.commit_group;\nhanded:\n"
     if of.tile.keeps_on:

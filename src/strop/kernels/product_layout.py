@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from strop.kernels.pictures import FOUR_WINDOWS
 from strop.kernels.ptx import LINE_BYTES, ROWS
 
 MOST_SHARED = 227 * 1024  # of a program
@@ -31,8 +32,9 @@ class Tile:
 @dataclass(frozen=True, slots=True)
 class Product:
     """``size`` of the window, 1 or odd: of one place, rows are a line; else pixels of a box, whose
-    sizes the launch tells. ``end``: one of ENDS; gates are the second half of the weights' rows.
-    ``stride``: pixels of the input from one of the result to the next.
+    sizes the launch tells. A size of 2: four windows, whose results lie between each other.
+    ``end``: one of ENDS; gates are the second half of the weights' rows. ``stride``: pixels of the
+    input from one of the result to the next.
     """
 
     tile: Tile
@@ -47,6 +49,10 @@ class Product:
     @property
     def adds(self) -> bool:
         return self.end == SUM
+
+    @property
+    def has_four_windows(self) -> bool:
+        return self.size == FOUR_WINDOWS
 
     @property
     def begins_with_biases(self) -> bool:

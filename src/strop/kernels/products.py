@@ -20,9 +20,11 @@ from strop.kernels.pictures import picture_of as convolution_of
 from strop.kernels.product_layout import GATED, PLAIN, SUM, Product, Tile
 from strop.kernels.ptx import KINDS, LINE
 
-OPS: Mapping[str, str] = {"conv2d": PLAIN, "linear": PLAIN, "geglu": GATED, "linear_add": SUM}
+OPS: Mapping[str, str] = {"conv2d": PLAIN, "upsampled_conv2d": PLAIN, "linear": PLAIN,
+                          "geglu": GATED, "linear_add": SUM}  # fmt: skip
 OPERANDS: Mapping[str, int] = {PLAIN: 2, GATED: 3, SUM: 4}  # SUM: what is added, biases
-LINEARS = tuple(op for op in OPS if op != "conv2d")
+CONVOLUTIONS = ("conv2d", "upsampled_conv2d")
+LINEARS = tuple(op for op in OPS if op not in CONVOLUTIONS)
 
 # Of the columns and the depth of linears, as in Stable Diffusion's UNets. The kernel wants 8; what
 # it takes at other sizes, of BERT or of ResNet's 1x1 convolutions, has not been measured.
@@ -44,10 +46,11 @@ class Form:
     box: Box
     boxes: Box
     across: int  # tiles of columns
+    windows: int = 1
 
     @property
     def num_tiles(self) -> int:
-        return math.prod(self.boxes) * self.across
+        return math.prod(self.boxes) * self.across * self.windows
 
     @property
     def num_programs(self) -> int:
@@ -56,8 +59,13 @@ class Form:
 
     @property
     def results(self) -> tuple[int, ...]:
-        """The box in which results leave, columns last; none where programs share a sum."""
-        return () if self.product.has_parts else (*self.box, self.product.unit)
+        """The box in which results leave, columns last; none where programs share a sum. Of four
+        windows, every second line."""
+        if self.product.has_parts:
+            return ()
+        count, height, width = self.box
+        lines = (height, 1) if self.windows > 1 else (height,)
+        return (count, *lines, width, self.product.unit)
 
     def scalars(self, ins: int, *, late: bool) -> tuple[int, ...]:
         """``late``: kernels that may still run write the weights."""
@@ -81,7 +89,7 @@ def form(tile: Tile, of: Picture, end: str = PLAIN) -> Form:
     """``of.outs``: columns of the result."""
     product = Product(tile, of.size, end, of.stride)
     box = box_of(product.rows, of) if product.has_box else (1, 1, product.rows)
-    return Form(product, box, boxes_along(box, of), -(-of.outs // product.width))
+    return Form(product, box, boxes_along(box, of), -(-of.outs // product.width), of.windows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +182,7 @@ def tiles_of(of: Picture, end: str) -> Mapping[Tile, Cost]:
 def us_of(found: Form, of: Picture) -> float:
     """About how long it takes, on a GPU that does nothing else."""
     product, tile = found.product, found.product.tile
-    weights = 2 * of.size**2 * of.ins * found.across * tile.cols
+    weights = 2 * of.size**2 * of.ins * found.across * tile.cols * of.windows
     cost = tiles_of(of, product.end)[tile]
     rounds = -(-found.num_tiles // CLUSTERS[tile.split])
     steps = -(-_steps(of) // tile.split)
@@ -195,7 +203,8 @@ def is_able(product: Product, of: Picture) -> bool:
     """Whether it can do this: its parts have steps, its gates lie behind the values, and no column
     is added twice."""
     is_whole = of.outs % product.width == 0
-    return has_steps(product.tile, of) and (is_whole or product.end == PLAIN)
+    is_apart = product.has_four_windows and product.has_parts
+    return has_steps(product.tile, of) and (is_whole or product.end == PLAIN) and not is_apart
 
 
 @lru_cache(maxsize=4096)
@@ -221,11 +230,14 @@ def _least_rows(end: str) -> int:
 
 
 def _is_small(of: Picture) -> bool:
-    return max(of.ins, of.outs) < LEAST_CHANNELS and of.pixels < LEAST_PIXELS
+    is_small = max(of.ins, of.outs) < LEAST_CHANNELS and of.pixels < LEAST_PIXELS
+    return is_small and of.windows == 1
 
 
 def others_us(of: Picture, end: str) -> float:
     """What it takes otherwise, about."""
+    if of.windows > 1:
+        return math.inf  # a library computes all four everywhere, and another kernel places them
     if of.size > 1:
         weights = of.size**2 * of.ins * of.outs
         ops = 2 * of.pixels * weights
@@ -248,6 +260,8 @@ def fits(node: Node) -> bool:
     if node.op not in OPS or len(node.inputs) != OPERANDS[OPS[node.op]] or not known:
         return False
     outs, ins = weight[0].value, weight[1].value
+    if node.op == "upsampled_conv2d":
+        return True  # as ``passes.upsampled_conv`` makes them
     if node.op == "conv2d":
         is_like = min(ins, outs) >= LEAST_MEASURED and ins % LINE == outs % LINE == 0
         return is_like and _is_window(node)
@@ -266,8 +280,8 @@ def _is_window(node: Node) -> bool:
 def picture_of(op: str, attrs: Mapping[str, Any], shapes: Sequence[Sequence[int]]) -> Picture:
     """From the sizes of the operands: (B, CI, H, W) and (CO, CI, size, size), or (..., K) and
     (N, K), whose rows are one line of pixels."""
-    if op == "conv2d":
-        return convolution_of(shapes[0], shapes[1], attrs["stride"][0])
+    if op in CONVOLUTIONS:
+        return convolution_of(shapes[0], shapes[1], attrs.get("stride", (1,))[0])
     *rows, depth = shapes[0]
     return line_of(math.prod(rows), shapes[1][0], depth, OPS[op])
 

@@ -18,6 +18,7 @@ from strop.options import Options
 
 Order = tuple[int, ...] | None
 NHWC = (0, 2, 3, 1)
+OF_PICTURES = {"conv2d": 1, "upsampled_conv2d": 1, "folded_taps": 0}  # operands; weights lie so
 BSHD = (0, 2, 1, 3)  # attention results: (B, H, S, D) values laid out as (B, S, H, D)
 
 
@@ -61,9 +62,9 @@ def _relaid(b: Builder, node: Node, inputs: tuple[Node, ...], hints: Mapping[str
     order: Order = node.order
     if order is not None:
         pass  # the frontend knows what the user expects
-    elif node.op == "conv2d":
-        order = NHWC
-        inputs = (_contiguous(b, inputs[0], NHWC), *inputs[1:])
+    elif node.op in OF_PICTURES:
+        order, count = NHWC, OF_PICTURES[node.op]
+        inputs = (*(_contiguous(b, x, NHWC) for x in inputs[:count]), *inputs[count:])
     elif node.op in OF_ROWS:
         count = OF_ROWS[node.op]
         inputs = (*(_rows(b, x) for x in inputs[:count]), *inputs[count:])

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from strop.errors import UnsupportedError
 from strop.ir.graph import Ref
+from strop.kernels.folded_taps import SHARES
 from strop.patterns.call import Replacement
 
 Call = Callable[[Sequence[Tensor]], Any]
@@ -67,6 +68,37 @@ def _conv2d(attrs: Mapping[str, Any]) -> Call:
         return torch.conv2d(x, weight, bias[0] if bias else None, stride, padding, dilation, groups)
 
     return call
+
+
+def _folded_taps(attrs: Mapping[str, Any]) -> OutCall:
+    return lambda inputs, out: out.copy_(fold_taps(inputs[0].float()))
+
+
+def fold_taps(weight: Tensor) -> Tensor:
+    """Taps (O, C, 3, 3) as four windows of 2x2 (4 O, C, 2, 2), for ``upsampled``."""
+    windows = [[_shared(_shared(weight, 2, down), 3, right) for right in (0, 1)] for down in (0, 1)]
+    return torch.cat([*windows[0], *windows[1]])
+
+
+def _shared(taps: Tensor, dim: int, odd: int) -> Tensor:
+    parts = [sum(taps.narrow(dim, n, 1) for n in numbers) for numbers in SHARES[odd]]
+    return torch.cat(parts, dim)  # type: ignore[arg-type]
+
+
+def upsampled(x: Tensor, taps: Tensor) -> Tensor:
+    """(N, C, H, W) by taps (4 O, C, 2, 2) to (N, O, 2 H, 2 W), all windows at all places."""
+    outs, (height, width) = taps.shape[0] // 4, x.shape[2:]
+    every = torch.conv2d(x, taps, padding=1).unflatten(1, (2, 2, outs))
+    found = x.new_empty(x.shape[0], outs, height, 2, width, 2)
+    for down in (0, 1):
+        for right in (0, 1):
+            window = every[:, down, right, :, down : down + height, right : right + width]
+            found[:, :, :, down, :, right] = window
+    return found.reshape(x.shape[0], outs, 2 * height, 2 * width)
+
+
+def _upsampled_conv2d(attrs: Mapping[str, Any]) -> OutCall:
+    return lambda inputs, out: out.copy_(upsampled(*inputs))
 
 
 def _attention(attrs: Mapping[str, Any]) -> Call:
@@ -156,7 +188,13 @@ PLANNED_OUT: dict[str, Callable[[Mapping[str, Any]], OutCall]] = {
     "linear_add": _linear_add,
     "matmul": _matmul,
 }
-CUDA_PLANNED_OUT = {**PLANNED_OUT, "conv2d": _cudnn_conv2d, "geglu": _geglu}
+CUDA_PLANNED_OUT = {
+    **PLANNED_OUT,
+    "conv2d": _cudnn_conv2d,
+    "geglu": _geglu,
+    "folded_taps": _folded_taps,
+    "upsampled_conv2d": _upsampled_conv2d,
+}
 ALLOCATING: dict[str, Callable[[Mapping[str, Any]], Call]] = {
     "conv2d": _conv2d,
     "attention": _attention,

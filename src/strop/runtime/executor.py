@@ -27,6 +27,7 @@ from strop.ir.source import KernelSource
 from strop.runtime import leases, own_calls
 from strop.runtime.calls import ALLOCATING, CUDA_ALLOCATING, CUDA_PLANNED_OUT, PLANNED_OUT, overload
 from strop.runtime.faults import Faults
+from strop.runtime.folded_taps import FoldedTaps
 from strop.runtime.hoisting import Hoist, Hoisted, Stamp, prologue_of
 from strop.runtime.kernels import BoundKernel, KernelLibrary
 from strop.runtime.limits import needs_wide_indices
@@ -327,7 +328,8 @@ class Bound:
         call, (number,) = self._planned_calls[step.op](attrs), step.outputs
         if step.kernel is not None:
             source = self.program.sources[step.kernel]
-            call = NarrowConvolution(source, call, self._kernels, self.stream)
+            kernel = FoldedTaps if step.op == "folded_taps" else NarrowConvolution
+            call = kernel(source, call, self._kernels, self.stream)
         elif position in self._own:
             call = self._own_call(position, step, call)
         shape = self._shapes[number]

@@ -31,9 +31,9 @@ Choose = Callable[[Picture, str], Form | None]
 
 
 class GroupProduct:
-    """One step on one stream: ``conv2d``, ``linear``, ``geglu`` or ``linear_add``, by operands as
-    these have them, of which the input may have gaps. ``otherwise`` does what the kernel cannot, or
-    what is done faster without it. A sum is added to where it lies, or to a copy of it.
+    """One step on one stream: one of ``products.OPS``, by operands as these have them, of which the
+    input may have gaps. ``otherwise`` does what the kernel cannot, or what is done faster without
+    it. A sum is added to where it lies, or to a copy of it.
 
     ``is_early``: it may begin before the launch before it has ended. ``is_steady``: no launch of
     the same run writes the weights, which it then does not wait for.
@@ -85,7 +85,9 @@ class GroupProduct:
         box = (*form.box, LINE)
         views: list[View] = [(pixels.shape, strides(pixels), box), (columns, (columns[1], 1))]
         if form.results:
-            sizes = of.batch, of.height, of.width, of.outs
+            sizes: tuple[int, ...] = of.batch, of.height, of.width, of.outs
+            if of.windows > 1:
+                sizes = of.batch, of.height, 2, of.width, 2 * of.outs
             views.append((sizes, dense(sizes), form.results))
         scalars = form.scalars(of.ins, late=not self._is_steady)
         return self._kernels.bind(source, [NOWHERE] * 4, scalars, self._stream,

@@ -283,7 +283,8 @@ def _steps_like(tensor: Tensor, strides: Sequence[int]) -> bool:
 
 
 def _convolution_weights(program: Program) -> set[int]:
-    refs = [step.inputs[1] for step in program.call_steps if step.op == "conv2d"]
+    place = {"conv2d": 1, "folded_taps": 0}
+    refs = [s.inputs[place[s.op]] for s in program.call_steps if s.op in place]
     buffers = [program.buffers[ref.buffer] for ref in refs]
     return {b.index for b in buffers if b.kind == "input" and program.inputs[b.index].is_state}
 

@@ -1,0 +1,66 @@
+"""Sums of a 3x3 window's taps for pictures twice as high and wide, four windows of 2x2 taps each.
+
+Of a result's even rows the taps of its first row meet one row of the smaller picture, those of the
+second and third the next one; of its odd rows those of the first two, and the third's. So it is
+with columns.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from strop.ir.dims import symbol
+from strop.ir.functions import HALVES
+from strop.ir.graph import Node
+from strop.ir.source import KernelSource
+
+# By whether the result's row is odd, then by the smaller picture's row: which of the three it is.
+SHARES = (((0,), (1, 2)), ((0, 1), (2,)))
+BLOCK, NUM_WARPS = 1024, 4  # of a thread eight numbers: 16 bytes
+
+_TEXT = """\
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def folded_taps(p0, p1, s0, CI: tl.constexpr, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    known = at < s0
+    whole = p0 + at // CI * (9 * CI) + at % CI
+    folded = p1 + at // CI * (4 * CI) + at % CI
+"""
+
+
+def folded_taps(outs: int, ins: int, dtype: torch.dtype) -> KernelSource:
+    """From weights (CO, 3, 3, CI) to taps (2, 2, CO, 2, 2, CI): odd rows, odd columns, channel, and
+    place in the window. Both dense; CI a multiple of 16. Summed in fp32, rounded once. Scalars: CO
+    times CI.
+    """
+    return KernelSource(
+        "folded_taps", "triton", _TEXT + "".join(_lines(outs, HALVES[dtype])), (dtype,) * 2, (16,),
+        ((symbol("s0") + (BLOCK - 1)) // BLOCK,), constants=(("CI", ins), ("BLOCK", BLOCK)),
+        num_warps=NUM_WARPS,
+    )  # fmt: skip
+
+
+def _lines(outs: int, half: str) -> list[str]:
+    found = [
+        f"    w{tap} = tl.load(whole + {tap} * CI, mask=known, other=0.0).to(tl.float32)\n"
+        for tap in range(9)
+    ]
+    for number in range(16):
+        down, right, row, column = (number >> place & 1 for place in (3, 2, 1, 0))
+        taps = [3 * y + x for y in SHARES[down][row] for x in SHARES[right][column]]
+        total = " + ".join(f"w{tap}" for tap in taps)
+        place = f"{(2 * down + right) * outs * 4 + 2 * row + column} * CI"
+        found.append(f"    tl.store(folded + {place}, ({total}).to({half}), mask=known)\n")
+    return found
+
+
+def of_node(node: Node) -> KernelSource | None:
+    """The kernel for a node ``folded_taps``, else None."""
+    if node.op != "folded_taps":
+        return None
+    outs, ins, *_ = (size.value for size in node.inputs[0].shape)
+    return folded_taps(outs, ins, node.dtype)
