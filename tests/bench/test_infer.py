@@ -127,7 +127,8 @@ def test_each_switch_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     assert list(switches) == ["all on", "no dot_merge", "no cuda_graphs", "no check_finite",
                               "no early_launch", "no in_place", "no narrow_conv",
                               "no box_attention", "no group_product", "no product_sum",
-                              "no few_rows", "with box_geglu", "all off"]  # fmt: skip
+                              "no upsampled_conv", "no few_rows", "with box_geglu",
+                              "all off"]  # fmt: skip
     assert all(switch["p50_ms"] > 0 for switch in switches.values())
     assert switches["no dot_merge"]["num_launches"] > switches["all on"]["num_launches"]
     assert switches["no cuda_graphs"]["num_launches"] == switches["all on"]["num_launches"]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from strop import backend
 from strop.codegen.assemble import Signature
 from strop.options import Options
-from strop.runtime.memory import ALIGNMENT_BYTES, Interval, plan_arena
+from strop.runtime.memory import ALIGNMENT_BYTES, Interval, most_alive, plan_arena
 from tests.e2e import tiny
 from tests.frontend.tracing import trace_specs
 
@@ -65,6 +65,20 @@ def test_memory_is_used_again():
     chain = [Interval(i, i + 1, 1000) for i in range(20)]
     assert plan_arena(chain)[1] == 2 * aligned(1000)
     assert plan_arena([]) == ([], 0)
+
+
+def test_what_lives_long_is_placed_first_where_that_leaves_no_gap():
+    """As at the end of a decoder: the result of a shortcut waits for a block."""
+    sizes = [(82, 83, 4), (83, 86, 4), (86, 89, 2), (89, 90, 2), (84, 90, 2), (90, 96, 2)]
+    intervals = [Interval(first, last, size << 20) for first, last, size in sizes]
+    offsets, total = plan_arena(intervals)
+    assert_sound(intervals, offsets, total)
+    assert total == bound(intervals) == 8 << 20
+
+
+@given(INTERVALS)
+def test_what_is_alive_at_once(intervals: list[Interval]):
+    assert most_alive(intervals) == bound(intervals)
 
 
 def unet_intervals(height: int, width: int) -> list[Interval]:

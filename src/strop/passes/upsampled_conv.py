@@ -12,11 +12,12 @@ once; what no longer is stored, the larger picture, costs no time either.
 from __future__ import annotations
 
 from strop.ir.dims import const
+from strop.ir.functions import HALVES
 from strop.ir.graph import Builder, Graph, Node, rewrite
-from strop.kernels.ptx import KINDS, LINE
 from strop.options import Options
 
-LEAST = 256  # channels either way: fewer have not been measured
+# Channels either way: fewer have not been measured; and what they are a multiple of.
+LEAST, MULTIPLE = 256, 64
 _PLAIN = {"stride": (1, 1), "padding": (1, 1), "dilation": (1, 1)}
 
 
@@ -57,9 +58,9 @@ def _is_doubled(value: Node) -> bool:
 def _fits(node: Node) -> bool:
     """Whether it is a plain 3x3 convolution as the kernel takes them."""
     weight = node.inputs[1].shape
-    if len(node.inputs) != 2 or node.dtype not in KINDS or not all(s.is_const for s in weight):
+    if len(node.inputs) != 2 or node.dtype not in HALVES or not all(s.is_const for s in weight):
         return False
     outs, ins, *window = (size.value for size in weight)
-    is_wide = min(outs, ins) >= LEAST and outs % LINE == ins % LINE == 0
+    is_wide = min(outs, ins) >= LEAST and outs % MULTIPLE == ins % MULTIPLE == 0
     is_plain = all(tuple(node.attrs[name]) == value for name, value in _PLAIN.items())
     return is_wide and window == [3, 3] and is_plain and node.attrs["groups"] == 1

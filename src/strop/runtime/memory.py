@@ -9,7 +9,10 @@ Memory Management for Deep Neural Net Inference", arXiv:2001.03288, "greedy by s
 
 from __future__ import annotations
 
+import itertools
 import threading
+from bisect import insort
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -75,10 +78,32 @@ class Interval:
 
 
 def plan_arena(intervals: Sequence[Interval]) -> tuple[list[int], int]:
-    """Byte offsets for the intervals, and the size of the arena that holds them."""
+    """Byte offsets for the intervals, and the size of the arena that holds them. Equal sizes are
+    placed in the order in which they begin, or where that leaves gaps those that live longest
+    first."""
+    numbers = range(len(intervals))
+    by_size = sorted(numbers, key=lambda i: (-intervals[i].size_bytes, i))
+    found = _placed(intervals, by_size)
+    if found[1] <= most_alive(intervals):
+        return found
+    life = [value.last - value.first for value in intervals]
+    by_life = sorted(numbers, key=lambda i: (-intervals[i].size_bytes, -life[i], i))
+    return min(found, _placed(intervals, by_life), key=lambda plan: plan[1])
+
+
+def most_alive(intervals: Sequence[Interval]) -> int:
+    """Bytes of values that are alive at once: no arena is smaller."""
+    changes = defaultdict[int, int](int)
+    for value in intervals:
+        changes[value.first] += _aligned(value.size_bytes)
+        changes[value.last + 1] -= _aligned(value.size_bytes)
+    return max(itertools.accumulate(changes[step] for step in sorted(changes)), default=0)
+
+
+def _placed(intervals: Sequence[Interval], order: Sequence[int]) -> tuple[list[int], int]:
+    """Each in turn at the lowest place that is free while it lives."""
     offsets = [0] * len(intervals)
     placed: list[tuple[int, int, int, int]] = []  # offset, end, first, last
-    order = sorted(range(len(intervals)), key=lambda i: (-intervals[i].size_bytes, i))
     total = 0
     for index in order:
         value = intervals[index]
@@ -91,8 +116,7 @@ def plan_arena(intervals: Sequence[Interval]) -> tuple[list[int], int]:
                 break
             offset = max(offset, end)
         offsets[index] = offset
-        placed.append((offset, offset + size, value.first, value.last))
-        placed.sort()
+        insort(placed, (offset, offset + size, value.first, value.last))
         total = max(total, offset + size)
     return offsets, total
 
