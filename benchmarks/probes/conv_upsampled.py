@@ -40,10 +40,10 @@ SHAPES = (
     (1, 512, 256, 256), (2, 12, 1280, 1280), (2, 24, 1280, 1280), (2, 48, 640, 640),
 )  # fmt: skip
 MORE = tuple(Tile(*each) for each in (
-    (1, 160, 7), (1, 80, 8), (2, 80, 7), (2, 160, 5), (2, 192, 4, 1, True), (3, 128, 4, 1, True),
-    *((2, *each, 1, True, True) for each in ((160, 4), (128, 5))),
+    (1, 160, 7), (1, 80, 8), (2, 80, 7), (2, 160, 5), (2, 192, 4, 1, True), (3, 128, 5),
+    (3, 160, 4), (2, 128, 5, 1, True, True),
 ))  # fmt: skip
-TILES = tuple(dict.fromkeys((*(t for t in products.CONV_TILES if t.split == 1), *MORE)))
+TILES = tuple(dict.fromkeys((*products.UPSAMPLED_TILES, *MORE)))
 Shape = tuple[int, ...]
 
 

@@ -56,6 +56,7 @@ SAME: dict[str, Any] = {"stride": (1, 1), "padding": (1, 1), "dilation": (1, 1),
     (node("conv2d", (2, 320, ROWS, 8), (320, 320, 3, 3),
           **SAME | {"stride": (2, 2), "padding": (0, 0)}), False),
     (node("conv2d", (2, 64, ROWS, 8), (320, 64, 3, 3), **SAME), False),
+    (node("upsampled_conv2d", (2, 256, ROWS, 8), (1024, 256, 2, 2)), True),
     (node("matmul", (ROWS, 64), (64, 80)), False),
 ])  # fmt: skip
 def test_what_fits(given: Node, expected: bool) -> None:
@@ -128,6 +129,22 @@ def test_a_convolution_is_known_before(of: Picture) -> None:
         assert set(at) <= set(products.sources_anywhere("conv2d", attrs, [(), weight], HALF))
 
 
+@pytest.mark.parametrize("of", PICTURES, ids=str)
+def test_four_windows_are_known_before(of: Picture) -> None:
+    """No tile of theirs shares a sum; results lie on every second line and column."""
+    shapes = [(of.batch, of.ins, of.height, of.width), (4 * of.outs, of.ins, 2, 2)]
+    at = products.sources_at("upsampled_conv2d", {}, shapes, HALF)
+    weight = [const(n) for n in shapes[1]]
+    assert len(at) == 1
+    assert at[0] in products.sources_anywhere("upsampled_conv2d", {}, [(), weight], HALF)
+    found = form_of(products.picture_of("upsampled_conv2d", {}, shapes))
+    assert found is not None
+    assert not found.product.has_parts
+    assert found.num_tiles == 4 * math.prod(found.boxes) * found.across
+    count, height, width = found.box
+    assert found.results == (count, height, 1, width, found.product.unit)
+
+
 @pytest.mark.parametrize(("rows", "together"), [(100, 1), (2048, 16), (8192, 64), (12800, 50)])
 def test_rows_that_are_gone_through_together(rows: int, together: int) -> None:
     """All, up to a number; then in shares that are alike."""
@@ -137,7 +154,7 @@ def test_rows_that_are_gone_through_together(rows: int, together: int) -> None:
 
 
 def test_tiles_fit_a_processor() -> None:
-    for size, end in ((3, PLAIN), *((1, end) for end in ENDS)):
+    for size, end in ((3, PLAIN), (2, PLAIN), *((1, end) for end in ENDS)):
         of = Picture(size, 64, 320, 1, 1, 1)
         for tile in products.tiles_of(of, end):
             assert form(tile, of, end).product.shared <= MOST_SHARED

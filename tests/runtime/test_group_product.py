@@ -27,6 +27,7 @@ from strop.kernels.products import Form, form
 from strop.kernels.ptx import KINDS
 from strop.options import Options
 from strop.runtime import own_calls
+from strop.runtime.calls import upsampled
 from strop.runtime.executor import Bound
 from strop.runtime.group_product import GroupProduct
 from strop.runtime.hoisting import Hoist, Kept, Tally
@@ -74,12 +75,13 @@ class _Kernel:
 
 
 STRIDED = "conv2d of every second pixel"
-STRIDES = {"conv2d": 1, STRIDED: 2}
+WINDOWS = "upsampled_conv2d"
+STRIDES = {"conv2d": 1, STRIDED: 2, WINDOWS: 1}
 
 
 def kind(what: str) -> tuple[str, dict[str, Any]]:
     """An op and its attributes."""
-    if what in STRIDES:
+    if what in STRIDES and what != WINDOWS:
         return "conv2d", {"stride": (STRIDES[what],) * 2}
     return what, {}
 
@@ -159,6 +161,17 @@ def test_a_convolution_of_every_second_pixel(sides: tuple[int, int]) -> None:
     wanted = F.conv2d(x.double(), w.double(), padding=1, stride=2)
     out = torch.full_like(wanted, math.nan, dtype=HALF, memory_format=torch.channels_last)
     call(STRIDED, (x, w), out)
+    assert error(out, wanted) < BOUND
+
+
+@pytest.mark.parametrize("sides", [(9, 8), (1, 1), (2, 13)])
+def test_a_convolution_of_a_picture_twice_as_large(sides: tuple[int, int]) -> None:
+    torch.manual_seed(sides[0])
+    x = torch.randn(2, 64, *sides).to(HALF).to(memory_format=torch.channels_last)
+    taps = weights(4 * 88, 64, 2, 2).to(memory_format=torch.channels_last)
+    wanted = upsampled(x.double(), taps.double())
+    out = torch.full_like(wanted, math.nan, dtype=HALF, memory_format=torch.channels_last)
+    call(WINDOWS, (x, taps), out)
     assert error(out, wanted) < BOUND
 
 
@@ -287,6 +300,7 @@ EXACT = {
     "linear_add": lambda x, w, addend, bias: F.linear(x, w, bias) + addend,
     "conv2d": lambda x, w: F.conv2d(x, w, padding=1),
     STRIDED: lambda x, w: F.conv2d(x, w, padding=1, stride=2),
+    WINDOWS: upsampled,
 }
 SIZES = {  # rows or a picture, channels in and out
     "linear": ((2048, 640, 640), (300, 200, 328), (1, 64, 8)),
@@ -294,6 +308,7 @@ SIZES = {  # rows or a picture, channels in and out
     "linear_add": ((2048, 640, 1280), (300, 200, 640), (1, 320, 320)),
     "conv2d": ((2, 64, 64, 320, 320), (3, 9, 8, 192, 1288), (1, 13, 37, 64, 648)),
     STRIDED: ((2, 64, 64, 320, 320), (3, 17, 15, 192, 1288), (1, 26, 73, 64, 648)),
+    WINDOWS: ((2, 32, 32, 320, 320), (3, 9, 8, 192, 1288), (1, 13, 37, 64, 648)),
 }
 
 
@@ -309,7 +324,8 @@ def given(op: str, sizes: Sequence[int], dtype: torch.dtype) -> list[Tensor]:
     last = torch.channels_last
     if op in STRIDES:
         batch, height, width = rows
-        pair = [torch.randn(batch, ins, height, width), weights(outs, ins, 3, 3)]
+        window = weights(4 * outs, ins, 2, 2) if op == WINDOWS else weights(outs, ins, 3, 3)
+        pair = [torch.randn(batch, ins, height, width), window]
         return [t.to("cuda", dtype).to(memory_format=last) for t in pair]
     columns = 2 * outs if op == "geglu" else outs
     more = {"geglu": ((columns,),), "linear_add": ((*rows, outs), (outs,))}.get(op, ())
@@ -346,7 +362,8 @@ def forms(op: str, sizes: Sequence[int]) -> list[Form]:
     of = Picture(1, sizes[1], sizes[2], 1, 1, sizes[0])
     if op in STRIDES:
         batch, *sides, ins, outs = sizes
-        of = picture_of((batch, ins, *sides), (outs, ins, 3, 3), STRIDES[op])
+        weight = (4 * outs, ins, 2, 2) if op == WINDOWS else (outs, ins, 3, 3)
+        of = picture_of((batch, ins, *sides), weight, STRIDES[op])
     end = products.OPS[kind(op)[0]]
     tiles = (*products.tiles_of(of, end), *APART)
     found = [form(tile, of, end) for tile in tiles]
