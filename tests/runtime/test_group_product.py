@@ -347,7 +347,8 @@ def test_each_tile_is_as_accurate_as_torch(op: str, dtype: torch.dtype) -> None:
         inputs = given(op, sizes, dtype)
         wanted, truth = EXACT[op](*inputs), EXACT[op](*(t.double() for t in inputs))
         for found, is_steady in itertools.product(forms(op, sizes), (True, False)):
-            out = torch.full_like(wanted, math.nan)
+            order = torch.channels_last if op in STRIDES else torch.preserve_format
+            out = torch.full_like(wanted, math.nan, memory_format=order)
             GroupProduct(*kind(op), never, kernels, stream, is_early=True, is_steady=is_steady,
                          choose=lambda of, end, found=found: found)(inputs, out)  # fmt: skip
             assert_as_accurate_as_eager(out, wanted, truth)
