@@ -6,11 +6,15 @@ from typing import Any
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 import strop
+from strop.bench import accuracy, models, quality, report
 from strop.bench import compile as compile_bench
-from strop.bench import models, quality, report
 from strop.bench.cases import case_named
+from strop.bench.infer_variants import variants
+from strop.cli import app
+from strop.debug.explain import explain
 
 
 @pytest.fixture(scope="module")
@@ -35,16 +39,61 @@ def test_compile_cold_and_cached() -> None:
 
 @pytest.mark.slow
 def test_quality(options: strop.Options) -> None:
-    def make(dtype: torch.dtype, device: torch.device) -> Any:
-        return models.make_pipeline(
-            models.TINY_UNET, models.TINY_VAE, models.TINY_CLIP, device, dtype
-        )
-
     prompts = ["a red circle", "a blue square"]
-    found = quality.compare(make, prompts, ((64, 64),), torch.device("cpu"), steps=2,
+    found = quality.compare(tiny_pipe, prompts, ((64, 64),), torch.device("cpu"), steps=2,
                             options=options)  # fmt: skip
     assert found["num_pictures"] == 2
     assert found["is_good"], found
+
+
+def tiny_pipe(dtype: torch.dtype, device: torch.device) -> Any:
+    return models.make_pipeline(models.TINY_UNET, models.TINY_VAE, models.TINY_CLIP, device, dtype)
+
+
+@pytest.mark.slow
+def test_each_switch_draws_the_same(options: strop.Options, monkeypatch: pytest.MonkeyPatch
+                                    ) -> None:  # fmt: skip
+    """All on first, of whose program the switches are."""
+    said, found_for = list[str](), list[tuple[int, str]]()
+
+    def two(given: strop.Options, target: Any, kind: str) -> dict[str, strop.Options]:
+        found_for.append((len(explain(target).graphs), kind))
+        every = variants(given, target, kind)
+        return {name: every[name] for name in ("no dot_merge", "all off")}
+
+    monkeypatch.setattr(quality, "variants", two)
+    found = quality.switches(tiny_pipe, ["a red circle"], ((64, 64),), torch.device("cpu"),
+                             steps=2, options=options, step=said.append)  # fmt: skip
+    assert list(found) == said == ["all on", "no dot_merge", "all off"]
+    assert found_for == [(3, "picture")]
+    assert all(judged["is_good"] and not judged["fallbacks"] for judged in found.values())
+    result = {**found["all on"], "switches": found}
+    assert [row[0] for row in quality.rows_of(result)[1:]] == ["default", *found]
+
+
+@pytest.mark.parametrize("is_good", [True, False])
+def test_a_broken_switch_is_an_error(is_good: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    good = {"psnr_median_db": 70.0, "psnr_worst_db": 65.0, "is_good": True}
+    found = good | {"switches": {"no early_launch": good | {"is_good": is_good}}}
+    monkeypatch.setattr(quality, "run", lambda *args, **kwargs: found)
+    result = CliRunner().invoke(app, ["bench", "pictures", "--device", "cpu", "--ablate"])
+    assert ("BROKEN" in result.output) is not is_good
+    assert (result.exit_code == 0) is is_good
+
+
+def test_worst_of_results() -> None:
+    """The one that breaks the rule; of pictures, with nothing more exact, the one furthest off."""
+    torch.manual_seed(0)
+    exact = torch.randn(64, dtype=torch.float64)
+    near, far = (exact + size * torch.randn(64) for size in (1e-4, 1e-1))
+    found = accuracy.worst([near.half(), far.half()], near.half(), exact)
+    assert found is not None
+    assert not found["is_good"]
+    assert found["rms"] > 0.05
+    pictures = accuracy.worst([near, far], exact, None)
+    assert pictures is not None
+    assert pictures["psnr_to_eager_db"] < 25
+    assert accuracy.worst([near], None, None) is None
 
 
 def test_control_judges_half_precision() -> None:

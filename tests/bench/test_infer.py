@@ -132,6 +132,8 @@ def test_each_switch_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(switch["p50_ms"] > 0 for switch in switches.values())
     assert switches["no dot_merge"]["num_launches"] > switches["all on"]["num_launches"]
     assert switches["no cuda_graphs"]["num_launches"] == switches["all on"]["num_launches"]
+    assert "failed" not in found["judge"]
+    assert all(switch["error"]["is_good"] for switch in switches.values())
 
 
 @pytest.mark.slow

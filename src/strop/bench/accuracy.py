@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -70,6 +70,18 @@ def judge(ours: Tensor, eager: Tensor, exact: Tensor) -> dict[str, Any]:
     is_good = rms <= 1.10 * eager_rms + 0.5 * ulp and most <= 2 * eager_most + 2 * ulp
     return {"rms": rms, "rms_eager": eager_rms, "max": most, "max_eager": eager_most,
             "is_good": bool(is_good and math.isfinite(scale))}  # fmt: skip
+
+
+def worst(results: Sequence[Tensor], eager: Tensor | None, exact: Tensor | None
+          ) -> dict[str, Any] | None:  # fmt: skip
+    """Of results of one call that ran in several ways, as the first and a replayed CUDA graph: the
+    error of the worst, or its PSNR to eager where nothing more exact is known."""
+    if eager is not None and exact is not None:
+        judged = [judge(found, eager, exact) for found in results]
+        return max(judged, key=lambda error: (not error["is_good"], error["rms"]))
+    if eager is None:
+        return None
+    return {"psnr_to_eager_db": min(min(psnr_db(found, eager), 200.0) for found in results)}
 
 
 def _errors(found: Tensor, exact: Tensor, scale: float) -> tuple[float, float]:

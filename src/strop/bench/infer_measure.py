@@ -116,14 +116,8 @@ def _start(name: str, row: Row, group: Field, calls: dict[str, timer.Call],
 
 def _error(outputs: Mapping[str, Any]) -> Found | None:
     """Of the first and of the second call, which may run another way (a CUDA graph)."""
-    if "references" in outputs:
-        both = [accuracy.judge(found, *outputs["references"]) for found in outputs["strop"]]
-        return max(both, key=lambda e: (not e["is_good"], e["rms"]))
-    if "eager" not in outputs:
-        return None
-    eager = outputs["eager"][0]
-    return {"psnr_to_eager_db": min(min(accuracy.psnr_db(found, eager), 200.0)
-                                    for found in outputs["strop"])}  # fmt: skip
+    known = outputs.get("references") or (outputs.get("eager", [None])[0], None)
+    return accuracy.worst(outputs["strop"], *known)
 
 
 def _profile(row: Row, calls: Mapping[str, timer.Call], result: Found, group: Field, clock: Clock

@@ -178,8 +178,9 @@ def _switch_text(result: Result, switch: Found) -> str:
         return str(switch.get("skipped") or switch.get("failed"))
     if "p50_ms" not in switch:
         return "not timed"
-    unit = result["unit"]
-    return f"{_in_unit(result, switch['p50_ms'])} {unit}, {switch['num_launches']} launches"
+    said = [f"{_in_unit(result, switch['p50_ms'])} {result['unit']}",
+            f"{switch['num_launches']} launches", _error_text(switch)]  # fmt: skip
+    return ", ".join(filter(None, said))
 
 
 def markdown(results: Sequence[Result]) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import statistics
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from functools import partial
 from typing import Any
@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor
 
 import strop
-from strop.bench import timer
+from strop.bench import accuracy, timer
 from strop.bench.infer_contenders import (
     Clock,
     Field,
@@ -113,11 +113,14 @@ def random_summary(result: Mapping[str, Any]) -> Found:
 
 
 def measure_switches(row: Row, plan: Plan, clock: Clock, save: Save) -> Found:
-    """One run for each switch of ``Options`` alone switched off, one with all on, all off."""
+    """One run for each switch of ``Options`` alone switched off, one with all on, all off; each
+    judged as the row is."""
     switches: dict[str, Found] = {}
     calls: dict[str, timer.Call] = {}
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as cache:
         first = Field.of(row, plan, cache)
+        right: list[Tensor | None] = []
+        judge = attempt(partial(_right, row, first, right))
         needed_s = row.cost_s
         fields_of = {"all on": first}
         while fields_of:
@@ -125,31 +128,47 @@ def measure_switches(row: Row, plan: Plan, clock: Clock, save: Save) -> Found:
             group = fields_of.pop(name)
             refusal = clock.refusal(needed_s)
             found = {"skipped": refusal} if refusal else attempt(
-                partial(_switched, row, group, name, calls))  # fmt: skip
+                partial(_switched, row, group, name, calls, right))  # fmt: skip
             switches[name] = found
             if group is first and is_there(found):
                 needed_s = 1.2 * float(found["took_s"])
                 fields_of = {name: replace(first, options=options, built={})
-                             for name, options in _variants(first, row.kind).items()}  # fmt: skip
-            save({"switches": switches})
+                             for name, options in variants(first.options, first.target,
+                                                           row.kind).items()}  # fmt: skip
+            save({"switches": switches, "judge": judge})
+        right.clear()
         times = take_turns(calls, row.kind, plan.where, plan.samples, plan.calls, clock)
         for name, timing in times.items():
             switches[name] |= timing
-    return {"switches": switches}
+    return {"switches": switches, "judge": judge}
 
 
-def _switched(row: Row, group: Field, name: str, calls: dict[str, timer.Call]) -> Found:
-    calls[name], found, _ = group.start("strop", row.size, row.batch)
+def _right(row: Row, group: Field, right: list[Tensor | None]) -> Found:
+    """Leaves what results are judged by: eager's, and of a step those in higher precision."""
+    if row.kind == "step":
+        ((eager, exact),) = accuracy.references(group.case, group.device)
+        right += [eager, exact]
+    else:
+        _, _, (eager, *_) = group.start("eager", row.size, row.batch)
+        right += [eager, None]
+        del group.built["eager"]
+    timer.give_back(group.device)
+    return {}
+
+
+def _switched(row: Row, group: Field, name: str, calls: dict[str, timer.Call],
+              right: Sequence[Tensor | None]) -> Found:  # fmt: skip
+    calls[name], found, results = group.start("strop", row.size, row.batch)
     report = explain(group.target)
+    error = accuracy.worst(results, *right) if right else None
     return {**found, "num_launches": report.num_launches, "num_kernels": report.num_kernels,
-            "fallbacks": report.fallbacks}  # fmt: skip
+            "fallbacks": report.fallbacks, "error": error}  # fmt: skip
 
 
-def _variants(group: Field, kind: str) -> dict[str, strop.Options]:
-    """Each knob that is on by default, and each pass that the compiler has run, switched off; and
-    what is off by default switched on."""
-    options = group.options
-    ran = dict.fromkeys(step[0] for graph in explain(group.target).graphs for step in graph.passes)
+def variants(options: strop.Options, target: Any, kind: str) -> dict[str, strop.Options]:
+    """Each knob that is on by default, and each pass that the compiler has run for ``target``,
+    switched off; and what is off by default switched on. ``kind``: of a row."""
+    ran = dict.fromkeys(step[0] for graph in explain(target).graphs for step in graph.passes)
     passes = tuple(name for name in ran if name not in NEEDED_PASSES)
     off: dict[str, Any] = {knob.name: False for knob in fields(options) if knob.default is True}
     found = {f"no {name}": replace(options, disable=(name,)) for name in passes}

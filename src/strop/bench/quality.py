@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,27 +17,91 @@ from torch import Tensor
 import strop
 from strop.bench import environment, report, timer
 from strop.bench.accuracy import full_precision, psnr_db
+from strop.bench.infer_variants import variants
 from strop.bench.models import Size
+from strop.debug.explain import explain
 
 MakePipe = Callable[[torch.dtype, torch.device], Any]
 NUM_PROMPTS = 20
 NUM_SIZES = 4
 
 
-def run(out: Path | None = None, device: str = "cpu", *, options: strop.Options | None = None
-        ) -> dict[str, Any]:  # fmt: skip
-    """20 held-out prompts at 4 sizes; needs the sprites weights of the package."""
+def run(out: Path | None = None, device: str = "cpu", *, options: strop.Options | None = None,
+        num_sizes: int = NUM_SIZES, ablate: bool = False,
+        step: Callable[[str], None] = lambda name: None) -> dict[str, Any]:  # fmt: skip
+    """20 held-out prompts at some sizes; needs the sprites weights of the package. ``ablate``: each
+    switch alone as well, of which ``step`` hears."""
     from strop.models import sprites
 
     where = torch.device(device)
-    sizes = [(height, width) for width, height in sprites.BUCKETS[:NUM_SIZES]]
+    sizes = [(height, width) for width, height in sprites.BUCKETS[:num_sizes]]
     prompts = sprites.held_out_prompts(NUM_PROMPTS, 0)
     result: dict[str, Any] = {"case": "sprites", "kind": "infer",
                               "environment": environment.describe(where)}  # fmt: skip
     result |= compare(sprites.load, prompts, sizes, where, options=options)
+    if ablate:
+        chosen = options or strop.Options.from_environment()
+        result["switches"] = switches(sprites.load, prompts, sizes, where, options=chosen,
+                                      step=step)  # fmt: skip
     if out is not None:
         result["file"] = str(report.write(result, out, where))
     return result
+
+
+def rows_of(result: Mapping[str, Any]) -> report.Rows:
+    """Header, the default options, then a line a switch."""
+    found = {"default": result, **result.get("switches", {})}
+    rows: report.Rows = [("switches", "median dB", "eager's", "worst", "rule", "fallbacks")]
+    for name, judged in found.items():
+        control = judged.get("control_median_db")
+        worst = judged["psnr_worst_db"] if control is None else judged["worst_difference_db"]
+        rows.append((name, f"{judged['psnr_median_db']:.2f}",
+                     "" if control is None else f"{control:.2f}", f"{worst:.2f}",
+                     "ok" if judged["is_good"] else "BROKEN",
+                     ", ".join(judged.get("fallbacks", ())) or "none"))  # fmt: skip
+    return rows
+
+
+def switches(
+    make: MakePipe, prompts: Sequence[str], sizes: Sequence[Size], device: torch.device, *,
+    steps: int = 20, options: strop.Options, step: Callable[[str], None] = lambda name: None,
+) -> dict[str, dict[str, Any]]:  # fmt: skip
+    """The rule for each switch of ``Options`` alone, all on, and all off, by its name. ``step``
+    hears of each."""
+    judge = _judge(make, prompts, sizes, device, steps)
+    found: dict[str, dict[str, Any]] = {}
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as cache:
+        left = {"all on": replace(options, cache_dir=cache)}  # stored plans do not name passes
+        while left:
+            name = next(iter(left))
+            step(name)
+            chosen = left.pop(name)
+            pipe = make(_dtype_of(device), device)
+            strop.optimize(pipe, options=chosen)
+            ours = [p for size in sizes for p in draw(pipe, prompts, size, device, steps)]
+            found[name] = judge(ours) | {"fallbacks": explain(pipe).fallbacks}
+            if len(found) == 1:
+                left = variants(chosen, pipe, "picture")
+    return found
+
+
+def _judge(make: MakePipe, prompts: Sequence[str], sizes: Sequence[Size], device: torch.device,
+           steps: int) -> Callable[[Sequence[Tensor]], dict[str, Any]]:  # fmt: skip
+    """Of pictures of these prompts, by eager's, which are drawn here."""
+
+    def drawn(dtype: torch.dtype) -> list[Tensor]:
+        pipe = make(dtype, device)
+        return [p for size in sizes for p in draw(pipe, prompts, size, device, steps)]
+
+    eager = drawn(_dtype_of(device))
+    if device.type != "cuda":
+        return partial(_against_eager, eager=eager)
+    with full_precision():
+        return partial(_against_control, eager=eager, exact=drawn(torch.float32))
+
+
+def _dtype_of(device: torch.device) -> torch.dtype:
+    return torch.float16 if device.type == "cuda" else torch.float32
 
 
 def compare(
@@ -42,7 +109,7 @@ def compare(
     steps: int = 20, options: strop.Options | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """On a CPU in fp32 against eager. On a GPU in fp16: both against eager in fp32."""
-    dtype = torch.float16 if device.type == "cuda" else torch.float32
+    dtype = _dtype_of(device)
     pipes = {"eager": make(dtype, device), "strop": make(dtype, device)}
     strop.optimize(pipes["strop"], options=options)
     draw(pipes["strop"], prompts[:2], sizes[0], device, 2)  # compiles
