@@ -77,7 +77,7 @@ def command(
 
 def _pipe_report(name: str, size: Size | None, device: str, profile: bool) -> Report:
     """Of a whole pipeline after two denoising steps."""
-    found = models.find_model(name)
+    found = models.find_model(name, CALLS)
     size = size or found.default_size
     arguments.check_size(size, found.factor)
 

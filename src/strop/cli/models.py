@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -39,15 +40,17 @@ class Model:
         return self.name == SPRITES
 
 
-def find_model(name: str) -> Model:
-    """Read a model's configuration; fast. Raises CommandError if there is none."""
+def find_model(name: str, others: Iterable[str] = ()) -> Model:
+    """Read a model's configuration; fast. Raises CommandError if there is none. ``others``: names
+    that a command knows besides."""
     if name == SPRITES:
         from strop.models import sprites
 
         folder = sprites.WEIGHTS
         advice = "reinstall strop, or give a diffusers folder with --model"
     else:
-        folder, advice = Path(name).expanduser(), "give 'sprites' or a folder that diffusers saved"
+        folder, known = Path(name).expanduser(), ", ".join(map(repr, (SPRITES, *others)))
+        advice = f"give {known} or a folder that diffusers saved"
     if not (folder / "model_index.json").is_file():
         raise CommandError(f"there is no diffusers model in {folder}; {advice}")
     _check_parts(folder)
