@@ -4,10 +4,10 @@ python benchmarks/probes/norm_tiles.py --out FOLDER [--seconds 200] [--only rows
 
 One H100, fp16. ``rows``: blocks of LayerNorm, linear and sum (``codegen/triton_row.py``).
 ``apply``: blocks of GroupNorm, SiLU and convolution, of which the second half of the norm is meant
-(``codegen/triton_pointwise.py``), and ``statistics`` the first (``codegen/triton_column.py``; KB of a
-tile, warps, stages). Compiled anew for each tile (rows, cols, warps) and replayed as a
-CUDA graph, all tiles in turns. Grids of at most 640 programs begin before the product before them
-has ended, and let the next one begin. ``us``: of a block.
+(``codegen/triton_pointwise.py``); ``statistics``: the first (``codegen/triton_column.py``; KB of a
+tile, warps, stages). Compiled anew for each tile (rows, cols, warps) and replayed as a CUDA graph,
+all tiles in turns. Grids of at most 640 programs begin before the product before them has ended,
+and let the next one begin. ``us``: of a block.
 """
 
 from __future__ import annotations
