@@ -5,9 +5,9 @@ python benchmarks/probes/norm_tiles.py --out FOLDER [--seconds 200] [--only rows
 One H100, fp16. ``rows``: blocks of LayerNorm, linear and sum (``codegen/triton_row.py``).
 ``apply``: blocks of GroupNorm, SiLU and convolution, of which the second half of the norm is meant
 (``codegen/triton_pointwise.py``); ``statistics``: the first (``codegen/triton_column.py``; KB of a
-tile, warps, stages). Compiled anew for each tile (rows, cols, warps) and replayed as a CUDA graph,
-all tiles in turns. Grids of at most 640 programs begin before the product before them has ended,
-and let the next one begin. ``us``: of a block.
+tile, warps, stages, thousands of states that are merged at once). Compiled anew for each tile
+(rows, cols, warps) and replayed as a CUDA graph, all tiles in turns. Grids of at most 640 programs
+begin before the product before them has ended, and let the next one begin. ``us``: of a block.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from strop.options import Options
 
 BLOCKS = 12
 HALF = torch.float16
-Tile = tuple[int, int, int]
+Tile = tuple[int, ...]
 
 
 class Rows(nn.Module):
@@ -95,11 +95,12 @@ FAMILIES: dict[str, Family] = {
     }),
     "statistics": Family(Apply, triton_column, {
         "TILE_BYTES": lambda t: t[0] << 10, "NUM_WARPS": lambda t: t[1], "STAGES": lambda t: t[2],
-        "MAX_ELEMENTS": lambda t: t[1] << 10,
+        "MAX_ELEMENTS": lambda t: t[1] << 10, "MERGE_ELEMENTS": lambda t: t[3] << 10,
+        "MERGED": lambda t: t[3] << 5,
     }, {
-        (2, 128, 128, 320): ((16, 8, 3), (8, 8, 3), (8, 4, 5), (4, 4, 4)),
-        (2, 64, 64, 640): ((16, 8, 3), (8, 8, 3), (8, 4, 5), (4, 4, 4)),
-        (2, 32, 32, 1280): ((16, 8, 3), (8, 8, 3), (8, 4, 5)),
+        (2, 128, 128, 320): ((8, 4, 3, 4), (8, 4, 3, 8), (16, 8, 3, 8), (8, 4, 5, 8)),
+        (2, 64, 64, 640): ((8, 4, 3, 4), (16, 8, 3, 8), (8, 4, 5, 4)),
+        (2, 32, 32, 1280): ((16, 8, 3, 2), (8, 8, 3, 2), (8, 4, 5, 2)),
     }),
 }  # fmt: skip
 

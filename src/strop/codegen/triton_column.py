@@ -62,7 +62,7 @@ NARROW_COLS = 64
 FEW_ROWS, FEW_ROWS_COLS = 64, 32
 STEPS = 8  # loop steps below which a slab is not worth a program, and a part of the merge
 MOST_STEPS = 24  # of statistics of groups, above which two programs share a multiprocessor
-MERGE_ELEMENTS = 2048
+MERGE_ELEMENTS, MERGED = 2048, 64  # of states that are merged at once: in all, and of programs
 
 
 @dataclass(frozen=True, slots=True)
@@ -337,7 +337,7 @@ def _finish(plan: _Column) -> None:
             kept_tile, masked = plan.cols, _has_col_mask(plan)
             plan.printer.constants["KEPT"] = plan.cols
             add("kept = col")
-        plan.printer.constants["SPLITS"] = min(max(MERGE_ELEMENTS // kept_tile, 1), 64)
+        plan.printer.constants["SPLITS"] = min(max(MERGE_ELEMENTS // kept_tile, 1), MERGED)
         if masked:
             add(f"kept_mask = kept < {plan.text(plan.num_kept)}")
         _merge(plan, masked)
