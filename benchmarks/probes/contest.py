@@ -73,8 +73,13 @@ def hold(name: str, args: argparse.Namespace, sources: Iterable[KernelSource],
     library, wanted = kernel_library("cuda", 0, "", 0), list(dict.fromkeys(sources))
     library.build(wanted)
     print(f"{len(wanted)} kernels built in {time.monotonic() - start:.1f} s", flush=True)
-    rows = _rows(shapes, lambda shape: measure(shape, library), start + args.seconds)
-    _write(name, args, {"rows": rows})
+    report(name, args, shapes, lambda shape: measure(shape, library), start + args.seconds)
+
+
+def report(name: str, args: argparse.Namespace, shapes: Iterable[Shape],
+           measure: Callable[[Shape], dict[str, Any]], end: float) -> None:  # fmt: skip
+    """Measure shape by shape until then, and write what was found."""
+    _write(name, args, {"rows": _rows(shapes, measure, end)})
 
 
 def judged(calls: Mapping[str, Call], turns: int, out: Tensor, truth: Tensor,

@@ -70,17 +70,16 @@ def forms(of: Picture, end: str = PLAIN, tiles: Iterable[Tile] = TILES, worst: f
     return [each for each, guess in found.items() if guess <= worst * least]
 
 
-def bound(each: Form, of: Picture, sets: list[tuple[Tensor, ...]], library: Any, stream: int
-          ) -> Callable[[], None]:  # fmt: skip
-    product, scalars = each.product, each.scalars(of.ins, late=False)
-    columns = of.outs * (2 if product.gated else 1)
+def bound(each: Form, of: Picture, sets: list[tuple[Tensor, ...]], library: Any, stream: int, *,
+          late: bool = False) -> Callable[[], None]:  # fmt: skip
+    product, scalars = each.product, each.scalars(of.ins, late=late)
+    columns = of.outs * of.windows * (2 if product.gated else 1)
     sides = (of.height * of.stride, of.width * of.stride)
     sizes = [(of.batch, *sides, of.ins), (columns, of.size**2 * of.ins)]
     views = [(size, torch.empty(size, device="meta").stride()) for size in sizes]
     views[0] = (*views[0], (*each.box, LINE))
     if each.results:
-        result = (of.batch, of.height, of.width, of.outs)
-        views.append((result, dense(result), each.results))
+        views.append((of.result, dense(of.result), each.results))
     source, launches = group_product(product, torch.float16), []
     for tensors in sets:
         pointers = [*(t.data_ptr() for t in tensors), 0][:4]  # a convolution adds nothing

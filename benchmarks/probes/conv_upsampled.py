@@ -27,8 +27,6 @@ from strop.kernels.group_product import group_product
 from strop.kernels.pictures import FOUR_WINDOWS, Picture
 from strop.kernels.product_layout import PLAIN, Tile
 from strop.kernels.products import Form, form, is_able
-from strop.kernels.ptx import LINE
-from strop.runtime.operands import dense
 
 HALF = torch.float16
 # Pictures, height = width, channels in and out: of SD1.5's UNet at 512 and 1024, of SDXL's, of the
@@ -76,21 +74,6 @@ def sources(shape: Shape) -> Iterator[KernelSource]:
         yield group_product(each.product, HALF)
 
 
-def bound(each: Form, of: Picture, sets: list[tuple[Tensor, ...]], library: Any, stream: int
-          ) -> Callable[[], None]:  # fmt: skip
-    result = (of.batch, of.height, 2, of.width, 2 * of.outs)
-    sizes = ((of.batch, of.height, of.width, of.ins), (4 * of.outs, 4 * of.ins))
-    views = [(sizes[0], dense(sizes[0]), (*each.box, LINE)), (sizes[1], dense(sizes[1])),
-             (result, dense(result), each.results)]  # fmt: skip
-    source, scalars = group_product(each.product, HALF), each.scalars(of.ins, late=True)
-    turns = itertools.cycle([
-        library.bind(source, [*(t.data_ptr() for t in tensors), 0], scalars, stream, early=True,
-                     views=views)
-        for tensors in sets
-    ])  # fmt: skip
-    return lambda: next(turns)()
-
-
 def folding(sets: list[tuple[Tensor, ...]], library: Any, stream: int) -> Callable[[], None]:
     outs, ins = sets[0][0].shape[:2]
     source = folded_taps(outs, ins, HALF)
@@ -124,7 +107,8 @@ def measure(shape: Shape, library: Any) -> dict[str, Any]:
         folded = [(p, t, s[2]) for p, t, s in zip(small, taps, sets, strict=True)]
         for each in forms(of):
             name = str(astuple(each.product.tile))
-            calls[name] = bound(each, of, folded, library, stream.cuda_stream)
+            calls[name] = conv_groups.bound(each, of, folded, library, stream.cuda_stream,
+                                            late=True)  # fmt: skip
         row = contest.judged(calls, SETS, out, truth, stream)
         chosen = products.form_of(of)
         return {**row, "taps_us": contest.us_in_turns({"taps": fold}, stream)["taps"],

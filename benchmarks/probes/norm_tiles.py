@@ -12,7 +12,6 @@ begin before the product before them has ended, and let the next one begin. ``us
 
 from __future__ import annotations
 
-import json
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -25,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 import strop
-from strop.bench import environment, timer
+from strop.bench import timer
 from strop.codegen import triton, triton_column, triton_pointwise, triton_row
 from strop.options import Options
 
@@ -120,7 +119,10 @@ def ruled(family: Family, tile: Tile | None) -> Iterator[None]:
         triton._emit.cache_clear()
 
 
-def measure(family: Family, shape: tuple[int, ...]) -> dict[str, Any]:
+def measure(work: tuple[Any, ...]) -> dict[str, Any]:
+    """``work``: a family's name and a shape."""
+    name, *sizes = work
+    family, shape = FAMILIES[name], tuple(sizes)
     x = torch.randn(shape, device="cuda", dtype=HALF)
     x = x.permute(0, 3, 1, 2) if len(shape) == 4 else x
     width = shape[-1]
@@ -136,31 +138,22 @@ def measure(family: Family, shape: tuple[int, ...]) -> dict[str, Any]:
             compiled = strop.optimize(module, options=Options(strict=True, cache_dir=cache))
             for _ in range(3):
                 result = compiled(x)
-        name = str(tile or "rule")
-        errors[name] = contest.error(result.double(), truth)
-        calls[name] = lambda compiled=compiled: compiled(x)
+        who = str(tile or "rule")
+        errors[who] = contest.error(result.double(), truth)
+        calls[who] = lambda compiled=compiled: compiled(x)
     timed = timer.time_calls(calls, torch.device("cuda"), samples=15, inner=10)
-    us = {name: round(t.p50_ms * 1e3 / BLOCKS, 3) for name, t in timed.items()}
-    return {"shape": shape, "us": us, "errors": errors}
+    us = {who: round(t.p50_ms * 1e3 / BLOCKS, 3) for who, t in timed.items()}
+    return {"us": us, "errors": errors}
 
 
 def main() -> None:
     parser = contest.arguments_of(__doc__, seconds=200)
     parser.add_argument("--only", choices=FAMILIES)
     args = parser.parse_args()
-    end, rows = time.monotonic() + args.seconds, list[dict[str, Any]]()
-    work = [(name, shape) for name, family in FAMILIES.items() if args.only in (None, name)
+    work = [(name, *shape) for name, family in FAMILIES.items() if args.only in (None, name)
             for shape in family.shapes]  # fmt: skip
     with torch.no_grad():
-        for name, shape in work:
-            if time.monotonic() > end:
-                print("out of time")
-                break
-            rows.append({"family": name, **measure(FAMILIES[name], shape)})
-            print(rows[-1], flush=True)
-    report = {"kind": "norm_tiles", "environment": environment.describe(torch.device("cuda")),
-              "rows": rows}  # fmt: skip
-    (args.out / "norm_tiles_h100.json").write_text(json.dumps(report, indent=1))
+        contest.report("norm_tiles", args, work, measure, time.monotonic() + args.seconds)
 
 
 if __name__ == "__main__":

@@ -62,12 +62,13 @@ def test_each_switch_draws_the_same(options: strop.Options, monkeypatch: pytest.
         return {name: every[name] for name in ("no dot_merge", "all off")}
 
     monkeypatch.setattr(quality, "variants", two)
-    found = quality.switches(tiny_pipe, ["a red circle"], ((64, 64),), torch.device("cpu"),
-                             steps=2, options=options, step=said.append)  # fmt: skip
+    result = quality.compare(tiny_pipe, ["a red circle"], ((64, 64),), torch.device("cpu"),
+                             steps=2, options=options, ablate=True,
+                             step=said.append)  # fmt: skip
+    found = result["switches"]
     assert list(found) == said == ["all on", "no dot_merge", "all off"]
     assert found_for == [(3, "picture")]
     assert all(judged["is_good"] and not judged["fallbacks"] for judged in found.values())
-    result = {**found["all on"], "switches": found}
     assert [row[0] for row in quality.rows_of(result)[1:]] == ["default", *found]
 
 

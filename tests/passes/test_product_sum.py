@@ -20,6 +20,7 @@ from strop.options import Options
 from strop.passes import run as run_passes
 from strop.runtime import calls
 from tests.frontend.tracing import trace
+from tests.passes.ours import assert_needs_kernels_of_ours
 
 HALF, WIDTH = torch.float16, 320
 
@@ -112,12 +113,9 @@ def test_other_sums_stay(module: nn.Module, count: int) -> None:
 
 
 def test_where_kernels_of_ours_can_do_it() -> None:
-    assert not found_in(traced(Block(), "cpu"))
-    assert not found_in(traced(Block(), dtype=torch.float32))
-    for name in ("group_product", "product_sum"):
-        assert not found_in(traced(Block(), **{name: False}))
-    assert not found_in(traced(Block(), disable=("product_sum",)))
-    assert not Options().on(has_boxes=False).product_sum
+    assert_needs_kernels_of_ours(
+        "product_sum", lambda *device, **how: found_in(traced(Block(), *device, **how))
+    )
     assert Options().on(has_boxes=True) == Options()
 
 

@@ -23,6 +23,7 @@ from strop.runtime import calls
 from strop.runtime.calls import fold_taps, upsampled
 from strop.testing import assert_as_accurate_as_eager
 from tests.frontend.tracing import trace
+from tests.passes.ours import assert_needs_kernels_of_ours
 
 HALF, WIDTH = torch.float16, 256
 
@@ -90,12 +91,9 @@ def test_other_convolutions_stay(module: nn.Module) -> None:
 
 
 def test_where_kernels_of_ours_can_do_it() -> None:
-    assert not found_in(traced(Upsample(), "cpu"))
-    assert not found_in(traced(Upsample(), dtype=torch.float32))
-    for name in ("group_product", "upsampled_conv"):
-        assert not found_in(traced(Upsample(), **{name: False}))
-    assert not found_in(traced(Upsample(), disable=("upsampled_conv",)))
-    assert not Options().on(has_boxes=False).upsampled_conv
+    assert_needs_kernels_of_ours(
+        "upsampled_conv", lambda *device, **how: found_in(traced(Upsample(), *device, **how))
+    )
     graph = trace(Upsample().to(HALF), f"b {WIDTH} h w", dtype=HALF, b=2, h=4, w=6).graph
     assert not found_in(run_passes(graph, Options().in_training, "cuda")[0])
 

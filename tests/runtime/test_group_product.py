@@ -317,6 +317,10 @@ def _gated(product: Tensor) -> Tensor:
     return value * F.gelu(gate)
 
 
+def window_of(op: str, outs: int, ins: int) -> tuple[int, int, int, int]:
+    return (4 * outs, ins, 2, 2) if op == WINDOWS else (outs, ins, 3, 3)
+
+
 def given(op: str, sizes: Sequence[int], dtype: torch.dtype) -> list[Tensor]:
     """On the GPU."""
     torch.manual_seed(sum(sizes))
@@ -324,8 +328,7 @@ def given(op: str, sizes: Sequence[int], dtype: torch.dtype) -> list[Tensor]:
     last = torch.channels_last
     if op in STRIDES:
         batch, height, width = rows
-        window = weights(4 * outs, ins, 2, 2) if op == WINDOWS else weights(outs, ins, 3, 3)
-        pair = [torch.randn(batch, ins, height, width), window]
+        pair = [torch.randn(batch, ins, height, width), weights(*window_of(op, outs, ins))]
         return [t.to("cuda", dtype).to(memory_format=last) for t in pair]
     columns = 2 * outs if op == "geglu" else outs
     more = {"geglu": ((columns,),), "linear_add": ((*rows, outs), (outs,))}.get(op, ())
@@ -363,8 +366,7 @@ def forms(op: str, sizes: Sequence[int]) -> list[Form]:
     of = Picture(1, sizes[1], sizes[2], 1, 1, sizes[0])
     if op in STRIDES:
         batch, *sides, ins, outs = sizes
-        weight = (4 * outs, ins, 2, 2) if op == WINDOWS else (outs, ins, 3, 3)
-        of = picture_of((batch, ins, *sides), weight, STRIDES[op])
+        of = picture_of((batch, ins, *sides), window_of(op, outs, ins), STRIDES[op])
     end = products.OPS[kind(op)[0]]
     tiles = (*products.tiles_of(of, end), *APART)
     found = [form(tile, of, end) for tile in tiles]

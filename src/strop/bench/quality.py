@@ -22,6 +22,7 @@ from strop.bench.models import Size
 from strop.debug.explain import explain
 
 MakePipe = Callable[[torch.dtype, torch.device], Any]
+Judge = Callable[[Sequence[Tensor]], dict[str, Any]]  # of ours
 NUM_PROMPTS = 20
 NUM_SIZES = 4
 
@@ -38,11 +39,8 @@ def run(out: Path | None = None, device: str = "cpu", *, options: strop.Options 
     prompts = sprites.held_out_prompts(NUM_PROMPTS, 0)
     result: dict[str, Any] = {"case": "sprites", "kind": "infer",
                               "environment": environment.describe(where)}  # fmt: skip
-    result |= compare(sprites.load, prompts, sizes, where, options=options)
-    if ablate:
-        chosen = options or strop.Options.from_environment()
-        result["switches"] = switches(sprites.load, prompts, sizes, where, options=chosen,
-                                      step=step)  # fmt: skip
+    result |= compare(sprites.load, prompts, sizes, where, options=options, ablate=ablate,
+                      step=step)  # fmt: skip
     if out is not None:
         result["file"] = str(report.write(result, out, where))
     return result
@@ -62,68 +60,60 @@ def rows_of(result: Mapping[str, Any]) -> report.Rows:
     return rows
 
 
-def switches(
-    make: MakePipe, prompts: Sequence[str], sizes: Sequence[Size], device: torch.device, *,
-    steps: int = 20, options: strop.Options, step: Callable[[str], None] = lambda name: None,
-) -> dict[str, dict[str, Any]]:  # fmt: skip
-    """The rule for each switch of ``Options`` alone, all on, and all off, by its name. ``step``
-    hears of each."""
-    judge = _judge(make, prompts, sizes, device, steps)
-    found: dict[str, dict[str, Any]] = {}
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as cache:
-        left = {"all on": replace(options, cache_dir=cache)}  # stored plans do not name passes
-        while left:
-            name = next(iter(left))
-            step(name)
-            chosen = left.pop(name)
-            pipe = make(_dtype_of(device), device)
-            strop.optimize(pipe, options=chosen)
-            ours = [p for size in sizes for p in draw(pipe, prompts, size, device, steps)]
-            found[name] = judge(ours) | {"fallbacks": explain(pipe).fallbacks}
-            if len(found) == 1:
-                left = variants(chosen, pipe, "picture")
-    return found
-
-
-def _judge(make: MakePipe, prompts: Sequence[str], sizes: Sequence[Size], device: torch.device,
-           steps: int) -> Callable[[Sequence[Tensor]], dict[str, Any]]:  # fmt: skip
-    """Of pictures of these prompts, by eager's, which are drawn here."""
-
-    def drawn(dtype: torch.dtype) -> list[Tensor]:
-        pipe = make(dtype, device)
-        return [p for size in sizes for p in draw(pipe, prompts, size, device, steps)]
-
-    eager = drawn(_dtype_of(device))
-    if device.type != "cuda":
-        return partial(_against_eager, eager=eager)
-    with full_precision():
-        return partial(_against_control, eager=eager, exact=drawn(torch.float32))
-
-
-def _dtype_of(device: torch.device) -> torch.dtype:
-    return torch.float16 if device.type == "cuda" else torch.float32
-
-
 def compare(
     make: MakePipe, prompts: Sequence[str], sizes: Sequence[Size], device: torch.device, *,
-    steps: int = 20, options: strop.Options | None = None,
+    steps: int = 20, options: strop.Options | None = None, ablate: bool = False,
+    step: Callable[[str], None] = lambda name: None,
 ) -> dict[str, Any]:  # fmt: skip
     """On a CPU in fp32 against eager. On a GPU in fp16: both against eager in fp32."""
-    dtype = _dtype_of(device)
+    dtype = torch.float16 if device.type == "cuda" else torch.float32
+    drawn = partial(_drawn, prompts=prompts, sizes=sizes, device=device, steps=steps)
     pipes = {"eager": make(dtype, device), "strop": make(dtype, device)}
     strop.optimize(pipes["strop"], options=options)
     draw(pipes["strop"], prompts[:2], sizes[0], device, 2)  # compiles
     made, seconds = _in_turns(pipes, prompts, sizes, device, steps)
     if device.type == "cuda":
         with full_precision():
-            exact = make(torch.float32, device)
-            right = [p for s in sizes for p in draw(exact, prompts, s, device, steps)]
-        judged = _against_control(made["strop"], made["eager"], right)
+            right = drawn(make(torch.float32, device))
+        judge: Judge = partial(_against_control, eager=made["eager"], exact=right)
     else:
-        judged = _against_eager(made["strop"], made["eager"])
+        judge = partial(_against_eager, eager=made["eager"])
+    found = judge(made["strop"])
+    if ablate:
+        chosen = options or strop.Options.from_environment()
+        found["switches"] = _switches(partial(make, dtype, device), drawn, judge, chosen, step)
     total = {name: round(sum(times), 3) for name, times in seconds.items()}
-    return judged | {"seconds": total, "seconds_by_size": seconds,
-                     "num_pictures": len(made["strop"])}  # fmt: skip
+    return found | {
+        "seconds": total,
+        "seconds_by_size": seconds,
+        "num_pictures": len(made["strop"]),
+    }
+
+
+def _switches(
+    make: Callable[[], Any], drawn: Callable[[Any], list[Tensor]], judge: Judge,
+    options: strop.Options, step: Callable[[str], None],
+) -> dict[str, dict[str, Any]]:  # fmt: skip
+    """All on, then each switch of ``Options`` alone, and all off, by name."""
+    found: dict[str, dict[str, Any]] = {}
+
+    def judged(name: str, chosen: strop.Options) -> Any:
+        step(name)
+        pipe = make()
+        strop.optimize(pipe, options=chosen)
+        found[name] = judge(drawn(pipe)) | {"fallbacks": explain(pipe).fallbacks}
+        return pipe
+
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as cache:
+        fresh = replace(options, cache_dir=cache)  # stored plans do not name passes
+        for name, chosen in variants(fresh, judged("all on", fresh), "picture").items():
+            judged(name, chosen)
+    return found
+
+
+def _drawn(pipe: Any, prompts: Sequence[str], sizes: Sequence[Size], device: torch.device,
+           steps: int) -> list[Tensor]:  # fmt: skip
+    return [picture for size in sizes for picture in draw(pipe, prompts, size, device, steps)]
 
 
 def _in_turns(

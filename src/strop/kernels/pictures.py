@@ -12,6 +12,10 @@ FOUR_WINDOWS = 2  # the size of each
 MOST_REACH = 256  # of a box in the input, by dim: the accelerator's limit
 
 
+def windows_of(size: int) -> int:
+    return 4 if size == FOUR_WINDOWS else 1
+
+
 @dataclass(frozen=True, slots=True)
 class Picture:
     """Sizes of a convolution with a square, odd window, around which there are as many zeros as
@@ -29,7 +33,15 @@ class Picture:
     @property
     def windows(self) -> int:
         """Of each place."""
-        return 4 if self.size == FOUR_WINDOWS else 1
+        return windows_of(self.size)
+
+    @property
+    def result(self) -> tuple[int, ...]:
+        """Sizes of what leaves by boxes, channels last: of four windows odd lines apart from even
+        ones, and of a pair of columns one as long as both."""
+        if self.windows == 1:
+            return self.batch, self.height, self.width, self.outs
+        return self.batch, self.height, 2, self.width, 2 * self.outs
 
     @property
     def pixels(self) -> int:

@@ -15,7 +15,7 @@ from strop.ir.dims import Expr
 from strop.ir.graph import Node
 from strop.ir.source import KernelSource
 from strop.kernels.group_product import group_product
-from strop.kernels.pictures import Box, Picture, box_of, boxes_along
+from strop.kernels.pictures import Box, Picture, box_of, boxes_along, windows_of
 from strop.kernels.pictures import picture_of as convolution_of
 from strop.kernels.product_layout import GATED, PLAIN, SUM, Product, Tile
 from strop.kernels.ptx import KINDS, LINE
@@ -46,7 +46,10 @@ class Form:
     box: Box
     boxes: Box
     across: int  # tiles of columns
-    windows: int = 1
+
+    @property
+    def windows(self) -> int:
+        return windows_of(self.product.size)
 
     @property
     def num_tiles(self) -> int:
@@ -89,7 +92,7 @@ def form(tile: Tile, of: Picture, end: str = PLAIN) -> Form:
     """``of.outs``: columns of the result."""
     product = Product(tile, of.size, end, of.stride)
     box = box_of(product.rows, of) if product.has_box else (1, 1, product.rows)
-    return Form(product, box, boxes_along(box, of), -(-of.outs // product.width), of.windows)
+    return Form(product, box, boxes_along(box, of), -(-of.outs // product.width))
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from torch import Tensor
 
 from strop.ir.source import KernelSource
 from strop.runtime.kernels import BoundKernel, KernelLibrary
-from strop.runtime.narrow_convolution import is_dense
-
-OutCall = Callable[[Sequence[Tensor], Tensor], None]
+from strop.runtime.narrow_convolution import OutCall, is_dense
 
 
 class FoldedTaps:

@@ -85,10 +85,7 @@ class GroupProduct:
         box = (*form.box, LINE)
         views: list[View] = [(pixels.shape, strides(pixels), box), (columns, (columns[1], 1))]
         if form.results:
-            sizes: tuple[int, ...] = of.batch, of.height, of.width, of.outs
-            if of.windows > 1:
-                sizes = of.batch, of.height, 2, of.width, 2 * of.outs
-            views.append((sizes, dense(sizes), form.results))
+            views.append((of.result, dense(of.result), form.results))
         scalars = form.scalars(of.ins, late=not self._is_steady)
         return self._kernels.bind(source, [NOWHERE] * 4, scalars, self._stream,
                                   early=self._is_early, views=views)  # fmt: skip
