@@ -64,15 +64,14 @@ class Setting:
         if self is NOW:
             yield
             return
-        wanted = ((triton_column, "TILE_BYTES", self.tile_bytes),
+        tile = (self.tile_bytes, self.warps, self.stages, self.steps)
+        tiling = triton_column.Tiling(*tile, merge_elements=2048, merged=64)
+        wanted = ((triton_column, "TILING_OF_GROUPS", tiling),
+                  (triton_column, "TILING_OF_GROUPS_OF_SEVERAL", tiling),
                   (triton_column, "STAGED_BYTES", 4 * self.tile_bytes),
-                  (triton_column, "MAX_ELEMENTS", self.most_elements),
-                  (triton_column, "NUM_WARPS", self.warps),
+                  (triton_column, "MAX_ELEMENTS", self.most_elements // (32 * self.warps)),
                   (triton_column, "MAX_REGISTERS", min(255, 65536 // (32 * self.warps))),
-                  (triton_column, "STAGES", self.stages),
-                  (triton_column, "STAGES_OF_SEVERAL", self.stages),
                   (triton_column, "MOST_STEPS", 0),
-                  (triton_column, "STEPS", self.steps),
                   (kernels, "MAX_PROGRAMS_PER_SM", self.per_sm),
                   (kernels, "ROWS_PER_PROGRAM", 1))  # fmt: skip
         before = [(where, name, getattr(where, name)) for where, name, _ in wanted]

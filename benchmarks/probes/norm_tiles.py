@@ -1,13 +1,14 @@
 """Which tiles should norms have between the products of a UNet?
 
-python benchmarks/probes/norm_tiles.py --out FOLDER [--seconds 200] [--only rows|apply|statistics]
+python benchmarks/probes/norm_tiles.py --out FOLDER [--seconds 200] [--only FAMILY]
 
 One H100, fp16. ``rows``: blocks of LayerNorm, linear and sum (``codegen/triton_row.py``).
 ``apply``: blocks of GroupNorm, SiLU and convolution, of which the second half of the norm is meant
 (``codegen/triton_pointwise.py``); ``statistics``: the first (``codegen/triton_column.py``; KB of a
-tile, warps, stages, thousands of states that are merged at once). Compiled anew for each tile
-(rows, cols, warps) and replayed as a CUDA graph, all tiles in turns. Grids of at most 640 programs
-begin before the product before them has ended, and let the next one begin. ``us``: of a block.
+tile, warps, stages, thousands of states that are merged at once, steps of a slab); ``sums``: the
+same of a sum beside another picture. Compiled anew for each tile (rows, cols, warps) and replayed
+as a CUDA graph, all tiles in turns. Grids of at most 640 programs begin before the product before
+them has ended, and let the next one begin. ``us``: of a block.
 """
 
 from __future__ import annotations
@@ -54,6 +55,16 @@ class Apply(nn.Module):
         return result
 
 
+class Residual(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.inner = Apply(width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = x + self.inner(x)
+        return result
+
+
 class Blocks(nn.Module):
     """Something is computed first, so that sums are made where it lies."""
 
@@ -77,11 +88,19 @@ class Family:
     shapes: Mapping[tuple[int, ...], tuple[Tile, ...]]  # of the input: channels last
 
 
+def statistics(block: type[nn.Module], shapes: Mapping[Tile, tuple[Tile, ...]]) -> Family:
+    def tiling(t: Tile) -> triton_column.Tiling:
+        return triton_column.Tiling(t[0] << 10, t[1], t[2], t[4], t[3] << 10, t[3] << 5)
+
+    names = {"TILING_OF_GROUPS": tiling, "TILING_OF_GROUPS_OF_SEVERAL": tiling}
+    return Family(block, triton_column, names, shapes)
+
+
 FAMILIES: dict[str, Family] = {
     "rows": Family(Rows, triton_row, {"TILES": lambda t: ((49152, t),), "STREAMED": lambda t: ()}, {
+        (2, 4096, 640): ((4, 256, 4), (4, 128, 4), (8, 128, 4), (16, 128, 4)),
+        (2, 1024, 640): ((4, 256, 4), (4, 128, 4), (8, 128, 4), (16, 128, 4)),
         (2, 1024, 1280): ((4, 256, 4), (2, 256, 2), (8, 256, 8), (4, 128, 4)),
-        (2, 4096, 640): ((4, 256, 4), (8, 128, 8), (16, 128, 8), (16, 128, 4)),
-        (2, 1024, 640): ((4, 256, 4), (4, 128, 4), (8, 128, 8)),
         (2, 4096, 320): ((8, 64, 8), (16, 64, 8), (16, 64, 4), (16, 64, 16)),
         (2, 256, 1280): ((4, 256, 4), (2, 256, 2)),
         (8, 4096, 320): ((8, 64, 8), (16, 64, 8), (64, 64, 8)),
@@ -92,14 +111,21 @@ FAMILIES: dict[str, Family] = {
         (2, 64, 64, 640): ((64, 64, 4), (128, 64, 8)),
         (2, 128, 128, 320): ((64, 64, 4), (128, 64, 8)),
     }),
-    "statistics": Family(Apply, triton_column, {
-        "TILE_BYTES": lambda t: t[0] << 10, "NUM_WARPS": lambda t: t[1], "STAGES": lambda t: t[2],
-        "MAX_ELEMENTS": lambda t: t[1] << 10, "MERGE_ELEMENTS": lambda t: t[3] << 10,
-        "MERGED": lambda t: t[3] << 5,
-    }, {
-        (2, 128, 128, 320): ((8, 4, 3, 4), (8, 4, 3, 8), (16, 8, 3, 8), (8, 4, 5, 8)),
-        (2, 64, 64, 640): ((8, 4, 3, 4), (16, 8, 3, 8), (8, 4, 5, 4)),
-        (2, 32, 32, 1280): ((16, 8, 3, 2), (8, 8, 3, 2), (8, 4, 5, 2)),
+    "statistics": statistics(Apply, {
+        (2, 64, 64, 640): ((16, 8, 3, 8, 4), (16, 8, 3, 8, 8), (8, 8, 3, 8, 8)),
+        (2, 64, 64, 320): ((16, 8, 3, 8, 4), (16, 8, 3, 8, 8), (8, 8, 3, 8, 8), (8, 4, 3, 8, 8)),
+        (2, 32, 32, 640): ((16, 8, 3, 8, 4), (16, 8, 3, 8, 8), (8, 8, 3, 8, 8), (8, 4, 3, 8, 8)),
+        (2, 16, 16, 1280): ((16, 8, 3, 8, 4), (16, 8, 3, 8, 8), (8, 8, 3, 8, 8)),
+        (2, 32, 32, 1280): ((16, 8, 3, 8, 4), (16, 8, 3, 2, 8), (8, 8, 3, 8, 8)),
+        (2, 128, 128, 320): ((16, 8, 3, 8, 4), (8, 4, 3, 8, 8), (8, 4, 5, 8, 8)),
+    }),
+    "sums": statistics(Residual, {
+        (2, 64, 64, 640): ((16, 8, 3, 8, 4), (16, 8, 5, 8, 4), (8, 8, 5, 8, 8), (8, 4, 5, 8, 8)),
+        (2, 64, 64, 320): ((16, 8, 3, 8, 4), (16, 8, 5, 8, 4), (8, 8, 5, 8, 8)),
+        (2, 32, 32, 1280): ((16, 8, 3, 8, 4), (16, 8, 5, 8, 4), (8, 8, 5, 8, 8)),
+        (2, 128, 128, 320): ((16, 8, 3, 8, 4), (16, 8, 5, 8, 4), (8, 8, 5, 8, 8), (8, 4, 5, 8, 8)),
+        (2, 32, 32, 640): ((16, 8, 3, 8, 4), (16, 8, 5, 8, 4), (8, 8, 5, 8, 8)),
+        (2, 16, 16, 1280): ((16, 8, 3, 8, 4), (16, 8, 5, 8, 4), (8, 8, 5, 8, 8)),
     }),
 }  # fmt: skip
 
@@ -134,7 +160,7 @@ def measure(work: tuple[Any, ...]) -> dict[str, Any]:
     for tile in (None, *family.shapes[shape]):
         module = Blocks(family.block, width).to(HALF).cuda().eval()
         module.load_state_dict(plain.state_dict())
-        with ruled(family, tile), tempfile.TemporaryDirectory() as cache:
+        with ruled(family, tile), tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as cache:
             compiled = strop.optimize(module, options=Options(strict=True, cache_dir=cache))
             for _ in range(3):
                 result = compiled(x)

@@ -46,7 +46,7 @@ def statistics(program: Program, side: int) -> tuple[str, int]:
 
 
 @pytest.mark.parametrize(("pictures", "stages", "programs"), [
-    (1, 3, {48: SMS, 64: SMS, 96: 2 * SMS}),  # four rows a step: 31 steps of 132 programs at 96
+    (1, 3, {48: SMS, 96: SMS, 128: 2 * SMS}),  # eight rows a step: 31 of 132 programs at 128
     (3, 5, {32: SMS, 48: 2 * SMS, 64: 2 * SMS}),  # one row a step
 ])  # fmt: skip
 def test_statistics_of_groups(pictures: int, stages: int, programs: dict[int, int]) -> None:

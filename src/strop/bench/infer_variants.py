@@ -35,9 +35,8 @@ from strop.runtime.builds import BUILDS
 SAMPLES, PICTURE_SAMPLES = 6, 2  # of a random shape
 LATER_CALLS = 3  # that are timed one by one
 MAX_STEPS = 10  # of a picture
-# Knobs of speed that are off by default; those that need a denoise loop, which a step has not.
-OPT_IN = ("box_geglu",)
-OPT_IN_OF_PICTURES = ("hoist",)
+OPT_IN = ("box_geglu",)  # knobs of speed that are off by default
+OF_LOOPS = ("hoist",)  # which a step has not
 NEEDED_PASSES = ("channels_last",)  # without it there is no memory order to lower
 
 
@@ -170,11 +169,12 @@ def variants(options: strop.Options, target: Any, kind: str) -> dict[str, strop.
     switched off; and what is off by default switched on. ``kind``: of a row."""
     ran = dict.fromkeys(step[0] for graph in explain(target).graphs for step in graph.passes)
     passes = tuple(name for name in ran if name not in NEEDED_PASSES)
-    off: dict[str, Any] = {knob.name: False for knob in fields(options) if knob.default is True}
+    off: dict[str, Any] = {knob.name: False for knob in fields(options) if knob.default is True
+                           and (kind == "picture" or knob.name not in OF_LOOPS)}  # fmt: skip
     found = {f"no {name}": replace(options, disable=(name,)) for name in passes}
     for name, value in off.items():
         found[f"no {name}"] = replace(options, **{name: value})
-    for name in (*OPT_IN, *(OPT_IN_OF_PICTURES if kind == "picture" else ())):
+    for name in OPT_IN:
         on: dict[str, Any] = {name: True}
         found[f"with {name}"] = replace(options, **on)
     found["all off"] = replace(options, disable=passes, **off)

@@ -42,17 +42,36 @@ from strop.ir.loops import (
 )
 from strop.ir.source import Scratch, Split
 
-TILE_BYTES = 8 * 1024  # that the loads of a tile read together
 STAGED_BYTES = 16 * 1024  # above this a pipeline, which holds two tiles more, is not worth its room
-MAX_ELEMENTS = 4096  # of a tile: 32 for each thread
-NUM_WARPS = 4
+MAX_ELEMENTS = 32  # of a tile, for each thread
 # Of a thread. Without a ceiling ptxas aims at an occupancy of its own choice and spills for it:
 # 8 bytes in 6 kernels that then used 72 to 96 registers.
 MAX_REGISTERS = 255
-# Of the software pipeline: with one tile at a time the loop waits for memory. Behind several loads
-# a tile has few rows; statistics of groups of a sum beside another picture, 2 x 64 x 64 x 640, take
-# 33 us with three stages and one program a multiprocessor, 21 with five and two.
-STAGES, STAGES_OF_SEVERAL = 3, 5
+
+
+@dataclass(frozen=True, slots=True)
+class Tiling:
+    """``tile_bytes``: what the loads of a tile read together. ``stages``: of the software pipeline;
+    with one tile at a time the loop waits for memory. ``steps``: of the loop, below which a slab is
+    not worth a program. ``merge_elements`` and ``merged``: of states that are merged at once, in
+    all and of programs.
+    """
+
+    tile_bytes: int
+    num_warps: int
+    stages: int
+    steps: int
+    merge_elements: int
+    merged: int
+
+
+# Statistics of groups between convolutions, us of a block (``benchmarks/probes/norm_tiles.py``,
+# H100): 2 x 64 x 64 x 640 took 117.9 by the tiling of others, by its own 104.7; 64 x 64 x 320
+# beside another picture 49.2 and 43.5. Merged at once, 66 programs need no second pass of 64.
+# Behind several loads a tile has few rows: more stages are for these.
+TILING = Tiling(8 << 10, 4, 3, 8, 2 << 10, 64)
+TILING_OF_GROUPS = Tiling(16 << 10, 8, 3, 4, 8 << 10, 256)
+TILING_OF_GROUPS_OF_SEVERAL = Tiling(8 << 10, 8, 5, 8, 8 << 10, 256)
 BLOCKED_COLS = 256  # of a tile when the cols are not known
 # Of a tile when the cols are many and all kept: 128 bytes of fp16 a row, and enough programs
 # without cutting few rows into slabs, which costs a second pass.
@@ -60,9 +79,7 @@ NARROW_COLS = 64
 # Where the reduced rows are few, for each of some others, only the cols make programs: a mean of
 # 7x7 pixels took 3.1 us on an H100 in 32 programs of 64 cols, and Inductor's 2.3 in 64 of 32.
 FEW_ROWS, FEW_ROWS_COLS = 64, 32
-STEPS = 8  # loop steps below which a slab is not worth a program, and a part of the merge
 MOST_STEPS = 24  # of statistics of groups, above which two programs share a multiprocessor
-MERGE_ELEMENTS, MERGED = 2048, 64  # of states that are merged at once: in all, and of programs
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,9 +105,11 @@ class _Column:
         self.per_kept = product(axis.size for axis in self.lanes)
         self.reductions = [stmt for stmt in kernel.body if isinstance(stmt, Reduce)]
         self.moments = any(stmt.kind == "moments" for stmt in self.reductions)
+        self.tiling = self._tiling()
         self.cols = self._cols_tile()
         self.col_tiles = (kernel.num_cols + (self.cols - 1)) // self.cols
-        elements = min(MAX_ELEMENTS, TILE_BYTES // max(self._load_bytes(), 1))
+        most = MAX_ELEMENTS * 32 * self.tiling.num_warps
+        elements = min(most, self.tiling.tile_bytes // max(self._load_bytes(), 1))
         self.tile_rows = 1 << max((elements // self.cols).bit_length() - 1, 0)
         self.is_pipelined = self.tile_rows * self.cols * self._load_bytes() <= STAGED_BYTES
         self.par = Flat("par", self.parallel, "", wide=True)
@@ -124,9 +143,10 @@ class _Column:
         """For one element of the tile."""
         return sum(self.printer.kernel.params[load.param].dtype.itemsize for load in self._loads())
 
-    @property
-    def stages(self) -> int:
-        return STAGES_OF_SEVERAL if self.lanes and len(self._loads()) > 1 else STAGES
+    def _tiling(self) -> Tiling:
+        if not self.lanes:
+            return TILING
+        return TILING_OF_GROUPS_OF_SEVERAL if len(self._loads()) > 1 else TILING_OF_GROUPS
 
     @property
     def is_blocked(self) -> bool:
@@ -182,8 +202,8 @@ def column(printer: Printer, most: int | None = None) -> ColumnPlan:
     symbolic = printer.scalars.symbolic
     groups = symbolic(plan.num_parallel) * symbolic(plan.col_tiles)
     most = MOST_STEPS * plan.tile_rows if plan.lanes else 0
-    split = Split(symbolic(plan.num_rows), groups, STEPS * plan.tile_rows, most)
-    return ColumnPlan(groups * symbol("splits"), NUM_WARPS, plan.scratch(), split)
+    split = Split(symbolic(plan.num_rows), groups, plan.tiling.steps * plan.tile_rows, most)
+    return ColumnPlan(groups * symbol("splits"), plan.tiling.num_warps, plan.scratch(), split)
 
 
 def _slab(plan: _Column) -> None:
@@ -220,7 +240,7 @@ def _sweep(plan: _Column) -> None:
         printer.statement(stmt, tile)
     for reduction in plan.reductions:
         start(printer, reduction, tile)
-    loop = f"tl.range(begin, end, ROWS, num_stages={plan.stages})"
+    loop = f"tl.range(begin, end, ROWS, num_stages={plan.tiling.stages})"
     with printer.out.block(
         f"for first in {loop if plan.is_pipelined else 'range(begin, end, ROWS)'}:"
     ):
@@ -337,7 +357,8 @@ def _finish(plan: _Column) -> None:
             kept_tile, masked = plan.cols, _has_col_mask(plan)
             plan.printer.constants["KEPT"] = plan.cols
             add("kept = col")
-        plan.printer.constants["SPLITS"] = min(max(MERGE_ELEMENTS // kept_tile, 1), MERGED)
+        merged = max(plan.tiling.merge_elements // kept_tile, 1)
+        plan.printer.constants["SPLITS"] = min(merged, plan.tiling.merged)
         if masked:
             add(f"kept_mask = kept < {plan.text(plan.num_kept)}")
         _merge(plan, masked)

@@ -73,15 +73,15 @@ def column_extremes(p0, p1, p2, partials, arrivals, s0, s1, s2, splits, ROWS: tl
         tl.store(p1 + par.to(tl.int64) * 4 + kept, v1_total_amax)
         tl.store(p2 + par.to(tl.int64) * 4 + kept, v3_total_amin)
 
-# grid s2*splits, 4 warps
+# grid s2*splits, 8 warps
 # s0 = m, class 1
 # s1 = 3*m, class 1
 # s2 = n, class 1
-# ROWS = 128
+# ROWS = 256
 # COLS = 32
 # KEPT = 4
 # LANES = 8
-# SPLITS = 64
+# SPLITS = 256
 # EARLY = 1
 # scratch torch.float32 8*s2*splits
 # scratch torch.int32 s2 zeroed

@@ -89,16 +89,16 @@ def group_norm_stats(p0, p1, p2, p3, p4, p5, partials, arrivals, s0, s1, s2, s3,
         tl.store(p4 + par.to(tl.int64) * 32 + kept, v5_total_mean)
         tl.store(p5 + par.to(tl.int64) * 32 + kept, v9)
 
-# grid s3*splits, 4 warps
+# grid s3*splits, 8 warps
 # s0 = h*w, class 1
 # s1 = 320*h*w, class 16
 # s2 = 5*h*w, class 1
 # s3 = n, class 1
-# ROWS = 8
+# ROWS = 16
 # COLS = 512
 # KEPT = 32
 # LANES = 16
-# SPLITS = 64
+# SPLITS = 256
 # EARLY = 1
 # scratch torch.float32 64*s3*splits
 # scratch torch.int32 s3 zeroed
