@@ -25,7 +25,7 @@ class Options:
                          "STROP_STRICT", keyed=False)  # fmt: skip
     cuda_graphs: bool = _knob(True, "replay a CUDA graph from the second use of a shape on",
                               "STROP_CUDA_GRAPHS", keyed=False)  # fmt: skip
-    hoist: bool = _knob(False, "compute what depends on the prompt alone once a denoise loop",
+    hoist: bool = _knob(True, "compute what depends on the prompt alone once a denoise loop",
                         "STROP_HOIST", keyed=False)  # fmt: skip
     graph_budget_bytes: int = _knob(2 << 30, "device memory that captured graphs may hold",
                                     "STROP_GRAPH_BUDGET_BYTES", keyed=False)  # fmt: skip

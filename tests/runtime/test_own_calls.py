@@ -21,7 +21,7 @@ from strop.runtime.executor import Bound
 from strop.runtime.group_product import GroupProduct
 from strop.runtime.memory import Workspace
 from strop.runtime.narrow_convolution import NarrowConvolution
-from strop.runtime.wide_attention import WideAttention
+from strop.runtime.wide_attention import WideAttention, working_bytes
 from tests.frontend.tracing import trace
 
 OURS = Options(box_geglu=True)
@@ -115,6 +115,27 @@ def test_ours_take_over() -> None:
 def test_wide_heads_stay_ours() -> None:
     _, found = linked(*compiled(OURS, head=512), 90)
     assert found.count("attention WideAttention") == 1
+
+
+def test_scores_lie_in_the_arena() -> None:
+    """1024 queries and as many keys, twice: 4 bytes and 2 for each pair, 4 for a sum and for each
+    number of the result. They lie where nothing is that the step reads, or that is read later."""
+    program, state = compiled(OURS, head=512)
+    kernels: Any = Kernels(90)
+    bound = Bound(program, SIZES, state, kernels, Workspace(torch.device("cpu")), 0)
+    ((position, size),) = bound._wide.items()
+    assert size == 2 * 1024 * (1024 * (4 + 2) + 4 + 512 * 4)
+    begin = bound._offsets["scratch", position, 0]
+    assert begin + size <= bound.arena_bytes
+    step = bound.steps[position]
+    assert isinstance(step, CallStep)
+    read = {ref.buffer for ref in step.inputs}
+    assert read
+    for number in read:
+        place = bound._offsets["buffer", number, 0]
+        assert place >= begin + size or place + bound._size_bytes(number) <= begin
+    assert working_bytes(program, bound.steps, {position}, bound._eval_all) == {}
+    assert working_bytes(program, bound.steps, (), lambda _: (0, 1, 2, 512)) == {}
 
 
 def test_what_follows_a_kernel_of_ours_may_begin_early() -> None:

@@ -34,7 +34,7 @@ from strop.runtime.limits import needs_wide_indices
 from strop.runtime.memory import KEPT_BYTES, Interval, Workspace, plan_arena, shared
 from strop.runtime.narrow_convolution import NarrowConvolution
 from strop.runtime.native import BoundKernel as NativeKernel
-from strop.runtime.wide_attention import WideAttention, is_wide
+from strop.runtime.wide_attention import WideAttention, working_bytes
 
 Getter = Callable[[], Tensor]
 Run = Callable[[Sequence[Tensor]], Any]
@@ -74,8 +74,9 @@ class Bound:
         self._sizes: dict[Expr, int] = {}
         self._shapes = [self._eval_all(b.shape) for b in program.buffers]
         self._strides = [self._eval_all(b.strides) for b in program.buffers]
-        self._plan_memory(in_place)
         self._own = own_calls.chosen(program, self.steps, self._eval_all, kernels.arch)
+        self._wide = working_bytes(program, self.steps, self._own, self._eval_all)
+        self._plan_memory(in_place)
         self._sources = self._built()
         self._faults = Faults(program, workspace.device)
         self._memory: Tensor | None = None
@@ -133,10 +134,9 @@ class Bound:
         owners = [("buffer", number, 0) for number in placed]
         intervals = list(placed.values())
         for position, step in enumerate(self.steps):
-            if isinstance(step, KernelStep):
-                for index, size in enumerate(self._scratch_bytes(step)):
-                    intervals.append(Interval(times[position], times[position], size))
-                    owners.append(("scratch", position, index))
+            for index, size in enumerate(self._scratch_bytes(position, step)):
+                intervals.append(Interval(times[position], times[position], size))
+                owners.append(("scratch", position, index))
         offsets, self.arena_bytes = plan_arena(intervals)
         self._offsets = dict(zip(owners, offsets, strict=True))
         self._offsets |= {("buffer", new, 0): self._offsets["buffer", old, 0]
@@ -156,8 +156,10 @@ class Bound:
             scalars.append(self._kernels.splits(source.split, named))
         return scalars
 
-    def _scratch_bytes(self, step: KernelStep) -> list[int]:
+    def _scratch_bytes(self, position: int, step: Step | None) -> list[int]:
         """Sizes of the scratch that need not be zero; zeroed scratch is kept apart."""
+        if not isinstance(step, KernelStep):
+            return [self._wide[position]] if position in self._wide else []
         source = self.program.sources[step.kernel]
         named = _named(self._scalars(step), has_splits=source.split is not None)
         return [0 if s.zeroed else s.numel.eval(named) * s.dtype.itemsize for s in source.scratch]
@@ -287,8 +289,12 @@ class Bound:
         if step.op in self._planned_calls:
             return self._link_planned(position, step, getters, attrs)
         call, outputs = self._allocating_calls[step.op](attrs), step.outputs
-        if step.op == "attention" and self.program.device == "cuda":
-            call = self._attention_call(position, step, attrs, call)
+        if position in self._own:
+            call = self._own_call(position, step, call)
+        elif position in self._wide:
+            assert self._memory is not None
+            memory = self._memory[self._offsets["scratch", position, 0] :]
+            call = WideAttention(attrs["scale"], self._kernels, self.stream, memory)
         single = attrs.get("single", True)
         if step.op == "aten" and _returns_view(attrs["target"]):
             call = _copied(call)  # a view of the arena would not outlive its operand
@@ -309,15 +315,6 @@ class Bound:
                 slots[number] = None
 
         return run
-
-    def _attention_call(self, position: int, step: CallStep, attrs: Mapping[str, Any],
-                        library: own_calls.Call) -> own_calls.Call:  # fmt: skip
-        if position in self._own:
-            return self._own_call(position, step, library)
-        dtype = self.program.buffers[step.inputs[0].buffer].dtype
-        if is_wide(attrs, [ref.shape for ref in step.inputs], dtype):
-            return WideAttention(attrs["scale"], library, self._kernels, self.stream)
-        return library
 
     def _own_call(self, position: int, step: CallStep, library: own_calls.Call) -> own_calls.Call:
         return own_calls.instead(step, self._own[position], library, self._kernels, self.stream,

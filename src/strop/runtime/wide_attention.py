@@ -3,12 +3,16 @@
 The VAE of Stable Diffusion has one head of 512. cuDNN and flash end at 256; what torch runs instead
 took 348 us at 64 x 64 latents on an H100, a tenth of what its tensor cores can do. The scores are
 fp32 and exist for a few queries at a time. Weights are rounded to half precision before the second
-product, as every fused kernel does, and divided by the sum of the rounded ones after it.
+product, as every fused kernel does, and divided by the sum of the rounded ones after it. All of it
+lies in the program's working memory, 392 MiB at 128 x 128 latents: a decoder has more than that for
+its largest pictures, which are not there yet.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,13 +20,14 @@ from torch import Tensor
 
 from strop.ir.dims import Expr
 from strop.ir.functions import HALVES
+from strop.ir.program import CallStep, Program, Step
 from strop.kernels.exp_rows import exp_rows
 from strop.runtime.kernels import BoundKernel, KernelLibrary
 
-Call = Callable[[Sequence[Tensor]], Tensor]
 WIDEST_OF_LIBRARIES = 256
 SCORES_BYTES = 256 << 20  # of the fp32 scores that exist at once
 QUERIES_MULTIPLE = 128  # a tile of the library's products
+ALIGNMENT_BYTES = 256
 
 
 def is_wide(attrs: Mapping[str, Any], shapes: Sequence[Sequence[Expr]], dtype: torch.dtype) -> bool:
@@ -38,19 +43,71 @@ def is_wide(attrs: Mapping[str, Any], shapes: Sequence[Sequence[Expr]], dtype: t
     )
 
 
-class WideAttention:
-    """One attention step on one stream. Its result is allocated, as a library's is."""
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Working memory for some queries: where scores (BH, Q, S) and sums (BH, Q, 1) in fp32, weights
+    in half precision, and the result (BH, Q, E) in fp32 lie, and ``size_bytes`` of them all."""
 
-    def __init__(self, scale: float | None, otherwise: Call, kernels: KernelLibrary, stream: int
+    shapes: tuple[tuple[int, int, int], ...]
+    dtypes: tuple[torch.dtype, ...]
+
+    @classmethod
+    def of(cls, heads: int, queries: int, keys: int, width: int, dtype: torch.dtype) -> Part:
+        """``heads``: of all in the batch."""
+        scores = (heads, queries, keys)
+        shapes = (scores, scores, (heads, queries, 1), (heads, queries, width))
+        return cls(shapes, (torch.float32, dtype, torch.float32, torch.float32))
+
+    @property
+    def sizes(self) -> list[int]:
+        """In bytes, each to where the next may begin."""
+        sizes = (math.prod(s) * d.itemsize for s, d in zip(self.shapes, self.dtypes, strict=True))
+        return [-(-size // ALIGNMENT_BYTES) * ALIGNMENT_BYTES for size in sizes]
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(self.sizes)
+
+    def within(self, memory: Tensor) -> list[Tensor]:
+        """Scores, weights, sums and result in these bytes."""
+        pieces = memory[: self.size_bytes].split(self.sizes)
+        return [piece[: math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
+                for piece, shape, dtype in zip(pieces, self.shapes, self.dtypes, strict=True)
+                ]  # fmt: skip
+
+
+def working_bytes(
+    program: Program, steps: Sequence[Step | None], others: Collection[int],
+    sizes: Callable[[tuple[Expr, ...]], Sequence[int]],
+) -> dict[int, int]:  # fmt: skip
+    """By step, what the attentions that are for this module want at these sizes. ``others``: steps
+    that somebody else does. Operands that are broadcast, or empty, are left to the library."""
+    found = dict[int, int]()
+    for position, step in enumerate(steps if program.device == "cuda" else ()):
+        if not isinstance(step, CallStep) or step.op != "attention" or position in others:
+            continue
+        dtype = program.buffers[step.inputs[0].buffer].dtype
+        if is_wide(dict(step.attrs), [ref.shape for ref in step.inputs], dtype):
+            q, k, v = (sizes(ref.shape) for ref in step.inputs)
+            if q[:2] == k[:2] and k[:3] == v[:3] and math.prod(q) * math.prod(k):
+                heads, queries, keys = q[0] * q[1], q[2], k[2]
+                part = Part.of(heads, chunk_of(queries, heads * keys), keys, v[-1], dtype)
+                found[position] = part.size_bytes
+    return found
+
+
+class WideAttention:
+    """One attention step on one stream. Its result is allocated, as a library's is; ``memory``:
+    its ``working_bytes`` at least, of which nothing is kept."""
+
+    def __init__(self, scale: float | None, kernels: KernelLibrary, stream: int, memory: Tensor
                  ) -> None:  # fmt: skip
-        self._scale, self._otherwise = scale, otherwise
+        self._scale, self._memory = scale, memory
         self._kernels, self._stream = kernels, stream
         self._bound: dict[tuple[int, int], BoundKernel] = {}
 
     def __call__(self, inputs: Sequence[Tensor]) -> Tensor:
         q, k, v = inputs
-        if q.shape[:2] != k.shape[:2] or k.shape[:3] != v.shape[:3] or not q.numel() * k.numel():
-            return self._otherwise(inputs)  # broadcast, or empty
         b, heads, queries, _ = q.shape
         out = q.new_empty(b, queries, heads, v.shape[-1]).transpose(1, 2)
         flat = [x.reshape(b * heads, *x.shape[2:]) for x in (q, k, v)]
@@ -61,13 +118,15 @@ class WideAttention:
         return out
 
     def _part(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """(BH, Q, D), (BH, S, D), (BH, S, E) -> (BH, Q, E) in fp32."""
-        scores = product(q, k.transpose(1, 2))
+        """(BH, Q, D), (BH, S, D), (BH, S, E) -> (BH, Q, E) in fp32, until the next one."""
+        (heads, queries, _), (_, keys, width) = q.shape, v.shape
+        part = Part.of(heads, queries, keys, width, q.dtype)
+        scores, weights, sums, result = part.within(self._memory)
+        product(q, k.transpose(1, 2), scores)
         scale = q.shape[-1] ** -0.5 if self._scale is None else self._scale
-        weights = torch.empty_like(scores, dtype=q.dtype)
-        sums = scores.new_empty(*scores.shape[:2], 1)
         self._exp_rows(scores, weights, sums, scale)
-        return product(weights, v).div_(sums)
+        product(weights, v, result)
+        return result.div_(sums)
 
     def _exp_rows(self, scores: Tensor, weights: Tensor, sums: Tensor, scale: float) -> None:
         rows, length = sums.numel(), scores.shape[-1]
@@ -88,6 +147,6 @@ def chunk_of(queries: int, scores_a_query: int) -> int:
     return min(max(most, QUERIES_MULTIPLE), queries)
 
 
-def product(a: Tensor, b: Tensor) -> Tensor:
+def product(a: Tensor, b: Tensor, out: Tensor) -> None:
     """Half precision to fp32: scores and sums of weighted values are not rounded."""
-    return torch.bmm(a, b, out_dtype=torch.float32)
+    torch.bmm(a, b, out_dtype=torch.float32, out=out)
