@@ -1,17 +1,15 @@
 """What step-invariant hoisting gains: UNet steps in denoise loops, with and without it, in turns.
 
-    python benchmarks/hoisting.py [rounds] [pictures]
+    python benchmarks/hoisting.py [rounds]
 
 On a GPU SD1.5 at 512² and SDXL at 1024², batch 2, fp16; on a CPU tiny models, whose times say
-nothing. Prints the milliseconds of a step, whether results are equal, and what was hoisted;
-``pictures``: those of so many pictures each, from prompt to picture (50 steps and 30), instead.
+nothing. Prints the milliseconds of a step, whether results are equal, and what was hoisted.
 """
 
 from __future__ import annotations
 
 import statistics
 import sys
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,7 +18,6 @@ from torch import Tensor
 import strop
 from strop.api import optimize_module
 from strop.bench import models, timer
-from strop.bench.infer_rows import ROWS, Row
 from strop.debug.explain import report_of
 from strop.runtime.dispatch import Dispatcher, Loop
 
@@ -58,24 +55,9 @@ class Contender:
         return found
 
 
-class Artist(Contender):
-    """The pipeline of a row of ``strop bench infer``, prompt to picture."""
-
-    def __init__(self, row: Row, *, hoist: bool) -> None:
-        row = row if DEVICE.type == "cuda" else row.tiny()
-        case = row.case(torch.float16 if DEVICE.type == "cuda" else torch.float32)
-        self.work = case.build(DEVICE)
-        self.inputs = self.work.inputs(row.size, row.batch)
-        strop.optimize(self.work.target, options=strop.Options(hoist=hoist, strict=True))
-        self.dispatcher = self.work.target.unet.forward
-        self.ms, self.result = [], None
-
-    def round(self) -> float:
-        return timer.wall_ms(self.call, DEVICE)
-
-
 @torch.no_grad()
-def measure(name: str, both: Sequence[Contender], rounds: int) -> None:
+def measure(name: str, config: Any, side: int, rounds: int) -> None:
+    both = [Contender(config, side, hoist=hoist) for hoist in (True, False)]
     for number in range(rounds + 2):
         for one in both:
             ms = one.round()
@@ -90,17 +72,6 @@ def measure(name: str, both: Sequence[Contender], rounds: int) -> None:
     print(f"  {row.num_launches} launches a step; {row.hoisted}")
 
 
-def main() -> None:
-    given = [int(word) for word in sys.argv[1:]]
-    rounds, pictures = (*given, *(20, 0)[len(given) :])
-    if pictures:
-        for name in ("P5-512", "P5x"):
-            row = next(row for row in ROWS if row.name == name)
-            measure(row.title, [Artist(row, hoist=hoist) for hoist in (True, False)], pictures)
-        return
-    for name, (config, side) in CASES.items():
-        measure(name, [Contender(config, side, hoist=hoist) for hoist in (True, False)], rounds)
-
-
 if __name__ == "__main__":
-    main()
+    for case, (model, pixels) in CASES.items():
+        measure(case, model, pixels, int(sys.argv[1]) if len(sys.argv) > 1 else 20)

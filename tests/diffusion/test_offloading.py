@@ -53,6 +53,27 @@ def test_the_same_hook(name: str, own: Any) -> None:
     assert (quick(net) is None) == (name == "none")
 
 
+def test_it_sleeps_until_a_registry_is_made(own: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One made before the search is put in its place, too; registries of other tests are gone."""
+
+    class Fresh(group_offloading.HookRegistry):  # type: ignore[misc]
+        pass
+
+    monkeypatch.setattr(group_offloading, "HookRegistry", Fresh)
+    assert search_quickly()
+    search = getattr(group_offloading, SEARCH)
+    assert not search.is_awake
+    net = network()
+    object.__setattr__(net[2], "_diffusers_hook", Fresh(net[2]))
+    assert search.is_awake
+    late = Search(search.kind)
+    late.sleep_until_made(Fresh)
+    assert late.is_awake
+    hook = net[2]._diffusers_hook.hooks[search.kind] = object()
+    assert search(net) is late(net) is hook
+    net[2].__dict__.pop("_diffusers_hook")
+
+
 def test_a_pipeline_is_where_it_was(own: Any) -> None:
     pipe = tiny.pipeline()
     assert not isinstance(getattr(group_offloading, SEARCH), Search)
