@@ -21,7 +21,7 @@ from strop.bench import (
 )
 from strop.bench.infer_contenders import Clock, Plan, attempt, in_order
 from strop.bench.infer_rows import ROWS, chosen_rows, groups_of
-from strop.bench.infer_variants import random_summary
+from strop.bench.infer_variants import CHOOSING, random_summary
 from strop.cli import app
 from strop.errors import OptionError
 from strop.runtime.variants import VariantStore
@@ -62,7 +62,7 @@ def test_random_shapes_are_legal(row: Any, is_tiny: bool) -> None:
 
 def test_a_model_and_its_random_shapes(tmp_path: Path) -> None:
     rows = chosen_rows(["P4"], tiny=True)
-    plan = replace(TINY, random=2, peers=("eager", "eager-graph", "inductor"))
+    plan = replace(TINY, random=2, variants=True, peers=("eager", "eager-graph", "inductor"))
     said: list[str] = []
     results = infer.run(rows, plan, out=tmp_path, is_apart=False, budget_s=79,
                         step=lambda text, _: said.append(text))  # fmt: skip
@@ -80,6 +80,11 @@ def test_a_model_and_its_random_shapes(tmp_path: Path) -> None:
     assert second["counts"]["num_recompiles"] == first["random"]["counts"]["num_recompiles"] == 0
     assert first["random"]["summary"]["rms_to_peer"] < 1e-5
     cold, warm = first["random"]["shapes"]
+    names = {"strop", *(f"no {n}" for n in CHOOSING if n != "box_geglu"), "with box_geglu"}
+    assert set(warm["p50_ms"]) == names | {"eager"}
+    fastest = warm["p50_ms"][warm["best"]]
+    assert warm["to_best"] == pytest.approx(warm["p50_ms"]["strop"] / fastest, abs=1e-3)
+    assert first["random"]["summary"]["to_best"] == max(cold["to_best"], warm["to_best"]) >= 1
     assert cold["cold_s"] > warm["first_s"]
     written = json.loads(Path(first["file"]).read_text())
     assert written["contenders"] == first["contenders"]
@@ -222,6 +227,7 @@ def with_everything() -> dict[str, Any]:
 
 def test_summary_of_random_shapes() -> None:
     found = with_everything()["random"]["summary"]
+    assert found["to_best"] is None
     assert (found["worst"], found["worst_shape"], found["median"]) == (1.5, [512, 256, 2], 2.0)
     assert (found["first_s"], found["longest_s"]) == (0.4, 0.1)
 

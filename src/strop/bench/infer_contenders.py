@@ -44,6 +44,7 @@ class Plan:
     random: int = 0
     seed: int = 0
     ablate: bool = False
+    variants: bool = False
     commit: str = ""  # of a tree that is no checkout
 
     @property

@@ -166,6 +166,8 @@ def random_text(result: Result) -> str:
     is_over = result["measures"] == "step" and summary["longest_s"] > MOST_S
     over = f", over {MOST_S} s" if is_over else ""
     said.append(f"longest call after it {summary['longest_s']:.2f} s{over}")
+    if summary.get("to_best"):
+        said.append(f"at most {summary['to_best'] - 1:.1%} slower than the fastest variant")
     if random.get("left_out"):
         said.append(f"{len(random['left_out'])} left out: {random['left_out'][0]['skipped']}")
     if "from" in random:

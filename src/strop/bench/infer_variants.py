@@ -37,6 +37,9 @@ LATER_CALLS = 3  # that are timed one by one
 MAX_STEPS = 10  # of a picture
 OPT_IN = ("box_geglu",)  # knobs of speed that are off by default
 OF_LOOPS = ("hoist",)  # which a step has not
+# Knobs that decide which kernels run; for --variants.
+CHOOSING = ("box_attention", "box_geglu", "early_launch", "few_rows", "group_product",
+            "narrow_conv", "product_sum", "upsampled_conv")  # fmt: skip
 NEEDED_PASSES = ("channels_last",)  # without it there is no memory order to lower
 
 
@@ -46,6 +49,7 @@ def measure_random(row: Row, plan: Plan, clock: Clock, save: Save) -> Found:
     ``cold_s`` is the very first call, compile included; ``first_s`` the first call at every
     further shape, ``longest_s`` the longest of the calls after it, a capture included;
     ``kernels_s`` of all of them went by waiting for kernels, of which so many were built meanwhile.
+    Where the plan wants ``variants``, each of ``CHOOSING`` flipped is beside it.
     """
     device = plan.where
     peer = "eager-graph" if device.type == "cuda" and row.kind == "step" else "eager"
@@ -54,6 +58,7 @@ def measure_random(row: Row, plan: Plan, clock: Clock, save: Save) -> Found:
                      "left_out": []}  # fmt: skip
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as cache:
         group = Field.of(row, plan, cache)
+        others = _flipped(group) if plan.variants else {}
         longest = 0.0  # that a shape has taken
         for number, (size, batch) in enumerate(row.draws.some(plan.random, plan.seed)):
             shape: Found = {"size": size, "batch": batch}
@@ -61,7 +66,8 @@ def measure_random(row: Row, plan: Plan, clock: Clock, save: Save) -> Found:
             if refusal:
                 result["left_out"].append(shape | {"skipped": refusal})
                 continue
-            shape |= attempt(partial(_random_shape, row, group, peer, size, batch, not number))
+            shape |= attempt(partial(_random_shape, row, group, peer, others, size, batch,
+                                     not number))  # fmt: skip
             result["shapes"].append(shape)
             if number:  # the first one compiles
                 longest = max(longest, shape["took_s"])
@@ -72,8 +78,19 @@ def measure_random(row: Row, plan: Plan, clock: Clock, save: Save) -> Found:
     return result
 
 
-def _random_shape(row: Row, group: Field, peer: str, size: Size, batch: int, is_cold: bool
-                  ) -> Found:  # fmt: skip
+def _flipped(group: Field) -> dict[str, Field]:
+    """Contenders like this one, with one knob each the other way."""
+    found = {}
+    for name in CHOOSING:
+        is_on = getattr(group.options, name)
+        flipped: dict[str, Any] = {name: not is_on}
+        options = replace(group.options, **flipped)
+        found[f"{'no' if is_on else 'with'} {name}"] = replace(group, options=options, built={})
+    return found
+
+
+def _random_shape(row: Row, group: Field, peer: str, others: Mapping[str, Field], size: Size,
+                  batch: int, is_cold: bool) -> Found:  # fmt: skip
     waited_s, built = BUILDS.seconds, BUILDS.num_built
     ours, found, mine = group.start("strop", size, batch)
     alone = [timer.wall_ms(ours, group.device) / 1e3 for _ in range(LATER_CALLS)]
@@ -81,11 +98,17 @@ def _random_shape(row: Row, group: Field, peer: str, size: Size, batch: int, is_
                "kernels": BUILDS.num_built - built}  # fmt: skip
     theirs, _, other = group.start(peer, size, batch)
     samples = SAMPLES if row.kind == "step" else PICTURE_SAMPLES
-    times = take_turns({"strop": ours, peer: theirs}, row.kind, group.device, samples)
+    calls = {"strop": ours, peer: theirs}
+    for name, each in others.items():
+        calls[name], _, _ = each.start("strop", size, batch)
+        each.wait()
+    times = take_turns(calls, row.kind, group.device, samples)
     p50 = {name: timing["p50_ms"] for name, timing in times.items()}
+    best = min((name for name in p50 if name != peer), key=lambda name: p50[name])
+    beside = {"best": best, "to_best": round(p50["strop"] / p50[best], 4)} if others else {}
     return {"cold_s" if is_cold else "first_s": found["first_s"],
             "longest_s": round(max(found["second_s"], *alone), 4), **kernels, "p50_ms": p50,
-            "ratio": round(p50[peer] / p50["strop"], 3),
+            "ratio": round(p50[peer] / p50["strop"], 3), **beside,
             "rms_to_peer": max(_difference(result, other[0]) for result in mine)}  # fmt: skip
 
 
@@ -103,11 +126,13 @@ def random_summary(result: Mapping[str, Any]) -> Found:
         return {}
     worst = min(shapes, key=lambda s: s["ratio"])
     firsts = [s["first_s"] for s in shapes if "first_s" in s]
+    slower = [s["to_best"] for s in shapes if "to_best" in s]
     return {"count": len(shapes), "worst": worst["ratio"],
             "worst_shape": [*worst["size"], worst["batch"]],
             "median": round(statistics.median(s["ratio"] for s in shapes), 3),
             "first_s": max(firsts) if firsts else None,
             "longest_s": max(s["longest_s"] for s in shapes),
+            "to_best": max(slower) if slower else None,
             "rms_to_peer": max(s["rms_to_peer"] for s in shapes)}  # fmt: skip
 
 

@@ -21,7 +21,7 @@ EXAMPLES = (
     " attention\n\n"
     "[bold]Examples[/]\n\n"
     "strop bench infer P1 P4 --device cpu --tiny   # any machine: the code, not the speed\n\n"
-    "strop bench infer P1 P4-512 --random 12 --budget 150 -o benchmarks/results\n\n"
+    "strop bench infer P1 P4-512 --random 12 --variants -o benchmarks/results\n\n"
     "strop bench infer P1 --peers eager,eager-graph,inductor,inductor-graph --ablate --plots plots"
 )
 RESULTS = Path("benchmarks/results")
@@ -52,6 +52,10 @@ RandomOption = Annotated[
 ]
 AblateOption = Annotated[
     bool, typer.Option("--ablate", help="Each switch of Options alone off, and all.")
+]
+VariantsOption = Annotated[
+    bool,
+    typer.Option("--variants", help="With --random: beside each, each choice of kernels flipped."),
 ]
 DtypeOption = Annotated[
     str,
@@ -86,6 +90,7 @@ def infer(
     random: RandomOption = 0,
     seed: Annotated[int, typer.Option(help="Of --random.")] = 0,
     ablate: AblateOption = False,
+    variants: VariantsOption = False,
     samples: Annotated[int, typer.Option(min=3, help="Of each contender, in turns.")] = 20,
     calls: Annotated[
         int,
@@ -109,10 +114,12 @@ def infer(
     from strop.bench.infer_rows import chosen_rows
 
     arguments.check_folder(out)
+    if variants and not random:
+        raise typer.BadParameter("goes with --random N", param_hint="--variants")
     with wrong("ROWS"):
         chosen = chosen_rows(rows or (), tiny=tiny)
     plan = _plan(device, tiny, dtype, _names(peers), samples=samples, calls=calls, random=random,
-                 seed=seed, ablate=ablate, commit=commit)  # fmt: skip
+                 seed=seed, ablate=ablate, variants=variants, commit=commit)  # fmt: skip
     results = _measured(chosen, plan, budget_s=budget, out=out, earlier=earlier, is_apart=not tiny)
 
     from strop.bench import infer_plots, infer_report
