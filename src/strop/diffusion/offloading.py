@@ -16,8 +16,8 @@ from typing import Any
 from torch import nn
 
 PLACE, SEARCH = "diffusers.hooks.group_offloading", "_get_top_level_group_offload_hook"
+REGISTRY = "HookRegistry"  # there, of one module's hooks
 # what that function asks, in the editions of diffusers whose answer ``Search`` gives
-REGISTRY = "HookRegistry"  # in diffusers.hooks, of one module's hooks
 KNOWN = frozenset(("modules", "hasattr", "_diffusers_hook", "get_hook", "_GROUP_OFFLOADING"))
 
 
@@ -45,9 +45,7 @@ class Search:
 
     def sleep_until_made(self, registry: Any) -> None:
         """Find nothing until the first object of this class is made, if there is none yet."""
-        if not isinstance(registry, type) or any(
-            issubclass(type(each), registry) for each in gc.get_objects()
-        ):
+        if not isinstance(registry, type):
             return
         original = registry.__init__  # type: ignore[misc]
 
@@ -56,8 +54,10 @@ class Search:
             self.is_awake = True
             original(each, *args, **kwargs)
 
-        registry.__init__ = made  # type: ignore[misc]
         self.is_awake = False
+        registry.__init__ = made  # type: ignore[misc]
+        if any(issubclass(type(each), registry) for each in gc.get_objects()):
+            self.is_awake = True
 
     def __call__(self, module: nn.Module) -> Any:
         if not self.is_awake:
