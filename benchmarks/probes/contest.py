@@ -79,7 +79,7 @@ def hold(name: str, args: argparse.Namespace, sources: Iterable[KernelSource],
 def report(name: str, args: argparse.Namespace, shapes: Iterable[Shape],
            measure: Callable[[Shape], dict[str, Any]], end: float) -> None:  # fmt: skip
     """Measure shape by shape until then, and write what was found."""
-    _write(name, args, {"rows": _rows(shapes, measure, end)})
+    write(name, args, {"rows": _rows(shapes, measure, end)})
 
 
 def judged(calls: Mapping[str, Call], turns: int, out: Tensor, truth: Tensor,
@@ -111,7 +111,8 @@ def _rows(shapes: Iterable[Shape], measure: Callable[[Shape], dict[str, Any]], e
     return rows
 
 
-def _write(name: str, args: argparse.Namespace, found: Mapping[str, Any]) -> None:
+def write(name: str, args: argparse.Namespace, found: Mapping[str, Any]) -> None:
+    """What was found, and where, into the folder."""
     report = {"kind": name, "environment": environment.describe(torch.device("cuda")), **found}
     (args.out / f"{name}_h100.json").write_text(json.dumps(report, indent=1))
 
@@ -145,4 +146,4 @@ def hold_jit(name: str, args: argparse.Namespace, shapes: Sequence[Shape],
         return measure(shape, [tile for tile in tiles(shape) if (shape, tile) not in bad])
 
     rows = _rows(shapes, measured, start + args.seconds)
-    _write(name, args, {"failed": [str(each) for each in failed], "rows": rows})
+    write(name, args, {"failed": [str(each) for each in failed], "rows": rows})

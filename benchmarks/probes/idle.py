@@ -1,8 +1,8 @@
 """When has the GPU nothing to do while a picture is drawn?
 
-python benchmarks/probes/idle.py [P5-512 P5x ...] [--out FOLDER]
+python benchmarks/probes/idle.py [P5-512 P5x ...] --out FOLDER
 
-Rows of pictures of ``strop bench infer``, optimised, one picture under torch's profiler after three
+Rows of pictures of ``strop bench infer``, optimised, one picture under torch's profiler after seven
 without. Milliseconds from the call to the first kernel, between kernels by the names of the two
 (from 1 us on, as what is shorter is a launch), and from the last one to the end of the call.
 """
@@ -10,17 +10,18 @@ without. Milliseconds from the call to the first kernel, between kernels by the 
 from __future__ import annotations
 
 import argparse
-import json
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
+import contest
 import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, record_function
 
 import strop
-from strop.bench import environment, timer
+from strop.bench import timer
+from strop.bench.infer_contenders import Field
 from strop.bench.infer_rows import chosen_rows
 
 DEVICE, MARK, LEAST_US, SHOWN = torch.device("cuda"), "picture", 1.0, 12
@@ -50,16 +51,13 @@ def gaps(spans: list[tuple[float, float, str]], begin: float, end: float) -> dic
 @torch.no_grad()
 def measure(name: str) -> dict[str, Any]:
     (row,) = chosen_rows([name])
-    work = row.case(torch.float16).build(DEVICE)
-    given = work.inputs(row.size, row.batch)
-    strop.optimize(work.target, options=strop.Options(strict=True))
-    for _ in range(3):
-        work.call(work.target, given)
-    alone_ms = min(timer.wall_ms(lambda: work.call(work.target, given), DEVICE) for _ in range(5))
-    torch.cuda.synchronize()
+    field = Field(row.case(torch.float16), DEVICE, strop.Options(strict=True))
+    call, *_ = field.start("strop", row.size, row.batch)
+    field.wait()
+    alone_ms = min(timer.wall_ms(call, DEVICE) for _ in range(5))
     activities = [ProfilerActivity.CPU, ProfilerActivity.CUDA]
     with profile(activities=activities, acc_events=True) as seen, record_function(MARK):
-        work.call(work.target, given)
+        call()
         torch.cuda.synchronize()
     events = seen.events()
     (mark,) = (e for e in events if e.name == MARK and e.device_type == DeviceType.CPU)
@@ -72,7 +70,7 @@ def measure(name: str) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("rows", nargs="*", default=["P5-512", "P5x"])
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     rows = []
     for name in args.rows:
@@ -84,9 +82,7 @@ def main() -> None:
         )
         for pair in found["pairs"][:SHOWN]:
             print(f"  {pair['us'] / 1e3:.3f} ms in {pair['count']}: {pair['pair']}", flush=True)
-    if args.out:
-        report = {"kind": "idle", "environment": environment.describe(DEVICE), "rows": rows}
-        (args.out / "idle_h100.json").write_text(json.dumps(report, indent=1) + "\n")
+    contest.write("idle", args, {"rows": rows})
 
 
 if __name__ == "__main__":

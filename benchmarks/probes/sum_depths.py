@@ -20,7 +20,7 @@ import torch
 
 import strop
 from strop.bench import timer
-from strop.bench.infer_contenders import take_turns
+from strop.bench.infer_contenders import Field, take_turns
 from strop.bench.infer_rows import Row, chosen_rows
 from strop.ir.graph import Node
 
@@ -52,16 +52,14 @@ def measure(row: Row, rounds: int) -> None:
     launches: dict[str, int] = {}
     with ExitStack() as stack:
         for least in DEPTHS:
-            work = row.case(torch.float16).build(DEVICE)
-            given = work.inputs(row.size, row.batch)
             cache = stack.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True))
-            strop.optimize(work.target, options=strop.Options(strict=True, cache_dir=cache))
+            options = strop.Options(strict=True, cache_dir=cache)
+            field = Field(row.case(torch.float16), DEVICE, options)
             who = "never" if least == NEVER else f"from {least}"
-            calls[who] = lambda work=work, given=given: work.call(work.target, given)
             with from_depth(least):
-                for _ in range(3):
-                    calls[who]()
-            launches[who] = strop.explain(work.target).num_launches
+                calls[who], *_ = field.start("strop", row.size, row.batch)
+            field.wait()
+            launches[who] = strop.explain(field.target).num_launches
         times = take_turns(calls, row.kind, DEVICE, rounds)
     said = ", ".join(f"{who} {t['p50_ms']:.3f} ({t['p20_ms']:.3f}; {launches[who]} launches)"
                      for who, t in times.items())  # fmt: skip

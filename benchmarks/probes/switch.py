@@ -9,15 +9,14 @@ and how far results are apart. A switch that is on by default is off in the seco
 from __future__ import annotations
 
 import argparse
-from dataclasses import replace
-from typing import Any
 
 import torch
 
 import strop
 from strop.bench import timer
-from strop.bench.infer_contenders import take_turns
+from strop.bench.infer_contenders import Field, take_turns
 from strop.bench.infer_rows import Row, chosen_rows
+from strop.bench.infer_variants import flipped
 
 DEVICE = torch.device("cuda")
 
@@ -25,16 +24,12 @@ DEVICE = torch.device("cuda")
 @torch.no_grad()
 def measure(row: Row, name: str, rounds: int) -> None:
     usual = strop.Options(strict=True)
-    flipped: dict[str, Any] = {name: not getattr(usual, name)}
     calls: dict[str, timer.Call] = {}
     results = []
-    for who, options in (("default", usual), (str(flipped), replace(usual, **flipped))):
-        work = row.case(torch.float16).build(DEVICE)
-        given = work.inputs(row.size, row.batch)
-        strop.optimize(work.target, options=options)
-        calls[who] = lambda work=work, given=given: work.call(work.target, given)
-        for _ in range(3):
-            result = calls[who]()
+    for who, options in (("default", usual), flipped(usual, name)):
+        field = Field(row.case(torch.float16), DEVICE, options)
+        calls[who], _, (*_, result) = field.start("strop", row.size, row.batch)
+        field.wait()
         results.append(result.double())
     times = take_turns(calls, row.kind, DEVICE, rounds)
     far = float((results[0] - results[1]).norm() / results[0].norm())

@@ -28,6 +28,7 @@ from linear_groups import OF_ENDS
 
 import strop
 from strop.bench import timer
+from strop.bench.infer_contenders import Field
 from strop.bench.infer_rows import Row, chosen_rows
 from strop.ir.program import CallStep
 from strop.kernels import products
@@ -69,24 +70,19 @@ class Model:
     """One copy of the row's model, bound by some choice."""
 
     def __init__(self, row: Row) -> None:
-        self.work = row.case(torch.float16).build(DEVICE)
-        self.given = self.work.inputs(row.size, row.batch)
-        strop.optimize(self.work.target, options=strop.Options(strict=True))
-        self.dispatcher: Dispatcher = self.work.target.forward
-        self.bind({})
+        self.field = Field(row.case(torch.float16), DEVICE, strop.Options(strict=True))
+        self.call, *_ = self.field.start("strop", row.size, row.batch)
+        self.dispatcher: Dispatcher = self.field.target.forward
+        self.field.wait()
         self.calls = max(2, round(SAMPLE_MS / timer.elapsed_ms(self.call, DEVICE, 4)))
-
-    def call(self) -> torch.Tensor:
-        result: torch.Tensor = self.work.call(self.work.target, self.given)
-        return result
 
     def bind(self, tiles: Mapping[Size, Choice]) -> torch.Tensor:
         """Anew, with a graph; a result."""
         self.dispatcher.forget_shapes()
         with chosen(tiles):
             for _ in range(3):
-                result = self.call()
-        self.dispatcher.variants.wait()
+                result: torch.Tensor = self.call()
+        self.field.wait()
         return result
 
     def sizes(self) -> Counter[Size]:
@@ -177,7 +173,7 @@ def main() -> None:
     args = parser.parse_args()
     (row,) = chosen_rows([args.row])
     found = measure(row, args.seconds, args.rounds)
-    contest._write(f"tiles_in_model-{row.name}", args, found)
+    contest.write(f"tiles_in_model-{row.name}", args, found)
 
 
 if __name__ == "__main__":

@@ -81,9 +81,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> tuple
         patch.object(wide_attention, "product",
                      lambda a, b, out: torch.bmm(a.float(), b.float(), out=out)),
     ):  # fmt: skip
-        heads, queries, keys = q.shape[0] * q.shape[1], q.shape[2], k.shape[2]
-        part = Part.of(heads, chunk_of(queries, heads * keys), keys, v.shape[-1], q.dtype)
-        memory = torch.full((part.size_bytes,), 0xFF, dtype=torch.uint8)  # NaN
+        size = Part.most(q.shape, k.shape, v.shape, q.dtype).size_bytes
+        memory = torch.full((size,), 0xFF, dtype=torch.uint8)  # NaN
         call = WideAttention(scale, None, 0, memory)  # type: ignore[arg-type]
         return call((q, k, v)), launches
 

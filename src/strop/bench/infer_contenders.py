@@ -232,7 +232,7 @@ def take_turns(calls: Mapping[str, timer.Call], kind: str, device: torch.device,
     """
     is_step = kind == "step"
     measure = timer.elapsed_ms if is_step else timer.wall_ms
-    for call in calls.values() if is_step else ():
+    for call in calls.values():
         call()  # one that was made earlier captures again, where working memory has grown since
     ms = {name: measure(call, device, 1) for name, call in calls.items()}
     sample_ms = SAMPLE_MS[device.type]
@@ -242,7 +242,7 @@ def take_turns(calls: Mapping[str, timer.Call], kind: str, device: torch.device,
     samples = samples if is_step else min(samples, PICTURE_SAMPLES)
     if clock is not None and calls:
         samples = max(3, min(samples, int(0.8 * clock.left() / turn_s)))
-    times = timer.time_calls(calls, device, samples=samples, inner=inner, warmup=1,
+    times = timer.time_calls(calls, device, samples=samples, inner=inner, warmup=0,
                              measure=measure)  # fmt: skip
     return {name: {**timing.to_dict(), "calls": inner[name]} for name, timing in times.items()}
 

@@ -58,7 +58,7 @@ def measure_random(row: Row, plan: Plan, clock: Clock, save: Save) -> Found:
                      "left_out": []}  # fmt: skip
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as cache:
         group = Field.of(row, plan, cache)
-        others = _flipped(group) if plan.variants else {}
+        others = _others(group) if plan.variants else {}
         longest = 0.0  # that a shape has taken
         for number, (size, batch) in enumerate(row.draws.some(plan.random, plan.seed)):
             shape: Found = {"size": size, "batch": batch}
@@ -78,15 +78,17 @@ def measure_random(row: Row, plan: Plan, clock: Clock, save: Save) -> Found:
     return result
 
 
-def _flipped(group: Field) -> dict[str, Field]:
-    """Contenders like this one, with one knob each the other way."""
-    found = {}
-    for name in CHOOSING:
-        is_on = getattr(group.options, name)
-        flipped: dict[str, Any] = {name: not is_on}
-        options = replace(group.options, **flipped)
-        found[f"{'no' if is_on else 'with'} {name}"] = replace(group, options=options, built={})
-    return found
+def flipped(options: strop.Options, name: str) -> tuple[str, strop.Options]:
+    """With a knob the other way, and what that is called."""
+    is_on = getattr(options, name)
+    other: dict[str, Any] = {name: not is_on}
+    return f"{'no' if is_on else 'with'} {name}", replace(options, **other)
+
+
+def _others(group: Field) -> dict[str, Field]:
+    """Contenders like this one, each with another choice of kernels."""
+    every = (flipped(group.options, name) for name in CHOOSING)
+    return {who: replace(group, options=options, built={}) for who, options in every}
 
 
 def _random_shape(row: Row, group: Field, peer: str, others: Mapping[str, Field], size: Size,

@@ -95,8 +95,8 @@ def most_alive(intervals: Sequence[Interval]) -> int:
     """Bytes of values that are alive at once: no arena is smaller."""
     changes = defaultdict[int, int](int)
     for value in intervals:
-        changes[value.first] += _aligned(value.size_bytes)
-        changes[value.last + 1] -= _aligned(value.size_bytes)
+        changes[value.first] += aligned(value.size_bytes)
+        changes[value.last + 1] -= aligned(value.size_bytes)
     return max(itertools.accumulate(changes[step] for step in sorted(changes)), default=0)
 
 
@@ -107,7 +107,7 @@ def _placed(intervals: Sequence[Interval], order: Sequence[int]) -> tuple[list[i
     total = 0
     for index in order:
         value = intervals[index]
-        size = _aligned(value.size_bytes)
+        size = aligned(value.size_bytes)
         offset = 0
         for begin, end, first, last in placed:  # kept sorted by offset
             if last < value.first or value.last < first:
@@ -140,5 +140,6 @@ def shared(alive: Mapping[int, Interval], pairs: Iterable[tuple[int, int]]
     return found, host
 
 
-def _aligned(size_bytes: int) -> int:
+def aligned(size_bytes: int) -> int:
+    """To where the next value may begin."""
     return -(-max(size_bytes, 1) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES

@@ -23,11 +23,11 @@ from strop.ir.functions import HALVES
 from strop.ir.program import CallStep, Program, Step
 from strop.kernels.exp_rows import exp_rows
 from strop.runtime.kernels import BoundKernel, KernelLibrary
+from strop.runtime.memory import aligned
 
 WIDEST_OF_LIBRARIES = 256
 SCORES_BYTES = 256 << 20  # of the fp32 scores that exist at once
 QUERIES_MULTIPLE = 128  # a tile of the library's products
-ALIGNMENT_BYTES = 256
 
 
 def is_wide(attrs: Mapping[str, Any], shapes: Sequence[Sequence[Expr]], dtype: torch.dtype) -> bool:
@@ -58,11 +58,17 @@ class Part:
         shapes = (scores, scores, (heads, queries, 1), (heads, queries, width))
         return cls(shapes, (torch.float32, dtype, torch.float32, torch.float32))
 
+    @classmethod
+    def most(cls, q: Sequence[int], k: Sequence[int], v: Sequence[int], dtype: torch.dtype) -> Part:
+        """For as many queries as there are at once, of operands (B, H, S, D) of these sizes."""
+        heads, queries, keys = q[0] * q[1], q[2], k[2]
+        return cls.of(heads, chunk_of(queries, heads * keys), keys, v[3], dtype)
+
     @property
     def sizes(self) -> list[int]:
         """In bytes, each to where the next may begin."""
         sizes = (math.prod(s) * d.itemsize for s, d in zip(self.shapes, self.dtypes, strict=True))
-        return [-(-size // ALIGNMENT_BYTES) * ALIGNMENT_BYTES for size in sizes]
+        return [aligned(size) for size in sizes]
 
     @property
     def size_bytes(self) -> int:
@@ -90,9 +96,7 @@ def working_bytes(
         if is_wide(dict(step.attrs), [ref.shape for ref in step.inputs], dtype):
             q, k, v = (sizes(ref.shape) for ref in step.inputs)
             if q[:2] == k[:2] and k[:3] == v[:3] and math.prod(q) * math.prod(k):
-                heads, queries, keys = q[0] * q[1], q[2], k[2]
-                part = Part.of(heads, chunk_of(queries, heads * keys), keys, v[-1], dtype)
-                found[position] = part.size_bytes
+                found[position] = Part.most(q, k, v, dtype).size_bytes
     return found
 
 
