@@ -50,6 +50,12 @@ def picture(pipe: Any, seed: int = 3, guidance: float = 7.5, **more: Any) -> Ten
     ).images  # fmt: skip
 
 
+def is_same(one: Tensor, other: Tensor) -> bool:
+    """But for rounding: what depends on the timestep comes of larger products, whose sums have
+    another order."""
+    return bool((one - other).norm() <= 1e-5 * other.norm())
+
+
 # What a callback may do at the end of a step
 
 
@@ -177,7 +183,7 @@ def test_the_next_step_sees_what_a_callback_did(callback: Callback, device: str)
     before = counts(on)
     expected = picture(off, **after_step(1, callback))
     found = picture(on, **after_step(1, callback))
-    assert torch.equal(found, expected)
+    assert is_same(found, expected)
     runs, reuses = (now - then for now, then in zip(counts(on), before, strict=True))
     if device == "cuda" and callback is guidance_ends:  # its new shape is run, captured, replayed
         assert (runs, reuses) == (4, 1)
@@ -185,7 +191,7 @@ def test_the_next_step_sees_what_a_callback_did(callback: Callback, device: str)
         assert (runs, reuses) == CALLBACKS[callback]
     assert counts(off) == (0, 0)
     unchanged = picture(pipeline(hoist=True, device=device))
-    assert torch.equal(found, unchanged) == (callback in SAME_PICTURE), "a weak test"
+    assert is_same(found, unchanged) == (callback in SAME_PICTURE), "a weak test"
 
 
 def test_these_tests_would_notice_a_missing_check(monkeypatch):
@@ -193,7 +199,7 @@ def test_these_tests_would_notice_a_missing_check(monkeypatch):
     monkeypatch.setattr(hoisting, "versions_of", lambda tensors: ())
     on, off = (pipeline(hoist=hoist) for hoist in (True, False))
     more = after_step(1, prompt_written)
-    assert not torch.equal(picture(on, **more), picture(off, **more))
+    assert not is_same(picture(on, **more), picture(off, **more))
 
 
 def test_a_callback_that_raises_ends_the_loop():
@@ -204,14 +210,14 @@ def test_a_callback_that_raises_ends_the_loop():
     with pytest.raises(KeyboardInterrupt):
         picture(pipe, **after_step(1, fail))
     assert not pipe.unet.forward.loop.is_running
-    assert torch.equal(picture(pipe, seed=4), picture(pipeline(hoist=False), seed=4))
+    assert is_same(picture(pipe, seed=4), picture(pipeline(hoist=False), seed=4))
 
 
 def test_other_prompts_and_inference_mode():
     """Tensors of inference mode do not count writes: nothing is reused."""
     on, off = (pipeline(hoist=hoist) for hoist in (True, False))
     for seed in (3, 4):
-        assert torch.equal(picture(on, seed=seed), picture(off, seed=seed))
+        assert is_same(picture(on, seed=seed), picture(off, seed=seed))
     assert counts(on) == (2, 6)
     with torch.inference_mode():
         assert torch.equal(picture(on, seed=5), picture(off, seed=5))

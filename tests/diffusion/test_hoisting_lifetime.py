@@ -13,7 +13,7 @@ from torch import Tensor
 
 import strop
 from tests.diffusion import test_never_stale as changes
-from tests.diffusion.test_hoisting import counts, picture, pipeline, plain  # noqa: F401
+from tests.diffusion.test_hoisting import counts, is_same, picture, pipeline, plain  # noqa: F401
 from tests.e2e import tiny
 
 SIZE = (2, 8, 8, 7)
@@ -160,8 +160,8 @@ def test_two_pipelines_share_a_unet():
     strop.optimize(second, options=tiny.options(hoist=True, strict=True))
     for seed in (3, 4):
         expected = picture(alone, seed=seed)
-        assert torch.equal(picture(first, seed=seed), expected)
-        assert torch.equal(picture(second, seed=seed), expected)
+        assert is_same(picture(first, seed=seed), expected)
+        assert is_same(picture(second, seed=seed), expected)
     assert counts(second) == (2 + 2 * 4, 6)
 
 
@@ -179,7 +179,7 @@ def test_a_picture_inside_a_picture():
         return {} if drawn is None else {"latents": now["latents"] + drawn}
 
     more = {"callback_on_step_end": inner}
-    assert torch.equal(picture(on, **more), picture(off, **more))
+    assert is_same(picture(on, **more), picture(off, **more))
 
 
 def test_many_threads(plain: Iterator[None]):  # noqa: F811

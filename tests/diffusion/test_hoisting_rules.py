@@ -15,10 +15,11 @@ import strop
 from strop.api import optimize_module
 from strop.ir.dims import const
 from strop.ir.program import CallStep, TensorRef
-from strop.runtime.dispatch import Adapter, Dispatcher, Loop
+from strop.runtime.dispatch import Adapter, Dispatcher
 from strop.runtime.executor import Bound
 from strop.runtime.graphs import Captured
 from strop.runtime.hoisting import prologue_of, stamp_of, versions_of
+from strop.runtime.loop import Loop
 from strop.runtime.signature import Skeleton
 from tests.diffusion.test_hoisting import plain  # noqa: F401
 from tests.e2e import tiny
@@ -199,10 +200,10 @@ def test_a_graph_replays_its_prologue_when_it_must() -> None:
     bound, inputs, result = bound_of(dispatcher), arguments(), torch.empty_like(expected)
     prologue = Recorded(lambda: bound.run_prologue(inputs))
     rest = Recorded(lambda: result.copy_(*bound.run_rest(inputs)))
-    captured = Captured(rest, prologue, inputs, (result,), bound, 0, 0)  # type: ignore[arg-type]
+    captured = Captured(rest, prologue, None, inputs, (result,), bound, 0, 0)  # type: ignore[arg-type]
 
     def replay(number: int, p: Tensor) -> int:
-        found = captured.replay([x, p], stamp_of(number, [p]))
+        found, _ = captured.replay([x, p], stamp_of(number, [p]))
         torch.testing.assert_close(found[0], Net(two_in_a_row)(x, p))
         return prologue.num_replays
 

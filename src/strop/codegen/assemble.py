@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, TypeVar
 
+from strop.codegen.by_rows import made_by_rows
 from strop.codegen.mutation import Lowered, reads_before_it_writes, redirected_stores
 from strop.errors import ShapeError
 from strop.fusion.plan import FusionPlan, Group, Stitch
@@ -150,8 +151,15 @@ def assemble(
     return Program(
         target.device, inputs, tuple(a.buffers), tuple(a.sources), finished,
         tuple(_returned(a, item) for item in signature.returned), signature.guards,
-        tuple(sorted(graph.hints.items())), num_compiled + calls, num_compiled,
+        tuple(sorted(graph.hints.items())), num_compiled + calls, num_compiled, _by_rows(a),
     )  # fmt: skip
+
+
+def _by_rows(a: _Assembly) -> tuple[int, ...]:
+    found = made_by_rows(a.graph.nodes, a.number)
+    return tuple(number for node, number in a.number.items()
+                 if a.buffers[number].kind == "arena" and node.order is None and node in found
+                 )  # fmt: skip
 
 
 def _input_spec(node: Node) -> InputSpec:

@@ -142,11 +142,13 @@ def _hoisted(dispatcher: Dispatcher) -> HoistedRow | None:
     """Where the latest shape has something to hoist."""
     latest = _latest(dispatcher)
     bounds = list(latest.bounds.values()) if latest is not None else []
-    if not bounds or not bounds[0].hoisted.steps:
+    if not bounds or not (bounds[0].hoisted.steps or bounds[0].timetable.steps):
         return None
     kept_bytes = sum(kept.memory.nbytes for kept in dispatcher.loop.kept.values())
     tally = dispatcher.counters.hoisted
-    return HoistedRow(len(bounds[0].hoisted.steps), kept_bytes, tally.num_runs, tally.num_reuses)
+    return HoistedRow(len(bounds[0].hoisted.steps), kept_bytes, tally.num_runs, tally.num_reuses,
+                      len(bounds[0].timetable.steps), tally.num_timetables, tally.num_looked_up
+                      )  # fmt: skip
 
 
 def _trained_launches(log: AotLog) -> int:

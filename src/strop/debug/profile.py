@@ -149,7 +149,11 @@ def _row(subject: Subject, times: Times, limits: ceilings.Ceilings) -> ProfileRo
 
 def _costs(subject: Subject) -> tuple[Cost, ...]:
     program, env, compiled = subject.program, subject.entry.env, subject.entry.variant.compiled
-    hoisted = {n for bound in subject.entry.bounds.values() for n in bound.hoisted.steps}
+    hoisted = {
+        n
+        for bound in subject.entry.bounds.values()
+        for n in (*bound.hoisted.steps, *bound.timetable.steps)
+    }
     rows = step_rows(program, compiled, env, machine("CPU"))  # for bytes and FLOPs alone
     costs = []
     for number, step in subject.running().items():

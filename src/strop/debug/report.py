@@ -111,17 +111,29 @@ class GraphRow:
 class HoistedRow:
     """What one module computes once a denoise loop: ``num_launches`` at the latest shape. They have
     run ``num_runs`` times, and ``num_reuses`` further calls found their results, which lie in
-    ``kept_bytes`` of memory, that of other streams and of larger shapes included."""
+    ``kept_bytes`` of memory, that of other streams and of larger shapes included.
+
+    ``num_timed`` launches depend on the timestep as well, and run for all timesteps of a loop at
+    once: ``num_timetables`` times, of which ``num_looked_up`` calls had what they needed."""
 
     num_launches: int
     kept_bytes: int
     num_runs: int
     num_reuses: int
+    num_timed: int = 0
+    num_timetables: int = 0
+    num_looked_up: int = 0
 
     def __str__(self) -> str:
-        return (
+        text = (
             f"hoisted out of denoise loops: {self.num_launches} launches, run {self.num_runs}x,"
             f" reused {self.num_reuses}x, {self.kept_bytes / 1e6:.2f} MB kept"
+        )
+        if not self.num_timed:
+            return text
+        return (
+            f"{text}; {self.num_timed} launches for all timesteps at once, run"
+            f" {self.num_timetables}x, looked up {self.num_looked_up}x"
         )
 
 

@@ -57,6 +57,11 @@ class UNetAdapter(Adapter):
         _, _, (_, *named) = skeleton
         return tuple(n for name, part in named if name in STEADY for n in tensor_numbers(part))
 
+    def timestep(self, skeleton: Skeleton) -> int | None:
+        _, _, (_, *named) = skeleton
+        found = [n for name, part in named if name == "timestep" for n in tensor_numbers(part)]
+        return found[0] if len(found) == 1 else None
+
     def shapes(self, tensors: Sequence[Tensor]) -> Shapes:
         images = [t for t in tensors if t.dim() == 4]
         if not images:

@@ -15,7 +15,7 @@ from strop.diffusion.pictures import convert_as_before, convert_on_device
 from strop.diffusion.scheduler import host_timesteps
 from strop.errors import OptionError
 from strop.options import Options
-from strop.runtime.dispatch import Loop
+from strop.runtime.loop import Loop
 
 log = logging.getLogger("strop")
 
@@ -111,8 +111,8 @@ class _MarkedBar:
     @contextmanager
     def _around(self, total: int | None) -> Iterator[Any]:
         try:
-            self.loop.begin()
             scheduler = getattr(self.pipe, "scheduler", None)  # which may be another one by now
+            self.loop.begin(getattr(scheduler, "timesteps", None))
             with host_timesteps(scheduler), self.original(total=total) as bar:
                 yield bar
         finally:

@@ -14,6 +14,8 @@ from typing import Any, TypeGuard
 
 from torch import Tensor
 
+from strop.runtime.hoisting import place_among
+
 # Those whose ``step`` reads nothing from the GPU but its timestep. DDPM, LCM and TCD look for it
 # among all timesteps there, which waits as well; the others count their steps.
 ASKING = ("DDIMScheduler", "PNDMScheduler")
@@ -30,14 +32,10 @@ class Known:
         """The same number on the host if it is one of them, as iteration gives them and nobody has
         written to them since; else as it came."""
         ours = self._timesteps
-        if not isinstance(timestep, Tensor) or timestep.dim() or timestep.dtype != ours.dtype:
+        if not isinstance(timestep, Tensor) or timestep.dim() or ours._version != self._version:
             return timestep
-        if timestep.untyped_storage().data_ptr() != ours.untyped_storage().data_ptr():
-            return timestep
-        place = timestep.storage_offset() - ours.storage_offset()
-        if not 0 <= place < len(ours) or ours._version != self._version:
-            return timestep
-        return self._on_host[place]
+        place = place_among(ours, timestep)
+        return timestep if place is None else self._on_host[place]
 
 
 @contextmanager

@@ -181,6 +181,7 @@ class Program:
     hints: tuple[tuple[str, int], ...]
     num_nodes: int = 0  # compute nodes of the graph, and how many generated kernels compute
     num_compiled_nodes: int = 0
+    by_rows: tuple[int, ...] = ()  # buffers (b, ...), row-major, as ``codegen.by_rows`` has them
 
     def at(self, sizes: Mapping[str, int]) -> tuple[Step | None, ...]:
         """What runs at these sizes, by step; None where another step does its work. Sizes alone

@@ -18,7 +18,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from operator import is_
 from typing import TYPE_CHECKING, Any
-from weakref import WeakValueDictionary
 
 import torch
 import torch.utils._pytree as pytree
@@ -35,8 +34,9 @@ from strop.runtime.executor import (
     FIRST,
     Bound,
 )
-from strop.runtime.hoisting import Hoist, Kept, Stamp, Tally, stamp_of
+from strop.runtime.hoisting import Hoist, Kept, Moment, Stamp, Tally, moment_of, stamp_of
 from strop.runtime.limits import looks_too_far
+from strop.runtime.loop import Loop
 from strop.runtime.memory import Workspace, workspace_of
 from strop.runtime.short import (
     Short,
@@ -82,28 +82,9 @@ class Adapter:
         """Tensors of a call, by number, that stay the same through a denoise loop as a rule."""
         return ()
 
-
-_LOOPS = itertools.count(1)
-
-
-@dataclass
-class Loop:
-    """A denoise loop: between ``begin`` and ``end`` weights are checked once, then only lightly,
-    and what depends on the prompt alone is kept."""
-
-    number: int = 0
-    is_running: bool = False
-    kept: WeakValueDictionary[Hashable, Kept] = field(default_factory=WeakValueDictionary)
-
-    def begin(self) -> None:
-        self.number = next(_LOOPS)  # threads never get the same
-        self.is_running = True
-
-    def end(self) -> None:
-        self.is_running = False
-        for kept in [found() for found in self.kept.valuerefs()]:
-            if kept is not None:
-                kept.held = None
+    def timestep(self, skeleton: Skeleton) -> int | None:
+        """The tensor (b,) that goes through the timesteps of the loop."""
+        return None
 
 
 @dataclass
@@ -120,6 +101,7 @@ class Entry:
     placed: list[Tensor | None] | None = None
     aliases: tuple[AliasOfArgument, ...] = ()
     steady: tuple[int, ...] = ()  # see ``Adapter.steady``
+    timestep: int | None = None  # see ``Adapter.timestep``
     is_pure: bool = False  # see ``Program``
 
 
@@ -437,8 +419,9 @@ class Dispatcher:
             self._note_fallback(f"{cause}: torch runs it")
         aliases = returned_arguments(variant.program, env)
         steady = self.adapter.steady(skeleton) if self._may_hoist else ()
+        timestep = self.adapter.timestep(skeleton) if steady else None
         entry = Entry(next(_NUMBERS), variant, device, env, aliases=aliases, steady=steady,
-                      is_pure=variant.program.is_pure)  # fmt: skip
+                      timestep=timestep, is_pure=variant.program.is_pure)  # fmt: skip
         self._entries[key] = entry
         return entry
 
@@ -462,13 +445,20 @@ class Dispatcher:
         inputs = enumerate(entry.variant.program.inputs)
         arguments = [index for index, spec in inputs if not spec.is_state]
         steady = tuple(arguments[number] for number in entry.steady)
-        return Hoist(steady, kept, self.state.tensors, self.counters.hoisted)
+        timestep = None if entry.timestep is None else arguments[entry.timestep]
+        return Hoist(steady, kept, self.state.tensors, self.counters.hoisted, timestep)
 
-    def _stamp(self, entry: Entry, tensors: Sequence[Tensor]) -> Stamp | None:
-        """What arguments are that stay the same through a loop, if this is one."""
+    def _where(self, entry: Entry, tensors: Sequence[Tensor]) -> tuple[Stamp | None, Moment | None]:
+        """What arguments are that stay the same through a loop, and at which timestep it is, if
+        this is a loop. What the caller captures must not depend on it."""
         if not entry.steady or not self._is_settled():
-            return None
-        return stamp_of(self._checked_loop, [tensors[number] for number in entry.steady])
+            return None, None
+        if entry.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return None, None
+        stamp = stamp_of(self._checked_loop, [tensors[number] for number in entry.steady])
+        if entry.timestep is None:
+            return stamp, None
+        return stamp, moment_of(self.loop.timesteps, tensors[entry.timestep], stamp)
 
     def forget_shapes_but(self, entry: Entry) -> None:
         keys = [k for k, e in self._entries.items() if e is entry]
@@ -543,7 +533,7 @@ class Dispatcher:
         if entry.uses == 1 and self.options.check and entry.variant.compiled is not None:
             results = self._run_checked(bound, entry.variant.compiled, inputs)
         else:
-            results = bound.run(inputs, self._stamp(entry, tensors))
+            results = bound.run(inputs, *self._where(entry, tensors))
         self.counters.launches = bound.num_launches
         if entry.uses == 1 and self.options.check_finite:
             self._check_finite(results, tensors)
@@ -567,7 +557,7 @@ class Dispatcher:
         results, launches = graphs.pool_of(entry.device).run(
             (id(self), entry.number), inputs, entry.variant.specs,
             lambda workspace, stream: self._bound(entry, workspace, stream),
-            self.options.graph_budget_bytes, self._stamp(entry, inputs),
+            self.options.graph_budget_bytes, *self._where(entry, inputs),
         )  # fmt: skip
         self.counters.replays += 1
         self.counters.launches = launches

@@ -10,14 +10,13 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import chain
 from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._C._dynamo.guards import _empty_strided_cpu  # type: ignore[attr-defined]
 
 from strop.errors import ShapeError
 from strop.ir.dims import Expr
@@ -28,18 +27,18 @@ from strop.runtime import leases, own_calls
 from strop.runtime.calls import ALLOCATING, CUDA_ALLOCATING, CUDA_PLANNED_OUT, PLANNED_OUT, overload
 from strop.runtime.faults import Faults
 from strop.runtime.folded_taps import FoldedTaps
-from strop.runtime.hoisting import Hoist, Hoisted, Stamp, prologue_of
+from strop.runtime.hoisting import Hoist, Hoisted, Moment, Stamp, prologue_of, read_by
 from strop.runtime.kernels import BoundKernel, KernelLibrary
+from strop.runtime.layouts import is_laid_out, laid_out, reshaped
 from strop.runtime.limits import needs_wide_indices
 from strop.runtime.memory import KEPT_BYTES, Interval, Workspace, plan_arena, shared
 from strop.runtime.narrow_convolution import NarrowConvolution
 from strop.runtime.native import BoundKernel as NativeKernel
+from strop.runtime.straight import Run, of_many, of_one
+from strop.runtime.timetable import Part, Timetable, timed_of
 from strop.runtime.wide_attention import WideAttention, working_bytes
 
 Getter = Callable[[], Tensor]
-Run = Callable[[Sequence[Tensor]], Any]
-Look = tuple[Sequence[int], Sequence[int], torch.dtype]  # shape, strides, dtype
-Patch = tuple[int, NativeKernel, int, int]  # tensor, and where its address goes, moved by so much
 Around = Callable[[int, Callable[[], None]], None]  # runs step n by calling what it is given
 FIRST = itemgetter(0)  # what is made of the results where there is one, in no container
 
@@ -59,10 +58,14 @@ class Bound:
 
     def __init__(self, program: Program, env: Mapping[str, int], state: Sequence[Tensor | None],
                  kernels: KernelLibrary, workspace: Workspace, stream: int,
-                 hoist: Hoist | None = None, *, in_place: bool = True) -> None:  # fmt: skip
-        """Without ``in_place`` operands of a step are still there when it has run."""
+                 hoist: Hoist | None = None, *, in_place: bool = True, part: Part | None = None
+                 ) -> None:  # fmt: skip
+        """Without ``in_place`` operands of a step are still there when it has run. Of a ``part``
+        there is nothing but ``run_part``."""
         self.program, self.env, self.stream = program, env, stream
-        self.steps = program.at(env)  # None where another step does the work of one
+        self._part = part or Part()
+        # None where another step does the work of one
+        self.steps = self._part.of(program.at(env)) if part else program.at(env)
         self._state, self._kernels, self._workspace = state, kernels, workspace
         on_cuda = program.device == "cuda"
         self._planned_calls = CUDA_PLANNED_OUT if on_cuda else PLANNED_OUT
@@ -70,7 +73,10 @@ class Bound:
         steady = hoist.steady if hoist else ()
         prologue = prologue_of(program, self.steps, steady, self._planned_calls)
         self.hoisted = Hoisted(prologue, hoist)
-        self._late = [p for p in range(len(self.steps)) if p not in prologue.steps]
+        timed = timed_of(program, self.steps, prologue, hoist, self._planned_calls)
+        self.timetable = Timetable(program, timed, hoist, env, stream, self._bind_part)
+        early = {*prologue.steps, *timed.steps}
+        self._late = [p for p in range(len(self.steps)) if p not in early]
         self._sizes: dict[Expr, int] = {}
         self._shapes = [self._eval_all(b.shape) for b in program.buffers]
         self._strides = [self._eval_all(b.strides) for b in program.buffers]
@@ -81,8 +87,8 @@ class Bound:
         self._faults = Faults(program, workspace.device)
         self._memory: Tensor | None = None
         self._zeroed: dict[tuple[int, int], Tensor] = {}  # scratch of step and number
-        self._arguments = [number for number, b in enumerate(program.buffers)
-                           if b.kind == "input" and not program.inputs[b.index].is_state
+        self._arguments = [number for number, b in enumerate(program.buffers) if part is None
+                           and b.kind == "input" and not program.inputs[b.index].is_state
                            ]  # fmt: skip
         self.around: Around | None = None  # a debugger's place between the steps
 
@@ -94,6 +100,13 @@ class Bound:
     def num_launches(self) -> int:
         """Generated kernels and library calls of one run, behind what is hoisted."""
         return sum(self.steps[position] is not None for position in self._late)
+
+    @cached_property
+    def late_arguments(self) -> list[int]:
+        """The arguments, by place, that are read behind what is hoisted."""
+        read = {n for position in self._late for n in read_by(self.steps[position])}
+        read |= {item.tensor.buffer for item in self.program.returned if item.tensor is not None}
+        return [place for place, number in enumerate(self._arguments) if number in read]
 
     @property
     def call_bytes(self) -> int:
@@ -115,7 +128,9 @@ class Bound:
         """Offsets of arena buffers and scratch; when each library result is last read."""
         first: dict[int, int] = {}
         last: dict[int, int] = {}
-        times = {p: p - len(self.steps) for p in self.hoisted.steps} | {p: p for p in self._late}
+        count = len(self.steps)
+        times = {p: p - 2 * count for p in self.hoisted.steps}
+        times |= {p: p - count for p in self.timetable.steps} | {p: p for p in self._late}
         for position, time in times.items():  # in the order of a run
             step = self.steps[position]
             for touched in step.touched if step else ():
@@ -127,7 +142,7 @@ class Bound:
         alive = {number: Interval(first[number], last[number], self._size_bytes(number))
                  for number, buffer in enumerate(self.program.buffers)
                  if buffer.kind == "arena" and number in first and number not in self.hoisted.kept
-                 }  # fmt: skip
+                 and number not in self._part.tensors}  # fmt: skip
         steps = [self.steps[position] for position in times] if shares else []
         pairs = (pair for step in steps if step is not None for pair in step.in_place)
         placed, host = shared(alive, pairs)
@@ -197,6 +212,8 @@ class Bound:
         kept = self.hoisted.linked(self.kept_bytes)
         for number, offset in zip(self.hoisted.kept, self._kept_offsets, strict=True):
             self._slots[number] = self._view(number, kept, offset)
+        for number, tensor in self._part.tensors.items():
+            self._slots[number] = tensor
         self._steps = [self._link_step(position, step) for position, step in enumerate(self.steps)]
         kinds = [buffer.kind for buffer in self.program.buffers]
         self._results = [(n, self._shapes[n], self._strides[n], self.program.buffers[n].dtype)
@@ -241,8 +258,9 @@ class Bound:
     def _follows_a_kernel(self, position: int) -> bool:
         """Whether the launch before is one of ours. A library's kernel lets nobody start before it
         has ended; the caller's may write weights, which a product fetches before it waits."""
-        half = self.hoisted.steps if position in self.hoisted.steps else self._late
-        before = next((p for p in reversed(half[: half.index(position)]) if self.steps[p]), -1)
+        parts = (self.hoisted.steps, self.timetable.steps, self._late)
+        mine = next(part for part in parts if position in part)
+        before = next((p for p in reversed(mine[: mine.index(position)]) if self.steps[p]), -1)
         return before in self._own or (before >= 0 and isinstance(self.steps[before], KernelStep))
 
     def _pointer(self, number: int) -> int:
@@ -307,7 +325,7 @@ class Bound:
                 targets, (made,) if single else made, strict=False
             ):
                 if number >= 0:
-                    slots[number] = laid = _laid_out(value, strides)
+                    slots[number] = laid = laid_out(value, strides)
                     pointer = laid.data_ptr()
                     for kernel, place, move in patches:
                         kernel.set_pointer(place, pointer + move)
@@ -334,9 +352,9 @@ class Bound:
             shape = (math.prod(shape[:-1]), shape[-1])
         fixed, slots = self._slots[number], self._slots
         if fixed is not None:
-            out = _reshaped(fixed, shape)
+            out = reshaped(fixed, shape)
             return lambda: call([get() for get in getters], out)
-        return lambda: call([get() for get in getters], _reshaped(slots[number], shape))
+        return lambda: call([get() for get in getters], reshaped(slots[number], shape))
 
     def _concrete(self, value: Any) -> Any:
         if isinstance(value, Expr):
@@ -355,26 +373,71 @@ class Bound:
 
     # running
 
-    def run(self, inputs: Sequence[Tensor], stamp: Stamp | None = None) -> list[Any]:
-        """``inputs``: the arguments that are not state, in order; ``stamp``: of the steady ones."""
+    def run(self, inputs: Sequence[Tensor], stamp: Stamp | None = None,
+            moment: Moment | None = None) -> list[Any]:  # fmt: skip
+        """``inputs``: the arguments that are not state, in order; ``stamp``: of the steady ones;
+        ``moment``: the place of the call in a denoise loop."""
         with self._workspace.lock:
             self._begin(inputs)
             if not self.hoisted.is_there(stamp):
                 self._walk(self.hoisted.steps)
                 self.hoisted.has_run()
+            if not self.looked_up(moment, inputs):
+                self._walk(self.timetable.steps)
             results = self._run_rest()
             if self.is_large:
                 self.let_go()
             return results
 
     def run_prologue(self, inputs: Sequence[Tensor]) -> None:
-        """The one half of ``run`` alone."""
+        """The first part of ``run`` alone."""
         with self._workspace.lock:
             self._begin(inputs)
             self._walk(self.hoisted.steps)
 
+    def looked_up(self, moment: Moment | None, inputs: Sequence[Tensor]) -> bool:
+        """Whether what depends on the timestep came from a table, which may have been made."""
+        rows = self.timetable.rows(moment)
+        if rows is None:
+            rows = self.timetable.made(moment, partial(self.holding, inputs))
+        if rows is None:
+            return False
+        self.timetable.note_use()
+        for place, row in zip(self.of_timestep, rows, strict=True):
+            place.copy_(row)
+        return True
+
+    def holding(self, inputs: Sequence[Tensor], number: int) -> Tensor:
+        """What a buffer holds between two parts of a run with these arguments."""
+        if number in self._arguments:
+            return inputs[self._arguments.index(number)]
+        return self.contents(number)
+
+    @property
+    def of_timestep(self) -> list[Tensor]:
+        """Where what depends on the timestep lies."""
+        return [self.contents(number) for number in self.timetable.timed.kept]
+
+    def _bind_part(self, env: Mapping[str, int], part: Part) -> Callable[[], None]:
+        workspace = Workspace(self._workspace.device)  # as another run is in the middle of its own
+        bound = Bound(self.program, env, self._state, self._kernels, workspace, self.stream,
+                      part=part)  # fmt: skip
+
+        def run() -> None:
+            with workspace.lock:
+                bound._begin(())
+                bound._walk(bound._late)
+
+        return run
+
+    def run_timed(self, inputs: Sequence[Tensor]) -> None:
+        """What depends on the timestep alone."""
+        with self._workspace.lock:
+            self._begin(inputs)
+            self._walk(self.timetable.steps)
+
     def run_rest(self, inputs: Sequence[Tensor]) -> list[Any]:
-        """The other half."""
+        """What is left."""
         with self._workspace.lock:
             self._begin(inputs)
             return self._run_rest()
@@ -428,14 +491,13 @@ class Bound:
     def straight(self, structured: Callable[[list[Any]], Any]) -> Run | None:
         """``run`` without a walk, for a program that is nothing but kernels on a CPU; else None.
 
-        Small calls take a few microseconds, and so would finding out at each what is the same at
-        all of them. Gives what ``structured`` makes of the results, or None where working memory
-        has moved, or a debugger is here. To be asked for after a run.
+        Gives what ``structured`` makes of the results, or None where working memory has moved, or
+        a debugger is here. To be asked for after a run.
         """
         refs = [item.tensor for item in self.program.returned if item.tensor is not None]
         numbers = [ref.buffer for ref in refs]
         is_plain = len(refs) == len(self.program.returned) and all(map(self._is_whole, refs))
-        if self.hoisted.steps:
+        if self.hoisted.steps or self.timetable.steps:
             return None
         is_native = all(isinstance(step, NativeKernel) or step is _nothing for step in self._steps)
         if not (is_native and is_plain and sorted(numbers) == [n for n, *_ in self._results]):
@@ -450,57 +512,10 @@ class Bound:
         is_from_one_to_one = [(which, move) for which, _, _, move in patches] == [(0, 0), (1, 0)]
         if len(kernels) == 1 and is_from_one_to_one and not uses_memory and structured is FIRST:
             places = [place for _, _, place, _ in patches]
-            return self._shortest(kernels[0], looks[numbers[0]], *places)
-        return self._straight(kernels, [looks[n] for n in numbers], patches, structured)
-
-    def _straight(self, kernels: Sequence[NativeKernel], looks: Sequence[Look],
-                  patches: Sequence[Patch], structured: Callable[[list[Any]], Any]
-                  ) -> Run:  # fmt: skip
-        calls = [kernel.call for kernel in kernels]
-        places = [(which, kernel.pointers, place, move) for which, kernel, place, move in patches]
-        workspace, memory, lock = self._workspace, self._memory, self._workspace.lock
-        uses_memory = self.arena_bytes > 0
-        address, count = Tensor.data_ptr, len(self._arguments)
-
-        def run(inputs: Sequence[Tensor]) -> Any:
-            with lock:
-                has_moved = uses_memory and workspace.memory is not memory
-                if has_moved or self.around is not None:
-                    return None
-                tensors = [*inputs]
-                for shape, strides, dtype in looks:
-                    tensors.append(_empty_strided_cpu(shape, strides, dtype))
-                for which, array, place, move in places:
-                    array[place] = address(tensors[which]) + move
-                for call in calls:
-                    call()
-                self._faults.check()
-                return structured(tensors[count:])
-
-        return run
-
-    def _shortest(self, kernel: NativeKernel, look: Look, argument: int, place: int) -> Run:
-        """``_straight`` for one kernel from one argument to one result, which uses no working
-        memory: without loops, and with a set of arguments for each thread instead of a lock."""
-        shape, strides, dtype = look
-        spare = [kernel.again()]
-
-        def run(inputs: Sequence[Tensor]) -> Any:
-            if self.around is not None:
-                return None
-            try:
-                own = spare.pop()
-            except IndexError:  # other threads are in the middle of a call
-                own = kernel.again()
-            result = _empty_strided_cpu(shape, strides, dtype)
-            pointers = own.pointers
-            pointers[argument] = inputs[0].data_ptr()
-            pointers[place] = result.data_ptr()
-            own.call()
-            spare.append(own)
-            return result
-
-        return run
+            return of_one(self, kernels[0], looks[numbers[0]], *places)
+        memory = self._memory if self.arena_bytes else None
+        return of_many(self, kernels, [looks[n] for n in numbers], patches, len(self._arguments),
+                       structured, self._workspace, memory, self._faults)  # fmt: skip
 
     def _is_whole(self, ref: TensorRef) -> bool:
         shape, strides = self._eval_all(ref.shape), self._eval_all(ref.strides)
@@ -533,11 +548,11 @@ class Bound:
             tensor = tensors[self.program.buffers[number].index]
             if tensor is None:  # a size, or another number: nothing reads it
                 tensor = torch.empty(0)
-            result.append(_laid_out(tensor, self._strides[number]))
+            result.append(laid_out(tensor, self._strides[number]))
         return result
 
     def _fill(self, number: int, tensor: Tensor) -> None:
-        if tensor.stride() != self._strides[number] and not _same_layout(
+        if tensor.stride() != self._strides[number] and not is_laid_out(
             tensor, self._strides[number]
         ):
             raise ShapeError(
@@ -569,29 +584,8 @@ def _copied(call: Callable[[Sequence[Tensor]], Any]) -> Callable[[Sequence[Tenso
     return run
 
 
-def _reshaped(tensor: Tensor | None, shape: tuple[int, ...]) -> Tensor:
-    assert tensor is not None
-    return tensor if tensor.shape == shape else tensor.view(shape)
-
-
 def _named(scalars: Sequence[int], *, has_splits: bool = False) -> dict[str, int]:
     names = {f"s{i}": value for i, value in enumerate(scalars)}
     if has_splits:
         names["splits"] = scalars[-1]
     return names
-
-
-def _same_layout(tensor: Tensor, strides: Sequence[int]) -> bool:
-    """Equal strides wherever there is more than one element to step over."""
-    return not tensor.numel() or all(
-        a == b or size <= 1
-        for a, b, size in zip(tensor.stride(), strides, tensor.shape, strict=True)
-    )
-
-
-def _laid_out(value: Tensor, strides: Sequence[int]) -> Tensor:
-    """A library result in the memory order of the plan, copied if the library chose another."""
-    if value.stride() == strides or _same_layout(value, strides):
-        return value
-    copy = torch.empty_strided(value.shape, strides, dtype=value.dtype, device=value.device)
-    return copy.copy_(value)

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from strop.frontend.capture import TensorSpec
 from strop.runtime.executor import Bound
-from strop.runtime.hoisting import Stamp
+from strop.runtime.hoisting import Moment, Stamp
 from strop.runtime.memory import Workspace, workspace_of
 
 T = TypeVar("T")
@@ -42,20 +42,36 @@ class Captured:
 
     graph: torch.cuda.CUDAGraph
     prologue: torch.cuda.CUDAGraph | None  # replayed where what it leaves is not there
+    timed: torch.cuda.CUDAGraph | None  # replayed where no table has what it leaves
     inputs: tuple[Tensor, ...]
     results: tuple[Any, ...]
     bound: Bound  # owns counters and weights that the graph points to, and its memory
     size_bytes: int
-    num_kernels: int  # without the prologue's
+    num_kernels: int  # without the prologue's and those of ``timed``
+    num_timed: int = 0  # kernels of ``timed``
 
-    def replay(self, inputs: Sequence[Tensor], stamp: Stamp | None) -> list[Any]:
-        self.bound.raise_faults()
-        torch._foreach_copy_(list(self.inputs), list(inputs))
-        if self.prologue is not None and not self.bound.hoisted.is_there(stamp):
-            self.prologue.replay()
-            self.bound.hoisted.has_run()
+    def replay(self, inputs: Sequence[Tensor], stamp: Stamp | None, moment: Moment | None = None
+               ) -> tuple[list[Any], int]:  # fmt: skip
+        """The results, and how many kernels have run behind the prologue."""
+        bound, count = self.bound, self.num_kernels
+        bound.raise_faults()
+        is_there, rows = bound.hoisted.is_there(stamp), bound.timetable.rows(moment)
+        if is_there and rows is not None:
+            late = bound.late_arguments
+            static, own = [self.inputs[n] for n in late], [inputs[n] for n in late]
+            torch._foreach_copy_([*static, *bound.of_timestep], [*own, *rows])
+            bound.timetable.note_use()
+        else:
+            torch._foreach_copy_(list(self.inputs), list(inputs))
+            if self.prologue is not None and not is_there:
+                self.prologue.replay()
+                bound.hoisted.has_run()
+            if not bound.looked_up(moment, self.inputs):
+                assert self.timed is not None
+                self.timed.replay()
+                count += self.num_timed
         self.graph.replay()
-        return [r.clone() if isinstance(r, Tensor) else r for r in self.results]
+        return [r.clone() if isinstance(r, Tensor) else r for r in self.results], count
 
 
 class GraphPool:
@@ -76,12 +92,12 @@ class GraphPool:
         self._lock = threading.RLock()  # binding may move weights, which drops graphs
 
     def run(self, key: Hashable, inputs: Sequence[Tensor], specs: Sequence[TensorSpec],
-            make: MakeBound, budget_bytes: int, stamp: Stamp | None = None
-            ) -> tuple[list[Any], int]:  # fmt: skip
-        """Replay the graph of ``key``, capturing it first if need be; also its kernel count.
+            make: MakeBound, budget_bytes: int, stamp: Stamp | None = None,
+            moment: Moment | None = None) -> tuple[list[Any], int]:  # fmt: skip
+        """Replay the graph of ``key``, capturing it first if need be; also how many kernels ran.
 
         ``inputs`` may be strided and of other dtypes than ``specs``: copying them in converts.
-        ``stamp`` is that of the steady ones.
+        ``stamp`` is that of the steady ones, ``moment`` the call's in its denoise loop.
         Raises NoGraphError where the call must run without. Too little memory ends all graphs.
         """
         with self._lock:
@@ -93,12 +109,12 @@ class GraphPool:
                 # nobody moves the memory from here on, or runs in it while a graph is captured
                 with self._workspace_for(stream).lock:
                     captured = self._captured(key, inputs, specs, make, budget_bytes)
-                    results = captured.replay(inputs, stamp)
+                    found = captured.replay(inputs, stamp, moment)
             except torch.OutOfMemoryError as error:
                 count = self.drop()
                 raise NoGraphError(f"out of memory, {count} graphs were dropped") from error
             self._done.record(stream)
-            return results, captured.num_kernels
+            return found
 
     def has(self, key: Hashable) -> bool:
         return key in self._graphs
@@ -176,19 +192,26 @@ class GraphPool:
             state = generator.get_state()
             bound.run(static)  # lets libraries choose algorithms outside of the capture
             generator.set_state(state)  # as if it had drawn nothing
-            prologue = None
+            prologue = timed = None
+            num_timed = 0
             if bound.hoisted.steps:
-                prologue, _ = self._record(lambda: bound.run_prologue(static))
-                prologue.instantiate()
-            graph, results = self._record(lambda: tuple(bound.run_rest(static)))
-            num_kernels = _count_kernels(graph)
-            graph.instantiate()
+                prologue, _, _ = self._recorded(lambda: bound.run_prologue(static))
+            if bound.timetable.steps:
+                timed, _, num_timed = self._recorded(lambda: bound.run_timed(static))
+            graph, results, num_kernels = self._recorded(lambda: tuple(bound.run_rest(static)))
         caller.wait_stream(stream)
         self.num_captures += 1
         tensors = [*static, *(r for r in results if isinstance(r, Tensor))]
         size = sum(t.untyped_storage().nbytes() for t in tensors) + bound.call_bytes
-        return Captured(graph, prologue, static, results, bound, size + bound.kept_bytes,
-                        num_kernels)  # fmt: skip
+        return Captured(graph, prologue, timed, static, results, bound, size + bound.kept_bytes,
+                        num_kernels, num_timed)  # fmt: skip
+
+    def _recorded(self, run: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T, int]:
+        """Ready to be replayed, and how many kernels it has."""
+        graph, results = self._record(run)
+        num_kernels = _count_kernels(graph)
+        graph.instantiate()
+        return graph, results, num_kernels
 
     def _record(self, run: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
         graph = torch.cuda.CUDAGraph(keep_graph=True)

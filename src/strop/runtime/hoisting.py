@@ -1,4 +1,5 @@
-"""Step-invariant hoisting: what depends on nothing but weights and the prompt runs once a loop.
+"""Step-invariant hoisting: what depends on nothing but weights and the prompt runs once a loop, and
+what depends on the timestep as well runs for all timesteps at once (``timetable.py``).
 
 The steps of a program that read only such arguments, its prologue, come first and leave their
 results in memory that outlives the run. Later runs start behind them, as long as a ``Stamp`` says
@@ -54,10 +55,20 @@ class Stamp:
 
 
 @dataclass(frozen=True, slots=True)
+class Moment:
+    """Which of a loop's timesteps (n,) a call is at. ``stamp``: of these timesteps and of steady
+    arguments."""
+
+    place: int
+    timesteps: Tensor
+    stamp: Stamp
+
+
+@dataclass(frozen=True, slots=True)
 class Held:
     """Whose results lie in memory, and what they came from."""
 
-    holder: Hoisted
+    holder: object
     stamp: Stamp
     versions: tuple[int, ...]  # of the weights
 
@@ -72,25 +83,34 @@ class Kept:
     def __init__(self, device: torch.device) -> None:
         self.memory = torch.empty(0, dtype=torch.uint8, device=device)
         self.held: Held | None = None  # None: nothing that may be used again
+        self.timed: Held | None = None  # whose timetable may be, likewise
+
+    def forget(self) -> None:
+        self.held = self.timed = None
 
 
 @dataclass
 class Tally:
-    """How many prologues have run, and how many runs of the rest did without."""
+    """How many prologues have run, and how many runs of the rest did without. How many timetables
+    were made, and how many runs found their timestep there."""
 
     num_runs: int = 0
     num_reuses: int = 0
+    num_timetables: int = 0
+    num_looked_up: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Hoist:
     """Leave to hoist: which arguments are ``steady``, as numbers among a program's inputs, where
-    results may stay, and the module's own weights, which count the writes to them."""
+    results may stay, and the module's own weights, which count the writes to them. ``timestep``:
+    the argument that goes through the timesteps of a loop, if there is one."""
 
     steady: tuple[int, ...]
     place: Kept
     weights: Sequence[Tensor]
     tally: Tally
+    timestep: int | None = None
 
 
 class Hoisted:
@@ -144,6 +164,25 @@ def stamp_of(loop: int, tensors: Sequence[Tensor]) -> Stamp | None:
     return Stamp(loop, tuple(tensors), tuple(t.detach() for t in tensors), versions)
 
 
+def moment_of(timesteps: Tensor | None, timestep: Tensor, stamp: Stamp | None) -> Moment | None:
+    """None for a timestep (b,) that is not one of ``timesteps``, the same b times."""
+    if stamp is None or timesteps is None or (timestep.stride(0) and len(timestep) > 1):
+        return None
+    place = place_among(timesteps, timestep)
+    both = None if place is None else stamp_of(stamp.loop, [timesteps, *stamp.tensors])
+    return None if place is None or both is None else Moment(place, timesteps, both)
+
+
+def place_among(timesteps: Tensor, timestep: Tensor) -> int | None:
+    """Where ``timestep`` lies in the memory of ``timesteps`` (n,), as iteration gives them."""
+    if timestep.dtype != timesteps.dtype:
+        return None
+    if timestep.untyped_storage().data_ptr() != timesteps.untyped_storage().data_ptr():
+        return None
+    place = int(timestep.storage_offset() - timesteps.storage_offset())
+    return place if 0 <= place < len(timesteps) else None
+
+
 def versions_of(tensors: Sequence[Tensor]) -> tuple[int, ...] | None:
     """How often each tensor has been written to; None if one of them does not know."""
     if any(map(_IS_INFERENCE, tensors)):
@@ -162,27 +201,47 @@ def prologue_of(program: Program, steps: Sequence[Step | None], steady: Collecti
     kernels and of ``planned`` library calls do. Kernels that check indices stay behind, since every
     call has to raise again. A program that writes to its arguments or weights has no prologue.
     """
-    writers = Counter(n for step in steps for n in written(step))
-    kinds = [buffer.kind for buffer in program.buffers]
-    if not steady or any(kinds[n] == "input" for n in writers):
+    if not steady or writes_inputs(program, steps):
         return Prologue()
-    known = {n for n, b in enumerate(program.buffers)
-             if b.kind == "input" and (program.inputs[b.index].is_state or b.index in steady)
-             }  # fmt: skip
-    found: dict[int, Step] = {}
-    for position, step in enumerate(steps):
-        if step is None or not _may_move(program, step, planned) or not known >= set(_read(step)):
-            continue
-        if all(kinds[n] == "arena" and writers[n] == 1 for n in written(step)):
-            found[position] = step
-            known.update(written(step))
-    wanted = {n for p, step in enumerate(steps) if p not in found for n in _read(step)}
-    kept = tuple(n for step in found.values() for n in written(step) if n in wanted)
-    read = {program.buffers[n].index for step in found.values() for n in _read(step)
-            if kinds[n] == "input"}  # fmt: skip
+    found = movable(program, steps, read_by_all(program, steady), planned)
+    kept = kept_of(steps, found)
+    read = {program.buffers[n].index for p in found for n in read_by(steps[p])
+            if program.buffers[n].kind == "input"}  # fmt: skip
     if not kept or read.isdisjoint(steady):
         return Prologue()
-    return Prologue(tuple(found), kept, _parts(program, read - set(steady)))
+    return Prologue(tuple(found), kept, weights_of(program, read - set(steady)))
+
+
+def writes_inputs(program: Program, steps: Sequence[Step | None]) -> bool:
+    return any(program.buffers[n].kind == "input" for step in steps for n in written(step))
+
+
+def read_by_all(program: Program, steady: Collection[int]) -> set[int]:
+    """The buffers of weights and of arguments that are ``steady``."""
+    return {n for n, b in enumerate(program.buffers)
+            if b.kind == "input" and (program.inputs[b.index].is_state or b.index in steady)
+            }  # fmt: skip
+
+
+def movable(program: Program, steps: Sequence[Step | None], known: set[int],
+            planned: Collection[str]) -> list[int]:  # fmt: skip
+    """Positions of steps that read nothing but buffers that are ``known``, to which what they write
+    is added."""
+    writers = Counter(n for step in steps for n in written(step))
+    found = []
+    for position, step in enumerate(steps):
+        if step is None or not _may_move(program, step, planned) or not known >= set(read_by(step)):
+            continue
+        if all(program.buffers[n].kind == "arena" and writers[n] == 1 for n in written(step)):
+            found.append(position)
+            known.update(written(step))
+    return found
+
+
+def kept_of(steps: Sequence[Step | None], found: Sequence[int]) -> tuple[int, ...]:
+    """The buffers that steps leave to the others."""
+    wanted = {n for p, step in enumerate(steps) if p not in found for n in read_by(step)}
+    return tuple(n for p in found for n in written(steps[p]) if n in wanted)
 
 
 def _may_move(program: Program, step: Step, planned: Collection[str]) -> bool:
@@ -200,13 +259,14 @@ def written(step: Step | None) -> Sequence[int]:
     return [step.inputs[0].buffer] if step.op == "write" else [n for n in step.outputs if n >= 0]
 
 
-def _read(step: Step | None) -> Sequence[int]:
+def read_by(step: Step | None) -> Sequence[int]:
+    """The buffers that it reads."""
     if isinstance(step, KernelStep):
         return [n for n in step.buffers if n not in step.writes]
     return () if step is None else [ref.buffer for ref in step.inputs]
 
 
-def _parts(program: Program, weights: Collection[int]) -> tuple[int, ...]:
+def weights_of(program: Program, weights: Collection[int]) -> tuple[int, ...]:
     """A merged weight as its parts: whoever writes to it writes to one of them."""
     groups = (program.inputs[number].merged or (number,) for number in sorted(weights))
     return tuple(dict.fromkeys(number for group in groups for number in group))

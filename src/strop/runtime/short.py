@@ -23,8 +23,9 @@ from torch.nn.modules.module import (
 )
 
 if TYPE_CHECKING:
-    from strop.runtime.dispatch import Counters, Entry, Loop
-    from strop.runtime.executor import Run
+    from strop.runtime.dispatch import Counters, Entry
+    from strop.runtime.loop import Loop
+    from strop.runtime.straight import Run
 
 # of the arguments: the result, or None: the long way must be taken
 Short = Callable[[tuple[Any, ...]], Any]

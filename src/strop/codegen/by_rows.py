@@ -1,0 +1,65 @@
+"""Which values may be computed for several batches at once.
+
+A value (b, ...) is made by rows if its row ``i`` needs nothing but the rows ``i`` of other values
+(b, ...), and what is the same for every batch. So what is computed for a batch that is made of
+several, one after the other, holds the results of each: the embeddings of all timesteps of a
+denoise loop, say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from strop.ir.dims import Expr
+from strop.ir.graph import Node
+from strop.ir.ops import Kind
+
+# Pointwise, but the first dim of a result is not that of its operands.
+ELSEWHERE = frozenset({"take", "iota", "uniform"})
+
+
+def made_by_rows(nodes: Sequence[Node], stored: Collection[Node]) -> set[Node]:
+    """Those of ``nodes``, in execution order, that are made by rows of values that are ``stored``;
+    each step between such values is looked at by itself."""
+    steady, found = set[Node](), set[Node]()
+    for node in nodes:
+        if _is_steady(node, steady):
+            steady.add(node)
+        elif _keeps_rows(node) and all(
+            x in steady or (_is_aligned(place, node) and (x in stored or x in found))
+            for place, x in enumerate(node.inputs)
+        ):
+            found.add(node)
+    return found
+
+
+def _is_steady(node: Node, steady: Collection[Node]) -> bool:
+    """Whether it is the same for every batch, as weights are and what is made of them alone."""
+    if node.op == "input":
+        return bool(node.attrs["state"])
+    values = (*node.shape, *node.attrs.values())
+    has_sizes = any(isinstance(value, Expr) and not value.is_const for value in values)
+    return not has_sizes and all(x in steady for x in node.inputs)
+
+
+def _keeps_rows(node: Node) -> bool:
+    """Whether its rows are made of the same rows of what it reads, if that has as many."""
+    if not node.shape or node.shape[0].is_const:
+        return False
+    dim = node.attrs.get("dim", -1) % len(node.shape)
+    if node.kind is Kind.POINTWISE:
+        return node.op not in ELSEWHERE and not (node.op == "cat" and dim == 0)
+    if node.kind is Kind.VIEW:
+        stays = {"reshape": True, "expand": True, "slice": dim != 0,
+                 "permute": node.attrs.get("dims", (1,))[0] == 0}  # fmt: skip
+        return bool(stays.get(node.op))
+    return node.op == "linear"
+
+
+def _is_aligned(place: int, reader: Node) -> bool:
+    """Whether the first dim of what is read there is the reader's."""
+    x = reader.inputs[place]
+    if reader.op == "linear" and place:  # each row reads all of a weight
+        return False
+    has_rank = len(x.shape) == len(reader.shape) or reader.kind is Kind.VIEW
+    return has_rank and bool(x.shape) and x.shape[0] == reader.shape[0]

@@ -1,0 +1,29 @@
+"""How tensors lie in memory, and the same in another order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def reshaped(tensor: Tensor | None, shape: tuple[int, ...]) -> Tensor:
+    assert tensor is not None
+    return tensor if tensor.shape == shape else tensor.view(shape)
+
+
+def is_laid_out(tensor: Tensor, strides: Sequence[int]) -> bool:
+    """Whether it has these strides wherever there is more than one element to step over."""
+    return not tensor.numel() or all(
+        a == b or size <= 1
+        for a, b, size in zip(tensor.stride(), strides, tensor.shape, strict=True)
+    )
+
+
+def laid_out(value: Tensor, strides: Sequence[int]) -> Tensor:
+    """A library result in the memory order of the plan, copied if the library chose another."""
+    if value.stride() == strides or is_laid_out(value, strides):
+        return value
+    copy = torch.empty_strided(value.shape, strides, dtype=value.dtype, device=value.device)
+    return copy.copy_(value)

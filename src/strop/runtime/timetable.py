@@ -1,0 +1,234 @@
+"""What depends on the timestep, for all timesteps of a denoise loop at once.
+
+SD1.5's time embedding and its projections into all blocks read 50 MB of weights in every step, of
+which nothing is new but one number. The steps of a program that read only that number, weights and
+what the prologue leaves (``hoisting.py``) run once a loop, at a batch of as many copies of the
+call's as the program's guards allow, each with a timestep of its own. A call copies its rows.
+
+That such a batch holds the results of each is proven when the program is made
+(``codegen.by_rows``); which rows are a call's is told by where its timestep lies in the memory of
+the scheduler's, never by its value, which would have to be waited for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from strop.ir.dims import symbol
+from strop.ir.program import Program, Step
+from strop.runtime.hoisting import (
+    Held,
+    Hoist,
+    Moment,
+    Prologue,
+    kept_of,
+    movable,
+    read_by,
+    read_by_all,
+    versions_of,
+    weights_of,
+    writes_inputs,
+    written,
+)
+
+MOST_BYTES = 64 << 20  # of a timetable; SD1.5's for 50 steps at batch 2 has 3.6 MB
+Run = Callable[[], None]
+Read = Callable[[int], Tensor]  # what a buffer holds
+
+
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """Positions of the steps that a timetable is made by; the buffers that they leave to others,
+    and those that they read but weights, ``timestep`` among them. ``rows``: the symbol of their
+    first dim. ``weights``, as numbers among the program's inputs: theirs and the prologue's."""
+
+    steps: tuple[int, ...] = ()
+    kept: tuple[int, ...] = ()
+    given: tuple[int, ...] = ()
+    timestep: int = -1
+    rows: str = ""
+    weights: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Some steps of a program, run by themselves, between buffers that lie in tensors."""
+
+    steps: tuple[int, ...] = ()
+    tensors: Mapping[int, Tensor] = field(default_factory=dict)
+
+    def of(self, steps: Sequence[Step | None]) -> tuple[Step | None, ...]:
+        """With None for the others."""
+        return tuple(step if p in self.steps else None for p, step in enumerate(steps))
+
+
+Bind = Callable[[Mapping[str, int], Part], Run]
+
+
+def timed_of(program: Program, steps: Sequence[Step | None], prologue: Prologue,
+             hoist: Hoist | None, planned: Collection[str]) -> Timed:  # fmt: skip
+    """Of ``steps``, which run at one shape; nothing where one of them is not made by rows."""
+    if hoist is None or hoist.timestep is None or writes_inputs(program, steps):
+        return Timed()
+    number = next(n for n, b in enumerate(program.buffers)
+                  if b.kind == "input" and b.index == hoist.timestep)  # fmt: skip
+    rows = _symbol_of(program, number)
+    known = read_by_all(program, hoist.steady) | {number}
+    before = {n for p in prologue.steps for n in written(steps[p])}
+    later = [None if p in prologue.steps else step for p, step in enumerate(steps)]
+    found = movable(program, later, known | before, planned)
+    made = {n for p in found for n in written(steps[p])}
+    read = {n for p in found for n in read_by(steps[p])} - made
+    inputs = {n: program.buffers[n].index for n in read if program.buffers[n].kind == "input"}
+    weights = {i for i in inputs.values() if program.inputs[i].is_state}
+    given = tuple(sorted(n for n in read if inputs.get(n) not in weights))
+    kept = kept_of(later, found)
+    if not (rows and kept and number in given and made <= set(program.by_rows)):
+        return Timed()
+    return Timed(tuple(found), kept, given, number, rows,
+                 tuple({*weights_of(program, weights), *prologue.weights}))  # fmt: skip
+
+
+def _symbol_of(program: Program, number: int) -> str:
+    """The first size of a vector, if that is one of the program's symbols."""
+    shape = program.buffers[number].shape
+    names = [name for name, _ in program.hints if shape[:1] == (symbol(name),)]
+    return names[0] if names and len(shape) == 1 else ""
+
+
+class Timetable:
+    """The timetable of one bound program. ``bind``: a part of the program at other sizes, in memory
+    of its own, on the program's stream."""
+
+    def __init__(self, program: Program, timed: Timed, hoist: Hoist | None, env: Mapping[str, int],
+                 stream: int, bind: Bind) -> None:  # fmt: skip
+        self.timed, self.steps = timed, timed.steps
+        self._program, self._env, self._stream, self._bind = program, env, stream, bind
+        self._hoist = hoist
+        self._weights = [hoist.weights[n] for n in timed.weights] if hoist else []
+        self._num_copies = 0  # of the call's batch, of those that run at once
+        self._copies_of: dict[int, int] = {}  # by how many timesteps there are
+        self._run: Run | None = None
+        self._given: dict[int, Tensor] = {}
+        self._left: list[Tensor] = []
+        self._tables: list[Tensor] = []
+
+    def rows(self, moment: Moment | None) -> list[Tensor] | None:
+        """What ``timed.kept`` hold at that moment; None where no table that holds now has it."""
+        if not self.steps:
+            return []
+        if moment is None or self._hoist is None or not self._tables:
+            return None
+        held = self._hoist.place.timed
+        now = self._now(moment)
+        if held is None or now is None or not held.equals(now):
+            return None
+        batch = self._env[self.timed.rows]
+        return [table[moment.place * batch : (moment.place + 1) * batch] for table in self._tables]
+
+    def note_use(self) -> None:
+        if self.steps and self._hoist is not None:
+            self._hoist.tally.num_looked_up += 1
+
+    def made(self, moment: Moment | None, read: Read) -> list[Tensor] | None:
+        """The same of a table that is made now, where it can be and brings something: of few
+        timesteps, or large batches, nothing. ``read``: what ``timed.given`` hold."""
+        if moment is None or self._hoist is None or (now := self._now(moment)) is None:
+            return None
+        count = len(moment.timesteps)
+        if count not in self._copies_of:
+            self._copies_of[count] = self._copies(count)
+        copies = self._copies_of[count]
+        if copies < 2:
+            return None
+        self._hoist.place.timed = None
+        with _on(self._stream, moment.timesteps.device):
+            if copies != self._num_copies:
+                self._bind_for(copies, moment.timesteps.device)
+            self._fill(moment.timesteps, count, copies, read)
+        self._hoist.place.timed = now
+        self._hoist.tally.num_timetables += 1
+        return self.rows(moment)
+
+    def _now(self, moment: Moment) -> Held | None:
+        versions = versions_of(self._weights)
+        return None if versions is None else Held(self, moment.stamp, versions)
+
+    def _copies(self, count: int) -> int:
+        """Of the call's batch, that may be one, in shares of ``count`` that are alike; 0 for a
+        table that would be too large."""
+        rows = self.timed.rows
+        for shares in range(1, count):
+            copies = -(-count // shares)
+            env = {**self._env, rows: self._env[rows] * copies}
+            if all(guard.holds(env) for guard in self._program.guards):
+                size = sum(self._bytes(n, env) for n in self.timed.kept) * shares
+                return copies if size <= MOST_BYTES and self._is_alike(env) else 0
+        return 0
+
+    def _is_alike(self, env: Mapping[str, int]) -> bool:
+        """Whether the same steps do the same there: other forms may do another's work as well."""
+        here, there = self._program.at(self._env), self._program.at(env)
+        return all(there[p] is not None and written(there[p]) == written(here[p])
+                   and read_by(there[p]) == read_by(here[p]) for p in self.steps)  # fmt: skip
+
+    def _bytes(self, number: int, env: Mapping[str, int]) -> int:
+        buffer, numel = self._program.buffers[number], 1
+        for size in buffer.shape:
+            numel *= size.eval(env)
+        return numel * buffer.dtype.itemsize
+
+    def _bind_for(self, copies: int, device: torch.device) -> None:
+        env = {**self._env, self.timed.rows: self._env[self.timed.rows] * copies}
+
+        def empty(number: int) -> Tensor:
+            buffer = self._program.buffers[number]
+            shape, strides = ([e.eval(env) for e in of] for of in (buffer.shape, buffer.strides))
+            return torch.empty_strided(shape, strides, dtype=buffer.dtype, device=device)
+
+        self._given = {number: empty(number) for number in self.timed.given}
+        self._left = [empty(number) for number in self.timed.kept]
+        tensors = self._given | dict(zip(self.timed.kept, self._left, strict=True))
+        self._run, self._num_copies = self._bind(env, Part(self.steps, tensors)), copies
+        self._tables = []
+
+    def _fill(self, timesteps: Tensor, count: int, copies: int, read: Read) -> None:
+        assert self._run is not None
+        shares = -(-count // copies)
+        height = shares * len(self._left[0])
+        if not self._tables or len(self._tables[0]) != height:
+            self._tables = [left.new_empty(height, *left.shape[1:]) for left in self._left]
+        for number, tensor in self._given.items():
+            if number != self.timed.timestep:
+                self._spread(tensor, read(number), copies)
+        clock = self._given[self.timed.timestep].view(copies, -1)
+        last = timesteps[-1:].expand(shares * copies - count)
+        for share, some in enumerate(torch.cat([timesteps, last]).view(shares, copies, 1)):
+            clock.copy_(some.expand_as(clock))
+            self._run()
+            for table, left in zip(self._tables, self._left, strict=True):
+                table[share * len(left) : (share + 1) * len(left)].copy_(left)
+
+    def _spread(self, tensor: Tensor, source: Tensor, copies: int) -> None:
+        if tensor.shape == source.shape:  # no rows: the same for every batch
+            tensor.copy_(source)
+        else:
+            tensor.unflatten(0, (copies, -1)).copy_(source.expand(copies, *source.shape))
+
+
+@contextlib.contextmanager
+def _on(stream: int, device: torch.device) -> Iterator[None]:
+    """Within: work goes to this stream, between what the caller's has had and what it gets."""
+    if device.type != "cuda" or torch.cuda.current_stream(device).cuda_stream == stream:
+        yield
+        return
+    caller, other = torch.cuda.current_stream(device), torch.cuda.ExternalStream(stream, device)
+    other.wait_stream(caller)
+    with torch.cuda.stream(other):
+        yield
+    caller.wait_stream(other)

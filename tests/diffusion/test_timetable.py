@@ -1,0 +1,257 @@
+"""What depends on the timestep runs for all timesteps of a loop at once, and no step is stale."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import strop
+from strop.runtime import hoisting, timetable
+from strop.runtime.graphs import Captured
+from strop.runtime.hoisting import moment_of, place_among, stamp_of
+from tests.diffusion.test_hoisting import (
+    STEPS,
+    after_step,
+    guidance_ends,
+    is_same,
+    nothing,
+    picture,
+    pipeline,
+    plain,  # noqa: F401
+    prompt_written,
+)
+from tests.diffusion.test_hoisting_rules import Recorded
+from tests.e2e import tiny
+
+NUM_TIMED = 7  # launches: sines, two linears with their activation, all projections in one
+Counts = tuple[int, int]  # timetables that were made, and calls that found their timestep there
+
+
+def counts(pipe: Any) -> Counts:
+    row = strop.explain(pipe).components[0].hoisted
+    return (row.num_timetables, row.num_looked_up) if row else (0, 0)
+
+
+def test_one_timetable_a_picture():
+    on, off = (pipeline(hoist=hoist) for hoist in (True, False))
+    for number in (1, 2):
+        assert is_same(picture(on, seed=number), picture(off, seed=number))
+        assert counts(on) == (number, number * STEPS)
+    row, without = (strop.explain(pipe).components[0] for pipe in (on, off))
+    assert row.hoisted.num_timed == NUM_TIMED
+    assert row.num_launches == without.num_launches - row.hoisted.num_launches - NUM_TIMED
+    assert f"{NUM_TIMED} launches for all timesteps at once, run 2x" in str(row.hoisted)
+
+
+def time_weight_written(pipe: Any, step: int, t: Tensor, now: dict[str, Any]) -> dict[str, Any]:
+    pipe.unet.time_embedding.linear_1.weight.mul_(2)
+    return {}
+
+
+def projection_written(pipe: Any, step: int, t: Tensor, now: dict[str, Any]) -> dict[str, Any]:
+    """A part of the merged weight of all projections."""
+    pipe.unet.mid_block.resnets[0].time_emb_proj.weight[3].mul_(50)
+    return {}
+
+
+def other_weight_written(pipe: Any, step: int, t: Tensor, now: dict[str, Any]) -> dict[str, Any]:
+    pipe.unet.conv_in.weight.mul_(2)
+    return {}
+
+
+def time_written(pipe: Any, step: int, t: Tensor, now: dict[str, Any]) -> dict[str, Any]:
+    """The loop goes through views of these."""
+    pipe.scheduler.timesteps[step + 1 :].sub_(100)
+    return {}
+
+
+# what comes of two steps before and two behind it
+CALLBACKS: dict[Callable[..., Any], Counts] = {
+    nothing: (1, 4),
+    other_weight_written: (1, 4),
+    time_weight_written: (2, 4),
+    projection_written: (2, 4),
+    time_written: (2, 4),
+    prompt_written: (2, 4),
+    guidance_ends: (2, 4),  # another batch
+}
+
+
+@pytest.mark.parametrize("device", tiny.DEVICES)
+@pytest.mark.parametrize("callback", CALLBACKS, ids=lambda c: c.__name__)
+def test_the_next_step_sees_what_a_callback_did(callback: Callable[..., Any], device: str):
+    on, off = (pipeline(hoist=hoist, device=device) for hoist in (True, False))
+    if device == "cuda":  # graphs are captured at the second use
+        picture(off), picture(on)
+    before = counts(on)
+    expected = picture(off, **after_step(1, callback))
+    found = picture(on, **after_step(1, callback))
+    assert is_same(found, expected)
+    made, used = (now - then for now, then in zip(counts(on), before, strict=True))
+    if device == "cpu" or callback is not guidance_ends:  # whose new shape is captured first
+        assert (made, used) == CALLBACKS[callback]
+    assert is_same(found, picture(pipeline(hoist=True, device=device))) == (callback is nothing)
+
+
+@pytest.mark.parametrize("callback", [time_weight_written, time_written])
+def test_these_tests_would_notice_a_missing_check(
+    callback: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+):
+    for module in (hoisting, timetable):
+        monkeypatch.setattr(module, "versions_of", lambda tensors: ())
+    on, off = (pipeline(hoist=hoist) for hoist in (True, False))
+    more = after_step(1, callback)
+    assert not is_same(picture(on, **more), picture(off, **more))
+
+
+# Timesteps that are not the scheduler's, or nobody counts writes to
+
+
+def in_a_loop(pipe: Any, timesteps: Any, batch: int = 2) -> list[Tensor]:
+    """One call for each of them."""
+    pipe.scheduler.set_timesteps(STEPS)
+    sample, _, prompt = tiny.unet_args(batch, 8, 8, 7)
+    with pipe.progress_bar(total=STEPS):
+        return [pipe.unet(sample, t, prompt).sample for t in timesteps(pipe.scheduler.timesteps)]
+
+
+FOREIGN: dict[str, Callable[[Tensor], Any]] = {
+    "numbers": lambda timesteps: timesteps.tolist(),
+    "copies": lambda timesteps: [t.clone() for t in timesteps],
+    "a vector each": lambda timesteps: [torch.stack([t, t + 1]) for t in timesteps],
+    "two of them": lambda timesteps: [timesteps[n : n + 2] for n in range(STEPS - 1)],
+    "other types": lambda timesteps: [t.float() for t in timesteps],
+}
+
+
+@pytest.mark.parametrize("timesteps", FOREIGN.values(), ids=FOREIGN)
+def test_other_timesteps_are_computed(timesteps: Callable[[Tensor], Any]):
+    on, off = (pipeline(hoist=hoist) for hoist in (True, False))
+    assert all(map(torch.equal, in_a_loop(on, timesteps), in_a_loop(off, timesteps)))
+    assert counts(on) == (0, 0)
+
+
+def test_some_of_the_timesteps_in_any_order():
+    on, off = (pipeline(hoist=hoist) for hoist in (True, False))
+
+    def some(timesteps: Tensor) -> list[Tensor]:
+        return [timesteps[2], timesteps[0], timesteps[3].reshape(1), timesteps[2].expand(2)]
+
+    found = in_a_loop(on, some)
+    assert all(map(is_same, found, in_a_loop(off, some)))
+    assert not is_same(found[0], found[1])
+    assert counts(on) == (1, 4)
+
+
+def test_outside_of_a_loop_there_is_no_timetable():
+    pipe = pipeline(hoist=True)
+    in_a_loop(pipe, iter)
+    sample, _, prompt = tiny.unet_args(2, 8, 8, 7)
+    pipe.unet(sample, pipe.scheduler.timesteps[1], prompt)
+    assert counts(pipe) == (1, STEPS)
+    (kept,) = pipe.unet.forward.loop.kept.values()
+    assert kept.timed is None, "the end of a loop lets go"
+
+
+def test_timesteps_of_inference_mode_count_no_writes():
+    on, off = (pipeline(hoist=hoist) for hoist in (True, False))
+    for pipe in (on, off):
+        with torch.inference_mode():
+            pipe.scheduler.set_timesteps(STEPS)
+        pipe.scheduler.set_timesteps = lambda *args: None
+    assert all(map(torch.equal, in_a_loop(on, iter), in_a_loop(off, iter)))
+    assert counts(on) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("batch", "copies"),
+    [(1, 50), (2, 25), (3, 17), (20, 3), (21, 3), (31, 2), (32, 0)],
+)
+def test_as_many_copies_as_the_guards_allow(batch: int, copies: int):
+    """A UNet's batch must be below 64, as diffusers' upsampling says."""
+    pipe = pipeline(hoist=True)
+    pipe.scheduler.set_timesteps(50)
+    sample, _, prompt = tiny.unet_args(batch, 8, 8, 7)
+    with pipe.progress_bar(total=50):
+        for t in pipe.scheduler.timesteps[:2]:
+            pipe.unet(sample, t, prompt)
+    (entry,) = pipe.unet.forward._entries.values()
+    table = entry.bounds[0].timetable
+    assert table._num_copies == copies
+    assert counts(pipe) == ((1, 2) if copies else (0, 0))
+    if copies:
+        assert len(table._tables[0]) == -(-50 // copies) * copies * batch
+
+
+def test_a_large_timetable_is_not_made(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(timetable, "MOST_BYTES", 1000)
+    on, off = (pipeline(hoist=hoist) for hoist in (True, False))
+    assert torch.equal(picture(on), picture(off))
+    assert counts(on) == (0, 0)
+
+
+def test_sdxl_reads_what_the_prompt_gave():
+    """Its time embedding is a sum with one of the prompt and of sizes, one for each row."""
+    changes = {
+        "addition_embed_type": "text_time", "addition_time_embed_dim": 4,
+        "projection_class_embeddings_input_dim": 32,
+    }  # fmt: skip
+    sample, _, prompt = tiny.unet_args(3, 8, 8, 7)
+    more = {"text_embeds": torch.randn(3, 8), "time_ids": torch.arange(18.0).view(3, 6)}
+    found = []
+    for hoist in (True, False):
+        pipe = tiny.pipeline()
+        pipe.unet = tiny.unet(**changes)
+        strop.optimize(pipe, options=tiny.options(hoist=hoist, strict=True))
+        pipe.scheduler.set_timesteps(STEPS)
+        with pipe.progress_bar(total=STEPS), torch.no_grad():
+            found.append([pipe.unet(sample, t, prompt, added_cond_kwargs=more).sample
+                          for t in pipe.scheduler.timesteps])  # fmt: skip
+        assert counts(pipe) == ((1, STEPS) if hoist else (0, 0))
+    assert all(map(is_same, *found))
+
+
+def test_a_graph_replays_what_no_timetable_has(plain: Iterator[None]):  # noqa: F811
+    pipe = pipeline(hoist=True)
+    sample, _, prompt = tiny.unet_args(2, 8, 8, 7)
+    pipe.scheduler.set_timesteps(STEPS)
+    times = pipe.scheduler.timesteps
+    with pipe.progress_bar(total=1):
+        expected = [pipe.unet(sample, t, prompt).sample for t in times]
+    (entry,) = pipe.unet.forward._entries.values()
+    (bound,) = entry.bounds.values()
+    inputs = [prompt.clone(), sample.clone(), times[0].expand(2).float()]
+    result = torch.empty_like(sample)
+    parts = [Recorded(lambda: bound.run_prologue(inputs)),
+             Recorded(lambda: bound.run_timed(inputs)),
+             Recorded(lambda: result.copy_(*bound.run_rest(inputs)))]  # fmt: skip
+    prologue, timed, rest = parts
+    captured = Captured(rest, prologue, timed, tuple(inputs), (result,), bound, 0, 5, 2)  # type: ignore[arg-type]
+
+    def replay(place: int, number: int, known: Tensor | None) -> list[int]:
+        given, t = stamp_of(number, [prompt]), times[place].expand(2)
+        (found,), count = captured.replay([prompt, sample, t], given, moment_of(known, t, given))
+        assert is_same(found, expected[place])
+        assert count == (5 if known is not None else 7)
+        return [part.num_replays for part in parts]
+
+    assert replay(0, 1, times) == [1, 0, 1]
+    assert replay(2, 1, times) == [1, 0, 2]
+    assert replay(1, 1, None) == [1, 1, 3]
+    assert replay(3, 1, times) == [1, 1, 4]
+    inputs[2].fill_(-1.0)  # nobody reads it where a timetable has all
+    assert replay(1, 1, times) == [1, 1, 5]
+    assert replay(1, 2, times) == [2, 1, 6]
+
+
+def test_where_a_timestep_is():
+    times = torch.arange(10, 0, -1)
+    assert [place_among(times, t) for t in times] == list(range(10))
+    assert place_among(times[2:6], times[1]) is None
+    assert place_among(times[2:6], times[6]) is None
+    assert place_among(times, times[3].clone()) is None
+    assert place_among(times, times.view(torch.float64)[3]) is None
