@@ -1,7 +1,7 @@
 """What step-invariant hoisting gains: UNet steps in denoise loops, in turns: with what depends on
 the prompt and on the timestep hoisted, the prompt alone, and nothing.
 
-    python benchmarks/hoisting.py [rounds]
+    python benchmarks/hoisting.py [rounds [case]]
 
 On a GPU SD1.5 at 512² and SDXL at 1024², batch 2, fp16; on a CPU tiny models, whose times say
 nothing. Prints the milliseconds of a step, those of all timesteps at once among them, how far
@@ -42,7 +42,7 @@ class Contender:
         self.inputs = self.work.inputs((side, side), 2)
         self.timesteps = torch.arange(STEPS * 20, 0, -20, device=DEVICE)
         self.knows_timesteps = knows_timesteps
-        options = strop.Options(hoist=hoist, strict=True)
+        options = strop.Options(hoist=hoist, strict=True, graph_budget_bytes=16 << 30)
         self.dispatcher: Dispatcher = optimize_module(self.work.target, options, loop=self.loop)
         self.ms: list[float] = []
         self.result: Tensor | None = None
@@ -85,4 +85,5 @@ def measure(name: str, config: Any, side: int, rounds: int) -> None:
 
 if __name__ == "__main__":
     for case, (model, pixels) in CASES.items():
-        measure(case, model, pixels, int(sys.argv[1]) if len(sys.argv) > 1 else 20)
+        if case.startswith(tuple(sys.argv[2:]) or ""):
+            measure(case, model, pixels, int(sys.argv[1]) if len(sys.argv) > 1 else 20)

@@ -12,7 +12,8 @@ from torch import Tensor
 import strop
 from strop.runtime import hoisting, timetable
 from strop.runtime.graphs import Captured
-from strop.runtime.hoisting import moment_of, place_among, stamp_of
+from strop.runtime.hoisting import stamp_of
+from strop.runtime.loop import moment_of, place_among
 from tests.diffusion.test_hoisting import (
     STEPS,
     after_step,
@@ -180,11 +181,11 @@ def test_as_many_copies_as_the_guards_allow(batch: int, copies: int):
         for t in pipe.scheduler.timesteps[:2]:
             pipe.unet(sample, t, prompt)
     (entry,) = pipe.unet.forward._entries.values()
-    table = entry.bounds[0].timetable
-    assert table._num_copies == copies
+    (work,) = entry.bounds[0].timetable._work.values()
     assert counts(pipe) == ((1, 2) if copies else (0, 0))
-    if copies:
-        assert len(table._tables[0]) == -(-50 // copies) * copies * batch
+    assert (work.copies if work else 0) == copies
+    if work:
+        assert len(work.tables[0]) == -(-50 // copies) * copies * batch
 
 
 def test_a_large_timetable_is_not_made(monkeypatch: pytest.MonkeyPatch):

@@ -47,7 +47,14 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "debug.explain",
         "debug.report",
     ),
-    "diffusion": ("errors", "options", "api", "runtime.dispatch", "runtime.signature"),
+    "diffusion": (
+        "errors",
+        "options",
+        "api",
+        "runtime.dispatch",
+        "runtime.loop",
+        "runtime.signature",
+    ),
     "models": (),
     "debug": (
         "errors",

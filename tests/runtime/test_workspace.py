@@ -164,6 +164,42 @@ def bytes_of(options: Options) -> tuple[int, Bound]:
     return held, bound
 
 
+class Attentions(nn.Module):
+    """Results of a library, each read by a product and by a kernel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linears = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for linear in self.linears:
+            attended = nn.functional.scaled_dot_product_attention(x, x, x)
+            x = linear(attended) + attended.sin()
+        return x
+
+
+def test_what_a_library_allocates_is_free_behind_its_last_reader() -> None:
+    module, x = Attentions().eval(), torch.randn(2, 3, 5, 8)
+    with torch.no_grad():
+        expected = module(x)
+        fast = optimized(module)
+        fast(x)
+        (entry,) = fast.forward._entries.values()
+        (bound,) = entry.bounds.values()
+        calls = [n for n, b in enumerate(bound.program.buffers) if b.kind == "call"]
+        most = 0
+
+        def around(position: int, step: Any) -> None:
+            nonlocal most
+            step()
+            most = max(most, sum(bound._slots[n] is not None for n in calls))
+
+        bound.around = around
+        torch.testing.assert_close(fast(x), expected)
+    assert len(calls) == 4
+    assert most == 1
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 def test_a_graph_costs_its_arguments_and_results_alone() -> None:

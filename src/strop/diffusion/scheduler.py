@@ -14,7 +14,7 @@ from typing import Any, TypeGuard
 
 from torch import Tensor
 
-from strop.runtime.hoisting import place_among
+from strop.runtime.loop import place_among
 
 # Those whose ``step`` reads nothing from the GPU but its timestep. DDPM, LCM and TCD look for it
 # among all timesteps there, which waits as well; the others count their steps.

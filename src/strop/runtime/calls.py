@@ -203,3 +203,16 @@ ALLOCATING: dict[str, Callable[[Mapping[str, Any]], Call]] = {
     "pattern": Replacement,
 }
 CUDA_ALLOCATING = {**ALLOCATING, "attention": _cuda_attention}
+
+
+def returns_view(target: str) -> bool:
+    schema = overload(target)._schema  # type: ignore[attr-defined]
+    return any(r.alias_info is not None for r in schema.returns)
+
+
+def copied(call: Callable[[Sequence[Tensor]], Any]) -> Callable[[Sequence[Tensor]], Any]:
+    def run(inputs: Sequence[Tensor]) -> Any:
+        made = call(inputs)
+        return made.clone() if isinstance(made, Tensor) else tuple(m.clone() for m in made)
+
+    return run

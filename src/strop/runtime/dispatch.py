@@ -30,13 +30,10 @@ from strop.options import Options
 from strop.patterns import registry
 from strop.runtime import graphs, leases
 from strop.runtime.aliases import AliasOfArgument, returned_arguments
-from strop.runtime.executor import (
-    FIRST,
-    Bound,
-)
-from strop.runtime.hoisting import Hoist, Kept, Moment, Stamp, Tally, moment_of, stamp_of
+from strop.runtime.executor import Bound
+from strop.runtime.hoisting import Hoist, Kept, Moment, Stamp, Tally, stamp_of
 from strop.runtime.limits import looks_too_far
-from strop.runtime.loop import Loop
+from strop.runtime.loop import Loop, moment_of
 from strop.runtime.memory import Workspace, workspace_of
 from strop.runtime.short import (
     Short,
@@ -56,6 +53,7 @@ from strop.runtime.signature import (
     solve_roots,
 )
 from strop.runtime.state import ModuleState, place
+from strop.runtime.straight import FIRST
 from strop.runtime.variants import REFUSALS, Variant, VariantStore, device_of, library_for
 
 if TYPE_CHECKING:

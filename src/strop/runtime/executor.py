@@ -12,7 +12,6 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial
 from itertools import chain
-from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +23,14 @@ from strop.ir.ops import OF_ROWS
 from strop.ir.program import CallStep, KernelStep, Program, Step, TensorRef
 from strop.ir.source import KernelSource
 from strop.runtime import leases, own_calls
-from strop.runtime.calls import ALLOCATING, CUDA_ALLOCATING, CUDA_PLANNED_OUT, PLANNED_OUT, overload
+from strop.runtime.calls import (
+    ALLOCATING,
+    CUDA_ALLOCATING,
+    CUDA_PLANNED_OUT,
+    PLANNED_OUT,
+    copied,
+    returns_view,
+)
 from strop.runtime.faults import Faults
 from strop.runtime.folded_taps import FoldedTaps
 from strop.runtime.hoisting import Hoist, Hoisted, Moment, Stamp, prologue_of, read_by
@@ -34,13 +40,12 @@ from strop.runtime.limits import needs_wide_indices
 from strop.runtime.memory import KEPT_BYTES, Interval, Workspace, plan_arena, shared
 from strop.runtime.narrow_convolution import NarrowConvolution
 from strop.runtime.native import BoundKernel as NativeKernel
-from strop.runtime.straight import Run, of_many, of_one
+from strop.runtime.straight import FIRST, Run, of_many, of_one
 from strop.runtime.timetable import Part, Timetable, timed_of
 from strop.runtime.wide_attention import WideAttention, working_bytes
 
 Getter = Callable[[], Tensor]
 Around = Callable[[int, Callable[[], None]], None]  # runs step n by calling what it is given
-FIRST = itemgetter(0)  # what is made of the results where there is one, in no container
 
 
 class Lease(NamedTuple):
@@ -75,6 +80,7 @@ class Bound:
         self.hoisted = Hoisted(prologue, hoist)
         timed = timed_of(program, self.steps, prologue, hoist, self._planned_calls)
         self.timetable = Timetable(program, timed, hoist, env, stream, self._bind_part)
+        self._is_looked_up = False  # by the latest run
         early = {*prologue.steps, *timed.steps}
         self._late = [p for p in range(len(self.steps)) if p not in early]
         self._sizes: dict[Expr, int] = {}
@@ -96,9 +102,13 @@ class Bound:
     def state(self) -> Sequence[Tensor | None]:  # weights by argument
         return self._state
 
-    @cached_property
+    @property
     def num_launches(self) -> int:
-        """Generated kernels and library calls of one run, behind what is hoisted."""
+        """Generated kernels and library calls of the latest run, behind what is hoisted."""
+        return self._num_late + (0 if self._is_looked_up else len(self.timetable.steps))
+
+    @cached_property
+    def _num_late(self) -> int:
         return sum(self.steps[position] is not None for position in self._late)
 
     @cached_property
@@ -126,8 +136,7 @@ class Bound:
 
     def _plan_memory(self, shares: bool) -> None:
         """Offsets of arena buffers and scratch; when each library result is last read."""
-        first: dict[int, int] = {}
-        last: dict[int, int] = {}
+        first, last = dict[int, int](), dict[int, int]()
         count = len(self.steps)
         times = {p: p - 2 * count for p in self.hoisted.steps}
         times |= {p: p - count for p in self.timetable.steps} | {p: p for p in self._late}
@@ -156,7 +165,10 @@ class Bound:
         self._offsets = dict(zip(owners, offsets, strict=True))
         self._offsets |= {("buffer", new, 0): self._offsets["buffer", old, 0]
                           for new, old in host.items()}  # fmt: skip
-        self._last = last
+        self._dead: dict[int, list[int]] = defaultdict(list)  # by the step that reads it last
+        for number, buffer in enumerate(self.program.buffers):
+            if buffer.kind == "call" and number in last:
+                self._dead[last[number]].append(number)
         kept = [Interval(0, 0, self._size_bytes(number)) for number in self.hoisted.kept]
         self._kept_offsets, self.kept_bytes = plan_arena(kept)
 
@@ -229,9 +241,12 @@ class Bound:
         return flat.as_strided(self._shapes[number], self._strides[number])
 
     def _link_step(self, position: int, step: Step | None) -> Callable[[], None]:
-        if isinstance(step, CallStep):
-            return self._link_call(position, step)
-        return _nothing if step is None else self._link_kernel(position, step)
+        if step is None:
+            return _nothing
+        run = (self._link_call(position, step) if isinstance(step, CallStep)
+               else self._link_kernel(position, step))  # fmt: skip
+        dead = self._dead.get(position)
+        return _freeing(run, self._slots, dead) if dead else run
 
     def _link_kernel(self, position: int, step: KernelStep) -> Callable[[], None]:
         if not any(math.prod(self._shapes[n]) for n in step.writes):
@@ -314,9 +329,9 @@ class Bound:
             memory = self._memory[self._offsets["scratch", position, 0] :]
             call = WideAttention(attrs["scale"], self._kernels, self.stream, memory)
         single = attrs.get("single", True)
-        if step.op == "aten" and _returns_view(attrs["target"]):
-            call = _copied(call)  # a view of the arena would not outlive its operand
-        slots, dead = self._slots, self._dying(position)
+        if step.op == "aten" and returns_view(attrs["target"]):
+            call = copied(call)  # a view of the arena would not outlive its operand
+        slots = self._slots
         targets = [(n, self._strides[n], self._patches[n]) for n in outputs]
 
         def run() -> None:
@@ -329,8 +344,6 @@ class Bound:
                     pointer = laid.data_ptr()
                     for kernel, place, move in patches:
                         kernel.set_pointer(place, pointer + move)
-            for number in dead:
-                slots[number] = None
 
         return run
 
@@ -361,10 +374,6 @@ class Bound:
             return self._eval(value)
         return tuple(self._concrete(v) for v in value) if isinstance(value, tuple) else value
 
-    def _dying(self, position: int) -> list[int]:
-        return [n for n, b in enumerate(self.program.buffers)
-                if b.kind == "call" and self._last.get(n) == position]  # fmt: skip
-
     def _link_returned(self, item: Any) -> Callable[[], Any]:
         if item.tensor is not None:
             return self._getter(item.tensor)
@@ -382,7 +391,8 @@ class Bound:
             if not self.hoisted.is_there(stamp):
                 self._walk(self.hoisted.steps)
                 self.hoisted.has_run()
-            if not self.looked_up(moment, inputs):
+            self._is_looked_up = self.looked_up(moment, inputs)
+            if not self._is_looked_up:
                 self._walk(self.timetable.steps)
             results = self._run_rest()
             if self.is_large:
@@ -571,17 +581,16 @@ def _nothing() -> None:
     """A kernel that has no element to write, or whose work another one does."""
 
 
-def _returns_view(target: str) -> bool:
-    schema = overload(target)._schema  # type: ignore[attr-defined]
-    return any(r.alias_info is not None for r in schema.returns)
+def _freeing(run: Callable[[], None], slots: list[Tensor | None], dead: Sequence[int]
+             ) -> Callable[[], None]:  # fmt: skip
+    """What libraries have allocated is for later steps again once nobody reads it."""
 
+    def run_and_free() -> None:
+        run()
+        for number in dead:
+            slots[number] = None
 
-def _copied(call: Callable[[Sequence[Tensor]], Any]) -> Callable[[Sequence[Tensor]], Any]:
-    def run(inputs: Sequence[Tensor]) -> Any:
-        made = call(inputs)
-        return made.clone() if isinstance(made, Tensor) else tuple(m.clone() for m in made)
-
-    return run
+    return run_and_free
 
 
 def _named(scalars: Sequence[int], *, has_splits: bool = False) -> dict[str, int]:

@@ -197,6 +197,7 @@ class GraphPool:
             if bound.hoisted.steps:
                 prologue, _, _ = self._recorded(lambda: bound.run_prologue(static))
             if bound.timetable.steps:
+                bound.timetable.record = self._replayable
                 timed, _, num_timed = self._recorded(lambda: bound.run_timed(static))
             graph, results, num_kernels = self._recorded(lambda: tuple(bound.run_rest(static)))
         caller.wait_stream(stream)
@@ -212,6 +213,9 @@ class GraphPool:
         num_kernels = _count_kernels(graph)
         graph.instantiate()
         return graph, results, num_kernels
+
+    def _replayable(self, run: Callable[[], object]) -> Callable[[], None]:
+        return self._recorded(run)[0].replay
 
     def _record(self, run: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
         graph = torch.cuda.CUDAGraph(keep_graph=True)

@@ -164,25 +164,6 @@ def stamp_of(loop: int, tensors: Sequence[Tensor]) -> Stamp | None:
     return Stamp(loop, tuple(tensors), tuple(t.detach() for t in tensors), versions)
 
 
-def moment_of(timesteps: Tensor | None, timestep: Tensor, stamp: Stamp | None) -> Moment | None:
-    """None for a timestep (b,) that is not one of ``timesteps``, the same b times."""
-    if stamp is None or timesteps is None or (timestep.stride(0) and len(timestep) > 1):
-        return None
-    place = place_among(timesteps, timestep)
-    both = None if place is None else stamp_of(stamp.loop, [timesteps, *stamp.tensors])
-    return None if place is None or both is None else Moment(place, timesteps, both)
-
-
-def place_among(timesteps: Tensor, timestep: Tensor) -> int | None:
-    """Where ``timestep`` lies in the memory of ``timesteps`` (n,), as iteration gives them."""
-    if timestep.dtype != timesteps.dtype:
-        return None
-    if timestep.untyped_storage().data_ptr() != timesteps.untyped_storage().data_ptr():
-        return None
-    place = int(timestep.storage_offset() - timesteps.storage_offset())
-    return place if 0 <= place < len(timesteps) else None
-
-
 def versions_of(tensors: Sequence[Tensor]) -> tuple[int, ...] | None:
     """How often each tensor has been written to; None if one of them does not know."""
     if any(map(_IS_INFERENCE, tensors)):

@@ -10,7 +10,7 @@ from weakref import WeakValueDictionary
 
 from torch import Tensor
 
-from strop.runtime.hoisting import Kept
+from strop.runtime.hoisting import Kept, Moment, Stamp, stamp_of
 
 _LOOPS = itertools.count(1)
 
@@ -37,3 +37,22 @@ class Loop:
         for kept in [found() for found in self.kept.valuerefs()]:
             if kept is not None:
                 kept.forget()
+
+
+def moment_of(timesteps: Tensor | None, timestep: Tensor, stamp: Stamp | None) -> Moment | None:
+    """None for a timestep (b,) that is not one of ``timesteps``, the same b times."""
+    if stamp is None or timesteps is None or (timestep.stride(0) and len(timestep) > 1):
+        return None
+    place = place_among(timesteps, timestep)
+    both = None if place is None else stamp_of(stamp.loop, [timesteps, *stamp.tensors])
+    return None if place is None or both is None else Moment(place, timesteps, both)
+
+
+def place_among(timesteps: Tensor, timestep: Tensor) -> int | None:
+    """Where ``timestep`` lies in the memory of ``timesteps`` (n,), as iteration gives them."""
+    if timestep.dtype != timesteps.dtype:
+        return None
+    if timestep.untyped_storage().data_ptr() != timesteps.untyped_storage().data_ptr():
+        return None
+    place = int(timestep.storage_offset() - timesteps.storage_offset())
+    return place if 0 <= place < len(timesteps) else None

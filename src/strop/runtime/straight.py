@@ -6,6 +6,7 @@ Small calls take a few microseconds, and so would finding out at each what is th
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from operator import itemgetter
 from typing import Any, Protocol
 
 import torch
@@ -18,6 +19,7 @@ from strop.runtime.native import BoundKernel
 
 Run = Callable[[Sequence[Tensor]], Any]
 Look = tuple[Sequence[int], Sequence[int], torch.dtype]  # shape, strides, dtype
+FIRST = itemgetter(0)  # what is made of the results where there is one, in no container
 Patch = tuple[int, BoundKernel, int, int]  # tensor, and where its address goes, moved by so much
 
 

@@ -13,8 +13,10 @@ the scheduler's, never by its value, which would have to be waited for.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -103,33 +105,31 @@ def _symbol_of(program: Program, number: int) -> str:
 
 class Timetable:
     """The timetable of one bound program. ``bind``: a part of the program at other sizes, in memory
-    of its own, on the program's stream."""
+    of its own, on the program's stream. ``record``: makes what has run once a CUDA graph, where
+    runs are replays."""
 
     def __init__(self, program: Program, timed: Timed, hoist: Hoist | None, env: Mapping[str, int],
                  stream: int, bind: Bind) -> None:  # fmt: skip
         self.timed, self.steps = timed, timed.steps
+        self.record: Callable[[Run], Run] | None = None
         self._program, self._env, self._stream, self._bind = program, env, stream, bind
         self._hoist = hoist
         self._weights = [hoist.weights[n] for n in timed.weights] if hoist else []
-        self._num_copies = 0  # of the call's batch, of those that run at once
-        self._copies_of: dict[int, int] = {}  # by how many timesteps there are
-        self._run: Run | None = None
-        self._given: dict[int, Tensor] = {}
-        self._left: list[Tensor] = []
-        self._tables: list[Tensor] = []
+        self._work: dict[int, Work | None] = {}  # by how many timesteps there are
+        self._latest: Work | None = None
 
     def rows(self, moment: Moment | None) -> list[Tensor] | None:
         """What ``timed.kept`` hold at that moment; None where no table that holds now has it."""
         if not self.steps:
             return []
-        if moment is None or self._hoist is None or not self._tables:
+        if moment is None or self._hoist is None or self._latest is None:
             return None
-        held = self._hoist.place.timed
-        now = self._now(moment)
+        held, now = self._hoist.place.timed, self._now(moment)
         if held is None or now is None or not held.equals(now):
             return None
         batch = self._env[self.timed.rows]
-        return [table[moment.place * batch : (moment.place + 1) * batch] for table in self._tables]
+        first = moment.place * batch
+        return [table[first : first + batch] for table in self._latest.tables]
 
     def note_use(self) -> None:
         if self.steps and self._hoist is not None:
@@ -140,17 +140,22 @@ class Timetable:
         timesteps, or large batches, nothing. ``read``: what ``timed.given`` hold."""
         if moment is None or self._hoist is None or (now := self._now(moment)) is None:
             return None
-        count = len(moment.timesteps)
-        if count not in self._copies_of:
-            self._copies_of[count] = self._copies(count)
-        copies = self._copies_of[count]
-        if copies < 2:
+        count, device = len(moment.timesteps), moment.timesteps.device
+        if count not in self._work:
+            self._work = {count: self._work_for(count, device)}  # the tables of another one go
+        self._latest = work = self._work[count]
+        if work is None:
             return None
         self._hoist.place.timed = None
-        with _on(self._stream, moment.timesteps.device):
-            if copies != self._num_copies:
-                self._bind_for(copies, moment.timesteps.device)
-            self._fill(moment.timesteps, count, copies, read)
+        work.clock[:count].copy_(moment.timesteps)
+        work.clock[count:].copy_(moment.timesteps[-1:].expand(len(work.clock) - count))
+        if work.replay is not None:
+            work.replay()
+        else:
+            with _on(self._stream, device):
+                self._fill(work, read)
+                if self.record is not None:
+                    work.replay = self.record(partial(self._fill, work, read))
         self._hoist.place.timed = now
         self._hoist.tally.num_timetables += 1
         return self.rows(moment)
@@ -159,17 +164,18 @@ class Timetable:
         versions = versions_of(self._weights)
         return None if versions is None else Held(self, moment.stamp, versions)
 
-    def _copies(self, count: int) -> int:
-        """Of the call's batch, that may be one, in shares of ``count`` that are alike; 0 for a
-        table that would be too large."""
+    def _work_for(self, count: int, device: torch.device) -> Work | None:
+        """In shares of as many copies of the call's batch as the guards allow, all alike."""
         rows = self.timed.rows
         for shares in range(1, count):
             copies = -(-count // shares)
             env = {**self._env, rows: self._env[rows] * copies}
             if all(guard.holds(env) for guard in self._program.guards):
                 size = sum(self._bytes(n, env) for n in self.timed.kept) * shares
-                return copies if size <= MOST_BYTES and self._is_alike(env) else 0
-        return 0
+                if copies < 2 or size > MOST_BYTES or not self._is_alike(env):
+                    return None
+                return self._bound(env, copies, shares, device)
+        return None
 
     def _is_alike(self, env: Mapping[str, int]) -> bool:
         """Whether the same steps do the same there: other forms may do another's work as well."""
@@ -178,47 +184,56 @@ class Timetable:
                    and read_by(there[p]) == read_by(here[p]) for p in self.steps)  # fmt: skip
 
     def _bytes(self, number: int, env: Mapping[str, int]) -> int:
-        buffer, numel = self._program.buffers[number], 1
-        for size in buffer.shape:
-            numel *= size.eval(env)
-        return numel * buffer.dtype.itemsize
+        buffer = self._program.buffers[number]
+        return math.prod(size.eval(env) for size in buffer.shape) * buffer.dtype.itemsize
 
-    def _bind_for(self, copies: int, device: torch.device) -> None:
-        env = {**self._env, self.timed.rows: self._env[self.timed.rows] * copies}
-
+    def _bound(self, env: Mapping[str, int], copies: int, shares: int, device: torch.device
+               ) -> Work:  # fmt: skip
         def empty(number: int) -> Tensor:
             buffer = self._program.buffers[number]
             shape, strides = ([e.eval(env) for e in of] for of in (buffer.shape, buffer.strides))
             return torch.empty_strided(shape, strides, dtype=buffer.dtype, device=device)
 
-        self._given = {number: empty(number) for number in self.timed.given}
-        self._left = [empty(number) for number in self.timed.kept]
-        tensors = self._given | dict(zip(self.timed.kept, self._left, strict=True))
-        self._run, self._num_copies = self._bind(env, Part(self.steps, tensors)), copies
-        self._tables = []
+        given = {number: empty(number) for number in self.timed.given}
+        left = [empty(number) for number in self.timed.kept]
+        tensors = given | dict(zip(self.timed.kept, left, strict=True))
+        clock = given[self.timed.timestep].new_empty(shares * copies)
+        tables = [each.new_empty(shares * len(each), *each.shape[1:]) for each in left]
+        run = self._bind(env, Part(self.steps, tensors))
+        return Work(copies, clock, given, left, tables, run)
 
-    def _fill(self, timesteps: Tensor, count: int, copies: int, read: Read) -> None:
-        assert self._run is not None
-        shares = -(-count // copies)
-        height = shares * len(self._left[0])
-        if not self._tables or len(self._tables[0]) != height:
-            self._tables = [left.new_empty(height, *left.shape[1:]) for left in self._left]
-        for number, tensor in self._given.items():
+    def _fill(self, work: Work, read: Read) -> None:
+        for number, tensor in work.given.items():
             if number != self.timed.timestep:
-                self._spread(tensor, read(number), copies)
-        clock = self._given[self.timed.timestep].view(copies, -1)
-        last = timesteps[-1:].expand(shares * copies - count)
-        for share, some in enumerate(torch.cat([timesteps, last]).view(shares, copies, 1)):
-            clock.copy_(some.expand_as(clock))
-            self._run()
-            for table, left in zip(self._tables, self._left, strict=True):
+                _spread(tensor, read(number), work.copies)
+        vector = work.given[self.timed.timestep].view(work.copies, -1)
+        for share, some in enumerate(work.clock.view(-1, work.copies, 1)):
+            vector.copy_(some.expand_as(vector))
+            work.run()
+            for table, left in zip(work.tables, work.left, strict=True):
                 table[share * len(left) : (share + 1) * len(left)].copy_(left)
 
-    def _spread(self, tensor: Tensor, source: Tensor, copies: int) -> None:
-        if tensor.shape == source.shape:  # no rows: the same for every batch
-            tensor.copy_(source)
-        else:
-            tensor.unflatten(0, (copies, -1)).copy_(source.expand(copies, *source.shape))
+
+@dataclass
+class Work:
+    """What makes a timetable: ``run`` does so for ``copies`` of the call's batch, of the next
+    timesteps of ``clock``, from what is ``given`` to what is ``left``. ``replay``: all of it."""
+
+    copies: int
+    clock: Tensor
+    given: Mapping[int, Tensor]
+    left: Sequence[Tensor]
+    tables: Sequence[Tensor]
+    run: Run
+    replay: Run | None = None
+
+
+def _spread(tensor: Tensor, source: Tensor, copies: int) -> None:
+    """A copy of ``source`` for each, or one, if it has no rows: it is the same for every batch."""
+    if tensor.shape == source.shape:
+        tensor.copy_(source)
+    else:
+        tensor.unflatten(0, (copies, -1)).copy_(source.expand(copies, *source.shape))
 
 
 @contextlib.contextmanager
