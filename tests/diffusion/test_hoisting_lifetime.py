@@ -12,6 +12,7 @@ from diffusers.utils.import_utils import is_peft_available
 from torch import Tensor
 
 import strop
+from strop.runtime.dispatch import Dispatcher
 from tests.diffusion import test_never_stale as changes
 from tests.diffusion.test_hoisting import counts, is_same, picture, pipeline, plain  # noqa: F401
 from tests.e2e import tiny
@@ -115,9 +116,14 @@ CHANGES: list[changes.Change] = [
 
 
 @pytest.mark.skipif(not is_peft_available(), reason="LoRA in diffusers needs peft")
+@pytest.mark.parametrize("ahead", [False, True], ids=["", "looked at behind the run"])
 @pytest.mark.parametrize("change", CHANGES, ids=lambda c: c.__name__)
-def test_the_next_loop_sees_a_change_of_the_model(change: changes.Change):
+def test_the_next_loop_sees_a_change_of_the_model(
+    change: changes.Change, ahead: bool, monkeypatch: pytest.MonkeyPatch
+):
     """The same prompt, the same weights by identity, and whatever a user may do to a UNet."""
+    if ahead:  # as calls of a CUDA graph are, here without one
+        monkeypatch.setattr(Dispatcher, "_may_run_ahead", changes._is_ahead)
     args, found = tiny.unet_args(*SIZE), []
     for hoist in (True, False):
         pipe = tiny.pipeline()

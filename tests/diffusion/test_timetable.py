@@ -11,6 +11,7 @@ from torch import Tensor
 
 import strop
 from strop.runtime import hoisting, timetable
+from strop.runtime.dispatch import Dispatcher
 from strop.runtime.graphs import Captured
 from strop.runtime.hoisting import stamp_of
 from strop.runtime.loop import moment_of, place_among
@@ -26,6 +27,7 @@ from tests.diffusion.test_hoisting import (
     prompt_written,
 )
 from tests.diffusion.test_hoisting_rules import Recorded
+from tests.diffusion.test_never_stale import _is_ahead
 from tests.e2e import tiny
 
 NUM_TIMED = 7  # launches: sines, two linears with their activation, all projections in one
@@ -107,6 +109,36 @@ def test_these_tests_would_notice_a_missing_check(
     on, off = (pipeline(hoist=hoist) for hoist in (True, False))
     more = after_step(1, callback)
     assert not is_same(picture(on, **more), picture(off, **more))
+
+
+def time_parameter(pipe: Any) -> None:
+    linear = pipe.unet.time_embedding.linear_2
+    linear.weight = torch.nn.Parameter(linear.weight.detach() * 2)
+
+
+def time_data(pipe: Any) -> None:
+    projection = pipe.unet.mid_block.resnets[0].time_emb_proj.weight
+    projection.data = projection.data * 50
+
+
+def time_uncounted(pipe: Any) -> None:
+    pipe.unet.time_embedding.linear_1.weight.data.mul_(2)
+
+
+@pytest.mark.parametrize("ahead", [False, True], ids=["", "looked at behind the run"])
+@pytest.mark.parametrize("change", [time_parameter, time_data, time_uncounted])
+def test_the_next_picture_sees_another_weight(
+    change: Callable[[Any], None], ahead: bool, monkeypatch: pytest.MonkeyPatch
+):
+    if ahead:
+        monkeypatch.setattr(Dispatcher, "_may_run_ahead", _is_ahead)
+    on, off = (pipeline(hoist=hoist) for hoist in (True, False))
+    for pipe in (on, off):
+        picture(pipe), picture(pipe)
+        change(pipe)
+    found = picture(on)
+    assert is_same(found, picture(off))
+    assert not is_same(found, picture(pipeline(hoist=True)))
 
 
 # Timesteps that are not the scheduler's, or nobody counts writes to

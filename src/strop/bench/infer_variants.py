@@ -37,9 +37,8 @@ LATER_CALLS = 3  # that are timed one by one
 MAX_STEPS = 10  # of a picture
 OPT_IN = ("box_geglu",)  # knobs of speed that are off by default
 OF_LOOPS = ("hoist",)  # which a step has not
-# Knobs that decide which kernels run; for --variants.
-CHOOSING = ("box_attention", "box_geglu", "early_launch", "few_rows", "group_product",
-            "narrow_conv", "product_sum", "upsampled_conv")  # fmt: skip
+# Knobs of kernels that run at some sizes and not at others; for --variants.
+CHOOSING = ("box_attention", "box_geglu", "group_product", "product_sum", "upsampled_conv")
 NEEDED_PASSES = ("channels_last",)  # without it there is no memory order to lower
 
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeGuard
 
+import torch
 from torch import Tensor
 
 from strop.runtime.loop import place_among
@@ -22,11 +23,17 @@ ASKING = ("DDIMScheduler", "PNDMScheduler")
 
 
 class Known:
-    """Timesteps (n,) of a loop, on the host too."""
+    """Timesteps (n,) of a loop, on the host too. The copy is waited for when the first of them is
+    asked for, by when the GPU has made it: what the loop begins with need not wait."""
 
     def __init__(self, timesteps: Tensor) -> None:
         self._timesteps, self._version = timesteps, timesteps._version
-        self._on_host = timesteps.cpu().clone()
+        self._copied: torch.cuda.Event | None = None
+        self._on_host = torch.empty_like(timesteps, device="cpu", pin_memory=timesteps.is_cuda)
+        self._on_host.copy_(timesteps, non_blocking=True)
+        if timesteps.is_cuda:
+            self._copied = torch.cuda.Event()
+            self._copied.record(torch.cuda.current_stream(timesteps.device))
 
     def __call__(self, timestep: Any) -> Any:
         """The same number on the host if it is one of them, as iteration gives them and nobody has
@@ -35,7 +42,12 @@ class Known:
         if not isinstance(timestep, Tensor) or timestep.dim() or ours._version != self._version:
             return timestep
         place = place_among(ours, timestep)
-        return timestep if place is None else self._on_host[place]
+        if place is None:
+            return timestep
+        if self._copied is not None:
+            self._copied.synchronize()
+            self._copied = None
+        return self._on_host[place]
 
 
 @contextmanager

@@ -250,8 +250,8 @@ class Dispatcher:
         entry = self._entries.get(key)
         if entry is not None and self._may_run_ahead(entry):
             replays = self.counters.replays
+            self._checked_loop = self.loop.number  # what it keeps is of this loop
             result = self._run(entry, tensors)
-            self._checked_loop = self.loop.number
             if not self._has_changed():
                 return None, result
             self.counters.replays = replays  # nobody sees this one's result
@@ -363,14 +363,13 @@ class Dispatcher:
         settings take the host a millisecond. Where one is another, the call is done again.
 
         What the graph reads must still be there: a Parameter's memory can be given back while it is
-        being kept. And a graph must have nothing but results to show for itself, and read nothing
-        that was kept of another loop. Behind its first call a loop asks for less.
+        being kept. And a graph must have nothing but results to show for itself; what it keeps is
+        its own, and goes with it. Behind its first call a loop asks for less.
         """
         return (
             entry.is_pure
             and entry.device.type == "cuda"
             and not self._is_settled()
-            and not entry.steady
             and not entry.variant.layout_reads
             and self._wants_graph(entry)
             and graphs.pool_of(entry.device).has((id(self), entry.number))
