@@ -25,8 +25,8 @@ class Options:
                          "STROP_STRICT", keyed=False)  # fmt: skip
     cuda_graphs: bool = _knob(True, "replay a CUDA graph from the second use of a shape on",
                               "STROP_CUDA_GRAPHS", keyed=False)  # fmt: skip
-    hoist: bool = _knob(True, "compute what depends on the prompt and on weights alone once a"
-                        " denoise loop", "STROP_HOIST", keyed=False)  # fmt: skip
+    hoist: bool = _knob(True, "compute what depends on the prompt or on timesteps, and on weights,"
+                        " once a denoise loop", "STROP_HOIST", keyed=False)  # fmt: skip
     graph_budget_bytes: int = _knob(2 << 30, "device memory that captured graphs may hold",
                                     "STROP_GRAPH_BUDGET_BYTES", keyed=False)  # fmt: skip
     check_finite: bool = _knob(True, "look for NaN and inf in the first run of every shape",

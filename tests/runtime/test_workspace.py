@@ -14,7 +14,7 @@ import strop
 from strop.options import Options
 from strop.runtime import executor, graphs
 from strop.runtime.executor import Bound
-from strop.runtime.memory import Workspace, workspace_of
+from strop.runtime.memory import Workspace, aligned, workspace_of
 from tests.badinput.nets import optimized
 from tests.badinput.test_memory import Stream, Torch, gpu  # noqa: F401  (a fixture)
 
@@ -198,6 +198,7 @@ def test_what_a_library_allocates_is_free_behind_its_last_reader() -> None:
         torch.testing.assert_close(fast(x), expected)
     assert len(calls) == 4
     assert most == 1
+    assert bound.call_bytes == aligned(x.nbytes)
 
 
 @pytest.mark.gpu

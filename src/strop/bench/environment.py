@@ -115,11 +115,14 @@ def _values(text: str, names: Sequence[str]) -> dict[str, str]:
 
 
 def commit() -> str:
-    """Of the checkout that this package runs from; empty when it was installed."""
+    """Of the checkout that this package runs from, and whether files differ from it; empty when it
+    was installed."""
     root = Path(strop.__file__).parents[2]
     if shutil.which("git") is None or not (root / ".git").exists():
         return ""
-    return _output(["git", "-C", str(root), "rev-parse", "--short=12", "HEAD"])
+    head = _output(["git", "-C", str(root), "rev-parse", "--short=12", "HEAD"])
+    changed = _output(["git", "-C", str(root), "status", "--porcelain", "--", "src"])
+    return f"{head} with changes" if head and changed else head
 
 
 def _output(command: list[str]) -> str:

@@ -43,7 +43,7 @@ def run(
     found: dict[str, dict[str, Any]] = {}
     with contextlib.closing(Processes(is_apart)) as processes:
         described = environment.describe(plan.where)
-        described["commit"] = described["commit"] or plan.commit
+        described["commit"] = plan.commit or described["commit"]
         for done, (group, task) in enumerate(tasks):
             step(f"{', '.join(row.name for row in group)}: {task['do']}", done)
             if is_apart:

@@ -45,7 +45,7 @@ class Plan:
     seed: int = 0
     ablate: bool = False
     variants: bool = False
-    commit: str = ""  # of a tree that is no checkout
+    commit: str = ""  # instead of the checkout's
 
     @property
     def where(self) -> torch.device:

@@ -33,8 +33,10 @@ from strop.debug.explain import explain
 from strop.runtime.builds import BUILDS
 
 SAMPLES, PICTURE_SAMPLES = 6, 2  # of a random shape
+VARIANT_SAMPLES = 3  # where all choices of kernels are beside it: a tenth is looked for
 LATER_CALLS = 3  # that are timed one by one
 MAX_STEPS = 10  # of a picture
+MOST_GRAPH_BYTES = 16 << 30  # of many contenders
 OPT_IN = ("box_geglu",)  # knobs of speed that are off by default
 OF_LOOPS = ("hoist",)  # which a step has not
 # Knobs of kernels that run at some sizes and not at others; for --variants.
@@ -56,7 +58,7 @@ def measure_random(row: Row, plan: Plan, clock: Clock, save: Save) -> Found:
     result: Found = {"peer": peer, "seed": plan.seed, "steps": row.steps, "shapes": [],
                      "left_out": []}  # fmt: skip
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as cache:
-        group = Field.of(row, plan, cache)
+        group = _roomy(Field.of(row, plan, cache)) if plan.variants else Field.of(row, plan, cache)
         others = _others(group) if plan.variants else {}
         longest = 0.0  # that a shape has taken
         for number, (size, batch) in enumerate(row.draws.some(plan.random, plan.seed)):
@@ -84,6 +86,11 @@ def flipped(options: strop.Options, name: str) -> tuple[str, strop.Options]:
     return f"{'no' if is_on else 'with'} {name}", replace(options, **other)
 
 
+def _roomy(group: Field) -> Field:
+    """With room for graphs of all contenders: else each would be captured again in its turn."""
+    return replace(group, options=replace(group.options, graph_budget_bytes=MOST_GRAPH_BYTES))
+
+
 def _others(group: Field) -> dict[str, Field]:
     """Contenders like this one, each with another choice of kernels."""
     every = (flipped(group.options, name) for name in CHOOSING)
@@ -98,7 +105,9 @@ def _random_shape(row: Row, group: Field, peer: str, others: Mapping[str, Field]
     kernels = {"kernels_s": round(BUILDS.seconds - waited_s, 4),
                "kernels": BUILDS.num_built - built}  # fmt: skip
     theirs, _, other = group.start(peer, size, batch)
-    samples = SAMPLES if row.kind == "step" else PICTURE_SAMPLES
+    samples = VARIANT_SAMPLES if others else SAMPLES
+    if row.kind != "step":
+        samples = PICTURE_SAMPLES
     calls = {"strop": ours, peer: theirs}
     for name, each in others.items():
         calls[name], _, _ = each.start("strop", size, batch)

@@ -35,7 +35,7 @@ def run(rows: Sequence[Row], plan: Plan, *, budget_s: float = 3600.0, out: Path 
     """
     clock = Clock.of(budget_s)
     described = environment.describe(plan.where)
-    described["commit"] = described["commit"] or plan.commit
+    described["commit"] = plan.commit or described["commit"]
     had = train_earlier.read(earlier, rows)
     for result in had.values():
         train_earlier.check_same(result, described)

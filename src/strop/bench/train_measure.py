@@ -52,7 +52,7 @@ class Plan:
     pictures: str = ""
     files: int = 0
     best_loader: tuple[int, bool] | None = None
-    commit: str = ""  # of a tree that is no checkout
+    commit: str = ""  # instead of the checkout's
 
     @property
     def where(self) -> torch.device:

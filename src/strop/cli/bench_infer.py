@@ -68,7 +68,7 @@ TinyOption = Annotated[
     bool, typer.Option("--tiny", help="Tiny widths and sizes: the same code in seconds.")
 ]
 CommitOption = Annotated[
-    str, typer.Option(help="Noted in the JSON where the source is no checkout.", hidden=True)
+    str, typer.Option(help="Noted in the JSON instead of the checkout's.", hidden=True)
 ]
 PageOption = Annotated[
     Path | None,

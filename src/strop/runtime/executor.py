@@ -37,7 +37,7 @@ from strop.runtime.hoisting import Hoist, Hoisted, Moment, Stamp, prologue_of, r
 from strop.runtime.kernels import BoundKernel, KernelLibrary
 from strop.runtime.layouts import is_laid_out, laid_out, reshaped
 from strop.runtime.limits import needs_wide_indices
-from strop.runtime.memory import KEPT_BYTES, Interval, Workspace, plan_arena, shared
+from strop.runtime.memory import KEPT_BYTES, Interval, Workspace, most_alive, plan_arena, shared
 from strop.runtime.narrow_convolution import NarrowConvolution
 from strop.runtime.native import BoundKernel as NativeKernel
 from strop.runtime.straight import FIRST, Run, of_many, of_one
@@ -118,12 +118,6 @@ class Bound:
         read |= {item.tensor.buffer for item in self.program.returned if item.tensor is not None}
         return [place for place, number in enumerate(self._arguments) if number in read]
 
-    @property
-    def call_bytes(self) -> int:
-        """Bytes of everything that library calls allocate, alive at once or not."""
-        buffers = enumerate(self.program.buffers)
-        return sum(self._size_bytes(number) for number, b in buffers if b.kind == "call")
-
     def _eval(self, size: Expr) -> int:
         if size not in self._sizes:
             self._sizes[size] = size.eval(self.env)
@@ -166,9 +160,13 @@ class Bound:
         self._offsets |= {("buffer", new, 0): self._offsets["buffer", old, 0]
                           for new, old in host.items()}  # fmt: skip
         self._dead: dict[int, list[int]] = defaultdict(list)  # by the step that reads it last
+        allocated = []
         for number, buffer in enumerate(self.program.buffers):
             if buffer.kind == "call" and number in last:
                 self._dead[last[number]].append(number)
+                size = self._size_bytes(number)
+                allocated.append(Interval(first[number], last[number], size))
+        self.call_bytes = most_alive(allocated)  # of what library calls allocate
         kept = [Interval(0, 0, self._size_bytes(number)) for number in self.hoisted.kept]
         self._kept_offsets, self.kept_bytes = plan_arena(kept)
 
