@@ -1,13 +1,14 @@
 """Which tile should each product of a model have, by what the whole step takes with it?
 
 python benchmarks/probes/tiles_in_model.py ROW --out FOLDER [--seconds 240] [--rounds 4]
+    [--ins 5120]
 
 One H100, fp16: a row of steps of ``strop bench infer`` (P1, P2, P2b, P3). A product alone, in a row
 of its own launches, takes less than among others, whose operands lie elsewhere and which end when
 they end. So the model itself is bound again with another tile for all products of one size, and
 timed in turns with itself as it was: microseconds saved of a step, for each such product and each
 tile that a guess says might do; sizes that take longest first. At the end all that have saved
-something together. The library is one of the tiles.
+something together. The library is one of the tiles. ``--ins``: products of so many inputs alone.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from strop.bench.infer_rows import Row, chosen_rows
 from strop.ir.program import CallStep
 from strop.kernels import products
 from strop.kernels.pictures import Picture
-from strop.kernels.product_layout import SUM, Tile
+from strop.kernels.product_layout import Tile
 from strop.runtime.dispatch import Dispatcher
 
 DEVICE, SAMPLE_MS, WORST = torch.device("cuda"), 120.0, 1.4
@@ -103,7 +104,7 @@ def candidates(size: Size) -> list[Choice]:
     now = products.form_of(of, end)
     tiles = CONVS if of.size > 1 else OF_ENDS[end]
     found: list[Choice] = [each.product.tile for each in forms(of, end, tiles, WORST)]
-    found += [None] if of.windows == 1 and end != SUM else []
+    found += [None] if of.windows == 1 else []
     return [tile for tile in found if tile != (now.product.tile if now else None)]
 
 
@@ -128,10 +129,11 @@ def saved(base: Model, trial: Model, rounds: int) -> float:
 
 
 @torch.no_grad()
-def measure(row: Row, seconds: float, rounds: int) -> dict[str, Any]:
+def measure(row: Row, seconds: float, rounds: int, ins: int) -> dict[str, Any]:
     end = time.monotonic() + seconds
     base, trial = Model(row), Model(row)
     sizes, best, rows = trial.sizes(), dict[Size, Choice](), []
+    sizes = Counter({size: n for size, n in sizes.items() if ins in (0, size[0].ins)})
     right = base.call()
 
     def weight(size: Size) -> float:
@@ -170,9 +172,10 @@ def main() -> None:
     parser = contest.arguments_of(__doc__, seconds=240)
     parser.add_argument("row")
     parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--ins", type=int, default=0, help="products of so many inputs alone")
     args = parser.parse_args()
     (row,) = chosen_rows([args.row])
-    found = measure(row, args.seconds, args.rounds)
+    found = measure(row, args.seconds, args.rounds, args.ins)
     contest.write(f"tiles_in_model-{row.name}", args, found)
 
 

@@ -44,6 +44,11 @@ class Stamp:
     aliases: tuple[Tensor, ...]
     versions: tuple[int, ...]
 
+    def beside(self, other: Stamp) -> Stamp:
+        """Of the tensors of both."""
+        return Stamp(self.loop, self.tensors + other.tensors, self.aliases + other.aliases,
+                     self.versions + other.versions)  # fmt: skip
+
     def equals(self, other: Stamp) -> bool:
         """Whether both are of one loop, and of the same tensors with the same content."""
         places = zip(self.aliases, other.aliases, strict=True)
@@ -56,12 +61,13 @@ class Stamp:
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """Which of a loop's timesteps (n,) a call is at. ``stamp``: of these timesteps and of steady
-    arguments."""
+    """Which of a loop's timesteps (n,) a call is at. ``stamp``: of these timesteps, ``steady``: of
+    steady arguments."""
 
     place: int
     timesteps: Tensor
     stamp: Stamp
+    steady: Stamp
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,8 +44,8 @@ def moment_of(timesteps: Tensor | None, timestep: Tensor, stamp: Stamp | None) -
     if stamp is None or timesteps is None or (timestep.stride(0) and len(timestep) > 1):
         return None
     place = place_among(timesteps, timestep)
-    both = None if place is None else stamp_of(stamp.loop, [timesteps, *stamp.tensors])
-    return None if place is None or both is None else Moment(place, timesteps, both)
+    own = None if place is None else stamp_of(stamp.loop, [timesteps])
+    return None if place is None or own is None else Moment(place, timesteps, own, stamp)
 
 
 def place_among(timesteps: Tensor, timestep: Tensor) -> int | None:

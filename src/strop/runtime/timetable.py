@@ -47,7 +47,8 @@ Read = Callable[[int], Tensor]  # what a buffer holds
 class Timed:
     """Positions of the steps that a timetable is made by; the buffers that they leave to others,
     and those that they read but weights, ``timestep`` among them. ``rows``: the symbol of their
-    first dim. ``weights``, as numbers among the program's inputs: theirs and the prologue's."""
+    first dim. ``weights``, as numbers among the program's inputs: theirs, and the prologue's where
+    they read what it leaves."""
 
     steps: tuple[int, ...] = ()
     kept: tuple[int, ...] = ()
@@ -55,6 +56,11 @@ class Timed:
     timestep: int = -1
     rows: str = ""
     weights: tuple[int, ...] = ()
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether the timestep is all that they read."""
+        return self.given == (self.timestep,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,8 +98,9 @@ def timed_of(program: Program, steps: Sequence[Step | None], prologue: Prologue,
     kept = kept_of(later, found)
     if not (rows and kept and number in given and made <= set(program.by_rows)):
         return Timed()
+    others = () if given == (number,) else prologue.weights
     return Timed(tuple(found), kept, given, number, rows,
-                 tuple({*weights_of(program, weights), *prologue.weights}))  # fmt: skip
+                 tuple({*weights_of(program, weights), *others}))  # fmt: skip
 
 
 def _symbol_of(program: Program, number: int) -> str:
@@ -117,6 +124,7 @@ class Timetable:
         self._weights = [hoist.weights[n] for n in timed.weights] if hoist else []
         self._work: dict[int, Work | None] = {}  # by how many timesteps there are
         self._latest: Work | None = None
+        self._num_uses, self._loop = 0, 0  # of the latest table, and where it was made
 
     def rows(self, moment: Moment | None) -> list[Tensor] | None:
         """What ``timed.kept`` hold at that moment; None where no table that holds now has it."""
@@ -132,15 +140,19 @@ class Timetable:
         return [table[first : first + batch] for table in self._latest.tables]
 
     def note_use(self) -> None:
+        self._num_uses += 1
         if self.steps and self._hoist is not None:
             self._hoist.tally.num_looked_up += 1
 
     def made(self, moment: Moment | None, read: Read) -> list[Tensor] | None:
         """The same of a table that is made now, where it can be and brings something: of few
-        timesteps, or large batches, nothing. ``read``: what ``timed.given`` hold."""
+        timesteps, or large batches, nothing; nor before the last one has served half of a loop,
+        as where two prompts take turns. ``read``: what ``timed.given`` hold."""
         if moment is None or self._hoist is None or (now := self._now(moment)) is None:
             return None
         count, device = len(moment.timesteps), moment.timesteps.device
+        if self._loop == moment.stamp.loop and 2 * self._num_uses < count:
+            return None
         if count not in self._work:
             self._work = {count: self._work_for(count, device)}  # the tables of another one go
         self._latest = work = self._work[count]
@@ -157,12 +169,14 @@ class Timetable:
                 if self.record is not None:
                     work.replay = self.record(partial(self._fill, work, read))
         self._hoist.place.timed = now
+        self._num_uses, self._loop = 0, moment.stamp.loop
         self._hoist.tally.num_timetables += 1
         return self.rows(moment)
 
     def _now(self, moment: Moment) -> Held | None:
         versions = versions_of(self._weights)
-        return None if versions is None else Held(self, moment.stamp, versions)
+        stamp = moment.stamp if self.timed.is_alone else moment.stamp.beside(moment.steady)
+        return None if versions is None else Held(self, stamp, versions)
 
     def _work_for(self, count: int, device: torch.device) -> Work | None:
         """In shares of as many copies of the call's batch as the guards allow, all alike."""
