@@ -66,6 +66,17 @@ CASES: dict[str, tuple[Callable[[Made], Node], bool]] = {
     "what a mean was taken off": (lambda m: m.add(m.x, m.b.reduce("mean", m.x, (0,), F32)), False),
     "numbers of rows": (lambda m: m.b.make("iota", (), (B,), F32, start=0, step=1), False),
     "another size": (lambda m: m.add(m.input((S, 4)), m.b.constant(1, F32)), True),
+    "columns that the batch tells": (
+        lambda m: m.b.slice(
+            m.b.make("cat", (m.x, m.input((B, B))), (B, B + 4), F32, dim=1), 1, 0, 4
+        ),
+        False,
+    ),
+    "columns from a place that the batch tells": (
+        lambda m: m.b.slice(m.input((B, 99)), 1, B, 4),
+        False,
+    ),
+    "a square in one row": (lambda m: m.b.reshape(m.input((B, B, 4)), (B, 4 * B)), False),
     "from elsewhere": (
         lambda m: m.b.make("take", (m.x, m.t), (B, 4), F32, walks=(None, 1), bounds="known"),
         False,

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import strop
+from strop.api import optimize_module
 from strop.runtime import hoisting, timetable
 from strop.runtime.dispatch import Dispatcher
+from strop.runtime.executor import Bound
 from strop.runtime.graphs import Captured
 from strop.runtime.hoisting import stamp_of
-from strop.runtime.loop import moment_of, place_among
+from strop.runtime.loop import Loop, moment_of, place_among
 from tests.diffusion.test_hoisting import (
     STEPS,
     after_step,
@@ -29,6 +33,16 @@ from tests.diffusion.test_hoisting import (
 from tests.diffusion.test_hoisting_rules import Recorded
 from tests.diffusion.test_never_stale import _is_ahead
 from tests.e2e import tiny
+
+
+class Sizes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(9, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.table[: x.shape[1]] * 2
+
 
 NUM_TIMED = 7  # launches: sines, two linears with their activation, all projections in one
 Counts = tuple[int, int]  # timetables that were made, and calls that found their timestep there
@@ -187,7 +201,8 @@ def test_outside_of_a_loop_there_is_no_timetable():
     pipe.unet(sample, pipe.scheduler.timesteps[1], prompt)
     assert counts(pipe) == (1, STEPS)
     (kept,) = pipe.unet.forward.loop.kept.values()
-    assert kept.timed is None, "the end of a loop lets go"
+    (table,) = kept.timetables
+    assert table.held is None, "the end of a loop lets go"
 
 
 def test_timesteps_of_inference_mode_count_no_writes():
@@ -273,6 +288,72 @@ def test_prompts_in_turns(reads_prompt: bool):
             assert counts(pipe) == ((3, STEPS + 1) if reads_prompt else (1, 2 * STEPS))
     half = len(found) // 2
     assert all(map(is_same, found[:half], found[half:]))
+
+
+def test_another_shape_in_the_loop_has_a_table_of_its_own():
+    pipe = pipeline(hoist=True)
+    pipe.scheduler.set_timesteps(STEPS)
+    shapes = [tiny.unet_args(*size) for size in ((2, 8, 8, 7), (3, 16, 8, 7))]
+    with pipe.progress_bar(total=STEPS):
+        for t in pipe.scheduler.timesteps:
+            for sample, _, prompt in shapes:
+                pipe.unet(sample, t, prompt)
+    assert counts(pipe) == (2, 2 * STEPS)
+
+
+def test_a_call_that_fails_ahead_leaves_the_model_to_be_looked_at(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(Dispatcher, "_may_run_ahead", _is_ahead)
+    on, off = (pipeline(hoist=hoist) for hoist in (True, False))
+    sample, _, prompt = tiny.unet_args(2, 8, 8, 7)
+    for pipe in (on, off):
+        in_a_loop(pipe, iter), in_a_loop(pipe, iter)
+        time_parameter(pipe)
+    run, t = Bound.run, on.scheduler.timesteps[1]
+
+    def interrupted(self: Bound, *args: Any) -> Any:
+        monkeypatch.setattr(Bound, "run", run)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Bound, "run", interrupted)
+    with on.progress_bar(total=2):
+        with pytest.raises(KeyboardInterrupt):
+            on.unet(sample, t, prompt)
+        found = on.unet(sample, t, prompt).sample
+    with off.progress_bar(total=1):
+        assert is_same(found, off.unet(sample, t, prompt).sample)
+
+
+def test_nothing_waits_for_the_garbage_collector():
+    """Memory of a program goes with it, its timetable's too."""
+    pipe = pipeline(hoist=True)
+    in_a_loop(pipe, iter)
+    (entry,) = pipe.unet.forward._entries.values()
+    (bound,) = entry.bounds.values()
+    (work,) = bound.timetable._work.values()
+    gone = [weakref.ref(bound), weakref.ref(work.tables[0])]
+    gc.disable()
+    try:
+        del bound, work
+        entry.bounds.clear()
+        assert [found() for found in gone] == [None, None]
+    finally:
+        gc.enable()
+
+
+def test_a_graph_that_reads_no_argument_copies_none():
+    """One that asks an argument for its size alone."""
+    net, loop = Sizes().eval(), Loop()
+    dispatcher = optimize_module(net, tiny.options(hoist=True), loop=loop)
+    with torch.no_grad():
+        x = torch.randn(2, 3)
+        expected = net(x)
+        (entry,) = dispatcher._entries.values()
+        (bound,) = entry.bounds.values()
+        result = torch.empty_like(expected)
+        rest = Recorded(lambda: result.copy_(*bound.run_rest([x])))
+        captured = Captured(rest, None, None, (x,), (result,), bound, 0, 0)  # type: ignore[arg-type]
+        assert bound.late_arguments == []
+        assert torch.equal(captured.replay([x], None)[0][0], expected)
 
 
 def test_a_graph_replays_what_no_timetable_has(plain: Iterator[None]):  # noqa: F811

@@ -44,7 +44,7 @@ def _is_steady(node: Node, steady: Collection[Node]) -> bool:
 
 def _keeps_rows(node: Node) -> bool:
     """Whether its rows are made of the same rows of what it reads, if that has as many."""
-    if not node.shape or node.shape[0].is_const:
+    if not _has_rows(node):
         return False
     dim = node.attrs.get("dim", -1) % len(node.shape)
     if node.kind is Kind.POINTWISE:
@@ -62,4 +62,14 @@ def _is_aligned(place: int, reader: Node) -> bool:
     if reader.op == "linear" and place:  # each row reads all of a weight
         return False
     has_rank = len(x.shape) == len(reader.shape) or reader.kind is Kind.VIEW
-    return has_rank and bool(x.shape) and x.shape[0] == reader.shape[0]
+    return has_rank and _has_rows(x) and x.shape[0] == reader.shape[0]
+
+
+def _has_rows(node: Node) -> bool:
+    """Whether its first size is that of a batch, and nothing else of it depends on the batch: which
+    columns are read, say."""
+    if not node.shape or node.shape[0].is_const:
+        return False
+    others = (*node.shape[1:], *node.attrs.values())
+    return not any(isinstance(value, Expr) and value.roots & node.shape[0].roots
+                   for value in others)  # fmt: skip

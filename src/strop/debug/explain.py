@@ -144,7 +144,9 @@ def _hoisted(dispatcher: Dispatcher) -> HoistedRow | None:
     bounds = list(latest.bounds.values()) if latest is not None else []
     if not bounds or not (bounds[0].hoisted.steps or bounds[0].timetable.steps):
         return None
-    kept_bytes = sum(kept.memory.nbytes for kept in dispatcher.loop.kept.values())
+    places = list(dispatcher.loop.kept.values())
+    kept_bytes = sum(kept.memory.nbytes for kept in places)
+    kept_bytes += sum(table.held_bytes for kept in places for table in kept.timetables)
     tally = dispatcher.counters.hoisted
     return HoistedRow(len(bounds[0].hoisted.steps), kept_bytes, tally.num_runs, tally.num_reuses,
                       len(bounds[0].timetable.steps), tally.num_timetables, tally.num_looked_up

@@ -30,7 +30,7 @@ class Known:
         self._timesteps, self._version = timesteps, timesteps._version
         self._copied: torch.cuda.Event | None = None
         self._on_host = torch.empty_like(timesteps, device="cpu", pin_memory=timesteps.is_cuda)
-        self._on_host.copy_(timesteps, non_blocking=True)
+        self._on_host.copy_(timesteps, non_blocking=timesteps.is_cuda)
         if timesteps.is_cuda:
             self._copied = torch.cuda.Event()
             self._copied.record(torch.cuda.current_stream(timesteps.device))

@@ -14,7 +14,7 @@ import logging
 import threading
 import types
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from operator import is_
 from typing import TYPE_CHECKING, Any
@@ -249,12 +249,17 @@ class Dispatcher:
         has a name."""
         entry = self._entries.get(key)
         if entry is not None and self._may_run_ahead(entry):
-            replays = self.counters.replays
+            replays, tally = self.counters.replays, replace(self.counters.hoisted)
             self._checked_loop = self.loop.number  # what it keeps is of this loop
-            result = self._run(entry, tensors)
+            try:
+                result = self._run(entry, tensors)
+            except BaseException:
+                self._checked_loop = 0  # nobody has looked at the module
+                raise
             if not self._has_changed():
                 return None, result
             self.counters.replays = replays  # nobody sees this one's result
+            vars(self.counters.hoisted).update(vars(tally))
             self._reset()
         else:
             self._check_state()

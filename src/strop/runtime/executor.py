@@ -79,7 +79,7 @@ class Bound:
         prologue = prologue_of(program, self.steps, steady, self._planned_calls)
         self.hoisted = Hoisted(prologue, hoist)
         timed = timed_of(program, self.steps, prologue, hoist, self._planned_calls)
-        self.timetable = Timetable(program, timed, hoist, env, stream, self._bind_part)
+        self.timetable = Timetable(program, timed, hoist, env, stream)
         self._is_looked_up = False  # by the latest run
         early = {*prologue.steps, *timed.steps}
         self._late = [p for p in range(len(self.steps)) if p not in early]
@@ -407,7 +407,7 @@ class Bound:
         """Whether what depends on the timestep came from a table, which may have been made."""
         rows = self.timetable.rows(moment)
         if rows is None:
-            rows = self.timetable.made(moment, partial(self.holding, inputs))
+            rows = self.timetable.made(moment, partial(self.holding, inputs), self._bind_part)
         if rows is None:
             return False
         self.timetable.note_use()

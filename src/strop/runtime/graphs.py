@@ -59,7 +59,8 @@ class Captured:
         if is_there and rows is not None:
             late = bound.late_arguments
             static, own = [self.inputs[n] for n in late], [inputs[n] for n in late]
-            torch._foreach_copy_([*static, *bound.of_timestep], [*own, *rows])
+            if own or rows:
+                torch._foreach_copy_([*static, *bound.of_timestep], [*own, *rows])
             bound.timetable.note_use()
         else:
             torch._foreach_copy_(list(self.inputs), list(inputs))
@@ -169,7 +170,8 @@ class GraphPool:
 
     @property
     def held_bytes(self) -> int:
-        return sum(g.size_bytes for g in self._graphs.values())
+        graphs = self._graphs.values()
+        return sum(g.size_bytes + g.bound.timetable.held_bytes for g in graphs)
 
     def _capture(self, inputs: Sequence[Tensor], specs: Sequence[TensorSpec],
                  make: MakeBound) -> Captured:  # fmt: skip

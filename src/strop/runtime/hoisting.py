@@ -15,6 +15,8 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from operator import attrgetter, is_
+from typing import Protocol
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -83,16 +85,27 @@ class Held:
         return is_same and self.stamp.equals(other.stamp)
 
 
+class Holding(Protocol):
+    """A timetable, seen from here."""
+
+    held: Held | None
+
+    @property
+    def held_bytes(self) -> int: ...
+
+
 class Kept:
     """Memory for what prologues leave, of one module on one stream: that of the latest."""
 
     def __init__(self, device: torch.device) -> None:
         self.memory = torch.empty(0, dtype=torch.uint8, device=device)
         self.held: Held | None = None  # None: nothing that may be used again
-        self.timed: Held | None = None  # whose timetable may be, likewise
+        self.timetables: WeakSet[Holding] = WeakSet()  # each has its own memory
 
     def forget(self) -> None:
-        self.held = self.timed = None
+        self.held = None
+        for timetable in self.timetables:
+            timetable.held = None
 
 
 @dataclass

@@ -96,7 +96,8 @@ def timed_of(program: Program, steps: Sequence[Step | None], prologue: Prologue,
     weights = {i for i in inputs.values() if program.inputs[i].is_state}
     given = tuple(sorted(n for n in read if inputs.get(n) not in weights))
     kept = kept_of(later, found)
-    if not (rows and kept and number in given and made <= set(program.by_rows)):
+    of_rows = all(program.buffers[n].shape[:1] == (symbol(rows),) for n in made)
+    if not (rows and kept and number in given and of_rows and made <= set(program.by_rows)):
         return Timed()
     others = () if given == (number,) else prologue.weights
     return Timed(tuple(found), kept, given, number, rows,
@@ -111,16 +112,15 @@ def _symbol_of(program: Program, number: int) -> str:
 
 
 class Timetable:
-    """The timetable of one bound program. ``bind``: a part of the program at other sizes, in memory
-    of its own, on the program's stream. ``record``: makes what has run once a CUDA graph, where
+    """The timetable of one bound program. ``record``: makes what has run once a CUDA graph, where
     runs are replays."""
 
     def __init__(self, program: Program, timed: Timed, hoist: Hoist | None, env: Mapping[str, int],
-                 stream: int, bind: Bind) -> None:  # fmt: skip
+                 stream: int) -> None:  # fmt: skip
         self.timed, self.steps = timed, timed.steps
         self.record: Callable[[Run], Run] | None = None
-        self._program, self._env, self._stream, self._bind = program, env, stream, bind
-        self._hoist = hoist
+        self.held: Held | None = None  # what the table came from; None: it may not be used
+        self._program, self._env, self._stream, self._hoist = program, env, stream, hoist
         self._weights = [hoist.weights[n] for n in timed.weights] if hoist else []
         self._work: dict[int, Work | None] = {}  # by how many timesteps there are
         self._latest: Work | None = None
@@ -132,8 +132,8 @@ class Timetable:
             return []
         if moment is None or self._hoist is None or self._latest is None:
             return None
-        held, now = self._hoist.place.timed, self._now(moment)
-        if held is None or now is None or not held.equals(now):
+        now = self._now(moment)
+        if self.held is None or now is None or not self.held.equals(now):
             return None
         batch = self._env[self.timed.rows]
         first = moment.place * batch
@@ -144,32 +144,38 @@ class Timetable:
         if self.steps and self._hoist is not None:
             self._hoist.tally.num_looked_up += 1
 
-    def made(self, moment: Moment | None, read: Read) -> list[Tensor] | None:
+    @property
+    def held_bytes(self) -> int:
+        """Memory of tables and of what makes them, their working memory apart."""
+        return sum(work.nbytes for work in self._work.values() if work is not None)
+
+    def made(self, moment: Moment | None, read: Read, bind: Bind) -> list[Tensor] | None:
         """The same of a table that is made now, where it can be and brings something: of few
         timesteps, or large batches, nothing; nor before the last one has served half of a loop,
-        as where two prompts take turns. ``read``: what ``timed.given`` hold."""
+        as where two prompts take turns. ``read``: what ``timed.given`` hold; ``bind``: a part of
+        the program at other sizes, in memory of its own, on its stream."""
         if moment is None or self._hoist is None or (now := self._now(moment)) is None:
             return None
         count, device = len(moment.timesteps), moment.timesteps.device
         if self._loop == moment.stamp.loop and 2 * self._num_uses < count:
             return None
-        if count not in self._work:
-            self._work = {count: self._work_for(count, device)}  # the tables of another one go
-        self._latest = work = self._work[count]
-        if work is None:
-            return None
-        self._hoist.place.timed = None
-        work.clock[:count].copy_(moment.timesteps)
-        work.clock[count:].copy_(moment.timesteps[-1:].expand(len(work.clock) - count))
-        if work.replay is not None:
-            work.replay()
-        else:
-            with _on(self._stream, device):
+        self.held = None
+        with _on(self._stream, device):
+            if count not in self._work:
+                self._work = {count: self._work_for(count, device, bind)}  # another one's goes
+            self._latest = work = self._work[count]
+            if work is None:
+                return None
+            work.clock[:count].copy_(moment.timesteps)
+            work.clock[count:].copy_(moment.timesteps[-1:].expand(len(work.clock) - count))
+            if work.replay is not None:
+                work.replay()
+            else:
                 self._fill(work, read)
                 if self.record is not None:
                     work.replay = self.record(partial(self._fill, work, read))
-        self._hoist.place.timed = now
-        self._num_uses, self._loop = 0, moment.stamp.loop
+        self.held, self._num_uses, self._loop = now, 0, moment.stamp.loop
+        self._hoist.place.timetables.add(self)
         self._hoist.tally.num_timetables += 1
         return self.rows(moment)
 
@@ -178,7 +184,7 @@ class Timetable:
         stamp = moment.stamp if self.timed.is_alone else moment.stamp.beside(moment.steady)
         return None if versions is None else Held(self, stamp, versions)
 
-    def _work_for(self, count: int, device: torch.device) -> Work | None:
+    def _work_for(self, count: int, device: torch.device, bind: Bind) -> Work | None:
         """In shares of as many copies of the call's batch as the guards allow, all alike."""
         rows = self.timed.rows
         for shares in range(1, count):
@@ -188,7 +194,7 @@ class Timetable:
                 size = sum(self._bytes(n, env) for n in self.timed.kept) * shares
                 if copies < 2 or size > MOST_BYTES or not self._is_alike(env):
                     return None
-                return self._bound(env, copies, shares, device)
+                return self._bound(env, copies, shares, device, bind)
         return None
 
     def _is_alike(self, env: Mapping[str, int]) -> bool:
@@ -201,8 +207,8 @@ class Timetable:
         buffer = self._program.buffers[number]
         return math.prod(size.eval(env) for size in buffer.shape) * buffer.dtype.itemsize
 
-    def _bound(self, env: Mapping[str, int], copies: int, shares: int, device: torch.device
-               ) -> Work:  # fmt: skip
+    def _bound(self, env: Mapping[str, int], copies: int, shares: int, device: torch.device,
+               bind: Bind) -> Work:  # fmt: skip
         def empty(number: int) -> Tensor:
             buffer = self._program.buffers[number]
             shape, strides = ([e.eval(env) for e in of] for of in (buffer.shape, buffer.strides))
@@ -213,7 +219,7 @@ class Timetable:
         tensors = given | dict(zip(self.timed.kept, left, strict=True))
         clock = given[self.timed.timestep].new_empty(shares * copies)
         tables = [each.new_empty(shares * len(each), *each.shape[1:]) for each in left]
-        run = self._bind(env, Part(self.steps, tensors))
+        run = bind(env, Part(self.steps, tensors))
         return Work(copies, clock, given, left, tables, run)
 
     def _fill(self, work: Work, read: Read) -> None:
@@ -241,6 +247,11 @@ class Work:
     run: Run
     replay: Run | None = None
 
+    @property
+    def nbytes(self) -> int:
+        every = (self.clock, *self.given.values(), *self.left, *self.tables)
+        return sum(tensor.nbytes for tensor in every)
+
 
 def _spread(tensor: Tensor, source: Tensor, copies: int) -> None:
     """A copy of ``source`` for each, or one, if it has no rows: it is the same for every batch."""
@@ -258,6 +269,8 @@ def _on(stream: int, device: torch.device) -> Iterator[None]:
         return
     caller, other = torch.cuda.current_stream(device), torch.cuda.ExternalStream(stream, device)
     other.wait_stream(caller)
-    with torch.cuda.stream(other):
-        yield
-    caller.wait_stream(other)
+    try:
+        with torch.cuda.stream(other):
+            yield
+    finally:
+        caller.wait_stream(other)
