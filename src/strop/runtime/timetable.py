@@ -157,7 +157,8 @@ class Timetable:
         if moment is None or self._hoist is None or (now := self._now(moment)) is None:
             return None
         count, device = len(moment.timesteps), moment.timesteps.device
-        if self._loop == moment.stamp.loop and 2 * self._num_uses < count:
+        is_unable = count in self._work and self._work[count] is None
+        if is_unable or (self._loop == moment.stamp.loop and 2 * self._num_uses < count):
             return None
         self.held = None
         with _on(self._stream, device):
@@ -182,7 +183,7 @@ class Timetable:
     def _now(self, moment: Moment) -> Held | None:
         versions = versions_of(self._weights)
         stamp = moment.stamp if self.timed.is_alone else moment.stamp.beside(moment.steady)
-        return None if versions is None else Held(self, stamp, versions)
+        return None if versions is None else Held(None, stamp, versions)  # nobody else's
 
     def _work_for(self, count: int, device: torch.device, bind: Bind) -> Work | None:
         """In shares of as many copies of the call's batch as the guards allow, all alike."""
