@@ -228,7 +228,7 @@ def test_as_many_copies_as_the_guards_allow(batch: int, copies: int):
         for t in pipe.scheduler.timesteps[:2]:
             pipe.unet(sample, t, prompt)
     (entry,) = pipe.unet.forward._entries.values()
-    (work,) = entry.bounds[0].timetable._work.values()
+    work = entry.bounds[0].timetable._work
     assert counts(pipe) == ((1, 2) if copies else (0, 0))
     assert (work.copies if work else 0) == copies
     if work:
@@ -332,7 +332,7 @@ def test_nothing_waits_for_the_garbage_collector():
         pipe.unet(sample, pipe.scheduler.timesteps[0], prompt)
         (entry,) = pipe.unet.forward._entries.values()
         (bound,) = entry.bounds.values()
-        (work,) = bound.timetable._work.values()
+        work = bound.timetable._work
         gone = [weakref.ref(bound), weakref.ref(work.tables[0])]
         gc.disable()
         try:

@@ -58,7 +58,9 @@ def measure_random(row: Row, plan: Plan, clock: Clock, save: Save) -> Found:
     result: Found = {"peer": peer, "seed": plan.seed, "steps": row.steps, "shapes": [],
                      "left_out": []}  # fmt: skip
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as cache:
-        group = _roomy(Field.of(row, plan, cache)) if plan.variants else Field.of(row, plan, cache)
+        group = Field.of(row, plan, cache)
+        if plan.variants:
+            group = _roomy(group)
         others = _others(group) if plan.variants else {}
         longest = 0.0  # that a shape has taken
         for number, (size, batch) in enumerate(row.draws.some(plan.random, plan.seed)):
@@ -105,9 +107,8 @@ def _random_shape(row: Row, group: Field, peer: str, others: Mapping[str, Field]
     kernels = {"kernels_s": round(BUILDS.seconds - waited_s, 4),
                "kernels": BUILDS.num_built - built}  # fmt: skip
     theirs, _, other = group.start(peer, size, batch)
-    samples = VARIANT_SAMPLES if others else SAMPLES
-    if row.kind != "step":
-        samples = PICTURE_SAMPLES
+    of_step = VARIANT_SAMPLES if others else SAMPLES
+    samples = of_step if row.kind == "step" else PICTURE_SAMPLES
     calls = {"strop": ours, peer: theirs}
     for name, each in others.items():
         calls[name], _, _ = each.start("strop", size, batch)

@@ -258,8 +258,8 @@ class Dispatcher:
                 raise
             if not self._has_changed():
                 return None, result
-            self.counters.replays = replays  # nobody sees this one's result
-            vars(self.counters.hoisted).update(vars(tally))
+            # nobody sees this one's result
+            self.counters.replays, self.counters.hoisted = replays, tally
             self._reset()
         else:
             self._check_state()

@@ -15,13 +15,16 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from operator import attrgetter, is_
-from typing import Protocol
+from typing import TYPE_CHECKING
 from weakref import WeakSet
 
 import torch
 from torch import Tensor
 
 from strop.ir.program import CallStep, KernelStep, Program, Step
+
+if TYPE_CHECKING:
+    from strop.runtime.timetable import Timetable
 
 _IS_INFERENCE, _VERSION = Tensor.is_inference, attrgetter("_version")
 
@@ -74,9 +77,10 @@ class Moment:
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """Whose results lie in memory, and what they came from."""
+    """Whose results lie in memory, and what they came from. Where only one's can, ``holder`` is
+    None."""
 
-    holder: object
+    holder: Hoisted | None
     stamp: Stamp
     versions: tuple[int, ...]  # of the weights
 
@@ -85,22 +89,13 @@ class Held:
         return is_same and self.stamp.equals(other.stamp)
 
 
-class Holding(Protocol):
-    """A timetable, seen from here."""
-
-    held: Held | None
-
-    @property
-    def held_bytes(self) -> int: ...
-
-
 class Kept:
     """Memory for what prologues leave, of one module on one stream: that of the latest."""
 
     def __init__(self, device: torch.device) -> None:
         self.memory = torch.empty(0, dtype=torch.uint8, device=device)
         self.held: Held | None = None  # None: nothing that may be used again
-        self.timetables: WeakSet[Holding] = WeakSet()  # each has its own memory
+        self.timetables: WeakSet[Timetable] = WeakSet()  # each has its own memory
 
     def forget(self) -> None:
         self.held = None

@@ -122,22 +122,22 @@ class Timetable:
         self.held: Held | None = None  # what the table came from; None: it may not be used
         self._program, self._env, self._stream, self._hoist = program, env, stream, hoist
         self._weights = [hoist.weights[n] for n in timed.weights] if hoist else []
-        self._work: dict[int, Work | None] = {}  # by how many timesteps there are
-        self._latest: Work | None = None
+        self._count = 0  # of the timesteps that ``_work`` is for
+        self._work: Work | None = None  # or they can have no table
         self._num_uses, self._loop = 0, 0  # of the latest table, and where it was made
 
     def rows(self, moment: Moment | None) -> list[Tensor] | None:
         """What ``timed.kept`` hold at that moment; None where no table that holds now has it."""
         if not self.steps:
             return []
-        if moment is None or self._hoist is None or self._latest is None:
+        if moment is None or self._hoist is None or self._work is None:
             return None
         now = self._now(moment)
         if self.held is None or now is None or not self.held.equals(now):
             return None
         batch = self._env[self.timed.rows]
         first = moment.place * batch
-        return [table[first : first + batch] for table in self._latest.tables]
+        return [table[first : first + batch] for table in self._work.tables]
 
     def note_use(self) -> None:
         self._num_uses += 1
@@ -147,7 +147,7 @@ class Timetable:
     @property
     def held_bytes(self) -> int:
         """Memory of tables and of what makes them, their working memory apart."""
-        return sum(work.nbytes for work in self._work.values() if work is not None)
+        return self._work.nbytes if self._work else 0
 
     def made(self, moment: Moment | None, read: Read, bind: Bind) -> list[Tensor] | None:
         """The same of a table that is made now, where it can be and brings something: of few
@@ -157,15 +157,14 @@ class Timetable:
         if moment is None or self._hoist is None or (now := self._now(moment)) is None:
             return None
         count, device = len(moment.timesteps), moment.timesteps.device
-        is_unable = count in self._work and self._work[count] is None
+        is_unable = count == self._count and self._work is None
         if is_unable or (self._loop == moment.stamp.loop and 2 * self._num_uses < count):
             return None
         self.held = None
         with _on(self._stream, device):
-            if count not in self._work:
-                self._work = {count: self._work_for(count, device, bind)}  # another one's goes
-            self._latest = work = self._work[count]
-            if work is None:
+            if count != self._count:
+                self._work, self._count = self._work_for(count, device, bind), count
+            if (work := self._work) is None:
                 return None
             work.clock[:count].copy_(moment.timesteps)
             work.clock[count:].copy_(moment.timesteps[-1:].expand(len(work.clock) - count))
