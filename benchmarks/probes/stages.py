@@ -1,0 +1,168 @@
+"""When is the host through with each part of a picture, and when is the GPU?
+
+python benchmarks/probes/stages.py [P5-512 P5x ...] --out FOLDER
+
+Rows of pictures of ``strop bench infer``, optimised, no profiler: milliseconds from the call until
+the host begins and ends each part of the pipeline, and until the GPU has done its work. Where the
+two are as one, the GPU waits for the host. Medians of eleven pictures. Behind that, what Python
+does in one picture, by cProfile.
+"""
+
+from __future__ import annotations
+
+import argparse
+import cProfile
+import io
+import pstats
+import statistics
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import contest
+import torch
+
+import strop
+from strop.bench.infer_contenders import Field
+from strop.bench.infer_rows import chosen_rows
+from strop.runtime.dispatch import Dispatcher
+
+DEVICE, PICTURES, SHOWN = torch.device("cuda"), 11, 90
+# of a pipeline, where they are; of steps the first two and the last are shown
+PARTS = ("encode_prompt", "tokenizer.__call__", "scheduler.set_timesteps", "prepare_latents",
+         "scheduler.step", "vae.decode", "image_processor.postprocess")  # fmt: skip
+
+
+class Marks:
+    """Times of one picture, by part and how often it has been called."""
+
+    def __init__(self) -> None:
+        self.host: dict[str, tuple[float, float]] = {}
+        self.events: dict[str, torch.cuda.Event] = {}
+        self.counts: Counter[str] = Counter()
+        self.begin = time.perf_counter()
+        self.first = torch.cuda.Event(enable_timing=True)
+        self.first.record()
+
+    def around(self, part: str, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        start = time.perf_counter()
+        result = call(*args, **kwargs)
+        end = time.perf_counter()
+        self.counts[part] += 1
+        name = f"{part} {self.counts[part]}"
+        self.host[name] = (start - self.begin, end - self.begin)
+        self.events[name] = torch.cuda.Event(enable_timing=True)
+        self.events[name].record()
+        return result
+
+    def times(self) -> dict[str, tuple[float, float, float]]:
+        torch.cuda.synchronize()
+        return {name: (start * 1e3, end * 1e3, self.first.elapsed_time(self.events[name]))
+                for name, (start, end) in self.host.items()}  # fmt: skip
+
+
+class Watch:
+    """Stands around the parts of a pipeline. ``marks``: of the picture at hand."""
+
+    def __init__(self, pipe: Any) -> None:
+        self.marks = Marks()
+        self._watch_dispatchers()
+        for part in PARTS:
+            owner = pipe
+            *path, name = part.split(".")
+            for step in path:
+                owner = getattr(owner, step, None)
+            if owner is None:
+                continue
+            if name == "__call__":
+                setattr(pipe, path[0], _Called(self, part, owner))
+            else:
+                self._replace(owner, name, part)
+
+    def _watch_dispatchers(self) -> None:
+        """Text encoders, UNet and decoder, whose forward is looked at if somebody replaces it."""
+        serve: Any = Dispatcher._serve_any
+
+        def watched(of: Dispatcher, *args: Any) -> Any:
+            return self.marks.around(of.name, serve, of, *args)
+
+        Dispatcher._serve_any = watched  # type: ignore[method-assign]
+
+    def _replace(self, owner: Any, name: str, part: str) -> None:
+        call = getattr(owner, name)
+
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            return self.marks.around(part, call, *args, **kwargs)
+
+        setattr(owner, name, watched)
+
+
+class _Called:
+    """A tokenizer, watched."""
+
+    def __init__(self, watch: Watch, part: str, original: Any) -> None:
+        self._watch, self._part, self._original = watch, part, original
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._original, name)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._watch.marks.around(self._part, self._original, *args, **kwargs)
+
+
+def profiled(call: Callable[[], Any]) -> str:
+    profile, text = cProfile.Profile(), io.StringIO()
+    profile.runcall(call)
+    stats = pstats.Stats(profile, stream=text).strip_dirs()
+    stats.sort_stats("cumulative").print_stats(SHOWN)
+    stats.sort_stats("tottime").print_stats(SHOWN)
+    return text.getvalue()
+
+
+@torch.no_grad()
+def measure(name: str, out: Path) -> dict[str, Any]:
+    (row,) = chosen_rows([name])
+    field = Field(row.case(torch.float16), DEVICE, strop.Options(strict=True))
+    call, *_ = field.start("strop", row.size, row.batch)
+    field.wait()
+    for _ in range(3):
+        call()
+    text = profiled(call)
+    (out / f"cprofile-{name}.txt").write_text(text)
+    watch = Watch(field.target)
+    seen = defaultdict[str, list[tuple[float, float, float]]](list)
+    totals = []
+    for _ in range(PICTURES):
+        torch.cuda.synchronize()
+        watch.marks = Marks()
+        call()
+        torch.cuda.synchronize()
+        totals.append((time.perf_counter() - watch.marks.begin) * 1e3)
+        for part, times in watch.marks.times().items():
+            seen[part].append(times)
+    parts = {part: [round(statistics.median(column), 3) for column in zip(*times, strict=True)]
+             for part, times in seen.items()}  # fmt: skip
+    return {"row": name, "ms": round(statistics.median(totals), 3), "parts": parts}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("rows", nargs="*", default=["P5-512"])
+    parser.add_argument("--out", type=Path, required=True)
+    args = parser.parse_args()
+    rows = []
+    for name in args.rows:
+        rows.append(found := measure(name, args.out))
+        print(f"{name}: {found['ms']} ms; host begins, ends; GPU is done")
+        for part, (start, end, done) in sorted(found["parts"].items(), key=lambda each: each[1]):
+            number = int(part.split()[-1])
+            is_inner = part.startswith(("unet", "scheduler.step")) and number > 3
+            if not is_inner or (number > 28 and number % 10 == 0):
+                print(f"  {start:9.3f} {end:9.3f} {done:9.3f}  {part}", flush=True)
+    contest.write("stages", args, {"rows": rows})
+
+
+if __name__ == "__main__":
+    main()
