@@ -14,6 +14,7 @@ from strop.backend import compile_graph
 from strop.codegen.assemble import Signature
 from strop.ir.program import CallStep, Program
 from strop.ir.source import KernelSource, Split
+from strop.kernels.exp_rows import exp_rows
 from strop.options import Options
 from strop.runtime import own_calls
 from strop.runtime.box_attention import BoxAttention
@@ -136,6 +137,21 @@ def test_scores_lie_in_the_arena() -> None:
         assert place >= begin + size or place + bound._size_bytes(number) <= begin
     assert working_bytes(program, bound.steps, {position}, bound._eval_all) == {}
     assert working_bytes(program, bound.steps, (), lambda _: (0, 1, 2, 512)) == {}
+
+
+@pytest.mark.parametrize("arch", [90, 80])
+def test_rows_of_wide_attention_are_known_before_a_call_wants_them(arch: int) -> None:
+    """Their kernel has two forms, by the length of a row; a first call at other sizes waited for
+    one of them, for most of a second."""
+    program, _ = compiled(OURS, head=512)
+    needed = own_calls.sources_at(program, SIZES, arch)
+    others = own_calls.sources_elsewhere(program, needed, arch)
+    here, elsewhere = ([s for s in some if s.name == "exp_rows"] for some in (needed, others))
+    dtype, scale = torch.float16, 512**-0.5
+    assert here == [exp_rows(dtype, scale, 32 * 32)]
+    assert elsewhere == [exp_rows(dtype, scale, 1)]
+    narrow, _ = compiled(OURS)
+    assert not any(s.name == "exp_rows" for s in own_calls.sources_anywhere(narrow, arch))
 
 
 def test_what_follows_a_kernel_of_ours_may_begin_early() -> None:

@@ -12,6 +12,7 @@ from strop.ir.dims import Expr
 from strop.ir.program import CallStep, Program, Step
 from strop.ir.source import KernelSource, has_boxes
 from strop.kernels import own_kernels
+from strop.runtime import wide_attention
 from strop.runtime.box_attention import BoxAttention
 from strop.runtime.few_rows import FewRows
 from strop.runtime.gated_linear import GatedLinear
@@ -64,9 +65,11 @@ def sources_at(program: Program, env: Mapping[str, int], arch: int) -> tuple[Ker
     def sizes(exprs: tuple[Expr, ...]) -> tuple[int, ...]:
         return tuple(expr.eval(env) for expr in exprs)
 
-    own = chosen(program, program.at(env), sizes, arch).values()
-    launched = itertools.chain.from_iterable(each.sources for each in own)
-    return tuple(dict.fromkeys((*program.sources_at(env), *launched)))
+    steps = program.at(env)
+    own = chosen(program, steps, sizes, arch)
+    launched = itertools.chain.from_iterable(each.sources for each in own.values())
+    wide = wide_attention.sources_at(program, steps, own, sizes)
+    return tuple(dict.fromkeys((*program.sources_at(env), *launched, *wide)))
 
 
 def sources_elsewhere(program: Program, needed: Collection[KernelSource], arch: int
@@ -111,7 +114,7 @@ def sources_anywhere(program: Program, arch: int) -> tuple[KernelSource, ...]:
             found |= dict.fromkeys(own_kernels.sources_anywhere(
                 step.families, step.op, dict(step.attrs), shapes, dtype
             ))  # fmt: skip
-    return tuple(found)
+    return tuple(found | dict.fromkeys(wide_attention.sources_anywhere(program)))
 
 
 def instead(step: CallStep, own: Own, otherwise: Call, kernels: KernelLibrary, stream: int, *,

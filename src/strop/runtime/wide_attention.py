@@ -11,7 +11,7 @@ its largest pictures, which are not there yet.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,8 @@ from torch import Tensor
 from strop.ir.dims import Expr
 from strop.ir.functions import HALVES
 from strop.ir.program import CallStep, Program, Step
-from strop.kernels.exp_rows import exp_rows
+from strop.ir.source import KernelSource
+from strop.kernels.exp_rows import MULTIPLE, exp_rows
 from strop.runtime.kernels import BoundKernel, KernelLibrary
 from strop.runtime.memory import aligned
 
@@ -82,22 +83,54 @@ class Part:
                 ]  # fmt: skip
 
 
-def working_bytes(
-    program: Program, steps: Sequence[Step | None], others: Collection[int],
-    sizes: Callable[[tuple[Expr, ...]], Sequence[int]],
-) -> dict[int, int]:  # fmt: skip
-    """By step, what the attentions that are for this module want at these sizes. ``others``: steps
-    that somebody else does. Operands that are broadcast, or empty, are left to the library."""
-    found = dict[int, int]()
+Sizes = Callable[[tuple[Expr, ...]], Sequence[int]]
+
+
+def wide_steps(program: Program, steps: Sequence[Step | None], others: Collection[int]
+               ) -> Iterator[tuple[int, CallStep, torch.dtype]]:  # fmt: skip
+    """The attentions that may be for this module, their positions, and the type of their operands.
+    ``others``: steps that somebody else does."""
     for position, step in enumerate(steps if program.device == "cuda" else ()):
         if not isinstance(step, CallStep) or step.op != "attention" or position in others:
             continue
         dtype = program.buffers[step.inputs[0].buffer].dtype
         if is_wide(dict(step.attrs), [ref.shape for ref in step.inputs], dtype):
-            q, k, v = (sizes(ref.shape) for ref in step.inputs)
-            if q[:2] == k[:2] and k[:3] == v[:3] and math.prod(q) * math.prod(k):
-                found[position] = Part.most(q, k, v, dtype).size_bytes
+            yield position, step, dtype
+
+
+def working_bytes(program: Program, steps: Sequence[Step | None], others: Collection[int],
+                  sizes: Sizes) -> dict[int, int]:  # fmt: skip
+    """By step, what the attentions that are for this module want at these sizes. Operands that are
+    broadcast, or empty, are left to the library."""
+    found = dict[int, int]()
+    for position, step, dtype in wide_steps(program, steps, others):
+        q, k, v = (sizes(ref.shape) for ref in step.inputs)
+        if q[:2] == k[:2] and k[:3] == v[:3] and math.prod(q) * math.prod(k):
+            found[position] = Part.most(q, k, v, dtype).size_bytes
     return found
+
+
+def sources_at(program: Program, steps: Sequence[Step | None], others: Collection[int], sizes: Sizes
+               ) -> list[KernelSource]:  # fmt: skip
+    """The kernels that these attentions launch at these sizes, between their products."""
+    return [_rows_of(step, dtype, sizes(step.inputs[1].shape)[2])
+            for _, step, dtype in wide_steps(program, steps, others)]  # fmt: skip
+
+
+def sources_anywhere(program: Program) -> list[KernelSource]:
+    """The same at any sizes."""
+    return [_rows_of(step, dtype, length) for length in (MULTIPLE, 1)
+            for _, step, dtype in wide_steps(program, program.steps, ())]  # fmt: skip
+
+
+def _rows_of(step: CallStep, dtype: torch.dtype, keys: int) -> KernelSource:
+    given = dict(step.attrs)["scale"]
+    return exp_rows(dtype, scale_of(given, step.inputs[0].shape[-1].value), keys)
+
+
+def scale_of(given: float | None, width: int) -> float:
+    """Of scores: torch's own, where none is given."""
+    return width**-0.5 if given is None else given
 
 
 class WideAttention:
@@ -127,8 +160,7 @@ class WideAttention:
         part = Part.of(heads, queries, keys, width, q.dtype)
         scores, weights, sums, result = part.within(self._memory)
         product(q, k.transpose(1, 2), scores)
-        scale = q.shape[-1] ** -0.5 if self._scale is None else self._scale
-        self._exp_rows(scores, weights, sums, scale)
+        self._exp_rows(scores, weights, sums, scale_of(self._scale, q.shape[-1]))
         product(weights, v, result)
         return result.div_(sums)
 
