@@ -28,11 +28,26 @@ import strop
 from strop.bench.infer_contenders import Field
 from strop.bench.infer_rows import chosen_rows
 from strop.runtime.dispatch import Dispatcher
+from strop.runtime.executor import Bound
+from strop.runtime.graphs import Captured, GraphPool
+from strop.runtime.state import ModuleState
 
 DEVICE, PICTURES, SHOWN = torch.device("cuda"), 11, 90
+FIRST_STEPS = "unet 3"  # until when all is printed
 # of a pipeline, where they are; of steps the first two and the last are shown
-PARTS = ("encode_prompt", "tokenizer.__call__", "scheduler.set_timesteps", "prepare_latents",
-         "scheduler.step", "vae.decode", "image_processor.postprocess")  # fmt: skip
+PARTS = ("check_inputs", "encode_prompt", "maybe_convert_prompt", "tokenizer.__call__",
+         "tokenizer_2.__call__", "scheduler.set_timesteps", "prepare_latents",
+         "prepare_extra_step_kwargs", "scheduler.step", "vae.decode", "image_processor.postprocess",
+         )  # fmt: skip
+# of ours, by the class
+OURS: tuple[tuple[Any, str], ...] = (
+    (Dispatcher, "_serve_any"), (Dispatcher, "_has_changed"), (ModuleState, "has_moved"),
+    (GraphPool, "run"), (Captured, "replay"), (Bound, "make_timetable"),
+    (torch.cuda.CUDAGraph, "replay"),
+)  # fmt: skip
+
+
+INNER = frozenset(kind.__name__ for kind, _ in OURS)
 
 
 class Marks:
@@ -53,13 +68,15 @@ class Marks:
         self.counts[part] += 1
         name = f"{part} {self.counts[part]}"
         self.host[name] = (start - self.begin, end - self.begin)
-        self.events[name] = torch.cuda.Event(enable_timing=True)
-        self.events[name].record()
+        if "." not in part or part.split(".")[0] not in INNER:  # an event costs some microseconds
+            self.events[name] = torch.cuda.Event(enable_timing=True)
+            self.events[name].record()
         return result
 
     def times(self) -> dict[str, tuple[float, float, float]]:
         torch.cuda.synchronize()
-        return {name: (start * 1e3, end * 1e3, self.first.elapsed_time(self.events[name]))
+        done = {name: self.first.elapsed_time(event) for name, event in self.events.items()}
+        return {name: (start * 1e3, end * 1e3, done.get(name, float("nan")))
                 for name, (start, end) in self.host.items()}  # fmt: skip
 
 
@@ -68,7 +85,7 @@ class Watch:
 
     def __init__(self, pipe: Any) -> None:
         self.marks = Marks()
-        self._watch_dispatchers()
+        self._watch_ours()
         for part in PARTS:
             owner = pipe
             *path, name = part.split(".")
@@ -81,14 +98,19 @@ class Watch:
             else:
                 self._replace(owner, name, part)
 
-    def _watch_dispatchers(self) -> None:
-        """Text encoders, UNet and decoder, whose forward is looked at if somebody replaces it."""
-        serve: Any = Dispatcher._serve_any
+    def _watch_ours(self) -> None:
+        """By the class: a forward that somebody replaces is looked at."""
+        for kind, name in OURS:
+            self._watch_of(kind, name)
 
-        def watched(of: Dispatcher, *args: Any) -> Any:
-            return self.marks.around(of.name, serve, of, *args)
+    def _watch_of(self, kind: Any, name: str) -> None:
+        call = getattr(kind, name)
 
-        Dispatcher._serve_any = watched  # type: ignore[method-assign]
+        def watched(of: Any, *args: Any, **kwargs: Any) -> Any:
+            part = of.name if name == "_serve_any" else f"{kind.__name__}.{name}"
+            return self.marks.around(part, call, of, *args, **kwargs)
+
+        setattr(kind, name, watched)
 
     def _replace(self, owner: Any, name: str, part: str) -> None:
         call = getattr(owner, name)
@@ -156,10 +178,9 @@ def main() -> None:
     for name in args.rows:
         rows.append(found := measure(name, args.out))
         print(f"{name}: {found['ms']} ms; host begins, ends; GPU is done")
+        begins = found["parts"][FIRST_STEPS][0]
         for part, (start, end, done) in sorted(found["parts"].items(), key=lambda each: each[1]):
-            number = int(part.split()[-1])
-            is_inner = part.startswith(("unet", "scheduler.step")) and number > 3
-            if not is_inner or (number > 28 and number % 10 == 0):
+            if start <= begins or start > 0.9 * found["parts"]["vae.decode 1"][0]:
                 print(f"  {start:9.3f} {end:9.3f} {done:9.3f}  {part}", flush=True)
     contest.write("stages", args, {"rows": rows})
 

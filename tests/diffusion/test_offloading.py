@@ -1,30 +1,50 @@
-"""The search for offloading hooks gives diffusers' own answers."""
+"""What diffusers asks of a pipeline's modules before a picture has diffusers' own answers."""
 
 from __future__ import annotations
 
-import importlib.util
+from collections.abc import Callable
+from types import FunctionType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from diffusers.hooks import apply_group_offloading, group_offloading
+from diffusers.hooks import apply_group_offloading, apply_layerwise_casting, group_offloading
+from diffusers.models import modeling_utils
+from diffusers.pipelines.stable_diffusion_xl import pipeline_stable_diffusion_xl
+from diffusers.utils import torch_utils
 from torch import nn
 
 import strop
-from strop.diffusion.offloading import PLACE, SEARCH, Search, search_quickly
+from strop.diffusion.offloading import (
+    DEVICE,
+    DTYPE,
+    QUICK,
+    SEARCH,
+    Quick,
+    Registries,
+    Search,
+    search_quickly,
+)
 from tests.e2e import tiny
+
+PLACES = {SEARCH: group_offloading, DEVICE: torch_utils, DTYPE: modeling_utils}
+Own = dict[tuple[str, str], FunctionType]
 
 
 @pytest.fixture
-def own(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """diffusers' function as published, in its place: earlier tests may have put ours there."""
-    spec = importlib.util.find_spec(PLACE)
-    assert spec is not None
-    assert spec.loader is not None
-    fresh = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(fresh)
-    monkeypatch.setattr(group_offloading, SEARCH, getattr(fresh, SEARCH))
-    return getattr(fresh, SEARCH)
+def own(monkeypatch: pytest.MonkeyPatch) -> Own:
+    """diffusers' functions as published, in their places: earlier tests may have put ours there."""
+    found: Own = {}
+    for (where, name), place in PLACES.items():
+        there = getattr(place, name)
+        found[where, name] = there.own if isinstance(there, Quick) else there
+        monkeypatch.setattr(place, name, found[where, name])
+    monkeypatch.setattr(pipeline_stable_diffusion_xl, DEVICE[1], found[DEVICE])
+    return found
+
+
+def quick(which: tuple[str, str]) -> Any:
+    return getattr(PLACES[which], which[1])
 
 
 def offloaded(part: nn.Module) -> None:
@@ -41,55 +61,134 @@ CASES = {"none": (), "last": ("2",), "shared": ("1",), "two": ("2", "0.1"), "inn
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_same_hook(name: str, own: Any) -> None:
+def test_the_same_hook(name: str, own: Own) -> None:
     net = network()
     for path in CASES[name]:
         offloaded(net.get_submodule(path))
-    assert search_quickly()
-    quick = getattr(group_offloading, SEARCH)
-    assert isinstance(quick, Search)
+    assert len(search_quickly()) == len(QUICK)
+    assert isinstance(quick(SEARCH), Search)
     for part in net.modules():
-        assert quick(part) is own(part)
-    assert (quick(net) is None) == (name == "none")
+        assert quick(SEARCH)(part) is own[SEARCH](part)
+    assert (quick(SEARCH)(net) is None) == (name == "none")
 
 
-def test_it_sleeps_until_a_registry_is_made(own: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def _cast(net: Any) -> None:
+    kinds = {"storage_dtype": torch.float8_e4m3fn, "compute_dtype": torch.bfloat16}
+    apply_layerwise_casting(net[2], **kinds)
+
+
+def _hooked(net: nn.Module) -> None:
+    """As accelerate leaves a module whose weights are elsewhere."""
+    part: Any = net.get_submodule("0.1")
+    part._hf_hook = SimpleNamespace(execution_device="meta")
+
+
+def _keeps_one(net: Any) -> None:
+    net.half()
+    net[0][0].float()
+    net._keep_in_fp32_modules = ["0.0"]
+
+
+def _with_a_place(net: Any) -> None:
+    net.device = "meta"
+
+
+def _without_fractions(net: Any) -> None:
+    for part in net.modules():
+        for name in list(part._parameters):
+            part._parameters[name] = nn.Parameter(torch.zeros(2).int(), requires_grad=False)
+    net.register_buffer("numbers", torch.zeros(2).half())
+
+
+CHANGES: dict[str, Callable[[nn.Module], object]] = {
+    "nothing": lambda net: None, "half": lambda net: net.half(), "offloaded": offloaded,
+    "cast": _cast, "hooked": _hooked, "keeps one": _keeps_one, "with a place": _with_a_place,
+    "without fractions": _without_fractions,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_the_same_place_and_type(name: str, own: Own) -> None:
+    """What it was before a registry is made, and behind it."""
+    assert len(search_quickly()) == len(QUICK)
+    net = network()
+    for change in (CHANGES["nothing"], CHANGES[name]):
+        change(net)
+        for which in (DEVICE, DTYPE):
+            assert isinstance(quick(which), Quick)
+            assert quick(which)(net) == own[which](net)
+    expected = {"cast": torch.bfloat16, "half": torch.half, "keeps one": torch.half,
+                "without fractions": torch.half}  # fmt: skip
+    assert quick(DTYPE)(net) == expected.get(name, torch.float32)
+    assert quick(DEVICE)(net).type == ("meta" if name in ("hooked", "with a place") else "cpu")
+
+
+def test_nothing_is_walked_through_for_what_is_known(own: Own, monkeypatch: pytest.MonkeyPatch
+                                                     ) -> None:  # fmt: skip
+    fresh = Registries("")
+    monkeypatch.setattr("strop.diffusion.offloading.Registries", lambda kind: fresh)
+    search_quickly()
+    fresh.may_exist = False
+
+    class Net(nn.Linear):
+        device = torch.device("cpu")
+
+        def named_modules(self, *args: Any, **kwargs: Any) -> Any:
+            raise AssertionError
+
+    net = Net(2, 2).half()
+    for which, answer in ((SEARCH, None), (DEVICE, net.device), (DTYPE, torch.half)):
+        PLACES[which].__dict__[which[1]].own = None
+        monkeypatch.setattr(nn.Module, "parameters", lambda self: iter([self.weight]))
+        assert quick(which)(net) == answer
+
+
+def test_it_is_wherever_diffusers_has_imported_it(own: Own) -> None:
+    assert vars(pipeline_stable_diffusion_xl)[DEVICE[1]] is own[DEVICE]
+    search_quickly()
+    assert vars(pipeline_stable_diffusion_xl)[DEVICE[1]] is quick(DEVICE)
+    assert quick(DEVICE).own is own[DEVICE]
+
+
+def test_it_sleeps_until_a_registry_is_made(own: Own, monkeypatch: pytest.MonkeyPatch) -> None:
     """One made before the search is put in its place, too; registries of other tests are gone."""
 
     class Fresh(group_offloading.HookRegistry):  # type: ignore[misc]
         pass
 
     monkeypatch.setattr(group_offloading, "HookRegistry", Fresh)
-    assert search_quickly()
-    search = getattr(group_offloading, SEARCH)
-    assert not search.is_awake
+    search_quickly()
+    search = quick(SEARCH)
+    assert not search.registries.may_exist
     net = network()
     object.__setattr__(net[2], "_diffusers_hook", Fresh(net[2]))
-    assert search.is_awake
-    late = Search(search.kind)
-    late.sleep_until_made(Fresh)
-    assert late.is_awake
-    hook = net[2]._diffusers_hook.hooks[search.kind] = object()
-    assert search(net) is late(net) is hook
+    assert search.registries.may_exist
+    late = Registries(search.registries.kind)
+    late.watch(Fresh)
+    assert late.may_exist
+    hook = net[2]._diffusers_hook.hooks[late.kind] = object()
+    assert search(net) is Search(own[SEARCH], late)(net) is hook
     net[2].__dict__.pop("_diffusers_hook")
 
 
-def test_a_pipeline_is_where_it_was(own: Any) -> None:
+def test_a_pipeline_is_where_it_was(own: Own) -> None:
     pipe = tiny.pipeline()
-    assert not isinstance(getattr(group_offloading, SEARCH), Search)
-    before = pipe._execution_device, pipe.device
+    assert not isinstance(quick(SEARCH), Search)
+    before = pipe._execution_device, pipe.device, pipe.unet.dtype
     strop.optimize(pipe, options=tiny.options())
-    assert isinstance(getattr(group_offloading, SEARCH), Search)
-    assert (pipe._execution_device, pipe.device) == before
+    assert isinstance(quick(SEARCH), Search)
+    assert (pipe._execution_device, pipe.device, pipe.unet.dtype) == before
     offloaded(pipe.vae)
-    hook = own(pipe.vae)
+    hook: Any = own[SEARCH](pipe.vae)
     assert group_offloading._get_group_onload_device(pipe.vae) == hook.config.onload_device
 
 
-def test_another_search_stays(own: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("which", QUICK)
+def test_another_function_stays(which: tuple[str, str], own: Own, monkeypatch: pytest.MonkeyPatch
+                                ) -> None:  # fmt: skip
     def newer(module: nn.Module) -> Any:
-        return own(module) or vars(module).get("_other_hook")
+        return own[which](module) or vars(module).get("_other_hook")
 
-    monkeypatch.setattr(group_offloading, SEARCH, newer)
-    assert not search_quickly()
-    assert getattr(group_offloading, SEARCH) is newer
+    monkeypatch.setattr(PLACES[which], which[1], newer)
+    assert search_quickly() == [name for where, name in QUICK if (where, name) != which]
+    assert quick(which) is newer

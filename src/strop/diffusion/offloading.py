@@ -1,8 +1,9 @@
-"""diffusers looks for hooks that offload weights in each module of a pipeline, twice or more before
-a picture begins; Stable Diffusion 1.5 has 1,100 modules, SDXL 3,500. From the call to the first
-text encoder took 17 and 25 ms on one host, for which a GPU waits. With the same search by a shorter
-walk it takes 3 and 4. Hooks live in registries, of which most processes never make one: until then
-there is nothing to look for, which saves five walks a picture.
+"""diffusers looks for hooks that offload or cast weights in each module of a pipeline, several
+times before a picture begins; Stable Diffusion 1.5 has 1,100 modules, SDXL 3,500. From the call to
+the first text encoder took 17 and 25 ms on one host, for which a GPU waits. With the same search by
+a shorter walk it takes 3 and 4. Hooks live in registries, of which most processes never make one:
+until then there is nothing to look for, which saves five walks a picture, and SDXL three more for
+the devices of text encoders and the type of its UNet.
 """
 
 from __future__ import annotations
@@ -10,68 +11,144 @@ from __future__ import annotations
 import functools
 import gc
 import importlib
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
 from types import FunctionType
 from typing import Any
 
+import torch
 from torch import nn
 
-PLACE, SEARCH = "diffusers.hooks.group_offloading", "_get_top_level_group_offload_hook"
-REGISTRY = "HookRegistry"  # there, of one module's hooks
-# what that function asks, in the editions of diffusers whose answer ``Search`` gives
-KNOWN = frozenset(("modules", "hasattr", "_diffusers_hook", "get_hook", "_GROUP_OFFLOADING"))
+HOOKS = "diffusers.hooks.group_offloading"  # where registries, of one module's hooks, are known
+REGISTRY = "HookRegistry"
 
 
-def search_quickly() -> bool:
-    """Put a ``Search`` in the place of diffusers' function, for all pipelines of this process.
-    Whether there is one: another function than the known one stays."""
-    try:
-        place = importlib.import_module(PLACE)
-    except ImportError:  # no diffusers, or one without such hooks
-        return False
-    own = getattr(place, SEARCH, None)
-    if isinstance(own, FunctionType) and frozenset(own.__code__.co_names) == KNOWN:
-        search = Search(place._GROUP_OFFLOADING)
-        search.sleep_until_made(getattr(place, REGISTRY, None))
-        setattr(place, SEARCH, search)
-    return isinstance(getattr(place, SEARCH, None), Search)
-
-
-class Search:
-    """The hook of one kind of the first module inside that has one, in the order of
-    ``module.modules()``; or None."""
+class Registries:
+    """Whether there may be any. ``kind``: of the hook that a ``Search`` finds."""
 
     def __init__(self, kind: str) -> None:
-        self.kind, self.is_awake = kind, True
+        self.kind, self.may_exist = kind, True
 
-    def sleep_until_made(self, registry: Any) -> None:
-        """Find nothing until the first object of this class is made, if there is none yet."""
+    def watch(self, registry: Any) -> None:
+        """There are none until the first object of this class is made, if there is none yet."""
         if not isinstance(registry, type):
             return
         original = registry.__init__  # type: ignore[misc]
 
         @functools.wraps(original)
         def made(each: Any, *args: Any, **kwargs: Any) -> None:
-            self.is_awake = True
+            self.may_exist = True
             original(each, *args, **kwargs)
 
-        self.is_awake = False
+        self.may_exist = False
         registry.__init__ = made  # type: ignore[misc]
         if any(issubclass(type(each), registry) for each in gc.get_objects()):
-            self.is_awake = True
+            self.may_exist = True
+
+
+class Quick(ABC):
+    """Stands in the place of a function of diffusers', ``own``, and gives the same answer."""
+
+    def __init__(self, own: Callable[..., Any], registries: Registries) -> None:
+        self.own, self.registries = own, registries
+
+    @abstractmethod
+    def __call__(self, module: nn.Module) -> Any: ...
+
+
+class Search(Quick):
+    """The hook of one kind of the first module inside that has one, in the order of
+    ``module.modules()``; or None."""
 
     def __call__(self, module: nn.Module) -> Any:
-        if not self.is_awake:
-            return None
-        seen, stack = set[nn.Module](), [module]
-        while stack:
-            part = stack.pop()
-            if part in seen:
-                continue
-            seen.add(part)
+        for part in parts(module) if self.registries.may_exist else ():
             registry = part.__dict__.get("_diffusers_hook")
-            hook = None if registry is None else registry.get_hook(self.kind)
+            hook = None if registry is None else registry.get_hook(self.registries.kind)
             if hook is not None:
                 return hook
+        return None
+
+
+class DeviceOfInputs(Quick):
+    """Where a module wants its inputs: where hooks of diffusers or accelerate take its weights, or
+    where these are."""
+
+    def __call__(self, module: nn.Module) -> Any:
+        if self.registries.may_exist or any("_hf_hook" in p.__dict__ for p in parts(module)):
+            return self.own(module)
+        device = getattr(module, "device", None)
+        return self.own(module) if device is None else torch.device(device)
+
+
+class FloatingType(Quick):
+    """What a hook casts a module's inputs to, or the type of its first Parameter that has one of
+    numbers with fractions."""
+
+    def __call__(self, module: nn.Module) -> Any:
+        is_plain = isinstance(module, nn.Module) and not self.registries.may_exist
+        if is_plain and not getattr(module, "_keep_in_fp32_modules", None):
+            first = next(module.parameters(), None)
+            if first is not None and first.is_floating_point():
+                return first.dtype
+        return self.own(module)
+
+
+def parts(module: nn.Module) -> Iterator[nn.Module]:
+    """``module.modules()``, without their names."""
+    seen, stack = set[nn.Module](), [module]
+    while stack:
+        part = stack.pop()
+        if part not in seen:
+            seen.add(part)
+            yield part
             children = [child for child in part._modules.values() if child is not None]
             stack.extend(reversed(children))
-        return None
+
+
+# Functions by place and name; what they ask in the editions of diffusers whose answers are known.
+SEARCH, DEVICE, DTYPE = (
+    (HOOKS, "_get_top_level_group_offload_hook"),
+    ("diffusers.utils.torch_utils", "get_module_execution_device"),
+    ("diffusers.models.modeling_utils", "get_parameter_dtype"),
+)
+QUICK: Mapping[tuple[str, str], tuple[type[Quick], frozenset[str]]] = {
+    SEARCH: (Search, frozenset((
+        "modules", "hasattr", "_diffusers_hook", "get_hook", "_GROUP_OFFLOADING",
+    ))),
+    DEVICE: (DeviceOfInputs, frozenset((
+        "hooks.group_offloading", "_get_group_onload_device", "ValueError", "modules", "getattr",
+        "torch", "device", "next", "itertools", "chain", "parameters", "buffers",
+    ))),
+    DTYPE: (FloatingType, frozenset((
+        "isinstance", "nn", "Module", "named_modules", "hasattr", "_diffusers_hook", "get_hook",
+        "compute_dtype", "named_parameters", "dtype", "_keep_in_fp32_modules", "any", "buffers",
+        "is_floating_point", "str", "list", "Tensor", "_named_members",
+    ))),
+}  # fmt: skip
+
+
+def search_quickly() -> list[str]:
+    """Put a ``Quick`` in the place of each of these functions, for all pipelines of this process.
+    The names of those that are there: another function than the known one stays."""
+    try:
+        hooks = importlib.import_module(HOOKS)
+    except ImportError:  # no diffusers, or one without such hooks
+        return []
+    registries: Registries | None = None
+    for (where, name), (kind, asked) in QUICK.items():
+        own = getattr(importlib.import_module(where), name, None)
+        if isinstance(own, FunctionType) and frozenset(own.__code__.co_names) == asked:
+            if registries is None:
+                registries = Registries(hooks._GROUP_OFFLOADING)
+                registries.watch(getattr(hooks, REGISTRY, None))
+            _replace(name, own, kind(own, registries))
+    return [name for where, name in QUICK
+            if isinstance(getattr(importlib.import_module(where), name, None), Quick)]  # fmt: skip
+
+
+def _replace(name: str, own: FunctionType, ours: Quick) -> None:
+    """Wherever diffusers has imported it."""
+    for place in [m for n, m in sys.modules.items() if n.partition(".")[0] == "diffusers"]:
+        if vars(place).get(name) is own:
+            setattr(place, name, ours)

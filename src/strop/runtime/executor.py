@@ -389,10 +389,14 @@ class Bound:
             if not self.hoisted.is_there(stamp):
                 self._walk(self.hoisted.steps)
                 self.hoisted.has_run()
-            self._is_looked_up = self.looked_up(moment, inputs)
-            if not self._is_looked_up:
+            if (rows := self.timetable.rows(moment)) is None:
                 self._walk(self.timetable.steps)
+            else:
+                self.look_up(rows)
+            self._is_looked_up = rows is not None
             results = self._run_rest()
+            if rows is None:
+                self.make_timetable(moment, inputs)
             if self.is_large:
                 self.let_go()
             return results
@@ -403,17 +407,15 @@ class Bound:
             self._begin(inputs)
             self._walk(self.hoisted.steps)
 
-    def looked_up(self, moment: Moment | None, inputs: Sequence[Tensor]) -> bool:
-        """Whether what depends on the timestep came from a table, which may have been made."""
-        rows = self.timetable.rows(moment)
-        if rows is None:
-            rows = self.timetable.made(moment, partial(self.holding, inputs), self._bind_part)
-        if rows is None:
-            return False
+    def make_timetable(self, moment: Moment | None, inputs: Sequence[Tensor]) -> None:
+        """For the steps behind this call, which had to compute its own. Nobody waits for it."""
+        self.timetable.make(moment, partial(self.holding, inputs), self._bind_part)
+
+    def look_up(self, rows: Sequence[Tensor]) -> None:
+        """What depends on the timestep comes from a table."""
         self.timetable.note_use()
         for place, row in zip(self.of_timestep, rows, strict=True):
             place.copy_(row)
-        return True
 
     def holding(self, inputs: Sequence[Tensor], number: int) -> Tensor:
         """What a buffer holds between two parts of a run with these arguments."""

@@ -7,7 +7,8 @@ call's as the program's guards allow, each with a timestep of its own. A call co
 
 That such a batch holds the results of each is proven when the program is made
 (``codegen.by_rows``); which rows are a call's is told by where its timestep lies in the memory of
-the scheduler's, never by its value, which would have to be waited for.
+the scheduler's, never by its value, which would have to be waited for. The step that finds no table
+computes its own and makes one behind it, when a GPU is at work and has not to wait for the host.
 """
 
 from __future__ import annotations
@@ -149,23 +150,23 @@ class Timetable:
         """Memory of tables and of what makes them, their working memory apart."""
         return self._work.nbytes if self._work else 0
 
-    def made(self, moment: Moment | None, read: Read, bind: Bind) -> list[Tensor] | None:
-        """The same of a table that is made now, where it can be and brings something: of few
+    def make(self, moment: Moment | None, read: Read, bind: Bind) -> None:
+        """A table for the steps behind this one, where it can be and brings something: of few
         timesteps, or large batches, nothing; nor before the last one has served half of a loop,
         as where two prompts take turns. ``read``: what ``timed.given`` hold; ``bind``: a part of
         the program at other sizes, in memory of its own, on its stream."""
         if moment is None or self._hoist is None or (now := self._now(moment)) is None:
-            return None
+            return
         count, device = len(moment.timesteps), moment.timesteps.device
         is_unable = count == self._count and self._work is None
         if is_unable or (self._loop == moment.stamp.loop and 2 * self._num_uses < count):
-            return None
+            return
         self.held = None
         with _on(self._stream, device):
             if count != self._count:
                 self._work, self._count = self._work_for(count, device, bind), count
             if (work := self._work) is None:
-                return None
+                return
             work.clock[:count].copy_(moment.timesteps)
             work.clock[count:].copy_(moment.timesteps[-1:].expand(len(work.clock) - count))
             if work.replay is not None:
@@ -174,10 +175,9 @@ class Timetable:
                 self._fill(work, read)
                 if self.record is not None:
                     work.replay = self.record(partial(self._fill, work, read))
-        self.held, self._num_uses, self._loop = now, 0, moment.stamp.loop
+        self.held, self._num_uses, self._loop = now, 1, moment.stamp.loop  # this step's own
         self._hoist.place.timetables.add(self)
         self._hoist.tally.num_timetables += 1
-        return self.rows(moment)
 
     def _now(self, moment: Moment) -> Held | None:
         versions = versions_of(self._weights)
