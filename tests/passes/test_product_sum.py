@@ -112,6 +112,32 @@ def test_other_sums_stay(module: nn.Module, count: int) -> None:
     assert len(found_in(traced(module))) == count
 
 
+class End(Block):
+    """Of a UNet's transformer: three sums, and a layer that reads the last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.more, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Any:
+        one = self.begin(x)
+        two = self.up(F.silu(self.norm(one))) + one
+        three = self.more(F.silu(self.next(two))) + two
+        four = self.down(F.silu(self.next(three))) + three
+        return F.silu(self.last(four))
+
+
+def test_what_a_library_can_add_is_left_to_it() -> None:
+    """The last sum, and the one before it, which has the last layer's bias."""
+    graph = traced(End())
+    (two,) = found_in(graph)
+    (four,) = (n for n in graph.nodes if n.op == "linear_add" and len(n.inputs) == 3)
+    moved = four.inputs[2]
+    assert moved.op == "add"
+    assert two in {n for side in moved.inputs for n in (side, *side.inputs)}
+    assert len(found_in(traced(End(), disable=("linear_add",)))) == 3
+
+
 def test_where_kernels_of_ours_can_do_it() -> None:
     assert_needs_kernels_of_ours(
         "product_sum", lambda *device, **how: found_in(traced(Block(), *device, **how))

@@ -9,35 +9,45 @@ and the result. What is no sum may be exact in eager, and with a bias it no long
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 
 from strop.ir.graph import Builder, Graph, Node, rewrite
 from strop.ir.ops import Kind
 from strop.options import Options
 
 KERNELS = (Kind.POINTWISE, Kind.REDUCTION)
+Users = Mapping[Node, Sequence[Node]]
 
 
 def linear_add(graph: Graph, options: Options) -> Graph:
     users, outputs = graph.users(), set(graph.outputs)
 
-    def is_read_once(node: Node) -> bool:
-        return len(users[node]) == 1 and node not in outputs
-
     def rule(b: Builder, node: Node, inputs: tuple[Node, ...]) -> Node | None:
-        if not is_sum(node) or node in outputs or _is_kernel_next(node, users):
+        which = side_of(node, users, outputs)
+        if which is None:
             return None
+        linear, bias = inputs[which].inputs
+        moved = b.pointwise("add", inputs[1 - which], bias, dtype=node.dtype, alpha=1)
+        return b.make("linear_add", (*linear.inputs, moved), node.shape, node.dtype)
+
+    return rewrite(graph, rule)
+
+
+def side_of(node: Node, users: Users, outputs: Collection[Node]) -> int | None:
+    """Which operand of a sum is the linear, with its bias, to whose product a library adds the
+    other; None where it is not to."""
+
+    def is_read_once(side: Node) -> bool:
+        return len(users[side]) == 1 and side not in outputs
+
+    if is_sum(node) and node not in outputs and not _is_kernel_next(node, users):
         for which, biased in enumerate(node.inputs):
             other = node.inputs[1 - which]
             if is_biased(biased) and _is_alike(node, biased, other) and all(
                 map(is_read_once, (biased, biased.inputs[0]))
             ):  # fmt: skip
-                linear, bias = inputs[which].inputs
-                moved = b.pointwise("add", inputs[1 - which], bias, dtype=node.dtype, alpha=1)
-                return b.make("linear_add", (*linear.inputs, moved), node.shape, node.dtype)
-        return None
-
-    return rewrite(graph, rule)
+                return which
+    return None
 
 
 def is_sum(node: Node) -> bool:
@@ -60,9 +70,9 @@ def _is_alike(total: Node, biased: Node, other: Node) -> bool:
     return same and is_sum(other) and total.dtype.is_floating_point
 
 
-def _is_kernel_next(node: Node, users: Mapping[Node, list[Node]]) -> bool:
+def _is_kernel_next(node: Node, users: Users) -> bool:
     """Whether a kernel is the first to read it, views looked through."""
-    readers, stack = list[Node](), list(users[node])
+    readers, stack = list[Node](), [*users[node]]
     while stack:
         user = stack.pop()
         if user.kind is Kind.VIEW:

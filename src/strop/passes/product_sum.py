@@ -5,17 +5,21 @@ they leave to what is there (``strop/kernels/group_product.py``), so that no ker
 all of it once more: a residual stream stays in one memory from block to block. Rounded as in eager:
 the layer, and the sum. The other value must lie in memory anyway, and all else that reads it comes
 before the linear; it may be seen through a view, as pictures are behind a transformer.
+
+What a library can add to its own product (``linear_add.py``) is left to it, and so is the sum that
+the bias goes to then: the feed-forward layer at the end of a UNet's transformer, deep and with few
+rows, for which the kernel cuts the sum in three (22.8 us of 512 x 5120 x 1280 on an H100).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from strop.ir.graph import Builder, Graph, Node, rewrite
 from strop.ir.ops import Kind
 from strop.options import Options
 from strop.passes.gated_linear import fits_products
-from strop.passes.linear_add import is_biased, is_sum
+from strop.passes.linear_add import is_biased, is_sum, side_of
 
 VIEWS = ("reshape", "permute")
 Users = Mapping[Node, list[Node]]
@@ -25,9 +29,10 @@ def product_sum(graph: Graph, options: Options) -> Graph:
     if not (options.group_product and options.product_sum):
         return graph
     users, outputs = graph.users(), set(graph.outputs)
+    left = _left(graph, users, outputs) if "linear_add" not in options.disable else set[Node]()
 
     def rule(b: Builder, node: Node, inputs: tuple[Node, ...]) -> Node | None:
-        if not is_sum(node) or node in outputs:
+        if not is_sum(node) or node in outputs or node in left:
             return None
         for which, side in enumerate(node.inputs):
             other, views = node.inputs[1 - which], _views(side)
@@ -39,6 +44,16 @@ def product_sum(graph: Graph, options: Options) -> Graph:
         return None
 
     return rewrite(graph, rule)
+
+
+def _left(graph: Graph, users: Users, outputs: Collection[Node]) -> set[Node]:
+    """To ``linear_add``: sums, and those that are added to their products."""
+    found = set[Node]()
+    for node in graph.nodes:
+        which = side_of(node, users, outputs)
+        if which is not None:
+            found |= {node, node.inputs[1 - which]}
+    return found
 
 
 def _views(value: Node) -> list[Node]:
