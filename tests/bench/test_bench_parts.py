@@ -15,6 +15,7 @@ import torch
 from strop.bench import (
     accuracy,
     environment,
+    infer_plots,
     infer_report,
     models,
     peers,
@@ -248,6 +249,23 @@ def test_random_shapes_come_from_the_newest_run_that_has_them(tmp_path: Path) ->
     (tmp_path / "3.json").unlink()
     (found,) = infer_report.load(tmp_path.iterdir())
     assert "another run" not in infer_report.markdown([found])
+
+
+def test_switches_come_from_the_newest_run_that_has_them(tmp_path: Path) -> None:
+    timed = {"p20_ms": 1.0, "p50_ms": 2.0, "p80_ms": 3.0}
+    ladder = {"switches": {"all on": timed, "no hoist": {**timed, "p50_ms": 2.5}}}
+    for day, switches in enumerate((None, ladder, {"failed": "cut"}, None), 1):
+        result = {"row": "P1", "kind": "infer", "contenders": {"strop": {}, "eager": {}},
+                  "environment": {"date": f"2030-01-0{day}"}, "title": "t", "must": None,
+                  "measures": "step", "unit": "ms"}  # fmt: skip
+        result |= {"switches": switches} if switches else {}
+        (tmp_path / f"{day}.json").write_text(json.dumps(result))
+    (found,) = infer_report.load(tmp_path.iterdir())
+    assert found["environment"]["date"] == "2030-01-04"
+    assert found["switches"] == {**ladder, "from": "2030-01-02"}
+    figure = infer_plots._ladder(found)
+    texts = [text.get_text() for text in figure.axes[0].texts]
+    assert texts == ["2", "2.5 (+25.0%)"]
 
 
 RESULT = {"case": "some-case", "kind": "infer",

@@ -11,6 +11,7 @@ from strop.bench.infer_contenders import is_there
 Result = Mapping[str, Any]
 PERCENTILES = ("p20_ms", "p50_ms", "p80_ms")
 OURS, THEIRS = "#3465a4", "#b8bcc2"
+USUAL = "all on"  # of switches
 
 
 def draw(result: Result, folder: Path) -> list[Path]:
@@ -35,8 +36,9 @@ def _timed(contenders: Result, unit: str) -> dict[str, tuple[float, ...]]:
             }  # fmt: skip
 
 
-def _bars(bars: Mapping[str, tuple[float, ...]], title: str, unit: str) -> Any:
-    """Each from 0 to its middle, with whiskers from its low to its high."""
+def _bars(bars: Mapping[str, tuple[float, ...]], title: str, unit: str, beside: str = "") -> Any:
+    """Each from 0 to its middle, with whiskers from its low to its high. ``beside``: the one that
+    others are so much more or less than."""
     from matplotlib.figure import Figure
 
     names, middle = list(bars), [bar[1] for bar in bars.values()]
@@ -44,11 +46,14 @@ def _bars(bars: Mapping[str, tuple[float, ...]], title: str, unit: str) -> Any:
                 [bar[2] - bar[1] for bar in bars.values()]]  # fmt: skip
     figure = Figure(figsize=(7, 1.2 + 0.35 * len(names)), layout="constrained")
     axes = figure.add_subplot()
-    colours = [OURS if name in ("strop", "all on") else THEIRS for name in names]
+    colours = [OURS if name in ("strop", USUAL) else THEIRS for name in names]
     drawn = axes.barh(names, middle, xerr=whiskers, color=colours)
-    axes.bar_label(drawn, fmt="%.3g", padding=4)
+    usual = bars[beside][1] if beside in bars else 0.0
+    texts = [f"{ms:.3g}" + (f" ({ms / usual - 1:+.1%})" if usual and name != beside else "")
+             for name, ms in zip(names, middle, strict=True)]  # fmt: skip
+    axes.bar_label(drawn, texts, padding=4)
     axes.invert_yaxis()
-    axes.margins(x=0.15)
+    axes.margins(x=0.35 if usual else 0.15)
     axes.set(xlabel=unit, title=title)
     return figure
 
@@ -93,4 +98,4 @@ def _ladder(result: Result) -> Any:
     if not timed:
         return None
     title = f"{result['title']}: each switch alone off"
-    return _bars(timed, title, f"{result['unit']} a call")
+    return _bars(timed, title, f"{result['unit']} a call", USUAL)

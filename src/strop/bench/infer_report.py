@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,21 +13,24 @@ from strop.bench.report import Rows, newest_rows
 from strop.errors import OptionError
 
 Result = Mapping[str, Any]
+# What of a row takes a process of its own, and the part that only a whole run has.
+APART = {"random": "summary", "switches": "switches"}
 MOST_S = 0.5  # that no call of a step may take once its shape has run
 HEADER = ("row", "run", "p20", "p50", "p80", "of eager", "first s", "peak GiB", "launches", "note")
 
 
 def load(paths: Iterable[Path]) -> list[dict[str, Any]]:
     """Results in the order of the table, of each row the newest with the default options, and with
-    eager beside it, where there is one: what was measured alone compares with nothing. Random
-    shapes, which take a process of their own, come from the newest run that has them."""
+    eager beside it, where there is one: what was measured alone compares with nothing. What takes a
+    process of its own, random shapes and switches, comes from the newest run that has it."""
     files, names = [*paths], [row.name for row in ROWS]
     found = newest_rows(files, "infer", names, _compares)
-    others = newest_rows(files, "infer", names, _has_random)
-    random = {other["row"]: {**other["random"], "from": other["environment"]["date"]}
-              for other in others if _has_random(other)}  # fmt: skip
-    return [result if _has_random(result) or result["row"] not in random
-            else result | {"random": random[result["row"]]} for result in found]  # fmt: skip
+    for key, part in APART.items():
+        for other in newest_rows(files, "infer", names, partial(_has, key, part)):
+            (result,) = (result for result in found if result["row"] == other["row"])
+            if _has(key, part, other) and not _has(key, part, result):
+                result[key] = {**other[key], "from": other["environment"]["date"]}
+    return found
 
 
 def _compares(result: Result) -> bool:
@@ -34,8 +38,8 @@ def _compares(result: Result) -> bool:
     return "eager" in result["contenders"] and result.get("calls", LOOP_CALLS) == LOOP_CALLS
 
 
-def _has_random(result: Result) -> bool:
-    return bool(result.get("random", {}).get("summary"))
+def _has(key: str, part: str, result: Result) -> bool:
+    return bool(result.get(key, {}).get(part))
 
 
 def rows_of(results: Sequence[Result]) -> Rows:
@@ -197,6 +201,8 @@ def markdown(results: Sequence[Result]) -> str:
         summary = result.get("random", {}).get("summary")
         random = f"{summary['worst']:.2f}x ({summary['median']:.2f}x) of" if summary else "-"
         random += f" {result['random']['peer']}" if summary else ""
+        if summary and summary.get("to_best"):
+            random += f", at most {summary['to_best'] - 1:.1%} behind the fastest variant"
         random += ", another run" if "from" in result.get("random", {}) else ""
         ours = _value_text(result, result["contenders"].get("strop", {}))
         lines.append(f"| {result['row']} | {result['title']} | **{ours}** | {' | '.join(cells)}"
