@@ -85,6 +85,46 @@ def test_a_step_of_somebodys_own_comes_back_after_an_error() -> None:
     assert scheduler.step is own
 
 
+class Looking(DDIMScheduler):
+    """Looks a number up, as schedulers do."""
+
+    def __init__(self, timesteps: Any) -> None:
+        super().__init__(timesteps)
+        self.alphas_cumprod = torch.arange(10.0)
+        self.found = list[tuple[float, bool]]()
+
+    def step(self, model_output: Any, timestep: Any, sample: Any, eta: float = 0.0) -> Any:
+        table = self.alphas_cumprod
+        self.found.append((float(table[timestep]), is_shared(table, model_output)))
+        if eta:
+            raise ValueError(eta)
+
+
+Looking.__name__ = "DDIMScheduler"
+
+
+def test_steps_look_numbers_up_on_the_host() -> None:
+    """And find their table where it was behind it, also after an error. ``True``: the scheduler's
+    own: outside of the loop, for a timestep that is none of the loop's, and where somebody has
+    written to it, or put another in its place."""
+    scheduler = Looking(torch.arange(5))
+    own = scheduler.alphas_cumprod
+    with host_timesteps(scheduler, ELSEWHERE):
+        scheduler.step(own, scheduler.timesteps[2], 3)
+        with pytest.raises(ValueError, match=r"1\.0"):
+            scheduler.step(own, scheduler.timesteps[3], 3, eta=1.0)
+        assert scheduler.alphas_cumprod is own
+        scheduler.step(own, 4, 3)
+        own[3] = 7.0
+        scheduler.step(own, scheduler.timesteps[3], 3)
+        other = scheduler.alphas_cumprod = own * 2
+        scheduler.step(other, scheduler.timesteps[4], 3)
+        assert scheduler.alphas_cumprod is other
+    scheduler.alphas_cumprod = own
+    scheduler.step(own, scheduler.timesteps[1], 3)
+    assert scheduler.found == [(2, False), (3, False), (4, True), (7, True), (8, True), (1, True)]
+
+
 def of_inference_mode() -> Tensor:
     with torch.inference_mode():
         return torch.arange(5)
@@ -145,6 +185,41 @@ def test_pictures_are_the_same(name: str, tiny_model: Path, tmp_path: Path,
     assert not any(heard)
     strop.restore(pipe)
     assert "step" not in vars(pipe.scheduler)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize("name", ASKING)
+def test_from_a_picture_no_number_is_looked_up_on_the_gpu(
+    name: str, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """diffusers leaves its table there."""
+    made = pipe_with(name, tiny_model, "cuda").to(torch.float16)
+    pipe = diffusers.StableDiffusionImg2ImgPipeline(
+        **made.components, requires_safety_checker=False
+    )
+    pipe.set_progress_bar_config(disable=True)
+    image, places = torch.rand(1, 3, 64, 64, generator=torch.Generator().manual_seed(1)), set[str]()
+
+    def drawn() -> Tensor:
+        found = pipe("a red ring", image=image, num_inference_steps=6, output_type="pt",
+                     generator=torch.Generator().manual_seed(0))  # fmt: skip
+        return torch.as_tensor(found.images)
+
+    expected = drawn()
+    strop.optimize(pipe, options=Options(cache_dir=str(tmp_path)))
+    step = type(pipe.scheduler).step
+
+    def listening(self: Any, *args: Any, **kwargs: Any) -> Any:
+        places.add(self.alphas_cumprod.device.type)
+        return step(self, *args, **kwargs)
+
+    monkeypatch.setattr(type(pipe.scheduler), "step", listening)
+    for _ in range(3):
+        found = drawn()
+        torch.testing.assert_close(found, expected, atol=2e-2, rtol=0)
+    assert places == {"cpu"}
+    assert pipe.scheduler.alphas_cumprod.is_cuda
 
 
 @pytest.mark.gpu

@@ -21,44 +21,77 @@ from strop.runtime.loop import place_among
 # among all timesteps there, which waits as well; the others count their steps.
 ASKING = ("DDIMScheduler", "PNDMScheduler")
 
+# In which those look up what belongs to a timestep. ``add_noise``, with which a picture from a
+# picture begins, leaves it in GPU memory for good: each step is some twenty kernels more then.
+TABLE = "alphas_cumprod"
+
+
+class OnHost:
+    """A tensor, on the host too. The copy is waited for when it is first asked for, by when the GPU
+    has made it: what the loop begins with need not wait."""
+
+    def __init__(self, source: Tensor) -> None:
+        self.source, self._version = source, source._version
+        self._copied: torch.cuda.Event | None = None
+        self._copy = torch.empty_like(source, device="cpu", pin_memory=source.is_cuda)
+        self._copy.copy_(source, non_blocking=source.is_cuda)
+        if source.is_cuda:
+            self._copied = torch.cuda.Event()
+            self._copied.record(torch.cuda.current_stream(source.device))
+
+    @property
+    def is_current(self) -> bool:
+        """Whether nobody has written to it since."""
+        return self.source._version == self._version
+
+    def __call__(self) -> Tensor:
+        if self._copied is not None:
+            self._copied.synchronize()
+            self._copied = None
+        return self._copy
+
 
 class Known:
-    """Timesteps (n,) of a loop, on the host too. The copy is waited for when the first of them is
-    asked for, by when the GPU has made it: what the loop begins with need not wait."""
+    """Timesteps (n,) of a loop, and what a scheduler looks up by them, on the host too."""
 
-    def __init__(self, timesteps: Tensor) -> None:
-        self._timesteps, self._version = timesteps, timesteps._version
-        self._copied: torch.cuda.Event | None = None
-        self._on_host = torch.empty_like(timesteps, device="cpu", pin_memory=timesteps.is_cuda)
-        self._on_host.copy_(timesteps, non_blocking=timesteps.is_cuda)
-        if timesteps.is_cuda:
-            self._copied = torch.cuda.Event()
-            self._copied.record(torch.cuda.current_stream(timesteps.device))
+    def __init__(self, timesteps: Tensor, table: Tensor | None = None) -> None:
+        self._timesteps = OnHost(timesteps)
+        self._table = None if table is None else OnHost(table)
 
     def __call__(self, timestep: Any) -> Any:
         """The same number on the host if it is one of them, as iteration gives them and nobody has
         written to them since; else as it came."""
-        ours = self._timesteps
-        if not isinstance(timestep, Tensor) or timestep.dim() or ours._version != self._version:
+        if not isinstance(timestep, Tensor) or timestep.dim() or not self._timesteps.is_current:
             return timestep
-        place = place_among(ours, timestep)
-        if place is None:
-            return timestep
-        if self._copied is not None:
-            self._copied.synchronize()
-            self._copied = None
-        return self._on_host[place]
+        place = place_among(self._timesteps.source, timestep)
+        return timestep if place is None else self._timesteps()[place]
+
+    @contextmanager
+    def at_hand(self, scheduler: Any) -> Iterator[None]:
+        """Within: the scheduler's table is that of the host, if it is the one that was copied."""
+        table, ours = self._table, getattr(scheduler, TABLE, None)
+        if table is None or ours is not table.source or not table.is_current:
+            yield
+            return
+        setattr(scheduler, TABLE, table())
+        try:
+            yield
+        finally:
+            setattr(scheduler, TABLE, ours)
 
 
 @contextmanager
 def host_timesteps(scheduler: Any, host: str = "cpu") -> Iterator[None]:
-    """Within: ``scheduler.step`` gets timesteps on the host, where that spares it from waiting."""
+    """Within: ``scheduler.step`` gets timesteps on the host, where that spares it from waiting, and
+    finds its table there."""
     timesteps = getattr(scheduler, "timesteps", None)
     if type(scheduler).__name__ not in ASKING or not _is_known(timesteps, host):
         yield
         return
+    table = getattr(scheduler, TABLE, None)
+    known = Known(timesteps, table if _is_known(table, host) else None)
     before = scheduler.__dict__.get("step")  # somebody's own
-    scheduler.step = _with(scheduler.step, Known(timesteps))
+    scheduler.step = _with(scheduler.step, known, scheduler)
     try:
         yield
     finally:
@@ -75,9 +108,13 @@ def _is_known(timesteps: Any, host: str) -> TypeGuard[Tensor]:
     return timesteps.dim() == 1 and timesteps.is_contiguous() and not timesteps.is_inference()
 
 
-def _with(step: Callable[..., Any], known: Known) -> Callable[..., Any]:
+def _with(step: Callable[..., Any], known: Known, scheduler: Any) -> Callable[..., Any]:
     @functools.wraps(step)
     def step_of_host(model_output: Any, timestep: Any, *args: Any, **kwargs: Any) -> Any:
-        return step(model_output, known(timestep), *args, **kwargs)
+        number = known(timestep)
+        if number is timestep:
+            return step(model_output, timestep, *args, **kwargs)
+        with known.at_hand(scheduler):
+            return step(model_output, number, *args, **kwargs)
 
     return step_of_host
