@@ -3,6 +3,7 @@
 Some of diffusers' schedulers look up what belongs to a timestep in a table on the host, and compare
 the timestep with 0. The loop hands them a number in GPU memory, so each step waits until the GPU is
 done with the UNet, and the GPU then waits for the host. The numbers are known when the loop begins.
+A step that is linear becomes two kernels (``linear_step.py``).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor
 
+from strop.diffusion.linear_step import FORGETFUL, linear_step
 from strop.runtime.loop import place_among
 
 # Those whose ``step`` reads nothing from the GPU but its timestep. DDPM, LCM and TCD look for it
@@ -109,12 +111,18 @@ def _is_known(timesteps: Any, host: str) -> TypeGuard[Tensor]:
 
 
 def _with(step: Callable[..., Any], known: Known, scheduler: Any) -> Callable[..., Any]:
+    is_forgetful = type(scheduler).__name__ in FORGETFUL and "step" not in vars(scheduler)
+
     @functools.wraps(step)
     def step_of_host(model_output: Any, timestep: Any, *args: Any, **kwargs: Any) -> Any:
         number = known(timestep)
         if number is timestep:
             return step(model_output, timestep, *args, **kwargs)
         with known.at_hand(scheduler):
+            if is_forgetful and len(args) == 1:
+                found = linear_step(step, model_output, number, *args, kwargs)
+                if found is not None:
+                    return found
             return step(model_output, number, *args, **kwargs)
 
     return step_of_host
