@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -108,7 +109,7 @@ def truth(case: Case, x: Tensor, w: Tensor, bias: Tensor) -> Tensor:
     return out
 
 
-def prepared(case: Case) -> tuple[KernelSource, Callable[[KernelSource, int], None]]:
+def prepared(case: Case) -> tuple[KernelSource, Callable[..., list[Any]]]:
     """The kernel, and what runs it or another and asserts that results are right."""
     product = Product(case.tile, case.size, case.end, case.stride)
     x, w, bias = operands(case)
@@ -133,15 +134,16 @@ def prepared(case: Case) -> tuple[KernelSource, Callable[[KernelSource, int], No
     elif not product.has_parts:
         views.append((wanted.shape, wanted.stride(), (*case.box, product.unit)))
 
-    def call(source: KernelSource, seed: int) -> None:
+    def call(source: KernelSource, seed: int, ahead: Tensor | None = None) -> list[Any]:
         """Weights come late where the seed is odd. The last columns may be written twice."""
         before = torch.randn(wanted.shape).to(case.dtype)
         out = before.clone() if case.end == SUM else torch.full_like(before, math.nan)
-        launch(source, [x, w, out, bias], [*scalars, seed % 2, *of_box], seed=seed, views=views,
-               allow_rewrites=True)  # fmt: skip
+        asked = launch(source, [x, w, out, bias], [*scalars, seed % 2, *of_box], seed=seed,
+                       views=views, allow_rewrites=True, ahead=ahead)  # fmt: skip
         total = wanted + before.double() if case.end == SUM else wanted
         bound = BOUND[case.dtype] * (TWICE if case.end == SUM else 1)
         assert float((out.double() - total).norm() / total.norm()) < bound
+        return asked
 
     return group_product(product, case.dtype), call
 
@@ -152,6 +154,20 @@ def test_results(case: Case, seed: int) -> None:
     """Boxes leave the picture, columns the result; parts are uneven; programs keep on."""
     source, call = prepared(case)
     call(source, seed)
+
+
+@pytest.mark.parametrize("numel", [8, 64, 1000, 40000])
+@pytest.mark.parametrize("case", [CASES[0], CASES[2], CASES[8], CASES[14], CASES[23]], ids=str)
+def test_programs_share_what_they_ask_for(case: Case, numel: int) -> None:
+    """All of it, once, in whole lines of the cache but for the last; results are as without."""
+    source, call = prepared(case)
+    assert call(source, 0) == []
+    asked = call(source, 1, torch.zeros(numel, dtype=F16))
+    ends = [begin + size for begin, size in asked]
+    assert [begin for begin, _ in asked] == [0, *ends[:-1]]
+    assert ends[-1] == 2 * numel
+    assert not any(size % 128 for _, size in asked[:-1])
+    assert max(size for _, size in asked) < 2 * numel / len(asked) + 256
 
 
 @pytest.mark.parametrize("case", [
