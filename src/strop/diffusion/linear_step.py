@@ -4,9 +4,9 @@ DDIM's step (https://arxiv.org/abs/2010.02502, formula 12), without noise of its
 the model's output and in the sample; the timestep decides by which numbers. torch computes it by
 six kernels, each of which takes a GPU less time than the way to the next one. What the step does to
 (1, 0) and to (0, 1), on the host and in fp64, are the numbers, whatever its formula and settings;
-with them it is two kernels. What else it is asked to do, to (1, 1) and to large values, tells
-whether it is linear at all: where it clips, it is left alone. Products and sums are rounded once
-each, to the type of the operands.
+with them it is two kernels, if both lie alike in memory. What else it is asked to do, to (1, 1) and
+to large values, tells whether it is linear at all: where it clips, it is left alone. Products and
+sums are rounded once each, to the type of the operands.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ def linear_step(step: Step, output: Any, timestep: Any, sample: Any, kwargs: Map
     if rows is None:
         return None
     numbers = [number for row in rows for number in row]
-    terms = torch._foreach_mul([output, sample] * len(rows), numbers)
+    terms = torch._foreach_mul([sample, output] * len(rows), numbers)
     return tuple(torch._foreach_add(terms[0::2], terms[1::2]))
 
 
 def _is_alike(output: Any, sample: Any) -> bool:
     if not (isinstance(output, Tensor) and isinstance(sample, Tensor)):
         return False
-    kinds = {(x.shape, x.dtype, x.device, x.stride()) for x in (output, sample)}
+    kinds = {(x.shape, x.dtype, x.device) for x in (output, sample)}
     return len(kinds) == 1 and output.is_floating_point() and not torch.is_grad_enabled()
 
 
@@ -60,7 +60,7 @@ def _is_silent(kwargs: Mapping[str, Any]) -> bool:
 
 def _numbers(step: Step, timestep: Any, kwargs: Mapping[str, Any]
              ) -> Sequence[Sequence[float]] | None:  # fmt: skip
-    """For each result by what output and sample are multiplied."""
+    """For each result by what sample and output are multiplied."""
     output, sample = (torch.tensor(some, dtype=torch.float64).view(1, 1, 2, 2)
                       for some in (OUTPUTS, SAMPLES))  # fmt: skip
     rows = []
@@ -70,5 +70,5 @@ def _numbers(step: Step, timestep: Any, kwargs: Mapping[str, Any]
         expected = (by_output * x + by_sample * y for x, y in zip(OUTPUTS, SAMPLES, strict=True))
         if not all(map(partial(math.isclose, rel_tol=EXACT), found, expected)):
             return None
-        rows.append((by_output, by_sample))
+        rows.append((by_sample, by_output))
     return rows
