@@ -60,6 +60,7 @@ class Queue:
         self._cores = [cores[n * len(cores) // gpus : (n + 1) * len(cores) // gpus]
                        for n in range(gpus)]  # fmt: skip
         self._lock = threading.Lock()
+        self.failed = list[str]()
 
     def work(self, gpu: int) -> None:
         while (run := self._next()) is not None:
@@ -95,6 +96,8 @@ class Queue:
             done = subprocess.run(f"taskset -c {cores} {command}", shell=True, env=env, stdout=said,
                                   stderr=subprocess.STDOUT, check=False)  # fmt: skip
         took = time.monotonic() - start
+        if done.returncode:
+            self.failed.append(run.name)
         print(f"{run.name}: exit {done.returncode} after {took:.0f} s on GPU {gpu}", flush=True)
 
 
@@ -122,7 +125,7 @@ def main() -> None:
         thread.join()
     missing = queue.last()
     print(f"left out, for want of time: {', '.join(missing) or 'nothing'}")
-    sys.exit(bool(missing))
+    sys.exit(bool(missing or queue.failed))
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ import statistics
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ from strop.runtime.state import ModuleState
 
 DEVICE, PICTURES, SHOWN = torch.device("cuda"), 11, 90
 FIRST_STEPS = "unet 3"  # until when all is printed
-# of a pipeline, where they are; of steps the first two and the last are shown
+# of a pipeline, where they are
 PARTS = ("check_inputs", "encode_prompt", "maybe_convert_prompt", "tokenizer.__call__",
          "tokenizer_2.__call__", "scheduler.set_timesteps", "prepare_latents",
          "prepare_extra_step_kwargs", "scheduler.step", "vae.decode", "image_processor.postprocess",
@@ -45,8 +46,6 @@ OURS: tuple[tuple[Any, str], ...] = (
     (GraphPool, "run"), (Captured, "replay"), (Bound, "make_timetable"),
     (torch.cuda.CUDAGraph, "replay"),
 )  # fmt: skip
-
-
 INNER = frozenset(kind.__name__ for kind, _ in OURS)
 
 
@@ -68,7 +67,7 @@ class Marks:
         self.counts[part] += 1
         name = f"{part} {self.counts[part]}"
         self.host[name] = (start - self.begin, end - self.begin)
-        if "." not in part or part.split(".")[0] not in INNER:  # an event costs some microseconds
+        if part.split(".")[0] not in INNER:  # an event costs some microseconds
             self.events[name] = torch.cuda.Event(enable_timing=True)
             self.events[name].record()
         return result
@@ -85,7 +84,8 @@ class Watch:
 
     def __init__(self, pipe: Any) -> None:
         self.marks = Marks()
-        self._watch_ours()
+        for kind, name in OURS:  # by the class: a forward that somebody replaces is looked at
+            self._replace(kind, name, partial(_part_of, f"{kind.__name__}.{name}"))
         for part in PARTS:
             owner = pipe
             *path, name = part.split(".")
@@ -96,29 +96,20 @@ class Watch:
             if name == "__call__":
                 setattr(pipe, path[0], _Called(self, part, owner))
             else:
-                self._replace(owner, name, part)
+                self._replace(owner, name, lambda *args, part=part: part)
 
-    def _watch_ours(self) -> None:
-        """By the class: a forward that somebody replaces is looked at."""
-        for kind, name in OURS:
-            self._watch_of(kind, name)
-
-    def _watch_of(self, kind: Any, name: str) -> None:
-        call = getattr(kind, name)
-
-        def watched(of: Any, *args: Any, **kwargs: Any) -> Any:
-            part = of.name if name == "_serve_any" else f"{kind.__name__}.{name}"
-            return self.marks.around(part, call, of, *args, **kwargs)
-
-        setattr(kind, name, watched)
-
-    def _replace(self, owner: Any, name: str, part: str) -> None:
+    def _replace(self, owner: Any, name: str, part_of: Callable[..., str]) -> None:
         call = getattr(owner, name)
 
         def watched(*args: Any, **kwargs: Any) -> Any:
-            return self.marks.around(part, call, *args, **kwargs)
+            return self.marks.around(part_of(*args), call, *args, **kwargs)
 
         setattr(owner, name, watched)
+
+
+def _part_of(name: str, of: Any, *args: Any) -> str:
+    """A call of a module of ours by the module's name."""
+    return str(of.name) if isinstance(of, Dispatcher) and name.endswith("_serve_any") else name
 
 
 class _Called:

@@ -136,15 +136,18 @@ def search_quickly() -> list[str]:
     except ImportError:  # no diffusers, or one without such hooks
         return []
     registries: Registries | None = None
+    found = []
     for (where, name), (kind, asked) in QUICK.items():
-        own = getattr(importlib.import_module(where), name, None)
+        place = importlib.import_module(where)
+        own = getattr(place, name, None)
         if isinstance(own, FunctionType) and frozenset(own.__code__.co_names) == asked:
             if registries is None:
                 registries = Registries(hooks._GROUP_OFFLOADING)
                 registries.watch(getattr(hooks, REGISTRY, None))
             _replace(name, own, kind(own, registries))
-    return [name for where, name in QUICK
-            if isinstance(getattr(importlib.import_module(where), name, None), Quick)]  # fmt: skip
+        if isinstance(getattr(place, name, None), Quick):
+            found.append(name)
+    return found
 
 
 def _replace(name: str, own: FunctionType, ours: Quick) -> None:

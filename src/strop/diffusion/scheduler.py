@@ -119,10 +119,9 @@ def _with(step: Callable[..., Any], known: Known, scheduler: Any) -> Callable[..
         if number is timestep:
             return step(model_output, timestep, *args, **kwargs)
         with known.at_hand(scheduler):
+            found = None
             if is_forgetful and len(args) == 1:
                 found = linear_step(step, model_output, number, *args, kwargs)
-                if found is not None:
-                    return found
-            return step(model_output, number, *args, **kwargs)
+            return step(model_output, number, *args, **kwargs) if found is None else found
 
     return step_of_host

@@ -71,7 +71,13 @@ def _is_alike(total: Node, biased: Node, other: Node) -> bool:
 
 
 def _is_kernel_next(node: Node, users: Users) -> bool:
-    """Whether a kernel is the first to read it, views looked through."""
+    """Whether a kernel is the first to read it."""
+    readers = readers_of(node, users)
+    return not readers or min(readers, key=lambda n: n.serial).kind in KERNELS
+
+
+def readers_of(node: Node, users: Users) -> list[Node]:
+    """Views looked through."""
     readers, stack = list[Node](), [*users[node]]
     while stack:
         user = stack.pop()
@@ -79,4 +85,4 @@ def _is_kernel_next(node: Node, users: Users) -> bool:
             stack += users[user]
         else:
             readers.append(user)
-    return not readers or min(readers, key=lambda n: n.serial).kind in KERNELS
+    return readers

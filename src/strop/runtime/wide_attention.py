@@ -29,6 +29,7 @@ from strop.runtime.memory import aligned
 WIDEST_OF_LIBRARIES = 256
 SCORES_BYTES = 256 << 20  # of the fp32 scores that exist at once
 QUERIES_MULTIPLE = 128  # a tile of the library's products
+Sizes = Callable[[tuple[Expr, ...]], Sequence[int]]
 
 
 def is_wide(attrs: Mapping[str, Any], shapes: Sequence[Sequence[Expr]], dtype: torch.dtype) -> bool:
@@ -81,9 +82,6 @@ class Part:
         return [piece[: math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
                 for piece, shape, dtype in zip(pieces, self.shapes, self.dtypes, strict=True)
                 ]  # fmt: skip
-
-
-Sizes = Callable[[tuple[Expr, ...]], Sequence[int]]
 
 
 def wide_steps(program: Program, steps: Sequence[Step | None], others: Collection[int]
