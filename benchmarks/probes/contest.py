@@ -114,6 +114,7 @@ def _rows(shapes: Iterable[Shape], measure: Callable[[Shape], dict[str, Any]], e
 def write(name: str, args: argparse.Namespace, found: Mapping[str, Any]) -> None:
     """What was found, and where, into the folder."""
     report = {"kind": name, "environment": environment.describe(torch.device("cuda")), **found}
+    args.out.mkdir(parents=True, exist_ok=True)
     (args.out / f"{name}_h100.json").write_text(json.dumps(report, indent=1))
 
 

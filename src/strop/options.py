@@ -55,9 +55,6 @@ class Options:
                                  "STROP_UPSAMPLED_CONV")  # fmt: skip
     few_rows: bool = _knob(True, "linears of up to four rows by a kernel of ours (inference,"
                            " sm_90)", "STROP_FEW_ROWS")  # fmt: skip
-    fetch_ahead: bool = _knob(False, "have products of ours ask the cache for the weights that the"
-                              " next call reads (inference, sm_90)", "STROP_FETCH_AHEAD",
-                              keyed=False)  # fmt: skip
     cache_dir: str = _knob("", "where plans and kernels are kept; empty: ~/.cache/strop",
                            "STROP_CACHE_DIR", keyed=False)  # fmt: skip
     dump: str = _knob("", "folder for the files of every compiled graph, from ATen to kernels",

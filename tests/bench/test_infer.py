@@ -133,7 +133,7 @@ def test_each_switch_alone(monkeypatch: pytest.MonkeyPatch) -> None:
                               "no early_launch", "no in_place", "no narrow_conv",
                               "no box_attention", "no group_product", "no product_sum",
                               "no upsampled_conv", "no few_rows", "with box_geglu",
-                              "with fetch_ahead", "all off"]  # fmt: skip
+                              "all off"]  # fmt: skip
     assert all(switch["p50_ms"] > 0 for switch in switches.values())
     assert switches["no dot_merge"]["num_launches"] > switches["all on"]["num_launches"]
     assert switches["no cuda_graphs"]["num_launches"] == switches["all on"]["num_launches"]

@@ -351,30 +351,12 @@ def _cp(maker: Maker) -> Run:
     if words[3] in ("commit_group", "wait_group"):
         return _bulk_group(maker)
     if words[3] == "prefetch":
-        return _prefetch(maker)
+        return lambda w, m: None
     if words[3] != "tensor":
         raise PtxError("bulk copies without a tensor map are not known")
     if words[5:7] == ("global", "shared::cta"):
         return _bulk_store(maker)
     return _bulk_load(maker)
-
-
-def _prefetch(maker: Maker) -> Run:
-    """Into the cache: the machine notes what of which memory was asked for."""
-    maker.only("async", "bulk", "prefetch", "L2", "global")
-    where, size = maker.args(2)
-    at, count = _global_address(maker, where), maker.src(size, "u32")
-
-    def run(w: Any, m: int) -> None:
-        for lane in numbers_of(m):
-            begin, length = int(at(w)[lane]), int(count(w)[lane])
-            if begin % 16 or length % 16 or not length:
-                raise PtxError(f"{length} bytes from {begin:#x} on are not of 16")
-            w.machine.memory.load(np.array([begin, begin + length - 16], np.uint64), 8, 2,
-                                  w.ids[[lane, lane]])  # fmt: skip
-            w.machine.asked.append((begin, length))
-
-    return run
 
 
 def _box(maker: Maker, operand: Operand) -> Callable[[Any, int], tuple[TensorMap, list[int]]]:

@@ -291,7 +291,6 @@ class Machine:
         self.grid = (*grid, 1, 1, 1)[:3]
         self.params: dict[str, int] = {}
         self.maps: dict[int, TensorMap] = {}
-        self.asked = list[tuple[int, int]]()  # of the cache: addresses and numbers of bytes
         self._events = list[Callable[[], None]]()
         self.version = 0
         self._check(source)
@@ -387,14 +386,12 @@ class Turns:
 
 def launch(source: KernelSource, tensors: Sequence[Tensor], scalars: Sequence[int], *,
            seed: int = 0, views: Sequence[View] | None = None,
-           grid: Sequence[int] | None = None, allow_rewrites: bool = False,
-           ahead: Tensor | None = None) -> list[tuple[int, int]]:  # fmt: skip
+           grid: Sequence[int] | None = None, allow_rewrites: bool = False) -> None:  # fmt: skip
     """Runs a kernel on tensors of the CPU, one per param, whose results it writes into them.
 
     ``views``: sizes and strides of the params with a box, and sizes of the box where the source has
     none, else those of the tensors. ``grid``, else the source's. ``allow_rewrites``: several
-    threads may store to the same bytes. ``ahead``: what another launch reads. Which of its
-    bytes the cache was asked for, by their first and their number. Raises PtxError.
+    threads may store to the same bytes. Raises PtxError.
     """
     if source.language != "ptx" or source.scratch or source.split:
         raise PtxError(f"{source.name} is no kernel in PTX, or has scratch memory")
@@ -402,16 +399,13 @@ def launch(source: KernelSource, tensors: Sequence[Tensor], scalars: Sequence[in
     found = tuple(grid or (each.eval(sizes) for each in source.grid))
     memory = GlobalMemory(allow_rewrites)
     machine = Machine(source, found, seed, memory)
-    _bind(machine, source, tensors, scalars, views, ahead)
+    _bind(machine, source, tensors, scalars, views)
     with np.errstate(all="ignore"):
         machine.run()
-    first = 0 if ahead is None else memory.pointer(ahead)
-    return sorted((begin - first, size) for begin, size in machine.asked)
 
 
 def _bind(machine: Machine, source: KernelSource, tensors: Sequence[Tensor],
-          scalars: Sequence[int], views: Sequence[View] | None, ahead: Tensor | None
-          ) -> None:  # fmt: skip
+          scalars: Sequence[int], views: Sequence[View] | None) -> None:  # fmt: skip
     """Params in the order in which the runtime passes them."""
     if len(tensors) != len(source.params) or len(scalars) != len(source.scalars):
         raise PtxError(f"{len(tensors)} tensors and {len(scalars)} scalars for {source.name}")
@@ -432,9 +426,8 @@ def _bind(machine: Machine, source: KernelSource, tensors: Sequence[Tensor],
             _set(machine, next(names, None), 8, machine.memory.pointer(tensor))
     for value in scalars:
         _set(machine, next(names, None), 8 if source.wide else 4, value)
-    place = (0, 0) if ahead is None else (machine.memory.pointer(ahead), ahead.nbytes)
-    for value in place:
-        _set(machine, next(names, None), 8, value)
+    for _ in range(2):
+        _set(machine, next(names, None), 8, 0)
     if left or next(names, None) is not None:
         raise PtxError(f"{source.name} has other params than the runtime passes")
 

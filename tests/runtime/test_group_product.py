@@ -28,7 +28,6 @@ from strop.kernels.ptx import KINDS
 from strop.options import Options
 from strop.runtime import own_calls
 from strop.runtime.calls import upsampled
-from strop.runtime.driver import NOTHING
 from strop.runtime.executor import Bound
 from strop.runtime.group_product import GroupProduct
 from strop.runtime.hoisting import Hoist, Kept, Tally
@@ -56,15 +55,14 @@ class Machine:
         pass
 
     def bind(self, source: KernelSource, pointers: Sequence[int], scalars: Sequence[int],
-             stream: int, early: bool = False, views: Any = (), ahead: Any = NOTHING
-             ) -> Any:  # fmt: skip
-        return _Kernel(self, source, [*pointers], scalars, early, views, ahead)
+             stream: int, early: bool = False, views: Any = ()) -> Any:  # fmt: skip
+        return _Kernel(self, source, [*pointers], scalars, early, views)
 
 
 class _Kernel:
     def __init__(self, machine: Machine, source: KernelSource, pointers: list[int],
-                 scalars: Sequence[int], early: bool, views: Any, ahead: Any) -> None:  # fmt: skip
-        self.machine, self.source, self.pointers, self.ahead = machine, source, pointers, ahead
+                 scalars: Sequence[int], early: bool, views: Any) -> None:  # fmt: skip
+        self.machine, self.source, self.pointers = machine, source, pointers
         self.scalars, self.early, self.views = tuple(scalars), early, views
 
     def set_pointer(self, place: int, pointer: int) -> None:
@@ -72,10 +70,7 @@ class _Kernel:
 
     def __call__(self) -> None:
         tensors = [self.machine.known[pointer] for pointer in self.pointers]
-        asked = launch(self.source, tensors, self.scalars, views=self.views, allow_rewrites=True,
-                       ahead=self.machine.known[self.ahead[0]] if self.ahead[0] else None
-                       )  # fmt: skip
-        assert sum(size for _, size in asked) == self.ahead[1]
+        launch(self.source, tensors, self.scalars, views=self.views, allow_rewrites=True)
         self.machine.launched.append((self.source, self.scalars, self.early))
 
 
@@ -104,8 +99,7 @@ def error(out: Tensor, truth: Tensor) -> float:
 
 
 def call(what: str, inputs: Sequence[Tensor], out: Tensor, **given: Any) -> Machine:
-    more = [given["ahead"]] if "ahead" in given else []
-    machine: Any = Machine(*inputs, out, *more)
+    machine: Any = Machine(*inputs, out)
     given = {"is_early": True, "is_steady": True, "choose": small, **given}
     GroupProduct(*kind(what), never, machine, 0, **given)(inputs, out)
     assert len(machine.launched) == 1
@@ -123,14 +117,6 @@ def test_a_linear_whose_rows_have_gaps(gap: int) -> None:
     x, w = torch.randn(150, 136 + gap).to(HALF)[:, :136], weights(88, 136)
     out = torch.full((150, 88), math.nan, dtype=HALF)
     call("linear", (x, w), out)
-    assert error(out, F.linear(x.double(), w.double())) < BOUND
-
-
-def test_what_the_next_one_reads_is_asked_for() -> None:
-    torch.manual_seed(0)
-    x, w, ahead = torch.randn(150, 136).to(HALF), weights(88, 136), weights(77, 24)
-    out = torch.full((150, 88), math.nan, dtype=HALF)
-    call("linear", (x, w), out, ahead=ahead)
     assert error(out, F.linear(x.double(), w.double())) < BOUND
 
 
@@ -389,12 +375,11 @@ def forms(op: str, sizes: Sequence[int]) -> list[Form]:
 
 @pytest.mark.gpu
 @needs_a_gpu
-@pytest.mark.parametrize("fetch_ahead", [False, True])
-def test_new_weights_are_seen_at_once(fetch_ahead: bool) -> None:
+def test_new_weights_are_seen_at_once() -> None:
     """Written right before a call, by the caller, and by a kernel of the program."""
     torch.manual_seed(0)
     plain, module = (Linears().to("cuda", HALF).eval() for _ in range(2))
-    strop.optimize(module, options=Options(strict=True, fetch_ahead=fetch_ahead))
+    strop.optimize(module, options=Options(strict=True))
     x = torch.randn(2048, 1280, device="cuda", dtype=HALF)
     with torch.no_grad():
         for turn in range(40):

@@ -19,7 +19,7 @@ from strop.options import Options
 from strop.runtime import own_calls
 from strop.runtime.box_attention import BoxAttention
 from strop.runtime.executor import Bound
-from strop.runtime.group_product import GroupProduct, place_of
+from strop.runtime.group_product import GroupProduct
 from strop.runtime.memory import Workspace
 from strop.runtime.narrow_convolution import NarrowConvolution
 from strop.runtime.wide_attention import WideAttention, working_bytes
@@ -165,39 +165,6 @@ def test_what_follows_a_kernel_of_ours_may_begin_early() -> None:
         ]
         behind[options] = bound._follows_a_kernel(convs[1] + 1)
     assert behind == {OURS: True, PLAIN: False}
-
-
-@pytest.mark.parametrize("fetch_ahead", [False, True])
-def test_a_product_asks_for_what_the_next_one_reads(fetch_ahead: bool) -> None:
-    """Of the module's, as far as the cache is to have it; whoever computes the next one."""
-    program, state = compiled(OURS)
-    kernels: Any = Kernels(90)
-    bound = Bound(program, SIZES, state, kernels, Workspace(torch.device("cpu")), 0,
-                  fetch_ahead=fetch_ahead)  # fmt: skip
-    bound._link(torch.empty(bound.arena_bytes, dtype=torch.uint8))
-    found = {}
-    for step, run in zip(bound.steps, bound._steps, strict=True):
-        for cell in (cell.cell_contents for cell in run.__closure__ or ()):
-            if isinstance(cell, GroupProduct) and isinstance(step, CallStep):
-                found[step.op] = cell._ahead
-    calls = [s for s in bound.steps if isinstance(s, CallStep) and s.op in ("conv2d", "linear")]
-    (conv,) = (n for n, s in enumerate(calls) if s.inputs[1].shape[1].value == 320
-               and s.op == "conv2d")  # fmt: skip
-    weights = bound._slots[calls[conv + 1].inputs[1].buffer]
-    assert weights is not None
-    assert weights.shape == (3 * 64, 320)
-    expected = (weights.data_ptr(), weights.nbytes) if fetch_ahead else (0, 0)
-    assert found["conv2d"] == expected
-
-
-def test_how_much_of_weights_is_asked_for() -> None:
-    weights = torch.empty(5 << 20, dtype=torch.float16)
-    assert place_of(weights) == (weights.data_ptr(), 8 << 20)
-    assert place_of(weights[:1004]) == (weights.data_ptr(), 2000), "in pieces of 16 bytes"
-    rows = torch.empty(8, 100, dtype=torch.float16)[6:]
-    assert place_of(rows) == (rows.data_ptr(), 400)
-    assert place_of(rows[:, 8:]) == (rows[:, 8:].data_ptr(), 368)
-    assert place_of(rows.expand(50, 2, 100))[1] == 400
 
 
 def test_what_sizes_nearby_need_is_built_first() -> None:

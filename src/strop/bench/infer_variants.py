@@ -37,7 +37,7 @@ VARIANT_SAMPLES = 3  # where all choices of kernels are beside it: a tenth is lo
 LATER_CALLS = 3  # that are timed one by one
 MAX_STEPS = 10  # of a picture
 MOST_GRAPH_BYTES = 16 << 30  # of many contenders
-OPT_IN = ("box_geglu", "fetch_ahead")  # knobs of speed that are off by default
+OPT_IN = ("box_geglu",)  # knobs of speed that are off by default
 OF_LOOPS = ("hoist",)  # which a step has not
 # Knobs of kernels that run at some sizes and not at others; for --variants.
 CHOOSING = ("box_attention", "box_geglu", "group_product", "product_sum", "upsampled_conv")

@@ -7,8 +7,7 @@ fewer tiles than processors the sum is cut into parts, one for each program of a
 leaves its part, in fp32, in its own shared memory, and adds its share of the results from the parts
 of all, in their order. Where there are more, a program goes on to the next tile, whose operands
 come while the results of this one leave. Weights that no kernel before it writes are fetched
-before the wait for these. When the first operands are on their way, each program asks the cache for
-its share of what another launch is going to read (``ahead``): memory has little to do meanwhile.
+before the wait for these.
 """
 
 from __future__ import annotations
@@ -305,32 +304,6 @@ def _registers(of: Product, op: str, count: int) -> str:
     return f"    setmaxnreg.{op}.sync.aligned.u32 {count};\n" if of.tile.apart else ""
 
 
-# Shares are whole lines of the cache; the last programs may have none.
-_AHEAD = f"""\
-    ld.param.u64 %a, [ahead];
-    setp.eq.u64 %p, %a, 0;
-    @%p bra asked;
-    ld.param.u64 %b, [ahead_bytes];
-    cvt.u32.u64 %n0, %b;
-    mov.u32 %n1, %nctaid.x;
-    mul.lo.u32 %n1, %n1, {LINE_BYTES};
-    add.u32 %n2, %n0, %n1;
-    sub.u32 %n2, %n2, 1;
-    div.u32 %n2, %n2, %n1;
-    mul.lo.u32 %n2, %n2, {LINE_BYTES};
-    mov.u32 %n3, %ctaid.x;
-    mul.lo.u32 %n3, %n3, %n2;
-    setp.ge.u32 %p, %n3, %n0;
-    @%p bra asked;
-    sub.u32 %n0, %n0, %n3;
-    min.u32 %n0, %n0, %n2;
-    cvt.u64.u32 %b, %n3;
-    add.u64 %a, %a, %b;
-    cp.async.bulk.prefetch.L2.global [%a], %n0;
-asked:
-"""
-
-
 def _fetch(of: Product) -> Iterator[str]:
     """One thread. A stage that was never used is free: its barrier is behind phase 1."""
     size = "%bytes" if of.has_box else of.stage
@@ -363,7 +336,6 @@ steady:
     yield "    griddepcontrol.wait;\n    mov.u32 %step, 0;\n    mov.u32 %stage, 0;\n"
     yield ("    mov.u32 %phase, 1;\nfollow:\n" + _at_stage(of) + _PIXELS + onward)
     yield "    add.u32 %step, %step, 1;\n    setp.lt.u32 %p, %step, %n6;\n    @%p bra follow;\n"
-    yield _AHEAD
     yield "    setp.ge.u32 %p, %step, %steps;\n    @%p bra fetched;\nfetch:\n" + _at_stage(of)
     yield wait("free", "%bar+8", "%phase")
     yield expect + _PIXELS + weights + onward

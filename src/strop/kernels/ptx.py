@@ -36,9 +36,8 @@ _HEAD = """\
 def entry(name: str, maps: Mapping[str, int], pointers: Sequence[str], scalars: int, threads: int,
           *, programs: int = 1, cluster: int = 1) -> str:  # fmt: skip
     """Of an entry, up to its first brace. Params as Triton declares them: behind a map, by its
-    rank, the tensor's sizes and strides; at the end, where Triton has two pointers of its own, an
-    address and how many bytes from there another launch is going to read. ``programs`` on a
-    processor, at least; ``cluster``: so many are one."""
+    rank, the tensor's sizes and strides; two pointers that are not used at the end. ``programs`` on
+    a processor, at least; ``cluster``: so many are one."""
     params = []
     for tensor, rank in maps.items():
         params.append(f".param .align 64 .b8 {tensor}[128]")
@@ -46,7 +45,7 @@ def entry(name: str, maps: Mapping[str, int], pointers: Sequence[str], scalars: 
         params += [f".param .u64 {tensor}_stride{n}" for n in range(rank)]
     params += [f".param .u64 {pointer}" for pointer in pointers]
     params += [f".param .u32 s{n}" for n in range(scalars)]
-    params += [".param .u64 ahead", ".param .u64 ahead_bytes"]
+    params += [".param .u64 unused0", ".param .u64 unused1"]
     shared = f".explicitcluster\n.reqnctapercluster {cluster}\n" if cluster > 1 else ""
     return _HEAD.format(name=name, params=",\n".join(params), threads=threads, programs=programs,
                         cluster=shared)  # fmt: skip

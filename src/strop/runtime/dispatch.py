@@ -439,8 +439,7 @@ class Dispatcher:
         library = library_for(entry.device, self.options)
         hoist = self._hoist(entry, workspace) if entry.steady else None
         return Bound(entry.variant.program, entry.env, entry.placed, library, workspace, stream,
-                     hoist, in_place=not self.options.check, fetch_ahead=self.options.fetch_ahead
-                     )  # fmt: skip
+                     hoist, in_place=not self.options.check)  # fmt: skip
 
     def _hoist(self, entry: Entry, workspace: Workspace) -> Hoist:
         """Memory as for all else: of a stream, or of the graphs, whose runs are in order."""

@@ -36,7 +36,6 @@ from strop.runtime.cubin import BOX_TYPES, Box, Cubin
 _NUM_REGS, _LOCAL_BYTES, _MAX_DYNAMIC_SHARED = 4, 3, 8  # CUfunction_attribute
 _STATIC_SHARED_LIMIT = 48 * 1024
 _INT_LIMIT = 2**31
-NOTHING = (0, 0)  # no address, no bytes
 _PROGRAMMATIC_SERIALIZATION = 6  # CUlaunchAttributeID
 _MAP_BYTES, _MAP_ALIGNMENT, _PROMOTION_128B = 128, 64, 2  # of a CUtensorMap
 _BOX_WIDTHS = {number: dtype.itemsize for dtype, number in BOX_TYPES.items()}
@@ -200,14 +199,12 @@ class CudaFunction:
         wide: bool = False,
         early: bool = False,
         views: Sequence[View] = (),
-        ahead: tuple[int, int] = NOTHING,
     ) -> BoundLaunch:
         """A launch with these arguments: params, scratch, then integers (``wide``: of 64 bits).
         ``early``: before the last launch has ended, where the kernel can wait for it. ``views``:
-        of each param that has a box, in order. ``ahead``: an address and a number of bytes that
-        another launch reads, for kernels in PTX."""
+        of each param that has a box, in order."""
         return BoundLaunch(self, pointers, scalars, grid, stream, wide=wide, early=early,
-                           views=views, ahead=ahead)  # fmt: skip
+                           views=views)  # fmt: skip
 
 
 class BoundLaunch:
@@ -228,7 +225,6 @@ class BoundLaunch:
         wide: bool = False,
         early: bool = False,
         views: Sequence[View] = (),
-        ahead: tuple[int, int] = NOTHING,
     ) -> None:
         for value in scalars:
             if not wide and not -_INT_LIMIT <= value < _INT_LIMIT:
@@ -240,7 +236,7 @@ class BoundLaunch:
         self._pointers, self._values = _placed(function.cubin, pointers, views)
         self._values += map(c_int64 if wide else c_int32, scalars)
         # After the declared arguments Triton passes two pointers to scratch of its own: unused.
-        self._values += map(c_void_p, ahead)
+        self._values += [c_void_p(), c_void_p()]
         self._arguments = (c_void_p * len(self._values))(*map(_address, self._values))
         shape, cubin = (*grid, 1, 1, 1)[:3], function.cubin
         self._is_empty = 0 in shape

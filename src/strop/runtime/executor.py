@@ -63,8 +63,8 @@ class Bound:
 
     def __init__(self, program: Program, env: Mapping[str, int], state: Sequence[Tensor | None],
                  kernels: KernelLibrary, workspace: Workspace, stream: int,
-                 hoist: Hoist | None = None, *, in_place: bool = True, part: Part | None = None,
-                 fetch_ahead: bool = False) -> None:  # fmt: skip
+                 hoist: Hoist | None = None, *, in_place: bool = True, part: Part | None = None
+                 ) -> None:  # fmt: skip
         """Without ``in_place`` operands of a step are still there when it has run. Of a ``part``
         there is nothing but ``run_part``."""
         self.program, self.env, self.stream = program, env, stream
@@ -87,7 +87,6 @@ class Bound:
         self._shapes = [self._eval_all(b.shape) for b in program.buffers]
         self._strides = [self._eval_all(b.strides) for b in program.buffers]
         self._own = own_calls.chosen(program, self.steps, self._eval_all, kernels.arch)
-        self._next = own_calls.read_next(self._late if fetch_ahead else (), self.steps, self._own)
         self._wide = working_bytes(program, self.steps, self._own, self._eval_all)
         self._plan_memory(in_place)
         self._sources = self._built()
@@ -270,9 +269,12 @@ class Bound:
         return bound
 
     def _follows_a_kernel(self, position: int) -> bool:
+        """Whether the launch before is one of ours. A library's kernel lets nobody start before it
+        has ended; the caller's may write weights, which a product fetches before it waits."""
         parts = (self.hoisted.steps, self.timetable.steps, self._late)
         mine = next(part for part in parts if position in part)
-        return own_calls.follows_a_kernel(mine, position, self.steps, self._own)
+        before = next((p for p in reversed(mine[: mine.index(position)]) if self.steps[p]), -1)
+        return before in self._own or (before >= 0 and isinstance(self.steps[before], KernelStep))
 
     def _pointer(self, number: int) -> int:
         tensor = self._slots[number]
@@ -344,9 +346,8 @@ class Bound:
         return run
 
     def _own_call(self, position: int, step: CallStep, library: own_calls.Call) -> own_calls.Call:
-        ahead = self._slots[self._next[position]] if position in self._next else None
         return own_calls.instead(step, self._own[position], library, self._kernels, self.stream,
-                                 early=self._follows_a_kernel(position), ahead=ahead)  # fmt: skip
+                                 early=self._follows_a_kernel(position))  # fmt: skip
 
     def _link_planned(self, position: int, step: CallStep, getters: list[Getter],
                       attrs: Mapping[str, Any]) -> Callable[[], None]:  # fmt: skip

@@ -14,7 +14,7 @@ from strop.kernels.pictures import Picture
 from strop.kernels.product_layout import SUM
 from strop.kernels.products import LINEARS, OPS, Form, form_of, picture_of
 from strop.kernels.ptx import LINE
-from strop.runtime.driver import NOTHING, View
+from strop.runtime.driver import View
 from strop.runtime.kernels import BoundKernel, KernelLibrary
 from strop.runtime.operands import (
     ALIGNMENT,
@@ -26,16 +26,8 @@ from strop.runtime.operands import (
     strides,
 )
 
-MOST_AHEAD = 8 << 20  # bytes, of a cache of 50 MB that keeps each line in two halves
 OutCall = Callable[[Sequence[Tensor], Tensor], None]
 Choose = Callable[[Picture, str], Form | None]
-
-
-def place_of(weights: Tensor) -> tuple[int, int]:
-    """Where they begin, and how many bytes of them to ask for."""
-    size = min(weights.untyped_storage().nbytes() - weights.storage_offset() * weights.itemsize,
-               weights.nbytes, MOST_AHEAD)  # fmt: skip
-    return weights.data_ptr(), size // ALIGNMENT * ALIGNMENT
 
 
 class GroupProduct:
@@ -44,17 +36,15 @@ class GroupProduct:
     it. A sum is added to where it lies, or to a copy of it.
 
     ``is_early``: it may begin before the launch before it has ended. ``is_steady``: no launch of
-    the same run writes the weights, which it then does not wait for. ``ahead``: weights that the
-    next call reads, which stay where they are: it asks the cache for them.
+    the same run writes the weights, which it then does not wait for.
     """
 
     def __init__(self, op: str, attrs: Mapping[str, Any], otherwise: OutCall,
                  kernels: KernelLibrary, stream: int, *, is_early: bool, is_steady: bool,
-                 ahead: Tensor | None = None, choose: Choose = form_of) -> None:  # fmt: skip
+                 choose: Choose = form_of) -> None:  # fmt: skip
         self._op, self._attrs, self._otherwise, self._choose = op, attrs, otherwise, choose
         self._kernels, self._stream = kernels, stream
         self._is_early, self._is_steady = is_early, is_steady
-        self._ahead = NOTHING if ahead is None else place_of(ahead)
         self._bound: dict[tuple[torch.Size, tuple[int, ...]], BoundKernel | None] = {}
 
     def __call__(self, inputs: Sequence[Tensor], out: Tensor) -> None:
@@ -98,5 +88,4 @@ class GroupProduct:
             views.append((of.result, dense(of.result), form.results))
         scalars = form.scalars(of.ins, late=not self._is_steady)
         return self._kernels.bind(source, [NOWHERE] * 4, scalars, self._stream,
-                                  early=self._is_early, views=views, ahead=self._ahead
-                                  )  # fmt: skip
+                                  early=self._is_early, views=views)  # fmt: skip

@@ -15,7 +15,7 @@ from strop.options import Options
 from strop.runtime import builds, cubin, driver
 from strop.runtime.ahead import Ahead, Order
 from strop.runtime.cache import DiskCache
-from strop.runtime.driver import NOTHING, View
+from strop.runtime.driver import View
 from strop.runtime.native import NativeKernels
 
 # A split reduction runs one program a multiprocessor while slabs are short, up to four for long
@@ -62,10 +62,10 @@ class KernelLibrary(Protocol):
 
     def bind(
         self, source: KernelSource, pointers: Sequence[int], scalars: Sequence[int], stream: int,
-        early: bool = False, views: Sequence[View] = (), ahead: tuple[int, int] = NOTHING,
+        early: bool = False, views: Sequence[View] = (),
     ) -> BoundKernel:  # fmt: skip
         """``early``: launched before the last launch has ended, where that can be. ``views``: of
-        each param that has a box, in order. ``ahead``: what another launch reads, for the cache."""
+        each param that has a box, in order."""
         ...
 
     def splits(self, split: Split, sizes: Mapping[str, int]) -> int: ...
@@ -105,8 +105,8 @@ class CpuKernels:
         self._functions = {**self._functions, **self._native.build(sources)}
 
     def bind(self, source: KernelSource, pointers: Sequence[int], scalars: Sequence[int],
-             stream: int, early: bool = False, views: Sequence[View] = (),
-             ahead: tuple[int, int] = NOTHING) -> BoundKernel:  # fmt: skip
+             stream: int, early: bool = False, views: Sequence[View] = ()
+             ) -> BoundKernel:  # fmt: skip
         return self._functions[source].bind(pointers, scalars)
 
     def splits(self, split: Split, sizes: Mapping[str, int]) -> int:
@@ -157,15 +157,15 @@ class CudaKernels:
         return lambda: sum(builds.BUILDS.has(source, self.arch) for source in sources)
 
     def bind(self, source: KernelSource, pointers: Sequence[int], scalars: Sequence[int],
-             stream: int, early: bool = False, views: Sequence[View] = (),
-             ahead: tuple[int, int] = NOTHING) -> BoundKernel:  # fmt: skip
+             stream: int, early: bool = False, views: Sequence[View] = ()
+             ) -> BoundKernel:  # fmt: skip
         names = {f"s{i}": value for i, value in enumerate(scalars)}
         if source.split is not None:
             names["splits"] = scalars[-1]
         grid = [size.eval(names) for size in source.grid]
         function = driver.load(self._cubins[source])
         return function.bind(pointers, scalars, grid, stream, wide=source.wide, early=early,
-                             views=views, ahead=ahead)  # fmt: skip
+                             views=views)  # fmt: skip
 
     def splits(self, split: Split, sizes: Mapping[str, int]) -> int:
         rows, parallel = split.rows.eval(sizes), split.parallel.eval(sizes)

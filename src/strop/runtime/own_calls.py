@@ -8,12 +8,10 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
-
 from strop.ir.dims import Expr
-from strop.ir.program import CallStep, KernelStep, Program, Step
+from strop.ir.program import CallStep, Program, Step
 from strop.ir.source import KernelSource, has_boxes
-from strop.kernels import own_kernels, products
+from strop.kernels import own_kernels
 from strop.runtime import wide_attention
 from strop.runtime.box_attention import BoxAttention
 from strop.runtime.few_rows import FewRows
@@ -25,7 +23,6 @@ from strop.runtime.kernels import KernelLibrary
 Call = Callable[..., Any]
 Order = Callable[[Sequence[KernelSource]], list[KernelSource]]
 FACTORS = (1.5, 2, 0.5, 0.75)
-PRODUCT = "group_product"
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,41 +117,18 @@ def sources_anywhere(program: Program, arch: int) -> tuple[KernelSource, ...]:
     return tuple(found | dict.fromkeys(wide_attention.sources_anywhere(program)))
 
 
-def follows_a_kernel(order: Sequence[int], position: int, steps: Sequence[Step | None],
-                     own: Mapping[int, Own]) -> bool:  # fmt: skip
-    """Whether the launch before is one of ours. A library's kernel lets nobody start before it
-    has ended; the caller's may write weights, which a product fetches before it waits. ``order``:
-    of a part of a run."""
-    before = next((p for p in reversed(order[: order.index(position)]) if steps[p]), -1)
-    return before in own or (before >= 0 and isinstance(steps[before], KernelStep))
-
-
-def read_next(order: Sequence[int], steps: Sequence[Step | None], own: Mapping[int, Own]
-              ) -> dict[int, int]:  # fmt: skip
-    """By product of ours, the buffer of the weights that the next product of a run reads."""
-    found, weights = dict[int, int](), -1
-    for position in reversed(order):
-        step = steps[position]
-        if isinstance(step, CallStep) and step.op in products.OPS:
-            if weights >= 0 and position in own and own[position].family == PRODUCT:
-                found[position] = weights
-            weights = step.inputs[1].buffer
-    return found
-
-
 def instead(step: CallStep, own: Own, otherwise: Call, kernels: KernelLibrary, stream: int, *,
-            early: bool, ahead: Tensor | None = None) -> Call:  # fmt: skip
+            early: bool) -> Call:  # fmt: skip
     """A call by the kernels that ``chosen`` has found for it. It leaves to ``otherwise`` what does
-    not lie in memory as they want it. ``early``: the launch before is one of ours. ``ahead``:
-    weights that the next one reads, if it is to ask for them."""
+    not lie in memory as they want it. ``early``: the launch before is one of ours."""
     if own.family in ("geglu", "box_geglu"):
         return GatedLinear(otherwise, kernels, stream, is_early=early,
                            is_one=own.family == "box_geglu")  # fmt: skip
-    if own.family == PRODUCT:
+    if own.family == "group_product":
         if step.op == "geglu":
             otherwise = GatedLinear(otherwise, kernels, stream, is_early=early, is_one=False)
         return GroupProduct(step.op, dict(step.attrs), otherwise, kernels, stream, is_early=early,
-                            is_steady=own.is_steady, ahead=ahead)  # fmt: skip
+                            is_steady=own.is_steady)  # fmt: skip
     if own.family == "few_rows":
         return FewRows(otherwise, kernels, stream, is_early=early, is_steady=own.is_steady)
     scale = dict(step.attrs)["scale"]
