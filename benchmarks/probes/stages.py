@@ -38,6 +38,7 @@ FIRST_STEPS = "unet 3"  # until when all is printed
 # of a pipeline, where they are
 PARTS = ("check_inputs", "encode_prompt", "maybe_convert_prompt", "tokenizer.__call__",
          "tokenizer_2.__call__", "scheduler.set_timesteps", "prepare_latents",
+         "image_processor.preprocess", "vae.encode", "scheduler.add_noise",
          "prepare_extra_step_kwargs", "scheduler.step", "vae.decode", "image_processor.postprocess",
          )  # fmt: skip
 # of ours, by the class

@@ -144,14 +144,14 @@ def search_quickly() -> list[str]:
             if registries is None:
                 registries = Registries(hooks._GROUP_OFFLOADING)
                 registries.watch(getattr(hooks, REGISTRY, None))
-            _replace(name, own, kind(own, registries))
+            replace_everywhere(name, own, kind(own, registries))
         if isinstance(getattr(place, name, None), Quick):
             found.append(name)
     return found
 
 
-def _replace(name: str, own: FunctionType, ours: Quick) -> None:
-    """Wherever diffusers has imported it."""
+def replace_everywhere(name: str, own: FunctionType, ours: object) -> None:
+    """Put it wherever diffusers has imported its own function of this name."""
     for place in [m for n, m in sys.modules.items() if n.partition(".")[0] == "diffusers"]:
         if vars(place).get(name) is own:
             setattr(place, name, ours)

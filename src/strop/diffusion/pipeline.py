@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from strop.api import optimize_module, restore
+from strop.diffusion.noise import draw_without_waiting
 from strop.diffusion.offloading import search_quickly
 from strop.diffusion.pictures import convert_as_before, convert_on_device
 from strop.diffusion.scheduler import host_timesteps
@@ -49,8 +50,9 @@ def compiled_modules(pipe: Any) -> dict[str, nn.Module]:
 def optimize_pipeline(pipe: Any, options: Options) -> None:
     """Compile every known component. Adapters and schedulers stay diffusers' own, but that those
     which ask the GPU for the time in each step of a loop hear it from the host (``scheduler.py``),
-    that diffusers looks for offloaded weights in less time (``offloading.py``), and that pictures
-    become bytes before they are copied to the host (``pictures.py``).
+    that diffusers looks for offloaded weights in less time (``offloading.py``), that nobody waits
+    for noise on its way to the GPU (``noise.py``), and that pictures become bytes before they are
+    copied to the host (``pictures.py``).
 
     Raises OptionError for a pipeline that has none of them.
     """
@@ -58,6 +60,7 @@ def optimize_pipeline(pipe: Any, options: Options) -> None:
     if not known:
         raise OptionError(_nothing_known(pipe))
     search_quickly()
+    draw_without_waiting()
     convert_on_device(pipe)
     for name, module in known.items():
         optimize_module(module, options, name=name, loop=loop if name in DENOISERS else None)
