@@ -34,10 +34,10 @@ def compiled(pictures: int) -> Program:
     return compile_graph(traced.graph, signature, "cuda", Options()).program
 
 
-def statistics(program: Program, side: int) -> tuple[str, int]:
+def statistics(program: Program, side: int, folder: Path) -> tuple[str, int]:
     """Text of the kernel at this size, and its programs on an H100."""
     env = {"b": 2, "h": side // 8, "w": side // 8}
-    kernels = CudaKernels(DiskCache(Path("unused")), 1, 90, SMS)
+    kernels = CudaKernels(DiskCache(folder), 1, 90, SMS)
     for step in program.at(env):
         if isinstance(step, KernelStep) and (split := program.sources[step.kernel].split):
             sizes = {f"s{n}": size.eval(env) for n, size in enumerate(step.scalars)}
@@ -49,11 +49,12 @@ def statistics(program: Program, side: int) -> tuple[str, int]:
     (1, 3, {48: SMS, 96: SMS, 128: 2 * SMS}),  # eight rows a step: 31 of 132 programs at 128
     (3, 5, {32: SMS, 48: 2 * SMS, 64: 2 * SMS}),  # one row a step
 ])  # fmt: skip
-def test_statistics_of_groups(pictures: int, stages: int, programs: dict[int, int]) -> None:
+def test_statistics_of_groups(pictures: int, stages: int, programs: dict[int, int], tmp_path: Path
+                              ) -> None:  # fmt: skip
     """Two programs share a multiprocessor where one would have many steps; where several pictures
     are read, a tile has few rows, and more of them are on their way."""
     program = compiled(pictures)
     for side, wanted in programs.items():
-        text, found = statistics(program, side)
+        text, found = statistics(program, side, tmp_path)
         assert f"num_stages={stages})" in text
         assert found == wanted, side
