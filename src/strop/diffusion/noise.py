@@ -11,15 +11,13 @@ numbers are the same.
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Callable, Sequence
-from types import FunctionType
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from strop.diffusion.offloading import replace_everywhere
+from strop.diffusion.stand_ins import StandIn, put_in_place
 
 PLACE, NAME = "diffusers.utils.torch_utils", "randn_tensor"
 # What it asks in the editions of diffusers whose answer is known.
@@ -29,32 +27,23 @@ ASKED = frozenset((
 ))  # fmt: skip
 
 
-class Unwaited:
-    """Stands in the place of diffusers' function, ``own``, and gives the same numbers."""
-
-    def __init__(self, own: Callable[..., Tensor]) -> None:
-        self.own = own
+class Unwaited(StandIn):
+    """The same numbers."""
 
     def __call__(self, shape: Sequence[int], generator: Any = None, device: Any = None,
                  dtype: torch.dtype | None = None, layout: torch.layout | None = None
                  ) -> Tensor:  # fmt: skip
-        if not is_drawn_on_host(generator, device) or layout not in (None, torch.strided):
-            return self.own(shape, generator=generator, device=device, dtype=dtype, layout=layout)
-        noise = self.own(shape, generator=generator, device=torch.device("cpu"), dtype=dtype)
-        return noise.pin_memory().to(device, non_blocking=True)
+        is_apart = is_drawn_on_host(generator, device) and layout in (None, torch.strided)
+        place = torch.device("cpu") if is_apart else device
+        noise: Tensor = self.own(shape, generator=generator, device=place, dtype=dtype,
+                                 layout=layout)  # fmt: skip
+        return noise.pin_memory().to(device, non_blocking=True) if is_apart else noise
 
 
 def draw_without_waiting() -> bool:
-    """Put it there, for all pipelines of this process. False where diffusers has another function
-    than the known one, which stays, or is not installed."""
-    try:
-        own = getattr(importlib.import_module(PLACE), NAME, None)
-    except ImportError:
-        return False
-    if isinstance(own, FunctionType) and frozenset(own.__code__.co_names) == ASKED:
-        replace_everywhere(NAME, own, Unwaited(own))
-        return True
-    return isinstance(own, Unwaited)
+    """Have it stand in the place of diffusers' function. Whether it does: another than the known
+    one stays."""
+    return put_in_place(PLACE, NAME, ASKED, Unwaited)
 
 
 def is_drawn_on_host(generator: Any, device: Any) -> bool:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 import gc
 import importlib
-import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from types import FunctionType
@@ -19,6 +18,8 @@ from typing import Any
 
 import torch
 from torch import nn
+
+from strop.diffusion.stand_ins import StandIn, put_in_place
 
 HOOKS = "diffusers.hooks.group_offloading"  # where registries, of one module's hooks, are known
 REGISTRY = "HookRegistry"
@@ -47,11 +48,12 @@ class Registries:
             self.may_exist = True
 
 
-class Quick(ABC):
-    """Stands in the place of a function of diffusers', ``own``, and gives the same answer."""
+class Quick(StandIn, ABC):
+    """Answers for one module, by a shorter walk or by none."""
 
     def __init__(self, own: Callable[..., Any], registries: Registries) -> None:
-        self.own, self.registries = own, registries
+        super().__init__(own)
+        self.registries = registries
 
     @abstractmethod
     def __call__(self, module: nn.Module) -> Any: ...
@@ -135,23 +137,15 @@ def search_quickly() -> list[str]:
         hooks = importlib.import_module(HOOKS)
     except ImportError:  # no diffusers, or one without such hooks
         return []
-    registries: Registries | None = None
-    found = []
-    for (where, name), (kind, asked) in QUICK.items():
-        place = importlib.import_module(where)
-        own = getattr(place, name, None)
-        if isinstance(own, FunctionType) and frozenset(own.__code__.co_names) == asked:
-            if registries is None:
-                registries = Registries(hooks._GROUP_OFFLOADING)
-                registries.watch(getattr(hooks, REGISTRY, None))
-            replace_everywhere(name, own, kind(own, registries))
-        if isinstance(getattr(place, name, None), Quick):
-            found.append(name)
-    return found
 
+    @functools.cache
+    def registries() -> Registries:
+        known = Registries(hooks._GROUP_OFFLOADING)
+        known.watch(getattr(hooks, REGISTRY, None))
+        return known
 
-def replace_everywhere(name: str, own: FunctionType, ours: object) -> None:
-    """Put it wherever diffusers has imported its own function of this name."""
-    for place in [m for n, m in sys.modules.items() if n.partition(".")[0] == "diffusers"]:
-        if vars(place).get(name) is own:
-            setattr(place, name, ours)
+    def made(kind: type[Quick], own: FunctionType) -> Quick:
+        return kind(own, registries())
+
+    return [name for (where, name), (kind, asked) in QUICK.items()
+            if put_in_place(where, name, asked, functools.partial(made, kind))]  # fmt: skip
