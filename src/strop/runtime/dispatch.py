@@ -373,7 +373,7 @@ class Dispatcher:
         """
         return (
             entry.is_pure
-            and entry.device.type == "cuda"
+            and entry.device.type in graphs.DEVICES
             and not self._is_settled()
             and not entry.variant.layout_reads
             and self._wants_graph(entry)
@@ -394,7 +394,7 @@ class Dispatcher:
 
     def forget_shapes(self) -> None:
         for device in {entry.device for entry in self._entries.values()}:
-            if device.type == "cuda":
+            if device.type in graphs.DEVICES:
                 graphs.pool_of(device).forget(id(self))
         self._entries.clear()
         self._ready.clear()

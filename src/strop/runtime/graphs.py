@@ -27,6 +27,7 @@ from strop.runtime.memory import Workspace, workspace_of
 T = TypeVar("T")
 _KERNEL_NODE = 0  # CUgraphNodeType
 _NO_STREAM = -1  # nobody's
+DEVICES = ("cuda",)  # types of devices whose programs are replayed; tests add another
 
 
 class NoGraphError(Exception):

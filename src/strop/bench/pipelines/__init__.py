@@ -1,0 +1,1 @@
+"""Every pipeline of diffusers that can be built from a configuration, at tiny widths."""

@@ -1,0 +1,90 @@
+"""Replays on a CPU, in the order of those on a GPU: a program runs first, with the weights that it
+was bound to, and the model is looked at afterwards."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from strop.runtime import graphs
+from strop.runtime.dispatch import Dispatcher, Entry
+from strop.runtime.graphs import Captured, GraphPool, MakeBound
+from strop.runtime.memory import workspace_of
+
+CPU = torch.device("cpu")
+
+
+class Recorded:
+    """Stands in for a CUDA graph: what was recorded runs again, into the memory of its results."""
+
+    def __init__(self, run: Callable[[], Any]) -> None:
+        self.run = run
+        self.results = tuple(run() or ())
+
+    def replay(self) -> None:
+        for old, new in zip(self.results, self.run() or (), strict=True):
+            if isinstance(old, Tensor):
+                old.copy_(new)
+
+
+class Pool(GraphPool):
+    """The graphs of the CPU. Prologues, tables and copied inputs are ``Captured``'s own."""
+
+    def __init__(self) -> None:
+        self.device, self.num_captures, self._graphs = CPU, 0, OrderedDict()
+        self.num_replays = 0
+
+    def run(self, key: Any, inputs: Any, specs: Any, make: MakeBound, budget_bytes: int,
+            stamp: Any = None, moment: Any = None) -> tuple[list[Any], int]:  # fmt: skip
+        captured = self._captured(key, inputs, specs, make, budget_bytes)
+        self.num_replays += 1
+        return captured.replay(inputs, stamp, moment)
+
+    def forget(self, owner: Any) -> None:
+        for key in [k for k in self._graphs if k[0] == owner]:
+            del self._graphs[key]
+
+    def _capture(self, inputs: Sequence[Tensor], specs: Any, make: MakeBound) -> Captured:
+        bound = make(workspace_of(CPU, 0), 0)
+        static = tuple(
+            torch.empty(x.shape, dtype=s.dtype, memory_format=s.memory_format).copy_(x)
+            for x, s in zip(inputs, specs, strict=True)
+        )
+        bound.run(static)
+        prologue = timed = None
+        if bound.hoisted.steps:
+            prologue = Recorded(lambda: bound.run_prologue(static))
+        if bound.timetable.steps:
+            bound.timetable.record = lambda run: Recorded(run).replay
+            timed = Recorded(lambda: bound.run_timed(static))
+        graph = Recorded(lambda: bound.run_rest(static))
+        self.num_captures += 1
+        return Captured(graph, prologue, timed, static, graph.results, bound, 0, 1)  # type: ignore
+
+
+def _run(self: Dispatcher, entry: Entry, tensors: list[Tensor]) -> Any:
+    entry.uses += 1
+    self.latest = entry
+    if self._wants_graph(entry):
+        return self._replay(entry, tensors)
+    return self._run_bound(entry, tensors, 0)
+
+
+@contextmanager
+def replayed_first() -> Iterator[Pool]:
+    """While it lasts, programs on the CPU are captured at their second use and replayed before
+    the model is looked at, as on a GPU, and no call takes the short way of CPUs."""
+    pool = Pool()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(graphs, "DEVICES", ("cuda", "cpu"))
+        patch.setattr(graphs, "pool_of", lambda device: pool)
+        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+        patch.setattr(Dispatcher, "_run", _run)
+        patch.setattr(Dispatcher, "_prepare", lambda *args: None)
+        yield pool
