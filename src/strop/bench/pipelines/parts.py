@@ -19,7 +19,8 @@ WORDS = 16  # tokens of a prompt
 
 def diffusers(kind: str, **config: Any) -> Any:
     """A class of diffusers from its configuration; a model among them in eval mode."""
-    made = getattr(importlib.import_module("diffusers"), kind)(**config)
+    module, _, name = f"diffusers.{kind}".rpartition(".")
+    made = getattr(importlib.import_module(module), name)(**config)
     return made.eval() if isinstance(made, nn.Module) else made
 
 
@@ -142,7 +143,9 @@ def t5_tokenizer(length: int = WORDS) -> Any:
     return processor("T5Tokenizer", vocab=scored, extra_ids=0, model_max_length=length)
 
 
-CHAT = "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>{% endfor %}"
+CHAT = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>{% endfor %}"
+)
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>",
            "<|image_pad|>", "<|video_pad|>")  # fmt: skip
 
@@ -175,3 +178,9 @@ def ddim() -> Any:
 
 def flow(**config: Any) -> Any:
     return diffusers("FlowMatchEulerDiscreteScheduler", **config)
+
+
+def image_processor() -> Any:
+    """What turns a picture into the pixels of a CLIP vision model of 32 times 32."""
+    size = {"height": 32, "width": 32}
+    return processor("CLIPImageProcessorPil", crop_size=size, size={"shortest_edge": 32})

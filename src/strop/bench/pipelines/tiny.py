@@ -53,11 +53,11 @@ def modules_of(pipe: Any) -> list[nn.Module]:
 
 def _filled(kind: type, parts: Parts) -> Parts:
     """The constructor's arguments: None for what has neither a part nor a default."""
-    taken = dict(inspect.signature(kind.__init__).parameters)
+    taken = dict(inspect.signature(kind).parameters)
     left_out = {
         name: None
         for name, p in taken.items()
-        if name not in parts and p.default is p.empty and name not in ("self", "args", "kwargs")
+        if name not in parts and p.default is p.empty and name not in ("args", "kwargs")
     }
     safe = {"requires_safety_checker": False} if "requires_safety_checker" in taken else {}
     return safe | left_out | parts
@@ -76,7 +76,11 @@ def arguments(case: TinyPipeline, pipe: Any, seed: int = 3) -> Given:
     }  # fmt: skip
     taken = inspect.signature(pipe.__call__).parameters
     wanted = {name: value for name, value in usual.items() if name in taken}
-    own = {name: value() if callable(value) else value for name, value in case.given.items()}
+    own = {
+        name: value() if callable(value) else value
+        for name, value in case.given.items()
+        if name in taken or name not in usual
+    }
     return {name: value for name, value in (wanted | own).items() if value is not LEFT_OUT}
 
 
@@ -84,7 +88,8 @@ LEFT_OUT = object()  # in ``given``: an argument that the pipeline is not to get
 
 
 def drawn(case: TinyPipeline, pipe: Any, seed: int = 3, **more: Any) -> list[Tensor]:
-    """The tensors of what one call gives."""
+    """The tensors of what one call gives. Some pipelines draw from torch's own generator, too."""
+    torch.manual_seed(seed)
     with torch.no_grad():
         found = pipe(**(arguments(case, pipe, seed) | more))
     return tensors_of(found)

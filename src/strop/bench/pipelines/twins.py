@@ -1,0 +1,132 @@
+"""Twin pipelines, one in eager and one optimised: the same action is done to both, and what they
+draw behind it is compared."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+import strop
+from strop.bench.pipelines.actions import Action
+from strop.bench.pipelines.tiny import TinyPipeline, arguments, drawn
+from strop.testing import psnr
+
+BETWEEN, INSIDE = "between", "inside"  # two pictures, the steps of one
+Drawn = list[Tensor] | Exception
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What both have drawn behind an action, and what eager had drawn before it."""
+
+    before: Drawn
+    eager: Drawn
+    fast: Drawn
+    pipe: Any  # the optimised one
+
+    @property
+    def decibels(self) -> float:
+        """How near they are to each other: infinite where equal, or where both raise one kind of
+        exception."""
+        return nearness(self.fast, self.eager)
+
+    @property
+    def is_seen(self) -> bool:
+        """Whether eager's picture behind the action is visibly another one."""
+        return self._change(self.eager) < 90
+
+    def _change(self, found: Drawn) -> float:
+        """Of the first of both pictures that were drawn."""
+        return nearness(found[: len(found) // 2] if isinstance(found, list) else found, self.before)
+
+    def __str__(self) -> str:
+        if isinstance(self.fast, Exception) or isinstance(self.eager, Exception):
+            return f"optimised: {_short(self.fast)}; eager: {_short(self.eager)}"
+        changes = self._change(self.eager), self._change(self.fast)
+        return (
+            f"{self.decibels:.0f} dB from eager's; the action changes eager's picture"
+            f" {changes[0]:.0f} dB and this one {changes[1]:.0f} dB"
+        )
+
+
+def _short(found: Drawn) -> str:
+    if isinstance(found, Exception):
+        return f"{type(found).__name__}: {found}"[:300]
+    return f"{len(found)} results"
+
+
+def nearness(one: Drawn, other: Drawn) -> float:
+    """The least PSNR of two sets of results (dB); minus infinity where they cannot be compared."""
+    if isinstance(one, Exception) or isinstance(other, Exception):
+        return math.inf if type(one) is type(other) else -math.inf
+    if [(t.shape, t.dtype) for t in one] != [(t.shape, t.dtype) for t in other]:
+        return -math.inf
+    return min((psnr(a.double(), b.double()) for a, b in zip(one, other, strict=True)),
+               default=math.inf)  # fmt: skip
+
+
+def outcome(case: TinyPipeline, action: Action, moment: str, options: strop.Options, *,
+            warm: int = 1) -> Outcome | None:  # fmt: skip
+    """``warm``: pictures that both draw before. None where the action does not apply."""
+    eager, fast = case.made(), case.made()
+    if action.target(eager) is None or (moment == INSIDE and not has_callback(eager)):
+        return None
+    strop.optimize(fast, options=options)
+    before = [attempt(partial(drawn, case, pipe)) for pipe in (eager, fast) for _ in range(warm)]
+    one, _ = _after(case, eager, action, moment)
+    other, pipe = _after(case, fast, action, moment)
+    return Outcome(before[0], one, other, pipe)
+
+
+def has_callback(pipe: Any) -> bool:
+    return "callback_on_step_end" in inspect.signature(pipe.__call__).parameters
+
+
+def attempt(draw: Callable[[], list[Tensor]]) -> Drawn:
+    try:
+        return draw()
+    except Exception as error:
+        return error
+
+
+def _after(case: TinyPipeline, pipe: Any, action: Action, moment: str) -> tuple[Drawn, Any]:
+    """What a pipeline draws behind an action, twice from two seeds; and the pipeline that did."""
+    used = [pipe]
+
+    def draw() -> list[Tensor]:
+        if moment == INSIDE:
+            return drawn(case, pipe, **_callback(case, pipe, action)) + drawn(case, pipe, seed=4)
+        told = action.do(action.target(pipe))
+        more = dict(told) if isinstance(told, Mapping) else {}
+        more = {name: value for name, value in more.items() if not callable(value)}
+        around = told if isinstance(told, AbstractContextManager) else nullcontext()
+        if hasattr(told, "components"):
+            used[0] = told
+        with around:
+            first = drawn(case, used[0], **more)
+        return first + drawn(case, used[0], seed=4)
+
+    return attempt(draw), used[0]
+
+
+def _callback(case: TinyPipeline, pipe: Any, action: Action) -> dict[str, Any]:
+    """Arguments of a call: the action is done behind the first step."""
+    known = getattr(pipe, "_callback_tensor_inputs", ())
+    names = [name for name in ("latents", "prompt_embeds") if name in known]
+
+    def after_step(pipe: Any, step: int, timestep: Any, now: dict[str, Any]) -> dict[str, Any]:
+        told = action.do(action.target(pipe)) if step == 0 else None
+        changes = told if isinstance(told, Mapping) else {}
+        return {name: value(now[name]) for name, value in changes.items() if name in now}
+
+    taken: dict[str, Any] = {"callback_on_step_end": after_step}
+    if "callback_on_step_end_tensor_inputs" in inspect.signature(pipe.__call__).parameters:
+        taken["callback_on_step_end_tensor_inputs"] = names
+    return {name: value for name, value in taken.items() if name not in arguments(case, pipe)}

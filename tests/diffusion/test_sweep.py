@@ -1,0 +1,121 @@
+"""Whatever a user does to a pipeline, between two pictures or between two steps of one, the next
+result is that of a fresh eager pipeline."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+from strop.bench.pipelines import twins
+from strop.bench.pipelines.actions import ACTIONS, Action
+from strop.bench.pipelines.all import PIPELINES
+from strop.bench.pipelines.tiny import TinyPipeline
+from tests.diffusion.known_failures import KNOWN
+from tests.diffusion.replayed import replayed_first
+from tests.e2e import tiny
+
+PLAIN, AHEAD = "plain", "ahead"  # without graphs; replayed before the model is looked at
+MOMENTS, PATHS = (twins.BETWEEN, twins.INSIDE), (PLAIN, AHEAD)
+BY_NAME = {case.name: case for case in PIPELINES}
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    pipeline: TinyPipeline
+    action: Action
+    moment: str
+    path: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.pipeline.name}-{self.action.name}-{self.moment}-{self.path}"
+
+    @property
+    def reason(self) -> str:
+        """Why it is known to fail, or nothing."""
+        return next((why for part, why in KNOWN.items() if re.search(part, self.name)), "")
+
+
+def cases(pipelines: Iterable[TinyPipeline], actions: Iterable[Action] = ACTIONS) -> list[Case]:
+    return [
+        Case(pipeline, action, moment, path)
+        for pipeline in pipelines
+        for action in actions
+        for moment in MOMENTS
+        if action.inside or moment == twins.BETWEEN
+        for path in PATHS
+    ]
+
+
+def marked(case: Case) -> Any:
+    marks = [pytest.mark.xfail(reason=case.reason)] if case.reason else []
+    return pytest.param(case, id=case.name, marks=marks)
+
+
+@pytest.fixture(autouse=True)
+def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What diffusers and Strop say of features is the concern of other tests."""
+    for name in ("diffusers", "transformers", "strop"):
+        monkeypatch.setattr(logging.getLogger(name), "disabled", True)
+    torch._dynamo.reset()
+
+
+def judge(case: Case) -> None:
+    around = replayed_first() if case.path == AHEAD else nullcontext()
+    warm = 2 if case.path == AHEAD else 1  # programs that run once a picture are captured by then
+    with around:
+        found = twins.outcome(case.pipeline, case.action, case.moment, tiny.options(), warm=warm)
+    if found is None:
+        pytest.skip("the action does not apply to this pipeline")
+    assert found.decibels >= case.action.decibels, found
+    if not isinstance(found.eager, Exception):
+        assert found.is_seen == case.action.is_seen, f"a weak test: {found}"
+
+
+def sample() -> list[Case]:
+    """Every third action once, on Stable Diffusion; moments and paths take turns."""
+    found = []
+    for number, action in enumerate(ACTIONS[::3]):
+        own = cases([BY_NAME["sd15"]], [action])
+        found.append(own[number % len(own)])
+    return found
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("case", [marked(case) for case in sample()])
+def test_a_sample_of_the_sweep(case: Case) -> None:
+    judge(case)
+
+
+# Pipelines that every action is tried on; the others have a few, as they have the same parts.
+WHOLE = ("sd15", "sdxl", "sd15-controlnet", "flux", "sd3", "pixart-sigma")
+FEW = ("copy_in_place", "data_assigned", "swap_block", "latents_changed")
+
+
+def whole_sweep() -> list[Case]:
+    few = [action for action in ACTIONS if action.name in FEW]
+    return [
+        case
+        for pipeline in PIPELINES
+        for case in cases([pipeline], ACTIONS if pipeline.name in WHOLE else few)
+    ]
+
+
+@pytest.mark.nightly
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("case", [marked(case) for case in whole_sweep()])
+def test_the_sweep(case: Case) -> None:
+    judge(case)
+
+
+def test_every_known_failure_names_a_case() -> None:
+    names = [case.name for case in whole_sweep()]
+    for part in KNOWN:
+        assert any(re.search(part, name) for name in names), part
