@@ -114,3 +114,90 @@ def test_what_no_program_can_hold_is_eagers(kind: str, tmp_path: Path) -> None:
     }
     with pytest.raises(StropError, match=kind):
         optimized(RESULTS[kind], tmp_path, strict=True)(x)
+
+
+class Takes(nn.Module):
+    """Changes lists and dicts that it is given, in its own way."""
+
+    def __init__(self, act: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.act = act
+
+    def forward(self, x: Tensor, given: Any, *more: Any) -> Tensor:
+        return self.act(x, given, *more)
+
+
+def pops(x: Tensor, given: list[Tensor]) -> Tensor:
+    while given:
+        x = x * 2 + given.pop(0)
+    return x
+
+
+def pops_one(x: Tensor, given: list[Tensor]) -> Tensor:
+    return x + given.pop()
+
+
+def turns(x: Tensor, given: list[Tensor]) -> Tensor:
+    given.reverse()
+    return x + given[0]
+
+
+def pops_a_key(x: Tensor, given: dict[str, Tensor]) -> Tensor:
+    return x + given.pop("b")
+
+
+def pops_inside(x: Tensor, given: dict[str, list[Tensor]]) -> Tensor:
+    return x + given["last"].pop() + given["first"].pop(0)
+
+
+def renames(x: Tensor, given: dict[str, Tensor]) -> Tensor:
+    given["z"] = given.pop("b")
+    return x + given["z"]
+
+
+def goes_through(x: Tensor, given: dict[str, Tensor]) -> Tensor:
+    return torch.cat([x, *given.values()])
+
+
+A, B, C = (torch.full((3,), float(n)) for n in (1, 2, 3))
+TAKEN: dict[Callable[..., Tensor], tuple[Callable[[], Any], int]] = {
+    pops: (lambda: [A, B, C], 0),
+    pops_one: (lambda: [A, B, C], 0),
+    turns: (lambda: [A, B, C], 0),
+    pops_a_key: (lambda: {"b": A, "a": B}, 0),
+    pops_inside: (lambda: {"last": [A, B], "first": [C, B]}, 0),
+    renames: (lambda: {"b": A, "a": B}, 2),  # a new name: eager does it
+    goes_through: (lambda: {"b": A, "a": B}, 0),
+}
+
+
+@pytest.mark.parametrize("act", TAKEN, ids=lambda act: act.__name__)
+def test_what_a_forward_takes_out_of_its_arguments(
+    act: Callable[..., Tensor], tmp_path: Path
+) -> None:
+    make, num_eager = TAKEN[act]
+    for _ in range(2):  # the second time from disk
+        module = strop.optimize(Takes(act).eval(), options=Options(cache_dir=str(tmp_path)))
+        for _ in range(2):
+            given, wanted = make(), make()
+            with torch.no_grad():
+                torch.testing.assert_close(module(A, given), act(A, wanted), rtol=0, atol=0)
+            assert repr(given) == repr(wanted)
+        assert module.forward.counters.eager_calls == num_eager
+
+
+def test_one_list_given_twice_is_left_to_eager(tmp_path: Path) -> None:
+    def both(x: Tensor, one: list[Tensor], other: list[Tensor]) -> Tensor:
+        return x + one.pop() * 2 + other.pop()
+
+    module = strop.optimize(Takes(both).eval(), options=Options(cache_dir=str(tmp_path)))
+    for given in ([A, B], [A, B]):
+        with torch.no_grad():
+            torch.testing.assert_close(module(C, given, given), C + B * 2 + A, rtol=0, atol=0)
+        assert given == []
+    apart = [A, B], [A, C]
+    with torch.no_grad():
+        torch.testing.assert_close(module(C, *apart), C + B * 2 + C, rtol=0, atol=0)
+    assert module.forward.counters.eager_calls == 2
+    ((reason, _),) = module.forward.counters.fallbacks.items()
+    assert "given to it twice" in reason

@@ -33,6 +33,7 @@ from strop.ir.program import CallStep, KernelStep, Program
 from strop.options import Options
 from strop.runtime import faults
 from strop.runtime.dispatch import Dispatcher, Entry
+from strop.runtime.signature import NumberRef, count_numbers, number_text
 from strop.runtime.variants import Variant
 
 if TYPE_CHECKING:
@@ -180,7 +181,8 @@ def num_recompiles(variants: Mapping[Any, Sequence[Variant]]) -> int:
     made: Counter[Hashable] = Counter()
     for (structure, skeleton, tensors), graphs in variants.items():
         for graph in graphs:
-            made[structure, _layout(skeleton), tensors, graph.is_ragged] += 1
+            given = tensors[: len(tensors) - count_numbers(skeleton)]
+            made[structure, _layout(skeleton), given, graph.is_ragged] += 1
     return sum(count - 1 for count in made.values())
 
 
@@ -188,6 +190,8 @@ def _layout(skeleton: Any) -> Hashable:
     """A skeleton without its plain values: where tensors are, and the names of the rest."""
     if isinstance(skeleton, Ref):
         return skeleton
+    if isinstance(skeleton, NumberRef):  # a float as others, but that it is an input
+        return _layout(number_text(0.0))
     if not isinstance(skeleton, tuple):
         return None
     kind, *items = skeleton

@@ -17,10 +17,19 @@ from strop.runtime.signature import Shapes, Skeleton, tensor_numbers
 # Arguments that a denoise loop passes unchanged from step to step
 STEADY = ("encoder_hidden_states", "added_cond_kwargs", "class_labels", "timestep_cond",
           "attention_mask", "encoder_attention_mask")  # fmt: skip
+# Arguments whose height and width are the latent's, or that many times as large. Others of four
+# dims are none: the embeddings of IP-Adapter-Plus are (batch, pictures, tokens, features).
+SPATIAL = frozenset({
+    "sample",
+    "controlnet_cond",
+    "down_block_additional_residuals",
+    "mid_block_additional_residual",
+    "down_intrablock_additional_residuals",
+})  # fmt: skip
 
 
 class UNetAdapter(Adapter):
-    """UNet2DConditionModel: one graph for every batch, size and prompt length.
+    """UNets with a prompt, and ControlNets: one graph for every batch, size and prompt length.
 
     Latent height and width are ``factor * h`` and ``factor * w`` with the UNet's own
     down-sampling factor, so that every size in the graph is a monomial. Sizes off that grid need
@@ -31,7 +40,8 @@ class UNetAdapter(Adapter):
         parameters = list(inspect.signature(type(unet).forward).parameters.values())[1:]
         self._names = tuple(p.name for p in parameters)
         self._required = {p.name for p in parameters if p.default is inspect.Parameter.empty}
-        config: Any = unet.config
+        several = "MultiControlNetModel" in _class_names(unet)
+        config: Any = unet.nets[0].config if several else unet.config  # type: ignore[index,union-attr]
         self._has_classes = bool(config.get("num_class_embeds") or config.get("class_embed_type"))
         self.factor = 2 ** (len(config.block_out_channels) - 1)
 
@@ -54,38 +64,37 @@ class UNetAdapter(Adapter):
         return (), {k: v for k, v in named.items() if v is not None or k in self._required}
 
     def steady(self, skeleton: Skeleton) -> tuple[int, ...]:
-        _, _, (_, *named) = skeleton
-        return tuple(n for name, part in named if name in STEADY for n in tensor_numbers(part))
+        parts = [part for name, part in _named(skeleton) if name in STEADY]
+        return tuple(n for part in parts for n in tensor_numbers(part))
 
     def timestep(self, skeleton: Skeleton) -> int | None:
-        _, _, (_, *named) = skeleton
-        found = [n for name, part in named if name == "timestep" for n in tensor_numbers(part)]
+        parts = [part for name, part in _named(skeleton) if name == "timestep"]
+        found = [n for part in parts for n in tensor_numbers(part)]
         return found[0] if len(found) == 1 else None
 
-    def shapes(self, tensors: Sequence[Tensor]) -> Shapes:
-        images = [t for t in tensors if t.dim() == 4]
-        if not images:
+    def shapes(self, tensors: Sequence[Tensor], skeleton: Skeleton = ()) -> Shapes:
+        spatial = self._spatial(tensors, skeleton)
+        if not spatial:
             raise UnsupportedError("a UNet is called without a tensor of four dims")
-        sample = max(images, key=lambda t: t.shape[-1] * t.shape[-2])
+        sample = tensors[spatial[0]]
         batch, _, height, width = sample.shape
         factor = self.factor
         is_ragged = height % factor != 0 or width % factor != 0
         hints = {"b": max(batch, 2)}
         if is_ragged:
             hints |= {"H": height, "W": width}
-            spatial = {height: "H", width: "W"}
+            names = {height: "H", width: "W"}
         else:
             hints |= {"h": height // factor, "w": width // factor}
         specs = []
         for number, t in enumerate(tensors):
             sizes = [str(s) for s in t.shape]
             sizes[0] = "b" if t.shape[0] == batch else sizes[0]
-            if t.dim() == 4 and is_ragged:
-                sizes[2], sizes[3] = spatial.get(t.shape[2], sizes[2]), spatial.get(
-                    t.shape[3], sizes[3])  # fmt: skip
-                if t is sample:
-                    sizes[2:] = ["H", "W"]
-            elif t.dim() == 4:
+            if number == spatial[0] and is_ragged:
+                sizes[2:] = ["H", "W"]
+            elif number in spatial and is_ragged:
+                sizes[2:] = [names.get(size, str(size)) for size in t.shape[2:]]
+            elif number in spatial:
                 sizes[2] = f"{t.shape[2] * factor // height}*h"
                 sizes[3] = f"{t.shape[3] * factor // width}*w"
             elif t.dim() == 3:
@@ -96,8 +105,31 @@ class UNetAdapter(Adapter):
             specs.append(TensorSpec(tuple(sizes), dtype, t.device))
         return Shapes(tuple(specs), hints, is_ragged)
 
+    def _spatial(self, tensors: Sequence[Tensor], skeleton: Skeleton) -> tuple[int, ...]:
+        """The numbers of the tensors in SPATIAL, the latent's first. Of a call without names, which
+        no pipeline makes, all of four dims: the largest is the latent."""
+        named = {name: tuple(tensor_numbers(part)) for name, part in _named(skeleton)}
+        images = [n for n, t in enumerate(tensors) if t.dim() == 4]
+        if "sample" not in named:
+            areas = {n: tensors[n].shape[2] * tensors[n].shape[3] for n in images}
+            return tuple(sorted(images, key=lambda n: -areas[n]))
+        first = named.pop("sample")
+        others = [n for name, found in named.items() if name in SPATIAL for n in found]
+        return tuple(n for n in (*first, *others) if n in images)
+
+
+def _named(skeleton: Skeleton) -> Sequence[tuple[str, Skeleton]]:
+    """The arguments of a call that have names."""
+    return skeleton[2][1:] if skeleton else ()
+
+
+def _class_names(module: nn.Module) -> set[str]:
+    """So that diffusers need not be imported."""
+    return {kind.__name__ for kind in type(module).__mro__}
+
+
+_OF_UNETS = {"UNet2DConditionModel", "ControlNetModel", "MultiControlNetModel"}
+
 
 def adapter_for(module: nn.Module) -> Adapter:
-    """By class name, so that diffusers need not be imported."""
-    names = {kind.__name__ for kind in type(module).__mro__}
-    return UNetAdapter(module) if "UNet2DConditionModel" in names else Adapter()
+    return UNetAdapter(module) if _class_names(module) & _OF_UNETS else Adapter()

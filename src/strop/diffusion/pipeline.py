@@ -28,6 +28,7 @@ COMPONENTS: dict[str, tuple[str, ...]] = {
     "text_encoder_2": ("",),
     "text_encoder_3": ("",),
     "image_encoder": ("",),
+    "adapter": ("",),
     **dict.fromkeys(DENOISERS, ("",)),
     "vae": ("encoder", "decoder"),
 }

@@ -16,7 +16,7 @@ import logging
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -45,6 +45,8 @@ from strop.frontend.effects import check_constants, check_state, no_effects
 from strop.frontend.functional import WriteThroughViewError, make_functional
 from strop.frontend.layout_reads import LayoutReads
 from strop.frontend.layouts import overlap_by_traced_sizes
+from strop.frontend.numbers import Numbers, python_floats
+from strop.frontend.numbers import NumbersNeeded as NumbersNeeded  # for the runtime
 from strop.frontend.objects import as_tree, check_leaves
 from strop.frontend.of_torch import DECOMPOSITIONS
 from strop.frontend.python_sizes import symbolic_builtins
@@ -53,7 +55,7 @@ from strop.frontend.scalars import is_operand
 from strop.frontend.shape_rules import TracedSizes, place, shape_rules
 from strop.frontend.symbols import OutsideLanguage, Symbols
 from strop.ir.dims import Expr, const, parse, symbol
-from strop.ir.program import Guard
+from strop.ir.program import Guard, NumberGuard
 
 log = logging.getLogger("strop")
 
@@ -96,6 +98,7 @@ class Captured:
     origins: Mapping[str, str]  # FX node name -> module path
     fixed: tuple[str, ...] = ()  # sizes that the module's code fixes, each with what asked for it
     layout_reads: tuple[str, ...] = ()  # what it asks about the memory of its arguments
+    number_guards: tuple[NumberGuard, ...] = ()  # what it asks about numbers that are inputs
 
 
 def named_state(module: nn.Module) -> dict[str, Tensor]:
@@ -173,14 +176,18 @@ def capture(
     call: Callable[..., Any],
     specs: Sequence[TensorSpec],
     hints: Mapping[str, int],
+    numbers: Sequence[float] = (),
 ) -> Captured:
-    """Trace ``call(*tensors)``, which runs ``module``, with symbolic sizes.
+    """Trace ``call(*tensors, *numbers)``, which runs ``module``, with symbolic sizes and numbers.
+    The last ``specs`` are those of the numbers, each a tensor without dims.
 
-    Raises CaptureError when the module does something that depends on tensor values. A size that
-    is traced as 0 is no symbol: torch takes symbols to be positive, and keeps no guard on that.
+    Raises NumbersNeeded when the module needs the value of a number, and CaptureError when it does
+    something that depends on tensor values. A size that is traced as 0 is no symbol: torch takes
+    symbols to be positive, and keeps no guard on that.
     """
     specs, hints = without_empty(specs, hints)
     shape_env = TracedSizes()
+    shape_env.numbers = Numbers(numbers)
     mode = FakeTensorMode(shape_env=shape_env, allow_non_fake_inputs=True)
     mode.cache_enabled = False  # to look up symbolic sizes takes longer than to work results out
     with ONE_AT_A_TIME, settings():
@@ -190,7 +197,8 @@ def capture(
             name: mode.from_tensor(t.detach(), static_shapes=True) for name, t in state.items()
         }
         with mode:
-            fakes = [fake_input(spec, roots) for spec in specs]
+            fakes = [fake_input(spec, roots) for spec in specs[: len(specs) - len(numbers)]]
+        fakes += [shape_env.numbers.symbol(shape_env, n) for n in range(len(numbers))]
         try:
             gm, out_spec, origins, reads = _trace(module, call, fake_state, fakes, mode)
             make_functional(gm)
@@ -201,7 +209,8 @@ def capture(
     check_constants(gm, module)
     found = known_sizes(module, shape_env, gm, roots, specs, hints)
     return Captured(gm, tuple(state), found.specs, found.symbols, found.guards, found.hints,
-                    out_spec, origins, found.fixed, reads)  # fmt: skip
+                    out_spec, origins, found.fixed, reads,
+                    tuple(shape_env.numbers.guards))  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -335,12 +344,14 @@ def _trace(
     module: nn.Module,
     call: Callable[..., Any],
     state: dict[str, Tensor],
-    fakes: list[Tensor],
+    fakes: list[Any],
     mode: FakeTensorMode,
     transform: Callable[[Any], Any] = lambda function: function,
 ) -> tuple[GraphModule, pytree.TreeSpec, dict[str, str], tuple[str, ...]]:
     specs: list[pytree.TreeSpec] = []
-    reads = LayoutReads(fakes)
+    assert isinstance(mode.shape_env, TracedSizes)
+    numbers = mode.shape_env.numbers
+    reads = LayoutReads([fake for fake in fakes if isinstance(fake, Tensor)])
     kept = {
         name: (table, key)
         for name, table, key in state_places(module)
@@ -354,6 +365,7 @@ def _trace(
                 result = call(*inputs)
             leaves, spec = pytree.tree_flatten(as_tree(result))
             check_leaves(leaves)
+            numbers.check(leaves)
             now = {name: table.get(key) for name, (table, key) in kept.items()}
             check_state(now, {name: state[name] for name in now})
         reads.results(leaves)
@@ -361,7 +373,8 @@ def _trace(
         return leaves
 
     origins: dict[str, str] = {}
-    with no_effects(module, private=False), tracing(module, mode, reads, origins):
+    texts = python_floats() if numbers.values else nullcontext()
+    with no_effects(module, private=False), tracing(module, mode, reads, origins), texts:
         gm = make_fx(transform(flat), DECOMPOSITIONS, tracing_mode="real")(state, *fakes)
     return gm, specs[-1], origins, tuple(reads.asked)
 

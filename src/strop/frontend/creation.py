@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.fx import Node as FxNode
 
+from strop.frontend.numbers import is_number
 from strop.ir.dims import Expr, const
 from strop.ir.graph import Builder, Node
 
@@ -25,7 +26,12 @@ I64 = torch.int64
 
 def filled(b: Builder, value: Any, shape: Sequence[Expr | int], dtype: torch.dtype) -> Node:
     """A constant of this shape."""
-    return b.expand(b.view_as_rank(b.constant(value, dtype), len(shape)), shape)
+    return _spread(b, b.constant(value, dtype), shape)
+
+
+def _spread(b: Builder, value: Node, shape: Sequence[Expr | int]) -> Node:
+    """One value everywhere."""
+    return b.expand(b.view_as_rank(value, len(shape)), shape)
 
 
 def positions(b: Builder, shape: Sequence[Expr], dim: int, start: Expr | int = 0) -> Node:
@@ -48,16 +54,16 @@ def _filled(value: float | None, argument: int = 1) -> Rule:
     """``value``, or the number that is this positional argument."""
 
     def rule(im: Importer, fx: FxNode, *args: Any, **_: Any) -> Node:
-        fill = args[argument] if value is None else value
-        return filled(im.builder, im.literal(fill), im.shape(fx), fx.meta["val"].dtype)
+        fill, dtype = args[argument] if value is None else value, fx.meta["val"].dtype
+        if isinstance(fill, FxNode) and is_number(fill.meta.get("val")):
+            return _spread(im.builder, im.operand(fill, dtype), im.shape(fx))
+        return filled(im.builder, im.literal(fill), im.shape(fx), dtype)
 
     return rule
 
 
 def _fill_tensor(im: Importer, fx: FxNode, x: Any, value: Any) -> Node:
-    b, shape = im.builder, im.shape(fx)
-    one = b.cast(im.node(value), fx.meta["val"].dtype)
-    return b.expand(b.view_as_rank(one, len(shape)), shape)
+    return _spread(im.builder, im.builder.cast(im.node(value), fx.meta["val"].dtype), im.shape(fx))
 
 
 def _eye(im: Importer, fx: FxNode, *_: Any, **__: Any) -> Node:

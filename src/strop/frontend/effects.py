@@ -43,16 +43,6 @@ def no_effects(module: nn.Module, *, private: bool) -> Iterator[None]:
             raise CaptureError(f"it sets {', '.join(sorted(changed))} of a {type(part).__name__}")
 
 
-@contextmanager
-def no_changes(arguments: Any) -> Iterator[None]:
-    """Raises CaptureError after a body that has changed a list or a dict among ``arguments``."""
-    before = [(container, _identity(container)) for container in _containers(arguments)]
-    yield
-    for container, known in before:
-        if _identity(container) != known:
-            raise CaptureError(f"it changes a {type(container).__name__} among its arguments")
-
-
 def check_state(module_state: Mapping[str, Tensor | None], given: Mapping[str, Tensor]) -> None:
     """Raises CaptureError where a buffer or a weight is not the tensor that was ``given``."""
     changed = [name for name, tensor in given.items() if module_state.get(name) is not tensor]
@@ -113,13 +103,3 @@ class _Same:
         return isinstance(other, _Same) and other.value is self.value
 
     __hash__ = object.__hash__
-
-
-def _containers(value: Any) -> Iterator[Any]:
-    if type(value) in (list, dict):
-        yield value
-    if type(value) in (list, tuple):
-        for item in value:
-            yield from _containers(item)
-    elif type(value) is dict:
-        yield from _containers(list(value.values()))

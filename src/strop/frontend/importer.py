@@ -24,11 +24,12 @@ from strop.frontend.functional import storage_of
 from strop.frontend.gradients import KEPT_LAYOUTS
 from strop.frontend.indexing import INDEXING
 from strop.frontend.lookups import LOOKUPS
+from strop.frontend.numbers import is_number
 from strop.frontend.padding import PADDING
 from strop.frontend.pointwise import COMPOSITES
 from strop.frontend.reductions import reduction, rounded
 from strop.frontend.resize import RESIZING
-from strop.frontend.scalars import of_sizes
+from strop.frontend.scalars import node_of, of_sizes
 from strop.frontend.symbols import OutsideLanguage, Symbols
 from strop.frontend.views import COPYING, VIEWS
 from strop.frontend.whole import IN_TORCH
@@ -99,6 +100,8 @@ class Importer:
 
     def operand(self, arg: Any, dtype: torch.dtype) -> Node:
         """A tensor operand, or a number (or size) as a constant of ``dtype``."""
+        if isinstance(arg, FxNode) and is_number(arg.meta.get("val")):
+            return self.builder.cast(node_of(self, arg), dtype)
         if isinstance(arg, FxNode) and isinstance(self.values.get(arg), Node):
             return self.node(arg)
         try:
@@ -284,9 +287,11 @@ def _input(importer: Importer, fx: FxNode, index: int, is_state: bool) -> Node:
             order = _order_or_contiguous(importer.symbols.shape(value.stride()), shape)
     elif isinstance(value, torch.SymInt):
         shape = (importer.size(value),)
+    elif is_number(value):
+        dtype = torch.float64
     node = importer.builder.make("input", (), shape, dtype, order=order, index=index,
                                  state=is_state, merged=())  # fmt: skip
-    if isinstance(value, torch.Tensor):
+    if isinstance(value, torch.Tensor) or is_number(value):
         importer.values[fx] = node
     return node
 
@@ -406,6 +411,7 @@ def _pointwise(importer: Importer, fx: FxNode, row: Op, bound: Mapping[str, Any]
 def _promoted(operands: Sequence[Any]) -> torch.dtype:
     """ATen's promotion: 0-dim tensors and numbers only decide between bool, int and float."""
     values = [o.meta["val"] if isinstance(o, FxNode) else o for o in operands]
+    values = [1.0 if isinstance(v, torch.SymFloat) else v for v in values]
     first, *others = values
     dtype: torch.dtype = first.dtype if not others else torch.result_type(first, others[0])
     return dtype

@@ -4,19 +4,21 @@ and dataclasses of a user's own among the results.
 ``as_tree`` puts a node of ours where such an object stands; when torch's pytree builds the result
 of a run, that node becomes an object of the class that eager would return. A cache that was given
 is written to, as in eager: a run then returns ``WithObjects``, and ``given_back`` does the writing.
+Lists and dicts that a forward takes items out of, such as the residuals that a UNet pops, are the
+same: ``Contents`` says what is left in them.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
 
-from strop.errors import CaptureError
+from strop.errors import CaptureError, UnsupportedError
 
 _MODULE = "transformers.cache_utils"
 # what a result may hold beside tensors: a plan on disk can say it
@@ -58,32 +60,105 @@ class Given:
 
 @dataclass(frozen=True)
 class WithObjects:
-    """A result, and the attributes that the caches among the arguments have after the call."""
+    """A result, and what a call leaves in its arguments: the attributes that caches among them
+    have, and what is left in lists and dicts, by their number: the places or the keys of items."""
 
     result: Any
     attributes: list[dict[str, Any]]
+    left: list[tuple[int, list[Any]]]
 
 
-def with_objects(result: Any, arguments: Any) -> Any:
-    """``result`` as it is, or WithObjects where there are caches among the arguments."""
-    given = _caches_of(arguments)
-    if not given:
+class Contents:
+    """The lists and dicts among the arguments of a call, and what they hold before it."""
+
+    def __init__(self, arguments: Any) -> None:
+        self._held = [(container, _items_of(container)) for container in containers_of(arguments)]
+
+    def left(self) -> list[tuple[int, list[Any]]]:
+        """What is left of those that have changed; CaptureError for one that has got new items."""
+        found = []
+        for number, (container, before) in enumerate(self._held):
+            now = _items_of(container)
+            if _is_same(before, now):
+                continue
+            places = _places_before(before, now, isinstance(container, dict))
+            if places is None:
+                raise CaptureError(f"it changes a {type(container).__name__} among its arguments")
+            found.append((number, places))
+        return found
+
+
+_Items = list[tuple[Any, Any]]
+
+
+def containers_of(value: Any) -> Iterator[Any]:
+    """The lists and dicts in arguments, outer ones first."""
+    if type(value) in (list, dict):
+        yield value
+    if type(value) in (list, tuple, dict):
+        for item in value.values() if type(value) is dict else value:
+            yield from containers_of(item)
+
+
+def _items_of(container: Any) -> _Items:
+    """By key, or by place."""
+    return list(container.items() if isinstance(container, dict) else enumerate(container))
+
+
+def _is_same(before: _Items, now: _Items) -> bool:
+    return len(before) == len(now) and all(
+        a == c and b is d for (a, b), (c, d) in zip(before, now, strict=True)
+    )
+
+
+def _places_before(before: _Items, now: _Items, is_dict: bool) -> list[Any] | None:
+    """The place of each item in the list before, or its key in the dict; None if one is new."""
+    places = {id(item): place for place, item in before}
+    if is_dict:
+        known = dict(before)
+        return [k for k, v in now] if all(k in known and known[k] is v for k, v in now) else None
+    is_less = len(now) <= len(before) and all(id(item) in places for _, item in now)
+    return [places[id(item)] for _, item in now] if is_less else None
+
+
+def with_objects(result: Any, arguments: Any, contents: Contents) -> Any:
+    """``result`` as it is, or WithObjects where the call leaves something in its arguments."""
+    given, left = _caches_of(arguments), contents.left()
+    if not given and not left:
         return result
 
     def marked(value: Any) -> Any:
         return next((Given(i) for i, cache in enumerate(given) if cache is value), value)
 
     found = pytree.tree_map(marked, result, is_leaf=is_cache)
-    return WithObjects(found, [dict(vars(cache)) for cache in given])
+    return WithObjects(found, [dict(vars(cache)) for cache in given], left)
 
 
 def given_back(found: WithObjects, arguments: Any) -> Any:
-    """The result proper, after writing to the caches among the arguments."""
+    """The result proper, after writing to the caches, lists and dicts among the arguments.
+
+    Raises UnsupportedError, and writes nothing, where two arguments are one list: it has been
+    traced as two."""
     given = _caches_of(arguments)
+    _take_out(found.left, list(containers_of(arguments)) if found.left else [])
     for cache, attributes in zip(given, found.attributes, strict=True):
         vars(cache).update(attributes)
     return pytree.tree_map(lambda leaf: given[leaf.number] if isinstance(leaf, Given) else leaf,
                            found.result, is_leaf=lambda leaf: isinstance(leaf, Given))  # fmt: skip
+
+
+def _take_out(left: list[tuple[int, list[Any]]], containers: list[Any]) -> None:
+    """Leaves only these items in containers."""
+    if len({id(container) for container in containers}) < len(containers):
+        raise UnsupportedError("its forward changes a list that is given to it twice")
+    for number, places in left:
+        container = containers[number]
+        if isinstance(container, list):
+            container[:] = [container[place] for place in places]
+        else:
+            kept = {key: container[key] for key in places}
+            container.clear()
+            container.update(kept)
 
 
 def _caches_of(value: Any) -> list[Any]:
@@ -187,8 +262,8 @@ for _kind, _parts, _whole in (
     (ObjectState, _flatten, _unflatten),
     (ClassName, lambda name: ([], [name.kind]), lambda _, context: class_named(context[0])),
     (Given, lambda given: ([], [given.number]), lambda _, context: Given(context[0])),
-    (WithObjects, lambda found: ([found.result, found.attributes], []),
-     lambda values, _: WithObjects(*values)),
+    (WithObjects, lambda found: ([found.result, found.attributes], found.left),
+     lambda values, left: WithObjects(values[0], values[1], left)),
 ):  # fmt: skip
     pytree.register_pytree_node(
         _kind,

@@ -18,12 +18,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from strop.frontend.numbers import is_number
+
 _SYMBOLIC = (torch.SymInt, torch.SymFloat)
 
 
 class _IntType(type):
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        if len(args) == 1 and isinstance(args[0], _SYMBOLIC):
+        if len(args) == 1 and isinstance(args[0], _SYMBOLIC) and not is_number(args[0]):
             return torch.sym_int(args[0])
         return int(*args, **kwargs)
 
@@ -49,7 +51,8 @@ def _extreme(plain: Callable[..., Any], symbolic: Callable[..., Any]) -> Callabl
         if len(args) == 1:
             args = (list(args[0]),)  # it may be an iterator
         values = args[0] if len(args) == 1 else args
-        if not kwargs and any(isinstance(v, _SYMBOLIC) for v in values):
+        is_open = any(isinstance(v, _SYMBOLIC) for v in values) and not any(map(is_number, values))
+        if not kwargs and is_open:
             return functools.reduce(symbolic, values)
         return plain(*args, **kwargs)
 

@@ -35,6 +35,8 @@ from torch._subclasses import FakeTensor, fake_impls
 from torch.fx.experimental.sym_node import SymNode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv, guard_or_false
 
+from strop.frontend.numbers import Numbers, numbers_in
+
 aten = torch.ops.aten
 Size = int | SymInt
 COMPARISONS = "c10/core/SymInt.h"  # the file of those in C++; Python's have none
@@ -61,7 +63,14 @@ def shape_rules() -> Iterator[None]:
 
 
 class TracedSizes(ShapeEnv):
-    """The sizes of a trace of ours."""
+    """The sizes and the numbers of a trace of ours."""
+
+    numbers = Numbers(())
+
+    def evaluate_expr(self, orig_expr: Any, *args: Any, **kwargs: Any) -> Any:
+        if numbers_in(orig_expr):
+            return self.numbers.decided(orig_expr)
+        return super().evaluate_expr(orig_expr, *args, **kwargs)
 
     def _get_user_frame(self) -> FrameType | None:
         """Of whom a guard is said to come: the line of the module that asked about a size, or that

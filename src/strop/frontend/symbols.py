@@ -35,6 +35,7 @@ from torch.utils._sympy.functions import (
 from torch.utils._sympy.symbol import SymT, symbol_is_type
 
 from strop.errors import UnsupportedError
+from strop.frontend.numbers import NumbersNeeded, numbers_in
 from strop.ir.dims import Expr, Floor, const, symbol, to_expr
 from strop.ir.program import Guard
 
@@ -227,7 +228,10 @@ class Symbols:
         """Give the sizes in a foreign expression the values that were traced.
 
         In an equation of quotients, such as (h//8)*(w//8) == 16, the quotients are enough.
+        Raises NumbersNeeded for one with numbers that are inputs.
         """
+        if needed := numbers_in(error.expression):
+            raise NumbersNeeded(needed)
         if isinstance(error.expression, sympy.Eq) and self._fix_floors(error.expression):
             return
         env = self.root_values(self.hints)

@@ -7,7 +7,8 @@ pieces of them (``TensorRef``).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import operator
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,6 +17,11 @@ import torch
 from strop.ir.dims import Expr
 from strop.ir.ops import is_foreign
 from strop.ir.source import KernelSource, is_within
+
+_RELATIONS: dict[str, Callable[[float, float], bool]] = {
+    "==": operator.eq, "!=": operator.ne, "<": operator.lt, "<=": operator.le, ">": operator.gt,
+    ">=": operator.ge,
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,13 +33,22 @@ class Guard:
     right: Expr
 
     def holds(self, env: Mapping[str, int]) -> bool:
-        a, b = self.left.eval(env), self.right.eval(env)
-        return {"==": a == b, "!=": a != b, "<": a < b, "<=": a <= b, ">": a > b, ">=": a >= b}[
-            self.relation
-        ]
+        return _RELATIONS[self.relation](self.left.eval(env), self.right.eval(env))
 
     def __str__(self) -> str:
         return f"{self.left} {self.relation} {self.right}"
+
+
+@dataclass(frozen=True, slots=True)
+class NumberGuard:
+    """``number relation value`` must hold for a graph to be right. Numbers are counted from 0."""
+
+    number: int
+    relation: str
+    value: float
+
+    def holds(self, numbers: Sequence[float]) -> bool:
+        return _RELATIONS[self.relation](numbers[self.number], self.value)
 
 
 @dataclass(frozen=True, slots=True)

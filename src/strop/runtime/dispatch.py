@@ -20,11 +20,10 @@ from operator import is_
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 from strop.errors import StropError, UnsupportedError
-from strop.frontend.capture import TensorSpec
+from strop.frontend.capture import NumbersNeeded
 from strop.frontend.objects import WithObjects, given_back
 from strop.options import Options
 from strop.patterns import registry
@@ -35,6 +34,7 @@ from strop.runtime.hoisting import Hoist, Kept, Moment, Stamp, Tally, stamp_of
 from strop.runtime.limits import looks_too_far
 from strop.runtime.loop import Loop, moment_of
 from strop.runtime.memory import Workspace, workspace_of
+from strop.runtime.passing import are_dense, as_specified, returned, structured
 from strop.runtime.short import (
     Short,
     open_entrance,
@@ -53,7 +53,8 @@ from strop.runtime.signature import (
     solve_roots,
 )
 from strop.runtime.state import ModuleState, place
-from strop.runtime.straight import FIRST
+from strop.runtime.training_mode import is_in_training
+from strop.runtime.turned import Call, Turned, with_numbers
 from strop.runtime.variants import REFUSALS, Variant, VariantStore, device_of, library_for
 
 if TYPE_CHECKING:
@@ -71,7 +72,7 @@ class Adapter:
         """Arguments in the form that is captured."""
         return args, kwargs
 
-    def shapes(self, tensors: Sequence[Tensor]) -> Shapes:
+    def shapes(self, tensors: Sequence[Tensor], skeleton: Skeleton = ()) -> Shapes:
         from strop.runtime.signature import default_shapes
 
         return default_shapes(tensors)
@@ -128,46 +129,12 @@ def is_untraced(hooks: Mapping[int, Any]) -> bool:
     return any(getattr(hook, "__module__", "") != _TRACED_HOOKS for hook in hooks.values())
 
 
-def as_specified(tensors: Sequence[Tensor], specs: Sequence[TensorSpec]) -> list[Tensor]:
-    """Arguments in the type and layout that a program reads: adapters may want another type, and
-    torch leaves it to a bit that numbers are conjugated or negated."""
-    return [t.resolve_conj().resolve_neg().to(s.dtype).contiguous(memory_format=s.memory_format)
-            for t, s in zip(tensors, specs, strict=True)]  # fmt: skip
-
-
-def _is_dense(tensors: Sequence[Tensor], specs: Sequence[TensorSpec]) -> bool:
-    """Whether all lie as they have been traced, at the beginning of their memory."""
-    return all(t.is_contiguous(memory_format=s.memory_format) and not t.storage_offset()
-               for t, s in zip(tensors, specs, strict=True))  # fmt: skip
-
-
-def _returned(entry: Entry, results: list[Any], tensors: Sequence[Tensor]) -> Any:
-    """What the module gives back. Arguments among it are the caller's own, not the dense copies
-    that kernels read or what a CUDA graph keeps."""
-    assert entry.variant is not None
-    for alias in entry.aliases:
-        own = alias.of(tensors[alias.argument])
-        if own is not None and own.dtype == results[alias.place].dtype:
-            results[alias.place] = own
-    return pytree.tree_unflatten(results, entry.variant.out_spec)
-
-
-def _structured(spec: pytree.TreeSpec, count: int) -> Callable[[list[Any]], Any]:
-    """``tree_unflatten`` of so many results; of one alone, or of a tuple, without its detours."""
-    probe = [object() for _ in range(count)]
-    found = pytree.tree_unflatten(probe, spec)
-    if count == 1 and found is probe[0]:
-        return FIRST
-    if type(found) is tuple and found == tuple(probe):
-        return tuple
-    return partial(pytree.tree_unflatten, treespec=spec)
-
-
 def _plain_forward(module: nn.Module) -> Any:
     return types.MethodType(type(module).forward, module)
 
 
 _NUMBERS = itertools.count()
+_ON_HOST = torch.empty(0)
 
 
 class Dispatcher:
@@ -187,6 +154,7 @@ class Dispatcher:
         self.counters = Counters()
         reserve_entrance(module)
         self.state = ModuleState(module)
+        self.turned = Turned()
         self.variants = VariantStore(module, self.eager, options, self.name)
         self.latest: Entry | None = None  # the shape that ran last
         self._entries: dict[Hashable, Entry] = {}
@@ -224,35 +192,52 @@ class Dispatcher:
             return self._run_eager(reason, args, kwargs)
         args, kwargs = self.adapter.normalise(args, kwargs)
         tensors: list[Tensor] = []
+        floats: list[float] = []
         try:
-            skeleton = flatten((args, kwargs), tensors)
+            skeleton = flatten((args, kwargs), tensors, floats)
         except UnsupportedError as error:
             return self._run_eager(str(error), args, kwargs)
         if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
             return self._run_eager("an argument requires a gradient", args, kwargs)
-        key = (skeleton, tuple((t.shape, t.dtype, t.device, is_channels_last(t)) for t in tensors))
+        call = self._resolved(skeleton, floats, tensors) if floats else Call(skeleton, tensors)
         plain = None if kwargs else args
         # normal tensors, whatever the caller's mode: memory and weights outlive this call
         with self._lock:
             if torch.is_inference_mode_enabled() or torch.is_grad_enabled():
                 with torch.inference_mode(False), torch.no_grad():
-                    refusal, result = self._serve(key, skeleton, tensors, plain)
+                    refusal, result = self._serve(call, plain)
             else:
-                refusal, result = self._serve(key, skeleton, tensors, plain)
+                refusal, result = self._serve(call, plain)
+        if refusal is None and type(result) is not WithObjects:
+            return result
         if refusal is None:
-            return given_back(result, (args, kwargs)) if type(result) is WithObjects else result
-        return self._run_refused(refusal, skeleton, tensors, args, kwargs)
+            try:
+                return given_back(result, (args, kwargs))
+            except UnsupportedError as error:
+                refusal = error
+        return self._run_refused(refusal, call, args, kwargs)
 
-    def _serve(self, key: Hashable, skeleton: Skeleton, tensors: list[Tensor],
-               plain: tuple[Any, ...] | None) -> tuple[StropError | None, Any]:  # fmt: skip
+    def _resolved(self, bare: Skeleton, floats: Sequence[float], tensors: list[Tensor]) -> Call:
+        """A call that has floats: which of them are inputs."""
+        device = (tensors or self.state.tensors or [_ON_HOST])[0].device
+        return self.turned.call(bare, floats, tensors, self.state.structure, device)
+
+    def _key(self, call: Call) -> Hashable:
+        looks = tuple((t.shape, t.dtype, t.device, is_channels_last(t)) for t in call.tensors)
+        if call.numbers:
+            return (call.skeleton, looks, self.turned.outcomes(call))
+        return (call.skeleton, looks)
+
+    def _serve(self, call: Call, plain: tuple[Any, ...] | None) -> tuple[StropError | None, Any]:
         """Why there is no program for the call, or its result. ``plain``: its arguments where none
         has a name."""
+        key = self._key(call)
         entry = self._entries.get(key)
         if entry is not None and self._may_run_ahead(entry):
             replays, tally = self.counters.replays, replace(self.counters.hoisted)
             self._checked_loop = self.loop.number  # what it keeps is of this loop
             try:
-                result = self._run(entry, tensors)
+                result = self._run(entry, call.tensors)
             except BaseException:
                 self._checked_loop = 0  # nobody has looked at the module
                 raise
@@ -266,10 +251,11 @@ class Dispatcher:
         entry = self._entries.get(key)
         if entry is None:
             try:
-                entry = self._enter(key, skeleton, tensors)
+                entry, call = self._enter(call)
             except REFUSALS as refusal:
                 return refusal, None
-        if entry.variant.layout_reads and not _is_dense(tensors, entry.variant.specs):
+        tensors = call.tensors
+        if entry.variant.layout_reads and not are_dense(tensors, entry.variant.specs):
             asked = ", ".join(entry.variant.layout_reads)
             return UnsupportedError(
                 f"its forward asks how arguments lie in memory ({asked}), and one of them has gaps"
@@ -277,7 +263,7 @@ class Dispatcher:
             ), None
         result = self._run(entry, tensors)
         if plain is not None:
-            self._prepare(self._entries.get(key), plain, tensors)
+            self._prepare(self._entries.get(self._key(call)), plain, tensors)
         return None, result
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -307,7 +293,7 @@ class Dispatcher:
         """Why the module as it is cannot be compiled. Looked at once a denoise loop."""
         if self._replaced:
             return self._replaced
-        if self.module.training or any(m.training for m in self.state.train_sensitive):
+        if is_in_training(self.state.modules, self.state.train_sensitive):
             return "the module, or a part of it, is in training mode: call .eval()"
         if any(self.state.hooks) and any(map(is_untraced, self.state.hooks)):
             return "a submodule has forward hooks, which compiled code would not run"
@@ -319,8 +305,8 @@ class Dispatcher:
         self._note_eager(reason)
         return self.eager(*args, **kwargs)
 
-    def _run_refused(self, refusal: StropError, skeleton: Skeleton, tensors: list[Tensor],
-                     args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # fmt: skip
+    def _run_refused(self, refusal: StropError, call: Call, args: tuple[Any, ...],
+                     kwargs: dict[str, Any]) -> Any:  # fmt: skip
         """In eager, whose own exception comes first: it says more than that tracing failed."""
         if self.options.strict and refusal.__cause__ is None:
             raise refusal
@@ -328,7 +314,7 @@ class Dispatcher:
             result = self.eager(*args, **kwargs)
         except Exception:
             with contextlib.suppress(*REFUSALS):
-                self.variants.forget_failure(self.state, skeleton, self.adapter.shapes(tensors))
+                self.variants.forget_failure(self.state, call, self._shapes(call))
             raise
         if self.options.strict:
             raise refusal
@@ -407,25 +393,51 @@ class Dispatcher:
 
     # shapes
 
-    def _enter(self, key: Hashable, skeleton: Skeleton, tensors: list[Tensor]) -> Entry:
-        """Find or build the variant for a call seen for the first time; may raise REFUSALS."""
+    def _shapes(self, call: Call) -> Shapes:
+        shapes = self.adapter.shapes(call.plain, call.skeleton)
+        return with_numbers(shapes, len(call.numbers), device_of(self.state, shapes))
+
+    def _enter(self, call: Call) -> tuple[Entry, Call]:
+        """Find or build the variant for a call seen for the first time; may raise REFUSALS. Also
+        the call, in which other floats may have become inputs."""
         if self.state.replaced:
             raise UnsupportedError(f"the forward of a {self.state.replaced} inside was replaced")
-        shapes = self.adapter.shapes(tensors)
-        device = device_of(self.state, shapes)
-        variant = self.variants.get(self.state, skeleton, tensors, shapes)
-        env = solve_roots(variant.specs, [t.shape for t in tensors])
+        if call.floats and self.turned.note(call):
+            call = self._resolved(call.bare, call.floats, call.plain)
+        variant, call = self._variant(call)
+        shapes = [t.shape for t in call.tensors]
+        env = solve_roots(variant.specs, shapes)
         if looks_too_far(variant.program, env):
             raise UnsupportedError("an index looks into a dim of 2^31 elements or more")
         for cause in variant.program.foreign_causes:
             self._note_fallback(f"{cause}: torch runs it")
         aliases = returned_arguments(variant.program, env)
-        steady = self.adapter.steady(skeleton) if self._may_hoist else ()
-        timestep = self.adapter.timestep(skeleton) if steady else None
+        steady = self.adapter.steady(call.skeleton) if self._may_hoist else ()
+        timestep = self.adapter.timestep(call.skeleton) if steady else None
+        if steady:  # numbers are, too, or nothing that they scale would be kept
+            steady += tuple(range(len(call.plain), len(call.tensors)))
+        device = device_of(self.state, self._shapes(call))
         entry = Entry(next(_NUMBERS), variant, device, env, aliases=aliases, steady=steady,
                       timestep=timestep, is_pure=variant.program.is_pure)  # fmt: skip
-        self._entries[key] = entry
-        return entry
+        self._entries[self._key(call)] = entry
+        return entry, call
+
+    def _variant(self, call: Call) -> tuple[Variant, Call]:
+        """The variant for a call; of floats that it can have as constants only, they are some."""
+        while True:
+            try:
+                variant = self.variants.get(self.state, call, self._shapes(call))
+            except NumbersNeeded as error:
+                needed: Sequence[int] = sorted(error.numbers)
+            except REFUSALS:
+                if not call.numbers:
+                    raise
+                needed = range(len(call.numbers))
+            else:
+                self.turned.learn(call, variant.number_guards)
+                return variant, call
+            self.turned.fix(call, self.state.structure, needed)
+            call = self._resolved(call.bare, call.floats, call.plain)
 
     def _bound(self, entry: Entry, workspace: Workspace, stream: int) -> Bound:
         if entry.placed is None:
@@ -487,7 +499,7 @@ class Dispatcher:
         if not all(map(is_, as_specified(tensors, entry.variant.specs), tensors)):
             return
         is_unchanged, bound = self.state.comparison(), entry.bounds[0]
-        run = bound.straight(_structured(entry.variant.out_spec, len(bound.program.returned)))
+        run = bound.straight(structured(entry.variant.out_spec, len(bound.program.returned)))
         if run is not None and is_unchanged is not None:
             drop = partial(self._ready.pop, key, None)
             self.short = short_way(self, entry, tensors, run, is_unchanged, drop)
@@ -539,7 +551,7 @@ class Dispatcher:
         self.counters.launches = bound.num_launches
         if entry.uses == 1 and self.options.check_finite:
             self._check_finite(results, tensors)
-        return _returned(entry, results, tensors)
+        return returned(entry.variant.out_spec, entry.aliases, results, tensors)
 
     def _run_checked(self, bound: Bound, compiled: Compiled, inputs: Sequence[Tensor]) -> list[Any]:
         from strop.debug.check import run_checked
@@ -563,7 +575,7 @@ class Dispatcher:
         )  # fmt: skip
         self.counters.replays += 1
         self.counters.launches = launches
-        return _returned(entry, results, inputs)
+        return returned(entry.variant.out_spec, entry.aliases, results, inputs)
 
     def _check_finite(self, results: Sequence[Any], tensors: Sequence[Tensor]) -> None:
         """One look at a shape's first result: a black picture must never come silently."""

@@ -27,6 +27,14 @@ _NUMBERS: dict[str, Callable[[str], Any]] = {
 
 
 @dataclass(frozen=True, slots=True)
+class NumberRef:
+    """Stands for a float in a skeleton: as ``flatten`` leaves it, the float number ``index`` of the
+    call; in what ``rebuild`` takes, the item ``index`` of the call's tensors and numbers."""
+
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
 class Shapes:
     """Symbolic sizes for the tensors of a call. ``is_ragged`` graphs are built in background.
 
@@ -39,14 +47,15 @@ class Shapes:
     is_exact: bool = False
 
 
-def flatten(value: Any, tensors: list[Tensor]) -> Skeleton:
-    """The skeleton of a call's arguments; tensors are appended in order of appearance.
+def flatten(value: Any, tensors: list[Tensor], floats: list[float] | None = None) -> Skeleton:
+    """The skeleton of a call's arguments; tensors are appended in order of appearance, and so are
+    floats, where there is a list for them. Without one they are part of the skeleton.
 
     Every call comes through here: what calls are made of is asked for first.
     """
     kind = type(value)
     if kind is tuple:
-        return ("tuple", *[flatten(v, tensors) for v in value])
+        return ("tuple", *[flatten(v, tensors, floats) for v in value])
     if kind is dict and not value:
         return _NO_ITEMS
     if isinstance(value, Tensor):
@@ -56,14 +65,16 @@ def flatten(value: Any, tensors: list[Tensor]) -> Skeleton:
         return Ref(len(tensors) - 1)
     if value is None or isinstance(value, str | torch.dtype | torch.device):
         return value
+    if kind is float and floats is not None:
+        floats.append(value)
+        return NumberRef(len(floats) - 1)
     if isinstance(value, int | float):
-        return _number(value)
+        return number_text(value)
     if kind in (list, torch.Size):
-        return ("list" if kind is list else "tuple", *[flatten(v, tensors) for v in value])
-    if kind is dict and set(map(type, value)) <= {str, int}:
-        keys = sorted(value, key=lambda k: (type(k).__name__, k))
-        return ("dict", *[(k, flatten(value[k], tensors)) for k in keys])
-    return _flatten_object(value, kind, tensors)
+        return ("list" if kind is list else "tuple", *[flatten(v, tensors, floats) for v in value])
+    if kind is dict and set(map(type, value)) <= {str, int}:  # in their order, as code may use it
+        return ("dict", *[(k, flatten(v, tensors, floats)) for k, v in value.items()])
+    return _flatten_object(value, kind, tensors, floats)
 
 
 _TRACING_MODES = (
@@ -99,29 +110,47 @@ def described(t: Tensor) -> str:
     return f"a tensor of type {t.dtype}" if t.is_quantized else f"a tensor of layout {t.layout}"
 
 
-def _flatten_object(value: Any, kind: type, tensors: list[Tensor]) -> Skeleton:
+def _flatten_object(value: Any, kind: type, tensors: list[Tensor],
+                    floats: list[float] | None) -> Skeleton:  # fmt: skip
     if isinstance(value, tuple) and hasattr(kind, "_fields"):
-        return ("named tuple", kind, *[flatten(v, tensors) for v in value])
+        return ("named tuple", kind, *[flatten(v, tensors, floats) for v in value])
     if is_dataclass(kind) and all(f.init for f in fields(kind)):
         names = [f.name for f in fields(kind)]
-        return ("dataclass", kind, *[(n, flatten(getattr(value, n), tensors)) for n in names])
+        return (
+            "dataclass",
+            kind,
+            *[(n, flatten(getattr(value, n), tensors, floats)) for n in names],
+        )
     if is_cache(value):
         state = vars(value).items()
-        return ("object", kind.__name__, *[(name, flatten(v, tensors)) for name, v in state])
+        return (
+            "object",
+            kind.__name__,
+            *[(name, flatten(v, tensors, floats)) for name, v in state],
+        )
     if is_cache_class(value):
         return ("class", value.__name__)
     raise UnsupportedError(f"argument of type {kind.__name__}")
 
 
-def _number(value: int | float) -> tuple[str, str]:
+def number_text(value: int | float) -> tuple[str, str]:
     if isinstance(value, float):
         return ("float", value.hex())  # -0.0 is not 0.0, and NaN equals itself
     return ("bool", str(value)) if isinstance(value, bool) else ("int", str(int(value)))
 
 
-def rebuild(skeleton: Skeleton, tensors: Sequence[Tensor]) -> Any:
-    """The inverse of ``flatten``."""
-    if isinstance(skeleton, Ref):
+def with_floats(skeleton: Skeleton, floats: Sequence[Skeleton]) -> Skeleton:
+    """``skeleton`` with these parts where ``flatten`` has left floats out."""
+    if isinstance(skeleton, NumberRef):
+        return floats[skeleton.index]
+    if not isinstance(skeleton, tuple):
+        return skeleton
+    return tuple(with_floats(part, floats) for part in skeleton)
+
+
+def rebuild(skeleton: Skeleton, tensors: Sequence[Any]) -> Any:
+    """The inverse of ``flatten``. ``tensors``: and behind them the numbers that are inputs."""
+    if isinstance(skeleton, Ref | NumberRef):
         return tensors[skeleton.index]
     if not isinstance(skeleton, tuple):
         return skeleton
@@ -140,6 +169,13 @@ def rebuild(skeleton: Skeleton, tensors: Sequence[Tensor]) -> Any:
         return items[0](*[rebuild(item, tensors) for item in items[1:]])
     parts = [rebuild(item, tensors) for item in items]
     return tuple(parts) if kind == "tuple" else parts
+
+
+def count_numbers(skeleton: Skeleton) -> int:
+    """How many floats of a call are inputs."""
+    if isinstance(skeleton, tuple):
+        return sum(map(count_numbers, skeleton))
+    return int(isinstance(skeleton, NumberRef))
 
 
 def tensor_numbers(skeleton: Skeleton) -> Iterator[int]:

@@ -18,6 +18,7 @@ from strop.frontend.capture import has_other_forward, state_places
 from strop.ir.program import Program
 from strop.runtime.surroundings import Surroundings, is_private
 from strop.runtime.texts import is_plain
+from strop.runtime.training_mode import sensitive_parts
 
 _DATA_PTR = Tensor.data_ptr
 # Whether tensors lie at these addresses, asked at once in builds of torch for GPUs.
@@ -39,7 +40,7 @@ class ModuleState:
         settings: list[tuple[dict[str, Any], str]] = []
         self._adapted = []
         self.modules = list(self.module.modules())
-        self.train_sensitive = [m for m in self.modules if _depends_on_training(m)]
+        self.train_sensitive = sensitive_parts(self.modules)
         self._merged: list[Tensor] = []
         self._merged_pointers: list[int] = []
         self._num_adapters = self._count_adapters()
@@ -202,13 +203,6 @@ class ModuleState:
 
 def _pointers(tensors: Sequence[Tensor]) -> list[int]:
     return list(map(_DATA_PTR, tensors))
-
-
-def _depends_on_training(module: nn.Module) -> bool:
-    """Dropout and batch norm act otherwise in training. (peft leaves its layers in that mode.)"""
-    if isinstance(module, nn.modules.dropout._DropoutNd):
-        return module.p > 0
-    return isinstance(module, nn.modules.batchnorm._NormBase)
 
 
 def _layout(t: Tensor) -> tuple[int, ...] | None:

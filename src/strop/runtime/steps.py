@@ -24,6 +24,7 @@ from strop.errors import ShapeError, UnsupportedError
 from strop.frontend.capture import TensorSpec, clone_structure
 from strop.frontend.importer import import_graph
 from strop.frontend.joint import TANGENT
+from strop.frontend.objects import Contents
 from strop.frontend.step import CapturedStep, capture_step
 from strop.ir.dims import Expr
 from strop.ir.graph import Ref
@@ -177,7 +178,11 @@ class Steps:
 
         def call(*tensors: Tensor) -> Any:
             args, kwargs = rebuild(skeleton, tensors)
-            return clone(*args, **kwargs)
+            contents = Contents((args, kwargs))
+            result = clone(*args, **kwargs)
+            if contents.left():
+                raise UnsupportedError("it takes items out of a list among its arguments")
+            return result
 
         try:
             captured = capture_step(clone, call, shapes.specs, shapes.hints, wants)

@@ -12,7 +12,7 @@ import importlib.metadata
 import inspect
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,6 +23,7 @@ from torch import nn
 
 import strop
 from strop.errors import CacheError
+from strop.ir.program import NumberGuard
 from strop.ir.serialize import from_json, to_json
 from strop.options import Options
 from strop.patterns import registry
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
     from strop.runtime.variants import Variant
 
 log = logging.getLogger("strop")
-_FORMAT = 3
+_FORMAT = 4
 
 
 def key_of(module: nn.Module, state: ModuleState, skeleton: Skeleton, shapes: Shapes,
@@ -123,6 +124,16 @@ def _file_digest(file: str) -> str:
 _DAMAGE = (CacheError, ValueError, LookupError, TypeError, AttributeError, RuntimeError)
 
 
+def find(key: str, numbers: Sequence[float], options: Options) -> tuple[str, Variant | None]:
+    """The stored variant for these numbers, or None, and under which key it is, or is to be saved:
+    one whose guards they do not meet leads to another place."""
+    while True:
+        variant = load(key, options)
+        if variant is None or variant.is_for(numbers):
+            return key, variant
+        key = hashlib.sha256(f"{key}{variant.number_guards}".encode()).hexdigest()
+
+
 def load(key: str, options: Options) -> Variant | None:
     """The stored variant, or None. A damaged entry is dropped with one log line."""
     from strop.frontend.capture import TensorSpec
@@ -139,11 +150,13 @@ def load(key: str, options: Options) -> Variant | None:
                       for shape, dtype, device, last in entry["specs"])  # fmt: skip
         names, is_ragged = tuple(entry["state_names"]), bool(entry["is_ragged"])
         fixed, reads = (tuple(map(str, entry[name])) for name in ("fixed", "layout_reads"))
+        guards = tuple(NumberGuard(int(number), str(relation), float(value))
+                       for number, relation, value in entry["number_guards"])  # fmt: skip
     except _DAMAGE as error:
         log.warning("a stored plan was dropped: %s", error)
         return None
     return Variant(program, specs, out_spec, names, is_ragged, from_disk=True, fixed=fixed,
-                   layout_reads=reads)  # fmt: skip
+                   layout_reads=reads, number_guards=guards)  # fmt: skip
 
 
 def save(key: str, variant: Variant, options: Options) -> None:
@@ -163,5 +176,6 @@ def save(key: str, variant: Variant, options: Options) -> None:
         "is_ragged": variant.is_ragged,
         "fixed": variant.fixed,
         "layout_reads": variant.layout_reads,
+        "number_guards": [(g.number, g.relation, g.value) for g in variant.number_guards],
     }  # fmt: skip
     DiskCache(options.cache_path).write("plan", key, json.dumps(entry).encode())

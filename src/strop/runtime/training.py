@@ -26,7 +26,8 @@ from strop.errors import OptionError, UnsupportedError
 from strop.frontend.capture import without_reports
 from strop.options import Options
 from strop.runtime.aot import AotLog, compile_dynamo
-from strop.runtime.dispatch import Dispatcher, as_specified, is_untraced
+from strop.runtime.dispatch import Dispatcher, is_untraced
+from strop.runtime.passing import as_specified
 from strop.runtime.signature import flatten
 from strop.runtime.steps import Steps
 from strop.runtime.variants import REFUSALS
@@ -97,7 +98,7 @@ class TrainingDispatcher(Dispatcher):
             given = itertools.chain(self.state.tensors, tensors)
             if not torch.is_grad_enabled() or not any(t.requires_grad for t in given):
                 raise UnsupportedError("nothing in it has a gradient")
-            shapes = self.adapter.shapes(tensors)
+            shapes = self.adapter.shapes(tensors, skeleton)
             step, env = self.steps.get(self.state, skeleton, tensors, shapes)
         return step(env, (*self.state.tensors, *as_specified(tensors, step.specs)))
 

@@ -23,11 +23,10 @@ from torch._prims_common import is_non_overlapping_and_dense_or_false
 from strop.backend import Compiled, compile_captured, families
 from strop.codegen.assemble import Signature
 from strop.errors import CaptureError, ShapeError, UnsupportedError
-from strop.frontend.capture import TensorSpec, capture, clone_structure
-from strop.frontend.effects import no_changes
+from strop.frontend.capture import NumbersNeeded, TensorSpec, capture, clone_structure
 from strop.frontend.importer import import_graph
-from strop.frontend.objects import with_objects
-from strop.ir.program import Program
+from strop.frontend.objects import Contents, with_objects
+from strop.ir.program import NumberGuard, Program
 from strop.ir.source import KernelSource, has_boxes
 from strop.options import Options
 from strop.patterns import registry
@@ -47,6 +46,7 @@ from strop.runtime.signature import (
 )
 from strop.runtime.state import ModuleState
 from strop.runtime.surroundings import is_private
+from strop.runtime.turned import Call
 
 log = logging.getLogger("strop")
 Sizes = Sequence[Sequence[int]]  # of each tensor argument
@@ -69,9 +69,13 @@ class Variant:
     later: Ahead = field(default_factory=lambda: Ahead(()))  # kernels that only other sizes need
     fixed: tuple[str, ...] = ()  # sizes that it holds for at one value, and why
     layout_reads: tuple[str, ...] = ()  # see ``Captured``: it serves dense arguments alone
+    number_guards: tuple[NumberGuard, ...] = ()  # of the numbers that are inputs
 
     def fits(self, sizes: Sizes) -> bool:
         return self.env(sizes) is not None
+
+    def is_for(self, numbers: Sequence[float]) -> bool:
+        return all(guard.holds(numbers) for guard in self.number_guards)
 
     def env(self, sizes: Sizes) -> dict[str, int] | None:
         """Values of the symbolic sizes; None for arguments that this graph does not serve."""
@@ -109,53 +113,54 @@ class VariantStore:
     def all(self) -> list[Variant]:
         return [v for variants in self.variants.values() for v in variants]
 
-    def get(self, state: ModuleState, skeleton: Skeleton, tensors: Sequence[Tensor],
-            shapes: Shapes) -> Variant:  # fmt: skip
-        """Raises one of REFUSALS when the call has to run in eager."""
-        key, sizes = _key(state, skeleton, shapes), [t.shape for t in tensors]
-        for variant in self.variants.get(key, ()):
+    def get(self, state: ModuleState, call: Call, shapes: Shapes) -> Variant:
+        """Raises NumbersNeeded where numbers of the call have to be constants, or one of REFUSALS
+        when it has to run in eager."""
+        key, sizes = _key(state, call.skeleton, shapes), [t.shape for t in call.tensors]
+        known = [v for v in self.variants.get(key, ()) if v.is_for(call.numbers)]
+        for variant in known:
             if variant.fits(sizes):
                 return variant
         failed = self._failed.get((key, shapes.is_ragged))
         if failed:
             raise UnsupportedError(failed)
-        fixed = [variant.fixed for variant in self.variants.get(key, ()) if variant.fixed]
+        fixed = [variant.fixed for variant in known if variant.fixed]
         if len(fixed) >= MOST_FIXED:
             raise UnsupportedError(
                 f"it has {len(fixed)} graphs for one size each: its code fixes {fixed[-1][-1]}"
             )
-        if shapes.is_ragged and self.variants.get(key):
-            self._build_in_background(key, state, skeleton, shapes, sizes)
+        if shapes.is_ragged and known:
+            self._build_in_background(key, state, call, shapes, sizes)
             raise UnsupportedError(
                 "a graph for sizes off the usual grid is being built in the background"
             )
-        if not self.variants.get(key):  # else the usual hints would give the same graph again
-            built = self._build(key, state, skeleton, shapes, sizes)
+        if not known:  # else the usual hints would give the same graph again
+            built = self._build(key, state, call, shapes, sizes)
             if built.fits(sizes):
                 return built
-        return self._build_exactly(key, state, skeleton, shapes, sizes)
+        return self._build_exactly(key, state, call, shapes, sizes)
 
-    def forget_failure(self, state: ModuleState, skeleton: Skeleton, shapes: Shapes) -> None:
+    def forget_failure(self, state: ModuleState, call: Call, shapes: Shapes) -> None:
         """The call was wrong in itself, which says nothing of other calls."""
-        self._failed.pop((_key(state, skeleton, shapes), shapes.is_ragged), None)
+        self._failed.pop((_key(state, call.skeleton, shapes), shapes.is_ragged), None)
 
-    def _build_exactly(self, key: Any, state: ModuleState, skeleton: Skeleton, shapes: Shapes,
+    def _build_exactly(self, key: Any, state: ModuleState, call: Call, shapes: Shapes,
                        sizes: Sizes) -> Variant:  # fmt: skip
         """The usual hints (a batch of at least 2) gave guards that exclude this very call."""
         env = solve_roots(shapes.specs, sizes)
         exact = replace(shapes, hints=env, is_exact=True)
-        variant = self._build(key, state, skeleton, exact, sizes)
+        variant = self._build(key, state, call, exact, sizes)
         if variant.fits(sizes):
             return variant
         reason = f"its graph has guards that exclude the sizes it was traced for: {env}"
         self._failed[key, shapes.is_ragged] = reason
         raise ShapeError(reason)
 
-    def _build_in_background(self, key: Any, state: ModuleState, skeleton: Skeleton,
-                             shapes: Shapes, sizes: Sizes) -> None:  # fmt: skip
+    def _build_in_background(self, key: Any, state: ModuleState, call: Call, shapes: Shapes,
+                             sizes: Sizes) -> None:  # fmt: skip
         if key not in self._building:
             work = threading.Thread(target=self._build_and_leave,
-                                    args=(key, state, skeleton, shapes, sizes),
+                                    args=(key, state, call, shapes, sizes),
                                     name=f"strop-build-{self.name}", daemon=True)  # fmt: skip
             self._building[key] = work
             work.start()
@@ -174,11 +179,13 @@ class VariantStore:
         for variant in self.all:
             variant.later.wait()
 
-    def _build(self, key: Any, state: ModuleState, skeleton: Skeleton, shapes: Shapes,
-               sizes: Sizes) -> Variant:  # fmt: skip
+    def _build(self, key: Any, state: ModuleState, call: Call, shapes: Shapes, sizes: Sizes
+               ) -> Variant:  # fmt: skip
         try:
             with registry.holding(key[0][1]):  # of this very key, whatever other threads declare
-                variant = self._make(state, skeleton, shapes, sizes)
+                variant = self._make(state, call, shapes, sizes)
+        except NumbersNeeded:
+            raise
         except REFUSALS as error:
             self._failed[key, shapes.is_ragged] = str(error)
             raise
@@ -190,8 +197,7 @@ class VariantStore:
         self.variants.setdefault(key, []).append(variant)
         return variant
 
-    def _make(self, state: ModuleState, skeleton: Skeleton, shapes: Shapes, sizes: Sizes
-              ) -> Variant:  # fmt: skip
+    def _make(self, state: ModuleState, call: Call, shapes: Shapes, sizes: Sizes) -> Variant:
         started, device = time.perf_counter(), device_of(state, shapes)
         library = library_for(device, self.options)
         for name, tensor in zip(state.names, state.tensors, strict=True):
@@ -200,16 +206,16 @@ class VariantStore:
             if not is_non_overlapping_and_dense_or_false(tensor):
                 raise CaptureError(f"{self.name}: {name} has gaps in memory: make it contiguous")
         options = self.options.on(has_boxes=has_boxes(library.arch))
-        stored_key = stored_variants.key_of(self.module, state, skeleton, shapes, options)
+        stored_key = stored_variants.key_of(self.module, state, call.skeleton, shapes, options)
         variant = None
         if not self.options.wants_compiler:
-            variant = stored_variants.load(stored_key, self.options)
+            stored_key, variant = stored_variants.find(stored_key, call.numbers, self.options)
         if variant is None:
             library.warm_up()
         try:
             if variant is None:
                 with collection_paused():
-                    variant = self._compile(state, skeleton, shapes, device, library, options)
+                    variant = self._compile(state, call, shapes, device, library, options)
                 env = variant.env(sizes)
                 library.begin(_needed(variant.program, env, library))
                 stored_variants.save(stored_key, variant, self.options)
@@ -259,7 +265,7 @@ class VariantStore:
             log.warning("%s writes %s when it is traced; compiled code does not", self.name,
                         ", ".join(sorted(written)))  # fmt: skip
 
-    def _compile(self, state: ModuleState, skeleton: Skeleton, shapes: Shapes,
+    def _compile(self, state: ModuleState, asked: Call, shapes: Shapes,
                  device: torch.device, library: KernelLibrary, options: Options
                  ) -> Variant:  # fmt: skip
         self.num_captures += 1
@@ -269,18 +275,19 @@ class VariantStore:
         if has_boxes(library.arch):
             foresight = Foresight(library.begin, families(device.type, options))
 
-        def call(*tensors: Tensor) -> Any:
-            args, kwargs = rebuild(skeleton, tensors)
-            with no_changes((args, kwargs)), foresight:
+        def call(*given: Any) -> Any:
+            args, kwargs = rebuild(asked.skeleton, given)
+            contents = Contents((args, kwargs))
+            with foresight:
                 result = clone(*args, **kwargs)
-            return with_objects(result, (args, kwargs))
+            return with_objects(result, (args, kwargs), contents)
 
         parts, entered = list(clone.modules()), set[int]()
         for part in parts:
             part.register_forward_pre_hook(lambda m, _: entered.add(id(m)))
         self.progress.begin("tracing modules", len(parts), lambda: len(entered))
         try:
-            captured = capture(clone, call, shapes.specs, shapes.hints)
+            captured = capture(clone, call, shapes.specs, shapes.hints, asked.numbers)
         finally:  # also of a trace that failed: else its failure would be another module's
             written = state.ignore_own_writes()
         self._judge(written)
@@ -296,7 +303,9 @@ class VariantStore:
         seconds = {"capture": traced - start, **compiled.seconds}
         return Variant(compiled.program, captured.input_specs, captured.out_spec,
                        captured.state_names, shapes.is_ragged, False, seconds, compiled,
-                       fixed=captured.fixed, layout_reads=captured.layout_reads)  # fmt: skip
+                       fixed=captured.fixed, layout_reads=captured.layout_reads,
+
+            number_guards=captured.number_guards)  # fmt: skip
 
 
 def _needed(program: Program, env: Mapping[str, int] | None, library: KernelLibrary

@@ -1,0 +1,156 @@
+"""Floats that a user turns from call to call, such as the scale of an adapter, as inputs.
+
+A trace gets such a number as a symbol of torch's (``SymFloat``). What Python code computes of it
+stays in the graph, in Python's 64 bits and in its order. Where code compares it with a constant,
+the outcome is a guard; where it needs the number itself (for a text, a size, a key of a dict), the
+trace ends with ``NumbersNeeded``, and the caller traces that number as the constant that it is.
+"""
+
+from __future__ import annotations
+
+import builtins
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any, NoReturn
+
+import sympy
+import torch
+from torch import SymFloat
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.utils._sympy.symbol import SymT, make_symbol, symbol_is_type
+from torch.utils._sympy.value_ranges import ValueRanges
+
+from strop.errors import CaptureError
+from strop.ir.program import NumberGuard
+
+_OPPOSITE = {"==": "!=", "!=": "==", "<": ">=", ">=": "<", ">": "<=", "<=": ">"}
+_SWAPPED = {"==": "==", "!=": "!=", "<": ">", ">": "<", "<=": ">=", ">=": "<="}
+_SYMPY = {sympy.Eq: "==", sympy.Ne: "!=", sympy.Lt: "<", sympy.Le: "<=", sympy.Gt: ">",
+          sympy.Ge: ">="}  # fmt: skip
+
+
+class NumbersNeeded(CaptureError):
+    """The code of a module needs these numbers themselves, counted from 0."""
+
+    def __init__(self, numbers: frozenset[int]) -> None:
+        super().__init__("its code needs the value of a number among its arguments")
+        self.numbers = numbers
+
+
+class Numbers:
+    """The numbers of one trace, and what its code has asked about them."""
+
+    def __init__(self, values: Sequence[float]) -> None:
+        self.values = tuple(values)
+        self.guards: dict[NumberGuard, None] = {}
+        self.needed: frozenset[int] = frozenset()
+
+    def symbol(self, env: ShapeEnv, number: int) -> Any:
+        """A SymFloat that stands for this number."""
+        symbol = make_symbol(SymT.FLOAT, number, real=True)
+        value = self.values[number]
+        env.backed_var_to_val[symbol] = sympy.Float(value)
+        env.var_to_range[symbol] = ValueRanges.unknown()
+        return env.create_symfloatnode(symbol, hint=value)
+
+    def decided(self, e: Any) -> Any:
+        """What a relation is for the traced values, as torch wants it; raises NumbersNeeded for
+        all but a number beside a constant."""
+        name = _SYMPY.get(type(e))
+        left, right = e.args if name else (None, None)
+        if isinstance(right, sympy.Symbol):
+            left, right, name = right, left, _SWAPPED[name or "=="]
+        if (
+            name is None
+            or not isinstance(left, sympy.Symbol)
+            or not isinstance(right, sympy.Number)
+        ):
+            self.need(e)
+        assert name is not None
+        (number,) = numbers_in(left)
+        guard = NumberGuard(number, name, float(right))
+        outcome = guard.holds(self.values)
+        if not outcome:
+            guard = NumberGuard(number, _OPPOSITE[name], guard.value)
+        self.guards[guard] = None
+        return sympy.true if outcome else sympy.false
+
+    def need(self, e: Any) -> NoReturn:
+        """Noted as well, as the code may catch what is raised."""
+        self.needed |= numbers_in(e)
+        raise NumbersNeeded(self.needed)
+
+    def check(self, results: Sequence[Any]) -> None:
+        """Raises NumbersNeeded after a trace that has asked for some, or that returns some."""
+        given = [r.node.expr for r in results if isinstance(r, SymFloat)]
+        self.needed = self.needed.union(*map(numbers_in, given))
+        if self.needed:
+            raise NumbersNeeded(self.needed)
+
+
+def numbers_in(e: Any) -> frozenset[int]:
+    """The numbers in a sympy expression."""
+    symbols = getattr(e, "free_symbols", ())
+    return frozenset(int(s.name[2:]) for s in symbols if symbol_is_type(s, SymT.FLOAT))
+
+
+def is_number(value: Any) -> bool:
+    """Whether a traced value is made of numbers that are inputs."""
+    return isinstance(value, SymFloat) and bool(numbers_in(value.node.expr))
+
+
+_LIBRARIES = tuple(str(folder) for folder in (Path(torch.__file__).parent,
+                                              Path(sympy.__file__).parent))  # fmt: skip
+
+
+def _is_asked_by_torch(frame: FrameType) -> bool:
+    return frame.f_code.co_filename.startswith((*_LIBRARIES, str(Path(__file__).parent), "<frozen"))
+
+
+def _attribute_of(number: Any, name: str) -> Any:
+    """To a module's code that asks for its class it is a float, to torch what it is."""
+    is_class = name == "__class__" and not _is_asked_by_torch(sys._getframe(1))
+    return (
+        builtins.float if is_class and is_number(number) else object.__getattribute__(number, name)
+    )
+
+
+def _text_of(number: Any) -> str:
+    if _is_asked_by_torch(sys._getframe(1)) or not is_number(number):
+        return str(number.node.str())
+    return repr(builtins.float(number))
+
+
+def _format_of(number: Any, form: str) -> str:
+    return format(builtins.float(number), form) if is_number(number) else str(number.node.str())
+
+
+def _truth_of(number: Any) -> bool:
+    return bool(number != 0.0) if is_number(number) else bool(number.node.bool_())
+
+
+@contextmanager
+def python_floats() -> Iterator[None]:
+    """A SymFloat is a float to those who ask for its class, and a text of it is one of the number.
+    Traces take turns."""
+    ours: dict[str, Any] = {
+        "__getattribute__": _attribute_of,
+        "__repr__": _text_of,
+        "__str__": _text_of,
+        "__format__": _format_of,
+        "__bool__": _truth_of,
+    }
+    before = {name: vars(SymFloat).get(name) for name in ours}
+    for name, value in ours.items():
+        setattr(SymFloat, name, value)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                delattr(SymFloat, name)
+            else:
+                setattr(SymFloat, name, value)

@@ -1,0 +1,64 @@
+"""Which parts of a module act otherwise in training mode, and whether one of them is in it."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Sequence
+from types import CodeType, FunctionType
+
+from torch import nn
+
+
+def sensitive_parts(modules: Iterable[nn.Module]) -> list[nn.Module]:
+    """Those of which the result depends on their own flag ``training``.
+
+    Dropout without a probability does nothing in either mode; peft leaves such layers in training.
+    """
+    known: dict[type, bool] = {}
+    return [module for module in modules if _acts_on_training(module, known)]
+
+
+def is_in_training(modules: Sequence[nn.Module], sensitive: Sequence[nn.Module]) -> bool:
+    """``modules``: all of one model, the outermost first. ``sensitive``: its ``sensitive_parts``.
+
+    A wrapper that was made around parts in evaluation is in training mode by name alone.
+    """
+    if any(part.training for part in sensitive):
+        return True
+    return modules[0].training and all(part.training for part in modules)
+
+
+def _acts_on_training(module: nn.Module, known: dict[type, bool]) -> bool:
+    if isinstance(module, nn.modules.dropout._DropoutNd):
+        return module.p > 0
+    kind = type(module)
+    if kind not in known:
+        known[kind] = isinstance(module, nn.modules.batchnorm._NormBase) or _reads_flag(kind)
+    return known[kind]
+
+
+def _reads_flag(kind: type) -> bool:
+    """Whether the forward of a class, or a method that it may call, names the flag."""
+    reached = set[str]()
+    new = {"forward"}
+    while new and "training" not in new:
+        reached |= new
+        new = set().union(*(_names_in(kind, name) for name in new)) - reached
+    return bool(new)
+
+
+def _names_in(kind: type, member: str) -> set[str]:
+    """Attributes and global names in the code of a member, in all classes that define it."""
+    found = set[str]()
+    for base in kind.__mro__:
+        function = vars(base).get(member) if base not in (nn.Module, object) else None
+        if isinstance(function, property):
+            function = function.fget
+        if isinstance(function, FunctionType):
+            found |= _names_of(inspect.unwrap(function).__code__) | _names_of(function.__code__)
+    return found
+
+
+def _names_of(code: CodeType) -> set[str]:
+    inner = [_names_of(const) for const in code.co_consts if isinstance(const, CodeType)]
+    return set(code.co_names).union(*inner)

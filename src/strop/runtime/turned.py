@@ -1,0 +1,113 @@
+"""Floats among a call's arguments that a user turns, such as the scale of a ControlNet.
+
+The first value that is seen is a constant of its graph. With the second one the float becomes an
+input of the next graph, which then serves every value: a tensor without dims, in 64 bits as
+Python's floats, that is copied like other arguments. Graphs of models that nobody turns anything
+of stay as they are. Where code needs the value itself, it stays a constant (``fix``).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from strop.frontend.capture import TensorSpec
+from strop.ir.program import NumberGuard
+from strop.runtime.signature import NumberRef, Shapes, Skeleton, number_text, with_floats
+
+_MOST_TENSORS = 256  # kept, of the values of one module's numbers
+
+
+@dataclass(slots=True)
+class Call:
+    """A call: its ``skeleton``, the tensors in it, and behind them the ``numbers`` that are inputs.
+    ``bare`` is the skeleton without all ``floats``."""
+
+    skeleton: Skeleton
+    tensors: list[Tensor]
+    bare: Skeleton = ()
+    floats: tuple[float, ...] = ()
+    numbers: tuple[float, ...] = ()
+    inputs: tuple[int, ...] = ()  # which of the floats they are
+
+    @property
+    def plain(self) -> list[Tensor]:
+        """The tensors that the caller has given."""
+        return self.tensors[: len(self.tensors) - len(self.numbers)]
+
+
+class Turned:
+    """Which floats of one module's calls are inputs, by the bare skeleton of the call."""
+
+    def __init__(self) -> None:
+        self._first: dict[Skeleton, tuple[float, ...]] = {}
+        self._turned: dict[Skeleton, frozenset[int]] = {}
+        self._fixed: dict[tuple[int, Skeleton], frozenset[int]] = {}  # by structure too
+        self._skeletons: dict[tuple[Skeleton, tuple[Skeleton, ...]], Skeleton] = {}
+        self._guards: dict[Skeleton, tuple[NumberGuard, ...]] = {}
+        self._made: dict[tuple[str, torch.device], Tensor] = {}
+
+    def call(self, bare: Skeleton, floats: Sequence[float], tensors: list[Tensor],
+             structure: int, device: torch.device) -> Call:  # fmt: skip
+        """``tensors`` of a call whose skeleton is ``bare`` and these ``floats``."""
+        inputs: tuple[int, ...] = ()
+        if turned := self._turned.get(bare):
+            free = turned - self._fixed.get((structure, bare), frozenset())
+            inputs = tuple(n for n in sorted(free) if math.isfinite(floats[n]))
+        parts: list[Skeleton] = [number_text(value) for value in floats]
+        for place, number in enumerate(inputs, len(tensors)):
+            parts[number] = NumberRef(place)
+        key = bare, tuple(parts)
+        if key not in self._skeletons:
+            self._skeletons[key] = with_floats(bare, parts)
+        numbers = tuple(floats[n] for n in inputs)
+        given = [*tensors, *(self._tensor(value, device) for value in numbers)]
+        return Call(self._skeletons[key], given, bare, tuple(floats), numbers, inputs)
+
+    def note(self, call: Call) -> bool:
+        """That a graph is looked for. Whether a float has another value than when one was first
+        looked for, and has become an input by that."""
+        first = self._first.setdefault(call.bare, call.floats)
+        known = self._turned.get(call.bare, frozenset())
+        pairs = enumerate(zip(first, call.floats, strict=True))
+        found = frozenset(n for n, (a, b) in pairs if number_text(a) != number_text(b)) - known
+        self._turned[call.bare] = known | found
+        return bool(found)
+
+    def fix(self, call: Call, structure: int, numbers: Sequence[int]) -> None:
+        """These numbers of the call, counted from 0, stay constants."""
+        key = structure, call.bare
+        fixed = frozenset(call.inputs[number] for number in numbers)
+        self._fixed[key] = self._fixed.get(key, frozenset()) | fixed
+
+    def learn(self, call: Call, guards: Sequence[NumberGuard]) -> None:
+        """What graphs for such calls ask about their numbers."""
+        known = self._guards.get(call.skeleton, ())
+        self._guards[call.skeleton] = tuple(dict.fromkeys((*known, *guards)))
+
+    def outcomes(self, call: Call) -> tuple[bool, ...]:
+        """What those guards say of this call."""
+        guards = self._guards.get(call.skeleton, ())
+        return tuple(guard.holds(call.numbers) for guard in guards)
+
+    def _tensor(self, value: float, device: torch.device) -> Tensor:
+        """The same one for the same value: what depends on it alone is kept through a loop."""
+        key = value.hex(), device  # -0.0 is not 0.0
+        made = self._made.get(key)
+        if made is None:
+            if len(self._made) >= _MOST_TENSORS:
+                self._made.clear()
+            # filled by a kernel: nobody waits for a copy from the host
+            made = torch.full((), value, dtype=torch.float64, device=device)
+            self._made[key] = made
+        return made
+
+
+def with_numbers(shapes: Shapes, count: int, device: torch.device) -> Shapes:
+    """The same with so many numbers behind the tensors."""
+    spec = TensorSpec((), torch.float64, device)
+    return replace(shapes, specs=(*shapes.specs, *[spec] * count)) if count else shapes
