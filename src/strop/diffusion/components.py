@@ -61,7 +61,8 @@ class UNetAdapter(Adapter):
         if timestep.dim() == 0 or timestep.shape == (1,):
             timestep = timestep.expand(sample.shape[0])
         named["timestep"] = timestep
-        return (), {k: v for k, v in named.items() if v is not None or k in self._required}
+        kept = sorted(k for k, v in named.items() if v is not None or k in self._required)
+        return (), {name: named[name] for name in kept}  # one graph for whatever order a caller has
 
     def steady(self, skeleton: Skeleton) -> tuple[int, ...]:
         parts = [part for name, part in _named(skeleton) if name in STEADY]

@@ -2,50 +2,39 @@
 
 from __future__ import annotations
 
+import functools
 import logging
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
 
 from strop.api import optimize_module, restore
+from strop.diffusion.denoise_loops import (
+    COMPONENTS,
+    around,
+    is_watched,
+    parts_of,
+    watch_pipelines,
+)
+from strop.diffusion.denoise_loops import (
+    DENOISERS as DENOISERS,
+)
 from strop.diffusion.noise import draw_without_waiting
 from strop.diffusion.offloading import search_quickly
 from strop.diffusion.pictures import convert_as_before, convert_on_device
-from strop.diffusion.scheduler import host_timesteps
 from strop.errors import OptionError
 from strop.options import Options
 from strop.runtime.loop import Loop
 
 log = logging.getLogger("strop")
 
-# Components that each step of a denoise loop calls. Wan 2.2 has a second transformer for the end.
-DENOISERS = ("unet", "transformer", "transformer_2", "controlnet")
-# component -> the modules in it whose forward does the work
-COMPONENTS: dict[str, tuple[str, ...]] = {
-    "text_encoder": ("",),
-    "text_encoder_2": ("",),
-    "text_encoder_3": ("",),
-    "image_encoder": ("",),
-    "adapter": ("",),
-    **dict.fromkeys(DENOISERS, ("",)),
-    "vae": ("encoder", "decoder"),
-}
-
 
 def compiled_modules(pipe: Any) -> dict[str, nn.Module]:
     """The modules of a pipeline that are compiled, by the path a user would write."""
-    found: dict[str, nn.Module] = {}
-    for name, parts in COMPONENTS.items():
-        component = pipe.components.get(name)
-        if isinstance(component, nn.Module):
-            for part in parts:
-                module = getattr(component, part, None) if part else component
-                if not isinstance(module, nn.Module):
-                    continue
-                found[f"{name}.{part}" if part else name] = module
-    return found
+    held = pipe.components
+    return {path: module for name in COMPONENTS
+            for path, module in parts_of(held.get(name), name).items()}  # fmt: skip
 
 
 def optimize_pipeline(pipe: Any, options: Options) -> None:
@@ -65,9 +54,10 @@ def optimize_pipeline(pipe: Any, options: Options) -> None:
     convert_on_device(pipe)
     for name, module in known.items():
         optimize_module(module, options, name=name, loop=loop if name in DENOISERS else None)
+    watch_pipelines()
     if isinstance(pipe.__dict__.get("progress_bar"), _MarkedBar):
         pipe.progress_bar.loop = loop
-    elif hasattr(pipe, "progress_bar"):  # without one, every call looks at all weights
+    elif hasattr(pipe, "progress_bar") and not is_watched(pipe):  # one of a class of its own
         pipe.progress_bar = _MarkedBar(pipe.progress_bar, loop, pipe)
     left = {name: part for name, part in _modules(pipe).items() if name not in COMPONENTS}
     if left:
@@ -102,7 +92,7 @@ def restore_pipeline(pipe: Any) -> None:
 
 
 class _MarkedBar:
-    """``pipe.progress_bar`` surrounds the denoise loop of every pipeline: it tells us where."""
+    """The ``progress_bar`` of a pipeline of a class of its own."""
 
     def __init__(self, original: Any, loop: Loop, pipe: Any) -> None:
         self.original, self.loop, self.pipe = original, loop, pipe
@@ -110,14 +100,4 @@ class _MarkedBar:
     def __call__(self, iterable: Any = None, total: int | None = None) -> Any:
         if iterable is not None:
             return self.original(iterable, total)
-        return self._around(total)
-
-    @contextmanager
-    def _around(self, total: int | None) -> Iterator[Any]:
-        try:
-            scheduler = getattr(self.pipe, "scheduler", None)  # which may be another one by now
-            self.loop.begin(getattr(scheduler, "timesteps", None))
-            with host_timesteps(scheduler), self.original(total=total) as bar:
-                yield bar
-        finally:
-            self.loop.end()
+        return around(self.pipe, [self.loop], functools.partial(self.original, total=total))
