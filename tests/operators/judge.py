@@ -1,0 +1,210 @@
+"""Whether results are those of eager: structure, types, sizes, strides, memory and values.
+
+Values are judged by fp64, as ``strop.testing`` says. Samples are small: of a few numbers chance
+decides who is nearer to the truth, so that the root of a mean square over n of them is taken to be
+known to a factor of 1 + 4/sqrt(n), as in tests/fuzz. Where fp64 says nothing (results in fp64,
+another count of results, NaN in other places), a few units of the last place of eager are right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor
+
+from strop.testing import MAX_FACTOR, MAX_ULPS, RMS_FACTOR, RMS_ULPS
+from tests.operators.samples import is_plain
+
+NEAR_ULPS, NEAR_ULPS_OF_LARGEST = 16, 8
+
+
+@dataclass(frozen=True)
+class Difference:
+    """``kind``: one of structure, type, dtype, shape, strides, values, gradient, mutation,
+    requires_grad, aliasing, identity, exception, crash."""
+
+    kind: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.kind}: {self.text}"
+
+
+@dataclass(frozen=True)
+class Run:
+    """What came of a call: its result, and its arguments afterwards. ``gradients``: see running."""
+
+    result: Any
+    arguments: Sequence[Tensor]
+    gradients: Sequence[Tensor | None] = ()
+
+
+def differences(ours: Run, eager: Run, exact: Run | None) -> list[Difference]:
+    """What differs. ``exact``: the same in fp64, if that could be had."""
+    found, our_spec = pytree.tree_flatten(ours.result)
+    wanted, spec = pytree.tree_flatten(eager.result)
+    if our_spec != spec:
+        return [Difference("structure", f"{our_spec} for {spec}")]
+    right = _aligned(pytree.tree_leaves(exact.result) if exact else [], len(wanted))
+    said = list(_compared("", found, wanted, right))
+    for number, (a, b) in enumerate(zip(ours.arguments, eager.arguments, strict=True)):
+        if text := values_differ(a, b, None):
+            said.append(Difference("mutation", f"argument {number}: {text}"))
+    said += _memory(list(ours.arguments), found, list(eager.arguments), wanted)
+    said += _gradients_differ(ours, eager, exact)
+    return said
+
+
+def _gradients_differ(ours: Run, eager: Run, exact: Run | None) -> Iterator[Difference]:
+    if len(ours.gradients) != len(eager.gradients):
+        yield Difference("gradient", f"{len(ours.gradients)} for {len(eager.gradients)}")
+        return
+    right = _aligned(exact.gradients if exact else [], len(eager.gradients))
+    for number, (a, b, c) in enumerate(zip(ours.gradients, eager.gradients, right, strict=True)):
+        if (a is None) != (b is None):
+            yield Difference("gradient", f"of argument {number}: {_named(a)} for {_named(b)}")
+        elif a is not None and b is not None:
+            if (a.dtype, a.shape) != (b.dtype, b.shape):
+                yield Difference("gradient", f"of argument {number}: {_named(a)} for {_named(b)}")
+            elif text := values_differ(a, b, c):
+                yield Difference("gradient", f"of argument {number}: {text}")
+
+
+def _aligned(values: Sequence[Any], count: int) -> Sequence[Any]:
+    return values if len(values) == count else [None] * count
+
+
+def _compared(
+    where: str, found: Sequence[Any], wanted: Sequence[Any], right: Sequence[Any]
+) -> Iterator[Difference]:
+    for number, (a, b, c) in enumerate(zip(found, wanted, right, strict=True)):
+        where = f"result {number}: " if len(wanted) > 1 else ""
+        for kind, text in _differ(a, b, c):
+            yield Difference(kind, where + text)
+
+
+def _differ(a: Any, b: Any, exact: Any) -> Iterator[tuple[str, str]]:
+    if not isinstance(b, Tensor) or type(a) is not type(b):
+        if not (type(a) is type(b) and (a == b or (a != a and b != b))):
+            yield "type" if type(a) is not type(b) else "values", f"{_named(a)} for {_named(b)}"
+        return
+    for kind in ("dtype", "layout", "shape", "requires_grad"):
+        if getattr(a, kind) != getattr(b, kind):
+            yield kind, f"{getattr(a, kind)} for {getattr(b, kind)}"
+            if kind != "requires_grad":
+                return
+    if is_plain(b) and b.numel() and _strides(a) != _strides(b):
+        yield "strides", f"{a.stride()} for {b.stride()} of {tuple(b.shape)}"
+    if text := values_differ(a, b, exact):
+        yield "values", text
+
+
+def _named(value: Any) -> str:
+    return f"{value.dtype}{list(value.shape)}" if isinstance(value, Tensor) else repr(value)[:60]
+
+
+def _strides(t: Tensor) -> list[int]:
+    """Of dims that have more than one element: those of others say nothing."""
+    return [stride for size, stride in zip(t.shape, t.stride(), strict=True) if size != 1]
+
+
+def values_differ(found: Tensor, eager: Tensor, exact: Any) -> str:
+    a, b = (_numbers(x) for x in (found, eager))
+    if not b.dtype.is_floating_point:
+        return "" if torch.equal(a, b) else _shown(a, b, a != b)
+    same = (a == b) | (a.isnan() & b.isnan())
+    if bool(same.all()):
+        return ""
+    other = ~same & ~(a.isfinite() & b.isfinite())
+    if bool(other.any()):
+        return f"NaN or inf elsewhere: {_shown(a, b, other)}"
+    right = _numbers(exact) if isinstance(exact, Tensor) else None
+    finite = b.isfinite()
+    if right is None or not _can_judge(right, b, finite):
+        return _far(a[finite], b[finite])
+    return _inaccurate(a[finite], b[finite], right[finite].double())
+
+
+def _can_judge(right: Tensor, eager: Tensor, finite: Tensor) -> bool:
+    if eager.dtype is torch.float64 or not right.dtype.is_floating_point:
+        return False
+    return right.shape == eager.shape and bool(right[finite].isfinite().all())
+
+
+def _far(a: Tensor, b: Tensor) -> str:
+    eps, x, y = torch.finfo(b.dtype).eps, a.double(), b.double()
+    near = (x - y).abs() <= eps * (NEAR_ULPS * y.abs() + NEAR_ULPS_OF_LARGEST * y.abs().max())
+    return "" if bool(near.all()) else f"not near eager: {_shown(a, b, ~near)}"
+
+
+def _inaccurate(found: Tensor, eager: Tensor, exact: Tensor) -> str:
+    luck = 1 + 4 / found.numel() ** 0.5
+    own, base = found.double() - exact, eager.double() - exact
+    ulp = torch.finfo(found.dtype).eps * _rms(exact)
+    if _rms(own) > luck * (RMS_FACTOR * _rms(base) + RMS_ULPS * ulp):
+        return f"RMS error {_rms(own):.2e}, eager's {_rms(base):.2e}, ulp {ulp:.2e}"
+    largest = own.abs().max(), base.abs().max()
+    if largest[0] > luck * (MAX_FACTOR * largest[1] + MAX_ULPS * ulp):
+        return f"largest error {largest[0]:.2e}, eager's {largest[1]:.2e}, ulp {ulp:.2e}"
+    return ""
+
+
+def _rms(x: Tensor) -> float:
+    return float(x.square().mean().sqrt())
+
+
+def _numbers(t: Tensor) -> Tensor:
+    """As a dense array of real numbers of a type that torch computes with."""
+    t = t.detach()
+    if t.is_nested:
+        t = t.to_padded_tensor(0.0)
+    if t.layout is not torch.strided:
+        t = t.to_dense()
+    if t.is_quantized:
+        t = t.dequantize()
+    t = t.resolve_conj().resolve_neg()
+    if t.is_complex():
+        t = torch.view_as_real(t)
+    return t.float() if t.dtype.is_floating_point and t.dtype.itemsize == 1 else t
+
+
+def _shown(a: Tensor, b: Tensor, wrong: Tensor) -> str:
+    pairs = zip(a[wrong][:3].tolist(), b[wrong][:3].tolist(), strict=True)
+    return ", ".join(f"{_short(x)} for {_short(y)}" for x, y in pairs)
+
+
+def _short(x: Any) -> str:
+    return f"{x:.8g}" if isinstance(x, float) else str(x)
+
+
+def _memory(
+    mine: list[Any], found: list[Any], theirs: list[Any], wanted: list[Any]
+) -> Iterator[Difference]:
+    """Who lies in whose memory, and which result is which argument itself."""
+    ours, eagers, first = [*mine, *found], [*theirs, *wanted], len(mine)
+    numbers = [i for i, t in enumerate(eagers) if isinstance(t, Tensor)]
+    places = {i: (_place(ours[i], i), _place(eagers[i], i)) for i in numbers}
+
+    def name(i: int) -> str:
+        return f"argument {i}" if i < first else f"result {i - first}"
+
+    for j in (n for n in numbers if n >= first):
+        for i in (n for n in numbers if n < j):
+            ours_shared, shared = (places[i][k] == places[j][k] for k in (0, 1))
+            if ours_shared != shared:
+                how = "shares" if ours_shared else "does not share"
+                yield Difference("aliasing", f"{name(j)} {how} the memory of {name(i)}")
+            if (ours[i] is ours[j]) != (eagers[i] is eagers[j]):
+                how = "is" if ours[i] is ours[j] else "is not"
+                yield Difference("identity", f"{name(j)} {how} {name(i)}")
+
+
+def _place(value: Any, number: int) -> int:
+    """Where a tensor's memory begins. Empty ones, and those that are no arrays, lie nowhere."""
+    if not isinstance(value, Tensor) or value.layout is not torch.strided or not value.numel():
+        return -1 - number
+    return value.untyped_storage().data_ptr()
