@@ -13,7 +13,8 @@ READY := .venv/.ready
 help:
 	@echo "make demo     draw pictures with the model inside, before and after (demo.png, demo_compare.png)"
 	@echo "make test     lint, then every test (those that need a GPU skip themselves without one)"
-	@echo "make nightly  what takes too long for every change: whole tables of gradients, then make fuzz"
+	@echo "make nightly  what takes too long for every change: whole tables of gradients, torch's operator"
+	@echo "              samples as far as they have not run with these sources (2 hours), then make fuzz"
 	@echo "make fuzz     10,000 random programs, other ones each time (FUZZ_EXAMPLES=n)"
 	@echo "make lint     ruff check, ruff format --check, mypy --strict"
 	@echo "make bench    what the benchmarks measure, and how to run them"
@@ -35,8 +36,10 @@ test: lint
 	$(BIN)/python -m pytest $(CHOICE) $(OTHERS) || status=1; \
 	wait $$half || status=1; cat build/half.txt; exit $$status
 
+nightly: export OMP_NUM_THREADS ?= 1
 nightly: $(READY)
 	$(BIN)/python -m pytest -m nightly tests
+	$(BIN)/python -m tests.operators.sweep
 	$(MAKE) fuzz
 
 fuzz: export FUZZ_EXAMPLES ?= 10000

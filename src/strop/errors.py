@@ -17,6 +17,11 @@ class ShapeError(StropError, ValueError):
     """Sizes do not fit the compiled graph, or two sizes cannot be proven compatible."""
 
 
+class OutOfRangeError(StropError, IndexError, RuntimeError):
+    """An index lies outside of the tensor that it looks into. Torch raises an IndexError for some
+    operators and a RuntimeError for others (gather): code that catches either goes on working."""
+
+
 class CodegenError(StropError, RuntimeError):
     """Triton or the C++ compiler refused generated code, or is missing."""
 

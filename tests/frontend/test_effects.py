@@ -57,10 +57,36 @@ def draws_with_numpy(self: Effects, x: Tensor) -> Tensor:
     return x * float(np.random.rand())
 
 
+def seeds(self: Effects, x: Tensor) -> Tensor:
+    torch.manual_seed(5)
+    return x * torch.rand(4)
+
+
+def seeds_and_restores(self: Effects, x: Tensor) -> Tensor:
+    """As torch's own tests do; what was drawn stays, the generator is as it was."""
+    with torch.random.fork_rng():
+        torch.manual_seed(5)
+        return x * torch.rand(4)
+
+
+def sets_the_state(self: Effects, x: Tensor) -> Tensor:
+    state = torch.get_rng_state()
+    first = torch.rand(4)
+    torch.set_rng_state(state)
+    return x * first - torch.rand(4)
+
+
+def seeds_the_generator(self: Effects, x: Tensor) -> Tensor:
+    torch.default_generator.manual_seed(6)
+    return x * torch.rand(4)
+
+
 WHY = {
     counts: "it sets number of a Effects", appends: "it sets seen of a Effects",
     keeps: "it sets table of a Effects", replaces: "it replaces total",
     draws: "random numbers", draws_with_numpy: "random numbers",
+    seeds: "it seeds", seeds_and_restores: "it seeds", sets_the_state: "it seeds",
+    seeds_the_generator: "it seeds",
 }  # fmt: skip
 
 
@@ -68,6 +94,7 @@ def runs(module: nn.Module, *rest: Any) -> tuple[list[Tensor], dict[str, Any]]:
     """The results of some calls, and what they leave behind."""
     random.seed(0)
     np.random.seed(0)
+    torch.manual_seed(0)
     with torch.no_grad():
         results = [module(torch.arange(4.0) + n, *rest) for n in range(CALLS)]
     names = ("number", "seen", "table", "total")
@@ -83,6 +110,9 @@ def test_every_call_has_its_effects(act: Callable[..., Tensor], tmp_path: Path) 
     torch.testing.assert_close(left.pop("table"), left_by_eager.pop("table"))
     torch.testing.assert_close(left.pop("total"), left_by_eager.pop("total"))
     assert left == left_by_eager
+    drawn = torch.rand(1)
+    runs(Effects(act).eval())
+    assert torch.equal(drawn, torch.rand(1)), "torch's generator has another state"
     ((reason, count),) = module.forward.counters.fallbacks.items()
     assert WHY[act] in reason
     assert count == CALLS

@@ -19,6 +19,18 @@ UNINITIALISED = (
     "new_empty_strided",
 )
 
+DROPOUT = (
+    "nn.functional.alpha_dropout",
+    "nn.functional.dropout",
+    "nn.functional.dropout2d",
+    "nn.functional.dropout3d",
+    "nn.functional.feature_alpha_dropout.with_train",
+    "nn.functional.feature_alpha_dropout.without_train",
+    "nn.functional.multi_head_attention_forward",
+    "nn.functional.scaled_dot_product_attention",
+)
+NUMBERS = ("values", "gradient")
+
 
 @dataclass(frozen=True)
 class Where:
@@ -41,6 +53,27 @@ RULES = (
     Rule(
         "uninitialised",
         lambda where, d, draws: d.kind == "values" and where.operator in UNINITIALISED,
+    ),
+    Rule(
+        "dropout",
+        lambda where, d, draws: draws and d.kind in NUMBERS and where.operator in DROPOUT,
+    ),
+    Rule(
+        "layouts that eager refuses",
+        lambda where, d, draws: (
+            d.kind == "exception"
+            and where.layout != "contiguous"
+            and d.text.startswith("none for RuntimeError")
+            and any(word in d.text for word in ("is_contiguous", "stride 1"))
+        ),
+    ),
+    Rule(
+        "exceptions of Dynamo",
+        lambda where, d, draws: (
+            d.kind == "exception"
+            and where.way == "compile"
+            and d.text.startswith("TorchRuntimeError for ")
+        ),
     ),
 )
 

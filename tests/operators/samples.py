@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.testing._internal import common_methods_invocations as invocations
 from torch.testing._internal.common_methods_invocations import op_db
 from torch.testing._internal.opinfo.core import OpInfo, SampleInput
 
@@ -37,6 +38,15 @@ WIDER = {
     torch.complex32: torch.complex128,
     torch.complex64: torch.complex128,
 }
+
+
+def _without_seed(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return function(*args, **kwargs)
+
+
+# The table's functions of operators that draw numbers seed torch's generator at each call, which
+# no program does. Here the sweep seeds it before each run.
+invocations.wrapper_set_seed = _without_seed
 
 
 @functools.cache

@@ -182,6 +182,20 @@ RANDOM: dict[str, Callable[[Tensor], Tensor]] = {
     "bernoulli": lambda x: torch.bernoulli(torch.sigmoid(x)) + x,
     "normal_": lambda x: torch.empty_like(x).normal_() + x,
     "uniform_": lambda x: torch.empty_like(x).uniform_(-1, 1) + x,
+    # numbers that are the defaults of the call in place, but not of the other form
+    "bernoulli_": lambda x: torch.empty_like(x).bernoulli_(0.5) + x,
+    "bernoulli_ of 0.2": lambda x: torch.empty_like(x).bernoulli_(0.2) + x,
+    "bernoulli_ of a tensor": lambda x: torch.empty_like(x).bernoulli_(torch.sigmoid(x)) + x,
+    "normal_ of 0 and 2": lambda x: torch.empty_like(x).normal_(0, 2) + x,
+    "uniform_ of 0 and 1": lambda x: torch.empty_like(x).uniform_(0, 1) + x,
+    "exponential_": lambda x: torch.empty_like(x).exponential_(1) + x,
+    "geometric_": lambda x: torch.empty_like(x).geometric_(0.5) + x,
+    "cauchy_": lambda x: torch.empty_like(x).cauchy_() + x,
+    "log_normal_": lambda x: torch.empty_like(x).log_normal_(1, 0.5) + x,
+    "random_": lambda x: torch.empty_like(x).random_(7) + x,
+    "dropout1d": lambda x: F.dropout1d(x, 0.5, training=True),
+    "alpha_dropout": lambda x: F.alpha_dropout(x, 0.5, training=True),
+    "feature_alpha_dropout": lambda x: F.feature_alpha_dropout(x, 0.3, training=True),
     "two": lambda x: torch.rand_like(x) - torch.rand_like(x),
 }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+import strop
 from strop.backend import compile_graph
 from strop.codegen.assemble import Signature
 from strop.frontend.capture import TensorSpec
@@ -89,3 +90,33 @@ def test_in_triton(name: str) -> None:
         low = lower(group, stored, compiled.graph.hints)
         numels = tuple(n.numel - o for n, o in zip(low.buffers, low.offsets, strict=True))
         check(Sample(low.kernel, numels, (env,)), compiled.graph.hints, 1)
+
+
+NUMBERS = {
+    "unfold": lambda x: x.unfold(0, 1, 1) * 2,
+    "unfold to nothing": lambda x: x.unfold(0, 0, 1) * 2,
+    "flip": lambda x: x.flip(0) * 2,
+    "gather nothing": lambda x: x.gather(0, torch.zeros(0, dtype=torch.int64)),
+    "gather one": lambda x: x.gather(0, torch.zeros(1, dtype=torch.int64)) * 2,
+    "gather from a row": lambda x: x[None].gather(0, torch.zeros(2, 0, dtype=torch.int64)),
+    "adaptive pooling": lambda x: torch.nn.functional.adaptive_avg_pool1d(x.expand(1, 2, 3), 1),
+}
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_a_number_may_stand_for_a_tensor_of_one_dim(name: str, folder: str) -> None:
+    module = strop.optimize(Function(NUMBERS[name]).eval(), options=Options(cache_dir=folder))
+    with torch.no_grad():
+        assert_equal(module(torch.tensor(3.0)), NUMBERS[name](torch.tensor(3.0)))
+    assert module.forward.counters.eager_calls == 0
+
+
+@pytest.mark.parametrize("size", [[], [1], [1, 1, 1]])
+def test_sizes_that_eager_refuses_are_refused(size: list[int], folder: str) -> None:
+    """A pooling to one element is a mean, but for as many dims as it pools over."""
+    pool = torch.nn.functional.adaptive_avg_pool2d
+    module = strop.optimize(
+        Function(lambda x: pool(x, size)).eval(), options=Options(cache_dir=folder)
+    )
+    with torch.no_grad(), pytest.raises(RuntimeError, match="output_size must be 2"):
+        module(torch.ones(1, 2, 3, 4))

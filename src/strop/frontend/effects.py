@@ -1,13 +1,15 @@
 """What a forward does besides computing, which compiled code would not do again.
 
 A call that does so is refused, and eager serves it: attributes that it sets, lists that it changes,
-random numbers that it draws in Python. Attributes that begin with ``_`` are a module's caches by
-custom; inference lets it have them, with what they hold when it is traced.
+random numbers that it draws in Python, seeds that it gives to torch's generator. Attributes that
+begin with ``_`` are a module's caches by custom; inference lets it have them, with what they hold
+when it is traced.
 """
 
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -24,12 +26,14 @@ _OWN = frozenset(vars(nn.Module()))  # of every module: hooks, weights
 
 @contextmanager
 def no_effects(module: nn.Module, *, private: bool) -> Iterator[None]:
-    """Raises CaptureError after a body in which ``module`` had effects on itself or on Python's
-    random numbers, whose state is then what it was. ``private``: also on names with a ``_``."""
+    """Raises CaptureError after a body in which ``module`` had effects on itself, on Python's
+    random numbers or on torch's, whose state is then what it was. ``private``: also on names with
+    a ``_``."""
     draws = random.getstate(), np.random.get_state()
     before = [(part, _settings(part, private)) for part in module.modules()]
     try:
-        yield
+        with _no_seeding():
+            yield
     finally:
         has_drawn = draws[0] != random.getstate() or repr(draws[1]) != repr(np.random.get_state())
         random.setstate(draws[0])
@@ -41,6 +45,37 @@ def no_effects(module: nn.Module, *, private: bool) -> Iterator[None]:
         changed = [name for name in now.keys() | known.keys() if now.get(name) != known.get(name)]
         if changed:
             raise CaptureError(f"it sets {', '.join(sorted(changed))} of a {type(part).__name__}")
+
+
+_SEEDS = "it seeds torch's generator in its forward: seed it before the call"
+
+
+class _Unseeded:
+    """Stands for torch's generator in ``torch.manual_seed`` and its like, in one thread. Compiled
+    code would draw its numbers without the seed."""
+
+    def __init__(self, own: torch.Generator) -> None:
+        self.own, self.thread, self.is_seeded = own, threading.get_ident(), False
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("manual_seed", "seed", "set_state") and threading.get_ident() == self.thread:
+            self.is_seeded = True
+            raise CaptureError(_SEEDS)
+        return getattr(self.own, name)
+
+
+@contextmanager
+def _no_seeding() -> Iterator[None]:
+    """Raises CaptureError where the body seeds torch's generator, or sets its state."""
+    functions: Any = torch.random
+    own, seed = functions.default_generator, torch.initial_seed()
+    stand_in = functions.default_generator = _Unseeded(own)
+    try:
+        yield
+    finally:
+        functions.default_generator = own
+    if stand_in.is_seeded or torch.initial_seed() != seed:  # by the generator's own method
+        raise CaptureError(_SEEDS)
 
 
 def check_state(module_state: Mapping[str, Tensor | None], given: Mapping[str, Tensor]) -> None:

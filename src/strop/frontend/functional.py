@@ -53,7 +53,8 @@ def _replace(graph: Graph, node: Node) -> None:
                 f"{node.target} writes into a tensor that another view reads later"
             )
     with graph.inserting_after(node):
-        value = graph.call_function(overload, node.args, dict(node.kwargs))
+        kwargs = {**_defaults(node, overload), **node.kwargs}
+        value = graph.call_function(overload, node.args, kwargs)
     value.name, value.meta = node.name, node.meta
     node.replace_all_uses_with(value)
     target.replace_all_uses_with(value, delete_user_cb=lambda user: user in later)
@@ -71,6 +72,22 @@ def _functional_overload(overload: Any) -> Any:
         return None
     packet = getattr(torch.ops.aten, name[:-1], None)
     return getattr(packet, overload._overloadname, None)
+
+
+def _defaults(node: Node, overload: Any) -> dict[str, Any]:
+    """Arguments that the trace has left out, as they are the defaults of the call in place, where
+    ``overload`` has another default or none: 0.5 of ``bernoulli_``."""
+    others = {a.name: a for a in overload._schema.arguments}
+    return {
+        a.name: a.default_value
+        for a in node.target._schema.arguments[len(node.args) :]  # type: ignore[union-attr]
+        if a.has_default_value()
+        and a.name in others
+        and a.name not in node.kwargs
+        and not (
+            others[a.name].has_default_value() and others[a.name].default_value == a.default_value
+        )
+    }
 
 
 def storage_of(node: Node) -> int | None:

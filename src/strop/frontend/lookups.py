@@ -58,7 +58,7 @@ def _index_select(im: Importer, fx: FxNode, x: Any, dim: int, index: Any) -> Nod
 def _gather(im: Importer, fx: FxNode, x: Any, dim: int, index: Any, *_: Any, **__: Any
             ) -> Node | None:  # fmt: skip
     node, b, shape = im.node(x), im.builder, im.shape(fx)
-    if not shape:
+    if not shape or len(shape) != len(node.shape):  # a number, or an empty index of another rank
         return None
     dim %= len(shape)
     for d, size in enumerate(shape):

@@ -417,8 +417,10 @@ def _pooled_to_one(usual: Callable[..., Any], rank: int) -> Callable[..., Tensor
     """Adaptive average pooling to one element is a mean; torch's own rule looks at memory."""
 
     def pool(input: Tensor, output_size: Any) -> Tensor:
-        sizes = [output_size] if isinstance(output_size, int) else list(output_size)
-        if any(size != 1 for size in sizes):
+        is_one = (
+            output_size == 1 if isinstance(output_size, int) else (list(output_size) == [1] * rank)
+        )
+        if not is_one:
             result: Tensor = usual(input, output_size)
             return result
         return input.mean(list(range(-rank, 0)), keepdim=True)

@@ -114,7 +114,7 @@ def _reversed(b: Builder, x: Node, dim: int) -> Node:
 
 def _flip(im: Importer, fx: FxNode, x: Any, dims: Sequence[int]) -> Node:
     node = im.node(x)
-    for dim in dims:
+    for dim in dims if node.shape else ():
         node = _reversed(im.builder, node, dim % len(node.shape))
     return node
 
@@ -144,6 +144,8 @@ def _repeat(im: Importer, fx: FxNode, x: Any, repeats: Sequence[Any]) -> Node:
 def _unfold(im: Importer, fx: FxNode, x: Any, dim: int, size: int, step: int) -> Node | None:
     """Windows that do not overlap are a reshape; a few that do are slices side by side."""
     node, b = im.node(x), im.builder
+    if not node.shape:  # a number has one window
+        return b.reshape(node, im.shape(fx)) if size == 1 else None
     dim %= len(node.shape)
     count, last = im.shape(fx)[dim], len(node.shape)
     if size == step:

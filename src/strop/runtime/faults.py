@@ -15,6 +15,7 @@ import weakref
 
 import torch
 
+from strop.errors import OutOfRangeError
 from strop.ir.program import KernelStep, Program
 
 log = logging.getLogger("strop")
@@ -52,11 +53,11 @@ class Faults:
         return self._memory.data_ptr() + self._memory.itemsize * self._place[position]
 
     def check(self) -> None:
-        """Raises IndexError for the first mark, and takes all away."""
+        """Raises OutOfRangeError for the first mark, and takes all away."""
         if any(self._marks):
             text = self.text()
             self._memory.zero_()
-            raise IndexError(text)
+            raise OutOfRangeError(text)
 
     def __del__(self) -> None:
         if self._is_late and any(self._marks):  # no next run will come
