@@ -30,7 +30,6 @@ DTYPES = tuple(
         *("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz"),
     )
 )
-CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 WIDER = {
     torch.float16: torch.float64,
     torch.bfloat16: torch.float64,
@@ -132,9 +131,10 @@ def laid_out(sample: Sample, layout: str) -> Sample | None:
 
 
 def in_channels_last(t: Tensor) -> Tensor:
-    if not is_plain(t) or t.dim() not in CHANNELS_LAST:
+    """Dim 1 last in memory, of three dims and more."""
+    if not is_plain(t) or t.dim() < 3 or not t.numel():
         return t
-    laid = t.contiguous(memory_format=CHANNELS_LAST[t.dim()])
+    laid = t.movedim(1, -1).contiguous().movedim(-1, 1)
     return t if laid.stride() == t.stride() else laid
 
 

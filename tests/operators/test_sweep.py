@@ -34,7 +34,7 @@ SAMPLE = (
     ("softmax", "float32", "sliced"),
     ("cumsum", "float64", "contiguous"),
     ("nn.functional.linear", "float32", "contiguous"),
-    ("nn.functional.group_norm", "float32", "channels_last"),
+    ("nn.functional.avg_pool2d", "float32", "channels_last"),
     ("nn.functional.layer_norm", "float32", "contiguous"),
     ("gather", "int64", "sliced"),
     ("flip", "bool", "contiguous"),
