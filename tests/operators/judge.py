@@ -8,8 +8,9 @@ another count of results, NaN in other places), a few units of the last place of
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,18 +21,26 @@ from strop.testing import MAX_FACTOR, MAX_ULPS, RMS_FACTOR, RMS_ULPS
 from tests.operators.samples import is_plain
 
 NEAR_ULPS, NEAR_ULPS_OF_LARGEST = 16, 8
+TINY = 1e-300
 
 
 @dataclass(frozen=True)
 class Difference:
     """``kind``: one of structure, type, dtype, shape, strides, values, gradient, mutation,
-    requires_grad, aliasing, identity, exception, crash."""
+    overflow, requires_grad, aliasing, identity, exception, crash. ``ulps``: how far a number is
+    from eager's at most, in units of the last place of the largest one."""
 
     kind: str
     text: str
+    ulps: float = math.inf
 
     def __str__(self) -> str:
         return f"{self.kind}: {self.text}"
+
+    def of(self, kind: str, where: str) -> Difference:
+        """The same, said of a part; an overflow is one wherever it is."""
+        kind = self.kind if self.kind == "overflow" else kind
+        return replace(self, kind=kind, text=where + self.text)
 
 
 @dataclass(frozen=True)
@@ -52,8 +61,8 @@ def differences(ours: Run, eager: Run, exact: Run | None) -> list[Difference]:
     right = _aligned(pytree.tree_leaves(exact.result) if exact else [], len(wanted))
     said = list(_compared("", found, wanted, right))
     for number, (a, b) in enumerate(zip(ours.arguments, eager.arguments, strict=True)):
-        if text := values_differ(a, b, None):
-            said.append(Difference("mutation", f"argument {number}: {text}"))
+        if found_one := values_differ(a, b, None):
+            said.append(found_one.of("mutation", f"argument {number}: "))
     said += _memory(list(ours.arguments), found, list(eager.arguments), wanted)
     said += _gradients_differ(ours, eager, exact)
     return said
@@ -70,8 +79,8 @@ def _gradients_differ(ours: Run, eager: Run, exact: Run | None) -> Iterator[Diff
         elif a is not None and b is not None:
             if (a.dtype, a.shape) != (b.dtype, b.shape):
                 yield Difference("gradient", f"of argument {number}: {_named(a)} for {_named(b)}")
-            elif text := values_differ(a, b, c):
-                yield Difference("gradient", f"of argument {number}: {text}")
+            elif said := values_differ(a, b, c):
+                yield said.of("gradient", f"of argument {number}: ")
 
 
 def _aligned(values: Sequence[Any], count: int) -> Sequence[Any]:
@@ -83,24 +92,25 @@ def _compared(
 ) -> Iterator[Difference]:
     for number, (a, b, c) in enumerate(zip(found, wanted, right, strict=True)):
         where = f"result {number}: " if len(wanted) > 1 else ""
-        for kind, text in _differ(a, b, c):
-            yield Difference(kind, where + text)
+        for said in _differ(a, b, c):
+            yield said.of(said.kind, where)
 
 
-def _differ(a: Any, b: Any, exact: Any) -> Iterator[tuple[str, str]]:
+def _differ(a: Any, b: Any, exact: Any) -> Iterator[Difference]:
     if not isinstance(b, Tensor) or type(a) is not type(b):
         if not (type(a) is type(b) and (a == b or (a != a and b != b))):
-            yield "type" if type(a) is not type(b) else "values", f"{_named(a)} for {_named(b)}"
+            kind = "type" if type(a) is not type(b) else "values"
+            yield Difference(kind, f"{_named(a)} for {_named(b)}")
         return
     for kind in ("dtype", "layout", "shape", "requires_grad"):
         if getattr(a, kind) != getattr(b, kind):
-            yield kind, f"{getattr(a, kind)} for {getattr(b, kind)}"
+            yield Difference(kind, f"{getattr(a, kind)} for {getattr(b, kind)}")
             if kind != "requires_grad":
                 return
     if is_plain(b) and b.numel() and _strides(a) != _strides(b):
-        yield "strides", f"{a.stride()} for {b.stride()} of {tuple(b.shape)}"
-    if text := values_differ(a, b, exact):
-        yield "values", text
+        yield Difference("strides", f"{a.stride()} for {b.stride()} of {tuple(b.shape)}")
+    if said := values_differ(a, b, exact):
+        yield said
 
 
 def _named(value: Any) -> str:
@@ -112,31 +122,43 @@ def _strides(t: Tensor) -> list[int]:
     return [stride for size, stride in zip(t.shape, t.stride(), strict=True) if size != 1]
 
 
-def values_differ(found: Tensor, eager: Tensor, exact: Any) -> str:
+def values_differ(found: Tensor, eager: Tensor, exact: Any) -> Difference | None:
+    """The difference in values or, where eager alone is not finite, in what overflows."""
     a, b = (_numbers(x) for x in (found, eager))
     if not b.dtype.is_floating_point:
-        return "" if torch.equal(a, b) else _shown(a, b, a != b)
+        return None if torch.equal(a, b) else Difference("values", _shown(a, b, a != b))
     same = (a == b) | (a.isnan() & b.isnan())
     if bool(same.all()):
-        return ""
+        return None
+    right = _numbers(exact) if isinstance(exact, Tensor) else None
+    if right is not None and right.shape != b.shape:
+        right = None
     other = ~same & ~(a.isfinite() & b.isfinite())
     if bool(other.any()):
-        return f"NaN or inf elsewhere: {_shown(a, b, other)}"
-    right = _numbers(exact) if isinstance(exact, Tensor) else None
+        is_ours_right = right is not None and not _far(a[other], right[other])
+        kind = "overflow" if is_ours_right else "values"
+        return Difference(kind, f"NaN or inf elsewhere: {_shown(a, b, other)}")
     finite = b.isfinite()
     if right is None or not _can_judge(right, b, finite):
-        return _far(a[finite], b[finite])
-    return _inaccurate(a[finite], b[finite], right[finite].double())
+        text = _far(a[finite], b[finite])
+    else:
+        text = _inaccurate(a[finite], b[finite], right[finite].double())
+    return Difference("values", text, _ulps(a[finite], b[finite])) if text else None
+
+
+def _ulps(a: Tensor, b: Tensor) -> float:
+    x, y = a.double(), b.double()
+    return float((x - y).abs().max() / (torch.finfo(b.dtype).eps * y.abs().max() + TINY))
 
 
 def _can_judge(right: Tensor, eager: Tensor, finite: Tensor) -> bool:
     if eager.dtype is torch.float64 or not right.dtype.is_floating_point:
         return False
-    return right.shape == eager.shape and bool(right[finite].isfinite().all())
+    return bool(right[finite].isfinite().all())
 
 
 def _far(a: Tensor, b: Tensor) -> str:
-    eps, x, y = torch.finfo(b.dtype).eps, a.double(), b.double()
+    eps, x, y = torch.finfo(a.dtype).eps, a.double(), b.double()
     near = (x - y).abs() <= eps * (NEAR_ULPS * y.abs() + NEAR_ULPS_OF_LARGEST * y.abs().max())
     return "" if bool(near.all()) else f"not near eager: {_shown(a, b, ~near)}"
 

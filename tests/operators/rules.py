@@ -30,6 +30,22 @@ DROPOUT = (
     "nn.functional.scaled_dot_product_attention",
 )
 NUMBERS = ("values", "gradient")
+HALVES = ("float16", "bfloat16")
+SOLVERS = (
+    "linalg.",
+    "svd",
+    "pca_lowrank",
+    "cholesky",
+    "lu",
+    "geqrf",
+    "ormqr",
+    "triangular_solve",
+    "pinverse",
+    "qr",
+    "logdet",
+    "matrix_exp",
+)
+SOLVER_ULPS = 512
 
 
 @dataclass(frozen=True)
@@ -65,6 +81,22 @@ RULES = (
             and where.layout != "contiguous"
             and d.text.startswith("none for RuntimeError")
             and any(word in d.text for word in ("is_contiguous", "stride 1"))
+        ),
+    ),
+    Rule("overflow", lambda where, d, draws: d.kind == "overflow"),
+    Rule(
+        "solvers",
+        lambda where, d, draws: (
+            d.kind in NUMBERS and where.operator.startswith(SOLVERS) and d.ulps <= SOLVER_ULPS
+        ),
+    ),
+    Rule(
+        "torch's shape rules",
+        lambda where, d, draws: (
+            d.kind == "dtype"
+            and "batch_norm" in where.operator
+            and where.dtype in HALVES
+            and d.text.endswith(f"torch.float32 for torch.{where.dtype}")
         ),
     ),
     Rule(

@@ -96,6 +96,9 @@ NUMBERS = {
     "unfold": lambda x: x.unfold(0, 1, 1) * 2,
     "unfold to nothing": lambda x: x.unfold(0, 0, 1) * 2,
     "flip": lambda x: x.flip(0) * 2,
+    "transpose": lambda x: x.transpose(0, -1) * 2,
+    "squeeze": lambda x: x.squeeze(0) * 2,
+    "squeeze dims": lambda x: x.squeeze((0,)) * 2,
     "gather nothing": lambda x: x.gather(0, torch.zeros(0, dtype=torch.int64)),
     "gather one": lambda x: x.gather(0, torch.zeros(1, dtype=torch.int64)) * 2,
     "gather from a row": lambda x: x[None].gather(0, torch.zeros(2, 0, dtype=torch.int64)),
@@ -107,7 +110,10 @@ NUMBERS = {
 def test_a_number_may_stand_for_a_tensor_of_one_dim(name: str, folder: str) -> None:
     module = strop.optimize(Function(NUMBERS[name]).eval(), options=Options(cache_dir=folder))
     with torch.no_grad():
-        assert_equal(module(torch.tensor(3.0)), NUMBERS[name](torch.tensor(3.0)))
+        wanted = NUMBERS[name](torch.tensor(3.0))
+        assert_equal(module(torch.tensor(3.0)), wanted)
+        compiled = torch.compile(NUMBERS[name], backend="strop", options={"cache_dir": folder})
+        assert_equal(compiled(torch.tensor(3.0)), wanted)
     assert module.forward.counters.eager_calls == 0
 
 

@@ -409,6 +409,8 @@ def _call_constant_pad(x: Tensor, pad: Sequence[int], value: float = 0) -> Tenso
 def _call_squeeze(x: Tensor, dim: Any = None) -> Tensor:
     """Whether a size is 1 is asked aloud: torch's own rule takes symbolic ones for larger."""
     dims = range(x.dim()) if dim is None else (dim,) if isinstance(dim, int) else dim
+    if not x.dim():  # torch takes a number for a tensor of one dim
+        dims = ()
     result: Tensor = torch.ops.aten.squeeze.dims(x, [d for d in dims if x.shape[d] == 1])
     return result
 

@@ -77,7 +77,10 @@ def _scaled(im: Importer, x: Node, kept: Node, scale: float) -> Node:
     return b.pointwise("mul", masked, b.constant(scale, x.dtype), dtype=x.dtype)
 
 
-def _dropout_backward(im: Importer, fx: FxNode, grad: Any, mask: Any, scale: float) -> Node:
+def _dropout_backward(im: Importer, fx: FxNode, grad: Any, mask: Any, scale: float
+                      ) -> Node | None:  # fmt: skip
+    if not im.node(grad).dtype.is_floating_point:
+        return None
     return _scaled(im, im.node(grad), im.node(mask), scale)
 
 

@@ -35,6 +35,8 @@ def _permute(im: Importer, fx: FxNode, x: Any, dims: Sequence[int]) -> Node:
 
 def _transpose(im: Importer, fx: FxNode, x: Any, a: int, b: int) -> Node:
     node = im.node(x)
+    if not node.shape:  # torch takes a number for a tensor of one dim
+        return node
     dims = list(range(len(node.shape)))
     dims[a], dims[b] = dims[b], dims[a]
     return im.builder.permute(node, dims)

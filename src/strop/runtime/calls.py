@@ -7,6 +7,7 @@ not lie in memory as the plan says.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from strop.errors import UnsupportedError
+from strop.errors import ShapeError, UnsupportedError
 from strop.ir.graph import Ref
 from strop.kernels.folded_taps import SHARES
 from strop.patterns.call import Replacement
@@ -120,12 +121,29 @@ def _write(attrs: Mapping[str, Any]) -> Call:
 def _aten(attrs: Mapping[str, Any]) -> Call:
     target = overload(attrs["target"])
     template, keywords = attrs["args"], attrs["kwargs"]
+    outputs, is_single = attrs["outputs"], attrs.get("single", True)
 
     def call(inputs: Sequence[Tensor]) -> Any:
         args = [_filled(arg, inputs) for arg in template]
-        return target(*args, **{name: _filled(arg, inputs) for name, arg in keywords})
+        made = target(*args, **{name: _filled(arg, inputs) for name, arg in keywords})
+        if is_single:
+            return _as_traced(target, made, outputs[0])
+        return [_as_traced(target, *one) for one in zip(made, outputs, strict=False)]
 
     return call
+
+
+def _as_traced(target: Any, value: Any, traced: tuple[tuple[int, ...], torch.dtype] | None) -> Any:
+    """A result as the plan takes it to be. Torch's shape rules are not always right: that of
+    ``_native_batch_norm_legit`` says fp32 for running statistics of any type."""
+    if traced is None or value is None:
+        return value
+    shape, dtype = traced
+    if value.shape != shape and math.prod(shape):  # of an empty one nothing is read
+        raise ShapeError(
+            f"{target} gives {tuple(value.shape)}, and torch's shape rule says {shape}"
+        )
+    return value if value.dtype is dtype else value.to(dtype)
 
 
 def _filled(arg: Any, inputs: Sequence[Tensor]) -> Any:
