@@ -28,7 +28,7 @@ class Named(Adapter):
     def __init__(self, program: Program) -> None:
         self.program = program
 
-    def shapes(self, tensors: Sequence[Tensor]) -> Shapes:
+    def shapes(self, tensors: Sequence[Tensor], skeleton: Any = ()) -> Shapes:
         specs = tuple(TensorSpec(a.shape, t.dtype, t.device)
                       for a, t in zip(self.program.arguments, tensors, strict=True))  # fmt: skip
         used = {root for spec in specs for size in spec.sizes for root in size.roots}

@@ -171,7 +171,7 @@ from strop.runtime.signature import Shapes
 
 
 class Sizes(Adapter):
-    def shapes(self, tensors):
+    def shapes(self, tensors, skeleton=()):
         specs = tuple(TensorSpec(tuple(sizes), t.dtype, t.device)
                       for sizes, t in zip({specs}, tensors, strict=True))
         roots = {{root for spec in specs for size in spec.sizes for root in size.roots}}

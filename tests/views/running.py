@@ -34,7 +34,7 @@ class Named(Adapter):
     def __init__(self, arguments: Sequence[str], hints: Mapping[str, int]) -> None:
         self.arguments, self.hints = arguments, hints
 
-    def shapes(self, tensors: Sequence[Tensor]) -> Shapes:
+    def shapes(self, tensors: Sequence[Tensor], skeleton: Any = ()) -> Shapes:
         texts = [sizes_of(argument)[1] for argument in self.arguments]
         specs = tuple(TensorSpec(sizes, t.dtype, t.device)
                       for sizes, t in zip(texts, tensors, strict=True))  # fmt: skip
