@@ -155,6 +155,21 @@ def renames(x: Tensor, given: dict[str, Tensor]) -> Tensor:
     return x + given["z"]
 
 
+def keeps_frames(x: Tensor, given: dict[str, list[Any]]) -> Tensor:
+    """As the VAEs of video models do: frames, and the place that is next."""
+    place = given["place"][0]
+    old = given["frames"][place]
+    given["frames"][place] = x[-2:] * 1
+    given["place"][0] += 1
+    given["place"][0] %= 2
+    return x if old is None else torch.cat([old, x])
+
+
+def moves(x: Tensor, given: dict[str, list[Any]]) -> Tensor:
+    given["last"][0] = given["first"].pop()
+    return x + given["last"][0]
+
+
 def goes_through(x: Tensor, given: dict[str, Tensor]) -> Tensor:
     return torch.cat([x, *given.values()])
 
@@ -166,7 +181,9 @@ TAKEN: dict[Callable[..., Tensor], tuple[Callable[[], Any], int]] = {
     turns: (lambda: [A, B, C], 0),
     pops_a_key: (lambda: {"b": A, "a": B}, 0),
     pops_inside: (lambda: {"last": [A, B], "first": [C, B]}, 0),
-    renames: (lambda: {"b": A, "a": B}, 2),  # a new name: eager does it
+    renames: (lambda: {"b": A, "a": B}, 0),
+    keeps_frames: (lambda: {"place": [0], "frames": [None, A]}, 0),
+    moves: (lambda: {"last": [A], "first": [C, B]}, 0),
     goes_through: (lambda: {"b": A, "a": B}, 0),
 }
 
@@ -184,6 +201,18 @@ def test_what_a_forward_takes_out_of_its_arguments(
                 torch.testing.assert_close(module(A, given), act(A, wanted), rtol=0, atol=0)
             assert repr(given) == repr(wanted)
         assert module.forward.counters.eager_calls == num_eager
+
+
+def test_frames_that_are_kept_from_call_to_call(tmp_path: Path) -> None:
+    module = strop.optimize(Takes(keeps_frames).eval(), options=Options(cache_dir=str(tmp_path)))
+    kept: list[dict[str, Any]] = [{"place": [0], "frames": [None, None]} for _ in range(2)]
+    with torch.no_grad():
+        for n in range(6):
+            x = torch.arange(3.0) + n
+            torch.testing.assert_close(module(x, kept[0]), keeps_frames(x, kept[1]))
+            torch.testing.assert_close(kept[0], kept[1])
+    assert module.forward.counters.eager_calls == 0
+    assert len(module.forward.variants.all) == 4  # the first round, and both places in later ones
 
 
 def test_one_list_given_twice_is_left_to_eager(tmp_path: Path) -> None:

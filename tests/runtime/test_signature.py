@@ -13,8 +13,17 @@ from torch import Tensor
 
 from strop.errors import ShapeError, UnsupportedError
 from strop.frontend.capture import TensorSpec
-from strop.runtime.signature import default_shapes, flatten, rebuild, solve_roots
+from strop.runtime.signature import (
+    default_shapes,
+    flatten,
+    number_text,
+    rebuild,
+    solve_roots,
+    with_floats,
+    without_numbers,
+)
 
+X = torch.zeros(2)
 PLAIN = st.one_of(
     st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=8),
     st.sampled_from([torch.float16, torch.int64]),
@@ -107,3 +116,32 @@ def test_default_shapes_fit_their_own_call(shapes: list[tuple[int, ...]]):
     for name, value in env.items():
         assert found.hints[name] >= 2
         assert found.hints[name] == max(value, 2)
+
+
+def test_a_batch_of_one_beside_others() -> None:
+    """Flux has a batch, and places of tokens that have none."""
+    found = default_shapes([torch.zeros(1, 9, 4), torch.zeros(1), torch.zeros(9, 3)])
+    assert [s.shape for s in found.specs] == [("b", "d0_1", "d0_2"), ("b",), ("b2", "d2_1")]
+    assert found.hints["b"] == 2
+    assert found.otherwise is not None
+    assert [s.shape for s in found.otherwise.specs] == [
+        ("1", "d0_1", "d0_2"), ("1",), ("b2", "d2_1"),
+    ]  # fmt: skip
+    found = default_shapes([torch.zeros(9, 3), torch.zeros(1, 3)])
+    assert [s.shape for s in found.specs] == [("b0", "d0_1"), ("1", "d1_1")]
+    assert found.otherwise is None
+
+
+def test_numbers_in_calls_that_are_alike() -> None:
+    one, other = (flatten((X, n, {"a": [n * 0.5, "text"]}), []) for n in (1, 2))
+    assert one != other
+    assert without_numbers(one) == without_numbers(other)
+    assert without_numbers(flatten((True,), [])) != without_numbers(flatten((False,), []))
+    floats: list[float] = []
+    bare = flatten((X, 0.5, [1.5, True]), [], floats)
+    assert floats == [0.5, 1.5]
+    assert rebuild(with_floats(bare, [number_text(v) for v in floats]), [X]) == (
+        X,
+        0.5,
+        [1.5, True],
+    )

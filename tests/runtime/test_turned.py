@@ -187,3 +187,25 @@ def test_nothing_changes_for_a_float_that_stays() -> None:
             module(torch.randn(2 + n, 3), 0.5)
     (variant,) = module.forward.variants.all
     assert len(variant.specs) == 1
+
+
+@pytest.mark.parametrize("numbers", [(1, 2, 3, 4, 5), (0.1, 0.2, 0.3, 0.4, 0.5)])
+def test_a_trace_that_fails_for_two_numbers_is_not_tried_for_others(numbers: Any) -> None:
+    module = optimized(lambda x, s: x * s if x.sum() > 0 else x - s)
+    with torch.no_grad():
+        for n in numbers:
+            assert torch.equal(module(X, n), module.forward.eager(X, n))
+    assert module.forward.counters.eager_calls == 5
+    assert module.forward.variants.num_captures <= 3  # of a float also as an input
+    ((reason, count),) = module.forward.counters.fallbacks.items()
+    assert "the values of a tensor decide" in reason
+    assert count == 5
+
+
+def test_a_failure_says_nothing_of_other_ways_to_call() -> None:
+    module = optimized(lambda x, s, is_quick: x * s if is_quick or x.sum() > 0 else x - s)
+    with torch.no_grad():
+        for n in (1, 2, 3):
+            module(X, n, is_quick=False)
+        assert torch.equal(module(X, 4, is_quick=True), X * 4)
+    assert module.forward.counters.eager_calls == 3

@@ -4,8 +4,8 @@ and dataclasses of a user's own among the results.
 ``as_tree`` puts a node of ours where such an object stands; when torch's pytree builds the result
 of a run, that node becomes an object of the class that eager would return. A cache that was given
 is written to, as in eager: a run then returns ``WithObjects``, and ``given_back`` does the writing.
-Lists and dicts that a forward takes items out of, such as the residuals that a UNet pops, are the
-same: ``Contents`` says what is left in them.
+Lists and dicts that a forward changes, such as the residuals that a UNet pops and the frames that
+the VAE of a video model keeps, are the same: ``Contents`` says what is in them behind the call.
 """
 
 from __future__ import annotations
@@ -59,13 +59,24 @@ class Given:
 
 
 @dataclass(frozen=True)
+class Left:
+    """What a call leaves in list or dict number ``number`` of its arguments: for each item its
+    place before, counted from 0, or -1 - n for ``items[n]``, which is new; of a dict the keys."""
+
+    number: int
+    keys: list[Any] | None
+    sources: list[int]
+    items: list[Any]
+
+
+@dataclass(frozen=True)
 class WithObjects:
-    """A result, and what a call leaves in its arguments: the attributes that caches among them
-    have, and what is left in lists and dicts, by their number: the places or the keys of items."""
+    """A result, and what a call leaves in its arguments: the attributes of the caches among them,
+    and what is in lists and dicts that it has changed."""
 
     result: Any
     attributes: list[dict[str, Any]]
-    left: list[tuple[int, list[Any]]]
+    left: list[Left]
 
 
 class Contents:
@@ -74,17 +85,19 @@ class Contents:
     def __init__(self, arguments: Any) -> None:
         self._held = [(container, _items_of(container)) for container in containers_of(arguments)]
 
-    def left(self) -> list[tuple[int, list[Any]]]:
-        """What is left of those that have changed; CaptureError for one that has got new items."""
-        found = []
+    def left(self) -> list[Left]:
+        """What is in those that have changed; CaptureError for one that has grown: it would grow
+        at every call, and each would be another graph."""
+        found, given = [], {id(container) for container, _ in self._held}
         for number, (container, before) in enumerate(self._held):
             now = _items_of(container)
             if _is_same(before, now):
                 continue
-            places = _places_before(before, now, isinstance(container, dict))
-            if places is None:
+            left = _left(number, before, now, isinstance(container, dict))
+            is_nested = any(id(inner) in given for inner in containers_of(left.items))
+            if len(now) > len(before) or is_nested:
                 raise CaptureError(f"it changes a {type(container).__name__} among its arguments")
-            found.append((number, places))
+            found.append(left)
         return found
 
 
@@ -111,14 +124,14 @@ def _is_same(before: _Items, now: _Items) -> bool:
     )
 
 
-def _places_before(before: _Items, now: _Items, is_dict: bool) -> list[Any] | None:
-    """The place of each item in the list before, or its key in the dict; None if one is new."""
-    places = {id(item): place for place, item in before}
-    if is_dict:
-        known = dict(before)
-        return [k for k, v in now] if all(k in known and known[k] is v for k, v in now) else None
-    is_less = len(now) <= len(before) and all(id(item) in places for _, item in now)
-    return [places[id(item)] for _, item in now] if is_less else None
+def _left(number: int, before: _Items, now: _Items, is_dict: bool) -> Left:
+    places = {id(item): place for place, (_, item) in enumerate(before)}
+    sources, items = [], list[Any]()
+    for _, item in now:
+        if id(item) not in places:
+            items.append(item)
+        sources.append(places.get(id(item), -len(items)))
+    return Left(number, [key for key, _ in now] if is_dict else None, sources, items)
 
 
 def with_objects(result: Any, arguments: Any, contents: Contents) -> Any:
@@ -140,25 +153,25 @@ def given_back(found: WithObjects, arguments: Any) -> Any:
     Raises UnsupportedError, and writes nothing, where two arguments are one list: it has been
     traced as two."""
     given = _caches_of(arguments)
-    _take_out(found.left, list(containers_of(arguments)) if found.left else [])
+    containers = list(containers_of(arguments)) if found.left else []
+    if len({id(container) for container in containers}) < len(containers):
+        raise UnsupportedError("its forward changes a list that is given to it twice")
+    for left in found.left:
+        _fill(containers[left.number], left)
     for cache, attributes in zip(given, found.attributes, strict=True):
         vars(cache).update(attributes)
     return pytree.tree_map(lambda leaf: given[leaf.number] if isinstance(leaf, Given) else leaf,
                            found.result, is_leaf=lambda leaf: isinstance(leaf, Given))  # fmt: skip
 
 
-def _take_out(left: list[tuple[int, list[Any]]], containers: list[Any]) -> None:
-    """Leaves only these items in containers."""
-    if len({id(container) for container in containers}) < len(containers):
-        raise UnsupportedError("its forward changes a list that is given to it twice")
-    for number, places in left:
-        container = containers[number]
-        if isinstance(container, list):
-            container[:] = [container[place] for place in places]
-        else:
-            kept = {key: container[key] for key in places}
-            container.clear()
-            container.update(kept)
+def _fill(container: Any, left: Left) -> None:
+    before = [item for _, item in _items_of(container)]
+    now = [before[n] if n >= 0 else left.items[-1 - n] for n in left.sources]
+    if left.keys is None:
+        container[:] = now
+    else:
+        container.clear()
+        container.update(zip(left.keys, now, strict=True))
 
 
 def _caches_of(value: Any) -> list[Any]:
@@ -262,8 +275,10 @@ for _kind, _parts, _whole in (
     (ObjectState, _flatten, _unflatten),
     (ClassName, lambda name: ([], [name.kind]), lambda _, context: class_named(context[0])),
     (Given, lambda given: ([], [given.number]), lambda _, context: Given(context[0])),
-    (WithObjects, lambda found: ([found.result, found.attributes], found.left),
-     lambda values, left: WithObjects(values[0], values[1], left)),
+    (WithObjects, lambda found: ([found.result, found.attributes, found.left], []),
+     lambda values, _: WithObjects(*values)),
+    (Left, lambda left: (left.items, [left.number, left.keys, left.sources]),
+     lambda items, context: Left(context[0], context[1], context[2], list(items))),
 ):  # fmt: skip
     pytree.register_pytree_node(
         _kind,

@@ -395,6 +395,8 @@ class Dispatcher:
 
     def _shapes(self, call: Call) -> Shapes:
         shapes = self.adapter.shapes(call.plain, call.skeleton)
+        if not call.numbers:
+            return shapes
         return with_numbers(shapes, len(call.numbers), device_of(self.state, shapes))
 
     def _enter(self, call: Call) -> tuple[Entry, Call]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
 import torch
@@ -45,6 +45,7 @@ class Shapes:
     hints: Mapping[str, int]
     is_ragged: bool = False
     is_exact: bool = False
+    otherwise: Shapes | None = None  # to be tried where a trace with these fails
 
 
 def flatten(value: Any, tensors: list[Tensor], floats: list[float] | None = None) -> Skeleton:
@@ -178,6 +179,16 @@ def count_numbers(skeleton: Skeleton) -> int:
     return int(isinstance(skeleton, NumberRef))
 
 
+def without_numbers(skeleton: Skeleton) -> Skeleton:
+    """What calls have in common that differ in whole numbers and floats alone."""
+    if isinstance(skeleton, NumberRef):
+        return ("float",)
+    if not isinstance(skeleton, tuple):
+        return skeleton
+    is_number = len(skeleton) == 2 and skeleton[0] in ("int", "float")
+    return skeleton[:1] if is_number else tuple(map(without_numbers, skeleton))
+
+
 def tensor_numbers(skeleton: Skeleton) -> Iterator[int]:
     """Which tensors of a call are in this part of it."""
     if isinstance(skeleton, Ref):
@@ -193,19 +204,30 @@ def default_shapes(tensors: Sequence[Tensor]) -> Shapes:
     That is: dim 0 of everything (one root "b" when all agree), dims 2 and on of 4-d and 5-d
     tensors, the others of 3-d tensors and of matrices: (batch, tokens, features) or (batch,
     channels, time). Features and channels among them are fixed by the trace. A size 0 is none:
-    what a graph for other sizes takes for granted need not hold of it.
+    what a graph for other sizes takes for granted need not hold of it. Nor is a size 1, to which
+    others may be broadcast; but if the first tensor begins with one, those that do are taken to be
+    batches of one, and for others only where such a trace fails.
     """
-    first = {t.shape[0] for t in tensors if t.dim()}
+    first = [t.shape[0] for t in tensors if t.dim()]
+    if len({*first}) == 1:
+        return _shapes(tensors, "b")
+    if first and first[0] == 1:
+        return replace(_shapes(tensors, "", "b"), otherwise=_shapes(tensors, ""))
+    return _shapes(tensors, "")
+
+
+def _shapes(tensors: Sequence[Tensor], batch: str, batch_of_one: str = "") -> Shapes:
+    """``batch``: the root of all first sizes, ``batch_of_one`` that of those that are 1. Without a
+    name, each has a root of its own, and a size 1 has none."""
     hints: dict[str, int] = {}
     specs = []
     for number, t in enumerate(tensors):
         sizes = [str(size) for size in t.shape]
         for dim in _symbolic_dims(t):
-            name = f"d{number}_{dim}" if dim else ("b" if len(first) == 1 else f"b{number}")
-            if t.shape[dim] == 0:
+            shared = "" if dim else batch or (batch_of_one if t.shape[0] == 1 else "")
+            if t.shape[dim] == 0 or (t.shape[dim] == 1 and not shared):
                 continue
-            if t.shape[dim] == 1 and (dim or len(first) > 1):
-                continue  # a broadcast dim: another graph serves larger sizes
+            name = shared or (f"d{number}_{dim}" if dim else f"b{number}")
             hints[name] = max(int(t.shape[dim]), 2)
             sizes[dim] = name
         specs.append(TensorSpec(tuple(sizes), t.dtype, t.device, is_channels_last(t)))

@@ -99,6 +99,7 @@ class TrainingDispatcher(Dispatcher):
             if not torch.is_grad_enabled() or not any(t.requires_grad for t in given):
                 raise UnsupportedError("nothing in it has a gradient")
             shapes = self.adapter.shapes(tensors, skeleton)
+            shapes = shapes.otherwise or shapes
             step, env = self.steps.get(self.state, skeleton, tensors, shapes)
         return step(env, (*self.state.tensors, *as_specified(tensors, step.specs)))
 

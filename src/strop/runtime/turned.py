@@ -110,4 +110,5 @@ class Turned:
 def with_numbers(shapes: Shapes, count: int, device: torch.device) -> Shapes:
     """The same with so many numbers behind the tensors."""
     spec = TensorSpec((), torch.float64, device)
-    return replace(shapes, specs=(*shapes.specs, *[spec] * count)) if count else shapes
+    other = shapes.otherwise and with_numbers(shapes.otherwise, count, device)
+    return replace(shapes, specs=(*shapes.specs, *[spec] * count), otherwise=other)

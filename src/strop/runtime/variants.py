@@ -11,6 +11,7 @@ import contextlib
 import logging
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -43,6 +44,7 @@ from strop.runtime.signature import (
     rebuild,
     served_sizes,
     solve_roots,
+    without_numbers,
 )
 from strop.runtime.state import ModuleState
 from strop.runtime.surroundings import is_private
@@ -121,8 +123,9 @@ class VariantStore:
         for variant in known:
             if variant.fits(sizes):
                 return variant
-        failed = self._failed.get((key, shapes.is_ragged))
+        failed = self._failed.get((key, shapes.is_ragged)) or self._usual_failure(key)
         if failed:
+            self._failed[key, shapes.is_ragged] = failed
             raise UnsupportedError(failed)
         fixed = [variant.fixed for variant in known if variant.fixed]
         if len(fixed) >= MOST_FIXED:
@@ -135,10 +138,35 @@ class VariantStore:
                 "a graph for sizes off the usual grid is being built in the background"
             )
         if not known:  # else the usual hints would give the same graph again
-            built = self._build(key, state, call, shapes, sizes)
+            built, shapes = self._build_first(key, state, call, shapes, sizes)
             if built.fits(sizes):
                 return built
+        elif shapes.otherwise is not None:
+            shapes = shapes.otherwise
         return self._build_exactly(key, state, call, shapes, sizes)
+
+    def _build_first(self, key: Any, state: ModuleState, call: Call, shapes: Shapes, sizes: Sizes
+                     ) -> tuple[Variant, Shapes]:  # fmt: skip
+        """The first graph of its kind, and the sizes that it has been traced with."""
+        if shapes.otherwise is None:
+            return self._build(key, state, call, shapes, sizes), shapes
+        with contextlib.suppress(CaptureError, ShapeError):
+            built = self._build(key, state, call, shapes, sizes)
+            if built.fits(sizes):
+                return built, shapes
+        self._failed.pop((key, shapes.is_ragged), None)
+        return self._build(key, state, call, shapes.otherwise, sizes), shapes.otherwise
+
+    def _usual_failure(self, key: Any) -> str:
+        """Why such calls cannot be traced, if two that differ in numbers alone have failed for one
+        reason: a further number would take as long, to fail as well."""
+        (structure, skeleton, kinds), found = key, Counter[str]()
+        alike = without_numbers(skeleton)
+        for ((other, its, its_kinds), _), reason in self._failed.items():
+            is_like = other == structure and len(its_kinds) == len(kinds)
+            if is_like and its != skeleton and without_numbers(its) == alike:
+                found[reason] += 1
+        return next((reason for reason, count in found.items() if count > 1), "")
 
     def forget_failure(self, state: ModuleState, call: Call, shapes: Shapes) -> None:
         """The call was wrong in itself, which says nothing of other calls."""
