@@ -117,6 +117,7 @@ EXCEPTIONS: dict[tuple[str, str], str] = {
     ("runtime.aot", "frontend.symbols"): "Symbols: Dynamo's sizes, handed to the importer",
     ("runtime.dispatch", "frontend.objects"): "caches among the arguments, written to after a run",
     ("runtime.signature", "frontend.objects"): "caches among the arguments, taken apart",
+    ("runtime.signature", "frontend.draws"): "what stands for generators while a call is traced",
     ("runtime.steps", "frontend.objects"): "lists among the arguments, which a trace may change",
     ("runtime.variants", "frontend.objects"): "caches among the arguments, as a trace leaves them",
     ("runtime.variants", "backend"): "a variant is what one run of the whole compiler gives",

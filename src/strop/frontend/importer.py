@@ -20,6 +20,7 @@ from torch.fx import Node as FxNode
 from strop.errors import ShapeError, UnsupportedError
 from strop.frontend.creation import CREATION
 from strop.frontend.decompositions import DECOMPOSITIONS
+from strop.frontend.draws import stands_for
 from strop.frontend.functional import storage_of
 from strop.frontend.gradients import KEPT_LAYOUTS
 from strop.frontend.indexing import INDEXING
@@ -35,7 +36,7 @@ from strop.frontend.views import COPYING, VIEWS
 from strop.frontend.whole import IN_TORCH
 from strop.ir.affine import base_of, strided
 from strop.ir.dims import Expr, const
-from strop.ir.graph import Builder, Graph, Node, Ref, finish
+from strop.ir.graph import Builder, GeneratorRef, Graph, Node, Ref, finish
 from strop.ir.ops import (
     KERNEL_DTYPES,
     Kind,
@@ -150,16 +151,10 @@ def import_graph(
         if fx.op == "placeholder":
             inputs.append(_input(importer, fx, len(inputs), len(inputs) < num_state))
         elif fx.op == "get_attr":
-            given = getattr(gm, fx.target)
-            if not isinstance(given, torch.Tensor):  # a generator, whose copy nobody seeds
-                raise UnsupportedError(f"its forward uses a {type(given).__name__} of its own")
-            with unset_fake_temporarily():  # torch.compile imports under its fake tensors
-                value = fx.meta["val"] = given.detach()
-                if value.numel() <= _MOST_LITERALS and value.dtype in KERNEL_DTYPES:
-                    importer.values[fx] = _literals(importer, value)
-                    continue
-            inputs.append(_input(importer, fx, num_placeholders + len(importer.constants), True))
-            importer.constants.append(value)
+            if _attribute(importer, fx, getattr(gm, fx.target)):
+                place = num_placeholders + len(importer.constants)
+                inputs.append(_input(importer, fx, place, True))
+                importer.constants.append(fx.meta["val"])
         elif fx.op == "call_function":
             importer.values[fx] = _call(importer, fx)
         elif fx.op == "output":
@@ -174,6 +169,21 @@ def import_graph(
     result = [_returned(importer, item, outputs) for item in returned]
     graph = finish(importer.builder, inputs, outputs, hints, len(outputs) - first_saved)
     return Imported(graph, result, importer.constants)
+
+
+def _attribute(importer: Importer, fx: FxNode, given: Any) -> bool:
+    """Whether what a trace has kept is an input of the graph; a few numbers are part of it."""
+    if isinstance(given, torch.Generator) and (own := stands_for(given)) is not None:
+        importer.values[fx] = own
+        return False
+    if not isinstance(given, torch.Tensor):  # a generator, whose copy nobody seeds
+        raise UnsupportedError(f"its forward uses a {type(given).__name__} of its own")
+    with unset_fake_temporarily():  # torch.compile imports under its fake tensors
+        value = fx.meta["val"] = given.detach()
+        if value.numel() > _MOST_LITERALS or value.dtype not in KERNEL_DTYPES:
+            return True
+        importer.values[fx] = _literals(importer, value)
+    return False
 
 
 def _literals(importer: Importer, value: torch.Tensor) -> Node:
@@ -340,6 +350,8 @@ def _expressed(importer: Importer, fx: FxNode) -> Value | None:
     """The call as nodes of the graph IR, if there is a way."""
     if not all(_is_for_kernels(x) for x in (fx, *fx.all_input_nodes)):
         return None
+    if any(isinstance(importer.values.get(x), GeneratorRef) for x in fx.all_input_nodes):
+        return None  # torch draws by it
     for table in _TABLES:
         rule = table.get(fx.target)
         value = rule(importer, fx, *fx.args, **fx.kwargs) if rule else None
@@ -437,6 +449,8 @@ def opaque_call(importer: Importer, fx: FxNode, given: Sequence[Any] | None = No
         if isinstance(arg, FxNode) and isinstance(importer.values.get(arg), Node):
             inputs.append(_dense_as_traced(importer, arg))
             return Ref(len(inputs) - 1)
+        if isinstance(arg, FxNode) and isinstance(importer.values.get(arg), GeneratorRef):
+            return importer.values[arg]
         if isinstance(arg, list | tuple):
             return tuple(template(a) for a in arg)
         return importer.literal(arg)

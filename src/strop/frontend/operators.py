@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from strop.frontend import joint
 from strop.frontend.autocast import as_autocast
+from strop.frontend.draws import DRAWS
 from strop.frontend.layouts import LAYOUTS, call_reshape
 from strop.frontend.opened import twins
 from strop.frontend.whole import CALLS, call_mirrored_pad
@@ -522,6 +523,7 @@ RETARGET: dict[Callable[..., Any], Callable[..., Tensor]] = {
     torch.matmul: as_autocast("matmul", _call_matmul),
     Tensor.matmul: as_autocast("matmul", _call_matmul),
     **CALLS,
+    **DRAWS,
 }
 TRACED = {**RETARGET, **LAYOUTS}
 _TWINS = twins(TRACED)

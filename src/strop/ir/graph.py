@@ -33,6 +33,14 @@ class Ref:
     index: int
 
 
+@dataclass(frozen=True, slots=True)
+class GeneratorRef:
+    """Stands for generator ``index`` among a call's arguments, in the arguments of an ``aten`` node
+    that draws by it."""
+
+    index: int
+
+
 @dataclass(frozen=True, eq=False, slots=True)
 class Node:
     """One value. ``origin`` is the path of the module in the user's model that asked for it."""

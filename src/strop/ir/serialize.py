@@ -12,7 +12,7 @@ import torch
 from strop.errors import CacheError, ShapeError
 from strop.ir import program, source
 from strop.ir.dims import Expr, parse
-from strop.ir.graph import Graph, Node, Ref
+from strop.ir.graph import GeneratorRef, Graph, Node, Ref
 from strop.ir.ops import OPS
 
 _CLASSES: dict[str, Any] = {
@@ -21,6 +21,7 @@ _CLASSES: dict[str, Any] = {
         program.Program, program.InputSpec, program.Buffer, program.TensorRef,
         program.KernelStep, program.KernelVariant, program.CallStep, program.Returned,
         program.Guard, source.KernelSource, source.Scratch, source.Split, Ref,
+        GeneratorRef,
     )
 }  # fmt: skip
 _DTYPES = {str(v): v for v in vars(torch).values() if isinstance(v, torch.dtype)}

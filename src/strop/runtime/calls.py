@@ -8,7 +8,9 @@ not lie in memory as the plan says.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -16,12 +18,26 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from strop.errors import ShapeError, UnsupportedError
-from strop.ir.graph import Ref
+from strop.ir.graph import GeneratorRef, Ref
 from strop.kernels.folded_taps import SHARES
 from strop.patterns.call import Replacement
 
 Call = Callable[[Sequence[Tensor]], Any]
 OutCall = Callable[[Sequence[Tensor], Tensor], Any]
+
+
+_given = threading.local()
+
+
+@contextmanager
+def drawing_by(generators: Sequence[torch.Generator]) -> Iterator[None]:
+    """The generators of the call that runs meanwhile, in this thread."""
+    before = getattr(_given, "generators", ())
+    _given.generators = generators
+    try:
+        yield
+    finally:
+        _given.generators = before
 
 
 def _linear(attrs: Mapping[str, Any]) -> OutCall:
@@ -151,6 +167,8 @@ def _filled(arg: Any, inputs: Sequence[Tensor]) -> Any:
     activations of a whole step, until garbage is collected."""
     if isinstance(arg, Ref):
         return inputs[arg.index]
+    if isinstance(arg, GeneratorRef):
+        return _given.generators[arg.index]
     return [_filled(a, inputs) for a in arg] if isinstance(arg, tuple) else arg
 
 

@@ -29,6 +29,7 @@ from strop.options import Options
 from strop.patterns import registry
 from strop.runtime import graphs, leases
 from strop.runtime.aliases import AliasOfArgument, returned_arguments
+from strop.runtime.calls import drawing_by
 from strop.runtime.executor import Bound
 from strop.runtime.hoisting import Hoist, Kept, Moment, Stamp, Tally, stamp_of
 from strop.runtime.limits import looks_too_far
@@ -45,6 +46,7 @@ from strop.runtime.short import (
     untaken,
 )
 from strop.runtime.signature import (
+    Beside,
     Shapes,
     Skeleton,
     flatten,
@@ -134,7 +136,7 @@ def _plain_forward(module: nn.Module) -> Any:
 
 
 _NUMBERS = itertools.count()
-_ON_HOST = torch.empty(0)
+_ON_HOST, _AS_IT_IS = torch.empty(0), contextlib.nullcontext()
 
 
 class Dispatcher:
@@ -192,17 +194,19 @@ class Dispatcher:
             return self._run_eager(reason, args, kwargs)
         args, kwargs = self.adapter.normalise(args, kwargs)
         tensors: list[Tensor] = []
-        floats: list[float] = []
+        beside = Beside()
         try:
-            skeleton = flatten((args, kwargs), tensors, floats)
+            skeleton = flatten((args, kwargs), tensors, beside)
         except UnsupportedError as error:
             return self._run_eager(str(error), args, kwargs)
         if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
             return self._run_eager("an argument requires a gradient", args, kwargs)
-        call = self._resolved(skeleton, floats, tensors) if floats else Call(skeleton, tensors)
+        call = Call(skeleton, tensors, skeleton, beside)
+        if beside.floats or beside.generators:
+            call = self._resolved(skeleton, tensors, beside)
         plain = None if kwargs else args
         # normal tensors, whatever the caller's mode: memory and weights outlive this call
-        with self._lock:
+        with self._lock, drawing_by(beside.generators) if beside.generators else _AS_IT_IS:
             if torch.is_inference_mode_enabled() or torch.is_grad_enabled():
                 with torch.inference_mode(False), torch.no_grad():
                     refusal, result = self._serve(call, plain)
@@ -217,10 +221,10 @@ class Dispatcher:
                 refusal = error
         return self._run_refused(refusal, call, args, kwargs)
 
-    def _resolved(self, bare: Skeleton, floats: Sequence[float], tensors: list[Tensor]) -> Call:
-        """A call that has floats: which of them are inputs."""
+    def _resolved(self, bare: Skeleton, tensors: list[Tensor], beside: Beside) -> Call:
+        """A call that has floats or generators: which of the floats are inputs."""
         device = (tensors or self.state.tensors or [_ON_HOST])[0].device
-        return self.turned.call(bare, floats, tensors, self.state.structure, device)
+        return self.turned.call(bare, beside, tensors, self.state.structure, device)
 
     def _key(self, call: Call) -> Hashable:
         looks = tuple((t.shape, t.dtype, t.device, is_channels_last(t)) for t in call.tensors)
@@ -404,8 +408,8 @@ class Dispatcher:
         the call, in which other floats may have become inputs."""
         if self.state.replaced:
             raise UnsupportedError(f"the forward of a {self.state.replaced} inside was replaced")
-        if call.floats and self.turned.note(call):
-            call = self._resolved(call.bare, call.floats, call.plain)
+        if call.beside.floats and self.turned.note(call):
+            call = self._resolved(call.bare, call.plain, call.beside)
         variant, call = self._variant(call)
         shapes = [t.shape for t in call.tensors]
         env = solve_roots(variant.specs, shapes)
@@ -420,7 +424,8 @@ class Dispatcher:
             steady += tuple(range(len(call.plain), len(call.tensors)))
         device = device_of(self.state, self._shapes(call))
         entry = Entry(next(_NUMBERS), variant, device, env, aliases=aliases, steady=steady,
-                      timestep=timestep, is_pure=variant.program.is_pure)  # fmt: skip
+                      timestep=timestep, is_pure=variant.program.is_pure,
+                      has_graph=not call.beside.generators)  # fmt: skip
         self._entries[self._key(call)] = entry
         return entry, call
 
@@ -439,7 +444,7 @@ class Dispatcher:
                 self.turned.learn(call, variant.number_guards)
                 return variant, call
             self.turned.fix(call, self.state.structure, needed)
-            call = self._resolved(call.bare, call.floats, call.plain)
+            call = self._resolved(call.bare, call.plain, call.beside)
 
     def _bound(self, entry: Entry, workspace: Workspace, stream: int) -> Bound:
         if entry.placed is None:

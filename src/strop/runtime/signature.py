@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any
 
 import torch
@@ -12,9 +12,10 @@ from torch.nn import Parameter
 
 from strop.errors import ShapeError, UnsupportedError
 from strop.frontend.capture import TensorSpec
+from strop.frontend.draws import stand_in
 from strop.frontend.objects import class_named, is_cache, is_cache_class, made
 from strop.ir.dims import symbol
-from strop.ir.graph import Ref
+from strop.ir.graph import GeneratorRef, Ref
 from strop.ir.program import Guard
 
 # nested tuples of ("list"|"tuple"|"dict"|..., ...), Ref for a tensor, numbers as (type name, text):
@@ -48,15 +49,23 @@ class Shapes:
     otherwise: Shapes | None = None  # to be tried where a trace with these fails
 
 
-def flatten(value: Any, tensors: list[Tensor], floats: list[float] | None = None) -> Skeleton:
+@dataclass(slots=True)
+class Beside:
+    """What else a call has among its arguments: floats, and generators of random numbers."""
+
+    floats: list[float] = field(default_factory=list)
+    generators: list[torch.Generator] = field(default_factory=list)
+
+
+def flatten(value: Any, tensors: list[Tensor], beside: Beside | None = None) -> Skeleton:
     """The skeleton of a call's arguments; tensors are appended in order of appearance, and so are
-    floats, where there is a list for them. Without one they are part of the skeleton.
+    those ``beside``, where they are wanted. Without, floats are part of the skeleton.
 
     Every call comes through here: what calls are made of is asked for first.
     """
     kind = type(value)
     if kind is tuple:
-        return ("tuple", *[flatten(v, tensors, floats) for v in value])
+        return ("tuple", *[flatten(v, tensors, beside) for v in value])
     if kind is dict and not value:
         return _NO_ITEMS
     if isinstance(value, Tensor):
@@ -66,16 +75,16 @@ def flatten(value: Any, tensors: list[Tensor], floats: list[float] | None = None
         return Ref(len(tensors) - 1)
     if value is None or isinstance(value, str | torch.dtype | torch.device):
         return value
-    if kind is float and floats is not None:
-        floats.append(value)
-        return NumberRef(len(floats) - 1)
+    if kind is float and beside is not None:
+        beside.floats.append(value)
+        return NumberRef(len(beside.floats) - 1)
     if isinstance(value, int | float):
         return number_text(value)
     if kind in (list, torch.Size):
-        return ("list" if kind is list else "tuple", *[flatten(v, tensors, floats) for v in value])
+        return ("list" if kind is list else "tuple", *[flatten(v, tensors, beside) for v in value])
     if kind is dict and set(map(type, value)) <= {str, int}:  # in their order, as code may use it
-        return ("dict", *[(k, flatten(v, tensors, floats)) for k, v in value.items()])
-    return _flatten_object(value, kind, tensors, floats)
+        return ("dict", *[(k, flatten(v, tensors, beside)) for k, v in value.items()])
+    return _flatten_object(value, kind, tensors, beside)
 
 
 _TRACING_MODES = (
@@ -112,25 +121,31 @@ def described(t: Tensor) -> str:
 
 
 def _flatten_object(value: Any, kind: type, tensors: list[Tensor],
-                    floats: list[float] | None) -> Skeleton:  # fmt: skip
+                    beside: Beside | None) -> Skeleton:  # fmt: skip
     if isinstance(value, tuple) and hasattr(kind, "_fields"):
-        return ("named tuple", kind, *[flatten(v, tensors, floats) for v in value])
+        return ("named tuple", kind, *[flatten(v, tensors, beside) for v in value])
     if is_dataclass(kind) and all(f.init for f in fields(kind)):
         names = [f.name for f in fields(kind)]
         return (
             "dataclass",
             kind,
-            *[(n, flatten(getattr(value, n), tensors, floats)) for n in names],
+            *[(n, flatten(getattr(value, n), tensors, beside)) for n in names],
         )
     if is_cache(value):
         state = vars(value).items()
         return (
             "object",
             kind.__name__,
-            *[(name, flatten(v, tensors, floats)) for name, v in state],
+            *[(name, flatten(v, tensors, beside)) for name, v in state],
         )
     if is_cache_class(value):
         return ("class", value.__name__)
+    if isinstance(value, torch.Generator) and beside is not None:
+        known = [n for n, other in enumerate(beside.generators) if other is value]
+        if not known:
+            beside.generators.append(value)
+        number = known[0] if known else len(beside.generators) - 1
+        return ("generator", GeneratorRef(number), value.device)
     raise UnsupportedError(f"argument of type {kind.__name__}")
 
 
@@ -158,6 +173,8 @@ def rebuild(skeleton: Skeleton, tensors: Sequence[Any]) -> Any:
     kind, *items = skeleton
     if kind in _NUMBERS:
         return _NUMBERS[kind](items[0])
+    if kind == "generator":
+        return stand_in(*items)
     if kind == "dict":
         return {key: rebuild(value, tensors) for key, value in items}
     if kind == "dataclass":

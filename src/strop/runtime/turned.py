@@ -17,7 +17,7 @@ from torch import Tensor
 
 from strop.frontend.capture import TensorSpec
 from strop.ir.program import NumberGuard
-from strop.runtime.signature import NumberRef, Shapes, Skeleton, number_text, with_floats
+from strop.runtime.signature import Beside, NumberRef, Shapes, Skeleton, number_text, with_floats
 
 _MOST_TENSORS = 256  # kept, of the values of one module's numbers
 
@@ -25,12 +25,12 @@ _MOST_TENSORS = 256  # kept, of the values of one module's numbers
 @dataclass(slots=True)
 class Call:
     """A call: its ``skeleton``, the tensors in it, and behind them the ``numbers`` that are inputs.
-    ``bare`` is the skeleton without all ``floats``."""
+    ``bare`` is the skeleton without what is ``beside``."""
 
     skeleton: Skeleton
     tensors: list[Tensor]
-    bare: Skeleton = ()
-    floats: tuple[float, ...] = ()
+    bare: Skeleton
+    beside: Beside
     numbers: tuple[float, ...] = ()
     inputs: tuple[int, ...] = ()  # which of the floats they are
 
@@ -51,9 +51,10 @@ class Turned:
         self._guards: dict[Skeleton, tuple[NumberGuard, ...]] = {}
         self._made: dict[tuple[str, torch.device], Tensor] = {}
 
-    def call(self, bare: Skeleton, floats: Sequence[float], tensors: list[Tensor],
-             structure: int, device: torch.device) -> Call:  # fmt: skip
-        """``tensors`` of a call whose skeleton is ``bare`` and these ``floats``."""
+    def call(self, bare: Skeleton, beside: Beside, tensors: list[Tensor], structure: int,
+             device: torch.device) -> Call:  # fmt: skip
+        """The call with these ``tensors`` and what is ``beside`` in a skeleton, ``bare`` of it."""
+        floats = beside.floats
         inputs: tuple[int, ...] = ()
         if turned := self._turned.get(bare):
             free = turned - self._fixed.get((structure, bare), frozenset())
@@ -66,14 +67,15 @@ class Turned:
             self._skeletons[key] = with_floats(bare, parts)
         numbers = tuple(floats[n] for n in inputs)
         given = [*tensors, *(self._tensor(value, device) for value in numbers)]
-        return Call(self._skeletons[key], given, bare, tuple(floats), numbers, inputs)
+        return Call(self._skeletons[key], given, bare, beside, numbers, inputs)
 
     def note(self, call: Call) -> bool:
         """That a graph is looked for. Whether a float has another value than when one was first
         looked for, and has become an input by that."""
-        first = self._first.setdefault(call.bare, call.floats)
+        floats = call.beside.floats
+        first = self._first.setdefault(call.bare, tuple(floats))
         known = self._turned.get(call.bare, frozenset())
-        pairs = enumerate(zip(first, call.floats, strict=True))
+        pairs = enumerate(zip(first, floats, strict=True))
         found = frozenset(n for n, (a, b) in pairs if number_text(a) != number_text(b)) - known
         self._turned[call.bare] = known | found
         return bool(found)

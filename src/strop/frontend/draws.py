@@ -1,0 +1,46 @@
+"""Generators of random numbers among the arguments of a call: torch draws by them, as in eager."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from strop.ir.graph import GeneratorRef
+
+_MOST_GENERATORS = 1000
+_FIRST_SEED = 7_418_530_000  # of generators that stand for those of a call in its trace
+
+
+def stand_in(generator: GeneratorRef, device: torch.device) -> torch.Generator:
+    """A generator for a trace, which draws nothing; copies of it are known by their seed."""
+    return torch.Generator(device).manual_seed(_FIRST_SEED + generator.index)
+
+
+def stands_for(generator: torch.Generator) -> GeneratorRef | None:
+    """Which generator of the call it is in a trace; None for one that the code itself holds."""
+    index = generator.initial_seed() - _FIRST_SEED
+    return GeneratorRef(index) if 0 <= index < _MOST_GENERATORS else None
+
+
+def _by_generator(whole: Callable[..., Tensor], write: Callable[..., Tensor]
+                  ) -> Callable[..., Tensor]:  # fmt: skip
+    """``torch.randn`` and ``torch.rand`` with a generator want sizes that are known. What they do
+    is to write into an empty tensor."""
+
+    def draw(*size: Any, generator: Any = None, **kwargs: Any) -> Tensor:
+        if generator is None:
+            return whole(*size, **kwargs)
+        if kwargs.get("out") is not None:
+            return whole(*size, generator=generator, **kwargs)
+        return write(torch.empty(*size, **kwargs), generator=generator)
+
+    return draw
+
+
+DRAWS: dict[Callable[..., Any], Callable[..., Any]] = {
+    torch.randn: _by_generator(torch.randn, Tensor.normal_),
+    torch.rand: _by_generator(torch.rand, Tensor.uniform_),
+}
