@@ -30,6 +30,7 @@ from strop.runtime.cubin import Cubin
 from strop.runtime.kernels import CudaKernels
 from strop.runtime.signature import default_shapes, flatten
 from strop.runtime.state import ModuleState
+from strop.runtime.turned import Call
 from tests.codegen.kernels import SAMPLES
 
 F16 = torch.float16
@@ -123,7 +124,7 @@ def store(library: CudaKernels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 def variant_for(store: variants.VariantStore, *shape: int) -> variants.Variant:
     tensors: list[Tensor] = []
     skeleton = flatten(((torch.randn(shape, dtype=F16),), {}), tensors)
-    return store.get(ModuleState(store.module), skeleton, tensors, default_shapes(tensors))
+    return store.get(ModuleState(store.module), Call(skeleton, tensors), default_shapes(tensors))
 
 
 def test_the_first_call_waits_for_its_own_forms_only(
