@@ -14,6 +14,7 @@ from torch import Tensor
 from strop.errors import ShapeError, UnsupportedError
 from strop.frontend.capture import TensorSpec
 from strop.runtime.signature import (
+    Beside,
     default_shapes,
     flatten,
     number_text,
@@ -137,11 +138,8 @@ def test_numbers_in_calls_that_are_alike() -> None:
     assert one != other
     assert without_numbers(one) == without_numbers(other)
     assert without_numbers(flatten((True,), [])) != without_numbers(flatten((False,), []))
-    floats: list[float] = []
-    bare = flatten((X, 0.5, [1.5, True]), [], floats)
-    assert floats == [0.5, 1.5]
-    assert rebuild(with_floats(bare, [number_text(v) for v in floats]), [X]) == (
-        X,
-        0.5,
-        [1.5, True],
-    )
+    beside = Beside()
+    bare = flatten((X, 0.5, [1.5, True]), [], beside)
+    assert beside.floats == [0.5, 1.5]
+    whole = with_floats(bare, [number_text(v) for v in beside.floats])
+    assert rebuild(whole, [X])[1:] == (0.5, [1.5, True])
