@@ -41,6 +41,7 @@ from torch.fx.experimental.symbolic_shapes import (
 from torch.overrides import TorchFunctionMode
 
 from strop.errors import CaptureError
+from strop.frontend.differentiated import refuse_gradients_outside, refuse_wrapped
 from strop.frontend.effects import check_constants, check_state, no_effects
 from strop.frontend.functional import WriteThroughViewError, make_functional
 from strop.frontend.layout_reads import LayoutReads
@@ -99,6 +100,7 @@ class Captured:
     fixed: tuple[str, ...] = ()  # sizes that the module's code fixes, each with what asked for it
     layout_reads: tuple[str, ...] = ()  # what it asks about the memory of its arguments
     number_guards: tuple[NumberGuard, ...] = ()  # what it asks about numbers that are inputs
+    has_gradients: bool = False  # whether it turns gradients on: which weights want one matters
 
 
 def named_state(module: nn.Module) -> dict[str, Tensor]:
@@ -143,6 +145,9 @@ def has_other_forward(module: nn.Module) -> bool:
     return not (is_bound and getattr(own, "__func__", None) is type(module).forward)
 
 
+_HOOKS = {name for name in vars(nn.Module()) if "_hooks" in name and "state_dict" not in name}
+
+
 def clone_structure(module: nn.Module) -> nn.Module:
     """A copy of the modules that shares every tensor, to trace without disturbing other threads."""
     memo: dict[int, Any] = {id(t): t for t in named_state(module).values()}
@@ -165,6 +170,8 @@ def _deep_copied(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
         if getattr(own, "is_strop", False):
             memo[id(own)] = None  # dispatchers stay with the original
     clone = copy.deepcopy(module, memo)
+    for hooks in _HOOKS & vars(clone).keys():  # the module's own, which run around its forward
+        vars(clone)[hooks].clear()
     for part in clone.modules():
         if "forward" in part.__dict__ and part.__dict__["forward"] is None:
             del part.__dict__["forward"]
@@ -179,7 +186,8 @@ def capture(
     numbers: Sequence[float] = (),
 ) -> Captured:
     """Trace ``call(*tensors, *numbers)``, which runs ``module``, with symbolic sizes and numbers.
-    The last ``specs`` are those of the numbers, each a tensor without dims.
+    The last ``specs`` are those of the numbers, each a tensor without dims. Weights require a
+    gradient if they do now, arguments none.
 
     Raises NumbersNeeded when the module needs the value of a number, and CaptureError when it does
     something that depends on tensor values. A size that is traced as 0 is no symbol: torch takes
@@ -194,7 +202,8 @@ def capture(
         roots = fake_roots(mode, hints)
         state = named_state(module)
         fake_state: dict[str, Tensor] = {
-            name: mode.from_tensor(t.detach(), static_shapes=True) for name, t in state.items()
+            name: mode.from_tensor(t.detach(), static_shapes=True).requires_grad_(t.requires_grad)
+            for name, t in state.items()
         }
         with mode:
             fakes = [fake_input(spec, roots) for spec in specs[: len(specs) - len(numbers)]]
@@ -209,8 +218,8 @@ def capture(
     check_constants(gm, module)
     found = known_sizes(module, shape_env, gm, roots, specs, hints)
     return Captured(gm, tuple(state), found.specs, found.symbols, found.guards, found.hints,
-                    out_spec, origins, found.fixed, reads,
-                    tuple(shape_env.numbers.guards))  # fmt: skip
+                    out_spec, origins, found.fixed, tuple(reads.asked),
+                    tuple(shape_env.numbers.guards), reads.has_gradients)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -347,7 +356,7 @@ def _trace(
     fakes: list[Any],
     mode: FakeTensorMode,
     transform: Callable[[Any], Any] = lambda function: function,
-) -> tuple[GraphModule, pytree.TreeSpec, dict[str, str], tuple[str, ...]]:
+) -> tuple[GraphModule, pytree.TreeSpec, dict[str, str], LayoutReads]:
     specs: list[pytree.TreeSpec] = []
     assert isinstance(mode.shape_env, TracedSizes)
     numbers = mode.shape_env.numbers
@@ -368,6 +377,7 @@ def _trace(
             numbers.check(leaves)
             now = {name: table.get(key) for name, (table, key) in kept.items()}
             check_state(now, {name: state[name] for name in now})
+            refuse_gradients_outside(leaves, (*state.values(), *inputs))
         reads.results(leaves)
         specs.append(spec)
         return leaves
@@ -376,7 +386,8 @@ def _trace(
     texts = python_floats() if numbers.values else nullcontext()
     with no_effects(module, private=False), tracing(module, mode, reads, origins), texts:
         gm = make_fx(transform(flat), DECOMPOSITIONS, tracing_mode="real")(state, *fakes)
-    return gm, specs[-1], origins, tuple(reads.asked)
+    refuse_wrapped(gm)
+    return gm, specs[-1], origins, reads
 
 
 @contextmanager

@@ -21,6 +21,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 import strop.frontend.whole  # noqa: F401  (defines torch.ops.strop)
 from strop.frontend import of_torch
+from strop.frontend.differentiated import define, is_transformed
 from strop.frontend.functional import storage_of
 from strop.ir import philox
 
@@ -89,27 +90,37 @@ def _dropout(x: Tensor, seed: Tensor, p: float) -> Tensor:
     return x * kept * (0.0 if p == 1 else 1 / (1 - p))
 
 
+class _Dropout(torch.autograd.Function):
+    """Its gradient is the same dropout of the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, seed: Tensor, p: float) -> Tensor:
+        ctx.save_for_backward(seed)
+        ctx.p = p
+        dropped: Tensor = torch.ops.strop.dropout(x, seed, p)
+        return dropped
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        (seed,), (grad,) = ctx.saved_tensors, gradients
+        return torch.ops.strop.dropout(grad, seed, ctx.p), None, None
+
+
+def _differentiated_dropout(x: Tensor, seed: Tensor, p: float) -> Tensor:
+    if is_transformed():  # by what an autograd.Function has no rule for
+        return _dropout(x, seed, p)
+    dropped: Tensor = _Dropout.apply(x, seed, p)  # type: ignore[no-untyped-call]
+    return dropped
+
+
 for _name, _function, _shapes in (
     ("group_statistics", _group_statistics, _group_shapes),
     ("layer_statistics", _layer_statistics, _layer_shapes),
     ("seed", _seed, lambda like, number: like.new_empty((), dtype=torch.int64)),
-    ("dropout", _dropout, lambda x, seed, p: torch.empty_like(x)),
 ):
-    _library.impl(_name, _function, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"strop::{_name}", _shapes)
-
-
-def _keep_seed(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, seed, ctx.p = inputs
-    ctx.save_for_backward(seed)
-
-
-def _dropout_gradient(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-    (seed,) = ctx.saved_tensors
-    return torch.ops.strop.dropout(grad, seed, ctx.p), None, None
-
-
-torch.library.register_autograd("strop::dropout", _dropout_gradient, setup_context=_keep_seed)
+    define(_library, _name, _function, _shapes)
+define(_library, "dropout", _dropout, lambda x, seed, p: torch.empty_like(x),
+       differentiated=_differentiated_dropout)  # fmt: skip
 
 
 def _call_dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
@@ -160,7 +171,6 @@ _OF_TORCH = of_torch.DECOMPOSITIONS | get_decompositions([
 ])  # fmt: skip
 DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
     **_OF_TORCH,
-    aten._efficientzerotensor.default: torch.zeros,
     aten.native_group_norm.default: _group_norm,
     aten.native_layer_norm.default: _layer_norm,
     # torch has no shape rule for it that knows symbols

@@ -18,3 +18,5 @@ DECOMPOSITIONS: dict[Any, Callable[..., Any]] = get_decompositions([
     aten.smooth_l1_loss, aten.huber_loss, aten.binary_cross_entropy,
     aten.binary_cross_entropy_with_logits, aten.soft_margin_loss, aten.nansum,
 ])  # fmt: skip
+# autograd's zeros, which have no memory
+DECOMPOSITIONS[aten._efficientzerotensor.default] = torch.zeros

@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from strop.frontend import joint
 from strop.frontend.autocast import as_autocast
+from strop.frontend.differentiated import LEVELS, asks_for_gradients, define
 from strop.frontend.draws import DRAWS
 from strop.frontend.layouts import LAYOUTS, call_reshape
 from strop.frontend.opened import twins
@@ -85,14 +86,6 @@ def _linspace(start: float, end: float, steps: int, dtype: torch.dtype, device: 
 _library.define(
     "resize(Tensor x, SymInt[] size, str mode, bool align_corners, float[] scales) -> Tensor"
 )
-_library.impl("resize", _resize, "CompositeExplicitAutograd")
-_library.impl("linspace", _linspace, "CompositeExplicitAutograd")
-_library.impl("linear", F.linear, "CompositeExplicitAutograd")
-_library.impl("matmul", torch.matmul, "CompositeExplicitAutograd")
-_library.impl("rms_norm", torch.rms_norm, "CompositeExplicitAutograd")
-_library.impl("conv2d", _conv2d, "CompositeExplicitAutograd")
-_library.impl("group_norm", F.group_norm, "CompositeExplicitAutograd")
-_library.impl("attention", _attention, "CompositeExplicitAutograd")
 
 
 def _check_types(*tensors: Tensor | None) -> None:
@@ -169,12 +162,17 @@ def _group_norm_shape(x: Tensor, groups: int, weight: Tensor | None, bias: Tenso
     return result.contiguous(memory_format=torch.channels_last) if is_last else result
 
 
-for _name, _rule in (
-    ("linear", _linear_shape), ("conv2d", _conv2d_shape), ("attention", _attention_shape),
-    ("resize", _resize_shape), ("linspace", _linspace_shape), ("matmul", _matmul_shape),
-    ("group_norm", _group_norm_shape), ("rms_norm", _rms_norm_shape),
-):  # fmt: skip
-    torch.library.register_fake(f"strop::{_name}", _rule)
+for _name, _as_torch, _shapes in (
+    ("linear", F.linear, _linear_shape),
+    ("matmul", torch.matmul, _matmul_shape),
+    ("conv2d", _conv2d, _conv2d_shape),
+    ("attention", _attention, _attention_shape),
+    ("group_norm", F.group_norm, _group_norm_shape),
+    ("rms_norm", torch.rms_norm, _rms_norm_shape),
+    ("resize", _resize, _resize_shape),
+    ("linspace", _linspace, _linspace_shape),
+):
+    define(_library, _name, _as_torch, _shapes)
 
 
 def _pair(value: int | Sequence[int]) -> list[int]:
@@ -531,7 +529,7 @@ _TWINS = twins(TRACED)
 
 def retarget(gm: GraphModule, *, trains: bool) -> None:
     """The same in a graph that somebody else has traced, and in the graphs inside it."""
-    table = {**COMPOSITES, **joint.RETARGET} if trains else RETARGET
+    table = {**LEVELS, **(COMPOSITES | joint.RETARGET if trains else RETARGET)}
     for graph in (m for m in gm.modules() if isinstance(m, GraphModule)):
         for node in graph.graph.nodes:
             if node.op == "call_function":
@@ -542,9 +540,13 @@ def retarget(gm: GraphModule, *, trains: bool) -> None:
 class Retarget(TorchFunctionMode):
     """Send the functionals of TRACED to the functions of this folder while tracing."""
 
+    has_gradients = False  # whether the module has turned gradients on, or asked a tensor for them
+
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        if not self.has_gradients and (torch.is_grad_enabled() or asks_for_gradients(func, kwargs)):
+            self.has_gradients = True
         if func not in TRACED and func in _TWINS:
             with self:
                 return _TWINS[func](*args, **(kwargs or {}))

@@ -44,6 +44,7 @@ from strop.frontend.capture import (
     tracing,
     without_empty,
 )
+from strop.frontend.differentiated import refuse_wrapped
 from strop.frontend.effects import check_constants, no_effects
 from strop.frontend.functional import make_functional, storage_of
 from strop.frontend.joint import TANGENT
@@ -142,6 +143,7 @@ def capture_step(
         primals = [t.requires_grad_(w) for t, w in zip(primals, wants, strict=True)]
         with no_effects(module, private=True), tracing(module, mode, _Retarget(), origins):
             gm = make_fx(flat, joint.DECOMPOSITIONS, tracing_mode="real")(*primals)
+        refuse_wrapped(gm)
         _arrange(gm)
         make_functional(gm)
         gm.graph.eliminate_dead_code()  # not before: what is written to may be read by nobody

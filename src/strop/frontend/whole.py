@@ -15,6 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._prims_common import suggest_memory_format
 
+from strop.frontend.differentiated import define
+
 aten = torch.ops.aten
 _library = torch.library.Library("strop", "FRAGMENT")
 
@@ -84,8 +86,7 @@ IN_TORCH: dict[Any, Any] = {}
 for _name, _overload, _rule in _ROWS:
     _arguments = str(_overload._schema).partition("(")[2]
     _library.define(f"{_name}({_arguments}")
-    _library.impl(_name, _overload, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"strop::{_name}", _rule)
+    define(_library, _name, _overload, _rule)
     IN_TORCH[getattr(torch.ops.strop, _name).default] = _overload
 
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch._C._dynamo.guards import TensorGuards
+from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
 from torch.nn.modules.module import (
     _global_backward_hooks,
@@ -62,6 +63,7 @@ def short_way(served: Served, entry: Entry, tensors: Sequence[Tensor], run: Run,
         if (
             not looks_so
             or is_grad_enabled()
+            or forward_ad._current_level >= 0
             or num_modes()
             or loop.is_running
             or not is_unchanged()

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.nn import Parameter
 
 from strop.errors import ShapeError, UnsupportedError
@@ -95,12 +96,13 @@ _TRACING_MODES = (
 
 
 def is_looked_into() -> bool:
-    """Whether torch.compile, torch.export, torch.jit.trace or a transform such as vmap wants the
-    operators. A dispatch mode of a user's own sees what is run."""
+    """Whether torch.compile, torch.export, torch.jit.trace, forward-mode AD or a transform such as
+    vmap wants the operators. A dispatch mode of a user's own sees what is run."""
     return (
         torch.compiler.is_dynamo_compiling()
         or torch._C._get_tracing_state() is not None
         or torch._C._functorch.peek_interpreter_stack() is not None
+        or forward_ad._current_level >= 0
         or (torch._C._len_torch_dispatch_stack() > 0
             and any(torch._C._get_dispatch_mode(key) is not None for key in _TRACING_MODES))
     )  # fmt: skip

@@ -1,0 +1,113 @@
+"""Operators of ours inside a gradient: torch's own take their place there.
+
+An operator that is kept whole has no rule for autograd, for forward-mode tangents or for vmap, and
+without one torch drops the gradient and says nothing. Where a forward takes gradients itself, or
+runs under a transform of ``torch.func``, each operator of ``torch.ops.strop`` therefore becomes the
+torch operators that it stands for, which have all of these rules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor
+from torch._C import _functorch as functorch
+from torch._functorch import predispatch
+from torch.autograd import forward_ad
+from torch.fx import GraphModule
+
+from strop.errors import CaptureError
+
+
+def is_transformed() -> bool:
+    """Whether tangents go forward, or a transform of ``torch.func`` is at work."""
+    return forward_ad._current_level >= 0 or functorch.peek_interpreter_stack() is not None
+
+
+def _is_differentiated(arguments: Any) -> bool:
+    """Whether autograd would record an operator of these arguments, or a tangent pass through."""
+    if forward_ad._current_level >= 0:
+        return True
+    return torch.is_grad_enabled() and any(
+        isinstance(leaf, Tensor) and leaf.requires_grad for leaf in pytree.tree_leaves(arguments)
+    )
+
+
+def define(library: torch.library.Library, name: str, as_torch: Callable[..., Any],
+           shapes: Callable[..., Any], differentiated: Callable[..., Any] | None = None
+           ) -> None:  # fmt: skip
+    """The kernels of operator ``name`` of ``library``, which has its schema: ``as_torch`` computes
+    it with operators of torch's, and so does ``differentiated``, if given, inside a gradient.
+    ``shapes`` says how the results of a trace look."""
+    overload = getattr(torch.ops.strop, name).default
+    inside = differentiated or as_torch
+
+    def record(keys: Any, *arguments: Any) -> Any:
+        if _is_differentiated(arguments):
+            return inside(*arguments)
+        with torch._C._AutoDispatchBelowAutograd():
+            return overload.redispatch(keys & torch._C._after_autograd_keyset, *arguments)
+
+    library.impl(name, as_torch, "CompositeExplicitAutograd")
+    library.impl(name, record, "Autograd", with_keyset=True)
+    library.impl(name, as_torch, "FuncTorchBatched")
+    torch.library.register_fake(f"strop::{name}", shapes)
+
+
+_SET_REQUIRES_GRAD = Tensor.requires_grad.__set__  # type: ignore[attr-defined]
+
+
+def asks_for_gradients(function: Any, keywords: Any) -> bool:
+    """Whether a call makes a tensor that requires a gradient."""
+    if function is Tensor.requires_grad_ or function == _SET_REQUIRES_GRAD:
+        return True
+    return bool(keywords) and bool(keywords.get("requires_grad"))
+
+
+def refuse_gradients_outside(results: Sequence[Any], given: Iterable[Any]) -> None:
+    """Raises CaptureError where a forward under ``no_grad`` leaves a graph of autograd's behind: in
+    ``results`` that require a gradient, or in the ``grad`` of a tensor that it was ``given``."""
+    if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in results):
+        raise CaptureError(
+            "its results require gradients, although the caller enables none: its forward turns"
+            " them on (torch.enable_grad), and compiled code would give results without a graph"
+        )
+    tensors = (tensor for tensor in given if isinstance(tensor, Tensor))
+    if any(tensor.grad is not None for tensor in tensors if tensor.is_leaf):
+        raise CaptureError(
+            "its forward calls backward(), which leaves gradients in weights or arguments: take"
+            " torch.autograd.grad, or call requires_grad_(False) on the module"
+        )
+
+
+def refuse_wrapped(gm: GraphModule) -> None:
+    """Raises CaptureError where a trace holds a value of one transform's own as a constant: torch
+    computes some tangents (``group_norm``'s) where no trace can follow."""
+    for node in gm.graph.find_nodes(op="get_attr"):
+        value = getattr(gm, node.target, None)
+        if isinstance(value, Tensor) and functorch.is_functorch_wrapped_tensor(value):
+            raise CaptureError(
+                "it takes derivatives by torch.func or forward-mode AD of an operator whose rule"
+                " torch cannot trace"
+            )
+
+
+def _enter_level() -> int:
+    level: int = forward_ad.enter_dual_level()
+    return level
+
+
+def _leave_level(*, level: int) -> None:
+    forward_ad.exit_dual_level(level=level)
+
+
+# Dynamo calls what is below these, so that nobody would know of the level.
+LEVELS: dict[Callable[..., Any], Callable[..., Any]] = {
+    predispatch._enter_dual_level: _enter_level,
+    predispatch._exit_dual_level: _leave_level,
+    torch._C._enter_dual_level: _enter_level,
+    torch._C._exit_dual_level: _leave_level,
+}
