@@ -10,12 +10,16 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C import _functorch as functorch
 from torch._dynamo.backends.common import aot_autograd
+from torch._functorch import config
 from torch._guards import detect_fake_mode
 from torch.fx import GraphModule
 
@@ -40,6 +44,7 @@ from strop.runtime.garbage import collection_paused
 from strop.runtime.kernels import KernelLibrary, kernel_library
 from strop.runtime.limits import looks_too_far
 from strop.runtime.memory import workspace_of
+from strop.runtime.once import refuse_twice
 from strop.runtime.partition import Joint
 
 log = logging.getLogger("strop")
@@ -66,6 +71,7 @@ class AotLog:
 
 AOT_LOG = AotLog()
 FEW_WORKERS = 2
+_DETACHING = {"detach", "detach_", "detach.default", "_get_data_attr"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,8 +115,19 @@ def compile_dynamo(gm: GraphModule, example_inputs: Sequence[Any], **given: Any)
         decompositions=DECOMPOSITIONS if keeps_torchs else OF_TORCH,
         keep_inference_input_mutations=True,
     )  # fmt: skip
-    with quick():
+    with quick(), _views_of_results(gm):
         return backend(gm, example_inputs)
+
+
+def _views_of_results(gm: GraphModule) -> AbstractContextManager[Any]:
+    """Torch makes results that share memory anew, from one of them, by the views that it has
+    written down, and for ``y.t().detach()`` it writes down none. It then goes by strides."""
+    named = {getattr(node.target, "__name__", node.target) for m in gm.modules()
+             if isinstance(m, GraphModule) for node in m.graph.nodes}  # fmt: skip
+    if named.isdisjoint(_DETACHING):
+        return nullcontext()
+    patch: AbstractContextManager[Any] = config.patch(view_replay_for_aliased_outputs=False)
+    return patch
 
 
 def _compile(gm: GraphModule, inputs: Sequence[Any], job: Job) -> Any:
@@ -145,7 +162,12 @@ def _compile(gm: GraphModule, inputs: Sequence[Any], job: Job) -> Any:
     checked = compiled if options.check else None
     runner = AotProgram(program, library, device, roots, constants, checked, later)
     records.append(AotRecord(compiled, time.perf_counter() - started, built, job.role, runner))
-    return _boxed(runner)
+    return _boxed(partial(_once, runner) if job.role == "backward" else runner)
+
+
+def _once(runner: AotProgram, *arguments: Any) -> list[Any]:
+    refuse_twice()
+    return runner(*arguments)
 
 
 def refuse_foreign(program: Program, options: Options) -> None:
@@ -248,6 +270,7 @@ class AotProgram:
         self._constants, self._checked = list(constants), checked
         self._later = later or Ahead(())
         self._written = program.written_arguments
+        self._repeated = _repeated(program)
         self._bounds: dict[Hashable, Bound] = {}
         self._lock = threading.Lock()
         self.num_calls = 0
@@ -257,11 +280,17 @@ class AotProgram:
         return self.run(arguments)
 
     def run(self, arguments: Sequence[Any], env: Mapping[str, int] | None = None) -> list[Any]:
-        """``env``: the sizes, where they are known."""
-        if self.device.type != "cuda":
-            return self._run(arguments, env)
-        with torch.cuda.device(self.device):  # kernels are launched in the current context
-            return self._run(arguments, env)
+        """``env``: the sizes, where they are known. Raises UnsupportedError for tensors of a
+        transform of ``torch.func``, which have no memory."""
+        try:
+            if self.device.type != "cuda":
+                return self._run(arguments, env)
+            with torch.cuda.device(self.device):  # kernels are launched in the current context
+                return self._run(arguments, env)
+        except RuntimeError:
+            if any(isinstance(a, Tensor) and _is_wrapped(a) for a in arguments):
+                raise UnsupportedError(_WRAPPED) from None
+            raise
 
     def _run(self, arguments: Sequence[Any], env: Mapping[str, int] | None) -> list[Any]:
         tensors = [self._placed(a) if is_tensor else None
@@ -295,6 +324,8 @@ class AotProgram:
                 results = run_checked(bound, self._checked, inputs, "dynamo")[0]
             else:
                 results = bound.run(inputs)
+            for place in self._repeated:  # autograd marks tensors, and these have gradients apart
+                results[place] = results[place].detach()
             self.num_calls, self.latest = self.num_calls + 1, bound
             for index in self._written:  # those that had to be laid out as the plan says
                 own = tensors[index]
@@ -312,6 +343,24 @@ class AotProgram:
             for size, value in zip(spec.shape, sizes, strict=False):
                 _learn(size, int(value), env)
         return env
+
+
+_WRAPPED = (
+    "a compiled graph got tensors of torch.vmap, such as is_grads_batched=True and vectorize=True"
+    " give a backward: leave those out, or run the module in eager"
+)
+
+
+def _is_wrapped(tensor: Tensor) -> bool:
+    """Whether it is a transform's own, and has no memory."""
+    is_old: bool = functorch.is_legacy_batchedtensor(tensor)
+    return is_old or functorch.is_functorch_wrapped_tensor(tensor)
+
+
+def _repeated(program: Program) -> tuple[int, ...]:
+    """The places of results that lie where an earlier result lies: ``y`` and ``y.detach()``."""
+    tensors = [item.tensor for item in program.returned]
+    return tuple(n for n, ref in enumerate(tensors) if ref is not None and ref in tensors[:n])
 
 
 def _learn(size: Expr, value: int, env: dict[str, int]) -> None:

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.fx import GraphModule
 from torch.fx import Node as FxNode
 
@@ -35,6 +34,7 @@ from strop.runtime import own_calls
 from strop.runtime.aot import AotLog, AotProgram, AotRecord, refuse_foreign, root_of
 from strop.runtime.garbage import collection_paused
 from strop.runtime.kernels import KernelLibrary
+from strop.runtime.once import once
 from strop.runtime.partition import Joint
 from strop.runtime.signature import Shapes, Skeleton, rebuild, served_sizes, solve_roots
 from strop.runtime.state import ModuleState
@@ -67,6 +67,11 @@ class Step:
     given: tuple[Given, ...]  # the backward's arguments
     wants: tuple[bool, ...]  # of state and arguments: who gets a gradient
 
+    @property
+    def keeps_tensors(self) -> bool:
+        """Whether gradients depend on more than the gradients of the results."""
+        return any(given.kind in ("argument", "result") for given in self.given)
+
     def env(self, shapes: Sequence[Sequence[int]]) -> dict[str, int] | None:
         """Values of the sizes; None for arguments that this step does not serve."""
         return served_sizes(self.specs, self.guards, shapes)
@@ -90,10 +95,11 @@ class _Run(torch.autograd.Function):
         plain = [r for r, d in zip(results, step.differentiable, strict=True) if not d]
         ctx.mark_non_differentiable(*plain)
         ctx.step, ctx.env = step, env
+        # not saved, as nothing reads them: to be written to later is no fault of theirs
+        ctx.sources = [p for p, wants in zip(primals, step.wants, strict=True) if wants]
         return tuple(results)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         step: Step = ctx.step
         kept = iter(ctx.saved_tensors)
@@ -107,7 +113,11 @@ class _Run(torch.autograd.Function):
             else:
                 arguments.append(next(kept))
         with torch._C._DisableAutocast():
-            found = iter(step.backward.run(arguments, ctx.env))
+            computed = step.backward.run(arguments, ctx.env)
+        depends = step.keeps_tensors or any(t.requires_grad for t in tangents)
+        found = iter(once(computed, (*ctx.sources, *tangents)) if depends else computed)
+        if not torch._C._autograd._get_current_graph_task_keep_graph():
+            ctx.sources = ()
         return None, None, *(next(found) if wants else None for wants in step.wants)
 
 
