@@ -27,7 +27,7 @@ from strop.frontend.capture import NumbersNeeded
 from strop.frontend.objects import WithObjects, given_back
 from strop.options import Options
 from strop.patterns import registry
-from strop.runtime import graphs, leases
+from strop.runtime import graphs, hooks, leases
 from strop.runtime.aliases import AliasOfArgument, returned_arguments
 from strop.runtime.calls import drawing_by
 from strop.runtime.executor import Bound
@@ -127,8 +127,8 @@ class Counters:
 _TRACED_HOOKS = "transformers.utils.output_capturing"
 
 
-def is_untraced(hooks: Mapping[int, Any]) -> bool:
-    return any(getattr(hook, "__module__", "") != _TRACED_HOOKS for hook in hooks.values())
+def is_untraced(registered: Mapping[int, Any]) -> bool:
+    return any(getattr(hook, "__module__", "") != _TRACED_HOOKS for hook in registered.values())
 
 
 def _plain_forward(module: nn.Module) -> Any:
@@ -170,7 +170,7 @@ class Dispatcher:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if is_looked_into():
             return self.eager(*args, **kwargs)
-        if not kwargs:
+        if not kwargs and not hooks.has_global_hooks():
             result = self.short(args)
             if result is None and self._ready:
                 result = self._other_short(args)
@@ -301,7 +301,7 @@ class Dispatcher:
             return "the module, or a part of it, is in training mode: call .eval()"
         if any(self.state.hooks) and any(map(is_untraced, self.state.hooks)):
             return "a submodule has forward hooks, which compiled code would not run"
-        return ""
+        return hooks.REASON if hooks.has_global_hooks() else ""
 
     def _run_eager(self, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.options.strict:

@@ -45,6 +45,7 @@ class ModuleState:
         self._merged_pointers: list[int] = []
         self._num_adapters = self._count_adapters()
         self.hooks: list[Any] = []
+        self.backward_hooks: list[Any] = []
         parts = [m for m in self.modules if m is not self.module and has_other_forward(m)]
         self.replaced = type(parts[0]).__name__ if parts else ""  # whose forward is not its class's
         places = list(state_places(self.module))
@@ -54,6 +55,7 @@ class ModuleState:
             settings += [(owner.__dict__, k) for k in settings_of(owner)]
             if owner is not self.module:
                 self.hooks += [owner._forward_pre_hooks, owner._forward_hooks]
+                self.backward_hooks += [owner._backward_pre_hooks, owner._backward_hooks]
             named = ("processor",) if owner is self.module else ("processor", "forward")
             edges += [(owner.__dict__, k) for k in named if k in owner.__dict__]
             if hasattr(owner, "lora_A"):

@@ -25,6 +25,7 @@ from torch.fx.experimental import _config
 from strop.errors import OptionError, UnsupportedError
 from strop.frontend.capture import without_reports
 from strop.options import Options
+from strop.runtime import hooks
 from strop.runtime.aot import AotLog, compile_dynamo
 from strop.runtime.dispatch import Dispatcher, is_untraced
 from strop.runtime.passing import as_specified
@@ -72,6 +73,8 @@ class TrainingDispatcher(Dispatcher):
 
     def _run_eager(self, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Not in eager: in graphs that have gradients."""
+        if hooks.has_global_hooks():  # of which Dynamo asks nothing
+            return super()._run_eager(hooks.REASON, args, kwargs)
         refusal = ""
         try:
             result = self._run_step(args, kwargs)
@@ -90,6 +93,8 @@ class TrainingDispatcher(Dispatcher):
         """Raises one of REFUSALS where Strop has no graphs of its own."""
         if self._replaced or (any(self.state.hooks) and any(map(is_untraced, self.state.hooks))):
             raise UnsupportedError(self._replaced or "a submodule has forward hooks")
+        if any(self.state.backward_hooks):
+            raise UnsupportedError("a submodule has backward hooks")
         args, kwargs = self.adapter.normalise(args, kwargs)
         tensors: list[Tensor] = []
         skeleton = flatten((args, kwargs), tensors)

@@ -1,0 +1,34 @@
+"""Hooks that torch runs for every module of the process.
+
+They see each submodule as it runs, and compiled code runs no submodules: while there are any, calls
+are served by the module's own forward.
+"""
+
+from __future__ import annotations
+
+from torch.nn.modules.module import (
+    _global_backward_hooks,
+    _global_backward_pre_hooks,
+    _global_forward_hooks,
+    _global_forward_pre_hooks,
+)
+
+_GLOBAL = (
+    _global_forward_hooks,
+    _global_forward_pre_hooks,
+    _global_backward_hooks,
+    _global_backward_pre_hooks,
+)
+REASON = (
+    "hooks for all modules are registered (torch.nn.modules.module.register_module_*), which"
+    " compiled code would not run"
+)
+
+
+def has_global_hooks() -> bool:
+    """Whether somebody else than a trace of ours, in another thread, has registered some."""
+    return any(_GLOBAL) and not all(
+        getattr(hook, "__module__", "").startswith("strop.frontend.")
+        for hooks in _GLOBAL
+        for hook in list(hooks.values())
+    )
