@@ -98,11 +98,14 @@ class Loop:
     def run(self) -> Outcome:
         """Train, then write the model; or save a checkpoint and return when told to stop."""
         device = self.session.model.device
-        with (
-            torch.random.fork_rng(devices=[device] if device.type == "cuda" else []),
-            self.stop.watching(),
-        ):
-            return self._run()
+        try:
+            with (
+                torch.random.fork_rng(devices=[device] if device.type == "cuda" else []),
+                self.stop.watching(),
+            ):
+                return self._run()
+        finally:
+            self.session.hold.release()
 
     def _run(self) -> Outcome:
         size = self.settings.gradient_accumulation_steps

@@ -19,6 +19,7 @@ from strop.train.compiled import prepare
 from strop.train.data import Captions, FolderSource, Source, SpritesSource, digest_of
 from strop.train.folders import Folder, check_files, check_sizes, read_captioned, read_subject
 from strop.train.learner import Learner
+from strop.train.lock import Hold
 from strop.train.model import Model
 from strop.train.settings import Settings
 
@@ -38,6 +39,7 @@ class Session:
     unet: nn.Module
     step: int
     total: int
+    hold: Hold  # of the output folder, until the loop has ended
 
     @property
     def batches_per_epoch(self) -> int | None:
@@ -61,6 +63,17 @@ def prepare_session(settings: Settings, on_progress: caches.Progress, warn: Warn
     models.folder_of(settings)
     _check_places(settings)
     folder = _read_folder(settings, on_progress, warn)
+    _make_output(settings.output)
+    hold = Hold(settings.output, warn)
+    try:
+        return _prepare(settings, device, folder, hold, on_progress, warn)
+    except BaseException:
+        hold.release()
+        raise
+
+
+def _prepare(settings: Settings, device: torch.device, folder: Folder | None, hold: Hold,
+             on_progress: caches.Progress, warn: Warn) -> Session:  # fmt: skip
     found = _checkpoint(settings, warn)
     on_progress("loading the model", 0, 1)
     model = models.load(settings, device)
@@ -80,6 +93,7 @@ def prepare_session(settings: Settings, on_progress: caches.Progress, warn: Warn
         prepare(model.unet, settings.compile_unet),
         step,
         total,
+        hold,
     )
 
 
@@ -217,14 +231,17 @@ def _learner(settings: Settings, model: Model) -> Learner:
     return Learner(settings, trained)
 
 
-def _checkpoint(settings: Settings, warn: Warn) -> Path | None:
-    """The checkpoint to resume. Raises if there is one that a new training would overwrite."""
-    output = settings.output
+def _make_output(output: Path) -> None:
     if output.exists() and not output.is_dir():
         raise OptionError(f"output_dir {output} is a file; give a folder")
     output.mkdir(parents=True, exist_ok=True)
     if not os.access(output, os.W_OK):
         raise OptionError(f"output_dir {output} is not writable; choose another")
+
+
+def _checkpoint(settings: Settings, warn: Warn) -> Path | None:
+    """The checkpoint to resume. Raises if there is one that a new training would overwrite."""
+    output = settings.output
     if settings.resume_from_checkpoint:
         found = checkpoint.find(output, settings.resume_from_checkpoint)
         if found is None:
