@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -72,6 +73,7 @@ class FusedOptimizer(Optimizer):
         self.stepper: Stepper | None = None
         self._layout: Layout | None = None
         self._order: list[int] = []
+        self._repeats: tuple[tuple[tuple[int, int], ...], ...] = ()
         self._counted: set[int] = set()  # slots whose steps have been bound
         self._counts = (0, 0)
         self._shadows: dict[Tensor, Tensor] = {}
@@ -265,13 +267,15 @@ class FusedOptimizer(Optimizer):
 
     def _update(self) -> None:
         grads = self._gradients()
-        active = [slot for slot, grad in enumerate(grads) if grad is not None]
-        present = [grad for grad in grads if grad is not None]
         owners = self.parameters()
         if not owners:
             return
-        if present or self.ema is not None:
+        if self.ema is not None or any(grad is not None for grad in grads):
             stepper = self._stepper_for(owners)
+            for slot, _ in chain(*self._repeats):
+                grads[slot] = None
+            active = [slot for slot, grad in enumerate(grads) if grad is not None]
+            present = [grad for grad in grads if grad is not None]
             layout = self._layout_of(owners, active, present)
             layout.load()
             stepper.run(layout, layout.gradients(present), self._request())
@@ -280,7 +284,28 @@ class FusedOptimizer(Optimizer):
             if self.ema is not None and len(active) < len(owners):
                 idle = set(range(len(owners))).difference(active)
                 self._average_idle([owners[slot] for slot in sorted(idle)], stepper.memory.weight)
+            for again in self._repeats:
+                self._step_again(stepper, owners, again)
         self._checks_itself = False
+
+    def _step_again(self, stepper: Stepper, owners: Sequence[Tensor],
+                    slots: Sequence[tuple[int, int]]) -> None:  # fmt: skip
+        """Parameters that are listed once more: as torch does, each once more with its gradient."""
+        groups, items, grads = self._groups(), list[Item](), list[Tensor]()
+        for slot, first in slots:
+            grad = owners[first].grad
+            if grad is not None:
+                items.append(self._make_item(first, groups[slot], owners[first], grad))
+                grads.append(grad)
+        if not items:
+            return
+        if self._rule.name == "sgd":  # torch looks for all buffers before the first update
+            stepper.memory.steps[[item.slot for item in items]] -= 1
+        layout = Layout(tuple(items), ())
+        layout.load()
+        stepper.run(layout, layout.gradients(grads), self._request())
+        layout.store()
+        torch.autograd.graph.increment_version(layout.written)
 
     def _gradients(self) -> list[Tensor | None]:
         """A gradient lies at a parameter, or at its shadow."""
@@ -335,7 +360,18 @@ class FusedOptimizer(Optimizer):
             seed = self._extras.seed if self._extras.stochastic_rounding else None
             stepper = self.stepper = make_stepper(device, self._rule, memory, seed)
             self._layout, self._order, self._counted = None, order, set()
+            self._repeats = _find_repeats(order)
+        if self._repeats and (self._extras != Extras() or hasattr(self, "grad_scale")):
+            raise UnsupportedError(
+                "a parameter is listed twice in a group: list it once, as clipping, averages, "
+                "8-bit states and loss scaling would count it twice"
+            )
         return stepper
+
+    def _groups(self) -> list[int]:
+        """The group of each slot."""
+        sizes = [len(group["params"]) for group in self.param_groups]
+        return [place for place, size in enumerate(sizes) for _ in range(size)]
 
     def _layout_of(
         self, owners: Sequence[Tensor], active: Sequence[int], grads: Sequence[Tensor]
@@ -370,8 +406,7 @@ class FusedOptimizer(Optimizer):
     def _make_items(
         self, owners: Sequence[Tensor], active: Sequence[int], grads: Sequence[Tensor]
     ) -> tuple[Item, ...]:
-        sizes = [len(group["params"]) for group in self.param_groups]
-        groups = [place for place, size in enumerate(sizes) for _ in range(size)]
+        groups = self._groups()
         for slot, grad in zip(active, grads, strict=True):
             layouts.check(owners[slot], grad, owners[0].device)
         self._bind_steps([(slot, owners[slot]) for slot in active])
@@ -447,3 +482,18 @@ def make_stepper(device: torch.device, rule: Rule, memory: Memory, seed: int | N
 
         return CudaStep(device, rule, memory, seed)
     raise UnsupportedError(f"no fused step for the device {device}; use torch.optim")
+
+
+def _find_repeats(order: Sequence[int]) -> tuple[tuple[tuple[int, int], ...], ...]:
+    """Slots of parameters that a group lists more than once, which torch allows with a warning:
+    round by round each further slot with the first one of its parameter."""
+    firsts: dict[int, int] = {}
+    rounds: list[list[tuple[int, int]]] = []
+    seen = Counter[int]()
+    for slot, owner in enumerate(order):
+        first, count = firsts.setdefault(owner, slot), seen[owner]
+        seen[owner] += 1
+        if count:
+            rounds += [[]] if count > len(rounds) else []
+            rounds[count - 1].append((slot, first))
+    return tuple(map(tuple, rounds))
