@@ -209,7 +209,7 @@ class Dispatcher:
         with self._lock, drawing_by(beside.generators) if beside.generators else _AS_IT_IS:
             if torch.is_inference_mode_enabled() or torch.is_grad_enabled():
                 with torch.inference_mode(False), torch.no_grad():
-                    refusal, result = self._serve(call, plain)
+                    refusal, result = self._serve(call, plain, is_no_grad=False)
             else:
                 refusal, result = self._serve(call, plain)
         if refusal is None and type(result) is not WithObjects:
@@ -232,9 +232,10 @@ class Dispatcher:
             return (call.skeleton, looks, self.turned.outcomes(call))
         return (call.skeleton, looks)
 
-    def _serve(self, call: Call, plain: tuple[Any, ...] | None) -> tuple[StropError | None, Any]:
+    def _serve(self, call: Call, plain: tuple[Any, ...] | None, *, is_no_grad: bool = True
+               ) -> tuple[StropError | None, Any]:  # fmt: skip
         """Why there is no program for the call, or its result. ``plain``: its arguments where none
-        has a name."""
+        has a name; ``is_no_grad``: whether that is the caller's mode."""
         key = self._key(call)
         entry = self._entries.get(key)
         if entry is not None and self._may_run_ahead(entry):
@@ -253,7 +254,7 @@ class Dispatcher:
         else:
             self._check_state()
         entry = self._entries.get(key)
-        if entry is None:
+        if entry is None or not (entry.variant.wants is None or entry.variant.suits(self.state)):
             try:
                 entry, call = self._enter(call)
             except REFUSALS as refusal:
@@ -264,6 +265,13 @@ class Dispatcher:
             return UnsupportedError(
                 f"its forward asks how arguments lie in memory ({asked}), and one of them has gaps"
                 " or another order: make it contiguous"
+            ), None
+        if entry.variant.wants is not None and not (
+            is_no_grad and not any(t.requires_grad for t in tensors)
+        ):
+            return UnsupportedError(
+                "its forward turns gradients on itself: call it under torch.no_grad(), with"
+                " arguments that require none"
             ), None
         result = self._run(entry, tensors)
         if plain is not None:
@@ -366,6 +374,7 @@ class Dispatcher:
             and entry.device.type in graphs.DEVICES
             and not self._is_settled()
             and not entry.variant.layout_reads
+            and entry.variant.wants is None
             and self._wants_graph(entry)
             and graphs.pool_of(entry.device).has((id(self), entry.number))
             and not self.state.has_moved()
@@ -499,7 +508,7 @@ class Dispatcher:
         if len(self._ready) >= MOST_READY:
             self._ready.clear()
         self._ready[key] = untaken
-        if entry.aliases or entry.variant.layout_reads:
+        if entry.aliases or entry.variant.layout_reads or entry.variant.wants is not None:
             return
         if len(args) != len(tensors) or not all(map(is_, args, tensors)):
             return

@@ -162,6 +162,11 @@ class ModuleState:
             self.surroundings = Surroundings(self.module, self._ignored)
         return written
 
+    @property
+    def wants(self) -> tuple[bool, ...]:
+        """Which tensors require a gradient."""
+        return tuple(tensor.requires_grad for tensor in self.tensors)
+
     def has_new_tensors(self) -> bool:
         """Whether a Parameter was replaced or its memory moved."""
         try:

@@ -72,12 +72,19 @@ class Variant:
     fixed: tuple[str, ...] = ()  # sizes that it holds for at one value, and why
     layout_reads: tuple[str, ...] = ()  # see ``Captured``: it serves dense arguments alone
     number_guards: tuple[NumberGuard, ...] = ()  # of the numbers that are inputs
+    # Which weights required a gradient, where the forward turns gradients on. It then serves calls
+    # under ``no_grad``, with arguments that require none.
+    wants: tuple[bool, ...] | None = None
 
     def fits(self, sizes: Sizes) -> bool:
         return self.env(sizes) is not None
 
     def is_for(self, numbers: Sequence[float]) -> bool:
         return all(guard.holds(numbers) for guard in self.number_guards)
+
+    def suits(self, state: ModuleState) -> bool:
+        """Whether its gradients are still by the weights that require one."""
+        return self.wants is None or self.wants == state.wants
 
     def env(self, sizes: Sizes) -> dict[str, int] | None:
         """Values of the symbolic sizes; None for arguments that this graph does not serve."""
@@ -119,7 +126,8 @@ class VariantStore:
         """Raises NumbersNeeded where numbers of the call have to be constants, or one of REFUSALS
         when it has to run in eager."""
         key, sizes = _key(state, call.skeleton, shapes), [t.shape for t in call.tensors]
-        known = [v for v in self.variants.get(key, ()) if v.is_for(call.numbers)]
+        known = [v for v in self.variants.get(key, ())
+                 if v.is_for(call.numbers) and v.suits(state)]  # fmt: skip
         for variant in known:
             if variant.fits(sizes):
                 return variant
@@ -246,7 +254,8 @@ class VariantStore:
                     variant = self._compile(state, call, shapes, device, library, options)
                 env = variant.env(sizes)
                 library.begin(_needed(variant.program, env, library))
-                stored_variants.save(stored_key, variant, self.options)
+                if variant.wants is None:  # the key knows nothing of it
+                    stored_variants.save(stored_key, variant, self.options)
             if variant.state_names != tuple(state.names):
                 raise CaptureError(
                     f"{self.name}: the module's parameters are not those of its graph"
@@ -332,8 +341,8 @@ class VariantStore:
         return Variant(compiled.program, captured.input_specs, captured.out_spec,
                        captured.state_names, shapes.is_ragged, False, seconds, compiled,
                        fixed=captured.fixed, layout_reads=captured.layout_reads,
-
-            number_guards=captured.number_guards)  # fmt: skip
+                       number_guards=captured.number_guards,
+                       wants=state.wants if captured.has_gradients else None)  # fmt: skip
 
 
 def _needed(program: Program, env: Mapping[str, int] | None, library: KernelLibrary
