@@ -312,7 +312,7 @@ class Dispatcher:
         return hooks.REASON if hooks.has_global_hooks() else ""
 
     def _run_eager(self, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self.options.strict:
+        if self.options.strict and reason != hooks.REASON:
             raise UnsupportedError(f"{self.name}: {reason} (strict=True forbids eager)")
         self._note_eager(reason)
         return self.eager(*args, **kwargs)

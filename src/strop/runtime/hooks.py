@@ -1,7 +1,8 @@
 """Hooks that torch runs for every module of the process.
 
 They see each submodule as it runs, and compiled code runs no submodules: while there are any, calls
-are served by the module's own forward.
+are served by the module's own forward. So they are under ``strict=True``: that is about what cannot
+be compiled, and who watches all modules for a while wants to see them.
 """
 
 from __future__ import annotations
