@@ -13,7 +13,7 @@ import itertools
 import logging
 import threading
 import types
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from operator import is_
@@ -35,7 +35,7 @@ from strop.runtime.hoisting import Hoist, Kept, Moment, Stamp, Tally, stamp_of
 from strop.runtime.limits import looks_too_far
 from strop.runtime.loop import Loop, moment_of
 from strop.runtime.memory import Workspace, workspace_of
-from strop.runtime.passing import are_dense, as_specified, returned, structured
+from strop.runtime.passing import are_dense, as_specified, returned, structured, wants_none
 from strop.runtime.short import (
     Short,
     open_entrance,
@@ -57,7 +57,7 @@ from strop.runtime.signature import (
 from strop.runtime.state import ModuleState, place
 from strop.runtime.training_mode import is_in_training
 from strop.runtime.turned import Call, Turned, with_numbers
-from strop.runtime.variants import REFUSALS, Variant, VariantStore, device_of, library_for
+from strop.runtime.variants import REFUSALS, TURNS_ON, Variant, VariantStore, device_of, library_for
 
 if TYPE_CHECKING:
     from strop.backend import Compiled
@@ -120,15 +120,6 @@ class Counters:
     checked_steps: int = 0  # by ``options.check``, and what it found
     findings: list[str] = field(default_factory=list)
     hoisted: Tally = field(default_factory=Tally)
-
-
-# Hooks that transformers leaves on a model, inert unless its own forward collects outputs: then
-# capture traces them like the rest of that forward.
-_TRACED_HOOKS = "transformers.utils.output_capturing"
-
-
-def is_untraced(registered: Mapping[int, Any]) -> bool:
-    return any(getattr(hook, "__module__", "") != _TRACED_HOOKS for hook in registered.values())
 
 
 def _plain_forward(module: nn.Module) -> Any:
@@ -266,13 +257,8 @@ class Dispatcher:
                 f"its forward asks how arguments lie in memory ({asked}), and one of them has gaps"
                 " or another order: make it contiguous"
             ), None
-        if entry.variant.wants is not None and not (
-            is_no_grad and not any(t.requires_grad for t in tensors)
-        ):
-            return UnsupportedError(
-                "its forward turns gradients on itself: call it under torch.no_grad(), with"
-                " arguments that require none"
-            ), None
+        if entry.variant.wants is not None and not (is_no_grad and wants_none(tensors)):
+            return UnsupportedError(TURNS_ON), None
         result = self._run(entry, tensors)
         if plain is not None:
             self._prepare(self._entries.get(self._key(call)), plain, tensors)
@@ -307,7 +293,7 @@ class Dispatcher:
             return self._replaced
         if is_in_training(self.state.modules, self.state.train_sensitive):
             return "the module, or a part of it, is in training mode: call .eval()"
-        if any(self.state.hooks) and any(map(is_untraced, self.state.hooks)):
+        if any(self.state.hooks) and any(map(hooks.is_untraced, self.state.hooks)):
             return "a submodule has forward hooks, which compiled code would not run"
         return hooks.REASON if hooks.has_global_hooks() else ""
 

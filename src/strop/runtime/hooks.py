@@ -1,11 +1,14 @@
-"""Hooks that torch runs for every module of the process.
+"""Hooks on submodules, and hooks that torch runs for every module of the process.
 
-They see each submodule as it runs, and compiled code runs no submodules: while there are any, calls
-are served by the module's own forward. So they are under ``strict=True``: that is about what cannot
-be compiled, and who watches all modules for a while wants to see them.
+The latter see each submodule as it runs, and compiled code runs no submodules: while there are any,
+calls are served by the module's own forward. So they are under ``strict=True``: that is about what
+cannot be compiled, and who watches all modules for a while wants to see them.
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
 
 from torch.nn.modules.module import (
     _global_backward_hooks,
@@ -24,6 +27,15 @@ REASON = (
     "hooks for all modules are registered (torch.nn.modules.module.register_module_*), which"
     " compiled code would not run"
 )
+
+
+# Hooks that transformers leaves on a model, inert unless its own forward collects outputs: then
+# capture traces them like the rest of that forward.
+_TRACED = "transformers.utils.output_capturing"
+
+
+def is_untraced(registered: Mapping[int, Any]) -> bool:
+    return any(getattr(hook, "__module__", "") != _TRACED for hook in registered.values())
 
 
 def has_global_hooks() -> bool:

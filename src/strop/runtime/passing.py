@@ -21,6 +21,11 @@ def as_specified(tensors: Sequence[Tensor], specs: Sequence[TensorSpec]) -> list
             for t, s in zip(tensors, specs, strict=True)]  # fmt: skip
 
 
+def wants_none(tensors: Sequence[Tensor]) -> bool:
+    """Whether no argument requires a gradient."""
+    return not any(tensor.requires_grad for tensor in tensors)
+
+
 def are_dense(tensors: Sequence[Tensor], specs: Sequence[TensorSpec]) -> bool:
     """Whether all lie as they have been traced, at the beginning of their memory."""
     return all(t.is_contiguous(memory_format=s.memory_format) and not t.storage_offset()

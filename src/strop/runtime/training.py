@@ -27,7 +27,7 @@ from strop.frontend.capture import without_reports
 from strop.options import Options
 from strop.runtime import hooks
 from strop.runtime.aot import AotLog, compile_dynamo
-from strop.runtime.dispatch import Dispatcher, is_untraced
+from strop.runtime.dispatch import Dispatcher
 from strop.runtime.passing import as_specified
 from strop.runtime.signature import flatten
 from strop.runtime.steps import Steps
@@ -91,7 +91,8 @@ class TrainingDispatcher(Dispatcher):
 
     def _run_step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Raises one of REFUSALS where Strop has no graphs of its own."""
-        if self._replaced or (any(self.state.hooks) and any(map(is_untraced, self.state.hooks))):
+        registered = self.state.hooks
+        if self._replaced or (any(registered) and any(map(hooks.is_untraced, registered))):
             raise UnsupportedError(self._replaced or "a submodule has forward hooks")
         if any(self.state.backward_hooks):
             raise UnsupportedError("a submodule has backward hooks")

@@ -53,6 +53,10 @@ from strop.runtime.turned import Call
 log = logging.getLogger("strop")
 Sizes = Sequence[Sequence[int]]  # of each tensor argument
 MOST_FIXED = 16  # graphs that each hold for one value of some size, such as the rounds of a loop
+TURNS_ON = (
+    "its forward turns gradients on itself: call it under torch.no_grad(), with arguments that"
+    " require none"
+)
 REFUSALS = (CaptureError, UnsupportedError, ShapeError)  # why a call runs in eager
 
 
