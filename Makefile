@@ -38,8 +38,9 @@ test: lint
 
 nightly: export OMP_NUM_THREADS ?= 1
 nightly: $(READY)
-	$(BIN)/python -m pytest -m nightly tests
-	$(BIN)/python -m tests.operators.sweep
+	@status=0; \
+	$(BIN)/python -m tests.operators.sweep || status=1; \
+	$(BIN)/python -m pytest -m nightly tests || status=1; exit $$status
 	$(MAKE) fuzz
 
 fuzz: export FUZZ_EXAMPLES ?= 10000

@@ -13,7 +13,7 @@ import fcntl
 import hashlib
 import os
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import astuple, dataclass, fields
 from pathlib import Path
 
@@ -21,6 +21,7 @@ import torch
 
 ROOT = Path(__file__).parents[2]
 LEDGER = Path(__file__).with_name("ledger.tsv")
+HEADER = f"# torch {torch.__version__.partition('+')[0]}; docs/operators.md says what this is"
 # What these do, no case depends on.
 _APART = ("bench", "cli", "debug", "diffusion", "models", "train")
 
@@ -88,7 +89,7 @@ def write(rows: Rows, path: Path = LEDGER) -> None:
         counts = "/".join(map(str, astuple(row.counts)))
         where = (key.operator, key.way, key.direction, key.layout)
         lines[*where, row.digest, counts, row.reason].append(key.dtype)
-    text = f"# torch {torch.__version__}; docs/operators.md says what this is\n"
+    text = f"{HEADER}\n"
     for (*start, reason), dtypes in lines.items():
         text += "\t".join([*start, " ".join(dtypes), reason]) + "\n"
     fresh = path.with_suffix(f".{os.getpid()}")
@@ -118,6 +119,7 @@ def summary(rows: Rows) -> str:
     return "\n".join(lines)
 
 
-def failures(rows: Rows) -> Iterable[str]:
+def failures(rows: Rows) -> list[str]:
+    """A line for each case that has some."""
     return [f"{' '.join(astuple(key))}: {row.reason}" for key, row in rows.items()
             if row.counts.failed]  # fmt: skip

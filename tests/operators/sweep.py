@@ -25,7 +25,7 @@ import time
 import warnings
 from collections.abc import Iterator
 from dataclasses import asdict, astuple, dataclass
-from typing import Any
+from typing import IO, Any
 
 import torch
 
@@ -103,16 +103,17 @@ class Sweep:
         """One worker after another, until nothing is left to do."""
         while not self.todo.empty() and time.monotonic() < self.deadline:
             command = [sys.executable, "-m", "tests.operators.sweep", "--worker", self.folder]
-            worker = subprocess.Popen([*command, "--most", str(self.most)], text=True,
-                                      stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                                      stderr=subprocess.DEVNULL)  # fmt: skip
-            try:
-                self._feed(worker)
-            finally:
-                worker.kill()
-                worker.wait()
+            with tempfile.TemporaryFile("w+") as complaints:
+                worker = subprocess.Popen([*command, "--most", str(self.most)], text=True,
+                                          stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                                          stderr=complaints)  # fmt: skip
+                try:
+                    self._feed(worker, complaints)
+                finally:
+                    worker.kill()
+                    worker.wait()
 
-    def _feed(self, worker: subprocess.Popen[str]) -> None:
+    def _feed(self, worker: subprocess.Popen[str], complaints: IO[str]) -> None:
         assert worker.stdin is not None
         assert worker.stdout is not None
         for _ in range(CASES_A_WORKER):
@@ -127,7 +128,9 @@ class Sweep:
             ready, _, _ = select.select([worker.stdout], [], [], SILENT_SECONDS)
             line = worker.stdout.readline() if ready else ""
             if not line:
-                self._keep(key, Counts(failed=1), "the process died or hung", [])
+                complaints.seek(0)
+                last = complaints.read().strip().rpartition("\n")[2]
+                self._keep(key, Counts(failed=1), f"the process died or hung: {last}"[:160], [])
                 return
             found = json.loads(line)
             self._keep(key, Counts(*found["counts"]), found["reason"], found["said"])

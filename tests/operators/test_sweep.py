@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.operators import ledger
+from tests.operators import ledger, sweep
 from tests.operators.checking import check
 from tests.operators.judge import Run, differences
 from tests.operators.ledger import Counts, Key, Row
@@ -130,6 +130,15 @@ def test_the_ledger_comes_back_as_it_was_written(tmp_path: Path) -> None:
     assert (
         len((tmp_path / "ledger.tsv").read_text().splitlines()) == 3
     )  # types with one outcome share a line
+
+
+@pytest.mark.nightly
+def test_the_ledger_is_complete_and_without_failures() -> None:
+    rows = ledger.read()
+    assert ledger.LEDGER.read_text().startswith(ledger.HEADER), "of another torch"
+    assert not ledger.failures(rows)
+    assert not set(sweep.keys()) - set(rows), "run python -m tests.operators.sweep --missing"
+    assert ledger.LEDGER.stat().st_size < 1 << 20
 
 
 def test_each_rule_has_its_paragraph() -> None:
