@@ -13,8 +13,8 @@ from torch import Tensor
 
 from tests.operators.judge import Difference, Run, differences
 from tests.operators.ledger import Counts
-from tests.operators.rules import Where, rule_for
-from tests.operators.running import SEED, WAYS, Outcome, eager, gradients
+from tests.operators.rules import AS_AOT_EAGER, Where, rule_for
+from tests.operators.running import SEED, WAYS, Outcome, eager, gradients, without_strop
 from tests.operators.samples import (
     Case,
     Sample,
@@ -172,6 +172,8 @@ class Check:
         where = self.where
         rules = [rule_for(where, d, draws=one.draws) for d in found]
         wrong = [d for d, rule in zip(found, rules, strict=True) if not rule]
+        if wrong and self._is_torchs(one, wrong):
+            rules, wrong = [*rules, AS_AOT_EAGER], []
         self.finding.rules.update(set(rules) - {""})
         self.finding.reasons.update(outcome.reasons)
         if wrong:
@@ -179,6 +181,23 @@ class Check:
             self.finding.failures.append(f"{said} | {described(one.sample)}")
         kind = "failed" if wrong else "rule" if found else _kind(outcome)
         self.finding.counts += Counts(**{kind: 1})
+
+    def _is_torchs(self, one: Expected, wrong: Sequence[Difference]) -> bool:
+        """Whether torch.compile differs from eager in the same ways without Strop: Dynamo and
+        AOTAutograd around torch's own kernels."""
+        if (self.way == "optimize" and not self.trains) or one.error is not None:
+            return False
+        given = self._arguments(one.sample)
+        try:
+            with self._grad():
+                outcome = Outcome(without_strop([one.sample], [given]))
+            (run,) = self._runs(outcome, [given])
+        except TooLongError:
+            raise
+        except Exception:  # then it says nothing of Strop
+            return False
+        kinds = {d.kind for d in differences(run, one.run, None)}
+        return {d.kind for d in wrong} <= kinds
 
     def _check_exception(self, sample: Sample, error: Exception) -> None:
         """Eager raises: so must this way, an exception of the same type."""

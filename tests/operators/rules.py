@@ -109,6 +109,8 @@ RULES = (
     ),
 )
 
+AS_AOT_EAGER = "torch.compile itself"  # for which ``checking`` runs torch.compile without Strop
+
 
 def rule_for(where: Where, difference: Difference, *, draws: bool) -> str:
     """The name of the rule that allows the difference, or nothing."""

@@ -72,6 +72,15 @@ def compiled(samples: Sequence[Sample], tensors: Sequence[Tensor], folder: str) 
     return Outcome(results, tuple(reasons), not log.records)
 
 
+def without_strop(samples: Sequence[Sample], given: Sequence[Sequence[Tensor]]) -> list[Any]:
+    """What torch.compile makes of them with torch's own kernels."""
+    torch._dynamo.reset()
+    function = torch.compile(function_of(samples), dynamic=False, backend="aot_eager")
+    torch.manual_seed(SEED)
+    found: list[Any] = function(*(t for tensors in given for t in tensors))
+    return found
+
+
 def _why_foreign(log: AotLog) -> list[str]:
     causes = [cause for r in log.records for cause in r.compiled.program.foreign_causes]
     return [*log.fallbacks, *causes]
