@@ -40,7 +40,14 @@ def is_untraced(registered: Mapping[int, Any]) -> bool:
 
 def has_global_hooks() -> bool:
     """Whether somebody else than a trace of ours, in another thread, has registered some."""
-    return any(_GLOBAL) and not all(
+    if not (  # each call asks, and a loop would take longer
+        _global_forward_hooks
+        or _global_forward_pre_hooks
+        or _global_backward_hooks
+        or _global_backward_pre_hooks
+    ):
+        return False
+    return not all(
         getattr(hook, "__module__", "").startswith("strop.frontend.")
         for hooks in _GLOBAL
         for hook in list(hooks.values())
