@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 import strop
+from strop.bench.pipelines import actions_weights as weights
 from strop.runtime import hoisting
-from tests.diffusion import test_never_stale as changes
 from tests.e2e import tiny
 
 STEPS = 4
@@ -125,12 +125,12 @@ def guidance_ends(pipe: Any, step: int, t: Tensor, now: Kwargs) -> Kwargs:
 
 
 def weights_copied(pipe: Any, step: int, t: Tensor, now: Kwargs) -> Kwargs:
-    changes.copy_in_place(pipe.unet)
+    weights.copy_in_place(pipe.unet)
     return {}
 
 
 def weights_loaded(pipe: Any, step: int, t: Tensor, now: Kwargs) -> Kwargs:
-    changes.load_state_dict(pipe.unet)
+    weights.load_state_dict(pipe.unet)
     return {}
 
 

@@ -12,6 +12,9 @@ from diffusers.utils.import_utils import is_peft_available
 from torch import Tensor
 
 import strop
+from strop.bench.pipelines import actions_adapters as adapters
+from strop.bench.pipelines import actions_code as code
+from strop.bench.pipelines import actions_weights as weights
 from strop.runtime.dispatch import Dispatcher
 from tests.diffusion import test_never_stale as changes
 from tests.diffusion.test_hoisting import counts, is_same, picture, pipeline, plain  # noqa: F401
@@ -108,9 +111,9 @@ def test_shapes_share_the_memory():
 
 
 CHANGES: list[changes.Change] = [
-    changes.load_state_dict, changes.load_state_dict_assign, changes.copy_in_place,
-    changes.data_copy, changes.data_assigned, changes.one_data_assigned, changes.new_parameter,
-    changes.ema, changes.ema_restored, changes.swap_block, changes.dtype_round_trip,
+    weights.load_state_dict, weights.load_state_dict_assign, weights.copy_in_place,
+    weights.data_copy, weights.data_assigned, weights.one_data_assigned, weights.new_parameter,
+    weights.ema, weights.ema_restored, code.swap_block, weights.dtype_round_trip,
     changes.unload_lora, changes.fuse_adapter,
 ]  # fmt: skip
 
@@ -128,7 +131,7 @@ def test_the_next_loop_sees_a_change_of_the_model(
     for hoist in (True, False):
         pipe = tiny.pipeline()
         if change in changes.LORA_CHANGES:
-            changes.add_adapter(pipe.unet)
+            adapters.add_adapter(pipe.unet)
         strop.optimize(pipe, options=tiny.options(hoist=hoist, strict=True))
         before = loop(pipe, args)
         change(pipe.unet)
@@ -145,7 +148,7 @@ def test_the_next_step_sees_a_change_of_lora(change: changes.Change):
     args, found = tiny.unet_args(*SIZE), []
     for hoist in (True, False):
         pipe = tiny.pipeline()
-        changes.add_adapter(pipe.unet)
+        adapters.add_adapter(pipe.unet)
         strop.optimize(pipe, options=tiny.options(hoist=hoist, strict=True))
         with pipe.progress_bar(total=4):
             before = pipe.unet(*args).sample

@@ -3,28 +3,37 @@
 from __future__ import annotations
 
 import copy
-import warnings
+import re
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import pytest
 import torch
 from diffusers import UNet2DConditionModel
-from diffusers.loaders import StableDiffusionLoraLoaderMixin
-from diffusers.models.attention_processor import AttnProcessor
-from diffusers.training_utils import EMAModel
 from diffusers.utils.import_utils import is_peft_available
-from peft import LoraConfig
-from peft.utils import get_peft_model_state_dict
-from torch import Tensor, nn
+from torch import Tensor
 
 import strop
+from strop.bench.pipelines.actions import ACTIONS, DENOISER, UNET
+from strop.bench.pipelines.actions_adapters import add_adapter, free_u, fuse_lora
+from strop.bench.pipelines.actions_code import swap_processors
+from strop.bench.pipelines.actions_weights import (
+    copy_in_place,
+    data_assigned,
+    data_copy,
+    ema,
+    load_state_dict,
+    load_state_dict_assign,
+    new_parameter,
+    to_channels_last,
+)
 from strop.runtime.dispatch import Dispatcher, Entry
 from strop.runtime.state import ModuleState
+from tests.diffusion.known_failures import KNOWN
 from tests.e2e import tiny
 
-Change = Callable[[UNet2DConditionModel], None]
+Change = Callable[[UNet2DConditionModel], Any]
 
 pytestmark = pytest.mark.skipif(not is_peft_available(), reason="LoRA in diffusers needs peft")
 
@@ -37,106 +46,6 @@ def exact_convolutions(monkeypatch):
 
 MODES = {"no_grad": torch.no_grad, "inference_mode": torch.inference_mode}
 SIZE = (2, 8, 8, 7)
-
-
-def other_weights(unet: nn.Module) -> dict[str, Tensor]:
-    g = torch.Generator().manual_seed(9)
-    return {
-        name: (torch.randn(t.shape, generator=g) * 0.1).to(t)
-        for name, t in unet.state_dict().items()
-    }
-
-
-def load_state_dict(unet: UNet2DConditionModel) -> None:
-    unet.load_state_dict(other_weights(unet))
-
-
-def load_state_dict_assign(unet: UNet2DConditionModel) -> None:
-    unet.load_state_dict(other_weights(unet), assign=True)
-
-
-def copy_in_place(unet: UNet2DConditionModel) -> None:
-    new = other_weights(unet)
-    with torch.no_grad():
-        for name, p in unet.named_parameters():
-            p.copy_(new[name])
-
-
-def data_copy(unet: UNet2DConditionModel) -> None:
-    new = other_weights(unet)
-    for name, p in unet.named_parameters():
-        p.data.copy_(new[name])
-
-
-def data_assigned(unet: UNet2DConditionModel) -> None:
-    new = other_weights(unet)
-    for name, p in unet.named_parameters():
-        p.data = new[name]
-
-
-def one_data_assigned(unet: UNet2DConditionModel) -> None:
-    """A part of a merged weight: the others stay where they are."""
-    weight = unet.mid_block.attentions[0].transformer_blocks[0].attn1.to_k.weight
-    weight.data = torch.full_like(weight, 0.3)
-
-
-def data_assigned_transposed(unet: UNet2DConditionModel) -> None:
-    for p in unet.parameters():
-        if p.dim() == 2:
-            p.data = (p.data * 2).t().contiguous().t()
-
-
-def new_parameter(unet: UNet2DConditionModel) -> None:
-    unet.conv_in.weight = nn.Parameter(unet.conv_in.weight.detach() * 2)
-
-
-def ema(unet: UNet2DConditionModel) -> None:
-    average = EMAModel(unet.parameters(), decay=0.5)
-    copy_in_place(unet)
-    average.step(unet.parameters())
-    average.store(unet.parameters())
-    average.copy_to(unet.parameters())
-
-
-def ema_restored(unet: UNet2DConditionModel) -> None:
-    average = EMAModel(unet.parameters(), decay=0.5)
-    average.store(unet.parameters())
-    copy_in_place(unet)
-    average.restore(unet.parameters())
-
-
-def lora_config() -> LoraConfig:
-    return LoraConfig(r=2, lora_alpha=4, target_modules=["to_q", "to_k", "to_v", "to_out.0"],
-                      init_lora_weights=False)  # fmt: skip
-
-
-def add_adapter(unet: UNet2DConditionModel) -> None:
-    torch.manual_seed(4)
-    unet.add_adapter(lora_config(), "first")
-
-
-def two_adapters_weighted(unet: UNet2DConditionModel) -> None:
-    add_adapter(unet)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Already found a `peft_config`")
-        unet.add_adapter(lora_config(), "second")
-    unet.set_adapters(["first", "second"], [0.3, 0.8])
-
-
-def fuse_lora(unet: UNet2DConditionModel) -> None:
-    add_adapter(unet)
-    unet.fuse_lora()
-
-
-def load_lora(unet: UNet2DConditionModel) -> None:
-    giver = copy.deepcopy(unet)
-    strop.restore(giver)
-    add_adapter(giver)
-    layers = get_peft_model_state_dict(giver, adapter_name="first")
-    state = {f"unet.{name}": value for name, value in layers.items()}
-    StableDiffusionLoraLoaderMixin.load_lora_into_unet(
-        state, network_alphas=None, unet=unet, adapter_name="loaded"
-    )
 
 
 def unload_lora(unet: UNet2DConditionModel) -> None:
@@ -166,48 +75,30 @@ def delete_adapter(unet: UNet2DConditionModel) -> None:
     unet.delete_adapters("first")
 
 
-def swap_processors(unet: UNet2DConditionModel) -> None:
-    unet.set_attn_processor(AttnProcessor())
+# Everything that is done to one model, from the list that the sweep is made from. The rest of it
+# takes a while: it compiles other programs.
+QUICK = (
+    "load_state_dict", "load_state_dict_assign", "copy_in_place", "data_copy", "data_assigned",
+    "one_data_assigned", "data_assigned_transposed", "new_parameter", "ema", "ema_restored",
+    "to_channels_last", "dtype_round_trip", "swap_block", "swap_activation", "plain_attribute",
+    "swap_processors", "add_adapter", "two_adapters_weighted", "fuse_lora", "load_lora",
+    "fuse_qkv", "free_u",
+)  # fmt: skip
+ROUGH = ("layerwise_casting",)  # another number format
 
 
-def fuse_qkv(unet: UNet2DConditionModel) -> None:
-    unet.fuse_qkv_projections()
+def _marked(change: Change) -> Any:
+    name = change.__name__
+    known = [why for part, why in KNOWN.items() if re.search(part, f"-{name}-between-plain")]
+    marks = [pytest.mark.xfail(reason=why) for why in known]
+    return pytest.param(change, id=name, marks=marks + [pytest.mark.nightly] * (name not in QUICK))
 
 
-def free_u(unet: UNet2DConditionModel) -> None:
-    for block in unet.up_blocks:
-        for name, value in (("s1", 0.9), ("s2", 0.2), ("b1", 1.2), ("b2", 1.4)):
-            setattr(block, name, value)
-
-
-def plain_attribute(unet: UNet2DConditionModel) -> None:
-    unet.mid_block.resnets[0].output_scale_factor = 3.0
-
-
-def swap_activation(unet: UNet2DConditionModel) -> None:
-    unet.conv_act = nn.Tanh()
-
-
-def swap_block(unet: UNet2DConditionModel) -> None:
-    other = tiny.unet(seed=3).to(unet.device)
-    unet.mid_block = other.mid_block
-
-
-def dtype_round_trip(unet: UNet2DConditionModel) -> None:
-    unet.half().float()
-
-
-def to_channels_last(unet: UNet2DConditionModel) -> None:
-    copy_in_place(unet)
-    unet.to(memory_format=torch.channels_last)
-
-
-CHANGES: list[Change] = [
-    load_state_dict, load_state_dict_assign, copy_in_place, data_copy, data_assigned,
-    one_data_assigned, data_assigned_transposed, new_parameter, ema, ema_restored, add_adapter,
-    two_adapters_weighted, fuse_lora, load_lora, swap_processors, fuse_qkv, free_u,
-    plain_attribute, swap_activation, swap_block, dtype_round_trip, to_channels_last,
-]  # fmt: skip
+CHANGES = [
+    _marked(action.do)
+    for action in ACTIONS
+    if action.on in (DENOISER, UNET) and action.name not in ROUGH
+]
 LORA_CHANGES: list[Change] = [
     unload_lora, disable_adapters, other_scale, lora_weights_written, delete_adapter,
     fuse_adapter,
@@ -215,9 +106,13 @@ LORA_CHANGES: list[Change] = [
 
 
 # these change how a result is computed, or undo themselves, and not (visibly) what it is
-SAME_RESULT = (ema_restored, fuse_qkv, fuse_adapter, dtype_round_trip, swap_processors)
+SAME_RESULT = (fuse_adapter, *(action.do for action in ACTIONS if not action.is_seen))
 # not all of it compiles: FreeU writes into a slice that is read later, AttnProcessor calls baddbmm
 PARTLY_EAGER = (free_u, swap_processors)
+
+
+def is_strict(change: Change) -> bool:
+    return change.__name__ in QUICK and change not in PARTLY_EAGER
 
 
 def optimized(
@@ -243,9 +138,12 @@ def judge(unet: UNet2DConditionModel, change: Change, args: list[Tensor], mode: 
         for _ in range(3):  # a CUDA graph is captured at the second use and replayed at the third
             unet(*args)
         before = unet(*args).sample
-    for model in (unet, plain):
-        change(model)
-    with MODES[mode]():
+    with ExitStack() as around:
+        for model in (unet, plain):
+            told = change(model)
+            if isinstance(told, AbstractContextManager):
+                around.enter_context(told)
+        around.enter_context(MODES[mode]())
         for _ in range(3):
             actual, expected = unet(*args).sample, plain(*args).sample
             most = tolerance * expected.abs().max().item() + 1e-6
@@ -258,11 +156,11 @@ def judge(unet: UNet2DConditionModel, change: Change, args: list[Tensor], mode: 
 @pytest.mark.parametrize("device", tiny.DEVICES)
 @pytest.mark.parametrize("cuda_graphs", [True, False], ids=["graph", "no_graph"])
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("change", CHANGES, ids=lambda c: c.__name__)
+@pytest.mark.parametrize("change", CHANGES)
 def test_the_next_call_sees_it(change: Change, mode: str, cuda_graphs: bool, device: str):
     if device == "cpu" and not cuda_graphs:
         pytest.skip("the same path as with graphs")
-    unet = optimized(tiny.unet(), device, cuda_graphs, strict=change not in PARTLY_EAGER)
+    unet = optimized(tiny.unet(), device, cuda_graphs, strict=is_strict(change))
     check(unet, change, device, mode)
 
 
@@ -326,13 +224,13 @@ def _is_ahead(self: Dispatcher, entry: Entry) -> bool:
     return entry.uses >= 2 and not self._is_settled() and not self.state.has_moved()
 
 
-@pytest.mark.parametrize("change", CHANGES, ids=lambda c: c.__name__)
+@pytest.mark.parametrize("change", CHANGES)
 def test_a_call_that_ran_before_the_model_was_looked_at_is_done_again(
     change: Change, monkeypatch: pytest.MonkeyPatch
 ):
     """As calls of a CUDA graph do, here without one."""
     monkeypatch.setattr(Dispatcher, "_may_run_ahead", _is_ahead)
-    unet = optimized(tiny.unet(), "cpu", True, strict=change not in PARTLY_EAGER)
+    unet = optimized(tiny.unet(), "cpu", True, strict=is_strict(change))
     check(unet, change, "cpu", "no_grad")
 
 
@@ -352,11 +250,11 @@ def _begin_loops(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Dispatcher, "__call__", in_a_loop)
 
 
-@pytest.mark.parametrize("change", CHANGES, ids=lambda c: c.__name__)
+@pytest.mark.parametrize("change", CHANGES)
 def test_so_is_the_first_call_of_a_denoise_loop(change: Change, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(Dispatcher, "_may_run_ahead", _is_ahead)
     _begin_loops(monkeypatch)
-    unet = optimized(tiny.unet(), "cpu", True, strict=change not in PARTLY_EAGER)
+    unet = optimized(tiny.unet(), "cpu", True, strict=is_strict(change))
     check(unet, change, "cpu", "no_grad")
 
 

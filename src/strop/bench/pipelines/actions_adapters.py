@@ -7,7 +7,6 @@ import warnings
 from typing import Any
 
 import torch
-from torch import nn
 
 from strop.api import restore
 
@@ -119,14 +118,10 @@ def fuse_qkv(unet: Any) -> None:
     unet.fuse_qkv_projections()
 
 
-def free_u(pipe: Any) -> None:
-    pipe.enable_freeu(s1=0.9, s2=0.2, b1=1.2, b2=1.4)
+def free_u(unet: Any) -> None:
+    unet.enable_freeu(s1=0.9, s2=0.2, b1=1.2, b2=1.4)
 
 
-def free_u_ended(pipe: Any) -> None:
-    free_u(pipe)
-    pipe.disable_freeu()
-
-
-def adapters_of(model: nn.Module) -> list[str]:
-    return sorted(getattr(model, "peft_config", {}))
+def free_u_ended(unet: Any) -> None:
+    free_u(unet)
+    unet.disable_freeu()

@@ -71,7 +71,8 @@ def faster_cache(transformer: Any) -> None:
     transformer.enable_cache(FasterCacheConfig(
         spatial_attention_block_skip_range=2, spatial_attention_timestep_skip_range=(0, 1000),
         is_guidance_distilled=True, tensor_format="BCHW",
-        current_timestep_callback=lambda: 500))  # fmt: skip
+        current_timestep_callback=lambda: 500,
+        attention_weight_callback=lambda module: 0.3))  # fmt: skip
 
 
 def first_block_cache(transformer: Any) -> None:

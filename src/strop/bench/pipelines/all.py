@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from strop.bench.pipelines.images import IMAGES
+from strop.bench.pipelines.others import OTHERS
 from strop.bench.pipelines.stable import STABLE
 from strop.bench.pipelines.tiny import TinyPipeline
+from strop.bench.pipelines.videos import VIDEOS
 
-PIPELINES: tuple[TinyPipeline, ...] = (*STABLE, *IMAGES)
+PIPELINES: tuple[TinyPipeline, ...] = (*STABLE, *IMAGES, *VIDEOS, *OTHERS)

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from strop.bench.pipelines.parts import (
+    EMBEDDED,
     WIDTH,
+    WORDS,
     Parts,
     causal,
     clip,
@@ -301,6 +305,10 @@ def kandinsky5() -> Parts:
 
 LENGTH = {"max_sequence_length": 16}
 BARE = {"use_resolution_binning": False, "clean_caption": False}
+MASKED = EMBEDDED | {
+    "prompt_attention_mask": lambda: torch.ones(1, WORDS, dtype=torch.bool),
+    "negative_prompt_attention_mask": lambda: torch.ones(1, WORDS, dtype=torch.bool),
+}
 SQUARE = {"height": 32, "width": 32, "image": lambda: picture(size=32)}
 SHORT = BARE | LENGTH | SQUARE | {"complex_human_instruction": None}
 
@@ -373,7 +381,7 @@ IMAGES: tuple[TinyPipeline, ...] = (
     TinyPipeline("cogview4", "CogView4Pipeline", cogview4, LENGTH),
     TinyPipeline("cogview4-control", "CogView4ControlPipeline", lambda: cogview4(8), LENGTH),
     TinyPipeline("prx", "PRXPipeline", prx,
-                 {"use_resolution_binning": False, "skip_text_cleaning": True}),
+                 MASKED | {"use_resolution_binning": False}),
     TinyPipeline("dit", "DiTPipeline", dit, {"class_labels": [3]}),
     TinyPipeline("omnigen", "OmniGenPipeline", omnigen),
     TinyPipeline("kandinsky5-image", "Kandinsky5T2IPipeline", kandinsky5),

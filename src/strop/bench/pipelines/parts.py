@@ -9,7 +9,7 @@ import importlib
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 Parts = dict[str, Any]  # components by the name that a pipeline's constructor gives them
 
@@ -87,6 +87,17 @@ def vae(**changes: Any) -> Any:
 
 # Text encoders
 
+
+def embeds(seed: int = 5) -> Tensor:
+    """What a text encoder would make of a prompt."""
+    return torch.randn(1, WORDS, WIDTH, generator=torch.Generator().manual_seed(seed))
+
+
+# For pipelines that clean prompts with a package that is not there: the prompt as embeddings
+EMBEDDED: dict[str, Any] = {
+    "prompt": None, "negative_prompt": None, "prompt_embeds": embeds,
+    "negative_prompt_embeds": lambda: embeds(6),
+}  # fmt: skip
 TEXT: dict[str, Any] = {
     "hidden_size": WIDTH, "intermediate_size": 48, "num_hidden_layers": 2,
     "num_attention_heads": 2,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 import torch
@@ -69,12 +70,12 @@ def union() -> Parts:
     return sdxl() | {"controlnet": net}
 
 
-def crossed(made: Any, adapter: Parts) -> Parts:
+def crossed(parts: Parts) -> Parts:
     """ControlNet-XS: an adapter that runs within the UNet."""
-    net = diffusers("ControlNetXSAdapter", conditioning_embedding_out_channels=(8, 16),
-                    num_attention_heads=2, block_out_channels=(8, 16), max_norm_num_groups=4,
-                    base_block_out_channels=(16, 32), sample_size=8, **adapter)  # fmt: skip
-    return {**made, "controlnet": net}
+    kind: Any = importlib.import_module("diffusers").ControlNetXSAdapter
+    net = kind.from_unet(parts["unet"], size_ratio=0.5, num_attention_heads=2,
+                         conditioning_embedding_out_channels=(8, 16))  # fmt: skip
+    return parts | {"controlnet": net.eval()}
 
 
 def adapted(parts: Parts, count: int = 1) -> Parts:
@@ -94,9 +95,10 @@ def latent_upscaler() -> Parts:
     made = unet(in_channels=8, out_channels=5, time_cond_proj_dim=128 + WIDTH,
                 time_embedding_type="fourier", act_fn="gelu", conv_in_kernel=1, conv_out_kernel=1,
                 resnet_time_scale_shift="scale_shift", only_cross_attention=False,
-                down_block_types=("KDownBlock2D", "KCrossAttnDownBlock2D"), attention_head_dim=8,
-                up_block_types=("KCrossAttnUpBlock2D", "KUpBlock2D"), mid_block_type=None,
-                timestep_post_act="gelu", norm_num_groups=8)  # fmt: skip
+                down_block_types=("KDownBlock2D", *("KCrossAttnDownBlock2D",) * 3),
+                attention_head_dim=8, mid_block_type=None,
+                up_block_types=(*("KCrossAttnUpBlock2D",) * 3, "KUpBlock2D"),
+                timestep_post_act="gelu", block_out_channels=(32, 32, 64, 64))  # fmt: skip
     scheduler = diffusers("EulerDiscreteScheduler")
     return sd15() | {"unet": made, "scheduler": scheduler}
 
@@ -212,18 +214,15 @@ def ip_adapter_state(model: Any, plus: bool = False) -> dict[str, Any]:
              "proj_in.bias": drawn(WIDTH), "proj_out.weight": drawn(width, WIDTH),
              "proj_out.bias": drawn(width), "norm_out.weight": drawn(width),
              "norm_out.bias": drawn(width)}  # fmt: skip
-    for name, shape in (
-        ("0.norm1", (WIDTH,)), ("0.norm2", (WIDTH,)), ("1.0", (WIDTH,)),
-    ):  # fmt: skip
-        shown[f"layers.0.{name}.weight"], shown[f"layers.0.{name}.bias"] = (
-            drawn(*shape),
-            drawn(*shape),
-        )
-    shown["layers.0.0.to_q.weight"] = drawn(inner, WIDTH)
-    shown["layers.0.0.to_kv.weight"] = drawn(2 * inner, WIDTH)
-    shown["layers.0.0.to_out.weight"] = drawn(WIDTH, inner)
-    shown["layers.0.1.1.weight"] = drawn(4 * WIDTH, WIDTH)
-    shown["layers.0.1.3.weight"] = drawn(WIDTH, 4 * WIDTH)
+    for number in range(4):
+        for name in ("ln0", "ln1", "ff.0"):
+            shown[f"layers.{number}.{name}.weight"] = drawn(WIDTH)
+            shown[f"layers.{number}.{name}.bias"] = drawn(WIDTH)
+        shown[f"layers.{number}.attn.to_q.weight"] = drawn(inner, WIDTH)
+        shown[f"layers.{number}.attn.to_kv.weight"] = drawn(2 * inner, WIDTH)
+        shown[f"layers.{number}.attn.to_out.weight"] = drawn(WIDTH, inner)
+        shown[f"layers.{number}.ff.1.net.0.proj.weight"] = drawn(4 * WIDTH, WIDTH)
+        shown[f"layers.{number}.ff.1.net.2.weight"] = drawn(WIDTH, 4 * WIDTH)
     return {"image_proj": shown, "ip_adapter": layers}
 
 
@@ -264,7 +263,8 @@ STABLE: tuple[TinyPipeline, ...] = (
     TinyPipeline("sd15-pag-controlnet-inpaint", "StableDiffusionControlNetPAGInpaintPipeline",
                  controlled),
     TinyPipeline("sd15-ledits", "LEditsPPPipelineStableDiffusion", ledits,
-                 {"editing_prompt": "a dog", "negative_prompt": LEFT_OUT, "generator": LEFT_OUT},
+                 {"editing_prompt": "a dog", "negative_prompt": LEFT_OUT, "generator": LEFT_OUT,
+                  "use_intersect_mask": False},
                  _inverted),
     TinyPipeline("sd15-pix2pix", "StableDiffusionInstructPix2PixPipeline",
                  lambda: sd15(in_channels=8)),
@@ -280,7 +280,8 @@ STABLE: tuple[TinyPipeline, ...] = (
     TinyPipeline("sd2-latent-upscaler", "StableDiffusionLatentUpscalePipeline", latent_upscaler),
     TinyPipeline("sd2-unclip", "StableUnCLIPPipeline", unclip_prior,
                  {"prior_num_inference_steps": 2}),
-    TinyPipeline("sd2-unclip-img2img", "StableUnCLIPImg2ImgPipeline", unclip_picture),
+    TinyPipeline("sd2-unclip-img2img", "StableUnCLIPImg2ImgPipeline", unclip_picture,
+                 {"image": lambda: picture(size=32)}),
     TinyPipeline("lcm", "LatentConsistencyModelPipeline", consistent),
     TinyPipeline("lcm-img2img", "LatentConsistencyModelImg2ImgPipeline", consistent,
                  {"num_inference_steps": 4, "strength": 0.8}),

@@ -87,6 +87,11 @@ def arguments(case: TinyPipeline, pipe: Any, seed: int = 3) -> Given:
 LEFT_OUT = object()  # in ``given``: an argument that the pipeline is not to get
 
 
+def takes(pipe: Any, name: str) -> bool:
+    """Whether a call has an argument of this name."""
+    return name in inspect.signature(pipe.__call__).parameters
+
+
 def drawn(case: TinyPipeline, pipe: Any, seed: int = 3, **more: Any) -> list[Tensor]:
     """The tensors of what one call gives. Some pipelines draw from torch's own generator, too."""
     torch.manual_seed(seed)

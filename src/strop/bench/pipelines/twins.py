@@ -11,11 +11,14 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 import strop
+from strop.api import dispatchers_of
 from strop.bench.pipelines.actions import Action
 from strop.bench.pipelines.tiny import TinyPipeline, arguments, drawn
+from strop.runtime.dispatch import Dispatcher
 from strop.testing import psnr
 
 BETWEEN, INSIDE = "between", "inside"  # two pictures, the steps of one
@@ -68,17 +71,28 @@ def nearness(one: Drawn, other: Drawn) -> float:
         return math.inf if type(one) is type(other) else -math.inf
     if [(t.shape, t.dtype) for t in one] != [(t.shape, t.dtype) for t in other]:
         return -math.inf
-    return min((psnr(a.double(), b.double()) for a, b in zip(one, other, strict=True)),
-               default=math.inf)  # fmt: skip
+    return min(map(_psnr, one, other), default=math.inf)
+
+
+def _psnr(one: Tensor, other: Tensor) -> float:
+    """Beside the largest number, so that sound and embeddings are judged as pictures are."""
+    if torch.equal(one, other):
+        return math.inf
+    wide = other.double()
+    return psnr(one.double() / wide.abs().max(), wide / wide.abs().max())
 
 
 def outcome(case: TinyPipeline, action: Action, moment: str, options: strop.Options, *,
-            warm: int = 1) -> Outcome | None:  # fmt: skip
-    """``warm``: pictures that both draw before. None where the action does not apply."""
+            warm: int = 1, seen: dict[str, Dispatcher] | None = None
+            ) -> Outcome | None:  # fmt: skip
+    """``warm``: pictures that both draw before. ``seen`` gets the dispatchers, which an action may
+    hide. None where the action does not apply."""
     eager, fast = case.made(), case.made()
     if action.target(eager) is None or (moment == INSIDE and not has_callback(eager)):
         return None
     strop.optimize(fast, options=options)
+    if seen is not None:
+        seen.update(dispatchers_of(fast))
     before = [attempt(partial(drawn, case, pipe)) for pipe in (eager, fast) for _ in range(warm)]
     one, _ = _after(case, eager, action, moment)
     other, pipe = _after(case, fast, action, moment)

@@ -1,0 +1,229 @@
+"""What becomes of each feature of diffusers, found by running it: docs/compatibility.md.
+
+A row is one pipeline, scheduler, adapter, cache or way of offloading, built from a configuration at
+tiny widths with random weights. It is drawn in eager and optimised, and both pictures are compared.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import strop
+from strop.api import dispatchers_of
+from strop.bench.pipelines.actions import ACTIONS, Action
+from strop.bench.pipelines.all import PIPELINES
+from strop.bench.pipelines.not_built import NOT_BUILT
+from strop.bench.pipelines.tiny import TinyPipeline, drawn, modules_of, takes
+from strop.bench.pipelines.twins import BETWEEN, Drawn, attempt, nearness, outcome
+from strop.runtime.dispatch import Dispatcher
+
+COMPILED, PARTLY, EAGER = "compiled", "partly in eager", "in eager"
+REFUSED, DIFFERS, NOT_RUN = "fails", "differs", "not run"
+NEAR = 60.0  # decibels: below, differences could be seen in pictures of 8 bits
+FEATURES_ON = ("sd15", "flux")  # pipelines that adapters, caches and offloading are tried on
+SECTIONS = {
+    "pipeline": "Pipelines",
+    "scheduler": "Schedulers",
+    "feature": "Adapters, caches, offloading and other switches",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """``graphs``: the most of one component, over two sizes of pictures. ``why``: reasons for what
+    runs in eager, or what was raised; ``left_out``: modules that ``optimize`` does not compile."""
+
+    kind: str
+    name: str
+    on: str  # the class of the pipeline, or the tiny pipeline that a feature was tried on
+    status: str
+    graphs: int = 0
+    decibels: float | None = None  # None: exactly equal, or nothing to compare
+    why: str = ""
+    left_out: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """A row to be made: its key, and what makes it."""
+
+    key: str
+    make: Callable[[strop.Options], Row]
+
+
+def tasks() -> Iterator[Task]:
+    for case in PIPELINES:
+        yield Task(f"pipeline/{case.name}/{case.kind}", partial(pipeline_row, case))
+    for name in schedulers():
+        yield Task(f"scheduler/{name}/", partial(scheduler_row, name))
+    by_name = {case.name: case for case in PIPELINES}
+    for action in ACTIONS:
+        for name in FEATURES_ON if action.feature else ():
+            yield Task(
+                f"feature/{action.feature}/{name}",
+                partial(feature_row, action, by_name[name]),
+            )
+
+
+# rows
+
+
+def pipeline_row(case: TinyPipeline, options: strop.Options) -> Row:
+    """Two pictures of one size and one of another."""
+    eager, fast = case.made(), strop.optimize(case.made(), options=options)
+    dispatchers = dispatchers_of(fast)
+
+    def draw(pipe: Any) -> Drawn:
+        return attempt(partial(_at_all_sizes, case, pipe))
+
+    found = _judged(draw(eager), draw(fast), dispatchers)
+    left = [type(m).__name__ for m in modules_of(fast) if not _is_compiled(m)]
+    return Row("pipeline", case.name, case.kind, **found, left_out=", ".join(left))
+
+
+def _at_all_sizes(case: TinyPipeline, pipe: Any) -> list[Tensor]:
+    others = [t for more in _other_sizes(case, pipe) for t in drawn(case, pipe, **more)]
+    return _twice(case, pipe) + others
+
+
+def _other_sizes(case: TinyPipeline, pipe: Any) -> list[dict[str, Any]]:
+    size = {"height": 64, "width": 32}
+    pictures = ("image", "control_image", "conditioning_frames")  # of the first size
+    is_fixed = any(takes(pipe, name) for name in pictures) or "height" in case.given
+    return [size] if takes(pipe, "height") and not is_fixed else []
+
+
+def _is_compiled(module: torch.nn.Module) -> bool:
+    return any(isinstance(m.__dict__.get("forward"), Dispatcher) for m in module.modules())
+
+
+def _twice(case: TinyPipeline, pipe: Any) -> list[Tensor]:
+    return drawn(case, pipe) + drawn(case, pipe, seed=4)
+
+
+def schedulers() -> list[str]:
+    import diffusers
+
+    return [name for name in dir(diffusers) if name.endswith("Scheduler") and name[0].isupper()]
+
+
+def scheduler_row(name: str, options: strop.Options) -> Row:
+    """With Stable Diffusion, or with Flux where that one cannot use it."""
+    try:
+        kind = getattr(importlib.import_module("diffusers"), name)
+        kind()
+    except (ImportError, TypeError) as error:  # another package, or arguments of its own
+        return Row("scheduler", name, "", NOT_RUN, why=_first_line(error))
+    first = None
+    for case in (case for case in PIPELINES if case.name in FEATURES_ON):
+
+        def made(case: TinyPipeline = case) -> Any:
+            pipe = case.made()
+            config = dict(pipe.scheduler.config) if case.name == "sd15" else {}
+            pipe.scheduler = kind.from_config(config)
+            return pipe
+
+        eager, fast = made(), strop.optimize(made(), options=options)
+        dispatchers = dispatchers_of(fast)
+        wanted, found = (attempt(partial(_twice, case, pipe)) for pipe in (eager, fast))
+        row = Row("scheduler", name, case.name, **_judged(wanted, found, dispatchers))
+        if row.status != NOT_RUN:
+            return row
+        first = first or row
+    assert first is not None
+    return first
+
+
+def feature_row(action: Action, case: TinyPipeline, options: strop.Options) -> Row:
+    dispatchers: dict[str, Dispatcher] = {}
+    found = outcome(case, action, BETWEEN, options, seen=dispatchers)
+    if found is None:
+        why = f"{case.kind} has no such thing"
+        return Row("feature", action.feature, case.name, NOT_RUN, why=why)
+    least = action.decibels if action.decibels < NEAR else NEAR
+    return Row("feature", action.feature, case.name,
+               **_judged(found.eager, found.fast, dispatchers, least))  # fmt: skip
+
+
+def _judged(eager: Drawn, fast: Drawn, dispatchers: Mapping[str, Dispatcher],
+            least: float = NEAR) -> dict[str, Any]:  # fmt: skip
+    if isinstance(eager, Exception):
+        return {"status": NOT_RUN, "why": f"in eager: {_first_line(eager)}"}
+    if isinstance(fast, Exception):
+        return {"status": REFUSED, "why": _first_line(fast)}
+    used = {name: d.counters for name, d in dispatchers.items()
+            if d.variants.all or d.counters.eager_calls}  # fmt: skip
+    reasons = [f"{name}: {why}" for name, c in used.items() for why in c.fallbacks]
+    decibels = nearness(fast, eager)
+    is_partly = any(d.variants.all for d in dispatchers.values())
+    status = COMPILED if not reasons else PARTLY if is_partly else EAGER
+    return {
+        "status": status if decibels >= least else DIFFERS,
+        "graphs": max((len(d.variants.all) for d in dispatchers.values()), default=0),
+        "decibels": round(decibels, 1) if math.isfinite(decibels) else None,
+        "why": "; ".join(reasons),
+    }
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0] if lines else ''}"[:200]
+
+
+# the page
+
+
+def as_json(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    return [asdict(row) for row in rows]
+
+
+def markdown(result: Mapping[str, Any]) -> str:
+    """The page docs/compatibility.md."""
+    rows, found = [Row(**row) for row in result["rows"]], result["environment"]
+    counts = ", ".join(
+        f"{sum(row.status == status for row in rows)} {status}"
+        for status in (COMPILED, PARTLY, EAGER, REFUSED, DIFFERS, NOT_RUN)
+    )
+    lines = [
+        "# Compatibility", "",
+        "Written by `python benchmarks/compatibility.py --write docs/compatibility.md`: every",
+        "pipeline, scheduler, adapter, cache and way of offloading of diffusers that can be built",
+        "from a configuration, at tiny widths with random weights, drawn in eager and optimised.",
+        "*compiled*: no call ran in eager. *partly in eager*: the result is eager's, and the",
+        "reason why some calls ran so is given. *fails*: the optimised pipeline raises where eager",
+        f"does not. *differs*: the pictures are less than {NEAR:.0f} dB apart. *not run*: eager",
+        "itself raises. *graphs*: the most that one component needs, over two sizes of pictures",
+        "where the pipeline takes a size.", "",
+        f"{len(rows)} rows: {counts}. {found['date'][:10]}, torch {found['torch']}, diffusers"
+        f" {found['diffusers']}, transformers {found['transformers']}, CPU, fp32.", "",
+    ]  # fmt: skip
+    for kind, title in SECTIONS.items():
+        lines += [f"## {title}", "", *_table([row for row in rows if row.kind == kind]), ""]
+    lines += ["## Not built", "", "| pipeline | why |", "| --- | --- |"]
+    lines += [f"| {name} | {why} |" for name, why in sorted(NOT_BUILT.items())]
+    return "\n".join([*lines, ""])
+
+
+def _table(rows: Sequence[Row]) -> list[str]:
+    lines = ["| | with | | graphs | dB | why, and what is not compiled |",
+             "| --- | --- | --- | --- | --- | --- |"]  # fmt: skip
+    for row in rows:
+        why = row.why + (f"{'; ' if row.why else ''}not compiled: {row.left_out}"
+                         if row.left_out else "")  # fmt: skip
+        cells = (row.name, row.on, row.status, str(row.graphs or ""), _decibels(row), why)
+        lines.append("| " + " | ".join(cell.replace("|", "/") for cell in cells) + " |")
+    return lines
+
+
+def _decibels(row: Row) -> str:
+    if row.status in (NOT_RUN, REFUSED):
+        return ""
+    return "equal" if row.decibels is None else f"{row.decibels:.0f}"
