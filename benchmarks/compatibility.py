@@ -32,13 +32,14 @@ def main() -> None:
     parser.add_argument("--only", default="", help="parts of keys, with commas between")
     parser.add_argument("--again", action="store_true", help="make rows anew that are there")
     parser.add_argument("--cache-dir", default=None, help="for compiled kernels")
+    parser.add_argument("--rows", type=Path, default=RESULT, help="the JSON that keeps the rows")
     given = parser.parse_args()
     for name in ("diffusers", "transformers", "strop"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
     warnings.simplefilter("ignore")
     wanted = [part for part in given.only.split(",") if part]
-    rows = json.loads(RESULT.read_text())["rows"] if RESULT.exists() else []
-    made: dict[str, Any] = {_key(row): row for row in rows}
+    rows = json.loads(given.rows.read_text())["rows"] if given.rows.exists() else []
+    made: dict[str, Any] = {compatibility.key_of(row): row for row in rows}
     with tempfile.TemporaryDirectory() as folder:
         options = strop.Options(cache_dir=given.cache_dir or folder)
         for task in compatibility.tasks():
@@ -48,17 +49,12 @@ def main() -> None:
             torch.manual_seed(0)
             made[task.key] = row = compatibility.as_json([task.make(options)])[0]
             print(task.key, row["status"], row["graphs"], row["decibels"], row["why"], flush=True)
-            _write(made)
+            _write(made, given.rows)
     if given.write:
-        given.write.write_text(compatibility.markdown(_write(made)))
+        given.write.write_text(compatibility.markdown(_write(made, given.rows)))
 
 
-def _key(row: dict[str, Any]) -> str:
-    on = "" if row["kind"] == "scheduler" else row["on"]
-    return f"{row['kind']}/{row['name']}/{on}"
-
-
-def _write(made: dict[str, Any]) -> dict[str, Any]:
+def _write(made: dict[str, Any], file: Path) -> dict[str, Any]:
     """In the order of the tasks; rows of tasks that are no more are left out."""
     rows = [made[task.key] for task in compatibility.tasks() if task.key in made]
     result = {
@@ -66,7 +62,7 @@ def _write(made: dict[str, Any]) -> dict[str, Any]:
         "environment": environment.describe(torch.device("cpu")),
         "rows": rows,
     }
-    RESULT.write_text(json.dumps(result, indent=1) + "\n")
+    file.write_text(json.dumps(result, indent=1) + "\n")
     return result
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
-from diffusers import StableDiffusionImg2ImgPipeline
+from diffusers import StableDiffusionImg2ImgPipeline, StableDiffusionPipeline
 from diffusers.modular_pipelines import FluxAutoBlocks
 from torch import Tensor
 
@@ -101,3 +102,23 @@ def test_loops_of_modular_pipelines(monkeypatch: pytest.MonkeyPatch) -> None:
     eager.update_components(transformer=dits.flux(seed=3).transformer)
     assert psnr(picture(fast), picture(eager)) >= 60
     assert fast.transformer.forward.counters.calls == 3
+
+
+def test_a_bar_takes_the_arguments_that_its_class_adds() -> None:
+    """Marigold's bars have a description."""
+    seen: list[tuple[str, bool]] = []
+
+    class Own(StableDiffusionPipeline):
+        def progress_bar(self, iterable: Any = None, total: Any = None, desc: str = "",
+                         leave: bool = True) -> Any:  # fmt: skip
+            seen.append((desc, leave))
+            return iterable if total is None else nullcontext(total)
+
+    pipe: Any = tiny.pipeline()
+    pipe.__class__ = Own
+    strop.optimize(pipe, options=tiny.options())
+    assert list(pipe.progress_bar(range(2), desc="steps", leave=False)) == [0, 1]
+    with pipe.progress_bar(total=3, desc="steps") as bar:
+        assert bar == 3
+        assert pipe.unet.forward.loop.is_running
+    assert seen == [("steps", False), ("steps", True)]

@@ -18,7 +18,7 @@ from torch import Tensor
 
 import strop
 from strop.api import dispatchers_of
-from strop.bench.pipelines.actions import ACTIONS, Action
+from strop.bench.pipelines.actions import ACTIONS, CACHED, STABLE, UNET, Action
 from strop.bench.pipelines.all import PIPELINES
 from strop.bench.pipelines.not_built import NOT_BUILT
 from strop.bench.pipelines.tiny import TinyPipeline, drawn, modules_of, takes
@@ -28,7 +28,9 @@ from strop.runtime.dispatch import Dispatcher
 COMPILED, PARTLY, EAGER = "compiled", "partly in eager", "in eager"
 REFUSED, DIFFERS, NOT_RUN = "fails", "differs", "not run"
 NEAR = 60.0  # decibels: below, differences could be seen in pictures of 8 bits
-FEATURES_ON = ("sd15", "flux")  # pipelines that adapters, caches and offloading are tried on
+LONGEST = 200  # letters of a reason
+EVERYWHERE = ("sd15", "flux")  # pipelines that schedulers, adapters and offloading are tried on
+FEATURES_ON = {STABLE: ("sd15",), UNET: ("sd15",), CACHED: ("flux",)}
 SECTIONS = {
     "pipeline": "Pipelines",
     "scheduler": "Schedulers",
@@ -66,7 +68,7 @@ def tasks() -> Iterator[Task]:
         yield Task(f"scheduler/{name}/", partial(scheduler_row, name))
     by_name = {case.name: case for case in PIPELINES}
     for action in ACTIONS:
-        for name in FEATURES_ON if action.feature else ():
+        for name in FEATURES_ON.get(action.on, EVERYWHERE) if action.feature else ():
             yield Task(
                 f"feature/{action.feature}/{name}",
                 partial(feature_row, action, by_name[name]),
@@ -77,28 +79,31 @@ def tasks() -> Iterator[Task]:
 
 
 def pipeline_row(case: TinyPipeline, options: strop.Options) -> Row:
-    """Two pictures of one size and one of another."""
+    """Two pictures of one size, and one of another where eager draws that."""
     eager, fast = case.made(), strop.optimize(case.made(), options=options)
     dispatchers = dispatchers_of(fast)
-
-    def draw(pipe: Any) -> Drawn:
-        return attempt(partial(_at_all_sizes, case, pipe))
-
-    found = _judged(draw(eager), draw(fast), dispatchers)
+    wanted, found = (attempt(partial(_twice, case, pipe)) for pipe in (eager, fast))
+    wider = attempt(partial(drawn, case, eager, **OTHER_SIZE)) if _has_sizes(case, eager) else None
+    if isinstance(wanted, list) and isinstance(wider, list):
+        wanted = wanted + wider
+        found = attempt(partial(_with_another, found, case, fast))
+    row = _judged(wanted, found, dispatchers)
     left = [type(m).__name__ for m in modules_of(fast) if not _is_compiled(m)]
-    return Row("pipeline", case.name, case.kind, **found, left_out=", ".join(left))
+    return Row("pipeline", case.name, case.kind, **row, left_out=", ".join(left))
 
 
-def _at_all_sizes(case: TinyPipeline, pipe: Any) -> list[Tensor]:
-    others = [t for more in _other_sizes(case, pipe) for t in drawn(case, pipe, **more)]
-    return _twice(case, pipe) + others
+OTHER_SIZE = {"height": 64, "width": 32}
 
 
-def _other_sizes(case: TinyPipeline, pipe: Any) -> list[dict[str, Any]]:
-    size = {"height": 64, "width": 32}
+def _has_sizes(case: TinyPipeline, pipe: Any) -> bool:
     pictures = ("image", "control_image", "conditioning_frames")  # of the first size
-    is_fixed = any(takes(pipe, name) for name in pictures) or "height" in case.given
-    return [size] if takes(pipe, "height") and not is_fixed else []
+    return takes(pipe, "height") and not any(takes(pipe, name) for name in pictures)
+
+
+def _with_another(found: Drawn, case: TinyPipeline, pipe: Any) -> list[Tensor]:
+    if isinstance(found, Exception):
+        raise found
+    return found + drawn(case, pipe, **OTHER_SIZE)
 
 
 def _is_compiled(module: torch.nn.Module) -> bool:
@@ -123,7 +128,7 @@ def scheduler_row(name: str, options: strop.Options) -> Row:
     except (ImportError, TypeError) as error:  # another package, or arguments of its own
         return Row("scheduler", name, "", NOT_RUN, why=_first_line(error))
     first = None
-    for case in (case for case in PIPELINES if case.name in FEATURES_ON):
+    for case in (case for case in PIPELINES if case.name in EVERYWHERE):
 
         def made(case: TinyPipeline = case) -> Any:
             pipe = case.made()
@@ -145,9 +150,7 @@ def scheduler_row(name: str, options: strop.Options) -> Row:
 def feature_row(action: Action, case: TinyPipeline, options: strop.Options) -> Row:
     dispatchers: dict[str, Dispatcher] = {}
     found = outcome(case, action, BETWEEN, options, seen=dispatchers)
-    if found is None:
-        why = f"{case.kind} has no such thing"
-        return Row("feature", action.feature, case.name, NOT_RUN, why=why)
+    assert found is not None, "FEATURES_ON names a pipeline that has no such thing"
     least = action.decibels if action.decibels < NEAR else NEAR
     return Row("feature", action.feature, case.name,
                **_judged(found.eager, found.fast, dispatchers, least))  # fmt: skip
@@ -161,10 +164,11 @@ def _judged(eager: Drawn, fast: Drawn, dispatchers: Mapping[str, Dispatcher],
         return {"status": REFUSED, "why": _first_line(fast)}
     used = {name: d.counters for name, d in dispatchers.items()
             if d.variants.all or d.counters.eager_calls}  # fmt: skip
-    reasons = [f"{name}: {why}" for name, c in used.items() for why in c.fallbacks]
+    reasons = [f"{name}: {why[:LONGEST]}" for name, c in used.items() for why in c.fallbacks]
     decibels = nearness(fast, eager)
-    is_partly = any(d.variants.all for d in dispatchers.values())
-    status = COMPILED if not reasons else PARTLY if is_partly else EAGER
+    is_compiled = any(d.variants.all for d in dispatchers.values())
+    is_partly = any(c.eager_calls for c in used.values())
+    status = EAGER if not is_compiled and is_partly else PARTLY if is_partly else COMPILED
     return {
         "status": status if decibels >= least else DIFFERS,
         "graphs": max((len(d.variants.all) for d in dispatchers.values()), default=0),
@@ -175,10 +179,16 @@ def _judged(eager: Drawn, fast: Drawn, dispatchers: Mapping[str, Dispatcher],
 
 def _first_line(error: BaseException) -> str:
     lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0] if lines else ''}"[:200]
+    return f"{type(error).__name__}: {lines[0] if lines else ''}"[:LONGEST]
 
 
 # the page
+
+
+def key_of(row: Mapping[str, Any]) -> str:
+    """The key of the task that makes a row."""
+    on = "" if row["kind"] == "scheduler" else row["on"]
+    return f"{row['kind']}/{row['name']}/{on}"
 
 
 def as_json(rows: Sequence[Row]) -> list[dict[str, Any]]:
@@ -197,16 +207,19 @@ def markdown(result: Mapping[str, Any]) -> str:
         "Written by `python benchmarks/compatibility.py --write docs/compatibility.md`: every",
         "pipeline, scheduler, adapter, cache and way of offloading of diffusers that can be built",
         "from a configuration, at tiny widths with random weights, drawn in eager and optimised.",
-        "*compiled*: no call ran in eager. *partly in eager*: the result is eager's, and the",
-        "reason why some calls ran so is given. *fails*: the optimised pipeline raises where eager",
-        f"does not. *differs*: the pictures are less than {NEAR:.0f} dB apart. *not run*: eager",
-        "itself raises. *graphs*: the most that one component needs, over two sizes of pictures",
-        "where the pipeline takes a size.", "",
+        "*compiled*: no call ran in eager; operators that torch runs are named. *partly in eager*:",
+        "the result is eager's, and the reason why some calls ran so is given. *fails*: the",
+        f"optimised pipeline raises where eager does not. *differs*: less than {NEAR:.0f} dB",
+        "apart. *not run*: eager itself raises. *graphs*: the most that one component needs, over",
+        "two sizes of pictures where the pipeline takes a size.", "",
         f"{len(rows)} rows: {counts}. {found['date'][:10]}, torch {found['torch']}, diffusers"
         f" {found['diffusers']}, transformers {found['transformers']}, CPU, fp32.", "",
     ]  # fmt: skip
     for kind, title in SECTIONS.items():
         lines += [f"## {title}", "", *_table([row for row in rows if row.kind == kind]), ""]
+    left = {task.key for task in tasks()} - {key_of(asdict(row)) for row in rows}
+    if left:
+        lines += ["## Not run yet", "", ", ".join(sorted(left)), ""]
     lines += ["## Not built", "", "| pipeline | why |", "| --- | --- |"]
     lines += [f"| {name} | {why} |" for name, why in sorted(NOT_BUILT.items())]
     return "\n".join([*lines, ""])

@@ -97,7 +97,9 @@ class _MarkedBar:
     def __init__(self, original: Any, loop: Loop, pipe: Any) -> None:
         self.original, self.loop, self.pipe = original, loop, pipe
 
-    def __call__(self, iterable: Any = None, total: int | None = None) -> Any:
+    def __call__(self, iterable: Any = None, total: int | None = None, **more: Any) -> Any:
+        """``more``: arguments that its class adds, such as Marigold's ``desc``."""
         if iterable is not None:
-            return self.original(iterable, total)
-        return around(self.pipe, [self.loop], functools.partial(self.original, total=total))
+            return self.original(iterable, total, **more)
+        bar = functools.partial(self.original, total=total, **more)
+        return around(self.pipe, [self.loop], bar)
