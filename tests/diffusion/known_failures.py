@@ -15,7 +15,6 @@ KNOWN: dict[str, str] = {
     r"-data_copy-inside": "what was kept of the prompt is of the weights before: torch does not"
     " count writes through .data",
     r"-(class_assigned|class_patched|function_patched)-": _PATCHED,
-    r"-global_hook-": "hooks of all modules are not looked at",
     r"-counting_processors-": "the state of an attention processor is traced away",
     r"-pickled-": "an optimised pipeline cannot be pickled",
 }
