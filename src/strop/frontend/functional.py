@@ -70,7 +70,8 @@ def _functional_overload(overload: Any) -> Any:
     name = schema.name.removeprefix("aten::")
     if written != schema.arguments[:1] or not name.endswith("_") or "::" in name:
         return None
-    packet = getattr(torch.ops.aten, name[:-1], None)
+    plain = f"__{name[3:]}" if name.startswith("__i") else name[:-1]  # __ilshift__
+    packet = getattr(torch.ops.aten, plain, None)
     return getattr(packet, overload._overloadname, None)
 
 

@@ -307,7 +307,7 @@ BITWISE: tuple[Op, ...] = (
          "{0} | {1}", **_BOOL),
     _row("and", (aten.mul.Tensor, aten.mul.Scalar, aten.minimum.default, aten.fmin.default),
          "{0} & {1}", **_BOOL),
-    # a shift by more than the width leaves nothing but the sign
+    # a shift by the width or more, or by a negative count, leaves nothing but the sign
     _row("shift_left",
          (aten.bitwise_left_shift.Tensor, aten.bitwise_left_shift.Tensor_Scalar,
           aten.bitwise_left_shift.Scalar_Tensor, aten.__lshift__.Tensor, aten.__lshift__.Scalar),
@@ -316,7 +316,7 @@ BITWISE: tuple[Op, ...] = (
     _row("shift_right",
          (aten.bitwise_right_shift.Tensor, aten.bitwise_right_shift.Tensor_Scalar,
           aten.bitwise_right_shift.Scalar_Tensor, aten.__rshift__.Tensor, aten.__rshift__.Scalar),
-         "{0} >> tl.where(({1} < 0) | ({1} >= {bits}), {bits} - 1, {1})",
+         "tl.where(({1} < 0) | ({1} >= {bits}), tl.where({0} < 0, -1, 0).to({type}), {0} >> {1})",
          "sp::shift_right({0}, {1})", **_INTEGER),
 )  # fmt: skip
 

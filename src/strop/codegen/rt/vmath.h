@@ -301,10 +301,13 @@ inline T shift_left(T x, T count) {
   return is_out ? T(0) : static_cast<T>(static_cast<std::make_unsigned_t<T>>(x) << count);
 }
 
+// What is left of a shift by the width or more, or by a negative count, is the sign.
 template <class T>
 inline T shift_right(T x, T count) {
   constexpr T last = 8 * sizeof(T) - 1;
-  return static_cast<T>(x >> (count < 0 || count > last ? last : count));
+  const bool is_out = count < 0 || count > last;
+  if constexpr (std::is_unsigned_v<T>) return is_out ? T(0) : static_cast<T>(x >> count);
+  else return static_cast<T>(x >> (is_out ? last : count));
 }
 
 // ---- transcendental ----------------------------------------------------------------------------
