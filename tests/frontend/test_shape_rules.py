@@ -210,7 +210,7 @@ class Picture(nn.Module):
 def test_a_batch_of_one_is_no_other_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """Strides of a size 1 say nothing of the order of memory, so torch asks whether it is one."""
     module = Picture().to(memory_format=torch.channels_last)
-    spec = TensorSpec(SHAPE, torch.float32, torch.device("cpu"), is_channels_last=True)
+    spec = TensorSpec(SHAPE, torch.float32, torch.device("cpu"), order=(0, 2, 3, 1))
     sizes = [{"b": b, "h": h, "w": 7} for b in (1, 2, 5) for h in (1, 3)]
     wants = [True] * len(list(module.parameters()))
 

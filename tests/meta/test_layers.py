@@ -110,7 +110,6 @@ EXCEPTIONS: dict[tuple[str, str], str] = {
     ("runtime.steps", "frontend.step"): "the capture that has gradients",
     ("runtime.steps", "frontend.joint"): "TANGENT: which placeholders are gradients",
     ("runtime.partition", "frontend.joint"): "what the min-cut is told of our kernels",
-    ("runtime.partition", "frontend.importer"): "memory_order: how a forward has laid out results",
     ("runtime.aot", "frontend.quick"): "what tracing leaves out, around AOTAutograd",
     ("runtime.aot", "frontend.of_torch"): "what capture takes apart, AOTAutograd does",
     ("runtime.aot", "frontend.operators"): "Dynamo's graph gets the operators that capture has",

@@ -150,7 +150,8 @@ def assemble(
     inputs = tuple(_input_spec(n) for n in graph.inputs)
     return Program(
         target.device, inputs, tuple(a.buffers), tuple(a.sources), finished,
-        tuple(_returned(a, item) for item in signature.returned), signature.guards,
+        tuple(_returned(a, item, item in signature.returned[:place])
+              for place, item in enumerate(signature.returned)), signature.guards,
         tuple(sorted(graph.hints.items())), num_compiled + calls, num_compiled, _by_rows(a),
     )  # fmt: skip
 
@@ -299,9 +300,9 @@ def _opaque_outputs(a: _Assembly, call: Node) -> tuple[int, ...]:
     return tuple(outputs)
 
 
-def _returned(a: _Assembly, item: Any) -> Returned:
+def _returned(a: _Assembly, item: Any, again: bool) -> Returned:
     if isinstance(item, Ref):
-        return Returned(tensor=a.ref(a.graph.outputs[item.index]))
+        return Returned(tensor=a.ref(a.graph.outputs[item.index]), again=again)
     if isinstance(item, Expr):
         return Returned(size=item)
     return Returned(value=item)

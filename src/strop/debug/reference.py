@@ -168,12 +168,20 @@ def _geglu(value: Tensor, gate: Tensor) -> Tensor:
     return value * F.gelu(gate)
 
 
+def _window(node: Node, x: list[Tensor], env: Env) -> Tensor:
+    """By places in memory, where the value lies dense in its order."""
+    (whole,), base = x, node.inputs[0]
+    flat = whole.permute(base.order or tuple(range(whole.dim()))).reshape(-1)
+    start, strides = _concrete(node.attrs["start"], env), _concrete(node.attrs["strides"], env)
+    return flat.as_strided(_sizes(node, env), strides, start)
+
+
 def _attention(node: Node, x: list[Tensor], env: Env) -> Tensor:
     mask = x[3] if len(x) > 3 else None
     if mask is not None and mask.is_floating_point():
         mask = mask.to(x[0].dtype)
     q, k, v = x[:3]
-    return F.scaled_dot_product_attention(
+    return torch._C._nn.scaled_dot_product_attention(
         q, k, v, mask, 0.0, node.attrs["causal"], scale=node.attrs["scale"]
     )
 
@@ -192,6 +200,7 @@ _RULES: dict[str, Rule] = {
     "expand": lambda n, x, env: x[0].expand(_sizes(n, env)),
     "slice": _slice,
     "diagonal": _diagonal,
+    "window": _window,
     "linear": lambda n, x, env: F.linear(*x),
     "linear_add": lambda n, x, env: F.linear(x[0], x[1], *x[3:]) + x[2],
     "geglu": lambda n, x, env: _geglu(*F.linear(*x).chunk(2, -1)),

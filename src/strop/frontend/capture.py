@@ -74,15 +74,44 @@ class TensorSpec:
     shape: tuple[str, ...]
     dtype: torch.dtype
     device: torch.device
-    is_channels_last: bool = False  # of 4 dims; every other argument is contiguous
-
-    @property
-    def memory_format(self) -> torch.memory_format:
-        return torch.channels_last if self.is_channels_last else torch.contiguous_format
+    order: tuple[int, ...] | None = None  # of dims in memory, outermost first; None: as they are
 
     @property
     def sizes(self) -> tuple[Expr, ...]:
         return tuple(parse(size) for size in self.shape)
+
+    def empty(self, sizes: Sequence[int]) -> Tensor:
+        """A tensor of these sizes that lies as the argument is traced."""
+        if self.order is None:
+            return torch.empty(sizes, dtype=self.dtype, device=self.device)
+        moved = torch.empty([sizes[dim] for dim in self.order], dtype=self.dtype,
+                            device=self.device)  # fmt: skip
+        return moved.permute(_inverse(self.order))
+
+    def lies_so(self, t: Tensor) -> bool:
+        """Whether a tensor is dense in the order of the argument."""
+        return (t if self.order is None else t.permute(self.order)).is_contiguous()
+
+    def arranged(self, t: Tensor) -> Tensor:
+        """``t`` itself if it is dense in this order, or else a copy that is."""
+        if self.order is None:
+            return t.contiguous()
+        moved = t.permute(self.order)
+        return t if moved.is_contiguous() else moved.contiguous().permute(_inverse(self.order))
+
+
+def _inverse(order: Sequence[int]) -> list[int]:
+    return sorted(range(len(order)), key=order.__getitem__)
+
+
+@dataclass(frozen=True, slots=True)
+class Same:
+    """Leaf ``place`` of a result is a tensor that the caller knows: ``kind`` is "argument", "state"
+    (a weight or a buffer) or "result" (an earlier leaf), ``number`` says which."""
+
+    place: int
+    kind: str
+    number: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +130,7 @@ class Captured:
     layout_reads: tuple[str, ...] = ()  # what it asks about the memory of its arguments
     number_guards: tuple[NumberGuard, ...] = ()  # what it asks about numbers that are inputs
     has_gradients: bool = False  # whether it turns gradients on: which weights want one matters
+    same: tuple[Same, ...] = ()  # leaves of its result that are other tensors themselves
 
 
 def named_state(module: nn.Module) -> dict[str, Tensor]:
@@ -209,17 +239,18 @@ def capture(
             fakes = [fake_input(spec, roots) for spec in specs[: len(specs) - len(numbers)]]
         fakes += [shape_env.numbers.symbol(shape_env, n) for n in range(len(numbers))]
         try:
-            gm, out_spec, origins, reads = _trace(module, call, fake_state, fakes, mode)
+            gm, out_spec, origins, reads, same = _trace(module, call, fake_state, fakes, mode)
             make_functional(gm)
         except WriteThroughViewError:  # torch can take these out too, at the price of copies
             apart = functools.partial(functionalize, remove="mutations")
-            gm, out_spec, origins, reads = _trace(module, call, fake_state, fakes, mode, apart)
+            gm, out_spec, origins, reads, same = _trace(module, call, fake_state, fakes, mode,
+                                                        apart)  # fmt: skip
             make_functional(gm)
     check_constants(gm, module)
     found = known_sizes(module, shape_env, gm, roots, specs, hints)
     return Captured(gm, tuple(state), found.specs, found.symbols, found.guards, found.hints,
                     out_spec, origins, found.fixed, tuple(reads.asked),
-                    tuple(shape_env.numbers.guards), reads.has_gradients)  # fmt: skip
+                    tuple(shape_env.numbers.guards), reads.has_gradients, same)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -345,8 +376,7 @@ def fake_roots(mode: FakeTensorMode, hints: Mapping[str, int]) -> dict[str, torc
 
 def fake_input(spec: TensorSpec, roots: Mapping[str, torch.SymInt]) -> Tensor:
     sizes = [expr.value if expr.is_const else expr.eval(roots) for expr in spec.sizes]  # type: ignore[arg-type]
-    return torch.empty(sizes, dtype=spec.dtype, device=spec.device,
-                       memory_format=spec.memory_format)  # fmt: skip
+    return spec.empty(sizes)
 
 
 def _trace(
@@ -356,8 +386,9 @@ def _trace(
     fakes: list[Any],
     mode: FakeTensorMode,
     transform: Callable[[Any], Any] = lambda function: function,
-) -> tuple[GraphModule, pytree.TreeSpec, dict[str, str], LayoutReads]:
+) -> tuple[GraphModule, pytree.TreeSpec, dict[str, str], LayoutReads, tuple[Same, ...]]:
     specs: list[pytree.TreeSpec] = []
+    same: list[Same] = []
     assert isinstance(mode.shape_env, TracedSizes)
     numbers = mode.shape_env.numbers
     reads = LayoutReads([fake for fake in fakes if isinstance(fake, Tensor)])
@@ -378,7 +409,8 @@ def _trace(
             now = {name: table.get(key) for name, (table, key) in kept.items()}
             check_state(now, {name: state[name] for name in now})
             refuse_gradients_outside(leaves, (*state.values(), *inputs))
-        reads.results(leaves)
+        reads.results(leaves, inputs)
+        same[:] = _known(leaves, {"argument": inputs, "state": tuple(state.values())})
         specs.append(spec)
         return leaves
 
@@ -387,7 +419,18 @@ def _trace(
     with no_effects(module, private=False), tracing(module, mode, reads, origins), texts:
         gm = make_fx(transform(flat), DECOMPOSITIONS, tracing_mode="real")(state, *fakes)
     refuse_wrapped(gm)
-    return gm, specs[-1], origins, reads
+    return gm, specs[-1], origins, reads, tuple(same)
+
+
+def _known(leaves: Sequence[Any], given: Mapping[str, Sequence[Tensor]]) -> Iterator[Same]:
+    """Leaves that are ``given`` tensors, or earlier leaves."""
+    places = {id(t): (kind, number) for kind, tensors in given.items()
+              for number, t in enumerate(tensors)}  # fmt: skip
+    for number, leaf in enumerate(leaves):
+        if isinstance(leaf, Tensor):
+            if id(leaf) in places:
+                yield Same(number, *places[id(leaf)])
+            places.setdefault(id(leaf), ("result", number))
 
 
 @contextmanager

@@ -30,12 +30,13 @@ from strop.frontend.padding import PADDING
 from strop.frontend.pointwise import COMPOSITES
 from strop.frontend.reductions import reduction, rounded
 from strop.frontend.resize import RESIZING
+from strop.frontend.results import give, lay_out, order_or_contiguous
 from strop.frontend.scalars import node_of, of_sizes
 from strop.frontend.symbols import OutsideLanguage, Symbols
 from strop.frontend.views import COPYING, VIEWS
 from strop.frontend.whole import IN_TORCH
-from strop.ir.affine import base_of, strided
-from strop.ir.dims import Expr, const
+from strop.ir.affine import strided
+from strop.ir.dims import Expr
 from strop.ir.graph import Builder, GeneratorRef, Graph, Node, Ref, finish
 from strop.ir.ops import (
     KERNEL_DTYPES,
@@ -71,6 +72,8 @@ class Importer:
     devices: frozenset[str] = frozenset()  # of all values
     shared: dict[Node, int | None] = field(default_factory=dict)  # memory that the caller sees
     copies: dict[tuple[Node, int | None], Node] = field(default_factory=dict)  # base, memory
+    given: dict[FxNode, int] = field(default_factory=dict)  # results, by place among the outputs
+    sharing: dict[int | None, list[FxNode]] = field(default_factory=dict)  # values by memory
     orders: Mapping[str, tuple[int, ...] | None] = field(default_factory=dict)  # import_graph's
 
     def node(self, fx: Any) -> Node:
@@ -165,8 +168,9 @@ def import_graph(
     outputs: list[Node] = []
     tensors = [item for item in returned if _is_tensorial(_traced(item))]
     first_saved = len(tensors) - num_saved
-    _lay_out(importer, tensors[:first_saved])
-    result = [_returned(importer, item, outputs) for item in returned]
+    lay_out(importer, tensors[:first_saved])
+    saved = set(tensors[first_saved:])
+    result = [give(importer, item, outputs, is_saved=item in saved) for item in returned]
     graph = finish(importer.builder, inputs, outputs, hints, len(outputs) - first_saved)
     return Imported(graph, result, importer.constants)
 
@@ -203,88 +207,6 @@ def _traced(item: Any) -> Any:
     return item.meta.get("val") if isinstance(item, FxNode) else item
 
 
-def _lay_out(importer: Importer, returned: Sequence[Any]) -> None:
-    """Results in the memory order that eager gives them, before views of them are given too."""
-    for item in returned:
-        value = importer.values.get(item) if isinstance(item, FxNode) else None
-        if isinstance(value, Node) and value.kind is not Kind.VIEW and value not in importer.shared:
-            laid = _in_user_order(importer, item, value)
-            if laid is not value:
-                importer.shared[value] = storage_of(item)
-                importer.copies[value, storage_of(item)] = laid
-
-
-def _returned(importer: Importer, item: Any, outputs: list[Node]) -> Any:
-    value = importer.values.get(item, item) if isinstance(item, FxNode) else item
-    if isinstance(value, Node):
-        base = base_of(value)
-        laid = importer.copies.get((base, storage_of(item)))
-        if laid is not None:
-            value = _over(importer.builder, value, base, laid)
-        elif not _aliases_as_in_eager(importer, item, value):
-            value = _copied(importer, item, value, len(outputs))
-        importer.shared.setdefault(base_of(value), storage_of(item))
-        outputs.append(value)
-        return Ref(len(outputs) - 1)
-    return importer.literal(item)
-
-
-def _aliases_as_in_eager(importer: Importer, fx: FxNode, value: Node) -> bool:
-    """Whether the value may be given as it is: memory is shared where eager shares it.
-
-    Clones, flips and repeats are views here; of an argument or another result they are none.
-    """
-    base, storage = base_of(value), storage_of(fx)
-    if base in importer.shared:
-        return importer.shared[base] == storage
-    if value.kind is not Kind.VIEW or (value.op == "reshape" and value.inputs[0] is base):
-        return True
-    return any(isinstance(made, Node) and _is_all_of(base, made) and storage_of(other) == storage
-               for other, made in importer.values.items())  # fmt: skip
-
-
-def _is_all_of(base: Node, value: Node) -> bool:
-    """Whether ``value`` has each element of ``base`` once."""
-    while value is not base and value.op in ("reshape", "permute"):
-        value = value.inputs[0]
-    return value is base
-
-
-def _copied(importer: Importer, fx: FxNode, value: Node, number: int) -> Node:
-    """In memory of its own, laid out as eager would. What is a view of a clone in eager is a view
-    of the clone's copy."""
-    base, storage = base_of(value), storage_of(fx)
-    clone = next((other for other, made in importer.values.items()
-                  if made is base and storage_of(other) == storage), None)  # fmt: skip
-    if clone is not None:
-        if (base, storage) not in importer.copies:
-            importer.copies[base, storage] = _copy(importer, clone, base, number)
-        return _over(importer.builder, value, base, importer.copies[base, storage])
-    return _copy(importer, fx, value, number)
-
-
-def _over(b: Builder, view: Node, base: Node, other: Node) -> Node:
-    """The same view of another value."""
-    return other if view is base else b.copy_of(view, (_over(b, view.inputs[0], base, other),))
-
-
-def _copy(importer: Importer, fx: FxNode, value: Node, number: int) -> Node:
-    return importer.builder.make("copy", (value,), value.shape, value.dtype,
-                                 order=_user_order(importer, fx, value), result=number)  # fmt: skip
-
-
-def _in_user_order(importer: Importer, fx: FxNode, value: Node) -> Node:
-    """The result as eager would lay it out; contiguous needs no word."""
-    order = _user_order(importer, fx, value)
-    if order is None or value.op == "input":
-        return value
-    return importer.builder.make("copy", (value,), value.shape, value.dtype, order=order)
-
-
-def _user_order(importer: Importer, fx: FxNode, value: Node) -> tuple[int, ...] | None:
-    return _order_or_contiguous(importer.symbols.shape(fx.meta["val"].stride()), value.shape)
-
-
 def _input(importer: Importer, fx: FxNode, index: int, is_state: bool) -> Node:
     """Argument ``index``. A size becomes a one-element shape, which tells its root."""
     value = fx.meta["val"]
@@ -294,7 +216,7 @@ def _input(importer: Importer, fx: FxNode, index: int, is_state: bool) -> Node:
         shape, dtype = importer.shape(fx), value.dtype
         order = importer.orders.get(fx.name, _NO_ORDER)
         if order is _NO_ORDER:
-            order = _order_or_contiguous(importer.symbols.shape(value.stride()), shape)
+            order = order_or_contiguous(importer.symbols.shape(value.stride()), shape)
     elif isinstance(value, torch.SymInt):
         shape = (importer.size(value),)
     elif is_number(value):
@@ -304,31 +226,6 @@ def _input(importer: Importer, fx: FxNode, index: int, is_state: bool) -> Node:
     if isinstance(value, torch.Tensor) or is_number(value):
         importer.values[fx] = node
     return node
-
-
-def _order_or_contiguous(strides: Sequence[Expr], shape: Sequence[Expr]) -> tuple[int, ...] | None:
-    """Arguments that are not dense are copied at the door."""
-    try:
-        return memory_order(strides, shape)
-    except ShapeError:
-        return None
-
-
-def memory_order(strides: Sequence[Expr], shape: Sequence[Expr]) -> tuple[int, ...] | None:
-    """The order of dims in memory for dense strides; None when contiguous."""
-    remaining = [d for d in range(len(shape)) if shape[d] != const(1)]
-    ones = [d for d in range(len(shape)) if shape[d] == const(1)]
-    order: list[int] = []
-    step = const(1)
-    while remaining:
-        dim = next((d for d in reversed(remaining) if strides[d] == step), None)
-        if dim is None:
-            raise ShapeError(f"input strides {list(map(str, strides))} are not dense")
-        order.insert(0, dim)
-        remaining.remove(dim)
-        step = step * shape[dim]
-    full = ones + order
-    return None if [d for d in full if d not in ones] == sorted(order) else tuple(full)
 
 
 def _call(importer: Importer, fx: FxNode) -> Value:

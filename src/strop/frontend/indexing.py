@@ -137,6 +137,7 @@ INDEXING: dict[Any, Rule] = {
     aten.stack.default: _stack,
     aten.constant_pad_nd.default: _pad,
     aten.roll.default: _roll,
+    torch.ops.strop.roll.default: _roll,
     aten.slice_scatter.default: _slice_scatter,
     aten.select_scatter.default: _select_scatter,
     aten.index_put.default: _masked_put,

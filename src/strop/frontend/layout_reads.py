@@ -1,8 +1,11 @@
-"""What a forward asks about how its arguments lie in memory.
+"""What a forward asks about how tensors lie in memory.
 
-Arguments are traced dense, and made dense for kernels where they are not. A forward that asks for
-strides, of an argument or of what it has computed from some, would be answered for dense ones: such
-a program serves arguments that are dense.
+Arguments are traced dense in their order, and made dense for kernels where they have gaps. A
+forward that asks for strides, of an argument or of what it has computed from some, would be
+answered for dense ones: such a program serves arguments that are dense, from the beginning of their
+memory.
+Where eager's answer depends on what computes a value, or on who else holds its memory, the trace
+has none: the forward is refused.
 """
 
 from __future__ import annotations
@@ -13,14 +16,42 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx import Node
+from torch.fx.experimental import proxy_tensor
 
+from strop.errors import CaptureError
 from strop.frontend.operators import Retarget
 
 READS: dict[Callable[..., Any], str] = {
     Tensor.stride: "stride", Tensor.storage_offset: "storage_offset",
     Tensor.is_contiguous: "is_contiguous", Tensor.as_strided: "as_strided",
-    torch.as_strided: "as_strided", Tensor.data_ptr: "data_ptr",
+    torch.as_strided: "as_strided", Tensor.data_ptr: "data_ptr", Tensor.dim_order: "dim_order",
 }  # fmt: skip
+# eager raises where a view of an argument with gaps would not be one
+VIEWS: dict[Callable[..., Any], str] = {
+    Tensor.view: "view", Tensor.view_as: "view_as", Tensor.unflatten: "unflatten",
+    torch.unflatten: "unflatten", torch.view_as_real: "view_as_real",
+    torch.view_as_complex: "view_as_complex",
+}  # fmt: skip
+# what a traced tensor cannot tell
+UNKNOWN: dict[Callable[..., Any], str] = {
+    Tensor.untyped_storage: "untyped_storage", Tensor.storage: "storage",
+    Tensor.is_set_to: "is_set_to", Tensor._is_view: "_is_view",
+    vars(torch._C.TensorBase)["_base"].__get__: "_base", Tensor.is_shared: "is_shared",
+}  # fmt: skip
+_strop = torch.ops.strop
+
+
+def _is_on_gpu(value: Tensor) -> bool:
+    return value.device.type == "cuda"
+
+
+# operators whose library chooses how the result lies: for which results eager's order is not known
+CHOSEN_BY_LIBRARIES: dict[Any, Callable[[Tensor], bool]] = {
+    _strop.attention.default: _is_on_gpu,
+    _strop.conv2d.default: _is_on_gpu,
+    _strop.convolution.default: lambda value: _is_on_gpu(value) or value.dim() == 5,
+}
 
 
 class LayoutReads(Retarget):
@@ -35,11 +66,21 @@ class LayoutReads(Retarget):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if self._is_forward and func in READS:
-            self.asked[READS[func]] = None
-        elif self._is_forward and func is Tensor.contiguous:
-            self._is_made_dense |= _memory(args[0]) in self._own
+        if self._is_forward:
+            self._note(func, args)
         return super().__torch_function__(func, types, args, kwargs)
+
+    def _note(self, func: Any, args: tuple[Any, ...]) -> None:
+        if func in READS:
+            _refuse_chosen(READS[func], args[0])
+            self.asked[READS[func]] = None
+        elif func in VIEWS and args[0].dim() > 1 and _memory(args[0]) in self._own:
+            self.asked[VIEWS[func]] = None
+        elif func in UNKNOWN:
+            raise CaptureError(f"it asks for {UNKNOWN[func]} of a tensor, which compiled code"
+                               " has not")  # fmt: skip
+        elif func is Tensor.contiguous:
+            self._is_made_dense |= _memory(args[0]) in self._own
 
     @contextmanager
     def of_forward(self) -> Iterator[None]:
@@ -50,14 +91,36 @@ class LayoutReads(Retarget):
         finally:
             self._is_forward = False
 
-    def results(self, leaves: Sequence[Any]) -> None:
-        """An argument that was made dense and then returned is the caller's own tensor only where
-        that was dense before."""
-        if self._is_made_dense and any(
-            isinstance(leaf, Tensor) and _memory(leaf) in self._own for leaf in leaves
-        ):
-            self.asked["contiguous"] = None
+    def results(self, leaves: Sequence[Any], arguments: Sequence[Tensor]) -> None:
+        """Of an argument that has gaps, programs read a copy. Where that is returned, or a view of
+        it, the caller's own tensor is wanted."""
+        given = {id(argument) for argument in arguments}
+        for leaf in leaves:
+            if isinstance(leaf, Tensor) and _memory(leaf) in self._own:
+                if self._is_made_dense:
+                    self.asked["contiguous"] = None
+                elif id(leaf) not in given:
+                    self.asked["a view is returned"] = None
 
 
 def _memory(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
+
+
+def _refuse_chosen(question: str, value: Tensor) -> None:
+    """Raises CaptureError for a question about what was computed by an operator of
+    CHOSEN_BY_LIBRARIES."""
+    mode = proxy_tensor.get_proxy_mode()
+    slot = mode and proxy_tensor.get_proxy_slot(value, mode.tracer, None)
+    left = [slot.proxy.node] if isinstance(slot, proxy_tensor._ProxyTensor) else []
+    seen: set[Node] = set()
+    while left:
+        node = left.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        left += node.all_input_nodes
+        chosen = CHOSEN_BY_LIBRARIES.get(node.target)
+        if chosen and chosen(node.meta["val"]):
+            raise CaptureError(f"it asks for {question} of what {node.target} has made, which the"
+                               " library that computes it decides")  # fmt: skip

@@ -15,14 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-
-def _traced(size: Any) -> int:
-    return int(size.node.hint if isinstance(size, torch.SymInt) else size)
+from strop.frontend.formats import suggested, traced
 
 
 def _sizes_and_strides(x: Tensor) -> list[tuple[int, int]]:
     """As traced, without dims of size 1, whose strides mean nothing."""
-    pairs = zip(map(_traced, x.shape), map(_traced, x.stride()), strict=True)
+    pairs = zip(map(traced, x.shape), map(traced, x.stride()), strict=True)
     return [(size, stride) for size, stride in pairs if size != 1]
 
 
@@ -44,7 +42,7 @@ def _can_view(x: Tensor, shape: Sequence[Any]) -> bool:
         else:
             runs.append((size, stride))
     left = [size for size, _ in runs]
-    wanted = [_traced(size) for size in shape]
+    wanted = [traced(size) for size in shape]
     known = math.prod(size for size in wanted if size >= 0)
     for size in wanted:
         size = math.prod(s for s, _ in runs) // max(known, 1) if size < 0 else size
@@ -60,7 +58,7 @@ def _can_view(x: Tensor, shape: Sequence[Any]) -> bool:
 def _is_plain(x: Tensor) -> bool:
     """Whether torch's own answer costs no guard, or a traced size of 1 says little of others."""
     symbolic = [size for size in x.shape if isinstance(size, torch.SymInt)]
-    return not symbolic or any(_traced(size) <= 1 for size in symbolic)
+    return not symbolic or any(traced(size) <= 1 for size in symbolic)
 
 
 def call_reshape(x: Tensor, *shape: Any, **named: Any) -> Tensor:
@@ -83,17 +81,24 @@ def _call_flatten(x: Tensor, start_dim: int = 0, end_dim: int = -1) -> Tensor:
     if x.dim() < 2 or _is_plain(x):
         return x.flatten(start_dim, end_dim)
     start, end = start_dim % x.dim(), end_dim % x.dim()
+    if start == end:
+        return x
     joined = x.shape[start]
     for size in x.shape[start + 1 : end + 1]:
         joined = joined * size
     return call_reshape(x, [*x.shape[:start], joined, *x.shape[end + 1 :]])
 
 
-def _call_contiguous(x: Tensor, memory_format: torch.memory_format = torch.contiguous_format
+def call_contiguous(x: Tensor, memory_format: torch.memory_format = torch.contiguous_format
                      ) -> Tensor:  # fmt: skip
     if _is_plain(x) or _lies_as(x, memory_format):
         return x.contiguous(memory_format=memory_format)
     return x.clone(memory_format=memory_format)
+
+
+def as_pictures(x: Tensor, like: Tensor) -> Tensor:
+    """``x`` in the format that ``like`` suggests, for which eager would have made it."""
+    return call_contiguous(x, suggested(like))
 
 
 def _ask_bounds(x: Tensor, index: Any) -> None:
@@ -148,7 +153,7 @@ LAYOUTS: dict[Callable[..., Any], Callable[..., Any]] = {
     torch.reshape: call_reshape,
     Tensor.flatten: _call_flatten,
     torch.flatten: _call_flatten,
-    Tensor.contiguous: _call_contiguous,
+    Tensor.contiguous: call_contiguous,
     Tensor.__getitem__: _call_getitem,
     Tensor.__setitem__: _call_setitem,
 }

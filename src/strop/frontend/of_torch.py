@@ -12,11 +12,13 @@ from typing import Any
 import torch
 from torch._decomp import get_decompositions
 
+from strop.frontend.whole import MOVES
+
 aten = torch.ops.aten
 
 DECOMPOSITIONS: dict[Any, Callable[..., Any]] = get_decompositions([
     aten.smooth_l1_loss, aten.huber_loss, aten.binary_cross_entropy,
     aten.binary_cross_entropy_with_logits, aten.soft_margin_loss, aten.nansum,
-])  # fmt: skip
+]) | MOVES  # fmt: skip
 # autograd's zeros, which have no memory
 DECOMPOSITIONS[aten._efficientzerotensor.default] = torch.zeros

@@ -16,9 +16,12 @@ import torch.nn.functional as F
 Function = Callable[..., Any]
 
 
+_AT_IMPORT = dict(vars(F))
+
+
 def twins(table: Mapping[Function, Function]) -> dict[Function, Function]:
     """Each Python function of torch.nn.functional -> its twin."""
-    names: dict[str, Any] = dict(vars(F))
+    names = _Names(vars(F))
     found: dict[Function, Function] = {}
     for name, value in vars(F).items():
         if isinstance(value, FunctionType) and value.__globals__ is vars(F):
@@ -31,6 +34,15 @@ def twins(table: Mapping[Function, Function]) -> dict[Function, Function]:
     for asks in ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic"):
         names[asks] = _never
     return found
+
+
+class _Names(dict[str, Any]):
+    """The names that twins see: what somebody has since put in the place of a function of torch's
+    is what its callers call, in eager too."""
+
+    def __getitem__(self, name: str) -> Any:
+        now = vars(F).get(name)
+        return super().__getitem__(name) if now is _AT_IMPORT.get(name) else now
 
 
 def _twin(function: FunctionType, names: dict[str, Any]) -> Function:

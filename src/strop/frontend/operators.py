@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from fractions import Fraction
 from typing import Any
 
 import torch
@@ -22,9 +21,14 @@ from strop.frontend import joint
 from strop.frontend.autocast import as_autocast
 from strop.frontend.differentiated import LEVELS, asks_for_gradients, define
 from strop.frontend.draws import DRAWS
-from strop.frontend.layouts import LAYOUTS, call_reshape
+from strop.frontend.formats import pictures, pictures_on_cpu, traced
+from strop.frontend.layouts import LAYOUTS, as_pictures, call_contiguous, call_reshape
 from strop.frontend.opened import twins
-from strop.frontend.whole import CALLS, call_mirrored_pad
+from strop.frontend.resizing import call_interpolate
+from strop.frontend.whole import CALLS, call_mirrored_pad, shaping
+
+# torch's own, whatever a user has put in its place in torch.nn.functional
+torchs_attention = torch._C._nn.scaled_dot_product_attention
 
 _library = torch.library.Library("strop", "DEF")
 _library.define("linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
@@ -52,40 +56,12 @@ def _conv2d(x: Tensor, weight: Tensor, bias: Tensor | None, stride: list[int],
 
 def _attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool,
                scale: float | None) -> Tensor:  # fmt: skip
-    return F.scaled_dot_product_attention(q, k, v, mask, 0.0, causal, scale=scale)
-
-
-_MOST_PARTS = 64  # of a factor by which sizes stay polynomials
-
-# By mode: the name of ATen's operators, and the number of dims that they resize.
-RESIZING = {
-    "nearest": ("upsample_nearest{}d", (1, 2, 3)),
-    "nearest-exact": ("_upsample_nearest_exact{}d", (1, 2, 3)),
-    "linear": ("upsample_linear{}d", (1,)),
-    "bilinear": ("upsample_bilinear{}d", (2,)),
-    "trilinear": ("upsample_trilinear{}d", (3,)),
-    "bicubic": ("upsample_bicubic{}d", (2,)),
-}
-
-
-def _resize(x: Tensor, size: Sequence[int], mode: str, align_corners: bool,
-            scales: Sequence[float]) -> Tensor:  # fmt: skip
-    """``scales``: the factors by which eager multiplies places; none where sizes decide."""
-    overload = getattr(torch.ops.aten, RESIZING[mode][0].format(len(size))).default
-    align = () if mode.startswith("nearest") else (align_corners,)
-    factors: Sequence[float | None] = scales or [None] * len(size)
-    result: Tensor = overload(x, size, *align, *factors)
-    return result
+    return torchs_attention(q, k, v, mask, 0.0, causal, scale=scale)
 
 
 def _linspace(start: float, end: float, steps: int, dtype: torch.dtype, device: torch.device
               ) -> Tensor:  # fmt: skip
     return torch.linspace(start, end, steps, dtype=dtype, device=device)
-
-
-_library.define(
-    "resize(Tensor x, SymInt[] size, str mode, bool align_corners, float[] scales) -> Tensor"
-)
 
 
 def _check_types(*tensors: Tensor | None) -> None:
@@ -112,7 +88,7 @@ def _rms_norm_shape(x: Tensor, normalized: Sequence[int], weight: Tensor | None,
     for shape in shapes:
         torch._check(len(shape) == len(normalized))
         torch._check(all(a == b for a, b in zip(shape, normalized, strict=True)))
-    return x.new_empty(x.shape)
+    return pictures(x, x.shape)
 
 
 def _conv2d_shape(x: Tensor, weight: Tensor, bias: Tensor | None, stride: list[int],
@@ -125,12 +101,7 @@ def _conv2d_shape(x: Tensor, weight: Tensor, bias: Tensor | None, stride: list[i
             x.shape[2:], weight.shape[2:], stride, padding, dilation, strict=True
         )
     ]
-    return x.new_empty((x.shape[0], weight.shape[0], *spatial))
-
-
-def _resize_shape(x: Tensor, size: Sequence[int], mode: str, align_corners: bool,
-                  scales: Sequence[float]) -> Tensor:  # fmt: skip
-    return x.new_empty((*x.shape[:2], *size))
+    return pictures(x, (x.shape[0], weight.shape[0], *spatial), by=shaping(x, weight))
 
 
 def _linspace_shape(start: float, end: float, steps: int, dtype: torch.dtype,
@@ -142,7 +113,16 @@ def _attention_shape(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causa
                      scale: float | None) -> Tensor:  # fmt: skip
     torch._check(q.shape[-1] == k.shape[-1])
     _check_types(q, k, v)
-    return q.new_empty((*q.shape[:-1], v.shape[-1]))
+    shape = (*q.shape[:-1], v.shape[-1])
+    order = sorted(range(q.dim()), key=lambda d: -traced(q.stride(d)))
+    is_whole = q.shape[-1] == v.shape[-1] and order[-1] == q.dim() - 1
+    if q.device.type == "cuda":  # as it chooses among its libraries where nobody tells it to
+        is_whole &= q.dtype != torch.float64
+        order = [0, 2, 1, 3] if q.dtype == torch.float32 else order
+    if not is_whole:
+        return q.new_empty(shape)
+    back = sorted(range(q.dim()), key=order.__getitem__)
+    return q.new_empty([shape[d] for d in order]).permute(back)  # as its queries lie
 
 
 def _group_norm_shape(x: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None,
@@ -155,11 +135,7 @@ def _group_norm_shape(x: Tensor, groups: int, weight: Tensor | None, bias: Tenso
         if parameter is not None:
             torch._check(x.shape[1] == parameter.shape[0])
     torch._check(x.shape[1] % groups == 0)
-    result = x.new_empty(x.shape)
-    if x.device.type != "cpu" or x.dim() != 4:
-        return result
-    is_last = isinstance(x.stride(1), int) and x.stride(1) == 1
-    return result.contiguous(memory_format=torch.channels_last) if is_last else result
+    return pictures_on_cpu(x, x.shape)
 
 
 for _name, _as_torch, _shapes in (
@@ -169,7 +145,6 @@ for _name, _as_torch, _shapes in (
     ("attention", _attention, _attention_shape),
     ("group_norm", F.group_norm, _group_norm_shape),
     ("rms_norm", torch.rms_norm, _rms_norm_shape),
-    ("resize", _resize, _resize_shape),
     ("linspace", _linspace, _linspace_shape),
 ):
     define(_library, _name, _as_torch, _shapes)
@@ -209,6 +184,7 @@ def _call_conv1d(input: Tensor, weight: Tensor, bias: Tensor | None = None, stri
         return torch.conv1d(input, weight, bias, stride, padding, dilation, groups)
     stride, dilation = (_single(value) for value in (stride, dilation))
     sides = padding if isinstance(padding, str) else [0, _single(padding)]
+    input = call_contiguous(input)  # as eager does, which tells its strides
     row = _call_conv2d(input.unsqueeze(2), weight.unsqueeze(2), bias, [1, stride], sides,
                        [1, dilation], groups)  # fmt: skip
     return row.squeeze(2)
@@ -247,7 +223,7 @@ def _call_attention(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor
                     dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None,
                     enable_gqa: bool = False) -> Tensor:  # fmt: skip
     if dropout_p or query.dim() != 4:
-        return F.scaled_dot_product_attention(
+        return torchs_attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
     if enable_gqa:
@@ -262,7 +238,7 @@ def _call_batch_norm(input: Tensor, weight: Tensor | None, bias: Tensor | None,
     """torch's shape rule does not say that the channels are those of the statistics."""
     if running_mean is not None:
         torch._check(input.shape[1] == running_mean.shape[0])
-    return torch.batch_norm(input, weight, bias, running_mean, *rest)
+    return as_pictures(torch.batch_norm(input, weight, bias, running_mean, *rest), input)
 
 
 def _repeated_heads(x: Tensor, times: int) -> Tensor:
@@ -276,37 +252,6 @@ def _call_group_norm(input: Tensor, num_groups: int, weight: Tensor | None = Non
                      bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:  # fmt: skip
     result: Tensor = torch.ops.strop.group_norm(input, num_groups, weight, bias, eps)
     return result
-
-
-def _call_interpolate(input: Tensor, size: Any = None, scale_factor: Any = None,
-                      mode: str = "nearest", align_corners: bool | None = None,
-                      recompute_scale_factor: bool | None = None, antialias: bool = False
-                      ) -> Tensor:  # fmt: skip
-    """Nearest by a whole factor is a broadcast: each pixel is read several times, none computed."""
-    rank = input.dim() - 2
-    factors = [float(factor) for factor in _each(scale_factor, rank)]
-    if mode == "nearest" and rank == 2 and len(set(factors)) == 1 and factors[0].is_integer():
-        factor = int(factors[0])
-        n, c, h, w = input.shape
-        tall = input.unsqueeze(3).unsqueeze(5).expand(n, c, h, factor, w, factor)
-        return call_reshape(tall, n, c, h * factor, w * factor)
-    is_known = mode in RESIZING and rank in RESIZING[mode][1]
-    if not is_known or antialias or _trains(input) or (size is None) == (scale_factor is None):
-        return F.interpolate(input, size, scale_factor, mode, align_corners,
-                             recompute_scale_factor, antialias)  # fmt: skip
-    sizes = _each(size, rank) or [
-        _scaled(n, factor) for n, factor in zip(input.shape[2:], factors, strict=True)
-    ]
-    scales = [] if recompute_scale_factor else factors
-    resized: Tensor = torch.ops.strop.resize(input, sizes, mode, bool(align_corners), scales)
-    return resized
-
-
-def _each(value: Any, rank: int) -> list[Any]:
-    """One number for every dim; none for None."""
-    if value is None:
-        return []
-    return list(value) if isinstance(value, tuple | list) else [value] * rank
 
 
 def _call_affine_grid(theta: Tensor, size: Sequence[int], align_corners: bool | None = None
@@ -358,14 +303,6 @@ def _call_embedding_bag(input: Tensor, weight: Tensor, offsets: Tensor | None = 
     return rows.amax(1) if mode == "max" else rows.sum(1) if mode == "sum" else rows.mean(1)
 
 
-def _scaled(size: int, factor: float) -> int:
-    """floor(size * factor), which for a binary fraction is arithmetic on integers."""
-    ratio = Fraction(factor)
-    if ratio.denominator <= _MOST_PARTS:
-        return size * ratio.numerator // ratio.denominator
-    return math.floor(float(size) * factor)
-
-
 def _trains(x: Tensor) -> bool:
     """The operators of this file have no gradients."""
     return torch.is_grad_enabled() and x.requires_grad
@@ -378,6 +315,7 @@ def _call_pad(input: Tensor, pad: Sequence[int], mode: str = "constant", value: 
         return _wrapped_around(input, pad)
     if mode != "constant":
         return (F.pad if _trains(input) else call_mirrored_pad)(input, pad, mode)
+    given = input
     for dim, (before, after) in enumerate(zip(pad[::2], pad[1::2], strict=True), 1):
         if before < 0 or after < 0:  # cropped
             start, end = max(-before, 0), input.shape[-dim] - max(-after, 0)
@@ -389,16 +327,19 @@ def _call_pad(input: Tensor, pad: Sequence[int], mode: str = "constant", value: 
                  if width else None for width in (before, after)]  # fmt: skip
         blocks = [block for block in (sides[0], input, sides[1]) if block is not None]
         input = torch.cat(blocks, -dim) if len(blocks) > 1 else input
-    return input if any(width > 0 for width in pad) else input.clone()
+    return as_pictures(input, given) if any(width > 0 for width in pad) else input.clone()
 
 
 def _wrapped_around(x: Tensor, pad: Sequence[int]) -> Tensor:
-    """A cat of pieces from the other ends; torch's own kernel writes them in place."""
+    """A cat of pieces from the other ends; torch's own kernel writes them in place, into a
+    contiguous result."""
+    if not any(pad):
+        return x.clone(memory_format=torch.contiguous_format)
     for dim, (before, after) in enumerate(zip(pad[::2], pad[1::2], strict=True), 1):
         end = x.narrow(-dim, x.shape[-dim] - before, before) if before else None
         start = x.narrow(-dim, 0, after) if after else None
         x = torch.cat([piece for piece in (end, x, start) if piece is not None], -dim)
-    return x
+    return call_contiguous(x)
 
 
 def _call_constant_pad(x: Tensor, pad: Sequence[int], value: float = 0) -> Tensor:
@@ -447,7 +388,7 @@ def _call_max_pool1d(input: Tensor, kernel_size: Any, stride: Any = None, paddin
         input.unsqueeze(-2), flat(kernel_size, 1), flat(steps, 1), flat(padding, 0),
         flat(dilation, 1), ceil_mode
     )  # fmt: skip
-    return pooled.squeeze(-2)
+    return call_contiguous(pooled.squeeze(-2))
 
 
 def _repeated(usual: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -482,7 +423,7 @@ def _from_size(usual: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 # made of torch's own operators, so that gradients come by themselves
 COMPOSITES: dict[Callable[..., Any], Callable[..., Tensor]] = {
-    F.interpolate: _call_interpolate,
+    F.interpolate: call_interpolate,
     F.affine_grid: _call_affine_grid,
     torch.affine_grid_generator: _call_affine_grid,
     F.embedding_bag: _call_embedding_bag,
@@ -513,7 +454,7 @@ RETARGET: dict[Callable[..., Any], Callable[..., Tensor]] = {
     F.conv2d: as_autocast("conv2d", _call_conv2d),
     torch.conv2d: as_autocast("conv2d", _call_conv2d),
     F.conv1d: as_autocast("conv1d", _call_conv1d),
-    F.scaled_dot_product_attention: as_autocast("scaled_dot_product_attention", _call_attention),
+    torchs_attention: as_autocast("scaled_dot_product_attention", _call_attention),
     F.group_norm: as_autocast("group_norm", _call_group_norm),
     torch.rms_norm: as_autocast("rms_norm", _call_rms_norm),
     torch.batch_norm: _call_batch_norm,

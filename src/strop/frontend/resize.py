@@ -1,11 +1,13 @@
 """Images of another size: places are arithmetic on positions, pixels are looked up.
 
 As in ATen a place is computed in the type of the pixels, for nearest ones in fp32. Where it lies
-between pixels, each dim mixes two or four of them.
+between pixels, each dim mixes two or four of them. ``resize_rules`` says where eager leaves the
+factor that a call gives.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -14,9 +16,10 @@ from torch.fx import Node as FxNode
 
 from strop.frontend.creation import positions
 from strop.frontend.lookups import PLACE, take
-from strop.frontend.operators import RESIZING as MODES
 from strop.frontend.pointwise import apply
-from strop.ir.dims import Expr
+from strop.frontend.resize_rules import CHANNELS, SHORTCUTS
+from strop.frontend.resizing import RESIZING as MODES
+from strop.ir.dims import Expr, const, to_expr
 from strop.ir.graph import Node, Ref
 from strop.ir.ops import compute_dtype
 
@@ -26,26 +29,36 @@ if TYPE_CHECKING:
 aten = torch.ops.aten
 Rule = Callable[..., Any]
 Samples = list[tuple[Node, Node | None]]  # places along one dim, each with its weight
+Condition = Node | bool
 CUBIC = -0.75
 
 
 class _Dim:
-    """One dim that is resized: ``count`` elements become ``shape[dim]``."""
+    """One dim that is resized: ``count`` elements become ``shape[dim]``. ``copies``: whether it is
+    copied where it keeps its size, ``doubles``: whether read twice where it doubles, although the
+    call gives a ``factor``; either may depend on sizes."""
 
     def __init__(self, im: Importer, count: Expr, shape: Sequence[Expr], dim: int,
                  factor: float | None, dtype: torch.dtype) -> None:  # fmt: skip
         self.im, self.count, self.made, self.dtype = im, count, shape[dim], dtype
         self.factor = factor
-        place = im.builder.cast(positions(im.builder, shape, dim), PLACE)
-        self.position = im.builder.cast(place, dtype)
+        self.copies: Condition = False
+        self.doubles: Condition = False
+        self.place = im.builder.cast(positions(im.builder, shape, dim), PLACE)
+        self.position = im.builder.cast(self.place, dtype)
 
     def __call__(self, op: str, *args: Any) -> Node:
         return apply(self.im, op, *args, dtype=self.dtype)
 
     def nearest(self, shift: float) -> Samples:
         at = self("mul", self("add", self.position, shift) if shift else self.position,
-                  self._step())  # fmt: skip
-        return [(self._inside(self("floor", at)), None)]
+                  self._ratio())  # fmt: skip
+        place = self._inside(self("floor", at))
+        place = self._chosen(self.copies, self.place, place, PLACE)
+        if self.doubles is not False:
+            half = apply(self.im, "shift_right", self.place, 1, dtype=PLACE)
+            place = self._chosen(self.doubles, half, place, PLACE)
+        return [(place, None)]
 
     def linear(self, align_corners: bool) -> Samples:
         real = self._real(align_corners)
@@ -78,21 +91,21 @@ class _Dim:
         inner = self("sub", self("mul", x, CUBIC + 2), CUBIC + 3)
         return self("add", self("mul", self("mul", inner, x), x), 1.0)
 
-    def _step(self) -> Node:
+    def _ratio(self) -> Any:
         """How far one position of the result moves among the elements."""
-        step = self("div", self.count, self.made)
-        if self.factor is None or self.count == self.made:
-            return step
-        same = self.im.builder.pointwise("eq", *(self.im.operand(n, PLACE) for n in
-                                         (self.count, self.made)), dtype=torch.bool)  # fmt: skip
-        return self("where", same, 1.0, 1.0 / self.factor)
+        return self("div", self.count, self.made) if self.factor is None else 1.0 / self.factor
 
     def _real(self, align_corners: bool) -> Node:
         if align_corners:
             step = self("div", self.count - 1, self("maximum", self.made - 1, 1.0))
             return self("mul", self.position, step)
-        ratio = self("div", self.count, self.made) if self.factor is None else 1.0 / self.factor
-        return self("sub", self("mul", self("add", self.position, 0.5), ratio), 0.5)
+        moved = self("mul", self("add", self.position, 0.5), self._ratio())
+        return self._chosen(self.copies, self.position, self("sub", moved, 0.5), self.dtype)
+
+    def _chosen(self, condition: Condition, yes: Node, no: Node, dtype: torch.dtype) -> Node:
+        if isinstance(condition, bool):
+            return yes if condition else no
+        return apply(self.im, "where", condition, yes, no, dtype=dtype)
 
     def _share(self, real: Node, low: Node) -> Node:
         """Of the way to the next element."""
@@ -110,9 +123,11 @@ def _resize(im: Importer, fx: FxNode, x: Any, size: Any, mode: str, align_corner
     if not (is_nearest or node.dtype.is_floating_point):
         return _by_torch(im, node, shape, mode, align_corners, scales)
     dtype = torch.float32 if is_nearest else compute_dtype(node.dtype)
+    dims = [_Dim(im, node.shape[place], shape, place, factor, dtype)
+            for place, factor in enumerate(scales or [None] * (len(shape) - 2), 2)]  # fmt: skip
+    _take_shortcuts(im, x.meta["val"], dims, mode)
     samples = []
-    for place, factor in enumerate(scales or [None] * (len(shape) - 2)):
-        dim = _Dim(im, node.shape[place + 2], shape, place + 2, factor or None, dtype)
+    for dim in dims:
         if is_nearest:
             samples.append(dim.nearest(0.5 if mode == "nearest-exact" else 0.0))
         else:
@@ -122,13 +137,84 @@ def _resize(im: Importer, fx: FxNode, x: Any, size: Any, mode: str, align_corner
     return None if mixed is None else im.builder.cast(mixed, node.dtype)
 
 
+def _take_shortcuts(im: Importer, x: torch.Tensor, dims: Sequence[_Dim], mode: str) -> None:
+    """Note for each dim where its sizes decide although the call gives a factor."""
+    row = SHORTCUTS.get((x.device.type, mode, len(dims)))
+    if row is None or any(dim.factor is None for dim in dims):
+        return
+    applies: Condition = True
+    if row.most is not None:
+        applies = _at_most(im, sum((dim.made for dim in dims), start=const(0)), row.most)
+        if lies_channels_last(*map(im.symbols.shape, (x.shape, x.stride()))):
+            more = _at_most(im, const(CHANNELS + 1), im.size(x.shape[1]))
+            applies = _joined(im, "logical_or", applies, more)
+    same = [_equal(im, dim.count, dim.made) for dim in dims]
+    every = functools.reduce(functools.partial(_joined, im, "logical_and"), same)
+    for dim, own in zip(dims, same, strict=True):
+        dim.copies = _joined(im, "logical_and", applies, every if row.together else own)
+        if row.doubles:
+            twice = _equal(im, dim.count * 2, dim.made)
+            dim.doubles = _joined(im, "logical_and", applies, twice)
+
+
+def _equal(im: Importer, a: Expr, b: Expr) -> Condition:
+    if a == b or (a.is_const and b.is_const):
+        return a == b
+    return im.builder.pointwise("eq", im.operand(a, PLACE), im.operand(b, PLACE), dtype=torch.bool)
+
+
+def _at_most(im: Importer, a: Expr, b: Expr | int) -> Condition:
+    b = to_expr(b)
+    if a.is_const and b.is_const:
+        return a.value <= b.value
+    return im.builder.pointwise("le", im.operand(a, PLACE), im.operand(b, PLACE), dtype=torch.bool)
+
+
+def _joined(im: Importer, op: str, a: Condition, b: Condition) -> Condition:
+    """``a`` and ``b``, or one of them."""
+    decides = op == "logical_or"  # the value that says it all
+    if isinstance(a, bool) or isinstance(b, bool):
+        known, other = (a, b) if isinstance(a, bool) else (b, a)
+        return decides if known is decides else other
+    return im.builder.pointwise(op, a, b, dtype=torch.bool)
+
+
+def lies_channels_last(shape: Sequence[Expr], strides: Sequence[Expr]) -> bool:
+    """Whether images or videos lie with the channels of a pixel side by side."""
+    step = const(1)
+    for dim in (1, *range(len(shape) - 1, 1, -1), 0):
+        if strides[dim] != step and shape[dim] != const(1):
+            return False
+        step = step * shape[dim]
+    return len(shape) in (4, 5)
+
+
 def _by_torch(im: Importer, x: Node, shape: Sequence[Expr], mode: str, align_corners: bool,
               scales: Sequence[float | None]) -> Node:  # fmt: skip
     """Integers between pixels are rounded by rules of torch's own."""
-    rank, result = len(shape) - 2, (tuple(shape), x.dtype)
-    target = f"aten.{MODES[mode][0].format(rank)}.default"
-    args = (Ref(0), tuple(shape[2:]), align_corners, *(scales or [None] * rank))
-    return im.builder.make("aten", (x,), *result, target=target, args=args, kwargs=(),
+    rank = len(shape) - 2
+    sizes = (tuple(shape[2:]), *_how(mode, rank, align_corners, scales))
+    return _library(im, x, shape, f"aten.{MODES[mode][0].format(rank)}.default", sizes)
+
+
+def _gradient(im: Importer, fx: FxNode, grad: Any, size: Any, shape: Any, mode: str,
+              align_corners: bool, scales: Sequence[float | None]) -> Node:  # fmt: skip
+    target = f"aten.{MODES[mode][0].format(len(size))}_backward.default"
+    sizes = (im.literal(size), im.literal(shape), *_how(mode, len(size), align_corners, scales))
+    return _library(im, im.node(grad), im.shape(fx), target, sizes)
+
+
+def _how(mode: str, rank: int, align_corners: bool, scales: Sequence[float | None]
+         ) -> tuple[Any, ...]:  # fmt: skip
+    """What ATen's calls want to know behind the sizes."""
+    align = () if mode.startswith("nearest") else (align_corners,)
+    return (*align, *(scales or [None] * rank))
+
+
+def _library(im: Importer, x: Node, shape: Sequence[Expr], target: str, how: tuple[Any, ...]
+             ) -> Node:  # fmt: skip
+    result = (tuple(shape), x.dtype)
+    return im.builder.make("aten", (x,), *result, target=target, args=(Ref(0), *how), kwargs=(),
                            outputs=(result,), single=True, tag="")  # fmt: skip
 
 
@@ -161,6 +247,7 @@ def _aten(mode: str) -> Rule:
 
 RESIZING: dict[Any, Rule] = {
     torch.ops.strop.resize.default: _resize,
+    torch.ops.strop.resize_backward.default: _gradient,
     aten.upsample_nearest1d.default: _aten("nearest"),
     aten.upsample_nearest2d.default: _aten("nearest"),
     aten.upsample_nearest3d.default: _aten("nearest"),

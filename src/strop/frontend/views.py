@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.fx import Node as FxNode
 
+import strop.frontend.whole  # noqa: F401  (defines torch.ops.strop)
 from strop.errors import UnsupportedError
 from strop.ir.dims import Expr, const
-from strop.ir.graph import Builder, Node, Ref
+from strop.ir.graph import Builder, Node, Ref, memory_order
 
 if TYPE_CHECKING:
     from strop.frontend.importer import Importer
@@ -192,9 +193,10 @@ def _as_strided(im: Importer, fx: FxNode, x: FxNode, size: Any, stride: Any, off
                 ) -> Node:  # fmt: skip
     """Torch looks at memory itself, which has to lie as it did in eager."""
     traced, node = x.meta["val"], im.node(x)
-    if not traced.is_contiguous() or traced._base is not None:
+    if traced._base is not None:
         raise UnsupportedError("as_strided of what is itself a view")
-    order = tuple(range(len(node.shape)))
+    shape, strides = im.shape(x), im.symbols.shape(traced.stride())
+    order = memory_order(strides, shape) or tuple(range(len(shape)))  # an error if there are gaps
     dense = im.builder.make("copy", (node,), node.shape, node.dtype, order=order)
     arguments = (Ref(0), *map(im.literal, (size, stride, offset)))
     result = (im.shape(fx), node.dtype)
@@ -235,6 +237,8 @@ VIEWS: dict[Any, Rule] = {
     aten.pixel_unshuffle.default: _pixel_unshuffle,
     aten.channel_shuffle.default: _channel_shuffle,
     aten.native_channel_shuffle.default: _channel_shuffle,
+    torch.ops.strop.channel_shuffle.default: _channel_shuffle,
+    torch.ops.strop.native_channel_shuffle.default: _channel_shuffle,
 }
 
 # Views that cannot be expressed run in torch, where memory may lie in another order than traced.

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch._prims_common import suggest_memory_format
 
 from strop.frontend.differentiated import define
+from strop.frontend.formats import pictures, pictures_on_cpu, suggested
 
 aten = torch.ops.aten
 _library = torch.library.Library("strop", "FRAGMENT")
@@ -33,6 +33,14 @@ def _recurrent_shape(x: Tensor, hx: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     return _lstm_shape(x, (hx,), *rest)
 
 
+def shaping(x: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+    """Whose memory format the result of a convolution takes. On a GPU Strop itself lays out the
+    weights. That of a video's depends on the library: contiguous here."""
+    if x.dim() == 3:  # a row of pixels, of which eager reads the weights as they lie
+        return (weight.unsqueeze(2),)
+    return (x, weight) if x.device.type == "cpu" else (x,)
+
+
 def _convolution_shape(x: Tensor, weight: Tensor, bias: Tensor | None, stride: Sequence[int],
                        padding: Sequence[int], dilation: Sequence[int], transposed: bool,
                        output_padding: Sequence[int], groups: int) -> Tensor:  # fmt: skip
@@ -42,23 +50,41 @@ def _convolution_shape(x: Tensor, weight: Tensor, bias: Tensor | None, stride: S
     if transposed:
         sides = [(size - 1) * step - 2 * pad + gap * (kernel - 1) + more + 1
                  for size, kernel, step, pad, gap, more in rows]  # fmt: skip
-        return x.new_empty((x.shape[0], weight.shape[1] * groups, *sides))
+        return _convolved(x, weight, (x.shape[0], weight.shape[1] * groups, *sides))
     sides = [(size + 2 * pad - gap * (kernel - 1) - 1) // step + 1
              for size, kernel, step, pad, gap, _ in rows]  # fmt: skip
-    return x.new_empty((x.shape[0], weight.shape[0], *sides))
+    return _convolved(x, weight, (x.shape[0], weight.shape[0], *sides))
+
+
+def _convolved(x: Tensor, weight: Tensor, shape: Sequence[Any]) -> Tensor:
+    if x.dim() == 4:
+        return pictures(x, shape, by=shaping(x, weight))
+    if x.dim() == 3 and suggested(*shaping(x, weight)) != torch.contiguous_format:
+        n, channels, length = shape
+        return x.new_empty((n, length, channels)).transpose(1, 2)
+    return x.new_empty(shape)
 
 
 def _padded_shape(x: Tensor, padding: Sequence[int]) -> Tensor:
     sides = list(x.shape)
     for dim in range(len(padding) // 2):
         sides[-1 - dim] = sides[-1 - dim] + padding[2 * dim] + padding[2 * dim + 1]
-    return x.new_empty(sides)
+    return pictures_on_cpu(x, sides)
 
 
 def _resized_gradient_shape(grad: Tensor, size: Sequence[int], shape: Sequence[int], *rest: Any
                             ) -> Tensor:  # fmt: skip
-    return torch.empty(shape, dtype=grad.dtype, device=grad.device,
-                       memory_format=suggest_memory_format(grad))  # fmt: skip
+    return pictures(grad, shape)
+
+
+def _shuffled_shape(x: Tensor, groups: int) -> Tensor:
+    """torch's own rules say contiguous, and eager gives pictures back as they lie."""
+    return pictures_on_cpu(x, x.shape)
+
+
+def _rolled_shape(x: Tensor, shifts: Any, dims: Sequence[int] = ()) -> Tensor:
+    """The same, but for one that is rolled as a row of elements."""
+    return pictures_on_cpu(x, x.shape) if dims else x.new_empty(x.shape)
 
 
 # of F.pad's modes
@@ -67,6 +93,7 @@ _PADDINGS = {
     for mode, kind in (("reflect", "reflection"), ("replicate", "replication"))
     for rank in (1, 2, 3)
 }
+_MOVES = ("roll", "channel_shuffle", "native_channel_shuffle")
 _ROWS: tuple[tuple[str, Any, Callable[..., Any]], ...] = (
     ("lstm", aten.lstm.input, _lstm_shape),
     ("gru", aten.gru.input, _recurrent_shape),
@@ -79,6 +106,9 @@ _ROWS: tuple[tuple[str, Any, Callable[..., Any]], ...] = (
         _resized_gradient_shape,
     ),
     *((name, getattr(aten, name).default, _padded_shape) for name in _PADDINGS.values()),
+    ("roll", aten.roll.default, _rolled_shape),
+    ("channel_shuffle", aten.channel_shuffle.default, _shuffled_shape),
+    ("native_channel_shuffle", aten.native_channel_shuffle.default, _shuffled_shape),
 )
 
 # what is traced -> what the program calls
@@ -88,6 +118,12 @@ for _name, _overload, _rule in _ROWS:
     _library.define(f"{_name}({_arguments}")
     define(_library, _name, _overload, _rule)
     IN_TORCH[getattr(torch.ops.strop, _name).default] = _overload
+
+
+# what AOTAutograd and make_fx shall trace for torch's own
+MOVES: dict[Any, Callable[..., Any]] = {
+    getattr(aten, name).default: getattr(torch.ops.strop, name).default for name in _MOVES
+}
 
 
 def _recurrent(name: str) -> Callable[..., Any]:

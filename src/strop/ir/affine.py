@@ -122,6 +122,8 @@ def _apply(view: Node, inner: Strided) -> Strided | None:
         dims = regrouped
     elif view.op == "diagonal":
         return _diagonal(view, inner)
+    elif view.op == "window":
+        return _window(view, inner)
     else:
         return _slice(view, inner)
     return Strided(inner.base, inner.offset, dims, inner.runs_back)
@@ -138,6 +140,15 @@ def _diagonal(view: Node, inner: Strided) -> Strided | None:
     dims = [dim for d, dim in enumerate(inner.dims) if d not in view.attrs["dims"]]
     walk = (view.shape[-1], strides[0] + strides[1])
     return Strided(inner.base, offset, (*dims, (walk,)), inner.runs_back)
+
+
+def _window(view: Node, inner: Strided) -> Strided | None:
+    """Over a value that lies by itself: its memory is known."""
+    if view.inputs[0] is not inner.base:
+        return None
+    dims = tuple(((size, stride),) for size, stride in zip(view.shape, view.attrs["strides"],
+                                                           strict=True))  # fmt: skip
+    return Strided(inner.base, view.attrs["start"], dims)
 
 
 def _slice(view: Node, inner: Strided) -> Strided | None:

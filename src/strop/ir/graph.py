@@ -87,6 +87,23 @@ def dense_strides(shape: Shape, order: tuple[int, ...] | None = None) -> Shape:
     return tuple(strides)
 
 
+def memory_order(strides: Sequence[Expr], shape: Sequence[Expr]) -> tuple[int, ...] | None:
+    """The order of dims in memory for dense strides; None when contiguous."""
+    remaining = [d for d in range(len(shape)) if shape[d] != const(1)]
+    ones = [d for d in range(len(shape)) if shape[d] == const(1)]
+    order: list[int] = []
+    step = const(1)
+    while remaining:
+        dim = next((d for d in reversed(remaining) if strides[d] == step), None)
+        if dim is None:
+            raise ShapeError(f"strides {list(map(str, strides))} are not dense")
+        order.insert(0, dim)
+        remaining.remove(dim)
+        step = step * shape[dim]
+    full = ones + order
+    return None if [d for d in full if d not in ones] == sorted(order) else tuple(full)
+
+
 @dataclass(frozen=True, slots=True)
 class Graph:
     """A program over tensors. ``hints`` are the root sizes that it was traced with. The last

@@ -59,6 +59,8 @@ STRUCTURAL: tuple[Op, ...] = (
     Op("expand", Kind.VIEW),
     Op("slice", Kind.VIEW),  # attrs["dim"], ["start"], ["step"], which may be negative
     Op("diagonal", Kind.VIEW),  # attrs["dims"], two that become the last one, ["starts"] in them
+    # attrs["strides"] from attrs["start"] on in the memory of a dense value: what only results are
+    Op("window", Kind.VIEW),
     Op("linear", Kind.CONTRACTION),  # x (..., K), weight (N, K)[, bias (N,)] -> (..., N)
     # x (..., K), weight (N, K), addend (..., N) -> (..., N), rounded once
     Op("linear_add", Kind.CONTRACTION),
@@ -92,14 +94,16 @@ _SEQUENCES = (  # order or accumulate along a dim
     "bincount",
 )  # fmt: skip
 _RECURRENT = ("lstm.input", "gru.input", "rnn_tanh.input", "rnn_relu.input")
+_RESIZING = (
+    "upsample_nearest1d", "upsample_nearest2d", "upsample_nearest3d", "_upsample_nearest_exact1d",
+    "_upsample_nearest_exact2d", "_upsample_nearest_exact3d", "upsample_linear1d",
+    "upsample_bilinear2d", "upsample_trilinear3d", "upsample_bicubic2d",
+)  # fmt: skip
 _IMAGES = (  # windows over an image, and images of another size
     "max_pool2d_with_indices", "max_pool3d_with_indices", "avg_pool2d", "avg_pool3d",
     "_adaptive_avg_pool2d", "_adaptive_avg_pool3d", "adaptive_max_pool2d", "adaptive_max_pool3d",
     "reflection_pad1d", "reflection_pad2d", "reflection_pad3d", "replication_pad1d",
-    "replication_pad2d", "replication_pad3d", "upsample_nearest1d", "upsample_nearest2d",
-    "upsample_nearest3d", "_upsample_nearest_exact1d", "_upsample_nearest_exact2d",
-    "_upsample_nearest_exact3d", "upsample_linear1d", "upsample_bilinear2d",
-    "upsample_trilinear3d", "upsample_bicubic2d", "_upsample_bilinear2d_aa",
+    "replication_pad2d", "replication_pad3d", *_RESIZING, "_upsample_bilinear2d_aa",
     "_upsample_bicubic2d_aa", "im2col", "col2im", "grid_sampler_2d", "grid_sampler_3d",
     "convolution",
 )  # fmt: skip
@@ -115,9 +119,9 @@ _BACKWARD = (  # libraries' own, and scatters to where a forward has read
     "embedding_dense_backward", "convolution_backward", "max_pool2d_with_indices_backward",
     "max_pool3d_with_indices_backward", "adaptive_max_pool2d_backward",
     "adaptive_max_pool3d_backward", "avg_pool2d_backward", "avg_pool3d_backward",
-    "_adaptive_avg_pool2d_backward", "_adaptive_avg_pool3d_backward", "upsample_nearest2d_backward",
-    "upsample_bilinear2d_backward", "upsample_bicubic2d_backward",
-    "_upsample_bilinear2d_aa_backward", "_upsample_bicubic2d_aa_backward",
+    "_adaptive_avg_pool2d_backward", "_adaptive_avg_pool3d_backward",
+    *(f"{name}_backward" for name in _RESIZING), "_upsample_bilinear2d_aa_backward",
+    "_upsample_bicubic2d_aa_backward",
     "reflection_pad1d_backward", "reflection_pad2d_backward", "reflection_pad3d_backward",
     "replication_pad1d_backward", "replication_pad2d_backward", "replication_pad3d_backward",
     "grid_sampler_2d_backward", "grid_sampler_3d_backward", "unfold_backward",

@@ -175,11 +175,13 @@ Step = KernelStep | CallStep
 
 @dataclass(frozen=True, slots=True)
 class Returned:
-    """One item of the result: a tensor, a size, or (both None) the literal ``value``."""
+    """One item of the result: a tensor, a size, or (both None) the literal ``value``. ``again``:
+    not another tensor in the same memory as the first item with this one, but itself."""
 
     tensor: TensorRef | None = None
     size: Expr | None = None
     value: Any = None
+    again: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,6 +220,21 @@ class Program:
     @property
     def kernel_steps(self) -> tuple[KernelStep, ...]:
         return tuple(step for step in self.steps if isinstance(step, KernelStep))
+
+    def is_shared(self, place: int) -> bool:
+        """Whether a result is the memory of an argument, a weight or an earlier result: a tensor of
+        its own all the same."""
+        ref = self.returned[place].tensor
+        if ref is None:
+            return False
+        is_input = self.buffers[ref.buffer].kind == "input"
+        return is_input or any(item.tensor == ref for item in self.returned[:place])
+
+    @property
+    def repeated(self) -> tuple[tuple[int, int], ...]:
+        """Results that are an earlier one itself, each with that one's place."""
+        refs = [item.tensor for item in self.returned]
+        return tuple((n, refs.index(i.tensor)) for n, i in enumerate(self.returned) if i.again)
 
     @property
     def foreign_calls(self) -> tuple[str, ...]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from strop.ir.program import Program
+from strop.runtime.layouts import is_laid_out
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,12 +21,13 @@ class AliasOfArgument:
     shape: Sequence[int]
     strides: Sequence[int]
     offset: int
+    given: Sequence[int]  # strides of the argument
 
     def of(self, tensor: Tensor) -> Tensor | None:
         """In the memory of the caller's own tensor; None where a copy of it had to do."""
         if self.is_whole:
-            return tensor
-        if not tensor.is_contiguous():
+            return tensor.detach()
+        if not is_laid_out(tensor, self.given):
             return None
         return tensor.as_strided(self.shape, self.strides, tensor.storage_offset() + self.offset)
 
@@ -38,9 +40,10 @@ def returned_arguments(program: Program, env: Mapping[str, int]) -> tuple[AliasO
         buffer = program.buffers[item.tensor.buffer] if item.tensor is not None else None
         if item.tensor is None or buffer is None or buffer.index not in arguments:
             continue
-        shape, strides = ([s.eval(env) for s in sizes] for sizes in
-                          (item.tensor.shape, item.tensor.strides))  # fmt: skip
+        shape, strides, given = ([s.eval(env) for s in sizes] for sizes in
+                                 (item.tensor.shape, item.tensor.strides,
+                                  buffer.strides))  # fmt: skip
         is_whole = (item.tensor.shape, item.tensor.strides) == (buffer.shape, buffer.strides)
         found.append(AliasOfArgument(place, arguments.index(buffer.index), is_whole, shape,
-                                     strides, item.tensor.offset.eval(env)))  # fmt: skip
+                                     strides, item.tensor.offset.eval(env), given))  # fmt: skip
     return tuple(found)

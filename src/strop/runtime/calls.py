@@ -22,6 +22,9 @@ from strop.ir.graph import GeneratorRef, Ref
 from strop.kernels.folded_taps import SHARES
 from strop.patterns.call import Replacement
 
+# torch's own, whatever a user has put in its place in torch.nn.functional
+_torchs_attention = torch._C._nn.scaled_dot_product_attention
+
 Call = Callable[[Sequence[Tensor]], Any]
 OutCall = Callable[[Sequence[Tensor], Tensor], Any]
 
@@ -123,9 +126,7 @@ def _attention(attrs: Mapping[str, Any]) -> Call:
 
     def call(inputs: Sequence[Tensor]) -> Tensor:
         q, k, v, *mask = inputs
-        return F.scaled_dot_product_attention(
-            q, k, v, mask[0] if mask else None, 0.0, causal, scale=scale
-        )
+        return _torchs_attention(q, k, v, mask[0] if mask else None, 0.0, causal, scale=scale)
 
     return call
 

@@ -50,8 +50,8 @@ from strop.runtime.signature import (
     Shapes,
     Skeleton,
     flatten,
-    is_channels_last,
     is_looked_into,
+    memory_order,
     solve_roots,
 )
 from strop.runtime.state import ModuleState, place
@@ -218,7 +218,7 @@ class Dispatcher:
         return self.turned.call(bare, beside, tensors, self.state.structure, device)
 
     def _key(self, call: Call) -> Hashable:
-        looks = tuple((t.shape, t.dtype, t.device, is_channels_last(t)) for t in call.tensors)
+        looks = tuple((t.shape, t.dtype, t.device, memory_order(t)) for t in call.tensors)
         if call.numbers:
             return (call.skeleton, looks, self.turned.outcomes(call))
         return (call.skeleton, looks)
@@ -494,7 +494,8 @@ class Dispatcher:
         if len(self._ready) >= MOST_READY:
             self._ready.clear()
         self._ready[key] = untaken
-        if entry.aliases or entry.variant.layout_reads or entry.variant.wants is not None:
+        variant = entry.variant
+        if entry.aliases or variant.same or variant.layout_reads or variant.wants is not None:
             return
         if len(args) != len(tensors) or not all(map(is_, args, tensors)):
             return
@@ -553,7 +554,12 @@ class Dispatcher:
         self.counters.launches = bound.num_launches
         if entry.uses == 1 and self.options.check_finite:
             self._check_finite(results, tensors)
-        return returned(entry.variant.out_spec, entry.aliases, results, tensors)
+        return self._returned(entry, results, tensors)
+
+    def _returned(self, entry: Entry, results: list[Any], tensors: Sequence[Tensor]) -> Any:
+        variant = entry.variant
+        return returned(variant.out_spec, entry.aliases, variant.same, results, tensors,
+                        self.state.tensors)  # fmt: skip
 
     def _run_checked(self, bound: Bound, compiled: Compiled, inputs: Sequence[Tensor]) -> list[Any]:
         from strop.debug.check import run_checked
@@ -577,7 +583,7 @@ class Dispatcher:
         )  # fmt: skip
         self.counters.replays += 1
         self.counters.launches = launches
-        return returned(entry.variant.out_spec, entry.aliases, results, inputs)
+        return self._returned(entry, results, inputs)
 
     def _check_finite(self, results: Sequence[Any], tensors: Sequence[Tensor]) -> None:
         """One look at a shape's first result: a black picture must never come silently."""

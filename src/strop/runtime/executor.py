@@ -37,7 +37,15 @@ from strop.runtime.hoisting import Hoist, Hoisted, Moment, Stamp, prologue_of, r
 from strop.runtime.kernels import BoundKernel, KernelLibrary
 from strop.runtime.layouts import is_laid_out, laid_out, reshaped
 from strop.runtime.limits import needs_wide_indices
-from strop.runtime.memory import KEPT_BYTES, Interval, Workspace, most_alive, plan_arena, shared
+from strop.runtime.memory import (
+    KEPT_BYTES,
+    Interval,
+    Workspace,
+    freeing,
+    most_alive,
+    plan_arena,
+    shared,
+)
 from strop.runtime.narrow_convolution import NarrowConvolution
 from strop.runtime.native import BoundKernel as NativeKernel
 from strop.runtime.straight import FIRST, Run, of_many, of_one
@@ -81,6 +89,7 @@ class Bound:
         timed = timed_of(program, self.steps, prologue, hoist, self._planned_calls)
         self.timetable = Timetable(program, timed, hoist, env, stream)
         self._is_looked_up = False  # by the latest run
+        self._repeated = program.repeated
         early = {*prologue.steps, *timed.steps}
         self._late = [p for p in range(len(self.steps)) if p not in early]
         self._sizes: dict[Expr, int] = {}
@@ -231,7 +240,7 @@ class Bound:
         # arguments too: a backward's are what its forward has kept, half of the device's memory
         passing = (n for n, kind in enumerate(kinds) if kind in ("call", "result"))
         self._released = [*self._arguments, *passing]
-        self._return = [self._link_returned(item) for item in self.program.returned]
+        self._return = [self._link_returned(n) for n in range(len(self.program.returned))]
 
     def _view(self, number: int, memory: Tensor, offset: int) -> Tensor:
         flat = memory[offset : offset + self._size_bytes(number)]
@@ -244,7 +253,7 @@ class Bound:
         run = (self._link_call(position, step) if isinstance(step, CallStep)
                else self._link_kernel(position, step))  # fmt: skip
         dead = self._dead.get(position)
-        return _freeing(run, self._slots, dead) if dead else run
+        return freeing(run, self._slots, dead) if dead else run
 
     def _link_kernel(self, position: int, step: KernelStep) -> Callable[[], None]:
         if not any(math.prod(self._shapes[n]) for n in step.writes):
@@ -372,9 +381,11 @@ class Bound:
             return self._eval(value)
         return tuple(self._concrete(v) for v in value) if isinstance(value, tuple) else value
 
-    def _link_returned(self, item: Any) -> Callable[[], Any]:
+    def _link_returned(self, place: int) -> Callable[[], Any]:
+        item = self.program.returned[place]
         if item.tensor is not None:
-            return self._getter(item.tensor)
+            get = self._getter(item.tensor)
+            return (lambda: get().detach()) if self.program.is_shared(place) else get
         value = item.value if item.size is None else self._eval(item.size)
         return lambda: value
 
@@ -492,6 +503,8 @@ class Bound:
             self._put(number, torch.empty_strided(shape, strides, dtype=dtype, device=device))
         self._walk(self._late)
         returned = [get() for get in self._return]
+        for place, first in self._repeated:
+            returned[place] = returned[first]
         for number in self._released:
             slots[number] = None
         if self.program.device == "cpu":
@@ -581,20 +594,6 @@ def _nothing() -> None:
     """A kernel that has no element to write, or whose work another one does."""
 
 
-def _freeing(run: Callable[[], None], slots: list[Tensor | None], dead: Sequence[int]
-             ) -> Callable[[], None]:  # fmt: skip
-    """What libraries have allocated is for later steps again once nobody reads it."""
-
-    def run_and_free() -> None:
-        run()
-        for number in dead:
-            slots[number] = None
-
-    return run_and_free
-
-
 def _named(scalars: Sequence[int], *, has_splits: bool = False) -> dict[str, int]:
     names = {f"s{i}": value for i, value in enumerate(scalars)}
-    if has_splits:
-        names["splits"] = scalars[-1]
-    return names
+    return names | {"splits": scalars[-1]} if has_splits else names

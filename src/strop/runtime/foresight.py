@@ -85,5 +85,5 @@ def _called(op: str, operands: Sequence[Tensor], attrs: dict[str, Any]) -> Node 
 CALLS: dict[Any, Callable[..., Node | None]] = {  # of the function's own arguments
     F.conv2d: _convolution,
     F.linear: _linear,
-    F.scaled_dot_product_attention: _attention,
+    torch._C._nn.scaled_dot_product_attention: _attention,
 }

@@ -38,6 +38,14 @@ MakeBound = Callable[[Workspace, int], Bound]
 
 
 @dataclass(frozen=True, slots=True)
+class Shared:
+    """Results, by place, that lie in one memory, all of which is ``flat``."""
+
+    flat: Tensor
+    places: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Captured:
     """One graph with the memory that it reads and writes."""
 
@@ -50,6 +58,7 @@ class Captured:
     size_bytes: int
     num_kernels: int  # without the prologue's and those of ``timed``
     num_timed: int = 0  # kernels of ``timed``
+    shared: tuple[Shared, ...] = ()  # memory of several results
 
     def replay(self, inputs: Sequence[Tensor], stamp: Stamp | None, moment: Moment | None = None
                ) -> tuple[list[Any], int]:  # fmt: skip
@@ -75,22 +84,49 @@ class Captured:
                 self.timed.replay()
                 count += self.num_timed
         self.graph.replay()
-        results = copies_of(self.results)
+        results = copies_of(self.results, self.shared)
         if rows is None:  # for the steps behind this one: the GPU is at work, and the host need not
             bound.make_timetable(moment, self.inputs)
         return results, count
 
 
-def copies_of(results: Sequence[Any]) -> list[Any]:
+def copies_of(results: Sequence[Any], shared: Sequence[Shared] = ()) -> list[Any]:
     """With tensors of the caller's own. Of several, in one launch: a text encoder that is asked for
-    all its states has 34."""
-    tensors = [r for r in results if isinstance(r, Tensor)]
-    if len(tensors) < 2:
-        return [r.clone() if isinstance(r, Tensor) else r for r in results]
+    all its states has 34. Those in ``shared`` memory share the copy."""
+    found = [*results]
+    for memory in shared:
+        flat = memory.flat.clone()
+        for place in memory.places:
+            r = results[place]
+            found[place] = flat.as_strided(r.shape, r.stride(), r.storage_offset())
+    done = {place for memory in shared for place in memory.places}
+    left = [n for n, r in enumerate(results) if isinstance(r, Tensor) and n not in done]
+    if len(left) < 2:
+        for place in left:
+            found[place] = results[place].clone()
+        return found
+    tensors = [results[place] for place in left]
     own = list(map(torch.empty_like, tensors))
     torch._foreach_copy_(own, tensors)
-    left = iter(own)
-    return [next(left) if isinstance(r, Tensor) else r for r in results]
+    for place, copy in zip(left, own, strict=True):
+        found[place] = copy
+    return found
+
+
+def shared_by(results: Sequence[Any]) -> tuple[Shared, ...]:
+    """The memory that several of these results lie in."""
+    places: dict[int, list[int]] = {}
+    for place, result in enumerate(results):
+        if isinstance(result, Tensor):
+            places.setdefault(result.untyped_storage()._cdata, []).append(place)
+    several = [tuple(found) for found in places.values() if len(found) > 1]
+    return tuple(Shared(_flat(results[found[0]]), found) for found in several)
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    """All of its memory."""
+    storage = tensor.untyped_storage()
+    return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(storage)
 
 
 class GraphPool:
@@ -202,12 +238,7 @@ class GraphPool:
                 caller.wait_stream(stream)
                 raise NoGraphError(f"its working memory, {bound.arena_bytes / 2**30:.1f} GiB, is "
                                    "free for others between calls")  # fmt: skip
-            static = tuple(
-                torch.empty(
-                    x.shape, dtype=s.dtype, device=x.device, memory_format=s.memory_format
-                ).copy_(x)
-                for x, s in zip(inputs, specs, strict=True)
-            )
+            static = tuple(s.empty(x.shape).copy_(x) for x, s in zip(inputs, specs, strict=True))
             generator = torch.cuda.default_generators[self.device.index]
             state = generator.get_state()
             bound.run(static)  # lets libraries choose algorithms outside of the capture
@@ -225,7 +256,7 @@ class GraphPool:
         tensors = [*static, *(r for r in results if isinstance(r, Tensor))]
         size = sum(t.untyped_storage().nbytes() for t in tensors) + bound.call_bytes
         return Captured(graph, prologue, timed, static, results, bound, size + bound.kept_bytes,
-                        num_kernels, num_timed)  # fmt: skip
+                        num_kernels, num_timed, shared_by(results))  # fmt: skip
 
     def _recorded(self, run: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T, int]:
         """Ready to be replayed, and how many kernels it has."""

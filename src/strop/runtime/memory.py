@@ -13,7 +13,7 @@ import itertools
 import threading
 from bisect import insort
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 from weakref import WeakSet
@@ -143,3 +143,15 @@ def shared(alive: Mapping[int, Interval], pairs: Iterable[tuple[int, int]]
 def aligned(size_bytes: int) -> int:
     """To where the next value may begin."""
     return -(-max(size_bytes, 1) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
+
+def freeing(run: Callable[[], None], slots: list[Tensor | None], dead: Sequence[int]
+             ) -> Callable[[], None]:  # fmt: skip
+    """What libraries have allocated is for later steps again once nobody reads it."""
+
+    def run_and_free() -> None:
+        run()
+        for number in dead:
+            slots[number] = None
+
+    return run_and_free

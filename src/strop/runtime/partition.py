@@ -23,8 +23,8 @@ from torch._guards import TracingContext
 from torch.fx import GraphModule, Node
 
 from strop.errors import ShapeError, UnsupportedError
-from strop.frontend.importer import memory_order
 from strop.frontend.joint import keep_less
+from strop.ir.graph import memory_order
 from strop.ir.program import Program
 
 Order = tuple[int, ...] | None

@@ -9,7 +9,7 @@ from typing import Any
 import torch.utils._pytree as pytree
 from torch import Tensor
 
-from strop.frontend.capture import TensorSpec
+from strop.frontend.capture import Same, TensorSpec
 from strop.runtime.aliases import AliasOfArgument
 from strop.runtime.straight import FIRST
 
@@ -17,7 +17,7 @@ from strop.runtime.straight import FIRST
 def as_specified(tensors: Sequence[Tensor], specs: Sequence[TensorSpec]) -> list[Tensor]:
     """Arguments in the type and layout that a program reads: adapters may want another type, and
     torch leaves it to a bit that numbers are conjugated or negated."""
-    return [t.resolve_conj().resolve_neg().to(s.dtype).contiguous(memory_format=s.memory_format)
+    return [s.arranged(t.resolve_conj().resolve_neg().to(s.dtype))
             for t, s in zip(tensors, specs, strict=True)]  # fmt: skip
 
 
@@ -28,18 +28,22 @@ def wants_none(tensors: Sequence[Tensor]) -> bool:
 
 def are_dense(tensors: Sequence[Tensor], specs: Sequence[TensorSpec]) -> bool:
     """Whether all lie as they have been traced, at the beginning of their memory."""
-    return all(t.is_contiguous(memory_format=s.memory_format) and not t.storage_offset()
+    return all(s.lies_so(t) and not t.storage_offset()
                for t, s in zip(tensors, specs, strict=True))  # fmt: skip
 
 
-def returned(spec: pytree.TreeSpec, aliases: Sequence[AliasOfArgument], results: list[Any],
-             tensors: Sequence[Tensor]) -> Any:  # fmt: skip
+def returned(spec: pytree.TreeSpec, aliases: Sequence[AliasOfArgument], same: Sequence[Same],
+             results: list[Any], tensors: Sequence[Tensor], state: Sequence[Tensor]
+             ) -> Any:  # fmt: skip
     """What the module gives back. Arguments among it are the caller's own, not the dense copies
-    that kernels read or what a CUDA graph keeps."""
+    that kernels read or what a CUDA graph keeps; weights are the module's."""
     for alias in aliases:
         own = alias.of(tensors[alias.argument])
         if own is not None and own.dtype == results[alias.place].dtype:
             results[alias.place] = own
+    for known in same:
+        of = {"argument": tensors, "state": state, "result": results}[known.kind]
+        results[known.place] = of[known.number]
     return pytree.tree_unflatten(results, spec)
 
 

@@ -249,17 +249,34 @@ def _shapes(tensors: Sequence[Tensor], batch: str, batch_of_one: str = "") -> Sh
             name = shared or (f"d{number}_{dim}" if dim else f"b{number}")
             hints[name] = max(int(t.shape[dim]), 2)
             sizes[dim] = name
-        specs.append(TensorSpec(tuple(sizes), t.dtype, t.device, is_channels_last(t)))
+        specs.append(TensorSpec(tuple(sizes), t.dtype, t.device, memory_order(t)))
     return Shapes(tuple(specs), hints)
 
 
-def is_channels_last(t: Tensor) -> bool:
-    """Dense in channels-last order and in no other: its graph then reads it as it lies."""
-    return (
-        t.dim() == 4
-        and not t.is_contiguous()
-        and t.is_contiguous(memory_format=torch.channels_last)
-    )
+_CHANNELS_LAST = (0, 2, 3, 1)
+
+
+def memory_order(t: Tensor) -> tuple[int, ...] | None:
+    """The dims of a tensor in memory, outermost first; None where that is their own order.
+
+    The graph reads a tensor in this order, gaps aside, and its results have eager's strides. What
+    an expanded dim or a size of 1 has for a stride says nothing: such a dim stays before the next,
+    and the first one outermost.
+    """
+    if t.is_contiguous():
+        return None
+    if t.dim() == 4 and t.is_contiguous(memory_format=torch.channels_last):
+        return _CHANNELS_LAST
+    sizes, strides = t.shape, t.stride()
+    walked = [d for d in range(t.dim()) if sizes[d] > 1 and strides[d]]
+    order = sorted(walked, key=lambda d: -strides[d])
+    if order == walked:
+        return None
+    for d in reversed(range(t.dim())):
+        if d not in order:
+            after = order.index(d + 1) if d + 1 < t.dim() else len(order)
+            order.insert(after if d else 0, d)
+    return tuple(order)
 
 
 def _symbolic_dims(t: Tensor) -> tuple[int, ...]:

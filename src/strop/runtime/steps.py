@@ -282,7 +282,7 @@ def _arguments(captured: CapturedStep, forward: GraphModule, backward: GraphModu
 
 
 def _looks(specs: Sequence[TensorSpec]) -> Hashable:
-    return tuple((s.dtype, s.device, s.is_channels_last, len(s.shape), *(n == "0" for n in s.shape))
+    return tuple((s.dtype, s.device, s.order, len(s.shape), *(n == "0" for n in s.shape))
                  for s in specs)  # fmt: skip
 
 

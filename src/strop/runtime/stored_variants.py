@@ -136,7 +136,7 @@ def find(key: str, numbers: Sequence[float], options: Options) -> tuple[str, Var
 
 def load(key: str, options: Options) -> Variant | None:
     """The stored variant, or None. A damaged entry is dropped with one log line."""
-    from strop.frontend.capture import TensorSpec
+    from strop.frontend.capture import Same, TensorSpec
     from strop.runtime.variants import Variant
 
     data = DiskCache(options.cache_path).read("plan", key)
@@ -146,17 +146,20 @@ def load(key: str, options: Options) -> Variant | None:
         entry = json.loads(data)
         program = from_json(entry["program"])
         out_spec = pytree.treespec_loads(entry["out_spec"])
-        specs = tuple(TensorSpec(tuple(shape), getattr(torch, dtype), torch.device(device), last)
-                      for shape, dtype, device, last in entry["specs"])  # fmt: skip
+        specs = tuple(TensorSpec(tuple(shape), getattr(torch, dtype), torch.device(device),
+                                 None if order is None else tuple(order))
+                      for shape, dtype, device, order in entry["specs"])  # fmt: skip
         names, is_ragged = tuple(entry["state_names"]), bool(entry["is_ragged"])
         fixed, reads = (tuple(map(str, entry[name])) for name in ("fixed", "layout_reads"))
         guards = tuple(NumberGuard(int(number), str(relation), float(value))
                        for number, relation, value in entry["number_guards"])  # fmt: skip
+        same = tuple(Same(int(place), str(kind), int(number))
+                     for place, kind, number in entry["same"])  # fmt: skip
     except _DAMAGE as error:
         log.warning("a stored plan was dropped: %s", error)
         return None
     return Variant(program, specs, out_spec, names, is_ragged, from_disk=True, fixed=fixed,
-                   layout_reads=reads, number_guards=guards)  # fmt: skip
+                   layout_reads=reads, number_guards=guards, same=same)  # fmt: skip
 
 
 def save(key: str, variant: Variant, options: Options) -> None:
@@ -170,12 +173,13 @@ def save(key: str, variant: Variant, options: Options) -> None:
         "program": to_json(variant.program),
         "out_spec": out_spec,
         "specs": [(s.shape, str(s.dtype).removeprefix("torch."), str(s.device),
-                   s.is_channels_last)
+                   s.order)
                   for s in variant.specs],
         "state_names": variant.state_names,
         "is_ragged": variant.is_ragged,
         "fixed": variant.fixed,
         "layout_reads": variant.layout_reads,
         "number_guards": [(g.number, g.relation, g.value) for g in variant.number_guards],
+        "same": [(s.place, s.kind, s.number) for s in variant.same],
     }  # fmt: skip
     DiskCache(options.cache_path).write("plan", key, json.dumps(entry).encode())

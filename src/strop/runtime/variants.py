@@ -24,7 +24,7 @@ from torch._prims_common import is_non_overlapping_and_dense_or_false
 from strop.backend import Compiled, compile_captured, families
 from strop.codegen.assemble import Signature
 from strop.errors import CaptureError, ShapeError, UnsupportedError
-from strop.frontend.capture import NumbersNeeded, TensorSpec, capture, clone_structure
+from strop.frontend.capture import NumbersNeeded, Same, TensorSpec, capture, clone_structure
 from strop.frontend.importer import import_graph
 from strop.frontend.objects import Contents, with_objects
 from strop.ir.program import NumberGuard, Program
@@ -79,6 +79,7 @@ class Variant:
     # Which weights required a gradient, where the forward turns gradients on. It then serves calls
     # under ``no_grad``, with arguments that require none.
     wants: tuple[bool, ...] | None = None
+    same: tuple[Same, ...] = ()  # see ``Captured``
 
     def fits(self, sizes: Sizes) -> bool:
         return self.env(sizes) is not None
@@ -346,7 +347,8 @@ class VariantStore:
                        captured.state_names, shapes.is_ragged, False, seconds, compiled,
                        fixed=captured.fixed, layout_reads=captured.layout_reads,
                        number_guards=captured.number_guards,
-                       wants=state.wants if captured.has_gradients else None)  # fmt: skip
+                       wants=state.wants if captured.has_gradients else None,
+                       same=captured.same)  # fmt: skip
 
 
 def _needed(program: Program, env: Mapping[str, int] | None, library: KernelLibrary
@@ -356,7 +358,7 @@ def _needed(program: Program, env: Mapping[str, int] | None, library: KernelLibr
 
 
 def _key(state: ModuleState, skeleton: Skeleton, shapes: Shapes) -> Any:
-    kinds = tuple((s.dtype, s.device, s.is_channels_last, *(size == "0" for size in s.shape))
+    kinds = tuple((s.dtype, s.device, s.order, *(size == "0" for size in s.shape))
                   for s in shapes.specs)  # fmt: skip
     return (state.structure, registry.active()), skeleton, kinds
 
