@@ -116,9 +116,11 @@ def _differentiated_dropout(x: Tensor, seed: Tensor, p: float) -> Tensor:
 for _name, _function, _shapes in (
     ("group_statistics", _group_statistics, _group_shapes),
     ("layer_statistics", _layer_statistics, _layer_shapes),
-    ("seed", _seed, lambda like, number: like.new_empty((), dtype=torch.int64)),
 ):
     define(_library, _name, _function, _shapes)
+# a seed stays whole inside a gradient too: ``keep_less`` knows it by its operator
+define(_library, "seed", _seed, lambda like, number: like.new_empty((), dtype=torch.int64),
+       differentiated=lambda like, number: torch.ops.strop.seed(like.detach(), number))  # fmt: skip
 define(_library, "dropout", _dropout, lambda x, seed, p: torch.empty_like(x),
        differentiated=_differentiated_dropout)  # fmt: skip
 
