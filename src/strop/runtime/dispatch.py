@@ -250,6 +250,7 @@ class Dispatcher:
                 entry, call = self._enter(call)
             except REFUSALS as refusal:
                 return refusal, None
+            key = self._key(call)
         tensors = call.tensors
         if entry.variant.layout_reads and not are_dense(tensors, entry.variant.specs):
             asked = ", ".join(entry.variant.layout_reads)
@@ -261,7 +262,7 @@ class Dispatcher:
             return UnsupportedError(TURNS_ON), None
         result = self._run(entry, tensors)
         if plain is not None:
-            self._prepare(self._entries.get(self._key(call)), plain, tensors)
+            self._prepare(self._entries.get(key), plain, tensors)
         return None, result
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
