@@ -262,12 +262,13 @@ class Dispatcher:
                 entry, call = self._enter(call)
             except REFUSALS as refusal:
                 return refusal, None
+            key = self._key(call)
         tensors = call.tensors
         if reason := entry.variant.misfit(tensors, is_no_grad=is_no_grad):
             return UnsupportedError(reason), None
         result = self._run(entry, tensors)
         if plain is not None:
-            self._prepare(self._entries.get(self._key(call)), plain, tensors)
+            self._prepare(self._entries.get(key), plain, tensors)
         return None, result
 
     def _still_refused(self, key: Hashable) -> StropError | None:
