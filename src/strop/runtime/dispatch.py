@@ -29,6 +29,7 @@ from strop.frontend.objects import WithObjects, given_back
 from strop.options import Options
 from strop.patterns import registry
 from strop.runtime import graphs, hooks, leases
+from strop.runtime.adapter import Adapter
 from strop.runtime.aliases import AliasOfArgument, returned_arguments
 from strop.runtime.calls import drawing_by
 from strop.runtime.counters import Counters
@@ -68,28 +69,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("strop")
 MOST_READY = 1024  # calls kept prepared, of one module
-
-
-class Adapter:
-    """What a kind of module needs at its door. The default serves any module."""
-
-    def normalise(self, args: tuple[Any, ...], kwargs: dict[str, Any]
-                  ) -> tuple[tuple[Any, ...], dict[str, Any]]:  # fmt: skip
-        """Arguments in the form that is captured."""
-        return args, kwargs
-
-    def shapes(self, tensors: Sequence[Tensor], skeleton: Skeleton = ()) -> Shapes:
-        from strop.runtime.signature import default_shapes
-
-        return default_shapes(tensors)
-
-    def steady(self, skeleton: Skeleton) -> tuple[int, ...]:
-        """Tensors of a call, by number, that stay the same through a denoise loop as a rule."""
-        return ()
-
-    def timestep(self, skeleton: Skeleton) -> int | None:
-        """The tensor (b,) that goes through the timesteps of the loop."""
-        return None
 
 
 @dataclass
