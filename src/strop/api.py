@@ -11,7 +11,7 @@ from torch import nn
 from strop.errors import OptionError
 from strop.options import OPTION_NAMES, Options, check_names
 from strop.patterns.declare import pattern
-from strop.runtime.dispatch import Dispatcher
+from strop.runtime.dispatch import Dispatcher, dispatcher_of
 
 if TYPE_CHECKING:
     from strop.debug.report import Report
@@ -70,8 +70,7 @@ def _checked_options(options: Options | None, unknown: dict[str, Any]) -> Option
 def optimize_module(module: nn.Module, options: Options, *, train: bool = False, **how: Any
                     ) -> Dispatcher:  # fmt: skip
     """Put a dispatcher in front of ``module.forward``."""
-    if isinstance(module.__dict__.get("forward"), Dispatcher):
-        restore(module)
+    restore(module)
     if "adapter" not in how:
         from strop.diffusion.components import adapter_for
 
@@ -94,13 +93,8 @@ def restore(obj: T) -> T:
     Raises OptionError for anything that is neither a module nor a pipeline.
     """
     if isinstance(obj, nn.Module):
-        dispatcher = obj.__dict__.get("forward")
-        if isinstance(dispatcher, Dispatcher):
+        if (dispatcher := dispatcher_of(obj)) is not None:
             dispatcher.leave()
-            if getattr(dispatcher.eager, "__func__", None) is type(obj).forward:
-                del obj.__dict__["forward"]
-            else:  # somebody had wrapped forward before us
-                obj.forward = dispatcher.eager
     elif _is_pipeline(obj):
         from strop.diffusion.pipeline import restore_pipeline
 
@@ -126,9 +120,9 @@ def explain(obj: Any, *args: Any, **kwargs: Any) -> Report:
 def dispatchers_of(obj: Any) -> dict[str, Dispatcher]:
     """The dispatchers of an optimised module or pipeline, by component name."""
     if isinstance(obj, nn.Module):
-        found = {type(obj).__name__: obj.__dict__.get("forward")}
+        found = {type(obj).__name__: dispatcher_of(obj)}
     else:
         from strop.diffusion.pipeline import compiled_modules
 
-        found = {name: m.__dict__.get("forward") for name, m in compiled_modules(obj).items()}
-    return {name: d for name, d in found.items() if isinstance(d, Dispatcher)}
+        found = {name: dispatcher_of(module) for name, module in compiled_modules(obj).items()}
+    return {name: d for name, d in found.items() if d is not None}

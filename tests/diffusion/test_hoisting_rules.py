@@ -15,7 +15,8 @@ import strop
 from strop.api import optimize_module
 from strop.ir.dims import const
 from strop.ir.program import CallStep, TensorRef
-from strop.runtime.dispatch import Adapter, Dispatcher
+from strop.runtime.adapter import Adapter
+from strop.runtime.dispatch import Dispatcher
 from strop.runtime.executor import Bound
 from strop.runtime.graphs import Captured
 from strop.runtime.hoisting import prologue_of, stamp_of, versions_of

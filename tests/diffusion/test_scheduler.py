@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import strop
-from strop.diffusion import pipeline
+from strop.diffusion import denoise_loops
 from strop.diffusion import scheduler as ours
 from strop.diffusion.scheduler import ASKING, Known, host_timesteps
 from strop.options import Options
@@ -177,7 +177,7 @@ def test_pictures_are_the_same(name: str, is_linear: bool, tiny_model: Path, tmp
     pipe = pipe_with(name, tiny_model, "cpu")
     strop.optimize(pipe, options=Options(cache_dir=str(tmp_path)))
     expected, heard = picture(pipe), list[bool]()
-    monkeypatch.setattr(pipeline, "host_timesteps", partial(host_timesteps, host=ELSEWHERE))
+    monkeypatch.setattr(denoise_loops, "host_timesteps", partial(host_timesteps, host=ELSEWHERE))
     step = type(pipe.scheduler).step
 
     def listening(self: Any, model_output: Any, timestep: Any, *args: Any, **kwargs: Any) -> Any:

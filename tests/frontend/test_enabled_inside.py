@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -15,13 +15,7 @@ import strop
 from tests.e2e import tiny
 
 CLOSE = {"rtol": 1e-4, "atol": 1e-5}  # fp32 sums in another order
-
-
-@pytest.fixture(autouse=True)
-def fresh() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
 def loss(layer: nn.Module, x: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -19,14 +19,10 @@ from tests.e2e import tiny
 
 CLOSE = {"rtol": 1e-4, "atol": 1e-5}  # fp32 sums in another order
 # torch compiles some rules of forward-mode AD with it, in eager too
-pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
-
-
-@pytest.fixture(autouse=True)
-def fresh() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated"),
+    pytest.mark.usefixtures("fresh_dynamo"),
+]
 
 
 class Net(nn.Module):

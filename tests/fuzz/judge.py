@@ -12,7 +12,8 @@ from torch import Tensor
 from strop.api import optimize_module
 from strop.frontend.capture import TensorSpec
 from strop.options import Options
-from strop.runtime.dispatch import Adapter, Dispatcher
+from strop.runtime.adapter import Adapter
+from strop.runtime.dispatch import Dispatcher
 from strop.runtime.signature import Shapes
 from strop.testing import assert_as_accurate_as_eager
 from tests.fuzz.programs import SIZES, Program

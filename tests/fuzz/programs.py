@@ -157,7 +157,7 @@ from torch import Tensor, nn
 from strop.api import optimize_module
 from strop.frontend.capture import TensorSpec
 from strop.options import Options
-from strop.runtime.dispatch import Adapter
+from strop.runtime.adapter import Adapter
 from strop.runtime.signature import Shapes
 
 {types}

@@ -16,9 +16,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.testing._internal import common_methods_invocations as invocations
-from torch.testing._internal.common_methods_invocations import op_db
-from torch.testing._internal.opinfo.core import OpInfo, SampleInput
+
+from tests.operators.of_torch import OpInfo, SampleInput, invocations, op_db
 
 LAYOUTS = ("contiguous", "channels_last", "sliced")
 # Those that models use come first: a run that is cut short has done what matters.

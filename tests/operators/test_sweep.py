@@ -145,3 +145,8 @@ def test_each_rule_has_its_paragraph() -> None:
     text = (ledger.ROOT / "docs" / "operators.md").read_text()
     for name in (AS_AOT_EAGER, *(rule.name for rule in RULES)):
         assert f"**{name}**" in text
+
+
+def test_other_tests_may_set_flags() -> None:
+    """Torch's module of samples forbids that to the process that imports it."""
+    assert not torch.backends.flags_frozen()

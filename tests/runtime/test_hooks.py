@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,14 +15,8 @@ import strop
 from tests.e2e import tiny
 
 CLOSE = {"rtol": 1e-4, "atol": 1e-6}  # fp32 sums in another order
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 Log = list[tuple[str, Tensor]]  # the class of a module, and what its hook was given
-
-
-@pytest.fixture(autouse=True)
-def fresh() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 class Net(nn.Module):

@@ -121,7 +121,7 @@ def schedulers() -> list[str]:
 
 
 def scheduler_row(name: str, options: strop.Options) -> Row:
-    """With Stable Diffusion, or with Flux where that one cannot use it."""
+    """Run a scheduler with Stable Diffusion, or with Flux if that pipeline cannot use it."""
     try:
         kind = getattr(importlib.import_module("diffusers"), name)
         kind()

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from strop.errors import UnsupportedError
 from strop.frontend.capture import TensorSpec
-from strop.runtime.dispatch import Adapter
+from strop.runtime.adapter import Adapter
 from strop.runtime.signature import Shapes, Skeleton, tensor_numbers
 
 # Arguments that a denoise loop passes unchanged from step to step

@@ -122,7 +122,7 @@ def _marking(pipe_of: Callable[[Any], Any], own: Callable[..., Any]) -> Callable
 
 
 def loops_of(pipe: Any) -> Sequence[Loop]:
-    """Of the compiled components that steps call."""
+    """Return the loops of the compiled components that each step calls."""
     held = {} if pipe is None else pipe.__dict__
     found = [dispatcher_in(m) for n in DENOISERS for m in parts_of(held.get(n), n).values()]
     return list({id(d.loop): d.loop for d in found if d is not None}.values())

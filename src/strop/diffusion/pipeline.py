@@ -53,7 +53,8 @@ def optimize_pipeline(pipe: Any, options: Options) -> None:
     draw_without_waiting()
     convert_on_device(pipe)
     for name, module in known.items():
-        optimize_module(module, options, name=name, loop=loop if name in DENOISERS else None)
+        optimize_module(module, options, name=name, loop=loop if name in DENOISERS else None,
+                        component=pipe.components[name.partition(".")[0]])  # fmt: skip
     watch_pipelines()
     if isinstance(pipe.__dict__.get("progress_bar"), _MarkedBar):
         pipe.progress_bar.loop = loop
@@ -91,6 +92,10 @@ def restore_pipeline(pipe: Any) -> None:
         del pipe.progress_bar
 
 
+def _same(value: Any) -> Any:
+    return value
+
+
 class _MarkedBar:
     """The ``progress_bar`` of a pipeline of a class of its own."""
 
@@ -103,3 +108,7 @@ class _MarkedBar:
             return self.original(iterable, total, **more)
         bar = functools.partial(self.original, total=total, **more)
         return around(self.pipe, [self.loop], bar)
+
+    def __reduce__(self) -> Any:
+        """A copy of a pipeline is a plain pipeline."""
+        return _same, (self.original,)

@@ -104,10 +104,11 @@ def _leave_level(*, level: int) -> None:
     forward_ad.exit_dual_level(level=level)
 
 
-# Dynamo calls what is below these, so that nobody would know of the level.
+# Dynamo calls what is below these, so that nobody would know of the level. torch 2.11 has them in
+# one of the two places only.
 LEVELS: dict[Callable[..., Any], Callable[..., Any]] = {
-    predispatch._enter_dual_level: _enter_level,
-    predispatch._exit_dual_level: _leave_level,
-    torch._C._enter_dual_level: _enter_level,
-    torch._C._exit_dual_level: _leave_level,
+    getattr(place, name): ours
+    for place in (predispatch, torch._C)
+    for name, ours in (("_enter_dual_level", _enter_level), ("_exit_dual_level", _leave_level))
+    if hasattr(place, name)
 }

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import random
 import threading
+from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -22,6 +23,9 @@ from torch.fx import GraphModule
 from strop.errors import CaptureError
 
 _OWN = frozenset(vars(nn.Module()))  # of every module: hooks, weights
+_SIMPLE = (bool, int, float, str, type(None))
+# what torch.tensor does with the numbers that it is given
+_MADE = (torch.ops.aten.lift_fresh_copy.default, torch.ops.aten.lift_fresh.default)
 
 
 @contextmanager
@@ -86,28 +90,41 @@ def check_state(module_state: Mapping[str, Tensor | None], given: Mapping[str, T
 
 
 def check_constants(gm: GraphModule, module: nn.Module) -> None:
-    """Raises CaptureError where a trace has taken a tensor from a container among the attributes of
-    ``module`` for a constant: it is data, and nobody would see it change."""
+    """Raises CaptureError where a trace has taken a tensor for a constant that was there before,
+    among the attributes of ``module`` or elsewhere: it is data, and nobody would see it change."""
     held = dict[int, str]()
     for path, part in module.named_modules():
         for name, value in vars(part).items():
             for tensor in _tensors_in(value) if name not in _OWN else ():
                 held[tensor.untyped_storage().data_ptr()] = f"{path}.{name}" if path else name
-    for node in gm.graph.find_nodes(op="get_attr") if held else ():
+    for node in gm.graph.find_nodes(op="get_attr"):
         constant = getattr(gm, node.target)
-        if type(constant) is not Tensor or not constant.numel():
+        if not isinstance(constant, Tensor) or not constant.numel():
             continue
         if where := held.get(constant.untyped_storage().data_ptr()):
             raise CaptureError(f"it reads tensors in {where}: register them as buffers")
+        if not all(user.target in _MADE for user in node.users):
+            raise CaptureError(
+                f"it reads a tensor of shape {tuple(constant.shape)} that neither the module nor an"
+                " argument holds: register it as a buffer, or pass it as an argument"
+            )
 
 
-def _tensors_in(value: Any) -> Iterator[Tensor]:
-    if type(value) in (list, tuple):
+def _tensors_in(value: Any, depth: int = 4) -> Iterator[Tensor]:
+    """In containers and in objects that are no modules, so many levels deep."""
+    if isinstance(value, Tensor):
+        if type(value) in (Tensor, nn.Parameter) and value.layout is torch.strided:
+            yield value
+    elif not depth or isinstance(value, nn.Module | type):
+        return
+    elif isinstance(value, list | tuple | set | frozenset | deque):
         for item in value:
-            found = type(item) in (Tensor, nn.Parameter) and item.layout is torch.strided
-            yield from (item,) if found else _tensors_in(item)
+            if type(item) not in _SIMPLE:
+                yield from _tensors_in(item, depth - 1)
     elif isinstance(value, dict):
-        yield from _tensors_in(list(value.values()))
+        yield from _tensors_in(list(value.values()), depth)
+    elif type(value).__module__ != "builtins" and hasattr(value, "__dict__"):
+        yield from _tensors_in(vars(value), depth - 1)
 
 
 def _settings(part: nn.Module, private: bool) -> dict[str, Any]:

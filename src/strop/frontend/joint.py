@@ -106,6 +106,14 @@ class _Dropout(torch.autograd.Function):
         return torch.ops.strop.dropout(grad, seed, ctx.p), None, None
 
 
+def _differentiated_seed(like: Tensor, number: int) -> Tensor:
+    """Stay whole inside a gradient too: ``keep_less`` knows a seed by its operator."""
+    if is_transformed():
+        return _seed(like, number)
+    seed: Tensor = torch.ops.strop.seed(like.detach(), number)
+    return seed
+
+
 def _differentiated_dropout(x: Tensor, seed: Tensor, p: float) -> Tensor:
     if is_transformed():  # by what an autograd.Function has no rule for
         return _dropout(x, seed, p)
@@ -116,9 +124,10 @@ def _differentiated_dropout(x: Tensor, seed: Tensor, p: float) -> Tensor:
 for _name, _function, _shapes in (
     ("group_statistics", _group_statistics, _group_shapes),
     ("layer_statistics", _layer_statistics, _layer_shapes),
-    ("seed", _seed, lambda like, number: like.new_empty((), dtype=torch.int64)),
 ):
     define(_library, _name, _function, _shapes)
+define(_library, "seed", _seed, lambda like, number: like.new_empty((), dtype=torch.int64),
+       differentiated=_differentiated_seed)  # fmt: skip
 define(_library, "dropout", _dropout, lambda x, seed, p: torch.empty_like(x),
        differentiated=_differentiated_dropout)  # fmt: skip
 

@@ -114,7 +114,7 @@ def containers_of(value: Any) -> Iterator[Any]:
 
 
 def _items_of(container: Any) -> _Items:
-    """By key, or by place."""
+    """Pair each item of a dict with its key, and each item of a list with its place."""
     return list(container.items() if isinstance(container, dict) else enumerate(container))
 
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from operator import is_
 from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -28,14 +29,18 @@ from strop.frontend.objects import WithObjects, given_back
 from strop.options import Options
 from strop.patterns import registry
 from strop.runtime import graphs, hooks, leases
+from strop.runtime.adapter import Adapter
 from strop.runtime.aliases import AliasOfArgument, returned_arguments
 from strop.runtime.calls import drawing_by
+from strop.runtime.counters import Counters
 from strop.runtime.executor import Bound
-from strop.runtime.hoisting import Hoist, Kept, Moment, Stamp, Tally, stamp_of
+from strop.runtime.features import OFFLOADED, is_offloaded, replacement_before, take_out
+from strop.runtime.finite import not_finite
+from strop.runtime.hoisting import Hoist, Kept, Moment, Stamp, stamp_of
 from strop.runtime.limits import looks_too_far
 from strop.runtime.loop import Loop, moment_of
 from strop.runtime.memory import Workspace, workspace_of
-from strop.runtime.passing import are_dense, as_specified, returned, structured, wants_none
+from strop.runtime.passing import as_specified, returned, structured
 from strop.runtime.short import (
     Short,
     open_entrance,
@@ -57,35 +62,13 @@ from strop.runtime.signature import (
 from strop.runtime.state import ModuleState, place
 from strop.runtime.training_mode import is_in_training
 from strop.runtime.turned import Call, Turned, with_numbers
-from strop.runtime.variants import REFUSALS, TURNS_ON, Variant, VariantStore, device_of, library_for
+from strop.runtime.variants import REFUSALS, Variant, VariantStore, device_of, library_for
 
 if TYPE_CHECKING:
     from strop.backend import Compiled
 
 log = logging.getLogger("strop")
 MOST_READY = 1024  # calls kept prepared, of one module
-
-
-class Adapter:
-    """What a kind of module needs at its door. The default serves any module."""
-
-    def normalise(self, args: tuple[Any, ...], kwargs: dict[str, Any]
-                  ) -> tuple[tuple[Any, ...], dict[str, Any]]:  # fmt: skip
-        """Arguments in the form that is captured."""
-        return args, kwargs
-
-    def shapes(self, tensors: Sequence[Tensor], skeleton: Skeleton = ()) -> Shapes:
-        from strop.runtime.signature import default_shapes
-
-        return default_shapes(tensors)
-
-    def steady(self, skeleton: Skeleton) -> tuple[int, ...]:
-        """Tensors of a call, by number, that stay the same through a denoise loop as a rule."""
-        return ()
-
-    def timestep(self, skeleton: Skeleton) -> int | None:
-        """The tensor (b,) that goes through the timesteps of the loop."""
-        return None
 
 
 @dataclass
@@ -106,28 +89,19 @@ class Entry:
     is_pure: bool = False  # see ``Program``
 
 
-@dataclass
-class Counters:
-    """What has happened; ``explain`` prints it."""
-
-    calls: int = 0
-    eager_calls: int = 0
-    replays: int = 0
-    rebinds: int = 0
-    launches: int = 0  # of the latest call
-    nonfinite: list[str] = field(default_factory=list)
-    fallbacks: dict[str, int] = field(default_factory=dict)
-    checked_steps: int = 0  # by ``options.check``, and what it found
-    findings: list[str] = field(default_factory=list)
-    hoisted: Tally = field(default_factory=Tally)
-
-
 def _plain_forward(module: nn.Module) -> Any:
+    """The forward of its class."""
     return types.MethodType(type(module).forward, module)
 
 
 _NUMBERS = itertools.count()
 _ON_HOST, _AS_IT_IS = torch.empty(0), contextlib.nullcontext()
+_ALL: WeakSet[Dispatcher] = WeakSet()
+
+
+def dispatcher_of(module: nn.Module) -> Dispatcher | None:
+    """That which serves a module, though somebody may have put other functions around it since."""
+    return next((d for d in list(_ALL) if d.module is module and not d.has_left), None)
 
 
 class Dispatcher:
@@ -136,30 +110,47 @@ class Dispatcher:
     is_strop = True  # tells capture that this forward may be left out of a copy
 
     def __init__(self, module: nn.Module, options: Options, *, name: str = "",
-                 adapter: Adapter | None = None, loop: Loop | None = None) -> None:  # fmt: skip
+                 adapter: Adapter | None = None, loop: Loop | None = None,
+                 component: nn.Module | None = None) -> None:  # fmt: skip
+        """``component``: what the module is a part of, which hooks move as a whole."""
         self.module, self.options = module, options
+        self.component = component or module
         self.name = name or type(module).__name__
-        self.eager: Callable[..., Any] = module.forward
+        self._eager: Callable[..., Any] | None = module.forward
         self.adapter, self.loop = adapter or Adapter(), loop or Loop()
         self._may_hoist = options.hoist and loop is not None  # else no loop would ever begin
-        is_own = getattr(self.eager, "__func__", None) is type(module).forward
-        self._replaced = "" if is_own else "its forward had been replaced before optimize"
+        is_own = getattr(self._eager, "__func__", None) is type(module).forward
+        if is_own:  # whatever function that is at a call
+            self._eager = None
+        self._replaced = "" if is_own else replacement_before(module)
+        self.has_left = False  # then whoever still calls it gets what the module does without us
         self.counters = Counters()
         reserve_entrance(module)
         self.state = ModuleState(module)
         self.turned = Turned()
-        self.variants = VariantStore(module, self.eager, options, self.name)
+        self.variants = VariantStore(module, options, self.name)
         self.latest: Entry | None = None  # the shape that ran last
         self._entries: dict[Hashable, Entry] = {}
         self.short: Short = untaken  # that of the prepared call that came last
         self.entrance: Callable[..., Any] | None = None
         self._ready: dict[Hashable, Short] = {}
+        self._refused: dict[Hashable, StropError] = {}  # calls that change what they read
         self._checked_loop = 0
         self._lock = threading.RLock()
         registry.watch(self._forget_programs)
+        _ALL.add(self)
+
+    @property
+    def eager(self) -> Callable[..., Any]:
+        """The forward that the module has without us."""
+        return self._eager or _plain_forward(self.module)
+
+    @eager.setter
+    def eager(self, forward: Callable[..., Any]) -> None:
+        self._eager = forward
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if is_looked_into():
+        if self.has_left or is_looked_into():
             return self.eager(*args, **kwargs)
         if not kwargs and not hooks.has_global_hooks():
             result = self.short(args)
@@ -228,55 +219,60 @@ class Dispatcher:
         """Why there is no program for the call, or its result. ``plain``: its arguments where none
         has a name; ``is_no_grad``: whether that is the caller's mode."""
         key = self._key(call)
+        if refused := self._still_refused(key):
+            return refused, None
         entry = self._entries.get(key)
         if entry is not None and self._may_run_ahead(entry):
-            replays, tally = self.counters.replays, replace(self.counters.hoisted)
-            self._checked_loop = self.loop.number  # what it keeps is of this loop
-            try:
-                result = self._run(entry, call.tensors)
-            except BaseException:
-                self._checked_loop = 0  # nobody has looked at the module
-                raise
-            if not self._has_changed():
+            before = self.counters.replays, replace(self.counters.hoisted)
+            result = self._run_ahead(entry, call.tensors)
+            if not (has_changed := self._has_changed()):
                 return None, result
             # nobody sees this one's result
-            self.counters.replays, self.counters.hoisted = replays, tally
-            self._reset()
+            self.counters.replays, self.counters.hoisted = before
         else:
-            self._check_state()
+            has_changed = self._has_changed()
+        if has_changed:
+            self._reset()
+            if reason := self._unfit():  # of what has been put there
+                return UnsupportedError(reason), None
         entry = self._entries.get(key)
         if entry is None or not (entry.variant.wants is None or entry.variant.suits(self.state)):
             try:
                 entry, call = self._enter(call)
             except REFUSALS as refusal:
                 return refusal, None
+            key = self._key(call)
         tensors = call.tensors
-        if entry.variant.layout_reads and not are_dense(tensors, entry.variant.specs):
-            asked = ", ".join(entry.variant.layout_reads)
-            return UnsupportedError(
-                f"its forward asks how arguments lie in memory ({asked}), and one of them has gaps"
-                " or another order: make it contiguous"
-            ), None
-        if entry.variant.wants is not None and not (is_no_grad and wants_none(tensors)):
-            return UnsupportedError(TURNS_ON), None
+        if reason := entry.variant.misfit(tensors, is_no_grad=is_no_grad):
+            return UnsupportedError(reason), None
         result = self._run(entry, tensors)
         if plain is not None:
-            self._prepare(self._entries.get(self._key(call)), plain, tensors)
+            self._prepare(self._entries.get(key), plain, tensors)
         return None, result
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """A copy of an optimised module is a plain module."""
+    def _still_refused(self, key: Hashable) -> StropError | None:
+        refusal = self._refused.get(key)
+        return None if refusal is None or self.state.has_new_cause() else refusal
+
+    def _run_ahead(self, entry: Entry, tensors: list[Tensor]) -> Any:
+        """The result of a call whose module is yet to be looked at."""
+        self._checked_loop = self.loop.number  # what it keeps is of this loop
+        try:
+            return self._run(entry, tensors)
+        except BaseException:
+            self._checked_loop = 0  # nobody has looked at the module
+            raise
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:  # a copy is a plain module
         return copy.deepcopy(self.eager, memo)
 
-    def __reduce__(self) -> Any:
-        """So is one that was pickled."""
+    def __reduce__(self) -> Any:  # so is one that was pickled
         if self._replaced:
             raise TypeError(f"{self.name}: {self._replaced}, and cannot be pickled")
         return _plain_forward, (self.module,)
 
     @property
-    def __code__(self) -> Any:
-        """torch.export asks for it."""
+    def __code__(self) -> Any:  # torch.export asks for it
         return self.eager.__code__
 
     def _unfit(self) -> str:
@@ -285,12 +281,12 @@ class Dispatcher:
             return "gradients are enabled: call under torch.no_grad() or inference_mode()"
         if torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu"):
             return "autocast is enabled: cast the module instead"
-        return "" if self._is_settled() else self._unfit_module()
-
-    def _unfit_module(self) -> str:
-        """Why the module as it is cannot be compiled. Looked at once a denoise loop."""
         if self._replaced:
             return self._replaced
+        if is_offloaded(self.component):
+            self.forget_shapes()  # which would keep weights in the memory that is to be free
+            self.state.merged.clear()
+            return OFFLOADED
         if is_in_training(self.state.modules, self.state.train_sensitive):
             return "the module, or a part of it, is in training mode: call .eval()"
         if any(self.state.hooks) and any(map(hooks.is_untraced, self.state.hooks)):
@@ -317,6 +313,9 @@ class Dispatcher:
         if self.options.strict:
             raise refusal
         self._note_eager(str(refusal))
+        self.state.note_effects()
+        if self.state.effects:
+            self._refused[self._key(call)] = refusal
         return result
 
     def _note_eager(self, reason: str) -> None:
@@ -332,33 +331,29 @@ class Dispatcher:
     # weights
 
     def _is_settled(self) -> bool:
-        """Inside a denoise loop whose first call has looked at everything."""
+        """Inside a denoise loop of which a call has looked at everything."""
         return self.loop.is_running and self._checked_loop == self.loop.number
 
     def _check_state(self) -> None:
-        if self._is_settled():
-            if self.state.has_new_adapters() or self.state.has_moved_merges():
-                self._reset()
-            return
-        self._checked_loop = self.loop.number
         if self._has_changed():
             self._reset()
 
     def _has_changed(self) -> bool:
+        self._checked_loop = self.loop.number
         return self.state.has_new_structure() or self.state.has_new_tensors()
 
     def _may_run_ahead(self, entry: Entry) -> bool:
-        """Whether the module may be looked at while the GPU is at work: a thousand of its parts and
-        settings take the host a millisecond. Where one is another, the call is done again.
+        """Whether the module may be looked at while the GPU is at work: a UNet takes a host half a
+        millisecond, at each step of a loop, since a user's code may run between two. Where
+        something is another, the call is done again.
 
         What the graph reads must still be there: a Parameter's memory can be given back while it is
         being kept. And a graph must have nothing but results to show for itself; what it keeps is
-        its own, and goes with it. Behind its first call a loop asks for less.
+        its own, and goes with it.
         """
         return (
             entry.is_pure
             and entry.device.type in graphs.DEVICES
-            and not self._is_settled()
             and not entry.variant.layout_reads
             and entry.variant.wants is None
             and self._wants_graph(entry)
@@ -383,12 +378,15 @@ class Dispatcher:
                 graphs.pool_of(device).forget(id(self))
         self._entries.clear()
         self._ready.clear()
+        self._refused.clear()
         self.short = untaken
 
     def leave(self) -> None:
-        """Keep no place in the module but ``forward``."""
+        """Keep no place in the module, nor in what others have put around its forward since."""
+        self.has_left = True
         self.forget_shapes()
         remove_entrance(self)
+        take_out(self, self.module, self.eager, is_own=self._eager is None)
 
     # shapes
 
@@ -402,7 +400,7 @@ class Dispatcher:
         """Find or build the variant for a call seen for the first time; may raise REFUSALS. Also
         the call, in which other floats may have become inputs."""
         if self.state.replaced:
-            raise UnsupportedError(f"the forward of a {self.state.replaced} inside was replaced")
+            raise UnsupportedError(self.state.replaced)
         if call.beside.floats and self.turned.note(call):
             call = self._resolved(call.bare, call.plain, call.beside)
         variant, call = self._variant(call)
@@ -445,7 +443,7 @@ class Dispatcher:
         if entry.placed is None:
             before = self.state.pointers
             entry.placed = place(entry.variant.program, self.state.tensors)
-            self.state.remember(entry.variant.program)
+            self.state.remember(entry.placed)
             if self.state.pointers != before:  # other shapes were bound to the old places
                 placed = entry.placed
                 self.forget_shapes_but(entry)
@@ -552,8 +550,10 @@ class Dispatcher:
         else:
             results = bound.run(inputs, *self._where(entry, tensors))
         self.counters.launches = bound.num_launches
-        if entry.uses == 1 and self.options.check_finite:
-            self._check_finite(results, tensors)
+        is_judged = entry.uses == 1 and self.options.check_finite
+        if is_judged and (text := not_finite(self.name, results, tensors)):
+            self.counters.nonfinite.append(text)
+            log.warning("%s", text)
         return self._returned(entry, results, tensors)
 
     def _returned(self, entry: Entry, results: list[Any], tensors: Sequence[Tensor]) -> Any:
@@ -584,16 +584,3 @@ class Dispatcher:
         self.counters.replays += 1
         self.counters.launches = launches
         return self._returned(entry, results, inputs)
-
-    def _check_finite(self, results: Sequence[Any], tensors: Sequence[Tensor]) -> None:
-        """One look at a shape's first result: a black picture must never come silently."""
-        floats = [r for r in results if isinstance(r, Tensor) and r.is_floating_point()
-                  and r.dtype.itemsize > 1]  # fmt: skip
-        if not floats or bool(torch.stack([torch.isfinite(r).all() for r in floats]).all()):
-            return
-        given = all(bool(torch.isfinite(t).all()) for t in tensors
-                    if t.is_floating_point() and t.dtype.itemsize > 1)  # fmt: skip
-        text = f"{self.name}: NaN or inf in the result at {[tuple(t.shape) for t in tensors]}" + (
-            "" if given else "; the arguments hold NaN or inf already")  # fmt: skip
-        self.counters.nonfinite.append(text)
-        log.warning("%s", text)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from torch import nn
 from torch.nn.modules.module import (
     _global_backward_hooks,
     _global_backward_pre_hooks,
@@ -24,8 +25,8 @@ _GLOBAL = (
     _global_backward_pre_hooks,
 )
 REASON = (
-    "hooks for all modules are registered (torch.nn.modules.module.register_module_*), which"
-    " compiled code would not run"
+    "hooks for all modules are registered (torch.nn.modules.module.register_module_*, or another"
+    " nn.Module.__call__), which compiled code would not run"
 )
 
 
@@ -39,7 +40,10 @@ def is_untraced(registered: Mapping[int, Any]) -> bool:
 
 
 def has_global_hooks() -> bool:
-    """Whether somebody else than a trace of ours, in another thread, has registered some."""
+    """Whether somebody else than a trace of ours, in another thread, has registered some, or has
+    replaced what runs them: torch's tracer would take the function that it knows."""
+    if not (nn.Module.__call__.__module__ or "").startswith("torch."):
+        return True
     if not (  # each call asks, and a loop would take longer
         _global_forward_hooks
         or _global_forward_pre_hooks

@@ -24,7 +24,8 @@ from torch.nn.modules.module import (
 )
 
 if TYPE_CHECKING:
-    from strop.runtime.dispatch import Counters, Entry
+    from strop.runtime.counters import Counters
+    from strop.runtime.dispatch import Entry
     from strop.runtime.loop import Loop
     from strop.runtime.straight import Run
 

@@ -32,6 +32,7 @@ from strop.options import Options
 from strop.patterns import registry
 from strop.runtime import own_calls
 from strop.runtime.aot import AotLog, AotProgram, AotRecord, refuse_foreign, root_of
+from strop.runtime.effects import Effects
 from strop.runtime.garbage import collection_paused
 from strop.runtime.kernels import KernelLibrary
 from strop.runtime.once import once
@@ -185,21 +186,21 @@ class Steps:
     def _captured(self, state: ModuleState, skeleton: Skeleton, shapes: Shapes,
                   wants: tuple[bool, ...]) -> CapturedStep:  # fmt: skip
         clone = clone_structure(self.module)
+        effects = Effects(clone)
 
         def call(*tensors: Tensor) -> Any:
             args, kwargs = rebuild(skeleton, tensors)
             contents = Contents((args, kwargs))
-            result = clone(*args, **kwargs)
+            result = clone.forward(*args, **kwargs)  # its own hooks run outside
             if contents.left():
                 raise UnsupportedError("it takes items out of a list among its arguments")
             return result
 
         try:
             captured = capture_step(clone, call, shapes.specs, shapes.hints, wants)
-        finally:  # also of a trace that failed: else its failure would be another module's
-            written = state.ignore_own_writes()
-        if written:
-            raise UnsupportedError(f"it writes {', '.join(sorted(written))} when it runs")
+        finally:
+            effects.undo()
+        effects.check(private=True)
         return captured
 
     def _compiled(self, captured: CapturedStep, device: torch.device, library: KernelLibrary,

@@ -52,7 +52,7 @@ def key_of(module: nn.Module, state: ModuleState, skeleton: Skeleton, shapes: Sh
         sources |= {_source_digest(type(part)), _source_digest(type(processor))}
     parts += sorted(sources)
     parts.append(_config(module))
-    parts += state.surroundings.text
+    parts += [*state.surroundings.text, state.surroundings.code]
     parts += [f"{n}:{tuple(t.shape)}:{t.stride()}:{t.dtype}:{t.device}"
               for n, t in zip(state.names, state.tensors, strict=True)]  # fmt: skip
     parts += [

@@ -61,5 +61,5 @@ def _text_of_function(function: FunctionType, outer: frozenset[int]) -> str:
 
 
 def _text_of_code(code: CodeType) -> str:
-    consts = [_text_of_code(c) if isinstance(c, CodeType) else repr(c) for c in code.co_consts]
+    consts = [_text_of_code(c) if isinstance(c, CodeType) else text_of(c) for c in code.co_consts]
     return repr((code.co_code.hex(), code.co_names, consts))

@@ -12,6 +12,7 @@ import contextlib
 import itertools
 import logging
 from collections import Counter
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -64,10 +65,7 @@ class TrainingDispatcher(Dispatcher):
             )
         super().__init__(module, options, **how)
         self.log, self.trained_calls = AotLog(), 0
-        self._compiled = torch.compile(
-            self.eager, dynamic=True, fullgraph=options.strict,
-            backend=partial(compile_dynamo, record_in=self.log, options=options),
-        )  # fmt: skip
+        self._compiled: tuple[Any, Callable[..., Any]] = (None, self.eager)
         self.steps = Steps(module, options, self.log)
         self.traced_by_torch: dict[str, int] = {}  # calls, by the reason
 
@@ -119,7 +117,7 @@ class TrainingDispatcher(Dispatcher):
         before, failure = self._num_runs(), None
         try:
             with _traced_with():
-                result = self._compiled(*args, **kwargs)
+                result = self._compiled_forward()(*args, **kwargs)
         except TorchDynamoException as error:
             failure = error
         if failure is not None:
@@ -132,6 +130,18 @@ class TrainingDispatcher(Dispatcher):
             why = next(iter(whys), reason).splitlines()[0]
             self._note_fallback(f"a step is cut into {pieces} graphs: {why}")
         return result
+
+    def _compiled_forward(self) -> Callable[..., Any]:
+        """Of the function that is the module's forward now."""
+        forward = self.eager
+        function = getattr(forward, "__func__", forward)
+        if self._compiled[0] is not function:
+            compiled = torch.compile(
+                forward, dynamic=True, fullgraph=self.options.strict,
+                backend=partial(compile_dynamo, record_in=self.log, options=self.options),
+            )  # fmt: skip
+            self._compiled = function, compiled
+        return self._compiled[1]
 
     def _run_untraced(self, failure: TorchDynamoException, has_begun: bool, args: tuple[Any, ...],
                       kwargs: dict[str, Any]) -> Any:  # fmt: skip

@@ -12,7 +12,7 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -33,9 +33,11 @@ from strop.options import Options
 from strop.patterns import registry
 from strop.runtime import own_calls, priming, stored_variants
 from strop.runtime.ahead import Ahead
+from strop.runtime.effects import Effects
 from strop.runtime.foresight import Foresight
 from strop.runtime.garbage import collection_paused
 from strop.runtime.kernels import KernelLibrary, kernel_library
+from strop.runtime.passing import are_dense, wants_none
 from strop.runtime.signature import (
     Shapes,
     Skeleton,
@@ -47,12 +49,15 @@ from strop.runtime.signature import (
     without_numbers,
 )
 from strop.runtime.state import ModuleState
-from strop.runtime.surroundings import is_private
 from strop.runtime.turned import Call
 
 log = logging.getLogger("strop")
 Sizes = Sequence[Sequence[int]]  # of each tensor argument
 MOST_FIXED = 16  # graphs that each hold for one value of some size, such as the rounds of a loop
+GAPS = (
+    "its forward asks how arguments lie in memory ({}), and one of them has gaps or another order:"
+    " make it contiguous"
+)
 TURNS_ON = (
     "its forward turns gradients on itself: call it under torch.no_grad(), with arguments that"
     " require none"
@@ -91,6 +96,14 @@ class Variant:
         """Whether its gradients are still by the weights that require one."""
         return self.wants is None or self.wants == state.wants
 
+    def misfit(self, tensors: Sequence[Tensor], *, is_no_grad: bool) -> str:
+        """Why a call that it fits by sizes must not have it, or nothing."""
+        if self.layout_reads and not are_dense(tensors, self.specs):
+            return GAPS.format(", ".join(self.layout_reads))
+        if self.wants is not None and not (is_no_grad and wants_none(tensors)):
+            return TURNS_ON
+        return ""
+
     def env(self, sizes: Sizes) -> dict[str, int] | None:
         """Values of the symbolic sizes; None for arguments that this graph does not serve."""
         return served_sizes(self.specs, self.program.guards, sizes)
@@ -114,9 +127,8 @@ class Progress:
 class VariantStore:
     """Finds or makes the variant for a call."""
 
-    def __init__(self, module: nn.Module, eager: Callable[..., Any], options: Options, name: str
-                 ) -> None:  # fmt: skip
-        self.module, self.eager, self.options, self.name = module, eager, options, name
+    def __init__(self, module: nn.Module, options: Options, name: str) -> None:
+        self.module, self.options, self.name = module, options, name
         self.variants: dict[Any, list[Variant]] = {}
         self.num_captures = 0
         self.progress = Progress()
@@ -297,16 +309,6 @@ class VariantStore:
         is_caller = threading.current_thread() not in self._building.values()
         return is_caller and variant.compiled is not None
 
-    def _judge(self, written: Set[str]) -> None:
-        """Of names outside of the module that its forward has bound anew. Like attributes, those
-        with a ``_`` are caches, which keep what they hold when it is traced."""
-        effects = sorted(name for name in written if not is_private(name))
-        if effects:
-            raise CaptureError(f"it writes {', '.join(effects)} when it runs")
-        if written:
-            log.warning("%s writes %s when it is traced; compiled code does not", self.name,
-                        ", ".join(sorted(written)))  # fmt: skip
-
     def _compile(self, state: ModuleState, asked: Call, shapes: Shapes,
                  device: torch.device, library: KernelLibrary, options: Options
                  ) -> Variant:  # fmt: skip
@@ -321,18 +323,22 @@ class VariantStore:
             args, kwargs = rebuild(asked.skeleton, given)
             contents = Contents((args, kwargs))
             with foresight:
-                result = clone(*args, **kwargs)
+                result = clone.forward(*args, **kwargs)  # its own hooks run outside
+            effects.look([value for value in given if isinstance(value, Tensor)])
             return with_objects(result, (args, kwargs), contents)
 
-        parts, entered = list(clone.modules()), set[int]()
+        effects, parts, entered = Effects(clone), list(clone.modules()), {id(clone)}
         for part in parts:
             part.register_forward_pre_hook(lambda m, _: entered.add(id(m)))
         self.progress.begin("tracing modules", len(parts), lambda: len(entered))
         try:
             captured = capture(clone, call, shapes.specs, shapes.hints, asked.numbers)
-        finally:  # also of a trace that failed: else its failure would be another module's
-            written = state.ignore_own_writes()
-        self._judge(written)
+        finally:
+            effects.undo()
+        if written := effects.check():
+            state.ignore(written)
+            log.warning("%s writes %s when it is traced; compiled code does not", self.name,
+                        ", ".join(sorted(written)))  # fmt: skip
         self.progress.begin("planning kernels")
         traced = time.perf_counter()
         imported = import_graph(captured.gm, captured.symbols, captured.hints, captured.origins,

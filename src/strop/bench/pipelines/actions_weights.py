@@ -118,7 +118,7 @@ def pruned(module: nn.Module) -> None:
 
 
 def buffers_written(module: nn.Module) -> None:
-    """With values that they have: nothing changes but their versions."""
+    """Write the values that buffers have: nothing changes but their versions."""
     for buffer in module.buffers():
         buffer.copy_(buffer.clone())
 

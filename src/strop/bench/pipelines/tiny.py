@@ -31,7 +31,7 @@ class TinyPipeline:
     made_by: Callable[[Any], Any] | None = None  # what is done to it once it is built
 
     def made(self, seed: int = 0) -> Any:
-        """With the same weights for the same seed."""
+        """Build the pipeline, with the same weights for the same seed."""
         kind = getattr(importlib.import_module("diffusers"), self.kind)
         torch.manual_seed(seed)
         pipe = kind(**_filled(kind, self.parts()))

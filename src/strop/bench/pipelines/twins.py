@@ -46,7 +46,7 @@ class Outcome:
         return self._change(self.eager) < 90
 
     def _change(self, found: Drawn) -> float:
-        """Of the first of both pictures that were drawn."""
+        """Compare the first of the two pictures with the one before the action (dB)."""
         return nearness(found[: len(found) // 2] if isinstance(found, list) else found, self.before)
 
     def __str__(self) -> str:
@@ -75,7 +75,7 @@ def nearness(one: Drawn, other: Drawn) -> float:
 
 
 def _psnr(one: Tensor, other: Tensor) -> float:
-    """Beside the largest number, so that sound and embeddings are judged as pictures are."""
+    """Divide by the largest number, so that sound and embeddings are judged as pictures are."""
     if torch.equal(one, other):
         return math.inf
     wide = other.double()

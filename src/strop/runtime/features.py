@@ -1,0 +1,134 @@
+"""Which feature has put a function of its own in the place of a module's forward, and what a user
+can do about it. Compiled code would leave that function out, so such a module runs in eager."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from types import FunctionType, MethodType
+from typing import Any
+
+from torch import nn
+
+from strop.frontend.capture import has_other_forward
+
+# Beginnings of the names that diffusers gives its hooks -> feature, and what ends it.
+_CACHE = "disable_cache() of the model ends it"
+HOOKS: tuple[tuple[str, str, str], ...] = (
+    ("layerwise_casting", "layerwise casting", "load the model in the type that it computes in"),
+    ("peft_autocast_disable", "layerwise casting", "load the model in one type"),
+    ("group_offloading", "group offloading", "move the model to its device with .to() instead"),
+    ("lazy_prefetch", "group offloading", "move the model to its device with .to() instead"),
+    ("layer_execution", "group offloading", "move the model to its device with .to() instead"),
+    ("pyramid_attention_broadcast", "Pyramid Attention Broadcast", _CACHE),
+    ("faster_cache", "FasterCache", _CACHE),
+    ("fbc", "First Block Cache", _CACHE),
+    ("mag_cache", "MagCache", _CACHE),
+    ("sea_cache", "SeaCache", _CACHE),
+    ("taylorseer", "TaylorSeer", _CACHE),
+    ("text_kv_cache", "the cache of text keys and values", _CACHE),
+    ("layer_skip", "skipping of layers", "leave out the guidance that skips layers"),
+    ("smoothed_energy", "smoothed energy guidance", "leave out that guidance"),
+    ("cp_", "context parallelism", "run the model on one device"),
+    ("tp_", "tensor parallelism", "run the model on one device"),
+)
+OFFLOADED = (
+    "offloading by accelerate takes its weights to another device between calls: after"
+    " pipe.remove_all_hooks() and pipe.to(device) it is compiled"
+)
+PACKAGES = {
+    "accelerate": ("a hook of accelerate", "accelerate.hooks.remove_hook_from_module removes it"),
+    "cache_dit": ("cache-dit", "cache_dit.disable_cache(pipe) ends it"),
+    "diffusers": ("a hook of diffusers", "remove it"),
+    "peft": ("peft", "unload the adapter"),
+    "torchao": ("torchao", "optimize the model before it is quantised"),
+    "bitsandbytes": ("bitsandbytes", "load the model without quantisation"),
+}
+
+
+def feature_of(module: nn.Module) -> str:
+    """The feature whose function stands in front of a module's own forward, with what ends it."""
+    if is_offloaded(module):
+        return OFFLOADED
+    for name in getattr(module.__dict__.get("_diffusers_hook"), "hooks", ()):
+        for start, feature, advice in HOOKS:
+            if name.startswith(start):
+                return f"{feature} is on: {advice}"
+    for function in _functions(module.__dict__.get("forward")):
+        root = function.__module__.partition(".")[0]
+        if root in PACKAGES:
+            feature, advice = PACKAGES[root]
+            return f"{feature} is in front of its forward: {advice}"
+    return ""
+
+
+def replacement_in(part: nn.Module, path: str) -> str:
+    """Why a module cannot be compiled in which the forward of a part is not its class's."""
+    where = f"{path} ({type(part).__name__})" if path else f"the {type(part).__name__}"
+    if feature := feature_of(part):
+        return f"{feature} (it is in front of {where})"
+    named = next((f"{f.__module__}.{f.__qualname__}" for f in
+                  _functions(part.__dict__.get("forward"))), "another object")  # fmt: skip
+    return (
+        f"the forward of {where} is {named} instead of its class's: give the part a class of its"
+        " own, or del its forward"
+    )
+
+
+def replacement_before(module: nn.Module) -> str:
+    """The same of a module that is being optimised."""
+    if feature := feature_of(module):
+        return feature
+    names = [f"{f.__module__}.{f.__qualname__}" for f in _functions(module.__dict__.get("forward"))]
+    by = f" by {names[0]}" if names else ""
+    return f"its forward had been replaced{by} before optimize: optimize first"
+
+
+def take_out(forward: Any, module: nn.Module, plain: Any, *, is_own: bool) -> None:
+    """Put ``plain`` in the place of ``forward`` in a module, and where hooks of accelerate and
+    diffusers keep it. ``is_own``: ``plain`` is its class's, which needs no place in it."""
+    references = getattr(module.__dict__.get("_diffusers_hook"), "_fn_refs", ())
+    if is_own and module.__dict__.get("forward") is forward:
+        del module.__dict__["forward"]
+    for table in (module.__dict__, *(reference.__dict__ for reference in references)):
+        for name in [name for name, value in table.items() if value is forward]:
+            table[name] = plain
+
+
+def replaced_part(module: nn.Module) -> str:
+    """The reason for the first such part of a module, or nothing."""
+    for path, part in module.named_modules():
+        if part is not module and has_other_forward(part):
+            return replacement_in(part, path)
+    return ""
+
+
+def is_offloaded(module: nn.Module) -> bool:
+    """Whether a hook of accelerate takes weights to another device, and back."""
+    hook = module.__dict__.get("_hf_hook")
+    return hook is not None and _offloads(hook)
+
+
+def _offloads(hook: Any) -> bool:
+    is_for_this = type(hook).__name__ == "CpuOffload" or getattr(hook, "offload", False)
+    return bool(is_for_this) or any(map(_offloads, getattr(hook, "hooks", ())))
+
+
+def _functions(value: Any) -> Iterator[FunctionType]:
+    """The functions that a callable consists of, from the outside."""
+    if isinstance(value, functools.partial):
+        yield from _functions(value.func)
+    elif isinstance(value, MethodType):
+        yield from _functions(value.__func__)
+    elif isinstance(value, FunctionType):
+        yield value
+        for cell in value.__closure__ or ():
+            if isinstance(inner := _content(cell), FunctionType | functools.partial | MethodType):
+                yield from _functions(inner)
+
+
+def _content(cell: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return None

@@ -1,0 +1,24 @@
+"""A black picture must never come silently: results are looked at for NaN and inf."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def not_finite(name: str, results: Sequence[Any], tensors: Sequence[Tensor]) -> str:
+    """What to say of the first results at a shape, or nothing."""
+    floats = [r for r in results if isinstance(r, Tensor) and _has_fractions(r)]
+    if not floats or bool(torch.stack([torch.isfinite(r).all() for r in floats]).all()):
+        return ""
+    given = all(bool(torch.isfinite(t).all()) for t in tensors if _has_fractions(t))
+    text = f"{name}: NaN or inf in the result at {[tuple(t.shape) for t in tensors]}"
+    return text + ("" if given else "; the arguments hold NaN or inf already")
+
+
+def _has_fractions(tensor: Tensor) -> bool:
+    """Of a type in which NaN and inf can be asked for."""
+    return tensor.is_floating_point() and tensor.dtype.itemsize > 1
