@@ -176,16 +176,14 @@ OF_GAPS: dict[str, Callable[[Tensor], Any]] = {
 
 @pytest.mark.parametrize("name", OF_GAPS)
 def test_views_of_an_argument_with_gaps(name: str, tmp_path: Path) -> None:
-    """They fail where eager's do, and are in the caller's memory."""
+    """They are in the caller's memory, and of a dense copy where eager has no such view."""
     function = OF_GAPS[name]
     module = strop.optimize(Function(function).eval(), options=Options(cache_dir=str(tmp_path)))
     with torch.no_grad():
         try:
             wanted = function(GAPS)
-        except RuntimeError as error:
-            with pytest.raises(RuntimeError, match=str(error)[:30]):
-                module(GAPS)
-            return
+        except RuntimeError:
+            wanted = function(GAPS.contiguous())
         found = module(GAPS)
     assert torch.equal(found, wanted)
     assert found.stride() == wanted.stride()

@@ -30,13 +30,11 @@ def steps(sizes: Sequence[int], strides: Sequence[int]) -> list[int]:
 
 
 def conv(rank: int, **how: Any) -> Operator:
-    weight = torch.ones(4, 4, *[3] * rank)
-    return lambda x: getattr(F, f"conv{rank}d")(x, weight, **how)
+    return lambda x: getattr(F, f"conv{rank}d")(x, torch.ones(4, 4, *[3] * rank), **how)
 
 
 def transposed_conv(rank: int) -> Operator:
-    weight = torch.ones(4, 6, *[3] * rank)
-    return lambda x: getattr(F, f"conv_transpose{rank}d")(x, weight)
+    return lambda x: getattr(F, f"conv_transpose{rank}d")(x, torch.ones(4, 6, *[3] * rank))
 
 
 ANY: dict[str, Operator] = {  # of three dims or more

@@ -80,7 +80,7 @@ RULES = (
             d.kind == "exception"
             and where.layout != "contiguous"
             and d.text.startswith("none for RuntimeError")
-            and any(word in d.text for word in ("is_contiguous", "stride 1"))
+            and any(word in d.text for word in ("is_contiguous", "stride 1", "not compatible"))
         ),
     ),
     Rule("overflow", lambda where, d, draws: d.kind == "overflow"),

@@ -73,7 +73,6 @@ class Importer:
     shared: dict[Node, int | None] = field(default_factory=dict)  # memory that the caller sees
     copies: dict[tuple[Node, int | None], Node] = field(default_factory=dict)  # base, memory
     given: dict[FxNode, int] = field(default_factory=dict)  # results, by place among the outputs
-    sharing: dict[int | None, list[FxNode]] = field(default_factory=dict)  # values by memory
     orders: Mapping[str, tuple[int, ...] | None] = field(default_factory=dict)  # import_graph's
 
     def node(self, fx: Any) -> Node:

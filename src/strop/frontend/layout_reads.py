@@ -27,12 +27,6 @@ READS: dict[Callable[..., Any], str] = {
     Tensor.is_contiguous: "is_contiguous", Tensor.as_strided: "as_strided",
     torch.as_strided: "as_strided", Tensor.data_ptr: "data_ptr", Tensor.dim_order: "dim_order",
 }  # fmt: skip
-# eager raises where a view of an argument with gaps would not be one
-VIEWS: dict[Callable[..., Any], str] = {
-    Tensor.view: "view", Tensor.view_as: "view_as", Tensor.unflatten: "unflatten",
-    torch.unflatten: "unflatten", torch.view_as_real: "view_as_real",
-    torch.view_as_complex: "view_as_complex",
-}  # fmt: skip
 # what a traced tensor cannot tell
 UNKNOWN: dict[Callable[..., Any], str] = {
     Tensor.untyped_storage: "untyped_storage", Tensor.storage: "storage",
@@ -74,8 +68,6 @@ class LayoutReads(Retarget):
         if func in READS:
             _refuse_chosen(READS[func], args[0])
             self.asked[READS[func]] = None
-        elif func in VIEWS and args[0].dim() > 1 and _memory(args[0]) in self._own:
-            self.asked[VIEWS[func]] = None
         elif func in UNKNOWN:
             raise CaptureError(f"it asks for {UNKNOWN[func]} of a tensor, which compiled code"
                                " has not")  # fmt: skip

@@ -7,6 +7,7 @@ of an argument, where the trace has it so.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -28,9 +29,6 @@ Order = tuple[int, ...] | None
 
 def lay_out(importer: Importer, returned: Sequence[Any]) -> None:
     """Values that hold results in the order that eager gives them, before anything is given."""
-    for fx, value in importer.values.items():
-        if isinstance(value, Node):
-            importer.sharing.setdefault(storage_of(fx), []).append(fx)
     for item in returned:
         holder = _holder(importer, item) if isinstance(item, FxNode) else None
         if holder is None:
@@ -68,23 +66,28 @@ def give(importer: Importer, item: Any, outputs: list[Node], *, is_saved: bool =
 def _holder(importer: Importer, item: FxNode) -> FxNode | None:
     """The value that has all of the memory in which a result lies in eager, as it was last written;
     None where that is not dense, or no value of the graph."""
-    found = None
-    for fx in importer.sharing.get(storage_of(item), ()):
-        if found is None or _lies_like(fx, found):
-            found = fx
-        if fx is item:
-            break
-    if found is None or found.meta["val"].dtype != item.meta["val"].dtype:
+    found = item
+    while (whole := _viewed(found)) is not None:
+        found = whole
+    if not isinstance(importer.values.get(found), Node):
+        return None
+    if found.meta["val"].dtype != item.meta["val"].dtype:
         return None  # a view as another type is a call
     if order_or_none(importer, found) is _NONE:
         return None
     return found if importer.size(found.meta["val"].storage_offset()) == const(0) else None
 
 
-def _lies_like(fx: FxNode, other: FxNode) -> bool:
-    a, b = fx.meta["val"], other.meta["val"]
-    looks = [(x.dtype, *map(str, (*x.shape, *x.stride(), x.storage_offset()))) for x in (a, b)]
-    return looks[0] == looks[1]
+def _viewed(fx: FxNode) -> FxNode | None:
+    """What ``fx`` is a view of; None for what an operator computes, though torch's has written that
+    into the memory of its argument."""
+    made = fx.args[0] if fx.target is operator.getitem else fx  # by split, unbind
+    schema = getattr(made.target, "_schema", None) if isinstance(made, FxNode) else None
+    if schema is None or all(r.alias_info is None for r in schema.returns):
+        return None
+    source = made.args[0]  # type: ignore[union-attr]
+    is_view = isinstance(source, FxNode) and storage_of(source) == storage_of(fx)
+    return source if is_view else None  # type: ignore[return-value]
 
 
 def _memory(importer: Importer, holder: FxNode, number: int) -> Node:
@@ -113,7 +116,7 @@ def _view_of(importer: Importer, item: FxNode, view: Node, whole: Node, memory: 
         a == b or n == const(1) for a, b, n in zip(found[1], wanted, shape, strict=True)
     ):  # fmt: skip
         return over
-    return importer.builder.make("window", (memory,), shape, view.dtype, strides=wanted,
+    return importer.builder.make("window", (base_of(memory),), shape, view.dtype, strides=wanted,
                                  start=offset)  # fmt: skip
 
 
