@@ -102,6 +102,7 @@ EXCEPTIONS: dict[tuple[str, str], str] = {
     ("backend", "runtime.aot"): "the entry point that torch knows; imported at the call",
     ("runtime.aot", "backend"): "Dynamo gives a graph: import it, run the compiler, bind",
     ("runtime.aot", "codegen.assemble"): "Signature: the data that backend.py asks for",
+    ("runtime.aot", "frontend.argument_views"): "results that are the caller's own memory",
     ("runtime.aot", "frontend.importer"): "the other half of what Dynamo has captured",
     ("runtime.aot", "frontend.joint"): "how a step is traced, handed to AOTAutograd",
     ("runtime.steps", "backend"): "a step is what two runs of the whole compiler give",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -169,7 +169,7 @@ class Check:
         return True
 
     def _note(self, one: Expected, found: Sequence[Difference], outcome: Outcome) -> None:
-        where = self.where
+        where = replace(self.where, layout=one.sample.layout)
         rules = [rule_for(where, d, draws=one.draws) for d in found]
         wrong = [d for d, rule in zip(found, rules, strict=True) if not rule]
         if wrong and self._is_torchs(one, wrong):

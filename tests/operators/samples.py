@@ -1,7 +1,7 @@
 """Torch's own samples of an operator: ``torch.testing``'s OpInfo, its arguments, their layouts.
 
-A case is an operator, a type of elements and a layout of the arguments. One compile covers all of
-its samples, in one function, whose text ``function_of`` writes.
+A case is an operator, a type of elements and the layouts of the arguments. One compile covers all
+of its samples, in one function, whose text ``function_of`` writes.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from torch import Tensor
 from tests.operators.of_torch import OpInfo, SampleInput, invocations, op_db
 
 LAYOUTS = ("contiguous", "channels_last", "sliced")
+EVERY = "every"  # samples in all of these layouts
 # Those that models use come first: a run that is cut short has done what matters.
 DTYPES = tuple(
     getattr(torch, name)
@@ -76,6 +77,7 @@ class Sample:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     tensors: tuple[Tensor, ...]
+    layout: str = "contiguous"
 
     def __call__(self, *tensors: Tensor) -> Any:
         given = iter(tensors)
@@ -102,15 +104,20 @@ def sample_of(function: Callable[..., Any], given: SampleInput) -> Sample:
 
 
 def samples_of(case: Case, most: int) -> list[Sample]:
-    """At most ``most`` of torch's samples, spread evenly; those that the layout leaves alone are
-    left out, as the contiguous case has them."""
+    """At most ``most`` of torch's samples, spread evenly, in the layouts of the case; those that a
+    layout leaves alone are left out, as the contiguous ones have them."""
+    layouts = LAYOUTS if case.layout == EVERY else (case.layout,)
     torch.manual_seed(0)
     random.seed(0)
     np.random.seed(0)
     op = operators()[case.operator]
-    given = (sample_of(op.op, s) for s in op.sample_inputs("cpu", case.dtype))
-    laid = [laid_out(sample, case.layout) for sample in given]
-    return _spread([sample for sample in laid if sample is not None], most)
+    given = [sample_of(op.op, s) for s in op.sample_inputs("cpu", case.dtype)]
+    found: list[Sample] = []
+    for layout in layouts:
+        laid = [laid_out(sample, layout) for sample in given]
+        left = [sample for sample in laid if sample is not None]
+        found += _spread(left, max(2, most // len(layouts)))
+    return found
 
 
 def _spread(items: Sequence[Any], most: int) -> list[Any]:
@@ -126,7 +133,7 @@ def laid_out(sample: Sample, layout: str) -> Sample | None:
     tensors = tuple(map(_LAYING[layout], sample.tensors))
     if all(a is b for a, b in zip(tensors, sample.tensors, strict=True)):
         return None
-    return replace(sample, tensors=tensors)
+    return replace(sample, tensors=tensors, layout=layout)
 
 
 def in_channels_last(t: Tensor) -> Tensor:

@@ -33,7 +33,7 @@ from tests.operators import ledger
 from tests.operators.checking import Finding, TooLongError, applies, check
 from tests.operators.ledger import Counts, Key, Row
 from tests.operators.running import DIRECTIONS, WAYS
-from tests.operators.samples import DTYPES, LAYOUTS, Case, operators
+from tests.operators.samples import DTYPES, EVERY, Case, operators
 
 CASE_SECONDS = 240  # of processor time
 SILENT_SECONDS = 1200  # then a worker is ended
@@ -46,11 +46,11 @@ def keys() -> Iterator[Key]:
     """All that the ledger is to have, types that matter most first."""
     for operator, way in itertools.product(operators(), WAYS):
         yield Key(operator, way, "forward", "errors", "float32")
-    for dtype, layout in itertools.product(DTYPES, LAYOUTS):
+    for dtype in DTYPES:
         name = str(dtype).removeprefix("torch.")
         for operator, direction, way in itertools.product(operators(), DIRECTIONS, WAYS):
-            if applies(Case(operator, dtype, layout), direction):
-                yield Key(operator, way, direction, layout, name)
+            if applies(Case(operator, dtype, EVERY), direction):
+                yield Key(operator, way, direction, EVERY, name)
 
 
 def run(key: Key, folder: str, most: int) -> Finding:
@@ -164,7 +164,6 @@ def wanted(given: argparse.Namespace) -> list[Key]:
                 (given.only, key.operator),
                 (given.way, key.way),
                 (given.direction, key.direction),
-                (given.layout, key.layout),
                 (given.dtype, key.dtype),
             )
         )
@@ -178,7 +177,7 @@ def wanted(given: argparse.Namespace) -> list[Key]:
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     for name, what in (("only", "operators"), ("way", "ways"), ("direction", "directions"),
-                       ("layout", "layouts"), ("dtype", "types")):  # fmt: skip
+                       ("dtype", "types")):  # fmt: skip
         parser.add_argument(f"--{name}", default=".*", metavar="REGEX", help=f"these {what} alone")
     parser.add_argument("--shard", default="1/1", help="part i of n of the cases: i/n")
     parser.add_argument("--again", action="store_true", help="also cases that have not changed")

@@ -8,6 +8,7 @@ eager.
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
@@ -95,3 +96,15 @@ def storage_of(node: Node) -> int | None:
     """Which memory a traced value lies in; views share it."""
     value = node.meta.get("val")
     return value.untyped_storage()._cdata if isinstance(value, torch.Tensor) else None
+
+
+def viewed(fx: Node) -> Node | None:
+    """What ``fx`` is a view of; None for what an operator computes, though torch's has written that
+    into the memory of its argument."""
+    made = fx.args[0] if fx.target is operator.getitem else fx  # by split, unbind
+    schema = getattr(made.target, "_schema", None) if isinstance(made, Node) else None
+    if schema is None or all(r.alias_info is None for r in schema.returns):
+        return None
+    source = made.args[0]  # type: ignore[union-attr]
+    is_view = isinstance(source, Node) and storage_of(source) == storage_of(fx)
+    return source if is_view else None  # type: ignore[return-value]

@@ -7,7 +7,6 @@ of an argument, where the trace has it so.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +14,7 @@ import torch
 from torch.fx import Node as FxNode
 
 from strop.errors import ShapeError
-from strop.frontend.functional import storage_of
+from strop.frontend.functional import storage_of, viewed
 from strop.ir.affine import base_of, strided
 from strop.ir.dims import Expr, const
 from strop.ir.graph import Builder, Node, Ref, Shape, dense_strides, memory_order
@@ -67,7 +66,7 @@ def _holder(importer: Importer, item: FxNode) -> FxNode | None:
     """The value that has all of the memory in which a result lies in eager, as it was last written;
     None where that is not dense, or no value of the graph."""
     found = item
-    while (whole := _viewed(found)) is not None:
+    while (whole := viewed(found)) is not None:
         found = whole
     if not isinstance(importer.values.get(found), Node):
         return None
@@ -76,18 +75,6 @@ def _holder(importer: Importer, item: FxNode) -> FxNode | None:
     if order_or_none(importer, found) is _NONE:
         return None
     return found if importer.size(found.meta["val"].storage_offset()) == const(0) else None
-
-
-def _viewed(fx: FxNode) -> FxNode | None:
-    """What ``fx`` is a view of; None for what an operator computes, though torch's has written that
-    into the memory of its argument."""
-    made = fx.args[0] if fx.target is operator.getitem else fx  # by split, unbind
-    schema = getattr(made.target, "_schema", None) if isinstance(made, FxNode) else None
-    if schema is None or all(r.alias_info is None for r in schema.returns):
-        return None
-    source = made.args[0]  # type: ignore[union-attr]
-    is_view = isinstance(source, FxNode) and storage_of(source) == storage_of(fx)
-    return source if is_view else None  # type: ignore[return-value]
 
 
 def _memory(importer: Importer, holder: FxNode, number: int) -> Node:

@@ -26,6 +26,7 @@ from torch.fx import GraphModule
 from strop.backend import Compiled, compile_captured
 from strop.codegen.assemble import Signature
 from strop.errors import ShapeError, UnsupportedError
+from strop.frontend.argument_views import ArgumentViews, argument_views
 from strop.frontend.importer import import_graph
 from strop.frontend.joint import DECOMPOSITIONS
 from strop.frontend.of_torch import DECOMPOSITIONS as OF_TORCH
@@ -160,7 +161,11 @@ def _compile(gm: GraphModule, inputs: Sequence[Any], job: Job) -> Any:
     built = library.counts[0] - before
     roots = [root_of(fx.meta["val"]) for fx in gm.graph.nodes if fx.op == "placeholder"]
     checked = compiled if options.check else None
-    runner = AotProgram(program, library, device, roots, constants, checked, later)
+    num_results = len(program.returned)
+    if job.joint and job.role == "forward":
+        num_results -= job.joint.num_saved(gm)
+    views = None if job.role == "backward" else argument_views(gm, num_results)
+    runner = AotProgram(program, library, device, roots, constants, checked, later, views)
     records.append(AotRecord(compiled, time.perf_counter() - started, built, job.role, runner))
     return _boxed(partial(_once, runner) if job.role == "backward" else runner)
 
@@ -264,11 +269,12 @@ class AotProgram:
 
     def __init__(self, program: Program, library: KernelLibrary, device: torch.device,
                  roots: Sequence[Any], constants: Sequence[Tensor],
-                 checked: Compiled | None = None, later: Ahead | None = None) -> None:  # fmt: skip
+                 checked: Compiled | None = None, later: Ahead | None = None,
+                 views: ArgumentViews | None = None) -> None:  # fmt: skip
         self.program, self.library, self.device = program, library, device
         self._is_tensor = [isinstance(r, tuple) for r in roots]
         self._constants, self._checked = list(constants), checked
-        self._later = later or Ahead(())
+        self._later, self._views = later or Ahead(()), views
         self._written = program.written_arguments
         self._repeated = _repeated(program)
         self._bounds: dict[Hashable, Bound] = {}
@@ -326,6 +332,8 @@ class AotProgram:
                 results = bound.run(inputs)
             for place in self._repeated:  # autograd marks tensors, and these have gradients apart
                 results[place] = results[place].detach()
+            if self._views is not None:
+                self._views.put(results, arguments)
             self.num_calls, self.latest = self.num_calls + 1, bound
             for index in self._written:  # those that had to be laid out as the plan says
                 own = tensors[index]
