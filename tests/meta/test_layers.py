@@ -51,6 +51,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "errors",
         "options",
         "api",
+        "runtime.adapter",
         "runtime.dispatch",
         "runtime.loop",
         "runtime.signature",

@@ -152,7 +152,7 @@ BAD: dict[str, tuple[Callable[..., Any], Any, dict[str, Any], str]] = {
     "apart": (lambda x, y: (x + 1, y + 1), None, {}, "no result of search depends on all"),
     "writes": (lambda x: x.mul_(2) + 1, None, {}, "writes into an argument"),
     "random": (lambda x: x + torch.randn(2, 8), None, {}, "search draws random numbers"),
-    "a tensor of its own": (lambda x: x + MANY, None, {}, "makes tensors of its own"),
+    "a tensor of its own": (lambda x: x + MANY, None, {}, "pass it as an argument"),
     "few examples": (
         lambda x, y: x + y, None, {"example": [EMPTY]}, r"takes 2 tensors \(x, y\).* not \(Tensor\)"
     ),

@@ -419,6 +419,7 @@ def _trace(
     with no_effects(module, private=False), tracing(module, mode, reads, origins), texts:
         gm = make_fx(transform(flat), DECOMPOSITIONS, tracing_mode="real")(state, *fakes)
     refuse_wrapped(gm)
+    settle_origins(gm, module, origins)
     return gm, specs[-1], origins, reads, tuple(same)
 
 
@@ -496,6 +497,12 @@ def _as_compiling() -> Iterator[None]:
         yield
     finally:
         torch.compiler._is_compiling_flag = before
+
+
+def settle_origins(gm: GraphModule, module: nn.Module, origins: dict[str, str]) -> None:
+    """What was traced behind the last part of ``module`` is the module's own."""
+    for node in gm.graph.nodes:
+        origins.setdefault(node.name, type(module).__name__)
 
 
 @contextmanager

@@ -41,6 +41,7 @@ from strop.frontend.capture import (
     known_sizes,
     named_state,
     settings,
+    settle_origins,
     tracing,
     without_empty,
 )
@@ -144,6 +145,7 @@ def capture_step(
         with no_effects(module, private=True), tracing(module, mode, _Retarget(), origins):
             gm = make_fx(flat, joint.DECOMPOSITIONS, tracing_mode="real")(*primals)
         refuse_wrapped(gm)
+        settle_origins(gm, module, origins)
         _arrange(gm)
         make_functional(gm)
         gm.graph.eliminate_dead_code()  # not before: what is written to may be read by nobody

@@ -140,6 +140,12 @@ class Dispatcher:
         registry.watch(self._forget_programs)
         _ALL.add(self)
 
+    def run_plain(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """As without us. Dynamo traces this, and does not know how to make a method."""
+        if self._eager is None:
+            return type(self.module).forward(self.module, *args, **kwargs)
+        return self._eager(*args, **kwargs)
+
     @property
     def eager(self) -> Callable[..., Any]:
         """The forward that the module has without us."""
@@ -151,7 +157,7 @@ class Dispatcher:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.has_left or is_looked_into():
-            return self.eager(*args, **kwargs)
+            return self.run_plain(args, kwargs)
         if not kwargs and not hooks.has_global_hooks():
             result = self.short(args)
             if result is None and self._ready:
