@@ -28,7 +28,7 @@ from strop.runtime.ahead import LOW_PRIORITY, Ahead
 from strop.runtime.cache import DiskCache
 from strop.runtime.cubin import Cubin
 from strop.runtime.kernels import CudaKernels
-from strop.runtime.signature import default_shapes, flatten
+from strop.runtime.signature import Beside, default_shapes, flatten
 from strop.runtime.state import ModuleState
 from strop.runtime.turned import Call
 from tests.codegen.kernels import SAMPLES
@@ -118,13 +118,17 @@ def store(library: CudaKernels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(variants, "device_of", lambda state, shapes: torch.device("cuda"))
     monkeypatch.setattr(variants.priming, "prime", lambda *args: 0)  # there may be no GPU
     module = Softmax().eval()
-    return variants.VariantStore(module, module.forward, Options(cache_dir=str(tmp_path)), "it")
+    return variants.VariantStore(module, Options(cache_dir=str(tmp_path)), "it")
 
 
 def variant_for(store: variants.VariantStore, *shape: int) -> variants.Variant:
     tensors: list[Tensor] = []
     skeleton = flatten(((torch.randn(shape, dtype=F16),), {}), tensors)
-    return store.get(ModuleState(store.module), Call(skeleton, tensors), default_shapes(tensors))
+    return store.get(
+        ModuleState(store.module),
+        Call(skeleton, tensors, skeleton, Beside()),
+        default_shapes(tensors),
+    )
 
 
 def test_the_first_call_waits_for_its_own_forms_only(
@@ -192,7 +196,7 @@ def test_a_stored_plan_finds_the_kernels_that_were_built(
     first = variant_for(store, 3, 48, 8)
     compiled = list(compilers.seen[0])
     monkeypatch.setattr(builds, "BUILDS", builds.Builds())  # a process that ended before the rest
-    again = variants.VariantStore(store.module, store.eager, store.options, "again")
+    again = variants.VariantStore(store.module, store.options, "again")
     found = variant_for(again, 3, 48, 8)
     assert found.from_disk
     assert compilers.seen[0] == compiled

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import torch
@@ -14,36 +15,36 @@ import strop
 from strop.options import Options
 from strop.runtime import native
 
-_SEEN: list[str] = []
+_SEEN: SimpleQueue[str] = SimpleQueue()  # a list would be put back as it was before the trace
 WATCHED: list[Any] = []
 
 
 class Spy(nn.Module):
-    """Looks at the progress of its own compilation. What is global is not copied with a module."""
+    """Looks at the progress of its own compilation."""
 
     def forward(self, x: Tensor) -> Tensor:
-        _SEEN.append(str(WATCHED[0].variants.progress))
+        _SEEN.put(str(WATCHED[0].variants.progress))
         return torch.nn.functional.silu(x)
 
 
 def test_stages_and_counts(tmp_path: Path, monkeypatch: Any) -> None:
-    _SEEN.clear()
     module = nn.Sequential(nn.Linear(8, 8), Spy(), nn.Softmax(-1), nn.Linear(8, 8), Spy()).eval()
     strop.optimize(module, options=Options(cache_dir=str(tmp_path), strict=True))
     WATCHED[:] = [module.forward]
     usual = native.NativeKernels._compile_unit
 
     def compile_unit(self: Any, group: Any) -> str:
-        _SEEN.append(str(WATCHED[0].variants.progress))
+        _SEEN.put(str(WATCHED[0].variants.progress))
         return usual(self, group)
 
     monkeypatch.setattr(native.NativeKernels, "_compile_unit", compile_unit)
     with torch.no_grad():
         module(torch.randn(3, 8))
     kernels = len(module.forward.variants.all[0].program.sources)
-    assert _SEEN[:2] == ["tracing modules, 3 of 6", "tracing modules, 6 of 6"]
-    assert _SEEN[2].startswith("building kernels, ")
-    assert _SEEN[2].endswith(f" of {kernels}")
+    seen = [_SEEN.get(timeout=0) for _ in range(_SEEN.qsize())]
+    assert seen[:2] == ["tracing modules, 3 of 6", "tracing modules, 6 of 6"]
+    assert seen[2].startswith("building kernels, ")
+    assert seen[2].endswith(f" of {kernels}")
     assert str(module.forward.variants.progress) == f"building kernels, {kernels} of {kernels}"
 
 

@@ -74,9 +74,9 @@ def test_a_file_system_without_locks_is_a_warning(
 def test_a_training_holds_its_folder_until_it_ends(tiny_model: Path, pictures: Path,
                                                    tmp_path: Path) -> None:  # fmt: skip
     given = values(tiny_model, pictures, tmp_path / "out")
-    session = trainer.session("text-to-image", **given)
+    session = trainer.holding("text-to-image", **given)
     with pytest.raises(TrainingError, match="another training writes"):
-        trainer.session("text-to-image", **given)
+        trainer.holding("text-to-image", **given)
     Loop(session, trainer.Watch()).run()
     assert not (tmp_path / "out" / HOLDER).exists()
     Hold(tmp_path / "out", print).release()
@@ -86,5 +86,5 @@ def test_a_training_that_cannot_begin_holds_nothing(tiny_model: Path, pictures: 
                                                     tmp_path: Path) -> None:  # fmt: skip
     given = values(tiny_model, pictures, tmp_path, train_batch_size=2, resolution=4096)
     with pytest.raises(OptionError, match="smaller than 4096"):
-        trainer.session("text-to-image", **given)
+        trainer.holding("text-to-image", **given)
     Hold(tmp_path, print).release()

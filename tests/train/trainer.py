@@ -42,15 +42,23 @@ class Watch:
         self.warnings.append(text)
 
 
-def session(task: str, watch: Watch | None = None, **given: Any) -> Session:
+def holding(task: str, watch: Watch | None = None, **given: Any) -> Session:
+    """With the lock of its output folder."""
     watch = watch or Watch()
     made = settings.make(task, {**COMMON, **given})
     return prepare_session(made, watch.stage, watch.warn)
 
 
+def session(task: str, watch: Watch | None = None, **given: Any) -> Session:
+    """Without: the next one of a test may share its folder."""
+    found = holding(task, watch, **given)
+    found.hold.release()
+    return found
+
+
 def train(task: str, watch: Watch | None = None, **given: Any) -> Outcome:
     watch = watch or Watch()
-    return Loop(session(task, watch, **given), watch).run()
+    return Loop(holding(task, watch, **given), watch).run()
 
 
 def draw_pictures(folder: Path, count: int = 5, metadata: bool = True) -> Path:

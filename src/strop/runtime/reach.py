@@ -125,6 +125,15 @@ class Reach:
             self._part(path or type(module).__qualname__, part)
         while self._grow():
             pass
+        self._functional()
+
+    def _functional(self) -> None:
+        """Functions of torch.nn.functional, which libraries call out of tables of their own, such
+        as that of transformers' attentions: no module's code names them."""
+        table = vars(nn.functional)
+        for name, value in table.items():
+            if isinstance(value, _CALLABLES) and name.islower() and not name.startswith("_"):
+                self._watch(f"torch.nn.functional.{name}", table, table, name, is_own=False)
 
     def _grow(self) -> bool:
         """Look at attributes of objects whose names are known by now; whether there are more."""
