@@ -10,10 +10,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
 
-from tests.operators.judge import Difference, Run, differences
+from tests.operators.judge import Difference, Run, differences, looks
 from tests.operators.ledger import Counts
-from tests.operators.rules import AS_AOT_EAGER, Where, rule_for
+from tests.operators.rules import AS_AOT_EAGER, AS_TRACED, Where, rule_for
 from tests.operators.running import SEED, WAYS, Outcome, eager, gradients, without_strop
 from tests.operators.samples import (
     Case,
@@ -128,7 +129,7 @@ class Check:
         wanted = self._eager_runs(expected)
         for one, run, right in zip(expected, runs, wanted, strict=True):
             exact = None if one.draws else self._exact(one.sample)
-            self._note(one, differences(run, right, exact), outcome)
+            self._note(one, differences(run, right, exact), outcome, run)
 
     def _through(self, samples: Sequence[Sample], given: Sequence[Sequence[Tensor]]) -> Outcome:
         flat = [t for tensors in given for t in tensors]
@@ -168,10 +169,13 @@ class Check:
         self._compare(expected[half:])
         return True
 
-    def _note(self, one: Expected, found: Sequence[Difference], outcome: Outcome) -> None:
+    def _note(self, one: Expected, found: Sequence[Difference], outcome: Outcome,
+              run: Run | None = None) -> None:  # fmt: skip
         where = replace(self.where, layout=one.sample.layout)
         rules = [rule_for(where, d, draws=one.draws) for d in found]
         wrong = [d for d, rule in zip(found, rules, strict=True) if not rule]
+        if wrong and run is not None and self._is_traced(one.sample, run, wrong):
+            rules, wrong = [*rules, AS_TRACED], []
         if wrong and self._is_torchs(one, wrong):
             rules, wrong = [*rules, AS_AOT_EAGER], []
         self.finding.rules.update(set(rules) - {""})
@@ -181,6 +185,18 @@ class Check:
             self.finding.failures.append(f"{said} | {described(one.sample)}")
         kind = "failed" if wrong else "rule" if found else _kind(outcome)
         self.finding.counts += Counts(**{kind: 1})
+
+    def _is_traced(self, sample: Sample, run: Run, wrong: Sequence[Difference]) -> bool:
+        """Whether the types and strides that differ are those of torch's rules for tensors without
+        numbers, of which every trace is made."""
+        if any(d.kind not in ("dtype", "strides") for d in wrong):
+            return False
+        with self._grad(), FakeTensorMode(allow_non_fake_inputs=True) as mode:
+            try:
+                result = sample(*map(mode.from_tensor, self._arguments(sample)))
+            except Exception:  # there is no such rule
+                return False
+        return looks(run.result) == looks(result)
 
     def _is_torchs(self, one: Expected, wrong: Sequence[Difference]) -> bool:
         """Whether torch.compile differs from eager in the same ways without Strop: Dynamo and

@@ -117,6 +117,14 @@ def _named(value: Any) -> str:
     return f"{value.dtype}{list(value.shape)}" if isinstance(value, Tensor) else repr(value)[:60]
 
 
+def looks(result: Any) -> list[Any]:
+    """Types, sizes and strides."""
+    leaves = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
+    return [
+        (leaf.dtype, list(map(int, leaf.shape)), list(map(int, _strides(leaf)))) for leaf in leaves
+    ]
+
+
 def _strides(t: Tensor) -> list[int]:
     """Of dims that have more than one element: those of others say nothing."""
     return [stride for size, stride in zip(t.shape, t.stride(), strict=True) if size != 1]

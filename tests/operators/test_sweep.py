@@ -15,7 +15,7 @@ from tests.operators import ledger, sweep
 from tests.operators.checking import check
 from tests.operators.judge import Run, differences
 from tests.operators.ledger import Counts, Key, Row
-from tests.operators.rules import AS_AOT_EAGER, RULES
+from tests.operators.rules import AS_AOT_EAGER, AS_TRACED, RULES
 from tests.operators.samples import Case
 
 pytestmark = [
@@ -143,7 +143,7 @@ def test_the_ledger_is_complete_and_without_failures() -> None:
 
 def test_each_rule_has_its_paragraph() -> None:
     text = (ledger.ROOT / "docs" / "operators.md").read_text()
-    for name in (AS_AOT_EAGER, *(rule.name for rule in RULES)):
+    for name in (AS_AOT_EAGER, AS_TRACED, *(rule.name for rule in RULES)):
         assert f"**{name}**" in text
 
 
