@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from strop.runtime import dispatch, executor, graphs
-from strop.runtime.dispatch import Dispatcher, Entry
+from strop.runtime.dispatch import Dispatcher
+from strop.runtime.entry import Entry
 
 from .nets import Net, X, optimized
 

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from strop.runtime import graphs
-from strop.runtime.dispatch import Dispatcher, Entry
+from strop.runtime.dispatch import Dispatcher
+from strop.runtime.entry import Entry
 from strop.runtime.graphs import Captured, GraphPool, MakeBound
 from strop.runtime.memory import workspace_of
 

@@ -32,7 +32,8 @@ from strop.ir.graph import Ref
 from strop.ir.program import CallStep, KernelStep, Program
 from strop.options import Options
 from strop.runtime import faults
-from strop.runtime.dispatch import Dispatcher, Entry
+from strop.runtime.dispatch import Dispatcher
+from strop.runtime.entry import Entry
 from strop.runtime.signature import NumberRef, count_numbers, number_text
 from strop.runtime.variants import Variant
 

@@ -19,7 +19,8 @@ from strop.bench import timer
 from strop.debug import trace
 from strop.debug.roofline import EVENTS, HOST, PROFILER, Times
 from strop.ir.program import KernelStep, Program, Step
-from strop.runtime.dispatch import Dispatcher, Entry
+from strop.runtime.dispatch import Dispatcher
+from strop.runtime.entry import Entry
 from strop.runtime.executor import Around, Bound
 
 GPU_RUNS = 10

@@ -14,7 +14,7 @@ import logging
 import threading
 import types
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from operator import is_
 from typing import TYPE_CHECKING, Any
@@ -30,9 +30,10 @@ from strop.options import Options
 from strop.patterns import registry
 from strop.runtime import graphs, hooks, leases
 from strop.runtime.adapter import Adapter
-from strop.runtime.aliases import AliasOfArgument, returned_arguments
+from strop.runtime.aliases import returned_arguments
 from strop.runtime.calls import drawing_by
 from strop.runtime.counters import Counters
+from strop.runtime.entry import Entry
 from strop.runtime.executor import Bound
 from strop.runtime.features import OFFLOADED, is_offloaded, replacement_before, take_out
 from strop.runtime.finite import not_finite
@@ -54,6 +55,7 @@ from strop.runtime.signature import (
     Beside,
     Shapes,
     Skeleton,
+    count_numbers,
     flatten,
     is_looked_into,
     memory_order,
@@ -69,24 +71,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("strop")
 MOST_READY = 1024  # calls kept prepared, of one module
-
-
-@dataclass
-class Entry:
-    """One shape that a compiled program serves."""
-
-    number: int  # its key in the graph pool: cheaper to hash than a call's shapes
-    variant: Variant
-    device: torch.device
-    env: dict[str, int] = field(default_factory=dict)
-    uses: int = 0
-    has_graph: bool = True  # False once its CUDA graph could not be had
-    bounds: dict[int, Bound] = field(default_factory=dict)
-    placed: list[Tensor | None] | None = None
-    aliases: tuple[AliasOfArgument, ...] = ()
-    steady: tuple[int, ...] = ()  # see ``Adapter.steady``
-    timestep: int | None = None  # see ``Adapter.timestep``
-    is_pure: bool = False  # see ``Program``
+_NUM_ARGUMENTS = 3  # items of a skeleton that are the arguments: "tuple", by place, by name
 
 
 def _plain_forward(module: nn.Module) -> Any:
@@ -187,6 +172,7 @@ class Dispatcher:
             skeleton = flatten((args, kwargs), tensors, beside)
         except UnsupportedError as error:
             return self._run_eager(str(error), args, kwargs)
+        skeleton = self._with_settings(skeleton, beside)
         if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
             return self._run_eager("an argument requires a gradient", args, kwargs)
         call = Call(skeleton, tensors, skeleton, beside)
@@ -208,6 +194,26 @@ class Dispatcher:
             except UnsupportedError as error:
                 refusal = error
         return self._run_refused(refusal, call, args, kwargs)
+
+    def _with_settings(self, skeleton: Skeleton, beside: Beside) -> Skeleton:
+        """The skeleton of a call's arguments with that of settings which a user turns."""
+        if not self.state.turned.names:
+            return skeleton
+        with self._lock:
+            part = self.state.turned.read(beside)
+            while part is None:  # one is no longer what it was
+                self._reset()
+                part = self.state.turned.read(beside)
+        return (*skeleton, part)
+
+    def _read_again(self, call: Call) -> Call:
+        """The call with the settings as they are now."""
+        arguments = call.bare[:_NUM_ARGUMENTS]
+        if arguments == call.bare and not self.state.turned.names:
+            return call
+        floats = call.beside.floats[: count_numbers(arguments)]
+        beside = Beside(floats, call.beside.generators)
+        return self._resolved(self._with_settings(arguments, beside), call.plain, beside)
 
     def _resolved(self, bare: Skeleton, tensors: list[Tensor], beside: Beside) -> Call:
         """A call that has floats or generators: which of the floats are inputs."""
@@ -241,6 +247,8 @@ class Dispatcher:
             self._reset()
             if reason := self._unfit():  # of what has been put there
                 return UnsupportedError(reason), None
+            call = self._read_again(call)
+            key = self._key(call)
         entry = self._entries.get(key)
         if entry is None or not (entry.variant.wants is None or entry.variant.suits(self.state)):
             try:
@@ -490,7 +498,7 @@ class Dispatcher:
     def _prepare(self, entry: Entry | None, args: tuple[Any, ...], tensors: Sequence[Tensor]
                  ) -> None:  # fmt: skip
         """Have the short way ready for the next call that looks like this one."""
-        if entry is None or entry.device.type != "cpu":
+        if entry is None or entry.device.type != "cpu" or self.state.turned.names:
             return
         key = plain_key(args)
         if not key or key in self._ready or torch._C._len_torch_dispatch_stack():

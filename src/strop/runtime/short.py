@@ -25,7 +25,7 @@ from torch.nn.modules.module import (
 
 if TYPE_CHECKING:
     from strop.runtime.counters import Counters
-    from strop.runtime.dispatch import Entry
+    from strop.runtime.entry import Entry
     from strop.runtime.loop import Loop
     from strop.runtime.straight import Run
 

@@ -56,6 +56,7 @@ class Beside:
 
     floats: list[float] = field(default_factory=list)
     generators: list[torch.Generator] = field(default_factory=list)
+    num_settings: int = 0  # of the floats, the last ones: those of settings, which are inputs
 
 
 def flatten(value: Any, tensors: list[Tensor], beside: Beside | None = None) -> Skeleton:

@@ -20,6 +20,7 @@ from strop.runtime.features import replaced_part
 from strop.runtime.surroundings import Surroundings
 from strop.runtime.texts import is_plain
 from strop.runtime.training_mode import sensitive_parts
+from strop.runtime.turned_settings import TurnedSettings
 
 _DATA_PTR = Tensor.data_ptr
 # Whether tensors lie at these addresses, asked at once in builds of torch for GPUs.
@@ -34,12 +35,14 @@ class ModuleState:
         self._ignored: frozenset[str] = frozenset()  # caches that the module itself writes
         self.merged: list[Tensor] = []  # weights in one piece, whose first rows are still there
         self._kept: dict[int, Any] = {}  # objects that a structure names by their ids
+        self.turned = TurnedSettings(module)
         self.scan()
 
     def scan(self) -> None:
         """Look at the module anew."""
         edges: list[tuple[dict[str, Any], str]] = []
         self._adapted = []
+        self.turned.scan()
         self.modules = list(self.module.modules())
         self.train_sensitive = sensitive_parts(self.modules)
         self.hooks: list[Any] = []
@@ -47,7 +50,7 @@ class ModuleState:
         self.replaced = replaced_part(self.module)  # why a part with another forward is in the way
         places = list(state_places(self.module))
         self.names = [name for name, _, _ in places]
-        for _, owner in self.module.named_modules():
+        for path, owner in self.module.named_modules():
             edges += [(owner._modules, k) for k in owner._modules]
             if owner is not self.module:
                 self.hooks += [owner._forward_pre_hooks, owner._forward_hooks]
@@ -55,7 +58,7 @@ class ModuleState:
             named = ("processor",) if owner is self.module else ("processor", "forward")
             edges += [(owner.__dict__, k) for k in named if k in owner.__dict__]
             if hasattr(owner, "lora_A"):
-                self._adapted.append(owner)
+                self._adapted.append((path, owner))
         self._tables, self._keys = [t for _, t, _ in places], [k for _, _, k in places]
         self._edge_tables, self._edge_keys = [t for t, _ in edges], [k for _, k in edges]
         self.tensors: list[Tensor] = [table[key] for _, table, key in places]
@@ -66,7 +69,7 @@ class ModuleState:
         self._num_owned = sum(map(len, self._owned)) + ("forward" not in self.module.__dict__)
         self.adapters = self._adapter_state()
         self.effects: set[str] = set()  # what calls in eager have changed since
-        self.surroundings = Surroundings(self.module, self._ignored)
+        self.surroundings = self._surroundings()
         self.structure = self._structure()
         self._watch()
         self.pointers = _pointers(self.tensors)
@@ -138,7 +141,10 @@ class ModuleState:
         watched."""
         if not labels <= self._ignored:
             self._ignored |= labels
-            self.surroundings = Surroundings(self.module, self._ignored)
+            self.surroundings = self._surroundings()
+
+    def _surroundings(self) -> Surroundings:
+        return Surroundings(self.module, self._ignored | self.turned.labels)
 
     def note_effects(self) -> None:
         """Behind a call in eager: what it has changed of its surroundings is its own doing."""
@@ -174,22 +180,28 @@ class ModuleState:
     def _adapter_state(self) -> tuple[Any, ...]:
         """What peft layers do besides their weights: who is active, with what scale."""
         return tuple(
-            (tuple(layer.active_adapters), tuple(sorted(layer.scaling.items())),
+            (tuple(layer.active_adapters),
+             self.turned.form_of(path, "scaling") or tuple(sorted(layer.scaling.items())),
              layer.disable_adapters, tuple(layer.merged_adapters))
-            for layer in self._adapted
+            for path, layer in self._adapted
         )  # fmt: skip
+
+    def settings(self, path: str, part: nn.Module) -> dict[str, Any]:
+        """Plain attributes of a part; of turned ones only the form."""
+        found = settings_of(part)
+        return {name: self.turned.form_of(path, name) or found[name] for name in found}
 
     def _structure(self) -> int:
         """A hash of names, classes, processors, adapters, shapes and dtypes."""
         modules = tuple(
-            (path, type(m), type(m.__dict__.get("processor")), repr(settings_of(m)))
+            (path, type(m), type(m.__dict__.get("processor")), repr(self.settings(path, m)))
             for path, m in self.module.named_modules()
         )  # fmt: skip
         state = tuple((n, t.shape, _layout(t), t.dtype, t.device) for n, t in
                       zip(self.names, self.tensors, strict=True))  # fmt: skip
         objects = {id(value): value for value in self.surroundings.objects}
         self._kept.update(objects)
-        names = (*self.surroundings.text, *objects)
+        names = (*self.surroundings.text, *self.surroundings.containers, *objects)
         return hash((modules, state, self.adapters, names))
 
 

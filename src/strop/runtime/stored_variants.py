@@ -29,7 +29,7 @@ from strop.options import Options
 from strop.patterns import registry
 from strop.runtime.cache import DiskCache
 from strop.runtime.signature import Shapes, Skeleton
-from strop.runtime.state import ModuleState, settings_of
+from strop.runtime.state import ModuleState
 from strop.runtime.texts import qualified, text_of
 
 if TYPE_CHECKING:
@@ -47,12 +47,13 @@ def key_of(module: nn.Module, state: ModuleState, skeleton: Skeleton, shapes: Sh
     sources = set()
     for path, part in module.named_modules():
         processor = part.__dict__.get("processor")
-        parts.append(f"{path}:{qualified(type(part))}:{part.extra_repr()}:{_settings(part)}")
+        settings = _settings(state, path, part)
+        parts.append(f"{path}:{qualified(type(part))}:{part.extra_repr()}:{settings}")
         parts.append(f"{qualified(type(processor))}")
         sources |= {_source_digest(type(part)), _source_digest(type(processor))}
     parts += sorted(sources)
     parts.append(_config(module))
-    parts += [*state.surroundings.text, state.surroundings.code]
+    parts += [*state.surroundings.text, *state.surroundings.containers, state.surroundings.code]
     parts += [f"{n}:{tuple(t.shape)}:{t.stride()}:{t.dtype}:{t.device}"
               for n, t in zip(state.names, state.tensors, strict=True)]  # fmt: skip
     parts += [
@@ -72,9 +73,9 @@ def _config(module: nn.Module) -> str:
     return repr(config)
 
 
-def _settings(part: nn.Module) -> str:
+def _settings(state: ModuleState, path: str, part: nn.Module) -> str:
     """Plain attributes: flags such as ``upcast_attention`` decide what a forward does."""
-    return repr(sorted((k, text_of(v)) for k, v in settings_of(part).items()))
+    return repr(sorted((k, text_of(v)) for k, v in state.settings(path, part).items()))
 
 
 @lru_cache(maxsize=1)

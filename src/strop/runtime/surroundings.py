@@ -127,10 +127,18 @@ class Surroundings:
                 yield f"{content.label}={text_of(content.value)}"
 
     @property
+    def containers(self) -> list[str]:
+        """A line for each list and the like of a framework's that holds numbers and texts alone:
+        peft makes a new list of active adapters with each weight that it sets."""
+        places = zip(self._places, self._values, strict=True)
+        return sorted(f"{p.label}={text_of(v)}" for p, v in places if _is_by_text(p, v))
+
+    @property
     def objects(self) -> list[Any]:
         """Values of which the text does not tell everything: compared by identity."""
         places = zip(self._places, self._values, strict=True)
-        held = [v for p, v in places if not p.is_own or not (_is_told(v) or p.is_setting)]
+        held = [v for p, v in places if not _is_by_text(p, v)
+                and (not p.is_own or not (_is_told(v) or p.is_setting))]  # fmt: skip
         for known in self._items:
             if isinstance(known, list):
                 held += [item for item in known if not _is_told(item)]
@@ -140,6 +148,11 @@ class Surroundings:
 def is_private(label: str) -> bool:
     """Whether a name is a cache by custom."""
     return label.rpartition(".")[2].startswith("_")
+
+
+def _is_by_text(place: Place, value: Any) -> bool:
+    is_container = isinstance(value, list | tuple | dict | set | frozenset)
+    return not place.is_own and not place.is_setting and is_container and is_plain(value)
 
 
 def _is_told(value: Any) -> bool:

@@ -56,6 +56,8 @@ class Turned:
         """The call with these ``tensors`` and what is ``beside`` in a skeleton, ``bare`` of it."""
         floats = beside.floats
         inputs: tuple[int, ...] = ()
+        if beside.num_settings and bare not in self._turned:
+            self._turned[bare] = frozenset(range(len(floats) - beside.num_settings, len(floats)))
         if turned := self._turned.get(bare):
             free = turned - self._fixed.get((structure, bare), frozenset())
             inputs = tuple(n for n in sorted(free) if math.isfinite(floats[n]))

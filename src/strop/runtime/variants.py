@@ -320,9 +320,9 @@ class VariantStore:
             foresight = Foresight(library.begin, families(device.type, options))
 
         def call(*given: Any) -> Any:
-            args, kwargs = rebuild(asked.skeleton, given)
+            args, kwargs, *settings = rebuild(asked.skeleton, given)
             contents = Contents((args, kwargs))
-            with foresight:
+            with foresight, state.turned.put(clone, settings[0] if settings else ()):
                 result = clone.forward(*args, **kwargs)  # its own hooks run outside
             effects.look([value for value in given if isinstance(value, Tensor)])
             return with_objects(result, (args, kwargs), contents)
