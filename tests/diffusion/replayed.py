@@ -53,10 +53,7 @@ class Pool(GraphPool):
 
     def _capture(self, inputs: Sequence[Tensor], specs: Any, make: MakeBound) -> Captured:
         bound = make(workspace_of(CPU, 0), 0)
-        static = tuple(
-            torch.empty(x.shape, dtype=s.dtype, memory_format=s.memory_format).copy_(x)
-            for x, s in zip(inputs, specs, strict=True)
-        )
+        static = tuple(s.empty(x.shape).copy_(x) for x, s in zip(inputs, specs, strict=True))
         bound.run(static)
         prologue = timed = None
         if bound.hoisted.steps:
@@ -66,7 +63,17 @@ class Pool(GraphPool):
             timed = Recorded(lambda: bound.run_timed(static))
         graph = Recorded(lambda: bound.run_rest(static))
         self.num_captures += 1
-        return Captured(graph, prologue, timed, static, graph.results, bound, 0, 1)  # type: ignore
+        return Captured(
+            graph,
+            prologue,
+            timed,
+            static,
+            graph.results,
+            bound,
+            0,
+            1,
+            shared=graphs.shared_by(graph.results),
+        )  # type: ignore
 
 
 def _run(self: Dispatcher, entry: Entry, tensors: list[Tensor]) -> Any:

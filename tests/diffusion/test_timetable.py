@@ -19,7 +19,6 @@ from strop.runtime.executor import Bound
 from strop.runtime.graphs import Captured
 from strop.runtime.hoisting import stamp_of
 from strop.runtime.loop import Loop, moment_of, place_among
-from tests.diffusion.replayed import Recorded
 from tests.diffusion.test_hoisting import (
     STEPS,
     after_step,
@@ -31,6 +30,7 @@ from tests.diffusion.test_hoisting import (
     plain,  # noqa: F401
     prompt_written,
 )
+from tests.diffusion.test_hoisting_rules import Recorded
 from tests.diffusion.test_never_stale import _is_ahead
 from tests.e2e import tiny
 

@@ -46,7 +46,9 @@ WITHOUT: dict[str, Sequence[str]] = {
     "torch takes it apart before our tables see it": (
         *(f"library {name}" for name in _RESIZING),
         *(f"aten.{name}.default" for name in _RESIZING),
-        *(f"library upsample_{mode}2d_backward" for mode in ("nearest", "bilinear", "bicubic")),
+        *(f"library {name}_backward" for name in _RESIZING),
+        "library _unsafe_index", "library _unsafe_index_put",
+        "aten._unsafe_index.Tensor", "aten._unsafe_index_put.default",
         "softshrink", "hardshrink", "softshrink_backward", "hardshrink_backward",
         "aten.native_batch_norm.default", "aten.linear.default",
     ),

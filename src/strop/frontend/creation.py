@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.fx import Node as FxNode
 
+from strop.frontend import operators  # noqa: F401 - which registers strop.linspace
 from strop.frontend.numbers import is_number
 from strop.ir.dims import Expr, const
 from strop.ir.graph import Builder, Node

@@ -103,7 +103,9 @@ def viewed(fx: Node) -> Node | None:
     into the memory of its argument."""
     made = fx.args[0] if fx.target is operator.getitem else fx  # by split, unbind
     schema = getattr(made.target, "_schema", None) if isinstance(made, Node) else None
-    if schema is None or all(r.alias_info is None for r in schema.returns):
+    if schema is None or schema.is_mutable:
+        return None
+    if all(returned.alias_info is None for returned in schema.returns):
         return None
     source = made.args[0]  # type: ignore[union-attr]
     is_view = isinstance(source, Node) and storage_of(source) == storage_of(fx)

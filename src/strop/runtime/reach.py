@@ -7,6 +7,7 @@ it with later is ``surroundings``.
 
 from __future__ import annotations
 
+import copyreg
 import dis
 import functools
 import sys
@@ -184,6 +185,8 @@ class Reach:
         self._class_names[kind, names] = reached
         for base in kind.__mro__[:-1]:
             if _root(base.__module__) not in UNWATCHED:
+                # copying an object, as for a trace, notes them in the class: do so before counting
+                copyreg._slotnames(base)  # type: ignore[attr-defined]
                 self.owners[id(base)] = (base.__qualname__, base, vars(base))
         return reached
 
