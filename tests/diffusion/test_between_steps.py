@@ -9,6 +9,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import diffusers
 import pytest
 import torch
 from diffusers import DDIMScheduler
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 import strop
 from strop.bench.pipelines.all import PIPELINES
 from strop.bench.pipelines.tiny import drawn
+from strop.runtime.loop import Loop
 from strop.runtime.state import ModuleState
 from tests.diffusion.replayed import replayed_first
 from tests.e2e import tiny
@@ -135,8 +137,12 @@ def test_the_scale_of_an_ip_adapter_is_cut_off(path: str) -> None:
     assert (found[0] - expected[0]).abs().max() < 0.1 * change  # sums in another order
 
 
-def test_a_step_that_changes_nothing_looks_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And binds nothing anew: graphs, what the prompt gives and timetables stay."""
+@pytest.mark.parametrize("is_watched", [True, False])
+def test_a_step_that_changes_nothing_looks_once(is_watched: bool, monkeypatch: pytest.MonkeyPatch
+                                                ) -> None:  # fmt: skip
+    """And binds nothing anew: graphs, what the prompt gives and timetables stay. In a loop that
+    runs no user's code, the first step looks for all."""
+    more = {"callback_on_step_end": lambda pipe, step, timestep, now: {}} if is_watched else {}
     looks: list[ModuleState] = []
     look = ModuleState.has_new_structure
 
@@ -147,9 +153,9 @@ def test_a_step_that_changes_nothing_looks_once(monkeypatch: pytest.MonkeyPatch)
     pipe = strop.optimize(tiny.pipeline(), options=tiny.options(strict=True))
     picture(pipe)
     monkeypatch.setattr(ModuleState, "has_new_structure", noted)
-    picture(pipe)
+    picture(pipe, **more)
     unet = pipe.unet.forward
-    assert looks.count(unet.state) == STEPS
+    assert looks.count(unet.state) == (STEPS if is_watched else 1)
     assert unet.counters.rebinds == 0
 
 
@@ -171,3 +177,77 @@ def test_a_block_that_comes_with_a_hook_runs_it() -> None:
     torch.testing.assert_close(net(x), (other.inner(x)).relu(), rtol=1e-5, atol=1e-6)
     (reason,) = net.forward.counters.fallbacks
     assert "forward hooks" in reason
+
+
+def of_user(pipe: Any) -> bool:
+    """What a loop of the pipeline notes."""
+    seen: list[bool] = []
+    begin = Loop.begin
+
+    def noted(loop: Loop, *args: Any, **how: Any) -> None:
+        begin(loop, *args, **how)
+        seen.append(loop.has_user_code)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Loop, "begin", noted)
+        picture(pipe)
+    (found,) = set(seen)
+    return found
+
+
+def patched_step(pipe: Any) -> None:
+    step = pipe.scheduler.step
+    pipe.scheduler.step = lambda *args, **kwargs: step(*args, **kwargs)
+
+
+class Pipeline(diffusers.StableDiffusionPipeline):
+    """With a loop of its own, as far as anybody can tell."""
+
+
+DISTURBING: dict[str, Callable[[Any], Any]] = {
+    "a hook of a model": lambda pipe: pipe.unet.register_forward_pre_hook(lambda m, args: None),
+    "a scheduler's function": patched_step,
+    "a scheduler of a class of the user's": lambda pipe: setattr(
+        pipe, "scheduler", Scheduler.from_config(pipe.scheduler.config)
+    ),
+    "a class of the user's": lambda pipe: setattr(pipe, "__class__", Pipeline),
+    "a function of the pipeline": lambda pipe: setattr(pipe, "helper", lambda: None),
+}
+
+
+def test_a_plain_loop_runs_no_code_of_a_user() -> None:
+    pipe = strop.optimize(tiny.pipeline(), options=tiny.options())
+    assert not of_user(pipe)
+    ended = threading.Event()
+    thread = threading.Thread(target=ended.wait)
+    thread.start()
+    try:
+        assert of_user(pipe)
+    finally:
+        ended.set()
+        thread.join()
+    assert not of_user(pipe)
+
+
+@pytest.mark.parametrize("name", DISTURBING)
+def test_what_may_run_a_user_s_code(name: str) -> None:
+    pipe = strop.optimize(tiny.pipeline(), options=tiny.options())
+    DISTURBING[name](pipe)
+    assert of_user(pipe)
+
+
+def test_a_loop_of_the_user_s_own_is_looked_at() -> None:
+    plain, fast = tiny.pipeline(), tiny.pipeline()
+    strop.optimize(fast, options=tiny.options())
+    args = tiny.unet_args(2, 8, 8, 7)
+    found = []
+    for pipe in (plain, fast):
+        with torch.no_grad(), pipe.progress_bar(total=3):
+            results = []
+            for step in range(3):
+                results.append(pipe.unet(*args).sample)
+                if step == 1:
+                    doubled(pipe.unet)
+        found.append(torch.stack(results))
+    torch.testing.assert_close(*found, **CLOSE)
+    assert (found[0][2] - found[0][0]).abs().max() > 1e-2

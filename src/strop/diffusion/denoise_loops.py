@@ -20,6 +20,7 @@ from torch import nn
 
 from strop.api import optimize_module
 from strop.diffusion.scheduler import host_timesteps
+from strop.diffusion.user_code import runs_user_code
 from strop.runtime.dispatch import Dispatcher
 from strop.runtime.loop import Loop
 
@@ -132,10 +133,11 @@ def loops_of(pipe: Any) -> Sequence[Loop]:
 def around(pipe: Any, loops: Sequence[Loop], make_bar: Callable[[], Any]) -> Iterator[Any]:
     """A bar whose body is a denoise loop."""
     scheduler = getattr(pipe, "scheduler", None)  # which may be another one by now
+    has_user_code = runs_user_code(pipe)
     with ExitStack() as ends:
         for loop in loops:
             ends.callback(loop.end)
-            loop.begin(getattr(scheduler, "timesteps", None))
+            loop.begin(getattr(scheduler, "timesteps", None), has_user_code=has_user_code)
         with host_timesteps(scheduler), make_bar() as bar:
             yield bar
 

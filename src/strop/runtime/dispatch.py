@@ -29,6 +29,7 @@ from strop.frontend.objects import WithObjects, given_back
 from strop.options import Options
 from strop.patterns import registry
 from strop.runtime import graphs, hooks, leases
+from strop.runtime import short as prepared
 from strop.runtime.adapter import Adapter
 from strop.runtime.aliases import returned_arguments
 from strop.runtime.calls import drawing_by
@@ -42,15 +43,6 @@ from strop.runtime.limits import looks_too_far
 from strop.runtime.loop import Loop, moment_of
 from strop.runtime.memory import Workspace, workspace_of
 from strop.runtime.passing import as_specified, returned, structured
-from strop.runtime.short import (
-    Short,
-    open_entrance,
-    plain_key,
-    remove_entrance,
-    reserve_entrance,
-    short_way,
-    untaken,
-)
 from strop.runtime.signature import (
     Beside,
     Shapes,
@@ -62,8 +54,8 @@ from strop.runtime.signature import (
     solve_roots,
 )
 from strop.runtime.state import ModuleState, place
-from strop.runtime.training_mode import is_in_training
 from strop.runtime.turned import Call, Turned, with_numbers
+from strop.runtime.unfit import unfit_call, unfit_module
 from strop.runtime.variants import REFUSALS, Variant, VariantStore, device_of, library_for
 
 if TYPE_CHECKING:
@@ -80,7 +72,7 @@ def _plain_forward(module: nn.Module) -> Any:
 
 
 _NUMBERS = itertools.count()
-_ON_HOST, _AS_IT_IS = torch.empty(0), contextlib.nullcontext()
+_ON_HOST, _AS_IT_IS, _NO_RESULT = torch.empty(0), contextlib.nullcontext(), object()
 _ALL: WeakSet[Dispatcher] = WeakSet()
 
 
@@ -110,15 +102,15 @@ class Dispatcher:
         self._replaced = "" if is_own else replacement_before(module)
         self.has_left = False  # then whoever still calls it gets what the module does without us
         self.counters = Counters()
-        reserve_entrance(module)
+        prepared.reserve_entrance(module)
         self.state = ModuleState(module)
         self.turned = Turned()
         self.variants = VariantStore(module, options, self.name)
         self.latest: Entry | None = None  # the shape that ran last
         self._entries: dict[Hashable, Entry] = {}
-        self.short: Short = untaken  # that of the prepared call that came last
+        self.short: prepared.Short = prepared.untaken  # that of the prepared call that came last
         self.entrance: Callable[..., Any] | None = None
-        self._ready: dict[Hashable, Short] = {}
+        self._ready: dict[Hashable, prepared.Short] = {}
         self._refused: dict[Hashable, StropError] = {}  # calls that change what they read
         self._checked_loop = 0
         self._lock = threading.RLock()
@@ -154,8 +146,8 @@ class Dispatcher:
 
     def _other_short(self, args: tuple[Any, ...]) -> Any:
         """What comes of the short way of another prepared call, if there is one like this."""
-        short = self._ready.get(plain_key(args), untaken)
-        if short is untaken or short is self.short:
+        short = self._ready.get(prepared.plain_key(args), prepared.untaken)
+        if short is prepared.untaken or short is self.short:
             return None
         self.short = short
         return short(args)
@@ -233,16 +225,9 @@ class Dispatcher:
         key = self._key(call)
         if refused := self._still_refused(key):
             return refused, None
-        entry = self._entries.get(key)
-        if entry is not None and self._may_run_ahead(entry):
-            before = self.counters.replays, replace(self.counters.hoisted)
-            result = self._run_ahead(entry, call.tensors)
-            if not (has_changed := self._has_changed()):
-                return None, result
-            # nobody sees this one's result
-            self.counters.replays, self.counters.hoisted = before
-        else:
-            has_changed = self._has_changed()
+        has_changed, result = self._look(self._entries.get(key), call.tensors)
+        if result is not _NO_RESULT:
+            return None, result
         if has_changed:
             self._reset()
             if reason := self._unfit():  # of what has been put there
@@ -263,6 +248,20 @@ class Dispatcher:
         if plain is not None:
             self._prepare(self._entries.get(key), plain, tensors)
         return None, result
+
+    def _look(self, entry: Entry | None, tensors: list[Tensor]) -> tuple[bool, Any]:
+        """Whether the module is another than at the last look. The result, if the call has run
+        ahead of this look and nothing is."""
+        if entry is not None and self._is_undisturbed():
+            return False, _NO_RESULT
+        if entry is None or not self._may_run_ahead(entry):
+            return self._has_changed(), _NO_RESULT
+        before = self.counters.replays, replace(self.counters.hoisted)
+        result = self._run_ahead(entry, tensors)
+        if not self._has_changed():
+            return False, result
+        self.counters.replays, self.counters.hoisted = before  # nobody sees that result
+        return True, _NO_RESULT
 
     def _still_refused(self, key: Hashable) -> StropError | None:
         refusal = self._refused.get(key)
@@ -291,21 +290,15 @@ class Dispatcher:
 
     def _unfit(self) -> str:
         """Why this call cannot be served by an inference program, or nothing."""
-        if torch.is_grad_enabled() and any(p.requires_grad for p in self.module.parameters()):
-            return "gradients are enabled: call under torch.no_grad() or inference_mode()"
-        if torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu"):
-            return "autocast is enabled: cast the module instead"
+        if (reason := unfit_call(self.module)) or self._is_undisturbed():
+            return reason
         if self._replaced:
             return self._replaced
         if is_offloaded(self.component):
             self.forget_shapes()  # which would keep weights in the memory that is to be free
             self.state.merged.clear()
             return OFFLOADED
-        if is_in_training(self.state.modules, self.state.train_sensitive):
-            return "the module, or a part of it, is in training mode: call .eval()"
-        if any(self.state.hooks) and any(map(hooks.is_untraced, self.state.hooks)):
-            return "a submodule has forward hooks, which compiled code would not run"
-        return hooks.REASON if hooks.has_global_hooks() else ""
+        return unfit_module(self.state)
 
     def _run_eager(self, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.options.strict and reason != hooks.REASON:
@@ -347,6 +340,15 @@ class Dispatcher:
     def _is_settled(self) -> bool:
         """Inside a denoise loop of which a call has looked at everything."""
         return self.loop.is_running and self._checked_loop == self.loop.number
+
+    def _is_undisturbed(self) -> bool:
+        """And nobody can have changed anything since."""
+        own = self.module
+        return (
+            not self.loop.has_user_code
+            and self._is_settled()
+            and not (own._forward_hooks or own._forward_pre_hooks or hooks.has_global_hooks())
+        )
 
     def _check_state(self) -> None:
         if self._has_changed():
@@ -393,16 +395,14 @@ class Dispatcher:
         self._entries.clear()
         self._ready.clear()
         self._refused.clear()
-        self.short = untaken
+        self.short = prepared.untaken
 
     def leave(self) -> None:
         """Keep no place in the module, nor in what others have put around its forward since."""
         self.has_left = True
         self.forget_shapes()
-        remove_entrance(self)
+        prepared.remove_entrance(self)
         take_out(self, self.module, self.eager, is_own=self._eager is None)
-
-    # shapes
 
     def _shapes(self, call: Call) -> Shapes:
         shapes = self.adapter.shapes(call.plain, call.skeleton)
@@ -500,12 +500,12 @@ class Dispatcher:
         """Have the short way ready for the next call that looks like this one."""
         if entry is None or entry.device.type != "cpu" or self.state.turned.names:
             return
-        key = plain_key(args)
+        key = prepared.plain_key(args)
         if not key or key in self._ready or torch._C._len_torch_dispatch_stack():
             return
         if len(self._ready) >= MOST_READY:
             self._ready.clear()
-        self._ready[key] = untaken
+        self._ready[key] = prepared.untaken
         variant = entry.variant
         if entry.aliases or variant.same or variant.layout_reads or variant.wants is not None:
             return
@@ -517,9 +517,9 @@ class Dispatcher:
         run = bound.straight(structured(entry.variant.out_spec, len(bound.program.returned)))
         if run is not None and is_unchanged is not None:
             drop = partial(self._ready.pop, key, None)
-            self.short = short_way(self, entry, tensors, run, is_unchanged, drop)
+            self.short = prepared.short_way(self, entry, tensors, run, is_unchanged, drop)
             self._ready[key] = self.short
-            open_entrance(self)
+            prepared.open_entrance(self)
 
     # running
 

@@ -17,18 +17,19 @@ _LOOPS = itertools.count(1)
 
 @dataclass
 class Loop:
-    """Between ``begin`` and ``end`` weights are checked once, then only lightly, and what depends
-    on the prompt or on the timestep alone is kept. ``timesteps`` (n,): those of its steps, if
-    somebody knows them."""
+    """Between ``begin`` and ``end`` what depends on the prompt or on the timestep alone is kept.
+    ``timesteps`` (n,): those of its steps, if somebody knows them. ``has_user_code``: whether code
+    that is no library's may run between two steps, and change the model."""
 
     number: int = 0
     is_running: bool = False
     kept: WeakValueDictionary[Hashable, Kept] = field(default_factory=WeakValueDictionary)
     timesteps: Tensor | None = None
+    has_user_code: bool = True
 
-    def begin(self, timesteps: Any = None) -> None:
+    def begin(self, timesteps: Any = None, *, has_user_code: bool = True) -> None:
         self.number = next(_LOOPS)  # threads never get the same
-        self.is_running = True
+        self.is_running, self.has_user_code = True, has_user_code
         is_known = isinstance(timesteps, Tensor) and timesteps.dim() == 1
         self.timesteps = timesteps if is_known and timesteps.is_contiguous() else None
 
