@@ -12,6 +12,22 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update-golden", action="store_true", help="rewrite tests/golden")
 
 
+NIGHTLY = Path(__file__).with_name("nightly.txt")
+
+
+def nightly_tests() -> list[str]:
+    lines = NIGHTLY.read_text().splitlines()
+    return [line for line in lines if line and not line.startswith("#")]
+
+
+@pytest.hookimpl(tryfirst=True)  # before those are left out that have the mark
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    names = tuple(nightly_tests())
+    for item in items:
+        if item.nodeid.startswith(names):
+            item.add_marker(pytest.mark.nightly)
+
+
 @pytest.fixture
 def fresh_dynamo() -> Iterator[None]:
     """Let torch.compile begin anew, and leave nothing behind for the tests that follow."""
