@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,17 +16,27 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 NIGHTLY = Path(__file__).with_name("nightly.txt")
 
 
-def nightly_tests() -> list[str]:
-    lines = NIGHTLY.read_text().splitlines()
-    return [line for line in lines if line and not line.startswith("#")]
+def nightly_tests() -> dict[str, int]:
+    """Prefixes of ids -> of how many tests one stays in ``make test``; 0: none does."""
+    found = {}
+    for line in NIGHTLY.read_text().splitlines():
+        if line and not line.startswith("#"):
+            prefix, _, part = line.partition(" 1/")
+            found[prefix] = int(part or 0)
+    return found
 
 
 @pytest.hookimpl(tryfirst=True)  # before those are left out that have the mark
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    names = tuple(nightly_tests())
+    parts, seen = nightly_tests(), Counter[str]()
     for item in items:
-        if item.nodeid.startswith(names):
-            item.add_marker(pytest.mark.nightly)
+        name = item.nodeid
+        prefix = next((p for p in (name, name.partition("[")[0]) if p in parts), "")
+        if prefix:
+            part, number = parts[prefix], seen[prefix]
+            seen[prefix] += 1
+            if not part or number % part:
+                item.add_marker(pytest.mark.nightly)
 
 
 @pytest.fixture
