@@ -23,7 +23,6 @@ from torch.nn import functional as F
 
 import strop
 from strop.options import Options
-from strop.runtime.state import ModuleState
 from tests.e2e import tiny
 
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}  # fp32 sums of sixteen
@@ -211,13 +210,18 @@ def test_the_cache_on_disk_knows_functions(tmp_path: Path) -> None:
 
 
 def test_keys_of_a_unet_are_the_same_in_every_process() -> None:
-    """Sets among constants and addresses in texts would make them others."""
+    """Sets among constants and addresses in texts would make them others. (Optimising a pipeline
+    puts functions of ours into diffusers: this process may have other keys.)"""
     code = (
         "from tests.e2e import tiny; from strop.runtime.state import ModuleState;"
         "print(ModuleState(tiny.unet()).surroundings.code)"
     )
     paths = [str(Path(strop.__file__).parents[1]), str(Path(__file__).parents[2])]
-    environment = {"PYTHONPATH": os.pathsep.join(paths), "PYTHONHASHSEED": "7"}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True,
-                          env=os.environ | environment)  # fmt: skip
-    assert done.stdout.split()[-1:] == [ModuleState(tiny.unet()).surroundings.code], done.stderr
+    found = set()
+    for seed in ("7", "8"):
+        environment = {"PYTHONPATH": os.pathsep.join(paths), "PYTHONHASHSEED": seed}
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True,
+                              env=os.environ | environment)  # fmt: skip
+        assert not done.returncode, done.stderr
+        found.add(done.stdout.split()[-1])
+    assert len(found) == 1
