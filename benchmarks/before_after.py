@@ -10,8 +10,8 @@ newer, older, ...), so that clocks and temperature are the same for both.
 A row is timed as a whole (``time``: milliseconds of a call, from a queue of calls between two CUDA
 events) and on the host (``host``: microseconds until a call of the UNet has come back, with the
 device idle before; ``loop``: the same within a denoise loop of diffusers' own; ``watched``: in one
-where a user's code may run, so that each step looks at the model). The table has medians, their ratio,
-and the spread of the ratio over the rounds.
+where a user's code may run, so that each step looks at the model). The table has medians, their
+ratio, and the spread of the ratio over the rounds.
 """
 
 from __future__ import annotations
