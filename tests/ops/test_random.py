@@ -193,7 +193,8 @@ RANDOM: dict[str, Callable[[Tensor], Tensor]] = {
     "cauchy_": lambda x: torch.empty_like(x).cauchy_() + x,
     "log_normal_": lambda x: torch.empty_like(x).log_normal_(1, 0.5) + x,
     "random_": lambda x: torch.empty_like(x).random_(7) + x,
-    "dropout1d": lambda x: F.dropout1d(x, 0.5, training=True),
+    # of 15 rows, whole ones: of 3 two draws are the same too often
+    "dropout1d": lambda x: F.dropout1d(x.reshape(15, 1), 0.5, training=True),
     "alpha_dropout": lambda x: F.alpha_dropout(x, 0.5, training=True),
     "feature_alpha_dropout": lambda x: F.feature_alpha_dropout(x, 0.3, training=True),
     "two": lambda x: torch.rand_like(x) - torch.rand_like(x),
