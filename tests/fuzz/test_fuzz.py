@@ -22,7 +22,7 @@ from tests.fuzz.strategy import programs
 # of the nightly target; 0: those of every day
 EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "0"))
 FUZZ = settings(
-    max_examples=EXAMPLES or 300, derandomize=not EXAMPLES, deadline=None, database=None,
+    max_examples=EXAMPLES or 150, derandomize=not EXAMPLES, deadline=None, database=None,
     print_blob=False, suppress_health_check=list(HealthCheck),
 )  # fmt: skip
 NUM_COMPILED = EXAMPLES // 10 or 72
