@@ -191,9 +191,11 @@ class Check:
         numbers, of which every trace is made."""
         if any(d.kind not in ("dtype", "strides") for d in wrong):
             return False
-        with self._grad(), FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        mode = FakeTensorMode(allow_non_fake_inputs=True)
+        given = [mode.from_tensor(tensor) for tensor in self._arguments(sample)]
+        with self._grad(), mode:
             try:
-                result = sample(*map(mode.from_tensor, self._arguments(sample)))
+                result = sample(*given)
             except Exception:  # there is no such rule
                 return False
         return looks(run.result) == looks(result)

@@ -83,3 +83,21 @@ def _check(function: Callable[..., Any], through: Any, dtype: torch.dtype, grad:
                 assert (a.untyped_storage()._cdata == memory) == (
                     b.untyped_storage()._cdata == memory
                 )
+
+
+STRIDED: dict[str, Callable[[Tensor], Tensor]] = {
+    "as_strided": lambda x: torch.as_strided(x, (2, 2), (1, 2)) * 3,
+    "a copy": lambda x: torch.as_strided_copy(x, (2, 2), (1, 2)),
+    "of a product": lambda x: torch.as_strided(x * 2, (2, 2), (1, 2)) * 3,
+}
+
+
+@pytest.mark.parametrize("through", [through_compile, through_train])
+@pytest.mark.parametrize("name", STRIDED)
+def test_memory_of_an_argument_is_the_caller_s(name: str, through: Any, tmp_path: Path) -> None:
+    """Behind gaps, or in front of where the argument begins."""
+    compiled = through(STRIDED[name], str(tmp_path))
+    for x in (torch.rand(3, 3), torch.rand(3, 7)[:, 1::2], torch.rand(3, 3).t(),
+              torch.rand(4, 3)[1:]):  # fmt: skip
+        x.requires_grad_()
+        assert torch.equal(compiled(x), STRIDED[name](x))

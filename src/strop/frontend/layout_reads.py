@@ -25,7 +25,8 @@ from strop.frontend.operators import Retarget
 READS: dict[Callable[..., Any], str] = {
     Tensor.stride: "stride", Tensor.storage_offset: "storage_offset",
     Tensor.is_contiguous: "is_contiguous", Tensor.as_strided: "as_strided",
-    torch.as_strided: "as_strided", Tensor.data_ptr: "data_ptr", Tensor.dim_order: "dim_order",
+    torch.as_strided: "as_strided", torch.as_strided_copy: "as_strided_copy",
+    Tensor.data_ptr: "data_ptr", Tensor.dim_order: "dim_order",
 }  # fmt: skip
 # what a traced tensor cannot tell
 UNKNOWN: dict[Callable[..., Any], str] = {

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch._prims_common import is_non_overlapping_and_dense_or_false
 from torch.fx import Node as FxNode
 
 import strop.frontend.whole  # noqa: F401  (defines torch.ops.strop)
@@ -193,7 +194,10 @@ def _as_strided(im: Importer, fx: FxNode, x: FxNode, size: Any, stride: Any, off
                 ) -> Node:  # fmt: skip
     """Torch looks at memory itself, which has to lie as it did in eager."""
     traced, node = x.meta["val"], im.node(x)
-    if traced._base is not None:
+    is_whole = is_non_overlapping_and_dense_or_false(traced) and im.size(
+        traced.storage_offset()
+    ) == const(0)
+    if traced._base is not None or not is_whole:
         raise UnsupportedError("as_strided of what is itself a view")
     shape, strides = im.shape(x), im.symbols.shape(traced.stride())
     order = memory_order(strides, shape) or tuple(range(len(shape)))  # an error if there are gaps
@@ -229,6 +233,7 @@ VIEWS: dict[Any, Rule] = {
     aten.diagonal.default: _diagonal,
     aten.unfold.default: _unfold,
     aten.as_strided.default: _as_strided,
+    aten.as_strided_copy.default: _as_strided,
     # copies in eager; here another way to read, until something is stored
     aten.flip.default: _flip,
     aten.rot90.default: _rot90,
