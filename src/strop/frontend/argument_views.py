@@ -13,7 +13,7 @@ from typing import Any
 
 from torch.fx import Graph, GraphModule, Node
 
-from strop.frontend.functional import viewed
+from strop.frontend.functional import view_root
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,11 +40,8 @@ def argument_views(gm: GraphModule, num_results: int) -> ArgumentViews | None:
 
 
 def _is_view_of_argument(item: Any) -> bool:
-    if not isinstance(item, Node) or viewed(item) is None:
-        return False
-    while (whole := viewed(item)) is not None:
-        item = whole
-    return bool(item.op == "placeholder")
+    root = view_root(item) if isinstance(item, Node) else item
+    return root is not item and bool(root.op == "placeholder")
 
 
 def _graph_of(whole: Graph, items: Sequence[Node]) -> Graph:

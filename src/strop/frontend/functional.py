@@ -98,9 +98,16 @@ def storage_of(node: Node) -> int | None:
     return value.untyped_storage()._cdata if isinstance(value, torch.Tensor) else None
 
 
-def viewed(fx: Node) -> Node | None:
-    """What ``fx`` is a view of; None for what an operator computes, though torch's has written that
-    into the memory of its argument."""
+def view_root(fx: Node) -> Node:
+    """Follow views from ``fx`` to the value that all of them look at; ``fx`` if it is no view."""
+    while (whole := _viewed(fx)) is not None:
+        fx = whole
+    return fx
+
+
+def _viewed(fx: Node) -> Node | None:
+    """Return what ``fx`` is a view of; None for what an operator computes, though torch's has
+    written that into the memory of its argument."""
     made = fx.args[0] if fx.target is operator.getitem else fx  # by split, unbind
     schema = getattr(made.target, "_schema", None) if isinstance(made, Node) else None
     if schema is None or schema.is_mutable:

@@ -14,7 +14,7 @@ import torch
 from torch.fx import Node as FxNode
 
 from strop.errors import ShapeError
-from strop.frontend.functional import storage_of, viewed
+from strop.frontend.functional import storage_of, view_root
 from strop.ir.affine import base_of, strided
 from strop.ir.dims import Expr, const
 from strop.ir.graph import Builder, Node, Ref, Shape, dense_strides, memory_order
@@ -65,9 +65,7 @@ def give(importer: Importer, item: Any, outputs: list[Node], *, is_saved: bool =
 def _holder(importer: Importer, item: FxNode) -> FxNode | None:
     """The value that has all of the memory in which a result lies in eager, as it was last written;
     None where that is not dense, or no value of the graph."""
-    found = item
-    while (whole := viewed(found)) is not None:
-        found = whole
+    found = view_root(item)
     if not isinstance(importer.values.get(found), Node):
         return None
     if found.meta["val"].dtype != item.meta["val"].dtype:

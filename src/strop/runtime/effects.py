@@ -25,7 +25,7 @@ _DEPTH = 4  # of objects within objects, where tensors are looked for
 
 
 class Effects:
-    """Of traces of one copy of a module. ``written``: the labels of all that they have changed."""
+    """Finds what traces of one copy of a module change. ``written``: the labels of all of it."""
 
     def __init__(self, module: nn.Module) -> None:
         self._before = Surroundings(module)
@@ -34,13 +34,13 @@ class Effects:
         self._kept = set[str]()
 
     def look(self, arguments: Sequence[Tensor]) -> None:
-        """At the end of a forward, while it is traced: what holds tensors of this very call?"""
+        """Note what holds tensors of this very call. Called at a forward's end, while traced."""
         for change in self._before.changes():
             if is_private(change.label) and _any_from(_tensors(_new(change)), arguments):
                 self._of_calls.add(change.label)
 
     def undo(self) -> None:
-        """Behind a trace, however it has ended."""
+        """Put back what a trace has changed, however it has ended."""
         for change in self._before.changes():
             self.written.add(change.label)
             if not is_private(change.label) or self._is_state(change):

@@ -20,5 +20,5 @@ def not_finite(name: str, results: Sequence[Any], tensors: Sequence[Tensor]) -> 
 
 
 def _has_fractions(tensor: Tensor) -> bool:
-    """Of a type in which NaN and inf can be asked for."""
+    """Tell whether a tensor's type is one in which NaN and inf can be asked for."""
     return tensor.is_floating_point() and tensor.dtype.itemsize > 1

@@ -147,7 +147,7 @@ class ModuleState:
         return Surroundings(self.module, self._ignored | self.turned.labels)
 
     def note_effects(self) -> None:
-        """Behind a call in eager: what it has changed of its surroundings is its own doing."""
+        """Note what a call in eager has just changed of its surroundings as its own doing."""
         if self.surroundings.have_changed():
             self.effects |= {change.label for change in self.surroundings.changes()}
 

@@ -80,7 +80,7 @@ class Surroundings:
         return [*self._new_values(), *self._new_items(), *self._new_attributes()]
 
     def forget_memos(self) -> None:
-        """Of functions that have kept results of a trace."""
+        """Empty the memories of functions that have kept results of a trace."""
         for memo, size in self._memos:
             if memo.cache_info().currsize != size:
                 memo.cache_clear()

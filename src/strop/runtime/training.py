@@ -132,7 +132,7 @@ class TrainingDispatcher(Dispatcher):
         return result
 
     def _compiled_forward(self) -> Callable[..., Any]:
-        """Of the function that is the module's forward now."""
+        """Compile the function that is the module's forward now, once for each."""
         forward = self.eager
         function = getattr(forward, "__func__", forward)
         if self._compiled[0] is not function:

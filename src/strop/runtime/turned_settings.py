@@ -30,7 +30,7 @@ _CONTAINERS = (list, tuple, dict)
 
 
 class TurnedSettings:
-    """Of one module. ``names``: the settings that are turned."""
+    """Finds the turned settings of one module. ``names``: which ones these are."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
@@ -96,11 +96,11 @@ class TurnedSettings:
     def put(self, clone: nn.Module, values: Sequence[Any]) -> Iterator[None]:
         """Meanwhile a copy of the module has these values of the turned settings."""
         parts = dict(clone.named_modules())
-        tables: list[dict[str, Any]] = [parts[path].__dict__ for path, _ in sorted(self.names)]
-        before = [table[name] for table, (_, name) in zip(tables, sorted(self.names), strict=True)]
+        places = [(parts[path].__dict__, name) for path, name in sorted(self.names)]
+        before = [table[name] for table, name in places]
 
         def write(given: Sequence[Any]) -> None:
-            for table, (_, name), value in zip(tables, sorted(self.names), given, strict=True):
+            for (table, name), value in zip(places, given, strict=True):
                 table[name] = value
 
         write(values)
