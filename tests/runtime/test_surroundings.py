@@ -243,6 +243,55 @@ def test_a_unet_costs_nothing() -> None:
     assert not ModuleState(tiny.unet()).surroundings.text
 
 
+def calls(layer: nn.Module, body: Callable[[Any, Tensor], Tensor]) -> nn.Module:
+    kind = type("Reader", (nn.Module,), {"forward": body})
+    module: nn.Module = kind().eval()
+    module.layer = layer
+    return module
+
+
+READERS: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "named": lambda self, x: self.layer(x) * self.layer.in_features,
+    "by getattr": lambda self, x: self.layer(x) * getattr(self.layer, "in_features"),  # noqa: B009
+    "in a tuple": lambda self, x: self.layer(x) * sum(
+        getattr(self.layer, name) for name in ("in_features", "out_features")
+    ),
+    "in a closure": lambda self, x: self.layer(x) * (lambda m: m.in_features)(self.layer),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_a_layers_setting_that_some_code_reads_counts(reader: str, tmp_path: Path) -> None:
+    module = calls(nn.Linear(8, 8), READERS[reader])
+    strop.optimize(module, options=Options(cache_dir=str(tmp_path)))
+    check(module)
+    module.layer.in_features = 5
+    check(module)
+    module.layer.in_features = 5.5
+    check(module)
+
+
+def test_a_setting_that_nobody_reads_is_not_watched() -> None:
+    module = calls(nn.Linear(8, 8), lambda self, x: self.layer(x))
+    state = ModuleState(module)
+    module.forward = module.forward
+    assert not state.has_new_structure()
+    module.layer.in_features = 5
+    assert not state.has_new_structure()
+    module.layer.added = 5  # nobody knows who reads it
+    assert state.has_new_structure()
+
+
+def test_a_setting_that_a_user_gives_a_layer_is_watched() -> None:
+    module = calls(nn.Linear(8, 8), lambda self, x: self.layer(x))
+    module.layer.added = 5
+    state = ModuleState(module)
+    module.forward = module.forward
+    assert not state.has_new_structure()
+    module.layer.added = 6
+    assert state.has_new_structure()
+
+
 def test_keys_hold_no_addresses() -> None:
     lines = [
         line for body, _ in CASES.values() for line in ModuleState(reads(body)).surroundings.text

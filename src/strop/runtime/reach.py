@@ -121,11 +121,13 @@ class Reach:
         self._class_names: dict[tuple[type, frozenset[str]], frozenset[str]] = {}
         self._functions: dict[int, FunctionType] = {}
         self.names: set[str] = set()  # that any code here reads or writes
+        self._words: set[str] = set()  # texts in code here: names that it may ask for
         self._held: list[tuple[str, Any]] = []  # objects that are no modules
         for path, part in module.named_modules():
             self._part(path or type(module).__qualname__, part)
         while self._grow():
             pass
+        self._leave_out_unread()
         self._functional()
 
     def _functional(self) -> None:
@@ -135,6 +137,15 @@ class Reach:
         for name, value in table.items():
             if isinstance(value, _CALLABLES) and name.islower() and not name.startswith("_"):
                 self._watch(f"torch.nn.functional.{name}", table, table, name, is_own=False)
+
+    def _leave_out_unread(self) -> None:
+        """Settings that a layer of a library has from its ``__init__``, and that no code here
+        names, such as ``in_features``: a third of what a UNet has."""
+        read = self.names | self._words
+        for place, known in list(self.places.items()):
+            is_asked = known.is_own or not known.is_setting or known.key in read
+            if not is_asked and known.key in _made_names(type(known.owner)):
+                del self.places[place]
 
     def _grow(self) -> bool:
         """Look at attributes of objects whose names are known by now; whether there are more."""
@@ -222,6 +233,7 @@ class Reach:
             return names
         self._functions[id(function)] = function
         self.names |= names
+        self._words |= _texts(function.__code__)
         self.consulted |= _consulted(function.__code__)
         wrapped = getattr(function, "__wrapped__", None)
         if isinstance(wrapped, FunctionType):
@@ -355,6 +367,11 @@ _LOADS = ("LOAD_GLOBAL", "LOAD_NAME")
 _STORES = ("STORE_GLOBAL", "DELETE_GLOBAL")
 
 
+def is_fixed(value: Any) -> bool:
+    """Whether a container takes no other items: diffusers' configurations do not either."""
+    return isinstance(value, tuple | frozenset) or type(value).__name__ == "FrozenDict"
+
+
 def _root(module: str) -> str:
     """The package; of ours, models are no part of the compiler."""
     root, _, rest = module.partition(".")
@@ -397,6 +414,27 @@ def _names(code: CodeType) -> Iterator[str]:
             yield from _names(const)
         elif is_dynamic and isinstance(const, str) and const.isidentifier():
             yield const
+
+
+@functools.lru_cache(maxsize=4096)
+def _texts(code: CodeType) -> frozenset[str]:
+    """Texts that a function holds, in tuples too."""
+    found, values = set[str](), list(code.co_consts)
+    for value in values:
+        if isinstance(value, str):
+            found.add(value)
+        elif isinstance(value, tuple | frozenset):
+            values += value
+        elif isinstance(value, CodeType):
+            found |= _texts(value)
+    return frozenset(found)
+
+
+@functools.lru_cache(maxsize=1024)
+def _made_names(kind: type) -> frozenset[str]:
+    """Attributes that the ``__init__`` of a class, or of its bases, names."""
+    made = [vars(base).get("__init__") for base in kind.__mro__]
+    return frozenset().union(*(_names(f.__code__) for f in made if isinstance(f, FunctionType)))
 
 
 @functools.lru_cache(maxsize=4096)

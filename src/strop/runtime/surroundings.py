@@ -10,7 +10,8 @@ by their code on disk.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
 from operator import getitem, is_
 from types import FunctionType, MappingProxyType
 from typing import Any
@@ -18,7 +19,17 @@ from typing import Any
 import numpy as np
 from torch import nn
 
-from strop.runtime.reach import ABSENT, CONSTANTS, LIBRARIES, Cell, Content, Place, Reach, Unbound
+from strop.runtime.reach import (
+    ABSENT,
+    CONSTANTS,
+    LIBRARIES,
+    Cell,
+    Content,
+    Place,
+    Reach,
+    Unbound,
+    is_fixed,
+)
 from strop.runtime.texts import is_plain, text_of
 
 __all__ = ["LIBRARIES", "Change", "Surroundings", "is_private"]
@@ -44,7 +55,7 @@ class Surroundings:
         self._keys = [place.key for place in self._places]
         self._values = list(map(getitem, self._tables, self._keys))
         self._contents = [c for c in reach.contents.values()
-                          if not isinstance(c.value, tuple) and c.label not in ignored]  # fmt: skip
+                          if not is_fixed(c.value) and c.label not in ignored]  # fmt: skip
         self._items = [_items(content.value) for content in self._contents]
         self._owners = list(reach.owners.values())
         self._owned = [held for _, _, held in self._owners]
@@ -166,11 +177,11 @@ def _is_equal(a: Any, b: Any) -> bool:
 
 def _items(value: Any) -> Any:
     """To compare with later: what it holds, by identity, or the bytes of an array."""
-    if isinstance(value, np.ndarray):
-        return value.copy()
-    if isinstance(value, dict):
-        return [*value, *value.values()]
-    return list(value)
+    return value.copy() if isinstance(value, np.ndarray) else list(_parts(value))
+
+
+def _parts(value: Any) -> Iterable[Any]:
+    return chain(value, value.values()) if isinstance(value, dict) else value
 
 
 def _has(content: Content, known: Any) -> bool:
@@ -181,8 +192,9 @@ def _has(content: Content, known: Any) -> bool:
         return bool(is_like and value.tobytes() == known.tobytes())
     if isinstance(value, set | frozenset):
         return len(value) == len(known) and value.issuperset(known)
-    now = _items(value)
-    return len(now) == len(known) and (all(map(is_, now, known)) or all(map(_is_equal, now, known)))
+    if len(value) * (2 if isinstance(value, dict) else 1) != len(known):
+        return False
+    return all(map(is_, _parts(value), known)) or all(map(_is_equal, _parts(value), known))
 
 
 def _value_at(place: Place) -> Any:
