@@ -144,7 +144,7 @@ class Reach:
         read = self.names | self._words
         for place, known in list(self.places.items()):
             is_asked = known.is_own or not known.is_setting or known.key in read
-            if not is_asked and known.key in _made_names(type(known.owner)):
+            if not is_asked and known.key in _made_names(type(known.owner).__mro__):
                 del self.places[place]
 
     def _grow(self) -> bool:
@@ -431,9 +431,9 @@ def _texts(code: CodeType) -> frozenset[str]:
 
 
 @functools.lru_cache(maxsize=1024)
-def _made_names(kind: type) -> frozenset[str]:
-    """Attributes that the ``__init__`` of a class, or of its bases, names."""
-    made = [vars(base).get("__init__") for base in kind.__mro__]
+def _made_names(classes: tuple[type, ...]) -> frozenset[str]:
+    """Attributes that the ``__init__`` of these classes name."""
+    made = [vars(kind).get("__init__") for kind in classes]
     return frozenset().union(*(_names(f.__code__) for f in made if isinstance(f, FunctionType)))
 
 

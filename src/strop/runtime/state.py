@@ -7,7 +7,7 @@ them, and what else the code reads (``surroundings``). It takes the host some 0.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence, Set
-from operator import getitem, is_
+from operator import itemgetter
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -17,12 +17,14 @@ from torch import Tensor, nn
 from strop.frontend.capture import state_places
 from strop.ir.program import Program
 from strop.runtime.features import replaced_part
+from strop.runtime.identities import identities
 from strop.runtime.surroundings import Surroundings
 from strop.runtime.texts import is_plain
 from strop.runtime.training_mode import sensitive_parts
 from strop.runtime.turned_settings import TurnedSettings
 
 _DATA_PTR = Tensor.data_ptr
+_TRAINING = itemgetter("training")
 # Whether tensors lie at these addresses, asked at once in builds of torch for GPUs.
 _lie_at = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", None)
 
@@ -59,11 +61,10 @@ class ModuleState:
             edges += [(owner.__dict__, k) for k in named if k in owner.__dict__]
             if hasattr(owner, "lora_A"):
                 self._adapted.append((path, owner))
-        self._tables, self._keys = [t for _, t, _ in places], [k for _, _, k in places]
-        self._edge_tables, self._edge_keys = [t for t, _ in edges], [k for _, k in edges]
-        self.tensors: list[Tensor] = [table[key] for _, table, key in places]
+        self._weights = identities((table, key) for _, table, key in places)
+        self._edges = identities(edges)
+        self.tensors: list[Tensor] = self._weights.values
         self._numbers = list(range(len(self.tensors)))
-        self._edge_values = [table[key] for table, key in edges]
         self._owned = [table for m in self.module.modules() for table in (m.__dict__, m._modules)]
         # optimize is about to set ``forward``
         self._num_owned = sum(map(len, self._owned)) + ("forward" not in self.module.__dict__)
@@ -71,19 +72,9 @@ class ModuleState:
         self.effects: set[str] = set()  # what calls in eager have changed since
         self.surroundings = self._surroundings()
         self.structure = self._structure()
-        self._watch()
         self.pointers = _pointers(self.tensors)
         addresses = set(self.pointers)
         self.merged = [t for t in self.merged if t.data_ptr() in addresses]
-
-    def _watch(self) -> None:
-        """What ``comparison`` compares: by identity all that cannot change in itself."""
-        flags = [(m.__dict__, "training") for m in self.train_sensitive]
-        places = [*zip(self._tables, self._keys, strict=True),
-                  *zip(self._edge_tables, self._edge_keys, strict=True)]  # fmt: skip
-        self._watched = [table[key] for table, key in places] + [False] * len(flags)
-        self._watched_tables = [table for table, _ in places + flags]
-        self._watched_keys = [key for _, key in places + flags]
 
     def comparison(self) -> Callable[[], bool] | None:
         """A function that says whether all is as scanned: no module, setting or Parameter is
@@ -94,7 +85,8 @@ class ModuleState:
         """
         if self._adapted:
             return None
-        tables, keys, watched = self._watched_tables, self._watched_keys, self._watched
+        weights, edges = self._weights, self._edges
+        flags = [part.__dict__ for part in self.train_sensitive]
         owned, num_owned, own = self._owned, self._num_owned, self.module.__dict__
         parts, is_alone = self.module._modules, len(owned) == 2
         tensors, pointers, hooks = self.tensors, self.pointers, self.hooks
@@ -103,7 +95,9 @@ class ModuleState:
             try:
                 return not (
                     own["training"]
-                    or (watched and not all(map(is_, map(getitem, tables, keys), watched)))
+                    or (flags and any(map(_TRAINING, flags)))
+                    or (tensors and not weights.hold())
+                    or (edges.values and not edges.hold())
                     or (len(own) + len(parts) if is_alone else sum(map(len, owned))) != num_owned
                     or (tensors and [*map(_DATA_PTR, tensors)] != pointers)
                     or (hooks and any(hooks))
@@ -127,8 +121,7 @@ class ModuleState:
 
     def _has_new_parts(self) -> bool:
         try:
-            now = map(getitem, self._edge_tables, self._edge_keys)
-            if not all(map(is_, now, self._edge_values)):
+            if not self._edges.hold():
                 return True
         except KeyError:  # gone
             return True
@@ -166,7 +159,7 @@ class ModuleState:
     def has_new_tensors(self) -> bool:
         """Whether a Parameter was replaced or its memory moved."""
         try:
-            same = all(map(is_, map(getitem, self._tables, self._keys), self.tensors))
+            same = self._weights.hold()
         except KeyError:
             return True
         return not same or self.has_moved()

@@ -12,13 +12,14 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
-from operator import getitem, is_
+from operator import is_
 from types import FunctionType, MappingProxyType
 from typing import Any
 
 import numpy as np
 from torch import nn
 
+from strop.runtime.identities import identities
 from strop.runtime.reach import (
     ABSENT,
     CONSTANTS,
@@ -51,9 +52,7 @@ class Surroundings:
         self.consulted = reach.consulted
         self._memos = [(memo, memo.cache_info().currsize) for memo in reach.memos.values()]
         self._places = [p for p in reach.places.values() if p.label not in ignored]
-        self._tables = [place.table for place in self._places]
-        self._keys = [place.key for place in self._places]
-        self._values = list(map(getitem, self._tables, self._keys))
+        self._names = identities([(place.table, place.key) for place in self._places])
         self._contents = [c for c in reach.contents.values()
                           if not is_fixed(c.value) and c.label not in ignored]  # fmt: skip
         self._items = [_items(content.value) for content in self._contents]
@@ -66,8 +65,7 @@ class Surroundings:
 
     def have_changed(self) -> bool:
         try:
-            same = all(map(is_, map(getitem, self._tables, self._keys), self._values))
-            same = same or self._are_equal()
+            same = self._names.hold() or self._are_equal()
         except (KeyError, ValueError):  # deleted; a cell without a value
             return True
         return (
@@ -79,10 +77,9 @@ class Surroundings:
 
     def _are_equal(self) -> bool:
         """Bound anew to equal numbers and texts, which are taken over."""
-        now = list(map(getitem, self._tables, self._keys))
-        if not all(map(_is_equal, now, self._values)):
+        if not all(map(_is_equal, self._names.now(), self._names.values)):
             return False
-        self._values = now
+        self._names = self._names.again()
         return True
 
     # what a trace has done
@@ -97,7 +94,7 @@ class Surroundings:
                 memo.cache_clear()
 
     def _new_values(self) -> Iterator[Change]:
-        for place, value in zip(self._places, self._values, strict=True):
+        for place, value in zip(self._places, self._names.values, strict=True):
             now = _value_at(place)
             if not _is_equal(now, value):
                 yield Change(place.label, value, now, _binding(place, value))
@@ -129,7 +126,7 @@ class Surroundings:
         return hashlib.sha256("\n".join(sorted({*self._lines(False)})).encode()).hexdigest()
 
     def _lines(self, is_own: bool) -> Iterator[str]:
-        for place, value in zip(self._places, self._values, strict=True):
+        for place, value in zip(self._places, self._names.values, strict=True):
             is_asked = place.is_own is is_own and not place.is_setting and value is not ABSENT
             if is_asked and (is_own or isinstance(value, _BY_TEXT)):
                 yield f"{place.label}={text_of(value)}"
@@ -141,13 +138,13 @@ class Surroundings:
     def containers(self) -> list[str]:
         """A line for each list and the like of a framework's that holds numbers and texts alone:
         peft makes a new list of active adapters with each weight that it sets."""
-        places = zip(self._places, self._values, strict=True)
+        places = zip(self._places, self._names.values, strict=True)
         return sorted(f"{p.label}={text_of(v)}" for p, v in places if _is_by_text(p, v))
 
     @property
     def objects(self) -> list[Any]:
         """Values of which the text does not tell everything: compared by identity."""
-        places = zip(self._places, self._values, strict=True)
+        places = zip(self._places, self._names.values, strict=True)
         held = [v for p, v in places if not _is_by_text(p, v)
                 and (not p.is_own or not (_is_told(v) or p.is_setting))]  # fmt: skip
         for known in self._items:

@@ -1,0 +1,45 @@
+"""Whether names stand for the same objects as before: thousands of names in microseconds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from operator import getitem
+from typing import Any
+
+import numpy as np
+
+
+class Identities:
+    """Entries ``keys[i]`` of ``tables[i]``, and the objects that they stand for.
+
+    Objects are compared by their addresses, which are what an array of objects holds: this takes
+    the host four fifths of the time that ``is`` takes for each pair.
+    """
+
+    def __init__(self, tables: Sequence[Any], keys: Sequence[str]) -> None:
+        self._tables, self._keys = tables, keys
+        self.values = list(self.now())  # they stay alive, so that no other gets their addresses
+        self._addresses = _addresses(self.values, len(self.values))
+
+    def now(self) -> Iterable[Any]:
+        """What they stand for at present."""
+        return map(getitem, self._tables, self._keys)
+
+    def again(self) -> Identities:
+        """The same entries with what they stand for at present."""
+        return Identities(self._tables, self._keys)
+
+    def hold(self) -> bool:
+        """Whether they stand for the same objects. KeyError where an entry is gone, ValueError
+        where a variable of an enclosing function has no value."""
+        return _addresses(self.now(), len(self.values)) == self._addresses
+
+
+def identities(places: Iterable[tuple[Any, str]]) -> Identities:
+    """Of pairs of a table and a key."""
+    found = list(places)
+    return Identities([table for table, _ in found], [key for _, key in found])
+
+
+def _addresses(objects: Iterable[Any], count: int) -> bytes:
+    return np.fromiter(objects, object, count).tobytes()
