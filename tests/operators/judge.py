@@ -3,7 +3,8 @@
 Values are judged by fp64, as ``strop.testing`` says. Samples are small: of a few numbers chance
 decides who is nearer to the truth, so that the root of a mean square over n of them is taken to be
 known to a factor of 1 + 4/sqrt(n), as in tests/fuzz. Where fp64 says nothing (results in fp64,
-another count of results, NaN in other places), a few units of the last place of eager are right.
+another count of results, NaN in other places), a few units of the last place of eager are right,
+and what eager itself moves by when its arguments move by one.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from strop.testing import MAX_FACTOR, MAX_ULPS, RMS_FACTOR, RMS_ULPS
 from tests.operators.samples import is_plain
 
 NEAR_ULPS, NEAR_ULPS_OF_LARGEST = 16, 8
+NUDGED_FACTOR = 4
 TINY = 1e-300
 
 
@@ -152,6 +154,32 @@ def values_differ(found: Tensor, eager: Tensor, exact: Any) -> Difference | None
     else:
         text = _inaccurate(a[finite], b[finite], right[finite].double())
     return Difference("values", text, _ulps(a[finite], b[finite])) if text else None
+
+
+def is_rounding(ours: Run, eager: Run, nudged: Sequence[Run]) -> bool:
+    """Whether ours is no further from eager than eager's from other arguments are: ``nudged`` are
+    those that differ from the given ones in the last place."""
+    found, wanted = _floats(ours), _floats(eager)
+    moved = [_floats(run) for run in nudged]
+    if any(len(others) != len(wanted) for others in (found, *moved)):
+        return False
+    return all(
+        _distance(a, b) <= NUDGED_FACTOR * max(_distance(run[number], b) for run in moved)
+        for number, (a, b) in enumerate(zip(found, wanted, strict=True))
+        if not torch.equal(a, b)
+    )
+
+
+def _floats(run: Run) -> list[Tensor]:
+    leaves = [t for t in (*pytree.tree_leaves(run.result), *run.gradients) if isinstance(t, Tensor)]
+    return [t for t in map(_numbers, leaves) if t.dtype.is_floating_point]
+
+
+def _distance(a: Tensor, b: Tensor) -> float:
+    if a.shape != b.shape or not torch.equal(a.isfinite(), b.isfinite()):
+        return math.inf
+    apart = (a.double() - b.double())[b.isfinite()].abs()
+    return float(apart.max()) if apart.numel() else 0.0
 
 
 def _ulps(a: Tensor, b: Tensor) -> float:

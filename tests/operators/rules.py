@@ -30,6 +30,8 @@ DROPOUT = (
     "nn.functional.scaled_dot_product_attention",
 )
 NUMBERS = ("values", "gradient")
+REFUSES_LAYOUT = ("is_contiguous", "must be contiguous", "stride 1", "not compatible")
+KEEP_GAPS = ("select_scatter", "slice_scatter", "diagonal_scatter", "as_strided_scatter")
 SOLVERS = (
     "linalg.",
     "svd",
@@ -79,7 +81,19 @@ RULES = (
             d.kind == "exception"
             and where.layout != "contiguous"
             and d.text.startswith("none for RuntimeError")
-            and any(word in d.text for word in ("is_contiguous", "stride 1", "not compatible"))
+            and any(word in d.text for word in REFUSES_LAYOUT)
+        ),
+    ),
+    Rule(
+        "gaps",
+        lambda where, d, draws: (
+            d.kind == "strides" and where.layout == "sliced" and where.operator in KEEP_GAPS
+        ),
+    ),
+    Rule(
+        "unsafe views",
+        lambda where, d, draws: (
+            d.kind in ("strides", "aliasing") and where.operator in ("unsafe_split", "unsafe_chunk")
         ),
     ),
     Rule("overflow", lambda where, d, draws: d.kind == "overflow"),

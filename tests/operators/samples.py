@@ -178,6 +178,16 @@ def copies(tensors: Sequence[Tensor]) -> list[Tensor]:
     return [copy(t) for t in tensors]
 
 
+def nudged(sample: Sample, seed: int) -> Sample:
+    """The sample with each number moved by about one unit of its last place, up or down."""
+    tensors, draw = copies(sample.tensors), torch.Generator().manual_seed(seed)
+    for t in tensors:
+        if is_plain(t) and t.dtype in (torch.float64, torch.complex128):
+            ways = 2 * torch.randint(2, t.shape, generator=draw).double() - 1
+            t.mul_(1 + ways * torch.finfo(t.dtype).eps)
+    return replace(sample, tensors=tuple(tensors))
+
+
 def function_of(samples: Sequence[Sample], *first: str) -> Callable[..., list[Any]]:
     """All samples as one function of all their tensors, with a list of their results. Constants
     are written out, as in a user's code: looking them up takes Dynamo longer than all else.

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tests.operators import ledger, sweep
 from tests.operators.checking import check
-from tests.operators.judge import Run, differences
+from tests.operators.judge import Run, differences, is_rounding
 from tests.operators.ledger import Counts, Key, Row
 from tests.operators.rules import AS_AOT_EAGER, AS_TRACED, RULES
 from tests.operators.samples import Case
@@ -115,6 +115,15 @@ def test_the_judge_sees_writes_into_arguments() -> None:
     result = torch.zeros(2)
     said = differences(Run(result, (torch.ones(3),)), Run(result, (torch.zeros(3),)), None)
     assert [d.kind for d in said] == ["mutation"]
+
+
+def test_fp64_may_move_as_far_as_eager_does() -> None:
+    eager, ulp = Run([torch.ones(3).double()], ()), torch.finfo(torch.float64).eps
+    near, far, moved = (Run([eager.result[0] + n * ulp], ()) for n in (200, 800, 100))
+    assert differences(near, eager, None)
+    assert is_rounding(near, eager, [eager, moved])
+    assert not is_rounding(far, eager, [eager, moved])
+    assert not is_rounding(Run([eager.result[0] * torch.nan], ()), eager, [moved])
 
 
 def test_the_ledger_comes_back_as_it_was_written(tmp_path: Path) -> None:

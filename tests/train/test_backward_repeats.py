@@ -94,7 +94,7 @@ def test_equal_bits(name: str, device: str, autocast: bool) -> None:
     _gradients(ours, other, autocast)
     del other
     torch.full((1 << 22,), torch.nan, device=device)
-    if name == "reductions" and not autocast:  # the others have products of torch, which threads cut
+    if name == "reductions" and not autocast:  # others have products, which threads cut
         torch.set_num_threads(3)
     found += _gradients(ours, first, autocast)
     assert roles(ours.forward.log) == ["backward", "forward"]
