@@ -167,7 +167,7 @@ def copies(tensors: Sequence[Tensor]) -> list[Tensor]:
     storages: dict[int, torch.UntypedStorage] = {}
 
     def copy(t: Tensor) -> Tensor:
-        if not is_plain(t):
+        if not is_plain(t) or t.device.type != "cpu":
             return t.detach().clone()
         storage = t.untyped_storage()
         if storage._cdata not in storages:

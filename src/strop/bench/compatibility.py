@@ -80,7 +80,11 @@ def tasks() -> Iterator[Task]:
 
 def pipeline_row(case: TinyPipeline, options: strop.Options) -> Row:
     """Two pictures of one size, and one of another where eager draws that."""
-    eager, fast = case.made(), strop.optimize(case.made(), options=options)
+    try:
+        eager = case.made()
+    except Exception as error:  # a package of its own is missing, say
+        return Row("pipeline", case.name, case.kind, **_judged(error, error, {}))
+    fast = strop.optimize(case.made(), options=options)
     dispatchers = dispatchers_of(fast)
     wanted, found = (attempt(partial(_twice, case, pipe)) for pipe in (eager, fast))
     wider = attempt(partial(drawn, case, eager, **OTHER_SIZE)) if _has_sizes(case, eager) else None

@@ -25,7 +25,7 @@ from strop.frontend.formats import pictures, pictures_on_cpu, traced
 from strop.frontend.layouts import LAYOUTS, as_pictures, call_contiguous, call_reshape
 from strop.frontend.opened import twins
 from strop.frontend.resizing import call_interpolate
-from strop.frontend.whole import CALLS, call_mirrored_pad, shaping
+from strop.frontend.whole import CALLS, call_mirrored_pad, check_types, shaping
 
 # torch's own, whatever a user has put in its place in torch.nn.functional
 torchs_attention = torch._C._nn.scaled_dot_product_attention
@@ -64,15 +64,9 @@ def _linspace(start: float, end: float, steps: int, dtype: torch.dtype, device: 
     return torch.linspace(start, end, steps, dtype=dtype, device=device)
 
 
-def _check_types(*tensors: Tensor | None) -> None:
-    """Libraries take one type and one device; eager's own error says so better."""
-    kinds = {(t.dtype, t.device) for t in tensors if t is not None}
-    torch._check(len(kinds) == 1, lambda: f"operands of several types or devices: {kinds}")
-
-
 def _linear_shape(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     torch._check(x.shape[-1] == weight.shape[-1])
-    _check_types(x, weight, bias)
+    check_types(x, weight, bias)
     return x.new_empty((*x.shape[:-1], weight.shape[0]))
 
 
@@ -84,6 +78,7 @@ def _matmul_shape(x: Tensor, y: Tensor) -> Tensor:
 
 def _rms_norm_shape(x: Tensor, normalized: Sequence[int], weight: Tensor | None,
                     eps: float | None) -> Tensor:  # fmt: skip
+    torch._check(len(normalized) > 0)
     shapes = [x.shape[x.dim() - len(normalized) :]] + ([] if weight is None else [weight.shape])
     for shape in shapes:
         torch._check(len(shape) == len(normalized))
@@ -94,7 +89,7 @@ def _rms_norm_shape(x: Tensor, normalized: Sequence[int], weight: Tensor | None,
 def _conv2d_shape(x: Tensor, weight: Tensor, bias: Tensor | None, stride: list[int],
                   padding: list[int], dilation: list[int], groups: int) -> Tensor:  # fmt: skip
     torch._check(x.shape[1] == weight.shape[1] * groups)
-    _check_types(x, weight, bias)
+    check_types(x, weight, bias)
     spatial = [
         (size + 2 * pad - gap * (kernel - 1) - 1) // step + 1
         for size, kernel, step, pad, gap in zip(
@@ -112,7 +107,7 @@ def _linspace_shape(start: float, end: float, steps: int, dtype: torch.dtype,
 def _attention_shape(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool,
                      scale: float | None) -> Tensor:  # fmt: skip
     torch._check(q.shape[-1] == k.shape[-1])
-    _check_types(q, k, v)
+    check_types(q, k, v)
     shape = (*q.shape[:-1], v.shape[-1])
     order = sorted(range(q.dim()), key=lambda d: -traced(q.stride(d)))
     is_whole = q.shape[-1] == v.shape[-1] and order[-1] == q.dim() - 1
@@ -383,6 +378,7 @@ def _call_max_pool1d(input: Tensor, kernel_size: Any, stride: Any = None, paddin
     def flat(value: Any, other: int) -> tuple[int, int]:
         return other, value if isinstance(value, int) else value[0]
 
+    torch._check(all(size != 0 for size in input.shape[-2:]))
     steps = kernel_size if stride is None or stride == [] or stride == () else stride
     pooled = torch.max_pool2d(
         input.unsqueeze(-2), flat(kernel_size, 1), flat(steps, 1), flat(padding, 0),

@@ -33,6 +33,12 @@ def _recurrent_shape(x: Tensor, hx: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     return _lstm_shape(x, (hx,), *rest)
 
 
+def check_types(*tensors: Tensor | None) -> None:
+    """Libraries take one type and one device; eager's own error says so better."""
+    kinds = {(t.dtype, t.device) for t in tensors if t is not None}
+    torch._check(len(kinds) == 1, lambda: f"operands of several types or devices: {kinds}")
+
+
 def shaping(x: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
     """Whose memory format the result of a convolution takes. On a GPU Strop itself lays out the
     weights. That of a video's depends on the library: contiguous here."""
@@ -47,6 +53,7 @@ def _convolution_shape(x: Tensor, weight: Tensor, bias: Tensor | None, stride: S
     rows = zip(x.shape[2:], weight.shape[2:], stride, padding, dilation, output_padding,
                strict=True)  # fmt: skip
     torch._check(x.shape[1] == weight.shape[0 if transposed else 1] * (1 if transposed else groups))
+    check_types(x, weight, bias)
     if transposed:
         sides = [(size - 1) * step - 2 * pad + gap * (kernel - 1) + more + 1
                  for size, kernel, step, pad, gap, more in rows]  # fmt: skip
@@ -84,6 +91,7 @@ def _shuffled_shape(x: Tensor, groups: int) -> Tensor:
 
 def _rolled_shape(x: Tensor, shifts: Any, dims: Sequence[int] = ()) -> Tensor:
     """The same, but for one that is rolled as a row of elements."""
+    torch._check(len(shifts) == (len(dims) or 1), lambda: "roll: shifts and dims must align")
     return pictures_on_cpu(x, x.shape) if dims else x.new_empty(x.shape)
 
 
