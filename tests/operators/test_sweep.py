@@ -42,7 +42,16 @@ SAMPLE = (
     ("nonzero", "float32", "contiguous"),  # sizes that values decide
     ("mul", "complex64", "contiguous"),  # no type of a kernel
     ("rand_like", "float32", "contiguous"),
-    ("gather", "float32", "errors"),
+    *(
+        (name, "float32", "errors")
+        for name in (
+            "gather",
+            "roll",
+            "nn.functional.conv3d",
+            "nn.functional.rms_norm",
+            "nn.functional.max_pool1d",
+        )
+    ),
 )
 TRAINED = (
     ("nn.functional.gelu", "float32", "contiguous"),
