@@ -88,6 +88,43 @@ def test_identities(way: str, tmp_path: Path) -> None:
             assert differs <= ({"contiguous of a result"} if way == "torch.compile" else set())
 
 
+AS_ANOTHER_TYPE: dict[str, Callable[[Tensor], Any]] = {
+    "integers": lambda x: x.view(torch.int32),
+    "narrower ones": lambda x: x.view(torch.int16),
+    "complex": lambda x: torch.view_as_complex(x.unflatten(1, (-1, 2))),
+    "real part": lambda x: torch.view_as_complex(x.unflatten(1, (-1, 2))).real,
+    "of a result": lambda x: (lambda y: (y, y.view(torch.int32)))(x * 2),
+    "of a part": lambda x: (lambda y: (y, y[1:].view(torch.int32)))(x * 2),
+    "of what is not given": lambda x: (x * 2).view(torch.int32),
+}
+
+
+@pytest.mark.parametrize("way", ["optimize", "compile"])
+@pytest.mark.parametrize("name", AS_ANOTHER_TYPE)
+def test_a_view_as_another_type_shares_memory(name: str, way: str, tmp_path: Path) -> None:
+    function, x, options = (
+        AS_ANOTHER_TYPE[name],
+        torch.randn(3, 4),
+        Options(cache_dir=str(tmp_path)),
+    )
+    torch._dynamo.reset()
+    ours: Any = (
+        strop.optimize(Function(function).eval(), options=options)
+        if way == "optimize"
+        else torch.compile(function, backend="strop", options=options)
+    )
+    with torch.no_grad():
+        found, wanted = (
+            [result] if isinstance(result, Tensor) else [*result]
+            for result in (ours(x), function(x))
+        )
+    for a, b in zip(found, wanted, strict=True):
+        assert torch.equal(a.resolve_conj(), b)
+    assert identities(found, x) == identities(wanted, x)
+    if way == "optimize" and name == "of what is not given":
+        assert not ours.forward.counters.eager_calls
+
+
 class Weights(nn.Module):
     def __init__(self) -> None:
         super().__init__()

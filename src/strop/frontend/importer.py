@@ -30,7 +30,7 @@ from strop.frontend.padding import PADDING
 from strop.frontend.pointwise import COMPOSITES
 from strop.frontend.reductions import reduction, rounded
 from strop.frontend.resize import RESIZING
-from strop.frontend.results import give, lay_out, order_or_contiguous
+from strop.frontend.results import give, lay_out, order_or_contiguous, refuse_retyped
 from strop.frontend.scalars import node_of, of_sizes
 from strop.frontend.symbols import OutsideLanguage, Symbols
 from strop.frontend.views import COPYING, VIEWS
@@ -167,6 +167,7 @@ def import_graph(
     outputs: list[Node] = []
     tensors = [item for item in returned if _is_tensorial(_traced(item))]
     first_saved = len(tensors) - num_saved
+    refuse_retyped(tensors[:first_saved])
     lay_out(importer, tensors[:first_saved])
     saved = set(tensors[first_saved:])
     result = [give(importer, item, outputs, is_saved=item in saved) for item in returned]

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.fx import Node as FxNode
 
-from strop.errors import ShapeError
+from strop.errors import ShapeError, UnsupportedError
 from strop.frontend.functional import storage_of, view_root
 from strop.ir.affine import base_of, strided
 from strop.ir.dims import Expr, const
@@ -38,6 +38,19 @@ def lay_out(importer: Importer, returned: Sequence[Any]) -> None:
             if laid is not value:
                 importer.shared[value] = storage_of(item)
                 importer.copies[value, storage_of(item)] = laid
+
+
+def refuse_retyped(returned: Sequence[Any]) -> None:
+    """Raise UnsupportedError where eager gives a view as another type of an argument, or of what is
+    given as well: kernels write each type into memory of its own."""
+    given = {item for item in returned if isinstance(item, FxNode)}
+    for item in given:
+        root = view_root(item)
+        if root.meta["val"].dtype == item.meta["val"].dtype:
+            continue
+        others = {other for other in given - {item} if storage_of(other) == storage_of(root)}
+        if others or root.op != "call_function":
+            raise UnsupportedError("a view as another type is returned beside what it looks at")
 
 
 def give(importer: Importer, item: Any, outputs: list[Node], *, is_saved: bool = False) -> Any:
