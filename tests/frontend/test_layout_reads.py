@@ -198,3 +198,38 @@ def test_a_view_that_fails_in_eager_fails(tmp_path: Path) -> None:
         module(x)
     with torch.no_grad():
         assert torch.equal(module(x.contiguous()), (x.contiguous() * 2).view(-1))
+
+
+def _in_own_memory(x: Tensor) -> tuple[Tensor, ...]:
+    """Values that do not lie at the beginning of the working memory; an argument that may not."""
+    y, z, patch = x.sin(), (x * 3).softmax(-1), x.new_ones(2, 2)
+    return (
+        y.as_strided((2, 2), (1, 2), 1) + 0,
+        z.as_strided((2, 2), (1, 2), 1) + z[:2, :2],
+        torch.as_strided_copy(z, (2, 2), (1, 2), 3) * 2,
+        torch.as_strided_scatter(y, patch, (2, 2), (1, 2), 1),
+        torch.as_strided_scatter(z, patch, (2, 2), (1, 2), 1),
+        y + z,
+    )
+
+
+def _in_the_callers(x: Tensor) -> tuple[Tensor, ...]:
+    return (torch.as_strided_scatter(x, x.new_ones(2, 2), (2, 2), (1, 2), 1) + x,)
+
+
+@pytest.mark.parametrize("way", ["optimize", "compile"])
+@pytest.mark.parametrize("function", [_in_own_memory, _in_the_callers])
+def test_offsets_count_from_eagers_memory(
+    function: Callable[[Tensor], tuple[Tensor, ...]], way: str, tmp_path: Path
+) -> None:
+    options = Options(cache_dir=str(tmp_path))
+    torch._dynamo.reset()
+    ours: Any = (
+        strop.optimize(Function(function).eval(), options=options)
+        if way == "optimize"
+        else torch.compile(function, backend="strop", options=options)
+    )
+    given = [torch.randn(4, 4), torch.randn(4, 4), torch.randn(8, 4)[4:]]
+    with torch.no_grad():
+        for x in given:
+            torch.testing.assert_close([*ours(x)], [*function(x)])

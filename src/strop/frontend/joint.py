@@ -169,7 +169,7 @@ def _group_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, n: int, c
 def _layer_norm(x: Tensor, normalized: Sequence[int], weight: Tensor | None, bias: Tensor | None,
                 eps: float) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     mean, rstd = torch.ops.strop.layer_statistics(x, len(normalized), eps)
-    return _applied(x, mean, rstd, weight, bias), mean, rstd
+    return _applied(x, mean, rstd, weight, bias).contiguous(), mean, rstd  # as eager's always is
 
 
 # of torch's: arithmetic on elements, and views with a place to be written to

@@ -26,6 +26,7 @@ READS: dict[Callable[..., Any], str] = {
     Tensor.stride: "stride", Tensor.storage_offset: "storage_offset",
     Tensor.is_contiguous: "is_contiguous", Tensor.as_strided: "as_strided",
     torch.as_strided: "as_strided", torch.as_strided_copy: "as_strided_copy",
+    torch.as_strided_scatter: "as_strided_scatter", Tensor.as_strided_scatter: "as_strided_scatter",
     Tensor.data_ptr: "data_ptr", Tensor.dim_order: "dim_order",
 }  # fmt: skip
 # what a traced tensor cannot tell

@@ -193,12 +193,7 @@ def _channel_shuffle(im: Importer, fx: FxNode, x: Any, groups: int) -> Node:
 def _as_strided(im: Importer, fx: FxNode, x: FxNode, size: Any, stride: Any, offset: Any = None
                 ) -> Node:  # fmt: skip
     """Torch looks at memory itself, which has to lie as it did in eager."""
-    traced, node = x.meta["val"], im.node(x)
-    is_whole = is_non_overlapping_and_dense_or_false(traced) and im.size(
-        traced.storage_offset()
-    ) == const(0)
-    if traced._base is not None or not is_whole:
-        raise UnsupportedError("as_strided of what is itself a view")
+    traced, node = _with_own_memory(im, x), im.node(x)
     shape, strides = im.shape(x), im.symbols.shape(traced.stride())
     order = memory_order(strides, shape) or tuple(range(len(shape)))  # an error if there are gaps
     dense = im.builder.make("copy", (node,), node.shape, node.dtype, order=order)
@@ -207,6 +202,22 @@ def _as_strided(im: Importer, fx: FxNode, x: FxNode, size: Any, stride: Any, off
     return im.builder.make("aten", (dense,), *result, target="aten.as_strided.default",
                            args=arguments, kwargs=(), outputs=(result,), single=True,
                            tag="")  # fmt: skip
+
+
+def _as_strided_scatter(im: Importer, fx: FxNode, x: FxNode, *rest: Any) -> None:
+    """Torch runs it."""
+    _with_own_memory(im, x)
+
+
+def _with_own_memory(im: Importer, x: FxNode) -> torch.Tensor:
+    """The traced value, if it is all that lies in its memory."""
+    traced: torch.Tensor = x.meta["val"]
+    is_whole = is_non_overlapping_and_dense_or_false(traced) and im.size(
+        traced.storage_offset()
+    ) == const(0)
+    if traced._base is not None or not is_whole:
+        raise UnsupportedError("as_strided of what is itself a view")
+    return traced
 
 
 VIEWS: dict[Any, Rule] = {
@@ -234,6 +245,7 @@ VIEWS: dict[Any, Rule] = {
     aten.unfold.default: _unfold,
     aten.as_strided.default: _as_strided,
     aten.as_strided_copy.default: _as_strided,
+    aten.as_strided_scatter.default: _as_strided_scatter,
     # copies in eager; here another way to read, until something is stored
     aten.flip.default: _flip,
     aten.rot90.default: _rot90,

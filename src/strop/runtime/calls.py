@@ -26,6 +26,7 @@ from strop.patterns.call import Replacement
 _torchs_attention = torch._C._nn.scaled_dot_product_attention
 
 Call = Callable[[Sequence[Tensor]], Any]
+Getter = Callable[[], Tensor]
 OutCall = Callable[[Sequence[Tensor], Tensor], Any]
 
 
@@ -147,7 +148,8 @@ def _aten(attrs: Mapping[str, Any]) -> Call:
             return _as_traced(target, made, outputs[0])
         return [_as_traced(target, *one) for one in zip(made, outputs, strict=False)]
 
-    return call
+    # a view of the arena would not outlive its operand
+    return _copied(call) if _returns_view(target) else call
 
 
 def _as_traced(target: Any, value: Any, traced: tuple[tuple[int, ...], torch.dtype] | None) -> Any:
@@ -242,12 +244,22 @@ ALLOCATING: dict[str, Callable[[Mapping[str, Any]], Call]] = {
 CUDA_ALLOCATING = {**ALLOCATING, "attention": _cuda_attention}
 
 
-def returns_view(target: str) -> bool:
-    schema = overload(target)._schema  # type: ignore[attr-defined]
+def _returns_view(target: Any) -> bool:
+    schema = target._schema
     return any(r.alias_info is not None for r in schema.returns)
 
 
-def copied(call: Callable[[Sequence[Tensor]], Any]) -> Callable[[Sequence[Tensor]], Any]:
+def in_own_memory(target: str, getters: list[Getter], is_given: Sequence[bool]) -> list[Getter]:
+    """The getters of an operator's tensors. as_strided and its like count from where the memory of
+    a tensor begins, which is the arena's: they get copies, but of what a caller has given."""
+    schema = overload(target)._schema  # type: ignore[attr-defined]
+    if not any(argument.name == "storage_offset" for argument in schema.arguments):
+        return getters
+    return [get if own else (lambda get=get: get().clone())  # type: ignore[misc]
+            for get, own in zip(getters, is_given, strict=True)]  # fmt: skip
+
+
+def _copied(call: Callable[[Sequence[Tensor]], Any]) -> Callable[[Sequence[Tensor]], Any]:
     def run(inputs: Sequence[Tensor]) -> Any:
         made = call(inputs)
         return made.clone() if isinstance(made, Tensor) else tuple(m.clone() for m in made)

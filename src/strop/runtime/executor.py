@@ -28,8 +28,8 @@ from strop.runtime.calls import (
     CUDA_ALLOCATING,
     CUDA_PLANNED_OUT,
     PLANNED_OUT,
-    copied,
-    returns_view,
+    Getter,
+    in_own_memory,
 )
 from strop.runtime.faults import Faults
 from strop.runtime.folded_taps import FoldedTaps
@@ -52,7 +52,6 @@ from strop.runtime.straight import FIRST, Run, of_many, of_one
 from strop.runtime.timetable import Part, Timetable, timed_of
 from strop.runtime.wide_attention import WideAttention, working_bytes
 
-Getter = Callable[[], Tensor]
 Around = Callable[[int, Callable[[], None]], None]  # runs step n by calling what it is given
 
 
@@ -326,6 +325,9 @@ class Bound:
     def _link_call(self, position: int, step: CallStep) -> Callable[[], None]:
         attrs = {name: self._concrete(value) for name, value in step.attrs}
         getters = [self._getter(ref) for ref in step.inputs]
+        if step.op == "aten":
+            is_given = [ref.buffer in self._arguments for ref in step.inputs]
+            getters = in_own_memory(attrs["target"], getters, is_given)
         if step.op in self._planned_calls:
             return self._link_planned(position, step, getters, attrs)
         call, outputs = self._allocating_calls[step.op](attrs), step.outputs
@@ -336,8 +338,6 @@ class Bound:
             memory = self._memory[self._offsets["scratch", position, 0] :]
             call = WideAttention(attrs["scale"], self._kernels, self.stream, memory)
         single = attrs.get("single", True)
-        if step.op == "aten" and returns_view(attrs["target"]):
-            call = copied(call)  # a view of the arena would not outlive its operand
         slots = self._slots
         targets = [(n, self._strides[n], self._patches[n]) for n in outputs]
 
