@@ -384,7 +384,10 @@ def _call_max_pool1d(input: Tensor, kernel_size: Any, stride: Any = None, paddin
         input.unsqueeze(-2), flat(kernel_size, 1), flat(steps, 1), flat(padding, 0),
         flat(dilation, 1), ceil_mode
     )  # fmt: skip
-    return call_contiguous(pooled.squeeze(-2))
+    pooled = pooled.squeeze(-2)
+    # eager has a kernel of its own for what needs no gradient, whose results are contiguous
+    is_trained = torch.is_grad_enabled() and input.requires_grad
+    return pooled if is_trained or input.device.type != "cpu" else call_contiguous(pooled)
 
 
 def _repeated(usual: Callable[..., Tensor]) -> Callable[..., Tensor]:
