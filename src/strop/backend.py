@@ -23,7 +23,7 @@ from strop.ir.source import KernelSource
 from strop.kernels import folded_taps, own_kernels
 from strop.lowering.alike import Lower, lower_once
 from strop.lowering.generic import without_sizes
-from strop.lowering.lower import Lowered
+from strop.lowering.lower import Lowered, OutOfPlaceError
 from strop.options import Options
 from strop.patterns import apply as patterns
 
@@ -184,8 +184,10 @@ class _Kernels:
     def _add(self, group: Group) -> None:
         try:
             self.lowered[group] = self._lower(group, self._stored)
-        except UnsupportedError:
+        except UnsupportedError as error:
             members = computed_by(group, self._stored)
+            if isinstance(error, OutOfPlaceError) and error.values - self._apart:
+                members = error.values
             if members <= self._apart:
                 raise
             self.failed |= members

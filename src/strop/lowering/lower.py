@@ -8,6 +8,7 @@ from typing import Any
 
 from strop.errors import UnsupportedError
 from strop.fusion.plan import Group
+from strop.ir.affine import base_of
 from strop.ir.dims import Expr, const, product
 from strop.ir.graph import Node
 from strop.ir.loops import (
@@ -45,6 +46,15 @@ class Lowered:
     offsets: tuple[Expr, ...]
 
 
+class OutOfPlaceError(UnsupportedError):
+    """Members of a group have no common index, as they read ``values`` of it in other places: a
+    table, say, that is repeated for each of them and has as many elements by chance."""
+
+    def __init__(self, text: str, values: frozenset[Node]) -> None:
+        super().__init__(text)
+        self.values = values
+
+
 def lower(
     group: Group, stored: Set[Node], hints: Mapping[str, int], *, generic: bool = False
 ) -> Lowered:
@@ -74,6 +84,18 @@ def _roots(group: Group) -> list[Node]:
     return list(reversed(group.stores))
 
 
+def _spread(group: Group) -> frozenset[Node]:
+    """Members that others read through a view of more or fewer elements."""
+    found, members = set[Node](), set(group.nodes)
+    for view in (operand for node in group.nodes for operand in node.inputs):
+        base = base_of(view)
+        while base in members and view is not base:
+            if view.numel != base.numel:
+                found.add(base)
+            view = view.inputs[0]
+    return frozenset(found)
+
+
 class _Finish:
     """Resolves axes, orders them into rows and cols, and prints drafts as statements."""
 
@@ -90,6 +112,7 @@ class _Finish:
         axes = self._ordered_axes(stmts, reduced)
         flagged = [replace(axis, reduced=axis.name in reduced) for axis in axes]
         schedule = self.group.schedule
+        self._check_sweep(flagged)
         merged, stmts = _merge_axes(flagged, stmts)
         rows, cols = _rows_and_cols(schedule, merged, stmts if self.generic else None)
         stmts, rows, cols = _renamed(stmts, rows, cols)
@@ -98,6 +121,13 @@ class _Finish:
         body, tail = _body_and_tail(schedule, stmts)
         kernel = Kernel(_name(self.group), schedule, rows, cols, tuple(self.params), body, tail)
         return Lowered(kernel, tuple(self.buffers), offsets)
+
+    def _check_sweep(self, axes: Sequence[Axis]) -> None:
+        """Without reductions, one sweep computes every element once."""
+        steps, domain = (size.eval(self.hints) for size in
+                         (product(axis.size for axis in axes), domain_of(self.group)))  # fmt: skip
+        if self.group.schedule is Schedule.POINTWISE and steps > domain:
+            raise OutOfPlaceError(f"{steps} steps for {domain} elements", _spread(self.group))
 
     def _param(self, node: Node, *, is_output: bool) -> int:
         if node not in self.buffers:
