@@ -46,3 +46,22 @@ def test_batches_of_one(name: str) -> None:
             torch.testing.assert_close(module(*args), act(*args))
     assert module.forward.counters.eager_calls == 0
     assert len(module.forward.variants.all) == count
+
+
+def one_for_each_layer(x: Tensor, scales: Tensor) -> Tensor:
+    if len(scales) != 1:
+        raise ValueError(f"1 scale expected, got {len(scales)}")
+    return x * scales[0]
+
+
+def test_a_size_of_one_that_the_code_asks_for() -> None:
+    """It is traced as a batch of two first, which this code refuses."""
+    module = strop.optimize(Function(one_for_each_layer).eval(), options=tiny.options())
+    with torch.no_grad():
+        for width in (3, 5):
+            x, scales = torch.randn(1, width, 4), torch.randn(1)
+            assert torch.equal(module(x, scales), x * scales[0])
+        with pytest.raises(ValueError, match="1 scale expected, got 2"):
+            module(torch.randn(2, 3, 4), torch.randn(2))
+    assert module.forward.counters.eager_calls == 0
+    assert len(module.forward.variants.all) == 1

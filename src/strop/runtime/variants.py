@@ -174,7 +174,13 @@ class VariantStore:
                      ) -> tuple[Variant, Shapes]:  # fmt: skip
         """The first graph of its kind, and the sizes that it has been traced with."""
         if shapes.otherwise is None:
-            return self._build(key, state, call, shapes, sizes), shapes
+            try:
+                return self._build(key, state, call, shapes, sizes), shapes
+            except CaptureError as error:
+                if not _may_ask_for_one(error, shapes, sizes):
+                    raise
+            self._failed.pop((key, shapes.is_ragged), None)
+            return self._build_exactly(key, state, call, shapes, sizes), shapes
         with contextlib.suppress(CaptureError, ShapeError):
             built = self._build(key, state, call, shapes, sizes)
             if built.fits(sizes):
@@ -361,6 +367,12 @@ def _needed(program: Program, env: Mapping[str, int] | None, library: KernelLibr
             ) -> tuple[KernelSource, ...]:  # fmt: skip
     """The kernels of the first call; none where nobody knows its sizes."""
     return () if env is None else own_calls.sources_at(program, env, library.arch)
+
+
+def _may_ask_for_one(error: CaptureError, shapes: Shapes, sizes: Sizes) -> bool:
+    """Whether the code has raised an error of its own where a size of 1 was traced as a 2."""
+    is_its_own = type(error.__cause__) in (ValueError, AssertionError, RuntimeError, IndexError)
+    return is_its_own and solve_roots(shapes.specs, sizes) != shapes.hints
 
 
 def _key(state: ModuleState, skeleton: Skeleton, shapes: Shapes) -> Any:
