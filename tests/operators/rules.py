@@ -31,6 +31,7 @@ DROPOUT = (
 )
 NUMBERS = ("values", "gradient")
 REFUSES_LAYOUT = ("is_contiguous", "must be contiguous", "stride 1", "not compatible")
+VIDEOS = ("nn.functional.conv3d", "nn.functional.conv_transpose3d")
 KEEP_GAPS = ("select_scatter", "slice_scatter", "diagonal_scatter", "as_strided_scatter")
 SOLVERS = (
     "linalg.",
@@ -91,9 +92,21 @@ RULES = (
         ),
     ),
     Rule(
+        "videos",
+        lambda where, d, draws: (
+            d.kind == "strides" and where.operator in VIDEOS and where.layout != "contiguous"
+        ),
+    ),
+    Rule(
         "unsafe views",
         lambda where, d, draws: (
             d.kind in ("strides", "aliasing") and where.operator in ("unsafe_split", "unsafe_chunk")
+        ),
+    ),
+    Rule(
+        "cancellation",
+        lambda where, d, draws: (
+            d.kind == "gradient" and where.operator == "nn.functional.normalize"
         ),
     ),
     Rule("overflow", lambda where, d, draws: d.kind == "overflow"),

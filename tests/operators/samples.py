@@ -178,12 +178,15 @@ def copies(tensors: Sequence[Tensor]) -> list[Tensor]:
     return [copy(t) for t in tensors]
 
 
+NUDGED = (torch.float32, torch.float64, torch.complex64, torch.complex128)
+
+
 def nudged(sample: Sample, seed: int) -> Sample:
     """The sample with each number moved by about one unit of its last place, up or down."""
     tensors, draw = copies(sample.tensors), torch.Generator().manual_seed(seed)
     for t in tensors:
-        if is_plain(t) and t.dtype in (torch.float64, torch.complex128):
-            ways = 2 * torch.randint(2, t.shape, generator=draw).double() - 1
+        if is_plain(t) and t.dtype in NUDGED:
+            ways = 2 * torch.randint(2, t.shape, generator=draw).to(t.dtype) - 1
             t.mul_(1 + ways * torch.finfo(t.dtype).eps)
     return replace(sample, tensors=tuple(tensors))
 

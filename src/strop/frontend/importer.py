@@ -344,7 +344,8 @@ def opaque_call(importer: Importer, fx: FxNode, given: Sequence[Any] | None = No
 
     def template(arg: Any) -> Any:
         if isinstance(arg, FxNode) and isinstance(importer.values.get(arg), Node):
-            inputs.append(_dense_as_traced(importer, arg))
+            lying = _contiguous_as_traced if fx.target in BY_CONTIGUITY else _dense_as_traced
+            inputs.append(lying(importer, arg))
             return Ref(len(inputs) - 1)
         if isinstance(arg, FxNode) and isinstance(importer.values.get(arg), GeneratorRef):
             return importer.values[arg]
@@ -389,6 +390,23 @@ def _dense_as_traced(importer: Importer, fx: FxNode) -> Node:
     if importer.symbols.shape(traced.stride()) != value.strides:
         return value
     return importer.builder.make("copy", (value,), value.shape, value.dtype)
+
+
+# Of a contiguous matrix these decompose the transposed one, which their gradient has to know.
+BY_CONTIGUITY = {
+    torch.ops.aten._linalg_det.default,
+    torch.ops.aten._linalg_slogdet.default,
+    torch.ops.aten._linalg_solve_ex.default,
+}
+
+
+def _contiguous_as_traced(importer: Importer, fx: FxNode) -> Node:
+    """An operand (..., m, n), contiguous if it was so in the trace, else column by column."""
+    value, traced = importer.node(fx), fx.meta["val"]
+    rank = len(value.shape)
+    strides = importer.symbols.shape(traced.stride())
+    order = None if strides == value.strides else (*range(rank - 2), rank - 1, rank - 2)
+    return importer.builder.make("copy", (value,), value.shape, value.dtype, order=order)
 
 
 def _refuse_host_values(importer: Importer, fx: FxNode) -> None:

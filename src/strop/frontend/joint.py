@@ -134,7 +134,9 @@ define(_library, "dropout", _dropout, lambda x, seed, p: torch.empty_like(x),
 
 def _call_dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
                   ) -> Tensor:  # fmt: skip
-    if not training or p == 0 or inplace or not 0 < p <= 1:
+    if not training or p == 0:
+        return input
+    if inplace or not 0 < p <= 1:
         return F.dropout(input, p, training, inplace)
     result: Tensor = torch.ops.strop.dropout(input, torch.ops.strop.seed(input, next(_numbers)), p)
     return result

@@ -205,8 +205,8 @@ def _call_rms_norm(input: Tensor, normalized_shape: Sequence[int], weight: Tenso
 
 def _call_dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
                   ) -> Tensor:  # fmt: skip
-    """Of a module in evaluation the very input, as in eager; torch's trace makes a copy of it."""
-    return input if not training else F.dropout(input, p, training, inplace)
+    """Where nothing is dropped the very input, as in eager; torch's trace makes a copy of it."""
+    return input if not training or p == 0 else F.dropout(input, p, training, inplace)
 
 
 def _call_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

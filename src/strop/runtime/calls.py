@@ -159,6 +159,8 @@ def _as_traced(target: Any, value: Any, traced: tuple[tuple[int, ...], torch.dty
         return value
     shape, dtype = traced
     if value.shape != shape and math.prod(shape):  # of an empty one nothing is read
+        if not value.numel():
+            return None  # it is left out where nobody asks for it, as by embedding_bag
         raise ShapeError(
             f"{target} gives {tuple(value.shape)}, and torch's shape rule says {shape}"
         )
