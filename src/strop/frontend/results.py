@@ -41,16 +41,22 @@ def lay_out(importer: Importer, returned: Sequence[Any]) -> None:
 
 
 def refuse_retyped(returned: Sequence[Any]) -> None:
-    """Raise UnsupportedError where eager gives a view as another type of an argument, or of what is
-    given as well: kernels write each type into memory of its own."""
+    """Raise UnsupportedError where eager gives a view as another type, or conjugated, of an
+    argument, or of what is given as well: kernels write each into memory of its own."""
     given = {item for item in returned if isinstance(item, FxNode)}
     for item in given:
         root = view_root(item)
-        if root.meta["val"].dtype == item.meta["val"].dtype:
+        if _reads_alike(root, item):
             continue
         others = {other for other in given - {item} if storage_of(other) == storage_of(root)}
         if others or root.op != "call_function":
-            raise UnsupportedError("a view as another type is returned beside what it looks at")
+            raise UnsupportedError("a view as another type, or conjugated, is returned beside what it looks at")
+
+
+def _reads_alike(whole: FxNode, view: FxNode) -> bool:
+    """Whether equal bits are equal numbers in both."""
+    a, b = whole.meta["val"], view.meta["val"]
+    return bool((a.dtype, a.is_conj(), a.is_neg()) == (b.dtype, b.is_conj(), b.is_neg()))
 
 
 def give(importer: Importer, item: Any, outputs: list[Node], *, is_saved: bool = False) -> Any:
@@ -81,8 +87,8 @@ def _holder(importer: Importer, item: FxNode) -> FxNode | None:
     found = view_root(item)
     if not isinstance(importer.values.get(found), Node):
         return None
-    if found.meta["val"].dtype != item.meta["val"].dtype:
-        return None  # a view as another type is a call
+    if not _reads_alike(found, item):
+        return None  # such a view is a call
     if order_or_none(importer, found) is _NONE:
         return None
     return found if importer.size(found.meta["val"].storage_offset()) == const(0) else None
