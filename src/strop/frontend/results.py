@@ -50,7 +50,9 @@ def refuse_retyped(returned: Sequence[Any]) -> None:
             continue
         others = {other for other in given - {item} if storage_of(other) == storage_of(root)}
         if others or root.op != "call_function":
-            raise UnsupportedError("a view as another type, or conjugated, is returned beside what it looks at")
+            raise UnsupportedError(
+                "a view as another type, or conjugated, is returned beside what it looks at"
+            )
 
 
 def _reads_alike(whole: FxNode, view: FxNode) -> bool:
