@@ -65,12 +65,13 @@ def compare(editions: dict[str, Edition], args: argparse.Namespace) -> dict[str,
         for number in range(2 * args.rounds + 1):
             for name in EDITIONS if number % 2 else reversed(EDITIONS):
                 editions[name].send(row)
-                for measure, value in editions[name].receive().items() if number else ():
+                found = editions[name].receive()
+                for measure, value in found.items() if number else ():
                     samples.setdefault(measure, {}).setdefault(name, []).append(value)
         rows[row] = {measure: summary(found) for measure, found in samples.items()}
-        for measure, found in rows[row].items():
-            low, middle, high = found["ratio"]
-            medians = " ".join(f"{found['median'][name]:9.3f}" for name in EDITIONS)
+        for measure, one in rows[row].items():
+            low, middle, high = one["ratio"]
+            medians = " ".join(f"{one['median'][name]:9.3f}" for name in EDITIONS)
             print(f"{row:8} {measure:9} {medians}   {middle:.4f} ({low:.4f} to {high:.4f})")
         sys.stdout.flush()
     now = datetime.now(UTC).isoformat(timespec="seconds")

@@ -82,7 +82,7 @@ def pipeline_row(case: TinyPipeline, options: strop.Options) -> Row:
     """Two pictures of one size, and one of another where eager draws that."""
     try:
         eager = case.made()
-    except Exception as error:  # a package of its own is missing, say
+    except (ImportError, NameError) as error:  # a package of its own is missing
         return Row("pipeline", case.name, case.kind, **_judged(error, error, {}))
     fast = strop.optimize(case.made(), options=options)
     dispatchers = dispatchers_of(fast)

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.fx import Node as FxNode
 
-from strop.errors import UnsupportedError
 from strop.ir.dims import Expr, const
 from strop.ir.graph import Builder, Node, broadcast
 
@@ -93,18 +92,11 @@ def _index(im: Importer, fx: FxNode, x: Any, indices: Sequence[Any]) -> Node | N
     return take(b, node, spread, walks, im.shape(fx), "wrapped")
 
 
-def _refuse_bags(im: Importer, fx: FxNode, *args: Any) -> None:
-    """Torch's kernel leaves out some of what it keeps for the gradient, for some layouts, and its
-    shape rule does not know for which."""
-    raise UnsupportedError("embedding_bag keeps tensors of sizes that cannot be told before")
-
-
 LOOKUPS: dict[Any, Rule] = {
     aten.embedding.default: _embedding,
     aten.index_select.default: _index_select,
     aten.gather.default: _gather,
     aten.take.default: _take,
     aten.index.Tensor: _index,
-    aten._embedding_bag.default: _refuse_bags,
     aten._unsafe_index.Tensor: _index,
 }

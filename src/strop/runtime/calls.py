@@ -152,6 +152,11 @@ def _aten(attrs: Mapping[str, Any]) -> Call:
     return _copied(call) if _returns_view(target) else call
 
 
+# What these keep for their gradient, which alone reads it, is empty where that does not need it.
+_LEAVING_OUT = {torch.ops.aten._embedding_bag.default,
+                torch.ops.aten._embedding_bag_forward_only.default}  # fmt: skip
+
+
 def _as_traced(target: Any, value: Any, traced: tuple[tuple[int, ...], torch.dtype] | None) -> Any:
     """A result as the plan takes it to be. Torch's shape rules are not always right: that of
     ``_native_batch_norm_legit`` says fp32 for running statistics of any type."""
@@ -159,8 +164,8 @@ def _as_traced(target: Any, value: Any, traced: tuple[tuple[int, ...], torch.dty
         return value
     shape, dtype = traced
     if value.shape != shape and math.prod(shape):  # of an empty one nothing is read
-        if not value.numel():
-            return None  # it is left out where nobody asks for it, as by embedding_bag
+        if target in _LEAVING_OUT and not value.numel():
+            return value
         raise ShapeError(
             f"{target} gives {tuple(value.shape)}, and torch's shape rule says {shape}"
         )

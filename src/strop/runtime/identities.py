@@ -19,7 +19,7 @@ class Identities:
     def __init__(self, tables: Sequence[Any], keys: Sequence[str]) -> None:
         self._tables, self._keys = tables, keys
         self.values = list(self.now())  # they stay alive, so that no other gets their addresses
-        self._addresses = _addresses(self.values, len(self.values))
+        self._addresses = addresses(self.values, len(self.values))
 
     def now(self) -> Iterable[Any]:
         """What they stand for at present."""
@@ -32,7 +32,7 @@ class Identities:
     def hold(self) -> bool:
         """Whether they stand for the same objects. KeyError where an entry is gone, ValueError
         where a variable of an enclosing function has no value."""
-        return _addresses(self.now(), len(self.values)) == self._addresses
+        return addresses(self.now(), len(self.values)) == self._addresses
 
 
 def identities(places: Iterable[tuple[Any, str]]) -> Identities:
@@ -41,5 +41,6 @@ def identities(places: Iterable[tuple[Any, str]]) -> Identities:
     return Identities([table for table, _ in found], [key for _, key in found])
 
 
-def _addresses(objects: Iterable[Any], count: int) -> bytes:
+def addresses(objects: Iterable[Any], count: int) -> bytes:
+    """Of ``count`` objects, which have to stay alive while these are compared with others."""
     return np.fromiter(objects, object, count).tobytes()

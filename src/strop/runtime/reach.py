@@ -330,7 +330,8 @@ class Reach:
         else:
             items = enumerate(() if isinstance(value, np.ndarray) else list(value))
         for key, item in items:
-            if not isinstance(item, CONSTANTS):
+            is_note = isinstance(key, str) and key.startswith("_") and is_fixed(value)
+            if not isinstance(item, CONSTANTS) and not is_note:  # such as which values are defaults
                 self._value(f"{label}[{key!r}]", item, names, is_own)
 
     def _object(self, label: str, value: Any, names: frozenset[str]) -> None:

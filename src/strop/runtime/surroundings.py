@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from torch import nn
 
-from strop.runtime.identities import identities
+from strop.runtime.identities import addresses, identities
 from strop.runtime.reach import (
     ABSENT,
     CONSTANTS,
@@ -62,6 +62,7 @@ class Surroundings:
         self._num_owned = sum(map(len, self._owned))
         self._objects = [*reach.modules, *(owner for _, owner, _ in self._owners)]
         self._kinds = list(map(type, self._objects))
+        self._kind_addresses = addresses(self._kinds, len(self._kinds))
 
     def have_changed(self) -> bool:
         try:
@@ -71,7 +72,7 @@ class Surroundings:
         return (
             not same
             or sum(map(len, self._owned)) != self._num_owned
-            or not all(map(is_, map(type, self._objects), self._kinds))
+            or addresses(map(type, self._objects), len(self._kinds)) != self._kind_addresses
             or not all(map(_has, self._contents, self._items))
         )
 
