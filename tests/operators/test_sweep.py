@@ -26,6 +26,10 @@ MOST = 5  # samples of a case
 # One of each kind of operator, of type, of layout and of what can become of a case.
 SAMPLE = (
     ("add", "float32", "sliced"),
+    ("add", "bool", "contiguous"),
+    ("fft.ifft", "float32", "contiguous"),  # a conjugated view
+    ("view_as_complex", "float32", "contiguous"),
+    ("as_strided_scatter", "float32", "contiguous"),
     ("nn.functional.gelu", "bfloat16", "contiguous"),
     ("floor_divide", "int64", "contiguous"),
     ("bitwise_left_shift", "uint8", "contiguous"),
@@ -57,6 +61,8 @@ TRAINED = (
     ("nn.functional.gelu", "float32", "contiguous"),
     ("nn.functional.linear", "float32", "contiguous"),
     ("mean", "float32", "sliced"),
+    ("linalg.slogdet", "float32", "sliced"),
+    ("nn.functional.layer_norm", "float32", "channels_last"),
 )
 
 

@@ -304,7 +304,7 @@ BITWISE: tuple[Op, ...] = (
     _row("bitwise_not", (aten.bitwise_not.default,), "~{0}", **_INTEGER),
     _row("not", (aten.bitwise_not.default,), "{0} == 0", "!{0}", **_BOOL),
     _row("or", (aten.add.Tensor, aten.add.Scalar, aten.maximum.default, aten.fmax.default),
-         "{0} | {1}", **_BOOL),
+         "{0} | {1}", when=lambda bound: bool(bound.get("alpha", 1)), **_BOOL),
     _row("and", (aten.mul.Tensor, aten.mul.Scalar, aten.minimum.default, aten.fmin.default),
          "{0} & {1}", **_BOOL),
     # a shift by the width or more, or by a negative count, leaves nothing but the sign
