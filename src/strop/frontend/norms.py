@@ -60,7 +60,17 @@ def _shaped(im: Importer, parameter: Any, shape: Shape) -> Node | None:
 
 def _native_group_norm(im: Importer, fx: FxNode, x: Any, weight: Any, bias: Any, n: Any, c: Any,
                        hw: Any, groups: int, eps: float) -> tuple[Node, Node, Node]:  # fmt: skip
-    return _group_norm(im, fx, x, groups, weight, bias, eps)
+    return _of_eagers_types(im, fx, *_group_norm(im, fx, x, groups, weight, bias, eps))
+
+
+def _of_eagers_types(im: Importer, fx: FxNode, y: Node, *statistics: Node
+                     ) -> tuple[Node, Node, Node]:  # fmt: skip
+    """The results of a norm: on a CPU, eager rounds statistics to the type of half operands."""
+    _, mean, rstd = (
+        im.builder.cast(node, value.dtype)
+        for node, value in zip((y, *statistics), fx.meta["val"], strict=True)
+    )
+    return y, mean, rstd
 
 
 def _strop_group_norm(im: Importer, fx: FxNode, *args: Any) -> Node:
@@ -117,7 +127,8 @@ def _layer_norm(im: Importer, fx: FxNode, x: Any, normalized: Sequence[Any], wei
     mean, rstd = _moments(b, x, dims, eps)
     shape = tuple(x.shape[d] for d in dims)
     affine = (_shaped(im, p, shape) for p in (weight, bias))
-    return _normalized(b, x, mean, rstd, *affine), mean, rstd
+    y = _normalized(b, x, mean, rstd, *affine)
+    return _of_eagers_types(im, fx, y, mean, rstd)
 
 
 def _fused_rms_norm(im: Importer, fx: FxNode, x: Any, normalized: Sequence[Any], weight: Any = None,
