@@ -36,7 +36,6 @@ class Reductions(nn.Module):
         super().__init__()
         self.layer, self.group, self.rms = nn.LayerNorm(64), nn.GroupNorm(4, 64), nn.RMSNorm(64)
         self.lift = nn.Linear(64, 64)
-        self.lift.weight.requires_grad_(False)  # torch sums its gradient by threads on some CPUs
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         lifted = F.silu(self.lift(self.layer(x)))
@@ -77,7 +76,7 @@ def _gradients(module: nn.Module, args: Args, autocast: bool) -> list[list[Tenso
     taken = [a.detach().clone().requires_grad_() for a in args]
     with torch.autocast(args[0].device.type, torch.bfloat16, enabled=autocast):
         loss = module(*taken).float().square().mean()
-    wanted = [*(p for p in module.parameters() if p.requires_grad), *taken]
+    wanted = [*module.parameters(), *taken]
     return [[g.clone() for g in torch.autograd.grad(loss, wanted, retain_graph=True)]
             for _ in range(2)]  # fmt: skip
 
@@ -94,10 +93,13 @@ def test_equal_bits(name: str, device: str, autocast: bool) -> None:
     _gradients(ours, other, autocast)
     del other
     torch.full((1 << 22,), torch.nan, device=device)
+    products = set[int]()
     if name == "reductions" and not autocast:  # others have products, which threads cut
         torch.set_num_threads(3)
+        products = {[n for n, _ in ours.named_parameters()].index("lift.weight")}
     found += _gradients(ours, first, autocast)
     assert roles(ours.forward.log) == ["backward", "forward"]
-    for again in found[1:]:
+    for turn, again in enumerate(found[1:], start=1):
         for number, (a, b) in enumerate(zip(found[0], again, strict=True)):
-            assert torch.equal(a, b), (number, tuple(a.shape))
+            is_cut = turn > 1 and number in products  # otherwise, and on some CPUs to other sums
+            assert is_cut or torch.equal(a, b), (number, tuple(a.shape))
