@@ -123,10 +123,12 @@ class _Finish:
         return Lowered(kernel, tuple(self.buffers), offsets)
 
     def _check_sweep(self, axes: Sequence[Axis]) -> None:
-        """Without reductions, one sweep computes every element once."""
+        """Raise OutOfPlaceError unless one sweep without reductions computes each element once."""
+        if self.group.schedule is not Schedule.POINTWISE:
+            return
         steps, domain = (size.eval(self.hints) for size in
                          (product(axis.size for axis in axes), domain_of(self.group)))  # fmt: skip
-        if self.group.schedule is Schedule.POINTWISE and steps > domain:
+        if steps > domain:
             raise OutOfPlaceError(f"{steps} steps for {domain} elements", _spread(self.group))
 
     def _param(self, node: Node, *, is_output: bool) -> int:

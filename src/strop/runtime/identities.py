@@ -36,11 +36,11 @@ class Identities:
 
 
 def identities(places: Iterable[tuple[Any, str]]) -> Identities:
-    """Of pairs of a table and a key."""
+    """Note what each pair of a table and a key stands for."""
     found = list(places)
     return Identities([table for table, _ in found], [key for _, key in found])
 
 
 def addresses(objects: Iterable[Any], count: int) -> bytes:
-    """Of ``count`` objects, which have to stay alive while these are compared with others."""
+    """Return where ``count`` objects lie. They have to stay alive while this is compared."""
     return np.fromiter(objects, object, count).tobytes()

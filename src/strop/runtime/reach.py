@@ -139,8 +139,8 @@ class Reach:
                 self._watch(f"torch.nn.functional.{name}", table, table, name, is_own=False)
 
     def _leave_out_unread(self) -> None:
-        """Settings that a layer of a library has from its ``__init__``, and that no code here
-        names, such as ``in_features``: a third of what a UNet has."""
+        """Drop settings that a layer of a library has from its ``__init__``, and that no code here
+        names, such as ``in_features``: nearly half of a UNet's names."""
         read = self.names | self._words
         for place, known in list(self.places.items()):
             is_asked = known.is_own or not known.is_setting or known.key in read
@@ -370,7 +370,9 @@ _STORES = ("STORE_GLOBAL", "DELETE_GLOBAL")
 
 def is_fixed(value: Any) -> bool:
     """Whether a container takes no other items: diffusers' configurations do not either."""
-    return isinstance(value, tuple | frozenset) or type(value).__name__ == "FrozenDict"
+    kind = type(value)
+    is_config = kind.__name__ == "FrozenDict" and _root(kind.__module__) in FRAMEWORKS
+    return is_config or isinstance(value, tuple | frozenset)
 
 
 def _root(module: str) -> str:

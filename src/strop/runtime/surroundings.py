@@ -188,7 +188,7 @@ def _has(content: Content, known: Any) -> bool:
     if isinstance(value, np.ndarray):
         is_like = value.shape == known.shape and value.dtype == known.dtype
         return bool(is_like and value.tobytes() == known.tobytes())
-    if isinstance(value, set | frozenset):
+    if isinstance(value, set):
         return len(value) == len(known) and value.issuperset(known)
     if len(value) * (2 if isinstance(value, dict) else 1) != len(known):
         return False
