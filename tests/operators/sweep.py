@@ -208,8 +208,8 @@ def main() -> int:
         threads = [threading.Thread(target=sweep.serve) for _ in range(given.workers)]
         for thread in threads:
             thread.start()
-        while any(thread.is_alive() for thread in threads):
-            threads[0].join(60)
+        while running := [thread for thread in threads if thread.is_alive()]:
+            running[0].join(60)
             print(f"{len(sweep.rows)} of {total} in {time.monotonic() - started:.0f} s", flush=True)
     sweep.save()
     print(ledger.summary(sweep.rows))
