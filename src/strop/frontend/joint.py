@@ -32,6 +32,10 @@ _CONVOLUTIONS = {
     aten.convolution_backward.default,
 }
 _HALVES = (torch.float16, torch.bfloat16)
+_STATISTICS = {  # where gradients of norms take mean and reciprocal deviation
+    aten.native_layer_norm_backward.default: (3, 4),
+    aten.native_group_norm_backward.default: (2, 3),
+}
 _EXTREMES = {
     aten.amax.default, aten.amin.default, aten.max.default, aten.min.default,
     aten.aminmax.default, aten.linalg_vector_norm.default,
@@ -165,13 +169,24 @@ def _group_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, n: int, c
         return statistic.unsqueeze(2).expand(n, groups, c // groups).reshape(n, c, *ones)
 
     affine = (None if p is None else p.reshape(1, c, *ones) for p in (weight, bias))
-    return _applied(x, spread(mean), spread(rstd), *affine), mean, rstd
+    y = _applied(x, spread(mean), spread(rstd), *affine)
+    kept = statistics_type(x, weight, bias)
+    return y, mean.to(kept), rstd.to(kept)
 
 
 def _layer_norm(x: Tensor, normalized: Sequence[int], weight: Tensor | None, bias: Tensor | None,
                 eps: float) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     mean, rstd = torch.ops.strop.layer_statistics(x, len(normalized), eps)
-    return _applied(x, mean, rstd, weight, bias).contiguous(), mean, rstd  # as eager's always is
+    kept = statistics_type(x, weight, bias)
+    y = _applied(x, mean, rstd, weight, bias).contiguous()  # as eager's always is
+    return y, mean.to(kept), rstd.to(kept)
+
+
+def statistics_type(x: Tensor, *parameters: Tensor | None) -> torch.dtype:
+    """In which eager returns a norm's statistics: on a CPU that of the operands, if they have one;
+    otherwise that of the arithmetic."""
+    is_mixed = any(p is not None and p.dtype != x.dtype for p in parameters)
+    return wide(x) if is_mixed or x.device.type != "cpu" else x.dtype
 
 
 # of torch's: arithmetic on elements, and views with a place to be written to
@@ -192,6 +207,7 @@ DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
 def keep_less(joint: GraphModule) -> None:
     """What torch's min-cut is to know of our kernels: tags, and readers moved to other values."""
     _drop_clones(joint)
+    _read_wide_statistics(joint)
     _widen_again(joint)
     _keep_extremes(joint)
     for node in joint.graph.nodes:
@@ -230,6 +246,16 @@ def _widen_again(joint: GraphModule) -> None:
         if cast.meta["val"].dtype == torch.float32 and cast.args[0].meta["val"].dtype in _HALVES:
             cast.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
             cast.meta["ac_graph_id"] = 0  # torch 2.11 compares those of neighbours
+
+
+def _read_wide_statistics(joint: GraphModule) -> None:
+    """Have gradients of norms read statistics as they were computed, not as eager returns them on a
+    CPU, in a half type."""
+    for backward, places in _STATISTICS.items():
+        for node in joint.graph.find_nodes(op="call_function", target=backward):
+            for place in places:
+                if node.args[place].target is aten._to_copy.default:
+                    node.update_arg(place, node.args[place].args[0])
 
 
 def _keep_extremes(joint: GraphModule) -> None:

@@ -160,12 +160,15 @@ def _batch_norm(im: Importer, fx: FxNode, x: Any, weight: Any, bias: Any, runnin
     shape = (const(1), x.shape[1], *[const(1)] * (len(x.shape) - 2))
     if training:
         mean, rstd = _moments(b, x, tuple(d for d in range(len(x.shape)) if d != 1), eps)
-        saved = b.reshape(mean, (x.shape[1],)), b.reshape(rstd, (x.shape[1],))
+        saved = [
+            b.cast(b.reshape(statistic, (x.shape[1],)), value.dtype)
+            for statistic, value in zip((mean, rstd), fx.meta["val"][1:], strict=False)
+        ]
     else:
         mean, var = (b.reshape(im.node(p), shape) for p in (running_mean, running_var))
         rstd = rstd_of(b, var, eps, wide)
         empty = fx.meta["val"][1]  # torch's own backward takes them, and does not look inside
-        saved = (filled(b, 0.0, im.symbols.shape(empty.shape), empty.dtype),) * 2
+        saved = [filled(b, 0.0, im.symbols.shape(empty.shape), empty.dtype)] * 2
     affine = (_shaped(im, p, shape) for p in (weight, bias))
     return _normalized(b, x, mean, rstd, *affine), *saved, None
 

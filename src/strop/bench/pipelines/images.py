@@ -383,6 +383,6 @@ IMAGES: tuple[TinyPipeline, ...] = (
     TinyPipeline("prx", "PRXPipeline", prx,
                  MASKED | {"use_resolution_binning": False}),
     TinyPipeline("dit", "DiTPipeline", dit, {"class_labels": [3]}),
-    TinyPipeline("omnigen", "OmniGenPipeline", omnigen),
+    TinyPipeline("omnigen", "OmniGenPipeline", omnigen, needs=("torchvision",)),
     TinyPipeline("kandinsky5-image", "Kandinsky5T2IPipeline", kandinsky5),
 )  # fmt: skip

@@ -22,6 +22,7 @@ class TinyPipeline:
     """One pipeline of diffusers. ``kind`` is its class. ``parts`` makes components, drawing weights
     from torch's generator; what the constructor needs besides is None. ``given`` are arguments of a
     call beside those of ``arguments``; a value may be a function without arguments that makes it.
+    ``needs`` are packages that diffusers wants for it.
     """
 
     name: str
@@ -29,6 +30,7 @@ class TinyPipeline:
     parts: Callable[[], Parts]
     given: Mapping[str, Any] = field(default_factory=dict)
     made_by: Callable[[Any], Any] | None = None  # what is done to it once it is built
+    needs: tuple[str, ...] = ()
 
     def made(self, seed: int = 0) -> Any:
         """Build the pipeline, with the same weights for the same seed."""

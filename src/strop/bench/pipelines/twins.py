@@ -17,12 +17,17 @@ from torch import Tensor
 import strop
 from strop.api import dispatchers_of
 from strop.bench.pipelines.actions import Action
-from strop.bench.pipelines.tiny import TinyPipeline, arguments, drawn
+from strop.bench.pipelines.tiny import TinyPipeline, arguments, drawn, modules_of
 from strop.runtime.dispatch import Dispatcher
 from strop.testing import psnr
 
 BETWEEN, INSIDE = "between", "inside"  # two pictures, the steps of one
 Drawn = list[Tensor] | Exception
+
+
+SEEN = 90.0  # decibels: a picture that changes more is another one
+CLEARLY = 20.0  # decibels that both are nearer to each other than to the picture before
+NUDGES = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +48,13 @@ class Outcome:
     @property
     def is_seen(self) -> bool:
         """Whether eager's picture behind the action is visibly another one."""
-        return self._change(self.eager) < 90
+        return self._change(self.eager) < SEEN
+
+    @property
+    def is_told_apart(self) -> bool:
+        """Whether the optimised one's picture is clearly nearer to eager's than to the one before
+        the action: a stale one is not."""
+        return self._change(self.eager) + CLEARLY < self.decibels
 
     def _change(self, found: Drawn) -> float:
         """Compare the first of the two pictures with the one before the action (dB)."""
@@ -97,6 +108,28 @@ def outcome(case: TinyPipeline, action: Action, moment: str, options: strop.Opti
     one, _ = _after(case, eager, action, moment)
     other, pipe = _after(case, fast, action, moment)
     return Outcome(before[0], one, other, pipe)
+
+
+def rounding(case: TinyPipeline, action: Action, moment: str, *, warm: int = 1) -> float:
+    """How near eager comes to itself behind the action when its weights move by one unit of their
+    last place (dB): of a pipeline that enlarges rounding errors, less than of others."""
+    found: list[Drawn] = []
+    for seed in range(NUDGES + 1):
+        pipe = case.made()
+        if seed:
+            _nudge(pipe, seed)
+        for _ in range(warm):
+            attempt(partial(drawn, case, pipe))
+        found.append(_after(case, pipe, action, moment)[0])
+    return min(nearness(moved, found[0]) for moved in found[1:])
+
+
+def _nudge(pipe: Any, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for weight in (weight for part in modules_of(pipe) for weight in part.parameters()):
+        towards = torch.rand(weight.shape, generator=generator).sub(0.5).mul(math.inf)
+        with torch.no_grad():
+            weight.copy_(torch.nextafter(weight, towards.to(weight.dtype)))
 
 
 def has_callback(pipe: Any) -> bool:

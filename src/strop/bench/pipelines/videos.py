@@ -303,7 +303,8 @@ VIDEOS: tuple[TinyPipeline, ...] = (
                  lambda: wan("WanVACETransformer3DModel", vace_layers=[0], vace_in_channels=96),
                  SMALL | EMBEDDED),
     TinyPipeline("skyreels", "SkyReelsV2Pipeline", lambda: wan("SkyReelsV2Transformer3DModel") | {
-        "scheduler": diffusers("UniPCMultistepScheduler", flow_shift=8.0, use_flow_sigmas=True)},
+        "scheduler": diffusers("UniPCMultistepScheduler", flow_shift=8.0, use_flow_sigmas=True,
+                               prediction_type="flow_prediction")},
         SMALL | EMBEDDED),
     TinyPipeline("ltx", "LTXPipeline", ltx, {"num_frames": 9, "height": 32, "width": 32} | LENGTH),
     TinyPipeline("ltx-image", "LTXImageToVideoPipeline", ltx,
@@ -317,7 +318,7 @@ VIDEOS: tuple[TinyPipeline, ...] = (
                  lambda: cogvideo(in_channels=8, sample_width=2, sample_height=2),
                  {"num_frames": 8} | LENGTH),
     TinyPipeline("cogvideox-video", "CogVideoXVideoToVideoPipeline", cogvideo,
-                 {"video": lambda: list(clip_of_pictures(8)[0]), "strength": 0.5} | LENGTH),
+                 {"video": lambda: list(clip_of_pictures(8)[0]), "strength": 1.0} | LENGTH),
     TinyPipeline("mochi", "MochiPipeline", mochi, {"num_frames": 7} | LENGTH),
     TinyPipeline("hunyuan-video", "HunyuanVideoPipeline", hunyuan_video,
                  SMALL | {"prompt_template": {"template": "{}", "crop_start": 0}}),
