@@ -233,3 +233,24 @@ def test_offsets_count_from_eagers_memory(
     with torch.no_grad():
         for x in given:
             torch.testing.assert_close([*ours(x)], [*function(x)])
+
+
+@pytest.mark.parametrize("way", ["optimize", "compile"])
+def test_memory_of_complex_numbers_is_read_as_it_lies(way: str, tmp_path: Path) -> None:
+    def function(x: Tensor) -> tuple[Tensor, Tensor]:
+        patch = x.new_ones(2, 2)
+        return torch.as_strided_copy(x, (2, 2), (1, 2), 1) * 2, torch.as_strided_scatter(
+            x, patch, (2, 2), (1, 2), 1
+        )
+
+    options = Options(cache_dir=str(tmp_path))
+    torch._dynamo.reset()
+    ours: Any = (
+        strop.optimize(Function(function).eval(), options=options)
+        if way == "optimize"
+        else torch.compile(function, backend="strop", options=options)
+    )
+    whole = torch.randn(4, 9, dtype=torch.complex64)
+    with torch.no_grad():
+        for x in (whole[:, 1::2], whole.t(), whole):
+            torch.testing.assert_close([*ours(x)], [*function(x)])

@@ -193,7 +193,7 @@ def _channel_shuffle(im: Importer, fx: FxNode, x: Any, groups: int) -> Node:
 def _as_strided(im: Importer, fx: FxNode, x: FxNode, size: Any, stride: Any, offset: Any = None
                 ) -> Node:  # fmt: skip
     """Torch looks at memory itself, which has to lie as it did in eager."""
-    traced, node = _with_own_memory(im, x), im.node(x)
+    traced, node = with_own_memory(im, x), im.node(x)
     shape, strides = im.shape(x), im.symbols.shape(traced.stride())
     order = memory_order(strides, shape) or tuple(range(len(shape)))  # an error if there are gaps
     dense = im.builder.make("copy", (node,), node.shape, node.dtype, order=order)
@@ -206,10 +206,10 @@ def _as_strided(im: Importer, fx: FxNode, x: FxNode, size: Any, stride: Any, off
 
 def _as_strided_scatter(im: Importer, fx: FxNode, x: FxNode, *rest: Any) -> None:
     """Torch runs it."""
-    _with_own_memory(im, x)
+    with_own_memory(im, x)
 
 
-def _with_own_memory(im: Importer, x: FxNode) -> torch.Tensor:
+def with_own_memory(im: Importer, x: FxNode) -> torch.Tensor:
     """The traced value, if it is all that lies in its memory."""
     traced: torch.Tensor = x.meta["val"]
     is_whole = is_non_overlapping_and_dense_or_false(traced) and im.size(
@@ -220,6 +220,11 @@ def _with_own_memory(im: Importer, x: FxNode) -> torch.Tensor:
     return traced
 
 
+OF_MEMORY = {
+    aten.as_strided.default,
+    aten.as_strided_copy.default,
+    aten.as_strided_scatter.default,
+}
 VIEWS: dict[Any, Rule] = {
     aten.alias.default: _same,
     aten.detach.default: _same,
