@@ -29,8 +29,10 @@ DROPOUT = (
     "nn.functional.multi_head_attention_forward",
     "nn.functional.scaled_dot_product_attention",
 )
+# they draw numbers from a seed of their own
+SEEDED = ("pca_lowrank", "svd_lowrank")
 NUMBERS = ("values", "gradient")
-REFUSES_LAYOUT = ("is_contiguous", "must be contiguous", "stride 1", "not compatible")
+REFUSES_LAYOUT = ("is_contiguous", "must be contiguous", "stride 1", "not compatible", "stride(")
 VIDEOS = ("nn.functional.conv3d", "nn.functional.conv_transpose3d")
 KEEP_GAPS = ("select_scatter", "slice_scatter", "diagonal_scatter", "as_strided_scatter")
 SOLVERS = (
@@ -48,6 +50,8 @@ SOLVERS = (
     "matrix_exp",
 )
 SOLVER_ULPS = 512
+ATTENTION_ULPS = 4
+SIXTHS_ULPS = 2**28  # a number of 24 bits as one of 53
 
 
 @dataclass(frozen=True)
@@ -81,7 +85,7 @@ RULES = (
         lambda where, d, draws: (
             d.kind == "exception"
             and where.layout != "contiguous"
-            and d.text.startswith("none for RuntimeError")
+            and d.text.startswith(("none for RuntimeError", "none for ValueError"))
             and any(word in d.text for word in REFUSES_LAYOUT)
         ),
     ),
@@ -107,6 +111,25 @@ RULES = (
         "cancellation",
         lambda where, d, draws: (
             d.kind == "gradient" and where.operator == "nn.functional.normalize"
+        ),
+    ),
+    Rule(
+        "attention",
+        lambda where, d, draws: (
+            d.kind in NUMBERS
+            and where.operator == "nn.functional.scaled_dot_product_attention"
+            and where.dtype in ("bfloat16", "float16")
+            and where.layout == "sliced"
+            and d.ulps <= ATTENTION_ULPS
+        ),
+    ),
+    Rule(
+        "sixths",
+        lambda where, d, draws: (
+            d.kind == "gradient"
+            and where.operator == "nn.functional.hardsigmoid"
+            and where.dtype == "float64"
+            and d.ulps <= SIXTHS_ULPS
         ),
     ),
     Rule("overflow", lambda where, d, draws: d.kind == "overflow"),

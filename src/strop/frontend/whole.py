@@ -148,9 +148,12 @@ def _convolution(rank: int, transposed: bool) -> Callable[..., Any]:
     def ready(value: int | Sequence[int]) -> list[int]:
         return [value] * rank if isinstance(value, int) else list(value)
 
+    def is_plain(input: Tensor) -> bool:  # torch takes complex ones apart, into three of real ones
+        return input.dim() == rank + 2 and not input.is_complex()
+
     def plain(input: Tensor, weight: Tensor, bias: Tensor | None = None, stride: Any = 1,
               padding: Any = 0, dilation: Any = 1, groups: int = 1) -> Any:  # fmt: skip
-        if isinstance(padding, str) or input.dim() != rank + 2:
+        if isinstance(padding, str) or not is_plain(input):
             return usual(input, weight, bias, stride, padding, dilation, groups)
         return torch.ops.strop.convolution(
             input, weight, bias, ready(stride), ready(padding), ready(dilation), False,
@@ -160,7 +163,7 @@ def _convolution(rank: int, transposed: bool) -> Callable[..., Any]:
     def upwards(input: Tensor, weight: Tensor, bias: Tensor | None = None, stride: Any = 1,
                 padding: Any = 0, output_padding: Any = 0, groups: int = 1,
                 dilation: Any = 1) -> Any:  # fmt: skip
-        if input.dim() != rank + 2:
+        if not is_plain(input):
             return usual(input, weight, bias, stride, padding, output_padding, groups, dilation)
         return torch.ops.strop.convolution(
             input, weight, bias, ready(stride), ready(padding), ready(dilation), True,
