@@ -7,8 +7,8 @@ from __future__ import annotations
 
 KNOWN: dict[str, str] = {
     # SD3 and Flux keep nothing of the prompt from one step to the next
-    r"^(?!sd3-|flux-).*-data_copy-inside": "what was kept of the prompt is of the weights before: torch does not"
-    " count writes through .data",
+    r"^(?!sd3-|flux-).*-data_copy-inside": "what was kept of the prompt is of the weights before:"
+    " torch does not count writes through .data",
     r"^(sdxl|sd3)-pickled": "eager's cannot be pickled after a call: transformers leaves a local"
     " function on CLIPTextModelWithProjection, which a compiled one does not get",
     r"^sd15-ledits-latents_changed-between": "LEDITS++ begins with what its inversion has kept: no"

@@ -87,8 +87,7 @@ def judge(case: Case) -> None:
 
 
 def least(case: Case, found: twins.Outcome, warm: int) -> float:
-    """How near to eager's the result must be (dB): pipelines with unlimited latents enlarge rounding
-    errors."""
+    """How near to eager's the result must be (dB): some pipelines enlarge rounding errors."""
     wanted, is_stale = case.action.decibels, case.action.is_seen and not found.is_told_apart
     if found.decibels >= wanted or not math.isfinite(found.decibels) or is_stale:
         return wanted

@@ -10,6 +10,9 @@ from transformers import CLIPVisionConfig, CLIPVisionModelWithProjection, T5Conf
 
 import strop
 from strop.api import dispatchers_of
+from strop.bench.pipelines.tiny import drawn
+from strop.bench.pipelines.twins import nearness
+from strop.bench.pipelines.videos import VIDEOS
 from strop.diffusion.pipeline import DENOISERS, compiled_modules
 from strop.testing import psnr
 from tests.e2e import dits, tiny
@@ -45,6 +48,26 @@ def test_pictures_are_equal(name: str, device: str, monkeypatch: pytest.MonkeyPa
         assert len(part.forward.variants.all) == 1
     for dispatcher in dispatchers_of(fast).values():  # Wan's VAE keeps frames in lists of its call
         assert dispatcher.counters.eager_calls == 0
+
+
+@pytest.mark.parametrize("device", tiny.DEVICES)
+def test_videos_of_any_length_and_size_have_one_graph(device: str) -> None:
+    """LTX is told frames, height and width of its tokens as whole numbers."""
+    case = next(case for case in VIDEOS if case.name == "ltx")
+    eager, fast = case.made().to(device), case.made().to(device)
+    strop.optimize(fast, options=tiny.options())
+    for frames, height, width in (
+        (9, 32, 32),
+        (17, 32, 32),
+        (25, 64, 32),
+        (1, 32, 96),
+        (9, 64, 64),
+    ):
+        size = {"num_frames": frames, "height": height, "width": width}
+        assert nearness(drawn(case, fast, **size), drawn(case, eager, **size)) >= 100
+    dispatcher = dispatchers_of(fast)["transformer"]
+    assert dispatcher.counters.eager_calls == 0
+    assert len(dispatcher.variants.all) == 1
 
 
 def test_new_weights_make_new_pictures() -> None:

@@ -15,6 +15,7 @@ import json
 import logging
 import queue
 import re
+import resource
 import select
 import signal
 import subprocess
@@ -33,7 +34,7 @@ from tests.operators import ledger
 from tests.operators.checking import Finding, TooLongError, applies, check
 from tests.operators.ledger import Counts, Key, Row
 from tests.operators.running import DIRECTIONS, WAYS
-from tests.operators.samples import DTYPES, EVERY, Case, operators
+from tests.operators.samples import COMMON, DTYPES, EVERY, Case, operators
 
 CASE_SECONDS = 240  # of processor time
 SILENT_SECONDS = 1200  # then a worker is ended
@@ -56,6 +57,7 @@ def keys() -> Iterator[Key]:
 def run(key: Key, folder: str, most: int) -> Finding:
     """The case, within its time."""
     case = Case(key.operator, getattr(torch, key.dtype), key.layout)
+    most = most if case.dtype in COMMON else most // 2
     signal.setitimer(signal.ITIMER_PROF, CASE_SECONDS)
     try:
         return check(case, key.way, key.direction, folder, most)
@@ -185,7 +187,12 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--failed", action="store_true", help="only what has failed")
     parser.add_argument("--minutes", type=float, default=1e6, help="begin no case after that")
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--most", type=int, default=MOST_SAMPLES, help="samples of a case")
+    parser.add_argument(
+        "--most",
+        type=int,
+        default=MOST_SAMPLES,
+        help="samples of a case, half as many of rare types",
+    )
     parser.add_argument("--dry", action="store_true", help="leave the ledger as it is")
     parser.add_argument("--worker", default="", help=argparse.SUPPRESS)
     return parser.parse_args()
@@ -212,6 +219,8 @@ def main() -> int:
             running[0].join(60)
             print(f"{len(sweep.rows)} of {total} in {time.monotonic() - started:.0f} s", flush=True)
     sweep.save()
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    print(f"{(used.ru_utime + used.ru_stime) / 3600:.2f} hours of processor time")
     print(ledger.summary(sweep.rows))
     return int(any(row.counts.failed for row in sweep.rows.values()))
 

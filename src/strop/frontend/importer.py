@@ -247,7 +247,7 @@ def _expressed(importer: Importer, fx: FxNode) -> Value | None:
     """The call as nodes of the graph IR, if there is a way."""
     if not all(_is_for_kernels(x) for x in (fx, *fx.all_input_nodes)):
         if fx.target in OF_MEMORY:
-            with_own_memory(importer, fx.args[0])
+            with_own_memory(importer, fx.all_input_nodes[0])
         return None
     if any(isinstance(importer.values.get(x), GeneratorRef) for x in fx.all_input_nodes):
         return None  # torch draws by it

@@ -44,17 +44,17 @@ from strop.runtime.loop import Loop, moment_of
 from strop.runtime.memory import Workspace, workspace_of
 from strop.runtime.passing import as_specified, returned, structured
 from strop.runtime.signature import (
+    NUM_ARGUMENTS,
     Beside,
     Shapes,
     Skeleton,
     count_numbers,
-    flatten,
     is_looked_into,
     memory_order,
     solve_roots,
 )
 from strop.runtime.state import ModuleState, place
-from strop.runtime.turned import Call, Turned, with_numbers
+from strop.runtime.turned import Call, Turned, all_shapes
 from strop.runtime.unfit import unfit_call, unfit_module
 from strop.runtime.variants import REFUSALS, Variant, VariantStore, device_of, library_for
 
@@ -63,7 +63,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("strop")
 MOST_READY = 1024  # calls kept prepared, of one module
-_NUM_ARGUMENTS = 3  # items of a skeleton that are the arguments: "tuple", by place, by name
 
 
 def _plain_forward(module: nn.Module) -> Any:
@@ -161,7 +160,7 @@ class Dispatcher:
         tensors: list[Tensor] = []
         beside = Beside()
         try:
-            skeleton = flatten((args, kwargs), tensors, beside)
+            skeleton = self.turned.flattened((args, kwargs), tensors, beside)
         except UnsupportedError as error:
             return self._run_eager(str(error), args, kwargs)
         skeleton = self._with_settings(skeleton, beside)
@@ -200,11 +199,11 @@ class Dispatcher:
 
     def _read_again(self, call: Call) -> Call:
         """The call with the settings as they are now."""
-        arguments = call.bare[:_NUM_ARGUMENTS]
+        arguments = call.bare[:NUM_ARGUMENTS]
         if arguments == call.bare and not self.state.turned.names:
             return call
         floats = call.beside.floats[: count_numbers(arguments)]
-        beside = Beside(floats, call.beside.generators)
+        beside = Beside(floats, call.beside.generators, num_sizes=call.beside.num_sizes)
         return self._resolved(self._with_settings(arguments, beside), call.plain, beside)
 
     def _resolved(self, bare: Skeleton, tensors: list[Tensor], beside: Beside) -> Call:
@@ -405,10 +404,8 @@ class Dispatcher:
         take_out(self, self.module, self.eager, is_own=self._eager is None)
 
     def _shapes(self, call: Call) -> Shapes:
-        shapes = self.adapter.shapes(call.plain, call.skeleton)
-        if not call.numbers:
-            return shapes
-        return with_numbers(shapes, len(call.numbers), device_of(self.state, shapes))
+        shapes = self.adapter.shapes(call.given, call.skeleton)
+        return all_shapes(shapes, call, device_of(self.state, shapes))
 
     def _enter(self, call: Call) -> tuple[Entry, Call]:
         """Find or build the variant for a call seen for the first time; may raise REFUSALS. Also
@@ -428,7 +425,7 @@ class Dispatcher:
         steady = self.adapter.steady(call.skeleton) if self._may_hoist else ()
         timestep = self.adapter.timestep(call.skeleton) if steady else None
         if steady:  # numbers are, too, or nothing that they scale would be kept
-            steady += tuple(range(len(call.plain), len(call.tensors)))
+            steady += tuple(range(len(call.given), len(call.tensors)))
         device = device_of(self.state, self._shapes(call))
         entry = Entry(next(_NUMBERS), variant, device, env, aliases=aliases, steady=steady,
                       timestep=timestep, is_pure=variant.program.is_pure,
@@ -444,14 +441,13 @@ class Dispatcher:
             except NumbersNeeded as error:
                 needed: Sequence[int] = sorted(error.numbers)
             except REFUSALS:
-                if not call.numbers:
+                if not call.numbers and not call.beside.num_sizes:
                     raise
                 needed = range(len(call.numbers))
             else:
                 self.turned.learn(call, variant.number_guards)
                 return variant, call
-            self.turned.fix(call, self.state.structure, needed)
-            call = self._resolved(call.bare, call.plain, call.beside)
+            call = self._resolved(*self.turned.fix(call, self.state.structure, needed))
 
     def _bound(self, entry: Entry, workspace: Workspace, stream: int) -> Bound:
         if entry.placed is None:

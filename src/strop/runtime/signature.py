@@ -22,6 +22,7 @@ from strop.ir.program import Guard
 # nested tuples of ("list"|"tuple"|"dict"|..., ...), Ref for a tensor, numbers as (type name, text):
 # 1, 1.0 and True are equal keys but other programs
 Skeleton = Any
+NUM_ARGUMENTS = 3  # its items that are the arguments: "tuple", by place, by name
 _NO_ITEMS = ("dict",)
 _NUMBERS: dict[str, Callable[[str], Any]] = {
     "bool": lambda text: text == "True", "int": int, "float": float.fromhex,
@@ -32,6 +33,13 @@ _NUMBERS: dict[str, Callable[[str], Any]] = {
 class NumberRef:
     """Stands for a float in a skeleton: as ``flatten`` leaves it, the float number ``index`` of the
     call; in what ``rebuild`` takes, the item ``index`` of the call's tensors and numbers."""
+
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class SizeRef:
+    """Stands for a whole number that is the first size of the tensor ``index`` of a call."""
 
     index: int
 
@@ -57,6 +65,8 @@ class Beside:
     floats: list[float] = field(default_factory=list)
     generators: list[torch.Generator] = field(default_factory=list)
     num_settings: int = 0  # of the floats, the last ones: those of settings, which are inputs
+    num_wholes: int = 0  # whole numbers that were met
+    num_sizes: int = 0  # of the tensors, the last ones: they stand for whole numbers
 
 
 def flatten(value: Any, tensors: list[Tensor], beside: Beside | None = None) -> Skeleton:
@@ -77,16 +87,21 @@ def flatten(value: Any, tensors: list[Tensor], beside: Beside | None = None) -> 
         return Ref(len(tensors) - 1)
     if value is None or isinstance(value, str | torch.dtype | torch.device):
         return value
-    if kind is float and beside is not None:
-        beside.floats.append(value)
-        return NumberRef(len(beside.floats) - 1)
     if isinstance(value, int | float):
-        return number_text(value)
+        return number_text(value) if beside is None else _flatten_number(value, kind, beside)
     if kind in (list, torch.Size):
         return ("list" if kind is list else "tuple", *[flatten(v, tensors, beside) for v in value])
     if kind is dict and set(map(type, value)) <= {str, int}:  # in their order, as code may use it
         return ("dict", *[(k, flatten(v, tensors, beside)) for k, v in value.items()])
     return _flatten_object(value, kind, tensors, beside)
+
+
+def _flatten_number(value: int | float, kind: type, beside: Beside) -> Skeleton:
+    if kind is float:
+        beside.floats.append(value)
+        return NumberRef(len(beside.floats) - 1)
+    beside.num_wholes += kind is int
+    return number_text(value)
 
 
 _TRACING_MODES = (
@@ -169,8 +184,9 @@ def with_floats(skeleton: Skeleton, floats: Sequence[Skeleton]) -> Skeleton:
 
 def rebuild(skeleton: Skeleton, tensors: Sequence[Any]) -> Any:
     """The inverse of ``flatten``. ``tensors``: and behind them the numbers that are inputs."""
-    if isinstance(skeleton, Ref | NumberRef):
-        return tensors[skeleton.index]
+    if isinstance(skeleton, Ref | NumberRef | SizeRef):
+        found = tensors[skeleton.index]
+        return found.shape[0] if isinstance(skeleton, SizeRef) else found
     if not isinstance(skeleton, tuple):
         return skeleton
     kind, *items = skeleton
@@ -203,6 +219,8 @@ def without_numbers(skeleton: Skeleton) -> Skeleton:
     """What calls have in common that differ in whole numbers and floats alone."""
     if isinstance(skeleton, NumberRef):
         return ("float",)
+    if isinstance(skeleton, SizeRef):
+        return ("int",)
     if not isinstance(skeleton, tuple):
         return skeleton
     is_number = len(skeleton) == 2 and skeleton[0] in ("int", "float")

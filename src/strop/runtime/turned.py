@@ -1,9 +1,10 @@
-"""Floats among a call's arguments that a user turns, such as the scale of a ControlNet.
+"""Numbers among a call's arguments that a user turns, such as the scale of a ControlNet.
 
 The first value that is seen is a constant of its graph. With the second one the float becomes an
 input of the next graph, which then serves every value: a tensor without dims, in 64 bits as
 Python's floats, that is copied like other arguments. Graphs of models that nobody turns anything
-of stay as they are. Where code needs the value itself, it stays a constant (``fix``).
+of stay as they are. Where code needs the value itself, it stays a constant (``fix``). Of whole
+numbers, ``whole_numbers`` says which are inputs.
 """
 
 from __future__ import annotations
@@ -11,21 +12,31 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from strop.frontend.capture import TensorSpec
 from strop.ir.program import NumberGuard
-from strop.runtime.signature import Beside, NumberRef, Shapes, Skeleton, number_text, with_floats
+from strop.runtime.signature import (
+    Beside,
+    NumberRef,
+    Shapes,
+    Skeleton,
+    flatten,
+    number_text,
+    with_floats,
+)
+from strop.runtime.whole_numbers import WholeNumbers, with_sizes
 
 _MOST_TENSORS = 256  # kept, of the values of one module's numbers
 
 
 @dataclass(slots=True)
 class Call:
-    """A call: its ``skeleton``, the tensors in it, and behind them the ``numbers`` that are inputs.
-    ``bare`` is the skeleton without what is ``beside``."""
+    """A call: its ``skeleton``, the tensors in it, and behind them those that stand for sizes, and
+    the ``numbers`` that are inputs. ``bare`` is the skeleton without what is ``beside``."""
 
     skeleton: Skeleton
     tensors: list[Tensor]
@@ -36,20 +47,34 @@ class Call:
 
     @property
     def plain(self) -> list[Tensor]:
-        """The tensors that the caller has given."""
+        """All but the numbers that are inputs."""
         return self.tensors[: len(self.tensors) - len(self.numbers)]
+
+    @property
+    def given(self) -> list[Tensor]:
+        """The tensors that the caller has given."""
+        return self.tensors[: len(self.tensors) - len(self.numbers) - self.beside.num_sizes]
 
 
 class Turned:
-    """Which floats of one module's calls are inputs, by the bare skeleton of the call."""
+    """Which floats of one module's calls are inputs, by the bare skeleton of the call; and which
+    whole numbers are sizes."""
 
     def __init__(self) -> None:
+        self._wholes = WholeNumbers()
         self._first: dict[Skeleton, tuple[float, ...]] = {}
         self._turned: dict[Skeleton, frozenset[int]] = {}
         self._fixed: dict[tuple[int, Skeleton], frozenset[int]] = {}  # by structure too
         self._skeletons: dict[tuple[Skeleton, tuple[Skeleton, ...]], Skeleton] = {}
         self._guards: dict[Skeleton, tuple[NumberGuard, ...]] = {}
         self._made: dict[tuple[str, torch.device], Tensor] = {}
+
+    def flattened(self, arguments: Any, tensors: list[Tensor], beside: Beside) -> Skeleton:
+        """As ``flatten``, with whole numbers that are sizes among the tensors."""
+        skeleton = flatten(arguments, tensors, beside)
+        if beside.num_wholes:
+            return self._wholes.as_sizes(skeleton, tensors, beside)
+        return skeleton
 
     def call(self, bare: Skeleton, beside: Beside, tensors: list[Tensor], structure: int,
              device: torch.device) -> Call:  # fmt: skip
@@ -82,11 +107,17 @@ class Turned:
         self._turned[call.bare] = known | found
         return bool(found)
 
-    def fix(self, call: Call, structure: int, numbers: Sequence[int]) -> None:
-        """These numbers of the call, counted from 0, stay constants."""
+    def fix(self, call: Call, structure: int, numbers: Sequence[int]
+            ) -> tuple[Skeleton, list[Tensor], Beside]:  # fmt: skip
+        """These numbers of the call, counted from 0, stay constants; without any, those that are
+        sizes do. What ``call`` takes, with that."""
+        if not numbers:
+            bare = self._wholes.fix(call.bare, call.tensors)
+            return bare, call.given, replace(call.beside, num_sizes=0)
         key = structure, call.bare
         fixed = frozenset(call.inputs[number] for number in numbers)
         self._fixed[key] = self._fixed.get(key, frozenset()) | fixed
+        return call.bare, call.plain, call.beside
 
     def learn(self, call: Call, guards: Sequence[NumberGuard]) -> None:
         """What graphs for such calls ask about their numbers."""
@@ -109,6 +140,13 @@ class Turned:
             made = torch.full((), value, dtype=torch.float64, device=device)
             self._made[key] = made
         return made
+
+
+def all_shapes(shapes: Shapes, call: Call, device: torch.device) -> Shapes:
+    """``shapes`` of the tensors that are given, with those of sizes and numbers behind them."""
+    if call.beside.num_sizes:
+        shapes = with_sizes(shapes, call.plain, call.beside.num_sizes)
+    return with_numbers(shapes, len(call.numbers), device) if call.numbers else shapes
 
 
 def with_numbers(shapes: Shapes, count: int, device: torch.device) -> Shapes:
