@@ -44,6 +44,8 @@ def main() -> None:
     args = parser.parse_args()
     if not (args.before / "src" / "strop").is_dir():
         parser.error(f"{args.before} has no src/strop: git archive COMMIT src | tar -x -C FOLDER")
+    if args.out and args.out.is_dir():
+        parser.error(f"--out {args.out} is a folder: name a file in it, such as before_after.json")
     newer = Path(__file__).resolve().parents[1]
     with Edition(args.before, args) as before, Edition(newer, args) as after:
         result = compare(dict(zip(EDITIONS, (before, after), strict=True)), args)
