@@ -30,7 +30,7 @@ DTYPES = tuple(
         *("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz"),
     )
 )
-COMMON = DTYPES[:5]  # of the others, half as many samples are taken
+COMMON = DTYPES[:5]  # in these, twice as many samples are taken
 WIDER = {
     torch.float16: torch.float64,
     torch.bfloat16: torch.float64,
