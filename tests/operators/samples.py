@@ -117,14 +117,14 @@ def samples_of(case: Case, most: int) -> list[Sample]:
     for layout in layouts:
         laid = [laid_out(sample, layout) for sample in given]
         left = [sample for sample in laid if sample is not None]
-        found += _spread(left, max(2, most // len(layouts)))
+        found += _spread(left, max(1, most // len(layouts)))
     return found
 
 
 def _spread(items: Sequence[Any], most: int) -> list[Any]:
     if len(items) <= most:
         return list(items)
-    return [items[round(i * (len(items) - 1) / (most - 1))] for i in range(most)]
+    return [items[round(i * (len(items) - 1) / max(most - 1, 1))] for i in range(most)]
 
 
 def laid_out(sample: Sample, layout: str) -> Sample | None:

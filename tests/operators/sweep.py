@@ -57,7 +57,7 @@ def keys() -> Iterator[Key]:
 def run(key: Key, folder: str, most: int) -> Finding:
     """The case, within its time."""
     case = Case(key.operator, getattr(torch, key.dtype), key.layout)
-    most = most if case.dtype in COMMON and key.direction == "forward" else most // 2
+    most //= (1 if case.dtype in COMMON else 2) * (1 if key.direction == "forward" else 2)
     signal.setitimer(signal.ITIMER_PROF, CASE_SECONDS)
     try:
         return check(case, key.way, key.direction, folder, most)
