@@ -124,6 +124,10 @@ def schedulers() -> list[str]:
     return [name for name in dir(diffusers) if name.endswith("Scheduler") and name[0].isupper()]
 
 
+# as the files of Stable Diffusion 1.x have it
+AS_IN_MODELS: dict[str, dict[str, Any]] = {"PNDMScheduler": {"skip_prk_steps": True}}
+
+
 def scheduler_row(name: str, options: strop.Options) -> Row:
     """Run a scheduler with Stable Diffusion, or with Flux if that pipeline cannot use it."""
     try:
@@ -137,7 +141,7 @@ def scheduler_row(name: str, options: strop.Options) -> Row:
         def made(case: TinyPipeline = case) -> Any:
             pipe = case.made()
             config = dict(pipe.scheduler.config) if case.name == "sd15" else {}
-            pipe.scheduler = kind.from_config(config)
+            pipe.scheduler = kind.from_config(config | AS_IN_MODELS.get(name, {}))
             return pipe
 
         eager, fast = made(), strop.optimize(made(), options=options)

@@ -272,8 +272,9 @@ def cogview4(channels: int = 4) -> Parts:
 def prx() -> Parts:
     net = diffusers("PRXTransformer2DModel", in_channels=4, context_in_dim=WIDTH, hidden_size=32,
                     mlp_ratio=2.0, num_heads=2, depth=2, axes_dim=[8, 8])  # fmt: skip
-    return {"transformer": net, "vae": vae(), "scheduler": flow(), "text_encoder": t5(),
-            "tokenizer": t5_tokenizer(), "default_sample_size": 16}  # fmt: skip
+    return {"transformer": net, "vae": vae(shift_factor=0.1), "scheduler": flow(),
+            "text_encoder": t5(), "tokenizer": t5_tokenizer(),
+            "default_sample_size": 16}  # fmt: skip
 
 
 def dit() -> Parts:
