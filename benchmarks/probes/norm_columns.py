@@ -31,7 +31,7 @@ from strop.codegen.assemble import Signature
 from strop.ir.program import KernelStep, Program
 from strop.ir.source import KernelSource
 from strop.options import Options
-from strop.runtime import kernels, own_calls
+from strop.runtime import devices, kernels, own_calls
 from strop.runtime.executor import Bound
 from strop.runtime.memory import workspace_of
 from tests.frontend.tracing import trace
@@ -151,7 +151,7 @@ def name_of(setting: Setting) -> str:
 def sources() -> Iterator[KernelSource]:
     for shape in SHAPES:
         for each in every(shape).values():
-            yield from own_calls.sources_at(each, sizes(shape), 90)
+            yield from own_calls.sources_at(each, sizes(shape), devices.gpu(0))
 
 
 def arguments(shape: Shape) -> list[Tensor]:

@@ -105,10 +105,10 @@ class Options:
         return replace(self, box_attention=False, box_geglu=False,
                        group_product=False, few_rows=False, disable=skipped)  # fmt: skip
 
-    def on(self, *, has_boxes: bool) -> Options:
-        """Without what a GPU cannot do, where a graph is another for it. ``has_boxes``: it has a
-        tensor memory accelerator that kernels of ours know."""
-        return self if has_boxes else replace(self, product_sum=False, upsampled_conv=False)
+    def on(self, *, has_wgmma: bool) -> Options:
+        """Without what a GPU cannot do, where a graph is another for it. ``has_wgmma``:
+        it multiplies tiles in shared memory, as the kernels for these steps do."""
+        return self if has_wgmma else replace(self, product_sum=False, upsampled_conv=False)
 
     @property
     def wants_graphs(self) -> bool:

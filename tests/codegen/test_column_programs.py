@@ -14,6 +14,7 @@ from strop.options import Options
 from strop.runtime.cache import DiskCache
 from strop.runtime.kernels import CudaKernels
 from tests.frontend.tracing import trace
+from tests.gpus import H100
 
 F16, SMS = torch.float16, 132
 
@@ -37,7 +38,7 @@ def compiled(pictures: int) -> Program:
 def statistics(program: Program, side: int, folder: Path) -> tuple[str, int]:
     """Text of the kernel at this size, and its programs on an H100."""
     env = {"b": 2, "h": side // 8, "w": side // 8}
-    kernels = CudaKernels(DiskCache(folder), 1, 90, SMS)
+    kernels = CudaKernels(DiskCache(folder), 1, H100)
     for step in program.at(env):
         if isinstance(step, KernelStep) and (split := program.sources[step.kernel].split):
             sizes = {f"s{n}": size.eval(env) for n, size in enumerate(step.scalars)}

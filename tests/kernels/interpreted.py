@@ -7,14 +7,16 @@ from typing import Any
 
 from torch import Tensor
 
+from strop.ir.device import Device
 from strop.ir.source import KernelSource
+from tests.gpus import H100
 
 
 class Interpreted:
     """Stands where a GPU's kernels are built and bound. Finds tensors by their addresses."""
 
-    def __init__(self, arch: int = 90) -> None:
-        self.arch = arch
+    def __init__(self, device: Device = H100) -> None:
+        self.device = device
         self.ran: list[str] = []
         self.early: list[bool] = []
         self._tensors: dict[int, Tensor] = {}

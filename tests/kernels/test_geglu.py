@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import strop
+from strop.ir.device import Device
 from strop.kernels.geglu import HALVES, TILE, Tile, box_geglu, geglu, tile_of
 from strop.options import Options
 from strop.runtime import gated_linear
@@ -19,6 +20,7 @@ from strop.runtime.calls import CUDA_PLANNED_OUT
 from strop.runtime.gated_linear import GatedLinear
 from strop.testing import assert_as_accurate_as_eager
 from tests.codegen.test_triton_compile import compiled, resources
+from tests.gpus import A100, H100
 from tests.kernels.interpreted import Interpreted
 
 pytest.importorskip("triton")
@@ -35,9 +37,9 @@ def operands(rows: int, depth: int, width: int, *, has_bias: bool = True,
     return [t.to(dtype) for t in found[: 2 + has_bias]]
 
 
-def run(inputs: Sequence[Tensor], arch: int, monkeypatch: pytest.MonkeyPatch
+def run(inputs: Sequence[Tensor], device: Device, monkeypatch: pytest.MonkeyPatch
         ) -> tuple[Tensor, list[str]]:  # fmt: skip
-    kernels = Interpreted(arch)
+    kernels = Interpreted(device)
     x, weight = inputs[:2]
     out = torch.full((len(x), len(weight) // 2), float("nan"), dtype=x.dtype)
     matmul: Callable[..., Tensor] = torch.mm
@@ -61,24 +63,24 @@ def truth_of(inputs: Sequence[Tensor]) -> Tensor:
 
 
 @pytest.mark.parametrize("has_bias", [True, False])
-@pytest.mark.parametrize(("arch", "name"), [(90, "box_geglu"), (80, "geglu")])
+@pytest.mark.parametrize(("device", "name"), [(H100, "box_geglu"), (A100, "geglu")])
 @pytest.mark.parametrize("rows", [64, 45])  # the last tile leaves the tensor
-def test_as_accurate_as_torch(rows: int, arch: int, name: str, has_bias: bool,
+def test_as_accurate_as_torch(rows: int, device: Device, name: str, has_bias: bool,
                               monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
     inputs = operands(rows, 128, 64, has_bias=has_bias)
-    found, ran = run(inputs, arch, monkeypatch)
+    found, ran = run(inputs, device, monkeypatch)
     eager = torch.empty_like(found)
     LIBRARY(inputs, eager)
     assert_as_accurate_as_eager(found, eager, truth_of(inputs))
     assert ran == [name]
 
 
-@pytest.mark.parametrize("arch", [90, 80])
-def test_extremes(arch: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("device", [H100, A100])
+def test_extremes(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     x, weight, bias = operands(32, 64, 32)
     bias[:8] = torch.tensor([1e4, -1e4, 6e4, -6e4, 0, torch.inf, -torch.inf, torch.nan])
     bias[32:40] = torch.tensor([torch.inf, -torch.inf, torch.nan, 6e4, -6e4, 1, 1, 1])
-    found, _ = run([x, weight, bias], arch, monkeypatch)
+    found, _ = run([x, weight, bias], device, monkeypatch)
     truth = truth_of([x, weight, bias]).half()
     assert torch.equal(found.isnan(), truth.isnan())
     assert torch.equal(found.isinf(), truth.isinf())

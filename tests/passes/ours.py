@@ -19,4 +19,4 @@ def assert_needs_kernels_of_ours(name: str, found: Callable[..., Sequence[Any]])
     for option in ("group_product", name):
         assert not found(**{option: False})
     assert not found(disable=(name,))
-    assert not getattr(Options().on(has_boxes=False), name)
+    assert not getattr(Options().on(has_wgmma=False), name)

@@ -142,7 +142,7 @@ def test_where_kernels_of_ours_can_do_it() -> None:
     assert_needs_kernels_of_ours(
         "product_sum", lambda *device, **how: found_in(traced(Block(), *device, **how))
     )
-    assert Options().on(has_boxes=True) == Options()
+    assert Options().on(has_wgmma=True) == Options()
 
 
 def test_it_is_written_over_the_other_value() -> None:
@@ -172,7 +172,7 @@ def test_values(kind: type[nn.Module], monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setitem(calls.PLANNED_OUT, "linear_add", heard)
     monkeypatch.setattr(passes, "ONLY_ON", {**passes.ONLY_ON, "product_sum": "cpu"})
-    monkeypatch.setattr(Options, "on", lambda self, *, has_boxes: self)
+    monkeypatch.setattr(Options, "on", lambda self, *, has_wgmma: self)
     torch.manual_seed(0)
     module = kind().to(HALF).eval()
     shapes = ((2, 320, 4, 6), (1, 320, 3, 5)) if kind is Picture else ((2, 16, 320), (1, 3, 320))

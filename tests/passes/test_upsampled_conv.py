@@ -127,7 +127,7 @@ def test_values(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(calls.ALLOCATING, name, lambda attrs, heard=heard: heard)
     planned = passes.ONLY_ON | {"upsampled_conv": "cpu"}
     monkeypatch.setattr(passes, "ONLY_ON", planned)
-    monkeypatch.setattr(Options, "on", lambda self, *, has_boxes: self)
+    monkeypatch.setattr(Options, "on", lambda self, *, has_wgmma: self)
     torch.manual_seed(0)
     module = Upsample(outs=320).to(HALF).eval()
     eager, exact = Upsample(outs=320).to(HALF), Upsample(outs=320).double()

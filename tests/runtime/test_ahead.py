@@ -32,6 +32,7 @@ from strop.runtime.signature import Beside, default_shapes, flatten
 from strop.runtime.state import ModuleState
 from strop.runtime.turned import Call
 from tests.codegen.kernels import SAMPLES
+from tests.gpus import H100
 
 F16 = torch.float16
 
@@ -108,7 +109,7 @@ class Softmax(nn.Module):
 
 @pytest.fixture
 def library(tmp_path: Path) -> CudaKernels:
-    return CudaKernels(DiskCache(tmp_path), workers=4, arch=90, num_sms=132)
+    return CudaKernels(DiskCache(tmp_path), workers=4, device=H100)
 
 
 @pytest.fixture
@@ -244,12 +245,13 @@ from strop.runtime import builds
 from strop.runtime.cache import DiskCache
 from strop.runtime.kernels import CudaKernels
 from tests.codegen.kernels import SAMPLES
+from tests.gpus import H100
 
 sources = [emit(make(dtype).kernel).source for make in SAMPLES.values()
            for dtype in (torch.float16, torch.bfloat16, torch.float32)]
 # more than can be built while the others do what they do
 sources = [replace(s, text=s.text + "#" * n) for n in range(int(sys.argv[3])) for s in sources]
-library = CudaKernels(DiskCache(Path(sys.argv[2])), 8, 90, 132)
+library = CudaKernels(DiskCache(Path(sys.argv[2])), 8, H100)
 if sys.argv[1] == "idle":  # the first call got its kernels, and failed for another reason
     library.warm_up(2)
     library.build(sources[:1])

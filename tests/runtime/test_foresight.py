@@ -17,6 +17,7 @@ from strop.options import Options
 from strop.runtime import own_calls
 from strop.runtime.foresight import Foresight
 from tests.frontend.tracing import trace_specs
+from tests.gpus import H100
 
 HALF = torch.float16
 SIZES = {"b": 2, "h": 64, "w": 64}
@@ -61,7 +62,7 @@ def foreseen(options: Options) -> tuple[set[KernelSource], set[KernelSource]]:
     traced = trace_specs(module, call, specs, SIZES)
     assert len(begun) == len(set(begun))
     program = compile_graph(traced.graph, Signature(traced.returned, ()), "cuda", options).program
-    steps, chosen = program.at(SIZES), own_calls.chosen(program, program.at(SIZES), sizes_of, 90)
+    steps, chosen = program.at(SIZES), own_calls.chosen(program, program.at(SIZES), sizes_of, H100)
     own = {n: each for n, each in chosen.items() if getattr(steps[n], "op", "") in CALLS}
     return set(begun), {source for each in own.values() for source in each.sources}
 

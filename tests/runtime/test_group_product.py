@@ -35,6 +35,7 @@ from strop.runtime.kernels import kernel_library
 from strop.runtime.memory import Workspace
 from strop.testing import assert_as_accurate_as_eager
 from tests.frontend.tracing import trace
+from tests.gpus import H100
 from tests.kernels.ptx_machine import launch
 
 HALF = torch.float16
@@ -45,7 +46,7 @@ SMALL = Tile(1, 80, 3)
 class Machine:
     """Stands where a GPU's kernels are bound: a call runs the kernel on the CPU."""
 
-    arch = 90
+    device = H100
 
     def __init__(self, *tensors: Tensor) -> None:
         self.known = {tensor.data_ptr(): tensor for tensor in tensors}
@@ -244,7 +245,7 @@ def test_only_weights_that_nothing_writes_are_steady() -> None:
     first, _, kept = (step.inputs[1] for step in calls.values())
     written = CallStep("write", (kept, first), (), (), "")
     program = replace(bound.program, steps=(*bound.program.steps, written))
-    chosen = own_calls.chosen(program, bound.steps, bound._eval_all, 90)
+    chosen = own_calls.chosen(program, bound.steps, bound._eval_all, H100)
     assert [chosen[n].is_steady for n in calls] == [True, False, False]
 
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from strop.backend import compile_graph
 from strop.codegen.assemble import Signature
+from strop.ir.device import Device
 from strop.ir.program import CallStep, Program
 from strop.ir.source import KernelSource, Split
 from strop.kernels.exp_rows import exp_rows
@@ -24,6 +25,7 @@ from strop.runtime.memory import Workspace
 from strop.runtime.narrow_convolution import NarrowConvolution
 from strop.runtime.wide_attention import WideAttention, working_bytes
 from tests.frontend.tracing import trace
+from tests.gpus import A100, H100, RTX_5090
 
 OURS = Options(box_geglu=True)
 PLAIN = Options(box_attention=False, group_product=False)
@@ -33,8 +35,8 @@ SIZES = {"b": 2, "h": 64, "w": 64}
 class Kernels:
     """Stands where a GPU's kernels are built and bound."""
 
-    def __init__(self, arch: int) -> None:
-        self.arch, self.built, self.early = arch, set[str](), dict[str, bool]()
+    def __init__(self, device: Device) -> None:
+        self.device, self.built, self.early = device, set[str](), dict[str, bool]()
 
     def build(self, sources: Sequence[KernelSource]) -> None:
         self.built |= {source.name for source in sources}
@@ -75,10 +77,10 @@ def compiled(options: Options, head: int = 64) -> tuple[Program, list[Tensor | N
     return program, state
 
 
-def linked(program: Program, state: Sequence[Tensor | None], arch: int
+def linked(program: Program, state: Sequence[Tensor | None], device: Device
            ) -> tuple[Kernels, list[str]]:  # fmt: skip
     """The library of kernels, and what calls the steps of the program make."""
-    kernels: Any = Kernels(arch)
+    kernels: Any = Kernels(device)
     bound = Bound(program, SIZES, state, kernels, Workspace(torch.device("cpu")), 0)
     bound._link(torch.empty(bound.arena_bytes, dtype=torch.uint8))
     found = []
@@ -93,10 +95,14 @@ def linked(program: Program, state: Sequence[Tensor | None], arch: int
 OWN = (BoxAttention, GroupProduct, NarrowConvolution, WideAttention)
 
 
-@pytest.mark.parametrize(("options", "arch"), [(PLAIN, 90), (OURS, 80), (OURS, 120), (PLAIN, 80)])
-def test_the_library_has_what_nobody_asked_for_or_no_gpu_can(options: Options, arch: int) -> None:
+@pytest.mark.parametrize(
+    ("options", "device"), [(PLAIN, H100), (OURS, A100), (OURS, RTX_5090), (PLAIN, A100)]
+)
+def test_the_library_has_what_nobody_asked_for_or_no_gpu_can(
+    options: Options, device: Device
+) -> None:
     """Calls without an operand among them."""
-    kernels, found = linked(*compiled(options), arch)
+    kernels, found = linked(*compiled(options), device)
     assert "aten library" in found
     assert found.count("conv2d NarrowConvolution") == 1
     assert found.count("conv2d library") == 1
@@ -105,7 +111,7 @@ def test_the_library_has_what_nobody_asked_for_or_no_gpu_can(options: Options, a
 
 
 def test_ours_take_over() -> None:
-    kernels, found = linked(*compiled(OURS), 90)
+    kernels, found = linked(*compiled(OURS), H100)
     assert "aten library" in found
     assert found.count("conv2d NarrowConvolution") == 1
     assert found.count("conv2d GroupProduct") == 1
@@ -114,7 +120,7 @@ def test_ours_take_over() -> None:
 
 
 def test_wide_heads_stay_ours() -> None:
-    _, found = linked(*compiled(OURS, head=512), 90)
+    _, found = linked(*compiled(OURS, head=512), H100)
     assert found.count("attention WideAttention") == 1
 
 
@@ -122,7 +128,7 @@ def test_scores_lie_in_the_arena() -> None:
     """1024 queries and as many keys, twice: 4 bytes and 2 for each pair, 4 for a sum and for each
     number of the result. They lie where nothing is that the step reads, or that is read later."""
     program, state = compiled(OURS, head=512)
-    kernels: Any = Kernels(90)
+    kernels: Any = Kernels(H100)
     bound = Bound(program, SIZES, state, kernels, Workspace(torch.device("cpu")), 0)
     ((position, size),) = bound._wide.items()
     assert size == 2 * 1024 * (1024 * (4 + 2) + 4 + 512 * 4)
@@ -139,19 +145,19 @@ def test_scores_lie_in_the_arena() -> None:
     assert working_bytes(program, bound.steps, (), lambda _: (0, 1, 2, 512)) == {}
 
 
-@pytest.mark.parametrize("arch", [90, 80])
-def test_rows_of_wide_attention_are_known_before_a_call_wants_them(arch: int) -> None:
+@pytest.mark.parametrize("device", [H100, A100])
+def test_rows_of_wide_attention_are_known_before_a_call_wants_them(device: Device) -> None:
     """Their kernel has two forms, by the length of a row; a first call at other sizes waited for
     one of them, for most of a second."""
     program, _ = compiled(OURS, head=512)
-    needed = own_calls.sources_at(program, SIZES, arch)
-    others = own_calls.sources_elsewhere(program, needed, arch)
+    needed = own_calls.sources_at(program, SIZES, device)
+    others = own_calls.sources_elsewhere(program, needed, device)
     here, elsewhere = ([s for s in some if s.name == "exp_rows"] for some in (needed, others))
     dtype, scale = torch.float16, 512**-0.5
     assert here == [exp_rows(dtype, scale, 32 * 32)]
     assert elsewhere == [exp_rows(dtype, scale, 1)]
     narrow, _ = compiled(OURS)
-    assert not any(s.name == "exp_rows" for s in own_calls.sources_anywhere(narrow, arch))
+    assert not any(s.name == "exp_rows" for s in own_calls.sources_anywhere(narrow, device))
 
 
 def test_what_follows_a_kernel_of_ours_may_begin_early() -> None:
@@ -159,7 +165,7 @@ def test_what_follows_a_kernel_of_ours_may_begin_early() -> None:
     behind = {}
     for options in (OURS, PLAIN):
         program, state = compiled(options)
-        bound = Bound(program, SIZES, state, Kernels(90), Workspace(torch.device("cpu")), 0)  # type: ignore[arg-type]
+        bound = Bound(program, SIZES, state, Kernels(H100), Workspace(torch.device("cpu")), 0)  # type: ignore[arg-type]
         convs = [
             n for n, s in enumerate(bound.steps) if isinstance(s, CallStep) and s.op == "conv2d"
         ]
@@ -171,13 +177,13 @@ def test_what_sizes_nearby_need_is_built_first() -> None:
     """Every kernel that one of them runs comes before those that none does; the most wanted is the
     first."""
     program, _ = compiled(OURS)
-    needed = own_calls.sources_at(program, SIZES, 90)
-    others = own_calls.sources_elsewhere(program, needed, 90)
-    found = own_calls.likely_first(program, SIZES, 90)(others)
+    needed = own_calls.sources_at(program, SIZES, H100)
+    others = own_calls.sources_elsewhere(program, needed, H100)
+    found = own_calls.likely_first(program, SIZES, H100)(others)
     assert sorted(map(hash, found)) == sorted(map(hash, others))
     sizes = [some for some in own_calls.near(SIZES) if all(g.holds(some) for g in program.guards)]
     assert len(sizes) > 10
-    uses = [sum(s in own_calls.sources_at(program, some, 90) for some in sizes) for s in found]
+    uses = [sum(s in own_calls.sources_at(program, some, H100) for some in sizes) for s in found]
     assert uses == sorted(uses, reverse=True)
     assert uses[0] > 1
     assert uses[-1] == 0

@@ -15,15 +15,16 @@ import strop
 from strop.backend import compile_graph
 from strop.codegen.assemble import Signature
 from strop.debug.explain import explain
+from strop.ir.device import Device
 from strop.ir.program import CallStep, Program
 from strop.options import Options
 from strop.runtime import calls, priming
 from tests.frontend.tracing import trace
+from tests.gpus import A100, H100
 
 SIZES = {"b": 2, "h": 64, "w": 64}
 BOXES = Options(box_geglu=True)
 PLAIN = Options(box_attention=False, group_product=False)
-HOPPER, OLDER = 90, 80
 
 
 class Blocks(nn.Module):
@@ -52,8 +53,8 @@ def program_of(options: Options) -> Program:
     return compile_graph(traced.graph, Signature(traced.returned, ()), "cuda", options).program
 
 
-def ops(program: Program, arch: int, sizes: Mapping[str, int] = SIZES) -> list[str]:
-    return [form.op for form in priming.forms_of(program, sizes, arch)]
+def ops(program: Program, device: Device, sizes: Mapping[str, int] = SIZES) -> list[str]:
+    return [form.op for form in priming.forms_of(program, sizes, device)]
 
 
 def test_each_form_of_operands_once() -> None:
@@ -61,20 +62,20 @@ def test_each_form_of_operands_once() -> None:
     called = [step.op for step in program.at(SIZES) if isinstance(step, CallStep)]
     assert called.count("conv2d") == 4  # the first of them by a kernel of ours, two alike
     assert called.count("attention") == 2  # queries of the second lie otherwise
-    assert sorted(ops(program, HOPPER)) == ["attention", "attention", "conv2d", "conv2d", "linear",
+    assert sorted(ops(program, H100)) == ["attention", "attention", "conv2d", "conv2d", "linear",
                                             "linear"]  # fmt: skip
 
 
 def test_what_kernels_of_ours_do_is_no_library_call() -> None:
     program = program_of(BOXES)
-    assert "attention" not in ops(program, HOPPER)
-    assert "attention" in ops(program, OLDER)
+    assert "attention" not in ops(program, H100)
+    assert "attention" in ops(program, A100)
 
 
 def test_large_operands_are_left_alone() -> None:
     program = program_of(PLAIN)
-    assert ops(program, HOPPER, {"b": 2, "h": 512, "w": 512}).count("conv2d") == 0
-    for form in priming.forms_of(program, SIZES, HOPPER):
+    assert ops(program, H100, {"b": 2, "h": 512, "w": 512}).count("conv2d") == 0
+    for form in priming.forms_of(program, SIZES, H100):
         assert form.num_bytes <= priming.MOST_BYTES
 
 
@@ -111,14 +112,14 @@ def called(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def test_the_longest_come_first(called: list[str]) -> None:
     program, sizes = program_of(PLAIN), {"b": 1, "h": 16, "w": 16}
-    count = priming.prime(program, sizes, torch.device("cpu"), HOPPER, lambda: True)
+    count = priming.prime(program, sizes, torch.device("cpu"), H100, lambda: True)
     assert called == ["attention", "attention", "conv2d", "conv2d", "linear", "linear"]
     assert count == len(called)
 
 
 def test_none_is_made_when_all_kernels_are_there(called: list[str]) -> None:
     program, sizes, answers = program_of(PLAIN), {"b": 1, "h": 16, "w": 16}, [True, True, False]
-    count = priming.prime(program, sizes, torch.device("cpu"), HOPPER, lambda: answers.pop(0))
+    count = priming.prime(program, sizes, torch.device("cpu"), H100, lambda: answers.pop(0))
     assert called == ["attention", "attention"]
     assert count == len(called)
 

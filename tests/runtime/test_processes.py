@@ -25,6 +25,7 @@ from strop.runtime.cache import DiskCache
 from strop.runtime.cubin import Cubin
 from strop.runtime.kernels import CudaKernels
 from tests.codegen.kernels import SAMPLES
+from tests.gpus import H100
 
 PATIENCE_S = 20
 
@@ -445,7 +446,7 @@ def test_what_is_lent_ends_when_the_background_has_nothing_left(compilers: Compi
 
 @pytest.fixture
 def library(tmp_path: Path) -> CudaKernels:
-    return CudaKernels(DiskCache(tmp_path), workers=4, arch=90, num_sms=132)
+    return CudaKernels(DiskCache(tmp_path), workers=4, device=H100)
 
 
 def first_call(library: CudaKernels, needed: Sequence[KernelSource],

@@ -29,15 +29,6 @@ class Scratch:
 # LayerNorm 16384x768, a program a row, takes 21 us, not 15; 512x320 takes 1.42 us, not 1.80.
 MOST_EARLY_PROGRAMS = 640
 
-BOXES_ARCH = 90
-
-
-def has_boxes(arch: int) -> bool:
-    """Whether kernels that a tensor memory accelerator feeds are for this GPU. Their tiles are
-    made and measured for one family; where there is less shared memory they would not fit."""
-    return arch == BOXES_ARCH
-
-
 FAULTS = Scratch(torch.int64, const(1), zeroed=True, faults=True)
 
 

@@ -35,7 +35,6 @@ from strop.frontend.quick import quick
 from strop.frontend.symbols import Symbols
 from strop.ir.dims import Expr, symbol
 from strop.ir.program import Program
-from strop.ir.source import has_boxes
 from strop.options import Options
 from strop.patterns import registry
 from strop.runtime import own_calls
@@ -140,7 +139,7 @@ def _compile(gm: GraphModule, inputs: Sequence[Any], job: Job) -> Any:
                                  options.build_workers)  # fmt: skip
         # a further graph shares most kernels with the first one
         library.warm_up(FEW_WORKERS if records else None)
-        adapted = options.on(has_boxes=has_boxes(library.arch))
+        adapted = options.on(has_wgmma=library.device.has_wgmma)
         with collection_paused():
             program, compiled, constants = _program(gm, inputs, replace(job, options=adapted))
         refuse_foreign(program, options)
@@ -151,11 +150,11 @@ def _compile(gm: GraphModule, inputs: Sequence[Any], job: Job) -> Any:
             library.cool_down()
         _note_fallback(gm, f"{job.role} graph: {error}", job.log)
         return _boxed(gm.forward)
-    needed = own_calls.sources_at(program, dict(program.hints), library.arch)
+    needed = own_calls.sources_at(program, dict(program.hints), library.device)
     before = library.counts[0]
     try:
         library.build(needed)
-        later = library.later(own_calls.sources_elsewhere(program, needed, library.arch))
+        later = library.later(own_calls.sources_elsewhere(program, needed, library.device))
     finally:
         library.cool_down()
     built = library.counts[0] - before

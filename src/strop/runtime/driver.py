@@ -103,6 +103,15 @@ def version() -> str:
     return f"{found.value // 1000}.{found.value % 1000 // 10}"
 
 
+def attribute(index: int, number: int) -> int:
+    """One number that the driver knows of a GPU: ``number`` is a CUdevice_attribute."""
+    device, value = c_int(), c_int()
+    _check(_cuda().cuDeviceGet(byref(device), index), f"looking for GPU {index}")
+    code = _cuda().cuDeviceGetAttribute(byref(value), number, device)
+    _check(code, f"asking GPU {index} for attribute {number}")
+    return value.value
+
+
 def _check(code: int, what: str) -> None:
     if code == 0:
         return

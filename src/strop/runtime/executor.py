@@ -94,7 +94,7 @@ class Bound:
         self._sizes: dict[Expr, int] = {}
         self._shapes = [self._eval_all(b.shape) for b in program.buffers]
         self._strides = [self._eval_all(b.strides) for b in program.buffers]
-        self._own = own_calls.chosen(program, self.steps, self._eval_all, kernels.arch)
+        self._own = own_calls.chosen(program, self.steps, self._eval_all, kernels.device)
         self._wide = working_bytes(program, self.steps, self._own, self._eval_all)
         self._plan_memory(in_place)
         self._sources = self._built()

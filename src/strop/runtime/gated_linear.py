@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from strop.ir.source import has_boxes
 from strop.kernels.geglu import DEPTH, box_geglu, geglu, tile_of
 from strop.runtime.kernels import BoundKernel, KernelLibrary
 from strop.runtime.operands import LIMIT, NOWHERE, is_dense
@@ -34,7 +33,7 @@ class GatedLinear:
             return
         is_one = (
             self._may_be_one
-            and has_boxes(self._kernels.arch)
+            and self._kernels.device.has_wgmma
             and tile_of(x.shape[0], x.shape[1], out.shape[1]) is not None
         )
         product = out if is_one else torch.mm(x, weight.t())

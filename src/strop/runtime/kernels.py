@@ -10,11 +10,13 @@ from typing import Protocol
 import torch
 
 from strop.errors import UnsupportedError
-from strop.ir.source import KernelSource, Split, has_boxes
+from strop.ir.device import CPU, Device
+from strop.ir.source import KernelSource, Split
 from strop.options import Options
 from strop.runtime import builds, cubin, driver
 from strop.runtime.ahead import Ahead, Order
 from strop.runtime.cache import DiskCache
+from strop.runtime.devices import gpu
 from strop.runtime.driver import View
 from strop.runtime.native import NativeKernels
 
@@ -32,10 +34,9 @@ class BoundKernel(Protocol):
 
 
 class KernelLibrary(Protocol):
-    """Kernels of one device. ``build`` compiles what no cache holds, each kernel once. ``arch``: of
-    a GPU, 90 for an H100; else 0."""
+    """Kernels of one device. ``build`` compiles what no cache holds, each kernel once."""
 
-    arch: int
+    device: Device
 
     def warm_up(self, workers: int | None = None) -> None:
         """A compilation is about to come: start what takes time to start."""
@@ -79,7 +80,7 @@ class KernelLibrary(Protocol):
 class CpuKernels:
     """C++ functions in shared objects."""
 
-    arch = 0
+    device = CPU
 
     def __init__(self, cache: DiskCache) -> None:
         self._native = NativeKernels(cache)
@@ -118,10 +119,10 @@ class CpuKernels:
 
 
 class CudaKernels:
-    """Cubins of one GPU architecture."""
+    """Cubins for one GPU."""
 
-    def __init__(self, cache: DiskCache, workers: int, arch: int, num_sms: int) -> None:
-        self.arch, self._num_sms = arch, num_sms
+    def __init__(self, cache: DiskCache, workers: int, device: Device) -> None:
+        self.device, self._arch, self._num_sms = device, device.arch, device.sms
         self._cache, self._workers = _BytesByKey(cache), workers
         self._cubins: dict[KernelSource, cubin.Cubin] = {}
         self._is_warm = False
@@ -139,22 +140,22 @@ class CudaKernels:
         if not missing:
             return
         try:
-            self._cubins.update(builds.build(missing, self.arch, self._cache, self._workers))
+            self._cubins.update(builds.build(missing, self._arch, self._cache, self._workers))
         finally:
             if not self._is_warm:
                 builds.stop_workers()
 
     def begin(self, sources: Sequence[KernelSource]) -> None:
-        able = [source for source in sources if has_boxes(self.arch) or not source.boxes]
-        Ahead(able, self.arch, self._cache, self._workers, niceness=0).start()
+        able = [source for source in sources if self.device.has_wgmma or not source.boxes]
+        Ahead(able, self._arch, self._cache, self._workers, niceness=0).start()
 
     def later(self, sources: Sequence[KernelSource], order: Order | None = None) -> Ahead:
-        later = Ahead(sources, self.arch, self._cache, self._workers, order=order)
+        later = Ahead(sources, self._arch, self._cache, self._workers, order=order)
         later.keep_processes()
         return later
 
     def watch(self, sources: Sequence[KernelSource]) -> Callable[[], int]:
-        return lambda: sum(builds.BUILDS.has(source, self.arch) for source in sources)
+        return lambda: sum(builds.BUILDS.has(source, self._arch) for source in sources)
 
     def bind(self, source: KernelSource, pointers: Sequence[int], scalars: Sequence[int],
              stream: int, early: bool = False, views: Sequence[View] = ()
@@ -229,6 +230,4 @@ def kernel_library(device: str, index: int, cache_dir: str, workers: int) -> Ker
     cache = DiskCache(Options(cache_dir=cache_dir).cache_path)
     if device == "cpu":
         return CpuKernels(cache)
-    properties = torch.cuda.get_device_properties(index)
-    arch = properties.major * 10 + properties.minor
-    return CudaKernels(cache, workers or default_workers(), arch, properties.multi_processor_count)
+    return CudaKernels(cache, workers or default_workers(), gpu(index))

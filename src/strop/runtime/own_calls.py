@@ -8,9 +8,10 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from strop.ir.device import Device
 from strop.ir.dims import Expr
 from strop.ir.program import CallStep, Program, Step
-from strop.ir.source import KernelSource, has_boxes
+from strop.ir.source import KernelSource
 from strop.kernels import own_kernels
 from strop.runtime import wide_attention
 from strop.runtime.box_attention import BoxAttention
@@ -36,7 +37,7 @@ class Own:
 
 
 def chosen(program: Program, steps: Sequence[Step | None],
-           sizes: Callable[[tuple[Expr, ...]], Sequence[int]], arch: int
+           sizes: Callable[[tuple[Expr, ...]], Sequence[int]], device: Device
            ) -> dict[int, Own]:  # fmt: skip
     """By step, what does its call for operands of these sizes, where that is one of ours."""
     found, changed = {}, {number for step in program.steps for number in written(step)}
@@ -45,7 +46,7 @@ def chosen(program: Program, steps: Sequence[Step | None],
             shapes = [sizes(ref.shape) for ref in step.inputs]
             dtype = program.buffers[step.inputs[0].buffer].dtype
             family, sources = own_kernels.chosen_at(
-                step.families, step.op, dict(step.attrs), shapes, dtype, boxed=has_boxes(arch)
+                step.families, step.op, dict(step.attrs), shapes, dtype, boxed=device.has_wgmma
             )
             if sources:
                 weights = step.inputs[1].buffer
@@ -59,27 +60,29 @@ def _is_state(program: Program, number: int) -> bool:
     return buffer.kind == "input" and program.inputs[buffer.index].is_state
 
 
-def sources_at(program: Program, env: Mapping[str, int], arch: int) -> tuple[KernelSource, ...]:
+def sources_at(
+    program: Program, env: Mapping[str, int], device: Device
+) -> tuple[KernelSource, ...]:
     """All kernels that run at these sizes on such a GPU, those of calls too."""
 
     def sizes(exprs: tuple[Expr, ...]) -> tuple[int, ...]:
         return tuple(expr.eval(env) for expr in exprs)
 
     steps = program.at(env)
-    own = chosen(program, steps, sizes, arch)
+    own = chosen(program, steps, sizes, device)
     launched = itertools.chain.from_iterable(each.sources for each in own.values())
     wide = wide_attention.sources_at(program, steps, own, sizes)
     return tuple(dict.fromkeys((*program.sources_at(env), *launched, *wide)))
 
 
-def sources_elsewhere(program: Program, needed: Collection[KernelSource], arch: int
+def sources_elsewhere(program: Program, needed: Collection[KernelSource], device: Device
                       ) -> tuple[KernelSource, ...]:  # fmt: skip
     """All kernels that run at some sizes on such a GPU but those that are ``needed``."""
-    here, all_kernels = set(needed), (*program.sources, *sources_anywhere(program, arch))
+    here, all_kernels = set(needed), (*program.sources, *sources_anywhere(program, device))
     return tuple(source for source in dict.fromkeys(all_kernels) if source not in here)
 
 
-def likely_first(program: Program, env: Mapping[str, int], arch: int) -> Order:
+def likely_first(program: Program, env: Mapping[str, int], device: Device) -> Order:
     """Has kernels for other sizes in an order: first what most of some sizes near these need. Half
     of them are for sizes that are rare."""
 
@@ -87,7 +90,7 @@ def likely_first(program: Program, env: Mapping[str, int], arch: int) -> Order:
         uses = Counter[KernelSource]()
         for sizes in near(env):
             if all(guard.holds(sizes) for guard in program.guards):
-                uses.update(sources_at(program, sizes, arch))
+                uses.update(sources_at(program, sizes, device))
         return sorted(sources, key=lambda source: -uses[source])
 
     return ordered
@@ -104,11 +107,11 @@ def near(env: Mapping[str, int]) -> Iterator[dict[str, int]]:
     yield from ({**env, name: size + 1} for name, size in env.items())
 
 
-def sources_anywhere(program: Program, arch: int) -> tuple[KernelSource, ...]:
+def sources_anywhere(program: Program, device: Device) -> tuple[KernelSource, ...]:
     """What calls launch at any sizes on such a GPU."""
     found = dict[KernelSource, None]()
     for step in program.call_steps:
-        if step.families and has_boxes(arch):
+        if step.families and device.has_wgmma:
             shapes = [ref.shape for ref in step.inputs]
             dtype = program.buffers[step.inputs[0].buffer].dtype
             found |= dict.fromkeys(own_kernels.sources_anywhere(

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from strop.ir.device import Device
 from strop.ir.dims import Expr
 from strop.ir.ops import OF_ROWS
 from strop.ir.program import CallStep, Program, TensorRef
@@ -42,17 +43,17 @@ class Form(NamedTuple):
         return sum(math.prod(sizes) * dtype.itemsize for sizes, _, dtype in looks)
 
 
-def prime(program: Program, env: Mapping[str, int], device: torch.device, arch: int,
+def prime(program: Program, env: Mapping[str, int], place: torch.device, device: Device,
           is_open: Callable[[], bool]) -> int:  # fmt: skip
     """Call the libraries as ``program`` does at these sizes, each form of operands once, on memory
     of no meaning, as long as ``is_open()``; how many calls that were.
 
     On the current stream and in this thread. Calls of more than 64 MiB are left out, and those that
-    kernels of ours do (``arch`` as in ``KernelLibrary``).
+    kernels of ours do on this device.
     """
-    forms = sorted(forms_of(program, env, arch), key=lambda form: LONGEST_FIRST.index(form.op))
+    forms = sorted(forms_of(program, env, device), key=lambda form: LONGEST_FIRST.index(form.op))
     num_calls = 0
-    with torch.device(device):
+    with torch.device(place):
         for form in forms:
             if not is_open():
                 break
@@ -61,7 +62,7 @@ def prime(program: Program, env: Mapping[str, int], device: torch.device, arch: 
     return num_calls
 
 
-def forms_of(program: Program, env: Mapping[str, int], arch: int) -> list[Form]:
+def forms_of(program: Program, env: Mapping[str, int], device: Device) -> list[Form]:
     """Of the library calls of a program for CUDA at these sizes, each once, in its order."""
 
     def sizes(exprs: tuple[Expr, ...]) -> tuple[int, ...]:
@@ -71,7 +72,7 @@ def forms_of(program: Program, env: Mapping[str, int], arch: int) -> list[Form]:
         return sizes(ref.shape), sizes(ref.strides), program.buffers[ref.buffer].dtype
 
     steps, found = program.at(env), dict[Form, None]()
-    own = own_calls.chosen(program, steps, sizes, arch)
+    own = own_calls.chosen(program, steps, sizes, device)
     for position, step in enumerate(steps):
         if isinstance(step, CallStep) and position not in own and _is_plain(program, step):
             result = program.buffers[step.outputs[0]]

@@ -250,7 +250,7 @@ class _Half:
         """Waits for the kernels."""
         program, started = self.compiled.program, time.perf_counter()
         self.library.build(self.needed)
-        elsewhere = own_calls.sources_elsewhere(program, self.needed, self.library.arch)
+        elsewhere = own_calls.sources_elsewhere(program, self.needed, self.library.device)
         later = self.library.later(elsewhere)
         roots = list(map(root_of, self.values))
         runner = AotProgram(program, self.library, device, roots, self.constants,

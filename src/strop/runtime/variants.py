@@ -28,7 +28,7 @@ from strop.frontend.capture import NumbersNeeded, Same, TensorSpec, capture, clo
 from strop.frontend.importer import import_graph
 from strop.frontend.objects import Contents, with_objects
 from strop.ir.program import NumberGuard, Program
-from strop.ir.source import KernelSource, has_boxes
+from strop.ir.source import KernelSource
 from strop.options import Options
 from strop.patterns import registry
 from strop.runtime import own_calls, priming, stored_variants
@@ -264,7 +264,7 @@ class VariantStore:
                 raise CaptureError(f"{self.name}: {name} is {described(tensor)}")
             if not is_non_overlapping_and_dense_or_false(tensor):
                 raise CaptureError(f"{self.name}: {name} has gaps in memory: make it contiguous")
-        options = self.options.on(has_boxes=has_boxes(library.arch))
+        options = self.options.on(has_wgmma=library.device.has_wgmma)
         stored_key = stored_variants.key_of(self.module, state, call.skeleton, shapes, options)
         variant = None
         if not self.options.wants_compiler:
@@ -297,16 +297,16 @@ class VariantStore:
         self.progress.begin("building kernels", len(needed), num_ready)
         seconds = dict(variant.seconds)
         if device.type == "cuda" and env is not None and self._waits_for_compilers(variant):
-            priming.prime(program, env, device, library.arch, lambda: num_ready() < len(needed))
+            priming.prime(program, env, device, library.device, lambda: num_ready() < len(needed))
             seconds["libraries"] = time.perf_counter() - begun
         primed = time.perf_counter()
         library.build(needed)
         ready = time.perf_counter()
-        others = own_calls.sources_elsewhere(program, needed, library.arch)
+        others = own_calls.sources_elsewhere(program, needed, library.device)
         log.info("%s: %d calls, %d kernels, %d more for other sizes; kernels ready in %.1f s, all"
                  " in %.1f s", self.name, len(program.call_steps), len(needed), len(others),
                  ready - begun, ready - started)  # fmt: skip
-        order = own_calls.likely_first(program, env or dict(program.hints), library.arch)
+        order = own_calls.likely_first(program, env or dict(program.hints), library.device)
         return replace(variant, seconds={**seconds, "kernels": ready - primed},
                        later=library.later(others, order))  # fmt: skip
 
@@ -322,7 +322,7 @@ class VariantStore:
         start = time.perf_counter()
         clone = clone_structure(self.module)
         foresight: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
-        if has_boxes(library.arch):
+        if library.device.has_wgmma:
             foresight = Foresight(library.begin, families(device.type, options))
 
         def call(*given: Any) -> Any:
@@ -366,7 +366,7 @@ class VariantStore:
 def _needed(program: Program, env: Mapping[str, int] | None, library: KernelLibrary
             ) -> tuple[KernelSource, ...]:  # fmt: skip
     """The kernels of the first call; none where nobody knows its sizes."""
-    return () if env is None else own_calls.sources_at(program, env, library.arch)
+    return () if env is None else own_calls.sources_at(program, env, library.device)
 
 
 def _may_ask_for_one(error: CaptureError, shapes: Shapes, sizes: Sizes) -> bool:

@@ -1,0 +1,33 @@
+"""Records of GPUs that tests compile for, on machines without one."""
+
+from __future__ import annotations
+
+from strop.ir.device import Device
+
+H100 = Device(
+    "NVIDIA H100 80GB HBM3",
+    arch=90,
+    sms=132,
+    l2_bytes=50 << 20,
+    shared_bytes=227 << 10,
+    memory_bytes=80 << 30,
+    memory_bandwidth=3.35e12,
+)
+A100 = Device(
+    "NVIDIA A100-SXM4-80GB",
+    arch=80,
+    sms=108,
+    l2_bytes=40 << 20,
+    shared_bytes=163 << 10,
+    memory_bytes=80 << 30,
+    memory_bandwidth=2.04e12,
+)
+RTX_5090 = Device(
+    "NVIDIA GeForce RTX 5090",
+    arch=120,
+    sms=170,
+    l2_bytes=96 << 20,
+    shared_bytes=99 << 10,
+    memory_bytes=32 << 30,
+    memory_bandwidth=1.79e12,
+)
