@@ -12,6 +12,7 @@ H100 = Device(
     shared_bytes=227 << 10,
     memory_bytes=80 << 30,
     memory_bandwidth=3.35e12,
+    clock_hz=1.83e9,
 )
 A100 = Device(
     "NVIDIA A100-SXM4-80GB",
@@ -21,6 +22,7 @@ A100 = Device(
     shared_bytes=163 << 10,
     memory_bytes=80 << 30,
     memory_bandwidth=2.04e12,
+    clock_hz=1.41e9,
 )
 RTX_5090 = Device(
     "NVIDIA GeForce RTX 5090",
@@ -30,4 +32,5 @@ RTX_5090 = Device(
     shared_bytes=99 << 10,
     memory_bytes=32 << 30,
     memory_bandwidth=1.79e12,
+    clock_hz=2.41e9,
 )

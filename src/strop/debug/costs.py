@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from strop.fusion.plan import Group
+from strop.ir.device import Device
 from strop.ir.dims import Expr
 from strop.ir.graph import Node
 from strop.ir.ops import OF_ROWS, Kind
@@ -41,21 +42,23 @@ class Machine:
         return round(max(moving, computing) * 1e6, 3), by
 
 
-# Bandwidth as device-to-device copies measured it; peaks from NVIDIA's data sheets.
-GPUS = {
-    "H100": Machine("H100", 2.98e12, 989e12, 67e12),
-    "H200": Machine("H200", 4.3e12, 989e12, 67e12),
-}
+# Bytes a second that copies reach, by the device's name. On others, they reach a share of what the
+# clock and the bus of the memory allow.
+COPIES = {"H100": 2.98e12, "H200": 4.3e12}
+SHARE = 0.9
+GUESS = 100e12, 20e12  # half and single precision, of an architecture that is not in the table
 CORE_FLOPS = 48e9  # a guess: 2 x 8 lanes, fused, at 1.5 GHz under load
 
 
-def machine(device_name: str) -> Machine:
-    """By the name of the device; numbers for other GPUs and for CPUs are guesses."""
-    if device_name == "CPU":
+def machine(device: Device) -> Machine:
+    """What a GPU can do, by its record; numbers for CPUs are guesses."""
+    if not device.arch:
         peak = CORE_FLOPS * torch.get_num_threads()
-        return Machine("CPU", 20e9, peak, peak)
-    known = next((m for name, m in GPUS.items() if name in device_name), None)
-    return known or Machine(device_name, 1.0e12, 100e12, 20e12)
+        return Machine(device.name, 20e9, peak, peak)
+    copies = next((rate for name, rate in COPIES.items() if name in device.name),
+                  SHARE * device.memory_bandwidth)  # fmt: skip
+    half, single = device.half_flops or GUESS[0], device.single_flops or GUESS[1]
+    return Machine(device.name, copies, half, single)
 
 
 def bytes_moved(program: Program, step: Step, sizes: Sizes) -> int:

@@ -28,10 +28,12 @@ from strop.debug.report import (
 from strop.debug.steps import step_rows
 from strop.errors import OptionError
 from strop.fusion.plan import Refusal
+from strop.ir.device import CPU
 from strop.ir.graph import Ref
 from strop.ir.program import CallStep, KernelStep, Program
 from strop.options import Options
 from strop.runtime import faults
+from strop.runtime.devices import gpu
 from strop.runtime.dispatch import Dispatcher
 from strop.runtime.entry import Entry
 from strop.runtime.signature import NumberRef, count_numbers, number_text
@@ -106,12 +108,12 @@ def report_of(dispatchers: Mapping[str, Dispatcher]) -> Report:
     graphs = [variant for d in dispatchers.values() for variant in d.variants.all]
     devices = {spec.device for graph in graphs for spec in graph.specs}
     on_gpu = next((d for d in devices if d.type == "cuda"), None)
-    name = torch.cuda.get_device_name(on_gpu) if on_gpu else "CPU"
-    able = machine(name)
+    device = gpu(torch.device(on_gpu).index or 0) if on_gpu else CPU
+    able = machine(device)
     components = tuple(_component(n, d, able) for n, d in dispatchers.items())
     has_all = all(graph.texts for c in components for graph in c.graphs)
     notes = (*faults.unreported(), *(() if has_all else (UNRECORDED,)))
-    return Report(components, name, able.bandwidth, notes)
+    return Report(components, device.name, able.bandwidth, notes)
 
 
 def _component(name: str, dispatcher: Dispatcher, able: Machine) -> ComponentRow:

@@ -23,6 +23,7 @@ from strop.debug.roofline import KINDS, OTHER, Cost, ProfileRow, Times, profile_
 from strop.debug.step_times import Subject, cpu_times, gpu_times, whole_us
 from strop.debug.steps import step_rows
 from strop.errors import OptionError, UnsupportedError
+from strop.ir.device import CPU
 from strop.ir.program import KernelStep
 from strop.options import Options
 from strop.runtime.dispatch import Dispatcher
@@ -154,7 +155,7 @@ def _costs(subject: Subject) -> tuple[Cost, ...]:
         for bound in subject.entry.bounds.values()
         for n in (*bound.hoisted.steps, *bound.timetable.steps)
     }
-    rows = step_rows(program, compiled, env, machine("CPU"))  # for bytes and FLOPs alone
+    rows = step_rows(program, compiled, env, machine(CPU))  # for bytes and FLOPs alone
     costs = []
     for number, step in subject.running().items():
         row = rows[number]
