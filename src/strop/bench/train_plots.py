@@ -12,7 +12,6 @@ from strop.bench.train_report import reason
 
 Result = Mapping[str, Any]
 PUBLISHED = "#d9a441"
-NOT_MEASURED = "#888888"
 COLOURS = dict(zip(PARTS, ("#7f7f7f", "#8c6bb1", "#9ebcda", "#3465a4", "#1f3f6e", "#d9a441",
                            "#c4572e", "#7a9a3a", "#2a9d8f", "#c8c8c8"), strict=True))  # fmt: skip
 _HEIGHT, _HEAD = 0.42, 1.6  # inches a bar, and beside them

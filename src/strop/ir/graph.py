@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import lru_cache
 from operator import attrgetter
 from typing import Any
@@ -280,11 +280,6 @@ def finish(
         if node in live:
             live.update(node.inputs)
     return Graph(tuple(n for n in builder.nodes if n in live), inputs, outputs, hints, num_saved)
-
-
-def relaid(node: Node, order: tuple[int, ...] | None) -> Node:
-    """The same value with another memory order."""
-    return replace(node, order=order, serial=next(_serial))
 
 
 def compute_nodes(graph: Graph) -> Iterator[Node]:

@@ -33,7 +33,7 @@ from strop.errors import CodegenError
 from strop.ir.source import MOST_EARLY_PROGRAMS
 from strop.runtime.cubin import BOX_TYPES, Box, Cubin
 
-_NUM_REGS, _LOCAL_BYTES, _MAX_DYNAMIC_SHARED = 4, 3, 8  # CUfunction_attribute
+_LOCAL_BYTES, _MAX_DYNAMIC_SHARED = 3, 8  # CUfunction_attribute
 _STATIC_SHARED_LIMIT = 48 * 1024
 _INT_LIMIT = 2**31
 _PROGRAMMATIC_SERIALIZATION = 6  # CUlaunchAttributeID
@@ -182,10 +182,6 @@ class CudaFunction:
         if cubin.shared > _STATIC_SHARED_LIMIT:
             code = cuda.cuFuncSetAttribute(self._handle, _MAX_DYNAMIC_SHARED, cubin.shared)
             _check(code, f"asking for {cubin.shared} bytes of shared memory for {cubin.entry}")
-
-    @property
-    def num_registers(self) -> int:
-        return self._attribute(_NUM_REGS)
 
     @property
     def spilled_bytes(self) -> int:

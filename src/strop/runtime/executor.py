@@ -72,8 +72,8 @@ class Bound:
                  kernels: KernelLibrary, workspace: Workspace, stream: int,
                  hoist: Hoist | None = None, *, in_place: bool = True, part: Part | None = None
                  ) -> None:  # fmt: skip
-        """Without ``in_place`` operands of a step are still there when it has run. Of a ``part``
-        there is nothing but ``run_part``."""
+        """Without ``in_place`` operands of a step are still there when it has run. A ``part`` binds
+        some steps alone, for a timetable."""
         self.program, self.env, self.stream = program, env, stream
         self._part = part or Part()
         # None where another step does the work of one

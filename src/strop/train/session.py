@@ -23,7 +23,6 @@ from strop.train.lock import Hold
 from strop.train.model import Model
 from strop.train.settings import Settings
 
-_LONGEST = 10**9
 Warn = Callable[[str], None]
 
 

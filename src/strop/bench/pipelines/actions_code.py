@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import io
 import pickle
-import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -242,8 +241,3 @@ def _decode(pipe: Any) -> None:
         vae = getattr(pipe, "vae", None)
         if vae is not None and hasattr(vae.config, "latent_channels"):
             vae.decode(torch.zeros(1, vae.config.latent_channels, 8, 8))
-
-
-def saved_pretrained(pipe: Any) -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        pipe.save_pretrained(folder)

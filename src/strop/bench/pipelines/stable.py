@@ -236,8 +236,6 @@ def _embeds(patches: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(3))
 
 
-MASK = {"mask_image": lambda: (picture(1) > 0.5).float()}
-CONTROL = {"control_image": picture}
 STABLE: tuple[TinyPipeline, ...] = (
     TinyPipeline("sd15", "StableDiffusionPipeline", sd15),
     TinyPipeline("sd15-img2img", "StableDiffusionImg2ImgPipeline", sd15),

@@ -192,23 +192,6 @@ def latte() -> Parts:
             "tokenizer": t5_tokenizer()}  # fmt: skip
 
 
-def easy_animate() -> Parts:
-    net = diffusers("EasyAnimateTransformer3DModel", num_attention_heads=2, attention_head_dim=16,
-                    in_channels=4, out_channels=4, patch_size=2, sample_width=16, sample_height=16,
-                    num_layers=2, mmdit_layers=2, time_embed_dim=8, text_embed_dim=WIDTH,
-                    time_position_encoding_type="3d_rope")  # fmt: skip
-    frames = diffusers("AutoencoderKLMagvit", latent_channels=4, layers_per_block=1,
-                       block_out_channels=[8, 8, 16, 16], norm_num_groups=4,
-                       down_block_types=["SpatialDownBlock3D", "SpatialTemporalDownBlock3D",
-                                         "SpatialTemporalDownBlock3D",
-                                         "SpatialTemporalDownBlock3D"],
-                       up_block_types=["SpatialUpBlock3D", "SpatialTemporalUpBlock3D",
-                                       "SpatialTemporalUpBlock3D",
-                                       "SpatialTemporalUpBlock3D"])  # fmt: skip
-    return {"transformer": net, "vae": frames, "scheduler": flow(), "text_encoder": None,
-            "tokenizer": None}  # fmt: skip
-
-
 def sana_video() -> Parts:
     config = SANA | {"in_channels": CHANNELS, "out_channels": CHANNELS, "attention_head_dim": 12,
                      "cross_attention_head_dim": 12, "cross_attention_dim": 24}  # fmt: skip
