@@ -2,7 +2,7 @@
 
 Autograd runs on the fake tensors of ``capture``, so that one pass of make_fx sees forward and
 backward. AOTAutograd behind Dynamo walks through the same module three times, with wrappers around
-the fake tensors; for a UNet that takes almost three times as long (docs/log.md). What this cannot
+the fake tensors; for a UNet that takes almost three times as long (docs/log/). What this cannot
 say raises CaptureError: writes into arguments or buffers, results that share memory, checkpointing.
 """
 
