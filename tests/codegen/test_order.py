@@ -25,6 +25,7 @@ from strop.ir.source import Split
 from strop.options import Options
 from tests.frontend.tracing import trace_specs
 from tests.fuzz.interpreted import interpreted
+from tests.gpus import H100
 
 Values = tuple[Tensor, ...] | Tensor
 SIDE = 16
@@ -165,7 +166,7 @@ def test_it_counts_what_the_runtime_needs(name: str) -> None:
     from strop.runtime.memory import Workspace
 
     class Kernels:
-        arch = 90
+        device = H100
 
         def build(self, sources: object) -> None:
             pass

@@ -20,6 +20,7 @@ from strop.codegen import cpp
 from strop.codegen import triton as triton_text
 from strop.codegen.assemble import Target
 from strop.codegen.triton_interpreter import interpret
+from strop.ir.device import CPU
 from strop.ir.interpret import run
 from strop.ir.loops import Kernel
 from strop.ir.program import KernelStep
@@ -76,7 +77,7 @@ SPLITS = 2  # programs that share a column reduction
 
 
 class _NoKernels:
-    arch = 0
+    device = CPU
 
     counts = (0, 0)
 
