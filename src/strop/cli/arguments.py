@@ -63,12 +63,13 @@ SizeOption = Annotated[
     typer.Option(
         parser=parse_size,
         metavar="WxH",
-        help="Width x height in pixels: multiples of 16 for sprites, of 8 for other models. "
+        help="Use this width and height in pixels: multiples of 16 for sprites, of 8 for other "
+        "models. "
         r"[dim]\[default: 96x64 for sprites, else the model's own][/]",
     ),
 ]
 DeviceOption = Annotated[
-    Device, typer.Option(help="Where to run; auto takes a GPU if there is one.")
+    Device, typer.Option(help="Run on this device; auto takes a GPU if there is one.")
 ]
 
 
