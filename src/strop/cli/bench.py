@@ -13,6 +13,7 @@ from strop.cli.arguments import Device, DeviceOption
 from strop.cli.help_screen import App
 from strop.cli.mistakes import CommandError, reported, require_diffusion
 from strop.cli.tables import OutOption, SamplesOption, known, show
+from strop.wording import counted
 
 if TYPE_CHECKING:
     from strop.bench.cases import BenchCase
@@ -326,7 +327,8 @@ def batches(
     header, *rows = bench_batches.rows_of(result)
     show(header, rows, result)
     counts = result["counts"]
-    print(f"strop: {counts['num_graphs']} graphs, {counts['num_recompiles']} recompiles")
+    print(f"strop: {counted(counts['num_graphs'], 'graph')},"
+          f" {counted(counts['num_recompiles'], 'recompile')}")  # fmt: skip
 
 
 def _kernels(families: list[str] | None, shapes: list[str] | None, random: int, seed: int,
@@ -382,7 +384,7 @@ def _show_kernels(result: dict[str, Any]) -> None:
     print("\ntimes as long as strop takes:")
     show(header, found, result)
     if result["skipped"]:
-        print(f"not measured, --limit is over: {len(result['skipped'])} cases")
+        print(f"not measured, --limit is over: {counted(len(result['skipped']), 'case')}")
 
 
 def _census(chosen: Sequence[ZooModel], device: str, num_shapes: int) -> dict[str, Any]:
@@ -414,7 +416,7 @@ def _write_census(result: dict[str, Any], out: Path | None, page: Path | None) -
         page.write_text(census.markdown(result), encoding="utf-8")
     header, *rows = census.rows_of(result)
     show(header, rows, result)
-    print(f"{result['num_good']} of {result['num_models']} models pass")
+    print(f"passed: {result['num_good']} of {counted(result['num_models'], 'model')}")
 
 
 @app.command("select", epilog=SELECT_EXAMPLES)

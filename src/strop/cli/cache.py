@@ -14,6 +14,7 @@ from strop.cli.env import bytes_text
 from strop.cli.help_screen import App
 from strop.cli.mistakes import CommandError, reported
 from strop.options import Options
+from strop.wording import counted
 
 if TYPE_CHECKING:
     from strop.runtime.cache import DiskCache, Entry
@@ -66,7 +67,7 @@ def list_command(
     by_kind: dict[str, list[Entry]] = defaultdict(list)
     for entry in entries:
         by_kind[entry.kind].append(entry)
-    typer.echo(f"{_folder()}: {len(entries)} entries, {_total(entries)}")
+    typer.echo(f"{_folder()}: {counted(len(entries), 'entry')}, {_total(entries)}")
     for kind, rows in sorted(by_kind.items(), key=lambda item: -sum(e.num_bytes for e in item[1])):
         typer.echo(f"{kind:>8} {len(rows):6d}  {_total(rows):>10}  last used {_ago(rows[-1], now)},"
                    f" longest unused {_ago(rows[0], now)}  {KINDS[kind]}")  # fmt: skip
@@ -115,7 +116,7 @@ def verify() -> None:
     for entry in (damaged := store.verify()):
         typer.echo(f"removed {entry.path}: its checksum does not hold")
     rest = store.entries()
-    typer.echo(f"{len(rest)} entries sound, {len(damaged)} removed")
+    typer.echo(f"{counted(len(rest), 'entry')} sound, {len(damaged)} removed")
 
 
 def _folder() -> Path:

@@ -10,6 +10,7 @@ import typer
 
 from strop.cli.arguments import Device
 from strop.cli.mistakes import CommandError, errors, reported
+from strop.wording import counted
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -89,10 +90,10 @@ def minify(dump: Dump, output: Output = Path("minified"), seed: Seed = 0,
         task = bar.add_task("minifying", total=None, note="")
 
         def watch(now: Progress) -> None:
-            bar.update(task, note=f"{now.num_nodes} nodes, {now.tries} tries")
+            bar.update(task, note=f"{counted(now.num_nodes, 'node')}, {counted(now.tries, 'try')}")
 
         smallest = search(case, fails, watch)
-    typer.echo(f"{num_nodes(case.graph)} nodes -> {num_nodes(smallest.graph)}")
+    typer.echo(f"{counted(num_nodes(case.graph), 'node')} -> {num_nodes(smallest.graph)}")
     drawn = cases.random_inputs(smallest, seed)
     _write(smallest, drawn, failure_of(smallest, drawn) or failure, output)
 

@@ -13,6 +13,7 @@ from strop.cli import arguments, models
 from strop.cli.arguments import Device, DeviceOption, Dtype, SizeOption
 from strop.cli.cores import CoreUse, use_free_cores
 from strop.cli.mistakes import CommandError, reported, require_diffusion, warn
+from strop.wording import counted
 
 if TYPE_CHECKING:
     from strop.cli.sampling import Drawn, Request
@@ -115,7 +116,10 @@ def command(
     size = size or found.default_size
     arguments.check_size(size, found.factor)
     if optimize and (size.width % found.grid or size.height % found.grid):
-        warn(f"{size} is off this model's grid of {found.grid} pixels: it needs a graph of its own")
+        warn(
+            f"{size} is off this model's grid of {counted(found.grid, 'pixel')}: it needs a graph"
+            " of its own"
+        )
     if found.is_sprites:
         prompt = arguments.check_prompt(prompt)
         negative = arguments.check_prompt(negative, "'--negative'") if negative else ""
@@ -179,7 +183,8 @@ def _set_threads(threads: int, before: CoreUse | None) -> None:
     if threads:
         torch.set_num_threads(threads)
     elif use_free_cores(before):
-        warn(f"other programs keep cores busy: {torch.get_num_threads()} CPU threads (--threads)")
+        count = counted(torch.get_num_threads(), "CPU thread")
+        warn(f"other programs keep cores busy: {count} (--threads)")
 
 
 def _compare(screen: Console, eager: Drawn, ours: Drawn, steps: int, output: Path) -> None:

@@ -14,6 +14,7 @@ from strop.cli.help_screen import App
 from strop.cli.mistakes import CommandError, reported, require_diffusion, warn
 from strop.errors import OptionError, UnsupportedError
 from strop.train import settings as knobs
+from strop.wording import counted
 
 EXAMPLES = {
     "text-to-image": """[bold]Examples[/]
@@ -157,7 +158,8 @@ def _run(settings: knobs.Settings) -> None:
 
     models.quieten()
     if not settings.threads and use_free_cores(before):
-        warn(f"other programs keep cores busy: {torch.get_num_threads()} CPU threads (--threads)")
+        count = counted(torch.get_num_threads(), "CPU thread")
+        warn(f"other programs keep cores busy: {count} (--threads)")
     with Screen() as screen:
         try:
             session = prepare_session(settings, screen.stage, screen.warn)
