@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from html.parser import HTMLParser
 from types import SimpleNamespace
 from typing import Any
@@ -218,6 +220,32 @@ class _Tags(HTMLParser):
 
     def handle_endtag(self, tag: str) -> None:
         assert self.open.pop() == tag
+
+
+# "1 graphs", "1 opaque calls"; not "2.1 us".
+WRONG_NUMBER = re.compile(r"(?<![\w.,])1 (?!us\b|ms\b)(?:[a-z]+ )?[a-z]+s\b")
+
+
+def test_the_pattern_of_wrong_numbers() -> None:
+    for text in ("1 graphs", "a: 1 calls (", "0/1 nodes", " 1 opaque calls,", "(1 replays)"):
+        assert WRONG_NUMBER.search(text), text
+    for text in ("1 graph", "11 graphs", "2.1 us", "1 us", "1 launch a call", "1 edge not fused"):
+        assert not WRONG_NUMBER.search(text), text
+
+
+@pytest.mark.parametrize("make", [nn.GELU, Block, partial(nn.Linear, 4, 4)])
+def test_counts_agree_with_their_nouns(cache_dir: str, make: Callable[[], nn.Module]) -> None:
+    module = make().eval().requires_grad_(False)
+    strop.optimize(module, options=strop.Options(cache_dir=cache_dir, record=True))
+    module(torch.randn(2, 4, 8, 4))
+    report = explain(module)
+    found = str(report)
+    assert "1 graph, 0 recompiles" in found
+    assert "1 call (0 eager, 0 replays), 1 graph, 0 recompiles, 1 shape" in found
+    assert not WRONG_NUMBER.findall(found)
+    page = re.sub(r"<pre>.*?</pre>|<style>.*?</style>", "", report.html, flags=re.DOTALL)
+    assert "1 call, 0 of them eager" in page
+    assert not WRONG_NUMBER.findall(re.sub(r"<[^>]*>", "\n", page))
 
 
 def test_html_is_one_sound_page(block: Block) -> None:

@@ -57,7 +57,7 @@ def test_averages_are_those_of_diffusers(name: str, device: str) -> None:
 
 def test_averages_of_another_model_are_refused() -> None:
     ema = train.FusedAdamW([nn.Parameter(torch.zeros(2))], ema_decay=0.9).ema
-    with pytest.raises(OptionError, match="2 averages and the optimizer 1 parameters"):
+    with pytest.raises(OptionError, match="2 averages and the optimizer 1 parameter:"):
         ema.load_state_dict({"shadow_params": [torch.zeros(2)] * 2})
 
 

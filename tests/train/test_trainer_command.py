@@ -214,12 +214,12 @@ def test_pictures_below_the_resolution_and_bad_files(
              "--instance_prompt", "x", "--max_train_steps", 1, "--output_dir", "out")  # fmt: skip
     result = invoke(*words)
     assert result.exit_code == 1
-    assert "2 pictures are smaller than 96 pixels: 0.png (48x40), 1.png (48x40)" in said(result)
+    assert "found 2 pictures smaller than 96 pixels: 0.png (48x40), 1.png (48x40)" in said(result)
     assert "skipped" in said(result)
     assert "broken.png: is damaged" in said(result)
     result = invoke(*words, "--bad_files", "refuse")
     assert result.exit_code == 1
-    assert "1 files are no whole pictures" in said(result)
+    assert "found 1 file without a whole picture" in said(result)
     result = invoke(*words, "--resolution", 40)
     assert "resolution 40: this model takes multiples of 16; the nearest: 32 or 48" in said(result)
     assert invoke(*words, "--resolution", 48, "--allow_upscaling").exit_code == 0
@@ -266,7 +266,7 @@ def test_captions_that_are_cut(tiny_model: Path, tmp_path: Path) -> None:
     trainer.session("text-to-image", watch, model=tiny_model, train_data_dir=place,
                     output_dir=tmp_path / "out")  # fmt: skip
     assert [text.split(";")[0] for text in watch.warnings] == [
-        "1 captions have more than the 22 tokens that this model reads"
+        "found 1 caption with more than the 22 tokens that this model reads"
     ]
 
 

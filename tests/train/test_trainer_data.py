@@ -178,7 +178,7 @@ def test_bad_files_are_named(name: str, folder: Path) -> None:
     assert len(found.pictures) == 3
     assert [(bad.path.name, reason in str(bad)) for bad in found.bad] == [(name, True)]
     check_files(found, refuse=False)
-    with pytest.raises(OptionError, match=rf"1 files.*{name}: {reason}.*--bad_files skip"):
+    with pytest.raises(OptionError, match=rf"1 file without.*{name}: {reason}.*--bad_files skip"):
         check_files(found, refuse=True)
 
 

@@ -338,5 +338,5 @@ def test_class_pictures_that_were_removed_are_replaced(
     assert removed not in names.values()
     assert len(made.source.pictures) == len(list(pictures.glob("*.png"))) + 3  # type: ignore[attr-defined]
     assert [w for w in watch.warnings if "class-00002.png: is damaged" in w]
-    with pytest.raises(OptionError, match=r"1 files are no whole pictures.*class-00002.png"):
+    with pytest.raises(OptionError, match=r"found 1 file without a whole picture.*class-00002.png"):
         trainer.session("dreambooth", **values, bad_files="refuse", output_dir=tmp_path / "3")

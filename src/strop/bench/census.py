@@ -27,6 +27,7 @@ from strop.bench.zoo_inputs import Inputs, Shape
 from strop.errors import StropError
 from strop.frontend.objects import as_tree
 from strop.testing import assert_as_accurate_together
+from strop.wording import counted
 
 WANTED_SHARE = 0.95
 NUM_WEIGHTS = 4  # random ones: errors of one draw of weights are no independent samples
@@ -78,7 +79,8 @@ class Verdict:
         if self.fallbacks:
             return next(iter(self.fallbacks))
         if self.num_graphs != 1 or self.num_recompiles:
-            return f"{self.num_graphs} graphs for {self.num_shapes} shapes: {self.parts}"
+            graphs, shapes = counted(self.num_graphs, "graph"), counted(self.num_shapes, "shape")
+            return f"{graphs} for {shapes}: {self.parts}"
         if self.kernel_share < WANTED_SHARE:
             return f"opaque: {', '.join(self.opaque)}"
         return "" if self.is_strict else "refused by strict=True"
@@ -324,8 +326,8 @@ def markdown(result: Mapping[str, Any]) -> str:
     head = [
         "# Models", "",
         "Written by `strop bench models --page docs/models.md`. Architectures at tiny widths with",
-        f"random weights; every model runs at {result['num_shapes']} shapes and batches. A model"
-        " passes when one",
+        f"random weights; every model runs at {counted(result['num_shapes'], 'shape')} and batches."
+        " A model passes when one",
         f"graph serves them all under `strict=True`, at least {WANTED_SHARE:.0%} of its nodes"
         " other than",
         "library anchors (matrix products, convolutions, attention, recurrent layers) are in",

@@ -24,6 +24,7 @@ from strop.bench.pipelines.not_built import NOT_BUILT
 from strop.bench.pipelines.tiny import TinyPipeline, drawn, modules_of, takes
 from strop.bench.pipelines.twins import BETWEEN, Drawn, attempt, nearness, outcome
 from strop.runtime.dispatch import Dispatcher
+from strop.wording import counted
 
 COMPILED, PARTLY, EAGER = "compiled", "partly in eager", "in eager"
 REFUSED, DIFFERS, NOT_RUN = "fails", "differs", "not run"
@@ -220,8 +221,8 @@ def markdown(result: Mapping[str, Any]) -> str:
         f"optimised pipeline raises where eager does not. *differs*: less than {NEAR:.0f} dB",
         "apart. *not run*: eager itself raises. *graphs*: the most that one component needs, over",
         "two sizes of pictures where the pipeline takes a size.", "",
-        f"{len(rows)} rows: {counts}. {found['date'][:10]}, torch {found['torch']}, diffusers"
-        f" {found['diffusers']}, transformers {found['transformers']}, CPU, fp32.", "",
+        f"{counted(len(rows), 'row')}: {counts}. {found['date'][:10]}, torch {found['torch']},"
+        f" diffusers {found['diffusers']}, transformers {found['transformers']}, CPU, fp32.", "",
     ]  # fmt: skip
     for kind, title in SECTIONS.items():
         lines += [f"## {title}", "", *_table([row for row in rows if row.kind == kind]), ""]

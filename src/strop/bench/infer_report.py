@@ -11,6 +11,7 @@ from strop.bench.infer_contenders import LOOP_CALLS, Found, is_there
 from strop.bench.infer_rows import ROWS
 from strop.bench.report import Rows, newest_rows
 from strop.errors import OptionError
+from strop.wording import counted
 
 Result = Mapping[str, Any]
 # What of a row takes a process of its own, and the part that only a whole run has.
@@ -185,7 +186,7 @@ def _switch_text(result: Result, switch: Found) -> str:
     if "p50_ms" not in switch:
         return "not timed"
     said = [f"{_in_unit(result, switch['p50_ms'])} {result['unit']}",
-            f"{switch['num_launches']} launches", _error_text(switch)]  # fmt: skip
+            counted(switch["num_launches"], "launch"), _error_text(switch)]  # fmt: skip
     return ", ".join(filter(None, said))
 
 

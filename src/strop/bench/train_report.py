@@ -11,6 +11,7 @@ from strop.bench.infer_report import gib
 from strop.bench.report import Rows, newest_rows
 from strop.bench.train_loop import PARTS
 from strop.bench.train_rows import LADDER, ROWS
+from strop.wording import counted
 
 Result = Mapping[str, Any]
 SCRIPT = "diffusers"
@@ -66,7 +67,8 @@ def _note(result: Result, found: Found) -> str:
     if "loader" in found:
         loader = found["loader"]
         pinned = ", pinned" if loader["is_pinned"] else ""
-        said.append(f"{loader['workers']} workers{pinned}: waits {found['wait_ms']:.1f} ms")
+        workers = counted(loader["workers"], "worker")
+        said.append(f"{workers}{pinned}: waits {found['wait_ms']:.1f} ms")
     if found.get("tflops"):
         said.append(f"{found['tflops']:.0f} TFLOP/s")
     said += [f"left to torch: {name}" for name in found.get("graphs", {}).get("fallbacks", ())]

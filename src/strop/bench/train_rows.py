@@ -8,6 +8,7 @@ from typing import Any
 
 from strop.bench import models
 from strop.errors import OptionError
+from strop.wording import counted
 
 TINY_PIXELS, TINY_BATCH = 64, 2
 
@@ -62,7 +63,7 @@ class Loader:
 
     @property
     def text(self) -> str:
-        return f"{self.workers} workers{', pinned' if self.is_pinned else ''}"
+        return f"{counted(self.workers, 'worker')}{', pinned' if self.is_pinned else ''}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,24 +8,30 @@ import typer
 
 import strop
 from strop.cli import bench, cache, cases, env, explain, generate, train
+from strop.cli.help_screen import App
 
 __all__ = ["app", "main"]
 
-app = typer.Typer(
+app = App(
     name="strop",
-    help="Strop makes PyTorch diffusion models fast: one compile for every picture size.\n\n"
-    'Start with: strop generate "a red circle above a blue square" -o out.png',
+    help="""Strop makes PyTorch diffusion models fast: it compiles a model once, for every size
+    of pictures.
+
+    Start with:
+    $ strop generate "a red circle above a blue square" -o out.png""",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
-    epilog="[bold]To look inside[/]\n\n"
-    "strop explain --html report.html   [dim]# passes, fusion plan, kernels, costs[/]\n\n"
-    "[bold]When a picture is wrong[/]\n\n"
-    "STROP_CHECK=1 strop generate ...   [dim]# the first step that differs from torch[/]\n\n"
-    "STROP_DUMP=dumps strop generate ...; strop bisect dumps/001_unet\n\n"
-    "Exit codes: 0 done, 1 failed, 2 wrong arguments.",
+    epilog="""[bold]To look inside[/]
+    $ strop explain --html report.html   # passes, fusion plan, kernels, costs
+
+    [bold]When a picture is wrong[/]
+    $ STROP_CHECK=1 strop generate ...   # names the first step that differs from torch
+    $ STROP_DUMP=dumps strop generate ...; strop bisect dumps/001_unet   # names the pass to blame
+
+    A command ends with 0 when it is done, with 1 when it has failed, and with 2 when its arguments
+    are wrong.""",
 )
 app.command("generate", epilog=generate.EXAMPLES)(generate.command)
 app.command("explain", epilog=explain.EXAMPLES)(explain.command)

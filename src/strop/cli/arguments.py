@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from strop.cli.mistakes import CommandError, warn
+from strop.wording import counted
 
 if TYPE_CHECKING:
     import torch
@@ -63,12 +64,13 @@ SizeOption = Annotated[
     typer.Option(
         parser=parse_size,
         metavar="WxH",
-        help="Width x height in pixels: multiples of 16 for sprites, of 8 for other models. "
+        help="Use this width and height in pixels: multiples of 16 for sprites, of 8 for other "
+        "models. "
         r"[dim]\[default: 96x64 for sprites, else the model's own][/]",
     ),
 ]
 DeviceOption = Annotated[
-    Device, typer.Option(help="Where to run; auto takes a GPU if there is one.")
+    Device, typer.Option(help="Run on this device; auto takes a GPU if there is one.")
 ]
 
 
@@ -164,8 +166,8 @@ def check_length(pipe: Any, prompt: str, what: str = "prompt") -> None:
     if len(ids) > limit:
         rest = tokenizer.decode(ids[limit - 1 :], skip_special_tokens=True).strip()
         warn(
-            f"the {what} has {len(ids) - 2} tokens, of which this model reads {limit - 2};"
-            f" it ignores the end: {rest!r}"
+            f"the {what} has {counted(len(ids) - 2, 'token')}, of which this model reads"
+            f" {limit - 2}; it ignores the end: {rest!r}"
         )
 
 

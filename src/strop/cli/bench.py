@@ -10,54 +10,49 @@ import typer
 
 from strop.cli import arguments, bench_infer, bench_train
 from strop.cli.arguments import Device, DeviceOption
+from strop.cli.help_screen import App
 from strop.cli.mistakes import CommandError, reported, require_diffusion
-from strop.cli.tables import OutOption, known, show
+from strop.cli.tables import OutOption, SamplesOption, known, show
+from strop.wording import counted
 
 if TYPE_CHECKING:
     from strop.bench.cases import BenchCase
     from strop.bench.zoo import ZooModel
 
-COMPILE_EXAMPLES = (
-    "[bold]Examples[/]\n\n"
-    "strop bench compile tiny-unet --device cpu\n\n"
-    "strop bench compile sd15-pipe --shapes 3 -o benchmarks/results"
-)
+COMPILE_EXAMPLES = """[bold]Examples[/]
+$ strop bench compile tiny-unet --device cpu
+$ strop bench compile sd15-pipe --shapes 3 -o benchmarks/results
+"""
 
-PICTURES_EXAMPLES = (
-    "[bold]Examples[/]\n\n"
-    "strop bench pictures --device cpu --sizes 1\n\n"
-    "strop bench pictures --ablate -o benchmarks/results"
-)
+PICTURES_EXAMPLES = """[bold]Examples[/]
+$ strop bench pictures --device cpu --sizes 1
+$ strop bench pictures --ablate -o benchmarks/results
+"""
 
-MODELS_EXAMPLES = (
-    "[bold]Examples[/]\n\n"
-    "strop bench models --only bert,gpt2-decode --device cpu\n\n"
-    "strop bench models -o zoo.json --page zoo.md"
-)
+MODELS_EXAMPLES = """[bold]Examples[/]
+$ strop bench models --only bert,gpt2-decode --device cpu
+$ strop bench models -o zoo.json --page zoo.md
+"""
 
-KERNEL_EXAMPLES = (
-    "[bold]Examples[/]\n\n"
-    "strop bench kernel layer_norm softmax --device cpu\n\n"
-    "strop bench kernel --random 12 --seed 1 -o benchmarks/results/kernels.json\n\n"
-    "strop bench kernel group_norm_silu --shape 2x1920x64x64 --shape 1x512x512x512"
-)
+KERNEL_EXAMPLES = """[bold]Examples[/]
+$ strop bench kernel layer_norm softmax --device cpu
+$ strop bench kernel --random 12 --seed 1 -o benchmarks/results/kernels.json
+$ strop bench kernel group_norm_silu --shape 2x1920x64x64 --shape 1x512x512x512
+"""
 
-BATCHES_EXAMPLES = (
-    "[bold]Examples[/]\n\n"
-    "strop bench batches bert-tiny --device cpu --batches 1,3\n\n"
-    "strop bench batches resnet50 -o benchmarks/results/resnet50.json"
-)
+BATCHES_EXAMPLES = """[bold]Examples[/]
+$ strop bench batches bert-tiny --device cpu --batches 1,3
+$ strop bench batches resnet50 -o benchmarks/results/resnet50.json
+"""
 
-SELECT_EXAMPLES = (
-    "[bold]Examples[/]\n\n"
-    "strop bench select benchmarks/results/conv_groups_h100_2026-11-24.json\n\n"
-    "strop bench select benchmarks/results/*_groups*.json"
-)
+SELECT_EXAMPLES = """[bold]Examples[/]
+$ strop bench select benchmarks/results/conv_groups_h100_2026-11-24.json
+$ strop bench select benchmarks/results/*_groups*.json
+"""
 
-app = typer.Typer(
+app = App(
     help="Measure Strop beside eager torch and others, on models with random weights at full size.",
     no_args_is_help=True,
-    rich_markup_mode="rich",
 )
 app.command("infer", epilog=bench_infer.EXAMPLES)(bench_infer.infer)
 app.command("train", epilog=bench_train.EXAMPLES)(bench_train.train)
@@ -65,7 +60,7 @@ app.command("table")(bench_infer.table)
 CaseArgument = Annotated[
     str,
     typer.Argument(
-        help="What to measure: sd15-unet-512, sd15-unet-1024, sd15-unet-512-b8, sdxl-unet-1024, "
+        help="Measure this case: sd15-unet-512, sd15-unet-1024, sd15-unet-512-b8, sdxl-unet-1024, "
         "vae-512, sd15-pipe; tiny-unet, tiny-vae and tiny-pipe run on any CPU.",
         show_default=False,
     ),
@@ -75,8 +70,13 @@ ApartOption = Annotated[
     bool,
     typer.Option(
         "--apart",
-        help="Compile everything at once, in several processes, and then time one after another.",
+        help="Compile everything first, in several processes at once, and then time one contender "
+        "after another.",
     ),
+]
+
+FileOption = Annotated[
+    Path | None, typer.Option("-o", "--out", help="Write the results as JSON to this file.")
 ]
 
 
@@ -87,13 +87,13 @@ def compile_(
     out: OutOption = None,
     device: DeviceOption = Device.auto,
     limit: Annotated[
-        float, typer.Option(min=1.0, help="Seconds after which a run is given up.")
+        float, typer.Option(min=1.0, help="Give up a run after this many seconds.")
     ] = 600.0,
     shapes: Annotated[
-        int, typer.Option(min=0, help="How many of the case's sizes to run; 0: all.")
+        int, typer.Option(min=0, help="Run this many of the case's sizes; 0 runs all.")
     ] = 0,
 ) -> None:
-    """Time the first call of a fresh process, with an empty cache and with a full one (s)."""
+    """Time the first call of a fresh process, with an empty cache and with a full one."""
     chosen, where = _prepared(case, out, device)
 
     from strop.bench import compile as bench_compile
@@ -140,17 +140,21 @@ def _prepared(case: str, out: Path | None, device: Device) -> tuple[BenchCase, s
 def pictures(
     device: DeviceOption = Device.auto,
     sizes: Annotated[
-        int, typer.Option(min=1, max=4, help="So many sizes, 20 prompts at each.")
+        int, typer.Option(min=1, max=4, help="Draw at this many sizes, 20 prompts at each.")
     ] = 4,
     ablate: Annotated[
-        bool, typer.Option("--ablate", help="Each switch of Options alone off, and all.")
+        bool,
+        typer.Option(
+            "--ablate", help="Also draw with each switch of Options off alone, and with all off."
+        ),
     ] = False,
     out: OutOption = None,
 ) -> None:
-    """Draw with the model inside, in eager and optimised, and judge how far pictures drift apart.
+    """Draw with the sprites model in eager and optimised, and judge how far pictures drift apart.
 
-    On a CPU in fp32: PSNR to eager, 60 dB or more each. On a GPU in fp16, both beside eager in
-    fp32: the median no more than 1 dB below eager's, no picture more than 6 below its own.
+    On a CPU both draw in fp32, and the PSNR to eager must be 60 dB or more for each picture. On a
+    GPU both draw in fp16 and are compared with eager in fp32: then Strop's PSNR may be at most 1 dB
+    below eager's in the median, and at most 6 dB below it for a single picture.
     """
     require_diffusion()
     arguments.check_folder(out)
@@ -175,18 +179,23 @@ def pictures(
 @reported
 def models(
     only: Annotated[
-        str, typer.Option(help="Names of models with commas between.", show_default="all")
+        str,
+        typer.Option(
+            help="Compile these models only; put commas between their names. "
+            "[dim]\\[default: all][/]",
+            show_default=False,
+        ),
     ] = "",
     device: DeviceOption = Device.auto,
-    out: Annotated[
-        Path | None, typer.Option("-o", "--out", help="File for the JSON.", show_default=False)
-    ] = None,
-    page: Annotated[
-        Path | None, typer.Option(help="File for a Markdown table.", show_default=False)
-    ] = None,
-    shapes: Annotated[int, typer.Option(min=1, help="How many shapes each model runs at.")] = 20,
+    out: FileOption = None,
+    page: Annotated[Path | None, typer.Option(help="Write a Markdown table to this file.")] = None,
+    shapes: Annotated[int, typer.Option(min=1, help="Run each model at this many shapes.")] = 20,
 ) -> None:
-    """Compile each architecture of the zoo at tiny widths and judge what became of it."""
+    """Compile each architecture of the zoo at tiny widths, and judge the result.
+
+    A model passes if one graph serves all its shapes without a fallback, if nearly all of it runs
+    in generated kernels, and if its results are as accurate as eager's.
+    """
     require_diffusion()
     for file in (out, page):
         arguments.check_file(file)
@@ -209,7 +218,8 @@ def kernel(
     families: Annotated[
         list[str] | None,
         typer.Argument(
-            help="layer_norm, softmax, group_norm_silu, ... [dim]\\[default: all][/]",
+            help="Time these families only: layer_norm, softmax, group_norm_silu, ... "
+            "[dim]\\[default: all][/]",
             show_default=False,
         ),
     ] = None,
@@ -217,34 +227,38 @@ def kernel(
     peer: Annotated[
         list[str] | None,
         typer.Option(
-            help="eager, inductor or inductor-dynamic; repeat for more. "
-            "[dim]\\[default: all three][/]",
+            help="Time this peer beside Strop: eager, inductor or inductor-dynamic. The option may "
+            "be repeated. [dim]\\[default: all three][/]",
             show_default=False,
         ),
     ] = None,
     random: Annotated[
-        int, typer.Option(min=0, help="Draw so many sizes a family instead of the usual grid.")
+        int,
+        typer.Option(
+            min=0, help="Draw this many sizes for each family, instead of taking the usual grid."
+        ),
     ] = 0,
-    seed: Annotated[int, typer.Option(help="Of --random.")] = 0,
+    seed: Annotated[int, typer.Option(help="Draw the sizes of --random from this seed.")] = 0,
     shape: Annotated[
         list[str] | None,
         typer.Option(
-            help="A size like 4096x768 or 2x320x64x64, not the usual grid; repeat for more.",
+            help="Time this size instead of the usual grid, such as 4096x768 or 2x320x64x64. The "
+            "option may be repeated.",
             show_default=False,
         ),
     ] = None,
-    samples: Annotated[int, typer.Option(min=3, help="Of each contender, in turns.")] = 10,
+    samples: SamplesOption = 10,
     limit: Annotated[
-        float,
-        typer.Option(min=1.0, help="Seconds after which no further case is begun."),
+        float, typer.Option(min=1.0, help="Begin no further case after this many seconds.")
     ] = 3600.0,
     apart: ApartOption = False,
-    out: Annotated[
-        Path | None, typer.Option("-o", "--out", help="File for the JSON.", show_default=False)
-    ] = None,
+    out: FileOption = None,
 ) -> None:
-    """Time single kernels beside eager and Inductor: microseconds, and the share of a copy's
-    bandwidth. fp16 on a GPU, fp32 on a CPU."""
+    """Time single kernels beside eager and Inductor.
+
+    The table shows microseconds, and the share of the bandwidth of a copy. Kernels run in fp16 on a
+    GPU and in fp32 on a CPU.
+    """
     import torch
 
     from strop.bench import kernel as bench_kernel
@@ -264,25 +278,31 @@ def kernel(
 @app.command("batches", epilog=BATCHES_EXAMPLES)
 @reported
 def batches(
-    network: Annotated[str, typer.Argument(help="bert-base, resnet50 or bert-tiny.")],
+    network: Annotated[
+        str, typer.Argument(help="Time this network: bert-base, resnet50 or bert-tiny.")
+    ],
     sizes: Annotated[
-        str, typer.Option("--batches", help="Batch sizes with commas between.")
+        str,
+        typer.Option("--batches", help="Time these batch sizes; put commas between them."),
     ] = "1,2,4,8,16,33",
     device: DeviceOption = Device.auto,
     peer: Annotated[
         list[str] | None,
         typer.Option(
-            help="eager or inductor; repeat for more. [dim]\\[default: both][/]", show_default=False
+            help="Time this peer beside Strop: eager or inductor. The option may be repeated. "
+            "[dim]\\[default: both][/]",
+            show_default=False,
         ),
     ] = None,
-    samples: Annotated[int, typer.Option(min=3, help="Of each contender, in turns.")] = 20,
+    samples: SamplesOption = 20,
     apart: ApartOption = False,
-    out: Annotated[
-        Path | None, typer.Option("-o", "--out", help="File for the JSON.", show_default=False)
-    ] = None,
+    out: FileOption = None,
 ) -> None:
-    """Time a whole network at many batches: one compile of Strop's, one a batch of Inductor's.
-    fp16 on a GPU, where every contender runs in a CUDA graph; fp32 on a CPU."""
+    """Time a whole network at many batch sizes.
+
+    Strop compiles it once, Inductor once for each batch size. On a GPU every contender runs in fp16
+    and in a CUDA graph, on a CPU in fp32.
+    """
     require_diffusion()
     import torch
 
@@ -307,7 +327,8 @@ def batches(
     header, *rows = bench_batches.rows_of(result)
     show(header, rows, result)
     counts = result["counts"]
-    print(f"strop: {counts['num_graphs']} graphs, {counts['num_recompiles']} recompiles")
+    print(f"strop: {counted(counts['num_graphs'], 'graph')},"
+          f" {counted(counts['num_recompiles'], 'recompile')}")  # fmt: skip
 
 
 def _kernels(families: list[str] | None, shapes: list[str] | None, random: int, seed: int,
@@ -363,7 +384,7 @@ def _show_kernels(result: dict[str, Any]) -> None:
     print("\ntimes as long as strop takes:")
     show(header, found, result)
     if result["skipped"]:
-        print(f"not measured, --limit is over: {len(result['skipped'])} cases")
+        print(f"not measured, --limit is over: {counted(len(result['skipped']), 'case')}")
 
 
 def _census(chosen: Sequence[ZooModel], device: str, num_shapes: int) -> dict[str, Any]:
@@ -395,7 +416,7 @@ def _write_census(result: dict[str, Any], out: Path | None, page: Path | None) -
         page.write_text(census.markdown(result), encoding="utf-8")
     header, *rows = census.rows_of(result)
     show(header, rows, result)
-    print(f"{result['num_good']} of {result['num_models']} models pass")
+    print(f"passed: {result['num_good']} of {counted(result['num_models'], 'model')}")
 
 
 @app.command("select", epilog=SELECT_EXAMPLES)
@@ -403,14 +424,14 @@ def _write_census(result: dict[str, Any], out: Path | None, page: Path | None) -
 def select(
     sweeps: Annotated[
         list[Path],
-        typer.Argument(help="Files of the probes that sweep convolutions, linears or attention.",
-                       show_default=False),
+        typer.Argument(help="Read these files of the probes that sweep convolutions, linears or "
+                       "attention.", show_default=False),
     ],
 ) -> None:  # fmt: skip
-    """Judge the rules that choose between kernels of ours and a library's: how fast is what they
-    choose, beside the fastest of everything that a sweep has timed?
+    """Judge the rules that choose between Strop's own kernels and a library's.
 
-    Runs on any machine: the times are those of the sweeps.
+    At each shape the time of what they choose is set beside the fastest time that a sweep has
+    found. This runs on any machine, because all times are those of the sweeps.
     """
     from strop.bench import select as bench_select
 

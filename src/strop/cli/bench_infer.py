@@ -10,62 +10,78 @@ import typer
 from strop.cli import arguments
 from strop.cli.arguments import Device, DeviceOption
 from strop.cli.mistakes import CommandError, reported, require_diffusion
-from strop.cli.tables import OutOption, known, show, wrong
+from strop.cli.tables import OutOption, SamplesOption, known, show, wrong
 
-EXAMPLES = (
-    "[bold]Rows[/]\n\n"
-    "P1 SD1.5 UNet step 512², batch 2; P2 at 1024²; P2b batch 8; P3 SDXL UNet step 1024²\n\n"
-    "P4 VAE decode (P4-512, P4-1024); P5 SD1.5 pictures of 50 steps (P5-512, P5-768, P5-1024, each"
-    " also with -img2img); P5x SDXL picture of 30 steps\n\n"
-    "P6 cold compile of P1, with its stages; P7 peak memory of P5-1024 beside eager and naive"
-    " attention\n\n"
-    "[bold]Examples[/]\n\n"
-    "strop bench infer P1 P4 --device cpu --tiny   # any machine: the code, not the speed\n\n"
-    "strop bench infer P1 P4-512 --random 12 --variants -o benchmarks/results\n\n"
-    "strop bench infer P1 --peers eager,eager-graph,inductor,inductor-graph --ablate --plots plots"
-)
+EXAMPLES = """[bold]Rows[/]
+- P1, P2 and P2b: a step of SD1.5's UNet at 512x512 and batch 2, at 1024x1024, and at batch 8
+- P3: a step of SDXL's UNet at 1024x1024 and batch 2
+- P4-512, P4-1024: the VAE's decoder
+- P5-512, P5-768, P5-1024: a picture of SD1.5 in 50 steps; with -img2img, from another picture
+- P5x: a picture of SDXL at 1024x1024 in 30 steps
+- P6: a cold compile of P1, with its stages
+- P7: peak memory of P5-1024, beside eager and naive attention
+
+[bold]Examples[/]
+$ strop bench infer P1 P4 --device cpu --tiny   # any machine: tries the code, not the speed
+$ strop bench infer P1 P4-512 --random 12 --variants -o benchmarks/results
+$ strop bench infer P1 --peers eager,eager-graph,inductor,inductor-graph --ablate --plots plots
+"""
 RESULTS = Path("benchmarks/results")
 FolderOption = Annotated[
-    Path | None, typer.Option(help="Folder for the plots of each row.", show_default=False)
+    Path | None, typer.Option(help="Draw the plots of each row into this folder.")
 ]
 RowsArgument = Annotated[
     list[str] | None,
     typer.Argument(
-        help="P1, P4-512, P5 (all of P5-...), ... [dim]\\[default: all][/]", show_default=False
+        help="Measure these rows only: P1, P4-512, P5 (which is all of P5-...), ... "
+        "[dim]\\[default: all][/]",
+        show_default=False,
     ),
 ]
 PeersOption = Annotated[
-    str, typer.Option(help="Whom to run beside, with commas between; '' for nobody.")
+    str,
+    typer.Option(help="Measure these peers beside Strop; put commas between them, or '' for none."),
 ]
 EarlierOption = Annotated[
     Path,
     typer.Option(
-        help="Folder of earlier results: slow peers of the same device and versions come from"
-        " there, with their date."
+        help="Take slow peers from earlier results in this folder, where device and versions are"
+        " the same; the table shows their date."
     ),
 ]
 BudgetOption = Annotated[
-    float, typer.Option(min=1.0, help="Seconds for everything; what does not fit is named.")
+    float,
+    typer.Option(min=1.0, help="Take at most this many seconds, and name what does not fit."),
 ]
 RandomOption = Annotated[
-    int, typer.Option(min=0, help="So many random shapes a model, in a fresh process.")
+    int,
+    typer.Option(
+        min=0, help="Also measure this many random shapes of each model, in a fresh process."
+    ),
 ]
 AblateOption = Annotated[
-    bool, typer.Option("--ablate", help="Each switch of Options alone off, and all.")
+    bool,
+    typer.Option(
+        "--ablate", help="Also measure with each switch of Options off alone, and with all off."
+    ),
 ]
 VariantsOption = Annotated[
     bool,
-    typer.Option("--variants", help="With --random: beside each, each choice of kernels flipped."),
+    typer.Option(
+        "--variants",
+        help="With --random, also measure each shape with each choice of kernels the other way.",
+    ),
 ]
 DtypeOption = Annotated[
     str,
     typer.Option(
-        help="fp16, bf16 or fp32. [dim]\\[default: fp32 on a CPU, else fp16][/]",
+        help="Compute in fp16, bf16 or fp32. [dim]\\[default: fp32 on a CPU, else fp16][/]",
         show_default=False,
     ),
 ]
 TinyOption = Annotated[
-    bool, typer.Option("--tiny", help="Tiny widths and sizes: the same code in seconds.")
+    bool,
+    typer.Option("--tiny", help="Run the same code with tiny widths and sizes, in seconds."),
 ]
 CommitOption = Annotated[
     str, typer.Option(help="Noted in the JSON instead of the checkout's.", hidden=True)
@@ -73,7 +89,8 @@ CommitOption = Annotated[
 PageOption = Annotated[
     Path | None,
     typer.Option(
-        help="Page to write it into, between <!-- infer --> and <!-- /infer -->, and train.",
+        help="Write the tables into this page: between <!-- infer --> and <!-- /infer -->, and "
+        "between <!-- train --> and <!-- /train -->.",
         show_default=False,
     ),
 ]
@@ -88,15 +105,16 @@ def infer(
     earlier: EarlierOption = RESULTS,
     budget: BudgetOption = 1800.0,
     random: RandomOption = 0,
-    seed: Annotated[int, typer.Option(help="Of --random.")] = 0,
+    seed: Annotated[int, typer.Option(help="Draw the shapes of --random from this seed.")] = 0,
     ablate: AblateOption = False,
     variants: VariantsOption = False,
-    samples: Annotated[int, typer.Option(min=3, help="Of each contender, in turns.")] = 20,
+    samples: SamplesOption = 20,
     calls: Annotated[
         int,
         typer.Option(
             min=1,
-            help="Back to back in a sample of a step, at most; 1: what a call by itself takes.",
+            help="Make at most this many calls back to back in a sample of a step; 1 times a call "
+            "by itself.",
         ),
     ] = 20,
     dtype: DtypeOption = "",
@@ -104,11 +122,11 @@ def infer(
     tiny: TinyOption = False,
     commit: CommitOption = "",
 ) -> None:
-    """Time a UNet step, a VAE, whole pictures, a cold compile: Strop beside its peers.
+    """Time a UNet step, a VAE, whole pictures and a cold compile, by Strop and by its peers.
 
     Models have random weights at full size; nothing is downloaded. Rows of one model share a
     process, in which all contenders are sampled in turns; random shapes get a fresh process with
-    an empty cache. Each row is a JSON file, from which tables and plots are made.
+    an empty cache. Each row becomes a JSON file, from which tables and plots are made.
     """
     require_diffusion()
     from strop.bench.infer_rows import chosen_rows
@@ -172,12 +190,11 @@ def _measured(rows: Any, plan: Any, **how: Any) -> list[dict[str, Any]]:
 
 @reported
 def table(
-    results: Annotated[Path, typer.Option(help="Folder of the JSON files.")] = RESULTS,
+    results: Annotated[Path, typer.Option(help="Read the JSON files of this folder.")] = RESULTS,
     page: PageOption = None,
     plots: FolderOption = None,
 ) -> None:
-    """Make the tables of `strop bench infer` and `train` from their JSON files: the newest of each
-    row."""
+    """Make the tables of `strop bench infer` and `train` from the newest JSON file of each row."""
     from strop.bench import infer_plots, infer_report, train_plots, train_report
 
     files = sorted((*results.glob("P*.json"), *results.glob("ladder*.json")))

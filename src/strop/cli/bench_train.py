@@ -13,47 +13,59 @@ from strop.cli.arguments import Device, DeviceOption
 from strop.cli.mistakes import CommandError, errors, plain, reported, require_diffusion
 from strop.cli.tables import OutOption, show, wrong
 
-EXAMPLES = (
-    "[bold]Rows[/]\n\n"
-    "P8 SD1.5 512², full fine-tune, batch 8, VAE and text in the loop; P9 batch 32, cached\n\n"
-    "P11 DreamBooth of the full UNet, batch 1; P11-lora LoRA of rank 16, batch 1, cached\n\n"
-    "P11x SDXL 1024², full fine-tune, batch 4, cached\n\n"
-    "[bold]Examples[/]\n\n"
-    "strop bench train P8 --device cpu --tiny   # any machine: the code, not the speed\n\n"
-    "strop bench train --ladder --budget 1500 -o benchmarks/results\n\n"
-    "strop bench train --ladder --resume ladder_h100_2026-11-22.json -o .   # what was cut\n\n"
-    "strop bench train P8 P9 --only strop,diffusers --samples 50 -o benchmarks/results"
-)
+EXAMPLES = """[bold]Rows[/]
+- P8: SD1.5 at 512x512, full fine-tune, batch 8, VAE and text encoder in the loop
+- P9: the same at batch 32, with latents and text cached
+- P11: DreamBooth of SD1.5's full UNet, batch 1
+- P11-lora: LoRA of rank 16, batch 1, cached
+- P11x: SDXL at 1024x1024, full fine-tune, batch 4, cached
+
+[bold]Examples[/]
+$ strop bench train P8 --device cpu --tiny   # any machine: tries the code, not the speed
+$ strop bench train --ladder --budget 1500 -o benchmarks/results
+$ strop bench train --ladder --resume ladder_h100_2026-11-22.json -o .   # measures what was cut
+$ strop bench train P8 P9 --only strop,diffusers --samples 50 -o benchmarks/results
+"""
 RowsArgument = Annotated[
     list[str] | None,
     typer.Argument(
-        help="P8, P9, P11 (and P11-lora), P11x [dim]\\[default: all, but with --ladder none][/]",
+        help="Measure these rows only: P8, P9, P11 (with P11-lora) or P11x. "
+        "[dim]\\[default: all, but with --ladder none][/]",
         show_default=False,
     ),
 ]
 RowsOption = Annotated[list[str] | None, typer.Option("--rows", help="The same.", hidden=True)]
 LadderOption = Annotated[
-    bool, typer.Option("--ladder", help="The published ladder again, then Strop's rungs.")
+    bool,
+    typer.Option(
+        "--ladder",
+        help="Measure the published ladder of speed-ups, each rung of which adds one change, and "
+        "then Strop's own rungs.",
+    ),
 ]
 OnlyOption = Annotated[
-    str, typer.Option(help="These contenders or rungs alone, with commas between.")
+    str, typer.Option(help="Measure these contenders or rungs only; put commas between them.")
 ]
 ResumeOption = Annotated[
     list[Path] | None,
-    typer.Option(help="A JSON of an earlier run on this machine; what it lacks is measured.",
-                 show_default=False),
+    typer.Option(help="Measure what this JSON file of an earlier run on this machine lacks. The "
+                 "option may be repeated.", show_default=False),
 ]  # fmt: skip
 BudgetOption = Annotated[
-    float, typer.Option(min=1.0, help="Seconds for everything; what does not fit is named.")
+    float,
+    typer.Option(min=1.0, help="Take at most this many seconds, and name what does not fit."),
 ]
-WarmUpOption = Annotated[int, typer.Option(min=1, help="Steps before, that do not count.")]
+WarmUpOption = Annotated[
+    int, typer.Option(min=1, help="Make this many steps before those that are timed.")
+]
 PlotsOption = Annotated[
     Path | None,
-    typer.Option(help="Folder for the pictures. [dim]\\[default: that of -o][/]",
+    typer.Option(help="Draw the plots into this folder. [dim]\\[default: that of -o][/]",
                  show_default=False),
 ]  # fmt: skip
 TinyOption = Annotated[
-    bool, typer.Option("--tiny", help="Tiny widths and sizes: the same code in seconds.")
+    bool,
+    typer.Option("--tiny", help="Run the same code with tiny widths and sizes, in seconds."),
 ]
 CommitOption = Annotated[
     str, typer.Option(help="Noted in the JSON instead of the checkout's.", hidden=True)
@@ -70,16 +82,18 @@ def train(
     resume: ResumeOption = None,
     plots: PlotsOption = None,
     budget: BudgetOption = 3600.0,
-    samples: Annotated[int, typer.Option(min=3, help="Steps of each contender.")] = 20,
+    samples: Annotated[
+        int, typer.Option(min=3, help="Time this many steps of each contender.")
+    ] = 20,
     warm_up: WarmUpOption = 5,
     device: DeviceOption = Device.auto,
     tiny: TinyOption = False,
     commit: CommitOption = "",
 ) -> None:
-    """Time training steps: Strop beside diffusers' script and compiled torch; or the ladder.
+    """Time training steps, by Strop, by diffusers' script and by compiled torch.
 
     Models have random weights at full size; nothing is downloaded. Every contender has a process
-    of its own. Each row is a JSON file and a picture; the file grows with every contender.
+    of its own. Each row becomes a JSON file and a plot; the file grows with every contender.
     """
     require_diffusion()
     from strop.bench.train_measure import Plan

@@ -11,20 +11,22 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from strop.cli.env import bytes_text
+from strop.cli.help_screen import App
 from strop.cli.mistakes import CommandError, reported
 from strop.options import Options
+from strop.wording import counted
 
 if TYPE_CHECKING:
     from strop.runtime.cache import DiskCache, Entry
 
-app = typer.Typer(
+app = App(
     no_args_is_help=True,
     help="List, shrink or check the cache of plans and compiled kernels.",
-    epilog="[bold]Examples[/]\n\n"
-    "strop cache list\n\n"
-    "strop cache prune --size 500MB   [dim]# what was not used for longest goes first[/]\n\n"
-    "strop cache prune --age 30d\n\n"
-    "STROP_CACHE_DIR=/tmp/cache strop cache verify",
+    epilog="""[bold]Examples[/]
+    $ strop cache list
+    $ strop cache prune --size 500MB   # what was not used for longest goes first
+    $ strop cache prune --age 30d
+    $ STROP_CACHE_DIR=/tmp/cache strop cache verify""",
 )
 _SIZES = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9,
           "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}  # fmt: skip
@@ -48,9 +50,14 @@ def _parse_age(text: str | float) -> float:
 @app.command("list")
 @reported
 def list_command(
-    every: Annotated[bool, typer.Option("--all", help="One line an entry.")] = False,
+    every: Annotated[
+        bool, typer.Option("--all", help="Also show each entry, on a line of its own.")
+    ] = False,
 ) -> None:
-    """Show sizes, counts and ages by kind; with --all each entry, longest unused first."""
+    """Show how many entries of each kind there are, how large and how old they are.
+
+    With --all it shows each entry, too, those not used for longest first.
+    """
     from strop.runtime.cache import KINDS
 
     store = _filled()
@@ -60,7 +67,7 @@ def list_command(
     by_kind: dict[str, list[Entry]] = defaultdict(list)
     for entry in entries:
         by_kind[entry.kind].append(entry)
-    typer.echo(f"{_folder()}: {len(entries)} entries, {_total(entries)}")
+    typer.echo(f"{_folder()}: {counted(len(entries), 'entry')}, {_total(entries)}")
     for kind, rows in sorted(by_kind.items(), key=lambda item: -sum(e.num_bytes for e in item[1])):
         typer.echo(f"{kind:>8} {len(rows):6d}  {_total(rows):>10}  last used {_ago(rows[-1], now)},"
                    f" longest unused {_ago(rows[0], now)}  {KINDS[kind]}")  # fmt: skip
@@ -73,14 +80,23 @@ def list_command(
 def prune(
     size: Annotated[
         int | None,
-        typer.Option(parser=_parse_size, metavar="BYTES", help="Leave at most this: 500MB, 0."),
+        typer.Option(
+            parser=_parse_size, metavar="BYTES", help="Leave at most this much, such as 500MB or 0."
+        ),
     ] = None,
     age: Annotated[
         float | None,
-        typer.Option(parser=_parse_age, metavar="AGE", help="Remove what is unused for: 30d, 12h."),
+        typer.Option(
+            parser=_parse_age,
+            metavar="AGE",
+            help="Remove what has not been used for this long, such as 30d or 12h.",
+        ),
     ] = None,
 ) -> None:
-    """Remove entries, those not used for longest first. What is missing is compiled again."""
+    """Remove entries, those not used for longest first.
+
+    What is removed is compiled again when a model needs it.
+    """
     if size is None and age is None:
         raise typer.BadParameter("say what may stay: --size 500MB, --age 30d, or both")
     store = _filled()
@@ -93,14 +109,14 @@ def prune(
 @app.command()
 @reported
 def verify() -> None:
-    """Check every entry against its checksum and remove the broken ones, a line each."""
+    """Check every entry against its checksum, and name and remove the broken ones."""
     store = _filled()
     if store is None:
         return
     for entry in (damaged := store.verify()):
         typer.echo(f"removed {entry.path}: its checksum does not hold")
     rest = store.entries()
-    typer.echo(f"{len(rest)} entries sound, {len(damaged)} removed")
+    typer.echo(f"{counted(len(rest), 'entry')} sound, {len(damaged)} removed")
 
 
 def _folder() -> Path:

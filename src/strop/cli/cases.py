@@ -10,6 +10,7 @@ import typer
 
 from strop.cli.arguments import Device
 from strop.cli.mistakes import CommandError, errors, reported
+from strop.wording import counted
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -17,41 +18,48 @@ if TYPE_CHECKING:
     from strop.debug.case import Case
     from strop.debug.failure import Failure
 
-_DUMP = (
-    "[bold]Examples[/]\n\n"
-    "STROP_DUMP=dumps python my_model.py   [dim]# one folder for each compiled graph[/]\n\n"
-)
-REPRO_EXAMPLES = (
-    _DUMP + "strop repro dumps/000_UNet2DConditionModel -o repro\n\n"
-    "python repro/repro.py   [dim]# ends with 1 while it fails[/]"
-)
-MINIFY_EXAMPLES = (
-    _DUMP + "strop minify dumps/000_UNet2DConditionModel -o smallest\n\npython smallest/repro.py"
-)
-BISECT_EXAMPLES = (
-    _DUMP + "strop bisect dumps/000_UNet2DConditionModel\n\n"
-    "STROP_DISABLE=dot_merge python my_model.py   [dim]# go on without the pass it names[/]"
-)
-Dump = Annotated[Path, typer.Argument(help="The folder of one graph in a dump, or its graph.json.")]
-Seed = Annotated[int, typer.Option(min=0, help="Draws inputs and weights.")]
+_DUMP = """[bold]Examples[/]
+$ STROP_DUMP=dumps python my_model.py   # writes one folder for each compiled graph
+"""
+REPRO_EXAMPLES = f"""{_DUMP}\
+$ strop repro dumps/000_UNet2DConditionModel -o repro
+$ python repro/repro.py   # ends with 1 while the graph fails
+"""
+MINIFY_EXAMPLES = f"""{_DUMP}\
+$ strop minify dumps/000_UNet2DConditionModel -o smallest
+$ python smallest/repro.py
+"""
+BISECT_EXAMPLES = f"""{_DUMP}\
+$ strop bisect dumps/000_UNet2DConditionModel
+$ STROP_DISABLE=dot_merge python my_model.py   # goes on without the pass that it names
+"""
+Dump = Annotated[
+    Path,
+    typer.Argument(help="Read this graph: the folder that a dump has for it, or its graph.json."),
+]
+Seed = Annotated[int, typer.Option(min=0, help="Draw random inputs and weights from this seed.")]
 Inputs = Annotated[
     Path | None,
     typer.Option(
-        help="Real inputs instead of random ones: the inputs.safetensors that STROP_DUMP and "
-        "STROP_CHECK=1 leave beside a graph. They hold your weights."
+        help="Use real inputs instead of random ones: the inputs.safetensors that STROP_DUMP and "
+        "STROP_CHECK=1 leave beside a graph. This file holds your weights."
     ),
 ]
-Output = Annotated[Path, typer.Option("-o", "--output", help="A new or empty folder.")]
-Where = Annotated[Device, typer.Option(help="Compile for this device; auto: the one in the dump.")]
+Output = Annotated[
+    Path, typer.Option("-o", "--output", help="Write into this folder, which is new or empty.")
+]
+Where = Annotated[
+    Device, typer.Option(help="Compile for this device; auto takes the one in the dump.")
+]
 
 
 @reported
 def repro(dump: Dump, output: Output = Path("repro"), seed: Seed = 0, inputs: Inputs = None,
           device: Where = Device.auto) -> None:  # fmt: skip
-    """Write a script and inputs that show how a dumped graph fails, to hand on in a bug report.
+    """Write a script and inputs that show how a dumped graph fails, to attach to a bug report.
 
-    Without --inputs they are random, weights too: then nothing of your model but its graph is in
-    the folder.
+    Without --inputs all inputs are random, the weights too: then the folder holds nothing of your
+    model but its graph.
     """
     case, arguments = _open(dump, seed, device, output, inputs)
     failure = _failure(case, arguments)
@@ -63,7 +71,8 @@ def minify(dump: Dump, output: Output = Path("minified"), seed: Seed = 0,
            device: Where = Device.auto) -> None:  # fmt: skip
     """Find the smallest part of a dumped graph that still fails in the same way.
 
-    It fails if compiling raises, or if results are less accurate than docs/numerics.md allows.
+    A graph fails if compiling it raises an error, or if its results are less accurate than
+    docs/numerics.md allows.
     """
     case, arguments = _open(dump, seed, device, output)
     failure = _failure(case, arguments)
@@ -81,10 +90,10 @@ def minify(dump: Dump, output: Output = Path("minified"), seed: Seed = 0,
         task = bar.add_task("minifying", total=None, note="")
 
         def watch(now: Progress) -> None:
-            bar.update(task, note=f"{now.num_nodes} nodes, {now.tries} tries")
+            bar.update(task, note=f"{counted(now.num_nodes, 'node')}, {counted(now.tries, 'try')}")
 
         smallest = search(case, fails, watch)
-    typer.echo(f"{num_nodes(case.graph)} nodes -> {num_nodes(smallest.graph)}")
+    typer.echo(f"{counted(num_nodes(case.graph), 'node')} -> {num_nodes(smallest.graph)}")
     drawn = cases.random_inputs(smallest, seed)
     _write(smallest, drawn, failure_of(smallest, drawn) or failure, output)
 

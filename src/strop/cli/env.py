@@ -18,19 +18,18 @@ import strop
 from strop.cli.mistakes import reported
 from strop.options import Options
 
-EXAMPLES = (
-    "[bold]Examples[/]\n\n"
-    "strop env\n\n"
-    "strop env --json | python -m json.tool\n\n"
-    "STROP_CACHE_DIR=/tmp/cache strop env"
-)
+EXAMPLES = """[bold]Examples[/]
+$ strop env
+$ strop env --json | python -m json.tool
+$ STROP_CACHE_DIR=/tmp/cache strop env
+"""
 PACKAGES = ("torch", "triton", "diffusers", "transformers", "accelerate", "peft", "numpy")
 Facts = dict[str, Any]
 
 
 @reported
 def command(
-    as_json: Annotated[bool, typer.Option("--json", help="JSON instead of text.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
 ) -> None:
     """Show versions, processor, compiler, GPUs and cache, ready to paste into a bug report."""
     facts = describe(Options.from_environment())

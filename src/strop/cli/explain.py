@@ -17,14 +17,13 @@ from strop.cli.mistakes import reported, require_diffusion
 if TYPE_CHECKING:
     from strop.debug.report import Report
 
-EXAMPLES = (
-    "[bold]Examples[/]\n\n"
-    "strop explain\n\n"
-    "strop explain --html report.html   [dim]# passes, plan as a drawing, kernels, costs[/]\n\n"
-    "strop explain --size 64x96 --html report.html\n\n"
-    "strop explain --profile --html report.html   [dim]# a roofline of measured times[/]\n\n"
-    "strop explain --model sd15-unet --device cuda --json report.json"
-)
+EXAMPLES = """[bold]Examples[/]
+$ strop explain
+$ strop explain --html report.html   # passes, plan as a drawing, kernels, costs
+$ strop explain --size 64x96 --html report.html
+$ strop explain --profile --html report.html   # a roofline of measured times
+$ strop explain --model sd15-unet --device cuda --json report.json
+"""
 # Single calls of a model with random weights at full size: pixels a side, and batch.
 CALLS = {"sd15-unet": (512, 2), "sdxl-unet": (1024, 2), "sd-vae": (512, 1)}
 _PROMPT = "a red circle above a blue square on a white background"
@@ -35,30 +34,37 @@ def command(
     model: Annotated[
         str,
         typer.Option(
-            help="'sprites'; 'sd15-unet', 'sdxl-unet' or 'sd-vae' (random weights at full size: "
-            "3.4, 10.3 and 0.2 GB in fp32); or a diffusers folder."
+            help="Explain this model: 'sprites'; 'sd15-unet', 'sdxl-unet' or 'sd-vae', which have "
+            "random weights at full size (3.4, 10.3 and 0.2 GB in fp32); or a diffusers folder."
         ),
     ] = models.SPRITES,
     size: SizeOption = None,
     html: Annotated[
-        Path | None, typer.Option(help="Write a page with every kernel's source.")
+        Path | None, typer.Option(help="Write the report as a page, with every kernel's source.")
     ] = None,
-    as_json: Annotated[Path | None, typer.Option("--json", help="Write all numbers.")] = None,
+    as_json: Annotated[
+        Path | None, typer.Option("--json", help="Write all numbers to this file, as JSON.")
+    ] = None,
     profile: Annotated[
         bool,
-        typer.Option("--profile", help="Time each step: share of its bound, GB/s, FLOP/s, gaps."),
+        typer.Option(
+            "--profile",
+            help="Time each step, and show the share of its bound, its GB/s and FLOP/s, and the "
+            "gaps between steps.",
+        ),
     ] = False,
     device: DeviceOption = Device.auto,
 ) -> None:
     """Compile a model, run it once, and show its graphs, kernels, launches and fallbacks.
 
-    The page has the time of each stage, the graph before and after each pass, the fusion plan as
-    a drawing, each edge that was not fused with the reason, and each kernel's source. Times beside
-    kernels and steps are microseconds estimated from bytes and FLOPs, not measured. The plan is
-    compiled anew, because a stored one has no passes to show.
+    The page of --html shows the time of each stage, the graph before and after each pass, the
+    fusion plan as a drawing, each edge that was not fused with the reason, and each kernel's
+    source. Times beside kernels and steps are microseconds that are estimated from bytes and FLOPs,
+    not measured. The plan is compiled anew, because a stored one has no passes to show.
 
     With --profile each step is timed as well, and set beside its bytes, its FLOPs and the ceilings
-    of this machine: a large copy and a large matrix product. The page gets a roofline.
+    of this machine, which are those of a large copy and of a large matrix product. The page then
+    shows a roofline, too.
     """
     if html is not None:
         arguments.check_output(html, (".html", ".htm"))

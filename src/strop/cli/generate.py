@@ -13,34 +13,72 @@ from strop.cli import arguments, models
 from strop.cli.arguments import Device, DeviceOption, Dtype, SizeOption
 from strop.cli.cores import CoreUse, use_free_cores
 from strop.cli.mistakes import CommandError, reported, require_diffusion, warn
+from strop.wording import counted
 
 if TYPE_CHECKING:
     from strop.cli.sampling import Drawn, Request
 
-EXAMPLES = (
-    "[bold]Examples[/]\n\n"
-    'strop generate "a red circle above a blue square on a white background" -o out.png\n\n'
-    'strop generate "a small green star at the top left" --size 64x96 --seed 3 --compare\n\n'
-    'strop generate "an astronaut" --model ./stable-diffusion-v1-5 --size 512x768 --steps 30'
-)
+EXAMPLES = """[bold]Examples[/]
+$ strop generate "a red circle above a blue square on a white background" -o out.png
+$ strop generate "a small green star at the top left" --size 64x96 --seed 3 --compare
+$ strop generate "an astronaut" --model ./stable-diffusion-v1-5 --size 512x768 --steps 30
+"""
 
+PromptArgument = Annotated[
+    str, typer.Argument(help="Describe the picture to draw.", show_default=False)
+]
+OutputOption = Annotated[
+    Path,
+    typer.Option("-o", "--output", help="Write the picture to this file: .png, .jpg or .webp."),
+]
+StepsOption = Annotated[
+    int, typer.Option(min=1, max=1000, help="Draw in this many denoising steps.")
+]
+SeedOption = Annotated[
+    int,
+    typer.Option(
+        min=0, help="Draw the noise from this seed, which gives the same on every device."
+    ),
+]
 GuidanceOption = Annotated[
     float | None,
     typer.Option(
         min=0.0,
         max=50.0,
-        help="How closely to follow the prompt; 1 or less: no guidance, twice as fast. "
+        help="Follow the prompt this closely. At 1 or less there is no guidance, and drawing "
+        "takes half the time. "
         r"[dim]\[default: 4 for sprites, else 7.5][/]",
     ),
 ]
+NegativeOption = Annotated[str, typer.Option(help="Describe what the picture should not show.")]
+ModelOption = Annotated[
+    str,
+    typer.Option(
+        help="Draw with this model: 'sprites', which ships with Strop, or a diffusers folder."
+    ),
+]
+DtypeOption = Annotated[
+    Dtype,
+    typer.Option(help="Compute in this number format; auto takes fp16 on a GPU and fp32 on a CPU."),
+]
 ThreadsOption = Annotated[
-    int, typer.Option(min=0, max=1024, help="CPU threads; 0: as many as cores are free.")
+    int,
+    typer.Option(
+        min=0, max=1024, help="Use this many CPU threads; 0 takes as many as cores are free."
+    ),
+]
+OptimizeOption = Annotated[
+    bool,
+    typer.Option(
+        "--optimize/--no-optimize", help="Run the model through Strop, or in plain torch."
+    ),
 ]
 CompareOption = Annotated[
     bool,
     typer.Option(
         "--compare",
-        help="Also draw in plain torch, three times each; writes both to <output>_compare.",
+        help="Also draw in plain torch, time three runs of each, and write both pictures into one "
+        "file, <output>_compare.",
     ),
 ]
 
@@ -49,33 +87,24 @@ RUNS = 3  # a comparison shows the fastest of so many
 
 @reported
 def command(
-    prompt: Annotated[str, typer.Argument(help="What to draw.", show_default=False)],
-    output: Annotated[
-        Path, typer.Option("-o", "--output", help="The picture: .png, .jpg or .webp.")
-    ] = Path("out.png"),
+    prompt: PromptArgument,
+    output: OutputOption = Path("out.png"),
     size: SizeOption = None,
-    steps: Annotated[int, typer.Option(min=1, max=1000, help="Denoising steps.")] = 20,
-    seed: Annotated[
-        int, typer.Option(min=0, help="Seed of the noise; the same on every device.")
-    ] = 0,
+    steps: StepsOption = 20,
+    seed: SeedOption = 0,
     guidance: GuidanceOption = None,
-    negative: Annotated[str, typer.Option(help="What not to draw.")] = "",
-    model: Annotated[
-        str, typer.Option(help="'sprites', which ships with Strop, or a diffusers folder.")
-    ] = models.SPRITES,
+    negative: NegativeOption = "",
+    model: ModelOption = models.SPRITES,
     device: DeviceOption = Device.auto,
-    dtype: Annotated[
-        Dtype, typer.Option(help="Number format; auto: fp16 on a GPU, fp32 on a CPU.")
-    ] = Dtype.auto,
+    dtype: DtypeOption = Dtype.auto,
     threads: ThreadsOption = 0,
-    optimize: Annotated[
-        bool, typer.Option("--optimize/--no-optimize", help="Run through Strop, or in plain torch.")
-    ] = True,
+    optimize: OptimizeOption = True,
     compare: CompareOption = False,
 ) -> None:
     """Draw a picture from a text, and tell how many seconds each stage took.
 
-    The first run compiles the model, under a minute; later runs find it in the cache, at any size.
+    The first run compiles the model, which takes less than a minute. Later runs find it in the
+    cache, at any size.
     """
     if compare and not optimize:
         raise typer.BadParameter("--compare needs Strop; leave out --no-optimize")
@@ -87,7 +116,10 @@ def command(
     size = size or found.default_size
     arguments.check_size(size, found.factor)
     if optimize and (size.width % found.grid or size.height % found.grid):
-        warn(f"{size} is off this model's grid of {found.grid} pixels: it needs a graph of its own")
+        warn(
+            f"{size} is off this model's grid of {counted(found.grid, 'pixel')}: it needs a graph"
+            " of its own"
+        )
     if found.is_sprites:
         prompt = arguments.check_prompt(prompt)
         negative = arguments.check_prompt(negative, "'--negative'") if negative else ""
@@ -151,7 +183,8 @@ def _set_threads(threads: int, before: CoreUse | None) -> None:
     if threads:
         torch.set_num_threads(threads)
     elif use_free_cores(before):
-        warn(f"other programs keep cores busy: {torch.get_num_threads()} CPU threads (--threads)")
+        count = counted(torch.get_num_threads(), "CPU thread")
+        warn(f"other programs keep cores busy: {count} (--threads)")
 
 
 def _compare(screen: Console, eager: Drawn, ours: Drawn, steps: int, output: Path) -> None:

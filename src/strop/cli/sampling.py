@@ -14,6 +14,7 @@ from strop.api import dispatchers_of, optimize
 from strop.cli.arguments import Size
 from strop.cli.mistakes import CommandError
 from strop.cli.stages import Clock, compiling, progress_bar, spinner
+from strop.wording import counted
 
 
 @dataclass(frozen=True)
@@ -114,16 +115,18 @@ def compiled_text(pipe: Any) -> str:
     variants = [v for d in dispatchers for v in d.variants.all]
     kernels = len({s for v in variants for s in v.program.sources})
     stored = sum(v.from_disk for v in variants)
-    text = f"{len(variants)} graphs, {stored} of them from the cache, {kernels} kernels"
+    graphs = counted(len(variants), "graph")
+    text = f"{graphs}, {stored} of them from the cache, {counted(kernels, 'kernel')}"
     checked = sum(d.counters.checked_steps for d in dispatchers)
     found = sum(len(d.counters.findings) for d in dispatchers)
-    return f"{text}; {checked} steps checked, {found} findings" if checked else text
+    findings = counted(found, "finding")
+    return f"{text}; {counted(checked, 'step')} checked, {findings}" if checked else text
 
 
 def fallbacks(pipe: Any) -> list[str]:
     """Why calls ran in eager after all."""
     return [
-        f"{name}, {count} times: {why}"
+        f"{name}, {counted(count, 'time')}: {why}"
         for name, d in dispatchers_of(pipe).items()
         for why, count in d.counters.fallbacks.items()
     ]

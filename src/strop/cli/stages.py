@@ -13,6 +13,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 
 from strop.api import dispatchers_of
 from strop.cli.mistakes import errors, plain
+from strop.wording import counted
 
 _REFRESH_S = 0.2
 
@@ -103,7 +104,7 @@ def compiling(pipe: Any) -> Iterator[None]:
                 ready = sum(bool(d.variants.all) for d in parts.values())
                 begun = [n for n, d in parts.items() if d.counters.calls and not d.variants.all]
                 name = begun[-1] if begun else ""
-                note = f"{ready} of {len(parts)} parts"
+                note = f"{ready} of {counted(len(parts), 'part')}"
                 note += f": {parts[name].variants.progress}" if name else ""
                 bar.update(task, completed=ready, description=f"compiling {name}", note=note)
 

@@ -16,7 +16,14 @@ from strop.errors import OptionError
 FILE_COLUMNS = 240
 OutOption = Annotated[
     Path | None,
-    typer.Option("-o", "--out", help="Folder for the JSON; nothing is written without it."),
+    typer.Option(
+        "-o",
+        "--out",
+        help="Write the results as JSON into this folder; without it, nothing is written.",
+    ),
+]
+SamplesOption = Annotated[
+    int, typer.Option(min=3, help="Take this many samples of each contender, in turns.")
 ]
 
 

@@ -10,40 +10,48 @@ from typing import Annotated, Any
 import typer
 
 from strop.cli.cores import CoreUse, use_free_cores
+from strop.cli.help_screen import App
 from strop.cli.mistakes import CommandError, reported, require_diffusion, warn
 from strop.errors import OptionError, UnsupportedError
 from strop.train import settings as knobs
+from strop.wording import counted
 
 EXAMPLES = {
-    "text-to-image": "[bold]Examples[/]\n\n"
-    "strop train text-to-image --model sprites --max_train_steps 200 --output_dir out\n\n"
-    "strop train text-to-image --model ./stable-diffusion-v1-5 --train_data_dir pictures"
-    " --resolution 512 --center_crop --cache_latents --use_ema --mixed_precision bf16\n\n"
-    "strop train text-to-image --config train.yaml --resume_from_checkpoint latest",
-    "dreambooth": "[bold]Examples[/]\n\n"
-    'strop train dreambooth --model sprites --instance_data_dir dog --instance_prompt "a sks dog"'
-    " --max_train_steps 200\n\n"
-    'strop train dreambooth --model ./sd --instance_data_dir dog --instance_prompt "a sks dog"'
-    ' --with_prior_preservation --class_data_dir dogs --class_prompt "a dog"',
-    "lora": "[bold]Examples[/]\n\n"
-    "strop train lora --model ./sd --train_data_dir pictures --rank 8 --lora_alpha 16"
-    " --max_train_steps 1000\n\n"
-    'strop train lora --model ./sd --instance_data_dir dog --instance_prompt "a sks dog"',
+    "text-to-image": """[bold]Examples[/]
+$ strop train text-to-image --model sprites --max_train_steps 200 --output_dir out
+$ strop train text-to-image --model ./stable-diffusion-v1-5 --train_data_dir pictures \
+--resolution 512 --center_crop --cache_latents --use_ema --mixed_precision bf16
+$ strop train text-to-image --config train.yaml --resume_from_checkpoint latest
+""",
+    "dreambooth": """[bold]Examples[/]
+$ strop train dreambooth --model sprites --instance_data_dir dog --instance_prompt "a sks dog" \
+--max_train_steps 200
+$ strop train dreambooth --model ./sd --instance_data_dir dog --instance_prompt "a sks dog" \
+--with_prior_preservation --class_data_dir dogs --class_prompt "a dog"
+""",
+    "lora": """[bold]Examples[/]
+$ strop train lora --model ./sd --train_data_dir pictures --rank 8 --lora_alpha 16 \
+--max_train_steps 1000
+$ strop train lora --model ./sd --instance_data_dir dog --instance_prompt "a sks dog"
+""",
 }
+_FLAGS = """The flags are those of diffusers' {script}, written with - or with _. They are also the
+keys of the YAML file of --config; a flag wins over the file."""
 _SUMMARIES = {
-    "text-to-image": "Train on pictures with captions. Writes a diffusers folder.\n\n"
-    "Flags, and keys of the YAML file of --config, are those of diffusers' train_text_to_image.py;"
-    " - and _ mean the same. A flag wins over the file.",
-    "dreambooth": "Teach a new subject from a few pictures. Writes a diffusers folder.\n\n"
-    "Flags, and keys of the YAML file of --config, are those of diffusers' train_dreambooth.py;"
-    " - and _ mean the same. A flag wins over the file.",
-    "lora": "Train adapters on a folder with captions, or of one subject. Writes LoRA files.\n\n"
-    "pytorch_lora_weights.safetensors is for diffusers, kohya_lora_weights.safetensors for"
-    " ComfyUI and others.",
+    "text-to-image": "Train a model on pictures with captions, and write it as a diffusers folder."
+    f"\n\n{_FLAGS.format(script='train_text_to_image.py')}",
+    "dreambooth": "Teach a model a new subject from a few pictures, and write it as a diffusers"
+    f" folder.\n\n{_FLAGS.format(script='train_dreambooth.py')}",
+    "lora": "Train adapters on pictures with captions, or of one subject, and write LoRA files."
+    "\n\nThe file pytorch_lora_weights.safetensors is for diffusers,"
+    " kohya_lora_weights.safetensors for ComfyUI and others.",
 }
 
-app = typer.Typer(
-    help="Train a model: SIGTERM saves, --resume_from_checkpoint latest goes on to the bit.",
+app = App(
+    help="""Train a model, or adapters for it.
+
+    SIGTERM saves a checkpoint and ends a training. --resume_from_checkpoint latest continues it,
+    and gives the same bits as a training that was never stopped.""",
     no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -59,7 +67,8 @@ def _option(knob: Any, task: str) -> inspect.Parameter:
     elif about["alias"]:
         names.insert(0, f"--{about['alias']}")
     default = knobs.default_of(knob, task)
-    text = about["doc"] + (f" One of {', '.join(about['choices'])}." if about["choices"] else "")
+    text = about["doc"]
+    text += f" Choose one of {', '.join(about['choices'])}." if about["choices"] else ""
     if default not in (None, "", (), False):
         text += rf" [dim]\[default: {default:g}][/]" if kind is float else (
             rf" [dim]\[default: {default}][/]")  # fmt: skip
@@ -91,8 +100,8 @@ def _hidden(
 _CONFIG = inspect.Parameter(
     "config", inspect.Parameter.KEYWORD_ONLY, default=None,
     annotation=Annotated[
-        Path | None, typer.Option("--config", help="YAML file of settings: one 'name: value' a "
-                                  "line.", show_default=False)],
+        Path | None, typer.Option("--config", help="Read settings from this YAML file, with one "
+                                  "'name: value' on each line.", show_default=False)],
 )  # fmt: skip
 
 
@@ -149,7 +158,8 @@ def _run(settings: knobs.Settings) -> None:
 
     models.quieten()
     if not settings.threads and use_free_cores(before):
-        warn(f"other programs keep cores busy: {torch.get_num_threads()} CPU threads (--threads)")
+        count = counted(torch.get_num_threads(), "CPU thread")
+        warn(f"other programs keep cores busy: {count} (--threads)")
     with Screen() as screen:
         try:
             session = prepare_session(settings, screen.stage, screen.warn)

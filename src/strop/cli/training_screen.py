@@ -11,6 +11,7 @@ from rich.console import Console
 
 from strop.cli.mistakes import errors, plain
 from strop.cli.stages import progress_bar
+from strop.wording import counted
 
 if TYPE_CHECKING:
     from strop.train.loop import Outcome
@@ -63,15 +64,16 @@ class Screen:
         count = sum(p.numel() for p in session.learner.parameters)
         batch = settings.train_batch_size * settings.gradient_accumulation_steps
         text = (
-            f"training {count:,} weights on {session.model.device}, {batch} pictures a step, "
-            f"steps {session.step} to {session.total}"
+            f"training {counted(count, 'weight', ',')} on {session.model.device},"
+            f" {counted(batch, 'picture')} a step, steps {session.step} to {session.total}"
         )
         self._bar.console.print(text, markup=False)
 
     def result(self, settings: Settings, outcome: Outcome) -> None:
         screen = Console(highlight=False, soft_wrap=True)
         if outcome.stopped_by is None:
-            screen.print(f"{outcome.step} steps; the model is in {settings.output}", markup=False)
+            steps = counted(outcome.step, "step")
+            screen.print(f"{steps}; the model is in {settings.output}", markup=False)
         elif outcome.step:
             screen.print(f"stopped by signal {outcome.stopped_by} after step {outcome.step} of "
                          f"{outcome.total}, which is saved; continue with "

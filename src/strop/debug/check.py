@@ -30,6 +30,7 @@ from strop.ir.program import KernelStep
 from strop.patterns.pattern import EXACT
 from strop.runtime.executor import Bound
 from strop.testing import MAX_FACTOR, MAX_ULPS
+from strop.wording import counted
 
 log = logging.getLogger("strop")
 INACCURATE, NONFINITE = "inaccurate", "not finite"
@@ -96,8 +97,9 @@ def judged(bound: Bound, compiled: Compiled, inputs: Sequence[Tensor], name: str
             results = bound.run(inputs)
         finally:
             bound.around = None
-    log.info("check of %s: %d steps, %d findings, %d steps without a judge", name,
-             len(judge.steps), len(judge.findings), judge.num_unjudged)  # fmt: skip
+    log.info("check of %s: %s, %s, %s without a judge", name, counted(len(judge.steps), "step"),
+             counted(len(judge.findings), "finding"), counted(judge.num_unjudged, "step")
+             )  # fmt: skip
     return results, judge.findings
 
 
@@ -165,7 +167,7 @@ class _Judge:
             return
         count = int((~torch.isfinite(actual)).sum())
         self._find(NONFINITE, planned, node,
-                   f"{count} of {actual.numel()} elements, from finite operands"
+                   f"{count} of {counted(actual.numel(), 'element')}, from finite operands"
                    f"{'' if _finite(eager) else '; so they are in torch'}",
                    not _finite(eager) or is_gross(actual, eager, exact))  # fmt: skip
 

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from html import escape
 
 from strop.debug.report import GraphRow, StepRow
+from strop.wording import counted
 
 WIDTH, LINE, PAD, GAP_X, GAP_Y, MOST_LINES = 250, 15, 6, 14, 34, 3
 STYLE = """
@@ -106,10 +107,11 @@ def _box(step: StepRow, lines: Sequence[str], x: int, y: int, total: float) -> s
         for row, line in enumerate(lines)
     )
     values = "\n".join(f"{v.scheme}: {v.text}" for v in step.values)
+    cost = f"{counted(step.bytes_moved, 'byte', ',')}, {counted(step.flops, 'FLOP', ',')}"
     about = (
-        f"{step.number} {step.title}\n{step.origin or 'the module'}\n{step.bytes_moved:,} bytes,"
-        f" {step.flops:,} FLOPs\nat least {step.bound_us} us ({step.bound_us / total:.1%}), bound"
-        f" by {step.bound_by}\n{values}"
+        f"{step.number} {step.title}\n{step.origin or 'the module'}\n{cost}\n"
+        f"at least {step.bound_us} us ({step.bound_us / total:.1%}), bound by {step.bound_by}\n"
+        f"{values}"
     )
     return (
         f"<g><title>{escape(about)}</title>"

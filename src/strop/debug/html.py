@@ -8,6 +8,7 @@ from html import escape
 
 from strop.debug import drawing, roofline_page
 from strop.debug.report import ComponentRow, GraphRow, KernelRow, Report
+from strop.wording import counted
 
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 72rem; padding: 0 1rem;
@@ -60,9 +61,10 @@ def _component(c: ComponentRow) -> str:
     rows += [("check", escape(text)) for text in c.findings]
     troubles = "".join(f'<p class="bad">{what}: {why}</p>' for what, why in rows)
     head = (
-        f"<h2>{escape(c.name)}</h2><p>{c.num_calls} calls, {c.num_eager_calls} of them eager,"
-        f" {c.num_replays} graph replays; {c.num_shapes} shapes, {len(c.graphs)} graphs,"
-        f" {c.num_recompiles} recompiles; {c.num_launches} launches in the latest call."
+        f"<h2>{escape(c.name)}</h2><p>{counted(c.num_calls, 'call')}, {c.num_eager_calls} of them"
+        f" eager, {counted(c.num_replays, 'graph replay')}; {counted(c.num_shapes, 'shape')},"
+        f" {counted(len(c.graphs), 'graph')}, {counted(c.num_recompiles, 'recompile')};"
+        f" {counted(c.num_launches, 'launch')} in the latest call."
         f"{hoisted}</p>"
     )
     profile = roofline_page.profile_section(c.profile, _table) if c.profile else ""
@@ -105,7 +107,8 @@ def _stages(g: GraphRow) -> str:
     for name in names:
         rows.append((escape(name), _number(g.seconds[name]), ""))
         if name == "passes":
-            rows += [(f"&nbsp;&nbsp;{escape(p)}", _number(s), f"{before} &rarr; {after} nodes")
+            rows += [(f"&nbsp;&nbsp;{escape(p)}", _number(s),
+                      f"{before} &rarr; {counted(after, 'node')}")
                      for p, s, before, after in g.passes]  # fmt: skip
     return _bar([(name, g.seconds[name]) for name in names]) + _table(
         ("stage", "seconds", ""), rows
@@ -144,7 +147,8 @@ def _patterns(g: GraphRow) -> str:
     for p in g.patterns:
         rows = [("runs", escape(origin or "the module itself"), "") for origin in p.origins]
         rows += [("not", escape(o or "the module itself"), escape(why)) for o, why in p.misses]
-        title = f"{p.name}: {len(p.origins)} matches, {len(p.misses)} near misses"
+        title = (f"{p.name}: {counted(len(p.origins), 'match')},"
+                 f" {counted(len(p.misses), 'near miss')}")  # fmt: skip
         table = _table(("", "in", "because"), rows)
         parts.append(f"<details><summary>{escape(title)}</summary>{table}</details>")
     return f"<h3>Patterns</h3>{''.join(parts)}" if parts else ""

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from strop.debug.roofline import ProfileRow, profile_lines
+from strop.wording import counted
 
 _TOP = 8  # kernels in the short text
 
@@ -126,13 +127,14 @@ class HoistedRow:
 
     def __str__(self) -> str:
         text = (
-            f"hoisted out of denoise loops: {self.num_launches} launches, run {self.num_runs}x,"
+            f"hoisted out of denoise loops: {counted(self.num_launches, 'launch')}, run"
+            f" {self.num_runs}x,"
             f" reused {self.num_reuses}x, {self.kept_bytes / 1e6:.2f} MB kept"
         )
         if not self.num_timed:
             return text
         return (
-            f"{text}; {self.num_timed} launches for all timesteps at once, run"
+            f"{text}; {counted(self.num_timed, 'launch')} for all timesteps at once, run"
             f" {self.num_timetables}x, looked up {self.num_looked_up}x"
         )
 
@@ -268,9 +270,10 @@ class Report:
 
     def __str__(self) -> str:
         lines = [
-            f"{self.num_graphs} graphs, {self.num_recompiles} recompiles,"
-            f" {self.num_launches} launches a call, {self.num_kernels} generated kernels,"
-            f" {self.num_opaque_calls} opaque calls,"
+            f"{counted(self.num_graphs, 'graph')}, {counted(self.num_recompiles, 'recompile')},"
+            f" {counted(self.num_launches, 'launch')} a call,"
+            f" {counted(self.num_kernels, 'generated kernel')},"
+            f" {counted(self.num_opaque_calls, 'opaque call')},"
             f" {self.compiled_node_share:.0%} of the nodes compiled ({self.device})"
         ]
         for component in self.components:
@@ -280,9 +283,10 @@ class Report:
 
 def _component_lines(c: ComponentRow) -> list[str]:
     lines = [
-        f"{c.name}: {c.num_calls} calls ({c.num_eager_calls} eager, {c.num_replays} replays),"
-        f" {len(c.graphs)} graphs, {c.num_recompiles} recompiles, {c.num_shapes} shapes,"
-        f" {c.num_launches} launches"
+        f"{c.name}: {counted(c.num_calls, 'call')} ({c.num_eager_calls} eager,"
+        f" {counted(c.num_replays, 'replay')}), {counted(len(c.graphs), 'graph')},"
+        f" {counted(c.num_recompiles, 'recompile')}, {counted(c.num_shapes, 'shape')},"
+        f" {counted(c.num_launches, 'launch')}"
     ]
     lines += [f"  {c.hoisted}"] if c.hoisted is not None else []
     lines += [f"  fallback {count}x: {why}" for why, count in c.fallbacks.items()]
@@ -299,8 +303,9 @@ def _graph_lines(g: GraphRow) -> list[str]:
     sizes = ", ".join(f"{k}={v}" for k, v in g.sizes.items())
     kind = "ragged graph" if g.is_ragged else "graph"
     kind = kind if g.role == "inference" else f"{g.role} {kind}"
-    lines = [f"{kind} at {sizes or 'fixed sizes'}: {g.num_compiled_nodes}/{g.num_nodes} nodes in"
-             f" {len(g.kernels)} kernels ({sum(k.num_launches for k in g.kernels)} launches)"
+    launches = counted(sum(k.num_launches for k in g.kernels), "launch")
+    lines = [f"{kind} at {sizes or 'fixed sizes'}: {g.num_compiled_nodes}/"
+             f"{counted(g.num_nodes, 'node')} in {counted(len(g.kernels), 'kernel')} ({launches})"
              ]  # fmt: skip
     if g.calls:
         lines.append("  calls: " + ", ".join(f"{n} {op}" for op, n in g.calls.items()))
@@ -308,7 +313,7 @@ def _graph_lines(g: GraphRow) -> list[str]:
         lines.append("  from the disk cache")
     else:
         lines.append("  " + ", ".join(f"{k} {v:.2f} s" for k, v in g.seconds.items()))
-        lines += [f"    {name}: {before} -> {after} nodes, {seconds:.3f} s"
+        lines += [f"    {name}: {before} -> {counted(after, 'node')}, {seconds:.3f} s"
                   for name, seconds, before, after in g.passes if before != after]  # fmt: skip
     if g.steps:
         lines.append("  " + _bound_line(g))
@@ -325,7 +330,7 @@ def _graph_lines(g: GraphRow) -> list[str]:
     for pattern in g.patterns:
         lines += _pattern_lines(pattern)
     for reason, count in sorted(g.refusals.items(), key=lambda item: -item[1])[:_TOP]:
-        lines.append(f"  {count:4d} edges not fused: {reason}")
+        lines.append(f"  {counted(count, 'edge', '4d')} not fused: {reason}")
     return lines
 
 
@@ -334,7 +339,7 @@ def _pattern_lines(p: PatternRow) -> list[str]:
     lines = [f"  {len(p.origins):4d}x pattern {p.name}{where}"]
     shown = [f"       not in {origin or 'the module'}: {why}" for origin, why in p.misses[:_TOP]]
     more = len(p.misses) - len(shown)
-    return [*lines, *shown, *([f"       nor in {more} other places"] if more else [])]
+    return [*lines, *shown, *([f"       nor in {counted(more, 'other place')}"] if more else [])]
 
 
 def _from(origins: tuple[str, ...]) -> str:

@@ -6,14 +6,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 
 from strop.debug.ceilings import Ceilings
+from strop.wording import counted
 
 TOP = 20  # steps in the text
 HOST, PROFILER, EVENTS = "host clock", "profiler", "events"
 METHODS = {
-    HOST: "the host's clock around each step, the fastest of {} runs each",
-    PROFILER: "torch.profiler, medians of {} runs: what the device spent on a step's kernels; one"
+    HOST: "the host's clock around each step, the fastest of {} each",
+    PROFILER: "torch.profiler, medians of {}: what the device spent on a step's kernels; one"
     " that is launched early counts from the end of the one before; caches are as in a real call",
-    EVENTS: "CUDA events around each step, medians of {} runs, as the profiler attributed no kernel"
+    EVENTS: "CUDA events around each step, medians of {}, as the profiler attributed no kernel"
     " to any: what the device waits for the host is in these times",
 }
 KINDS = {
@@ -159,12 +160,12 @@ def profile_lines(p: ProfileRow) -> Iterator[str]:
     """The text: the whole, by kind, and the steps that lose most."""
     yield summary(p)
     yield f"  ceilings measured here: {p.ceilings}"
-    yield f"  measured by {METHODS[p.method].format(p.num_runs)}"
+    yield f"  measured by {METHODS[p.method].format(counted(p.num_runs, 'run'))}"
     for kind in sorted(p.kinds, key=lambda k: -k.us):
         yield (f"  {kind.us:10.1f} us {kind.us / p.call_us:6.1%}  {kind.num_steps:4d}x {kind.kind}:"
                f" bound {kind.bound_us:.1f} us, {kind.share:.0%} of it reached")  # fmt: skip
     losing = [s for s in p.by_loss if (s.lost_us or 0.0) > 0][:TOP]
-    yield f"  most time lost ({len(losing)} of {len(p.by_loss)} steps):"
+    yield f"  most time lost ({len(losing)} of {counted(len(p.by_loss), 'step')}):"
     for s in losing:
         yield (f"  {s.lost_us:10.1f} us  step {s.number:3d} {s.title}: {s.us:.1f} us, bound"
                f" {s.bound_us:.1f} ({s.bound_by}), {s.share:.0%}; {s.gb_per_s:.1f} GB/s,"
@@ -175,7 +176,7 @@ def profile_lines(p: ProfileRow) -> Iterator[str]:
         yield f"  {ABOVE}"
     if p.unseen:
         numbers = ", ".join(f"{s.number} {s.title}" for s in p.unseen)
-        yield f"  no kernel was attributed to {len(p.unseen)} steps: {numbers}"
+        yield f"  no kernel was attributed to {counted(len(p.unseen), 'step')}: {numbers}"
 
 
 def summary(p: ProfileRow) -> str:
@@ -184,9 +185,10 @@ def summary(p: ProfileRow) -> str:
     share = p.gaps_us / p.call_us if p.call_us else 0.0
     rest = f", {p.rest_us:.1f} us not attributed" if p.rest else ""
     hoisted = sum(s.is_hoisted for s in p.steps)
-    once = f"; {hoisted} steps of these run once a denoise loop" if hoisted else ""
-    left = f"; {p.num_not_run} steps have nothing to do at this size" if p.num_not_run else ""
+    once = f"; {counted(hoisted, 'step')} of these only once a denoise loop" if hoisted else ""
+    idle = counted(p.num_not_run, "step")
+    left = f"; {idle} more with nothing to do at this size" if p.num_not_run else ""
     return (
-        f"one call {p.call_us:.1f} us{how}: {len(p.steps)} steps {p.steps_us:.1f} us"
+        f"one call {p.call_us:.1f} us{how}: {counted(len(p.steps), 'step')} {p.steps_us:.1f} us"
         f" (bound {p.bound_us:.1f}){rest}, gaps {p.gaps_us:.1f} us ({share:.1%}){once}{left}"
     )

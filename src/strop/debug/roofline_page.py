@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from html import escape
 
 from strop.debug.roofline import ABOVE, METHODS, OTHER, ProfileRow, TimedStep, summary
+from strop.wording import counted
 
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 900, 440, 64, 150, 14, 40
 RADIUS = (3.0, 14.0)  # of a point: its area is the share of the time
@@ -70,7 +71,7 @@ def profile_section(p: ProfileRow, table: Table) -> str:
     notes = [
         _sentence(summary(p)),
         f"Ceilings measured here: {p.ceilings}.",
-        f"Measured by {METHODS[p.method].format(p.num_runs)}.",
+        f"Measured by {METHODS[p.method].format(counted(p.num_runs, 'run'))}.",
     ]
     is_above = any((step.share or 0.0) > 1.0 for step in p.steps)
     notes += [_sentence(ABOVE)] if is_above else []
@@ -199,8 +200,9 @@ def _point(s: TimedStep, x: Scale, y: Scale, colour: str, total: float) -> str:
     radius = max(least, most * math.sqrt((s.us or 0.0) / total))
     about = (
         f"{s.number} {s.title}\n{_origin(s)}\n{s.us:,.2f} us, bound {s.bound_us:,.2f} by"
-        f" {s.bound_by}: {s.share:.1%}\n{s.bytes_moved:,} bytes, {s.gb_per_s:,.1f} GB/s\n"
-        f"{s.flops:,} FLOPs, {_rate(1e12 * (s.tflop_per_s or 0.0))}FLOP/s"
+        f" {s.bound_by}: {s.share:.1%}\n{counted(s.bytes_moved, 'byte', ',')},"
+        f" {s.gb_per_s:,.1f} GB/s\n{counted(s.flops, 'FLOP', ',')},"
+        f" {_rate(1e12 * (s.tflop_per_s or 0.0))}FLOP/s"
     )
     return (
         f'<circle cx="{x(_intensity(s, x))}" cy="{y(rate)}" r="{radius:.1f}" fill="{colour}"'

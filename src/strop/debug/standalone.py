@@ -16,6 +16,7 @@ from strop.debug.case import Case
 from strop.errors import OptionError
 from strop.ir.program import Program
 from strop.ir.serialize import from_json
+from strop.wording import counted
 
 
 def run_folder(folder: Path, sizes: Mapping[str, int], seed: int = 0) -> list[Any]:
@@ -32,7 +33,8 @@ def run_folder(folder: Path, sizes: Mapping[str, int], seed: int = 0) -> list[An
     results = bound.run(inputs)
     _settle(case)
     seconds = time.perf_counter() - start
-    print(f"{case.name}: {len(program.steps)} steps in {seconds * 1e3:.2f} ms at {dict(sizes)}")
+    steps = counted(len(program.steps), "step")
+    print(f"{case.name}: {steps} in {seconds * 1e3:.2f} ms at {dict(sizes)}")
     for number, result in enumerate(results):
         print(f"result {number}: {_summary(result)}")
     return results

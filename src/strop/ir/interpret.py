@@ -111,7 +111,7 @@ class _State:
         outside = (place < 0) | (place >= size)
         wanted = outside if stmt.guard is None else outside & self.values[stmt.guard]
         if bool(wanted.any()):
-            raise IndexError(f"{stmt.value} is outside of a dim of {size} elements")
+            raise IndexError(f"{stmt.value} is outside of a dim of size {size}")
         return torch.where(outside, 0, place)
 
     def _apply(self, stmt: Apply) -> torch.Tensor:

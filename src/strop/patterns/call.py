@@ -10,6 +10,7 @@ from torch import Tensor
 
 from strop.errors import PatternError
 from strop.patterns import registry
+from strop.wording import counted
 
 
 class Replacement:
@@ -49,9 +50,10 @@ class Replacement:
 
 def _check(name: str, results: Any, outputs: Sequence[Any], given: Sequence[Tensor]) -> None:
     if not isinstance(results, tuple | list) or len(results) != len(outputs):
-        got = f"{len(results)} values" if isinstance(results, tuple | list) else type(results)
+        is_many = isinstance(results, tuple | list)
+        got = counted(len(results), "value") if is_many else type(results)
         raise PatternError(f"pattern {name!r}: replace returned {got}, search returns"
-                           f" {len(outputs)} tensors")  # fmt: skip
+                           f" {counted(len(outputs), 'tensor')}")  # fmt: skip
     for number, (result, (shape, dtype)) in enumerate(zip(results, outputs, strict=True)):
         if not isinstance(result, Tensor):
             raise PatternError(f"pattern {name!r}: result {number} of replace is a"

@@ -20,6 +20,7 @@ from strop.patterns.match import Places, stripped
 from strop.patterns.pattern import EXACT, Pattern
 from strop.patterns.search import Argument, traced
 from strop.runtime.texts import text_of
+from strop.wording import counted
 
 _NUMBERS = (bool, int, float)
 _count = itertools.count(1)
@@ -96,8 +97,9 @@ def _parameters(name: str, search: Callable[..., Any], example: Sequence[Tensor]
     are_tensors = isinstance(example, list | tuple) and all(isinstance(t, Tensor) for t in example)
     if not are_tensors or not len(needed) <= len(example) <= len(places) or not example:
         raise PatternError(
-            f"pattern {name!r}: search takes {len(needed)} tensors ({', '.join(needed)}): example"
-            f" is a tuple with a tensor for each, not {_kinds(example)}"
+            f"pattern {name!r}: search takes {counted(len(needed), 'tensor')}"
+            f" ({', '.join(needed)}): example is a tuple with a tensor for each,"
+            f" not {_kinds(example)}"
         )
     return tuple(p.name for p in places[: len(example)]), keywords
 

@@ -46,6 +46,7 @@ from strop.runtime.limits import looks_too_far
 from strop.runtime.memory import workspace_of
 from strop.runtime.once import refuse_twice
 from strop.runtime.partition import Joint
+from strop.wording import counted
 
 log = logging.getLogger("strop")
 
@@ -183,7 +184,8 @@ def refuse_foreign(program: Program, options: Options) -> None:
 
 def _note_fallback(gm: GraphModule, reason: str, into: AotLog) -> None:
     if reason not in into.fallbacks:
-        log.warning("a graph of %d nodes runs in torch: %s", len(gm.graph.nodes), reason)
+        nodes = counted(len(gm.graph.nodes), "node")
+        log.warning("a graph of %s runs in torch: %s", nodes, reason)
     into.fallbacks[reason] = into.fallbacks.get(reason, 0) + 1
 
 

@@ -23,6 +23,7 @@ from strop.frontend.capture import TensorSpec
 from strop.runtime.executor import Bound
 from strop.runtime.hoisting import Moment, Stamp
 from strop.runtime.memory import Workspace, workspace_of
+from strop.wording import counted
 
 T = TypeVar("T")
 _KERNEL_NODE = 0  # CUgraphNodeType
@@ -166,8 +167,8 @@ class GraphPool:
                     captured = self._captured(key, inputs, specs, make, budget_bytes)
                     found = captured.replay(inputs, stamp, moment)
             except torch.OutOfMemoryError as error:
-                count = self.drop()
-                raise NoGraphError(f"out of memory, {count} graphs were dropped") from error
+                dropped = counted(self.drop(), "graph")
+                raise NoGraphError(f"out of memory, with {dropped} dropped") from error
             self._done.record(stream)
             return found
 

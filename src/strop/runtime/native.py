@@ -28,6 +28,7 @@ import torch
 from strop.errors import CodegenError
 from strop.ir.source import KernelSource
 from strop.runtime.cache import DiskCache
+from strop.wording import counted
 
 _HEADER = Path(__file__).parent.parent / "codegen" / "rt" / "vmath.h"
 _INCLUDE = '#include "vmath.h"\n'
@@ -142,8 +143,9 @@ class NativeKernels:
     def _compile(self, missing: Sequence[KernelSource]) -> None:
         if shutil.which(self._compiler) is None:
             raise CodegenError(
-                f"{self._compiler} was not found, and {len(missing)} CPU kernels are not in the "
-                "cache. Install a C++20 compiler (Debian, Ubuntu: apt-get install g++)."
+                f"{self._compiler} was not found, and the cache lacks "
+                f"{counted(len(missing), 'CPU kernel')}. Install a C++20 compiler (Debian, Ubuntu: "
+                "apt-get install g++)."
             )
         groups = _split(missing, len(os.sched_getaffinity(0)))
         with ThreadPoolExecutor(len(groups)) as pool:

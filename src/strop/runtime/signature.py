@@ -18,6 +18,7 @@ from strop.frontend.objects import class_named, is_cache, is_cache_class, made
 from strop.ir.dims import symbol
 from strop.ir.graph import GeneratorRef, Ref
 from strop.ir.program import Guard
+from strop.wording import counted
 
 # nested tuples of ("list"|"tuple"|"dict"|..., ...), Ref for a tensor, numbers as (type name, text):
 # 1, 1.0 and True are equal keys but other programs
@@ -322,7 +323,8 @@ def solve_roots(specs: Sequence[TensorSpec], shapes: Sequence[Sequence[int]]) ->
     env: dict[str, int] = {}
     for number, (spec, shape) in enumerate(zip(specs, shapes, strict=True)):
         if len(spec.shape) != len(shape):
-            raise ShapeError(f"argument {number} has {len(shape)} dims, expected {spec.shape}")
+            dims = counted(len(shape), "dim")
+            raise ShapeError(f"argument {number} has {dims}, expected {spec.shape}")
         for size, actual in zip(spec.sizes, shape, strict=True):
             if len(size.roots) == 1:
                 (name,) = size.roots

@@ -33,6 +33,7 @@ from strop.runtime.passing import as_specified
 from strop.runtime.signature import flatten
 from strop.runtime.steps import Steps
 from strop.runtime.variants import REFUSALS
+from strop.wording import counted
 
 log = logging.getLogger("strop")
 # Of one function. Torch's own limit is 8, and its count goes over all modules whose forward is the
@@ -128,7 +129,7 @@ class TrainingDispatcher(Dispatcher):
         whys = Counter(dynamo_counters["graph_break"]) - breaks  # torch does not note all of them
         if pieces > 1 or (pieces and whys):
             why = next(iter(whys), reason).splitlines()[0]
-            self._note_fallback(f"a step is cut into {pieces} graphs: {why}")
+            self._note_fallback(f"a step is cut into {counted(pieces, 'graph')}: {why}")
         return result
 
     def _compiled_forward(self) -> Callable[..., Any]:

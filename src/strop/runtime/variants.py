@@ -50,6 +50,7 @@ from strop.runtime.signature import (
 )
 from strop.runtime.state import ModuleState
 from strop.runtime.turned import Call
+from strop.wording import counted
 
 log = logging.getLogger("strop")
 Sizes = Sequence[Sequence[int]]  # of each tensor argument
@@ -154,8 +155,9 @@ class VariantStore:
             raise UnsupportedError(failed)
         fixed = [variant.fixed for variant in known if variant.fixed]
         if len(fixed) >= MOST_FIXED:
+            graphs = counted(len(fixed), "graph")
             raise UnsupportedError(
-                f"it has {len(fixed)} graphs for one size each: its code fixes {fixed[-1][-1]}"
+                f"it has {graphs} for one size each: its code fixes {fixed[-1][-1]}"
             )
         if shapes.is_ragged and known:
             self._build_in_background(key, state, call, shapes, sizes)
@@ -303,9 +305,10 @@ class VariantStore:
         library.build(needed)
         ready = time.perf_counter()
         others = own_calls.sources_elsewhere(program, needed, library.device)
-        log.info("%s: %d calls, %d kernels, %d more for other sizes; kernels ready in %.1f s, all"
-                 " in %.1f s", self.name, len(program.call_steps), len(needed), len(others),
-                 ready - begun, ready - started)  # fmt: skip
+        log.info("%s: %s, %s, %d more for other sizes; kernels ready in %.1f s, all in %.1f s",
+                 self.name, counted(len(program.call_steps), "call"),
+                 counted(len(needed), "kernel"), len(others), ready - begun, ready - started
+                 )  # fmt: skip
         order = own_calls.likely_first(program, env or dict(program.hints), library.device)
         return replace(variant, seconds={**seconds, "kernels": ready - primed},
                        later=library.later(others, order))  # fmt: skip

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from strop.errors import OptionError
+from strop.wording import counted
 
 if TYPE_CHECKING:
     from strop.train.optimizer import FusedOptimizer
@@ -84,8 +85,9 @@ class ParameterEMA:
         mine = self.shadow_params
         if found is not None and len(found) != len(mine):
             raise OptionError(
-                f"the state has {len(found)} averages and the optimizer {len(mine)} parameters: "
-                "hand both the same parameters in the same order"
+                f"the state has {counted(len(found), 'average')} and the optimizer"
+                f" {counted(len(mine), 'parameter')}: hand both the same parameters in the same"
+                " order"
             )
         _write(mine if found is not None else (), found or ())
         given = {name: value for name, value in state_dict.items() if name in names}
@@ -120,8 +122,8 @@ def _write(targets: Sequence[Tensor], values: Sequence[Tensor]) -> None:
         places = (n for n, (a, b) in enumerate(zip(shapes, given, strict=False)) if a != b)
         first = next(places, min(len(shapes), len(given)))
         raise OptionError(
-            f"{len(values)} tensors for {len(targets)} parameters, which differ from number"
-            f" {first} on: hand over those that the optimizer has, in its order"
+            f"{counted(len(values), 'tensor')} for {counted(len(targets), 'parameter')}, which"
+            f" differ from number {first} on: hand over those that the optimizer has, in its order"
         )
     for target, value in zip(targets, values, strict=True):
         target.copy_(value)

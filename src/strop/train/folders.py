@@ -17,6 +17,7 @@ import numpy
 from PIL import Image, ImageOps
 
 from strop.errors import OptionError
+from strop.wording import counted
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff")
 METADATA = ("metadata.jsonl", "metadata.csv")
@@ -268,8 +269,8 @@ def check_files(folder: Folder, refuse: bool) -> None:
     """Raise OptionError for bad files, if these are to be refused."""
     if refuse and folder.bad:
         raise OptionError(
-            f"{len(folder.bad)} files are no whole pictures: {'; '.join(map(str, folder.bad))}; "
-            "repair or remove them, or use --bad_files skip"
+            f"{folder.path}: found {counted(len(folder.bad), 'file')} without a whole picture: "
+            f"{'; '.join(map(str, folder.bad))}; repair or remove them, or use --bad_files skip"
         )
 
 
@@ -279,7 +280,8 @@ def check_sizes(folder: Folder, resolution: int) -> None:
     if small:
         shown = ", ".join(f"{p.name} ({p.width}x{p.height})" for p in small[:_SHOWN])
         raise OptionError(
-            f"{folder.path}: {len(small)} pictures are smaller than {resolution} pixels: {shown}"
+            f"{folder.path}: found {counted(len(small), 'picture')} smaller than"
+            f" {counted(resolution, 'pixel')}: {shown}"
             f"{', ...' if len(small) > _SHOWN else ''}; lower --resolution, or add "
             "--allow_upscaling"
         )

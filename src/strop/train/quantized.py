@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from strop.errors import OptionError
+from strop.wording import counted
 
 BLOCK = 256  # values of a scale, in the order of memory
 LEAST = 4096  # elements of a parameter; smaller ones keep fp32 states
@@ -171,7 +172,7 @@ def _order_of(param: Tensor) -> tuple[int, ...]:
 def _fitting(array: Tensor, size: int, device: torch.device) -> Tensor:
     if array.shape != (size,):
         raise OptionError(
-            f"8-bit states of shape {tuple(array.shape)} where {size} elements are needed: the "
-            "state dict belongs to other parameters"
+            f"8-bit states of shape {tuple(array.shape)} where {counted(size, 'element')} should"
+            " be: the state dict belongs to other parameters"
         )
     return array.to(device)

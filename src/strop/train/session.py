@@ -22,6 +22,7 @@ from strop.train.learner import Learner
 from strop.train.lock import Hold
 from strop.train.model import Model
 from strop.train.settings import Settings
+from strop.wording import counted
 
 Warn = Callable[[str], None]
 
@@ -197,8 +198,8 @@ def _warn_of_cut_captions(model: Model, folder: Folder | None, warn: Warn) -> No
     cut = models.cut_prompts(model, texts) if texts else []
     if cut:
         limit = model.tokenizer.model_max_length - 2
-        warn(f"{len(cut)} captions have more than the {limit} tokens that this model reads; it "
-             f"ignores their ends: {cut[0]!r}")  # fmt: skip
+        warn(f"found {counted(len(cut), 'caption')} with more than the {counted(limit, 'token')} "
+             f"that this model reads; it ignores the rest of each: {cut[0]!r}")  # fmt: skip
 
 
 def _total(settings: Settings, source: Source) -> int:
@@ -275,7 +276,8 @@ def _resume(
     odd = [f"{name} {state['host'].get(name)} then, {value} now"
            for name, value in host.items() if state["host"].get(name) != value]  # fmt: skip
     if total != state["total"] and not settings.lr_scheduler.startswith("constant"):
-        odd.append(f"{state['total']} steps then, {total} now, which changes the learning rate")
+        then = counted(state["total"], "step")
+        odd.append(f"{then} then, {total} now, which changes the learning rate")
     if odd:
         warn(f"this continues {folder.name}, but not to the bit: {'; '.join(odd)}")
     return step

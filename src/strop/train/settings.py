@@ -50,165 +50,203 @@ class Settings:
     task: str
 
     pretrained_model_name_or_path: str = _flag(
-        "", str, "Model", "'sprites', which ships with Strop, or a diffusers folder.",
-        alias="model", fixed=True)  # fmt: skip
+        "", str, "Model", "Start from this model: 'sprites', which ships with Strop, or a "
+        "diffusers folder.", alias="model", fixed=True)  # fmt: skip
     train_text_encoder: bool = _flag(False, bool, "Model", "Train the text encoder too.",
                                      fixed=True)  # fmt: skip
     from_scratch: bool = _flag(
-        False, bool, "Model", "Start from random weights of the model's architecture.",
+        False, bool, "Model", "Start from random weights in the model's architecture.",
         tasks=("text-to-image",), fixed=True)  # fmt: skip
-    rank: int = _flag(4, int, "Model", "Rank of the adapters.", tasks=("lora",), least=1,
+    rank: int = _flag(4, int, "Model", "Give the adapters this rank.", tasks=("lora",), least=1,
                       fixed=True)  # fmt: skip
     lora_alpha: float | None = _flag(
-        None, float, "Model", "Adapters are scaled by alpha / rank; default: the rank.",
+        None, float, "Model", "Scale the adapters by alpha / rank; without it alpha is the rank.",
         tasks=("lora",), above=0, fixed=True)  # fmt: skip
-    lora_dropout: float = _flag(0.0, float, "Model", "Dropout before the adapters.",
-                                tasks=("lora",), least=0, fixed=True)  # fmt: skip
+    lora_dropout: float = _flag(
+        0.0, float, "Model", "Drop this share of what goes into the adapters.", tasks=("lora",),
+        least=0, fixed=True)  # fmt: skip
 
     train_data_dir: str = _flag(
-        "", str, "Data", "Folder of pictures with metadata.jsonl, or with a .txt beside each.",
-        tasks=TRAINERS)  # fmt: skip
+        "", str, "Data", "Train on the pictures of this folder, with metadata.jsonl or with a .txt "
+        "beside each.", tasks=TRAINERS)  # fmt: skip
     dataset_name: str = _flag(
-        "", str, "Data", "'sprites': drawings from the generator, new ones in every step.",
-        tasks=TRAINERS, fixed=True)  # fmt: skip
-    caption_column: str = _flag("text", str, "Data", "Key of the caption in metadata.jsonl.",
-                                tasks=TRAINERS)  # fmt: skip
-    max_train_samples: int | None = _flag(None, int, "Data", "Use so many pictures at most.",
+        "", str, "Data", "Train on 'sprites': drawings of the built-in generator, which are new in "
+        "every step.", tasks=TRAINERS, fixed=True)  # fmt: skip
+    caption_column: str = _flag(
+        "text", str, "Data", "Read captions from this key of metadata.jsonl.",
+        tasks=TRAINERS)  # fmt: skip
+    max_train_samples: int | None = _flag(None, int, "Data", "Use at most this many pictures.",
                                           tasks=TRAINERS, least=1)  # fmt: skip
-    instance_data_dir: str = _flag("", str, "Data", "Folder of pictures of the subject.",
-                                   tasks=SUBJECTS)  # fmt: skip
-    instance_prompt: str = _flag("", str, "Data", "The text that is to mean the subject.",
-                                 tasks=SUBJECTS)  # fmt: skip
+    instance_data_dir: str = _flag(
+        "", str, "Data", "Train on the pictures of the subject in this folder.",
+        tasks=SUBJECTS)  # fmt: skip
+    instance_prompt: str = _flag(
+        "", str, "Data", "Teach the model that this text means the subject.",
+        tasks=SUBJECTS)  # fmt: skip
     with_prior_preservation: bool = _flag(
-        False, bool, "Data", "Also train on pictures of the class, as the model drew them before.",
-        tasks=SUBJECTS, fixed=True)  # fmt: skip
-    class_data_dir: str = _flag("", str, "Data", "Folder of pictures of the class; missing ones "
-                                "are drawn with the class prompt.", tasks=SUBJECTS)  # fmt: skip
-    class_prompt: str = _flag("", str, "Data", "The text of the class pictures.",
+        False, bool, "Data", "Also train on pictures of the subject's class that the model drew "
+        "before.", tasks=SUBJECTS, fixed=True)  # fmt: skip
+    class_data_dir: str = _flag(
+        "", str, "Data", "Read pictures of the class from this folder; missing ones are drawn with "
+        "the class prompt.", tasks=SUBJECTS)  # fmt: skip
+    class_prompt: str = _flag("", str, "Data", "Draw the pictures of the class with this text.",
                               tasks=SUBJECTS)  # fmt: skip
-    num_class_images: int = _flag(100, int, "Data", "Class pictures that there must be.",
+    num_class_images: int = _flag(100, int, "Data", "Have this many pictures of the class.",
                                   tasks=SUBJECTS, least=1)  # fmt: skip
-    sample_batch_size: int = _flag(4, int, "Data", "Batch in which class pictures are drawn.",
+    sample_batch_size: int = _flag(4, int, "Data", "Draw this many pictures of the class at once.",
                                    tasks=SUBJECTS, least=1)  # fmt: skip
-    prior_loss_weight: float = _flag(1.0, float, "Data", "Weight of the class pictures' loss.",
-                                     tasks=SUBJECTS, least=0, fixed=True)  # fmt: skip
+    prior_loss_weight: float = _flag(
+        1.0, float, "Data", "Multiply the loss of the class pictures by this.", tasks=SUBJECTS,
+        least=0, fixed=True)  # fmt: skip
     resolution: int | None = _flag(
-        None, int, "Data", "Side of the square that pictures are resized and cropped to; default: "
-        "the model's own.", least=8, fixed=True)  # fmt: skip
+        None, int, "Data", "Resize and crop pictures to squares of this side; without it, of the "
+        "model's own.", least=8, fixed=True)  # fmt: skip
     center_crop: bool = _flag(False, bool, "Data", "Crop in the middle, not at random.", fixed=True)
-    random_flip: bool = _flag(False, bool, "Data", "Mirror half of the pictures.", fixed=True)
-    image_interpolation_mode: str = _flag("lanczos", str, "Data", "How pictures are resized.",
-                                          choices=FILTERS, fixed=True)  # fmt: skip
+    random_flip: bool = _flag(
+        False, bool, "Data", "Mirror half of the pictures, at random.", fixed=True)  # fmt: skip
+    image_interpolation_mode: str = _flag(
+        "lanczos", str, "Data", "Resize pictures with this filter.", choices=FILTERS,
+        fixed=True)  # fmt: skip
     proportion_empty_prompts: float = _flag(
-        0.0, float, "Data", "Share of captions that are left out, for guidance.", least=0,
-        fixed=True)  # fmt: skip
-    bad_files: str = _flag("skip", str, "Data", "Empty, damaged and other files: name and skip "
-                           "them, or refuse to start.", choices=("skip", "refuse"))  # fmt: skip
-    allow_upscaling: bool = _flag(False, bool, "Data", "Take pictures below the resolution too.")
+        0.0, float, "Data", "Leave out this share of the captions, so that guidance works.",
+        least=0, fixed=True)  # fmt: skip
+    bad_files: str = _flag(
+        "skip", str, "Data", "Skip empty, damaged and other files after naming them, or refuse to "
+        "start.", choices=("skip", "refuse"))  # fmt: skip
+    allow_upscaling: bool = _flag(
+        False, bool, "Data", "Also take pictures that are smaller than the resolution, and enlarge "
+        "them.")  # fmt: skip
     cache_latents: bool = _flag(
-        False, bool, "Data", "Encode pictures once and keep the moments of their latents on disk.",
-        fixed=True)  # fmt: skip
+        False, bool, "Data", "Encode pictures once, and keep mean and variance of their latents on "
+        "disk.", fixed=True)  # fmt: skip
     pre_compute_text_embeddings: bool = _flag(
-        False, bool, "Data", "Encode captions once and keep their embeddings on disk.", fixed=True
+        False, bool, "Data", "Encode captions once, and keep their embeddings on disk.", fixed=True
     )
-    cache_dir: str = _flag("", str, "Data", "Where these lie; default: OUTPUT_DIR/cache.")
-    dataloader_num_workers: int = _flag(0, int, "Data", "Threads that read pictures ahead.",
+    cache_dir: str = _flag(
+        "", str, "Data", "Keep latents and embeddings in this folder; without it, in "
+        "OUTPUT_DIR/cache.")  # fmt: skip
+    dataloader_num_workers: int = _flag(0, int, "Data", "Read pictures ahead in this many threads.",
                                         least=0)  # fmt: skip
 
     output_dir: str = _flag(
-        "", str, "Output", "Folder of the trained model and its checkpoints.",
+        "", str, "Output", "Write the trained model and its checkpoints into this folder.",
         per_task={"text-to-image": "sd-model-finetuned", "dreambooth": "dreambooth-model",
                   "lora": "sd-model-finetuned-lora"})  # fmt: skip
-    save_precision: str = _flag("fp32", str, "Output", "Number format of the trained model.",
-                                choices=("fp32", "fp16", "bf16"))  # fmt: skip
-    checkpointing_steps: int = _flag(500, int, "Output", "Steps between checkpoints.", least=1)
+    save_precision: str = _flag(
+        "fp32", str, "Output", "Save the trained model in this number format.",
+        choices=("fp32", "fp16", "bf16"))  # fmt: skip
+    checkpointing_steps: int = _flag(
+        500, int, "Output", "Write a checkpoint after every so many steps.", least=1)  # fmt: skip
     checkpoints_total_limit: int | None = _flag(
-        None, int, "Output", "Keep so many checkpoints; older ones are deleted.", least=1
+        None, int, "Output", "Keep this many checkpoints, and delete older ones.", least=1
     )
     resume_from_checkpoint: str = _flag(
-        "", str, "Output", "'latest', or a checkpoint folder: continue it exactly."
+        "", str, "Output", "Continue exactly from this checkpoint folder, or from the 'latest'."
     )
     validation_prompt: tuple[str, ...] = _flag(
-        (), tuple, "Output", "Draw this text during training; may be given more than once.",
-        alias="validation_prompts")  # fmt: skip
-    num_validation_images: int = _flag(4, int, "Output", "Pictures of each validation prompt.",
-                                       least=1)  # fmt: skip
-    validation_steps: int | None = _flag(
-        None, int, "Output", "Steps between validations; without it, there is one at the end.",
+        (), tuple, "Output", "Draw this text during training; the option may be given more than "
+        "once.", alias="validation_prompts")  # fmt: skip
+    num_validation_images: int = _flag(
+        4, int, "Output", "Draw this many pictures of each validation prompt.",
         least=1)  # fmt: skip
+    validation_steps: int | None = _flag(
+        None, int, "Output", "Draw validation pictures every so many steps, and not only before "
+        "the first and after the last.", least=1)  # fmt: skip
     validation_guidance_scale: float | None = _flag(
-        None, float, "Output", "Guidance of these pictures; default: 4 for sprites, else 7.5.",
-        least=0)  # fmt: skip
-    validation_inference_steps: int = _flag(20, int, "Output", "Denoising steps of these pictures.",
-                                            least=1)  # fmt: skip
-    report_to: str = _flag("none", str, "Output", "Beside metrics.jsonl, which is always written.",
-                           choices=("none", "tensorboard"))  # fmt: skip
-    logging_dir: str = _flag("logs", str, "Output", "TensorBoard's folder in OUTPUT_DIR.")
+        None, float, "Output", "Draw validation pictures with this guidance; without it, with 4 "
+        "for sprites and 7.5 for others.", least=0)  # fmt: skip
+    validation_inference_steps: int = _flag(
+        20, int, "Output", "Draw validation pictures in this many steps.", least=1)  # fmt: skip
+    report_to: str = _flag(
+        "none", str, "Output", "Also write the numbers for TensorBoard; metrics.jsonl is always "
+        "written.", choices=("none", "tensorboard"))  # fmt: skip
+    logging_dir: str = _flag(
+        "logs", str, "Output", "Write for TensorBoard into this folder of OUTPUT_DIR.")  # fmt: skip
 
-    train_batch_size: int = _flag(16, int, "Training", "Pictures of a batch.", least=1, fixed=True,
-                                  per_task={"dreambooth": 4})  # fmt: skip
-    num_train_epochs: int = _flag(100, int, "Training", "Epochs, unless steps are given.", least=1,
-                                  per_task={"dreambooth": 1})  # fmt: skip
-    max_train_steps: int | None = _flag(None, int, "Training", "Steps of the optimizer.", least=1)
-    gradient_accumulation_steps: int = _flag(1, int, "Training", "Batches of a step.", least=1,
-                                             fixed=True)  # fmt: skip
+    train_batch_size: int = _flag(
+        16, int, "Training", "Put this many pictures into a batch.", least=1, fixed=True,
+        per_task={"dreambooth": 4})  # fmt: skip
+    num_train_epochs: int = _flag(
+        100, int, "Training", "Train for this many epochs, unless steps are given.", least=1,
+        per_task={"dreambooth": 1})  # fmt: skip
+    max_train_steps: int | None = _flag(
+        None, int, "Training", "Train for this many steps of the optimizer.", least=1)  # fmt: skip
+    gradient_accumulation_steps: int = _flag(
+        1, int, "Training", "Accumulate the gradients of this many batches in a step.", least=1,
+        fixed=True)  # fmt: skip
     gradient_checkpointing: bool = _flag(False, bool, "Training",
                                          "Compute activations twice to save memory.")  # fmt: skip
-    learning_rate: float = _flag(1e-4, float, "Training", "Learning rate after the warm-up.",
-                                 least=0, fixed=True, per_task={"dreambooth": 5e-6})  # fmt: skip
-    scale_lr: bool = _flag(False, bool, "Training",
-                           "Multiply the rate by batch and accumulation.", fixed=True)  # fmt: skip
-    lr_scheduler: str = _flag("constant", str, "Training", "How the rate changes.",
-                              choices=SCHEDULES, fixed=True)  # fmt: skip
-    lr_warmup_steps: int = _flag(500, int, "Training", "Steps in which the rate grows.", least=0,
-                                 fixed=True)  # fmt: skip
-    lr_num_cycles: int = _flag(1, int, "Training", "Restarts of cosine_with_restarts.", least=1,
-                               fixed=True)  # fmt: skip
-    lr_power: float = _flag(1.0, float, "Training", "Power of polynomial.", least=0,
-                            fixed=True)  # fmt: skip
-    adam_beta1: float = _flag(0.9, float, "Training", "AdamW: memory of the mean.", least=0,
-                              fixed=True)  # fmt: skip
-    adam_beta2: float = _flag(0.999, float, "Training", "AdamW: memory of the square.", least=0,
-                              fixed=True)  # fmt: skip
-    adam_weight_decay: float = _flag(1e-2, float, "Training", "AdamW: decay.", least=0,
-                                     fixed=True)  # fmt: skip
-    adam_epsilon: float = _flag(1e-8, float, "Training", "AdamW: epsilon.", least=0,
-                                fixed=True)  # fmt: skip
-    use_8bit_adam: bool = _flag(False, bool, "Training", "Keep AdamW's moments in 8 bits, in a "
-                                "quarter of their memory; not to the same numbers.",
-                                fixed=True)  # fmt: skip
-    max_grad_norm: float = _flag(1.0, float, "Training", "Clip gradients to this norm; 1e9 clips"
-                                 " none.", above=0, fixed=True)  # fmt: skip
-    use_ema: bool = _flag(False, bool, "Training", "Average the weights; the averages are saved.",
+    learning_rate: float = _flag(
+        1e-4, float, "Training", "Train with this learning rate, after the warm-up.", least=0,
+        fixed=True, per_task={"dreambooth": 5e-6})  # fmt: skip
+    scale_lr: bool = _flag(
+        False, bool, "Training", "Multiply the learning rate by batch size and accumulation steps.",
+        fixed=True)  # fmt: skip
+    lr_scheduler: str = _flag(
+        "constant", str, "Training", "Change the learning rate by this schedule.",
+        choices=SCHEDULES, fixed=True)  # fmt: skip
+    lr_warmup_steps: int = _flag(
+        500, int, "Training", "Raise the learning rate to its value over this many steps.", least=0,
+        fixed=True)  # fmt: skip
+    lr_num_cycles: int = _flag(
+        1, int, "Training", "Restart cosine_with_restarts this many times.", least=1,
+        fixed=True)  # fmt: skip
+    lr_power: float = _flag(
+        1.0, float, "Training", "Lower the rate by this power in polynomial.", least=0,
+        fixed=True)  # fmt: skip
+    adam_beta1: float = _flag(
+        0.9, float, "Training", "Average gradients with this decay (AdamW).", least=0,
+        fixed=True)  # fmt: skip
+    adam_beta2: float = _flag(
+        0.999, float, "Training", "Average squares of gradients with this decay (AdamW).", least=0,
+        fixed=True)  # fmt: skip
+    adam_weight_decay: float = _flag(
+        1e-2, float, "Training", "Decay weights by this (AdamW).", least=0, fixed=True)  # fmt: skip
+    adam_epsilon: float = _flag(
+        1e-8, float, "Training", "Add this to AdamW's denominator.", least=0,
+        fixed=True)  # fmt: skip
+    use_8bit_adam: bool = _flag(
+        False, bool, "Training", "Keep AdamW's moments in 8 bits, in a quarter of their memory; "
+        "numbers change a little.", fixed=True)  # fmt: skip
+    max_grad_norm: float = _flag(
+        1.0, float, "Training", "Clip gradients to this norm; 1e9 clips nothing.", above=0,
+        fixed=True)  # fmt: skip
+    use_ema: bool = _flag(False, bool, "Training", "Average the weights, and save the averages.",
                           fixed=True)  # fmt: skip
-    ema_decay: float = _flag(0.9999, float, "Training", "Decay of the averages.", least=0,
-                             fixed=True)  # fmt: skip
-    snr_gamma: float | None = _flag(None, float, "Training", "Min-SNR weighting; 5 is usual.",
-                                    above=0, fixed=True)  # fmt: skip
-    noise_offset: float = _flag(0.0, float, "Training", "Scale of the noise offset.", least=0,
-                                fixed=True)  # fmt: skip
+    ema_decay: float = _flag(
+        0.9999, float, "Training", "Decay the averages by this factor in each step.", least=0,
+        fixed=True)  # fmt: skip
+    snr_gamma: float | None = _flag(
+        None, float, "Training", "Weigh the loss by min-SNR with this gamma; 5 is usual.", above=0,
+        fixed=True)  # fmt: skip
+    noise_offset: float = _flag(
+        0.0, float, "Training", "Shift the noise of each channel at random by this scale; 0.1 is "
+        "usual.", least=0, fixed=True)  # fmt: skip
     input_perturbation: float = _flag(
-        0.0, float, "Training", "Scale of more noise in the UNet's input alone; 0.1 is usual.",
-        least=0, fixed=True)  # fmt: skip
+        0.0, float, "Training", "Add more noise of this scale to the UNet's input alone; 0.1 is "
+        "usual.", least=0, fixed=True)  # fmt: skip
     prediction_type: str | None = _flag(
-        None, str, "Training", "What the UNet predicts; default: as its scheduler says.",
+        None, str, "Training", "Let the UNet predict this; without it, what its scheduler says.",
         choices=("epsilon", "v_prediction", "sample"), fixed=True)  # fmt: skip
     mixed_precision: str = _flag(
-        "no", str, "Training", "Autocast to this type; weights that are not trained then have it.",
-        choices=("no", "fp16", "bf16"), fixed=True)  # fmt: skip
-    compile_unet: bool = _flag(False, bool, "Training",
-                               "Compile the UNet's forward and backward passes; the first step"
-                               " takes longer.", fixed=True)  # fmt: skip
-    allow_tf32: bool = _flag(False, bool, "Training", "TF32 matrix products on a GPU.")
+        "no", str, "Training", "Autocast to this type, which weights that are not trained take as "
+        "well.", choices=("no", "fp16", "bf16"), fixed=True)  # fmt: skip
+    compile_unet: bool = _flag(
+        False, bool, "Training", "Compile the UNet's forward and backward passes; the first step "
+        "takes longer.", fixed=True)  # fmt: skip
+    allow_tf32: bool = _flag(False, bool, "Training", "Multiply matrices in TF32 on a GPU.")
     deterministic: bool = _flag(
-        False, bool, "Training", "On a GPU: the same bits in every run, and so after a resume;"
-        " slower. A CPU does so anyway.", fixed=True)  # fmt: skip
-    seed: int = _flag(0, int, "Training", "Of everything that is drawn.", least=0, fixed=True)
+        False, bool, "Training", "Give the same bits in every run and after a resume, also on a "
+        "GPU, which gets slower. A CPU does so anyway.", fixed=True)  # fmt: skip
+    seed: int = _flag(
+        0, int, "Training", "Draw everything random from this seed.", least=0,
+        fixed=True)  # fmt: skip
     threads: int = _flag(
-        0, int, "Training", "CPU threads; 0: as many as cores are free, or as the checkpoint had.",
-        least=0)  # fmt: skip
-    device: str = _flag("auto", str, "Training", "Where to train; auto takes a GPU if there is "
-                        "one.", choices=("auto", "cpu", "cuda"))  # fmt: skip
+        0, int, "Training", "Use this many CPU threads; 0 takes as many as cores are free, or as "
+        "the checkpoint had.", least=0)  # fmt: skip
+    device: str = _flag(
+        "auto", str, "Training", "Train on this device; auto takes a GPU if there is one.",
+        choices=("auto", "cpu", "cuda"))  # fmt: skip
 
     def __post_init__(self) -> None:
         if self.task not in TASKS:

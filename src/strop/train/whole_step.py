@@ -26,6 +26,7 @@ from strop.train.landing import Landing
 from strop.train.reach import Reached, Watched, reached
 from strop.train.recording import Recorder, Recording
 from strop.train.updating import Updating
+from strop.wording import counted
 
 WARM_UPS = 2  # calls of a bucket before its capture
 MOST_GRAPHS = 32  # the least recently used one goes
@@ -44,11 +45,12 @@ class StepReport:
     buckets: int = 0
 
     def __str__(self) -> str:
-        what = f"{self.plain_runs} plain runs"
+        what = counted(self.plain_runs, "plain run")
         if not self.graph:
             return f"{what}, no graphs"
         stale = f" ({self.stale} became stale)" if self.stale else ""
-        return f"{what}, {self.replays} replays, {self.captures} captures{stale}, {self.buckets} buckets"  # fmt: skip  # noqa: E501
+        captures, buckets = counted(self.captures, "capture"), counted(self.buckets, "bucket")
+        return f"{what}, {counted(self.replays, 'replay')}, {captures}{stale}, {buckets}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,7 @@ from strop.bench.pipelines.actions import Action
 from strop.bench.pipelines.tiny import TinyPipeline, arguments, drawn, modules_of
 from strop.runtime.dispatch import Dispatcher
 from strop.testing import psnr
+from strop.wording import counted
 
 BETWEEN, INSIDE = "between", "inside"  # two pictures, the steps of one
 Drawn = list[Tensor] | Exception
@@ -73,7 +74,7 @@ class Outcome:
 def _short(found: Drawn) -> str:
     if isinstance(found, Exception):
         return f"{type(found).__name__}: {found}"[:300]
-    return f"{len(found)} results"
+    return counted(len(found), "result")
 
 
 def nearness(one: Drawn, other: Drawn) -> float:
