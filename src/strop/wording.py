@@ -11,7 +11,7 @@ def counted(count: int, noun: str, form: str = "") -> str:
 
 
 def plural(noun: str) -> str:
-    """Of a regular noun, adjectives before it included: "near misses", "entries"."""
+    """Pluralise a regular noun, which adjectives may precede: "near misses", "entries"."""
     if noun.endswith(_HISSING):
         return f"{noun}es"
     if noun.endswith("y") and noun[-2:-1] not in "aeiou":

@@ -217,40 +217,41 @@ def _in_the_callers(x: Tensor) -> tuple[Tensor, ...]:
     return (torch.as_strided_scatter(x, x.new_ones(2, 2), (2, 2), (1, 2), 1) + x,)
 
 
-@pytest.mark.parametrize("way", ["optimize", "compile"])
-@pytest.mark.parametrize("function", [_in_own_memory, _in_the_callers])
-def test_offsets_count_from_eagers_memory(
-    function: Callable[[Tensor], tuple[Tensor, ...]], way: str, tmp_path: Path
-) -> None:
-    options = Options(cache_dir=str(tmp_path))
-    torch._dynamo.reset()
-    ours: Any = (
-        strop.optimize(Function(function).eval(), options=options)
-        if way == "optimize"
-        else torch.compile(function, backend="strop", options=options)
+def _of_complex(x: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.as_strided_copy(x, (2, 2), (1, 2), 1) * 2, torch.as_strided_scatter(
+        x, x.new_ones(2, 2), (2, 2), (1, 2), 1
     )
-    given = [torch.randn(4, 4), torch.randn(4, 4), torch.randn(8, 4)[4:]]
-    with torch.no_grad():
-        for x in given:
-            torch.testing.assert_close([*ours(x)], [*function(x)])
 
 
-@pytest.mark.parametrize("way", ["optimize", "compile"])
-def test_memory_of_complex_numbers_is_read_as_it_lies(way: str, tmp_path: Path) -> None:
-    def function(x: Tensor) -> tuple[Tensor, Tensor]:
-        patch = x.new_ones(2, 2)
-        return torch.as_strided_copy(x, (2, 2), (1, 2), 1) * 2, torch.as_strided_scatter(
-            x, patch, (2, 2), (1, 2), 1
-        )
+def _with_offsets() -> list[Tensor]:
+    return [torch.randn(4, 4), torch.randn(4, 4), torch.randn(8, 4)[4:]]
 
-    options = Options(cache_dir=str(tmp_path))
-    torch._dynamo.reset()
-    ours: Any = (
-        strop.optimize(Function(function).eval(), options=options)
-        if way == "optimize"
-        else torch.compile(function, backend="strop", options=options)
-    )
+
+def _complex_ones() -> list[Tensor]:
     whole = torch.randn(4, 9, dtype=torch.complex64)
+    return [whole[:, 1::2], whole.t(), whole]
+
+
+@pytest.mark.parametrize("way", ["optimize", "compile"])
+@pytest.mark.parametrize(
+    ("function", "given"),
+    [
+        (_in_own_memory, _with_offsets),
+        (_in_the_callers, _with_offsets),
+        (_of_complex, _complex_ones),
+    ],
+)
+def test_memory_is_read_as_eagers_lies(
+    function: Callable[[Tensor], tuple[Tensor, ...]], given: Callable[[], list[Tensor]], way: str,
+    tmp_path: Path,
+) -> None:  # fmt: skip
+    options = Options(cache_dir=str(tmp_path))
+    torch._dynamo.reset()
+    ours: Any = (
+        strop.optimize(Function(function).eval(), options=options)
+        if way == "optimize"
+        else torch.compile(function, backend="strop", options=options)
+    )
     with torch.no_grad():
-        for x in (whole[:, 1::2], whole.t(), whole):
+        for x in given():
             torch.testing.assert_close([*ours(x)], [*function(x)])

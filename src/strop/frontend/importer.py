@@ -33,7 +33,7 @@ from strop.frontend.resize import RESIZING
 from strop.frontend.results import give, lay_out, order_or_contiguous, refuse_retyped
 from strop.frontend.scalars import node_of, of_sizes
 from strop.frontend.symbols import OutsideLanguage, Symbols
-from strop.frontend.views import COPYING, OF_MEMORY, VIEWS, with_own_memory
+from strop.frontend.views import COPYING, OF_MEMORY, VIEWS, refuse_shared_memory
 from strop.frontend.whole import IN_TORCH
 from strop.ir.affine import strided
 from strop.ir.dims import Expr
@@ -245,9 +245,9 @@ def _call(importer: Importer, fx: FxNode) -> Value:
 
 def _expressed(importer: Importer, fx: FxNode) -> Value | None:
     """The call as nodes of the graph IR, if there is a way."""
+    if fx.target in OF_MEMORY:
+        refuse_shared_memory(importer, fx.all_input_nodes[0])
     if not all(_is_for_kernels(x) for x in (fx, *fx.all_input_nodes)):
-        if fx.target in OF_MEMORY:
-            with_own_memory(importer, fx.all_input_nodes[0])
         return None
     if any(isinstance(importer.values.get(x), GeneratorRef) for x in fx.all_input_nodes):
         return None  # torch draws by it

@@ -170,19 +170,19 @@ def _group_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, n: int, c
 
     affine = (None if p is None else p.reshape(1, c, *ones) for p in (weight, bias))
     y = _applied(x, spread(mean), spread(rstd), *affine)
-    kept = statistics_type(x, weight, bias)
+    kept = _statistics_type(x, weight, bias)
     return y, mean.to(kept), rstd.to(kept)
 
 
 def _layer_norm(x: Tensor, normalized: Sequence[int], weight: Tensor | None, bias: Tensor | None,
                 eps: float) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     mean, rstd = torch.ops.strop.layer_statistics(x, len(normalized), eps)
-    kept = statistics_type(x, weight, bias)
+    kept = _statistics_type(x, weight, bias)
     y = _applied(x, mean, rstd, weight, bias).contiguous()  # as eager's always is
     return y, mean.to(kept), rstd.to(kept)
 
 
-def statistics_type(x: Tensor, *parameters: Tensor | None) -> torch.dtype:
+def _statistics_type(x: Tensor, *parameters: Tensor | None) -> torch.dtype:
     """In which eager returns a norm's statistics: on a CPU that of the operands, if they have one;
     otherwise that of the arithmetic."""
     is_mixed = any(p is not None and p.dtype != x.dtype for p in parameters)

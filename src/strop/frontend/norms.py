@@ -60,17 +60,14 @@ def _shaped(im: Importer, parameter: Any, shape: Shape) -> Node | None:
 
 def _native_group_norm(im: Importer, fx: FxNode, x: Any, weight: Any, bias: Any, n: Any, c: Any,
                        hw: Any, groups: int, eps: float) -> tuple[Node, Node, Node]:  # fmt: skip
-    return _of_eagers_types(im, fx, *_group_norm(im, fx, x, groups, weight, bias, eps))
+    y, mean, rstd = _group_norm(im, fx, x, groups, weight, bias, eps)
+    return y, *_as_eager_keeps(im, fx, mean, rstd)
 
 
-def _of_eagers_types(im: Importer, fx: FxNode, y: Node, *statistics: Node
-                     ) -> tuple[Node, Node, Node]:  # fmt: skip
-    """The results of a norm: on a CPU, eager rounds statistics to the type of half operands."""
-    _, mean, rstd = (
-        im.builder.cast(node, value.dtype)
-        for node, value in zip((y, *statistics), fx.meta["val"], strict=True)
-    )
-    return y, mean, rstd
+def _as_eager_keeps(im: Importer, fx: FxNode, mean: Node, rstd: Node) -> tuple[Node, Node]:
+    """Cast a norm's statistics: on a CPU, eager rounds them to the type of half operands."""
+    kept = fx.meta["val"][1:3]
+    return im.builder.cast(mean, kept[0].dtype), im.builder.cast(rstd, kept[1].dtype)
 
 
 def _strop_group_norm(im: Importer, fx: FxNode, *args: Any) -> Node:
@@ -127,8 +124,7 @@ def _layer_norm(im: Importer, fx: FxNode, x: Any, normalized: Sequence[Any], wei
     mean, rstd = _moments(b, x, dims, eps)
     shape = tuple(x.shape[d] for d in dims)
     affine = (_shaped(im, p, shape) for p in (weight, bias))
-    y = _normalized(b, x, mean, rstd, *affine)
-    return _of_eagers_types(im, fx, y, mean, rstd)
+    return _normalized(b, x, mean, rstd, *affine), *_as_eager_keeps(im, fx, mean, rstd)
 
 
 def _fused_rms_norm(im: Importer, fx: FxNode, x: Any, normalized: Sequence[Any], weight: Any = None,
@@ -160,15 +156,13 @@ def _batch_norm(im: Importer, fx: FxNode, x: Any, weight: Any, bias: Any, runnin
     shape = (const(1), x.shape[1], *[const(1)] * (len(x.shape) - 2))
     if training:
         mean, rstd = _moments(b, x, tuple(d for d in range(len(x.shape)) if d != 1), eps)
-        saved = [
-            b.cast(b.reshape(statistic, (x.shape[1],)), value.dtype)
-            for statistic, value in zip((mean, rstd), fx.meta["val"][1:], strict=False)
-        ]
+        flat = (b.reshape(statistic, (x.shape[1],)) for statistic in (mean, rstd))
+        saved = _as_eager_keeps(im, fx, *flat)
     else:
         mean, var = (b.reshape(im.node(p), shape) for p in (running_mean, running_var))
         rstd = rstd_of(b, var, eps, wide)
         empty = fx.meta["val"][1]  # torch's own backward takes them, and does not look inside
-        saved = [filled(b, 0.0, im.symbols.shape(empty.shape), empty.dtype)] * 2
+        saved = (filled(b, 0.0, im.symbols.shape(empty.shape), empty.dtype),) * 2
     affine = (_shaped(im, p, shape) for p in (weight, bias))
     return _normalized(b, x, mean, rstd, *affine), *saved, None
 

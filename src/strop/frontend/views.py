@@ -193,8 +193,8 @@ def _channel_shuffle(im: Importer, fx: FxNode, x: Any, groups: int) -> Node:
 def _as_strided(im: Importer, fx: FxNode, x: FxNode, size: Any, stride: Any, offset: Any = None
                 ) -> Node:  # fmt: skip
     """Torch looks at memory itself, which has to lie as it did in eager."""
-    traced, node = with_own_memory(im, x), im.node(x)
-    shape, strides = im.shape(x), im.symbols.shape(traced.stride())
+    node, shape = im.node(x), im.shape(x)
+    strides = im.symbols.shape(x.meta["val"].stride())
     order = memory_order(strides, shape) or tuple(range(len(shape)))  # an error if there are gaps
     dense = im.builder.make("copy", (node,), node.shape, node.dtype, order=order)
     arguments = (Ref(0), *map(im.literal, (size, stride, offset)))
@@ -204,23 +204,17 @@ def _as_strided(im: Importer, fx: FxNode, x: FxNode, size: Any, stride: Any, off
                            tag="")  # fmt: skip
 
 
-def _as_strided_scatter(im: Importer, fx: FxNode, x: FxNode, *rest: Any) -> None:
-    """Torch runs it."""
-    with_own_memory(im, x)
-
-
-def with_own_memory(im: Importer, x: FxNode) -> torch.Tensor:
-    """The traced value, if it is all that lies in its memory."""
+def refuse_shared_memory(im: Importer, x: FxNode) -> None:
+    """Raise UnsupportedError unless the traced value is all that lies in its memory."""
     traced: torch.Tensor = x.meta["val"]
     is_whole = is_non_overlapping_and_dense_or_false(traced) and im.size(
         traced.storage_offset()
     ) == const(0)
     if traced._base is not None or not is_whole:
         raise UnsupportedError("as_strided of what is itself a view")
-    return traced
 
 
-OF_MEMORY = {
+OF_MEMORY = {  # they read the memory of their first operand, of whatever type
     aten.as_strided.default,
     aten.as_strided_copy.default,
     aten.as_strided_scatter.default,
@@ -250,7 +244,6 @@ VIEWS: dict[Any, Rule] = {
     aten.unfold.default: _unfold,
     aten.as_strided.default: _as_strided,
     aten.as_strided_copy.default: _as_strided,
-    aten.as_strided_scatter.default: _as_strided_scatter,
     # copies in eager; here another way to read, until something is stored
     aten.flip.default: _flip,
     aten.rot90.default: _rot90,

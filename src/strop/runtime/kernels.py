@@ -122,7 +122,7 @@ class CudaKernels:
     """Cubins for one GPU."""
 
     def __init__(self, cache: DiskCache, workers: int, device: Device) -> None:
-        self.device, self._arch, self._num_sms = device, device.arch, device.sms
+        self.device = device
         self._cache, self._workers = _BytesByKey(cache), workers
         self._cubins: dict[KernelSource, cubin.Cubin] = {}
         self._is_warm = False
@@ -140,22 +140,22 @@ class CudaKernels:
         if not missing:
             return
         try:
-            self._cubins.update(builds.build(missing, self._arch, self._cache, self._workers))
+            self._cubins.update(builds.build(missing, self.device.arch, self._cache, self._workers))
         finally:
             if not self._is_warm:
                 builds.stop_workers()
 
     def begin(self, sources: Sequence[KernelSource]) -> None:
         able = [source for source in sources if self.device.has_wgmma or not source.boxes]
-        Ahead(able, self._arch, self._cache, self._workers, niceness=0).start()
+        Ahead(able, self.device.arch, self._cache, self._workers, niceness=0).start()
 
     def later(self, sources: Sequence[KernelSource], order: Order | None = None) -> Ahead:
-        later = Ahead(sources, self._arch, self._cache, self._workers, order=order)
+        later = Ahead(sources, self.device.arch, self._cache, self._workers, order=order)
         later.keep_processes()
         return later
 
     def watch(self, sources: Sequence[KernelSource]) -> Callable[[], int]:
-        return lambda: sum(builds.BUILDS.has(source, self._arch) for source in sources)
+        return lambda: sum(builds.BUILDS.has(source, self.device.arch) for source in sources)
 
     def bind(self, source: KernelSource, pointers: Sequence[int], scalars: Sequence[int],
              stream: int, early: bool = False, views: Sequence[View] = ()
@@ -170,9 +170,9 @@ class CudaKernels:
 
     def splits(self, split: Split, sizes: Mapping[str, int]) -> int:
         rows, parallel = split.rows.eval(sizes), split.parallel.eval(sizes)
-        is_long = 0 < split.most_rows * self._num_sms <= rows * parallel
-        programs = max(rows * parallel // ROWS_PER_PROGRAM, (1 + is_long) * self._num_sms)
-        programs = min(programs, MAX_PROGRAMS_PER_SM * self._num_sms)
+        is_long = 0 < split.most_rows * self.device.sms <= rows * parallel
+        programs = max(rows * parallel // ROWS_PER_PROGRAM, (1 + is_long) * self.device.sms)
+        programs = min(programs, MAX_PROGRAMS_PER_SM * self.device.sms)
         wanted = programs // max(parallel, 1)
         return max(1, min(wanted, -(-rows // split.min_rows)))
 

@@ -41,6 +41,8 @@ class WholeNumbers:
         """The skeleton of a call's arguments with a SizeRef for each number that is a size; behind
         the ``tensors`` come those that these refer to."""
         values = list(_values(skeleton))
+        if len(values) < 2:  # a single one is never taken for a size
+            return skeleton
         runs = _runs(values, _sizes(tensors))
         if not runs or without_numbers(skeleton) in self._constant:
             return skeleton
@@ -134,7 +136,7 @@ def _is_whole(item: Skeleton) -> bool:
 
 
 def _with(skeleton: Skeleton, parts: Iterator[Skeleton]) -> Skeleton:
-    """With these in the place of the whole numbers."""
+    """Put these in the place of the whole numbers."""
     kind, (places, *by_place), (names, *by_name) = skeleton
     return (
         kind,
