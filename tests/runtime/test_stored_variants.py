@@ -9,13 +9,17 @@ from typing import Any
 
 import pytest
 import torch
+from diffusers.configuration_utils import FrozenDict
 from torch import Tensor, nn
 
 import strop
+from strop.bench import models
 from strop.options import Options
-from strop.runtime import kernels, variants
+from strop.runtime import kernels, stored_variants, variants
 from strop.runtime.cache import DiskCache
 from strop.runtime.native import NativeKernels
+from strop.runtime.signature import Shapes
+from strop.runtime.state import ModuleState
 from tests.e2e import tiny
 
 X = torch.randn(3, 8, generator=torch.manual_seed(0))
@@ -182,3 +186,18 @@ def test_ragged_sizes_run_in_eager_until_their_graph_is_built(device: str, monke
             )
     assert sum(v.is_ragged for v in dispatcher.variants.all) == 1
     assert dispatcher.counters.eager_calls == 1
+
+
+def test_the_order_in_which_diffusers_lists_defaults_is_no_part_of_the_key(tmp_path: Path) -> None:
+    """It differs from process to process: every start would trace anew."""
+    keys = []
+    for order in (1, -1):
+        unet = models.make_unet(models.TINY_UNET, torch.device("cpu"), torch.float32)
+        for part in unet.modules():
+            config = vars(part).get("_internal_dict")
+            if config is not None:
+                listed = sorted(config["_use_default_values"])[::order]
+                part._internal_dict = FrozenDict({**config, "_use_default_values": listed})
+        shapes, options = Shapes((), {}), Options(cache_dir=str(tmp_path))
+        keys.append(stored_variants.key_of(unet, ModuleState(unet), (), shapes, options))
+    assert keys[0] == keys[1]

@@ -30,7 +30,7 @@ from strop.patterns import registry
 from strop.runtime.cache import DiskCache
 from strop.runtime.signature import Shapes, Skeleton
 from strop.runtime.state import ModuleState
-from strop.runtime.texts import qualified, text_of
+from strop.runtime.texts import qualified, text_of, text_of_config
 
 if TYPE_CHECKING:
     from strop.runtime.variants import Variant
@@ -66,11 +66,8 @@ def key_of(module: nn.Module, state: ModuleState, skeleton: Skeleton, shapes: Sh
 
 
 def _config(module: nn.Module) -> str:
-    """Without private keys: diffusers lists default values there, in random order."""
     config = getattr(module, "config", None)
-    if isinstance(config, Mapping):
-        return repr(sorted((k, repr(v)) for k, v in config.items() if not k.startswith("_")))
-    return repr(config)
+    return text_of_config(config) if isinstance(config, Mapping) else repr(config)
 
 
 def _settings(state: ModuleState, path: str, part: nn.Module) -> str:

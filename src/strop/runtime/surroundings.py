@@ -31,7 +31,7 @@ from strop.runtime.reach import (
     Unbound,
     is_fixed,
 )
-from strop.runtime.texts import is_plain, text_of
+from strop.runtime.texts import is_plain, text_of, text_of_config
 
 __all__ = ["LIBRARIES", "Change", "Surroundings", "is_private"]
 _BY_TEXT = (*CONSTANTS, FunctionType, type(len), type)
@@ -140,7 +140,7 @@ class Surroundings:
         """A line for each list and the like of a framework's that holds numbers and texts alone:
         peft makes a new list of active adapters with each weight that it sets."""
         places = zip(self._places, self._names.values, strict=True)
-        return sorted(f"{p.label}={text_of(v)}" for p, v in places if _is_by_text(p, v))
+        return sorted(f"{p.label}={_text_of_container(v)}" for p, v in places if _is_by_text(p, v))
 
     @property
     def objects(self) -> list[Any]:
@@ -162,6 +162,11 @@ def is_private(label: str) -> bool:
 def _is_by_text(place: Place, value: Any) -> bool:
     is_container = isinstance(value, list | tuple | dict | set | frozenset)
     return not place.is_own and not place.is_setting and is_container and is_plain(value)
+
+
+def _text_of_container(value: Any) -> str:
+    is_config = isinstance(value, dict) and is_fixed(value)
+    return text_of_config(value) if is_config else text_of(value)
 
 
 def _is_told(value: Any) -> bool:

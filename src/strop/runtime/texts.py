@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
+from collections.abc import Mapping
 from types import BuiltinFunctionType, CodeType, FunctionType
 from typing import Any
 
@@ -39,6 +40,11 @@ def text_of(value: Any, outer: frozenset[int] = frozenset()) -> str:
     if isinstance(value, FunctionType):
         return _text_of_function(value, outer)
     return getattr(value, "__qualname__", "") or _ADDRESS.sub("", repr(value))
+
+
+def text_of_config(config: Mapping[str, Any]) -> str:
+    """Leave private keys out: diffusers lists there which values are defaults, in random order."""
+    return repr(sorted((k, text_of(v)) for k, v in config.items() if not k.startswith("_")))
 
 
 def qualified(kind: type) -> str:
