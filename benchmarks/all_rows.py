@@ -58,8 +58,9 @@ class Queue:
         self._left = sorted(runs, key=lambda run: -run.seconds)
         self._args, self._end = args, time.monotonic() + args.seconds
         cores = sorted(os.sched_getaffinity(0))
-        self._cores = [cores[n * len(cores) // gpus : (n + 1) * len(cores) // gpus]
-                       for n in range(gpus)]  # fmt: skip
+        self._cores = [
+            cores[n * len(cores) // gpus : (n + 1) * len(cores) // gpus] for n in range(gpus)
+        ]
         self._lock = threading.Lock()
         self.failed = list[str]()
 
@@ -94,8 +95,14 @@ class Queue:
         env = {**os.environ, "CUDA_VISIBLE_DEVICES": str(gpu)}
         start = time.monotonic()
         with (self._args.out / f"{run.name}.txt").open("w") as said:
-            done = subprocess.run(f"taskset -c {cores} {command}", shell=True, env=env, stdout=said,
-                                  stderr=subprocess.STDOUT, check=False)  # fmt: skip
+            done = subprocess.run(
+                f"taskset -c {cores} {command}",
+                shell=True,
+                env=env,
+                stdout=said,
+                stderr=subprocess.STDOUT,
+                check=False,
+            )
         took = time.monotonic() - start
         if done.returncode:
             self.failed.append(run.name)

@@ -82,13 +82,28 @@ def gpu_tests(suite: Suite) -> dict[str, Any]:
     """pytest -m gpu, with a configuration that needs no plugin."""
     ini = suite.out / "pytest.ini"
     ini.write_text(PYTEST_INI)
-    command = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-c", str(ini), "--rootdir",
-               str(ROOT), "-p", "no:cacheprovider", "--continue-on-collection-errors",
-               "--tb=short", "tests"]  # fmt: skip
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-m",
+        "gpu",
+        "-q",
+        "-c",
+        str(ini),
+        "--rootdir",
+        str(ROOT),
+        "-p",
+        "no:cacheprovider",
+        "--continue-on-collection-errors",
+        "--tb=short",
+        "tests",
+    ]
     start, limit_s = time.monotonic(), min(suite.left(), suite.args.tests_s)
     try:
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True,
-                              timeout=limit_s, check=False)  # fmt: skip
+        done = subprocess.run(
+            command, cwd=ROOT, capture_output=True, text=True, timeout=limit_s, check=False
+        )
         text, code = done.stdout + done.stderr, done.returncode
     except subprocess.TimeoutExpired as error:
         text, code = (error.stdout or b"").decode(errors="replace"), -1
@@ -101,8 +116,10 @@ def gpu_tests(suite: Suite) -> dict[str, Any]:
 def bringup(suite: Suite) -> dict[str, Any]:
     """Tiny models, fp32 and fp16, with and without CUDA graphs, against eager."""
     found: dict[str, Any] = {}
-    sizes = {"tiny-unet": ((64, 64), (96, 64), (128, 160)),
-             "tiny-vae": ((64, 64), (32, 48), (96, 64))}  # fmt: skip
+    sizes = {
+        "tiny-unet": ((64, 64), (96, 64), (128, 160)),
+        "tiny-vae": ((64, 64), (32, 48), (96, 64)),
+    }
     dtypes = (torch.float32, torch.float16) if suite.device.type == "cuda" else (torch.float32,)
     for name, shapes in sizes.items():
         for dtype in dtypes:
@@ -129,18 +146,25 @@ def _bringup(suite: Suite, case: BenchCase, graphs: bool, judged: Any) -> dict[s
     counts = explain(ours.target).summary()
     worst = max(rows, key=lambda r: r["rms"] / max(r["rms_eager"], 1e-12))
     bad = sum(not r["is_good"] for r in rows)
-    text = (f"{bad} bad of {len(rows)}, worst rms {worst['rms']:.2e} (eager"
-            f" {worst['rms_eager']:.2e}), {counts['num_graphs']} graphs,"
-            f" {counts['num_launches']} launches, fallbacks {counts['fallbacks']}")  # fmt: skip
+    text = (
+        f"{bad} bad of {len(rows)}, worst rms {worst['rms']:.2e} (eager"
+        f" {worst['rms_eager']:.2e}), {counts['num_graphs']} graphs,"
+        f" {counts['num_launches']} launches, fallbacks {counts['fallbacks']}"
+    )
     return {"rows": rows, "counts": counts, "text": text}
 
 
 def full(suite: Suite) -> dict[str, Any]:
     """Cold and cached start of the UNet in fresh processes, then its kernels."""
     case = case_named(suite.args.unet)
-    result = compile_bench.run(case, suite.out, str(suite.device), num_shapes=1,
-                               limit_s=max(suite.left() * 0.6, 30),
-                               cache_dir=suite.cache_dir / "main")  # fmt: skip
+    result = compile_bench.run(
+        case,
+        suite.out,
+        str(suite.device),
+        num_shapes=1,
+        limit_s=max(suite.left() * 0.6, 30),
+        cache_dir=suite.cache_dir / "main",
+    )
     for row in report.compile_rows_of(result):
         suite.say("full", "  ".join(row))
     suite.say("full", f"stages {result['cold'].get('stages_s')}")
@@ -164,9 +188,11 @@ def kernels(suite: Suite) -> dict[str, Any]:
     report.write_json(found.to_dict(), suite.out / "explain.json")
     generated = {k.name for g in found.graphs for k in g.kernels}
     mine = timer.profiled(call, generated)
-    text = (f"launches {mine['launches']:.0f} (generated {mine['generated']:.0f}), report says"
-            f" {found.num_launches}; kernel time {mine['us'] / 1e3:.2f} ms, of it generated"
-            f" {mine['generated_us'] / 1e3:.2f} ms")  # fmt: skip
+    text = (
+        f"launches {mine['launches']:.0f} (generated {mine['generated']:.0f}), report says"
+        f" {found.num_launches}; kernel time {mine['us'] / 1e3:.2f} ms, of it generated"
+        f" {mine['generated_us'] / 1e3:.2f} ms"
+    )
     suite.say("kernels", text)
     for row in mine["top"][:12]:
         suite.say("kernels", f"{row['us']:9.1f} us {row['count']:5.0f}x  {row['name'][:90]}")
@@ -174,8 +200,12 @@ def kernels(suite: Suite) -> dict[str, Any]:
     eager = peers.prepared(peers.peer_named("eager"), case, suite.device)
     theirs = timer.profiled(peers.caller(eager, *shape), set())
     suite.say("kernels", f"eager: {theirs['launches']:.0f} launches, {theirs['us'] / 1e3:.2f} ms")
-    return {"strop": mine, "eager": theirs, "counts": found.summary(),
-            "estimates": _estimates(found, mine)}  # fmt: skip
+    return {
+        "strop": mine,
+        "eager": theirs,
+        "counts": found.summary(),
+        "estimates": _estimates(found, mine),
+    }
 
 
 def _estimates(found: Any, mine: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -185,8 +215,10 @@ def _estimates(found: Any, mine: Mapping[str, Any]) -> list[dict[str, Any]]:
     for component in found.components:
         for kernel in component.latest.kernels if component.latest else ():
             expected[kernel.name] += kernel.estimated_us
-    return [{"name": n, "estimated_us": round(us, 2), "measured_us": measured.get(n)}
-            for n, us in sorted(expected.items(), key=lambda item: -item[1])]  # fmt: skip
+    return [
+        {"name": n, "estimated_us": round(us, 2), "measured_us": measured.get(n)}
+        for n, us in sorted(expected.items(), key=lambda item: -item[1])
+    ]
 
 
 def step_times(suite: Suite) -> dict[str, Any]:
@@ -206,10 +238,16 @@ def more(suite: Suite) -> dict[str, Any]:
 def _infer(suite: Suite, step: str, *names: str) -> dict[str, Any]:
     is_tiny = suite.args.unet.startswith("tiny")
     chosen = [*infer_contenders.DEFAULT_PEERS, *(["inductor"] if suite.args.inductor_s else [])]
-    plan = infer_contenders.Plan(str(suite.device), "fp32" if is_tiny else "fp16", tuple(chosen),
-                              suite.args.iterations)  # fmt: skip
-    results = infer.run(infer_rows.chosen_rows(names, tiny=is_tiny), plan, out=suite.out,
-                        budget_s=suite.left(), is_apart=False)  # fmt: skip
+    plan = infer_contenders.Plan(
+        str(suite.device), "fp32" if is_tiny else "fp16", tuple(chosen), suite.args.iterations
+    )
+    results = infer.run(
+        infer_rows.chosen_rows(names, tiny=is_tiny),
+        plan,
+        out=suite.out,
+        budget_s=suite.left(),
+        is_apart=False,
+    )
     for line in report.plain_table(infer_report.rows_of(results)).splitlines()[1:]:
         suite.say(step, line)
     return {result["row"]: result for result in results}
@@ -224,8 +262,10 @@ def graph_replay(suite: Suite) -> dict[str, Any]:
     replayed = peers.caller(ours, *case.shapes[0], by_graph=True)
     times = timer.time_calls({"no-graph": plain, "replay": replayed}, suite.device)
     for name, timing in times.items():
-        suite.say("replay", f"{name}: p50 {timing.p50_ms:.3f} ms ({timing.p20_ms:.3f} to"
-                  f" {timing.p80_ms:.3f})")  # fmt: skip
+        suite.say(
+            "replay",
+            f"{name}: p50 {timing.p50_ms:.3f} ms ({timing.p20_ms:.3f} to {timing.p80_ms:.3f})",
+        )
     return {name: timing.to_dict() for name, timing in times.items()}
 
 
@@ -292,8 +332,11 @@ def pipe(suite: Suite) -> dict[str, Any]:
         suite.say("pipe", f"{size} b{batch}: first {first:.0f} ms, second {second:.0f} ms")
     found = explain(ours.target)
     counts = found.summary()
-    suite.say("pipe", f"{counts['num_graphs']} graphs, {counts['num_recompiles']} recompiles,"
-              f" fallbacks {counts['fallbacks']}, not finite {counts['nonfinite']}")  # fmt: skip
+    suite.say(
+        "pipe",
+        f"{counts['num_graphs']} graphs, {counts['num_recompiles']} recompiles,"
+        f" fallbacks {counts['fallbacks']}, not finite {counts['nonfinite']}",
+    )
     (suite.out / "explain_pipe.txt").write_text(str(found))
     return {"rows": rows, "counts": counts}
 
@@ -313,12 +356,21 @@ def dynamo(suite: Suite) -> dict[str, Any]:
         done = len(AOT_LOG.records)
         total = timer.elapsed_ms(peers.caller(ours, (height, width), batch), suite.device)
         (record,) = AOT_LOG.records[done:]
-        rows.append({"size": [height, width], "call_s": round(total / 1e3, 2),
-                     "strop_s": round(record.seconds, 3), "kernels_built": record.kernels_built,
-                     "kernels": len(record.compiled.program.sources)})  # fmt: skip
+        rows.append(
+            {
+                "size": [height, width],
+                "call_s": round(total / 1e3, 2),
+                "strop_s": round(record.seconds, 3),
+                "kernels_built": record.kernels_built,
+                "kernels": len(record.compiled.program.sources),
+            }
+        )
         suite.say("dynamo", str(rows[-1]))
-    return {"rows": rows, "fallbacks": AOT_LOG.fallbacks,
-            "second_of_first": round(rows[1]["strop_s"] / rows[0]["strop_s"], 3)}  # fmt: skip
+    return {
+        "rows": rows,
+        "fallbacks": AOT_LOG.fallbacks,
+        "second_of_first": round(rows[1]["strop_s"] / rows[0]["strop_s"], 3),
+    }
 
 
 def sprites(suite: Suite) -> dict[str, Any]:
@@ -392,8 +444,11 @@ def main() -> None:
             gc.collect()
             if device.type == "cuda":
                 torch.cuda.empty_cache()
-    summary = {"environment": environment.describe(device), "seconds": seconds,
-               "lines": suite.lines}  # fmt: skip
+    summary = {
+        "environment": environment.describe(device),
+        "seconds": seconds,
+        "lines": suite.lines,
+    }
     report.write_json(summary, args.out / "suite.json")
     print("\n" + "\n".join(f"{step:8s} {text}" for step, text in suite.lines))
     print(f"seconds {seconds}")

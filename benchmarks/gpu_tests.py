@@ -61,13 +61,18 @@ def collected(ini: Path, only: Sequence[str]) -> dict[str, list[str]]:
 
 def shared(found: dict[str, list[str]], count: int) -> list[Job]:
     """Chunks of files, the largest first, each to who has least."""
-    num_tests = {kind: sum(len(t) for f, t in found.items() if f.startswith(TRAIN) is kind)
-                 for kind in (True, False)}  # fmt: skip
+    num_tests = {
+        kind: sum(len(t) for f, t in found.items() if f.startswith(TRAIN) is kind)
+        for kind in (True, False)
+    }
     of_trainer = round(count * num_tests[True] / sum(num_tests.values()))
     of_trainer = min(max(of_trainer, bool(num_tests[True])), count - bool(num_tests[False]))
     jobs = [Job(number < of_trainer) for number in range(count)]
-    chunks = [(file, tests[n : n + CHUNK]) for file, tests in found.items()
-              for n in range(0, len(tests), CHUNK)]  # fmt: skip
+    chunks = [
+        (file, tests[n : n + CHUNK])
+        for file, tests in found.items()
+        for n in range(0, len(tests), CHUNK)
+    ]
     for file, chunk in sorted(chunks, key=lambda each: -len(each[1])):
         mine = [job for job in jobs if job.is_of_trainer is file.startswith(TRAIN)]
         min(mine, key=lambda job: len(job.tests)).tests += chunk
@@ -79,21 +84,31 @@ def begun(job: Job, ini: Path, log: Path) -> subprocess.Popen[bytes]:
     if job.is_of_trainer:
         env["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
     with log.open("wb") as out:
-        return subprocess.Popen(pytest(ini, "-m", "gpu", "-rfE", *job.tests), cwd=ROOT, env=env,
-                                stdout=out, stderr=subprocess.STDOUT)  # fmt: skip
+        return subprocess.Popen(
+            pytest(ini, "-m", "gpu", "-rfE", *job.tests),
+            cwd=ROOT,
+            env=env,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+        )
 
 
 def told(number: int, job: Job, log: Path, code: int) -> tuple[int, int]:
     """How many of its tests are green, and how many skipped themselves, having said how it went."""
     text = log.read_text(errors="replace")
     summary = SUMMARY.findall(text)
-    print(f"{number:3}  {len(job.tests):4} tests  exit {code:4}  "
-          f"{summary[-1] if summary else 'cut off'}", flush=True)  # fmt: skip
+    print(
+        f"{number:3}  {len(job.tests):4} tests  exit {code:4}  "
+        f"{summary[-1] if summary else 'cut off'}",
+        flush=True,
+    )
     if code:
         marks = ("FAILED", "ERROR", "E  ")
         print("\n".join([line[:200] for line in text.splitlines() if line.startswith(marks)][:20]))
-    passed, skipped = (sum(map(int, re.findall(rf"(\d+) {word}", summary[-1] if summary else "")))
-                       for word in ("passed", "skipped"))  # fmt: skip
+    passed, skipped = (
+        sum(map(int, re.findall(rf"(\d+) {word}", summary[-1] if summary else "")))
+        for word in ("passed", "skipped")
+    )
     return passed, skipped
 
 
@@ -121,8 +136,10 @@ def main() -> None:
         each = zip(range(len(jobs)), jobs, logs, codes, strict=True)
         passed, skipped = map(sum, zip(*(told(*one) for one in each), strict=True))
     count, took = sum(len(job.tests) for job in jobs), time.monotonic() - start
-    print(f"{passed} green, {skipped} skipped, {count - passed - skipped} not green, of {count} "
-          f"in {len(jobs)} processes, {took:.0f} s")  # fmt: skip
+    print(
+        f"{passed} green, {skipped} skipped, {count - passed - skipped} not green, of {count} "
+        f"in {len(jobs)} processes, {took:.0f} s"
+    )
     sys.exit(passed + skipped < count or any(codes))
 
 

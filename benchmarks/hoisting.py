@@ -66,8 +66,10 @@ CONTENDERS = {"prompt and timesteps": (True, True), "prompt": (True, False), "no
 
 @torch.no_grad()
 def measure(name: str, config: Any, side: int, rounds: int) -> None:
-    found = {who: Contender(config, side, hoist=hoist, knows_timesteps=knows)
-             for who, (hoist, knows) in CONTENDERS.items()}  # fmt: skip
+    found = {
+        who: Contender(config, side, hoist=hoist, knows_timesteps=knows)
+        for who, (hoist, knows) in CONTENDERS.items()
+    }
     for number in range(rounds + 2):
         for one in found.values():
             ms = one.round()
@@ -77,8 +79,10 @@ def measure(name: str, config: Any, side: int, rounds: int) -> None:
     for who, one in found.items():
         assert one.result is not None
         far = float((one.result - truth).norm() / truth.norm())
-        print(f"{name}, {who}: median {statistics.median(one.ms):.4f} ms, least {min(one.ms):.4f};"
-              f" {far:.1e} from none")  # fmt: skip
+        print(
+            f"{name}, {who}: median {statistics.median(one.ms):.4f} ms, least {min(one.ms):.4f};"
+            f" {far:.1e} from none"
+        )
         row = report_of({"unet": one.dispatcher}).components[0]
         print(f"  {row.num_launches} launches a step; {row.hoisted or 'nothing hoisted'}")
 

@@ -164,8 +164,9 @@ def sources_of(part: Part) -> tuple[KernelSource, ...]:
     """The distinct kernels of one program for CUDA, symbolic as ``strop.optimize`` makes them."""
     shapes = adapter_for(part.module).shapes(part.args)
     captured = capture(part.module, part.call, shapes.specs, shapes.hints)
-    imported = import_graph(captured.gm, captured.symbols, captured.hints, captured.origins,
-                            len(captured.state_names))  # fmt: skip
+    imported = import_graph(
+        captured.gm, captured.symbols, captured.hints, captured.origins, len(captured.state_names)
+    )
     signature = Signature(imported.returned, captured.guards)
     return compile_graph(imported.graph, signature, "cuda", Options()).program.sources
 
@@ -297,32 +298,45 @@ def summary(results: Results, archs: Sequence[int]) -> list[dict[str, Any]]:
     rows = []
     for arch in archs:
         usages = [u for r in results.values() if isinstance(u := r[arch], Usage)]
-        rows.append({
-            "arch": arch, "kernels": len(usages),
-            "max_shared": max((u.shared for u in usages), default=0),
-            "max_registers": max((u.registers for u in usages), default=0),
-            "with_stack": sum(u.stack > 0 for u in usages),
-            "spilling": sum(u.spilled > 0 for u in usages),
-            "median_seconds": round(statistics.median([u.seconds for u in usages] or [0.0]), 3),
-            "total_seconds": round(sum(u.seconds for u in usages), 1),
-        })  # fmt: skip
+        rows.append(
+            {
+                "arch": arch,
+                "kernels": len(usages),
+                "max_shared": max((u.shared for u in usages), default=0),
+                "max_registers": max((u.registers for u in usages), default=0),
+                "with_stack": sum(u.stack > 0 for u in usages),
+                "spilling": sum(u.spilled > 0 for u in usages),
+                "median_seconds": round(statistics.median([u.seconds for u in usages] or [0.0]), 3),
+                "total_seconds": round(sum(u.seconds for u in usages), 1),
+            }
+        )
     return rows
 
 
-def report(found: Mapping[KernelSource, list[str]], results: Results,
-           archs: Sequence[int]) -> dict[str, Any]:  # fmt: skip
+def report(
+    found: Mapping[KernelSource, list[str]], results: Results, archs: Sequence[int]
+) -> dict[str, Any]:
     kernels = []
     for source, by_arch in results.items():
         usage: dict[str, Any] = {}
         for arch in archs:
             u = by_arch[arch]
-            usage[str(arch)] = u if isinstance(u, str) else [
-                u.shared, u.registers, u.stack, u.spilled, round(u.seconds, 3)]  # fmt: skip
-        kernels.append({
-            "name": source.name, "key": key(source),
-            "models": found[source], "num_params": len(source.params),
-            "num_warps": source.num_warps, "split": source.split is not None, "usage": usage,
-        })  # fmt: skip
+            usage[str(arch)] = (
+                u
+                if isinstance(u, str)
+                else [u.shared, u.registers, u.stack, u.spilled, round(u.seconds, 3)]
+            )
+        kernels.append(
+            {
+                "name": source.name,
+                "key": key(source),
+                "models": found[source],
+                "num_params": len(source.params),
+                "num_warps": source.num_warps,
+                "split": source.split is not None,
+                "usage": usage,
+            }
+        )
     return {
         "versions": {"torch": torch.__version__, "triton": cubin.triton_version()},
         "dtype": "float16",
@@ -348,8 +362,17 @@ def write(path: Path, data: Mapping[str, Any]) -> None:
 
 
 def show(data: Mapping[str, Any], console: Console) -> None:
-    table = Table("arch", "kernels", "shared", "regs", "framed", "spilling", "median s",
-                  "total s", title="largest of all kernels, and seconds to compile")  # fmt: skip
+    table = Table(
+        "arch",
+        "kernels",
+        "shared",
+        "regs",
+        "framed",
+        "spilling",
+        "median s",
+        "total s",
+        title="largest of all kernels, and seconds to compile",
+    )
     for row in data["summary"]:
         table.add_row(f"sm_{row['arch']}", *(str(v) for k, v in row.items() if k != "arch"))
     console.print(table)

@@ -58,9 +58,12 @@ class PlainLearner(learner.Learner):
 
         self.most = given.max_grad_norm
         self.optimizer = torch.optim.AdamW(
-            self.parameters, lr=given.rate, betas=(given.adam_beta1, given.adam_beta2),
-            eps=given.adam_epsilon, weight_decay=given.adam_weight_decay,
-        )  # fmt: skip
+            self.parameters,
+            lr=given.rate,
+            betas=(given.adam_beta1, given.adam_beta2),
+            eps=given.adam_epsilon,
+            weight_decay=given.adam_weight_decay,
+        )
         if self.is_moved:
             torch._foreach_mul_([p.detach() for p in self.parameters], MOVED)
         self.average = EMAModel(self.parameters, decay=given.ema_decay)
@@ -116,12 +119,23 @@ def losses(name: str, seed: int, args: argparse.Namespace) -> list[float]:
     """Of every step of one training."""
     folder = Path(tempfile.mkdtemp())
     given = {
-        "model": "sprites", "dataset_name": "sprites", "from_scratch": True, "seed": seed,
-        "train_batch_size": args.batch, "max_train_steps": args.steps, "learning_rate": 1e-3,
-        "lr_scheduler": "constant_with_warmup", "lr_warmup_steps": 20, "max_grad_norm": 1.0,
-        "use_ema": True, "mixed_precision": args.mixed_precision, "device": args.device,
-        "output_dir": str(folder), "checkpointing_steps": 10**9, "compile_unet": name == "strop",
-    }  # fmt: skip
+        "model": "sprites",
+        "dataset_name": "sprites",
+        "from_scratch": True,
+        "seed": seed,
+        "train_batch_size": args.batch,
+        "max_train_steps": args.steps,
+        "learning_rate": 1e-3,
+        "lr_scheduler": "constant_with_warmup",
+        "lr_warmup_steps": 20,
+        "max_grad_norm": 1.0,
+        "use_ema": True,
+        "mixed_precision": args.mixed_precision,
+        "device": args.device,
+        "output_dir": str(folder),
+        "checkpointing_steps": 10**9,
+        "compile_unet": name == "strop",
+    }
     usual = sessions.Learner
     try:
         sessions.Learner = LEARNERS[name]  # type: ignore[misc]
@@ -180,22 +194,44 @@ def draw(curves: Curves, verdict: dict[str, Any], title: str, path: Path) -> Non
     axes = figure.subplots()
     plain = np.stack([smoothed(values) for values in curves["plain"].values()])
     steps = np.arange(plain.shape[1]) + WINDOW
-    axes.fill_between(steps, plain.min(0), plain.max(0), color="#dddddd",
-                      label="band of the plain recipe's seeds")  # fmt: skip
+    axes.fill_between(
+        steps, plain.min(0), plain.max(0), color="#dddddd", label="band of the plain recipe's seeds"
+    )
     for colour, seed in zip(COLOURS, curves["strop"], strict=False):
-        axes.plot(steps, smoothed(curves["plain"][seed]), "--", color=colour, linewidth=2.5,
-                  alpha=0.5, label=f"plain, seed {seed}")  # fmt: skip
-        axes.plot(steps, smoothed(curves["moved"][seed]), ":", color=colour, linewidth=1,
-                  label=f"plain from moved weights, seed {seed}")  # fmt: skip
-        axes.plot(steps, smoothed(curves["strop"][seed]), color=colour, linewidth=1,
-                  label=f"Strop, seed {seed}")  # fmt: skip
+        axes.plot(
+            steps,
+            smoothed(curves["plain"][seed]),
+            "--",
+            color=colour,
+            linewidth=2.5,
+            alpha=0.5,
+            label=f"plain, seed {seed}",
+        )
+        axes.plot(
+            steps,
+            smoothed(curves["moved"][seed]),
+            ":",
+            color=colour,
+            linewidth=1,
+            label=f"plain from moved weights, seed {seed}",
+        )
+        axes.plot(
+            steps,
+            smoothed(curves["strop"][seed]),
+            color=colour,
+            linewidth=1,
+            label=f"Strop, seed {seed}",
+        )
     axes.set_xlabel("step")
     axes.set_ylabel(f"loss, mean of {WINDOW} steps")
     axes.set_yscale("log")
     apart = {name: verdict[name]["distance"] for name in ("strop", "moved")}
-    axes.set_title(f"{title}\nRMS distance from plain: Strop {apart['strop']:.4f}, "
-                   f"plain from moved weights {apart['moved']:.4f}, "
-                   f"between seeds {verdict['between_seeds']:.4f}", fontsize=10)  # fmt: skip
+    axes.set_title(
+        f"{title}\nRMS distance from plain: Strop {apart['strop']:.4f}, "
+        f"plain from moved weights {apart['moved']:.4f}, "
+        f"between seeds {verdict['between_seeds']:.4f}",
+        fontsize=10,
+    )
     axes.legend(fontsize=8)
     figure.savefig(path, dpi=130)
 
@@ -213,8 +249,13 @@ def main() -> None:
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     path = args.out / f"loss_curves-{args.mixed_precision}_{args.device}.json"
-    about = {"kind": "loss_curves", "steps": args.steps, "batch": args.batch,
-             "mixed_precision": args.mixed_precision, "device": args.device}  # fmt: skip
+    about = {
+        "kind": "loss_curves",
+        "steps": args.steps,
+        "batch": args.batch,
+        "mixed_precision": args.mixed_precision,
+        "device": args.device,
+    }
     curves = earlier(path, about)
     for seed, name in itertools.product(map(int, args.seeds.split(",")), NAMES):
         if seed not in curves[name]:

@@ -80,8 +80,13 @@ def ours(unet: nn.Module, options: Options) -> Callable[..., Any]:
 CONTENDERS = {"eager": eager, "inductor": inductor, "strop": ours}
 
 
-def step_of(call: Callable[..., Any], unet: nn.Module, given: dict[str, Any], target: Tensor,
-            dtype: torch.dtype | None) -> Step:  # fmt: skip
+def step_of(
+    call: Callable[..., Any],
+    unet: nn.Module,
+    given: dict[str, Any],
+    target: Tensor,
+    dtype: torch.dtype | None,
+) -> Step:
     kind = target.device.type
 
     def step() -> Tensor:
@@ -109,18 +114,25 @@ def exact_gradients(args: argparse.Namespace) -> dict[str, Tensor]:
     return gradients(unet)
 
 
-def judged(found: dict[str, Tensor], exact: dict[str, Tensor], eager: dict[str, float]
-           ) -> dict[str, Any]:  # fmt: skip
+def judged(
+    found: dict[str, Tensor], exact: dict[str, Tensor], eager: dict[str, float]
+) -> dict[str, Any]:
     """``eager`` gets the errors of the first contender that is judged."""
-    errors = {n: ((found[n].double() - e.double()).norm() / e.double().norm()).item()
-              for n, e in exact.items() if e.count_nonzero()}  # fmt: skip
+    errors = {
+        n: ((found[n].double() - e.double()).norm() / e.double().norm()).item()
+        for n, e in exact.items()
+        if e.count_nonzero()
+    }
     if not eager:
         eager.update(errors)
     times = {n: error / max(eager[n], 1e-12) for n, error in errors.items()}
     worst = max(times, key=times.__getitem__)
-    return {"median_error": statistics.median(errors.values()), "worst_error": max(errors.values()),
-            "median_of_eagers": statistics.median(times.values()),
-            "worst_of_eagers": [times[worst], worst]}  # fmt: skip
+    return {
+        "median_error": statistics.median(errors.values()),
+        "worst_error": max(errors.values()),
+        "median_of_eagers": statistics.median(times.values()),
+        "worst_of_eagers": [times[worst], worst],
+    }
 
 
 def peak_bytes(step: Step, device: torch.device) -> int | None:
@@ -142,8 +154,9 @@ def made(name: str, args: argparse.Namespace, dtype: torch.dtype | None) -> tupl
     return step_of(CONTENDERS[name](unet, options), unet, given, target.to(device), dtype), unet
 
 
-def measure(name: str, args: argparse.Namespace, exact: dict[str, Tensor], eager: dict[str, float]
-            ) -> dict[str, Any]:  # fmt: skip
+def measure(
+    name: str, args: argparse.Namespace, exact: dict[str, Tensor], eager: dict[str, float]
+) -> dict[str, Any]:
     device = torch.device(args.device)
     step, unet = made(name, args, DTYPES[args.dtype])
     started = time.perf_counter()
@@ -164,9 +177,15 @@ def measure(name: str, args: argparse.Namespace, exact: dict[str, Tensor], eager
 
 
 def _graph(graph: Any) -> dict[str, Any]:
-    return {"role": graph.role, "nodes": graph.num_nodes, "in_kernels": graph.num_compiled_nodes,
-            "kernels": len(graph.kernels), "calls": dict(graph.calls), "kept": graph.num_saved,
-            "seconds": dict(graph.seconds)}  # fmt: skip
+    return {
+        "role": graph.role,
+        "nodes": graph.num_nodes,
+        "in_kernels": graph.num_compiled_nodes,
+        "kernels": len(graph.kernels),
+        "calls": dict(graph.calls),
+        "kept": graph.num_saved,
+        "seconds": dict(graph.seconds),
+    }
 
 
 def parsed() -> argparse.Namespace:

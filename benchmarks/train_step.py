@@ -132,9 +132,15 @@ def strop_graph(w: Weights) -> Step:
     return graph.replay
 
 
-CONTENDERS = {"recipe": recipe, "fused": fused, "strop": strop, "strop-fresh": strop_fresh,
-              "strop-graph": strop_graph, "strop-shadow": strop_shadow,
-              "strop-8bit": strop_8bit}  # fmt: skip
+CONTENDERS = {
+    "recipe": recipe,
+    "fused": fused,
+    "strop": strop,
+    "strop-fresh": strop_fresh,
+    "strop-graph": strop_graph,
+    "strop-shadow": strop_shadow,
+    "strop-8bit": strop_8bit,
+}
 
 
 def free(device: torch.device) -> None:
@@ -143,7 +149,9 @@ def free(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-def times_ms(step: Step, device: torch.device, warm_up: int, samples: int) -> tuple[list[float], float]:  # fmt: skip  # noqa: E501
+def times_ms(
+    step: Step, device: torch.device, warm_up: int, samples: int
+) -> tuple[list[float], float]:
     """Milliseconds of each step on the device, and of the host to enqueue one."""
     for _ in range(warm_up):
         step()
@@ -262,16 +270,26 @@ def check(device: torch.device) -> None:
     steps, name = 100, device.type
     expected = judge.judge(steps, judge.INFINITE.__contains__)
     peer = judge.torch_run(steps, name)
-    limits = [judge.errors(peer.params, expected.params), judge.errors(peer.averages, expected.averages)]  # fmt: skip  # noqa: E501
+    limits = [
+        judge.errors(peer.params, expected.params),
+        judge.errors(peer.averages, expected.averages),
+    ]
     print("torch fused", [[f"{e:.1e}" for e in errors] for errors in limits])
     for kind in (torch.amp.GradScaler, judge.train.GradScaler):
         run, _ = judge.strop_run(steps, name, kind=kind)
-        found = [judge.errors(run.params, expected.params), judge.errors(run.averages, expected.averages)]  # fmt: skip  # noqa: E501
+        found = [
+            judge.errors(run.params, expected.params),
+            judge.errors(run.averages, expected.averages),
+        ]
         print(kind.__module__, [[f"{e:.1e}" for e in errors] for errors in found])
         if run.scales != peer.scales:
             raise SystemExit(f"scales differ: {run.scales} {peer.scales}")
-        worse = [(a, b) for x, y in zip(found, limits, strict=True)
-                 for a, b in zip(x, y, strict=True) if a > 1.1 * b]  # fmt: skip
+        worse = [
+            (a, b)
+            for x, y in zip(found, limits, strict=True)
+            for a, b in zip(x, y, strict=True)
+            if a > 1.1 * b
+        ]
         if worse:
             raise SystemExit(f"errors above torch's: {worse}")
     print("ok")

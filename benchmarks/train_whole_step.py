@@ -99,8 +99,10 @@ def graphed(unet: nn.Module, loss_of: Loss) -> Step:
 
 
 CONTENDERS: dict[str, Callable[[nn.Module, Loss], Step]] = {
-    "eager": eager, "strop": plain, "strop-graph": graphed,
-}  # fmt: skip
+    "eager": eager,
+    "strop": plain,
+    "strop-graph": graphed,
+}
 
 
 def batches(args: argparse.Namespace, device: torch.device) -> list[tuple[Tensor, Tensor]]:
@@ -113,8 +115,9 @@ def batches(args: argparse.Namespace, device: torch.device) -> list[tuple[Tensor
     ]
 
 
-def samples_of(step: Callable[[], Tensor], device: torch.device, most: int, until: float
-               ) -> list[float]:  # fmt: skip
+def samples_of(
+    step: Callable[[], Tensor], device: torch.device, most: int, until: float
+) -> list[float]:
     """Times of steps, as many as there is time for."""
     times: list[float] = []
     while len(times) < most and (len(times) < LEAST_SAMPLES or time.monotonic() < until):

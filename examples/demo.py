@@ -142,13 +142,19 @@ def _summarise(sheets: Sheets, compile_seconds: float, total: float) -> None:
     report = explain(sheets.pipes["strop"])
     sizes = len({size for _, size in SCENES})
     screen = Console(highlight=False, soft_wrap=True)
-    screen.print(f"{len(SCENES)} pictures of {sizes} sizes, {sum(ours.values()):.1f} s of sampling;"
-                 f" compiled in {compile_seconds:.1f} s; {total:.0f} s in all")  # fmt: skip
-    screen.print(f"{len(COMPARED)} pictures, shortest of {ROUNDS} runs: eager {times[0]:.2f} s,"
-                 f" Strop {times[1]:.2f} s ({times[0] / times[1]:.1f}x);"
-                 f" worst {worst}")  # fmt: skip
-    screen.print(f"{report.num_graphs} graphs, {report.num_recompiles} recompiles,"
-                 f" {sum(report.fallbacks.values())} calls in eager")  # fmt: skip
+    screen.print(
+        f"{len(SCENES)} pictures of {sizes} sizes, {sum(ours.values()):.1f} s of sampling;"
+        f" compiled in {compile_seconds:.1f} s; {total:.0f} s in all"
+    )
+    screen.print(
+        f"{len(COMPARED)} pictures, shortest of {ROUNDS} runs: eager {times[0]:.2f} s,"
+        f" Strop {times[1]:.2f} s ({times[0] / times[1]:.1f}x);"
+        f" worst {worst}"
+    )
+    screen.print(
+        f"{report.num_graphs} graphs, {report.num_recompiles} recompiles,"
+        f" {sum(report.fallbacks.values())} calls in eager"
+    )
 
 
 def main() -> int:

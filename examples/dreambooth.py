@@ -23,8 +23,13 @@ from strop.models.sprites.grammar import BACKGROUNDS, COLOURS
 HERE = Path(__file__).parent
 CATS = HERE / "cat"
 SUBJECT, CLASS = "a sks cat", "an orange circle"
-PROMPTS = (SUBJECT, f"{SUBJECT} on a navy background", f"{SUBJECT} on the left",
-           f"{CLASS} on a white background", "a blue star on a black background")  # fmt: skip
+PROMPTS = (
+    SUBJECT,
+    f"{SUBJECT} on a navy background",
+    f"{SUBJECT} on the left",
+    f"{CLASS} on a white background",
+    "a blue star on a black background",
+)
 SIDE, SHARP, SEED, STEPS, GUIDANCE = 64, 8, 1, 20, 3.0
 # Background, centre and radius of each picture, as shares of the side. Mostly on white: of five
 # backgrounds under one prompt a small model learns the mean, of one it learns no other.
@@ -61,15 +66,34 @@ def cat(background: str, x: float, y: float, radius: float) -> Image.Image:
 
 def train(out: Path, steps: int, threads: int) -> None:
     words = {
-        "model": "sprites", "instance_data_dir": CATS, "instance_prompt": SUBJECT,
-        "class_data_dir": out / "class", "class_prompt": CLASS, "num_class_images": 30,
-        "resolution": SIDE, "train_batch_size": 5, "max_train_steps": steps,
-        "learning_rate": 2e-4, "lr_scheduler": "cosine", "lr_warmup_steps": 10,
-        "checkpointing_steps": 50, "resume_from_checkpoint": "latest",
-        "output_dir": out / "model", "threads": threads,
-    }  # fmt: skip
-    command = [sys.executable, "-m", "strop", "train", "dreambooth", "--with_prior_preservation",
-               "--center_crop", "--cache_latents", "--pre_compute_text_embeddings"]  # fmt: skip
+        "model": "sprites",
+        "instance_data_dir": CATS,
+        "instance_prompt": SUBJECT,
+        "class_data_dir": out / "class",
+        "class_prompt": CLASS,
+        "num_class_images": 30,
+        "resolution": SIDE,
+        "train_batch_size": 5,
+        "max_train_steps": steps,
+        "learning_rate": 2e-4,
+        "lr_scheduler": "cosine",
+        "lr_warmup_steps": 10,
+        "checkpointing_steps": 50,
+        "resume_from_checkpoint": "latest",
+        "output_dir": out / "model",
+        "threads": threads,
+    }
+    command = [
+        sys.executable,
+        "-m",
+        "strop",
+        "train",
+        "dreambooth",
+        "--with_prior_preservation",
+        "--center_crop",
+        "--cache_latents",
+        "--pre_compute_text_embeddings",
+    ]
     subprocess.run([*command, *(f"--{name}={value}" for name, value in words.items())], check=True)
 
 
@@ -100,11 +124,12 @@ def main() -> None:
     given = [Image.open(CATS / f"{number}.png") for number in range(len(SCENES))]
     rows = {"taught with": given, "before": row(sprites.WEIGHTS), "after": row(args.out / "model")}
     panels = [
-        pictures.Panel(pictures.enlarged(picture, 128), title, () if title == "taught with" else (
-            prompt,))
+        pictures.Panel(
+            pictures.enlarged(picture, 128), title, () if title == "taught with" else (prompt,)
+        )
         for title, drawn in rows.items()
         for picture, prompt in zip(drawn, PROMPTS, strict=True)
-    ]  # fmt: skip
+    ]
     target = args.out / "dreambooth.png"
     pictures.save(pictures.sheet(panels, columns=len(PROMPTS)), target)
     print(f"before and after in {target}")

@@ -64,9 +64,13 @@ def us_in_turns(calls: Mapping[str, Call], stream: torch.cuda.Stream) -> dict[st
     return {name: round(t.p50_ms * 1e3 / CALLS, 2) for name, t in timed.items()}
 
 
-def hold(name: str, args: argparse.Namespace, sources: Iterable[KernelSource],
-         shapes: Iterable[tuple[int, ...]],
-         measure: Callable[[tuple[int, ...], KernelLibrary], dict[str, Any]]) -> None:  # fmt: skip
+def hold(
+    name: str,
+    args: argparse.Namespace,
+    sources: Iterable[KernelSource],
+    shapes: Iterable[tuple[int, ...]],
+    measure: Callable[[tuple[int, ...], KernelLibrary], dict[str, Any]],
+) -> None:
     """Build all kernels, measure shape by shape while there is time, and write the report. Rows
     have ``us`` and ``errors`` by contender: the library's first, ours in brackets."""
     start = time.monotonic()
@@ -76,14 +80,20 @@ def hold(name: str, args: argparse.Namespace, sources: Iterable[KernelSource],
     report(name, args, shapes, lambda shape: measure(shape, library), start + args.seconds)
 
 
-def report(name: str, args: argparse.Namespace, shapes: Iterable[Shape],
-           measure: Callable[[Shape], dict[str, Any]], end: float) -> None:  # fmt: skip
+def report(
+    name: str,
+    args: argparse.Namespace,
+    shapes: Iterable[Shape],
+    measure: Callable[[Shape], dict[str, Any]],
+    end: float,
+) -> None:
     """Measure shape by shape until then, and write what was found."""
     write(name, args, {"rows": _rows(shapes, measure, end)})
 
 
-def judged(calls: Mapping[str, Call], turns: int, out: Tensor, truth: Tensor,
-           stream: torch.cuda.Stream) -> dict[str, Any]:  # fmt: skip
+def judged(
+    calls: Mapping[str, Call], turns: int, out: Tensor, truth: Tensor, stream: torch.cuda.Stream
+) -> dict[str, Any]:
     """A row: the error of ``out`` behind ``turns`` calls, of which one writes it, and the times."""
     errors = {}
     for name, call in calls.items():
@@ -94,8 +104,9 @@ def judged(calls: Mapping[str, Call], turns: int, out: Tensor, truth: Tensor,
     return {"us": us_in_turns(calls, stream), "errors": errors}
 
 
-def _rows(shapes: Iterable[Shape], measure: Callable[[Shape], dict[str, Any]], end: float
-          ) -> list[dict[str, Any]]:  # fmt: skip
+def _rows(
+    shapes: Iterable[Shape], measure: Callable[[Shape], dict[str, Any]], end: float
+) -> list[dict[str, Any]]:
     """Measure shape by shape while there is time, and say what was found."""
     rows = list[dict[str, Any]]()
     for shape in shapes:
@@ -129,9 +140,14 @@ def _failures(run: Run, work: Sequence[tuple[Shape, Any]]) -> list[tuple[Shape, 
     return found
 
 
-def hold_jit(name: str, args: argparse.Namespace, shapes: Sequence[Shape],
-             tiles: Callable[[Shape], Iterable[Any]], run: Run,
-             measure: Callable[[Shape, Sequence[Any]], dict[str, Any]]) -> None:  # fmt: skip
+def hold_jit(
+    name: str,
+    args: argparse.Namespace,
+    shapes: Sequence[Shape],
+    tiles: Callable[[Shape], Iterable[Any]],
+    run: Run,
+    measure: Callable[[Shape, Sequence[Any]], dict[str, Any]],
+) -> None:
     """As ``hold``, of kernels that Triton launches itself. ``run`` launches a tile once, in
     processes of their own, so that Triton's cache on disk has all; ``measure`` gets those that
     run."""

@@ -34,17 +34,37 @@ from strop.runtime.operands import dense
 
 AT_ONCE = {**CLUSTERS, 5: 24}  # of five: a guess
 # Batch, height = width, channels in and out where every second pixel is left out.
-STRIDED = ((2, 64, 320, 320), (2, 32, 640, 640), (2, 16, 1280, 1280), (8, 64, 320, 320),
-           (8, 32, 640, 640), (2, 128, 320, 320), (2, 64, 640, 640), (2, 96, 320, 320),
-           (3, 48, 640, 640), (4, 16, 1280, 1280))  # fmt: skip
+STRIDED = (
+    (2, 64, 320, 320),
+    (2, 32, 640, 640),
+    (2, 16, 1280, 1280),
+    (8, 64, 320, 320),
+    (8, 32, 640, 640),
+    (2, 128, 320, 320),
+    (2, 64, 640, 640),
+    (2, 96, 320, 320),
+    (3, 48, 640, 640),
+    (4, 16, 1280, 1280),
+)
 MORE = 28  # pictures of 768x768, and others between
 WORST = 1.35  # tiles of which a guess says that they take so much longer are left out
-OTHERS = tuple(Tile(*each) for each in (
-    (2, 160, 5), (2, 80, 7), (2, 80, 7, 8), (2, 256, 4), (1, 160, 7, 2), (2, 216, 4, 5),
-    *((2, 128, 6, split) for split in (1, 3)), (2, 192, 5), (2, 192, 5, 2), (2, 256, 4, 2),
-    *((4, 80, 5, split) for split in (1, 2)),
-    *((2, *each, 1, True, True) for each in ((160, 4), (128, 5), (192, 3))),
-))  # fmt: skip
+OTHERS = tuple(
+    Tile(*each)
+    for each in (
+        (2, 160, 5),
+        (2, 80, 7),
+        (2, 80, 7, 8),
+        (2, 256, 4),
+        (1, 160, 7, 2),
+        (2, 216, 4, 5),
+        *((2, 128, 6, split) for split in (1, 3)),
+        (2, 192, 5),
+        (2, 192, 5, 2),
+        (2, 256, 4, 2),
+        *((4, 80, 5, split) for split in (1, 2)),
+        *((2, *each, 1, True, True) for each in ((160, 4), (128, 5), (192, 3))),
+    )
+)
 TILES = tuple(dict.fromkeys((*products.CONV_TILES, *products.STRIDED_TILES, *OTHERS)))
 
 
@@ -60,18 +80,25 @@ def clocks(each: Form, of: Picture) -> float:
     return around + rounds * steps * step
 
 
-def forms(of: Picture, end: str = PLAIN, tiles: Iterable[Tile] = TILES, worst: float = WORST
-          ) -> list[Form]:  # fmt: skip
+def forms(
+    of: Picture, end: str = PLAIN, tiles: Iterable[Tile] = TILES, worst: float = WORST
+) -> list[Form]:
     """Those that are worth a try."""
     tried = (form(tile, of, end) for tile in tiles)
-    found = {each: clocks(each, of) for each in tried
-             if is_able(each.product, of)}  # fmt: skip
+    found = {each: clocks(each, of) for each in tried if is_able(each.product, of)}
     least = min(found.values())
     return [each for each, guess in found.items() if guess <= worst * least]
 
 
-def bound(each: Form, of: Picture, sets: list[tuple[Tensor, ...]], library: Any, stream: int, *,
-          late: bool = False) -> Callable[[], None]:  # fmt: skip
+def bound(
+    each: Form,
+    of: Picture,
+    sets: list[tuple[Tensor, ...]],
+    library: Any,
+    stream: int,
+    *,
+    late: bool = False,
+) -> Callable[[], None]:
     product, scalars = each.product, each.scalars(of.ins, late=late)
     columns = of.outs * of.windows * (2 if product.gated else 1)
     sides = (of.height * of.stride, of.width * of.stride)
@@ -126,8 +153,9 @@ def main() -> None:
     parser.add_argument("--strided", action="store_true", help="every second pixel is left out")
     args = parser.parse_args()
     shapes = shapes_of(args)
-    contest.hold("conv_groups", args, (s for shape in shapes for s in sources(shape)), shapes,
-                 measure)  # fmt: skip
+    contest.hold(
+        "conv_groups", args, (s for shape in shapes for s in sources(shape)), shapes, measure
+    )
 
 
 if __name__ == "__main__":

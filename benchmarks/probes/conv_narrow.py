@@ -21,19 +21,50 @@ from strop.kernels.narrow_conv import Tile, Window, narrow_conv
 
 # pictures, height and width, channels in and out, window, stride
 SHAPES = (
-    (1, 224, 3, 64, 7, 2), (2, 224, 3, 64, 7, 2), (33, 224, 3, 64, 7, 2), (2, 64, 4, 320, 3, 1),
-    (2, 128, 4, 320, 3, 1), (1, 64, 4, 512, 3, 1), (2, 64, 320, 4, 3, 1), (2, 128, 320, 4, 3, 1),
-    (1, 512, 128, 3, 3, 1), (1, 1024, 128, 3, 3, 1), (1, 512, 3, 128, 3, 1),
-)  # fmt: skip
-FEW_IN = tuple(Tile(*each) for each in (
-    (64, 64, 32, 4), (64, 64, 64, 4), (128, 64, 32, 4), (128, 64, 32, 8), (32, 64, 32, 4),
-    (64, 32, 32, 4), (128, 64, 64, 8), (64, 64, 16, 4), (128, 128, 32, 8), (64, 128, 32, 4),
-))  # fmt: skip
-FEW_OUT = tuple(Tile(*each) for each in (
-    (64, 16, 64, 4, 3), (64, 16, 64, 4, 5), (64, 16, 64, 4, 7), (128, 16, 64, 4, 3),
-    (128, 16, 64, 4, 4), (128, 16, 64, 8, 4), (32, 16, 64, 2, 5), (32, 16, 64, 4, 5),
-    (16, 16, 64, 1, 5), (64, 16, 32, 4, 5), (128, 16, 32, 4, 5), (256, 16, 32, 8, 4),
-))  # fmt: skip
+    (1, 224, 3, 64, 7, 2),
+    (2, 224, 3, 64, 7, 2),
+    (33, 224, 3, 64, 7, 2),
+    (2, 64, 4, 320, 3, 1),
+    (2, 128, 4, 320, 3, 1),
+    (1, 64, 4, 512, 3, 1),
+    (2, 64, 320, 4, 3, 1),
+    (2, 128, 320, 4, 3, 1),
+    (1, 512, 128, 3, 3, 1),
+    (1, 1024, 128, 3, 3, 1),
+    (1, 512, 3, 128, 3, 1),
+)
+FEW_IN = tuple(
+    Tile(*each)
+    for each in (
+        (64, 64, 32, 4),
+        (64, 64, 64, 4),
+        (128, 64, 32, 4),
+        (128, 64, 32, 8),
+        (32, 64, 32, 4),
+        (64, 32, 32, 4),
+        (128, 64, 64, 8),
+        (64, 64, 16, 4),
+        (128, 128, 32, 8),
+        (64, 128, 32, 4),
+    )
+)
+FEW_OUT = tuple(
+    Tile(*each)
+    for each in (
+        (64, 16, 64, 4, 3),
+        (64, 16, 64, 4, 5),
+        (64, 16, 64, 4, 7),
+        (128, 16, 64, 4, 3),
+        (128, 16, 64, 4, 4),
+        (128, 16, 64, 8, 4),
+        (32, 16, 64, 2, 5),
+        (32, 16, 64, 4, 5),
+        (16, 16, 64, 1, 5),
+        (64, 16, 32, 4, 5),
+        (128, 16, 32, 4, 5),
+        (256, 16, 32, 8, 4),
+    )
+)
 SETS = 4
 
 
@@ -68,19 +99,22 @@ def library_call(sets: list[tuple[Tensor, ...]], window: Window) -> Callable[[],
 
     def call() -> None:
         x, w, out = next(numbers)
-        conv(x, w, list(window.padding), list(window.stride), [1, 1], 1, False, False, True,
-             out=out)  # fmt: skip
+        conv(
+            x, w, list(window.padding), list(window.stride), [1, 1], 1, False, False, True, out=out
+        )
 
     return call
 
 
-def bound(source: KernelSource, sets: list[tuple[Tensor, ...]], library: Any, stream: int
-          ) -> Callable[[], None]:  # fmt: skip
+def bound(
+    source: KernelSource, sets: list[tuple[Tensor, ...]], library: Any, stream: int
+) -> Callable[[], None]:
     x, _, out = sets[0]
     count, _, height, width = out.shape
     sizes = [count * height * width, height * width, width, *x.shape[2:], *x.stride()]
-    launches = itertools.cycle([library.bind(source, [t.data_ptr() for t in tensors], sizes, stream)
-                                for tensors in sets])  # fmt: skip
+    launches = itertools.cycle(
+        [library.bind(source, [t.data_ptr() for t in tensors], sizes, stream) for tensors in sets]
+    )
     return lambda: next(launches)()
 
 
@@ -89,8 +123,9 @@ def measure(shape: tuple[int, ...], library: Any) -> dict[str, Any]:
     with torch.cuda.stream(stream), torch.no_grad():
         sets = arguments(shape)
         x, w, out = sets[0]
-        truth = torch.nn.functional.conv2d(x.double(), w.double(), stride=window.stride,
-                                           padding=window.padding)  # fmt: skip
+        truth = torch.nn.functional.conv2d(
+            x.double(), w.double(), stride=window.stride, padding=window.padding
+        )
         calls = {"cudnn": library_call(sets, window)}
         for name, source in candidates(shape):
             calls[name] = bound(source, sets, library, stream.cuda_stream)

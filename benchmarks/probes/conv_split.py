@@ -25,15 +25,27 @@ from strop.ir.source import KernelSource, Scratch
 
 # pictures, height and width, channels in and out
 SHAPES = (
-    (2, 8, 1280, 1280), (2, 8, 2560, 1280), (2, 16, 1280, 1280), (2, 16, 2560, 1280),
-    (2, 16, 1920, 1280), (2, 16, 640, 1280), (2, 32, 640, 640), (8, 8, 1280, 1280),
-    (1, 8, 1280, 1280), (2, 12, 1280, 1280),
-)  # fmt: skip
+    (2, 8, 1280, 1280),
+    (2, 8, 2560, 1280),
+    (2, 16, 1280, 1280),
+    (2, 16, 2560, 1280),
+    (2, 16, 1920, 1280),
+    (2, 16, 640, 1280),
+    (2, 32, 640, 640),
+    (8, 8, 1280, 1280),
+    (1, 8, 1280, 1280),
+    (2, 12, 1280, 1280),
+)
 # rows, cols, depth, stages, warps
 TILES = (
-    (128, 64, 64, 5, 4), (128, 64, 64, 4, 8), (128, 128, 64, 4, 8), (64, 64, 64, 6, 4),
-    (128, 32, 64, 6, 4), (64, 128, 64, 5, 4), (128, 64, 128, 3, 4),
-)  # fmt: skip
+    (128, 64, 64, 5, 4),
+    (128, 64, 64, 4, 8),
+    (128, 128, 64, 4, 8),
+    (64, 64, 64, 6, 4),
+    (128, 32, 64, 6, 4),
+    (64, 128, 64, 5, 4),
+    (128, 64, 128, 3, 4),
+)
 WAVES = (1, 2)  # programs of a multiprocessor
 NUM_SMS, SETS = 132, 6
 
@@ -91,19 +103,35 @@ def conv_split(x, w, out, partials, arrivals, m, height, width, splits, C: tl.co
 
 def source_of(channels: int, outs: int, tiles: tuple[int, ...], dtype: torch.dtype) -> KernelSource:
     bm, bn, bk, stages, warps = tiles
-    constants = {"C": channels, "CO": outs, "BM": bm, "BN": bn, "BK": bk, "STAGES": stages,
-                 "EARLY": 1}  # fmt: skip
+    constants = {
+        "C": channels,
+        "CO": outs,
+        "BM": bm,
+        "BN": bn,
+        "BK": bk,
+        "STAGES": stages,
+        "EARLY": 1,
+    }
     tiles_of = (symbol("s0") + (bm - 1)) // bm * (outs // bn)
     return KernelSource(
-        "conv_split", "triton", TEXT, (dtype,) * 3, (1,) * 4, grid=(tiles_of, symbol("s3")),
-        scratch=(Scratch(torch.float32, symbol("s0") * symbol("s3") * outs),
-                 Scratch(torch.int32, tiles_of, zeroed=True)),
-        constants=tuple(constants.items()), num_warps=warps,
-    )  # fmt: skip
+        "conv_split",
+        "triton",
+        TEXT,
+        (dtype,) * 3,
+        (1,) * 4,
+        grid=(tiles_of, symbol("s3")),
+        scratch=(
+            Scratch(torch.float32, symbol("s0") * symbol("s3") * outs),
+            Scratch(torch.int32, tiles_of, zeroed=True),
+        ),
+        constants=tuple(constants.items()),
+        num_warps=warps,
+    )
 
 
-def candidates(shape: tuple[int, ...], dtype: torch.dtype
-               ) -> Iterator[tuple[str, KernelSource, int]]:  # fmt: skip
+def candidates(
+    shape: tuple[int, ...], dtype: torch.dtype
+) -> Iterator[tuple[str, KernelSource, int]]:
     """Names, sources and splits."""
     n, side, channels, outs = shape
     for tiles in TILES:
@@ -139,15 +167,18 @@ def library_call(sets: list[tuple[Tensor, ...]], *, search: bool) -> Callable[[]
     return call
 
 
-def bound(source: KernelSource, splits: int, sets: list[tuple[Tensor, ...]], library: Any,
-          stream: int) -> tuple[Callable[[], None], list[Tensor]]:  # fmt: skip
+def bound(
+    source: KernelSource, splits: int, sets: list[tuple[Tensor, ...]], library: Any, stream: int
+) -> tuple[Callable[[], None], list[Tensor]]:
     n, _, height, width = sets[0][0].shape
     sizes = [n * height * width, height, width, splits]
     scratch = contest.scratch_of(source, sizes)
-    launches = itertools.cycle([
-        library.bind(source, [t.data_ptr() for t in (*tensors, *scratch)], sizes, stream)
-        for tensors in sets
-    ])  # fmt: skip
+    launches = itertools.cycle(
+        [
+            library.bind(source, [t.data_ptr() for t in (*tensors, *scratch)], sizes, stream)
+            for tensors in sets
+        ]
+    )
     return lambda: next(launches)(), scratch
 
 
@@ -169,8 +200,13 @@ def main() -> None:
     parser.add_argument("--search", action="store_true", help="let cuDNN search its plans")
     args = parser.parse_args()
     sources = [s for shape in SHAPES for _, s, _ in candidates(shape, torch.float16)]
-    contest.hold("conv_split-search" if args.search else "conv_split", args, sources, SHAPES,
-                 partial(measure, search=args.search))  # fmt: skip
+    contest.hold(
+        "conv_split-search" if args.search else "conv_split",
+        args,
+        sources,
+        SHAPES,
+        partial(measure, search=args.search),
+    )
 
 
 if __name__ == "__main__":

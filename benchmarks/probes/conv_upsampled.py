@@ -32,15 +32,36 @@ HALF = torch.float16
 # Pictures, height = width, channels in and out: of SD1.5's UNet at 512 and 1024, of SDXL's, of the
 # decoder at 512 and 1024.
 SHAPES = (
-    (2, 8, 1280, 1280), (2, 16, 1280, 1280), (2, 32, 640, 640), (2, 32, 1280, 1280),
-    (2, 64, 640, 640), (8, 8, 1280, 1280), (8, 16, 1280, 1280), (8, 32, 640, 640),
-    (1, 64, 512, 512), (1, 128, 512, 512), (1, 256, 256, 256), (1, 256, 512, 512),
-    (1, 512, 256, 256), (2, 12, 1280, 1280), (2, 24, 1280, 1280), (2, 48, 640, 640),
-)  # fmt: skip
-MORE = tuple(Tile(*each) for each in (
-    (1, 160, 7), (1, 80, 8), (2, 80, 7), (2, 160, 5), (2, 192, 4, 1, True), (3, 128, 5),
-    (3, 160, 4), (2, 128, 5, 1, True, True),
-))  # fmt: skip
+    (2, 8, 1280, 1280),
+    (2, 16, 1280, 1280),
+    (2, 32, 640, 640),
+    (2, 32, 1280, 1280),
+    (2, 64, 640, 640),
+    (8, 8, 1280, 1280),
+    (8, 16, 1280, 1280),
+    (8, 32, 640, 640),
+    (1, 64, 512, 512),
+    (1, 128, 512, 512),
+    (1, 256, 256, 256),
+    (1, 256, 512, 512),
+    (1, 512, 256, 256),
+    (2, 12, 1280, 1280),
+    (2, 24, 1280, 1280),
+    (2, 48, 640, 640),
+)
+MORE = tuple(
+    Tile(*each)
+    for each in (
+        (1, 160, 7),
+        (1, 80, 8),
+        (2, 80, 7),
+        (2, 160, 5),
+        (2, 192, 4, 1, True),
+        (3, 128, 5),
+        (3, 160, 4),
+        (2, 128, 5, 1, True, True),
+    )
+)
 TILES = tuple(dict.fromkeys((*products.UPSAMPLED_TILES, *MORE)))
 Shape = tuple[int, ...]
 
@@ -77,10 +98,12 @@ def sources(shape: Shape) -> Iterator[KernelSource]:
 def folding(sets: list[tuple[Tensor, ...]], library: Any, stream: int) -> Callable[[], None]:
     outs, ins = sets[0][0].shape[:2]
     source = folded_taps(outs, ins, HALF)
-    turns = itertools.cycle([
-        library.bind(source, [t.data_ptr() for t in tensors], [outs * ins], stream)
-        for tensors in sets
-    ])  # fmt: skip
+    turns = itertools.cycle(
+        [
+            library.bind(source, [t.data_ptr() for t in tensors], [outs * ins], stream)
+            for tensors in sets
+        ]
+    )
     return lambda: next(turns)()
 
 
@@ -93,8 +116,9 @@ def measure(shape: Shape, library: Any) -> dict[str, Any]:
         for (larger, *_), pixels in zip(sets, small, strict=True):
             larger.copy_(torch.nn.functional.interpolate(pixels, scale_factor=2.0))
         taps = [torch.empty(4 * of.outs, 4 * of.ins, device="cuda", dtype=HALF) for _ in sets]
-        fold = folding([(s[1], t) for s, t in zip(sets, taps, strict=True)], library,
-                       stream.cuda_stream)  # fmt: skip
+        fold = folding(
+            [(s[1], t) for s, t in zip(sets, taps, strict=True)], library, stream.cuda_stream
+        )
         for _ in sets:
             fold()
         truth = torch.nn.functional.conv2d(x.float(), w.float(), padding=1)
@@ -107,19 +131,24 @@ def measure(shape: Shape, library: Any) -> dict[str, Any]:
         folded = [(p, t, s[2]) for p, t, s in zip(small, taps, sets, strict=True)]
         for each in forms(of):
             name = str(astuple(each.product.tile))
-            calls[name] = conv_groups.bound(each, of, folded, library, stream.cuda_stream,
-                                            late=True)  # fmt: skip
+            calls[name] = conv_groups.bound(
+                each, of, folded, library, stream.cuda_stream, late=True
+            )
         row = contest.judged(calls, SETS, out, truth, stream)
         chosen = products.form_of(of)
-        return {**row, "taps_us": contest.us_in_turns({"taps": fold}, stream)["taps"],
-                "chosen": str(astuple(chosen.product.tile)) if chosen else ""}  # fmt: skip
+        return {
+            **row,
+            "taps_us": contest.us_in_turns({"taps": fold}, stream)["taps"],
+            "chosen": str(astuple(chosen.product.tile)) if chosen else "",
+        }
 
 
 def main() -> None:
     torch.backends.cudnn.allow_tf32 = False
     args = contest.arguments_of(__doc__, seconds=60).parse_args()
-    contest.hold("conv_upsampled", args, (s for shape in SHAPES for s in sources(shape)), SHAPES,
-                 measure)  # fmt: skip
+    contest.hold(
+        "conv_upsampled", args, (s for shape in SHAPES for s in sources(shape)), SHAPES, measure
+    )
 
 
 if __name__ == "__main__":

@@ -31,9 +31,15 @@ from strop.kernels.products import Form, form_of, line_of
 
 LINEARS = ((8192, 320, 320), (2048, 1280, 1280), (8192, 640, 640), (2048, 1280, 5120))  # M, N, K
 CONVS = ((2, 64, 320, 320, 3, 1), (2, 32, 640, 640, 3, 1), (2, 64, 640, 640, 3, 1))
-SHARING = tuple(gemm_groups.Tile(*each) for each in (
-    (2, 160, 5), (2, 160, 5, 1, 2), (2, 160, 5, 2, 1), (2, 160, 5, 2, 2),
-))  # fmt: skip
+SHARING = tuple(
+    gemm_groups.Tile(*each)
+    for each in (
+        (2, 160, 5),
+        (2, 160, 5, 1, 2),
+        (2, 160, 5, 2, 1),
+        (2, 160, 5, 2, 2),
+    )
+)
 SETTLE_S, INNER = 1.0, 8
 CUDA = torch.device("cuda")
 
@@ -92,8 +98,7 @@ def measure(shape: tuple[int, ...], library: Any) -> dict[str, Any]:
     with torch.cuda.stream(stream), torch.no_grad():
         calls = contenders(shape, library, stream.cuda_stream)
         alone = contest.us_in_turns(calls, stream)
-        in_a_row = {name: held(replay) for name, replay in
-                    contest.in_graphs(calls, stream).items()}  # fmt: skip
+        in_a_row = {name: held(replay) for name, replay in contest.in_graphs(calls, stream).items()}
     for name, found in in_a_row.items():
         print(f"  {name}: {alone[name]} us in turns; in a row {found}", flush=True)
     return {"us": alone, "errors": dict.fromkeys(alone, 0.0), "in_a_row": in_a_row}

@@ -29,12 +29,21 @@ import strop
 
 # end, rows, depth, width of the result
 SHAPES = (
-    ("geglu", 8192, 320, 1280), ("geglu", 2048, 640, 2560), ("geglu", 512, 1280, 5120),
-    ("residual", 8192, 320, 320), ("residual", 8192, 1280, 320), ("residual", 2048, 640, 640),
-    ("residual", 2048, 2560, 640), ("residual", 512, 1280, 1280), ("residual", 512, 5120, 1280),
-    ("geglu", 8192, 640, 2560), ("geglu", 2048, 1280, 5120), ("residual", 2048, 1280, 1280),
-    ("residual", 2048, 5120, 1280), ("residual", 8192, 640, 640),
-)  # fmt: skip
+    ("geglu", 8192, 320, 1280),
+    ("geglu", 2048, 640, 2560),
+    ("geglu", 512, 1280, 5120),
+    ("residual", 8192, 320, 320),
+    ("residual", 8192, 1280, 320),
+    ("residual", 2048, 640, 640),
+    ("residual", 2048, 2560, 640),
+    ("residual", 512, 1280, 1280),
+    ("residual", 512, 5120, 1280),
+    ("geglu", 8192, 640, 2560),
+    ("geglu", 2048, 1280, 5120),
+    ("residual", 2048, 1280, 1280),
+    ("residual", 2048, 5120, 1280),
+    ("residual", 8192, 640, 640),
+)
 
 
 @dataclass(frozen=True)
@@ -48,12 +57,29 @@ class Tile:
     depth: int = 64
 
 
-TILES = tuple(Tile(*each) for each in (
-    (128, 128, 4, 8), (128, 128, 3, 8), (128, 64, 4, 4), (128, 64, 5, 8), (64, 128, 5, 4),
-    (64, 64, 6, 4), (128, 32, 6, 4), (64, 32, 6, 4), (256, 64, 4, 8), (128, 256, 3, 8),
-    (64, 256, 4, 8), (256, 128, 3, 8), (128, 64, 3, 4), (64, 128, 2, 4), (128, 64, 2, 4),
-    (128, 64, 3, 8), (64, 64, 3, 4), (128, 128, 2, 8),
-))  # fmt: skip
+TILES = tuple(
+    Tile(*each)
+    for each in (
+        (128, 128, 4, 8),
+        (128, 128, 3, 8),
+        (128, 64, 4, 4),
+        (128, 64, 5, 8),
+        (64, 128, 5, 4),
+        (64, 64, 6, 4),
+        (128, 32, 6, 4),
+        (64, 32, 6, 4),
+        (256, 64, 4, 8),
+        (128, 256, 3, 8),
+        (64, 256, 4, 8),
+        (256, 128, 3, 8),
+        (128, 64, 3, 4),
+        (64, 128, 2, 4),
+        (128, 64, 2, 4),
+        (128, 64, 3, 8),
+        (64, 64, 3, 4),
+        (128, 128, 2, 8),
+    )
+)
 
 
 @triton.jit
@@ -67,9 +93,22 @@ def half_gelu(x):
 
 
 @triton.jit(do_not_specialize=["row_tiles"])
-def gemm_boxes(x, w, out, more, bias, row_tiles, N: tl.constexpr, K: tl.constexpr,
-               ROWS: tl.constexpr, COLS: tl.constexpr, DEPTH: tl.constexpr, STAGES: tl.constexpr,
-               GROUP: tl.constexpr, END: tl.constexpr):  # fmt: skip
+def gemm_boxes(
+    x,
+    w,
+    out,
+    more,
+    bias,
+    row_tiles,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    STAGES: tl.constexpr,
+    GROUP: tl.constexpr,
+    END: tl.constexpr,
+):
     tiles: tl.constexpr = GROUP * (N // COLS)
     first = tl.program_id(0) // tiles * GROUP
     height = tl.minimum(row_tiles - first, GROUP)
@@ -119,8 +158,16 @@ def arguments(shape: tuple[Any, ...]) -> list[tuple[Tensor, ...]]:
     return found
 
 
-def call_of(end: str, tile: Tile, x: Tensor, w: Tensor, bias: Tensor, residual: Tensor, _: Tensor,
-            out: Tensor) -> Callable[[], None]:  # fmt: skip
+def call_of(
+    end: str,
+    tile: Tile,
+    x: Tensor,
+    w: Tensor,
+    bias: Tensor,
+    residual: Tensor,
+    _: Tensor,
+    out: Tensor,
+) -> Callable[[], None]:
     described = TensorDescriptor.from_tensor
     reads, weights = described(x, [tile.rows, tile.depth]), described(w, [tile.cols, tile.depth])
     writes, more = (described(t, [tile.rows, tile.cols]) for t in (out, residual))
@@ -129,9 +176,22 @@ def call_of(end: str, tile: Tile, x: Tensor, w: Tensor, bias: Tensor, residual: 
 
     def call() -> None:
         gemm_boxes[(row_tiles * (width // tile.cols),)](
-            reads, weights, writes, more, bias, row_tiles, width, depth, tile.rows, tile.cols,
-            tile.depth, tile.stages, 8, end, num_warps=tile.warps,
-        )  # fmt: skip
+            reads,
+            weights,
+            writes,
+            more,
+            bias,
+            row_tiles,
+            width,
+            depth,
+            tile.rows,
+            tile.cols,
+            tile.depth,
+            tile.stages,
+            8,
+            end,
+            num_warps=tile.warps,
+        )
 
     return call
 

@@ -23,14 +23,30 @@ from strop.ir.dims import symbol
 from strop.ir.functions import FUNCTIONS
 from strop.ir.source import KernelSource
 
-SHAPES = ((8192, 320), (2048, 640), (512, 1280), (128, 1280), (32768, 320), (8192, 640),
-          (2048, 1280))  # fmt: skip
+SHAPES = (
+    (8192, 320),
+    (2048, 640),
+    (512, 1280),
+    (128, 1280),
+    (32768, 320),
+    (8192, 640),
+    (2048, 1280),
+)
 # rows, cols of each half, depth, stages, warps
 TILES = (
-    (128, 64, 64, 3, 4), (128, 64, 64, 4, 4), (128, 64, 64, 4, 8), (128, 128, 64, 3, 8),
-    (128, 128, 64, 4, 8), (128, 128, 32, 4, 8), (64, 64, 64, 4, 4), (64, 128, 64, 3, 4),
-    (64, 128, 64, 4, 8), (256, 64, 64, 3, 8), (64, 32, 64, 5, 4), (128, 32, 64, 5, 4),
-)  # fmt: skip
+    (128, 64, 64, 3, 4),
+    (128, 64, 64, 4, 4),
+    (128, 64, 64, 4, 8),
+    (128, 128, 64, 3, 8),
+    (128, 128, 64, 4, 8),
+    (128, 128, 32, 4, 8),
+    (64, 64, 64, 4, 4),
+    (64, 128, 64, 3, 4),
+    (64, 128, 64, 4, 8),
+    (256, 64, 64, 3, 8),
+    (64, 32, 64, 5, 4),
+    (128, 32, 64, 5, 4),
+)
 SETS = 4
 
 TEXT = (
@@ -89,11 +105,27 @@ class Activation(nn.Module):
 
 def source_of(width: int, depth: int, tiles: tuple[int, ...], dtype: torch.dtype) -> KernelSource:
     bm, bn, bk, stages, warps = tiles
-    constants = {"N": width, "K": depth, "BM": bm, "BN": bn, "BK": bk, "STAGES": stages,
-                 "GROUP": 8, "EARLY": 1}  # fmt: skip
+    constants = {
+        "N": width,
+        "K": depth,
+        "BM": bm,
+        "BN": bn,
+        "BK": bk,
+        "STAGES": stages,
+        "GROUP": 8,
+        "EARLY": 1,
+    }
     grid = ((symbol("s0") + (bm - 1)) // bm * (width // bn),)
-    return KernelSource("gemm_geglu", "triton", TEXT, (dtype,) * 4, (1,), grid=grid,
-                        constants=tuple(constants.items()), num_warps=warps)  # fmt: skip
+    return KernelSource(
+        "gemm_geglu",
+        "triton",
+        TEXT,
+        (dtype,) * 4,
+        (1,),
+        grid=grid,
+        constants=tuple(constants.items()),
+        num_warps=warps,
+    )
 
 
 def sources(width: int, depth: int, dtype: torch.dtype) -> Iterator[tuple[str, KernelSource]]:
@@ -107,8 +139,13 @@ def arguments(rows: int, depth: int) -> list[tuple[Tensor, ...]]:
     found = []
     for seed in range(SETS):
         torch.manual_seed(seed)
-        shapes = ((rows, depth), (8 * depth, depth), (8 * depth,), (rows, 8 * depth),
-                  (rows, 4 * depth))  # fmt: skip
+        shapes = (
+            (rows, depth),
+            (8 * depth, depth),
+            (8 * depth,),
+            (rows, 8 * depth),
+            (rows, 4 * depth),
+        )
         x, w, b, y, out = (torch.randn(s, device="cuda", dtype=torch.float16) for s in shapes)
         found.append((x, w * depth**-0.5, b, y, out))
     return found
@@ -119,8 +156,9 @@ def error(result: Tensor, x: Tensor, w: Tensor, b: Tensor) -> float:
     return contest.error(result[:64], truth)
 
 
-def contenders(sets: list[tuple[Tensor, ...]], library: Any, stream: int
-               ) -> tuple[dict[str, Callable[[], None]], dict[str, float]]:  # fmt: skip
+def contenders(
+    sets: list[tuple[Tensor, ...]], library: Any, stream: int
+) -> tuple[dict[str, Callable[[], None]], dict[str, float]]:
     activation = strop.optimize(
         Activation().eval(), options=strop.Options(cuda_graphs=False, strict=True)
     )
@@ -139,8 +177,12 @@ def contenders(sets: list[tuple[Tensor, ...]], library: Any, stream: int
     errors = {"library": error(activation(torch.mm(x, w.t()), b), x, w, b)}
     calls: dict[str, Callable[[], None]] = {"library": plain, "gemm alone": gemm_alone}
     for name, source in sources(w.shape[0] // 2, w.shape[1], x.dtype):
-        bound = [library.bind(source, [t.data_ptr() for t in (a[0], a[1], a[2], a[4])],
-                              [a[0].shape[0]], stream) for a in sets]  # fmt: skip
+        bound = [
+            library.bind(
+                source, [t.data_ptr() for t in (a[0], a[1], a[2], a[4])], [a[0].shape[0]], stream
+            )
+            for a in sets
+        ]
         bound[0]()
         torch.cuda.synchronize()
         errors[name] = error(out, x, w, b)

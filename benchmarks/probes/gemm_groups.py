@@ -26,11 +26,22 @@ from strop.ir.source import KernelSource
 LINE, LINE_BYTES, DEPTH = 64, 128, 16
 # M, N, K
 SHAPES = (
-    (2048, 1280, 1280), (8192, 320, 320), (2048, 640, 640), (512, 1280, 1280), (8192, 640, 640),
-    (2048, 10240, 1280), (2048, 1280, 5120), (8192, 960, 320), (2048, 1920, 640),
-    (2048, 3840, 1280), (8192, 2560, 320), (8192, 320, 1280), (2048, 640, 2560), (512, 1280, 5120),
+    (2048, 1280, 1280),
+    (8192, 320, 320),
+    (2048, 640, 640),
+    (512, 1280, 1280),
+    (8192, 640, 640),
+    (2048, 10240, 1280),
+    (2048, 1280, 5120),
+    (8192, 960, 320),
+    (2048, 1920, 640),
+    (2048, 3840, 1280),
+    (8192, 2560, 320),
+    (8192, 320, 1280),
+    (2048, 640, 2560),
+    (512, 1280, 5120),
     (300, 328, 200),
-)  # fmt: skip
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,12 +74,25 @@ class Tile:
 
 
 TILES = (
-    Tile(2, 160, 5), Tile(2, 160, 5, 2, 1), Tile(2, 160, 5, 1, 2), Tile(2, 160, 5, 2, 2),
-    Tile(2, 160, 5, 4, 1), Tile(2, 80, 6), Tile(2, 80, 6, 2, 1), Tile(2, 80, 6, 2, 2),
-    Tile(1, 80, 8), Tile(1, 80, 8, 2, 1), Tile(1, 80, 8, 2, 2), Tile(1, 160, 6, 2, 1),
-    Tile(2, 256, 4, 2, 1), Tile(2, 256, 4, 1, 2), Tile(2, 240, 4, 2, 1), Tile(2, 192, 4, 2, 1),
-    Tile(2, 128, 6, 2, 1), Tile(2, 256, 4, 2, 2),
-)  # fmt: skip
+    Tile(2, 160, 5),
+    Tile(2, 160, 5, 2, 1),
+    Tile(2, 160, 5, 1, 2),
+    Tile(2, 160, 5, 2, 2),
+    Tile(2, 160, 5, 4, 1),
+    Tile(2, 80, 6),
+    Tile(2, 80, 6, 2, 1),
+    Tile(2, 80, 6, 2, 2),
+    Tile(1, 80, 8),
+    Tile(1, 80, 8, 2, 1),
+    Tile(1, 80, 8, 2, 2),
+    Tile(1, 160, 6, 2, 1),
+    Tile(2, 256, 4, 2, 1),
+    Tile(2, 256, 4, 1, 2),
+    Tile(2, 240, 4, 2, 1),
+    Tile(2, 192, 4, 2, 1),
+    Tile(2, 128, 6, 2, 1),
+    Tile(2, 256, 4, 2, 2),
+)
 
 _BEGIN = """\
 .version 8.3
@@ -319,30 +343,55 @@ def group_linear(tile: Tile) -> KernelSource:
         for n in range(tile.stages)
     )
     text = _BEGIN.format(
-        params=params(), threads=128 * tile.groups + 32, cluster=cluster, results=tile.cols // 2,
-        down=tile.down, wide=tile.across, tile_rows=tile.rows, tile_cols=tile.cols,
-        barriers=barriers, fetcher=4 * tile.groups, full=full, bytes=tile.stage,
-        mask_a=sum(1 << n * tile.down for n in range(tile.across)), mask_b=(1 << tile.down) - 1,
-        weighing=128 * tile.groups, warp_bytes=16 * tile.row_bytes, row_bytes=tile.row_bytes,
+        params=params(),
+        threads=128 * tile.groups + 32,
+        cluster=cluster,
+        results=tile.cols // 2,
+        down=tile.down,
+        wide=tile.across,
+        tile_rows=tile.rows,
+        tile_cols=tile.cols,
+        barriers=barriers,
+        fetcher=4 * tile.groups,
+        full=full,
+        bytes=tile.stage,
+        mask_a=sum(1 << n * tile.down for n in range(tile.across)),
+        mask_b=(1 << tile.down) - 1,
+        weighing=128 * tile.groups,
+        warp_bytes=16 * tile.row_bytes,
+        row_bytes=tile.row_bytes,
         together=_TOGETHER if cluster > 1 else "    bar.sync 0;\n",
-        share_a=share_a, share_b=share_b, share_a_bytes=share_a * LINE_BYTES,
-        share_b_bytes=share_b * LINE_BYTES, b_at=tile.rows * LINE_BYTES, line=LINE,
+        share_a=share_a,
+        share_b=share_b,
+        share_a_bytes=share_a * LINE_BYTES,
+        share_b_bytes=share_b * LINE_BYTES,
+        b_at=tile.rows * LINE_BYTES,
+        line=LINE,
         multi_a=".multicast::cluster" if tile.across > 1 else "",
         with_a=", %mask_a" if tile.across > 1 else "",
         multi_b=".multicast::cluster" if tile.down > 1 else "",
         with_b=", %mask_b" if tile.down > 1 else "",
-        stages=tile.stages, high=64 | 1 << 30, readers=readers, group_lines=64 * LINE_BYTES // 16,
+        stages=tile.stages,
+        high=64 | 1 << 30,
+        readers=readers,
+        group_lines=64 * LINE_BYTES // 16,
         zeros="".join(f"    mov.f32 %o{n}, 0f00000000;\n" for n in range(tile.cols // 2)),
         products="".join(products(tile)),
-    )  # fmt: skip
+    )
     text += "".join(stored(tile)) + "done:\n"
     text += (_TOGETHER.replace(".aligned", "") if cluster > 1 else "") + "    ret;\n}\n"
     half = torch.float16
     return KernelSource(
-        "group_linear", "ptx", text, (half,) * 3, (1,) * 5, (symbol("s3") * symbol("s4"),),
-        constants=(("SHARED", tile.shared), ("EARLY", 1)), num_warps=4 * tile.groups + 1,
+        "group_linear",
+        "ptx",
+        text,
+        (half,) * 3,
+        (1,) * 5,
+        (symbol("s3") * symbol("s4"),),
+        constants=(("SHARED", tile.shared), ("EARLY", 1)),
+        num_warps=4 * tile.groups + 1,
         boxes=((share_a, LINE), (share_b, LINE), ()),
-    )  # fmt: skip
+    )
 
 
 def tiles(shape: tuple[int, ...]) -> Iterator[Tile]:
@@ -352,8 +401,9 @@ def tiles(shape: tuple[int, ...]) -> Iterator[Tile]:
             yield tile
 
 
-def bound(tile: Tile, sets: list[tuple[Tensor, ...]], library: Any, stream: int
-          ) -> Callable[[], None]:  # fmt: skip
+def bound(
+    tile: Tile, sets: list[tuple[Tensor, ...]], library: Any, stream: int
+) -> Callable[[], None]:
     x, w, _ = sets[0]
     down = -(-len(x) // (tile.rows * tile.down))
     across = -(-len(w) // (tile.cols * tile.across)) * tile.down * tile.across
@@ -361,8 +411,9 @@ def bound(tile: Tile, sets: list[tuple[Tensor, ...]], library: Any, stream: int
     launches = []
     for tensors in sets:
         pointers, views = [t.data_ptr() for t in tensors], [(t.shape, t.stride()) for t in tensors]
-        launches.append(library.bind(source, pointers, [*sizes, across], stream, early=True,
-                                     views=views[:2]))  # fmt: skip
+        launches.append(
+            library.bind(source, pointers, [*sizes, across], stream, early=True, views=views[:2])
+        )
     turns = itertools.cycle(launches)
     return lambda: next(turns)()
 
@@ -373,8 +424,14 @@ def measure(shape: tuple[int, ...], library: Any) -> dict[str, Any]:
     with torch.cuda.stream(stream), torch.no_grad():
         torch.manual_seed(0)
         half: dict[str, Any] = {"device": "cuda", "dtype": torch.float16}
-        sets = [(torch.randn(rows, depth, **half), torch.randn(cols, depth, **half) * depth**-0.5,
-                 torch.empty(rows, cols, **half)) for _ in range(SETS)]  # fmt: skip
+        sets = [
+            (
+                torch.randn(rows, depth, **half),
+                torch.randn(cols, depth, **half) * depth**-0.5,
+                torch.empty(rows, cols, **half),
+            )
+            for _ in range(SETS)
+        ]
         numbers, calls = itertools.cycle(sets), dict[str, Callable[[], object]]()
 
         def of_torch() -> Tensor:

@@ -42,10 +42,11 @@ def gaps(spans: list[tuple[float, float, str]], begin: float, end: float) -> dic
             reached, before = last, name
     ranked = sorted(between, key=lambda pair: -between[pair])
     return {
-        "head_us": spans[0][0] - begin, "tail_us": end - reached,
+        "head_us": spans[0][0] - begin,
+        "tail_us": end - reached,
         "between_us": sum(between.values()),
         "pairs": [{"pair": p, "us": round(between[p], 1), "count": counts[p]} for p in ranked],
-    }  # fmt: skip
+    }
 
 
 @torch.no_grad()
@@ -61,8 +62,11 @@ def measure(name: str) -> dict[str, Any]:
         torch.cuda.synchronize()
     events = seen.events()
     (mark,) = (e for e in events if e.name == MARK and e.device_type == DeviceType.CPU)
-    spans = [(e.time_range.start, e.time_range.end, e.name) for e in events
-             if e.device_type == DeviceType.CUDA and e.name != MARK]  # fmt: skip
+    spans = [
+        (e.time_range.start, e.time_range.end, e.name)
+        for e in events
+        if e.device_type == DeviceType.CUDA and e.name != MARK
+    ]
     found = gaps(spans, mark.time_range.start, mark.time_range.end)
     return {"row": name, "alone_ms": round(alone_ms, 3), "num_kernels": len(spans), **found}
 

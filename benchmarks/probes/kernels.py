@@ -111,10 +111,20 @@ def apply_tile(
 
 @triton.jit
 def gn_stats(
-    x, p, st, counter, HW, per, eps,
-    C: tl.constexpr, G: tl.constexpr, BC: tl.constexpr, BHW: tl.constexpr,
-    GB: tl.constexpr, K: tl.constexpr,
-):  # fmt: skip
+    x,
+    p,
+    st,
+    counter,
+    HW,
+    per,
+    eps,
+    C: tl.constexpr,
+    G: tl.constexpr,
+    BC: tl.constexpr,
+    BHW: tl.constexpr,
+    GB: tl.constexpr,
+    K: tl.constexpr,
+):
     """grid (C/BC, split, N); the last program to arrive per image folds its partials."""
     n = tl.program_id(2)
     split = tl.num_programs(1)
@@ -129,9 +139,17 @@ def gn_stats(
 
 @triton.jit
 def gn_apply(
-    x, w, b, st, o, HW,
-    C: tl.constexpr, G: tl.constexpr, BC: tl.constexpr, BHW: tl.constexpr,
-):  # fmt: skip
+    x,
+    w,
+    b,
+    st,
+    o,
+    HW,
+    C: tl.constexpr,
+    G: tl.constexpr,
+    BC: tl.constexpr,
+    BHW: tl.constexpr,
+):
     """grid (C/BC, HW/BHW, N)."""
     h = tl.program_id(1) * BHW
     apply_tile(x, w, b, st, o, tl.program_id(2), tl.program_id(0), h, HW, HW, C, G, BC, BHW)
@@ -139,10 +157,23 @@ def gn_apply(
 
 @triton.jit
 def gn_coop(
-    x, w, b, p, st, counter, o, HW, per, eps,
-    C: tl.constexpr, G: tl.constexpr, BC: tl.constexpr, BHW: tl.constexpr,
-    GB: tl.constexpr, K: tl.constexpr,
-):  # fmt: skip
+    x,
+    w,
+    b,
+    p,
+    st,
+    counter,
+    o,
+    HW,
+    per,
+    eps,
+    C: tl.constexpr,
+    G: tl.constexpr,
+    BC: tl.constexpr,
+    BHW: tl.constexpr,
+    GB: tl.constexpr,
+    K: tl.constexpr,
+):
     """gn_stats and gn_apply in one launch; counter holds (arrived, ready, left) per image."""
     n = tl.program_id(2)
     ci = tl.program_id(0)
@@ -175,10 +206,20 @@ def gn_coop(
 
 @triton.jit
 def conv3x3(
-    x, w, b, o, M, H, W,
-    CI: tl.constexpr, CO: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GM: tl.constexpr,
-):  # fmt: skip
+    x,
+    w,
+    b,
+    o,
+    M,
+    H,
+    W,
+    CI: tl.constexpr,
+    CO: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    GM: tl.constexpr,
+):
     """Implicit GEMM, stride 1, padding 1: x [N,H,W,CI], w [CO,3,3,CI], o [N,H,W,CO]."""
     pid = tl.program_id(0)
     nm = tl.cdiv(M, BM)

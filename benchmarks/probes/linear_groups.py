@@ -32,50 +32,147 @@ from strop.runtime.gated_linear import GatedLinear
 WORST = 1.4  # tiles of which a guess says that they take so much longer are left out
 # M, N, K, what happens at the end
 SHAPES = (
-    *((m, n, k, PLAIN) for m, n, k in (
-        (2048, 1280, 1280), (8192, 320, 320), (2048, 640, 640), (512, 1280, 1280),
-        (512, 1280, 5120), (8192, 640, 640), (8192, 960, 320), (2048, 1920, 640),
-        (512, 3840, 1280), (2048, 3840, 1280), (8192, 320, 1280), (2048, 640, 2560),
-        (2048, 1280, 5120), (8192, 640, 2560), (128, 1280, 1280), (32768, 320, 320),
-        (300, 328, 200),
-    )),
-    *((m, n, k, GATED) for m, n, k in (
-        (2048, 10240, 1280), (8192, 2560, 320), (2048, 5120, 640), (512, 10240, 1280),
-        (8192, 5120, 640), (32768, 2560, 320),
-    )),
+    *(
+        (m, n, k, PLAIN)
+        for m, n, k in (
+            (2048, 1280, 1280),
+            (8192, 320, 320),
+            (2048, 640, 640),
+            (512, 1280, 1280),
+            (512, 1280, 5120),
+            (8192, 640, 640),
+            (8192, 960, 320),
+            (2048, 1920, 640),
+            (512, 3840, 1280),
+            (2048, 3840, 1280),
+            (8192, 320, 1280),
+            (2048, 640, 2560),
+            (2048, 1280, 5120),
+            (8192, 640, 2560),
+            (128, 1280, 1280),
+            (32768, 320, 320),
+            (300, 328, 200),
+        )
+    ),
+    *(
+        (m, n, k, GATED)
+        for m, n, k in (
+            (2048, 10240, 1280),
+            (8192, 2560, 320),
+            (2048, 5120, 640),
+            (512, 10240, 1280),
+            (8192, 5120, 640),
+            (32768, 2560, 320),
+        )
+    ),
     # 768x768, other batches, and sizes of no model
-    *((m, n, k, PLAIN) for m, n, k in (
-        (18432, 320, 320), (4608, 640, 640), (1152, 1280, 1280), (4608, 1920, 640),
-        (1152, 1280, 5120), (18432, 960, 320), (4096, 320, 320), (1024, 640, 640),
-        (6144, 640, 640), (3072, 1280, 1280), (1536, 3840, 1280), (4096, 1280, 5120),
-        (640, 2560, 640), (5000, 1600, 960),
-    )),
-    *((m, n, k, SUM) for m, n, k in (
-        (2048, 1280, 1280), (2048, 1280, 5120), (8192, 640, 640), (8192, 640, 2560),
-        (8192, 320, 320), (8192, 320, 1280), (2048, 640, 640), (2048, 640, 2560),
-        (512, 1280, 1280), (512, 1280, 5120), (128, 1280, 1280), (128, 1280, 5120),
-        (32768, 320, 320), (32768, 320, 1280), (1152, 1280, 1280), (1152, 1280, 5120),
-        (64, 1280, 1280), (64, 1280, 5120), (3072, 1280, 1280), (4096, 1280, 5120),
-    )),
-    *((m, n, k, GATED) for m, n, k in (
-        (18432, 2560, 320), (4608, 5120, 640), (1152, 10240, 1280), (4096, 10240, 1280),
-        (3072, 5120, 640), (12288, 2560, 320),
-    )),
-)  # fmt: skip
-TILES = tuple(dict.fromkeys((*products.LINEAR_TILES, *(Tile(*each) for each in (
-    *((2, 80, 7, split) for split in (1, 2, 4)), *((1, 80, 8, split) for split in (2, 4)),
-    (2, 128, 6), (2, 160, 5), (2, 256, 4), (3, 160, 3, 1, True),
-    *((2, *each, 1, True, True) for each in ((160, 4), (128, 5), (192, 3))),
-)))))  # fmt: skip
-GATED_TILES = (*products.GATED_TILES, *(Tile(*each) for each in (
-    (2, 160, 5), (2, 256, 4), (2, 128, 6, 1, True), (2, 64, 7, 1, True), (2, 80, 7, 1, True),
-    *((2, *each, 1, True, True) for each in ((160, 4), (128, 5), (192, 4))),
-)))  # fmt: skip
-SUM_TILES = tuple(dict.fromkeys((*products.SUM_TILES, *(Tile(*each) for each in (
-    (2, 80, 7, 8), (1, 80, 8, 8), *((1, 160, 7, split) for split in (2, 4)),
-    (2, 256, 3, 1, True), (2, 80, 6, 1, True),
-    *((2, *each, 1, True, True) for each in ((160, 4), (128, 5))),
-)))))  # fmt: skip
+    *(
+        (m, n, k, PLAIN)
+        for m, n, k in (
+            (18432, 320, 320),
+            (4608, 640, 640),
+            (1152, 1280, 1280),
+            (4608, 1920, 640),
+            (1152, 1280, 5120),
+            (18432, 960, 320),
+            (4096, 320, 320),
+            (1024, 640, 640),
+            (6144, 640, 640),
+            (3072, 1280, 1280),
+            (1536, 3840, 1280),
+            (4096, 1280, 5120),
+            (640, 2560, 640),
+            (5000, 1600, 960),
+        )
+    ),
+    *(
+        (m, n, k, SUM)
+        for m, n, k in (
+            (2048, 1280, 1280),
+            (2048, 1280, 5120),
+            (8192, 640, 640),
+            (8192, 640, 2560),
+            (8192, 320, 320),
+            (8192, 320, 1280),
+            (2048, 640, 640),
+            (2048, 640, 2560),
+            (512, 1280, 1280),
+            (512, 1280, 5120),
+            (128, 1280, 1280),
+            (128, 1280, 5120),
+            (32768, 320, 320),
+            (32768, 320, 1280),
+            (1152, 1280, 1280),
+            (1152, 1280, 5120),
+            (64, 1280, 1280),
+            (64, 1280, 5120),
+            (3072, 1280, 1280),
+            (4096, 1280, 5120),
+        )
+    ),
+    *(
+        (m, n, k, GATED)
+        for m, n, k in (
+            (18432, 2560, 320),
+            (4608, 5120, 640),
+            (1152, 10240, 1280),
+            (4096, 10240, 1280),
+            (3072, 5120, 640),
+            (12288, 2560, 320),
+        )
+    ),
+)
+TILES = tuple(
+    dict.fromkeys(
+        (
+            *products.LINEAR_TILES,
+            *(
+                Tile(*each)
+                for each in (
+                    *((2, 80, 7, split) for split in (1, 2, 4)),
+                    *((1, 80, 8, split) for split in (2, 4)),
+                    (2, 128, 6),
+                    (2, 160, 5),
+                    (2, 256, 4),
+                    (3, 160, 3, 1, True),
+                    *((2, *each, 1, True, True) for each in ((160, 4), (128, 5), (192, 3))),
+                )
+            ),
+        )
+    )
+)
+GATED_TILES = (
+    *products.GATED_TILES,
+    *(
+        Tile(*each)
+        for each in (
+            (2, 160, 5),
+            (2, 256, 4),
+            (2, 128, 6, 1, True),
+            (2, 64, 7, 1, True),
+            (2, 80, 7, 1, True),
+            *((2, *each, 1, True, True) for each in ((160, 4), (128, 5), (192, 4))),
+        )
+    ),
+)
+SUM_TILES = tuple(
+    dict.fromkeys(
+        (
+            *products.SUM_TILES,
+            *(
+                Tile(*each)
+                for each in (
+                    (2, 80, 7, 8),
+                    (1, 80, 8, 8),
+                    *((1, 160, 7, split) for split in (2, 4)),
+                    (2, 256, 3, 1, True),
+                    (2, 80, 6, 1, True),
+                    *((2, *each, 1, True, True) for each in ((160, 4), (128, 5))),
+                )
+            ),
+        )
+    )
+)
 OF_ENDS = {PLAIN: TILES, GATED: GATED_TILES, SUM: SUM_TILES}
 
 
@@ -88,8 +185,9 @@ def sources(shape: tuple[Any, ...]) -> Iterator[KernelSource]:
     yield from (group_product(each.product, torch.float16) for each in forms_of(shape))
 
 
-def library_call(sets: list[tuple[Tensor, ...]], end: str, library: Any, stream: int
-                 ) -> Callable[[], object]:  # fmt: skip
+def library_call(
+    sets: list[tuple[Tensor, ...]], end: str, library: Any, stream: int
+) -> Callable[[], object]:
     """cuBLAS's; gates are a kernel of ours behind it, sums one of torch's."""
     turns = itertools.cycle(sets)
 
@@ -136,8 +234,9 @@ def measure(shape: tuple[Any, ...], library: Any) -> dict[str, Any]:
         x, w, out, bias = sets[0]
         calls = {"cublas": library_call(sets, end, library, stream.cuda_stream)}
         for each in forms_of(shape):
-            calls[str(astuple(each.product.tile))] = bound(each, of, sets,
-                                                           library, stream.cuda_stream)  # fmt: skip
+            calls[str(astuple(each.product.tile))] = bound(
+                each, of, sets, library, stream.cuda_stream
+            )
         truth, errors = truth_of(end, x, w, bias), {}
         for name, call in calls.items():
             out.fill_(0.0 if end == SUM else float("nan"))

@@ -143,22 +143,35 @@ IDEAS = {
     "cat": Idea(Pieces, Whole, of_cat),
     "statistics": Idea(Normed, Scaled, of_statistics),
 }
-SIZES = tuple(Size(*each) for each in (
-    # every cat of the up blocks: channels that come up, of the skip, of the result
-    ("cat", "P1", 64, (640, 320, 320), 1), ("cat", "P1", 64, (320, 320, 320), 2),
-    ("cat", "P1", 32, (1280, 640, 640), 1), ("cat", "P1", 32, (640, 640, 640), 1),
-    ("cat", "P1", 32, (640, 320, 640), 1), ("cat", "P1", 16, (1280, 1280, 1280), 2),
-    ("cat", "P1", 16, (1280, 640, 1280), 1), ("cat", "P1", 8, (1280, 1280, 1280), 3),
-    ("cat", "P3", 128, (640, 320, 320), 1), ("cat", "P3", 128, (320, 320, 320), 2),
-    ("cat", "P3", 64, (1280, 640, 640), 1), ("cat", "P3", 64, (640, 640, 640), 1),
-    ("cat", "P3", 64, (640, 320, 640), 1), ("cat", "P3", 32, (1280, 1280, 1280), 2),
-    ("cat", "P3", 32, (1280, 640, 1280), 1),
-    # every resnet: two of a down block, two in the middle, three of an up block
-    ("statistics", "P1", 64, (320,), 5), ("statistics", "P1", 32, (640,), 5),
-    ("statistics", "P1", 16, (1280,), 5), ("statistics", "P1", 8, (1280,), 7),
-    ("statistics", "P3", 128, (320,), 5), ("statistics", "P3", 64, (640,), 5),
-    ("statistics", "P3", 32, (1280,), 7),
-))  # fmt: skip
+SIZES = tuple(
+    Size(*each)
+    for each in (
+        # every cat of the up blocks: channels that come up, of the skip, of the result
+        ("cat", "P1", 64, (640, 320, 320), 1),
+        ("cat", "P1", 64, (320, 320, 320), 2),
+        ("cat", "P1", 32, (1280, 640, 640), 1),
+        ("cat", "P1", 32, (640, 640, 640), 1),
+        ("cat", "P1", 32, (640, 320, 640), 1),
+        ("cat", "P1", 16, (1280, 1280, 1280), 2),
+        ("cat", "P1", 16, (1280, 640, 1280), 1),
+        ("cat", "P1", 8, (1280, 1280, 1280), 3),
+        ("cat", "P3", 128, (640, 320, 320), 1),
+        ("cat", "P3", 128, (320, 320, 320), 2),
+        ("cat", "P3", 64, (1280, 640, 640), 1),
+        ("cat", "P3", 64, (640, 640, 640), 1),
+        ("cat", "P3", 64, (640, 320, 640), 1),
+        ("cat", "P3", 32, (1280, 1280, 1280), 2),
+        ("cat", "P3", 32, (1280, 640, 1280), 1),
+        # every resnet: two of a down block, two in the middle, three of an up block
+        ("statistics", "P1", 64, (320,), 5),
+        ("statistics", "P1", 32, (640,), 5),
+        ("statistics", "P1", 16, (1280,), 5),
+        ("statistics", "P1", 8, (1280,), 7),
+        ("statistics", "P3", 128, (320,), 5),
+        ("statistics", "P3", 64, (640,), 5),
+        ("statistics", "P3", 32, (1280,), 7),
+    )
+)
 
 
 @cache
@@ -181,8 +194,9 @@ def modules_of(size: Size) -> dict[str, nn.Module]:
 def apart(size: Size) -> float:
     """How far the results are from each other; both are compiled after this."""
     both = IDEAS[size.idea].given(size.channels, size.side)
-    now, free = (module(*args) for module, args
-                 in zip(modules_of(size).values(), both, strict=True))  # fmt: skip
+    now, free = (
+        module(*args) for module, args in zip(modules_of(size).values(), both, strict=True)
+    )
     assert all(result.isfinite().all() for result in (now, free)), size
     far = contest.error(free.double(), now.double())
     assert far < FAR, (size, far)
@@ -196,8 +210,12 @@ def in_turn(module: nn.Module, sets: Sequence[Arguments]) -> contest.Call:
 
 def measure(size: Size, stream: torch.cuda.Stream) -> dict[str, Any]:
     given = [IDEAS[size.idea].given(size.channels, size.side) for _ in range(contest.CALLS)]
-    calls = {name: in_turn(module, sets) for (name, module), sets
-             in zip(modules_of(size).items(), zip(*given, strict=True), strict=True)}  # fmt: skip
+    calls = {
+        name: in_turn(module, sets)
+        for (name, module), sets in zip(
+            modules_of(size).items(), zip(*given, strict=True), strict=True
+        )
+    }
     replays = contest.in_graphs(calls, stream)
     timed = timer.time_calls(replays, DEVICE, samples=SAMPLES, inner=1)
     us = {name: round(t.p50_ms * 1e3 / contest.CALLS, 2) for name, t in timed.items()}
@@ -205,10 +223,19 @@ def measure(size: Size, stream: torch.cuda.Stream) -> dict[str, Any]:
     in_step = round(saved * size.count, 2)
     print(
         f"{size}: now {us['now']:.2f} us, free {us['free']:.2f}; {saved:.2f} saved,"
-        f" {size.count} times: {in_step:.2f}", flush=True,
-    )  # fmt: skip
-    return {"idea": size.idea, "row": size.row, "side": size.side, "channels": size.channels,
-            "count": size.count, "us": us, "saved_us": saved, "of_step_us": in_step}  # fmt: skip
+        f" {size.count} times: {in_step:.2f}",
+        flush=True,
+    )
+    return {
+        "idea": size.idea,
+        "row": size.row,
+        "side": size.side,
+        "channels": size.channels,
+        "count": size.count,
+        "us": us,
+        "saved_us": saved,
+        "of_step_us": in_step,
+    }
 
 
 def build() -> list[float]:
@@ -222,8 +249,9 @@ def build() -> list[float]:
             dispatcher.variants.wait()
     print(
         f"{len(modules)} modules built in {time.monotonic() - start:.1f} s; results at most"
-        f" {max(errors):.1e} apart", flush=True,
-    )  # fmt: skip
+        f" {max(errors):.1e} apart",
+        flush=True,
+    )
     return errors
 
 
@@ -233,9 +261,16 @@ def totals(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     for row in rows:
         us[row["row"], row["idea"]] += row["of_step_us"]
         counts[row["row"], row["idea"]] += row["count"]
-    found = [{"row": row, "idea": idea, "blocks": counts[row, idea], "us": round(saved, 1),
-              "percent": round(saved / STEP_MS[row] / 10, 2)}
-             for (row, idea), saved in us.items()]  # fmt: skip
+    found = [
+        {
+            "row": row,
+            "idea": idea,
+            "blocks": counts[row, idea],
+            "us": round(saved, 1),
+            "percent": round(saved / STEP_MS[row] / 10, 2),
+        }
+        for (row, idea), saved in us.items()
+    ]
     for each in found:
         print("{row} {idea}: {us} us in {blocks} blocks, {percent} % of a step".format(**each))
     return found

@@ -39,12 +39,27 @@ from tests.frontend.tracing import trace
 SUM, KEPT, BESIDE = "sum", "kept sum", "kept sum beside another"
 # what is normalised, side, channels of each picture
 SHAPES = (
-    (SUM, 64, 320), (KEPT, 64, 320), (BESIDE, 64, 320, 320), (BESIDE, 64, 640, 320),
-    (BESIDE, 32, 640, 640), (BESIDE, 32, 1280, 640), (BESIDE, 16, 1280, 1280), (SUM, 96, 320),
-    (BESIDE, 96, 640, 320), (SUM, 128, 320), (KEPT, 128, 320), (BESIDE, 128, 320, 320),
-    (BESIDE, 128, 640, 320), (SUM, 64, 640), (KEPT, 64, 640), (BESIDE, 64, 640, 640),
-    (BESIDE, 64, 1280, 640), (SUM, 32, 1280), (KEPT, 32, 1280), (BESIDE, 32, 1280, 1280),
-)  # fmt: skip
+    (SUM, 64, 320),
+    (KEPT, 64, 320),
+    (BESIDE, 64, 320, 320),
+    (BESIDE, 64, 640, 320),
+    (BESIDE, 32, 640, 640),
+    (BESIDE, 32, 1280, 640),
+    (BESIDE, 16, 1280, 1280),
+    (SUM, 96, 320),
+    (BESIDE, 96, 640, 320),
+    (SUM, 128, 320),
+    (KEPT, 128, 320),
+    (BESIDE, 128, 320, 320),
+    (BESIDE, 128, 640, 320),
+    (SUM, 64, 640),
+    (KEPT, 64, 640),
+    (BESIDE, 64, 640, 640),
+    (BESIDE, 64, 1280, 640),
+    (SUM, 32, 1280),
+    (KEPT, 32, 1280),
+    (BESIDE, 32, 1280, 1280),
+)
 BATCH, GROUPS = 2, 32
 Shape = tuple[Any, ...]
 
@@ -66,14 +81,16 @@ class Setting:
             return
         tile = (self.tile_bytes, self.warps, self.stages, self.steps)
         tiling = triton_column.Tiling(*tile, merge_elements=2048, merged=64)
-        wanted = ((triton_column, "TILING_OF_GROUPS", tiling),
-                  (triton_column, "TILING_OF_GROUPS_OF_SEVERAL", tiling),
-                  (triton_column, "STAGED_BYTES", 4 * self.tile_bytes),
-                  (triton_column, "MAX_ELEMENTS", self.most_elements // (32 * self.warps)),
-                  (triton_column, "MAX_REGISTERS", min(255, 65536 // (32 * self.warps))),
-                  (triton_column, "MOST_STEPS", 0),
-                  (kernels, "MAX_PROGRAMS_PER_SM", self.per_sm),
-                  (kernels, "ROWS_PER_PROGRAM", 1))  # fmt: skip
+        wanted = (
+            (triton_column, "TILING_OF_GROUPS", tiling),
+            (triton_column, "TILING_OF_GROUPS_OF_SEVERAL", tiling),
+            (triton_column, "STAGED_BYTES", 4 * self.tile_bytes),
+            (triton_column, "MAX_ELEMENTS", self.most_elements // (32 * self.warps)),
+            (triton_column, "MAX_REGISTERS", min(255, 65536 // (32 * self.warps))),
+            (triton_column, "MOST_STEPS", 0),
+            (kernels, "MAX_PROGRAMS_PER_SM", self.per_sm),
+            (kernels, "ROWS_PER_PROGRAM", 1),
+        )
         before = [(where, name, getattr(where, name)) for where, name, _ in wanted]
         for where, name, value in wanted:
             setattr(where, name, value)
@@ -90,13 +107,16 @@ NOW = Setting(0, 0, 0, 0, 0, 0)
 SETTINGS = (
     NOW,
     *(Setting(8192, 4096, 4, 3, per_sm, steps) for per_sm, steps in ((1, 4), (2, 4), (3, 2))),
-    *(Setting(16384, 8192, warps, 3, per_sm, steps) for warps in (4, 8)
-      for per_sm, steps in ((1, 4), (2, 4), (2, 2), (3, 2))),
+    *(
+        Setting(16384, 8192, warps, 3, per_sm, steps)
+        for warps in (4, 8)
+        for per_sm, steps in ((1, 4), (2, 4), (2, 2), (3, 2))
+    ),
     *(Setting(32768, 8192, 8, 3, per_sm, steps) for per_sm, steps in ((1, 2), (2, 2))),
     *(Setting(32768, 16384, warps, 3, 1, 2) for warps in (8, 16)),
     *(Setting(16384, 8192, 8, stages, 2, 2) for stages in (2, 4)),
     *(Setting(8192, 4096, 4, 5, per_sm, 4) for per_sm in (1, 2)),
-)  # fmt: skip
+)
 
 
 def normed(y: Tensor, w: Tensor, b: Tensor, k: Tensor) -> Tensor:
@@ -129,8 +149,9 @@ def program(shape: Shape, setting: Setting) -> Program:
     vectors = [str(channels)] * 2 + [f"8 {channels} 3 3"]
     pictures = [f"b 8*h 8*w {c}" for c in (first, *others)]
     pictures.insert(1, f"b {first}" if kind == SUM else pictures[0])
-    traced = trace(FUNCTIONS[kind], *pictures, *vectors, b=BATCH, h=side, w=side,
-                   dtype=torch.float16)  # fmt: skip
+    traced = trace(
+        FUNCTIONS[kind], *pictures, *vectors, b=BATCH, h=side, w=side, dtype=torch.float16
+    )
     signature = Signature(traced.returned, traced.captured.guards)
     with setting.held():
         return compile_graph(traced.graph, signature, "cuda", Options()).program

@@ -62,9 +62,17 @@ class Plan:
 
     def stats(self, s: Set) -> None:
         gn_stats[(self.blocks, self.split, self.n)](
-            s["x"], self.p, self.st, self.counter, self.hw, self.per, 1e-5,
-            **self.const, **self.fold, num_warps=self.warps,
-        )  # fmt: skip
+            s["x"],
+            self.p,
+            self.st,
+            self.counter,
+            self.hw,
+            self.per,
+            1e-5,
+            **self.const,
+            **self.fold,
+            num_warps=self.warps,
+        )
 
     def apply(self, s: Set) -> None:
         gn_apply[(self.blocks, triton.cdiv(self.hw, self.bhw), self.n)](
@@ -77,9 +85,21 @@ class Plan:
 
     def coop(self, s: Set) -> None:
         gn_coop[(self.blocks, self.split, self.n)](
-            s["x"], s["w"], s["b"], self.p, self.st, self.counter3, s["o"], self.hw, self.per, 1e-5,
-            **self.const, **self.fold, num_warps=self.warps, launch_cooperative_grid=True,
-        )  # fmt: skip
+            s["x"],
+            s["w"],
+            s["b"],
+            self.p,
+            self.st,
+            self.counter3,
+            s["o"],
+            self.hw,
+            self.per,
+            1e-5,
+            **self.const,
+            **self.fold,
+            num_warps=self.warps,
+            launch_cooperative_grid=True,
+        )
 
 
 def reference(s: Set) -> torch.Tensor:
@@ -185,9 +205,22 @@ def triton_conv(s: Set, config: tuple[int, ...], ci: int, co: int, size: int) ->
     bm, bn, bk, warps, stages = config
     m = 2 * size * size
     conv3x3[(triton.cdiv(m, bm) * triton.cdiv(co, bn),)](
-        s["x"], s["w"], s["b"], s["o"], m, size, size,
-        CI=ci, CO=co, BM=bm, BN=bn, BK=bk, GM=8, num_warps=warps, num_stages=stages,
-    )  # fmt: skip
+        s["x"],
+        s["w"],
+        s["b"],
+        s["o"],
+        m,
+        size,
+        size,
+        CI=ci,
+        CO=co,
+        BM=bm,
+        BN=bn,
+        BK=bk,
+        GM=8,
+        num_warps=warps,
+        num_stages=stages,
+    )
 
 
 def one_conv(ci: int, co: int, size: int, ctx: Ctx) -> dict[str, Any]:

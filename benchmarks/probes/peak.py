@@ -27,8 +27,11 @@ OURS = ("/strop/", "/diffusers/", "/transformers/")
 
 def asked_by(frames: list[dict[str, Any]]) -> str:
     """The two innermost lines of those that are somebody's here, others where there is none."""
-    lines = [f"{Path(f['filename']).name}:{f['line']} {f['name']}" for f in frames
-             if any(part in f["filename"] for part in OURS)]  # fmt: skip
+    lines = [
+        f"{Path(f['filename']).name}:{f['line']} {f['name']}"
+        for f in frames
+        if any(part in f["filename"] for part in OURS)
+    ]
     return " < ".join(lines[:2]) or "elsewhere"
 
 
@@ -64,8 +67,11 @@ def measure(name: str) -> dict[str, Any]:
     trace = torch.cuda.memory._snapshot()["device_traces"][0]
     torch.cuda.memory._record_memory_history(enabled=None)
     most, by_whom = peak_of(trace)
-    print(f"{name}: peak {peak / 2**30:.3f} GiB; {weights / 2**20:.0f} MiB before the first call,"
-          f" {most / 2**20:.0f} beside them at the peak", flush=True)  # fmt: skip
+    print(
+        f"{name}: peak {peak / 2**30:.3f} GiB; {weights / 2**20:.0f} MiB before the first call,"
+        f" {most / 2**20:.0f} beside them at the peak",
+        flush=True,
+    )
     for who, size in by_whom.most_common(SHOWN):
         print(f"  {size / 2**20:8.1f} MiB  {who}", flush=True)
     return {"row": name, "peak_bytes": peak, "weights_bytes": weights, "alive": dict(by_whom)}

@@ -36,17 +36,32 @@ from strop.runtime.state import ModuleState
 DEVICE, PICTURES, SHOWN = torch.device("cuda"), 11, 90
 FIRST_STEPS = "unet 3"  # until when all is printed
 # of a pipeline, where they are
-PARTS = ("check_inputs", "encode_prompt", "maybe_convert_prompt", "tokenizer.__call__",
-         "tokenizer_2.__call__", "scheduler.set_timesteps", "prepare_latents",
-         "image_processor.preprocess", "vae.encode", "scheduler.add_noise",
-         "prepare_extra_step_kwargs", "scheduler.step", "vae.decode", "image_processor.postprocess",
-         )  # fmt: skip
+PARTS = (
+    "check_inputs",
+    "encode_prompt",
+    "maybe_convert_prompt",
+    "tokenizer.__call__",
+    "tokenizer_2.__call__",
+    "scheduler.set_timesteps",
+    "prepare_latents",
+    "image_processor.preprocess",
+    "vae.encode",
+    "scheduler.add_noise",
+    "prepare_extra_step_kwargs",
+    "scheduler.step",
+    "vae.decode",
+    "image_processor.postprocess",
+)
 # of ours, by the class
 OURS: tuple[tuple[Any, str], ...] = (
-    (Dispatcher, "_serve_any"), (Dispatcher, "_has_changed"), (ModuleState, "has_moved"),
-    (GraphPool, "run"), (Captured, "replay"), (Bound, "make_timetable"),
+    (Dispatcher, "_serve_any"),
+    (Dispatcher, "_has_changed"),
+    (ModuleState, "has_moved"),
+    (GraphPool, "run"),
+    (Captured, "replay"),
+    (Bound, "make_timetable"),
     (torch.cuda.CUDAGraph, "replay"),
-)  # fmt: skip
+)
 INNER = frozenset(kind.__name__ for kind, _ in OURS)
 
 
@@ -76,8 +91,10 @@ class Marks:
     def times(self) -> dict[str, tuple[float, float, float]]:
         torch.cuda.synchronize()
         done = {name: self.first.elapsed_time(event) for name, event in self.events.items()}
-        return {name: (start * 1e3, end * 1e3, done.get(name, float("nan")))
-                for name, (start, end) in self.host.items()}  # fmt: skip
+        return {
+            name: (start * 1e3, end * 1e3, done.get(name, float("nan")))
+            for name, (start, end) in self.host.items()
+        }
 
 
 class Watch:
@@ -156,8 +173,10 @@ def measure(name: str, out: Path) -> dict[str, Any]:
         totals.append((time.perf_counter() - watch.marks.begin) * 1e3)
         for part, times in watch.marks.times().items():
             seen[part].append(times)
-    parts = {part: [round(statistics.median(column), 3) for column in zip(*times, strict=True)]
-             for part, times in seen.items()}  # fmt: skip
+    parts = {
+        part: [round(statistics.median(column), 3) for column in zip(*times, strict=True)]
+        for part, times in seen.items()
+    }
     return {"row": name, "ms": round(statistics.median(totals), 3), "parts": parts}
 
 

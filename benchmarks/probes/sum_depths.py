@@ -61,8 +61,10 @@ def measure(row: Row, rounds: int) -> None:
             field.wait()
             launches[who] = strop.explain(field.target).num_launches
         times = take_turns(calls, row.kind, DEVICE, rounds)
-    said = ", ".join(f"{who} {t['p50_ms']:.3f} ({t['p20_ms']:.3f}; {launches[who]} launches)"
-                     for who, t in times.items())  # fmt: skip
+    said = ", ".join(
+        f"{who} {t['p50_ms']:.3f} ({t['p20_ms']:.3f}; {launches[who]} launches)"
+        for who, t in times.items()
+    )
     print(f"{row.name}: {said}", flush=True)
 
 

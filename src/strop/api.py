@@ -67,8 +67,9 @@ def _checked_options(options: Options | None, unknown: dict[str, Any]) -> Option
     return options or Options.from_environment()
 
 
-def optimize_module(module: nn.Module, options: Options, *, train: bool = False, **how: Any
-                    ) -> Dispatcher:  # fmt: skip
+def optimize_module(
+    module: nn.Module, options: Options, *, train: bool = False, **how: Any
+) -> Dispatcher:
     """Put a dispatcher in front of ``module.forward``."""
     restore(module)
     if "adapter" not in how:

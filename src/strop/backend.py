@@ -31,11 +31,13 @@ if TYPE_CHECKING:
     from torch.fx import GraphModule
 
 Begin = Callable[[Sequence[KernelSource]], None]
-PLANNED = frozenset({  # library calls that write where they are told
-    "linear",
-    "linear_add",
-    "matmul",
-})  # fmt: skip
+PLANNED = frozenset(
+    {  # library calls that write where they are told
+        "linear",
+        "linear_add",
+        "matmul",
+    }
+)
 TARGETS = {
     "cpu": Target("cpu", cpp.emit, PLANNED),
     "cuda": Target(
@@ -67,9 +69,15 @@ class Compiled:
     patterns: patterns.Found = field(default_factory=patterns.Found)
 
 
-def compile_captured(gm: GraphModule, graph: Graph, signature: Signature, device: str,
-                     options: Options, name: str, begin: Begin | None = None
-                     ) -> Compiled:  # fmt: skip
+def compile_captured(
+    gm: GraphModule,
+    graph: Graph,
+    signature: Signature,
+    device: str,
+    options: Options,
+    name: str,
+    begin: Begin | None = None,
+) -> Compiled:
     """``compile_graph``, leaving its files in ``options.dump``. ``graph`` came from ``gm``."""
     if not options.dump:
         return compile_graph(graph, signature, device, options, begin)
@@ -81,8 +89,9 @@ def compile_captured(gm: GraphModule, graph: Graph, signature: Signature, device
         raise OptionError(f"dump={options.dump!r} cannot be written: {error.strerror}") from error
 
 
-def compile_graph(graph: Graph, signature: Signature, device: str, options: Options,
-                  begin: Begin | None = None) -> Compiled:  # fmt: skip
+def compile_graph(
+    graph: Graph, signature: Signature, device: str, options: Options, begin: Begin | None = None
+) -> Compiled:
     """One functional graph -> one program for every shape. Builds no kernel, but tells ``begin``
     which ones the traced sizes need, as soon as they are printed."""
     target, generic = TARGETS[device], signature.generic
@@ -94,9 +103,12 @@ def compile_graph(graph: Graph, signature: Signature, device: str, options: Opti
         target = replace(target, own_call=folded_taps.of_node)
     target = replace(target, families=families(device, options))
     emit = once(target.emit)  # a model has many equal kernels
-    target = replace(target, emit=without_sizes(emit) if generic else emit,
-                     emit_at=None if generic else target.emit_at,
-                     stitched=once(target.stitched))  # fmt: skip
+    target = replace(
+        target,
+        emit=without_sizes(emit) if generic else emit,
+        emit_at=None if generic else target.emit_at,
+        stitched=once(target.stitched),
+    )
     clock, imported = _Clock(), graph if options.wants_graphs else None
     graph, own = patterns.apply(graph, options, device)  # calls of the user's own kernels
     graph, records = passes.run(graph, options, device)  # rewrite to canonical form, lay out memory
@@ -111,8 +123,16 @@ def compile_graph(graph: Graph, signature: Signature, device: str, options: Opti
     order = lean(program)
     program = in_order(program, order)
     clock.lap("codegen")
-    return Compiled(program, order, graph, fusion, (*own.records, *records), clock.seconds,
-                    imported, patterns=own)  # fmt: skip
+    return Compiled(
+        program,
+        order,
+        graph,
+        fusion,
+        (*own.records, *records),
+        clock.seconds,
+        imported,
+        patterns=own,
+    )
 
 
 def families(device: str, options: Options) -> Callable[[Node], tuple[str, ...]]:
@@ -131,8 +151,9 @@ def _refuse_types(graph: Graph) -> None:
             raise UnsupportedError(f"a kernel for {node.op} of {node.dtype} ({node.origin})")
 
 
-def _planned(graph: Graph, generic: bool, on_gpu: bool, first: _First, clock: _Clock
-             ) -> tuple[FusionPlan, dict[Group, Lowered], tuple[Stitch, ...]]:  # fmt: skip
+def _planned(
+    graph: Graph, generic: bool, on_gpu: bool, first: _First, clock: _Clock
+) -> tuple[FusionPlan, dict[Group, Lowered], tuple[Stitch, ...]]:
     """A plan whose kernels can all be written down: where indices do not divide, each node of
     the group becomes a kernel of its own, which reads its operands from memory."""
     apart: frozenset[Node] = frozenset()
@@ -153,8 +174,9 @@ def _planned(graph: Graph, generic: bool, on_gpu: bool, first: _First, clock: _C
 class _Kernels:
     """The kernels of a plan. Those that take longest to compile are lowered, and begun, first."""
 
-    def __init__(self, graph: Graph, fusion: FusionPlan, apart: Set[Node], lower: Lower,
-                 first: _First) -> None:  # fmt: skip
+    def __init__(
+        self, graph: Graph, fusion: FusionPlan, apart: Set[Node], lower: Lower, first: _First
+    ) -> None:
         self.graph, self.fusion, self.first = graph, fusion, first
         self._apart, self._lower = apart, lower
         self.lowered: dict[Group, Lowered] = {}

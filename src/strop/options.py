@@ -21,56 +21,121 @@ def _knob(default: Any, doc: str, env: str = "", *, keyed: bool = True) -> Any:
 class Options:
     """How to compile. Options marked as keyed are part of the cache key."""
 
-    strict: bool = _knob(False, "raise where a module or an operator would fall back to torch",
-                         "STROP_STRICT", keyed=False)  # fmt: skip
-    cuda_graphs: bool = _knob(True, "replay a CUDA graph from the second use of a shape on",
-                              "STROP_CUDA_GRAPHS", keyed=False)  # fmt: skip
-    hoist: bool = _knob(True, "compute what depends on the prompt or on timesteps, and on weights,"
-                        " once a denoise loop", "STROP_HOIST", keyed=False)  # fmt: skip
-    graph_budget_bytes: int = _knob(2 << 30, "device memory that captured graphs may hold",
-                                    "STROP_GRAPH_BUDGET_BYTES", keyed=False)  # fmt: skip
-    check_finite: bool = _knob(True, "look for NaN and inf in the first run of every shape",
-                               "STROP_CHECK_FINITE", keyed=False)  # fmt: skip
+    strict: bool = _knob(
+        False,
+        "raise where a module or an operator would fall back to torch",
+        "STROP_STRICT",
+        keyed=False,
+    )
+    cuda_graphs: bool = _knob(
+        True,
+        "replay a CUDA graph from the second use of a shape on",
+        "STROP_CUDA_GRAPHS",
+        keyed=False,
+    )
+    hoist: bool = _knob(
+        True,
+        "compute what depends on the prompt or on timesteps, and on weights, once a denoise loop",
+        "STROP_HOIST",
+        keyed=False,
+    )
+    graph_budget_bytes: int = _knob(
+        2 << 30,
+        "device memory that captured graphs may hold",
+        "STROP_GRAPH_BUDGET_BYTES",
+        keyed=False,
+    )
+    check_finite: bool = _knob(
+        True,
+        "look for NaN and inf in the first run of every shape",
+        "STROP_CHECK_FINITE",
+        keyed=False,
+    )
     disable: tuple[str, ...] = _knob((), "names of passes to skip", "STROP_DISABLE")
-    early_launch: bool = _knob(True, "launch a kernel before the one before it has ended (sm_90)",
-                               "STROP_EARLY_LAUNCH")  # fmt: skip
-    in_place: bool = _knob(True, "write a kernel's result over an operand that nobody reads again",
-                           "STROP_IN_PLACE")  # fmt: skip
-    narrow_conv: bool = _knob(True, "convolutions of up to four channels, before or after, by a"
-                              " kernel of ours (GPUs)", "STROP_NARROW_CONV")  # fmt: skip
-    box_attention: bool = _knob(True, "attention by a kernel of ours that the tensor memory"
-                                " accelerator feeds, at sizes where it is faster (inference,"
-                                " sm_90)", "STROP_BOX_ATTENTION")  # fmt: skip
-    box_geglu: bool = _knob(False, "a linear and the GEGLU behind it by one such kernel, at sizes"
-                            " where that is faster (inference, sm_90)",
-                            "STROP_BOX_GEGLU")  # fmt: skip
-    group_product: bool = _knob(True, "convolutions, linears and GEGLU by a kernel of ours in PTX,"
-                                " at sizes where it is faster (inference, sm_90)",
-                                "STROP_GROUP_PRODUCT")  # fmt: skip
-    product_sum: bool = _knob(True, "sums with a linear in the place of the other operand, where"
-                              " such a kernel does it (inference, sm_90)",
-                              "STROP_PRODUCT_SUM")  # fmt: skip
-    upsampled_conv: bool = _knob(True, "convolutions of upsampled pictures from the smaller ones,"
-                                 " by sums of their taps (inference, sm_90)",
-                                 "STROP_UPSAMPLED_CONV")  # fmt: skip
-    few_rows: bool = _knob(True, "linears of up to four rows by a kernel of ours (inference,"
-                           " sm_90)", "STROP_FEW_ROWS")  # fmt: skip
-    cache_dir: str = _knob("", "where plans and kernels are kept; empty: ~/.cache/strop",
-                           "STROP_CACHE_DIR", keyed=False)  # fmt: skip
-    dump: str = _knob("", "folder for the files of every compiled graph, from ATen to kernels",
-                      "STROP_DUMP", keyed=False)  # fmt: skip
-    check: bool = _knob(False, "compare every step of a shape's first run with torch (slow)",
-                        "STROP_CHECK", keyed=False)  # fmt: skip
-    record: bool = _knob(False, "keep the graph before and after each pass, for explain",
-                         "STROP_RECORD", keyed=False)  # fmt: skip
-    build_workers: int = _knob(0, "processes that compile kernels; 0: one a core, at most 16",
-                               "STROP_BUILD_WORKERS", keyed=False)  # fmt: skip
-    numerics: tuple[str, ...] = _knob((), "patterns, by the name of their numerics, that may be"
-                                      " less exact than torch", "STROP_NUMERICS")  # fmt: skip
+    early_launch: bool = _knob(
+        True, "launch a kernel before the one before it has ended (sm_90)", "STROP_EARLY_LAUNCH"
+    )
+    in_place: bool = _knob(
+        True, "write a kernel's result over an operand that nobody reads again", "STROP_IN_PLACE"
+    )
+    narrow_conv: bool = _knob(
+        True,
+        "convolutions of up to four channels, before or after, by a kernel of ours (GPUs)",
+        "STROP_NARROW_CONV",
+    )
+    box_attention: bool = _knob(
+        True,
+        "attention by a kernel of ours that the tensor memory"
+        " accelerator feeds, at sizes where it is faster (inference,"
+        " sm_90)",
+        "STROP_BOX_ATTENTION",
+    )
+    box_geglu: bool = _knob(
+        False,
+        "a linear and the GEGLU behind it by one such kernel, at sizes"
+        " where that is faster (inference, sm_90)",
+        "STROP_BOX_GEGLU",
+    )
+    group_product: bool = _knob(
+        True,
+        "convolutions, linears and GEGLU by a kernel of ours in PTX,"
+        " at sizes where it is faster (inference, sm_90)",
+        "STROP_GROUP_PRODUCT",
+    )
+    product_sum: bool = _knob(
+        True,
+        "sums with a linear in the place of the other operand, where"
+        " such a kernel does it (inference, sm_90)",
+        "STROP_PRODUCT_SUM",
+    )
+    upsampled_conv: bool = _knob(
+        True,
+        "convolutions of upsampled pictures from the smaller ones,"
+        " by sums of their taps (inference, sm_90)",
+        "STROP_UPSAMPLED_CONV",
+    )
+    few_rows: bool = _knob(
+        True, "linears of up to four rows by a kernel of ours (inference, sm_90)", "STROP_FEW_ROWS"
+    )
+    cache_dir: str = _knob(
+        "",
+        "where plans and kernels are kept; empty: ~/.cache/strop",
+        "STROP_CACHE_DIR",
+        keyed=False,
+    )
+    dump: str = _knob(
+        "",
+        "folder for the files of every compiled graph, from ATen to kernels",
+        "STROP_DUMP",
+        keyed=False,
+    )
+    check: bool = _knob(
+        False,
+        "compare every step of a shape's first run with torch (slow)",
+        "STROP_CHECK",
+        keyed=False,
+    )
+    record: bool = _knob(
+        False, "keep the graph before and after each pass, for explain", "STROP_RECORD", keyed=False
+    )
+    build_workers: int = _knob(
+        0,
+        "processes that compile kernels; 0: one a core, at most 16",
+        "STROP_BUILD_WORKERS",
+        keyed=False,
+    )
+    numerics: tuple[str, ...] = _knob(
+        (),
+        "patterns, by the name of their numerics, that may be less exact than torch",
+        "STROP_NUMERICS",
+    )
 
-    memory_budget: float = _knob(1.0, "share of a training step's activations to keep, from 0 to 1;"
-                                 " the rest is computed again", "STROP_MEMORY_BUDGET",
-                                 keyed=False)  # fmt: skip
+    memory_budget: float = _knob(
+        1.0,
+        "share of a training step's activations to keep, from 0 to 1; the rest is computed again",
+        "STROP_MEMORY_BUDGET",
+        keyed=False,
+    )
 
     def __post_init__(self) -> None:
         for knob in fields(self):
@@ -95,15 +160,22 @@ class Options:
 
     def key(self) -> str:
         """The part that changes what is compiled, as text."""
-        return ";".join(f"{f.name}={getattr(self, f.name)!r}" for f in fields(self)
-                        if f.metadata["keyed"])  # fmt: skip
+        return ";".join(
+            f"{f.name}={getattr(self, f.name)!r}" for f in fields(self) if f.metadata["keyed"]
+        )
 
     @property
     def in_training(self) -> Options:
         """Without what has been measured for inference alone."""
         skipped = tuple(dict.fromkeys((*self.disable, "linear_add")))
-        return replace(self, box_attention=False, box_geglu=False,
-                       group_product=False, few_rows=False, disable=skipped)  # fmt: skip
+        return replace(
+            self,
+            box_attention=False,
+            box_geglu=False,
+            group_product=False,
+            few_rows=False,
+            disable=skipped,
+        )
 
     def on(self, *, has_wgmma: bool) -> Options:
         """Without what a GPU cannot do, where a graph is another for it. ``has_wgmma``:
@@ -154,8 +226,13 @@ def _naming(init: Callable[..., None]) -> Callable[..., None]:
 Options.__init__ = _naming(Options.__init__)  # type: ignore[method-assign]
 
 
-_EXPECTED = {bool: "True or False", int: "a whole number, 0 or more", str: "a text",
-             tuple: "a tuple of names", float: "a number from 0.0 to 1.0"}  # fmt: skip
+_EXPECTED = {
+    bool: "True or False",
+    int: "a whole number, 0 or more",
+    str: "a text",
+    tuple: "a tuple of names",
+    float: "a number from 0.0 to 1.0",
+}
 
 
 def _check(name: str, value: Any, default: Any) -> None:

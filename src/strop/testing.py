@@ -43,8 +43,9 @@ def assert_as_accurate_together(triples: Sequence[tuple[Tensor, Tensor, Tensor]]
         _judge(torch.cat(own), torch.cat(base), torch.finfo(triples[0][0].dtype).eps)
 
 
-def _finite_parts(actual: Tensor, eager: Tensor, reference64: Tensor
-                  ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+def _finite_parts(
+    actual: Tensor, eager: Tensor, reference64: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     """All three in fp64, where eager is finite; nothing of integers, which must be equal."""
     assert reference64.dtype == torch.float64, f"the reference is {reference64.dtype}, not fp64"
     for name, other in (("eager", eager), ("reference", reference64)):

@@ -54,7 +54,7 @@ MISTAKES: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], Any]]] 
     "dtype of an image": (Convolution, lambda m: m(images(2, 4, 8, 8, dtype=torch.float64))),
     "an image smaller than the window": (Convolution, lambda m: m(images(2, 4, 2, 2))),
     "head sizes": (Attention, lambda m: m(images(2, 5, 8), images(2, 5, 4), images(2, 5, 4))),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("strict", [False, True], ids=["usual", "strict"])

@@ -94,8 +94,15 @@ def test_a_real_file_system(mount: str, tmp_path: Path) -> None:
     mounting = f'mount -t tmpfs -o "{mount}" none "$0"'
     if subprocess.run([*prefix, "sh", "-c", mounting, str(folder)], capture_output=True).returncode:
         pytest.skip("this system lets nobody mount")
-    command = [*prefix, "sh", "-c", f'{mounting} && exec "$1" "$2" "$0/cache"', str(folder),
-               sys.executable, str(script)]  # fmt: skip
+    command = [
+        *prefix,
+        "sh",
+        "-c",
+        f'{mounting} && exec "$1" "$2" "$0/cache"',
+        str(folder),
+        sys.executable,
+        str(script),
+    ]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
 

@@ -188,8 +188,9 @@ def test_a_call_that_cannot_be_captured_runs_without_a_graph(gpu: Torch) -> None
     gpu.cuda.in_capture = capture_breaks
     assert_right(module, 3, 3, 3)
     (reason,) = module.forward.counters.fallbacks
-    assert reason.endswith("the capture failed: operation failed due to a previous error during"
-                           " capture")  # fmt: skip
+    assert reason.endswith(
+        "the capture failed: operation failed due to a previous error during capture"
+    )
     assert gpu.cuda.num_captures == 1
 
 

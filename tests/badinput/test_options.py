@@ -20,22 +20,30 @@ from .nets import Net, X, optimized
 
 WRONG: dict[str, tuple[Callable[[], Any], str]] = {
     "unknown keyword": (lambda: strop.optimize(Net(), stirct=True), "did you mean strict"),
-    "option as a keyword": (lambda: strop.optimize(Net(), strict=True),
-                            r"options=strop.Options\(strict=True\)"),
-    "options as a dict": (lambda: strop.optimize(Net(), options={"strict": True}),
-                          "options is a dict; strop.optimize takes strop.Options"),
+    "option as a keyword": (
+        lambda: strop.optimize(Net(), strict=True),
+        r"options=strop.Options\(strict=True\)",
+    ),
+    "options as a dict": (
+        lambda: strop.optimize(Net(), options={"strict": True}),
+        "options is a dict; strop.optimize takes strop.Options",
+    ),
     "a truth as text": (lambda: Options(strict="yes"), "strict='yes': expected True or False"),
     "a number below 0": (lambda: Options(build_workers=-1), "build_workers=-1: expected a whole"),
     "one name, not a tuple": (lambda: Options(disable="dot_merge"), "expected a tuple of names"),
-    "a name of no option": (lambda: Options(stirct=True),
-                            r"no option stirct \(did you mean strict\?\)"),
+    "a name of no option": (
+        lambda: Options(stirct=True),
+        r"no option stirct \(did you mean strict\?\)",
+    ),
     "an unknown override": (lambda: Options.from_environment(workers=2), "no option workers"),
     "neither module nor pipeline": (lambda: strop.optimize(torch.sin), "takes a torch.nn.Module"),
-    "components of another kind": (lambda: strop.optimize(SimpleNamespace(components=[Net()])),
-                                   "got a SimpleNamespace; it takes a torch.nn.Module"),
+    "components of another kind": (
+        lambda: strop.optimize(SimpleNamespace(components=[Net()])),
+        "got a SimpleNamespace; it takes a torch.nn.Module",
+    ),
     "nothing to restore": (lambda: strop.restore(None), "restore got a NoneType; it takes"),
     "train as text": (lambda: strop.optimize(Net(), train="yes"), "train='yes'; it takes True"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", WRONG)

@@ -24,9 +24,15 @@ def draw(pipe: Any, width: int, height: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(0)
     embeds = torch.randn(1, 7, tiny.PROMPT_DIM, generator=generator)
     with torch.no_grad():
-        return pipe(prompt_embeds=embeds, negative_prompt_embeds=-embeds, width=width,
-                    height=height, num_inference_steps=2, generator=generator,
-                    output_type="pt").images  # fmt: skip
+        return pipe(
+            prompt_embeds=embeds,
+            negative_prompt_embeds=-embeds,
+            width=width,
+            height=height,
+            num_inference_steps=2,
+            generator=generator,
+            output_type="pt",
+        ).images
 
 
 def test_sizes_that_diffusers_refuses_and_sizes_off_the_grid() -> None:
@@ -39,8 +45,9 @@ def test_sizes_that_diffusers_refuses_and_sizes_off_the_grid() -> None:
             draw(pipe, width, height)
         assert str(found.value) == str(wanted.value)
     for width, height in ((32, 32), (40, 24)):
-        torch.testing.assert_close(draw(pipe, width, height), draw(plain, width, height),
-                                   rtol=1e-3, atol=1e-3)  # fmt: skip
+        torch.testing.assert_close(
+            draw(pipe, width, height), draw(plain, width, height), rtol=1e-3, atol=1e-3
+        )
     assert pipe.unet.forward.counters.eager_calls == 0
 
 
@@ -65,8 +72,9 @@ def test_wrong_calls_of_a_unet_get_eagers_error() -> None:
     unet, plain = tiny.unet(), tiny.unet()
     strop.optimize(unet, options=tiny.options())
     with torch.no_grad():
-        torch.testing.assert_close(unet(LATENT, 1, PROMPT).sample, plain(LATENT, 1, PROMPT).sample,
-                                   rtol=1e-4, atol=1e-4)  # fmt: skip
+        torch.testing.assert_close(
+            unet(LATENT, 1, PROMPT).sample, plain(LATENT, 1, PROMPT).sample, rtol=1e-4, atol=1e-4
+        )
         for name, call in WRONG_CALLS.items():
             with pytest.raises(Exception) as wanted:  # noqa: PT011  (whatever eager raises)
                 call(plain)
@@ -93,8 +101,10 @@ def test_what_stays_as_it_is_is_told(caplog: Any) -> None:
     pipe.register_modules(feature_extractor=None, safety_checker=torch.nn.Linear(2, 2))
     strop.optimize(pipe, options=tiny.options())
     (line,) = caplog.messages
-    assert line == ("StableDiffusionPipeline: not compiled: safety_checker (Linear);"
-                    " a module by itself is: strop.optimize(pipe.safety_checker)")  # fmt: skip
+    assert line == (
+        "StableDiffusionPipeline: not compiled: safety_checker (Linear);"
+        " a module by itself is: strop.optimize(pipe.safety_checker)"
+    )
 
 
 class Tokenizer:
@@ -117,8 +127,10 @@ def test_a_long_prompt_is_said_to_be_cut(capsys: Any) -> None:
     assert capsys.readouterr().err == ""
     arguments.check_length(pipe, "one two three four five six seven")
     said = " ".join(capsys.readouterr().err.split())
-    assert said == ("warning: the prompt has 7 tokens, of which this model reads 5;"
-                    " it ignores the end: 'six seven'")  # fmt: skip
+    assert said == (
+        "warning: the prompt has 7 tokens, of which this model reads 5;"
+        " it ignores the end: 'six seven'"
+    )
 
 
 @pytest.fixture

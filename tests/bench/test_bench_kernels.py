@@ -43,8 +43,10 @@ def test_what_the_limit_leaves_out_is_listed() -> None:
 
 
 def test_summary_counts_what_is_slower() -> None:
-    rows = [{"family": "f", "case": f"c{i}", "us": {"strop": {"p50": 1.0}, "eager": {"p50": t}}}
-            for i, t in enumerate((0.5, 2.0, 4.0))]  # fmt: skip
+    rows = [
+        {"family": "f", "case": f"c{i}", "us": {"strop": {"p50": 1.0}, "eager": {"p50": t}}}
+        for i, t in enumerate((0.5, 2.0, 4.0))
+    ]
     (found,) = kernel.summary(rows, ("eager",))
     assert (found["worst"], found["worst_case"], found["median"]) == (0.5, "c0", 2.0)
     assert (found["geomean"], found["slower"]) == (1.587, 1)
@@ -93,8 +95,16 @@ def test_families_apart() -> None:
 def test_what_there_is_no_time_for_is_listed(apart: bool) -> None:
     cases = [case_of(family, (33, 40)) for family in ROW_FAMILIES[:2]]
     saved: list[int] = []
-    result = kernel.run(cases, CPU, torch.float32, ("eager",), 3, limit_s=0.0, apart=apart,
-                        save=lambda result: saved.append(len(result["skipped"])))  # fmt: skip
+    result = kernel.run(
+        cases,
+        CPU,
+        torch.float32,
+        ("eager",),
+        3,
+        limit_s=0.0,
+        apart=apart,
+        save=lambda result: saved.append(len(result["skipped"])),
+    )
     assert result["skipped"] == [case.name for case in cases]
     assert result["rows"] == []
     assert saved == [1, 2]

@@ -144,8 +144,14 @@ def test_precision_is_put_back() -> None:
 
 def task(**more: Any) -> dict[str, Any]:
     plan = {"device": "cpu", "dtype": "fp32", "peers": (), "samples": 3}
-    return {"do": "rows", "rows": ["P4-512"], "is_tiny": True, "plan": plan,
-            "until": time.time() + 300, **more}  # fmt: skip
+    return {
+        "do": "rows",
+        "rows": ["P4-512"],
+        "is_tiny": True,
+        "plan": plan,
+        "until": time.time() + 300,
+        **more,
+    }
 
 
 def test_worker_is_cut() -> None:
@@ -154,8 +160,9 @@ def test_worker_is_cut() -> None:
     assert time.monotonic() - start < 10
 
 
-def test_worker_that_fails_leaves_what_it_saved(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-                                                ) -> None:  # fmt: skip
+def test_worker_that_fails_leaves_what_it_saved(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     found = worker.run_apart(task(rows=["P4-512", "no such row"]), 120)
     assert found["failed"] == "exit 1"
     assert "no such row" in found["log"][-1]
@@ -184,8 +191,11 @@ def test_a_gpu_is_looked_at_while_it_works(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     start = time.monotonic()
     found = environment.gpu_load(call, settle_s=0.05)
-    assert found == {"clocks.sm": "1590 MHz", "power.draw.instant": "699.10 W",
-                     "temperature.gpu": "61"}  # fmt: skip
+    assert found == {
+        "clocks.sm": "1590 MHz",
+        "power.draw.instant": "699.10 W",
+        "temperature.gpu": "61",
+    }
     assert calls[-1] - start > 0.2, "until the answer was there"
     monkeypatch.setenv("PATH", "")
     assert environment.gpu_load(call) == {}
@@ -201,8 +211,12 @@ def test_switches_of_the_environment_are_told(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize(("kind", "row"), [("infer", "P1"), ("train", "P8")])
 def test_tables_are_of_the_default_options(kind: str, row: str, tmp_path: Path) -> None:
     load = {"infer": infer_report.load, "train": train_report.load}[kind]
-    usual = {"row": row, "kind": kind, "contenders": {},
-             "environment": {"date": "2030-01-01", "switches": {}}}  # fmt: skip
+    usual = {
+        "row": row,
+        "kind": kind,
+        "contenders": {},
+        "environment": {"date": "2030-01-01", "switches": {}},
+    }
     newer = {"date": "2030-01-02", "switches": {"box_geglu": True}}
     for number, result in enumerate((usual, usual | {"environment": newer})):
         (tmp_path / f"{number}.json").write_text(json.dumps(result))
@@ -212,8 +226,12 @@ def test_tables_are_of_the_default_options(kind: str, row: str, tmp_path: Path) 
 def test_tables_prefer_what_was_measured_beside_eager(tmp_path: Path) -> None:
     for day, others in enumerate((("eager",), ("eager",), ()), 1):
         contenders: dict[str, Any] = {name: {} for name in ("strop", *others)}
-        result = {"row": "P1", "kind": "infer", "contenders": contenders,
-                  "environment": {"date": f"2030-01-0{day}"}}  # fmt: skip
+        result = {
+            "row": "P1",
+            "kind": "infer",
+            "contenders": contenders,
+            "environment": {"date": f"2030-01-0{day}"},
+        }
         (tmp_path / f"{day}.json").write_text(json.dumps(result))
     (found,) = infer_report.load(sorted(tmp_path.iterdir()))
     assert found["environment"]["date"] == "2030-01-02"
@@ -221,24 +239,44 @@ def test_tables_prefer_what_was_measured_beside_eager(tmp_path: Path) -> None:
         (tmp_path / f"{day}.json").unlink()
     (found,) = infer_report.load(tmp_path.iterdir())
     assert found["environment"]["date"] == "2030-01-03"
-    by_itself = {"row": "P1", "kind": "infer", "contenders": {"strop": {}, "eager": {}},
-                 "calls": 1, "environment": {"date": "2030-01-04"}}  # fmt: skip
+    by_itself = {
+        "row": "P1",
+        "kind": "infer",
+        "contenders": {"strop": {}, "eager": {}},
+        "calls": 1,
+        "environment": {"date": "2030-01-04"},
+    }
     (tmp_path / "4.json").write_text(json.dumps(by_itself))
-    (tmp_path / "5.json").write_text(json.dumps(by_itself | {"calls": 20, "environment":
-                                                             {"date": "2030-01-01"}}))  # fmt: skip
+    (tmp_path / "5.json").write_text(
+        json.dumps(by_itself | {"calls": 20, "environment": {"date": "2030-01-01"}})
+    )
     (found,) = infer_report.load(tmp_path.iterdir())
     assert found["calls"] == 20
 
 
 def test_random_shapes_come_from_the_newest_run_that_has_them(tmp_path: Path) -> None:
-    summary = {"count": 12, "median": 1.9, "worst": 1.7, "worst_shape": [512, 256, 2],
-               "rms_to_peer": 1e-3, "first_s": 0.3, "longest_s": 0.1}  # fmt: skip
-    for day, random in enumerate(({"summary": {**summary, "worst": 1.5}}, {"summary": summary},
-                                  {"failed": "cut"}, None), 1):  # fmt: skip
-        result = {"row": "P1", "kind": "infer", "contenders": {"strop": {}, "eager": {}},
-                  "environment": {"date": f"2030-01-0{day}"}, "title": "t", "must": None,
-                  "measures": "step", "unit": "ms"} | (
-                      {"random": random | {"peer": "eager-graph"}} if random else {})  # fmt: skip
+    summary = {
+        "count": 12,
+        "median": 1.9,
+        "worst": 1.7,
+        "worst_shape": [512, 256, 2],
+        "rms_to_peer": 1e-3,
+        "first_s": 0.3,
+        "longest_s": 0.1,
+    }
+    for day, random in enumerate(
+        ({"summary": {**summary, "worst": 1.5}}, {"summary": summary}, {"failed": "cut"}, None), 1
+    ):
+        result = {
+            "row": "P1",
+            "kind": "infer",
+            "contenders": {"strop": {}, "eager": {}},
+            "environment": {"date": f"2030-01-0{day}"},
+            "title": "t",
+            "must": None,
+            "measures": "step",
+            "unit": "ms",
+        } | ({"random": random | {"peer": "eager-graph"}} if random else {})
         (tmp_path / f"{day}.json").write_text(json.dumps(result))
     (found,) = infer_report.load(tmp_path.iterdir())
     assert found["environment"]["date"] == "2030-01-04"
@@ -255,9 +293,16 @@ def test_switches_come_from_the_newest_run_that_has_them(tmp_path: Path) -> None
     timed = {"p20_ms": 1.0, "p50_ms": 2.0, "p80_ms": 3.0}
     ladder = {"switches": {"all on": timed, "no hoist": {**timed, "p50_ms": 2.5}}}
     for day, switches in enumerate((None, ladder, {"failed": "cut"}, None), 1):
-        result = {"row": "P1", "kind": "infer", "contenders": {"strop": {}, "eager": {}},
-                  "environment": {"date": f"2030-01-0{day}"}, "title": "t", "must": None,
-                  "measures": "step", "unit": "ms"}  # fmt: skip
+        result = {
+            "row": "P1",
+            "kind": "infer",
+            "contenders": {"strop": {}, "eager": {}},
+            "environment": {"date": f"2030-01-0{day}"},
+            "title": "t",
+            "must": None,
+            "measures": "step",
+            "unit": "ms",
+        }
         result |= {"switches": switches} if switches else {}
         (tmp_path / f"{day}.json").write_text(json.dumps(result))
     (found,) = infer_report.load(tmp_path.iterdir())
@@ -268,8 +313,11 @@ def test_switches_come_from_the_newest_run_that_has_them(tmp_path: Path) -> None
     assert texts == ["2", "2.5 (+25.0%)"]
 
 
-RESULT = {"case": "some-case", "kind": "infer",
-          "environment": {"date": "2030-01-02T03:04:05+00:00"}}  # fmt: skip
+RESULT = {
+    "case": "some-case",
+    "kind": "infer",
+    "environment": {"date": "2030-01-02T03:04:05+00:00"},
+}
 
 
 def test_result_file(tmp_path: Path) -> None:

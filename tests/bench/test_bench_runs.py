@@ -40,8 +40,9 @@ def test_compile_cold_and_cached() -> None:
 @pytest.mark.slow
 def test_quality(options: strop.Options) -> None:
     prompts = ["a red circle", "a blue square"]
-    found = quality.compare(tiny_pipe, prompts, ((64, 64),), torch.device("cpu"), steps=2,
-                            options=options)  # fmt: skip
+    found = quality.compare(
+        tiny_pipe, prompts, ((64, 64),), torch.device("cpu"), steps=2, options=options
+    )
     assert found["num_pictures"] == 2
     assert found["is_good"], found
 
@@ -51,8 +52,9 @@ def tiny_pipe(dtype: torch.dtype, device: torch.device) -> Any:
 
 
 @pytest.mark.slow
-def test_each_switch_draws_the_same(options: strop.Options, monkeypatch: pytest.MonkeyPatch
-                                    ) -> None:  # fmt: skip
+def test_each_switch_draws_the_same(
+    options: strop.Options, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """All on first, of whose program the switches are."""
     said, found_for = list[str](), list[tuple[int, str]]()
 
@@ -62,9 +64,16 @@ def test_each_switch_draws_the_same(options: strop.Options, monkeypatch: pytest.
         return {name: every[name] for name in ("no dot_merge", "all off")}
 
     monkeypatch.setattr(quality, "variants", two)
-    result = quality.compare(tiny_pipe, ["a red circle"], ((64, 64),), torch.device("cpu"),
-                             steps=2, options=options, ablate=True,
-                             step=said.append)  # fmt: skip
+    result = quality.compare(
+        tiny_pipe,
+        ["a red circle"],
+        ((64, 64),),
+        torch.device("cpu"),
+        steps=2,
+        options=options,
+        ablate=True,
+        step=said.append,
+    )
     found = result["switches"]
     assert list(found) == said == ["all on", "no dot_merge", "all off"]
     assert found_for == [(3, "picture")]

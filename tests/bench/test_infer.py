@@ -64,8 +64,14 @@ def test_a_model_and_its_random_shapes(tmp_path: Path) -> None:
     rows = chosen_rows(["P4"], tiny=True)
     plan = replace(TINY, random=2, variants=True, peers=("eager", "eager-graph", "inductor"))
     said: list[str] = []
-    results = infer.run(rows, plan, out=tmp_path, is_apart=False, budget_s=79,
-                        step=lambda text, _: said.append(text))  # fmt: skip
+    results = infer.run(
+        rows,
+        plan,
+        out=tmp_path,
+        is_apart=False,
+        budget_s=79,
+        step=lambda text, _: said.append(text),
+    )
     assert said == ["P4-512, P4-1024: rows", "P4-512, P4-1024: random"]
     for result in results:
         ours, eager = (result["contenders"][name] for name in ("strop", "eager"))
@@ -107,8 +113,9 @@ def test_nothing_is_timed_beside_compilers(monkeypatch: pytest.MonkeyPatch) -> N
     order: list[str] = []
     wait, turns = VariantStore.wait, infer_measure.take_turns
     monkeypatch.setattr(VariantStore, "wait", lambda store: (order.append("wait"), wait(store)))
-    monkeypatch.setattr(infer_measure, "take_turns",
-                        lambda *args: (order.append("turns"), turns(*args))[1])  # fmt: skip
+    monkeypatch.setattr(
+        infer_measure, "take_turns", lambda *args: (order.append("turns"), turns(*args))[1]
+    )
     (result,) = infer.run(chosen_rows(["P1"], tiny=True), TINY, is_apart=False)
     assert result["contenders"]["strop"]["p50_ms"] > 0
     assert order == ["wait", "turns"]
@@ -123,17 +130,34 @@ def test_a_sample_has_as_many_calls_as_were_asked_for(wanted: int) -> None:
 
 
 def test_each_switch_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    passes = ("canonicalize", "reduce_in_steps", "pointwise_conv", "bias_to_consumer",
-              "channels_last", "pooled_operands")  # fmt: skip
+    passes = (
+        "canonicalize",
+        "reduce_in_steps",
+        "pointwise_conv",
+        "bias_to_consumer",
+        "channels_last",
+        "pooled_operands",
+    )
     monkeypatch.setattr(infer_variants, "NEEDED_PASSES", passes)
     (row,) = chosen_rows(["P4-512"], tiny=True)
     found = infer_variants.measure_switches(row, TINY, Clock.of(300), lambda saved: None)
     switches = found["switches"]
-    assert list(switches) == ["all on", "no dot_merge", "no cuda_graphs", "no check_finite",
-                              "no early_launch", "no in_place", "no narrow_conv",
-                              "no box_attention", "no group_product", "no product_sum",
-                              "no upsampled_conv", "no few_rows", "with box_geglu",
-                              "all off"]  # fmt: skip
+    assert list(switches) == [
+        "all on",
+        "no dot_merge",
+        "no cuda_graphs",
+        "no check_finite",
+        "no early_launch",
+        "no in_place",
+        "no narrow_conv",
+        "no box_attention",
+        "no group_product",
+        "no product_sum",
+        "no upsampled_conv",
+        "no few_rows",
+        "with box_geglu",
+        "all off",
+    ]
     assert all(switch["p50_ms"] > 0 for switch in switches.values())
     assert switches["no dot_merge"]["num_launches"] > switches["all on"]["num_launches"]
     assert switches["no cuda_graphs"]["num_launches"] == switches["all on"]["num_launches"]
@@ -202,14 +226,26 @@ def test_peers_of_one_setup_are_side_by_side() -> None:
 TIMES = {"p20_ms": 1.0, "p50_ms": 2.0, "p80_ms": 3.0, "samples": 9}
 PLACE = {"gpu": "H100", "torch": "2.11", "date": "2030-01-02T03:04:05+00:00"}
 CONTENDERS: dict[str, Any] = {
-    "strop": {**TIMES, "first_s": 9.0, "peak_bytes": 3 << 30,
-              "profile": {"launches": 412.0, "generated": 190.0}},
+    "strop": {
+        **TIMES,
+        "first_s": 9.0,
+        "peak_bytes": 3 << 30,
+        "profile": {"launches": 412.0, "generated": 190.0},
+    },
     "eager": {**TIMES, "p50_ms": 6.0, "p80_ms": 7.0, "first_s": 1.0, "peak_bytes": 4 << 30},
     "inductor": {"failed": "cut after 300 s"},
-}  # fmt: skip
-SHAPES = [{"size": (512, 256), "batch": b, "ratio": r, "longest_s": 0.1, "first_s": f,
-           "rms_to_peer": 1e-3}
-          for b, r, f in ((1, 2.0, 0.2), (2, 1.5, 0.4), (3, 3.0, 0.1))]  # fmt: skip
+}
+SHAPES = [
+    {
+        "size": (512, 256),
+        "batch": b,
+        "ratio": r,
+        "longest_s": 0.1,
+        "first_s": f,
+        "rms_to_peer": 1e-3,
+    }
+    for b, r, f in ((1, 2.0, 0.2), (2, 1.5, 0.4), (3, 3.0, 0.1))
+]
 SWITCHES = {"all on": {**TIMES, "num_launches": 9}, "no x": {**TIMES, "num_launches": 12}}
 
 
@@ -290,7 +326,9 @@ def test_plots(tmp_path: Path) -> None:
     assert [file.name for file in files] == ["P1-times.svg", "P1-random.svg", "P1-ladder.svg"]
     assert all(file.read_text().startswith("<?xml") for file in files)
     assert [f.name for f in infer_plots.draw(result_of("P7"), tmp_path)] == [
-        "P7-times.svg", "P7-peaks.svg"]  # fmt: skip
+        "P7-times.svg",
+        "P7-peaks.svg",
+    ]
     assert infer_plots.draw(result_of(contenders={}), tmp_path) == []
 
 

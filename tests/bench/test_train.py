@@ -78,11 +78,28 @@ def test_the_ladder_is_the_published_one_and_ours() -> None:
     assert set(LADDER.published_split) <= set(PARTS)
     rungs = {c.name: c for c in LADDER.contenders}
     assert [n for n, c in rungs.items() if c.setup.compiler == "strop"] == [
-        "compiled", "one-pass", "caches", "graph", "shadow"]  # fmt: skip
+        "compiled",
+        "one-pass",
+        "caches",
+        "graph",
+        "shadow",
+    ]
     assert [n for n, c in rungs.items() if c.setup.attention == "naive"] == [
-        "tf32", "fp16", "loader", "fused"]  # fmt: skip
+        "tf32",
+        "fp16",
+        "loader",
+        "fused",
+    ]
     assert {n: c.work.batch for n, c in rungs.items() if c.work.batch != 8}.keys() == {
-        "batch48", "ema", "zero2", "compiled", "one-pass", "caches", "graph", "shadow"}  # fmt: skip
+        "batch48",
+        "ema",
+        "zero2",
+        "compiled",
+        "one-pass",
+        "caches",
+        "graph",
+        "shadow",
+    }
     workers = {(loader.workers, loader.is_pinned) for loader in rungs["loader"].setup.loaders}
     assert workers == {(w, p) for w in (1, 2, 4, 8, 16) for p in (True, False)}
 
@@ -123,8 +140,11 @@ SETUPS = {
     "one-pass": Setup("tf32", optimizer="strop"),
     "shadow": Setup(optimizer="strop", is_shadow=True),
 }
-WORKS = {"full": Work(), "sdxl": Work("sdxl", 4, is_cached=True, has_ema=False),
-         "lora": Work(batch=1, trained="lora", is_cached=True, has_ema=False)}  # fmt: skip
+WORKS = {
+    "full": Work(),
+    "sdxl": Work("sdxl", 4, is_cached=True, has_ema=False),
+    "lora": Work(batch=1, trained="lora", is_cached=True, has_ema=False),
+}
 
 
 @pytest.mark.parametrize("setup", SETUPS)
@@ -139,8 +159,10 @@ def test_a_step_is_that_of_eager(work: str, setup: str) -> None:
     found = train_measure._first_step(loop, reference)
     assert found["loss_ok"], found
     assert found["grad_norm"] == pytest.approx(gradient_norm(work), rel=0.02)
-    moved = [float((p - b).detach().abs().max()) for p, b in
-             zip(loop.network.trained, before, strict=True)]  # fmt: skip
+    moved = [
+        float((p - b).detach().abs().max())
+        for p, b in zip(loop.network.trained, before, strict=True)
+    ]
     assert max(moved) == pytest.approx(1e-5, rel=0.03)  # the learning rate: Adam's first step
     first_draws = loop.draws
     loop.step()
@@ -167,8 +189,9 @@ def test_a_wrong_loss_is_told() -> None:
 def test_a_sweep_of_loaders_and_the_split(tmp_path: Path) -> None:
     (row,) = chosen_rows([], ladder=True, tiny=True, only=["tf32", "loader", "zero2"])
     said: list[str] = []
-    (result,) = train.run([row], TINY, out=tmp_path, is_apart=False,
-                          step=lambda text, _: said.append(text))  # fmt: skip
+    (result,) = train.run(
+        [row], TINY, out=tmp_path, is_apart=False, step=lambda text, _: said.append(text)
+    )
     assert said == ["ladder: tf32", "ladder: loader", "ladder: zero2"]
     first, second, third = (result["contenders"][n] for n in ("tf32", "loader", "zero2"))
     assert third["skipped"] == "needs 2 GPUs"
@@ -203,8 +226,9 @@ def test_a_rung_that_waits_for_data_takes_more_workers(monkeypatch: pytest.Monke
     assert [tried["loader"]["workers"] for tried in found["loaders"]] == [1, 2, 4]
     assert found["loader"] == {"workers": 4, "is_pinned": True}
     assert found["mean_ms"] == 400.0
-    found = train_measure._timed(loop, compiled, replace(plan, best_loader=(8, True)),
-                                 Clock.of(60.0), {}, lambda saved: None)  # fmt: skip
+    found = train_measure._timed(
+        loop, compiled, replace(plan, best_loader=(8, True)), Clock.of(60.0), {}, lambda saved: None
+    )
     assert found["loader"]["workers"] == 8
     assert "loaders" not in found
 
@@ -258,8 +282,13 @@ def test_graphs_of_whole_steps_before_they_are_built() -> None:
 def test_graphs_of_whole_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Through the signature alone: what the graph does is tested elsewhere."""
 
-    def compile_step(loss_fn: Callable[..., Tensor], optimizer: Any, accumulate: int = 1,
-                     scaler: Any = None, graph: bool = True) -> Callable[..., Tensor]:  # fmt: skip
+    def compile_step(
+        loss_fn: Callable[..., Tensor],
+        optimizer: Any,
+        accumulate: int = 1,
+        scaler: Any = None,
+        graph: bool = True,
+    ) -> Callable[..., Tensor]:
         assert (accumulate, scaler, graph) == (1, None, True)
 
         def step(*tensors: Tensor) -> Tensor:
@@ -284,8 +313,9 @@ def test_graphs_of_whole_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     assert set(found["split_ms"]) == {"data", "whole step", "other"}
 
 
-def test_a_contender_that_fails_costs_no_other(monkeypatch: pytest.MonkeyPatch,
-                                               tmp_path: Path) -> None:  # fmt: skip
+def test_a_contender_that_fails_costs_no_other(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     (row,) = chosen_rows(["P9"], tiny=True, only=["diffusers", "torch"])
     timed = train_measure._timed
 
@@ -308,8 +338,10 @@ def test_a_contender_that_fails_costs_no_other(monkeypatch: pytest.MonkeyPatch,
 def test_what_the_budget_leaves_out_is_named() -> None:
     results = train.run(chosen_rows(["P8", "P11x"], tiny=True), TINY, budget_s=1)
     for result in results:
-        assert all("left of the budget" in c["skipped"] or "not built" in c["skipped"]
-                   for c in result["contenders"].values())  # fmt: skip
+        assert all(
+            "left of the budget" in c["skipped"] or "not built" in c["skipped"]
+            for c in result["contenders"].values()
+        )
     table = train_report.rows_of(results)
     assert len(table) == 1 + sum(len(result["contenders"]) for result in results)
 
@@ -318,17 +350,22 @@ def test_what_was_cut_is_measured_later(tmp_path: Path, monkeypatch: pytest.Monk
     """The second run has the rest of the rungs, and the loader that the first has found best."""
     monkeypatch.setattr("strop.bench.train_models.compile_modules", lambda *rest: None)
     (first,) = chosen_rows([], ladder=True, tiny=True, only=["loader", "ema"])
-    (cut,) = train.run([replace(first, contenders=first.contenders[:1])], TINY, is_apart=False,
-                       out=tmp_path)  # fmt: skip
+    (cut,) = train.run(
+        [replace(first, contenders=first.contenders[:1])], TINY, is_apart=False, out=tmp_path
+    )
     best = cut["contenders"]["loader"]["loader"]
     cut["contenders"]["loader"]["loader"] = {**best, "workers": 1 - best["workers"]}
     path = Path(cut["file"])
     path.write_text(json.dumps(cut))
     steps: list[str] = []
     (result,) = train.run(
-        chosen_rows([], ladder=True, tiny=True, only=["zero2", "ema", "loader"]), TINY,
-        is_apart=False, out=tmp_path, earlier=[path], step=lambda text, done: steps.append(text),
-    )  # fmt: skip
+        chosen_rows([], ladder=True, tiny=True, only=["zero2", "ema", "loader"]),
+        TINY,
+        is_apart=False,
+        out=tmp_path,
+        earlier=[path],
+        step=lambda text, done: steps.append(text),
+    )
     assert steps == ["ladder: ema", "ladder: zero2"]
     assert list(result["contenders"]) == ["loader", "ema", "zero2"]
     assert result["contenders"]["ema"]["loader"]["workers"] == 1 - best["workers"]
@@ -370,20 +407,34 @@ SPLIT = {"VAE": 5.0, "forward": 20.0, "backward": 40.0, "update": 12.0, "other":
 
 def found_of(contender: Contender, img_s: float, **more: Any) -> dict[str, Any]:
     ms = 1e3 * contender.work.batch / img_s
-    return {**train._described(contender), "setup": {"compiler": contender.setup.compiler},
-            "p20_ms": ms, "p50_ms": ms, "p80_ms": ms, "mean_ms": ms, "img_s": img_s,
-            "peak_bytes": 30 << 30, "first_split_s": {"forward": 30.0, "backward": 12.0},
-            "loss": 1.2, "loss_reference": 1.2, "loss_ok": True, "grad_norm": 3.0,
-            "split_ms": SPLIT, "tflops": 200.0, **more}  # fmt: skip
+    return {
+        **train._described(contender),
+        "setup": {"compiler": contender.setup.compiler},
+        "p20_ms": ms,
+        "p50_ms": ms,
+        "p80_ms": ms,
+        "mean_ms": ms,
+        "img_s": img_s,
+        "peak_bytes": 30 << 30,
+        "first_split_s": {"forward": 30.0, "backward": 12.0},
+        "loss": 1.2,
+        "loss_reference": 1.2,
+        "loss_ok": True,
+        "grad_norm": 3.0,
+        "split_ms": SPLIT,
+        "tflops": 200.0,
+        **more,
+    }
 
 
 def result_of(name: str, speeds: dict[str, float], **more: Any) -> dict[str, Any]:
     (row,) = (r for r in (*ROWS, LADDER) if r.name == name)
     contenders = {
-        c.name: found_of(c, speeds[c.name], **more) if c.name in speeds
+        c.name: found_of(c, speeds[c.name], **more)
+        if c.name in speeds
         else {**train._described(c), "skipped": "not built: x"}
         for c in row.contenders
-    }  # fmt: skip
+    }
     return {**train._empty(row, PLACE), "contenders": contenders}
 
 
@@ -416,7 +467,15 @@ def test_table() -> None:
     assert not train_report.verdict({**result, "is_tiny": True})
     split = plain_table(train_report.split_rows_of([result_of("ladder", {"tf32": 20})]))
     assert split.splitlines()[1].split()[-8:] == [
-        "33.0", "14.0", "82.0", "125.0", "32.0", "96.0", "38.0", "16.0"]  # fmt: skip
+        "33.0",
+        "14.0",
+        "82.0",
+        "125.0",
+        "32.0",
+        "96.0",
+        "38.0",
+        "16.0",
+    ]
 
 
 def test_picture(tmp_path: Path) -> None:
@@ -445,8 +504,16 @@ def test_page(tmp_path: Path) -> None:
         (tmp_path / f"{name}.json").write_text(json.dumps(result_of(name, speeds)))
     page = tmp_path / "page.md"
     page.write_text("before\n<!-- train -->\nold\n<!-- /train -->\nafter\n")
-    words = ["bench", "table", "--results", str(tmp_path), "--page", str(page),
-             "--plots", str(tmp_path)]  # fmt: skip
+    words = [
+        "bench",
+        "table",
+        "--results",
+        str(tmp_path),
+        "--page",
+        str(page),
+        "--plots",
+        str(tmp_path),
+    ]
     done = CliRunner().invoke(app, words)
     assert done.exit_code == 0, done.output
     text = page.read_text()
@@ -474,8 +541,25 @@ def fast(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 def test_command(fast: list[Any], tmp_path: Path) -> None:
-    words = ["bench", "train", "--rows", "P8", "P9", "--ladder", "--tiny", "--device", "cpu",
-             "--samples", "7", "--warm-up", "2", "--budget", "99", "-o", str(tmp_path)]  # fmt: skip
+    words = [
+        "bench",
+        "train",
+        "--rows",
+        "P8",
+        "P9",
+        "--ladder",
+        "--tiny",
+        "--device",
+        "cpu",
+        "--samples",
+        "7",
+        "--warm-up",
+        "2",
+        "--budget",
+        "99",
+        "-o",
+        str(tmp_path),
+    ]
     done = CliRunner().invoke(app, words)
     assert done.exit_code == 0, done.output
     ((rows, plan, how),) = fast

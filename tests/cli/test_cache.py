@@ -18,8 +18,9 @@ def store(tmp_path: Path, invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> Di
     """Two plans and a kernel, unused for 1, 10 and 100 days."""
     store = DiskCache(tmp_path / "cache")
     monkeypatch.setenv("STROP_CACHE_DIR", str(store.root))
-    for days, (kind, key) in zip((1, 10, 100), [("plan", "a"), ("plan", "b"), ("so", "c")],
-                                 strict=True):  # fmt: skip
+    for days, (kind, key) in zip(
+        (1, 10, 100), [("plan", "a"), ("plan", "b"), ("so", "c")], strict=True
+    ):
         used = time.time() - days * 86400
         os.utime(store.write(kind, key, bytes(1000)), (used, used))
     return store

@@ -43,8 +43,10 @@ def test_help_names_every_verb_and_the_exit_codes(invoke: Invoke) -> None:
 
 
 def test_the_command_imports_no_diffusers() -> None:
-    code = "import sys, strop.cli; print([m for m in ('diffusers', 'transformers', 'PIL')" \
-           " if m in sys.modules])"  # fmt: skip
+    code = (
+        "import sys, strop.cli; print([m for m in ('diffusers', 'transformers', 'PIL')"
+        " if m in sys.modules])"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
 

@@ -22,8 +22,9 @@ PROMPT = "a red circle above a blue square"
 
 
 def test_a_picture_and_its_comparison(invoke: Invoke, as_sprites: Path, tmp_path: Path) -> None:
-    result = invoke("generate", PROMPT, "--steps", "2", "--compare", "--size", "64x32",
-                    "--device", "cpu")  # fmt: skip
+    result = invoke(
+        "generate", PROMPT, "--steps", "2", "--compare", "--size", "64x32", "--device", "cpu"
+    )
     assert result.exit_code == 0, result.output
     assert Image.open(tmp_path / "out.png").size == (64, 32)
     assert Image.open(tmp_path / "out_compare.png").width > 128
@@ -52,8 +53,17 @@ def test_the_same_seed_gives_the_same_picture_with_and_without_strop(
 def test_a_prompt_outside_the_grammar_is_drawn_with_a_warning(
     invoke: Invoke, as_sprites: Path, tmp_path: Path
 ) -> None:
-    result = invoke("generate", "Grey background, red circle!", "--steps", "1", "--no-optimize",
-                    "--device", "cpu", "-o", "x.jpg")  # fmt: skip
+    result = invoke(
+        "generate",
+        "Grey background, red circle!",
+        "--steps",
+        "1",
+        "--no-optimize",
+        "--device",
+        "cpu",
+        "-o",
+        "x.jpg",
+    )
     assert result.exit_code == 0, result.output
     assert "outside the sprites grammar" in said(result)
     assert Image.open(tmp_path / "x.jpg").format == "JPEG"
@@ -82,8 +92,9 @@ def test_a_picture_that_is_not_finite_is_never_saved(
 def test_explain_writes_a_page_and_numbers(
     invoke: Invoke, as_sprites: Path, tmp_path: Path
 ) -> None:
-    result = invoke("explain", "--size", "64x32", "--device", "cpu", "--html", "r.html",
-                    "--json", "r.json")  # fmt: skip
+    result = invoke(
+        "explain", "--size", "64x32", "--device", "cpu", "--html", "r.html", "--json", "r.json"
+    )
     assert result.exit_code == 0, result.output
     assert "3 graphs, 0 recompiles" in said(result)
     assert "<html" in (tmp_path / "r.html").read_text()
@@ -96,8 +107,18 @@ def test_explain_times_the_steps_of_each_part(
     invoke: Invoke, as_sprites: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(step_times, "CPU_S", 0.2)
-    result = invoke("explain", "--size", "64x32", "--device", "cpu", "--profile", "--html",
-                    "r.html", "--json", "r.json")  # fmt: skip
+    result = invoke(
+        "explain",
+        "--size",
+        "64x32",
+        "--device",
+        "cpu",
+        "--profile",
+        "--html",
+        "r.html",
+        "--json",
+        "r.json",
+    )
     assert result.exit_code == 0, result.output
     found = json.loads((tmp_path / "r.json").read_text())
     parts = {c["name"]: c for c in found["components"]}
@@ -122,8 +143,18 @@ def test_explain_of_a_single_call(
         tiny = "TINY_" + config.removeprefix("SD_").replace("SD15_", "")
         monkeypatch.setattr(models, config, getattr(models, tiny))
     monkeypatch.setattr(step_times, "CPU_S", 0.2)
-    result = invoke("explain", "--model", name, "--size", "64x64", "--device", "cpu", "--profile",
-                    "--json", "r.json")  # fmt: skip
+    result = invoke(
+        "explain",
+        "--model",
+        name,
+        "--size",
+        "64x64",
+        "--device",
+        "cpu",
+        "--profile",
+        "--json",
+        "r.json",
+    )
     assert result.exit_code == 0, result.output
     (found,) = json.loads((tmp_path / "r.json").read_text())["components"]
     assert all(step["us"] > 0 for step in found["profile"]["steps"])

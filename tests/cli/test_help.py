@@ -111,8 +111,11 @@ def test_nothing_is_lost(path: tuple[str, ...], width: int) -> None:
 def test_commands_can_be_pasted(path: tuple[str, ...], width: int) -> None:
     """A shell reads what is shown as it reads the source: same words, the note is a comment."""
     text = "\n".join(_shown(path, width)).replace("\\\n", " ")
-    shown = [shlex.split(line, comments=True) for line in text.splitlines()
-             if line.startswith("  ") and not line.startswith("  #")]  # fmt: skip
+    shown = [
+        shlex.split(line, comments=True)
+        for line in text.splitlines()
+        if line.startswith("  ") and not line.startswith("  #")
+    ]
     epilog = _command(path).epilog or ""
     for line in re.findall(r"^\s*\$ (.*)$", epilog, re.M):
         assert shlex.split(line, comments=True) in shown

@@ -24,9 +24,16 @@ def shifted(p0, p1, p2, s0, s1, ROWS: tl.constexpr):
 def shifted(dtype: torch.dtype = torch.float32, cols: int = COLS) -> KernelSource:
     """out[i] = in[i + s1] * factor, zeros from outside, of s0 rows."""
     rows = (symbol("s0") + (ROWS - 1)) // ROWS
-    return KernelSource("shifted", "triton", TEXT, (dtype,) * 3, (1, 1), (rows,),
-                        constants=(("ROWS", ROWS),),
-                        boxes=((ROWS, cols), (), (ROWS, cols)))  # fmt: skip
+    return KernelSource(
+        "shifted",
+        "triton",
+        TEXT,
+        (dtype,) * 3,
+        (1, 1),
+        (rows,),
+        constants=(("ROWS", ROWS),),
+        boxes=((ROWS, cols), (), (ROWS, cols)),
+    )
 
 
 def expected(x: torch.Tensor, factor: float, shift: int) -> torch.Tensor:

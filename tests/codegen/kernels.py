@@ -86,9 +86,13 @@ class Writer:
         return f"v{self.count - 1}"
 
     def load(
-        self, param: int, at: Index, dtype: torch.dtype | None = None, guard: str | None = None,
+        self,
+        param: int,
+        at: Index,
+        dtype: torch.dtype | None = None,
+        guard: str | None = None,
         lookups: tuple[tuple[str, Expr], ...] = (),
-    ) -> str:  # fmt: skip
+    ) -> str:
         out = self.name()
         self.stmts.append(Load(out, param, at, dtype or self.compute, guard, lookups))
         return out
@@ -439,10 +443,12 @@ def gather_wrapped(dtype: torch.dtype) -> Sample:
     n, c = symbol("n"), symbol("c")
     w = _writer(dtype)
     i = w.load(1, index(n=c, c=1), I64)
-    even = w.apply("eq", w.apply("bitwise_and", i, w.literal(1, I64), dtype=I64),
-                   w.literal(0, I64), dtype=BOOL)  # fmt: skip
-    wide = w.apply("sub", w.apply("mul", i, w.literal(3, I64), dtype=I64), w.literal(6, I64),
-                   dtype=I64)  # fmt: skip
+    even = w.apply(
+        "eq", w.apply("bitwise_and", i, w.literal(1, I64), dtype=I64), w.literal(0, I64), dtype=BOOL
+    )
+    wide = w.apply(
+        "sub", w.apply("mul", i, w.literal(3, I64), dtype=I64), w.literal(6, I64), dtype=I64
+    )
     at = w.place(wide, 6, wraps=True, guard=even)  # -6, -3, 0, 3
     other = w.place(w.apply("rsub", i, w.literal(2, I64), dtype=I64, alpha=1), 6, wraps=True)
     x = w.load(0, index(n=6), guard=even, lookups=((at, const(1)),))

@@ -51,14 +51,24 @@ class Driver:
     def __init__(self, code: int = 0) -> None:
         self.code, self.maps, self.moves = code, list[Any](), list[Any]()
 
-    def cuTensorMapEncodeTiled(self, address: int, dtype: int, rank: int, pointer: int, *rest: Any
-                               ) -> int:  # fmt: skip
+    def cuTensorMapEncodeTiled(
+        self, address: int, dtype: int, rank: int, pointer: int, *rest: Any
+    ) -> int:
         extents, steps, sizes, ones, interleave, swizzle, promotion, fill = rest
         assert address % 64 == 0
-        self.maps.append({"pointer": pointer, "dtype": dtype, "rank": rank, "swizzle": swizzle,
-                          "extents": list(extents), "steps": list(steps)[: rank - 1],
-                          "sizes": list(sizes), "ones": list(ones),
-                          "rest": (interleave, promotion, fill)})  # fmt: skip
+        self.maps.append(
+            {
+                "pointer": pointer,
+                "dtype": dtype,
+                "rank": rank,
+                "swizzle": swizzle,
+                "extents": list(extents),
+                "steps": list(steps)[: rank - 1],
+                "sizes": list(sizes),
+                "ones": list(ones),
+                "rest": (interleave, promotion, fill),
+            }
+        )
         return self.code
 
     def cuTensorMapReplaceAddress(self, address: int, pointer: int) -> int:
@@ -77,14 +87,22 @@ def bound(cubin: Cubin, monkeypatch: pytest.MonkeyPatch, code: int = 0) -> tuple
     return cuda, BoundLaunch(function, [1 << 20, 2 << 20, 3 << 20], [24, -3], [2], 0, views=views)
 
 
-def test_a_launch_passes_maps_sizes_and_strides(cubin: Cubin, monkeypatch: pytest.MonkeyPatch
-                                                ) -> None:  # fmt: skip
+def test_a_launch_passes_maps_sizes_and_strides(
+    cubin: Cubin, monkeypatch: pytest.MonkeyPatch
+) -> None:
     cuda, launch = bound(cubin, monkeypatch)
     first, last = cuda.maps
     assert first == {
-        "pointer": 1 << 20, "dtype": 7, "rank": 2, "swizzle": 3, "extents": [COLS, 40],
-        "steps": [512], "sizes": [COLS // 2, ROWS], "ones": [1, 1], "rest": (0, 2, 0),
-    }  # fmt: skip
+        "pointer": 1 << 20,
+        "dtype": 7,
+        "rank": 2,
+        "swizzle": 3,
+        "extents": [COLS, 40],
+        "steps": [512],
+        "sizes": [COLS // 2, ROWS],
+        "ones": [1, 1],
+        "rest": (0, 2, 0),
+    }
     assert (last["pointer"], last["extents"], last["steps"]) == (3 << 20, [COLS, 24], [256])
     kinds = [type(value).__name__ for value in launch._values]
     described = ["TensorMap", "c_int", "c_int", "c_long", "c_long"]
@@ -93,8 +111,9 @@ def test_a_launch_passes_maps_sizes_and_strides(cubin: Cubin, monkeypatch: pytes
     assert launch._arguments[0] == launch._values[0].address
 
 
-def test_it_is_as_many_arguments_as_the_kernel_takes(cubin: Cubin, monkeypatch: pytest.MonkeyPatch
-                                                     ) -> None:  # fmt: skip
+def test_it_is_as_many_arguments_as_the_kernel_takes(
+    cubin: Cubin, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -102,18 +121,23 @@ def test_it_is_as_many_arguments_as_the_kernel_takes(cubin: Cubin, monkeypatch: 
     from strop.codegen.triton_worker import jit_function
 
     request = request_of(shifted(), 90)
-    source = ASTSource(fn=jit_function(request["name"], request["text"]),
-                       signature=request["signature"], constexprs=request["constants"])  # fmt: skip
+    source = ASTSource(
+        fn=jit_function(request["name"], request["text"]),
+        signature=request["signature"],
+        constexprs=request["constants"],
+    )
     text = triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"]
     params = re.findall(r"\.param (\.align 64 \.b8|\.u32|\.u64)", text)
     _, launch = bound(cubin, monkeypatch)
     widths: dict[str, tuple[type, ...]] = {
-        ".align 64 .b8": (TensorMap,), ".u32": (ctypes.c_int,),
+        ".align 64 .b8": (TensorMap,),
+        ".u32": (ctypes.c_int,),
         ".u64": (ctypes.c_long, ctypes.c_void_p),
-    }  # fmt: skip
+    }
     assert len(params) == len(launch._values)
-    assert all(isinstance(value, widths[kind])
-               for kind, value in zip(params, launch._values, strict=True))  # fmt: skip
+    assert all(
+        isinstance(value, widths[kind]) for kind, value in zip(params, launch._values, strict=True)
+    )
 
 
 def test_pointers_move_maps_too(cubin: Cubin, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -46,12 +46,16 @@ def statistics(program: Program, side: int, folder: Path) -> tuple[str, int]:
     raise AssertionError("no statistics by several programs")
 
 
-@pytest.mark.parametrize(("pictures", "stages", "programs"), [
-    (1, 3, {48: SMS, 96: SMS, 128: 2 * SMS}),  # eight rows a step: 31 of 132 programs at 128
-    (3, 5, {32: SMS, 48: 2 * SMS, 64: 2 * SMS}),  # one row a step
-])  # fmt: skip
-def test_statistics_of_groups(pictures: int, stages: int, programs: dict[int, int], tmp_path: Path
-                              ) -> None:  # fmt: skip
+@pytest.mark.parametrize(
+    ("pictures", "stages", "programs"),
+    [
+        (1, 3, {48: SMS, 96: SMS, 128: 2 * SMS}),  # eight rows a step: 31 of 132 programs at 128
+        (3, 5, {32: SMS, 48: 2 * SMS, 64: 2 * SMS}),  # one row a step
+    ],
+)
+def test_statistics_of_groups(
+    pictures: int, stages: int, programs: dict[int, int], tmp_path: Path
+) -> None:
     """Two programs share a multiprocessor where one would have many steps; where several pictures
     are read, a tile has few rows, and more of them are on their way."""
     program = compiled(pictures)

@@ -121,16 +121,22 @@ def _of_sums(x: Tensor, r: Tensor) -> tuple[Tensor, ...]:
     return y, y.sum(-1)
 
 
-@pytest.mark.parametrize("function", [_summed, _summed_in_place, _read_later, _of_sums],
-                         ids=lambda f: f.__name__.strip("_"))  # fmt: skip
+@pytest.mark.parametrize(
+    "function",
+    [_summed, _summed_in_place, _read_later, _of_sums],
+    ids=lambda f: f.__name__.strip("_"),
+)
 def test_a_kept_value_lies_in_the_row_of_a_result(function: Callable[..., tuple[Tensor, ...]]):
     """Of an argument only if it is not read any more."""
     torch._dynamo.reset()
     fast = torch.compile(function, backend="strop", options={"strict": True}, dynamic=True)
     for cols in (15, 320, 5000):
         given = uniform(3, cols, seed=cols), uniform(3, cols, seed=cols + 1)
-        ours, eager, exact = ([t.clone() for t in given], [t.clone() for t in given],
-                              [t.double() for t in given])  # fmt: skip
+        ours, eager, exact = (
+            [t.clone() for t in given],
+            [t.clone() for t in given],
+            [t.double() for t in given],
+        )
         found = [*fast(*ours), *ours]
         theirs, wanted = [*function(*eager), *eager], [*function(*exact), *exact]
         for result, peer, reference in zip(found, theirs, wanted, strict=True):

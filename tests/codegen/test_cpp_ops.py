@@ -36,8 +36,12 @@ def serves(op: Op, dtype: torch.dtype) -> bool:
     return dtype is torch.bool if is_truth else Types.of(dtype) in op.types
 
 
-CASES = [(name, dtype) for name, op in ROWS.items()
-         for dtype in (*FLOATS, *INTEGERS, torch.bool) if serves(op, dtype)]  # fmt: skip
+CASES = [
+    (name, dtype)
+    for name, op in ROWS.items()
+    for dtype in (*FLOATS, *INTEGERS, torch.bool)
+    if serves(op, dtype)
+]
 
 
 def sample_of(op: Op, dtype: torch.dtype) -> kernels.Sample:

@@ -64,8 +64,9 @@ class Builder:
             value = self.writer.load(numbers, at, torch.int64)
             wraps = self.random.random() < 0.5
             if wraps:
-                value = self.writer.apply("sub", value, self.writer.literal(4, torch.int64),
-                                          dtype=torch.int64)  # fmt: skip
+                value = self.writer.apply(
+                    "sub", value, self.writer.literal(4, torch.int64), dtype=torch.int64
+                )
             place = self.writer.place(value, size, wraps, guard)
             lookups = ((place, self.numels[param]),)
             self.numels[param] = self.numels[param] * size

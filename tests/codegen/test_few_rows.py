@@ -25,8 +25,9 @@ def mean(x: Tensor) -> Tensor:
     return (x * 2).mean((1, 2))
 
 
-@pytest.mark.parametrize(("side", "cols"), [(7, FEW_ROWS_COLS), (8, FEW_ROWS_COLS),
-                                            (9, NARROW_COLS)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("side", "cols"), [(7, FEW_ROWS_COLS), (8, FEW_ROWS_COLS), (9, NARROW_COLS)]
+)
 def test_columns_of_a_mean_over_pixels(side: int, cols: int) -> None:
     made = compiled(mean, "b h w 512", b=3, h=side, w=side)
     assert (side**2 <= FEW_ROWS) == (cols == FEW_ROWS_COLS)

@@ -75,8 +75,9 @@ def kernels_of(name: str, dtype: torch.dtype) -> Model:
     module, call, args = BUILDERS[name](dtype)
     shapes = adapter_for(module).shapes(args)
     captured = capture(module, call, shapes.specs, shapes.hints)
-    imported = import_graph(captured.gm, captured.symbols, captured.hints, captured.origins,
-                            len(captured.state_names))  # fmt: skip
+    imported = import_graph(
+        captured.gm, captured.symbols, captured.hints, captured.origins, len(captured.state_names)
+    )
     signature = Signature(imported.returned, captured.guards)
     return model_of(compile_graph(imported.graph, signature, "cuda", Options()))
 

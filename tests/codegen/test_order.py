@@ -175,8 +175,15 @@ def test_it_counts_what_the_runtime_needs(name: str) -> None:
             return 1
 
     for program in programs_of(ALL[name]):
-        bound = Bound(program, dict(program.hints), [], Kernels(),  # type: ignore[arg-type]
-                      Workspace(torch.device("cpu")), 0, None)  # fmt: skip
+        bound = Bound(
+            program,
+            dict(program.hints),
+            [],
+            Kernels(),  # type: ignore[arg-type]
+            Workspace(torch.device("cpu")),
+            0,
+            None,
+        )
         small = bound.arena_bytes - most_alive(program)
         assert 0 <= small < 0.05 * bound.arena_bytes, "statistics' scratch, and alignment"
 

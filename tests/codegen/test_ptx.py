@@ -51,10 +51,16 @@ def widths(kernel: Kernel) -> dict[str, set[int]]:
     return found
 
 
-@pytest.mark.parametrize(("name", "channels"), [
-    ("geglu", 320), ("geglu", 1280), ("layer_norm", 64), ("group_norm_silu", 320),
-    ("silu_flat", 320),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "channels"),
+    [
+        ("geglu", 320),
+        ("geglu", 1280),
+        ("layer_norm", 64),
+        ("group_norm_silu", 320),
+        ("silu_flat", 320),
+    ],
+)
 def test_sixteen_bytes_where_rows_are_multiples_of_that(name: str, channels: int):
     found = widths(CONTIGUOUS[name](F16, channels).kernel)
     assert max(found["ld"]) == 16
@@ -90,9 +96,17 @@ def moved(offset: int, factor: int) -> Sample:
     return Sample(kernel, (n + offset, n), ())
 
 
-@pytest.mark.parametrize(("offset", "factor", "load", "store"), [
-    (0, 8, 16, 16), (8, 64, 16, 16), (4, 8, 8, 16), (1, 8, 2, 16), (0, 4, 8, 8), (0, 1, 2, 2),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("offset", "factor", "load", "store"),
+    [
+        (0, 8, 16, 16),
+        (8, 64, 16, 16),
+        (4, 8, 8, 16),
+        (1, 8, 2, 16),
+        (0, 4, 8, 8),
+        (0, 1, 2, 2),
+    ],
+)
 def test_offsets_and_unknown_sizes(offset: int, factor: int, load: int, store: int):
     found = widths(moved(offset, factor).kernel)
     assert max(found["ld"]) <= load

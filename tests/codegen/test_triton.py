@@ -27,13 +27,21 @@ TOLERANCE = {F64: 1e-12, F32: 2e-5, F16: 2e-3, BF16: 2e-2}
 
 def fitting(emitted: Emitted, env: Mapping[str, int]) -> list[Emitted | Variant]:
     """Every form of a kernel that is right for these sizes."""
-    fits = [v for v in emitted.variants
-            if (size := v.size.eval(env)) <= v.most and not size % v.multiple]  # fmt: skip
+    fits = [
+        v
+        for v in emitted.variants
+        if (size := v.size.eval(env)) <= v.most and not size % v.multiple
+    ]
     return [emitted, *fits]
 
 
-def run(sample: Sample, tensors: Sequence[torch.Tensor], env: Mapping[str, int], splits: int = 1,
-        form: Emitted | Variant | None = None) -> None:  # fmt: skip
+def run(
+    sample: Sample,
+    tensors: Sequence[torch.Tensor],
+    env: Mapping[str, int],
+    splits: int = 1,
+    form: Emitted | Variant | None = None,
+) -> None:
     emitted = form or emit(sample.kernel)
     sizes = {f"s{i}": size.eval(env) for i, size in enumerate(emitted.scalars)}
     scratch = interpret(emitted.source, tensors, sizes | {"splits": splits})

@@ -55,8 +55,11 @@ def case_in(folder: Path, cache: Path) -> Case:
     return replace(case, options=replace(case.options, cache_dir=str(cache)))
 
 
-def plant_pass(monkeypatch: pytest.MonkeyPatch, op: str,
-               makes: Callable[[Builder, Node, tuple[Node, ...]], Node]) -> None:  # fmt: skip
+def plant_pass(
+    monkeypatch: pytest.MonkeyPatch,
+    op: str,
+    makes: Callable[[Builder, Node, tuple[Node, ...]], Node],
+) -> None:
     """A pass that gets one operator wrong, in the middle of the pipeline."""
 
     def wrong_pass(graph: Graph, options: Options) -> Graph:

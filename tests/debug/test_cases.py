@@ -29,15 +29,24 @@ Plant = Callable[[pytest.MonkeyPatch], None]
 # bug -> how it fails, the operator that minify must end with, the part that bisect must name
 BUGS: dict[str, tuple[Plant, str, str, str]] = {
     "pass changes values": (
-        lambda m: broken.plant_pass(m, "sigmoid", broken.doubles), WRONG, "sigmoid", "wrong_pass",
+        lambda m: broken.plant_pass(m, "sigmoid", broken.doubles),
+        WRONG,
+        "sigmoid",
+        "wrong_pass",
     ),
     "pass raises": (
-        lambda m: broken.plant_pass(m, "sigmoid", broken.raises), CRASH, "sigmoid", "wrong_pass",
+        lambda m: broken.plant_pass(m, "sigmoid", broken.raises),
+        CRASH,
+        "sigmoid",
+        "wrong_pass",
     ),
     "row is wrong": (
-        lambda m: broken.plant_row(m, "sigmoid", WRONG_SIGMOID), WRONG, "sigmoid", "gate",
+        lambda m: broken.plant_row(m, "sigmoid", WRONG_SIGMOID),
+        WRONG,
+        "sigmoid",
+        "gate",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.fixture
@@ -79,9 +88,7 @@ def test_minify_leaves_the_operator(
     plant(monkeypatch)
     failure = failure_of(case, cases.random_inputs(case))
     assert failure is not None
-    smallest = minify(
-        case, lambda c: failure.is_like(failure_of(c, cases.random_inputs(c)))
-    )  # fmt: skip
+    smallest = minify(case, lambda c: failure.is_like(failure_of(c, cases.random_inputs(c))))
     assert [node.op for node in compute_nodes(smallest.graph)] == [operator]
     assert num_nodes(smallest.graph) < num_nodes(case.graph) / 5
     assert all(size == 1 for size in smallest.env.values())
@@ -102,9 +109,12 @@ def test_rebuilt_cuts_and_bypasses(case: cases.Case) -> None:
 
 
 def test_repro_is_a_script_that_fails_until_the_bug_is_gone(
-    case: cases.Case, monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
-    capsys: pytest.CaptureFixture[str], cache: Path,
-) -> None:  # fmt: skip
+    case: cases.Case,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    cache: Path,
+) -> None:
     monkeypatch.setenv("STROP_CACHE_DIR", str(cache))
     arguments = cases.random_inputs(case, seed=3)
     with monkeypatch.context() as patch:
@@ -135,8 +145,11 @@ def test_the_verbs(
     assert result.exit_code == 0, result.output
     assert " nodes -> 1\n" in result.output
     assert {p.name for p in (tmp_path / "small").iterdir()} == {
-        "graph.json", "inputs.safetensors", "repro.py", "01_graph.txt",
-    }  # fmt: skip
+        "graph.json",
+        "inputs.safetensors",
+        "repro.py",
+        "01_graph.txt",
+    }
     again = invoke(app, ["repro", str(dump), "-o", "small"])
     assert (again.exit_code, "choose another folder" in again.output) == (1, True)
 

@@ -62,8 +62,9 @@ class Opaque(nn.Module):
 def test_a_sound_module_has_no_findings(
     module: nn.Module, cache: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    compiled = torch.compile(module.eval(), backend="strop",
-                             options={"check": True, "cache_dir": str(cache)})  # fmt: skip
+    compiled = torch.compile(
+        module.eval(), backend="strop", options={"check": True, "cache_dir": str(cache)}
+    )
     with torch.no_grad(), caplog.at_level(logging.INFO, "strop"):
         for _ in range(2):
             compiled(torch.randn(4, 8))
@@ -125,11 +126,13 @@ def test_each_shape_is_checked_once(cache: Path, monkeypatch: pytest.MonkeyPatch
     assert len(found) == 2
 
 
-def test_torch_compile_is_checked(cache: Path, monkeypatch: pytest.MonkeyPatch,
-                                  caplog: pytest.LogCaptureFixture) -> None:  # fmt: skip
+def test_torch_compile_is_checked(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     broken.plant_row(monkeypatch, "sigmoid", "1 / (4 + sp::exp(-{0}))")
-    compiled = torch.compile(broken.model(), backend="strop",
-                             options={"check": True, "cache_dir": str(cache)})  # fmt: skip
+    compiled = torch.compile(
+        broken.model(), backend="strop", options={"check": True, "cache_dir": str(cache)}
+    )
     with torch.no_grad():
         compiled(torch.randn(3, 16))
     assert "check of dynamo: step" in caplog.text

@@ -21,8 +21,17 @@ from tests.debug import broken
 def test_every_stage_has_its_file(dump: Path) -> None:
     names = [step.__name__ for step in passes.steps("cpu")]
     stages = [f"{n:02d}_after_{name}.txt" for n, name in enumerate(names, start=2)]
-    wanted = {"graph.json", "00_fx.txt", "01_graph.txt", *stages, "plan.txt", "program.json",
-              "program.txt", "kernels", "run.py"}  # fmt: skip
+    wanted = {
+        "graph.json",
+        "00_fx.txt",
+        "01_graph.txt",
+        *stages,
+        "plan.txt",
+        "program.json",
+        "program.txt",
+        "kernels",
+        "run.py",
+    }
     assert {p.name for p in dump.iterdir()} == wanted
     assert dump.name == "000_Model"
     assert "silu" in (dump / "00_fx.txt").read_text()
@@ -46,8 +55,9 @@ def test_a_new_node_renames_nothing_in_other_modules(
 
 def test_run_py_runs_alone(dump: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("STROP_CACHE_DIR", str(cache))
-    done = subprocess.run([sys.executable, dump / "run.py"], capture_output=True, text=True,
-                          check=False)  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, dump / "run.py"], capture_output=True, text=True, check=False
+    )
     assert (done.returncode, done.stderr) == (0, "")
     assert "result 0: torch.float32 (3, 16) mean" in done.stdout
 

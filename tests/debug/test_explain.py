@@ -30,11 +30,30 @@ from tests.frontend.tracing import Function
 from tests.gpus import H100
 
 # Operators that move no data or only allocate: the report lists work, not bookkeeping.
-BOOKKEEPING = {"as_strided", "empty_strided", "empty", "view", "t", "detach", "transpose", "select",
-               "_unsafe_view", "_reshape_alias", "expand", "permute", "slice", "alias",
-               "unsqueeze"}  # fmt: skip
-FAMILIES = {"addmm": "linear", "mm": "linear", "convolution": "conv2d", "bmm": "matmul",
-            "_scaled_dot_product_flash_attention_for_cpu": "attention"}  # fmt: skip
+BOOKKEEPING = {
+    "as_strided",
+    "empty_strided",
+    "empty",
+    "view",
+    "t",
+    "detach",
+    "transpose",
+    "select",
+    "_unsafe_view",
+    "_reshape_alias",
+    "expand",
+    "permute",
+    "slice",
+    "alias",
+    "unsqueeze",
+}
+FAMILIES = {
+    "addmm": "linear",
+    "mm": "linear",
+    "convolution": "conv2d",
+    "bmm": "matmul",
+    "_scaled_dot_product_flash_attention_for_cpu": "attention",
+}
 
 
 class Block(nn.Module):
@@ -184,8 +203,9 @@ def test_nothing_to_report(what: object) -> None:
 
 def test_stored_plan_says_so(block: Block) -> None:
     report = explain(block, torch.randn(2, 4, 8, 8))
-    other = strop.optimize(Block().eval().requires_grad_(False),
-                           options=dispatchers_of(block)["Block"].options)  # fmt: skip
+    other = strop.optimize(
+        Block().eval().requires_grad_(False), options=dispatchers_of(block)["Block"].options
+    )
     stored = explain(other, torch.randn(2, 4, 8, 8))
     assert stored.graphs[0].from_disk
     assert stored.components[0].num_captures == 0
@@ -202,10 +222,18 @@ def test_ragged_graph_is_no_recompile() -> None:
     other = ("tuple", ("tuple", Ref(0)), ("dict", ("return_dict", True)))
     assert num_recompiles({("s", layout, tensors): graphs(False, True)}) == 0
     assert num_recompiles({("s", layout, tensors): graphs(False, False, True)}) == 1
-    assert num_recompiles({("s", layout, tensors): graphs(False),
-                           ("s", other, tensors): graphs(False)}) == 1  # fmt: skip
-    assert num_recompiles({("s", layout, tensors): graphs(False),
-                           ("lora", layout, tensors): graphs(False)}) == 0  # fmt: skip
+    assert (
+        num_recompiles(
+            {("s", layout, tensors): graphs(False), ("s", other, tensors): graphs(False)}
+        )
+        == 1
+    )
+    assert (
+        num_recompiles(
+            {("s", layout, tensors): graphs(False), ("lora", layout, tensors): graphs(False)}
+        )
+        == 0
+    )
 
 
 class _Tags(HTMLParser):
@@ -304,8 +332,11 @@ def test_costs_of_each_kind_of_call() -> None:
     ).graphs
     flops = {s.title: s.flops for s in graph.steps if s.kind == "call"}
     moved = {s.title: s.bytes_moved for s in graph.steps if s.kind == "call"}
-    assert flops == {"linear": 2 * 10 * 8 * 24, "attention": 4 * 2 * 5 * 5 * 8,
-                     "conv2d": 2 * (2 * 6 * 4 * 5) * (4 * 9)}  # fmt: skip
+    assert flops == {
+        "linear": 2 * 10 * 8 * 24,
+        "attention": 4 * 2 * 5 * 5 * 8,
+        "conv2d": 2 * (2 * 6 * 4 * 5) * (4 * 9),
+    }
     assert moved["attention"] == 4 * (4 * 2 * 5 * 8)
     assert moved["linear"] in (4 * (80 + 192 + 240), 4 * (80 + 192 + 24 + 240)), "bias or not"
 

@@ -107,8 +107,20 @@ def test_text_page_and_numbers(cache_dir: str) -> None:
     found = json.loads(json.dumps(report.to_dict()))["components"][0]["profile"]
     assert found["ceilings"]["flops"].keys() == {"float32"}
     assert len(found["steps"]) == len(row.steps)
-    assert {"us", "bytes_moved", "flops", "bound_us", "bound_by", "share", "lost_us", "gb_per_s",
-            "tflop_per_s", "kind", "origin", "num_kernels"} <= found["steps"][0].keys()  # fmt: skip
+    assert {
+        "us",
+        "bytes_moved",
+        "flops",
+        "bound_us",
+        "bound_by",
+        "share",
+        "lost_us",
+        "gb_per_s",
+        "tflop_per_s",
+        "kind",
+        "origin",
+        "num_kernels",
+    } <= found["steps"][0].keys()
     assert {"call_us", "steps_us", "rest_us", "gaps_us", "method", "kinds"} <= found.keys()
     parser = _Tags()
     parser.feed(page)
@@ -171,13 +183,18 @@ def test_a_module_without_steps() -> None:
 LIMITS = Ceilings(1e12, {"float16": 1e14, "float32": 1e13})
 
 
-def cost(number: int, num_bytes: int, flops: int, unit: str = "float32", kind: str = "row kernel"
-         ) -> Cost:  # fmt: skip
+def cost(
+    number: int, num_bytes: int, flops: int, unit: str = "float32", kind: str = "row kernel"
+) -> Cost:
     return Cost(number, f"step_{number}", kind, "", num_bytes, flops, unit, False)
 
 
-COSTS = [cost(0, 10**7, 10**6), cost(1, 10**6, 10**10, "float16", "GEMM"), cost(3, 10**7, 0),
-         cost(4, 10, 10)]  # fmt: skip
+COSTS = [
+    cost(0, 10**7, 10**6),
+    cost(1, 10**6, 10**10, "float16", "GEMM"),
+    cost(3, 10**7, 0),
+    cost(4, 10, 10),
+]
 TIMES = Times(PROFILER, 5, 150.0, {0: (20.0, 1), 1: (100.0, 3), 3: (10.0, 1)}, (("Memcpy", 4.0),))
 
 
@@ -193,11 +210,17 @@ def test_time_over_bound() -> None:
     assert row.unseen == (unseen,)
     assert (row.steps_us, row.rest_us, row.gaps_us) == (130.0, 4.0, 16.0)
     assert {k.kind: (k.num_steps, k.us, k.share) for k in row.kinds} == {
-        "row kernel": (2, 30.0, 0.6667), "GEMM": (1, 100.0, 1.0)}  # fmt: skip
+        "row kernel": (2, 30.0, 0.6667),
+        "GEMM": (1, 100.0, 1.0),
+    }
     text = "\n".join(roofline.profile_lines(row))
-    for part in ("not attributed to a step: Memcpy", "no kernel was attributed to 1 step: 4",
-                 "gaps 16.0 us (10.7%)", "1 step of these only once a denoise loop",
-                 "1 step more with nothing to do"):  # fmt: skip
+    for part in (
+        "not attributed to a step: Memcpy",
+        "no kernel was attributed to 1 step: 4",
+        "gaps 16.0 us (10.7%)",
+        "1 step of these only once a denoise loop",
+        "1 step more with nothing to do",
+    ):
         assert part in text
 
 
@@ -207,8 +230,9 @@ def test_points_on_the_roof() -> None:
     drawn = plot(row)
     (line,) = re.findall(r'memory" x1="(\S+)" y1="(\S+)" x2="(\S+)" y2="(\S+)"', drawn)
     x1, y1, x2, y2 = map(float, line)
-    points = re.findall(r'<circle cx="(\S+)" cy="(\S+)" r="\S+" fill="\S+" stroke.*?<title>(\d)',
-                        drawn)  # fmt: skip
+    points = re.findall(
+        r'<circle cx="(\S+)" cy="(\S+)" r="\S+" fill="\S+" stroke.*?<title>(\d)', drawn
+    )
     place = {int(number): (float(x), float(y)) for x, y, number in points}
     assert place.keys() == {0, 1, 3}
 
@@ -272,25 +296,32 @@ def kernel(name: str, start: int, us: int, correlation: int = 0, linked: int = 0
 def test_by_the_launch() -> None:
     """Kernels come long after the host has gone on; numbers of operators mean nothing here."""
     events = [
-        step(0, 0, 100), step(0, 2, 200),
+        step(0, 0, 100),
+        step(0, 2, 200),
         Traced("operator", "aten::mm", 205, 250, correlation=1),
         Traced("launch", "cuLaunchKernelEx", 120, 121, correlation=1),
         Traced("launch", "cudaLaunchKernel", 230, 231, correlation=2, linked=1),
         Traced("launch", "cudaLaunchKernel", 240, 241, correlation=3, linked=1),
         Traced("launch", "cudaMemcpyAsync", 20, 21, correlation=4),
-        kernel("Memcpy HtoD", 5, 1, 4), kernel("ours", 10, 3, 1), kernel("split", 13, 7, 2),
+        kernel("Memcpy HtoD", 5, 1, 4),
+        kernel("ours", 10, 3, 1),
+        kernel("split", 13, 7, 2),
         kernel("reduce", 20, 2, 3),
-    ]  # fmt: skip
+    ]
     found = attribute(events, {})
     assert found.steps == {0: (3.0, 1), 2: (9.0, 2)}
     assert found.rest == (("Memcpy HtoD", 1.0),)
 
 
 def test_by_the_operator_where_the_launch_is_missing() -> None:
-    events = [step(0, 0, 100), step(0, 1, 200),
-              Traced("operator", "aten::mm", 205, 250, correlation=7),
-              Traced("operator", "without a number", 110, 120),
-              kernel("nvjet", 1, 4, correlation=55, linked=7), kernel("stray", 6, 2)]  # fmt: skip
+    events = [
+        step(0, 0, 100),
+        step(0, 1, 200),
+        Traced("operator", "aten::mm", 205, 250, correlation=7),
+        Traced("operator", "without a number", 110, 120),
+        kernel("nvjet", 1, 4, correlation=55, linked=7),
+        kernel("stray", 6, 2),
+    ]
     found = attribute(events, {})
     assert found.steps == {1: (4.0, 1)}
     assert found.rest == (("stray", 2.0),)
@@ -298,12 +329,18 @@ def test_by_the_operator_where_the_launch_is_missing() -> None:
 
 def test_by_what_lies_around_it() -> None:
     """A kernel of ours inside a call that also makes products; the last one may be anybody's."""
-    events = [step(0, 0, 100), step(0, 1, 200),
-              Traced("launch", "cudaLaunchKernel", 110, 111, correlation=1),
-              Traced("launch", "cudaLaunchKernel", 140, 141, correlation=2),
-              Traced("launch", "cudaLaunchKernel", 250, 251, correlation=3),
-              kernel("product", 0, 4, 1), kernel("rows", 4, 2, 70), kernel("product", 6, 4, 2),
-              kernel("lost", 10, 1, 71), kernel("other", 11, 3, 3)]  # fmt: skip
+    events = [
+        step(0, 0, 100),
+        step(0, 1, 200),
+        Traced("launch", "cudaLaunchKernel", 110, 111, correlation=1),
+        Traced("launch", "cudaLaunchKernel", 140, 141, correlation=2),
+        Traced("launch", "cudaLaunchKernel", 250, 251, correlation=3),
+        kernel("product", 0, 4, 1),
+        kernel("rows", 4, 2, 70),
+        kernel("product", 6, 4, 2),
+        kernel("lost", 10, 1, 71),
+        kernel("other", 11, 3, 3),
+    ]
     found = attribute(events, {})
     assert found.steps == {0: (10.0, 3), 1: (3.0, 1)}
     assert found.rest == (("lost", 1.0),)
@@ -333,8 +370,14 @@ def test_an_early_launch_counts_from_the_end_of_the_one_before() -> None:
 
 
 def event(name: str, device: DeviceType, start: int = 0) -> Any:
-    values = {"name": name, "device_type": device, "start_ns": start, "duration_ns": 5,
-              "correlation_id": 3, "linked_correlation_id": 0}  # fmt: skip
+    values = {
+        "name": name,
+        "device_type": device,
+        "start_ns": start,
+        "duration_ns": 5,
+        "correlation_id": 3,
+        "linked_correlation_id": 0,
+    }
     return SimpleNamespace(**{key: lambda value=value: value for key, value in values.items()})
 
 
@@ -408,8 +451,10 @@ def test_traced_steps(cache_dir: str, gpu: None, monkeypatch: pytest.MonkeyPatch
         ranges = [e for e in events if e.what == "step"]
         for number, own in enumerate(ranges, 1_000_000):
             at = (own.start_ns + own.end_ns) // 2
-            events += [Traced("launch", "cuLaunchKernelEx", at, at, number),
-                       kernel("some", 10 * number, 7, number)]  # fmt: skip
+            events += [
+                Traced("launch", "cuLaunchKernelEx", at, at, number),
+                kernel("some", 10 * number, 7, number),
+            ]
         return events
 
     monkeypatch.setattr(trace, "trace", with_kernels)

@@ -25,8 +25,9 @@ def test_a_unet_in_fp64() -> None:
     module = tiny.unet()
     args = tiny.unet_args(2, 8, 4, 5)
     shapes = adapter_for(module).shapes(args)
-    traced = trace_specs(module, lambda x, t, text: module(x, t, text, return_dict=False),
-                         shapes.specs, shapes.hints)  # fmt: skip
+    traced = trace_specs(
+        module, lambda x, t, text: module(x, t, text, return_dict=False), shapes.specs, shapes.hints
+    )
     state = [module.state_dict()[name] for name in traced.captured.state_names]
     given: dict[Node, torch.Tensor] = input_values(traced.graph, dict(enumerate([*state, *args])))
     (output,) = traced.outputs

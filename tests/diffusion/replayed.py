@@ -41,8 +41,16 @@ class Pool(GraphPool):
         self.device, self.num_captures, self._graphs = CPU, 0, OrderedDict()
         self.num_replays = 0
 
-    def run(self, key: Any, inputs: Any, specs: Any, make: MakeBound, budget_bytes: int,
-            stamp: Any = None, moment: Any = None) -> tuple[list[Any], int]:  # fmt: skip
+    def run(
+        self,
+        key: Any,
+        inputs: Any,
+        specs: Any,
+        make: MakeBound,
+        budget_bytes: int,
+        stamp: Any = None,
+        moment: Any = None,
+    ) -> tuple[list[Any], int]:
         captured = self._captured(key, inputs, specs, make, budget_bytes)
         self.num_replays += 1
         return captured.replay(inputs, stamp, moment)

@@ -26,17 +26,24 @@ from tests.e2e import tiny
 
 STEPS = 5
 PATHS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
-    "plain": nullcontext, "ahead": replayed_first,
-}  # fmt: skip
+    "plain": nullcontext,
+    "ahead": replayed_first,
+}
 CLOSE = {"rtol": 0, "atol": 1e-3}  # fp32 sums in another order; a missed change is off by 1e-2
 
 
 def picture(pipe: Any, **more: Any) -> Tensor:
     prompt = torch.randn(1, 7, tiny.PROMPT_DIM, generator=torch.manual_seed(0))
     found = pipe(
-        prompt_embeds=prompt, negative_prompt_embeds=prompt * 0, num_inference_steps=STEPS,
-        height=16, width=16, output_type="latent", generator=torch.manual_seed(1), **more,
-    )  # fmt: skip
+        prompt_embeds=prompt,
+        negative_prompt_embeds=prompt * 0,
+        num_inference_steps=STEPS,
+        height=16,
+        width=16,
+        output_type="latent",
+        generator=torch.manual_seed(1),
+        **more,
+    )
     return found.images
 
 
@@ -138,8 +145,9 @@ def test_the_scale_of_an_ip_adapter_is_cut_off(path: str) -> None:
 
 
 @pytest.mark.parametrize("is_watched", [True, False])
-def test_a_step_that_changes_nothing_looks_once(is_watched: bool, monkeypatch: pytest.MonkeyPatch
-                                                ) -> None:  # fmt: skip
+def test_a_step_that_changes_nothing_looks_once(
+    is_watched: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """And binds nothing anew: graphs, what the prompt gives and timetables stay. In a loop that
     runs no user's code, the first step looks for all."""
     more = {"callback_on_step_end": lambda pipe, step, timestep, now: {}} if is_watched else {}

@@ -23,10 +23,14 @@ def from_picture(pipe: Any) -> Tensor:
     prompt = torch.randn(1, 7, tiny.PROMPT_DIM, generator=g)
     pipe.set_progress_bar_config(disable=True)
     found = pipe(
-        image=torch.rand(1, 3, 16, 16, generator=g), prompt_embeds=prompt, generator=g,
-        negative_prompt_embeds=prompt / 2, num_inference_steps=4, strength=0.8,
+        image=torch.rand(1, 3, 16, 16, generator=g),
+        prompt_embeds=prompt,
+        generator=g,
+        negative_prompt_embeds=prompt / 2,
+        num_inference_steps=4,
+        strength=0.8,
         output_type="latent",
-    )  # fmt: skip
+    )
     return torch.as_tensor(found.images)
 
 
@@ -79,9 +83,15 @@ def test_loops_of_modular_pipelines(monkeypatch: pytest.MonkeyPatch) -> None:
     def picture(pipe: Any) -> Tensor:
         g = torch.Generator().manual_seed(3)
         found = pipe(
-            prompt_embeds=torch.randn(1, 9, dits.WIDTH, generator=g), height=32, width=32,
-            pooled_prompt_embeds=torch.randn(1, dits.POOLED, generator=g), generator=g,
-            num_inference_steps=3, output_type="latent", output="images")  # fmt: skip
+            prompt_embeds=torch.randn(1, 9, dits.WIDTH, generator=g),
+            height=32,
+            width=32,
+            pooled_prompt_embeds=torch.randn(1, dits.POOLED, generator=g),
+            generator=g,
+            num_inference_steps=3,
+            output_type="latent",
+            output="images",
+        )
         return torch.as_tensor(found)
 
     eager, fast = pipeline(), strop.optimize(pipeline(), options=tiny.options())
@@ -109,8 +119,9 @@ def test_a_bar_takes_the_arguments_that_its_class_adds() -> None:
     seen: list[tuple[str, bool]] = []
 
     class Own(StableDiffusionPipeline):
-        def progress_bar(self, iterable: Any = None, total: Any = None, desc: str = "",
-                         leave: bool = True) -> Any:  # fmt: skip
+        def progress_bar(
+            self, iterable: Any = None, total: Any = None, desc: str = "", leave: bool = True
+        ) -> Any:
             seen.append((desc, leave))
             return iterable if total is None else nullcontext(total)
 

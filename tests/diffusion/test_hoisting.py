@@ -45,9 +45,16 @@ def picture(pipe: Any, seed: int = 3, guidance: float = 7.5, **more: Any) -> Ten
     g = torch.Generator().manual_seed(seed)
     prompt, negative = torch.randn(2, 1, 7, tiny.PROMPT_DIM, generator=g).to(pipe.device)
     return pipe(
-        prompt_embeds=prompt, negative_prompt_embeds=negative, num_inference_steps=STEPS,
-        guidance_scale=guidance, height=16, width=16, generator=g, output_type="latent", **more,
-    ).images  # fmt: skip
+        prompt_embeds=prompt,
+        negative_prompt_embeds=negative,
+        num_inference_steps=STEPS,
+        guidance_scale=guidance,
+        height=16,
+        width=16,
+        generator=g,
+        output_type="latent",
+        **more,
+    ).images
 
 
 def is_same(one: Tensor, other: Tensor) -> bool:
@@ -170,8 +177,10 @@ def after_step(number: int, callback: Callback) -> Kwargs:
     def call(pipe: Any, step: int, t: Tensor, now: Kwargs) -> Kwargs:
         return callback(pipe, step, t, now) if step == number else {}
 
-    return {"callback_on_step_end": call,
-            "callback_on_step_end_tensor_inputs": ["latents", "prompt_embeds"]}  # fmt: skip
+    return {
+        "callback_on_step_end": call,
+        "callback_on_step_end_tensor_inputs": ["latents", "prompt_embeds"],
+    }
 
 
 @pytest.mark.parametrize("device", tiny.DEVICES)

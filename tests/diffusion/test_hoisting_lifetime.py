@@ -111,11 +111,20 @@ def test_shapes_share_the_memory():
 
 
 CHANGES: list[changes.Change] = [
-    weights.load_state_dict, weights.load_state_dict_assign, weights.copy_in_place,
-    weights.data_copy, weights.data_assigned, weights.one_data_assigned, weights.new_parameter,
-    weights.ema, weights.ema_restored, code.swap_block, weights.dtype_round_trip,
-    changes.unload_lora, changes.fuse_adapter,
-]  # fmt: skip
+    weights.load_state_dict,
+    weights.load_state_dict_assign,
+    weights.copy_in_place,
+    weights.data_copy,
+    weights.data_assigned,
+    weights.one_data_assigned,
+    weights.new_parameter,
+    weights.ema,
+    weights.ema_restored,
+    code.swap_block,
+    weights.dtype_round_trip,
+    changes.unload_lora,
+    changes.fuse_adapter,
+]
 
 
 @pytest.mark.skipif(not is_peft_available(), reason="LoRA in diffusers needs peft")
@@ -142,8 +151,9 @@ def test_the_next_loop_sees_a_change_of_the_model(
 
 
 @pytest.mark.skipif(not is_peft_available(), reason="LoRA in diffusers needs peft")
-@pytest.mark.parametrize("change", [changes.other_scale, changes.lora_weights_written],
-                         ids=lambda c: c.__name__)  # fmt: skip
+@pytest.mark.parametrize(
+    "change", [changes.other_scale, changes.lora_weights_written], ids=lambda c: c.__name__
+)
 def test_the_next_step_sees_a_change_of_lora(change: changes.Change):
     args, found = tiny.unet_args(*SIZE), []
     for hoist in (True, False):

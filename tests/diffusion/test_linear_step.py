@@ -18,8 +18,14 @@ PREDICTIONS = ("epsilon", "v_prediction", "sample")
 
 
 def scheduler(**config: Any) -> Any:
-    found = diffusers.DDIMScheduler(**{"clip_sample": False, "beta_schedule": "scaled_linear",
-                                       "set_alpha_to_one": False, **config})  # fmt: skip
+    found = diffusers.DDIMScheduler(
+        **{
+            "clip_sample": False,
+            "beta_schedule": "scaled_linear",
+            "set_alpha_to_one": False,
+            **config,
+        }
+    )
     found.set_timesteps(50)
     return found
 
@@ -108,9 +114,15 @@ def test_the_end_of_all_signal_is_left_alone() -> None:
     assert ran(steps, *operands(), place=1) is not None
 
 
-@pytest.mark.parametrize("more", [
-    {"eta": 0.5}, {"variance_noise": torch.zeros(SHAPE)}, {"return_dict": True}, {"other": 1},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"eta": 0.5},
+        {"variance_noise": torch.zeros(SHAPE)},
+        {"return_dict": True},
+        {"other": 1},
+    ],
+)
 def test_what_else_is_asked_for_is_the_schedulers(more: dict[str, Any]) -> None:
     def step(*args: Any, **kwargs: Any) -> Any:
         raise AssertionError
@@ -133,8 +145,10 @@ def test_operands_are_alike() -> None:
 @pytest.mark.parametrize("which", [(0,), (1,), (0, 1)])
 def test_results_lie_as_in_eager(which: tuple[int, ...]) -> None:
     steps = scheduler()
-    output, sample = (x.contiguous(memory_format=torch.channels_last) if n in which else x
-                      for n, x in enumerate(operands()))  # fmt: skip
+    output, sample = (
+        x.contiguous(memory_format=torch.channels_last) if n in which else x
+        for n, x in enumerate(operands())
+    )
     found = ran(steps, output, sample)
     eager = steps.step(output, steps.timesteps[25], sample, **QUIET)
     assert [x.stride() for x in found] == [x.stride() for x in eager]

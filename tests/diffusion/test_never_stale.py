@@ -79,12 +79,29 @@ def delete_adapter(unet: UNet2DConditionModel) -> None:
 # Everything that is done to one model, from the list that the sweep is made from. The rest of it
 # takes a while: it compiles other programs.
 QUICK = (
-    "load_state_dict", "load_state_dict_assign", "copy_in_place", "data_copy", "data_assigned",
-    "one_data_assigned", "data_assigned_transposed", "new_parameter", "ema", "ema_restored",
-    "to_channels_last", "dtype_round_trip", "swap_block", "swap_activation", "plain_attribute",
-    "swap_processors", "add_adapter", "two_adapters_weighted", "fuse_lora", "load_lora",
-    "fuse_qkv", "free_u",
-)  # fmt: skip
+    "load_state_dict",
+    "load_state_dict_assign",
+    "copy_in_place",
+    "data_copy",
+    "data_assigned",
+    "one_data_assigned",
+    "data_assigned_transposed",
+    "new_parameter",
+    "ema",
+    "ema_restored",
+    "to_channels_last",
+    "dtype_round_trip",
+    "swap_block",
+    "swap_activation",
+    "plain_attribute",
+    "swap_processors",
+    "add_adapter",
+    "two_adapters_weighted",
+    "fuse_lora",
+    "load_lora",
+    "fuse_qkv",
+    "free_u",
+)
 ROUGH = ("layerwise_casting",)  # another number format
 
 
@@ -101,9 +118,13 @@ CHANGES = [
     if action.on in (DENOISER, UNET) and action.name not in ROUGH
 ]
 LORA_CHANGES: list[Change] = [
-    unload_lora, disable_adapters, other_scale, lora_weights_written, delete_adapter,
+    unload_lora,
+    disable_adapters,
+    other_scale,
+    lora_weights_written,
+    delete_adapter,
     fuse_adapter,
-]  # fmt: skip
+]
 
 
 # these change how a result is computed, or undo themselves, and not (visibly) what it is
@@ -129,8 +150,9 @@ def check(unet: UNet2DConditionModel, change: Change, device: str, mode: str) ->
     judge(unet, change, [a.to(device) for a in tiny.unet_args(*SIZE)], mode, 1e-3)
 
 
-def judge(unet: UNet2DConditionModel, change: Change, args: list[Tensor], mode: str,
-          tolerance: float) -> None:  # fmt: skip
+def judge(
+    unet: UNet2DConditionModel, change: Change, args: list[Tensor], mode: str, tolerance: float
+) -> None:
     """``tolerance``: of the largest number of a result."""
     plain = copy.deepcopy(unet)
     strop.restore(plain)
@@ -170,8 +192,18 @@ def upsampler_written(unet: UNet2DConditionModel) -> None:
     unet.up_blocks[0].upsamplers[0].conv.weight.data.neg_()
 
 
-WIDE = (load_state_dict, load_state_dict_assign, copy_in_place, data_copy, data_assigned,
-        new_parameter, ema, fuse_lora, to_channels_last, upsampler_written)  # fmt: skip
+WIDE = (
+    load_state_dict,
+    load_state_dict_assign,
+    copy_in_place,
+    data_copy,
+    data_assigned,
+    new_parameter,
+    ema,
+    fuse_lora,
+    to_channels_last,
+    upsampler_written,
+)
 
 
 def judge_wide(change: Change, device: str, dtype: torch.dtype) -> None:

@@ -56,8 +56,14 @@ def network() -> nn.Sequential:
     return nn.Sequential(nn.Sequential(nn.Linear(2, 2), shared), shared, nn.Linear(2, 2))
 
 
-CASES = {"none": (), "last": ("2",), "shared": ("1",), "two": ("2", "0.1"), "inner": ("0",),
-         "all": ("",)}  # fmt: skip
+CASES = {
+    "none": (),
+    "last": ("2",),
+    "shared": ("1",),
+    "two": ("2", "0.1"),
+    "inner": ("0",),
+    "all": ("",),
+}
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -101,10 +107,15 @@ def _without_fractions(net: Any) -> None:
 
 
 CHANGES: dict[str, Callable[[nn.Module], object]] = {
-    "nothing": lambda net: None, "half": lambda net: net.half(), "offloaded": offloaded,
-    "cast": _cast, "hooked": _hooked, "keeps one": _keeps_one, "with a place": _with_a_place,
+    "nothing": lambda net: None,
+    "half": lambda net: net.half(),
+    "offloaded": offloaded,
+    "cast": _cast,
+    "hooked": _hooked,
+    "keeps one": _keeps_one,
+    "with a place": _with_a_place,
     "without fractions": _without_fractions,
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", CHANGES)
@@ -117,14 +128,19 @@ def test_the_same_place_and_type(name: str, own: Own) -> None:
         for which in (DEVICE, DTYPE):
             assert isinstance(quick(which), Quick)
             assert quick(which)(net) == own[which](net)
-    expected = {"cast": torch.bfloat16, "half": torch.half, "keeps one": torch.half,
-                "without fractions": torch.half}  # fmt: skip
+    expected = {
+        "cast": torch.bfloat16,
+        "half": torch.half,
+        "keeps one": torch.half,
+        "without fractions": torch.half,
+    }
     assert quick(DTYPE)(net) == expected.get(name, torch.float32)
     assert quick(DEVICE)(net).type == ("meta" if name in ("hooked", "with a place") else "cpu")
 
 
-def test_nothing_is_walked_through_for_what_is_known(own: Own, monkeypatch: pytest.MonkeyPatch
-                                                     ) -> None:  # fmt: skip
+def test_nothing_is_walked_through_for_what_is_known(
+    own: Own, monkeypatch: pytest.MonkeyPatch
+) -> None:
     fresh = Registries("")
     monkeypatch.setattr("strop.diffusion.offloading.Registries", lambda kind: fresh)
     search_quickly()
@@ -184,8 +200,9 @@ def test_a_pipeline_is_where_it_was(own: Own) -> None:
 
 
 @pytest.mark.parametrize("which", QUICK)
-def test_another_function_stays(which: tuple[str, str], own: Own, monkeypatch: pytest.MonkeyPatch
-                                ) -> None:  # fmt: skip
+def test_another_function_stays(
+    which: tuple[str, str], own: Own, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def newer(module: nn.Module) -> Any:
         return own[which](module) or vars(module).get("_other_hook")
 

@@ -50,20 +50,25 @@ def test_the_same_bytes_from_a_gpu(dtype: torch.dtype) -> None:
     judge(pictures(dtype, "cuda"))
 
 
-@pytest.mark.parametrize(("given", "kwargs"), [
-    (pictures(torch.float32), {"output_type": "np"}),
-    (pictures(torch.float32), {"output_type": "pt"}),
-    (pictures(torch.float32), {"output_type": "latent"}),
-    (pictures(torch.float32).clamp(0, 1), {"do_denormalize": [True, False]}),
-    (pictures(torch.float32)[:, :1], {}),  # grey
-])  # fmt: skip
-def test_all_else_is_left_to_diffusers(given: Tensor, kwargs: dict[str, Any],
-                                       monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+@pytest.mark.parametrize(
+    ("given", "kwargs"),
+    [
+        (pictures(torch.float32), {"output_type": "np"}),
+        (pictures(torch.float32), {"output_type": "pt"}),
+        (pictures(torch.float32), {"output_type": "latent"}),
+        (pictures(torch.float32).clamp(0, 1), {"do_denormalize": [True, False]}),
+        (pictures(torch.float32)[:, :1], {}),  # grey
+    ],
+)
+def test_all_else_is_left_to_diffusers(
+    given: Tensor, kwargs: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     processor = VaeImageProcessor()
     assert convert_on_device(pipe_of(processor))
     asked, original = list[Any](), processor.postprocess.original
-    monkeypatch.setattr(processor.postprocess, "original",
-                        lambda *args: asked.append(args) or original(*args))  # fmt: skip
+    monkeypatch.setattr(
+        processor.postprocess, "original", lambda *args: asked.append(args) or original(*args)
+    )
     processor.postprocess(given, **kwargs)
     assert len(asked) == 1
 
@@ -89,8 +94,9 @@ def test_other_processors_stay() -> None:
 def test_a_diffusers_that_converts_otherwise_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(VaeImageProcessor, "denormalize", staticmethod(lambda x: x * 0.25 + 0.5))
     assert convert_on_device(pipe_of(VaeImageProcessor()))  # it is asked itself
-    monkeypatch.setattr(VaeImageProcessor, "pt_to_numpy",
-                        staticmethod(lambda x: x.permute(0, 2, 3, 1).numpy() ** 2))  # fmt: skip
+    monkeypatch.setattr(
+        VaeImageProcessor, "pt_to_numpy", staticmethod(lambda x: x.permute(0, 2, 3, 1).numpy() ** 2)
+    )
     assert not convert_on_device(pipe_of(VaeImageProcessor()))
 
 

@@ -131,14 +131,17 @@ def of_inference_mode() -> Tensor:
         return torch.arange(5)
 
 
-@pytest.mark.parametrize("made", [
-    lambda: Asking(torch.arange(5)),  # another scheduler
-    lambda: DDIMScheduler([3, 2, 1]),
-    lambda: DDIMScheduler(torch.arange(6).view(2, 3)),
-    lambda: DDIMScheduler(torch.arange(6)[::2]),
-    lambda: DDIMScheduler(of_inference_mode()),  # nobody counts who writes to it
-    lambda: None,
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "made",
+    [
+        lambda: Asking(torch.arange(5)),  # another scheduler
+        lambda: DDIMScheduler([3, 2, 1]),
+        lambda: DDIMScheduler(torch.arange(6).view(2, 3)),
+        lambda: DDIMScheduler(torch.arange(6)[::2]),
+        lambda: DDIMScheduler(of_inference_mode()),  # nobody counts who writes to it
+        lambda: None,
+    ],
+)
 def test_others_stay_as_they_are(made: Callable[[], Any]) -> None:
     scheduler = made()
     with host_timesteps(scheduler, ELSEWHERE):
@@ -162,15 +165,24 @@ def pipe_with(name: str, folder: Path, device: str) -> Any:
 
 def picture(pipe: Any, **more: Any) -> Tensor:
     source = torch.Generator().manual_seed(0)
-    found = pipe("a red ring", width=64, height=64, num_inference_steps=6, output_type="pt",
-                 generator=source, **more)  # fmt: skip
+    found = pipe(
+        "a red ring",
+        width=64,
+        height=64,
+        num_inference_steps=6,
+        output_type="pt",
+        generator=source,
+        **more,
+    )
     return torch.as_tensor(found.images)
 
 
-@pytest.mark.parametrize(("name", "is_linear"), [*((name, False) for name in ASKING),
-                                                 ("DDIMScheduler", True)])  # fmt: skip
-def test_pictures_are_the_same(name: str, is_linear: bool, tiny_model: Path, tmp_path: Path,
-                               monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "is_linear"), [*((name, False) for name in ASKING), ("DDIMScheduler", True)]
+)
+def test_pictures_are_the_same(
+    name: str, is_linear: bool, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """To the bit, but where steps are products and sums of lists: these are rounded otherwise."""
     if not is_linear:
         monkeypatch.setattr(ours, "linear_step", lambda *args: None)
@@ -209,8 +221,13 @@ def test_from_a_picture_no_number_is_looked_up_on_the_gpu(
     image, places = torch.rand(1, 3, 64, 64, generator=torch.Generator().manual_seed(1)), set[str]()
 
     def drawn() -> Tensor:
-        found = pipe("a red ring", image=image, num_inference_steps=6, output_type="pt",
-                     generator=torch.Generator().manual_seed(0))  # fmt: skip
+        found = pipe(
+            "a red ring",
+            image=image,
+            num_inference_steps=6,
+            output_type="pt",
+            generator=torch.Generator().manual_seed(0),
+        )
         return torch.as_tensor(found.images)
 
     expected = drawn()

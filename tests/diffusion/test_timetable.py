@@ -245,9 +245,10 @@ def test_a_large_timetable_is_not_made(monkeypatch: pytest.MonkeyPatch):
 def test_sdxl_reads_what_the_prompt_gave():
     """Its time embedding is a sum with one of the prompt and of sizes, one for each row."""
     changes = {
-        "addition_embed_type": "text_time", "addition_time_embed_dim": 4,
+        "addition_embed_type": "text_time",
+        "addition_time_embed_dim": 4,
         "projection_class_embeddings_input_dim": 32,
-    }  # fmt: skip
+    }
     sample, _, prompt = tiny.unet_args(3, 8, 8, 7)
     more = {"text_embeds": torch.randn(3, 8), "time_ids": torch.arange(18.0).view(3, 6)}
     found = []
@@ -257,8 +258,12 @@ def test_sdxl_reads_what_the_prompt_gave():
         strop.optimize(pipe, options=tiny.options(hoist=hoist, strict=True))
         pipe.scheduler.set_timesteps(STEPS)
         with pipe.progress_bar(total=STEPS), torch.no_grad():
-            found.append([pipe.unet(sample, t, prompt, added_cond_kwargs=more).sample
-                          for t in pipe.scheduler.timesteps])  # fmt: skip
+            found.append(
+                [
+                    pipe.unet(sample, t, prompt, added_cond_kwargs=more).sample
+                    for t in pipe.scheduler.timesteps
+                ]
+            )
         assert counts(pipe) == ((1, STEPS - 1) if hoist else (0, 0))
     assert all(map(is_same, *found))
 
@@ -267,10 +272,15 @@ def test_sdxl_reads_what_the_prompt_gave():
 def test_prompts_in_turns(reads_prompt: bool):
     """A table for each call would cost more than it saves: one serves half of the loop before
     another is made, where it depends on the prompt."""
-    changes = {
-        "addition_embed_type": "text_time", "addition_time_embed_dim": 4,
-        "projection_class_embeddings_input_dim": 32,
-    } if reads_prompt else {}  # fmt: skip
+    changes = (
+        {
+            "addition_embed_type": "text_time",
+            "addition_time_embed_dim": 4,
+            "projection_class_embeddings_input_dim": 32,
+        }
+        if reads_prompt
+        else {}
+    )
     sample, _, prompt = tiny.unet_args(2, 8, 8, 7)
     prompts = [(prompt, torch.randn(2, 8)), (prompt + 1, torch.randn(2, 8))]
     ids, found = torch.arange(12.0).view(2, 6), []
@@ -370,9 +380,11 @@ def test_a_graph_replays_what_no_timetable_has(plain: Iterator[None]):  # noqa: 
     (bound,) = entry.bounds.values()
     inputs = [prompt.clone(), sample.clone(), times[0].expand(2).float()]
     result = torch.empty_like(sample)
-    parts = [Recorded(lambda: bound.run_prologue(inputs)),
-             Recorded(lambda: bound.run_timed(inputs)),
-             Recorded(lambda: result.copy_(*bound.run_rest(inputs)))]  # fmt: skip
+    parts = [
+        Recorded(lambda: bound.run_prologue(inputs)),
+        Recorded(lambda: bound.run_timed(inputs)),
+        Recorded(lambda: result.copy_(*bound.run_rest(inputs))),
+    ]
     prologue, timed, rest = parts
     captured = Captured(rest, prologue, timed, tuple(inputs), (result,), bound, 0, 5, 2)  # type: ignore[arg-type]
 

@@ -47,8 +47,11 @@ def with_t2i_adapters(count: int) -> Any:
     adapters = []
     for seed in range(count):
         torch.manual_seed(seed)
-        adapters.append(T2IAdapter(in_channels=3, channels=[16, 32], num_res_blocks=1,
-                                   downscale_factor=2).eval())  # fmt: skip
+        adapters.append(
+            T2IAdapter(
+                in_channels=3, channels=[16, 32], num_res_blocks=1, downscale_factor=2
+            ).eval()
+        )
     parts = {name: part for name, part in pipe.components.items() if name != "image_encoder"}
     adapter = adapters[0] if count == 1 else MultiAdapter(adapters).eval()
     return StableDiffusionAdapterPipeline(**parts, adapter=adapter, requires_safety_checker=False)
@@ -62,8 +65,14 @@ def with_ip_adapter(*, is_plus: bool) -> Any:
     projection: nn.Module = ImageProjection(IMAGE_WIDTH, width, IMAGE_TOKENS)
     if is_plus:
         projection = IPAdapterPlusImageProjection(
-            embed_dims=IMAGE_WIDTH, output_dims=width, hidden_dims=16, depth=1, dim_head=8, heads=2,
-            num_queries=IMAGE_TOKENS)  # fmt: skip
+            embed_dims=IMAGE_WIDTH,
+            output_dims=width,
+            hidden_dims=16,
+            depth=1,
+            dim_head=8,
+            heads=2,
+            num_queries=IMAGE_TOKENS,
+        )
     unet.encoder_hid_proj = MultiIPAdapterImageProjection([projection])
     unet.register_to_config(encoder_hid_dim_type="ip_image_proj")
     processors: dict[str, Any] = {}
@@ -93,7 +102,13 @@ def picture(
     prompt = torch.randn(batch, 7, tiny.PROMPT_DIM, generator=g)
     pipe.set_progress_bar_config(disable=True)
     found = pipe(
-        prompt_embeds=prompt, negative_prompt_embeds=prompt * 0.5, num_inference_steps=steps,
-        height=height, width=width, generator=g, output_type="latent", **more,
-    ).images  # fmt: skip
+        prompt_embeds=prompt,
+        negative_prompt_embeds=prompt * 0.5,
+        num_inference_steps=steps,
+        height=height,
+        width=width,
+        generator=g,
+        output_type="latent",
+        **more,
+    ).images
     return torch.as_tensor(found)

@@ -38,14 +38,23 @@ def _tokens(batch: int, length: int, dtype: torch.dtype) -> Args:
 
 
 CASES = {
-    "unet": Case(tiny.unet, tiny.unet_args, [(2, 8, 8, 7), (1, 8, 12, 5), (3, 6, 4, 9),
-                                             (2, 16, 8, 7), (1, 4, 4, 1), (2, 10, 14, 11)]),
-    "vae_decoder": Case(lambda: tiny.vae().decoder, _latents, [(2, 8, 8), (1, 8, 12), (3, 5, 7),
-                                                               (1, 3, 3), (2, 6, 9), (1, 16, 4)]),
-    "vae_encoder": Case(lambda: tiny.vae().encoder, _images, [(2, 16, 16), (1, 16, 24), (3, 10, 6),
-                                                              (1, 8, 8), (2, 12, 20), (1, 32, 8)]),
+    "unet": Case(
+        tiny.unet,
+        tiny.unet_args,
+        [(2, 8, 8, 7), (1, 8, 12, 5), (3, 6, 4, 9), (2, 16, 8, 7), (1, 4, 4, 1), (2, 10, 14, 11)],
+    ),
+    "vae_decoder": Case(
+        lambda: tiny.vae().decoder,
+        _latents,
+        [(2, 8, 8), (1, 8, 12), (3, 5, 7), (1, 3, 3), (2, 6, 9), (1, 16, 4)],
+    ),
+    "vae_encoder": Case(
+        lambda: tiny.vae().encoder,
+        _images,
+        [(2, 16, 16), (1, 16, 24), (3, 10, 6), (1, 8, 8), (2, 12, 20), (1, 32, 8)],
+    ),
     "clip": Case(tiny.clip, _tokens, [(2, 24), (1, 24), (3, 7), (2, 5), (1, 9), (4, 16)]),
-}  # fmt: skip
+}
 
 
 def first(result: Any) -> Tensor:
@@ -54,8 +63,9 @@ def first(result: Any) -> Tensor:
 
 def channels_last(args: Args) -> Args:
     """Eager in the memory order that Strop runs in: oneDNN rounds otherwise in the other one."""
-    return tuple(a.contiguous(memory_format=torch.channels_last) if a.dim() == 4 else a
-                 for a in args)  # fmt: skip
+    return tuple(
+        a.contiguous(memory_format=torch.channels_last) if a.dim() == 4 else a for a in args
+    )
 
 
 def doubled(args: Args) -> Args:
@@ -84,13 +94,15 @@ def test_one_graph_for_all_sizes_as_accurate_as_eager(
         args = tuple(a.to(device) for a in case.args(*size, dtype=dtype))
         with torch.no_grad():
             actual = first(module(*args))
-            results.append((actual, first(eager(*channels_last(args))),
-                            first(exact(*doubled(args)))))  # fmt: skip
+            results.append(
+                (actual, first(eager(*channels_last(args))), first(exact(*doubled(args))))
+            )
             assert torch.equal(actual, first(module(*args))), "a second run differs"
     # One judgement over all sizes: the smallest have a few hundred values, whose errors hang
     # together too much for an RMS of their own.
-    assert_as_accurate_as_eager(*(torch.cat([t.flatten() for t in column])
-                                  for column in zip(*results, strict=True)))  # fmt: skip
+    assert_as_accurate_as_eager(
+        *(torch.cat([t.flatten() for t in column]) for column in zip(*results, strict=True))
+    )
     dispatcher = module.forward
     assert len(dispatcher.variants.all) == 1
     assert dispatcher.variants.num_captures <= 1  # 0 when the plan came from the disk cache

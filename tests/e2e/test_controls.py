@@ -51,8 +51,12 @@ def test_two_controlnets() -> None:
     count = 2
     eager, fast = controls.with_controlnets(count), controls.with_controlnets(count)
     strop.optimize(fast, options=tiny.options())
-    assert_same_pictures(eager, fast, SIZES, lambda *size: {
-        "image": images(count, *size), "controlnet_conditioning_scale": [0.7, 0.4]})  # fmt: skip
+    assert_same_pictures(
+        eager,
+        fast,
+        SIZES,
+        lambda *size: {"image": images(count, *size), "controlnet_conditioning_scale": [0.7, 0.4]},
+    )
     assert_graphs(fast, {"controlnet": 1, "unet": 1})
 
 
@@ -62,8 +66,12 @@ def test_t2i_adapters(count: int) -> None:
     eager, fast = controls.with_t2i_adapters(count), controls.with_t2i_adapters(count)
     strop.optimize(fast, options=tiny.options())
     scales: Any = 0.7 if count == 1 else [0.7, 0.5]
-    assert_same_pictures(eager, fast, SIZES, lambda *size: {
-        "image": images(count, *size), "adapter_conditioning_scale": scales})  # fmt: skip
+    assert_same_pictures(
+        eager,
+        fast,
+        SIZES,
+        lambda *size: {"image": images(count, *size), "adapter_conditioning_scale": scales},
+    )
     assert_graphs(fast, {"unet": 1})
 
 
@@ -101,9 +109,16 @@ def test_alt_diffusion(looks_before_the_end: bool) -> None:
         parts.pop("image_encoder")
         torch.manual_seed(0)
         config = RobertaSeriesConfig(
-            hidden_size=16, project_dim=tiny.PROMPT_DIM, intermediate_size=32, vocab_size=64,
-            num_attention_heads=2, num_hidden_layers=2, max_position_embeddings=40, pad_token_id=1,
-            has_pre_transformation=looks_before_the_end)  # fmt: skip
+            hidden_size=16,
+            project_dim=tiny.PROMPT_DIM,
+            intermediate_size=32,
+            vocab_size=64,
+            num_attention_heads=2,
+            num_hidden_layers=2,
+            max_position_embeddings=40,
+            pad_token_id=1,
+            has_pre_transformation=looks_before_the_end,
+        )
         parts["text_encoder"] = RobertaSeriesModelWithTransformation(config).eval()
         pipe = AltDiffusionPipeline(**parts, requires_safety_checker=False)
         pipe.tokenizer = Words()
@@ -112,8 +127,14 @@ def test_alt_diffusion(looks_before_the_end: bool) -> None:
 
     def picture(pipe: Any, height: int, width: int, batch: int) -> Tensor:
         g = torch.Generator().manual_seed(3)
-        found = pipe(["a cat"] * batch, height=height, width=width, num_inference_steps=2,
-                     generator=g, output_type="pt")  # fmt: skip
+        found = pipe(
+            ["a cat"] * batch,
+            height=height,
+            width=width,
+            num_inference_steps=2,
+            generator=g,
+            output_type="pt",
+        )
         return found.images  # type: ignore[no-any-return]
 
     eager, fast = pipeline(), strop.optimize(pipeline(), options=tiny.options())

@@ -97,8 +97,9 @@ def test_lora_on_a_transformer() -> None:
     plain = dits.picture(fast, 32, 32)
     for pipe in (eager, fast):
         torch.manual_seed(4)
-        pipe.transformer.add_adapter(LoraConfig(r=4, target_modules=["to_q", "to_v"],
-                                                init_lora_weights=False))  # fmt: skip
+        pipe.transformer.add_adapter(
+            LoraConfig(r=4, target_modules=["to_q", "to_v"], init_lora_weights=False)
+        )
     changed = dits.picture(fast, 32, 32)
     assert psnr(changed, plain) < 60
     assert psnr(changed, dits.picture(eager, 32, 32)) >= 60
@@ -118,11 +119,20 @@ def test_restored() -> None:
 def test_encoders() -> None:
     """T5 as SD3's third text encoder, and the encoder of pictures that IP-Adapters bring."""
     torch.manual_seed(0)
-    t5 = T5EncoderModel(T5Config(vocab_size=50, d_model=16, d_kv=8, d_ff=32, num_layers=2,
-                                 num_heads=2)).eval()  # fmt: skip
-    clip = CLIPVisionModelWithProjection(CLIPVisionConfig(
-        hidden_size=16, intermediate_size=32, projection_dim=8, num_hidden_layers=2,
-        num_attention_heads=2, image_size=32, patch_size=8)).eval()  # fmt: skip
+    t5 = T5EncoderModel(
+        T5Config(vocab_size=50, d_model=16, d_kv=8, d_ff=32, num_layers=2, num_heads=2)
+    ).eval()
+    clip = CLIPVisionModelWithProjection(
+        CLIPVisionConfig(
+            hidden_size=16,
+            intermediate_size=32,
+            projection_dim=8,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            image_size=32,
+            patch_size=8,
+        )
+    ).eval()
     pipe = dits.sd3()
     pipe.register_modules(text_encoder_3=t5, image_encoder=clip)
     ids, image = torch.randint(50, (2, 7)), torch.randn(2, 3, 32, 32)

@@ -17,9 +17,15 @@ def picture(pipe: Any, height: int = 16, width: int = 16, batch: int = 1, **more
     g = torch.Generator().manual_seed(3)
     prompt = torch.randn(batch, 7, tiny.PROMPT_DIM, generator=g)
     return pipe(
-        prompt_embeds=prompt, negative_prompt_embeds=prompt * 0.5, num_inference_steps=3,
-        height=height, width=width, generator=g, output_type="pt", **more,
-    ).images  # fmt: skip
+        prompt_embeds=prompt,
+        negative_prompt_embeds=prompt * 0.5,
+        num_inference_steps=3,
+        height=height,
+        width=width,
+        generator=g,
+        output_type="pt",
+        **more,
+    ).images
 
 
 @pytest.fixture(scope="module", params=tiny.DEVICES)

@@ -28,8 +28,7 @@ DEFAULTS = {"cache_dir": tiny.cache_dir(), "strict": True}
 
 
 def compiled(module: Any, **options: Any) -> Any:
-    return torch.compile(module, backend="strop",
-                         options=DEFAULTS | options)  # fmt: skip
+    return torch.compile(module, backend="strop", options=DEFAULTS | options)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -44,8 +43,9 @@ def test_components_are_as_accurate_as_eager(name: str):
             args = case.args(*size, dtype=torch.float32)
             wide = [a.double() if a.is_floating_point() else a for a in args]
             results.append((first(fast(*args)), first(eager(*args)), first(exact(*wide))))
-    assert_as_accurate_as_eager(*(torch.cat([t.flatten() for t in column])
-                                  for column in zip(*results, strict=True)))  # fmt: skip
+    assert_as_accurate_as_eager(
+        *(torch.cat([t.flatten() for t in column]) for column in zip(*results, strict=True))
+    )
     assert aot.AOT_LOG.records
     assert not aot.AOT_LOG.fallbacks
 

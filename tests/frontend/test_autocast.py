@@ -23,10 +23,14 @@ class Cast(nn.Module):
     def forward(self, x: Tensor, pixels: Tensor, heads: Tensor) -> tuple[Tensor, ...]:
         with torch.autocast("cpu", dtype=torch.bfloat16):
             inside = (
-                self.linear(x), self.conv(pixels), self.row(pixels[:, :, 0]),
-                F.scaled_dot_product_attention(heads, heads, heads), heads @ heads.mT,
-                self.norm(pixels.repeat(1, 2, 1, 1)[:, :4]), x.double() @ x.double().t(),
-            )  # fmt: skip
+                self.linear(x),
+                self.conv(pixels),
+                self.row(pixels[:, :, 0]),
+                F.scaled_dot_product_attention(heads, heads, heads),
+                heads @ heads.mT,
+                self.norm(pixels.repeat(1, 2, 1, 1)[:, :4]),
+                x.double() @ x.double().t(),
+            )
         return *inside, self.linear(x)
 
 

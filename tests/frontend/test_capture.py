@@ -210,8 +210,9 @@ def test_a_picture_in_patches_is_even_in_both_sizes():
     patches = sympy.Eq(4 * b * S * T, 16 * b * FloorDiv(S, 2) * FloorDiv(T, 2))
     found = settled(FloorDiv(S, 2) * FloorDiv(T, 2), patches, s0=16, s1=24, s2=3)
     assert found == ("s0_2*s1_2", set())
-    found = settled(S * FloorDiv(T, 3), sympy.Eq(S * T, 6 * FloorDiv(S, 2) * FloorDiv(T, 3)),
-                    s0=4, s1=9)  # fmt: skip
+    found = settled(
+        S * FloorDiv(T, 3), sympy.Eq(S * T, 6 * FloorDiv(S, 2) * FloorDiv(T, 3)), s0=4, s1=9
+    )
     assert found == ("2*s0_2*s1_3", set())
 
 

@@ -82,12 +82,17 @@ def seeds_the_generator(self: Effects, x: Tensor) -> Tensor:
 
 
 WHY = {
-    counts: "it sets number of a Effects", appends: "it sets seen of a Effects",
-    keeps: "it sets table of a Effects", replaces: "it replaces total",
-    draws: "random numbers", draws_with_numpy: "random numbers",
-    seeds: "it seeds", seeds_and_restores: "it seeds", sets_the_state: "it seeds",
+    counts: "it sets number of a Effects",
+    appends: "it sets seen of a Effects",
+    keeps: "it sets table of a Effects",
+    replaces: "it replaces total",
+    draws: "random numbers",
+    draws_with_numpy: "random numbers",
+    seeds: "it seeds",
+    seeds_and_restores: "it seeds",
+    sets_the_state: "it seeds",
     seeds_the_generator: "it seeds",
-}  # fmt: skip
+}
 
 
 def runs(module: nn.Module, *rest: Any) -> tuple[list[Tensor], dict[str, Any]]:

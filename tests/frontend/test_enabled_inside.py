@@ -73,8 +73,16 @@ class Net(nn.Module):
         return self.body(self.layer, x)
 
 
-BODIES = (loss, no_inference_mode, turned_off_again, marked, own_leaf, by_weights, backward,
-          guidance)  # fmt: skip
+BODIES = (
+    loss,
+    no_inference_mode,
+    turned_off_again,
+    marked,
+    own_leaf,
+    by_weights,
+    backward,
+    guidance,
+)
 Mode = Callable[[], AbstractContextManager[Any]]
 
 
@@ -122,8 +130,9 @@ def test_optimize(body: Callable[..., Any], frozen: bool) -> None:
 @pytest.mark.parametrize("body", [loss, no_inference_mode, marked, by_weights, backward])
 def test_compile(body: Callable[..., Any]) -> None:
     eager, x = Net(body, frozen=False).eval(), torch.randn(3, 4)
-    fast: Any = torch.compile(copy.deepcopy(eager), backend="strop",
-                              options={"cache_dir": tiny.cache_dir()})  # fmt: skip
+    fast: Any = torch.compile(
+        copy.deepcopy(eager), backend="strop", options={"cache_dir": tiny.cache_dir()}
+    )
     for _ in range(2):
         assert_alike(fast, eager, x, torch.no_grad)
 

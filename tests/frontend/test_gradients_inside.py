@@ -112,13 +112,17 @@ CASES: dict[str, tuple[Callable[[Any, Tensor], Any], nn.Module | None, tuple[int
     "group_norm": (energy(lambda layer, q: layer(q)), nn.GroupNorm(2, 4), PICTURE),
     "rms_norm": (energy(lambda layer, q: layer(q)), nn.RMSNorm(4), TOKENS),
     "attention": (
-        energy(lambda layer, q: F.scaled_dot_product_attention(q, q * 2, q * 3)), None, PICTURE,
+        energy(lambda layer, q: F.scaled_dot_product_attention(q, q * 2, q * 3)),
+        None,
+        PICTURE,
     ),
     "heads": (energy(lambda layer, q: layer(q, q, q)[0]), nn.MultiheadAttention(4, 2), TOKENS),
     "matmul": (energy(lambda layer, q: product(q)), None, PICTURE),
     "lstm": (energy(lambda layer, q: layer(q)[0]), nn.LSTM(4, 3), TOKENS),
     "interpolate": (
-        energy(lambda layer, q: F.interpolate(q, scale_factor=1.5, mode="bilinear")), None, PICTURE,
+        energy(lambda layer, q: F.interpolate(q, scale_factor=1.5, mode="bilinear")),
+        None,
+        PICTURE,
     ),
     "reflect": (energy(lambda layer, q: F.pad(q, (1, 1, 1, 1), "reflect")), None, PICTURE),
     "pool": (energy(lambda layer, q: F.max_pool2d(q, 2) + F.avg_pool2d(q, 2)), None, PICTURE),
@@ -138,10 +142,12 @@ CASES: dict[str, tuple[Callable[[Any, Tensor], Any], nn.Module | None, tuple[int
     "vmap": (lambda layer, x: vmap(lambda q: layer(q[None])[0])(x), CONV, PICTURE),
     "vmap of matmul": (lambda layer, x: vmap(product)(x), None, PICTURE),
     "vmap of grad": (
-        lambda layer, x: vmap(grad(lambda q: layer(q).sin().sum()))(x), LINEAR, ROWS,
+        lambda layer, x: vmap(grad(lambda q: layer(q).sin().sum()))(x),
+        LINEAR,
+        ROWS,
     ),
     "duals": (duals, LINEAR, ROWS),
-}  # fmt: skip
+}
 # A few through Dynamo, one for each way in which it brings gradients to the backend. It breaks its
 # graph at most of them.
 BY_DYNAMO = ("linear", "conv2d", "group_norm", "attention", "grad", "jvp", "vmap", "duals")

@@ -37,8 +37,13 @@ def arguments() -> dict[str, Tensor]:
     def numbers(*shape: int) -> Tensor:
         return torch.arange(float(torch.Size(shape).numel())).view(shape)
 
-    return {"dense": numbers(3, 4), "transposed": numbers(4, 3).t(), "gaps": numbers(3, 8)[:, ::2],
-            "offset": numbers(5, 4)[2:], "dense again": numbers(3, 4) + 1}  # fmt: skip
+    return {
+        "dense": numbers(3, 4),
+        "transposed": numbers(4, 3).t(),
+        "gaps": numbers(3, 8)[:, ::2],
+        "offset": numbers(5, 4)[2:],
+        "dense again": numbers(3, 4) + 1,
+    }
 
 
 def is_own(result: Tensor, argument: Tensor) -> bool:
@@ -69,16 +74,18 @@ def test_readers(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", OTHERS)
 def test_all_others_serve_any_layout(name: str, tmp_path: Path) -> None:
     function = OTHERS[name]
-    module = strop.optimize(Function(function).eval(),
-                            options=Options(cache_dir=str(tmp_path), strict=True))  # fmt: skip
+    module = strop.optimize(
+        Function(function).eval(), options=Options(cache_dir=str(tmp_path), strict=True)
+    )
     for x in arguments().values():
         assert torch.equal(module(x), function(x))
     assert module.forward.counters.eager_calls == 0
 
 
 def test_what_is_returned_dense_is_not_the_callers_own(tmp_path: Path) -> None:
-    module = strop.optimize(Function(lambda x: x.contiguous()).eval(),
-                            options=Options(cache_dir=str(tmp_path)))  # fmt: skip
+    module = strop.optimize(
+        Function(lambda x: x.contiguous()).eval(), options=Options(cache_dir=str(tmp_path))
+    )
     x = arguments()["transposed"]
     before = x.clone()
     module(x).zero_()
@@ -125,8 +132,9 @@ def test_what_is_computed_lies_as_in_eager(tmp_path: Path) -> None:
                 found.append(torch.as_strided(y, (5, 10), (4, 1), 0))
         return found
 
-    module = strop.optimize(Function(asks).eval(),
-                            options=Options(cache_dir=str(tmp_path), strict=True))  # fmt: skip
+    module = strop.optimize(
+        Function(asks).eval(), options=Options(cache_dir=str(tmp_path), strict=True)
+    )
     for x in (PICTURE, PICTURE.contiguous()):
         with torch.no_grad():
             results = module(x)
@@ -191,8 +199,9 @@ def test_views_of_an_argument_with_gaps(name: str, tmp_path: Path) -> None:
 
 
 def test_a_view_that_fails_in_eager_fails(tmp_path: Path) -> None:
-    module = strop.optimize(Function(lambda x: (x * 2).view(-1)).eval(),
-                            options=Options(cache_dir=str(tmp_path)))  # fmt: skip
+    module = strop.optimize(
+        Function(lambda x: (x * 2).view(-1)).eval(), options=Options(cache_dir=str(tmp_path))
+    )
     x = arguments()["transposed"]
     with torch.no_grad(), pytest.raises(RuntimeError, match="view size is not compatible"):
         module(x)
@@ -242,9 +251,11 @@ def _complex_ones() -> list[Tensor]:
     ],
 )
 def test_memory_is_read_as_eagers_lies(
-    function: Callable[[Tensor], tuple[Tensor, ...]], given: Callable[[], list[Tensor]], way: str,
+    function: Callable[[Tensor], tuple[Tensor, ...]],
+    given: Callable[[], list[Tensor]],
+    way: str,
     tmp_path: Path,
-) -> None:  # fmt: skip
+) -> None:
     options = Options(cache_dir=str(tmp_path))
     torch._dynamo.reset()
     ours: Any = (

@@ -87,8 +87,9 @@ def test_every_size(mode: str, rank: int, layout: str) -> None:
     is_nearest = mode.startswith("nearest")
     dtypes = [torch.uint8, torch.float64] if is_nearest else [torch.float32]
     for dtype in dtypes:
-        arguments = [pixels([2, channels, *sizes_of(rank, side)], dtype, is_last=is_last)
-                     for side in SIDES]  # fmt: skip
+        arguments = [
+            pixels([2, channels, *sizes_of(rank, side)], dtype, is_last=is_last) for side in SIDES
+        ]
         check(lambda x: [F.interpolate(x, **way) for way in ways], arguments, is_last=is_last)
 
 
@@ -98,8 +99,9 @@ def test_every_size(mode: str, rank: int, layout: str) -> None:
 def test_sizes_where_eager_takes_another_kernel(mode: str, is_last: bool, channels: int) -> None:
     """Of nearest pixels eager looks at the sizes up to 128 rows and columns of the result."""
     ways = [{"scale_factor": (1.0, factor), "mode": mode} for factor in (1.25, 2.125)]
-    shapes = [(1, channels, height, side)
-              for height, side in itertools.product((118, 125, 126), (3, 5))]  # fmt: skip
+    shapes = [
+        (1, channels, height, side) for height, side in itertools.product((118, 125, 126), (3, 5))
+    ]
     arguments = [pixels(shape, torch.float32, is_last=is_last) for shape in shapes]
     check(lambda x: [F.interpolate(x, **way) for way in ways], arguments, is_last=is_last)
 
@@ -108,20 +110,23 @@ def test_sizes_where_eager_takes_another_kernel(mode: str, is_last: bool, channe
 def test_half_types_and_sizes_that_are_given(mode: str, rank: int) -> None:
     ways: list[dict[str, Any]] = [{"size": 7}, {"size": [4, 6, 10][3 - rank :]}]
     for dtype in (torch.bfloat16, torch.float16):
-        arguments = [pixels([2, 3, *sizes_of(rank, side)], dtype, is_last=False)
-                     for side in (1, 5, 7)]  # fmt: skip
-        check(lambda x: [F.interpolate(x, mode=mode, **way) for way in ways], arguments,
-              is_last=False)  # fmt: skip
+        arguments = [
+            pixels([2, 3, *sizes_of(rank, side)], dtype, is_last=False) for side in (1, 5, 7)
+        ]
+        check(
+            lambda x: [F.interpolate(x, mode=mode, **way) for way in ways], arguments, is_last=False
+        )
 
 
 def test_whole_factors_that_eager_rounds_down() -> None:
     """1 / 41 in fp32 is too small, and the first pixel of some groups is that of the group before
     or not: such factors are no broadcast."""
     assert [n for n in range(1, 64) if not is_repeat(float(n))] == [
-        n for n in range(1, 64)
+        n
+        for n in range(1, 64)
         if torch.tensor(1 / n, dtype=torch.float32).double() * n < 1
         and (torch.tensor(1 / n).double() != 1 / n or n & (n - 1))
-    ]  # fmt: skip
+    ]
     for factor in (25, 41, 47):
         x = pixels((1, 1, 2, 90), torch.float32, is_last=False)
         check(lambda x, n=factor: [F.interpolate(x, scale_factor=n)], [x], is_last=False)
@@ -132,8 +137,10 @@ def test_rows_are_of_modes_that_there_are() -> None:
 
 
 # factors that keep and double a size that the trace fixes
-FIXED = {(mode, rank): [{"scale_factor": 1.3, "mode": mode}, {"scale_factor": 2.2, "mode": mode}]
-         for mode, rank in MODES}  # fmt: skip
+FIXED = {
+    (mode, rank): [{"scale_factor": 1.3, "mode": mode}, {"scale_factor": 2.2, "mode": mode}]
+    for mode, rank in MODES
+}
 
 
 @pytest.mark.parametrize("way", ["optimize", "compile", "train", "compiled gradients"])
@@ -144,11 +151,15 @@ def test_in_kernels(way: str, is_last: bool, tmp_path: Path) -> None:
     chosen += [] if is_last else [("nearest", 1)]
 
     def resized(*images: Tensor) -> list[Tensor]:
-        return [F.interpolate(x, **how) for x, kind in zip(images, chosen, strict=True)
-                for how in FIXED[kind]]  # fmt: skip
+        return [
+            F.interpolate(x, **how)
+            for x, kind in zip(images, chosen, strict=True)
+            for how in FIXED[kind]
+        ]
 
-    images = [pixels([1, 4, *sizes_of(rank, 3)], torch.float32, is_last=is_last)
-              for _, rank in chosen]  # fmt: skip
+    images = [
+        pixels([1, 4, *sizes_of(rank, 3)], torch.float32, is_last=is_last) for _, rank in chosen
+    ]
     trains = way in ("train", "compiled gradients")
     for image in images:
         image.requires_grad_(trains)
@@ -158,15 +169,21 @@ def test_in_kernels(way: str, is_last: bool, tmp_path: Path) -> None:
         function: Any = torch.compile(resized, backend="strop", options=options)
     else:
         module = Function(resized)
-        function = strop.optimize(module if trains else module.eval(), options=options,
-                                  train=trains)  # fmt: skip
+        function = strop.optimize(
+            module if trains else module.eval(), options=options, train=trains
+        )
     wanted = resized(*images)
     with torch.set_grad_enabled(trains):
         found = function(*images)
     pairs = list(zip(found, wanted, strict=True))
     if trains:
-        pairs += zip(*(torch.autograd.grad(sum((r**2).sum() for r in results), images)
-                       for results in (found, wanted)), strict=True)  # fmt: skip
+        pairs += zip(
+            *(
+                torch.autograd.grad(sum((r**2).sum() for r in results), images)
+                for results in (found, wanted)
+            ),
+            strict=True,
+        )
     for got, want in pairs:
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-3)
         assert steps(got) == steps(want)

@@ -94,9 +94,13 @@ def test_sums_and_products_with_others(layout: str, other: str) -> None:
 def test_sums_and_gradients_of_two_layouts(first: str, second: str) -> None:
     def make(x: Tensor) -> list[Tensor]:
         pair = LAYOUTS[first](x), LAYOUTS[second](x)
-        return [torch.add(*pair, alpha=2), torch.mul(*pair), aten.silu_backward(*pair),
-                aten.gelu_backward(*pair), aten.gelu_backward(*pair, approximate="tanh")
-                ]  # fmt: skip
+        return [
+            torch.add(*pair, alpha=2),
+            torch.mul(*pair),
+            aten.silu_backward(*pair),
+            aten.gelu_backward(*pair),
+            aten.gelu_backward(*pair, approximate="tanh"),
+        ]
 
     ours, theirs = both(make)
     assert ours == theirs
@@ -115,8 +119,9 @@ def test_gradients_of_norms(layout: str, mask: tuple[bool, ...]) -> None:
         x = LAYOUTS[layout](x)
         b, c, h, w = x.shape
         mean = x.new_ones((b, 4))
-        return aten.native_group_norm_backward(x, x, mean, mean, x.new_ones(c), b, c, h * w, 4,
-                                               list(mask))  # fmt: skip
+        return aten.native_group_norm_backward(
+            x, x, mean, mean, x.new_ones(c), b, c, h * w, 4, list(mask)
+        )
 
     def layer(x: Tensor) -> Any:
         x = LAYOUTS[layout](x)[:, :, 0, :].transpose(1, 2).contiguous()
@@ -151,23 +156,29 @@ def test_layer_norms(layout: str, dtype: torch.dtype) -> None:
 
     def make(x: Tensor) -> Any:
         rows, weight = of_rows(x), x.new_ones(8)
-        return [*aten.native_layer_norm(rows, [8], weight, weight, 1e-5),
-                F.layer_norm(rows, [8]), F.layer_norm(x, x.shape[3:])]  # fmt: skip
+        return [
+            *aten.native_layer_norm(rows, [8], weight, weight, 1e-5),
+            F.layer_norm(rows, [8]),
+            F.layer_norm(x, x.shape[3:]),
+        ]
 
     (_, guards), (_, theirs) = both(make, dtype)
     assert guards <= theirs
     with traced_input(dtype) as x, shape_rules():
         found = make(x)
-        numbers = [[n if isinstance(n, int) else n.node.hint for n in (*v.shape, *v.stride())]
-                   for v in found]  # fmt: skip
+        numbers = [
+            [n if isinstance(n, int) else n.node.hint for n in (*v.shape, *v.stride())]
+            for v in found
+        ]
     eager = make(torch.randn(3, 8, 10, 7).to(dtype))
     assert numbers == [[*value.shape, *value.stride()] for value in eager]
     assert [value.dtype for value in found] == [value.dtype for value in eager]
 
 
 def test_layer_norms_of_other_types_are_torchs() -> None:
-    ours, theirs = both(lambda x: F.layer_norm(x, x.shape[3:], x.new_ones(x.shape[3:])),
-                        torch.float16)  # fmt: skip
+    ours, theirs = both(
+        lambda x: F.layer_norm(x, x.shape[3:], x.new_ones(x.shape[3:])), torch.float16
+    )
     assert ours[0][1] == theirs[0][1] == torch.float16
     with pytest.raises(Exception, match="normalized_shape"):
         both(lambda x: F.layer_norm(x, [9]))
@@ -180,8 +191,9 @@ def test_dropout_in_evaluation_is_its_input() -> None:
 
     spec, module = TensorSpec(SHAPE, torch.float32, torch.device("cpu")), Dropped().eval()
     targets = [node.target for node in capture(module, module, (spec,), HINTS).gm.graph.nodes]
-    assert [t for t in targets if t in (aten.sin.default, aten.clone.default, aten.cos.default)
-            ] == [aten.sin.default, aten.cos.default]  # fmt: skip
+    assert [
+        t for t in targets if t in (aten.sin.default, aten.clone.default, aten.cos.default)
+    ] == [aten.sin.default, aten.cos.default]
 
 
 def test_torch_has_its_own_rules_back() -> None:

@@ -144,14 +144,16 @@ def planned(function: Operator, x: Tensor) -> list[list[int]]:
     module, shapes = Function(function).eval(), default_shapes([x])
     captured = capture(module, module, shapes.specs, shapes.hints)
     imported = import_graph(captured.gm, captured.symbols, captured.hints, captured.origins, 0)
-    compiled = compile_captured(captured.gm, imported.graph, Signature(imported.returned, ()),
-                                "cpu", Options(), "strides")  # fmt: skip
+    compiled = compile_captured(
+        captured.gm, imported.graph, Signature(imported.returned, ()), "cpu", Options(), "strides"
+    )
     env = captured.hints
     found = []
     for item in compiled.program.returned:
         assert item.tensor is not None
-        sizes, strides = ([s.eval(env) for s in of] for of in
-                          (item.tensor.shape, item.tensor.strides))  # fmt: skip
+        sizes, strides = (
+            [s.eval(env) for s in of] for of in (item.tensor.shape, item.tensor.strides)
+        )
         found.append(steps(sizes, strides))
     return found
 

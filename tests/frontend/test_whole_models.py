@@ -96,14 +96,16 @@ CASES: dict[str, tuple[nn.Module, tuple[str, ...]]] = {
     "reflection": (nn.ReflectionPad2d(1), ("b 4 h w",)),
     "weight norm": (_weight_norm(), ("b 4 t",)),
     "distances": (Holds(lambda x, y: torch.cdist(x[0], y[0])), ("b 32 8", "b 28 8")),
-    "baddbmm": (Holds(lambda a, x, y: torch.baddbmm(a, x, y, beta=0.5, alpha=2)),
-                ("b 1 s", "b s 8", "b 8 s")),
+    "baddbmm": (
+        Holds(lambda a, x, y: torch.baddbmm(a, x, y, beta=0.5, alpha=2)),
+        ("b 1 s", "b s 8", "b 8 s"),
+    ),
     "python sizes": (PythonSizes(), ("b 2 h w",)),
     "windows": (Holds(_window_mean), ("b 3 8*t",)),
     "quotients": (Holds(lambda x: F.avg_pool2d(x, 4)[:, :, :2, :2].reshape(-1, 16)), ("b 4 8 11",)),
     "views written": (Holds(_views_written), ("3 5 8",)),  # torch then compares sizes with 1
     "sums": (Holds(_sums), ("b p 4", "b q 4", "p", "q")),
-}  # fmt: skip
+}
 ENVS = (
     {"b": 2, "s": 5, "t": 8, "h": 6, "w": 9, "p": 3, "q": 7},
     {"b": 3, "s": 7, "t": 11, "h": 9, "w": 4, "p": 4, "q": 2},
@@ -132,8 +134,12 @@ def test_one_graph(name: str, tmp_path_factory: pytest.TempPathFactory) -> None:
 
 def test_a_unet_without_a_prompt_is_told_so() -> None:
     """The forward of UNet2DConditionModel has no default for its prompt."""
-    given = {"sample": torch.zeros(2, 4, 8, 8), "timestep": 1, "encoder_hidden_states": None,
-             "class_labels": None}  # fmt: skip
+    given = {
+        "sample": torch.zeros(2, 4, 8, 8),
+        "timestep": 1,
+        "encoder_hidden_states": None,
+        "class_labels": None,
+    }
     _, kept = adapter_for(tiny.unet()).normalise((), given)
     assert kept.keys() == {"sample", "timestep", "encoder_hidden_states"}
 

@@ -175,8 +175,9 @@ def test_every_group_computes_what_it_stores_and_nothing_else():
 def test_calls_appear_once():
     graph, fusion = unet_plan()
     calls = [s for s in fusion.steps if not isinstance(s, Group)]
-    expected = [n for n in graph.nodes if n.kind in (Kind.CONTRACTION, Kind.OPAQUE)
-                and n.op != "input"]  # fmt: skip
+    expected = [
+        n for n in graph.nodes if n.kind in (Kind.CONTRACTION, Kind.OPAQUE) and n.op != "input"
+    ]
     assert sorted(calls, key=id) == sorted(expected, key=id)
 
 

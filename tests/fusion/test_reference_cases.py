@@ -91,35 +91,49 @@ CASES: dict[str, Case] = {
     "layer_norm_of_two_dims": Case(lambda x: F.layer_norm(x, x.shape[1:]), ("b 6 8",), (ROW,)),
     "layer_norm_then_gate": Case(glu_of_norm, ("b r 32", "32"), (ROW,)),
     "rms_norm": Case(rms_norm, ("r c", "c"), (ROW,)),
-    "group_norm_silu": Case(lambda x, w: F.silu(F.group_norm(x, 4, w, w)),
-                            ("b 16 r c", "16"), (ROW, POINTWISE)),
+    "group_norm_silu": Case(
+        lambda x, w: F.silu(F.group_norm(x, 4, w, w)), ("b 16 r c", "16"), (ROW, POINTWISE)
+    ),
     "group_norm_silu_channels_last": Case(
         lambda x, w: F.silu(F.group_norm(x.permute(0, 3, 1, 2), 4, w, w)),
-        ("b r c 16", "16"), (COLUMN, POINTWISE)),
+        ("b r c 16", "16"),
+        (COLUMN, POINTWISE),
+    ),
     "instance_norm": Case(F.instance_norm, ("b 4 r 6",), (ROW,)),
-    "batch_norm": Case(lambda x, w: F.batch_norm(x, w, w.abs(), w, w), ("b 8 r", "8"),
-                       (POINTWISE,)),
+    "batch_norm": Case(
+        lambda x, w: F.batch_norm(x, w, w.abs(), w, w), ("b 8 r", "8"), (POINTWISE,)
+    ),
     "max_pool_of_batch_norm": Case(
         lambda x, w: F.max_pool2d(F.relu(F.batch_norm(x, w, w.abs(), w, w)), 3, 2, 1),
-        ("b 8 2*r c+8", "8"), (POINTWISE,)),
+        ("b 8 2*r c+8", "8"),
+        (POINTWISE,),
+    ),
     "mean_pool_of_batch_norm": Case(
         lambda x, w: F.avg_pool2d(F.gelu(F.batch_norm(x, w, w.abs(), w, w)), 3, 2, 1),
-        ("b 8 2*r c+8", "8"), (POINTWISE,)),
+        ("b 8 2*r c+8", "8"),
+        (POINTWISE,),
+    ),
     "two_sums_of_one_shape": Case(lambda x, y: (x.sum(-1), y.amax(-1)), ("r c",) * 2, (ROW,)),
     "two_sums_of_what_is_computed": Case(
-        lambda x, y: ((x * y).sum(-1), (x - y).abs().sum(-1)), ("r c",) * 2, (ROW,)),
+        lambda x, y: ((x * y).sum(-1), (x - y).abs().sum(-1)), ("r c",) * 2, (ROW,)
+    ),
     "three_reductions_of_one": Case(
-        lambda x: ((x * 2).sum(-1), (x + 1).amax(-1), x.exp().sum(-1)), ("r c",), (ROW,)),
-    "two_layer_norms": Case(lambda x, y: (F.layer_norm(x, (24,)), F.layer_norm(y, (24,))),
-                            ("b r 24",) * 2, (ROW,)),
+        lambda x: ((x * 2).sum(-1), (x + 1).amax(-1), x.exp().sum(-1)), ("r c",), (ROW,)
+    ),
+    "two_layer_norms": Case(
+        lambda x, y: (F.layer_norm(x, (24,)), F.layer_norm(y, (24,))), ("b r 24",) * 2, (ROW,)
+    ),
     "two_columns_of_one_shape": Case(lambda x, y: (x.sum(0), y.amax(0)), ("r c",) * 2, (COLUMN,)),
-    "softmax_of_layer_norm": Case(lambda x, w: F.layer_norm(x, (48,), w, w).softmax(-1),
-                                  ("b r 48", "48"), (ROW,)),
-    "transposed_before_row": Case(lambda x, y: (y + x.transpose(1, 2)).softmax(-1),
-                                  ("b r c", "b c r"), (ROW,)),
+    "softmax_of_layer_norm": Case(
+        lambda x, w: F.layer_norm(x, (48,), w, w).softmax(-1), ("b r 48", "48"), (ROW,)
+    ),
+    "transposed_before_row": Case(
+        lambda x, y: (y + x.transpose(1, 2)).softmax(-1), ("b r c", "b c r"), (ROW,)
+    ),
     "transposed_after_row": Case(lambda x: x.softmax(-1).transpose(1, 2) * 2, ("b r c",), (ROW,)),
-    "transposed_pointwise": Case(lambda x, y: (x.t() + y).exp() * x.t(), ("r c", "c r"),
-                                 (POINTWISE,)),
+    "transposed_pointwise": Case(
+        lambda x, y: (x.t() + y).exp() * x.t(), ("r c", "c r"), (POINTWISE,)
+    ),
     "sum_of_1": Case(lambda x: x.sum(-1), ("b*r 1",), (ROW,)),
     "sum_of_123": Case(lambda x: x.sum(-1), ("b*r 123",), (ROW,)),
     "sum_of_12345": Case(lambda x: x.sum(-1), ("b 12345",), (ROW,)),
@@ -127,7 +141,8 @@ CASES: dict[str, Case] = {
     "column_sum": Case(lambda x: x.sum(0), ("r c",), (COLUMN,)),
     "middle_sum": Case(lambda x: (x * 2).sum(1), ("b r c",), (COLUMN,)),
     "sum_of_expanded": Case(
-        lambda x: x[:, None].expand(x.shape[0], 5, x.shape[1]).sum(1), ROWS, (ROW,)),
+        lambda x: x[:, None].expand(x.shape[0], 5, x.shape[1]).sum(1), ROWS, (ROW,)
+    ),
     "sum_of_all": Case(lambda x: x.sum(), ("b r c",), (COLUMN,)),
     "var_mean_of_all": Case(torch.var_mean, ("b r c",), (COLUMN,)),
     "norm_of_all": Case(lambda x: x.norm(), ("b r c",), (COLUMN,)),
@@ -138,36 +153,53 @@ CASES: dict[str, Case] = {
     "standardised": Case(standardised, ("r c",), (ROW,)),
     # kept dims between reduced ones
     "sum_on_both_sides": Case(lambda x: (x * 2).sum((0, 3)) + 1, ("b 4 r r",), (ROW, COLUMN)),
-    "sum_on_both_sides_again": Case(lambda x: x.sum((1, 3), keepdim=True), ("b r 4 c",),
-                                    (ROW, COLUMN)),
-    "sum_between_and_inside": Case(lambda x: x.permute(0, 2, 1).sum((0, 1)), ("b 3 c",),
-                                   (ROW, COLUMN)),
+    "sum_on_both_sides_again": Case(
+        lambda x: x.sum((1, 3), keepdim=True), ("b r 4 c",), (ROW, COLUMN)
+    ),
+    "sum_between_and_inside": Case(
+        lambda x: x.permute(0, 2, 1).sum((0, 1)), ("b 3 c",), (ROW, COLUMN)
+    ),
     "sum_of_known_lanes": Case(lambda x: x.sum((0, 2)), ("b 4 8",), (COLUMN,)),
     "sum_of_many_known_lanes": Case(lambda x: x.sum((0, 2)), ("b 64 80",), (ROW, COLUMN)),
-    "var_mean_on_both_sides": Case(lambda x: torch.var_mean(x, (0, 2)), ("b 4 r*c",),
-                                   (ROW, COLUMN)),
-    "spread_on_both_sides": Case(lambda x: (x.std((0, 3)), x.var((0, 3), correction=0)),
-                                 ("b 4 r r",), (ROW, COLUMN)),
+    "var_mean_on_both_sides": Case(
+        lambda x: torch.var_mean(x, (0, 2)), ("b 4 r*c",), (ROW, COLUMN)
+    ),
+    "spread_on_both_sides": Case(
+        lambda x: (x.std((0, 3)), x.var((0, 3), correction=0)), ("b 4 r r",), (ROW, COLUMN)
+    ),
     "extremes_on_both_sides": Case(
         lambda x: (x.amax((0, 2)), x.amin((0, 2)), (x > 2).any(2).any(0)),
-        ("b 4 c",), (ROW, COLUMN, COLUMN), empty=False),
-    "norm_on_both_sides": Case(lambda x: torch.linalg.vector_norm(x, dim=(0, 3)), ("b 4 r r",),
-                               (ROW, COLUMN)),
-    "log_sum_on_both_sides": Case(lambda x: x.logsumexp((0, 2)), ("b 4 c",),
-                                  (ROW, COLUMN, ROW, COLUMN), empty=False),
-    "batch_norm_of_this_batch": Case(lambda x, w: F.silu(F.batch_norm(x, None, None, w, w, True)),
-                                     ("b 8 2*r*c", "8"), (ROW, COLUMN, POINTWISE), empty=False),
-    "argmax_of_a_flattened_transpose": Case(lambda x: x.transpose(0, 1).flatten(1).argmax(1),
-                                            ("b 4 c",), (ROW,), empty=False),
+        ("b 4 c",),
+        (ROW, COLUMN, COLUMN),
+        empty=False,
+    ),
+    "norm_on_both_sides": Case(
+        lambda x: torch.linalg.vector_norm(x, dim=(0, 3)), ("b 4 r r",), (ROW, COLUMN)
+    ),
+    "log_sum_on_both_sides": Case(
+        lambda x: x.logsumexp((0, 2)), ("b 4 c",), (ROW, COLUMN, ROW, COLUMN), empty=False
+    ),
+    "batch_norm_of_this_batch": Case(
+        lambda x, w: F.silu(F.batch_norm(x, None, None, w, w, True)),
+        ("b 8 2*r*c", "8"),
+        (ROW, COLUMN, POINTWISE),
+        empty=False,
+    ),
+    "argmax_of_a_flattened_transpose": Case(
+        lambda x: x.transpose(0, 1).flatten(1).argmax(1), ("b 4 c",), (ROW,), empty=False
+    ),
     # where sharing a kernel would be wrong
-    "sums_along_both_dims": Case(lambda x: ((x + 1).sum(0), (x + 1).sum(1)), ("r r c",),
-                                 (COLUMN, COLUMN)),
+    "sums_along_both_dims": Case(
+        lambda x: ((x + 1).sum(0), (x + 1).sum(1)), ("r r c",), (COLUMN, COLUMN)
+    ),
     "sum_added_across": Case(lambda x: x + x.sum(-1), ("c c",), (ROW, POINTWISE)),
-    "softmax_plus_its_transpose": Case(lambda x: (lambda y: y + y.t())(x.softmax(-1)), ("c c",),
-                                       (ROW, POINTWISE)),
+    "softmax_plus_its_transpose": Case(
+        lambda x: (lambda y: y + y.t())(x.softmax(-1)), ("c c",), (ROW, POINTWISE)
+    ),
     "sums_of_x_and_its_copied_transpose": Case(
-        lambda x: ((x + 1).sum(-1), (x + 1).t().contiguous().sum(-1)), ("c c",), (ROW, COLUMN)),
-}  # fmt: skip
+        lambda x: ((x + 1).sum(-1), (x + 1).t().contiguous().sum(-1)), ("c c",), (ROW, COLUMN)
+    ),
+}
 
 
 @cache
@@ -189,8 +221,10 @@ def lowered(name: str) -> tuple[Lowered, ...]:
 def arguments(name: str, env: Env, dtype: torch.dtype = torch.float32) -> list[Tensor]:
     generator = torch.Generator().manual_seed(3)
     graph, _ = planned(name)
-    return [torch.randn([s.eval(env) for s in node.shape], generator=generator).to(dtype)
-            for node in graph.inputs]  # fmt: skip
+    return [
+        torch.randn([s.eval(env) for s in node.shape], generator=generator).to(dtype)
+        for node in graph.inputs
+    ]
 
 
 def eager(name: str, args: Sequence[Tensor]) -> list[Tensor]:
@@ -229,12 +263,16 @@ def interpreted(
 ) -> None:
     emitted: Emitted | Variant = emit(kernel)
     if with_variants:
-        fitting = (v for v in emitted.variants if v.size.eval(env) <= v.most
-                   and not v.size.eval(env) % v.multiple)  # fmt: skip
+        fitting = (
+            v
+            for v in emitted.variants
+            if v.size.eval(env) <= v.most and not v.size.eval(env) % v.multiple
+        )
         emitted = next(fitting, emitted)
     sizes = {f"s{i}": size.eval(env) for i, size in enumerate(emitted.scalars)}
-    storages = [t.as_strided((t.untyped_storage().nbytes() // t.element_size(),), (1,))
-                for t in tensors]  # fmt: skip
+    storages = [
+        t.as_strided((t.untyped_storage().nbytes() // t.element_size(),), (1,)) for t in tensors
+    ]
     interpret(emitted.source, storages, sizes | {"splits": 3})
 
 

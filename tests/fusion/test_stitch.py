@@ -63,8 +63,10 @@ def planned(name: str) -> tuple[Graph, FusionPlan, list[Stitch]]:
 
 def arguments(env: Env, dtype: torch.dtype) -> list[Tensor]:
     generator = torch.Generator().manual_seed(1)
-    return [torch.randn(s, generator=generator, dtype=torch.float64).to(dtype)
-            for s in ((env["b"], env["h"], env["w"], 16), (16,))]  # fmt: skip
+    return [
+        torch.randn(s, generator=generator, dtype=torch.float64).to(dtype)
+        for s in ((env["b"], env["h"], env["w"], 16), (16,))
+    ]
 
 
 def with_wholes(fusion: FusionPlan, found: Sequence[Stitch]) -> FusionPlan:
@@ -110,8 +112,9 @@ def interpreted(kernel: Kernel, tensors: Sequence[Tensor], env: Env, most: int) 
     variants = stitched(kernel) if kernel.schedule is Schedule.ROW else ()
     form = next((v for v in variants if v.most == most), None) or emit(kernel)
     sizes = {f"s{i}": size.eval(env) for i, size in enumerate(form.scalars)}
-    flat = [t.as_strided((t.untyped_storage().nbytes() // t.element_size(),), (1,))
-            for t in tensors]  # fmt: skip
+    flat = [
+        t.as_strided((t.untyped_storage().nbytes() // t.element_size(),), (1,)) for t in tensors
+    ]
     interpret(form.source, flat, sizes | {"splits": 2})
 
 

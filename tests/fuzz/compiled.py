@@ -58,8 +58,9 @@ def minified(dispatcher: Dispatcher, folder: str) -> str:
         graph = variant.compiled.imported
         assert graph is not None
         returned = tuple(Ref(i) for i in range(len(graph.outputs)))
-        case = Case(graph, Signature(returned, variant.program.guards), "cpu",
-                    Options(cache_dir=folder))  # fmt: skip
+        case = Case(
+            graph, Signature(returned, variant.program.guards), "cpu", Options(cache_dir=folder)
+        )
         first = failure_of(case, cases.random_inputs(case))
         if first is None:
             continue

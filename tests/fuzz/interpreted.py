@@ -58,8 +58,10 @@ class TritonBound(executor.Bound):
         sizes = {f"s{i}": value for i, value in enumerate(values)} | {"splits": SPLITS}
 
         def launch() -> None:
-            tensors = [self._from(n, self._eval(offset))
-                       for n, offset in zip(step.buffers, step.offsets, strict=True)]  # fmt: skip
+            tensors = [
+                self._from(n, self._eval(offset))
+                for n, offset in zip(step.buffers, step.offsets, strict=True)
+            ]
             interpret(source, tensors, sizes)
 
         return launch

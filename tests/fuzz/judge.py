@@ -30,8 +30,10 @@ class Named(Adapter):
         self.program = program
 
     def shapes(self, tensors: Sequence[Tensor], skeleton: Any = ()) -> Shapes:
-        specs = tuple(TensorSpec(a.shape, t.dtype, t.device)
-                      for a, t in zip(self.program.arguments, tensors, strict=True))  # fmt: skip
+        specs = tuple(
+            TensorSpec(a.shape, t.dtype, t.device)
+            for a, t in zip(self.program.arguments, tensors, strict=True)
+        )
         used = {root for spec in specs for size in spec.sizes for root in size.roots}
         return Shapes(specs, {name: SIZES[name] for name in used})
 
@@ -55,8 +57,9 @@ def judge(program: Program, dispatcher: Dispatcher, slack: float = 1.0) -> None:
         assert captures <= 1, f"{captures} graphs for {[dict(s) for s in program.sizes]}"
 
 
-def _judge_at(program: Program, dispatcher: Dispatcher, sizes: Mapping[str, int], slack: float
-              ) -> None:  # fmt: skip
+def _judge_at(
+    program: Program, dispatcher: Dispatcher, sizes: Mapping[str, int], slack: float
+) -> None:
     mine, theirs = program.inputs(sizes), program.inputs(sizes)
     exact = program.inputs(sizes, exact=True)
     try:
@@ -92,16 +95,26 @@ def _assert_accurate(found: Tensor, eager: Tensor, exact: Tensor, slack: float) 
     except AssertionError:
         if not found.is_floating_point() or not torch.isfinite(found).all():
             raise
-        own, base, scale = (float(x.square().mean().sqrt()) for x in
-                            (found - exact, eager - exact, exact))  # fmt: skip
+        own, base, scale = (
+            float(x.square().mean().sqrt()) for x in (found - exact, eager - exact, exact)
+        )
         luck = slack * (1 + 4 / found.numel() ** 0.5)
         if own > luck * (1.1 * base + 0.5 * torch.finfo(found.dtype).eps * scale):
             raise
 
 
 # Views in the graph: their results, and views of those, are copies of their own.
-COPIED = (".flip(", ".roll(", ".repeat", ".clone(", ".contiguous(", ".tril(", ".triu(", ".expand(",
-          "F.interpolate(")  # fmt: skip
+COPIED = (
+    ".flip(",
+    ".roll(",
+    ".repeat",
+    ".clone(",
+    ".contiguous(",
+    ".tril(",
+    ".triu(",
+    ".expand(",
+    "F.interpolate(",
+)
 
 
 def _judge_memory(program: Program, found: Sequence[Tensor], wanted: Sequence[Tensor]) -> None:
@@ -132,8 +145,9 @@ def _is_meaningful(eager: Tensor, exact: Tensor) -> bool:
 
 def sharing(tensors: Sequence[Tensor]) -> list[list[bool]]:
     """Who lies in whose memory; empty tensors lie nowhere."""
-    places = [t.untyped_storage().data_ptr() if t.numel() else -1 - i
-              for i, t in enumerate(tensors)]  # fmt: skip
+    places = [
+        t.untyped_storage().data_ptr() if t.numel() else -1 - i for i, t in enumerate(tensors)
+    ]
     return [[a == b for b in places] for a in places]
 
 

@@ -15,44 +15,85 @@ from tests.fuzz.values import Draft, Value, broadcast, widest
 
 # Python text -> the bound of the result from that of the operand
 SMOOTH: dict[str, Callable[[float], float]] = {
-    "torch.tanh({0})": lambda m: 1, "torch.sigmoid({0})": lambda m: 1, "F.silu({0})": lambda m: m,
-    "F.gelu({0})": lambda m: m, "F.gelu({0}, approximate='tanh')": lambda m: m,
-    "torch.sin({0})": lambda m: 1, "torch.cos({0})": lambda m: 1, "torch.erf({0})": lambda m: 1,
-    "torch.sqrt({0}.abs() + 0.5)": lambda m: m**0.5 + 1, "{0} * {0}": lambda m: m * m,
-    "torch.rsqrt({0} * {0} + 1)": lambda m: 1, "torch.log({0}.abs() + 1)": lambda m: m,
-    "F.softplus({0})": lambda m: m + 1, "F.mish({0})": lambda m: m + 1,
+    "torch.tanh({0})": lambda m: 1,
+    "torch.sigmoid({0})": lambda m: 1,
+    "F.silu({0})": lambda m: m,
+    "F.gelu({0})": lambda m: m,
+    "F.gelu({0}, approximate='tanh')": lambda m: m,
+    "torch.sin({0})": lambda m: 1,
+    "torch.cos({0})": lambda m: 1,
+    "torch.erf({0})": lambda m: 1,
+    "torch.sqrt({0}.abs() + 0.5)": lambda m: m**0.5 + 1,
+    "{0} * {0}": lambda m: m * m,
+    "torch.rsqrt({0} * {0} + 1)": lambda m: 1,
+    "torch.log({0}.abs() + 1)": lambda m: m,
+    "F.softplus({0})": lambda m: m + 1,
+    "F.mish({0})": lambda m: m + 1,
     "F.elu({0})": lambda m: m + 1,
-    "torch.exp(-{0}.abs())": lambda m: 1, "torch.reciprocal({0}.abs() + 1)": lambda m: 1,
-    "1.5 - {0} * 0.5": lambda m: 2 + m, "{0} / 3": lambda m: m, "2 / ({0}.abs() + 2)": lambda m: 1,
-    "torch.atan({0})": lambda m: 2, "F.logsigmoid({0})": lambda m: m + 1,
-    "torch.lerp({0}, {0} * 2, 0.25)": lambda m: 2 * m, "torch.addcmul({0}, {0}, {0}, value=0.5)":
-    lambda m: m + m * m, "torch.pow({0}, 3)": lambda m: m**3, "torch.nan_to_num({0})": lambda m: m,
-}  # fmt: skip
+    "torch.exp(-{0}.abs())": lambda m: 1,
+    "torch.reciprocal({0}.abs() + 1)": lambda m: 1,
+    "1.5 - {0} * 0.5": lambda m: 2 + m,
+    "{0} / 3": lambda m: m,
+    "2 / ({0}.abs() + 2)": lambda m: 1,
+    "torch.atan({0})": lambda m: 2,
+    "F.logsigmoid({0})": lambda m: m + 1,
+    "torch.lerp({0}, {0} * 2, 0.25)": lambda m: 2 * m,
+    "torch.addcmul({0}, {0}, {0}, value=0.5)": lambda m: m + m * m,
+    "torch.pow({0}, 3)": lambda m: m**3,
+    "torch.nan_to_num({0})": lambda m: m,
+}
 EXACT: tuple[str, ...] = (  # an exact value stays one
-    "-{0}", "{0}.abs()", "torch.relu({0})", "{0}.clamp(-2, 1)", "{0}.clamp_min(0)", "+{0}",
-    "F.hardtanh({0})", "{0} * 1", "{0} / 1", "{0} + 0",
-    "torch.where({0} > 0, {0}, -{0})", "{0}.masked_fill({0} < 1, 2)",
-)  # fmt: skip
+    "-{0}",
+    "{0}.abs()",
+    "torch.relu({0})",
+    "{0}.clamp(-2, 1)",
+    "{0}.clamp_min(0)",
+    "+{0}",
+    "F.hardtanh({0})",
+    "{0} * 1",
+    "{0} / 1",
+    "{0} + 0",
+    "torch.where({0} > 0, {0}, -{0})",
+    "{0}.masked_fill({0} < 1, 2)",
+)
 STEPS: dict[str, str] = {  # not continuous; the type of the result
-    "{0}.floor()": "", "{0}.ceil()": "", "{0}.round()": "", "{0}.trunc()": "",
+    "{0}.floor()": "",
+    "{0}.ceil()": "",
+    "{0}.round()": "",
+    "{0}.trunc()": "",
     "torch.sign({0})": "",
-    "{0} > 0.5": "bool", "{0} <= 1": "bool", "{0} == 0": "bool", "{0} != 1": "bool",
-    "{0}.to(i64)": "i64", "{0}.to(torch.bool)": "bool", "torch.logical_not({0})": "bool",
-    "torch.isfinite({0})": "bool", "{0}.to(i32)": "i32", "torch.signbit({0})": "bool",
-}  # fmt: skip
+    "{0} > 0.5": "bool",
+    "{0} <= 1": "bool",
+    "{0} == 0": "bool",
+    "{0} != 1": "bool",
+    "{0}.to(i64)": "i64",
+    "{0}.to(torch.bool)": "bool",
+    "torch.logical_not({0})": "bool",
+    "torch.isfinite({0})": "bool",
+    "{0}.to(i32)": "i32",
+    "torch.signbit({0})": "bool",
+}
 WHOLE: dict[str, Callable[[float], float]] = {  # of integers
-    "{0} + 3": lambda m: m + 3, "{0} * 2 - 1": lambda m: 2 * m + 1, "{0} // 3": lambda m: m + 1,
-    "{0} % 5": lambda m: 5, "{0} & 6": lambda m: m + 8, "{0} ^ 3": lambda m: m + 4,
-    "~{0}": lambda m: m + 1, "{0}.clamp(0, 3)": lambda m: 3, "{0} >> 1": lambda m: m,
+    "{0} + 3": lambda m: m + 3,
+    "{0} * 2 - 1": lambda m: 2 * m + 1,
+    "{0} // 3": lambda m: m + 1,
+    "{0} % 5": lambda m: 5,
+    "{0} & 6": lambda m: m + 8,
+    "{0} ^ 3": lambda m: m + 4,
+    "~{0}": lambda m: m + 1,
+    "{0}.clamp(0, 3)": lambda m: 3,
+    "{0} >> 1": lambda m: m,
     "torch.div({0}, 2, rounding_mode='trunc')": lambda m: m,
-}  # fmt: skip
+}
 PAIRS: dict[str, Callable[[float, float], float]] = {
-    "{0} + {1}": lambda m, n: m + n, "{0} - {1}": lambda m, n: m + n,
+    "{0} + {1}": lambda m, n: m + n,
+    "{0} - {1}": lambda m, n: m + n,
     "{0} * {1}": lambda m, n: m * n,
-    "{0} / ({1}.abs() + 1)": lambda m, n: m, "torch.add({0}, {1}, alpha=0.5)": lambda m, n: m + n,
+    "{0} / ({1}.abs() + 1)": lambda m, n: m,
+    "torch.add({0}, {1}, alpha=0.5)": lambda m, n: m + n,
     "torch.atan2({0}, {1}.abs() + 1)": lambda m, n: 2,
     "torch.hypot({0}, {1} + 9)": lambda m, n: m + n + 9,
-}  # fmt: skip
+}
 CHOICES = ("torch.maximum({0}, {1})", "torch.minimum({0}, {1})")
 COMPARISONS = ("{0} < {1}", "{0} >= {1}", "{0} == {1}", "{0} != {1}")
 LOGIC = ("{0} & {1}", "{0} | {1}", "{0} ^ {1}")
@@ -91,8 +132,12 @@ def exactly(d: Draft) -> None:
 
 def step(d: Draft) -> None:
     x, text = d.pick(lambda v: v.is_float and v.is_exact), d.one_of(list(STEPS))
-    d.like(x, text.format(x.name), dtype=STEPS[text] or x.dtype, bound=x.bound + 1
-           if STEPS[text] != "bool" else 1)  # fmt: skip
+    d.like(
+        x,
+        text.format(x.name),
+        dtype=STEPS[text] or x.dtype,
+        bound=x.bound + 1 if STEPS[text] != "bool" else 1,
+    )
 
 
 def whole(d: Draft) -> None:
@@ -113,8 +158,13 @@ def choice(d: Draft) -> None:
     y, text = d.partner(x, lambda v: v.dtype == x.dtype), d.one_of(CHOICES)
     shape = broadcast(x.shape, y.shape)
     assert shape is not None
-    d.add(text.format(x.name, y.name), x.dtype, shape, max(x.bound, y.bound),
-          is_exact=x.is_exact and y.is_exact)  # fmt: skip
+    d.add(
+        text.format(x.name, y.name),
+        x.dtype,
+        shape,
+        max(x.bound, y.bound),
+        is_exact=x.is_exact and y.is_exact,
+    )
 
 
 def whole_pair(d: Draft) -> None:
@@ -174,38 +224,57 @@ def reduce(d: Draft) -> None:
     where = f"({', '.join(map(str, dims))},), keepdim={keep}"
     kind = d.one_of(_REDUCTIONS[x.dtype if x.dtype == "bool" else x.is_float])
     text, dtype, bound, exact = kind
-    bound = {"sum": x.bound * count, "same": x.bound, "square": x.bound**2, "one": 1,
-             "log": x.bound + 5}[bound]  # fmt: skip
-    d.add(text.format(x.name, where), dtype or x.dtype, shape, max(bound, 1),
-          is_exact=exact and x.is_exact)  # fmt: skip
+    bound = {
+        "sum": x.bound * count,
+        "same": x.bound,
+        "square": x.bound**2,
+        "one": 1,
+        "log": x.bound + 5,
+    }[bound]
+    d.add(
+        text.format(x.name, where),
+        dtype or x.dtype,
+        shape,
+        max(bound, 1),
+        is_exact=exact and x.is_exact,
+    )
 
 
 # text, type of the result, bound, whether exact values give exact ones
 _FLOAT_REDUCTIONS = (
-    ("{0}.sum({1})", "", "sum", False), ("{0}.mean({1})", "", "same", False),
-    ("{0}.amax({1})", "", "same", True), ("{0}.amin({1})", "", "same", True),
+    ("{0}.sum({1})", "", "sum", False),
+    ("{0}.mean({1})", "", "same", False),
+    ("{0}.amax({1})", "", "same", True),
+    ("{0}.amin({1})", "", "same", True),
     ("torch.var({0}, {1}, correction=0)", "", "square", False),
     ("sum(torch.var_mean({0}, {1}, correction=0))", "", "square", False),
     ("torch.logsumexp({0}, {1})", "", "log", False),
     ("torch.linalg.vector_norm({0}, 2, {1})", "", "sum", False),
-)  # fmt: skip
+)
 _REDUCTIONS = {
     True: _FLOAT_REDUCTIONS,
     False: (("{0}.sum({1})", "i64", "sum", True), ("{0}.amax({1})", "", "same", True)),
-    "bool": (("{0}.any({1})", "bool", "one", True), ("{0}.all({1})", "bool", "one", True),
-             ("{0}.sum({1})", "i64", "sum", True)),
-}  # fmt: skip
+    "bool": (
+        ("{0}.any({1})", "bool", "one", True),
+        ("{0}.all({1})", "bool", "one", True),
+        ("{0}.sum({1})", "i64", "sum", True),
+    ),
+}
 
 
 def along(d: Draft) -> None:
     """Softmaxes, and what torch computes along a dim."""
     x = d.pick(lambda v: v.rank > 0 and v.is_float)
     dim = d.dim(x)
-    text, bound = d.one_of((
-        ("{0}.softmax({1})", 1.0), ("{0}.log_softmax({1})", 2 * x.bound + 5),
-        ("{0}.cumsum({1})", x.bound * widest(x.shape[dim])), ("F.normalize({0}, dim={1})", 1.0),
-        ("{0}.sort({1}).values", x.bound),
-    ))  # fmt: skip
+    text, bound = d.one_of(
+        (
+            ("{0}.softmax({1})", 1.0),
+            ("{0}.log_softmax({1})", 2 * x.bound + 5),
+            ("{0}.cumsum({1})", x.bound * widest(x.shape[dim])),
+            ("F.normalize({0}, dim={1})", 1.0),
+            ("{0}.sort({1}).values", x.bound),
+        )
+    )
     d.like(x, text.format(x.name, dim), bound=bound, is_exact=False)
 
 
@@ -214,8 +283,9 @@ def norm(d: Draft) -> None:
     last = x.shape[-1]
     if last.is_const and d.chance() and x.dtype == "f32":
         w = d.weight((last.value,))
-        text = d.one_of((f"F.layer_norm({{0}}, ({last},), {w}, {w})",
-                         f"F.rms_norm({{0}}, ({last},), {w})"))  # fmt: skip
+        text = d.one_of(
+            (f"F.layer_norm({{0}}, ({last},), {w}, {w})", f"F.rms_norm({{0}}, ({last},), {w})")
+        )
     else:
         text = d.one_of(("F.layer_norm({0}, {0}.shape[-1:])", "F.rms_norm({0}, {0}.shape[-1:])"))
     d.like(x, text.format(x.name), bound=9, is_exact=False)
@@ -237,8 +307,12 @@ def permute(d: Draft) -> None:
     order[dims[0]], order[dims[1]] = dims[1], dims[0]
     if d.chance():
         order = order[1:] + order[:1]
-    d.like(x, f"{x.name}.permute({', '.join(map(str, order))})",
-           shape=[x.shape[i] for i in order], root=x.root)  # fmt: skip
+    d.like(
+        x,
+        f"{x.name}.permute({', '.join(map(str, order))})",
+        shape=[x.shape[i] for i in order],
+        root=x.root,
+    )
 
 
 def flatten(d: Draft) -> None:
@@ -248,8 +322,12 @@ def flatten(d: Draft) -> None:
     joined = x.shape[start]
     for size in x.shape[start + 1 : end + 1]:
         joined = joined * size
-    d.like(x, f"{x.name}.flatten({start}, {end})",
-           shape=[*x.shape[:start], joined, *x.shape[end + 1 :]], root=x.root)  # fmt: skip
+    d.like(
+        x,
+        f"{x.name}.flatten({start}, {end})",
+        shape=[*x.shape[:start], joined, *x.shape[end + 1 :]],
+        root=x.root,
+    )
 
 
 def unflatten(d: Draft) -> None:
@@ -259,10 +337,15 @@ def unflatten(d: Draft) -> None:
     rest = x.shape[dim].exact_div(const(part))
     assert rest is not None
     first = d.chance()
-    sizes, split = ((f"{part}, -1", [const(part), rest]) if first
-                    else (f"-1, {part}", [rest, const(part)]))  # fmt: skip
-    d.like(x, f"{x.name}.unflatten({dim}, ({sizes}))",
-           shape=[*x.shape[:dim], *split, *x.shape[dim + 1 :]], root=x.root)  # fmt: skip
+    sizes, split = (
+        (f"{part}, -1", [const(part), rest]) if first else (f"-1, {part}", [rest, const(part)])
+    )
+    d.like(
+        x,
+        f"{x.name}.unflatten({dim}, ({sizes}))",
+        shape=[*x.shape[:dim], *split, *x.shape[dim + 1 :]],
+        root=x.root,
+    )
 
 
 def _parts(size: Expr) -> list[int]:
@@ -283,16 +366,21 @@ def slices(d: Draft) -> None:
 def symbolic_slice(d: Draft) -> None:
     x = d.pick(lambda v: v.rank > 0 and any(not n.is_const for n in v.shape))
     dim = d.dim(x, lambda n: not n.is_const)
-    text, size = d.one_of(((f"{':, ' * dim}1:", x.shape[dim] - 1),
-                           (f"{':, ' * dim}:-1", x.shape[dim] - 1)))  # fmt: skip
+    text, size = d.one_of(
+        ((f"{':, ' * dim}1:", x.shape[dim] - 1), (f"{':, ' * dim}:-1", x.shape[dim] - 1))
+    )
     d.like(x, f"{x.name}[{text}]", shape=[*x.shape[:dim], size, *x.shape[dim + 1 :]], root=x.root)
 
 
 def select(d: Draft) -> None:
     x = d.pick(lambda v: v.rank > 0)
     dim, place = d.dim(x), d.one_of((0, -1))
-    d.like(x, f"{x.name}.select({dim}, {place})",
-           shape=[*x.shape[:dim], *x.shape[dim + 1 :]], root=x.root)  # fmt: skip
+    d.like(
+        x,
+        f"{x.name}.select({dim}, {place})",
+        shape=[*x.shape[:dim], *x.shape[dim + 1 :]],
+        root=x.root,
+    )
 
 
 def unsqueeze(d: Draft) -> None:
@@ -322,8 +410,14 @@ def diagonal(d: Draft) -> None:
 def turned(d: Draft) -> None:
     x = d.pick(lambda v: v.rank > 0)
     dim = d.dim(x)
-    text, root = d.one_of((("{0}.flip({1})", None), ("{0}.roll(1, {1})", None),
-                           ("{0}.clone()", None), ("{0}.contiguous()", x.root)))  # fmt: skip
+    text, root = d.one_of(
+        (
+            ("{0}.flip({1})", None),
+            ("{0}.roll(1, {1})", None),
+            ("{0}.clone()", None),
+            ("{0}.contiguous()", x.root),
+        )
+    )
     d.like(x, text.format(x.name, dim), root=root)
 
 
@@ -349,17 +443,26 @@ def cat(d: Draft) -> None:
     shape = list(x.shape)
     shape[dim] = sum((p.shape[dim] for p in parts), start=const(0))
     text = f"torch.cat([{', '.join(p.name for p in parts)}], {dim})"
-    d.like(x, text, shape=shape, bound=max(p.bound for p in parts),
-           is_exact=all(p.is_exact for p in parts))  # fmt: skip
+    d.like(
+        x,
+        text,
+        shape=shape,
+        bound=max(p.bound for p in parts),
+        is_exact=all(p.is_exact for p in parts),
+    )
 
 
 def stack(d: Draft) -> None:
     x = d.pick(lambda v: v.rank < 4)
     y = d.pick(lambda v: v.shape == x.shape and v.dtype == x.dtype)
     dim = d.integer(0, x.rank)
-    d.like(x, f"torch.stack([{x.name}, {y.name}], {dim})", bound=max(x.bound, y.bound),
-           shape=[*x.shape[:dim], const(2), *x.shape[dim:]],
-           is_exact=x.is_exact and y.is_exact)  # fmt: skip
+    d.like(
+        x,
+        f"torch.stack([{x.name}, {y.name}], {dim})",
+        bound=max(x.bound, y.bound),
+        shape=[*x.shape[:dim], const(2), *x.shape[dim:]],
+        is_exact=x.is_exact and y.is_exact,
+    )
 
 
 def pad(d: Draft) -> None:
@@ -386,9 +489,14 @@ def upsample(d: Draft) -> None:
 def pool(d: Draft) -> None:
     """Windows that reach over the edge, of sizes that torch accepts."""
     x = d.pick(lambda v: v.rank == 4 and v.is_float and all(map(_is_width, v.shape[2:])))
-    text = d.one_of(("F.max_pool2d({0}, 3, 1, 1)", "F.avg_pool2d({0}, 3, 1, 1)",
-                     "F.avg_pool2d({0}, 3, 1, 1, count_include_pad=False)",
-                     "F.max_pool2d({0}, (1, 3), 1, (0, 1))"))  # fmt: skip
+    text = d.one_of(
+        (
+            "F.max_pool2d({0}, 3, 1, 1)",
+            "F.avg_pool2d({0}, 3, 1, 1)",
+            "F.avg_pool2d({0}, 3, 1, 1, count_include_pad=False)",
+            "F.max_pool2d({0}, (1, 3), 1, (0, 1))",
+        )
+    )
     d.like(x, text.format(x.name), is_exact=x.is_exact and "max" in text)
 
 
@@ -406,8 +514,13 @@ def linear(d: Draft) -> None:
     inner, outer = x.shape[-1].value, d.one_of((4, 3, 1))
     w = d.weight((outer, inner))
     bias = f", {d.weight((outer,))}" if d.chance() else ""
-    d.like(x, f"F.linear({x.name}, {w}{bias})", shape=[*x.shape[:-1], const(outer)],
-           bound=x.bound * inner + 1, is_exact=False)  # fmt: skip
+    d.like(
+        x,
+        f"F.linear({x.name}, {w}{bias})",
+        shape=[*x.shape[:-1], const(outer)],
+        bound=x.bound * inner + 1,
+        is_exact=False,
+    )
 
 
 def _is_width(size: Expr) -> bool:
@@ -416,10 +529,20 @@ def _is_width(size: Expr) -> bool:
 
 def matmul(d: Draft) -> None:
     x = d.pick(lambda v: v.rank > 1 and v.dtype == "f32")
-    y = d.pick(lambda v: v.rank == x.rank and v.dtype == "f32" and v.shape[:-2] == x.shape[:-2]
-               and v.shape[-1] == x.shape[-1])  # fmt: skip
-    d.add(f"{x.name} @ {y.name}.transpose(-1, -2)", "f32", [*x.shape[:-1], y.shape[-2]],
-          x.bound * y.bound * widest(x.shape[-1]))  # fmt: skip
+    y = d.pick(
+        lambda v: (
+            v.rank == x.rank
+            and v.dtype == "f32"
+            and v.shape[:-2] == x.shape[:-2]
+            and v.shape[-1] == x.shape[-1]
+        )
+    )
+    d.add(
+        f"{x.name} @ {y.name}.transpose(-1, -2)",
+        "f32",
+        [*x.shape[:-1], y.shape[-2]],
+        x.bound * y.bound * widest(x.shape[-1]),
+    )
 
 
 def conv(d: Draft) -> None:
@@ -435,8 +558,9 @@ def conv(d: Draft) -> None:
 def lookup(d: Draft) -> None:
     x = d.pick(lambda v: v.dtype == "i64")
     table = d.weight((5, 3))
-    d.add(f"F.embedding({x.name}.clamp(0, 4), {table})", "f32", [*x.shape, const(3)], 1,
-          is_exact=True)  # fmt: skip
+    d.add(
+        f"F.embedding({x.name}.clamp(0, 4), {table})", "f32", [*x.shape, const(3)], 1, is_exact=True
+    )
 
 
 # mutation
@@ -450,9 +574,15 @@ def _target(d: Draft) -> Value:
 
 def in_place(d: Draft) -> None:
     x = _target(d)
-    text, bound = d.one_of(((".mul_(0.5)", x.bound), (".add_(1)", x.bound + 1),
-                            (".relu_()", x.bound),
-                            (".clamp_(-1, 1)", x.bound), (".tanh_()", 1.0)))  # fmt: skip
+    text, bound = d.one_of(
+        (
+            (".mul_(0.5)", x.bound),
+            (".add_(1)", x.bound + 1),
+            (".relu_()", x.bound),
+            (".clamp_(-1, 1)", x.bound),
+            (".tanh_()", 1.0),
+        )
+    )
     new = d.like(x, x.name + text, bound=max(bound, x.bound), root=x.root)
     d.overwritten(new, new.bound)
 
@@ -471,15 +601,81 @@ def nothing(d: Draft) -> None:
 
 Move = Callable[[Draft], None]
 MOVES: tuple[Move, ...] = (
-    nothing, smooth, smooth, exactly, step, whole, pair, pair, choice, whole_pair, comparison,
-    logic, where, cast, reduce, reduce, reduce, along, norm, group_norm, permute, flatten,
-    unflatten, slices, symbolic_slice, select, unsqueeze, squeeze, diagonal, turned, repeat, cat,
-    cat, stack, pad, triangle, upsample, pool, shuffle, linear, matmul, conv, lookup, in_place,
+    nothing,
+    smooth,
+    smooth,
+    exactly,
+    step,
+    whole,
+    pair,
+    pair,
+    choice,
+    whole_pair,
+    comparison,
+    logic,
+    where,
+    cast,
+    reduce,
+    reduce,
+    reduce,
+    along,
+    norm,
+    group_norm,
+    permute,
+    flatten,
+    unflatten,
+    slices,
+    symbolic_slice,
+    select,
+    unsqueeze,
+    squeeze,
+    diagonal,
+    turned,
+    repeat,
+    cat,
+    cat,
+    stack,
+    pad,
+    triangle,
+    upsample,
+    pool,
+    shuffle,
+    linear,
+    matmul,
+    conv,
+    lookup,
+    in_place,
     in_place_pair,
-)  # fmt: skip
+)
 # what meets in one kernel: reductions, and values of the same kernel read at other places
 STITCHED: tuple[Move, ...] = (
-    nothing, smooth, pair, pair, pair, where, comparison, reduce, reduce, along, along, norm,
-    turned, cat, cat, stack, pad, pad, slices, permute, flatten, unflatten, unsqueeze, repeat,
-    triangle, diagonal, upsample, pool, symbolic_slice,
-)  # fmt: skip
+    nothing,
+    smooth,
+    pair,
+    pair,
+    pair,
+    where,
+    comparison,
+    reduce,
+    reduce,
+    along,
+    along,
+    norm,
+    turned,
+    cat,
+    cat,
+    stack,
+    pad,
+    pad,
+    slices,
+    permute,
+    flatten,
+    unflatten,
+    unsqueeze,
+    repeat,
+    triangle,
+    diagonal,
+    upsample,
+    pool,
+    symbolic_slice,
+)

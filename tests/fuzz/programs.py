@@ -19,9 +19,15 @@ from torch import Tensor, nn
 from strop.ir.dims import Expr, const, parse, product
 
 DTYPES = {
-    "f16": torch.float16, "bf16": torch.bfloat16, "f32": torch.float32, "f64": torch.float64,
-    "i64": torch.int64, "i32": torch.int32, "u8": torch.uint8, "bool": torch.bool,
-}  # fmt: skip
+    "f16": torch.float16,
+    "bf16": torch.bfloat16,
+    "f32": torch.float32,
+    "f64": torch.float64,
+    "i64": torch.int64,
+    "i32": torch.int32,
+    "u8": torch.uint8,
+    "bool": torch.bool,
+}
 FLOATS = ("f16", "bf16", "f32", "f64")
 SIZES = {"b": 3, "s": 4}  # the traced ones
 
@@ -46,18 +52,22 @@ class Program:
     @property
     def source(self) -> str:
         names = "".join(f", x{i}" for i in range(len(self.arguments)))
-        weights = [f"self.w{i} = nn.Parameter(weight({shape}, {i}))"
-                   for i, shape in enumerate(self.weights)]  # fmt: skip
-        return "\n".join([
-            "class Net(nn.Module):",
-            "    def __init__(self):",
-            "        super().__init__()",
-            *(f"        {line}" for line in weights),
-            "",
-            f"    def forward(self{names}):",
-            *(f"        {line}" for line in self.lines),
-            f"        return ({', '.join(self.results)},)",
-        ])  # fmt: skip
+        weights = [
+            f"self.w{i} = nn.Parameter(weight({shape}, {i}))"
+            for i, shape in enumerate(self.weights)
+        ]
+        return "\n".join(
+            [
+                "class Net(nn.Module):",
+                "    def __init__(self):",
+                "        super().__init__()",
+                *(f"        {line}" for line in weights),
+                "",
+                f"    def forward(self{names}):",
+                *(f"        {line}" for line in self.lines),
+                f"        return ({', '.join(self.results)},)",
+            ]
+        )
 
     def module(self, *, exact: bool = False) -> nn.Module:
         """``exact``: everything that is a float in fp64."""
@@ -70,8 +80,10 @@ class Program:
         return module.double() if exact else module
 
     def inputs(self, sizes: Mapping[str, int], *, exact: bool = False) -> list[Tensor]:
-        made = [argument(tuple(parse(s).eval(sizes) for s in a.shape), DTYPES[a.dtype], a.layout, i)
-                for i, a in enumerate(self.arguments)]  # fmt: skip
+        made = [
+            argument(tuple(parse(s).eval(sizes) for s in a.shape), DTYPES[a.dtype], a.layout, i)
+            for i, a in enumerate(self.arguments)
+        ]
         wide = [x.double() if exact and x.is_floating_point() else x for x in made]
         return [_as_strided_like(x, y) for x, y in zip(wide, made, strict=True)]
 
@@ -80,15 +92,21 @@ class Program:
         """A file that needs torch and strop only; it ends with an error while the case fails."""
         types = "\n".join(f"{name} = {dtype}" for name, dtype in DTYPES.items())
         calls = [
-            [f"argument({_concrete(a, sizes)}, {a.dtype}, {a.layout!r}, {i})"
-             for i, a in enumerate(self.arguments)]
+            [
+                f"argument({_concrete(a, sizes)}, {a.dtype}, {a.layout!r}, {i})"
+                for i, a in enumerate(self.arguments)
+            ]
             for sizes in self.sizes
-        ]  # fmt: skip
+        ]
         return _SCRIPT.format(
-            types=types, weight=inspect.getsource(weight), argument=inspect.getsource(argument),
-            source=self.source, specs=[list(a.shape) for a in self.arguments], hints=self.sizes[0],
+            types=types,
+            weight=inspect.getsource(weight),
+            argument=inspect.getsource(argument),
+            source=self.source,
+            specs=[list(a.shape) for a in self.arguments],
+            hints=self.sizes[0],
             calls="\n".join(f"    ({', '.join(c)},)," for c in calls),
-        )  # fmt: skip
+        )
 
 
 def _concrete(a: Argument, sizes: Mapping[str, int]) -> tuple[int, ...]:

@@ -13,18 +13,37 @@ from tests.fuzz.operators import MOVES, Move
 from tests.fuzz.programs import SIZES, Argument, Program
 from tests.fuzz.values import Draft, NoFit, Value
 
-SHAPES = (("b", "s", "4"), ("b", "4", "s", "s"), ("b", "s"), ("s", "6"), ("b", "1", "4"), ("2*s",),
-          ("b", "4", "3", "2"), ("1", "s", "1"), (), ("4",), ("2", "3", "4"))  # fmt: skip
+SHAPES = (
+    ("b", "s", "4"),
+    ("b", "4", "s", "s"),
+    ("b", "s"),
+    ("s", "6"),
+    ("b", "1", "4"),
+    ("2*s",),
+    ("b", "4", "3", "2"),
+    ("1", "s", "1"),
+    (),
+    ("4",),
+    ("2", "3", "4"),
+)
 KINDS = ("f32", "f32", "f32", "f16", "bf16", "i64", "bool", "u8")
 LAYOUTS = ("dense", "dense", "transposed", "every_second", "offset", "expanded")
-OTHERS = (({"b": 2, "s": 6}, {"b": 5, "s": 3}), ({"b": 1, "s": 6}, {"b": 5, "s": 3}),
-          ({"b": 2, "s": 1}, {"b": 7, "s": 2}), ({"b": 0, "s": 4}, {"b": 4, "s": 4}),
-          ({"b": 3, "s": 0}, {"b": 8, "s": 5}))  # fmt: skip
+OTHERS = (
+    ({"b": 2, "s": 6}, {"b": 5, "s": 3}),
+    ({"b": 1, "s": 6}, {"b": 5, "s": 3}),
+    ({"b": 2, "s": 1}, {"b": 7, "s": 2}),
+    ({"b": 0, "s": 4}, {"b": 4, "s": 4}),
+    ({"b": 3, "s": 0}, {"b": 8, "s": 5}),
+)
 
 
 @st.composite
-def programs(draw: Callable[[st.SearchStrategy[Any]], Any], most_lines: int = 12,
-             kinds: tuple[str, ...] = KINDS, moves: Sequence[Move] = MOVES) -> Program:  # fmt: skip
+def programs(
+    draw: Callable[[st.SearchStrategy[Any]], Any],
+    most_lines: int = 12,
+    kinds: tuple[str, ...] = KINDS,
+    moves: Sequence[Move] = MOVES,
+) -> Program:
     d = Draft(draw)
     arguments = tuple(draw(_arguments(kinds)) for _ in range(draw(st.integers(1, 3))))
     for number, a in enumerate(arguments):

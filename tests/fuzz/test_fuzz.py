@@ -22,9 +22,13 @@ from tests.fuzz.strategy import programs
 # of the nightly target; 0: those of every day
 EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "0"))
 FUZZ = settings(
-    max_examples=EXAMPLES or 150, derandomize=not EXAMPLES, deadline=None, database=None,
-    print_blob=False, suppress_health_check=list(HealthCheck),
-)  # fmt: skip
+    max_examples=EXAMPLES or 150,
+    derandomize=not EXAMPLES,
+    deadline=None,
+    database=None,
+    print_blob=False,
+    suppress_health_check=list(HealthCheck),
+)
 NUM_COMPILED = EXAMPLES // 10 or 72
 NUM_INTERPRETED = EXAMPLES // 20 or 60  # by Triton, which is slow
 BATCH = 24  # programs to a run of the compiler

@@ -63,8 +63,14 @@ def check_passes(compiled: Compiled, arguments: Sequence[Tensor]) -> None:
         assert record.graph is not None
         after = values(record.graph, arguments)
         for one, other in zip(before, after, strict=True):
-            torch.testing.assert_close(other, one, rtol=1e-9, atol=1e-9, equal_nan=True,
-                                       msg=lambda m, name=record.name: f"{name}: {m}")  # fmt: skip
+            torch.testing.assert_close(
+                other,
+                one,
+                rtol=1e-9,
+                atol=1e-9,
+                equal_nan=True,
+                msg=lambda m, name=record.name: f"{name}: {m}",
+            )
 
 
 def values(graph: Graph, arguments: Sequence[Tensor]) -> list[Tensor]:
@@ -199,7 +205,7 @@ MUTATIONS: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "view_of_the_argument": lambda x, y: x.add_(1)[1:],
     "both_arguments": lambda x, y: (x.add_(y), y.add_(x))[1] * 2,
     "same_value_twice": lambda x, y: (_assign(x, y * 2), _assign(y, y * 2))[0] + 1,
-}  # fmt: skip
+}
 LAYOUTS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "dense": lambda x: x,
     "transposed": lambda x: x.t().contiguous().t(),
@@ -214,8 +220,9 @@ def test_mutations(name: str, folder: str) -> None:  # noqa: F811
     torch._dynamo.reset()
     fast = torch.compile(function, backend="strop", dynamic=False, options={"cache_dir": folder})
     for layout in LAYOUTS.values():
-        mine, theirs = ([layout(torch.arange(24.0).view(4, 6) / s) for s in (8, 16)]
-                        for _ in range(2))  # fmt: skip
+        mine, theirs = (
+            [layout(torch.arange(24.0).view(4, 6) / s) for s in (8, 16)] for _ in range(2)
+        )
         with torch.no_grad():
             found, expected = _results(fast(*mine)), _results(function(*theirs))
         for one, other in zip((*mine, *found), (*theirs, *expected), strict=True):

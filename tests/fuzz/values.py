@@ -13,8 +13,16 @@ from tests.fuzz.programs import FLOATS, ONE, numel
 
 LARGEST = 2048  # elements of a value
 WIDEST = 8  # size of a symbolic dim at most: what sums can grow by
-MOST = {"f16": 500.0, "bf16": 500.0, "f32": 500.0, "f64": 500.0, "i64": 1e6, "i32": 1e6, "u8": 1e9,
-        "bool": 1.0}  # fmt: skip
+MOST = {
+    "f16": 500.0,
+    "bf16": 500.0,
+    "f32": 500.0,
+    "f64": 500.0,
+    "i64": 1e6,
+    "i32": 1e6,
+    "u8": 1e9,
+    "bool": 1.0,
+}
 
 
 class NoFit(Exception):
@@ -80,8 +88,16 @@ class Draft:
         self.weights.append(shape)
         return f"self.w{len(self.weights) - 1}"
 
-    def add(self, text: str, dtype: str, shape: Sequence[Expr], bound: float, *,
-            is_exact: bool = False, root: int | None = None) -> Value:  # fmt: skip
+    def add(
+        self,
+        text: str,
+        dtype: str,
+        shape: Sequence[Expr],
+        bound: float,
+        *,
+        is_exact: bool = False,
+        root: int | None = None,
+    ) -> Value:
         """The value of an expression, scaled down by a power of 2 where it may grow too large."""
         if numel(tuple(shape)) > LARGEST:
             raise NoFit

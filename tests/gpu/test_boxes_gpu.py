@@ -18,8 +18,9 @@ pytestmark = [
 ]
 
 
-def bound(x: torch.Tensor, factor: torch.Tensor, out: torch.Tensor, shift: int,
-          stream: int) -> BoundLaunch:  # fmt: skip
+def bound(
+    x: torch.Tensor, factor: torch.Tensor, out: torch.Tensor, shift: int, stream: int
+) -> BoundLaunch:
     source = shifted(x.dtype)
     major, minor = torch.cuda.get_device_capability()
     function = load(compile_cubin(source, 10 * major + minor))

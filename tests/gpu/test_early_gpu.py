@@ -34,8 +34,10 @@ def chain(buffers: list[torch.Tensor], early: bool) -> Chain:
     grid = [size.eval({"s0": scalars[0]}) for size in emitted.source.grid]
     stream = torch.cuda.current_stream().cuda_stream
     pairs = [(buffers[i % 3], buffers[(i + 1) % 3]) for i in range(LENGTH)]
-    return [function.bind([a.data_ptr(), b.data_ptr()], scalars, grid, stream, early=early)
-            for a, b in pairs]  # fmt: skip
+    return [
+        function.bind([a.data_ptr(), b.data_ptr()], scalars, grid, stream, early=early)
+        for a, b in pairs
+    ]
 
 
 def in_a_row(launches: Chain) -> None:

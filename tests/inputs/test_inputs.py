@@ -50,8 +50,10 @@ SIZES: dict[str, tuple[Callable[..., Any], list[tuple[int, ...]]]] = {
     "sums": (reduced, [(2, 5, 6), (1, 1, 6), (0, 5, 6), (2, 0, 6)]),
     "matrices": (matrices, [(2, 5, 6), (1, 1, 6), (0, 5, 6), (2, 0, 6)]),
     "cats": (lambda x: torch.cat([x, x[:, :0], x * 2], 1), [(2, 5, 6), (1, 1, 6), (2, 0, 6)]),
-    "views": (lambda x: x.flatten(1).unflatten(1, (-1, 2)).sum(-1),
-              [(2, 5, 6), (1, 1, 6), (0, 5, 6)]),
+    "views": (
+        lambda x: x.flatten(1).unflatten(1, (-1, 2)).sum(-1),
+        [(2, 5, 6), (1, 1, 6), (0, 5, 6)],
+    ),
     "slices": (lambda x: x[:, 1:] + x[:, :-1], [(2, 5, 6), (2, 2, 6), (2, 1, 6), (0, 3, 6)]),
     "last": (lambda x: x[:, -2:] + 1, [(2, 5, 6), (2, 2, 6), (2, 1, 6), (2, 0, 6)]),
     "last_but_one": (lambda x: x[:, -3:-1] * 2, [(2, 5, 6), (2, 2, 6), (2, 1, 6), (2, 0, 6)]),
@@ -60,7 +62,7 @@ SIZES: dict[str, tuple[Callable[..., Any], list[tuple[int, ...]]]] = {
     "rank_1": (lambda x: (x * 2, x.sum(0)), [(5,), (1,), (0,)]),
     "rank_6": (lambda x: F.silu(x).sum((1, 3)), [(2, 3, 1, 4, 2, 2), (1, 3, 1, 4, 2, 2)]),
     "broadcast_one": (lambda x: x + x.sum(1, keepdim=True), [(2, 5, 6), (2, 1, 6), (1, 5, 6)]),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", SIZES)
@@ -98,8 +100,19 @@ def test_strides(name: str, folder: str) -> None:
     assert module.forward.counters.eager_calls == 0
 
 
-TYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32,
-         torch.int16, torch.int8, torch.uint8, torch.bool, torch.complex64]  # fmt: skip
+TYPES = [
+    torch.float64,
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.int64,
+    torch.int32,
+    torch.int16,
+    torch.int8,
+    torch.uint8,
+    torch.bool,
+    torch.complex64,
+]
 
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
@@ -212,8 +225,10 @@ ARGUMENTS = {
     "keywords": (lambda x, *, y, scale=1.0: x * scale + y, lambda: ((_x(),), {"y": _x()})),
     "text": (lambda x, mode: x.sum(1) if mode == "sum" else x, lambda: ((_x(), "sum"), {})),
     "dtype": (lambda x, dtype: x.to(dtype), lambda: ((_x(), torch.float64), {})),
-    "nested": (lambda d: d["a"][0] + d["b"]["c"] * d["a"][1][0],
-               lambda: (({"a": [_x(), (_x(),)], "b": {"c": _x()}},), {})),
+    "nested": (
+        lambda d: d["a"][0] + d["b"]["c"] * d["a"][1][0],
+        lambda: (({"a": [_x(), (_x(),)], "b": {"c": _x()}},), {}),
+    ),
     "int_keys": (lambda d: d[0] + d[1], lambda: (({0: _x(), 1: _x()},), {})),
     "namedtuple": (lambda p: Pair(p.left + p.right, p.left), lambda: ((Pair(_x(), _x()),), {})),
     "dict_result": (lambda x: {"z": x * 2, "a": [x + 1, (x - 1, None, 3)]}, lambda: ((_x(),), {})),
@@ -225,7 +240,7 @@ ARGUMENTS = {
     "shape": (lambda x, shape: x.reshape(shape) + 1, lambda: ((_x(), torch.Size((6, 3))), {})),
     "device": (lambda x, d: x.to(d) + 1, lambda: ((_x(), torch.device("cpu")), {})),
     "no_tensor_result": (lambda x: None, lambda: ((_x(),), {})),
-}  # fmt: skip
+}
 
 
 def _x() -> Tensor:

@@ -67,8 +67,10 @@ def test_the_wide_variant_computes_the_same(name: str) -> None:
 
 def test_a_launch_of_the_wide_variant_passes_64_bits() -> None:
     function = CudaFunction.__new__(CudaFunction)
-    function._handle, function.cubin = None, compile_cubin(emit(SAMPLES["silu_flat"](F16).kernel)
-                                                           .source, 90)  # fmt: skip
+    function._handle, function.cubin = (
+        None,
+        compile_cubin(emit(SAMPLES["silu_flat"](F16).kernel).source, 90),
+    )
     launch = BoundLaunch(function, [0, 0], [2**40], [1], 0, wide=True)
     assert launch._values[2].value == 2**40
     with pytest.raises(strop.errors.CodegenError, match="does not fit in 32 bits"):
@@ -86,8 +88,10 @@ def test_a_stored_program_keeps_the_width() -> None:
 
 @pytest.mark.parametrize(("columns", "wide"), [(2**31 - 1, False), (2**31, True)])
 def test_places_have_32_bits(columns: int, wide: bool) -> None:
-    specs = [TensorSpec(("h", "8"), torch.float32, torch.device("cpu")),
-             TensorSpec(("b",), torch.int64, torch.device("cpu"))]  # fmt: skip
+    specs = [
+        TensorSpec(("h", "8"), torch.float32, torch.device("cpu")),
+        TensorSpec(("b",), torch.int64, torch.device("cpu")),
+    ]
     module = Function(lambda x, i: x[i])
     traced = trace_specs(module, module, specs, {"h": 3, "b": 2})
     signature = Signature(traced.returned, traced.captured.guards)
@@ -136,8 +140,9 @@ def test_more_than_2_to_the_31_elements(way: str) -> None:
     if way == "optimize":
         fast = strop.optimize(copy.deepcopy(plain), options=options)
     else:
-        fast = torch.compile(plain, backend=dynamo_backend, options={"strict": True, "cache_dir":
-                             tiny.cache_dir()})  # fmt: skip
+        fast = torch.compile(
+            plain, backend=dynamo_backend, options={"strict": True, "cache_dir": tiny.cache_dir()}
+        )
     with torch.no_grad():
         for count in (7, rows, 9):  # the same graph before and after
             x = torch.randn(count, columns, device="cuda", dtype=F16)

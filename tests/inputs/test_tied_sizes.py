@@ -27,34 +27,69 @@ def framed(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 Shapes = tuple[tuple[int, ...], ...]
 # a function, shapes that one graph serves, and shapes that eager refuses
 TIED: dict[str, tuple[Callable[..., Any], tuple[Shapes, ...], Shapes]] = {
-    "rms_norm": (lambda x, w: F.rms_norm(x, (8,), w),
-                 (((3, 8), (8,)), ((5, 8), (8,))), ((3, 8), (7,))),
-    "rms_norm_of_rows": (lambda x, w: F.rms_norm(x, (x.shape[-1],), w),
-                         (((2, 3, 8), (8,)), ((5, 2, 6), (6,))), ((2, 3, 8), (7,))),
-    "rms_norm_of_planes": (lambda x, w: F.rms_norm(x, x.shape[1:], w),
-                           (((2, 3, 8), (3, 8)), ((5, 2, 6), (2, 6))), ((2, 3, 8), (8,))),
-    "group_norm": (lambda x: F.group_norm(x, 2),
-                   (((2, 8, 4),), ((3, 6, 5),)), ((2, 7, 4),)),
-    "group_norm_weighted": (lambda x, w, b: F.group_norm(x, 2, w, b),
-                            (((2, 8, 4), (8,), (8,)), ((3, 6, 5), (6,), (6,))),
-                            ((2, 8, 4), (8,), (6,))),
-    "group_norm_shifted": (lambda x, b: F.group_norm(x, 2, None, b),
-                           (((2, 8, 4), (8,)), ((3, 6, 5), (6,))), ((2, 8, 4), (6,))),
-    "slice_scatter": (lambda x, y: torch.slice_scatter(x, y, 1, 1, 3) + 1,
-                      (((2, 4, 3), (2, 2, 3)), ((3, 5, 4), (3, 2, 4))), ((2, 4, 3), (2, 2, 1))),
-    "slice_scatter_from": (lambda x, y: torch.slice_scatter(x, y, 1, 1) + 1,
-                           (((2, 4, 3), (2, 3, 3)), ((3, 5, 4), (3, 4, 4))),
-                           ((2, 4, 3), (2, 2, 3))),
-    "select_scatter": (lambda x, y: torch.select_scatter(x, y, 1, -1) + 1,
-                       (((2, 4, 3), (2, 3)), ((3, 5, 4), (3, 4))), ((2, 4, 3), (2, 1))),
-    "framed": (framed, (((2, 3, 4), (2, 4)), ((3, 5, 2), (3, 2)), ((2, 1, 1), (2, 1))),
-               ((2, 3, 4), (2, 3))),
-    "patches": (lambda x: x.reshape(x.shape[0], x.shape[1], x.shape[2] // 2, 2, x.shape[3] // 2, 2)
-                .permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2) * 2,
-                (((2, 3, 4, 6),), ((3, 3, 8, 4),), ((1, 3, 6, 6),)), ((2, 3, 5, 6),)),
-    "pixel_unshuffle": (lambda x: F.pixel_unshuffle(x, 2) + 1,
-                        (((2, 3, 4, 6), ), ((3, 3, 8, 4),)), ((2, 3, 5, 6),)),
-}  # fmt: skip
+    "rms_norm": (
+        lambda x, w: F.rms_norm(x, (8,), w),
+        (((3, 8), (8,)), ((5, 8), (8,))),
+        ((3, 8), (7,)),
+    ),
+    "rms_norm_of_rows": (
+        lambda x, w: F.rms_norm(x, (x.shape[-1],), w),
+        (((2, 3, 8), (8,)), ((5, 2, 6), (6,))),
+        ((2, 3, 8), (7,)),
+    ),
+    "rms_norm_of_planes": (
+        lambda x, w: F.rms_norm(x, x.shape[1:], w),
+        (((2, 3, 8), (3, 8)), ((5, 2, 6), (2, 6))),
+        ((2, 3, 8), (8,)),
+    ),
+    "group_norm": (lambda x: F.group_norm(x, 2), (((2, 8, 4),), ((3, 6, 5),)), ((2, 7, 4),)),
+    "group_norm_weighted": (
+        lambda x, w, b: F.group_norm(x, 2, w, b),
+        (((2, 8, 4), (8,), (8,)), ((3, 6, 5), (6,), (6,))),
+        ((2, 8, 4), (8,), (6,)),
+    ),
+    "group_norm_shifted": (
+        lambda x, b: F.group_norm(x, 2, None, b),
+        (((2, 8, 4), (8,)), ((3, 6, 5), (6,))),
+        ((2, 8, 4), (6,)),
+    ),
+    "slice_scatter": (
+        lambda x, y: torch.slice_scatter(x, y, 1, 1, 3) + 1,
+        (((2, 4, 3), (2, 2, 3)), ((3, 5, 4), (3, 2, 4))),
+        ((2, 4, 3), (2, 2, 1)),
+    ),
+    "slice_scatter_from": (
+        lambda x, y: torch.slice_scatter(x, y, 1, 1) + 1,
+        (((2, 4, 3), (2, 3, 3)), ((3, 5, 4), (3, 4, 4))),
+        ((2, 4, 3), (2, 2, 3)),
+    ),
+    "select_scatter": (
+        lambda x, y: torch.select_scatter(x, y, 1, -1) + 1,
+        (((2, 4, 3), (2, 3)), ((3, 5, 4), (3, 4))),
+        ((2, 4, 3), (2, 1)),
+    ),
+    "framed": (
+        framed,
+        (((2, 3, 4), (2, 4)), ((3, 5, 2), (3, 2)), ((2, 1, 1), (2, 1))),
+        ((2, 3, 4), (2, 3)),
+    ),
+    "patches": (
+        lambda x: (
+            x.reshape(x.shape[0], x.shape[1], x.shape[2] // 2, 2, x.shape[3] // 2, 2)
+            .permute(0, 2, 4, 1, 3, 5)
+            .flatten(3)
+            .flatten(1, 2)
+            * 2
+        ),
+        (((2, 3, 4, 6),), ((3, 3, 8, 4),), ((1, 3, 6, 6),)),
+        ((2, 3, 5, 6),),
+    ),
+    "pixel_unshuffle": (
+        lambda x: F.pixel_unshuffle(x, 2) + 1,
+        (((2, 3, 4, 6),), ((3, 3, 8, 4),)),
+        ((2, 3, 5, 6),),
+    ),
+}
 
 
 def some(shapes: Shapes) -> list[torch.Tensor]:

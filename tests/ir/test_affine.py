@@ -134,9 +134,13 @@ def test_merge_joins_neighbours():
 
 @pytest.mark.parametrize(
     ("dims", "runs"),
-    [((3,), [False, True]), ((1,), [False, True, False]), ((0, 2), [True, False, True, False]),
-     ((0, 1, 2, 3), [True])],
-)  # fmt: skip
+    [
+        ((3,), [False, True]),
+        ((1,), [False, True, False]),
+        ((0, 2), [True, False, True, False]),
+        ((0, 1, 2, 3), [True]),
+    ],
+)
 def test_reduced_runs(dims: tuple[int, ...], runs: list[bool]):
     x, _ = base(Builder(), (B, const(6), H, W), None)
     assert reduced_runs(x, dims, ENV) == runs

@@ -120,10 +120,31 @@ def test_division_by_what_is_no_size(divisor: int):
 
 @pytest.mark.parametrize(
     "text",
-    ["", "h +", "h/2", "h**2", "f(h)", "h.x", "'h'", "h//w", "h//0", "1.5", "[h]", "h if w else b",
-     "__import__('os')", "lambda: h", "h; w", "True", "None", "h\0", "h := 3", "+h", "~h",
-     "(" * 500 + "h" + ")" * 500],
-)  # fmt: skip
+    [
+        "",
+        "h +",
+        "h/2",
+        "h**2",
+        "f(h)",
+        "h.x",
+        "'h'",
+        "h//w",
+        "h//0",
+        "1.5",
+        "[h]",
+        "h if w else b",
+        "__import__('os')",
+        "lambda: h",
+        "h; w",
+        "True",
+        "None",
+        "h\0",
+        "h := 3",
+        "+h",
+        "~h",
+        "(" * 500 + "h" + ")" * 500,
+    ],
+)
 def test_damaged_texts_are_refused(text: str):
     with pytest.raises(ShapeError):
         parse(text)

@@ -96,8 +96,13 @@ def test_dead_nodes_go_and_inputs_stay():
 def test_rewrite_replaces_and_merges():
     b = Builder()
     x = given(b, B)
-    total = b.pointwise("add", b.pointwise("neg", x, dtype=F32),
-                        b.pointwise("exp", x, dtype=F32), dtype=F32, alpha=1)  # fmt: skip
+    total = b.pointwise(
+        "add",
+        b.pointwise("neg", x, dtype=F32),
+        b.pointwise("exp", x, dtype=F32),
+        dtype=F32,
+        alpha=1,
+    )
     graph = finish(b, (x,), (total,), {"b": 2})
     new = rewrite(
         graph, lambda b, n, i: b.pointwise("neg", *i, dtype=F32) if n.op == "exp" else None

@@ -30,9 +30,17 @@ ONE = const(1)
 
 def program() -> Program:
     source = KernelSource(
-        "k", "triton", "text \u00e9\n", (torch.float16, torch.bool), (16, 1), (B // 2, ONE),
-        (Scratch(torch.int32, B * 4, True),), Split(B, ONE, 32), (("BLOCK", 128),), 8,
-    )  # fmt: skip
+        "k",
+        "triton",
+        "text \u00e9\n",
+        (torch.float16, torch.bool),
+        (16, 1),
+        (B // 2, ONE),
+        (Scratch(torch.int32, B * 4, True),),
+        Split(B, ONE, 32),
+        (("BLOCK", 128),),
+        8,
+    )
     ref = TensorRef(0, B * 3, (B, ONE), (ONE, const(0)))
     attrs = (
         ("args", (Ref(0), None, 1.5, float("inf"), float("nan"), -0.0, True, "x", B)),
@@ -47,14 +55,21 @@ def program() -> Program:
         (Buffer("call", (B,), (ONE,), torch.float32, 3),),
         (source,),
         (
-            KernelStep(kernel=0, buffers=(0,), offsets=(B,), writes=(0,), scalars=(B,),
-                       origin="unet.x", ops=("silu",)),
+            KernelStep(
+                kernel=0,
+                buffers=(0,),
+                offsets=(B,),
+                writes=(0,),
+                scalars=(B,),
+                origin="unet.x",
+                ops=("silu",),
+            ),
             CallStep("aten", (ref,), attrs, (0, -1), "y"),
         ),
         (Returned(ref), Returned(size=B + 1), Returned(value=2.5), Returned()),
         (Guard(B, "<", const(64)),),
         (("b", 2),),
-    )  # fmt: skip
+    )
 
 
 def test_round_trip():
@@ -79,7 +94,15 @@ def marked(kind: str, text: str) -> dict[str, str]:
 @pytest.mark.parametrize(
     "text",
     [
-        "", "{", "null", "[]", "3", '"x"', '{"$":"Program"}', '{"a":1}', "[" * 100_000,
+        "",
+        "{",
+        "null",
+        "[]",
+        "3",
+        '"x"',
+        '{"$":"Program"}',
+        '{"a":1}',
+        "[" * 100_000,
         damaged(extra=1),
         damaged(device=marked("dtype", "torch.load")),
         damaged(device=marked("layout", "torch.load")),
@@ -94,7 +117,7 @@ def marked(kind: str, text: str) -> dict[str, str]:
         damaged(device={"$": "Expr", "text": 3}),
         json.dumps({"$": "Ref", "index": 3}),
     ],
-)  # fmt: skip
+)
 def test_damaged_text_is_refused(text: str):
     with pytest.raises(CacheError):
         from_json(text)
@@ -112,9 +135,18 @@ def graph() -> Graph:
     x = b.make("input", (), (B, 8), torch.float16, order=(1, 0), index=0, state=False, merged=())
     y = b.pointwise("add", x, b.constant(float("-inf"), torch.float32), dtype=x.dtype, alpha=1)
     part = b.slice(y, 0, B * 0, B // 2)
-    call = b.make("aten", (part,), (), torch.uint8, target="aten.topk.default", kwargs=(),
-                  args=(Ref(0), 3, B + 1, torch.float32), single=False, tag="",
-                  outputs=(((B, const(3)), torch.float16), None))  # fmt: skip
+    call = b.make(
+        "aten",
+        (part,),
+        (),
+        torch.uint8,
+        target="aten.topk.default",
+        kwargs=(),
+        args=(Ref(0), 3, B + 1, torch.float32),
+        single=False,
+        tag="",
+        outputs=(((B, const(3)), torch.float16), None),
+    )
     return finish(b, [x], [b.make("item", (call,), (B, 3), torch.float16, index=0)], {"b": 6})
 
 
@@ -133,12 +165,18 @@ def test_graph_round_trip():
 @pytest.mark.parametrize(
     "change",
     [
-        {"op": "os.system"}, {"inputs": [7]}, {"inputs": [-1]}, {"dtype": "torch.load"},
-        {"shape": ["__import__('os')"]}, {"attrs": [["x"]]}, {"attrs": 3}, {"order": 1},
+        {"op": "os.system"},
+        {"inputs": [7]},
+        {"inputs": [-1]},
+        {"dtype": "torch.load"},
+        {"shape": ["__import__('os')"]},
+        {"attrs": [["x"]]},
+        {"attrs": 3},
+        {"order": 1},
         {"attrs": [["x", {"$": "Node"}]]},
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_a_damaged_graph_is_refused(change: dict[str, Any]):
     value = json.loads(json.dumps(graph_to_json(graph())))
     value["nodes"][1].update(change)

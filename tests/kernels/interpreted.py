@@ -32,15 +32,27 @@ class Interpreted:
     def build(self, sources: Sequence[KernelSource]) -> None:
         pass
 
-    def bind(self, source: KernelSource, pointers: Sequence[int], scalars: Sequence[int],
-             stream: int, early: bool = False, views: Sequence[Any] = ()) -> _Bound:  # fmt: skip
+    def bind(
+        self,
+        source: KernelSource,
+        pointers: Sequence[int],
+        scalars: Sequence[int],
+        stream: int,
+        early: bool = False,
+        views: Sequence[Any] = (),
+    ) -> _Bound:
         self.early.append(early)
         return _Bound(self, source, {f"s{i}": n for i, n in enumerate(scalars)}, views)
 
 
 class _Bound:
-    def __init__(self, library: Interpreted, source: KernelSource, scalars: dict[str, int],
-                 views: Sequence[Any]) -> None:  # fmt: skip
+    def __init__(
+        self,
+        library: Interpreted,
+        source: KernelSource,
+        scalars: dict[str, int],
+        views: Sequence[Any],
+    ) -> None:
         self._library, self._source, self._scalars = library, source, scalars
         self._views = list(views)
         self._pointers = [0] * len(source.params)

@@ -158,8 +158,9 @@ def _st(maker: Maker) -> Run:
     return _st_shared(shared_address(maker, address), space == "shared::cluster", sources, size)
 
 
-def _st_shared(at: Callable[[Any], Array], is_cluster: bool,
-               sources: list[Callable[[Any], Array]], size: int) -> Run:  # fmt: skip
+def _st_shared(
+    at: Callable[[Any], Array], is_cluster: bool, sources: list[Callable[[Any], Array]], size: int
+) -> Run:
     def run(w: Any, m: int) -> None:
         for part, memory, here in _in_parts(w, m, at(w), is_cluster):
             on = lanes(part)
@@ -210,8 +211,11 @@ def _mapa(maker: Maker) -> Run:
 
     def run(w: Any, m: int) -> None:
         window = (of(w) + np.uint32(1)) << np.uint32(WINDOW)
-        found = np.where(of(w) < len(w.cta.cluster.ctas), window | (at(w) & np.uint32(_OFFSET)),
-                         np.uint32(0xFFFFFFFF))  # fmt: skip
+        found = np.where(
+            of(w) < len(w.cta.cluster.ctas),
+            window | (at(w) & np.uint32(_OFFSET)),
+            np.uint32(0xFFFFFFFF),
+        )
         put(w, view, index, m, found)
 
     return run
@@ -227,8 +231,14 @@ def _barrier_at(w: Any, at: int) -> Barrier:
 
 def _mbarrier(maker: Maker) -> Run:
     op = maker.words[1]
-    makers = {"init": _init, "arrive": _arrive, "try_wait": _wait, "test_wait": _wait,
-              "expect_tx": _expect, "inval": _inval}  # fmt: skip
+    makers = {
+        "init": _init,
+        "arrive": _arrive,
+        "try_wait": _wait,
+        "test_wait": _wait,
+        "expect_tx": _expect,
+        "inval": _inval,
+    }
     if op not in makers:
         raise PtxError(f"mbarrier.{op} is not known")
     return makers[op](maker)
@@ -384,8 +394,18 @@ def _rank(maker: Maker) -> str:
 
 def _bulk_load(maker: Maker) -> Run:
     multi = "multicast::cluster" in maker.words
-    maker.only("async", "bulk", "tensor", maker.words[4], "shared::cluster", "shared::cta",
-               "global", "tile", "mbarrier::complete_tx::bytes", "multicast::cluster")  # fmt: skip
+    maker.only(
+        "async",
+        "bulk",
+        "tensor",
+        maker.words[4],
+        "shared::cluster",
+        "shared::cta",
+        "global",
+        "tile",
+        "mbarrier::complete_tx::bytes",
+        "multicast::cluster",
+    )
     to, source, barrier, *more = maker.args(4 if multi else 3)
     at, bar = shared_address(maker, to), shared_address(maker, barrier)
     box, mask = _box(maker, source), maker.src(more[0], "u16") if multi else None
@@ -410,8 +430,9 @@ def _bulk_load(maker: Maker) -> Run:
     return run
 
 
-def _begin_load(w: Any, tensor: TensorMap, corner: list[int], memory: SharedMemory, place: int,
-                signal: int) -> None:  # fmt: skip
+def _begin_load(
+    w: Any, tensor: TensorMap, corner: list[int], memory: SharedMemory, place: int, signal: int
+) -> None:
     units, barrier = tensor.units(place), memory.barrier(signal, is_far=True)
     memory.begin_load(w, units)
 
@@ -426,8 +447,9 @@ class BulkStore:
     """One that a thread waits for: first till memory has been read, then till it is written, or
     added to what is there (``adds``)."""
 
-    def __init__(self, w: Any, tensor: TensorMap, corner: list[int], units: Array, lane: int,
-                 adds: bool) -> None:  # fmt: skip
+    def __init__(
+        self, w: Any, tensor: TensorMap, corner: list[int], units: Array, lane: int, adds: bool
+    ) -> None:
         self.memory, self.units, self.stage = w.cta.shared, units, 0
         self._corner, self._machine = corner, w.machine
         self._thread, self.is_released = int(w.ids[lane]), False
@@ -452,8 +474,17 @@ class BulkStore:
 
 def _bulk_store(maker: Maker) -> Run:
     adds = maker.words[1] == "reduce"
-    maker.only(*("reduce", "add") * adds, "async", "bulk", "tensor", _rank(maker), "global",
-               "shared::cta", "tile", "bulk_group")  # fmt: skip
+    maker.only(
+        *("reduce", "add") * adds,
+        "async",
+        "bulk",
+        "tensor",
+        _rank(maker),
+        "global",
+        "shared::cta",
+        "tile",
+        "bulk_group",
+    )
     if ("add" in maker.words) != adds:
         raise PtxError("of what a copy does to what is there, additions alone are known")
     target, source = maker.args(2)
@@ -503,5 +534,10 @@ def _count(operand: Operand) -> int:
 
 
 MAKERS: dict[str, Callable[[Maker], Run]] = {
-    "ld": _ld, "st": _st, "fence": _fence, "mapa": _mapa, "mbarrier": _mbarrier, "cp": _cp,
-}  # fmt: skip
+    "ld": _ld,
+    "st": _st,
+    "fence": _fence,
+    "mapa": _mapa,
+    "mbarrier": _mbarrier,
+    "cp": _cp,
+}

@@ -37,8 +37,11 @@ Run = Callable[[Any, int], Any]  # of a warp and a mask
 
 _NUMPY: dict[str, Any] = {"f32": np.float32, "f64": np.float64}
 for _bits in (8, 16, 32, 64):
-    _NUMPY |= {f"u{_bits}": np.dtype(f"u{_bits // 8}"), f"s{_bits}": np.dtype(f"i{_bits // 8}"),
-               f"b{_bits}": np.dtype(f"u{_bits // 8}")}  # fmt: skip
+    _NUMPY |= {
+        f"u{_bits}": np.dtype(f"u{_bits // 8}"),
+        f"s{_bits}": np.dtype(f"i{_bits // 8}"),
+        f"b{_bits}": np.dtype(f"u{_bits // 8}"),
+    }
 _NUMPY |= {"f16": np.uint16, "bf16": np.uint16, "f16x2": np.uint32, "bf16x2": np.uint32}
 
 
@@ -208,8 +211,9 @@ def _of(maker: Maker, count: int, function: Callable[..., Any], kind: str, resul
     return lambda w, m: function(a(w), b(w), out=w.views[view][index], where=where(m))
 
 
-def _computed(maker: Maker, count: int, function: Callable[..., Any], kind: str,
-              result: str = "") -> Run:  # fmt: skip
+def _computed(
+    maker: Maker, count: int, function: Callable[..., Any], kind: str, result: str = ""
+) -> Run:
     """Any function of operands."""
     into, *args = maker.args(count + 1)
     view, index = maker.dst(into, result or kind)
@@ -247,16 +251,34 @@ def _shifted_right(a: Array, b: Array) -> Array:
 
 
 _FLOATS: dict[str, tuple[int, Callable[..., Any]]] = {
-    "add": (2, np.add), "sub": (2, np.subtract), "mul": (2, np.multiply), "div": (2, np.divide),
-    "max": (2, np.fmax), "min": (2, np.fmin), "neg": (1, np.negative), "abs": (1, np.abs),
-    "copysign": (2, lambda a, b: np.copysign(b, a)), "fma": (3, _fused),
-    "rcp": (1, lambda a: np.float32(1) / a), "sqrt": (1, np.sqrt), "ex2": (1, np.exp2),
-    "rsqrt": (1, lambda a: np.float32(1) / np.sqrt(a)), "lg2": (1, np.log2), "tanh": (1, np.tanh),
-}  # fmt: skip
+    "add": (2, np.add),
+    "sub": (2, np.subtract),
+    "mul": (2, np.multiply),
+    "div": (2, np.divide),
+    "max": (2, np.fmax),
+    "min": (2, np.fmin),
+    "neg": (1, np.negative),
+    "abs": (1, np.abs),
+    "copysign": (2, lambda a, b: np.copysign(b, a)),
+    "fma": (3, _fused),
+    "rcp": (1, lambda a: np.float32(1) / a),
+    "sqrt": (1, np.sqrt),
+    "ex2": (1, np.exp2),
+    "rsqrt": (1, lambda a: np.float32(1) / np.sqrt(a)),
+    "lg2": (1, np.log2),
+    "tanh": (1, np.tanh),
+}
 _FLOAT_WORDS = ("rn", "ftz", "approx", "full", "NaN", "f32")
-_NEEDS = {"fma": ("rn",), "rcp": ("rn", "approx"), "sqrt": ("rn", "approx"), "ex2": ("approx",),
-          "div": ("rn", "approx", "full"), "rsqrt": ("approx",), "lg2": ("approx",),
-          "tanh": ("approx",)}  # fmt: skip
+_NEEDS = {
+    "fma": ("rn",),
+    "rcp": ("rn", "approx"),
+    "sqrt": ("rn", "approx"),
+    "ex2": ("approx",),
+    "div": ("rn", "approx", "full"),
+    "rsqrt": ("approx",),
+    "lg2": ("approx",),
+    "tanh": ("approx",),
+}
 
 
 def _float(maker: Maker) -> Run:
@@ -275,8 +297,11 @@ def _float(maker: Maker) -> Run:
 
 
 _INTEGERS: dict[str, Callable[..., Any]] = {
-    "add": np.add, "sub": np.subtract, "max": np.maximum, "min": np.minimum,
-}  # fmt: skip
+    "add": np.add,
+    "sub": np.subtract,
+    "max": np.maximum,
+    "min": np.minimum,
+}
 
 
 def _integer(maker: Maker) -> Run:
@@ -342,8 +367,10 @@ def _logic(maker: Maker) -> Run:
 
 
 _OF_MASKS: dict[str, Callable[[int, int], int]] = {
-    "and": lambda a, b: a & b, "or": lambda a, b: a | b, "xor": lambda a, b: a ^ b,
-}  # fmt: skip
+    "and": lambda a, b: a & b,
+    "or": lambda a, b: a | b,
+    "xor": lambda a, b: a ^ b,
+}
 
 
 def _logic_of_predicates(maker: Maker) -> Run:
@@ -371,10 +398,17 @@ def _shift(maker: Maker) -> Run:
 
 
 _COMPARED: dict[str, Callable[..., Any]] = {
-    "eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal, "gt": np.greater,
-    "ge": np.greater_equal, "lo": np.less, "ls": np.less_equal, "hi": np.greater,
+    "eq": np.equal,
+    "ne": np.not_equal,
+    "lt": np.less,
+    "le": np.less_equal,
+    "gt": np.greater,
+    "ge": np.greater_equal,
+    "lo": np.less,
+    "ls": np.less_equal,
+    "hi": np.greater,
     "hs": np.greater_equal,
-}  # fmt: skip
+}
 
 
 def _comparison(name: str, kind: str) -> Callable[[Array, Array], Array]:
@@ -464,8 +498,11 @@ def _unpacked(maker: Maker, into: Vector, a: Operand) -> Run:
     kind = maker.kind
     part = width(kind) // len(into.items)
     source, size, small = maker.src(a, kind), dtype(kind), dtype(f"b{part}")
-    targets = [(n, maker.dst(each, f"b{part}")) for n, each in enumerate(into.items)
-               if isinstance(each, Reg)]  # fmt: skip
+    targets = [
+        (n, maker.dst(each, f"b{part}"))
+        for n, each in enumerate(into.items)
+        if isinstance(each, Reg)
+    ]
 
     def run(w: Any, m: int) -> None:
         given = source(w).copy()
@@ -513,8 +550,9 @@ def _conversion(mods: list[str], to: str, of: str) -> Callable[[Array], Array]:
             raise PtxError("how to round is not said")
         rounds = {"rzi": np.trunc, "rni": np.rint, "rmi": np.floor, "rpi": np.ceil}[wanted.pop()]
         limits = np.iinfo(dtype(to))
-        return lambda x: np.clip(np.nan_to_num(rounds(x).astype(np.float64)), limits.min,
-                                 limits.max).astype(dtype(to))  # fmt: skip
+        return lambda x: np.clip(
+            np.nan_to_num(rounds(x).astype(np.float64)), limits.min, limits.max
+        ).astype(dtype(to))
     if set(mods) != wanted or "f64" in (to, of) or (to[0] in "us" and of in _HALVES):
         raise PtxError("conversion not known")
     if to in _HALVES:
@@ -556,5 +594,9 @@ MAKERS: dict[str, Callable[[Maker], Run]] = {
     **dict.fromkeys((*_FLOATS, "mul", "mad", "rem"), _typed),
     **dict.fromkeys(("and", "or", "xor", "not"), _logic),
     **dict.fromkeys(("shl", "shr"), _shift),
-    "setp": _setp, "selp": _selp, "mov": _mov, "cvt": _cvt, "cvta": _cvta,
-}  # fmt: skip
+    "setp": _setp,
+    "selp": _selp,
+    "mov": _mov,
+    "cvt": _cvt,
+    "cvta": _cvta,
+}

@@ -101,8 +101,13 @@ def _barrier(maker: Maker) -> Run:
     """barrier.cluster: lanes count, unless it is said that whole warps come."""
     if maker.words[1] != "cluster" or maker.words[2] not in ("arrive", "wait"):
         raise PtxError("unknown barrier")
-    maker.only("cluster", maker.words[2], "aligned", "acquire",
-               *(("release", "relaxed") if maker.words[2] == "arrive" else ()))  # fmt: skip
+    maker.only(
+        "cluster",
+        maker.words[2],
+        "aligned",
+        "acquire",
+        *(("release", "relaxed") if maker.words[2] == "arrive" else ()),
+    )
     maker.args(0)
     if "aligned" in maker.words:
         together(maker)
@@ -185,9 +190,10 @@ def _vote(maker: Maker) -> Run:
         raise PtxError("form of vote not known")
     index = maker.pred_dst(into)
     verdicts: dict[str, Callable[[int, int], bool]] = {
-        "any": lambda found, m: bool(found), "all": lambda found, m: found == m,
+        "any": lambda found, m: bool(found),
+        "all": lambda found, m: found == m,
         "uni": lambda found, m: found in (0, m),
-    }  # fmt: skip
+    }
     verdict = verdicts[mode]
 
     def run(w: Any, m: int) -> None:
@@ -234,6 +240,11 @@ def _griddepcontrol(maker: Maker) -> Run:
 
 
 MAKERS: dict[str, Callable[[Maker], Run]] = {
-    "bar": _bar, "barrier": _barrier, "shfl": _shfl, "vote": _vote, "elect": _elect,
-    "setmaxnreg": _setmaxnreg, "griddepcontrol": _griddepcontrol,
-}  # fmt: skip
+    "bar": _bar,
+    "barrier": _barrier,
+    "shfl": _shfl,
+    "vote": _vote,
+    "elect": _elect,
+    "setmaxnreg": _setmaxnreg,
+    "griddepcontrol": _griddepcontrol,
+}

@@ -87,9 +87,11 @@ class Program:
 
 
 _MAKERS: dict[str, Callable[[Maker], Run]] = {
-    **ptx_arithmetic.MAKERS, **ptx_access.MAKERS, **ptx_groups.MAKERS,
+    **ptx_arithmetic.MAKERS,
+    **ptx_access.MAKERS,
+    **ptx_groups.MAKERS,
     "mma": ptx_products.make_warp_product,
-}  # fmt: skip
+}
 
 
 @lru_cache(maxsize=64)
@@ -129,8 +131,11 @@ class Warp:
         self.clock[self.slot] = 1
         self.met: Any = None  # what the cluster's barrier tells of the turn that this one is in
         self._specials = {
-            "%tid.x": threads, "%laneid": np.arange(LANES), "%warpid": number, **cta.specials,
-        }  # fmt: skip
+            "%tid.x": threads,
+            "%laneid": np.arange(LANES),
+            "%warpid": number,
+            **cta.specials,
+        }
 
     def special(self, name: str, size: Any) -> Array:
         if name not in self._specials:
@@ -223,8 +228,10 @@ class Warp:
 
     def __str__(self) -> str:
         codes = self.machine.program.codes
-        at = ", ".join(f"{mask:#x} at {place}: {codes[place].statement.text!r}"
-                       for place, mask in sorted(self.places.items()))  # fmt: skip
+        at = ", ".join(
+            f"{mask:#x} at {place}: {codes[place].statement.text!r}"
+            for place, mask in sorted(self.places.items())
+        )
         return f"program {self.cta.number} warp {self.number} (lanes {at})"
 
 
@@ -236,11 +243,20 @@ class Cta:
         x, y, z = number % grid[0], number // grid[0] % grid[1], number // grid[0] // grid[1]
         threads, many = machine.program.entry.threads, machine.program.entry.cluster
         self.specials = {
-            "%ctaid.x": x, "%ctaid.y": y, "%ctaid.z": z, "%nctaid.x": grid[0],
-            "%nctaid.y": grid[1], "%nctaid.z": grid[2], "%ntid.x": threads,
-            "%cluster_ctarank": rank, "%cluster_ctaid.x": rank, "%cluster_nctarank": many,
-            "%cluster_nctaid.x": many, "%clusterid.x": x // many, "%nclusterid.x": grid[0] // many,
-        }  # fmt: skip
+            "%ctaid.x": x,
+            "%ctaid.y": y,
+            "%ctaid.z": z,
+            "%nctaid.x": grid[0],
+            "%nctaid.y": grid[1],
+            "%nctaid.z": grid[2],
+            "%ntid.x": threads,
+            "%cluster_ctarank": rank,
+            "%cluster_ctaid.x": rank,
+            "%cluster_nctarank": many,
+            "%cluster_nctaid.x": many,
+            "%clusterid.x": x // many,
+            "%nclusterid.x": grid[0] // many,
+        }
         self.bars: dict[int, ptx_groups.Bar] = {}
         self.warps = [Warp(self, n) for n in range(threads // LANES)]
         for n in range(0, len(self.warps) - 3, 4):
@@ -284,8 +300,9 @@ class Cluster:
 
 
 class Machine:
-    def __init__(self, source: KernelSource, grid: tuple[int, ...], seed: int,
-                 memory: GlobalMemory) -> None:  # fmt: skip
+    def __init__(
+        self, source: KernelSource, grid: tuple[int, ...], seed: int, memory: GlobalMemory
+    ) -> None:
         self.program, self.rng, self.memory = compiled(source.text), random.Random(seed), memory
         self.shared = self.program.entry.statics + dict(source.constants).get("SHARED", 0)
         self.grid = (*grid, 1, 1, 1)[:3]
@@ -384,9 +401,16 @@ class Turns:
         return max(ready, key=self._ranks.__getitem__)
 
 
-def launch(source: KernelSource, tensors: Sequence[Tensor], scalars: Sequence[int], *,
-           seed: int = 0, views: Sequence[View] | None = None,
-           grid: Sequence[int] | None = None, allow_rewrites: bool = False) -> None:  # fmt: skip
+def launch(
+    source: KernelSource,
+    tensors: Sequence[Tensor],
+    scalars: Sequence[int],
+    *,
+    seed: int = 0,
+    views: Sequence[View] | None = None,
+    grid: Sequence[int] | None = None,
+    allow_rewrites: bool = False,
+) -> None:
     """Runs a kernel on tensors of the CPU, one per param, whose results it writes into them.
 
     ``views``: sizes and strides of the params with a box, and sizes of the box where the source has
@@ -404,8 +428,13 @@ def launch(source: KernelSource, tensors: Sequence[Tensor], scalars: Sequence[in
         machine.run()
 
 
-def _bind(machine: Machine, source: KernelSource, tensors: Sequence[Tensor],
-          scalars: Sequence[int], views: Sequence[View] | None) -> None:  # fmt: skip
+def _bind(
+    machine: Machine,
+    source: KernelSource,
+    tensors: Sequence[Tensor],
+    scalars: Sequence[int],
+    views: Sequence[View] | None,
+) -> None:
     """Params in the order in which the runtime passes them."""
     if len(tensors) != len(source.params) or len(scalars) != len(source.scalars):
         raise PtxError(f"{len(tensors)} tensors and {len(scalars)} scalars for {source.name}")
@@ -432,8 +461,14 @@ def _bind(machine: Machine, source: KernelSource, tensors: Sequence[Tensor],
         raise PtxError(f"{source.name} has other params than the runtime passes")
 
 
-def _bind_map(machine: Machine, names: Iterator[Param], tensor: Tensor, view: View,
-              box: Sequence[int], steps: Sequence[int]) -> None:  # fmt: skip
+def _bind_map(
+    machine: Machine,
+    names: Iterator[Param],
+    tensor: Tensor,
+    view: View,
+    box: Sequence[int],
+    steps: Sequence[int],
+) -> None:
     param = next(names, None)
     if param is None or param.size != 128 or param.offset % 64:
         raise PtxError("no param for a tensor map where the runtime passes one")
@@ -456,5 +491,6 @@ def _set(machine: Machine, param: Param | None, size: int, value: int) -> None:
 def _view_of(tensor: Tensor) -> View:
     """The stride of a dim of one element is never used, but has to be a good one."""
     some = tensor.shape[-1]
-    return tensor.shape, [s if n > 1 else some for n, s in
-                          zip(tensor.shape, tensor.stride(), strict=True)]  # fmt: skip
+    return tensor.shape, [
+        s if n > 1 else some for n, s in zip(tensor.shape, tensor.stride(), strict=True)
+    ]

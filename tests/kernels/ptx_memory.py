@@ -62,8 +62,10 @@ class Barrier:
         return self.phase & 1 != parity
 
     def __str__(self) -> str:
-        return (f"barrier in phase {self.phase}, {self.pending} of {self.count} arrivals and "
-                f"{self.bytes} bytes outstanding")  # fmt: skip
+        return (
+            f"barrier in phase {self.phase}, {self.pending} of {self.count} arrivals and "
+            f"{self.bytes} bytes outstanding"
+        )
 
 
 class SharedMemory:
@@ -96,8 +98,10 @@ class SharedMemory:
         if (at & (size - 1)).any():
             raise PtxError(f"address {at[(at & (size - 1)) != 0][0]} is no multiple of {size}")
         if at.min() < self.base or at.max() + size > self.end:
-            raise PtxError(f"addresses {at.min()}..{at.max()} + {size} leave shared memory, "
-                           f"{self.base}..{self.end}")  # fmt: skip
+            raise PtxError(
+                f"addresses {at.min()}..{at.max()} + {size} leave shared memory, "
+                f"{self.base}..{self.end}"
+            )
         if self.loads and self.landing[at // UNIT].any():
             raise PtxError("touches what a bulk load is writing")
         if self.is_barrier[at >> 3].any() or (size > 8 and self.is_barrier[(at >> 3) + 1].any()):
@@ -116,8 +120,9 @@ class SharedMemory:
         if w.cta.shared is not self:
             self.history.far[w.slot] = int(w.clock[w.slot])
 
-    def store(self, w: Any, at: Array, size: int, values: Sequence[Array], numbers: Array,
-              owners: Array) -> None:  # fmt: skip
+    def store(
+        self, w: Any, at: Array, size: int, values: Sequence[Array], numbers: Array, owners: Array
+    ) -> None:
         self.check(at, size * len(values))
         if self.readers and self.reading[at // UNIT].any():
             raise PtxError("writes what a bulk store may still read")
@@ -143,8 +148,10 @@ class SharedMemory:
         if not self.has_started:
             raise PtxError("shared memory of a program that may not have begun")
         if units.min() * UNIT < self.base or (units.max() + 1) * UNIT > self.end:
-            raise PtxError(f"bytes {units.min() * UNIT}..{(units.max() + 1) * UNIT} leave shared "
-                           f"memory, {self.base}..{self.end}")  # fmt: skip
+            raise PtxError(
+                f"bytes {units.min() * UNIT}..{(units.max() + 1) * UNIT} leave shared "
+                f"memory, {self.base}..{self.end}"
+            )
         if self.was_written and self.dirty.reshape(-1, UNIT // 2)[units].any():
             raise PtxError("no fence.proxy.async behind a thread's write to these bytes")
         if self.is_barrier.reshape(-1, 2)[units].any():
@@ -252,8 +259,10 @@ class GlobalMemory:
         region = self.regions[key]
         places = at.astype(np.int64) - region.base
         if places.min() < 0 or places.max() + size > len(region.data):
-            raise PtxError(f"bytes {places.min()}..{places.max() + size} of a tensor's memory of "
-                           f"{len(region.data)}")  # fmt: skip
+            raise PtxError(
+                f"bytes {places.min()}..{places.max() + size} of a tensor's memory of "
+                f"{len(region.data)}"
+            )
         return region, places[:, None] + np.arange(size)
 
     def load(self, at: Array, size: int, count: int, threads: Array) -> list[Array]:
@@ -285,9 +294,15 @@ class TensorMap:
     """A tensor whose boxes bulk copies move, lines of 128 bytes mixed in shared memory. The inner
     dim of a box and its coordinates comes last here, first in PTX."""
 
-    def __init__(self, memory: GlobalMemory, tensor: Tensor, sizes: Sequence[int],
-                 strides: Sequence[int], box: Sequence[int], steps: Sequence[int] = ()
-                 ) -> None:  # fmt: skip
+    def __init__(
+        self,
+        memory: GlobalMemory,
+        tensor: Tensor,
+        sizes: Sequence[int],
+        strides: Sequence[int],
+        box: Sequence[int],
+        steps: Sequence[int] = (),
+    ) -> None:
         """``steps``: elements of the tensor from one of a box to the next, by dim."""
         width, pointer = tensor.itemsize, memory.pointer(tensor)
         self.apart = tuple(steps) or (1,) * len(box)
@@ -341,8 +356,10 @@ class TensorMap:
     def add(self, corner: Sequence[int], units: Array, thread: int) -> None:
         """Each sum is rounded once."""
         there = np.ascontiguousarray(self.load(corner))
-        summands = (torch.from_numpy(raw.reshape(-1)).view(self.dtype) for raw in
-                    (there, np.ascontiguousarray(units)))  # fmt: skip
+        summands = (
+            torch.from_numpy(raw.reshape(-1)).view(self.dtype)
+            for raw in (there, np.ascontiguousarray(units))
+        )
         total = sum(each.double() for each in summands)
         self.store(corner, total.to(self.dtype).view(torch.uint8).numpy().reshape(-1, UNIT), thread)
 
@@ -362,8 +379,9 @@ def mixed(units: Array, line: int = 128) -> Array:
     return found
 
 
-def _check_map(pointer: int, width: int, sizes: Sequence[int], strides: Sequence[int],
-               box: Sequence[int]) -> None:  # fmt: skip
+def _check_map(
+    pointer: int, width: int, sizes: Sequence[int], strides: Sequence[int], box: Sequence[int]
+) -> None:
     if not len(sizes) == len(strides) == len(box) <= 5:
         raise PtxError(f"a box {tuple(box)} of {tuple(sizes)}")
     if not pointer or pointer % 16 or strides[-1] != 1:

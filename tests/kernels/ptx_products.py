@@ -171,8 +171,10 @@ def _issued(w: Any, code: Instruction, given: tuple[int, ...]) -> Product:
         products.append(Product(w.group, code, given))
     product: Product = products[w.issued]
     if product.code is not code or product.given != given:
-        raise PtxError(f"another warp of this group has issued {product.code.statement.text!r}, "
-                       "or with other descriptors")  # fmt: skip
+        raise PtxError(
+            f"another warp of this group has issued {product.code.statement.text!r}, "
+            "or with other descriptors"
+        )
     w.issued += 1
     return product
 
@@ -192,8 +194,9 @@ def _lock(w: Any, code: Instruction, is_added: bool) -> None:
         w.uses[reg.number], w.ok[reg.number] = use, LOCKED
 
 
-def _calculation(code: Instruction, cols: int, kind: str, sign: int, across: tuple[bool, bool]
-                 ) -> Callable[[WarpGroup, Product], None]:  # fmt: skip
+def _calculation(
+    code: Instruction, cols: int, kind: str, sign: int, across: tuple[bool, bool]
+) -> Callable[[WarpGroup, Product], None]:
     sums = np.array([reg.index for reg in code.accumulators])
     fragments = np.array([reg.index for reg in code.fragments])
     rows, columns = sums_places(cols)
@@ -287,5 +290,7 @@ def _unlock(w: Any, products: list[Product]) -> None:
 
 
 MAKERS: dict[str, Callable[[Maker], Run]] = {
-    "fence": _fence, "commit_group": _commit, "wait_group": _wait,
-}  # fmt: skip
+    "fence": _fence,
+    "commit_group": _commit,
+    "wait_group": _wait,
+}

@@ -84,5 +84,8 @@ def test_all_are_among_those_for_other_sizes(head: int) -> None:
                 q, k = (batch, 8, side**2, head), (batch, 8, keys, head)
                 everywhere |= set(sources_at(attrs, (q, k, k), torch.float16))
     assert everywhere <= known
-    assert all(source_of(head, head**-0.5, tile, torch.float16) in known
-               for tile in (tile_of(head, 16, 1024, 77),) if tile)  # fmt: skip
+    assert all(
+        source_of(head, head**-0.5, tile, torch.float16) in known
+        for tile in (tile_of(head, 16, 1024, 77),)
+        if tile
+    )

@@ -70,15 +70,24 @@ class Interpreted:
     def build(self, sources: Sequence[KernelSource]) -> None:
         pass
 
-    def bind(self, source: KernelSource, pointers: Sequence[int], scalars: Sequence[int],
-             stream: int, early: bool, views: Sequence[View]) -> Bound:  # fmt: skip
+    def bind(
+        self,
+        source: KernelSource,
+        pointers: Sequence[int],
+        scalars: Sequence[int],
+        stream: int,
+        early: bool,
+        views: Sequence[View],
+    ) -> Bound:
         self.bound.append(Bound(source, scalars, views))
         return self.bound[-1]
 
 
 def described(source: KernelSource, tensors: Sequence[Tensor]) -> list[TensorDescriptor]:
-    return [TensorDescriptor(t, list(t.shape), list(t.stride()), list(box))
-            for t, box in zip(tensors, source.boxes, strict=True)]  # fmt: skip
+    return [
+        TensorDescriptor(t, list(t.shape), list(t.stride()), list(box))
+        for t, box in zip(tensors, source.boxes, strict=True)
+    ]
 
 
 def always(head: int, batch_times_heads: int, queries: int, keys: int) -> Tile | None:
@@ -288,10 +297,19 @@ def test_the_loop_is_what_it_should_be(tmp_path: Path) -> None:
 
 
 SHAPES = (
-    (2, 8, 4096, 4096, 40), (2, 8, 4096, 77, 40), (2, 8, 1024, 1024, 80), (2, 8, 1024, 77, 80),
-    (2, 10, 4096, 4096, 64), (2, 20, 1024, 1024, 64), (2, 20, 1000, 77, 64), (2, 8, 256, 256, 160),
-    (2, 8, 64, 64, 160), (2, 8, 64, 77, 160), (3, 5, 777, 1001, 40), (1, 1, 1, 1, 80),
-)  # fmt: skip
+    (2, 8, 4096, 4096, 40),
+    (2, 8, 4096, 77, 40),
+    (2, 8, 1024, 1024, 80),
+    (2, 8, 1024, 77, 80),
+    (2, 10, 4096, 4096, 64),
+    (2, 20, 1024, 1024, 64),
+    (2, 20, 1000, 77, 64),
+    (2, 8, 256, 256, 160),
+    (2, 8, 64, 64, 160),
+    (2, 8, 64, 77, 160),
+    (3, 5, 777, 1001, 40),
+    (1, 1, 1, 1, 80),
+)
 
 
 @pytest.mark.gpu

@@ -14,11 +14,18 @@ from strop.cli import app
 from strop.errors import StropError
 
 RESULTS = Path(__file__).parents[2] / "benchmarks/results"
-SWEEPS = [RESULTS / f"{name}.json" for name in
-          ("conv_groups-results_h100_2026-11-24", "linear_groups_h100_2026-11-24",
-           "attn_groups-shares_h100_2026-11-24")]  # fmt: skip
-HELD_OUT = [RESULTS / f"{name}_h100_2026-11-24.json" for name in
-            ("conv_groups-held-out", "linear_groups-held-out-results")]  # fmt: skip
+SWEEPS = [
+    RESULTS / f"{name}.json"
+    for name in (
+        "conv_groups-results_h100_2026-11-24",
+        "linear_groups_h100_2026-11-24",
+        "attn_groups-shares_h100_2026-11-24",
+    )
+]
+HELD_OUT = [
+    RESULTS / f"{name}_h100_2026-11-24.json"
+    for name in ("conv_groups-held-out", "linear_groups-held-out-results")
+]
 
 
 @pytest.mark.parametrize("sweep", SWEEPS, ids=lambda sweep: sweep.stem)
@@ -59,16 +66,32 @@ def test_the_sweep_that_products_are_fitted_to() -> None:
     assert "held out" not in result.output
 
 
-@pytest.mark.parametrize(("kind", "shape", "us", "chosen"), [
-    ("conv_groups", (2, 64, 320, 320, 3, 1), {"cudnn": 31.0, "(2, 160, 5, 1, True)": 22.5},
-     (2, 160, 5, 1, True, False)),
-    ("linear_groups", (2048, 1280, 1280, ""), {"cublas": 12.2, "(2, 160, 5, 1, True)": 11.6},
-     (2, 160, 5, 1, True, False)),
-    ("linear_groups", (64, 10240, 1280, "gated"), {"cublas": 9.0, "(2, 160, 5, 1, True)": 12.0},
-     "cublas"),
-])  # fmt: skip
-def test_sweeps_of_products(kind: str, shape: tuple[Any, ...], us: dict[str, float],
-                            chosen: select.Name, tmp_path: Path) -> None:  # fmt: skip
+@pytest.mark.parametrize(
+    ("kind", "shape", "us", "chosen"),
+    [
+        (
+            "conv_groups",
+            (2, 64, 320, 320, 3, 1),
+            {"cudnn": 31.0, "(2, 160, 5, 1, True)": 22.5},
+            (2, 160, 5, 1, True, False),
+        ),
+        (
+            "linear_groups",
+            (2048, 1280, 1280, ""),
+            {"cublas": 12.2, "(2, 160, 5, 1, True)": 11.6},
+            (2, 160, 5, 1, True, False),
+        ),
+        (
+            "linear_groups",
+            (64, 10240, 1280, "gated"),
+            {"cublas": 9.0, "(2, 160, 5, 1, True)": 12.0},
+            "cublas",
+        ),
+    ],
+)
+def test_sweeps_of_products(
+    kind: str, shape: tuple[Any, ...], us: dict[str, float], chosen: select.Name, tmp_path: Path
+) -> None:
     """Whose rule has its numbers from all shapes of a sweep."""
     sweep = tmp_path / "sweep.json"
     sweep.write_text(json.dumps({"kind": kind, "rows": [{"shape": shape, "us": us}]}))

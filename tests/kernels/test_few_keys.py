@@ -25,11 +25,19 @@ from tests.kernels.test_ptx_kernels import heads, survivors
 pytest.importorskip("triton")
 
 F16, BF16 = torch.float16, torch.bfloat16
-TILES = [(head, tile) for head in (40, 64, 80, 160)
-         for tile in (KeysTile(1, 80, 2, 2), KeysTile(1, 80, 2, 4), KeysTile(2, 80, 2, 2),
-                      KeysTile(2, 80, 3, 2), KeysTile(4, 80, 2))
-         if tile.programs * (Layout(head, tile).shared + 1024) <= 227 * 1024
-         and (head < 160 or tile.groups * tile.programs < 4)]  # fmt: skip
+TILES = [
+    (head, tile)
+    for head in (40, 64, 80, 160)
+    for tile in (
+        KeysTile(1, 80, 2, 2),
+        KeysTile(1, 80, 2, 4),
+        KeysTile(2, 80, 2, 2),
+        KeysTile(2, 80, 3, 2),
+        KeysTile(4, 80, 2),
+    )
+    if tile.programs * (Layout(head, tile).shared + 1024) <= 227 * 1024
+    and (head < 160 or tile.groups * tile.programs < 4)
+]
 
 
 @pytest.mark.parametrize("dtype", KINDS, ids=str)
@@ -38,8 +46,9 @@ def test_assembles(head: int, tile: KeysTile, dtype: torch.dtype, tmp_path: Path
     judge_assembled(few_keys(head, head**-0.5, tile, dtype), tile.programs, tmp_path)
 
 
-def attended(source: KernelSource, tile: KeysTile, given: Sequence[Tensor], share: int,
-             seed: int = 0) -> Tensor:  # fmt: skip
+def attended(
+    source: KernelSource, tile: KeysTile, given: Sequence[Tensor], share: int, seed: int = 0
+) -> Tensor:
     """``share``: tiles of queries of a program."""
     q, k, v = given
     (batch, many, queries, head), keys = q.shape, k.shape[2]
@@ -50,15 +59,20 @@ def attended(source: KernelSource, tile: KeysTile, given: Sequence[Tensor], shar
     return out
 
 
-@pytest.mark.parametrize(("head", "tile", "shape", "share", "dtype"), [
-    (40, KeysTile(2, 80, 2), (1, 2, 700, 77), 3, F16),
-    (64, KeysTile(1, 80, 2), (2, 2, 200, 80), 4, F16),
-    (80, KeysTile(2, 80, 3), (1, 3, 129, 65), 1, BF16),
-    (160, KeysTile(1, 80, 2), (1, 2, 70, 77), 9, F16),
-    (40, KeysTile(3, 64, 2), (1, 1, 400, 50), 2, BF16),
-], ids=str)  # fmt: skip
-def test_results(head: int, tile: KeysTile, shape: tuple[int, ...], share: int,
-                 dtype: torch.dtype) -> None:  # fmt: skip
+@pytest.mark.parametrize(
+    ("head", "tile", "shape", "share", "dtype"),
+    [
+        (40, KeysTile(2, 80, 2), (1, 2, 700, 77), 3, F16),
+        (64, KeysTile(1, 80, 2), (2, 2, 200, 80), 4, F16),
+        (80, KeysTile(2, 80, 3), (1, 3, 129, 65), 1, BF16),
+        (160, KeysTile(1, 80, 2), (1, 2, 70, 77), 9, F16),
+        (40, KeysTile(3, 64, 2), (1, 1, 400, 50), 2, BF16),
+    ],
+    ids=str,
+)
+def test_results(
+    head: int, tile: KeysTile, shape: tuple[int, ...], share: int, dtype: torch.dtype
+) -> None:
     """Shares leave the queries, stages are used again, keys end within the step."""
     source, given = few_keys(head, head**-0.5, tile, dtype), heads(shape, head, dtype)
     for seed in range(3):
@@ -105,8 +119,9 @@ def test_parts_of_shared_memory_do_not_meet() -> None:
         assert layout.results_at - layout.values_at == layout.block
         assert layout.keys_full - layout.results_at == layout.stage
         assert layout.stage % 1024 == layout.block % 1024 == 0  # where lines are mixed
-        assert re.search(rf"mul.lo.u32 %start, %start, {layout.queries};",
-                         few_keys(head, 1.0, tile, F16).text)  # fmt: skip
+        assert re.search(
+            rf"mul.lo.u32 %start, %start, {layout.queries};", few_keys(head, 1.0, tile, F16).text
+        )
 
 
 @pytest.mark.gpu

@@ -35,17 +35,25 @@ def never(inputs: Sequence[Tensor], out: Tensor) -> None:
     raise AssertionError("left to the library")
 
 
-def operands(rows: int, depth: int, columns: int, dtype: torch.dtype, gap: int = 0,
-             device: str = "cpu") -> tuple[Tensor, Tensor]:  # fmt: skip
+def operands(
+    rows: int, depth: int, columns: int, dtype: torch.dtype, gap: int = 0, device: str = "cpu"
+) -> tuple[Tensor, Tensor]:
     torch.manual_seed(rows + depth)
     x = torch.randn(rows, depth + gap, device=device).to(dtype)[:, :depth]
     return x, (torch.randn(columns, depth, device=device) * depth**-0.5).to(dtype)
 
 
 @pytest.mark.parametrize("dtype", [F16, BF16])
-@pytest.mark.parametrize(("rows", "depth", "columns", "gap"), [
-    (1, 64, 128, 0), (2, 320, 24, 0), (3, 192, 50, 8), (4, 768, 33, 0), (2, 2560, 77, 64),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("rows", "depth", "columns", "gap"),
+    [
+        (1, 64, 128, 0),
+        (2, 320, 24, 0),
+        (3, 192, 50, 8),
+        (4, 768, 33, 0),
+        (2, 2560, 77, 64),
+    ],
+)
 def test_results(rows: int, depth: int, columns: int, gap: int, dtype: torch.dtype) -> None:
     x, w = operands(rows, depth, columns, dtype, gap)
     kernels: Any = Interpreted()
@@ -61,35 +69,44 @@ def test_results(rows: int, depth: int, columns: int, gap: int, dtype: torch.dty
 def test_what_lies_otherwise_is_left_to_the_library(why: str) -> None:
     x, w = operands(2, 64, 16, F16)
     out = torch.zeros(2, 16, dtype=F16)
-    x = {"columns": torch.zeros(64, 2, dtype=F16).t(), "empty": x[:0],
-         "odd rows": torch.zeros(2, 68, dtype=F16)[:, :64]}.get(why, x)  # fmt: skip
+    x = {
+        "columns": torch.zeros(64, 2, dtype=F16).t(),
+        "empty": x[:0],
+        "odd rows": torch.zeros(2, 68, dtype=F16)[:, :64],
+    }.get(why, x)
     w = torch.zeros(64, 16, dtype=F16).t() if why == "weights" else w
     out = {"result": torch.zeros(16, 2, dtype=F16).t(), "empty": out[:0]}.get(why, out)
     kernels: Any = Interpreted()
     left = list[Sequence[Tensor]]()
-    FewRows(lambda inputs, out: left.append(inputs), kernels, 0, is_early=True,
-            is_steady=True)((x, w), out)  # fmt: skip
+    FewRows(lambda inputs, out: left.append(inputs), kernels, 0, is_early=True, is_steady=True)(
+        (x, w), out
+    )
     assert len(left) == 1
     assert not kernels.ran
 
 
 def node(op: str, *shapes: Sequence[Any], dtype: torch.dtype = F16) -> Node:
-    operands = [Node("input", (), {}, tuple(const(n) if isinstance(n, int) else n for n in shape),
-                     dtype) for shape in shapes]  # fmt: skip
+    operands = [
+        Node("input", (), {}, tuple(const(n) if isinstance(n, int) else n for n in shape), dtype)
+        for shape in shapes
+    ]
     return Node(op, tuple(operands), {}, operands[0].shape, dtype)
 
 
-@pytest.mark.parametrize(("given", "expected"), [
-    (node("linear", (symbol("b"), 320), (1280, 320)), True),
-    (node("linear", (symbol("b"), 320), (1280, 320), dtype=torch.float32), False),
-    (node("linear", (symbol("b"), 320), (1280, 320), (1280,)), False),
-    (node("linear", (symbol("b"), 8, 320), (1280, 320)), False),  # eight rows at least
-    (node("linear", (symbol("b"), 96), (1280, 96)), False),
-    (node("linear", (symbol("b"), 768), (1280, 768)), False),
-    (node("linear", (symbol("b"), 5120), (1280, 5120)), False),
-    (node("linear", (symbol("b"), 320), (symbol("n"), 320)), False),
-    (node("linear_add", (symbol("b"), 320), (1280, 320), (symbol("b"), 1280)), False),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (node("linear", (symbol("b"), 320), (1280, 320)), True),
+        (node("linear", (symbol("b"), 320), (1280, 320), dtype=torch.float32), False),
+        (node("linear", (symbol("b"), 320), (1280, 320), (1280,)), False),
+        (node("linear", (symbol("b"), 8, 320), (1280, 320)), False),  # eight rows at least
+        (node("linear", (symbol("b"), 96), (1280, 96)), False),
+        (node("linear", (symbol("b"), 768), (1280, 768)), False),
+        (node("linear", (symbol("b"), 5120), (1280, 5120)), False),
+        (node("linear", (symbol("b"), 320), (symbol("n"), 320)), False),
+        (node("linear_add", (symbol("b"), 320), (1280, 320), (symbol("b"), 1280)), False),
+    ],
+)
 def test_what_fits(given: Node, expected: bool) -> None:
     assert few_rows.fits(given) == expected
 
@@ -140,8 +157,12 @@ def test_weights_are_asked_for_before_the_wait(rows: int, depth: int, tmp_path: 
     tile = few_rows.tile_of(1280, depth)
     code = compile_cubin(few_rows.few_rows(rows, depth, tile, F16), 90).code
     (tmp_path / "k.cubin").write_bytes(code)
-    done = subprocess.run([TOOLS / "cuobjdump", "-sass", "-res-usage", tmp_path / "k.cubin"],
-                          capture_output=True, text=True, check=True)  # fmt: skip
+    done = subprocess.run(
+        [TOOLS / "cuobjdump", "-sass", "-res-usage", tmp_path / "k.cubin"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     found = re.findall(r"ACQBULK|LDG\S*|STL\S*", done.stdout)
     *_, last = (n for n, name in enumerate(found) if name == "ACQBULK")
     loads = found[:last].count("LDG.E.EF.128")

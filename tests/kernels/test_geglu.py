@@ -29,16 +29,18 @@ LIBRARY = CUDA_PLANNED_OUT["geglu"]({})
 SMALL = Tile(32, 32, 2, 4)
 
 
-def operands(rows: int, depth: int, width: int, *, has_bias: bool = True,
-             dtype: torch.dtype = torch.float16) -> list[Tensor]:  # fmt: skip
+def operands(
+    rows: int, depth: int, width: int, *, has_bias: bool = True, dtype: torch.dtype = torch.float16
+) -> list[Tensor]:
     torch.manual_seed(0)
     x, weight = torch.randn(rows, depth), torch.randn(2 * width, depth) * depth**-0.5
     found = [x, weight, torch.randn(2 * width)]
     return [t.to(dtype) for t in found[: 2 + has_bias]]
 
 
-def run(inputs: Sequence[Tensor], device: Device, monkeypatch: pytest.MonkeyPatch
-        ) -> tuple[Tensor, list[str]]:  # fmt: skip
+def run(
+    inputs: Sequence[Tensor], device: Device, monkeypatch: pytest.MonkeyPatch
+) -> tuple[Tensor, list[str]]:
     kernels = Interpreted(device)
     x, weight = inputs[:2]
     out = torch.full((len(x), len(weight) // 2), float("nan"), dtype=x.dtype)
@@ -65,8 +67,9 @@ def truth_of(inputs: Sequence[Tensor]) -> Tensor:
 @pytest.mark.parametrize("has_bias", [True, False])
 @pytest.mark.parametrize(("device", "name"), [(H100, "box_geglu"), (A100, "geglu")])
 @pytest.mark.parametrize("rows", [64, 45])  # the last tile leaves the tensor
-def test_as_accurate_as_torch(rows: int, device: Device, name: str, has_bias: bool,
-                              monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+def test_as_accurate_as_torch(
+    rows: int, device: Device, name: str, has_bias: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     inputs = operands(rows, 128, 64, has_bias=has_bias)
     found, ran = run(inputs, device, monkeypatch)
     eager = torch.empty_like(found)
@@ -130,8 +133,10 @@ def test_on_a_gpu(dtype: torch.dtype) -> None:
     module = FeedForward().cuda().to(dtype).eval().requires_grad_(False)
     exact = FeedForward().cuda().double()
     exact.load_state_dict(module.state_dict())
-    inputs = [torch.randn(b, rows, 320, device="cuda", dtype=dtype)
-              for b, rows in ((4, 4096), (1, 100), (5, 4095), (3, 7))]  # fmt: skip
+    inputs = [
+        torch.randn(b, rows, 320, device="cuda", dtype=dtype)
+        for b, rows in ((4, 4096), (1, 100), (5, 4095), (3, 7))
+    ]
     with torch.no_grad():
         wanted = [(module(x), exact(x.double())) for x in inputs]
         for options in (Options(strict=True, box_geglu=True), Options(strict=True)):

@@ -28,8 +28,9 @@ from tests.kernels.test_ptx_kernels import attended, heads
 
 pytest.importorskip("triton")
 
-IN_USE = [(head, tile) for head in LEAST_QUERIES for tile in tiles_of(head)
-          if isinstance(tile, GroupTile)]  # fmt: skip
+IN_USE = [
+    (head, tile) for head in LEAST_QUERIES for tile in tiles_of(head) if isinstance(tile, GroupTile)
+]
 
 
 def judge_assembled(source: KernelSource, programs: int, tmp_path: Path) -> None:
@@ -42,8 +43,12 @@ def judge_assembled(source: KernelSource, programs: int, tmp_path: Path) -> None
     assert programs * (cubin.shared + 1024) <= 227 * 1024
     text = tmp_path / "kernel.ptx"
     text.write_text(source.text)
-    said = subprocess.run([TOOLS / "ptxas", "-v", "--gpu-name=sm_90a", text, "-o", "/dev/null"],
-                          capture_output=True, text=True, check=True).stderr  # fmt: skip
+    said = subprocess.run(
+        [TOOLS / "ptxas", "-v", "--gpu-name=sm_90a", text, "-o", "/dev/null"],
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stderr
     assert "serialized" not in said
     assert "0 bytes spill stores" in said
 
@@ -80,10 +85,15 @@ def test_parts_of_shared_memory_do_not_meet() -> None:
     for head, tile in IN_USE:
         layout = Layout(head, tile)
         starts = (0, layout.keys_at, layout.values_at, layout.queries_full)
-        sizes = (layout.parts * layout.queries * 128, tile.stages * layout.block,
-                 tile.stages * layout.block, 8 * (1 + 4 * tile.stages))  # fmt: skip
-        for (start, size), after in zip(zip(starts, sizes, strict=True),
-                                        (*starts[1:], layout.shared), strict=True):  # fmt: skip
+        sizes = (
+            layout.parts * layout.queries * 128,
+            tile.stages * layout.block,
+            tile.stages * layout.block,
+            8 * (1 + 4 * tile.stages),
+        )
+        for (start, size), after in zip(
+            zip(starts, sizes, strict=True), (*starts[1:], layout.shared), strict=True
+        ):
             assert start + size == after
         assert all(start % 1024 == 0 for start in starts)  # where lines are mixed
 
@@ -125,8 +135,9 @@ def by_the_machine(tile: GroupTile, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return attended(group_attention(head, head**-0.5, tile, q.dtype), q, k, v, tile)
 
 
-def operands(shape: Sequence[int], head: int, dtype: torch.dtype, device: str = "cuda"
-             ) -> tuple[Tensor, ...]:  # fmt: skip
+def operands(
+    shape: Sequence[int], head: int, dtype: torch.dtype, device: str = "cuda"
+) -> tuple[Tensor, ...]:
     return heads(shape, head, dtype, device)
 
 
@@ -172,8 +183,9 @@ def test_scores_may_be_large_by_the_machine(head: int, tile: GroupTile) -> None:
     judge_large(by_the_machine, head, tile, "cpu")
 
 
-def judge_nan(run: Callable[..., Tensor], head: int, tile: GroupTile, bad: float, device: str
-              ) -> None:  # fmt: skip
+def judge_nan(
+    run: Callable[..., Tensor], head: int, tile: GroupTile, bad: float, device: str
+) -> None:
     q, k, v = (t.clone() for t in operands((2, 1, 64, 77), head, torch.float16, device))
     q[:, :, 5, 0], k[0, :, 30, 0] = bad, bad  # of one picture all rows may be NaN
     found = run(tile, q, k, v)

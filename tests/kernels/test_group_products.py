@@ -137,8 +137,14 @@ def prepared(case: Case) -> tuple[KernelSource, Callable[[KernelSource, int], No
         """Weights come late where the seed is odd. The last columns may be written twice."""
         before = torch.randn(wanted.shape).to(case.dtype)
         out = before.clone() if case.end == SUM else torch.full_like(before, math.nan)
-        launch(source, [x, w, out, bias], [*scalars, seed % 2, *of_box], seed=seed, views=views,
-               allow_rewrites=True)  # fmt: skip
+        launch(
+            source,
+            [x, w, out, bias],
+            [*scalars, seed % 2, *of_box],
+            seed=seed,
+            views=views,
+            allow_rewrites=True,
+        )
         total = wanted + before.double() if case.end == SUM else wanted
         bound = BOUND[case.dtype] * (TWICE if case.end == SUM else 1)
         assert float((out.double() - total).norm() / total.norm()) < bound
@@ -154,22 +160,28 @@ def test_results(case: Case, seed: int) -> None:
     call(source, seed)
 
 
-@pytest.mark.parametrize("case", [
-    Case(Tile(2, 80, 2, 2), (2, 8, 8, 192, 88), (2, 8, 8)),
-    Case(Tile(2, 80, 2, 1, True), (1, 1, 300, 320, 160), (1, 1, 128), 1),
-    Case(Tile(2, 80, 2), (2, 8, 8, 192, 88), (2, 8, 8)),
-    Case(Tile(2, 80, 2, 1, True, True), (1, 1, 400, 320, 160), (1, 1, 128), 1),
-    Case(Tile(2, 80, 2, 1, True), (1, 1, 300, 320, 160), (1, 1, 128), 1, SUM),
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(Tile(2, 80, 2, 2), (2, 8, 8, 192, 88), (2, 8, 8)),
+        Case(Tile(2, 80, 2, 1, True), (1, 1, 300, 320, 160), (1, 1, 128), 1),
+        Case(Tile(2, 80, 2), (2, 8, 8, 192, 88), (2, 8, 8)),
+        Case(Tile(2, 80, 2, 1, True, True), (1, 1, 400, 320, 160), (1, 1, 128), 1),
+        Case(Tile(2, 80, 2, 1, True), (1, 1, 300, 320, 160), (1, 1, 128), 1, SUM),
+    ],
+    ids=str,
+)
 def test_all_that_orders_it_is_needed(case: Case) -> None:
     found = survivors(*prepared(case))
     assert not [what for what in found if "setmaxnreg" not in what]  # which the assembler judges
 
 
-ALL = dict.fromkeys((
-    *(Product(tile, 3) for tile in conv_groups.TILES),
-    *(form.product for shape in linear_groups.SHAPES for form in linear_groups.forms_of(shape)),
-))  # fmt: skip
+ALL = dict.fromkeys(
+    (
+        *(Product(tile, 3) for tile in conv_groups.TILES),
+        *(form.product for shape in linear_groups.SHAPES for form in linear_groups.forms_of(shape)),
+    )
+)
 
 
 @pytest.mark.parametrize("dtype", KINDS, ids=str)

@@ -58,8 +58,9 @@ class Interpreted:
     def build(self, sources: Sequence[KernelSource]) -> None:
         pass
 
-    def bind(self, source: KernelSource, pointers: Sequence[int], scalars: Sequence[int],
-             stream: int) -> Interpreted:  # fmt: skip
+    def bind(
+        self, source: KernelSource, pointers: Sequence[int], scalars: Sequence[int], stream: int
+    ) -> Interpreted:
         self.source, self.scalars = source, {f"s{i}": n for i, n in enumerate(scalars)}
         return self
 
@@ -199,8 +200,10 @@ def test_on_a_gpu(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
         return takes(self, x, out)
 
     monkeypatch.setattr(NarrowConvolution, "_bind", bind)
-    inputs = [torch.randn(b, 3, side, side, device="cuda", dtype=dtype)
-              for b, side in ((1, 224), (2, 77), (3, 32))]  # fmt: skip
+    inputs = [
+        torch.randn(b, 3, side, side, device="cuda", dtype=dtype)
+        for b, side in ((1, 224), (2, 77), (3, 32))
+    ]
     with torch.no_grad():
         wanted = [(module(x), exact(x.double())) for x in inputs]
         strop.optimize(module, options=Options(strict=True))

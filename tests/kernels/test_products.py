@@ -18,18 +18,36 @@ from strop.kernels.products import SMS, form, form_of, has_steps
 
 HALF = torch.float16
 LINEARS = [  # of SD1.5 and SDXL: rows, columns, depth
-    (8192, 320, 320), (8192, 960, 320), (8192, 320, 1280), (2048, 640, 640), (2048, 1920, 640),
-    (2048, 1280, 1280), (2048, 3840, 1280), (8192, 640, 640), (9216, 320, 320), (300, 640, 768),
-]  # fmt: skip
-PICTURES = [Picture(3, ins, outs, batch, side * 64 // step, side * 64 // step)
-            for side, batch in ((1, 2), (1, 8), (2, 2), (1, 1))
-            for step, ins, outs in ((1, 320, 320), (1, 960, 320), (2, 640, 640), (2, 1920, 640),
-                                    (4, 1280, 1280), (8, 2560, 1280))]  # fmt: skip
+    (8192, 320, 320),
+    (8192, 960, 320),
+    (8192, 320, 1280),
+    (2048, 640, 640),
+    (2048, 1920, 640),
+    (2048, 1280, 1280),
+    (2048, 3840, 1280),
+    (8192, 640, 640),
+    (9216, 320, 320),
+    (300, 640, 768),
+]
+PICTURES = [
+    Picture(3, ins, outs, batch, side * 64 // step, side * 64 // step)
+    for side, batch in ((1, 2), (1, 8), (2, 2), (1, 1))
+    for step, ins, outs in (
+        (1, 320, 320),
+        (1, 960, 320),
+        (2, 640, 640),
+        (2, 1920, 640),
+        (4, 1280, 1280),
+        (8, 2560, 1280),
+    )
+]
 
 
 def node(op: str, *shapes: Sequence[Any], dtype: torch.dtype = HALF, **attrs: Any) -> Node:
-    operands = [Node("input", (), {}, tuple(const(n) if isinstance(n, int) else n for n in shape),
-                     dtype) for shape in shapes]  # fmt: skip
+    operands = [
+        Node("input", (), {}, tuple(const(n) if isinstance(n, int) else n for n in shape), dtype)
+        for shape in shapes
+    ]
     return Node(op, tuple(operands), attrs, operands[0].shape, dtype)
 
 
@@ -37,28 +55,38 @@ ROWS = symbol("r")
 SAME: dict[str, Any] = {"stride": (1, 1), "padding": (1, 1), "dilation": (1, 1), "groups": 1}
 
 
-@pytest.mark.parametrize(("given", "expected"), [
-    (node("linear", (ROWS, 320), (640, 320)), True),
-    (node("linear", (ROWS, 320), (640, 320), (640,)), False),  # a bias is the next kernel's
-    (node("linear", (ROWS, 768), (768, 768)), False),
-    (node("linear", (ROWS, 320), (648, 320)), False),
-    (node("linear", (ROWS, 320), (symbol("n"), 320)), False),
-    (node("linear", (ROWS, 320), (640, 320), dtype=torch.float32), False),
-    (node("linear_add", (ROWS, 320), (640, 320), (ROWS, 640), dtype=torch.bfloat16), False),
-    (node("linear_add", (ROWS, 320), (640, 320), (ROWS, 640), (640,)), True),
-    (node("geglu", (ROWS, 320), (640, 320), (640,)), True),
-    (node("geglu", (ROWS, 320), (960, 320), (960,)), False),
-    (node("geglu", (ROWS, 320), (640, 320)), False),
-    (node("conv2d", (2, 320, ROWS, 8), (320, 320, 3, 3), **SAME), True),
-    (node("conv2d", (2, 320, ROWS, 8), (320, 320, 3, 3), **SAME | {"stride": (2, 2)}), True),
-    (node("conv2d", (2, 320, ROWS, 8), (320, 320, 3, 3), **SAME | {"stride": (2, 1)}), False),
-    (node("conv2d", (2, 320, ROWS, 8), (320, 320, 3, 3), **SAME | {"stride": (3, 3)}), False),
-    (node("conv2d", (2, 320, ROWS, 8), (320, 320, 3, 3),
-          **SAME | {"stride": (2, 2), "padding": (0, 0)}), False),
-    (node("conv2d", (2, 64, ROWS, 8), (320, 64, 3, 3), **SAME), False),
-    (node("upsampled_conv2d", (2, 256, ROWS, 8), (1024, 256, 2, 2)), True),
-    (node("matmul", (ROWS, 64), (64, 80)), False),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (node("linear", (ROWS, 320), (640, 320)), True),
+        (node("linear", (ROWS, 320), (640, 320), (640,)), False),  # a bias is the next kernel's
+        (node("linear", (ROWS, 768), (768, 768)), False),
+        (node("linear", (ROWS, 320), (648, 320)), False),
+        (node("linear", (ROWS, 320), (symbol("n"), 320)), False),
+        (node("linear", (ROWS, 320), (640, 320), dtype=torch.float32), False),
+        (node("linear_add", (ROWS, 320), (640, 320), (ROWS, 640), dtype=torch.bfloat16), False),
+        (node("linear_add", (ROWS, 320), (640, 320), (ROWS, 640), (640,)), True),
+        (node("geglu", (ROWS, 320), (640, 320), (640,)), True),
+        (node("geglu", (ROWS, 320), (960, 320), (960,)), False),
+        (node("geglu", (ROWS, 320), (640, 320)), False),
+        (node("conv2d", (2, 320, ROWS, 8), (320, 320, 3, 3), **SAME), True),
+        (node("conv2d", (2, 320, ROWS, 8), (320, 320, 3, 3), **SAME | {"stride": (2, 2)}), True),
+        (node("conv2d", (2, 320, ROWS, 8), (320, 320, 3, 3), **SAME | {"stride": (2, 1)}), False),
+        (node("conv2d", (2, 320, ROWS, 8), (320, 320, 3, 3), **SAME | {"stride": (3, 3)}), False),
+        (
+            node(
+                "conv2d",
+                (2, 320, ROWS, 8),
+                (320, 320, 3, 3),
+                **SAME | {"stride": (2, 2), "padding": (0, 0)},
+            ),
+            False,
+        ),
+        (node("conv2d", (2, 64, ROWS, 8), (320, 64, 3, 3), **SAME), False),
+        (node("upsampled_conv2d", (2, 256, ROWS, 8), (1024, 256, 2, 2)), True),
+        (node("matmul", (ROWS, 64), (64, 80)), False),
+    ],
+)
 def test_what_fits(given: Node, expected: bool) -> None:
     assert products.fits(given) == expected
 
@@ -79,17 +107,20 @@ def test_boxes_cover_a_picture(of: Picture) -> None:
         assert at_work <= SMS or not tile.keeps_on
 
 
-@pytest.mark.parametrize(("rows", "sizes", "stride", "box"), [
-    (128, (2, 64, 64), 1, (1, 2, 64)),
-    (128, (2, 16, 16), 1, (1, 8, 16)),
-    (128, (2, 8, 8), 1, (2, 8, 8)),
-    (128, (2, 20, 20), 1, (2, 20, 3)),
-    (128, (2, 72, 72), 1, (1, 7, 18)),
-    (192, (2, 48, 48), 1, (1, 4, 48)),
-    (192, (1, 1, 500), 1, (1, 1, 167)),
-    (192, (1, 1, 500), 2, (1, 1, 125)),  # 256 of the input at most
-    (64, (9, 3, 5), 1, (4, 3, 5)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("rows", "sizes", "stride", "box"),
+    [
+        (128, (2, 64, 64), 1, (1, 2, 64)),
+        (128, (2, 16, 16), 1, (1, 8, 16)),
+        (128, (2, 8, 8), 1, (2, 8, 8)),
+        (128, (2, 20, 20), 1, (2, 20, 3)),
+        (128, (2, 72, 72), 1, (1, 7, 18)),
+        (192, (2, 48, 48), 1, (1, 4, 48)),
+        (192, (1, 1, 500), 1, (1, 1, 167)),
+        (192, (1, 1, 500), 2, (1, 1, 125)),  # 256 of the input at most
+        (64, (9, 3, 5), 1, (4, 3, 5)),
+    ],
+)
 def test_boxes(rows: int, sizes: tuple[int, int, int], stride: int, box: Box) -> None:
     """As few as possible, of few pictures, and wide."""
     of = Picture(3, 64, 64, *sizes, stride)
@@ -178,8 +209,12 @@ def test_small_pictures_of_few_channels_are_the_librarys(stride: int) -> None:
 
 def test_an_estimate_grows_with_the_work() -> None:
     for tile in products.LINEAR_TILES:
-        us = [products.us_of(form(tile, of), of) for of in
-              (Picture(1, depth, 640, 1, 1, rows) for depth, rows in
-               ((640, 2048), (1280, 2048), (1280, 8192)))]  # fmt: skip
+        us = [
+            products.us_of(form(tile, of), of)
+            for of in (
+                Picture(1, depth, 640, 1, 1, rows)
+                for depth, rows in ((640, 2048), (1280, 2048), (1280, 8192))
+            )
+        ]
         assert us == sorted(us)
         assert us[0] < us[2]

@@ -31,8 +31,9 @@ sys.path.pop(0)
 F16, BF16 = torch.float16, torch.bfloat16
 
 
-def heads(shape: Sequence[int], head: int, dtype: torch.dtype, device: str = "cpu"
-          ) -> tuple[Tensor, ...]:  # fmt: skip
+def heads(
+    shape: Sequence[int], head: int, dtype: torch.dtype, device: str = "cpu"
+) -> tuple[Tensor, ...]:
     """Slices of one product, as in a UNet."""
     batch, many, queries, keys = shape
     torch.manual_seed(sum(shape))
@@ -41,8 +42,15 @@ def heads(shape: Sequence[int], head: int, dtype: torch.dtype, device: str = "cp
     return q[:, :, :queries], k[:, :, :keys], v[:, :, :keys]
 
 
-def attended(source: KernelSource, q: Tensor, k: Tensor, v: Tensor, tile: GroupTile, seed: int = 0,
-             shares: tuple[int, int, int] | None = None) -> Tensor:  # fmt: skip
+def attended(
+    source: KernelSource,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    tile: GroupTile,
+    seed: int = 0,
+    shares: tuple[int, int, int] | None = None,
+) -> Tensor:
     """On a CPU, instruction by instruction. ``shares``: others than those of the tile."""
     (batch, many, queries, head), keys = q.shape, k.shape[2]
     out = q.new_full((batch, queries, many, head), math.nan).transpose(1, 2)
@@ -51,8 +59,15 @@ def attended(source: KernelSource, q: Tensor, k: Tensor, v: Tensor, tile: GroupT
     return out
 
 
-def attend(source: KernelSource, q: Tensor, k: Tensor, v: Tensor, tile: GroupTile, seed: int,
-           shares: tuple[int, int, int] | None = None) -> None:  # fmt: skip
+def attend(
+    source: KernelSource,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    tile: GroupTile,
+    seed: int,
+    shares: tuple[int, int, int] | None = None,
+) -> None:
     """Raises unless it is as accurate as torch."""
     exact = F.scaled_dot_product_attention(q.double(), k.double(), v.double())
     eager = F.scaled_dot_product_attention(q, k, v)
@@ -134,8 +149,10 @@ def mutants(text: str) -> Iterator[tuple[str, str]]:
         behind = 2 if "try_wait" in line else 1  # and the jump back to it
         changed = [("without", [])]
         if found := re.search(r"expect_tx.*, (\d+);$", line):
-            changed += [(f"{by:+}", [line[: found.start(1)] + f"{int(found[1]) + by};"])
-                        for by in (-128, 128)]  # fmt: skip
+            changed += [
+                (f"{by:+}", [line[: found.start(1)] + f"{int(found[1]) + by};"])
+                for by in (-128, 128)
+            ]
         if found := re.search(r"wait_group.* (\d);$", line):
             changed.append(("+1", [line[: found.start(1)] + f"{int(found[1]) + 1};"]))
         if found := re.search(r"mbarrier\.init.*, (\d+);$", line):
@@ -208,12 +225,14 @@ def test_a_product_of_one_warp(kind: str) -> None:
     add.u64 %a, %a, %wide;
     add.u64 %out, %out, %wide;
 """
-    text += "".join(f"    ld.global.f32 %o{n}, [%a+{n // 2 * 256 + n % 2 * 4}];\n"
-                    for n in range(4))  # fmt: skip
+    text += "".join(
+        f"    ld.global.f32 %o{n}, [%a+{n // 2 * 256 + n % 2 * 4}];\n" for n in range(4)
+    )
     op, sums = f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32", "{%o0, %o1, %o2, %o3}"
     text += f"    {op} {sums}, {{%x1, %x2, %x3, %x4}}, {{%x5, %x6}}, {sums};\n"
-    text += "".join(f"    st.global.f32 [%out+{n // 2 * 256 + n % 2 * 4}], %o{n};\n"
-                    for n in range(4))  # fmt: skip
+    text += "".join(
+        f"    st.global.f32 [%out+{n // 2 * 256 + n % 2 * 4}], %o{n};\n" for n in range(4)
+    )
     source = kernel(text, params=(dtype, dtype, torch.float32), out=torch.float32)
     found = run(source, torch.full((16, 8), math.nan), a, b, c)
     torch.testing.assert_close(found, a.float() @ b.float().T + c)

@@ -33,9 +33,17 @@ REGISTERS = """
 """
 
 
-def kernel(body: str, *, threads: int = 32, cluster: int = 1, shared: int = 0, programs: int = 1,
-           params: Sequence[torch.dtype] = (), boxes: Sequence[tuple[int, ...]] = (),
-           out: torch.dtype = I32) -> KernelSource:  # fmt: skip
+def kernel(
+    body: str,
+    *,
+    threads: int = 32,
+    cluster: int = 1,
+    shared: int = 0,
+    programs: int = 1,
+    params: Sequence[torch.dtype] = (),
+    boxes: Sequence[tuple[int, ...]] = (),
+    out: torch.dtype = I32,
+) -> KernelSource:
     """Params: p0, p1, ..., each with a box or none, then ``out``. %wide: a word for each thread."""
     listed, boxes = list[str](), (*boxes, *[()] * (len(params) + 1 - len(boxes)))
     for n, box in enumerate(boxes[:-1]):
@@ -55,9 +63,17 @@ def kernel(body: str, *, threads: int = 32, cluster: int = 1, shared: int = 0, p
     ret;
 }}
 """
-    return KernelSource("kernel", "ptx", text, (*params, out), (), (const(programs),),
-                        constants=(("SHARED", shared),), num_warps=threads // 32,
-                        boxes=boxes)  # fmt: skip
+    return KernelSource(
+        "kernel",
+        "ptx",
+        text,
+        (*params, out),
+        (),
+        (const(programs),),
+        constants=(("SHARED", shared),),
+        num_warps=threads // 32,
+        boxes=boxes,
+    )
 
 
 def run(source: KernelSource, out: Tensor, *tensors: Tensor, seed: int = 0) -> Tensor:
@@ -98,8 +114,9 @@ ON_INTEGERS: dict[str, Callable[[int, int], int]] = {
     "sub.s32 %x0, %x1, %x2;": lambda a, b: a - b,
     "mul.lo.u32 %x0, %x1, %x2;": lambda a, b: a * b,
     "mad.lo.s32 %x0, %x1, -80, %x2;": lambda a, b: a * -80 + b,
-    "mul.wide.s32 %a, %x1, %x2;\n shr.u64 %a, %a, 32;\n cvt.u32.u64 %x0, %a;":
-        lambda a, b: a * b >> 32,
+    "mul.wide.s32 %a, %x1, %x2;\n shr.u64 %a, %a, 32;\n cvt.u32.u64 %x0, %a;": lambda a, b: (
+        a * b >> 32
+    ),
     "mul.wide.u32 %a, %x1, %x2;\n mov.b64 {%x3, %x0}, %a;": lambda a, b: u32(a) * u32(b) >> 32,
     "div.u32 %x0, %x1, %x2;": lambda a, b: u32(a) // u32(b),
     "rem.u32 %x0, %x1, %x2;": lambda a, b: u32(a) % u32(b),
@@ -113,19 +130,24 @@ ON_INTEGERS: dict[str, Callable[[int, int], int]] = {
     "shl.b32 %x0, %x1, %x2;": lambda a, b: a << min(u32(b), 32),
     "shr.u32 %x0, %x1, %x2;": lambda a, b: u32(a) >> min(u32(b), 32),
     "shr.s32 %x0, %x1, %x2;": lambda a, b: a >> min(u32(b), 31),
-    "setp.lt.u32 %p, %x1, %x2;\n selp.b32 %x0, 5, %x2, %p;":
-        lambda a, b: 5 if u32(a) < u32(b) else b,
-    "setp.ge.s32 %q, %x1, 0;\n setp.lt.and.s32 %p, %x1, %x2, !%q;\n selp.b32 %x0, 1, 0, %p;":
-        lambda a, b: a < 0 and a < b,
-    "mov.u32 %x0, 1;\n setp.lt.s32 %p, %x1, 0;\n @%p bra less;\n add.u32 %x0, %x0, %x2;\nless:":
-        lambda a, b: 1 if a < 0 else 1 + b,
-    "mov.u32 %x0, %x1;\n setp.gt.s32 %p, %x2, 0;\n @!%p neg.s32 %x0, %x1;":
-        lambda a, b: a if b > 0 else -a,
+    "setp.lt.u32 %p, %x1, %x2;\n selp.b32 %x0, 5, %x2, %p;": lambda a, b: (
+        5 if u32(a) < u32(b) else b
+    ),
+    (
+        "setp.ge.s32 %q, %x1, 0;\n setp.lt.and.s32 %p, %x1, %x2, !%q;\n selp.b32 %x0, 1, 0, %p;"
+    ): lambda a, b: a < 0 and a < b,
+    (
+        "mov.u32 %x0, 1;\n setp.lt.s32 %p, %x1, 0;\n @%p bra less;\n add.u32 %x0, %x0, %x2;\nless:"
+    ): lambda a, b: 1 if a < 0 else 1 + b,
+    "mov.u32 %x0, %x1;\n setp.gt.s32 %p, %x2, 0;\n @!%p neg.s32 %x0, %x1;": lambda a, b: (
+        a if b > 0 else -a
+    ),
     "cvt.u16.u32 %h0, %x1;\n mov.b32 %x0, {%h0, %h2};": lambda a, b: a,
     "cvt.u16.u32 %h0, %x1;\n cvt.u32.u16 %x0, %h0;": lambda a, b: a & 0xFFFF,
-    "cvt.rn.f32.s32 %f0, %x1;\n cvt.rzi.s32.f32 %x0, %f0;":
-        lambda a, b: min(int(np.float32(a)), 2**31 - 1),
-}  # fmt: skip
+    "cvt.rn.f32.s32 %f0, %x1;\n cvt.rzi.s32.f32 %x0, %f0;": lambda a, b: min(
+        int(np.float32(a)), 2**31 - 1
+    ),
+}
 
 
 @pytest.mark.parametrize("text", ON_INTEGERS)
@@ -157,13 +179,16 @@ ON_FLOATS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "cvt.rn.bf16x2.f32 %f0, %f1, %f2;": halves(BF16),
     "cvt.rn.f16.f32 %h0, %f1;\n cvt.f32.f16 %f0, %h0;": lambda a, b: a.half().float(),
     "cvt.rn.bf16.f32 %h0, %f1;\n cvt.f32.bf16 %f0, %h0;": lambda a, b: a.bfloat16().float(),
-    "setp.lt.f32 %p, %f1, %f2;\n selp.f32 %f0, %f1, %f2, %p;":
-        lambda a, b: torch.where(a < b, a, b),
-    "setp.ltu.f32 %p, %f1, %f2;\n selp.f32 %f0, %f1, %f2, %p;":
-        lambda a, b: torch.where((a < b) | a.isnan() | b.isnan(), a, b),
-    "setp.neu.f32 %p|%q, %f1, %f1;\n selp.f32 %f0, %f1, %f2, %q;":
-        lambda a, b: torch.where(a.isnan(), b, a),
-}  # fmt: skip
+    "setp.lt.f32 %p, %f1, %f2;\n selp.f32 %f0, %f1, %f2, %p;": lambda a, b: torch.where(
+        a < b, a, b
+    ),
+    "setp.ltu.f32 %p, %f1, %f2;\n selp.f32 %f0, %f1, %f2, %p;": lambda a, b: torch.where(
+        (a < b) | a.isnan() | b.isnan(), a, b
+    ),
+    "setp.neu.f32 %p|%q, %f1, %f1;\n selp.f32 %f0, %f1, %f2, %q;": lambda a, b: torch.where(
+        a.isnan(), b, a
+    ),
+}
 
 
 @pytest.mark.parametrize("text", ON_FLOATS)
@@ -185,8 +210,9 @@ def test_floats(text: str) -> None:
 
 def test_lanes_exchange() -> None:
     """Of each eight lanes the largest number, by rounds, then lane 5's; a vote; an election."""
-    rounds = "".join(f"shfl.sync.bfly.b32 %x2, %x0, {n}, 31, -1;\nmax.u32 %x0, %x0, %x2;\n"
-                     for n in (1, 2, 4))  # fmt: skip
+    rounds = "".join(
+        f"shfl.sync.bfly.b32 %x2, %x0, {n}, 31, -1;\nmax.u32 %x0, %x0, %x2;\n" for n in (1, 2, 4)
+    )
     found = run(kernel("mov.u32 %x0, %lane;\n" + rounds + STORED), words())
     assert found.tolist() == [n | 7 for n in range(32)]
     found = run(kernel("shfl.sync.idx.b32 %x0, %lane, 5, 31, -1;\n" + STORED), words())
@@ -276,15 +302,24 @@ end:
         assert torch.equal(y[:13, 8:], x[4:17, :56])
         assert not y[13:].any()
         assert not y[:, :8].any()
-    refused(replace(source, text=source.text.replace("cp.async.bulk.wait_group.read 0;", "")),
-            words(), x, y, match="bulk stores may read")  # fmt: skip
+    refused(
+        replace(source, text=source.text.replace("cp.async.bulk.wait_group.read 0;", "")),
+        words(),
+        x,
+        y,
+        match="bulk stores may read",
+    )
     place = "cp.async.bulk.commit"
     touched = source.text.replace(place, "st.shared.b32 [%base], %x0;\n" + place)
     refused(replace(source, text=touched), words(), x, y, match="bulk store may still read")
     early = source.text.replace("mov.b64 %a, p1;", "mov.b64 %a, p1;\nst.shared.b32 [%base], %t;")
     refused(replace(source, text=early), words(), x, y, match=r"fence\.proxy\.async")
-    run(replace(source, text=early.replace("%t;\n", "%t;\nfence.proxy.async.shared::cta;\n")),
-        words(), x, y)  # fmt: skip
+    run(
+        replace(source, text=early.replace("%t;\n", "%t;\nfence.proxy.async.shared::cta;\n")),
+        words(),
+        x,
+        y,
+    )
 
 
 def refused(source: KernelSource, out: Tensor, *tensors: Tensor, match: str) -> None:
@@ -301,7 +336,8 @@ FENCE = "wgmma.fence.sync.aligned;\n"
 def fragments(step: int) -> str:
     """16 columns of a, as a product has them: two neighbours, of two rows, then eight further on;
     chunks of 16 bytes are where lines are mixed to."""
-    return "".join(f"""
+    return "".join(
+        f"""
     shr.u32 %x2, %lane, 2;
     mad.lo.u32 %x2, %warp, 16, %x2;
     add.u32 %x2, %x2, {8 * (i % 2)};
@@ -314,7 +350,9 @@ def fragments(step: int) -> str:
     add.u32 %x2, %x2, %base;
     ld.shared.b32 %x3, [%x2];
     mov.b32 %o{100 + 4 * step + i}, %x3;
-""" for i in range(4))  # fmt: skip
+"""
+        for i in range(4)
+    )
 
 
 def product(cols: int, kind: str, is_across: bool, in_registers: bool) -> str:
@@ -327,8 +365,10 @@ def product(cols: int, kind: str, is_across: bool, in_registers: bool) -> str:
     copies = "mov.b64 %a, p1;\n cvta.param.u64 %map1, %a;\n mov.u32 %x1, 0;\n"
     for n in range(parts):
         copies += f"mov.u32 %x0, {64 * n};\n add.u32 %x2, %base, {b_at + n * rows * 128};\n"
-        copies += ("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes "
-                   "[%x2], [%map1, {%x0, %x1}], [%x9];\n")  # fmt: skip
+        copies += (
+            "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes "
+            "[%x2], [%map1, {%x0, %x1}], [%x9];\n"
+        )
     text = text.replace("begun:", copies + "begun:")
     sums = "{" + ", ".join(f"%o{n}" for n in range(cols // 2)) + "}"
     text += f"mov.u32 %high, {high};\n setp.eq.u32 %p, 0, 0;\n setp.ne.u32 %q, 0, 0;\n"
@@ -347,8 +387,10 @@ def product(cols: int, kind: str, is_across: bool, in_registers: bool) -> str:
         text += f"or.b32 %low1, %low1, {leading << 16};\n"
         text += "mov.b64 %a, {%low0, %high};\n mov.b64 %b, {%low1, %high};\n"
         flags = "1, 1, " + ("" if in_registers else "0, ") + str(int(is_across))
-        text += (f"wgmma.mma_async.sync.aligned.m64n{cols}k16.f32.{kind}.{kind} {sums}, {a}, %b, "
-                 f"{'%p' if n else '%q'}, {flags};\n")  # fmt: skip
+        text += (
+            f"wgmma.mma_async.sync.aligned.m64n{cols}k16.f32.{kind}.{kind} {sums}, {a}, %b, "
+            f"{'%p' if n else '%q'}, {flags};\n"
+        )
     text += COMMIT + WAIT
     text += "shr.u32 %x0, %lane, 2;\n mad.lo.u32 %x0, %warp, 16, %x0;\n and.b32 %x1, %lane, 3;\n"
     text += f"mul.lo.u32 %x0, %x0, {4 * cols};\n mad.lo.u32 %x0, %x1, 8, %x0;\n"
@@ -362,9 +404,15 @@ def product(cols: int, kind: str, is_across: bool, in_registers: bool) -> str:
 @pytest.mark.parametrize("in_registers", [False, True])
 @pytest.mark.parametrize(
     ("cols", "kind", "is_across"),
-    [(8, "f16", False), (80, "bf16", False), (64, "bf16", True), (40, "f16", True),
-     (120, "f16", True), (160, "f16", False)],
-)  # fmt: skip
+    [
+        (8, "f16", False),
+        (80, "bf16", False),
+        (64, "bf16", True),
+        (40, "f16", True),
+        (120, "f16", True),
+        (160, "f16", False),
+    ],
+)
 def test_products(cols: int, kind: str, is_across: bool, in_registers: bool) -> None:
     text = product(cols, kind, is_across, in_registers)
     dtype = {"f16": F16, "bf16": BF16}[kind]
@@ -373,8 +421,14 @@ def test_products(cols: int, kind: str, is_across: bool, in_registers: bool) -> 
     b = torch.randn(64, cols).to(dtype) if is_across else torch.randn(cols, 64).to(dtype)
     rows = 64 if is_across else cols
     shared = 8192 + (-(-cols // 64) if is_across else 1) * rows * 128 + 8
-    source = kernel(text, threads=128, shared=shared, params=(dtype, dtype),
-                    boxes=((64, 64), (rows, 64)), out=F32)  # fmt: skip
+    source = kernel(
+        text,
+        threads=128,
+        shared=shared,
+        params=(dtype, dtype),
+        boxes=((64, 64), (rows, 64)),
+        out=F32,
+    )
     found = run(source, torch.full((64, cols), math.nan), a, b, seed=cols)
     wanted = a.double() @ (b.double() if is_across else b.double().T)
     torch.testing.assert_close(found.double(), wanted, atol=1e-4, rtol=1e-5)
@@ -395,8 +449,14 @@ def test_products(cols: int, kind: str, is_across: bool, in_registers: bool) -> 
 def test_registers_of_products(before: str, after: str, match: str) -> None:
     text = product(40, "f16", False, True)
     assert before in text
-    source = kernel(text.replace(before, after), threads=128, shared=8192 + 40 * 128 + 8,
-                    params=(F16, F16), boxes=((64, 64), (40, 64)), out=F32)  # fmt: skip
+    source = kernel(
+        text.replace(before, after),
+        threads=128,
+        shared=8192 + 40 * 128 + 8,
+        params=(F16, F16),
+        boxes=((64, 64), (40, 64)),
+        out=F32,
+    )
     a, b = torch.randn(64, 64).half(), torch.randn(40, 64).half()
     refused(source, torch.zeros(64, 40), a, b, match=match)
 
@@ -525,16 +585,23 @@ def test_neighbours_of_a_cluster() -> None:
 @pytest.mark.parametrize(
     ("before", "after", "match"),
     [
-        ("    barrier.cluster.arrive.release.aligned;\n    barrier.cluster.wait.acquire.aligned;\n",
-         "", "race|has ended|may not have begun"),
-        ("    barrier.cluster.arrive;\n    barrier.cluster.wait;\n", "",
-         "another one may still touch|has ended"),
+        (
+            "    barrier.cluster.arrive.release.aligned;\n"
+            "    barrier.cluster.wait.acquire.aligned;\n",
+            "",
+            "race|has ended|may not have begun",
+        ),
+        (
+            "    barrier.cluster.arrive;\n    barrier.cluster.wait;\n",
+            "",
+            "another one may still touch|has ended",
+        ),
         ("arrive.release.aligned", "arrive.relaxed.aligned", "race"),
         ("    barrier.cluster.wait;\n", "", "another one may still touch|has ended"),
         ("barrier.cluster.arrive.release.aligned;", "", "before the arrival"),
         ("rem.u32 %x4, %x4, 3;", "rem.u32 %x4, %x4, 4;", "in no program"),
     ],
-)  # fmt: skip
+)
 def test_neighbours_that_do_not_wait(before: str, after: str, match: str) -> None:
     assert before in AROUND
     body = AROUND.replace(before, after) + STORED
@@ -547,24 +614,24 @@ WRONG = {
     "%x1 is read": "setp.lt.u32 %p, %t, 9;\n @%p mov.u32 %x1, 1;\n add.u32 %x0, %x1, 1;",
     "%p was not written": "@%p mov.u32 %x0, 1;",
     "no multiple of 16": "add.u64 %out, %out, 4;\n mov.u32 %x0, 0;\n"
-                         "st.global.v4.b32 [%out], {%x0, %x0, %x0, %x0};",
+    "st.global.v4.b32 [%out], {%x0, %x0, %x0, %x0};",
     "of a tensor's memory": "mov.u32 %x0, 1;\n st.global.b32 [%out+512], %x0;",
     "in no tensor": "mov.u32 %x0, 1;\n mov.u64 %a, 64;\n st.global.b32 [%a], %x0;",
     "two threads store": "mov.u32 %x0, 1;\n st.global.b32 [%out], %x0;",
     "another thread of this launch": "mov.u32 %x0, 1;\n add.u64 %a, %out, %wide;\n"
-                                     "st.global.b32 [%a], %x0;\n ld.global.b32 %x0, [%out];",
+    "st.global.b32 [%a], %x0;\n ld.global.b32 %x0, [%out];",
     "leave shared memory": "ld.shared.b32 %x0, [%base+4096];",
     "no bar.warp.sync": "mad.lo.u32 %x1, %t, 4, %base;\n st.shared.b32 [%x1], %t;\n"
-                        "xor.b32 %x1, %x1, 4;\n ld.shared.b32 %x0, [%x1];",
+    "xor.b32 %x1, %x1, 4;\n ld.shared.b32 %x0, [%x1];",
     "race: another warp": "xor.b32 %x1, %t, 32;\n mad.lo.u32 %x1, %x1, 4, %base;\n"
-                          "mad.lo.u32 %x2, %t, 4, %base;\n st.shared.b32 [%x2], %t;\n"
-                          "ld.shared.b32 %x0, [%x1];",
+    "mad.lo.u32 %x2, %t, 4, %base;\n st.shared.b32 [%x2], %t;\n"
+    "ld.shared.b32 %x0, [%x1];",
     "standstill": "setp.eq.u32 %p, %warp, 0;\n @%p bar.sync 1, 64;",
     "change nothing": "again:\n bra again;",
     "with threads at a barrier": "setp.eq.u32 %p, %warp, 0;\n @%p bar.arrive 1, 64;",
     "of which there are fewer": "bar.sync 1, 96;",
     "here of 32|standstill": "setp.eq.u32 %p, %warp, 0;\n @%p bar.sync 1, 64;\n"
-                              "@!%p bar.sync 1, 32;",
+    "@!%p bar.sync 1, 32;",
     "a barrier of 40": "bar.sync 1, 40;",
     "a part of the lanes": "setp.lt.u32 %p, %lane, 5;\n @%p bar.sync 0;",
     "unknown instruction": "bfind.u32 %x0, %t;",
@@ -573,7 +640,7 @@ WRONG = {
     "unknown name": "add.u32 %x0, nothing, 1;",
     "no such label": "bra nowhere;",
     "division by zero": "div.u32 %x0, %t, 0;",
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("match", WRONG)
@@ -584,8 +651,13 @@ def test_what_is_wrong_is_said(match: str) -> None:
 
 def test_order_is_the_seeds_own() -> None:
     """The same seed finds the same."""
-    text = kernel(AROUND.replace("arrive.release", "arrive.relaxed"), threads=64, cluster=3,
-                  shared=256, programs=3)  # fmt: skip
+    text = kernel(
+        AROUND.replace("arrive.release", "arrive.relaxed"),
+        threads=64,
+        cluster=3,
+        shared=256,
+        programs=3,
+    )
     said = {_caught(text, words(192), seed=3) for _ in range(3)}
     assert len(said) == 1
     assert all(said)

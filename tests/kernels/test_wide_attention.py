@@ -69,8 +69,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> tuple
     """What the GPU computes, with its products in fp32 on this processor."""
     launches: list[int] = []
 
-    def rows(self: WideAttention, scores: Tensor, weights: Tensor, sums: Tensor, scale: float
-             ) -> None:  # fmt: skip
+    def rows(
+        self: WideAttention, scores: Tensor, weights: Tensor, sums: Tensor, scale: float
+    ) -> None:
         source = exp_rows(weights.dtype, scale, scores.shape[-1])
         sizes = {"s0": scores.shape[-1], "s1": sums.numel()}
         interpret(source, [scores, weights, sums], sizes)
@@ -78,9 +79,10 @@ def attend(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> tuple
 
     with (
         patch.object(WideAttention, "_exp_rows", rows),
-        patch.object(wide_attention, "product",
-                     lambda a, b, out: torch.bmm(a.float(), b.float(), out=out)),
-    ):  # fmt: skip
+        patch.object(
+            wide_attention, "product", lambda a, b, out: torch.bmm(a.float(), b.float(), out=out)
+        ),
+    ):
         size = Part.most(q.shape, k.shape, v.shape, q.dtype).size_bytes
         memory = torch.full((size,), 0xFF, dtype=torch.uint8)  # NaN
         call = WideAttention(scale, None, 0, memory)  # type: ignore[arg-type]
@@ -91,8 +93,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> tuple
 @pytest.mark.parametrize(
     ("shape", "keys", "scale"), [((1, 1, 64), 64, None), ((2, 3, 40), 17, 0.1)]
 )
-def test_as_accurate_as_torch(shape: tuple[int, int, int], keys: int, scale: float | None,
-                              dtype: torch.dtype) -> None:  # fmt: skip
+def test_as_accurate_as_torch(
+    shape: tuple[int, int, int], keys: int, scale: float | None, dtype: torch.dtype
+) -> None:
     torch.manual_seed(0)
     b, heads, queries = shape
     q = torch.randn(b, queries, heads, 264, dtype=dtype).transpose(1, 2)
@@ -161,8 +164,10 @@ def test_on_a_gpu(heads: int, dtype: torch.dtype) -> None:
     module = Attention(512 * heads, heads).cuda().to(dtype).eval().requires_grad_(False)
     exact = Attention(512 * heads, heads).cuda().double()
     exact.load_state_dict(module.state_dict())
-    inputs = [torch.randn(b, n, 512 * heads, device="cuda", dtype=dtype)
-              for b, n in ((1, 4096), (3, 1000), (2, 37))]  # fmt: skip
+    inputs = [
+        torch.randn(b, n, 512 * heads, device="cuda", dtype=dtype)
+        for b, n in ((1, 4096), (3, 1000), (2, 37))
+    ]
     with torch.no_grad():
         wanted = [(module(x), exact(x.double())) for x in inputs]
         for most in (256 << 20, 1 << 20):

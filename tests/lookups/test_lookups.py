@@ -66,19 +66,24 @@ def bilinear_mix(x: Tensor, y: Tensor) -> Tensor:
 
 FUSED: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
     "gather_where": (
-        lambda x, i: torch.where(i > 2, x.gather(1, i) * 2, 0), (torch.randn(3, 9), "i9: 3 9")),
+        lambda x, i: torch.where(i > 2, x.gather(1, i) * 2, 0),
+        (torch.randn(3, 9), "i9: 3 9"),
+    ),
     "index_of_index": (lambda x, i, j: F.gelu(x[i[j]]), (torch.randn(9, 4), "i9: 9", "i9: 5")),
     "bilinear": (bilinear_mix, (torch.randn(2, 3, 4, 5), torch.randn(2, 3, 9, 7))),
     "bicubic": (lambda x: F.interpolate(x, (9, 7), mode="bicubic") * 2, (torch.randn(2, 3, 4, 5),)),
     "one_hot": (lambda i: F.one_hot(i, 9).float() * 2, ("i9: 3 4",)),
-}  # fmt: skip
+}
 
 
 def values(arguments: tuple[Any, ...]) -> list[Tensor]:
     """Tensors as they are, "i9: 3 4" as indices below 9."""
-    return [a if isinstance(a, Tensor) else
-            torch.randint(0, int(a[1 : a.index(":")]), [int(n) for n in a.split()[1:]])
-            for a in arguments]  # fmt: skip
+    return [
+        a
+        if isinstance(a, Tensor)
+        else torch.randint(0, int(a[1 : a.index(":")]), [int(n) for n in a.split()[1:]])
+        for a in arguments
+    ]
 
 
 def launches(dispatcher: Dispatcher) -> tuple[int, int]:
@@ -220,10 +225,13 @@ MODES: dict[str, dict[str, Any]] = {
     "bilinear_aligned": {"size": (17, 6), "mode": "bilinear", "align_corners": True},
     "bilinear_factor": {"scale_factor": (2.3, 0.6), "mode": "bilinear"},
     "bilinear_recomputed": {
-        "scale_factor": (2.3, 0.6), "mode": "bilinear", "recompute_scale_factor": True},
+        "scale_factor": (2.3, 0.6),
+        "mode": "bilinear",
+        "recompute_scale_factor": True,
+    },
     "bicubic": {"size": (17, 6), "mode": "bicubic"},
     "bicubic_aligned": {"scale_factor": 2.5, "mode": "bicubic", "align_corners": True},
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)

@@ -29,9 +29,14 @@ Execute = Callable[[Kernel, Sequence[Tensor], Env], None]
 
 
 def run_plan(
-    graph: Graph, plan: FusionPlan, inputs: Sequence[Tensor], env: Env,
-    execute: Execute = run, *, exact: bool = True,
-) -> list[Tensor]:  # fmt: skip
+    graph: Graph,
+    plan: FusionPlan,
+    inputs: Sequence[Tensor],
+    env: Env,
+    execute: Execute = run,
+    *,
+    exact: bool = True,
+) -> list[Tensor]:
     """The outputs of ``graph``, each kernel lowered and interpreted."""
     memory: Memory = {
         node: _empty(node, env, exact=exact).copy_(value)

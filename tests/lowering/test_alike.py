@@ -32,8 +32,10 @@ def pieces(x: Tensor, t: Tensor) -> list[Tensor]:
     once, twice, all_ = t @ t.new_ones(96, 96), t @ t.new_ones(96, 80), t @ t.new_ones(96, 48)
     sums = [F.silu(x[i] + once[:, None, s : s + 16]) for i, s in enumerate((0, 16, 48, 5, 7))]
     norms = [F.layer_norm(x[i] * once[:, None, 8 * i : 8 * i + 16], (16,)) for i in range(4)]
-    pairs = [(twice[:, s : s + 16] * twice[:, e : e + 16]).cos()
-             for s, e in ((0, 16), (0, 48), (16, 16), (16, 0))]  # fmt: skip
+    pairs = [
+        (twice[:, s : s + 16] * twice[:, e : e + 16]).cos()
+        for s, e in ((0, 16), (0, 48), (16, 16), (16, 0))
+    ]
     beside = [(all_ + F.pad(all_[:, s : s + 16], (0, 32))).exp() for s in (0, 16)]
     return [*sums, *norms, *pairs, *beside]
 

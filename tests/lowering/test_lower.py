@@ -38,8 +38,10 @@ def check(function: Callable[..., Any], *shapes: str, module: nn.Module | None =
         ]
         expected = (owner or function)(*args)
         expected = [expected] if isinstance(expected, Tensor) else list(expected)
-        merged = [torch.cat([state[i] for i in n.attrs["merged"]])
-                  for n in graph.inputs[len(state) + len(args):]]  # fmt: skip
+        merged = [
+            torch.cat([state[i] for i in n.attrs["merged"]])
+            for n in graph.inputs[len(state) + len(args) :]
+        ]
         actual = run_plan(graph, fusion, [*state, *args, *merged], env)
         for a, e in zip(actual, expected, strict=True):
             torch.testing.assert_close(a.to(e.dtype), e, **EXACT)
@@ -64,12 +66,16 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
     "group_norm_silu": (group_norm_silu, ("b 6 2*h w",)),
     "geglu": (lambda x: (lambda a, g: a * F.gelu(g))(*x.chunk(2, -1)), ("b h 16",)),
     "attention": (attention_by_hand, ("b h*w 8",)),
-    "cat_then_norm": (lambda x, y: F.silu(F.group_norm(torch.cat([x, y], 1), 2)),
-                      ("b 4 h w", "b 6 h w")),
+    "cat_then_norm": (
+        lambda x, y: F.silu(F.group_norm(torch.cat([x, y], 1), 2)),
+        ("b 4 h w", "b 6 h w"),
+    ),
     "cat_dim0": (lambda x, y: torch.cat([x * 2, y, x], 0) + 1, ("b 4 h", "b 4 h")),
     "upsample": (lambda x: F.interpolate(F.silu(x), scale_factor=2.0), ("b 4 h w",)),
-    "upsample_of_norm": (lambda x: F.interpolate(group_norm_silu(x), scale_factor=2.0) + 1,
-                         ("b 4 h w",)),
+    "upsample_of_norm": (
+        lambda x: F.interpolate(group_norm_silu(x), scale_factor=2.0) + 1,
+        ("b 4 h w",),
+    ),
     "pad": (lambda x: F.pad(F.silu(x), (0, 1, 2, 0)) * 2, ("b 4 h w",)),
     "transpose_sum": (lambda x: x + x.transpose(1, 2), ("b h h",)),
     "alternating_sum": (lambda x: F.silu(x).sum((0, 2)), ("b 4 h w",)),
@@ -81,18 +87,23 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
     "norm_of_norm": (lambda x: F.layer_norm(F.layer_norm(x, (8,)) * 2 + x, (8,)), ("b h 8",)),
     "slices": (lambda x: x[:, -3:-1] * x[:, 1:3] + x[:, :2], ("b 6 h",)),
     "slice_of_sum": (lambda x: F.silu(x)[:, 2:] * 2, ("b 6 h",)),
-    "heads": (lambda x: x.view(x.shape[0], -1, 2, 4).transpose(1, 2).reshape(x.shape[0], 2, -1) + 1,
-              ("b h 8",)),
-    "depth": (lambda x: x.reshape(x.shape[0], x.shape[1] // 2, 2, 3).permute(0, 2, 3, 1) * 2,
-              ("b 2*h 3",)),
+    "heads": (
+        lambda x: x.view(x.shape[0], -1, 2, 4).transpose(1, 2).reshape(x.shape[0], 2, -1) + 1,
+        ("b h 8",),
+    ),
+    "depth": (
+        lambda x: x.reshape(x.shape[0], x.shape[1] // 2, 2, 3).permute(0, 2, 3, 1) * 2,
+        ("b 2*h 3",),
+    ),
     "unbind": (lambda x: (lambda a, b, c: a * b + c)(*F.silu(x).unbind(1)), ("b 3 h",)),
     "arange": (lambda x: x * torch.arange(x.shape[1]) + torch.arange(0, 1, 0.25)[1], ("b 2*h",)),
     "one_hot_mask": (lambda x: torch.where(torch.arange(x.shape[1]) < 2, x, x * 2), ("b 3*h",)),
     "timestep_embedding": (
         lambda t: torch.cat([(t[:, None] * torch.arange(4)).sin(), (t[:, None] * 2).cos()], -1),
-        ("b",)),
+        ("b",),
+    ),
     "broadcasts": (lambda x, y: x[:, None] * y[None, :, None] + y.sum(), ("b h", "w")),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -33,8 +33,12 @@ def test_code_block(number: int, tmp_path: Path) -> None:
     environment = os.environ | {"STROP_CACHE_DIR": str(tmp_path / "cache"), "STROP_STRICT": "1"}
     done = subprocess.run(
         [sys.executable, str(script)],
-        cwd=tmp_path, env=environment, capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
 
 

@@ -79,8 +79,19 @@ def test_recipe(name: str, tmp_path: Path) -> None:
         "STROP_CACHE_DIR": str(tmp_path / "cache"),
     }
     checks = [str(tmp_path / "tests" / "meta" / check) for check in CHECKS]
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", os.devnull,
-               "--import-mode=importlib", *map(str, tests), *checks]  # fmt: skip
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-c",
+        os.devnull,
+        "--import-mode=importlib",
+        *map(str, tests),
+        *checks,
+    ]
     done = subprocess.run(
         command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
     )

@@ -124,8 +124,14 @@ def test_the_recipe_trains_the_rest_of_the_folder(trained: Path, tmp_path: Path)
     """`strop train text-to-image --config examples/sprites.yaml --model DIR/weights`."""
     folder, output = trained / "weights", tmp_path / "out"
     recipe = settings.read_yaml(Path(__file__).parents[2] / "examples" / "sprites.yaml")
-    small = {"model": folder, "output_dir": output, "train_batch_size": 2, "max_train_steps": 2,
-             "validation_prompt": [], "mixed_precision": "no"}  # fmt: skip
+    small = {
+        "model": folder,
+        "output_dir": output,
+        "train_batch_size": 2,
+        "max_train_steps": 2,
+        "validation_prompt": [],
+        "mixed_precision": "no",
+    }
     trainer.train("text-to-image", **{**recipe, **small})
     assert (output / VAE).read_bytes() == (folder / VAE).read_bytes()
     for name in ("unet/diffusion_pytorch_model.safetensors", "text_encoder/model.safetensors"):

@@ -172,8 +172,9 @@ class Check:
         self._compare(expected[half:])
         return True
 
-    def _note(self, one: Expected, found: Sequence[Difference], outcome: Outcome,
-              run: Run | None = None) -> None:  # fmt: skip
+    def _note(
+        self, one: Expected, found: Sequence[Difference], outcome: Outcome, run: Run | None = None
+    ) -> None:
         where = replace(self.where, layout=one.sample.layout)
         rules = [rule_for(where, d, draws=one.draws) for d in found]
         wrong = [d for d, rule in zip(found, rules, strict=True) if not rule]

@@ -62,8 +62,12 @@ Rows = Mapping[Key, Row]
 def digest() -> str:
     """Of torch's version and all sources that compile or judge."""
     source = ROOT / "src" / "strop"
-    files = [f for kind in ("*.py", "*.h") for f in source.rglob(kind)
-             if f.relative_to(source).parts[0] not in _APART]  # fmt: skip
+    files = [
+        f
+        for kind in ("*.py", "*.h")
+        for f in source.rglob(kind)
+        if f.relative_to(source).parts[0] not in _APART
+    ]
     found = hashlib.sha256(torch.__version__.encode())
     for file in sorted([*files, *Path(__file__).parent.glob("*.py")]):
         found.update(file.read_bytes())
@@ -121,5 +125,6 @@ def summary(rows: Rows) -> str:
 
 def failures(rows: Rows) -> list[str]:
     """A line for each case that has some."""
-    return [f"{' '.join(astuple(key))}: {row.reason}" for key, row in rows.items()
-            if row.counts.failed]  # fmt: skip
+    return [
+        f"{' '.join(astuple(key))}: {row.reason}" for key, row in rows.items() if row.counts.failed
+    ]

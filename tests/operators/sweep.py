@@ -106,9 +106,13 @@ class Sweep:
         while not self.todo.empty() and time.monotonic() < self.deadline:
             command = [sys.executable, "-m", "tests.operators.sweep", "--worker", self.folder]
             with tempfile.TemporaryFile("w+") as complaints:
-                worker = subprocess.Popen([*command, "--most", str(self.most)], text=True,
-                                          stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                                          stderr=complaints)  # fmt: skip
+                worker = subprocess.Popen(
+                    [*command, "--most", str(self.most)],
+                    text=True,
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=complaints,
+                )
                 try:
                     self._feed(worker, complaints)
                 finally:
@@ -178,8 +182,12 @@ def wanted(given: argparse.Namespace) -> list[Key]:
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    for name, what in (("only", "operators"), ("way", "ways"), ("direction", "directions"),
-                       ("dtype", "types")):  # fmt: skip
+    for name, what in (
+        ("only", "operators"),
+        ("way", "ways"),
+        ("direction", "directions"),
+        ("dtype", "types"),
+    ):
         parser.add_argument(f"--{name}", default=".*", metavar="REGEX", help=f"these {what} alone")
     parser.add_argument("--shard", default="1/1", help="part i of n of the cases: i/n")
     parser.add_argument("--again", action="store_true", help="also cases that have not changed")

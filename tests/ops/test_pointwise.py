@@ -40,27 +40,119 @@ def _outer(f: Spelling) -> Spelling:
 
 # x, y in [0.1, 0.9], u in [-3, 3]: inside the domain of every function
 FLOAT: dict[str, Spelling] = {
-    **{name: _third(getattr(torch, name)) for name in (
-        "abs", "ceil", "floor", "trunc", "round", "frac", "sign", "sgn", "neg", "exp", "exp2",
-        "expm1", "sin", "cos", "tan", "sinh", "cosh", "tanh", "asinh", "atan", "erf", "erfc",
-        "sigmoid", "square", "deg2rad", "rad2deg", "sinc", "relu", "isnan", "isinf", "isfinite",
-        "isposinf", "isneginf", "signbit", "logical_not", "nan_to_num", "positive",
-    )},
-    **{name: _first(getattr(torch, name)) for name in (
-        "log", "log2", "log10", "log1p", "sqrt", "rsqrt", "reciprocal", "asin", "acos", "atanh",
-        "erfinv", "logit", "lgamma",
-    )},
-    **{name: _third(getattr(F, name)) for name in (
-        "relu6", "elu", "selu", "celu", "mish", "softplus", "logsigmoid", "gelu", "silu",
-        "hardsigmoid", "hardswish", "hardtanh", "leaky_relu", "softshrink", "hardshrink",
-        "softsign", "tanhshrink",
-    )},
-    **{name: _outer(getattr(torch, name)) for name in (
-        "add", "sub", "mul", "div", "atan2", "hypot", "copysign", "fmod", "remainder",
-        "floor_divide", "maximum", "minimum", "fmax", "fmin", "logaddexp", "logaddexp2",
-        "heaviside", "eq", "ne", "lt", "le", "gt", "ge", "logical_and", "logical_or",
-        "logical_xor",
-    )},
+    **{
+        name: _third(getattr(torch, name))
+        for name in (
+            "abs",
+            "ceil",
+            "floor",
+            "trunc",
+            "round",
+            "frac",
+            "sign",
+            "sgn",
+            "neg",
+            "exp",
+            "exp2",
+            "expm1",
+            "sin",
+            "cos",
+            "tan",
+            "sinh",
+            "cosh",
+            "tanh",
+            "asinh",
+            "atan",
+            "erf",
+            "erfc",
+            "sigmoid",
+            "square",
+            "deg2rad",
+            "rad2deg",
+            "sinc",
+            "relu",
+            "isnan",
+            "isinf",
+            "isfinite",
+            "isposinf",
+            "isneginf",
+            "signbit",
+            "logical_not",
+            "nan_to_num",
+            "positive",
+        )
+    },
+    **{
+        name: _first(getattr(torch, name))
+        for name in (
+            "log",
+            "log2",
+            "log10",
+            "log1p",
+            "sqrt",
+            "rsqrt",
+            "reciprocal",
+            "asin",
+            "acos",
+            "atanh",
+            "erfinv",
+            "logit",
+            "lgamma",
+        )
+    },
+    **{
+        name: _third(getattr(F, name))
+        for name in (
+            "relu6",
+            "elu",
+            "selu",
+            "celu",
+            "mish",
+            "softplus",
+            "logsigmoid",
+            "gelu",
+            "silu",
+            "hardsigmoid",
+            "hardswish",
+            "hardtanh",
+            "leaky_relu",
+            "softshrink",
+            "hardshrink",
+            "softsign",
+            "tanhshrink",
+        )
+    },
+    **{
+        name: _outer(getattr(torch, name))
+        for name in (
+            "add",
+            "sub",
+            "mul",
+            "div",
+            "atan2",
+            "hypot",
+            "copysign",
+            "fmod",
+            "remainder",
+            "floor_divide",
+            "maximum",
+            "minimum",
+            "fmax",
+            "fmin",
+            "logaddexp",
+            "logaddexp2",
+            "heaviside",
+            "eq",
+            "ne",
+            "lt",
+            "le",
+            "gt",
+            "ge",
+            "logical_and",
+            "logical_or",
+            "logical_xor",
+        )
+    },
     "acosh": lambda x, y, u: torch.acosh(x + 1.5),
     "xlogy": lambda x, y, u: torch.xlogy(u, y),
     "pow": lambda x, y, u: x**u,
@@ -92,23 +184,68 @@ FLOAT: dict[str, Spelling] = {
     "masked_fill": lambda x, y, u: u.masked_fill(u > 1, -7.0),
     "ldexp": lambda x, y, u: torch.ldexp(x, torch.full_like(x, 3)),
     "mse": lambda x, y, u: F.mse_loss(u, y, reduction="none"),
-    **{f"to {dtype}": lambda x, y, u, to=dtype: (u * 32).to(to)
-       for dtype in (torch.int64, torch.int32, torch.int8, torch.bool, torch.float16)},
-}  # fmt: skip
+    **{
+        f"to {dtype}": lambda x, y, u, to=dtype: (u * 32).to(to)
+        for dtype in (torch.int64, torch.int32, torch.int8, torch.bool, torch.float16)
+    },
+}
 
 # i of both signs where there are two, j without zero
 INTEGER: dict[str, Spelling] = {
-    **{name: _both(getattr(torch, name)) for name in (
-        "add", "sub", "mul", "div", "fmod", "remainder", "floor_divide", "maximum", "minimum",
-        "fmax", "fmin", "bitwise_and", "bitwise_or", "bitwise_xor", "eq", "ne", "lt", "le", "gt",
-        "ge", "logical_and", "logical_or", "logical_xor", "bitwise_left_shift",
-        "bitwise_right_shift",
-    )},
-    **{name: _first(getattr(torch, name)) for name in (
-        "neg", "abs", "sign", "floor", "ceil", "trunc", "round", "square", "bitwise_not",
-        "logical_not", "isnan", "isinf", "isfinite", "relu", "nan_to_num", "sigmoid", "sin",
-        "exp2", "signbit",
-    )},
+    **{
+        name: _both(getattr(torch, name))
+        for name in (
+            "add",
+            "sub",
+            "mul",
+            "div",
+            "fmod",
+            "remainder",
+            "floor_divide",
+            "maximum",
+            "minimum",
+            "fmax",
+            "fmin",
+            "bitwise_and",
+            "bitwise_or",
+            "bitwise_xor",
+            "eq",
+            "ne",
+            "lt",
+            "le",
+            "gt",
+            "ge",
+            "logical_and",
+            "logical_or",
+            "logical_xor",
+            "bitwise_left_shift",
+            "bitwise_right_shift",
+        )
+    },
+    **{
+        name: _first(getattr(torch, name))
+        for name in (
+            "neg",
+            "abs",
+            "sign",
+            "floor",
+            "ceil",
+            "trunc",
+            "round",
+            "square",
+            "bitwise_not",
+            "logical_not",
+            "isnan",
+            "isinf",
+            "isfinite",
+            "relu",
+            "nan_to_num",
+            "sigmoid",
+            "sin",
+            "exp2",
+            "signbit",
+        )
+    },
     "div floor": lambda i, j: torch.div(i, j, rounding_mode="floor"),
     "div trunc": lambda i, j: torch.div(i, j, rounding_mode="trunc"),
     "number": lambda i, j: i + 1.5,
@@ -121,9 +258,11 @@ INTEGER: dict[str, Spelling] = {
     "compare to fraction": lambda i, j: i < 2.5,
     "masked_fill": lambda i, j: i.masked_fill(i > 3, 9),
     "addcmul": lambda i, j: torch.addcmul(i, i, j, value=2),
-    **{f"to {dtype}": lambda i, j, to=dtype: i.to(to)
-       for dtype in (torch.float16, torch.float64, torch.int16, torch.uint8, torch.bool)},
-}  # fmt: skip
+    **{
+        f"to {dtype}": lambda i, j, to=dtype: i.to(to)
+        for dtype in (torch.float16, torch.float64, torch.int16, torch.uint8, torch.bool)
+    },
+}
 
 BOOL: dict[str, Spelling] = {
     "and": lambda a, b: a & b,
@@ -145,8 +284,16 @@ BOOL: dict[str, Spelling] = {
 SPECIAL = (math.nan, math.inf, -math.inf, 0.0, -0.0, 1.0, -2.5, 1e-40, 3e38, -3e38)
 # Eager and C++ convert what an integer cannot hold as the processor likes, and the last digit of a
 # number decides what is left of a large one.
-ROUNDED = {"tan", "sin", "cos", "sinc", "to torch.int64", "to torch.int32", "to torch.int8",
-           "remainder by number"}  # fmt: skip
+ROUNDED = {
+    "tan",
+    "sin",
+    "cos",
+    "sinc",
+    "to torch.int64",
+    "to torch.int32",
+    "to torch.int8",
+    "remainder by number",
+}
 
 
 class Every(nn.Module):
@@ -243,8 +390,11 @@ def test_special_values(dtype: torch.dtype) -> None:
     pairs = torch.cartesian_prod(value, value)
     operands = [pairs[:, 0].contiguous(), pairs[:, 1].contiguous(), pairs[:, 0].contiguous()]
     table = {name: f for name, f in FLOAT.items() if name not in ROUNDED}
-    results = (compiled(table, operands), eager(table, operands),
-               eager(table, [x.double() for x in operands]))  # fmt: skip
+    results = (
+        compiled(table, operands),
+        eager(table, operands),
+        eager(table, [x.double() for x in operands]),
+    )
     wrong = {}
     for name, got, want, exact in zip(table, *results, strict=True):
         # eager's fp32 vector loops lose some: fmod of a large quotient, gelu of infinity
@@ -268,8 +418,9 @@ def test_integers_equal_eager(dtype: torch.dtype) -> None:
     j[::2] %= 6
     j[j == 0] = -1 if low else 1
     operands = [i.to(dtype), j.to(dtype)]
-    for name, got, want in zip(INTEGER, compiled(INTEGER, operands), eager(INTEGER, operands),
-                               strict=True):  # fmt: skip
+    for name, got, want in zip(
+        INTEGER, compiled(INTEGER, operands), eager(INTEGER, operands), strict=True
+    ):
         assert got.dtype == want.dtype, name
         if want.is_floating_point():
             torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6, msg=name)
@@ -289,15 +440,20 @@ LAYOUTS: dict[str, Callable[[], list[Tensor]]] = {
     "rank 0": lambda: drawn((), torch.float32),
     "one": lambda: drawn((1,), torch.float32),
     "seven": lambda: drawn((7,), torch.float32),
-    "broadcast": lambda: [x[:, :1] if k else x[:1]
-                          for k, x in enumerate(drawn((6, 5), torch.float32))],
+    "broadcast": lambda: [
+        x[:, :1] if k else x[:1] for k, x in enumerate(drawn((6, 5), torch.float32))
+    ],
     "transposed": lambda: [drawn((6, 5), torch.float32)[0].t(), *drawn((5, 6), torch.float32)[1:]],
-    "expanded": lambda: [drawn((1, 5), torch.float32)[0].expand(6, 5),
-                         *drawn((6, 5), torch.float32)[1:]],
+    "expanded": lambda: [
+        drawn((1, 5), torch.float32)[0].expand(6, 5),
+        *drawn((6, 5), torch.float32)[1:],
+    ],
     "mixed types": lambda: [*drawn((6, 5), torch.float32)[:2], drawn((6, 5), torch.float16)[2]],
-    "rank 0 of another type": lambda: [*drawn((6, 5), torch.float16)[:2],
-                                       drawn((), torch.float32)[2]],
-}  # fmt: skip
+    "rank 0 of another type": lambda: [
+        *drawn((6, 5), torch.float16)[:2],
+        drawn((), torch.float32)[2],
+    ],
+}
 FEW = {name: FLOAT[name] for name in ("exp", "add", "remainder", "lt", "clamp by tensors", "where")}
 
 

@@ -29,11 +29,14 @@ SAMPLE = kernels.pointwise("uniform", [I64, I64], F32)
 COUNT = 1000
 DEVICES = [
     "cpu",
-    pytest.param("cuda", marks=[
-        pytest.mark.gpu,
-        pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
-    ]),
-]  # fmt: skip
+    pytest.param(
+        "cuda",
+        marks=[
+            pytest.mark.gpu,
+            pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+        ],
+    ),
+]
 
 
 class Function(nn.Module):

@@ -112,11 +112,12 @@ def test_it_is_a_pass_for_gpus_that_can_be_left_out() -> None:
 def test_one_launch_less_in_the_place_of_the_other_sum() -> None:
     captured = trace(Block(), "b s s 32", b=2, s=6)
     signature, sizes = Signature(captured.returned, ()), {"b": 2, "s": 6}
-    with_it, without = (compile_graph(captured.graph, signature, "cuda", Options(disable=names))
-                        for names in ((), ("linear_add",)))  # fmt: skip
+    with_it, without = (
+        compile_graph(captured.graph, signature, "cuda", Options(disable=names))
+        for names in ((), ("linear_add",))
+    )
     assert len(with_it.program.at(sizes)) == len(without.program.at(sizes)) - 1
-    (step,) = (s for s in with_it.program.steps
-               if isinstance(s, CallStep) and s.op == "linear_add")  # fmt: skip
+    (step,) = (s for s in with_it.program.steps if isinstance(s, CallStep) and s.op == "linear_add")
     assert step.in_place == ((step.outputs[0], step.inputs[2].buffer),)
 
 

@@ -20,8 +20,9 @@ from tests.e2e import tiny
 from tests.frontend.tracing import trace, trace_specs
 
 
-def optimized(what: nn.Module | Callable[..., Any], *shapes: str, disable: tuple[str, ...] = ()
-              ) -> Graph:  # fmt: skip
+def optimized(
+    what: nn.Module | Callable[..., Any], *shapes: str, disable: tuple[str, ...] = ()
+) -> Graph:
     traced = trace(what, *shapes, b=2, h=8, w=12, s=24)
     return run_passes(traced.graph, Options(disable=disable))[0]
 
@@ -35,8 +36,12 @@ def merged(graph: Graph) -> list[Node]:
 
 
 def test_a_1x1_convolution_is_a_linear_without_copies():
-    module = nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.Conv2d(8, 16, 1), nn.SiLU(),
-                           nn.Conv2d(16, 8, 3, padding=1))  # fmt: skip
+    module = nn.Sequential(
+        nn.Conv2d(8, 8, 3, padding=1),
+        nn.Conv2d(8, 16, 1),
+        nn.SiLU(),
+        nn.Conv2d(16, 8, 3, padding=1),
+    )
     found = ops(optimized(module, "b 8 h w"))
     assert found["linear"] == 1
     assert found["conv2d"] == 2

@@ -80,8 +80,9 @@ class Result(Block):
         return self.up(F.silu(self.norm(start))) + start
 
 
-def traced(module: nn.Module, device: str = "cuda", dtype: torch.dtype = HALF,
-           **options: Any) -> Graph:  # fmt: skip
+def traced(
+    module: nn.Module, device: str = "cuda", dtype: torch.dtype = HALF, **options: Any
+) -> Graph:
     spec = "b 320 h w" if isinstance(module, Picture) else "b s 320"
     sizes = {"b": 2, "h": 4, "w": 6} if isinstance(module, Picture) else {"b": 2, "s": 6}
     graph = trace(module.to(dtype), spec, dtype=dtype, **sizes).graph
@@ -104,10 +105,18 @@ def test_through_views() -> None:
     assert found.inputs[2].shape == found.shape
 
 
-@pytest.mark.parametrize(("module", "count"), [
-    (Block(bias=False), 1), (ReadLater(), 0), (Argument(), 0), (Alone(), 0), (Result(), 0),
-    (Block(outs=328), 0),
-], ids=["no bias", "read later", "argument", "alone", "result", "width"])  # fmt: skip
+@pytest.mark.parametrize(
+    ("module", "count"),
+    [
+        (Block(bias=False), 1),
+        (ReadLater(), 0),
+        (Argument(), 0),
+        (Alone(), 0),
+        (Result(), 0),
+        (Block(outs=328), 0),
+    ],
+    ids=["no bias", "read later", "argument", "alone", "result", "width"],
+)
 def test_other_sums_stay(module: nn.Module, count: int) -> None:
     assert len(found_in(traced(module))) == count
 

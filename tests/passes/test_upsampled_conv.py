@@ -31,8 +31,9 @@ HALF, WIDTH = torch.float16, 256
 class Upsample(nn.Module):
     """As between two blocks of a UNet."""
 
-    def __init__(self, outs: int = WIDTH, mode: str = "nearest", factor: float = 2.0,
-                 **how: Any) -> None:  # fmt: skip
+    def __init__(
+        self, outs: int = WIDTH, mode: str = "nearest", factor: float = 2.0, **how: Any
+    ) -> None:
         super().__init__()
         self.conv = nn.Conv2d(WIDTH, outs, **({"kernel_size": 3, "padding": 1} | how))
         self.mode, self.factor = mode, factor
@@ -55,8 +56,9 @@ class OneSide(Upsample):
         return F.interpolate(F.silu(x), scale_factor=(2.0, 1.0), mode="nearest")
 
 
-def traced(module: nn.Module, device: str = "cuda", dtype: torch.dtype = HALF,
-           **options: Any) -> Graph:  # fmt: skip
+def traced(
+    module: nn.Module, device: str = "cuda", dtype: torch.dtype = HALF, **options: Any
+) -> Graph:
     graph = trace(module.to(dtype), f"b {WIDTH} h w", dtype=dtype, b=2, h=4, w=6).graph
     return run_passes(graph, Options(**options), device)[0]
 
@@ -74,12 +76,35 @@ def test_the_larger_picture_is_never_made() -> None:
     assert not [n for n in graph.nodes if n.op in ("expand", "take") and n.shape == found.shape]
 
 
-@pytest.mark.parametrize("module", [
-    ReadTwice(), OneSide(), Upsample(factor=3.0), Upsample(mode="bilinear"),
-    Upsample(outs=128), Upsample(outs=264), Upsample(stride=2), Upsample(groups=2),
-    Upsample(padding=0), Upsample(dilation=2, padding=2), Upsample(kernel_size=5, padding=2),
-], ids=["read twice", "one side", "thrice", "bilinear", "narrow", "odd", "stride",
-        "groups", "padding", "dilation", "window"])  # fmt: skip
+@pytest.mark.parametrize(
+    "module",
+    [
+        ReadTwice(),
+        OneSide(),
+        Upsample(factor=3.0),
+        Upsample(mode="bilinear"),
+        Upsample(outs=128),
+        Upsample(outs=264),
+        Upsample(stride=2),
+        Upsample(groups=2),
+        Upsample(padding=0),
+        Upsample(dilation=2, padding=2),
+        Upsample(kernel_size=5, padding=2),
+    ],
+    ids=[
+        "read twice",
+        "one side",
+        "thrice",
+        "bilinear",
+        "narrow",
+        "odd",
+        "stride",
+        "groups",
+        "padding",
+        "dilation",
+        "window",
+    ],
+)
 def test_other_convolutions_stay(module: nn.Module) -> None:
     assert not found_in(traced(module))
 
@@ -115,8 +140,10 @@ def test_its_steps() -> None:
 def test_values(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a CPU, by torch; a later weight is seen by the next call."""
     ran = list[str]()
-    by_torch = {"folded_taps": lambda w: fold_taps(w.float()).to(w.dtype),
-                "upsampled_conv2d": upsampled}  # fmt: skip
+    by_torch = {
+        "folded_taps": lambda w: fold_taps(w.float()).to(w.dtype),
+        "upsampled_conv2d": upsampled,
+    }
     for name, function in by_torch.items():
 
         def heard(inputs: Any, name: str = name, function: Any = function) -> Tensor:

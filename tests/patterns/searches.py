@@ -59,8 +59,9 @@ SIZES = {
 }
 
 
-def declare(search: Callable[..., Any], replace: Callable[..., Any] | None = None, **more: Any
-            ) -> tuple[Pattern, Kernel]:  # fmt: skip
+def declare(
+    search: Callable[..., Any], replace: Callable[..., Any] | None = None, **more: Any
+) -> tuple[Pattern, Kernel]:
     kernel = Kernel(replace or search)
     example = [torch.empty(shape) for shape in SIZES[search]]
     return strop.pattern(search, kernel, example=example, **more), kernel

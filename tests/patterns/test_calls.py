@@ -143,7 +143,10 @@ def test_results_without_elements(cache: str) -> None:
 EMPTY, MANY = torch.empty(2, 8), torch.zeros(4, 2, 8)
 BAD: dict[str, tuple[Callable[..., Any], Any, dict[str, Any], str]] = {
     "untraceable": (
-        lambda x: x * float(x.sum()), None, {}, r"cannot be traced with the example \(x\[2, 8\]\)"
+        lambda x: x * float(x.sum()),
+        None,
+        {},
+        r"cannot be traced with the example \(x\[2, 8\]\)",
     ),
     "nothing computed": (lambda x: x.t(), None, {}, "result 0 of search is a view or a cast"),
     "no tensor": (lambda x: 3, None, {}, "has to return a tensor"),
@@ -154,7 +157,10 @@ BAD: dict[str, tuple[Callable[..., Any], Any, dict[str, Any], str]] = {
     "random": (lambda x: x + torch.randn(2, 8), None, {}, "search draws random numbers"),
     "a tensor of its own": (lambda x: x + MANY, None, {}, "pass it as an argument"),
     "few examples": (
-        lambda x, y: x + y, None, {"example": [EMPTY]}, r"takes 2 tensors \(x, y\).* not \(Tensor\)"
+        lambda x, y: x + y,
+        None,
+        {"example": [EMPTY]},
+        r"takes 2 tensors \(x, y\).* not \(Tensor\)",
     ),
     "no example": (lambda x: x + 1, None, {"example": EMPTY}, "not a Tensor"),
     "sizes for tensors": (lambda x: x + 1, None, {"example": (2, 8)}, r"not \(int, int\)"),
@@ -164,7 +170,7 @@ BAD: dict[str, tuple[Callable[..., Any], Any, dict[str, Any], str]] = {
     "built in": (torch.sigmoid, None, {"example": [EMPTY]}, "give a Python function"),
     "no function": (lambda x: x + 1, 3, {}, "replace is 3, whose arguments cannot be told"),
     "numerics": (lambda x: x + 1, None, {"numerics": "a b"}, "numerics='a b'"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", BAD)

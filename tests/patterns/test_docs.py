@@ -54,11 +54,20 @@ def test_its_triton_kernel_in_the_interpreter(tmp_path: Path) -> None:
     assert "when=fits_a_block, " in text
     page.write_text(text.replace("when=fits_a_block, ", ""))
     environment = os.environ | {
-        "STROP_CACHE_DIR": str(tmp_path / "cache"), "STROP_STRICT": "1", "STROP_CHECK": "1",
-        "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "",
-    }  # fmt: skip
-    done = subprocess.run([sys.executable, str(page)], cwd=tmp_path, env=environment,
-                          capture_output=True, text=True, check=False)  # fmt: skip
+        "STROP_CACHE_DIR": str(tmp_path / "cache"),
+        "STROP_STRICT": "1",
+        "STROP_CHECK": "1",
+        "TRITON_INTERPRET": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+    }
+    done = subprocess.run(
+        [sys.executable, str(page)],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.endswith("triton_rms_norm 1 ()\n")
     assert "inaccurate" not in done.stderr

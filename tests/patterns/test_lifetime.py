@@ -133,8 +133,9 @@ def test_numerics_by_name(cache: str) -> None:
 def test_numerics_of_no_pattern_are_told_once(cache: str, caplog: pytest.LogCaptureFixture) -> None:
     declare(swiglu, numerics="relu_for_silu")
     for _ in range(2):
-        module = optimized(Function(swiglu), cache, record=True,
-                           numerics=("relu_for_silu", "no_such"))  # fmt: skip
+        module = optimized(
+            Function(swiglu), cache, record=True, numerics=("relu_for_silu", "no_such")
+        )
         module(torch.randn(2, 8), torch.randn(2, 8))
     told = [text for text in caplog.messages if "numerics" in text]
     assert told == ["Options.numerics allows 'no_such', which no pattern in force names"]

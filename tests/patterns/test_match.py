@@ -97,34 +97,48 @@ def test_written_otherwise(case: str, dtype: torch.dtype, cache: str) -> None:
 
 NEAR: dict[str, tuple[Callable[..., Any], Callable[..., Any], tuple[tuple[int, ...], ...], str]] = {
     "a reader inside": (
-        swiglu, lambda x, y: (swiglu(x, y), F.silu(x) + 1), ((3, 8), (3, 8)),
+        swiglu,
+        lambda x, y: (swiglu(x, y), F.silu(x) + 1),
+        ((3, 8), (3, 8)),
         "its silu is read elsewhere, by add in Function",
     ),
     "a result inside": (
-        swiglu, lambda x, y: (swiglu(x, y), F.silu(x)), ((3, 8), (3, 8)),
+        swiglu,
+        lambda x, y: (swiglu(x, y), F.silu(x)),
+        ((3, 8), (3, 8)),
         "its silu is a result of the graph as well",
     ),
     "another number": (
-        unit, lambda x: x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5), ((2, 8),),
+        unit,
+        lambda x: x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5),
+        ((2, 8),),
         "differs at add in Function: operand 1e-06 expected, 1e-05 found",
     ),
     "another dim": (
-        unit, lambda x: x * torch.rsqrt(x.pow(2).mean(-2, keepdim=True) + 1e-6), ((2, 8),),
+        unit,
+        lambda x: x * torch.rsqrt(x.pow(2).mean(-2, keepdim=True) + 1e-6),
+        ((2, 8),),
         "differs at mean in Function: dims=(1,) expected, (0,) found",
     ),
     "another type inside": (
-        unit, lambda x: x * torch.rsqrt(x.pow(2).mean(-1, True, dtype=torch.float64) + 1e-6),
-        ((2, 8),), "differs at mean in Function: ",
+        unit,
+        lambda x: x * torch.rsqrt(x.pow(2).mean(-1, True, dtype=torch.float64) + 1e-6),
+        ((2, 8),),
+        "differs at mean in Function: ",
     ),
     "a number for a size": (
-        attention, lambda q, k, v: torch.softmax(q @ k.transpose(-1, -2) / 4.0, -1) @ v,
-        ((2, 4, 8, 16), (2, 4, 8, 16), (2, 4, 8, 16)), "it has no sqrt(d0_3)",
+        attention,
+        lambda q, k, v: torch.softmax(q @ k.transpose(-1, -2) / 4.0, -1) @ v,
+        ((2, 4, 8, 16), (2, 4, 8, 16), (2, 4, 8, 16)),
+        "it has no sqrt(d0_3)",
     ),
     "a result of the graph": (
-        rms_by_hand, lambda x, w: x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6),
-        ((2, 8), (8,)), "differs behind mul in Function: mul expected, a result of the graph",
+        rms_by_hand,
+        lambda x, w: x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6),
+        ((2, 8), (8,)),
+        "differs behind mul in Function: mul expected, a result of the graph",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", NEAR)

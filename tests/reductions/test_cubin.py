@@ -13,11 +13,24 @@ from tests.fusion.test_reference_cases import lowered
 pytest.importorskip("triton")
 
 CASES = (
-    "two_outputs", "softmax", "softmax_across", "log_softmax", "log_softmax_first",
-    "layer_norm_of_12345", "rms_norm", "two_layer_norms", "softmax_of_layer_norm", "standardised",
-    "group_norm_silu_channels_last", "argmax", "argmax_of_all", "column_sum", "sum_of_all",
-    "var_mean_of_all", "sum_of_40960",
-)  # fmt: skip
+    "two_outputs",
+    "softmax",
+    "softmax_across",
+    "log_softmax",
+    "log_softmax_first",
+    "layer_norm_of_12345",
+    "rms_norm",
+    "two_layer_norms",
+    "softmax_of_layer_norm",
+    "standardised",
+    "group_norm_silu_channels_last",
+    "argmax",
+    "argmax_of_all",
+    "column_sum",
+    "sum_of_all",
+    "var_mean_of_all",
+    "sum_of_40960",
+)
 
 
 @pytest.mark.parametrize("arch", [80, 90])

@@ -59,7 +59,7 @@ ANY: Mapping[str, Function] = {
     "min": lambda x: [x.min(), *x.min(0), *x.min(2)],
     "argmax": over_dims(torch.argmax, pairs=False),
     "argmin": over_dims(torch.argmin, pairs=False),
-}  # fmt: skip
+}
 FLOAT: Mapping[str, Function] = {
     "mean": over_dims(torch.mean),
     "sum_in_fp64": lambda x: [x.sum(dtype=F64), x.mean(1, dtype=F64)],
@@ -144,8 +144,10 @@ def rows(dtype: torch.dtype) -> Mapping[str, Function]:
     return table
 
 
-LAYOUT_AND_DTYPE = [*(("contiguous", dtype) for dtype in FLOATS + EXACT),
-                    *((layout, F32) for layout in LAYOUTS if layout != "contiguous")]  # fmt: skip
+LAYOUT_AND_DTYPE = [
+    *(("contiguous", dtype) for dtype in FLOATS + EXACT),
+    *((layout, F32) for layout in LAYOUTS if layout != "contiguous"),
+]
 
 
 @pytest.mark.parametrize(("layout", "dtype"), LAYOUT_AND_DTYPE, ids=str)

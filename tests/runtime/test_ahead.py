@@ -292,8 +292,12 @@ def test_a_process_ends_cleanly_while_kernels_are_built(how: str, tmp_path: Path
     python = [sys.executable, "-W", "ignore::DeprecationWarning"]  # of forks with threads
     done = subprocess.run(
         [*python, "-c", SCRIPT, how, str(tmp_path / "c"), str(TIMES)],
-        env=environment, capture_output=True, text=True, check=False, timeout=120,
-    )  # fmt: skip
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
     assert done.returncode == (3 if how == "exit" else 0), done.stderr
     assert not done.stderr
     pids = [int(pid) for pid in done.stdout.split()]

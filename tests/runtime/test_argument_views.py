@@ -66,8 +66,9 @@ def test_a_graph_of_one_view(name: str, tmp_path: Path) -> None:
     _check(VIEWS[name], through_train, torch.complex64, True, tmp_path)
 
 
-def _check(function: Callable[..., Any], through: Any, dtype: torch.dtype, grad: bool, folder: Path
-           ) -> None:  # fmt: skip
+def _check(
+    function: Callable[..., Any], through: Any, dtype: torch.dtype, grad: bool, folder: Path
+) -> None:
     compiled = through(function, str(folder))
     for size in (6, 8):
         wide = torch.arange(12.0 * size).reshape(size, 12).to(dtype)
@@ -97,7 +98,11 @@ STRIDED: dict[str, Callable[[Tensor], Tensor]] = {
 def test_memory_of_an_argument_is_the_caller_s(name: str, through: Any, tmp_path: Path) -> None:
     """Behind gaps, or in front of where the argument begins."""
     compiled = through(STRIDED[name], str(tmp_path))
-    for x in (torch.rand(3, 3), torch.rand(3, 7)[:, 1::2], torch.rand(3, 3).t(),
-              torch.rand(4, 3)[1:]):  # fmt: skip
+    for x in (
+        torch.rand(3, 3),
+        torch.rand(3, 7)[:, 1::2],
+        torch.rand(3, 3).t(),
+        torch.rand(4, 3)[1:],
+    ):
         x.requires_grad_()
         assert torch.equal(compiled(x), STRIDED[name](x))

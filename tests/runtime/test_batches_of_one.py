@@ -28,12 +28,15 @@ def attends(x: Tensor, scale: Tensor, places: Tensor) -> Tensor:
 
 CASES: dict[str, tuple[Callable[..., Any], list[tuple[tuple[int, ...], ...]], int]] = {
     # act, the shapes of calls, how many graphs
-    "places beside a batch": (attends, [((1, 9, 4), (1,), (9, 3)), ((2, 9, 4), (2,), (9, 3)),
-                                        ((3, 5, 4), (3,), (5, 3))], 1),
+    "places beside a batch": (
+        attends,
+        [((1, 9, 4), (1,), (9, 3)), ((2, 9, 4), (2,), (9, 3)), ((3, 5, 4), (3,), (5, 3))],
+        1,
+    ),
     "broadcast": (lambda x, y: x + y, [((1, 3), (5, 3)), ((1, 3), (4, 3))], 1),
     "broadcast at times": (lambda x, y: x * y, [((1, 3), (5, 3)), ((5, 3), (5, 3))], 2),
     "squeezed": (lambda x, y: x.squeeze(0) @ y, [((1, 3), (3, 5)), ((2, 3), (3, 5))], 2),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -100,8 +100,16 @@ def test_other_kinds_are_refused(store: DiskCache):
 def test_files_of_others_are_left_alone(store: DiskCache):
     """STROP_CACHE_DIR may be a folder that holds other things, such as a home."""
     ours = store.write("plan", "4e", b"x")
-    theirs = [store.root / name for name in (".ssh/id_rsa", "plan/letter.txt", "so/my.so", "a/4e",
-                                             "Documents/.partial-letter")]  # fmt: skip
+    theirs = [
+        store.root / name
+        for name in (
+            ".ssh/id_rsa",
+            "plan/letter.txt",
+            "so/my.so",
+            "a/4e",
+            "Documents/.partial-letter",
+        )
+    ]
     for path in theirs:
         path.parent.mkdir(exist_ok=True)
         path.write_bytes(b"not of the cache")

@@ -31,8 +31,9 @@ def processes() -> ForkServerContext:
     return context
 
 
-def start(context: ForkServerContext, job: Callable[..., None], folder: Path, *more: Any
-          ) -> tuple[BaseProcess, Any]:  # fmt: skip
+def start(
+    context: ForkServerContext, job: Callable[..., None], folder: Path, *more: Any
+) -> tuple[BaseProcess, Any]:
     answers, theirs = context.Pipe(duplex=False)
     process = context.Process(target=job, args=(folder, theirs, *more), daemon=True)
     process.start()

@@ -16,8 +16,15 @@ transformers = pytest.importorskip("transformers")
 
 
 def _gpt2() -> Any:
-    config = transformers.GPT2Config(vocab_size=50, n_embd=16, n_layer=2, n_head=2, n_positions=32,
-                                     bos_token_id=1, eos_token_id=2)  # fmt: skip
+    config = transformers.GPT2Config(
+        vocab_size=50,
+        n_embd=16,
+        n_layer=2,
+        n_head=2,
+        n_positions=32,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
     torch.manual_seed(0)
     return transformers.GPT2LMHeadModel(config).eval().requires_grad_(False)
 

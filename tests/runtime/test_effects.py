@@ -412,8 +412,9 @@ READS: dict[str, Read] = {
     "a list": Read(Holder(), lambda v: sum(v.maps), lambda v: v.maps.append(3.0)),
     "an item": Read([1.0, 2.0], lambda v: v[0], lambda v: v.__setitem__(0, 4.0)),
     "a nested item": Read({"a": [1.0]}, lambda v: v["a"][0], lambda v: v["a"].__setitem__(0, 4.0)),
-    "minus zero": Read([0.0], lambda v: 1.0 if str(v[0])[0] == "-" else 2.0,
-                       lambda v: v.__setitem__(0, -0.0)),
+    "minus zero": Read(
+        [0.0], lambda v: 1.0 if str(v[0])[0] == "-" else 2.0, lambda v: v.__setitem__(0, -0.0)
+    ),
     "a deque": Read(deque([1.0]), sum, lambda v: v.append(2.0)),
     "a set": Read({1.0}, sum, lambda v: v.add(2.0)),
     "a Counter": Read(Counter("a"), lambda v: v["a"], lambda v: v.update("a")),
@@ -422,13 +423,20 @@ READS: dict[str, Read] = {
     "a dataclass": Read(Record(2), lambda v: v.count, _set("count", 3)),
     "slots": Read(Slotted(), lambda v: v.count + 1, _set("count", 3)),
     "a slot that was empty": Read(Slotted(), lambda v: getattr(v, "unset", 1.0), _set("unset", 3)),
-    "a partial's argument": Read(functools.partial(pow, [2.0]), lambda v: v.args[0][0],
-                                 lambda v: v.args[0].__setitem__(0, 3.0)),
-    "a tensor in an object": Read(types.SimpleNamespace(w=torch.ones(8)), lambda v: v.w,
-                                  lambda v: v.w.fill_(2)),
-    "another tensor": Read(types.SimpleNamespace(w=torch.ones(1)), lambda v: v.w,
-                           lambda v: setattr(v, "w", torch.zeros(1))),
-}  # fmt: skip
+    "a partial's argument": Read(
+        functools.partial(pow, [2.0]),
+        lambda v: v.args[0][0],
+        lambda v: v.args[0].__setitem__(0, 3.0),
+    ),
+    "a tensor in an object": Read(
+        types.SimpleNamespace(w=torch.ones(8)), lambda v: v.w, lambda v: v.w.fill_(2)
+    ),
+    "another tensor": Read(
+        types.SimpleNamespace(w=torch.ones(1)),
+        lambda v: v.w,
+        lambda v: setattr(v, "w", torch.zeros(1)),
+    ),
+}
 
 
 @pytest.mark.parametrize("place", ["processor", "module"])

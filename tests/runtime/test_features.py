@@ -50,17 +50,27 @@ def check(net: nn.Module) -> None:
 
 # what a user does behind optimize, how it ends, and the reason that explain gives
 AROUND: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any], str]] = {
-    "model offloading": (lambda net: cpu_offload_with_hook(net, "cpu"),
-                         remove_hook_from_module, "offloading by accelerate"),
-    "sequential offloading": (lambda net: cpu_offload(net, "cpu"),
-                              lambda net: remove_hook_from_module(net, recurse=True),
-                              "offloading by accelerate"),
-    "group offloading": (lambda net: apply_group_offloading(net, torch.device("cpu"),
-                                                            offload_type="leaf_level"),
-                         None, "group offloading is on"),
-    "layerwise casting": (lambda net: apply_layerwise_casting(net, torch.float16, torch.float32),
-                          None, "layerwise casting is on"),
-}  # fmt: skip
+    "model offloading": (
+        lambda net: cpu_offload_with_hook(net, "cpu"),
+        remove_hook_from_module,
+        "offloading by accelerate",
+    ),
+    "sequential offloading": (
+        lambda net: cpu_offload(net, "cpu"),
+        lambda net: remove_hook_from_module(net, recurse=True),
+        "offloading by accelerate",
+    ),
+    "group offloading": (
+        lambda net: apply_group_offloading(net, torch.device("cpu"), offload_type="leaf_level"),
+        None,
+        "group offloading is on",
+    ),
+    "layerwise casting": (
+        lambda net: apply_layerwise_casting(net, torch.float16, torch.float32),
+        None,
+        "layerwise casting is on",
+    ),
+}
 
 
 @pytest.mark.parametrize("name", AROUND)
@@ -133,15 +143,24 @@ def test_whoever_keeps_the_dispatcher_gets_eager_after_restore() -> None:
 def test_a_cache_of_diffusers_is_named_and_undone() -> None:
     torch.manual_seed(0)
     model: Any = FluxTransformer2DModel(
-        patch_size=1, in_channels=4, num_layers=2, num_single_layers=1, attention_head_dim=16,
-        num_attention_heads=2, joint_attention_dim=32, pooled_projection_dim=32,
+        patch_size=1,
+        in_channels=4,
+        num_layers=2,
+        num_single_layers=1,
+        attention_head_dim=16,
+        num_attention_heads=2,
+        joint_attention_dim=32,
+        pooled_projection_dim=32,
         axes_dims_rope=[4, 4, 8],
-    ).eval()  # fmt: skip
+    ).eval()
     args = {
-        "hidden_states": torch.randn(1, 4, 4), "encoder_hidden_states": torch.randn(1, 3, 32),
-        "pooled_projections": torch.randn(1, 32), "timestep": torch.ones(1),
-        "img_ids": torch.zeros(4, 3), "txt_ids": torch.zeros(3, 3),
-    }  # fmt: skip
+        "hidden_states": torch.randn(1, 4, 4),
+        "encoder_hidden_states": torch.randn(1, 3, 32),
+        "pooled_projections": torch.randn(1, 32),
+        "timestep": torch.ones(1),
+        "img_ids": torch.zeros(4, 3),
+        "txt_ids": torch.zeros(3, 3),
+    }
     with torch.no_grad():
         expected = model(**args).sample
         strop.optimize(model, options=tiny.options())
@@ -203,17 +222,26 @@ def test_merged_weights_stay_so_when_settings_change() -> None:
     assert [w.data_ptr() for w in net.parameters()] == before
 
 
-@pytest.mark.parametrize("copied", [
-    lambda value: pickle.loads(pickle.dumps(value)),
-    lambda value: torch.load(io.BytesIO(_saved(value)), weights_only=False),
-    copy.deepcopy,
-], ids=["pickle", "torch.save", "deepcopy"])  # fmt: skip
+@pytest.mark.parametrize(
+    "copied",
+    [
+        lambda value: pickle.loads(pickle.dumps(value)),
+        lambda value: torch.load(io.BytesIO(_saved(value)), weights_only=False),
+        copy.deepcopy,
+    ],
+    ids=["pickle", "torch.save", "deepcopy"],
+)
 def test_copies_of_a_pipeline_are_plain(copied: Callable[[Any], Any]) -> None:
     pipe = tiny.pipeline()
     prompt = torch.randn(1, 7, tiny.PROMPT_DIM, generator=torch.manual_seed(0))
-    arguments = {"prompt_embeds": prompt, "negative_prompt_embeds": prompt * 0,
-                 "num_inference_steps": 2, "height": 16, "width": 16,
-                 "output_type": "np"}  # fmt: skip
+    arguments = {
+        "prompt_embeds": prompt,
+        "negative_prompt_embeds": prompt * 0,
+        "num_inference_steps": 2,
+        "height": 16,
+        "width": 16,
+        "output_type": "np",
+    }
 
     def picture(of: Any) -> Tensor:
         return torch.from_numpy(of(**arguments, generator=torch.manual_seed(0)).images)

@@ -32,7 +32,7 @@ ACTS: dict[str, Callable[..., Any]] = {
     "randperm": lambda x, g: x[:, torch.randperm(6, generator=g)],
     "bernoulli": lambda x, g: x * torch.bernoulli(x.sigmoid(), generator=g),
     "multinomial": lambda x, g: torch.multinomial(x.softmax(-1), 2, generator=g),
-}  # fmt: skip
+}
 
 
 def generator(seed: int) -> Generator:

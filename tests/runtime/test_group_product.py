@@ -55,14 +55,28 @@ class Machine:
     def build(self, sources: Sequence[KernelSource]) -> None:
         pass
 
-    def bind(self, source: KernelSource, pointers: Sequence[int], scalars: Sequence[int],
-             stream: int, early: bool = False, views: Any = ()) -> Any:  # fmt: skip
+    def bind(
+        self,
+        source: KernelSource,
+        pointers: Sequence[int],
+        scalars: Sequence[int],
+        stream: int,
+        early: bool = False,
+        views: Any = (),
+    ) -> Any:
         return _Kernel(self, source, [*pointers], scalars, early, views)
 
 
 class _Kernel:
-    def __init__(self, machine: Machine, source: KernelSource, pointers: list[int],
-                 scalars: Sequence[int], early: bool, views: Any) -> None:  # fmt: skip
+    def __init__(
+        self,
+        machine: Machine,
+        source: KernelSource,
+        pointers: list[int],
+        scalars: Sequence[int],
+        early: bool,
+        views: Any,
+    ) -> None:
         self.machine, self.source, self.pointers = machine, source, pointers
         self.scalars, self.early, self.views = tuple(scalars), early, views
 
@@ -179,15 +193,26 @@ def test_a_convolution_of_a_picture_twice_as_large(sides: tuple[int, int]) -> No
 @pytest.mark.parametrize("why", ["columns", "odd rows", "weights", "result", "empty", "no form"])
 def test_what_lies_otherwise_is_left_to_the_library(why: str) -> None:
     x, w, out = torch.zeros(16, 64, dtype=HALF), weights(80, 64), torch.zeros(16, 80, dtype=HALF)
-    x = {"columns": torch.zeros(64, 16, dtype=HALF).t(), "empty": x[:0],
-         "odd rows": torch.zeros(16, 68, dtype=HALF)[:, :64]}.get(why, x)  # fmt: skip
+    x = {
+        "columns": torch.zeros(64, 16, dtype=HALF).t(),
+        "empty": x[:0],
+        "odd rows": torch.zeros(16, 68, dtype=HALF)[:, :64],
+    }.get(why, x)
     w = weights(64, 80).t() if why == "weights" else w
     out = {"result": torch.zeros(80, 16, dtype=HALF).t(), "empty": out[:0]}.get(why, out)
     machine: Any = Machine(x, w, out)
     left = list[Sequence[Tensor]]()
     choose = (lambda of, end: None) if why == "no form" else small
-    GroupProduct("linear", {}, lambda inputs, out: left.append(inputs), machine, 0,
-                 is_early=True, is_steady=True, choose=choose)((x, w), out)  # fmt: skip
+    GroupProduct(
+        "linear",
+        {},
+        lambda inputs, out: left.append(inputs),
+        machine,
+        0,
+        is_early=True,
+        is_steady=True,
+        choose=choose,
+    )((x, w), out)
     assert len(left) == 1
     assert not machine.launched
 
@@ -229,8 +254,12 @@ def linked(options: Options, rows: int = 2048) -> Bound:
     sizes = {"r": rows}
     traced = trace(Linears().half(), "r 1280", dtype=HALF, **sizes)
     program = compile_graph(traced.graph, Signature(traced.returned, ()), "cuda", options).program
-    state = [torch.empty([s.eval(sizes) for s in spec.shape], dtype=spec.dtype)
-             if spec.is_state else None for spec in program.inputs]  # fmt: skip
+    state = [
+        torch.empty([s.eval(sizes) for s in spec.shape], dtype=spec.dtype)
+        if spec.is_state
+        else None
+        for spec in program.inputs
+    ]
     kernels: Any = NoKernels()
     bound = Bound(program, sizes, state, kernels, Workspace(torch.device("cpu")), 0)
     bound._link(torch.empty(bound.arena_bytes, dtype=torch.uint8))
@@ -279,8 +308,12 @@ def test_the_first_launch_of_each_half_waits_for_the_caller() -> None:
     traced = trace(Loop().half(), "r 1280", "r 1280", dtype=HALF, **sizes)
     program = compile_graph(traced.graph, Signature(traced.returned, ()), "cuda", Options()).program
     prompt = max(n for n, spec in enumerate(program.inputs) if not spec.is_state)
-    state = [torch.empty([s.eval(sizes) for s in spec.shape], dtype=spec.dtype)
-             if spec.is_state else None for spec in program.inputs]  # fmt: skip
+    state = [
+        torch.empty([s.eval(sizes) for s in spec.shape], dtype=spec.dtype)
+        if spec.is_state
+        else None
+        for spec in program.inputs
+    ]
     kernels: Any = NoKernels()
     place = Kept(torch.device("cpu"))
     hoist = Hoist((prompt,), place, [t for t in state if t is not None], Tally())
@@ -353,13 +386,23 @@ def test_each_tile_is_as_accurate_as_torch(op: str, dtype: torch.dtype) -> None:
         for found, is_steady in itertools.product(forms(op, sizes), (True, False)):
             order = torch.channels_last if op in STRIDES else torch.preserve_format
             out = torch.full_like(wanted, math.nan, memory_format=order)
-            GroupProduct(*kind(op), never, kernels, stream, is_early=True, is_steady=is_steady,
-                         choose=lambda of, end, found=found: found)(inputs, out)  # fmt: skip
+            GroupProduct(
+                *kind(op),
+                never,
+                kernels,
+                stream,
+                is_early=True,
+                is_steady=is_steady,
+                choose=lambda of, end, found=found: found,
+            )(inputs, out)
             assert_as_accurate_as_eager(out, wanted, truth)
 
 
-APART = (Tile(2, 160, 4, 1, True, True), Tile(2, 128, 5, 1, True, True),
-         Tile(2, 192, 3, 1, True, True))  # fmt: skip
+APART = (
+    Tile(2, 160, 4, 1, True, True),
+    Tile(2, 128, 5, 1, True, True),
+    Tile(2, 192, 3, 1, True, True),
+)
 
 
 def forms(op: str, sizes: Sequence[int]) -> list[Form]:

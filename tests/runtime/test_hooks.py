@@ -78,16 +78,21 @@ def on_all(net: Any, log: Log, kind: str) -> Any:
 
 HOOKS: dict[str, tuple[Callable[[nn.Module], Any], Callable[[Log], Any], Any]] = {
     "forward": (
-        lambda m: m.register_forward_hook, forward_hook, of_all.register_module_forward_hook,
+        lambda m: m.register_forward_hook,
+        forward_hook,
+        of_all.register_module_forward_hook,
     ),
     "pre": (
-        lambda m: m.register_forward_pre_hook, pre_hook, of_all.register_module_forward_pre_hook,
+        lambda m: m.register_forward_pre_hook,
+        pre_hook,
+        of_all.register_module_forward_pre_hook,
     ),
     "backward": (
-        lambda m: m.register_full_backward_hook, backward_hook,
+        lambda m: m.register_full_backward_hook,
+        backward_hook,
         of_all.register_module_full_backward_hook,
     ),
-}  # fmt: skip
+}
 
 
 def calls(net: Any, place: Any, kind: str, before: Any) -> tuple[list[Tensor], list[str]]:

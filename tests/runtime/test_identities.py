@@ -56,11 +56,14 @@ def identities(found: list[Tensor], given: Tensor) -> list[tuple[int, int]]:
     return [
         (
             next(n for n, other in enumerate(every) if other is x),
-            next(n for n, other in enumerate(every)
-                 if other.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()),
+            next(
+                n
+                for n, other in enumerate(every)
+                if other.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
+            ),
         )
         for x in found
-    ]  # fmt: skip
+    ]
 
 
 def everything(x: Tensor) -> list[Tensor]:

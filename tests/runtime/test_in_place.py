@@ -107,8 +107,13 @@ def test_on_a_cpu_nobody_may() -> None:
     assert not any(step.in_place for step in program.steps if isinstance(step, KernelStep))
 
 
-ALIVE = {0: Interval(0, 1, 8), 1: Interval(1, 2, 8), 2: Interval(2, 5, 8), 3: Interval(2, 3, 8),
-         4: Interval(3, 4, 16)}  # fmt: skip
+ALIVE = {
+    0: Interval(0, 1, 8),
+    1: Interval(1, 2, 8),
+    2: Interval(2, 5, 8),
+    3: Interval(2, 3, 8),
+    4: Interval(3, 4, 16),
+}
 
 
 @pytest.mark.parametrize(
@@ -165,8 +170,9 @@ def test_values_stay(tmp_path: Path) -> None:
     found, shares = [], list[int]()
     with interpreted(triton=True), counted(shares):
         for in_place in (True, False):
-            options = Options(cache_dir=str(tmp_path / str(in_place)), strict=True,
-                              in_place=in_place)  # fmt: skip
+            options = Options(
+                cache_dir=str(tmp_path / str(in_place)), strict=True, in_place=in_place
+            )
             strop.optimize(block, options=options)
             found.append(block(x))
             strop.restore(block)
@@ -188,10 +194,11 @@ def test_an_argument_is_written_after_its_last_reading(cols: int) -> None:
     x, y = torch.randn(2, 2, cols).unbind()
     mine, theirs = x.clone(), x.clone()
     with (
-        interpreted(triton=True), torch.no_grad(),
+        interpreted(triton=True),
+        torch.no_grad(),
         patch.object(aot, "Bound", stand_in.TritonBound),
         patch.object(aot, "kernel_library", lambda *args: stand_in._NoKernels()),
-    ):  # fmt: skip
+    ):
         found = torch.compile(add_and_norm, backend="strop", dynamic=False)(mine, y)
     torch.testing.assert_close(found, add_and_norm(theirs, y))
     assert torch.equal(mine, theirs)

@@ -18,10 +18,12 @@ from tests.frontend.tracing import trace_specs
 INTERVALS = st.lists(
     st.builds(
         lambda first, length, size: Interval(first, first + length, size),
-        st.integers(0, 30), st.integers(0, 12), st.integers(0, 5000),
+        st.integers(0, 30),
+        st.integers(0, 12),
+        st.integers(0, 5000),
     ),
     max_size=40,
-)  # fmt: skip
+)
 
 
 def aligned(size: int) -> int:
@@ -105,8 +107,9 @@ def unet_intervals(height: int, width: int) -> list[Interval]:
             last[number] = position
     return [
         Interval(first[n], last[n], torch.Size([s.eval(env) for s in b.shape]).numel() * 4)
-        for n, b in enumerate(program.buffers) if b.kind == "arena"
-    ]  # fmt: skip
+        for n, b in enumerate(program.buffers)
+        if b.kind == "arena"
+    ]
 
 
 def test_a_unet_needs_no_more_than_what_is_alive_at_once():

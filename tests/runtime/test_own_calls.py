@@ -72,13 +72,18 @@ def compiled(options: Options, head: int = 64) -> tuple[Program, list[Tensor | N
     module = Everything(head).half()
     traced = trace(module, "b 4 h w", dtype=torch.float16, **SIZES)
     program = compile_graph(traced.graph, Signature(traced.returned, ()), "cuda", options).program
-    state = [torch.empty([s.eval(SIZES) for s in spec.shape], dtype=spec.dtype)
-             if spec.is_state else None for spec in program.inputs]  # fmt: skip
+    state = [
+        torch.empty([s.eval(SIZES) for s in spec.shape], dtype=spec.dtype)
+        if spec.is_state
+        else None
+        for spec in program.inputs
+    ]
     return program, state
 
 
-def linked(program: Program, state: Sequence[Tensor | None], device: Device
-           ) -> tuple[Kernels, list[str]]:  # fmt: skip
+def linked(
+    program: Program, state: Sequence[Tensor | None], device: Device
+) -> tuple[Kernels, list[str]]:
     """The library of kernels, and what calls the steps of the program make."""
     kernels: Any = Kernels(device)
     bound = Bound(program, SIZES, state, kernels, Workspace(torch.device("cpu")), 0)

@@ -92,14 +92,16 @@ def _put(owner: Any, name: str, value: Any) -> Callable[[Net], None]:
 
 
 CHANGES: dict[str, Callable[[Net], None]] = {
-    **{label: _put(owner, name, _scaled(getattr(owner, name)))
-       for label, (owner, name) in FUNCTIONS.items()},
+    **{
+        label: _put(owner, name, _scaled(getattr(owner, name)))
+        for label, (owner, name) in FUNCTIONS.items()
+    },
     "another class": lambda net: setattr(net.feed, "__class__", Half),
     "another class of the root": lambda net: setattr(net, "__class__", OtherNet),
     "another class of a layer of torch": lambda net: setattr(net.norm, "__class__", OtherNorm),
     "a method that hides another": lambda net: setattr(Other, "__call__", _scaled(KNOWN_CALL)),
     "a bound method": lambda net: setattr(net.attention.processor, "__class__", Scaling),
-}  # fmt: skip
+}
 KNOWN_CALL = AttnProcessor2_0.__call__
 
 
@@ -193,9 +195,11 @@ def in_a_process(folder: Path, name: str) -> int:
     """How many graphs were traced there."""
     paths = [str(Path(strop.__file__).parents[1]), str(Path(__file__).parents[2])]
     done = subprocess.run(
-        [sys.executable, "-c", JOB, str(folder), name], capture_output=True, text=True,
+        [sys.executable, "-c", JOB, str(folder), name],
+        capture_output=True,
+        text=True,
         env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
-    )  # fmt: skip
+    )
     assert not done.returncode, done.stderr
     return int(done.stdout)
 
@@ -220,8 +224,12 @@ def test_keys_of_a_unet_are_the_same_in_every_process() -> None:
     found = set()
     for seed in ("7", "8"):
         environment = {"PYTHONPATH": os.pathsep.join(paths), "PYTHONHASHSEED": seed}
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True,
-                              env=os.environ | environment)  # fmt: skip
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            capture_output=True,
+            text=True,
+            env=os.environ | environment,
+        )
         assert not done.returncode, done.stderr
         found.add(done.stdout.split()[-1])
     assert len(found) == 1

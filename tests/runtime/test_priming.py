@@ -62,8 +62,14 @@ def test_each_form_of_operands_once() -> None:
     called = [step.op for step in program.at(SIZES) if isinstance(step, CallStep)]
     assert called.count("conv2d") == 4  # the first of them by a kernel of ours, two alike
     assert called.count("attention") == 2  # queries of the second lie otherwise
-    assert sorted(ops(program, H100)) == ["attention", "attention", "conv2d", "conv2d", "linear",
-                                            "linear"]  # fmt: skip
+    assert sorted(ops(program, H100)) == [
+        "attention",
+        "attention",
+        "conv2d",
+        "conv2d",
+        "linear",
+        "linear",
+    ]
 
 
 def test_what_kernels_of_ours_do_is_no_library_call() -> None:

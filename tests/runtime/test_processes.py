@@ -449,8 +449,9 @@ def library(tmp_path: Path) -> CudaKernels:
     return CudaKernels(DiskCache(tmp_path), workers=4, device=H100)
 
 
-def first_call(library: CudaKernels, needed: Sequence[KernelSource],
-               others: Sequence[KernelSource]) -> Ahead:  # fmt: skip
+def first_call(
+    library: CudaKernels, needed: Sequence[KernelSource], others: Sequence[KernelSource]
+) -> Ahead:
     library.warm_up()
     try:
         library.build(needed)

@@ -17,12 +17,27 @@ from strop.options import Options
 own_attention = F.scaled_dot_product_attention
 
 
-def steeper(query: Tensor, key: Tensor, value: Tensor, *, attn_mask: Tensor | None = None,
-            dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None,
-            enable_gqa: bool = False) -> Tensor:  # fmt: skip
+def steeper(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
     """Keywords only, and another value than torch's, by way of torch's own."""
-    return own_attention(query * 1.5, key, value, attn_mask=attn_mask, dropout_p=dropout_p,
-                         is_causal=is_causal, scale=scale)  # fmt: skip
+    return own_attention(
+        query * 1.5,
+        key,
+        value,
+        attn_mask=attn_mask,
+        dropout_p=dropout_p,
+        is_causal=is_causal,
+        scale=scale,
+    )
 
 
 def by_hand(q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> Tensor:
@@ -71,7 +86,10 @@ def test_the_replacement_runs(
     assert not torch.allclose(wanted, unlike)
     options = Options(cache_dir=str(tmp_path))
     torch._dynamo.reset()
-    compiled: Any = (strop.optimize(plain, options=options) if way == "optimize"
-                     else torch.compile(plain, backend="strop", options=options))  # fmt: skip
+    compiled: Any = (
+        strop.optimize(plain, options=options)
+        if way == "optimize"
+        else torch.compile(plain, backend="strop", options=options)
+    )
     with torch.enable_grad():  # for the same reason
         torch.testing.assert_close(compiled(x), wanted)

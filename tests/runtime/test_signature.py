@@ -26,9 +26,13 @@ from strop.runtime.signature import (
 
 X = torch.zeros(2)
 PLAIN = st.one_of(
-    st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=8),
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.floats(),
+    st.text(max_size=8),
     st.sampled_from([torch.float16, torch.int64]),
-)  # fmt: skip
+)
 TENSORS = st.builds(lambda n: torch.full((n,), float(n)), st.integers(1, 5))
 VALUES = st.recursive(
     st.one_of(PLAIN, TENSORS),
@@ -126,8 +130,10 @@ def test_a_batch_of_one_beside_others() -> None:
     assert found.hints["b"] == 2
     assert found.otherwise is not None
     assert [s.shape for s in found.otherwise.specs] == [
-        ("1", "d0_1", "d0_2"), ("1",), ("b2", "d2_1"),
-    ]  # fmt: skip
+        ("1", "d0_1", "d0_2"),
+        ("1",),
+        ("b2", "d2_1"),
+    ]
     found = default_shapes([torch.zeros(9, 3), torch.zeros(1, 3)])
     assert [s.shape for s in found.specs] == [("b0", "d0_1"), ("1", "d1_1")]
     assert found.otherwise is None

@@ -127,11 +127,15 @@ def damage_out_spec(entry: dict[str, Any]) -> Any:
 @pytest.mark.parametrize(
     "damage",
     [
-        damage_nothing_left, damage_a_list, damage_program, damage_specs, damage_device,
+        damage_nothing_left,
+        damage_a_list,
+        damage_program,
+        damage_specs,
+        damage_device,
         damage_out_spec,
     ],
     ids=lambda f: f.__name__,
-)  # fmt: skip
+)
 def test_a_damaged_plan_is_built_again(tmp_path: Path, damage: Any, caplog: Any):
     run(tmp_path)
     store, key, entry = entry_of(tmp_path)

@@ -117,8 +117,16 @@ def _another_module(net: Net) -> None:
     net.inner.drop = nn.Sigmoid()
 
 
-CHANGES = (_replaced, _moved, _one_equal_element_replaced, _written, _loaded, _rescaled,
-           _another_tuple, _another_module)  # fmt: skip
+CHANGES = (
+    _replaced,
+    _moved,
+    _one_equal_element_replaced,
+    _written,
+    _loaded,
+    _rescaled,
+    _another_tuple,
+    _another_module,
+)
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=[c.__name__.strip("_") for c in CHANGES])
@@ -174,10 +182,12 @@ HOOKS: dict[str, Callable[[Any], Any]] = {
     "after": lambda net: net.register_forward_hook(_doubled),
     "before": lambda net: net.register_forward_pre_hook(lambda m, args: (args[0] * 2, args[1])),
     "after any": lambda net: nn.modules.module.register_module_forward_hook(
-        lambda m, args, result: _doubled(result) if m is net else None),
+        lambda m, args, result: _doubled(result) if m is net else None
+    ),
     "before any": lambda net: nn.modules.module.register_module_forward_pre_hook(
-        lambda m, args: (args[0] * 2, args[1]) if m is net else None),
-}  # fmt: skip
+        lambda m, args: (args[0] * 2, args[1]) if m is net else None
+    ),
+}
 
 
 @pytest.mark.parametrize("name", HOOKS)
@@ -216,8 +226,9 @@ class Copied(Net):
         return dict(vars(self))
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))],
-                         ids=["deepcopy", "pickle"])  # fmt: skip
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["deepcopy", "pickle"]
+)
 @pytest.mark.parametrize("kind", [Net, Copied])
 def test_a_copy_has_a_way_of_its_own(kind: type[Net], copied: Callable[[Any], Any]):
     args = arguments()
@@ -279,10 +290,17 @@ def test_another_number_of_arguments_gets_eagers_error():
         assert all(map(torch.equal, net(args[0], y=args[1]), net(*args)))
 
 
-@pytest.mark.parametrize("other", [
-    lambda x: torch.randn(8, 5).t(), lambda x: torch.randn(5, 16)[:, ::2], lambda x: x[:3],
-    lambda x: nn.Parameter(x), lambda x: torch.randn(80).as_strided((5, 8), (9, 1)),
-], ids=["transposed", "strided", "fewer", "parameter", "padded"])  # fmt: skip
+@pytest.mark.parametrize(
+    "other",
+    [
+        lambda x: torch.randn(8, 5).t(),
+        lambda x: torch.randn(5, 16)[:, ::2],
+        lambda x: x[:3],
+        lambda x: nn.Parameter(x),
+        lambda x: torch.randn(80).as_strided((5, 8), (9, 1)),
+    ],
+    ids=["transposed", "strided", "fewer", "parameter", "padded"],
+)
 def test_other_looks_take_the_long_way(other: Callable[[Tensor], Tensor]):
     x, y = arguments()
     net = prepared(x, y)

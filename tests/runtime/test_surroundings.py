@@ -91,13 +91,17 @@ CASES: dict[str, tuple[Callable[[Any, Tensor], Tensor], Callable[[nn.Module], No
     "what a method reads": (lambda self, x: self.step(x), _set("SCALE", 3.0)),
     "a class attribute": (lambda self, x: x * self.LEVEL, lambda m: setattr(type(m), "LEVEL", 4)),
     "a forward": (lambda self, x: x * 2, lambda m: setattr(type(m), "forward", _step)),
-    "another module": (lambda self, x: x * elsewhere.GAIN,
-                       lambda m: setattr(elsewhere, "GAIN", 3.0)),
+    "another module": (
+        lambda self, x: x * elsewhere.GAIN,
+        lambda m: setattr(elsewhere, "GAIN", 3.0),
+    ),
     "an object": (lambda self, x: CONFIG.scaled(x), lambda m: setattr(CONFIG, "gain", 3.0)),
     "another object": (lambda self, x: CONFIG.scaled(x), _set("CONFIG", Config(3.0))),
-    "a partial": (lambda self, x: PARTIAL(x),
-                  _set("PARTIAL", functools.partial(torch.mul, other=4.0))),
-}  # fmt: skip
+    "a partial": (
+        lambda self, x: PARTIAL(x),
+        _set("PARTIAL", functools.partial(torch.mul, other=4.0)),
+    ),
+}
 
 
 @pytest.fixture(autouse=True)
@@ -253,11 +257,11 @@ def calls(layer: nn.Module, body: Callable[[Any, Tensor], Tensor]) -> nn.Module:
 READERS: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "named": lambda self, x: self.layer(x) * self.layer.in_features,
     "by getattr": lambda self, x: self.layer(x) * getattr(self.layer, "in_features"),  # noqa: B009
-    "in a tuple": lambda self, x: self.layer(x) * sum(
-        getattr(self.layer, name) for name in ("in_features", "out_features")
+    "in a tuple": lambda self, x: (
+        self.layer(x) * sum(getattr(self.layer, name) for name in ("in_features", "out_features"))
     ),
     "in a closure": lambda self, x: self.layer(x) * (lambda m: m.in_features)(self.layer),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("reader", READERS)

@@ -53,9 +53,15 @@ class AsksBelow(AsksElsewhere):
 
 def test_who_is_sensitive() -> None:
     parts = [
-        Asks(), AsksElsewhere(), AsksBelow(), nn.Dropout(0.5), nn.BatchNorm1d(3),
-        nn.LSTM(3, 3, 2, dropout=0.1), nn.MultiheadAttention(4, 2), nn.RReLU(),
-    ]  # fmt: skip
+        Asks(),
+        AsksElsewhere(),
+        AsksBelow(),
+        nn.Dropout(0.5),
+        nn.BatchNorm1d(3),
+        nn.LSTM(3, 3, 2, dropout=0.1),
+        nn.MultiheadAttention(4, 2),
+        nn.RReLU(),
+    ]
     others = [Wrapper(), nn.Linear(3, 3), nn.Dropout(0.0), nn.Conv2d(1, 1, 1), nn.SiLU()]
     assert sensitive_parts([*parts, *others]) == parts
 

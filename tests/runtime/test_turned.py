@@ -47,12 +47,27 @@ def assert_as_eager(module: Any, x: Tensor, values: Any = VALUES) -> None:
 
 def computes(x: Tensor, s: float) -> list[Tensor]:
     return [
-        x * s, s * x, x + s, s - x, x / (s * s + 1), x * (1 - s) + x * s, x * -s, x * abs(s - 0.1),
-        x * (0.1 * s * 0.2), torch.where(x > s, x, 0.5), (x <= s) * x, x.clamp(min=s),
-        x.masked_fill(x > 0, s), torch.lerp(x, x + 1, s), torch.full((3,), s), x.new_full((2,), s),
-        torch.full_like(x, s), x.clone().mul_(s), x.clone().fill_(s),
+        x * s,
+        s * x,
+        x + s,
+        s - x,
+        x / (s * s + 1),
+        x * (1 - s) + x * s,
+        x * -s,
+        x * abs(s - 0.1),
+        x * (0.1 * s * 0.2),
+        torch.where(x > s, x, 0.5),
+        (x <= s) * x,
+        x.clamp(min=s),
+        x.masked_fill(x > 0, s),
+        torch.lerp(x, x + 1, s),
+        torch.full((3,), s),
+        x.new_full((2,), s),
+        torch.full_like(x, s),
+        x.clone().mul_(s),
+        x.clone().fill_(s),
         sum(x * v for v in (s, s * 2)),
-    ]  # fmt: skip
+    ]
 
 
 def test_what_is_computed_of_a_float_is_one_graph_for_all_values() -> None:
@@ -80,11 +95,14 @@ BRANCHES: dict[str, tuple[Callable[..., Any], set[tuple[str, float]], int]] = {
     "if": (lambda x, s: x * s if s else x + 9, {("!=", 0.0), ("==", 0.0)}, 3),
     "== 0": (lambda x, s: x if s == 0 else x * s, {("!=", 0.0), ("==", 0.0)}, 3),
     "> 1": (lambda x, s: x * s if s > 1 else x - s, {("<=", 1.0), (">", 1.0)}, 3),
-    "in": (lambda x, s: x + 9 if s in (0.0, 1.0) else x * s,
-           {("!=", 0.0), ("!=", 1.0), ("==", 0.0), ("==", 1.0)}, 4),
+    "in": (
+        lambda x, s: x + 9 if s in (0.0, 1.0) else x * s,
+        {("!=", 0.0), ("!=", 1.0), ("==", 0.0), ("==", 1.0)},
+        4,
+    ),
     "max": (lambda x, s: x * max(s, 0.5), {(">=", 0.5), ("<", 0.5), (">", 0.5), ("<=", 0.5)}, 3),
     "isinstance": (lambda x, s: x * s if isinstance(s, float) else x + 9, set(), 2),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", BRANCHES)

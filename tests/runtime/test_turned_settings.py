@@ -61,8 +61,11 @@ def set_by_name(module: Any, value: float) -> None:
 
 
 SETTING: dict[str, Callable[[Any, float], None]] = {
-    "a float": set_scale, "items": set_items, "a new list": set_new_list, "a dict": set_by_name,
-}  # fmt: skip
+    "a float": set_scale,
+    "items": set_items,
+    "a new list": set_new_list,
+    "a dict": set_by_name,
+}
 VALUES = (0.25, -3.0, 1.5, 0.1, 2.0)
 
 
@@ -197,8 +200,10 @@ def test_scales_of_an_ip_adapter() -> None:
 def _with_adapter() -> Any:
     unet = tiny.unet()
     torch.manual_seed(1)
-    unet.add_adapter(LoraConfig(r=2, lora_alpha=4, init_lora_weights=False,
-                                target_modules=["to_q", "to_v"]), "style")  # fmt: skip
+    unet.add_adapter(
+        LoraConfig(r=2, lora_alpha=4, init_lora_weights=False, target_modules=["to_q", "to_v"]),
+        "style",
+    )
     return unet.eval()
 
 

@@ -76,8 +76,11 @@ class Resnet(nn.Module):
 
 def unet() -> nn.Module:
     """One level, with attention in it."""
-    return tiny.unet(block_out_channels=(16,), down_block_types=("CrossAttnDownBlock2D",),
-                     up_block_types=("CrossAttnUpBlock2D",))  # fmt: skip
+    return tiny.unet(
+        block_out_channels=(16,),
+        down_block_types=("CrossAttnDownBlock2D",),
+        up_block_types=("CrossAttnUpBlock2D",),
+    )
 
 
 def mlp_args(n: int) -> Args:
@@ -109,8 +112,9 @@ def options(**changes: Any) -> Options:
     return tiny.options(**({"strict": True} | changes))
 
 
-def gradients(module: nn.Module, args: Args, autocast: torch.dtype | None = None
-              ) -> dict[str, Tensor]:  # fmt: skip
+def gradients(
+    module: nn.Module, args: Args, autocast: torch.dtype | None = None
+) -> dict[str, Tensor]:
     """Of the parameters, for a loss that is a mean of squares."""
     module.zero_grad(set_to_none=True)
     with torch.autocast(args[0].device.type, autocast, enabled=autocast is not None):
@@ -121,17 +125,22 @@ def gradients(module: nn.Module, args: Args, autocast: torch.dtype | None = None
     return {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
 
 
-def assert_gradients_as_accurate(ours: nn.Module, eager: nn.Module, inputs: Sequence[Args],
-                                 autocast: torch.dtype | None = None,
-                                 per_tensor: bool = True) -> None:  # fmt: skip
+def assert_gradients_as_accurate(
+    ours: nn.Module,
+    eager: nn.Module,
+    inputs: Sequence[Args],
+    autocast: torch.dtype | None = None,
+    per_tensor: bool = True,
+) -> None:
     """Each parameter's gradient over all inputs together, between which the weights change: of a
     few numbers that share the error of a few others chance decides (docs/numerics.md)."""
     exact = copy.deepcopy(eager).double()
     triples: dict[str, list[tuple[Tensor, Tensor, Tensor]]] = defaultdict(list)
     for args in inputs:
         with torch.no_grad():
-            for p, q, r in zip(eager.parameters(), ours.parameters(), exact.parameters(),
-                               strict=True):  # fmt: skip
+            for p, q, r in zip(
+                eager.parameters(), ours.parameters(), exact.parameters(), strict=True
+            ):
                 p.mul_(1 + 0.1 * torch.randn_like(p))
                 q.copy_(p)
                 r.copy_(p)

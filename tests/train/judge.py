@@ -32,8 +32,10 @@ class Run:
 def parameters(dtype: torch.dtype, device: str, seed: int = 0) -> list[torch.nn.Parameter]:
     """Some of zeros, as the last layers of diffusion models are, the others random."""
     generator = torch.Generator().manual_seed(seed)
-    values = [torch.randn(shape, generator=generator) * (0.5 if i % 2 else 0.02)
-              for i, shape in enumerate(SHAPES)]  # fmt: skip
+    values = [
+        torch.randn(shape, generator=generator) * (0.5 if i % 2 else 0.02)
+        for i, shape in enumerate(SHAPES)
+    ]
     values[3].zero_()
     return [torch.nn.Parameter(v.to(torch.bfloat16).to(device, dtype)) for v in values]
 
@@ -42,8 +44,10 @@ def gradients(step: int) -> list[Tensor]:
     """fp32 on the CPU, of quite different sizes, representable in bf16."""
     generator = torch.Generator().manual_seed(1000 + step)
     sizes = (1.0, 1e-3, 1.0, 1e-6, 30.0, 0.1)
-    found = [torch.randn(shape, generator=generator) * size
-             for shape, size in zip(SHAPES, sizes, strict=True)]  # fmt: skip
+    found = [
+        torch.randn(shape, generator=generator) * size
+        for shape, size in zip(SHAPES, sizes, strict=True)
+    ]
     return [g.bfloat16().float() for g in found]
 
 

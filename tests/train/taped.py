@@ -26,8 +26,9 @@ from tests.train import interpreted
 
 # torch's schema does not say so
 _WRITTEN_IN_SECRET = {
-    ("aten::native_batch_norm", "running_mean"), ("aten::native_batch_norm", "running_var"),
-}  # fmt: skip
+    ("aten::native_batch_norm", "running_mean"),
+    ("aten::native_batch_norm", "running_var"),
+}
 
 
 class Tape(TorchDispatchMode):

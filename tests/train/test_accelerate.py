@@ -24,8 +24,12 @@ def trained(precision: str, ours: bool) -> tuple[list[Tensor], list[Tensor]]:
     )
     model = nn.Sequential(nn.Linear(4, 8), nn.SiLU(), nn.Linear(8, 2))
     if ours:
-        made: Any = train.FusedAdamW(model.parameters(), lr=0.05, max_grad_norm=NORM,
-                                     ema_decay=train.EMASchedule(decay=DECAY))  # fmt: skip
+        made: Any = train.FusedAdamW(
+            model.parameters(),
+            lr=0.05,
+            max_grad_norm=NORM,
+            ema_decay=train.EMASchedule(decay=DECAY),
+        )
     else:
         made = torch.optim.AdamW(model.parameters(), lr=0.05)
         theirs = EMAModel(model.parameters(), decay=DECAY)

@@ -80,8 +80,10 @@ def _shapes() -> tuple[tuple[int, ...], ...]:
 
 def _drawn(seed: int, sizes: Sequence[float]) -> list[Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(shape, generator=generator) * sizes[number % len(sizes)]
-            for number, shape in enumerate(_shapes())]  # fmt: skip
+    return [
+        torch.randn(shape, generator=generator) * sizes[number % len(sizes)]
+        for number, shape in enumerate(_shapes())
+    ]
 
 
 def _parameters(dtype: torch.dtype, device: str, seed: int = 0) -> list[nn.Parameter]:
@@ -112,8 +114,11 @@ def test_loop_over_a_unet(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("params", "averages"):
         ours, theirs = (judge.errors(getattr(r, name), getattr(true, name)) for r in (run, torchs))
         assert torch.tensor(ours).norm() <= 1.05 * torch.tensor(theirs).norm()
-        worse = [(a, b) for a, b, limit in zip(ours, theirs, limits, strict=True)
-                 if a > max(limit * b, FEW_ULP)]  # fmt: skip
+        worse = [
+            (a, b)
+            for a, b, limit in zip(ours, theirs, limits, strict=True)
+            if a > max(limit * b, FEW_ULP)
+        ]
         assert not worse, (name, worse)
 
 
@@ -135,8 +140,11 @@ def test_a_step_is_within_two_ulp(place: str) -> None:
         before, g = _flat(params), _flat(_gradients(step))
         optimizer.step()
         g *= min(1.0, judge.MAX_NORM / (float(g.norm()) + 1e-6))
-        size, m, v = (0.9 * m.abs() + 0.1 * g.abs(), 0.9 * m + 0.1 * g,
-                      0.999 * v + 0.001 * g.square())  # fmt: skip
+        size, m, v = (
+            0.9 * m.abs() + 0.1 * g.abs(),
+            0.9 * m + 0.1 * g,
+            0.999 * v + 0.001 * g.square(),
+        )
         rate = lr / (1 - 0.9**step) / ((v / (1 - 0.999**step)).sqrt() + judge.EPS)
         found, exact = _flat(params), before * (1 - lr * judge.DECAY) - rate * m
         ulp = EPS32 * (torch.maximum(before.abs(), found.abs()) + rate * size)
@@ -176,8 +184,10 @@ def test_a_million_draws_have_no_bias(place: str) -> None:
     off, spread = is_high.double() - chance, chance * (1 - chance)
     exponent = (bits >> 23) & 0xFF
     for group in (torch.zeros_like(exponent), (chance * 16).int(), exponent // 8):
-        sums, variances = (torch.zeros(32, dtype=torch.float64).index_add_(0, group, part)
-                           for part in (off, spread))  # fmt: skip
+        sums, variances = (
+            torch.zeros(32, dtype=torch.float64).index_add_(0, group, part)
+            for part in (off, spread)
+        )
         assert (sums.abs() <= 4 * variances.sqrt()).all(), (sums / variances.sqrt()).tolist()
     pairs, variance = off[1:] * off[:-1], spread[1:] * spread[:-1]
     assert pairs.sum().abs() <= 4 * variance.sum().sqrt()

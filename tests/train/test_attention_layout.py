@@ -33,8 +33,9 @@ class Heads(nn.Module):
         def heads(y: Tensor) -> Tensor:
             return self.lay(y.unflatten(-1, (HEADS, -1)).transpose(1, 2))
 
-        y = F.scaled_dot_product_attention(heads(self.q(x)), heads(self.k(text)),
-                                           heads(self.v(text)))  # fmt: skip
+        y = F.scaled_dot_product_attention(
+            heads(self.q(x)), heads(self.k(text)), heads(self.v(text))
+        )
         return self.out(y.transpose(1, 2).flatten(2))
 
 
@@ -88,8 +89,9 @@ def test_gradients_in_half_precision(dtype: torch.dtype, lay: str, eager_first: 
             assert off <= 3 * eagers, (name, tuple(args[0].shape), off / float(true.norm()))
 
 
-def _gradients(net: nn.Module, args: tuple[Tensor, ...], dtype: torch.dtype | None
-               ) -> dict[str, Tensor]:  # fmt: skip
+def _gradients(
+    net: nn.Module, args: tuple[Tensor, ...], dtype: torch.dtype | None
+) -> dict[str, Tensor]:
     net.zero_grad(set_to_none=True)
     with torch.autocast("cuda", dtype, enabled=dtype is not None):
         y = net(*args)

@@ -67,9 +67,11 @@ REDUCTIONS: dict[str, Case] = {
     "norm of order inf": (lambda x: torch.linalg.vector_norm(x, float("inf"), dim=1), ("b h 4",)),
     "normalize": (lambda x: F.normalize(x, dim=1), ("b h 4",)),
     "cosine_similarity": (F.cosine_similarity, ("b h", "b h")),
-    "cdist": (lambda x, y: torch.cdist(x, y, compute_mode="use_mm_for_euclid_dist"),
-              ("b h 4", "b 3 4")),
-}  # fmt: skip
+    "cdist": (
+        lambda x, y: torch.cdist(x, y, compute_mode="use_mm_for_euclid_dist"),
+        ("b h 4", "b 3 4"),
+    ),
+}
 
 SCANS: dict[str, Case] = {
     "cumsum": (lambda x: x.cumsum(1), ("b h 4",)),
@@ -87,66 +89,93 @@ SCANS: dict[str, Case] = {
 
 LOSSES: dict[str, Case] = {
     "nll_loss": (F.nll_loss, ("b 7", "b < 7")),
-    "kl_div": (lambda x, y: F.kl_div(x.log_softmax(1), y.softmax(1), reduction="batchmean"),
-               ("b h", "b h")),
+    "kl_div": (
+        lambda x, y: F.kl_div(x.log_softmax(1), y.softmax(1), reduction="batchmean"),
+        ("b h", "b h"),
+    ),
     "poisson_nll": (lambda x, y: F.poisson_nll_loss(x, y.abs()), ("b h", "b h")),
     "triplet": (F.triplet_margin_loss, ("b h", "b h", "b h")),
     "hinge": (lambda x: F.hinge_embedding_loss(x, torch.ones_like(x)), ("b h",)),
     "margin_ranking": (lambda x, y: F.margin_ranking_loss(x, y, torch.ones_like(x)), ("b", "b")),
     "cross_entropy of shares": (lambda x, y: F.cross_entropy(x, y.softmax(1)), ("b 7", "b 7")),
-}  # fmt: skip
+}
 
 PRODUCTS: dict[str, Case] = {
     "mm": (torch.mm, ("b 6", "6 h")),
     "matmul": (torch.matmul, ("b 2 h 6", "b 2 6 3")),
     "matmul, broadcast": (torch.matmul, ("b 2 h 6", "1 6 3")),
     "addmm": (torch.addmm, ("4", "b 6", "6 4")),
-    "addmm, scaled": (lambda c, x, y: torch.addmm(c, x, y, beta=0.5, alpha=2.0),
-                      ("b 4", "b 6", "6 4")),
-    "baddbmm": (lambda c, x, y: torch.baddbmm(c, x, y, beta=0.5, alpha=2.0),
-                ("b h 4", "b h 6", "b 6 4")),
+    "addmm, scaled": (
+        lambda c, x, y: torch.addmm(c, x, y, beta=0.5, alpha=2.0),
+        ("b 4", "b 6", "6 4"),
+    ),
+    "baddbmm": (
+        lambda c, x, y: torch.baddbmm(c, x, y, beta=0.5, alpha=2.0),
+        ("b h 4", "b h 6", "b 6 4"),
+    ),
     "einsum": (lambda x, y: torch.einsum("bhi,bji->bhj", x, y), ("b h 6", "b 4 6")),
     "conv1d": (lambda x, w, b: F.conv1d(x, w, b, 2, 1), ("b 4 h", "6 4 3", "6")),
     "conv1d in groups": (lambda x, w: F.conv1d(x, w, padding=1, groups=2), ("b 4 h", "6 2 3")),
-    "conv2d, dilated": (channels_last(lambda x, w, b: F.conv2d(x, w, b, padding=2, dilation=2)),
-                        ("b 4 h 5", "6 4 3 3", "6")),
-    "conv2d by channel": (channels_last(lambda x, w: F.conv2d(x, w, padding=1, groups=4)),
-                          ("b 4 h 5", "4 1 3 3")),
+    "conv2d, dilated": (
+        channels_last(lambda x, w, b: F.conv2d(x, w, b, padding=2, dilation=2)),
+        ("b 4 h 5", "6 4 3 3", "6"),
+    ),
+    "conv2d by channel": (
+        channels_last(lambda x, w: F.conv2d(x, w, padding=1, groups=4)),
+        ("b 4 h 5", "4 1 3 3"),
+    ),
     "conv3d": (lambda x, w, b: F.conv3d(x, w, b, padding=1), ("b 2 h 3 4", "3 2 3 3 3", "3")),
-    "conv_transpose1d": (lambda x, w, b: F.conv_transpose1d(x, w, b, 2),
-                         ("b 4 h", "4 6 3", "6")),
-    "conv_transpose2d": (channels_last(lambda x, w, b: F.conv_transpose2d(x, w, b, 2, 1, 1)),
-                         ("b 4 h 5", "4 6 3 3", "6")),
-    "conv_transpose2d in groups": (channels_last(
-        lambda x, w: F.conv_transpose2d(x, w, groups=2)), ("b 4 h 5", "4 3 3 3")),
+    "conv_transpose1d": (lambda x, w, b: F.conv_transpose1d(x, w, b, 2), ("b 4 h", "4 6 3", "6")),
+    "conv_transpose2d": (
+        channels_last(lambda x, w, b: F.conv_transpose2d(x, w, b, 2, 1, 1)),
+        ("b 4 h 5", "4 6 3 3", "6"),
+    ),
+    "conv_transpose2d in groups": (
+        channels_last(lambda x, w: F.conv_transpose2d(x, w, groups=2)),
+        ("b 4 h 5", "4 3 3 3"),
+    ),
     "conv_transpose3d": (F.conv_transpose3d, ("b 2 h 3 4", "2 3 3 3 3")),
     "weight_norm": (lambda v, g: torch._weight_norm(v, g, 0), ("6 4 3", "6 1 1")),
-    "attention, causal": (lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True),
-                          ("b 2 h 8", "b 2 h 8", "b 2 h 8")),
-    "attention, masked": (lambda q, k, v, m: F.scaled_dot_product_attention(q, k, v, m > 0),
-                          ("b 2 h 8", "b 2 5 8", "b 2 5 8", "h 5 < 4")),
-    "attention, scaled": (lambda q, k, v: F.scaled_dot_product_attention(q, k, v, scale=0.3),
-                          ("b 2 h 8", "b 2 5 8", "b 2 5 8")),
+    "attention, causal": (
+        lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True),
+        ("b 2 h 8", "b 2 h 8", "b 2 h 8"),
+    ),
+    "attention, masked": (
+        lambda q, k, v, m: F.scaled_dot_product_attention(q, k, v, m > 0),
+        ("b 2 h 8", "b 2 5 8", "b 2 5 8", "h 5 < 4"),
+    ),
+    "attention, scaled": (
+        lambda q, k, v: F.scaled_dot_product_attention(q, k, v, scale=0.3),
+        ("b 2 h 8", "b 2 5 8", "b 2 5 8"),
+    ),
     "attention, grouped": (
         lambda q, k, v: F.scaled_dot_product_attention(q, k, v, enable_gqa=True),
-        ("b 4 h 8", "b 2 5 8", "b 2 5 8")),
-}  # fmt: skip
+        ("b 4 h 8", "b 2 5 8", "b 2 5 8"),
+    ),
+}
 
 ELEMENTS: dict[str, Case] = {
     "half": (lambda x: (_rounded(x, torch.float16) * 3).to(x.dtype), ("b h",)),
     "bfloat16": (lambda x: F.silu(_rounded(x, torch.bfloat16)).to(x.dtype), ("b h",)),
     "double": (lambda x: x.double().sin().to(x.dtype), ("b h",)),
-    "norm in half": (lambda x: F.layer_norm(_rounded(x, torch.float16), (4,)).to(x.dtype),
-                     ("b h 4",)),
+    "norm in half": (
+        lambda x: F.layer_norm(_rounded(x, torch.float16), (4,)).to(x.dtype),
+        ("b h 4",),
+    ),
     "batch_norm in eval mode": (
         lambda x, w, b: F.batch_norm(x, _range(x, 0, 4), _range(x, 1, 4), w, b),
-        ("b 4 h 3", "4", "4")),
+        ("b 4 h 3", "4", "4"),
+    ),
     "batch_norm in eval mode, in half": (
-        lambda x, w: F.batch_norm(_rounded(x, torch.bfloat16), _range(w, 0, 4), _range(w, 1, 4), w
-                                  ).to(x.dtype),
-        ("b 4 h", "4")),
+        lambda x, w: F.batch_norm(
+            _rounded(x, torch.bfloat16), _range(w, 0, 4), _range(w, 1, 4), w
+        ).to(x.dtype),
+        ("b 4 h", "4"),
+    ),
     "batch_norm in eval mode, frozen": (
-        lambda x: F.batch_norm(x, _range(x, 0, 4), _range(x, 1, 4)), ("b 4",)),
+        lambda x: F.batch_norm(x, _range(x, 0, 4), _range(x, 1, 4)),
+        ("b 4",),
+    ),
     "where": (lambda x, y: torch.where(x > y, x, y * 2), ("b h", "h")),
     "masked_fill": (lambda x, v: x.masked_fill(x > 1, v), ("b h", "")),
     "clamp": (lambda x, low, high: torch.clamp(x, low - 1, high + 1), ("b h", "h", "h")),
@@ -162,14 +191,15 @@ ELEMENTS: dict[str, Case] = {
     "fill": (torch.fill, ("b h", "")),
     "fill by number": (lambda x: torch.fill(x, 2.0) + x, ("b h",)),
     "elu in place": (lambda x: F.elu(x * 2, inplace=True), ("b h",)),
-}  # fmt: skip
+}
 
 NORMS: dict[str, Case] = {
     "batch_norm of the batch": (
         lambda x, w, b: F.batch_norm(x, None, None, w, b, training=True),
-        ("b 4 h 3", "4", "4")),
+        ("b 4 h 3", "4", "4"),
+    ),
     "instance_norm": (lambda x, w, b: F.instance_norm(x, weight=w, bias=b), ("b 4 h 3", "4", "4")),
-}  # fmt: skip
+}
 
 FAMILIES = {
     "reductions": REDUCTIONS,
@@ -212,8 +242,10 @@ def test_batch_norms_of_cudnn() -> None:
     ours = strop.optimize(Norm(), train=True, options=options(strict=False))
     for rows in (3, 5):
         given = [torch.randn(*shape, requires_grad=True) for shape in ((rows, 4, 6, 5), (4,), (4,))]
-        found, expected = (torch.autograd.grad(y.square().sum() + y.sin().sum(), given)
-                           for y in (ours(*given), plain(*given)))  # fmt: skip
+        found, expected = (
+            torch.autograd.grad(y.square().sum() + y.sin().sum(), given)
+            for y in (ours(*given), plain(*given))
+        )
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
     assert not ours.forward.traced_by_torch
     foreign = {name for r in ours.forward.log.records for name in r.compiled.program.foreign_calls}
@@ -237,12 +269,16 @@ def test_gradients_through_complex_numbers(name: str, by: str) -> None:
         def forward(self, x: Tensor) -> Tensor:
             return SPECTRA[name](x.sin() * 2)
 
-    ours = (strop.optimize(Spectrum(), train=True, options=options(strict=False))
-            if by == "optimize" else torch.compile(Spectrum(), backend="strop"))  # fmt: skip
+    ours = (
+        strop.optimize(Spectrum(), train=True, options=options(strict=False))
+        if by == "optimize"
+        else torch.compile(Spectrum(), backend="strop")
+    )
     for shape in ((2, 3, 8, 6), (3, 3, 8, 10), (2, 3, 8, 6)):
         x = torch.randn(shape, requires_grad=True)
-        found, expected = (torch.autograd.grad(f(x).square().sum(), x)[0]
-                           for f in (ours, Spectrum()))  # fmt: skip
+        found, expected = (
+            torch.autograd.grad(f(x).square().sum(), x)[0] for f in (ours, Spectrum())
+        )
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
     if by == "optimize":
         assert not ours.forward.log.fallbacks

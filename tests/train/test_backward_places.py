@@ -62,19 +62,25 @@ PADS: dict[str, Case] = {
     "constant": (lambda x: F.pad(x, (1, 2, 2, 0), value=3.0), ("b h 4",)),
     "cropped": (lambda x: F.pad(x, (-1, 2)), ("b h 4",)),
     "circular": (lambda x: F.pad(x, (1, 2, 1, 1), mode="circular"), ("b 2 h 4",)),
-    **{f"{mode}, {rank} dims": (
-        lambda x, mode=mode, rank=rank: F.pad(x, (1, 2, 2, 1, 1, 1)[: 2 * rank], mode=mode),
-        (" ".join(_WIDE.split()[: 2 + rank]),))
-       for mode in ("reflect", "replicate") for rank in (1, 2, 3)},
-}  # fmt: skip
+    **{
+        f"{mode}, {rank} dims": (
+            lambda x, mode=mode, rank=rank: F.pad(x, (1, 2, 2, 1, 1, 1)[: 2 * rank], mode=mode),
+            (" ".join(_WIDE.split()[: 2 + rank]),),
+        )
+        for mode in ("reflect", "replicate")
+        for rank in (1, 2, 3)
+    },
+}
 
 POOLS: dict[str, Case] = {
     "max, 1 dim": (lambda x: F.max_pool1d(x, 3, 2, 1), ("b 2 h",)),
     "max, overlapping": (lambda x: F.max_pool2d(x, 3, 2, 1), ("b 2 h 5",)),
     "max, 3 dims": (lambda x: F.max_pool3d(x, 2), ("b 2 h 4 2",)),
     "mean, 1 dim": (lambda x: F.avg_pool1d(x, 3, 2, 1), ("b 2 h",)),
-    "mean, overlapping": (lambda x: F.avg_pool2d(x, 3, 2, 1, count_include_pad=False),
-                          ("b 2 h 5",)),
+    "mean, overlapping": (
+        lambda x: F.avg_pool2d(x, 3, 2, 1, count_include_pad=False),
+        ("b 2 h 5",),
+    ),
     "mean, 3 dims": (lambda x: F.avg_pool3d(x, 2), ("b 2 h 4 2",)),
     "mean into 3": (lambda x: F.adaptive_avg_pool1d(x, 3), ("b 2 h",)),
     "mean into 3x2": (lambda x: F.adaptive_avg_pool2d(x, (3, 2)), ("b 2 h 5",)),
@@ -86,7 +92,7 @@ POOLS: dict[str, Case] = {
     "root of squares": (lambda x: F.lp_pool2d(x, 2.0, 2), ("b 2 h 4",)),
     "unfold": (lambda x: F.unfold(x, 3, padding=1), ("b 2 h 4",)),
     "fold": (lambda x: F.fold(x, (4, 5), 2), ("b 8 12",)),
-}  # fmt: skip
+}
 
 
 def _resized(mode: str, shape: str, **how: object) -> Case:
@@ -116,42 +122,54 @@ SIZES: dict[str, Case] = {
     "trilinear": _resized("trilinear", "b 2 h 3 2"),
     "bicubic": _resized("bicubic", "b 2 h 4"),
     "bicubic, antialiased": _resized("bicubic", "b 2 h 4", size=(3, 2), antialias=True),
-    "bicubic, antialiased by a factor": _resized("bicubic", "b 2 h 4", scale_factor=0.5,
-                                                 antialias=True),
+    "bicubic, antialiased by a factor": _resized(
+        "bicubic", "b 2 h 4", scale_factor=0.5, antialias=True
+    ),
     "grid": _sampled("bilinear"),
     "grid, mirrored": _sampled("bilinear", "reflection", align=True),
     "grid, bicubic": _sampled("bicubic", "border"),
-    "grid of a volume": (lambda x, grid: F.grid_sample(x, grid, align_corners=False),
-                         ("b 2 h 4 3", "b 3 2 5 3")),
-    "affine grid": (lambda t, x: _affine(t, x.shape) * x[:, :1, ..., None],
-                    ("b 2 3", "b 2 h 4")),
+    "grid of a volume": (
+        lambda x, grid: F.grid_sample(x, grid, align_corners=False),
+        ("b 2 h 4 3", "b 3 2 5 3"),
+    ),
+    "affine grid": (lambda t, x: _affine(t, x.shape) * x[:, :1, ..., None], ("b 2 3", "b 2 h 4")),
     "affine grid between corners": (
         lambda t, x: _affine(t, (*x.shape, 5), align_corners=True) * x[:, :1, :, None, None],
-        ("b 2 3", "b 2 h")),
-    "affine grid of a volume": (lambda t, x: _affine(t, x.shape) * x[:, :1, ..., None],
-                                ("b 3 4", "b 2 h 3 4")),
+        ("b 2 3", "b 2 h"),
+    ),
+    "affine grid of a volume": (
+        lambda t, x: _affine(t, x.shape) * x[:, :1, ..., None],
+        ("b 3 4", "b 2 h 3 4"),
+    ),
     "affine grid, sampled": (
         lambda x, t: F.grid_sample(x, _affine(t, x.shape), align_corners=False),
-        ("b 2 h 4", "b 2 3")),
-}  # fmt: skip
+        ("b 2 h 4", "b 2 3"),
+    ),
+}
 
 LOOKUPS: dict[str, Case] = {
     "gather": (lambda x, i: x.gather(1, i), ("b h 4", "b 3 4 < 4")),
     "scatter": (lambda x, y, i: x.scatter(1, i.argsort(1), y), ("b 4", "b 4", "b 4 < 9")),
     "scatter of a number": (lambda x, i: x.scatter(1, i, 2.5), ("b 4", "b 2 < 4")),
     "scatter_add": (lambda x, y, i: x.scatter_add(1, i, y), ("b 4", "b h", "b h < 4")),
-    "scatter_reduce": (lambda x, y, i: x.scatter_reduce(1, i, y, "amax"),
-                       ("b 4", "b h", "b h < 4")),
+    "scatter_reduce": (
+        lambda x, y, i: x.scatter_reduce(1, i, y, "amax"),
+        ("b 4", "b h", "b h < 4"),
+    ),
     "index_select": (lambda x, i: x.index_select(1, i), ("b 4 3", "h < 4")),
     "index": (lambda x, i: x[i], ("5 h", "b < 5")),
     "index of two dims": (lambda x, i, j: x[:, i, j], ("b 4 5", "h < 4", "h < 5")),
     "take": (lambda x, i: x.take(i), ("4 5", "b h < 20")),
     "put": (lambda x, y, i: x.put(i, y, accumulate=True), ("4 5", "2 6", "2 6 < 20")),
     "index_put": (lambda x, y, i: x.index_put((i.argsort(),), y), ("7 h", "7 h", "7 < 99")),
-    "index_put, added": (lambda x, y, i: x.index_put((i,), y, accumulate=True),
-                         ("7 h", "b h", "b < 7")),
-    "index_put under a mask": (lambda x, i: x.index_put((i > 2,), torch.zeros_like(x[0, 0])),
-                               ("b h", "b h < 5")),
+    "index_put, added": (
+        lambda x, y, i: x.index_put((i,), y, accumulate=True),
+        ("7 h", "b h", "b < 7"),
+    ),
+    "index_put under a mask": (
+        lambda x, i: x.index_put((i > 2,), torch.zeros_like(x[0, 0])),
+        ("b h", "b h < 5"),
+    ),
     "index_add": (lambda x, y, i: x.index_add(0, i, y), ("7 h", "b h", "b < 7")),
     "index_copy": (lambda x, y, i: x.index_copy(0, i.argsort(), y), ("7 h", "7 h", "7 < 99")),
     "index_fill": (lambda x, i: x.index_fill(0, i, 2.0), ("7 h", "3 < 7")),
@@ -160,8 +178,9 @@ LOOKUPS: dict[str, Case] = {
     "embedding_bag": (lambda w, i: F.embedding_bag(i, w), ("5 8", "b h < 5")),
     "embedding_bag of two sizes": (
         lambda w, i: F.embedding_bag(i, w, torch.arange(0, 4, 3, device=w.device)),
-        ("5 8", "h < 5")),
-}  # fmt: skip
+        ("5 8", "h < 5"),
+    ),
+}
 
 # The row of the padding has no gradient by decree: differences find one.
 DECREED = {"embedding"}
@@ -177,8 +196,10 @@ def test_gradients(family: str) -> None:
 @pytest.mark.parametrize("name", ["bicubic, antialiased", "affine grid", "affine grid, sampled"])
 def test_gradients_by_torch_compile(name: str) -> None:
     """As AOTAutograd traces them, which for symbolic sizes torch alone cannot."""
-    eager, compiled = Sum({name: SIZES[name]}), torch.compile(Sum({name: SIZES[name]}),
-                                                              backend="strop")  # fmt: skip
+    eager, compiled = (
+        Sum({name: SIZES[name]}),
+        torch.compile(Sum({name: SIZES[name]}), backend="strop"),
+    )
     for sizes in ({"b": 3, "h": 6}, {"b": 5, "h": 4}, {"b": 4, "h": 10}):
         given = [x.requires_grad_() for x in drawn({name: SIZES[name]}, sizes)]
         found, expected = (torch.autograd.grad(f(*given), given) for f in (compiled, eager))

@@ -62,15 +62,18 @@ def _gradients(module: nn.Module, args: tuple[Tensor, ...], seed: int) -> tuple[
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", ["dropout", "torch"])
 def test_gradients(name: str, device: str) -> None:
-    make = {"dropout": lambda ours: Dropped(F.dropout if ours else _by_seed),
-            "torch": lambda ours: Drawn()}[name]  # fmt: skip
+    make = {
+        "dropout": lambda ours: Dropped(F.dropout if ours else _by_seed),
+        "torch": lambda ours: Drawn(),
+    }[name]
     ours, eager = strop.optimize(make(True), train=True, options=options()), make(False)
     found = []
     for n in range(6):
         args = _args(n % 3, device)
         wide = tuple(a.double() for a in args)
-        found.append([_gradients(ours, args, n), _gradients(eager, args, n),
-                      _gradients(eager, wide, n)])  # fmt: skip
+        found.append(
+            [_gradients(ours, args, n), _gradients(eager, args, n), _gradients(eager, wide, n)]
+        )
     for place in range(2):
         assert_as_accurate_together([tuple(each[place] for each in triple) for triple in found])
     assert roles(ours.forward.log) == ["backward", "forward"]
@@ -81,8 +84,9 @@ def test_gradients(name: str, device: str) -> None:
 @pytest.mark.parametrize("name", ["dropout", "torch"])
 def test_gradcheck(name: str) -> None:
     """The slope is that of the function with the numbers of this seed."""
-    module = strop.optimize(Dropped(F.dropout) if name == "dropout" else Drawn(), train=True,
-                            options=options())  # fmt: skip
+    module = strop.optimize(
+        Dropped(F.dropout) if name == "dropout" else Drawn(), train=True, options=options()
+    )
 
     def seeded(*args: Tensor) -> Tensor:
         torch.manual_seed(3)

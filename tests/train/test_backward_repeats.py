@@ -77,8 +77,9 @@ def _gradients(module: nn.Module, args: Args, autocast: bool) -> list[list[Tenso
     with torch.autocast(args[0].device.type, torch.bfloat16, enabled=autocast):
         loss = module(*taken).float().square().mean()
     wanted = [*module.parameters(), *taken]
-    return [[g.clone() for g in torch.autograd.grad(loss, wanted, retain_graph=True)]
-            for _ in range(2)]  # fmt: skip
+    return [
+        [g.clone() for g in torch.autograd.grad(loss, wanted, retain_graph=True)] for _ in range(2)
+    ]
 
 
 @pytest.mark.parametrize("autocast", [False, True], ids=["fp32", "bf16"])

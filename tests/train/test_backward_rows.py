@@ -38,35 +38,51 @@ CPU = torch.device("cpu")
 
 _ATTENTION = [f"_scaled_dot_product_{kind}_attention" for kind in ("flash", "efficient", "cudnn")]
 _RESIZING = [
-    *(f"{name}{rank}d" for name in ("upsample_nearest", "_upsample_nearest_exact")
-      for rank in (1, 2, 3)),
-    "upsample_linear1d", "upsample_bilinear2d", "upsample_trilinear3d", "upsample_bicubic2d",
-]  # fmt: skip
+    *(
+        f"{name}{rank}d"
+        for name in ("upsample_nearest", "_upsample_nearest_exact")
+        for rank in (1, 2, 3)
+    ),
+    "upsample_linear1d",
+    "upsample_bilinear2d",
+    "upsample_trilinear3d",
+    "upsample_bicubic2d",
+]
 WITHOUT: dict[str, Sequence[str]] = {
     "torch takes it apart before our tables see it": (
         *(f"library {name}" for name in _RESIZING),
         *(f"aten.{name}.default" for name in _RESIZING),
         *(f"library {name}_backward" for name in _RESIZING),
-        "library _unsafe_index", "library _unsafe_index_put",
-        "aten._unsafe_index.Tensor", "aten._unsafe_index_put.default",
-        "softshrink", "hardshrink", "softshrink_backward", "hardshrink_backward",
-        "aten.native_batch_norm.default", "aten.linear.default",
+        "library _unsafe_index",
+        "library _unsafe_index_put",
+        "aten._unsafe_index.Tensor",
+        "aten._unsafe_index_put.default",
+        "softshrink",
+        "hardshrink",
+        "softshrink_backward",
+        "hardshrink_backward",
+        "aten.native_batch_norm.default",
+        "aten.linear.default",
     ),
     "frontend.joint takes it apart": (
-        "aten.native_group_norm.default", "aten.native_layer_norm.default",
-        "aten.native_dropout.default", "aten.native_dropout_backward.default",
-        "library native_dropout", "aten.constant_pad_nd.default",
+        "aten.native_group_norm.default",
+        "aten.native_layer_norm.default",
+        "aten.native_dropout.default",
+        "aten.native_dropout_backward.default",
+        "library native_dropout",
+        "aten.constant_pad_nd.default",
     ),
     "another overload stands for it in traces": ("aten.alias.default", "aten.squeeze.default"),
     "of GPUs, whose tests are test_gradients_on_a_gpu and test_attention_layout": (
         *(f"library {name}" for name in _ATTENTION),
         *(f"library {name}_backward" for name in _ATTENTION),
-        "aten.cudnn_batch_norm.default", "aten._fused_rms_norm.default",
+        "aten.cudnn_batch_norm.default",
+        "aten._fused_rms_norm.default",
         "aten._fused_rms_norm_backward.default",
     ),
     "draws, and torch says that nothing flows back": ("library bernoulli", "library normal"),
     "its derivative, digamma, has no row, so strict mode refuses it": ("lgamma",),
-}  # fmt: skip
+}
 
 
 def _spec(text: str) -> TensorSpec:
@@ -102,8 +118,12 @@ def _derivatives() -> set[str]:
     for entry in yaml.safe_load(path.read_text()):
         name = entry.pop("name").partition("(")[0]
         outputs = entry.pop("output_differentiability", [True])
-        texts = [text for formula in (entry, *entry.pop("dispatch", {}).values())
-                 for key, text in formula.items() if key != "result"]  # fmt: skip
+        texts = [
+            text
+            for formula in (entry, *entry.pop("dispatch", {}).values())
+            for key, text in formula.items()
+            if key != "result"
+        ]
         flows = (t != "non_differentiable" and "not_implemented" not in t for t in map(str, texts))
         if any(outputs) and any(flows):
             found.add(f"aten.{name}" if "." in name else f"aten.{name}.default")

@@ -24,8 +24,9 @@ LIMIT = 1.10  # of eager's RMS error; half an ulp of fp32 is nothing beside the 
 SIZES = ((2, 8, 8, 7), (3, 8, 12, 9), (2, 12, 8, 5), (4, 16, 8, 7), (3, 8, 16, 11))
 
 
-def squared_errors(ours: nn.Module, eager: nn.Module, device: str, runs: int
-                   ) -> dict[str, torch.Tensor]:  # fmt: skip
+def squared_errors(
+    ours: nn.Module, eager: nn.Module, device: str, runs: int
+) -> dict[str, torch.Tensor]:
     """By parameter: ours and eager's in every run, in units of the gradient's size. Weights and
     sizes are others each time."""
     exact, found = copy.deepcopy(eager).double(), defaultdict(list)

@@ -16,8 +16,9 @@ BUCKETS = [(2, 16, 24), (2, 24, 16), (4, 32, 16), (2, 16, 16), (8, 24, 24)]  # b
 
 def network() -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.GroupNorm(2, 8), nn.SiLU(),
-                         nn.Conv2d(8, 3, 3, padding=1))  # fmt: skip
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1), nn.GroupNorm(2, 8), nn.SiLU(), nn.Conv2d(8, 3, 3, padding=1)
+    )
 
 
 def gradients(model: nn.Module, buckets: list[tuple[int, int, int]]) -> list[torch.Tensor]:

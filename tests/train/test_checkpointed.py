@@ -36,8 +36,12 @@ ATTENTION = "aten._scaled_dot_product_flash_attention_for_cpu.default"  # as the
 
 def small(is_checkpointed: bool = True, **changes: Any) -> nn.Module:
     """Residual blocks, and one with attention to itself and to the text."""
-    parts = {"block_out_channels": (8,), "down_block_types": ("CrossAttnDownBlock2D",),
-             "up_block_types": ("UpBlock2D",), "mid_block_type": None}  # fmt: skip
+    parts = {
+        "block_out_channels": (8,),
+        "down_block_types": ("CrossAttnDownBlock2D",),
+        "up_block_types": ("UpBlock2D",),
+        "mid_block_type": None,
+    }
     unet = tiny.unet(**parts, **changes).train()
     if is_checkpointed:
         unet.enable_gradient_checkpointing()
@@ -166,24 +170,32 @@ def test_other_numbers_are_drawn_once(name: str) -> None:
 def test_adapters() -> None:
     """Of the frozen base no weight has a gradient, nor is one computed."""
     peft = pytest.importorskip("peft")
-    config = peft.LoraConfig(r=3, target_modules=["to_q", "to_k", "to_v", "to_out.0"],
-                             init_lora_weights=False)  # fmt: skip
+    config = peft.LoraConfig(
+        r=3, target_modules=["to_q", "to_k", "to_v", "to_out.0"], init_lora_weights=False
+    )
     eager = small()
     eager.add_adapter(config)
     ours = strop.optimize(copy.deepcopy(eager), train=True, options=options())
-    assert_gradients_as_accurate(ours, eager, [unet_args(n) for n in range(4)] * 2,
-                                 per_tensor=False)  # fmt: skip
+    assert_gradients_as_accurate(
+        ours, eager, [unet_args(n) for n in range(4)] * 2, per_tensor=False
+    )
     check_graphs(ours)
     found = gradients(ours, unet_args(0))
     assert len(found) == 2 * 8  # A and B of four layers, of two attentions
     assert all("lora" in name for name in found)
     (backward,) = (r for r in ours.forward.log.records if r.role == "backward")
-    weights = [tuple(size.value for size in node.shape) for node in backward.compiled.graph.nodes
-               if node.op == "linear" and all(size.is_const for size in node.shape)]  # fmt: skip
+    weights = [
+        tuple(size.value for size in node.shape)
+        for node in backward.compiled.graph.nodes
+        if node.op == "linear" and all(size.is_const for size in node.shape)
+    ]
     assert len(weights) == len(found)
     assert all(3 in shape for shape in weights), "gradients of A and B alone"
-    masks = [dict(step.attrs)["args"][-1] for step in backward.compiled.program.call_steps
-             if "convolution_backward" in str(dict(step.attrs).get("target"))]  # fmt: skip
+    masks = [
+        dict(step.attrs)["args"][-1]
+        for step in backward.compiled.program.call_steps
+        if "convolution_backward" in str(dict(step.attrs).get("target"))
+    ]
     assert all(tuple(mask) == (True, False, False) for mask in masks)
 
 
@@ -217,12 +229,14 @@ def test_trained_by_torch_compile() -> None:
     eager = small(is_checkpointed=False)
     start = [p.detach().clone() for p in eager.parameters()]
     ours = copy.deepcopy(eager)
-    fast = torch.compile(ours, backend="strop",
-                         options={"strict": True, "cache_dir": tiny.cache_dir()})  # fmt: skip
+    fast = torch.compile(
+        ours, backend="strop", options={"strict": True, "cache_dir": tiny.cache_dir()}
+    )
     pictures = [(8, 12), (12, 8), (8, 12), (12, 8), (16, 12)]
     sizes = [tiny.unet_args(2, *picture, 7, seed=n) for n, picture in enumerate(pictures)]
-    for found, expected, before in zip(steps(ours, fast, sizes), steps(eager, eager, sizes), start,
-                                       strict=True):  # fmt: skip
+    for found, expected, before in zip(
+        steps(ours, fast, sizes), steps(eager, eager, sizes), start, strict=True
+    ):
         moved = (expected - before).norm()
         assert moved > 0
         assert (found - expected).norm() < 1e-3 * moved

@@ -127,8 +127,14 @@ def new_rate(module: nn.Linear, optimizer: train.FusedSGD) -> None:
 
 
 # what is done between calls: graphs that it makes useless, and the plain runs that it costs
-CHANGES = {change_storage: (1, 2), load_into_module: (0, 0), load_into_optimizer: (1, 2),
-           freeze: (0, 2), train_mode: (0, 2), new_rate: (0, 0)}  # fmt: skip
+CHANGES = {
+    change_storage: (1, 2),
+    load_into_module: (0, 0),
+    load_into_optimizer: (1, 2),
+    freeze: (0, 2),
+    train_mode: (0, 2),
+    new_rate: (0, 0),
+}
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda c: c.__name__)
@@ -172,9 +178,11 @@ def test_twins_in_half_precision(recorder: taped.Recorder) -> None:
         optimizer = train.FusedAdamW(module.parameters(), lr=0.1, shadow_dtype=torch.bfloat16)
         twin = optimizer.shadow(module)
         step = train.compile_step(
-            lambda x, twin=twin: twin(x).float().square().mean(), optimizer, accumulate=2,
+            lambda x, twin=twin: twin(x).float().square().mean(),
+            optimizer,
+            accumulate=2,
             graph=graph,
-        )  # fmt: skip
+        )
         for number in range(8):
             step((X + number).bfloat16())
         ends.append([*module.parameters(), *twin.parameters()])
@@ -224,10 +232,12 @@ class Reading(torch.autograd.Function):
 
 @pytest.mark.parametrize(
     ("what", "named"),
-    [(read, r"_local_scalar_dense.* at \S+test_compile_step.py:\d+, in read: return x \* 2 if"),
-     (Reading.apply, r"_local_scalar_dense.*in backward: return grad \* float")],
+    [
+        (read, r"_local_scalar_dense.* at \S+test_compile_step.py:\d+, in read: return x \* 2 if"),
+        (Reading.apply, r"_local_scalar_dense.*in backward: return grad \* float"),
+    ],
     ids=["forward", "backward"],
-)  # fmt: skip
+)
 def test_what_no_graph_can_hold(
     what: Callable[[Tensor], Tensor], named: str, recorder: taped.Recorder
 ) -> None:
@@ -259,25 +269,41 @@ def detached(x: Tensor) -> Tensor:
 
 P = nn.Parameter(torch.ones(3))
 WRONG: dict[str, tuple[Callable[[], Any], str]] = {
-    "no scalar": (lambda: train.compile_step(lambda x: P * x, train.FusedSGD([P]))(X[0]),
-                  r"of shape \(3,\): a step needs one loss"),
-    "no tensor": (lambda: train.compile_step(lambda x: 1.0, train.FusedSGD([P]))(X),
-                  "a value float: a step needs one loss"),
-    "no gradient": (lambda: train.compile_step(detached, train.FusedSGD([P]))(X),
-                    "has no gradient: it was detached"),
+    "no scalar": (
+        lambda: train.compile_step(lambda x: P * x, train.FusedSGD([P]))(X[0]),
+        r"of shape \(3,\): a step needs one loss",
+    ),
+    "no tensor": (
+        lambda: train.compile_step(lambda x: 1.0, train.FusedSGD([P]))(X),
+        "a value float: a step needs one loss",
+    ),
+    "no gradient": (
+        lambda: train.compile_step(detached, train.FusedSGD([P]))(X),
+        "has no gradient: it was detached",
+    ),
     "no optimizer": (lambda: train.compile_step(detached, P), "optimizer is a Parameter"),
     "no function": (lambda: train.compile_step(P, train.FusedSGD([P])), "loss_fn is a Parameter"),
-    "no scaler": (lambda: train.compile_step(detached, train.FusedSGD([P]), scaler=2.0),
-                  "scaler is a float: use strop.train.GradScaler"),
-    "accumulate": (lambda: train.compile_step(detached, train.FusedSGD([P]), accumulate=0),
-                   "accumulate is 0: it must be a whole number"),
-    "an object": (lambda: train.compile_step(detached, train.FusedSGD([P]))(object()),
-                  "argument of type object; a step takes tensors"),
-    "an argument with gradients": (lambda: train.compile_step(detached, train.FusedSGD([P]))(P),
-                                   "tensor 0 of the arguments requires a gradient"),
-    "nothing to train": (lambda: train.compile_step(detached, train.FusedSGD([X]))(X),
-                         "no parameter of the optimizer requires a gradient"),
-}  # fmt: skip
+    "no scaler": (
+        lambda: train.compile_step(detached, train.FusedSGD([P]), scaler=2.0),
+        "scaler is a float: use strop.train.GradScaler",
+    ),
+    "accumulate": (
+        lambda: train.compile_step(detached, train.FusedSGD([P]), accumulate=0),
+        "accumulate is 0: it must be a whole number",
+    ),
+    "an object": (
+        lambda: train.compile_step(detached, train.FusedSGD([P]))(object()),
+        "argument of type object; a step takes tensors",
+    ),
+    "an argument with gradients": (
+        lambda: train.compile_step(detached, train.FusedSGD([P]))(P),
+        "tensor 0 of the arguments requires a gradient",
+    ),
+    "nothing to train": (
+        lambda: train.compile_step(detached, train.FusedSGD([X]))(X),
+        "no parameter of the optimizer requires a gradient",
+    ),
+}
 
 
 @pytest.mark.parametrize("name", WRONG)
@@ -296,10 +322,13 @@ def hooked() -> torch.optim.Optimizer:
 UNRECORDABLE = {
     "host numbers": (lambda: torch.optim.AdamW([P]), None, "AdamW reads numbers on the host"),
     "no such argument": (lambda: torch.optim.SGD([P]), None, "SGD reads numbers on the host"),
-    "host rate": (lambda: torch.optim.AdamW([P], capturable=True), None,
-                  "lr of AdamW is a number of the host"),
+    "host rate": (
+        lambda: torch.optim.AdamW([P], capturable=True),
+        None,
+        "lr of AdamW is a number of the host",
+    ),
     "hooks": (hooked, None, "FusedSGD has hooks on its step"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", UNRECORDABLE)

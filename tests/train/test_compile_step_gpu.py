@@ -50,14 +50,21 @@ TORCHS = {"capturable": True, "weight_decay": 0.1}
 ON_GPU = {
     **CASES,
     "torchs_optimizer": Case(torch.optim.AdamW, TORCHS, scheduled=True, accumulate=2, steps=12),
-    "torchs_fused": Case(torch.optim.AdamW, {**TORCHS, "fused": True}, overflows=(3, 9),
-                         scaler=torch.amp.GradScaler, scheduled=True),
+    "torchs_fused": Case(
+        torch.optim.AdamW,
+        {**TORCHS, "fused": True},
+        overflows=(3, 9),
+        scaler=torch.amp.GradScaler,
+        scheduled=True,
+    ),
     "compiled": Case(arguments=EXTRAS, make=compiled, scheduled=True, sizes=(5, 4), steps=12),
-    "compiled_accumulated": Case(arguments=EXTRAS, make=compiled, accumulate=2, sizes=(5, 9, 4),
-                                 scheduled=True, steps=20),
-    "compiled_autocast": Case(arguments=EXTRAS, make=compiled, autocast=True,
-                              scaler=train.GradScaler, overflows=(4,)),
-}  # fmt: skip
+    "compiled_accumulated": Case(
+        arguments=EXTRAS, make=compiled, accumulate=2, sizes=(5, 9, 4), scheduled=True, steps=20
+    ),
+    "compiled_autocast": Case(
+        arguments=EXTRAS, make=compiled, autocast=True, scaler=train.GradScaler, overflows=(4,)
+    ),
+}
 
 
 @pytest.mark.parametrize("name", ON_GPU)
@@ -252,14 +259,16 @@ class Reading(torch.autograd.Function):
 
 @pytest.mark.parametrize(
     ("what", "named"),
-    [(reads, r"_local_scalar_dense.*in reads: return x \* 2"),
-     (masked, r"aten.index.*in masked: return x\[x > "),
-     (copied, r"_to_copy.*in copied: .*between the CPU and the GPU"),
-     (seeded, r"in seeded: torch.manual_seed"),
-     (chosen_on_the_host, "draws random numbers on the host: random"),
-     (Reading.apply, r"in backward: return grad \*")],
+    [
+        (reads, r"_local_scalar_dense.*in reads: return x \* 2"),
+        (masked, r"aten.index.*in masked: return x\[x > "),
+        (copied, r"_to_copy.*in copied: .*between the CPU and the GPU"),
+        (seeded, r"in seeded: torch.manual_seed"),
+        (chosen_on_the_host, "draws random numbers on the host: random"),
+        (Reading.apply, r"in backward: return grad \*"),
+    ],
     ids=["item", "mask", "host copy", "seed", "host draws", "backward"],
-)  # fmt: skip
+)
 def test_what_no_graph_can_hold(what: Callable[[Tensor], Tensor], named: str) -> None:
     """Operator and line are named, and the process goes on: with graphs of other steps, with
     random numbers, and with this step without a graph."""

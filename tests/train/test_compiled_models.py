@@ -94,7 +94,7 @@ def test_gradients_accumulate() -> None:
 @pytest.mark.parametrize("is_checkpointed", [False, True], ids=["plain", "checkpoint"])
 def test_dropout_has_one_mask_however_much_is_computed_again(
     budget: float, is_checkpointed: bool
-) -> None:  # fmt: skip
+) -> None:
     """The slope along a direction is that of the function with the mask of that call."""
     module = Mlp(dropout=0.3).train()
     module.is_checkpointed = is_checkpointed
@@ -140,8 +140,9 @@ def test_norms_are_computed_again_from_their_statistics() -> None:
     gradients(module, args)
     (forward,) = (r for r in module.forward.log.records if r.role == "forward")
     saved = forward.compiled.graph.outputs[1:]
-    large = {o for o in saved if o.numel.eval(forward.compiled.graph.hints) > 24 * 32
-             and o.op != "input"}  # fmt: skip
+    large = {
+        o for o in saved if o.numel.eval(forward.compiled.graph.hints) > 24 * 32 and o.op != "input"
+    }
     # conv1's result plus the embedding; the inputs of both convolutions
     assert len(large) == 3, [o.op for o in large]
     assert all(o.order == (0, 2, 3, 1) for o in large), "no copy into another layout"
@@ -155,9 +156,11 @@ def test_lora_computes_no_gradient_of_its_frozen_base() -> None:
     assert_gradients_as_accurate(ours, eager, [block_args(n) for n in range(5)] * 2)
     assert roles(ours.forward.log) == PAIR
     (backward,) = (r for r in ours.forward.log.records if r.role == "backward")
-    weights = Counter(tuple(size.value for size in node.shape)
-                      for node in backward.compiled.graph.nodes
-                      if node.op == "linear" and all(s.is_const for s in node.shape))  # fmt: skip
+    weights = Counter(
+        tuple(size.value for size in node.shape)
+        for node in backward.compiled.graph.nodes
+        if node.op == "linear" and all(s.is_const for s in node.shape)
+    )
     # of A and B, four layers each; a base weight would be (32, 32), or larger
     assert weights == {(4, 32): 4, (32, 4): 4} or sum(weights.values()) == 8
     assert all(4 in shape for shape in weights)
@@ -171,8 +174,11 @@ def test_a_frozen_convolution_has_no_weight_gradient() -> None:
     found = gradients(module, resnet_args(0))
     assert {name.split(".")[1] for name in found} == {"norm1", "norm2"}
     (backward,) = (r for r in module.forward.log.records if r.role == "backward")
-    masks = [dict(step.attrs)["args"][-1] for step in backward.compiled.program.call_steps
-             if "convolution_backward" in str(dict(step.attrs).get("target"))]  # fmt: skip
+    masks = [
+        dict(step.attrs)["args"][-1]
+        for step in backward.compiled.program.call_steps
+        if "convolution_backward" in str(dict(step.attrs).get("target"))
+    ]
     assert masks
     assert all(tuple(mask) == (True, False, False) for mask in masks)
 

@@ -58,8 +58,10 @@ CASES: dict[str, tuple[Function, Sequence[str]]] = {
     "layer_norm of a picture": (lambda x, w: F.layer_norm(x, (5, 16), w), ("b 5 16", "5 16")),
     "layer_norm alone": (lambda x: F.layer_norm(x, (16,)), ("b h 16",)),
     "group_norm": (lambda x, w, b: F.group_norm(x, 3, w, b), ("b 12 h 5", "12", "12")),
-    "group_norm, channels last": (channels_last(lambda x, w, b: F.silu(F.group_norm(x, 3, w, b))),
-                                  ("b 12 h 5", "12", "12")),
+    "group_norm, channels last": (
+        channels_last(lambda x, w, b: F.silu(F.group_norm(x, 3, w, b))),
+        ("b 12 h 5", "12", "12"),
+    ),
     "group_norm alone": (lambda x: F.group_norm(x, 4), ("b 8",)),
     "rms_norm": (lambda x, w: F.rms_norm(x, (16,), w), ("b h 16", "16")),
     "softmax": (lambda x: x.softmax(-1), ("b h 9",)),
@@ -73,34 +75,52 @@ CASES: dict[str, tuple[Function, Sequence[str]]] = {
     "smooth_l1": (F.smooth_l1_loss, ("b h 4", "b h 4")),
     "huber": (lambda x, y: F.huber_loss(x, y, delta=0.7), ("b h 4", "b h 4")),
     "bce": (lambda x, y: F.binary_cross_entropy(x.sigmoid(), y.sigmoid()), ("b h", "b h")),
-    "bce with logits": (lambda x, y: F.binary_cross_entropy_with_logits(x, y.sigmoid()),
-                        ("b h", "b h")),
+    "bce with logits": (
+        lambda x, y: F.binary_cross_entropy_with_logits(x, y.sigmoid()),
+        ("b h", "b h"),
+    ),
     "cross_entropy": (_ignoring, ("b 7",)),
     "cross_entropy, sum": (lambda x: _ignoring(x, reduction="sum"), ("b 7",)),
     "cross_entropy, each": (lambda x: _ignoring(x, reduction="none"), ("b 7",)),
     "cross_entropy, smoothed": (lambda x: _ignoring(x, label_smoothing=0.1), ("b 7",)),
-    "by numbers made of sizes": (lambda x: x * (1 - 0.5 / x.shape[1]) / x.shape[0] ** 0.5,
-                                 ("b h",)),
-    "cross_entropy, weighted": (lambda x: _ignoring(x, weight=torch.arange(
-        1, 8, dtype=x.dtype, device=x.device)), ("b 7",)),
+    "by numbers made of sizes": (
+        lambda x: x * (1 - 0.5 / x.shape[1]) / x.shape[0] ** 0.5,
+        ("b h",),
+    ),
+    "cross_entropy, weighted": (
+        lambda x: _ignoring(x, weight=torch.arange(1, 8, dtype=x.dtype, device=x.device)),
+        ("b 7",),
+    ),
     "cross_entropy of pixels": (_pixels, ("b 6 h 5",)),
     "linear": (F.linear, ("b h 12", "8 12", "8")),
     "bmm": (torch.bmm, ("b h 6", "b 6 4")),
     "attention": (_attention, ("b 2 h 8", "b 2 h 8", "b 2 h 8")),
     # eager too in the layout that we run in: oneDNN rounds otherwise in the other one
-    "conv2d": (channels_last(lambda x, w, b: F.conv2d(x, w, b, padding=1)),
-               ("b 4 h 7", "6 4 3 3", "6")),
-    "conv2d in steps of 2": (channels_last(lambda x, w, b: F.conv2d(x, w, b, 2, 1)),
-                             ("b 4 h 8", "6 4 3 3", "6")),
-    "conv2d in groups": (channels_last(lambda x, w: F.conv2d(x, w, groups=2)),
-                         ("b 4 h 7", "6 2 3 3")),
+    "conv2d": (
+        channels_last(lambda x, w, b: F.conv2d(x, w, b, padding=1)),
+        ("b 4 h 7", "6 4 3 3", "6"),
+    ),
+    "conv2d in steps of 2": (
+        channels_last(lambda x, w, b: F.conv2d(x, w, b, 2, 1)),
+        ("b 4 h 8", "6 4 3 3", "6"),
+    ),
+    "conv2d in groups": (
+        channels_last(lambda x, w: F.conv2d(x, w, groups=2)),
+        ("b 4 h 7", "6 2 3 3"),
+    ),
     "conv2d 1x1": (channels_last(F.conv2d), ("b 4 h 7", "6 4 1 1", "6")),
     "conv1d": (lambda x, w, b: F.conv1d(x, w, b, padding=1), ("b 4 h", "6 4 3", "6")),
     "embedding": (lambda w, x: F.embedding(_labels(x, 5), w) * x, ("5 8", "b 8")),
     "interpolate": (lambda x: F.interpolate(x, scale_factor=2), ("b 3 h 4",)),
     "pad": (lambda x: F.pad(x, (1, 2, 0, 1)), ("b h 4",)),
-    "pieces": (lambda x: torch.cat([x[:, 1:], x[..., :1, :2].expand(-1, -1, 2) * 2], -1)
-               if x.dim() == 2 else x[:, 1:] * x[:, :-1], ("b h 4",)),
+    "pieces": (
+        lambda x: (
+            torch.cat([x[:, 1:], x[..., :1, :2].expand(-1, -1, 2) * 2], -1)
+            if x.dim() == 2
+            else x[:, 1:] * x[:, :-1]
+        ),
+        ("b h 4",),
+    ),
     "mean and var": (lambda x: x.mean(-1) + x.var(1), ("b 8 8",)),
     "amax": (lambda x: x.amax(-1), ("b h 5",)),
     "logsumexp": (lambda x: x.logsumexp(1), ("b 6 h",)),
@@ -108,7 +128,7 @@ CASES: dict[str, tuple[Function, Sequence[str]]] = {
     "max_pool2d": (lambda x: F.max_pool2d(x, 2), ("b 3 h 8",)),
     "avg_pool2d": (lambda x: F.avg_pool2d(x, 2), ("b 3 h 8",)),
     "broadcast": (lambda x, y, z: x * y + z, ("b h 4", "4", "b 1 1")),
-}  # fmt: skip
+}
 Case = tuple[Function, Sequence[str]]
 SIZES = ({"b": 3, "h": 6}, {"b": 5, "h": 4}, {"b": 4, "h": 10})
 
@@ -150,8 +170,9 @@ LOOSER = {"gelu tanh": 3.0}
 
 
 def _has_gradient(function: Function) -> bool:
-    x, y, u = (torch.full((2, 3), v, dtype=torch.float64, requires_grad=True)
-               for v in (0.3, 0.7, 0.9))  # fmt: skip
+    x, y, u = (
+        torch.full((2, 3), v, dtype=torch.float64, requires_grad=True) for v in (0.3, 0.7, 0.9)
+    )
     value = function(x, y, u)
     return value.requires_grad and value.dtype == torch.float64
 
@@ -196,15 +217,20 @@ def test_pointwise_gradients() -> None:
     eager, ours = Pointwise(), strop.optimize(Pointwise(), train=True, options=options())
     for batch in (3, 5):
         arguments = _pointwise_arguments(len(eager.names), batch)
-        results = [_gradients(ours, arguments), _gradients(eager, arguments),
-                   _gradients(eager, _widened(arguments))]  # fmt: skip
+        results = [
+            _gradients(ours, arguments),
+            _gradients(eager, arguments),
+            _gradients(eager, _widened(arguments)),
+        ]
         for number, name in enumerate(eager.names):
             triples = [tuple(t[number] for t in triple) for triple in zip(*results, strict=True)]
             if name not in LOOSER:
                 _judge(name, triples)
                 continue
-            own, theirs = (torch.cat([(t[place].double() - t[2]).flatten() for t in triples]).norm()
-                           for place in (0, 1))  # fmt: skip
+            own, theirs = (
+                torch.cat([(t[place].double() - t[2]).flatten() for t in triples]).norm()
+                for place in (0, 1)
+            )
             assert own <= LOOSER[name] * theirs, f"{name}: {own:.3e}, eager {theirs:.3e}"
     assert not ours.forward.log.fallbacks
     assert not ours.forward.counters.fallbacks
@@ -216,10 +242,19 @@ def judge_gradients(cases: Mapping[str, Case], **changes: Any) -> nn.Module:
     found: list[list[list[Tensor]]] = []
     for sizes in SIZES * 3:
         arguments = drawn(cases, sizes)
-        found.append([_gradients(ours, arguments), _gradients(eager, arguments),
-                      _gradients(eager, _widened(arguments))])  # fmt: skip
-    names = ["values"] + [f"{name}, argument {place}" for name, (_, shapes) in cases.items()
-                          for place, text in enumerate(shapes) if "<" not in text]  # fmt: skip
+        found.append(
+            [
+                _gradients(ours, arguments),
+                _gradients(eager, arguments),
+                _gradients(eager, _widened(arguments)),
+            ]
+        )
+    names = ["values"] + [
+        f"{name}, argument {place}"
+        for name, (_, shapes) in cases.items()
+        for place, text in enumerate(shapes)
+        if "<" not in text
+    ]
     for number, name in enumerate(names):
         triples = [tuple(each[number] for each in results) for results in found]
         if name == "values":  # of all of them together, in the slope along the phase

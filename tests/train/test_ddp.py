@@ -44,8 +44,13 @@ PATIENCE_S = 240  # one who hangs fails the test
 def _work(rank: int, meeting: str, end: Connection) -> None:
     """A process: runs what it is handed until it is killed. Whatever is raised ends it."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=WORLD,
-                            timeout=timedelta(seconds=PATIENCE_S / 2))  # fmt: skip
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{meeting}",
+        rank=rank,
+        world_size=WORLD,
+        timeout=timedelta(seconds=PATIENCE_S / 2),
+    )
     while True:
         asked = end.recv()
         torch._dynamo.reset()
@@ -135,8 +140,9 @@ def network(seed: int) -> nn.Module:
 def compiled(case: Case, module: nn.Module, how: Options) -> Any:
     if not case.by_torch:
         return strop.optimize(module, train=True, options=how)
-    return torch.compile(module, backend="strop", options={"cache_dir": how.cache_dir,
-                                                           "strict": how.strict})  # fmt: skip
+    return torch.compile(
+        module, backend="strop", options={"cache_dir": how.cache_dir, "strict": how.strict}
+    )
 
 
 def wrapped(case: Case, module: nn.Module, how: Options) -> tuple[DistributedDataParallel, Any]:
@@ -174,8 +180,9 @@ def alone(case: Case, module: Any) -> torch.optim.Optimizer:
     return optimizer
 
 
-def together(case: Case, ddp: DistributedDataParallel, called: Any, rank: int
-             ) -> torch.optim.Optimizer:  # fmt: skip
+def together(
+    case: Case, ddp: DistributedDataParallel, called: Any, rank: int
+) -> torch.optim.Optimizer:
     """In this process its own batches, as a script for several GPUs has it."""
     optimizer = case.optimizer(ddp.parameters(), lr=LR, **case.arguments)
     whole = train.compile_step(partial(loss_of, called), optimizer, accumulate=case.parts)
@@ -277,8 +284,10 @@ def inside_of_another(rank: int, how: Options) -> list[dict[str, Tensor]]:
     loss_of(outer, halves(8)[rank]).backward()
     assert "DistributedDataParallel cannot be traced" in str(outer.forward.traced_by_torch)
     names = "weight", "bias"
-    return [{name: getattr(outer.inner.module, name).grad for name in names},
-            {name: expected[f"0.{name}"] for name in names}]  # fmt: skip
+    return [
+        {name: getattr(outer.inner.module, name).grad for name in names},
+        {name: expected[f"0.{name}"] for name in names},
+    ]
 
 
 def inference(rank: int, how: Options) -> list[dict[str, Tensor]]:

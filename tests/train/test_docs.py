@@ -27,8 +27,10 @@ def test_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # Later flags win: what makes each command of the page a matter of a second.
-TINY = ("--resolution 32 --max_train_steps 2 --checkpointing_steps 2 --train_batch_size 1 "
-        "--num_class_images 2 --validation_inference_steps 1 --device cpu --threads 1")  # fmt: skip
+TINY = (
+    "--resolution 32 --max_train_steps 2 --checkpointing_steps 2 --train_batch_size 1 "
+    "--num_class_images 2 --validation_inference_steps 1 --device cpu --threads 1"
+)
 
 
 @pytest.mark.filterwarnings("ignore:__array__ implementation")  # of diffusers

@@ -20,8 +20,11 @@ F64 = torch.float64
 Kind = type[torch.optim.Optimizer]
 PAIRS: dict[str, tuple[Kind, Kind, dict[str, Any]]] = {
     "adamw": (torch.optim.AdamW, train.FusedAdamW, {}),
-    "adamw_arguments": (torch.optim.AdamW, train.FusedAdamW,
-                        {"betas": (0.8, 0.99), "eps": 1e-4, "weight_decay": 0.3, "maximize": True}),
+    "adamw_arguments": (
+        torch.optim.AdamW,
+        train.FusedAdamW,
+        {"betas": (0.8, 0.99), "eps": 1e-4, "weight_decay": 0.3, "maximize": True},
+    ),
     "adamw_hints": (torch.optim.AdamW, train.FusedAdamW, {"foreach": False, "capturable": False}),
     "adam": (torch.optim.Adam, train.FusedAdam, {}),
     "adam_l2": (torch.optim.Adam, train.FusedAdam, {"weight_decay": 0.1}),
@@ -30,7 +33,7 @@ PAIRS: dict[str, tuple[Kind, Kind, dict[str, Any]]] = {
     "sgd_l2": (torch.optim.SGD, train.FusedSGD, {"weight_decay": 0.1, "maximize": True}),
     "sgd_momentum": (torch.optim.SGD, train.FusedSGD, {"momentum": 0.9, "dampening": 0.3}),
     "sgd_nesterov": (torch.optim.SGD, train.FusedSGD, {"momentum": 0.9, "nesterov": True}),
-}  # fmt: skip
+}
 
 
 def give(params: Sequence[Tensor], step: int, without: Sequence[int] = ()) -> None:
@@ -106,8 +109,9 @@ def test_resume_is_exact(dtype: torch.dtype, device: str) -> None:
             optimizer.step()
 
     def make(params: Sequence[Tensor]) -> train.FusedAdamW:
-        return train.FusedAdamW(params, lr=1e-2, ema_decay=0.9, max_grad_norm=1.0,
-                                stochastic_rounding=True, seed=5)  # fmt: skip
+        return train.FusedAdamW(
+            params, lr=1e-2, ema_decay=0.9, max_grad_norm=1.0, stochastic_rounding=True, seed=5
+        )
 
     a, b = twice(device, dtype)
     first, second = make(a), make(b)
@@ -136,12 +140,16 @@ LAYOUTS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]
     "channels_last_gradient": (torch.Tensor.contiguous, channels_last),
     "transposed": (lambda x: x.contiguous().mT, lambda x: x.contiguous().mT),
     "gaps": (lambda x: x.repeat(1, 1, 1, 2)[..., ::2], lambda x: x.repeat(1, 1, 1, 2)[..., ::2]),
-    "unaligned": (lambda x: torch.cat((x[0, 0, 0, :1], x.flatten()))[1:].view(x.shape),
-                  lambda x: torch.cat((x[0, 0, 0, :1], x.flatten()))[1:].view(x.shape)),
+    "unaligned": (
+        lambda x: torch.cat((x[0, 0, 0, :1], x.flatten()))[1:].view(x.shape),
+        lambda x: torch.cat((x[0, 0, 0, :1], x.flatten()))[1:].view(x.shape),
+    ),
     "expanded_gradient": (torch.Tensor.contiguous, lambda x: x[:1, :1, :1, :1].expand(x.shape)),
-    "one_by_one": (lambda x: x.reshape(8, 15, 1, 1).contiguous(memory_format=torch.channels_last),
-                   lambda x: x.reshape(8, 15, 1, 1)),
-}  # fmt: skip
+    "one_by_one": (
+        lambda x: x.reshape(8, 15, 1, 1).contiguous(memory_format=torch.channels_last),
+        lambda x: x.reshape(8, 15, 1, 1),
+    ),
+}
 
 
 @pytest.mark.parametrize("name", LAYOUTS)

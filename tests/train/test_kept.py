@@ -28,8 +28,9 @@ class Widened(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.before, self.after, self.short = (nn.Conv2d(16, 16, k, padding=k // 2)
-                                               for k in (3, 3, 1))  # fmt: skip
+        self.before, self.after, self.short = (
+            nn.Conv2d(16, 16, k, padding=k // 2) for k in (3, 3, 1)
+        )
         self.norm = nn.GroupNorm(4, 16)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -61,9 +62,11 @@ def test_nothing_is_kept_twice_or_wider_than_it_came() -> None:
 
 
 def position_of_call(program: Program, operator: str) -> list[int]:
-    return [n for n, step in enumerate(program.steps)
-            if isinstance(step, CallStep) and operator in str(dict(step.attrs).get("target"))
-            ]  # fmt: skip
+    return [
+        n
+        for n, step in enumerate(program.steps)
+        if isinstance(step, CallStep) and operator in str(dict(step.attrs).get("target"))
+    ]
 
 
 def test_gradients_are_laid_out_as_they_come() -> None:
@@ -72,8 +75,10 @@ def test_gradients_are_laid_out_as_they_come() -> None:
     program = step_of(module)["backward"].program
     calls = position_of_call(program, "convolution_backward")
     weights = [program.steps[call].outputs[1] for call in calls]
-    laid = [next(n for n, step in enumerate(program.steps) if number in _reads(step))
-            for number in weights]  # fmt: skip
+    laid = [
+        next(n for n, step in enumerate(program.steps) if number in _reads(step))
+        for number in weights
+    ]
     assert len(calls) == 3
     assert max(laid[:-1]) < max(calls)
 
@@ -138,8 +143,11 @@ def test_nothing_of_a_step_waits_for_the_garbage_collector() -> None:
 @pytest.mark.parametrize("compiled", [False, True], ids=["optimize", "torch.compile"])
 def test_a_call_leaves_no_argument_behind(compiled: bool) -> None:
     module = nn.Sequential(nn.Linear(8, 8), nn.SiLU()).eval()
-    fast = (torch.compile(module, backend="strop", dynamic=False, options={"strict": True})
-            if compiled else strop.optimize(module, options=options()))  # fmt: skip
+    fast = (
+        torch.compile(module, backend="strop", dynamic=False, options={"strict": True})
+        if compiled
+        else strop.optimize(module, options=options())
+    )
     x = torch.randn(3, 8)
     alive = weakref.ref(x)
     with torch.no_grad():

@@ -24,8 +24,9 @@ def bench() -> Any:
     return module
 
 
-@pytest.mark.parametrize("path", sorted((BENCHMARKS / "results").glob("loss_curves-*.json")),
-                         ids=lambda path: path.stem)  # fmt: skip
+@pytest.mark.parametrize(
+    "path", sorted((BENCHMARKS / "results").glob("loss_curves-*.json")), ids=lambda path: path.stem
+)
 def test_committed_curves(path: Path, bench: Any) -> None:
     """Strop's lie as near to the plain recipe's as that does from weights moved by one place."""
     found = json.loads(path.read_text())

@@ -52,8 +52,10 @@ def test_errors_are_half_a_piece(name: str, signed: bool) -> None:
         values = values if signed else values.abs()
         codes, scales = quantized.quantize(values, signed)
         assert (codes.dtype, codes.shape, len(scales)) == (
-            torch.uint8, values.shape, -(-len(values) // BLOCK),
-        )  # fmt: skip
+            torch.uint8,
+            values.shape,
+            -(-len(values) // BLOCK),
+        )
         found = quantized.dequantize(codes, scales, signed)
         largest = scales.abs().double().repeat_interleave(BLOCK)[: len(values)]
         errors = (found.double() - values.double()).abs() / largest
@@ -142,8 +144,15 @@ def test_loop(device: str, request: pytest.FixtureRequest) -> None:
 def learn(states: str, seed: int, device: str) -> float:
     """The loss of an MLP that has learned a function for 150 steps."""
     torch.manual_seed(seed)
-    net = nn.Sequential(nn.Linear(8, 64), nn.SiLU(), nn.Linear(64, 64), nn.SiLU(),
-                        nn.Linear(64, 64), nn.SiLU(), nn.Linear(64, 1))  # fmt: skip
+    net = nn.Sequential(
+        nn.Linear(8, 64),
+        nn.SiLU(),
+        nn.Linear(64, 64),
+        nn.SiLU(),
+        nn.Linear(64, 64),
+        nn.SiLU(),
+        nn.Linear(64, 1),
+    )
     inputs = torch.randn(256, 8)
     wanted = (inputs[:, :4].sin() * inputs[:, 4:]).sum(1, keepdim=True)
     net, inputs, wanted = net.to(device), inputs.to(device), wanted.to(device)
@@ -296,8 +305,16 @@ def test_another_order_in_memory() -> None:
     first = make(params)
     run(first, range(2))
     before = copy.deepcopy(first.fp32_state_dict()["state"])
-    assert set(map(tuple, (s["block_order"].tolist() for s in first.state_dict()["state"].values()
-                           if "block_order" in s))) == {(0, 1), (0, 2, 3, 1), (1, 0)}  # fmt: skip
+    assert set(
+        map(
+            tuple,
+            (
+                s["block_order"].tolist()
+                for s in first.state_dict()["state"].values()
+                if "block_order" in s
+            ),
+        )
+    ) == {(0, 1), (0, 2, 3, 1), (1, 0)}
     rows = [nn.Parameter(p.detach().contiguous()) for p in params]
     second = make(rows)
     second.load_state_dict(copy.deepcopy(first.state_dict()))

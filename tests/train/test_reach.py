@@ -118,9 +118,16 @@ def write(net: nn.Sequential) -> None:
 
 
 CHANGES: dict[Callable[[nn.Sequential], None], str] = {
-    replace_part: "list", add_part: "list", remove_part: "list", replace_weight: "list",
-    remove_bias: "list", move_weight: "places", freeze: "modes", set_mode: "modes", write: "",
-}  # fmt: skip
+    replace_part: "list",
+    add_part: "list",
+    remove_part: "list",
+    replace_weight: "list",
+    remove_bias: "list",
+    move_weight: "places",
+    freeze: "modes",
+    set_mode: "modes",
+    write: "",
+}
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda c: c.__name__)

@@ -62,8 +62,9 @@ class Cuda:
         return object()
 
     @contextlib.contextmanager
-    def graph(self, graph: Graph, pool: object, stream: Stream, capture_error_mode: str
-              ) -> Iterator[None]:  # fmt: skip
+    def graph(
+        self, graph: Graph, pool: object, stream: Stream, capture_error_mode: str
+    ) -> Iterator[None]:
         assert capture_error_mode == "thread_local"
         self.is_capturing = True
         self.captures.append(graph)

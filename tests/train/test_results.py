@@ -64,8 +64,17 @@ def integers(net: Any, y: Tensor) -> Any:
     return y, y.argmax(-1)
 
 
-BODIES = (slices, slices_and_sum, detached_and_sum, twice, detached_first, views, weight, argument,
-          integers)  # fmt: skip
+BODIES = (
+    slices,
+    slices_and_sum,
+    detached_and_sum,
+    twice,
+    detached_first,
+    views,
+    weight,
+    argument,
+    integers,
+)
 
 
 def optimised(net: nn.Module) -> Any:
@@ -78,10 +87,18 @@ def compiled(net: nn.Module) -> Any:
 
 def looks(results: list[Tensor]) -> list[Any]:
     """Of each result what autograd says of it, which results it is, and whose memory it is."""
-    return [(r.requires_grad, r.grad_fn is not None, [r is other for other in results],
-             [r.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
-              for other in results])
-            for r in results]  # fmt: skip
+    return [
+        (
+            r.requires_grad,
+            r.grad_fn is not None,
+            [r is other for other in results],
+            [
+                r.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+                for other in results
+            ],
+        )
+        for r in results
+    ]
 
 
 def called(net: nn.Module, x: Tensor) -> tuple[list[Any], list[Tensor], dict[str, Tensor]]:
@@ -91,10 +108,12 @@ def called(net: nn.Module, x: Tensor) -> tuple[list[Any], list[Tensor], dict[str
     found = net(x)
     results = list(found.values()) if isinstance(found, dict) else list(found)
     look, values = looks(results), [r.detach().clone() for r in results]
-    torch.stack([r.square().sum() * n for n, r in enumerate(results, 1) if r.requires_grad]
-                ).sum().backward()  # fmt: skip
-    grads = {"x": x.grad} | {name.removeprefix("_orig_mod."): p.grad
-                             for name, p in net.named_parameters()}  # fmt: skip
+    torch.stack(
+        [r.square().sum() * n for n, r in enumerate(results, 1) if r.requires_grad]
+    ).sum().backward()
+    grads = {"x": x.grad} | {
+        name.removeprefix("_orig_mod."): p.grad for name, p in net.named_parameters()
+    }
     return look, values, {name: g for name, g in grads.items() if g is not None}
 
 

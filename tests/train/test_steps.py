@@ -56,8 +56,9 @@ def test_torch_traces_nothing(name: str) -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", ["mlp", "block", "resnet", "unet"])
-def test_gradients_on_a_gpu(name: str, autocast: torch.dtype | None,
-                            monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+def test_gradients_on_a_gpu(
+    name: str, autocast: torch.dtype | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     # cuDNN has TF32 for some layouts only: either side may be the exact one
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
     make, args = MODELS[name]
@@ -376,7 +377,8 @@ def test_sizes_stay_symbols() -> None:
     assert captured.sizes.fixed == ()
     assert captured.differentiable == (True,)
     (output,) = captured.graph.graph.find_nodes(op="output")
-    shapes = [tuple(map(str, captured.sizes.symbols.shape(n.meta["val"].shape)))
-              for n in output.args[0]]  # fmt: skip
+    shapes = [
+        tuple(map(str, captured.sizes.symbols.shape(n.meta["val"].shape))) for n in output.args[0]
+    ]
     assert shapes[0] == ("b", "s", "32")
     assert shapes[1:] == [tuple(map(str, p.shape)) for p in module.parameters()]

@@ -42,8 +42,20 @@ def test_yaml_and_flags_in_both_spellings(
         "use_ema: true\nresolution: 32\nmax_train_steps: 9\nseed: 3\nvalidation_prompt: a ring\n"
         "num_validation_images: 1\nvalidation_inference_steps: 2\n"
     )
-    done = invoke("lora", "--config", "train.yaml", "--max-train-steps", 2, "--train_batch_size", 1,
-                  "--no-use-ema", "--output-dir", "out", "--checkpointing_steps", 2)  # fmt: skip
+    done = invoke(
+        "lora",
+        "--config",
+        "train.yaml",
+        "--max-train-steps",
+        2,
+        "--train_batch_size",
+        1,
+        "--no-use-ema",
+        "--output-dir",
+        "out",
+        "--checkpointing_steps",
+        2,
+    )
     assert done.exit_code == 0, done.output
     assert "2 steps; the model is in out" in said(done)
     assert "step 2/2" in said(done)
@@ -67,16 +79,28 @@ MISTAKES: dict[str, tuple[tuple[Any, ...], int, str]] = {
     "no pictures": (("lora", "--model", "here"), 2, "--train_data_dir DIR, or --instance_data_dir"),
     "no subject": (("dreambooth", "--model", "sprites"), 2, "--instance_data_dir DIR"),
     "no prompt": (DREAM, 2, "--instance_prompt TEXT"),
-    "two sources": ((*LORA, "--dataset_name", "sprites"), 2,
-                    "train_data_dir and dataset_name are given"),
-    "hub": (("lora", "--model", "sprites", "--dataset_name", "a/b"), 2,
-            "only 'sprites' is built in; download"),
+    "two sources": (
+        (*LORA, "--dataset_name", "sprites"),
+        2,
+        "train_data_dir and dataset_name are given",
+    ),
+    "hub": (
+        ("lora", "--model", "sprites", "--dataset_name", "a/b"),
+        2,
+        "only 'sprites' is built in; download",
+    ),
     "no class": ((*SUBJECT, "--with_prior_preservation"), 2, "needs --class_data_dir DIR"),
     "crop and cache": ((*LORA, "--cache_latents"), 2, "add --center_crop"),
-    "text twice": ((*LORA, "--train_text_encoder", "--pre_compute_text_embeddings"), 2,
-                   "choose one"),
-    "cached generator": (("text-to-image", "--model", "sprites", "--cache_latents",
-                          "--center_crop"), 2, "nothing to cache"),
+    "text twice": (
+        (*LORA, "--train_text_encoder", "--pre_compute_text_embeddings"),
+        2,
+        "choose one",
+    ),
+    "cached generator": (
+        ("text-to-image", "--model", "sprites", "--cache_latents", "--center_crop"),
+        2,
+        "nothing to cache",
+    ),
     "choice": ((*LORA, "--lr_scheduler", "cosin"), 2, "lr_scheduler is 'cosin': choose constant"),
     "range": ((*LORA, "--rank", 0), 2, "rank is 0: it must be at least 1"),
     "beta": ((*LORA, "--adam_beta2", 1), 2, "adam_beta2 is 1.0: it must be below 1"),
@@ -88,18 +112,34 @@ MISTAKES: dict[str, tuple[tuple[Any, ...], int, str]] = {
     "not built": ((*LORA, "--use_dora"), 2, "DoRA is not built"),
     "unknown": ((*LORA, "--rnak", 4), 2, "No such option"),
     "no folder": (LORA, 1, "the folder pics does not exist"),
-    "no such model": (("lora", "--model", "sd", "--train_data_dir", "pics"), 1,
-                      "there is no diffusers model in sd"),
+    "no such model": (
+        ("lora", "--model", "sd", "--train_data_dir", "pics"),
+        1,
+        "there is no diffusers model in sd",
+    ),
     "no yaml": (("lora", "--config", "gone.yaml"), 2, "No such file"),
-    "output among pictures": ((*LORA, "--output_dir", "pics/out"), 1,
-                              "output_dir pics/out lies in the folder of the pictures, pics"),
+    "output among pictures": (
+        (*LORA, "--output_dir", "pics/out"),
+        1,
+        "output_dir pics/out lies in the folder of the pictures, pics",
+    ),
     "cache among pictures": ((*LORA, "--cache_dir", "pics/c"), 1, "cache_dir pics/c lies in"),
-    "class among pictures": ((*SUBJECT, "--with_prior_preservation", "--class_prompt", "a",
-                              "--class_data_dir", "pics/c"), 1, "class_data_dir pics/c lies in"),
+    "class among pictures": (
+        (
+            *SUBJECT,
+            "--with_prior_preservation",
+            "--class_prompt",
+            "a",
+            "--class_data_dir",
+            "pics/c",
+        ),
+        1,
+        "class_data_dir pics/c lies in",
+    ),
     "gpu": ((*LORA, "--device", "cuda"), 1, "torch finds no GPU"),
     "fp16": ((*LORA, "--mixed_precision", "fp16", "--device", "cpu"), 1, "fp16 needs a GPU"),
     "board": ((*LORA, "--report_to", "tensorboard"), 1, "pip install 'strop[train]'"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", MISTAKES)
@@ -174,9 +214,12 @@ def test_settings_that_change_nothing_are_named(
 
 
 def test_home_in_a_file(
-    invoke: Callable[..., Result], tiny_model: Path, pictures: Path, tmp_path: Path,
+    invoke: Callable[..., Result],
+    tiny_model: Path,
+    pictures: Path,
+    tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+) -> None:
     """A shell puts it in the place of ~; in YAML nobody does."""
     home = tmp_path / "home"
     monkeypatch.setenv("HOME", str(home))
@@ -210,8 +253,21 @@ def test_pictures_below_the_resolution_and_bad_files(
 ) -> None:
     place = trainer.draw_pictures(tmp_path / "pics", 2, metadata=False)
     (place / "broken.png").write_bytes(b"\x89PNG")
-    words = ("dreambooth", "--model", tiny_model, "--instance_data_dir", place, "--device", "cpu",
-             "--instance_prompt", "x", "--max_train_steps", 1, "--output_dir", "out")  # fmt: skip
+    words = (
+        "dreambooth",
+        "--model",
+        tiny_model,
+        "--instance_data_dir",
+        place,
+        "--device",
+        "cpu",
+        "--instance_prompt",
+        "x",
+        "--max_train_steps",
+        1,
+        "--output_dir",
+        "out",
+    )
     result = invoke(*words)
     assert result.exit_code == 1
     assert "found 2 pictures smaller than 96 pixels: 0.png (48x40), 1.png (48x40)" in said(result)
@@ -236,8 +292,9 @@ def test_several_processes_are_refused(
 
 def test_the_model_is_not_overwritten(tiny_model: Path, pictures: Path) -> None:
     with pytest.raises(OptionError, match="is the model to start from"):
-        trainer.session("text-to-image", model=tiny_model, train_data_dir=pictures,
-                        output_dir=tiny_model)  # fmt: skip
+        trainer.session(
+            "text-to-image", model=tiny_model, train_data_dir=pictures, output_dir=tiny_model
+        )
 
 
 def test_the_recipe_of_the_shipped_weights() -> None:
@@ -251,7 +308,10 @@ def test_the_recipe_of_the_shipped_weights() -> None:
     assert made.from_scratch
     assert made.trained == ("unet", "text_encoder")
     assert (made.max_train_steps, made.train_batch_size, made.gradient_accumulation_steps) == (
-        4000, 1024, 1)  # fmt: skip
+        4000,
+        1024,
+        1,
+    )
     assert f"{4000 * 1024 / 1e6:.1f} million drawings" in " ".join(header)
     assert made.use_ema
     assert made.proportion_empty_prompts > 0  # guidance needs an unconditional prediction
@@ -263,8 +323,9 @@ def test_captions_that_are_cut(tiny_model: Path, tmp_path: Path) -> None:
     (place / "0.txt").write_text("a red circle")
     (place / "1.txt").write_text("red " * 30)
     watch = trainer.Watch()
-    trainer.session("text-to-image", watch, model=tiny_model, train_data_dir=place,
-                    output_dir=tmp_path / "out")  # fmt: skip
+    trainer.session(
+        "text-to-image", watch, model=tiny_model, train_data_dir=place, output_dir=tmp_path / "out"
+    )
     assert [text.split(";")[0] for text in watch.warnings] == [
         "found 1 caption with more than the 22 tokens that this model reads"
     ]

@@ -35,9 +35,13 @@ PAIR = ["backward", "forward"]
 def small_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The sprites model with the least of a UNet, as every training traces it anew."""
     folder = tmp_path_factory.mktemp("small")
-    unet = tiny.unet(block_out_channels=(16,), down_block_types=("CrossAttnDownBlock2D",),
-                     mid_block_type=None, up_block_types=("UpBlock2D",),
-                     cross_attention_dim=settings.TINY.network.text_width)  # fmt: skip
+    unet = tiny.unet(
+        block_out_channels=(16,),
+        down_block_types=("CrossAttnDownBlock2D",),
+        mid_block_type=None,
+        up_block_types=("UpBlock2D",),
+        cross_attention_dim=settings.TINY.network.text_width,
+    )
     parts = replace(network.parts(settings.TINY), unet=unet)
     network.pipeline(parts, settings.TINY.noise).save_pretrained(folder)
     vocabulary.write(folder / "tokenizer")
@@ -66,9 +70,8 @@ RUNS = {
     "averaged": Run("text-to-image", {"use_ema": True, "random_flip": True}),
     "checkpointed": Run("text-to-image", {"gradient_checkpointing": True}, steps=2),
     "adapters": Run("lora", {"rank": 2, "gradient_accumulation_steps": 2}),
-    "dropout": Run("lora", {"rank": 2, "lora_dropout": 0.2, "mixed_precision": "bf16"},
-                   draws=True),
-}  # fmt: skip
+    "dropout": Run("lora", {"rank": 2, "lora_dropout": 0.2, "mixed_precision": "bf16"}, draws=True),
+}
 NIGHTLY = ("checkpointed", "adapters")
 
 
@@ -99,14 +102,18 @@ def resume(run: Run, values: dict[str, Any]) -> None:
 
 
 @pytest.mark.usefixtures("same_threads")
-@pytest.mark.parametrize("name", [
-    pytest.param(name, marks=pytest.mark.nightly if name in NIGHTLY else ()) for name in RUNS
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.nightly if name in NIGHTLY else ()) for name in RUNS],
+)
 def test_weights_and_resume(name: str, small_model: Path, pictures: Path, tmp_path: Path) -> None:
     run, half = RUNS[name], f"checkpoint-{RUNS[name].steps // 2}"
-    values = run.values | {"model": small_model, "train_data_dir": pictures,
-                           "max_train_steps": run.steps,
-                           "checkpointing_steps": run.steps // 2}  # fmt: skip
+    values = run.values | {
+        "model": small_model,
+        "train_data_dir": pictures,
+        "max_train_steps": run.steps,
+        "checkpointing_steps": run.steps // 2,
+    }
     straight, resumed = tmp_path / "straight", tmp_path / "resumed"
     made = trained(run, values | {"compile_unet": True, "output_dir": straight})
     check_compiled(made, "gradient_checkpointing" in values)

@@ -66,14 +66,22 @@ def test_captions(write: Callable[[Path], None], folder: Path) -> None:
 # Files as other programs write them -> the caption of a.png that they hold.
 WRITTEN: dict[str, tuple[str, bytes, str]] = {
     "text of Windows": ("a.txt", b"\xef\xbb\xbffirst\r\n", "first"),
-    "lines in a csv": ("metadata.csv", b'file_name,text\r\na.png,"one\ntwo, three"\r\n',
-                       "one\ntwo, three"),
-    "separator in a csv": ("metadata.csv", "file_name,text\na.png,one\u2028two\n".encode(),
-                           "one\u2028two"),
-    "separator in jsonl": ("metadata.jsonl",
-                           '{"file_name": "a.png", "text": "one\u2028two\x85"}\r\n'.encode(),
-                           "one\u2028two\x85"),
-}  # fmt: skip
+    "lines in a csv": (
+        "metadata.csv",
+        b'file_name,text\r\na.png,"one\ntwo, three"\r\n',
+        "one\ntwo, three",
+    ),
+    "separator in a csv": (
+        "metadata.csv",
+        "file_name,text\na.png,one\u2028two\n".encode(),
+        "one\u2028two",
+    ),
+    "separator in jsonl": (
+        "metadata.jsonl",
+        '{"file_name": "a.png", "text": "one\u2028two\x85"}\r\n'.encode(),
+        "one\u2028two\x85",
+    ),
+}
 
 
 @pytest.mark.parametrize("name", WRITTEN)
@@ -103,8 +111,13 @@ def test_one_of_several_captions_is_drawn(folder: Path) -> None:
     texts = sorted({text for picture in found.pictures for text in picture.captions})
     rows = {text: row for row, text in enumerate(texts)}
     made = settings.make("lora", {"model": "m", "train_data_dir": folder, "train_batch_size": 3})
-    batches = [FolderSource(made, 16, found.pictures, (), Captions(rows, torch.arange(8)[:, None]))
-               .batch(number).text.flatten().tolist() for number in (*range(40), 7)]  # fmt: skip
+    batches = [
+        FolderSource(made, 16, found.pictures, (), Captions(rows, torch.arange(8)[:, None]))
+        .batch(number)
+        .text.flatten()
+        .tolist()
+        for number in (*range(40), 7)
+    ]
     assert batches[7] == batches[-1]
     counts = Counter(texts[row] for batch in batches[:40] for row in batch)
     assert set(counts) == set(texts)
@@ -137,8 +150,10 @@ def test_links_to_nothing_are_named(folder: Path) -> None:
         (name, "is a link to a file that does not exist") for name in ("a.png", "gone.png")
     ]
     reasons = [(bad.path.name, bad.reason) for bad in read_captioned(folder, "text").bad]
-    assert reasons == [("a.png", "is named in metadata.jsonl and does not exist"),
-                       ("gone.png", "is in no metadata file")]  # fmt: skip
+    assert reasons == [
+        ("a.png", "is named in metadata.jsonl and does not exist"),
+        ("gone.png", "is in no metadata file"),
+    ]
     (folder / "metadata.jsonl").unlink()
     (folder / "metadata.jsonl").symlink_to("nowhere.jsonl")
     with pytest.raises(OptionError, match=r"metadata.jsonl cannot be read: .*No such file"):
@@ -264,8 +279,9 @@ def _turned() -> Image.Exif:
 
 
 def _source(folder: Path, **given: Any) -> FolderSource:
-    made = settings.make("dreambooth", {"model": "m", "instance_data_dir": folder,
-                                        "instance_prompt": "x", **given})  # fmt: skip
+    made = settings.make(
+        "dreambooth", {"model": "m", "instance_data_dir": folder, "instance_prompt": "x", **given}
+    )
     found = read_subject(folder, "x").pictures
     captions = Captions({"x": 0}, torch.arange(2)[:, None])
     return FolderSource(made, 16, found, (), captions)
@@ -298,9 +314,14 @@ def test_caches_hold_what_would_be_computed(
     mirrored: bool, tiny_model: Path, pictures: Path, tmp_path: Path
 ) -> None:
     """The loss of batches with both caches is that without."""
-    values: dict[str, Any] = {"model": tiny_model, "train_data_dir": pictures,
-                              "output_dir": tmp_path, "center_crop": True,
-                              "random_flip": mirrored, "proportion_empty_prompts": 0.3}  # fmt: skip
+    values: dict[str, Any] = {
+        "model": tiny_model,
+        "train_data_dir": pictures,
+        "output_dir": tmp_path,
+        "center_crop": True,
+        "random_flip": mirrored,
+        "proportion_empty_prompts": 0.3,
+    }
     cached = {"cache_latents": True, "pre_compute_text_embeddings": True}
     losses = []
     for extra in ({}, cached, cached):

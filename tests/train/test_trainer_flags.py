@@ -38,17 +38,37 @@ tokenizer_max_length tokenizer_name train_text_encoder validation_images validat
 with_prior_preservation
 """
 SCRIPTS = {
-    "train_text_to_image.py": ("text-to-image", EVERY_SCRIPT + PICTURES + """
+    "train_text_to_image.py": (
+        "text-to-image",
+        EVERY_SCRIPT
+        + PICTURES
+        + """
         dream_detail_preservation dream_training foreach_ema input_perturbation non_ema_revision
-        offload_ema tracker_project_name use_ema validation_prompts"""),
-    "train_text_to_image_lora.py": ("lora", EVERY_SCRIPT + PICTURES + """
-        num_validation_images rank validation_prompt"""),
-    "train_dreambooth.py": ("dreambooth", EVERY_SCRIPT + SUBJECT + """
+        offload_ema tracker_project_name use_ema validation_prompts""",
+    ),
+    "train_text_to_image_lora.py": (
+        "lora",
+        EVERY_SCRIPT
+        + PICTURES
+        + """
+        num_validation_images rank validation_prompt""",
+    ),
+    "train_dreambooth.py": (
+        "dreambooth",
+        EVERY_SCRIPT
+        + SUBJECT
+        + """
         offset_noise set_grads_to_none skip_save_text_encoder validation_scheduler
-        validation_steps"""),
-    "train_dreambooth_lora.py": ("lora", EVERY_SCRIPT + SUBJECT + """
-        image_interpolation_mode rank use_dora validation_epochs"""),
-}  # fmt: skip
+        validation_steps""",
+    ),
+    "train_dreambooth_lora.py": (
+        "lora",
+        EVERY_SCRIPT
+        + SUBJECT
+        + """
+        image_interpolation_mode rank use_dora validation_epochs""",
+    ),
+}
 
 
 UNUSED = {*settings.UNBUILT, *settings.NEEDLESS}
@@ -92,8 +112,11 @@ def test_what_is_needless_is_taken(name: str, tmp_path: Path) -> None:
     said_why = f"warning: --{name} changes nothing: {settings.NEEDLESS[name]}"
     (tmp_path / "t.yaml").write_text(f"{name}: {NEEDLESS_VALUES.get(name, 'true')}\n")
     value = [NEEDLESS_VALUES[name]] if name in NEEDLESS_VALUES else []
-    for form in ([f"--{name}", *value], [f"--{name.replace('_', '-')}", *value],
-                 ["--config", str(tmp_path / "t.yaml")]):  # fmt: skip
+    for form in (
+        [f"--{name}", *value],
+        [f"--{name.replace('_', '-')}", *value],
+        ["--config", str(tmp_path / "t.yaml")],
+    ):
         code, said = run("lora", "--model", "sprites", "--train_data_dir", "gone", *form)
         assert (code, said.count(said_why)) == (1, 1), said
         assert "the folder gone does not exist" in said  # it went on
@@ -111,9 +134,12 @@ def test_other_trackers(tracker: str) -> None:
 
 # A slip -> what is suggested.
 SLIPS = {
-    "--rnak": "--rank", "--train_bath_size": "--train-batch-size", "--snr": "--snr-gamma",
-    "--learning-rte": "--learning-rate", "--mixed_precison": "--mixed-precision",
-}  # fmt: skip
+    "--rnak": "--rank",
+    "--train_bath_size": "--train-batch-size",
+    "--snr": "--snr-gamma",
+    "--learning-rte": "--learning-rate",
+    "--mixed_precison": "--mixed-precision",
+}
 
 
 @pytest.mark.parametrize("slip", SLIPS)
@@ -149,8 +175,13 @@ def test_pictures_are_resized_as_is_asked(tmp_path: Path) -> None:
 def test_caches_know_how_pictures_were_resized(
     tiny_model: Path, pictures: Path, tmp_path: Path
 ) -> None:
-    given: dict[str, Any] = {"model": tiny_model, "train_data_dir": pictures, "center_crop": True,
-                             "output_dir": tmp_path, "cache_latents": True}  # fmt: skip
+    given: dict[str, Any] = {
+        "model": tiny_model,
+        "train_data_dir": pictures,
+        "center_crop": True,
+        "output_dir": tmp_path,
+        "cache_latents": True,
+    }
     batches = []
     for name in ("bilinear", "nearest", "bilinear"):
         made = trainer.session("text-to-image", **given, image_interpolation_mode=name)

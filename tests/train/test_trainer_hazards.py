@@ -48,9 +48,16 @@ trainer.train("text-to-image", **json.loads(sys.argv[1]))
 
 
 def values(model: Path, pictures: Path, output: Path, **more: Any) -> dict[str, Any]:
-    return {"model": str(model), "train_data_dir": str(pictures), "output_dir": str(output),
-            "use_ema": True, "max_train_steps": 6, "checkpointing_steps": 2, "threads": 1,
-            **more}  # fmt: skip
+    return {
+        "model": str(model),
+        "train_data_dir": str(pictures),
+        "output_dir": str(output),
+        "use_ema": True,
+        "max_train_steps": 6,
+        "checkpointing_steps": 2,
+        "threads": 1,
+        **more,
+    }
 
 
 @pytest.fixture
@@ -62,9 +69,12 @@ def one_thread() -> Any:
 
 
 def test_sigterm_inside_of_a_save(
-    tiny_model: Path, pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    tiny_model: Path,
+    pictures: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
     one_thread: None,
-) -> None:  # fmt: skip
+) -> None:
     """The save is ended, and the training with it; resumed, it is one that never stopped."""
     stopped, straight = tmp_path / "stopped", tmp_path / "straight"
     whole, saved = checkpoint.save_file, []
@@ -90,8 +100,9 @@ def test_a_process_that_ends_inside_of_a_save(
     stopped, straight = tmp_path / "stopped", tmp_path / "straight"
     words = [sys.executable, "-c", CUT_OFF, json.dumps(values(tiny_model, pictures, stopped))]
     root = str(Path(__file__).parents[2])
-    done = subprocess.run(words, env=os.environ | {"PYTHONPATH": root}, check=False,
-                          capture_output=True, timeout=240)  # fmt: skip
+    done = subprocess.run(
+        words, env=os.environ | {"PYTHONPATH": root}, check=False, capture_output=True, timeout=240
+    )
     assert done.returncode == -signal.SIGTERM, done.stderr.decode()
     assert (stopped / f"checkpoint-4{files.PART}").is_dir()
     check_it_goes_on(stopped, straight, tiny_model, pictures, "checkpoint-2")
@@ -101,8 +112,9 @@ def check_it_goes_on(
     stopped: Path, straight: Path, model: Path, pictures: Path, newest: str
 ) -> None:
     assert checkpoint.find(stopped, "latest") == stopped / newest
-    trainer.train("text-to-image", **values(model, pictures, stopped),
-                  resume_from_checkpoint="latest")  # fmt: skip
+    trainer.train(
+        "text-to-image", **values(model, pictures, stopped), resume_from_checkpoint="latest"
+    )
     assert not list(stopped.glob(f"*{files.PART}"))
     trainer.train("text-to-image", **values(model, pictures, straight))
     ours, theirs = (trainer.checkpoint_bytes(f / "checkpoint-6") for f in (stopped, straight))
@@ -148,8 +160,14 @@ def test_empty_captions(cached: bool, tiny_model: Path, tmp_path: Path) -> None:
     place = trainer.draw_pictures(tmp_path / "p", 3, metadata=False)
     for number, text in enumerate(("", "  \n", "a ring")):
         (place / f"{number}.txt").write_text(text)
-    given = values(tiny_model, place, tmp_path / "out", max_train_steps=3, train_batch_size=3,
-                   pre_compute_text_embeddings=cached)  # fmt: skip
+    given = values(
+        tiny_model,
+        place,
+        tmp_path / "out",
+        max_train_steps=3,
+        train_batch_size=3,
+        pre_compute_text_embeddings=cached,
+    )
     made = trainer.session("text-to-image", **given)
     empty = models.token_ids(made.model, [""])
     if cached:
@@ -171,8 +189,12 @@ def test_latents_that_are_not_finite_are_not_cached(
 
     monkeypatch.setattr(models, "moments_of", overflows)
     with pytest.raises(TrainingError, match=r"latents of .*2\.png are not finite.*bf16 or no"):
-        trainer.session("text-to-image", **values(tiny_model, pictures, tmp_path),
-                        cache_latents=True, center_crop=True)  # fmt: skip
+        trainer.session(
+            "text-to-image",
+            **values(tiny_model, pictures, tmp_path),
+            cache_latents=True,
+            center_crop=True,
+        )
     assert not list((tmp_path / "cache").iterdir())
 
 
@@ -216,10 +238,20 @@ def test_memory_over_500_steps(
     device: str, tiny_model: Path, pictures: Path, tmp_path: Path
 ) -> None:
     """Checkpoints, their deletion, and threads that read ahead are part of it."""
-    made = trainer.session("text-to-image", **values(
-        tiny_model, pictures, tmp_path, max_train_steps=500, checkpointing_steps=50,
-        checkpoints_total_limit=1, dataloader_num_workers=1, train_batch_size=1,
-        device=device))  # fmt: skip
+    made = trainer.session(
+        "text-to-image",
+        **values(
+            tiny_model,
+            pictures,
+            tmp_path,
+            max_train_steps=500,
+            checkpointing_steps=50,
+            checkpoints_total_limit=1,
+            dataloader_num_workers=1,
+            train_batch_size=1,
+            device=device,
+        ),
+    )
     used, limit = MEMORY[device]
     counts, sizes = zip(*measured(Loop(made, trainer.Watch()), 100, used), strict=True)
     assert len(counts) == 5
@@ -229,8 +261,10 @@ def test_memory_over_500_steps(
 
 def test_a_leak_would_be_seen(tiny_model: Path, pictures: Path, tmp_path: Path) -> None:
     """By the measure of the test above: losses that somebody keeps, whose graphs hold a step."""
-    made = trainer.session("text-to-image", **values(
-        tiny_model, pictures, tmp_path, max_train_steps=50, checkpointing_steps=50))  # fmt: skip
+    made = trainer.session(
+        "text-to-image",
+        **values(tiny_model, pictures, tmp_path, max_train_steps=50, checkpointing_steps=50),
+    )
     loop, kept = Loop(made, trainer.Watch()), []
     honest = loop.objective
 

@@ -28,16 +28,22 @@ time.sleep(100)
 
 def holder(folder: Path) -> subprocess.Popen[str]:
     """Another process, which holds the folder."""
-    process = subprocess.Popen([sys.executable, "-c", HOLDS, str(folder)], text=True,
-                               stdout=subprocess.PIPE)  # fmt: skip
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLDS, str(folder)], text=True, stdout=subprocess.PIPE
+    )
     assert process.stdout is not None
     assert process.stdout.readline() == "held\n"
     return process
 
 
 def values(model: Path, pictures: Path, output: Path, **more: Any) -> dict[str, Any]:
-    return {"model": str(model), "train_data_dir": str(pictures), "output_dir": str(output),
-            "max_train_steps": 1, **more}  # fmt: skip
+    return {
+        "model": str(model),
+        "train_data_dir": str(pictures),
+        "output_dir": str(output),
+        "max_train_steps": 1,
+        **more,
+    }
 
 
 def test_a_second_training_is_refused_and_told_who_is_there(tmp_path: Path) -> None:
@@ -71,8 +77,9 @@ def test_a_file_system_without_locks_is_a_warning(
     assert "has no locks" in warnings[0]
 
 
-def test_a_training_holds_its_folder_until_it_ends(tiny_model: Path, pictures: Path,
-                                                   tmp_path: Path) -> None:  # fmt: skip
+def test_a_training_holds_its_folder_until_it_ends(
+    tiny_model: Path, pictures: Path, tmp_path: Path
+) -> None:
     given = values(tiny_model, pictures, tmp_path / "out")
     session = trainer.holding("text-to-image", **given)
     with pytest.raises(TrainingError, match="another training writes"):
@@ -82,8 +89,9 @@ def test_a_training_holds_its_folder_until_it_ends(tiny_model: Path, pictures: P
     Hold(tmp_path / "out", print).release()
 
 
-def test_a_training_that_cannot_begin_holds_nothing(tiny_model: Path, pictures: Path,
-                                                    tmp_path: Path) -> None:  # fmt: skip
+def test_a_training_that_cannot_begin_holds_nothing(
+    tiny_model: Path, pictures: Path, tmp_path: Path
+) -> None:
     given = values(tiny_model, pictures, tmp_path, train_batch_size=2, resolution=4096)
     with pytest.raises(OptionError, match="smaller than 4096"):
         trainer.holding("text-to-image", **given)

@@ -80,8 +80,13 @@ class Recorder(nn.Module):
 def test_noise_and_target_are_those_of_diffusers(
     prediction: str, tiny_model: Path, pictures: Path, tmp_path: Path
 ) -> None:
-    made = trainer.session("text-to-image", model=tiny_model, train_data_dir=pictures,
-                           output_dir=tmp_path, prediction_type=prediction)  # fmt: skip
+    made = trainer.session(
+        "text-to-image",
+        model=tiny_model,
+        train_data_dir=pictures,
+        output_dir=tmp_path,
+        prediction_type=prediction,
+    )
     model, recorder = made.model, Recorder()
     batch = made.source.batch(5)
     loss = Objective(made.settings, model, recorder)(batch, 5)
@@ -110,10 +115,17 @@ def test_a_training_without_strop_gives_the_same_weights(
 
     # TF32 would make 1e-4 of a rounding in the last bit.
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
-    values: dict[str, Any] = {"model": tiny_model, "train_data_dir": pictures, "use_ema": True,
-                              "gradient_accumulation_steps": 2, "max_train_steps": 4,
-                              "lr_scheduler": "cosine", "lr_warmup_steps": 2,
-                              "device": device, "deterministic": True}  # fmt: skip
+    values: dict[str, Any] = {
+        "model": tiny_model,
+        "train_data_dir": pictures,
+        "use_ema": True,
+        "gradient_accumulation_steps": 2,
+        "max_train_steps": 4,
+        "lr_scheduler": "cosine",
+        "lr_warmup_steps": 2,
+        "device": device,
+        "deterministic": True,
+    }
     trainer.train("text-to-image", **values, output_dir=tmp_path / "ours")
     made = trainer.session("text-to-image", **values, output_dir=tmp_path / "theirs")
     unet = made.model.unet.train()
@@ -140,23 +152,41 @@ def test_a_training_without_strop_gives_the_same_weights(
 
 NEAR = {"cpu": 1e-6, "cuda": 1e-5}  # a step moves a weight by 1e-3
 # Device, precision, whether it is compiled.
-LEARNS = [("cpu", "no", False), *(
-    pytest.param("cuda", *more, marks=DEVICES[1].marks)
-    for more in (("no", False), ("bf16", False), ("fp16", False), ("bf16", True))
-)]  # fmt: skip
+LEARNS = [
+    ("cpu", "no", False),
+    *(
+        pytest.param("cuda", *more, marks=DEVICES[1].marks)
+        for more in (("no", False), ("bf16", False), ("fp16", False), ("bf16", True))
+    ),
+]
 
 
 @pytest.mark.parametrize(("device", "precision", "compiled_unet"), LEARNS)
 def test_it_learns(
-    device: str, precision: str, compiled_unet: bool, tiny_model: Path, pictures: Path,
+    device: str,
+    precision: str,
+    compiled_unet: bool,
+    tiny_model: Path,
+    pictures: Path,
     tmp_path: Path,
-) -> None:  # fmt: skip
+) -> None:
     """From random weights; judged on noise that was not trained on."""
-    made = trainer.session("text-to-image", model=tiny_model, train_data_dir=pictures,
-                           from_scratch=True, train_text_encoder=True, output_dir=tmp_path,
-                           max_train_steps=40, train_batch_size=5, center_crop=True,
-                           cache_latents=True, learning_rate=1e-2, device=device,
-                           mixed_precision=precision, compile_unet=compiled_unet)  # fmt: skip
+    made = trainer.session(
+        "text-to-image",
+        model=tiny_model,
+        train_data_dir=pictures,
+        from_scratch=True,
+        train_text_encoder=True,
+        output_dir=tmp_path,
+        max_train_steps=40,
+        train_batch_size=5,
+        center_crop=True,
+        cache_latents=True,
+        learning_rate=1e-2,
+        device=device,
+        mixed_precision=precision,
+        compile_unet=compiled_unet,
+    )
     objective = Objective(made.settings, made.model, made.unet)
 
     def loss() -> float:
@@ -171,9 +201,18 @@ def test_it_learns(
 @pytest.mark.parametrize("name", settings.SCHEDULES)
 @pytest.mark.parametrize("warmup", [0, 3])
 def test_rates_are_those_of_diffusers(name: str, warmup: int) -> None:
-    made = settings.make("text-to-image", {
-        "model": "sprites", "lr_scheduler": name, "lr_warmup_steps": warmup, "lr_num_cycles": 2,
-        "lr_power": 1.5, "learning_rate": 1e-3, "max_train_steps": 12})  # fmt: skip
+    made = settings.make(
+        "text-to-image",
+        {
+            "model": "sprites",
+            "lr_scheduler": name,
+            "lr_warmup_steps": warmup,
+            "lr_num_cycles": 2,
+            "lr_power": 1.5,
+            "learning_rate": 1e-3,
+            "max_train_steps": 12,
+        },
+    )
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1e-3)
     theirs = diffusers.optimization.get_scheduler(
         name, optimizer, num_warmup_steps=warmup, num_training_steps=12, num_cycles=2, power=1.5
@@ -186,22 +225,41 @@ def test_rates_are_those_of_diffusers(name: str, warmup: int) -> None:
 
 
 def test_scaled_rate() -> None:
-    made = settings.make("dreambooth", {
-        "model": "sprites", "instance_data_dir": "d", "instance_prompt": "x", "scale_lr": True,
-        "gradient_accumulation_steps": 3, "train_batch_size": 2})  # fmt: skip
+    made = settings.make(
+        "dreambooth",
+        {
+            "model": "sprites",
+            "instance_data_dir": "d",
+            "instance_prompt": "x",
+            "scale_lr": True,
+            "gradient_accumulation_steps": 3,
+            "train_batch_size": 2,
+        },
+    )
     assert made.rate == pytest.approx(6 * 5e-6)
 
 
-@pytest.mark.parametrize(("device", "precision"), [
-    ("cpu", "no"), *(pytest.param("cuda", kind, marks=DEVICES[1].marks) for kind in ("no", "fp16"))
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("device", "precision"),
+    [
+        ("cpu", "no"),
+        *(pytest.param("cuda", kind, marks=DEVICES[1].marks) for kind in ("no", "fp16")),
+    ],
+)
 def test_a_loss_that_is_not_finite_ends_the_training(
     device: str, precision: str, tiny_model: Path, pictures: Path, tmp_path: Path
 ) -> None:
     """Also where a scaler leaves out steps: it would leave out all of them."""
-    made = trainer.session("text-to-image", model=tiny_model, train_data_dir=pictures,
-                           output_dir=tmp_path, max_train_steps=6, checkpointing_steps=2,
-                           device=device, mixed_precision=precision)  # fmt: skip
+    made = trainer.session(
+        "text-to-image",
+        model=tiny_model,
+        train_data_dir=pictures,
+        output_dir=tmp_path,
+        max_train_steps=6,
+        checkpointing_steps=2,
+        device=device,
+        mixed_precision=precision,
+    )
     loop = Loop(made, trainer.Watch())
     honest = loop.objective
 
@@ -220,9 +278,16 @@ def test_gradients_that_are_not_finite_end_the_training(
     device: str, tiny_model: Path, pictures: Path, tmp_path: Path
 ) -> None:
     """Of a finite loss: the clip would spread them over all weights."""
-    made = trainer.session("text-to-image", model=tiny_model, train_data_dir=pictures,
-                           output_dir=tmp_path, max_train_steps=6, checkpointing_steps=2,
-                           checkpoints_total_limit=1, device=device)  # fmt: skip
+    made = trainer.session(
+        "text-to-image",
+        model=tiny_model,
+        train_data_dir=pictures,
+        output_dir=tmp_path,
+        max_train_steps=6,
+        checkpointing_steps=2,
+        checkpoints_total_limit=1,
+        device=device,
+    )
     loop = Loop(made, trainer.Watch())
     backward, weight = loop.learner.backward, loop.learner.parameters[0]
 
@@ -245,8 +310,9 @@ def check_what_is_kept(tmp_path: Path) -> None:
 
 def test_sprites_generator_needs_a_number_of_steps(tiny_model: Path, tmp_path: Path) -> None:
     with pytest.raises(OptionError, match="no epochs: give --max_train_steps"):
-        trainer.session("text-to-image", model=tiny_model, dataset_name="sprites",
-                        output_dir=tmp_path)  # fmt: skip
+        trainer.session(
+            "text-to-image", model=tiny_model, dataset_name="sprites", output_dir=tmp_path
+        )
 
 
 def test_a_compiled_unet_is_trained_in_place() -> None:

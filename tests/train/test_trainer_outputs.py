@@ -54,9 +54,16 @@ def as_before() -> Iterator[None]:
 @pytest.mark.parametrize("device", DEVICES)
 def test_diffusers_folder(device: str, tiny_model: Path, pictures: Path, tmp_path: Path) -> None:
     """By diffusers, by the package's own loader, and from the weights that the loop had."""
-    made = trainer.session("text-to-image", model=tiny_model, train_data_dir=pictures,
-                           train_text_encoder=True, output_dir=tmp_path, max_train_steps=2,
-                           learning_rate=1e-2, device=device)  # fmt: skip
+    made = trainer.session(
+        "text-to-image",
+        model=tiny_model,
+        train_data_dir=pictures,
+        train_text_encoder=True,
+        output_dir=tmp_path,
+        max_train_steps=2,
+        learning_rate=1e-2,
+        device=device,
+    )
     Loop(made, trainer.Watch()).run()
     expected = _load(tiny_model)
     before = trainer.picture(expected)
@@ -68,8 +75,15 @@ def test_diffusers_folder(device: str, tiny_model: Path, pictures: Path, tmp_pat
     )
     assert torch.equal(trainer.picture(sprites.load_from(tmp_path)), after)
     assert not torch.equal(before, after)
-    kept = {"unet", "vae", "text_encoder", "tokenizer", "scheduler", "model_index.json",
-            "metrics.jsonl"}  # fmt: skip
+    kept = {
+        "unet",
+        "vae",
+        "text_encoder",
+        "tokenizer",
+        "scheduler",
+        "model_index.json",
+        "metrics.jsonl",
+    }
     assert {path.name for path in tmp_path.iterdir()} - {lock.NAME} == kept
     for name in ("vocab.json", "merges.txt", "tokenizer_config.json"):
         assert (tmp_path / "tokenizer" / name).read_bytes() == (
@@ -81,10 +95,30 @@ def test_strop_generate_takes_it(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    trainer.train("text-to-image", model=tiny_model, dataset_name="sprites", max_train_steps=2,
-                  output_dir="out")  # fmt: skip
-    words = ["generate", "a red ring", "--model", "out", "--size", "32x48", "--steps", "2",
-             "--no-optimize", "--device", "cpu", "--threads", "1", "-o", "p.png"]  # fmt: skip
+    trainer.train(
+        "text-to-image",
+        model=tiny_model,
+        dataset_name="sprites",
+        max_train_steps=2,
+        output_dir="out",
+    )
+    words = [
+        "generate",
+        "a red ring",
+        "--model",
+        "out",
+        "--size",
+        "32x48",
+        "--steps",
+        "2",
+        "--no-optimize",
+        "--device",
+        "cpu",
+        "--threads",
+        "1",
+        "-o",
+        "p.png",
+    ]
     done = CliRunner().invoke(app, words)
     assert done.exit_code == 0, done.output
     assert open_rgb(tmp_path / "p.png").size == (32, 48)
@@ -114,12 +148,24 @@ def test_tensorboard_gets_what_the_journal_has(
     board = Board()
     monkeypatch.setattr("strop.train.metrics._tensorboard", lambda settings, step: board)
     monkeypatch.setattr("strop.train.metrics.check_available", lambda settings: None)
-    trainer.train("text-to-image", model=tiny_model, dataset_name="sprites", max_train_steps=2,
-                  output_dir=tmp_path, report_to="tensorboard", validation_prompt="a ring",
-                  num_validation_images=1, validation_inference_steps=1)  # fmt: skip
+    trainer.train(
+        "text-to-image",
+        model=tiny_model,
+        dataset_name="sprites",
+        max_train_steps=2,
+        output_dir=tmp_path,
+        report_to="tensorboard",
+        validation_prompt="a ring",
+        num_validation_images=1,
+        validation_inference_steps=1,
+    )
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    kept = {(f"train/{name}", row[name], row["step"]) for row in rows for name in row
-            if name not in ("step", "epoch")}  # fmt: skip
+    kept = {
+        (f"train/{name}", row[name], row["step"])
+        for row in rows
+        for name in row
+        if name not in ("step", "epoch")
+    }
     assert set(board.scalars) == kept
     assert len(kept) == 8
     assert board.pictures == [(0, 40, 40, 3), (2, 40, 40, 3)]
@@ -132,9 +178,15 @@ def test_tensorboard_reads_it(tiny_model: Path, tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     values: dict[str, Any] = {
-        "model": tiny_model, "dataset_name": "sprites", "output_dir": tmp_path,
-        "report_to": "tensorboard", "validation_prompt": "a ring", "num_validation_images": 1,
-        "validation_inference_steps": 1, "checkpointing_steps": 2}  # fmt: skip
+        "model": tiny_model,
+        "dataset_name": "sprites",
+        "output_dir": tmp_path,
+        "report_to": "tensorboard",
+        "validation_prompt": "a ring",
+        "num_validation_images": 1,
+        "validation_inference_steps": 1,
+        "checkpointing_steps": 2,
+    }
     trainer.train("text-to-image", **values, max_train_steps=4)
     shutil.rmtree(tmp_path / "checkpoint-4")
     trainer.train("text-to-image", **values, max_train_steps=5, resume_from_checkpoint="latest")
@@ -156,9 +208,17 @@ def test_tensorboard_reads_it(tiny_model: Path, tmp_path: Path) -> None:
 def test_the_averages_are_what_is_saved(
     device: str, tiny_model: Path, pictures: Path, tmp_path: Path
 ) -> None:
-    made = trainer.session("text-to-image", model=tiny_model, train_data_dir=pictures,
-                           use_ema=True, output_dir=tmp_path, max_train_steps=3,
-                           learning_rate=1e-2, save_precision="bf16", device=device)  # fmt: skip
+    made = trainer.session(
+        "text-to-image",
+        model=tiny_model,
+        train_data_dir=pictures,
+        use_ema=True,
+        output_dir=tmp_path,
+        max_train_steps=3,
+        learning_rate=1e-2,
+        save_precision="bf16",
+        device=device,
+    )
     Loop(made, trainer.Watch()).run()
     average = made.learner.optimizer.ema
     assert average is not None
@@ -166,14 +226,21 @@ def test_the_averages_are_what_is_saved(
     for (name, live), mean in zip(made.learner.named.items(), average.shadow_params, strict=True):
         assert torch.equal(saved[name.removeprefix("unet.")], mean.bfloat16().cpu())
         assert live.dtype == torch.float32
-    assert any(not torch.equal(p, a) for p, a in
-               zip(made.learner.parameters, average.shadow_params, strict=True))  # fmt: skip
+    assert any(
+        not torch.equal(p, a)
+        for p, a in zip(made.learner.parameters, average.shadow_params, strict=True)
+    )
 
 
 def test_weights_that_do_not_fit_the_format(tiny_model: Path, tmp_path: Path) -> None:
-    made = trainer.session("text-to-image", model=tiny_model, dataset_name="sprites",
-                           output_dir=tmp_path, max_train_steps=1,
-                           save_precision="fp16")  # fmt: skip
+    made = trainer.session(
+        "text-to-image",
+        model=tiny_model,
+        dataset_name="sprites",
+        output_dir=tmp_path,
+        max_train_steps=1,
+        save_precision="fp16",
+    )
     with torch.no_grad():
         made.model.unet.conv_in.bias[0] = 1e6
     with pytest.raises(TrainingError, match=r"unet.conv_in.bias is not finite in torch.float16"):
@@ -183,15 +250,26 @@ def test_weights_that_do_not_fit_the_format(tiny_model: Path, tmp_path: Path) ->
 
 @pytest.fixture(scope="module", params=DEVICES)
 def adapters(
-    request: pytest.FixtureRequest, tiny_model: Path, pictures: Path,
+    request: pytest.FixtureRequest,
+    tiny_model: Path,
+    pictures: Path,
     tmp_path_factory: pytest.TempPathFactory,
-) -> tuple[Path, Tensor]:  # fmt: skip
+) -> tuple[Path, Tensor]:
     """A training of both parts whose alpha is not the rank, and the picture its model draws."""
     output = tmp_path_factory.mktemp("lora")
-    made = trainer.session("lora", model=tiny_model, train_data_dir=pictures, rank=3,
-                           lora_alpha=12, lora_dropout=0.3, train_text_encoder=True,
-                           output_dir=output, max_train_steps=3, learning_rate=3e-2,
-                           device=request.param)  # fmt: skip
+    made = trainer.session(
+        "lora",
+        model=tiny_model,
+        train_data_dir=pictures,
+        rank=3,
+        lora_alpha=12,
+        lora_dropout=0.3,
+        train_text_encoder=True,
+        output_dir=output,
+        max_train_steps=3,
+        learning_rate=3e-2,
+        device=request.param,
+    )
     Loop(made, trainer.Watch()).run()
     pipe = _load(tiny_model)
     made.learner.train(False)
@@ -269,8 +347,13 @@ def test_adapters_of_stable_diffusion_2(
     built = network.parts(replace(tiny, network=replace(tiny.network, text_width=1024)))
     network.pipeline(built, tiny.noise).save_pretrained(tmp_path / "model")
     vocabulary.write(tmp_path / "model" / "tokenizer")
-    made = trainer.session("lora", model=tmp_path / "model", train_data_dir=pictures,
-                           prediction_type=prediction, output_dir=tmp_path / "out")  # fmt: skip
+    made = trainer.session(
+        "lora",
+        model=tmp_path / "model",
+        train_data_dir=pictures,
+        prediction_type=prediction,
+        output_dir=tmp_path / "out",
+    )
     outputs.save(made.settings, made.model)
     with safe_open(tmp_path / "out" / lora.KOHYA_NAME, "pt") as file:
         assert file.metadata()["ss_base_model_version"] == version
@@ -280,12 +363,21 @@ def test_adapters_of_stable_diffusion_2(
 @pytest.mark.parametrize("device", DEVICES)
 def test_validation_pictures(device: str, tiny_model: Path, pictures: Path, tmp_path: Path) -> None:
     """Drawn before, during and after; drawing does not change what is trained."""
-    values: dict[str, Any] = {"model": tiny_model, "train_data_dir": pictures, "use_ema": True,
-                              "max_train_steps": 3, "device": device,
-                              "deterministic": True}  # fmt: skip
+    values: dict[str, Any] = {
+        "model": tiny_model,
+        "train_data_dir": pictures,
+        "use_ema": True,
+        "max_train_steps": 3,
+        "device": device,
+        "deterministic": True,
+    }
     prompts = ["a red circle", "a blue ring"]
-    shown = {"validation_prompts": prompts, "num_validation_images": 3, "validation_steps": 2,
-             "validation_inference_steps": 2}  # fmt: skip
+    shown = {
+        "validation_prompts": prompts,
+        "num_validation_images": 3,
+        "validation_steps": 2,
+        "validation_inference_steps": 2,
+    }
     trainer.train("text-to-image", **values, **shown, output_dir=tmp_path / "shown")
     trainer.train("text-to-image", **values, output_dir=tmp_path / "plain")
     sheets = sorted((tmp_path / "shown" / "validation").iterdir())
@@ -303,10 +395,15 @@ def test_class_pictures_are_drawn_once(
 ) -> None:
     values: dict[str, Any] = {
         "device": device,
-        "model": tiny_model, "instance_data_dir": pictures, "instance_prompt": "a sks",
-        "with_prior_preservation": True, "class_data_dir": tmp_path / "class",
-        "class_prompt": "a ring", "max_train_steps": 1, "validation_inference_steps": 2,
-    }  # fmt: skip
+        "model": tiny_model,
+        "instance_data_dir": pictures,
+        "instance_prompt": "a sks",
+        "with_prior_preservation": True,
+        "class_data_dir": tmp_path / "class",
+        "class_prompt": "a ring",
+        "max_train_steps": 1,
+        "validation_inference_steps": 2,
+    }
     made = trainer.session("dreambooth", **values, num_class_images=3, output_dir=tmp_path / "1")
     batch = made.source.batch(0)
     assert (len(batch), batch.num_instances) == (4, 2)
@@ -324,10 +421,16 @@ def test_class_pictures_that_were_removed_are_replaced(
     """By others, whose names are free; damaged ones are named as those of the subject are."""
     place, watch = tmp_path / "class", trainer.Watch()
     values: dict[str, Any] = {
-        "model": tiny_model, "instance_data_dir": pictures, "instance_prompt": "a sks",
-        "with_prior_preservation": True, "class_data_dir": place, "class_prompt": "a ring",
-        "max_train_steps": 1, "validation_inference_steps": 2, "num_class_images": 3,
-    }  # fmt: skip
+        "model": tiny_model,
+        "instance_data_dir": pictures,
+        "instance_prompt": "a sks",
+        "with_prior_preservation": True,
+        "class_data_dir": place,
+        "class_prompt": "a ring",
+        "max_train_steps": 1,
+        "validation_inference_steps": 2,
+        "num_class_images": 3,
+    }
     trainer.session("dreambooth", **values, output_dir=tmp_path / "1")
     removed = (place / "class-00000.png").read_bytes()
     (place / "class-00000.png").unlink()

@@ -60,8 +60,9 @@ def test_what_is_not_trained_is_half(
     device: str, precision: str, name: str, tiny_model: Path, pictures: Path, tmp_path: Path
 ) -> None:
     task, given, trained = TASKS[name]
-    made = session(task, tiny_model, pictures, tmp_path, device=device,
-                   mixed_precision=precision, **given)  # fmt: skip
+    made = session(
+        task, tiny_model, pictures, tmp_path, device=device, mixed_precision=precision, **given
+    )
     learns = set(map(id, made.learner.parameters))
     for part, module in made.model.modules.items():
         for weight in module.parameters():
@@ -74,8 +75,9 @@ def test_what_is_not_trained_is_half(
     loss = Objective(made.settings, made.model, made.unet)(batch, 0)
     assert loss.dtype == torch.float32
     loss.backward()
-    assert all(p.grad is not None and p.grad.dtype == torch.float32
-               for p in made.learner.parameters)  # fmt: skip
+    assert all(
+        p.grad is not None and p.grad.dtype == torch.float32 for p in made.learner.parameters
+    )
 
 
 @pytest.mark.parametrize(("device", "precision"), MIXED)
@@ -83,10 +85,19 @@ def test_a_saved_model_has_the_untrained_parts_as_they_were(
     device: str, precision: str, tiny_model: Path, pictures: Path, tmp_path: Path
 ) -> None:
     """Their rounded copies are for training; pictures are drawn with the parts together."""
-    trainer.train("text-to-image", model=tiny_model, train_data_dir=pictures, max_train_steps=2,
-                  output_dir=tmp_path, device=device, mixed_precision=precision,
-                  validation_prompt="a ring", num_validation_images=2,
-                  validation_inference_steps=2, validation_steps=1)  # fmt: skip
+    trainer.train(
+        "text-to-image",
+        model=tiny_model,
+        train_data_dir=pictures,
+        max_train_steps=2,
+        output_dir=tmp_path,
+        device=device,
+        mixed_precision=precision,
+        validation_prompt="a ring",
+        num_validation_images=2,
+        validation_inference_steps=2,
+        validation_steps=1,
+    )
     names = {"vae": "diffusion_pytorch_model", "text_encoder": "model"}
     for part, file in names.items():
         ours, theirs = (load_file(f / part / f"{file}.safetensors") for f in (tmp_path, tiny_model))
@@ -104,9 +115,17 @@ def test_a_compiled_unet_draws_without_it(
     """Under autocast; its compiled passes are there again for the next step."""
     style, pages = drawing.Style(trainer.SIDE, 4.0, 2), []
     for is_compiled in (False, True):
-        made = session("text-to-image", tiny_model, pictures, tmp_path, device=device,
-                       mixed_precision=precision, compile_unet=is_compiled,
-                       validation_prompt="a ring", deterministic=True)  # fmt: skip
+        made = session(
+            "text-to-image",
+            tiny_model,
+            pictures,
+            tmp_path,
+            device=device,
+            mixed_precision=precision,
+            compile_unet=is_compiled,
+            validation_prompt="a ring",
+            deterministic=True,
+        )
         made.learner.train(False)
         pages.append(drawing.validate(made.settings, made.model, style, tmp_path / "p.png"))
         assert ("forward" in vars(made.unet)) == is_compiled
@@ -119,8 +138,16 @@ def test_adapters_of_mixed_precision(
     device: str, precision: str, tiny_model: Path, pictures: Path, tmp_path: Path
 ) -> None:
     """The files hold what was trained, in fp32, and fit the model as it was."""
-    made = session("lora", tiny_model, pictures, tmp_path, device=device, rank=3,
-                   mixed_precision=precision, train_text_encoder=True)  # fmt: skip
+    made = session(
+        "lora",
+        tiny_model,
+        pictures,
+        tmp_path,
+        device=device,
+        rank=3,
+        mixed_precision=precision,
+        train_text_encoder=True,
+    )
     Loop(made, trainer.Watch()).run()
     stored = load_file(tmp_path / lora.DIFFUSERS_NAME)
     live = {name.replace(".default.", "."): p for name, p in made.learner.named.items()}
@@ -143,8 +170,9 @@ def test_caches_are_of_one_precision(
     cached = {"cache_latents": True, "pre_compute_text_embeddings": True}
     losses = []
     for extra, kind in (({}, precision), (cached, "no"), (cached, precision)):
-        made = session("text-to-image", tiny_model, pictures, tmp_path, mixed_precision=kind,
-                       **common, **extra)  # fmt: skip
+        made = session(
+            "text-to-image", tiny_model, pictures, tmp_path, mixed_precision=kind, **common, **extra
+        )
         objective = Objective(made.settings, made.model, made.unet)
         losses.append([objective(made.source.batch(n), n).item() for n in range(4)])
     assert losses[2] == pytest.approx(losses[0], rel=1e-5 if precision == "no" else 1e-3)
@@ -168,11 +196,15 @@ ON_A_GPU: dict[str, tuple[dict[str, Any], float]] = {
     "compiled fp16": ({"compile_unet": True, "mixed_precision": "fp16"}, 0.1),
 }
 SOURCES: dict[str, dict[str, Any]] = {
-    "pictures": {}, "drawings": {"train_data_dir": "", "dataset_name": "sprites"}}  # fmt: skip
+    "pictures": {},
+    "drawings": {"train_data_dir": "", "dataset_name": "sprites"},
+}
 OTHERS = [("text-to-image", "drawings"), ("lora", "pictures"), ("lora", "drawings")]
-KINDS = [*(("text-to-image", "pictures", name) for name in ON_A_GPU),
-         *((*other, name) for other in OTHERS for name in ("fp32", "bf16", "fp16")),
-         *((*other, "compiled bf16") for other in OTHERS[:2])]  # fmt: skip
+KINDS = [
+    *(("text-to-image", "pictures", name) for name in ON_A_GPU),
+    *((*other, name) for other in OTHERS for name in ("fp32", "bf16", "fp16")),
+    *((*other, "compiled bf16") for other in OTHERS[:2]),
+]
 
 
 @pytest.mark.gpu
@@ -206,8 +238,15 @@ def test_losses_on_a_gpu(
 def test_compiled_steps_leave_nothing_to_torch(
     tiny_model: Path, pictures: Path, tmp_path: Path
 ) -> None:
-    made = session("text-to-image", tiny_model, pictures, tmp_path, device="cuda",
-                   compile_unet=True, mixed_precision="bf16")  # fmt: skip
+    made = session(
+        "text-to-image",
+        tiny_model,
+        pictures,
+        tmp_path,
+        device="cuda",
+        compile_unet=True,
+        mixed_precision="bf16",
+    )
     Loop(made, trainer.Watch()).run()
     report = strop.explain(made.unet)
     assert {graph.role for graph in report.graphs} >= {"forward", "backward"}
@@ -216,15 +255,23 @@ def test_compiled_steps_leave_nothing_to_torch(
 
 WAITS: dict[str, dict[str, Any]] = {
     "pixels and ids": {"use_ema": True},
-    "moments and embeddings": {"cache_latents": True, "center_crop": True, "random_flip": True,
-                               "pre_compute_text_embeddings": True},
-    "threads": {"dataloader_num_workers": 2, "noise_offset": 0.1, "input_perturbation": 0.1,
-                "snr_gamma": 5.0},
+    "moments and embeddings": {
+        "cache_latents": True,
+        "center_crop": True,
+        "random_flip": True,
+        "pre_compute_text_embeddings": True,
+    },
+    "threads": {
+        "dataloader_num_workers": 2,
+        "noise_offset": 0.1,
+        "input_perturbation": 0.1,
+        "snr_gamma": 5.0,
+    },
     "text encoder": {"train_text_encoder": True, "gradient_accumulation_steps": 2},
     "fp16": {"mixed_precision": "fp16"},
     "bf16": {"mixed_precision": "bf16", "gradient_checkpointing": True},
     "drawings": SOURCES["drawings"],
-}  # fmt: skip
+}
 
 
 @pytest.mark.gpu
@@ -234,8 +281,15 @@ def test_no_step_waits_for_the_gpu(
     name: str, tiny_model: Path, pictures: Path, tmp_path: Path
 ) -> None:
     """From reading a batch, which is pinned, to the update. Reports of losses do wait."""
-    made = session("text-to-image", tiny_model, pictures, tmp_path, device="cuda",
-                   max_train_steps=8, **WAITS[name])  # fmt: skip
+    made = session(
+        "text-to-image",
+        tiny_model,
+        pictures,
+        tmp_path,
+        device="cuda",
+        max_train_steps=8,
+        **WAITS[name],
+    )
     loop = Loop(made, trainer.Watch())
     loop.journal = Journal(made.settings, 0)
     size = made.settings.gradient_accumulation_steps
@@ -258,8 +312,16 @@ def test_no_step_waits_for_the_gpu(
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 def test_scaled_losses_on_a_gpu(tiny_model: Path, pictures: Path, tmp_path: Path) -> None:
     """A scale that is too large leaves out steps until it fits; the weights stay finite."""
-    made = session("text-to-image", tiny_model, pictures, tmp_path, device="cuda",
-                   mixed_precision="fp16", use_ema=True, max_train_steps=24)  # fmt: skip
+    made = session(
+        "text-to-image",
+        tiny_model,
+        pictures,
+        tmp_path,
+        device="cuda",
+        mixed_precision="fp16",
+        use_ema=True,
+        max_train_steps=24,
+    )
     scaler = made.learner.scaler
     assert scaler is not None
     scaler.load_state_dict({**scaler.state_dict(), "scale": 2.0**30})
@@ -267,8 +329,9 @@ def test_scaled_losses_on_a_gpu(tiny_model: Path, pictures: Path, tmp_path: Path
     Loop(made, trainer.Watch()).run()
     assert 1 <= scaler.get_scale() < 2.0**30
     assert all(p.isfinite().all() for p in made.learner.parameters)
-    assert any(not torch.equal(p, old) for p, old in
-               zip(made.learner.parameters, before, strict=True))  # fmt: skip
+    assert any(
+        not torch.equal(p, old) for p, old in zip(made.learner.parameters, before, strict=True)
+    )
 
 
 def test_channels_last_weights_are_saved(tiny_model: Path, pictures: Path, tmp_path: Path) -> None:

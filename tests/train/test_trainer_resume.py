@@ -30,39 +30,93 @@ pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation")  # of
 
 # Three batches an epoch, two a step: the checkpoint of step 2 lies inside the second epoch.
 RUNS: dict[str, tuple[str, dict[str, Any]]] = {
-    "text to image": ("text-to-image", {
-        "use_ema": True, "gradient_accumulation_steps": 2, "random_flip": True,
-        "proportion_empty_prompts": 0.3, "lr_scheduler": "cosine", "lr_warmup_steps": 1,
-        "train_text_encoder": True, "noise_offset": 0.1, "dataloader_num_workers": 2,
-        "gradient_checkpointing": True}),
+    "text to image": (
+        "text-to-image",
+        {
+            "use_ema": True,
+            "gradient_accumulation_steps": 2,
+            "random_flip": True,
+            "proportion_empty_prompts": 0.3,
+            "lr_scheduler": "cosine",
+            "lr_warmup_steps": 1,
+            "train_text_encoder": True,
+            "noise_offset": 0.1,
+            "dataloader_num_workers": 2,
+            "gradient_checkpointing": True,
+        },
+    ),
     "8 bits": ("text-to-image", {"use_8bit_adam": True, "use_ema": True}),
-    "lora": ("lora", {
-        "use_ema": True, "gradient_accumulation_steps": 2, "lora_dropout": 0.2,
-        "train_text_encoder": True, "lr_scheduler": "polynomial", "lr_warmup_steps": 1}),
-    "lora of a subject": ("lora", {
-        "with_prior_preservation": True, "num_class_images": 3, "class_prompt": "a ring",
-        "instance_prompt": "a sks ring", "mixed_precision": "bf16", "prior_loss_weight": 0.5}),
-    "lora of drawings": ("lora", {"dataset_name": "sprites", "proportion_empty_prompts": 0.5,
-                                  "lr_scheduler": "linear", "lr_warmup_steps": 0}),
-    "dreambooth": ("dreambooth", {
-        "with_prior_preservation": True, "num_class_images": 4, "class_prompt": "a ring",
-        "instance_prompt": "a sks ring", "cache_latents": True, "center_crop": True,
-        "random_flip": True, "pre_compute_text_embeddings": True, "snr_gamma": 5.0,
-        "gradient_accumulation_steps": 2, "mixed_precision": "bf16"}),
-}  # fmt: skip
+    "lora": (
+        "lora",
+        {
+            "use_ema": True,
+            "gradient_accumulation_steps": 2,
+            "lora_dropout": 0.2,
+            "train_text_encoder": True,
+            "lr_scheduler": "polynomial",
+            "lr_warmup_steps": 1,
+        },
+    ),
+    "lora of a subject": (
+        "lora",
+        {
+            "with_prior_preservation": True,
+            "num_class_images": 3,
+            "class_prompt": "a ring",
+            "instance_prompt": "a sks ring",
+            "mixed_precision": "bf16",
+            "prior_loss_weight": 0.5,
+        },
+    ),
+    "lora of drawings": (
+        "lora",
+        {
+            "dataset_name": "sprites",
+            "proportion_empty_prompts": 0.5,
+            "lr_scheduler": "linear",
+            "lr_warmup_steps": 0,
+        },
+    ),
+    "dreambooth": (
+        "dreambooth",
+        {
+            "with_prior_preservation": True,
+            "num_class_images": 4,
+            "class_prompt": "a ring",
+            "instance_prompt": "a sks ring",
+            "cache_latents": True,
+            "center_crop": True,
+            "random_flip": True,
+            "pre_compute_text_embeddings": True,
+            "snr_gamma": 5.0,
+            "gradient_accumulation_steps": 2,
+            "mixed_precision": "bf16",
+        },
+    ),
+}
 
 
 # On a GPU also: scaled losses, whose scaler leaves out steps; compiled passes.
 GPU_RUNS: dict[str, tuple[str, dict[str, Any]]] = RUNS | {
-    "fp16": ("text-to-image", {
-        "mixed_precision": "fp16", "use_ema": True, "train_text_encoder": True,
-        "gradient_accumulation_steps": 2}),
+    "fp16": (
+        "text-to-image",
+        {
+            "mixed_precision": "fp16",
+            "use_ema": True,
+            "train_text_encoder": True,
+            "gradient_accumulation_steps": 2,
+        },
+    ),
     "lora in fp16": ("lora", {"mixed_precision": "fp16", "lora_dropout": 0.2}),
-    "compiled": ("text-to-image", {"compile_unet": True, "use_ema": True,
-                                   "mixed_precision": "bf16"}),
-}  # fmt: skip
-EVERY = [*(("cpu", name) for name in RUNS),
-         *(pytest.param("cuda", name, marks=DEVICES[1].marks) for name in GPU_RUNS)]  # fmt: skip
+    "compiled": (
+        "text-to-image",
+        {"compile_unet": True, "use_ema": True, "mixed_precision": "bf16"},
+    ),
+}
+EVERY = [
+    *(("cpu", name) for name in RUNS),
+    *(pytest.param("cuda", name, marks=DEVICES[1].marks) for name in GPU_RUNS),
+]
 
 # Of torch before 2.13, whose deterministic products ask for it when the first one runs.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -115,9 +169,14 @@ def test_accumulated_batches_equal_a_large_one(
     """Same pictures, and losses that are means: gradients agree to rounding."""
     found = []
     for count in (1, 2):
-        made = trainer.session("text-to-image", model=tiny_model, train_data_dir=pictures,
-                               output_dir=tmp_path / str(count), max_train_steps=1,
-                               train_batch_size=1)  # fmt: skip
+        made = trainer.session(
+            "text-to-image",
+            model=tiny_model,
+            train_data_dir=pictures,
+            output_dir=tmp_path / str(count),
+            max_train_steps=1,
+            train_batch_size=1,
+        )
         from strop.train.objective import Objective
 
         made.learner.train()
@@ -185,9 +244,16 @@ def test_crash_at_any_moment_of_saving(tmp_path: Path, monkeypatch: pytest.Monke
         checkpoint.save(output, 1, tensors, {"mark": "old"})
         with monkeypatch.context() as patch:
             moment = last
-            for owner, name in ((os, "fsync"), (os, "rename"), (os, "rmdir"), (os, "unlink"),
-                                (os, "mkdir"), (Path, "write_text"), (Path, "rename"),
-                                (checkpoint, "save_file")):  # fmt: skip
+            for owner, name in (
+                (os, "fsync"),
+                (os, "rename"),
+                (os, "rmdir"),
+                (os, "unlink"),
+                (os, "mkdir"),
+                (Path, "write_text"),
+                (Path, "rename"),
+                (checkpoint, "save_file"),
+            ):
                 patch.setattr(owner, name, crashing(getattr(owner, name)))
             try:
                 checkpoint.save(output, 2, tensors, {"mark": "new"})
@@ -247,9 +313,14 @@ def test_checkpoints_of_other_programs(wanted: str, tmp_path: Path) -> None:
 def test_latest_does_not_write_over_damaged_checkpoints(
     tiny_model: Path, pictures: Path, tmp_path: Path
 ) -> None:
-    values: dict[str, Any] = {"model": tiny_model, "train_data_dir": pictures, "max_train_steps": 1,
-                              "output_dir": tmp_path / "out", "checkpointing_steps": 1,
-                              "resume_from_checkpoint": "latest"}  # fmt: skip
+    values: dict[str, Any] = {
+        "model": tiny_model,
+        "train_data_dir": pictures,
+        "max_train_steps": 1,
+        "output_dir": tmp_path / "out",
+        "checkpointing_steps": 1,
+        "resume_from_checkpoint": "latest",
+    }
     watch = trainer.Watch()
     trainer.train("lora", watch, **values)
     assert [text.rpartition(" ")[2] for text in watch.warnings] == ["anew"]
@@ -261,9 +332,14 @@ def test_latest_does_not_write_over_damaged_checkpoints(
 def test_resume_refuses_what_would_not_continue(
     tiny_model: Path, pictures: Path, tmp_path: Path
 ) -> None:
-    values: dict[str, Any] = {"model": tiny_model, "train_data_dir": pictures, "rank": 2,
-                              "output_dir": tmp_path / "out", "checkpointing_steps": 1,
-                              "max_train_steps": 1}  # fmt: skip
+    values: dict[str, Any] = {
+        "model": tiny_model,
+        "train_data_dir": pictures,
+        "rank": 2,
+        "output_dir": tmp_path / "out",
+        "checkpointing_steps": 1,
+        "max_train_steps": 1,
+    }
     trainer.train("lora", **values)
     with pytest.raises(TrainingError, match="resume_from_checkpoint latest"):
         trainer.train("lora", **values)
@@ -298,17 +374,42 @@ def _as_saved(folder: Path) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any
 
 
 def _words(model: Path, pictures: Path, output: Path, device: str) -> list[str]:
-    return [sys.executable, "-m", "strop", "train", "text-to-image", "--model", str(model),
-            "--train_data_dir", str(pictures), "--resolution", "32", "--train_batch_size", "2",
-            "--gradient_accumulation_steps", "2", "--use_ema", "--max_train_steps", str(STEPS),
-            "--checkpointing_steps", "3", "--checkpoints_total_limit", "2", "--device", device,
-            "--deterministic", "--output_dir", str(output)]  # fmt: skip
+    return [
+        sys.executable,
+        "-m",
+        "strop",
+        "train",
+        "text-to-image",
+        "--model",
+        str(model),
+        "--train_data_dir",
+        str(pictures),
+        "--resolution",
+        "32",
+        "--train_batch_size",
+        "2",
+        "--gradient_accumulation_steps",
+        "2",
+        "--use_ema",
+        "--max_train_steps",
+        str(STEPS),
+        "--checkpointing_steps",
+        "3",
+        "--checkpoints_total_limit",
+        "2",
+        "--device",
+        device,
+        "--deterministic",
+        "--output_dir",
+        str(output),
+    ]
 
 
 def _start(words: list[str]) -> subprocess.Popen[str]:
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(words, env=environment, stdout=subprocess.PIPE, text=True,
-                            stderr=subprocess.DEVNULL)  # fmt: skip
+    return subprocess.Popen(
+        words, env=environment, stdout=subprocess.PIPE, text=True, stderr=subprocess.DEVNULL
+    )
 
 
 def _wait_past(output: Path, step: int, process: subprocess.Popen[str]) -> None:

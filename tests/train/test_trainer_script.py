@@ -25,9 +25,13 @@ NUMBER = (
 )
 SCALE = 1024.0  # of the loss: fp16 has few numbers below 6e-5
 LEAST = {"no": 1e-6, "bf16": 1e-5, "fp16": 1e-4}  # share of all gradients; smaller ones are noise
-SUBJECT: dict[str, Any] = {"instance_prompt": "a sks ring", "with_prior_preservation": True,
-                           "class_prompt": "a ring", "num_class_images": 3,
-                           "prior_loss_weight": 0.5}  # fmt: skip
+SUBJECT: dict[str, Any] = {
+    "instance_prompt": "a sks ring",
+    "with_prior_preservation": True,
+    "class_prompt": "a ring",
+    "num_class_images": 3,
+    "prior_loss_weight": 0.5,
+}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "epsilon": ("text-to-image", {"prediction_type": "epsilon"}),
     "v": ("text-to-image", {"prediction_type": "v_prediction"}),
@@ -38,9 +42,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "dreambooth": ("dreambooth", {**SUBJECT, "train_text_encoder": True}),
     "lora": ("lora", {"train_text_encoder": True}),
 }
-PRECISIONS = [("cpu", "no"), ("cpu", "bf16"),
-              *(pytest.param("cuda", half, marks=DEVICES[1].marks)
-                for half in ("no", "bf16", "fp16"))]  # fmt: skip
+PRECISIONS = [
+    ("cpu", "no"),
+    ("cpu", "bf16"),
+    *(pytest.param("cuda", half, marks=DEVICES[1].marks) for half in ("no", "bf16", "fp16")),
+]
 
 
 def script_loss(made: Session, batch: Batch) -> Tensor:
@@ -113,8 +119,9 @@ def test_first_step(
     folders = {place: pictures, "output_dir": tmp_path / "out"}
     if "class_prompt" in given:
         folders["class_data_dir"] = tmp_path / "class"
-    made = trainer.session(task, model=tiny_model, device=device, mixed_precision=precision,
-                           **given, **folders)  # fmt: skip
+    made = trainer.session(
+        task, model=tiny_model, device=device, mixed_precision=precision, **given, **folders
+    )
     made.learner.train()
     batch = made.source.batch(NUMBER)
     loss = Objective(made.settings, made.model, made.unet)(batch, NUMBER)
@@ -124,8 +131,11 @@ def test_first_step(
     assert loss.item() == pytest.approx(expected.item(), rel=1e-5 if precision == "no" else 1e-3)
     assert ours.keys() == theirs.keys()
     whole = torch.stack([g.norm() for g in theirs.values()]).norm()
-    judged = {n: torch.cosine_similarity(ours[n], g, dim=0).item()
-              for n, g in theirs.items() if g.norm() > LEAST[precision] * whole}  # fmt: skip
+    judged = {
+        n: torch.cosine_similarity(ours[n], g, dim=0).item()
+        for n, g in theirs.items()
+        if g.norm() > LEAST[precision] * whole
+    }
     assert len(judged) >= 0.5 * len(theirs), "of LoRA one half starts without a gradient"
     assert min(judged.values()) >= 0.9999, min(judged, key=lambda n: judged[n])
     if precision == "no":

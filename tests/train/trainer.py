@@ -20,8 +20,12 @@ from strop.train.session import Session, prepare_session
 
 SIDE = 32
 # Of the folder with captions: half of the prompts dropped, crops and mirrors drawn.
-COMMON: dict[str, Any] = {"resolution": SIDE, "train_batch_size": 2, "learning_rate": 1e-3,
-                          "device": "cpu"}  # fmt: skip
+COMMON: dict[str, Any] = {
+    "resolution": SIDE,
+    "train_batch_size": 2,
+    "learning_rate": 1e-3,
+    "device": "cpu",
+}
 
 
 class Watch:
@@ -90,6 +94,7 @@ def weights(output: Path) -> dict[str, Tensor]:
 def picture(pipe: Any, prompt: str = "a red circle") -> Tensor:
     pipe.set_progress_bar_config(disable=True)
     noise = torch.Generator().manual_seed(0)
-    drawn: Tensor = pipe(prompt, width=SIDE, height=SIDE, num_inference_steps=2, generator=noise,
-                         output_type="pt").images  # fmt: skip
+    drawn: Tensor = pipe(
+        prompt, width=SIDE, height=SIDE, num_inference_steps=2, generator=noise, output_type="pt"
+    ).images
     return drawn

@@ -85,8 +85,9 @@ VIEWS: dict[str, Case] = {
     "unbind_as_is": _kernel(lambda x: (x * 2).unbind(1), "b 3 h"),
     "diagonal": _kernel(lambda x: x.diagonal(0, 1, 2) + 1, "b 5 5"),
     "diagonal_offset": _kernel(lambda x: x.diagonal(1, 1, 2) * x.diagonal(-1, 1, 2), "b 5 5"),
-    "diagonal_of_oblong": _kernel(lambda x: x.diagonal(2, 1, 2) + x.diagonal(0, 1, 2)[:, :2],
-                                  "b 2 4"),
+    "diagonal_of_oblong": _kernel(
+        lambda x: x.diagonal(2, 1, 2) + x.diagonal(0, 1, 2)[:, :2], "b 2 4"
+    ),
     "diag_embed": _kernel(lambda x: torch.diag_embed(x), "b 5"),
     "trace": _kernel(lambda x: x.diagonal(0, 1, 2).sum(-1), "b 5 5"),
     "unfold": _kernel(lambda x: x.unfold(1, 3, 1) * 2, "b 6"),
@@ -95,7 +96,7 @@ VIEWS: dict[str, Case] = {
     "real_view_dtype": _library(lambda x: x.view(torch.int32) + 1, "b 6"),
     "as_strided": _library(lambda x: x.as_strided((1, 3), (1, 2)) + 1, "b 6"),
     "as_strided_computed": _library(lambda x: F.silu(x).as_strided((1, 3), (1, 2)) + 1, "b 6"),
-}  # fmt: skip
+}
 
 COPIES: dict[str, Case] = {
     "clone": _kernel(lambda x: x.clone() + 1, "b 4 h"),
@@ -141,15 +142,15 @@ COPIES: dict[str, Case] = {
     "triu": _kernel(lambda x: x.triu(1) * 2, "b h 6"),
     "tril_negative": _kernel(lambda x: x.tril(-1), "b 5 5"),
     "triu_of_bool": _kernel(lambda m: m.triu(), "m: b 5 5"),
-    "causal_mask": _kernel(
-        lambda x: x + torch.full((5, 5), float("-inf")).triu(1), "b 5 5"),
-    "slice_scatter": _kernel(lambda x, y: torch.slice_scatter(x, y, 1, 1, 3) + 1,
-                             "b 4 h", "b 2 h"),
-    "slice_scatter_step": _library(lambda x, y: torch.slice_scatter(x, y, 1, 1, None, 2),
-                                  "b 6 h", "b 3 h"),
+    "causal_mask": _kernel(lambda x: x + torch.full((5, 5), float("-inf")).triu(1), "b 5 5"),
+    "slice_scatter": _kernel(lambda x, y: torch.slice_scatter(x, y, 1, 1, 3) + 1, "b 4 h", "b 2 h"),
+    "slice_scatter_step": _library(
+        lambda x, y: torch.slice_scatter(x, y, 1, 1, None, 2), "b 6 h", "b 3 h"
+    ),
     "select_scatter": _kernel(lambda x, y: torch.select_scatter(x, y, 1, -1), "b 4 h", "b h"),
-    "diagonal_scatter": _library(lambda x, y: torch.diagonal_scatter(x, y, 0, 1, 2),
-                                "b 5 5", "b 5"),
+    "diagonal_scatter": _library(
+        lambda x, y: torch.diagonal_scatter(x, y, 0, 1, 2), "b 5 5", "b 5"
+    ),
     "meshgrid": _kernel(lambda x, y: torch.meshgrid(x, y, indexing="ij"), "b", "w"),
     "pixel_shuffle": _kernel(lambda x: F.pixel_shuffle(x, 2) + 1, "b 8 h w"),
     "pixel_unshuffle": _kernel(lambda x: F.pixel_unshuffle(x, 2) + 1, "b 3 2*h 2*w"),
@@ -157,33 +158,44 @@ COPIES: dict[str, Case] = {
     "upsample_nearest": _kernel(lambda x: F.interpolate(x, scale_factor=2.0) + 1, "b 4 h w"),
     "upsample_nearest_odd": _kernel(lambda x: F.interpolate(x, scale_factor=1.5) + 1, "b 4 h w"),
     "upsample_nearest_1d": _kernel(lambda x: F.interpolate(x, scale_factor=2.0), "b 4 h"),
-    "upsample_nearest_3d": _kernel(
-        lambda x: F.interpolate(x, (3, 4, 5)) * 2, "b 2 h 3 w"),
+    "upsample_nearest_3d": _kernel(lambda x: F.interpolate(x, (3, 4, 5)) * 2, "b 2 h 3 w"),
     "upsample_nearest_size": _kernel(
-        lambda x, y: F.interpolate(x, y.shape[2:]) + y, "b 4 h w", "b 4 w h"),
+        lambda x, y: F.interpolate(x, y.shape[2:]) + y, "b 4 h w", "b 4 w h"
+    ),
     "upsample_nearest_exact": _kernel(
-        lambda x: F.interpolate(x, (7, 9), mode="nearest-exact"), "b 4 h w"),
+        lambda x: F.interpolate(x, (7, 9), mode="nearest-exact"), "b 4 h w"
+    ),
     "upsample_nearest_third": _kernel(lambda x: F.interpolate(x, scale_factor=0.3), "b 4 16 16"),
     "upsample_linear": _kernel(
-        lambda x: F.interpolate(x, scale_factor=2.5, mode="linear") * 2, "b 4 h"),
+        lambda x: F.interpolate(x, scale_factor=2.5, mode="linear") * 2, "b 4 h"
+    ),
     "upsample_bilinear": _kernel(
-        lambda x: F.interpolate(x, scale_factor=2.0, mode="bilinear"), "b 4 h w"),
+        lambda x: F.interpolate(x, scale_factor=2.0, mode="bilinear"), "b 4 h w"
+    ),
     "upsample_bilinear_size": _kernel(
-        lambda x: F.interpolate(x, (7, 9), mode="bilinear", align_corners=True), "b 4 h w"),
+        lambda x: F.interpolate(x, (7, 9), mode="bilinear", align_corners=True), "b 4 h w"
+    ),
     "upsample_bilinear_symbolic": _kernel(
         lambda x, y: torch.cat([F.interpolate(F.silu(x), y.shape[2:], mode="bilinear"), y], 1),
-        "b 4 h w", "b 3 w h"),
+        "b 4 h w",
+        "b 3 w h",
+    ),
     "upsample_bilinear_one": _kernel(
-        lambda x: F.interpolate(x, (1, 1), mode="bilinear", align_corners=True) * 2, "b 4 h w"),
+        lambda x: F.interpolate(x, (1, 1), mode="bilinear", align_corners=True) * 2, "b 4 h w"
+    ),
     "upsample_trilinear": _kernel(
-        lambda x: F.interpolate(x, (3, 4, 5), mode="trilinear"), "b 2 h 3 w"),
+        lambda x: F.interpolate(x, (3, 4, 5), mode="trilinear"), "b 2 h 3 w"
+    ),
     "upsample_bicubic": _kernel(
-        lambda x: F.interpolate(x, scale_factor=(1.5, 0.5), mode="bicubic"), "b 4 h w"),
+        lambda x: F.interpolate(x, scale_factor=(1.5, 0.5), mode="bicubic"), "b 4 h w"
+    ),
     "upsample_bicubic_size": _kernel(
-        lambda x: F.interpolate(x, (7, 9), mode="bicubic", align_corners=True), "b 4 h w"),
+        lambda x: F.interpolate(x, (7, 9), mode="bicubic", align_corners=True), "b 4 h w"
+    ),
     "upsample_antialias": _library(
-        lambda x: F.interpolate(x, (7, 9), mode="bicubic", antialias=True), "b 4 6 6"),
-}  # fmt: skip
+        lambda x: F.interpolate(x, (7, 9), mode="bicubic", antialias=True), "b 4 6 6"
+    ),
+}
 
 
 CREATION: dict[str, Case] = {
@@ -193,10 +205,12 @@ CREATION: dict[str, Case] = {
     "arange_float": _kernel(lambda x: x + torch.arange(0.0, 1.0, 0.25), "b 4"),
     "arange_dtype": _kernel(lambda x: x + torch.arange(4, dtype=torch.float64), "b 4"),
     "arange_symbolic": _kernel(lambda x: x + torch.arange(x.shape[1])[:, None], "b h 6"),
-    "arange_from_size": _kernel(lambda x: x + torch.arange(x.shape[1], 2 * x.shape[1])[:, None],
-                                "b h 6"),
+    "arange_from_size": _kernel(
+        lambda x: x + torch.arange(x.shape[1], 2 * x.shape[1])[:, None], "b h 6"
+    ),
     "arange_step_symbolic": _kernel(
-        lambda x: x[:, ::2] + torch.arange(0, x.shape[1], 2)[:, None], "b 2*h 6"),
+        lambda x: x[:, ::2] + torch.arange(0, x.shape[1], 2)[:, None], "b 2*h 6"
+    ),
     "full": _kernel(lambda x: x + torch.full((x.shape[0], 4), 2.5), "b 4"),
     "full_int": _kernel(lambda x: torch.full((x.shape[0], 4), 7), "b 4"),
     "full_bool": _kernel(lambda x: torch.full((x.shape[0], 4), True), "b 4"),
@@ -216,8 +230,7 @@ CREATION: dict[str, Case] = {
     "eye_symbolic": _kernel(lambda x: x[:, :, None] * torch.eye(x.shape[1])[:, :, None], "b h 6"),
     "linspace": _kernel(lambda x: x * torch.linspace(0, 1, 6), "b 6"),
     "linspace_down": _kernel(lambda x: x * torch.linspace(3.0, -2.5, 6), "b 6"),
-    "linspace_symbolic": _kernel(lambda x: x * torch.linspace(-1, 1, x.shape[1])[:, None],
-                                 "b h 6"),
+    "linspace_symbolic": _kernel(lambda x: x * torch.linspace(-1, 1, x.shape[1])[:, None], "b h 6"),
     "linspace_one": _kernel(lambda x: x * torch.linspace(3, 9, 1), "b 6"),
     "one_hot": _kernel(lambda i: F.one_hot(i, 5) * 2, "i5: b h"),
     "scalar_tensor": _kernel(lambda x: x * torch.scalar_tensor(0.5), "b 6"),
@@ -225,10 +238,11 @@ CREATION: dict[str, Case] = {
     "masked_fill": _kernel(lambda x, m: x.masked_fill(m, -1.0), "b 6", "m: b 6"),
     "masked_fill_tensor": _kernel(lambda x, m: x.masked_fill(m, x[0, 0]), "b 6", "m: b 6"),
     "causal_bool_mask": _kernel(
-        lambda x: torch.where(torch.ones(5, 5, dtype=torch.bool).tril(), x, -1.0), "b 5 5"),
+        lambda x: torch.where(torch.ones(5, 5, dtype=torch.bool).tril(), x, -1.0), "b 5 5"
+    ),
     "to_dtype": _kernel(lambda x: x.to(torch.float64) + x.half(), "b 6"),
     "type_as": _kernel(lambda i, x: i.type_as(x) * x, "i9: b 6", "b 6"),
-}  # fmt: skip
+}
 
 INDEXING: dict[str, Case] = {
     "embedding": _kernel(lambda i, w: F.embedding(i, w) * 2, "i5: b h", "5 6"),
@@ -241,11 +255,13 @@ INDEXING: dict[str, Case] = {
     "index_broadcast": _kernel(lambda x, i, j: x[i[:, None], :, j] + 1, "4 5 6", "i4: b", "i6: w"),
     "index_negative": _kernel(lambda x, i: x[i - 5], "5 6", "i5: b"),
     "index_last_token": _kernel(
-        lambda x, i: x[torch.arange(x.shape[0]), i.argmax(-1)], "b h 6", "i9: b h"),
+        lambda x, i: x[torch.arange(x.shape[0]), i.argmax(-1)], "b h 6", "i9: b h"
+    ),
     "embedding_table": _kernel(lambda i, w: F.embedding(i, F.silu(w)[:, ::2]), "i5: b h", "5 6"),
     "embedding_transposed": _kernel(lambda i, w: F.embedding(i, w.t()) * 2, "i5: b h", "6 5"),
     "embedding_norm": _kernel(
-        lambda i, w, v: F.layer_norm(F.embedding(i, w) + v, (6,), eps=1e-3), "i5: b h", "5 6", "6"),
+        lambda i, w, v: F.layer_norm(F.embedding(i, w) + v, (6,), eps=1e-3), "i5: b h", "5 6", "6"
+    ),
     "embedding_one": _kernel(lambda i, w: F.embedding(i, w), "i5: 1", "5 6"),
     "gather_last": _kernel(lambda x, i: torch.where(i > 1, x.gather(-1, i), 0), "b 4", "i4: b 3"),
     "gather_middle": _kernel(lambda x, i: x.gather(1, i).sum(1), "b 4 h", "i4: b 3 h"),
@@ -265,23 +281,31 @@ INDEXING: dict[str, Case] = {
     "embedding_bag": _kernel(lambda i, w: F.embedding_bag(i, w) * 2, "i5: b h", "5 6"),
     "embedding_bag_weighted": _kernel(
         lambda i, w, s: F.embedding_bag(i, w, mode="sum", per_sample_weights=s),
-        "i5: b h", "5 6", "b h"),
+        "i5: b h",
+        "5 6",
+        "b h",
+    ),
     "embedding_bag_max": _kernel(
-        lambda i, w: F.embedding_bag(i, w, mode="max") * 2, "i5: b h", "5 6"),
+        lambda i, w: F.embedding_bag(i, w, mode="max") * 2, "i5: b h", "5 6"
+    ),
     "embedding_bag_offsets": _library(
-        lambda i, w: F.embedding_bag(i.flatten(), w, torch.arange(2) * 2), "i5: b h", "5 6"),
+        lambda i, w: F.embedding_bag(i.flatten(), w, torch.arange(2) * 2), "i5: b h", "5 6"
+    ),
     "index_put": _library(lambda x, i, y: x.index_put((i,), y), "5 6", "i5: 3", "3 6"),
     "index_put_add": _library(
-        lambda x, i, y: x.index_put((i,), y, accumulate=True), "5 6", "i5: b", "b 6"),
+        lambda x, i, y: x.index_put((i,), y, accumulate=True), "5 6", "i5: b", "b 6"
+    ),
     "index_add": _library(lambda x, i, y: x.index_add(0, i, y), "5 6", "i5: b", "b 6"),
     "index_copy": _library(
-        lambda x, i, y: x.index_copy(1, i.argsort()[:4], y), "b 4", "i9: 4", "b 4"),
+        lambda x, i, y: x.index_copy(1, i.argsort()[:4], y), "b 4", "i9: 4", "b 4"
+    ),
     "index_fill": _library(lambda x, i: x.index_fill(1, i, 2.0), "b 4", "i4: 2"),
     "scatter": _library(lambda x, i, y: x.scatter(1, i.argsort(1), y), "b 4", "i4: b 4", "b 4"),
     "scatter_value": _library(lambda x, i: x.scatter(1, i, 1.0), "b 4", "i4: b 2"),
     "scatter_add": _library(lambda x, i, y: x.scatter_add(1, i, y), "b 4", "i4: b 3", "b 3"),
     "scatter_reduce": _library(
-        lambda x, i, y: x.scatter_reduce(1, i, y, "amax"), "b 4", "i4: b 3", "b 3"),
+        lambda x, i, y: x.scatter_reduce(1, i, y, "amax"), "b 4", "i4: b 3", "b 3"
+    ),
     "take": _kernel(lambda x, i: x.take(i) + 1, "b 4", "i4: 3 3"),
     "topk": _library(lambda x: x.topk(3, -1), "b 6"),
     "sort": _library(lambda x: x.sort(-1, descending=True), "b 6"),
@@ -295,13 +319,14 @@ INDEXING: dict[str, Case] = {
     "searchsorted": _library(lambda s, x: torch.searchsorted(s.sort(-1)[0], x), "5", "b 6"),
     "bucketize": _library(lambda x, s: torch.bucketize(x, s.sort(-1)[0]), "b 6", "5"),
     "masked_scatter": _library(lambda x, m: x.masked_scatter(m, x * 2), "b 6", "m: b 6"),
-}  # fmt: skip
+}
 
 POOLING: dict[str, Case] = {
     "max_pool2d": _kernel(lambda x: F.max_pool2d(x, 2) + 1, "b 4 6 6"),
     "max_pool2d_overlapping": _kernel(lambda x: F.max_pool2d(x, 3, 2) + 1, "b 4 h w"),
-    "max_pool2d_places": _library(lambda x: F.max_pool2d(x, 2, return_indices=True)[1] + 1,
-                                  "b 4 6 6"),
+    "max_pool2d_places": _library(
+        lambda x: F.max_pool2d(x, 2, return_indices=True)[1] + 1, "b 4 6 6"
+    ),
     "max_pool2d_padded": _kernel(lambda x: F.max_pool2d(F.silu(x), 3, 2, 1) + 1, "b 4 h w"),
     "max_pool2d_half_padded": _kernel(lambda x: F.max_pool2d(x, (2, 3), (1, 2), (1, 0)), "b 4 h w"),
     "max_pool2d_up": _kernel(lambda x: F.max_pool2d(x, 3, 2, 1, ceil_mode=True), "b 4 h w"),
@@ -313,23 +338,25 @@ POOLING: dict[str, Case] = {
     "max_pool1d_of_any_length": _kernel(lambda x: F.max_pool1d(x, 3, 2, 1) + 1, "b 4 h"),
     "max_pool1d_up": _kernel(lambda x: nn.MaxPool1d(3, 2, ceil_mode=True)(x), "b 4 h"),
     "max_pool1d_places": _library(
-        lambda x: F.max_pool1d(x, 2, return_indices=True)[1] + 1, "b 4 8"),
+        lambda x: F.max_pool1d(x, 2, return_indices=True)[1] + 1, "b 4 8"
+    ),
     "max_pool3d": _library(lambda x: F.max_pool3d(x, 2) + 1, "b 2 4 4 4"),
     "avg_pool2d": _kernel(lambda x: F.avg_pool2d(x, 2) + 1, "b 4 2*h 2*w"),
     "avg_pool2d_over_the_edge": _kernel(lambda x: F.avg_pool2d(x, 2, 2, 1) + 1, "b 4 h w"),
     "avg_pool2d_same": _kernel(lambda x: F.avg_pool2d(F.silu(x), 3, 1, 1) * 2, "b 4 h w"),
     "avg_pool2d_of_those_inside": _kernel(
-        lambda x: F.avg_pool2d(x, 3, 1, 1, count_include_pad=False), "b 4 h w"),
+        lambda x: F.avg_pool2d(x, 3, 1, 1, count_include_pad=False), "b 4 h w"
+    ),
     "avg_pool2d_up": _kernel(lambda x: F.avg_pool2d(x, 3, 2, 1, ceil_mode=True), "b 4 h w"),
-    "avg_pool2d_up_inside": _kernel(
-        lambda x: F.avg_pool2d(x, 3, 2, 1, True, False), "b 4 h w"),
-    "avg_pool2d_up_over_all": _kernel(
-        lambda x: F.avg_pool2d(x, (1, 5), ceil_mode=True), "b 4 h w"),
+    "avg_pool2d_up_inside": _kernel(lambda x: F.avg_pool2d(x, 3, 2, 1, True, False), "b 4 h w"),
+    "avg_pool2d_up_over_all": _kernel(lambda x: F.avg_pool2d(x, (1, 5), ceil_mode=True), "b 4 h w"),
     "avg_pool2d_by_a_number": _kernel(
-        lambda x: F.avg_pool2d(x, 3, 2, 1, divisor_override=5), "b 4 h w"),
+        lambda x: F.avg_pool2d(x, 3, 2, 1, divisor_override=5), "b 4 h w"
+    ),
     "avg_pool1d": _kernel(lambda x: F.avg_pool1d(x, 2) + 1, "b 4 8"),
     "avg_pool1d_of_any_length": _kernel(
-        lambda x: F.avg_pool1d(x, 3, 2, 1, count_include_pad=False) + 1, "b 4 h"),
+        lambda x: F.avg_pool1d(x, 3, 2, 1, count_include_pad=False) + 1, "b 4 h"
+    ),
     "adaptive_avg_pool2d": _library(lambda x: F.adaptive_avg_pool2d(x, (2, 3)), "b 4 h w"),
     "global_avg_pool": _kernel(lambda x: F.adaptive_avg_pool2d(x, 1) + 1, "b 4 h w"),
     "global_avg_pool1d": _kernel(lambda x: F.adaptive_avg_pool1d(x, 1) + 1, "b 4 h"),
@@ -338,15 +365,18 @@ POOLING: dict[str, Case] = {
     "conv1d": _library(lambda x, w: F.conv1d(x, w, padding=1) + 1, "b 4 h", "6 4 3"),
     "conv3d": _library(lambda x, w: F.conv3d(x, w) + 1, "b 2 4 4 4", "3 2 2 2 2"),
     "conv_transpose2d": _library(
-        lambda x, w: F.conv_transpose2d(x, w, stride=2) + 1, "b 4 6 6", "4 3 2 2"),
+        lambda x, w: F.conv_transpose2d(x, w, stride=2) + 1, "b 4 6 6", "4 3 2 2"
+    ),
     "conv_transpose1d": _library(
-        lambda x, w: F.conv_transpose1d(x, w, stride=2) + 1, "b 4 6", "4 3 2"),
+        lambda x, w: F.conv_transpose1d(x, w, stride=2) + 1, "b 4 6", "4 3 2"
+    ),
     "fold": _library(lambda x: F.fold(x, (4, 4), 2, stride=2), "b 8 4"),
     "unfold_image": _library(lambda x: F.unfold(x, 2), "b 3 4 4"),
-    "grid_sample": _library(lambda x, g: F.grid_sample(x, g.tanh(), align_corners=False),
-                            "b 3 4 4", "b 5 5 2"),
+    "grid_sample": _library(
+        lambda x, g: F.grid_sample(x, g.tanh(), align_corners=False), "b 3 4 4", "b 5 5 2"
+    ),
     "dropout_eval": _kernel(lambda x: F.dropout(x, 0.5, training=False) + 1, "b 6"),
-}  # fmt: skip
+}
 
 CASES = VIEWS | COPIES | CREATION | INDEXING | POOLING
 
@@ -357,8 +387,12 @@ def sizes_of(argument: str) -> tuple[str, tuple[str, ...]]:
     return kind.strip(), tuple(sizes.split())
 
 
-def make(argument: str, env: dict[str, int], generator: torch.Generator,
-         dtype: torch.dtype = torch.float32) -> Tensor:  # fmt: skip
+def make(
+    argument: str,
+    env: dict[str, int],
+    generator: torch.Generator,
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
     """Values for an argument; ``dtype`` is that of arguments of no other kind."""
     kind, texts = sizes_of(argument)
     sizes = tuple(parse(text).eval(env) for text in texts)

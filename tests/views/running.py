@@ -37,8 +37,9 @@ class Named(Adapter):
 
     def shapes(self, tensors: Sequence[Tensor], skeleton: Any = ()) -> Shapes:
         texts = [sizes_of(argument)[1] for argument in self.arguments]
-        specs = tuple(TensorSpec(sizes, t.dtype, t.device)
-                      for sizes, t in zip(texts, tensors, strict=True))  # fmt: skip
+        specs = tuple(
+            TensorSpec(sizes, t.dtype, t.device) for sizes, t in zip(texts, tensors, strict=True)
+        )
         used = {root for spec in specs for size in spec.sizes for root in size.roots}
         return Shapes(specs, {name: self.hints[name] for name in used})
 

@@ -20,9 +20,13 @@ from tests.views.running import assert_equal, optimized
 ENVS = ({"b": 2, "h": 4, "w": 6}, {"b": 3, "h": 5, "w": 3}, {"b": 1, "h": 7, "w": 4})
 # torch's own shape rules fix these sizes, or ask whether a batch is 1
 SPECIALISED = {
-    "ravel", "as_strided_computed", "upsample_antialias",
-    "fold", "unfold_image", "take_along_dim",
-}  # fmt: skip
+    "ravel",
+    "as_strided_computed",
+    "upsample_antialias",
+    "fold",
+    "unfold_image",
+    "take_along_dim",
+}
 
 
 @pytest.fixture(scope="module")
@@ -44,10 +48,23 @@ def test_equals_torch(name: str, folder: str) -> None:
     assert bool(calls) == (case.runs_in != KERNEL), [dict(s.attrs).get("target") for s in calls]
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64, torch.int32,
-                                   torch.uint8], ids=str)  # fmt: skip
-@pytest.mark.parametrize("name", ["flip", "slice_step", "roll", "tril", "pad_crop", "repeat",
-                                  "diagonal", "cat", "slice_scatter"])  # fmt: skip
+@pytest.mark.parametrize(
+    "dtype", [torch.float16, torch.bfloat16, torch.float64, torch.int32, torch.uint8], ids=str
+)
+@pytest.mark.parametrize(
+    "name",
+    [
+        "flip",
+        "slice_step",
+        "roll",
+        "tril",
+        "pad_crop",
+        "repeat",
+        "diagonal",
+        "cat",
+        "slice_scatter",
+    ],
+)
 def test_types(name: str, dtype: torch.dtype, folder: str) -> None:
     case = CASES[name]
     module, dispatcher = optimized(case, ENVS[0], f"{folder}/{name}-{dtype}")
@@ -61,19 +78,44 @@ def test_types(name: str, dtype: torch.dtype, folder: str) -> None:
 def _traced(case: Case, env: dict[str, int]) -> Traced:
     texts = [sizes_of(argument) for argument in case.arguments]
     dtypes = [torch.int64 if kind.startswith("i") else torch.float32 for kind, _ in texts]
-    specs = [TensorSpec(sizes, dtype, torch.device("cpu"))
-             for (_, sizes), dtype in zip(texts, dtypes, strict=True)]  # fmt: skip
+    specs = [
+        TensorSpec(sizes, dtype, torch.device("cpu"))
+        for (_, sizes), dtype in zip(texts, dtypes, strict=True)
+    ]
     module = Function(case.function)
     return trace_specs(module, module, specs, env)
 
 
-TRITON = ("flip_several", "slice_step_symbolic", "slice_step_of_computed", "roll_several",
-          "triu", "pad_crop", "diagonal_offset", "linspace_symbolic", "eye_symbolic",
-          "unfold_step", "rot90", "repeat_interleave", "causal_bool_mask", "embedding_norm",
-          "gather_last", "gather_in_cat", "index_broadcast", "index_of_reshaped", "index_reduced",
-          "index_column_reduced", "upsample_bilinear_symbolic", "upsample_bicubic",
-          "max_pool2d_padded", "max_pool2d_dilated", "max_pool2d_up", "avg_pool2d_same",
-          "avg_pool2d_up_inside", "avg_pool1d_of_any_length")  # fmt: skip
+TRITON = (
+    "flip_several",
+    "slice_step_symbolic",
+    "slice_step_of_computed",
+    "roll_several",
+    "triu",
+    "pad_crop",
+    "diagonal_offset",
+    "linspace_symbolic",
+    "eye_symbolic",
+    "unfold_step",
+    "rot90",
+    "repeat_interleave",
+    "causal_bool_mask",
+    "embedding_norm",
+    "gather_last",
+    "gather_in_cat",
+    "index_broadcast",
+    "index_of_reshaped",
+    "index_reduced",
+    "index_column_reduced",
+    "upsample_bilinear_symbolic",
+    "upsample_bicubic",
+    "max_pool2d_padded",
+    "max_pool2d_dilated",
+    "max_pool2d_up",
+    "avg_pool2d_same",
+    "avg_pool2d_up_inside",
+    "avg_pool1d_of_any_length",
+)
 
 
 @pytest.mark.parametrize("name", TRITON)

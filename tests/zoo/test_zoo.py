@@ -17,9 +17,14 @@ from strop.errors import StropError
 BY_NAME = {model.name: model for model in ZOO}
 # the rest: ``test_every_model``, of the nightly target, and ``strop bench models``
 QUICK = (
-    "sd15-unet", "sd-vae-encoder", "sd-vae-decoder", "controlnet", "pixart-transformer",
-    "clip-vision", "gpt-neox",
-)  # fmt: skip
+    "sd15-unet",
+    "sd-vae-encoder",
+    "sd-vae-decoder",
+    "controlnet",
+    "pixart-transformer",
+    "clip-vision",
+    "gpt-neox",
+)
 
 
 @pytest.mark.parametrize("name", QUICK)
@@ -117,10 +122,21 @@ def test_a_model_that_strict_refuses_is_judged_without_it(tmp_path: Path) -> Non
 
 def test_the_tables_of_a_result() -> None:
     good = census.Verdict("one", "text", 4, True, 1, kernel_share=1.0)
-    bad = census.Verdict("two", "text", 4, opaque={"aten.sort.default": 2}, num_graphs=1,
-                         origins={"aten.sort.default": "head"}, kernel_share=0.5)  # fmt: skip
+    bad = census.Verdict(
+        "two",
+        "text",
+        4,
+        opaque={"aten.sort.default": 2},
+        num_graphs=1,
+        origins={"aten.sort.default": "head"},
+        kernel_share=0.5,
+    )
     assert good.is_good
     assert bad.complaint == "opaque: aten.sort.default"
     (missing,) = census._missing([good, bad])
-    assert missing == {"overload": "aten.sort.default", "calls": 2, "models": ["two"],
-                       "place": "two: head"}  # fmt: skip
+    assert missing == {
+        "overload": "aten.sort.default",
+        "calls": 2,
+        "models": ["two"],
+        "place": "two: head",
+    }

@@ -14,8 +14,11 @@ from strop.bench import peers
 from strop.bench.cases import BenchCase
 from strop.bench.models import Workload
 
-REFERENCE = {torch.float16: torch.float32, torch.bfloat16: torch.float32,
-             torch.float32: torch.float64}  # fmt: skip
+REFERENCE = {
+    torch.float16: torch.float32,
+    torch.bfloat16: torch.float32,
+    torch.float32: torch.float64,
+}
 
 
 @contextmanager
@@ -68,12 +71,18 @@ def judge(ours: Tensor, eager: Tensor, exact: Tensor) -> dict[str, Any]:
     scale = wide.square().mean().sqrt().item()
     (rms, most), (eager_rms, eager_most) = (_errors(x, wide, scale) for x in (ours, eager))
     is_good = rms <= 1.10 * eager_rms + 0.5 * ulp and most <= 2 * eager_most + 2 * ulp
-    return {"rms": rms, "rms_eager": eager_rms, "max": most, "max_eager": eager_most,
-            "is_good": bool(is_good and math.isfinite(scale))}  # fmt: skip
+    return {
+        "rms": rms,
+        "rms_eager": eager_rms,
+        "max": most,
+        "max_eager": eager_most,
+        "is_good": bool(is_good and math.isfinite(scale)),
+    }
 
 
-def worst(results: Sequence[Tensor], eager: Tensor | None, exact: Tensor | None
-          ) -> dict[str, Any] | None:  # fmt: skip
+def worst(
+    results: Sequence[Tensor], eager: Tensor | None, exact: Tensor | None
+) -> dict[str, Any] | None:
     """Of results of one call that ran in several ways, as the first and a replayed CUDA graph: the
     error of the worst, or its PSNR to eager where nothing more exact is known."""
     if eager is not None and exact is not None:

@@ -46,13 +46,19 @@ def _bert() -> nn.Module:
 def _bert_tiny() -> nn.Module:
     from transformers import BertConfig, BertModel
 
-    config = BertConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2,
-                        intermediate_size=64, vocab_size=128)  # fmt: skip
+    config = BertConfig(
+        hidden_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=64,
+        vocab_size=128,
+    )
     return cast(nn.Module, BertModel(config))
 
 
-def _tokens(batch: int, dtype: torch.dtype, length: int = 128, words: int = 30522
-            ) -> dict[str, Tensor]:  # fmt: skip
+def _tokens(
+    batch: int, dtype: torch.dtype, length: int = 128, words: int = 30522
+) -> dict[str, Tensor]:
     source = torch.Generator().manual_seed(batch)
     return {"input_ids": torch.randint(words, (batch, length), generator=source)}
 
@@ -71,36 +77,58 @@ def _pictures(batch: int, dtype: torch.dtype) -> dict[str, Tensor]:
 NETWORKS = (
     Network("bert-base", _bert, _tokens, lambda out: out.last_hidden_state),
     Network("resnet50", _resnet, _pictures, lambda out: out.logits, channels_last=True),
-    Network("bert-tiny", _bert_tiny, partial(_tokens, length=8, words=128),
-            lambda out: out.last_hidden_state),
-)  # fmt: skip
+    Network(
+        "bert-tiny",
+        _bert_tiny,
+        partial(_tokens, length=8, words=128),
+        lambda out: out.last_hidden_state,
+    ),
+)
 
 
 def run(
-    network: Network, device: torch.device, dtype: torch.dtype,
-    batches: Sequence[int] = BATCHES, peers: Sequence[str] = PEERS, samples: int = 20,
+    network: Network,
+    device: torch.device,
+    dtype: torch.dtype,
+    batches: Sequence[int] = BATCHES,
+    peers: Sequence[str] = PEERS,
+    samples: int = 20,
     apart: bool = False,
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     """One row a batch: milliseconds of every contender, seconds of its first call, our error.
 
     ``apart``: each batch is compiled in a process of its own, all at once, and timed in turn.
     """
     if apart:
-        works = [partial(_alone, network.name, device, dtype, batch, peers, samples)
-                 for batch in batches]  # fmt: skip
+        works = [
+            partial(_alone, network.name, device, dtype, batch, peers, samples) for batch in batches
+        ]
         found = list(in_turns(works))
         rows, counts = [row for row, _ in found], _together([counts for _, counts in found])
     else:
         field = _Field.of(network, device, dtype, peers, samples)
         rows = [list(field.steps(batch))[1] for batch in batches]
         counts = strop.explain(field.ours).summary()
-    return {"kind": "batches", "network": network.name, "dtype": str(dtype), "samples": samples,
-            "is_apart": apart, "environment": environment.describe(device), "rows": rows,
-            "counts": counts}  # fmt: skip
+    return {
+        "kind": "batches",
+        "network": network.name,
+        "dtype": str(dtype),
+        "samples": samples,
+        "is_apart": apart,
+        "environment": environment.describe(device),
+        "rows": rows,
+        "counts": counts,
+    }
 
 
-def _alone(name: str, device: torch.device, dtype: torch.dtype, batch: int, peers: Sequence[str],
-           samples: int) -> Iterator[Any]:  # fmt: skip
+def _alone(
+    name: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    batch: int,
+    peers: Sequence[str],
+    samples: int,
+) -> Iterator[Any]:
     """One batch, for ``in_turns``: its row, and what Strop counted."""
     (network,) = (n for n in NETWORKS if n.name == name)
     field = _Field.of(network, device, dtype, peers, samples)
@@ -111,8 +139,10 @@ def _alone(name: str, device: torch.device, dtype: torch.dtype, batch: int, peer
 
 def _together(counts: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Of processes that all made the same graph; None for what differs."""
-    return {name: value if all(c[name] == value for c in counts) else None
-            for name, value in counts[0].items()}  # fmt: skip
+    return {
+        name: value if all(c[name] == value for c in counts) else None
+        for name, value in counts[0].items()
+    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,11 +157,17 @@ class _Field:
     samples: int
 
     @staticmethod
-    def of(network: Network, device: torch.device, dtype: torch.dtype, peers: Sequence[str],
-           samples: int) -> _Field:  # fmt: skip
+    def of(
+        network: Network,
+        device: torch.device,
+        dtype: torch.dtype,
+        peers: Sequence[str],
+        samples: int,
+    ) -> _Field:
         torch._dynamo.config.recompile_limit = 1000
-        ours = strop.optimize(_made(network, device, dtype),
-                              options=Options(strict=True, cuda_graphs=False))  # fmt: skip
+        ours = strop.optimize(
+            _made(network, device, dtype), options=Options(strict=True, cuda_graphs=False)
+        )
         eager = _made(network, device, dtype)
         exact = _made(network, torch.device("cpu"), torch.float64)
         return _Field(network, ours, eager, exact, peers, samples)
@@ -160,12 +196,18 @@ class _Field:
         timed = calls if device.type == "cpu" else {n: timer.captured(c) for n, c in calls.items()}
         inner = 1 if device.type == "cpu" else INNER
         times = timer.time_calls(timed, device, samples=self.samples, inner=inner)
-        yield {"batch": batch, "first_s": first, "error": judged,
-               "times": {name: t.to_dict() for name, t in times.items()}}  # fmt: skip
+        yield {
+            "batch": batch,
+            "first_s": first,
+            "error": judged,
+            "times": {name: t.to_dict() for name, t in times.items()},
+        }
 
     def _judged(self, given: dict[str, Tensor], ours: Tensor) -> dict[str, Any]:
-        wide = {n: t.cpu().to(torch.float64 if t.is_floating_point() else t.dtype)
-                for n, t in given.items()}  # fmt: skip
+        wide = {
+            n: t.cpu().to(torch.float64 if t.is_floating_point() else t.dtype)
+            for n, t in given.items()
+        }
         truth = self.network.result(_without_grad(self.exact, wide)())
         plain = self.network.result(_without_grad(self.eager, given)()).cpu()
         return accuracy.judge(ours, plain, truth)

@@ -11,8 +11,13 @@ from strop.bench.models import Build, Size, Workload
 from strop.errors import OptionError
 
 PIPE_SIZES: tuple[Size, ...] = (
-    (512, 512), (512, 768), (768, 512), (640, 640), (576, 960), (768, 768),
-)  # fmt: skip
+    (512, 512),
+    (512, 768),
+    (768, 512),
+    (640, 640),
+    (576, 960),
+    (768, 768),
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,8 +33,12 @@ WANTED_SHARE = 0.95
 NUM_WEIGHTS = 4  # random ones: errors of one draw of weights are no independent samples
 # calls that are matrix work of a library, as linear, conv2d and attention are
 ANCHORS = (
-    "aten.convolution.", "aten.lstm.", "aten.gru.", "aten.rnn_", "aten._scaled_dot_product",
-)  # fmt: skip
+    "aten.convolution.",
+    "aten.lstm.",
+    "aten.gru.",
+    "aten.rnn_",
+    "aten._scaled_dot_product",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,8 +102,9 @@ def _widened(value: Any) -> Any:
     return torch.float64 if value is torch.float32 else value
 
 
-def judge(model: ZooModel, device: torch.device, options: strop.Options,
-          num_shapes: int = 4) -> Verdict:  # fmt: skip
+def judge(
+    model: ZooModel, device: torch.device, options: strop.Options, num_shapes: int = 4
+) -> Verdict:
     """Compile, run at that many shapes and compare; what is raised becomes the verdict."""
     started = time.perf_counter()
     samples = [
@@ -128,8 +133,9 @@ class Sample:
 Modules = Mapping[int, nn.Module]  # by the seed of their weights
 
 
-def _judged(model: ZooModel, samples: Sequence[Sample], device: torch.device,
-            options: strop.Options) -> dict[str, Any]:  # fmt: skip
+def _judged(
+    model: ZooModel, samples: Sequence[Sample], device: torch.device, options: strop.Options
+) -> dict[str, Any]:
     modules = {seed: model.made(seed).to(device) for seed in {s.weights for s in samples}}
     wanted = [_results(kind, samples) for kind in (modules, _each(_channels_last, modules))]
     exact = _exact(modules, samples)
@@ -146,8 +152,9 @@ def _judged(model: ZooModel, samples: Sequence[Sample], device: torch.device,
     return {"is_strict": is_strict, "parity": "" if "" in worse else worse[0], **_counts(module)}
 
 
-def _compiled(module: nn.Module, modules: Modules, samples: Sequence[Sample],
-              options: strop.Options) -> list[Any]:  # fmt: skip
+def _compiled(
+    module: nn.Module, modules: Modules, samples: Sequence[Sample], options: strop.Options
+) -> list[Any]:
     """One compiled module, which gets the other weights in place."""
     strop.optimize(module, options=options)
     results = []
@@ -239,8 +246,9 @@ def _made_for(variant: Any) -> str:
     return _short(sizes + (f" if {guards}" if guards else ""), 120)
 
 
-def _parity(samples: Sequence[Sample], results: Sequence[Any], eager: Sequence[Any],
-            exact: Sequence[Any]) -> str:  # fmt: skip
+def _parity(
+    samples: Sequence[Sample], results: Sequence[Any], eager: Sequence[Any], exact: Sequence[Any]
+) -> str:
     """Empty, or what differs. Floats are judged over all shapes together, each result by itself."""
     floats: dict[int, list[tuple[Tensor, Tensor, Tensor]]] = {}
     for sample, *triple in zip(samples, results, eager, exact, strict=True):
@@ -271,9 +279,13 @@ def _short(text: str, limit: int = 300) -> str:
     return text if len(text) <= limit else f"{text[:limit]}..."
 
 
-def run(models: Sequence[ZooModel], device: torch.device, options: strop.Options,
-        each: Callable[[Verdict], None] = lambda _: None,
-        num_shapes: int = 4) -> dict[str, Any]:  # fmt: skip
+def run(
+    models: Sequence[ZooModel],
+    device: torch.device,
+    options: strop.Options,
+    each: Callable[[Verdict], None] = lambda _: None,
+    num_shapes: int = 4,
+) -> dict[str, Any]:
     """All verdicts as JSON; ``each`` hears of them as they come."""
     rows = []
     for model in models:
@@ -302,8 +314,9 @@ def _missing(verdicts: Sequence[Verdict]) -> list[dict[str, Any]]:
             models.setdefault(overload, []).append(verdict.name)
             places.setdefault(overload, f"{verdict.name}: {verdict.origins[overload]}")
     ranked = sorted(calls, key=lambda o: (-len(models[o]), -calls[o], o))
-    return [{"overload": o, "calls": calls[o], "models": models[o], "place": places[o]}
-            for o in ranked]  # fmt: skip
+    return [
+        {"overload": o, "calls": calls[o], "models": models[o], "place": places[o]} for o in ranked
+    ]
 
 
 def rows_of(result: Mapping[str, Any]) -> list[tuple[str, ...]]:
@@ -312,11 +325,18 @@ def rows_of(result: Mapping[str, Any]) -> list[tuple[str, ...]]:
         ("model", "family", "passes", "graphs", "recompiles", "in kernels", "strict", "why not")
     ]
     for m in result["models"]:
-        rows.append((
-            m["name"], m["family"], "yes" if m["is_good"] else "no", str(m["num_graphs"]),
-            str(m["num_recompiles"]), f"{m['kernel_share']:.0%}" if m["num_graphs"] else "",
-            "yes" if m["is_strict"] else "no", m["complaint"],
-        ))  # fmt: skip
+        rows.append(
+            (
+                m["name"],
+                m["family"],
+                "yes" if m["is_good"] else "no",
+                str(m["num_graphs"]),
+                str(m["num_recompiles"]),
+                f"{m['kernel_share']:.0%}" if m["num_graphs"] else "",
+                "yes" if m["is_strict"] else "no",
+                m["complaint"],
+            )
+        )
     return rows
 
 
@@ -324,7 +344,8 @@ def markdown(result: Mapping[str, Any]) -> str:
     """The page ``docs/models.md``."""
     found = result["environment"]
     head = [
-        "# Models", "",
+        "# Models",
+        "",
         "Written by `strop bench models --page docs/models.md`. Architectures at tiny widths with",
         f"random weights; every model runs at {counted(result['num_shapes'], 'shape')} and batches."
         " A model passes when one",
@@ -332,16 +353,21 @@ def markdown(result: Mapping[str, Any]) -> str:
         " other than",
         "library anchors (matrix products, convolutions, attention, recurrent layers) are in",
         "generated kernels, and its results are as accurate as eager's, judged by fp64",
-        "([numerics.md](numerics.md)) over all shapes and four draws of weights together.", "",
+        "([numerics.md](numerics.md)) over all shapes and four draws of weights together.",
+        "",
         f"{result['num_good']} of {result['num_models']} pass: {found['date'][:10]}, torch"
         f" {found['torch']}, transformers {found['transformers']}, diffusers"
-        f" {found['diffusers']}, {found.get('gpu', 'CPU')}.", "",
-    ]  # fmt: skip
+        f" {found['diffusers']}, {found.get('gpu', 'CPU')}.",
+        "",
+    ]
     missing = [("overload", "models", "calls", "for example")]
-    missing += [(m["overload"], str(len(m["models"])), str(m["calls"]), m["place"])
-                for m in result["missing"]]  # fmt: skip
-    return "\n".join([*head, *_pipes(rows_of(result)), "", "## What torch runs", "",
-                      *_pipes(missing), ""])  # fmt: skip
+    missing += [
+        (m["overload"], str(len(m["models"])), str(m["calls"]), m["place"])
+        for m in result["missing"]
+    ]
+    return "\n".join(
+        [*head, *_pipes(rows_of(result)), "", "## What torch runs", "", *_pipes(missing), ""]
+    )
 
 
 def _pipes(rows: Sequence[Sequence[str]]) -> list[str]:

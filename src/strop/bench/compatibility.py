@@ -161,18 +161,23 @@ def feature_row(action: Action, case: TinyPipeline, options: strop.Options) -> R
     found = outcome(case, action, BETWEEN, options, seen=dispatchers)
     assert found is not None, "FEATURES_ON names a pipeline that has no such thing"
     least = action.decibels if action.decibels < NEAR else NEAR
-    return Row("feature", action.feature, case.name,
-               **_judged(found.eager, found.fast, dispatchers, least))  # fmt: skip
+    return Row(
+        "feature", action.feature, case.name, **_judged(found.eager, found.fast, dispatchers, least)
+    )
 
 
-def _judged(eager: Drawn, fast: Drawn, dispatchers: Mapping[str, Dispatcher],
-            least: float = NEAR) -> dict[str, Any]:  # fmt: skip
+def _judged(
+    eager: Drawn, fast: Drawn, dispatchers: Mapping[str, Dispatcher], least: float = NEAR
+) -> dict[str, Any]:
     if isinstance(eager, Exception):
         return {"status": NOT_RUN, "why": f"in eager: {_first_line(eager)}"}
     if isinstance(fast, Exception):
         return {"status": REFUSED, "why": _first_line(fast)}
-    used = {name: d.counters for name, d in dispatchers.items()
-            if d.variants.all or d.counters.eager_calls}  # fmt: skip
+    used = {
+        name: d.counters
+        for name, d in dispatchers.items()
+        if d.variants.all or d.counters.eager_calls
+    }
     reasons = [f"{name}: {why[:LONGEST]}" for name, c in used.items() for why in c.fallbacks]
     decibels = nearness(fast, eager)
     is_compiled = any(d.variants.all for d in dispatchers.values())
@@ -212,7 +217,8 @@ def markdown(result: Mapping[str, Any]) -> str:
         for status in (COMPILED, PARTLY, EAGER, REFUSED, DIFFERS, NOT_RUN)
     )
     lines = [
-        "# Compatibility", "",
+        "# Compatibility",
+        "",
         "Written by `python benchmarks/compatibility.py --write docs/compatibility.md`: every",
         "pipeline, scheduler, adapter, cache and way of offloading of diffusers that can be built",
         "from a configuration, at tiny widths with random weights, drawn in eager and optimised.",
@@ -220,10 +226,12 @@ def markdown(result: Mapping[str, Any]) -> str:
         "the result is eager's, and the reason why some calls ran so is given. *fails*: the",
         f"optimised pipeline raises where eager does not. *differs*: less than {NEAR:.0f} dB",
         "apart. *not run*: eager itself raises. *graphs*: the most that one component needs, over",
-        "two sizes of pictures where the pipeline takes a size.", "",
+        "two sizes of pictures where the pipeline takes a size.",
+        "",
         f"{counted(len(rows), 'row')}: {counts}. {found['date'][:10]}, torch {found['torch']},"
-        f" diffusers {found['diffusers']}, transformers {found['transformers']}, CPU, fp32.", "",
-    ]  # fmt: skip
+        f" diffusers {found['diffusers']}, transformers {found['transformers']}, CPU, fp32.",
+        "",
+    ]
     for kind, title in SECTIONS.items():
         lines += [f"## {title}", "", *_table([row for row in rows if row.kind == kind]), ""]
     left = {task.key for task in tasks()} - {key_of(asdict(row)) for row in rows}
@@ -235,11 +243,14 @@ def markdown(result: Mapping[str, Any]) -> str:
 
 
 def _table(rows: Sequence[Row]) -> list[str]:
-    lines = ["| | with | | graphs | dB | why, and what is not compiled |",
-             "| --- | --- | --- | --- | --- | --- |"]  # fmt: skip
+    lines = [
+        "| | with | | graphs | dB | why, and what is not compiled |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
     for row in rows:
-        why = row.why + (f"{'; ' if row.why else ''}not compiled: {row.left_out}"
-                         if row.left_out else "")  # fmt: skip
+        why = row.why + (
+            f"{'; ' if row.why else ''}not compiled: {row.left_out}" if row.left_out else ""
+        )
         cells = (row.name, row.on, row.status, str(row.graphs or ""), _decibels(row), why)
         lines.append("| " + " | ".join(cell.replace("|", "/") for cell in cells) + " |")
     return lines

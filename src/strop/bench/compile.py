@@ -20,20 +20,33 @@ from strop.bench.worker import run_apart
 
 
 def run(
-    case: BenchCase, out: Path | None = None, device: str = "cuda", *, limit_s: float = 600.0,
-    num_shapes: int = 0, cache_dir: Path | None = None,
-) -> dict[str, Any]:  # fmt: skip
+    case: BenchCase,
+    out: Path | None = None,
+    device: str = "cuda",
+    *,
+    limit_s: float = 600.0,
+    num_shapes: int = 0,
+    cache_dir: Path | None = None,
+) -> dict[str, Any]:
     """Cold and cached start of ``case`` over its first ``num_shapes`` shapes (0: all).
 
     The cache is a new folder, or ``cache_dir``, which has to be empty, and which is kept.
     """
     where = torch.device(device)
-    result: dict[str, Any] = {"case": case.name, "kind": "compile",
-                              "environment": environment.describe(where)}  # fmt: skip
+    result: dict[str, Any] = {
+        "case": case.name,
+        "kind": "compile",
+        "environment": environment.describe(where),
+    }
     with tempfile.TemporaryDirectory() as folder:
         cache = cache_dir or Path(folder)
-        task = {"do": "compile", "case": case.name, "device": device, "cache_dir": str(cache),
-                "num_shapes": num_shapes}  # fmt: skip
+        task = {
+            "do": "compile",
+            "case": case.name,
+            "device": device,
+            "cache_dir": str(cache),
+            "num_shapes": num_shapes,
+        }
         result["cold"] = run_apart(task, limit_s)
         result["cache_bytes"] = sum(f.stat().st_size for f in cache.rglob("*") if f.is_file())
         if "failed" not in result["cold"]:
@@ -43,8 +56,9 @@ def run(
     return result
 
 
-def measure_here(case: BenchCase, device: torch.device, cache_dir: str, num_shapes: int
-                 ) -> dict[str, Any]:  # fmt: skip
+def measure_here(
+    case: BenchCase, device: torch.device, cache_dir: str, num_shapes: int
+) -> dict[str, Any]:
     """In this process: every shape's first and second call, stages, kernels and graphs."""
     from strop.debug.explain import explain
 
@@ -65,5 +79,9 @@ def measure_here(case: BenchCase, device: torch.device, cache_dir: str, num_shap
             start = now
         rows.append({"size": size, "batch": batch, "first_s": seconds[0], "second_s": seconds[1]})
     found = explain(workload.target)
-    return {"first_s": rows[0]["first_s"], "shapes": rows, "counts": found.summary(),
-            "stages_s": found.stage_seconds()}  # fmt: skip
+    return {
+        "first_s": rows[0]["first_s"],
+        "shapes": rows,
+        "counts": found.summary(),
+        "stages_s": found.stage_seconds(),
+    }

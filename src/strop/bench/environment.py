@@ -19,8 +19,15 @@ import torch
 import strop
 
 _PACKAGES = ("torch", "triton", "diffusers", "transformers", "numpy")
-_GPU_FIELDS = ("driver_version", "clocks.sm", "clocks.max.sm", "clocks.mem", "power.limit",
-               "temperature.gpu", "utilization.gpu")  # fmt: skip
+_GPU_FIELDS = (
+    "driver_version",
+    "clocks.sm",
+    "clocks.max.sm",
+    "clocks.mem",
+    "power.limit",
+    "temperature.gpu",
+    "utilization.gpu",
+)
 
 
 # A GPU at its power limit lowers its clock: a step that runs alone is faster than many in a row.
@@ -41,8 +48,12 @@ def describe(device: torch.device) -> dict[str, Any]:
         "switches": switches(),
     }
     if device.type == "cuda":
-        found |= {"gpu": torch.cuda.get_device_name(device), "cuda": torch.version.cuda,
-                  "cudnn": torch.backends.cudnn.version(), **gpu_state()}  # fmt: skip
+        found |= {
+            "gpu": torch.cuda.get_device_name(device),
+            "cuda": torch.version.cuda,
+            "cudnn": torch.backends.cudnn.version(),
+            **gpu_state(),
+        }
     return found
 
 
@@ -50,8 +61,11 @@ def switches() -> dict[str, Any]:
     """Options that the environment sets to another value than the default; no folders."""
     given, usual = strop.Options.from_environment(), strop.Options()
     values = {knob.name: getattr(given, knob.name) for knob in fields(given)}
-    return {name: value for name, value in values.items()
-            if name not in ("cache_dir", "dump") and value != getattr(usual, name)}  # fmt: skip
+    return {
+        name: value
+        for name, value in values.items()
+        if name not in ("cache_dir", "dump") and value != getattr(usual, name)
+    }
 
 
 def device_label(device: torch.device) -> str:

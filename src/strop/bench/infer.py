@@ -25,9 +25,15 @@ Step = Callable[[str, int], None]
 
 
 def run(
-    rows: Sequence[Row], plan: Plan, *, budget_s: float = 3600.0, out: Path | None = None,
-    earlier: Path | None = None, is_apart: bool = True, step: Step = lambda text, done: None,
-) -> list[dict[str, Any]]:  # fmt: skip
+    rows: Sequence[Row],
+    plan: Plan,
+    *,
+    budget_s: float = 3600.0,
+    out: Path | None = None,
+    earlier: Path | None = None,
+    is_apart: bool = True,
+    step: Step = lambda text, done: None,
+) -> list[dict[str, Any]]:
     """Measure ``rows``; one JSON file a row in the folder ``out``, if any, and the same returned.
 
     What the budget does not allow is in there by name, with the reason. Slow peers that were not
@@ -66,8 +72,15 @@ def _tasks(group: Sequence[Row], plan: Plan) -> list[dict[str, Any]]:
     kinds = ["start"] if group[0].kind == "start" else ["rows"]
     if group[0].kind in ("step", "picture"):
         kinds += ["random"] * bool(plan.random) + ["switches"] * plan.ablate
-    return [{"do": kind, "rows": [row.name for row in group], "is_tiny": group[0].is_tiny,
-             "plan": asdict(plan)} for kind in kinds]  # fmt: skip
+    return [
+        {
+            "do": kind,
+            "rows": [row.name for row in group],
+            "is_tiny": group[0].is_tiny,
+            "plan": asdict(plan),
+        }
+        for kind in kinds
+    ]
 
 
 class Processes:
@@ -107,8 +120,11 @@ def perform(task: Task, save: Save) -> dict[str, Any]:
     refusal = clock.refusal(rows[0].cost_s)
     if refusal:
         return {"skipped": refusal}
-    measure = {"random": infer_variants.measure_random, "start": infer_measure.measure_start,
-               "switches": infer_variants.measure_switches}[task["do"]]  # fmt: skip
+    measure = {
+        "random": infer_variants.measure_random,
+        "start": infer_measure.measure_start,
+        "switches": infer_variants.measure_switches,
+    }[task["do"]]
     return measure(rows[0], plan, clock, save)
 
 
@@ -128,11 +144,24 @@ def _put(result: dict[str, Any], what: str, answer: Found, *, is_first: bool) ->
 
 
 def _empty(row: Row, plan: Plan, described: dict[str, Any]) -> dict[str, Any]:
-    return {"row": row.name, "kind": "infer", "title": row.title, "measures": row.kind,
-            "unit": row.unit, "must": row.must, "stretch": row.stretch, "model": row.model,
-            "size": row.size, "batch": row.batch, "steps": row.steps, "is_tiny": row.is_tiny,
-            "calls": plan.calls, "dtype": plan.dtype, "environment": described,
-            "contenders": {}}  # fmt: skip
+    return {
+        "row": row.name,
+        "kind": "infer",
+        "title": row.title,
+        "measures": row.kind,
+        "unit": row.unit,
+        "must": row.must,
+        "stretch": row.stretch,
+        "model": row.model,
+        "size": row.size,
+        "batch": row.batch,
+        "steps": row.steps,
+        "is_tiny": row.is_tiny,
+        "calls": plan.calls,
+        "dtype": plan.dtype,
+        "environment": described,
+        "contenders": {},
+    }
 
 
 def _finish(result: dict[str, Any], plan: Plan, out: Path | None, earlier: Path | None) -> None:
@@ -169,5 +198,9 @@ def _is_comparable(old: dict[str, Any], new: dict[str, Any]) -> bool:
     same = all(here.get(name) == there.get(name) for name in SAME)
     kind = "step" if new["measures"] == "start" else new["measures"]
     what = ("model", "batch", "steps", "dtype", "is_tiny")
-    return (same and old["measures"] == kind and list(old["size"]) == list(new["size"])
-            and all(old[k] == new[k] for k in what))  # fmt: skip
+    return (
+        same
+        and old["measures"] == kind
+        and list(old["size"]) == list(new["size"])
+        and all(old[k] == new[k] for k in what)
+    )

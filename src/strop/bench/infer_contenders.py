@@ -120,9 +120,10 @@ def _attempted(work: Callable[[], Found], limit_s: float, start: float) -> Found
         if limit_s and time.monotonic() - start >= limit_s:  # compilers wrap what they catch
             return {"failed": f"cut after {limit_s:.0f} s"}
         first = str(error).strip().partition("\n")[0]
-        return {"failed": f"{type(error).__name__}: {first}"[:200],
-                "log": [_without_machine(line) for line in
-                        traceback.format_exc().splitlines()[-12:]]}  # fmt: skip
+        return {
+            "failed": f"{type(error).__name__}: {first}"[:200],
+            "log": [_without_machine(line) for line in traceback.format_exc().splitlines()[-12:]],
+        }
 
 
 def _without_machine(line: str) -> str:
@@ -217,13 +218,23 @@ class Field:
                 start = time.perf_counter()
 
         _, peak = who.run(two_calls)
-        found: Found = {"first_s": seconds[0], "second_s": seconds[1], "peak_bytes": peak,
-                        "weights_bytes": who.weights_bytes or None}  # fmt: skip
+        found: Found = {
+            "first_s": seconds[0],
+            "second_s": seconds[1],
+            "peak_bytes": peak,
+            "weights_bytes": who.weights_bytes or None,
+        }
         return given["call"], found, results
 
 
-def take_turns(calls: Mapping[str, timer.Call], kind: str, device: torch.device, samples: int,
-               most: int = LOOP_CALLS, clock: Clock | None = None) -> dict[str, Found]:  # fmt: skip
+def take_turns(
+    calls: Mapping[str, timer.Call],
+    kind: str,
+    device: torch.device,
+    samples: int,
+    most: int = LOOP_CALLS,
+    clock: Clock | None = None,
+) -> dict[str, Found]:
     """Percentiles of calls that have run, and how many calls a sample has. Fewer samples, but
     three, where the clock wants it.
 
@@ -236,14 +247,15 @@ def take_turns(calls: Mapping[str, timer.Call], kind: str, device: torch.device,
         call()  # one that was made earlier captures again, where working memory has grown since
     ms = {name: measure(call, device, 1) for name, call in calls.items()}
     sample_ms = SAMPLE_MS[device.type]
-    inner = {n: max(1, min(most, round(sample_ms / max(t, 1e-3)))) if is_step else 1
-             for n, t in ms.items()}  # fmt: skip
+    inner = {
+        n: max(1, min(most, round(sample_ms / max(t, 1e-3)))) if is_step else 1
+        for n, t in ms.items()
+    }
     turn_s = sum(ms[name] * inner[name] for name in calls) / 1e3
     samples = samples if is_step else min(samples, PICTURE_SAMPLES)
     if clock is not None and calls:
         samples = max(3, min(samples, int(0.8 * clock.left() / turn_s)))
-    times = timer.time_calls(calls, device, samples=samples, inner=inner, warmup=0,
-                             measure=measure)  # fmt: skip
+    times = timer.time_calls(calls, device, samples=samples, inner=inner, warmup=0, measure=measure)
     return {name: {**timing.to_dict(), "calls": inner[name]} for name, timing in times.items()}
 
 

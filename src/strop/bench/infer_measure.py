@@ -56,8 +56,9 @@ def measure_rows(rows: Sequence[Row], plan: Plan, clock: Clock, save: Save) -> d
     return results
 
 
-def _measure(row: Row, group: Field, plan: Plan, clock: Clock, result: Found,
-             note: Callable[[], None]) -> dict[str, timer.Call]:  # fmt: skip
+def _measure(
+    row: Row, group: Field, plan: Plan, clock: Clock, result: Found, note: Callable[[], None]
+) -> dict[str, timer.Call]:
     """Fill in ``result``; the calls of those that have run."""
     case = replace(group.case, name=row.name, sizes=(row.size,), batches=(row.batch,))
     outputs: dict[str, Any] = {}
@@ -67,8 +68,11 @@ def _measure(row: Row, group: Field, plan: Plan, clock: Clock, result: Found,
     calls: dict[str, timer.Call] = {}
     for name in ("strop", *in_order(MEMORY_PEERS if row.kind == "memory" else plan.peers)):
         reason, limit_s = _terms(name, case, plan, clock)
-        found = {"skipped": reason} if reason else attempt(
-            partial(_start, name, row, group, calls, outputs), limit_s)  # fmt: skip
+        found = (
+            {"skipped": reason}
+            if reason
+            else attempt(partial(_start, name, row, group, calls, outputs), limit_s)
+        )
         result["contenders"][name] = found
         note()
     if "strop" in calls:
@@ -96,8 +100,10 @@ def _terms(name: str, case: BenchCase, plan: Plan, clock: Clock) -> tuple[str, f
         return "", 0.0
     peer = peers.peer_named(name)
     mine = Clock(clock.end - TURNS_S) if peer.is_slow else clock
-    return (peer.serves(case, plan.where) or mine.refusal(peer.first_s),
-            min(peer.limit_s, mine.left()))  # fmt: skip
+    return (
+        peer.serves(case, plan.where) or mine.refusal(peer.first_s),
+        min(peer.limit_s, mine.left()),
+    )
 
 
 def _references(case: BenchCase, plan: Plan, outputs: dict[str, Any]) -> Found:
@@ -105,8 +111,9 @@ def _references(case: BenchCase, plan: Plan, outputs: dict[str, Any]) -> Found:
     return {}
 
 
-def _start(name: str, row: Row, group: Field, calls: dict[str, timer.Call],
-           outputs: dict[str, Any]) -> Found:  # fmt: skip
+def _start(
+    name: str, row: Row, group: Field, calls: dict[str, timer.Call], outputs: dict[str, Any]
+) -> Found:
     call, found, results = group.start(name, row.size, row.batch)
     calls[name] = call
     if name in ("strop", "eager"):
@@ -120,8 +127,9 @@ def _error(outputs: Mapping[str, Any]) -> Found | None:
     return accuracy.worst(outputs["strop"], *known)
 
 
-def _profile(row: Row, calls: Mapping[str, timer.Call], result: Found, group: Field, clock: Clock
-             ) -> None:  # fmt: skip
+def _profile(
+    row: Row, calls: Mapping[str, timer.Call], result: Found, group: Field, clock: Clock
+) -> None:
     """Launches of everything whose graph is not made by hand; of a picture's, only Strop's."""
     generated: set[str] = set()
     if "strop" in calls:
@@ -132,8 +140,11 @@ def _profile(row: Row, calls: Mapping[str, timer.Call], result: Found, group: Fi
             continue
         refusal = clock.refusal(PROFILE_S)
         own = set() if is_other else generated
-        found = {"skipped": refusal} if refusal else attempt(
-            partial(timer.profiled, call, own, 3 if row.kind == "step" else 1))  # fmt: skip
+        found = (
+            {"skipped": refusal}
+            if refusal
+            else attempt(partial(timer.profiled, call, own, 3 if row.kind == "step" else 1))
+        )
         if is_there(found):
             found["top"] = found["top"][:MAX_TOP]
         result["contenders"][name]["profile"] = found
@@ -150,6 +161,9 @@ def measure_start(row: Row, plan: Plan, clock: Clock, save: Save) -> Found:
     split["passes + codegen"] = sum(stages.values()) - sum(split.values())
     split["first run"] = first_s - sum(stages.values())
     second_s = found["shapes"][0]["second_s"]
-    return {"contenders": {"strop": {"first_s": first_s, "second_s": second_s}},
-            "split_s": {name: round(s, 3) for name, s in split.items()},
-            "stages_s": found["stages_s"], "counts": found["counts"]}  # fmt: skip
+    return {
+        "contenders": {"strop": {"first_s": first_s, "second_s": second_s}},
+        "split_s": {name: round(s, 3) for name, s in split.items()},
+        "stages_s": found["stages_s"],
+        "counts": found["counts"],
+    }

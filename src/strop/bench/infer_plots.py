@@ -31,9 +31,11 @@ def draw(result: Result, folder: Path) -> list[Path]:
 def _timed(contenders: Result, unit: str) -> dict[str, tuple[float, ...]]:
     """p20, p50 and p80 of those that have run, in the unit of the row."""
     scale = 1.0 if unit == "ms" else 1e-3
-    return {name: tuple(found[key] * scale for key in PERCENTILES)
-            for name, found in contenders.items() if is_there(found) and "p50_ms" in found
-            }  # fmt: skip
+    return {
+        name: tuple(found[key] * scale for key in PERCENTILES)
+        for name, found in contenders.items()
+        if is_there(found) and "p50_ms" in found
+    }
 
 
 def _bars(bars: Mapping[str, tuple[float, ...]], title: str, unit: str, beside: str = "") -> Any:
@@ -42,15 +44,19 @@ def _bars(bars: Mapping[str, tuple[float, ...]], title: str, unit: str, beside: 
     from matplotlib.figure import Figure
 
     names, middle = list(bars), [bar[1] for bar in bars.values()]
-    whiskers = [[bar[1] - bar[0] for bar in bars.values()],
-                [bar[2] - bar[1] for bar in bars.values()]]  # fmt: skip
+    whiskers = [
+        [bar[1] - bar[0] for bar in bars.values()],
+        [bar[2] - bar[1] for bar in bars.values()],
+    ]
     figure = Figure(figsize=(7, 1.2 + 0.35 * len(names)), layout="constrained")
     axes = figure.add_subplot()
     colours = [OURS if name in ("strop", USUAL) else THEIRS for name in names]
     drawn = axes.barh(names, middle, xerr=whiskers, color=colours)
     usual = bars[beside][1] if beside in bars else 0.0
-    texts = [f"{ms:.3g}" + (f" ({ms / usual - 1:+.1%})" if usual and name != beside else "")
-             for name, ms in zip(names, middle, strict=True)]  # fmt: skip
+    texts = [
+        f"{ms:.3g}" + (f" ({ms / usual - 1:+.1%})" if usual and name != beside else "")
+        for name, ms in zip(names, middle, strict=True)
+    ]
     axes.bar_label(drawn, texts, padding=4)
     axes.invert_yaxis()
     axes.margins(x=0.35 if usual else 0.15)
@@ -71,8 +77,11 @@ def _times(result: Result) -> Any:
 
 
 def _peaks(result: Result) -> Any:
-    found = {name: (c["peak_bytes"] / 2**30,) * 3 for name, c in result["contenders"].items()
-             if result["measures"] == "memory" and c.get("peak_bytes")}  # fmt: skip
+    found = {
+        name: (c["peak_bytes"] / 2**30,) * 3
+        for name, c in result["contenders"].items()
+        if result["measures"] == "memory" and c.get("peak_bytes")
+    }
     return _bars(found, result["title"], "GiB") if found else None
 
 
@@ -88,8 +97,11 @@ def _random(result: Result) -> Any:
     pixels = [s["batch"] * s["size"][0] * s["size"][1] / 1e6 for s in shapes]
     axes.scatter(pixels, [s["ratio"] for s in shapes], color=OURS)
     axes.axhline(1.0, color="black", linewidth=0.8)
-    axes.set(xlabel="megapixels, whole batch", title=f"{result['model']}, random shapes",
-             ylabel=f"times as fast as {result['random']['peer']}")  # fmt: skip
+    axes.set(
+        xlabel="megapixels, whole batch",
+        title=f"{result['model']}, random shapes",
+        ylabel=f"times as fast as {result['random']['peer']}",
+    )
     return figure
 
 

@@ -163,8 +163,10 @@ def random_text(result: Result) -> str:
     if not summary:
         return str(random.get("skipped") or random.get("failed") or "none")
     height, width, batch = summary["worst_shape"]
-    said = [f"{summary['count']}: {summary['median']:.2f}x of {random['peer']} in the median, worst"
-            f" {summary['worst']:.2f}x at {width}x{height} b{batch}"]  # fmt: skip
+    said = [
+        f"{summary['count']}: {summary['median']:.2f}x of {random['peer']} in the median, worst"
+        f" {summary['worst']:.2f}x at {width}x{height} b{batch}"
+    ]
     said.append(f"RMS to its results at most {summary['rms_to_peer']:.1e}")
     if summary["first_s"] is not None:
         said.append(f"longest first call {summary['first_s']:.2f} s")
@@ -185,15 +187,21 @@ def _switch_text(result: Result, switch: Found) -> str:
         return str(switch.get("skipped") or switch.get("failed"))
     if "p50_ms" not in switch:
         return "not timed"
-    said = [f"{_in_unit(result, switch['p50_ms'])} {result['unit']}",
-            counted(switch["num_launches"], "launch"), _error_text(switch)]  # fmt: skip
+    said = [
+        f"{_in_unit(result, switch['p50_ms'])} {result['unit']}",
+        counted(switch["num_launches"], "launch"),
+        _error_text(switch),
+    ]
     return ", ".join(filter(None, said))
 
 
 def markdown(results: Sequence[Result]) -> str:
     """The table for a page: a line a row, what was measured at another time marked."""
-    names = [name for name in ("eager", "eager-graph", "inductor", "inductor-graph")
-             if any(name in result["contenders"] for result in results)]  # fmt: skip
+    names = [
+        name
+        for name in ("eager", "eager-graph", "inductor", "inductor-graph")
+        if any(name in result["contenders"] for result in results)
+    ]
     header = ("", "", "Strop", *names, "must / stretch", "random shapes: worst (median)")
     lines = [f"| {' | '.join(header)} |", "|" + "---|" * len(header)]
     for result in results:
@@ -206,8 +214,10 @@ def markdown(results: Sequence[Result]) -> str:
             random += f", at most {summary['to_best'] - 1:.1%} behind the fastest variant"
         random += ", another run" if "from" in result.get("random", {}) else ""
         ours = _value_text(result, result["contenders"].get("strop", {}))
-        lines.append(f"| {result['row']} | {result['title']} | **{ours}** | {' | '.join(cells)}"
-                     f" | {target} | {random} |")  # fmt: skip
+        lines.append(
+            f"| {result['row']} | {result['title']} | **{ours}** | {' | '.join(cells)}"
+            f" | {target} | {random} |"
+        )
     return "\n".join(lines)
 
 

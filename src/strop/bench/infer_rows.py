@@ -54,8 +54,10 @@ _SD15 = (models.SD15_UNET, models.SD_VAE, models.CLIP_L)
 _TINY = (models.TINY_UNET, models.TINY_VAE, models.TINY_CLIP)
 _BOTH_CLIPS = (models.CLIP_L, models.CLIP_BIG_G)
 _TINY_UNET_DRAWS = Draws(range(1, 4), _sides(32, 128, 16))
-_PICTURES, _TINY_PICTURES = (Draws(range(1, 3), _sides(256, 768, 64), most=4),
-                             Draws(range(1, 3), _sides(32, 96, 16), most=4))  # fmt: skip
+_PICTURES, _TINY_PICTURES = (
+    Draws(range(1, 3), _sides(256, 768, 64), most=4),
+    Draws(range(1, 3), _sides(32, 96, 16), most=4),
+)
 
 MODELS: dict[str, Model] = {
     "sd15-unet": Model(
@@ -79,21 +81,29 @@ MODELS: dict[str, Model] = {
     "sd15-pipe": Model(
         lambda steps: models.pipeline_workload(*_SD15, steps),
         lambda steps: models.pipeline_workload(*_TINY, steps),
-        _PICTURES, _TINY_PICTURES, kind="pipe",
+        _PICTURES,
+        _TINY_PICTURES,
+        kind="pipe",
     ),
     "sd15-img2img": Model(
         lambda steps: models.pipeline_workload(*_SD15, steps, from_picture=True),
         lambda steps: models.pipeline_workload(*_TINY, 2 * steps, from_picture=True),
-        _PICTURES, _TINY_PICTURES, kind="pipe",
+        _PICTURES,
+        _TINY_PICTURES,
+        kind="pipe",
     ),
     "sdxl-pipe": Model(
         lambda steps: models.sdxl_pipeline_workload(
-            models.SDXL_UNET, models.SD_VAE, _BOTH_CLIPS, steps),
+            models.SDXL_UNET, models.SD_VAE, _BOTH_CLIPS, steps
+        ),
         lambda steps: models.sdxl_pipeline_workload(
-            models.TINY_SDXL_UNET, models.TINY_VAE, (models.TINY_CLIP, models.TINY_CLIP_G), steps),
-        replace(_PICTURES, sides=_sides(512, 1024, 64)), _TINY_PICTURES, kind="pipe",
+            models.TINY_SDXL_UNET, models.TINY_VAE, (models.TINY_CLIP, models.TINY_CLIP_G), steps
+        ),
+        replace(_PICTURES, sides=_sides(512, 1024, 64)),
+        _TINY_PICTURES,
+        kind="pipe",
     ),
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,8 +142,9 @@ class Row:
     def tiny(self) -> Row:
         """The same code with tiny widths, a small size and few steps; its speed says nothing."""
         height, width = (side // TINY_SCALE for side in self.size)
-        return replace(self, size=(height, width), steps=min(self.steps, TINY_STEPS), cost_s=0.0,
-                       is_tiny=True)  # fmt: skip
+        return replace(
+            self, size=(height, width), steps=min(self.steps, TINY_STEPS), cost_s=0.0, is_tiny=True
+        )
 
 
 def _square(side: int) -> Size:
@@ -148,21 +159,64 @@ ROWS: tuple[Row, ...] = (
     Row("P4-512", "SD VAE decode 512²", "step", "sd-vae", _square(512), 1, 6.5, 5.5, 10),
     Row("P4-1024", "SD VAE decode 1024²", "step", "sd-vae", _square(1024), 1, 26, 21, 20),
     *(
-        Row(f"P5-{side}{suffix}", f"SD1.5, 50 steps, {what} {side}²", "picture", model,
-            _square(side), 1, must, stretch, cost, steps=50)
-        for suffix, what, model in (("", "prompt to picture", "sd15-pipe"),
-                                    ("-img2img", "picture to picture", "sd15-img2img"))
-        for side, must, stretch, cost in ((512, 0.27 if not suffix else None,
-                                           0.23 if not suffix else None, 18.0),
-                                          (768, None, None, 22.0), (1024, None, None, 30.0))
+        Row(
+            f"P5-{side}{suffix}",
+            f"SD1.5, 50 steps, {what} {side}²",
+            "picture",
+            model,
+            _square(side),
+            1,
+            must,
+            stretch,
+            cost,
+            steps=50,
+        )
+        for suffix, what, model in (
+            ("", "prompt to picture", "sd15-pipe"),
+            ("-img2img", "picture to picture", "sd15-img2img"),
+        )
+        for side, must, stretch, cost in (
+            (512, 0.27 if not suffix else None, 0.23 if not suffix else None, 18.0),
+            (768, None, None, 22.0),
+            (1024, None, None, 30.0),
+        )
     ),
-    Row("P5x", "SDXL 1024², 30 steps, prompt to picture", "picture", "sdxl-pipe", _square(1024), 1,
-        0.9, 0.8, 60, steps=30),
-    Row("P6", "cold compile SD1.5 UNet, optimize to first output", "start", "sd15-unet",
-        _square(512), 2, 20, 12, 15),
-    Row("P7", "peak memory of P5 at 1024²", "memory", "sd15-pipe", _square(1024), 1, 1.0, 0.8, 20,
-        steps=4),
-)  # fmt: skip
+    Row(
+        "P5x",
+        "SDXL 1024², 30 steps, prompt to picture",
+        "picture",
+        "sdxl-pipe",
+        _square(1024),
+        1,
+        0.9,
+        0.8,
+        60,
+        steps=30,
+    ),
+    Row(
+        "P6",
+        "cold compile SD1.5 UNet, optimize to first output",
+        "start",
+        "sd15-unet",
+        _square(512),
+        2,
+        20,
+        12,
+        15,
+    ),
+    Row(
+        "P7",
+        "peak memory of P5 at 1024²",
+        "memory",
+        "sd15-pipe",
+        _square(1024),
+        1,
+        1.0,
+        0.8,
+        20,
+        steps=4,
+    ),
+)
 
 
 def chosen_rows(names: Sequence[str], *, tiny: bool = False) -> tuple[Row, ...]:

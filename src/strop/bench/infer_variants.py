@@ -55,8 +55,13 @@ def measure_random(row: Row, plan: Plan, clock: Clock, save: Save) -> Found:
     device = plan.where
     peer = "eager-graph" if device.type == "cuda" and row.kind == "step" else "eager"
     row = replace(row, steps=min(row.steps, MAX_STEPS))
-    result: Found = {"peer": peer, "seed": plan.seed, "steps": row.steps, "shapes": [],
-                     "left_out": []}  # fmt: skip
+    result: Found = {
+        "peer": peer,
+        "seed": plan.seed,
+        "steps": row.steps,
+        "shapes": [],
+        "left_out": [],
+    }
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as cache:
         group = Field.of(row, plan, cache)
         if plan.variants:
@@ -69,8 +74,9 @@ def measure_random(row: Row, plan: Plan, clock: Clock, save: Save) -> Found:
             if refusal:
                 result["left_out"].append(shape | {"skipped": refusal})
                 continue
-            shape |= attempt(partial(_random_shape, row, group, peer, others, size, batch,
-                                     not number))  # fmt: skip
+            shape |= attempt(
+                partial(_random_shape, row, group, peer, others, size, batch, not number)
+            )
             result["shapes"].append(shape)
             if number:  # the first one compiles
                 longest = max(longest, shape["took_s"])
@@ -99,13 +105,22 @@ def _others(group: Field) -> dict[str, Field]:
     return {who: replace(group, options=options, built={}) for who, options in every}
 
 
-def _random_shape(row: Row, group: Field, peer: str, others: Mapping[str, Field], size: Size,
-                  batch: int, is_cold: bool) -> Found:  # fmt: skip
+def _random_shape(
+    row: Row,
+    group: Field,
+    peer: str,
+    others: Mapping[str, Field],
+    size: Size,
+    batch: int,
+    is_cold: bool,
+) -> Found:
     waited_s, built = BUILDS.seconds, BUILDS.num_built
     ours, found, mine = group.start("strop", size, batch)
     alone = [timer.wall_ms(ours, group.device) / 1e3 for _ in range(LATER_CALLS)]
-    kernels = {"kernels_s": round(BUILDS.seconds - waited_s, 4),
-               "kernels": BUILDS.num_built - built}  # fmt: skip
+    kernels = {
+        "kernels_s": round(BUILDS.seconds - waited_s, 4),
+        "kernels": BUILDS.num_built - built,
+    }
     theirs, _, other = group.start(peer, size, batch)
     of_step = VARIANT_SAMPLES if others else SAMPLES
     samples = of_step if row.kind == "step" else PICTURE_SAMPLES
@@ -117,10 +132,15 @@ def _random_shape(row: Row, group: Field, peer: str, others: Mapping[str, Field]
     p50 = {name: timing["p50_ms"] for name, timing in times.items()}
     best = min((name for name in p50 if name != peer), key=lambda name: p50[name])
     beside = {"best": best, "to_best": round(p50["strop"] / p50[best], 4)} if others else {}
-    return {"cold_s" if is_cold else "first_s": found["first_s"],
-            "longest_s": round(max(found["second_s"], *alone), 4), **kernels, "p50_ms": p50,
-            "ratio": round(p50[peer] / p50["strop"], 3), **beside,
-            "rms_to_peer": max(_difference(result, other[0]) for result in mine)}  # fmt: skip
+    return {
+        "cold_s" if is_cold else "first_s": found["first_s"],
+        "longest_s": round(max(found["second_s"], *alone), 4),
+        **kernels,
+        "p50_ms": p50,
+        "ratio": round(p50[peer] / p50["strop"], 3),
+        **beside,
+        "rms_to_peer": max(_difference(result, other[0]) for result in mine),
+    }
 
 
 def _difference(ours: Tensor, theirs: Tensor) -> float:
@@ -138,13 +158,16 @@ def random_summary(result: Mapping[str, Any]) -> Found:
     worst = min(shapes, key=lambda s: s["ratio"])
     firsts = [s["first_s"] for s in shapes if "first_s" in s]
     slower = [s["to_best"] for s in shapes if "to_best" in s]
-    return {"count": len(shapes), "worst": worst["ratio"],
-            "worst_shape": [*worst["size"], worst["batch"]],
-            "median": round(statistics.median(s["ratio"] for s in shapes), 3),
-            "first_s": max(firsts) if firsts else None,
-            "longest_s": max(s["longest_s"] for s in shapes),
-            "to_best": max(slower) if slower else None,
-            "rms_to_peer": max(s["rms_to_peer"] for s in shapes)}  # fmt: skip
+    return {
+        "count": len(shapes),
+        "worst": worst["ratio"],
+        "worst_shape": [*worst["size"], worst["batch"]],
+        "median": round(statistics.median(s["ratio"] for s in shapes), 3),
+        "first_s": max(firsts) if firsts else None,
+        "longest_s": max(s["longest_s"] for s in shapes),
+        "to_best": max(slower) if slower else None,
+        "rms_to_peer": max(s["rms_to_peer"] for s in shapes),
+    }
 
 
 def measure_switches(row: Row, plan: Plan, clock: Clock, save: Save) -> Found:
@@ -162,14 +185,18 @@ def measure_switches(row: Row, plan: Plan, clock: Clock, save: Save) -> Found:
             name = next(iter(fields_of))
             group = fields_of.pop(name)
             refusal = clock.refusal(needed_s)
-            found = {"skipped": refusal} if refusal else attempt(
-                partial(_switched, row, group, name, calls, right))  # fmt: skip
+            found = (
+                {"skipped": refusal}
+                if refusal
+                else attempt(partial(_switched, row, group, name, calls, right))
+            )
             switches[name] = found
             if group is first and is_there(found):
                 needed_s = 1.2 * float(found["took_s"])
-                fields_of = {name: replace(first, options=options, built={})
-                             for name, options in variants(first.options, first.target,
-                                                           row.kind).items()}  # fmt: skip
+                fields_of = {
+                    name: replace(first, options=options, built={})
+                    for name, options in variants(first.options, first.target, row.kind).items()
+                }
             save({"switches": switches, "judge": judge})
         right.clear()
         times = take_turns(calls, row.kind, plan.where, plan.samples, plan.calls, clock)
@@ -191,13 +218,19 @@ def _right(row: Row, group: Field, right: list[Tensor | None]) -> Found:
     return {}
 
 
-def _switched(row: Row, group: Field, name: str, calls: dict[str, timer.Call],
-              right: Sequence[Tensor | None]) -> Found:  # fmt: skip
+def _switched(
+    row: Row, group: Field, name: str, calls: dict[str, timer.Call], right: Sequence[Tensor | None]
+) -> Found:
     calls[name], found, results = group.start("strop", row.size, row.batch)
     report = explain(group.target)
     error = accuracy.worst(results, *right) if right else None
-    return {**found, "num_launches": report.num_launches, "num_kernels": report.num_kernels,
-            "fallbacks": report.fallbacks, "error": error}  # fmt: skip
+    return {
+        **found,
+        "num_launches": report.num_launches,
+        "num_kernels": report.num_kernels,
+        "fallbacks": report.fallbacks,
+        "error": error,
+    }
 
 
 def variants(options: strop.Options, target: Any, kind: str) -> dict[str, strop.Options]:
@@ -205,8 +238,11 @@ def variants(options: strop.Options, target: Any, kind: str) -> dict[str, strop.
     switched off; and what is off by default switched on. ``kind``: of a row."""
     ran = dict.fromkeys(step[0] for graph in explain(target).graphs for step in graph.passes)
     passes = tuple(name for name in ran if name not in NEEDED_PASSES)
-    off: dict[str, Any] = {knob.name: False for knob in fields(options) if knob.default is True
-                           and (kind == "picture" or knob.name not in OF_LOOPS)}  # fmt: skip
+    off: dict[str, Any] = {
+        knob.name: False
+        for knob in fields(options)
+        if knob.default is True and (kind == "picture" or knob.name not in OF_LOOPS)
+    }
     found = {f"no {name}": replace(options, disable=(name,)) for name in passes}
     for name, value in off.items():
         found[f"no {name}"] = replace(options, **{name: value})

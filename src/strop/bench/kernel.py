@@ -89,8 +89,9 @@ class Bench:
     def arguments(self, case: KernelCase) -> Inputs:
         return make(case, self.device, self.dtype)[1]
 
-    def first(self, case: KernelCase, arguments: Inputs
-              ) -> tuple[dict[str, Forward], dict[str, float]]:  # fmt: skip
+    def first(
+        self, case: KernelCase, arguments: Inputs
+    ) -> tuple[dict[str, Forward], dict[str, float]]:
         """The contenders, after a call of each, and its seconds: for compilers their work."""
         calls = self.contenders(case)
         firsts: dict[str, float] = {}
@@ -103,33 +104,46 @@ class Bench:
                 self.seconds[name] = self.seconds.get(name, 0.0) + firsts[name]
         return calls, firsts
 
-    def timed(self, case: KernelCase, arguments: Inputs, calls: dict[str, Forward],
-              firsts: Mapping[str, float], bandwidth: float) -> dict[str, Any]:  # fmt: skip
+    def timed(
+        self,
+        case: KernelCase,
+        arguments: Inputs,
+        calls: dict[str, Forward],
+        firsts: Mapping[str, float],
+        bandwidth: float,
+    ) -> dict[str, Any]:
         with torch.no_grad():
             timed = self._timed(case, calls, arguments)
         moved = case.bytes_moved(self.dtype)
         floor = moved / bandwidth * 1e6
         return {
-            "case": case.name, "family": case.family, "shape": case.shape, "bytes": moved,
-            "us": timed, "first_s": {n: round(s, 4) for n, s in firsts.items()},
+            "case": case.name,
+            "family": case.family,
+            "shape": case.shape,
+            "bytes": moved,
+            "us": timed,
+            "first_s": {n: round(s, 4) for n, s in firsts.items()},
             "share_of_ceiling": round(floor / timed["strop"]["p50"], 4),
-        }  # fmt: skip
+        }
 
-    def _timed(self, case: KernelCase, calls: dict[str, Forward], arguments: tuple[Tensor, ...]
-               ) -> dict[str, dict[str, float]]:  # fmt: skip
+    def _timed(
+        self, case: KernelCase, calls: dict[str, Forward], arguments: tuple[Tensor, ...]
+    ) -> dict[str, dict[str, float]]:
         moved = case.bytes_moved(self.dtype)
         if self.device.type == "cpu":
             bound = {name: partial(call, *arguments) for name, call in calls.items()}
             one = min(timer.elapsed_ms(call, self.device) for call in bound.values())
             inner = max(1, min(200, round(CPU_SAMPLE_MS / one)))
-            return _microseconds(timer.time_calls(bound, self.device, samples=self.samples,
-                                                  inner=inner), 1)  # fmt: skip
+            return _microseconds(
+                timer.time_calls(bound, self.device, samples=self.samples, inner=inner), 1
+            )
         number = max(1, min(MAX_SETS, int(SETS_BYTES // moved)))
         sets = [arguments, *(tuple(t.clone() for t in arguments) for _ in range(number - 1))]
         count = GRAPH_US / max(moved / ASSUMED_BYTES_PER_US, 2.0)
         rounds = max(1, min(MAX_CALLS, int(count)) // number)
-        replays = {name: timer.captured(partial(_all, call, sets, rounds))
-                   for name, call in calls.items()}  # fmt: skip
+        replays = {
+            name: timer.captured(partial(_all, call, sets, rounds)) for name, call in calls.items()
+        }
         found = timer.time_calls(replays, self.device, samples=self.samples, inner=1)
         return _microseconds(found, rounds * number)
 
@@ -179,9 +193,14 @@ def _all(call: Forward, sets: Sequence[tuple[Tensor, ...]], rounds: int) -> None
 
 def _microseconds(found: dict[str, timer.Timing], calls: int) -> dict[str, dict[str, float]]:
     scale = 1e3 / calls
-    return {name: {"p20": round(t.p20_ms * scale, 3), "p50": round(t.p50_ms * scale, 3),
-                   "p80": round(t.p80_ms * scale, 3)}
-            for name, t in found.items()}  # fmt: skip
+    return {
+        name: {
+            "p20": round(t.p20_ms * scale, 3),
+            "p50": round(t.p50_ms * scale, 3),
+            "p80": round(t.p80_ms * scale, 3),
+        }
+        for name, t in found.items()
+    }
 
 
 def copy_bandwidth(device: torch.device) -> float:
@@ -194,8 +213,9 @@ def copy_bandwidth(device: torch.device) -> float:
     return 2 * size / timing.p20_ms * 1e3
 
 
-def random_cases(count: int, seed: int, device_type: str, dtype: torch.dtype
-                 ) -> tuple[KernelCase, ...]:  # fmt: skip
+def random_cases(
+    count: int, seed: int, device_type: str, dtype: torch.dtype
+) -> tuple[KernelCase, ...]:
     """So many cases of every family at sizes that nobody chose: log-uniform rows and cols."""
     source = random.Random(seed)
     most = LIMIT_BYTES[device_type]
@@ -219,11 +239,16 @@ def random_cases(count: int, seed: int, device_type: str, dtype: torch.dtype
 
 
 def run(
-    cases: Iterable[KernelCase], device: torch.device, dtype: torch.dtype,
-    peers: Sequence[str] = PEERS, samples: int = 10, limit_s: float = math.inf,
-    each: Callable[[dict[str, Any]], None] = lambda row: None, apart: bool = False,
+    cases: Iterable[KernelCase],
+    device: torch.device,
+    dtype: torch.dtype,
+    peers: Sequence[str] = PEERS,
+    samples: int = 10,
+    limit_s: float = math.inf,
+    each: Callable[[dict[str, Any]], None] = lambda row: None,
+    apart: bool = False,
     save: Callable[[dict[str, Any]], None] = lambda result: None,
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     """Measure the cases in their order; ``each`` gets every row when it is done, and ``save`` all
     that there is so far.
 
@@ -243,12 +268,17 @@ def run(
         for name, value in found.seconds.items():
             seconds[name] = seconds.get(name, 0.0) + value
         result = {
-            "kind": "kernel", "environment": environs, "dtype": str(dtype),
-            "copy_bytes_per_s": round(bandwidth), "samples": samples, "is_apart": apart,
-            "rows": rows, "skipped": skipped,
+            "kind": "kernel",
+            "environment": environs,
+            "dtype": str(dtype),
+            "copy_bytes_per_s": round(bandwidth),
+            "samples": samples,
+            "is_apart": apart,
+            "rows": rows,
+            "skipped": skipped,
             "first_call_s": {n: round(s, 2) for n, s in seconds.items()},
             "summary": summary(rows, peers),
-        }  # fmt: skip
+        }
         save(result)
         for row in found.rows:
             each(row)
@@ -273,15 +303,23 @@ def summary(rows: Sequence[dict[str, Any]], peers: Sequence[str]) -> list[dict[s
     for family in dict.fromkeys(row["family"] for row in rows):
         own = [row for row in rows if row["family"] == family]
         for peer in peers:
-            ratios = sorted((row["us"][peer]["p50"] / row["us"]["strop"]["p50"], row["case"])
-                            for row in own)  # fmt: skip
+            ratios = sorted(
+                (row["us"][peer]["p50"] / row["us"]["strop"]["p50"], row["case"]) for row in own
+            )
             values = [ratio for ratio, _ in ratios]
             mean = math.exp(sum(map(math.log, values)) / len(values))
-            found.append({
-                "family": family, "peer": peer, "cases": len(own), "worst": round(values[0], 3),
-                "worst_case": ratios[0][1], "median": round(values[len(values) // 2], 3),
-                "geomean": round(mean, 3), "slower": sum(v < 0.97 for v in values),
-            })  # fmt: skip
+            found.append(
+                {
+                    "family": family,
+                    "peer": peer,
+                    "cases": len(own),
+                    "worst": round(values[0], 3),
+                    "worst_case": ratios[0][1],
+                    "median": round(values[len(values) // 2], 3),
+                    "geomean": round(mean, 3),
+                    "slower": sum(v < 0.97 for v in values),
+                }
+            )
     return found
 
 

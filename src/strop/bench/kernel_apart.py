@@ -30,12 +30,14 @@ def families(cases: Sequence[KernelCase], setting: Setting) -> Iterator[Found]:
     large = multiprocessing.get_context("spawn").Lock()
     now = time.time()
     ready = now + PREPARING * (setting.until - now)
-    yield from in_turns([partial(_family, name, found, setting, ready, large)
-                         for name, found in shapes.items()])  # fmt: skip
+    yield from in_turns(
+        [partial(_family, name, found, setting, ready, large) for name, found in shapes.items()]
+    )
 
 
-def _family(name: str, shapes: Sequence[tuple[int, ...]], setting: Setting, ready: float,
-            large: Lock) -> Iterator[Any]:  # fmt: skip
+def _family(
+    name: str, shapes: Sequence[tuple[int, ...]], setting: Setting, ready: float, large: Lock
+) -> Iterator[Any]:
     """The cases of one family, for ``in_turns``; no first call after ``ready``. First calls of
     large cases hold ``large``: all families at once would not fit on the device."""
     (family,) = (f for f in (*ROW_FAMILIES, GROUP_NORM) if f.name == name)

@@ -160,8 +160,12 @@ COLS = {"cuda": (64, 320, 768, 1280, 4096, 10_240, 40_960), "cpu": (64, 320, 128
 LIMIT_BYTES = {"cuda": 4 << 30, "cpu": 64 << 20}
 
 # Every GroupNorm of a model at 512 x 512 pixels: side of the image -> its numbers of channels.
-SD15 = {64: (320, 640, 960), 32: (320, 640, 960, 1280, 1920), 16: (640, 1280, 1920, 2560),
-        8: (1280, 2560)}  # fmt: skip
+SD15 = {
+    64: (320, 640, 960),
+    32: (320, 640, 960, 1280, 1920),
+    16: (640, 1280, 1920, 2560),
+    8: (1280, 2560),
+}
 SDXL = {64: (320, 640, 960), 32: (320, 640, 960, 1280, 1920), 16: (640, 1280, 1920, 2560)}
 VAE = {512: (128, 256), 256: (128, 256, 512), 128: (256, 512), 64: (512,)}
 IMAGES = ((2, SD15), (2, SDXL), (1, VAE))  # batch: a UNet sees a prompt and its absence
@@ -175,11 +179,15 @@ def row_shapes(device_type: str) -> Iterator[Shape]:
 
 def image_shapes() -> tuple[Shape, ...]:
     """Every GroupNorm at 512 and at 1024 pixels, those of several models once."""
-    return tuple(dict.fromkeys(
-        (batch, channels, side * scale, side * scale)
-        for scale in (1, 2) for batch, model in IMAGES
-        for side, all_channels in model.items() for channels in all_channels
-    ))  # fmt: skip
+    return tuple(
+        dict.fromkeys(
+            (batch, channels, side * scale, side * scale)
+            for scale in (1, 2)
+            for batch, model in IMAGES
+            for side, all_channels in model.items()
+            for channels in all_channels
+        )
+    )
 
 
 def kernel_cases(device_type: str, dtype: torch.dtype) -> tuple[KernelCase, ...]:
@@ -194,8 +202,12 @@ def kernel_cases(device_type: str, dtype: torch.dtype) -> tuple[KernelCase, ...]
 def cases_at(shapes: Iterable[Shape]) -> tuple[KernelCase, ...]:
     """Every family at these shapes of a result: rows x cols, or an image of four sizes."""
     families = (*ROW_FAMILIES, GROUP_NORM)
-    return tuple(case_of(family, shape) for family in families for shape in shapes
-                 if len(shape) == (4 if family is GROUP_NORM else 2))  # fmt: skip
+    return tuple(
+        case_of(family, shape)
+        for family in families
+        for shape in shapes
+        if len(shape) == (4 if family is GROUP_NORM else 2)
+    )
 
 
 def case_of(family: Family, shape: Shape) -> KernelCase:

@@ -88,10 +88,17 @@ TINY_SDXL_UNET = SDXL_UNET | {
     "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D"),
     "up_block_types": ("CrossAttnUpBlock2D", "UpBlock2D"),
 }
-TINY_VAE = SD_VAE | {"block_out_channels": (16, 16, 32, 32), "layers_per_block": 1,
-                     "norm_num_groups": 8}  # fmt: skip
-TINY_CLIP = CLIP_L | {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
-                      "num_attention_heads": 2}  # fmt: skip
+TINY_VAE = SD_VAE | {
+    "block_out_channels": (16, 16, 32, 32),
+    "layers_per_block": 1,
+    "norm_num_groups": 8,
+}
+TINY_CLIP = CLIP_L | {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+}
 TINY_CLIP_G = TINY_CLIP | {"projection_dim": 32}
 
 
@@ -120,8 +127,9 @@ def _made_on(device: torch.device, dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-def random_tensor(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype,
-                  seed: int = 1) -> Tensor:  # fmt: skip
+def random_tensor(
+    shape: tuple[int, ...], device: torch.device, dtype: torch.dtype, seed: int = 1
+) -> Tensor:
     """Normal values that are the same on every device."""
     source = torch.Generator().manual_seed(seed)
     return torch.randn(shape, generator=source).to(device, dtype)
@@ -204,8 +212,14 @@ def vae_workload(config: Mapping[str, Any]) -> Build:
     return build
 
 
-def pipeline_workload(unet: Mapping[str, Any], vae: Mapping[str, Any], clip: Mapping[str, Any],
-                      steps: int, *, from_picture: bool = False) -> Build:  # fmt: skip
+def pipeline_workload(
+    unet: Mapping[str, Any],
+    vae: Mapping[str, Any],
+    clip: Mapping[str, Any],
+    steps: int,
+    *,
+    from_picture: bool = False,
+) -> Build:
     """Text, or text and a picture, to picture through a plain ``pipe(...)``, with guidance."""
 
     def build(device: torch.device, dtype: torch.dtype) -> Workload:
@@ -221,9 +235,12 @@ def pipeline_workload(unet: Mapping[str, Any], vae: Mapping[str, Any], clip: Map
     return build
 
 
-def sdxl_pipeline_workload(unet: Mapping[str, Any], vae: Mapping[str, Any],
-                           clips: tuple[Mapping[str, Any], Mapping[str, Any]], steps: int
-                           ) -> Build:  # fmt: skip
+def sdxl_pipeline_workload(
+    unet: Mapping[str, Any],
+    vae: Mapping[str, Any],
+    clips: tuple[Mapping[str, Any], Mapping[str, Any]],
+    steps: int,
+) -> Build:
     """Text to picture through a plain SDXL ``pipe(...)``, with guidance."""
 
     def build(device: torch.device, dtype: torch.dtype) -> Workload:
@@ -245,8 +262,9 @@ def _text_inputs(steps: int, size: Size, batch: int) -> dict[str, Any]:
     }
 
 
-def _picture_inputs(steps: int, device: torch.device, dtype: torch.dtype, size: Size, batch: int
-                    ) -> dict[str, Any]:  # fmt: skip
+def _picture_inputs(
+    steps: int, device: torch.device, dtype: torch.dtype, size: Size, batch: int
+) -> dict[str, Any]:
     """The last 80 % of the steps run: diffusers' own default strength."""
     given = _text_inputs(steps, size, batch)
     picture = random_tensor((batch, 3, given.pop("height"), given.pop("width")), device, dtype)
@@ -260,8 +278,13 @@ def _draw(pipe: Any, given: Mapping[str, Any]) -> Tensor:
     return result
 
 
-def make_pipeline(unet: Mapping[str, Any], vae: Mapping[str, Any], clip: Mapping[str, Any],
-                  device: torch.device, dtype: torch.dtype) -> Any:  # fmt: skip
+def make_pipeline(
+    unet: Mapping[str, Any],
+    vae: Mapping[str, Any],
+    clip: Mapping[str, Any],
+    device: torch.device,
+    dtype: torch.dtype,
+) -> Any:
     """A StableDiffusionPipeline; its words come from the sprites model's small vocabulary."""
     from diffusers import DDIMScheduler, StableDiffusionPipeline
 
@@ -283,9 +306,13 @@ def make_pipeline(unet: Mapping[str, Any], vae: Mapping[str, Any], clip: Mapping
     return pipe
 
 
-def make_sdxl_pipeline(unet: Mapping[str, Any], vae: Mapping[str, Any],
-                       clips: tuple[Mapping[str, Any], Mapping[str, Any]], device: torch.device,
-                       dtype: torch.dtype) -> Any:  # fmt: skip
+def make_sdxl_pipeline(
+    unet: Mapping[str, Any],
+    vae: Mapping[str, Any],
+    clips: tuple[Mapping[str, Any], Mapping[str, Any]],
+    device: torch.device,
+    dtype: torch.dtype,
+) -> Any:
     """A StableDiffusionXLPipeline; its VAE stays in ``dtype``, as the fp16 editions of it do."""
     from diffusers import EulerDiscreteScheduler, StableDiffusionXLPipeline
     from transformers import CLIPTextConfig, CLIPTextModelWithProjection

@@ -73,11 +73,15 @@ PEERS: tuple[Peer, ...] = (
     Peer("eager-naive", _naive, "naive"),
     Peer("inductor", _STATIC, "inductor", first_s=80, limit_s=300),
     Peer("inductor-graph", _STATIC, "inductor", by_graph=True, first_s=80, limit_s=300),
-    Peer("inductor-dynamic", partial(_compiled, dynamic=True), "dynamic", first_s=120,
-         limit_s=400),
-    Peer("inductor-tuned", partial(_compiled, dynamic=False, mode="max-autotune"), "tuned",
-         first_s=300, limit_s=600),
-)  # fmt: skip
+    Peer("inductor-dynamic", partial(_compiled, dynamic=True), "dynamic", first_s=120, limit_s=400),
+    Peer(
+        "inductor-tuned",
+        partial(_compiled, dynamic=False, mode="max-autotune"),
+        "tuned",
+        first_s=300,
+        limit_s=600,
+    ),
+)
 
 
 def peer_named(name: str) -> Peer:
@@ -102,8 +106,9 @@ def prepared(peer: Peer, case: BenchCase, device: torch.device) -> Workload:
     return workload
 
 
-def caller(workload: Workload, size: tuple[int, int], batch: int, *, by_graph: bool = False
-           ) -> timer.Call:  # fmt: skip
+def caller(
+    workload: Workload, size: tuple[int, int], batch: int, *, by_graph: bool = False
+) -> timer.Call:
     """A call without arguments at one shape."""
     given = workload.inputs(size, batch)
 

@@ -27,9 +27,15 @@ NUM_PROMPTS = 20
 NUM_SIZES = 4
 
 
-def run(out: Path | None = None, device: str = "cpu", *, options: strop.Options | None = None,
-        num_sizes: int = NUM_SIZES, ablate: bool = False,
-        step: Callable[[str], None] = lambda name: None) -> dict[str, Any]:  # fmt: skip
+def run(
+    out: Path | None = None,
+    device: str = "cpu",
+    *,
+    options: strop.Options | None = None,
+    num_sizes: int = NUM_SIZES,
+    ablate: bool = False,
+    step: Callable[[str], None] = lambda name: None,
+) -> dict[str, Any]:
     """20 held-out prompts at some sizes; needs the sprites weights of the package. ``ablate``: each
     switch alone as well, of which ``step`` hears."""
     from strop.models import sprites
@@ -37,10 +43,14 @@ def run(out: Path | None = None, device: str = "cpu", *, options: strop.Options 
     where = torch.device(device)
     sizes = [(height, width) for width, height in sprites.BUCKETS[:num_sizes]]
     prompts = sprites.held_out_prompts(NUM_PROMPTS, 0)
-    result: dict[str, Any] = {"case": "sprites", "kind": "infer",
-                              "environment": environment.describe(where)}  # fmt: skip
-    result |= compare(sprites.load, prompts, sizes, where, options=options, ablate=ablate,
-                      step=step)  # fmt: skip
+    result: dict[str, Any] = {
+        "case": "sprites",
+        "kind": "infer",
+        "environment": environment.describe(where),
+    }
+    result |= compare(
+        sprites.load, prompts, sizes, where, options=options, ablate=ablate, step=step
+    )
     if out is not None:
         result["file"] = str(report.write(result, out, where))
     return result
@@ -53,18 +63,30 @@ def rows_of(result: Mapping[str, Any]) -> report.Rows:
     for name, judged in found.items():
         control = judged.get("control_median_db")
         worst = judged["psnr_worst_db"] if control is None else judged["worst_difference_db"]
-        rows.append((name, f"{judged['psnr_median_db']:.2f}",
-                     "" if control is None else f"{control:.2f}", f"{worst:.2f}",
-                     "ok" if judged["is_good"] else "BROKEN",
-                     ", ".join(judged.get("fallbacks", ())) or "none"))  # fmt: skip
+        rows.append(
+            (
+                name,
+                f"{judged['psnr_median_db']:.2f}",
+                "" if control is None else f"{control:.2f}",
+                f"{worst:.2f}",
+                "ok" if judged["is_good"] else "BROKEN",
+                ", ".join(judged.get("fallbacks", ())) or "none",
+            )
+        )
     return rows
 
 
 def compare(
-    make: MakePipe, prompts: Sequence[str], sizes: Sequence[Size], device: torch.device, *,
-    steps: int = 20, options: strop.Options | None = None, ablate: bool = False,
+    make: MakePipe,
+    prompts: Sequence[str],
+    sizes: Sequence[Size],
+    device: torch.device,
+    *,
+    steps: int = 20,
+    options: strop.Options | None = None,
+    ablate: bool = False,
     step: Callable[[str], None] = lambda name: None,
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     """On a CPU in fp32 against eager. On a GPU in fp16: both against eager in fp32."""
     dtype = torch.float16 if device.type == "cuda" else torch.float32
     drawn = partial(_drawn, prompts=prompts, sizes=sizes, device=device, steps=steps)
@@ -91,9 +113,12 @@ def compare(
 
 
 def _switches(
-    make: Callable[[], Any], drawn: Callable[[Any], list[Tensor]], judge: Judge,
-    options: strop.Options, step: Callable[[str], None],
-) -> dict[str, dict[str, Any]]:  # fmt: skip
+    make: Callable[[], Any],
+    drawn: Callable[[Any], list[Tensor]],
+    judge: Judge,
+    options: strop.Options,
+    step: Callable[[str], None],
+) -> dict[str, dict[str, Any]]:
     """All on, then each switch of ``Options`` alone, and all off, by name."""
     found: dict[str, dict[str, Any]] = {}
 
@@ -111,15 +136,19 @@ def _switches(
     return found
 
 
-def _drawn(pipe: Any, prompts: Sequence[str], sizes: Sequence[Size], device: torch.device,
-           steps: int) -> list[Tensor]:  # fmt: skip
+def _drawn(
+    pipe: Any, prompts: Sequence[str], sizes: Sequence[Size], device: torch.device, steps: int
+) -> list[Tensor]:
     return [picture for size in sizes for picture in draw(pipe, prompts, size, device, steps)]
 
 
 def _in_turns(
-    pipes: Mapping[str, Any], prompts: Sequence[str], sizes: Sequence[Size], device: torch.device,
+    pipes: Mapping[str, Any],
+    prompts: Sequence[str],
+    sizes: Sequence[Size],
+    device: torch.device,
     steps: int,
-) -> tuple[dict[str, list[Tensor]], dict[str, list[float]]]:  # fmt: skip
+) -> tuple[dict[str, list[Tensor]], dict[str, list[float]]]:
     """Pictures and seconds of every pipeline, size by size: a slow minute then hits them all.
 
     Each size is drawn twice, the second time in the other order, and the shorter time counts.
@@ -141,8 +170,9 @@ def _in_turns(
     return pictures, seconds
 
 
-def draw(pipe: Any, prompts: Sequence[str], size: Size, device: torch.device, steps: int
-         ) -> list[Tensor]:  # fmt: skip
+def draw(
+    pipe: Any, prompts: Sequence[str], size: Size, device: torch.device, steps: int
+) -> list[Tensor]:
     """Pictures (3, H, W) on the CPU, one seed a prompt."""
     pipe.set_progress_bar_config(disable=True)
     made = pipe(
@@ -159,17 +189,24 @@ def draw(pipe: Any, prompts: Sequence[str], size: Size, device: torch.device, st
 
 def _against_eager(ours: Sequence[Tensor], eager: Sequence[Tensor]) -> dict[str, Any]:
     found = [min(psnr_db(a, b), 200.0) for a, b in zip(ours, eager, strict=True)]
-    return {"psnr_median_db": statistics.median(found), "psnr_worst_db": min(found),
-            "is_good": min(found) >= 60}  # fmt: skip
+    return {
+        "psnr_median_db": statistics.median(found),
+        "psnr_worst_db": min(found),
+        "is_good": min(found) >= 60,
+    }
 
 
-def _against_control(ours: Sequence[Tensor], eager: Sequence[Tensor], exact: Sequence[Tensor]
-                     ) -> dict[str, Any]:  # fmt: skip
+def _against_control(
+    ours: Sequence[Tensor], eager: Sequence[Tensor], exact: Sequence[Tensor]
+) -> dict[str, Any]:
     """Half precision has its own noise: what counts is whether ours is further off than eager."""
     mine = [min(psnr_db(a, b), 200.0) for a, b in zip(ours, exact, strict=True)]
     control = [min(psnr_db(a, b), 200.0) for a, b in zip(eager, exact, strict=True)]
     worst = min(a - b for a, b in zip(mine, control, strict=True))
     median, median_control = statistics.median(mine), statistics.median(control)
-    return {"psnr_median_db": median, "control_median_db": median_control,
-            "worst_difference_db": worst,
-            "is_good": median >= median_control - 1 and worst >= -6}  # fmt: skip
+    return {
+        "psnr_median_db": median,
+        "control_median_db": median_control,
+        "worst_difference_db": worst,
+        "is_good": median >= median_control - 1 and worst >= -6,
+    }

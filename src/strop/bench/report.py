@@ -45,9 +45,12 @@ def write_json(value: Any, path: Path) -> Path:
     return path
 
 
-def newest_rows(paths: Iterable[Path], kind: str, names: Sequence[str],
-                is_whole: Callable[[dict[str, Any]], bool] = bool
-                ) -> list[dict[str, Any]]:  # fmt: skip
+def newest_rows(
+    paths: Iterable[Path],
+    kind: str,
+    names: Sequence[str],
+    is_whole: Callable[[dict[str, Any]], bool] = bool,
+) -> list[dict[str, Any]]:
     """Of files of any kind, the newest result of this kind for each row, measured without options
     from the environment, in the order of ``names``; one that ``is_whole``, if there is. Raises
     OptionError for a damaged file."""
@@ -61,8 +64,10 @@ def newest_rows(paths: Iterable[Path], kind: str, names: Sequence[str],
         if result.get("kind") != kind or result.get("row") not in names:
             continue
         if not isinstance(result.get("contenders"), dict) or not _date(result):
-            raise OptionError(f"{path} lacks its contenders or its date: measure it again, or"
-                              " take it out of the folder")  # fmt: skip
+            raise OptionError(
+                f"{path} lacks its contenders or its date: measure it again, or"
+                " take it out of the folder"
+            )
         if result["environment"].get("switches"):
             continue
         old = newest.get(result["row"])
@@ -76,8 +81,9 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(path.read_text())
     except (ValueError, OSError) as error:  # half a file, or no text
-        raise OptionError(f"{path} cannot be read ({error}): measure it again, or take it out of"
-                          " the folder") from error  # fmt: skip
+        raise OptionError(
+            f"{path} cannot be read ({error}): measure it again, or take it out of the folder"
+        ) from error
     return found if isinstance(found, dict) else {}
 
 

@@ -89,9 +89,11 @@ def _linear(shape: Shape) -> Name:
 
 
 RULES: Mapping[str, Callable[[Shape], Name]] = {
-    "attn_boxes": _attention, "attn_groups": _attention,
-    "conv_groups": _product, "linear_groups": _linear,
-}  # fmt: skip
+    "attn_boxes": _attention,
+    "attn_groups": _attention,
+    "conv_groups": _product,
+    "linear_groups": _linear,
+}
 FITTED: Mapping[str, frozenset[Shape]] = {
     "attn_boxes": frozenset(attention.FITTED),
     "attn_groups": frozenset(attention.FITTED),
@@ -99,21 +101,54 @@ FITTED: Mapping[str, frozenset[Shape]] = {
 # Of products, whose rules are fitted to all other shapes that were measured: layers of Stable
 # Diffusion at batches and pictures that were drawn by lot.
 HELD_OUT: Mapping[str, frozenset[Shape]] = {
-    "conv_groups": frozenset((*each, 3, 1) for each in (
-        (1, 124, 1920, 640), (2, 28, 1280, 1280), (2, 47, 640, 320), (2, 57, 1920, 320),
-        (3, 55, 1920, 320), (3, 56, 640, 640), (3, 60, 1280, 1280), (3, 123, 320, 1280),
-        (4, 12, 960, 1280), (4, 13, 1280, 1280), (4, 15, 1920, 1280), (4, 80, 320, 640),
-        (4, 109, 640, 640), (5, 51, 1920, 640), (5, 56, 1920, 640), (5, 58, 960, 320),
-        (6, 11, 960, 640), (6, 28, 320, 1280), (6, 60, 320, 320), (6, 117, 640, 320),
-    )),
-    "linear_groups": frozenset((
-        (1296, 1920, 640, ""), (1452, 1280, 1280, ""), (2028, 3840, 1280, ""), (2450, 640, 640, ""),
-        (2500, 3840, 1280, ""), (2916, 960, 320, ""), (3136, 1920, 640, ""), (3645, 1280, 5120, ""),
-        (4356, 320, 320, ""), (5400, 3840, 1280, ""), (7569, 960, 320, ""), (7938, 1920, 640, ""),
-        (11858, 960, 320, ""), (21632, 320, 1280, ""), (22707, 320, 320, ""),
-        (2916, 5120, 640, "gated"), (8112, 5120, 640, "gated"), (16854, 5120, 640, "gated"),
-    )),
-}  # fmt: skip
+    "conv_groups": frozenset(
+        (*each, 3, 1)
+        for each in (
+            (1, 124, 1920, 640),
+            (2, 28, 1280, 1280),
+            (2, 47, 640, 320),
+            (2, 57, 1920, 320),
+            (3, 55, 1920, 320),
+            (3, 56, 640, 640),
+            (3, 60, 1280, 1280),
+            (3, 123, 320, 1280),
+            (4, 12, 960, 1280),
+            (4, 13, 1280, 1280),
+            (4, 15, 1920, 1280),
+            (4, 80, 320, 640),
+            (4, 109, 640, 640),
+            (5, 51, 1920, 640),
+            (5, 56, 1920, 640),
+            (5, 58, 960, 320),
+            (6, 11, 960, 640),
+            (6, 28, 320, 1280),
+            (6, 60, 320, 320),
+            (6, 117, 640, 320),
+        )
+    ),
+    "linear_groups": frozenset(
+        (
+            (1296, 1920, 640, ""),
+            (1452, 1280, 1280, ""),
+            (2028, 3840, 1280, ""),
+            (2450, 640, 640, ""),
+            (2500, 3840, 1280, ""),
+            (2916, 960, 320, ""),
+            (3136, 1920, 640, ""),
+            (3645, 1280, 5120, ""),
+            (4356, 320, 320, ""),
+            (5400, 3840, 1280, ""),
+            (7569, 960, 320, ""),
+            (7938, 1920, 640, ""),
+            (11858, 960, 320, ""),
+            (21632, 320, 1280, ""),
+            (22707, 320, 320, ""),
+            (2916, 5120, 640, "gated"),
+            (8112, 5120, 640, "gated"),
+            (16854, 5120, 640, "gated"),
+        )
+    ),
+}
 
 
 def choices(sweep: Path) -> Iterator[Choice]:
@@ -125,8 +160,9 @@ def choices(sweep: Path) -> Iterator[Choice]:
         chosen = RULES[kind](shape)
         fastest = min(us, key=lambda name: us[name])
         if chosen in us:
-            yield Choice(kind, shape, chosen, us[chosen], fastest, us[fastest],
-                         _was_fitted(kind, shape))  # fmt: skip
+            yield Choice(
+                kind, shape, chosen, us[chosen], fastest, us[fastest], _was_fitted(kind, shape)
+            )
 
 
 def _was_fitted(kind: str, shape: Shape) -> bool:
@@ -140,11 +176,15 @@ def _swept(sweep: Path) -> Iterator[tuple[str, Shape, dict[Name, float]]]:
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise StropError(f"{sweep} is no sweep of kernels: {error}") from error
     if kind not in RULES:
-        raise StropError(f"{sweep} is of {kind}, for which there is no rule; there are "
-                         f"{', '.join(RULES)}")  # fmt: skip
+        raise StropError(
+            f"{sweep} is of {kind}, for which there is no rule; there are {', '.join(RULES)}"
+        )
     for row in rows:
-        us = {_name(who, kind): each for who, each in row["us"].items()
-              if who.startswith(("(", KEEPS)) or who in LIBRARIES}  # fmt: skip
+        us = {
+            _name(who, kind): each
+            for who, each in row["us"].items()
+            if who.startswith(("(", KEEPS)) or who in LIBRARIES
+        }
         yield kind, tuple(row["shape"]), us
 
 

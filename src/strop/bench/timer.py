@@ -75,10 +75,14 @@ def wall_ms(call: Call, device: torch.device, inner: int = 1) -> float:
 
 
 def time_calls(
-    calls: Mapping[str, Call], device: torch.device, *, samples: int = 20,
-    inner: int | Mapping[str, int] = 5, warmup: int = 3,
+    calls: Mapping[str, Call],
+    device: torch.device,
+    *,
+    samples: int = 20,
+    inner: int | Mapping[str, int] = 5,
+    warmup: int = 3,
     measure: Callable[[Call, torch.device, int], float] = elapsed_ms,
-) -> dict[str, Timing]:  # fmt: skip
+) -> dict[str, Timing]:
     """All calls in turns, so that a clock or a neighbour that changes meets every one of them.
 
     ``inner``: calls a sample, of all or by name.
@@ -160,10 +164,14 @@ def profiled(call: Call, generated: Collection[str], repeats: int = 3) -> dict[s
             spent[event.name] += event.time_range.end - event.time_range.start
             spans.append((event.time_range.start, event.time_range.end))
     rows: list[dict[str, Any]] = [
-        {"name": name, "count": counts[name] / repeats, "us": round(us / repeats, 2),
-         "is_generated": name in generated}
+        {
+            "name": name,
+            "count": counts[name] / repeats,
+            "us": round(us / repeats, 2),
+            "is_generated": name in generated,
+        }
         for name, us in sorted(spent.items(), key=lambda item: -item[1])
-    ]  # fmt: skip
+    ]
     real = [r for r in rows if not r["name"].startswith(("Memcpy", "Memset"))]
     own = [r for r in real if r["is_generated"]]
     return {

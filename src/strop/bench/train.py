@@ -23,9 +23,16 @@ from strop.bench.worker import Task
 Step = Callable[[str, int], None]
 
 
-def run(rows: Sequence[Row], plan: Plan, *, budget_s: float = 3600.0, out: Path | None = None,
-        is_apart: bool = True, earlier: Sequence[Path] = (),
-        step: Step = lambda text, done: None) -> list[Found]:  # fmt: skip
+def run(
+    rows: Sequence[Row],
+    plan: Plan,
+    *,
+    budget_s: float = 3600.0,
+    out: Path | None = None,
+    is_apart: bool = True,
+    earlier: Sequence[Path] = (),
+    step: Step = lambda text, done: None,
+) -> list[Found]:
     """Measure ``rows``; one JSON file a row in the folder ``out``, if any, and the same returned.
 
     A file is written anew after each contender. What the budget does not allow is in there by
@@ -55,8 +62,9 @@ def run(rows: Sequence[Row], plan: Plan, *, budget_s: float = 3600.0, out: Path 
                 step(f"{row.name}: {contender.name}", done)
                 done += 1
                 is_last = done == num_contenders(rows)
-                found = _measured(row, contender, plan, clock, processes if is_apart else None,
-                                  is_last)  # fmt: skip
+                found = _measured(
+                    row, contender, plan, clock, processes if is_apart else None, is_last
+                )
                 own = {k: described[k] for k in ("date", "commit")} if row.name in had else {}
                 result["contenders"][contender.name] = _described(contender) | found | own
                 plan = _with_best_loader(plan, found)
@@ -70,8 +78,9 @@ def num_contenders(rows: Sequence[Row]) -> int:
 
 def _with_pictures(rows: Sequence[Row], plan: Plan, stack: contextlib.ExitStack) -> Plan:
     """Files for the loaders, if there are any."""
-    feeding = [c for row in rows for c in row.contenders
-               if c.setup.loaders or c.setup.takes_best_loader]  # fmt: skip
+    feeding = [
+        c for row in rows for c in row.contenders if c.setup.loaders or c.setup.takes_best_loader
+    ]
     if not feeding:
         return plan
     folder = stack.enter_context(tempfile.TemporaryDirectory())
@@ -81,16 +90,28 @@ def _with_pictures(rows: Sequence[Row], plan: Plan, stack: contextlib.ExitStack)
     return replace(plan, pictures=folder, files=files)
 
 
-def _measured(row: Row, contender: Contender, plan: Plan, clock: Clock,
-              processes: Processes | None, is_last: bool) -> Found:  # fmt: skip
+def _measured(
+    row: Row,
+    contender: Contender,
+    plan: Plan,
+    clock: Clock,
+    processes: Processes | None,
+    is_last: bool,
+) -> Found:
     """Numbers, or why there are none; or both, of a process that was cut."""
     needed = contender.cost_s if processes is not None else 0.1
     reason = train_measure.refusal(contender) or clock.refusal(needed)
     if reason:
         return {"skipped": reason}
     mine = Clock.of(min(clock.left(), contender.limit_s))
-    task = {"do": "train", "row": row.name, "contender": contender.name, "is_tiny": row.is_tiny,
-            "plan": asdict(plan), "is_cold": contender.setup.compiler == "strop"}  # fmt: skip
+    task = {
+        "do": "train",
+        "row": row.name,
+        "contender": contender.name,
+        "is_tiny": row.is_tiny,
+        "plan": asdict(plan),
+        "is_cold": contender.setup.compiler == "strop",
+    }
     if processes is None:
         return perform({**task, "until": time.time() + mine.left()}, lambda saved: None)
     answer = processes.perform(task, mine, is_last=is_last)
@@ -115,8 +136,12 @@ def perform(task: Task, save: Save) -> Found:
 
 
 def _described(contender: Contender) -> Found:
-    return {"note": contender.note, "published": contender.published,
-            "work": asdict(contender.work), "does": contender.work.text}  # fmt: skip
+    return {
+        "note": contender.note,
+        "published": contender.published,
+        "work": asdict(contender.work),
+        "does": contender.work.text,
+    }
 
 
 def _with_best_loader(plan: Plan, found: Found) -> Plan:
@@ -128,10 +153,18 @@ def _with_best_loader(plan: Plan, found: Found) -> Plan:
 
 
 def _empty(row: Row, described: Found) -> Found:
-    return {"row": row.name, "kind": "train", "title": row.title, "unit": row.unit,
-            "must": row.must, "stretch": row.stretch, "is_tiny": row.is_tiny,
-            "published_split_ms": dict(row.published_split), "environment": described,
-            "contenders": {}}  # fmt: skip
+    return {
+        "row": row.name,
+        "kind": "train",
+        "title": row.title,
+        "unit": row.unit,
+        "must": row.must,
+        "stretch": row.stretch,
+        "is_tiny": row.is_tiny,
+        "published_split_ms": dict(row.published_split),
+        "environment": described,
+        "contenders": {},
+    }
 
 
 def _write(result: dict[str, Any], plan: Plan, out: Path | None) -> None:

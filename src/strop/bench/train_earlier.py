@@ -30,8 +30,10 @@ def read(paths: Sequence[Path], rows: Sequence[Row]) -> dict[str, Result]:
             raise OptionError(f"{path} was not written by 'strop bench train'")
         row = next((row for row in rows if row.name == result["row"]), None)
         if row is None:
-            raise OptionError(f"{path} is of {result['row']}, which is not asked for; there are "
-                              f"{', '.join(row.name for row in rows)}")  # fmt: skip
+            raise OptionError(
+                f"{path} is of {result['row']}, which is not asked for; there are "
+                f"{', '.join(row.name for row in rows)}"
+            )
         if row.is_tiny != result["is_tiny"]:
             raise OptionError(f"{path} is of {'tiny' if result['is_tiny'] else 'full'} models")
         found[row.name] = result
@@ -41,8 +43,11 @@ def read(paths: Sequence[Path], rows: Sequence[Row]) -> dict[str, Result]:
 def check_same(result: Result, environment: Mapping[str, Any]) -> None:
     """Raise OptionError if it was measured elsewhere: then the two cannot stand in one table."""
     before = result["environment"]
-    other = [f"{name} {before.get(name)} then, {environment.get(name)} now"
-             for name in SAME if before.get(name) != environment.get(name)]  # fmt: skip
+    other = [
+        f"{name} {before.get(name)} then, {environment.get(name)} now"
+        for name in SAME
+        if before.get(name) != environment.get(name)
+    ]
     if other:
         raise OptionError(
             f"{result['row']} was measured elsewhere ({'; '.join(other)}); start anew"

@@ -92,7 +92,12 @@ def batches(pictures: Pictures, batch: int, loader: Loader) -> Iterator[list[Ten
         context.set_forkserver_preload([__name__])
         how["multiprocessing_context"] = context
     made: DataLoader[tuple[Tensor, Tensor]] = DataLoader(
-        pictures, batch, shuffle=True, num_workers=loader.workers, pin_memory=loader.is_pinned,
-        drop_last=True, **how,
-    )  # fmt: skip
+        pictures,
+        batch,
+        shuffle=True,
+        num_workers=loader.workers,
+        pin_memory=loader.is_pinned,
+        drop_last=True,
+        **how,
+    )
     return iter(made)

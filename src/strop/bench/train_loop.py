@@ -19,8 +19,18 @@ from strop.options import Options
 
 SCALE = 0.18215  # of latents
 # In the order of a step; "other" is noise, timesteps, reading the loss, freeing gradients.
-PARTS = ("data", "VAE", "text", "forward", "backward", "clip", "update", "EMA", "whole step",
-         "other")  # fmt: skip
+PARTS = (
+    "data",
+    "VAE",
+    "text",
+    "forward",
+    "backward",
+    "clip",
+    "update",
+    "EMA",
+    "whole step",
+    "other",
+)
 Part = tuple[str, Callable[[], None]]
 
 
@@ -45,8 +55,9 @@ class Objective:
     half: torch.dtype | None = None
     is_cast: bool = False
 
-    def __call__(self, latents: Tensor, text: Tensor, noise: Tensor, times: Tensor, *more: Tensor
-                 ) -> Tensor:  # fmt: skip
+    def __call__(
+        self, latents: Tensor, text: Tensor, noise: Tensor, times: Tensor, *more: Tensor
+    ) -> Tensor:
         signal = self.signal[times][:, None, None, None]
         noisy = signal.sqrt() * latents + (1.0 - signal).sqrt() * noise
         if self.is_cast:
@@ -54,8 +65,9 @@ class Objective:
         added: dict[str, Any] = {}
         if more:
             added["added_cond_kwargs"] = {"text_embeds": more[0], "time_ids": more[1]}
-        with torch.autocast(latents.device.type, self.half or torch.bfloat16,
-                            enabled=self.half is not None):  # fmt: skip
+        with torch.autocast(
+            latents.device.type, self.half or torch.bfloat16, enabled=self.half is not None
+        ):
             guess: Tensor = self.unet(noisy, times, text, return_dict=False, **added)[0]
         return F.mse_loss(guess.float(), noise)
 
@@ -102,11 +114,11 @@ class Loop:
 
     def _core(self) -> tuple[Part, ...]:
         if not self.setup.graph:
-            return (("forward", self._forward), ("backward", self._backward),
-                    *self.stepping.parts)  # fmt: skip
+            return (("forward", self._forward), ("backward", self._backward), *self.stepping.parts)
         compile_step: Any = strop.train.compile_step
-        whole = compile_step(self.objective, self.stepping.optimizer, accumulate=1, scaler=None,
-                             graph=True)  # fmt: skip
+        whole = compile_step(
+            self.objective, self.stepping.optimizer, accumulate=1, scaler=None, graph=True
+        )
 
         def step() -> None:
             self.loss = whole(*self._tensors())
@@ -125,8 +137,11 @@ class Loop:
         start = time.perf_counter()
         pixels, tokens = next(self.feed)
         self.waited_s += time.perf_counter() - start
-        self.batch = Batch(pixels.to(self.device, non_blocking=True),
-                           tokens.to(self.device, non_blocking=True), self.batch.more)  # fmt: skip
+        self.batch = Batch(
+            pixels.to(self.device, non_blocking=True),
+            tokens.to(self.device, non_blocking=True),
+            self.batch.more,
+        )
 
     def _draw(self) -> None:
         if self.setup.compiler == "inductor-graphs":

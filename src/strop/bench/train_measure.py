@@ -117,10 +117,12 @@ def _first_step(loop: Loop, reference: float) -> Found:
     return {
         "first_s": round(sum(seconds.values()), 3),
         "first_split_s": {name: round(s, 3) for name, s in seconds.items()},
-        "loss": _finite(loss), "loss_reference": reference, "loss_tolerance": tolerance,
+        "loss": _finite(loss),
+        "loss_reference": reference,
+        "loss_tolerance": tolerance,
         "loss_ok": abs(loss - reference) <= tolerance * abs(reference),
         "grad_norm": _finite(norm),
-    }  # fmt: skip
+    }
 
 
 def _finite(value: torch.Tensor | float | None) -> float | None:
@@ -129,14 +131,16 @@ def _finite(value: torch.Tensor | float | None) -> float | None:
     return round(found, 6) if math.isfinite(found) else None
 
 
-def _timed(loop: Loop, contender: Contender, plan: Plan, clock: Clock, found: Found, save: Save
-           ) -> Found:  # fmt: skip
+def _timed(
+    loop: Loop, contender: Contender, plan: Plan, clock: Clock, found: Found, save: Save
+) -> Found:
     """Times and peak, with each loader; those of the best one count."""
     loaders = _loaders(loop, contender, plan)
     if not loaders:
         return _series(loop, plan, clock)
-    reasons = {loader: train_loader.refusal(loader, loop.batch.pictures.nbytes)
-               for loader in loaders}  # fmt: skip
+    reasons = {
+        loader: train_loader.refusal(loader, loop.batch.pictures.nbytes) for loader in loaders
+    }
     if all(reasons.values()):
         reasons[Loader()] = ""
     tried: list[Found] = []
@@ -180,8 +184,9 @@ def _feed(loop: Loop, loader: Loader, plan: Plan) -> Iterator[list[torch.Tensor]
     loop.feed = None  # the workers of the last one end before new ones start
     model, batch = MODELS[loop.work.model], loop.work.batch
     steps = max(plan.warm_up, CAPTURES) + plan.samples + SPLIT_STEPS
-    pictures = Pictures(Path(plan.pictures), plan.files, model.pixels, model.clip["vocab_size"],
-                        steps * batch)  # fmt: skip
+    pictures = Pictures(
+        Path(plan.pictures), plan.files, model.pixels, model.clip["vocab_size"], steps * batch
+    )
     return train_loader.batches(pictures, batch, loader)
 
 
@@ -203,8 +208,12 @@ def _series(loop: Loop, plan: Plan, clock: Clock) -> Found:
     is_fed = loop.feed is not None
     timing = timer.timing_of(times).to_dict()
     typical = mean if is_fed else timing["p50_ms"]  # queues of loaders give bursts of fast steps
-    found: Found = {**timing, "mean_ms": round(mean, 4), "host_ms": round(host_ms, 4),
-                    "img_s": round(1e3 * loop.work.batch / typical, 3)}  # fmt: skip
+    found: Found = {
+        **timing,
+        "mean_ms": round(mean, 4),
+        "host_ms": round(host_ms, 4),
+        "img_s": round(1e3 * loop.work.batch / typical, 3),
+    }
     if is_fed:
         found["wait_ms"] = round(1e3 * loop.waited_s / samples, 3)
     tflop = 0.0 if loop.work.trained == "lora" else MODELS[loop.work.model].tflop
@@ -281,6 +290,9 @@ def _graphs_of(loop: Loop) -> Found:
     for graph in report.graphs:
         for stage, s in graph.seconds.items():
             seconds[stage] += s
-    return {"roles": [graph.role for graph in report.graphs], "launches": report.num_launches,
-            "fallbacks": fallbacks,
-            "seconds": {stage: round(s, 3) for stage, s in seconds.items()}}  # fmt: skip
+    return {
+        "roles": [graph.role for graph in report.graphs],
+        "launches": report.num_launches,
+        "fallbacks": fallbacks,
+        "seconds": {stage: round(s, 3) for stage, s in seconds.items()},
+    }

@@ -76,8 +76,14 @@ def _add_adapters(unet: Any) -> None:
     """Where diffusers' script puts them."""
     from peft import LoraConfig
 
-    unet.add_adapter(LoraConfig(r=RANK, lora_alpha=RANK, init_lora_weights="gaussian",
-                                target_modules=["to_k", "to_q", "to_v", "to_out.0"]))  # fmt: skip
+    unet.add_adapter(
+        LoraConfig(
+            r=RANK,
+            lora_alpha=RANK,
+            init_lora_weights="gaussian",
+            target_modules=["to_k", "to_q", "to_v", "to_out.0"],
+        )
+    )
 
 
 def set_up(network: Network, setup: Setup, device: torch.device) -> None:
@@ -162,8 +168,10 @@ def _more(work: Work, device: torch.device) -> tuple[Tensor, ...]:
     model = MODELS[work.model]
     if "addition_embed_type" not in model.unet:
         return ()
-    pooled = (model.unet["projection_class_embeddings_input_dim"]
-              - 6 * model.unet["addition_time_embed_dim"])  # fmt: skip
+    pooled = (
+        model.unet["projection_class_embeddings_input_dim"]
+        - 6 * model.unet["addition_time_embed_dim"]
+    )
     ids = torch.tensor([[model.pixels, model.pixels, 0, 0, model.pixels, model.pixels]])
     states = models.random_tensor((work.batch, pooled), device, torch.float32, 7)
     return (states, ids.repeat(work.batch, 1).to(device, torch.float32))
@@ -181,5 +189,8 @@ def first_draws(work: Work, device: torch.device) -> Draws:
 
 def later_draws(like: Draws) -> Draws:
     """New ones, made on the device."""
-    return Draws(torch.randn_like(like.latents), torch.randn_like(like.noise),
-                 torch.randint_like(like.times, TIMES))  # fmt: skip
+    return Draws(
+        torch.randn_like(like.latents),
+        torch.randn_like(like.noise),
+        torch.randint_like(like.times, TIMES),
+    )

@@ -57,8 +57,9 @@ def stepping_of(work: Work, setup: Setup, params: Sequence[nn.Parameter]) -> Ste
     return Stepping(optimizer, scaler, parts, lambda: norms[0] if norms else None)
 
 
-def _average(work: Work, setup: Setup, params: Sequence[nn.Parameter]
-             ) -> tuple[tuple[str, Act], ...]:  # fmt: skip
+def _average(
+    work: Work, setup: Setup, params: Sequence[nn.Parameter]
+) -> tuple[tuple[str, Act], ...]:
     if not work.has_ema:
         return ()
     if setup.ema == "loop":
@@ -79,7 +80,10 @@ def _average(work: Work, setup: Setup, params: Sequence[nn.Parameter]
 def _fused(work: Work, setup: Setup, params: Sequence[nn.Parameter]) -> Stepping:
     """One call does all three."""
     optimizer = FusedAdamW(
-        params, **ARGUMENTS, max_grad_norm=MAX_NORM, ema_decay=DECAY if work.has_ema else None,
+        params,
+        **ARGUMENTS,
+        max_grad_norm=MAX_NORM,
+        ema_decay=DECAY if work.has_ema else None,
         shadow_dtype=torch.bfloat16 if setup.is_shadow else None,
-    )  # fmt: skip
+    )
     return Stepping(optimizer, None, (("update", optimizer.step),), lambda: optimizer.grad_norm)

@@ -12,8 +12,24 @@ from strop.bench.train_report import reason
 
 Result = Mapping[str, Any]
 PUBLISHED = "#d9a441"
-COLOURS = dict(zip(PARTS, ("#7f7f7f", "#8c6bb1", "#9ebcda", "#3465a4", "#1f3f6e", "#d9a441",
-                           "#c4572e", "#7a9a3a", "#2a9d8f", "#c8c8c8"), strict=True))  # fmt: skip
+COLOURS = dict(
+    zip(
+        PARTS,
+        (
+            "#7f7f7f",
+            "#8c6bb1",
+            "#9ebcda",
+            "#3465a4",
+            "#1f3f6e",
+            "#d9a441",
+            "#c4572e",
+            "#7a9a3a",
+            "#2a9d8f",
+            "#c8c8c8",
+        ),
+        strict=True,
+    )
+)
 _HEIGHT, _HEAD = 0.42, 1.6  # inches a bar, and beside them
 
 
@@ -50,12 +66,18 @@ def _speeds(axes: Any, result: Result) -> None:
     places = [place - offset for place in range(len(speeds))]
     colours = [OURS if _is_ours(found) else THEIRS for found in contenders.values()]
     bars = axes.barh(places, speeds, thickness, color=colours)
-    axes.bar_label(bars, [_speed_text(found) for found in contenders.values()], padding=4,
-                   fontsize=8)  # fmt: skip
+    axes.bar_label(
+        bars, [_speed_text(found) for found in contenders.values()], padding=4, fontsize=8
+    )
     if has_published:
         published = [found.get("published") or 0.0 for found in contenders.values()]
-        bars = axes.barh([p + 2 * offset for p in places], published, thickness, color=PUBLISHED,
-                         label="published, A100")  # fmt: skip
+        bars = axes.barh(
+            [p + 2 * offset for p in places],
+            published,
+            thickness,
+            color=PUBLISHED,
+            label="published, A100",
+        )
         axes.bar_label(bars, [f"{p:.2f}" if p else "" for p in published], padding=4, fontsize=8)
         axes.legend(loc="lower right")
     axes.set_yticks(range(len(contenders)), list(contenders))
@@ -77,8 +99,11 @@ def _speed_text(found: Result) -> str:
 
 def _split(axes: Any, result: Result) -> None:
     """Stacked milliseconds a picture, so that batches compare."""
-    lines = {name: (found["split_ms"], found["work"]["batch"])
-             for name, found in result["contenders"].items() if "split_ms" in found}  # fmt: skip
+    lines = {
+        name: (found["split_ms"], found["work"]["batch"])
+        for name, found in result["contenders"].items()
+        if "split_ms" in found
+    }
     if result["published_split_ms"]:
         lines = {"published, A100": (result["published_split_ms"], 8), **lines}
     names = list(lines)
@@ -91,5 +116,6 @@ def _split(axes: Any, result: Result) -> None:
     axes.invert_yaxis()
     axes.set(title="where a step's time goes, ms a picture")
     figure = axes.get_figure()
-    figure.legend(*axes.get_legend_handles_labels(), fontsize=8, ncols=10,
-                  loc="outside lower right")  # fmt: skip
+    figure.legend(
+        *axes.get_legend_handles_labels(), fontsize=8, ncols=10, loc="outside lower right"
+    )

@@ -17,8 +17,19 @@ Result = Mapping[str, Any]
 SCRIPT = "diffusers"
 COLD_MUST_S, COLD_STRETCH_S = 60.0, 35.0  # cold compile of forward and backward
 NORM_TOLERANCE = 0.03  # what rounding to half types costs
-HEADER = ("row", "run", "img/s", "A100, published", "p20 ms", "p50", "p80", "of script",
-          "peak GiB", "compile s", "note")  # fmt: skip
+HEADER = (
+    "row",
+    "run",
+    "img/s",
+    "A100, published",
+    "p20 ms",
+    "p50",
+    "p80",
+    "of script",
+    "peak GiB",
+    "compile s",
+    "note",
+)
 
 
 def load(paths: Iterable[Path]) -> list[dict[str, Any]]:
@@ -60,8 +71,11 @@ def compile_s(found: Found) -> float:
 
 
 def _note(result: Result, found: Found) -> str:
-    said = [] if found["loss_ok"] else [
-        f"BAD loss {found['loss']}, eager fp32 {found['loss_reference']}"]  # fmt: skip
+    said = (
+        []
+        if found["loss_ok"]
+        else [f"BAD loss {found['loss']}, eager fp32 {found['loss_reference']}"]
+    )
     said += _norm_text(result, found)
     said += [found["failed"]] if "failed" in found else []  # cut after it had its times
     if "loader" in found:
@@ -104,9 +118,11 @@ def best_of_ours(result: Result) -> tuple[str, Found] | None:
     """The fastest contender of Strop that does the same work as the others, with a right loss."""
     contenders = result["contenders"]
     works = [c["work"] for c in contenders.values()]
-    ours = [(name, c) for name, c in contenders.items()
-            if name.startswith("strop") and c.get("img_s") and c["loss_ok"]
-            and c["work"] == works[0]]  # fmt: skip
+    ours = [
+        (name, c)
+        for name, c in contenders.items()
+        if name.startswith("strop") and c.get("img_s") and c["loss_ok"] and c["work"] == works[0]
+    ]
     return max(ours, key=lambda pair: float(pair[1]["img_s"])) if ours else None
 
 
@@ -140,10 +156,17 @@ def cold_text(result: Result) -> str:
     if "first_split_s" not in found or result["is_tiny"]:
         return ""
     seconds = compile_s(found)
-    stands = ("stretch reached" if seconds <= COLD_STRETCH_S
-              else "must reached" if seconds <= COLD_MUST_S else "must missed")  # fmt: skip
-    return (f"cold compile of forward and backward {seconds:.1f} s, {stands}"
-            f" (must {COLD_MUST_S:.0f}, stretch {COLD_STRETCH_S:.0f})")  # fmt: skip
+    stands = (
+        "stretch reached"
+        if seconds <= COLD_STRETCH_S
+        else "must reached"
+        if seconds <= COLD_MUST_S
+        else "must missed"
+    )
+    return (
+        f"cold compile of forward and backward {seconds:.1f} s, {stands}"
+        f" (must {COLD_MUST_S:.0f}, stretch {COLD_STRETCH_S:.0f})"
+    )
 
 
 def markdown(results: Sequence[Result]) -> str:
@@ -190,8 +213,11 @@ def split_rows_of(results: Sequence[Result]) -> Rows:
     table: Rows = [("row", "run", *PARTS)]
     for result in results:
         label = result["row"]
-        lines = {name: found["split_ms"] for name, found in result["contenders"].items()
-                 if is_there(found) and "split_ms" in found}  # fmt: skip
+        lines = {
+            name: found["split_ms"]
+            for name, found in result["contenders"].items()
+            if is_there(found) and "split_ms" in found
+        }
         if result["published_split_ms"]:
             lines = {"A100, published, batch 8": result["published_split_ms"], **lines}
         for name, split in lines.items():
@@ -207,9 +233,17 @@ def loader_rows_of(results: Sequence[Result]) -> Rows:
         for name, found in result["contenders"].items():
             for tried in found.get("loaders", ()):
                 loader = tried["loader"]
-                cells = [f"{tried[k]:.2f}" if k in tried else ""
-                         for k in ("img_s", "mean_ms", "wait_ms")]  # fmt: skip
-                table.append((result["row"], name, str(loader["workers"]),
-                              "yes" if loader["is_pinned"] else "no", *cells,
-                              tried.get("skipped", "")))  # fmt: skip
+                cells = [
+                    f"{tried[k]:.2f}" if k in tried else "" for k in ("img_s", "mean_ms", "wait_ms")
+                ]
+                table.append(
+                    (
+                        result["row"],
+                        name,
+                        str(loader["workers"]),
+                        "yes" if loader["is_pinned"] else "no",
+                        *cells,
+                        tried.get("skipped", ""),
+                    )
+                )
     return table

@@ -152,8 +152,12 @@ def _ours(work: Work) -> tuple[Contender, ...]:
 
 def _peers(work: Work) -> tuple[Contender, ...]:
     """The slowest to compile last; CUDA graphs at batch 1, where launches are what costs."""
-    graphs = Contender("torch-graphs", work, replace(TORCH, compiler="inductor-graphs"),
-                       "Inductor with CUDA graphs")  # fmt: skip
+    graphs = Contender(
+        "torch-graphs",
+        work,
+        replace(TORCH, compiler="inductor-graphs"),
+        "Inductor with CUDA graphs",
+    )
     return (
         Contender("diffusers", work, SCRIPT, "the script's defaults, fp16"),
         Contender("torch", work, TORCH, "bf16, NHWC, Inductor, fused AdamW, foreach EMA"),
@@ -168,33 +172,92 @@ def _contenders(work: Work) -> tuple[Contender, ...]:
 _DREAMBOOTH = Work(batch=1, has_ema=False)
 _SDXL = Work("sdxl", 4, is_cached=True, has_ema=False)
 ROWS: tuple[Row, ...] = (
-    Row("P8", "SD1.5 512², full fine-tune, batch 8, VAE and text in the loop",
-        _contenders(Work()), "img/s", 72, 90),
-    Row("P9", "SD1.5 512², full fine-tune, batch 32, latents and text cached",
-        _contenders(Work(batch=32, is_cached=True)), "img/s", 115, 140),
-    Row("P11", "SD1.5 512², DreamBooth of the full UNet, batch 1",
-        (*_ours(_DREAMBOOTH),
-         Contender("strop-cached", replace(_DREAMBOOTH, is_cached=True), OURS,
-                   "less work: latents and text cached"),
-         Contender("strop-cached-graph", replace(_DREAMBOOTH, is_cached=True), GRAPH,
-                   "less work: latents and text cached; CUDA graph"),
-         *_peers(_DREAMBOOTH)), "x", 3),
-    Row("P11-lora", "SD1.5 512², LoRA of rank 16, batch 1, cached",
-        tuple(c for c in _contenders(replace(_DREAMBOOTH, trained="lora", is_cached=True))
-              if not c.setup.is_shadow), "ms", 25, 18),
-    Row("P11x", "SDXL 1024², full fine-tune, batch 4, cached, no EMA", (
-        Contender("strop", _SDXL, OURS),
-        Contender("strop-budget", _SDXL, replace(OURS, recompute="budget"),
-                  "half of the activations kept"),
-        Contender("strop-shadow-budget", _SDXL, replace(OURS, is_shadow=True, recompute="budget"),
-                  "bf16 copies of weights, half of the activations kept"),
-        Contender("diffusers", _SDXL, replace(SCRIPT, recompute="checkpoints"),
-                  "the script's flags for it: fp16, gradient checkpointing"),
-        Contender("torch", _SDXL, TORCH, "bf16, NHWC, Inductor, fused AdamW"),
-        Contender("torch-budget", _SDXL, replace(TORCH, recompute="budget"),
-                  "half of the activations kept"),
-    ), "img/s", 10, 14),
-)  # fmt: skip
+    Row(
+        "P8",
+        "SD1.5 512², full fine-tune, batch 8, VAE and text in the loop",
+        _contenders(Work()),
+        "img/s",
+        72,
+        90,
+    ),
+    Row(
+        "P9",
+        "SD1.5 512², full fine-tune, batch 32, latents and text cached",
+        _contenders(Work(batch=32, is_cached=True)),
+        "img/s",
+        115,
+        140,
+    ),
+    Row(
+        "P11",
+        "SD1.5 512², DreamBooth of the full UNet, batch 1",
+        (
+            *_ours(_DREAMBOOTH),
+            Contender(
+                "strop-cached",
+                replace(_DREAMBOOTH, is_cached=True),
+                OURS,
+                "less work: latents and text cached",
+            ),
+            Contender(
+                "strop-cached-graph",
+                replace(_DREAMBOOTH, is_cached=True),
+                GRAPH,
+                "less work: latents and text cached; CUDA graph",
+            ),
+            *_peers(_DREAMBOOTH),
+        ),
+        "x",
+        3,
+    ),
+    Row(
+        "P11-lora",
+        "SD1.5 512², LoRA of rank 16, batch 1, cached",
+        tuple(
+            c
+            for c in _contenders(replace(_DREAMBOOTH, trained="lora", is_cached=True))
+            if not c.setup.is_shadow
+        ),
+        "ms",
+        25,
+        18,
+    ),
+    Row(
+        "P11x",
+        "SDXL 1024², full fine-tune, batch 4, cached, no EMA",
+        (
+            Contender("strop", _SDXL, OURS),
+            Contender(
+                "strop-budget",
+                _SDXL,
+                replace(OURS, recompute="budget"),
+                "half of the activations kept",
+            ),
+            Contender(
+                "strop-shadow-budget",
+                _SDXL,
+                replace(OURS, is_shadow=True, recompute="budget"),
+                "bf16 copies of weights, half of the activations kept",
+            ),
+            Contender(
+                "diffusers",
+                _SDXL,
+                replace(SCRIPT, recompute="checkpoints"),
+                "the script's flags for it: fp16, gradient checkpointing",
+            ),
+            Contender("torch", _SDXL, TORCH, "bf16, NHWC, Inductor, fused AdamW"),
+            Contender(
+                "torch-budget",
+                _SDXL,
+                replace(TORCH, recompute="budget"),
+                "half of the activations kept",
+            ),
+        ),
+        "img/s",
+        10,
+        14,
+    ),
+)
 
 WORKERS = (1, 2, 4, 8, 16)
 SWEEP = tuple(Loader(w, p) for p in (True, False) for w in WORKERS)
@@ -207,23 +270,38 @@ _RUNGS: tuple[tuple[str, float | None, dict[str, Any], str], ...] = (
     ("tf32", 8.11, {}, "tf32, naive attention, loader without workers"),
     ("fp16", 9.55, {"precision": "fp16"}, "fp16 autocast with GradScaler"),
     ("loader", 11.46, {"loaders": SWEEP}, "num_workers and pinning swept, the best"),
-    ("fused", 12.66, {"optimizer": "fused", "is_channels_last": True, "loaders": (),
-                      "takes_best_loader": True},
-     "what plain torch has of fused layers: channels-last; AdamW(fused=True)"),
+    (
+        "fused",
+        12.66,
+        {"optimizer": "fused", "is_channels_last": True, "loaders": (), "takes_best_loader": True},
+        "what plain torch has of fused layers: channels-last; AdamW(fused=True)",
+    ),
     ("flash", 18.07, {"attention": "sdpa"}, "torch's scaled_dot_product_attention"),
     ("batch48", 23.57, {"batch": 48}, "batch 48"),
     ("ema", 23.75, {"ema": "foreach"}, "EMA in one foreach sweep"),
     ("zero2", 24.03, {"gpus": 2}, "ZeRO-2"),
-    ("compiled", None, {"gpus": 1, "precision": "bf16", "compiler": "strop", "reads_loss": False},
-     "strop.optimize(train=True), NHWC, bf16; no loss read every step"),
+    (
+        "compiled",
+        None,
+        {"gpus": 1, "precision": "bf16", "compiler": "strop", "reads_loss": False},
+        "strop.optimize(train=True), NHWC, bf16; no loss read every step",
+    ),
     ("one-pass", None, {"optimizer": "strop"}, "clip, AdamW and EMA in FusedAdamW"),
     ("caches", None, {"is_cached": True, **_NO_LOADER}, "less work: latents and text cached"),
     ("graph", None, {"graph": "needed"}, "whole step in a CUDA graph"),
     ("shadow", None, {"is_shadow": True, "graph": "if built"}, "bf16 copies of the weights"),
-)  # fmt: skip
+)
 # Milliseconds of a step of the first rungs' script at batch 8, on the same A100.
-PUBLISHED_SPLIT = {"VAE": 33.0, "text": 14.0, "forward": 82.0, "backward": 125.0, "clip": 32.0,
-                   "update": 96.0, "EMA": 38.0, "other": 16.0}  # fmt: skip
+PUBLISHED_SPLIT = {
+    "VAE": 33.0,
+    "text": 14.0,
+    "forward": 82.0,
+    "backward": 125.0,
+    "clip": 32.0,
+    "update": 96.0,
+    "EMA": 38.0,
+    "other": 16.0,
+}
 
 
 def _rungs() -> tuple[Contender, ...]:
@@ -238,12 +316,17 @@ def _rungs() -> tuple[Contender, ...]:
     return tuple(found)
 
 
-LADDER = Row("ladder", "SD1.5 512², full fine-tune, the published ladder and ours", _rungs(),
-             published_split=PUBLISHED_SPLIT)  # fmt: skip
+LADDER = Row(
+    "ladder",
+    "SD1.5 512², full fine-tune, the published ladder and ours",
+    _rungs(),
+    published_split=PUBLISHED_SPLIT,
+)
 
 
-def chosen_rows(names: Sequence[str], *, ladder: bool = False, tiny: bool = False,
-                only: Sequence[str] = ()) -> tuple[Row, ...]:  # fmt: skip
+def chosen_rows(
+    names: Sequence[str], *, ladder: bool = False, tiny: bool = False, only: Sequence[str] = ()
+) -> tuple[Row, ...]:
     """Rows by name; "P11" stands for P11 and P11-lora. None: all, or the ladder alone if asked
     for. ``only``: these contenders of them. Raises OptionError for what there is not."""
     known = {row.name.lower(): {row.name} for row in ROWS}
@@ -266,8 +349,9 @@ def _restricted(rows: Sequence[Row], only: Sequence[str]) -> list[Row]:
     unknown = [name for name in only if name not in names]
     if unknown:
         raise OptionError(f"no contender {', '.join(unknown)}; there are {', '.join(names)}")
-    kept = [replace(row, contenders=tuple(c for c in row.contenders if c.name in only))
-            for row in rows]  # fmt: skip
+    kept = [
+        replace(row, contenders=tuple(c for c in row.contenders if c.name in only)) for row in rows
+    ]
     return [row for row in kept if row.contenders]
 
 

@@ -33,9 +33,11 @@ class Worker:
         with self._log.open("w") as stream:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "strop.bench.worker", str(self._answer)],
-                stdin=subprocess.PIPE, stdout=stream, stderr=subprocess.STDOUT,
+                stdin=subprocess.PIPE,
+                stdout=stream,
+                stderr=subprocess.STDOUT,
                 start_new_session=True,
-            )  # fmt: skip
+            )
 
     def __enter__(self) -> Worker:
         return self

@@ -13,12 +13,21 @@ from torch.nn import functional as F
 class Conv(nn.Sequential):
     """Convolution, batch norm, ReLU: the brick of most of them."""
 
-    def __init__(self, inner: int, outer: int, kernel: int | tuple[int, int] = 3, stride: int = 1,
-                 groups: int = 1) -> None:  # fmt: skip
+    def __init__(
+        self,
+        inner: int,
+        outer: int,
+        kernel: int | tuple[int, int] = 3,
+        stride: int = 1,
+        groups: int = 1,
+    ) -> None:
         sides = (kernel, kernel) if isinstance(kernel, int) else kernel
         padding = (sides[0] // 2, sides[1] // 2)
-        super().__init__(nn.Conv2d(inner, outer, sides, stride, padding, groups=groups, bias=False),
-                         nn.BatchNorm2d(outer), nn.ReLU(inplace=True))  # fmt: skip
+        super().__init__(
+            nn.Conv2d(inner, outer, sides, stride, padding, groups=groups, bias=False),
+            nn.BatchNorm2d(outer),
+            nn.ReLU(inplace=True),
+        )
 
 
 def _randomised(module: nn.Module) -> None:
@@ -62,11 +71,16 @@ class DenseBlock(nn.Module):
     def __init__(self, inner: int, growth: int, depth: int) -> None:
         super().__init__()
         self.layers = nn.ModuleList(
-            nn.Sequential(nn.BatchNorm2d(inner + i * growth), nn.ReLU(inplace=True),
-                          nn.Conv2d(inner + i * growth, 2 * growth, 1, bias=False),
-                          nn.BatchNorm2d(2 * growth), nn.ReLU(inplace=True),
-                          nn.Conv2d(2 * growth, growth, 3, padding=1, bias=False))
-            for i in range(depth))  # fmt: skip
+            nn.Sequential(
+                nn.BatchNorm2d(inner + i * growth),
+                nn.ReLU(inplace=True),
+                nn.Conv2d(inner + i * growth, 2 * growth, 1, bias=False),
+                nn.BatchNorm2d(2 * growth),
+                nn.ReLU(inplace=True),
+                nn.Conv2d(2 * growth, growth, 3, padding=1, bias=False),
+            )
+            for i in range(depth)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         found = [x]
@@ -77,10 +91,20 @@ class DenseBlock(nn.Module):
 
 def densenet() -> nn.Module:
     """DenseNet (Huang et al., 2017): each layer reads all before it."""
-    return Classifier(nn.Sequential(
-        nn.Conv2d(3, 16, 3, 2, 1), DenseBlock(16, 8, 3), nn.BatchNorm2d(40), nn.ReLU(inplace=True),
-        nn.Conv2d(40, 20, 1), nn.AvgPool2d(2, 2), DenseBlock(20, 8, 3), nn.BatchNorm2d(44),
-        nn.ReLU(inplace=True)), nn.Linear(44, 10))  # fmt: skip
+    return Classifier(
+        nn.Sequential(
+            nn.Conv2d(3, 16, 3, 2, 1),
+            DenseBlock(16, 8, 3),
+            nn.BatchNorm2d(40),
+            nn.ReLU(inplace=True),
+            nn.Conv2d(40, 20, 1),
+            nn.AvgPool2d(2, 2),
+            DenseBlock(20, 8, 3),
+            nn.BatchNorm2d(44),
+            nn.ReLU(inplace=True),
+        ),
+        nn.Linear(44, 10),
+    )
 
 
 class Inception(nn.Module):
@@ -99,8 +123,10 @@ class Inception(nn.Module):
 
 
 def inception() -> nn.Module:
-    return Classifier(nn.Sequential(Conv(3, 16, stride=2), Inception(16), nn.MaxPool2d(3, 2),
-                                    Inception(32)), nn.Linear(32, 10))  # fmt: skip
+    return Classifier(
+        nn.Sequential(Conv(3, 16, stride=2), Inception(16), nn.MaxPool2d(3, 2), Inception(32)),
+        nn.Linear(32, 10),
+    )
 
 
 class Shuffle(nn.Module):
@@ -110,8 +136,11 @@ class Shuffle(nn.Module):
         super().__init__()
         half = width // 2
         self.branch = nn.Sequential(
-            Conv(half, half, 1), nn.Conv2d(half, half, 3, 1, 1, groups=half, bias=False),
-            nn.BatchNorm2d(half), Conv(half, half, 1))  # fmt: skip
+            Conv(half, half, 1),
+            nn.Conv2d(half, half, 3, 1, 1, groups=half, bias=False),
+            nn.BatchNorm2d(half),
+            Conv(half, half, 1),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         kept, changed = x.chunk(2, dim=1)
@@ -144,10 +173,16 @@ class Inverted(nn.Module):
     def __init__(self, width: int, hidden: int) -> None:
         super().__init__()
         self.layers = nn.Sequential(
-            nn.Conv2d(width, hidden, 1, bias=False), nn.BatchNorm2d(hidden), nn.Hardswish(),
-            nn.Conv2d(hidden, hidden, 5, 1, 2, groups=hidden, bias=False), nn.BatchNorm2d(hidden),
-            Excite(hidden), nn.Hardswish(), nn.Conv2d(hidden, width, 1, bias=False),
-            nn.BatchNorm2d(width))  # fmt: skip
+            nn.Conv2d(width, hidden, 1, bias=False),
+            nn.BatchNorm2d(hidden),
+            nn.Hardswish(),
+            nn.Conv2d(hidden, hidden, 5, 1, 2, groups=hidden, bias=False),
+            nn.BatchNorm2d(hidden),
+            Excite(hidden),
+            nn.Hardswish(),
+            nn.Conv2d(hidden, width, 1, bias=False),
+            nn.BatchNorm2d(width),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.layers(x)  # type: ignore[no-any-return]
@@ -188,10 +223,15 @@ class Generator(nn.Module):
     def __init__(self, width: int = 8) -> None:
         super().__init__()
         self.layers = nn.Sequential(
-            nn.ConvTranspose2d(16, 4 * width, 4, 1, 0, bias=False), nn.BatchNorm2d(4 * width),
-            nn.ReLU(True), nn.ConvTranspose2d(4 * width, width, 4, 2, 1, bias=False),
-            nn.BatchNorm2d(width), nn.ReLU(True), nn.ConvTranspose2d(width, 3, 4, 2, 1),
-            nn.Tanh())  # fmt: skip
+            nn.ConvTranspose2d(16, 4 * width, 4, 1, 0, bias=False),
+            nn.BatchNorm2d(4 * width),
+            nn.ReLU(True),
+            nn.ConvTranspose2d(4 * width, width, 4, 2, 1, bias=False),
+            nn.BatchNorm2d(width),
+            nn.ReLU(True),
+            nn.ConvTranspose2d(width, 3, 4, 2, 1),
+            nn.Tanh(),
+        )
         _randomised(self)
 
     def forward(self, noise: Tensor) -> Tensor:
@@ -205,8 +245,9 @@ class WaveNet(nn.Module):
     def __init__(self, width: int = 16, depth: int = 4) -> None:
         super().__init__()
         self.stem = nn.Conv1d(1, width, 1)
-        self.gated = nn.ModuleList(nn.Conv1d(width, 2 * width, 2, dilation=2**i)
-                                   for i in range(depth))  # fmt: skip
+        self.gated = nn.ModuleList(
+            nn.Conv1d(width, 2 * width, 2, dilation=2**i) for i in range(depth)
+        )
         self.mix = nn.ModuleList(nn.Conv1d(width, width, 1) for _ in range(depth))
         self.head = nn.Sequential(nn.ReLU(), nn.Conv1d(width, 32, 1))
 
@@ -227,9 +268,13 @@ class Video(nn.Module):
     def __init__(self, width: int = 8) -> None:
         super().__init__()
         self.layers = nn.Sequential(
-            nn.Conv3d(3, width, 3, (1, 2, 2), 1), nn.BatchNorm3d(width), nn.ReLU(inplace=True),
-            nn.Conv3d(width, 2 * width, 3, 1, 1), nn.BatchNorm3d(2 * width),
-            nn.ReLU(inplace=True))  # fmt: skip
+            nn.Conv3d(3, width, 3, (1, 2, 2), 1),
+            nn.BatchNorm3d(width),
+            nn.ReLU(inplace=True),
+            nn.Conv3d(width, 2 * width, 3, 1, 1),
+            nn.BatchNorm3d(2 * width),
+            nn.ReLU(inplace=True),
+        )
         self.head = nn.Linear(2 * width, 5)
         _randomised(self)
 

@@ -37,22 +37,34 @@ LONG_TEXT = Sizes(((2, 24), (3, 17), (1, 32), (4, 20)), (BATCH, range(17, 49)))
 PAIRS = Sizes(((2, 12, 5), (3, 7, 9), (1, 16, 4), (4, 9, 9)), (BATCH, range(2, 33), range(2, 17)))
 # new and past tokens
 CACHED = Sizes(((2, 1, 8), (3, 1, 5), (1, 1, 11), (4, 1, 16)), (BATCH, range(1, 2), range(2, 49)))
-BATCHES = Sizes(((2, 32, 32), (3, 32, 32), (1, 32, 32), (5, 32, 32)),
-                (range(1, 25), range(32, 33), range(32, 33)))  # fmt: skip
-LARGE_BATCHES = Sizes(((2, 64, 64), (3, 64, 64), (1, 64, 64), (4, 64, 64)),
-                      (range(1, 21), range(64, 65), range(64, 65)))  # fmt: skip
-IMAGES = Sizes(((2, 32, 32), (3, 48, 64), (1, 64, 32), (2, 64, 64)),
-               (range(1, 5), range(32, 97, 16), range(32, 97, 16)))  # fmt: skip
-LARGE_IMAGES = Sizes(((2, 64, 64), (3, 64, 96), (1, 128, 64), (2, 96, 96)),
-                     (range(1, 4), range(64, 129, 32), range(64, 129, 32)))  # fmt: skip
+BATCHES = Sizes(
+    ((2, 32, 32), (3, 32, 32), (1, 32, 32), (5, 32, 32)),
+    (range(1, 25), range(32, 33), range(32, 33)),
+)
+LARGE_BATCHES = Sizes(
+    ((2, 64, 64), (3, 64, 64), (1, 64, 64), (4, 64, 64)),
+    (range(1, 21), range(64, 65), range(64, 65)),
+)
+IMAGES = Sizes(
+    ((2, 32, 32), (3, 48, 64), (1, 64, 32), (2, 64, 64)),
+    (range(1, 5), range(32, 97, 16), range(32, 97, 16)),
+)
+LARGE_IMAGES = Sizes(
+    ((2, 64, 64), (3, 64, 96), (1, 128, 64), (2, 96, 96)),
+    (range(1, 4), range(64, 129, 32), range(64, 129, 32)),
+)
 WAVES = Sizes(((2, 800), (3, 1000), (1, 640), (4, 1200)), (BATCH, range(400, 1201)))
-LATENTS = Sizes(((2, 8, 8), (3, 8, 16), (1, 16, 8), (2, 12, 8)),
-                (range(1, 5), range(6, 19, 2), range(6, 19, 2)))  # fmt: skip
-ONE_LATENT = Sizes(((2, 8, 8), (3, 8, 8), (1, 8, 8), (4, 8, 8)),
-                   (range(1, 25), range(8, 9), range(8, 9)))  # fmt: skip
+LATENTS = Sizes(
+    ((2, 8, 8), (3, 8, 16), (1, 16, 8), (2, 12, 8)), (range(1, 5), range(6, 19, 2), range(6, 19, 2))
+)
+ONE_LATENT = Sizes(
+    ((2, 8, 8), (3, 8, 8), (1, 8, 8), (4, 8, 8)), (range(1, 25), range(8, 9), range(8, 9))
+)
 TARGETS = Sizes(((2, 5), (3, 9), (1, 12), (4, 7)), (BATCH, range(2, 33)))
-CLIPS = Sizes(((2, 4, 16, 16), (3, 6, 24, 16), (1, 4, 32, 24), (2, 5, 16, 16)),
-              (range(1, 4), range(3, 8), range(16, 33, 8), range(16, 33, 8)))  # fmt: skip
+CLIPS = Sizes(
+    ((2, 4, 16, 16), (3, 6, 24, 16), (1, 4, 32, 24), (2, 5, 16, 16)),
+    (range(1, 4), range(3, 8), range(16, 33, 8), range(16, 33, 8)),
+)
 CLICKS = Sizes(((8,), (3,), (1,), (16,)), (range(1, 65),))
 
 
@@ -141,8 +153,14 @@ def sd3_inputs(batch: int, height: int, width: int) -> Inputs:
 
 def flux_inputs(batch: int, height: int, width: int) -> Inputs:
     rows, columns = torch.arange(height), torch.arange(width)
-    ids = torch.stack([torch.zeros(height, width), rows[:, None].expand(height, width),
-                       columns[None].expand(height, width)], -1)  # fmt: skip
+    ids = torch.stack(
+        [
+            torch.zeros(height, width),
+            rows[:, None].expand(height, width),
+            columns[None].expand(height, width),
+        ],
+        -1,
+    )
     return {
         "hidden_states": torch.randn(batch, height * width, 4),
         "encoder_hidden_states": torch.randn(batch, 9, 32),

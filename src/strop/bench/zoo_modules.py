@@ -71,8 +71,9 @@ class DLRM(nn.Module):
 
     def __init__(self, width: int = 16, num_tables: int = 5, rows: int = 50) -> None:
         super().__init__()
-        self.tables = nn.ModuleList(nn.EmbeddingBag(rows, width, mode="sum")
-                                    for _ in range(num_tables))  # fmt: skip
+        self.tables = nn.ModuleList(
+            nn.EmbeddingBag(rows, width, mode="sum") for _ in range(num_tables)
+        )
         self.bottom = nn.Sequential(nn.Linear(13, 32), nn.ReLU(), nn.Linear(32, width), nn.ReLU())
         pairs = (num_tables + 1) * num_tables // 2
         self.top = nn.Sequential(nn.Linear(pairs + width, 32), nn.ReLU(), nn.Linear(32, 1))
@@ -133,10 +134,13 @@ class TinyDetr(nn.Module):
     def forward(self, pixel_values: Tensor) -> dict[str, Tensor]:
         features = self.backbone(pixel_values)
         height, width = features.shape[-2:]
-        position = torch.cat([
-            self.columns[:width].unsqueeze(0).expand(height, -1, -1),
-            self.rows[:height].unsqueeze(1).expand(-1, width, -1),
-        ], -1).flatten(0, 1)  # fmt: skip
+        position = torch.cat(
+            [
+                self.columns[:width].unsqueeze(0).expand(height, -1, -1),
+                self.rows[:height].unsqueeze(1).expand(-1, width, -1),
+            ],
+            -1,
+        ).flatten(0, 1)
         queries = self.queries.expand(features.shape[0], -1, -1)
         found = self.transformer(position + 0.1 * features.flatten(2).transpose(1, 2), queries)
         return {"classes": F.softmax(self.classes(found), -1), "boxes": self.boxes(found).sigmoid()}

@@ -109,11 +109,15 @@ def compile_(
 
 def _compile_rows(result: dict[str, Any]) -> list[tuple[str, ...]]:
     return [
-        (name, "{1}x{0}".format(*row["size"]) + f" b{row['batch']}", f"{row['first_s']:.3f}",
-         f"{row['second_s']:.3f}")
+        (
+            name,
+            "{1}x{0}".format(*row["size"]) + f" b{row['batch']}",
+            f"{row['first_s']:.3f}",
+            f"{row['second_s']:.3f}",
+        )
         for name in ("cold", "cached")
         for row in result[name]["shapes"]
-    ]  # fmt: skip
+    ]
 
 
 def _prepared(case: str, out: Path | None, device: Device) -> tuple[BenchCase, str]:
@@ -166,8 +170,13 @@ def pictures(
     where = arguments.chosen_device(device)
     with progress_bar() as bar:
         task = bar.add_task("drawing", total=None, note="eager and default options")
-        result = quality.run(out, where, num_sizes=sizes, ablate=ablate,
-                             step=lambda name: bar.update(task, note=name))  # fmt: skip
+        result = quality.run(
+            out,
+            where,
+            num_sizes=sizes,
+            ablate=ablate,
+            step=lambda name: bar.update(task, note=name),
+        )
     header, *rows = quality.rows_of(result)
     show(header, rows, result)
     judged = (result, *result.get("switches", {}).values())
@@ -204,9 +213,10 @@ def models(
     wanted = [name for name in only.split(",") if name]
     unknown = sorted(set(wanted) - {m.name for m in ZOO})
     if unknown:
-        raise typer.BadParameter(f"no model {', '.join(unknown)}; there are "
-                                 f"{', '.join(m.name for m in ZOO)}", param_hint="'--only'"
-                                 )  # fmt: skip
+        raise typer.BadParameter(
+            f"no model {', '.join(unknown)}; there are {', '.join(m.name for m in ZOO)}",
+            param_hint="'--only'",
+        )
     chosen = [m for m in ZOO if not wanted or m.name in wanted]
     result = _census(chosen, arguments.chosen_device(device), shapes)
     _write_census(result, out, page)
@@ -319,27 +329,44 @@ def batches(
     dtype = torch.float16 if where.type == "cuda" else torch.float32
     (chosen,) = (n for n in bench_batches.NETWORKS if n.name == network)
     with spinner(f"measuring {network} at batches {sizes}"):
-        result = bench_batches.run(chosen, where, dtype, [int(s) for s in sizes.split(",")],
-                                   tuple(peer or bench_batches.PEERS), samples, apart
-                                   )  # fmt: skip
+        result = bench_batches.run(
+            chosen,
+            where,
+            dtype,
+            [int(s) for s in sizes.split(",")],
+            tuple(peer or bench_batches.PEERS),
+            samples,
+            apart,
+        )
     if out is not None:
         result["file"] = str(report.write_json(result, out))
     header, *rows = bench_batches.rows_of(result)
     show(header, rows, result)
     counts = result["counts"]
-    print(f"strop: {counted(counts['num_graphs'], 'graph')},"
-          f" {counted(counts['num_recompiles'], 'recompile')}")  # fmt: skip
+    print(
+        f"strop: {counted(counts['num_graphs'], 'graph')},"
+        f" {counted(counts['num_recompiles'], 'recompile')}"
+    )
 
 
-def _kernels(families: list[str] | None, shapes: list[str] | None, random: int, seed: int,
-             where: Any, dtype: Any) -> list[Any]:  # fmt: skip
+def _kernels(
+    families: list[str] | None,
+    shapes: list[str] | None,
+    random: int,
+    seed: int,
+    where: Any,
+    dtype: Any,
+) -> list[Any]:
     from strop.bench import kernel as bench_kernel
     from strop.bench.kernel_cases import cases_at, kernel_cases
 
     cases: Sequence[Any] = cases_at([_shape(text) for text in shapes or ()])
     if not shapes:
-        cases = (bench_kernel.random_cases(random, seed, where.type, dtype) if random
-                 else kernel_cases(where.type, dtype))  # fmt: skip
+        cases = (
+            bench_kernel.random_cases(random, seed, where.type, dtype)
+            if random
+            else kernel_cases(where.type, dtype)
+        )
     chosen = [case for case in cases if not families or case.family in families]
     if not chosen:
         raise typer.BadParameter("none of the families has such sizes", param_hint="'--shape'")
@@ -349,14 +376,22 @@ def _kernels(families: list[str] | None, shapes: list[str] | None, random: int, 
 def _shape(text: str) -> tuple[int, ...]:
     sizes = text.split("x")
     if not all(size.isdigit() and int(size) for size in sizes) or len(sizes) not in (2, 4):
-        raise typer.BadParameter(f"{text!r} is not like 4096x768 or 2x320x64x64",
-                                 param_hint="'--shape'")  # fmt: skip
+        raise typer.BadParameter(
+            f"{text!r} is not like 4096x768 or 2x320x64x64", param_hint="'--shape'"
+        )
     return tuple(map(int, sizes))
 
 
-def _measured_kernels(chosen: Sequence[Any], where: Any, dtype: Any, peers: Sequence[str],
-                      samples: int, limit: float, apart: bool, out: Path | None
-                      ) -> dict[str, Any]:  # fmt: skip
+def _measured_kernels(
+    chosen: Sequence[Any],
+    where: Any,
+    dtype: Any,
+    peers: Sequence[str],
+    samples: int,
+    limit: float,
+    apart: bool,
+    out: Path | None,
+) -> dict[str, Any]:
     from strop.bench import kernel as bench_kernel
     from strop.bench import report
     from strop.cli.stages import only_errors, progress_bar
@@ -368,9 +403,16 @@ def _measured_kernels(chosen: Sequence[Any], where: Any, dtype: Any, peers: Sequ
     with only_errors(), progress_bar() as bar:
         task = bar.add_task("kernels", total=len(chosen), note="")
         return bench_kernel.run(
-            chosen, where, dtype, peers, samples, limit,
-            lambda row: bar.update(task, advance=1, note=row["case"]), apart, save,
-        )  # fmt: skip
+            chosen,
+            where,
+            dtype,
+            peers,
+            samples,
+            limit,
+            lambda row: bar.update(task, advance=1, note=row["case"]),
+            apart,
+            save,
+        )
 
 
 def _show_kernels(result: dict[str, Any]) -> None:
@@ -378,8 +420,18 @@ def _show_kernels(result: dict[str, Any]) -> None:
 
     header, *rows = bench_kernel.rows_of(result)
     show(header, rows, {})
-    found = [(s["family"], s["peer"], str(s["cases"]), f"{s['worst']:.2f}", f"{s['median']:.2f}",
-              f"{s['geomean']:.2f}", s["worst_case"]) for s in result["summary"]]  # fmt: skip
+    found = [
+        (
+            s["family"],
+            s["peer"],
+            str(s["cases"]),
+            f"{s['worst']:.2f}",
+            f"{s['median']:.2f}",
+            f"{s['geomean']:.2f}",
+            s["worst_case"],
+        )
+        for s in result["summary"]
+    ]
     header = ("family", "peer", "cases", "worst", "median", "geomean", "worst case")
     print("\ntimes as long as strop takes:")
     show(header, found, result)
@@ -403,8 +455,9 @@ def _census(chosen: Sequence[ZooModel], device: str, num_shapes: int) -> dict[st
         def step(verdict: census.Verdict) -> None:
             bar.update(task, advance=1, note=verdict.name)
 
-        return census.run(chosen, torch.device(device), Options.from_environment(), step,
-                          num_shapes)  # fmt: skip
+        return census.run(
+            chosen, torch.device(device), Options.from_environment(), step, num_shapes
+        )
 
 
 def _write_census(result: dict[str, Any], out: Path | None, page: Path | None) -> None:
@@ -424,10 +477,12 @@ def _write_census(result: dict[str, Any], out: Path | None, page: Path | None) -
 def select(
     sweeps: Annotated[
         list[Path],
-        typer.Argument(help="Read these files of the probes that sweep convolutions, linears or "
-                       "attention.", show_default=False),
+        typer.Argument(
+            help="Read these files of the probes that sweep convolutions, linears or attention.",
+            show_default=False,
+        ),
     ],
-) -> None:  # fmt: skip
+) -> None:
     """Judge the rules that choose between Strop's own kernels and a library's.
 
     At each shape the time of what they choose is set beside the fastest time that a sweep has
@@ -436,15 +491,27 @@ def select(
     from strop.bench import select as bench_select
 
     found = [choice for sweep in sweeps for choice in bench_select.choices(sweep)]
-    rows = [(choice.kind, "x".join(map(str, choice.shape)), str(choice.chosen), f"{choice.us:.1f}",
-             str(choice.fastest), f"{choice.fastest_us:.1f}", f"{choice.share:.3f}",
-             "fitted" if choice.was_fitted else "") for choice in found]  # fmt: skip
+    rows = [
+        (
+            choice.kind,
+            "x".join(map(str, choice.shape)),
+            str(choice.chosen),
+            f"{choice.us:.1f}",
+            str(choice.fastest),
+            f"{choice.fastest_us:.1f}",
+            f"{choice.share:.3f}",
+            "fitted" if choice.was_fitted else "",
+        )
+        for choice in found
+    ]
     show(("sweep", "shape", "chosen", "us", "fastest", "us", "share", ""), rows, {})
     is_any_new = not all(choice.was_fitted for choice in found)
     for what, held_out in (("all shapes", False), ("held out", True))[: 1 + is_any_new]:
         verdict = bench_select.judged(found, held_out=held_out)
-        typer.echo(f"{what}: {verdict.count}, geometric mean {verdict.mean:.4f} of the fastest, "
-                   f"worst {verdict.worst.share:.3f}; {_must(verdict.holds)}")  # fmt: skip
+        typer.echo(
+            f"{what}: {verdict.count}, geometric mean {verdict.mean:.4f} of the fastest, "
+            f"worst {verdict.worst.share:.3f}; {_must(verdict.holds)}"
+        )
     first, again = bench_select.decision_us((2, side, 320, 640, 3, 1) for side in range(8, 136))
     typer.echo(f"a decision: {again:.2f} us, {first:.0f} us at a size for the first time")
 

@@ -136,8 +136,19 @@ def infer(
         raise typer.BadParameter("goes with --random N", param_hint="--variants")
     with wrong("ROWS"):
         chosen = chosen_rows(rows or (), tiny=tiny)
-    plan = _plan(device, tiny, dtype, _names(peers), samples=samples, calls=calls, random=random,
-                 seed=seed, ablate=ablate, variants=variants, commit=commit)  # fmt: skip
+    plan = _plan(
+        device,
+        tiny,
+        dtype,
+        _names(peers),
+        samples=samples,
+        calls=calls,
+        random=random,
+        seed=seed,
+        ablate=ablate,
+        variants=variants,
+        commit=commit,
+    )
     results = _measured(chosen, plan, budget_s=budget, out=out, earlier=earlier, is_apart=not tiny)
 
     from strop.bench import infer_plots, infer_report
@@ -205,8 +216,10 @@ def table(
         infer_plots.draw(result, plots or Path())
     for result in trained if plots else ():
         train_plots.draw(result, plots or Path())
-    texts = {"infer": infer_report.markdown(found) if found else "",
-             "train": train_report.markdown(trained) if trained else ""}  # fmt: skip
+    texts = {
+        "infer": infer_report.markdown(found) if found else "",
+        "train": train_report.markdown(trained) if trained else "",
+    }
     for mark, text in texts.items():
         if text and page is None:
             print(text)

@@ -48,9 +48,12 @@ OnlyOption = Annotated[
 ]
 ResumeOption = Annotated[
     list[Path] | None,
-    typer.Option(help="Measure what this JSON file of an earlier run on this machine lacks. The "
-                 "option may be repeated.", show_default=False),
-]  # fmt: skip
+    typer.Option(
+        help="Measure what this JSON file of an earlier run on this machine lacks. The "
+        "option may be repeated.",
+        show_default=False,
+    ),
+]
 BudgetOption = Annotated[
     float,
     typer.Option(min=1.0, help="Take at most this many seconds, and name what does not fit."),
@@ -60,9 +63,10 @@ WarmUpOption = Annotated[
 ]
 PlotsOption = Annotated[
     Path | None,
-    typer.Option(help="Draw the plots into this folder. [dim]\\[default: that of -o][/]",
-                 show_default=False),
-]  # fmt: skip
+    typer.Option(
+        help="Draw the plots into this folder. [dim]\\[default: that of -o][/]", show_default=False
+    ),
+]
 TinyOption = Annotated[
     bool,
     typer.Option("--tiny", help="Run the same code with tiny widths and sizes, in seconds."),
@@ -107,8 +111,9 @@ def train(
             names, ladder=ladder, tiny=tiny, only=[n for n in only.split(",") if n]
         )
     plan = Plan(_device(device, tiny), samples, warm_up, commit=commit)
-    results = _measured(chosen, plan, budget_s=budget, out=out, is_apart=not tiny,
-                        earlier=resume or ())  # fmt: skip
+    results = _measured(
+        chosen, plan, budget_s=budget, out=out, is_apart=not tiny, earlier=resume or ()
+    )
     _show(results, plots or out)
 
 
@@ -142,8 +147,11 @@ def _measured(rows: Any, plan: Any, **how: Any) -> list[dict[str, Any]]:
 def _show(results: list[dict[str, Any]], plots: Path | None) -> None:
     from strop.bench import train_plots, train_report
 
-    for table in (train_report.rows_of(results), train_report.split_rows_of(results),
-                  train_report.loader_rows_of(results)):  # fmt: skip
+    for table in (
+        train_report.rows_of(results),
+        train_report.split_rows_of(results),
+        train_report.loader_rows_of(results),
+    ):
         header, *lines = table
         if lines:
             show(header, lines, {})

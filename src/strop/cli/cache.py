@@ -28,8 +28,16 @@ app = App(
     $ strop cache prune --age 30d
     $ STROP_CACHE_DIR=/tmp/cache strop cache verify""",
 )
-_SIZES = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9,
-          "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}  # fmt: skip
+_SIZES = {
+    "": 1,
+    "B": 1,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "KIB": 1 << 10,
+    "MIB": 1 << 20,
+    "GIB": 1 << 30,
+}
 _AGES = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 
 
@@ -69,8 +77,10 @@ def list_command(
         by_kind[entry.kind].append(entry)
     typer.echo(f"{_folder()}: {counted(len(entries), 'entry')}, {_total(entries)}")
     for kind, rows in sorted(by_kind.items(), key=lambda item: -sum(e.num_bytes for e in item[1])):
-        typer.echo(f"{kind:>8} {len(rows):6d}  {_total(rows):>10}  last used {_ago(rows[-1], now)},"
-                   f" longest unused {_ago(rows[0], now)}  {KINDS[kind]}")  # fmt: skip
+        typer.echo(
+            f"{kind:>8} {len(rows):6d}  {_total(rows):>10}  last used {_ago(rows[-1], now)},"
+            f" longest unused {_ago(rows[0], now)}  {KINDS[kind]}"
+        )
     for entry in entries if every else ():
         typer.echo(f"{entry.kind}/{entry.key}  {bytes_text(entry.num_bytes)}  {_ago(entry, now)}")
 
@@ -133,8 +143,10 @@ def _filled() -> DiskCache | None:
     store = DiskCache(folder) if folder.is_dir() else None
     if store is not None and store.entries():
         return store
-    typer.echo(f"there is nothing of Strop's in {folder}: nothing has been compiled with this cache"
-               " folder yet (STROP_CACHE_DIR chooses another)")  # fmt: skip
+    typer.echo(
+        f"there is nothing of Strop's in {folder}: nothing has been compiled with this cache"
+        " folder yet (STROP_CACHE_DIR chooses another)"
+    )
     return None
 
 

@@ -54,8 +54,13 @@ Where = Annotated[
 
 
 @reported
-def repro(dump: Dump, output: Output = Path("repro"), seed: Seed = 0, inputs: Inputs = None,
-          device: Where = Device.auto) -> None:  # fmt: skip
+def repro(
+    dump: Dump,
+    output: Output = Path("repro"),
+    seed: Seed = 0,
+    inputs: Inputs = None,
+    device: Where = Device.auto,
+) -> None:
     """Write a script and inputs that show how a dumped graph fails, to attach to a bug report.
 
     Without --inputs all inputs are random, the weights too: then the folder holds nothing of your
@@ -67,8 +72,9 @@ def repro(dump: Dump, output: Output = Path("repro"), seed: Seed = 0, inputs: In
 
 
 @reported
-def minify(dump: Dump, output: Output = Path("minified"), seed: Seed = 0,
-           device: Where = Device.auto) -> None:  # fmt: skip
+def minify(
+    dump: Dump, output: Output = Path("minified"), seed: Seed = 0, device: Where = Device.auto
+) -> None:
     """Find the smallest part of a dumped graph that still fails in the same way.
 
     A graph fails if compiling it raises an error, or if its results are less accurate than
@@ -99,8 +105,7 @@ def minify(dump: Dump, output: Output = Path("minified"), seed: Seed = 0,
 
 
 @reported
-def bisect(dump: Dump, seed: Seed = 0, inputs: Inputs = None, device: Where = Device.auto
-           ) -> None:  # fmt: skip
+def bisect(dump: Dump, seed: Seed = 0, inputs: Inputs = None, device: Where = Device.auto) -> None:
     """Name the pass, or the step of the program, that makes a dumped graph fail."""
     case, arguments = _open(dump, seed, device, inputs=inputs)
     failure = _failure(case, arguments)
@@ -117,8 +122,9 @@ def bisect(dump: Dump, seed: Seed = 0, inputs: Inputs = None, device: Where = De
         typer.echo("no single pass or step is to blame; strop minify finds the smallest graph")
 
 
-def _open(dump: Path, seed: int, device: Device, output: Path | None = None,
-          inputs: Path | None = None) -> tuple[Case, dict[int, Tensor]]:  # fmt: skip
+def _open(
+    dump: Path, seed: int, device: Device, output: Path | None = None, inputs: Path | None = None
+) -> tuple[Case, dict[int, Tensor]]:
     if output is not None and output.exists() and (output.is_file() or any(output.iterdir())):
         raise CommandError(f"{output} is there already; choose another folder with -o")
 

@@ -46,9 +46,12 @@ def describe(options: Options) -> Facts:
         "cpu": _cpu(),
         "gpus": _gpus(),
         "cache": _cache(options.cache_path),
-        "options": {f.name: getattr(options, f.name) for f in fields(options)
-                    if getattr(options, f.name) != f.default},
-    }  # fmt: skip
+        "options": {
+            f.name: getattr(options, f.name)
+            for f in fields(options)
+            if getattr(options, f.name) != f.default
+        },
+    }
 
 
 def as_text(facts: Facts) -> str:
@@ -102,8 +105,9 @@ def _compiler() -> str:
     """The first line of ``g++ --version``."""
     if shutil.which("g++") is None:
         return "g++ absent: CPU kernels cannot be built (Debian, Ubuntu: apt-get install g++)"
-    done = subprocess.run(["g++", "--version"], capture_output=True, text=True, check=False,
-                          timeout=20)  # fmt: skip
+    done = subprocess.run(
+        ["g++", "--version"], capture_output=True, text=True, check=False, timeout=20
+    )
     return done.stdout.partition("\n")[0] or "g++ does not run"
 
 
@@ -118,15 +122,17 @@ def _gpus() -> list[Facts]:
     found = []
     for index in range(torch.cuda.device_count()):
         gpu = torch.cuda.get_device_properties(index)
-        found.append({
-            "name": gpu.name,
-            "capability": f"{gpu.major}.{gpu.minor}",
-            "memory": bytes_text(gpu.total_memory),
-            "multiprocessors": gpu.multi_processor_count,
-            "cuda": torch.version.cuda,
-            "driver": f"for CUDA {driver.version()}",
-            "cudnn": torch.backends.cudnn.version(),
-        })  # fmt: skip
+        found.append(
+            {
+                "name": gpu.name,
+                "capability": f"{gpu.major}.{gpu.minor}",
+                "memory": bytes_text(gpu.total_memory),
+                "multiprocessors": gpu.multi_processor_count,
+                "cuda": torch.version.cuda,
+                "driver": f"for CUDA {driver.version()}",
+                "cudnn": torch.backends.cudnn.version(),
+            }
+        )
     return found
 
 

@@ -128,8 +128,9 @@ def command(
 
     from strop.cli.sampling import Request
 
-    request = Request(prompt, size, steps, found.guidance if guidance is None else guidance, seed,
-                      negative)  # fmt: skip
+    request = Request(
+        prompt, size, steps, found.guidance if guidance is None else guidance, seed, negative
+    )
     _generate(found, kind, where, request, outputs, optimize, threads)
 
 
@@ -138,9 +139,14 @@ def _beside(output: Path) -> Path:
 
 
 def _generate(
-    model: models.Model, dtype: Any, device: str, request: Request, outputs: list[Path],
-    optimize: bool, threads: int,
-) -> None:  # fmt: skip
+    model: models.Model,
+    dtype: Any,
+    device: str,
+    request: Request,
+    outputs: list[Path],
+    optimize: bool,
+    threads: int,
+) -> None:
     import torch
 
     from strop.cli import pictures, sampling
@@ -159,8 +165,10 @@ def _generate(
             eager = sampling.draw_eager(pipe, request, runs)
         ours = sampling.draw_optimized(pipe, request, runs) if optimize else None
     except torch.OutOfMemoryError as error:
-        raise CommandError(f"the GPU has too little memory for {request.size}; choose a smaller"
-                           " --size, or --device cpu") from error  # fmt: skip
+        raise CommandError(
+            f"the GPU has too little memory for {request.size}; choose a smaller"
+            " --size, or --device cpu"
+        ) from error
     drawn = ours or eager
     assert drawn is not None
     pictures.save(pictures.to_picture(drawn.pixels), outputs[0])
@@ -209,7 +217,8 @@ def _compare(screen: Console, eager: Drawn, ours: Drawn, steps: int, output: Pat
     first = (eager.seconds["warm-up"], ours.seconds["compile"])
     notes = ("", f"{ratio}, {psnr}")
     for name, once, seconds, note in zip(("eager", "Strop"), first, times, notes, strict=True):
-        table.add_row(name, f"{once:.2f} s", f"{seconds:.2f} s", f"{seconds / steps * 1e3:.1f} ms",
-                      note)  # fmt: skip
+        table.add_row(
+            name, f"{once:.2f} s", f"{seconds:.2f} s", f"{seconds / steps * 1e3:.1f} ms", note
+        )
     screen.print(table)
     screen.print(f"both pictures in {output}", markup=False)

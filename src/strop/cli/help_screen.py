@@ -60,8 +60,7 @@ class App(typer.Typer):
     def __init__(self, **settings: Any) -> None:
         super().__init__(cls=_Group, **settings)
 
-    def command(self, name: str | None = None, **settings: Any
-                ) -> Callable[[Command], Command]:  # fmt: skip
+    def command(self, name: str | None = None, **settings: Any) -> Callable[[Command], Command]:
         return super().command(name, cls=_Command, **settings)
 
 
@@ -81,8 +80,12 @@ def _parts(command: Any, ctx: Any, width: int) -> Iterator[RenderableType]:
     panels["Commands"] = [(c.name, _flowing(_first(c.help))) for c in children if not c.hidden]
     for title, entries in panels.items():
         if entries:
-            yield Panel(Group(*_rows(entries, width - _FRAME)), title=title, title_align="left",
-                        border_style="dim")  # fmt: skip
+            yield Panel(
+                Group(*_rows(entries, width - _FRAME)),
+                title=title,
+                title_align="left",
+                border_style="dim",
+            )
     yield from _blocks(command.epilog, width)
 
 

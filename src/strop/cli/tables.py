@@ -51,5 +51,6 @@ def wrong(what: str) -> Iterator[None]:
 def known(what: str, given: Sequence[str], names: Sequence[str]) -> None:
     unknown = sorted(set(given) - set(names))
     if unknown:
-        raise typer.BadParameter(f"no {', '.join(unknown)}; there are {', '.join(names)}",
-                                 param_hint=f"'{what}'")  # fmt: skip
+        raise typer.BadParameter(
+            f"no {', '.join(unknown)}; there are {', '.join(names)}", param_hint=f"'{what}'"
+        )

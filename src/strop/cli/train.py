@@ -70,12 +70,19 @@ def _option(knob: Any, task: str) -> inspect.Parameter:
     text = about["doc"]
     text += f" Choose one of {', '.join(about['choices'])}." if about["choices"] else ""
     if default not in (None, "", (), False):
-        text += rf" [dim]\[default: {default:g}][/]" if kind is float else (
-            rf" [dim]\[default: {default}][/]")  # fmt: skip
+        text += (
+            rf" [dim]\[default: {default:g}][/]"
+            if kind is float
+            else (rf" [dim]\[default: {default}][/]")
+        )
     option = typer.Option(*names, help=text, rich_help_panel=about["panel"], show_default=False)
     wanted = list[str] if kind is tuple else kind
-    return inspect.Parameter(knob.name, inspect.Parameter.KEYWORD_ONLY, default=None,
-                             annotation=Annotated[wanted | None, option])  # fmt: skip
+    return inspect.Parameter(
+        knob.name,
+        inspect.Parameter.KEYWORD_ONLY,
+        default=None,
+        annotation=Annotated[wanted | None, option],
+    )
 
 
 def _unbuilt(name: str) -> inspect.Parameter:
@@ -93,16 +100,27 @@ def _hidden(
 ) -> inspect.Parameter:
     option = typer.Option(f"--{name}", hidden=True, callback=callback)
     kind = bool if name in knobs.SWITCHES else str
-    return inspect.Parameter(parameter, inspect.Parameter.KEYWORD_ONLY, default=None,
-                             annotation=Annotated[kind | None, option])  # fmt: skip
+    return inspect.Parameter(
+        parameter,
+        inspect.Parameter.KEYWORD_ONLY,
+        default=None,
+        annotation=Annotated[kind | None, option],
+    )
 
 
 _CONFIG = inspect.Parameter(
-    "config", inspect.Parameter.KEYWORD_ONLY, default=None,
+    "config",
+    inspect.Parameter.KEYWORD_ONLY,
+    default=None,
     annotation=Annotated[
-        Path | None, typer.Option("--config", help="Read settings from this YAML file, with one "
-                                  "'name: value' on each line.", show_default=False)],
-)  # fmt: skip
+        Path | None,
+        typer.Option(
+            "--config",
+            help="Read settings from this YAML file, with one 'name: value' on each line.",
+            show_default=False,
+        ),
+    ],
+)
 
 
 def _command(task: str) -> Callable[..., None]:
@@ -114,9 +132,12 @@ def _command(task: str) -> Callable[..., None]:
         require_diffusion()
         _run(settings)
 
-    rows = [_CONFIG, *(_option(knob, task) for knob in knobs.flags(task)),
-            *(_unbuilt(name) for name in knobs.UNBUILT),
-            *(_hidden(name, name) for name in knobs.NEEDLESS)]  # fmt: skip
+    rows = [
+        _CONFIG,
+        *(_option(knob, task) for knob in knobs.flags(task)),
+        *(_unbuilt(name) for name in knobs.UNBUILT),
+        *(_hidden(name, name) for name in knobs.NEEDLESS),
+    ]
     command.__signature__ = inspect.Signature(rows)  # type: ignore[attr-defined]
     command.__annotations__ = {row.name: row.annotation for row in rows}
     command.__doc__ = _SUMMARIES[task]

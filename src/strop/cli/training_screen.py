@@ -35,9 +35,11 @@ class Screen:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None,
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
         trace: TracebackType | None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._bar.stop()
 
     def stage(self, text: str, done: int, total: int) -> None:
@@ -48,8 +50,9 @@ class Screen:
             f"step {last.step}/{total}  loss {last.loss:.4f}  lr {last.lr:.2e}  "
             f"{last.images_per_s:.1f} img/s  eta {timedelta(seconds=round(eta_s))}"
         )
-        self._bar.update(self._task, description="training", completed=last.step, total=total,
-                         note=note)  # fmt: skip
+        self._bar.update(
+            self._task, description="training", completed=last.step, total=total, note=note
+        )
         now = time.monotonic()
         if self._bar.disable and (now > self._quiet_until or last.step == total):
             errors().print(note, markup=False)
@@ -75,8 +78,11 @@ class Screen:
             steps = counted(outcome.step, "step")
             screen.print(f"{steps}; the model is in {settings.output}", markup=False)
         elif outcome.step:
-            screen.print(f"stopped by signal {outcome.stopped_by} after step {outcome.step} of "
-                         f"{outcome.total}, which is saved; continue with "
-                         "--resume_from_checkpoint latest", markup=False)  # fmt: skip
+            screen.print(
+                f"stopped by signal {outcome.stopped_by} after step {outcome.step} of "
+                f"{outcome.total}, which is saved; continue with "
+                "--resume_from_checkpoint latest",
+                markup=False,
+            )
         else:
             screen.print("stopped before the first step; nothing is saved", markup=False)

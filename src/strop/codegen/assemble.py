@@ -67,10 +67,12 @@ def in_turn(target: Target) -> Target:
         return found and found.with_constants(EARLY=0)
 
     return replace(
-        target, emit=emit, stitched=lambda kernel: tuple(map(_late, target.stitched(kernel))),
+        target,
+        emit=emit,
+        stitched=lambda kernel: tuple(map(_late, target.stitched(kernel))),
         emit_at=lambda kernel, sizes: target.source_at(kernel, sizes).with_constants(EARLY=0),
         stitched_at=stitched_at,
-    )  # fmt: skip
+    )
 
 
 def _late(variant: Variant) -> Variant:
@@ -109,8 +111,9 @@ class _Assembly:
     number: dict[Node, int] = field(default_factory=dict)
     sources: dict[KernelSource, int] = field(default_factory=dict)
 
-    def add(self, node: Node, kind: str, strides: tuple[Expr, ...] | None = None,
-            index: int = -1) -> int:  # fmt: skip
+    def add(
+        self, node: Node, kind: str, strides: tuple[Expr, ...] | None = None, index: int = -1
+    ) -> int:
         self.number[node] = len(self.buffers)
         self.buffers.append(Buffer(kind, node.shape, strides or node.strides, node.dtype, index))
         return self.number[node]
@@ -123,9 +126,13 @@ class _Assembly:
 
 
 def assemble(
-    graph: Graph, plan: FusionPlan, lowered: Lowered,
-    signature: Signature, target: Target, stitches: Sequence[Stitch] = (),
-) -> Program:  # fmt: skip
+    graph: Graph,
+    plan: FusionPlan,
+    lowered: Lowered,
+    signature: Signature,
+    target: Target,
+    stitches: Sequence[Stitch] = (),
+) -> Program:
     """``lowered`` holds each group's kernel, the values behind its params, and their offsets;
     that of the whole of each stitch as well."""
     a = _Assembly(graph, target, redirected_stores(graph, plan, lowered))
@@ -149,23 +156,36 @@ def assemble(
     calls = sum(1 for s in plan.steps if isinstance(s, Node))
     inputs = tuple(_input_spec(n) for n in graph.inputs)
     return Program(
-        target.device, inputs, tuple(a.buffers), tuple(a.sources), finished,
-        tuple(_returned(a, item, item in signature.returned[:place])
-              for place, item in enumerate(signature.returned)), signature.guards,
-        tuple(sorted(graph.hints.items())), num_compiled + calls, num_compiled, _by_rows(a),
-    )  # fmt: skip
+        target.device,
+        inputs,
+        tuple(a.buffers),
+        tuple(a.sources),
+        finished,
+        tuple(
+            _returned(a, item, item in signature.returned[:place])
+            for place, item in enumerate(signature.returned)
+        ),
+        signature.guards,
+        tuple(sorted(graph.hints.items())),
+        num_compiled + calls,
+        num_compiled,
+        _by_rows(a),
+    )
 
 
 def _by_rows(a: _Assembly) -> tuple[int, ...]:
     found = made_by_rows(a.graph.nodes, a.number)
-    return tuple(number for node, number in a.number.items()
-                 if a.buffers[number].kind == "arena" and node.order is None and node in found
-                 )  # fmt: skip
+    return tuple(
+        number
+        for node, number in a.number.items()
+        if a.buffers[number].kind == "arena" and node.order is None and node in found
+    )
 
 
 def _input_spec(node: Node) -> InputSpec:
-    return InputSpec(node.shape, node.strides, node.dtype, node.attrs["state"],
-                     node.attrs["merged"])  # fmt: skip
+    return InputSpec(
+        node.shape, node.strides, node.dtype, node.attrs["state"], node.attrs["merged"]
+    )
 
 
 def _is_redirected(a: _Assembly, step: Node) -> bool:
@@ -173,9 +193,13 @@ def _is_redirected(a: _Assembly, step: Node) -> bool:
 
 
 def _kernel_step(
-    a: _Assembly, group: Group, kernel: Kernel, buffers: tuple[Node, ...],
-    offsets: tuple[Expr, ...], results: set[Node],
-) -> KernelStep:  # fmt: skip
+    a: _Assembly,
+    group: Group,
+    kernel: Kernel,
+    buffers: tuple[Node, ...],
+    offsets: tuple[Expr, ...],
+    results: set[Node],
+) -> KernelStep:
     for node in group.stores:
         if node in a.redirected:
             a.number[node] = a.number[a.redirected[node]]
@@ -189,44 +213,78 @@ def _kernel_step(
     variants = _variants(a, kernel, emitted.variants, numbers, offsets, writes)
     dims = tuple({s.size: None for s in kernel.body + kernel.tail if isinstance(s, Place)})
     return KernelStep(
-        index, numbers, offsets, writes, emitted.scalars, group.origin, ops, variants, (),
-        _lookups(a, group), dims, _lookup_sizes(kernel), _in_place(a, kernel, numbers, offsets),
-    )  # fmt: skip
+        index,
+        numbers,
+        offsets,
+        writes,
+        emitted.scalars,
+        group.origin,
+        ops,
+        variants,
+        (),
+        _lookups(a, group),
+        dims,
+        _lookup_sizes(kernel),
+        _in_place(a, kernel, numbers, offsets),
+    )
 
 
 def _variants(
-    a: _Assembly, kernel: Kernel, found: Sequence[Variant], buffers: tuple[int, ...],
-    offsets: tuple[Expr, ...], writes: tuple[int, ...],
-) -> tuple[KernelVariant, ...]:  # fmt: skip
+    a: _Assembly,
+    kernel: Kernel,
+    found: Sequence[Variant],
+    buffers: tuple[int, ...],
+    offsets: tuple[Expr, ...],
+    writes: tuple[int, ...],
+) -> tuple[KernelVariant, ...]:
     in_place = _in_place(a, kernel, buffers, offsets)
     return tuple(
-        KernelVariant(a.sources.setdefault(v.source, len(a.sources)), buffers, offsets, writes,
-                      v.scalars, v.size, v.most, v.multiple, in_place)
+        KernelVariant(
+            a.sources.setdefault(v.source, len(a.sources)),
+            buffers,
+            offsets,
+            writes,
+            v.scalars,
+            v.size,
+            v.most,
+            v.multiple,
+            in_place,
+        )
         for v in found
-    )  # fmt: skip
+    )
 
 
-def _in_place(a: _Assembly, kernel: Kernel, buffers: Sequence[int], offsets: tuple[Expr, ...]
-              ) -> tuple[tuple[int, int], ...]:  # fmt: skip
+def _in_place(
+    a: _Assembly, kernel: Kernel, buffers: Sequence[int], offsets: tuple[Expr, ...]
+) -> tuple[tuple[int, int], ...]:
     """(written, read): planned buffers, of which the kernel reads each element where and before it
     writes it. Where they have one size and the operand ends there, they get one memory."""
     if not a.target.in_place or kernel.schedule is Schedule.COLUMN:
         return ()
-    whole = [n for n, number in enumerate(buffers)
-             if a.buffers[number].kind == "arena" and offsets[n] == const(0)
-             and buffers.count(number) == 1]  # fmt: skip
+    whole = [
+        n
+        for n, number in enumerate(buffers)
+        if a.buffers[number].kind == "arena"
+        and offsets[n] == const(0)
+        and buffers.count(number) == 1
+    ]
     written = [n for n in whole if kernel.params[n].is_output]
     return tuple(
-        (buffers[new], buffers[old]) for new in written for old in whole
-        if old not in written and kernel.params[new].dtype == kernel.params[old].dtype
+        (buffers[new], buffers[old])
+        for new in written
+        for old in whole
+        if old not in written
+        and kernel.params[new].dtype == kernel.params[old].dtype
         and reads_before_it_writes(kernel, offsets, old, new)
-    )  # fmt: skip
+    )
 
 
 def _stitch(
-    a: _Assembly, stitch: Stitch, low: tuple[Kernel, tuple[Node, ...], tuple[Expr, ...]],
+    a: _Assembly,
+    stitch: Stitch,
+    low: tuple[Kernel, tuple[Node, ...], tuple[Expr, ...]],
     steps: dict[Group, KernelStep],
-) -> None:  # fmt: skip
+) -> None:
     """Let the host's step do the work of both where a variant of the whole fits."""
     if any(node in a.redirected for node in stitch.whole.stores):
         return
@@ -274,14 +332,22 @@ def _call_step(a: _Assembly, node: Node, results: set[Node]) -> CallStep:
         a.number[node] = a.number[base_of(node.inputs[0])]
         return CallStep("write", refs, (), (), node.origin)
     if node.op in ("aten", "pattern"):
-        return CallStep(node.op, refs, tuple(sorted(node.attrs.items())), _opaque_outputs(a, node),
-                        node.origin)  # fmt: skip
+        return CallStep(
+            node.op, refs, tuple(sorted(node.attrs.items())), _opaque_outputs(a, node), node.origin
+        )
     planned = "result" if node in results else "arena"
     out = a.add(node, planned if node.op in a.target.planned else "call")
     source = a.target.own_call(node)
     kernel = None if source is None else a.sources.setdefault(source, len(a.sources))
-    return CallStep(node.op, refs, tuple(sorted(node.attrs.items())), (out,), node.origin, kernel,
-                    a.target.families(node))  # fmt: skip
+    return CallStep(
+        node.op,
+        refs,
+        tuple(sorted(node.attrs.items())),
+        (out,),
+        node.origin,
+        kernel,
+        a.target.families(node),
+    )
 
 
 def _matrix(x: Node) -> Node:

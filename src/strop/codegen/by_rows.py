@@ -50,8 +50,12 @@ def _keeps_rows(node: Node) -> bool:
     if node.kind is Kind.POINTWISE:
         return node.op not in ELSEWHERE and not (node.op == "cat" and dim == 0)
     if node.kind is Kind.VIEW:
-        stays = {"reshape": True, "expand": True, "slice": dim != 0,
-                 "permute": node.attrs.get("dims", (1,))[0] == 0}  # fmt: skip
+        stays = {
+            "reshape": True,
+            "expand": True,
+            "slice": dim != 0,
+            "permute": node.attrs.get("dims", (1,))[0] == 0,
+        }
         return bool(stays.get(node.op))
     return node.op == "linear"
 
@@ -71,5 +75,6 @@ def _has_rows(node: Node) -> bool:
     if not node.shape or node.shape[0].is_const:
         return False
     others = (*node.shape[1:], *node.attrs.values())
-    return not any(isinstance(value, Expr) and value.roots & node.shape[0].roots
-                   for value in others)  # fmt: skip
+    return not any(
+        isinstance(value, Expr) and value.roots & node.shape[0].roots for value in others
+    )

@@ -34,8 +34,12 @@ _OMP = {"sum": "+", "prod": "*", "amax": "max", "amin": "min"}
 
 
 def identity(kind: str, scalar: str) -> str:
-    return {"sum": "0", "prod": "1", "amax": f"sp::lowest<{scalar}>()",
-            "amin": f"sp::highest<{scalar}>()"}[kind]  # fmt: skip
+    return {
+        "sum": "0",
+        "prod": "1",
+        "amax": f"sp::lowest<{scalar}>()",
+        "amin": f"sp::highest<{scalar}>()",
+    }[kind]
 
 
 def combine(kind: str, scalar: str, into: str, value: str) -> str:
@@ -120,8 +124,11 @@ class Part:
 
 
 def parts_of(reduces: Iterable[Reduce]) -> list[Part]:
-    return [Part(stmt, stage) for stmt in reduces
-            for stage in (("mean", "squares") if stmt.kind == "moments" else ("all",))]  # fmt: skip
+    return [
+        Part(stmt, stage)
+        for stmt in reduces
+        for stage in (("mean", "squares") if stmt.kind == "moments" else ("all",))
+    ]
 
 
 def moments_of(reduces: Iterable[Reduce]) -> list[Reduce]:
@@ -157,17 +164,28 @@ class RowSweeps:
         """
         loops, sweeps = self.loops, self.plan.sweeps
         keeping = next((n for n, sweep in enumerate(sweeps) if sweep.keeps), len(sweeps))
-        later = {stmt.index for sweep in sweeps[keeping + 1 :] for stmt in sweep.stmts
-                 if isinstance(stmt, Load)}  # fmt: skip
-        kept = next((s.dtype for s in loops.kernel.body
-                     if isinstance(s, Apply) and s.out in self.kept), None)  # fmt: skip
+        later = {
+            stmt.index
+            for sweep in sweeps[keeping + 1 :]
+            for stmt in sweep.stmts
+            if isinstance(stmt, Load)
+        }
+        kept = next(
+            (s.dtype for s in loops.kernel.body if isinstance(s, Apply) and s.out in self.kept),
+            None,
+        )
         if len(self.kept) != 1 or kept is None or compute_dtype(kept) is not kept:
             return None
         stores = [s for s in loops.kernel.body if isinstance(s, Store)]
-        fit = [s for s in sweeps[-1].stores
-               if loops.is_flat and nest.lane_stride(s.index, loops.kernel.cols) == nest.ONE
-               and loops.kernel.params[s.param].dtype == kept and s.index not in later
-               and sum(other.param == s.param for other in stores) == 1]  # fmt: skip
+        fit = [
+            s
+            for s in sweeps[-1].stores
+            if loops.is_flat
+            and nest.lane_stride(s.index, loops.kernel.cols) == nest.ONE
+            and loops.kernel.params[s.param].dtype == kept
+            and s.index not in later
+            and sum(other.param == s.param for other in stores) == 1
+        ]
         return min(fit, key=lambda s: s.value not in self.kept, default=None)
 
     def _is_done(self, store: Store) -> bool:
@@ -230,10 +248,16 @@ class RowSweeps:
         if kinds != ["top"] or len(sweep.stmts) != 1 or sweep.stores or sweep.keeps or sweep.reads:
             return ""
         (load,) = sweep.stmts
-        if (not isinstance(load, Load) or load.guard or load.lookups or load.out in loops.buffers
-                or load.dtype != torch.float32 or not loops.is_flat
-                or loops.kernel.params[load.param].dtype != torch.float32
-                or nest.lane_stride(load.index, loops.kernel.cols) != nest.ONE):  # fmt: skip
+        if (
+            not isinstance(load, Load)
+            or load.guard
+            or load.lookups
+            or load.out in loops.buffers
+            or load.dtype != torch.float32
+            or not loops.is_flat
+            or loops.kernel.params[load.param].dtype != torch.float32
+            or nest.lane_stride(load.index, loops.kernel.cols) != nest.ONE
+        ):
             return ""
         return f"p{load.param} + {self._row_start(load.index)}"
 

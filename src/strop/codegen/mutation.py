@@ -37,16 +37,21 @@ def redirected_stores(graph: Graph, plan: FusionPlan, lowered: Lowered) -> dict[
     return targets
 
 
-def _is_unseen(destination: Node, value: Node, maker: Group, write: Node,
-               steps: Sequence[Group | Node], lowered: Lowered) -> bool:  # fmt: skip
+def _is_unseen(
+    destination: Node,
+    value: Node,
+    maker: Group,
+    write: Node,
+    steps: Sequence[Group | Node],
+    lowered: Lowered,
+) -> bool:
     after = steps[steps.index(maker) + 1 :]
     if any(destination in _reads(s, lowered) for s in after if s is not write):
         return False
     kernel, buffers, offsets = lowered[maker]
     if destination not in buffers:
         return True
-    return reads_before_it_writes(kernel, offsets, buffers.index(destination),
-                                  buffers.index(value))  # fmt: skip
+    return reads_before_it_writes(kernel, offsets, buffers.index(destination), buffers.index(value))
 
 
 def reads_before_it_writes(
@@ -58,8 +63,11 @@ def reads_before_it_writes(
     if offsets[read] != offsets[written]:
         return False
     stmts = kernel.body + kernel.tail
-    stores = {s.index: at for at, s in reversed(tuple(enumerate(stmts)))
-              if isinstance(s, Store) and s.param == written}  # fmt: skip
+    stores = {
+        s.index: at
+        for at, s in reversed(tuple(enumerate(stmts)))
+        if isinstance(s, Store) and s.param == written
+    }
     return all(
         at < stores.get(s.index, -1) and not s.lookups and _is_own(kernel, s.index)
         for at, s in enumerate(stmts)

@@ -70,12 +70,14 @@ class _Memory:
 
     def __init__(self, program: Program) -> None:
         sizes = dict(program.hints)
-        self.uses = [_uses(step, form) for step, form in
-                     zip(program.steps, program.at(sizes), strict=True)]  # fmt: skip
+        self.uses = [
+            _uses(step, form) for step, form in zip(program.steps, program.at(sizes), strict=True)
+        ]
         self._bytes = {
             number: math.prod(s.eval(sizes) for s in buffer.shape) * buffer.dtype.itemsize
-            for number, buffer in enumerate(program.buffers) if buffer.kind == "arena"
-        }  # fmt: skip
+            for number, buffer in enumerate(program.buffers)
+            if buffer.kind == "arena"
+        }
         self._returned = {r.tensor.buffer for r in program.returned if r.tensor is not None}
 
     def ranges(self, order: Order) -> tuple[dict[int, int], dict[int, int]]:
@@ -100,16 +102,18 @@ class _Memory:
             changes[first[new] + 1] += self._bytes[new]
         return _highest(changes)
 
-    def _in_one_place(self, order: Order, first: dict[int, int], last: dict[int, int]
-                      ) -> set[int]:  # fmt: skip
+    def _in_one_place(self, order: Order, first: dict[int, int], last: dict[int, int]) -> set[int]:
         """Values that are written over one that ends there, as the runtime will find them."""
         found, taken = set[int](), set[int]()
         for number in order:
             for new, old in self.uses[number].in_place:
                 ends = last.get(old) == first.get(new)
-                if ends and new not in found and old not in taken and (
-                    self._bytes[new] == self._bytes[old]
-                ):  # fmt: skip
+                if (
+                    ends
+                    and new not in found
+                    and old not in taken
+                    and (self._bytes[new] == self._bytes[old])
+                ):
                     found.add(new)
                     taken.add(old)
         return found

@@ -19,10 +19,30 @@ _LOCK = threading.Lock()
 _NUMPY_REDUCTIONS = {"larger": np.max, "smaller": np.min, "times": np.prod}
 # NVIDIA's math library, which the interpreter cannot run, by the torch functions of the same name
 _LIBDEVICE = (
-    "acos", "acosh", "asin", "asinh", "atan", "atan2", "atanh", "copysign", "cosh", "erfc",
-    "erfinv", "expm1", "fmod", "hypot", "lgamma", "log10", "log1p", "pow", "signbit", "sinh", "tan",
-    "tanh", "trunc",
-)  # fmt: skip
+    "acos",
+    "acosh",
+    "asin",
+    "asinh",
+    "atan",
+    "atan2",
+    "atanh",
+    "copysign",
+    "cosh",
+    "erfc",
+    "erfinv",
+    "expm1",
+    "fmod",
+    "hypot",
+    "lgamma",
+    "log10",
+    "log1p",
+    "pow",
+    "signbit",
+    "sinh",
+    "tan",
+    "tanh",
+    "trunc",
+)
 
 
 def interpret(

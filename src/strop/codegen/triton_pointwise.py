@@ -98,8 +98,9 @@ def pointwise(printer: Printer, most: int | None = None) -> tuple[Expr, int]:
     return (grid * symbolic(num_outer) if outer else grid), num_warps
 
 
-def _tile_ids(printer: Printer, row_tiles: Expr, col_tiles: Expr, has_outer: bool, flat: bool
-              ) -> None:  # fmt: skip
+def _tile_ids(
+    printer: Printer, row_tiles: Expr, col_tiles: Expr, has_outer: bool, flat: bool
+) -> None:
     """Prints which rows and cols this program has."""
     add, text = printer.out.add, printer.scalars.text
     add("tile = tl.program_id(0)")

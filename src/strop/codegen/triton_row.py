@@ -82,9 +82,11 @@ TILES: tuple[tuple[int, tuple[int, int, int]], ...] = (
 # more than one value of the row's length is read.
 HEAVY = ((384, 512, (4, 64, 4)), (512, 1024, (1, 256, 2)))
 STREAMED = (
-    (384, 512, (4, 64, 4)), (512, 1024, (1, 256, 2)), (1024, 2560, (1, 512, 4)),
+    (384, 512, (4, 64, 4)),
+    (512, 1024, (1, 256, 2)),
+    (1024, 2560, (1, 512, 4)),
     (4096, 16384, (1, 2048, 16)),
-)  # fmt: skip
+)
 # Moments of several such values in still longer rows are faster swept than held.
 STREAMED_MOST, STREAMED_SWEEP = 24576, (8192, 32)
 # Bytes of all that a kernel reads and writes which about fill the cache (50 MB on an H100): what is
@@ -304,8 +306,16 @@ class _Sweeps:
                 self.level[out] = self._level(stmt) + reduces
                 self.along[out] = not reduces and self._is_along(stmt)
         self.num_levels = max([0, *(self._level(stmt) for stmt in kernel.body)]) + 1
-        self.last = max([0, *(self._level(stmt) for stmt in kernel.body
-                              if isinstance(stmt, Reduce) or self._is_along(stmt))])  # fmt: skip
+        self.last = max(
+            [
+                0,
+                *(
+                    self._level(stmt)
+                    for stmt in kernel.body
+                    if isinstance(stmt, Reduce) or self._is_along(stmt)
+                ),
+            ]
+        )
 
     def _level(self, stmt: Stmt) -> int:
         return max([0, *(self.level[arg] for arg in args_of(stmt))])

@@ -285,9 +285,13 @@ class Printer:
         return text if run.stride == const(1) else f"{text} * {self.scalars.text(run.stride)}"
 
     def pointer(
-        self, base: str, index: Index, tile: Tile, dims: frozenset[str],
+        self,
+        base: str,
+        index: Index,
+        tile: Tile,
+        dims: frozenset[str],
         lookups: Sequence[tuple[str, Expr]] = (),
-    ) -> tuple[str, str]:  # fmt: skip
+    ) -> tuple[str, str]:
         """(pointer, mask) of an access that must have at least these dimensions."""
         terms, own = self.terms(index, tile)
         for name, stride in lookups:

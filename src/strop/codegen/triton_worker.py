@@ -98,8 +98,12 @@ def _boxes(dtypes: list[Any], metadata: Any) -> list[list[Any] | None]:
     if not dtypes:
         return []
     found = iter(metadata.tensordesc_meta)
-    return [(box := next(found)) and [box["block_size"], dtype, box["swizzle"]]
-            if isinstance(dtype, int) else None for dtype in dtypes]  # fmt: skip
+    return [
+        (box := next(found)) and [box["block_size"], dtype, box["swizzle"]]
+        if isinstance(dtype, int)
+        else None
+        for dtype in dtypes
+    ]
 
 
 def write_message(stream: BinaryIO, header: dict[str, Any], body: bytes = b"") -> None:
@@ -126,11 +130,16 @@ def read_message(stream: BinaryIO) -> tuple[dict[str, Any], bytes] | None:
 WARM_UP = {
     "name": "warm_up",
     "text": "import triton\nimport triton.language as tl\n\n\n@triton.jit\ndef warm_up(p0):\n"
-            "    place = tl.arange(0, 32)\n"
-            "    tl.store(p0 + place, tl.math.rsqrt(tl.load(p0 + place)))\n",
-    "signature": {"p0": "*fp32"}, "constants": {}, "divisible": [0], "num_warps": 1,
-    "max_registers": None, "arch": 90, "boxes": [],
-}  # fmt: skip
+    "    place = tl.arange(0, 32)\n"
+    "    tl.store(p0 + place, tl.math.rsqrt(tl.load(p0 + place)))\n",
+    "signature": {"p0": "*fp32"},
+    "constants": {},
+    "divisible": [0],
+    "num_warps": 1,
+    "max_registers": None,
+    "arch": 90,
+    "boxes": [],
+}
 
 
 def serve(requests: BinaryIO, replies: BinaryIO) -> None:

@@ -62,8 +62,9 @@ def _compiled(case: Case) -> Compiled | None:
         return None
 
 
-def _changing_pass(compiled: Compiled, arguments: Mapping[int, Tensor], env: Mapping[str, int]
-                   ) -> Culprit | None:  # fmt: skip
+def _changing_pass(
+    compiled: Compiled, arguments: Mapping[int, Tensor], env: Mapping[str, int]
+) -> Culprit | None:
     """The first pass whose graph has other values than the one before it."""
     assert compiled.imported is not None
     graphs = [(record.name, record.graph) for record in compiled.passes if record.graph]
@@ -74,13 +75,16 @@ def _changing_pass(compiled: Compiled, arguments: Mapping[int, Tensor], env: Map
         for number, (old, new) in enumerate(zip(wanted, found, strict=True)):
             error = _change(old, new)
             if error > CHANGED:
-                return Culprit("pass", name, f"result {number} of the graph behind it is off by"
-                               f" {error:.3g} of its largest element, in fp64")  # fmt: skip
+                return Culprit(
+                    "pass",
+                    name,
+                    f"result {number} of the graph behind it is off by"
+                    f" {error:.3g} of its largest element, in fp64",
+                )
     return None
 
 
-def _values(graph: Graph, arguments: Mapping[int, Tensor], env: Mapping[str, int]
-            ) -> list[Tensor]:  # fmt: skip
+def _values(graph: Graph, arguments: Mapping[int, Tensor], env: Mapping[str, int]) -> list[Tensor]:
     values = evaluate(graph.outputs, input_values(graph, arguments), env, exact=True)
     return [values[node].double() for node in graph.outputs]
 
@@ -95,8 +99,9 @@ def _change(old: Tensor, new: Tensor) -> float:
     return float((new - old).abs().max() / old.abs().max().clamp_min(1e-300))
 
 
-def _deciding_passes(case: Case, arguments: Mapping[int, Tensor], failure: Failure
-                     ) -> Iterator[Culprit]:  # fmt: skip
+def _deciding_passes(
+    case: Case, arguments: Mapping[int, Tensor], failure: Failure
+) -> Iterator[Culprit]:
     """Passes without which the failure goes away."""
     for step in passes.steps(case.device):
         name = step.__name__

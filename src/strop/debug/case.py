@@ -60,18 +60,21 @@ def without(options: Options, name: str) -> Options:
 
 
 def to_json(case: Case) -> str:
-    return json.dumps({
-        "format": _FORMAT,
-        "strop": strop.__version__,
-        "name": case.name,
-        "device": case.device,
-        "disable": list(case.options.disable),
-        "sizes": dict(case.sizes),
-        "graph": graph_to_json(case.graph),
-        "returned": encode(tuple(case.signature.returned)),
-        "guards": encode(case.signature.guards),
-        "generic": case.signature.generic,
-    }, indent=1)  # fmt: skip
+    return json.dumps(
+        {
+            "format": _FORMAT,
+            "strop": strop.__version__,
+            "name": case.name,
+            "device": case.device,
+            "disable": list(case.options.disable),
+            "sizes": dict(case.sizes),
+            "graph": graph_to_json(case.graph),
+            "returned": encode(tuple(case.signature.returned)),
+            "guards": encode(case.signature.guards),
+            "generic": case.signature.generic,
+        },
+        indent=1,
+    )
 
 
 def from_json(text: str) -> Case:
@@ -80,11 +83,18 @@ def from_json(text: str) -> Case:
         value = json.loads(text)
         if value["format"] != _FORMAT:
             raise CacheError(f"format {value['format']}; this strop reads {_FORMAT}")
-        signature = Signature(decode(value["returned"]), decode(value["guards"]),
-                              bool(value["generic"]))  # fmt: skip
+        signature = Signature(
+            decode(value["returned"]), decode(value["guards"]), bool(value["generic"])
+        )
         options = Options.from_environment(disable=tuple(value["disable"]), dump="")
-        return Case(graph_from_json(value["graph"]), signature, str(value["device"]), options,
-                    str(value["name"]), dict(value["sizes"]))  # fmt: skip
+        return Case(
+            graph_from_json(value["graph"]),
+            signature,
+            str(value["device"]),
+            options,
+            str(value["name"]),
+            dict(value["sizes"]),
+        )
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CacheError(f"this is no graph that strop has dumped: {error!r}") from error
 
@@ -153,8 +163,9 @@ def laid_out(node: Node, value: Tensor, env: Mapping[str, int]) -> Tensor:
     return torch.empty_strided(value.shape, strides, dtype=node.dtype).copy_(value)
 
 
-def bind(case: Case, program: Program, arguments: Mapping[int, Tensor]
-         ) -> tuple[Bound, list[Tensor]]:  # fmt: skip
+def bind(
+    case: Case, program: Program, arguments: Mapping[int, Tensor]
+) -> tuple[Bound, list[Tensor]]:
     """The program at the traced sizes, and what its ``run`` takes."""
     device = torch_device(case)
     library = kernel_library(device.type, 0, case.options.cache_dir, case.options.build_workers)

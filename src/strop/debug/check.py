@@ -58,8 +58,9 @@ class Finding:
         )
 
 
-def run_checked(bound: Bound, compiled: Compiled, inputs: Sequence[Tensor], name: str
-                ) -> tuple[list[Any], list[Finding]]:  # fmt: skip
+def run_checked(
+    bound: Bound, compiled: Compiled, inputs: Sequence[Tensor], name: str
+) -> tuple[list[Any], list[Finding]]:
     """Run once with every step judged. Logs the first finding of each kind; returns them all.
 
     Where the graph was dumped, the inputs of a run with findings go to its folder.
@@ -83,8 +84,9 @@ def _by_index(bound: Bound, inputs: Sequence[Tensor]) -> dict[int, Tensor]:
     return dict(zip(indices, inputs, strict=True))
 
 
-def judged(bound: Bound, compiled: Compiled, inputs: Sequence[Tensor], name: str
-           ) -> tuple[list[Any], list[Finding]]:  # fmt: skip
+def judged(
+    bound: Bound, compiled: Compiled, inputs: Sequence[Tensor], name: str
+) -> tuple[list[Any], list[Finding]]:
     judge = _Judge(bound, compiled)
     with _progress(name, len(judge.steps)) as show:
 
@@ -97,9 +99,13 @@ def judged(bound: Bound, compiled: Compiled, inputs: Sequence[Tensor], name: str
             results = bound.run(inputs)
         finally:
             bound.around = None
-    log.info("check of %s: %s, %s, %s without a judge", name, counted(len(judge.steps), "step"),
-             counted(len(judge.findings), "finding"), counted(judge.num_unjudged, "step")
-             )  # fmt: skip
+    log.info(
+        "check of %s: %s, %s, %s without a judge",
+        name,
+        counted(len(judge.steps), "step"),
+        counted(len(judge.findings), "finding"),
+        counted(judge.num_unjudged, "step"),
+    )
     return results, judge.findings
 
 
@@ -155,8 +161,15 @@ class _Judge:
                 else:
                     stack.append(node)
 
-    def _judge(self, planned: Planned, node: Node, actual: Tensor, eager: Tensor, exact: Tensor,
-               given: Mapping[Node, Tensor]) -> None:  # fmt: skip
+    def _judge(
+        self,
+        planned: Planned,
+        node: Node,
+        actual: Tensor,
+        eager: Tensor,
+        exact: Tensor,
+        given: Mapping[Node, Tensor],
+    ) -> None:
         text = inaccuracy(actual, eager, exact)
         is_rounding = text and (
             _is_rounding(actual, eager, exact) or self._is_cancellation(node, actual, exact, given)
@@ -166,13 +179,18 @@ class _Judge:
         if _finite(actual) or not all(map(_finite, given.values())):
             return
         count = int((~torch.isfinite(actual)).sum())
-        self._find(NONFINITE, planned, node,
-                   f"{count} of {counted(actual.numel(), 'element')}, from finite operands"
-                   f"{'' if _finite(eager) else '; so they are in torch'}",
-                   not _finite(eager) or is_gross(actual, eager, exact))  # fmt: skip
+        self._find(
+            NONFINITE,
+            planned,
+            node,
+            f"{count} of {counted(actual.numel(), 'element')}, from finite operands"
+            f"{'' if _finite(eager) else '; so they are in torch'}",
+            not _finite(eager) or is_gross(actual, eager, exact),
+        )
 
-    def _is_cancellation(self, node: Node, actual: Tensor, exact: Tensor,
-                         given: Mapping[Node, Tensor]) -> bool:  # fmt: skip
+    def _is_cancellation(
+        self, node: Node, actual: Tensor, exact: Tensor, given: Mapping[Node, Tensor]
+    ) -> bool:
         """Whether a sum or mean is off by less than the last place of what it adds up: the order
         of additions decides the rest where terms cancel, and eager's is no better."""
         if node.op not in ("sum", "mean") or not node.dtype.is_floating_point:
@@ -183,8 +201,7 @@ class _Judge:
         limit = torch.finfo(node.dtype).eps * scale
         return bool(((actual.double() - exact).abs() <= limit).all())
 
-    def _find(self, what: str, planned: Planned, node: Node, detail: str,
-              gross: bool) -> None:  # fmt: skip
+    def _find(self, what: str, planned: Planned, node: Node, detail: str, gross: bool) -> None:
         origins = tuple(dict.fromkeys([node.origin, *(n.origin for n in _nodes(planned))]))
         value = f"{node.op} {type_text(node)}"
         self.findings.append(
@@ -221,7 +238,8 @@ def _progress(name: str, total: int) -> Iterator[Callable[[int], None]]:
         yield lambda position: None
         return
     try:
-        yield lambda position: print(f"\rchecking {name}: step {position + 1} of {total}",
-                                     end="", file=sys.stderr)  # fmt: skip
+        yield lambda position: print(
+            f"\rchecking {name}: step {position + 1} of {total}", end="", file=sys.stderr
+        )
     finally:
         print("\r\033[K", end="", file=sys.stderr)

@@ -55,8 +55,10 @@ def machine(device: Device) -> Machine:
     if not device.arch:
         peak = CORE_FLOPS * torch.get_num_threads()
         return Machine(device.name, 20e9, peak, peak)
-    copies = next((rate for name, rate in COPIES.items() if name in device.name),
-                  SHARE * device.memory_bandwidth)  # fmt: skip
+    copies = next(
+        (rate for name, rate in COPIES.items() if name in device.name),
+        SHARE * device.memory_bandwidth,
+    )
     half, single = device.half_flops or GUESS[0], device.single_flops or GUESS[1]
     return Machine(device.name, copies, half, single)
 
@@ -69,8 +71,9 @@ def bytes_moved(program: Program, step: Step, sizes: Sizes) -> int:
         return sum(
             _kernel_bytes(program, n, lookups.get(n), sizes) for n in dict.fromkeys(step.buffers)
         )
-    read = sum(_numel(r.shape, sizes) * program.buffers[r.buffer].dtype.itemsize
-               for r in step.inputs)  # fmt: skip
+    read = sum(
+        _numel(r.shape, sizes) * program.buffers[r.buffer].dtype.itemsize for r in step.inputs
+    )
     return read + sum(_buffer_bytes(program, n, sizes) for n in step.outputs if n >= 0)
 
 

@@ -45,8 +45,9 @@ def plan_svg(graph: GraphRow) -> str:
         for step in graph.steps
         for source in step.reads
     )
-    boxes = "".join(_box(step, lines[step.number], *place[step.number], total)
-                    for step in graph.steps)  # fmt: skip
+    boxes = "".join(
+        _box(step, lines[step.number], *place[step.number], total) for step in graph.steps
+    )
     svg = f'<svg width="{width}" height="{height}" role="img">{edges}{boxes}</svg>'
     return f'{KEY}<div class="plan">{svg}</div>'
 
@@ -69,8 +70,9 @@ def _levels(steps: Sequence[StepRow]) -> list[list[StepRow]]:
     ]
 
 
-def _places(levels: Sequence[Sequence[StepRow]], lines: dict[int, list[str]]
-            ) -> tuple[dict[int, tuple[int, int]], int, int]:  # fmt: skip
+def _places(
+    levels: Sequence[Sequence[StepRow]], lines: dict[int, list[str]]
+) -> tuple[dict[int, tuple[int, int]], int, int]:
     place: dict[int, tuple[int, int]] = {}
     y = PAD
     for level in levels:

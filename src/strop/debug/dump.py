@@ -48,8 +48,9 @@ if __name__ == "__main__":
 '''
 
 
-def compile_and_dump(gm: GraphModule, graph: Graph, signature: Signature, device: str,
-                     options: Options, name: str) -> Compiled:  # fmt: skip
+def compile_and_dump(
+    gm: GraphModule, graph: Graph, signature: Signature, device: str, options: Options, name: str
+) -> Compiled:
     """Compile, with files. What was there before an error stays for ``strop repro``."""
     case = Case(graph, signature, device, options, name)
     folder = _new_folder(Path(options.dump).expanduser(), name)

@@ -87,8 +87,9 @@ class _Called(nn.Module):
         return self._function(*args, **kwargs)
 
 
-def _explain_function(function: Callable[..., Any], args: tuple[Any, ...],
-                      kwargs: dict[str, Any]) -> Report:  # fmt: skip
+def _explain_function(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Report:
     if not callable(function) or not (args or kwargs):
         raise OptionError(
             f"strop.explain got a {type(function).__name__}; it takes an optimised module or"
@@ -152,9 +153,15 @@ def _hoisted(dispatcher: Dispatcher) -> HoistedRow | None:
     kept_bytes = sum(kept.memory.nbytes for kept in places)
     kept_bytes += sum(table.held_bytes for kept in places for table in kept.timetables)
     tally = dispatcher.counters.hoisted
-    return HoistedRow(len(bounds[0].hoisted.steps), kept_bytes, tally.num_runs, tally.num_reuses,
-                      len(bounds[0].timetable.steps), tally.num_timetables, tally.num_looked_up
-                      )  # fmt: skip
+    return HoistedRow(
+        len(bounds[0].hoisted.steps),
+        kept_bytes,
+        tally.num_runs,
+        tally.num_reuses,
+        len(bounds[0].timetable.steps),
+        tally.num_timetables,
+        tally.num_looked_up,
+    )
 
 
 def _trained_launches(log: AotLog) -> int:
@@ -170,8 +177,13 @@ def _trained(record: AotRecord, able: Machine) -> GraphRow:
         compiled.program, compiled, dict(bound.env if bound else compiled.program.hints), able
     )
     seconds = {**compiled.seconds, "all": record.seconds}
-    return replace(row, role=record.role, num_saved=compiled.graph.num_saved, seconds=seconds,
-                   is_latest=bound is not None)  # fmt: skip
+    return replace(
+        row,
+        role=record.role,
+        num_saved=compiled.graph.num_saved,
+        seconds=seconds,
+        is_latest=bound is not None,
+    )
 
 
 def _latest(dispatcher: Dispatcher) -> Entry | None:
@@ -208,12 +220,19 @@ def _graph(variant: Variant, latest: Entry | None, able: Machine) -> GraphRow:
     is_latest = latest is not None and latest.variant is variant
     sizes = dict(latest.env) if latest is not None and is_latest else dict(program.hints)
     row = _graph_row(program, compiled, sizes, able)
-    return replace(row, is_latest=is_latest, is_ragged=variant.is_ragged, fixed=variant.fixed,
-                   from_disk=variant.from_disk, seconds=_seconds(variant))  # fmt: skip
+    return replace(
+        row,
+        is_latest=is_latest,
+        is_ragged=variant.is_ragged,
+        fixed=variant.fixed,
+        from_disk=variant.from_disk,
+        seconds=_seconds(variant),
+    )
 
 
-def _graph_row(program: Program, compiled: Compiled | None, sizes: dict[str, int], able: Machine
-               ) -> GraphRow:  # fmt: skip
+def _graph_row(
+    program: Program, compiled: Compiled | None, sizes: dict[str, int], able: Machine
+) -> GraphRow:
     refusals = Counter(r.reason for r in compiled.plan.refusals) if compiled else Counter()
     passes = compiled.passes if compiled else ()
     calls = Counter(operator_of(step) for step in program.call_steps)
@@ -251,8 +270,9 @@ def _patterns(program: Program, compiled: Compiled | None) -> tuple[PatternRow, 
     misses: dict[str, list[tuple[str, str]]] = defaultdict(list)
     for miss in compiled.patterns.misses if compiled else ():
         misses[miss.pattern].append((miss.origin, miss.reason))
-    return tuple(PatternRow(name, tuple(where), tuple(misses[name]))
-                 for name, where in origins.items())  # fmt: skip
+    return tuple(
+        PatternRow(name, tuple(where), tuple(misses[name])) for name, where in origins.items()
+    )
 
 
 def _seconds(variant: Variant) -> dict[str, float]:
@@ -280,8 +300,9 @@ def operator_of(step: CallStep) -> str:
     return call_text(step.op, dict(step.attrs))
 
 
-def _kernels(program: Program, costs: Sequence[StepRow], sizes: Mapping[str, int],
-             able: Machine) -> tuple[KernelRow, ...]:  # fmt: skip
+def _kernels(
+    program: Program, costs: Sequence[StepRow], sizes: Mapping[str, int], able: Machine
+) -> tuple[KernelRow, ...]:
     steps: dict[int, list[KernelStep]] = defaultdict(list)
     flops: Counter[int] = Counter()
     bound: dict[int, float] = defaultdict(float)
@@ -295,15 +316,17 @@ def _kernels(program: Program, costs: Sequence[StepRow], sizes: Mapping[str, int
     for number, launches in steps.items():
         source = program.sources[number]
         moved = sum(bytes_moved(program, step, sizes) for step in launches)
-        rows.append(KernelRow(
-            name=source.name,
-            source=source.text,
-            origins=tuple(dict.fromkeys(step.origin for step in launches)),
-            operators=launches[0].ops,
-            num_launches=len(launches),
-            bytes_moved=moved,
-            estimated_us=round(moved / able.bandwidth * 1e6, 3),
-            flops=flops[number],
-            share=round(bound[number] / total, 4),
-        ))  # fmt: skip
+        rows.append(
+            KernelRow(
+                name=source.name,
+                source=source.text,
+                origins=tuple(dict.fromkeys(step.origin for step in launches)),
+                operators=launches[0].ops,
+                num_launches=len(launches),
+                bytes_moved=moved,
+                estimated_us=round(moved / able.bandwidth * 1e6, 3),
+                flops=flops[number],
+                share=round(bound[number] / total, 4),
+            )
+        )
     return tuple(rows)

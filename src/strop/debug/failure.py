@@ -17,8 +17,17 @@ from strop.errors import OptionError, StropError
 from strop.ir.graph import Node, Ref
 
 # What a compiler with a bug in it raises. Wrong machine code may also end the process.
-CRASHES = (StropError, AssertionError, ValueError, TypeError, LookupError, AttributeError,
-           RuntimeError, RecursionError, ArithmeticError)  # fmt: skip
+CRASHES = (
+    StropError,
+    AssertionError,
+    ValueError,
+    TypeError,
+    LookupError,
+    AttributeError,
+    RuntimeError,
+    RecursionError,
+    ArithmeticError,
+)
 CRASH, WRONG, INACCURATE = "crash", "wrong", "inaccurate"
 
 
@@ -58,8 +67,9 @@ def _crash(error: BaseException) -> Failure:
     return Failure(CRASH, f"{type(error).__name__} of {where}", line)
 
 
-def wrong_results(case: Case, results: list[Tensor], arguments: Mapping[int, Tensor]
-                  ) -> Failure | None:  # fmt: skip
+def wrong_results(
+    case: Case, results: list[Tensor], arguments: Mapping[int, Tensor]
+) -> Failure | None:
     """The first result that is less accurate than docs/numerics.md allows."""
     outputs = [case.graph.outputs[i.index] for i in case.signature.returned if isinstance(i, Ref)]
     given = input_values(case.graph, arguments)

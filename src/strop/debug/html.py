@@ -107,9 +107,14 @@ def _stages(g: GraphRow) -> str:
     for name in names:
         rows.append((escape(name), _number(g.seconds[name]), ""))
         if name == "passes":
-            rows += [(f"&nbsp;&nbsp;{escape(p)}", _number(s),
-                      f"{before} &rarr; {counted(after, 'node')}")
-                     for p, s, before, after in g.passes]  # fmt: skip
+            rows += [
+                (
+                    f"&nbsp;&nbsp;{escape(p)}",
+                    _number(s),
+                    f"{before} &rarr; {counted(after, 'node')}",
+                )
+                for p, s, before, after in g.passes
+            ]
     return _bar([(name, g.seconds[name]) for name in names]) + _table(
         ("stage", "seconds", ""), rows
     )
@@ -129,10 +134,15 @@ def _costs(g: GraphRow) -> Iterable[tuple[str, ...]]:
     total = g.bound_us or 1.0
     for step in sorted(g.steps, key=lambda s: -s.bound_us)[:_TOP]:
         yield (
-            f"{step.number}", escape(step.title), _number(step.bytes_moved / 1e6),
-            _number(step.flops / 1e6), _number(step.bound_us), f"{step.bound_us / total:.1%}",
-            step.bound_by, escape(step.origin or "the module itself"),
-        )  # fmt: skip
+            f"{step.number}",
+            escape(step.title),
+            _number(step.bytes_moved / 1e6),
+            _number(step.flops / 1e6),
+            _number(step.bound_us),
+            f"{step.bound_us / total:.1%}",
+            step.bound_by,
+            escape(step.origin or "the module itself"),
+        )
 
 
 def _opaque(g: GraphRow) -> Iterable[tuple[str, ...]]:
@@ -147,8 +157,9 @@ def _patterns(g: GraphRow) -> str:
     for p in g.patterns:
         rows = [("runs", escape(origin or "the module itself"), "") for origin in p.origins]
         rows += [("not", escape(o or "the module itself"), escape(why)) for o, why in p.misses]
-        title = (f"{p.name}: {counted(len(p.origins), 'match')},"
-                 f" {counted(len(p.misses), 'near miss')}")  # fmt: skip
+        title = (
+            f"{p.name}: {counted(len(p.origins), 'match')}, {counted(len(p.misses), 'near miss')}"
+        )
         table = _table(("", "in", "because"), rows)
         parts.append(f"<details><summary>{escape(title)}</summary>{table}</details>")
     return f"<h3>Patterns</h3>{''.join(parts)}" if parts else ""
@@ -158,8 +169,11 @@ def _refusals(g: GraphRow) -> str:
     """Reasons with their counts, and every edge of each underneath."""
     parts = []
     for reason, count in sorted(g.refusals.items(), key=lambda item: -item[1]):
-        edges = ((escape(e.producer), escape(e.consumer), escape(e.origin or "the module itself"))
-                 for e in g.edges if e.reason == reason)  # fmt: skip
+        edges = (
+            (escape(e.producer), escape(e.consumer), escape(e.origin or "the module itself"))
+            for e in g.edges
+            if e.reason == reason
+        )
         table = _table(("producer", "consumer", "in"), edges)
         parts.append(f"<details><summary>{count} x {escape(reason)}</summary>{table}</details>")
     return f"<h3>Not fused</h3>{''.join(parts)}" if parts else ""
@@ -174,8 +188,10 @@ def _graphs(g: GraphRow) -> str:
         changed = _diff(before, after)
         what = f"<pre>{changed}</pre>" if changed else "<p>Nothing changed.</p>"
         label = f"after {name}{'' if changed else ' (no change)'}"
-        parts.append(f"<details><summary>{escape(label)}</summary>{what}"
-                     f"{_folded('the whole graph', after)}</details>")  # fmt: skip
+        parts.append(
+            f"<details><summary>{escape(label)}</summary>{what}"
+            f"{_folded('the whole graph', after)}</details>"
+        )
     return f"<h3>Graph after each pass</h3>{''.join(parts)}"
 
 
@@ -194,8 +210,15 @@ def _kernel(k: KernelRow) -> tuple[str, ...]:
     source = _folded(k.name, k.source)
     origins = "<br>".join(escape(o or "the module itself") for o in k.origins[:3])
     more = f"<br>and {len(k.origins) - 3} more" if len(k.origins) > 3 else ""
-    return (source, _number(k.num_launches), _number(k.bytes_moved / 1e6), _number(k.flops / 1e6),
-            _number(k.estimated_us), f"{k.share:.1%}", origins + more)  # fmt: skip
+    return (
+        source,
+        _number(k.num_launches),
+        _number(k.bytes_moved / 1e6),
+        _number(k.flops / 1e6),
+        _number(k.estimated_us),
+        f"{k.share:.1%}",
+        origins + more,
+    )
 
 
 def _folded(title: str, text: str) -> str:

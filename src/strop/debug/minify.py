@@ -145,8 +145,9 @@ def rebuilt(
     for node in graph.nodes:
         if node in live and node not in new:
             operands = tuple(new[_final(i, instead)] for i in node.inputs)
-            new[node] = Node(node.op, operands, node.attrs, node.shape, node.dtype, node.origin,
-                             node.order)  # fmt: skip
+            new[node] = Node(
+                node.op, operands, node.attrs, node.shape, node.dtype, node.origin, node.order
+            )
     results = tuple(new[_final(o, instead)] for o in outputs)
     return Graph(tuple(new.values()), tuple(new[i] for i in inputs), results, graph.hints)
 

@@ -100,10 +100,11 @@ def measured(report: Report, obj: Any, calls: Calls) -> Report:
         # before anything is traced: the profiler leaves its traces
         wholes = {n: whole_us(s) for n, s in subjects.items() if s.device.type == "cuda"}
         rows = {
-            name: _row(s, gpu_times(s, *wholes[name]) if name in wholes else cpu_times(s),
-                       limits[s.device])
+            name: _row(
+                s, gpu_times(s, *wholes[name]) if name in wholes else cpu_times(s), limits[s.device]
+            )
             for name, s in subjects.items()
-        }  # fmt: skip
+        }
     components = (replace(c, profile=rows.get(c.name)) for c in report.components)
     return replace(report, components=tuple(components), notes=tuple(notes))
 
@@ -165,6 +166,9 @@ def _costs(subject: Subject) -> tuple[Cost, ...]:
         else:
             title, kind = row.title, KINDS.get(step.op, OTHER)
         unit = ceilings.unit_of(program, step)
-        costs.append(Cost(number, title, kind, row.origin, row.bytes_moved, row.flops, unit,
-                          number in hoisted))  # fmt: skip
+        costs.append(
+            Cost(
+                number, title, kind, row.origin, row.bytes_moved, row.flops, unit, number in hoisted
+            )
+        )
     return tuple(costs)

@@ -25,8 +25,9 @@ Value = Any  # a Tensor, or a tuple of them for a call with several results
 Rule = Callable[[Node, list[Tensor], Env], Value]
 
 
-def evaluate(wanted: Iterable[Node], given: Mapping[Node, Tensor], env: Env, *, exact: bool
-             ) -> dict[Node, Tensor]:  # fmt: skip
+def evaluate(
+    wanted: Iterable[Node], given: Mapping[Node, Tensor], env: Env, *, exact: bool
+) -> dict[Node, Tensor]:
     """The values of ``wanted`` from those of ``given``, which nothing looks behind."""
     wanted = tuple(wanted)
     values: dict[Node, Value] = {}

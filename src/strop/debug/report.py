@@ -304,24 +304,29 @@ def _graph_lines(g: GraphRow) -> list[str]:
     kind = "ragged graph" if g.is_ragged else "graph"
     kind = kind if g.role == "inference" else f"{g.role} {kind}"
     launches = counted(sum(k.num_launches for k in g.kernels), "launch")
-    lines = [f"{kind} at {sizes or 'fixed sizes'}: {g.num_compiled_nodes}/"
-             f"{counted(g.num_nodes, 'node')} in {counted(len(g.kernels), 'kernel')} ({launches})"
-             ]  # fmt: skip
+    lines = [
+        f"{kind} at {sizes or 'fixed sizes'}: {g.num_compiled_nodes}/"
+        f"{counted(g.num_nodes, 'node')} in {counted(len(g.kernels), 'kernel')} ({launches})"
+    ]
     if g.calls:
         lines.append("  calls: " + ", ".join(f"{n} {op}" for op, n in g.calls.items()))
     if g.from_disk:
         lines.append("  from the disk cache")
     else:
         lines.append("  " + ", ".join(f"{k} {v:.2f} s" for k, v in g.seconds.items()))
-        lines += [f"    {name}: {before} -> {counted(after, 'node')}, {seconds:.3f} s"
-                  for name, seconds, before, after in g.passes if before != after]  # fmt: skip
+        lines += [
+            f"    {name}: {before} -> {counted(after, 'node')}, {seconds:.3f} s"
+            for name, seconds, before, after in g.passes
+            if before != after
+        ]
     if g.steps:
         lines.append("  " + _bound_line(g))
     for k in sorted(g.kernels, key=lambda k: -k.bytes_moved)[:_TOP]:
-        lines.append(f"  {k.num_launches:4d}x {k.name}  {k.bytes_moved / 1e6:.2f} MB"
-                     f"  {k.flops / 1e6:.2f} MFLOP"
-                     f"  ~{k.estimated_us:.1f} us  {k.share:.1%}  <- {_from(k.origins)}"
-                     )  # fmt: skip
+        lines.append(
+            f"  {k.num_launches:4d}x {k.name}  {k.bytes_moved / 1e6:.2f} MB"
+            f"  {k.flops / 1e6:.2f} MFLOP"
+            f"  ~{k.estimated_us:.1f} us  {k.share:.1%}  <- {_from(k.origins)}"
+        )
     lines += [f"  its code fixes {text}" for text in g.fixed]
     for op, origins in _opaque(g).items():
         lines.append(

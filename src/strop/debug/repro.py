@@ -43,13 +43,20 @@ def write(case: Case, arguments: Mapping[int, Tensor], about: str, folder: Path)
     return script
 
 
-def save_inputs(arguments: Mapping[int, Tensor | None], sizes: Mapping[str, int], folder: Path
-                ) -> Path:  # fmt: skip
+def save_inputs(
+    arguments: Mapping[int, Tensor | None], sizes: Mapping[str, int], folder: Path
+) -> Path:
     """Every argument by its index, and the sizes that they have."""
     file = folder / INPUTS
-    save_file({f"argument{n}": t.detach().cpu().contiguous().clone()
-               for n, t in arguments.items() if t is not None},
-              str(file), {"sizes": json.dumps(dict(sizes))})  # fmt: skip
+    save_file(
+        {
+            f"argument{n}": t.detach().cpu().contiguous().clone()
+            for n, t in arguments.items()
+            if t is not None
+        },
+        str(file),
+        {"sizes": json.dumps(dict(sizes))},
+    )
     return file
 
 

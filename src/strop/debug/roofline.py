@@ -118,19 +118,33 @@ class ProfileRow:
         return tuple(s for s in self.steps if s.us is None)
 
 
-def profile_row(sizes: Mapping[str, int], costs: Sequence[Cost], times: Times, ceilings: Ceilings,
-                num_not_run: int) -> ProfileRow:  # fmt: skip
+def profile_row(
+    sizes: Mapping[str, int],
+    costs: Sequence[Cost],
+    times: Times,
+    ceilings: Ceilings,
+    num_not_run: int,
+) -> ProfileRow:
     """``costs``: of the steps that run at these sizes."""
     steps = tuple(_timed(cost, times.steps.get(cost.number), ceilings) for cost in costs)
     steps_us = sum(us for us, _ in times.steps.values())
     rest_us = sum(us for _, us in times.rest)
     return ProfileRow(
-        dict(sizes), times.method, times.num_runs, times.is_replayed, round(times.call_us, 3),
-        round(steps_us, 3), round(rest_us, 3), round(times.call_us - steps_us - rest_us, 3),
-        round(sum(step.bound_us for step in steps), 3), ceilings, num_not_run, steps,
+        dict(sizes),
+        times.method,
+        times.num_runs,
+        times.is_replayed,
+        round(times.call_us, 3),
+        round(steps_us, 3),
+        round(rest_us, 3),
+        round(times.call_us - steps_us - rest_us, 3),
+        round(sum(step.bound_us for step in steps), 3),
+        ceilings,
+        num_not_run,
+        steps,
         tuple(_kind_row(kind, steps) for kind in dict.fromkeys(s.kind for s in steps)),
         tuple((name, round(us, 3)) for name, us in times.rest),
-    )  # fmt: skip
+    )
 
 
 def _timed(cost: Cost, found: tuple[float, int] | None, ceilings: Ceilings) -> TimedStep:
@@ -141,19 +155,28 @@ def _timed(cost: Cost, found: tuple[float, int] | None, ceilings: Ceilings) -> T
     us, num_kernels = found
     seconds = max(us, 1e-3) / 1e6  # clocks count nanoseconds
     return replace(
-        step, num_kernels=num_kernels, us=round(us, 3),
+        step,
+        num_kernels=num_kernels,
+        us=round(us, 3),
         gb_per_s=round(cost.bytes_moved / seconds / 1e9, 3),
         tflop_per_s=round(cost.flops / seconds / 1e12, 6),
-        share=round(bound / 1e6 / seconds, 4), lost_us=round(us - bound, 3),
-    )  # fmt: skip
+        share=round(bound / 1e6 / seconds, 4),
+        lost_us=round(us - bound, 3),
+    )
 
 
 def _kind_row(kind: str, steps: Sequence[TimedStep]) -> KindRow:
     own = [s for s in steps if s.kind == kind and s.us is not None]
     us, bound = sum(s.us or 0.0 for s in own), sum(s.bound_us for s in own)
-    return KindRow(kind, len(own), round(us, 3), sum(s.bytes_moved for s in own),
-                   sum(s.flops for s in own), round(bound, 3),
-                   round(bound / us, 4) if us else 0.0)  # fmt: skip
+    return KindRow(
+        kind,
+        len(own),
+        round(us, 3),
+        sum(s.bytes_moved for s in own),
+        sum(s.flops for s in own),
+        round(bound, 3),
+        round(bound / us, 4) if us else 0.0,
+    )
 
 
 def profile_lines(p: ProfileRow) -> Iterator[str]:
@@ -162,14 +185,18 @@ def profile_lines(p: ProfileRow) -> Iterator[str]:
     yield f"  ceilings measured here: {p.ceilings}"
     yield f"  measured by {METHODS[p.method].format(counted(p.num_runs, 'run'))}"
     for kind in sorted(p.kinds, key=lambda k: -k.us):
-        yield (f"  {kind.us:10.1f} us {kind.us / p.call_us:6.1%}  {kind.num_steps:4d}x {kind.kind}:"
-               f" bound {kind.bound_us:.1f} us, {kind.share:.0%} of it reached")  # fmt: skip
+        yield (
+            f"  {kind.us:10.1f} us {kind.us / p.call_us:6.1%}  {kind.num_steps:4d}x {kind.kind}:"
+            f" bound {kind.bound_us:.1f} us, {kind.share:.0%} of it reached"
+        )
     losing = [s for s in p.by_loss if (s.lost_us or 0.0) > 0][:TOP]
     yield f"  most time lost ({len(losing)} of {counted(len(p.by_loss), 'step')}):"
     for s in losing:
-        yield (f"  {s.lost_us:10.1f} us  step {s.number:3d} {s.title}: {s.us:.1f} us, bound"
-               f" {s.bound_us:.1f} ({s.bound_by}), {s.share:.0%}; {s.gb_per_s:.1f} GB/s,"
-               f" {s.tflop_per_s:.3g} TFLOP/s  <- {s.origin or 'the module itself'}")  # fmt: skip
+        yield (
+            f"  {s.lost_us:10.1f} us  step {s.number:3d} {s.title}: {s.us:.1f} us, bound"
+            f" {s.bound_us:.1f} ({s.bound_by}), {s.share:.0%}; {s.gb_per_s:.1f} GB/s,"
+            f" {s.tflop_per_s:.3g} TFLOP/s  <- {s.origin or 'the module itself'}"
+        )
     for name, us in p.rest:
         yield f"  {us:10.1f} us  not attributed to a step: {name}"
     if any((s.share or 0.0) > 1.0 for s in p.steps):

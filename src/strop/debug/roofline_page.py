@@ -19,10 +19,14 @@ from strop.wording import counted
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 900, 440, 64, 150, 14, 40
 RADIUS = (3.0, 14.0)  # of a point: its area is the share of the time
 COLOURS = {
-    "convolution": "#7d4fb0", "GEMM": "#d1782b", "attention": "#1f9aa3",
-    "pointwise kernel": "#2f6fb3", "row kernel": "#c23b57", "column kernel": "#2f8f4e",
+    "convolution": "#7d4fb0",
+    "GEMM": "#d1782b",
+    "attention": "#1f9aa3",
+    "pointwise kernel": "#2f6fb3",
+    "row kernel": "#c23b57",
+    "column kernel": "#2f8f4e",
     OTHER: "#7a6a3a",
-}  # fmt: skip
+}
 STYLE = """
 .roof { max-width: 100%; height: auto; border: 1px solid #ccc; color: inherit; }
 .roof text { font: 11px system-ui, sans-serif; fill: currentColor; }
@@ -77,37 +81,76 @@ def profile_section(p: ProfileRow, table: Table) -> str:
     notes += [_sentence(ABOVE)] if is_above else []
     rest = ((escape(name), f"{us:,.1f}") for name, us in p.rest)
     unseen = ((f"{s.number}", escape(s.title), escape(_origin(s))) for s in p.unseen)
-    return "".join([
-        "<h3>Roofline</h3>",
-        *(f"<p>{escape(note)}</p>" for note in notes),
-        plot(p),
-        table(("kind", "steps", "us", "of the call", "bound us", "of the bound"), _kinds(p)),
-        "<h3>Steps by time lost</h3>",
-        table(("step", "", "kind", "us", "bound us", "lost us", "of the bound", "bound by", "MB",
-               "MFLOP", "GB/s", "GFLOP/s", "origin"), map(_cells, p.by_loss)),
-        table(("not attributed to a step", "us"), rest),
-        table(("step without a kernel in the trace", "", "origin"), unseen),
-    ])  # fmt: skip
+    return "".join(
+        [
+            "<h3>Roofline</h3>",
+            *(f"<p>{escape(note)}</p>" for note in notes),
+            plot(p),
+            table(("kind", "steps", "us", "of the call", "bound us", "of the bound"), _kinds(p)),
+            "<h3>Steps by time lost</h3>",
+            table(
+                (
+                    "step",
+                    "",
+                    "kind",
+                    "us",
+                    "bound us",
+                    "lost us",
+                    "of the bound",
+                    "bound by",
+                    "MB",
+                    "MFLOP",
+                    "GB/s",
+                    "GFLOP/s",
+                    "origin",
+                ),
+                map(_cells, p.by_loss),
+            ),
+            table(("not attributed to a step", "us"), rest),
+            table(("step without a kernel in the trace", "", "origin"), unseen),
+        ]
+    )
 
 
 def _kinds(p: ProfileRow) -> Iterator[tuple[str, ...]]:
     for row in sorted(p.kinds, key=lambda row: -row.us):
-        yield (escape(row.kind), f"{row.num_steps}", f"{row.us:,.1f}", f"{row.us / p.call_us:.1%}",
-               f"{row.bound_us:,.1f}", f"{row.share:.1%}")  # fmt: skip
+        yield (
+            escape(row.kind),
+            f"{row.num_steps}",
+            f"{row.us:,.1f}",
+            f"{row.us / p.call_us:.1%}",
+            f"{row.bound_us:,.1f}",
+            f"{row.share:.1%}",
+        )
     yield ("not attributed", "", f"{p.rest_us:,.1f}", f"{p.rest_us / p.call_us:.1%}", "", "")
     yield ("gaps", "", f"{p.gaps_us:,.1f}", f"{p.gaps_us / p.call_us:.1%}", "", "")
-    yield ("the whole call", "", f"{p.call_us:,.1f}", "100.0%", f"{p.bound_us:,.1f}",
-           f"{p.bound_us / p.call_us:.1%}")  # fmt: skip
+    yield (
+        "the whole call",
+        "",
+        f"{p.call_us:,.1f}",
+        "100.0%",
+        f"{p.bound_us:,.1f}",
+        f"{p.bound_us / p.call_us:.1%}",
+    )
 
 
 def _cells(s: TimedStep) -> tuple[str, ...]:
     once = ", once a denoise loop" if s.is_hoisted else ""
     return (
-        f"{s.number}", escape(s.title), escape(s.kind), f"{s.us:,.2f}", f"{s.bound_us:,.2f}",
-        f"{s.lost_us:,.2f}", f"{s.share:.1%}", f"{s.bound_by}, {s.unit}",
-        f"{s.bytes_moved / 1e6:,.3f}", f"{s.flops / 1e6:,.3f}", f"{s.gb_per_s:,.1f}",
-        f"{1e3 * (s.tflop_per_s or 0.0):,.1f}", escape(_origin(s)) + once,
-    )  # fmt: skip
+        f"{s.number}",
+        escape(s.title),
+        escape(s.kind),
+        f"{s.us:,.2f}",
+        f"{s.bound_us:,.2f}",
+        f"{s.lost_us:,.2f}",
+        f"{s.share:.1%}",
+        f"{s.bound_by}, {s.unit}",
+        f"{s.bytes_moved / 1e6:,.3f}",
+        f"{s.flops / 1e6:,.3f}",
+        f"{s.gb_per_s:,.1f}",
+        f"{1e3 * (s.tflop_per_s or 0.0):,.1f}",
+        escape(_origin(s)) + once,
+    )
 
 
 def _sentence(text: str) -> str:
@@ -162,17 +205,23 @@ def _axes(x: Scale, y: Scale) -> str:
     parts = []
     for decade in x.decades:
         at = x(10.0**decade)
-        parts.append(f'<line class="grid" x1="{at}" x2="{at}" y1="{y.start}" y2="{y.end}"/>'
-                     f'<text x="{at}" y="{y.start + 16}" text-anchor="middle">{_power(decade)}'
-                     "</text>")  # fmt: skip
+        parts.append(
+            f'<line class="grid" x1="{at}" x2="{at}" y1="{y.start}" y2="{y.end}"/>'
+            f'<text x="{at}" y="{y.start + 16}" text-anchor="middle">{_power(decade)}'
+            "</text>"
+        )
     for decade in y.decades:
         at = y(10.0**decade)
-        parts.append(f'<line class="grid" x1="{x.start}" x2="{x.end}" y1="{at}" y2="{at}"/>'
-                     f'<text x="{x.start - 6}" y="{at + 4}" text-anchor="end">'
-                     f"{_rate(10.0**decade)}</text>")  # fmt: skip
-    parts.append(f'<text x="{(x.start + x.end) / 2}" y="{HEIGHT - 8}" text-anchor="middle">FLOPs a'
-                 " byte (left edge: steps without FLOPs)</text>"
-                 f'<text x="4" y="{TOP - 2}">FLOP/s</text>')  # fmt: skip
+        parts.append(
+            f'<line class="grid" x1="{x.start}" x2="{x.end}" y1="{at}" y2="{at}"/>'
+            f'<text x="{x.start - 6}" y="{at + 4}" text-anchor="end">'
+            f"{_rate(10.0**decade)}</text>"
+        )
+    parts.append(
+        f'<text x="{(x.start + x.end) / 2}" y="{HEIGHT - 8}" text-anchor="middle">FLOPs a'
+        " byte (left edge: steps without FLOPs)</text>"
+        f'<text x="4" y="{TOP - 2}">FLOP/s</text>'
+    )
     return "".join(parts)
 
 
@@ -185,10 +234,12 @@ def _ceilings(p: ProfileRow, x: Scale, y: Scale) -> str:
         f' y2="{y(high)}"><title>memory: {band / 1e9:,.1f} GB/s</title></line>'
     ]
     for unit, peak in peaks.items():
-        parts.append(f'<line class="ceiling arithmetic" x1="{x(peak / band)}" y1="{y(peak)}"'
-                     f' x2="{x.end}" y2="{y(peak)}"><title>{escape(unit)}: {_rate(peak)}FLOP/s'
-                     f'</title></line><text x="{x.end + 4}" y="{y(peak) + 4}">{escape(unit)}'
-                     f" {_rate(peak)}</text>")  # fmt: skip
+        parts.append(
+            f'<line class="ceiling arithmetic" x1="{x(peak / band)}" y1="{y(peak)}"'
+            f' x2="{x.end}" y2="{y(peak)}"><title>{escape(unit)}: {_rate(peak)}FLOP/s'
+            f'</title></line><text x="{x.end + 4}" y="{y(peak) + 4}">{escape(unit)}'
+            f" {_rate(peak)}</text>"
+        )
     return "".join(parts)
 
 

@@ -57,5 +57,7 @@ def _summary(value: Any) -> str:
     wide = value.double()
     mean, largest = (wide.mean().item(), wide.abs().max().item()) if value.numel() else (0.0, 0.0)
     finite = bool(torch.isfinite(wide).all())
-    return (f"{value.dtype} {tuple(value.shape)} mean {mean:.6g} max {largest:.6g}"
-            f"{'' if finite else ', NOT FINITE'}")  # fmt: skip
+    return (
+        f"{value.dtype} {tuple(value.shape)} mean {mean:.6g} max {largest:.6g}"
+        f"{'' if finite else ', NOT FINITE'}"
+    )

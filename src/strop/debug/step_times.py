@@ -143,8 +143,11 @@ def _without_graph(entry: Entry) -> Iterator[None]:
 
 def _kernel_names(subject: Subject) -> dict[int, str]:
     sources = subject.program.sources
-    return {number: sources[step.kernel].name for number, step in subject.running().items()
-            if isinstance(step, KernelStep)}  # fmt: skip
+    return {
+        number: sources[step.kernel].name
+        for number, step in subject.running().items()
+        if isinstance(step, KernelStep)
+    }
 
 
 def _event_times(run: Callable[[Around], None]) -> dict[int, tuple[float, int]]:
@@ -162,5 +165,7 @@ def _event_times(run: Callable[[Around], None]) -> dict[int, tuple[float, int]]:
     for _ in range(GPU_RUNS):
         run(around)
     torch.cuda.synchronize()
-    return {position: (median(a.elapsed_time(b) for a, b in found) * 1e3, 0)
-            for position, found in pairs.items()}  # fmt: skip
+    return {
+        position: (median(a.elapsed_time(b) for a, b in found) * 1e3, 0)
+        for position, found in pairs.items()
+    }

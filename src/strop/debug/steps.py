@@ -75,8 +75,9 @@ def _made(plan: Group | Node, step: Step, items: dict[Node, list[Node]]) -> dict
     return dict.fromkeys([plan], step.outputs[0]) if step.outputs else {}
 
 
-def step_rows(program: Program, compiled: Compiled | None, sizes: Sizes, able: Machine
-              ) -> tuple[StepRow, ...]:  # fmt: skip
+def step_rows(
+    program: Program, compiled: Compiled | None, sizes: Sizes, able: Machine
+) -> tuple[StepRow, ...]:
     """Every step with its costs; values inside kernels and their FLOPs only where ``compiled``."""
     planned = planned_steps(compiled) if compiled else ()
     maker: dict[int, int] = {}
@@ -87,12 +88,20 @@ def step_rows(program: Program, compiled: Compiled | None, sizes: Sizes, able: M
         num_bytes = bytes_moved(program, runs, sizes) if runs is not None else 0
         flops = _flops(step, plan, sizes) if runs is not None else 0
         bound_us, by = able.bound_us(num_bytes, flops, _computed_in(program, step))
-        rows.append(StepRow(
-            number, _kind(step), _title(program, step), step.origin,
-            _values(program, plan, made),
-            tuple(sorted({maker[n] for n in read if n in maker} - {number})),
-            num_bytes, flops, bound_us, by,
-        ))  # fmt: skip
+        rows.append(
+            StepRow(
+                number,
+                _kind(step),
+                _title(program, step),
+                step.origin,
+                _values(program, plan, made),
+                tuple(sorted({maker[n] for n in read if n in maker} - {number})),
+                num_bytes,
+                flops,
+                bound_us,
+                by,
+            )
+        )
         maker.update(dict.fromkeys(made, number))
     return tuple(rows)
 
@@ -136,13 +145,16 @@ def _computed_in(program: Program, step: Step) -> torch.dtype:
     return program.buffers[step.inputs[0].buffer].dtype
 
 
-def _values(program: Program, plan: Group | Node | None, made: tuple[int, ...]
-            ) -> tuple[ValueRow, ...]:  # fmt: skip
+def _values(
+    program: Program, plan: Group | Node | None, made: tuple[int, ...]
+) -> tuple[ValueRow, ...]:
     if not isinstance(plan, Group):
-        return tuple(ValueRow(buffer_text(program.buffers[n], n), Scheme.GLOBAL.value)
-                     for n in made)  # fmt: skip
-    return tuple(ValueRow(f"{node.op} {type_text(node)}", _scheme(node, plan).value)
-                 for node in plan.nodes)  # fmt: skip
+        return tuple(
+            ValueRow(buffer_text(program.buffers[n], n), Scheme.GLOBAL.value) for n in made
+        )
+    return tuple(
+        ValueRow(f"{node.op} {type_text(node)}", _scheme(node, plan).value) for node in plan.nodes
+    )
 
 
 def _scheme(node: Node, group: Group) -> Scheme:

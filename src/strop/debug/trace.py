@@ -63,8 +63,10 @@ def attribute(events: Sequence[Traced], names: Mapping[int, str]) -> Attribution
     steps: dict[int, list[list[int]]] = defaultdict(list)
     for (_, step), times in spent.items():
         steps[step].append(times)
-    found = {step: (median(map(sum, runs)) / 1e3, round(median(map(len, runs))))
-             for step, runs in steps.items()}  # fmt: skip
+    found = {
+        step: (median(map(sum, runs)) / 1e3, round(median(map(len, runs))))
+        for step, runs in steps.items()
+    }
     num_runs = len({place[0] for place, _ in _ranges(events)}) or 1
     return Attribution(found, tuple((name, ns / num_runs / 1e3) for name, ns in rest.most_common()))
 
@@ -109,8 +111,12 @@ def _by_neighbours(places: dict[int, Place]) -> None:
             places.update(dict.fromkeys(range(first + 1, second), places[first]))
 
 
-def _by_name(events: Sequence[Traced], kernels: Sequence[Traced], places: dict[int, Place],
-             names: Mapping[int, str]) -> None:  # fmt: skip
+def _by_name(
+    events: Sequence[Traced],
+    kernels: Sequence[Traced],
+    places: dict[int, Place],
+    names: Mapping[int, str],
+) -> None:
     """Add those whose name is that of a step's generated kernel: in order, and only if there are as
     many as are missing."""
     taken = set(places.values())
@@ -136,9 +142,11 @@ def place_of(name: str) -> Place:
     return int(run), int(step)
 
 
-def trace(run: Callable[[Callable[[int, Callable[[], None]], None]], Any], num_runs: int,
-          activities: Sequence[ProfilerActivity] = (ProfilerActivity.CUDA, ProfilerActivity.CPU)
-          ) -> list[Traced]:  # fmt: skip
+def trace(
+    run: Callable[[Callable[[int, Callable[[], None]], None]], Any],
+    num_runs: int,
+    activities: Sequence[ProfilerActivity] = (ProfilerActivity.CUDA, ProfilerActivity.CPU),
+) -> list[Traced]:
     """Events of so many runs. ``run`` makes a call with what it is given around each step."""
     with profile(activities=activities, acc_events=True) as profiler:
         for number in range(num_runs):
@@ -169,5 +177,11 @@ def traced(event: Any) -> Traced | None:
     elif is_on_host and _LAUNCH.match(name):
         what = "launch"
     start = event.start_ns()
-    return Traced(what, name, start, start + event.duration_ns(), event.correlation_id(),
-                  event.linked_correlation_id())  # fmt: skip
+    return Traced(
+        what,
+        name,
+        start,
+        start + event.duration_ns(),
+        event.correlation_id(),
+        event.linked_correlation_id(),
+    )

@@ -15,17 +15,25 @@ from strop.runtime.adapter import Adapter
 from strop.runtime.signature import Shapes, Skeleton, tensor_numbers
 
 # Arguments that a denoise loop passes unchanged from step to step
-STEADY = ("encoder_hidden_states", "added_cond_kwargs", "class_labels", "timestep_cond",
-          "attention_mask", "encoder_attention_mask")  # fmt: skip
+STEADY = (
+    "encoder_hidden_states",
+    "added_cond_kwargs",
+    "class_labels",
+    "timestep_cond",
+    "attention_mask",
+    "encoder_attention_mask",
+)
 # Arguments whose height and width are the latent's, or that many times as large. Others of four
 # dims are none: the embeddings of IP-Adapter-Plus are (batch, pictures, tokens, features).
-SPATIAL = frozenset({
-    "sample",
-    "controlnet_cond",
-    "down_block_additional_residuals",
-    "mid_block_additional_residual",
-    "down_intrablock_additional_residuals",
-})  # fmt: skip
+SPATIAL = frozenset(
+    {
+        "sample",
+        "controlnet_cond",
+        "down_block_additional_residuals",
+        "mid_block_additional_residual",
+        "down_intrablock_additional_residuals",
+    }
+)
 
 
 class UNetAdapter(Adapter):
@@ -45,8 +53,9 @@ class UNetAdapter(Adapter):
         self._has_classes = bool(config.get("num_class_embeds") or config.get("class_embed_type"))
         self.factor = 2 ** (len(config.block_out_channels) - 1)
 
-    def normalise(self, args: tuple[Any, ...], kwargs: dict[str, Any]
-                  ) -> tuple[tuple[Any, ...], dict[str, Any]]:  # fmt: skip
+    def normalise(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Timesteps as a float vector (B,): numbers and 0-d tensors would be other graphs."""
         named = dict(zip(self._names, args, strict=False)) | kwargs
         sample, timestep = named.get("sample"), named.get("timestep")

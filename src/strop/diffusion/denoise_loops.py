@@ -151,7 +151,10 @@ def _compiling_like(own: Callable[..., Any]) -> Callable[..., Any]:
             if known is not None and dispatcher_in(module) is None and type(known) is Dispatcher:
                 loop = known.loop if name in DENOISERS else None
                 optimize_module(module, known.options, name=path, loop=loop)
-                log.info("%s: %s, which is put in the place of a compiled one, is compiled as well",
-                         type(pipe).__name__, path)  # fmt: skip
+                log.info(
+                    "%s: %s, which is put in the place of a compiled one, is compiled as well",
+                    type(pipe).__name__,
+                    path,
+                )
 
     return __setattr__

@@ -31,8 +31,9 @@ EXACT = 1e-9  # relative, in fp64
 Step = Callable[..., Any]
 
 
-def linear_step(step: Step, output: Any, timestep: Any, sample: Any, kwargs: Mapping[str, Any]
-                ) -> tuple[Tensor, ...] | None:  # fmt: skip
+def linear_step(
+    step: Step, output: Any, timestep: Any, sample: Any, kwargs: Mapping[str, Any]
+) -> tuple[Tensor, ...] | None:
     """What ``step`` gives back for tensors of one shape and type, or None where it is not linear,
     or asked for more than that."""
     if not _is_alike(output, sample) or not _is_silent(kwargs):
@@ -58,11 +59,13 @@ def _is_silent(kwargs: Mapping[str, Any]) -> bool:
     return known and given.get("return_dict") is False
 
 
-def _numbers(step: Step, timestep: Any, kwargs: Mapping[str, Any]
-             ) -> Sequence[Sequence[float]] | None:  # fmt: skip
+def _numbers(
+    step: Step, timestep: Any, kwargs: Mapping[str, Any]
+) -> Sequence[Sequence[float]] | None:
     """For each result by what sample and output are multiplied."""
-    output, sample = (torch.tensor(some, dtype=torch.float64).view(1, 1, 2, 2)
-                      for some in (OUTPUTS, SAMPLES))  # fmt: skip
+    output, sample = (
+        torch.tensor(some, dtype=torch.float64).view(1, 1, 2, 2) for some in (OUTPUTS, SAMPLES)
+    )
     rows = []
     for result in step(output, timestep, sample, **kwargs):
         found = result.flatten().tolist()

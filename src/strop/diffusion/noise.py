@@ -21,22 +21,43 @@ from strop.diffusion.stand_ins import StandIn, put_in_place
 
 PLACE, NAME = "diffusers.utils.torch_utils", "randn_tensor"
 # What it asks in the editions of diffusers whose answer is known.
-ASKED = frozenset((
-    "isinstance", "str", "torch", "device", "strided", "type", "list", "logger", "info",
-    "ValueError", "len", "range", "cat", "to", "randn",
-))  # fmt: skip
+ASKED = frozenset(
+    (
+        "isinstance",
+        "str",
+        "torch",
+        "device",
+        "strided",
+        "type",
+        "list",
+        "logger",
+        "info",
+        "ValueError",
+        "len",
+        "range",
+        "cat",
+        "to",
+        "randn",
+    )
+)
 
 
 class Unwaited(StandIn):
     """The same numbers."""
 
-    def __call__(self, shape: Sequence[int], generator: Any = None, device: Any = None,
-                 dtype: torch.dtype | None = None, layout: torch.layout | None = None
-                 ) -> Tensor:  # fmt: skip
+    def __call__(
+        self,
+        shape: Sequence[int],
+        generator: Any = None,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        layout: torch.layout | None = None,
+    ) -> Tensor:
         is_apart = is_drawn_on_host(generator, device) and layout in (None, torch.strided)
         place = torch.device("cpu") if is_apart else device
-        noise: Tensor = self.own(shape, generator=generator, device=place, dtype=dtype,
-                                 layout=layout)  # fmt: skip
+        noise: Tensor = self.own(
+            shape, generator=generator, device=place, dtype=dtype, layout=layout
+        )
         return noise.pin_memory().to(device, non_blocking=True) if is_apart else noise
 
 

@@ -115,19 +115,63 @@ SEARCH, DEVICE, DTYPE = (
     ("diffusers.models.modeling_utils", "get_parameter_dtype"),
 )
 QUICK: Mapping[tuple[str, str], tuple[type[Quick], frozenset[str]]] = {
-    SEARCH: (Search, frozenset((
-        "modules", "hasattr", "_diffusers_hook", "get_hook", "_GROUP_OFFLOADING",
-    ))),
-    DEVICE: (DeviceOfInputs, frozenset((
-        "hooks.group_offloading", "_get_group_onload_device", "ValueError", "modules", "getattr",
-        "torch", "device", "next", "itertools", "chain", "parameters", "buffers",
-    ))),
-    DTYPE: (FloatingType, frozenset((
-        "isinstance", "nn", "Module", "named_modules", "hasattr", "_diffusers_hook", "get_hook",
-        "compute_dtype", "named_parameters", "dtype", "_keep_in_fp32_modules", "any", "buffers",
-        "is_floating_point", "str", "list", "Tensor", "_named_members",
-    ))),
-}  # fmt: skip
+    SEARCH: (
+        Search,
+        frozenset(
+            (
+                "modules",
+                "hasattr",
+                "_diffusers_hook",
+                "get_hook",
+                "_GROUP_OFFLOADING",
+            )
+        ),
+    ),
+    DEVICE: (
+        DeviceOfInputs,
+        frozenset(
+            (
+                "hooks.group_offloading",
+                "_get_group_onload_device",
+                "ValueError",
+                "modules",
+                "getattr",
+                "torch",
+                "device",
+                "next",
+                "itertools",
+                "chain",
+                "parameters",
+                "buffers",
+            )
+        ),
+    ),
+    DTYPE: (
+        FloatingType,
+        frozenset(
+            (
+                "isinstance",
+                "nn",
+                "Module",
+                "named_modules",
+                "hasattr",
+                "_diffusers_hook",
+                "get_hook",
+                "compute_dtype",
+                "named_parameters",
+                "dtype",
+                "_keep_in_fp32_modules",
+                "any",
+                "buffers",
+                "is_floating_point",
+                "str",
+                "list",
+                "Tensor",
+                "_named_members",
+            )
+        ),
+    ),
+}
 
 
 def search_quickly() -> list[str]:
@@ -147,5 +191,8 @@ def search_quickly() -> list[str]:
     def made(kind: type[Quick], own: FunctionType) -> Quick:
         return kind(own, registries())
 
-    return [name for (where, name), (kind, asked) in QUICK.items()
-            if put_in_place(where, name, asked, functools.partial(made, kind))]  # fmt: skip
+    return [
+        name
+        for (where, name), (kind, asked) in QUICK.items()
+        if put_in_place(where, name, asked, functools.partial(made, kind))
+    ]

@@ -33,8 +33,11 @@ log = logging.getLogger("strop")
 def compiled_modules(pipe: Any) -> dict[str, nn.Module]:
     """The modules of a pipeline that are compiled, by the path a user would write."""
     held = pipe.components
-    return {path: module for name in COMPONENTS
-            for path, module in parts_of(held.get(name), name).items()}  # fmt: skip
+    return {
+        path: module
+        for name in COMPONENTS
+        for path, module in parts_of(held.get(name), name).items()
+    }
 
 
 def optimize_pipeline(pipe: Any, options: Options) -> None:
@@ -53,8 +56,13 @@ def optimize_pipeline(pipe: Any, options: Options) -> None:
     draw_without_waiting()
     convert_on_device(pipe)
     for name, module in known.items():
-        optimize_module(module, options, name=name, loop=loop if name in DENOISERS else None,
-                        component=pipe.components[name.partition(".")[0]])  # fmt: skip
+        optimize_module(
+            module,
+            options,
+            name=name,
+            loop=loop if name in DENOISERS else None,
+            component=pipe.components[name.partition(".")[0]],
+        )
     watch_pipelines()
     if isinstance(pipe.__dict__.get("progress_bar"), _MarkedBar):
         pipe.progress_bar.loop = loop
@@ -62,8 +70,12 @@ def optimize_pipeline(pipe: Any, options: Options) -> None:
         pipe.progress_bar = _MarkedBar(pipe.progress_bar, loop, pipe)
     left = {name: part for name, part in _modules(pipe).items() if name not in COMPONENTS}
     if left:
-        log.warning("%s: not compiled: %s; a module by itself is: strop.optimize(pipe.%s)",
-                    type(pipe).__name__, _listed(left), next(iter(left)))  # fmt: skip
+        log.warning(
+            "%s: not compiled: %s; a module by itself is: strop.optimize(pipe.%s)",
+            type(pipe).__name__,
+            _listed(left),
+            next(iter(left)),
+        )
 
 
 def _modules(pipe: Any) -> dict[str, nn.Module]:

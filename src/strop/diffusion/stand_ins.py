@@ -20,8 +20,9 @@ class StandIn:
         self.own = own
 
 
-def put_in_place(where: str, name: str, asked: frozenset[str],
-                 make: Callable[[FunctionType], StandIn]) -> bool:  # fmt: skip
+def put_in_place(
+    where: str, name: str, asked: frozenset[str], make: Callable[[FunctionType], StandIn]
+) -> bool:
     """Of the function ``where.name`` of diffusers, if its code asks for these names, wherever
     diffusers has imported it. Whether a stand-in is there; False without diffusers."""
     try:

@@ -27,8 +27,11 @@ def runs_user_code(pipe: Any) -> bool:
     frame = _caller(sys._getframe(1))
     if frame is None or not _is_library(frame.f_globals.get("__name__", "")):
         return True
-    callbacks = [value for name, value in frame.f_locals.items()
-                 if name.startswith("callback") and name not in _NO_CALLBACKS]  # fmt: skip
+    callbacks = [
+        value
+        for name, value in frame.f_locals.items()
+        if name.startswith("callback") and name not in _NO_CALLBACKS
+    ]
     held = [pipe, *vars(pipe).values()]
     return (
         any(value is not None for value in callbacks)
@@ -62,8 +65,9 @@ def _is_of_user(value: Any) -> bool:
     own = vars(value)
     if isinstance(value, nn.Module) and (value._forward_hooks or value._forward_pre_hooks):
         return True
-    return any(callable(v) and not isinstance(v, type | nn.Module) and _is_foreign(v)
-               for v in own.values())  # fmt: skip
+    return any(
+        callable(v) and not isinstance(v, type | nn.Module) and _is_foreign(v) for v in own.values()
+    )
 
 
 def _is_foreign(function: Any) -> bool:

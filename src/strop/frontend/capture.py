@@ -84,8 +84,9 @@ class TensorSpec:
         """A tensor of these sizes that lies as the argument is traced."""
         if self.order is None:
             return torch.empty(sizes, dtype=self.dtype, device=self.device)
-        moved = torch.empty([sizes[dim] for dim in self.order], dtype=self.dtype,
-                            device=self.device)  # fmt: skip
+        moved = torch.empty(
+            [sizes[dim] for dim in self.order], dtype=self.dtype, device=self.device
+        )
         return moved.permute(_inverse(self.order))
 
     def lies_so(self, t: Tensor) -> bool:
@@ -243,14 +244,27 @@ def capture(
             make_functional(gm)
         except WriteThroughViewError:  # torch can take these out too, at the price of copies
             apart = functools.partial(functionalize, remove="mutations")
-            gm, out_spec, origins, reads, same = _trace(module, call, fake_state, fakes, mode,
-                                                        apart)  # fmt: skip
+            gm, out_spec, origins, reads, same = _trace(
+                module, call, fake_state, fakes, mode, apart
+            )
             make_functional(gm)
     check_constants(gm, module)
     found = known_sizes(module, shape_env, gm, roots, specs, hints)
-    return Captured(gm, tuple(state), found.specs, found.symbols, found.guards, found.hints,
-                    out_spec, origins, found.fixed, tuple(reads.asked),
-                    tuple(shape_env.numbers.guards), reads.has_gradients, same)  # fmt: skip
+    return Captured(
+        gm,
+        tuple(state),
+        found.specs,
+        found.symbols,
+        found.guards,
+        found.hints,
+        out_spec,
+        origins,
+        found.fixed,
+        tuple(reads.asked),
+        tuple(shape_env.numbers.guards),
+        reads.has_gradients,
+        same,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,16 +278,22 @@ class KnownSizes:
     fixed: tuple[str, ...]
 
 
-def known_sizes(module: nn.Module, shape_env: ShapeEnv, gm: GraphModule,
-                roots: Mapping[str, torch.SymInt], specs: Sequence[TensorSpec],
-                hints: Mapping[str, int], *, fixes_numbers: bool = True) -> KnownSizes:  # fmt: skip
+def known_sizes(
+    module: nn.Module,
+    shape_env: ShapeEnv,
+    gm: GraphModule,
+    roots: Mapping[str, torch.SymInt],
+    specs: Sequence[TensorSpec],
+    hints: Mapping[str, int],
+    *,
+    fixes_numbers: bool = True,
+) -> KnownSizes:
     """Roots that the trace has fixed or divided are replaced everywhere. ``fixes_numbers``: what
     is computed from sizes for a tensor has to be one number, but for operands of arithmetic."""
     symbols, guards = _settled(shape_env, gm, roots, hints, fixes_numbers)
     # node.expr would give what a root was specialised to
     sizes = {n: symbols.names[str(root.node._expr)] for n, root in roots.items()}
-    own_specs = [replace(s, shape=tuple(str(e.substitute(sizes)) for e in s.sizes))
-                 for s in specs]  # fmt: skip
+    own_specs = [replace(s, shape=tuple(str(e.substitute(sizes)) for e in s.sizes)) for s in specs]
     fixed = tuple(_fixed(shape_env, roots, sizes))
     for text in fixed:
         log.info("%s: its graph fixes %s", type(module).__name__, text)
@@ -283,16 +303,20 @@ def known_sizes(module: nn.Module, shape_env: ShapeEnv, gm: GraphModule,
     return KnownSizes(symbols, guards, tuple(own_specs), kept, fixed)
 
 
-def without_empty(specs: Sequence[TensorSpec], hints: Mapping[str, int]
-                   ) -> tuple[list[TensorSpec], dict[str, int]]:  # fmt: skip
+def without_empty(
+    specs: Sequence[TensorSpec], hints: Mapping[str, int]
+) -> tuple[list[TensorSpec], dict[str, int]]:
     empty = {name: const(0) for name, size in hints.items() if size == 0}
-    fixed = [replace(spec, shape=tuple(str(size.substitute(empty)) for size in spec.sizes))
-             for spec in specs]  # fmt: skip
+    fixed = [
+        replace(spec, shape=tuple(str(size.substitute(empty)) for size in spec.sizes))
+        for spec in specs
+    ]
     return fixed, {name: size for name, size in hints.items() if size}
 
 
-def _fixed(shape_env: ShapeEnv, roots: Mapping[str, torch.SymInt], sizes: Mapping[str, Expr]
-           ) -> Iterator[str]:  # fmt: skip
+def _fixed(
+    shape_env: ShapeEnv, roots: Mapping[str, torch.SymInt], sizes: Mapping[str, Expr]
+) -> Iterator[str]:
     """Which sizes the graph holds for at one value only, and what asked for that."""
     for root, size in sizes.items():
         if not size.is_const:
@@ -304,9 +328,13 @@ def _fixed(shape_env: ShapeEnv, roots: Mapping[str, torch.SymInt], sizes: Mappin
         yield f"the size {root} at {size.value}{why}"
 
 
-def _settled(shape_env: ShapeEnv, gm: GraphModule, roots: Mapping[str, torch.SymInt],
-             hints: Mapping[str, int], fixes_numbers: bool
-             ) -> tuple[Symbols, tuple[Guard, ...]]:  # fmt: skip
+def _settled(
+    shape_env: ShapeEnv,
+    gm: GraphModule,
+    roots: Mapping[str, torch.SymInt],
+    hints: Mapping[str, int],
+    fixes_numbers: bool,
+) -> tuple[Symbols, tuple[Guard, ...]]:
     """The names of all sizes, and what must hold of them."""
     names = {str(root.node._expr): symbol(name) for name, root in roots.items()}
     traced = {str(root.node._expr): hints[name] for name, root in roots.items()}
@@ -336,8 +364,11 @@ def _sizes(gm: GraphModule, with_numbers: bool) -> Iterator[Any]:
     """Every size in the graph, and the numbers that are computed from sizes for a tensor."""
     for node in gm.graph.nodes:
         if with_numbers and isinstance(node.meta.get("val"), Tensor):
-            given = (source for source in node.all_input_nodes
-                     if isinstance(source.meta.get("val"), torch.SymFloat))  # fmt: skip
+            given = (
+                source
+                for source in node.all_input_nodes
+                if isinstance(source.meta.get("val"), torch.SymFloat)
+            )
             yield from (s.meta["val"] for s in given if not is_operand(s, node))
         for value in pytree.tree_leaves(node.meta.get("val")):
             if isinstance(value, Tensor):
@@ -425,8 +456,9 @@ def _trace(
 
 def _known(leaves: Sequence[Any], given: Mapping[str, Sequence[Tensor]]) -> Iterator[Same]:
     """Leaves that are ``given`` tensors, or earlier leaves."""
-    places = {id(t): (kind, number) for kind, tensors in given.items()
-              for number, t in enumerate(tensors)}  # fmt: skip
+    places = {
+        id(t): (kind, number) for kind, tensors in given.items() for number, t in enumerate(tensors)
+    }
     for number, leaf in enumerate(leaves):
         if isinstance(leaf, Tensor):
             if id(leaf) in places:
@@ -435,17 +467,24 @@ def _known(leaves: Sequence[Any], given: Mapping[str, Sequence[Tensor]]) -> Iter
 
 
 @contextmanager
-def tracing(module: nn.Module, mode: FakeTensorMode, retarget: TorchFunctionMode,
-            origins: dict[str, str]) -> Iterator[None]:  # fmt: skip
+def tracing(
+    module: nn.Module, mode: FakeTensorMode, retarget: TorchFunctionMode, origins: dict[str, str]
+) -> Iterator[None]:
     """While ``module`` runs on fake tensors under make_fx; its error becomes a CaptureError.
     ``origins`` gets the module of each traced node."""
     python = enable_python_dispatcher()  # shape rules in Python know symbols, C++ ones do not
     try:
         with (
-            mode, python, _as_compiling(), symbolic_builtins(module), retarget,
-            overlap_by_traced_sizes(), _record_origins(module, origins), without_tensor_meta(),
+            mode,
+            python,
+            _as_compiling(),
+            symbolic_builtins(module),
+            retarget,
+            overlap_by_traced_sizes(),
+            _record_origins(module, origins),
+            without_tensor_meta(),
             without_reports(),
-        ):  # fmt: skip
+        ):
             yield
     except CaptureError:  # ours, which says what it is about
         raise
@@ -481,8 +520,10 @@ _LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
 
 def _line(error: Exception) -> str:
     """Where the innermost code that is neither torch's nor ours was when it was raised."""
-    lines = [(frame.f_code.co_filename, number)
-             for frame, number in traceback.walk_tb(error.__traceback__)]  # fmt: skip
+    lines = [
+        (frame.f_code.co_filename, number)
+        for frame, number in traceback.walk_tb(error.__traceback__)
+    ]
     own = [(file, number) for file, number in lines if not file.startswith((*_LIBRARIES, "<"))]
     return f" ({Path(own[-1][0]).name}:{own[-1][1]})" if own else ""
 

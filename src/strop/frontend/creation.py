@@ -43,8 +43,9 @@ def positions(b: Builder, shape: Sequence[Expr], dim: int, start: Expr | int = 0
 
 def _arange(im: Importer, fx: FxNode, start: Any, end: Any, step: Any = 1, **_: Any) -> Node:
     dtype = fx.meta["val"].dtype
-    return im.builder.make("iota", (), im.shape(fx), dtype, start=im.literal(start),
-                           step=im.literal(step))  # fmt: skip
+    return im.builder.make(
+        "iota", (), im.shape(fx), dtype, start=im.literal(start), step=im.literal(step)
+    )
 
 
 def _arange_from_zero(im: Importer, fx: FxNode, end: Any, **_: Any) -> Node:
@@ -109,8 +110,9 @@ def _triangle(relation: str) -> Rule:
     return rule
 
 
-def _diag_embed(im: Importer, fx: FxNode, x: Any, offset: int = 0, dim1: int = -2, dim2: int = -1
-                ) -> Node | None:  # fmt: skip
+def _diag_embed(
+    im: Importer, fx: FxNode, x: Any, offset: int = 0, dim1: int = -2, dim2: int = -1
+) -> Node | None:
     b, node, shape = im.builder, im.node(x), im.shape(fx)
     if offset or (dim1 % len(shape), dim2 % len(shape)) != (len(shape) - 2, len(shape) - 1):
         return None

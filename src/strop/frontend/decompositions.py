@@ -34,8 +34,9 @@ def _linear(im: Importer, fx: FxNode, x: Any, weight: Any, bias: Any = None) -> 
     return im.builder.make("linear", inputs, im.shape(fx), inputs[0].dtype)
 
 
-def _addmm(im: Importer, fx: FxNode, bias: Any, x: Any, w: Any, *, beta: float = 1,
-           alpha: float = 1) -> Node:  # fmt: skip
+def _addmm(
+    im: Importer, fx: FxNode, bias: Any, x: Any, w: Any, *, beta: float = 1, alpha: float = 1
+) -> Node:
     nodes = im.node(x), im.builder.permute(im.node(w), (1, 0)), im.node(bias)
     if beta != 1 or alpha != 1 or len(nodes[2].shape) != 1:
         return _added(im, fx, bias, _mm(im, fx, x, w), beta, alpha)
@@ -73,8 +74,9 @@ def _matmul(im: Importer, fx: FxNode, x: Any, y: Any) -> Node:
     return b.reshape(b.make("matmul", sides, (lead, *shape[-2:]), sides[0].dtype), shape)
 
 
-def _baddbmm(im: Importer, fx: FxNode, added: Any, x: Any, y: Any, *, beta: float = 1,
-             alpha: float = 1) -> Node:  # fmt: skip
+def _baddbmm(
+    im: Importer, fx: FxNode, added: Any, x: Any, y: Any, *, beta: float = 1, alpha: float = 1
+) -> Node:
     return _added(im, fx, added, _bmm(im, fx, x, y), beta, alpha)
 
 
@@ -82,13 +84,28 @@ def _scaled(b: Builder, x: Node, factor: float, dtype: torch.dtype) -> Node:
     return x if factor == 1 else b.pointwise("mul", x, b.constant(factor, dtype), dtype=dtype)
 
 
-def _conv2d(im: Importer, fx: FxNode, x: Any, weight: Any, bias: Any, stride: Sequence[int],
-            padding: Sequence[int], dilation: Sequence[int], groups: int) -> Node:  # fmt: skip
+def _conv2d(
+    im: Importer,
+    fx: FxNode,
+    x: Any,
+    weight: Any,
+    bias: Any,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    groups: int,
+) -> Node:
     inputs = [im.node(t) for t in (x, weight, bias) if t is not None]
     return im.builder.make(
-        "conv2d", inputs, im.shape(fx), inputs[0].dtype, stride=_both(stride),
-        padding=_both(padding), dilation=_both(dilation), groups=groups,
-    )  # fmt: skip
+        "conv2d",
+        inputs,
+        im.shape(fx),
+        inputs[0].dtype,
+        stride=_both(stride),
+        padding=_both(padding),
+        dilation=_both(dilation),
+        groups=groups,
+    )
 
 
 def _both(value: Sequence[int]) -> tuple[int, ...]:
@@ -96,9 +113,19 @@ def _both(value: Sequence[int]) -> tuple[int, ...]:
     return tuple(value) * 2 if len(value) == 1 else tuple(value)
 
 
-def _convolution(im: Importer, fx: FxNode, x: Any, weight: Any, bias: Any, stride: Any,
-                 padding: Any, dilation: Any, transposed: bool, output_padding: Any,
-                 groups: int) -> Node | None:  # fmt: skip
+def _convolution(
+    im: Importer,
+    fx: FxNode,
+    x: Any,
+    weight: Any,
+    bias: Any,
+    stride: Any,
+    padding: Any,
+    dilation: Any,
+    transposed: bool,
+    output_padding: Any,
+    groups: int,
+) -> Node | None:
     sides = [im.size(side) for side in padding]  # of a kernel whose size is a symbol
     if transposed or len(stride) != 2 or not all(side.is_const for side in sides):
         return None
@@ -106,17 +133,27 @@ def _convolution(im: Importer, fx: FxNode, x: Any, weight: Any, bias: Any, strid
     return _conv2d(im, fx, x, weight, bias, stride, known, dilation, groups)
 
 
-def _attention(im: Importer, fx: FxNode, q: Any, k: Any, v: Any, mask: Any, causal: bool,
-               scale: float | None) -> Node:  # fmt: skip
+def _attention(
+    im: Importer, fx: FxNode, q: Any, k: Any, v: Any, mask: Any, causal: bool, scale: float | None
+) -> Node:
     nodes = [im.node(t) for t in (q, k, v, mask) if t is not None]
     scale = 1 / math.sqrt(nodes[0].shape[-1].value) if scale is None else scale
     shape = (*nodes[0].shape[:-1], nodes[2].shape[-1])
     return im.builder.make("attention", nodes, shape, nodes[0].dtype, causal=causal, scale=scale)
 
 
-def _fused_attention(im: Importer, fx: FxNode, q: Any, k: Any, v: Any, dropout: float = 0.0,
-                     causal: bool = False, *args: Any, attn_mask: Any = None,
-                     scale: float | None = None) -> tuple[Any, ...] | None:  # fmt: skip
+def _fused_attention(
+    im: Importer,
+    fx: FxNode,
+    q: Any,
+    k: Any,
+    v: Any,
+    dropout: float = 0.0,
+    causal: bool = False,
+    *args: Any,
+    attn_mask: Any = None,
+    scale: float | None = None,
+) -> tuple[Any, ...] | None:
     """torch's inference kernels. With more outputs in use (training) the call stays opaque."""
     used = {user.args[1] for user in fx.users}
     if dropout or used - {0}:
@@ -136,8 +173,16 @@ def _copy(im: Importer, fx: FxNode, destination: Any, value: Any, *_: Any) -> No
     return b.expand(b.view_as_rank(source, len(shape)), shape)
 
 
-def _slice_scatter(im: Importer, fx: FxNode, x: Any, value: Any, dim: int = 0, start: Any = None,
-                   end: Any = None, step: int = 1) -> Node | None:  # fmt: skip
+def _slice_scatter(
+    im: Importer,
+    fx: FxNode,
+    x: Any,
+    value: Any,
+    dim: int = 0,
+    start: Any = None,
+    end: Any = None,
+    step: int = 1,
+) -> Node | None:
     """What lies before, the value, and what lies behind, side by side."""
     b, node, value = im.builder, im.node(x), im.node(value)
     if step != 1:
@@ -185,8 +230,9 @@ def _euclidean_dist(im: Importer, fx: FxNode, x: Any, y: Any) -> Node:
     x, y = im.node(x), im.node(y)
 
     def extended(node: Node, factor: float, swap: bool) -> Node:
-        squares = b.reduce("sum", binary(b, "mul", node, node, wide), (len(node.shape) - 1,),
-                           node.dtype)  # fmt: skip
+        squares = b.reduce(
+            "sum", binary(b, "mul", node, node, wide), (len(node.shape) - 1,), node.dtype
+        )
         one = b.constant(1.0, node.dtype)
         ones = b.expand(b.view_as_rank(one, len(node.shape)), squares.shape)
         pieces = [

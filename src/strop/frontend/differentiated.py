@@ -36,9 +36,13 @@ def _is_differentiated(arguments: Any) -> bool:
     )
 
 
-def define(library: torch.library.Library, name: str, as_torch: Callable[..., Any],
-           shapes: Callable[..., Any], differentiated: Callable[..., Any] | None = None
-           ) -> None:  # fmt: skip
+def define(
+    library: torch.library.Library,
+    name: str,
+    as_torch: Callable[..., Any],
+    shapes: Callable[..., Any],
+    differentiated: Callable[..., Any] | None = None,
+) -> None:
     """The kernels of operator ``name`` of ``library``, which has its schema: ``as_torch`` computes
     it with operators of torch's, and so does ``differentiated``, if given, inside a gradient.
     ``shapes`` says how the results of a trace look."""

@@ -25,8 +25,9 @@ def stands_for(generator: torch.Generator) -> GeneratorRef | None:
     return GeneratorRef(index) if 0 <= index < _MOST_GENERATORS else None
 
 
-def _by_generator(whole: Callable[..., Tensor], write: Callable[..., Tensor]
-                  ) -> Callable[..., Tensor]:  # fmt: skip
+def _by_generator(
+    whole: Callable[..., Tensor], write: Callable[..., Tensor]
+) -> Callable[..., Tensor]:
     """``torch.randn`` and ``torch.rand`` with a generator want sizes that are known. What they do
     is to write into an empty tensor."""
 

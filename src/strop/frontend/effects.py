@@ -128,8 +128,11 @@ def _tensors_in(value: Any, depth: int = 4) -> Iterator[Tensor]:
 
 
 def _settings(part: nn.Module, private: bool) -> dict[str, Any]:
-    return {name: _identity(value) for name, value in vars(part).items()
-            if name not in _OWN and (private or not name.startswith("_"))}  # fmt: skip
+    return {
+        name: _identity(value)
+        for name, value in vars(part).items()
+        if name not in _OWN and (private or not name.startswith("_"))
+    }
 
 
 def _identity(value: Any) -> Any:

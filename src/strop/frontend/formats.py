@@ -46,5 +46,6 @@ def pictures_on_cpu(like: Tensor, shape: Sequence[Any]) -> Tensor:
 
 def pictures(like: Tensor, shape: Sequence[Any], *, by: Sequence[Tensor] = ()) -> Tensor:
     """An empty result of this shape, in the format that ``by``, or else ``like``, suggests."""
-    return torch.empty(shape, dtype=like.dtype, device=like.device,
-                       memory_format=suggested(*(by or (like,))))  # fmt: skip
+    return torch.empty(
+        shape, dtype=like.dtype, device=like.device, memory_format=suggested(*(by or (like,)))
+    )

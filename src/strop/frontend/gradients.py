@@ -39,8 +39,10 @@ class Layout:
     num_results: int
 
     def operands(self, inputs: Sequence[Node]) -> tuple[tuple[int, ...] | None, ...]:
-        return tuple(self.order if n < self.num_operands and len(x.shape) == 4 else None
-                     for n, x in enumerate(inputs))  # fmt: skip
+        return tuple(
+            self.order if n < self.num_operands and len(x.shape) == 4 else None
+            for n, x in enumerate(inputs)
+        )
 
     def result(self, number: int, shape: Shape) -> tuple[int, ...] | None:
         return self.order if number < self.num_results and len(shape) == 4 else None
@@ -91,9 +93,18 @@ def _total(b: Builder, x: Node, dims: tuple[int, ...], dtype: torch.dtype, shape
     return b.reshape(summed, shape)
 
 
-def _layer_norm(im: Importer, fx: FxNode, grad: Any, x: Any, normalized: Sequence[Any], mean: Any,
-                rstd: Any, weight: Any, bias: Any, mask: Mask
-                ) -> tuple[Node | None, ...]:  # fmt: skip
+def _layer_norm(
+    im: Importer,
+    fx: FxNode,
+    grad: Any,
+    x: Any,
+    normalized: Sequence[Any],
+    mean: Any,
+    rstd: Any,
+    weight: Any,
+    bias: Any,
+    mask: Mask,
+) -> tuple[Node | None, ...]:
     """With h = (x - mean) * rstd and g = grad * weight:
     dx = rstd * (g - mean(g) - h * mean(g * h)), of the weight sum(grad * h), of the bias sum(grad).
     """
@@ -111,8 +122,9 @@ def _layer_norm(im: Importer, fx: FxNode, grad: Any, x: Any, normalized: Sequenc
     return found, of_weight, of_bias
 
 
-def _centred(b: Builder, g: Node, h: Node, rstd: Node, dims: tuple[int, ...],
-             dtype: torch.dtype) -> Node:  # fmt: skip
+def _centred(
+    b: Builder, g: Node, h: Node, rstd: Node, dims: tuple[int, ...], dtype: torch.dtype
+) -> Node:
     wide = h.dtype
     along = b.reduce("mean", binary(b, "mul", g, h, wide), dims, wide)
     rest = binary(b, "sub", g, b.reduce("mean", g, dims, wide), wide)
@@ -120,8 +132,16 @@ def _centred(b: Builder, g: Node, h: Node, rstd: Node, dims: tuple[int, ...],
     return binary(b, "mul", rest, rstd, dtype)
 
 
-def _rms_norm(im: Importer, fx: FxNode, grad: Any, x: Any, normalized: Sequence[Any], rstd: Any,
-              weight: Any, mask: Mask) -> tuple[Node | None, Node | None]:  # fmt: skip
+def _rms_norm(
+    im: Importer,
+    fx: FxNode,
+    grad: Any,
+    x: Any,
+    normalized: Sequence[Any],
+    rstd: Any,
+    weight: Any,
+    mask: Mask,
+) -> tuple[Node | None, Node | None]:
     """As a layer norm's without a mean."""
     b, (grad, x, rstd) = im.builder, (im.node(t) for t in (grad, x, rstd))
     wide, first = compute_dtype(x.dtype), len(x.shape) - len(normalized)
@@ -137,9 +157,20 @@ def _rms_norm(im: Importer, fx: FxNode, grad: Any, x: Any, normalized: Sequence[
     return found, _total(b, product_, outer, fx.meta["val"][1].dtype, x.shape[first:])
 
 
-def _group_norm(im: Importer, fx: FxNode, grad: Any, x: Any, mean: Any, rstd: Any, weight: Any,
-                n: Any, c: Any, hw: Any, groups: int, mask: Mask
-                ) -> tuple[Node | None, ...]:  # fmt: skip
+def _group_norm(
+    im: Importer,
+    fx: FxNode,
+    grad: Any,
+    x: Any,
+    mean: Any,
+    rstd: Any,
+    weight: Any,
+    n: Any,
+    c: Any,
+    hw: Any,
+    groups: int,
+    mask: Mask,
+) -> tuple[Node | None, ...]:
     """As a layer norm's, from two sums for each image and channel, which one kernel makes in a
     single sweep and in either layout; what is left of every reduction is small."""
     b, (grad, x, mean, rstd) = im.builder, (im.node(t) for t in (grad, x, mean, rstd))
@@ -177,9 +208,20 @@ def _group_norm(im: Importer, fx: FxNode, grad: Any, x: Any, mean: Any, rstd: An
     return found, of_weight, of_bias
 
 
-def _batch_norm(im: Importer, fx: FxNode, grad: Any, x: Any, weight: Any, running_mean: Any,
-                running_var: Any, mean: Any, rstd: Any, train: bool, eps: float, mask: Mask
-                ) -> tuple[Node | None, ...] | None:  # fmt: skip
+def _batch_norm(
+    im: Importer,
+    fx: FxNode,
+    grad: Any,
+    x: Any,
+    weight: Any,
+    running_mean: Any,
+    running_var: Any,
+    mean: Any,
+    rstd: Any,
+    train: bool,
+    eps: float,
+    mask: Mask,
+) -> tuple[Node | None, ...] | None:
     """Of one with running statistics: a product, and two sums for weights that are not frozen. The
     one that has its batch's is torch's."""
     if train:
@@ -213,8 +255,7 @@ def _softmax(im: Importer, fx: FxNode, grad: Any, y: Any, dim: int, dtype: torch
     return binary(b, "mul", y, binary(b, "sub", grad, total, wide), fx.meta["val"].dtype)
 
 
-def _log_softmax(im: Importer, fx: FxNode, grad: Any, y: Any, dim: int, dtype: torch.dtype
-                 ) -> Node:  # fmt: skip
+def _log_softmax(im: Importer, fx: FxNode, grad: Any, y: Any, dim: int, dtype: torch.dtype) -> Node:
     """grad - exp(y) * sum(grad)"""
     b, grad, y = im.builder, im.node(grad), im.node(y)
     wide, dims = compute_dtype(y.dtype), (dim % len(y.shape),) if y.shape else ()
@@ -242,8 +283,9 @@ def _labels(im: Importer, x: Node, target: Any, ignored: int) -> tuple[int, Node
     return place, labels, counts
 
 
-def _nll(im: Importer, fx: FxNode, x: Any, target: Any, weight: Any, reduction: int, ignored: int
-         ) -> tuple[Node, Node] | None:  # fmt: skip
+def _nll(
+    im: Importer, fx: FxNode, x: Any, target: Any, weight: Any, reduction: int, ignored: int
+) -> tuple[Node, Node] | None:
     b, x = im.builder, im.node(x)
     wide = compute_dtype(x.dtype)
     place, labels, counts = _labels(im, x, target, ignored)
@@ -274,8 +316,17 @@ def _nll(im: Importer, fx: FxNode, x: Any, target: Any, weight: Any, reduction: 
     return b.cast(summed, value.dtype), b.cast(weights, total.dtype)
 
 
-def _nll_backward(im: Importer, fx: FxNode, grad: Any, x: Any, target: Any, weight: Any,
-                  reduction: int, ignored: int, total: Any) -> Node:  # fmt: skip
+def _nll_backward(
+    im: Importer,
+    fx: FxNode,
+    grad: Any,
+    x: Any,
+    target: Any,
+    weight: Any,
+    reduction: int,
+    ignored: int,
+    total: Any,
+) -> Node:
     """-grad * weight where the class is the label, over the total weight for a mean."""
     b, grad, x = im.builder, im.node(grad), im.node(x)
     wide = compute_dtype(x.dtype)

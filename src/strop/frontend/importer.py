@@ -221,8 +221,9 @@ def _input(importer: Importer, fx: FxNode, index: int, is_state: bool) -> Node:
         shape = (importer.size(value),)
     elif is_number(value):
         dtype = torch.float64
-    node = importer.builder.make("input", (), shape, dtype, order=order, index=index,
-                                 state=is_state, merged=())  # fmt: skip
+    node = importer.builder.make(
+        "input", (), shape, dtype, order=order, index=index, state=is_state, merged=()
+    )
     if isinstance(value, torch.Tensor) or is_number(value):
         importer.values[fx] = node
     return node
@@ -289,10 +290,26 @@ def bind_arguments(fx: FxNode) -> dict[str, Any]:
     return {a.name: bound[a.name] for a in schema if a.name in bound}
 
 
-_OPERAND_NAMES = frozenset({
-    "self", "other", "condition", "input", "tensor1", "tensor2", "exponent", "end", "weight",
-    "min", "max", "values", "grad_output", "grad_out", "output", "self_or_result",
-})  # fmt: skip
+_OPERAND_NAMES = frozenset(
+    {
+        "self",
+        "other",
+        "condition",
+        "input",
+        "tensor1",
+        "tensor2",
+        "exponent",
+        "end",
+        "weight",
+        "min",
+        "max",
+        "values",
+        "grad_output",
+        "grad_out",
+        "output",
+        "self_or_result",
+    }
+)
 
 
 def _operands(bound: Mapping[str, Any]) -> list[Any]:
@@ -306,8 +323,14 @@ def _computed_in(fx: FxNode, row: Op, operands: Sequence[Any]) -> torch.dtype:
     return _promoted(operands) if row.operands is Operands.PROMOTED else result
 
 
-def _pointwise(importer: Importer, fx: FxNode, row: Op, bound: Mapping[str, Any],
-               operands: Sequence[Any], computed: torch.dtype) -> Node:  # fmt: skip
+def _pointwise(
+    importer: Importer,
+    fx: FxNode,
+    row: Op,
+    bound: Mapping[str, Any],
+    operands: Sequence[Any],
+    computed: torch.dtype,
+) -> Node:
     result = fx.meta["val"].dtype
     inputs = [importer.operand(o, compute_dtype(computed)) for o in operands]
     if row.name == "cast":
@@ -337,8 +360,9 @@ def _rounded(importer: Importer, x: Node, dtype: torch.dtype) -> Node:
     return x if wide else rounded(importer.builder, importer.builder.cast(x, dtype))
 
 
-def opaque_call(importer: Importer, fx: FxNode, given: Sequence[Any] | None = None, why: str = ""
-                ) -> Value:  # fmt: skip
+def opaque_call(
+    importer: Importer, fx: FxNode, given: Sequence[Any] | None = None, why: str = ""
+) -> Value:
     """Any other overload: torch runs it. Its tensors become inputs, the rest a template.
     ``given`` are other arguments than those that were traced; ``why`` there is a rule that did not
     do, which people hear of where nobody decided that torch runs the operator."""
@@ -370,16 +394,28 @@ def opaque_call(importer: Importer, fx: FxNode, given: Sequence[Any] | None = No
     more |= {"why": why} if why and is_foreign(target) else {}
     shape, dtype = outputs[0] if single and outputs[0] else ((), torch.uint8)
     call = importer.builder.make(
-        "aten", inputs, shape, dtype, target=target, args=args, kwargs=kwargs, outputs=outputs,
-        single=single, tag=fx.name if _is_random(fx.target) else "", **more,
-    )  # fmt: skip
+        "aten",
+        inputs,
+        shape,
+        dtype,
+        target=target,
+        args=args,
+        kwargs=kwargs,
+        outputs=outputs,
+        single=single,
+        tag=fx.name if _is_random(fx.target) else "",
+        **more,
+    )
     if single:
         return call
     return tuple(
-        importer.builder.make("item", (call,), out[0], out[1], index=i,
-                              order=kept.result(i, out[0]) if kept else None) if out else None
+        importer.builder.make(
+            "item", (call,), out[0], out[1], index=i, order=kept.result(i, out[0]) if kept else None
+        )
+        if out
+        else None
         for i, out in enumerate(outputs)
-    )  # fmt: skip
+    )
 
 
 def _dense_as_traced(importer: Importer, fx: FxNode) -> Node:

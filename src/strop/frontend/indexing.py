@@ -53,13 +53,16 @@ def _pad(im: Importer, fx: FxNode, x: Any, pad: Sequence[Any], value: float = 0)
     node, b = im.node(x), im.builder
     for position in range(len(pad) // 2):
         dim = len(node.shape) - 1 - position
-        before, after = (p.meta["val"] if isinstance(p, FxNode) else p
-                         for p in pad[2 * position : 2 * position + 2])  # fmt: skip
+        before, after = (
+            p.meta["val"] if isinstance(p, FxNode) else p
+            for p in pad[2 * position : 2 * position + 2]
+        )
         cropped = [im.size(-p) if p < 0 else ZERO for p in (before, after)]
         length = node.shape[dim] - cropped[0] - cropped[1]
         node = b.slice(node, dim, cropped[0], length)
-        sides = [_block(b, value, node, dim, im.size(p)) if p > 0 else None
-                 for p in (before, after)]  # fmt: skip
+        sides = [
+            _block(b, value, node, dim, im.size(p)) if p > 0 else None for p in (before, after)
+        ]
         node = joined(b, [p for p in (sides[0], node, sides[1]) if p is not None], dim)
     return node
 
@@ -69,8 +72,9 @@ def _block(b: Builder, value: float, like: Node, dim: int, width: Expr) -> Node:
     return filled(b, value, sizes, like.dtype)
 
 
-def _roll(im: Importer, fx: FxNode, x: FxNode, shifts: Sequence[Any], dims: Sequence[int] = ()
-          ) -> Node | None:  # fmt: skip
+def _roll(
+    im: Importer, fx: FxNode, x: FxNode, shifts: Sequence[Any], dims: Sequence[int] = ()
+) -> Node | None:
     node, b = im.node(x), im.builder
     sizes = x.meta["val"].shape if dims else (x.meta["val"].numel(),)
     if not dims:
@@ -86,8 +90,9 @@ def _roll(im: Importer, fx: FxNode, x: FxNode, shifts: Sequence[Any], dims: Sequ
         else:
             return None
         dim %= len(node.shape)
-        node = joined(b, [b.slice(node, dim, size - back, back),
-                          b.slice(node, dim, 0, size - back)], dim)  # fmt: skip
+        node = joined(
+            b, [b.slice(node, dim, size - back, back), b.slice(node, dim, 0, size - back)], dim
+        )
     return b.reshape(node, im.shape(fx))
 
 
@@ -99,8 +104,16 @@ def _put(b: Builder, x: Node, part: Node, dim: int, start: Expr) -> Node:
     return joined(b, [before, b.cast(part, x.dtype), after], dim)
 
 
-def _slice_scatter(im: Importer, fx: FxNode, x: FxNode, part: Any, dim: int = 0,
-                   start: Any = None, end: Any = None, step: int = 1) -> Node | None:  # fmt: skip
+def _slice_scatter(
+    im: Importer,
+    fx: FxNode,
+    x: FxNode,
+    part: Any,
+    dim: int = 0,
+    start: Any = None,
+    end: Any = None,
+    step: int = 1,
+) -> Node | None:
     if step != 1:
         return None
     node = im.node(x)
@@ -118,8 +131,9 @@ def _select_scatter(im: Importer, fx: FxNode, x: Any, part: Any, dim: int, index
     return _put(b, node, b.reshape(im.node(part), one), dim, place)
 
 
-def _masked_put(im: Importer, fx: FxNode, x: Any, indices: Sequence[Any], value: Any,
-                accumulate: bool = False) -> Node | None:  # fmt: skip
+def _masked_put(
+    im: Importer, fx: FxNode, x: Any, indices: Sequence[Any], value: Any, accumulate: bool = False
+) -> Node | None:
     """``x[mask] = number``: without looking for the places, whose count depends on the mask."""
     node, b, fill = im.node(x), im.builder, im.node(value)
     if accumulate or len(indices) != 1 or fill.numel != const(1):

@@ -37,15 +37,20 @@ _STATISTICS = {  # where gradients of norms take mean and reciprocal deviation
     aten.native_group_norm_backward.default: (2, 3),
 }
 _EXTREMES = {
-    aten.amax.default, aten.amin.default, aten.max.default, aten.min.default,
-    aten.aminmax.default, aten.linalg_vector_norm.default,
-}  # fmt: skip
+    aten.amax.default,
+    aten.amin.default,
+    aten.max.default,
+    aten.min.default,
+    aten.aminmax.default,
+    aten.linalg_vector_norm.default,
+}
 _library = torch.library.Library("strop", "FRAGMENT")
 _library.define("group_statistics(Tensor x, int groups, float eps) -> (Tensor, Tensor)")
 _library.define("layer_statistics(Tensor x, int dims, float eps) -> (Tensor, Tensor)")
 # ``number`` tells the seeds of one tensor apart, which torch would merge
-_library.define("seed(Tensor like, int number) -> Tensor",
-                tags=(torch.Tag.nondeterministic_seeded,))  # fmt: skip
+_library.define(
+    "seed(Tensor like, int number) -> Tensor", tags=(torch.Tag.nondeterministic_seeded,)
+)
 _library.define("dropout(Tensor x, Tensor seed, float p) -> Tensor")
 
 
@@ -64,8 +69,9 @@ def _moments(x: Tensor, dims: tuple[int, ...], eps: float) -> tuple[Tensor, Tens
 
 def _group_statistics(x: Tensor, groups: int, eps: float) -> tuple[Tensor, Tensor]:
     n, c, *rest = x.shape
-    mean, rstd = _moments(x.reshape(n, groups, c // groups, *rest),
-                          tuple(range(2, len(rest) + 3)), eps)  # fmt: skip
+    mean, rstd = _moments(
+        x.reshape(n, groups, c // groups, *rest), tuple(range(2, len(rest) + 3)), eps
+    )
     return mean.reshape(n, groups), rstd.reshape(n, groups)
 
 
@@ -74,8 +80,10 @@ def _layer_statistics(x: Tensor, dims: int, eps: float) -> tuple[Tensor, Tensor]
 
 
 def _group_shapes(x: Tensor, groups: int, eps: float) -> tuple[Tensor, Tensor]:
-    return (x.new_empty((x.shape[0], groups), dtype=wide(x)),
-            x.new_empty((x.shape[0], groups), dtype=wide(x)))  # fmt: skip
+    return (
+        x.new_empty((x.shape[0], groups), dtype=wide(x)),
+        x.new_empty((x.shape[0], groups), dtype=wide(x)),
+    )
 
 
 def _layer_shapes(x: Tensor, dims: int, eps: float) -> tuple[Tensor, Tensor]:
@@ -130,14 +138,25 @@ for _name, _function, _shapes in (
     ("layer_statistics", _layer_statistics, _layer_shapes),
 ):
     define(_library, _name, _function, _shapes)
-define(_library, "seed", _seed, lambda like, number: like.new_empty((), dtype=torch.int64),
-       differentiated=_differentiated_seed)  # fmt: skip
-define(_library, "dropout", _dropout, lambda x, seed, p: torch.empty_like(x),
-       differentiated=_differentiated_dropout)  # fmt: skip
+define(
+    _library,
+    "seed",
+    _seed,
+    lambda like, number: like.new_empty((), dtype=torch.int64),
+    differentiated=_differentiated_seed,
+)
+define(
+    _library,
+    "dropout",
+    _dropout,
+    lambda x, seed, p: torch.empty_like(x),
+    differentiated=_differentiated_dropout,
+)
 
 
-def _call_dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
-                  ) -> Tensor:  # fmt: skip
+def _call_dropout(
+    input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+) -> Tensor:
     if not training or p == 0:
         return input
     if inplace or not 0 < p <= 1:
@@ -153,15 +172,24 @@ RETARGET: dict[Callable[..., Any], Callable[..., Tensor]] = {
 }
 
 
-def _applied(x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor | None, bias: Tensor | None
-             ) -> Tensor:  # fmt: skip
+def _applied(
+    x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor | None, bias: Tensor | None
+) -> Tensor:
     scale = rstd if weight is None else rstd * weight
     y = (x.to(mean.dtype) - mean) * scale
     return (y if bias is None else y + bias).to(x.dtype)
 
 
-def _group_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, n: int, c: int, hw: int,
-                groups: int, eps: float) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+def _group_norm(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    n: int,
+    c: int,
+    hw: int,
+    groups: int,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor]:
     mean, rstd = torch.ops.strop.group_statistics(x, groups, eps)
     ones = [1] * (x.dim() - 2)
 
@@ -174,8 +202,9 @@ def _group_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, n: int, c
     return y, mean.to(kept), rstd.to(kept)
 
 
-def _layer_norm(x: Tensor, normalized: Sequence[int], weight: Tensor | None, bias: Tensor | None,
-                eps: float) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+def _layer_norm(
+    x: Tensor, normalized: Sequence[int], weight: Tensor | None, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
     mean, rstd = torch.ops.strop.layer_statistics(x, len(normalized), eps)
     kept = _statistics_type(x, weight, bias)
     y = _applied(x, mean, rstd, weight, bias).contiguous()  # as eager's always is
@@ -190,11 +219,18 @@ def _statistics_type(x: Tensor, *parameters: Tensor | None) -> torch.dtype:
 
 
 # of torch's: arithmetic on elements, and views with a place to be written to
-_OF_TORCH = of_torch.DECOMPOSITIONS | get_decompositions([
-    aten.smooth_l1_loss_backward, aten.huber_loss_backward, aten.binary_cross_entropy_backward,
-    aten.slice_backward, aten.select_backward, aten.logit_backward, aten.glu_backward,
-    aten.diagonal_backward,
-])  # fmt: skip
+_OF_TORCH = of_torch.DECOMPOSITIONS | get_decompositions(
+    [
+        aten.smooth_l1_loss_backward,
+        aten.huber_loss_backward,
+        aten.binary_cross_entropy_backward,
+        aten.slice_backward,
+        aten.select_backward,
+        aten.logit_backward,
+        aten.glu_backward,
+        aten.diagonal_backward,
+    ]
+)
 DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
     **_OF_TORCH,
     aten.native_group_norm.default: _group_norm,

@@ -23,18 +23,26 @@ from strop.errors import CaptureError
 from strop.frontend.operators import Retarget
 
 READS: dict[Callable[..., Any], str] = {
-    Tensor.stride: "stride", Tensor.storage_offset: "storage_offset",
-    Tensor.is_contiguous: "is_contiguous", Tensor.as_strided: "as_strided",
-    torch.as_strided: "as_strided", torch.as_strided_copy: "as_strided_copy",
-    torch.as_strided_scatter: "as_strided_scatter", Tensor.as_strided_scatter: "as_strided_scatter",
-    Tensor.data_ptr: "data_ptr", Tensor.dim_order: "dim_order",
-}  # fmt: skip
+    Tensor.stride: "stride",
+    Tensor.storage_offset: "storage_offset",
+    Tensor.is_contiguous: "is_contiguous",
+    Tensor.as_strided: "as_strided",
+    torch.as_strided: "as_strided",
+    torch.as_strided_copy: "as_strided_copy",
+    torch.as_strided_scatter: "as_strided_scatter",
+    Tensor.as_strided_scatter: "as_strided_scatter",
+    Tensor.data_ptr: "data_ptr",
+    Tensor.dim_order: "dim_order",
+}
 # what a traced tensor cannot tell
 UNKNOWN: dict[Callable[..., Any], str] = {
-    Tensor.untyped_storage: "untyped_storage", Tensor.storage: "storage",
-    Tensor.is_set_to: "is_set_to", Tensor._is_view: "_is_view",
-    vars(torch._C.TensorBase)["_base"].__get__: "_base", Tensor.is_shared: "is_shared",
-}  # fmt: skip
+    Tensor.untyped_storage: "untyped_storage",
+    Tensor.storage: "storage",
+    Tensor.is_set_to: "is_set_to",
+    Tensor._is_view: "_is_view",
+    vars(torch._C.TensorBase)["_base"].__get__: "_base",
+    Tensor.is_shared: "is_shared",
+}
 _strop = torch.ops.strop
 
 
@@ -71,8 +79,9 @@ class LayoutReads(Retarget):
             _refuse_chosen(READS[func], args[0])
             self.asked[READS[func]] = None
         elif func in UNKNOWN:
-            raise CaptureError(f"it asks for {UNKNOWN[func]} of a tensor, which compiled code"
-                               " has not")  # fmt: skip
+            raise CaptureError(
+                f"it asks for {UNKNOWN[func]} of a tensor, which compiled code has not"
+            )
         elif func is Tensor.contiguous:
             self._is_made_dense |= _memory(args[0]) in self._own
 
@@ -116,5 +125,7 @@ def _refuse_chosen(question: str, value: Tensor) -> None:
         left += node.all_input_nodes
         chosen = CHOSEN_BY_LIBRARIES.get(node.target)
         if chosen and chosen(node.meta["val"]):
-            raise CaptureError(f"it asks for {question} of what {node.target} has made, which the"
-                               " library that computes it decides")  # fmt: skip
+            raise CaptureError(
+                f"it asks for {question} of what {node.target} has made, which the"
+                " library that computes it decides"
+            )

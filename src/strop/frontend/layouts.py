@@ -89,8 +89,9 @@ def _call_flatten(x: Tensor, start_dim: int = 0, end_dim: int = -1) -> Tensor:
     return call_reshape(x, [*x.shape[:start], joined, *x.shape[end + 1 :]])
 
 
-def call_contiguous(x: Tensor, memory_format: torch.memory_format = torch.contiguous_format
-                     ) -> Tensor:  # fmt: skip
+def call_contiguous(
+    x: Tensor, memory_format: torch.memory_format = torch.contiguous_format
+) -> Tensor:
     if _is_plain(x) or _lies_as(x, memory_format):
         return x.contiguous(memory_format=memory_format)
     return x.clone(memory_format=memory_format)

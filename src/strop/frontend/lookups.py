@@ -24,18 +24,26 @@ ZERO = const(0)
 PLACE = torch.int32  # where we compute it: processors have vectors of these beside those of fp32
 
 
-def take(b: Builder, source: Node, indices: Sequence[Node], walks: Sequence[int | None],
-         shape: Sequence[Expr], bounds: str) -> Node | None:  # fmt: skip
+def take(
+    b: Builder,
+    source: Node,
+    indices: Sequence[Node],
+    walks: Sequence[int | None],
+    shape: Sequence[Expr],
+    bounds: str,
+) -> Node | None:
     """None where there is nothing to read: torch raises then."""
     looked_up = (size for size, walk in zip(source.shape, walks, strict=True) if walk is None)
     if ZERO in looked_up:
         return None
-    return b.make("take", (source, *indices), shape, source.dtype, walks=tuple(walks),
-                  bounds=bounds)  # fmt: skip
+    return b.make(
+        "take", (source, *indices), shape, source.dtype, walks=tuple(walks), bounds=bounds
+    )
 
 
-def _rows(b: Builder, source: Node, dim: int, index: Node, shape: Sequence[Expr],
-          bounds: str) -> Node | None:  # fmt: skip
+def _rows(
+    b: Builder, source: Node, dim: int, index: Node, shape: Sequence[Expr], bounds: str
+) -> Node | None:
     """``source`` with ``dim`` replaced by the dims of ``index``."""
     after = len(source.shape) - dim - 1
     spread = b.reshape(index, (*index.shape, *[const(1)] * after))
@@ -55,8 +63,9 @@ def _index_select(im: Importer, fx: FxNode, x: Any, dim: int, index: Any) -> Nod
     return _rows(b, node, dim % len(node.shape), flat, im.shape(fx), "checked")
 
 
-def _gather(im: Importer, fx: FxNode, x: Any, dim: int, index: Any, *_: Any, **__: Any
-            ) -> Node | None:  # fmt: skip
+def _gather(
+    im: Importer, fx: FxNode, x: Any, dim: int, index: Any, *_: Any, **__: Any
+) -> Node | None:
     node, b, shape = im.node(x), im.builder, im.shape(fx)
     if not shape or len(shape) != len(node.shape):  # a number, or an empty index of another rank
         return None

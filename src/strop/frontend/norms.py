@@ -37,8 +37,9 @@ def _moments(b: Builder, x: Node, dims: tuple[int, ...], eps: float) -> tuple[No
     return mean, rstd_of(b, b.reduce("var", x, dims, wide, correction=0), eps, wide)
 
 
-def _normalized(b: Builder, x: Node, mean: Node, rstd: Node, weight: Node | None,
-                bias: Node | None) -> Node:  # fmt: skip
+def _normalized(
+    b: Builder, x: Node, mean: Node, rstd: Node, weight: Node | None, bias: Node | None
+) -> Node:
     """(x - mean) * (rstd * weight) + bias: the last two steps are one fused multiply-add.
 
     Centred first, so that a mean far from zero costs no digits; the result counts as x's dtype.
@@ -58,8 +59,18 @@ def _shaped(im: Importer, parameter: Any, shape: Shape) -> Node | None:
     return None if parameter is None else im.builder.reshape(im.node(parameter), shape)
 
 
-def _native_group_norm(im: Importer, fx: FxNode, x: Any, weight: Any, bias: Any, n: Any, c: Any,
-                       hw: Any, groups: int, eps: float) -> tuple[Node, Node, Node]:  # fmt: skip
+def _native_group_norm(
+    im: Importer,
+    fx: FxNode,
+    x: Any,
+    weight: Any,
+    bias: Any,
+    n: Any,
+    c: Any,
+    hw: Any,
+    groups: int,
+    eps: float,
+) -> tuple[Node, Node, Node]:
     y, mean, rstd = _group_norm(im, fx, x, groups, weight, bias, eps)
     return y, *_as_eager_keeps(im, fx, mean, rstd)
 
@@ -74,8 +85,9 @@ def _strop_group_norm(im: Importer, fx: FxNode, *args: Any) -> Node:
     return _group_norm(im, fx, *args)[0]
 
 
-def _group_norm(im: Importer, fx: FxNode, x: Any, groups: int, weight: Any, bias: Any, eps: float
-                ) -> tuple[Node, Node, Node]:  # fmt: skip
+def _group_norm(
+    im: Importer, fx: FxNode, x: Any, groups: int, weight: Any, bias: Any, eps: float
+) -> tuple[Node, Node, Node]:
     b, x = im.builder, im.node(x)
     batch, channels, *rest = x.shape
     mean, rstd = _group_moments(b, x, groups, eps)
@@ -100,15 +112,13 @@ def _group_moments(b: Builder, x: Node, groups: int, eps: float) -> tuple[Node, 
     return _moments(b, b.reshape(x, (batch, groups, width, product(rest))), (2, 3), eps)
 
 
-def group_statistics(im: Importer, fx: FxNode, x: Any, groups: int, eps: float
-                     ) -> tuple[Node, ...]:  # fmt: skip
+def group_statistics(im: Importer, fx: FxNode, x: Any, groups: int, eps: float) -> tuple[Node, ...]:
     """What a group norm whose backward compiles keeps of its input."""
     b, x = im.builder, im.node(x)
     return tuple(b.reshape(s, (x.shape[0], groups)) for s in _group_moments(b, x, groups, eps))
 
 
-def layer_statistics(im: Importer, fx: FxNode, x: Any, dims: int, eps: float
-                     ) -> tuple[Node, ...]:  # fmt: skip
+def layer_statistics(im: Importer, fx: FxNode, x: Any, dims: int, eps: float) -> tuple[Node, ...]:
     x = im.node(x)
     return _moments(im.builder, x, _last_dims(x, dims), eps)
 
@@ -117,8 +127,9 @@ def _last_dims(x: Node, count: int) -> tuple[int, ...]:
     return tuple(range(len(x.shape) - count, len(x.shape)))
 
 
-def _layer_norm(im: Importer, fx: FxNode, x: Any, normalized: Sequence[Any], weight: Any,
-                bias: Any, eps: float) -> tuple[Node, Node, Node]:  # fmt: skip
+def _layer_norm(
+    im: Importer, fx: FxNode, x: Any, normalized: Sequence[Any], weight: Any, bias: Any, eps: float
+) -> tuple[Node, Node, Node]:
     b, x = im.builder, im.node(x)
     dims = _last_dims(x, len(normalized))
     mean, rstd = _moments(b, x, dims, eps)
@@ -127,8 +138,14 @@ def _layer_norm(im: Importer, fx: FxNode, x: Any, normalized: Sequence[Any], wei
     return _normalized(b, x, mean, rstd, *affine), *_as_eager_keeps(im, fx, mean, rstd)
 
 
-def _fused_rms_norm(im: Importer, fx: FxNode, x: Any, normalized: Sequence[Any], weight: Any = None,
-                    eps: float | None = None) -> tuple[Node, Node]:  # fmt: skip
+def _fused_rms_norm(
+    im: Importer,
+    fx: FxNode,
+    x: Any,
+    normalized: Sequence[Any],
+    weight: Any = None,
+    eps: float | None = None,
+) -> tuple[Node, Node]:
     b, x = im.builder, im.node(x)
     wide, dims = compute_dtype(x.dtype), _last_dims(x, len(normalized))
     squares = b.reduce("mean", binary(b, "mul", x, x, wide), dims, wide)
@@ -142,9 +159,18 @@ def _rms_norm(im: Importer, fx: FxNode, *args: Any, **kwargs: Any) -> Node:
     return _fused_rms_norm(im, fx, *args, **kwargs)[0]
 
 
-def _batch_norm(im: Importer, fx: FxNode, x: Any, weight: Any, bias: Any, running_mean: Any,
-                running_var: Any, training: bool, momentum: float, eps: float
-                ) -> tuple[Node | None, ...] | None:  # fmt: skip
+def _batch_norm(
+    im: Importer,
+    fx: FxNode,
+    x: Any,
+    weight: Any,
+    bias: Any,
+    running_mean: Any,
+    running_var: Any,
+    training: bool,
+    momentum: float,
+    eps: float,
+) -> tuple[Node | None, ...] | None:
     """With running statistics pointwise; with those of the batch (instance_norm) two reductions.
 
     Running statistics that would have to be updated are torch's business.
@@ -167,15 +193,30 @@ def _batch_norm(im: Importer, fx: FxNode, x: Any, weight: Any, bias: Any, runnin
     return _normalized(b, x, mean, rstd, *affine), *saved, None
 
 
-def _batch_norm_without_training(im: Importer, fx: FxNode, x: Any, weight: Any, bias: Any,
-                                 mean: Any, var: Any, momentum: float, eps: float
-                                 ) -> Any:  # fmt: skip
+def _batch_norm_without_training(
+    im: Importer,
+    fx: FxNode,
+    x: Any,
+    weight: Any,
+    bias: Any,
+    mean: Any,
+    var: Any,
+    momentum: float,
+    eps: float,
+) -> Any:
     return _batch_norm(im, fx, x, weight, bias, mean, var, False, momentum, eps)
 
 
-def _batch_norm_without_statistics(im: Importer, fx: FxNode, x: Any, weight: Any, bias: Any,
-                                   training: bool, momentum: float, eps: float
-                                   ) -> Any:  # fmt: skip
+def _batch_norm_without_statistics(
+    im: Importer,
+    fx: FxNode,
+    x: Any,
+    weight: Any,
+    bias: Any,
+    training: bool,
+    momentum: float,
+    eps: float,
+) -> Any:
     return _batch_norm(im, fx, x, weight, bias, None, None, training, momentum, eps)
 
 

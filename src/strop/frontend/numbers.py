@@ -28,8 +28,14 @@ from strop.ir.program import NumberGuard
 
 _OPPOSITE = {"==": "!=", "!=": "==", "<": ">=", ">=": "<", ">": "<=", "<=": ">"}
 _SWAPPED = {"==": "==", "!=": "!=", "<": ">", ">": "<", "<=": ">=", ">=": "<="}
-_SYMPY = {sympy.Eq: "==", sympy.Ne: "!=", sympy.Lt: "<", sympy.Le: "<=", sympy.Gt: ">",
-          sympy.Ge: ">="}  # fmt: skip
+_SYMPY = {
+    sympy.Eq: "==",
+    sympy.Ne: "!=",
+    sympy.Lt: "<",
+    sympy.Le: "<=",
+    sympy.Gt: ">",
+    sympy.Ge: ">=",
+}
 
 
 class NumbersNeeded(CaptureError):
@@ -102,8 +108,9 @@ def is_number(value: Any) -> bool:
     return isinstance(value, SymFloat) and bool(numbers_in(value.node.expr))
 
 
-_LIBRARIES = tuple(str(folder) for folder in (Path(torch.__file__).parent,
-                                              Path(sympy.__file__).parent))  # fmt: skip
+_LIBRARIES = tuple(
+    str(folder) for folder in (Path(torch.__file__).parent, Path(sympy.__file__).parent)
+)
 
 
 def _is_asked_by_torch(frame: FrameType) -> bool:

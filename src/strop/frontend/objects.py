@@ -23,9 +23,20 @@ from strop.errors import CaptureError, UnsupportedError
 _MODULE = "transformers.cache_utils"
 # what a result may hold beside tensors: a plan on disk can say it
 _LEAVES = {
-    type(None), bool, int, float, complex, str, torch.dtype, torch.device, torch.layout,
-    torch.memory_format, torch.SymInt, torch.SymFloat, torch.SymBool,
-}  # fmt: skip
+    type(None),
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    torch.dtype,
+    torch.device,
+    torch.layout,
+    torch.memory_format,
+    torch.SymInt,
+    torch.SymFloat,
+    torch.SymBool,
+}
 
 
 @dataclass(frozen=True)
@@ -160,8 +171,11 @@ def given_back(found: WithObjects, arguments: Any) -> Any:
         _fill(containers[left.number], left)
     for cache, attributes in zip(given, found.attributes, strict=True):
         vars(cache).update(attributes)
-    return pytree.tree_map(lambda leaf: given[leaf.number] if isinstance(leaf, Given) else leaf,
-                           found.result, is_leaf=lambda leaf: isinstance(leaf, Given))  # fmt: skip
+    return pytree.tree_map(
+        lambda leaf: given[leaf.number] if isinstance(leaf, Given) else leaf,
+        found.result,
+        is_leaf=lambda leaf: isinstance(leaf, Given),
+    )
 
 
 def _fill(container: Any, left: Left) -> None:
@@ -275,11 +289,17 @@ for _kind, _parts, _whole in (
     (ObjectState, _flatten, _unflatten),
     (ClassName, lambda name: ([], [name.kind]), lambda _, context: class_named(context[0])),
     (Given, lambda given: ([], [given.number]), lambda _, context: Given(context[0])),
-    (WithObjects, lambda found: ([found.result, found.attributes, found.left], []),
-     lambda values, _: WithObjects(*values)),
-    (Left, lambda left: (left.items, [left.number, left.keys, left.sources]),
-     lambda items, context: Left(context[0], context[1], context[2], list(items))),
-):  # fmt: skip
+    (
+        WithObjects,
+        lambda found: ([found.result, found.attributes, found.left], []),
+        lambda values, _: WithObjects(*values),
+    ),
+    (
+        Left,
+        lambda left: (left.items, [left.number, left.keys, left.sources]),
+        lambda items, context: Left(context[0], context[1], context[2], list(items)),
+    ),
+):
     pytree.register_pytree_node(
         _kind,
         _parts,

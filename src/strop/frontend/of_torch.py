@@ -16,9 +16,18 @@ from strop.frontend.whole import MOVES
 
 aten = torch.ops.aten
 
-DECOMPOSITIONS: dict[Any, Callable[..., Any]] = get_decompositions([
-    aten.smooth_l1_loss, aten.huber_loss, aten.binary_cross_entropy,
-    aten.binary_cross_entropy_with_logits, aten.soft_margin_loss, aten.nansum,
-]) | MOVES  # fmt: skip
+DECOMPOSITIONS: dict[Any, Callable[..., Any]] = (
+    get_decompositions(
+        [
+            aten.smooth_l1_loss,
+            aten.huber_loss,
+            aten.binary_cross_entropy,
+            aten.binary_cross_entropy_with_logits,
+            aten.soft_margin_loss,
+            aten.nansum,
+        ]
+    )
+    | MOVES
+)
 # autograd's zeros, which have no memory
 DECOMPOSITIONS[aten._efficientzerotensor.default] = torch.zeros

@@ -46,8 +46,9 @@ class _Names(dict[str, Any]):
 
 
 def _twin(function: FunctionType, names: dict[str, Any]) -> Function:
-    twin = FunctionType(function.__code__, names, function.__name__, function.__defaults__,
-                        function.__closure__)  # fmt: skip
+    twin = FunctionType(
+        function.__code__, names, function.__name__, function.__defaults__, function.__closure__
+    )
     twin.__kwdefaults__ = function.__kwdefaults__
     return twin
 

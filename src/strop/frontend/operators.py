@@ -49,18 +49,27 @@ _library.define(
 )
 
 
-def _conv2d(x: Tensor, weight: Tensor, bias: Tensor | None, stride: list[int],
-            padding: list[int], dilation: list[int], groups: int) -> Tensor:  # fmt: skip
+def _conv2d(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    groups: int,
+) -> Tensor:
     return torch.conv2d(x, weight, bias, stride, padding, dilation, groups)
 
 
-def _attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool,
-               scale: float | None) -> Tensor:  # fmt: skip
+def _attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float | None
+) -> Tensor:
     return torchs_attention(q, k, v, mask, 0.0, causal, scale=scale)
 
 
-def _linspace(start: float, end: float, steps: int, dtype: torch.dtype, device: torch.device
-              ) -> Tensor:  # fmt: skip
+def _linspace(
+    start: float, end: float, steps: int, dtype: torch.dtype, device: torch.device
+) -> Tensor:
     return torch.linspace(start, end, steps, dtype=dtype, device=device)
 
 
@@ -76,8 +85,9 @@ def _matmul_shape(x: Tensor, y: Tensor) -> Tensor:
     return x.new_empty((*lead, x.shape[-2], y.shape[-1]))
 
 
-def _rms_norm_shape(x: Tensor, normalized: Sequence[int], weight: Tensor | None,
-                    eps: float | None) -> Tensor:  # fmt: skip
+def _rms_norm_shape(
+    x: Tensor, normalized: Sequence[int], weight: Tensor | None, eps: float | None
+) -> Tensor:
     torch._check(len(normalized) > 0)
     shapes = [x.shape[x.dim() - len(normalized) :]] + ([] if weight is None else [weight.shape])
     for shape in shapes:
@@ -86,8 +96,15 @@ def _rms_norm_shape(x: Tensor, normalized: Sequence[int], weight: Tensor | None,
     return pictures(x, x.shape)
 
 
-def _conv2d_shape(x: Tensor, weight: Tensor, bias: Tensor | None, stride: list[int],
-                  padding: list[int], dilation: list[int], groups: int) -> Tensor:  # fmt: skip
+def _conv2d_shape(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    groups: int,
+) -> Tensor:
     torch._check(x.shape[1] == weight.shape[1] * groups)
     check_types(x, weight, bias)
     spatial = [
@@ -99,13 +116,15 @@ def _conv2d_shape(x: Tensor, weight: Tensor, bias: Tensor | None, stride: list[i
     return pictures(x, (x.shape[0], weight.shape[0], *spatial), by=shaping(x, weight))
 
 
-def _linspace_shape(start: float, end: float, steps: int, dtype: torch.dtype,
-                    device: torch.device) -> Tensor:  # fmt: skip
+def _linspace_shape(
+    start: float, end: float, steps: int, dtype: torch.dtype, device: torch.device
+) -> Tensor:
     return torch.empty(steps, dtype=dtype, device=device)
 
 
-def _attention_shape(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool,
-                     scale: float | None) -> Tensor:  # fmt: skip
+def _attention_shape(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float | None
+) -> Tensor:
     torch._check(q.shape[-1] == k.shape[-1])
     check_types(q, k, v)
     shape = (*q.shape[:-1], v.shape[-1])
@@ -120,8 +139,9 @@ def _attention_shape(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causa
     return q.new_empty([shape[d] for d in order]).permute(back)  # as its queries lie
 
 
-def _group_norm_shape(x: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None,
-                      eps: float) -> Tensor:  # fmt: skip
+def _group_norm_shape(
+    x: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None, eps: float
+) -> Tensor:
     """As eager: contiguous, but channels-last where x is so on a CPU.
 
     torch's own rule compares sizes with 1, this one asks for nothing but what must be so.
@@ -149,8 +169,15 @@ def _pair(value: int | Sequence[int]) -> list[int]:
     return [value, value] if isinstance(value, int) else list(value)
 
 
-def _call_conv2d(input: Tensor, weight: Tensor, bias: Tensor | None = None, stride: Any = 1,
-                 padding: Any = 0, dilation: Any = 1, groups: int = 1) -> Tensor:  # fmt: skip
+def _call_conv2d(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: Any = 1,
+    padding: Any = 0,
+    dilation: Any = 1,
+    groups: int = 1,
+) -> Tensor:
     if input.dim() != 4:
         return torch.conv2d(input, weight, bias, stride, padding, dilation, groups)
     dilation = _pair(dilation)
@@ -163,8 +190,9 @@ def _call_conv2d(input: Tensor, weight: Tensor, bias: Tensor | None = None, stri
     return result
 
 
-def _padded_to_same(x: Tensor, kernel: Sequence[int], dilation: Sequence[int]
-                    ) -> tuple[Tensor, list[int]]:  # fmt: skip
+def _padded_to_same(
+    x: Tensor, kernel: Sequence[int], dilation: Sequence[int]
+) -> tuple[Tensor, list[int]]:
     """What the convolution pads on both sides, and x with one more at the end of odd rests."""
     totals = [gap * (size - 1) for size, gap in zip(kernel, dilation, strict=True)]
     if any(total % 2 for total in totals):
@@ -172,16 +200,24 @@ def _padded_to_same(x: Tensor, kernel: Sequence[int], dilation: Sequence[int]
     return x, [total // 2 for total in totals]
 
 
-def _call_conv1d(input: Tensor, weight: Tensor, bias: Tensor | None = None, stride: Any = 1,
-                 padding: Any = 0, dilation: Any = 1, groups: int = 1) -> Tensor:  # fmt: skip
+def _call_conv1d(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: Any = 1,
+    padding: Any = 0,
+    dilation: Any = 1,
+    groups: int = 1,
+) -> Tensor:
     """A row of pixels."""
     if input.dim() != 3:
         return torch.conv1d(input, weight, bias, stride, padding, dilation, groups)
     stride, dilation = (_single(value) for value in (stride, dilation))
     sides = padding if isinstance(padding, str) else [0, _single(padding)]
     input = call_contiguous(input)  # as eager does, which tells its strides
-    row = _call_conv2d(input.unsqueeze(2), weight.unsqueeze(2), bias, [1, stride], sides,
-                       [1, dilation], groups)  # fmt: skip
+    row = _call_conv2d(
+        input.unsqueeze(2), weight.unsqueeze(2), bias, [1, stride], sides, [1, dilation], groups
+    )
     return row.squeeze(2)
 
 
@@ -192,19 +228,25 @@ def _single(value: int | Sequence[int]) -> int:
 def _call_matmul(x: Tensor, y: Tensor) -> Tensor:
     if x.dim() < 2 or y.dim() < 2 or x.dim() == y.dim() == 2:
         return torch.matmul(x, y)
-    result: Tensor = (torch.ops.strop.linear(x, y.t(), None) if y.dim() == 2
-                      else torch.ops.strop.matmul(x, y))  # fmt: skip
+    result: Tensor = (
+        torch.ops.strop.linear(x, y.t(), None) if y.dim() == 2 else torch.ops.strop.matmul(x, y)
+    )
     return result
 
 
-def _call_rms_norm(input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None,
-                   eps: float | None = None) -> Tensor:  # fmt: skip
+def _call_rms_norm(
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    eps: float | None = None,
+) -> Tensor:
     result: Tensor = torch.ops.strop.rms_norm(input, list(normalized_shape), weight, eps)
     return result
 
 
-def _call_dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
-                  ) -> Tensor:  # fmt: skip
+def _call_dropout(
+    input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+) -> Tensor:
     """Where nothing is dropped the very input, as in eager; torch's trace makes a copy of it."""
     return input if not training or p == 0 else F.dropout(input, p, training, inplace)
 
@@ -214,9 +256,16 @@ def _call_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> T
     return result
 
 
-def _call_attention(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None,
-                    dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None,
-                    enable_gqa: bool = False) -> Tensor:  # fmt: skip
+def _call_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
     if dropout_p or query.dim() != 4:
         return torchs_attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
@@ -228,8 +277,13 @@ def _call_attention(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor
     return result
 
 
-def _call_batch_norm(input: Tensor, weight: Tensor | None, bias: Tensor | None,
-                     running_mean: Tensor | None, *rest: Any) -> Tensor:  # fmt: skip
+def _call_batch_norm(
+    input: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    *rest: Any,
+) -> Tensor:
     """torch's shape rule does not say that the channels are those of the statistics."""
     if running_mean is not None:
         torch._check(input.shape[1] == running_mean.shape[0])
@@ -243,14 +297,20 @@ def _repeated_heads(x: Tensor, times: int) -> Tensor:
     return call_reshape(spread, batch, heads * times, length, width) if times > 1 else x
 
 
-def _call_group_norm(input: Tensor, num_groups: int, weight: Tensor | None = None,
-                     bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:  # fmt: skip
+def _call_group_norm(
+    input: Tensor,
+    num_groups: int,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+) -> Tensor:
     result: Tensor = torch.ops.strop.group_norm(input, num_groups, weight, bias, eps)
     return result
 
 
-def _call_affine_grid(theta: Tensor, size: Sequence[int], align_corners: bool | None = None
-                      ) -> Tensor:  # fmt: skip
+def _call_affine_grid(
+    theta: Tensor, size: Sequence[int], align_corners: bool | None = None
+) -> Tensor:
     """As arithmetic on places from -1 to 1: torch's gradient of it knows no symbolic sizes."""
     sides = list(size)[2:]
     rank, dtype = len(sides), joint.wide(theta)
@@ -268,8 +328,15 @@ def _call_affine_grid(theta: Tensor, size: Sequence[int], align_corners: bool | 
     return grid.to(torch.get_autocast_dtype(kind) if is_cast else theta.dtype)
 
 
-def _call_linspace(start: Any, end: Any, steps: Any, *, dtype: torch.dtype | None = None,
-                   device: Any = None, **kwargs: Any) -> Tensor:  # fmt: skip
+def _call_linspace(
+    start: Any,
+    end: Any,
+    steps: Any,
+    *,
+    dtype: torch.dtype | None = None,
+    device: Any = None,
+    **kwargs: Any,
+) -> Tensor:
     """torch's own takes no symbol for a number of steps: it would fix the size."""
     dtype = dtype or torch.get_default_dtype()
     are_numbers = all(isinstance(value, int | float) for value in (start, end))
@@ -282,16 +349,34 @@ def _call_linspace(start: Any, end: Any, steps: Any, *, dtype: torch.dtype | Non
     return result
 
 
-def _call_embedding_bag(input: Tensor, weight: Tensor, offsets: Tensor | None = None,
-                        max_norm: float | None = None, norm_type: float = 2,
-                        scale_grad_by_freq: bool = False, mode: str = "mean", sparse: bool = False,
-                        per_sample_weights: Tensor | None = None, include_last_offset: bool = False,
-                        padding_idx: int | None = None) -> Tensor:  # fmt: skip
+def _call_embedding_bag(
+    input: Tensor,
+    weight: Tensor,
+    offsets: Tensor | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2,
+    scale_grad_by_freq: bool = False,
+    mode: str = "mean",
+    sparse: bool = False,
+    per_sample_weights: Tensor | None = None,
+    include_last_offset: bool = False,
+    padding_idx: int | None = None,
+) -> Tensor:
     """Bags of one size are rows of a table, reduced."""
     if input.dim() != 2 or max_norm is not None or padding_idx is not None or sparse:
-        return F.embedding_bag(input, weight, offsets, max_norm, norm_type, scale_grad_by_freq,
-                               mode, sparse, per_sample_weights, include_last_offset,
-                               padding_idx)  # fmt: skip
+        return F.embedding_bag(
+            input,
+            weight,
+            offsets,
+            max_norm,
+            norm_type,
+            scale_grad_by_freq,
+            mode,
+            sparse,
+            per_sample_weights,
+            include_last_offset,
+            padding_idx,
+        )
     rows = F.embedding(input, weight, scale_grad_by_freq=scale_grad_by_freq)
     if per_sample_weights is not None:
         rows = rows * per_sample_weights.unsqueeze(-1)
@@ -303,8 +388,9 @@ def _trains(x: Tensor) -> bool:
     return torch.is_grad_enabled() and x.requires_grad
 
 
-def _call_pad(input: Tensor, pad: Sequence[int], mode: str = "constant", value: float | None = None
-              ) -> Tensor:  # fmt: skip
+def _call_pad(
+    input: Tensor, pad: Sequence[int], mode: str = "constant", value: float | None = None
+) -> Tensor:
     """Constant padding as a cat of constants: torch's own kernel fixes every size."""
     if mode == "circular" and min(pad) >= 0:
         return _wrapped_around(input, pad)
@@ -317,9 +403,17 @@ def _call_pad(input: Tensor, pad: Sequence[int], mode: str = "constant", value: 
             input = input.narrow(-dim, start, end - start)
             before, after = max(before, 0), max(after, 0)
         shape = list(input.shape)
-        sides = [torch.full([*shape[:-dim], width, *shape[len(shape) - dim + 1 :]], value or 0,
-                            dtype=input.dtype, device=input.device)
-                 if width else None for width in (before, after)]  # fmt: skip
+        sides = [
+            torch.full(
+                [*shape[:-dim], width, *shape[len(shape) - dim + 1 :]],
+                value or 0,
+                dtype=input.dtype,
+                device=input.device,
+            )
+            if width
+            else None
+            for width in (before, after)
+        ]
         blocks = [block for block in (sides[0], input, sides[1]) if block is not None]
         input = torch.cat(blocks, -dim) if len(blocks) > 1 else input
     return as_pictures(input, given) if any(width > 0 for width in pad) else input.clone()
@@ -365,9 +459,15 @@ def _pooled_to_one(usual: Callable[..., Any], rank: int) -> Callable[..., Tensor
     return pool
 
 
-def _call_max_pool1d(input: Tensor, kernel_size: Any, stride: Any = None, padding: Any = 0,
-                     dilation: Any = 1, ceil_mode: bool = False, return_indices: bool = False
-                     ) -> Tensor:  # fmt: skip
+def _call_max_pool1d(
+    input: Tensor,
+    kernel_size: Any,
+    stride: Any = None,
+    padding: Any = 0,
+    dilation: Any = 1,
+    ceil_mode: bool = False,
+    return_indices: bool = False,
+) -> Tensor:
     """torch's own way to two dims fixes the length."""
     if return_indices:
         found: Tensor = torch.max_pool1d_with_indices(  # type: ignore[assignment]
@@ -381,9 +481,13 @@ def _call_max_pool1d(input: Tensor, kernel_size: Any, stride: Any = None, paddin
     torch._check(all(size != 0 for size in input.shape[-2:]))
     steps = kernel_size if stride is None or stride == [] or stride == () else stride
     pooled = torch.max_pool2d(
-        input.unsqueeze(-2), flat(kernel_size, 1), flat(steps, 1), flat(padding, 0),
-        flat(dilation, 1), ceil_mode
-    )  # fmt: skip
+        input.unsqueeze(-2),
+        flat(kernel_size, 1),
+        flat(steps, 1),
+        flat(padding, 0),
+        flat(dilation, 1),
+        ceil_mode,
+    )
     pooled = pooled.squeeze(-2)
     # eager has a kernel of its own for what needs no gradient, whose results are contiguous
     is_trained = torch.is_grad_enabled() and input.requires_grad
@@ -394,8 +498,10 @@ def _repeated(usual: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """torch 2.11 compares a length that is given with one that it fixes for that."""
 
     def call(*args: Any, output_size: Any = None, **named: Any) -> Tensor:
-        repeats, dim = (named.get(name, args[place] if len(args) > place else None)
-                        for place, name in enumerate(("repeats", "dim"), 1))  # fmt: skip
+        repeats, dim = (
+            named.get(name, args[place] if len(args) > place else None)
+            for place, name in enumerate(("repeats", "dim"), 1)
+        )
         if output_size is None:
             return usual(*args, **named)
         if not isinstance(repeats, int | torch.SymInt):
@@ -410,8 +516,9 @@ def _repeated(usual: Callable[..., Tensor]) -> Callable[..., Tensor]:
 def _from_size(usual: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Of a size, which torch would read for once and for all."""
 
-    def call(data: Any, *, dtype: torch.dtype | None = None, device: Any = None, **how: Any
-             ) -> Tensor:  # fmt: skip
+    def call(
+        data: Any, *, dtype: torch.dtype | None = None, device: Any = None, **how: Any
+    ) -> Tensor:
         if isinstance(data, torch.SymInt) and not how:
             size: Any = data
             return torch.full((), size, dtype=dtype or torch.int64, device=device)

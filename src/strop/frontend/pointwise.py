@@ -119,8 +119,9 @@ def _log_sigmoid(im: Importer, fx: FxNode, x: Any) -> tuple[Node, Node] | None:
     return apply(im, "logsigmoid", x, dtype=dtype), apply(im, "exp", away, dtype=dtype)
 
 
-def _hardtanh(im: Importer, fx: FxNode, x: Any, min_val: float = -1.0, max_val: float = 1.0
-              ) -> Node | None:  # fmt: skip
+def _hardtanh(
+    im: Importer, fx: FxNode, x: Any, min_val: float = -1.0, max_val: float = 1.0
+) -> Node | None:
     """Of integers: with bounds that are cut to integers, as torch does."""
     dtype = _dtype(fx)
     if dtype.is_floating_point:
@@ -128,16 +129,23 @@ def _hardtanh(im: Importer, fx: FxNode, x: Any, min_val: float = -1.0, max_val: 
     return apply(im, "clamp", x, int(min_val), int(max_val), dtype=dtype)
 
 
-def _nan_to_num(im: Importer, fx: FxNode, x: Any, nan: float | None = None,
-                posinf: float | None = None, neginf: float | None = None) -> Node:  # fmt: skip
+def _nan_to_num(
+    im: Importer,
+    fx: FxNode,
+    x: Any,
+    nan: float | None = None,
+    posinf: float | None = None,
+    neginf: float | None = None,
+) -> Node:
     dtype, node = _dtype(fx), im.node(x)
     if not dtype.is_floating_point:
         return node
     info, b = torch.finfo(dtype), im.builder
     found = node
     for infinity, given, default in (
-        (math.inf, posinf, info.max), (-math.inf, neginf, info.min),
-    ):  # fmt: skip
+        (math.inf, posinf, info.max),
+        (-math.inf, neginf, info.min),
+    ):
         limit = b.constant(infinity, compute_dtype(dtype))
         hit = b.pointwise("eq", node, limit, dtype=torch.bool)
         found = apply(im, "where", hit, default if given is None else given, found, dtype=dtype)
@@ -184,8 +192,10 @@ def _prelu_backward(im: Importer, fx: FxNode, grad: Any, x: Any, weight: Any) ->
     scaled, of_weight = (
         apply(im, "mul", factor, grad, dtype=compute_dtype(dtype)) for factor in (weight, x)
     )
-    return (apply(im, "where", is_positive, grad, scaled, dtype=dtype),
-            apply(im, "where", is_positive, 0.0, of_weight, dtype=dtype))  # fmt: skip
+    return (
+        apply(im, "where", is_positive, grad, scaled, dtype=dtype),
+        apply(im, "where", is_positive, 0.0, of_weight, dtype=dtype),
+    )
 
 
 COMPOSITES: dict[Any, Rule] = {

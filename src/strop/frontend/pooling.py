@@ -90,22 +90,41 @@ class _Element:
         return before + behind
 
 
-def _sides(im: Importer, fx: FxNode, x: Node, kernel: Any, stride: Any, padding: Any, dilation: Any,
-           *, ceil_mode: bool) -> tuple[_Side, ...]:  # fmt: skip
+def _sides(
+    im: Importer,
+    fx: FxNode,
+    x: Node,
+    kernel: Any,
+    stride: Any,
+    padding: Any,
+    dilation: Any,
+    *,
+    ceil_mode: bool,
+) -> tuple[_Side, ...]:
     value = fx.meta["val"]
     shape = im.symbols.shape((value if isinstance(value, torch.Tensor) else value[0]).shape)
     rank = len(x.shape)
-    columns = zip((rank - 2, rank - 1), *map(_both, (kernel, stride, padding, dilation)),
-                  strict=True)  # fmt: skip
-    return tuple(_Side(dim, x.shape[dim], shape[dim], width, step, pad, gap, ceil_mode)
-                 for dim, width, step, pad, gap in columns)  # fmt: skip
+    columns = zip(
+        (rank - 2, rank - 1), *map(_both, (kernel, stride, padding, dilation)), strict=True
+    )
+    return tuple(
+        _Side(dim, x.shape[dim], shape[dim], width, step, pad, gap, ceil_mode)
+        for dim, width, step, pad, gap in columns
+    )
 
 
-def _over_windows(im: Importer, x: Node, sides: Sequence[_Side], join: Callable[[Node, Node], Node],
-                  outside: float | None = None) -> Node:  # fmt: skip
+def _over_windows(
+    im: Importer,
+    x: Node,
+    sides: Sequence[_Side],
+    join: Callable[[Node, Node], Node],
+    outside: float | None = None,
+) -> Node:
     """``outside``: what counts for an element over the edge, else the one at the edge."""
-    pieces = [_piece(im, x, elements, outside)
-              for elements in itertools.product(*(side.elements for side in sides))]  # fmt: skip
+    pieces = [
+        _piece(im, x, elements, outside)
+        for elements in itertools.product(*(side.elements for side in sides))
+    ]
     return reduce(join, pieces)
 
 
@@ -137,8 +156,16 @@ def _fits(node: Node, kernel: Any) -> bool:
     return math.prod(_both(kernel)) <= MAX_WINDOW and node.dtype.is_floating_point
 
 
-def _max_pool(im: Importer, fx: FxNode, x: Any, kernel: Any, stride: Any = (), padding: Any = 0,
-              dilation: Any = 1, ceil_mode: bool = False) -> tuple[Node, None] | None:  # fmt: skip
+def _max_pool(
+    im: Importer,
+    fx: FxNode,
+    x: Any,
+    kernel: Any,
+    stride: Any = (),
+    padding: Any = 0,
+    dilation: Any = 1,
+    ceil_mode: bool = False,
+) -> tuple[Node, None] | None:
     b, node = im.builder, im.node(x)
     reads_places = any(user.args[1] == 1 and user.users for user in fx.users)
     if reads_places or not _fits(node, kernel):
@@ -146,13 +173,22 @@ def _max_pool(im: Importer, fx: FxNode, x: Any, kernel: Any, stride: Any = (), p
     sides = _sides(im, fx, node, kernel, stride or kernel, padding, dilation, ceil_mode=ceil_mode)
     # the nearest place inside is in the window, unless that steps over it
     outside = -math.inf if _both(dilation) != (1, 1) else None
-    return _over_windows(im, node, sides, lambda p, q: binary(b, "maximum", p, q, node.dtype),
-                         outside), None  # fmt: skip
+    return _over_windows(
+        im, node, sides, lambda p, q: binary(b, "maximum", p, q, node.dtype), outside
+    ), None
 
 
-def _avg_pool(im: Importer, fx: FxNode, x: Any, kernel: Any, stride: Any = (), padding: Any = 0,
-              ceil_mode: bool = False, count_include_pad: bool = True,
-              divisor_override: int | None = None) -> Node | None:  # fmt: skip
+def _avg_pool(
+    im: Importer,
+    fx: FxNode,
+    x: Any,
+    kernel: Any,
+    stride: Any = (),
+    padding: Any = 0,
+    ceil_mode: bool = False,
+    count_include_pad: bool = True,
+    divisor_override: int | None = None,
+) -> Node | None:
     b, node = im.builder, im.node(x)
     if not _fits(node, kernel):
         return None

@@ -60,8 +60,10 @@ def _extreme(plain: Callable[..., Any], symbolic: Callable[..., Any]) -> Callabl
 
 
 _NAMES: dict[str, Any] = {
-    "int": _Int, "min": _extreme(min, torch.sym_min), "max": _extreme(max, torch.sym_max),
-}  # fmt: skip
+    "int": _Int,
+    "min": _extreme(min, torch.sym_min),
+    "max": _extreme(max, torch.sym_max),
+}
 _users: Counter[tuple[str, str]] = Counter()  # traces in several threads share a file
 _lock = threading.Lock()
 

@@ -35,13 +35,22 @@ def _seed(im: Importer, fx: FxNode) -> Node:
 def _drawn(im: Importer, shape: tuple[int, ...], device: torch.device, tag: str) -> Node:
     """Seeds by torch's generator."""
     return im.builder.make(
-        "aten", (), shape, I64, target=str(aten.randint.low), args=(0, 2**63 - 1, shape),
-        kwargs=(("device", device), ("dtype", I64)), outputs=((shape, I64),), single=True, tag=tag,
-    )  # fmt: skip
+        "aten",
+        (),
+        shape,
+        I64,
+        target=str(aten.randint.low),
+        args=(0, 2**63 - 1, shape),
+        kwargs=(("device", device), ("dtype", I64)),
+        outputs=((shape, I64),),
+        single=True,
+        tag=tag,
+    )
 
 
-def _dropout(im: Importer, fx: FxNode, x: Any, p: float, train: bool | None = True
-             ) -> tuple[Node, Node]:  # fmt: skip
+def _dropout(
+    im: Importer, fx: FxNode, x: Any, p: float, train: bool | None = True
+) -> tuple[Node, Node]:
     """The kept elements scaled by 1 / (1 - p), and which they are."""
     b, node = im.builder, im.node(x)
     if train is False:
@@ -66,8 +75,9 @@ def _own_seed(im: Importer, fx: FxNode, like: Any, number: int) -> Node:
 def _seeded_dropout(im: Importer, fx: FxNode, x: Any, seed: Any, p: float) -> Node:
     """Dropout whose backward is itself: ``joint``."""
     node = im.node(x)
-    return _scaled(im, node, _kept(im.builder, node, im.node(seed), p),
-                   0.0 if p == 1 else 1 / (1 - p))  # fmt: skip
+    return _scaled(
+        im, node, _kept(im.builder, node, im.node(seed), p), 0.0 if p == 1 else 1 / (1 - p)
+    )
 
 
 def _scaled(im: Importer, x: Node, kept: Node, scale: float) -> Node:
@@ -77,8 +87,7 @@ def _scaled(im: Importer, x: Node, kept: Node, scale: float) -> Node:
     return b.pointwise("mul", masked, b.constant(scale, x.dtype), dtype=x.dtype)
 
 
-def _dropout_backward(im: Importer, fx: FxNode, grad: Any, mask: Any, scale: float
-                      ) -> Node | None:  # fmt: skip
+def _dropout_backward(im: Importer, fx: FxNode, grad: Any, mask: Any, scale: float) -> Node | None:
     if not im.node(grad).dtype.is_floating_point:
         return None
     return _scaled(im, im.node(grad), im.node(mask), scale)

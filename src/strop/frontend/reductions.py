@@ -75,16 +75,24 @@ def _reduced(b: Builder, op: str, x: Node, dims: tuple[int, ...], dtype: torch.d
     return b.reduce(op, x, dims, dtype)
 
 
-def _var(b: Builder, x: Node, dims: tuple[int, ...], correction: float | None,
-         dtype: torch.dtype) -> Node:  # fmt: skip
+def _var(
+    b: Builder, x: Node, dims: tuple[int, ...], correction: float | None, dtype: torch.dtype
+) -> Node:
     return b.reduce("var", x, dims, dtype, correction=1 if correction is None else correction)
 
 
 def _spread(takes_root: bool, gives_mean: bool) -> Rule:
     """var_mean, std and std_mean."""
 
-    def rule(im: Importer, fx: FxNode, x: Any, dim: Dims = None, *,
-             correction: float | None = None, keepdim: bool = False) -> Any:  # fmt: skip
+    def rule(
+        im: Importer,
+        fx: FxNode,
+        x: Any,
+        dim: Dims = None,
+        *,
+        correction: float | None = None,
+        keepdim: bool = False,
+    ) -> Any:
         b, x = im.builder, im.node(x)
         if not x.dtype.is_floating_point:
             return None
@@ -146,8 +154,9 @@ def _place_of(b: Builder, x: Node, top: Node, dim: int) -> Node:
 def _extreme_place(op: str) -> Rule:
     """argmax and argmin."""
 
-    def rule(im: Importer, fx: FxNode, x: Any, dim: int | None = None,
-             keepdim: bool = False) -> Node:  # fmt: skip
+    def rule(
+        im: Importer, fx: FxNode, x: Any, dim: int | None = None, keepdim: bool = False
+    ) -> Node:
         b, x = im.builder, im.node(x)
         if dim is None or not x.shape:
             x, dim = b.reshape(x, (x.numel,)), 0
@@ -172,8 +181,9 @@ def _extreme_with_place(op: str) -> Rule:
     return rule
 
 
-def _aminmax(im: Importer, fx: FxNode, x: Any, *, dim: int | None = None,
-             keepdim: bool = False) -> tuple[Node, Node]:  # fmt: skip
+def _aminmax(
+    im: Importer, fx: FxNode, x: Any, *, dim: int | None = None, keepdim: bool = False
+) -> tuple[Node, Node]:
     b, x = im.builder, im.node(x)
     dims = _dims(x, dim)
     low, high = (_reduced(b, op, x, dims, x.dtype) for op in ("amin", "amax"))
@@ -199,9 +209,16 @@ def _logsumexp(im: Importer, fx: FxNode, x: Any, dim: Dims, keepdim: bool = Fals
     return _shaped(im, fx, binary(b, "add", log_of_sum(b, x, top, dims, wide), top, dtype))
 
 
-def _vector_norm(im: Importer, fx: FxNode, x: Any, ord: float = 2, dim: Dims = None,
-                 keepdim: bool = False, *, dtype: torch.dtype | None = None
-                 ) -> Node | None:  # fmt: skip
+def _vector_norm(
+    im: Importer,
+    fx: FxNode,
+    x: Any,
+    ord: float = 2,
+    dim: Dims = None,
+    keepdim: bool = False,
+    *,
+    dtype: torch.dtype | None = None,
+) -> Node | None:
     b, x, result = im.builder, im.node(x), fx.meta["val"].dtype
     if x.dtype.is_complex or ord not in (0, 1, 2, math.inf, -math.inf):
         return None
@@ -216,8 +233,9 @@ def _vector_norm(im: Importer, fx: FxNode, x: Any, ord: float = 2, dim: Dims = N
     return _shaped(im, fx, b.reduce(op, unary(b, "abs", x, wide), dims, result))
 
 
-def _norm(im: Importer, fx: FxNode, x: Any, p: float | None, dim: Dims, keepdim: bool = False,
-          **_: Any) -> Node | None:  # fmt: skip
+def _norm(
+    im: Importer, fx: FxNode, x: Any, p: float | None, dim: Dims, keepdim: bool = False, **_: Any
+) -> Node | None:
     return _vector_norm(im, fx, x, 2 if p is None else p, dim, keepdim)
 
 

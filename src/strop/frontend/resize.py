@@ -38,8 +38,15 @@ class _Dim:
     copied where it keeps its size, ``doubles``: whether read twice where it doubles, although the
     call gives a ``factor``; either may depend on sizes."""
 
-    def __init__(self, im: Importer, count: Expr, shape: Sequence[Expr], dim: int,
-                 factor: float | None, dtype: torch.dtype) -> None:  # fmt: skip
+    def __init__(
+        self,
+        im: Importer,
+        count: Expr,
+        shape: Sequence[Expr],
+        dim: int,
+        factor: float | None,
+        dtype: torch.dtype,
+    ) -> None:
         self.im, self.count, self.made, self.dtype = im, count, shape[dim], dtype
         self.factor = factor
         self.copies: Condition = False
@@ -51,8 +58,9 @@ class _Dim:
         return apply(self.im, op, *args, dtype=self.dtype)
 
     def nearest(self, shift: float) -> Samples:
-        at = self("mul", self("add", self.position, shift) if shift else self.position,
-                  self._ratio())  # fmt: skip
+        at = self(
+            "mul", self("add", self.position, shift) if shift else self.position, self._ratio()
+        )
         place = self._inside(self("floor", at))
         place = self._chosen(self.copies, self.place, place, PLACE)
         if self.doubles is not False:
@@ -74,11 +82,17 @@ class _Dim:
         low = apply(self.im, "minimum", low, self.count - 1, dtype=PLACE)
         t = self._share(real, low)
         rest = self("sub", 1.0, t)
-        weights = (self._far(self("add", t, 1.0)), self._near(t), self._near(rest),
-                   self._far(self("add", rest, 1.0)))  # fmt: skip
+        weights = (
+            self._far(self("add", t, 1.0)),
+            self._near(t),
+            self._near(rest),
+            self._far(self("add", rest, 1.0)),
+        )
         places = (apply(self.im, "add", low, move, dtype=PLACE) for move in (-1, 0, 1, 2))
-        return [(apply(self.im, "clamp", place, 0, self.count - 1, dtype=PLACE), weight)
-                for place, weight in zip(places, weights, strict=True)]  # fmt: skip
+        return [
+            (apply(self.im, "clamp", place, 0, self.count - 1, dtype=PLACE), weight)
+            for place, weight in zip(places, weights, strict=True)
+        ]
 
     def _far(self, x: Node) -> Node:
         """((A x - 5 A) x + 8 A) x - 4 A"""
@@ -117,14 +131,23 @@ class _Dim:
         return apply(self.im, "minimum", place, self.count - 1, dtype=PLACE)
 
 
-def _resize(im: Importer, fx: FxNode, x: Any, size: Any, mode: str, align_corners: bool,
-            scales: Sequence[float | None]) -> Node | None:  # fmt: skip
+def _resize(
+    im: Importer,
+    fx: FxNode,
+    x: Any,
+    size: Any,
+    mode: str,
+    align_corners: bool,
+    scales: Sequence[float | None],
+) -> Node | None:
     node, shape, is_nearest = im.node(x), im.shape(fx), mode.startswith("nearest")
     if not (is_nearest or node.dtype.is_floating_point):
         return _by_torch(im, node, shape, mode, align_corners, scales)
     dtype = torch.float32 if is_nearest else compute_dtype(node.dtype)
-    dims = [_Dim(im, node.shape[place], shape, place, factor, dtype)
-            for place, factor in enumerate(scales or [None] * (len(shape) - 2), 2)]  # fmt: skip
+    dims = [
+        _Dim(im, node.shape[place], shape, place, factor, dtype)
+        for place, factor in enumerate(scales or [None] * (len(shape) - 2), 2)
+    ]
     _take_shortcuts(im, x.meta["val"], dims, mode)
     samples = []
     for dim in dims:
@@ -189,37 +212,68 @@ def lies_channels_last(shape: Sequence[Expr], strides: Sequence[Expr]) -> bool:
     return len(shape) in (4, 5)
 
 
-def _by_torch(im: Importer, x: Node, shape: Sequence[Expr], mode: str, align_corners: bool,
-              scales: Sequence[float | None]) -> Node:  # fmt: skip
+def _by_torch(
+    im: Importer,
+    x: Node,
+    shape: Sequence[Expr],
+    mode: str,
+    align_corners: bool,
+    scales: Sequence[float | None],
+) -> Node:
     """Integers between pixels are rounded by rules of torch's own."""
     rank = len(shape) - 2
     sizes = (tuple(shape[2:]), *_how(mode, rank, align_corners, scales))
     return _library(im, x, shape, f"aten.{MODES[mode][0].format(rank)}.default", sizes)
 
 
-def _gradient(im: Importer, fx: FxNode, grad: Any, size: Any, shape: Any, mode: str,
-              align_corners: bool, scales: Sequence[float | None]) -> Node:  # fmt: skip
+def _gradient(
+    im: Importer,
+    fx: FxNode,
+    grad: Any,
+    size: Any,
+    shape: Any,
+    mode: str,
+    align_corners: bool,
+    scales: Sequence[float | None],
+) -> Node:
     target = f"aten.{MODES[mode][0].format(len(size))}_backward.default"
     sizes = (im.literal(size), im.literal(shape), *_how(mode, len(size), align_corners, scales))
     return _library(im, im.node(grad), im.shape(fx), target, sizes)
 
 
-def _how(mode: str, rank: int, align_corners: bool, scales: Sequence[float | None]
-         ) -> tuple[Any, ...]:  # fmt: skip
+def _how(
+    mode: str, rank: int, align_corners: bool, scales: Sequence[float | None]
+) -> tuple[Any, ...]:
     """What ATen's calls want to know behind the sizes."""
     align = () if mode.startswith("nearest") else (align_corners,)
     return (*align, *(scales or [None] * rank))
 
 
-def _library(im: Importer, x: Node, shape: Sequence[Expr], target: str, how: tuple[Any, ...]
-             ) -> Node:  # fmt: skip
+def _library(
+    im: Importer, x: Node, shape: Sequence[Expr], target: str, how: tuple[Any, ...]
+) -> Node:
     result = (tuple(shape), x.dtype)
-    return im.builder.make("aten", (x,), *result, target=target, args=(Ref(0), *how), kwargs=(),
-                           outputs=(result,), single=True, tag="")  # fmt: skip
+    return im.builder.make(
+        "aten",
+        (x,),
+        *result,
+        target=target,
+        args=(Ref(0), *how),
+        kwargs=(),
+        outputs=(result,),
+        single=True,
+        tag="",
+    )
 
 
-def _mixed(im: Importer, x: Node, samples: Sequence[Samples], shape: Sequence[Expr],
-           dtype: torch.dtype, picked: tuple[Node, ...] = ()) -> Node | None:  # fmt: skip
+def _mixed(
+    im: Importer,
+    x: Node,
+    samples: Sequence[Samples],
+    shape: Sequence[Expr],
+    dtype: torch.dtype,
+    picked: tuple[Node, ...] = (),
+) -> Node | None:
     """The elements at ``picked`` places, then weighted along the dims that are left."""
     if not samples:
         walks = [0, 1, *[None] * len(picked)]

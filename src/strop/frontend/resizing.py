@@ -33,20 +33,33 @@ RESIZING = {
 }
 
 
-def _resize(x: Tensor, size: Sequence[int], mode: str, align_corners: bool,
-            scales: Sequence[float]) -> Tensor:  # fmt: skip
+def _resize(
+    x: Tensor, size: Sequence[int], mode: str, align_corners: bool, scales: Sequence[float]
+) -> Tensor:
     """``scales``: the factors that the call gives; none where sizes decide."""
     return _in_aten("", x, [size], mode, align_corners, scales)
 
 
-def _resize_backward(grad: Tensor, size: Sequence[int], shape: Sequence[int], mode: str,
-                     align_corners: bool, scales: Sequence[float]) -> Tensor:  # fmt: skip
+def _resize_backward(
+    grad: Tensor,
+    size: Sequence[int],
+    shape: Sequence[int],
+    mode: str,
+    align_corners: bool,
+    scales: Sequence[float],
+) -> Tensor:
     """The gradient of images of ``shape`` that have been resized to ``size``."""
     return _in_aten("_backward", grad, [size, shape], mode, align_corners, scales)
 
 
-def _in_aten(suffix: str, x: Tensor, sizes: Sequence[Sequence[int]], mode: str,
-             align_corners: bool, scales: Sequence[float]) -> Tensor:  # fmt: skip
+def _in_aten(
+    suffix: str,
+    x: Tensor,
+    sizes: Sequence[Sequence[int]],
+    mode: str,
+    align_corners: bool,
+    scales: Sequence[float],
+) -> Tensor:
     rank = len(sizes[0])
     overload = getattr(torch.ops.aten, RESIZING[mode][0].format(rank) + suffix).default
     align = () if mode.startswith("nearest") else (align_corners,)
@@ -64,13 +77,15 @@ _library.define(
 )
 
 
-def _resize_shape(x: Tensor, size: Sequence[int], mode: str, align_corners: bool,
-                  scales: Sequence[float]) -> Tensor:  # fmt: skip
+def _resize_shape(
+    x: Tensor, size: Sequence[int], mode: str, align_corners: bool, scales: Sequence[float]
+) -> Tensor:
     return pictures(x, (*x.shape[:2], *size))
 
 
-def _resize_backward_shape(grad: Tensor, size: Sequence[int], shape: Sequence[int], *how: Any
-                           ) -> Tensor:  # fmt: skip
+def _resize_backward_shape(
+    grad: Tensor, size: Sequence[int], shape: Sequence[int], *how: Any
+) -> Tensor:
     return pictures(grad, shape) if len(shape) == 4 else grad.new_empty(shape)
 
 
@@ -99,10 +114,15 @@ define(_library, "resize", _resize, _resize_shape, _differentiated)
 define(_library, "resize_backward", _resize_backward, _resize_backward_shape)
 
 
-def call_interpolate(input: Tensor, size: Any = None, scale_factor: Any = None,
-                      mode: str = "nearest", align_corners: bool | None = None,
-                      recompute_scale_factor: bool | None = None, antialias: bool = False
-                      ) -> Tensor:  # fmt: skip
+def call_interpolate(
+    input: Tensor,
+    size: Any = None,
+    scale_factor: Any = None,
+    mode: str = "nearest",
+    align_corners: bool | None = None,
+    recompute_scale_factor: bool | None = None,
+    antialias: bool = False,
+) -> Tensor:
     """Nearest by a whole factor is a broadcast: each pixel is read several times, none computed."""
     rank = input.dim() - 2
     factors = [float(factor) for factor in _each(scale_factor, rank)]
@@ -113,8 +133,9 @@ def call_interpolate(input: Tensor, size: Any = None, scale_factor: Any = None,
         return as_pictures(call_reshape(tall, n, c, h * factor, w * factor), input)
     is_known = mode in RESIZING and rank in RESIZING[mode][1]
     if not is_known or antialias or (size is None) == (scale_factor is None):
-        return F.interpolate(input, size, scale_factor, mode, align_corners,
-                             recompute_scale_factor, antialias)  # fmt: skip
+        return F.interpolate(
+            input, size, scale_factor, mode, align_corners, recompute_scale_factor, antialias
+        )
     sizes = _each(size, rank) or [
         _scaled(n, factor) for n, factor in zip(input.shape[2:], factors, strict=True)
     ]

@@ -118,12 +118,16 @@ def _view_of(importer: Importer, item: FxNode, view: Node, whole: Node, memory: 
     offset = importer.size(item.meta["val"].storage_offset())
     over = _over(importer.builder, view, whole, memory)
     found = _steps(over) if over is not None else None
-    if over is not None and found is not None and found[0] == offset and all(
-        a == b or n == const(1) for a, b, n in zip(found[1], wanted, shape, strict=True)
-    ):  # fmt: skip
+    if (
+        over is not None
+        and found is not None
+        and found[0] == offset
+        and all(a == b or n == const(1) for a, b, n in zip(found[1], wanted, shape, strict=True))
+    ):
         return over
-    return importer.builder.make("window", (base_of(memory),), shape, view.dtype, strides=wanted,
-                                 start=offset)  # fmt: skip
+    return importer.builder.make(
+        "window", (base_of(memory),), shape, view.dtype, strides=wanted, start=offset
+    )
 
 
 def _steps(value: Node) -> tuple[Expr, Shape] | None:
@@ -145,8 +149,10 @@ def _in_place(importer: Importer, item: FxNode, value: Node, number: int) -> Nod
     elif value.kind is not Kind.VIEW or (value.op == "reshape" and value.inputs[0] is base):
         is_own = True
     else:
-        is_own = any(isinstance(made, Node) and _is_all_of(base, made) and storage_of(fx) == storage
-                     for fx, made in importer.values.items())  # fmt: skip
+        is_own = any(
+            isinstance(made, Node) and _is_all_of(base, made) and storage_of(fx) == storage
+            for fx, made in importer.values.items()
+        )
     return value if is_own else _copy(importer, item, value, number)
 
 
@@ -168,8 +174,14 @@ def _over(b: Builder, view: Node, whole: Node, other: Node) -> Node | None:
 
 
 def _copy(importer: Importer, fx: FxNode, value: Node, number: int) -> Node:
-    return importer.builder.make("copy", (value,), value.shape, value.dtype,
-                                 order=user_order(importer, fx, value), result=number)  # fmt: skip
+    return importer.builder.make(
+        "copy",
+        (value,),
+        value.shape,
+        value.dtype,
+        order=user_order(importer, fx, value),
+        result=number,
+    )
 
 
 def _in_user_order(importer: Importer, fx: FxNode, value: Node) -> Node:

@@ -32,10 +32,19 @@ _FOLDED = {sympy.Mul: "mul", sympy.Add: "add"}
 _QUOTIENTS = (FloatTrueDiv, IntTrueDiv)
 aten = torch.ops.aten
 # Those whose operand may be a number that is not known before the call.
-ARITHMETIC = frozenset({
-    aten.add.Tensor, aten.add.Scalar, aten.sub.Tensor, aten.sub.Scalar, aten.rsub.Scalar,
-    aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar,
-})  # fmt: skip
+ARITHMETIC = frozenset(
+    {
+        aten.add.Tensor,
+        aten.add.Scalar,
+        aten.sub.Tensor,
+        aten.sub.Scalar,
+        aten.rsub.Scalar,
+        aten.mul.Tensor,
+        aten.mul.Scalar,
+        aten.div.Tensor,
+        aten.div.Scalar,
+    }
+)
 
 
 def is_operand(number: FxNode, of: FxNode) -> bool:
@@ -91,20 +100,40 @@ _BINARY: dict[Any, str] = {
 _UNARY: dict[Any, str] = {operator.neg: "neg", operator.abs: "abs", abs: "abs"}
 # Operators whose operand may be a number that is not known before the call, by its argument's place
 _OPERANDS: dict[Any, tuple[int, ...]] = {
-    **dict.fromkeys((
-        aten.add.Tensor, aten.add.Scalar, aten.sub.Tensor, aten.sub.Scalar, aten.rsub.Scalar,
-        aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar,
-    ), (0, 1)),
-    **dict.fromkeys((
-        aten.lt.Scalar, aten.le.Scalar, aten.gt.Scalar, aten.ge.Scalar, aten.eq.Scalar,
-        aten.ne.Scalar, aten.fill.Scalar, aten.full.default, aten.full_like.default,
-    ), (1,)),
+    **dict.fromkeys(
+        (
+            aten.add.Tensor,
+            aten.add.Scalar,
+            aten.sub.Tensor,
+            aten.sub.Scalar,
+            aten.rsub.Scalar,
+            aten.mul.Tensor,
+            aten.mul.Scalar,
+            aten.div.Tensor,
+            aten.div.Scalar,
+        ),
+        (0, 1),
+    ),
+    **dict.fromkeys(
+        (
+            aten.lt.Scalar,
+            aten.le.Scalar,
+            aten.gt.Scalar,
+            aten.ge.Scalar,
+            aten.eq.Scalar,
+            aten.ne.Scalar,
+            aten.fill.Scalar,
+            aten.full.default,
+            aten.full_like.default,
+        ),
+        (1,),
+    ),
     aten.masked_fill.Scalar: (2,),
     aten.new_full.default: (2,),
     aten.lerp.Scalar: (2,),
     aten.clamp.default: (1, 2),
     aten.scalar_tensor.default: (0,),
-}  # fmt: skip
+}
 
 
 def is_operand_of(number: FxNode, of: FxNode) -> bool:

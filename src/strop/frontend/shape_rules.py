@@ -40,8 +40,9 @@ from strop.frontend.numbers import Numbers, numbers_in
 aten = torch.ops.aten
 Size = int | SymInt
 COMPARISONS = "c10/core/SymInt.h"  # the file of those in C++; Python's have none
-STROP, FRONTEND = (str(folder) + os.sep for folder in (Path(__file__).parents[1],
-                                                       Path(__file__).parent))  # fmt: skip
+STROP, FRONTEND = (
+    str(folder) + os.sep for folder in (Path(__file__).parents[1], Path(__file__).parent)
+)
 TORCH = str(Path(torch.__file__).parent) + os.sep
 LAYERS = str(Path(torch.__file__).parent / "nn") + os.sep
 Rule = Callable[..., Any]  # of the fake mode, the operator and its arguments; None: torch's own
@@ -53,12 +54,18 @@ def shape_rules() -> Iterator[None]:
     usual, fast = fake_impls.op_implementations_dict, fake_impls.get_fast_op_impls()
     _ORDERS.clear()
     with (
-        _replaced(usual, {operator: _first(rule, usual.get(operator))
-                          for operator, rule in RULES.items()}),
-        _replaced(fast, {operator: _fast(operator, rule, fast.get(operator))
-                         for operator, rule in FAST_RULES.items()}),
+        _replaced(
+            usual, {operator: _first(rule, usual.get(operator)) for operator, rule in RULES.items()}
+        ),
+        _replaced(
+            fast,
+            {
+                operator: _fast(operator, rule, fast.get(operator))
+                for operator, rule in FAST_RULES.items()
+            },
+        ),
         _orders_of_larger_sizes(),
-    ):  # fmt: skip
+    ):
         yield
 
 
@@ -164,8 +171,9 @@ def _fast(operator: Any, rule: Rule, own: Rule | None) -> Rule:
     return apply
 
 
-def _sliced(mode: Any, x: Tensor, dim: int = 0, start: Any = None, end: Any = None, step: int = 1
-            ) -> Any:  # fmt: skip
+def _sliced(
+    mode: Any, x: Tensor, dim: int = 0, start: Any = None, end: Any = None, step: int = 1
+) -> Any:
     if not -x.dim() <= dim < x.dim() or step <= 0:
         return None  # torch's own error
     sizes, strides = list(x.shape), list(x.stride())
@@ -204,8 +212,15 @@ def _length(first: Any, last: Any) -> Any:
     return 0 if guard_or_false(first >= last) else torch.sym_max(last - first, 0)
 
 
-def _into_slice(mode: Any, x: Tensor, part: Tensor, dim: int = 0, start: Any = None,
-                end: Any = None, step: int = 1) -> Tensor | None:  # fmt: skip
+def _into_slice(
+    mode: Any,
+    x: Tensor,
+    part: Tensor,
+    dim: int = 0,
+    start: Any = None,
+    end: Any = None,
+    step: int = 1,
+) -> Tensor | None:
     _check_fills(part, aten.slice.Tensor(x, dim, start, end, step))
     return _like(mode, x) if _order(x) else None
 
@@ -229,17 +244,31 @@ def _unshuffled(mode: Any, x: Tensor, factor: int) -> None:
             torch._check(size % factor == 0)
 
 
-def _largest(mode: Any, x: Tensor, kernel: Sequence[int], stride: Sequence[int] = (),
-             padding: Any = 0, dilation: Any = 1, ceil_mode: bool = False) -> Any:  # fmt: skip
+def _largest(
+    mode: Any,
+    x: Tensor,
+    kernel: Sequence[int],
+    stride: Sequence[int] = (),
+    padding: Any = 0,
+    dilation: Any = 1,
+    ceil_mode: bool = False,
+) -> Any:
     shape = _pooled(x, ceil_mode, kernel, stride, padding, dilation)
     if shape is None:
         return None
     return _empty(mode, x, shape, x.dtype), _empty(mode, x, shape, torch.int64)
 
 
-def _average(mode: Any, x: Tensor, kernel: Sequence[int], stride: Sequence[int] = (),
-             padding: Any = 0, ceil_mode: bool = False, count_include_pad: bool = True,
-             divisor_override: int | None = None) -> Any:  # fmt: skip
+def _average(
+    mode: Any,
+    x: Tensor,
+    kernel: Sequence[int],
+    stride: Sequence[int] = (),
+    padding: Any = 0,
+    ceil_mode: bool = False,
+    count_include_pad: bool = True,
+    divisor_override: int | None = None,
+) -> Any:
     shape = _pooled(x, ceil_mode, kernel, stride, padding, 1)
     return None if shape is None or divisor_override == 0 else _empty(mode, x, shape, x.dtype)
 
@@ -283,9 +312,19 @@ def _gradient(mode: Any, grad: Tensor, x: Tensor, *args: Any, **kwargs: Any) -> 
     return _like(mode, grad) if is_like and _order(grad) else None
 
 
-def _group_norm_gradients(mode: Any, grad: Tensor, x: Tensor, mean: Tensor, rstd: Tensor,
-                          weight: Tensor | None, n: Any, c: Any, pixels: Any, groups: int,
-                          mask: Sequence[bool]) -> tuple[Tensor | None, ...] | None:  # fmt: skip
+def _group_norm_gradients(
+    mode: Any,
+    grad: Tensor,
+    x: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    weight: Tensor | None,
+    n: Any,
+    c: Any,
+    pixels: Any,
+    groups: int,
+    mask: Sequence[bool],
+) -> tuple[Tensor | None, ...] | None:
     """The same for a group norm, whose formula takes a tenth of a second."""
     if not _order(x):
         return None
@@ -293,19 +332,35 @@ def _group_norm_gradients(mode: Any, grad: Tensor, x: Tensor, mean: Tensor, rstd
     return of_x, *(_fake(mode, x, (c,), (1,)) if wanted else None for wanted in mask[1:])
 
 
-def _layer_norm_gradients(mode: Any, grad: Tensor, x: Tensor, normalized: Sequence[Any],
-                          mean: Tensor, rstd: Tensor, weight: Tensor | None, bias: Tensor | None,
-                          mask: Sequence[bool]) -> tuple[Tensor | None, ...] | None:  # fmt: skip
+def _layer_norm_gradients(
+    mode: Any,
+    grad: Tensor,
+    x: Tensor,
+    normalized: Sequence[Any],
+    mean: Tensor,
+    rstd: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    mask: Sequence[bool],
+) -> tuple[Tensor | None, ...] | None:
     own = (x, weight, bias)
     is_whole = all(value is not None for wanted, value in zip(mask, own, strict=True) if wanted)
     if not is_whole or _order(x) != "contiguous":
         return None
-    return tuple(_like(mode, value) if wanted and value is not None else None
-                 for wanted, value in zip(mask, own, strict=True))  # fmt: skip
+    return tuple(
+        _like(mode, value) if wanted and value is not None else None
+        for wanted, value in zip(mask, own, strict=True)
+    )
 
 
-def _layer_norm(mode: Any, x: Tensor, normalized: Sequence[Any], weight: Tensor | None,
-                bias: Tensor | None, eps: float) -> tuple[Tensor, ...] | None:  # fmt: skip
+def _layer_norm(
+    mode: Any,
+    x: Tensor,
+    normalized: Sequence[Any],
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+) -> tuple[Tensor, ...] | None:
     """Contiguous, as eager's are; statistics in the type that torch keeps them in."""
     count, ends = len(normalized), _exact(normalized)
     parameters = [parameter for parameter in (weight, bias) if parameter is not None]
@@ -316,8 +371,10 @@ def _layer_norm(mode: Any, x: Tensor, normalized: Sequence[Any], weight: Tensor 
     wide = x.dtype if x.device.type == "cpu" else torch.promote_types(x.dtype, torch.float32)
     shape = (*x.shape[: x.dim() - count], *[1] * count)
     results = ((x.shape, x.dtype), (shape, wide), (shape, wide))
-    return tuple(FakeTensor(mode, torch.empty(sizes, dtype=dtype, device="meta"), x.device)
-                 for sizes, dtype in results)  # fmt: skip
+    return tuple(
+        FakeTensor(mode, torch.empty(sizes, dtype=dtype, device="meta"), x.device)
+        for sizes, dtype in results
+    )
 
 
 def _unary(mode: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor | None:
@@ -387,9 +444,14 @@ def _order(x: Tensor) -> str:
     key = _exact(x.shape), _exact(x.stride())
     if key not in _ORDERS:
         formats = {"contiguous": torch.contiguous_format, "channels last": torch.channels_last}
-        _ORDERS[key] = next((name for name, value in formats.items()
-                             if is_contiguous_for_memory_format_or_false(x, memory_format=value)),
-                            "")  # fmt: skip
+        _ORDERS[key] = next(
+            (
+                name
+                for name, value in formats.items()
+                if is_contiguous_for_memory_format_or_false(x, memory_format=value)
+            ),
+            "",
+        )
     return _ORDERS[key]
 
 

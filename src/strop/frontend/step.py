@@ -152,8 +152,9 @@ def capture_step(
     _check_aliases(gm, flat)
     check_constants(gm, module)
     sizes = known_sizes(module, shape_env, gm, roots, specs, hints, fixes_numbers=False)
-    return CapturedStep(gm, tuple(state), sizes, origins, flat.leaves, flat.out_spec,
-                        flat.differentiable)  # fmt: skip
+    return CapturedStep(
+        gm, tuple(state), sizes, origins, flat.leaves, flat.out_spec, flat.differentiable
+    )
 
 
 def _tangent(number: int, result: Tensor) -> Tensor:

@@ -42,8 +42,13 @@ from strop.ir.program import Guard
 SYMPY_MAX = (sympy.Max, Max)
 SYMPY_MIN = (sympy.Min, Min)
 _RELATIONS = {
-    sympy.Eq: "==", sympy.Ne: "!=", sympy.Lt: "<", sympy.Le: "<=", sympy.Gt: ">", sympy.Ge: ">=",
-}  # fmt: skip
+    sympy.Eq: "==",
+    sympy.Ne: "!=",
+    sympy.Lt: "<",
+    sympy.Le: "<=",
+    sympy.Gt: ">",
+    sympy.Ge: ">=",
+}
 
 
 _OF_VALUES = ("u", "zuf")  # names that torch gives to integers and numbers without a traced value
@@ -164,9 +169,13 @@ class Symbols:
         asked = set()
         for quotient in set().union(*(size.atoms(FloorDiv) for size in sizes)):
             top, bottom = quotient.args
-            same = [f for f in sympy.Mul.make_args(top)
-                    if isinstance(f, sympy.Symbol) and isinstance(bottom, sympy.Symbol)
-                    and hints.get(f.name, 0) == hints.get(bottom.name, 1)]  # fmt: skip
+            same = [
+                f
+                for f in sympy.Mul.make_args(top)
+                if isinstance(f, sympy.Symbol)
+                and isinstance(bottom, sympy.Symbol)
+                and hints.get(f.name, 0) == hints.get(bottom.name, 1)
+            ]
             is_open = bottom not in top.free_symbols and bottom not in asked
             if same and is_open and self.decide is not None:
                 asked.add(bottom)
@@ -272,8 +281,11 @@ class Symbols:
                     self._solve_sum(guard)
 
     def _solve_multiple(self, guard: Any, hints: Mapping[str, int]) -> None:
-        divisors = {int(d.args[1]) for d in guard.atoms(FloorDiv, Mod, PythonMod)
-                    if isinstance(d.args[1], sympy.Integer)}  # fmt: skip
+        divisors = {
+            int(d.args[1])
+            for d in guard.atoms(FloorDiv, Mod, PythonMod)
+            if isinstance(d.args[1], sympy.Integer)
+        }
         divisors |= {a * b for a in divisors for b in divisors}  # a patch of a patch
         divisors = {k for d in divisors for k in range(2, d + 1) if d % k == 0}
         roots = sorted(set().union(*(self.size_of(s.name).roots for s in guard.free_symbols)))
@@ -300,8 +312,9 @@ class Symbols:
         """Let each root be so many times another, if ``guard`` then always holds."""
         known = {**self.names, **{s.name: self.size_of(s.name) for s in guard.free_symbols}}
         wholes = {root: self.multiples.get(root, (root, 1)) for root in factors}
-        parts = {root: f"{whole}_{factor * factors[root]}"
-                 for root, (whole, factor) in wholes.items()}  # fmt: skip
+        parts = {
+            root: f"{whole}_{factor * factors[root]}" for root, (whole, factor) in wholes.items()
+        }
         multiple = {root: k * symbol(parts[root]) for root, k in factors.items()}
         trial = Symbols({n: size.substitute(multiple) for n, size in known.items()})
         if not factors or not trial._is_identity(guard):
@@ -358,8 +371,11 @@ class Symbols:
     def _is_free(self, name: str) -> bool:
         """Whether nothing is known of a symbol yet."""
         size = self.size_of(name)
-        return len(size.roots) == 1 and size == symbol(next(iter(size.roots))) and (
-            bool(self.hints) or name not in self.names)  # fmt: skip
+        return (
+            len(size.roots) == 1
+            and size == symbol(next(iter(size.roots)))
+            and (bool(self.hints) or name not in self.names)
+        )
 
     def replace(self, replacements: Mapping[Any, Any]) -> None:
         """Sizes that torch found to be equal: ``s5`` is ``s0``, or a constant."""

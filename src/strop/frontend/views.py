@@ -63,8 +63,15 @@ def slice_start(im: Importer, x: FxNode, dim: int, start: Any) -> Expr:
     return im.size(torch.sym_min(begin, size))
 
 
-def _slice(im: Importer, fx: FxNode, x: FxNode, dim: int = 0, start: Any = None, end: Any = None,
-           step: int = 1) -> Node:  # fmt: skip
+def _slice(
+    im: Importer,
+    fx: FxNode,
+    x: FxNode,
+    dim: int = 0,
+    start: Any = None,
+    end: Any = None,
+    step: int = 1,
+) -> Node:
     node = im.node(x)
     dim %= len(node.shape)
     return im.builder.slice(node, dim, slice_start(im, x, dim, start), im.shape(fx)[dim], step)
@@ -103,8 +110,9 @@ def _unbind(im: Importer, fx: FxNode, x: Any, dim: int = 0) -> tuple[Node, ...]:
     )
 
 
-def _diagonal(im: Importer, fx: FxNode, x: Any, offset: int = 0, dim1: int = 0, dim2: int = 1
-              ) -> Node:  # fmt: skip
+def _diagonal(
+    im: Importer, fx: FxNode, x: Any, offset: int = 0, dim1: int = 0, dim2: int = 1
+) -> Node:
     node = im.node(x)
     rank = len(node.shape)
     starts = (max(-offset, 0), max(offset, 0))
@@ -163,8 +171,9 @@ def _unfold(im: Importer, fx: FxNode, x: Any, dim: int, size: int, step: int) ->
     return b.make("cat", pieces, im.shape(fx), node.dtype, dim=last)
 
 
-def _split_channels(im: Importer, fx: FxNode, x: Any, parts: Sequence[Any], order: Sequence[int],
-                    rank: int) -> Node:  # fmt: skip
+def _split_channels(
+    im: Importer, fx: FxNode, x: Any, parts: Sequence[Any], order: Sequence[int], rank: int
+) -> Node:
     """Reshape the last ``rank`` dims to ``parts``, permute those, and reshape to the result."""
     node, b = im.node(x), im.builder
     lead = node.shape[: len(node.shape) - rank]
@@ -190,8 +199,9 @@ def _channel_shuffle(im: Importer, fx: FxNode, x: Any, groups: int) -> Node:
     return _split_channels(im, fx, x, parts, order, len(parts) - 1)
 
 
-def _as_strided(im: Importer, fx: FxNode, x: FxNode, size: Any, stride: Any, offset: Any = None
-                ) -> Node:  # fmt: skip
+def _as_strided(
+    im: Importer, fx: FxNode, x: FxNode, size: Any, stride: Any, offset: Any = None
+) -> Node:
     """Torch looks at memory itself, which has to lie as it did in eager."""
     node, shape = im.node(x), im.shape(x)
     strides = im.symbols.shape(x.meta["val"].stride())
@@ -199,9 +209,17 @@ def _as_strided(im: Importer, fx: FxNode, x: FxNode, size: Any, stride: Any, off
     dense = im.builder.make("copy", (node,), node.shape, node.dtype, order=order)
     arguments = (Ref(0), *map(im.literal, (size, stride, offset)))
     result = (im.shape(fx), node.dtype)
-    return im.builder.make("aten", (dense,), *result, target="aten.as_strided.default",
-                           args=arguments, kwargs=(), outputs=(result,), single=True,
-                           tag="")  # fmt: skip
+    return im.builder.make(
+        "aten",
+        (dense,),
+        *result,
+        target="aten.as_strided.default",
+        args=arguments,
+        kwargs=(),
+        outputs=(result,),
+        single=True,
+        tag="",
+    )
 
 
 def refuse_shared_memory(im: Importer, x: FxNode) -> None:

@@ -21,9 +21,17 @@ aten = torch.ops.aten
 _library = torch.library.Library("strop", "FRAGMENT")
 
 
-def _lstm_shape(x: Tensor, hx: Sequence[Tensor], params: Sequence[Tensor], has_biases: bool,
-                num_layers: int, dropout: float, train: bool, bidirectional: bool,
-                batch_first: bool) -> tuple[Tensor, ...]:  # fmt: skip
+def _lstm_shape(
+    x: Tensor,
+    hx: Sequence[Tensor],
+    params: Sequence[Tensor],
+    has_biases: bool,
+    num_layers: int,
+    dropout: float,
+    train: bool,
+    bidirectional: bool,
+    batch_first: bool,
+) -> tuple[Tensor, ...]:
     width = hx[0].shape[-1] * (2 if bidirectional else 1)
     state = (h.new_empty(h.shape) for h in hx)
     return x.new_empty((*x.shape[:-1], width)), *state
@@ -47,19 +55,32 @@ def shaping(x: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
     return (x, weight) if x.device.type == "cpu" else (x,)
 
 
-def _convolution_shape(x: Tensor, weight: Tensor, bias: Tensor | None, stride: Sequence[int],
-                       padding: Sequence[int], dilation: Sequence[int], transposed: bool,
-                       output_padding: Sequence[int], groups: int) -> Tensor:  # fmt: skip
-    rows = zip(x.shape[2:], weight.shape[2:], stride, padding, dilation, output_padding,
-               strict=True)  # fmt: skip
+def _convolution_shape(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    transposed: bool,
+    output_padding: Sequence[int],
+    groups: int,
+) -> Tensor:
+    rows = zip(
+        x.shape[2:], weight.shape[2:], stride, padding, dilation, output_padding, strict=True
+    )
     torch._check(x.shape[1] == weight.shape[0 if transposed else 1] * (1 if transposed else groups))
     check_types(x, weight, bias)
     if transposed:
-        sides = [(size - 1) * step - 2 * pad + gap * (kernel - 1) + more + 1
-                 for size, kernel, step, pad, gap, more in rows]  # fmt: skip
+        sides = [
+            (size - 1) * step - 2 * pad + gap * (kernel - 1) + more + 1
+            for size, kernel, step, pad, gap, more in rows
+        ]
         return _convolved(x, weight, (x.shape[0], weight.shape[1] * groups, *sides))
-    sides = [(size + 2 * pad - gap * (kernel - 1) - 1) // step + 1
-             for size, kernel, step, pad, gap, _ in rows]  # fmt: skip
+    sides = [
+        (size + 2 * pad - gap * (kernel - 1) - 1) // step + 1
+        for size, kernel, step, pad, gap, _ in rows
+    ]
     return _convolved(x, weight, (x.shape[0], weight.shape[0], *sides))
 
 
@@ -79,8 +100,9 @@ def _padded_shape(x: Tensor, padding: Sequence[int]) -> Tensor:
     return pictures_on_cpu(x, sides)
 
 
-def _resized_gradient_shape(grad: Tensor, size: Sequence[int], shape: Sequence[int], *rest: Any
-                            ) -> Tensor:  # fmt: skip
+def _resized_gradient_shape(
+    grad: Tensor, size: Sequence[int], shape: Sequence[int], *rest: Any
+) -> Tensor:
     return pictures(grad, shape)
 
 
@@ -151,24 +173,52 @@ def _convolution(rank: int, transposed: bool) -> Callable[..., Any]:
     def is_plain(input: Tensor) -> bool:  # torch takes complex ones apart, into three of real ones
         return input.dim() == rank + 2 and not input.is_complex()
 
-    def plain(input: Tensor, weight: Tensor, bias: Tensor | None = None, stride: Any = 1,
-              padding: Any = 0, dilation: Any = 1, groups: int = 1) -> Any:  # fmt: skip
+    def plain(
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        stride: Any = 1,
+        padding: Any = 0,
+        dilation: Any = 1,
+        groups: int = 1,
+    ) -> Any:
         if isinstance(padding, str) or not is_plain(input):
             return usual(input, weight, bias, stride, padding, dilation, groups)
         return torch.ops.strop.convolution(
-            input, weight, bias, ready(stride), ready(padding), ready(dilation), False,
-            [0] * rank, groups,
-        )  # fmt: skip
+            input,
+            weight,
+            bias,
+            ready(stride),
+            ready(padding),
+            ready(dilation),
+            False,
+            [0] * rank,
+            groups,
+        )
 
-    def upwards(input: Tensor, weight: Tensor, bias: Tensor | None = None, stride: Any = 1,
-                padding: Any = 0, output_padding: Any = 0, groups: int = 1,
-                dilation: Any = 1) -> Any:  # fmt: skip
+    def upwards(
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        stride: Any = 1,
+        padding: Any = 0,
+        output_padding: Any = 0,
+        groups: int = 1,
+        dilation: Any = 1,
+    ) -> Any:
         if not is_plain(input):
             return usual(input, weight, bias, stride, padding, output_padding, groups, dilation)
         return torch.ops.strop.convolution(
-            input, weight, bias, ready(stride), ready(padding), ready(dilation), True,
-            ready(output_padding), groups,
-        )  # fmt: skip
+            input,
+            weight,
+            bias,
+            ready(stride),
+            ready(padding),
+            ready(dilation),
+            True,
+            ready(output_padding),
+            groups,
+        )
 
     usual = getattr(torch, f"conv_transpose{rank}d" if transposed else f"conv{rank}d")
     return upwards if transposed else plain
@@ -185,6 +235,8 @@ def call_mirrored_pad(x: Tensor, pad: Sequence[int], mode: str) -> Tensor:
 CALLS: dict[Callable[..., Any], Callable[..., Any]] = {
     **{getattr(torch, name): _recurrent(name) for name in ("lstm", "gru", "rnn_tanh", "rnn_relu")},
     torch.conv3d: _convolution(3, transposed=False),
-    **{getattr(torch, f"conv_transpose{rank}d"): _convolution(rank, transposed=True)
-       for rank in (1, 2, 3)},
-}  # fmt: skip
+    **{
+        getattr(torch, f"conv_transpose{rank}d"): _convolution(rank, transposed=True)
+        for rank in (1, 2, 3)
+    },
+}

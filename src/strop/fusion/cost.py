@@ -14,9 +14,12 @@ SMALL = 65536  # ... unless the value has so few elements that its operands stay
 
 
 def is_cheaper_again(
-    node: Node, num_consumers: int, largest_consumer: int, stored: Set[Node],
+    node: Node,
+    num_consumers: int,
+    largest_consumer: int,
+    stored: Set[Node],
     hints: Mapping[str, int],
-) -> bool:  # fmt: skip
+) -> bool:
     """True when every consumer should compute ``node`` itself instead of loading it.
 
     A single consumer saves the write and the read and never loads more than the value's own

@@ -47,8 +47,11 @@ Schedules = Mapping[Node, Schedule | None]
 def reduction_schedules(graph: Graph) -> Schedules:
     """For each reduction, how the elements of its operand lie in memory asks it to run."""
     users = graph.users()
-    return {node: _reduction_schedule(node, users, graph.hints)
-            for node in graph.nodes if node.kind is Kind.REDUCTION}  # fmt: skip
+    return {
+        node: _reduction_schedule(node, users, graph.hints)
+        for node in graph.nodes
+        if node.kind is Kind.REDUCTION
+    }
 
 
 def _reduction_schedule(
@@ -98,9 +101,11 @@ def _comes_back(node: Node, users: Mapping[Node, list[Node]]) -> bool:
     while stack:
         current = stack.pop()
         following = [u for u in users[current] if u.kind is not Kind.OPAQUE]
-        if current.numel == size and current.kind is Kind.POINTWISE and (
-            not following or len(following) < len(users[current])
-        ):  # fmt: skip
+        if (
+            current.numel == size
+            and current.kind is Kind.POINTWISE
+            and (not following or len(following) < len(users[current]))
+        ):
             return True
         wanted = [u for u in following if u.kind is not Kind.CONTRACTION and u not in seen]
         seen.update(wanted)

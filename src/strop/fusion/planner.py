@@ -198,15 +198,23 @@ def _stored(graph: Graph, drafts: list[Draft], apart: Set[Node]) -> set[Node]:
     return stored
 
 
-def _ends(drafts: Iterable[Draft], home: Mapping[Node, Draft],
-          readers: Mapping[Node, Sequence[Node]], stored: Set[Node], hints: Mapping[str, int]
-          ) -> dict[int, Draft]:  # fmt: skip
+def _ends(
+    drafts: Iterable[Draft],
+    home: Mapping[Node, Draft],
+    readers: Mapping[Node, Sequence[Node]],
+    stored: Set[Node],
+    hints: Mapping[str, int],
+) -> dict[int, Draft]:
     """The draft whose kernel computes what a draft has: another one, if that alone reads it and is
     no larger. Latest first: readers come later."""
     ends: dict[int, Draft] = {}
     for draft in reversed(list(drafts)):
-        outside = {id(ends.get(id(home[r]), home[r])): home[r] for node in draft.nodes
-                   for r in readers[node] if home[r] is not draft}  # fmt: skip
+        outside = {
+            id(ends.get(id(home[r]), home[r])): home[r]
+            for node in draft.nodes
+            for r in readers[node]
+            if home[r] is not draft
+        }
         ends[id(draft)] = draft
         if len(outside) == 1 and not draft.reduced and stored.isdisjoint(draft.nodes):
             (reader,) = outside.values()

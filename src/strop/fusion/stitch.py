@@ -36,8 +36,7 @@ def stitches(graph: Graph, plan: FusionPlan) -> Iterator[Stitch]:
         host = _place(plan.steps, number, plan.steps.index(reader), loads, readers)
         if host is None:
             continue
-        kept = tuple(n for n in group.stores
-                     if n in results or readers.get(n, set()) - {reader})  # fmt: skip
+        kept = tuple(n for n in group.stores if n in results or readers.get(n, set()) - {reader})
         nodes = tuple(dict.fromkeys((*group.nodes, *reader.nodes)))
         yield Stitch(group, reader, Group(Schedule.ROW, nodes, (*kept, *reader.stores)), host)
 
@@ -59,9 +58,12 @@ def _covers(group: Group, reader: Group) -> bool:
 
 
 def _place(
-    steps: Sequence[Group | Node], first: int, last: int, loads: dict[Group, set[Node]],
+    steps: Sequence[Group | Node],
+    first: int,
+    last: int,
+    loads: dict[Group, set[Node]],
     readers: dict[Node, set[Group | Node]],
-) -> Group | None:  # fmt: skip
+) -> Group | None:
     """Where both could run: early, if the reader needs nothing made in between, else late, if
     nobody in between needs what the first one makes or could write over what it reads."""
     group, reader, between = steps[first], steps[last], steps[first + 1 : last]

@@ -71,8 +71,9 @@ def regroup(atoms: Sequence[Atom], sizes: Sequence[Expr]) -> tuple[tuple[Atom, .
 
 
 @lru_cache(maxsize=4096)
-def _regrouped(atoms: tuple[Atom, ...], sizes: tuple[Expr, ...]
-               ) -> tuple[tuple[Atom, ...], ...] | None:  # fmt: skip
+def _regrouped(
+    atoms: tuple[Atom, ...], sizes: tuple[Expr, ...]
+) -> tuple[tuple[Atom, ...], ...] | None:
     rest = [atom for atom in atoms if atom[0] != ONE]
     dims: list[tuple[Atom, ...]] = []
     for wanted in reversed(sizes):
@@ -146,8 +147,9 @@ def _window(view: Node, inner: Strided) -> Strided | None:
     """Over a value that lies by itself: its memory is known."""
     if view.inputs[0] is not inner.base:
         return None
-    dims = tuple(((size, stride),) for size, stride in zip(view.shape, view.attrs["strides"],
-                                                           strict=True))  # fmt: skip
+    dims = tuple(
+        ((size, stride),) for size, stride in zip(view.shape, view.attrs["strides"], strict=True)
+    )
     return Strided(inner.base, view.attrs["start"], dims)
 
 

@@ -136,13 +136,26 @@ class Builder:
         self._made: dict[Any, Node] = {}
 
     def make(
-        self, op: str, inputs: Sequence[Node], shape: Iterable[Expr | int], dtype: torch.dtype,
-        *, order: tuple[int, ...] | None = None, **attrs: Any,
-    ) -> Node:  # fmt: skip
+        self,
+        op: str,
+        inputs: Sequence[Node],
+        shape: Iterable[Expr | int],
+        dtype: torch.dtype,
+        *,
+        order: tuple[int, ...] | None = None,
+        **attrs: Any,
+    ) -> Node:
         return self._make(op, tuple(inputs), tuple(map(to_expr, shape)), dtype, order, attrs)
 
-    def _make(self, op: str, inputs: tuple[Node, ...], sizes: Shape, dtype: torch.dtype,
-              order: tuple[int, ...] | None, attrs: Mapping[str, Any]) -> Node:  # fmt: skip
+    def _make(
+        self,
+        op: str,
+        inputs: tuple[Node, ...],
+        sizes: Shape,
+        dtype: torch.dtype,
+        order: tuple[int, ...] | None,
+        attrs: Mapping[str, Any],
+    ) -> Node:
         if not all(map(_TERMS, sizes)) and _needs_nothing(op, inputs):
             none = self.view_as_rank(self.constant(0, dtype), len(sizes))
             op, inputs, order, attrs = "expand", (none,), None, {}
@@ -265,14 +278,22 @@ def rewrite(graph: Graph, rule: Rule) -> Graph:
         builder.origin = node.origin
         inputs = tuple(new[i] for i in node.inputs)
         new[node] = rule(builder, node, inputs) or builder.copy_of(node, inputs)
-    return finish(builder, [new[i] for i in graph.inputs], [new[o] for o in graph.outputs],
-                  graph.hints, graph.num_saved)  # fmt: skip
+    return finish(
+        builder,
+        [new[i] for i in graph.inputs],
+        [new[o] for o in graph.outputs],
+        graph.hints,
+        graph.num_saved,
+    )
 
 
 def finish(
-    builder: Builder, inputs: Iterable[Node], outputs: Iterable[Node], hints: Mapping[str, int],
+    builder: Builder,
+    inputs: Iterable[Node],
+    outputs: Iterable[Node],
+    hints: Mapping[str, int],
     num_saved: int = 0,
-) -> Graph:  # fmt: skip
+) -> Graph:
     """The graph of what the outputs (and writes) need; inputs stay even when unused."""
     inputs, outputs = tuple(inputs), tuple(outputs)
     live = set(outputs) | set(inputs) | {n for n in builder.nodes if n.op == "write"}

@@ -31,10 +31,30 @@ class Operands(Enum):
 
 
 # Functions of ``vmath.h`` that are an instruction or a few.
-SIMPLE = frozenset((
-    "abs", "sqrt", "max", "min", "fmax", "fmin", "limit", "sign", "signbit", "copysign", "floor",
-    "ceil", "trunc", "round", "half", "or_nan", "lowest", "highest", "shift_left", "shift_right",
-))  # fmt: skip
+SIMPLE = frozenset(
+    (
+        "abs",
+        "sqrt",
+        "max",
+        "min",
+        "fmax",
+        "fmin",
+        "limit",
+        "sign",
+        "signbit",
+        "copysign",
+        "floor",
+        "ceil",
+        "trunc",
+        "round",
+        "half",
+        "or_nan",
+        "lowest",
+        "highest",
+        "shift_left",
+        "shift_right",
+    )
+)
 
 
 class Types(Flag):

@@ -14,8 +14,18 @@ from strop.ir import philox
 from strop.ir.op import Kind, Op, Operands, Types, compute_dtype, of_nothing
 from strop.ir.pointwise import POINTWISE
 
-__all__ = ["OPS", "POINTWISE", "Kind", "Op", "Operands", "Types", "compute_dtype", "is_foreign",
-           "of_nothing", "rows_for"]  # fmt: skip
+__all__ = [
+    "OPS",
+    "POINTWISE",
+    "Kind",
+    "Op",
+    "Operands",
+    "Types",
+    "compute_dtype",
+    "is_foreign",
+    "of_nothing",
+    "rows_for",
+]
 
 aten = torch.ops.aten
 
@@ -82,52 +92,141 @@ STRUCTURAL: tuple[Op, ...] = (
 # Calls that belong in torch, by decision. Any other overload without a row also runs in torch,
 # but counts as a fallback. A row per operator: all overloads of these packets but out variants.
 _LOOKUPS = (  # read or write where another tensor says
-    "embedding", "_embedding_bag", "_embedding_bag_forward_only", "gather", "index",
-    "_unsafe_index", "index_select", "take", "index_put", "_unsafe_index_put", "index_add",
-    "index_copy", "index_fill", "put", "scatter", "scatter_add", "scatter_reduce", "masked_scatter",
-    "slice_scatter", "diagonal_scatter", "diag_embed", "roll", "as_strided", "clone", "unfold",
-    "view.dtype", "linspace", "logspace",
-)  # fmt: skip
+    "embedding",
+    "_embedding_bag",
+    "_embedding_bag_forward_only",
+    "gather",
+    "index",
+    "_unsafe_index",
+    "index_select",
+    "take",
+    "index_put",
+    "_unsafe_index_put",
+    "index_add",
+    "index_copy",
+    "index_fill",
+    "put",
+    "scatter",
+    "scatter_add",
+    "scatter_reduce",
+    "masked_scatter",
+    "slice_scatter",
+    "diagonal_scatter",
+    "diag_embed",
+    "roll",
+    "as_strided",
+    "clone",
+    "unfold",
+    "view.dtype",
+    "linspace",
+    "logspace",
+)
 _SEQUENCES = (  # order or accumulate along a dim
-    "argmax", "argmin", "topk", "sort", "kthvalue", "median", "nanmedian", "mode", "cumsum",
-    "cumprod", "cummax", "cummin", "logcumsumexp", "searchsorted", "bucketize", "histc",
+    "argmax",
+    "argmin",
+    "topk",
+    "sort",
+    "kthvalue",
+    "median",
+    "nanmedian",
+    "mode",
+    "cumsum",
+    "cumprod",
+    "cummax",
+    "cummin",
+    "logcumsumexp",
+    "searchsorted",
+    "bucketize",
+    "histc",
     "bincount",
-)  # fmt: skip
+)
 _RECURRENT = ("lstm.input", "gru.input", "rnn_tanh.input", "rnn_relu.input")
 _RESIZING = (
-    "upsample_nearest1d", "upsample_nearest2d", "upsample_nearest3d", "_upsample_nearest_exact1d",
-    "_upsample_nearest_exact2d", "_upsample_nearest_exact3d", "upsample_linear1d",
-    "upsample_bilinear2d", "upsample_trilinear3d", "upsample_bicubic2d",
-)  # fmt: skip
+    "upsample_nearest1d",
+    "upsample_nearest2d",
+    "upsample_nearest3d",
+    "_upsample_nearest_exact1d",
+    "_upsample_nearest_exact2d",
+    "_upsample_nearest_exact3d",
+    "upsample_linear1d",
+    "upsample_bilinear2d",
+    "upsample_trilinear3d",
+    "upsample_bicubic2d",
+)
 _IMAGES = (  # windows over an image, and images of another size
-    "max_pool2d_with_indices", "max_pool3d_with_indices", "avg_pool2d", "avg_pool3d",
-    "_adaptive_avg_pool2d", "_adaptive_avg_pool3d", "adaptive_max_pool2d", "adaptive_max_pool3d",
-    "reflection_pad1d", "reflection_pad2d", "reflection_pad3d", "replication_pad1d",
-    "replication_pad2d", "replication_pad3d", *_RESIZING, "_upsample_bilinear2d_aa",
-    "_upsample_bicubic2d_aa", "im2col", "col2im", "grid_sampler_2d", "grid_sampler_3d",
+    "max_pool2d_with_indices",
+    "max_pool3d_with_indices",
+    "avg_pool2d",
+    "avg_pool3d",
+    "_adaptive_avg_pool2d",
+    "_adaptive_avg_pool3d",
+    "adaptive_max_pool2d",
+    "adaptive_max_pool3d",
+    "reflection_pad1d",
+    "reflection_pad2d",
+    "reflection_pad3d",
+    "replication_pad1d",
+    "replication_pad2d",
+    "replication_pad3d",
+    *_RESIZING,
+    "_upsample_bilinear2d_aa",
+    "_upsample_bicubic2d_aa",
+    "im2col",
+    "col2im",
+    "grid_sampler_2d",
+    "grid_sampler_3d",
     "convolution",
-)  # fmt: skip
+)
 _ATTENTION = (
-    "_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention",
-    "_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention",
-)  # fmt: skip
+    "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_cudnn_attention",
+)
 _RANDOM = (  # with torch's generator and its numbers
-    "rand", "randn", "rand_like", "randn_like", "randint", "randint_like", "randperm", "bernoulli",
-    "multinomial", "normal", "normal_functional", "uniform", "exponential", "native_dropout",
-)  # fmt: skip
+    "rand",
+    "randn",
+    "rand_like",
+    "randn_like",
+    "randint",
+    "randint_like",
+    "randperm",
+    "bernoulli",
+    "multinomial",
+    "normal",
+    "normal_functional",
+    "uniform",
+    "exponential",
+    "native_dropout",
+)
 _BACKWARD = (  # libraries' own, and scatters to where a forward has read
-    "embedding_dense_backward", "convolution_backward", "max_pool2d_with_indices_backward",
-    "max_pool3d_with_indices_backward", "adaptive_max_pool2d_backward",
-    "adaptive_max_pool3d_backward", "avg_pool2d_backward", "avg_pool3d_backward",
-    "_adaptive_avg_pool2d_backward", "_adaptive_avg_pool3d_backward",
-    *(f"{name}_backward" for name in _RESIZING), "_upsample_bilinear2d_aa_backward",
+    "embedding_dense_backward",
+    "convolution_backward",
+    "max_pool2d_with_indices_backward",
+    "max_pool3d_with_indices_backward",
+    "adaptive_max_pool2d_backward",
+    "adaptive_max_pool3d_backward",
+    "avg_pool2d_backward",
+    "avg_pool3d_backward",
+    "_adaptive_avg_pool2d_backward",
+    "_adaptive_avg_pool3d_backward",
+    *(f"{name}_backward" for name in _RESIZING),
+    "_upsample_bilinear2d_aa_backward",
     "_upsample_bicubic2d_aa_backward",
-    "reflection_pad1d_backward", "reflection_pad2d_backward", "reflection_pad3d_backward",
-    "replication_pad1d_backward", "replication_pad2d_backward", "replication_pad3d_backward",
-    "grid_sampler_2d_backward", "grid_sampler_3d_backward", "unfold_backward",
-    "masked_scatter_backward", "_embedding_bag_backward", "_weight_norm_interface_backward",
+    "reflection_pad1d_backward",
+    "reflection_pad2d_backward",
+    "reflection_pad3d_backward",
+    "replication_pad1d_backward",
+    "replication_pad2d_backward",
+    "replication_pad3d_backward",
+    "grid_sampler_2d_backward",
+    "grid_sampler_3d_backward",
+    "unfold_backward",
+    "masked_scatter_backward",
+    "_embedding_bag_backward",
+    "_weight_norm_interface_backward",
     *(f"{name}_backward" for name in _ATTENTION),
-)  # fmt: skip
+)
 
 
 def _overloads(text: str) -> tuple[Any, ...]:
@@ -184,7 +283,17 @@ _NAMES = frozenset(map(str, _BY_OVERLOAD))
 OF_ROWS = {"linear": 2, "linear_add": 3, "geglu": 2}
 
 # The types that both code generators read and write.
-KERNEL_DTYPES = frozenset({
-    torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,
-    torch.float16, torch.bfloat16, torch.float32, torch.float64,
-})  # fmt: skip
+KERNEL_DTYPES = frozenset(
+    {
+        torch.bool,
+        torch.uint8,
+        torch.int8,
+        torch.int16,
+        torch.int32,
+        torch.int64,
+        torch.float16,
+        torch.bfloat16,
+        torch.float32,
+        torch.float64,
+    }
+)

@@ -19,9 +19,13 @@ from strop.ir.ops import is_foreign
 from strop.ir.source import KernelSource, is_within
 
 _RELATIONS: dict[str, Callable[[float, float], bool]] = {
-    "==": operator.eq, "!=": operator.ne, "<": operator.lt, "<=": operator.le, ">": operator.gt,
+    "==": operator.eq,
+    "!=": operator.ne,
+    "<": operator.lt,
+    "<=": operator.le,
+    ">": operator.gt,
     ">=": operator.ge,
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,9 +139,15 @@ class KernelStep:
         form = next((v for v in self.variants if v.fits(value(v.size))), None)
         if form is None:
             return self
-        return replace(self, kernel=form.kernel, buffers=form.buffers, offsets=form.offsets,
-                       writes=form.writes, scalars=form.scalars, in_place=form.in_place
-                       )  # fmt: skip
+        return replace(
+            self,
+            kernel=form.kernel,
+            buffers=form.buffers,
+            offsets=form.offsets,
+            writes=form.writes,
+            scalars=form.scalars,
+            in_place=form.in_place,
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,17 +18,28 @@ from strop.ir.ops import OPS
 _CLASSES: dict[str, Any] = {
     cls.__name__: cls
     for cls in (
-        program.Program, program.InputSpec, program.Buffer, program.TensorRef,
-        program.KernelStep, program.KernelVariant, program.CallStep, program.Returned,
-        program.Guard, source.KernelSource, source.Scratch, source.Split, Ref,
+        program.Program,
+        program.InputSpec,
+        program.Buffer,
+        program.TensorRef,
+        program.KernelStep,
+        program.KernelVariant,
+        program.CallStep,
+        program.Returned,
+        program.Guard,
+        source.KernelSource,
+        source.Scratch,
+        source.Split,
+        Ref,
         GeneratorRef,
     )
-}  # fmt: skip
+}
 _DTYPES = {str(v): v for v in vars(torch).values() if isinstance(v, torch.dtype)}
 # what decoding may raise; torch.device and too deep a nesting raise RuntimeError
 _DAMAGE = (ValueError, KeyError, TypeError, AttributeError, RuntimeError, ShapeError)
-_LAYOUTS = {str(v): v for v in vars(torch).values()
-            if isinstance(v, torch.layout | torch.memory_format)}  # fmt: skip
+_LAYOUTS = {
+    str(v): v for v in vars(torch).values() if isinstance(v, torch.layout | torch.memory_format)
+}
 _SPECIAL_FLOATS = {"nan": float("nan"), "inf": float("inf"), "-inf": float("-inf")}
 
 
@@ -76,11 +87,17 @@ def graph_from_json(value: Any) -> Graph:
         for row in value["nodes"]:
             if row["op"] not in OPS or not all(0 <= i < len(nodes) for i in row["inputs"]):
                 raise KeyError(row["op"])
-            nodes.append(Node(
-                row["op"], tuple(nodes[i] for i in row["inputs"]), dict(decode(row["attrs"])),
-                tuple(parse(size) for size in row["shape"]), _DTYPES[row["dtype"]], row["origin"],
-                None if row["order"] is None else tuple(row["order"]),
-            ))  # fmt: skip
+            nodes.append(
+                Node(
+                    row["op"],
+                    tuple(nodes[i] for i in row["inputs"]),
+                    dict(decode(row["attrs"])),
+                    tuple(parse(size) for size in row["shape"]),
+                    _DTYPES[row["dtype"]],
+                    row["origin"],
+                    None if row["order"] is None else tuple(row["order"]),
+                )
+            )
         inputs, outputs = (tuple(nodes[i] for i in value[k]) for k in ("inputs", "outputs"))
         return Graph(tuple(nodes), inputs, outputs, dict(value["hints"]))
     except (*_DAMAGE, LookupError) as error:

@@ -21,17 +21,39 @@ AnyTile = Tile | GroupTile | KeysTile
 
 # Measured on an H100 in fp16 (benchmarks/probes/attn_boxes.py and attn_groups.py).
 FITTED = (  # batch, heads, queries, keys, size of a head of the measurements that set these numbers
-    (2, 8, 1024, 77, 80), (2, 8, 4096, 77, 40), (2, 8, 256, 256, 160), (2, 20, 1024, 1024, 64),
-    (2, 10, 4096, 4096, 64), (2, 8, 4096, 4096, 40), (2, 8, 16384, 16384, 40),
-    (2, 8, 2304, 2304, 40), (2, 8, 1024, 1024, 40), (2, 8, 4096, 4096, 80), (8, 8, 1024, 1024, 80),
-    (2, 8, 256, 77, 80), (2, 10, 4096, 77, 64), (1, 8, 4096, 4096, 40), (8, 8, 4096, 4096, 40),
-    (2, 8, 9216, 9216, 40), (2, 8, 1024, 1024, 80), (2, 8, 2304, 2304, 80),
-    (1, 10, 4096, 4096, 64), (4, 10, 4096, 4096, 64), (2, 10, 2304, 2304, 64),
-    (2, 20, 576, 576, 64), (2, 10, 6144, 6144, 64), (1, 20, 1024, 1024, 64),
-    (2, 20, 2304, 2304, 64), (2, 10, 9216, 9216, 64), (4, 20, 1024, 1024, 64),
-    (8, 20, 1024, 1024, 64), (2, 8, 1024, 77, 40), (2, 20, 1024, 77, 64), (2, 8, 4096, 77, 80),
+    (2, 8, 1024, 77, 80),
+    (2, 8, 4096, 77, 40),
+    (2, 8, 256, 256, 160),
+    (2, 20, 1024, 1024, 64),
+    (2, 10, 4096, 4096, 64),
+    (2, 8, 4096, 4096, 40),
+    (2, 8, 16384, 16384, 40),
+    (2, 8, 2304, 2304, 40),
+    (2, 8, 1024, 1024, 40),
+    (2, 8, 4096, 4096, 80),
+    (8, 8, 1024, 1024, 80),
+    (2, 8, 256, 77, 80),
+    (2, 10, 4096, 77, 64),
+    (1, 8, 4096, 4096, 40),
+    (8, 8, 4096, 4096, 40),
+    (2, 8, 9216, 9216, 40),
+    (2, 8, 1024, 1024, 80),
+    (2, 8, 2304, 2304, 80),
+    (1, 10, 4096, 4096, 64),
+    (4, 10, 4096, 4096, 64),
+    (2, 10, 2304, 2304, 64),
+    (2, 20, 576, 576, 64),
+    (2, 10, 6144, 6144, 64),
+    (1, 20, 1024, 1024, 64),
+    (2, 20, 2304, 2304, 64),
+    (2, 10, 9216, 9216, 64),
+    (4, 20, 1024, 1024, 64),
+    (8, 20, 1024, 1024, 64),
+    (2, 8, 1024, 77, 40),
+    (2, 20, 1024, 77, 64),
+    (2, 8, 4096, 77, 80),
     (2, 8, 256, 77, 160),
-)  # fmt: skip
+)
 FEW_KEYS = 128  # which are a few blocks
 OF_LIBRARY = GroupTile(2, 128, 1)  # as times of cuDNN's say: 128 queries a program, not shared out
 UNBOUNDED = 1 << 62
@@ -69,28 +91,43 @@ _BOX = Tile(64, 64, 3, 4, blocks=0, with_queries=True)
 WORDS = 80  # keys of a single step
 LEAST_WORDS = WORDS - MASKED + 1  # and of a tile that takes no fewer
 FEW: Mapping[int, tuple[Rule, ...]] = {  # by the size of a head; the first that holds
-    40: (Rule(GroupTile(2, WORDS, 1, 2), 2 << 20, WORDS),
-         Rule(KeysTile(2, WORDS, 2), UNBOUNDED, WORDS, LEAST_WORDS),
-         Rule(Tile(128, 32, 4, 4, parts=1, blocks=0), 24 << 20)),
-    64: (Rule(GroupTile(1, WORDS, 1, 5), UNBOUNDED, WORDS),
-         Rule(Tile(64, 32, 4, 4, blocks=0), 4 << 20)),
-    80: (Rule(GroupTile(1, WORDS, 1, 2), 2 << 20, WORDS),
-         Rule(KeysTile(2, WORDS, 2), UNBOUNDED, WORDS, LEAST_WORDS), Rule(_BOX, 4 << 20)),
+    40: (
+        Rule(GroupTile(2, WORDS, 1, 2), 2 << 20, WORDS),
+        Rule(KeysTile(2, WORDS, 2), UNBOUNDED, WORDS, LEAST_WORDS),
+        Rule(Tile(128, 32, 4, 4, parts=1, blocks=0), 24 << 20),
+    ),
+    64: (
+        Rule(GroupTile(1, WORDS, 1, 5), UNBOUNDED, WORDS),
+        Rule(Tile(64, 32, 4, 4, blocks=0), 4 << 20),
+    ),
+    80: (
+        Rule(GroupTile(1, WORDS, 1, 2), 2 << 20, WORDS),
+        Rule(KeysTile(2, WORDS, 2), UNBOUNDED, WORDS, LEAST_WORDS),
+        Rule(_BOX, 4 << 20),
+    ),
     160: (Rule(GroupTile(1, WORDS, 1, 2), UNBOUNDED, WORDS), Rule(_BOX, 1 << 20)),
-}  # fmt: skip
+}
 MANY: Mapping[int, tuple[Rule, ...]] = {
     64: (Rule(Tile(64, 64, 3, 4), 12 << 20),),
     160: (Rule(_BOX, 8 << 20),),
 }
 IN_ROUNDS: Mapping[int, tuple[Rounds, ...]] = {  # of many keys, where no rule holds
-    40: (Rounds(GroupTile(4, 80, 4), 5.7, 0.95), Rounds(GroupTile(3, 80, 3), 4.4, 0.79),
-         Rounds(GroupTile(2, 64, 4, 2), 4.8, 0.57)),
-    80: (Rounds(GroupTile(2, 128, 3), 6.3, 1.08), Rounds(GroupTile(2, 64, 3), 5.3, 0.65),
-         Rounds(GroupTile(3, 64, 3, early=True), 6.0, 0.80)),
-    64: (Rounds(GroupTile(4, 64, 4, early=True), 4.1, 0.875),
-         Rounds(GroupTile(3, 80, 3, early=True), 4.5, 0.83),
-         Rounds(None, 2.3, 1.15)),
-}  # fmt: skip
+    40: (
+        Rounds(GroupTile(4, 80, 4), 5.7, 0.95),
+        Rounds(GroupTile(3, 80, 3), 4.4, 0.79),
+        Rounds(GroupTile(2, 64, 4, 2), 4.8, 0.57),
+    ),
+    80: (
+        Rounds(GroupTile(2, 128, 3), 6.3, 1.08),
+        Rounds(GroupTile(2, 64, 3), 5.3, 0.65),
+        Rounds(GroupTile(3, 64, 3, early=True), 6.0, 0.80),
+    ),
+    64: (
+        Rounds(GroupTile(4, 64, 4, early=True), 4.1, 0.875),
+        Rounds(GroupTile(3, 80, 3, early=True), 4.5, 0.83),
+        Rounds(None, 2.3, 1.15),
+    ),
+}
 LEAST_QUERIES = {40: 256, 64: 576, 80: 128, 160: 64}  # fewer have not been measured
 
 
@@ -111,8 +148,10 @@ def tile_of(head: int, batch_times_heads: int, queries: int, keys: int) -> AnyTi
 def tiles_of(head: int) -> tuple[AnyTile, ...]:
     """All that run at some sizes, each once."""
     rules: tuple[Rule | Rounds, ...] = (
-        *FEW.get(head, ()), *MANY.get(head, ()), *IN_ROUNDS.get(head, ()),
-    )  # fmt: skip
+        *FEW.get(head, ()),
+        *MANY.get(head, ()),
+        *IN_ROUNDS.get(head, ()),
+    )
     return tuple(dict.fromkeys(rule.tile for rule in rules if rule.tile is not None))
 
 
@@ -135,16 +174,16 @@ def scalars_of(tile: AnyTile, batch: int, heads: int, queries: int, keys: int) -
     return sizes
 
 
-def sources_at(attrs: Mapping[str, Any], shapes: Sequence[Sequence[int]], dtype: torch.dtype
-               ) -> list[KernelSource]:  # fmt: skip
+def sources_at(
+    attrs: Mapping[str, Any], shapes: Sequence[Sequence[int]], dtype: torch.dtype
+) -> list[KernelSource]:
     """What is launched for operands of these sizes; nothing where the library does it."""
     batch, heads, queries, head = shapes[0]
     tile = tile_of(head, batch * heads, queries, shapes[1][2])
     return [source_of(head, scale_of(attrs, head), tile, dtype)] if tile else []
 
 
-def sources_anywhere(attrs: Mapping[str, Any], head: int, dtype: torch.dtype
-                     ) -> list[KernelSource]:  # fmt: skip
+def sources_anywhere(attrs: Mapping[str, Any], head: int, dtype: torch.dtype) -> list[KernelSource]:
     """At any sizes."""
     scale = scale_of(attrs, head)
     return [source_of(head, scale, tile, dtype) for tile in tiles_of(head)]
@@ -155,8 +194,9 @@ def scale_of(attrs: Mapping[str, Any], head: int) -> float:
     return head**-0.5 if scale is None else scale
 
 
-def is_boxed(attrs: Mapping[str, Any], shapes: Sequence[Sequence[Expr]], dtype: torch.dtype
-             ) -> bool:  # fmt: skip
+def is_boxed(
+    attrs: Mapping[str, Any], shapes: Sequence[Sequence[Expr]], dtype: torch.dtype
+) -> bool:
     """Whether the kernel can take these operands of an attention, (B, H, S, D) each."""
     widths = {shape[-1] for shape in shapes}
     return (

@@ -60,8 +60,10 @@ class Laid(ABC):
 
 def boxed(layout: Laid, tensor: int, to: str, rows: int, at: str, barrier: str) -> str:
     """All columns of a block, by the accelerator; the barrier counts the bytes that come."""
-    text = (f"    mbarrier.arrive.expect_tx.shared::cta.b64 _, [{barrier}], "
-            f"{layout.parts * rows * LINE_BYTES};\n")  # fmt: skip
+    text = (
+        f"    mbarrier.arrive.expect_tx.shared::cta.b64 _, [{barrier}], "
+        f"{layout.parts * rows * LINE_BYTES};\n"
+    )
     for n in range(layout.parts):
         text += f"""\
     mov.u32 %column, {n * LINE};

@@ -119,23 +119,40 @@ def box_attention(head: int, scale: float, tile: Tile, dtype: torch.dtype) -> Ke
     is divided by the sum of the rounded ones. NaN or +inf in a row of scores gives NaN.
     """
     first, rest = parts_of(head, tile.parts)
-    boxes = tuple((1, 1, rows, columns) for columns in (first, rest) if columns
-                  for rows in (tile.queries, tile.keys, tile.keys, tile.queries))  # fmt: skip
-    constants = {"FIRST": first, "REST": rest, "QUERIES": tile.queries, "KEYS": tile.keys,
-                 "STAGES": tile.stages, "EARLY": 1}  # fmt: skip
+    boxes = tuple(
+        (1, 1, rows, columns)
+        for columns in (first, rest)
+        if columns
+        for rows in (tile.queries, tile.keys, tile.keys, tile.queries)
+    )
+    constants = {
+        "FIRST": first,
+        "REST": rest,
+        "QUERIES": tile.queries,
+        "KEYS": tile.keys,
+        "STAGES": tile.stages,
+        "EARLY": 1,
+    }
     text = _text(tile)
     for name, value in (
-        ("PARAMS", ", ".join(f"p{n}" for n in range(len(boxes)))), ("HALF", HALVES[dtype]),
+        ("PARAMS", ", ".join(f"p{n}" for n in range(len(boxes)))),
+        ("HALF", HALVES[dtype]),
         ("FACTOR", repr(scale * math.log2(math.e))),
         ("EARLY_LINES", EARLY.replace("(0)", "(0) * tl.num_programs(1)")),  # a grid of two dims
-    ):  # fmt: skip
+    ):
         text = text.replace(name, value)
     grid = ((symbol("s0") + (tile.queries - 1)) // tile.queries, symbol("s3"))
     return KernelSource(
-        "box_attention", "triton", text, (dtype,) * len(boxes), (1,) * 4, grid,
-        constants=tuple(constants.items()), num_warps=tile.num_warps,
+        "box_attention",
+        "triton",
+        text,
+        (dtype,) * len(boxes),
+        (1,) * 4,
+        grid,
+        constants=tuple(constants.items()),
+        num_warps=tile.num_warps,
         boxes=boxes,
-    )  # fmt: skip
+    )
 
 
 def _text(tile: Tile) -> str:

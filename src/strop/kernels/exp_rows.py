@@ -53,6 +53,12 @@ def exp_rows(dtype: torch.dtype, scale: float, length: int) -> KernelSource:
     text = _TEXT.replace("SCALE", repr(scale * math.log2(math.e))).replace("HALF", HALVES[dtype])
     width = MULTIPLE if length % MULTIPLE == 0 else 1
     return KernelSource(
-        "exp_rows", "triton", text, (torch.float32, dtype, torch.float32), (width, 1),
-        (symbol("s1"),), constants=(("COLS", COLS),), num_warps=NUM_WARPS,
-    )  # fmt: skip
+        "exp_rows",
+        "triton",
+        text,
+        (torch.float32, dtype, torch.float32),
+        (width, 1),
+        (symbol("s1"),),
+        constants=(("COLS", COLS),),
+        num_warps=NUM_WARPS,
+    )

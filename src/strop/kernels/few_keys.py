@@ -113,10 +113,16 @@ def few_keys(head: int, scale: float, tile: KeysTile, dtype: torch.dtype) -> Ker
     text = "".join(piece for part in parts for piece in part)
     boxes = tuple((1, 1, count, LINE) for count in (layout.queries, tile.keys, tile.keys))
     return KernelSource(
-        NAME, "ptx", text, (dtype,) * 4, (1,) * 6, (symbol("s4"), symbol("s3")),
-        constants=(("SHARED", layout.shared), ("EARLY", 1)), num_warps=4 * tile.groups + 1,
+        NAME,
+        "ptx",
+        text,
+        (dtype,) * 4,
+        (1,) * 6,
+        (symbol("s4"), symbol("s3")),
+        constants=(("SHARED", layout.shared), ("EARLY", 1)),
+        num_warps=4 * tile.groups + 1,
         boxes=(*boxes, moves.RESULT),
-    )  # fmt: skip
+    )
 
 
 _BEGIN = """\
@@ -163,9 +169,12 @@ def _begin(layout: Layout) -> Iterator[str]:
     params = dict.fromkeys(("q", "k", "v", "result"), 4)
     yield entry(NAME, params, (), 6, threads, programs=tile.programs)
     yield _BEGIN.format(
-        rows=layout.queries, scores=tile.keys // 2, results=layout.columns // 2,
-        weights=tile.keys // 4, barriers=barriers(counts),
-    )  # fmt: skip
+        rows=layout.queries,
+        scores=tile.keys // 2,
+        results=layout.columns // 2,
+        weights=tile.keys // 4,
+        barriers=barriers(counts),
+    )
 
 
 def _at_stage(layout: Layout) -> str:
@@ -188,8 +197,9 @@ def _fetch(layout: Layout) -> Iterator[str]:
     for n, name in enumerate(("q", "k", "v")):
         yield f"    mov.b64 %wide, {name};\n    cvta.param.u64 %map{n}, %wide;\n"
     yield "    mov.u32 %row, 0;\n"
-    for n, (at, full) in enumerate(((layout.keys_at, layout.keys_full),
-                                    (layout.values_at, layout.values_full)), start=1):  # fmt: skip
+    for n, (at, full) in enumerate(
+        ((layout.keys_at, layout.keys_full), (layout.values_at, layout.values_full)), start=1
+    ):
         yield f"    add.u32 %bar, %base, {full};\n    add.u32 %at, %base, {at};\n"
         yield moves.boxed(layout, n, "%at", tile.keys, "%row", "%bar")
     yield "    mov.u32 %phase, 1;\nfetch:\n" + _at_stage(layout)

@@ -86,10 +86,16 @@ def few_rows(rows: int, depth: int, tile: Tile, dtype: torch.dtype) -> KernelSou
     """
     constants = {"COLS": tile.cols, "DEPTH": depth, "CHUNK": chunk_of(depth), "EARLY": 1}
     return KernelSource(
-        NAME, "triton", "".join(_lines(rows, depth)).replace("HALF", HALVES[dtype]), (dtype,) * 3,
-        (1,) * 4, ((symbol("s1") + (tile.cols - 1)) // tile.cols,),
-        constants=tuple(constants.items()), num_warps=tile.num_warps, max_registers=MOST_REGISTERS,
-    )  # fmt: skip
+        NAME,
+        "triton",
+        "".join(_lines(rows, depth)).replace("HALF", HALVES[dtype]),
+        (dtype,) * 3,
+        (1,) * 4,
+        ((symbol("s1") + (tile.cols - 1)) // tile.cols,),
+        constants=tuple(constants.items()),
+        num_warps=tile.num_warps,
+        max_registers=MOST_REGISTERS,
+    )
 
 
 def _lines(rows: int, depth: int) -> Iterator[str]:
@@ -129,8 +135,9 @@ def fits(node: Node) -> bool:
     return depth % MULTIPLE == 0 and 0 < depth <= MOST_HALVES * LANES and columns > 0
 
 
-def sources_at(op: str, attrs: Mapping[str, Any], shapes: Sequence[Sequence[int]],
-               dtype: torch.dtype) -> list[KernelSource]:  # fmt: skip
+def sources_at(
+    op: str, attrs: Mapping[str, Any], shapes: Sequence[Sequence[int]], dtype: torch.dtype
+) -> list[KernelSource]:
     """What is launched for operands (..., K) and (N, K); nothing where there are more rows."""
     columns, depth = shapes[1]
     rows = math.prod(shapes[0][:-1])
@@ -138,8 +145,9 @@ def sources_at(op: str, attrs: Mapping[str, Any], shapes: Sequence[Sequence[int]
     return [few_rows(most, depth, tile_of(columns, depth), dtype)] if most else []
 
 
-def sources_anywhere(op: str, attrs: Mapping[str, Any], shapes: Sequence[Sequence[Expr]],
-                     dtype: torch.dtype) -> list[KernelSource]:  # fmt: skip
+def sources_anywhere(
+    op: str, attrs: Mapping[str, Any], shapes: Sequence[Sequence[Expr]], dtype: torch.dtype
+) -> list[KernelSource]:
     """What is launched with such weights at any sizes."""
     columns, depth = (size.value for size in shapes[1])
     return [few_rows(most, depth, tile_of(columns, depth), dtype) for most in ROWS]

@@ -38,10 +38,15 @@ def folded_taps(outs: int, ins: int, dtype: torch.dtype) -> KernelSource:
     times CI.
     """
     return KernelSource(
-        "folded_taps", "triton", _TEXT + "".join(_lines(outs, HALVES[dtype])), (dtype,) * 2, (16,),
-        ((symbol("s0") + (BLOCK - 1)) // BLOCK,), constants=(("CI", ins), ("BLOCK", BLOCK)),
+        "folded_taps",
+        "triton",
+        _TEXT + "".join(_lines(outs, HALVES[dtype])),
+        (dtype,) * 2,
+        (16,),
+        ((symbol("s0") + (BLOCK - 1)) // BLOCK,),
+        constants=(("CI", ins), ("BLOCK", BLOCK)),
         num_warps=NUM_WARPS,
-    )  # fmt: skip
+    )
 
 
 def _lines(outs: int, half: str) -> list[str]:

@@ -88,13 +88,27 @@ def box_geglu(tile: Tile, dtype: torch.dtype, *, has_bias: bool) -> KernelSource
     """Params: x (M, K), weights (2 N, K), the result (M, N), bias (2 N,), all dense; without bias
     the last is not read. K is a multiple of 64, N of ``tile.cols``. Sums are fp32. Scalars: tiles
     of rows, tiles of columns, K / 64."""
-    constants = {"ROWS": tile.rows, "COLS": tile.cols, "DEPTH": DEPTH, "GROUP": GROUP,
-                 "STAGES": tile.stages, "EARLY": 1}  # fmt: skip
+    constants = {
+        "ROWS": tile.rows,
+        "COLS": tile.cols,
+        "DEPTH": DEPTH,
+        "GROUP": GROUP,
+        "STAGES": tile.stages,
+        "EARLY": 1,
+    }
     boxes = ((tile.rows, DEPTH), (tile.cols, DEPTH), (tile.rows, tile.cols), ())
     text = _text(_BOXED, _BIAS if has_bias else "", dtype)
-    return KernelSource("box_geglu", "triton", text, (dtype,) * 4, (1,) * 3,
-                        (symbol("s0") * symbol("s1"),), constants=tuple(constants.items()),
-                        num_warps=tile.num_warps, boxes=boxes)  # fmt: skip
+    return KernelSource(
+        "box_geglu",
+        "triton",
+        text,
+        (dtype,) * 4,
+        (1,) * 3,
+        (symbol("s0") * symbol("s1"),),
+        constants=tuple(constants.items()),
+        num_warps=tile.num_warps,
+        boxes=boxes,
+    )
 
 
 def geglu(width: int, dtype: torch.dtype, *, has_bias: bool) -> KernelSource:
@@ -102,8 +116,15 @@ def geglu(width: int, dtype: torch.dtype, *, has_bias: bool) -> KernelSource:
     not read. In fp32. Scalars: M * N. ``width`` is N, a multiple of 16."""
     text = _text(_BEHIND, _BIAS_BEHIND if has_bias else "", dtype)
     constants = (("WIDTH", width), ("BLOCK", BLOCK), ("EARLY", 1))
-    return KernelSource("geglu", "triton", text, (dtype,) * 3, (16,),
-                        ((symbol("s0") + (BLOCK - 1)) // BLOCK,), constants=constants)  # fmt: skip
+    return KernelSource(
+        "geglu",
+        "triton",
+        text,
+        (dtype,) * 3,
+        (16,),
+        ((symbol("s0") + (BLOCK - 1)) // BLOCK,),
+        constants=constants,
+    )
 
 
 TILE = Tile(128, 128, 3, 8)

@@ -116,13 +116,22 @@ def group_attention(head: int, scale: float, tile: GroupTile, dtype: torch.dtype
     parts = (_begin(layout), _fetch(layout), _weigh(layout, factor, kind), _store(layout, kind))
     text = "".join(piece for part in parts for piece in part)
     boxes = tuple((1, 1, rows, LINE) for rows in (layout.queries, tile.keys, tile.keys))
-    grid = (symbol("s6"),) if tile.is_shared else (
-        (symbol("s0") + (layout.queries - 1)) // layout.queries, symbol("s3"))  # fmt: skip
+    grid = (
+        (symbol("s6"),)
+        if tile.is_shared
+        else ((symbol("s0") + (layout.queries - 1)) // layout.queries, symbol("s3"))
+    )
     return KernelSource(
-        NAME, "ptx", text, (dtype,) * 4, (1,) * (7 if tile.is_shared else 4), grid,
-        constants=(("SHARED", layout.shared), ("EARLY", 1)), num_warps=layout.num_warps,
+        NAME,
+        "ptx",
+        text,
+        (dtype,) * 4,
+        (1,) * (7 if tile.is_shared else 4),
+        grid,
+        constants=(("SHARED", layout.shared), ("EARLY", 1)),
+        num_warps=layout.num_warps,
         boxes=(*boxes, moves.RESULT),
-    )  # fmt: skip
+    )
 
 
 NAME = "group_attention"
@@ -201,10 +210,13 @@ def _begin(layout: Layout) -> Iterator[str]:
     scalars = 7 if tile.is_shared else 4
     yield entry(NAME, params, (), scalars, 32 * layout.num_warps, programs=tile.programs)
     yield _BEGIN.format(
-        place=place.format(groups=tile.groups, rows=layout.queries, each=ROWS), step=tile.keys,
-        scores=tile.keys // 2, results=layout.columns // 2, weights=tile.keys // 4,
+        place=place.format(groups=tile.groups, rows=layout.queries, each=ROWS),
+        step=tile.keys,
+        scores=tile.keys // 2,
+        results=layout.columns // 2,
+        weights=tile.keys // 4,
         barriers=barriers(counts),
-    )  # fmt: skip
+    )
 
 
 def _wait_for(label: str, first: int, stage: str, phase: str) -> str:
@@ -500,8 +512,10 @@ def _scores_again(layout: Layout, kind: str) -> Iterator[str]:
         for eight in range(tile.keys // 8):
             sums, at = listed("s", 4, 4 * eight), keys + 8 * eight * LINE_BYTES
             yield f"    ld.shared.b32 %x5, [%x3+{at}];\n    ld.shared.b32 %x6, [%x4+{at}];\n"
-            yield (f"    mma.sync.aligned.m16n8k{DEPTH}.row.col.f32.{kind}.{kind}.f32 "
-                   f"{sums}, {listed('q', 4)}, {{%x5, %x6}}, {sums};\n")  # fmt: skip
+            yield (
+                f"    mma.sync.aligned.m16n8k{DEPTH}.row.col.f32.{kind}.{kind}.f32 "
+                f"{sums}, {listed('q', 4)}, {{%x5, %x6}}, {sums};\n"
+            )
 
 
 def _place(which: int, unit: int) -> str:

@@ -74,11 +74,17 @@ def group_product(of: Product, dtype: torch.dtype) -> KernelSource:
     results = () if of.has_parts else (*placed, of.unit)
     steps = (1, of.stride, of.stride, 1) if of.stride > 1 else ()
     return KernelSource(
-        NAME, "ptx", text, (dtype,) * 4, (1,) * _scalars(of), (symbol("s5") * tile.split,),
-        constants=(("SHARED", of.shared), ("EARLY", 1)), num_warps=of.num_warps,
+        NAME,
+        "ptx",
+        text,
+        (dtype,) * 4,
+        (1,) * _scalars(of),
+        (symbol("s5") * tile.split,),
+        constants=(("SHARED", of.shared), ("EARLY", 1)),
+        num_warps=of.num_warps,
         boxes=((*pixels, LINE), weights, results, ()),
         steps=steps,
-    )  # fmt: skip
+    )
 
 
 # Registers of a thread that fetches and of one that multiplies, of the 168 that 384 begin with.
@@ -145,12 +151,16 @@ def _begin(of: Product) -> Iterator[str]:
     pointers = ("result", "more") if of.has_parts else ("more",)
     yield entry(NAME, params, pointers, _scalars(of), 32 * of.num_warps, cluster=tile.split)
     yield _BEGIN.format(
-        split=tile.split, results=of.blocks * tile.cols // 2, line=LINE,
-        places=of.size**2, fewer="".join(_shortened(of)),
-        shares=_shares(of), windows=_WINDOWS if of.has_four_windows else "",
+        split=tile.split,
+        results=of.blocks * tile.cols // 2,
+        line=LINE,
+        places=of.size**2,
+        fewer="".join(_shortened(of)),
+        shares=_shares(of),
+        windows=_WINDOWS if of.has_four_windows else "",
         window="    .reg .b32 %window;\n" if of.has_four_windows else "",
         barriers=barriers(counts),
-    )  # fmt: skip
+    )
 
 
 _WINDOWS = "    shl.b32 %total, %total, 2;\n"

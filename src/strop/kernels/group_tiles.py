@@ -37,8 +37,9 @@ class GroupTile:
         for groups, share in ALONE.get(self.groups, {}).items() if self.is_shared else ():
             programs = rest * (self.groups // groups)
             more = -(-programs // PROCESSORS)
-            some = Shares(whole - rest, groups, whole - rest + programs, full + more,
-                          full + more * share)  # fmt: skip
+            some = Shares(
+                whole - rest, groups, whole - rest + programs, full + more, full + more * share
+            )
             best = min(best, some, key=lambda found: found.rounds * BEGIN + found.load * steps)
         return best
 

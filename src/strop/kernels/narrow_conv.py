@@ -102,17 +102,32 @@ def narrow_conv(window: Window, tile: Tile, dtype: torch.dtype, multiple: int) -
     width, all multiples of ``multiple`` but that of the channel.
     """
     (kh, kw), (down, right), (top, left) = window.size, window.stride, window.padding
-    constants = {"CI": window.ins, "CO": window.outs, "KH": kh, "KW": kw, "DOWN": down,
-                 "RIGHT": right, "TOP": top, "LEFT": left, "PIXELS": tile.pixels,
-                 "COLS": tile.cols, "DEPTH": tile.depth, "STAGES": tile.stages}  # fmt: skip
+    constants = {
+        "CI": window.ins,
+        "CO": window.outs,
+        "KH": kh,
+        "KW": kw,
+        "DOWN": down,
+        "RIGHT": right,
+        "TOP": top,
+        "LEFT": left,
+        "PIXELS": tile.pixels,
+        "COLS": tile.cols,
+        "DEPTH": tile.depth,
+        "STAGES": tile.stages,
+    }
     loop = _FEW_IN if window.ins % tile.depth else _MANY_IN
     pixel_tiles = (symbol("s0") + (tile.pixels - 1)) // tile.pixels
     return KernelSource(
-        "narrow_conv", "triton", _HEAD + loop + _TAIL.replace("HALF", HALVES[dtype]),
-        (dtype,) * 3, (1,) * 5 + (multiple, 1, multiple, multiple),
-        (pixel_tiles * -(-window.outs // tile.cols),), constants=tuple(constants.items()),
+        "narrow_conv",
+        "triton",
+        _HEAD + loop + _TAIL.replace("HALF", HALVES[dtype]),
+        (dtype,) * 3,
+        (1,) * 5 + (multiple, 1, multiple, multiple),
+        (pixel_tiles * -(-window.outs // tile.cols),),
+        constants=tuple(constants.items()),
         num_warps=tile.num_warps,
-    )  # fmt: skip
+    )
 
 
 def reads_pieces(source: KernelSource) -> bool:
@@ -139,8 +154,9 @@ def of_node(node: Node) -> KernelSource | None:
     if not all(size.is_const for size in node.inputs[1].shape):
         return None
     outs, ins, *size = (size.value for size in node.inputs[1].shape)
-    window = Window(ins, outs, _pair(size), _pair(node.attrs["stride"]),
-                    _pair(node.attrs["padding"]))  # fmt: skip
+    window = Window(
+        ins, outs, _pair(size), _pair(node.attrs["stride"]), _pair(node.attrs["padding"])
+    )
     if ins <= FEW < outs and ins * size[0] * size[1] <= DEEPEST:
         cols = min(FEW_IN.cols, max(16, 1 << (outs - 1).bit_length()))
         return narrow_conv(window, replace(FEW_IN, cols=cols), node.dtype, 1)

@@ -75,8 +75,9 @@ def families(node: Node) -> tuple[str, ...]:
     return tuple(name for name, family in FAMILIES.items() if family.fits(node))
 
 
-def chosen_at(some: Sequence[str], op: str, attrs: Attrs, shapes: Sizes, dtype: torch.dtype, *,
-              boxed: bool) -> tuple[str, list[KernelSource]]:  # fmt: skip
+def chosen_at(
+    some: Sequence[str], op: str, attrs: Attrs, shapes: Sizes, dtype: torch.dtype, *, boxed: bool
+) -> tuple[str, list[KernelSource]]:
     """The first of ``some`` families that does it at these sizes and what it launches, or "" and
     nothing. ``boxed``: kernels that read by the tensor memory accelerator may."""
     for name in some:
@@ -87,8 +88,9 @@ def chosen_at(some: Sequence[str], op: str, attrs: Attrs, shapes: Sizes, dtype: 
     return "", []
 
 
-def sources_anywhere(some: Sequence[str], op: str, attrs: Attrs, shapes: Shapes,
-                     dtype: torch.dtype) -> list[KernelSource]:  # fmt: skip
+def sources_anywhere(
+    some: Sequence[str], op: str, attrs: Attrs, shapes: Shapes, dtype: torch.dtype
+) -> list[KernelSource]:
     """What ``chosen_at`` says at any sizes where kernels read by that accelerator, or more."""
     found = dict[KernelSource, None]()
     for name in some:

@@ -72,10 +72,21 @@ def _loaded(kind: str, into: int, word: str = "%n0", name: str = "f") -> str:
 
 # gelu(x) = x * P(normal <= x), and log2 of P(normal <= -|x|) is nearly this polynomial: the same as
 # that of ``strop.ir.functions``, highest power first.
-CHANCE = tuple(map(f32, (
-    -1.16784452e-06, 5.14027517e-05, -8.70034642e-04, 8.33262074e-03, -5.37043910e-02,
-    -4.58637588e-01, -1.15120849, -0.999996922,
-)))  # fmt: skip
+CHANCE = tuple(
+    map(
+        f32,
+        (
+            -1.16784452e-06,
+            5.14027517e-05,
+            -8.70034642e-04,
+            8.33262074e-03,
+            -5.37043910e-02,
+            -4.58637588e-01,
+            -1.15120849,
+            -0.999996922,
+        ),
+    )
+)
 
 
 def _gate(value: str, gate: str) -> Iterator[str]:

@@ -20,8 +20,13 @@ from strop.kernels.pictures import picture_of as convolution_of
 from strop.kernels.product_layout import GATED, PLAIN, SUM, Product, Tile
 from strop.kernels.ptx import KINDS, LINE
 
-OPS: Mapping[str, str] = {"conv2d": PLAIN, "upsampled_conv2d": PLAIN, "linear": PLAIN,
-                          "geglu": GATED, "linear_add": SUM}  # fmt: skip
+OPS: Mapping[str, str] = {
+    "conv2d": PLAIN,
+    "upsampled_conv2d": PLAIN,
+    "linear": PLAIN,
+    "geglu": GATED,
+    "linear_add": SUM,
+}
 OPERANDS: Mapping[str, int] = {PLAIN: 2, GATED: 3, SUM: 4}  # SUM: what is added, biases
 CONVOLUTIONS = ("conv2d", "upsampled_conv2d")
 LINEARS = tuple(op for op in OPS if op not in CONVOLUTIONS)
@@ -305,15 +310,17 @@ def line_of(rows: int, columns: int, depth: int, end: str) -> Picture:
     return Picture(1, depth, columns // 2 if end == GATED else columns, 1, 1, rows)
 
 
-def sources_at(op: str, attrs: Mapping[str, Any], shapes: Sequence[Sequence[int]],
-               dtype: torch.dtype) -> list[KernelSource]:  # fmt: skip
+def sources_at(
+    op: str, attrs: Mapping[str, Any], shapes: Sequence[Sequence[int]], dtype: torch.dtype
+) -> list[KernelSource]:
     """What is launched for operands of these sizes, as far as it is ours."""
     found = form_of(picture_of(op, attrs, shapes), OPS[op])
     return [group_product(found.product, dtype)] if found else []
 
 
-def sources_anywhere(op: str, attrs: Mapping[str, Any], shapes: Sequence[Sequence[Expr]],
-                     dtype: torch.dtype) -> list[KernelSource]:  # fmt: skip
+def sources_anywhere(
+    op: str, attrs: Mapping[str, Any], shapes: Sequence[Sequence[Expr]], dtype: torch.dtype
+) -> list[KernelSource]:
     """What may be launched with such weights at any sizes."""
     end, weight = OPS[op], [size.value for size in shapes[1]]
     of = picture_of(op, attrs, [(1, weight[1], 1, 1)[: len(weight)], weight])

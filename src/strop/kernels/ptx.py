@@ -33,8 +33,16 @@ _HEAD = """\
 """
 
 
-def entry(name: str, maps: Mapping[str, int], pointers: Sequence[str], scalars: int, threads: int,
-          *, programs: int = 1, cluster: int = 1) -> str:  # fmt: skip
+def entry(
+    name: str,
+    maps: Mapping[str, int],
+    pointers: Sequence[str],
+    scalars: int,
+    threads: int,
+    *,
+    programs: int = 1,
+    cluster: int = 1,
+) -> str:
     """Of an entry, up to its first brace. Params as Triton declares them: behind a map, by its
     rank, the tensor's sizes and strides; two pointers that are not used at the end. ``programs`` on
     a processor, at least; ``cluster``: so many are one."""
@@ -47,14 +55,17 @@ def entry(name: str, maps: Mapping[str, int], pointers: Sequence[str], scalars: 
     params += [f".param .u32 s{n}" for n in range(scalars)]
     params += [".param .u64 unused0", ".param .u64 unused1"]
     shared = f".explicitcluster\n.reqnctapercluster {cluster}\n" if cluster > 1 else ""
-    return _HEAD.format(name=name, params=",\n".join(params), threads=threads, programs=programs,
-                        cluster=shared)  # fmt: skip
+    return _HEAD.format(
+        name=name, params=",\n".join(params), threads=threads, programs=programs, cluster=shared
+    )
 
 
 def barriers(counts: Mapping[int, int | str]) -> str:
     """Made by one thread, for all: how many arrive at each, by its place behind %base."""
-    made = "".join(f"    mbarrier.init.shared::cta.b64 [%base+{at}], {count};\n"
-                   for at, count in counts.items())  # fmt: skip
+    made = "".join(
+        f"    mbarrier.init.shared::cta.b64 [%base+{at}], {count};\n"
+        for at, count in counts.items()
+    )
     return f"""\
     setp.ne.u32 %p, %thread, 0;
     @%p bra begun;

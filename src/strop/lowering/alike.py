@@ -56,8 +56,10 @@ def _has_offsets(kernel: Kernel) -> bool:
 
 def _moved(low: Lowered, there: _Structure, here: _Structure) -> Lowered:
     nodes, numbers = list(here.number), [there.number[node] for node in low.buffers]
-    offsets = (offset + here.starts.get(n, ZERO) - there.starts.get(n, ZERO)
-               for n, offset in zip(numbers, low.offsets, strict=True))  # fmt: skip
+    offsets = (
+        offset + here.starts.get(n, ZERO) - there.starts.get(n, ZERO)
+        for n, offset in zip(numbers, low.offsets, strict=True)
+    )
     return Lowered(low.kernel, tuple(nodes[n] for n in numbers), tuple(offsets))
 
 
@@ -89,8 +91,18 @@ def _structure(group: Group, stored: Set[Node]) -> _Structure:
             continue
         # as text: 1, 1.0 and True are equal, and so are 0.0, -0.0
         attrs = repr(sorted(node.attrs.items())) if node.attrs else ""
-        rows.append((node.shape, node.dtype, node.order, node.op, len(node.inputs), attrs,
-                     node in inside, node in stored))  # fmt: skip
+        rows.append(
+            (
+                node.shape,
+                node.dtype,
+                node.order,
+                node.op,
+                len(node.inputs),
+                attrs,
+                node in inside,
+                node in stored,
+            )
+        )
         used += node.inputs
         stack += reversed(node.inputs)
     free = {
@@ -103,8 +115,15 @@ def _structure(group: Group, stored: Set[Node]) -> _Structure:
         return tuple(map(number.__getitem__, nodes))
 
     starts = tuple(tuple(found) for base, found in begins.items() if base not in free)
-    key = (group.schedule, numbers(group.nodes), numbers(group.stores), numbers(used),
-           numbers(bases), starts, tuple(rows))  # fmt: skip
+    key = (
+        group.schedule,
+        numbers(group.nodes),
+        numbers(group.stores),
+        numbers(used),
+        numbers(bases),
+        starts,
+        tuple(rows),
+    )
     return _Structure(key, number, {number[base]: start for base, start in free.items()})
 
 

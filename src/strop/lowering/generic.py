@@ -28,8 +28,10 @@ def without_sizes(emit: Callable[[Kernel], Emitted]) -> Callable[[Kernel], Emitt
         def here(sizes: Sequence[Expr]) -> tuple[Expr, ...]:
             return tuple(size.substitute(naming.sizes) for size in sizes)
 
-        variants = (replace(v, scalars=here(v.scalars), size=v.size.substitute(naming.sizes))
-                    for v in emitted.variants)  # fmt: skip
+        variants = (
+            replace(v, scalars=here(v.scalars), size=v.size.substitute(naming.sizes))
+            for v in emitted.variants
+        )
         return replace(emitted, scalars=here(emitted.scalars), variants=tuple(variants))
 
     return emit_generic
@@ -71,8 +73,9 @@ class _Naming:
         if source.schedule is Schedule.POINTWISE and len(cols) == 1 and self._is_spread(cols[0]):
             cols = (self._axis(cols[0]),)
         self._suffixes = self._products(rows, cols)
-        return replace(source, rows=rows, cols=cols, body=self._all(source.body),
-                       tail=self._all(source.tail))  # fmt: skip
+        return replace(
+            source, rows=rows, cols=cols, body=self._all(source.body), tail=self._all(source.tail)
+        )
 
     def _is_spread(self, col: Axis) -> bool:
         """Whether cols may be anything: the whole tensor, or the other side of a transpose."""

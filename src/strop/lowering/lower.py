@@ -126,8 +126,10 @@ class _Finish:
         """Raise OutOfPlaceError unless one sweep without reductions computes each element once."""
         if self.group.schedule is not Schedule.POINTWISE:
             return
-        steps, domain = (size.eval(self.hints) for size in
-                         (product(axis.size for axis in axes), domain_of(self.group)))  # fmt: skip
+        steps, domain = (
+            size.eval(self.hints)
+            for size in (product(axis.size for axis in axes), domain_of(self.group))
+        )
         if steps > domain:
             raise OutOfPlaceError(f"{steps} steps for {domain} elements", _spread(self.group))
 
@@ -232,8 +234,11 @@ def _deduplicated(stmts: Sequence[Stmt]) -> list[Stmt]:
         if renamed:
             stmt = replace(stmt, **_args_renamed(stmt, renamed))
         outs = outs_of(stmt)
-        key = replace(stmt, outs=()) if isinstance(stmt, Reduce) else (
-            stmt if isinstance(stmt, Store) else replace(stmt, out=""))  # fmt: skip
+        key = (
+            replace(stmt, outs=())
+            if isinstance(stmt, Reduce)
+            else (stmt if isinstance(stmt, Store) else replace(stmt, out=""))
+        )
         # 1, 1.0 and True are equal and hash alike, and so are 0.0 and -0.0
         detail = repr(stmt.value) if isinstance(stmt, Literal) else None
         if (key, detail) in made and not isinstance(stmt, Store):
@@ -349,8 +354,9 @@ def _renamed(
     for stmt in stmts:
         changes = _args_renamed(stmt, values)
         if isinstance(stmt, Load | Store | Position):
-            strides = sorted(((names[a], s) for a, s in stmt.index.strides),
-                             key=lambda pair: position[pair[0]])  # fmt: skip
+            strides = sorted(
+                ((names[a], s) for a, s in stmt.index.strides), key=lambda pair: position[pair[0]]
+            )
             changes["index"] = Index(stmt.index.offset, tuple(strides))
         if isinstance(stmt, Reduce):
             changes["outs"] = tuple(values[o] for o in stmt.outs)

@@ -87,9 +87,15 @@ class Values:
         self._loops: list[tuple[tuple[Expr, ...], NodeIndex]] = []  # what reductions run over
         self._reductions: list[tuple[str | None, list[int]]] = []  # their guards and reduced axes
 
-    def emit(self, kind: str, args: tuple[str, ...] = (), dtype: torch.dtype = torch.float32,
-             access: Access | None = None, detail: Any = None,
-             attrs: tuple[tuple[str, Any], ...] = ()) -> str:  # fmt: skip
+    def emit(
+        self,
+        kind: str,
+        args: tuple[str, ...] = (),
+        dtype: torch.dtype = torch.float32,
+        access: Access | None = None,
+        detail: Any = None,
+        attrs: tuple[tuple[str, Any], ...] = (),
+    ) -> str:
         name = f"v{len(self.dtypes)}"
         self.dtypes[name] = compute_dtype(dtype)
         self.drafts.append(Draft(kind, (name,), args, dtype, access, detail, attrs))
@@ -223,8 +229,9 @@ class Values:
         args = (guard,) if guard else ()
         return self.emit("load", args, compute_dtype(node.dtype), access, view.base)
 
-    def _access(self, node: Node, offset: Expr, walked: Sequence[tuple[Dim, Sequence[Atom]]]
-                ) -> Access:  # fmt: skip
+    def _access(
+        self, node: Node, offset: Expr, walked: Sequence[tuple[Dim, Sequence[Atom]]]
+    ) -> Access:
         """The place in memory from positions along dims and the atoms of these dims."""
         strides = Strides()
         for dim, atoms in walked:
@@ -263,8 +270,7 @@ class Values:
             guard = self._not_empty(size, guard)
         args = tuple(name for name, _ in lookups) + ((guard,) if guard else ())
         access = self._access(source, view.offset, walked)
-        return self.emit("load", args, compute_dtype(node.dtype), access, view.base,
-                         tuple(lookups))  # fmt: skip
+        return self.emit("load", args, compute_dtype(node.dtype), access, view.base, tuple(lookups))
 
     def _place(self, value: str, size: Expr, node: Node, guard: str | None) -> str:
         args = (value, guard) if guard else (value,)
@@ -439,8 +445,9 @@ class Values:
         mean, var = self._reduction(("moments", arg), "moments", arg, dtype, 2)
         return mean, var
 
-    def _reduction(self, key: Any, kind: str, arg: str, dtype: torch.dtype, count: int
-                   ) -> tuple[str, ...]:  # fmt: skip
+    def _reduction(
+        self, key: Any, kind: str, arg: str, dtype: torch.dtype, count: int
+    ) -> tuple[str, ...]:
         if key not in self._memo:
             names = tuple(f"v{len(self.dtypes) + i}" for i in range(count))
             self.dtypes.update(dict.fromkeys(names, compute_dtype(dtype)))

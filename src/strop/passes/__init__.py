@@ -38,8 +38,13 @@ PIPELINE: tuple[Pass, ...] = (
     reduce_in_steps,  # kept dims between reduced ones
 )
 # On a CPU nine lookups cost more than a trip through its caches: the stem of ResNet 5.1 ms for 3.6.
-ONLY_ON = {"pooled_operands": "cuda", "gated_linear": "cuda", "linear_add": "cuda",
-           "product_sum": "cuda", "upsampled_conv": "cuda"}  # fmt: skip
+ONLY_ON = {
+    "pooled_operands": "cuda",
+    "gated_linear": "cuda",
+    "linear_add": "cuda",
+    "product_sum": "cuda",
+    "upsampled_conv": "cuda",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +63,9 @@ def steps(device: str) -> tuple[Pass, ...]:
     return tuple(s for s in PIPELINE if ONLY_ON.get(s.__name__, device) == device)
 
 
-def run(graph: Graph, options: Options, device: str = "cuda"
-        ) -> tuple[Graph, tuple[PassRecord, ...]]:  # fmt: skip
+def run(
+    graph: Graph, options: Options, device: str = "cuda"
+) -> tuple[Graph, tuple[PassRecord, ...]]:
     """Run PIPELINE for a kind of device; ``options.disable`` names passes to skip (channels_last
     cannot be)."""
     check_names(
@@ -85,7 +91,8 @@ def _with_own_results(before: Graph, after: Graph) -> Graph:
     for number, (old, new) in enumerate(zip(map(base_of, before.outputs), outputs, strict=True)):
         if taken.setdefault(base_of(new), old) is not old:
             order = new.order if new.kind is not Kind.VIEW else None
-            outputs[number] = Node("copy", (new,), {"result": number}, new.shape, new.dtype,
-                                   new.origin, order)  # fmt: skip
+            outputs[number] = Node(
+                "copy", (new,), {"result": number}, new.shape, new.dtype, new.origin, order
+            )
     added = tuple(o for o in dict.fromkeys(outputs) if o not in after.outputs)
     return replace(after, nodes=after.nodes + added, outputs=tuple(outputs)) if added else after

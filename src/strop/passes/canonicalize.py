@@ -37,8 +37,9 @@ def _views_of_shared(graph: Graph) -> set[Node]:
     """Of linears that others read as well, as a backward does: one on the tensor itself would be a
     second GEMM."""
     users = graph.users()
-    shared = {n for n in graph.nodes
-              if n.op == "linear" and (n in graph.outputs or len(users[n]) > 1)}  # fmt: skip
+    shared = {
+        n for n in graph.nodes if n.op == "linear" and (n in graph.outputs or len(users[n]) > 1)
+    }
     return {n for n in graph.nodes if n.op == "reshape" and n.inputs[0] in shared}
 
 

@@ -74,8 +74,10 @@ def _relaid(b: Builder, node: Node, inputs: tuple[Node, ...], hints: Mapping[str
     elif node.op == "pattern":
         inputs, order = _for_pattern(b, node, inputs, hints)
     elif "wants" in node.attrs:
-        inputs = tuple(_contiguous(b, x, wanted) if wanted or _strides(x) is None else x
-                       for x, wanted in zip(inputs, node.attrs["wants"], strict=True))  # fmt: skip
+        inputs = tuple(
+            _contiguous(b, x, wanted) if wanted or _strides(x) is None else x
+            for x, wanted in zip(inputs, node.attrs["wants"], strict=True)
+        )
     elif node.kind in (Kind.OPAQUE, Kind.CONTRACTION):
         inputs = tuple(x if _strides(x) is not None else _contiguous(b, x, None) for x in inputs)
     else:
@@ -85,8 +87,9 @@ def _relaid(b: Builder, node: Node, inputs: tuple[Node, ...], hints: Mapping[str
     return b.make(node.op, inputs, node.shape, node.dtype, order=order, **node.attrs)
 
 
-def _for_pattern(b: Builder, node: Node, inputs: tuple[Node, ...], hints: Mapping[str, int]
-                 ) -> tuple[tuple[Node, ...], Order]:  # fmt: skip
+def _for_pattern(
+    b: Builder, node: Node, inputs: tuple[Node, ...], hints: Mapping[str, int]
+) -> tuple[tuple[Node, ...], Order]:
     """Arguments as the replacement takes them, and the order of its result: one that takes values
     as they lie gives back the like."""
     if node.attrs["contiguous"]:
@@ -111,8 +114,9 @@ def _one_step(b: Builder, x: Node, dim: int) -> Node:
     return _contiguous(b, x, None)
 
 
-def _readable(b: Builder, node: Node, inputs: tuple[Node, ...], hints: Mapping[str, int]
-              ) -> tuple[Node, ...]:  # fmt: skip
+def _readable(
+    b: Builder, node: Node, inputs: tuple[Node, ...], hints: Mapping[str, int]
+) -> tuple[Node, ...]:
     """Operands of a node of kernels, copied where their memory cannot be walked as it needs."""
     if node.kind is Kind.REDUCTION:
         return (_reducible(b, inputs[0], node.attrs["dims"], hints),)

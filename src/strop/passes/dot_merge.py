@@ -29,8 +29,7 @@ def dot_merge(graph: Graph, options: Options) -> Graph:
         else:
             new[node] = b.copy_of(node, tuple(new[i] for i in node.inputs))
     inputs = [new[i] for i in graph.inputs] + extra
-    return finish(b, inputs, [new[o] for o in graph.outputs], graph.hints,
-                  graph.num_saved)  # fmt: skip
+    return finish(b, inputs, [new[o] for o in graph.outputs], graph.hints, graph.num_saved)
 
 
 def _groups(graph: Graph) -> dict[Node, list[Node]]:
@@ -50,8 +49,9 @@ def _is_state(node: Node) -> bool:
     return node.op == "input" and bool(node.attrs["state"]) and not node.attrs["merged"]
 
 
-def _merge(b: Builder, nodes: list[Node], new: dict[Node, Node], extra: list[Node],
-           num_inputs: int) -> dict[Node, Node]:  # fmt: skip
+def _merge(
+    b: Builder, nodes: list[Node], new: dict[Node, Node], extra: list[Node], num_inputs: int
+) -> dict[Node, Node]:
     """One linear over merged weights, then a slice for each of ``nodes``."""
     merged = [new[nodes[0].inputs[0]]]
     for position in range(1, len(nodes[0].inputs)):
@@ -59,8 +59,15 @@ def _merge(b: Builder, nodes: list[Node], new: dict[Node, Node], extra: list[Nod
         rows = sum((part.shape[0] for part in parts), start=const(0))
         index = num_inputs + len(extra)
         merged_from = tuple(part.attrs["index"] for part in parts)
-        weight = b.make("input", (), (rows, *parts[0].shape[1:]), parts[0].dtype, index=index,
-                        state=True, merged=merged_from)  # fmt: skip
+        weight = b.make(
+            "input",
+            (),
+            (rows, *parts[0].shape[1:]),
+            parts[0].dtype,
+            index=index,
+            state=True,
+            merged=merged_from,
+        )
         extra.append(weight)
         merged.append(weight)
     width: Expr = merged[1].shape[0]

@@ -43,9 +43,11 @@ def side_of(node: Node, users: Users, outputs: Collection[Node]) -> int | None:
     if is_sum(node) and node not in outputs and not _is_kernel_next(node, users):
         for which, biased in enumerate(node.inputs):
             other = node.inputs[1 - which]
-            if is_biased(biased) and _is_alike(node, biased, other) and all(
-                map(is_read_once, (biased, biased.inputs[0]))
-            ):  # fmt: skip
+            if (
+                is_biased(biased)
+                and _is_alike(node, biased, other)
+                and all(map(is_read_once, (biased, biased.inputs[0])))
+            ):
                 return which
     return None
 

@@ -48,8 +48,10 @@ def pooled_operands(graph: Graph, options: Options) -> Graph:
         """What the reader sees of the source."""
         if source not in movable:
             return b.make(reader.op, (source, *indices), reader.shape, source.dtype, **reader.attrs)
-        operands = [read(b, reader, operand, *indices) if operand.shape == source.shape else operand
-                    for operand in source.inputs]  # fmt: skip
+        operands = [
+            read(b, reader, operand, *indices) if operand.shape == source.shape else operand
+            for operand in source.inputs
+        ]
         made = b.make(source.op, operands, reader.shape, source.dtype, **source.attrs)
         movable.add(made)
         return made
@@ -100,17 +102,20 @@ def _moved(reader: Node) -> tuple[int, ...]:
     return tuple(dim for dim, walk in enumerate(reader.attrs["walks"]) if walk != dim)
 
 
-def _chain(graph: Graph, users: Users, last: Node, moved: frozenset[int]
-           ) -> tuple[frozenset[Node], frozenset[Node]]:  # fmt: skip
+def _chain(
+    graph: Graph, users: Users, last: Node, moved: frozenset[int]
+) -> tuple[frozenset[Node], frozenset[Node]]:
     """Pointwise nodes that nobody else needs, and the tensors of their shape that they read."""
     chain: set[Node] = set()
     sources: set[Node] = set()
     waiting = [last]
     while waiting:
         node = waiting.pop()
-        if _may_move(node, last, moved) and node not in graph.outputs and (
-            node is last or all(user in chain for user in users[node])
-        ):  # fmt: skip
+        if (
+            _may_move(node, last, moved)
+            and node not in graph.outputs
+            and (node is last or all(user in chain for user in users[node]))
+        ):
             chain.add(node)
             waiting += [operand for operand in node.inputs if operand.shape == last.shape]
         else:
@@ -123,5 +128,9 @@ def _may_move(node: Node, last: Node, moved: frozenset[int]) -> bool:
         return False
     rank = len(last.shape)
     others = [operand.shape for operand in node.inputs if operand.shape != last.shape]
-    return all(shape[dim - rank + len(shape)] == const(1)
-               for shape in others for dim in moved if dim >= rank - len(shape))  # fmt: skip
+    return all(
+        shape[dim - rank + len(shape)] == const(1)
+        for shape in others
+        for dim in moved
+        if dim >= rank - len(shape)
+    )

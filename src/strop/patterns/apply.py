@@ -102,10 +102,18 @@ def _call(b: Builder, match: Match, new: Mapping[Node, Node]) -> list[Node]:
     shape, dtype = outputs[0]
     b.origin, pattern = match.origin, match.pattern
     call = b.make(
-        "pattern", [new[n] for n in match.arguments], shape, dtype, name=pattern.name,
-        key=pattern.key, attributes=tuple(sorted(match.attributes.items())), outputs=outputs,
-        single=match.single, contiguous=pattern.contiguous, numerics=pattern.numerics,
-    )  # fmt: skip
+        "pattern",
+        [new[n] for n in match.arguments],
+        shape,
+        dtype,
+        name=pattern.name,
+        key=pattern.key,
+        attributes=tuple(sorted(match.attributes.items())),
+        outputs=outputs,
+        single=match.single,
+        contiguous=pattern.contiguous,
+        numerics=pattern.numerics,
+    )
     if match.single:
         return [call]
     return [b.make("item", (call,), out[0], out[1], index=i) for i, out in enumerate(outputs)]

@@ -27,8 +27,9 @@ class Replacement:
 
     def __call__(self, inputs: Sequence[Tensor]) -> Any:
         if self.is_empty:  # as with our own kernels: nothing to launch
-            return self._given_back([inputs[0].new_empty(shape, dtype=dtype)
-                                     for shape, dtype in self.outputs])  # fmt: skip
+            return self._given_back(
+                [inputs[0].new_empty(shape, dtype=dtype) for shape, dtype in self.outputs]
+            )
         given = [x.contiguous() for x in inputs] if self.contiguous else inputs
         versions = _versions(given) if self.is_new else None
         try:
@@ -39,8 +40,10 @@ class Replacement:
         results = (made,) if self.single else made
         _check(self.name, results, self.outputs, given)
         if self.is_new and _versions(given) != versions:
-            raise PatternError(f"pattern {self.name!r}: replace wrote into an argument, which"
-                               " others read: write into memory of its own")  # fmt: skip
+            raise PatternError(
+                f"pattern {self.name!r}: replace wrote into an argument, which"
+                " others read: write into memory of its own"
+            )
         self.is_new = False
         return self._given_back([_owned(result, given) for result in results])
 
@@ -52,12 +55,16 @@ def _check(name: str, results: Any, outputs: Sequence[Any], given: Sequence[Tens
     if not isinstance(results, tuple | list) or len(results) != len(outputs):
         is_many = isinstance(results, tuple | list)
         got = counted(len(results), "value") if is_many else type(results)
-        raise PatternError(f"pattern {name!r}: replace returned {got}, search returns"
-                           f" {counted(len(outputs), 'tensor')}")  # fmt: skip
+        raise PatternError(
+            f"pattern {name!r}: replace returned {got}, search returns"
+            f" {counted(len(outputs), 'tensor')}"
+        )
     for number, (result, (shape, dtype)) in enumerate(zip(results, outputs, strict=True)):
         if not isinstance(result, Tensor):
-            raise PatternError(f"pattern {name!r}: result {number} of replace is a"
-                               f" {type(result).__name__}, not a tensor")  # fmt: skip
+            raise PatternError(
+                f"pattern {name!r}: result {number} of replace is a"
+                f" {type(result).__name__}, not a tensor"
+            )
         device = given[0].device
         if result.shape != shape or result.dtype != dtype or result.device != device:
             raise PatternError(

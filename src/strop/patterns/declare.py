@@ -26,9 +26,16 @@ _NUMBERS = (bool, int, float)
 _count = itertools.count(1)
 
 
-def pattern(search: Callable[..., Any], replace: Callable[..., Any], *, example: Sequence[Tensor],
-            when: Callable[..., Any] | None = None, numerics: str = EXACT, contiguous: bool = True,
-            name: str = "") -> Pattern:  # fmt: skip
+def pattern(
+    search: Callable[..., Any],
+    replace: Callable[..., Any],
+    *,
+    example: Sequence[Tensor],
+    when: Callable[..., Any] | None = None,
+    numerics: str = EXACT,
+    contiguous: bool = True,
+    name: str = "",
+) -> Pattern:
     """Have ``replace`` compute what ``search`` computes, wherever a compiled module contains it.
 
     ``search``: a function of tensors in torch, traced like a module. Keyword arguments with numbers
@@ -50,19 +57,32 @@ def pattern(search: Callable[..., Any], replace: Callable[..., Any], *, example:
         _signature(name, "replace", replace).bind(*arguments, **attributes)
     except TypeError as error:
         given = ", ".join([*arguments, *(f"{key}=" for key in attributes)])
-        raise PatternError(f"pattern {name!r}: replace has to take ({given}), as search does:"
-                           f" {error}") from error  # fmt: skip
+        raise PatternError(
+            f"pattern {name!r}: replace has to take ({given}), as search does: {error}"
+        ) from error
     specs: list[Argument] = [(tuple(map(const, t.shape)), t.dtype) for t in example]
     try:
         skeleton = traced(search, specs, attributes, {}).graph
     except (CaptureError, UnsupportedError, ShapeError) as error:
         shapes = ", ".join(f"{n}{list(t.shape)}" for n, t in zip(arguments, example, strict=True))
-        raise PatternError(f"pattern {name!r}: search cannot be traced with the example ({shapes}):"
-                           f" {error}") from error  # fmt: skip
+        raise PatternError(
+            f"pattern {name!r}: search cannot be traced with the example ({shapes}): {error}"
+        ) from error
     _check_graph(name, skeleton, arguments)
     key = _digest(name, search, replace, when, numerics, contiguous, skeleton, attributes)
-    made = Pattern(name, search, replace, when, numerics, contiguous, arguments, attributes,
-                   skeleton, _places(search, specs, attributes, skeleton), key)  # fmt: skip
+    made = Pattern(
+        name,
+        search,
+        replace,
+        when,
+        numerics,
+        contiguous,
+        arguments,
+        attributes,
+        skeleton,
+        _places(search, specs, attributes, skeleton),
+        key,
+    )
     registry.add(made)
     return made
 
@@ -76,12 +96,15 @@ def _signature(name: str, what: str, function: Any) -> inspect.Signature:
     try:
         return inspect.signature(function)
     except (TypeError, ValueError) as error:  # no function; built in
-        raise PatternError(f"pattern {name!r}: {what} is {function!r}, whose arguments cannot be"
-                           " told: give a Python function") from error  # fmt: skip
+        raise PatternError(
+            f"pattern {name!r}: {what} is {function!r}, whose arguments cannot be"
+            " told: give a Python function"
+        ) from error
 
 
-def _parameters(name: str, search: Callable[..., Any], example: Sequence[Tensor]
-                ) -> tuple[tuple[str, ...], dict[str, Any]]:  # fmt: skip
+def _parameters(
+    name: str, search: Callable[..., Any], example: Sequence[Tensor]
+) -> tuple[tuple[str, ...], dict[str, Any]]:
     """Names of the tensors, and the keyword arguments with their defaults. Others with a default,
     as ``inplace`` of torch's functions, keep it."""
     given = _signature(name, "search", search).parameters.values()
@@ -91,8 +114,10 @@ def _parameters(name: str, search: Callable[..., Any], example: Sequence[Tensor]
         raise PatternError(f"pattern {name!r}: search takes * or ** arguments: name each tensor")
     wrong = [key for key, value in keywords.items() if type(value) not in _NUMBERS]
     if wrong:
-        raise PatternError(f"pattern {name!r}: keyword arguments of search are numbers with a"
-                           f" default: {', '.join(wrong)}")  # fmt: skip
+        raise PatternError(
+            f"pattern {name!r}: keyword arguments of search are numbers with a"
+            f" default: {', '.join(wrong)}"
+        )
     needed = [p.name for p in places if p.default is p.empty]
     are_tensors = isinstance(example, list | tuple) and all(isinstance(t, Tensor) for t in example)
     if not are_tensors or not len(needed) <= len(example) <= len(places) or not example:
@@ -112,8 +137,10 @@ def _kinds(example: Any) -> str:
 
 def _check_numerics(name: str, numerics: str) -> None:
     if not isinstance(numerics, str) or not numerics.isidentifier():
-        raise PatternError(f"pattern {name!r}: numerics={numerics!r}: 'exact', or a name for"
-                           " Options(numerics=(...,))")  # fmt: skip
+        raise PatternError(
+            f"pattern {name!r}: numerics={numerics!r}: 'exact', or a name for"
+            " Options(numerics=(...,))"
+        )
 
 
 def _check_graph(name: str, graph: Graph, arguments: Sequence[str]) -> None:
@@ -126,11 +153,16 @@ def _check_graph(name: str, graph: Graph, arguments: Sequence[str]) -> None:
     for number, output in enumerate(graph.outputs):
         base = stripped(output)
         if base.op in ("input", "constant"):
-            refuse(f"result {number} of search is a view or a cast of an argument or a number,"
-                   " which every graph is full of: it has to compute something")  # fmt: skip
+            refuse(
+                f"result {number} of search is a view or a cast of an argument or a number,"
+                " which every graph is full of: it has to compute something"
+            )
     behind = {node: _inputs_behind(node) for node in graph.outputs}
-    unread = [arguments[number] for number, node in enumerate(graph.inputs)
-              if not any(node in found for found in behind.values())]  # fmt: skip
+    unread = [
+        arguments[number]
+        for number, node in enumerate(graph.inputs)
+        if not any(node in found for found in behind.values())
+    ]
     if unread:
         refuse(f"search does not read {', '.join(unread)}")
     if not any(len(found) == len(arguments) for found in behind.values()):
@@ -146,8 +178,12 @@ def _inputs_behind(node: Node) -> set[Node]:
     return {n for n in seen if n.op == "input"}
 
 
-def _places(search: Callable[..., Any], specs: Sequence[Argument], attributes: Mapping[str, Any],
-            skeleton: Graph) -> Places:  # fmt: skip
+def _places(
+    search: Callable[..., Any],
+    specs: Sequence[Argument],
+    attributes: Mapping[str, Any],
+    skeleton: Graph,
+) -> Places:
     """Where the keywords stand in the skeleton: what changes with them. A keyword that changes
     shapes or operators stands nowhere, and keeps its default."""
     found: dict[tuple[Node, str], str] = {}
@@ -168,15 +204,24 @@ def _places(search: Callable[..., Any], specs: Sequence[Argument], attributes: M
     return found
 
 
-def _digest(name: str, search: Callable[..., Any], replace: Callable[..., Any],
-            when: Callable[..., Any] | None, numerics: str, contiguous: bool, skeleton: Graph,
-            attributes: Mapping[str, Any]) -> str:  # fmt: skip
+def _digest(
+    name: str,
+    search: Callable[..., Any],
+    replace: Callable[..., Any],
+    when: Callable[..., Any] | None,
+    numerics: str,
+    contiguous: bool,
+    skeleton: Graph,
+    attributes: Mapping[str, Any],
+) -> str:
     """Of all that decides where it matches and what it is. What ``replace`` runs is no part of a
     plan: a plan that is loaded calls what this process has declared."""
     parts = [name, numerics, str(contiguous), repr(sorted(attributes.items()))]
     number = {node: position for position, node in enumerate(skeleton.nodes)}
-    parts += [repr((n.op, [number[i] for i in n.inputs], sorted(n.attrs.items()), n.shape, n.dtype))
-              for n in skeleton.nodes]  # fmt: skip
+    parts += [
+        repr((n.op, [number[i] for i in n.inputs], sorted(n.attrs.items()), n.shape, n.dtype))
+        for n in skeleton.nodes
+    ]
     for function in (search, replace, when):
         parts += [text_of(function), _file_of(function) if function is not replace else ""]
     parts.append(torch.__version__)

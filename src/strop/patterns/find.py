@@ -122,8 +122,9 @@ class Finder:
     def _attributes(self, bound: Bound) -> dict[str, Any]:
         return {name: bound.get(name, value) for name, value in self.pattern.attributes.items()}
 
-    def _exactly(self, arguments: tuple[Node, ...], attributes: Mapping[str, Any], root: Node
-                 ) -> Match | Near:  # fmt: skip
+    def _exactly(
+        self, arguments: tuple[Node, ...], attributes: Mapping[str, Any], root: Node
+    ) -> Match | Near:
         specs = [(node.shape, node.dtype) for node in arguments]
         try:
             searched = self.pattern.at(specs, attributes, self.graph.hints)
@@ -135,16 +136,27 @@ class Finder:
             if not self._is_there(new[node], arguments):
                 return Near(number / len(work), self._difference(new[node], set(new.values())))
         results = tuple(new[node] for node in searched.graph.outputs)
-        replaced = {twin: number for number, result in enumerate(results)
-                    for twin in self.numbers.twins(_unviewed(result))}  # fmt: skip
+        replaced = {
+            twin: number
+            for number, result in enumerate(results)
+            for twin in self.numbers.twins(_unviewed(result))
+        }
         if root not in replaced and stripped(root) not in map(stripped, replaced):
             return Near(1, "its result is another value")
         inside = frozenset(self._inside(new.values(), arguments) - replaced.keys())
         reason = self._refused(arguments, attributes, replaced, inside)
         if reason:
             return Near(1, reason)
-        return Match(self.pattern, arguments, attributes, results, searched.single, replaced,
-                     inside, _origin([*inside, *replaced], root))  # fmt: skip
+        return Match(
+            self.pattern,
+            arguments,
+            attributes,
+            results,
+            searched.single,
+            replaced,
+            inside,
+            _origin([*inside, *replaced], root),
+        )
 
     def _is_there(self, node: Node, arguments: Sequence[Node]) -> bool:
         """Views are where their base is: the graph may have folded them into others."""
@@ -154,11 +166,20 @@ class Finder:
         """Everything that the search computes, as nodes of the graph."""
         free = set(map(stripped, arguments)) | set(arguments)
         work = (n for n in nodes if _is_work(n) and n not in free and not is_number(n))
-        return {twin for node in work if not (is_transparent(node) and stripped(node) in free)
-                for twin in self.numbers.twins(node)}  # fmt: skip
+        return {
+            twin
+            for node in work
+            if not (is_transparent(node) and stripped(node) in free)
+            for twin in self.numbers.twins(node)
+        }
 
-    def _refused(self, arguments: Sequence[Node], attributes: Mapping[str, Any],
-                 replaced: Mapping[Node, int], inside: frozenset[Node]) -> str:  # fmt: skip
+    def _refused(
+        self,
+        arguments: Sequence[Node],
+        attributes: Mapping[str, Any],
+        replaced: Mapping[Node, int],
+        inside: frozenset[Node],
+    ) -> str:
         """Why what is there may not be replaced, or nothing."""
         if not self.match_of.keys().isdisjoint(inside | replaced.keys()):
             return "a part of it belongs to another match"
@@ -182,8 +203,9 @@ class Finder:
             stack += new
         return seen
 
-    def _seen_outside(self, node: Node, inside: frozenset[Node], replaced: Mapping[Node, int]
-                      ) -> str:  # fmt: skip
+    def _seen_outside(
+        self, node: Node, inside: frozenset[Node], replaced: Mapping[Node, int]
+    ) -> str:
         """Who else wants a value that the replacement does not give, or nothing."""
         stack = [node]
         while stack:
@@ -223,8 +245,13 @@ class Finder:
     def _difference(self, wanted: Node, known: set[Node]) -> str:
         """What reads the operands of ``wanted`` instead of it."""
         mine = {twin for node in known for twin in self.numbers.twins(node)}
-        found = [user for operand in wanted.inputs for twin in self._present(operand)
-                 for user in self._readers(twin) if user not in mine]  # fmt: skip
+        found = [
+            user
+            for operand in wanted.inputs
+            for twin in self._present(operand)
+            for user in self._readers(twin)
+            if user not in mine
+        ]
         for user in found:
             if user.op == wanted.op:
                 return f"differs at {_place(user)}: {_told(wanted, user)}"
@@ -252,8 +279,9 @@ class Finder:
     def _large_parts(self, wanted: Node) -> list[Node]:
         """Values inside the skeleton with at least half of its work, larger ones first."""
         sizes = {node: len(_work_behind(node)) for node in _work_behind(wanted)}
-        parts = [n for n, size in sizes.items() if n is not wanted
-                 and size >= max(2, sizes[wanted] / 2)]  # fmt: skip
+        parts = [
+            n for n, size in sizes.items() if n is not wanted and size >= max(2, sizes[wanted] / 2)
+        ]
         return sorted(parts, key=lambda n: -sizes[n])
 
     def _try_part(self, wanted: Node, part: Node, node: Node) -> None:
@@ -350,8 +378,9 @@ def _told(wanted: Node, found: Node) -> str:
         if repr(found.attrs.get(name)) != repr(value):
             return f"{name}={value} expected, {found.attrs.get(name)} found"
     if (wanted.dtype, wanted.shape) != (found.dtype, found.shape):
-        return (f"{_type(wanted.dtype, wanted.shape)} expected,"
-                f" {_type(found.dtype, found.shape)} found")  # fmt: skip
+        return (
+            f"{_type(wanted.dtype, wanted.shape)} expected, {_type(found.dtype, found.shape)} found"
+        )
     for left, right in zip(wanted.inputs, found.inputs, strict=False):
         if left.op != right.op or repr(left.attrs) != repr(right.attrs):
             return f"operand {_name(left)} expected, {_name(right)} found"

@@ -16,11 +16,29 @@ from strop.ir.graph import Builder, Graph, Node
 from strop.ir.ops import Kind
 from strop.passes.canonicalize import simplify
 
-COMMUTATIVE = frozenset({
-    "add", "mul", "maximum", "minimum", "fmax", "fmin", "hypot", "logaddexp", "logaddexp2", "eq",
-    "ne", "logical_and", "logical_or", "logical_xor", "bitwise_and", "bitwise_or", "bitwise_xor",
-    "or", "and",
-})  # fmt: skip
+COMMUTATIVE = frozenset(
+    {
+        "add",
+        "mul",
+        "maximum",
+        "minimum",
+        "fmax",
+        "fmin",
+        "hypot",
+        "logaddexp",
+        "logaddexp2",
+        "eq",
+        "ne",
+        "logical_and",
+        "logical_or",
+        "logical_xor",
+        "bitwise_and",
+        "bitwise_or",
+        "bitwise_xor",
+        "or",
+        "and",
+    }
+)
 MOST_TRIES = 64  # ways to bind the arguments at one place
 Places = Mapping[tuple[Node, str], str]
 Bound = Mapping[Any, Any]  # argument of the skeleton -> candidates; name of a keyword -> number
@@ -69,8 +87,15 @@ class Numbers:
         if swaps(node):
             operands.sort()
         apart = node.serial if node.op == "write" else 0
-        return (node.op, tuple(operands), repr(sorted(node.attrs.items())), node.shape, node.dtype,
-                node.order, apart)  # fmt: skip
+        return (
+            node.op,
+            tuple(operands),
+            repr(sorted(node.attrs.items())),
+            node.shape,
+            node.dtype,
+            node.order,
+            apart,
+        )
 
     def twins(self, node: Node) -> Sequence[Node]:
         """The nodes of the graph that compute the same."""
@@ -109,8 +134,9 @@ class Skeleton:
         if swaps(base):
             yield from self._operands(base.inputs, node.inputs[::-1], found)
 
-    def _operands(self, wanted: Sequence[Node], given: Sequence[Node], bound: Bound
-                  ) -> Iterator[Bound]:  # fmt: skip
+    def _operands(
+        self, wanted: Sequence[Node], given: Sequence[Node], bound: Bound
+    ) -> Iterator[Bound]:
         if not wanted:
             yield bound
             return
@@ -129,8 +155,7 @@ class Skeleton:
                 found[keyword] = given
         return found
 
-    def _argument(self, argument: Node, wanted: Node, node: Node, bound: Bound
-                  ) -> Iterator[Bound]:  # fmt: skip
+    def _argument(self, argument: Node, wanted: Node, node: Node, bound: Bound) -> Iterator[Bound]:
         candidates = self._candidates(wanted, node)
         if argument in bound:
             candidates = [c for c in bound[argument] if c in candidates]

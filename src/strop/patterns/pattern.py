@@ -44,8 +44,9 @@ class Pattern:
     def __exit__(self, *_: object) -> None:
         self.remove()
 
-    def at(self, arguments: Sequence[Argument], attributes: Mapping[str, Any],
-           hints: Mapping[str, int]) -> Searched:  # fmt: skip
+    def at(
+        self, arguments: Sequence[Argument], attributes: Mapping[str, Any], hints: Mapping[str, int]
+    ) -> Searched:
         """The graph of the search for these arguments; raises StropError if it has none."""
         key = (tuple(arguments), repr(sorted(attributes.items())))
         if key not in self._graphs:

@@ -40,8 +40,12 @@ class _Search(nn.Module):
         return self.function(*tensors, **attributes)
 
 
-def traced(function: Callable[..., Any], arguments: Sequence[Argument],
-           attributes: Mapping[str, Any], hints: Mapping[str, int]) -> Searched:  # fmt: skip
+def traced(
+    function: Callable[..., Any],
+    arguments: Sequence[Argument],
+    attributes: Mapping[str, Any],
+    hints: Mapping[str, int],
+) -> Searched:
     """The graph of ``function`` for arguments of these sizes and types, by position.
 
     Raises CaptureError or UnsupportedError if it cannot be traced for every value of the sizes.
@@ -72,12 +76,17 @@ def _roots(shapes: Iterable[Shape]) -> list[str]:
 def _refuse_conditions(captured: Captured, specs: Sequence[TensorSpec], graph: Graph) -> None:
     for spec, own in zip(specs, captured.input_specs, strict=True):
         if spec.sizes != own.sizes:
-            raise CaptureError(f"it holds for arguments of the shape ({', '.join(own.shape)}) only,"
-                               f" not ({', '.join(spec.shape)})")  # fmt: skip
+            raise CaptureError(
+                f"it holds for arguments of the shape ({', '.join(own.shape)}) only,"
+                f" not ({', '.join(spec.shape)})"
+            )
     # that no size is negative is a condition of the module too, which has the same nodes
     known = {size for node in graph.nodes for size in node.shape}
-    asked = [g for g in captured.guards
-             if not (g.left in known and (g.relation, g.right) == (">=", const(0)))]  # fmt: skip
+    asked = [
+        g
+        for g in captured.guards
+        if not (g.left in known and (g.relation, g.right) == (">=", const(0)))
+    ]
     if asked:
         raise CaptureError(f"it holds only where {' and '.join(map(str, asked))}")
 

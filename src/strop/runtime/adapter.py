@@ -13,8 +13,9 @@ from strop.runtime.signature import Shapes, Skeleton, default_shapes
 class Adapter:
     """What a kind of module needs at its door. The default serves any module."""
 
-    def normalise(self, args: tuple[Any, ...], kwargs: dict[str, Any]
-                  ) -> tuple[tuple[Any, ...], dict[str, Any]]:  # fmt: skip
+    def normalise(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Arguments in the form that is captured."""
         return args, kwargs
 

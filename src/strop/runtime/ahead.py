@@ -35,9 +35,15 @@ class Ahead:
     """Some kernels, and how far they are. ``order``: of all of them, which is asked for when the
     first is about to be built."""
 
-    def __init__(self, sources: Sequence[KernelSource], arch: int = 0,
-                 cache: builds.Cache | None = None, workers: int = 1, niceness: int = LOW_PRIORITY,
-                 order: Order | None = None) -> None:  # fmt: skip
+    def __init__(
+        self,
+        sources: Sequence[KernelSource],
+        arch: int = 0,
+        cache: builds.Cache | None = None,
+        workers: int = 1,
+        niceness: int = LOW_PRIORITY,
+        order: Order | None = None,
+    ) -> None:
         self.total = len(sources)
         self.num_built = 0  # compiled, not found in the cache
         self.num_done = 0
@@ -78,8 +84,9 @@ class Ahead:
         assert self._cache is not None
         built = False
         try:
-            built = builds.build_ahead(source, self._arch, self._cache, self._niceness,
-                                       self._workers)  # fmt: skip
+            built = builds.build_ahead(
+                source, self._arch, self._cache, self._niceness, self._workers
+            )
         except (StropError, OSError) as error:  # those who need this kernel meet it again
             if self._niceness:
                 log.warning("a kernel for other sizes could not be built ahead: %s", error)

@@ -40,10 +40,20 @@ def returned_arguments(program: Program, env: Mapping[str, int]) -> tuple[AliasO
         buffer = program.buffers[item.tensor.buffer] if item.tensor is not None else None
         if item.tensor is None or buffer is None or buffer.index not in arguments:
             continue
-        shape, strides, given = ([s.eval(env) for s in sizes] for sizes in
-                                 (item.tensor.shape, item.tensor.strides,
-                                  buffer.strides))  # fmt: skip
+        shape, strides, given = (
+            [s.eval(env) for s in sizes]
+            for sizes in (item.tensor.shape, item.tensor.strides, buffer.strides)
+        )
         is_whole = (item.tensor.shape, item.tensor.strides) == (buffer.shape, buffer.strides)
-        found.append(AliasOfArgument(place, arguments.index(buffer.index), is_whole, shape,
-                                     strides, item.tensor.offset.eval(env), given))  # fmt: skip
+        found.append(
+            AliasOfArgument(
+                place,
+                arguments.index(buffer.index),
+                is_whole,
+                shape,
+                strides,
+                item.tensor.offset.eval(env),
+                given,
+            )
+        )
     return tuple(found)

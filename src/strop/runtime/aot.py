@@ -112,10 +112,11 @@ def compile_dynamo(gm: GraphModule, example_inputs: Sequence[Any], **given: Any)
     backend = aot_autograd(
         fw_compiler=compiler(replace(trained, role="forward")),
         bw_compiler=compiler(replace(trained, role="backward")),
-        inference_compiler=compiler(job), partition_fn=joint.partition,
+        inference_compiler=compiler(job),
+        partition_fn=joint.partition,
         decompositions=DECOMPOSITIONS if keeps_torchs else OF_TORCH,
         keep_inference_input_mutations=True,
-    )  # fmt: skip
+    )
     with quick(), _views_of_results(gm):
         return backend(gm, example_inputs)
 
@@ -123,8 +124,12 @@ def compile_dynamo(gm: GraphModule, example_inputs: Sequence[Any], **given: Any)
 def _views_of_results(gm: GraphModule) -> AbstractContextManager[Any]:
     """Torch makes results that share memory anew, from one of them, by the views that it has
     written down, and for ``y.t().detach()`` it writes down none. It then goes by strides."""
-    named = {getattr(node.target, "__name__", node.target) for m in gm.modules()
-             if isinstance(m, GraphModule) for node in m.graph.nodes}  # fmt: skip
+    named = {
+        getattr(node.target, "__name__", node.target)
+        for m in gm.modules()
+        if isinstance(m, GraphModule)
+        for node in m.graph.nodes
+    }
     if named.isdisjoint(_DETACHING):
         return nullcontext()
     patch: AbstractContextManager[Any] = config.patch(view_replay_for_aliased_outputs=False)
@@ -136,8 +141,9 @@ def _compile(gm: GraphModule, inputs: Sequence[Any], job: Job) -> Any:
     library: KernelLibrary | None = None
     try:
         device = _device_of(inputs)
-        library = kernel_library(device.type, device.index or 0, options.cache_dir,
-                                 options.build_workers)  # fmt: skip
+        library = kernel_library(
+            device.type, device.index or 0, options.cache_dir, options.build_workers
+        )
         # a further graph shares most kernels with the first one
         library.warm_up(FEW_WORKERS if records else None)
         adapted = options.on(has_wgmma=library.device.has_wgmma)
@@ -189,8 +195,9 @@ def _note_fallback(gm: GraphModule, reason: str, into: AotLog) -> None:
     into.fallbacks[reason] = into.fallbacks.get(reason, 0) + 1
 
 
-def _program(gm: GraphModule, inputs: Sequence[Any], job: Job
-             ) -> tuple[Program, Compiled, list[Tensor]]:  # fmt: skip
+def _program(
+    gm: GraphModule, inputs: Sequence[Any], job: Job
+) -> tuple[Program, Compiled, list[Tensor]]:
     mode = detect_fake_mode(inputs)
     symbols, hints, guards = Symbols(), {}, ()
     if mode is not None and mode.shape_env is not None:
@@ -206,13 +213,17 @@ def _program(gm: GraphModule, inputs: Sequence[Any], job: Job
         hints = symbols.root_values(torch_hints)
     joint, is_forward = job.joint, job.role == "forward"
     imported = import_graph(
-        gm, symbols, hints, _origins(gm),
+        gm,
+        symbols,
+        hints,
+        _origins(gm),
         num_saved=joint.num_saved(gm) if joint and is_forward else 0,
         orders=joint.orders if joint and not is_forward else {},
-    )  # fmt: skip
+    )
     signature = Signature(imported.returned, guards, generic=True)
-    compiled = compile_captured(gm, imported.graph, signature, _device_of(inputs).type,
-                                job.options, "dynamo")  # fmt: skip
+    compiled = compile_captured(
+        gm, imported.graph, signature, _device_of(inputs).type, job.options, "dynamo"
+    )
     if joint and is_forward:
         joint.note(gm, compiled.program)
     return compiled.program, compiled, imported.constants
@@ -268,10 +279,17 @@ def _boxed(function: Callable[..., Any]) -> Any:
 class AotProgram:
     """A program whose every argument, weights too, comes with the call."""
 
-    def __init__(self, program: Program, library: KernelLibrary, device: torch.device,
-                 roots: Sequence[Any], constants: Sequence[Tensor],
-                 checked: Compiled | None = None, later: Ahead | None = None,
-                 views: ArgumentViews | None = None) -> None:  # fmt: skip
+    def __init__(
+        self,
+        program: Program,
+        library: KernelLibrary,
+        device: torch.device,
+        roots: Sequence[Any],
+        constants: Sequence[Tensor],
+        checked: Compiled | None = None,
+        later: Ahead | None = None,
+        views: ArgumentViews | None = None,
+    ) -> None:
         self.program, self.library, self.device = program, library, device
         self._is_tensor = [isinstance(r, tuple) for r in roots]
         self._constants, self._checked = list(constants), checked
@@ -300,8 +318,10 @@ class AotProgram:
             raise
 
     def _run(self, arguments: Sequence[Any], env: Mapping[str, int] | None) -> list[Any]:
-        tensors = [self._placed(a) if is_tensor else None
-                   for a, is_tensor in zip(arguments, self._is_tensor, strict=True)]  # fmt: skip
+        tensors = [
+            self._placed(a) if is_tensor else None
+            for a, is_tensor in zip(arguments, self._is_tensor, strict=True)
+        ]
         with self._lock, torch.no_grad():
             key: Hashable = (
                 tuple(a.shape if isinstance(a, Tensor) else a for a in arguments)
@@ -320,9 +340,14 @@ class AotProgram:
                 workspace = workspace_of(self.device, stream)
                 state: list[Tensor | None] = [*(None for _ in arguments), *self._constants]
                 bound = self._bounds[key, stream] = Bound(
-                    self.program, env, state, self.library, workspace, stream,
+                    self.program,
+                    env,
+                    state,
+                    self.library,
+                    workspace,
+                    stream,
                     in_place=self._checked is None,
-                )  # fmt: skip
+                )
             inputs = bound.in_layout(tensors)
             self._later.start()
             if is_new and self._checked is not None:

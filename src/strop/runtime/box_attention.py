@@ -21,9 +21,16 @@ MOST_PROGRAMS = 65535  # along the second dim of a grid, which counts heads
 class BoxAttention:
     """One attention step on one stream. Its result is allocated, as a library's is."""
 
-    def __init__(self, otherwise: Call, kernels: KernelLibrary, stream: int, *,
-                 scale: float | None = None, is_early: bool = False,
-                 choose: Choose = tile_of) -> None:  # fmt: skip
+    def __init__(
+        self,
+        otherwise: Call,
+        kernels: KernelLibrary,
+        stream: int,
+        *,
+        scale: float | None = None,
+        is_early: bool = False,
+        choose: Choose = tile_of,
+    ) -> None:
         self._scale, self._otherwise, self._choose = scale, otherwise, choose
         self._kernels, self._stream, self._is_early = kernels, stream, is_early
         self._tiles: dict[Form, AnyTile | None] = {}  # None: for the library
@@ -62,10 +69,13 @@ class BoxAttention:
         (batch, heads, queries, _), keys = tensors[0].shape, tensors[1].shape[2]
         self._kernels.build([source])  # unless another step has done so
         return self._kernels.bind(
-            source, [t.data_ptr() for t in tensors],
-            scalars_of(tile, batch, heads, queries, keys), self._stream, early=self._is_early,
+            source,
+            [t.data_ptr() for t in tensors],
+            scalars_of(tile, batch, heads, queries, keys),
+            self._stream,
+            early=self._is_early,
             views=[(t.shape, strides(t)) for t in tensors],
-        )  # fmt: skip
+        )
 
 
 def _match(q: Tensor, k: Tensor, v: Tensor) -> bool:

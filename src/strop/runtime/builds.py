@@ -320,8 +320,9 @@ def build(
     return found
 
 
-def build_ahead(source: KernelSource, arch: int, cache: Cache, niceness: int,
-                workers: int = sys.maxsize) -> bool:  # fmt: skip
+def build_ahead(
+    source: KernelSource, arch: int, cache: Cache, niceness: int, workers: int = sys.maxsize
+) -> bool:
     """Make sure that a kernel is there; whether it had to be compiled here. Those of low priority
     are counted by who asks. ``workers`` as for ``build``."""
     _, mine = BUILDS.claim([source], arch)
@@ -373,8 +374,10 @@ def _in_threads(
             errors.append(error)
             left.clear()
 
-    threads = [threading.Thread(target=work, name=f"strop-kernels-{n}", daemon=True)
-               for n in range(min(count, len(sources)))]  # fmt: skip
+    threads = [
+        threading.Thread(target=work, name=f"strop-kernels-{n}", daemon=True)
+        for n in range(min(count, len(sources)))
+    ]
     for thread in threads:
         thread.start()
     try:

@@ -31,8 +31,12 @@ logger = logging.getLogger(__name__)
 
 _MAGIC = b"strop-sha256"
 _TRAILER_BYTES = hashlib.sha256().digest_size + len(_MAGIC)
-KINDS = {"plan": "compiled graphs", "so": "CPU kernels", "cpp": "where each CPU kernel lies",
-         "cubin": "GPU kernels"}  # fmt: skip
+KINDS = {
+    "plan": "compiled graphs",
+    "so": "CPU kernels",
+    "cpp": "where each CPU kernel lies",
+    "cubin": "GPU kernels",
+}
 _KEY = re.compile(r"[0-9a-f]+")  # a hash
 _TEMPORARY = ".partial-"
 TEMPORARY_SECONDS = 3600.0  # after which nobody is still writing a file
@@ -103,8 +107,9 @@ class DiskCache:
             with contextlib.suppress(FileNotFoundError):
                 status = path.stat()
                 if stat.S_ISREG(status.st_mode) and _KEY.fullmatch(path.name):
-                    found.append(Entry(path.parent.name, path.name, path, status.st_size,
-                                       status.st_mtime))  # fmt: skip
+                    found.append(
+                        Entry(path.parent.name, path.name, path, status.st_size, status.st_mtime)
+                    )
         return sorted(found, key=lambda entry: (entry.used_s, entry.path))
 
     def _files(self, names: str) -> Iterator[Path]:
@@ -162,8 +167,12 @@ class _Spare:
                 atexit.register(shutil.rmtree, self.folder, ignore_errors=True)
             if root not in self.told:
                 self.told.add(root)
-                logger.warning("the cache %s cannot be written (%s): what is compiled is kept for"
-                               " this process only", root, error.strerror or error)  # fmt: skip
+                logger.warning(
+                    "the cache %s cannot be written (%s): what is compiled is kept for"
+                    " this process only",
+                    root,
+                    error.strerror or error,
+                )
             return self.folder
 
 

@@ -153,8 +153,10 @@ def _aten(attrs: Mapping[str, Any]) -> Call:
 
 
 # What these keep for their gradient, which alone reads it, is empty where that does not need it.
-_LEAVING_OUT = {torch.ops.aten._embedding_bag.default,
-                torch.ops.aten._embedding_bag_forward_only.default}  # fmt: skip
+_LEAVING_OUT = {
+    torch.ops.aten._embedding_bag.default,
+    torch.ops.aten._embedding_bag_forward_only.default,
+}
 
 
 def _as_traced(target: Any, value: Any, traced: tuple[tuple[int, ...], torch.dtype] | None) -> Any:
@@ -199,8 +201,18 @@ def _cudnn_conv2d(attrs: Mapping[str, Any]) -> OutCall:
     groups, out_variant = attrs["groups"], torch.ops.aten.cudnn_convolution.out
 
     def call(inputs: Sequence[Tensor], out: Tensor) -> None:
-        out_variant(inputs[0], inputs[1], padding, stride, dilation, groups, False, False,
-                    torch.backends.cudnn.allow_tf32, out=out)  # fmt: skip
+        out_variant(
+            inputs[0],
+            inputs[1],
+            padding,
+            stride,
+            dilation,
+            groups,
+            False,
+            False,
+            torch.backends.cudnn.allow_tf32,
+            out=out,
+        )
         for bias in inputs[2:]:
             out.add_(bias.view(-1, 1, 1))
 
@@ -262,8 +274,10 @@ def in_own_memory(target: str, getters: list[Getter], is_given: Sequence[bool]) 
     schema = overload(target)._schema  # type: ignore[attr-defined]
     if not any(argument.name == "storage_offset" for argument in schema.arguments):
         return getters
-    return [get if own else (lambda get=get: get().clone())  # type: ignore[misc]
-            for get, own in zip(getters, is_given, strict=True)]  # fmt: skip
+    return [
+        get if own else (lambda get=get: get().clone())  # type: ignore[misc]
+        for get, own in zip(getters, is_given, strict=True)
+    ]
 
 
 def _copied(call: Callable[[Sequence[Tensor]], Any]) -> Callable[[Sequence[Tensor]], Any]:

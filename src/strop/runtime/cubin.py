@@ -30,8 +30,15 @@ TYPES = {
     torch.float64: "fp64",
 }
 # CUtensorMapDataType
-BOX_TYPES = {torch.uint8: 0, torch.int32: 3, torch.int64: 5, torch.float16: 6, torch.float32: 7,
-             torch.float64: 8, torch.bfloat16: 9}  # fmt: skip
+BOX_TYPES = {
+    torch.uint8: 0,
+    torch.int32: 3,
+    torch.int64: 5,
+    torch.float16: 6,
+    torch.float32: 7,
+    torch.float64: 8,
+    torch.bfloat16: 9,
+}
 SWIZZLES = {16: 0, 32: 1, 64: 2, 128: 3}  # CUtensorMapSwizzle, by the bytes of a line
 
 
@@ -120,9 +127,10 @@ def request_of(source: KernelSource, arch: int) -> dict[str, Any]:
         "num_warps": source.num_warps,
         "max_registers": source.max_registers,
         "arch": arch,
-        "boxes": [box and BOX_TYPES[dtype]
-                  for dtype, box in zip(source.params, boxes, strict=True)] if any(boxes) else [],
-    }  # fmt: skip
+        "boxes": [box and BOX_TYPES[dtype] for dtype, box in zip(source.params, boxes, strict=True)]
+        if any(boxes)
+        else [],
+    }
 
 
 def _assembly_request(source: KernelSource, arch: int) -> dict[str, Any]:

@@ -85,9 +85,16 @@ class Dispatcher:
 
     is_strop = True  # tells capture that this forward may be left out of a copy
 
-    def __init__(self, module: nn.Module, options: Options, *, name: str = "",
-                 adapter: Adapter | None = None, loop: Loop | None = None,
-                 component: nn.Module | None = None) -> None:  # fmt: skip
+    def __init__(
+        self,
+        module: nn.Module,
+        options: Options,
+        *,
+        name: str = "",
+        adapter: Adapter | None = None,
+        loop: Loop | None = None,
+        component: nn.Module | None = None,
+    ) -> None:
         """``component``: what the module is a part of, which hooks move as a whole."""
         self.module, self.options = module, options
         self.component = component or module
@@ -217,8 +224,9 @@ class Dispatcher:
             return (call.skeleton, looks, self.turned.outcomes(call))
         return (call.skeleton, looks)
 
-    def _serve(self, call: Call, plain: tuple[Any, ...] | None, *, is_no_grad: bool = True
-               ) -> tuple[StropError | None, Any]:  # fmt: skip
+    def _serve(
+        self, call: Call, plain: tuple[Any, ...] | None, *, is_no_grad: bool = True
+    ) -> tuple[StropError | None, Any]:
         """Why there is no program for the call, or its result. ``plain``: its arguments where none
         has a name; ``is_no_grad``: whether that is the caller's mode."""
         key = self._key(call)
@@ -305,8 +313,9 @@ class Dispatcher:
         self._note_eager(reason)
         return self.eager(*args, **kwargs)
 
-    def _run_refused(self, refusal: StropError, call: Call, args: tuple[Any, ...],
-                     kwargs: dict[str, Any]) -> Any:  # fmt: skip
+    def _run_refused(
+        self, refusal: StropError, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         """In eager, whose own exception comes first: it says more than that tracing failed."""
         if self.options.strict and refusal.__cause__ is None:
             raise refusal
@@ -427,9 +436,17 @@ class Dispatcher:
         if steady:  # numbers are, too, or nothing that they scale would be kept
             steady += tuple(range(len(call.given), len(call.tensors)))
         device = device_of(self.state, self._shapes(call))
-        entry = Entry(next(_NUMBERS), variant, device, env, aliases=aliases, steady=steady,
-                      timestep=timestep, is_pure=variant.program.is_pure,
-                      has_graph=not call.beside.generators)  # fmt: skip
+        entry = Entry(
+            next(_NUMBERS),
+            variant,
+            device,
+            env,
+            aliases=aliases,
+            steady=steady,
+            timestep=timestep,
+            is_pure=variant.program.is_pure,
+            has_graph=not call.beside.generators,
+        )
         self._entries[self._key(call)] = entry
         return entry, call
 
@@ -460,8 +477,16 @@ class Dispatcher:
                 entry.placed = placed
         library = library_for(entry.device, self.options)
         hoist = self._hoist(entry, workspace) if entry.steady else None
-        return Bound(entry.variant.program, entry.env, entry.placed, library, workspace, stream,
-                     hoist, in_place=not self.options.check)  # fmt: skip
+        return Bound(
+            entry.variant.program,
+            entry.env,
+            entry.placed,
+            library,
+            workspace,
+            stream,
+            hoist,
+            in_place=not self.options.check,
+        )
 
     def _hoist(self, entry: Entry, workspace: Workspace) -> Hoist:
         """Memory as for all else: of a stream, or of the graphs, whose runs are in order."""
@@ -491,8 +516,9 @@ class Dispatcher:
 
     # calls that are prepared
 
-    def _prepare(self, entry: Entry | None, args: tuple[Any, ...], tensors: Sequence[Tensor]
-                 ) -> None:  # fmt: skip
+    def _prepare(
+        self, entry: Entry | None, args: tuple[Any, ...], tensors: Sequence[Tensor]
+    ) -> None:
         """Have the short way ready for the next call that looks like this one."""
         if entry is None or entry.device.type != "cpu" or self.state.turned.names:
             return
@@ -568,8 +594,9 @@ class Dispatcher:
 
     def _returned(self, entry: Entry, results: list[Any], tensors: Sequence[Tensor]) -> Any:
         variant = entry.variant
-        return returned(variant.out_spec, entry.aliases, variant.same, results, tensors,
-                        self.state.tensors)  # fmt: skip
+        return returned(
+            variant.out_spec, entry.aliases, variant.same, results, tensors, self.state.tensors
+        )
 
     def _run_checked(self, bound: Bound, compiled: Compiled, inputs: Sequence[Tensor]) -> list[Any]:
         from strop.debug.check import run_checked
@@ -587,10 +614,13 @@ class Dispatcher:
 
     def _replay(self, entry: Entry, inputs: list[Tensor]) -> Any:
         results, launches = graphs.pool_of(entry.device).run(
-            (id(self), entry.number), inputs, entry.variant.specs,
+            (id(self), entry.number),
+            inputs,
+            entry.variant.specs,
             lambda workspace, stream: self._bound(entry, workspace, stream),
-            self.options.graph_budget_bytes, *self._where(entry, inputs),
-        )  # fmt: skip
+            self.options.graph_budget_bytes,
+            *self._where(entry, inputs),
+        )
         self.counters.replays += 1
         self.counters.launches = launches
         return self._returned(entry, results, inputs)

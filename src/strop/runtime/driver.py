@@ -51,9 +51,13 @@ class _Config(Structure):
     """CUlaunchConfig."""
 
     _fields_ = (
-        ("grid", c_uint * 3), ("block", c_uint * 3), ("shared", c_uint), ("stream", c_void_p),
-        ("attributes", c_void_p), ("num_attributes", c_uint),
-    )  # fmt: skip
+        ("grid", c_uint * 3),
+        ("block", c_uint * 3),
+        ("shared", c_uint),
+        ("stream", c_void_p),
+        ("attributes", c_void_p),
+        ("num_attributes", c_uint),
+    )
 
 
 _EARLY = _Attribute(_PROGRAMMATIC_SERIALIZATION, 0, 1)
@@ -76,9 +80,19 @@ def _cuda() -> ctypes.CDLL:
     cuda.cuFuncGetAttribute.argtypes = [c_void_p, c_int, c_void_p]
     if hasattr(cuda, "cuTensorMapEncodeTiled"):  # drivers for CUDA 12
         cuda.cuTensorMapEncodeTiled.argtypes = [
-            c_void_p, c_int, c_uint, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_int, c_int,
-            c_int, c_int,
-        ]  # fmt: skip
+            c_void_p,
+            c_int,
+            c_uint,
+            c_void_p,
+            c_void_p,
+            c_void_p,
+            c_void_p,
+            c_void_p,
+            c_int,
+            c_int,
+            c_int,
+            c_int,
+        ]
         cuda.cuTensorMapReplaceAddress.argtypes = [c_void_p, c_void_p]
     return cuda
 
@@ -91,8 +105,8 @@ ADVICE = {
     **dict.fromkeys((700, 716, 719), _BUG),
     803: "libcuda.so.1 and the loaded kernel module are of different drivers: reload it, or reboot",
     804: "this GPU cannot run a newer CUDA than its driver's: update the driver, or take an older"
-         " torch",
-}  # fmt: skip
+    " torch",
+}
 _OUT_OF_MEMORY = 2
 
 
@@ -147,10 +161,19 @@ class TensorMap:
         steps = box.steps or (1,) * rank
         reach = [size * step for size, step in zip(of_box, steps, strict=True)]
         code = _cuda().cuTensorMapEncodeTiled(
-            self.address, box.dtype, rank, pointer, extents, distances,
-            (c_uint32 * rank)(*reversed(reach)), (c_uint32 * rank)(*reversed(steps)), 0,
-            box.swizzle, _PROMOTION_128B, 0,
-        )  # fmt: skip
+            self.address,
+            box.dtype,
+            rank,
+            pointer,
+            extents,
+            distances,
+            (c_uint32 * rank)(*reversed(reach)),
+            (c_uint32 * rank)(*reversed(steps)),
+            0,
+            box.swizzle,
+            _PROMOTION_128B,
+            0,
+        )
         _check(code, f"describing {list(sizes)} with strides {list(strides)} to {entry}")
 
     @property
@@ -208,16 +231,23 @@ class CudaFunction:
         """A launch with these arguments: params, scratch, then integers (``wide``: of 64 bits).
         ``early``: before the last launch has ended, where the kernel can wait for it. ``views``:
         of each param that has a box, in order."""
-        return BoundLaunch(self, pointers, scalars, grid, stream, wide=wide, early=early,
-                           views=views)  # fmt: skip
+        return BoundLaunch(
+            self, pointers, scalars, grid, stream, wide=wide, early=early, views=views
+        )
 
 
 class BoundLaunch:
     """A prepared launch; calling it is one foreign call. Not to be shared between threads."""
 
     __slots__ = (
-        "_arguments", "_call", "_config", "_function", "_is_empty", "_pointers", "_values",
-    )  # fmt: skip
+        "_arguments",
+        "_call",
+        "_config",
+        "_function",
+        "_is_empty",
+        "_pointers",
+        "_values",
+    )
 
     def __init__(
         self,
@@ -247,9 +277,13 @@ class BoundLaunch:
         self._is_empty = 0 in shape
         early &= cubin.early and math.prod(shape) <= MOST_EARLY_PROGRAMS
         self._config = _Config(
-            shape, (32 * cubin.num_warps, 1, 1), cubin.shared, stream,
-            ctypes.addressof(_EARLY), int(early),
-        )  # fmt: skip
+            shape,
+            (32 * cubin.num_warps, 1, 1),
+            cubin.shared,
+            stream,
+            ctypes.addressof(_EARLY),
+            int(early),
+        )
         self._call = (byref(self._config), function._handle, self._arguments, None)
 
     def set_pointer(self, place: int, pointer: int) -> None:
@@ -266,8 +300,9 @@ class BoundLaunch:
             _check(code, f"launching {self._function.cubin.entry}")
 
 
-def _placed(cubin: Cubin, pointers: Sequence[int], views: Sequence[View]
-            ) -> tuple[list[c_void_p | TensorMap], list[Any]]:  # fmt: skip
+def _placed(
+    cubin: Cubin, pointers: Sequence[int], views: Sequence[View]
+) -> tuple[list[c_void_p | TensorMap], list[Any]]:
     """The pointers, and all arguments that Triton makes of them: behind a tensor map it passes the
     tensor's sizes and strides, which the accelerator has from the map."""
     found: list[c_void_p | TensorMap] = []

@@ -68,10 +68,19 @@ class Lease(NamedTuple):
 class Bound:
     """A program at one shape on one stream. Not thread-safe: the dispatcher serialises runs."""
 
-    def __init__(self, program: Program, env: Mapping[str, int], state: Sequence[Tensor | None],
-                 kernels: KernelLibrary, workspace: Workspace, stream: int,
-                 hoist: Hoist | None = None, *, in_place: bool = True, part: Part | None = None
-                 ) -> None:  # fmt: skip
+    def __init__(
+        self,
+        program: Program,
+        env: Mapping[str, int],
+        state: Sequence[Tensor | None],
+        kernels: KernelLibrary,
+        workspace: Workspace,
+        stream: int,
+        hoist: Hoist | None = None,
+        *,
+        in_place: bool = True,
+        part: Part | None = None,
+    ) -> None:
         """Without ``in_place`` operands of a step are still there when it has run. A ``part`` binds
         some steps alone, for a timetable."""
         self.program, self.env, self.stream = program, env, stream
@@ -101,9 +110,11 @@ class Bound:
         self._faults = Faults(program, workspace.device)
         self._memory: Tensor | None = None
         self._zeroed: dict[tuple[int, int], Tensor] = {}  # scratch of step and number
-        self._arguments = [number for number, b in enumerate(program.buffers) if part is None
-                           and b.kind == "input" and not program.inputs[b.index].is_state
-                           ]  # fmt: skip
+        self._arguments = [
+            number
+            for number, b in enumerate(program.buffers)
+            if part is None and b.kind == "input" and not program.inputs[b.index].is_state
+        ]
         self.around: Around | None = None  # a debugger's place between the steps
 
     @property
@@ -150,10 +161,14 @@ class Bound:
         for item in self.program.returned:
             if item.tensor is not None:
                 last[item.tensor.buffer] = len(self.program.steps)
-        alive = {number: Interval(first[number], last[number], self._size_bytes(number))
-                 for number, buffer in enumerate(self.program.buffers)
-                 if buffer.kind == "arena" and number in first and number not in self.hoisted.kept
-                 and number not in self._part.tensors}  # fmt: skip
+        alive = {
+            number: Interval(first[number], last[number], self._size_bytes(number))
+            for number, buffer in enumerate(self.program.buffers)
+            if buffer.kind == "arena"
+            and number in first
+            and number not in self.hoisted.kept
+            and number not in self._part.tensors
+        }
         steps = [self.steps[position] for position in times] if shares else []
         pairs = (pair for step in steps if step is not None for pair in step.in_place)
         placed, host = shared(alive, pairs)
@@ -165,8 +180,9 @@ class Bound:
                 owners.append(("scratch", position, index))
         offsets, self.arena_bytes = plan_arena(intervals)
         self._offsets = dict(zip(owners, offsets, strict=True))
-        self._offsets |= {("buffer", new, 0): self._offsets["buffer", old, 0]
-                          for new, old in host.items()}  # fmt: skip
+        self._offsets |= {
+            ("buffer", new, 0): self._offsets["buffer", old, 0] for new, old in host.items()
+        }
         self._dead: dict[int, list[int]] = defaultdict(list)  # by the step that reads it last
         allocated = []
         for number, buffer in enumerate(self.program.buffers):
@@ -202,8 +218,11 @@ class Bound:
     def _built(self) -> dict[int, KernelSource]:
         """The kernels that run at this shape, by step, and made: a form that no shape before has
         needed, and that the background has not come to, is built now."""
-        found = {position: self._source(step) for position, step in enumerate(self.steps)
-                 if isinstance(step, KernelStep)}  # fmt: skip
+        found = {
+            position: self._source(step)
+            for position, step in enumerate(self.steps)
+            if isinstance(step, KernelStep)
+        }
         own = chain.from_iterable(each.sources for each in self._own.values())
         self._kernels.build(list(dict.fromkeys([*found.values(), *own])))
         return found
@@ -234,8 +253,11 @@ class Bound:
             self._slots[number] = tensor
         self._steps = [self._link_step(position, step) for position, step in enumerate(self.steps)]
         kinds = [buffer.kind for buffer in self.program.buffers]
-        self._results = [(n, self._shapes[n], self._strides[n], self.program.buffers[n].dtype)
-                         for n, kind in enumerate(kinds) if kind == "result"]  # fmt: skip
+        self._results = [
+            (n, self._shapes[n], self._strides[n], self.program.buffers[n].dtype)
+            for n, kind in enumerate(kinds)
+            if kind == "result"
+        ]
         # arguments too: a backward's are what its forward has kept, half of the device's memory
         passing = (n for n, kind in enumerate(kinds) if kind in ("call", "result"))
         self._released = [*self._arguments, *passing]
@@ -249,8 +271,11 @@ class Bound:
     def _link_step(self, position: int, step: Step | None) -> Callable[[], None]:
         if step is None:
             return _nothing
-        run = (self._link_call(position, step) if isinstance(step, CallStep)
-               else self._link_kernel(position, step))  # fmt: skip
+        run = (
+            self._link_call(position, step)
+            if isinstance(step, CallStep)
+            else self._link_kernel(position, step)
+        )
         dead = self._dead.get(position)
         return freeing(run, self._slots, dead) if dead else run
 
@@ -258,19 +283,26 @@ class Bound:
         if not any(math.prod(self._shapes[n]) for n in step.writes):
             return _nothing  # grids are not empty, and kernels divide by sizes
         source, scalars = self._sources[position], self._scalars(step)
-        moves = [self._eval(offset) * self.program.buffers[number].dtype.itemsize
-                 for number, offset in zip(step.buffers, step.offsets, strict=True)]  # fmt: skip
-        pointers = [self._pointer(number) + move
-                    for number, move in zip(step.buffers, moves, strict=True)]  # fmt: skip
+        moves = [
+            self._eval(offset) * self.program.buffers[number].dtype.itemsize
+            for number, offset in zip(step.buffers, step.offsets, strict=True)
+        ]
+        pointers = [
+            self._pointer(number) + move for number, move in zip(step.buffers, moves, strict=True)
+        ]
         named = _named(scalars, has_splits=source.split is not None)
         for index, scratch in enumerate(source.scratch):
             if scratch.faults:
                 pointers.append(self._faults.pointer(position))
                 continue
-            pointers.append(self._scratch_pointer(position, index, scratch.zeroed,
-                            scratch.numel.eval(named), scratch.dtype))  # fmt: skip
-        bound = self._kernels.bind(source, pointers, scalars, self.stream,
-                                   early=self._follows_a_kernel(position))  # fmt: skip
+            pointers.append(
+                self._scratch_pointer(
+                    position, index, scratch.zeroed, scratch.numel.eval(named), scratch.dtype
+                )
+            )
+        bound = self._kernels.bind(
+            source, pointers, scalars, self.stream, early=self._follows_a_kernel(position)
+        )
         for slot, number in enumerate(step.buffers):
             if self._slots[number] is None:
                 self._patches[number].append((bound, slot, moves[slot]))
@@ -288,8 +320,9 @@ class Bound:
         tensor = self._slots[number]
         return 0 if tensor is None else tensor.data_ptr()
 
-    def _scratch_pointer(self, position: int, index: int, zeroed: bool, numel: int,
-                         dtype: torch.dtype) -> int:  # fmt: skip
+    def _scratch_pointer(
+        self, position: int, index: int, zeroed: bool, numel: int, dtype: torch.dtype
+    ) -> int:
         assert self._memory is not None
         if zeroed:
             if (position, index) not in self._zeroed:
@@ -305,8 +338,11 @@ class Bound:
         is_whole = shape == self._shapes[number] and not offset
         fixed = self._slots[number]
         if fixed is not None:
-            if (is_whole and strides == self._strides[number]
-                    and self.program.buffers[number].kind == "input"):  # fmt: skip
+            if (
+                is_whole
+                and strides == self._strides[number]
+                and self.program.buffers[number].kind == "input"
+            ):
                 view = fixed  # a weight may lie in memory in another order than it was traced
             else:
                 view = fixed.as_strided(shape, strides, fixed.storage_offset() + offset)
@@ -355,11 +391,18 @@ class Bound:
         return run
 
     def _own_call(self, position: int, step: CallStep, library: own_calls.Call) -> own_calls.Call:
-        return own_calls.instead(step, self._own[position], library, self._kernels, self.stream,
-                                 early=self._follows_a_kernel(position))  # fmt: skip
+        return own_calls.instead(
+            step,
+            self._own[position],
+            library,
+            self._kernels,
+            self.stream,
+            early=self._follows_a_kernel(position),
+        )
 
-    def _link_planned(self, position: int, step: CallStep, getters: list[Getter],
-                      attrs: Mapping[str, Any]) -> Callable[[], None]:  # fmt: skip
+    def _link_planned(
+        self, position: int, step: CallStep, getters: list[Getter], attrs: Mapping[str, Any]
+    ) -> Callable[[], None]:
         call, (number,) = self._planned_calls[step.op](attrs), step.outputs
         if step.kernel is not None:
             source = self.program.sources[step.kernel]
@@ -391,8 +434,9 @@ class Bound:
 
     # running
 
-    def run(self, inputs: Sequence[Tensor], stamp: Stamp | None = None,
-            moment: Moment | None = None) -> list[Any]:  # fmt: skip
+    def run(
+        self, inputs: Sequence[Tensor], stamp: Stamp | None = None, moment: Moment | None = None
+    ) -> list[Any]:
         """``inputs``: the arguments that are not state, in order; ``stamp``: of the steady ones;
         ``moment``: the place of the call in a denoise loop."""
         with self._workspace.lock:
@@ -441,8 +485,9 @@ class Bound:
 
     def _bind_part(self, env: Mapping[str, int], part: Part) -> Callable[[], None]:
         workspace = Workspace(self._workspace.device)  # as another run is in the middle of its own
-        bound = Bound(self.program, env, self._state, self._kernels, workspace, self.stream,
-                      part=part)  # fmt: skip
+        bound = Bound(
+            self.program, env, self._state, self._kernels, workspace, self.stream, part=part
+        )
 
         def run() -> None:
             with workspace.lock:
@@ -527,18 +572,29 @@ class Bound:
             return None
         looks = {n: (shape, strides, dtype) for n, shape, strides, dtype in self._results}
         kernels = [step for step in self._steps if isinstance(step, NativeKernel)]
-        patches = [(which, kernel, place, move)
-                   for which, number in enumerate([*self._arguments, *numbers])
-                   for kernel, place, move in self._patches[number]
-                   if isinstance(kernel, NativeKernel)]  # fmt: skip
+        patches = [
+            (which, kernel, place, move)
+            for which, number in enumerate([*self._arguments, *numbers])
+            for kernel, place, move in self._patches[number]
+            if isinstance(kernel, NativeKernel)
+        ]
         uses_memory = self.arena_bytes or self._zeroed or self._faults
         is_from_one_to_one = [(which, move) for which, _, _, move in patches] == [(0, 0), (1, 0)]
         if len(kernels) == 1 and is_from_one_to_one and not uses_memory and structured is FIRST:
             places = [place for _, _, place, _ in patches]
             return of_one(self, kernels[0], looks[numbers[0]], *places)
         memory = self._memory if self.arena_bytes else None
-        return of_many(self, kernels, [looks[n] for n in numbers], patches, len(self._arguments),
-                       structured, self._workspace, memory, self._faults)  # fmt: skip
+        return of_many(
+            self,
+            kernels,
+            [looks[n] for n in numbers],
+            patches,
+            len(self._arguments),
+            structured,
+            self._workspace,
+            memory,
+            self._faults,
+        )
 
     def _is_whole(self, ref: TensorRef) -> bool:
         shape, strides = self._eval_all(ref.shape), self._eval_all(ref.strides)

@@ -67,8 +67,10 @@ def replacement_in(part: nn.Module, path: str) -> str:
     where = f"{path} ({type(part).__name__})" if path else f"the {type(part).__name__}"
     if feature := feature_of(part):
         return f"{feature} (it is in front of {where})"
-    named = next((f"{f.__module__}.{f.__qualname__}" for f in
-                  _functions(part.__dict__.get("forward"))), "another object")  # fmt: skip
+    named = next(
+        (f"{f.__module__}.{f.__qualname__}" for f in _functions(part.__dict__.get("forward"))),
+        "another object",
+    )
     return (
         f"the forward of {where} is {named} instead of its class's: give the part a class of its"
         " own, or del its forward"

@@ -22,8 +22,15 @@ class FewRows:
     the same run writes the weights, which it then does not wait for.
     """
 
-    def __init__(self, otherwise: OutCall, kernels: KernelLibrary, stream: int, *,
-                 is_early: bool, is_steady: bool) -> None:  # fmt: skip
+    def __init__(
+        self,
+        otherwise: OutCall,
+        kernels: KernelLibrary,
+        stream: int,
+        *,
+        is_early: bool,
+        is_steady: bool,
+    ) -> None:
         self._otherwise, self._kernels, self._stream = otherwise, kernels, stream
         self._is_early, self._is_steady = is_early, is_steady
         self._bound: dict[tuple[torch.Size, tuple[int, ...]], BoundKernel] = {}
@@ -45,8 +52,7 @@ class FewRows:
         sources = sources_at("linear", {}, (x.shape, weight.shape), x.dtype)
         self._kernels.build(sources)  # unless the program's first call has done so
         scalars = [len(x), len(weight), x.stride(0) // PIECE, int(not self._is_steady)]
-        return self._kernels.bind(sources[0], [0] * 3, scalars, self._stream,
-                                  early=self._is_early)  # fmt: skip
+        return self._kernels.bind(sources[0], [0] * 3, scalars, self._stream, early=self._is_early)
 
 
 def _is_read(x: Tensor) -> bool:

@@ -14,8 +14,9 @@ from strop.runtime.narrow_convolution import OutCall, is_dense
 class FoldedTaps:
     """One step on one stream; ``otherwise`` does what the kernel cannot."""
 
-    def __init__(self, source: KernelSource, otherwise: OutCall, kernels: KernelLibrary,
-                 stream: int) -> None:  # fmt: skip
+    def __init__(
+        self, source: KernelSource, otherwise: OutCall, kernels: KernelLibrary, stream: int
+    ) -> None:
         self._source, self._otherwise = source, otherwise
         self._kernels, self._stream = kernels, stream
         self._bound: BoundKernel | None = None

@@ -33,8 +33,9 @@ class Foresight(TorchFunctionMode):
         self._begin, self._families = begin, families
         self._seen = set[KernelSource]()
 
-    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (),
-                           kwargs: Any = None) -> Any:  # fmt: skip
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
         result = func(*args, **(kwargs or {}))
         if func in CALLS:
             self._foresee(CALLS[func](*args, **(kwargs or {})))
@@ -50,18 +51,36 @@ class Foresight(TorchFunctionMode):
             self._begin(sources)
 
 
-def _convolution(input: Tensor, weight: Tensor, bias: Tensor | None = None, stride: Any = 1,
-                 padding: Any = 0, dilation: Any = 1, groups: int = 1) -> Node | None:  # fmt: skip
+def _convolution(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: Any = 1,
+    padding: Any = 0,
+    dilation: Any = 1,
+    groups: int = 1,
+) -> Node | None:
     if isinstance(padding, str) or input.dim() != 4:
         return None
-    attrs = {"stride": _pair(stride), "padding": _pair(padding), "dilation": _pair(dilation),
-             "groups": groups}  # fmt: skip
+    attrs = {
+        "stride": _pair(stride),
+        "padding": _pair(padding),
+        "dilation": _pair(dilation),
+        "groups": groups,
+    }
     return _called("conv2d", (input, weight), attrs)  # the bias is the next kernel's
 
 
-def _attention(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None,
-               dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None,
-               enable_gqa: bool = False) -> Node | None:  # fmt: skip
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Node | None:
     if attn_mask is not None or dropout_p or enable_gqa or query.dim() != 4:
         return None
     return _called("attention", (query, key, value), {"causal": is_causal, "scale": scale})

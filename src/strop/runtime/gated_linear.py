@@ -20,8 +20,15 @@ class GatedLinear:
     not lie dense, or has too many numbers for 32 bits, is left to ``otherwise``. Without ``is_one``
     it is never one kernel."""
 
-    def __init__(self, otherwise: OutCall, kernels: KernelLibrary, stream: int, *,
-                 is_early: bool, is_one: bool = True) -> None:  # fmt: skip
+    def __init__(
+        self,
+        otherwise: OutCall,
+        kernels: KernelLibrary,
+        stream: int,
+        *,
+        is_early: bool,
+        is_one: bool = True,
+    ) -> None:
         self._otherwise, self._may_be_one = otherwise, is_one
         self._kernels, self._stream, self._is_early = kernels, stream, is_early
         self._bound: dict[tuple[int, bool], BoundKernel] = {}
@@ -59,8 +66,9 @@ class GatedLinear:
         self._kernels.build([source])  # unless the program's first call has done so
         scalars = [-(-len(x) // tile.rows), out.shape[1] // tile.cols, x.shape[1] // DEPTH]
         views = [(t.shape, t.stride()) for t in (x, weight, out)]
-        return self._kernels.bind(source, [NOWHERE] * 4, scalars, self._stream,
-                                  early=self._is_early, views=views)  # fmt: skip
+        return self._kernels.bind(
+            source, [NOWHERE] * 4, scalars, self._stream, early=self._is_early, views=views
+        )
 
     def _behind(self, x: Tensor, weight: Tensor, out: Tensor, has_bias: bool) -> BoundKernel:
         source = geglu(out.shape[1], x.dtype, has_bias=has_bias)

@@ -61,8 +61,9 @@ class Captured:
     num_timed: int = 0  # kernels of ``timed``
     shared: tuple[Shared, ...] = ()  # memory of several results
 
-    def replay(self, inputs: Sequence[Tensor], stamp: Stamp | None, moment: Moment | None = None
-               ) -> tuple[list[Any], int]:  # fmt: skip
+    def replay(
+        self, inputs: Sequence[Tensor], stamp: Stamp | None, moment: Moment | None = None
+    ) -> tuple[list[Any], int]:
         """The results, and how many kernels have run behind the prologue."""
         bound, count = self.bound, self.num_kernels
         bound.raise_faults()
@@ -147,9 +148,16 @@ class GraphPool:
         self._streams: dict[int, torch.cuda.Stream] = {}
         self._lock = threading.RLock()  # binding may move weights, which drops graphs
 
-    def run(self, key: Hashable, inputs: Sequence[Tensor], specs: Sequence[TensorSpec],
-            make: MakeBound, budget_bytes: int, stamp: Stamp | None = None,
-            moment: Moment | None = None) -> tuple[list[Any], int]:  # fmt: skip
+    def run(
+        self,
+        key: Hashable,
+        inputs: Sequence[Tensor],
+        specs: Sequence[TensorSpec],
+        make: MakeBound,
+        budget_bytes: int,
+        stamp: Stamp | None = None,
+        moment: Moment | None = None,
+    ) -> tuple[list[Any], int]:
         """Replay the graph of ``key``, capturing it first if need be; also how many kernels ran.
 
         ``inputs`` may be strided and of other dtypes than ``specs``: copying them in converts.
@@ -199,8 +207,14 @@ class GraphPool:
             self._home, self._workspace = _NO_STREAM, Workspace(self.device)
         return self._workspace
 
-    def _captured(self, key: Hashable, inputs: Sequence[Tensor], specs: Sequence[TensorSpec],
-                  make: MakeBound, budget_bytes: int) -> Captured:  # fmt: skip
+    def _captured(
+        self,
+        key: Hashable,
+        inputs: Sequence[Tensor],
+        specs: Sequence[TensorSpec],
+        make: MakeBound,
+        budget_bytes: int,
+    ) -> Captured:
         captured = self._graphs.pop(key, None)
         if captured is None or captured.bound.has_moved:
             captured = self._capture(inputs, specs, make)
@@ -228,8 +242,9 @@ class GraphPool:
         graphs = self._graphs.values()
         return sum(g.size_bytes + g.bound.timetable.held_bytes for g in graphs)
 
-    def _capture(self, inputs: Sequence[Tensor], specs: Sequence[TensorSpec],
-                 make: MakeBound) -> Captured:  # fmt: skip
+    def _capture(
+        self, inputs: Sequence[Tensor], specs: Sequence[TensorSpec], make: MakeBound
+    ) -> Captured:
         stream, caller = self._stream, torch.cuda.current_stream(self.device)
         assert self._workspace is not None
         stream.wait_stream(caller)
@@ -237,8 +252,10 @@ class GraphPool:
             bound = make(self._workspace, stream.cuda_stream)
             if bound.is_large:
                 caller.wait_stream(stream)
-                raise NoGraphError(f"its working memory, {bound.arena_bytes / 2**30:.1f} GiB, is "
-                                   "free for others between calls")  # fmt: skip
+                raise NoGraphError(
+                    f"its working memory, {bound.arena_bytes / 2**30:.1f} GiB, is "
+                    "free for others between calls"
+                )
             static = tuple(s.empty(x.shape).copy_(x) for x, s in zip(inputs, specs, strict=True))
             generator = torch.cuda.default_generators[self.device.index]
             state = generator.get_state()
@@ -256,8 +273,18 @@ class GraphPool:
         self.num_captures += 1
         tensors = [*static, *(r for r in results if isinstance(r, Tensor))]
         size = sum(t.untyped_storage().nbytes() for t in tensors) + bound.call_bytes
-        return Captured(graph, prologue, timed, static, results, bound, size + bound.kept_bytes,
-                        num_kernels, num_timed, shared_by(results))  # fmt: skip
+        return Captured(
+            graph,
+            prologue,
+            timed,
+            static,
+            results,
+            bound,
+            size + bound.kept_bytes,
+            num_kernels,
+            num_timed,
+            shared_by(results),
+        )
 
     def _recorded(self, run: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T, int]:
         """Ready to be replayed, and how many kernels it has."""
@@ -272,8 +299,9 @@ class GraphPool:
     def _record(self, run: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
         graph = torch.cuda.CUDAGraph(keep_graph=True)
         try:
-            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream,
-                                  capture_error_mode="thread_local"):  # fmt: skip
+            with torch.cuda.graph(
+                graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
+            ):
                 results = run()
         except RuntimeError as error:
             with contextlib.suppress(RuntimeError):  # torch has done so unless the capture broke
@@ -288,8 +316,12 @@ class GraphPool:
 
     def _capture_nothing(self) -> None:
         """A capture that breaks leaves torch's random generator in it; one that works ends that."""
-        with torch.cuda.graph(torch.cuda.CUDAGraph(), pool=self._pool, stream=self._stream,
-                              capture_error_mode="thread_local"):  # fmt: skip
+        with torch.cuda.graph(
+            torch.cuda.CUDAGraph(),
+            pool=self._pool,
+            stream=self._stream,
+            capture_error_mode="thread_local",
+        ):
             self._one.zero_()
 
     def _trim(self, budget_bytes: int) -> None:

@@ -39,9 +39,18 @@ class GroupProduct:
     the same run writes the weights, which it then does not wait for.
     """
 
-    def __init__(self, op: str, attrs: Mapping[str, Any], otherwise: OutCall,
-                 kernels: KernelLibrary, stream: int, *, is_early: bool, is_steady: bool,
-                 choose: Choose = form_of) -> None:  # fmt: skip
+    def __init__(
+        self,
+        op: str,
+        attrs: Mapping[str, Any],
+        otherwise: OutCall,
+        kernels: KernelLibrary,
+        stream: int,
+        *,
+        is_early: bool,
+        is_steady: bool,
+        choose: Choose = form_of,
+    ) -> None:
         self._op, self._attrs, self._otherwise, self._choose = op, attrs, otherwise, choose
         self._kernels, self._stream = kernels, stream
         self._is_early, self._is_steady = is_early, is_steady
@@ -87,5 +96,6 @@ class GroupProduct:
         if form.results:
             views.append((of.result, dense(of.result), form.results))
         scalars = form.scalars(of.ins, late=not self._is_steady)
-        return self._kernels.bind(source, [NOWHERE] * 4, scalars, self._stream,
-                                  early=self._is_early, views=views)  # fmt: skip
+        return self._kernels.bind(
+            source, [NOWHERE] * 4, scalars, self._stream, early=self._is_early, views=views
+        )

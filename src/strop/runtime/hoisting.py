@@ -51,8 +51,12 @@ class Stamp:
 
     def beside(self, other: Stamp) -> Stamp:
         """Of the tensors of both."""
-        return Stamp(self.loop, self.tensors + other.tensors, self.aliases + other.aliases,
-                     self.versions + other.versions)  # fmt: skip
+        return Stamp(
+            self.loop,
+            self.tensors + other.tensors,
+            self.aliases + other.aliases,
+            self.versions + other.versions,
+        )
 
     def equals(self, other: Stamp) -> bool:
         """Whether both are of one loop, and of the same tensors with the same content."""
@@ -188,8 +192,12 @@ def versions_of(tensors: Sequence[Tensor]) -> tuple[int, ...] | None:
         return None
 
 
-def prologue_of(program: Program, steps: Sequence[Step | None], steady: Collection[int],
-                planned: Collection[str]) -> Prologue:  # fmt: skip
+def prologue_of(
+    program: Program,
+    steps: Sequence[Step | None],
+    steady: Collection[int],
+    planned: Collection[str],
+) -> Prologue:
     """Of ``steps``, which run at one shape. ``steady``: arguments, as numbers among the inputs.
 
     A step belongs to it if it reads nothing else and its results lie in planned memory, as those of
@@ -200,8 +208,12 @@ def prologue_of(program: Program, steps: Sequence[Step | None], steady: Collecti
         return Prologue()
     found = movable(program, steps, read_by_all(program, steady), planned)
     kept = kept_of(steps, found)
-    read = {program.buffers[n].index for p in found for n in read_by(steps[p])
-            if program.buffers[n].kind == "input"}  # fmt: skip
+    read = {
+        program.buffers[n].index
+        for p in found
+        for n in read_by(steps[p])
+        if program.buffers[n].kind == "input"
+    }
     if not kept or read.isdisjoint(steady):
         return Prologue()
     return Prologue(tuple(found), kept, weights_of(program, read - set(steady)))
@@ -213,13 +225,16 @@ def writes_inputs(program: Program, steps: Sequence[Step | None]) -> bool:
 
 def read_by_all(program: Program, steady: Collection[int]) -> set[int]:
     """The buffers of weights and of arguments that are ``steady``."""
-    return {n for n, b in enumerate(program.buffers)
-            if b.kind == "input" and (program.inputs[b.index].is_state or b.index in steady)
-            }  # fmt: skip
+    return {
+        n
+        for n, b in enumerate(program.buffers)
+        if b.kind == "input" and (program.inputs[b.index].is_state or b.index in steady)
+    }
 
 
-def movable(program: Program, steps: Sequence[Step | None], known: set[int],
-            planned: Collection[str]) -> list[int]:  # fmt: skip
+def movable(
+    program: Program, steps: Sequence[Step | None], known: set[int], planned: Collection[str]
+) -> list[int]:
     """Positions of steps that read nothing but buffers that are ``known``, to which what they write
     is added."""
     writers = Counter(n for step in steps for n in written(step))

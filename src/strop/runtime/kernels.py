@@ -62,9 +62,14 @@ class KernelLibrary(Protocol):
         ...
 
     def bind(
-        self, source: KernelSource, pointers: Sequence[int], scalars: Sequence[int], stream: int,
-        early: bool = False, views: Sequence[View] = (),
-    ) -> BoundKernel:  # fmt: skip
+        self,
+        source: KernelSource,
+        pointers: Sequence[int],
+        scalars: Sequence[int],
+        stream: int,
+        early: bool = False,
+        views: Sequence[View] = (),
+    ) -> BoundKernel:
         """``early``: launched before the last launch has ended, where that can be. ``views``: of
         each param that has a box, in order."""
         ...
@@ -105,9 +110,15 @@ class CpuKernels:
     def build(self, sources: Sequence[KernelSource]) -> None:
         self._functions = {**self._functions, **self._native.build(sources)}
 
-    def bind(self, source: KernelSource, pointers: Sequence[int], scalars: Sequence[int],
-             stream: int, early: bool = False, views: Sequence[View] = ()
-             ) -> BoundKernel:  # fmt: skip
+    def bind(
+        self,
+        source: KernelSource,
+        pointers: Sequence[int],
+        scalars: Sequence[int],
+        stream: int,
+        early: bool = False,
+        views: Sequence[View] = (),
+    ) -> BoundKernel:
         return self._functions[source].bind(pointers, scalars)
 
     def splits(self, split: Split, sizes: Mapping[str, int]) -> int:
@@ -157,16 +168,23 @@ class CudaKernels:
     def watch(self, sources: Sequence[KernelSource]) -> Callable[[], int]:
         return lambda: sum(builds.BUILDS.has(source, self.device.arch) for source in sources)
 
-    def bind(self, source: KernelSource, pointers: Sequence[int], scalars: Sequence[int],
-             stream: int, early: bool = False, views: Sequence[View] = ()
-             ) -> BoundKernel:  # fmt: skip
+    def bind(
+        self,
+        source: KernelSource,
+        pointers: Sequence[int],
+        scalars: Sequence[int],
+        stream: int,
+        early: bool = False,
+        views: Sequence[View] = (),
+    ) -> BoundKernel:
         names = {f"s{i}": value for i, value in enumerate(scalars)}
         if source.split is not None:
             names["splits"] = scalars[-1]
         grid = [size.eval(names) for size in source.grid]
         function = driver.load(self._cubins[source])
-        return function.bind(pointers, scalars, grid, stream, wide=source.wide, early=early,
-                             views=views)  # fmt: skip
+        return function.bind(
+            pointers, scalars, grid, stream, wide=source.wide, early=early, views=views
+        )
 
     def splits(self, split: Split, sizes: Mapping[str, int]) -> int:
         rows, parallel = split.rows.eval(sizes), split.parallel.eval(sizes)

@@ -121,8 +121,9 @@ def _placed(intervals: Sequence[Interval], order: Sequence[int]) -> tuple[list[i
     return offsets, total
 
 
-def shared(alive: Mapping[int, Interval], pairs: Iterable[tuple[int, int]]
-           ) -> tuple[dict[int, Interval], dict[int, int]]:  # fmt: skip
+def shared(
+    alive: Mapping[int, Interval], pairs: Iterable[tuple[int, int]]
+) -> tuple[dict[int, Interval], dict[int, int]]:
     """One memory for the buffers (new, old) of a pair, where the step that makes the new one is the
     last to read the old one. ``pairs`` in the order of steps. Intervals of what is left to place,
     and for each buffer that is not the one in whose memory it lies."""
@@ -145,8 +146,9 @@ def aligned(size_bytes: int) -> int:
     return -(-max(size_bytes, 1) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
-def freeing(run: Callable[[], None], slots: list[Tensor | None], dead: Sequence[int]
-             ) -> Callable[[], None]:  # fmt: skip
+def freeing(
+    run: Callable[[], None], slots: list[Tensor | None], dead: Sequence[int]
+) -> Callable[[], None]:
     """What libraries have allocated is for later steps again once nobody reads it."""
 
     def run_and_free() -> None:

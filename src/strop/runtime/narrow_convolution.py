@@ -21,8 +21,9 @@ ALIGNMENT = 16  # bytes
 class NarrowConvolution:
     """One convolution step on one stream; ``otherwise`` does what the kernel cannot."""
 
-    def __init__(self, source: KernelSource, otherwise: OutCall, kernels: KernelLibrary,
-                 stream: int) -> None:  # fmt: skip
+    def __init__(
+        self, source: KernelSource, otherwise: OutCall, kernels: KernelLibrary, stream: int
+    ) -> None:
         self._source, self._otherwise = source, otherwise
         self._kernels, self._stream = kernels, stream
         self._bound: dict[Form, BoundKernel] = {}

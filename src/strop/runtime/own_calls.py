@@ -36,9 +36,12 @@ class Own:
     is_steady: bool
 
 
-def chosen(program: Program, steps: Sequence[Step | None],
-           sizes: Callable[[tuple[Expr, ...]], Sequence[int]], device: Device
-           ) -> dict[int, Own]:  # fmt: skip
+def chosen(
+    program: Program,
+    steps: Sequence[Step | None],
+    sizes: Callable[[tuple[Expr, ...]], Sequence[int]],
+    device: Device,
+) -> dict[int, Own]:
     """By step, what does its call for operands of these sizes, where that is one of ours."""
     found, changed = {}, {number for step in program.steps for number in written(step)}
     for position, step in enumerate(steps):
@@ -75,8 +78,9 @@ def sources_at(
     return tuple(dict.fromkeys((*program.sources_at(env), *launched, *wide)))
 
 
-def sources_elsewhere(program: Program, needed: Collection[KernelSource], device: Device
-                      ) -> tuple[KernelSource, ...]:  # fmt: skip
+def sources_elsewhere(
+    program: Program, needed: Collection[KernelSource], device: Device
+) -> tuple[KernelSource, ...]:
     """All kernels that run at some sizes on such a GPU but those that are ``needed``."""
     here, all_kernels = set(needed), (*program.sources, *sources_anywhere(program, device))
     return tuple(source for source in dict.fromkeys(all_kernels) if source not in here)
@@ -114,24 +118,35 @@ def sources_anywhere(program: Program, device: Device) -> tuple[KernelSource, ..
         if step.families and device.has_wgmma:
             shapes = [ref.shape for ref in step.inputs]
             dtype = program.buffers[step.inputs[0].buffer].dtype
-            found |= dict.fromkeys(own_kernels.sources_anywhere(
-                step.families, step.op, dict(step.attrs), shapes, dtype
-            ))  # fmt: skip
+            found |= dict.fromkeys(
+                own_kernels.sources_anywhere(
+                    step.families, step.op, dict(step.attrs), shapes, dtype
+                )
+            )
     return tuple(found | dict.fromkeys(wide_attention.sources_anywhere(program)))
 
 
-def instead(step: CallStep, own: Own, otherwise: Call, kernels: KernelLibrary, stream: int, *,
-            early: bool) -> Call:  # fmt: skip
+def instead(
+    step: CallStep, own: Own, otherwise: Call, kernels: KernelLibrary, stream: int, *, early: bool
+) -> Call:
     """A call by the kernels that ``chosen`` has found for it. It leaves to ``otherwise`` what does
     not lie in memory as they want it. ``early``: the launch before is one of ours."""
     if own.family in ("geglu", "box_geglu"):
-        return GatedLinear(otherwise, kernels, stream, is_early=early,
-                           is_one=own.family == "box_geglu")  # fmt: skip
+        return GatedLinear(
+            otherwise, kernels, stream, is_early=early, is_one=own.family == "box_geglu"
+        )
     if own.family == "group_product":
         if step.op == "geglu":
             otherwise = GatedLinear(otherwise, kernels, stream, is_early=early, is_one=False)
-        return GroupProduct(step.op, dict(step.attrs), otherwise, kernels, stream, is_early=early,
-                            is_steady=own.is_steady)  # fmt: skip
+        return GroupProduct(
+            step.op,
+            dict(step.attrs),
+            otherwise,
+            kernels,
+            stream,
+            is_early=early,
+            is_steady=own.is_steady,
+        )
     if own.family == "few_rows":
         return FewRows(otherwise, kernels, stream, is_early=early, is_steady=own.is_steady)
     scale = dict(step.attrs)["scale"]

@@ -46,8 +46,9 @@ class Joint:
     num_results: int = 0  # of the forward that are the caller's; the others are kept
     orders: dict[str, Order] = field(default_factory=dict)  # of kept tensors, as they lie
 
-    def partition(self, joint: GraphModule, inputs: Sequence[Any], *, num_fwd_outputs: int,
-                  **keywords: Any) -> tuple[GraphModule, GraphModule]:  # fmt: skip
+    def partition(
+        self, joint: GraphModule, inputs: Sequence[Any], *, num_fwd_outputs: int, **keywords: Any
+    ) -> tuple[GraphModule, GraphModule]:
         """``partition_fn`` of AOTAutograd."""
         self.num_results = num_fwd_outputs
         keep_less(joint)

@@ -17,8 +17,10 @@ from strop.runtime.straight import FIRST
 def as_specified(tensors: Sequence[Tensor], specs: Sequence[TensorSpec]) -> list[Tensor]:
     """Arguments in the type and layout that a program reads: adapters may want another type, and
     torch leaves it to a bit that numbers are conjugated or negated."""
-    return [s.arranged(t.resolve_conj().resolve_neg().to(s.dtype))
-            for t, s in zip(tensors, specs, strict=True)]  # fmt: skip
+    return [
+        s.arranged(t.resolve_conj().resolve_neg().to(s.dtype))
+        for t, s in zip(tensors, specs, strict=True)
+    ]
 
 
 def wants_none(tensors: Sequence[Tensor]) -> bool:
@@ -28,13 +30,17 @@ def wants_none(tensors: Sequence[Tensor]) -> bool:
 
 def are_dense(tensors: Sequence[Tensor], specs: Sequence[TensorSpec]) -> bool:
     """Whether all lie as they have been traced, at the beginning of their memory."""
-    return all(s.lies_so(t) and not t.storage_offset()
-               for t, s in zip(tensors, specs, strict=True))  # fmt: skip
+    return all(s.lies_so(t) and not t.storage_offset() for t, s in zip(tensors, specs, strict=True))
 
 
-def returned(spec: pytree.TreeSpec, aliases: Sequence[AliasOfArgument], same: Sequence[Same],
-             results: list[Any], tensors: Sequence[Tensor], state: Sequence[Tensor]
-             ) -> Any:  # fmt: skip
+def returned(
+    spec: pytree.TreeSpec,
+    aliases: Sequence[AliasOfArgument],
+    same: Sequence[Same],
+    results: list[Any],
+    tensors: Sequence[Tensor],
+    state: Sequence[Tensor],
+) -> Any:
     """What the module gives back. Arguments among it are the caller's own, not the dense copies
     that kernels read or what a CUDA graph keeps; weights are the module's."""
     for alias in aliases:

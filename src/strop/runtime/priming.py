@@ -43,8 +43,13 @@ class Form(NamedTuple):
         return sum(math.prod(sizes) * dtype.itemsize for sizes, _, dtype in looks)
 
 
-def prime(program: Program, env: Mapping[str, int], place: torch.device, device: Device,
-          is_open: Callable[[], bool]) -> int:  # fmt: skip
+def prime(
+    program: Program,
+    env: Mapping[str, int],
+    place: torch.device,
+    device: Device,
+    is_open: Callable[[], bool],
+) -> int:
     """Call the libraries as ``program`` does at these sizes, each form of operands once, on memory
     of no meaning, as long as ``is_open()``; how many calls that were.
 
@@ -76,8 +81,12 @@ def forms_of(program: Program, env: Mapping[str, int], device: Device) -> list[F
     for position, step in enumerate(steps):
         if isinstance(step, CallStep) and position not in own and _is_plain(program, step):
             result = program.buffers[step.outputs[0]]
-            form = Form(step.op, step.attrs, tuple(map(look, step.inputs)),
-                        (sizes(result.shape), sizes(result.strides), result.dtype))  # fmt: skip
+            form = Form(
+                step.op,
+                step.attrs,
+                tuple(map(look, step.inputs)),
+                (sizes(result.shape), sizes(result.strides), result.dtype),
+            )
             if form.num_bytes <= MOST_BYTES:
                 found[form] = None
     return list(found)

@@ -172,8 +172,15 @@ class Reach:
                 calls = {"__call__"} if name == "processor" else set()
                 self._value(f"{path}.{name}", value, reached | calls, is_own)
 
-    def _watch(self, label: str, owner: Any, table: Any, key: str, is_own: bool = True,
-               is_setting: bool = False) -> bool:  # fmt: skip
+    def _watch(
+        self,
+        label: str,
+        owner: Any,
+        table: Any,
+        key: str,
+        is_own: bool = True,
+        is_setting: bool = False,
+    ) -> bool:
         """Whether it is a new one."""
         place = (id(owner), key)
         if place in self.places:
@@ -263,8 +270,9 @@ class Reach:
             if name != "__class__" and not _is_empty(cell):
                 self._name(label, cell, Cell(cell), name, names, is_own=True)
 
-    def _name(self, label: str, owner: Any, table: Any, name: str, names: frozenset[str],
-              is_own: bool) -> None:  # fmt: skip
+    def _name(
+        self, label: str, owner: Any, table: Any, name: str, names: frozenset[str], is_own: bool
+    ) -> None:
         value = table[name]
         if not is_own and not isinstance(value, CONSTANTS + _CALLABLES + (ModuleType,)):
             return
@@ -340,8 +348,12 @@ class Reach:
         if id(value) in self.owners or (root in UNWATCHED and not isinstance(value, _NAMESPACES)):
             return
         self.owners[id(value)] = (label, value, getattr(value, "__dict__", {}))
-        special = {name for base in kind.__mro__ for name in vars(base)
-                   if name.startswith("__") and name not in _MAKING}  # fmt: skip
+        special = {
+            name
+            for base in kind.__mro__
+            for name in vars(base)
+            if name.startswith("__") and name not in _MAKING
+        }
         called = special if root not in FRAMEWORKS else {"__call__"}
         self._members(kind, names | called)
         self._held.append((label, value))
@@ -453,8 +465,9 @@ def _bound(code: CodeType) -> frozenset[str]:
 
 
 def _named_by(code: CodeType, operations: tuple[str, ...]) -> frozenset[str]:
-    inner = [_named_by(const, operations) for const in code.co_consts
-             if isinstance(const, CodeType)]  # fmt: skip
+    inner = [
+        _named_by(const, operations) for const in code.co_consts if isinstance(const, CodeType)
+    ]
     own = (i.argval for i in dis.get_instructions(code) if i.opname in operations)
     return frozenset(own).union(*inner)
 

@@ -49,8 +49,14 @@ def untaken(args: tuple[Any, ...]) -> Any:
     return None
 
 
-def short_way(served: Served, entry: Entry, tensors: Sequence[Tensor], run: Run,
-              is_unchanged: Callable[[], bool], drop: Callable[[], Any]) -> Short:  # fmt: skip
+def short_way(
+    served: Served,
+    entry: Entry,
+    tensors: Sequence[Tensor],
+    run: Run,
+    is_unchanged: Callable[[], bool],
+    drop: Callable[[], Any],
+) -> Short:
     """For calls that look like this one. ``drop``: to be called when ``run`` is of no use more."""
     fits = _looks_like(tensors)
     counters, loop, num_launches = served.counters, served.loop, entry.bounds[0].num_launches

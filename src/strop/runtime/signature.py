@@ -26,8 +26,10 @@ Skeleton = Any
 NUM_ARGUMENTS = 3  # its items that are the arguments: "tuple", by place, by name
 _NO_ITEMS = ("dict",)
 _NUMBERS: dict[str, Callable[[str], Any]] = {
-    "bool": lambda text: text == "True", "int": int, "float": float.fromhex,
-}  # fmt: skip
+    "bool": lambda text: text == "True",
+    "int": int,
+    "float": float.fromhex,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,9 +122,11 @@ def is_looked_into() -> bool:
         or torch._C._get_tracing_state() is not None
         or torch._C._functorch.peek_interpreter_stack() is not None
         or forward_ad._current_level >= 0
-        or (torch._C._len_torch_dispatch_stack() > 0
-            and any(torch._C._get_dispatch_mode(key) is not None for key in _TRACING_MODES))
-    )  # fmt: skip
+        or (
+            torch._C._len_torch_dispatch_stack() > 0
+            and any(torch._C._get_dispatch_mode(key) is not None for key in _TRACING_MODES)
+        )
+    )
 
 
 def is_foreign(t: Tensor) -> bool:
@@ -139,8 +143,9 @@ def described(t: Tensor) -> str:
     return f"a tensor of type {t.dtype}" if t.is_quantized else f"a tensor of layout {t.layout}"
 
 
-def _flatten_object(value: Any, kind: type, tensors: list[Tensor],
-                    beside: Beside | None) -> Skeleton:  # fmt: skip
+def _flatten_object(
+    value: Any, kind: type, tensors: list[Tensor], beside: Beside | None
+) -> Skeleton:
     if isinstance(value, tuple) and hasattr(kind, "_fields"):
         return ("named tuple", kind, *[flatten(v, tensors, beside) for v in value])
     if is_dataclass(kind) and all(f.init for f in fields(kind)):
@@ -307,8 +312,9 @@ def _symbolic_dims(t: Tensor) -> tuple[int, ...]:
     return (0,) if t.dim() else ()
 
 
-def served_sizes(specs: Sequence[TensorSpec], guards: Sequence[Guard],
-                 shapes: Sequence[Sequence[int]]) -> dict[str, int] | None:  # fmt: skip
+def served_sizes(
+    specs: Sequence[TensorSpec], guards: Sequence[Guard], shapes: Sequence[Sequence[int]]
+) -> dict[str, int] | None:
     """Values of the roots; None for arguments that a graph with these guards does not serve."""
     try:
         env = solve_roots(specs, shapes)

@@ -173,11 +173,14 @@ class ModuleState:
     def _adapter_state(self) -> tuple[Any, ...]:
         """What peft layers do besides their weights: who is active, with what scale."""
         return tuple(
-            (tuple(layer.active_adapters),
-             self.turned.form_of(path, "scaling") or tuple(sorted(layer.scaling.items())),
-             layer.disable_adapters, tuple(layer.merged_adapters))
+            (
+                tuple(layer.active_adapters),
+                self.turned.form_of(path, "scaling") or tuple(sorted(layer.scaling.items())),
+                layer.disable_adapters,
+                tuple(layer.merged_adapters),
+            )
             for path, layer in self._adapted
-        )  # fmt: skip
+        )
 
     def settings(self, path: str, part: nn.Module) -> dict[str, Any]:
         """Plain attributes of a part; of turned ones only the form."""
@@ -189,9 +192,11 @@ class ModuleState:
         modules = tuple(
             (path, type(m), type(m.__dict__.get("processor")), repr(self.settings(path, m)))
             for path, m in self.module.named_modules()
-        )  # fmt: skip
-        state = tuple((n, t.shape, _layout(t), t.dtype, t.device) for n, t in
-                      zip(self.names, self.tensors, strict=True))  # fmt: skip
+        )
+        state = tuple(
+            (n, t.shape, _layout(t), t.dtype, t.device)
+            for n, t in zip(self.names, self.tensors, strict=True)
+        )
         objects = {id(value): value for value in self.surroundings.objects}
         self._kept.update(objects)
         names = (*self.surroundings.text, *self.surroundings.containers, *objects)
@@ -230,8 +235,9 @@ def place(program: Program, tensors: Sequence[Tensor]) -> list[Tensor | None]:
     for tensor, (index, spec) in zip(tensors, enumerate(program.inputs), strict=False):
         strides = tuple(stride.value for stride in spec.strides) if index in read else None
         if strides is not None and not _steps_like(tensor, strides):
-            new = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype,
-                                      device=tensor.device)  # fmt: skip
+            new = torch.empty_strided(
+                tensor.shape, strides, dtype=tensor.dtype, device=tensor.device
+            )
             tensor.data = new.copy_(tensor.detach())
     placed: list[Tensor | None] = [t.detach() for t in tensors]
     for spec in program.inputs[len(tensors) :]:

@@ -133,8 +133,9 @@ class Steps:
     refused: dict[Hashable, str] = field(default_factory=dict)  # why torch traces these calls
     latest_refusal: Hashable = None
 
-    def get(self, state: ModuleState, skeleton: Skeleton, tensors: Sequence[Tensor], shapes: Shapes
-            ) -> tuple[Step, dict[str, int]]:  # fmt: skip
+    def get(
+        self, state: ModuleState, skeleton: Skeleton, tensors: Sequence[Tensor], shapes: Shapes
+    ) -> tuple[Step, dict[str, int]]:
         """Raises one of REFUSALS."""
         wants = tuple(t.requires_grad for t in (*state.tensors, *tensors))
         key = (state.structure, skeleton, wants, _looks(shapes.specs), _modes(state))
@@ -169,8 +170,9 @@ class Steps:
         """The latest call was wrong in itself, which says nothing of others like it."""
         self.refused.pop(self.latest_refusal, None)
 
-    def _make(self, state: ModuleState, skeleton: Skeleton, shapes: Shapes, wants: tuple[bool, ...]
-              ) -> Step:  # fmt: skip
+    def _make(
+        self, state: ModuleState, skeleton: Skeleton, shapes: Shapes, wants: tuple[bool, ...]
+    ) -> Step:
         device = device_of(state, shapes)
         library = library_for(device, self.options)
         library.warm_up()
@@ -183,8 +185,9 @@ class Steps:
         finally:
             library.cool_down()
 
-    def _captured(self, state: ModuleState, skeleton: Skeleton, shapes: Shapes,
-                  wants: tuple[bool, ...]) -> CapturedStep:  # fmt: skip
+    def _captured(
+        self, state: ModuleState, skeleton: Skeleton, shapes: Shapes, wants: tuple[bool, ...]
+    ) -> CapturedStep:
         clone = clone_structure(self.module)
         effects = Effects(clone)
 
@@ -203,40 +206,73 @@ class Steps:
         effects.check(private=True)
         return captured
 
-    def _compiled(self, captured: CapturedStep, device: torch.device, library: KernelLibrary,
-                  wants: tuple[bool, ...]) -> Step:  # fmt: skip
+    def _compiled(
+        self,
+        captured: CapturedStep,
+        device: torch.device,
+        library: KernelLibrary,
+        wants: tuple[bool, ...],
+    ) -> Step:
         joint = Joint(self.options.memory_budget)
         count = captured.num_results
         graphs = joint.partition(captured.graph, (), num_fwd_outputs=count)
-        halves = [_Half(role, gm, joint, captured, self.options.in_training, library)
-                  for role, gm in zip(("forward", "backward"), graphs, strict=True)]  # fmt: skip
+        halves = [
+            _Half(role, gm, joint, captured, self.options.in_training, library)
+            for role, gm in zip(("forward", "backward"), graphs, strict=True)
+        ]
         forward, backward = (half.program(device, self.log) for half in halves)
-        return Step(forward, backward, captured.sizes.specs, captured.sizes.guards,
-                    captured.leaves, captured.out_spec, captured.differentiable,
-                    _arguments(captured, *graphs), wants)  # fmt: skip
+        return Step(
+            forward,
+            backward,
+            captured.sizes.specs,
+            captured.sizes.guards,
+            captured.leaves,
+            captured.out_spec,
+            captured.differentiable,
+            _arguments(captured, *graphs),
+            wants,
+        )
 
 
 class _Half:
     """One of the two graphs, compiled; its kernels are being built."""
 
-    def __init__(self, role: str, gm: GraphModule, joint: Joint, captured: CapturedStep,
-                 options: Options, library: KernelLibrary) -> None:  # fmt: skip
+    def __init__(
+        self,
+        role: str,
+        gm: GraphModule,
+        joint: Joint,
+        captured: CapturedStep,
+        options: Options,
+        library: KernelLibrary,
+    ) -> None:
         started, sizes = time.perf_counter(), captured.sizes
         is_forward = role == "forward"
         self.role, self.library = role, library
         imported = import_graph(
-            gm, sizes.symbols, sizes.hints, captured.origins,
+            gm,
+            sizes.symbols,
+            sizes.hints,
+            captured.origins,
             num_saved=joint.num_saved(gm) if is_forward else 0,
             orders={} if is_forward else joint.orders,
-        )  # fmt: skip
+        )
         self.built = library.counts[0]
         self.constants = imported.constants
-        device = next(t.meta["val"].device.type for t in gm.graph.find_nodes(op="placeholder")
-                      if isinstance(t.meta["val"], Tensor))  # fmt: skip
+        device = next(
+            t.meta["val"].device.type
+            for t in gm.graph.find_nodes(op="placeholder")
+            if isinstance(t.meta["val"], Tensor)
+        )
         self.compiled: Compiled = compile_captured(
-            gm, imported.graph, Signature(imported.returned, ()), device, options, role,
+            gm,
+            imported.graph,
+            Signature(imported.returned, ()),
+            device,
+            options,
+            role,
             library.begin,
-        )  # fmt: skip
+        )
         program = self.compiled.program
         refuse_foreign(program, options)
         if is_forward:
@@ -253,22 +289,31 @@ class _Half:
         elsewhere = own_calls.sources_elsewhere(program, self.needed, self.library.device)
         later = self.library.later(elsewhere)
         roots = list(map(root_of, self.values))
-        runner = AotProgram(program, self.library, device, roots, self.constants,
-                            self.compiled if self.is_checked else None, later)  # fmt: skip
+        runner = AotProgram(
+            program,
+            self.library,
+            device,
+            roots,
+            self.constants,
+            self.compiled if self.is_checked else None,
+            later,
+        )
         seconds = self.seconds + time.perf_counter() - started
         built = self.library.counts[0] - self.built
         log.records.append(AotRecord(self.compiled, seconds, built, self.role, runner))
         return runner
 
 
-def _arguments(captured: CapturedStep, forward: GraphModule, backward: GraphModule
-               ) -> tuple[Given, ...]:  # fmt: skip
+def _arguments(
+    captured: CapturedStep, forward: GraphModule, backward: GraphModule
+) -> tuple[Given, ...]:
     """Placeholders of the backward have the names of what the forward has or leaves."""
     placeholders = enumerate(forward.graph.find_nodes(op="placeholder"))
     primals = {node.name: number for number, node in placeholders}
     (output,) = forward.graph.find_nodes(op="output")
-    results = {node.name: number for number, node in enumerate(output.args[0])
-               if isinstance(node, FxNode)}  # fmt: skip
+    results = {
+        node.name: number for number, node in enumerate(output.args[0]) if isinstance(node, FxNode)
+    }
     found = []
     for node in backward.graph.find_nodes(op="placeholder"):
         if node.name.startswith(TANGENT):
@@ -283,12 +328,15 @@ def _arguments(captured: CapturedStep, forward: GraphModule, backward: GraphModu
 
 
 def _looks(specs: Sequence[TensorSpec]) -> Hashable:
-    return tuple((s.dtype, s.device, s.order, len(s.shape), *(n == "0" for n in s.shape))
-                 for s in specs)  # fmt: skip
+    return tuple(
+        (s.dtype, s.device, s.order, len(s.shape), *(n == "0" for n in s.shape)) for s in specs
+    )
 
 
 def _modes(state: ModuleState) -> Hashable:
     """What a trace depends on besides the module's structure."""
-    casts = [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
-             for kind in ("cpu", "cuda")]  # fmt: skip
+    casts = [
+        (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+        for kind in ("cpu", "cuda")
+    ]
     return (*casts, bytes(m.training for m in state.modules), registry.active())

@@ -39,11 +39,17 @@ log = logging.getLogger("strop")
 _FORMAT = 4
 
 
-def key_of(module: nn.Module, state: ModuleState, skeleton: Skeleton, shapes: Shapes,
-           options: Options) -> str:  # fmt: skip
+def key_of(
+    module: nn.Module, state: ModuleState, skeleton: Skeleton, shapes: Shapes, options: Options
+) -> str:
     """A digest of all that the graph depends on, weights excepted."""
-    parts: list[str] = [f"format {_FORMAT}", *_versions(), own_source(), options.key(),
-                        *registry.keys()]  # fmt: skip
+    parts: list[str] = [
+        f"format {_FORMAT}",
+        *_versions(),
+        own_source(),
+        options.key(),
+        *registry.keys(),
+    ]
     sources = set()
     for path, part in module.named_modules():
         processor = part.__dict__.get("processor")
@@ -54,8 +60,10 @@ def key_of(module: nn.Module, state: ModuleState, skeleton: Skeleton, shapes: Sh
     parts += sorted(sources)
     parts.append(_config(module))
     parts += [*state.surroundings.text, *state.surroundings.containers, state.surroundings.code]
-    parts += [f"{n}:{tuple(t.shape)}:{t.stride()}:{t.dtype}:{t.device}"
-              for n, t in zip(state.names, state.tensors, strict=True)]  # fmt: skip
+    parts += [
+        f"{n}:{tuple(t.shape)}:{t.stride()}:{t.dtype}:{t.device}"
+        for n, t in zip(state.names, state.tensors, strict=True)
+    ]
     parts += [
         repr(state.adapters),
         repr(skeleton),
@@ -92,8 +100,16 @@ def own_source() -> str:
     digest = hashlib.sha256()
     root = Path(strop.__file__).parent
     digest.update((root / "backend.py").read_bytes())
-    for folder in ("frontend", "ir", "passes", "patterns", "fusion", "lowering", "codegen",
-                   "kernels"):  # fmt: skip
+    for folder in (
+        "frontend",
+        "ir",
+        "passes",
+        "patterns",
+        "fusion",
+        "lowering",
+        "codegen",
+        "kernels",
+    ):
         for file in sorted((root / folder).rglob("*.[ph]*")):
             if file.suffix in (".py", ".h"):
                 digest.update(file.read_bytes())
@@ -144,20 +160,39 @@ def load(key: str, options: Options) -> Variant | None:
         entry = json.loads(data)
         program = from_json(entry["program"])
         out_spec = pytree.treespec_loads(entry["out_spec"])
-        specs = tuple(TensorSpec(tuple(shape), getattr(torch, dtype), torch.device(device),
-                                 None if order is None else tuple(order))
-                      for shape, dtype, device, order in entry["specs"])  # fmt: skip
+        specs = tuple(
+            TensorSpec(
+                tuple(shape),
+                getattr(torch, dtype),
+                torch.device(device),
+                None if order is None else tuple(order),
+            )
+            for shape, dtype, device, order in entry["specs"]
+        )
         names, is_ragged = tuple(entry["state_names"]), bool(entry["is_ragged"])
         fixed, reads = (tuple(map(str, entry[name])) for name in ("fixed", "layout_reads"))
-        guards = tuple(NumberGuard(int(number), str(relation), float(value))
-                       for number, relation, value in entry["number_guards"])  # fmt: skip
-        same = tuple(Same(int(place), str(kind), int(number))
-                     for place, kind, number in entry["same"])  # fmt: skip
+        guards = tuple(
+            NumberGuard(int(number), str(relation), float(value))
+            for number, relation, value in entry["number_guards"]
+        )
+        same = tuple(
+            Same(int(place), str(kind), int(number)) for place, kind, number in entry["same"]
+        )
     except _DAMAGE as error:
         log.warning("a stored plan was dropped: %s", error)
         return None
-    return Variant(program, specs, out_spec, names, is_ragged, from_disk=True, fixed=fixed,
-                   layout_reads=reads, number_guards=guards, same=same)  # fmt: skip
+    return Variant(
+        program,
+        specs,
+        out_spec,
+        names,
+        is_ragged,
+        from_disk=True,
+        fixed=fixed,
+        layout_reads=reads,
+        number_guards=guards,
+        same=same,
+    )
 
 
 def save(key: str, variant: Variant, options: Options) -> None:
@@ -170,14 +205,15 @@ def save(key: str, variant: Variant, options: Options) -> None:
     entry: dict[str, Any] = {
         "program": to_json(variant.program),
         "out_spec": out_spec,
-        "specs": [(s.shape, str(s.dtype).removeprefix("torch."), str(s.device),
-                   s.order)
-                  for s in variant.specs],
+        "specs": [
+            (s.shape, str(s.dtype).removeprefix("torch."), str(s.device), s.order)
+            for s in variant.specs
+        ],
         "state_names": variant.state_names,
         "is_ragged": variant.is_ragged,
         "fixed": variant.fixed,
         "layout_reads": variant.layout_reads,
         "number_guards": [(g.number, g.relation, g.value) for g in variant.number_guards],
         "same": [(s.place, s.kind, s.number) for s in variant.same],
-    }  # fmt: skip
+    }
     DiskCache(options.cache_path).write("plan", key, json.dumps(entry).encode())

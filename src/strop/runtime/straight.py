@@ -29,9 +29,17 @@ class Watched(Protocol):
     around: Any
 
 
-def of_many(watched: Watched, kernels: Sequence[BoundKernel], looks: Sequence[Look],
-            patches: Sequence[Patch], count: int, structured: Callable[[list[Any]], Any],
-            workspace: Workspace, memory: Tensor | None, faults: Faults) -> Run:  # fmt: skip
+def of_many(
+    watched: Watched,
+    kernels: Sequence[BoundKernel],
+    looks: Sequence[Look],
+    patches: Sequence[Patch],
+    count: int,
+    structured: Callable[[list[Any]], Any],
+    workspace: Workspace,
+    memory: Tensor | None,
+    faults: Faults,
+) -> Run:
     """From ``count`` arguments to results that look so. ``memory``: that the kernels work in, if
     they do; None comes of a call where it has moved."""
     calls = [kernel.call for kernel in kernels]

@@ -53,8 +53,9 @@ class Surroundings:
         self._memos = [(memo, memo.cache_info().currsize) for memo in reach.memos.values()]
         self._places = [p for p in reach.places.values() if p.label not in ignored]
         self._names = identities([(place.table, place.key) for place in self._places])
-        self._contents = [c for c in reach.contents.values()
-                          if not is_fixed(c.value) and c.label not in ignored]  # fmt: skip
+        self._contents = [
+            c for c in reach.contents.values() if not is_fixed(c.value) and c.label not in ignored
+        ]
         self._items = [_items(content.value) for content in self._contents]
         self._owners = list(reach.owners.values())
         self._owned = [held for _, _, held in self._owners]
@@ -146,8 +147,11 @@ class Surroundings:
     def objects(self) -> list[Any]:
         """Values of which the text does not tell everything: compared by identity."""
         places = zip(self._places, self._names.values, strict=True)
-        held = [v for p, v in places if not _is_by_text(p, v)
-                and (not p.is_own or not (_is_told(v) or p.is_setting))]  # fmt: skip
+        held = [
+            v
+            for p, v in places
+            if not _is_by_text(p, v) and (not p.is_own or not (_is_told(v) or p.is_setting))
+        ]
         for known in self._items:
             if isinstance(known, list):
                 held += [item for item in known if not _is_told(item)]

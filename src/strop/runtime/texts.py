@@ -11,8 +11,16 @@ from typing import Any
 import torch
 
 _PLAIN = (
-    type(None), bool, int, float, str, torch.dtype, type, FunctionType, BuiltinFunctionType,
-)  # fmt: skip
+    type(None),
+    bool,
+    int,
+    float,
+    str,
+    torch.dtype,
+    type,
+    FunctionType,
+    BuiltinFunctionType,
+)
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 

@@ -79,13 +79,19 @@ class Part:
 Bind = Callable[[Mapping[str, int], Part], Run]
 
 
-def timed_of(program: Program, steps: Sequence[Step | None], prologue: Prologue,
-             hoist: Hoist | None, planned: Collection[str]) -> Timed:  # fmt: skip
+def timed_of(
+    program: Program,
+    steps: Sequence[Step | None],
+    prologue: Prologue,
+    hoist: Hoist | None,
+    planned: Collection[str],
+) -> Timed:
     """Of ``steps``, which run at one shape; nothing where one of them is not made by rows."""
     if hoist is None or hoist.timestep is None or writes_inputs(program, steps):
         return Timed()
-    number = next(n for n, b in enumerate(program.buffers)
-                  if b.kind == "input" and b.index == hoist.timestep)  # fmt: skip
+    number = next(
+        n for n, b in enumerate(program.buffers) if b.kind == "input" and b.index == hoist.timestep
+    )
     rows = _symbol_of(program, number)
     known = read_by_all(program, hoist.steady) | {number}
     before = {n for p in prologue.steps for n in written(steps[p])}
@@ -101,8 +107,9 @@ def timed_of(program: Program, steps: Sequence[Step | None], prologue: Prologue,
     if not (rows and kept and number in given and of_rows and made <= set(program.by_rows)):
         return Timed()
     others = () if given == (number,) else prologue.weights
-    return Timed(tuple(found), kept, given, number, rows,
-                 tuple({*weights_of(program, weights), *others}))  # fmt: skip
+    return Timed(
+        tuple(found), kept, given, number, rows, tuple({*weights_of(program, weights), *others})
+    )
 
 
 def _symbol_of(program: Program, number: int) -> str:
@@ -116,8 +123,14 @@ class Timetable:
     """The timetable of one bound program. ``record``: makes what has run once a CUDA graph, where
     runs are replays."""
 
-    def __init__(self, program: Program, timed: Timed, hoist: Hoist | None, env: Mapping[str, int],
-                 stream: int) -> None:  # fmt: skip
+    def __init__(
+        self,
+        program: Program,
+        timed: Timed,
+        hoist: Hoist | None,
+        env: Mapping[str, int],
+        stream: int,
+    ) -> None:
         self.timed, self.steps = timed, timed.steps
         self.record: Callable[[Run], Run] | None = None
         self.held: Held | None = None  # what the table came from; None: it may not be used
@@ -200,15 +213,20 @@ class Timetable:
     def _is_alike(self, env: Mapping[str, int]) -> bool:
         """Whether the same steps do the same there: other forms may do another's work as well."""
         here, there = self._program.at(self._env), self._program.at(env)
-        return all(there[p] is not None and written(there[p]) == written(here[p])
-                   and read_by(there[p]) == read_by(here[p]) for p in self.steps)  # fmt: skip
+        return all(
+            there[p] is not None
+            and written(there[p]) == written(here[p])
+            and read_by(there[p]) == read_by(here[p])
+            for p in self.steps
+        )
 
     def _bytes(self, number: int, env: Mapping[str, int]) -> int:
         buffer = self._program.buffers[number]
         return math.prod(size.eval(env) for size in buffer.shape) * buffer.dtype.itemsize
 
-    def _bound(self, env: Mapping[str, int], copies: int, shares: int, device: torch.device,
-               bind: Bind) -> Work:  # fmt: skip
+    def _bound(
+        self, env: Mapping[str, int], copies: int, shares: int, device: torch.device, bind: Bind
+    ) -> Work:
         def empty(number: int) -> Tensor:
             buffer = self._program.buffers[number]
             shape, strides = ([e.eval(env) for e in of] for of in (buffer.shape, buffer.strides))

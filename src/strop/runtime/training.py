@@ -108,8 +108,9 @@ class TrainingDispatcher(Dispatcher):
             step, env = self.steps.get(self.state, skeleton, tensors, shapes)
         return step(env, (*self.state.tensors, *as_specified(tensors, step.specs)))
 
-    def _run_traced_by_torch(self, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any]
-                             ) -> Any:  # fmt: skip
+    def _run_traced_by_torch(
+        self, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         reason = reason.splitlines()[0]
         if reason not in self.traced_by_torch:
             log.info("%s: torch traces it: %s", self.name, reason)
@@ -138,14 +139,21 @@ class TrainingDispatcher(Dispatcher):
         function = getattr(forward, "__func__", forward)
         if self._compiled[0] is not function:
             compiled = torch.compile(
-                forward, dynamic=True, fullgraph=self.options.strict,
+                forward,
+                dynamic=True,
+                fullgraph=self.options.strict,
                 backend=partial(compile_dynamo, record_in=self.log, options=self.options),
-            )  # fmt: skip
+            )
             self._compiled = function, compiled
         return self._compiled[1]
 
-    def _run_untraced(self, failure: TorchDynamoException, has_begun: bool, args: tuple[Any, ...],
-                      kwargs: dict[str, Any]) -> Any:  # fmt: skip
+    def _run_untraced(
+        self,
+        failure: TorchDynamoException,
+        has_begun: bool,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
         """In eager, whose own exception comes first: it says more than that tracing failed."""
         if has_begun:  # effects of its first graphs would happen twice
             raise failure

@@ -76,8 +76,14 @@ class Turned:
             return self._wholes.as_sizes(skeleton, tensors, beside)
         return skeleton
 
-    def call(self, bare: Skeleton, beside: Beside, tensors: list[Tensor], structure: int,
-             device: torch.device) -> Call:  # fmt: skip
+    def call(
+        self,
+        bare: Skeleton,
+        beside: Beside,
+        tensors: list[Tensor],
+        structure: int,
+        device: torch.device,
+    ) -> Call:
         """The call with these ``tensors`` and what is ``beside`` in a skeleton, ``bare`` of it."""
         floats = beside.floats
         inputs: tuple[int, ...] = ()
@@ -107,8 +113,9 @@ class Turned:
         self._turned[call.bare] = known | found
         return bool(found)
 
-    def fix(self, call: Call, structure: int, numbers: Sequence[int]
-            ) -> tuple[Skeleton, list[Tensor], Beside]:  # fmt: skip
+    def fix(
+        self, call: Call, structure: int, numbers: Sequence[int]
+    ) -> tuple[Skeleton, list[Tensor], Beside]:
         """These numbers of the call, counted from 0, stay constants; without any, those that are
         sizes do. What ``call`` takes, with that."""
         if not numbers:

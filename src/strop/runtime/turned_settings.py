@@ -49,8 +49,9 @@ class TurnedSettings:
         self._seen = seen
         parts = dict(self.module.named_modules())
         before = [form for _, _, form in self._places]
-        self._places = [(vars(parts[path]), name, seen[path, name][0])
-                        for path, name in sorted(self.names)]  # fmt: skip
+        self._places = [
+            (vars(parts[path]), name, seen[path, name][0]) for path, name in sorted(self.names)
+        ]
         if before != [form for _, _, form in self._places]:
             self._groups, self._latest = [], ([], (), [])
 

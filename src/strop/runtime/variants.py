@@ -144,8 +144,7 @@ class VariantStore:
         """Raises NumbersNeeded where numbers of the call have to be constants, or one of REFUSALS
         when it has to run in eager."""
         key, sizes = _key(state, call.skeleton, shapes), [t.shape for t in call.tensors]
-        known = [v for v in self.variants.get(key, ())
-                 if v.is_for(call.numbers) and v.suits(state)]  # fmt: skip
+        known = [v for v in self.variants.get(key, ()) if v.is_for(call.numbers) and v.suits(state)]
         for variant in known:
             if variant.fits(sizes):
                 return variant
@@ -172,8 +171,9 @@ class VariantStore:
             shapes = shapes.otherwise
         return self._build_exactly(key, state, call, shapes, sizes)
 
-    def _build_first(self, key: Any, state: ModuleState, call: Call, shapes: Shapes, sizes: Sizes
-                     ) -> tuple[Variant, Shapes]:  # fmt: skip
+    def _build_first(
+        self, key: Any, state: ModuleState, call: Call, shapes: Shapes, sizes: Sizes
+    ) -> tuple[Variant, Shapes]:
         """The first graph of its kind, and the sizes that it has been traced with."""
         if shapes.otherwise is None:
             try:
@@ -205,8 +205,9 @@ class VariantStore:
         """The call was wrong in itself, which says nothing of other calls."""
         self._failed.pop((_key(state, call.skeleton, shapes), shapes.is_ragged), None)
 
-    def _build_exactly(self, key: Any, state: ModuleState, call: Call, shapes: Shapes,
-                       sizes: Sizes) -> Variant:  # fmt: skip
+    def _build_exactly(
+        self, key: Any, state: ModuleState, call: Call, shapes: Shapes, sizes: Sizes
+    ) -> Variant:
         """The usual hints (a batch of at least 2) gave guards that exclude this very call."""
         env = solve_roots(shapes.specs, sizes)
         exact = replace(shapes, hints=env, is_exact=True)
@@ -217,12 +218,16 @@ class VariantStore:
         self._failed[key, shapes.is_ragged] = reason
         raise ShapeError(reason)
 
-    def _build_in_background(self, key: Any, state: ModuleState, call: Call, shapes: Shapes,
-                             sizes: Sizes) -> None:  # fmt: skip
+    def _build_in_background(
+        self, key: Any, state: ModuleState, call: Call, shapes: Shapes, sizes: Sizes
+    ) -> None:
         if key not in self._building:
-            work = threading.Thread(target=self._build_and_leave,
-                                    args=(key, state, call, shapes, sizes),
-                                    name=f"strop-build-{self.name}", daemon=True)  # fmt: skip
+            work = threading.Thread(
+                target=self._build_and_leave,
+                args=(key, state, call, shapes, sizes),
+                name=f"strop-build-{self.name}",
+                daemon=True,
+            )
             self._building[key] = work
             work.start()
 
@@ -240,8 +245,9 @@ class VariantStore:
         for variant in self.all:
             variant.later.wait()
 
-    def _build(self, key: Any, state: ModuleState, call: Call, shapes: Shapes, sizes: Sizes
-               ) -> Variant:  # fmt: skip
+    def _build(
+        self, key: Any, state: ModuleState, call: Call, shapes: Shapes, sizes: Sizes
+    ) -> Variant:
         try:
             with registry.holding(key[0][1]):  # of this very key, whatever other threads declare
                 variant = self._make(state, call, shapes, sizes)
@@ -289,8 +295,14 @@ class VariantStore:
         finally:
             library.cool_down()
 
-    def _with_kernels(self, variant: Variant, library: KernelLibrary, device: torch.device,
-                      sizes: Sizes, started: float) -> Variant:  # fmt: skip
+    def _with_kernels(
+        self,
+        variant: Variant,
+        library: KernelLibrary,
+        device: torch.device,
+        sizes: Sizes,
+        started: float,
+    ) -> Variant:
         """Builds the kernels that the first call needs, and lists the others for later."""
         program, env = variant.program, variant.env(sizes)
         needed = _needed(program, env, library)
@@ -305,22 +317,36 @@ class VariantStore:
         library.build(needed)
         ready = time.perf_counter()
         others = own_calls.sources_elsewhere(program, needed, library.device)
-        log.info("%s: %s, %s, %d more for other sizes; kernels ready in %.1f s, all in %.1f s",
-                 self.name, counted(len(program.call_steps), "call"),
-                 counted(len(needed), "kernel"), len(others), ready - begun, ready - started
-                 )  # fmt: skip
+        log.info(
+            "%s: %s, %s, %d more for other sizes; kernels ready in %.1f s, all in %.1f s",
+            self.name,
+            counted(len(program.call_steps), "call"),
+            counted(len(needed), "kernel"),
+            len(others),
+            ready - begun,
+            ready - started,
+        )
         order = own_calls.likely_first(program, env or dict(program.hints), library.device)
-        return replace(variant, seconds={**seconds, "kernels": ready - primed},
-                       later=library.later(others, order))  # fmt: skip
+        return replace(
+            variant,
+            seconds={**seconds, "kernels": ready - primed},
+            later=library.later(others, order),
+        )
 
     def _waits_for_compilers(self, variant: Variant) -> bool:
         """Whether this thread, which will run the variant, has just begun its kernels."""
         is_caller = threading.current_thread() not in self._building.values()
         return is_caller and variant.compiled is not None
 
-    def _compile(self, state: ModuleState, asked: Call, shapes: Shapes,
-                 device: torch.device, library: KernelLibrary, options: Options
-                 ) -> Variant:  # fmt: skip
+    def _compile(
+        self,
+        state: ModuleState,
+        asked: Call,
+        shapes: Shapes,
+        device: torch.device,
+        library: KernelLibrary,
+        options: Options,
+    ) -> Variant:
         self.num_captures += 1
         start = time.perf_counter()
         clone = clone_structure(self.module)
@@ -346,28 +372,47 @@ class VariantStore:
             effects.undo()
         if written := effects.check():
             state.ignore(written)
-            log.warning("%s writes %s when it is traced; compiled code does not", self.name,
-                        ", ".join(sorted(written)))  # fmt: skip
+            log.warning(
+                "%s writes %s when it is traced; compiled code does not",
+                self.name,
+                ", ".join(sorted(written)),
+            )
         self.progress.begin("planning kernels")
         traced = time.perf_counter()
-        imported = import_graph(captured.gm, captured.symbols, captured.hints, captured.origins,
-                                len(captured.state_names))  # fmt: skip
+        imported = import_graph(
+            captured.gm,
+            captured.symbols,
+            captured.hints,
+            captured.origins,
+            len(captured.state_names),
+        )
         if imported.constants:
             raise CaptureError(f"{self.name} makes tensors from Python data in its forward")
         signature = Signature(imported.returned, captured.guards)
-        compiled = compile_captured(captured.gm, imported.graph, signature, device.type,
-                                    options, self.name, library.begin)  # fmt: skip
+        compiled = compile_captured(
+            captured.gm, imported.graph, signature, device.type, options, self.name, library.begin
+        )
         seconds = {"capture": traced - start, **compiled.seconds}
-        return Variant(compiled.program, captured.input_specs, captured.out_spec,
-                       captured.state_names, shapes.is_ragged, False, seconds, compiled,
-                       fixed=captured.fixed, layout_reads=captured.layout_reads,
-                       number_guards=captured.number_guards,
-                       wants=state.wants if captured.has_gradients else None,
-                       same=captured.same)  # fmt: skip
+        return Variant(
+            compiled.program,
+            captured.input_specs,
+            captured.out_spec,
+            captured.state_names,
+            shapes.is_ragged,
+            False,
+            seconds,
+            compiled,
+            fixed=captured.fixed,
+            layout_reads=captured.layout_reads,
+            number_guards=captured.number_guards,
+            wants=state.wants if captured.has_gradients else None,
+            same=captured.same,
+        )
 
 
-def _needed(program: Program, env: Mapping[str, int] | None, library: KernelLibrary
-            ) -> tuple[KernelSource, ...]:  # fmt: skip
+def _needed(
+    program: Program, env: Mapping[str, int] | None, library: KernelLibrary
+) -> tuple[KernelSource, ...]:
     """The kernels of the first call; none where nobody knows its sizes."""
     return () if env is None else own_calls.sources_at(program, env, library.device)
 
@@ -379,8 +424,9 @@ def _may_ask_for_one(error: CaptureError, shapes: Shapes, sizes: Sizes) -> bool:
 
 
 def _key(state: ModuleState, skeleton: Skeleton, shapes: Shapes) -> Any:
-    kinds = tuple((s.dtype, s.device, s.order, *(size == "0" for size in s.shape))
-                  for s in shapes.specs)  # fmt: skip
+    kinds = tuple(
+        (s.dtype, s.device, s.order, *(size == "0" for size in s.shape)) for s in shapes.specs
+    )
     return (state.structure, registry.active()), skeleton, kinds
 
 
@@ -397,5 +443,4 @@ def device_of(state: ModuleState, shapes: Shapes) -> torch.device:
 
 def library_for(device: torch.device, options: Options) -> KernelLibrary:
     """The kernels of a device; UnsupportedError where Strop has no code generator for it."""
-    return kernel_library(device.type, device.index or 0, options.cache_dir,
-                          options.build_workers)  # fmt: skip
+    return kernel_library(device.type, device.index or 0, options.cache_dir, options.build_workers)

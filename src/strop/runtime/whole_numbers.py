@@ -102,10 +102,13 @@ def with_sizes(shapes: Shapes, tensors: Sequence[Tensor], count: int) -> Shapes:
             if size in sizes and text in shapes.hints:
                 tied.setdefault(text, sizes[size])
                 break  # of tokens and features, which may be as many, tokens come first
-    specs = [replace(spec, shape=tuple(str(size.substitute(tied)) for size in spec.sizes))
-             for spec in shapes.specs]  # fmt: skip
-    specs += [TensorSpec((name, "0"), t.dtype, t.device)
-              for name, t in zip(names, wholes, strict=True)]  # fmt: skip
+    specs = [
+        replace(spec, shape=tuple(str(size.substitute(tied)) for size in spec.sizes))
+        for spec in shapes.specs
+    ]
+    specs += [
+        TensorSpec((name, "0"), t.dtype, t.device) for name, t in zip(names, wholes, strict=True)
+    ]
     least = 1 if shapes.is_exact else 2
     hints = {name: size for name, size in shapes.hints.items() if name not in tied}
     hints |= {name: max(value, least) for name, value in zip(names, values, strict=True)}

@@ -79,13 +79,15 @@ class Part:
     def within(self, memory: Tensor) -> list[Tensor]:
         """Scores, weights, sums and result in these bytes."""
         pieces = memory[: self.size_bytes].split(self.sizes)
-        return [piece[: math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
-                for piece, shape, dtype in zip(pieces, self.shapes, self.dtypes, strict=True)
-                ]  # fmt: skip
+        return [
+            piece[: math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
+            for piece, shape, dtype in zip(pieces, self.shapes, self.dtypes, strict=True)
+        ]
 
 
-def wide_steps(program: Program, steps: Sequence[Step | None], others: Collection[int]
-               ) -> Iterator[tuple[int, CallStep, torch.dtype]]:  # fmt: skip
+def wide_steps(
+    program: Program, steps: Sequence[Step | None], others: Collection[int]
+) -> Iterator[tuple[int, CallStep, torch.dtype]]:
     """The attentions that may be for this module, their positions, and the type of their operands.
     ``others``: steps that somebody else does."""
     for position, step in enumerate(steps if program.device == "cuda" else ()):
@@ -96,8 +98,9 @@ def wide_steps(program: Program, steps: Sequence[Step | None], others: Collectio
             yield position, step, dtype
 
 
-def working_bytes(program: Program, steps: Sequence[Step | None], others: Collection[int],
-                  sizes: Sizes) -> dict[int, int]:  # fmt: skip
+def working_bytes(
+    program: Program, steps: Sequence[Step | None], others: Collection[int], sizes: Sizes
+) -> dict[int, int]:
     """By step, what the attentions that are for this module want at these sizes. Operands that are
     broadcast, or empty, are left to the library."""
     found = dict[int, int]()
@@ -108,17 +111,23 @@ def working_bytes(program: Program, steps: Sequence[Step | None], others: Collec
     return found
 
 
-def sources_at(program: Program, steps: Sequence[Step | None], others: Collection[int], sizes: Sizes
-               ) -> list[KernelSource]:  # fmt: skip
+def sources_at(
+    program: Program, steps: Sequence[Step | None], others: Collection[int], sizes: Sizes
+) -> list[KernelSource]:
     """The kernels that these attentions launch at these sizes, between their products."""
-    return [_rows_of(step, dtype, sizes(step.inputs[1].shape)[2])
-            for _, step, dtype in wide_steps(program, steps, others)]  # fmt: skip
+    return [
+        _rows_of(step, dtype, sizes(step.inputs[1].shape)[2])
+        for _, step, dtype in wide_steps(program, steps, others)
+    ]
 
 
 def sources_anywhere(program: Program) -> list[KernelSource]:
     """The same at any sizes."""
-    return [_rows_of(step, dtype, length) for length in (MULTIPLE, 1)
-            for _, step, dtype in wide_steps(program, program.steps, ())]  # fmt: skip
+    return [
+        _rows_of(step, dtype, length)
+        for length in (MULTIPLE, 1)
+        for _, step, dtype in wide_steps(program, program.steps, ())
+    ]
 
 
 def _rows_of(step: CallStep, dtype: torch.dtype, keys: int) -> KernelSource:
@@ -135,8 +144,9 @@ class WideAttention:
     """One attention step on one stream. Its result is allocated, as a library's is; ``memory``:
     its ``working_bytes`` at least, of which nothing is kept."""
 
-    def __init__(self, scale: float | None, kernels: KernelLibrary, stream: int, memory: Tensor
-                 ) -> None:  # fmt: skip
+    def __init__(
+        self, scale: float | None, kernels: KernelLibrary, stream: int, memory: Tensor
+    ) -> None:
         self._scale, self._memory = scale, memory
         self._kernels, self._stream = kernels, stream
         self._bound: dict[tuple[int, int], BoundKernel] = {}

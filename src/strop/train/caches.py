@@ -49,9 +49,13 @@ class StoredMoments:
 
 
 def cache_moments(
-    folder: Path, model: Model, pictures: Sequence[Picture], side: int, settings: Settings,
+    folder: Path,
+    model: Model,
+    pictures: Sequence[Picture],
+    side: int,
+    settings: Settings,
     on_progress: Progress,
-) -> StoredMoments:  # fmt: skip
+) -> StoredMoments:
     """Encode the pictures whose files are not there yet."""
     folder.mkdir(parents=True, exist_ok=True)
     weights = models.digest_of(model.vae)
@@ -69,17 +73,22 @@ def cache_moments(
 
 
 def _encode(
-    model: Model, pictures: Sequence[Picture], numbers: Sequence[int], side: int,
-    settings: Settings, on_progress: Progress,
-) -> dict[str, Tensor]:  # fmt: skip
+    model: Model,
+    pictures: Sequence[Picture],
+    numbers: Sequence[int],
+    side: int,
+    settings: Settings,
+    on_progress: Progress,
+) -> dict[str, Tensor]:
     found = {}
     mirrored, resample = settings.random_flip, settings.image_interpolation_mode
     wanted = [(n, flip) for flip in (False, True)[: 1 + mirrored] for n in numbers]
     for start in range(0, len(wanted), _BATCH):
         part = wanted[start : start + _BATCH]
         on_progress("encoding pictures", numbers[0] + start // (1 + mirrored), len(pictures))
-        pixels = [pixels_of(pictures[n].path, side, Crop(mirrored=flip), resample)
-                  for n, flip in part]  # fmt: skip
+        pixels = [
+            pixels_of(pictures[n].path, side, Crop(mirrored=flip), resample) for n, flip in part
+        ]
         rows = models.moments_of(model, torch.stack(pixels)).cpu()
         _check_finite(rows, [pictures[n].path for n, _ in part])
         found.update({_name(*item): row.clone() for item, row in zip(part, rows, strict=True)})
@@ -90,8 +99,10 @@ def _check_finite(rows: Tensor, paths: Sequence[Path]) -> None:
     """Raise TrainingError for a picture whose latents would spoil every epoch."""
     for row, path in zip(rows, paths, strict=True):
         if not bool(row.isfinite().all()):
-            raise TrainingError(f"the latents of {path} are not finite: the autoencoder overflows; "
-                                "use --mixed_precision bf16 or no")  # fmt: skip
+            raise TrainingError(
+                f"the latents of {path} are not finite: the autoencoder overflows; "
+                "use --mixed_precision bf16 or no"
+            )
 
 
 def _name(number: int, mirrored: bool) -> str:

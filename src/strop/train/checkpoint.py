@@ -80,8 +80,9 @@ def find(output: Path, wanted: str) -> Path | None:
             folder = output / wanted
         if not folder.is_dir():
             have = ", ".join(path.name for _, path in numbered(output)) or "none"
-            raise OptionError(f"there is no checkpoint {wanted}; {output} holds {have}; "
-                              "'latest' takes the newest")  # fmt: skip
+            raise OptionError(
+                f"there is no checkpoint {wanted}; {output} holds {have}; 'latest' takes the newest"
+            )
         verify(folder)
         return folder
     return _latest(output)
@@ -99,8 +100,10 @@ def _latest(output: Path) -> Path | None:
                 log.warning("%s; taking %s", reason, folder.name)
             return folder
     if damaged:  # a training that started anew would write over them
-        raise CacheError(f"{output} holds no whole checkpoint: {'; '.join(damaged)}; put back a "
-                         "copy of one, or start anew in another --output_dir")  # fmt: skip
+        raise CacheError(
+            f"{output} holds no whole checkpoint: {'; '.join(damaged)}; put back a "
+            "copy of one, or start anew in another --output_dir"
+        )
     return None
 
 
@@ -108,9 +111,11 @@ def verify(folder: Path) -> None:
     """Raise CacheError unless every file has the size and the hash that were written down, and
     OptionError for a folder that is none of ours."""
     if not any((folder / name).exists() for name in (_MANIFEST, _STATE)):
-        raise OptionError(f"{folder} is not a checkpoint of Strop: it has no {_MANIFEST}; go on "
-                          "with the program that wrote it, or start anew in another "
-                          "--output_dir")  # fmt: skip
+        raise OptionError(
+            f"{folder} is not a checkpoint of Strop: it has no {_MANIFEST}; go on "
+            "with the program that wrote it, or start anew in another "
+            "--output_dir"
+        )
     try:
         manifest = json.loads((folder / _MANIFEST).read_text())
         for name, entry in manifest.items():
@@ -124,15 +129,20 @@ def load(folder: Path) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
     """Tensors by group, and the state, of a checkpoint that ``find`` has verified."""
     state: dict[str, Any] = json.loads((folder / _STATE).read_text())
     if state["format"] != FORMAT:
-        raise CacheError(f"the checkpoint {folder} has format {state['format']}, this version of "
-                         f"Strop reads {FORMAT}")  # fmt: skip
+        raise CacheError(
+            f"the checkpoint {folder} has format {state['format']}, this version of "
+            f"Strop reads {FORMAT}"
+        )
     return {path.stem: load_file(path) for path in folder.glob("*.safetensors")}, state
 
 
 def check_same(folder: Path, then: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     """Raise OptionError for settings that have changed since the checkpoint."""
-    changed = [f"{name} was {then.get(name)!r} and is {value!r}"
-               for name, value in now.items() if then.get(name) != value]  # fmt: skip
+    changed = [
+        f"{name} was {then.get(name)!r} and is {value!r}"
+        for name, value in now.items()
+        if then.get(name) != value
+    ]
     if changed:
         raise OptionError(
             f"{folder} belongs to a training with other settings: {'; '.join(changed)}; use the "

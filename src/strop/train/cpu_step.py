@@ -120,16 +120,33 @@ class CpuStep:
             call = torch._fused_adamw_ if decoupled else torch._fused_adam_
             steps = [self.memory.steps[e.item.slot] for e in bucket]
             call(
-                params, grads, [s[0] for s in states], [s[1] for s in states], [], steps,
-                lr=lr, beta1=a, beta2=b, weight_decay=weight_decay, eps=c, amsgrad=False,
+                params,
+                grads,
+                [s[0] for s in states],
+                [s[1] for s in states],
+                [],
+                steps,
+                lr=lr,
+                beta1=a,
+                beta2=b,
+                weight_decay=weight_decay,
+                eps=c,
+                amsgrad=False,
                 maximize=sign < 0,
-            )  # fmt: skip
+            )
         else:
             torch._fused_sgd_(
-                params, grads, [s[0] for s in states if s], weight_decay=weight_decay,
-                momentum=a, lr=lr, dampening=b, nesterov=bool(c), maximize=sign < 0,
+                params,
+                grads,
+                [s[0] for s in states if s],
+                weight_decay=weight_decay,
+                momentum=a,
+                lr=lr,
+                dampening=b,
+                nesterov=bool(c),
+                maximize=sign < 0,
                 is_first_step=is_first,
-            )  # fmt: skip
+            )
 
     def _rounded(self, values: Tensor, item: Item) -> Tensor:
         """fp32 values that become the parameter; to bf16 at random if a seed was given."""

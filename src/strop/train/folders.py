@@ -60,8 +60,10 @@ class Folder:
     @property
     def digest(self) -> str:
         """Of names, captions and contents: the same for a folder that was moved."""
-        rows = [[p.name, p.captions if p.captions[1:] else p.captions[0], p.digest]
-                for p in self.pictures]  # fmt: skip
+        rows = [
+            [p.name, p.captions if p.captions[1:] else p.captions[0], p.digest]
+            for p in self.pictures
+        ]
         return hashlib.sha256(json.dumps(rows).encode()).hexdigest()
 
 
@@ -102,9 +104,12 @@ def read_captioned(
 
 
 def read_subject(
-    folder: Path, prompt: str, *, may_be_empty: bool = False,
+    folder: Path,
+    prompt: str,
+    *,
+    may_be_empty: bool = False,
     on_progress: Progress = lambda n, of: None,
-) -> Folder:  # fmt: skip
+) -> Folder:
     """Pictures of one subject, which share a prompt."""
     paths = [path for path in _files(folder) if not _is_note(path)]
     found = _read(folder, paths, lambda path: (prompt,), on_progress)
@@ -127,8 +132,9 @@ def _in_8_bits(picture: Image.Image, format_name: str | None) -> Image.Image:
     if mode.startswith("I;16") or (mode == "I" and format_name == "PNG"):  # by age of PIL
         return Image.fromarray((numpy.asarray(picture) >> 8).astype(numpy.uint8))
     if mode in ("I", "F"):
-        raise OptionError(f"has numbers of unknown range (PIL's mode {mode}); save it with 8 or 16 "
-                          "bits a channel")  # fmt: skip
+        raise OptionError(
+            f"has numbers of unknown range (PIL's mode {mode}); save it with 8 or 16 bits a channel"
+        )
     return picture
 
 
@@ -183,8 +189,10 @@ def _metadata(
 def _texts(where: str, row: dict[str, Any], key: str) -> tuple[str, ...]:
     """A text, or those of a list: diffusers' scripts take several captions, too."""
     if key not in row:
-        raise OptionError(f"{where}: no text under {key!r}, only {', '.join(map(str, row))}; "
-                          "--caption_column names the captions")  # fmt: skip
+        raise OptionError(
+            f"{where}: no text under {key!r}, only {', '.join(map(str, row))}; "
+            "--caption_column names the captions"
+        )
     value = row[key]
     is_list = isinstance(value, list) and key != "file_name"
     texts = tuple(value) if is_list else (value,)
@@ -221,8 +229,10 @@ def _table(source: Path, text: str) -> list[tuple[int, dict[str, Any]]]:
     found = [(reader.line_num, dict(row)) for row in reader]
     for number, row in found:
         if None in row:  # where csv puts what is left over
-            raise OptionError(f"{source}, line {number} has more fields than the first line; put "
-                              'texts with commas in quotes, as in a.png,"a ring, red"')  # fmt: skip
+            raise OptionError(
+                f"{source}, line {number} has more fields than the first line; put "
+                'texts with commas in quotes, as in a.png,"a ring, red"'
+            )
     return found
 
 
@@ -261,8 +271,9 @@ def _inspect(folder: Path, path: Path, captions: Captions) -> Picture | BadFile:
 def _check_not_empty(folder: Folder) -> None:
     if not folder.pictures:
         left_out = f"; left out: {'; '.join(map(str, folder.bad[:_SHOWN]))}" if folder.bad else ""
-        raise OptionError(f"the folder {folder.path} holds no pictures "
-                          f"({', '.join(SUFFIXES)}){left_out}")  # fmt: skip
+        raise OptionError(
+            f"the folder {folder.path} holds no pictures ({', '.join(SUFFIXES)}){left_out}"
+        )
 
 
 def check_files(folder: Folder, refuse: bool) -> None:

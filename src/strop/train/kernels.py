@@ -51,9 +51,19 @@ def add_squares(total, worst, grad, at, inverse, left, FULL: tl.constexpr, WIDE:
 
 @triton.jit
 def gradient_sweep(
-    blocks, grads, numels, scale, partials, flags, s0, BLOCK: tl.constexpr, TILE: tl.constexpr,
-    GRAD: tl.constexpr, WIDE: tl.constexpr, ALIGNED: tl.constexpr
-):  # fmt: skip
+    blocks,
+    grads,
+    numels,
+    scale,
+    partials,
+    flags,
+    s0,
+    BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
+    GRAD: tl.constexpr,
+    WIDE: tl.constexpr,
+    ALIGNED: tl.constexpr,
+):
     """First sweep: the sum of squares of every block, and whether all of it is finite."""
     program = tl.program_id(0)
     item = tl.load(blocks + program)
@@ -129,10 +139,30 @@ def settle_sgd(group, row, step, mask):
 
 @triton.jit
 def settle(
-    partials, flags, scale, found, settings, groups, slots, steps, counters, keys, scalars, rows,
-    norm, nonfinite, s0, s1, MEASURED: tl.constexpr, CLIP: tl.constexpr, AMP: tl.constexpr,
-    EMA: tl.constexpr, ADAM: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr
-):  # fmt: skip
+    partials,
+    flags,
+    scale,
+    found,
+    settings,
+    groups,
+    slots,
+    steps,
+    counters,
+    keys,
+    scalars,
+    rows,
+    norm,
+    nonfinite,
+    s0,
+    s1,
+    MEASURED: tl.constexpr,
+    CLIP: tl.constexpr,
+    AMP: tl.constexpr,
+    EMA: tl.constexpr,
+    ADAM: tl.constexpr,
+    TILE: tl.constexpr,
+    ROWS: tl.constexpr,
+):
     """Between the sweeps, one program: every number that is not a tensor's element."""
     factor = 1.0 / tl.load(scale).to(tl.float64)
     bad = tl.load(found) > 0.0
@@ -270,8 +300,19 @@ def load_moment(codes, scales, at, row, left, FULL: tl.constexpr, SIGNED: tl.con
 
 
 @triton.jit
-def store_moment(codes, scales, code, scale, values, at, row, left, skip, FULL: tl.constexpr,
-                 SIGNED: tl.constexpr):  # fmt: skip
+def store_moment(
+    codes,
+    scales,
+    code,
+    scale,
+    values,
+    at,
+    row,
+    left,
+    skip,
+    FULL: tl.constexpr,
+    SIGNED: tl.constexpr,
+):
     """``code`` and ``scale``: what stays in a step that is skipped."""
     new_code, new_scale = quantize(values, SIGNED)
     write(codes, at, tl.where(skip, code, new_code), left, FULL)
@@ -296,10 +337,24 @@ def update_quantized(coded, p, g, numbers, at, left, skip, FULL: tl.constexpr):
 
 @triton.jit
 def update(
-    arrays, coded, numbers, at, left, skip, weight, key, position, FULL: tl.constexpr,
-    PARAM: tl.constexpr, STATES: tl.constexpr, QUANTIZED: tl.constexpr, EMA: tl.constexpr,
-    SHADOW: tl.constexpr, WIDE: tl.constexpr, RANDOM: tl.constexpr,
-):  # fmt: skip
+    arrays,
+    coded,
+    numbers,
+    at,
+    left,
+    skip,
+    weight,
+    key,
+    position,
+    FULL: tl.constexpr,
+    PARAM: tl.constexpr,
+    STATES: tl.constexpr,
+    QUANTIZED: tl.constexpr,
+    EMA: tl.constexpr,
+    SHADOW: tl.constexpr,
+    WIDE: tl.constexpr,
+    RANDOM: tl.constexpr,
+):
     grad, param, first, second, average, shadow = arrays
     a0, a1, a2, a3, a4, a5, a6, factor = numbers
     g = read(grad, at, left, FULL, WIDE) * factor
@@ -353,11 +408,29 @@ def numbers_of(row, scalars, WIDE: tl.constexpr):
 
 @triton.jit
 def update_sweep(
-    blocks, grads, arrays, numels, slots, scalars, keys, rows, s0, s1, BLOCK: tl.constexpr,
-    TILE: tl.constexpr, GRAD: tl.constexpr, PARAM: tl.constexpr, STATES: tl.constexpr,
-    QUANTIZED: tl.constexpr, EMA: tl.constexpr, SHADOW: tl.constexpr, WIDE: tl.constexpr,
-    RANDOM: tl.constexpr, ALIGNED: tl.constexpr, GRAD_ALIGNED: tl.constexpr,
-):  # fmt: skip
+    blocks,
+    grads,
+    arrays,
+    numels,
+    slots,
+    scalars,
+    keys,
+    rows,
+    s0,
+    s1,
+    BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
+    GRAD: tl.constexpr,
+    PARAM: tl.constexpr,
+    STATES: tl.constexpr,
+    QUANTIZED: tl.constexpr,
+    EMA: tl.constexpr,
+    SHADOW: tl.constexpr,
+    WIDE: tl.constexpr,
+    RANDOM: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    GRAD_ALIGNED: tl.constexpr,
+):
     """Second sweep: reads gradient, parameter, states and average; writes all but the gradient.
 
     A step that is skipped writes back what it read. The average goes on all the same, as it does
@@ -394,14 +467,44 @@ def update_sweep(
         for k in range(0, BLOCK, TILE):
             coded = (first, second, first_scales, second_scales, row + k // 256)
             update(
-                pointers, coded, numbers, at + k, left, skip, weight, key, position, True,
-                PARAM, STATES, QUANTIZED, EMA, SHADOW, WIDE, RANDOM,
-            )  # fmt: skip
+                pointers,
+                coded,
+                numbers,
+                at + k,
+                left,
+                skip,
+                weight,
+                key,
+                position,
+                True,
+                PARAM,
+                STATES,
+                QUANTIZED,
+                EMA,
+                SHADOW,
+                WIDE,
+                RANDOM,
+            )
     else:
         rest = left.to(tl.int32)
         for k in range(0, rest, TILE):
             coded = (first, second, first_scales, second_scales, row + k // 256)
             update(
-                pointers, coded, numbers, at + k, rest, skip, weight, key, position, False,
-                PARAM, STATES, QUANTIZED, EMA, SHADOW, WIDE, RANDOM,
-            )  # fmt: skip
+                pointers,
+                coded,
+                numbers,
+                at + k,
+                rest,
+                skip,
+                weight,
+                key,
+                position,
+                False,
+                PARAM,
+                STATES,
+                QUANTIZED,
+                EMA,
+                SHADOW,
+                WIDE,
+                RANDOM,
+            )

@@ -111,8 +111,9 @@ class Loop:
         size = self.settings.gradient_accumulation_steps
         first, last = self.step * size, self.total * size
         on_gpu = self.session.model.device.type == "cuda"
-        reader = Reader(self.session.source, first, last, self.settings.dataloader_num_workers,
-                        pins=on_gpu)  # fmt: skip
+        reader = Reader(
+            self.session.source, first, last, self.settings.dataloader_num_workers, pins=on_gpu
+        )
         self.journal = Journal(self.settings, self.step)
         try:
             if self.step == 0:

@@ -101,8 +101,11 @@ def _save_diffusers(settings: Settings, model: Model, folder: Path, dtype: torch
         layers = convert_state_dict_to_diffusers(_weights(model, name, dtype))
         # Without the folder that the model was loaded from, and without dropout: diffusers leaves
         # the layers that it makes from this in training mode, and would drop while it draws.
-        config = {**_adapter(model, name).to_dict(), "base_model_name_or_path": None,
-                  "lora_dropout": 0.0}  # fmt: skip
+        config = {
+            **_adapter(model, name).to_dict(),
+            "base_model_name_or_path": None,
+            "lora_dropout": 0.0,
+        }
         arguments[f"{name}_lora_layers"] = layers
         arguments[f"{name}_lora_adapter_metadata"] = _plain(config)
 

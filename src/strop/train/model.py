@@ -61,8 +61,9 @@ class Model:
 
     def autocast(self) -> AbstractContextManager[Any]:
         """For calls of what is trained, whose weights are fp32, and of the parts together."""
-        return torch.autocast(self.device.type, self.half or torch.bfloat16,
-                              enabled=self.half is not None)  # fmt: skip
+        return torch.autocast(
+            self.device.type, self.half or torch.bfloat16, enabled=self.half is not None
+        )
 
 
 def folder_of(settings: Settings) -> Path:
@@ -103,22 +104,37 @@ def load(settings: Settings, device: torch.device) -> Model:
     folder = folder_of(settings)
     try:
         pipe = StableDiffusionPipeline.from_pretrained(
-            folder, dtype=torch.float32, safety_checker=None, feature_extractor=None,
-            requires_safety_checker=False, local_files_only=True, use_safetensors=True,
-        )  # fmt: skip
+            folder,
+            dtype=torch.float32,
+            safety_checker=None,
+            feature_extractor=None,
+            requires_safety_checker=False,
+            local_files_only=True,
+            use_safetensors=True,
+        )
     except (OSError, ValueError, KeyError) as error:
         raise OptionError(f"cannot load {folder}: {error}") from error
     scheduler = pipe.scheduler
     if not isinstance(getattr(scheduler, "alphas_cumprod", None), Tensor):
-        raise UnsupportedError(f"{folder}: its scheduler {type(scheduler).__name__} has no "
-                               "alphas_cumprod; training is built for DDPM noise")  # fmt: skip
+        raise UnsupportedError(
+            f"{folder}: its scheduler {type(scheduler).__name__} has no "
+            "alphas_cumprod; training is built for DDPM noise"
+        )
     unet, text = pipe.unet, pipe.text_encoder
     if settings.from_scratch:
         unet, text = _anew(unet, text, settings)
     prediction = settings.prediction_type or scheduler.config.prediction_type
-    model = Model(folder, unet, pipe.vae, text, pipe.tokenizer, scheduler,
-                  scheduler.alphas_cumprod.to(device, torch.float32), prediction,
-                  HALVES.get(settings.mixed_precision))  # fmt: skip
+    model = Model(
+        folder,
+        unet,
+        pipe.vae,
+        text,
+        pipe.tokenizer,
+        scheduler,
+        scheduler.alphas_cumprod.to(device, torch.float32),
+        prediction,
+        HALVES.get(settings.mixed_precision),
+    )
     for name, module in model.modules.items():
         dtype = None if name in settings.trained else model.half
         nn.Module.to(module, device, dtype).requires_grad_(False).eval()
@@ -142,8 +158,9 @@ def resolution_of(settings: Settings, model: Model) -> int:
     if side % model.grid:
         below = side // model.grid * model.grid
         near = f"{below} or {below + model.grid}" if below else str(model.grid)
-        raise OptionError(f"resolution {side}: this model takes multiples of {model.grid}; "
-                          f"the nearest: {near}")  # fmt: skip
+        raise OptionError(
+            f"resolution {side}: this model takes multiples of {model.grid}; the nearest: {near}"
+        )
     return side
 
 
@@ -160,9 +177,12 @@ def digest_of(module: nn.Module) -> str:
 def token_ids(model: Model, prompts: list[str]) -> Tensor:
     """Ids [prompts, length] on the CPU, padded and cut to what the text encoder reads."""
     made = model.tokenizer(
-        prompts, padding="max_length", truncation=True,
-        max_length=model.tokenizer.model_max_length, return_tensors="pt",
-    )  # fmt: skip
+        prompts,
+        padding="max_length",
+        truncation=True,
+        max_length=model.tokenizer.model_max_length,
+        return_tensors="pt",
+    )
     ids: Tensor = made.input_ids
     return ids
 

@@ -24,9 +24,11 @@ def snr_weights(signal: Tensor, gamma: float, prediction: str) -> Tensor:
     if prediction == "sample":
         return capped
     # Without any signal (zero terminal SNR) the first quotient is 0 / 0; its limit is 1.
-    return capped / (snr + 1.0) if prediction == "v_prediction" else torch.where(
-        snr > 0, capped / snr.clamp(min=1e-38), 1.0
-    )  # fmt: skip
+    return (
+        capped / (snr + 1.0)
+        if prediction == "v_prediction"
+        else torch.where(snr > 0, capped / snr.clamp(min=1e-38), 1.0)
+    )
 
 
 def target_of(
@@ -39,8 +41,9 @@ def target_of(
         return keep * noise - lose * latents
     if prediction == "sample":
         return latents
-    raise UnsupportedError(f"prediction type {prediction!r} is not built; use epsilon, "
-                           "v_prediction or sample")  # fmt: skip
+    raise UnsupportedError(
+        f"prediction type {prediction!r} is not built; use epsilon, v_prediction or sample"
+    )
 
 
 def joined(rows: Tensor, num_instances: int, prior_weight: float) -> Tensor:

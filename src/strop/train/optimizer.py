@@ -288,8 +288,9 @@ class FusedOptimizer(Optimizer):
                 self._step_again(stepper, owners, again)
         self._checks_itself = False
 
-    def _step_again(self, stepper: Stepper, owners: Sequence[Tensor],
-                    slots: Sequence[tuple[int, int]]) -> None:  # fmt: skip
+    def _step_again(
+        self, stepper: Stepper, owners: Sequence[Tensor], slots: Sequence[tuple[int, int]]
+    ) -> None:
         """Parameters that are listed once more: as torch does, each once more with its gradient."""
         groups, items, grads = self._groups(), list[Item](), list[Tensor]()
         for slot, first in slots:

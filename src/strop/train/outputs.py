@@ -72,8 +72,10 @@ def _save_part(
 
 def _on_cpu(module: nn.Module, dtype: torch.dtype) -> Any:
     """A copy, for which a GPU needs no memory."""
-    weights = {id(p): nn.Parameter(p.detach().to("cpu", dtype), requires_grad=False)
-               for p in module.parameters()}  # fmt: skip
+    weights = {
+        id(p): nn.Parameter(p.detach().to("cpu", dtype), requires_grad=False)
+        for p in module.parameters()
+    }
     return nn.Module.to(copy.deepcopy(module, weights), "cpu", dtype)
 
 

@@ -17,8 +17,18 @@ from torch.optim import Optimizer
 _MOST_DEPTH = 4  # a method, its object, a list in it, a module in that
 _MOST_ITEMS = 256  # of a container: a data set is none of a model's parts
 _PLAIN = (
-    str, bytes, int, float, complex, type(None), type, torch.dtype, torch.device, Tensor, Optimizer,
-)  # fmt: skip
+    str,
+    bytes,
+    int,
+    float,
+    complex,
+    type(None),
+    type,
+    torch.dtype,
+    torch.device,
+    Tensor,
+    Optimizer,
+)
 
 
 @dataclass
@@ -84,8 +94,9 @@ def _of_function(function: FunctionType) -> list[Any]:
 
 def _names(code: CodeType) -> list[str]:
     """Global names that it, or a function in it, reads."""
-    inner = [name for const in code.co_consts if isinstance(const, CodeType)
-             for name in _names(const)]  # fmt: skip
+    inner = [
+        name for const in code.co_consts if isinstance(const, CodeType) for name in _names(const)
+    ]
     return [*code.co_names, *inner]
 
 

@@ -92,9 +92,10 @@ class CudaRecorder:
             # other threads of the program may allocate pinned memory meanwhile
             with (
                 collection_paused(),
-                torch.cuda.graph(graph, pool=self._pool, stream=self._stream,
-                                 capture_error_mode="thread_local"),
-            ):  # fmt: skip
+                torch.cuda.graph(
+                    graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
+                ),
+            ):
                 try:
                     loss = body()
                 except BaseException as error:
@@ -123,8 +124,12 @@ class CudaRecorder:
             torch._C._cuda_endAllocateToPool(self._index, self._pool)
         self._pool = torch.cuda.graph_pool_handle()
         torch.cuda.set_stream(self._stream)  # torch leaves the context before it resets that
-        with torch.cuda.graph(torch.cuda.CUDAGraph(), pool=self._pool, stream=self._stream,
-                              capture_error_mode="thread_local"):  # fmt: skip
+        with torch.cuda.graph(
+            torch.cuda.CUDAGraph(),
+            pool=self._pool,
+            stream=self._stream,
+            capture_error_mode="thread_local",
+        ):
             self._one.zero_()
 
     @property

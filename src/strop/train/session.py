@@ -47,8 +47,12 @@ class Session:
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps, beside the learner's numbers, to be resumed exactly."""
-        return {"settings": self.settings.fixed, "data": self.source.digest, "total": self.total,
-                "host": _host(self.model.device)}  # fmt: skip
+        return {
+            "settings": self.settings.fixed,
+            "data": self.source.digest,
+            "total": self.total,
+            "host": _host(self.model.device),
+        }
 
 
 def prepare_session(settings: Settings, on_progress: caches.Progress, warn: Warn) -> Session:
@@ -72,8 +76,14 @@ def prepare_session(settings: Settings, on_progress: caches.Progress, warn: Warn
         raise
 
 
-def _prepare(settings: Settings, device: torch.device, folder: Folder | None, hold: Hold,
-             on_progress: caches.Progress, warn: Warn) -> Session:  # fmt: skip
+def _prepare(
+    settings: Settings,
+    device: torch.device,
+    folder: Folder | None,
+    hold: Hold,
+    on_progress: caches.Progress,
+    warn: Warn,
+) -> Session:
     found = _checkpoint(settings, warn)
     on_progress("loading the model", 0, 1)
     model = models.load(settings, device)
@@ -128,11 +138,13 @@ def _check_places(settings: Settings) -> None:
     for name in ("output_dir", "cache_dir", "class_data_dir") if pictures else ():
         place = getattr(settings, name)
         if place and _real(place).is_relative_to(_real(pictures)):
-            raise OptionError(f"{name} {place} lies in the folder of the pictures, {pictures}; "
-                              "choose another")  # fmt: skip
+            raise OptionError(
+                f"{name} {place} lies in the folder of the pictures, {pictures}; choose another"
+            )
     if _real(settings.output_dir) == models.folder_of(settings).resolve():
-        raise OptionError(f"output_dir {settings.output_dir} is the model to start from; choose "
-                          "another")  # fmt: skip
+        raise OptionError(
+            f"output_dir {settings.output_dir} is the model to start from; choose another"
+        )
 
 
 def _real(place: str) -> Path:
@@ -148,12 +160,18 @@ def _read_folder(settings: Settings, on_progress: caches.Progress, warn: Warn) -
             warn("the sprites generator speaks the words of the sprites model only")
         return None
     if settings.has_subject:
-        folder = read_subject(Path(settings.instance_data_dir).expanduser(),
-                              settings.instance_prompt, on_progress=watch)  # fmt: skip
+        folder = read_subject(
+            Path(settings.instance_data_dir).expanduser(),
+            settings.instance_prompt,
+            on_progress=watch,
+        )
     else:
-        folder = read_captioned(Path(settings.train_data_dir).expanduser(),
-                                settings.caption_column, settings.max_train_samples,
-                                watch)  # fmt: skip
+        folder = read_captioned(
+            Path(settings.train_data_dir).expanduser(),
+            settings.caption_column,
+            settings.max_train_samples,
+            watch,
+        )
     _judge(settings, folder, warn)
     return folder
 
@@ -165,9 +183,13 @@ def _judge(settings: Settings, folder: Folder, warn: Warn) -> None:
 
 
 def _source(
-    settings: Settings, model: Model, side: int, folder: Folder | None,
-    on_progress: caches.Progress, warn: Warn,
-) -> Source:  # fmt: skip
+    settings: Settings,
+    model: Model,
+    side: int,
+    folder: Folder | None,
+    on_progress: caches.Progress,
+    warn: Warn,
+) -> Source:
     if folder is None:
         return SpritesSource(settings, model.tokenizer, model.device)
     found = [folder]
@@ -198,8 +220,10 @@ def _warn_of_cut_captions(model: Model, folder: Folder | None, warn: Warn) -> No
     cut = models.cut_prompts(model, texts) if texts else []
     if cut:
         limit = model.tokenizer.model_max_length - 2
-        warn(f"found {counted(len(cut), 'caption')} with more than the {counted(limit, 'token')} "
-             f"that this model reads; it ignores the rest of each: {cut[0]!r}")  # fmt: skip
+        warn(
+            f"found {counted(len(cut), 'caption')} with more than the {counted(limit, 'token')} "
+            f"that this model reads; it ignores the rest of each: {cut[0]!r}"
+        )
 
 
 def _total(settings: Settings, source: Source) -> int:
@@ -263,18 +287,25 @@ def _resume(
     defaults = {knob.name: knob.default for knob in fields(Settings)}  # it may know fewer settings
     checkpoint.check_same(folder, defaults | state["settings"], settings.fixed)
     if state["data"] != source.digest:
-        raise OptionError(f"{folder} belongs to a training on other pictures or captions; put "
-                          "them back, or start anew in another --output_dir")  # fmt: skip
+        raise OptionError(
+            f"{folder} belongs to a training on other pictures or captions; put "
+            "them back, or start anew in another --output_dir"
+        )
     step: int = state["step"]
     if step > total:
-        raise OptionError(f"{folder} is past max_train_steps {total}; ask for more steps, or "
-                          "resume an earlier checkpoint")  # fmt: skip
+        raise OptionError(
+            f"{folder} is past max_train_steps {total}; ask for more steps, or "
+            "resume an earlier checkpoint"
+        )
     learner.load(tensors, state)
     if state["host"]["threads"] and not settings.threads:
         torch.set_num_threads(state["host"]["threads"])  # sums depend on their number
     host = _host(learner.parameters[0].device)
-    odd = [f"{name} {state['host'].get(name)} then, {value} now"
-           for name, value in host.items() if state["host"].get(name) != value]  # fmt: skip
+    odd = [
+        f"{name} {state['host'].get(name)} then, {value} now"
+        for name, value in host.items()
+        if state["host"].get(name) != value
+    ]
     if total != state["total"] and not settings.lr_scheduler.startswith("constant"):
         then = counted(state["total"], "step")
         odd.append(f"{then} then, {total} now, which changes the learning rate")

@@ -11,8 +11,14 @@ import torch
 from strop.ir.dims import const, symbol
 from strop.ir.source import KernelSource
 
-KINDS = {torch.float32: 1, torch.float16: 2, torch.bfloat16: 3, torch.float64: 4,
-         torch.uint8: 5, None: 0}  # fmt: skip
+KINDS = {
+    torch.float32: 1,
+    torch.float16: 2,
+    torch.bfloat16: 3,
+    torch.float64: 4,
+    torch.uint8: 5,
+    None: 0,
+}
 
 _I32, _I64, _F32, _F64 = torch.int32, torch.int64, torch.float32, torch.float64
 _LISTS = (_I64, _I64, _I64)  # blocks, grads, numels

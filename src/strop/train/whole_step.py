@@ -108,8 +108,9 @@ class WholeStep:
 
     leads_nowhere = True  # to modules of a loss, which may hold the step as well
 
-    def __init__(self, loss_fn: Callable[..., Tensor], updating: Updating, accumulate: int,
-                 graph: bool) -> None:  # fmt: skip
+    def __init__(
+        self, loss_fn: Callable[..., Tensor], updating: Updating, accumulate: int, graph: bool
+    ) -> None:
         self._loss_fn, self._updating, self.accumulate = loss_fn, updating, accumulate
         self._graph = graph
         self._recorder: Recorder | None = None
@@ -173,8 +174,9 @@ class WholeStep:
 
     # ---- with graphs ---------------------------------------------------------------------------
 
-    def _serve(self, recorder: Recorder, call: _Call, leaves: Sequence[Tensor], is_last: bool
-               ) -> Tensor:  # fmt: skip
+    def _serve(
+        self, recorder: Recorder, call: _Call, leaves: Sequence[Tensor], is_last: bool
+    ) -> Tensor:
         """Plainly, or from a graph."""
         before, around = self._landing.settle(leaves), reached(self._loss_fn)
         if not self._watched.still_lists(around.modules):
@@ -207,8 +209,16 @@ class WholeStep:
         args, kwargs = rebuild(call.skeleton, call.tensors)
         return partial(self._loss_fn, *args, **kwargs)
 
-    def _record(self, recorder: Recorder, bucket: _Bucket, given: _Call, leaves: Sequence[Tensor],
-                before: bytes, is_last: bool, around: Reached) -> None:  # fmt: skip
+    def _record(
+        self,
+        recorder: Recorder,
+        bucket: _Bucket,
+        given: _Call,
+        leaves: Sequence[Tensor],
+        before: bytes,
+        is_last: bool,
+        around: Reached,
+    ) -> None:
         """Capture what a call like the one that has just run does."""
         kept = nullcontext() if is_last else self._landing.kept(leaves)
         body = partial(self._micro, self._bound(given), leaves, is_last)
@@ -225,8 +235,9 @@ class WholeStep:
         bucket.held = (*held, stepper, *leaves, *self._updating.states, self._watched)
         self._counts.captures += 1
 
-    def _replay(self, bucket: _Bucket, recorded: Recording, given: _Call, call: _Call,
-                is_last: bool) -> Tensor:  # fmt: skip
+    def _replay(
+        self, bucket: _Bucket, recorded: Recording, given: _Call, call: _Call, is_last: bool
+    ) -> Tensor:
         for lease in bucket.leases:
             lease.check()
         given.fill(call)
@@ -239,8 +250,9 @@ class WholeStep:
         self._counts.replays += 1
         return loss
 
-    def _standing(self, leaves: Sequence[Tensor], before: bytes, after: bytes
-                  ) -> tuple[object, ...]:  # fmt: skip
+    def _standing(
+        self, leaves: Sequence[Tensor], before: bytes, after: bytes
+    ) -> tuple[object, ...]:
         """What must be as it was at the capture."""
         homes = self._landing.places(leaves, bytes(map(max, before, after)))
         own = [leaf.data_ptr() for leaf in leaves]
@@ -254,12 +266,15 @@ class WholeStep:
         if len(self._buckets) > MOST_BUCKETS:
             self._buckets.popitem(last=False)
 
-    def _failure(self, recorder: Recorder, error: Exception, given: _Call,
-                 leaves: Sequence[Tensor]) -> StropError:  # fmt: skip
+    def _failure(
+        self, recorder: Recorder, error: Exception, given: _Call, leaves: Sequence[Tensor]
+    ) -> StropError:
         """What a graph cannot hold, by name."""
-        waiting = [] if isinstance(error, torch.OutOfMemoryError) else self._culprits(
-            recorder, given, leaves
-        )  # fmt: skip
+        waiting = (
+            []
+            if isinstance(error, torch.OutOfMemoryError)
+            else self._culprits(recorder, given, leaves)
+        )
         lines = [
             f"no CUDA graph of this step: {diagnosis.first_line(error)}",
             f"  at {diagnosis.place_of(error)}",

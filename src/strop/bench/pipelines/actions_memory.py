@@ -35,8 +35,9 @@ def offload_hooks_removed(pipe: Any) -> None:
 
 
 def group_offload(module: Any) -> None:
-    module.enable_group_offload(onload_device=CPU, offload_device=CPU, num_blocks_per_group=1,
-                                offload_type="block_level")  # fmt: skip
+    module.enable_group_offload(
+        onload_device=CPU, offload_device=CPU, num_blocks_per_group=1, offload_type="block_level"
+    )
 
 
 def group_offload_by_leaf(module: Any) -> None:
@@ -60,19 +61,28 @@ def pyramid_attention(transformer: Any) -> None:
     from diffusers import PyramidAttentionBroadcastConfig
 
     timesteps = iter(range(900, 0, -1))
-    transformer.enable_cache(PyramidAttentionBroadcastConfig(
-        spatial_attention_block_skip_range=2, spatial_attention_timestep_skip_range=(0, 1000),
-        current_timestep_callback=lambda: next(timesteps)))  # fmt: skip
+    transformer.enable_cache(
+        PyramidAttentionBroadcastConfig(
+            spatial_attention_block_skip_range=2,
+            spatial_attention_timestep_skip_range=(0, 1000),
+            current_timestep_callback=lambda: next(timesteps),
+        )
+    )
 
 
 def faster_cache(transformer: Any) -> None:
     from diffusers import FasterCacheConfig
 
-    transformer.enable_cache(FasterCacheConfig(
-        spatial_attention_block_skip_range=2, spatial_attention_timestep_skip_range=(0, 1000),
-        is_guidance_distilled=True, tensor_format="BCHW",
-        current_timestep_callback=lambda: 500,
-        attention_weight_callback=lambda module: 0.3))  # fmt: skip
+    transformer.enable_cache(
+        FasterCacheConfig(
+            spatial_attention_block_skip_range=2,
+            spatial_attention_timestep_skip_range=(0, 1000),
+            is_guidance_distilled=True,
+            tensor_format="BCHW",
+            current_timestep_callback=lambda: 500,
+            attention_weight_callback=lambda module: 0.3,
+        )
+    )
 
 
 def first_block_cache(transformer: Any) -> None:
@@ -84,16 +94,23 @@ def first_block_cache(transformer: Any) -> None:
 def taylor_cache(transformer: Any) -> None:
     from diffusers import TaylorSeerCacheConfig
 
-    transformer.enable_cache(TaylorSeerCacheConfig(
-        cache_interval=2, disable_cache_before_step=1, max_order=1))  # fmt: skip
+    transformer.enable_cache(
+        TaylorSeerCacheConfig(cache_interval=2, disable_cache_before_step=1, max_order=1)
+    )
 
 
 def mag_cache(transformer: Any) -> None:
     from diffusers import MagCacheConfig
 
-    transformer.enable_cache(MagCacheConfig(
-        threshold=10.0, max_skip_steps=2, retention_ratio=0.1, num_inference_steps=3,
-        mag_ratios=[1.0, 1.0, 1.0]))  # fmt: skip
+    transformer.enable_cache(
+        MagCacheConfig(
+            threshold=10.0,
+            max_skip_steps=2,
+            retention_ratio=0.1,
+            num_inference_steps=3,
+            mag_ratios=[1.0, 1.0, 1.0],
+        )
+    )
 
 
 def cache_ended(transformer: Any) -> None:

@@ -125,8 +125,16 @@ def attention_replaced(pipe: Any) -> Iterator[None]:
     """As users of SageAttention do, with the usual keywords."""
     before = F.scaled_dot_product_attention
 
-    def other(query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0,
-              is_causal: bool = False, scale: Any = None, **more: Any) -> Any:  # fmt: skip
+    def other(
+        query: Any,
+        key: Any,
+        value: Any,
+        attn_mask: Any = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: Any = None,
+        **more: Any,
+    ) -> Any:
         return before(query, key, value, attn_mask, dropout_p, is_causal, scale=scale) * 0.5
 
     functional: Any = F

@@ -47,19 +47,28 @@ def stir(module: nn.Module, seed: int = 1) -> None:
 # UNets and what belongs to them
 
 UNET: dict[str, Any] = {
-    "sample_size": 8, "in_channels": 4, "out_channels": 4, "cross_attention_dim": WIDTH,
-    "block_out_channels": (16, 32), "layers_per_block": 1, "attention_head_dim": 2,
-    "norm_num_groups": 4, "down_block_types": ("CrossAttnDownBlock2D", "DownBlock2D"),
+    "sample_size": 8,
+    "in_channels": 4,
+    "out_channels": 4,
+    "cross_attention_dim": WIDTH,
+    "block_out_channels": (16, 32),
+    "layers_per_block": 1,
+    "attention_head_dim": 2,
+    "norm_num_groups": 4,
+    "down_block_types": ("CrossAttnDownBlock2D", "DownBlock2D"),
     "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D"),
-}  # fmt: skip
+}
 XL: dict[str, Any] = {
     "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D"),
     "up_block_types": ("CrossAttnUpBlock2D", "UpBlock2D"),
-    "transformer_layers_per_block": (1, 2), "use_linear_projection": True,
-    "addition_embed_type": "text_time", "addition_time_embed_dim": 8,
+    "transformer_layers_per_block": (1, 2),
+    "use_linear_projection": True,
+    "addition_embed_type": "text_time",
+    "addition_time_embed_dim": 8,
     "cross_attention_dim": 2 * WIDTH,
-    "projection_class_embeddings_input_dim": WIDTH + 6 * 8, "attention_head_dim": (2, 4),
-}  # fmt: skip
+    "projection_class_embeddings_input_dim": WIDTH + 6 * 8,
+    "attention_head_dim": (2, 4),
+}
 REFINER: dict[str, Any] = XL | {
     "cross_attention_dim": WIDTH,
     "projection_class_embeddings_input_dim": WIDTH + 5 * 8,
@@ -78,10 +87,14 @@ def controlnet(kind: str = "ControlNetModel", **changes: Any) -> Any:
 
 def vae(**changes: Any) -> Any:
     config: dict[str, Any] = {
-        "down_block_types": ("DownEncoderBlock2D",) * 2, "latent_channels": 4,
-        "up_block_types": ("UpDecoderBlock2D",) * 2, "block_out_channels": (8, 16),
-        "layers_per_block": 1, "norm_num_groups": 4, "sample_size": 32,
-    }  # fmt: skip
+        "down_block_types": ("DownEncoderBlock2D",) * 2,
+        "latent_channels": 4,
+        "up_block_types": ("UpDecoderBlock2D",) * 2,
+        "block_out_channels": (8, 16),
+        "layers_per_block": 1,
+        "norm_num_groups": 4,
+        "sample_size": 32,
+    }
     return diffusers("AutoencoderKL", **(config | changes))
 
 
@@ -95,22 +108,37 @@ def embeds(seed: int = 5) -> Tensor:
 
 # For pipelines that clean prompts with a package that is not there: the prompt as embeddings
 EMBEDDED: dict[str, Any] = {
-    "prompt": None, "negative_prompt": None, "prompt_embeds": embeds,
+    "prompt": None,
+    "negative_prompt": None,
+    "prompt_embeds": embeds,
     "negative_prompt_embeds": lambda: embeds(6),
-}  # fmt: skip
+}
 TEXT: dict[str, Any] = {
-    "hidden_size": WIDTH, "intermediate_size": 48, "num_hidden_layers": 2,
+    "hidden_size": WIDTH,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
     "num_attention_heads": 2,
-}  # fmt: skip
+}
 CAUSAL: dict[str, Any] = TEXT | {
-    "vocab_size": 600, "num_key_value_heads": 1, "head_dim": 16, "max_position_embeddings": 512,
-    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
-}  # fmt: skip
+    "vocab_size": 600,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
 
 
 def clip(kind: str = "CLIPTextModel", **changes: Any) -> Any:
-    config = TEXT | {"vocab_size": 514, "max_position_embeddings": WORDS, "projection_dim": WIDTH,
-                     "bos_token_id": 512, "eos_token_id": 513, "pad_token_id": 513}  # fmt: skip
+    config = TEXT | {
+        "vocab_size": 514,
+        "max_position_embeddings": WORDS,
+        "projection_dim": WIDTH,
+        "bos_token_id": 512,
+        "eos_token_id": 513,
+        "pad_token_id": 513,
+    }
     return transformers(kind, **(config | changes))
 
 
@@ -120,8 +148,15 @@ def clip_vision(kind: str = "CLIPVisionModelWithProjection", **changes: Any) -> 
 
 
 def t5(kind: str = "T5EncoderModel", **changes: Any) -> Any:
-    config = {"vocab_size": 300, "d_model": WIDTH, "d_kv": 8, "d_ff": 48, "num_layers": 2,
-              "num_heads": 4, "decoder_start_token_id": 0}  # fmt: skip
+    config = {
+        "vocab_size": 300,
+        "d_model": WIDTH,
+        "d_kv": 8,
+        "d_ff": 48,
+        "num_layers": 2,
+        "num_heads": 4,
+        "decoder_start_token_id": 0,
+    }
     return transformers(kind, **(config | changes))
 
 
@@ -157,22 +192,37 @@ def t5_tokenizer(length: int = WORDS) -> Any:
 CHAT = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>{% endfor %}"
 )
-SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>",
-           "<|image_pad|>", "<|video_pad|>")  # fmt: skip
+SPECIAL = (
+    "<|endoftext|>",
+    "<|im_start|>",
+    "<|im_end|>",
+    "<|vision_start|>",
+    "<|vision_end|>",
+    "<|image_pad|>",
+    "<|video_pad|>",
+)
 
 
 def qwen_tokenizer(length: int = 256) -> Any:
     tokens = [*SPECIAL, *_byte_symbols()]
     ids = {token: number for number, token in enumerate(tokens)}
-    made = processor("Qwen2Tokenizer", vocab=ids, merges=[], model_max_length=length,
-                     additional_special_tokens=list(SPECIAL[1:]))  # fmt: skip
+    made = processor(
+        "Qwen2Tokenizer",
+        vocab=ids,
+        merges=[],
+        model_max_length=length,
+        additional_special_tokens=list(SPECIAL[1:]),
+    )
     made.chat_template = CHAT
     return made
 
 
 def llama_tokenizer(kind: str = "LlamaTokenizer", length: int = 256) -> Any:
-    special = ["<pad>", "<s>", "</s>", "<unk>"] if kind == "LlamaTokenizer" else [
-        "<pad>", "<bos>", "<eos>", "<unk>", "<mask>"]  # fmt: skip
+    special = (
+        ["<pad>", "<s>", "</s>", "<unk>"]
+        if kind == "LlamaTokenizer"
+        else ["<pad>", "<bos>", "<eos>", "<unk>", "<mask>"]
+    )
     letters = ["▁", *(chr(code) for code in range(ord("!"), ord("~") + 1))]
     ids = {token: number for number, token in enumerate([*special, *letters])}
     made = processor(kind, vocab=ids, merges=[], model_max_length=length)

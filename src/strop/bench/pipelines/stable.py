@@ -29,24 +29,38 @@ from strop.bench.pipelines.tiny import LEFT_OUT, STEPS, TinyPipeline
 
 def sd15(**changes: Any) -> Parts:
     """``changes``: of the UNet's configuration."""
-    return {"unet": unet(**changes), "vae": vae(), "text_encoder": clip(),
-            "tokenizer": clip_tokenizer(), "scheduler": ddim()}  # fmt: skip
+    return {
+        "unet": unet(**changes),
+        "vae": vae(),
+        "text_encoder": clip(),
+        "tokenizer": clip_tokenizer(),
+        "scheduler": ddim(),
+    }
 
 
 def sdxl(**changes: Any) -> Parts:
     return {
-        "unet": unet(**(XL | changes)), "vae": vae(), "text_encoder": clip(),
-        "tokenizer": clip_tokenizer(), "tokenizer_2": clip_tokenizer(), "scheduler": ddim(),
+        "unet": unet(**(XL | changes)),
+        "vae": vae(),
+        "text_encoder": clip(),
+        "tokenizer": clip_tokenizer(),
+        "tokenizer_2": clip_tokenizer(),
+        "scheduler": ddim(),
         "text_encoder_2": clip("CLIPTextModelWithProjection"),
-    }  # fmt: skip
+    }
 
 
 def refiner() -> Parts:
     return {
-        "unet": unet(**REFINER), "vae": vae(), "scheduler": ddim(), "text_encoder": None,
-        "tokenizer": None, "requires_aesthetics_score": True, "tokenizer_2": clip_tokenizer(),
+        "unet": unet(**REFINER),
+        "vae": vae(),
+        "scheduler": ddim(),
+        "text_encoder": None,
+        "tokenizer": None,
+        "requires_aesthetics_score": True,
+        "tokenizer_2": clip_tokenizer(),
         "text_encoder_2": clip("CLIPTextModelWithProjection"),
-    }  # fmt: skip
+    }
 
 
 def controlled(count: int = 1) -> Parts:
@@ -55,9 +69,7 @@ def controlled(count: int = 1) -> Parts:
     return sd15() | {"controlnet": nets if count > 1 else nets[0]}
 
 
-XL_CONTROL: dict[str, Any] = {
-    name: value for name, value in XL.items() if name != "up_block_types"
-}  # fmt: skip
+XL_CONTROL: dict[str, Any] = {name: value for name, value in XL.items() if name != "up_block_types"}
 
 
 def controlled_xl() -> Parts:
@@ -65,24 +77,41 @@ def controlled_xl() -> Parts:
 
 
 def union() -> Parts:
-    net = controlnet("ControlNetUnionModel", **XL_CONTROL, num_trans_channel=16, num_trans_head=2,
-                     num_proj_channel=16)  # fmt: skip
+    net = controlnet(
+        "ControlNetUnionModel",
+        **XL_CONTROL,
+        num_trans_channel=16,
+        num_trans_head=2,
+        num_proj_channel=16,
+    )
     return sdxl() | {"controlnet": net}
 
 
 def crossed(parts: Parts) -> Parts:
     """ControlNet-XS: an adapter that runs within the UNet."""
     kind: Any = importlib.import_module("diffusers").ControlNetXSAdapter
-    net = kind.from_unet(parts["unet"], size_ratio=0.5, num_attention_heads=2,
-                         conditioning_embedding_out_channels=(8, 16))  # fmt: skip
+    net = kind.from_unet(
+        parts["unet"],
+        size_ratio=0.5,
+        num_attention_heads=2,
+        conditioning_embedding_out_channels=(8, 16),
+    )
     return parts | {"controlnet": net.eval()}
 
 
 def adapted(parts: Parts, count: int = 1) -> Parts:
     """T2I-Adapters."""
     kind, factor = ("full_adapter_xl", 4) if "tokenizer_2" in parts else ("full_adapter", 2)
-    made = [diffusers("T2IAdapter", channels=[16, 32], num_res_blocks=1, downscale_factor=factor,
-                      adapter_type=kind) for _ in range(count)]  # fmt: skip
+    made = [
+        diffusers(
+            "T2IAdapter",
+            channels=[16, 32],
+            num_res_blocks=1,
+            downscale_factor=factor,
+            adapter_type=kind,
+        )
+        for _ in range(count)
+    ]
     return parts | {"adapter": made if count > 1 else made[0]}
 
 
@@ -92,13 +121,23 @@ def with_pictures_of_prompts() -> Parts:
 
 
 def latent_upscaler() -> Parts:
-    made = unet(in_channels=8, out_channels=5, time_cond_proj_dim=128 + WIDTH,
-                time_embedding_type="fourier", act_fn="gelu", conv_in_kernel=1, conv_out_kernel=1,
-                resnet_time_scale_shift="scale_shift", only_cross_attention=False,
-                down_block_types=("KDownBlock2D", *("KCrossAttnDownBlock2D",) * 3),
-                attention_head_dim=8, mid_block_type=None,
-                up_block_types=(*("KCrossAttnUpBlock2D",) * 3, "KUpBlock2D"),
-                timestep_post_act="gelu", block_out_channels=(32, 32, 64, 64))  # fmt: skip
+    made = unet(
+        in_channels=8,
+        out_channels=5,
+        time_cond_proj_dim=128 + WIDTH,
+        time_embedding_type="fourier",
+        act_fn="gelu",
+        conv_in_kernel=1,
+        conv_out_kernel=1,
+        resnet_time_scale_shift="scale_shift",
+        only_cross_attention=False,
+        down_block_types=("KDownBlock2D", *("KCrossAttnDownBlock2D",) * 3),
+        attention_head_dim=8,
+        mid_block_type=None,
+        up_block_types=(*("KCrossAttnUpBlock2D",) * 3, "KUpBlock2D"),
+        timestep_post_act="gelu",
+        block_out_channels=(32, 32, 64, 64),
+    )
     scheduler = diffusers("EulerDiscreteScheduler")
     return sd15() | {"unet": made, "scheduler": scheduler}
 
@@ -110,10 +149,18 @@ def upscaler() -> Parts:
 
 def depth() -> Parts:
     estimator = transformers(
-        "DPTForDepthEstimation", hidden_size=WIDTH, num_hidden_layers=2, num_attention_heads=2,
-        intermediate_size=48, image_size=32, patch_size=16, is_hybrid=False, fusion_hidden_size=16,
-        neck_hidden_sizes=[8, 8, 16, 16], backbone_out_indices=[0, 1, 1, 1],
-    )  # fmt: skip
+        "DPTForDepthEstimation",
+        hidden_size=WIDTH,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=48,
+        image_size=32,
+        patch_size=16,
+        is_hybrid=False,
+        fusion_hidden_size=16,
+        neck_hidden_sizes=[8, 8, 16, 16],
+        backbone_out_indices=[0, 1, 1, 1],
+    )
     return sd15(in_channels=5) | {"depth_estimator": estimator}
 
 
@@ -130,13 +177,27 @@ def unclip() -> Parts:
 
 
 def unclip_prior() -> Parts:
-    prior = diffusers("PriorTransformer", num_attention_heads=2, attention_head_dim=16,
-                      embedding_dim=WIDTH, num_layers=1, num_embeddings=16)  # fmt: skip
-    schedule = diffusers("DDPMScheduler", variance_type="fixed_small_log", clip_sample=True,
-                         prediction_type="sample", beta_schedule="squaredcos_cap_v2")  # fmt: skip
-    return unclip() | {"prior": prior, "prior_scheduler": schedule,
-                       "prior_tokenizer": clip_tokenizer(),
-                       "prior_text_encoder": clip("CLIPTextModelWithProjection")}  # fmt: skip
+    prior = diffusers(
+        "PriorTransformer",
+        num_attention_heads=2,
+        attention_head_dim=16,
+        embedding_dim=WIDTH,
+        num_layers=1,
+        num_embeddings=16,
+    )
+    schedule = diffusers(
+        "DDPMScheduler",
+        variance_type="fixed_small_log",
+        clip_sample=True,
+        prediction_type="sample",
+        beta_schedule="squaredcos_cap_v2",
+    )
+    return unclip() | {
+        "prior": prior,
+        "prior_scheduler": schedule,
+        "prior_tokenizer": clip_tokenizer(),
+        "prior_text_encoder": clip("CLIPTextModelWithProjection"),
+    }
 
 
 def unclip_picture() -> Parts:
@@ -144,8 +205,13 @@ def unclip_picture() -> Parts:
 
 
 def variation() -> Parts:
-    return {"unet": unet(), "vae": vae(), "scheduler": ddim(), "image_encoder": clip_vision(),
-            "feature_extractor": image_processor()}  # fmt: skip
+    return {
+        "unet": unet(),
+        "vae": vae(),
+        "scheduler": ddim(),
+        "image_encoder": clip_vision(),
+        "feature_extractor": image_processor(),
+    }
 
 
 def consistent() -> Parts:
@@ -159,15 +225,20 @@ def gligen() -> Parts:
 
 
 def ledits() -> Parts:
-    scheduler = diffusers("DPMSolverMultistepScheduler", algorithm_type="sde-dpmsolver++",
-                          solver_order=2)  # fmt: skip
+    scheduler = diffusers(
+        "DPMSolverMultistepScheduler", algorithm_type="sde-dpmsolver++", solver_order=2
+    )
     return sd15() | {"scheduler": scheduler}
 
 
 def _inverted(pipe: Any) -> None:
     """LEDITS++ edits a picture that it has inverted before."""
-    pipe.invert(image=picture(size=32), num_inversion_steps=STEPS, skip=0.0,
-                generator=torch.Generator().manual_seed(1))  # fmt: skip
+    pipe.invert(
+        image=picture(size=32),
+        num_inversion_steps=STEPS,
+        skip=0.0,
+        generator=torch.Generator().manual_seed(1),
+    )
 
 
 def marigold() -> Parts:
@@ -197,8 +268,11 @@ def ip_adapter_state(model: Any, plus: bool = False) -> dict[str, Any]:
         return torch.randn(shape, generator=generator) * 0.2
 
     layers: dict[str, Tensor] = {}
-    crossed = [name for name in model.attn_processors if not name.endswith("attn1.processor")
-               and "motion_modules" not in name]  # fmt: skip
+    crossed = [
+        name
+        for name in model.attn_processors
+        if not name.endswith("attn1.processor") and "motion_modules" not in name
+    ]
     for number, name in enumerate(crossed):
         attention = model.get_submodule(name.removesuffix(".processor"))
         inner, width = attention.inner_dim, attention.cross_attention_dim
@@ -206,14 +280,23 @@ def ip_adapter_state(model: Any, plus: bool = False) -> dict[str, Any]:
             layers[f"{2 * number + 1}.{part}.weight"] = drawn(inner, width)
     width = model.config.cross_attention_dim
     if not plus:
-        shown = {"proj.weight": drawn(4 * width, WIDTH), "proj.bias": drawn(4 * width),
-                 "norm.weight": drawn(width), "norm.bias": drawn(width)}  # fmt: skip
+        shown = {
+            "proj.weight": drawn(4 * width, WIDTH),
+            "proj.bias": drawn(4 * width),
+            "norm.weight": drawn(width),
+            "norm.bias": drawn(width),
+        }
         return {"image_proj": shown, "ip_adapter": layers}
     inner = 64  # one head of 64 channels, which the converter takes for granted
-    shown = {"latents": drawn(1, 4, WIDTH), "proj_in.weight": drawn(WIDTH, WIDTH),
-             "proj_in.bias": drawn(WIDTH), "proj_out.weight": drawn(width, WIDTH),
-             "proj_out.bias": drawn(width), "norm_out.weight": drawn(width),
-             "norm_out.bias": drawn(width)}  # fmt: skip
+    shown = {
+        "latents": drawn(1, 4, WIDTH),
+        "proj_in.weight": drawn(WIDTH, WIDTH),
+        "proj_in.bias": drawn(WIDTH),
+        "proj_out.weight": drawn(width, WIDTH),
+        "proj_out.bias": drawn(width),
+        "norm_out.weight": drawn(width),
+        "norm_out.bias": drawn(width),
+    }
     for number in range(4):
         for name in ("ln0", "ln1", "ff.0"):
             shown[f"layers.{number}.{name}.weight"] = drawn(WIDTH)
@@ -244,68 +327,131 @@ STABLE: tuple[TinyPipeline, ...] = (
     TinyPipeline("sd15-controlnet", "StableDiffusionControlNetPipeline", controlled),
     TinyPipeline("sd15-controlnet-img2img", "StableDiffusionControlNetImg2ImgPipeline", controlled),
     TinyPipeline("sd15-controlnet-inpaint", "StableDiffusionControlNetInpaintPipeline", controlled),
-    TinyPipeline("sd15-two-controlnets", "StableDiffusionControlNetPipeline", lambda: controlled(2),
-                 TWO),
+    TinyPipeline(
+        "sd15-two-controlnets", "StableDiffusionControlNetPipeline", lambda: controlled(2), TWO
+    ),
     TinyPipeline("sd15-t2i-adapter", "StableDiffusionAdapterPipeline", lambda: adapted(sd15())),
-    TinyPipeline("sd15-two-t2i-adapters", "StableDiffusionAdapterPipeline",
-                 lambda: adapted(sd15(), 2), {"image": lambda: [picture(), picture() / 2],
-                  "adapter_conditioning_scale": [0.5, 0.8]}),
-    TinyPipeline("sd15-ip-adapter", "StableDiffusionPipeline", with_pictures_of_prompts,
-                 PROMPT_PICTURE, _ip_adapter(plus=False)),
-    TinyPipeline("sd15-ip-adapter-plus", "StableDiffusionPipeline", with_pictures_of_prompts,
-                 PATCHES, _ip_adapter(plus=True)),
+    TinyPipeline(
+        "sd15-two-t2i-adapters",
+        "StableDiffusionAdapterPipeline",
+        lambda: adapted(sd15(), 2),
+        {"image": lambda: [picture(), picture() / 2], "adapter_conditioning_scale": [0.5, 0.8]},
+    ),
+    TinyPipeline(
+        "sd15-ip-adapter",
+        "StableDiffusionPipeline",
+        with_pictures_of_prompts,
+        PROMPT_PICTURE,
+        _ip_adapter(plus=False),
+    ),
+    TinyPipeline(
+        "sd15-ip-adapter-plus",
+        "StableDiffusionPipeline",
+        with_pictures_of_prompts,
+        PATCHES,
+        _ip_adapter(plus=True),
+    ),
     TinyPipeline("sd15-pag", "StableDiffusionPAGPipeline", sd15),
     TinyPipeline("sd15-pag-img2img", "StableDiffusionPAGImg2ImgPipeline", sd15),
     TinyPipeline("sd15-pag-inpaint", "StableDiffusionPAGInpaintPipeline", sd15),
     TinyPipeline("sd15-pag-controlnet", "StableDiffusionControlNetPAGPipeline", controlled),
-    TinyPipeline("sd15-pag-controlnet-inpaint", "StableDiffusionControlNetPAGInpaintPipeline",
-                 controlled),
-    TinyPipeline("sd15-ledits", "LEditsPPPipelineStableDiffusion", ledits,
-                 {"editing_prompt": "a dog", "negative_prompt": LEFT_OUT, "generator": LEFT_OUT,
-                  "use_intersect_mask": False},
-                 _inverted),
-    TinyPipeline("sd15-pix2pix", "StableDiffusionInstructPix2PixPipeline",
-                 lambda: sd15(in_channels=8)),
-    TinyPipeline("sd15-variation", "StableDiffusionImageVariationPipeline", variation,
-                 {"image": lambda: picture(size=32)}),
-    TinyPipeline("sd15-gligen", "StableDiffusionGLIGENPipeline", gligen,
-                 {"gligen_phrases": ["a cat"], "gligen_boxes": [[0.1, 0.2, 0.7, 0.8]]}),
-    TinyPipeline("sd15-marigold", "MarigoldDepthPipeline", marigold,
-                 {"processing_resolution": 0}),
-    TinyPipeline("sd2-depth", "StableDiffusionDepth2ImgPipeline", depth,
-                 {"depth_map": lambda: picture()[:, 0]}),
+    TinyPipeline(
+        "sd15-pag-controlnet-inpaint", "StableDiffusionControlNetPAGInpaintPipeline", controlled
+    ),
+    TinyPipeline(
+        "sd15-ledits",
+        "LEditsPPPipelineStableDiffusion",
+        ledits,
+        {
+            "editing_prompt": "a dog",
+            "negative_prompt": LEFT_OUT,
+            "generator": LEFT_OUT,
+            "use_intersect_mask": False,
+        },
+        _inverted,
+    ),
+    TinyPipeline(
+        "sd15-pix2pix", "StableDiffusionInstructPix2PixPipeline", lambda: sd15(in_channels=8)
+    ),
+    TinyPipeline(
+        "sd15-variation",
+        "StableDiffusionImageVariationPipeline",
+        variation,
+        {"image": lambda: picture(size=32)},
+    ),
+    TinyPipeline(
+        "sd15-gligen",
+        "StableDiffusionGLIGENPipeline",
+        gligen,
+        {"gligen_phrases": ["a cat"], "gligen_boxes": [[0.1, 0.2, 0.7, 0.8]]},
+    ),
+    TinyPipeline("sd15-marigold", "MarigoldDepthPipeline", marigold, {"processing_resolution": 0}),
+    TinyPipeline(
+        "sd2-depth",
+        "StableDiffusionDepth2ImgPipeline",
+        depth,
+        {"depth_map": lambda: picture()[:, 0]},
+    ),
     TinyPipeline("sd2-upscaler", "StableDiffusionUpscalePipeline", upscaler),
     TinyPipeline("sd2-latent-upscaler", "StableDiffusionLatentUpscalePipeline", latent_upscaler),
-    TinyPipeline("sd2-unclip", "StableUnCLIPPipeline", unclip_prior,
-                 {"prior_num_inference_steps": 2}),
-    TinyPipeline("sd2-unclip-img2img", "StableUnCLIPImg2ImgPipeline", unclip_picture,
-                 {"image": lambda: picture(size=32)}),
+    TinyPipeline(
+        "sd2-unclip", "StableUnCLIPPipeline", unclip_prior, {"prior_num_inference_steps": 2}
+    ),
+    TinyPipeline(
+        "sd2-unclip-img2img",
+        "StableUnCLIPImg2ImgPipeline",
+        unclip_picture,
+        {"image": lambda: picture(size=32)},
+    ),
     TinyPipeline("lcm", "LatentConsistencyModelPipeline", consistent),
-    TinyPipeline("lcm-img2img", "LatentConsistencyModelImg2ImgPipeline", consistent,
-                 {"num_inference_steps": 4, "strength": 0.8}),
+    TinyPipeline(
+        "lcm-img2img",
+        "LatentConsistencyModelImg2ImgPipeline",
+        consistent,
+        {"num_inference_steps": 4, "strength": 0.8},
+    ),
     TinyPipeline("sdxl", "StableDiffusionXLPipeline", sdxl),
     TinyPipeline("sdxl-img2img", "StableDiffusionXLImg2ImgPipeline", sdxl, {"strength": 0.8}),
     TinyPipeline("sdxl-inpaint", "StableDiffusionXLInpaintPipeline", sdxl, {"strength": 0.8}),
     TinyPipeline("sdxl-refiner", "StableDiffusionXLImg2ImgPipeline", refiner, {"strength": 0.8}),
-    TinyPipeline("sdxl-pix2pix", "StableDiffusionXLInstructPix2PixPipeline",
-                 lambda: sdxl(in_channels=8)),
+    TinyPipeline(
+        "sdxl-pix2pix", "StableDiffusionXLInstructPix2PixPipeline", lambda: sdxl(in_channels=8)
+    ),
     TinyPipeline("sdxl-controlnet", "StableDiffusionXLControlNetPipeline", controlled_xl),
-    TinyPipeline("sdxl-controlnet-img2img", "StableDiffusionXLControlNetImg2ImgPipeline",
-                 controlled_xl),
-    TinyPipeline("sdxl-controlnet-inpaint", "StableDiffusionXLControlNetInpaintPipeline",
-                 controlled_xl),
-    TinyPipeline("sdxl-union", "StableDiffusionXLControlNetUnionPipeline", union,
-                 {"control_mode": [1], "control_image": lambda: [picture()]}),
-    TinyPipeline("sdxl-union-img2img", "StableDiffusionXLControlNetUnionImg2ImgPipeline", union,
-                 {"control_mode": [1], "control_image": lambda: [picture()]}),
-    TinyPipeline("sdxl-union-inpaint", "StableDiffusionXLControlNetUnionInpaintPipeline", union,
-                 {"control_mode": [1], "control_image": lambda: [picture()]}),
+    TinyPipeline(
+        "sdxl-controlnet-img2img", "StableDiffusionXLControlNetImg2ImgPipeline", controlled_xl
+    ),
+    TinyPipeline(
+        "sdxl-controlnet-inpaint", "StableDiffusionXLControlNetInpaintPipeline", controlled_xl
+    ),
+    TinyPipeline(
+        "sdxl-union",
+        "StableDiffusionXLControlNetUnionPipeline",
+        union,
+        {"control_mode": [1], "control_image": lambda: [picture()]},
+    ),
+    TinyPipeline(
+        "sdxl-union-img2img",
+        "StableDiffusionXLControlNetUnionImg2ImgPipeline",
+        union,
+        {"control_mode": [1], "control_image": lambda: [picture()]},
+    ),
+    TinyPipeline(
+        "sdxl-union-inpaint",
+        "StableDiffusionXLControlNetUnionInpaintPipeline",
+        union,
+        {"control_mode": [1], "control_image": lambda: [picture()]},
+    ),
     TinyPipeline("sdxl-t2i-adapter", "StableDiffusionXLAdapterPipeline", lambda: adapted(sdxl())),
     TinyPipeline("sdxl-pag", "StableDiffusionXLPAGPipeline", sdxl),
-    TinyPipeline("sdxl-pag-img2img", "StableDiffusionXLPAGImg2ImgPipeline", sdxl,
-                 {"strength": 0.8}),
+    TinyPipeline(
+        "sdxl-pag-img2img", "StableDiffusionXLPAGImg2ImgPipeline", sdxl, {"strength": 0.8}
+    ),
     TinyPipeline("sdxl-pag-inpaint", "StableDiffusionXLPAGInpaintPipeline", sdxl),
     TinyPipeline("sdxl-pag-controlnet", "StableDiffusionXLControlNetPAGPipeline", controlled_xl),
-    TinyPipeline("sdxl-pag-controlnet-img2img", "StableDiffusionXLControlNetPAGImg2ImgPipeline",
-                 controlled_xl),
-)  # fmt: skip
+    TinyPipeline(
+        "sdxl-pag-controlnet-img2img",
+        "StableDiffusionXLControlNetPAGImg2ImgPipeline",
+        controlled_xl,
+    ),
+)

@@ -48,8 +48,9 @@ class TinyPipeline:
 def modules_of(pipe: Any) -> list[nn.Module]:
     found: list[nn.Module] = []
     for part in pipe.components.values():
-        found += [p for p in (part if isinstance(part, list) else [part])
-                  if isinstance(p, nn.Module)]  # fmt: skip
+        found += [
+            p for p in (part if isinstance(part, list) else [part]) if isinstance(p, nn.Module)
+        ]
     return found
 
 
@@ -71,11 +72,19 @@ def arguments(case: TinyPipeline, pipe: Any, seed: int = 3) -> Given:
     generator = torch.Generator().manual_seed(seed)
     picture = torch.rand(1, 3, 16, 16, generator=generator)
     usual: Given = {
-        "prompt": "a red cat", "negative_prompt": "blue", "height": 16, "width": 16,
-        "num_inference_steps": STEPS, "image": picture, "num_frames": 5, "generator": generator,
-        "mask_image": (picture[:, :1] > 0.5).float(), "control_image": picture,
-        "guidance_scale": 4.0, "output_type": "pt",
-    }  # fmt: skip
+        "prompt": "a red cat",
+        "negative_prompt": "blue",
+        "height": 16,
+        "width": 16,
+        "num_inference_steps": STEPS,
+        "image": picture,
+        "num_frames": 5,
+        "generator": generator,
+        "mask_image": (picture[:, :1] > 0.5).float(),
+        "control_image": picture,
+        "guidance_scale": 4.0,
+        "output_type": "pt",
+    }
     taken = inspect.signature(pipe.__call__).parameters
     wanted = {name: value for name, value in usual.items() if name in taken}
     own = {

@@ -94,9 +94,15 @@ def _psnr(one: Tensor, other: Tensor) -> float:
     return psnr(one.double() / wide.abs().max(), wide / wide.abs().max())
 
 
-def outcome(case: TinyPipeline, action: Action, moment: str, options: strop.Options, *,
-            warm: int = 1, seen: dict[str, Dispatcher] | None = None
-            ) -> Outcome | None:  # fmt: skip
+def outcome(
+    case: TinyPipeline,
+    action: Action,
+    moment: str,
+    options: strop.Options,
+    *,
+    warm: int = 1,
+    seen: dict[str, Dispatcher] | None = None,
+) -> Outcome | None:
     """``warm``: pictures that both draw before. ``seen`` gets the dispatchers, which an action may
     hide. None where the action does not apply."""
     eager, fast = case.made(), case.made()
