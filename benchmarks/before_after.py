@@ -148,7 +148,7 @@ def facts() -> dict[str, str]:
     import torch
 
     import strop
-    from strop.runtime.stored_variants import own_source
+    from strop.dispatch.stored_variants import own_source
 
     has_gpu = torch.cuda.is_available()
     device = torch.cuda.get_device_name() if has_gpu else "CPU"
@@ -162,7 +162,7 @@ def sampler(name: str, calls: int, is_tiny: bool) -> Callable[[], dict[str, floa
 
     import strop
     from strop.bench.infer_rows import MODELS, ROWS
-    from strop.runtime.loop import Loop
+    from strop.runtime.loop.denoise_loop import Loop
 
     row = next(row for row in ROWS if row.name == name)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -344,7 +344,7 @@ def pipe(suite: Suite) -> dict[str, Any]:
 def dynamo(suite: Suite) -> dict[str, Any]:
     """Plain torch.compile at two sizes: what the second compile costs of the first."""
     from strop.backend import dynamo_backend
-    from strop.runtime.aot import AOT_LOG
+    from strop.dispatch.dynamo import AOT_LOG
 
     torch._dynamo.reset()
     case = case_named(suite.args.unet)

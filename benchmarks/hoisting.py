@@ -21,8 +21,8 @@ import strop
 from strop.api import optimize_module
 from strop.bench import models, timer
 from strop.debug.explain import report_of
-from strop.runtime.dispatch import Dispatcher
-from strop.runtime.loop import Loop
+from strop.dispatch.dispatcher import Dispatcher
+from strop.runtime.loop.denoise_loop import Loop
 
 STEPS = 20  # of a loop
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -44,7 +44,8 @@ from strop.frontend.capture import capture
 from strop.frontend.importer import import_graph
 from strop.ir.source import KernelSource
 from strop.options import Options
-from strop.runtime import builds, cubin
+from strop.runtime.build import compilers as builds
+from strop.runtime.build import cubin
 
 WORKERS = 2
 F16 = torch.float16

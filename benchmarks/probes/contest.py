@@ -17,7 +17,7 @@ from torch import Tensor
 
 from strop.bench import environment, timer
 from strop.ir.source import KernelSource
-from strop.runtime.kernels import KernelLibrary, kernel_library
+from strop.runtime.build.loader import KernelLibrary, kernel_library
 
 CALLS = 24  # of one graph
 WORKERS = 12

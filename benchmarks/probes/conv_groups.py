@@ -30,7 +30,7 @@ from strop.kernels.pictures import Picture
 from strop.kernels.product_layout import PLAIN, Tile
 from strop.kernels.products import CLUSTERS, Form, form, is_able
 from strop.kernels.ptx import DEPTH, LINE, ROWS
-from strop.runtime.operands import dense
+from strop.runtime.run.operands import dense
 
 AT_ONCE = {**CLUSTERS, 5: 24}  # of five: a guess
 # Batch, height = width, channels in and out where every second pixel is left out.

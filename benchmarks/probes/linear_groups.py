@@ -27,7 +27,7 @@ from strop.kernels import products
 from strop.kernels.group_product import group_product
 from strop.kernels.product_layout import ENDS, GATED, PLAIN, SUM, Tile
 from strop.kernels.products import Form, line_of
-from strop.runtime.gated_linear import GatedLinear
+from strop.runtime.run.gated_linear import GatedLinear
 
 WORST = 1.4  # tiles of which a guess says that they take so much longer are left out
 # M, N, K, what happens at the end

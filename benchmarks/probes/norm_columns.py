@@ -31,9 +31,11 @@ from strop.codegen.assemble import Signature
 from strop.ir.program import KernelStep, Program
 from strop.ir.source import KernelSource
 from strop.options import Options
-from strop.runtime import devices, kernels, own_calls
-from strop.runtime.executor import Bound
-from strop.runtime.memory import workspace_of
+from strop.runtime.build import devices
+from strop.runtime.build import loader as kernels
+from strop.runtime.run import own_calls
+from strop.runtime.run.executor import Bound
+from strop.runtime.run.memory import workspace_of
 from tests.frontend.tracing import trace
 
 SUM, KEPT, BESIDE = "sum", "kept sum", "kept sum beside another"

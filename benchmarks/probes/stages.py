@@ -28,10 +28,10 @@ import torch
 import strop
 from strop.bench.infer_contenders import Field
 from strop.bench.infer_rows import chosen_rows
-from strop.runtime.dispatch import Dispatcher
-from strop.runtime.executor import Bound
-from strop.runtime.graphs import Captured, GraphPool
-from strop.runtime.state import ModuleState
+from strop.dispatch.dispatcher import Dispatcher
+from strop.dispatch.module_state import ModuleState
+from strop.runtime.run.cuda_graphs import Captured, GraphPool
+from strop.runtime.run.executor import Bound
 
 DEVICE, PICTURES, SHOWN = torch.device("cuda"), 11, 90
 FIRST_STEPS = "unet 3"  # until when all is printed

@@ -31,11 +31,11 @@ import strop
 from strop.bench import timer
 from strop.bench.infer_contenders import Field
 from strop.bench.infer_rows import Row, chosen_rows
+from strop.dispatch.dispatcher import Dispatcher
 from strop.ir.program import CallStep
 from strop.kernels import products
 from strop.kernels.pictures import Picture
 from strop.kernels.product_layout import Tile
-from strop.runtime.dispatch import Dispatcher
 
 DEVICE, SAMPLE_MS, WORST = torch.device("cuda"), 120.0, 1.4
 LEAST_US = 5.0  # saved by a tile that is taken at the end

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import nn
 
+from strop.dispatch.dispatcher import Dispatcher, dispatcher_of
 from strop.errors import OptionError
 from strop.options import OPTION_NAMES, Options, check_names
 from strop.patterns.declare import pattern
-from strop.runtime.dispatch import Dispatcher, dispatcher_of
 
 if TYPE_CHECKING:
     from strop.debug.report import Report
@@ -78,7 +78,7 @@ def optimize_module(
         how["adapter"] = adapter_for(module)
     kind: type[Dispatcher] = Dispatcher
     if train:  # Dynamo takes its time to import
-        from strop.runtime.training import TrainingDispatcher as kind
+        from strop.dispatch.training import TrainingDispatcher as kind
     dispatcher = kind(module, options, **how)
     module.forward = dispatcher
     return dispatcher

@@ -264,6 +264,6 @@ class _Clock:
 
 def dynamo_backend(gm: Any, example_inputs: Any, **options: Any) -> Any:
     """Entry point for ``torch.compile(model, backend="strop")``."""
-    from strop.runtime.aot import compile_dynamo
+    from strop.dispatch.dynamo import compile_dynamo
 
     return compile_dynamo(gm, example_inputs, **options)

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import strop
+from strop.dispatch import variants
 from strop.errors import OptionError, StropError
-from strop.runtime import variants
 from tests.views.running import Function
 
 from .nets import Net, X, optimized

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from strop.cli.arguments import Device, chosen_device
 from strop.errors import CodegenError, UnsupportedError
-from strop.runtime import driver, kernels
-from strop.runtime.cubin import Cubin
+from strop.runtime.build import driver
+from strop.runtime.build import loader as kernels
+from strop.runtime.build.cubin import Cubin
 
 from .nets import Net, X, optimized
 

@@ -17,7 +17,8 @@ from typer.testing import CliRunner
 
 from strop.cli import app
 from strop.errors import CodegenError
-from strop.runtime import cache, kernels
+from strop.runtime.build import cache
+from strop.runtime.build import loader as kernels
 
 from .nets import Net, X, optimized
 

@@ -15,9 +15,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from strop.runtime import dispatch, executor, graphs
-from strop.runtime.dispatch import Dispatcher
-from strop.runtime.entry import Entry
+from strop.dispatch import dispatcher as dispatch
+from strop.dispatch.dispatcher import Dispatcher
+from strop.dispatch.entry import Entry
+from strop.runtime.run import cuda_graphs as graphs
+from strop.runtime.run import executor
 
 from .nets import Net, X, optimized
 

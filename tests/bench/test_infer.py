@@ -23,8 +23,8 @@ from strop.bench.infer_contenders import Clock, Plan, attempt, in_order
 from strop.bench.infer_rows import ROWS, chosen_rows, groups_of
 from strop.bench.infer_variants import CHOOSING, random_summary
 from strop.cli import app
+from strop.dispatch.variants import VariantStore
 from strop.errors import OptionError
-from strop.runtime.variants import VariantStore
 
 TINY = Plan("cpu", "fp32", ("eager", "eager-graph"), samples=3)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from strop.runtime.cache import DiskCache
+from strop.runtime.build.cache import DiskCache
 
 from .conftest import Invoke, said
 

@@ -8,7 +8,7 @@ import torch
 
 from strop.ir.dims import Env
 from strop.ir.source import Emitted
-from strop.runtime.native import NativeFunction
+from strop.runtime.build.native import NativeFunction
 from tests.codegen.kernels import Sample
 
 

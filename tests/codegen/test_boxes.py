@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from strop.errors import CodegenError
-from strop.runtime import driver
-from strop.runtime.cubin import Box, Cubin, cache_key, compile_cubin, request_of
-from strop.runtime.driver import BoundLaunch, TensorMap
+from strop.runtime.build import driver
+from strop.runtime.build.cubin import Box, Cubin, cache_key, compile_cubin, request_of
+from strop.runtime.build.driver import BoundLaunch, TensorMap
 from tests.codegen.boxes import COLS, ROWS, shifted
 
 DIMS = 2  # of each tensor

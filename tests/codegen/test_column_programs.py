@@ -11,8 +11,8 @@ from strop.backend import compile_graph
 from strop.codegen.assemble import Signature
 from strop.ir.program import KernelStep, Program
 from strop.options import Options
-from strop.runtime.cache import DiskCache
-from strop.runtime.kernels import CudaKernels
+from strop.runtime.build.cache import DiskCache
+from strop.runtime.build.loader import CudaKernels
 from tests.frontend.tracing import trace
 from tests.gpus import H100
 

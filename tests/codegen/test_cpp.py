@@ -14,8 +14,8 @@ import torch
 from strop.codegen.cpp import emit
 from strop.ir.interpret import run
 from strop.ir.source import Emitted
-from strop.runtime.cache import DiskCache
-from strop.runtime.native import NativeFunction, NativeKernels
+from strop.runtime.build.cache import DiskCache
+from strop.runtime.build.native import NativeFunction, NativeKernels
 from tests.codegen import kernels
 from tests.codegen.cpp_launch import exact_copies, launch, rms_ulp
 

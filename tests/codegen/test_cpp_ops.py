@@ -15,8 +15,8 @@ from strop.codegen.cpp import emit
 from strop.ir.op import SIMPLE
 from strop.ir.ops import POINTWISE, Op, Operands, Types
 from strop.ir.pointwise import DIVISION, GRADIENTS
-from strop.runtime.cache import DiskCache
-from strop.runtime.native import NativeKernels
+from strop.runtime.build.cache import DiskCache
+from strop.runtime.build.native import NativeKernels
 from tests.codegen import kernels
 from tests.codegen.cpp_launch import launch, rms_ulp
 

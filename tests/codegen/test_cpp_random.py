@@ -11,8 +11,8 @@ from strop.codegen.cpp import emit
 from strop.ir.dims import Expr, const, product, symbol
 from strop.ir.interpret import run
 from strop.ir.loops import Axis, Index, Kernel, Param, Schedule
-from strop.runtime.cache import DiskCache
-from strop.runtime.native import NativeKernels
+from strop.runtime.build.cache import DiskCache
+from strop.runtime.build.native import NativeKernels
 from tests.codegen import kernels
 from tests.codegen.cpp_launch import exact_copies, launch
 

@@ -32,7 +32,7 @@ from strop.ir.source import Emitted, KernelSource, Variant
 from strop.kernels import narrow_conv
 from strop.lowering.lower import Lowered, lower
 from strop.options import Options
-from strop.runtime import builds
+from strop.runtime.build import compilers as builds
 from tests.codegen.kernels import Sample
 from tests.codegen.test_triton import TOLERANCE, run
 from tests.codegen.test_triton_compile import SHARED_LIMIT, resources

@@ -18,10 +18,10 @@ from strop.backend import Compiled
 from strop.codegen.assemble import Signature
 from strop.codegen.order import _Memory, in_order
 from strop.debug.steps import planned_steps
-from strop.frontend.capture import TensorSpec
 from strop.fusion.plan import Group
 from strop.ir.program import CallStep, KernelStep, Program, Step
 from strop.ir.source import Split
+from strop.ir.tensor_spec import TensorSpec
 from strop.options import Options
 from tests.frontend.tracing import trace_specs
 from tests.fuzz.interpreted import interpreted
@@ -162,8 +162,8 @@ def test_nothing_is_read_before_it_is_written(name: str) -> None:
 
 @pytest.mark.parametrize("name", ALL)
 def test_it_counts_what_the_runtime_needs(name: str) -> None:
-    from strop.runtime.executor import Bound
-    from strop.runtime.memory import Workspace
+    from strop.runtime.run.executor import Bound
+    from strop.runtime.run.memory import Workspace
 
     class Kernels:
         device = H100

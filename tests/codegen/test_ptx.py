@@ -13,7 +13,7 @@ import torch
 from strop.codegen.triton import emit
 from strop.ir.dims import symbol
 from strop.ir.loops import Kernel, Schedule
-from strop.runtime.cubin import compile_cubin
+from strop.runtime.build.cubin import compile_cubin
 from tests.codegen.kernels import Sample, Writer, axis, index, reads, writes
 from tests.codegen.triton_samples import CONTIGUOUS
 

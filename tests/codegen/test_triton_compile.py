@@ -13,7 +13,7 @@ import torch
 
 from strop.codegen.triton import emit
 from strop.ir.source import KernelSource
-from strop.runtime.cubin import Cubin, compile_cubin
+from strop.runtime.build.cubin import Cubin, compile_cubin
 from tests.codegen import kernels
 from tests.codegen.kernels import SAMPLES
 from tests.codegen.triton_samples import CONTIGUOUS

@@ -87,7 +87,7 @@ def test_a_wrong_row_is_found_where_it_is(
 
 
 def test_a_wrong_library_call_is_found(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from strop.runtime import calls
+    from strop.runtime.run import library_calls as calls
 
     def doubled(attrs: object) -> calls.OutCall:
         return lambda inputs, out: torch.mm(inputs[0] * 2, inputs[1].t(), out=out)

@@ -25,7 +25,7 @@ from strop.errors import OptionError
 from strop.ir.device import CPU
 from strop.ir.graph import Ref
 from strop.options import Options
-from strop.runtime.executor import Bound
+from strop.runtime.run.executor import Bound
 from tests.frontend.tracing import Function
 from tests.gpus import H100
 

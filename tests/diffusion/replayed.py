@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from strop.runtime import graphs
-from strop.runtime.dispatch import Dispatcher
-from strop.runtime.entry import Entry
-from strop.runtime.graphs import Captured, GraphPool, MakeBound
-from strop.runtime.memory import workspace_of
+from strop.dispatch.dispatcher import Dispatcher
+from strop.dispatch.entry import Entry
+from strop.runtime.run import cuda_graphs as graphs
+from strop.runtime.run.cuda_graphs import Captured, GraphPool, MakeBound
+from strop.runtime.run.memory import workspace_of
 
 CPU = torch.device("cpu")
 

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 import strop
 from strop.bench.pipelines.all import PIPELINES
 from strop.bench.pipelines.tiny import drawn
-from strop.runtime.loop import Loop
-from strop.runtime.state import ModuleState
+from strop.dispatch.module_state import ModuleState
+from strop.runtime.loop.denoise_loop import Loop
 from tests.diffusion.replayed import replayed_first
 from tests.e2e import tiny
 

@@ -15,7 +15,7 @@ import strop
 from strop.bench.pipelines import actions_adapters as adapters
 from strop.bench.pipelines import actions_code as code
 from strop.bench.pipelines import actions_weights as weights
-from strop.runtime.dispatch import Dispatcher
+from strop.dispatch.dispatcher import Dispatcher
 from tests.diffusion import test_never_stale as changes
 from tests.diffusion.test_hoisting import counts, is_same, picture, pipeline, plain  # noqa: F401
 from tests.e2e import tiny

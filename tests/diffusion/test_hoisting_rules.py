@@ -13,15 +13,15 @@ from torch.nn import functional as F
 
 import strop
 from strop.api import optimize_module
+from strop.dispatch.adapter import Adapter
+from strop.dispatch.dispatcher import Dispatcher
+from strop.dispatch.signature import Skeleton
 from strop.ir.dims import const
 from strop.ir.program import CallStep, TensorRef
-from strop.runtime.adapter import Adapter
-from strop.runtime.dispatch import Dispatcher
-from strop.runtime.executor import Bound
-from strop.runtime.graphs import Captured
-from strop.runtime.hoisting import prologue_of, stamp_of, versions_of
-from strop.runtime.loop import Loop
-from strop.runtime.signature import Skeleton
+from strop.runtime.loop.denoise_loop import Loop
+from strop.runtime.loop.hoisting import prologue_of, stamp_of, versions_of
+from strop.runtime.run.cuda_graphs import Captured
+from strop.runtime.run.executor import Bound
 from tests.diffusion.test_hoisting import plain  # noqa: F401
 from tests.e2e import tiny
 

@@ -28,9 +28,9 @@ from strop.bench.pipelines.actions_weights import (
     new_parameter,
     to_channels_last,
 )
-from strop.runtime.dispatch import Dispatcher
-from strop.runtime.entry import Entry
-from strop.runtime.state import ModuleState
+from strop.dispatch.dispatcher import Dispatcher
+from strop.dispatch.entry import Entry
+from strop.dispatch.module_state import ModuleState
 from tests.diffusion.known_failures import KNOWN
 from tests.e2e import tiny
 

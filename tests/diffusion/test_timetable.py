@@ -13,12 +13,11 @@ from torch import Tensor, nn
 
 import strop
 from strop.api import optimize_module
-from strop.runtime import hoisting, timetable
-from strop.runtime.dispatch import Dispatcher
-from strop.runtime.executor import Bound
-from strop.runtime.graphs import Captured
-from strop.runtime.hoisting import stamp_of
-from strop.runtime.loop import Loop, moment_of, place_among
+from strop.dispatch.dispatcher import Dispatcher
+from strop.runtime.loop.denoise_loop import Loop, hoisting, moment_of, place_among, timetable
+from strop.runtime.loop.hoisting import stamp_of
+from strop.runtime.run.cuda_graphs import Captured
+from strop.runtime.run.executor import Bound
 from tests.diffusion.test_hoisting import (
     STEPS,
     after_step,

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from strop.dispatch import dynamo as aot
 from strop.errors import OptionError
-from strop.runtime import aot
 from strop.testing import assert_as_accurate_as_eager
 from tests.e2e import tiny
 from tests.e2e.test_components import CASES, first

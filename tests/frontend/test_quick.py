@@ -11,9 +11,9 @@ from torch import nn
 from torch._functorch._aot_autograd import graph_compile
 from torch.fx.experimental import proxy_tensor
 
+from strop.dispatch.dynamo import AOT_LOG
 from strop.frontend import quick
 from strop.frontend.quick import without_tensor_meta
-from strop.runtime.aot import AOT_LOG
 
 LOGS = (graph_compile.aot_joint_log, graph_compile.aot_graphs_log)
 

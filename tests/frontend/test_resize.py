@@ -18,9 +18,9 @@ from torch import Tensor
 
 import strop
 from strop.debug.reference import evaluate
-from strop.frontend.capture import TensorSpec
 from strop.frontend.resize_rules import SHORTCUTS
 from strop.frontend.resizing import RESIZING, is_repeat
+from strop.ir.tensor_spec import TensorSpec
 from tests.frontend.tracing import Function, trace_specs
 
 MODES = [(mode, rank) for mode, (_, ranks) in RESIZING.items() for rank in ranks]

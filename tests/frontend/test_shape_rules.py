@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from strop.frontend.capture import TensorSpec, capture, fake_input, fake_roots
+from strop.frontend.capture import capture, fake_input, fake_roots
 from strop.frontend.shape_rules import FAST_RULES, _unary, shape_rules
 from strop.frontend.step import capture_step
+from strop.ir.tensor_spec import TensorSpec
 
 aten = torch.ops.aten
 SHAPE = ("b", "8", "2*h", "w")

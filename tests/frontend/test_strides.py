@@ -15,10 +15,10 @@ from torch import Tensor
 
 from strop.backend import compile_captured
 from strop.codegen.assemble import Signature
+from strop.dispatch.signature import default_shapes
 from strop.frontend.capture import capture
 from strop.frontend.importer import import_graph
 from strop.options import Options
-from strop.runtime.signature import default_shapes
 from tests.frontend.tracing import Function
 
 Operator = Callable[[Tensor], Any]

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from strop.frontend.capture import Captured, TensorSpec, capture
+from strop.frontend.capture import Captured, capture
 from strop.frontend.importer import import_graph
 from strop.ir.graph import Graph, Node, Ref, compute_nodes
+from strop.ir.tensor_spec import TensorSpec
 
 
 class Function(nn.Module):

@@ -28,8 +28,8 @@ from strop.ir.source import Emitted, Variant
 from strop.lowering.lower import Lowered, lower
 from strop.options import Options
 from strop.passes import run as run_passes
-from strop.runtime.cache import DiskCache
-from strop.runtime.native import NativeFunction, NativeKernels
+from strop.runtime.build.cache import DiskCache
+from strop.runtime.build.native import NativeFunction, NativeKernels
 from tests.codegen.cpp_launch import launch
 from tests.frontend.tracing import trace
 from tests.lowering.run_plan import Execute, run_plan, with_offsets

@@ -16,10 +16,10 @@ from strop.debug import repro
 from strop.debug.case import Case
 from strop.debug.failure import Failure, failure_of
 from strop.debug.minify import minify
+from strop.dispatch.dispatcher import Dispatcher
 from strop.ir.graph import Ref
 from strop.options import Options
-from strop.runtime.dispatch import Dispatcher
-from strop.runtime.kernels import kernel_library
+from strop.runtime.build.loader import kernel_library
 from tests.fuzz.interpreted import interpreted
 from tests.fuzz.judge import judge, optimized
 from tests.fuzz.programs import Program

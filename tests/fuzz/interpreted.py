@@ -20,13 +20,15 @@ from strop.codegen import cpp
 from strop.codegen import triton as triton_text
 from strop.codegen.assemble import Target
 from strop.codegen.triton_interpreter import interpret
+from strop.dispatch import dispatcher as dispatch
+from strop.dispatch import variants
 from strop.ir.device import CPU
 from strop.ir.interpret import run
 from strop.ir.loops import Kernel
 from strop.ir.program import KernelStep
 from strop.ir.source import Emitted, KernelSource, Split
-from strop.runtime import dispatch, executor, variants
-from strop.runtime.ahead import Ahead, Order
+from strop.runtime.build.background import Ahead, Order
+from strop.runtime.run import executor
 from tests.lowering.run_plan import with_offsets
 
 _KERNELS: dict[tuple[KernelSource, Any], Kernel] = {}

@@ -10,11 +10,11 @@ from hypothesis.errors import UnsatisfiedAssumption
 from torch import Tensor
 
 from strop.api import optimize_module
-from strop.frontend.capture import TensorSpec
+from strop.dispatch.adapter import Adapter
+from strop.dispatch.dispatcher import Dispatcher
+from strop.dispatch.signature import Shapes
+from strop.ir.tensor_spec import TensorSpec
 from strop.options import Options
-from strop.runtime.adapter import Adapter
-from strop.runtime.dispatch import Dispatcher
-from strop.runtime.signature import Shapes
 from strop.testing import assert_as_accurate_as_eager
 from tests.fuzz.programs import SIZES, Program
 

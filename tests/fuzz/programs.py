@@ -173,10 +173,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from strop.api import optimize_module
-from strop.frontend.capture import TensorSpec
+from strop.ir.tensor_spec import TensorSpec
 from strop.options import Options
-from strop.runtime.adapter import Adapter
-from strop.runtime.signature import Shapes
+from strop.dispatch.adapter import Adapter
+from strop.dispatch.signature import Shapes
 
 {types}
 

@@ -18,7 +18,7 @@ from strop.fusion.planner import computed_by, is_fusible
 from strop.ir.graph import Graph, Node
 from strop.ir.ops import Kind
 from strop.ir.program import Program, Step
-from strop.runtime.executor import Bound
+from strop.runtime.run.executor import Bound
 from tests.fuzz.interpreted import interpreted
 from tests.fuzz.judge import optimized, sharing
 from tests.fuzz.programs import SIZES

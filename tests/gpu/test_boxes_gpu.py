@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from strop.runtime.cubin import compile_cubin
-from strop.runtime.driver import BoundLaunch, load
+from strop.runtime.build.cubin import compile_cubin
+from strop.runtime.build.driver import BoundLaunch, load
 from tests.codegen.boxes import COLS, expected, shifted
 
 pytestmark = [

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from strop.codegen.triton import emit
-from strop.runtime.cubin import compile_cubin
-from strop.runtime.driver import BoundLaunch, load
+from strop.runtime.build.cubin import compile_cubin
+from strop.runtime.build.driver import BoundLaunch, load
 from tests.codegen.kernels import SAMPLES
 
 pytestmark = [

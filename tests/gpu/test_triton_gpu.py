@@ -11,8 +11,8 @@ from strop.codegen.triton import emit
 from strop.ir import interpret as judge
 from strop.ir.loops import Schedule
 from strop.ir.source import Emitted
-from strop.runtime.cubin import compile_cubin
-from strop.runtime.driver import BoundLaunch, load
+from strop.runtime.build.cubin import compile_cubin
+from strop.runtime.build.driver import BoundLaunch, load
 from tests.codegen import triton_samples
 from tests.codegen.kernels import SAMPLES, Sample
 

@@ -15,13 +15,13 @@ from strop.backend import compile_graph, dynamo_backend
 from strop.codegen.assemble import Signature
 from strop.codegen.triton import emit
 from strop.codegen.triton_interpreter import interpret
-from strop.frontend.capture import TensorSpec
 from strop.ir.loops import Schedule
 from strop.ir.serialize import from_json, to_json
+from strop.ir.tensor_spec import TensorSpec
 from strop.options import Options
-from strop.runtime.cubin import compile_cubin, request_of
-from strop.runtime.driver import BoundLaunch, CudaFunction
-from strop.runtime.limits import looks_too_far, needs_wide_indices
+from strop.runtime.build.cubin import compile_cubin, request_of
+from strop.runtime.build.driver import BoundLaunch, CudaFunction
+from strop.runtime.run.limits import looks_too_far, needs_wide_indices
 from tests.codegen.kernels import SAMPLES
 from tests.e2e import tiny
 from tests.frontend.tracing import Function, trace, trace_specs

@@ -17,8 +17,8 @@ from strop.ir.functions import HALVES
 from strop.ir.source import KernelSource
 from strop.kernels.attention import FEW_KEYS, tiles_of
 from strop.kernels.box_attention import Tile, box_attention
-from strop.runtime.box_attention import BoxAttention
-from strop.runtime.kernels import kernel_library
+from strop.runtime.build.loader import kernel_library
+from strop.runtime.run.box_attention import BoxAttention
 from strop.testing import assert_as_accurate_as_eager
 from tests.codegen.test_triton_compile import compiled, disassemble, resources
 

@@ -15,8 +15,8 @@ from torch import Tensor
 from strop.ir.source import KernelSource
 from strop.kernels.few_keys import KeysTile, Layout, few_keys
 from strop.kernels.ptx import KINDS
-from strop.runtime.box_attention import BoxAttention
-from strop.runtime.kernels import kernel_library
+from strop.runtime.build.loader import kernel_library
+from strop.runtime.run.box_attention import BoxAttention
 from tests.kernels.ptx_machine import launch
 from tests.kernels.test_box_attention import judge, refuse
 from tests.kernels.test_group_attention import judge_assembled, needs_a_gpu

@@ -19,9 +19,9 @@ from strop.ir.graph import Node
 from strop.kernels import few_rows
 from strop.kernels.few_rows import MOST_HALVES, MOST_REGISTERS, ROWS, UNIT, Tile, chunk_of
 from strop.kernels.products import SMS
-from strop.runtime.cubin import compile_cubin
-from strop.runtime.few_rows import FewRows
-from strop.runtime.kernels import kernel_library
+from strop.runtime.build.cubin import compile_cubin
+from strop.runtime.build.loader import kernel_library
+from strop.runtime.run.few_rows import FewRows
 from strop.testing import assert_as_accurate_as_eager
 from tests.codegen.test_triton_compile import TOOLS
 from tests.kernels.interpreted import Interpreted

@@ -15,8 +15,8 @@ from strop.ir.dims import const
 from strop.ir.graph import Node
 from strop.ir.source import KernelSource
 from strop.kernels.folded_taps import folded_taps, of_node
-from strop.runtime.calls import CUDA_PLANNED_OUT, fold_taps, upsampled
-from strop.runtime.folded_taps import FoldedTaps
+from strop.runtime.run.folded_taps import FoldedTaps
+from strop.runtime.run.library_calls import CUDA_PLANNED_OUT, fold_taps, upsampled
 from tests.codegen.test_triton_compile import compiled, resources
 
 pytest.importorskip("triton")

@@ -15,9 +15,9 @@ import strop
 from strop.ir.device import Device
 from strop.kernels.geglu import HALVES, TILE, Tile, box_geglu, geglu, tile_of
 from strop.options import Options
-from strop.runtime import gated_linear
-from strop.runtime.calls import CUDA_PLANNED_OUT
-from strop.runtime.gated_linear import GatedLinear
+from strop.runtime.run import gated_linear
+from strop.runtime.run.gated_linear import GatedLinear
+from strop.runtime.run.library_calls import CUDA_PLANNED_OUT
 from strop.testing import assert_as_accurate_as_eager
 from tests.codegen.test_triton_compile import compiled, resources
 from tests.gpus import A100, H100

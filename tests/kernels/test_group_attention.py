@@ -18,10 +18,10 @@ from strop.kernels.attention import LEAST_QUERIES, tiles_of
 from strop.kernels.attention_moves import RESULT
 from strop.kernels.group_attention import KINDS, Layout, group_attention
 from strop.kernels.group_tiles import GroupTile
-from strop.runtime import builds
-from strop.runtime.box_attention import BoxAttention
-from strop.runtime.cubin import cache_key
-from strop.runtime.kernels import kernel_library
+from strop.runtime.build import compilers as builds
+from strop.runtime.build.cubin import cache_key
+from strop.runtime.build.loader import kernel_library
+from strop.runtime.run.box_attention import BoxAttention
 from tests.codegen.test_triton_compile import TOOLS, compiled, disassemble, resources
 from tests.kernels.test_box_attention import judge, refuse
 from tests.kernels.test_ptx_kernels import attended, heads

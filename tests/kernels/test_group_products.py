@@ -18,7 +18,7 @@ from strop.ir.source import KernelSource
 from strop.kernels.group_product import group_product
 from strop.kernels.product_layout import GATED, MOST_SHARED, PLAIN, SUM, Product, Tile
 from strop.kernels.ptx import KINDS, LINE
-from strop.runtime.calls import upsampled
+from strop.runtime.run.library_calls import upsampled
 from tests.codegen.test_triton_compile import TOOLS
 from tests.kernels.ptx_machine import launch
 from tests.kernels.test_ptx_kernels import survivors

@@ -17,7 +17,7 @@ from strop.ir.graph import Node
 from strop.ir.source import KernelSource
 from strop.kernels.narrow_conv import HALVES, of_node, reads_pieces
 from strop.options import Options
-from strop.runtime.narrow_convolution import NarrowConvolution
+from strop.runtime.run.narrow_convolution import NarrowConvolution
 from strop.testing import assert_as_accurate_as_eager
 from tests.codegen.test_triton_compile import compiled, resources
 

@@ -15,8 +15,8 @@ import strop
 from strop.ir.dims import const, symbol
 from strop.kernels.exp_rows import exp_rows
 from strop.options import Options
-from strop.runtime import wide_attention
-from strop.runtime.wide_attention import Part, WideAttention, chunk_of, is_wide
+from strop.runtime.run import wide_attention
+from strop.runtime.run.wide_attention import Part, WideAttention, chunk_of, is_wide
 from strop.testing import assert_as_accurate_as_eager
 from tests.codegen.test_triton_compile import compiled, disassemble, resources
 

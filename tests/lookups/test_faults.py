@@ -12,8 +12,8 @@ from torch.nn import functional as F
 
 import strop
 from strop.debug.explain import report_of
-from strop.runtime import faults
-from strop.runtime.faults import Faults
+from strop.runtime.run import bounds_checks as faults
+from strop.runtime.run.bounds_checks import Faults
 from tests.lookups.test_lookups import Calls, optimized
 
 TEXT = "index out of range: an index of an earlier call"

@@ -12,8 +12,8 @@ from torch.nn import functional as F
 
 import strop
 from strop.api import optimize_module
+from strop.dispatch.dispatcher import Dispatcher
 from strop.options import Options
-from strop.runtime.dispatch import Dispatcher
 from strop.testing import assert_as_accurate_as_eager
 
 

@@ -20,7 +20,7 @@ from strop.ir.graph import Graph, Node
 from strop.ir.interpret import run
 from strop.ir.loops import Index, Kernel, Load, Store
 from strop.lowering.lower import lower
-from strop.runtime.calls import ALLOCATING
+from strop.runtime.run.library_calls import ALLOCATING
 
 Memory = dict[Node, Tensor]
 

@@ -65,8 +65,8 @@ WITH = """
 from strop.codegen import cpp, triton
 from strop.codegen.triton_interpreter import interpret
 from strop.ir.ops import OPS
-from strop.runtime.cache import DiskCache
-from strop.runtime.native import NativeKernels
+from strop.runtime.build.cache import DiskCache
+from strop.runtime.build.native import NativeKernels
 from tests.codegen import kernels
 from tests.codegen.cpp_launch import launch
 

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 from strop.api import optimize_module
+from strop.dispatch.dynamo import AotLog, compile_dynamo
+from strop.dispatch.training import TrainingDispatcher
 from strop.options import Options
-from strop.runtime.aot import AotLog, compile_dynamo
-from strop.runtime.training import TrainingDispatcher
 from tests.operators.samples import Sample, function_of
 
 DIRECTIONS = ("forward", "backward")

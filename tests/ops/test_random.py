@@ -17,9 +17,9 @@ from strop.codegen import cpp, triton
 from strop.codegen.triton_interpreter import interpret
 from strop.ir.philox import uniform
 from strop.options import Options
-from strop.runtime.cache import DiskCache
-from strop.runtime.cubin import compile_cubin
-from strop.runtime.native import NativeKernels
+from strop.runtime.build.cache import DiskCache
+from strop.runtime.build.cubin import compile_cubin
+from strop.runtime.build.native import NativeKernels
 from tests.codegen import kernels
 from tests.codegen.cpp_launch import launch
 from tests.e2e import tiny

@@ -18,7 +18,7 @@ from strop.ir.graph import Graph
 from strop.ir.program import CallStep
 from strop.options import Options
 from strop.passes import run as run_passes
-from strop.runtime import calls
+from strop.runtime.run import library_calls as calls
 from tests.frontend.tracing import trace
 
 

@@ -19,8 +19,8 @@ from strop.kernels.products import form_of
 from strop.kernels.products import picture_of as sizes_of
 from strop.options import Options
 from strop.passes import run as run_passes
-from strop.runtime import calls
-from strop.runtime.calls import fold_taps, upsampled
+from strop.runtime.run import library_calls as calls
+from strop.runtime.run.library_calls import fold_taps, upsampled
 from strop.testing import assert_as_accurate_as_eager
 from tests.frontend.tracing import trace
 from tests.passes.ours import assert_needs_kernels_of_ours

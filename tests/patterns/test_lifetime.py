@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import strop
+from strop.dispatch import dynamo as aot
 from strop.errors import PatternError
 from strop.patterns import registry
-from strop.runtime import aot
 from tests.frontend.tracing import Function
 from tests.patterns.searches import (
     Block,

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import strop
+from strop.dispatch.variants import library_for
 from strop.options import Options
-from strop.runtime.cache import DiskCache
-from strop.runtime.variants import library_for
+from strop.runtime.build.cache import DiskCache
 
 MEGABYTE = 1 << 20
 

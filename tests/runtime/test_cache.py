@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from strop.errors import CacheError
-from strop.runtime.cache import DiskCache
+from strop.runtime.build.cache import DiskCache
 
 
 @pytest.fixture

@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 import torch
 
-from strop.runtime import builds
-from strop.runtime.cache import TEMPORARY_SECONDS, DiskCache
-from strop.runtime.kernels import _BytesByKey
+from strop.runtime.build import compilers as builds
+from strop.runtime.build.cache import TEMPORARY_SECONDS, DiskCache
+from strop.runtime.build.loader import _BytesByKey
 from tests.codegen.kernels import SAMPLES
 from tests.runtime import cache_jobs
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from strop.ir.device import CPU, Device
-from strop.runtime.devices import gpu
+from strop.runtime.build.devices import gpu
 from tests.gpus import A100, H100, RTX_5090
 
 

@@ -26,13 +26,13 @@ from strop.kernels.product_layout import Tile
 from strop.kernels.products import Form, form
 from strop.kernels.ptx import KINDS
 from strop.options import Options
-from strop.runtime import own_calls
-from strop.runtime.calls import upsampled
-from strop.runtime.executor import Bound
-from strop.runtime.group_product import GroupProduct
-from strop.runtime.hoisting import Hoist, Kept, Tally
-from strop.runtime.kernels import kernel_library
-from strop.runtime.memory import Workspace
+from strop.runtime.build.loader import kernel_library
+from strop.runtime.loop.hoisting import Hoist, Kept, Tally
+from strop.runtime.run import own_calls
+from strop.runtime.run.executor import Bound
+from strop.runtime.run.group_product import GroupProduct
+from strop.runtime.run.library_calls import upsampled
+from strop.runtime.run.memory import Workspace
 from strop.testing import assert_as_accurate_as_eager
 from tests.frontend.tracing import trace
 from tests.gpus import H100

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 import strop
 from strop.backend import compile_graph
 from strop.codegen.assemble import Signature
+from strop.dispatch import dynamo as aot
 from strop.ir.program import KernelStep, Program
 from strop.options import Options
-from strop.runtime import aot
-from strop.runtime.memory import Interval, shared
+from strop.runtime.run.memory import Interval, shared
 from tests.frontend.tracing import trace
 from tests.fuzz import interpreted as stand_in
 from tests.fuzz.interpreted import interpreted
@@ -159,7 +159,7 @@ def counted(shares: list[int]):
         shares.append(len(host))
         return placed, host
 
-    with patch("strop.runtime.executor.shared", counting):
+    with patch("strop.runtime.run.executor.shared", counting):
         yield
 
 

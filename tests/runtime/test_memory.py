@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from strop import backend
 from strop.codegen.assemble import Signature
 from strop.options import Options
-from strop.runtime.memory import ALIGNMENT_BYTES, Interval, most_alive, plan_arena
+from strop.runtime.run.memory import ALIGNMENT_BYTES, Interval, most_alive, plan_arena
 from tests.e2e import tiny
 from tests.frontend.tracing import trace_specs
 

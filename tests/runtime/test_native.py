@@ -12,8 +12,8 @@ import torch
 from strop.codegen.cpp import emit
 from strop.errors import CodegenError
 from strop.ir.source import KernelSource
-from strop.runtime.cache import DiskCache
-from strop.runtime.native import NativeKernels
+from strop.runtime.build.cache import DiskCache
+from strop.runtime.build.native import NativeKernels
 from tests.codegen import kernels
 
 
@@ -103,7 +103,7 @@ def test_a_pruned_shared_object_is_built_again(store: DiskCache):
 
 def test_the_key_covers_flags_and_header(store: DiskCache, monkeypatch: pytest.MonkeyPatch):
     NativeKernels(store).build([TWICE])
-    monkeypatch.setattr("strop.runtime.native.target_flags", lambda: ("-march=x86-64",))
+    monkeypatch.setattr("strop.runtime.build.native.target_flags", lambda: ("-march=x86-64",))
     native = NativeKernels(store)
     native.build([TWICE])
     assert native.num_built == 1

@@ -17,13 +17,13 @@ from strop.ir.program import CallStep, Program
 from strop.ir.source import KernelSource, Split
 from strop.kernels.exp_rows import exp_rows
 from strop.options import Options
-from strop.runtime import own_calls
-from strop.runtime.box_attention import BoxAttention
-from strop.runtime.executor import Bound
-from strop.runtime.group_product import GroupProduct
-from strop.runtime.memory import Workspace
-from strop.runtime.narrow_convolution import NarrowConvolution
-from strop.runtime.wide_attention import WideAttention, working_bytes
+from strop.runtime.run import own_calls
+from strop.runtime.run.box_attention import BoxAttention
+from strop.runtime.run.executor import Bound
+from strop.runtime.run.group_product import GroupProduct
+from strop.runtime.run.memory import Workspace
+from strop.runtime.run.narrow_convolution import NarrowConvolution
+from strop.runtime.run.wide_attention import WideAttention, working_bytes
 from tests.frontend.tracing import trace
 from tests.gpus import A100, H100, RTX_5090
 

@@ -18,12 +18,13 @@ import torch
 from strop.codegen.triton import emit
 from strop.errors import CodegenError
 from strop.ir.source import KernelSource
-from strop.runtime import ahead, builds
-from strop.runtime.ahead import LOW_PRIORITY, Ahead, Queue
-from strop.runtime.builds import Builds
-from strop.runtime.cache import DiskCache
-from strop.runtime.cubin import Cubin
-from strop.runtime.kernels import CudaKernels
+from strop.runtime.build import background as ahead
+from strop.runtime.build import compilers as builds
+from strop.runtime.build.background import LOW_PRIORITY, Ahead, Queue
+from strop.runtime.build.cache import DiskCache
+from strop.runtime.build.compilers import Builds
+from strop.runtime.build.cubin import Cubin
+from strop.runtime.build.loader import CudaKernels
 from tests.codegen.kernels import SAMPLES
 from tests.gpus import H100
 

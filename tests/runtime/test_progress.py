@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import strop
 from strop.options import Options
-from strop.runtime import native
+from strop.runtime.build import native
 
 _SEEN: SimpleQueue[str] = SimpleQueue()  # a list would be put back as it was before the trace
 WATCHED: list[Any] = []

@@ -12,9 +12,10 @@ from torch import Tensor, nn
 
 import strop
 from strop.options import Options
-from strop.runtime import executor, graphs
-from strop.runtime.executor import Bound
-from strop.runtime.memory import Workspace, aligned, workspace_of
+from strop.runtime.run import cuda_graphs as graphs
+from strop.runtime.run import executor
+from strop.runtime.run.executor import Bound
+from strop.runtime.run.memory import Workspace, aligned, workspace_of
 from tests.badinput.nets import optimized
 from tests.badinput.test_memory import Stream, Torch, gpu  # noqa: F401  (a fixture)
 

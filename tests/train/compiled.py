@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from strop import Options
-from strop.runtime.aot import AotLog
+from strop.dispatch.dynamo import AotLog
 from strop.testing import assert_as_accurate_together
 from tests.e2e import tiny
 

@@ -18,10 +18,10 @@ import yaml
 from torch import nn
 
 from strop.frontend import importer
-from strop.frontend.capture import TensorSpec
 from strop.frontend.step import capture_step
 from strop.frontend.whole import IN_TORCH
 from strop.ir.ops import OPS, Kind, Types
+from strop.ir.tensor_spec import TensorSpec
 from tests.train import test_backward_arithmetic, test_backward_places
 from tests.train.test_compiled_operators import CASES, Case, Pointwise, Sum
 

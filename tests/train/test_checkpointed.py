@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import strop
+from strop.dispatch import training
+from strop.dispatch.dynamo import AOT_LOG
 from strop.ir.affine import base_of
-from strop.runtime import training
-from strop.runtime.aot import AOT_LOG
 from tests.e2e import tiny
 from tests.train.compiled import (
     Args,

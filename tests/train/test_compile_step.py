@@ -14,7 +14,8 @@ from torch import Tensor, nn
 import strop
 from strop import train
 from strop.errors import CaptureError, OptionError
-from strop.runtime import leases, memory
+from strop.runtime.run import graph_keep_alive as leases
+from strop.runtime.run import memory
 from strop.train import diagnosis, whole_step
 from strop.train.whole_step import _Call
 from tests.train import taped

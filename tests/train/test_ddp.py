@@ -25,8 +25,8 @@ from torch.utils.checkpoint import checkpoint
 
 import strop
 from strop import Options, train
+from strop.dispatch.dynamo import AOT_LOG
 from strop.errors import OptionError, UnsupportedError
-from strop.runtime.aot import AOT_LOG
 from tests.train import taped
 from tests.train.compiled import Args, Resnet, options, roles
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from strop import train
-from strop.runtime.cubin import compile_cubin
+from strop.runtime.build.cubin import compile_cubin
 from strop.train import sources
 from strop.train.sources import Form, Tunings
 from tests.codegen.test_triton_compile import disassemble, resources

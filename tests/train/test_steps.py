@@ -17,8 +17,8 @@ from torch.utils.checkpoint import checkpoint
 
 import strop
 from strop.errors import CaptureError
-from strop.frontend.capture import TensorSpec
 from strop.frontend.step import capture_step
+from strop.ir.tensor_spec import TensorSpec
 from tests.train.compiled import (
     MODELS,
     Block,

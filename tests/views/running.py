@@ -10,11 +10,11 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 from strop.api import optimize_module
-from strop.frontend.capture import TensorSpec
+from strop.dispatch.adapter import Adapter
+from strop.dispatch.dispatcher import Dispatcher
+from strop.dispatch.signature import Shapes
+from strop.ir.tensor_spec import TensorSpec
 from strop.options import Options
-from strop.runtime.adapter import Adapter
-from strop.runtime.dispatch import Dispatcher
-from strop.runtime.signature import Shapes
 from tests.views.cases import Case, sizes_of
 
 

@@ -8,7 +8,7 @@ import torch
 import strop
 from strop.backend import compile_graph
 from strop.codegen.assemble import Signature
-from strop.frontend.capture import TensorSpec
+from strop.ir.tensor_spec import TensorSpec
 from strop.lowering.lower import lower
 from strop.options import Options
 from tests.codegen.kernels import Sample

@@ -23,7 +23,7 @@ from strop.bench.pipelines.all import PIPELINES
 from strop.bench.pipelines.not_built import NOT_BUILT
 from strop.bench.pipelines.tiny import TinyPipeline, drawn, modules_of, takes
 from strop.bench.pipelines.twins import BETWEEN, Drawn, attempt, nearness, outcome
-from strop.runtime.dispatch import Dispatcher
+from strop.dispatch.dispatcher import Dispatcher
 from strop.wording import counted
 
 COMPILED, PARTLY, EAGER = "compiled", "partly in eager", "in eager"

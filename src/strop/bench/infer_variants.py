@@ -30,7 +30,7 @@ from strop.bench.infer_contenders import (
 from strop.bench.infer_rows import Row
 from strop.bench.models import Size
 from strop.debug.explain import explain
-from strop.runtime.builds import BUILDS
+from strop.runtime.build.compilers import BUILDS
 
 SAMPLES, PICTURE_SAMPLES = 6, 2  # of a random shape
 VARIANT_SAMPLES = 3  # where all choices of kernels are beside it: a tenth is looked for

@@ -17,7 +17,7 @@ from strop.options import Options
 from strop.wording import counted
 
 if TYPE_CHECKING:
-    from strop.runtime.cache import DiskCache, Entry
+    from strop.runtime.build.cache import DiskCache, Entry
 
 app = App(
     no_args_is_help=True,
@@ -66,7 +66,7 @@ def list_command(
 
     With --all it shows each entry, too, those not used for longest first.
     """
-    from strop.runtime.cache import KINDS
+    from strop.runtime.build.cache import KINDS
 
     store = _filled()
     if store is None:
@@ -135,7 +135,7 @@ def _folder() -> Path:
 
 def _filled() -> DiskCache | None:
     """The cache, or one line and None where it holds nothing; looking must not create it."""
-    from strop.runtime.cache import DiskCache
+    from strop.runtime.build.cache import DiskCache
 
     folder = _folder()
     if folder.exists() and not folder.is_dir():

@@ -82,7 +82,7 @@ def _version(package: str) -> str:
 def _cpu() -> Facts:
     import torch
 
-    from strop.runtime.native import target_flags
+    from strop.runtime.build.native import target_flags
 
     return {
         "name": _cpu_name(),
@@ -117,7 +117,7 @@ def _gpus() -> list[Facts]:
     if not torch.cuda.is_available():
         return []
 
-    from strop.runtime import driver
+    from strop.runtime.build import driver
 
     found = []
     for index in range(torch.cuda.device_count()):
@@ -137,7 +137,7 @@ def _gpus() -> list[Facts]:
 
 
 def _cache(folder: Path) -> Facts:
-    from strop.runtime.cache import KINDS
+    from strop.runtime.build.cache import KINDS
 
     files = [f for kind in KINDS for f in (folder / kind).glob("*") if f.is_file()]
     home = Path.home()

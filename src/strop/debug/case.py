@@ -18,15 +18,15 @@ from torch import Tensor
 import strop
 from strop.backend import Compiled, compile_graph
 from strop.codegen.assemble import Signature
+from strop.dispatch.module_state import place
 from strop.errors import CacheError, OptionError
 from strop.ir.graph import Graph, Node
 from strop.ir.program import Program
 from strop.ir.serialize import decode, encode, graph_from_json, graph_to_json
 from strop.options import Options
-from strop.runtime.executor import Bound
-from strop.runtime.kernels import kernel_library
-from strop.runtime.memory import Workspace
-from strop.runtime.state import place
+from strop.runtime.build.loader import kernel_library
+from strop.runtime.run.executor import Bound
+from strop.runtime.run.memory import Workspace
 from strop.testing import assert_as_accurate_as_eager
 
 FILE = "graph.json"

@@ -28,7 +28,7 @@ from strop.ir.affine import base_of
 from strop.ir.graph import Node
 from strop.ir.program import KernelStep
 from strop.patterns.pattern import EXACT
-from strop.runtime.executor import Bound
+from strop.runtime.run.executor import Bound
 from strop.testing import MAX_FACTOR, MAX_ULPS
 from strop.wording import counted
 

@@ -26,21 +26,21 @@ from strop.debug.report import (
     StepRow,
 )
 from strop.debug.steps import step_rows
+from strop.dispatch.dispatcher import Dispatcher
+from strop.dispatch.entry import Entry
+from strop.dispatch.signature import NumberRef, count_numbers, number_text
+from strop.dispatch.variants import Variant
 from strop.errors import OptionError
 from strop.fusion.plan import Refusal
 from strop.ir.device import CPU
 from strop.ir.graph import Ref
 from strop.ir.program import CallStep, KernelStep, Program
 from strop.options import Options
-from strop.runtime import faults
-from strop.runtime.devices import gpu
-from strop.runtime.dispatch import Dispatcher
-from strop.runtime.entry import Entry
-from strop.runtime.signature import NumberRef, count_numbers, number_text
-from strop.runtime.variants import Variant
+from strop.runtime.build.devices import gpu
+from strop.runtime.run import bounds_checks
 
 if TYPE_CHECKING:
-    from strop.runtime.aot import AotLog, AotRecord
+    from strop.dispatch.dynamo import AotLog, AotRecord
 
 UNRECORDED = (
     "graphs between passes were not kept: Options(record=True) or STROP_RECORD=1 keeps them, and"
@@ -113,7 +113,7 @@ def report_of(dispatchers: Mapping[str, Dispatcher]) -> Report:
     able = machine(device)
     components = tuple(_component(n, d, able) for n, d in dispatchers.items())
     has_all = all(graph.texts for c in components for graph in c.graphs)
-    notes = (*faults.unreported(), *(() if has_all else (UNRECORDED,)))
+    notes = (*bounds_checks.unreported(), *(() if has_all else (UNRECORDED,)))
     return Report(components, device.name, able.bandwidth, notes)
 
 

@@ -22,12 +22,12 @@ from strop.debug.report import Report
 from strop.debug.roofline import KINDS, OTHER, Cost, ProfileRow, Times, profile_row
 from strop.debug.step_times import Subject, cpu_times, gpu_times, whole_us
 from strop.debug.steps import step_rows
+from strop.dispatch.dispatcher import Dispatcher
+from strop.dispatch.signature import Skeleton, flatten, is_looked_into, rebuild
 from strop.errors import OptionError, UnsupportedError
 from strop.ir.device import CPU
 from strop.ir.program import KernelStep
 from strop.options import Options
-from strop.runtime.dispatch import Dispatcher
-from strop.runtime.signature import Skeleton, flatten, is_looked_into, rebuild
 
 
 @dataclass(frozen=True, slots=True)

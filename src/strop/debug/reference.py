@@ -19,7 +19,7 @@ from strop.ir.dims import Env, Expr
 from strop.ir.graph import Graph, Node
 from strop.ir.ops import OPS, Kind
 from strop.patterns import registry
-from strop.runtime.calls import ALLOCATING, fold_taps, upsampled
+from strop.runtime.run.library_calls import ALLOCATING, fold_taps, upsampled
 
 Value = Any  # a Tensor, or a tuple of them for a call with several results
 Rule = Callable[[Node, list[Tensor], Env], Value]

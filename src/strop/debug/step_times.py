@@ -18,10 +18,10 @@ import torch
 from strop.bench import timer
 from strop.debug import trace
 from strop.debug.roofline import EVENTS, HOST, PROFILER, Times
+from strop.dispatch.dispatcher import Dispatcher
+from strop.dispatch.entry import Entry
 from strop.ir.program import KernelStep, Program, Step
-from strop.runtime.dispatch import Dispatcher
-from strop.runtime.entry import Entry
-from strop.runtime.executor import Around, Bound
+from strop.runtime.run.executor import Around, Bound
 
 GPU_RUNS = 10
 CPU_S, CPU_RUNS = 3.0, (5, 200)  # seconds of all runs on a CPU, and how many at least and at most

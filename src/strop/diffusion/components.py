@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from strop.dispatch.adapter import Adapter
+from strop.dispatch.signature import Shapes, Skeleton, tensor_numbers
 from strop.errors import UnsupportedError
-from strop.frontend.capture import TensorSpec
-from strop.runtime.adapter import Adapter
-from strop.runtime.signature import Shapes, Skeleton, tensor_numbers
+from strop.ir.tensor_spec import TensorSpec
 
 # Arguments that a denoise loop passes unchanged from step to step
 STEADY = (

@@ -21,8 +21,8 @@ from torch import nn
 from strop.api import optimize_module
 from strop.diffusion.scheduler import host_timesteps
 from strop.diffusion.user_code import runs_user_code
-from strop.runtime.dispatch import Dispatcher
-from strop.runtime.loop import Loop
+from strop.dispatch.dispatcher import Dispatcher
+from strop.runtime.loop.denoise_loop import Loop
 
 log = logging.getLogger("strop")
 

@@ -25,7 +25,7 @@ from strop.diffusion.offloading import search_quickly
 from strop.diffusion.pictures import convert_as_before, convert_on_device
 from strop.errors import OptionError
 from strop.options import Options
-from strop.runtime.loop import Loop
+from strop.runtime.loop.denoise_loop import Loop
 
 log = logging.getLogger("strop")
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from strop.diffusion.linear_step import FORGETFUL, linear_step
-from strop.runtime.loop import place_among
+from strop.runtime.loop.denoise_loop import place_among
 
 # Those whose ``step`` reads nothing from the GPU but its timestep. DDPM, LCM and TCD look for it
 # among all timesteps there, which waits as well; the others count their steps.

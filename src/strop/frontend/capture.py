@@ -55,8 +55,9 @@ from strop.frontend.quick import without_tensor_meta
 from strop.frontend.scalars import is_operand
 from strop.frontend.shape_rules import TracedSizes, place, shape_rules
 from strop.frontend.symbols import OutsideLanguage, Symbols
-from strop.ir.dims import Expr, const, parse, symbol
+from strop.ir.dims import Expr, const, symbol
 from strop.ir.program import Guard, NumberGuard
+from strop.ir.tensor_spec import TensorSpec
 
 log = logging.getLogger("strop")
 
@@ -65,44 +66,6 @@ log = logging.getLogger("strop")
 # threads take turns.
 ONE_AT_A_TIME = threading.RLock()
 _CARRIED = 6  # sizes that one tensor brings into a trace
-
-
-@dataclass(frozen=True, slots=True)
-class TensorSpec:
-    """One tensor argument: sizes as text over root names, for example ("b", "4", "8*h", "8*w")."""
-
-    shape: tuple[str, ...]
-    dtype: torch.dtype
-    device: torch.device
-    order: tuple[int, ...] | None = None  # of dims in memory, outermost first; None: as they are
-
-    @property
-    def sizes(self) -> tuple[Expr, ...]:
-        return tuple(parse(size) for size in self.shape)
-
-    def empty(self, sizes: Sequence[int]) -> Tensor:
-        """A tensor of these sizes that lies as the argument is traced."""
-        if self.order is None:
-            return torch.empty(sizes, dtype=self.dtype, device=self.device)
-        moved = torch.empty(
-            [sizes[dim] for dim in self.order], dtype=self.dtype, device=self.device
-        )
-        return moved.permute(_inverse(self.order))
-
-    def lies_so(self, t: Tensor) -> bool:
-        """Whether a tensor is dense in the order of the argument."""
-        return (t if self.order is None else t.permute(self.order)).is_contiguous()
-
-    def arranged(self, t: Tensor) -> Tensor:
-        """``t`` itself if it is dense in this order, or else a copy that is."""
-        if self.order is None:
-            return t.contiguous()
-        moved = t.permute(self.order)
-        return t if moved.is_contiguous() else moved.contiguous().permute(_inverse(self.order))
-
-
-def _inverse(order: Sequence[int]) -> list[int]:
-    return sorted(range(len(order)), key=order.__getitem__)
 
 
 @dataclass(frozen=True, slots=True)

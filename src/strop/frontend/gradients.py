@@ -354,7 +354,7 @@ def _divided(im: Importer, fx: FxNode, x: Any, y: Any) -> Node:
 
 
 GRADIENT_RULES: dict[Any, Rule] = {
-    # statistics that the forward keeps (``runtime.training`` has norms traced as these)
+    # statistics that the forward keeps (``dispatch.training`` has norms traced as these)
     torch.ops.strop.group_statistics.default: group_statistics,
     torch.ops.strop.layer_statistics.default: layer_statistics,
     aten.convolution_backward.default: _convolution,

@@ -35,7 +35,6 @@ from strop.frontend import joint
 from strop.frontend.capture import (
     ONE_AT_A_TIME,
     KnownSizes,
-    TensorSpec,
     fake_input,
     fake_roots,
     known_sizes,
@@ -52,6 +51,7 @@ from strop.frontend.joint import TANGENT
 from strop.frontend.operators import COMPOSITES
 from strop.frontend.shape_rules import TracedSizes
 from strop.ir.graph import Ref
+from strop.ir.tensor_spec import TensorSpec
 
 # looked up at each call by whatever has imported ``checkpoint``
 _CHECKPOINTS = ("_checkpoint_without_reentrant_generator", "CheckpointFunction")

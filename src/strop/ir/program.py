@@ -152,7 +152,7 @@ class KernelStep:
 
 @dataclass(frozen=True, slots=True)
 class CallStep:
-    """Run a library call (``runtime.calls``). ``outputs``: a buffer, or -1 for one unused.
+    """Run a library call (``run.library_calls``). ``outputs``: a buffer, or -1 for one unused.
 
     ``kernel``: one of ours that does the same where the operands lie as it wants them.
     ``families``: of kernels written by hand that do it at sizes where they are faster.

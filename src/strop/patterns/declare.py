@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from strop.errors import CaptureError, PatternError, ShapeError, UnsupportedError
+from strop.frontend.stable_text import text_of
 from strop.ir.dims import const
 from strop.ir.graph import Graph, Node, compute_nodes
 from strop.patterns import registry
 from strop.patterns.match import Places, stripped
 from strop.patterns.pattern import EXACT, Pattern
 from strop.patterns.search import Argument, traced
-from strop.runtime.texts import text_of
 from strop.wording import counted
 
 _NUMBERS = (bool, int, float)

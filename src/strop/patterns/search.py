@@ -13,10 +13,11 @@ from torch._guards import tracing
 from torch.utils._python_dispatch import _disable_current_modes
 
 from strop.errors import CaptureError, UnsupportedError
-from strop.frontend.capture import Captured, TensorSpec, capture
+from strop.frontend.capture import Captured, capture
 from strop.frontend.importer import import_graph
 from strop.ir.dims import const
 from strop.ir.graph import Graph, Node, Ref, Shape
+from strop.ir.tensor_spec import TensorSpec
 from strop.options import Options
 from strop.passes.canonicalize import canonicalize
 

@@ -1,1 +1,1 @@
-"""Running programs: memory, library calls, kernels, CUDA graphs, dispatch, disk cache."""
+"""Building machine code and running programs with it."""

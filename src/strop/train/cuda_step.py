@@ -19,7 +19,7 @@ from torch import Tensor
 from strop.errors import UnsupportedError
 from strop.ir.source import KernelSource
 from strop.options import Options
-from strop.runtime.kernels import kernel_library
+from strop.runtime.build.loader import kernel_library
 from strop.train import sources
 from strop.train.layout import Item, Layout
 from strop.train.rules import Rule

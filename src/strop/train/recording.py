@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from strop.dispatch.gc_pause import collection_paused
 from strop.errors import UnsupportedError
-from strop.runtime.garbage import collection_paused
 
 Body = Callable[[], Tensor]
 

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from strop.dispatch.signature import Skeleton, flatten, rebuild
 from strop.errors import CaptureError, OptionError, StropError, UnsupportedError
-from strop.runtime import leases
-from strop.runtime.signature import Skeleton, flatten, rebuild
+from strop.runtime.run import graph_keep_alive
 from strop.train import diagnosis, recording
 from strop.train.landing import Landing
 from strop.train.reach import Reached, Watched, reached
@@ -95,7 +95,7 @@ class _Bucket:
     given: _Call | None = None
     standing: Any = None
     after: bytes = b""  # which leaves have a gradient when it is done
-    leases: list[leases.Lease] = field(default_factory=list)
+    leases: list[graph_keep_alive.Lease] = field(default_factory=list)
     held: tuple[object, ...] = ()
 
     def drop(self) -> None:
@@ -202,7 +202,7 @@ class WholeStep:
         return loss
 
     def _run_kept(self, call: _Call, leaves: Sequence[Tensor], is_last: bool) -> Tensor:
-        with leases.taken(), nullcontext() if is_last else self._landing.kept(leaves):
+        with graph_keep_alive.taken(), nullcontext() if is_last else self._landing.kept(leaves):
             return self._plain(self._bound(call), leaves, is_last)
 
     def _bound(self, call: _Call) -> Callable[[], Any]:
@@ -224,7 +224,7 @@ class WholeStep:
         body = partial(self._micro, self._bound(given), leaves, is_last)
         self._landing.put(leaves, before)
         try:
-            with leases.taken() as taken, self._updating.loaded() as held, kept:
+            with graph_keep_alive.taken() as taken, self._updating.loaded() as held, kept:
                 bucket.recording = recorder.record(body, around.generators)
         except Exception as error:
             raise self._failure(recorder, error, given, leaves) from error

@@ -18,7 +18,7 @@ import strop
 from strop.api import dispatchers_of
 from strop.bench.pipelines.actions import Action
 from strop.bench.pipelines.tiny import TinyPipeline, arguments, drawn, modules_of
-from strop.runtime.dispatch import Dispatcher
+from strop.dispatch.dispatcher import Dispatcher
 from strop.testing import psnr
 from strop.wording import counted
 

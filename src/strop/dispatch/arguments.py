@@ -1,0 +1,65 @@
+"""Arguments on their way into a program, and its results on their way out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch.utils._pytree as pytree
+from torch import Tensor
+
+from strop.dispatch.aliases import AliasOfArgument
+from strop.frontend.capture import Same
+from strop.ir.tensor_spec import TensorSpec
+from strop.runtime.run.cpu_runs import FIRST
+
+
+def as_specified(tensors: Sequence[Tensor], specs: Sequence[TensorSpec]) -> list[Tensor]:
+    """Arguments in the type and layout that a program reads: adapters may want another type, and
+    torch leaves it to a bit that numbers are conjugated or negated."""
+    return [
+        s.arranged(t.resolve_conj().resolve_neg().to(s.dtype))
+        for t, s in zip(tensors, specs, strict=True)
+    ]
+
+
+def wants_none(tensors: Sequence[Tensor]) -> bool:
+    """Whether no argument requires a gradient."""
+    return not any(tensor.requires_grad for tensor in tensors)
+
+
+def are_dense(tensors: Sequence[Tensor], specs: Sequence[TensorSpec]) -> bool:
+    """Whether all lie as they have been traced, at the beginning of their memory."""
+    return all(s.lies_so(t) and not t.storage_offset() for t, s in zip(tensors, specs, strict=True))
+
+
+def returned(
+    spec: pytree.TreeSpec,
+    aliases: Sequence[AliasOfArgument],
+    same: Sequence[Same],
+    results: list[Any],
+    tensors: Sequence[Tensor],
+    state: Sequence[Tensor],
+) -> Any:
+    """What the module gives back. Arguments among it are the caller's own, not the dense copies
+    that kernels read or what a CUDA graph keeps; weights are the module's."""
+    for alias in aliases:
+        own = alias.of(tensors[alias.argument])
+        if own is not None and own.dtype == results[alias.place].dtype:
+            results[alias.place] = own
+    for known in same:
+        of = {"argument": tensors, "state": state, "result": results}[known.kind]
+        results[known.place] = of[known.number]
+    return pytree.tree_unflatten(results, spec)
+
+
+def structured(spec: pytree.TreeSpec, count: int) -> Callable[[list[Any]], Any]:
+    """``tree_unflatten`` of so many results; of one alone, or of a tuple, without its detours."""
+    probe = [object() for _ in range(count)]
+    found = pytree.tree_unflatten(probe, spec)
+    if count == 1 and found is probe[0]:
+        return FIRST
+    if type(found) is tuple and found == tuple(probe):
+        return tuple
+    return partial(pytree.tree_unflatten, treespec=spec)

@@ -1,0 +1,502 @@
+"""What the forward of a module reaches: names, functions, and objects that can change.
+
+Code is followed through byte code: through methods, functions, classes, objects and modules that
+it names. Names are taken too many rather than too few. What is found is plain data; who compares
+it with later is ``surroundings``.
+"""
+
+from __future__ import annotations
+
+import copyreg
+import dis
+import functools
+import sys
+from argparse import Namespace
+from collections import deque
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from types import (
+    BuiltinFunctionType,
+    CellType,
+    CodeType,
+    FunctionType,
+    MethodType,
+    ModuleType,
+    SimpleNamespace,
+)
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from strop.frontend.stable_text import is_plain
+
+# Packages whose code is not followed: of torch only the layers and functions that a forward names.
+UNWATCHED = {"torch", "torchvision", "numpy", "triton", "strop", *sys.stdlib_module_names} - {
+    "__main__"
+}
+FRAMEWORKS = {"diffusers", "transformers", "peft", "accelerate"}
+LIBRARIES = UNWATCHED | FRAMEWORKS
+CONSTANTS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
+CONTAINERS = (list, tuple, dict, set, frozenset, deque, np.ndarray)
+_MEMO = type(functools.lru_cache(abs))
+# objects of the standard library that hold a user's values
+_NAMESPACES = (SimpleNamespace, Namespace)
+_CALLABLES = (FunctionType, BuiltinFunctionType, type)
+# of every module: hooks, weights; and what diffusers and we put there
+_OWN = frozenset(vars(nn.Module())) | {"forward", "_compiled_call_impl"}
+_MAKING = frozenset({"__new__", "__init__", "__post_init__"})  # of an object, which is there
+_SPECIAL = _MAKING | {"__call__"}
+_ENTRY = frozenset({"forward", "__call__"})
+# code that may ask for any attribute
+_DYNAMIC = frozenset({"getattr", "setattr", "hasattr", "vars", "__dict__", "attrgetter"})
+ABSENT = type("Absent", (), {"__repr__": lambda self: "absent"})()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Place:
+    """A name: an entry ``key`` of ``table``, which ``owner`` has. ``is_own``: of the user's code;
+    others count by identity alone. ``is_setting``: a plain attribute of a module."""
+
+    label: str
+    owner: Any  # kept, so that its id stays its own
+    table: Any
+    key: str
+    is_own: bool = True
+    is_setting: bool = False
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Content:
+    """A container whose items count."""
+
+    label: str
+    value: Any
+    is_own: bool = True
+
+
+class Cell:
+    """A variable of an enclosing function, as a table of one entry."""
+
+    def __init__(self, cell: CellType) -> None:
+        self.cell = cell
+
+    def __getitem__(self, key: str) -> Any:
+        return self.cell.cell_contents
+
+
+class Slots:
+    """Attributes that an object does not keep in a dictionary, as a table."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __getitem__(self, key: str) -> Any:
+        return getattr(self.value, key, ABSENT)
+
+
+class Unbound:
+    """Names that need not be there, of a dictionary."""
+
+    def __init__(self, table: Mapping[str, Any]) -> None:
+        self.table = table
+
+    def __getitem__(self, key: str) -> Any:
+        return self.table.get(key, ABSENT)
+
+
+class Reach:
+    """``places``, ``contents``, and ``owners``: (label, object, its dictionary) for all whose
+    number of attributes counts. ``consulted``: names that code reads, but to count on."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.places: dict[tuple[int, str], Place] = {}
+        self.contents: dict[int, Content] = {}
+        self.owners: dict[int, tuple[str, Any, Any]] = {}
+        self.memos: dict[int, Any] = {}  # functions that keep their results
+        self.modules: list[nn.Module] = []
+        self.consulted: set[str] = set()
+        self._member_names: dict[tuple[type, str], frozenset[str]] = {}
+        self._class_names: dict[tuple[type, frozenset[str]], frozenset[str]] = {}
+        self._functions: dict[int, FunctionType] = {}
+        self.names: set[str] = set()  # that any code here reads or writes
+        self._words: set[str] = set()  # texts in code here: names that it may ask for
+        self._held: list[tuple[str, Any]] = []  # objects that are no modules
+        for path, part in module.named_modules():
+            self._part(path or type(module).__qualname__, part)
+        while self._grow():
+            pass
+        self._leave_out_unread()
+        self._functional()
+
+    def _functional(self) -> None:
+        """Functions of torch.nn.functional, which libraries call out of tables of their own, such
+        as that of transformers' attentions: no module's code names them."""
+        table = vars(nn.functional)
+        for name, value in table.items():
+            if isinstance(value, _CALLABLES) and name.islower() and not name.startswith("_"):
+                self._watch(f"torch.nn.functional.{name}", table, table, name, is_own=False)
+
+    def _leave_out_unread(self) -> None:
+        """Drop settings that a layer of a library has from its ``__init__``, and that no code here
+        names, such as ``in_features``: nearly half of a UNet's names."""
+        read = self.names | self._words
+        for place, known in list(self.places.items()):
+            is_asked = known.is_own or not known.is_setting or known.key in read
+            if not is_asked and known.key in _made_names(type(known.owner).__mro__):
+                del self.places[place]
+
+    def _grow(self) -> bool:
+        """Look at attributes of objects whose names are known by now; whether there are more."""
+        before = len(self.places), len(self.names), len(self._held)
+        names = frozenset(self.names)
+        for label, value in list(self._held):
+            self._attributes(label, value, names)
+        return before != (len(self.places), len(self.names), len(self._held))
+
+    def _part(self, path: str, part: nn.Module) -> None:
+        """A module: its class, and its attributes."""
+        self.modules.append(part)
+        reached = self._members(type(part), _ENTRY)
+        is_own = _root(type(part).__module__) not in LIBRARIES
+        for name, value in vars(part).items():
+            if name in _OWN or isinstance(value, nn.Module | Tensor):
+                continue
+            is_private = name.startswith("_")
+            if is_private and name not in reached:
+                continue
+            is_setting = not is_private and is_plain(value)
+            self._watch(f"{path}.{name}", part, vars(part), name, is_own, is_setting)
+            if not isinstance(value, type | ModuleType):
+                calls = {"__call__"} if name == "processor" else set()
+                self._value(f"{path}.{name}", value, reached | calls, is_own)
+
+    def _watch(
+        self,
+        label: str,
+        owner: Any,
+        table: Any,
+        key: str,
+        is_own: bool = True,
+        is_setting: bool = False,
+    ) -> bool:
+        """Whether it is a new one."""
+        place = (id(owner), key)
+        if place in self.places:
+            return False
+        self.places[place] = Place(label, owner, table, key, is_own, is_setting)
+        return True
+
+    # classes and functions
+
+    def _members(self, kind: type, names: frozenset[str]) -> frozenset[str]:
+        """Look at these members of a class, and at those that they name; all the names."""
+        found = self._class_names.get((kind, names))
+        if found is not None:
+            return found
+        reached, new = names, names
+        while new:
+            named = [self._member(kind, name) for name in sorted(new)]
+            new = frozenset().union(*named) - reached
+            reached |= new
+        self._class_names[kind, names] = reached
+        for base in kind.__mro__[:-1]:
+            if _root(base.__module__) not in UNWATCHED:
+                # copying an object, as for a trace, notes them in the class: do so before counting
+                copyreg._slotnames(base)  # type: ignore[attr-defined]
+                self.owners[id(base)] = (base.__qualname__, base, vars(base))
+        return reached
+
+    def _member(self, kind: type, name: str) -> frozenset[str]:
+        """Look at a member; the names that it reads."""
+        if (kind, name) in self._member_names:
+            return self._member_names[kind, name]
+        found = set[str]()
+        for base in kind.__mro__[:-1]:
+            root = _root(base.__module__)
+            is_layer = base.__module__.startswith("torch.nn")
+            if base is nn.Module:  # what each call of a module runs: ``hooks`` looks there
+                continue
+            if name not in vars(base) or (root in UNWATCHED and not is_layer):
+                continue
+            member = vars(base)[name]
+            function = _function_of(member)
+            if function is not None:
+                found |= self._function(function)
+            if function is not None or is_plain(member) or isinstance(member, CONTAINERS):
+                label = f"{base.__module__}.{base.__qualname__}"
+                is_own = root not in LIBRARIES
+                self._watch(f"{label}.{name}", base, vars(base), name, is_own)
+                if isinstance(member, CONTAINERS):
+                    self._value(f"{label}.{name}", member, frozenset({name}), is_own)
+        self._member_names[kind, name] = frozenset(found)
+        return self._member_names[kind, name]
+
+    def _function(self, function: FunctionType) -> frozenset[str]:
+        """Look at what a function reads; the names in it."""
+        names = frozenset(_names(function.__code__))
+        if id(function) in self._functions:
+            return names
+        self._functions[id(function)] = function
+        self.names |= names
+        self._words |= _texts(function.__code__)
+        self.consulted |= _consulted(function.__code__)
+        wrapped = getattr(function, "__wrapped__", None)
+        if isinstance(wrapped, FunctionType):
+            names |= self._function(wrapped)
+        table = function.__globals__
+        module = table.get("__name__", "")
+        root = _root(module)
+        if root in UNWATCHED and not module.startswith("torch.nn"):
+            return names
+        is_own = root not in LIBRARIES
+        for name in sorted(names & table.keys() & _globals(function.__code__)):
+            self._name(module, table, table, name, names, is_own)
+        if is_own:
+            label = f"{module}.{function.__qualname__}"
+            for name in sorted(_bound(function.__code__) - table.keys()):
+                self._watch(f"{module}.{name}", table, Unbound(table), name)
+            self._closure(label, function, names)
+            defaults = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
+            for value in defaults:
+                if not isinstance(value, CONSTANTS):
+                    self._value(f"{label}'s default", value, names, is_own)
+        return names
+
+    def _closure(self, label: str, function: FunctionType, names: frozenset[str]) -> None:
+        cells = function.__closure__ or ()
+        for name, cell in zip(function.__code__.co_freevars, cells, strict=True):
+            if name != "__class__" and not _is_empty(cell):
+                self._name(label, cell, Cell(cell), name, names, is_own=True)
+
+    def _name(
+        self, label: str, owner: Any, table: Any, name: str, names: frozenset[str], is_own: bool
+    ) -> None:
+        value = table[name]
+        if not is_own and not isinstance(value, CONSTANTS + _CALLABLES + (ModuleType,)):
+            return
+        is_new = is_own or not isinstance(value, ModuleType)
+        is_flag = isinstance(value, CONSTANTS) and not name.startswith("_")
+        is_told = is_own or (is_flag and _root(label) in FRAMEWORKS)
+        if is_new and not self._watch(f"{label}.{name}", owner, table, name, is_told):
+            return
+        home = value.__name__ if isinstance(value, ModuleType) else value.__class__.__module__
+        home = getattr(value, "__module__", None) or home
+        if is_own or not _is_installed(home):
+            self._value(f"{label}.{name}", value, names, is_own)
+
+    # values
+
+    def _value(self, label: str, value: Any, names: frozenset[str], is_own: bool) -> None:
+        """Follow what a name stands for. ``names``: what is read of it, and more."""
+        if isinstance(value, CONSTANTS):
+            return
+        if isinstance(value, FunctionType):
+            self._function(value)
+        elif isinstance(value, type):
+            self._members(value, names | _SPECIAL)
+        elif isinstance(value, functools.partial):
+            self._value(label, value.func, names, is_own)
+            self._value(label, (value.args, value.keywords), names, is_own)
+        elif isinstance(value, MethodType):
+            self._value(label, value.__func__, names, is_own)
+            self._value(label, value.__self__, names | _called(value), is_own)
+        elif isinstance(value, _MEMO):
+            self.memos[id(value)] = value
+            self._value(label, getattr(value, "__wrapped__", None), names, is_own)
+        elif isinstance(value, ModuleType):
+            self._of_module(value, names)
+        elif isinstance(value, CONTAINERS):
+            self._container(label, value, names, is_own)
+        elif not isinstance(value, nn.Module | Tensor):
+            self._object(label, value, names)
+
+    def _of_module(self, value: ModuleType, names: frozenset[str]) -> None:
+        """What is named of a module; of torch and the like functions alone."""
+        root, table = _root(value.__name__), vars(value)
+        if root in UNWATCHED and root != "torch":
+            return
+        for name in sorted(names & table.keys()):
+            found = table[name]
+            if root in LIBRARIES and not isinstance(found, (*_CALLABLES, ModuleType, *CONSTANTS)):
+                continue
+            if isinstance(found, ModuleType) and _root(found.__name__) != root:
+                continue
+            if (id(table), name) not in self.places:
+                self._watch(f"{value.__name__}.{name}", table, table, name, root not in LIBRARIES)
+                if root != "torch" or isinstance(found, ModuleType):
+                    self._value(f"{value.__name__}.{name}", found, names, root not in LIBRARIES)
+
+    def _container(self, label: str, value: Any, names: frozenset[str], is_own: bool) -> None:
+        is_simple = type(value) is tuple and all(isinstance(item, CONSTANTS) for item in value)
+        if id(value) in self.contents or is_simple:
+            return
+        self.contents[id(value)] = Content(label, value, is_own)
+        if isinstance(value, dict):
+            items: Iterator[tuple[Any, Any]] = iter(list(value.items()))
+        else:
+            items = enumerate(() if isinstance(value, np.ndarray) else list(value))
+        for key, item in items:
+            is_note = isinstance(key, str) and key.startswith("_") and is_fixed(value)
+            if not isinstance(item, CONSTANTS) and not is_note:  # such as which values are defaults
+                self._value(f"{label}[{key!r}]", item, names, is_own)
+
+    def _object(self, label: str, value: Any, names: frozenset[str]) -> None:
+        """An object of a class of the user's or of a framework's."""
+        kind, root = type(value), _root(type(value).__module__)
+        if id(value) in self.owners or (root in UNWATCHED and not isinstance(value, _NAMESPACES)):
+            return
+        self.owners[id(value)] = (label, value, getattr(value, "__dict__", {}))
+        special = {
+            name
+            for base in kind.__mro__
+            for name in vars(base)
+            if name.startswith("__") and name not in _MAKING
+        }
+        called = special if root not in FRAMEWORKS else {"__call__"}
+        self._members(kind, names | called)
+        self._held.append((label, value))
+
+    def _attributes(self, label: str, value: Any, names: frozenset[str]) -> None:
+        """What of an object is read."""
+        kind, held = type(value), getattr(value, "__dict__", {})
+        is_own = _root(kind.__module__) not in FRAMEWORKS
+        reached = self._members(kind, names) | frozenset(getattr(kind, "attribute_map", None) or ())
+        asks_all = is_own and any(
+            not _DYNAMIC.isdisjoint(self._member_names.get((kind, name), ())) for name in reached
+        )
+        slots = {name for base in kind.__mro__ for name in _slots(base)}
+        for name in sorted(held if asks_all else reached & held.keys()):
+            if self._watch(f"{label}.{name}", value, held, name, is_own):
+                self._value(f"{label}.{name}", held[name], reached, is_own)
+        for name in sorted(slots if asks_all else reached & slots):
+            if self._watch(f"{label}.{name}", value, Slots(value), name, is_own):
+                self._value(f"{label}.{name}", getattr(value, name, None), reached, is_own)
+
+
+_MODELS = ("bench", "models", "testing")
+_LOADS = ("LOAD_GLOBAL", "LOAD_NAME")
+_STORES = ("STORE_GLOBAL", "DELETE_GLOBAL")
+
+
+def is_fixed(value: Any) -> bool:
+    """Whether a container takes no other items: diffusers' configurations do not either."""
+    kind = type(value)
+    is_config = kind.__name__ == "FrozenDict" and _root(kind.__module__) in FRAMEWORKS
+    return is_config or isinstance(value, tuple | frozenset)
+
+
+def _root(module: str) -> str:
+    """The package; of ours, models are no part of the compiler."""
+    root, _, rest = module.partition(".")
+    return module if root == "strop" and rest.startswith(_MODELS) else root
+
+
+@functools.lru_cache(maxsize=1024)
+def _is_installed(module: str) -> bool:
+    """Whether it belongs to a package that is neither the user's own nor one of FRAMEWORKS."""
+    root = _root(module)
+    place = getattr(sys.modules.get(root), "__file__", None) or ""
+    return root not in FRAMEWORKS and root != "torch" and "-packages" in place
+
+
+def _slots(base: type) -> tuple[str, ...]:
+    slots = vars(base).get("__slots__", ())
+    return (slots,) if isinstance(slots, str) else tuple(slots)
+
+
+def _called(method: MethodType) -> frozenset[str]:
+    return frozenset({getattr(method.__func__, "__name__", "__call__")})
+
+
+def _function_of(member: Any) -> FunctionType | None:
+    if isinstance(member, staticmethod | classmethod):
+        member = member.__func__
+    elif isinstance(member, property):
+        member = member.fget
+    elif isinstance(member, functools.cached_property):
+        member = member.func
+    return member if isinstance(member, FunctionType) else None
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    """Global names and attributes that a function, and those inside of it, may read."""
+    yield from code.co_names
+    is_dynamic = not _DYNAMIC.isdisjoint(code.co_names)
+    for const in code.co_consts:
+        if isinstance(const, CodeType):
+            yield from _names(const)
+        elif is_dynamic and isinstance(const, str) and const.isidentifier():
+            yield const
+
+
+@functools.lru_cache(maxsize=4096)
+def _texts(code: CodeType) -> frozenset[str]:
+    """Texts that a function holds, in tuples too."""
+    found, values = set[str](), list(code.co_consts)
+    for value in values:
+        if isinstance(value, str):
+            found.add(value)
+        elif isinstance(value, tuple | frozenset):
+            values += value
+        elif isinstance(value, CodeType):
+            found |= _texts(value)
+    return frozenset(found)
+
+
+@functools.lru_cache(maxsize=1024)
+def _made_names(classes: tuple[type, ...]) -> frozenset[str]:
+    """Attributes that the ``__init__`` of these classes name."""
+    made = [vars(kind).get("__init__") for kind in classes]
+    return frozenset().union(*(_names(f.__code__) for f in made if isinstance(f, FunctionType)))
+
+
+@functools.lru_cache(maxsize=4096)
+def _globals(code: CodeType) -> frozenset[str]:
+    """Without attributes: the ``x`` of a script's loop is not that of ``self.x``."""
+    return _named_by(code, _LOADS)
+
+
+@functools.lru_cache(maxsize=4096)
+def _bound(code: CodeType) -> frozenset[str]:
+    """Global names that a function writes."""
+    return _named_by(code, _STORES)
+
+
+def _named_by(code: CodeType, operations: tuple[str, ...]) -> frozenset[str]:
+    inner = [
+        _named_by(const, operations) for const in code.co_consts if isinstance(const, CodeType)
+    ]
+    own = (i.argval for i in dis.get_instructions(code) if i.opname in operations)
+    return frozenset(own).union(*inner)
+
+
+@functools.lru_cache(maxsize=4096)
+def _consulted(code: CodeType) -> frozenset[str]:
+    """Names whose values a function reads, but for those that it only counts on (``n += 1``)."""
+    found = set[str]()
+    inner = [_consulted(const) for const in code.co_consts if isinstance(const, CodeType)]
+    steps = [i for i in dis.get_instructions(code) if i.opname not in ("COPY", "SWAP", "CACHE")]
+    for place, step in enumerate(steps):
+        if step.opname.startswith("LOAD_") and isinstance(step.argval, str):
+            following = steps[place + 1 : place + 5]
+            if not _counts_on(step.argval, following):
+                found.add(step.argval)
+    return frozenset(found).union(*inner)
+
+
+def _counts_on(name: str, steps: list[dis.Instruction]) -> bool:
+    """Whether a constant is added, and the sum goes back to the same name."""
+    if len(steps) < 3 or steps[0].opname not in ("LOAD_CONST", "LOAD_SMALL_INT"):
+        return False
+    is_stored = steps[2].opname.startswith("STORE_") and steps[2].argval == name
+    return steps[1].opname == "BINARY_OP" and is_stored
+
+
+def _is_empty(cell: CellType) -> bool:
+    try:
+        cell.cell_contents  # noqa: B018
+    except ValueError:
+        return True
+    return False

@@ -1,0 +1,163 @@
+"""The short way of a small call: plain tensors on a CPU that look as at a call before.
+
+A kernel may take one microsecond, so nothing is asked twice and little in Python. torch's own
+guards compare all of a tensor and every mode that lives in the dispatcher's state at once. And
+where ``nn.Module.__call__`` would only look for hooks, an entrance does so in half of the time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from types import MethodType
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch._C._dynamo.guards import TensorGuards
+from torch.autograd import forward_ad
+from torch.compiler import is_dynamo_compiling
+from torch.nn.modules.module import (
+    _global_backward_hooks,
+    _global_backward_pre_hooks,
+    _global_forward_hooks,
+    _global_forward_pre_hooks,
+)
+
+if TYPE_CHECKING:
+    from strop.dispatch.counters import Counters
+    from strop.dispatch.entry import Entry
+    from strop.runtime.loop.denoise_loop import Loop
+    from strop.runtime.run.cpu_runs import Run
+
+# of the arguments: the result, or None: the long way must be taken
+Short = Callable[[tuple[Any, ...]], Any]
+
+
+class Served(Protocol):
+    """What the short way needs to know of a dispatcher, and tells it."""
+
+    module: nn.Module
+    counters: Counters
+    loop: Loop
+    latest: Entry | None
+    short: Short
+    entrance: Callable[..., Any] | None
+
+
+def untaken(args: tuple[Any, ...]) -> Any:
+    """The short way while no call is prepared."""
+    return None
+
+
+def short_way(
+    served: Served,
+    entry: Entry,
+    tensors: Sequence[Tensor],
+    run: Run,
+    is_unchanged: Callable[[], bool],
+    drop: Callable[[], Any],
+) -> Short:
+    """For calls that look like this one. ``drop``: to be called when ``run`` is of no use more."""
+    fits = _looks_like(tensors)
+    counters, loop, num_launches = served.counters, served.loop, entry.bounds[0].num_launches
+    is_grad_enabled, num_modes = torch.is_grad_enabled, torch._C._len_torch_dispatch_stack
+
+    def short(args: tuple[Any, ...]) -> Any:
+        try:
+            looks_so = fits(*args)
+        except TypeError:  # another number of arguments
+            return None
+        if (
+            not looks_so
+            or is_grad_enabled()
+            or forward_ad._current_level >= 0
+            or num_modes()
+            or loop.is_running
+            or not is_unchanged()
+        ):
+            return None
+        result = run(args)
+        if result is None:
+            drop()
+            return None
+        counters.calls += 1
+        if served.latest is not entry:
+            served.latest, counters.launches = entry, num_launches
+        return result
+
+    return short
+
+
+def _looks_like(tensors: Sequence[Tensor]) -> Callable[..., bool]:
+    """Whether so many tensors have the class, shape, strides, dtype and device of these, and need
+    gradients as they do; and whether inference mode, autocast for their device, torch.jit.trace
+    and the transforms of torch.func are on or off as now. Dispatch modes are another question."""
+    guards = TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
+    check: Callable[..., bool] = guards.check
+    return check
+
+
+def plain_key(args: tuple[Any, ...]) -> Hashable:
+    """How a call of plain dense tensors looks, with their strides; None for any other call."""
+    key: tuple[Any, ...] = ()
+    try:
+        for arg in args:
+            if type(arg) is not Tensor:
+                return None
+            key += (arg.shape, arg.stride(), arg.dtype, arg.device)
+    except RuntimeError:  # a sparse tensor has no strides
+        return None
+    return key
+
+
+def _entrance(served: Served) -> Callable[..., Any]:
+    """What a module's ``__call__`` takes for compiled code, and calls instead of ``_call_impl``.
+
+    Looks for hooks as that does, and calls it wherever the short way is not to be taken.
+    """
+    own, ours = served.module.__dict__, served.module
+
+    # A method of this name, so that a copy of the module has its own way even if its class copies
+    # all attributes: a deep copy binds the method to the copy, and pickle goes by the name.
+    def _call_impl(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+        if not (
+            is_dynamo_compiling()
+            or kwargs
+            or own["_forward_hooks"]
+            or own["_forward_pre_hooks"]
+            or own["_backward_hooks"]
+            or own["_backward_pre_hooks"]
+            or _global_forward_hooks
+            or _global_forward_pre_hooks
+            or _global_backward_hooks
+            or _global_backward_pre_hooks
+            or own.get("forward") is not served
+            or module is not ours
+        ):
+            result = served.short(args)
+            if result is not None:
+                return result
+        return module._call_impl(*args, **kwargs)
+
+    return MethodType(_call_impl, ours)
+
+
+_PLACE = "_compiled_call_impl"
+
+
+def reserve_entrance(module: nn.Module) -> None:
+    """From now on the module has as many attributes with an entrance as without: they are counted,
+    and a new one would be a change."""
+    module.__dict__.setdefault(_PLACE, None)
+
+
+def open_entrance(served: Served) -> None:
+    module = served.module
+    if module.__dict__.get(_PLACE) is None and type(module)._call_impl is nn.Module._call_impl:
+        module.__dict__[_PLACE] = served.entrance = _entrance(served)
+
+
+def remove_entrance(served: Served) -> None:
+    """Leaves alone what the user's own ``module.compile()`` has put there."""
+    if served.module.__dict__.get(_PLACE) is served.entrance:
+        served.module.__dict__.pop(_PLACE, None)

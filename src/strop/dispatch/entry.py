@@ -1,0 +1,30 @@
+"""A shape that a module has been called with, bound to the program that serves it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from strop.dispatch.aliases import AliasOfArgument
+from strop.dispatch.variants import Variant
+from strop.runtime.run.executor import Bound
+
+
+@dataclass
+class Entry:
+    """One shape that a compiled program serves."""
+
+    number: int  # its key in the graph pool: cheaper to hash than a call's shapes
+    variant: Variant
+    device: torch.device
+    env: dict[str, int] = field(default_factory=dict)
+    uses: int = 0
+    has_graph: bool = True  # False once its CUDA graph could not be had
+    bounds: dict[int, Bound] = field(default_factory=dict)
+    placed: list[Tensor | None] | None = None
+    aliases: tuple[AliasOfArgument, ...] = ()
+    steady: tuple[int, ...] = ()  # see ``Adapter.steady``
+    timestep: int | None = None  # see ``Adapter.timestep``
+    is_pure: bool = False  # see ``Program``

@@ -1,0 +1,250 @@
+"""What the code of a module reads besides arguments and weights, watched: settings, names, class
+attributes, closures, functions in force, and objects that are no modules, such as attention
+processors. A trace keeps their values, so another value is another graph.
+
+``reach`` says what that is. Numbers, texts and containers of them count by value, functions of the
+user's by their code, the rest by identity; functions of libraries by identity in this process, and
+by their code on disk.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
+from operator import is_
+from types import FunctionType, MappingProxyType
+from typing import Any
+
+import numpy as np
+from torch import nn
+
+from strop.dispatch.closure_walk import (
+    ABSENT,
+    CONSTANTS,
+    LIBRARIES,
+    Cell,
+    Content,
+    Place,
+    Reach,
+    Unbound,
+    is_fixed,
+)
+from strop.dispatch.identities import addresses, identities
+from strop.frontend.stable_text import is_plain, text_of, text_of_config
+
+__all__ = ["LIBRARIES", "Change", "Surroundings", "is_private"]
+_BY_TEXT = (*CONSTANTS, FunctionType, type(len), type)
+
+
+class Change:
+    """Something that differs from what it was. ``undo`` puts that back."""
+
+    def __init__(self, label: str, before: Any, now: Any, undo: Callable[[], None]) -> None:
+        self.label, self.before, self.now, self.undo = label, before, now, undo
+
+
+class Surroundings:
+    """What one module reads, as it was when last looked at."""
+
+    def __init__(self, module: nn.Module, ignored: frozenset[str] = frozenset()) -> None:
+        reach = Reach(module)
+        self.consulted = reach.consulted
+        self._memos = [(memo, memo.cache_info().currsize) for memo in reach.memos.values()]
+        self._places = [p for p in reach.places.values() if p.label not in ignored]
+        self._names = identities([(place.table, place.key) for place in self._places])
+        self._contents = [
+            c for c in reach.contents.values() if not is_fixed(c.value) and c.label not in ignored
+        ]
+        self._items = [_items(content.value) for content in self._contents]
+        self._owners = list(reach.owners.values())
+        self._owned = [held for _, _, held in self._owners]
+        self._attributes = [dict(held) for held in self._owned]
+        self._num_owned = sum(map(len, self._owned))
+        self._objects = [*reach.modules, *(owner for _, owner, _ in self._owners)]
+        self._kinds = list(map(type, self._objects))
+        self._kind_addresses = addresses(self._kinds, len(self._kinds))
+
+    def have_changed(self) -> bool:
+        try:
+            same = self._names.hold() or self._are_equal()
+        except (KeyError, ValueError):  # deleted; a cell without a value
+            return True
+        return (
+            not same
+            or sum(map(len, self._owned)) != self._num_owned
+            or addresses(map(type, self._objects), len(self._kinds)) != self._kind_addresses
+            or not all(map(_has, self._contents, self._items))
+        )
+
+    def _are_equal(self) -> bool:
+        """Bound anew to equal numbers and texts, which are taken over."""
+        if not all(map(_is_equal, self._names.now(), self._names.values)):
+            return False
+        self._names = self._names.again()
+        return True
+
+    # what a trace has done
+
+    def changes(self) -> list[Change]:
+        return [*self._new_values(), *self._new_items(), *self._new_attributes()]
+
+    def forget_memos(self) -> None:
+        """Empty the memories of functions that have kept results of a trace."""
+        for memo, size in self._memos:
+            if memo.cache_info().currsize != size:
+                memo.cache_clear()
+
+    def _new_values(self) -> Iterator[Change]:
+        for place, value in zip(self._places, self._names.values, strict=True):
+            now = _value_at(place)
+            if not _is_equal(now, value):
+                yield Change(place.label, value, now, _binding(place, value))
+
+    def _new_items(self) -> Iterator[Change]:
+        for content, known in zip(self._contents, self._items, strict=True):
+            if not _has(content, known):
+                yield Change(content.label, known, _items(content.value), _filling(content, known))
+
+    def _new_attributes(self) -> Iterator[Change]:
+        known = {(id(place.table), place.key) for place in self._places}
+        for (label, owner, held), before in zip(self._owners, self._attributes, strict=True):
+            for key in held.keys() - before.keys():
+                if (id(held), key) not in known and not isinstance(held, MappingProxyType):
+                    yield Change(f"{label}.{key}", ABSENT, held[key], _removal(owner, held, key))
+
+    # parts of keys
+
+    @property
+    def text(self) -> list[str]:
+        """A line for each name that the user's code reads, and for the numbers and texts of
+        frameworks, the same in every process. Settings of modules have their own place."""
+        return sorted({*self._lines(True)})
+
+    @property
+    def code(self) -> str:
+        """A digest of what is read of libraries, functions by their code: the same in every
+        process where nobody has put others in their places."""
+        return hashlib.sha256("\n".join(sorted({*self._lines(False)})).encode()).hexdigest()
+
+    def _lines(self, is_own: bool) -> Iterator[str]:
+        for place, value in zip(self._places, self._names.values, strict=True):
+            is_asked = place.is_own is is_own and not place.is_setting and value is not ABSENT
+            if is_asked and (is_own or isinstance(value, _BY_TEXT)):
+                yield f"{place.label}={text_of(value)}"
+        for content in self._contents:
+            if content.is_own and is_own:
+                yield f"{content.label}={text_of(content.value)}"
+
+    @property
+    def containers(self) -> list[str]:
+        """A line for each list and the like of a framework's that holds numbers and texts alone:
+        peft makes a new list of active adapters with each weight that it sets."""
+        places = zip(self._places, self._names.values, strict=True)
+        return sorted(f"{p.label}={_text_of_container(v)}" for p, v in places if _is_by_text(p, v))
+
+    @property
+    def objects(self) -> list[Any]:
+        """Values of which the text does not tell everything: compared by identity."""
+        places = zip(self._places, self._names.values, strict=True)
+        held = [
+            v
+            for p, v in places
+            if not _is_by_text(p, v) and (not p.is_own or not (_is_told(v) or p.is_setting))
+        ]
+        for known in self._items:
+            if isinstance(known, list):
+                held += [item for item in known if not _is_told(item)]
+        return held
+
+
+def is_private(label: str) -> bool:
+    """Whether a name is a cache by custom."""
+    return label.rpartition(".")[2].startswith("_")
+
+
+def _is_by_text(place: Place, value: Any) -> bool:
+    is_container = isinstance(value, list | tuple | dict | set | frozenset)
+    return not place.is_own and not place.is_setting and is_container and is_plain(value)
+
+
+def _text_of_container(value: Any) -> str:
+    is_config = isinstance(value, dict) and is_fixed(value)
+    return text_of_config(value) if is_config else text_of(value)
+
+
+def _is_told(value: Any) -> bool:
+    return isinstance(value, _BY_TEXT) or is_plain(value)
+
+
+def _is_equal(a: Any, b: Any) -> bool:
+    """Whether both are the same object, or numbers and texts that look the same."""
+    return a is b or (isinstance(a, CONSTANTS) and type(a) is type(b) and text_of(a) == text_of(b))
+
+
+def _items(value: Any) -> Any:
+    """To compare with later: what it holds, by identity, or the bytes of an array."""
+    return value.copy() if isinstance(value, np.ndarray) else list(_parts(value))
+
+
+def _parts(value: Any) -> Iterable[Any]:
+    return chain(value, value.values()) if isinstance(value, dict) else value
+
+
+def _has(content: Content, known: Any) -> bool:
+    """Whether a container holds these items."""
+    value = content.value
+    if isinstance(value, np.ndarray):
+        is_like = value.shape == known.shape and value.dtype == known.dtype
+        return bool(is_like and value.tobytes() == known.tobytes())
+    if isinstance(value, set):
+        return len(value) == len(known) and value.issuperset(known)
+    if len(value) * (2 if isinstance(value, dict) else 1) != len(known):
+        return False
+    return all(map(is_, _parts(value), known)) or all(map(_is_equal, _parts(value), known))
+
+
+def _value_at(place: Place) -> Any:
+    try:
+        return place.table[place.key]
+    except (KeyError, ValueError):
+        return ABSENT
+
+
+def _binding(place: Place, value: Any) -> Callable[[], None]:
+    def undo() -> None:
+        table, key = place.table, place.key
+        if isinstance(table, Cell):
+            table.cell.cell_contents = value
+            return
+        held = table.table if isinstance(table, Unbound) else table
+        if not isinstance(held, dict):  # a class, or slots
+            setattr(place.owner, key, value) if value is not ABSENT else delattr(place.owner, key)
+        elif value is ABSENT:
+            held.pop(key, None)
+        else:
+            held[key] = value
+
+    return undo
+
+
+def _removal(owner: Any, held: Any, key: str) -> Callable[[], None]:
+    return lambda: held.pop(key, None)
+
+
+def _filling(content: Content, known: Any) -> Callable[[], None]:
+    def undo() -> None:
+        value = content.value
+        if isinstance(value, np.ndarray):
+            value[...] = known
+            return
+        value.clear()
+        if isinstance(value, dict):
+            half = len(known) // 2
+            value.update(zip(known[:half], known[half:], strict=True))
+        elif isinstance(value, set):
+            value.update(known)
+        else:
+            value.extend(known)
+
+    return undo

@@ -1,0 +1,342 @@
+"""How a call looks: its tensors, everything else as a hashable skeleton, and its symbolic sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.nn import Parameter
+
+from strop.errors import ShapeError, UnsupportedError
+from strop.frontend.draws import stand_in
+from strop.frontend.objects import class_named, is_cache, is_cache_class, made
+from strop.ir.dims import symbol
+from strop.ir.graph import GeneratorRef, Ref
+from strop.ir.program import Guard
+from strop.ir.tensor_spec import TensorSpec
+from strop.wording import counted
+
+# nested tuples of ("list"|"tuple"|"dict"|..., ...), Ref for a tensor, numbers as (type name, text):
+# 1, 1.0 and True are equal keys but other programs
+Skeleton = Any
+NUM_ARGUMENTS = 3  # its items that are the arguments: "tuple", by place, by name
+_NO_ITEMS = ("dict",)
+_NUMBERS: dict[str, Callable[[str], Any]] = {
+    "bool": lambda text: text == "True",
+    "int": int,
+    "float": float.fromhex,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class NumberRef:
+    """Stands for a float in a skeleton: as ``flatten`` leaves it, the float number ``index`` of the
+    call; in what ``rebuild`` takes, the item ``index`` of the call's tensors and numbers."""
+
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class SizeRef:
+    """Stands for a whole number that is the first size of the tensor ``index`` of a call."""
+
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class Shapes:
+    """Symbolic sizes for the tensors of a call. ``is_ragged`` graphs are built in background.
+
+    ``hints`` only steer the cost model, unless ``is_exact``: then they decide what is traced.
+    """
+
+    specs: tuple[TensorSpec, ...]
+    hints: Mapping[str, int]
+    is_ragged: bool = False
+    is_exact: bool = False
+    otherwise: Shapes | None = None  # to be tried where a trace with these fails
+
+
+@dataclass(slots=True)
+class Beside:
+    """What else a call has among its arguments: floats, and generators of random numbers."""
+
+    floats: list[float] = field(default_factory=list)
+    generators: list[torch.Generator] = field(default_factory=list)
+    num_settings: int = 0  # of the floats, the last ones: those of settings, which are inputs
+    num_wholes: int = 0  # whole numbers that were met
+    num_sizes: int = 0  # of the tensors, the last ones: they stand for whole numbers
+
+
+def flatten(value: Any, tensors: list[Tensor], beside: Beside | None = None) -> Skeleton:
+    """The skeleton of a call's arguments; tensors are appended in order of appearance, and so are
+    those ``beside``, where they are wanted. Without, floats are part of the skeleton.
+
+    Every call comes through here: what calls are made of is asked for first.
+    """
+    kind = type(value)
+    if kind is tuple:
+        return ("tuple", *[flatten(v, tensors, beside) for v in value])
+    if kind is dict and not value:
+        return _NO_ITEMS
+    if isinstance(value, Tensor):
+        if (kind is not Tensor and kind is not Parameter) or is_foreign(value):
+            raise UnsupportedError(f"argument is {described(value)}")
+        tensors.append(value)
+        return Ref(len(tensors) - 1)
+    if value is None or isinstance(value, str | torch.dtype | torch.device):
+        return value
+    if isinstance(value, int | float):
+        return number_text(value) if beside is None else _flatten_number(value, kind, beside)
+    if kind in (list, torch.Size):
+        return ("list" if kind is list else "tuple", *[flatten(v, tensors, beside) for v in value])
+    if kind is dict and set(map(type, value)) <= {str, int}:  # in their order, as code may use it
+        return ("dict", *[(k, flatten(v, tensors, beside)) for k, v in value.items()])
+    return _flatten_object(value, kind, tensors, beside)
+
+
+def _flatten_number(value: int | float, kind: type, beside: Beside) -> Skeleton:
+    if kind is float:
+        beside.floats.append(value)
+        return NumberRef(len(beside.floats) - 1)
+    beside.num_wholes += kind is int
+    return number_text(value)
+
+
+_TRACING_MODES = (
+    torch._C._TorchDispatchModeKey.FAKE,
+    torch._C._TorchDispatchModeKey.PROXY,
+    torch._C._TorchDispatchModeKey.FUNCTIONAL,
+)
+
+
+def is_looked_into() -> bool:
+    """Whether torch.compile, torch.export, torch.jit.trace, forward-mode AD or a transform such as
+    vmap wants the operators. A dispatch mode of a user's own sees what is run."""
+    return (
+        torch.compiler.is_dynamo_compiling()
+        or torch._C._get_tracing_state() is not None
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or forward_ad._current_level >= 0
+        or (
+            torch._C._len_torch_dispatch_stack() > 0
+            and any(torch._C._get_dispatch_mode(key) is not None for key in _TRACING_MODES)
+        )
+    )
+
+
+def is_foreign(t: Tensor) -> bool:
+    """Whether a tensor has no strided elements that a kernel could read."""
+    return t.layout is not torch.strided or t.is_nested or t.is_quantized
+
+
+def described(t: Tensor) -> str:
+    """What is unusual about a tensor."""
+    if type(t) not in (Tensor, Parameter):
+        return f"a {type(t).__name__}, a class of tensors of its own"
+    if t.is_nested:
+        return "a nested tensor"
+    return f"a tensor of type {t.dtype}" if t.is_quantized else f"a tensor of layout {t.layout}"
+
+
+def _flatten_object(
+    value: Any, kind: type, tensors: list[Tensor], beside: Beside | None
+) -> Skeleton:
+    if isinstance(value, tuple) and hasattr(kind, "_fields"):
+        return ("named tuple", kind, *[flatten(v, tensors, beside) for v in value])
+    if is_dataclass(kind) and all(f.init for f in fields(kind)):
+        names = [f.name for f in fields(kind)]
+        return (
+            "dataclass",
+            kind,
+            *[(n, flatten(getattr(value, n), tensors, beside)) for n in names],
+        )
+    if is_cache(value):
+        state = vars(value).items()
+        return (
+            "object",
+            kind.__name__,
+            *[(name, flatten(v, tensors, beside)) for name, v in state],
+        )
+    if is_cache_class(value):
+        return ("class", value.__name__)
+    if isinstance(value, torch.Generator) and beside is not None:
+        known = [n for n, other in enumerate(beside.generators) if other is value]
+        if not known:
+            beside.generators.append(value)
+        number = known[0] if known else len(beside.generators) - 1
+        return ("generator", GeneratorRef(number), value.device)
+    raise UnsupportedError(f"argument of type {kind.__name__}")
+
+
+def number_text(value: int | float) -> tuple[str, str]:
+    if isinstance(value, float):
+        return ("float", value.hex())  # -0.0 is not 0.0, and NaN equals itself
+    return ("bool", str(value)) if isinstance(value, bool) else ("int", str(int(value)))
+
+
+def with_floats(skeleton: Skeleton, floats: Sequence[Skeleton]) -> Skeleton:
+    """``skeleton`` with these parts where ``flatten`` has left floats out."""
+    if isinstance(skeleton, NumberRef):
+        return floats[skeleton.index]
+    if not isinstance(skeleton, tuple):
+        return skeleton
+    return tuple(with_floats(part, floats) for part in skeleton)
+
+
+def rebuild(skeleton: Skeleton, tensors: Sequence[Any]) -> Any:
+    """The inverse of ``flatten``. ``tensors``: and behind them the numbers that are inputs."""
+    if isinstance(skeleton, Ref | NumberRef | SizeRef):
+        found = tensors[skeleton.index]
+        return found.shape[0] if isinstance(skeleton, SizeRef) else found
+    if not isinstance(skeleton, tuple):
+        return skeleton
+    kind, *items = skeleton
+    if kind in _NUMBERS:
+        return _NUMBERS[kind](items[0])
+    if kind == "generator":
+        return stand_in(*items)
+    if kind == "dict":
+        return {key: rebuild(value, tensors) for key, value in items}
+    if kind == "dataclass":
+        return items[0](**{name: rebuild(value, tensors) for name, value in items[1:]})
+    if kind == "object":
+        return made(items[0], {name: rebuild(value, tensors) for name, value in items[1:]})
+    if kind == "class":
+        return class_named(items[0])
+    if kind == "named tuple":
+        return items[0](*[rebuild(item, tensors) for item in items[1:]])
+    parts = [rebuild(item, tensors) for item in items]
+    return tuple(parts) if kind == "tuple" else parts
+
+
+def count_numbers(skeleton: Skeleton) -> int:
+    """How many floats of a call are inputs."""
+    if isinstance(skeleton, tuple):
+        return sum(map(count_numbers, skeleton))
+    return int(isinstance(skeleton, NumberRef))
+
+
+def without_numbers(skeleton: Skeleton) -> Skeleton:
+    """What calls have in common that differ in whole numbers and floats alone."""
+    if isinstance(skeleton, NumberRef):
+        return ("float",)
+    if isinstance(skeleton, SizeRef):
+        return ("int",)
+    if not isinstance(skeleton, tuple):
+        return skeleton
+    is_number = len(skeleton) == 2 and skeleton[0] in ("int", "float")
+    return skeleton[:1] if is_number else tuple(map(without_numbers, skeleton))
+
+
+def tensor_numbers(skeleton: Skeleton) -> Iterator[int]:
+    """Which tensors of a call are in this part of it."""
+    if isinstance(skeleton, Ref):
+        yield skeleton.index
+    elif isinstance(skeleton, tuple):
+        for item in skeleton:
+            yield from tensor_numbers(item)
+
+
+def default_shapes(tensors: Sequence[Tensor]) -> Shapes:
+    """Batch, sequence and image sizes are symbolic, features are not.
+
+    That is: dim 0 of everything (one root "b" when all agree), dims 2 and on of 4-d and 5-d
+    tensors, the others of 3-d tensors and of matrices: (batch, tokens, features) or (batch,
+    channels, time). Features and channels among them are fixed by the trace. A size 0 is none:
+    what a graph for other sizes takes for granted need not hold of it. Nor is a size 1, to which
+    others may be broadcast; but if the first tensor begins with one, those that do are taken to be
+    batches of one, and for others only where such a trace fails.
+    """
+    first = [t.shape[0] for t in tensors if t.dim()]
+    if len({*first}) == 1:
+        return _shapes(tensors, "b")
+    if first and first[0] == 1:
+        return replace(_shapes(tensors, "", "b"), otherwise=_shapes(tensors, ""))
+    return _shapes(tensors, "")
+
+
+def _shapes(tensors: Sequence[Tensor], batch: str, batch_of_one: str = "") -> Shapes:
+    """``batch``: the root of all first sizes, ``batch_of_one`` that of those that are 1. Without a
+    name, each has a root of its own, and a size 1 has none."""
+    hints: dict[str, int] = {}
+    specs = []
+    for number, t in enumerate(tensors):
+        sizes = [str(size) for size in t.shape]
+        for dim in _symbolic_dims(t):
+            shared = "" if dim else batch or (batch_of_one if t.shape[0] == 1 else "")
+            if t.shape[dim] == 0 or (t.shape[dim] == 1 and not shared):
+                continue
+            name = shared or (f"d{number}_{dim}" if dim else f"b{number}")
+            hints[name] = max(int(t.shape[dim]), 2)
+            sizes[dim] = name
+        specs.append(TensorSpec(tuple(sizes), t.dtype, t.device, memory_order(t)))
+    return Shapes(tuple(specs), hints)
+
+
+_CHANNELS_LAST = (0, 2, 3, 1)
+
+
+def memory_order(t: Tensor) -> tuple[int, ...] | None:
+    """The dims of a tensor in memory, outermost first; None where that is their own order.
+
+    The graph reads a tensor in this order, gaps aside, and its results have eager's strides. What
+    an expanded dim or a size of 1 has for a stride says nothing: such a dim stays before the next,
+    and the first one outermost.
+    """
+    if t.is_contiguous():
+        return None
+    if t.dim() == 4 and t.is_contiguous(memory_format=torch.channels_last):
+        return _CHANNELS_LAST
+    sizes, strides = t.shape, t.stride()
+    walked = [d for d in range(t.dim()) if sizes[d] > 1 and strides[d]]
+    order = sorted(walked, key=lambda d: -strides[d])
+    if order == walked:
+        return None
+    for d in reversed(range(t.dim())):
+        if d not in order:
+            after = order.index(d + 1) if d + 1 < t.dim() else len(order)
+            order.insert(after if d else 0, d)
+    return tuple(order)
+
+
+def _symbolic_dims(t: Tensor) -> tuple[int, ...]:
+    if t.dim() in (4, 5):
+        return (0, *range(2, t.dim()))
+    if t.dim() in (2, 3):
+        return tuple(range(t.dim()))
+    return (0,) if t.dim() else ()
+
+
+def served_sizes(
+    specs: Sequence[TensorSpec], guards: Sequence[Guard], shapes: Sequence[Sequence[int]]
+) -> dict[str, int] | None:
+    """Values of the roots; None for arguments that a graph with these guards does not serve."""
+    try:
+        env = solve_roots(specs, shapes)
+    except ShapeError:
+        return None
+    is_positive = all(size > 0 for size in env.values())  # guards were made for such sizes
+    return env if is_positive and all(guard.holds(env) for guard in guards) else None
+
+
+def solve_roots(specs: Sequence[TensorSpec], shapes: Sequence[Sequence[int]]) -> dict[str, int]:
+    """Values of the roots for these shapes; ShapeError when they do not fit the specs."""
+    env: dict[str, int] = {}
+    for number, (spec, shape) in enumerate(zip(specs, shapes, strict=True)):
+        if len(spec.shape) != len(shape):
+            dims = counted(len(shape), "dim")
+            raise ShapeError(f"argument {number} has {dims}, expected {spec.shape}")
+        for size, actual in zip(spec.sizes, shape, strict=True):
+            if len(size.roots) == 1:
+                (name,) = size.roots
+                if size == size.divisor * symbol(name):
+                    env.setdefault(name, actual // size.divisor)
+    for number, (spec, shape) in enumerate(zip(specs, shapes, strict=True)):
+        if any(s.eval(env) != n for s, n in zip(spec.sizes, shape, strict=True)):
+            raise ShapeError(f"argument {number} is {tuple(shape)}, expected {spec.shape}")
+    return env

@@ -1,0 +1,220 @@
+"""Variants on disk: a hit runs neither the tracer nor a compiler.
+
+The key is everything that shapes the graph: the module's structure, configuration and source
+files, argument layout and symbolic sizes, options, and the versions of everything involved. The
+entry is JSON; loading it evaluates nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import inspect
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import nn
+
+import strop
+from strop.dispatch.module_state import ModuleState
+from strop.dispatch.signature import Shapes, Skeleton
+from strop.errors import CacheError
+from strop.frontend.stable_text import qualified, text_of, text_of_config
+from strop.ir.program import NumberGuard
+from strop.ir.serialize import from_json, to_json
+from strop.options import Options
+from strop.patterns import registry
+from strop.runtime.build.cache import DiskCache
+
+if TYPE_CHECKING:
+    from strop.dispatch.variants import Variant
+
+log = logging.getLogger("strop")
+_FORMAT = 4
+
+
+def key_of(
+    module: nn.Module, state: ModuleState, skeleton: Skeleton, shapes: Shapes, options: Options
+) -> str:
+    """A digest of all that the graph depends on, weights excepted."""
+    parts: list[str] = [
+        f"format {_FORMAT}",
+        *_versions(),
+        own_source(),
+        options.key(),
+        *registry.keys(),
+    ]
+    sources = set()
+    for path, part in module.named_modules():
+        processor = part.__dict__.get("processor")
+        settings = _settings(state, path, part)
+        parts.append(f"{path}:{qualified(type(part))}:{part.extra_repr()}:{settings}")
+        parts.append(f"{qualified(type(processor))}")
+        sources |= {_source_digest(type(part)), _source_digest(type(processor))}
+    parts += sorted(sources)
+    parts.append(_config(module))
+    parts += [*state.surroundings.text, *state.surroundings.containers, state.surroundings.code]
+    parts += [
+        f"{n}:{tuple(t.shape)}:{t.stride()}:{t.dtype}:{t.device}"
+        for n, t in zip(state.names, state.tensors, strict=True)
+    ]
+    parts += [
+        repr(state.adapters),
+        repr(skeleton),
+        repr((shapes.specs, shapes.hints if shapes.is_exact else ())),
+        str(torch.get_default_dtype()),
+    ]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+
+def _config(module: nn.Module) -> str:
+    config = getattr(module, "config", None)
+    return text_of_config(config) if isinstance(config, Mapping) else repr(config)
+
+
+def _settings(state: ModuleState, path: str, part: nn.Module) -> str:
+    """Plain attributes: flags such as ``upcast_attention`` decide what a forward does."""
+    return repr(sorted((k, text_of(v)) for k, v in state.settings(path, part).items()))
+
+
+@lru_cache(maxsize=1)
+def _versions() -> tuple[str, ...]:
+    found = [f"strop {strop.__version__}", f"torch {torch.__version__}"]
+    for name in ("triton", "diffusers", "transformers", "peft"):
+        try:
+            found.append(f"{name} {importlib.metadata.version(name)}")
+        except importlib.metadata.PackageNotFoundError:
+            found.append(f"{name} absent")
+    return tuple(found)
+
+
+@lru_cache(maxsize=1)
+def own_source() -> str:
+    """A digest of the compiler itself, so that a change to it never meets an old plan."""
+    digest = hashlib.sha256()
+    root = Path(strop.__file__).parent
+    digest.update((root / "backend.py").read_bytes())
+    for folder in (
+        "frontend",
+        "ir",
+        "passes",
+        "patterns",
+        "fusion",
+        "lowering",
+        "codegen",
+        "kernels",
+    ):
+        for file in sorted((root / folder).rglob("*.[ph]*")):
+            if file.suffix in (".py", ".h"):
+                digest.update(file.read_bytes())
+    return digest.hexdigest()
+
+
+def _source_digest(kind: type) -> str:
+    """Of the file that defines a class: a changed forward is another graph."""
+    try:
+        file = inspect.getsourcefile(kind)
+    except (TypeError, OSError):  # built in, or typed at a prompt
+        file = None
+    if file:
+        return _file_digest(file)
+    own = [f"{k}:{text_of(v)}" for k, v in vars(kind).items() if hasattr(v, "__code__")]
+    return "\n".join([qualified(kind), *own])
+
+
+@lru_cache(maxsize=4096)
+def _file_digest(file: str) -> str:
+    path = Path(file)
+    return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else file
+
+
+# torch.device raises RuntimeError, torch's own names AttributeError
+_DAMAGE = (CacheError, ValueError, LookupError, TypeError, AttributeError, RuntimeError)
+
+
+def find(key: str, numbers: Sequence[float], options: Options) -> tuple[str, Variant | None]:
+    """The stored variant for these numbers, or None, and under which key it is, or is to be saved:
+    one whose guards they do not meet leads to another place."""
+    while True:
+        variant = load(key, options)
+        if variant is None or variant.is_for(numbers):
+            return key, variant
+        key = hashlib.sha256(f"{key}{variant.number_guards}".encode()).hexdigest()
+
+
+def load(key: str, options: Options) -> Variant | None:
+    """The stored variant, or None. A damaged entry is dropped with one log line."""
+    from strop.dispatch.variants import Variant
+    from strop.frontend.capture import Same
+    from strop.ir.tensor_spec import TensorSpec
+
+    data = DiskCache(options.cache_path).read("plan", key)
+    if data is None:
+        return None
+    try:
+        entry = json.loads(data)
+        program = from_json(entry["program"])
+        out_spec = pytree.treespec_loads(entry["out_spec"])
+        specs = tuple(
+            TensorSpec(
+                tuple(shape),
+                getattr(torch, dtype),
+                torch.device(device),
+                None if order is None else tuple(order),
+            )
+            for shape, dtype, device, order in entry["specs"]
+        )
+        names, is_ragged = tuple(entry["state_names"]), bool(entry["is_ragged"])
+        fixed, reads = (tuple(map(str, entry[name])) for name in ("fixed", "layout_reads"))
+        guards = tuple(
+            NumberGuard(int(number), str(relation), float(value))
+            for number, relation, value in entry["number_guards"]
+        )
+        same = tuple(
+            Same(int(place), str(kind), int(number)) for place, kind, number in entry["same"]
+        )
+    except _DAMAGE as error:
+        log.warning("a stored plan was dropped: %s", error)
+        return None
+    return Variant(
+        program,
+        specs,
+        out_spec,
+        names,
+        is_ragged,
+        from_disk=True,
+        fixed=fixed,
+        layout_reads=reads,
+        number_guards=guards,
+        same=same,
+    )
+
+
+def save(key: str, variant: Variant, options: Options) -> None:
+    """Keep a variant. One whose result type cannot be written down is compiled in each process."""
+    try:
+        out_spec = pytree.treespec_dumps(variant.out_spec)
+    except NotImplementedError as error:
+        log.warning("this plan is not kept on disk: %s", error)
+        return
+    entry: dict[str, Any] = {
+        "program": to_json(variant.program),
+        "out_spec": out_spec,
+        "specs": [
+            (s.shape, str(s.dtype).removeprefix("torch."), str(s.device), s.order)
+            for s in variant.specs
+        ],
+        "state_names": variant.state_names,
+        "is_ragged": variant.is_ragged,
+        "fixed": variant.fixed,
+        "layout_reads": variant.layout_reads,
+        "number_guards": [(g.number, g.relation, g.value) for g in variant.number_guards],
+        "same": [(s.place, s.kind, s.number) for s in variant.same],
+    }
+    DiskCache(options.cache_path).write("plan", key, json.dumps(entry).encode())

@@ -1,0 +1,343 @@
+"""Training steps that Strop has traced itself: a pair of programs behind one autograd function.
+
+A step serves every size that its guards admit, and is known by everything else that a call depends
+on: the module's structure, who wants a gradient, training mode, autocast, and how arguments look.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor, nn
+from torch.fx import GraphModule
+from torch.fx import Node as FxNode
+
+from strop.backend import Compiled, compile_captured
+from strop.codegen.assemble import Signature
+from strop.dispatch.dynamo import AotLog, AotProgram, AotRecord, refuse_foreign, root_of
+from strop.dispatch.effects import Effects
+from strop.dispatch.first_order import once
+from strop.dispatch.gc_pause import collection_paused
+from strop.dispatch.module_state import ModuleState
+from strop.dispatch.partition import Joint
+from strop.dispatch.signature import Shapes, Skeleton, rebuild, served_sizes, solve_roots
+from strop.dispatch.variants import REFUSALS, device_of, library_for
+from strop.errors import ShapeError, UnsupportedError
+from strop.frontend.capture import clone_structure
+from strop.frontend.importer import import_graph
+from strop.frontend.joint import TANGENT
+from strop.frontend.objects import Contents
+from strop.frontend.step import CapturedStep, capture_step
+from strop.ir.dims import Expr
+from strop.ir.graph import Ref
+from strop.ir.program import Guard
+from strop.ir.tensor_spec import TensorSpec
+from strop.options import Options
+from strop.patterns import registry
+from strop.runtime.build.loader import KernelLibrary
+from strop.runtime.run import own_calls
+
+MOST_STEPS = 16  # pairs that differ in sizes alone
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """Where the backward graph has an argument from: ``kind`` is "argument" or "result" of the
+    forward, "tangent", or "size"."""
+
+    kind: str
+    number: int = 0
+    size: Expr | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A compiled pair, and how its calls look."""
+
+    forward: AotProgram
+    backward: AotProgram
+    specs: tuple[TensorSpec, ...]
+    guards: tuple[Guard, ...]
+    leaves: tuple[Any, ...]
+    out_spec: pytree.TreeSpec
+    differentiable: tuple[bool, ...]
+    given: tuple[Given, ...]  # the backward's arguments
+    wants: tuple[bool, ...]  # of state and arguments: who gets a gradient
+
+    @property
+    def keeps_tensors(self) -> bool:
+        """Whether gradients depend on more than the gradients of the results."""
+        return any(given.kind in ("argument", "result") for given in self.given)
+
+    def env(self, shapes: Sequence[Sequence[int]]) -> dict[str, int] | None:
+        """Values of the sizes; None for arguments that this step does not serve."""
+        return served_sizes(self.specs, self.guards, shapes)
+
+    def __call__(self, env: Mapping[str, int], primals: Sequence[Tensor]) -> Any:
+        results = _Run.apply(self, env, *primals)  # type: ignore[no-untyped-call]
+        leaves = [results[x.index] if isinstance(x, Ref) else x for x in self.leaves]
+        return pytree.tree_unflatten(leaves, self.out_spec)
+
+
+class _Run(torch.autograd.Function):
+    """One call, with gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, step: Step, env: Mapping[str, int], *primals: Tensor) -> Any:
+        with torch._C._DisableAutocast():  # the graph has its own casts
+            found = step.forward.run(primals, env)
+        results = found[: len(step.differentiable)]
+        sources: dict[str, Sequence[Any]] = {"argument": primals, "result": found}
+        ctx.save_for_backward(*(sources[g.kind][g.number] for g in step.given if g.kind in sources))
+        plain = [r for r, d in zip(results, step.differentiable, strict=True) if not d]
+        ctx.mark_non_differentiable(*plain)
+        ctx.step, ctx.env = step, env
+        # not saved, as nothing reads them: to be written to later is no fault of theirs
+        ctx.sources = [p for p, wants in zip(primals, step.wants, strict=True) if wants]
+        return tuple(results)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        step: Step = ctx.step
+        kept = iter(ctx.saved_tensors)
+        tangents = [g for g, d in zip(gradients, step.differentiable, strict=True) if d]
+        arguments: list[Any] = []
+        for given in step.given:
+            if given.kind == "tangent":
+                arguments.append(tangents[given.number])
+            elif given.size is not None:
+                arguments.append(given.size.eval(ctx.env))
+            else:
+                arguments.append(next(kept))
+        with torch._C._DisableAutocast():
+            computed = step.backward.run(arguments, ctx.env)
+        depends = step.keeps_tensors or any(t.requires_grad for t in tangents)
+        found = iter(once(computed, (*ctx.sources, *tangents)) if depends else computed)
+        if not torch._C._autograd._get_current_graph_task_keep_graph():
+            ctx.sources = ()
+        return None, None, *(next(found) if wants else None for wants in step.wants)
+
+
+@dataclass
+class Steps:
+    """Finds or makes the step for a call."""
+
+    module: nn.Module
+    options: Options
+    log: AotLog
+    by_key: dict[Hashable, list[Step]] = field(default_factory=dict)
+    refused: dict[Hashable, str] = field(default_factory=dict)  # why torch traces these calls
+    latest_refusal: Hashable = None
+
+    def get(
+        self, state: ModuleState, skeleton: Skeleton, tensors: Sequence[Tensor], shapes: Shapes
+    ) -> tuple[Step, dict[str, int]]:
+        """Raises one of REFUSALS."""
+        wants = tuple(t.requires_grad for t in (*state.tensors, *tensors))
+        key = (state.structure, skeleton, wants, _looks(shapes.specs), _modes(state))
+        sizes = [t.shape for t in tensors]
+        for step in self.by_key.get(key, ()):
+            env = step.env(sizes)
+            if env is not None:
+                return step, env
+        if key in self.refused:
+            raise UnsupportedError(self.refused[key])
+        self.latest_refusal = key
+        if len(self.by_key.get(key, ())) >= MOST_STEPS:
+            self.refused[key] = f"it has {MOST_STEPS} pairs of graphs, each for some sizes only"
+            raise UnsupportedError(self.refused[key])
+        exact = replace(shapes, hints=solve_roots(shapes.specs, sizes), is_exact=True)
+        for tried in (shapes, exact):  # the usual hints may give guards that exclude this call
+            try:
+                step = self._make(state, skeleton, tried, wants)
+            except REFUSALS as error:
+                self.refused[key] = str(error)
+                raise
+            self.by_key.setdefault(key, []).append(step)
+            env = step.env(sizes)
+            if env is not None:
+                return step, env
+        self.refused[key] = (
+            f"its graph has guards that exclude the sizes it was traced for: {sizes}"
+        )
+        raise ShapeError(self.refused[key])
+
+    def forget_refusal(self) -> None:
+        """The latest call was wrong in itself, which says nothing of others like it."""
+        self.refused.pop(self.latest_refusal, None)
+
+    def _make(
+        self, state: ModuleState, skeleton: Skeleton, shapes: Shapes, wants: tuple[bool, ...]
+    ) -> Step:
+        device = device_of(state, shapes)
+        library = library_for(device, self.options)
+        library.warm_up()
+        try:
+            with collection_paused():
+                captured = self._captured(state, skeleton, shapes, wants)
+                if captured.state_names != tuple(state.names):
+                    raise UnsupportedError("the module's parameters are not those of its graph")
+                return self._compiled(captured, device, library, wants)
+        finally:
+            library.cool_down()
+
+    def _captured(
+        self, state: ModuleState, skeleton: Skeleton, shapes: Shapes, wants: tuple[bool, ...]
+    ) -> CapturedStep:
+        clone = clone_structure(self.module)
+        effects = Effects(clone)
+
+        def call(*tensors: Tensor) -> Any:
+            args, kwargs = rebuild(skeleton, tensors)
+            contents = Contents((args, kwargs))
+            result = clone.forward(*args, **kwargs)  # its own hooks run outside
+            if contents.left():
+                raise UnsupportedError("it takes items out of a list among its arguments")
+            return result
+
+        try:
+            captured = capture_step(clone, call, shapes.specs, shapes.hints, wants)
+        finally:
+            effects.undo()
+        effects.check(private=True)
+        return captured
+
+    def _compiled(
+        self,
+        captured: CapturedStep,
+        device: torch.device,
+        library: KernelLibrary,
+        wants: tuple[bool, ...],
+    ) -> Step:
+        joint = Joint(self.options.memory_budget)
+        count = captured.num_results
+        graphs = joint.partition(captured.graph, (), num_fwd_outputs=count)
+        halves = [
+            _Half(role, gm, joint, captured, self.options.in_training, library)
+            for role, gm in zip(("forward", "backward"), graphs, strict=True)
+        ]
+        forward, backward = (half.program(device, self.log) for half in halves)
+        return Step(
+            forward,
+            backward,
+            captured.sizes.specs,
+            captured.sizes.guards,
+            captured.leaves,
+            captured.out_spec,
+            captured.differentiable,
+            _arguments(captured, *graphs),
+            wants,
+        )
+
+
+class _Half:
+    """One of the two graphs, compiled; its kernels are being built."""
+
+    def __init__(
+        self,
+        role: str,
+        gm: GraphModule,
+        joint: Joint,
+        captured: CapturedStep,
+        options: Options,
+        library: KernelLibrary,
+    ) -> None:
+        started, sizes = time.perf_counter(), captured.sizes
+        is_forward = role == "forward"
+        self.role, self.library = role, library
+        imported = import_graph(
+            gm,
+            sizes.symbols,
+            sizes.hints,
+            captured.origins,
+            num_saved=joint.num_saved(gm) if is_forward else 0,
+            orders={} if is_forward else joint.orders,
+        )
+        self.built = library.counts[0]
+        self.constants = imported.constants
+        device = next(
+            t.meta["val"].device.type
+            for t in gm.graph.find_nodes(op="placeholder")
+            if isinstance(t.meta["val"], Tensor)
+        )
+        self.compiled: Compiled = compile_captured(
+            gm,
+            imported.graph,
+            Signature(imported.returned, ()),
+            device,
+            options,
+            role,
+            library.begin,
+        )
+        program = self.compiled.program
+        refuse_foreign(program, options)
+        if is_forward:
+            joint.note(gm, program)
+        self.needed = program.sources_at(dict(program.hints))
+        library.begin(self.needed)
+        self.values = [node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")]
+        self.is_checked, self.seconds = options.check, time.perf_counter() - started
+
+    def program(self, device: torch.device, log: AotLog) -> AotProgram:
+        """Waits for the kernels."""
+        program, started = self.compiled.program, time.perf_counter()
+        self.library.build(self.needed)
+        elsewhere = own_calls.sources_elsewhere(program, self.needed, self.library.device)
+        later = self.library.later(elsewhere)
+        roots = list(map(root_of, self.values))
+        runner = AotProgram(
+            program,
+            self.library,
+            device,
+            roots,
+            self.constants,
+            self.compiled if self.is_checked else None,
+            later,
+        )
+        seconds = self.seconds + time.perf_counter() - started
+        built = self.library.counts[0] - self.built
+        log.records.append(AotRecord(self.compiled, seconds, built, self.role, runner))
+        return runner
+
+
+def _arguments(
+    captured: CapturedStep, forward: GraphModule, backward: GraphModule
+) -> tuple[Given, ...]:
+    """Placeholders of the backward have the names of what the forward has or leaves."""
+    placeholders = enumerate(forward.graph.find_nodes(op="placeholder"))
+    primals = {node.name: number for number, node in placeholders}
+    (output,) = forward.graph.find_nodes(op="output")
+    results = {
+        node.name: number for number, node in enumerate(output.args[0]) if isinstance(node, FxNode)
+    }
+    found = []
+    for node in backward.graph.find_nodes(op="placeholder"):
+        if node.name.startswith(TANGENT):
+            found.append(Given("tangent", int(node.name.removeprefix(TANGENT))))
+        elif not isinstance(node.meta["val"], Tensor):
+            found.append(Given("size", size=captured.sizes.symbols.size(node.meta["val"])))
+        elif node.name in primals:
+            found.append(Given("argument", primals[node.name]))
+        else:
+            found.append(Given("result", results[node.name]))
+    return tuple(found)
+
+
+def _looks(specs: Sequence[TensorSpec]) -> Hashable:
+    return tuple(
+        (s.dtype, s.device, s.order, len(s.shape), *(n == "0" for n in s.shape)) for s in specs
+    )
+
+
+def _modes(state: ModuleState) -> Hashable:
+    """What a trace depends on besides the module's structure."""
+    casts = [
+        (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+        for kind in ("cpu", "cuda")
+    ]
+    return (*casts, bytes(m.training for m in state.modules), registry.active())

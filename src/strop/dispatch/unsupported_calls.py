@@ -1,0 +1,28 @@
+"""Why an inference program cannot serve a call."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from strop.dispatch import hooks
+from strop.dispatch.module_state import ModuleState
+from strop.dispatch.training_mode import is_in_training
+
+
+def unfit_call(module: nn.Module) -> str:
+    """In the mode that torch is in; nothing where it can."""
+    if torch.is_grad_enabled() and any(p.requires_grad for p in module.parameters()):
+        return "gradients are enabled: call under torch.no_grad() or inference_mode()"
+    if torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu"):
+        return "autocast is enabled: cast the module instead"
+    return ""
+
+
+def unfit_module(state: ModuleState) -> str:
+    """As the module is now; nothing where it can."""
+    if is_in_training(state.modules, state.train_sensitive):
+        return "the module, or a part of it, is in training mode: call .eval()"
+    if any(state.hooks) and any(map(hooks.is_untraced, state.hooks)):
+        return "a submodule has forward hooks, which compiled code would not run"
+    return hooks.REASON if hooks.has_global_hooks() else ""

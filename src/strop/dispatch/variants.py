@@ -1,0 +1,450 @@
+"""The graphs of one module: captured once, compiled once, kept on disk.
+
+A variant serves every shape that satisfies its guards. Another one is made for another set of
+arguments, dtype or structure, and for sizes that no variant fits; the latter may be built in the
+background while the caller runs in eager.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor, nn
+from torch._prims_common import is_non_overlapping_and_dense_or_false
+
+from strop.backend import Compiled, compile_captured, families
+from strop.codegen.assemble import Signature
+from strop.dispatch import stored_variants
+from strop.dispatch.arguments import are_dense, wants_none
+from strop.dispatch.effects import Effects
+from strop.dispatch.gc_pause import collection_paused
+from strop.dispatch.module_state import ModuleState
+from strop.dispatch.signature import (
+    Shapes,
+    Skeleton,
+    described,
+    is_foreign,
+    rebuild,
+    served_sizes,
+    solve_roots,
+    without_numbers,
+)
+from strop.dispatch.varying_numbers import Call
+from strop.errors import CaptureError, ShapeError, UnsupportedError
+from strop.frontend.capture import NumbersNeeded, Same, capture, clone_structure
+from strop.frontend.importer import import_graph
+from strop.frontend.objects import Contents, with_objects
+from strop.ir.program import NumberGuard, Program
+from strop.ir.source import KernelSource
+from strop.ir.tensor_spec import TensorSpec
+from strop.options import Options
+from strop.patterns import registry
+from strop.runtime.build.background import Ahead
+from strop.runtime.build.early import Foresight
+from strop.runtime.build.loader import KernelLibrary, kernel_library
+from strop.runtime.run import library_warm_up, own_calls
+from strop.wording import counted
+
+log = logging.getLogger("strop")
+Sizes = Sequence[Sequence[int]]  # of each tensor argument
+MOST_FIXED = 16  # graphs that each hold for one value of some size, such as the rounds of a loop
+GAPS = (
+    "its forward asks how arguments lie in memory ({}), and one of them has gaps or another order:"
+    " make it contiguous"
+)
+TURNS_ON = (
+    "its forward turns gradients on itself: call it under torch.no_grad(), with arguments that"
+    " require none"
+)
+REFUSALS = (CaptureError, UnsupportedError, ShapeError)  # why a call runs in eager
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """A compiled graph and how its arguments and results look."""
+
+    program: Program
+    specs: tuple[TensorSpec, ...]
+    out_spec: pytree.TreeSpec
+    state_names: tuple[str, ...]
+    is_ragged: bool = False
+    from_disk: bool = False
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    compiled: Compiled | None = None  # None when it came from disk
+    later: Ahead = field(default_factory=lambda: Ahead(()))  # kernels that only other sizes need
+    fixed: tuple[str, ...] = ()  # sizes that it holds for at one value, and why
+    layout_reads: tuple[str, ...] = ()  # see ``Captured``: it serves dense arguments alone
+    number_guards: tuple[NumberGuard, ...] = ()  # of the numbers that are inputs
+    # Which weights required a gradient, where the forward turns gradients on. It then serves calls
+    # under ``no_grad``, with arguments that require none.
+    wants: tuple[bool, ...] | None = None
+    same: tuple[Same, ...] = ()  # see ``Captured``
+
+    def fits(self, sizes: Sizes) -> bool:
+        return self.env(sizes) is not None
+
+    def is_for(self, numbers: Sequence[float]) -> bool:
+        return all(guard.holds(numbers) for guard in self.number_guards)
+
+    def suits(self, state: ModuleState) -> bool:
+        """Whether its gradients are still by the weights that require one."""
+        return self.wants is None or self.wants == state.wants
+
+    def misfit(self, tensors: Sequence[Tensor], *, is_no_grad: bool) -> str:
+        """Why a call that it fits by sizes must not have it, or nothing."""
+        if self.layout_reads and not are_dense(tensors, self.specs):
+            return GAPS.format(", ".join(self.layout_reads))
+        if self.wants is not None and not (is_no_grad and wants_none(tensors)):
+            return TURNS_ON
+        return ""
+
+    def env(self, sizes: Sizes) -> dict[str, int] | None:
+        """Values of the symbolic sizes; None for arguments that this graph does not serve."""
+        return served_sizes(self.specs, self.program.guards, sizes)
+
+
+@dataclass
+class Progress:
+    """What a store is at, for those who watch from another thread."""
+
+    stage: str = ""
+    total: int = 0
+    count: Callable[[], int] = int  # how many of ``total`` are done
+
+    def begin(self, stage: str, total: int = 0, count: Callable[[], int] = int) -> None:
+        self.stage, self.total, self.count = stage, total, count
+
+    def __str__(self) -> str:
+        return f"{self.stage}, {self.count()} of {self.total}" if self.total else self.stage
+
+
+class VariantStore:
+    """Finds or makes the variant for a call."""
+
+    def __init__(self, module: nn.Module, options: Options, name: str) -> None:
+        self.module, self.options, self.name = module, options, name
+        self.variants: dict[Any, list[Variant]] = {}
+        self.num_captures = 0
+        self.progress = Progress()
+        self._failed: dict[Any, str] = {}
+        self._building: dict[Any, threading.Thread] = {}
+
+    @property
+    def all(self) -> list[Variant]:
+        return [v for variants in self.variants.values() for v in variants]
+
+    def get(self, state: ModuleState, call: Call, shapes: Shapes) -> Variant:
+        """Raises NumbersNeeded where numbers of the call have to be constants, or one of REFUSALS
+        when it has to run in eager."""
+        key, sizes = _key(state, call.skeleton, shapes), [t.shape for t in call.tensors]
+        known = [v for v in self.variants.get(key, ()) if v.is_for(call.numbers) and v.suits(state)]
+        for variant in known:
+            if variant.fits(sizes):
+                return variant
+        failed = self._failed.get((key, shapes.is_ragged)) or self._usual_failure(key)
+        if failed:
+            self._failed[key, shapes.is_ragged] = failed
+            raise UnsupportedError(failed)
+        fixed = [variant.fixed for variant in known if variant.fixed]
+        if len(fixed) >= MOST_FIXED:
+            graphs = counted(len(fixed), "graph")
+            raise UnsupportedError(
+                f"it has {graphs} for one size each: its code fixes {fixed[-1][-1]}"
+            )
+        if shapes.is_ragged and known:
+            self._build_in_background(key, state, call, shapes, sizes)
+            raise UnsupportedError(
+                "a graph for sizes off the usual grid is being built in the background"
+            )
+        if not known:  # else the usual hints would give the same graph again
+            built, shapes = self._build_first(key, state, call, shapes, sizes)
+            if built.fits(sizes):
+                return built
+        elif shapes.otherwise is not None:
+            shapes = shapes.otherwise
+        return self._build_exactly(key, state, call, shapes, sizes)
+
+    def _build_first(
+        self, key: Any, state: ModuleState, call: Call, shapes: Shapes, sizes: Sizes
+    ) -> tuple[Variant, Shapes]:
+        """The first graph of its kind, and the sizes that it has been traced with."""
+        if shapes.otherwise is None:
+            try:
+                return self._build(key, state, call, shapes, sizes), shapes
+            except CaptureError as error:
+                if not _may_ask_for_one(error, shapes, sizes):
+                    raise
+            self._failed.pop((key, shapes.is_ragged), None)
+            return self._build_exactly(key, state, call, shapes, sizes), shapes
+        with contextlib.suppress(CaptureError, ShapeError):
+            built = self._build(key, state, call, shapes, sizes)
+            if built.fits(sizes):
+                return built, shapes
+        self._failed.pop((key, shapes.is_ragged), None)
+        return self._build(key, state, call, shapes.otherwise, sizes), shapes.otherwise
+
+    def _usual_failure(self, key: Any) -> str:
+        """Why such calls cannot be traced, if two that differ in numbers alone have failed for one
+        reason: a further number would take as long, to fail as well."""
+        (structure, skeleton, kinds), found = key, Counter[str]()
+        alike = without_numbers(skeleton)
+        for ((other, its, its_kinds), _), reason in self._failed.items():
+            is_like = other == structure and len(its_kinds) == len(kinds)
+            if is_like and its != skeleton and without_numbers(its) == alike:
+                found[reason] += 1
+        return next((reason for reason, count in found.items() if count > 1), "")
+
+    def forget_failure(self, state: ModuleState, call: Call, shapes: Shapes) -> None:
+        """The call was wrong in itself, which says nothing of other calls."""
+        self._failed.pop((_key(state, call.skeleton, shapes), shapes.is_ragged), None)
+
+    def _build_exactly(
+        self, key: Any, state: ModuleState, call: Call, shapes: Shapes, sizes: Sizes
+    ) -> Variant:
+        """The usual hints (a batch of at least 2) gave guards that exclude this very call."""
+        env = solve_roots(shapes.specs, sizes)
+        exact = replace(shapes, hints=env, is_exact=True)
+        variant = self._build(key, state, call, exact, sizes)
+        if variant.fits(sizes):
+            return variant
+        reason = f"its graph has guards that exclude the sizes it was traced for: {env}"
+        self._failed[key, shapes.is_ragged] = reason
+        raise ShapeError(reason)
+
+    def _build_in_background(
+        self, key: Any, state: ModuleState, call: Call, shapes: Shapes, sizes: Sizes
+    ) -> None:
+        if key not in self._building:
+            work = threading.Thread(
+                target=self._build_and_leave,
+                args=(key, state, call, shapes, sizes),
+                name=f"strop-build-{self.name}",
+                daemon=True,
+            )
+            self._building[key] = work
+            work.start()
+
+    def _build_and_leave(self, key: Any, *what: Any) -> None:
+        try:
+            with contextlib.suppress(*REFUSALS):  # kept for those who ask
+                self._build(key, *what)
+        finally:
+            self._building.pop(key)
+
+    def wait(self) -> None:
+        """Until background builds are done, of graphs and of kernels for other sizes."""
+        for work in list(self._building.values()):
+            work.join()
+        for variant in self.all:
+            variant.later.wait()
+
+    def _build(
+        self, key: Any, state: ModuleState, call: Call, shapes: Shapes, sizes: Sizes
+    ) -> Variant:
+        try:
+            with registry.holding(key[0][1]):  # of this very key, whatever other threads declare
+                variant = self._make(state, call, shapes, sizes)
+        except NumbersNeeded:
+            raise
+        except REFUSALS as error:
+            self._failed[key, shapes.is_ragged] = str(error)
+            raise
+        if variant.program.foreign_calls and self.options.strict:
+            raise UnsupportedError(
+                f"{self.name} would run operators in torch:"
+                f" {'; '.join(variant.program.foreign_causes)} (strict=True forbids them)"
+            )
+        self.variants.setdefault(key, []).append(variant)
+        return variant
+
+    def _make(self, state: ModuleState, call: Call, shapes: Shapes, sizes: Sizes) -> Variant:
+        started, device = time.perf_counter(), device_of(state, shapes)
+        library = library_for(device, self.options)
+        for name, tensor in zip(state.names, state.tensors, strict=True):
+            if type(tensor) not in (Tensor, nn.Parameter) or is_foreign(tensor):
+                raise CaptureError(f"{self.name}: {name} is {described(tensor)}")
+            if not is_non_overlapping_and_dense_or_false(tensor):
+                raise CaptureError(f"{self.name}: {name} has gaps in memory: make it contiguous")
+        options = self.options.on(has_wgmma=library.device.has_wgmma)
+        stored_key = stored_variants.key_of(self.module, state, call.skeleton, shapes, options)
+        variant = None
+        if not self.options.wants_compiler:
+            stored_key, variant = stored_variants.find(stored_key, call.numbers, self.options)
+        if variant is None:
+            library.warm_up()
+        try:
+            if variant is None:
+                with collection_paused():
+                    variant = self._compile(state, call, shapes, device, library, options)
+                env = variant.env(sizes)
+                library.begin(_needed(variant.program, env, library))
+                if variant.wants is None:  # the key knows nothing of it
+                    stored_variants.save(stored_key, variant, self.options)
+            if variant.state_names != tuple(state.names):
+                raise CaptureError(
+                    f"{self.name}: the module's parameters are not those of its graph"
+                )
+            return self._with_kernels(variant, library, device, sizes, started)
+        finally:
+            library.cool_down()
+
+    def _with_kernels(
+        self,
+        variant: Variant,
+        library: KernelLibrary,
+        device: torch.device,
+        sizes: Sizes,
+        started: float,
+    ) -> Variant:
+        """Builds the kernels that the first call needs, and lists the others for later."""
+        program, env = variant.program, variant.env(sizes)
+        needed = _needed(program, env, library)
+        num_ready = library.watch(needed)
+        begun = time.perf_counter()
+        self.progress.begin("building kernels", len(needed), num_ready)
+        seconds = dict(variant.seconds)
+        if device.type == "cuda" and env is not None and self._waits_for_compilers(variant):
+            library_warm_up.prime(
+                program, env, device, library.device, lambda: num_ready() < len(needed)
+            )
+            seconds["libraries"] = time.perf_counter() - begun
+        primed = time.perf_counter()
+        library.build(needed)
+        ready = time.perf_counter()
+        others = own_calls.sources_elsewhere(program, needed, library.device)
+        log.info(
+            "%s: %s, %s, %d more for other sizes; kernels ready in %.1f s, all in %.1f s",
+            self.name,
+            counted(len(program.call_steps), "call"),
+            counted(len(needed), "kernel"),
+            len(others),
+            ready - begun,
+            ready - started,
+        )
+        order = own_calls.likely_first(program, env or dict(program.hints), library.device)
+        return replace(
+            variant,
+            seconds={**seconds, "kernels": ready - primed},
+            later=library.later(others, order),
+        )
+
+    def _waits_for_compilers(self, variant: Variant) -> bool:
+        """Whether this thread, which will run the variant, has just begun its kernels."""
+        is_caller = threading.current_thread() not in self._building.values()
+        return is_caller and variant.compiled is not None
+
+    def _compile(
+        self,
+        state: ModuleState,
+        asked: Call,
+        shapes: Shapes,
+        device: torch.device,
+        library: KernelLibrary,
+        options: Options,
+    ) -> Variant:
+        self.num_captures += 1
+        start = time.perf_counter()
+        clone = clone_structure(self.module)
+        foresight: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+        if library.device.has_wgmma:
+            foresight = Foresight(library.begin, families(device.type, options))
+
+        def call(*given: Any) -> Any:
+            args, kwargs, *settings = rebuild(asked.skeleton, given)
+            contents = Contents((args, kwargs))
+            with foresight, state.turned.put(clone, settings[0] if settings else ()):
+                result = clone.forward(*args, **kwargs)  # its own hooks run outside
+            effects.look([value for value in given if isinstance(value, Tensor)])
+            return with_objects(result, (args, kwargs), contents)
+
+        effects, parts, entered = Effects(clone), list(clone.modules()), {id(clone)}
+        for part in parts:
+            part.register_forward_pre_hook(lambda m, _: entered.add(id(m)))
+        self.progress.begin("tracing modules", len(parts), lambda: len(entered))
+        try:
+            captured = capture(clone, call, shapes.specs, shapes.hints, asked.numbers)
+        finally:
+            effects.undo()
+        if written := effects.check():
+            state.ignore(written)
+            log.warning(
+                "%s writes %s when it is traced; compiled code does not",
+                self.name,
+                ", ".join(sorted(written)),
+            )
+        self.progress.begin("planning kernels")
+        traced = time.perf_counter()
+        imported = import_graph(
+            captured.gm,
+            captured.symbols,
+            captured.hints,
+            captured.origins,
+            len(captured.state_names),
+        )
+        if imported.constants:
+            raise CaptureError(f"{self.name} makes tensors from Python data in its forward")
+        signature = Signature(imported.returned, captured.guards)
+        compiled = compile_captured(
+            captured.gm, imported.graph, signature, device.type, options, self.name, library.begin
+        )
+        seconds = {"capture": traced - start, **compiled.seconds}
+        return Variant(
+            compiled.program,
+            captured.input_specs,
+            captured.out_spec,
+            captured.state_names,
+            shapes.is_ragged,
+            False,
+            seconds,
+            compiled,
+            fixed=captured.fixed,
+            layout_reads=captured.layout_reads,
+            number_guards=captured.number_guards,
+            wants=state.wants if captured.has_gradients else None,
+            same=captured.same,
+        )
+
+
+def _needed(
+    program: Program, env: Mapping[str, int] | None, library: KernelLibrary
+) -> tuple[KernelSource, ...]:
+    """The kernels of the first call; none where nobody knows its sizes."""
+    return () if env is None else own_calls.sources_at(program, env, library.device)
+
+
+def _may_ask_for_one(error: CaptureError, shapes: Shapes, sizes: Sizes) -> bool:
+    """Whether the code has raised an error of its own where a size of 1 was traced as a 2."""
+    is_its_own = type(error.__cause__) in (ValueError, AssertionError, RuntimeError, IndexError)
+    return is_its_own and solve_roots(shapes.specs, sizes) != shapes.hints
+
+
+def _key(state: ModuleState, skeleton: Skeleton, shapes: Shapes) -> Any:
+    kinds = tuple(
+        (s.dtype, s.device, s.order, *(size == "0" for size in s.shape)) for s in shapes.specs
+    )
+    return (state.structure, registry.active()), skeleton, kinds
+
+
+def device_of(state: ModuleState, shapes: Shapes) -> torch.device:
+    """Where all arguments and weights lie; UnsupportedError if that is not one device."""
+    devices = {s.device for s in shapes.specs} | {t.device for t in state.tensors}
+    if len(devices) > 1:
+        named = ", ".join(sorted(map(str, devices)))
+        raise UnsupportedError(f"arguments and weights lie on several devices: {named}")
+    if not devices:
+        raise UnsupportedError("the call has no tensor, and the module no weight")
+    return devices.pop()
+
+
+def library_for(device: torch.device, options: Options) -> KernelLibrary:
+    """The kernels of a device; UnsupportedError where Strop has no code generator for it."""
+    return kernel_library(device.type, device.index or 0, options.cache_dir, options.build_workers)

@@ -1,0 +1,133 @@
+"""Floats among a module's settings that a user turns: the scale of an IP-Adapter, of a LoRA.
+
+The first values that are seen are constants of a graph. A setting whose floats are others at a
+later look is *turned*: its floats join those of the call's arguments as inputs (``turned``), and no
+longer belong to what the module is. Settings that have always been equal are one input:
+``set_ip_adapter_scale`` writes one number into each of 16 processors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+from strop.dispatch.signature import (
+    Beside,
+    NumberRef,
+    Skeleton,
+    count_numbers,
+    flatten,
+    with_floats,
+)
+from strop.errors import UnsupportedError
+from strop.frontend.stable_text import is_plain
+
+Name = tuple[str, str]  # the path of a part, and its attribute
+_CONTAINERS = (list, tuple, dict)
+
+
+class TurnedSettings:
+    """Finds the turned settings of one module. ``names``: which ones these are."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.names: frozenset[Name] = frozenset()
+        self._seen: dict[Name, tuple[Skeleton, list[float]]] = {}
+        self._places: list[tuple[Mapping[str, Any], str, Skeleton]] = []
+        self._groups: list[int] = []  # of all their floats: equal ones have always been equal
+        self._latest: tuple[list[float], Skeleton, list[float]] = ([], (), [])
+
+    def scan(self) -> None:
+        """Look at the settings anew."""
+        seen = dict(_settings_with_floats(self.module))
+        alike = {n for n in seen.keys() & self._seen.keys() if seen[n][0] == self._seen[n][0]}
+        turned = {n for n in alike if seen[n][1] != self._seen[n][1]}
+        self.names = frozenset(turned | (self.names & alike))
+        self._seen = seen
+        parts = dict(self.module.named_modules())
+        before = [form for _, _, form in self._places]
+        self._places = [
+            (vars(parts[path]), name, seen[path, name][0]) for path, name in sorted(self.names)
+        ]
+        if before != [form for _, _, form in self._places]:
+            self._groups, self._latest = [], ([], (), [])
+
+    def form_of(self, path: str, name: str) -> Skeleton:
+        """What a turned setting looks like besides its floats; None for any other setting."""
+        return self._seen[path, name][0] if (path, name) in self.names else None
+
+    @property
+    def labels(self) -> frozenset[str]:
+        """As ``surroundings`` names them."""
+        root = type(self.module).__qualname__
+        return frozenset(f"{path or root}.{name}" for path, name in self.names)
+
+    def read(self, beside: Beside) -> Skeleton | None:
+        """The settings as one more part of a call's skeleton, whose floats go ``beside``, those
+        of a group once; None where one has another form than at the last scan."""
+        now: list[float] = []
+        for table, name, form in self._places:
+            found = _formed(table.get(name))
+            if found is None or found[0] != form:
+                return None
+            now += found[1]
+        if now != self._latest[0] or not self._latest[1]:
+            self._latest = now, *self._shared(now)
+        start = len(beside.floats)
+        beside.floats += self._latest[2]
+        beside.num_settings = len(self._latest[2])
+        refs = [NumberRef(start + ref) for ref in range(beside.num_settings)]
+        return with_floats(self._latest[1], refs)
+
+    def _shared(self, now: Sequence[float]) -> tuple[Skeleton, list[float]]:
+        values = {value.hex(): value for value in now}  # -0.0 is not 0.0
+        groups = self._groups or [0] * len(now)
+        keys = [(group, value.hex()) for group, value in zip(groups, now, strict=True)]
+        places = {key: place for place, key in enumerate(dict.fromkeys(keys))}
+        self._groups = [places[key] for key in keys]
+        refs, parts = iter(map(NumberRef, self._groups)), []
+        for _, _, form in self._places:
+            parts.append(with_floats(form, [next(refs) for _ in range(count_numbers(form))]))
+        return ("tuple", *parts), [values[text] for _, text in places]
+
+    @contextmanager
+    def put(self, clone: nn.Module, values: Sequence[Any]) -> Iterator[None]:
+        """Meanwhile a copy of the module has these values of the turned settings."""
+        parts = dict(clone.named_modules())
+        places = [(parts[path].__dict__, name) for path, name in sorted(self.names)]
+        before = [table[name] for table, name in places]
+
+        def write(given: Sequence[Any]) -> None:
+            for (table, name), value in zip(places, given, strict=True):
+                table[name] = value
+
+        write(values)
+        try:
+            yield
+        finally:
+            write(before)
+
+
+def _settings_with_floats(module: nn.Module) -> Iterator[tuple[Name, tuple[Skeleton, list[float]]]]:
+    for path, part in module.named_modules():
+        for name, value in vars(part).items():
+            if not name.startswith("_") and (type(value) in _CONTAINERS or type(value) is float):
+                formed = _formed(value)
+                if formed is not None and formed[1]:
+                    yield (path, name), formed
+
+
+def _formed(value: Any) -> tuple[Skeleton, list[float]] | None:
+    """A plain value without its floats, and these."""
+    if type(value) is float:
+        return NumberRef(0), [value]
+    if type(value) not in _CONTAINERS or not is_plain(value):
+        return None
+    beside = Beside()
+    try:
+        return flatten(value, [], beside), beside.floats
+    except UnsupportedError:  # it holds more than numbers and texts
+        return None

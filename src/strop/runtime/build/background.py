@@ -1,0 +1,183 @@
+"""Kernels that are built before anybody asks for them, in threads of their own.
+
+Soon: those that the first call is going to need, as they are printed. Later: those that only other
+sizes need, by processes of low priority, once the first call has its own: those that built what it
+needed. A shape that needs one of them earlier builds it itself, for which it borrows these
+processes, or waits for the one in work: which kernel runs is a matter of sizes alone. When the
+process ends, what is not built is left.
+"""
+
+from __future__ import annotations
+
+import atexit
+import heapq
+import itertools
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from strop.errors import StropError
+from strop.ir.source import KernelSource
+from strop.runtime.build import compilers
+
+log = logging.getLogger("strop")
+Order = Callable[[Sequence[KernelSource]], Sequence[KernelSource]]
+ORDER = None  # among kernels: the order of some has to be found
+Work = KernelSource | None
+LOW_PRIORITY = 19  # niceness of processes for which nobody waits
+SHARE, MOST_LATER = 3 / 4, 12  # how many of those: this share of all workers, and at most
+
+
+class Ahead:
+    """Some kernels, and how far they are. ``order``: of all of them, which is asked for when the
+    first is about to be built."""
+
+    def __init__(
+        self,
+        sources: Sequence[KernelSource],
+        arch: int = 0,
+        cache: compilers.Cache | None = None,
+        workers: int = 1,
+        niceness: int = LOW_PRIORITY,
+        order: Order | None = None,
+    ) -> None:
+        self.total = len(sources)
+        self.num_built = 0  # compiled, not found in the cache
+        self.num_done = 0
+        self.seconds = 0.0  # from the beginning to the latest kernel
+        self._sources, self._arch, self._cache = tuple(sources), arch, cache
+        self._niceness, self._order = niceness, order
+        self._workers = max(1, min(int(workers * SHARE), MOST_LATER)) if niceness else workers
+        self._began = 0.0
+        self._lock = threading.Lock()
+        self._done = threading.Event()
+
+    def keep_processes(self) -> None:
+        """Those that are idle, as many as this will use, so that it has none to start."""
+        compilers.hand_over(min(self._workers, self.total), self._niceness)
+
+    def start(self) -> None:
+        """Begin, at the first call of this; return at once."""
+        if self._began:
+            return
+        self._began = time.perf_counter()
+        if self._sources:
+            queue = LATER if self._niceness else SOON
+            queue.add(self, (ORDER,) if self._order else self._sources, self._workers)
+        else:
+            self._done.set()
+
+    def wait(self) -> None:
+        """Until all are built."""
+        self.start()
+        self._done.wait()
+
+    def begin(self, queue: Queue) -> None:
+        """Queue all, in their order."""
+        assert self._order is not None
+        queue.add(self, self._order(self._sources), self._workers)
+
+    def build(self, source: KernelSource) -> None:
+        assert self._cache is not None
+        built = False
+        try:
+            built = compilers.build_ahead(
+                source, self._arch, self._cache, self._niceness, self._workers
+            )
+        except (StropError, OSError) as error:  # those who need this kernel meet it again
+            if self._niceness:
+                log.warning("a kernel for other sizes could not be built ahead: %s", error)
+        with self._lock:
+            self.num_built += built
+            self.num_done += 1
+            self.seconds = time.perf_counter() - self._began
+        if self.num_done == self.total:
+            self._done.set()
+
+    @property
+    def is_done(self) -> bool:
+        """Or given up, because the process ends."""
+        return self._done.is_set()
+
+    def give_up(self) -> None:
+        self._done.set()
+
+
+@dataclass
+class Queue:
+    """Kernels of all programs. Where somebody waits for them, the longest text first, so that no
+    process is left alone with a large kernel at the end; else first come, first served."""
+
+    niceness: int
+    _waiting: list[tuple[int, int, Ahead, Work]] = field(default_factory=list)  # a heap
+    _numbers: Iterator[int] = field(default_factory=itertools.count)
+    _open: list[Ahead] = field(default_factory=list)
+    _threads: list[threading.Thread] = field(default_factory=list)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def add(self, ahead: Ahead, sources: Sequence[Work], workers: int) -> None:
+        with self._lock:
+            self._open = [*(other for other in self._open if not other.is_done), ahead]
+            for number, source in zip(self._numbers, sources, strict=False):
+                rank = 0 if self.niceness or source is ORDER else -len(source.text)
+                heapq.heappush(self._waiting, (rank, number, ahead, source))
+            wanted = min(workers, len(self._threads) + len(sources))
+            for _ in range(wanted - len(self._threads)):
+                # a daemon: the end of the process waits for no other
+                work = threading.Thread(target=self._work, name="strop-ahead", daemon=True)
+                self._threads.append(work)
+                work.start()
+
+    def _work(self) -> None:
+        while True:
+            with self._lock:
+                if not self._waiting:
+                    self._threads.remove(threading.current_thread())
+                    is_last = not self._threads  # others may wait for a process that is lent
+                    break
+                *_, ahead, source = heapq.heappop(self._waiting)
+            if source is ORDER:
+                ahead.begin(self)
+            else:
+                ahead.build(source)
+        if self.niceness and is_last:
+            compilers.stop_workers(self.niceness)
+
+    def close(self) -> list[threading.Thread]:
+        """The process ends: the threads that are still at work."""
+        with self._lock:
+            self._give_up()
+            return list(self._threads)
+
+    def forget(self) -> None:
+        """In a fork, which has none of the threads."""
+        self._lock = threading.Lock()
+        self._threads = []
+        self._give_up()
+
+    def _give_up(self) -> None:
+        for ahead in self._open:
+            ahead.give_up()
+        self._waiting.clear()
+
+
+SOON, LATER = Queue(0), Queue(LOW_PRIORITY)
+
+
+def _close() -> None:
+    threads = [*SOON.close(), *LATER.close()]
+    compilers.BUILDS.close()
+    for thread in threads:
+        thread.join()
+
+
+def _forget() -> None:
+    for queue in (SOON, LATER):
+        queue.forget()
+
+
+atexit.register(_close)
+os.register_at_fork(after_in_child=_forget)

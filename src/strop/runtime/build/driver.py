@@ -1,0 +1,347 @@
+"""Loads machine code and launches it through the CUDA driver: ctypes on libcuda, no Triton.
+
+A bound launch is one foreign call whose arguments were all built before: pointers and the stream
+are patched in place. A CUDA context must be current, as torch makes it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import threading
+from collections.abc import Sequence
+from ctypes import (
+    Structure,
+    byref,
+    c_byte,
+    c_char_p,
+    c_int,
+    c_int32,
+    c_int64,
+    c_uint,
+    c_uint32,
+    c_uint64,
+    c_void_p,
+)
+from functools import lru_cache
+from itertools import zip_longest
+from typing import Any
+
+import torch
+
+from strop.errors import CodegenError
+from strop.ir.source import MOST_EARLY_PROGRAMS
+from strop.runtime.build.cubin import BOX_TYPES, Box, Cubin
+
+_LOCAL_BYTES, _MAX_DYNAMIC_SHARED = 3, 8  # CUfunction_attribute
+_STATIC_SHARED_LIMIT = 48 * 1024
+_INT_LIMIT = 2**31
+_PROGRAMMATIC_SERIALIZATION = 6  # CUlaunchAttributeID
+_MAP_BYTES, _MAP_ALIGNMENT, _PROMOTION_128B = 128, 64, 2  # of a CUtensorMap
+_BOX_WIDTHS = {number: dtype.itemsize for dtype, number in BOX_TYPES.items()}
+
+
+class _Attribute(Structure):
+    """CUlaunchAttribute with a value of one int."""
+
+    _fields_ = (("id", c_int), ("pad", c_int), ("value", c_int), ("rest", c_int * 15))
+
+
+class _Config(Structure):
+    """CUlaunchConfig."""
+
+    _fields_ = (
+        ("grid", c_uint * 3),
+        ("block", c_uint * 3),
+        ("shared", c_uint),
+        ("stream", c_void_p),
+        ("attributes", c_void_p),
+        ("num_attributes", c_uint),
+    )
+
+
+_EARLY = _Attribute(_PROGRAMMATIC_SERIALIZATION, 0, 1)
+# Sizes and strides of a tensor, in elements; and sizes of its box, where the launch tells them.
+View = tuple[Sequence[int], ...]
+
+
+@lru_cache(maxsize=1)
+def _cuda() -> ctypes.CDLL:
+    try:
+        cuda = ctypes.CDLL("libcuda.so.1")
+    except OSError as error:
+        raise CodegenError(
+            "libcuda.so.1 was not found: GPU kernels need an NVIDIA driver on this machine"
+        ) from error
+    cuda.cuLaunchKernelEx.argtypes = [c_void_p, c_void_p, c_void_p, c_void_p]
+    cuda.cuModuleLoadData.argtypes = [c_void_p, c_char_p]
+    cuda.cuModuleGetFunction.argtypes = [c_void_p, c_void_p, c_char_p]
+    cuda.cuFuncSetAttribute.argtypes = [c_void_p, c_int, c_int]
+    cuda.cuFuncGetAttribute.argtypes = [c_void_p, c_int, c_void_p]
+    if hasattr(cuda, "cuTensorMapEncodeTiled"):  # drivers for CUDA 12
+        cuda.cuTensorMapEncodeTiled.argtypes = [
+            c_void_p,
+            c_int,
+            c_uint,
+            c_void_p,
+            c_void_p,
+            c_void_p,
+            c_void_p,
+            c_void_p,
+            c_int,
+            c_int,
+            c_int,
+            c_int,
+        ]
+        cuda.cuTensorMapReplaceAddress.argtypes = [c_void_p, c_void_p]
+    return cuda
+
+
+_TOO_OLD = "this driver is for CUDA {version}, older than the compiler of the kernels: update it"
+_BUG = "a bug of Strop's: find the kernel with STROP_CHECK=1, or with compute-sanitizer"
+ADVICE = {
+    100: "no GPU is visible: see nvidia-smi and CUDA_VISIBLE_DEVICES",
+    **dict.fromkeys((200, 209, 218, 222), _TOO_OLD),  # images that the driver cannot read
+    **dict.fromkeys((700, 716, 719), _BUG),
+    803: "libcuda.so.1 and the loaded kernel module are of different drivers: reload it, or reboot",
+    804: "this GPU cannot run a newer CUDA than its driver's: update the driver, or take an older"
+    " torch",
+}
+_OUT_OF_MEMORY = 2
+
+
+def version() -> str:
+    """The newest CUDA that the driver knows, like "13.0"."""
+    found = c_int()
+    _cuda().cuDriverGetVersion(byref(found))
+    return f"{found.value // 1000}.{found.value % 1000 // 10}"
+
+
+def attribute(index: int, number: int) -> int:
+    """One number that the driver knows of a GPU: ``number`` is a CUdevice_attribute."""
+    device, value = c_int(), c_int()
+    _check(_cuda().cuDeviceGet(byref(device), index), f"looking for GPU {index}")
+    code = _cuda().cuDeviceGetAttribute(byref(value), number, device)
+    _check(code, f"asking GPU {index} for attribute {number}")
+    return value.value
+
+
+def _check(code: int, what: str) -> None:
+    if code == 0:
+        return
+    text = c_char_p()
+    _cuda().cuGetErrorString(code, byref(text))
+    reason = text.value.decode() if text.value else "unknown error"
+    message = f"CUDA error {code} ({reason}) while {what}"
+    if code == _OUT_OF_MEMORY:
+        raise torch.OutOfMemoryError(message)
+    if code in ADVICE:
+        message += "; " + ADVICE[code].format(version=version())
+    raise CodegenError(message)
+
+
+class TensorMap:
+    """A CUtensorMap: a tensor whose boxes the tensor memory accelerator moves
+    (https://docs.nvidia.com/cuda/cuda-driver-api/group__CUDA__TENSOR__MEMORY.html). Boxes begin
+    anywhere; outside of the tensor they read zeros and write nothing."""
+
+    __slots__ = ("_bytes", "_entry", "_pointer", "address")
+
+    def __init__(self, box: Box, pointer: int, view: View, entry: str) -> None:
+        """The last dim is dense; the pointer is a multiple of 16 bytes, and so are the strides."""
+        sizes, strides, *told = view
+        of_box = told[0] if told else box.sizes
+        rank, width = len(of_box), _BOX_WIDTHS[box.dtype]
+        self._bytes, self._entry = (c_byte * (_MAP_BYTES + _MAP_ALIGNMENT))(), entry
+        self._pointer = pointer
+        self.address = -(-ctypes.addressof(self._bytes) // _MAP_ALIGNMENT) * _MAP_ALIGNMENT
+        # The driver counts dims from the innermost; it takes the innermost stride for granted.
+        extents = (c_uint64 * rank)(*reversed(sizes))
+        distances = (c_uint64 * rank)(*(width * step for step in reversed(strides[:-1])))
+        steps = box.steps or (1,) * rank
+        reach = [size * step for size, step in zip(of_box, steps, strict=True)]
+        code = _cuda().cuTensorMapEncodeTiled(
+            self.address,
+            box.dtype,
+            rank,
+            pointer,
+            extents,
+            distances,
+            (c_uint32 * rank)(*reversed(reach)),
+            (c_uint32 * rank)(*reversed(steps)),
+            0,
+            box.swizzle,
+            _PROMOTION_128B,
+            0,
+        )
+        _check(code, f"describing {list(sizes)} with strides {list(strides)} to {entry}")
+
+    @property
+    def value(self) -> int:
+        """Where the tensor lies; may be set, as that of the pointer which this stands for."""
+        return self._pointer
+
+    @value.setter
+    def value(self, pointer: int) -> None:
+        self._pointer = pointer
+        code = _cuda().cuTensorMapReplaceAddress(self.address, pointer)
+        _check(code, f"moving a tensor of {self._entry}")
+
+
+class CudaFunction:
+    """One kernel in the memory of one device."""
+
+    __slots__ = ("_handle", "_module", "cubin")
+
+    def __init__(self, cubin: Cubin) -> None:
+        """Load into the current context."""
+        cuda = _cuda()
+        self.cubin = cubin
+        self._module, self._handle = c_void_p(), c_void_p()
+        _check(cuda.cuModuleLoadData(byref(self._module), cubin.code), f"loading {cubin.entry}")
+        name = cubin.entry.encode()
+        code = cuda.cuModuleGetFunction(byref(self._handle), self._module, name)
+        _check(code, f"looking up {cubin.entry}")
+        if cubin.shared > _STATIC_SHARED_LIMIT:
+            code = cuda.cuFuncSetAttribute(self._handle, _MAX_DYNAMIC_SHARED, cubin.shared)
+            _check(code, f"asking for {cubin.shared} bytes of shared memory for {cubin.entry}")
+
+    @property
+    def spilled_bytes(self) -> int:
+        """Local memory of a thread: spills and stack."""
+        return self._attribute(_LOCAL_BYTES)
+
+    def _attribute(self, which: int) -> int:
+        value = c_int()
+        code = _cuda().cuFuncGetAttribute(byref(value), which, self._handle)
+        _check(code, f"asking about {self.cubin.entry}")
+        return value.value
+
+    def bind(
+        self,
+        pointers: Sequence[int],
+        scalars: Sequence[int],
+        grid: Sequence[int],
+        stream: int = 0,
+        *,
+        wide: bool = False,
+        early: bool = False,
+        views: Sequence[View] = (),
+    ) -> BoundLaunch:
+        """A launch with these arguments: params, scratch, then integers (``wide``: of 64 bits).
+        ``early``: before the last launch has ended, where the kernel can wait for it. ``views``:
+        of each param that has a box, in order."""
+        return BoundLaunch(
+            self, pointers, scalars, grid, stream, wide=wide, early=early, views=views
+        )
+
+
+class BoundLaunch:
+    """A prepared launch; calling it is one foreign call. Not to be shared between threads."""
+
+    __slots__ = (
+        "_arguments",
+        "_call",
+        "_config",
+        "_function",
+        "_is_empty",
+        "_pointers",
+        "_values",
+    )
+
+    def __init__(
+        self,
+        function: CudaFunction,
+        pointers: Sequence[int],
+        scalars: Sequence[int],
+        grid: Sequence[int],
+        stream: int,
+        *,
+        wide: bool = False,
+        early: bool = False,
+        views: Sequence[View] = (),
+    ) -> None:
+        for value in scalars:
+            if not wide and not -_INT_LIMIT <= value < _INT_LIMIT:
+                raise CodegenError(
+                    f"{function.cubin.entry}: the size {value} does not fit in 32 bits; "
+                    "use a smaller batch or image"
+                )
+        self._function = function  # keeps the module alive
+        self._pointers, self._values = _placed(function.cubin, pointers, views)
+        self._values += map(c_int64 if wide else c_int32, scalars)
+        # After the declared arguments Triton passes two pointers to scratch of its own: unused.
+        self._values += [c_void_p(), c_void_p()]
+        self._arguments = (c_void_p * len(self._values))(*map(_address, self._values))
+        shape, cubin = (*grid, 1, 1, 1)[:3], function.cubin
+        self._is_empty = 0 in shape
+        early &= cubin.early and math.prod(shape) <= MOST_EARLY_PROGRAMS
+        self._config = _Config(
+            shape,
+            (32 * cubin.num_warps, 1, 1),
+            cubin.shared,
+            stream,
+            ctypes.addressof(_EARLY),
+            int(early),
+        )
+        self._call = (byref(self._config), function._handle, self._arguments, None)
+
+    def set_pointer(self, place: int, pointer: int) -> None:
+        self._pointers[place].value = pointer
+
+    def set_stream(self, stream: int) -> None:
+        self._config.stream = stream
+
+    def __call__(self) -> None:
+        if self._is_empty:
+            return  # an error to the driver
+        code = _launch(*self._call)
+        if code:
+            _check(code, f"launching {self._function.cubin.entry}")
+
+
+def _placed(
+    cubin: Cubin, pointers: Sequence[int], views: Sequence[View]
+) -> tuple[list[c_void_p | TensorMap], list[Any]]:
+    """The pointers, and all arguments that Triton makes of them: behind a tensor map it passes the
+    tensor's sizes and strides, which the accelerator has from the map."""
+    found: list[c_void_p | TensorMap] = []
+    values: list[Any] = []
+    left = iter(views)
+    for pointer, box in zip_longest(pointers, cubin.boxes[: len(pointers)]):
+        if box is None:
+            found.append(c_void_p(pointer))
+            values.append(found[-1])
+        else:
+            sizes, strides, *_ = view = next(left)
+            found.append(TensorMap(box, pointer, view, cubin.entry))
+            values += [found[-1], *map(c_int32, sizes), *map(c_int64, strides)]
+    return found, values
+
+
+def _address(value: Any) -> int:
+    return value.address if isinstance(value, TensorMap) else ctypes.addressof(value)
+
+
+def _launch(*args: object) -> int:
+    """The driver's entry point; replaces itself with the foreign function at the first call."""
+    global _launch
+    _launch = _cuda().cuLaunchKernelEx
+    return int(_launch(*args))
+
+
+_LOADED: dict[tuple[Cubin, int], CudaFunction] = {}
+_LOCK = threading.Lock()
+
+
+def load(cubin: Cubin) -> CudaFunction:
+    """The kernel in the current context, loaded once."""
+    context = c_void_p()
+    _check(_cuda().cuCtxGetCurrent(byref(context)), "asking for the current context")
+    if not context.value:
+        raise CodegenError("no CUDA context is current; call torch.cuda.init() first")
+    with _LOCK:
+        function = _LOADED.get((cubin, context.value))
+        if function is None:
+            function = _LOADED[cubin, context.value] = CudaFunction(cubin)
+    return function

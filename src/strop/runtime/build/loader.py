@@ -1,0 +1,253 @@
+"""The generated kernels of one device behind one interface: build them, then bind and call."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
+from typing import Protocol
+
+import torch
+
+from strop.errors import UnsupportedError
+from strop.ir.device import CPU, Device
+from strop.ir.source import KernelSource, Split
+from strop.options import Options
+from strop.runtime.build import compilers, cubin, driver
+from strop.runtime.build.background import Ahead, Order
+from strop.runtime.build.cache import DiskCache
+from strop.runtime.build.devices import gpu
+from strop.runtime.build.driver import View
+from strop.runtime.build.native import NativeKernels
+
+# A split reduction runs one program a multiprocessor while slabs are short, up to four for long
+# ones: measured best at 2x4096, 1x16384 and 16x16384 rows on 132 of them.
+ROWS_PER_PROGRAM, MAX_PROGRAMS_PER_SM = 256, 4
+
+
+class BoundKernel(Protocol):
+    """A kernel with its arguments in place; pointers may be patched between calls."""
+
+    def set_pointer(self, place: int, pointer: int) -> None: ...
+
+    def __call__(self) -> None: ...
+
+
+class KernelLibrary(Protocol):
+    """Kernels of one device. ``build`` compiles what no cache holds, each kernel once."""
+
+    device: Device
+
+    def warm_up(self, workers: int | None = None) -> None:
+        """A compilation is about to come: start what takes time to start."""
+        ...
+
+    def cool_down(self) -> None:
+        """No more compilation is about to come."""
+        ...
+
+    def build(self, sources: Sequence[KernelSource]) -> None: ...
+
+    def begin(self, sources: Sequence[KernelSource]) -> None:
+        """Build these already, which ``build`` will ask for."""
+        ...
+
+    def later(self, sources: Sequence[KernelSource], order: Order | None = None) -> Ahead:
+        """These kernels for the background, in an order, not begun. It gets what has been started,
+        and is not at work."""
+        ...
+
+    def watch(self, sources: Sequence[KernelSource]) -> Callable[[], int]:
+        """Tells how many of these kernels are ready, while they are built."""
+        ...
+
+    def bind(
+        self,
+        source: KernelSource,
+        pointers: Sequence[int],
+        scalars: Sequence[int],
+        stream: int,
+        early: bool = False,
+        views: Sequence[View] = (),
+    ) -> BoundKernel:
+        """``early``: launched before the last launch has ended, where that can be. ``views``: of
+        each param that has a box, in order."""
+        ...
+
+    def splits(self, split: Split, sizes: Mapping[str, int]) -> int: ...
+
+    @property
+    def counts(self) -> tuple[int, int]:
+        """Kernels built and kernels found in the disk cache so far, while somebody waited."""
+        ...
+
+
+class CpuKernels:
+    """C++ functions in shared objects."""
+
+    device = CPU
+
+    def __init__(self, cache: DiskCache) -> None:
+        self._native = NativeKernels(cache)
+        self._functions = self._native.build(())
+
+    def warm_up(self, workers: int | None = None) -> None:
+        pass
+
+    def cool_down(self) -> None:
+        pass
+
+    def begin(self, sources: Sequence[KernelSource]) -> None:
+        pass  # one call of the compiler makes all
+
+    def later(self, sources: Sequence[KernelSource], order: Order | None = None) -> Ahead:
+        return Ahead(())
+
+    def watch(self, sources: Sequence[KernelSource]) -> Callable[[], int]:
+        before = sum(self.counts)
+        return lambda: sum(self.counts) - before
+
+    def build(self, sources: Sequence[KernelSource]) -> None:
+        self._functions = {**self._functions, **self._native.build(sources)}
+
+    def bind(
+        self,
+        source: KernelSource,
+        pointers: Sequence[int],
+        scalars: Sequence[int],
+        stream: int,
+        early: bool = False,
+        views: Sequence[View] = (),
+    ) -> BoundKernel:
+        return self._functions[source].bind(pointers, scalars)
+
+    def splits(self, split: Split, sizes: Mapping[str, int]) -> int:
+        raise UnsupportedError("C++ kernels cut their reductions themselves")
+
+    @property
+    def counts(self) -> tuple[int, int]:
+        return self._native.num_built, self._native.num_cached
+
+
+class CudaKernels:
+    """Cubins for one GPU."""
+
+    def __init__(self, cache: DiskCache, workers: int, device: Device) -> None:
+        self.device = device
+        self._cache, self._workers = _BytesByKey(cache), workers
+        self._cubins: dict[KernelSource, cubin.Cubin] = {}
+        self._is_warm = False
+
+    def warm_up(self, workers: int | None = None) -> None:
+        self._is_warm = True
+        compilers.start_workers(workers or self._workers)
+
+    def cool_down(self) -> None:
+        self._is_warm = False
+        compilers.stop_workers()
+
+    def build(self, sources: Sequence[KernelSource]) -> None:
+        missing = [s for s in dict.fromkeys(sources) if s not in self._cubins]
+        if not missing:
+            return
+        try:
+            self._cubins.update(
+                compilers.build(missing, self.device.arch, self._cache, self._workers)
+            )
+        finally:
+            if not self._is_warm:
+                compilers.stop_workers()
+
+    def begin(self, sources: Sequence[KernelSource]) -> None:
+        able = [source for source in sources if self.device.has_wgmma or not source.boxes]
+        Ahead(able, self.device.arch, self._cache, self._workers, niceness=0).start()
+
+    def later(self, sources: Sequence[KernelSource], order: Order | None = None) -> Ahead:
+        later = Ahead(sources, self.device.arch, self._cache, self._workers, order=order)
+        later.keep_processes()
+        return later
+
+    def watch(self, sources: Sequence[KernelSource]) -> Callable[[], int]:
+        return lambda: sum(compilers.BUILDS.has(source, self.device.arch) for source in sources)
+
+    def bind(
+        self,
+        source: KernelSource,
+        pointers: Sequence[int],
+        scalars: Sequence[int],
+        stream: int,
+        early: bool = False,
+        views: Sequence[View] = (),
+    ) -> BoundKernel:
+        names = {f"s{i}": value for i, value in enumerate(scalars)}
+        if source.split is not None:
+            names["splits"] = scalars[-1]
+        grid = [size.eval(names) for size in source.grid]
+        function = driver.load(self._cubins[source])
+        return function.bind(
+            pointers, scalars, grid, stream, wide=source.wide, early=early, views=views
+        )
+
+    def splits(self, split: Split, sizes: Mapping[str, int]) -> int:
+        rows, parallel = split.rows.eval(sizes), split.parallel.eval(sizes)
+        is_long = 0 < split.most_rows * self.device.sms <= rows * parallel
+        programs = max(rows * parallel // ROWS_PER_PROGRAM, (1 + is_long) * self.device.sms)
+        programs = min(programs, MAX_PROGRAMS_PER_SM * self.device.sms)
+        wanted = programs // max(parallel, 1)
+        return max(1, min(wanted, -(-rows // split.min_rows)))
+
+    @property
+    def counts(self) -> tuple[int, int]:
+        return compilers.BUILDS.num_built, compilers.BUILDS.num_cached
+
+
+def _unsupported(device: str, index: int) -> str:
+    """Why a device has no kernels, or nothing."""
+    if device not in ("cpu", "cuda"):
+        return f"there is no code generator for the device {device}"
+    if device == "cpu":
+        return ""
+    if torch.version.hip is not None:
+        return "this torch is built for AMD GPUs (ROCm), for which there is no code generator"
+    capability = torch.cuda.get_device_capability(index)
+    if capability < LEAST_CAPABILITY:
+        name = torch.cuda.get_device_name(index)
+        return f"{name} has compute capability {capability[0]}.{capability[1]}; kernels need 8.0"
+    return ""
+
+
+class _BytesByKey:
+    """The disk cache as ``compilers.build`` wants it."""
+
+    def __init__(self, cache: DiskCache) -> None:
+        self._cache = cache
+
+    def get(self, key: str) -> bytes | None:
+        return self._cache.read("cubin", key)
+
+    def put(self, key: str, data: bytes) -> None:
+        self._cache.write("cubin", key, data)
+
+
+TESTED = "Strop is tested on x86-64 processors (cpu) and on NVIDIA H100 (cuda)"
+LEAST_CAPABILITY = (8, 0)  # that Triton compiles for
+
+
+def default_workers() -> int:
+    """The 69 kernels that a UNet's first shape needs keep 16 processes of 150 MB busy for 1 s."""
+    return min(len(os.sched_getaffinity(0)), 16)
+
+
+@lru_cache(maxsize=32)
+def kernel_library(device: str, index: int, cache_dir: str, workers: int) -> KernelLibrary:
+    """One library for each device and cache folder, shared by all programs of the process.
+
+    Raises UnsupportedError for a device that no code generator knows.
+    """
+    reason = _unsupported(device, index)
+    if reason:
+        raise UnsupportedError(f"{reason}; {TESTED}")
+    cache = DiskCache(Options(cache_dir=cache_dir).cache_path)
+    if device == "cpu":
+        return CpuKernels(cache)
+    return CudaKernels(cache, workers or default_workers(), gpu(index))

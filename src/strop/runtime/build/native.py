@@ -1,0 +1,210 @@
+"""Builds and loads generated C++ kernels.
+
+A kernel is found by the SHA-256 of its text, the math header, the target and the compiler flags.
+Kernels that are not on disk are compiled together, in one shared object per processor. A hit
+needs no compiler.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+import threading
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+# Loaded before any kernel: torch brings libgomp.so.1, and kernels then use the same thread pool.
+import torch
+
+from strop.errors import CodegenError
+from strop.ir.source import KernelSource
+from strop.runtime.build.cache import DiskCache
+from strop.wording import counted
+
+_HEADER = Path(__file__).parent.parent / "codegen" / "rt" / "vmath.h"
+_INCLUDE = '#include "vmath.h"\n'
+
+# No -ffast-math: NaN and infinities count. -fno-trapping-math lets branches become blends, and
+# -fno-thread-jumps keeps them so (exp is 5 % faster). -fwrapv: integers wrap, as in torch.
+_FLAGS = (
+    *("-O3", "-std=c++20", "-shared", "-fPIC", "-fopenmp"),
+    *("-fno-math-errno", "-fno-trapping-math", "-fno-thread-jumps"),
+    *("-ffp-contract=fast", "-fwrapv", "-Wno-psabi"),
+)
+
+
+@cache
+def target_flags() -> tuple[str, ...]:
+    """Compiler flags for this processor: one of few targets, so that a cache can be shared."""
+    if platform.machine() in ("aarch64", "arm64"):
+        return ("-march=armv8.2-a",)
+    capability = torch.backends.cpu.get_cpu_capability()
+    if capability == "AVX512":
+        return ("-march=x86-64-v4", "-mprefer-vector-width=512")
+    return ("-march=x86-64-v3",) if capability == "AVX2" else ("-march=x86-64",)
+
+
+class BoundKernel:
+    """A kernel with its arguments in place. ``pointers[i] = address`` redirects one of them."""
+
+    __slots__ = ("call", "pointers", "scalars")
+
+    def __init__(self, function: Any, pointers: Iterable[Any], scalars: Iterable[Any]) -> None:
+        pointers, scalars = tuple(pointers), tuple(scalars)
+        self.pointers = (ctypes.c_void_p * len(pointers))(*pointers)
+        self.scalars = (ctypes.c_int64 * len(scalars))(*scalars)
+        addresses = (ctypes.addressof(self.pointers), ctypes.addressof(self.scalars))
+        self.call = partial(function, *map(ctypes.c_void_p, addresses))
+
+    def set_pointer(self, place: int, pointer: int) -> None:
+        self.pointers[place] = pointer
+
+    def __call__(self) -> None:
+        self.call()
+
+    def again(self) -> BoundKernel:
+        """The same kernel with arguments of its own."""
+        return BoundKernel(self.call.func, self.pointers, self.scalars)
+
+
+class NativeFunction:
+    """A loaded kernel."""
+
+    def __init__(self, library: ctypes.CDLL, symbol: str) -> None:
+        self._function = library[symbol]
+        self._function.restype = None
+
+    def bind(self, pointers: Sequence[int], scalars: Sequence[int]) -> BoundKernel:
+        """``pointers``: addresses of params, then of scratch; ``scalars``: s0, s1, ..."""
+        return BoundKernel(self._function, pointers, scalars)
+
+
+class NativeKernels:
+    """The kernels of this process, in memory and on disk. Threads may share it."""
+
+    def __init__(self, store: DiskCache, compiler: str = "g++") -> None:
+        self.num_built = 0
+        self.num_cached = 0
+        self._store = store
+        self._compiler = compiler
+        self._flags = (*_FLAGS, *target_flags())
+        self._header = _HEADER.read_text()
+        self._lock, self._counting = threading.Lock(), threading.Lock()
+        self._functions: dict[KernelSource, NativeFunction] = {}
+        self._libraries: dict[str, ctypes.CDLL] = {}
+
+    def build(self, sources: Sequence[KernelSource]) -> dict[KernelSource, NativeFunction]:
+        """Load these kernels, compiling those that are not on disk.
+
+        Raises CodegenError if the compiler is missing or refuses a kernel.
+        """
+        with self._lock:
+            wanted = [s for s in dict.fromkeys(sources) if s not in self._functions]
+            missing = [source for source in wanted if not self._load_cached(source)]
+            self.num_cached += len(wanted) - len(missing)
+            if missing:
+                self._compile(missing)
+            return {source: self._functions[source] for source in sources}
+
+    def _key(self, source: KernelSource) -> str:
+        return _sha256(source.text, self._header, *self._flags)
+
+    def _symbol(self, source: KernelSource) -> str:
+        """Different kernels may have one name, so the key is a part of the symbol."""
+        return f"{source.name}_{self._key(source)[:16]}"
+
+    def _load_cached(self, source: KernelSource) -> bool:
+        """An entry of kind "cpp" names the shared object that holds a kernel."""
+        unit = self._store.read("cpp", self._key(source))
+        if unit is None or (library := self._library(unit.decode())) is None:
+            return False
+        self._functions[source] = NativeFunction(library, self._symbol(source))
+        return True
+
+    def _library(self, unit: str) -> ctypes.CDLL | None:
+        if unit not in self._libraries:
+            if self._store.read("so", unit) is None:  # verifies the checksum
+                return None
+            try:
+                self._libraries[unit] = ctypes.CDLL(str(self._store.path("so", unit)))
+            except OSError:  # pruned by another process since
+                return None
+        return self._libraries[unit]
+
+    def _compile(self, missing: Sequence[KernelSource]) -> None:
+        if shutil.which(self._compiler) is None:
+            raise CodegenError(
+                f"{self._compiler} was not found, and the cache lacks "
+                f"{counted(len(missing), 'CPU kernel')}. Install a C++20 compiler (Debian, Ubuntu: "
+                "apt-get install g++)."
+            )
+        groups = _split(missing, len(os.sched_getaffinity(0)))
+        with ThreadPoolExecutor(len(groups)) as pool:
+            units = list(pool.map(self._compile_unit, groups))
+        for group, unit in zip(groups, units, strict=True):
+            for source in group:
+                self._store.write("cpp", self._key(source), unit.encode())
+                library = self._library(unit)
+                if library is None:
+                    raise CodegenError(f"{self._store.path('so', unit)} cannot be loaded")
+                self._functions[source] = NativeFunction(library, self._symbol(source))
+
+    def _compile_unit(self, group: Sequence[KernelSource]) -> str:
+        """One shared object; its key in the store."""
+        unit = _sha256(*sorted(self._key(source) for source in group))
+        text = self._unit_text(group)
+        with tempfile.TemporaryDirectory() as folder:
+            (Path(folder) / "vmath.h").write_text(self._header)
+            path, output = Path(folder) / "kernels.cpp", Path(folder) / "kernels.so"
+            path.write_text(text)
+            command = [self._compiler, *self._flags, str(path), "-o", str(output)]
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            if done.returncode:
+                kept = self._keep_refused(unit, text)
+                raise CodegenError(f"the C++ compiler refused {kept}:\n{done.stderr}")
+            self._store.write("so", unit, output.read_bytes())
+        with self._counting:
+            self.num_built += len(group)
+        return unit
+
+    def _unit_text(self, group: Sequence[KernelSource]) -> str:
+        parts = [_INCLUDE]
+        for source in group:
+            body = source.text.removeprefix(_INCLUDE)
+            symbol = self._symbol(source)
+            parts.append(f"\n#define {source.name} {symbol}\n{body}#undef {source.name}\n")
+        return "".join(parts)
+
+    def _keep_refused(self, unit: str, text: str) -> Path:
+        path = self._store.root / "refused" / f"{unit[:16]}.cpp"
+        with contextlib.suppress(OSError):  # a full disk
+            path.parent.mkdir(mode=0o700, exist_ok=True)
+            path.write_text(text)
+        return path
+
+
+def _sha256(*texts: str) -> str:
+    digest = hashlib.sha256()
+    for text in texts:
+        digest.update(len(text).to_bytes(8, "little") + text.encode())
+    return digest.hexdigest()
+
+
+def _split(sources: Sequence[KernelSource], num_groups: int) -> list[list[KernelSource]]:
+    """Groups of about equal text, the longest kernels placed first."""
+    groups: list[list[KernelSource]] = [[] for _ in range(min(num_groups, len(sources)))]
+    sizes = [0] * len(groups)
+    for source in sorted(sources, key=lambda s: -len(s.text)):
+        smallest = sizes.index(min(sizes))
+        groups[smallest].append(source)
+        sizes[smallest] += len(source.text)
+    return groups

@@ -1,0 +1,59 @@
+"""A denoise loop: what its steps share."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakValueDictionary
+
+from torch import Tensor
+
+from strop.runtime.loop.hoisting import Kept, Moment, Stamp, stamp_of
+
+_LOOPS = itertools.count(1)
+
+
+@dataclass
+class Loop:
+    """Between ``begin`` and ``end`` what depends on the prompt or on the timestep alone is kept.
+    ``timesteps`` (n,): those of its steps, if somebody knows them. ``has_user_code``: whether code
+    that is no library's may run between two steps, and change the model."""
+
+    number: int = 0
+    is_running: bool = False
+    kept: WeakValueDictionary[Hashable, Kept] = field(default_factory=WeakValueDictionary)
+    timesteps: Tensor | None = None
+    has_user_code: bool = True
+
+    def begin(self, timesteps: Any = None, *, has_user_code: bool = True) -> None:
+        self.number = next(_LOOPS)  # threads never get the same
+        self.is_running, self.has_user_code = True, has_user_code
+        is_known = isinstance(timesteps, Tensor) and timesteps.dim() == 1
+        self.timesteps = timesteps if is_known and timesteps.is_contiguous() else None
+
+    def end(self) -> None:
+        self.is_running, self.timesteps = False, None
+        for kept in [found() for found in self.kept.valuerefs()]:
+            if kept is not None:
+                kept.forget()
+
+
+def moment_of(timesteps: Tensor | None, timestep: Tensor, stamp: Stamp | None) -> Moment | None:
+    """None for a timestep (b,) that is not one of ``timesteps``, the same b times."""
+    if stamp is None or timesteps is None or (timestep.stride(0) and len(timestep) > 1):
+        return None
+    place = place_among(timesteps, timestep)
+    own = None if place is None else stamp_of(stamp.loop, [timesteps])
+    return None if place is None or own is None else Moment(place, timesteps, own, stamp)
+
+
+def place_among(timesteps: Tensor, timestep: Tensor) -> int | None:
+    """Where ``timestep`` lies in the memory of ``timesteps`` (n,), as iteration gives them."""
+    if timestep.dtype != timesteps.dtype:
+        return None
+    if timestep.untyped_storage().data_ptr() != timesteps.untyped_storage().data_ptr():
+        return None
+    place = int(timestep.storage_offset() - timesteps.storage_offset())
+    return place if 0 <= place < len(timesteps) else None

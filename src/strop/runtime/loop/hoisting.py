@@ -1,0 +1,282 @@
+"""Step-invariant hoisting: what depends on nothing but weights and the prompt runs once a loop, and
+what depends on the timestep as well runs for all timesteps at once (``timetable.py``).
+
+The steps of a program that read only such arguments, its prologue, come first and leave their
+results in memory that outlives the run. Later runs start behind them, as long as a ``Stamp`` says
+that the prologue would give the same again: same loop, same tensors, nobody wrote to them. That is
+never guessed from addresses. Writes that torch does not count (through ``.data``, NumPy or DLPack,
+by a kernel of the user's) are why no stamp outlives a denoise loop; tensors without a version, as
+inference mode makes them, have no stamp.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from operator import attrgetter, is_
+from typing import TYPE_CHECKING
+from weakref import WeakSet
+
+import torch
+from torch import Tensor
+
+from strop.ir.program import CallStep, KernelStep, Program, Step
+
+if TYPE_CHECKING:
+    from strop.runtime.loop.timetable import Timetable
+
+_IS_INFERENCE, _VERSION = Tensor.is_inference, attrgetter("_version")
+
+
+@dataclass(frozen=True, slots=True)
+class Prologue:
+    """Positions of the steps that depend on weights and steady arguments alone, the buffers that
+    they leave to the others, and the ``weights``, as numbers among the program's inputs."""
+
+    steps: tuple[int, ...] = ()
+    kept: tuple[int, ...] = ()
+    weights: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Stamp:
+    """What steady arguments are at a call: the caller's own tensors, their versions, and aliases,
+    which keep the memory, so that no other tensor gets its address meanwhile."""
+
+    loop: int
+    tensors: tuple[Tensor, ...]
+    aliases: tuple[Tensor, ...]
+    versions: tuple[int, ...]
+
+    def beside(self, other: Stamp) -> Stamp:
+        """Of the tensors of both."""
+        return Stamp(
+            self.loop,
+            self.tensors + other.tensors,
+            self.aliases + other.aliases,
+            self.versions + other.versions,
+        )
+
+    def equals(self, other: Stamp) -> bool:
+        """Whether both are of one loop, and of the same tensors with the same content."""
+        places = zip(self.aliases, other.aliases, strict=True)
+        return (
+            (self.loop, self.versions) == (other.loop, other.versions)
+            and all(map(is_, self.tensors, other.tensors))
+            and all(a.data_ptr() == b.data_ptr() and a.stride() == b.stride() for a, b in places)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """Which of a loop's timesteps (n,) a call is at. ``stamp``: of these timesteps, ``steady``: of
+    steady arguments."""
+
+    place: int
+    timesteps: Tensor
+    stamp: Stamp
+    steady: Stamp
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """Whose results lie in memory, and what they came from. Where only one's can, ``holder`` is
+    None."""
+
+    holder: Hoisted | None
+    stamp: Stamp
+    versions: tuple[int, ...]  # of the weights
+
+    def equals(self, other: Held) -> bool:
+        is_same = self.holder is other.holder and self.versions == other.versions
+        return is_same and self.stamp.equals(other.stamp)
+
+
+class Kept:
+    """Memory for what prologues leave, of one module on one stream: that of the latest."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.memory = torch.empty(0, dtype=torch.uint8, device=device)
+        self.held: Held | None = None  # None: nothing that may be used again
+        self.timetables: WeakSet[Timetable] = WeakSet()  # each has its own memory
+
+    def forget(self) -> None:
+        self.held = None
+        for timetable in self.timetables:
+            timetable.held = None
+
+
+@dataclass
+class Tally:
+    """How many prologues have run, and how many runs of the rest did without. How many timetables
+    were made, and how many runs found their timestep there."""
+
+    num_runs: int = 0
+    num_reuses: int = 0
+    num_timetables: int = 0
+    num_looked_up: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Hoist:
+    """Leave to hoist: which arguments are ``steady``, as numbers among a program's inputs, where
+    results may stay, and the module's own weights, which count the writes to them. ``timestep``:
+    the argument that goes through the timesteps of a loop, if there is one."""
+
+    steady: tuple[int, ...]
+    place: Kept
+    weights: Sequence[Tensor]
+    tally: Tally
+    timestep: int | None = None
+
+
+class Hoisted:
+    """The prologue of one bound program, and whether its results are there."""
+
+    def __init__(self, prologue: Prologue, hoist: Hoist | None) -> None:
+        self.steps, self.kept = prologue.steps, prologue.kept
+        self._weights = [hoist.weights[n] for n in prologue.weights] if hoist else []
+        self._place = hoist.place if hoist else Kept(torch.device("cpu"))
+        self._tally = hoist.tally if hoist else Tally()
+        self._memory = self._place.memory
+        self._next: Held | None = None  # what the prologue is about to leave
+
+    def linked(self, size_bytes: int) -> Tensor:
+        """Memory for the results. It grows; others are bound to the old one then."""
+        if self._place.memory.numel() < size_bytes:
+            device = self._place.memory.device
+            self._place.held = None
+            self._place.memory = torch.empty(size_bytes, dtype=torch.uint8, device=device)
+        self._memory = self._place.memory
+        return self._memory
+
+    @property
+    def has_moved(self) -> bool:
+        return self._memory is not self._place.memory
+
+    def is_there(self, stamp: Stamp | None) -> bool:
+        """Whether the results are what the prologue would give now. If not, all that lies in its
+        place is forgotten: it is about to run."""
+        if not self.steps:
+            return True
+        held, versions = self._place.held, versions_of(self._weights)
+        now = None if stamp is None or versions is None else Held(self, stamp, versions)
+        if held is not None and now is not None and held.equals(now):
+            self._tally.num_reuses += 1
+            return True
+        self._place.held, self._next = None, now  # as things are before it runs
+        return False
+
+    def has_run(self) -> None:
+        """The prologue has, to its end."""
+        self._place.held, self._next = self._next, None
+        self._tally.num_runs += 1
+
+
+def stamp_of(loop: int, tensors: Sequence[Tensor]) -> Stamp | None:
+    """None for tensors whose writes nobody counts."""
+    versions = versions_of(tensors)
+    if versions is None:
+        return None
+    return Stamp(loop, tuple(tensors), tuple(t.detach() for t in tensors), versions)
+
+
+def versions_of(tensors: Sequence[Tensor]) -> tuple[int, ...] | None:
+    """How often each tensor has been written to; None if one of them does not know."""
+    if any(map(_IS_INFERENCE, tensors)):
+        return None
+    try:
+        return tuple(map(_VERSION, tensors))
+    except RuntimeError:  # made in inference mode, with ``.data`` of later
+        return None
+
+
+def prologue_of(
+    program: Program,
+    steps: Sequence[Step | None],
+    steady: Collection[int],
+    planned: Collection[str],
+) -> Prologue:
+    """Of ``steps``, which run at one shape. ``steady``: arguments, as numbers among the inputs.
+
+    A step belongs to it if it reads nothing else and its results lie in planned memory, as those of
+    kernels and of ``planned`` library calls do. Kernels that check indices stay behind, since every
+    call has to raise again. A program that writes to its arguments or weights has no prologue.
+    """
+    if not steady or writes_inputs(program, steps):
+        return Prologue()
+    found = movable(program, steps, read_by_all(program, steady), planned)
+    kept = kept_of(steps, found)
+    read = {
+        program.buffers[n].index
+        for p in found
+        for n in read_by(steps[p])
+        if program.buffers[n].kind == "input"
+    }
+    if not kept or read.isdisjoint(steady):
+        return Prologue()
+    return Prologue(tuple(found), kept, weights_of(program, read - set(steady)))
+
+
+def writes_inputs(program: Program, steps: Sequence[Step | None]) -> bool:
+    return any(program.buffers[n].kind == "input" for step in steps for n in written(step))
+
+
+def read_by_all(program: Program, steady: Collection[int]) -> set[int]:
+    """The buffers of weights and of arguments that are ``steady``."""
+    return {
+        n
+        for n, b in enumerate(program.buffers)
+        if b.kind == "input" and (program.inputs[b.index].is_state or b.index in steady)
+    }
+
+
+def movable(
+    program: Program, steps: Sequence[Step | None], known: set[int], planned: Collection[str]
+) -> list[int]:
+    """Positions of steps that read nothing but buffers that are ``known``, to which what they write
+    is added."""
+    writers = Counter(n for step in steps for n in written(step))
+    found = []
+    for position, step in enumerate(steps):
+        if step is None or not _may_move(program, step, planned) or not known >= set(read_by(step)):
+            continue
+        if all(program.buffers[n].kind == "arena" and writers[n] == 1 for n in written(step)):
+            found.append(position)
+            known.update(written(step))
+    return found
+
+
+def kept_of(steps: Sequence[Step | None], found: Sequence[int]) -> tuple[int, ...]:
+    """The buffers that steps leave to the others."""
+    wanted = {n for p, step in enumerate(steps) if p not in found for n in read_by(step)}
+    return tuple(n for p in found for n in written(steps[p]) if n in wanted)
+
+
+def _may_move(program: Program, step: Step, planned: Collection[str]) -> bool:
+    if isinstance(step, CallStep):
+        return step.op in planned
+    return not any(scratch.faults for scratch in program.sources[step.kernel].scratch)
+
+
+def written(step: Step | None) -> Sequence[int]:
+    """The buffers that a step writes."""
+    if isinstance(step, KernelStep):
+        return step.writes
+    if step is None:
+        return ()
+    return [step.inputs[0].buffer] if step.op == "write" else [n for n in step.outputs if n >= 0]
+
+
+def read_by(step: Step | None) -> Sequence[int]:
+    """The buffers that it reads."""
+    if isinstance(step, KernelStep):
+        return [n for n in step.buffers if n not in step.writes]
+    return () if step is None else [ref.buffer for ref in step.inputs]
+
+
+def weights_of(program: Program, weights: Collection[int]) -> tuple[int, ...]:
+    """A merged weight as its parts: whoever writes to it writes to one of them."""
+    groups = (program.inputs[number].merged or (number,) for number in sorted(weights))
+    return tuple(dict.fromkeys(number for group in groups for number in group))

@@ -1,0 +1,294 @@
+"""What depends on the timestep, for all timesteps of a denoise loop at once.
+
+SD1.5's time embedding and its projections into all blocks read 50 MB of weights in every step, of
+which nothing is new but one number. The steps of a program that read only that number, weights and
+what the prologue leaves (``hoisting.py``) run once a loop, at a batch of as many copies of the
+call's as the program's guards allow, each with a timestep of its own. A call copies its rows.
+
+That such a batch holds the results of each is proven when the program is made
+(``codegen.by_rows``); which rows are a call's is told by where its timestep lies in the memory of
+the scheduler's, never by its value, which would have to be waited for. The step that finds no table
+computes its own and makes one behind it, when a GPU is at work and has not to wait for the host.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from strop.ir.dims import symbol
+from strop.ir.program import Program, Step
+from strop.runtime.loop.hoisting import (
+    Held,
+    Hoist,
+    Moment,
+    Prologue,
+    kept_of,
+    movable,
+    read_by,
+    read_by_all,
+    versions_of,
+    weights_of,
+    writes_inputs,
+    written,
+)
+
+MOST_BYTES = 64 << 20  # of a timetable; SD1.5's for 50 steps at batch 2 has 3.6 MB
+Run = Callable[[], None]
+Read = Callable[[int], Tensor]  # what a buffer holds
+
+
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """Positions of the steps that a timetable is made by; the buffers that they leave to others,
+    and those that they read but weights, ``timestep`` among them. ``rows``: the symbol of their
+    first dim. ``weights``, as numbers among the program's inputs: theirs, and the prologue's where
+    they read what it leaves."""
+
+    steps: tuple[int, ...] = ()
+    kept: tuple[int, ...] = ()
+    given: tuple[int, ...] = ()
+    timestep: int = -1
+    rows: str = ""
+    weights: tuple[int, ...] = ()
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether the timestep is all that they read."""
+        return self.given == (self.timestep,)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Some steps of a program, run by themselves, between buffers that lie in tensors."""
+
+    steps: tuple[int, ...] = ()
+    tensors: Mapping[int, Tensor] = field(default_factory=dict)
+
+    def of(self, steps: Sequence[Step | None]) -> tuple[Step | None, ...]:
+        """With None for the others."""
+        return tuple(step if p in self.steps else None for p, step in enumerate(steps))
+
+
+Bind = Callable[[Mapping[str, int], Part], Run]
+
+
+def timed_of(
+    program: Program,
+    steps: Sequence[Step | None],
+    prologue: Prologue,
+    hoist: Hoist | None,
+    planned: Collection[str],
+) -> Timed:
+    """Of ``steps``, which run at one shape; nothing where one of them is not made by rows."""
+    if hoist is None or hoist.timestep is None or writes_inputs(program, steps):
+        return Timed()
+    number = next(
+        n for n, b in enumerate(program.buffers) if b.kind == "input" and b.index == hoist.timestep
+    )
+    rows = _symbol_of(program, number)
+    known = read_by_all(program, hoist.steady) | {number}
+    before = {n for p in prologue.steps for n in written(steps[p])}
+    later = [None if p in prologue.steps else step for p, step in enumerate(steps)]
+    found = movable(program, later, known | before, planned)
+    made = {n for p in found for n in written(steps[p])}
+    read = {n for p in found for n in read_by(steps[p])} - made
+    inputs = {n: program.buffers[n].index for n in read if program.buffers[n].kind == "input"}
+    weights = {i for i in inputs.values() if program.inputs[i].is_state}
+    given = tuple(sorted(n for n in read if inputs.get(n) not in weights))
+    kept = kept_of(later, found)
+    of_rows = all(program.buffers[n].shape[:1] == (symbol(rows),) for n in made)
+    if not (rows and kept and number in given and of_rows and made <= set(program.by_rows)):
+        return Timed()
+    others = () if given == (number,) else prologue.weights
+    return Timed(
+        tuple(found), kept, given, number, rows, tuple({*weights_of(program, weights), *others})
+    )
+
+
+def _symbol_of(program: Program, number: int) -> str:
+    """The first size of a vector, if that is one of the program's symbols."""
+    shape = program.buffers[number].shape
+    names = [name for name, _ in program.hints if shape[:1] == (symbol(name),)]
+    return names[0] if names and len(shape) == 1 else ""
+
+
+class Timetable:
+    """The timetable of one bound program. ``record``: makes what has run once a CUDA graph, where
+    runs are replays."""
+
+    def __init__(
+        self,
+        program: Program,
+        timed: Timed,
+        hoist: Hoist | None,
+        env: Mapping[str, int],
+        stream: int,
+    ) -> None:
+        self.timed, self.steps = timed, timed.steps
+        self.record: Callable[[Run], Run] | None = None
+        self.held: Held | None = None  # what the table came from; None: it may not be used
+        self._program, self._env, self._stream, self._hoist = program, env, stream, hoist
+        self._weights = [hoist.weights[n] for n in timed.weights] if hoist else []
+        self._count = 0  # of the timesteps that ``_work`` is for
+        self._work: Work | None = None  # or they can have no table
+        self._num_uses, self._loop = 0, 0  # of the latest table, and where it was made
+
+    def rows(self, moment: Moment | None) -> list[Tensor] | None:
+        """What ``timed.kept`` hold at that moment; None where no table that holds now has it."""
+        if not self.steps:
+            return []
+        if moment is None or self._hoist is None or self._work is None:
+            return None
+        now = self._now(moment)
+        if self.held is None or now is None or not self.held.equals(now):
+            return None
+        batch = self._env[self.timed.rows]
+        first = moment.place * batch
+        return [table[first : first + batch] for table in self._work.tables]
+
+    def note_use(self) -> None:
+        self._num_uses += 1
+        if self.steps and self._hoist is not None:
+            self._hoist.tally.num_looked_up += 1
+
+    @property
+    def held_bytes(self) -> int:
+        """Memory of tables and of what makes them, their working memory apart."""
+        return self._work.nbytes if self._work else 0
+
+    def make(self, moment: Moment | None, read: Read, bind: Bind) -> None:
+        """A table for the steps behind this one, where it can be and brings something: of few
+        timesteps, or large batches, nothing; nor before the last one has served half of a loop,
+        as where two prompts take turns. ``read``: what ``timed.given`` hold; ``bind``: a part of
+        the program at other sizes, in memory of its own, on its stream."""
+        if moment is None or self._hoist is None or (now := self._now(moment)) is None:
+            return
+        count, device = len(moment.timesteps), moment.timesteps.device
+        is_unable = count == self._count and self._work is None
+        if is_unable or (self._loop == moment.stamp.loop and 2 * self._num_uses < count):
+            return
+        self.held = None
+        with _on(self._stream, device):
+            if count != self._count:
+                self._work, self._count = self._work_for(count, device, bind), count
+            if (work := self._work) is None:
+                return
+            work.clock[:count].copy_(moment.timesteps)
+            work.clock[count:].copy_(moment.timesteps[-1:].expand(len(work.clock) - count))
+            if work.replay is not None:
+                work.replay()
+            else:
+                self._fill(work, read)
+                if self.record is not None:
+                    work.replay = self.record(partial(self._fill, work, read))
+        self.held, self._num_uses, self._loop = now, 1, moment.stamp.loop  # this step's own
+        self._hoist.place.timetables.add(self)
+        self._hoist.tally.num_timetables += 1
+
+    def _now(self, moment: Moment) -> Held | None:
+        versions = versions_of(self._weights)
+        stamp = moment.stamp if self.timed.is_alone else moment.stamp.beside(moment.steady)
+        return None if versions is None else Held(None, stamp, versions)  # nobody else's
+
+    def _work_for(self, count: int, device: torch.device, bind: Bind) -> Work | None:
+        """In shares of as many copies of the call's batch as the guards allow, all alike."""
+        rows = self.timed.rows
+        for shares in range(1, count):
+            copies = -(-count // shares)
+            env = {**self._env, rows: self._env[rows] * copies}
+            if all(guard.holds(env) for guard in self._program.guards):
+                size = sum(self._bytes(n, env) for n in self.timed.kept) * shares
+                if copies < 2 or size > MOST_BYTES or not self._is_alike(env):
+                    return None
+                return self._bound(env, copies, shares, device, bind)
+        return None
+
+    def _is_alike(self, env: Mapping[str, int]) -> bool:
+        """Whether the same steps do the same there: other forms may do another's work as well."""
+        here, there = self._program.at(self._env), self._program.at(env)
+        return all(
+            there[p] is not None
+            and written(there[p]) == written(here[p])
+            and read_by(there[p]) == read_by(here[p])
+            for p in self.steps
+        )
+
+    def _bytes(self, number: int, env: Mapping[str, int]) -> int:
+        buffer = self._program.buffers[number]
+        return math.prod(size.eval(env) for size in buffer.shape) * buffer.dtype.itemsize
+
+    def _bound(
+        self, env: Mapping[str, int], copies: int, shares: int, device: torch.device, bind: Bind
+    ) -> Work:
+        def empty(number: int) -> Tensor:
+            buffer = self._program.buffers[number]
+            shape, strides = ([e.eval(env) for e in of] for of in (buffer.shape, buffer.strides))
+            return torch.empty_strided(shape, strides, dtype=buffer.dtype, device=device)
+
+        given = {number: empty(number) for number in self.timed.given}
+        left = [empty(number) for number in self.timed.kept]
+        tensors = given | dict(zip(self.timed.kept, left, strict=True))
+        clock = given[self.timed.timestep].new_empty(shares * copies)
+        tables = [each.new_empty(shares * len(each), *each.shape[1:]) for each in left]
+        run = bind(env, Part(self.steps, tensors))
+        return Work(copies, clock, given, left, tables, run)
+
+    def _fill(self, work: Work, read: Read) -> None:
+        for number, tensor in work.given.items():
+            if number != self.timed.timestep:
+                _spread(tensor, read(number), work.copies)
+        vector = work.given[self.timed.timestep].view(work.copies, -1)
+        for share, some in enumerate(work.clock.view(-1, work.copies, 1)):
+            vector.copy_(some.expand_as(vector))
+            work.run()
+            for table, left in zip(work.tables, work.left, strict=True):
+                table[share * len(left) : (share + 1) * len(left)].copy_(left)
+
+
+@dataclass
+class Work:
+    """What makes a timetable: ``run`` does so for ``copies`` of the call's batch, of the next
+    timesteps of ``clock``, from what is ``given`` to what is ``left``. ``replay``: all of it."""
+
+    copies: int
+    clock: Tensor
+    given: Mapping[int, Tensor]
+    left: Sequence[Tensor]
+    tables: Sequence[Tensor]
+    run: Run
+    replay: Run | None = None
+
+    @property
+    def nbytes(self) -> int:
+        every = (self.clock, *self.given.values(), *self.left, *self.tables)
+        return sum(tensor.nbytes for tensor in every)
+
+
+def _spread(tensor: Tensor, source: Tensor, copies: int) -> None:
+    """A copy of ``source`` for each, or one, if it has no rows: it is the same for every batch."""
+    if tensor.shape == source.shape:
+        tensor.copy_(source)
+    else:
+        tensor.unflatten(0, (copies, -1)).copy_(source.expand(copies, *source.shape))
+
+
+@contextlib.contextmanager
+def _on(stream: int, device: torch.device) -> Iterator[None]:
+    """Within: work goes to this stream, between what the caller's has had and what it gets."""
+    if device.type != "cuda" or torch.cuda.current_stream(device).cuda_stream == stream:
+        yield
+        return
+    caller, other = torch.cuda.current_stream(device), torch.cuda.ExternalStream(stream, device)
+    other.wait_stream(caller)
+    try:
+        with torch.cuda.stream(other):
+            yield
+    finally:
+        caller.wait_stream(other)

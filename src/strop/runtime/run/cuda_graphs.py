@@ -1,0 +1,361 @@
+"""CUDA graphs: one for each shape, captured at its second use, all in one memory pool.
+
+Replays are serialised by a lock and an event, so graphs of different shapes share their memory,
+and as long as all calls come from one stream they share it with the runs without a graph, too.
+Captures that do not fit the byte budget push out the least recently used ones. A graph's inputs
+are copied in and its results copied out: nobody outside ever holds memory of the pool.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from strop.ir.tensor_spec import TensorSpec
+from strop.runtime.loop.hoisting import Moment, Stamp
+from strop.runtime.run.executor import Bound
+from strop.runtime.run.memory import Workspace, workspace_of
+from strop.wording import counted
+
+T = TypeVar("T")
+_KERNEL_NODE = 0  # CUgraphNodeType
+_NO_STREAM = -1  # nobody's
+DEVICES = ("cuda",)  # types of devices whose programs are replayed; tests add another
+
+
+class NoGraphError(Exception):
+    """A call cannot be replayed from a CUDA graph; the message says why."""
+
+
+MakeBound = Callable[[Workspace, int], Bound]
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """Results, by place, that lie in one memory, all of which is ``flat``."""
+
+    flat: Tensor
+    places: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Captured:
+    """One graph with the memory that it reads and writes."""
+
+    graph: torch.cuda.CUDAGraph
+    prologue: torch.cuda.CUDAGraph | None  # replayed where what it leaves is not there
+    timed: torch.cuda.CUDAGraph | None  # replayed where no table has what it leaves
+    inputs: tuple[Tensor, ...]
+    results: tuple[Any, ...]
+    bound: Bound  # owns counters and weights that the graph points to, and its memory
+    size_bytes: int
+    num_kernels: int  # without the prologue's and those of ``timed``
+    num_timed: int = 0  # kernels of ``timed``
+    shared: tuple[Shared, ...] = ()  # memory of several results
+
+    def replay(
+        self, inputs: Sequence[Tensor], stamp: Stamp | None, moment: Moment | None = None
+    ) -> tuple[list[Any], int]:
+        """The results, and how many kernels have run behind the prologue."""
+        bound, count = self.bound, self.num_kernels
+        bound.raise_faults()
+        is_there, rows = bound.hoisted.is_there(stamp), bound.timetable.rows(moment)
+        if is_there and rows is not None:
+            late = bound.late_arguments
+            static, own = [self.inputs[n] for n in late], [inputs[n] for n in late]
+            if own or rows:
+                torch._foreach_copy_([*static, *bound.of_timestep], [*own, *rows])
+            bound.timetable.note_use()
+        else:
+            torch._foreach_copy_(list(self.inputs), list(inputs))
+            if self.prologue is not None and not is_there:
+                self.prologue.replay()
+                bound.hoisted.has_run()
+            if rows is not None:
+                bound.look_up(rows)
+            else:
+                assert self.timed is not None
+                self.timed.replay()
+                count += self.num_timed
+        self.graph.replay()
+        results = copies_of(self.results, self.shared)
+        if rows is None:  # for the steps behind this one: the GPU is at work, and the host need not
+            bound.make_timetable(moment, self.inputs)
+        return results, count
+
+
+def copies_of(results: Sequence[Any], shared: Sequence[Shared] = ()) -> list[Any]:
+    """With tensors of the caller's own. Of several, in one launch: a text encoder that is asked for
+    all its states has 34. Those in ``shared`` memory share the copy."""
+    found = [*results]
+    for memory in shared:
+        flat = memory.flat.clone()
+        for place in memory.places:
+            r = results[place]
+            found[place] = flat.as_strided(r.shape, r.stride(), r.storage_offset())
+    done = {place for memory in shared for place in memory.places}
+    left = [n for n, r in enumerate(results) if isinstance(r, Tensor) and n not in done]
+    if len(left) < 2:
+        for place in left:
+            found[place] = results[place].clone()
+        return found
+    tensors = [results[place] for place in left]
+    own = list(map(torch.empty_like, tensors))
+    torch._foreach_copy_(own, tensors)
+    for place, copy in zip(left, own, strict=True):
+        found[place] = copy
+    return found
+
+
+def shared_by(results: Sequence[Any]) -> tuple[Shared, ...]:
+    """The memory that several of these results lie in."""
+    places: dict[int, list[int]] = {}
+    for place, result in enumerate(results):
+        if isinstance(result, Tensor):
+            places.setdefault(result.untyped_storage()._cdata, []).append(place)
+    several = [tuple(found) for found in places.values() if len(found) > 1]
+    return tuple(Shared(_flat(results[found[0]]), found) for found in several)
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    """All of its memory."""
+    storage = tensor.untyped_storage()
+    return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(storage)
+
+
+class GraphPool:
+    """The graphs of one device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.num_captures = 0
+        self._graphs: OrderedDict[Hashable, Captured] = OrderedDict()
+        self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream(device)
+        self._workspace: Workspace | None = None  # of the first call's stream
+        self._home = 0  # this stream
+        self._done = torch.cuda.Event()
+        self._one = torch.zeros(1, device=device)  # for captures that need no memory
+        self._latest: torch.cuda.Stream | None = None  # that replayed
+        self._streams: dict[int, torch.cuda.Stream] = {}
+        self._lock = threading.RLock()  # binding may move weights, which drops graphs
+
+    def run(
+        self,
+        key: Hashable,
+        inputs: Sequence[Tensor],
+        specs: Sequence[TensorSpec],
+        make: MakeBound,
+        budget_bytes: int,
+        stamp: Stamp | None = None,
+        moment: Moment | None = None,
+    ) -> tuple[list[Any], int]:
+        """Replay the graph of ``key``, capturing it first if need be; also how many kernels ran.
+
+        ``inputs`` may be strided and of other dtypes than ``specs``: copying them in converts.
+        ``stamp`` is that of the steady ones, ``moment`` the call's in its denoise loop.
+        Raises NoGraphError where the call must run without. Too little memory ends all graphs.
+        """
+        with self._lock:
+            stream = self._current_stream()
+            if stream is not self._latest:  # work of one stream is in order anyway
+                stream.wait_event(self._done)
+                self._latest = stream
+            try:
+                # nobody moves the memory from here on, or runs in it while a graph is captured
+                with self._workspace_for(stream).lock:
+                    captured = self._captured(key, inputs, specs, make, budget_bytes)
+                    found = captured.replay(inputs, stamp, moment)
+            except torch.OutOfMemoryError as error:
+                dropped = counted(self.drop(), "graph")
+                raise NoGraphError(f"out of memory, with {dropped} dropped") from error
+            self._done.record(stream)
+            return found
+
+    def has(self, key: Hashable) -> bool:
+        return key in self._graphs
+
+    def drop(self) -> int:
+        """Give back the memory of all graphs; how many there were."""
+        with self._lock:
+            count = len(self._graphs)
+            if count:
+                torch.cuda.synchronize(self.device)  # one of them may be running
+            self._graphs.clear()
+            if self._workspace is not None:
+                with self._workspace.lock:
+                    self._workspace.give_back()
+            self._pool = torch.cuda.graph_pool_handle()
+            return count
+
+    def _workspace_for(self, stream: torch.cuda.Stream) -> Workspace:
+        """That of the caller's stream while there is one caller's stream. From the second on one of
+        the graphs' own: runs without a graph wait for nobody on another stream."""
+        if self._workspace is None:
+            self._home = stream.cuda_stream
+            self._workspace = workspace_of(self.device, self._home)
+        elif self._home not in (stream.cuda_stream, _NO_STREAM):
+            self.drop()
+            self._home, self._workspace = _NO_STREAM, Workspace(self.device)
+        return self._workspace
+
+    def _captured(
+        self,
+        key: Hashable,
+        inputs: Sequence[Tensor],
+        specs: Sequence[TensorSpec],
+        make: MakeBound,
+        budget_bytes: int,
+    ) -> Captured:
+        captured = self._graphs.pop(key, None)
+        if captured is None or captured.bound.has_moved:
+            captured = self._capture(inputs, specs, make)
+            self._graphs[key] = captured
+            self._trim(budget_bytes)
+            return captured
+        self._graphs[key] = captured  # the latest used
+        return captured
+
+    def _current_stream(self) -> torch.cuda.Stream:
+        """The caller's stream; the same object for the same stream, at a tenth of the cost."""
+        handle = torch._C._cuda_getCurrentRawStream(self.device.index)
+        if handle not in self._streams:
+            self._streams[handle] = torch.cuda.current_stream(self.device)
+        return self._streams[handle]
+
+    def forget(self, owner: Hashable) -> None:
+        """Drop the graphs whose key starts with ``owner``: their weights have moved."""
+        with self._lock:
+            for key in [k for k in self._graphs if isinstance(k, tuple) and k[0] == owner]:
+                del self._graphs[key]
+
+    @property
+    def held_bytes(self) -> int:
+        graphs = self._graphs.values()
+        return sum(g.size_bytes + g.bound.timetable.held_bytes for g in graphs)
+
+    def _capture(
+        self, inputs: Sequence[Tensor], specs: Sequence[TensorSpec], make: MakeBound
+    ) -> Captured:
+        stream, caller = self._stream, torch.cuda.current_stream(self.device)
+        assert self._workspace is not None
+        stream.wait_stream(caller)
+        with torch.cuda.stream(stream):
+            bound = make(self._workspace, stream.cuda_stream)
+            if bound.is_large:
+                caller.wait_stream(stream)
+                raise NoGraphError(
+                    f"its working memory, {bound.arena_bytes / 2**30:.1f} GiB, is "
+                    "free for others between calls"
+                )
+            static = tuple(s.empty(x.shape).copy_(x) for x, s in zip(inputs, specs, strict=True))
+            generator = torch.cuda.default_generators[self.device.index]
+            state = generator.get_state()
+            bound.run(static)  # lets libraries choose algorithms outside of the capture
+            generator.set_state(state)  # as if it had drawn nothing
+            prologue = timed = None
+            num_timed = 0
+            if bound.hoisted.steps:
+                prologue, _, _ = self._recorded(lambda: bound.run_prologue(static))
+            if bound.timetable.steps:
+                bound.timetable.record = self._replayable
+                timed, _, num_timed = self._recorded(lambda: bound.run_timed(static))
+            graph, results, num_kernels = self._recorded(lambda: tuple(bound.run_rest(static)))
+        caller.wait_stream(stream)
+        self.num_captures += 1
+        tensors = [*static, *(r for r in results if isinstance(r, Tensor))]
+        size = sum(t.untyped_storage().nbytes() for t in tensors) + bound.call_bytes
+        return Captured(
+            graph,
+            prologue,
+            timed,
+            static,
+            results,
+            bound,
+            size + bound.kept_bytes,
+            num_kernels,
+            num_timed,
+            shared_by(results),
+        )
+
+    def _recorded(self, run: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T, int]:
+        """Ready to be replayed, and how many kernels it has."""
+        graph, results = self._record(run)
+        num_kernels = _count_kernels(graph)
+        graph.instantiate()
+        return graph, results, num_kernels
+
+    def _replayable(self, run: Callable[[], object]) -> Callable[[], None]:
+        return self._recorded(run)[0].replay
+
+    def _record(self, run: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
+        graph = torch.cuda.CUDAGraph(keep_graph=True)
+        try:
+            with torch.cuda.graph(
+                graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
+            ):
+                results = run()
+        except RuntimeError as error:
+            with contextlib.suppress(RuntimeError):  # torch has done so unless the capture broke
+                torch._C._cuda_endAllocateToPool(self.device.index, self._pool)
+            self._pool = torch.cuda.graph_pool_handle()
+            if not isinstance(error, torch.OutOfMemoryError):
+                self._capture_nothing()
+            if _is_out_of_memory(error):  # or torch reports what came of that: a broken capture
+                raise torch.OutOfMemoryError("for a CUDA graph") from error
+            raise NoGraphError(f"the capture failed: {str(error).partition(chr(10))[0]}") from error
+        return graph, results
+
+    def _capture_nothing(self) -> None:
+        """A capture that breaks leaves torch's random generator in it; one that works ends that."""
+        with torch.cuda.graph(
+            torch.cuda.CUDAGraph(),
+            pool=self._pool,
+            stream=self._stream,
+            capture_error_mode="thread_local",
+        ):
+            self._one.zero_()
+
+    def _trim(self, budget_bytes: int) -> None:
+        while len(self._graphs) > 1 and self.held_bytes > budget_bytes:
+            self._graphs.popitem(last=False)
+
+
+def _is_out_of_memory(error: BaseException | None) -> bool:
+    """Whether it, or what it came from, is."""
+    while error is not None and not isinstance(error, torch.OutOfMemoryError):
+        error = error.__cause__ or error.__context__
+    return error is not None
+
+
+def _count_kernels(graph: torch.cuda.CUDAGraph) -> int:
+    """Kernel nodes of a captured graph, asked of the driver."""
+    cuda = ctypes.CDLL("libcuda.so.1")
+    handle, count = ctypes.c_void_p(graph.raw_cuda_graph()), ctypes.c_size_t()
+    cuda.cuGraphGetNodes(handle, None, ctypes.byref(count))
+    nodes = (ctypes.c_void_p * count.value)()
+    cuda.cuGraphGetNodes(handle, nodes, ctypes.byref(count))
+    kind, total = ctypes.c_int(), 0
+    for node in nodes:
+        cuda.cuGraphNodeGetType(ctypes.c_void_p(node), ctypes.byref(kind))
+        total += kind.value == _KERNEL_NODE
+    return total
+
+
+_POOLS: dict[torch.device, GraphPool] = {}
+_POOLS_LOCK = threading.Lock()
+
+
+def pool_of(device: torch.device) -> GraphPool:
+    with _POOLS_LOCK:
+        if device not in _POOLS:
+            _POOLS[device] = GraphPool(device)
+        return _POOLS[device]

@@ -1,0 +1,118 @@
+"""The first library calls of a program, made while its kernels are compiled.
+
+A library loads its kernels when they are first called, and cuDNN makes a plan for each new form of
+operands, 60 ms for an attention, and keeps it for the thread that called. Both need a core, while
+the thread that will run the program has nothing to do but to wait for compilers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from strop.ir.device import Device
+from strop.ir.dims import Expr
+from strop.ir.ops import OF_ROWS
+from strop.ir.program import CallStep, Program, TensorRef
+from strop.runtime.run import own_calls
+from strop.runtime.run.library_calls import CUDA_ALLOCATING, CUDA_PLANNED_OUT
+from strop.runtime.run.wide_attention import is_wide
+
+# The rest has nothing to load.
+LONGEST_FIRST = ("attention", "conv2d", *OF_ROWS, "matmul")
+MOST_BYTES = 64 << 20  # of a call's operands and result: more would be memory that nobody expects
+
+Look = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]  # sizes, strides
+
+
+class Form(NamedTuple):
+    """What a plan is made for."""
+
+    op: str
+    attrs: tuple[tuple[str, Any], ...]
+    operands: tuple[Look, ...]
+    result: Look
+
+    @property
+    def num_bytes(self) -> int:
+        looks = (*self.operands, self.result)
+        return sum(math.prod(sizes) * dtype.itemsize for sizes, _, dtype in looks)
+
+
+def prime(
+    program: Program,
+    env: Mapping[str, int],
+    place: torch.device,
+    device: Device,
+    is_open: Callable[[], bool],
+) -> int:
+    """Call the libraries as ``program`` does at these sizes, each form of operands once, on memory
+    of no meaning, as long as ``is_open()``; how many calls that were.
+
+    On the current stream and in this thread. Calls of more than 64 MiB are left out, and those that
+    kernels of ours do on this device.
+    """
+    forms = sorted(forms_of(program, env, device), key=lambda form: LONGEST_FIRST.index(form.op))
+    num_calls = 0
+    with torch.device(place):
+        for form in forms:
+            if not is_open():
+                break
+            _call(form)
+            num_calls += 1
+    return num_calls
+
+
+def forms_of(program: Program, env: Mapping[str, int], device: Device) -> list[Form]:
+    """Of the library calls of a program for CUDA at these sizes, each once, in its order."""
+
+    def sizes(exprs: tuple[Expr, ...]) -> tuple[int, ...]:
+        return tuple(expr.eval(env) for expr in exprs)
+
+    def look(ref: TensorRef) -> Look:
+        return sizes(ref.shape), sizes(ref.strides), program.buffers[ref.buffer].dtype
+
+    steps, found = program.at(env), dict[Form, None]()
+    own = own_calls.chosen(program, steps, sizes, device)
+    for position, step in enumerate(steps):
+        if isinstance(step, CallStep) and position not in own and _is_plain(program, step):
+            result = program.buffers[step.outputs[0]]
+            form = Form(
+                step.op,
+                step.attrs,
+                tuple(map(look, step.inputs)),
+                (sizes(result.shape), sizes(result.strides), result.dtype),
+            )
+            if form.num_bytes <= MOST_BYTES:
+                found[form] = None
+    return list(found)
+
+
+def _is_plain(program: Program, step: CallStep) -> bool:
+    """Whether a library does the step, in one call."""
+    if step.op not in LONGEST_FIRST or step.kernel is not None:
+        return False
+    dtype = program.buffers[step.inputs[0].buffer].dtype
+    shapes = [ref.shape for ref in step.inputs]
+    return step.op != "attention" or not is_wide(dict(step.attrs), shapes, dtype)
+
+
+def _call(form: Form) -> None:
+    operands, attrs = [torch.empty_strided(s, t, dtype=d) for s, t, d in form.operands], form.attrs
+    if form.op not in CUDA_PLANNED_OUT:
+        CUDA_ALLOCATING[form.op](dict(attrs))(operands)
+        return
+    if form.op == "conv2d":
+        operands[1] = operands[1].contiguous(memory_format=torch.channels_last)  # as weights lie
+    CUDA_PLANNED_OUT[form.op](dict(attrs))(operands, _result(form))
+
+
+def _result(form: Form) -> Tensor:
+    sizes, strides, dtype = form.result
+    if form.op in OF_ROWS:
+        return torch.empty(math.prod(sizes[:-1]), sizes[-1], dtype=dtype)
+    return torch.empty_strided(sizes, strides, dtype=dtype)
