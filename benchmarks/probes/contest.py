@@ -17,7 +17,7 @@ from torch import Tensor
 
 from strop.bench import environment, timer
 from strop.ir.source import KernelSource
-from strop.runtime.build.loader import KernelLibrary, kernel_library
+from strop.runtime.build.loader import KernelLoader, kernel_loader
 
 CALLS = 24  # of one graph
 WORKERS = 12
@@ -69,12 +69,12 @@ def hold(
     args: argparse.Namespace,
     sources: Iterable[KernelSource],
     shapes: Iterable[tuple[int, ...]],
-    measure: Callable[[tuple[int, ...], KernelLibrary], dict[str, Any]],
+    measure: Callable[[tuple[int, ...], KernelLoader], dict[str, Any]],
 ) -> None:
     """Build all kernels, measure shape by shape while there is time, and write the report. Rows
     have ``us`` and ``errors`` by contender: the library's first, ours in brackets."""
     start = time.monotonic()
-    library, wanted = kernel_library("cuda", 0, "", 0), list(dict.fromkeys(sources))
+    library, wanted = kernel_loader("cuda", 0, "", 0), list(dict.fromkeys(sources))
     library.build(wanted)
     print(f"{len(wanted)} kernels built in {time.monotonic() - start:.1f} s", flush=True)
     report(name, args, shapes, lambda shape: measure(shape, library), start + args.seconds)

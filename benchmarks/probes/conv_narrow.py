@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from strop.ir.source import KernelSource
-from strop.kernels.narrow_conv import Tile, Window, narrow_conv
+from strop.kernels.conv.narrow import Tile, Window, narrow_conv
 
 # pictures, height and width, channels in and out, window, stride
 SHAPES = (

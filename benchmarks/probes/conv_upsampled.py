@@ -15,18 +15,18 @@ from dataclasses import astuple
 from typing import Any
 
 import contest
-import conv_groups
+import conv_wgmma
 import torch
 from conv_narrow import SETS, arguments, library_call, window_of
 from torch import Tensor
 
 from strop.ir.source import KernelSource
-from strop.kernels import products
-from strop.kernels.folded_taps import folded_taps
-from strop.kernels.group_product import group_product
-from strop.kernels.pictures import FOUR_WINDOWS, Picture
-from strop.kernels.product_layout import PLAIN, Tile
-from strop.kernels.products import Form, form, is_able
+from strop.kernels.conv.folded_taps import folded_taps
+from strop.kernels.gemm import choice as products
+from strop.kernels.gemm.choice import Form, form, is_able
+from strop.kernels.gemm.implicit import FOUR_WINDOWS, Picture
+from strop.kernels.gemm.tile import PLAIN, Tile
+from strop.kernels.gemm.wgmma_gemm import wgmma_gemm
 
 HALF = torch.float16
 # Pictures, height = width, channels in and out: of SD1.5's UNet at 512 and 1024, of SDXL's, of the
@@ -72,7 +72,7 @@ def smaller(shape: Shape) -> Picture:
 
 
 def whole(shape: Shape) -> tuple[int, ...]:
-    """The convolution of the larger picture, as ``conv_groups`` has them."""
+    """The convolution of the larger picture, as ``conv_wgmma`` has them."""
     count, side, ins, outs = shape
     return count, 2 * side, ins, outs, 3, 1
 
@@ -92,7 +92,7 @@ def sources(shape: Shape) -> Iterator[KernelSource]:
     yield folded_taps(outs, ins, HALF)
     found = whole_form(shape)
     for each in (*forms(smaller(shape)), *([found] if found else [])):
-        yield group_product(each.product, HALF)
+        yield wgmma_gemm(each.product, HALF)
 
 
 def folding(sets: list[tuple[Tensor, ...]], library: Any, stream: int) -> Callable[[], None]:
@@ -127,13 +127,11 @@ def measure(shape: Shape, library: Any) -> dict[str, Any]:
         }
         if found:
             larger_of = Picture(3, of.ins, of.outs, of.batch, 2 * of.height, 2 * of.width)
-            calls["whole"] = conv_groups.bound(found, larger_of, sets, library, stream.cuda_stream)
+            calls["whole"] = conv_wgmma.bound(found, larger_of, sets, library, stream.cuda_stream)
         folded = [(p, t, s[2]) for p, t, s in zip(small, taps, sets, strict=True)]
         for each in forms(of):
             name = str(astuple(each.product.tile))
-            calls[name] = conv_groups.bound(
-                each, of, folded, library, stream.cuda_stream, late=True
-            )
+            calls[name] = conv_wgmma.bound(each, of, folded, library, stream.cuda_stream, late=True)
         row = contest.judged(calls, SETS, out, truth, stream)
         chosen = products.form_of(of)
         return {

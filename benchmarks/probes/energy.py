@@ -4,7 +4,7 @@ python benchmarks/probes/energy.py --out FOLDER [--seconds 90]
 
 One H100, fp16. Steps of a UNet run at 700 W, where the clock falls until they do: of two kernels
 that take equally long by themselves the one that moves fewer bytes is the faster one there. The
-library, ``group_product``, and ``gemm_groups``, whose programs share what they fetch by multicast
+library, ``wgmma_gemm``, and ``gemm_wgmma``, whose programs share what they fetch by multicast
 (1 x 2: the same rows, 2 x 1: the same columns). Each runs alone for a second and more.
 """
 
@@ -16,23 +16,23 @@ from dataclasses import astuple
 from typing import Any
 
 import contest
-import conv_groups
-import gemm_groups
-import linear_groups
+import conv_wgmma
+import gemm_wgmma
+import linear_wgmma
 import torch
 from conv_narrow import SETS, arguments, library_call, window_of
 
 from strop.bench import environment, timer
 from strop.bench.select import picture
 from strop.ir.source import KernelSource
-from strop.kernels.group_product import group_product
-from strop.kernels.product_layout import PLAIN
-from strop.kernels.products import Form, form_of, line_of
+from strop.kernels.gemm.choice import Form, form_of, line_of
+from strop.kernels.gemm.tile import PLAIN
+from strop.kernels.gemm.wgmma_gemm import wgmma_gemm
 
 LINEARS = ((8192, 320, 320), (2048, 1280, 1280), (8192, 640, 640), (2048, 1280, 5120))  # M, N, K
 CONVS = ((2, 64, 320, 320, 3, 1), (2, 32, 640, 640, 3, 1), (2, 64, 640, 640, 3, 1))
 SHARING = tuple(
-    gemm_groups.Tile(*each)
+    gemm_wgmma.Tile(*each)
     for each in (
         (2, 160, 5),
         (2, 160, 5, 1, 2),
@@ -49,7 +49,7 @@ def chosen(shape: tuple[int, ...]) -> Form | None:
     return form_of(picture(shape) if is_conv else line_of(*shape, PLAIN))
 
 
-def sharing(shape: tuple[int, ...]) -> Iterator[gemm_groups.Tile]:
+def sharing(shape: tuple[int, ...]) -> Iterator[gemm_wgmma.Tile]:
     for tile in SHARING:
         if shape[0] % (tile.rows * tile.down) == shape[1] % (tile.cols * tile.across) == 0:
             yield tile
@@ -59,8 +59,8 @@ def sources() -> Iterator[KernelSource]:
     for shape in (*LINEARS, *CONVS):
         found = chosen(shape)
         if found:
-            yield group_product(found.product, torch.float16)
-    yield from map(gemm_groups.group_linear, SHARING)
+            yield wgmma_gemm(found.product, torch.float16)
+    yield from map(gemm_wgmma.group_linear, SHARING)
 
 
 def contenders(shape: tuple[int, ...], library: Any, stream: int) -> dict[str, contest.Call]:
@@ -70,13 +70,13 @@ def contenders(shape: tuple[int, ...], library: Any, stream: int) -> dict[str, c
         of, sets = picture(shape), arguments(shape)
         found["cudnn"] = library_call(sets, window_of(shape))
     else:
-        of, sets = line_of(*shape, PLAIN), linear_groups.arguments((*shape, PLAIN))
-        found["cublas"] = linear_groups.library_call(sets, PLAIN, library, stream)
+        of, sets = line_of(*shape, PLAIN), linear_wgmma.arguments((*shape, PLAIN))
+        found["cublas"] = linear_wgmma.library_call(sets, PLAIN, library, stream)
         for tile in sharing(shape):
             triples = [each[:3] for each in sets]
-            found[f"shared {astuple(tile)}"] = gemm_groups.bound(tile, triples, library, stream)
+            found[f"shared {astuple(tile)}"] = gemm_wgmma.bound(tile, triples, library, stream)
     if form:
-        found[str(astuple(form.product.tile))] = conv_groups.bound(form, of, sets, library, stream)
+        found[str(astuple(form.product.tile))] = conv_wgmma.bound(form, of, sets, library, stream)
     return found
 
 

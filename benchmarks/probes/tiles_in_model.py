@@ -23,9 +23,9 @@ from typing import Any
 
 import contest
 import torch
-from conv_groups import TILES as CONVS
-from conv_groups import forms
-from linear_groups import OF_ENDS
+from conv_wgmma import TILES as CONVS
+from conv_wgmma import forms
+from linear_wgmma import OF_ENDS
 
 import strop
 from strop.bench import timer
@@ -33,9 +33,9 @@ from strop.bench.infer_contenders import Field
 from strop.bench.infer_rows import Row, chosen_rows
 from strop.dispatch.dispatcher import Dispatcher
 from strop.ir.program import CallStep
-from strop.kernels import products
-from strop.kernels.pictures import Picture
-from strop.kernels.product_layout import Tile
+from strop.kernels.gemm import choice as products
+from strop.kernels.gemm.implicit import Picture
+from strop.kernels.gemm.tile import Tile
 
 DEVICE, SAMPLE_MS, WORST = torch.device("cuda"), 120.0, 1.4
 LEAST_US = 5.0  # saved by a tile that is taken at the end
@@ -91,7 +91,7 @@ class Model:
         entry = next(reversed(self.dispatcher._entries.values()))
         program, env, found = entry.variant.program, entry.env, Counter[Size]()
         for step in program.at(env):
-            if isinstance(step, CallStep) and "group_product" in step.families:
+            if isinstance(step, CallStep) and "wgmma_gemm" in step.families:
                 shapes = [[size.eval(env) for size in ref.shape] for ref in step.inputs]
                 of = products.picture_of(step.op, dict(step.attrs), shapes)
                 found[of, products.OPS[step.op]] += 1

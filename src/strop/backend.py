@@ -20,7 +20,8 @@ from strop.ir.loops import Kernel, Schedule
 from strop.ir.ops import KERNEL_DTYPES, Kind
 from strop.ir.program import Program
 from strop.ir.source import KernelSource
-from strop.kernels import folded_taps, own_kernels
+from strop.kernels import library
+from strop.kernels.conv import folded_taps
 from strop.lowering.alike import Lower, lower_once
 from strop.lowering.generic import without_sizes
 from strop.lowering.lower import Lowered, OutOfPlaceError
@@ -48,8 +49,8 @@ TARGETS = {
         triton.emit_at,
         triton.stitched_at,
         in_place=True,
-        own_call=own_kernels.of_node,
-        families=own_kernels.families,
+        own_call=library.of_node,
+        families=library.families,
     ),
 }
 
@@ -241,7 +242,7 @@ class _First:
         for node in graph.nodes:
             if source := self.target.own_call(node):
                 self._begin(source)
-            for source in own_kernels.sources_of(node, self.target.families(node), self.hints):
+            for source in library.sources_of(node, self.target.families(node), self.hints):
                 self._begin(source)
 
     def _begin(self, source: KernelSource) -> None:

@@ -63,20 +63,20 @@ class Options:
         "convolutions of up to four channels, before or after, by a kernel of ours (GPUs)",
         "STROP_NARROW_CONV",
     )
-    box_attention: bool = _knob(
+    tma_attention: bool = _knob(
         True,
         "attention by a kernel of ours that the tensor memory"
         " accelerator feeds, at sizes where it is faster (inference,"
         " sm_90)",
         "STROP_BOX_ATTENTION",
     )
-    box_geglu: bool = _knob(
+    tma_geglu: bool = _knob(
         False,
         "a linear and the GEGLU behind it by one such kernel, at sizes"
         " where that is faster (inference, sm_90)",
         "STROP_BOX_GEGLU",
     )
-    group_product: bool = _knob(
+    wgmma_gemm: bool = _knob(
         True,
         "convolutions, linears and GEGLU by a kernel of ours in PTX,"
         " at sizes where it is faster (inference, sm_90)",
@@ -94,7 +94,7 @@ class Options:
         " by sums of their taps (inference, sm_90)",
         "STROP_UPSAMPLED_CONV",
     )
-    few_rows: bool = _knob(
+    skinny_gemm: bool = _knob(
         True, "linears of up to four rows by a kernel of ours (inference, sm_90)", "STROP_FEW_ROWS"
     )
     cache_dir: str = _knob(
@@ -170,10 +170,10 @@ class Options:
         skipped = tuple(dict.fromkeys((*self.disable, "linear_add")))
         return replace(
             self,
-            box_attention=False,
-            box_geglu=False,
-            group_product=False,
-            few_rows=False,
+            tma_attention=False,
+            tma_geglu=False,
+            wgmma_gemm=False,
+            skinny_gemm=False,
             disable=skipped,
         )
 

@@ -35,18 +35,18 @@ def test_a_device_without_kernels_runs_in_eager(caplog: Any) -> None:
 @pytest.mark.parametrize("device", ["mps", "xpu", "hpu"])
 def test_other_devices_are_refused_by_name(device: str) -> None:
     with pytest.raises(UnsupportedError, match=f"the device {device}; Strop is tested on"):
-        kernels.kernel_library(device, 0, "", 0)
+        kernels.kernel_loader(device, 0, "", 0)
 
 
 def test_amd_and_old_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "hip", "6.4")
     with pytest.raises(UnsupportedError, match="AMD"):
-        kernels.kernel_library("cuda", 0, "", 0)
+        kernels.kernel_loader("cuda", 0, "", 0)
     monkeypatch.setattr(torch.version, "hip", None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (6, 1))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "GeForce GTX 1080")
     with pytest.raises(UnsupportedError, match=r"GTX 1080 has compute capability 6\.1"):
-        kernels.kernel_library("cuda", 0, "", 0)
+        kernels.kernel_loader("cuda", 0, "", 0)
 
 
 def test_arguments_on_another_device_are_eagers_matter() -> None:

@@ -28,10 +28,10 @@ ROOT = Path(__file__).parents[2]
 @pytest.fixture(autouse=True)
 def fresh_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """No kernel of an earlier test is in memory."""
-    kernels.kernel_library.cache_clear()
+    kernels.kernel_loader.cache_clear()
     monkeypatch.setattr(cache, "_SPARE", cache._Spare())
     yield
-    kernels.kernel_library.cache_clear()
+    kernels.kernel_loader.cache_clear()
 
 
 def assert_right(folder: Path, **options: Any) -> Any:
@@ -111,7 +111,7 @@ def test_a_real_file_system(mount: str, tmp_path: Path) -> None:
 def test_without_a_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert_right(tmp_path / "built before")
     monkeypatch.setenv("PATH", str(tmp_path))
-    kernels.kernel_library.cache_clear()
+    kernels.kernel_loader.cache_clear()
     with pytest.raises(CodegenError, match=r"g\+\+ was not found.*apt-get install g\+\+"):
         assert_right(tmp_path / "empty")
     assert_right(tmp_path / "built before")  # a hit needs none
@@ -125,7 +125,7 @@ def test_the_command_line_without_a_compiler(
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setenv("STROP_CACHE_DIR", str(tmp_path / "empty"))
     monkeypatch.chdir(tmp_path)
-    kernels.kernel_library.cache_clear()
+    kernels.kernel_loader.cache_clear()
     result = CliRunner().invoke(app, ["repro", str(next(dumps.iterdir()))])
     text = " ".join(result.output.split())
     assert "apt-get install g++" in text

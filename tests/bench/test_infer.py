@@ -86,7 +86,7 @@ def test_a_model_and_its_random_shapes(tmp_path: Path) -> None:
     assert second["counts"]["num_recompiles"] == first["random"]["counts"]["num_recompiles"] == 0
     assert first["random"]["summary"]["rms_to_peer"] < 1e-5
     cold, warm = first["random"]["shapes"]
-    names = {"strop", *(f"no {n}" for n in CHOOSING if n != "box_geglu"), "with box_geglu"}
+    names = {"strop", *(f"no {n}" for n in CHOOSING if n != "tma_geglu"), "with tma_geglu"}
     assert set(warm["p50_ms"]) == names | {"eager"}
     fastest = warm["p50_ms"][warm["best"]]
     assert warm["to_best"] == pytest.approx(warm["p50_ms"]["strop"] / fastest, abs=1e-3)
@@ -150,12 +150,12 @@ def test_each_switch_alone(monkeypatch: pytest.MonkeyPatch) -> None:
         "no early_launch",
         "no in_place",
         "no narrow_conv",
-        "no box_attention",
-        "no group_product",
+        "no tma_attention",
+        "no wgmma_gemm",
         "no product_sum",
         "no upsampled_conv",
-        "no few_rows",
-        "with box_geglu",
+        "no skinny_gemm",
+        "with tma_geglu",
         "all off",
     ]
     assert all(switch["p50_ms"] > 0 for switch in switches.values())

@@ -12,7 +12,7 @@ from strop.codegen.assemble import Signature
 from strop.ir.program import KernelStep, Program
 from strop.options import Options
 from strop.runtime.build.cache import DiskCache
-from strop.runtime.build.loader import CudaKernels
+from strop.runtime.build.loader import CudaLoader
 from tests.frontend.tracing import trace
 from tests.gpus import H100
 
@@ -38,7 +38,7 @@ def compiled(pictures: int) -> Program:
 def statistics(program: Program, side: int, folder: Path) -> tuple[str, int]:
     """Text of the kernel at this size, and its programs on an H100."""
     env = {"b": 2, "h": side // 8, "w": side // 8}
-    kernels = CudaKernels(DiskCache(folder), 1, H100)
+    kernels = CudaLoader(DiskCache(folder), 1, H100)
     for step in program.at(env):
         if isinstance(step, KernelStep) and (split := program.sources[step.kernel].split):
             sizes = {f"s{n}": size.eval(env) for n, size in enumerate(step.scalars)}

@@ -29,7 +29,7 @@ from strop.ir import interpret as judge
 from strop.ir.dims import Env
 from strop.ir.loops import Schedule
 from strop.ir.source import Emitted, KernelSource, Variant
-from strop.kernels import narrow_conv
+from strop.kernels.conv import narrow as narrow_conv
 from strop.lowering.lower import Lowered, lower
 from strop.options import Options
 from strop.runtime.build import compilers as builds

@@ -111,7 +111,7 @@ def as_before() -> Iterator[None]:
     for name in ("SCALE", "activation", "CONFIG", "PARTIAL", "COUNT", "shape"):
         globals()[name] = kept[name]
     FACTORS[:], TABLE["gain"], CONFIG.gain, elsewhere.GAIN = [1.0, 2.0], 0.5, 2.0, 2.0
-    kernels.kernel_library.cache_clear()
+    kernels.kernel_loader.cache_clear()
 
 
 def optimized(module: nn.Module, folder: Path) -> nn.Module:
@@ -237,14 +237,14 @@ class Layer(torch.nn.Module):
 def test_of_libraries_little_is_watched(library: str) -> None:
     space: dict[str, Any] = {"__name__": library}
     exec(LIBRARY, space)
-    labels = {line.split("=")[0] for line in ModuleState(space["Layer"]()).surroundings.text}
+    labels = {line.split("=")[0] for line in ModuleState(space["Layer"]()).global_guards.text}
     own = {"Layer.forward", "Layer.again", "helped", "FLAG", "LIMITS"}
     watched = {"torch.nn.layer": set(), "diffusers.models.layer": {"FLAG"}, "own.layer": own}
     assert labels == {f"{library}.{name}" for name in watched[library]}
 
 
 def test_a_unet_costs_nothing() -> None:
-    assert not ModuleState(tiny.unet()).surroundings.text
+    assert not ModuleState(tiny.unet()).global_guards.text
 
 
 def calls(layer: nn.Module, body: Callable[[Any, Tensor], Tensor]) -> nn.Module:
@@ -298,7 +298,7 @@ def test_a_setting_that_a_user_gives_a_layer_is_watched() -> None:
 
 def test_keys_hold_no_addresses() -> None:
     lines = [
-        line for body, _ in CASES.values() for line in ModuleState(reads(body)).surroundings.text
+        line for body, _ in CASES.values() for line in ModuleState(reads(body)).global_guards.text
     ]
     assert any("lambda" in line for line in lines)
     assert not [line for line in lines if " at 0x" in line]

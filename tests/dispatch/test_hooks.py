@@ -144,7 +144,7 @@ def test_hooks_run_as_in_eager(kind: str, place: Any, train: bool, late: bool) -
     torch.testing.assert_close(found[0], expected[0], **CLOSE)
 
 
-def test_a_hook_for_all_modules_on_the_short_way() -> None:
+def test_a_hook_for_all_modules_on_the_prepared() -> None:
     eager = Kernels().eval()
     ours = optimised(copy.deepcopy(eager))
     expected, found = (calls(net, on_all, "forward", None) for net in (eager, ours))

@@ -218,7 +218,7 @@ def test_keys_of_a_unet_are_the_same_in_every_process() -> None:
     puts functions of ours into diffusers: this process may have other keys.)"""
     code = (
         "from tests.e2e import tiny; from strop.dispatch.module_state import ModuleState;"
-        "print(ModuleState(tiny.unet()).surroundings.code)"
+        "print(ModuleState(tiny.unet()).global_guards.code)"
     )
     paths = [str(Path(strop.__file__).parents[1]), str(Path(__file__).parents[2])]
     found = set()

@@ -39,9 +39,9 @@ class Net(nn.Module):
 @pytest.fixture(autouse=True)
 def fresh_process():
     """No kernel of an earlier test is in memory."""
-    kernels.kernel_library.cache_clear()
+    kernels.kernel_loader.cache_clear()
     yield
-    kernels.kernel_library.cache_clear()
+    kernels.kernel_loader.cache_clear()
 
 
 def run(folder: Path, *args: Any) -> Any:
@@ -60,7 +60,7 @@ def forbidden(*args: Any, **kwargs: Any) -> Any:
 
 def test_a_hit_neither_traces_nor_compiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     assert not run(tmp_path).variants.all[0].from_disk
-    kernels.kernel_library.cache_clear()
+    kernels.kernel_loader.cache_clear()
     monkeypatch.setattr(variants, "capture", forbidden)
     monkeypatch.setattr(NativeKernels, "_compile", forbidden)
     dispatcher = run(tmp_path)

@@ -19,7 +19,7 @@ from strop.debug.minify import minify
 from strop.dispatch.dispatcher import Dispatcher
 from strop.ir.graph import Ref
 from strop.options import Options
-from strop.runtime.build.loader import kernel_library
+from strop.runtime.build.loader import kernel_loader
 from tests.fuzz.interpreted import interpreted
 from tests.fuzz.judge import judge, optimized
 from tests.fuzz.programs import Program
@@ -36,7 +36,7 @@ def check_compiled(programs: Sequence[Program], folder: str) -> int:
                 judge(program, dispatcher)
                 made[program] = dispatcher
     sources = [s for d in made.values() for v in d.variants.all for s in v.program.sources]
-    kernel_library("cpu", 0, folder, 0).build(sources)
+    kernel_loader("cpu", 0, folder, 0).build(sources)
     for program, dispatcher in made.items():
         dispatcher.forget_shapes()  # bound to interpreted kernels
         try:

@@ -27,7 +27,7 @@ from strop.ir.interpret import run
 from strop.ir.loops import Kernel
 from strop.ir.program import KernelStep
 from strop.ir.source import Emitted, KernelSource, Split
-from strop.runtime.build.background import Ahead, Order
+from strop.runtime.build.background import BackgroundBuild, Order
 from strop.runtime.run import executor
 from tests.lowering.run_plan import with_offsets
 
@@ -96,8 +96,8 @@ class _NoKernels:
 
     def build(self, sources: Sequence[KernelSource]) -> None: ...
 
-    def later(self, sources: Sequence[KernelSource], order: Order | None = None) -> Ahead:
-        return Ahead(())
+    def later(self, sources: Sequence[KernelSource], order: Order | None = None) -> BackgroundBuild:
+        return BackgroundBuild(())
 
     def watch(self, sources: Sequence[KernelSource]) -> Callable[[], int]:
         return int

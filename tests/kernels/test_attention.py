@@ -6,10 +6,16 @@ import pytest
 import torch
 
 from strop.ir.dims import const, symbol
-from strop.kernels.attention import is_boxed, source_of, sources_anywhere, sources_at, tile_of
-from strop.kernels.box_attention import Tile
-from strop.kernels.few_keys import KeysTile
-from strop.kernels.group_tiles import GroupTile
+from strop.kernels.attention.choice import (
+    is_boxed,
+    source_of,
+    sources_anywhere,
+    sources_at,
+    tile_of,
+)
+from strop.kernels.attention.cross import KeysTile
+from strop.kernels.attention.tma import Tile
+from strop.kernels.attention.wgmma_tiles import WgmmaTile
 
 WITH_QUERIES = Tile(64, 64, 3, 4, blocks=0, with_queries=True)
 PLAIN = {"causal": False, "scale": None}
@@ -37,18 +43,18 @@ def test_which_calls(attrs, shapes, dtype, expected) -> None:
 
 
 def test_which_tiles() -> None:
-    assert tile_of(80, 16, 1024, 77) == GroupTile(1, 80, 1, 2)
+    assert tile_of(80, 16, 1024, 77) == WgmmaTile(1, 80, 1, 2)
     assert tile_of(80, 16, 4096, 77) == KeysTile(2, 80, 2)
     assert tile_of(80, 16, 1024, 100) == WITH_QUERIES
     assert tile_of(160, 16, 256, 256) == WITH_QUERIES
-    assert tile_of(64, 40, 1024, 1024) == GroupTile(4, 64, 4, early=True)
-    assert tile_of(64, 40, 4096, 77) == GroupTile(1, 80, 1, 5)
+    assert tile_of(64, 40, 1024, 1024) == WgmmaTile(4, 64, 4, early=True)
+    assert tile_of(64, 40, 4096, 77) == WgmmaTile(1, 80, 1, 5)
     assert tile_of(64, 40, 4096, 81) is None  # one step of that tile has 80 keys
     assert tile_of(40, 16, 4096, 77) == KeysTile(2, 80, 2)
     # of 80 keys the last 16 alone may be none
     assert tile_of(40, 16, 4096, 64) == Tile(128, 32, 4, 4, parts=1, blocks=0)
-    assert tile_of(64, 20, 4096, 4096) == GroupTile(4, 64, 4, early=True)
-    assert tile_of(64, 80, 1024, 1024) == GroupTile(4, 64, 4, early=True)
+    assert tile_of(64, 20, 4096, 4096) == WgmmaTile(4, 64, 4, early=True)
+    assert tile_of(64, 80, 1024, 1024) == WgmmaTile(4, 64, 4, early=True)
     assert tile_of(64, 16, 1024, 1024) is None  # of cuDNN's programs there is one a processor
     assert tile_of(128, 16, 64, 64) is None
     assert tile_of(64, 12, 128, 128) is None  # BERT's: not measured
@@ -56,21 +62,21 @@ def test_which_tiles() -> None:
 
 def test_programs_run_in_rounds() -> None:
     """The longest is not always best: of 1536 queries 256 a program leave processors idle."""
-    assert tile_of(40, 16, 4096, 4096) == GroupTile(4, 80, 4)
-    assert tile_of(40, 16, 1536, 1536) == GroupTile(3, 80, 3)
-    assert tile_of(40, 16, 1024, 1024) == GroupTile(2, 64, 4, 2)
-    assert tile_of(80, 16, 1024, 1024) == GroupTile(2, 128, 3)
-    assert tile_of(80, 16, 2304, 2304) == GroupTile(3, 64, 3, early=True)
+    assert tile_of(40, 16, 4096, 4096) == WgmmaTile(4, 80, 4)
+    assert tile_of(40, 16, 1536, 1536) == WgmmaTile(3, 80, 3)
+    assert tile_of(40, 16, 1024, 1024) == WgmmaTile(2, 64, 4, 2)
+    assert tile_of(80, 16, 1024, 1024) == WgmmaTile(2, 128, 3)
+    assert tile_of(80, 16, 2304, 2304) == WgmmaTile(3, 64, 3, early=True)
 
 
 def test_the_last_round_is_shared_out() -> None:
     """264 of 320 programs are two rounds of 132 processors, 56 are shared by 112 more."""
-    shares = GroupTile(4, 64, 4).shares(20, 4096, 4096)
+    shares = WgmmaTile(4, 64, 4).shares(20, 4096, 4096)
     assert shares.scalars == (264, 2, 376)
     assert (shares.rounds, shares.load) == (3, 2.7)
-    assert GroupTile(4, 80, 4).shares(16, 4096, 4096).scalars == (256, 4, 256)
-    assert not GroupTile(2, 64, 4, 2).is_shared
-    assert not GroupTile(2, 80, 1).is_shared
+    assert WgmmaTile(4, 80, 4).shares(16, 4096, 4096).scalars == (256, 4, 256)
+    assert not WgmmaTile(2, 64, 4, 2).is_shared
+    assert not WgmmaTile(2, 80, 1).is_shared
 
 
 @pytest.mark.parametrize("head", [40, 64, 80, 160])

@@ -14,7 +14,7 @@ from torch import Tensor
 from strop.ir.dims import const
 from strop.ir.graph import Node
 from strop.ir.source import KernelSource
-from strop.kernels.folded_taps import folded_taps, of_node
+from strop.kernels.conv.folded_taps import folded_taps, of_node
 from strop.runtime.run.folded_taps import FoldedTaps
 from strop.runtime.run.library_calls import CUDA_PLANNED_OUT, fold_taps, upsampled
 from tests.codegen.test_triton_compile import compiled, resources

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import strop
 from strop.ir.device import Device
-from strop.kernels.geglu import HALVES, TILE, Tile, box_geglu, geglu, tile_of
+from strop.kernels.gemm.geglu import HALVES, TILE, Tile, geglu, tile_of, tma_geglu
 from strop.options import Options
 from strop.runtime.run import gated_linear
 from strop.runtime.run.gated_linear import GatedLinear
@@ -65,7 +65,7 @@ def truth_of(inputs: Sequence[Tensor]) -> Tensor:
 
 
 @pytest.mark.parametrize("has_bias", [True, False])
-@pytest.mark.parametrize(("device", "name"), [(H100, "box_geglu"), (A100, "geglu")])
+@pytest.mark.parametrize(("device", "name"), [(H100, "tma_geglu"), (A100, "geglu")])
 @pytest.mark.parametrize("rows", [64, 45])  # the last tile leaves the tensor
 def test_as_accurate_as_torch(
     rows: int, device: Device, name: str, has_bias: bool, monkeypatch: pytest.MonkeyPatch
@@ -108,7 +108,7 @@ def test_where_one_kernel_is_faster() -> None:
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 @pytest.mark.parametrize("has_bias", [True, False])
 def test_compiles(has_bias: bool, dtype: torch.dtype, tmp_path: Path) -> None:
-    boxed = compiled(box_geglu(TILE, dtype, has_bias=has_bias), 90)
+    boxed = compiled(tma_geglu(TILE, dtype, has_bias=has_bias), 90)
     assert boxed.shared <= 227 * 1024
     assert boxed.early
     assert resources(boxed, tmp_path)[1] == 0  # nothing spilled
@@ -139,7 +139,7 @@ def test_on_a_gpu(dtype: torch.dtype) -> None:
     ]
     with torch.no_grad():
         wanted = [(module(x), exact(x.double())) for x in inputs]
-        for options in (Options(strict=True, box_geglu=True), Options(strict=True)):
+        for options in (Options(strict=True, tma_geglu=True), Options(strict=True)):
             strop.optimize(module, options=options)
             for x, (eager, truth) in zip(inputs, wanted, strict=True):
                 for _ in range(3):  # step by step, captured, replayed

@@ -15,7 +15,7 @@ import strop
 from strop.ir.dims import const, symbol
 from strop.ir.graph import Node
 from strop.ir.source import KernelSource
-from strop.kernels.narrow_conv import HALVES, of_node, reads_pieces
+from strop.kernels.conv.narrow import HALVES, of_node, reads_pieces
 from strop.options import Options
 from strop.runtime.run.narrow_convolution import NarrowConvolution
 from strop.testing import assert_as_accurate_as_eager

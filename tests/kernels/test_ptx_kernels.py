@@ -16,15 +16,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from strop.ir.source import KernelSource
-from strop.kernels.attention import scalars_of
-from strop.kernels.group_attention import group_attention
-from strop.kernels.group_tiles import GroupTile
+from strop.kernels.attention.choice import scalars_of
+from strop.kernels.attention.wgmma import wgmma_attention
+from strop.kernels.attention.wgmma_tiles import WgmmaTile
 from strop.testing import assert_as_accurate_as_eager
 from tests.kernels.ptx_machine import PtxError, launch
 from tests.kernels.test_ptx_machine import kernel, run
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks" / "probes"))
-import gemm_groups
+import gemm_wgmma
 
 sys.path.pop(0)
 
@@ -47,7 +47,7 @@ def attended(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    tile: GroupTile,
+    tile: WgmmaTile,
     seed: int = 0,
     shares: tuple[int, int, int] | None = None,
 ) -> Tensor:
@@ -64,7 +64,7 @@ def attend(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    tile: GroupTile,
+    tile: WgmmaTile,
     seed: int,
     shares: tuple[int, int, int] | None = None,
 ) -> None:
@@ -77,18 +77,18 @@ def attend(
 @pytest.mark.parametrize(
     ("head", "tile", "shape", "dtype"),
     [
-        (40, GroupTile(4, 80, 3), (1, 2, 130, 200), F16),
-        (40, GroupTile(2, 64, 4), (2, 1, 70, 333), F16),
-        (40, GroupTile(3, 80, 3), (1, 1, 1, 81), F16),
-        (80, GroupTile(2, 128, 2), (1, 2, 70, 300), F16),
-        (80, GroupTile(3, 64, 3), (1, 1, 200, 257), BF16),
-        (64, GroupTile(1, 80, 1, 5), (2, 2, 70, 77), F16),
-        (80, GroupTile(1, 80, 1, 2), (1, 2, 65, 80), BF16),
+        (40, WgmmaTile(4, 80, 3), (1, 2, 130, 200), F16),
+        (40, WgmmaTile(2, 64, 4), (2, 1, 70, 333), F16),
+        (40, WgmmaTile(3, 80, 3), (1, 1, 1, 81), F16),
+        (80, WgmmaTile(2, 128, 2), (1, 2, 70, 300), F16),
+        (80, WgmmaTile(3, 64, 3), (1, 1, 200, 257), BF16),
+        (64, WgmmaTile(1, 80, 1, 5), (2, 2, 70, 77), F16),
+        (80, WgmmaTile(1, 80, 1, 2), (1, 2, 65, 80), BF16),
     ],
     ids=str,
 )
-def test_attention(head: int, tile: GroupTile, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    source, given = group_attention(head, head**-0.5, tile, dtype), heads(shape, head, dtype)
+def test_attention(head: int, tile: WgmmaTile, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    source, given = wgmma_attention(head, head**-0.5, tile, dtype), heads(shape, head, dtype)
     for seed in range(4):
         attend(source, *given, tile, seed)
 
@@ -97,13 +97,13 @@ def test_attention(head: int, tile: GroupTile, shape: tuple[int, ...], dtype: to
 @pytest.mark.parametrize("keys", [60, 200])
 def test_attention_shared_out(shares: tuple[int, int, int], keys: int) -> None:
     """Of two heads of 300 queries, 256 a program; some programs have none."""
-    given, tile = heads((1, 2, 300, keys), 40, F16), GroupTile(4, 80, 3)
-    source = group_attention(40, 40**-0.5, tile, F16)
+    given, tile = heads((1, 2, 300, keys), 40, F16), WgmmaTile(4, 80, 3)
+    source = wgmma_attention(40, 40**-0.5, tile, F16)
     for seed in range(2):
         attend(source, *given, tile, seed, shares)
 
 
-def linear(tile: gemm_groups.Tile, rows: int, cols: int, depth: int) -> Callable[..., None]:
+def linear(tile: gemm_wgmma.Tile, rows: int, cols: int, depth: int) -> Callable[..., None]:
     torch.manual_seed(rows + cols)
     x, w = torch.randn(rows, depth).half(), (torch.randn(cols, depth) * depth**-0.5).half()
     down = -(-rows // (tile.rows * tile.down))
@@ -122,15 +122,15 @@ def linear(tile: gemm_groups.Tile, rows: int, cols: int, depth: int) -> Callable
 @pytest.mark.parametrize(
     ("tile", "shape"),
     [
-        (gemm_groups.Tile(2, 160, 5), (256, 320, 256)),
-        (gemm_groups.Tile(2, 160, 2, 2, 2), (256, 320, 256)),
-        (gemm_groups.Tile(1, 80, 3, 4, 1), (200, 168, 200)),
-        (gemm_groups.Tile(1, 80, 3, 1, 2), (100, 168, 328)),
+        (gemm_wgmma.Tile(2, 160, 5), (256, 320, 256)),
+        (gemm_wgmma.Tile(2, 160, 2, 2, 2), (256, 320, 256)),
+        (gemm_wgmma.Tile(1, 80, 3, 4, 1), (200, 168, 200)),
+        (gemm_wgmma.Tile(1, 80, 3, 1, 2), (100, 168, 328)),
     ],
     ids=str,
 )
-def test_linears_of_clusters(tile: gemm_groups.Tile, shape: tuple[int, int, int]) -> None:
-    call, source = linear(tile, *shape), gemm_groups.group_linear(tile)
+def test_linears_of_clusters(tile: gemm_wgmma.Tile, shape: tuple[int, int, int]) -> None:
+    call, source = linear(tile, *shape), gemm_wgmma.group_linear(tile)
     for seed in range(3):
         call(source, seed)
 
@@ -176,16 +176,16 @@ def survivors(source: KernelSource, call: Callable[[KernelSource, int], None]) -
 
 
 def test_attention_needs_all_that_orders_it() -> None:
-    given, tile = heads((1, 1, 100, 300), 80, F16), GroupTile(2, 64, 2)
-    source = group_attention(80, 80**-0.5, tile, F16)
+    given, tile = heads((1, 1, 100, 300), 80, F16), WgmmaTile(2, 64, 2)
+    source = wgmma_attention(80, 80**-0.5, tile, F16)
     assert not survivors(source, lambda source, seed: attend(source, *given, tile, seed))
 
 
 def test_a_count_that_is_too_low() -> None:
     """Stages are given back once all warps but one have read them, so that a few rounds later a
     whole group may lag behind; in the first rounds each group has somebody who has waited."""
-    given, tile = heads((1, 1, 100, 900), 80, F16), GroupTile(2, 64, 2)
-    source = group_attention(80, 80**-0.5, tile, F16)
+    given, tile = heads((1, 1, 100, 900), 80, F16), WgmmaTile(2, 64, 2)
+    source = wgmma_attention(80, 80**-0.5, tile, F16)
     counted = "shl.b32 %readers, %active, 2;\n"
     assert source.text.count(counted) == 1
     text = source.text.replace(counted, counted + "    sub.u32 %readers, %readers, 1;\n")
@@ -195,8 +195,8 @@ def test_a_count_that_is_too_low() -> None:
 
 
 def test_linears_need_all_that_orders_them() -> None:
-    tile = gemm_groups.Tile(2, 80, 2, 2, 2)
-    assert not survivors(gemm_groups.group_linear(tile), linear(tile, 256, 160, 328))
+    tile = gemm_wgmma.Tile(2, 80, 2, 2, 2)
+    assert not survivors(gemm_wgmma.group_linear(tile), linear(tile, 256, 160, 328))
 
 
 @pytest.mark.parametrize("kind", ["f16", "bf16"])

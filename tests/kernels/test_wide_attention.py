@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import strop
 from strop.ir.dims import const, symbol
-from strop.kernels.exp_rows import exp_rows
+from strop.kernels.attention.exp_rows import exp_rows
 from strop.options import Options
 from strop.runtime.run import wide_attention
 from strop.runtime.run.wide_attention import Part, WideAttention, chunk_of, is_wide

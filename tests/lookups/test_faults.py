@@ -13,24 +13,24 @@ from torch.nn import functional as F
 import strop
 from strop.debug.explain import report_of
 from strop.runtime.run import bounds_checks as faults
-from strop.runtime.run.bounds_checks import Faults
+from strop.runtime.run.bounds_checks import BoundsChecks
 from tests.lookups.test_lookups import Calls, optimized
 
 TEXT = "index out of range: an index of an earlier call"
 
 
 @pytest.fixture
-def marked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Faults]:
+def marked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, BoundsChecks]:
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
     module, dispatcher = optimized(Calls(lambda x, i: F.embedding(i, x) * 2), str(tmp_path))
     module(torch.randn(5, 4), torch.tensor([1, 2]))
-    found = Faults(dispatcher.variants.all[0].program, torch.device("cuda"))
+    found = BoundsChecks(dispatcher.variants.all[0].program, torch.device("cuda"))
     assert not faults.unreported()
     found._memory[0] = 1
     return dispatcher, found
 
 
-def test_the_last_one_is_shown_and_logged(marked: tuple[Any, Faults], caplog: Any) -> None:
+def test_the_last_one_is_shown_and_logged(marked: tuple[Any, BoundsChecks], caplog: Any) -> None:
     dispatcher, found = marked
     assert [text.startswith(TEXT) for text in faults.unreported()] == [True]
     assert TEXT in str(report_of({"it": dispatcher}))
@@ -43,7 +43,7 @@ def test_the_last_one_is_shown_and_logged(marked: tuple[Any, Faults], caplog: An
 
 
 def test_one_of_a_program_that_is_dropped_is_logged(
-    marked: tuple[Any, Faults], caplog: Any
+    marked: tuple[Any, BoundsChecks], caplog: Any
 ) -> None:
     with caplog.at_level(logging.ERROR, "strop"):
         marked[1].__del__()

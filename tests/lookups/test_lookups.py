@@ -128,7 +128,7 @@ def test_a_source_of_the_same_kernel_is_stored_first(folder: str) -> None:
     assert launches(dispatcher) == (2, 0)
 
 
-FAULTS: dict[str, tuple[Callable[..., Any], int, int]] = {  # with a good and a bad index
+BOUNDS_CHECK: dict[str, tuple[Callable[..., Any], int, int]] = {  # with a good and a bad index
     "embedding": (lambda x, i: F.embedding(i, x), 3, 4),
     "embedding_negative": (lambda x, i: F.embedding(i, x), 0, -1),
     "gather": (lambda x, i: x.gather(1, i[:, None]), 4, 5),
@@ -145,11 +145,11 @@ FAULTS: dict[str, tuple[Callable[..., Any], int, int]] = {  # with a good and a 
 
 
 class Lookups(nn.Module):
-    """All of FAULTS, each in a module of its name."""
+    """All of BOUNDS_CHECK, each in a module of its name."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.of = nn.ModuleDict({name: Function(row[0]) for name, row in FAULTS.items()})
+        self.of = nn.ModuleDict({name: Function(row[0]) for name, row in BOUNDS_CHECK.items()})
 
     def forward(self, x: Tensor, *indices: Tensor) -> list[Tensor]:
         return [f(x, i) for f, i in zip(self.of.values(), indices, strict=True)]
@@ -160,13 +160,13 @@ def lookups(folder: str) -> nn.Module:
     return optimized(Lookups(), f"{folder}/faults")[0]
 
 
-@pytest.mark.parametrize("name", FAULTS)
+@pytest.mark.parametrize("name", BOUNDS_CHECK)
 def test_out_of_range_raises(name: str, lookups: nn.Module) -> None:
     """Where eager raises, with the module's path; the next call is as if nothing had been."""
     x = torch.randn(4, 5)
-    indices = {other: torch.full((3,), row[1]) for other, row in FAULTS.items()}
-    function, good, bad = FAULTS[name]
-    wanted = [row[0](x, indices[other]) for other, row in FAULTS.items()]
+    indices = {other: torch.full((3,), row[1]) for other, row in BOUNDS_CHECK.items()}
+    function, good, bad = BOUNDS_CHECK[name]
+    wanted = [row[0](x, indices[other]) for other, row in BOUNDS_CHECK.items()]
     for place in (0, 2):
         indices[name][place] = bad
         with pytest.raises((IndexError, RuntimeError)) as eager:

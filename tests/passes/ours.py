@@ -16,7 +16,7 @@ def assert_needs_kernels_of_ours(name: str, found: Callable[..., Sequence[Any]])
     assert found()
     assert not found("cpu")
     assert not found(dtype=torch.float32)
-    for option in ("group_product", name):
+    for option in ("wgmma_gemm", name):
         assert not found(**{option: False})
     assert not found(disable=(name,))
     assert not getattr(Options().on(has_wgmma=False), name)

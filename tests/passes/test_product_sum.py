@@ -162,7 +162,7 @@ def test_it_is_written_over_the_other_value() -> None:
     assert len(steps) == 2
     for step in steps:
         assert step.in_place == ((step.outputs[0], step.inputs[2].buffer),)
-        assert "group_product" in step.families
+        assert "wgmma_gemm" in step.families
 
 
 @pytest.mark.parametrize("kind", [Block, Picture])

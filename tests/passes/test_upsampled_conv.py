@@ -15,8 +15,8 @@ from strop.backend import compile_graph
 from strop.codegen.assemble import Signature
 from strop.ir.graph import Graph
 from strop.ir.program import CallStep
-from strop.kernels.products import form_of
-from strop.kernels.products import picture_of as sizes_of
+from strop.kernels.gemm.choice import form_of
+from strop.kernels.gemm.choice import picture_of as sizes_of
 from strop.options import Options
 from strop.passes import run as run_passes
 from strop.runtime.run import library_calls as calls
@@ -133,7 +133,7 @@ def test_its_steps() -> None:
     taps, conv = (step for step in program.steps if isinstance(step, CallStep))
     assert taps.kernel is not None
     assert program.sources[taps.kernel].name == "folded_taps"
-    assert conv.families == ("group_product",)
+    assert conv.families == ("wgmma_gemm",)
     assert conv.inputs[1].buffer == taps.outputs[0]
 
 

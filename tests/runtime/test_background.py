@@ -29,10 +29,10 @@ from strop.ir.source import KernelSource
 from strop.options import Options
 from strop.runtime.build import background as ahead
 from strop.runtime.build import compilers as builds
-from strop.runtime.build.background import LOW_PRIORITY, Ahead
+from strop.runtime.build.background import LOW_PRIORITY, BackgroundBuild
 from strop.runtime.build.cache import DiskCache
 from strop.runtime.build.cubin import Cubin
-from strop.runtime.build.loader import CudaKernels
+from strop.runtime.build.loader import CudaLoader
 from tests.codegen.kernels import SAMPLES
 from tests.gpus import H100
 
@@ -110,12 +110,12 @@ class Softmax(nn.Module):
 
 
 @pytest.fixture
-def library(tmp_path: Path) -> CudaKernels:
-    return CudaKernels(DiskCache(tmp_path), workers=4, device=H100)
+def library(tmp_path: Path) -> CudaLoader:
+    return CudaLoader(DiskCache(tmp_path), workers=4, device=H100)
 
 
 @pytest.fixture
-def store(library: CudaKernels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+def store(library: CudaLoader, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Of a module that lies on the CPU and is compiled for CUDA."""
     monkeypatch.setattr(variants, "library_for", lambda device, options: library)
     monkeypatch.setattr(variants, "device_of", lambda state, shapes: torch.device("cuda"))
@@ -135,7 +135,7 @@ def variant_for(store: variants.VariantStore, *shape: int) -> variants.Variant:
 
 
 def test_the_first_call_waits_for_its_own_forms_only(
-    store: variants.VariantStore, library: CudaKernels, compilers: Compilers
+    store: variants.VariantStore, library: CudaLoader, compilers: Compilers
 ) -> None:
     variant = variant_for(store, 3, 48, 8)
     program = variant.program
@@ -208,7 +208,7 @@ def test_a_stored_plan_finds_the_kernels_that_were_built(
 
 
 def test_a_kernel_that_is_refused_is_told_and_raises_where_it_is_needed(
-    library: CudaKernels, compilers: Compilers, caplog: Any
+    library: CudaLoader, compilers: Compilers, caplog: Any
 ) -> None:
     compilers.open()
     sources = [emit(SAMPLES[name](F16).kernel).source for name in ("geglu", "casts")]
@@ -225,11 +225,11 @@ def test_a_kernel_that_is_refused_is_told_and_raises_where_it_is_needed(
     library.build(sources)
 
 
-def test_who_waits_gets_the_longest_text_first(library: CudaKernels, compilers: Compilers) -> None:
+def test_who_waits_gets_the_longest_text_first(library: CudaLoader, compilers: Compilers) -> None:
     queue = ahead.Queue(0)
     names = ("casts", "geglu", "softmax", "layer_norm")
     sources = [emit(SAMPLES[name](F16).kernel).source for name in names]
-    soon = Ahead(sources, 90, library._cache, niceness=0)
+    soon = BackgroundBuild(sources, 90, library._cache, niceness=0)
     queue.add(soon, sources[:-1], workers=0)
     queue.add(soon, sources[-1:], workers=1)  # the first thread, which finds all of them
     for thread in list(queue._threads):
@@ -245,7 +245,7 @@ import torch
 from strop.codegen.triton import emit
 from strop.runtime.build import compilers as builds
 from strop.runtime.build.cache import DiskCache
-from strop.runtime.build.loader import CudaKernels
+from strop.runtime.build.loader import CudaLoader
 from tests.codegen.kernels import SAMPLES
 from tests.gpus import H100
 
@@ -253,7 +253,7 @@ sources = [emit(make(dtype).kernel).source for make in SAMPLES.values()
            for dtype in (torch.float16, torch.bfloat16, torch.float32)]
 # more than can be built while the others do what they do
 sources = [replace(s, text=s.text + "#" * n) for n in range(int(sys.argv[3])) for s in sources]
-library = CudaKernels(DiskCache(Path(sys.argv[2])), 8, H100)
+library = CudaLoader(DiskCache(Path(sys.argv[2])), 8, H100)
 if sys.argv[1] == "idle":  # the first call got its kernels, and failed for another reason
     library.warm_up(2)
     library.build(sources[:1])
@@ -311,13 +311,13 @@ def test_a_process_ends_cleanly_while_kernels_are_built(how: str, tmp_path: Path
 
 
 def test_nothing_to_build_is_done_at_once() -> None:
-    later = Ahead(())
+    later = BackgroundBuild(())
     later.wait()
     assert later.is_done
     assert not later.num_done
 
 
-def test_an_order_is_found_in_the_background(compilers: Compilers, library: CudaKernels) -> None:
+def test_an_order_is_found_in_the_background(compilers: Compilers, library: CudaLoader) -> None:
     """By a thread of low priority, not by who starts it; kernels come in it."""
     base = emit(SAMPLES["geglu"](F16).kernel).source
     kernels = [dataclasses.replace(base, text=base.text + "#" * n) for n in range(5)]

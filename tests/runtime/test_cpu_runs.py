@@ -54,11 +54,11 @@ def prepared(*args: Tensor) -> Any:
     net = strop.optimize(Net().eval(), options=tiny.options(strict=True))
     with torch.no_grad():
         net(*args)
-    assert takes_short_way(net, *args)
+    assert takes_prepared(net, *args)
     return net
 
 
-def takes_short_way(net: Any, *args: Tensor) -> bool:
+def takes_prepared(net: Any, *args: Tensor) -> bool:
     """Whether the next call does, without the way that serves all calls."""
     with pytest.MonkeyPatch.context() as patch, torch.no_grad():
         patch.setattr(net.forward, "_serve_any", lambda args, kwargs: None)
@@ -201,7 +201,7 @@ def test_hooks_run(name: str):
     for handle in handles:
         handle.remove()
     assert_as_eager(net, *args)
-    assert takes_short_way(net, *args)
+    assert takes_prepared(net, *args)
 
 
 def test_a_forward_that_somebody_replaces_runs():
@@ -216,7 +216,7 @@ def test_a_forward_that_somebody_replaces_runs():
         for found, wanted in zip(net(*args), Net.forward(net, *args), strict=True):
             assert torch.equal(found, wanted)
     net.forward = ours
-    assert takes_short_way(net, *args)
+    assert takes_prepared(net, *args)
 
 
 class Copied(Net):
@@ -235,7 +235,7 @@ def test_a_copy_has_a_way_of_its_own(kind: type[Net], copied: Callable[[Any], An
     net = strop.optimize(kind().eval(), options=tiny.options(strict=True))
     with torch.no_grad():
         net(*args)
-        assert takes_short_way(net, *args)
+        assert takes_prepared(net, *args)
         twin = copied(net)
         twin.weight = nn.Parameter(torch.zeros(8))
         assert not twin(*args)[0].any()
@@ -277,7 +277,7 @@ def test_shapes_in_turns():
     net = prepared(*arguments(5))
     for rows in (5, 6, 5, 6, 7, 5):
         assert_as_eager(net, *arguments(rows))
-    assert all(takes_short_way(net, *arguments(rows)) for rows in (5, 6, 7, 6))
+    assert all(takes_prepared(net, *arguments(rows)) for rows in (5, 6, 7, 6))
 
 
 def test_another_number_of_arguments_gets_eagers_error():
@@ -306,7 +306,7 @@ def test_other_looks_take_the_long_way(other: Callable[[Tensor], Tensor]):
     net = prepared(x, y)
     changed = other(x)
     given = (changed, y[: len(changed)])
-    assert not takes_short_way(net, *given)
+    assert not takes_prepared(net, *given)
     assert_as_eager(net, *given)
     assert_as_eager(net, *given)
 
@@ -327,7 +327,7 @@ def test_a_first_call_in_another_mode_is_no_measure(mode: Callable[[], Any]):
             assert not any(r.is_inference() for r in net(*args))
     with torch.no_grad():
         net(*args)
-    assert takes_short_way(net, *args)
+    assert takes_prepared(net, *args)
 
 
 class Named(nn.Module):

@@ -14,7 +14,7 @@ from strop.codegen.assemble import Signature
 from strop.ir.dims import Expr
 from strop.ir.source import KernelSource
 from strop.options import Options
-from strop.runtime.build.early import Foresight
+from strop.runtime.build.early import EarlyBuild
 from strop.runtime.run import own_calls
 from tests.frontend.tracing import trace_specs
 from tests.gpus import H100
@@ -22,8 +22,8 @@ from tests.gpus import H100
 HALF = torch.float16
 SIZES = {"b": 2, "h": 64, "w": 64}
 BY_HAND = {  # kernels of an option
-    "group_product": {"group_product"},
-    "box_attention": {"box_attention", "few_keys", "group_attention"},
+    "wgmma_gemm": {"wgmma_gemm"},
+    "tma_attention": {"tma_attention", "cross_attention", "wgmma_attention"},
 }
 CALLS = ("conv2d", "attention")
 
@@ -56,7 +56,7 @@ def foreseen(options: Options) -> tuple[set[KernelSource], set[KernelSource]]:
     specs = [TensorSpec(("b", "4", "h", "w"), HALF, cpu), TensorSpec(("b", "77", "64"), HALF, cpu)]
 
     def call(*args: Tensor) -> Any:
-        with Foresight(begun.extend, families("cuda", options)):
+        with EarlyBuild(begun.extend, families("cuda", options)):
             return module(*args)
 
     traced = trace_specs(module, call, specs, SIZES)
@@ -79,9 +79,9 @@ def test_the_same_as_the_program_asks_for() -> None:
     """Linears are merged, or become something else: their kernels may be others, of few."""
     begun, needed = foreseen(Options())
     assert names(needed) <= set().union(*BY_HAND.values())
-    assert names(needed) >= {"group_product", "few_keys"}
+    assert names(needed) >= {"wgmma_gemm", "cross_attention"}
     assert begun >= needed
-    assert names(begun - needed) <= {"group_product"}
+    assert names(begun - needed) <= {"wgmma_gemm"}
 
 
 @pytest.mark.parametrize("name", BY_HAND)
@@ -90,9 +90,9 @@ def test_only_what_is_on(name: str) -> None:
     begun, needed = foreseen(Options(**given))
     assert begun >= needed
     assert not names(begun) & BY_HAND[name]
-    if name == "group_product":
+    if name == "wgmma_gemm":
         assert begun == needed
-        assert names(needed) == {"few_keys"}
+        assert names(needed) == {"cross_attention"}
 
 
 def test_other_calls_pass() -> None:
@@ -101,7 +101,7 @@ def test_other_calls_pass() -> None:
     begun: list[KernelSource] = []
     x = torch.empty(1, 64, 8, 8, dtype=HALF, device="meta")
     weight = torch.empty(64, 64, 3, 3, dtype=HALF, device="meta")
-    with Foresight(begun.extend, families("cuda", Options())):
+    with EarlyBuild(begun.extend, families("cuda", Options())):
         assert F.conv2d(x, weight, padding="same").shape == x.shape
         assert F.conv2d(input=x[0], weight=weight, padding=[1, 1]).shape == x.shape[1:]
         assert F.conv2d(x, weight, None, 1, 1).shape == x.shape

@@ -197,7 +197,7 @@ def test_an_argument_is_written_after_its_last_reading(cols: int) -> None:
         interpreted(triton=True),
         torch.no_grad(),
         patch.object(aot, "Bound", stand_in.TritonBound),
-        patch.object(aot, "kernel_library", lambda *args: stand_in._NoKernels()),
+        patch.object(aot, "kernel_loader", lambda *args: stand_in._NoKernels()),
     ):
         found = torch.compile(add_and_norm, backend="strop", dynamic=False)(mine, y)
     torch.testing.assert_close(found, add_and_norm(theirs, y))

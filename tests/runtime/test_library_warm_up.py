@@ -24,8 +24,8 @@ from tests.frontend.tracing import trace
 from tests.gpus import A100, H100
 
 SIZES = {"b": 2, "h": 64, "w": 64}
-BOXES = Options(box_geglu=True)
-PLAIN = Options(box_attention=False, group_product=False)
+BOXES = Options(tma_geglu=True)
+PLAIN = Options(tma_attention=False, wgmma_gemm=False)
 
 
 class Blocks(nn.Module):

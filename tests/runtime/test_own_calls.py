@@ -15,20 +15,20 @@ from strop.codegen.assemble import Signature
 from strop.ir.device import Device
 from strop.ir.program import CallStep, Program
 from strop.ir.source import KernelSource, Split
-from strop.kernels.exp_rows import exp_rows
+from strop.kernels.attention.exp_rows import exp_rows
 from strop.options import Options
 from strop.runtime.run import own_calls
-from strop.runtime.run.box_attention import BoxAttention
 from strop.runtime.run.executor import Bound
-from strop.runtime.run.group_product import GroupProduct
 from strop.runtime.run.memory import Workspace
 from strop.runtime.run.narrow_convolution import NarrowConvolution
+from strop.runtime.run.tma_attention import TmaAttention
+from strop.runtime.run.wgmma_gemm import WgmmaGemm
 from strop.runtime.run.wide_attention import WideAttention, working_bytes
 from tests.frontend.tracing import trace
 from tests.gpus import A100, H100, RTX_5090
 
-OURS = Options(box_geglu=True)
-PLAIN = Options(box_attention=False, group_product=False)
+OURS = Options(tma_geglu=True)
+PLAIN = Options(tma_attention=False, wgmma_gemm=False)
 SIZES = {"b": 2, "h": 64, "w": 64}
 
 
@@ -97,7 +97,7 @@ def linked(
     return kernels, found
 
 
-OWN = (BoxAttention, GroupProduct, NarrowConvolution, WideAttention)
+OWN = (TmaAttention, WgmmaGemm, NarrowConvolution, WideAttention)
 
 
 @pytest.mark.parametrize(
@@ -119,9 +119,9 @@ def test_ours_take_over() -> None:
     kernels, found = linked(*compiled(OURS), H100)
     assert "aten library" in found
     assert found.count("conv2d NarrowConvolution") == 1
-    assert found.count("conv2d GroupProduct") == 1
-    assert found.count("attention BoxAttention") == 1
-    assert {"group_product", "box_attention"} <= kernels.built
+    assert found.count("conv2d WgmmaGemm") == 1
+    assert found.count("attention TmaAttention") == 1
+    assert {"wgmma_gemm", "tma_attention"} <= kernels.built
 
 
 def test_wide_heads_stay_ours() -> None:

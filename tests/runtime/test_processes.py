@@ -20,11 +20,11 @@ from strop.errors import CodegenError
 from strop.ir.source import KernelSource
 from strop.runtime.build import background as ahead
 from strop.runtime.build import compilers as builds
-from strop.runtime.build.background import LOW_PRIORITY, Ahead, Queue
+from strop.runtime.build.background import LOW_PRIORITY, BackgroundBuild, Queue
 from strop.runtime.build.cache import DiskCache
 from strop.runtime.build.compilers import Builds
 from strop.runtime.build.cubin import Cubin
-from strop.runtime.build.loader import CudaKernels
+from strop.runtime.build.loader import CudaLoader
 from tests.codegen.kernels import SAMPLES
 from tests.gpus import H100
 
@@ -137,8 +137,8 @@ class Asking(threading.Thread):
         assert not self.is_alive()
 
 
-def background(sources: Sequence[KernelSource], processes: int) -> Ahead:
-    later = Ahead(sources, 90, NoCache())
+def background(sources: Sequence[KernelSource], processes: int) -> BackgroundBuild:
+    later = BackgroundBuild(sources, 90, NoCache())
     later._workers = processes
     later.start()
     return later
@@ -166,7 +166,7 @@ def num_waiting() -> int:
     ("workers", "processes"), [(1, 1), (2, 1), (3, 2), (4, 3), (8, 6), (16, 12), (64, 12)]
 )
 def test_three_quarters_of_the_processes_are_for_later(workers: int, processes: int) -> None:
-    assert Ahead(kernels(1), workers=workers)._workers == processes
+    assert BackgroundBuild(kernels(1), workers=workers)._workers == processes
 
 
 def test_who_waits_gets_the_next_process_and_keeps_it(compilers: Compilers) -> None:
@@ -252,7 +252,7 @@ def test_who_finds_all_processes_at_work_waits_for_one(compilers: Compilers) -> 
     asked for, and a process that starts would be there later than these are free."""
     *begun, third, fourth = kernels(4)
     compilers.hold(*begun)
-    soon = Ahead(begun, 90, NoCache(), workers=2, niceness=0)
+    soon = BackgroundBuild(begun, 90, NoCache(), workers=2, niceness=0)
     soon.start()
     wait_until(lambda: all(map(compilers.is_at, begun)))
     asking = Asking([*begun, third, fourth], workers=2)
@@ -446,13 +446,13 @@ def test_what_is_lent_ends_when_the_background_has_nothing_left(compilers: Compi
 
 
 @pytest.fixture
-def library(tmp_path: Path) -> CudaKernels:
-    return CudaKernels(DiskCache(tmp_path), workers=4, device=H100)
+def library(tmp_path: Path) -> CudaLoader:
+    return CudaLoader(DiskCache(tmp_path), workers=4, device=H100)
 
 
 def first_call(
-    library: CudaKernels, needed: Sequence[KernelSource], others: Sequence[KernelSource]
-) -> Ahead:
+    library: CudaLoader, needed: Sequence[KernelSource], others: Sequence[KernelSource]
+) -> BackgroundBuild:
     library.warm_up()
     try:
         library.build(needed)
@@ -462,7 +462,7 @@ def first_call(
 
 
 def test_those_that_built_for_the_first_call_build_the_rest(
-    compilers: Compilers, library: CudaKernels
+    compilers: Compilers, library: CudaLoader
 ) -> None:
     needed, others = kernels(12)[:4], kernels(12)[4:]
     later = first_call(library, needed, others)
@@ -473,23 +473,21 @@ def test_those_that_built_for_the_first_call_build_the_rest(
     wait_until(lambda: not compilers.left)
 
 
-def test_no_more_are_kept_than_there_are_kernels(
-    compilers: Compilers, library: CudaKernels
-) -> None:
+def test_no_more_are_kept_than_there_are_kernels(compilers: Compilers, library: CudaLoader) -> None:
     later = first_call(library, kernels(4)[:2], kernels(4)[2:])
     assert len(compilers.left) == 2
     later.wait()
     wait_until(lambda: not compilers.left)
 
 
-def test_none_are_kept_for_nothing(compilers: Compilers, library: CudaKernels) -> None:
+def test_none_are_kept_for_nothing(compilers: Compilers, library: CudaLoader) -> None:
     first_call(library, kernels(2), ()).start()
     assert len(compilers.started) == 4
     assert not compilers.left
 
 
 def test_none_are_kept_after_an_error(
-    compilers: Compilers, library: CudaKernels, monkeypatch: pytest.MonkeyPatch
+    compilers: Compilers, library: CudaLoader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(self: Process, source: KernelSource, arch: int) -> Cubin:
         raise CodegenError("refused")
@@ -502,7 +500,7 @@ def test_none_are_kept_after_an_error(
     assert not compilers.left
 
 
-def test_kept_ones_do_not_pile_up(compilers: Compilers, library: CudaKernels) -> None:
+def test_kept_ones_do_not_pile_up(compilers: Compilers, library: CudaLoader) -> None:
     """First calls of which none was served."""
     for n in range(4):
         first_call(library, kernels(n + 1)[:1], kernels(20)[10:])
@@ -511,9 +509,7 @@ def test_kept_ones_do_not_pile_up(compilers: Compilers, library: CudaKernels) ->
     assert [process.niceness for process in compilers.left] == [LOW_PRIORITY] * 3
 
 
-def test_a_new_size_leaves_no_process_of_its_own(
-    compilers: Compilers, library: CudaKernels
-) -> None:
+def test_a_new_size_leaves_no_process_of_its_own(compilers: Compilers, library: CudaLoader) -> None:
     library.build(kernels(3))
     assert compilers.started
     assert not compilers.left
@@ -531,7 +527,7 @@ def test_a_real_process_goes_on_at_low_priority(monkeypatch: pytest.MonkeyPatch)
     pid = kept._process.pid
     assert pid in before
     assert os.getpriority(os.PRIO_PROCESS, pid) == LOW_PRIORITY
-    assert builds.build_ahead(kernels(1)[0], 90, NoCache(), LOW_PRIORITY)
+    assert builds.build_one(kernels(1)[0], 90, NoCache(), LOW_PRIORITY)
     assert fresh._idle == [kept]
     builds.stop_workers(LOW_PRIORITY)
     fresh.close()

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from strop.train.reach import Watched, reached
+from strop.train.closure_walk import Watched, reached
 
 NET = nn.Linear(2, 2)
 

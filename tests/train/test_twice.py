@@ -43,7 +43,7 @@ class Exponential(nn.Module):
         return x.exp() * 2
 
 
-class Straight(nn.Module):
+class AllKernels(nn.Module):
     """Its gradient is a constant."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -109,7 +109,7 @@ def test_a_graph_of_gradients_that_nobody_differentiates() -> None:
 
 def test_a_constant_gradient_has_none_itself() -> None:
     found = []
-    for net in (Straight(), optimised(Straight())):
+    for net in (AllKernels(), optimised(AllKernels())):
         x = argument().requires_grad_()
         y = net(x)
         (grad,) = torch.autograd.grad(y.sum(), x, create_graph=True)

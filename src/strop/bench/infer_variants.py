@@ -37,10 +37,10 @@ VARIANT_SAMPLES = 3  # where all choices of kernels are beside it: a tenth is lo
 LATER_CALLS = 3  # that are timed one by one
 MAX_STEPS = 10  # of a picture
 MOST_GRAPH_BYTES = 16 << 30  # of many contenders
-OPT_IN = ("box_geglu",)  # knobs of speed that are off by default
+OPT_IN = ("tma_geglu",)  # knobs of speed that are off by default
 OF_LOOPS = ("hoist",)  # which a step has not
 # Knobs of kernels that run at some sizes and not at others; for --variants.
-CHOOSING = ("box_attention", "box_geglu", "group_product", "product_sum", "upsampled_conv")
+CHOOSING = ("tma_attention", "tma_geglu", "wgmma_gemm", "product_sum", "upsampled_conv")
 NEEDED_PASSES = ("channels_last",)  # without it there is no memory order to lower
 
 

@@ -35,7 +35,7 @@ from strop.ir.loops import (
     spaces,
 )
 from strop.ir.ops import OPS, compute_dtype
-from strop.ir.source import FAULTS, Scratch
+from strop.ir.source import BOUNDS_CHECK, Scratch
 
 # Elements below which threads cost more than they save, half a microsecond if they are awake:
 # both take about four microseconds of one core.
@@ -51,7 +51,7 @@ class Loops:
         self.out = Text()
         self.scalars = Scalars()
         self.has_places = has_places(kernel)
-        self.scratch: list[Scratch] = [FAULTS] if self.has_places else []
+        self.scratch: list[Scratch] = [BOUNDS_CHECK] if self.has_places else []
         self.space = spaces(kernel)
         self.col_names = frozenset(axis.name for axis in kernel.cols)
         self.outside = frozenset(v for v, axes in self.space.items() if not axes & self.col_names)

@@ -17,7 +17,7 @@ from strop.ir.dims import Expr
 from strop.ir.functions import EARLY, FUNCTIONS
 from strop.ir.loops import Kernel, Reduce, Schedule, has_places
 from strop.ir.source import (
-    FAULTS,
+    BOUNDS_CHECK,
     Emitted,
     KernelSource,
     Scratch,
@@ -93,7 +93,7 @@ def _assemble(
 ) -> Emitted:
     kernel = printer.kernel
     if has_places(kernel):
-        scratch = (*scratch, ("faults", FAULTS))
+        scratch = (*scratch, ("faults", BOUNDS_CHECK))
     printer.constants["EARLY"] = 1
     args = [f"p{i}" for i in range(len(kernel.params))]
     args += [name for name, _ in scratch]

@@ -24,7 +24,7 @@ from strop.ir.graph import Graph, Node
 from strop.ir.program import Program
 from strop.ir.serialize import decode, encode, graph_from_json, graph_to_json
 from strop.options import Options
-from strop.runtime.build.loader import kernel_library
+from strop.runtime.build.loader import kernel_loader
 from strop.runtime.run.executor import Bound
 from strop.runtime.run.memory import Workspace
 from strop.testing import assert_as_accurate_as_eager
@@ -168,7 +168,7 @@ def bind(
 ) -> tuple[Bound, list[Tensor]]:
     """The program at the traced sizes, and what its ``run`` takes."""
     device = torch_device(case)
-    library = kernel_library(device.type, 0, case.options.cache_dir, case.options.build_workers)
+    library = kernel_loader(device.type, 0, case.options.cache_dir, case.options.build_workers)
     given = [arguments[n].clone() for n in range(len(arguments))]
     placed = place(program, given)
     state = [x if spec.is_state else None for x, spec in zip(placed, program.inputs, strict=True)]

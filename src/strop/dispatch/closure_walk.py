@@ -2,7 +2,7 @@
 
 Code is followed through byte code: through methods, functions, classes, objects and modules that
 it names. Names are taken too many rather than too few. What is found is plain data; who compares
-it with later is ``surroundings``.
+it with later is ``global_guards``.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class Unbound:
         return self.table.get(key, ABSENT)
 
 
-class Reach:
+class ClosureWalk:
     """``places``, ``contents``, and ``owners``: (label, object, its dictionary) for all whose
     number of attributes counts. ``consulted``: names that code reads, but to count on."""
 

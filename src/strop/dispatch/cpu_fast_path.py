@@ -49,7 +49,7 @@ def untaken(args: tuple[Any, ...]) -> Any:
     return None
 
 
-def short_way(
+def prepared(
     served: Served,
     entry: Entry,
     tensors: Sequence[Tensor],

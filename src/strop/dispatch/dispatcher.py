@@ -541,7 +541,7 @@ class Dispatcher:
         run = bound.straight(structured(entry.variant.out_spec, len(bound.program.returned)))
         if run is not None and is_unchanged is not None:
             drop = partial(self._ready.pop, key, None)
-            self.short = cpu_fast_path.short_way(self, entry, tensors, run, is_unchanged, drop)
+            self.short = cpu_fast_path.prepared(self, entry, tensors, run, is_unchanged, drop)
             self._ready[key] = self.short
             cpu_fast_path.open_entrance(self)
 

@@ -40,8 +40,8 @@ from strop.ir.dims import Expr, symbol
 from strop.ir.program import Program
 from strop.options import Options
 from strop.patterns import registry
-from strop.runtime.build.background import Ahead
-from strop.runtime.build.loader import KernelLibrary, kernel_library
+from strop.runtime.build.background import BackgroundBuild
+from strop.runtime.build.loader import KernelLoader, kernel_loader
 from strop.runtime.run import own_calls
 from strop.runtime.run.executor import Bound
 from strop.runtime.run.limits import looks_too_far
@@ -138,10 +138,10 @@ def _views_of_results(gm: GraphModule) -> AbstractContextManager[Any]:
 
 def _compile(gm: GraphModule, inputs: Sequence[Any], job: Job) -> Any:
     started, options, records = time.perf_counter(), job.options, job.log.records
-    library: KernelLibrary | None = None
+    library: KernelLoader | None = None
     try:
         device = _device_of(inputs)
-        library = kernel_library(
+        library = kernel_loader(
             device.type, device.index or 0, options.cache_dir, options.build_workers
         )
         # a further graph shares most kernels with the first one
@@ -282,18 +282,18 @@ class AotProgram:
     def __init__(
         self,
         program: Program,
-        library: KernelLibrary,
+        library: KernelLoader,
         device: torch.device,
         roots: Sequence[Any],
         constants: Sequence[Tensor],
         checked: Compiled | None = None,
-        later: Ahead | None = None,
+        later: BackgroundBuild | None = None,
         views: ArgumentViews | None = None,
     ) -> None:
         self.program, self.library, self.device = program, library, device
         self._is_tensor = [isinstance(r, tuple) for r in roots]
         self._constants, self._checked = list(constants), checked
-        self._later, self._views = later or Ahead(()), views
+        self._later, self._views = later or BackgroundBuild(()), views
         self._written = program.written_arguments
         self._repeated = _repeated(program)
         self._bounds: dict[Hashable, Bound] = {}

@@ -17,7 +17,7 @@ from torch.fx import Node
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from strop.dispatch.closure_walk import CONSTANTS
-from strop.dispatch.global_guards import Change, Surroundings, is_private
+from strop.dispatch.global_guards import Change, GlobalGuards, is_private
 from strop.errors import CaptureError
 
 _NAMED = 3  # of what a forward writes, in a message
@@ -28,7 +28,7 @@ class Effects:
     """Finds what traces of one copy of a module change. ``written``: the labels of all of it."""
 
     def __init__(self, module: nn.Module) -> None:
-        self._before = Surroundings(module)
+        self._before = GlobalGuards(module)
         self._of_calls = set[str]()
         self.written = set[str]()
         self._kept = set[str]()

@@ -24,16 +24,16 @@ from strop.dispatch.closure_walk import (
     CONSTANTS,
     LIBRARIES,
     Cell,
+    ClosureWalk,
     Content,
     Place,
-    Reach,
     Unbound,
     is_fixed,
 )
 from strop.dispatch.identities import addresses, identities
 from strop.frontend.stable_text import is_plain, text_of, text_of_config
 
-__all__ = ["LIBRARIES", "Change", "Surroundings", "is_private"]
+__all__ = ["LIBRARIES", "Change", "GlobalGuards", "is_private"]
 _BY_TEXT = (*CONSTANTS, FunctionType, type(len), type)
 
 
@@ -44,11 +44,11 @@ class Change:
         self.label, self.before, self.now, self.undo = label, before, now, undo
 
 
-class Surroundings:
+class GlobalGuards:
     """What one module reads, as it was when last looked at."""
 
     def __init__(self, module: nn.Module, ignored: frozenset[str] = frozenset()) -> None:
-        reach = Reach(module)
+        reach = ClosureWalk(module)
         self.consulted = reach.consulted
         self._memos = [(memo, memo.cache_info().currsize) for memo in reach.memos.values()]
         self._places = [p for p in reach.places.values() if p.label not in ignored]

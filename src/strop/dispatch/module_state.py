@@ -1,7 +1,7 @@
 """Weights are data: a program reads Parameters where they are, and notices when they move.
 
 A check compares every Parameter's identity and pointer, the modules that own them, the adapters on
-them, and what else the code reads (``surroundings``). It takes the host some 0.3 ms for a UNet.
+them, and what else the code reads (``global_guards``). It takes the host some 0.3 ms for a UNet.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from strop.dispatch.features import replaced_part
-from strop.dispatch.global_guards import Surroundings
+from strop.dispatch.global_guards import GlobalGuards
 from strop.dispatch.identities import identities
 from strop.dispatch.training_mode import sensitive_parts
 from strop.dispatch.varying_settings import TurnedSettings
@@ -70,7 +70,7 @@ class ModuleState:
         self._num_owned = sum(map(len, self._owned)) + ("forward" not in self.module.__dict__)
         self.adapters = self._adapter_state()
         self.effects: set[str] = set()  # what calls in eager have changed since
-        self.surroundings = self._surroundings()
+        self.global_guards = self._global_guards()
         self.structure = self._structure()
         self.pointers = _pointers(self.tensors)
         addresses = set(self.pointers)
@@ -101,7 +101,7 @@ class ModuleState:
                     or (len(own) + len(parts) if is_alone else sum(map(len, owned))) != num_owned
                     or (tensors and [*map(_DATA_PTR, tensors)] != pointers)
                     or (hooks and any(hooks))
-                    or self.surroundings.have_changed()
+                    or self.global_guards.have_changed()
                 )
             except KeyError:
                 return False
@@ -117,7 +117,7 @@ class ModuleState:
     def has_new_structure(self) -> bool:
         """Whether modules, settings, processors, adapters, or names that the code reads, are others
         than at the last scan."""
-        return self._has_new_parts() or self.surroundings.have_changed()
+        return self._has_new_parts() or self.global_guards.have_changed()
 
     def _has_new_parts(self) -> bool:
         try:
@@ -134,21 +134,21 @@ class ModuleState:
         watched."""
         if not labels <= self._ignored:
             self._ignored |= labels
-            self.surroundings = self._surroundings()
+            self.global_guards = self._global_guards()
 
-    def _surroundings(self) -> Surroundings:
-        return Surroundings(self.module, self._ignored | self.turned.labels)
+    def _global_guards(self) -> GlobalGuards:
+        return GlobalGuards(self.module, self._ignored | self.turned.labels)
 
     def note_effects(self) -> None:
         """Note what a call in eager has just changed of its surroundings as its own doing."""
-        if self.surroundings.have_changed():
-            self.effects |= {change.label for change in self.surroundings.changes()}
+        if self.global_guards.have_changed():
+            self.effects |= {change.label for change in self.global_guards.changes()}
 
     def has_new_cause(self) -> bool:
         """Whether anything is another than at the last scan but what the module itself changes."""
         if self._has_new_parts() or self.has_new_tensors():
             return True
-        changes = self.surroundings.changes() if self.surroundings.have_changed() else []
+        changes = self.global_guards.changes() if self.global_guards.have_changed() else []
         return not {change.label for change in changes} <= self.effects
 
     @property
@@ -197,9 +197,9 @@ class ModuleState:
             (n, t.shape, _layout(t), t.dtype, t.device)
             for n, t in zip(self.names, self.tensors, strict=True)
         )
-        objects = {id(value): value for value in self.surroundings.objects}
+        objects = {id(value): value for value in self.global_guards.objects}
         self._kept.update(objects)
-        names = (*self.surroundings.text, *self.surroundings.containers, *objects)
+        names = (*self.global_guards.text, *self.global_guards.containers, *objects)
         return hash((modules, state, self.adapters, names))
 
 

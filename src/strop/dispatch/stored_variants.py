@@ -59,7 +59,7 @@ def key_of(
         sources |= {_source_digest(type(part)), _source_digest(type(processor))}
     parts += sorted(sources)
     parts.append(_config(module))
-    parts += [*state.surroundings.text, *state.surroundings.containers, state.surroundings.code]
+    parts += [*state.global_guards.text, *state.global_guards.containers, state.global_guards.code]
     parts += [
         f"{n}:{tuple(t.shape)}:{t.stride()}:{t.dtype}:{t.device}"
         for n, t in zip(state.names, state.tensors, strict=True)

@@ -39,7 +39,7 @@ from strop.ir.program import Guard
 from strop.ir.tensor_spec import TensorSpec
 from strop.options import Options
 from strop.patterns import registry
-from strop.runtime.build.loader import KernelLibrary
+from strop.runtime.build.loader import KernelLoader
 from strop.runtime.run import own_calls
 
 MOST_STEPS = 16  # pairs that differ in sizes alone
@@ -211,7 +211,7 @@ class Steps:
         self,
         captured: CapturedStep,
         device: torch.device,
-        library: KernelLibrary,
+        library: KernelLoader,
         wants: tuple[bool, ...],
     ) -> Step:
         joint = Joint(self.options.memory_budget)
@@ -245,7 +245,7 @@ class _Half:
         joint: Joint,
         captured: CapturedStep,
         options: Options,
-        library: KernelLibrary,
+        library: KernelLoader,
     ) -> None:
         started, sizes = time.perf_counter(), captured.sizes
         is_forward = role == "forward"

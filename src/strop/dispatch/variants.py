@@ -48,9 +48,9 @@ from strop.ir.source import KernelSource
 from strop.ir.tensor_spec import TensorSpec
 from strop.options import Options
 from strop.patterns import registry
-from strop.runtime.build.background import Ahead
-from strop.runtime.build.early import Foresight
-from strop.runtime.build.loader import KernelLibrary, kernel_library
+from strop.runtime.build.background import BackgroundBuild
+from strop.runtime.build.early import EarlyBuild
+from strop.runtime.build.loader import KernelLoader, kernel_loader
 from strop.runtime.run import library_warm_up, own_calls
 from strop.wording import counted
 
@@ -80,7 +80,9 @@ class Variant:
     from_disk: bool = False
     seconds: Mapping[str, float] = field(default_factory=dict)
     compiled: Compiled | None = None  # None when it came from disk
-    later: Ahead = field(default_factory=lambda: Ahead(()))  # kernels that only other sizes need
+    later: BackgroundBuild = field(
+        default_factory=lambda: BackgroundBuild(())
+    )  # kernels that only other sizes need
     fixed: tuple[str, ...] = ()  # sizes that it holds for at one value, and why
     layout_reads: tuple[str, ...] = ()  # see ``Captured``: it serves dense arguments alone
     number_guards: tuple[NumberGuard, ...] = ()  # of the numbers that are inputs
@@ -300,7 +302,7 @@ class VariantStore:
     def _with_kernels(
         self,
         variant: Variant,
-        library: KernelLibrary,
+        library: KernelLoader,
         device: torch.device,
         sizes: Sizes,
         started: float,
@@ -348,7 +350,7 @@ class VariantStore:
         asked: Call,
         shapes: Shapes,
         device: torch.device,
-        library: KernelLibrary,
+        library: KernelLoader,
         options: Options,
     ) -> Variant:
         self.num_captures += 1
@@ -356,7 +358,7 @@ class VariantStore:
         clone = clone_structure(self.module)
         foresight: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
         if library.device.has_wgmma:
-            foresight = Foresight(library.begin, families(device.type, options))
+            foresight = EarlyBuild(library.begin, families(device.type, options))
 
         def call(*given: Any) -> Any:
             args, kwargs, *settings = rebuild(asked.skeleton, given)
@@ -415,7 +417,7 @@ class VariantStore:
 
 
 def _needed(
-    program: Program, env: Mapping[str, int] | None, library: KernelLibrary
+    program: Program, env: Mapping[str, int] | None, library: KernelLoader
 ) -> tuple[KernelSource, ...]:
     """The kernels of the first call; none where nobody knows its sizes."""
     return () if env is None else own_calls.sources_at(program, env, library.device)
@@ -445,6 +447,6 @@ def device_of(state: ModuleState, shapes: Shapes) -> torch.device:
     return devices.pop()
 
 
-def library_for(device: torch.device, options: Options) -> KernelLibrary:
+def library_for(device: torch.device, options: Options) -> KernelLoader:
     """The kernels of a device; UnsupportedError where Strop has no code generator for it."""
-    return kernel_library(device.type, device.index or 0, options.cache_dir, options.build_workers)
+    return kernel_loader(device.type, device.index or 0, options.cache_dir, options.build_workers)

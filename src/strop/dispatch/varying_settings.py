@@ -61,7 +61,7 @@ class TurnedSettings:
 
     @property
     def labels(self) -> frozenset[str]:
-        """As ``surroundings`` names them."""
+        """As ``global_guards`` names them."""
         root = type(self.module).__qualname__
         return frozenset(f"{path or root}.{name}" for path, name in self.names)
 

@@ -29,7 +29,7 @@ class Scratch:
 # LayerNorm 16384x768, a program a row, takes 21 us, not 15; 512x320 takes 1.42 us, not 1.80.
 MOST_EARLY_PROGRAMS = 640
 
-FAULTS = Scratch(torch.int64, const(1), zeroed=True, faults=True)
+BOUNDS_CHECK = Scratch(torch.int64, const(1), zeroed=True, faults=True)
 
 
 @dataclass(frozen=True, slots=True)

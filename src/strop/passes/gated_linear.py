@@ -12,15 +12,15 @@ from strop.ir.functions import HALVES
 from strop.ir.graph import Builder, Graph, Node, rewrite
 from strop.options import Options
 
-# Of the depth and of the result's width, as the kernels want them: ``box_geglu``, and those in PTX,
+# Of the depth and of the result's width, as the kernels want them: ``tma_geglu``, and those in PTX,
 # which have been measured at such sizes alone.
 BOXED, PRODUCTS = 64, 320
 
 
 def gated_linear(graph: Graph, options: Options) -> Graph:
-    if not (options.box_geglu or options.group_product):
+    if not (options.tma_geglu or options.wgmma_gemm):
         return graph
-    multiple, users = BOXED if options.box_geglu else PRODUCTS, graph.users()
+    multiple, users = BOXED if options.tma_geglu else PRODUCTS, graph.users()
 
     def is_read_once(node: Node, times: int = 1) -> bool:
         return len(users[node]) == times and node not in graph.outputs

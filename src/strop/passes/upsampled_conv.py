@@ -22,7 +22,7 @@ _PLAIN = {"stride": (1, 1), "padding": (1, 1), "dilation": (1, 1)}
 
 
 def upsampled_conv(graph: Graph, options: Options) -> Graph:
-    if not (options.group_product and options.upsampled_conv):
+    if not (options.wgmma_gemm and options.upsampled_conv):
         return graph
     users, outputs = graph.users(), set(graph.outputs)
 

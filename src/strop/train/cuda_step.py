@@ -19,7 +19,7 @@ from torch import Tensor
 from strop.errors import UnsupportedError
 from strop.ir.source import KernelSource
 from strop.options import Options
-from strop.runtime.build.loader import kernel_library
+from strop.runtime.build.loader import kernel_loader
 from strop.train import sources
 from strop.train.layout import Item, Layout
 from strop.train.rules import Rule
@@ -47,7 +47,7 @@ class CudaLauncher:
         options = Options.from_environment()
         index = torch.cuda.current_device() if device.index is None else device.index
         cache, workers = options.cache_dir, options.build_workers
-        self._library = kernel_library("cuda", index, cache, workers)
+        self._library = kernel_loader("cuda", index, cache, workers)
         self._device = device
         self._built: set[KernelSource] = set()
 

@@ -22,9 +22,9 @@ from strop.dispatch.signature import Skeleton, flatten, rebuild
 from strop.errors import CaptureError, OptionError, StropError, UnsupportedError
 from strop.runtime.run import graph_keep_alive
 from strop.train import diagnosis, recording
-from strop.train.landing import Landing
-from strop.train.reach import Reached, Watched, reached
+from strop.train.closure_walk import Reached, Watched, reached
 from strop.train.recording import Recorder, Recording
+from strop.train.static_gradients import StaticGradients
 from strop.train.updating import Updating
 from strop.wording import counted
 
@@ -95,7 +95,7 @@ class _Bucket:
     given: _Call | None = None
     standing: Any = None
     after: bytes = b""  # which leaves have a gradient when it is done
-    leases: list[graph_keep_alive.Lease] = field(default_factory=list)
+    leases: list[graph_keep_alive.KeepAlive] = field(default_factory=list)
     held: tuple[object, ...] = ()
 
     def drop(self) -> None:
@@ -116,7 +116,7 @@ class WholeStep:
         self._recorder: Recorder | None = None
         self._device: torch.device | None = None
         self._part = 0  # micro-batches since the last update
-        self._landing, self._watched = Landing(), Watched([])
+        self._static_gradients, self._watched = StaticGradients(), Watched([])
         self._buckets: OrderedDict[Hashable, _Bucket] = OrderedDict()
         self._counts = StepReport(graph)
 
@@ -178,31 +178,34 @@ class WholeStep:
         self, recorder: Recorder, call: _Call, leaves: Sequence[Tensor], is_last: bool
     ) -> Tensor:
         """Plainly, or from a graph."""
-        before, around = self._landing.settle(leaves), reached(self._loss_fn)
+        before, around = self._static_gradients.settle(leaves), reached(self._loss_fn)
         if not self._watched.still_lists(around.modules):
             self._watched = _capturable(Watched(around.modules))
-        key = (call.looks, is_last, before, self._watched.modes(), _surroundings())
+        key = (call.looks, is_last, before, self._watched.modes(), _global_guards())
         bucket = self._buckets.setdefault(key, _Bucket())
         self._buckets.move_to_end(key)
         if bucket.recording is not None and bucket.given is not None:
             if bucket.standing == self._standing(leaves, before, bucket.after):
                 loss = self._replay(bucket, bucket.recording, bucket.given, call, is_last)
                 if before != bucket.after:
-                    self._landing.put(leaves, bucket.after)
+                    self._static_gradients.put(leaves, bucket.after)
                 return loss
             bucket.drop()
             self._counts.stale += 1
         bucket.uses += 1
         loss = self._run_kept(call, leaves, is_last)
         if bucket.uses >= WARM_UPS:
-            bucket.after = self._landing.settle(leaves)
+            bucket.after = self._static_gradients.settle(leaves)
             self._record(recorder, bucket, call.copied(), leaves, before, is_last, around)
             bucket.standing = self._standing(leaves, before, bucket.after)
         self._trim()
         return loss
 
     def _run_kept(self, call: _Call, leaves: Sequence[Tensor], is_last: bool) -> Tensor:
-        with graph_keep_alive.taken(), nullcontext() if is_last else self._landing.kept(leaves):
+        with (
+            graph_keep_alive.taken(),
+            nullcontext() if is_last else self._static_gradients.kept(leaves),
+        ):
             return self._plain(self._bound(call), leaves, is_last)
 
     def _bound(self, call: _Call) -> Callable[[], Any]:
@@ -220,16 +223,16 @@ class WholeStep:
         around: Reached,
     ) -> None:
         """Capture what a call like the one that has just run does."""
-        kept = nullcontext() if is_last else self._landing.kept(leaves)
+        kept = nullcontext() if is_last else self._static_gradients.kept(leaves)
         body = partial(self._micro, self._bound(given), leaves, is_last)
-        self._landing.put(leaves, before)
+        self._static_gradients.put(leaves, before)
         try:
             with graph_keep_alive.taken() as taken, self._updating.loaded() as held, kept:
                 bucket.recording = recorder.record(body, around.generators)
         except Exception as error:
             raise self._failure(recorder, error, given, leaves) from error
         finally:
-            self._landing.put(leaves, bucket.after)
+            self._static_gradients.put(leaves, bucket.after)
         stepper = getattr(self._updating.optimizer, "stepper", None)
         bucket.given, bucket.leases = given, taken
         bucket.held = (*held, stepper, *leaves, *self._updating.states, self._watched)
@@ -254,7 +257,7 @@ class WholeStep:
         self, leaves: Sequence[Tensor], before: bytes, after: bytes
     ) -> tuple[object, ...]:
         """What must be as it was at the capture."""
-        homes = self._landing.places(leaves, bytes(map(max, before, after)))
+        homes = self._static_gradients.places(leaves, bytes(map(max, before, after)))
         own = [leaf.data_ptr() for leaf in leaves]
         places = self._watched.places()
         return list(map(id, leaves)), own, places, homes, self._updating.standing()
@@ -377,7 +380,7 @@ def _check_devices(tensors: Sequence[Tensor], device: torch.device) -> None:
             )
 
 
-def _surroundings() -> Hashable:
+def _global_guards() -> Hashable:
     """Modes of torch that change what is launched."""
     kinds = ("cpu", "cuda")
     return (

@@ -31,7 +31,7 @@ LOW_PRIORITY = 19  # niceness of processes for which nobody waits
 SHARE, MOST_LATER = 3 / 4, 12  # how many of those: this share of all workers, and at most
 
 
-class Ahead:
+class BackgroundBuild:
     """Some kernels, and how far they are. ``order``: of all of them, which is asked for when the
     first is about to be built."""
 
@@ -84,7 +84,7 @@ class Ahead:
         assert self._cache is not None
         built = False
         try:
-            built = compilers.build_ahead(
+            built = compilers.build_one(
                 source, self._arch, self._cache, self._niceness, self._workers
             )
         except (StropError, OSError) as error:  # those who need this kernel meet it again
@@ -112,13 +112,13 @@ class Queue:
     process is left alone with a large kernel at the end; else first come, first served."""
 
     niceness: int
-    _waiting: list[tuple[int, int, Ahead, Work]] = field(default_factory=list)  # a heap
+    _waiting: list[tuple[int, int, BackgroundBuild, Work]] = field(default_factory=list)  # a heap
     _numbers: Iterator[int] = field(default_factory=itertools.count)
-    _open: list[Ahead] = field(default_factory=list)
+    _open: list[BackgroundBuild] = field(default_factory=list)
     _threads: list[threading.Thread] = field(default_factory=list)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def add(self, ahead: Ahead, sources: Sequence[Work], workers: int) -> None:
+    def add(self, ahead: BackgroundBuild, sources: Sequence[Work], workers: int) -> None:
         with self._lock:
             self._open = [*(other for other in self._open if not other.is_done), ahead]
             for number, source in zip(self._numbers, sources, strict=False):

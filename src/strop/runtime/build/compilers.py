@@ -1,7 +1,7 @@
 """Triton sources to machine code: disk cache first, then compiled by several processes in parallel.
 
 A source that the cache knows is loaded without importing Triton. Nothing is built twice in one
-process, also when several threads ask at once, or one of them ahead of the others (``ahead.py``).
+process, also when several threads ask at once, or one in the background (``background.py``).
 
 A process takes 0.7 s to start, so those that are there change hands. Whoever waits for a kernel may
 have one of low priority, next to what it is at, and waits for one where as many as it may have are
@@ -320,7 +320,7 @@ def build(
     return found
 
 
-def build_ahead(
+def build_one(
     source: KernelSource, arch: int, cache: Cache, niceness: int, workers: int = sys.maxsize
 ) -> bool:
     """Make sure that a kernel is there; whether it had to be compiled here. Those of low priority

@@ -20,12 +20,12 @@ from torch.overrides import TorchFunctionMode
 from strop.ir.dims import const
 from strop.ir.graph import Node
 from strop.ir.source import KernelSource
-from strop.kernels import own_kernels
+from strop.kernels import library
 
 Begin = Callable[[Sequence[KernelSource]], None]
 
 
-class Foresight(TorchFunctionMode):
+class EarlyBuild(TorchFunctionMode):
     """Within: ``begin`` gets the kernels that calls of torch's functions will run, once each."""
 
     def __init__(self, begin: Begin, families: Callable[[Node], Sequence[str]]) -> None:
@@ -44,7 +44,7 @@ class Foresight(TorchFunctionMode):
     def _foresee(self, node: Node | None) -> None:
         if node is None:
             return
-        found = own_kernels.sources_of(node, self._families(node), {})
+        found = library.sources_of(node, self._families(node), {})
         sources = [source for source in found if source not in self._seen]
         self._seen.update(sources)
         if sources:

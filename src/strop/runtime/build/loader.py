@@ -14,7 +14,7 @@ from strop.ir.device import CPU, Device
 from strop.ir.source import KernelSource, Split
 from strop.options import Options
 from strop.runtime.build import compilers, cubin, driver
-from strop.runtime.build.background import Ahead, Order
+from strop.runtime.build.background import BackgroundBuild, Order
 from strop.runtime.build.cache import DiskCache
 from strop.runtime.build.devices import gpu
 from strop.runtime.build.driver import View
@@ -33,7 +33,7 @@ class BoundKernel(Protocol):
     def __call__(self) -> None: ...
 
 
-class KernelLibrary(Protocol):
+class KernelLoader(Protocol):
     """Kernels of one device. ``build`` compiles what no cache holds, each kernel once."""
 
     device: Device
@@ -52,7 +52,7 @@ class KernelLibrary(Protocol):
         """Build these already, which ``build`` will ask for."""
         ...
 
-    def later(self, sources: Sequence[KernelSource], order: Order | None = None) -> Ahead:
+    def later(self, sources: Sequence[KernelSource], order: Order | None = None) -> BackgroundBuild:
         """These kernels for the background, in an order, not begun. It gets what has been started,
         and is not at work."""
         ...
@@ -82,7 +82,7 @@ class KernelLibrary(Protocol):
         ...
 
 
-class CpuKernels:
+class CpuLoader:
     """C++ functions in shared objects."""
 
     device = CPU
@@ -100,8 +100,8 @@ class CpuKernels:
     def begin(self, sources: Sequence[KernelSource]) -> None:
         pass  # one call of the compiler makes all
 
-    def later(self, sources: Sequence[KernelSource], order: Order | None = None) -> Ahead:
-        return Ahead(())
+    def later(self, sources: Sequence[KernelSource], order: Order | None = None) -> BackgroundBuild:
+        return BackgroundBuild(())
 
     def watch(self, sources: Sequence[KernelSource]) -> Callable[[], int]:
         before = sum(self.counts)
@@ -129,7 +129,7 @@ class CpuKernels:
         return self._native.num_built, self._native.num_cached
 
 
-class CudaKernels:
+class CudaLoader:
     """Cubins for one GPU."""
 
     def __init__(self, cache: DiskCache, workers: int, device: Device) -> None:
@@ -160,10 +160,10 @@ class CudaKernels:
 
     def begin(self, sources: Sequence[KernelSource]) -> None:
         able = [source for source in sources if self.device.has_wgmma or not source.boxes]
-        Ahead(able, self.device.arch, self._cache, self._workers, niceness=0).start()
+        BackgroundBuild(able, self.device.arch, self._cache, self._workers, niceness=0).start()
 
-    def later(self, sources: Sequence[KernelSource], order: Order | None = None) -> Ahead:
-        later = Ahead(sources, self.device.arch, self._cache, self._workers, order=order)
+    def later(self, sources: Sequence[KernelSource], order: Order | None = None) -> BackgroundBuild:
+        later = BackgroundBuild(sources, self.device.arch, self._cache, self._workers, order=order)
         later.keep_processes()
         return later
 
@@ -239,7 +239,7 @@ def default_workers() -> int:
 
 
 @lru_cache(maxsize=32)
-def kernel_library(device: str, index: int, cache_dir: str, workers: int) -> KernelLibrary:
+def kernel_loader(device: str, index: int, cache_dir: str, workers: int) -> KernelLoader:
     """One library for each device and cache folder, shared by all programs of the process.
 
     Raises UnsupportedError for a device that no code generator knows.
@@ -249,5 +249,5 @@ def kernel_library(device: str, index: int, cache_dir: str, workers: int) -> Ker
         raise UnsupportedError(f"{reason}; {TESTED}")
     cache = DiskCache(Options(cache_dir=cache_dir).cache_path)
     if device == "cpu":
-        return CpuKernels(cache)
-    return CudaKernels(cache, workers or default_workers(), gpu(index))
+        return CpuLoader(cache)
+    return CudaLoader(cache, workers or default_workers(), gpu(index))

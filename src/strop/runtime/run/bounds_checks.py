@@ -22,7 +22,7 @@ log = logging.getLogger("strop")
 _APART = 2  # numbers from one mark to the next: kernels take every pointer for 16-byte aligned
 
 
-class Faults:
+class BoundsChecks:
     """The marks of one bound program."""
 
     def __init__(self, program: Program, device: torch.device) -> None:
@@ -76,7 +76,7 @@ class Faults:
         )
 
 
-_LATE: weakref.WeakSet[Faults] = weakref.WeakSet()
+_LATE: weakref.WeakSet[BoundsChecks] = weakref.WeakSet()
 
 
 def unreported() -> list[str]:

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch._C._dynamo.guards import _empty_strided_cpu  # type: ignore[attr-defined]
 
 from strop.runtime.build.native import BoundKernel
-from strop.runtime.run.bounds_checks import Faults
+from strop.runtime.run.bounds_checks import BoundsChecks
 from strop.runtime.run.memory import Workspace
 
 Run = Callable[[Sequence[Tensor]], Any]
@@ -38,7 +38,7 @@ def of_many(
     structured: Callable[[list[Any]], Any],
     workspace: Workspace,
     memory: Tensor | None,
-    faults: Faults,
+    faults: BoundsChecks,
 ) -> Run:
     """From ``count`` arguments to results that look so. ``memory``: that the kernels work in, if
     they do; None comes of a call where it has moved."""

@@ -22,7 +22,7 @@ from strop.ir.dims import Expr
 from strop.ir.ops import OF_ROWS
 from strop.ir.program import CallStep, KernelStep, Program, Step, TensorRef
 from strop.ir.source import KernelSource
-from strop.runtime.build.loader import BoundKernel, KernelLibrary
+from strop.runtime.build.loader import BoundKernel, KernelLoader
 from strop.runtime.build.native import BoundKernel as NativeKernel
 from strop.runtime.loop.hoisting import (
     Hoist,
@@ -34,7 +34,7 @@ from strop.runtime.loop.hoisting import (
 )
 from strop.runtime.loop.timetable import Part, Timetable, timed_of
 from strop.runtime.run import graph_keep_alive, own_calls
-from strop.runtime.run.bounds_checks import Faults
+from strop.runtime.run.bounds_checks import BoundsChecks
 from strop.runtime.run.cpu_runs import FIRST, Run, of_many, of_one
 from strop.runtime.run.folded_taps import FoldedTaps
 from strop.runtime.run.layouts import is_laid_out, laid_out, reshaped
@@ -62,10 +62,10 @@ from strop.runtime.run.wide_attention import WideAttention, working_bytes
 Around = Callable[[int, Callable[[], None]], None]  # runs step n by calling what it is given
 
 
-class Lease(NamedTuple):
+class KeepAlive(NamedTuple):
     """What the kernels of one run point to."""
 
-    faults: Faults
+    faults: BoundsChecks
     memory: tuple[object, ...]
 
     def check(self) -> None:
@@ -80,7 +80,7 @@ class Bound:
         program: Program,
         env: Mapping[str, int],
         state: Sequence[Tensor | None],
-        kernels: KernelLibrary,
+        kernels: KernelLoader,
         workspace: Workspace,
         stream: int,
         hoist: Hoist | None = None,
@@ -114,7 +114,7 @@ class Bound:
         self._wide = working_bytes(program, self.steps, self._own, self._eval_all)
         self._plan_memory(in_place)
         self._sources = self._built()
-        self._faults = Faults(program, workspace.device)
+        self._faults = BoundsChecks(program, workspace.device)
         self._memory: Tensor | None = None
         self._zeroed: dict[tuple[int, int], Tensor] = {}  # scratch of step and number
         self._arguments = [
@@ -544,7 +544,7 @@ class Bound:
             self._link(memory)
         if graph_keep_alive.are_wanted():
             lent = None if self.is_large else self._memory
-            graph_keep_alive.note(Lease(self._faults, (self, lent, self._zeroed)))
+            graph_keep_alive.note(KeepAlive(self._faults, (self, lent, self._zeroed)))
         for number, tensor in zip(self._arguments, inputs, strict=True):
             self._fill(number, tensor)
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from strop.ir.source import KernelSource
-from strop.runtime.build.loader import BoundKernel, KernelLibrary
+from strop.runtime.build.loader import BoundKernel, KernelLoader
 from strop.runtime.run.narrow_convolution import OutCall, is_dense
 
 
@@ -15,7 +15,7 @@ class FoldedTaps:
     """One step on one stream; ``otherwise`` does what the kernel cannot."""
 
     def __init__(
-        self, source: KernelSource, otherwise: OutCall, kernels: KernelLibrary, stream: int
+        self, source: KernelSource, otherwise: OutCall, kernels: KernelLoader, stream: int
     ) -> None:
         self._source, self._otherwise = source, otherwise
         self._kernels, self._stream = kernels, stream

@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from strop.kernels.geglu import DEPTH, box_geglu, geglu, tile_of
-from strop.runtime.build.loader import BoundKernel, KernelLibrary
+from strop.kernels.gemm.geglu import DEPTH, geglu, tile_of, tma_geglu
+from strop.runtime.build.loader import BoundKernel, KernelLoader
 from strop.runtime.run.operands import LIMIT, NOWHERE, is_dense
 
 OutCall = Callable[[Sequence[Tensor], Tensor], None]
@@ -23,7 +23,7 @@ class GatedLinear:
     def __init__(
         self,
         otherwise: OutCall,
-        kernels: KernelLibrary,
+        kernels: KernelLoader,
         stream: int,
         *,
         is_early: bool,
@@ -62,7 +62,7 @@ class GatedLinear:
     def _boxed(self, x: Tensor, weight: Tensor, out: Tensor, has_bias: bool) -> BoundKernel:
         tile = tile_of(x.shape[0], x.shape[1], out.shape[1])
         assert tile is not None
-        source = box_geglu(tile, x.dtype, has_bias=has_bias)
+        source = tma_geglu(tile, x.dtype, has_bias=has_bias)
         self._kernels.build([source])  # unless the program's first call has done so
         scalars = [-(-len(x) // tile.rows), out.shape[1] // tile.cols, x.shape[1] // DEPTH]
         views = [(t.shape, t.stride()) for t in (x, weight, out)]

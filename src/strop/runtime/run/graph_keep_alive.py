@@ -9,18 +9,18 @@ from contextlib import contextmanager
 from typing import Protocol
 
 
-class Lease(Protocol):
+class KeepAlive(Protocol):
     """Memory of one run."""
 
     def check(self) -> None:
         """Raise what a kernel has left a mark of."""
 
 
-_taker: list[Lease] | None = None  # of the process: backward passes run in threads of torch's
+_taker: list[KeepAlive] | None = None  # of the process: backward passes run in threads of torch's
 
 
 @contextmanager
-def taken() -> Iterator[list[Lease]]:
+def taken() -> Iterator[list[KeepAlive]]:
     """Collect the leases of all programs that run meanwhile, step by step: none of them replays a
     CUDA graph of its own, which no capture could hold."""
     global _taker
@@ -35,6 +35,6 @@ def are_wanted() -> bool:
     return _taker is not None
 
 
-def note(lease: Lease) -> None:
+def note(lease: KeepAlive) -> None:
     if _taker is not None:
         _taker.append(lease)

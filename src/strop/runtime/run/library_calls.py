@@ -19,7 +19,7 @@ from torch import Tensor
 
 from strop.errors import ShapeError, UnsupportedError
 from strop.ir.graph import GeneratorRef, Ref
-from strop.kernels.folded_taps import SHARES
+from strop.kernels.conv.folded_taps import SHARES
 from strop.patterns.call import Replacement
 
 # torch's own, whatever a user has put in its place in torch.nn.functional

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from strop.ir.source import KernelSource
-from strop.kernels.narrow_conv import MULTIPLE, reads_pieces
-from strop.runtime.build.loader import BoundKernel, KernelLibrary
+from strop.kernels.conv.narrow import MULTIPLE, reads_pieces
+from strop.runtime.build.loader import BoundKernel, KernelLoader
 
 OutCall = Callable[[Sequence[Tensor], Tensor], None]
 Form = tuple[torch.Size, tuple[int, ...]]  # of the input
@@ -22,7 +22,7 @@ class NarrowConvolution:
     """One convolution step on one stream; ``otherwise`` does what the kernel cannot."""
 
     def __init__(
-        self, source: KernelSource, otherwise: OutCall, kernels: KernelLibrary, stream: int
+        self, source: KernelSource, otherwise: OutCall, kernels: KernelLoader, stream: int
     ) -> None:
         self._source, self._otherwise = source, otherwise
         self._kernels, self._stream = kernels, stream

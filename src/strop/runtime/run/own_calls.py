@@ -12,14 +12,14 @@ from strop.ir.device import Device
 from strop.ir.dims import Expr
 from strop.ir.program import CallStep, Program, Step
 from strop.ir.source import KernelSource
-from strop.kernels import own_kernels
-from strop.runtime.build.loader import KernelLibrary
+from strop.kernels import library
+from strop.runtime.build.loader import KernelLoader
 from strop.runtime.loop.hoisting import written
 from strop.runtime.run import wide_attention
-from strop.runtime.run.box_attention import BoxAttention
-from strop.runtime.run.few_rows import FewRows
 from strop.runtime.run.gated_linear import GatedLinear
-from strop.runtime.run.group_product import GroupProduct
+from strop.runtime.run.skinny_gemm import SkinnyGemm
+from strop.runtime.run.tma_attention import TmaAttention
+from strop.runtime.run.wgmma_gemm import WgmmaGemm
 
 Call = Callable[..., Any]
 Order = Callable[[Sequence[KernelSource]], list[KernelSource]]
@@ -48,7 +48,7 @@ def chosen(
         if isinstance(step, CallStep) and step.families:
             shapes = [sizes(ref.shape) for ref in step.inputs]
             dtype = program.buffers[step.inputs[0].buffer].dtype
-            family, sources = own_kernels.chosen_at(
+            family, sources = library.chosen_at(
                 step.families, step.op, dict(step.attrs), shapes, dtype, boxed=device.has_wgmma
             )
             if sources:
@@ -119,26 +119,24 @@ def sources_anywhere(program: Program, device: Device) -> tuple[KernelSource, ..
             shapes = [ref.shape for ref in step.inputs]
             dtype = program.buffers[step.inputs[0].buffer].dtype
             found |= dict.fromkeys(
-                own_kernels.sources_anywhere(
-                    step.families, step.op, dict(step.attrs), shapes, dtype
-                )
+                library.sources_anywhere(step.families, step.op, dict(step.attrs), shapes, dtype)
             )
     return tuple(found | dict.fromkeys(wide_attention.sources_anywhere(program)))
 
 
 def instead(
-    step: CallStep, own: Own, otherwise: Call, kernels: KernelLibrary, stream: int, *, early: bool
+    step: CallStep, own: Own, otherwise: Call, kernels: KernelLoader, stream: int, *, early: bool
 ) -> Call:
     """A call by the kernels that ``chosen`` has found for it. It leaves to ``otherwise`` what does
     not lie in memory as they want it. ``early``: the launch before is one of ours."""
-    if own.family in ("geglu", "box_geglu"):
+    if own.family in ("geglu", "tma_geglu"):
         return GatedLinear(
-            otherwise, kernels, stream, is_early=early, is_one=own.family == "box_geglu"
+            otherwise, kernels, stream, is_early=early, is_one=own.family == "tma_geglu"
         )
-    if own.family == "group_product":
+    if own.family == "wgmma_gemm":
         if step.op == "geglu":
             otherwise = GatedLinear(otherwise, kernels, stream, is_early=early, is_one=False)
-        return GroupProduct(
+        return WgmmaGemm(
             step.op,
             dict(step.attrs),
             otherwise,
@@ -147,7 +145,7 @@ def instead(
             is_early=early,
             is_steady=own.is_steady,
         )
-    if own.family == "few_rows":
-        return FewRows(otherwise, kernels, stream, is_early=early, is_steady=own.is_steady)
+    if own.family == "skinny_gemm":
+        return SkinnyGemm(otherwise, kernels, stream, is_early=early, is_steady=own.is_steady)
     scale = dict(step.attrs)["scale"]
-    return BoxAttention(otherwise, kernels, stream, is_early=early, scale=scale)
+    return TmaAttention(otherwise, kernels, stream, is_early=early, scale=scale)

@@ -22,8 +22,8 @@ from strop.ir.dims import Expr
 from strop.ir.functions import HALVES
 from strop.ir.program import CallStep, Program, Step
 from strop.ir.source import KernelSource
-from strop.kernels.exp_rows import MULTIPLE, exp_rows
-from strop.runtime.build.loader import BoundKernel, KernelLibrary
+from strop.kernels.attention.exp_rows import MULTIPLE, exp_rows
+from strop.runtime.build.loader import BoundKernel, KernelLoader
 from strop.runtime.run.memory import aligned
 
 WIDEST_OF_LIBRARIES = 256
@@ -145,7 +145,7 @@ class WideAttention:
     its ``working_bytes`` at least, of which nothing is kept."""
 
     def __init__(
-        self, scale: float | None, kernels: KernelLibrary, stream: int, memory: Tensor
+        self, scale: float | None, kernels: KernelLoader, stream: int, memory: Tensor
     ) -> None:
         self._scale, self._memory = scale, memory
         self._kernels, self._stream = kernels, stream

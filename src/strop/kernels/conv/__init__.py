@@ -1,0 +1,1 @@
+"""Convolutions that are no implicit GEMM, and what they need."""

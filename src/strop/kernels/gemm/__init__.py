@@ -1,0 +1,1 @@
+"""Matrix products: linears, gated linears, and convolutions as implicit GEMMs."""

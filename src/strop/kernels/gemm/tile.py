@@ -1,0 +1,128 @@
+"""Tiles of products in PTX, and where things lie in a program's shared memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from strop.kernels.gemm.implicit import FOUR_WINDOWS
+from strop.kernels.ptx import LINE_BYTES, ROWS
+
+MOST_SHARED = 227 * 1024  # of a program
+MIXED = 1024  # bytes after which lines of shared memory are mixed as before
+# What becomes of the sums: they are the results; values times gelu of gates, biases added; they and
+# biases are added, rounded, to what lies where the results go.
+PLAIN, GATED, SUM = ENDS = ("", "gated", "sum")
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """``groups`` of 64 rows, ``cols`` of the product, ``stages`` of 64 channels on the way. The sum
+    in ``split`` parts; or programs that ``keep_on``, one a processor, whose groups, two, may be
+    ``apart``: each has all rows of every second tile, and writes its results while the other
+    multiplies."""
+
+    groups: int
+    cols: int
+    stages: int
+    split: int = 1
+    keeps_on: bool = False
+    apart: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """``size`` of the window, 1 or odd: of one place, rows are a line; else pixels of a box, whose
+    sizes the launch tells. A size of 2: four windows, whose results lie between each other.
+    ``end``: one of ENDS; gates are the second half of the weights' rows. ``stride``: pixels of the
+    input from one of the result to the next.
+    """
+
+    tile: Tile
+    size: int
+    end: str = PLAIN
+    stride: int = 1
+
+    @property
+    def gated(self) -> bool:
+        return self.end == GATED
+
+    @property
+    def adds(self) -> bool:
+        return self.end == SUM
+
+    @property
+    def has_four_windows(self) -> bool:
+        return self.size == FOUR_WINDOWS
+
+    @property
+    def begins_with_biases(self) -> bool:
+        return self.adds and not self.has_parts
+
+    @property
+    def rows(self) -> int:
+        return ROWS * self.tile.groups
+
+    @property
+    def width(self) -> int:
+        """Columns of the result."""
+        return self.tile.cols // 2 if self.gated else self.tile.cols
+
+    @property
+    def has_box(self) -> bool:
+        return self.size > 1
+
+    @property
+    def threads(self) -> int:
+        """That multiply."""
+        return 2 * self.rows
+
+    @property
+    def blocks(self) -> int:
+        """Of 64 rows, of a group."""
+        return self.tile.groups if self.tile.apart else 1
+
+    @property
+    def num_warps(self) -> int:
+        """One fetches; four where they leave registers to those that multiply."""
+        return self.threads // 32 + (4 if self.tile.apart else 1)
+
+    @property
+    def team(self) -> int:
+        """Warps that multiply one tile."""
+        return 4 if self.tile.apart else 4 * self.tile.groups
+
+    @property
+    def stage(self) -> int:
+        return (self.rows + self.tile.cols) * LINE_BYTES
+
+    @property
+    def barriers(self) -> int:
+        """The first stage's, which tells that it is there; behind it the one that tells that it is
+        free again; then those of the others."""
+        return self.tile.stages * self.stage
+
+    @property
+    def has_parts(self) -> bool:
+        """Whether programs share a sum."""
+        return self.tile.split > 1
+
+    @property
+    def unit(self) -> int:
+        """Columns of a box of results on their way out, as many as divide the tile's."""
+        return next(unit for unit in (64, 32, 16, 8) if self.width % unit == 0)
+
+    @property
+    def part_row(self) -> int:
+        """Bytes of a row of a part: four rows of 32 bytes meet no bank twice."""
+        return 4 * self.tile.cols + (32 if self.tile.cols % 16 == 0 else 0)
+
+    @property
+    def results_at(self) -> int:
+        """Where results are on their way out: where operands were, unless others come there."""
+        end = self.barriers + 16 * self.tile.stages
+        return -(-end // MIXED) * MIXED if self.tile.keeps_on else 0
+
+    @property
+    def shared(self) -> int:
+        staged = self.rows * (self.part_row if self.has_parts else 2 * self.width * self.blocks)
+        return max(self.barriers + 16 * self.tile.stages, self.results_at + staged)

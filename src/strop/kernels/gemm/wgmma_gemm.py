@@ -1,0 +1,451 @@
+"""Products in PTX whose sums the programs of a cluster share: 3x3 convolutions and linears.
+
+An implicit GEMM (https://arxiv.org/abs/1410.0759): rows are pixels, which the tensor memory
+accelerator brings as a box for each place of the window; a linear is a window of one place over a
+picture of one line. One warp fetches, groups of four warps multiply 64 rows each. Where there are
+fewer tiles than processors the sum is cut into parts, one for each program of a cluster: each
+leaves its part, in fp32, in its own shared memory, and adds its share of the results from the parts
+of all, in their order. Where there are more, a program goes on to the next tile, whose operands
+come while the results of this one leave. Weights that no kernel before it writes are fetched
+before the wait for these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import lru_cache
+
+import torch
+
+from strop.ir.dims import symbol
+from strop.ir.source import KernelSource
+from strop.kernels.gemm.epilogues import (
+    NEXT_TILE,
+    READ,
+    added,
+    begun,
+    beyond,
+    handing,
+    met,
+    stored,
+)
+from strop.kernels.gemm.tile import Product
+from strop.kernels.ptx import (
+    DEPTH,
+    HIGH,
+    KINDS,
+    LINE,
+    LINE_BYTES,
+    ROWS,
+    UNIT,
+    advance,
+    barriers,
+    entry,
+    listed,
+    product,
+    release,
+    wait,
+)
+
+
+@lru_cache(maxsize=512)  # 150 calls of a UNet have twenty
+def wgmma_gemm(of: Product, dtype: torch.dtype) -> KernelSource:
+    """out[b, y, x, o] = sum of w[o, i, j, c] * in[b, t * y + i - r, t * x + j - r, c], where
+    r = size // 2 and t = stride; of four windows out[b, y, v, x, u, o] = sum of
+    w[v, u, o, i, j, c] * in[b, y + i + v - 1, x + j + u - 1, c].
+
+    Params: the input (B, H, W, CI), weights (CO, size * size * CI), the result (B, H / t, W / t,
+    CO), and biases (CO,), or nothing; all dense, of addresses that are multiples of 16 bytes; the
+    input may have gaps. CI is a multiple of 64, of a single place 8; CO of 8, where it is gated
+    twice ``width``, where it adds ``width``. Sums are fp32; where it adds they are rounded before
+    they are added to what is there, and again with it. Scalars: tiles of columns, boxes right, down
+    and of pictures, CI, tiles at work, and 1 where kernels that may still run write the weights,
+    else 0; of a window of several places pictures, lines and columns of a box, no more than rows in
+    all, and 2^16 by the latter two, rounded up; of a single place how many tiles of rows are gone
+    through together.
+    """
+    tile, kind = of.tile, KINDS[dtype]
+    ends = added(of, kind) if of.has_parts else stored(of, kind)
+    text = "".join((*_begin(of), *_fetch(of), *_multiply(of, kind), *ends))
+    weights = (of.width, LINE)  # twice, where there are gates
+    pixels = (0, 0, 0) if of.has_box else (1, 1, of.rows)
+    count, *sides = pixels
+    placed = (count, sides[0], 1, sides[1]) if of.has_four_windows else pixels
+    results = () if of.has_parts else (*placed, of.unit)
+    steps = (1, of.stride, of.stride, 1) if of.stride > 1 else ()
+    return KernelSource(
+        NAME,
+        "ptx",
+        text,
+        (dtype,) * 4,
+        (1,) * _scalars(of),
+        (symbol("s5") * tile.split,),
+        constants=(("SHARED", of.shared), ("EARLY", 1)),
+        num_warps=of.num_warps,
+        boxes=((*pixels, LINE), weights, results, ()),
+        steps=steps,
+    )
+
+
+# Registers of a thread that fetches and of one that multiplies, of the 168 that 384 begin with.
+FETCHING, MULTIPLYING = 24, 240
+TURN = 3  # the first of two barriers, by which groups take turns
+
+
+def _scalars(of: Product) -> int:
+    return 12 if of.has_box else 8
+
+
+NAME = "wgmma_gemm"
+_BEGIN = """\
+    .reg .pred %p, %yes, %goes_on, %is_first, %is_handing, %follows;
+    .reg .b32 %thread, %warp, %lane, %group, %rank, %id, %total, %stride, %col, %left, %top;
+    .reg .b32 %picture, %steps, %first, %step, %base, %bar, %stage, %phase, %at, %k, %channel, %x;
+    .reg .b32 %y, %end, %to, %from, %low, %low_a, %low_b, %high, %last, %pictures, %lines;
+    .reg .b32 %columns, %outs, %ins, %item, %across, %right, %down, %place, %bytes, %n<8>;
+    .reg .b32 %peer<{split}>;
+    .reg .b64 %map<3>, %a, %b, %out, %other, %wide, %far;
+    .reg .b16 %h<2>;
+    .reg .f32 %o<{results}>, %f<4>, %g<4>, %t<3>;
+{window}
+    griddepcontrol.launch_dependents;
+    mov.u32 %thread, %tid.x;
+    and.b32 %lane, %thread, 31;
+    shr.u32 %warp, %thread, 5;
+    shfl.sync.idx.b32 %warp, %warp, 0, 31, -1;
+    mov.u32 %base, memory;
+    ld.param.u32 %pictures, [x_size0];
+    ld.param.u32 %lines, [x_size1];
+    ld.param.u32 %columns, [x_size2];
+    ld.param.u32 %outs, [w_size0];
+{fewer}{shares}    ld.param.u32 %across, [s0];
+    ld.param.u32 %right, [s1];
+    ld.param.u32 %down, [s2];
+    ld.param.u32 %n0, [s3];
+    ld.param.u32 %ins, [s4];
+    ld.param.u32 %stride, [s5];
+    mul.lo.u32 %total, %across, %right;
+    mul.lo.u32 %total, %total, %down;
+    mul.lo.u32 %total, %total, %n0;
+{windows}    mov.u32 %id, %ctaid.x;
+    rem.u32 %rank, %id, {split};
+    div.u32 %id, %id, {split};
+    // steps of this part
+    add.u32 %n0, %ins, {line} - 1;
+    div.u32 %n0, %n0, {line};
+    mul.lo.u32 %n0, %n0, {places};
+    add.u32 %n1, %n0, {split} - 1;
+    div.u32 %n1, %n1, {split};
+    mul.lo.u32 %first, %rank, %n1;
+    min.u32 %first, %first, %n0;
+    sub.u32 %steps, %n0, %first;
+    min.u32 %steps, %steps, %n1;
+{barriers}"""
+
+
+def _begin(of: Product) -> Iterator[str]:
+    tile = of.tile
+    counts = {of.barriers + 8 * n: (1, of.team)[n % 2] for n in range(2 * tile.stages)}
+    rank = 5 if of.has_four_windows else 4
+    params = {"x": 4, "w": 2} | ({} if of.has_parts else {"result": rank})
+    pointers = ("result", "more") if of.has_parts else ("more",)
+    yield entry(NAME, params, pointers, _scalars(of), 32 * of.num_warps, cluster=tile.split)
+    yield _BEGIN.format(
+        split=tile.split,
+        results=of.blocks * tile.cols // 2,
+        line=LINE,
+        places=of.size**2,
+        fewer="".join(_shortened(of)),
+        shares=_shares(of),
+        windows=_WINDOWS if of.has_four_windows else "",
+        window="    .reg .b32 %window;\n" if of.has_four_windows else "",
+        barriers=barriers(counts),
+    )
+
+
+_WINDOWS = "    shl.b32 %total, %total, 2;\n"
+
+
+def _shares(of: Product) -> str:
+    """Columns of the result, of which there are several shares of the weights' rows."""
+    bits = 2 if of.has_four_windows else int(of.gated)
+    return f"    shr.u32 %outs, %outs, {bits};\n" if bits else ""
+
+
+def _shortened(of: Product) -> Iterator[str]:
+    """Lines and columns of the result, where the input has more."""
+    for size in ("%lines", "%columns") if of.stride > 1 else ():
+        yield f"    add.u32 {size}, {size}, {of.stride - 1};\n"
+        yield f"    div.u32 {size}, {size}, {of.stride};\n"
+
+
+def _coordinates(of: Product) -> str:
+    """Of tile %id. The last columns may be some of the tile's before, too, which come out the same:
+    loads are slow where a tensor ends."""
+    windows = _OF_WINDOWS if of.has_four_windows else ""
+    return (_OF_BOXES if of.has_box else _OF_A_LINE).format(of=of, windows=windows)
+
+
+_COLUMNS = """\
+    mul.lo.u32 %col, %col, {of.width};
+    sub.u32 %n0, %outs, {of.width};
+    min.u32 %col, %col, %n0;
+"""
+# Those with the same pixels are neighbours.
+_OF_BOXES = f"""\
+    ld.param.u32 %n1, [s7];
+    ld.param.u32 %n2, [s8];
+    ld.param.u32 %n3, [s9];
+    rem.u32 %col, %id, %across;
+{_COLUMNS}\
+    div.u32 %n0, %id, %across;
+    rem.u32 %left, %n0, %right;
+    div.u32 %n0, %n0, %right;
+    mul.lo.u32 %left, %left, %n3;
+    rem.u32 %top, %n0, %down;
+    div.u32 %n0, %n0, %down;
+    mul.lo.u32 %top, %top, %n2;
+{{windows}}\
+    mul.lo.u32 %picture, %n0, %n1;
+"""
+# All boxes of a window come before the next one's: programs at work read the same weights.
+_OF_WINDOWS = """\
+    ld.param.u32 %n4, [s3];
+    div.u32 %window, %n0, %n4;
+    rem.u32 %n0, %n0, %n4;
+"""
+# Those with the same columns are neighbours, up to so many rows: what all programs read at a time
+# is little of both operands then, and comes from memory once.
+_OF_A_LINE = f"""\
+    ld.param.u32 %n1, [s7];
+    mul.lo.u32 %n2, %n1, %across;
+    div.u32 %n3, %id, %n2;
+    mul.lo.u32 %n2, %n3, %n2;
+    sub.u32 %n2, %id, %n2;
+    mul.lo.u32 %n3, %n3, %n1;
+    sub.u32 %n4, %right, %n3;
+    min.u32 %n1, %n1, %n4;
+    div.u32 %col, %n2, %n1;
+    mul.lo.u32 %n4, %col, %n1;
+    sub.u32 %n4, %n2, %n4;
+    add.u32 %left, %n3, %n4;
+{_COLUMNS}\
+    mul.lo.u32 %left, %left, {{of.rows}};
+    mov.u32 %top, 0;
+    mov.u32 %picture, 0;
+"""
+
+
+def _first_place(of: Product) -> str:
+    """Of step %first: places of the window in their order, all channels of one before the next."""
+    around, stride = of.size // 2, of.stride
+    further = f"    mul.lo.u32 %left, %left, {stride};\n    mul.lo.u32 %top, %top, {stride};\n"
+    moved = _MOVED if of.has_four_windows else ""
+    return f"""\
+    add.u32 %n1, %ins, {LINE} - 1;
+    div.u32 %n1, %n1, {LINE};
+    div.u32 %n0, %first, %n1;
+    rem.u32 %channel, %first, %n1;
+    mul.lo.u32 %channel, %channel, {LINE};
+    rem.u32 %x, %n0, {of.size};
+    div.u32 %y, %n0, {of.size};
+{further if stride > 1 else ""}{moved}\
+    sub.u32 %left, %left, {around};
+    add.u32 %end, %left, {of.size};
+    add.u32 %x, %x, %left;
+    add.u32 %y, %y, %top;
+    sub.u32 %y, %y, {around};
+    mul.lo.u32 %k, %first, {LINE};
+"""
+
+
+_MOVED = """\
+    and.b32 %n2, %window, 1;
+    add.u32 %left, %left, %n2;
+    shr.u32 %n2, %window, 1;
+    add.u32 %top, %top, %n2;
+"""
+
+
+def _stage_bytes(of: Product) -> str:
+    """Of a box, whose sizes are in %n1 to %n3, and of weights."""
+    return f"""\
+    mul.lo.u32 %bytes, %n1, %n2;
+    mad.lo.u32 %bytes, %bytes, %n3, {of.tile.cols};
+    mul.lo.u32 %bytes, %bytes, {LINE_BYTES};
+"""
+
+
+def _at_stage(of: Product) -> str:
+    return f"""\
+    mad.lo.u32 %at, %stage, {of.stage}, %base;
+    mad.lo.u32 %bar, %stage, 16, %base;
+    add.u32 %bar, %bar, {of.barriers};
+"""
+
+
+def _weights(of: Product) -> Iterator[str]:
+    """Of step %k, into stage %at; those of gates behind those of values."""
+    for n in range(2 if of.gated else 1):
+        yield f"    add.u32 %to, %at, {(of.rows + n * of.width) * LINE_BYTES};\n"
+        share = "%window" if of.has_four_windows else n
+        yield f"    mad.lo.u32 %n5, %outs, {share}, %col;\n"
+        yield """\
+    cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes \
+[%to], [%map1, {%k, %n5}], [%bar];
+"""
+    yield f"    add.u32 %k, %k, {LINE};\n"
+
+
+_PIXELS = f"""\
+    cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes \
+[%at], [%map0, {{%channel, %x, %y, %picture}}], [%bar];
+    add.u32 %channel, %channel, {LINE};
+    setp.ge.u32 %p, %channel, %ins;
+    @%p mov.u32 %channel, 0;
+    @%p add.u32 %x, %x, 1;
+    setp.eq.and.u32 %p, %x, %end, %p;
+    @%p mov.u32 %x, %left;
+    @%p add.u32 %y, %y, 1;
+"""
+
+
+def _registers(of: Product, op: str, count: int) -> str:
+    return f"    setmaxnreg.{op}.sync.aligned.u32 {count};\n" if of.tile.apart else ""
+
+
+def _fetch(of: Product) -> Iterator[str]:
+    """One thread. A stage that was never used is free: its barrier is behind phase 1."""
+    size = "%bytes" if of.has_box else of.stage
+    expect = f"    mbarrier.arrive.expect_tx.shared::cta.b64 _, [%bar], {size};\n"
+    weights = "".join(_weights(of))
+    onward = advance(of.tile.stages, "%stage", "%phase")
+    yield f"""\
+    setp.lt.u32 %p, %warp, {4 * of.tile.groups};
+    @%p bra multiply;
+{_registers(of, "dec", FETCHING)}\
+    setp.ne.u32 %p, %thread, {of.threads};
+    @%p bra done;
+    mov.b64 %wide, x;
+    cvta.param.u64 %map0, %wide;
+    mov.b64 %wide, w;
+    cvta.param.u64 %map1, %wide;
+"""
+    yield _coordinates(of) + (_stage_bytes(of) if of.has_box else "") + _first_place(of)
+    # what does not depend on the kernel before this one: weights for all stages
+    yield """\
+    ld.param.u32 %n0, [s6];
+    setp.eq.u32 %p, %n0, 0;
+    @%p bra steady;
+    griddepcontrol.wait;
+steady:
+"""
+    yield f"    min.u32 %n6, %steps, {of.tile.stages};\n    mov.u32 %stage, 0;\nearly:\n"
+    yield _at_stage(of) + expect + weights
+    yield "    add.u32 %stage, %stage, 1;\n    setp.lt.u32 %p, %stage, %n6;\n    @%p bra early;\n"
+    yield "    griddepcontrol.wait;\n    mov.u32 %step, 0;\n    mov.u32 %stage, 0;\n"
+    yield ("    mov.u32 %phase, 1;\nfollow:\n" + _at_stage(of) + _PIXELS + onward)
+    yield "    add.u32 %step, %step, 1;\n    setp.lt.u32 %p, %step, %n6;\n    @%p bra follow;\n"
+    yield "    setp.ge.u32 %p, %step, %steps;\n    @%p bra fetched;\nfetch:\n" + _at_stage(of)
+    yield wait("free", "%bar+8", "%phase")
+    yield expect + _PIXELS + weights + onward
+    yield "    add.u32 %step, %step, 1;\n    setp.lt.u32 %p, %step, %steps;\n    @%p bra fetch;\n"
+    yield "fetched:\n"
+    if of.tile.keeps_on:
+        yield NEXT_TILE + "    @!%p bra done;\n"
+        yield _coordinates(of) + _first_place(of) + "    mov.u32 %step, 0;\n    bra fetch;\n"
+    else:
+        yield "    bra done;\n"
+
+
+def _products(of: Product, kind: str) -> Iterator[str]:
+    cols = of.tile.cols
+    for n in range(LINE // DEPTH):
+        yield f"    add.u32 %low_b, %low, {of.rows * LINE_BYTES // UNIT + 2 * n};\n"
+        yield "    mov.b64 %b, {%low_b, %high};\n"
+        for block in range(of.blocks):
+            yield f"    add.u32 %low_a, %from, {block * ROWS * LINE_BYTES // UNIT + 2 * n};\n"
+            yield "    mov.b64 %a, {%low_a, %high};\n"
+            yield product(cols, kind, listed("o", cols // 2, block * cols // 2), "%a", True)
+
+
+def _apart(of: Product) -> str:
+    """The second group begins with the second tile, whose steps come behind those of the first."""
+    if not of.tile.apart:
+        return ""
+    return f"""\
+    setp.ne.u32 %follows, %group, 0;
+    @!%follows bra tile;
+    add.u32 %id, %id, %stride;
+    setp.ge.u32 %p, %id, %total;
+    @%p bra done;
+{beyond(of)}"""
+
+
+def _turn(of: Product) -> str:
+    """Steps of this tile begin when the other group has seen all of the tile before: barriers tell
+    two rounds of stages apart, not three."""
+    if not of.tile.apart:
+        return ""
+    return f"""\
+    add.u32 %n0, %group, {TURN};
+    @%follows bar.sync %n0, {of.threads};
+    setp.eq.u32 %follows, 0, 0;
+"""
+
+
+def _turned(of: Product) -> str:
+    """It is the other group's turn, if there is a tile for it."""
+    if not of.tile.apart:
+        return ""
+    return f"""\
+    add.u32 %n0, %id, %stride;
+    setp.lt.u32 %p, %n0, %total;
+    sub.u32 %n0, {TURN + 1}, %group;
+    @%p bar.arrive %n0, {of.threads};
+"""
+
+
+def _multiply(of: Product, kind: str) -> Iterator[str]:
+    """A stage is free when the products of the next one are on their way."""
+    out = "    ld.param.u64 %out, [result];\n" if of.has_parts else handing(of)
+    released = release(of.barriers, "%last", "%n0")
+    yield f"""\
+multiply:
+{_registers(of, "inc", MULTIPLYING)}\
+    griddepcontrol.wait;
+{out}    ld.param.u64 %other, [more];
+    setp.eq.u32 %yes, 0, 0;
+    setp.eq.u32 %is_first, %lane, 0;
+    shr.u32 %group, %warp, 2;
+    mov.u32 %high, {HIGH};
+    mov.u32 %stage, 0;
+    mov.u32 %phase, 0;
+{_apart(of)}tile:
+{_turn(of)}"""
+    yield from begun(of, kind, _coordinates(of))
+    yield "    mov.u32 %step, 0;\nnext:\n" + _at_stage(of)
+    yield wait("come", "%bar", "%phase")
+    yield f"""\
+    shr.u32 %low, %at, 4;
+    or.b32 %low, %low, {1 << 16};
+    mad.lo.u32 %from, %group, {0 if of.tile.apart else ROWS * LINE_BYTES // UNIT}, %low;
+    setp.ne.u32 %goes_on, %step, 0;
+    wgmma.fence.sync.aligned;
+"""
+    yield from _products(of, kind)
+    yield "    wgmma.commit_group.sync.aligned;\n"
+    if not of.begins_with_biases:  # where results go is worked out while the first products are
+        yield f"    @%goes_on bra onward;\n{_coordinates(of)}onward:\n"
+    yield "    wgmma.wait_group.sync.aligned 1;\n    @!%goes_on bra kept;\n"
+    yield (
+        release(of.barriers, "%last", "%n0")
+        + "kept:\n    mov.u32 %last, %stage;\n"
+        + advance(of.tile.stages, "%stage", "%phase")
+    )
+    yield "    add.u32 %step, %step, 1;\n    setp.lt.u32 %p, %step, %steps;\n    @%p bra next;\n"
+    yield _turned(of) + "    wgmma.wait_group.sync.aligned 0;\n"
+    if of.tile.keeps_on:  # results of the tile before have left
+        yield released + READ
+    # results go where the operands of all groups were, or those of the tile before
+    yield met(of)

@@ -1,0 +1,340 @@
+"""Attention with short heads: the kernel in the interpreter and the compiler, and its launcher."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from strop.ir.functions import HALVES
+from strop.ir.source import KernelSource
+from strop.kernels.attention.choice import FEW_KEYS, tiles_of
+from strop.kernels.attention.tma import Tile, tma_attention
+from strop.runtime.build.loader import kernel_loader
+from strop.runtime.run.tma_attention import TmaAttention
+from strop.testing import assert_as_accurate_as_eager
+from tests.codegen.test_triton_compile import compiled, disassemble, resources
+
+pytest.importorskip("triton")
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from strop.codegen.triton_interpreter import interpret
+
+WITH_QUERIES = Tile(64, 64, 3, 4, blocks=0, with_queries=True)
+TILES = {  # few keys, and else
+    40: (Tile(128, 32, 4, 4, parts=1, blocks=0), Tile(128, 64, 3, 8, parts=1)),
+    64: (Tile(64, 32, 4, 4, blocks=0), Tile(64, 64, 3, 4)),
+    80: (WITH_QUERIES, Tile(64, 64, 3, 4)),
+    160: (WITH_QUERIES, WITH_QUERIES),
+}
+HEADS = tuple(TILES)
+IN_USE = [(head, tile) for head in HEADS for tile in tiles_of(head) if isinstance(tile, Tile)]
+View = tuple[Sequence[int], Sequence[int]]
+
+
+class Bound:
+    """Stands for a launch. It knows memory by its address alone, as a GPU does."""
+
+    def __init__(self, source: KernelSource, scalars: Sequence[int], views: Sequence[View]) -> None:
+        self.source, self.views = source, views
+        self.scalars = {f"s{i}": n for i, n in enumerate(scalars)}
+        self.pointers = [0] * len(views)
+
+    def set_pointer(self, place: int, pointer: int) -> None:
+        self.pointers[place] = pointer
+
+    def __call__(self) -> None:
+        seen = map(self._seen, self.pointers, self.views)
+        interpret(self.source, described(self.source, list(seen)), self.scalars)
+
+    def _seen(self, pointer: int, view: View) -> Tensor:
+        last = sum((n - 1) * step for n, step in zip(*view, strict=True))
+        memory = (ctypes.c_byte * (2 * last + 2)).from_address(pointer)
+        flat = torch.frombuffer(memory, dtype=self.source.params[0])
+        return flat.as_strided(*map(tuple, view))
+
+
+class Interpreted:
+    """Stands where a GPU's kernels are built and bound."""
+
+    def __init__(self) -> None:
+        self.bound: list[Bound] = []
+
+    def build(self, sources: Sequence[KernelSource]) -> None:
+        pass
+
+    def bind(
+        self,
+        source: KernelSource,
+        pointers: Sequence[int],
+        scalars: Sequence[int],
+        stream: int,
+        early: bool,
+        views: Sequence[View],
+    ) -> Bound:
+        self.bound.append(Bound(source, scalars, views))
+        return self.bound[-1]
+
+
+def described(source: KernelSource, tensors: Sequence[Tensor]) -> list[TensorDescriptor]:
+    return [
+        TensorDescriptor(t, list(t.shape), list(t.stride()), list(box))
+        for t, box in zip(tensors, source.boxes, strict=True)
+    ]
+
+
+def always(head: int, batch_times_heads: int, queries: int, keys: int) -> Tile | None:
+    """Where the library is faster, too."""
+    return TILES[head][keys > FEW_KEYS] if head in TILES else None
+
+
+def refuse(inputs: Sequence[Tensor]) -> Tensor:
+    raise AssertionError("the library's way")
+
+
+def run(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> Tensor:
+    kernels: Any = Interpreted()
+    return TmaAttention(refuse, kernels, 0, scale=scale, choose=always)((q, k, v))
+
+
+def of_tile(tile: Tile, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """By this tile, in memory full of NaN."""
+    (batch, heads, queries, head), keys = q.shape, k.shape[2]
+    source = tma_attention(head, head**-0.5, tile, q.dtype)
+    out = q.new_full((batch, queries, heads, head), float("nan")).transpose(1, 2)
+    tensors = (q, k, v, out) * (len(source.params) // 4)
+    sizes = {"s0": queries, "s1": keys, "s2": heads, "s3": batch * heads}
+    interpret(source, described(source, tensors), sizes)
+    return out
+
+
+def operands(head: int, queries: int, keys: int, heads: int = 2) -> tuple[Tensor, ...]:
+    """Of two pictures, slices of one product: (B, H, S, D). In fp16: Triton's interpreter
+    multiplies bf16 as if it were integers."""
+    torch.manual_seed(0)
+    longest = max(queries, keys)
+    merged = torch.randn(2, longest, 3, heads, head, dtype=torch.float16)
+    q, k, v = merged.permute(2, 0, 3, 1, 4)
+    return q[:, :, :queries], k[:, :, :keys], v[:, :, :keys]
+
+
+def judge(found: Tensor, q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> None:
+    eager = F.scaled_dot_product_attention(q, k, v, scale=scale)
+    exact = F.scaled_dot_product_attention(*(t.double() for t in (q, k, v)), scale=scale)
+    assert_as_accurate_as_eager(found, eager, exact)
+
+
+@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize(("queries", "keys"), [(150, 77), (150, 150), (64, 256), (3, 1)])
+def test_as_accurate_as_torch(head: int, queries: int, keys: int) -> None:
+    given = operands(head, queries, keys)
+    judge(run(*given), *given)
+
+
+@pytest.mark.parametrize(("head", "tile"), IN_USE, ids=str)
+def test_tiles_in_use(head: int, tile: Tile) -> None:
+    given = operands(head, tile.queries + 9, 2 * tile.keys + 7, heads=1)
+    judge(of_tile(tile, *given), *given)
+
+
+@pytest.mark.parametrize(
+    "tile",
+    [
+        Tile(64, 32, 3, 4),
+        Tile(64, 32, 3, 4, parts=1),
+        Tile(64, 32, 3, 4, blocks=0),
+        Tile(64, 32, 3, 4, blocks=0, with_queries=True),
+        Tile(64, 32, 3, 4, blocks=2),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("head", [40, 64, 160])
+def test_what_tiles_can_say(head: int, tile: Tile) -> None:
+    given = operands(head, 70, 141, heads=1)
+    judge(of_tile(tile, *given), *given)
+
+
+def test_another_scale() -> None:
+    given = operands(40, 33, 50)
+    judge(run(*given, scale=0.3), *given, scale=0.3)
+
+
+def test_scores_may_be_large() -> None:
+    """In one row all are very negative, in one very positive, and in one a single key counts."""
+    q, k, v = (t.clone() for t in operands(64, 64, 77, heads=1))
+    k[..., 0], q[:, :, :3] = 20.0, 0.0
+    q[:, :, 0, 0], q[:, :, 1, 0] = -2000.0, 2000.0
+    q[:, :, 2] = k[:, :, 76] * 100
+    found = of_tile(Tile(64, 32, 3, 4), q, k, v)
+    assert bool(found.isfinite().all())
+    judge(found, q, k, v)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_what_softmax_makes_nan_is_nan(bad: float) -> None:
+    q, k, v = (t.clone() for t in operands(40, 64, 77, heads=1))
+    q[:, :, 5, 0], k[0, :, 30, 0] = bad, bad
+    found = of_tile(Tile(64, 32, 3, 4), q, k, v)
+    exact = (q.double() @ k.double().mT * 40**-0.5).softmax(-1) @ v.double()
+    assert torch.equal(found.isnan(), exact.isnan())
+    assert not exact.isnan().all()
+    assert exact.isnan().any()
+
+
+def test_nothing_of_a_neighbour() -> None:
+    """What lies behind a head, or behind the last key, has no share, be it NaN."""
+    given = operands(40, 70, 77)
+    around = torch.full((3, 2, 99, 4, 48), float("nan"), dtype=torch.float16)
+    inner = around.transpose(2, 3)[:, :, 1:3, 3:80, :40]
+    for target, source in zip(inner, given, strict=True):
+        target[:, :, : source.shape[2]].copy_(source)
+    assert torch.equal(run(inner[0][:, :, :70], *inner[1:]), run(*given))
+    kernels: Any = Interpreted()
+    memory = torch.full((2, 80, 2, 40), 7.0, dtype=torch.float16)
+    call = TmaAttention(refuse, kernels, 0, choose=always)
+    call(given)
+    (bound,) = kernels.bound
+    for place in range(3, len(bound.pointers), 4):
+        bound.set_pointer(place, memory.data_ptr())
+    bound()
+    assert bool((memory.flatten()[2 * 70 * 2 * 40 :] == 7.0).all())
+
+
+def test_a_kernel_is_bound_once_for_each_form() -> None:
+    kernels: Any = Interpreted()
+    call = TmaAttention(refuse, kernels, 0, choose=always)
+    for size in (20, 20, 30, 20):
+        q, k, v = (torch.randn(1, size, 2, 40).half().transpose(1, 2) for _ in range(3))
+        judge(call((q, k, v)), q, k, v)
+    assert len(kernels.bound) == 2
+
+
+def test_dims_of_size_1_may_have_any_stride() -> None:
+    q, k, v = (torch.randn(1, 1, 20, 40).half() for _ in range(3))
+    odd = k.as_strided(k.shape, (3, 5, 40, 1))
+    judge(run(q, odd, v), q, k, v)
+
+
+def misplaced(tensor: Tensor) -> Tensor:
+    memory = tensor.new_empty(tensor.numel() + 1)
+    return memory[1:].as_strided(tensor.shape, tensor.stride()).copy_(tensor)
+
+
+Q = torch.randn(2, 2, 20, 40).half()
+ODD = {
+    "keys of one head for all": (Q, *[Q[:, :1].expand(-1, 2, -1, -1)] * 2),
+    "keys of another count of heads": (Q, Q[:, :1], Q[:, :1]),
+    "another count of values": (Q, Q, Q[:, :, :7]),
+    "another width": (Q, Q[..., :32], Q[..., :32]),
+    "values of another width": (Q, Q, Q[..., :32]),
+    "no query": (Q[:, :, :0], Q, Q),
+    "no key": (Q, Q[:, :, :0], Q[:, :, :0]),
+    "an odd stride": (Q, torch.randn(2, 2, 20, 44).half()[..., :40], Q),
+    "numbers apart": (Q, Q.mT.contiguous().mT, Q),
+    "an odd address": (misplaced(Q), Q, Q),
+    "an unknown width": (Q[..., :32],) * 3,
+    "too many heads": (torch.empty(1, 1, 1, 40).half().expand(1, 2**16, 1, 40),) * 3,
+}
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_the_library_does_what_does_not_lie_right(name: str) -> None:
+    kernels: Any = Interpreted()
+    answer = torch.zeros(1)
+    call = TmaAttention(lambda inputs: answer, kernels, 0, choose=always)
+    for _ in range(2):
+        assert call(ODD[name]) is answer
+    assert not kernels.bound
+
+
+def test_tensors_of_2_to_the_31_elements_are_for_the_library() -> None:
+    huge = torch.empty(1, 2, 2**31 // 80 + 1, 40, device="meta", dtype=torch.float16)
+    call = TmaAttention(refuse, Interpreted(), 0, choose=always)  # type: ignore[arg-type]
+    assert call._tile(huge, huge, huge) is None
+    half = huge[:, :, : 2**29 // 80]
+    assert call._tile(half, half, half) is not None
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize(("head", "tile"), IN_USE, ids=str)
+def test_compiles(head: int, tile: Tile, dtype: torch.dtype, tmp_path: Path) -> None:
+    """Two programs at least fit a multiprocessor; of heads of 160 there are never that many."""
+    cubin = compiled(tma_attention(head, head**-0.5, tile, dtype), 90)
+    registers, stack = resources(cubin, tmp_path)
+    assert stack == 0  # nothing spilled
+    assert 2 * registers * 32 * tile.num_warps <= 2**16
+    assert (1 if head == 160 else 2) * (cubin.shared + 1024) <= 227 * 1024
+    order = disassemble(cubin, tmp_path)
+    assert any(op.startswith("HGMMA") for op in order)
+    assert any(op.startswith("UTMALDG") for op in order)
+    assert any(op.startswith("UTMASTG") for op in order)
+    assert not any(re.match(r"(LDG|STG|LDL|STL)\b", op) for op in order)
+    assert cubin.early
+    assert order.index("ACQBULK") < min(n for n, op in enumerate(order) if op.startswith("UTMALDG"))
+
+
+def test_the_loop_is_what_it_should_be(tmp_path: Path) -> None:
+    """Scaling and subtracting are one instruction, an exponential is another one, the weights stay
+    in registers, and nothing waits between two products of one block."""
+    tile = Tile(128, 64, 3, 8, parts=1)
+    order = disassemble(compiled(tma_attention(40, 0.2, tile, torch.float16), 90), tmp_path)
+    first = next(n for n, op in enumerate(order) if op.startswith("HGMMA"))
+    loop = order[first : next(n for n, op in enumerate(order) if n > first and op == "BRA")]
+    scores = tile.keys // 2  # of a thread
+    assert sum(op == "MUFU.EX2" for op in loop) == scores + 2
+    assert sum(op == "FFMA" for op in loop) == scores
+    assert sum(op == "FADD" for op in loop) <= 2
+    assert sum(op.startswith("HMMA") for op in loop) == tile.keys // 16
+    assert sum(op.startswith("WARPGROUP") for op in loop) <= 4
+    assert not any(re.match(r"(LDS|STS|FSEL)", op) for op in loop)
+
+
+SHAPES = (
+    (2, 8, 4096, 4096, 40),
+    (2, 8, 4096, 77, 40),
+    (2, 8, 1024, 1024, 80),
+    (2, 8, 1024, 77, 80),
+    (2, 10, 4096, 4096, 64),
+    (2, 20, 1024, 1024, 64),
+    (2, 20, 1000, 77, 64),
+    (2, 8, 256, 256, 160),
+    (2, 8, 64, 64, 160),
+    (2, 8, 64, 77, 160),
+    (3, 5, 777, 1001, 40),
+    (1, 1, 1, 1, 80),
+)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() < (9, 0),
+    reason="needs an NVIDIA GPU with a tensor memory accelerator",
+)
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_on_a_gpu(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    batch, heads, queries, keys, head = shape
+    torch.manual_seed(0)
+    longest = max(queries, keys)
+    kernels, stream = kernel_loader("cuda", 0, "", 0), torch.cuda.Stream()
+    call = TmaAttention(refuse, kernels, stream.cuda_stream, choose=always)
+    with torch.cuda.stream(stream), torch.no_grad():
+        for _ in range(2):  # other addresses the second time
+            merged = torch.randn(batch, longest, 3, heads, head, device="cuda").to(dtype)
+            q, k, v = merged.permute(2, 0, 3, 1, 4)
+            given = q[:, :, :queries], k[:, :, :keys], v[:, :, :keys]
+            judge(call(given), *given)
+        graph, before = torch.cuda.CUDAGraph(), call(given)
+        with torch.cuda.graph(graph, stream=stream):
+            captured = call(given)
+        captured.fill_(float("nan"))
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(captured, before)

@@ -1,0 +1,200 @@
+"""Products in PTX: what the assembler makes of them, and their results by the machine for PTX,
+which runs warps in any order and lets loads come late."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from strop.ir.source import KernelSource
+from strop.kernels.gemm.tile import GATED, MOST_SHARED, PLAIN, SUM, Product, Tile
+from strop.kernels.gemm.wgmma_gemm import wgmma_gemm
+from strop.kernels.ptx import KINDS, LINE
+from strop.runtime.run.library_calls import upsampled
+from tests.codegen.test_triton_compile import TOOLS
+from tests.kernels.ptx_machine import launch
+from tests.kernels.test_ptx_kernels import survivors
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks" / "probes"))
+import conv_wgmma
+import linear_wgmma
+
+sys.path.pop(0)
+
+F16, BF16 = torch.float16, torch.bfloat16
+BOUND = {F16: 2.5e-4, BF16: 2e-3}  # of rounding a result: 1 / sqrt(3) of half an ulp, in the mean
+TWICE = math.sqrt(5 / 3)  # what is rounded before it is added, of two thirds of all variance
+
+
+@dataclass(frozen=True)
+class Case:
+    tile: Tile
+    sizes: tuple[int, int, int, int, int]  # pictures, lines, columns, channels in and out
+    box: tuple[int, int, int]
+    size: int = 3
+    end: str = PLAIN
+    dtype: torch.dtype = F16
+    stride: int = 1
+
+
+CASES = (
+    Case(Tile(2, 160, 5), (1, 1, 300, 200, 328), (1, 1, 128), 1),
+    Case(Tile(1, 80, 3), (1, 1, 100, 128, 88), (1, 1, 64), 1),
+    Case(Tile(1, 80, 3, 1, True), (1, 1, 200, 320, 160), (1, 1, 64), 1),
+    Case(Tile(1, 80, 3, 1, True), (1, 1, 200, 128, 160), (1, 1, 64), 1, end=GATED),
+    Case(Tile(1, 160, 3, 1, True), (1, 1, 200, 128, 320), (1, 1, 64), 1, end=GATED),
+    Case(Tile(1, 64, 3, 1, True), (1, 3, 140, 64, 128), (1, 1, 64)),
+    Case(Tile(1, 80, 3), (1, 7, 9, 128, 88), (1, 8, 8)),
+    Case(Tile(2, 80, 4), (3, 7, 8, 64, 88), (2, 8, 8)),
+    Case(Tile(1, 80, 3, 2), (2, 8, 8, 128, 88), (1, 8, 8)),
+    Case(Tile(1, 80, 3, 4), (1, 9, 8, 128, 88), (1, 8, 8)),
+    Case(Tile(1, 160, 3, 3), (1, 9, 8, 128, 88), (1, 8, 8)),
+    Case(Tile(1, 80, 3, 2), (1, 1, 100, 328, 88), (1, 1, 64), 1, dtype=BF16),
+    Case(Tile(1, 80, 3), (1, 15, 20, 128, 88), (1, 8, 8), stride=2),
+    Case(Tile(2, 80, 3, 2), (3, 14, 9, 64, 88), (2, 8, 8), stride=2),
+    Case(Tile(1, 80, 3, 1, True), (1, 3, 140, 64, 160), (1, 1, 64), stride=2),
+    Case(Tile(2, 80, 4), (2, 7, 20, 64, 88), (1, 6, 20)),  # fewer pixels than rows
+    Case(Tile(1, 80, 3, 2), (3, 5, 7, 128, 88), (1, 5, 7)),
+    Case(Tile(2, 80, 3, 3), (3, 5, 7, 64, 88), (3, 5, 7)),
+    Case(Tile(1, 80, 3, 1, True), (2, 9, 11, 64, 160), (1, 5, 11)),
+    Case(Tile(2, 80, 4), (2, 20, 20, 64, 88), (2, 3, 10), stride=2),
+    Case(Tile(2, 80, 3, 1, True, True), (1, 1, 300, 320, 160), (1, 1, 128), 1),
+    Case(Tile(2, 80, 2, 1, True, True), (1, 1, 200, 128, 160), (1, 1, 128), 1, end=GATED),
+    Case(Tile(2, 64, 4, 1, True, True), (2, 9, 20, 64, 160), (1, 6, 20)),
+    Case(Tile(2, 96, 3, 1, True, True), (1, 1, 100, 128, 96), (1, 1, 128), 1),  # a single tile
+    Case(Tile(1, 80, 3), (1, 7, 9, 128, 88), (1, 8, 8), 2),  # four windows
+    Case(Tile(2, 80, 3, 1, True), (3, 5, 7, 64, 160), (3, 5, 7), 2),
+    Case(Tile(2, 64, 4, 1, True, True), (2, 9, 20, 64, 64), (1, 6, 20), 2, dtype=BF16),
+    Case(Tile(2, 80, 3, 1, True), (1, 1, 300, 200, 160), (1, 1, 128), 1, SUM),
+    Case(Tile(1, 160, 3), (1, 1, 100, 128, 320), (1, 1, 64), 1, SUM),
+    Case(Tile(1, 80, 3), (1, 1, 5, 128, 80), (1, 1, 64), 1, SUM, BF16),
+    Case(Tile(2, 80, 3, 1, True, True), (1, 1, 300, 320, 160), (1, 1, 128), 1, SUM),
+    Case(Tile(1, 64, 3), (1, 7, 9, 128, 128), (1, 8, 8), 3, SUM),
+    Case(Tile(1, 80, 3, 2), (1, 1, 100, 328, 160), (1, 1, 64), 1, SUM),
+    Case(Tile(2, 80, 3, 4), (1, 1, 130, 320, 80), (1, 1, 128), 1, SUM, BF16),
+)
+
+
+def operands(case: Case) -> tuple[Tensor, Tensor, Tensor]:
+    batch, height, width, ins, outs = case.sizes
+    torch.manual_seed(ins + outs)
+    depth, windows = case.size**2 * ins, 4 if case.size == 2 else 1
+    x = torch.randn(batch, height, width, ins).to(case.dtype)
+    w = (torch.randn(windows * outs, depth) * depth**-0.5).to(case.dtype)
+    return x, w, torch.randn(outs).to(case.dtype)
+
+
+def truth(case: Case, x: Tensor, w: Tensor, bias: Tensor) -> Tensor:
+    size, ins = case.size, case.sizes[3]
+    window = w.double().view(-1, size, size, ins).permute(0, 3, 1, 2)
+    pixels = x.double().permute(0, 3, 1, 2)
+    if size == 2:
+        return upsampled(pixels, window).permute(0, 2, 3, 1).contiguous()
+    out = torch.nn.functional.conv2d(pixels, window, padding=size // 2, stride=case.stride)
+    out = out.permute(0, 2, 3, 1)
+    if case.end == SUM:
+        return out + bias.double()
+    if case.end == GATED:
+        value, gate = (out + bias.double()).chunk(2, -1)
+        return value * torch.nn.functional.gelu(gate)
+    return out
+
+
+def prepared(case: Case) -> tuple[KernelSource, Callable[[KernelSource, int], None]]:
+    """The kernel, and what runs it or another and asserts that results are right."""
+    product = Product(case.tile, case.size, case.end, case.stride)
+    x, w, bias = operands(case)
+    wanted = truth(case, x, w, bias)
+    windows = 4 if product.has_four_windows else 1
+    sides = x.shape[1:3] if windows > 1 else wanted.shape[1:3]
+    down, *along = (-(-n // step) for n, step in zip((len(x), *sides), case.box, strict=True))
+    across = -(-wanted.shape[-1] // product.width)
+    total = across * down * math.prod(along) * windows
+    at_work = min(total, 2) if case.tile.keeps_on else total
+    scalars = [across, along[1], along[0], down, case.sizes[3], at_work]
+    of_box = (
+        [*case.box, *(-(-(1 << 16) // n) for n in case.box[1:])]
+        if product.has_box
+        else [min(along[1], 2)]
+    )
+    views = [(x.shape, x.stride(), (*case.box, LINE)), (w.shape, w.stride())]
+    if windows > 1:
+        count, height, width = case.box
+        places = wanted.view(len(x), sides[0], 2, sides[1], -1)
+        views.append((places.shape, places.stride(), (count, height, 1, width, product.unit)))
+    elif not product.has_parts:
+        views.append((wanted.shape, wanted.stride(), (*case.box, product.unit)))
+
+    def call(source: KernelSource, seed: int) -> None:
+        """Weights come late where the seed is odd. The last columns may be written twice."""
+        before = torch.randn(wanted.shape).to(case.dtype)
+        out = before.clone() if case.end == SUM else torch.full_like(before, math.nan)
+        launch(
+            source,
+            [x, w, out, bias],
+            [*scalars, seed % 2, *of_box],
+            seed=seed,
+            views=views,
+            allow_rewrites=True,
+        )
+        total = wanted + before.double() if case.end == SUM else wanted
+        bound = BOUND[case.dtype] * (TWICE if case.end == SUM else 1)
+        assert float((out.double() - total).norm() / total.norm()) < bound
+
+    return wgmma_gemm(product, case.dtype), call
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_results(case: Case, seed: int) -> None:
+    """Boxes leave the picture, columns the result; parts are uneven; programs keep on."""
+    source, call = prepared(case)
+    call(source, seed)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(Tile(2, 80, 2, 2), (2, 8, 8, 192, 88), (2, 8, 8)),
+        Case(Tile(2, 80, 2, 1, True), (1, 1, 300, 320, 160), (1, 1, 128), 1),
+        Case(Tile(2, 80, 2), (2, 8, 8, 192, 88), (2, 8, 8)),
+        Case(Tile(2, 80, 2, 1, True, True), (1, 1, 400, 320, 160), (1, 1, 128), 1),
+        Case(Tile(2, 80, 2, 1, True), (1, 1, 300, 320, 160), (1, 1, 128), 1, SUM),
+    ],
+    ids=str,
+)
+def test_all_that_orders_it_is_needed(case: Case) -> None:
+    found = survivors(*prepared(case))
+    assert not [what for what in found if "setmaxnreg" not in what]  # which the assembler judges
+
+
+ALL = dict.fromkeys(
+    (
+        *(Product(tile, 3) for tile in conv_wgmma.TILES),
+        *(form.product for shape in linear_wgmma.SHAPES for form in linear_wgmma.forms_of(shape)),
+    )
+)
+
+
+@pytest.mark.parametrize("dtype", KINDS, ids=str)
+def test_all_tiles_assemble(dtype: torch.dtype, tmp_path: Path) -> None:
+    """Without a spill, within a program's memory, and with products that do not wait for each
+    other, of which ptxas would tell."""
+    assert len(ALL) > 50
+    ptxas = [TOOLS / "ptxas", "-v", "--gpu-name=sm_90a", "-o", "/dev/null"]
+    for product in ALL:
+        text = tmp_path / "kernel.ptx"
+        text.write_text(wgmma_gemm(product, dtype).text)
+        done = subprocess.run([*ptxas, text], capture_output=True, text=True, check=False)
+        assert done.returncode == 0, (product, done.stderr)
+        assert "serialized" not in done.stderr, product
+        assert "0 bytes spill stores" in done.stderr, product
+        assert product.shared <= MOST_SHARED
