@@ -485,8 +485,8 @@ def select(
 ) -> None:
     """Judge the rules that choose between Strop's own kernels and a library's.
 
-    At each shape the time of what they choose is set beside the fastest time that a sweep has
-    found. This runs on any machine, because all times are those of the sweeps.
+    The table sets the time of the kernel that a rule chooses beside the fastest time that a sweep
+    has found at the same shape. This runs on any machine, because all times come from the sweeps.
     """
     from strop.bench import select as bench_select
 

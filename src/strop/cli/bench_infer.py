@@ -69,7 +69,8 @@ VariantsOption = Annotated[
     bool,
     typer.Option(
         "--variants",
-        help="With --random, also measure each shape with each choice of kernels the other way.",
+        help="With --random, also measure each shape with each option for kernels switched the "
+        "other way.",
     ),
 ]
 DtypeOption = Annotated[
@@ -113,8 +114,8 @@ def infer(
         int,
         typer.Option(
             min=1,
-            help="Make at most this many calls back to back in a sample of a step; 1 times a call "
-            "by itself.",
+            help="Make at most this many calls back to back in a sample of a step; with 1, each "
+            "sample is a single call.",
         ),
     ] = 20,
     dtype: DtypeOption = "",
@@ -122,7 +123,7 @@ def infer(
     tiny: TinyOption = False,
     commit: CommitOption = "",
 ) -> None:
-    """Time a UNet step, a VAE, whole pictures and a cold compile, by Strop and by its peers.
+    """Time a UNet step, a VAE, whole pictures and a cold compile, with Strop and with its peers.
 
     Models have random weights at full size; nothing is downloaded. Rows of one model share a
     process, in which all contenders are sampled in turns; random shapes get a fresh process with

@@ -94,7 +94,7 @@ def train(
     tiny: TinyOption = False,
     commit: CommitOption = "",
 ) -> None:
-    """Time training steps, by Strop, by diffusers' script and by compiled torch.
+    """Time training steps of Strop, of diffusers' script and of compiled torch.
 
     Models have random weights at full size; nothing is downloaded. Every contender has a process
     of its own. Each row becomes a JSON file and a plot; the file grows with every contender.
