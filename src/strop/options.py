@@ -1,4 +1,4 @@
-"""Every knob of Strop, and the only file that reads the environment."""
+"""Declare every option of Strop; no other file reads the environment."""
 
 from __future__ import annotations
 
@@ -19,120 +19,129 @@ def _knob(default: Any, doc: str, env: str = "", *, keyed: bool = True) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """How to compile. Options marked as keyed are part of the cache key."""
+    """Say how to compile. Options marked as keyed are part of the cache key."""
 
     strict: bool = _knob(
         False,
-        "raise where a module or an operator would fall back to torch",
+        "Raise an error where a module or an operator would fall back to torch.",
         "STROP_STRICT",
         keyed=False,
     )
     cuda_graphs: bool = _knob(
         True,
-        "replay a CUDA graph from the second use of a shape on",
+        "Capture a CUDA graph at the second call of a shape, and replay it from then on.",
         "STROP_CUDA_GRAPHS",
         keyed=False,
     )
     hoist: bool = _knob(
         True,
-        "compute what depends on the prompt or on timesteps, and on weights, once a denoise loop",
+        "Compute once per denoise loop what depends only on prompt, timesteps and weights.",
         "STROP_HOIST",
         keyed=False,
     )
     graph_budget_bytes: int = _knob(
         2 << 30,
-        "device memory that captured graphs may hold",
+        "Let captured CUDA graphs hold at most this much device memory.",
         "STROP_GRAPH_BUDGET_BYTES",
         keyed=False,
     )
     check_finite: bool = _knob(
         True,
-        "look for NaN and inf in the first run of every shape",
+        "Search the first results of each shape for NaN and inf, and log what is found.",
         "STROP_CHECK_FINITE",
         keyed=False,
     )
-    disable: tuple[str, ...] = _knob((), "names of passes to skip", "STROP_DISABLE")
+    disable: tuple[str, ...] = _knob((), "Skip the passes with these names.", "STROP_DISABLE")
     early_launch: bool = _knob(
-        True, "launch a kernel before the one before it has ended (sm_90)", "STROP_EARLY_LAUNCH"
+        True,
+        "Start a kernel before its predecessor has ended, by programmatic dependent launch"
+        " (sm_90).",
+        "STROP_EARLY_LAUNCH",
     )
     in_place: bool = _knob(
-        True, "write a kernel's result over an operand that nobody reads again", "STROP_IN_PLACE"
+        True,
+        "Let a kernel write its result over an operand that nothing reads afterwards.",
+        "STROP_IN_PLACE",
     )
     narrow_conv: bool = _knob(
         True,
-        "convolutions of up to four channels, before or after, by a kernel of ours (GPUs)",
+        "Run convolutions of up to four input or output channels in a kernel of our own (GPUs).",
         "STROP_NARROW_CONV",
     )
     tma_attention: bool = _knob(
         True,
-        "attention by a kernel of ours that the tensor memory"
-        " accelerator feeds, at sizes where it is faster (inference,"
-        " sm_90)",
+        "Run attention in kernels of our own, which the tensor memory accelerator (TMA) feeds,"
+        " at sizes where they are faster (inference, sm_90).",
         "STROP_BOX_ATTENTION",
     )
     tma_geglu: bool = _knob(
         False,
-        "a linear and the GEGLU behind it by one such kernel, at sizes"
-        " where that is faster (inference, sm_90)",
+        "Run a linear and the GEGLU after it in one kernel that TMA feeds, at sizes where it is"
+        " faster (inference, sm_90).",
         "STROP_BOX_GEGLU",
     )
     wgmma_gemm: bool = _knob(
         True,
-        "convolutions, linears and GEGLU by a kernel of ours in PTX,"
-        " at sizes where it is faster (inference, sm_90)",
+        "Run convolutions, linears and GEGLU in a kernel of our own in PTX (WGMMA), at sizes"
+        " where it is faster (inference, sm_90).",
         "STROP_GROUP_PRODUCT",
     )
     product_sum: bool = _knob(
         True,
-        "sums with a linear in the place of the other operand, where"
-        " such a kernel does it (inference, sm_90)",
+        "Fuse a residual add into the preceding linear, which then writes over the residual"
+        " (inference, sm_90).",
         "STROP_PRODUCT_SUM",
     )
     upsampled_conv: bool = _knob(
         True,
-        "convolutions of upsampled pictures from the smaller ones,"
-        " by sums of their taps (inference, sm_90)",
+        "Compute the convolution behind a nearest 2x upsampling from the small picture, with"
+        " sums of its taps (inference, sm_90).",
         "STROP_UPSAMPLED_CONV",
     )
     skinny_gemm: bool = _knob(
-        True, "linears of up to four rows by a kernel of ours (inference, sm_90)", "STROP_FEW_ROWS"
+        True,
+        "Run linears of up to four rows in a kernel of our own (inference, sm_90).",
+        "STROP_FEW_ROWS",
     )
     cache_dir: str = _knob(
         "",
-        "where plans and kernels are kept; empty: ~/.cache/strop",
+        "Keep plans and kernels in this folder; empty means ~/.cache/strop.",
         "STROP_CACHE_DIR",
         keyed=False,
     )
     dump: str = _knob(
         "",
-        "folder for the files of every compiled graph, from ATen to kernels",
+        "Write every stage of each compiled graph, from ATen to kernels, into this folder.",
         "STROP_DUMP",
         keyed=False,
     )
     check: bool = _knob(
         False,
-        "compare every step of a shape's first run with torch (slow)",
+        "Compare every step of a shape's first run with torch, which is slow.",
         "STROP_CHECK",
         keyed=False,
     )
     record: bool = _knob(
-        False, "keep the graph before and after each pass, for explain", "STROP_RECORD", keyed=False
+        False,
+        "Keep the graph before and after each pass, so that strop.explain can show it.",
+        "STROP_RECORD",
+        keyed=False,
     )
     build_workers: int = _knob(
         0,
-        "processes that compile kernels; 0: one a core, at most 16",
+        "Compile kernels in this many processes; 0 means one per core, at most 16.",
         "STROP_BUILD_WORKERS",
         keyed=False,
     )
     numerics: tuple[str, ...] = _knob(
         (),
-        "patterns, by the name of their numerics, that may be less exact than torch",
+        "Allow patterns that are less exact than torch, by the names of their numerics.",
         "STROP_NUMERICS",
     )
 
     memory_budget: float = _knob(
         1.0,
-        "share of a training step's activations to keep, from 0 to 1; the rest is computed again",
+        "Keep this share of a training step's activations, from 0 to 1, and recompute the rest.",
         "STROP_MEMORY_BUDGET",
         keyed=False,
     )
@@ -143,7 +152,7 @@ class Options:
 
     @staticmethod
     def from_environment(**overrides: Any) -> Options:
-        """Defaults, then STROP_* variables, then ``overrides``.
+        """Take the defaults, then STROP_* variables, then ``overrides``.
 
         Raises OptionError for a STROP_* variable, an override or a value that nobody knows.
         """
@@ -159,14 +168,14 @@ class Options:
         return replace(Options(), **(values | overrides))
 
     def key(self) -> str:
-        """The part that changes what is compiled, as text."""
+        """Return, as text, the options that change what is compiled."""
         return ";".join(
             f"{f.name}={getattr(self, f.name)!r}" for f in fields(self) if f.metadata["keyed"]
         )
 
     @property
     def in_training(self) -> Options:
-        """Without what has been measured for inference alone."""
+        """Turn off what has been measured for inference alone."""
         skipped = tuple(dict.fromkeys((*self.disable, "linear_add")))
         return replace(
             self,
@@ -178,18 +187,19 @@ class Options:
         )
 
     def on(self, *, has_wgmma: bool) -> Options:
-        """Without what a GPU cannot do, where a graph is another for it. ``has_wgmma``:
-        it multiplies tiles in shared memory, as the kernels for these steps do."""
+        """Turn off the passes whose result a GPU has no kernels for. ``has_wgmma``: the GPU
+        multiplies tiles in shared memory, as those kernels do."""
         return self if has_wgmma else replace(self, product_sum=False, upsampled_conv=False)
 
     @property
     def wants_graphs(self) -> bool:
-        """Whether the graph after each pass is kept: memory that only people need."""
+        """Tell whether the graph after each pass is kept, which only people read."""
         return self.record or bool(self.dump)
 
     @property
     def wants_compiler(self) -> bool:
-        """Whether a stored plan will not do: it says what runs, not how it came about."""
+        """Tell whether a graph must be compiled even where a plan of it is stored: a plan says
+        what runs, not how it came about."""
         return self.wants_graphs or self.check
 
     @property
@@ -213,7 +223,8 @@ def check_names(given: Iterable[str], known: Iterable[str], what: str) -> None:
 
 
 def _naming(init: Callable[..., None]) -> Callable[..., None]:
-    """``Options(stirct=True)`` as well, of which Python would say no more than a TypeError."""
+    """Raise an OptionError that names the likely option for ``Options(stirct=True)`` too, where
+    Python would raise a TypeError."""
 
     @functools.wraps(init)
     def known(self: Options, *args: Any, **given: Any) -> None:
