@@ -22,8 +22,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import strop
 from strop.api import dispatchers_of
 from strop.bench import environment
-from strop.bench.zoo import ZooModel
 from strop.bench.zoo_inputs import Inputs, Shape
+from strop.bench.zoo_model import ZooModel
 from strop.errors import StropError
 from strop.frontend.objects import as_tree
 from strop.testing import assert_as_accurate_together

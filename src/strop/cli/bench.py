@@ -17,7 +17,7 @@ from strop.wording import counted
 
 if TYPE_CHECKING:
     from strop.bench.cases import BenchCase
-    from strop.bench.zoo import ZooModel
+    from strop.bench.zoo_model import ZooModel
 
 COMPILE_EXAMPLES = """[bold]Examples[/]
 $ strop bench compile tiny-unet --device cpu

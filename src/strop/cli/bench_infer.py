@@ -59,6 +59,15 @@ RandomOption = Annotated[
         min=0, help="Also measure this many random shapes of each model, in a fresh process."
     ),
 ]
+SeedOption = Annotated[int, typer.Option(help="Draw the shapes of --random from this seed.")]
+CallsOption = Annotated[
+    int,
+    typer.Option(
+        min=1,
+        help="Make at most this many calls back to back in a sample of a step; 1 times a call "
+        "by itself.",
+    ),
+]
 AblateOption = Annotated[
     bool,
     typer.Option(
@@ -106,18 +115,11 @@ def infer(
     earlier: EarlierOption = RESULTS,
     budget: BudgetOption = 1800.0,
     random: RandomOption = 0,
-    seed: Annotated[int, typer.Option(help="Draw the shapes of --random from this seed.")] = 0,
+    seed: SeedOption = 0,
     ablate: AblateOption = False,
     variants: VariantsOption = False,
     samples: SamplesOption = 20,
-    calls: Annotated[
-        int,
-        typer.Option(
-            min=1,
-            help="Make at most this many calls back to back in a sample of a step; with 1, each "
-            "sample is a single call.",
-        ),
-    ] = 20,
+    calls: CallsOption = 20,
     dtype: DtypeOption = "",
     device: DeviceOption = Device.auto,
     tiny: TinyOption = False,
