@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from strop.cli import arguments
-from strop.cli.arguments import Device, DeviceOption
+from strop.cli.arguments import ArchOption, Device, DeviceOption
 from strop.cli.mistakes import CommandError, reported, require_diffusion
 from strop.cli.tables import OutOption, SamplesOption, known, show, wrong
 
@@ -122,6 +122,7 @@ def infer(
     calls: CallsOption = 20,
     dtype: DtypeOption = "",
     device: DeviceOption = Device.auto,
+    arch: ArchOption = 0,
     tiny: TinyOption = False,
     commit: CommitOption = "",
 ) -> None:

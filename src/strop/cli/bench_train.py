@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from strop.cli import arguments
-from strop.cli.arguments import Device, DeviceOption
+from strop.cli.arguments import ArchOption, Device, DeviceOption
 from strop.cli.mistakes import CommandError, errors, plain, reported, require_diffusion
 from strop.cli.tables import OutOption, show, wrong
 
@@ -91,6 +91,7 @@ def train(
     ] = 20,
     warm_up: WarmUpOption = 5,
     device: DeviceOption = Device.auto,
+    arch: ArchOption = 0,
     tiny: TinyOption = False,
     commit: CommitOption = "",
 ) -> None:
