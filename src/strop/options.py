@@ -12,6 +12,16 @@ from typing import Any
 
 from strop.errors import OptionError
 
+# Kernels that were measured in inference, and passes whose calls only WGMMA kernels do well.
+INFERENCE_KERNELS = (
+    "skinny_gemm",
+    "wgmma_gemm",
+    "wgmma_attention",
+    "cross_attention",
+    "tma_attention",
+)
+WGMMA_PASSES = ("product_sum", "upsampled_conv")
+
 
 def _knob(default: Any, doc: str, env: str = "", *, keyed: bool = True) -> Any:
     return field(default=default, metadata={"doc": doc, "env": env, "keyed": keyed})
@@ -58,44 +68,8 @@ class Options:
     in_place: bool = _knob(
         True, "write a kernel's result over an operand that nobody reads again", "STROP_IN_PLACE"
     )
-    narrow_conv: bool = _knob(
-        True,
-        "convolutions of up to four channels, before or after, by a kernel of ours (GPUs)",
-        "STROP_NARROW_CONV",
-    )
-    tma_attention: bool = _knob(
-        True,
-        "attention by a kernel of ours that the tensor memory"
-        " accelerator feeds, at sizes where it is faster (inference,"
-        " sm_90)",
-        "STROP_BOX_ATTENTION",
-    )
-    tma_geglu: bool = _knob(
-        False,
-        "a linear and the GEGLU behind it by one such kernel, at sizes"
-        " where that is faster (inference, sm_90)",
-        "STROP_BOX_GEGLU",
-    )
-    wgmma_gemm: bool = _knob(
-        True,
-        "convolutions, linears and GEGLU by a kernel of ours in PTX,"
-        " at sizes where it is faster (inference, sm_90)",
-        "STROP_GROUP_PRODUCT",
-    )
-    product_sum: bool = _knob(
-        True,
-        "sums with a linear in the place of the other operand, where"
-        " such a kernel does it (inference, sm_90)",
-        "STROP_PRODUCT_SUM",
-    )
-    upsampled_conv: bool = _knob(
-        True,
-        "convolutions of upsampled pictures from the smaller ones,"
-        " by sums of their taps (inference, sm_90)",
-        "STROP_UPSAMPLED_CONV",
-    )
-    skinny_gemm: bool = _knob(
-        True, "linears of up to four rows by a kernel of ours (inference, sm_90)", "STROP_FEW_ROWS"
+    kernels_off: tuple[str, ...] = _knob(
+        (), "names of hand-written kernels that may not run", "STROP_KERNELS_OFF"
     )
     cache_dir: str = _knob(
         "",
@@ -166,21 +140,21 @@ class Options:
 
     @property
     def in_training(self) -> Options:
-        """Without what has been measured for inference alone."""
-        skipped = tuple(dict.fromkeys((*self.disable, "linear_add")))
-        return replace(
-            self,
-            tma_attention=False,
-            tma_geglu=False,
-            wgmma_gemm=False,
-            skinny_gemm=False,
-            disable=skipped,
-        )
+        """These options without what was measured for inference alone."""
+        return self.without(kernels=INFERENCE_KERNELS, passes=("linear_add",))
 
     def on(self, *, has_wgmma: bool) -> Options:
-        """Without what a GPU cannot do, where a graph is another for it. ``has_wgmma``:
-        it multiplies tiles in shared memory, as the kernels for these steps do."""
-        return self if has_wgmma else replace(self, product_sum=False, upsampled_conv=False)
+        """These options without the passes that make calls which only WGMMA kernels do well, on a
+        GPU without WGMMA."""
+        return self if has_wgmma else self.without(passes=WGMMA_PASSES)
+
+    def without(self, *, kernels: Iterable[str] = (), passes: Iterable[str] = ()) -> Options:
+        """These options with further kernels and passes switched off."""
+        return replace(
+            self,
+            kernels_off=tuple(dict.fromkeys((*self.kernels_off, *kernels))),
+            disable=tuple(dict.fromkeys((*self.disable, *passes))),
+        )
 
     @property
     def wants_graphs(self) -> bool:

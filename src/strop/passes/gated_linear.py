@@ -12,15 +12,14 @@ from strop.ir.functions import HALVES
 from strop.ir.graph import Builder, Graph, Node, rewrite
 from strop.options import Options
 
-# Of the depth and of the result's width, as the kernels want them: ``tma_geglu``, and those in PTX,
-# which have been measured at such sizes alone.
-BOXED, PRODUCTS = 64, 320
+# The depth and the result's width are multiples of it: other sizes have not been measured.
+PRODUCTS = 320
 
 
 def gated_linear(graph: Graph, options: Options) -> Graph:
-    if not (options.tma_geglu or options.wgmma_gemm):
+    if "geglu" in options.kernels_off:
         return graph
-    multiple, users = BOXED if options.tma_geglu else PRODUCTS, graph.users()
+    users = graph.users()
 
     def is_read_once(node: Node, times: int = 1) -> bool:
         return len(users[node]) == times and node not in graph.outputs
@@ -32,7 +31,7 @@ def gated_linear(graph: Graph, options: Options) -> Graph:
         (value, gate), activation = found
         linear = value.inputs[0]
         once = all(map(is_read_once, (value, gate, activation)))
-        if not (once and is_read_once(linear, 2) and _fits(linear, multiple)):
+        if not (once and is_read_once(linear, 2) and _fits(linear, PRODUCTS)):
             return None
         which = node.inputs.index(value)  # the builder's twin of what the linear read
         twin = inputs[which].inputs[0]

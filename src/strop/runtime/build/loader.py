@@ -159,8 +159,7 @@ class CudaLoader:
                 compilers.stop_workers()
 
     def begin(self, sources: Sequence[KernelSource]) -> None:
-        able = [source for source in sources if self.device.has_wgmma or not source.boxes]
-        BackgroundBuild(able, self.device.arch, self._cache, self._workers, niceness=0).start()
+        BackgroundBuild(sources, self.device.arch, self._cache, self._workers, niceness=0).start()
 
     def later(self, sources: Sequence[KernelSource], order: Order | None = None) -> BackgroundBuild:
         later = BackgroundBuild(sources, self.device.arch, self._cache, self._workers, order=order)
