@@ -19,7 +19,6 @@ from typing import Any
 import torch
 
 from strop.errors import StropError
-from strop.ir.dims import const
 from strop.kernels.attention import rows as attention
 from strop.kernels.attention.cross import KeysTile
 from strop.kernels.attention.wgmma_tiles import WgmmaTile
@@ -27,7 +26,7 @@ from strop.kernels.gemm import rows as products
 from strop.kernels.gemm.implicit import Picture, picture_of
 from strop.kernels.gemm.tile import ENDS
 from strop.kernels.gemm.tile import Tile as ProductTile
-from strop.kernels.kernel import Call
+from strop.kernels.kernel import Problem
 from strop.kernels.library import select
 from strop.kernels.tuned import h100
 
@@ -104,10 +103,8 @@ def _linear(shape: Shape) -> Name:
 
 def _gemm(op: str, shapes: tuple[tuple[int, ...], ...], library: str, **attrs: Any) -> Name:
     """The tile where the library of kernels chooses the WGMMA GEMM, else a library's name."""
-    given = tuple(sorted(attrs.items()))
-    call = Call(op, given, tuple(tuple(map(const, shape)) for shape in shapes), torch.float16)
-    problem = call.at({})
-    if select(call, problem, h100.DEVICE).kernel != products.ROW.name:
+    problem = Problem(op, tuple(sorted(attrs.items())), shapes, torch.float16)
+    if select(problem.call, problem, h100.DEVICE).kernel != products.ROW.name:
         return library
     form, _ = products.form_of(products.picture_of(problem), products.OPS[op], h100.DEVICE)
     return library if form is None else astuple(form.product.tile)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from strop.ir.device import Device
-from strop.ir.dims import Expr
+from strop.ir.dims import Expr, const
 from strop.ir.graph import Node
 from strop.ir.source import KernelSource
 
@@ -60,6 +60,12 @@ class Problem:
     attrs: tuple[tuple[str, Any], ...]
     shapes: tuple[tuple[int, ...], ...]
     dtype: torch.dtype
+
+    @property
+    def call(self) -> Call:
+        """The call of a program that has these sizes alone."""
+        shapes = tuple(tuple(map(const, shape)) for shape in self.shapes)
+        return Call(self.op, self.attrs, shapes, self.dtype)
 
     def attr(self, name: str) -> Any:
         return dict(self.attrs)[name]
