@@ -16,14 +16,19 @@ from dataclasses import astuple, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from strop.errors import StropError
-from strop.kernels.attention import choice as attention
+from strop.kernels.attention import rows as attention
 from strop.kernels.attention.cross import KeysTile
 from strop.kernels.attention.wgmma_tiles import WgmmaTile
-from strop.kernels.gemm import choice as products
+from strop.kernels.gemm import rows as products
 from strop.kernels.gemm.implicit import Picture, picture_of
 from strop.kernels.gemm.tile import ENDS
 from strop.kernels.gemm.tile import Tile as ProductTile
+from strop.kernels.kernel import Problem
+from strop.kernels.library import select
+from strop.kernels.tuned import h100
 
 LIBRARY, BLAS = LIBRARIES = ("cudnn", "cublas")
 KEEPS = "keeps"  # before the numbers of a tile that keeps keys and values
@@ -71,22 +76,38 @@ def picture(shape: Shape) -> Picture:
 
 def _attention(shape: Shape) -> Name:
     batch, heads, queries, keys, head = shape
-    tile = attention.tile_of(head, batch * heads, queries, keys)
+    tile = attention.tile_of(head, batch * heads, queries, keys, h100.DEVICE)
     if tile is None:
         return LIBRARY
     return (KEEPS, *astuple(tile)) if isinstance(tile, KeysTile) else astuple(tile)
 
 
 def _product(shape: Shape) -> Name:
-    form = products.form_of(picture(shape))
-    return astuple(form.product.tile) if form else LIBRARY
+    batch, side, ins, outs, size, stride = shape
+    shapes = (batch, ins, side, side), (outs, ins, size, size)
+    around = {"padding": (1, 1), "dilation": (1, 1), "groups": 1}
+    return _gemm("conv2d", shapes, LIBRARY, stride=(stride, stride), **around)
 
 
 def _linear(shape: Shape) -> Name:
     if shape[-1] not in ENDS:
         return BLAS
-    form = products.form_of(products.line_of(*shape), shape[-1])
-    return astuple(form.product.tile) if form else BLAS
+    rows, columns, depth, end = shape
+    op = next(op for op in products.LINEARS if products.OPS[op] == end)
+    more: dict[str, tuple[tuple[int, ...], ...]] = {  # gates want biases, a sum its addend too
+        "geglu": ((columns,),),
+        "linear_add": ((rows, columns), (columns,)),
+    }
+    return _gemm(op, ((rows, depth), (columns, depth), *more.get(op, ())), BLAS)
+
+
+def _gemm(op: str, shapes: tuple[tuple[int, ...], ...], library: str, **attrs: Any) -> Name:
+    """The tile where the library of kernels chooses the WGMMA GEMM, else a library's name."""
+    problem = Problem(op, tuple(sorted(attrs.items())), shapes, torch.float16)
+    if select(problem.call, problem, h100.DEVICE).kernel != products.ROW.name:
+        return library
+    form, _ = products.form_of(products.picture_of(problem), products.OPS[op], h100.DEVICE)
+    return library if form is None else astuple(form.product.tile)
 
 
 RULES: Mapping[str, Callable[[Shape], Name]] = {
@@ -96,8 +117,8 @@ RULES: Mapping[str, Callable[[Shape], Name]] = {
     "linear_groups": _linear,
 }
 FITTED: Mapping[str, frozenset[Shape]] = {
-    "attn_boxes": frozenset(attention.FITTED),
-    "attn_groups": frozenset(attention.FITTED),
+    "attn_boxes": frozenset(h100.ATTENTION_SHAPES),
+    "attn_groups": frozenset(h100.ATTENTION_SHAPES),
 }
 # Of products, whose rules are fitted to all other shapes that were measured: layers of Stable
 # Diffusion at batches and pictures that were drawn by lot.

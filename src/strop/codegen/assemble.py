@@ -45,10 +45,7 @@ class Target:
     emit_at: Callable[[Kernel, Sizes], KernelSource] | None = None
     stitched_at: Callable[[Kernel, Sizes], KernelSource | None] = lambda kernel, sizes: None
     in_place: bool = False  # a program writes an element after its last look at it
-    # a kernel of ours that is faster than the library's, for what is left to the library
-    own_call: Callable[[Node], KernelSource | None] = lambda node: None
-    # families of such kernels for some sizes, which the runtime chooses
-    families: Callable[[Node], tuple[str, ...]] = lambda node: ()
+    kernels_off: tuple[str, ...] = ()  # rows of the kernel library that may not run
 
     def source_at(self, kernel: Kernel, sizes: Sizes) -> KernelSource:
         return self.emit_at(kernel, sizes) if self.emit_at else self.emit(kernel).at(sizes)
@@ -169,6 +166,7 @@ def assemble(
         tuple(sorted(graph.hints.items())),
         num_compiled + calls,
         num_compiled,
+        target.kernels_off,
         _by_rows(a),
     )
 
@@ -337,16 +335,12 @@ def _call_step(a: _Assembly, node: Node, results: set[Node]) -> CallStep:
         )
     planned = "result" if node in results else "arena"
     out = a.add(node, planned if node.op in a.target.planned else "call")
-    source = a.target.own_call(node)
-    kernel = None if source is None else a.sources.setdefault(source, len(a.sources))
     return CallStep(
         node.op,
         refs,
         tuple(sorted(node.attrs.items())),
         (out,),
         node.origin,
-        kernel,
-        a.target.families(node),
     )
 
 

@@ -93,7 +93,7 @@ class ColumnPlan:
 class _Column:
     def __init__(self, printer: Printer, most: int | None) -> None:
         kernel = printer.kernel
-        self.printer, self.has_skinny_gemm = printer, most is not None
+        self.printer, self.has_few_rows = printer, most is not None
         self.add = printer.out.add
         self.parallel = tuple(axis for axis in kernel.rows if not axis.reduced)
         self.rows = tuple(axis for axis in kernel.rows if axis.reduced)
@@ -119,7 +119,7 @@ class _Column:
         if num_cols.is_const and num_cols.value <= (MAX_LANES if self.lanes else BLOCKED_COLS):
             return next_power_of_two(num_cols.value)
         if num_cols.is_const and not self.lanes:
-            return FEW_ROWS_COLS if self.has_skinny_gemm else NARROW_COLS
+            return FEW_ROWS_COLS if self.has_few_rows else NARROW_COLS
         if self.lanes:
             raise UnsupportedError(
                 f"{self.printer.kernel.name}: {num_cols} cols, some of them reduced, do not fit "

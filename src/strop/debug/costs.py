@@ -29,7 +29,7 @@ _MOVES = {"cast", "copy", "cat", "constant", "iota", "where", "take"}
 class Machine:
     """What a device can do in a second."""
 
-    name: str
+    device: Device
     bandwidth: float  # bytes, reads and writes together
     half_flops: float  # matrix units, dense
     single_flops: float
@@ -54,13 +54,13 @@ def machine(device: Device) -> Machine:
     """What a GPU can do, by its record; numbers for CPUs are guesses."""
     if not device.arch:
         peak = CORE_FLOPS * torch.get_num_threads()
-        return Machine(device.name, 20e9, peak, peak)
+        return Machine(device, 20e9, peak, peak)
     copies = next(
         (rate for name, rate in COPIES.items() if name in device.name),
         SHARE * device.memory_bandwidth,
     )
     half, single = device.half_flops or GUESS[0], device.single_flops or GUESS[1]
-    return Machine(device.name, copies, half, single)
+    return Machine(device, copies, half, single)
 
 
 def bytes_moved(program: Program, step: Step, sizes: Sizes) -> int:

@@ -13,6 +13,7 @@ from torch import nn
 
 from strop.api import dispatchers_of, optimize, restore
 from strop.backend import Compiled
+from strop.debug.chosen import chosen
 from strop.debug.costs import Machine, bytes_moved, machine
 from strop.debug.listing import call_text, graph_text, listing, type_text
 from strop.debug.report import (
@@ -254,6 +255,7 @@ def _graph_row(
         refusals=dict(refusals),
         plan=listing(program),
         steps=steps,
+        choices=chosen(program, sizes, able.device),
         edges=tuple(map(_refusal, compiled.plan.refusals)) if compiled else (),
         texts=_texts(compiled),
         patterns=_patterns(program, compiled),

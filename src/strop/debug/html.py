@@ -88,7 +88,8 @@ def _graph(g: GraphRow) -> str:
         _table(("step", "", "MB", "MFLOP", "bound us", "share", "bound by", "origin"), _costs(g)),
         "<h3>Kernels</h3>",
         _table(("kernel", "launches", "MB", "MFLOP", "us", "share", "from"), map(_kernel, kernels)),
-        _table(("library call", "count"), calls),
+        _table(("call", "count"), calls),
+        _choices(g),
         _table(("opaque call, run by torch", "MB", "in"), _opaque(g)),
         _patterns(g),
         _refusals(g),
@@ -97,6 +98,31 @@ def _graph(g: GraphRow) -> str:
         _folded("Plan", g.plan),
     ]
     return "".join(parts)
+
+
+def _choices(g: GraphRow) -> str:
+    """Which kernel runs each call, what it beat, and who cannot."""
+    if not g.choices:
+        return ""
+    rows = (
+        (
+            escape(f"{row.count}x {row.op}"),
+            escape(" . ".join("x".join(map(str, shape)) for shape in row.shapes)),
+            escape(row.kernel),
+            _us(row.us),
+            escape("; ".join(f"{name} {_us(us)}" for name, us in row.beaten)),
+            escape("; ".join(f"{name} {reason}" for name, reason in row.unable)),
+        )
+        for row in g.choices
+    )
+    heads = ("call", "sizes", "runs by", "estimate, us", "beat", "cannot")
+    return "<h3>Kernels of calls</h3>" + _table(heads, rows)
+
+
+def _us(us: float | None) -> str:
+    if us is None:
+        return "not at these sizes"
+    return f"{us:.1f}" if us else "measured as the fastest"
 
 
 def _stages(g: GraphRow) -> str:

@@ -75,7 +75,6 @@ def _line(program: Program, number: int, step: Step) -> str:
         made = [buffer_text(program.buffers[n], n) for n in step.outputs if n >= 0]
         read = [buffer_text(program.buffers[r.buffer], r.buffer) for r in step.inputs]
         what = f"call   {call_text(step.op, dict(step.attrs))}"
-        what += "" if step.kernel is None else f" by {program.sources[step.kernel].name}"
     else:
         made = [buffer_text(program.buffers[n], n) for n in step.writes]
         read = [buffer_text(program.buffers[n], n) for n in step.buffers if n not in step.writes]

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from strop.debug.chosen import ChoiceRow
 from strop.debug.roofline import ProfileRow, profile_lines
 from strop.wording import counted
 
@@ -96,6 +97,7 @@ class GraphRow:
     refusals: Mapping[str, int]  # why a consumer did not join its producer's kernel
     plan: str
     steps: tuple[StepRow, ...] = ()
+    choices: tuple[ChoiceRow, ...] = ()  # which kernels run the calls, on a GPU
     edges: tuple[RefusalRow, ...] = ()  # each of ``refusals``
     texts: tuple[tuple[str, str], ...] = ()  # stage and graph after it; Options.record keeps them
     patterns: tuple[PatternRow, ...] = ()  # near misses are not kept on disk
@@ -310,6 +312,10 @@ def _graph_lines(g: GraphRow) -> list[str]:
     ]
     if g.calls:
         lines.append("  calls: " + ", ".join(f"{n} {op}" for op, n in g.calls.items()))
+    if g.choices:
+        lines.append("  by: " + ", ".join(_kernels_of_calls(g)))
+        costly = sorted(g.choices, key=lambda row: -row.count * row.us)
+        lines += [f"    {row}" for row in costly[:_TOP]]
     if g.from_disk:
         lines.append("  from the disk cache")
     else:
@@ -337,6 +343,14 @@ def _graph_lines(g: GraphRow) -> list[str]:
     for reason, count in sorted(g.refusals.items(), key=lambda item: -item[1])[:_TOP]:
         lines.append(f"  {counted(count, 'edge', '4d')} not fused: {reason}")
     return lines
+
+
+def _kernels_of_calls(g: GraphRow) -> list[str]:
+    """How many calls each row of the kernel library runs."""
+    counts: Counter[str] = Counter()
+    for row in g.choices:
+        counts[row.kernel] += row.count
+    return [f"{count} {kernel}" for kernel, count in counts.most_common()]
 
 
 def _pattern_lines(p: PatternRow) -> list[str]:

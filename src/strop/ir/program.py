@@ -154,8 +154,7 @@ class KernelStep:
 class CallStep:
     """Run a library call (``run.library_calls``). ``outputs``: a buffer, or -1 for one unused.
 
-    ``kernel``: one of ours that does the same where the operands lie as it wants them.
-    ``families``: of kernels written by hand that do it at sizes where they are faster.
+    Kernels of the library (``kernels.library``) run it instead at sizes where they are faster.
     """
 
     op: str
@@ -163,8 +162,6 @@ class CallStep:
     attrs: tuple[tuple[str, Any], ...]
     outputs: tuple[int, ...]
     origin: str
-    kernel: int | None = None
-    families: tuple[str, ...] = ()
 
     @property
     def in_place(self) -> tuple[tuple[int, int], ...]:
@@ -208,6 +205,7 @@ class Program:
     hints: tuple[tuple[str, int], ...]
     num_nodes: int = 0  # compute nodes of the graph, and how many generated kernels compute
     num_compiled_nodes: int = 0
+    kernels_off: tuple[str, ...] = ()  # rows of the kernel library that may not run
     by_rows: tuple[int, ...] = ()  # buffers (b, ...), row-major, as ``codegen.by_rows`` has them
 
     def at(self, sizes: Mapping[str, int]) -> tuple[Step | None, ...]:
@@ -223,8 +221,8 @@ class Program:
         return tuple(s.at(value) if isinstance(s, KernelStep) else s for s in self.steps)
 
     def sources_at(self, sizes: Mapping[str, int]) -> tuple[KernelSource, ...]:
-        """The kernels that run at these sizes."""
-        numbers = dict.fromkeys(s.kernel for s in self.at(sizes) if s and s.kernel is not None)
+        """The generated kernels that run at these sizes."""
+        numbers = dict.fromkeys(s.kernel for s in self.at(sizes) if isinstance(s, KernelStep))
         return tuple(self.sources[number] for number in numbers)
 
     @property

@@ -1,7 +1,7 @@
 """The sum of a linear, its bias and another value is made where the other value lies.
 
 Kernels of ours for products begin with the bias and have the tensor memory accelerator add what
-they leave to what is there (``strop/kernels/wgmma_gemm.py``), so that no kernel reads and writes
+they leave to what is there (``kernels.gemm``), so that no kernel reads and writes
 all of it once more: a residual stream stays in one memory from block to block. Rounded as in eager:
 the layer, and the sum. The other value must lie in memory anyway, and all else that reads it comes
 before the linear; it may be seen through a view, as pictures are behind a transformer.
@@ -18,14 +18,14 @@ from collections.abc import Collection, Sequence
 from strop.ir.graph import Builder, Graph, Node, rewrite
 from strop.ir.ops import Kind
 from strop.options import Options
-from strop.passes.gated_linear import fits_products
+from strop.passes.gated_linear import fits_sum
 from strop.passes.linear_add import Users, is_biased, is_sum, readers_of, side_of
 
 VIEWS = ("reshape", "permute")
 
 
 def product_sum(graph: Graph, options: Options) -> Graph:
-    if not (options.wgmma_gemm and options.product_sum):
+    if "wgmma_gemm" in options.kernels_off:
         return graph
     users, outputs = graph.users(), set(graph.outputs)
     left = _left(graph, users, outputs) if "linear_add" not in options.disable else set[Node]()
@@ -68,7 +68,7 @@ def _is_alike(total: Node, biased: Node, other: Node) -> bool:
     """Whether the kernel can do it, and nothing is broadcast or converted."""
     linear, bias = biased.inputs
     dtypes = {n.dtype for n in (total, biased, linear, other, bias, *linear.inputs)}
-    return other.shape == total.shape and len(dtypes) == 1 and fits_products(linear)
+    return other.shape == total.shape and len(dtypes) == 1 and fits_sum(linear)
 
 
 def _is_over(other: Node, total: Node, biased: Node, users: Users) -> bool:

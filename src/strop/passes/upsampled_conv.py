@@ -22,7 +22,7 @@ _PLAIN = {"stride": (1, 1), "padding": (1, 1), "dilation": (1, 1)}
 
 
 def upsampled_conv(graph: Graph, options: Options) -> Graph:
-    if not (options.wgmma_gemm and options.upsampled_conv):
+    if "wgmma_gemm" in options.kernels_off:
         return graph
     users, outputs = graph.users(), set(graph.outputs)
 

@@ -33,10 +33,11 @@ from strop.runtime.loop.hoisting import (
     read_by,
 )
 from strop.runtime.loop.timetable import Part, Timetable, timed_of
-from strop.runtime.run import graph_keep_alive, own_calls
+from strop.runtime.run import graph_keep_alive
 from strop.runtime.run.bounds_checks import BoundsChecks
+from strop.runtime.run.choices import choices, has_steady_weights
 from strop.runtime.run.cpu_runs import FIRST, Run, of_many, of_one
-from strop.runtime.run.folded_taps import FoldedTaps
+from strop.runtime.run.launches import CallSite, Launched, scratch_bytes
 from strop.runtime.run.layouts import is_laid_out, laid_out, reshaped
 from strop.runtime.run.library_calls import (
     ALLOCATING,
@@ -56,8 +57,6 @@ from strop.runtime.run.memory import (
     plan_arena,
     shared,
 )
-from strop.runtime.run.narrow_convolution import NarrowConvolution
-from strop.runtime.run.wide_attention import WideAttention, working_bytes
 
 Around = Callable[[int, Callable[[], None]], None]  # runs step n by calling what it is given
 
@@ -110,8 +109,8 @@ class Bound:
         self._sizes: dict[Expr, int] = {}
         self._shapes = [self._eval_all(b.shape) for b in program.buffers]
         self._strides = [self._eval_all(b.strides) for b in program.buffers]
-        self._own = own_calls.chosen(program, self.steps, self._eval_all, kernels.device)
-        self._wide = working_bytes(program, self.steps, self._own, self._eval_all)
+        self.choices = choices(program, self.steps, self._eval_all, kernels.device)
+        self._own = {p: c.launches for p, c in self.choices.items() if c.launches is not None}
         self._plan_memory(in_place)
         self._sources = self._built()
         self._faults = BoundsChecks(program, workspace.device)
@@ -215,7 +214,7 @@ class Bound:
     def _scratch_bytes(self, position: int, step: Step | None) -> list[int]:
         """Sizes of the scratch that need not be zero; zeroed scratch is kept apart."""
         if not isinstance(step, KernelStep):
-            return [self._wide[position]] if position in self._wide else []
+            return [scratch_bytes(self._own[position])] if position in self._own else []
         source = self.program.sources[step.kernel]
         named = _named(self._scalars(step), has_splits=source.split is not None)
         return [0 if s.zeroed else s.numel.eval(named) * s.dtype.itemsize for s in source.scratch]
@@ -375,11 +374,7 @@ class Bound:
             return self._link_planned(position, step, getters, attrs)
         call, outputs = self._allocating_calls[step.op](attrs), step.outputs
         if position in self._own:
-            call = self._own_call(position, step, call)
-        elif position in self._wide:
-            assert self._memory is not None
-            memory = self._memory[self._offsets["scratch", position, 0] :]
-            call = WideAttention(attrs["scale"], self._kernels, self.stream, memory)
+            call = self._launched(position, step).allocating(call)
         single = attrs.get("single", True)
         slots = self._slots
         targets = [(n, self._strides[n], self._patches[n]) for n in outputs]
@@ -397,26 +392,25 @@ class Bound:
 
         return run
 
-    def _own_call(self, position: int, step: CallStep, library: own_calls.Call) -> own_calls.Call:
-        return own_calls.instead(
-            step,
-            self._own[position],
-            library,
+    def _launched(self, position: int, step: CallStep) -> Launched:
+        site = CallSite(
             self._kernels,
             self.stream,
-            early=self._follows_a_kernel(position),
+            is_early=self._follows_a_kernel(position),
+            is_steady=has_steady_weights(self.program, step),
         )
+        memory = None
+        if self._own[position].scratch:
+            assert self._memory is not None
+            memory = self._memory[self._offsets["scratch", position, 0] :]
+        return Launched(self._own[position], site, memory)
 
     def _link_planned(
         self, position: int, step: CallStep, getters: list[Getter], attrs: Mapping[str, Any]
     ) -> Callable[[], None]:
         call, (number,) = self._planned_calls[step.op](attrs), step.outputs
-        if step.kernel is not None:
-            source = self.program.sources[step.kernel]
-            kernel = FoldedTaps if step.op == "folded_taps" else NarrowConvolution
-            call = kernel(source, call, self._kernels, self.stream)
-        elif position in self._own:
-            call = self._own_call(position, step, call)
+        if position in self._own:
+            call = self._launched(position, step).writing(call)
         shape = self._shapes[number]
         if step.op in OF_ROWS:
             shape = (math.prod(shape[:-1]), shape[-1])
