@@ -30,7 +30,7 @@ from strop.ir.source import KernelSource
 from strop.runtime.build.cache import DiskCache
 from strop.wording import counted
 
-_HEADER = Path(__file__).parent.parent / "codegen" / "rt" / "vmath.h"
+_HEADER = Path(__file__).parents[2] / "codegen" / "rt" / "vmath.h"
 _INCLUDE = '#include "vmath.h"\n'
 
 # No -ffast-math: NaN and infinities count. -fno-trapping-math lets branches become blends, and
