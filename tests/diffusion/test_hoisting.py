@@ -11,7 +11,7 @@ from torch import Tensor
 
 import strop
 from strop.bench.pipelines import actions_weights as weights
-from strop.runtime.loop.denoise_loop import hoisting
+from strop.runtime.loop import hoisting
 from tests.e2e import tiny
 
 STEPS = 4

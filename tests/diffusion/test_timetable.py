@@ -14,7 +14,8 @@ from torch import Tensor, nn
 import strop
 from strop.api import optimize_module
 from strop.dispatch.dispatcher import Dispatcher
-from strop.runtime.loop.denoise_loop import Loop, hoisting, moment_of, place_among, timetable
+from strop.runtime.loop import hoisting, timetable
+from strop.runtime.loop.denoise_loop import Loop, moment_of, place_among
 from strop.runtime.loop.hoisting import stamp_of
 from strop.runtime.run.cuda_graphs import Captured
 from strop.runtime.run.executor import Bound
