@@ -26,7 +26,7 @@ from strop.ir.serialize import decode, encode, graph_from_json, graph_to_json
 from strop.options import Options
 from strop.runtime.build.loader import kernel_loader
 from strop.runtime.run.executor import Bound
-from strop.runtime.run.memory import Workspace
+from strop.runtime.run.workspace import Workspace
 from strop.testing import assert_as_accurate_as_eager
 
 FILE = "graph.json"

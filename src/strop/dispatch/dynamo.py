@@ -45,7 +45,7 @@ from strop.runtime.build.loader import KernelLoader, kernel_loader
 from strop.runtime.run import choices
 from strop.runtime.run.executor import Bound
 from strop.runtime.run.limits import looks_too_far
-from strop.runtime.run.memory import workspace_of
+from strop.runtime.run.workspace import workspace_of
 from strop.wording import counted
 
 log = logging.getLogger("strop")

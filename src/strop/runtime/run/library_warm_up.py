@@ -76,7 +76,7 @@ def forms_of(program: Program, env: Mapping[str, int], device: Device) -> list[F
         return sizes(ref.shape), sizes(ref.strides), program.buffers[ref.buffer].dtype
 
     steps, found = program.at(env), dict[Form, None]()
-    chosen = choices.choices(program, steps, sizes, device)
+    chosen = choices.choices_of(program, steps, sizes, device)
     for position, step in enumerate(steps):
         if (
             isinstance(step, CallStep)
