@@ -211,3 +211,11 @@ def test_fewer_multiprocessors_share_otherwise() -> None:
     assert piece is not None
     assert whole.sources == piece.sources
     assert whole != piece
+
+
+def test_keys_of_fewer_dims_are_for_the_library() -> None:
+    """Torch takes keys and values (S, D) for all heads; their number is asked for all the same."""
+    asked = problem("attention", (2, 8, 64, 40), (64, 40), (64, 40), **PLAIN)
+    choice = library.select(asked.call, asked, H100)
+    assert (choice.kernel, choice.beaten) == ("sdpa", ())
+    assert choice.cost_us > 0
