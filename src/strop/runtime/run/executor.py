@@ -35,7 +35,7 @@ from strop.runtime.loop.hoisting import (
 from strop.runtime.loop.timetable import Part, Timetable, timed_of
 from strop.runtime.run import graph_keep_alive
 from strop.runtime.run.bounds_checks import BoundsChecks
-from strop.runtime.run.choices import choices, has_steady_weights
+from strop.runtime.run.choices import choices, steady_weights
 from strop.runtime.run.cpu_runs import FIRST, Run, of_many, of_one
 from strop.runtime.run.launches import CallSite, Launched, scratch_bytes
 from strop.runtime.run.layouts import is_laid_out, laid_out, reshaped
@@ -131,6 +131,10 @@ class Bound:
     def num_launches(self) -> int:
         """Generated kernels and library calls of the latest run, behind what is hoisted."""
         return self._num_late + (0 if self._is_looked_up else len(self.timetable.steps))
+
+    @cached_property
+    def _steady(self) -> frozenset[int]:
+        return steady_weights(self.program)
 
     @cached_property
     def _num_late(self) -> int:
@@ -397,7 +401,7 @@ class Bound:
             self._kernels,
             self.stream,
             is_early=self._follows_a_kernel(position),
-            is_steady=has_steady_weights(self.program, step),
+            is_steady=len(step.inputs) > 1 and step.inputs[1].buffer in self._steady,
         )
         memory = None
         if self._own[position].scratch:
