@@ -18,7 +18,7 @@ from collections.abc import Collection, Sequence
 from strop.ir.graph import Builder, Graph, Node, rewrite
 from strop.ir.ops import Kind
 from strop.options import Options
-from strop.passes.gated_linear import fits_products
+from strop.passes.gated_linear import fits_sum
 from strop.passes.linear_add import Users, is_biased, is_sum, readers_of, side_of
 
 VIEWS = ("reshape", "permute")
@@ -68,7 +68,7 @@ def _is_alike(total: Node, biased: Node, other: Node) -> bool:
     """Whether the kernel can do it, and nothing is broadcast or converted."""
     linear, bias = biased.inputs
     dtypes = {n.dtype for n in (total, biased, linear, other, bias, *linear.inputs)}
-    return other.shape == total.shape and len(dtypes) == 1 and fits_products(linear)
+    return other.shape == total.shape and len(dtypes) == 1 and fits_sum(linear)
 
 
 def _is_over(other: Node, total: Node, biased: Node, users: Users) -> bool:

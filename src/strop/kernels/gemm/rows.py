@@ -44,9 +44,7 @@ CONVOLUTIONS = ("conv2d", "upsampled_conv2d")
 LINEARS = tuple(op for op in OPS if op not in CONVOLUTIONS)
 CHANNELS_LAST = (0, 2, 3, 1)
 
-# The columns and the depth of linears, as in Stable Diffusion's UNets. The kernel wants 8; what
-# it takes at other sizes, of BERT or of ResNet's 1x1 convolutions, has not been measured.
-MULTIPLE = 320
+PIECE = 8  # what the columns and the depth of a linear are multiples of: 16 bytes
 STRIDES, LEAST_MEASURED = (1, 2), 320  # of convolutions: and channels either way
 MOST_TOGETHER = 64  # tiles of a linear's rows
 LEAST_ROWS = 128  # of a linear: fewer wait for their weights alone
@@ -194,9 +192,9 @@ def supports(call: Call, device: Device) -> str:
     if call.op == "conv2d":
         return _convolution(call, outs, ins, weight[2:])
     halves = 2 if OPS[call.op] == GATED else 1
-    if ins % MULTIPLE or outs % (halves * MULTIPLE):
-        return f"was measured at widths that are multiples of {MULTIPLE}, not {ins} -> {outs}"
-    return ""
+    if ins % PIECE or outs % (halves * PIECE):
+        return f"wants widths that are multiples of {PIECE}, not {ins} -> {outs}"
+    return "" if any(_forms_of(call, device)) else f"has no tile for {ins} -> {outs}"
 
 
 def _convolution(call: Call, outs: int, ins: int, window: tuple[int, ...]) -> str:
@@ -244,6 +242,12 @@ def dense(sizes: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def forms(call: Call, device: Device) -> Iterable[KernelSource]:
+    for product in _forms_of(call, device):
+        yield wgmma_gemm(product, call.dtype)
+
+
+def _forms_of(call: Call, device: Device) -> Iterator[Product]:
+    """What may compute such a call at some number of rows or pixels."""
     end, weight = OPS[call.op], call.known(1)
     assert weight is not None
     # the number of rows is not known: it decides no more than which of these runs
@@ -252,7 +256,7 @@ def forms(call: Call, device: Device) -> Iterable[KernelSource]:
     for tile in tuned(device).gemm.tiles[kind_of(of, end)]:
         product = Product(tile, of.size, end, of.stride)
         if is_able(product, of):
-            yield wgmma_gemm(product, call.dtype)
+            yield product
 
 
 def picture_of(problem: Problem) -> Picture:

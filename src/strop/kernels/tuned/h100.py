@@ -94,6 +94,7 @@ GATED_TILES: Mapping[Tile, Cost] = {
     Tile(2, 256, 4, keeps_on=True): Cost(2.8, 2.2, 0.761),
     Tile(2, 160, 4, keeps_on=True, apart=True): Cost(3.0, 0.4, 0.537),
     Tile(2, 128, 5, keeps_on=True, apart=True): Cost(0.3, 0.9, 0.437),
+    Tile(2, 192, 4, keeps_on=True, apart=True): Cost(1.7, 0.0, 0.604),
 }
 
 # How many clusters of so many programs run at a time, one program a multiprocessor: what the driver
@@ -201,10 +202,34 @@ IN_ROUNDS: Mapping[int, tuple[Rounds, ...]] = {  # of many keys, where no rule h
     64: (
         Rounds(WgmmaTile(4, 64, 4, early=True), 4.1, 0.875),
         Rounds(WgmmaTile(3, 80, 3, early=True), 4.5, 0.83),
+        Rounds(WgmmaTile(2, 128, 2), 3.4, 1.054),
         Rounds(None, 2.3, 1.15),
     ),
+    72: (
+        Rounds(WgmmaTile(3, 64, 3, early=True), 4.43, 0.836),
+        Rounds(WgmmaTile(2, 128, 3), 6.82, 1.298),
+        Rounds(None, 9.53, 1.46),
+    ),
+    96: (
+        Rounds(WgmmaTile(3, 64, 3, early=True), 3.54, 0.844),
+        Rounds(WgmmaTile(2, 64, 3), 4.08, 0.662),
+        Rounds(None, 3.33, 1.636),
+    ),
+    128: (
+        Rounds(WgmmaTile(2, 80, 3), 4.82, 0.873),
+        Rounds(WgmmaTile(2, 64, 3), 4.98, 0.72),
+        Rounds(None, 3.26, 1.655),
+    ),
 }
-LEAST_QUERIES = {40: 256, 64: 576, 80: 128, 160: 64}  # fewer have not been measured
+LEAST_QUERIES = {
+    40: 256,
+    64: 192,
+    72: 1024,
+    80: 128,
+    96: 1024,
+    128: 512,
+    160: 64,
+}  # fewer have not been measured
 ATTENTION = AttentionTimes(
     few_keys=128,  # a few blocks
     few=FEW,
