@@ -81,8 +81,10 @@ STRIDED: dict[str, Any] = {**SAME, "stride": (2, 2)}
         (call("linear", ("r", 320), (640, 320)), ""),
         # a bias is the next kernel's
         (call("linear", ("r", 320), (640, 320), (640,)), "takes 2 operands for linear, not 3"),
-        (call("linear", ("r", 768), (768, 768)), "multiples of 320, not 768 -> 768"),
-        (call("linear", ("r", 320), (648, 320)), "multiples of 320, not 320 -> 648"),
+        (call("linear", ("r", 768), (768, 768)), ""),
+        (call("linear", ("r", 320), (648, 320)), ""),
+        (call("linear", ("r", 324), (640, 324)), "multiples of 8, not 324 -> 640"),
+        (call("linear", ("r", 320), (644, 320)), "multiples of 8, not 320 -> 644"),
         (call("linear", ("r", 320), ("n", 320)), "weights of a known size"),
         (call("linear", ("r", 320), (640, 320), dtype=torch.float32), "not torch.float32"),
         (
@@ -90,8 +92,12 @@ STRIDED: dict[str, Any] = {**SAME, "stride": (2, 2)}
             "takes 4 operands for linear_add, not 3",
         ),
         (call("linear_add", ("r", 320), (640, 320), ("r", 640), (640,)), ""),
+        # each of whose columns is added once
+        (call("linear_add", ("r", 320), (648, 320), ("r", 648), (648,)), "no tile for 320 -> 648"),
         (call("geglu", ("r", 320), (640, 320), (640,)), ""),
-        (call("geglu", ("r", 320), (960, 320), (960,)), "multiples of 320, not 320 -> 960"),
+        (call("geglu", ("r", 320), (960, 320), (960,)), ""),
+        (call("geglu", ("r", 320), (968, 320), (968,)), "multiples of 8, not 320 -> 968"),
+        (call("geglu", ("r", 320), (176, 320), (176,)), "has no tile for 320 -> 176"),
         (call("geglu", ("r", 320), (640, 320)), "takes 3 operands for geglu, not 2"),
         (call("conv2d", *WINDOW, **SAME), ""),
         (call("conv2d", *WINDOW, **STRIDED), ""),
