@@ -79,7 +79,7 @@ def taps_us(problem: Problem, device: Device) -> float:
 def attention_us(problem: Problem, device: Device) -> float:
     """What was measured, or a share of the device's rate."""
     batch, heads, queries, head = problem.shapes[0]
-    keys = problem.shapes[1][2]
+    keys = problem.shapes[1][-2]  # all heads may share them, in a tensor of fewer dims
     measured = attention.library_us(head, batch * heads, queries, keys, device)
     if measured is not None or not device.half_flops:
         return measured or 0.0

@@ -42,14 +42,16 @@ def choices_of(
     return found
 
 
-def has_steady_weights(program: Program, step: CallStep) -> bool:
-    """Whether a call's second input is the module's, and no step of the program writes it."""
-    if len(step.inputs) < 2:
-        return False
-    number = step.inputs[1].buffer
-    buffer = program.buffers[number]
-    is_state = buffer.kind == "input" and program.inputs[buffer.index].is_state
-    return is_state and all(number not in written(other) for other in program.steps)
+def steady_weights(program: Program) -> frozenset[int]:
+    """The buffers that are the module's, and that no step of the program writes."""
+    changed = {number for step in program.steps for number in written(step)}
+    return frozenset(
+        number
+        for number, buffer in enumerate(program.buffers)
+        if buffer.kind == "input"
+        and program.inputs[buffer.index].is_state
+        and number not in changed
+    )
 
 
 def sources_at(

@@ -167,7 +167,9 @@ class _Library:
     def __init__(self, part: Torch) -> None:
         self.operands, self._call = part.operands, TORCH[part.name]
 
-    def ready(self, tensors: Sequence[Tensor]) -> Ready:
+    def ready(self, tensors: Sequence[Tensor]) -> Ready | None:
+        if not all(map(_lies, self.operands, tensors)):
+            return None
         return lambda tensors: self._call(*tensors)
 
 

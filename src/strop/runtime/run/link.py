@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ from strop.ir.ops import OF_ROWS
 from strop.ir.program import CallStep, KernelStep, TensorRef
 from strop.runtime.build.loader import BoundKernel, KernelLoader
 from strop.runtime.run.bounds_checks import BoundsChecks
-from strop.runtime.run.choices import has_steady_weights
+from strop.runtime.run.choices import steady_weights
 from strop.runtime.run.launched_calls import CallSite, Launched
 from strop.runtime.run.launches import Launch
 from strop.runtime.run.layouts import laid_out, reshaped
@@ -73,13 +73,15 @@ class Linked:
 
 @dataclass(frozen=True, slots=True)
 class Linking:
-    """What a step is linked to, and the patches that come of it."""
+    """What a step is linked to, and the patches that come of it. ``steady``: weights that no step
+    writes."""
 
     plan: ShapePlan
     resources: Resources
     memory: Tensor
     slots: Slots
     patches: dict[int, list[Patch]]
+    steady: Collection[int]
 
     def scratch(self, position: int, place: int) -> Tensor:
         """Bytes of the arena, from where this scratch begins."""
@@ -89,7 +91,8 @@ class Linking:
 def link(plan: ShapePlan, resources: Resources, memory: Tensor, kept: Tensor) -> Linked:
     """``memory``: the arena; ``kept``: where results lie that outlive a run. Both are bytes."""
     slots = _slots(plan, resources, memory, kept)
-    at = Linking(plan, resources, memory, slots, defaultdict(list))
+    steady = steady_weights(plan.program)
+    at = Linking(plan, resources, memory, slots, defaultdict(list), steady)
     steps = [_step(at, position) for position in range(len(plan.order.steps))]
     returned = [_returned(at, place) for place in range(len(plan.program.returned))]
     # where nothing lies in it, it is not to be kept alive either
@@ -249,7 +252,7 @@ def _call(at: Linking, position: int, step: CallStep, table: Table) -> Callable[
         at.resources.kernels,
         at.resources.stream,
         is_early=position in at.plan.early,
-        is_steady=has_steady_weights(at.plan.program, step),
+        is_steady=len(step.inputs) > 1 and step.inputs[1].buffer in at.steady,
     )
     memory = at.scratch(position, 0) if choice.launches.scratch else None
     launched = Launched(choice.launches, site, memory)
