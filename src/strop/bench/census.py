@@ -73,7 +73,7 @@ class Verdict:
 
     @property
     def complaint(self) -> str:
-        """The first thing that is wrong, or nothing."""
+        """Return the first thing that is wrong, or nothing."""
         if self.failure:
             return self.failure
         if self.fallbacks and not self.is_captured:
@@ -155,7 +155,7 @@ def _judged(
 def _compiled(
     module: nn.Module, modules: Modules, samples: Sequence[Sample], options: strop.Options
 ) -> list[Any]:
-    """One compiled module, which gets the other weights in place."""
+    """Return one compiled module, which gets the other weights in place."""
     strop.optimize(module, options=options)
     results = []
     for sample in samples:
@@ -197,7 +197,7 @@ def _exact(modules: Modules, samples: Sequence[Sample]) -> list[Any]:
 
 
 def _cloned(value: Any) -> Any:
-    """Caches come as objects of their class again."""
+    """Copy ``value``, so that caches become objects of their class again."""
     return pytree.tree_map_only(Tensor, torch.clone, as_tree(value))
 
 
@@ -233,14 +233,14 @@ def _counts(module: nn.Module) -> dict[str, Any]:
 
 
 def _parts(variants: Sequence[Any]) -> str:
-    """What fixes sizes, or what the first two graphs are made for."""
+    """Return what fixes sizes, or what the first two graphs are made for."""
     if variants and variants[0].fixed:
         return _short(f"its code fixes {variants[0].fixed[-1]}", 200)
     return " or ".join(map(_made_for, variants[:2]))
 
 
 def _made_for(variant: Any) -> str:
-    """Sizes of the arguments and guards."""
+    """Return sizes of the arguments and guards."""
     sizes = ", ".join(f"({', '.join(spec.shape)})" for spec in variant.specs[:2])
     guards = " and ".join(map(str, variant.program.guards))
     return _short(sizes + (f" if {guards}" if guards else ""), 120)
@@ -249,7 +249,8 @@ def _made_for(variant: Any) -> str:
 def _parity(
     samples: Sequence[Sample], results: Sequence[Any], eager: Sequence[Any], exact: Sequence[Any]
 ) -> str:
-    """Empty, or what differs. Floats are judged over all shapes together, each result by itself."""
+    """Return what differs, or an empty text. Floats are judged over all shapes together, each
+    result by itself."""
     floats: dict[int, list[tuple[Tensor, Tensor, Tensor]]] = {}
     for sample, *triple in zip(samples, results, eager, exact, strict=True):
         (own, spec), (base, base_spec), (wide, _) = (
@@ -286,7 +287,7 @@ def run(
     each: Callable[[Verdict], None] = lambda _: None,
     num_shapes: int = 4,
 ) -> dict[str, Any]:
-    """All verdicts as JSON; ``each`` hears of them as they come."""
+    """Return all verdicts as JSON; ``each`` hears of them as they come."""
     rows = []
     for model in models:
         verdict = judge(model, device, options, num_shapes)
@@ -304,7 +305,7 @@ def run(
 
 
 def _missing(verdicts: Sequence[Verdict]) -> list[dict[str, Any]]:
-    """Overloads that torch runs: calls over the zoo, models, and one place each."""
+    """Return overloads that torch runs: calls over the zoo, models, and one place each."""
     calls: Counter[str] = Counter()
     models: dict[str, list[str]] = {}
     places: dict[str, str] = {}
@@ -320,7 +321,7 @@ def _missing(verdicts: Sequence[Verdict]) -> list[dict[str, Any]]:
 
 
 def rows_of(result: Mapping[str, Any]) -> list[tuple[str, ...]]:
-    """The table of all models: header, then a row each."""
+    """Return the table of all models: a header, then a row for each."""
     rows: list[tuple[str, ...]] = [
         ("model", "family", "passes", "graphs", "recompiles", "in kernels", "strict", "why not")
     ]
@@ -341,7 +342,7 @@ def rows_of(result: Mapping[str, Any]) -> list[tuple[str, ...]]:
 
 
 def markdown(result: Mapping[str, Any]) -> str:
-    """The page ``docs/models.md``."""
+    """Return the page ``docs/models.md``."""
     found = result["environment"]
     head = [
         "# Models",

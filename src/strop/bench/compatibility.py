@@ -80,7 +80,8 @@ def tasks() -> Iterator[Task]:
 
 
 def pipeline_row(case: TinyPipeline, options: strop.Options) -> Row:
-    """Two pictures of one size, and one of another where eager draws that."""
+    """Draw two pictures of one size, and one of another size where eager draws that, and return the
+    row."""
     try:
         eager = case.made()
     except (ImportError, NameError) as error:  # a package of its own is missing
@@ -200,7 +201,7 @@ def _first_line(error: BaseException) -> str:
 
 
 def key_of(row: Mapping[str, Any]) -> str:
-    """The key of the task that makes a row."""
+    """Return the key of the task that makes a row."""
     on = "" if row["kind"] == "scheduler" else row["on"]
     return f"{row['kind']}/{row['name']}/{on}"
 
@@ -210,7 +211,7 @@ def as_json(rows: Sequence[Row]) -> list[dict[str, Any]]:
 
 
 def markdown(result: Mapping[str, Any]) -> str:
-    """The page docs/compatibility.md."""
+    """Return the page docs/compatibility.md."""
     rows, found = [Row(**row) for row in result["rows"]], result["environment"]
     counts = ", ".join(
         f"{sum(row.status == status for row in rows)} {status}"

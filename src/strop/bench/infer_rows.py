@@ -26,7 +26,7 @@ class Draws:
     most: int = 1000  # shapes that are worth their time
 
     def some(self, count: int, seed: int) -> list[tuple[Size, int]]:
-        """So many different ones, the same for the same seed."""
+        """Draw ``count`` different shapes, the same for the same seed."""
         source, found = random.Random(seed), dict[tuple[Size, int], None]()
         count = min(count, self.most)
         while len(found) < count:
@@ -140,7 +140,8 @@ class Row:
         return {"step": "ms", "memory": "of eager"}.get(self.kind, "s")
 
     def tiny(self) -> Row:
-        """The same code with tiny widths, a small size and few steps; its speed says nothing."""
+        """Return the same row with tiny widths, a small size and few steps; its speed says
+        nothing."""
         height, width = (side // TINY_SCALE for side in self.size)
         return replace(
             self, size=(height, width), steps=min(self.steps, TINY_STEPS), cost_s=0.0, is_tiny=True
@@ -220,7 +221,8 @@ ROWS: tuple[Row, ...] = (
 
 
 def chosen_rows(names: Sequence[str], *, tiny: bool = False) -> tuple[Row, ...]:
-    """Rows by name, in the order of the table; "P5" stands for all of "P5-...". None: all."""
+    """Return the rows by name, in the order of the table; "P5" stands for all of "P5-...", None for
+    all rows."""
     known = {row.name.lower(): {row.name} for row in ROWS}
     for row in ROWS:
         known.setdefault(row.name.lower().split("-")[0], set()).add(row.name)
@@ -234,7 +236,7 @@ def chosen_rows(names: Sequence[str], *, tiny: bool = False) -> tuple[Row, ...]:
 
 
 def groups_of(rows: Sequence[Row]) -> list[tuple[Row, ...]]:
-    """Rows that share a process: those of one model, except for starts and peaks."""
+    """Return rows that share a process: those of one model, except for starts and peaks."""
     found: dict[tuple[str, str], list[Row]] = {}
     for row in rows:
         alone = row.name if row.kind in ("start", "memory") else ""

@@ -59,7 +59,8 @@ class Bench:
         torch._dynamo.config.recompile_limit = 10_000
 
     def contenders(self, case: KernelCase) -> dict[str, Forward]:
-        """Calls that have not run yet. Weights are equal: they depend on the features alone."""
+        """Return calls that have not run yet. Weights are equal: they depend on the features
+        alone."""
         found = {"strop": self._once("strop", case, self._optimised)}
         for peer in self.peers:
             if peer == "inductor-dynamic":
@@ -82,7 +83,7 @@ class Bench:
         return strop.optimize(module, options=options)
 
     def measure(self, case: KernelCase, bandwidth: float) -> dict[str, Any]:
-        """One row: microseconds a call of every contender."""
+        """Measure one row: the microseconds per call of every contender."""
         arguments = self.arguments(case)
         return self.timed(case, arguments, *self.first(case, arguments), bandwidth)
 
@@ -92,7 +93,8 @@ class Bench:
     def first(
         self, case: KernelCase, arguments: Inputs
     ) -> tuple[dict[str, Forward], dict[str, float]]:
-        """The contenders, after a call of each, and its seconds: for compilers their work."""
+        """Return the contenders, after a call of each, and its seconds: for compilers their
+        work."""
         calls = self.contenders(case)
         firsts: dict[str, float] = {}
         with torch.no_grad():
@@ -177,7 +179,8 @@ def _inductor(module: nn.Module, *, dynamic: bool) -> Forward:
 
 
 def own_code(module: nn.Module) -> Forward:
-    """Its forward as a copy: Dynamo keeps results, and what it learns of shapes, by code object."""
+    """Return a forward whose code object is a copy: Dynamo keeps results, and what it learns of
+    shapes, by code object."""
     forward = type(module).forward
     own = FunctionType(forward.__code__.replace(), forward.__globals__, closure=forward.__closure__)
     own.__kwdefaults__, own.__defaults__ = forward.__kwdefaults__, forward.__defaults__
@@ -204,7 +207,7 @@ def _microseconds(found: dict[str, timer.Timing], calls: int) -> dict[str, dict[
 
 
 def copy_bandwidth(device: torch.device) -> float:
-    """Bytes a second of a large copy, read and written bytes counted: the ceiling."""
+    """Return the bytes per second of a large copy, read and written bytes counted: the ceiling."""
     size = COPY_BYTES if device.type == "cuda" else COPY_BYTES >> 2
     source = torch.ones(size, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
@@ -216,7 +219,7 @@ def copy_bandwidth(device: torch.device) -> float:
 def random_cases(
     count: int, seed: int, device_type: str, dtype: torch.dtype
 ) -> tuple[KernelCase, ...]:
-    """So many cases of every family at sizes that nobody chose: log-uniform rows and cols."""
+    """Draw so many cases of every family at sizes that nobody chose: log-uniform rows and cols."""
     source = random.Random(seed)
     most = LIMIT_BYTES[device_type]
     found = []
@@ -298,7 +301,8 @@ def _one_by_one(cases: Sequence[KernelCase], setting: Setting) -> Iterator[Found
 
 
 def summary(rows: Sequence[dict[str, Any]], peers: Sequence[str]) -> list[dict[str, Any]]:
-    """By family and peer: how many times as long it takes, worst, median and geometric mean."""
+    """Return by family and peer how many times as long it takes: worst, median and geometric
+    mean."""
     found = []
     for family in dict.fromkeys(row["family"] for row in rows):
         own = [row for row in rows if row["family"] == family]
@@ -324,7 +328,7 @@ def summary(rows: Sequence[dict[str, Any]], peers: Sequence[str]) -> list[dict[s
 
 
 def rows_of(result: dict[str, Any]) -> list[tuple[str, ...]]:
-    """The table: header, then one row a case."""
+    """Return the table: its header, then one row per case."""
     names = list(result["rows"][0]["us"]) if result["rows"] else []
     table = [("case", *(f"{name} us" for name in names), "of ceiling")]
     for row in result["rows"]:

@@ -64,7 +64,8 @@ class Verdict:
 
 
 def picture(shape: Shape) -> Picture:
-    """Of a shape of a sweep: batch, height = width, channels in and out, window and stride."""
+    """Return the picture of a shape of a sweep: batch, height = width, channels in and out, window
+    and stride."""
     batch, side, ins, outs, size, stride = shape
     return picture_of((batch, ins, side, side), (outs, ins, size, size), stride)
 
@@ -153,7 +154,7 @@ HELD_OUT: Mapping[str, frozenset[Shape]] = {
 
 
 def choices(sweep: Path) -> Iterator[Choice]:
-    """One for each shape at which the tile that the rule chooses was timed.
+    """Yield a choice for each shape at which the tile that the rule chooses was timed.
 
     Raises StropError for a file that is no sweep of a kind that has a rule.
     """
@@ -190,8 +191,9 @@ def _swept(sweep: Path) -> Iterator[tuple[str, Shape, dict[Name, float]]]:
 
 
 def _name(who: str, kind: str) -> Name:
-    """With numbers that tiles did not have when a sweep was made, and without those that tiles of
-    attention had, polynomials and registers, where they were what they are now."""
+    """Return a tile's name as it is today: with numbers that tiles did not have when a sweep was
+    made, and without those that tiles of attention had (polynomials and registers) where they were
+    what they are now."""
     if who in LIBRARIES:
         return who
     if who.startswith(KEEPS):
@@ -214,7 +216,8 @@ def judged(found: Sequence[Choice], *, held_out: bool) -> Verdict:
 
 
 def decision_us(shapes: Iterable[Shape]) -> tuple[float, float]:
-    """Median microseconds of the rule for convolutions, at sizes it has not seen and again."""
+    """Measure the median microseconds of the rule for convolutions, at sizes that it has not seen
+    and again."""
     products.form_of.cache_clear()
     taken: tuple[list[float], list[float]] = ([], [])
     for shape in shapes:

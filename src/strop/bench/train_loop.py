@@ -35,12 +35,12 @@ Part = tuple[str, Callable[[], None]]
 
 
 def can_graph() -> bool:
-    """Whether this version of Strop makes one graph of a whole step."""
+    """Tell whether this version of Strop makes one graph of a whole step."""
     return hasattr(strop.train, "compile_step")
 
 
 def _signal(device: torch.device) -> Tensor:
-    """alphas_cumprod of Stable Diffusion's training."""
+    """Return alphas_cumprod of Stable Diffusion's training."""
     betas = torch.linspace(0.00085**0.5, 0.012**0.5, train_models.TIMES, dtype=torch.float64) ** 2
     return (1.0 - betas).cumprod(0).to(device, torch.float32)
 
@@ -91,7 +91,8 @@ class Loop:
 
     @torch.no_grad()
     def reference_loss(self) -> float:
-        """Of the first step, by eager torch in fp32. Before ``prepare``."""
+        """Return the loss of the first step by eager torch in fp32. This comes before
+        ``prepare``."""
         self._encode()
         self._read_text()
         return float(Objective(self.network.unet, self.signal)(*self._tensors()))

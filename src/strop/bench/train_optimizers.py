@@ -78,7 +78,7 @@ def _average(
 
 
 def _fused(work: Work, setup: Setup, params: Sequence[nn.Parameter]) -> Stepping:
-    """One call does all three."""
+    """Do clip, update and average in one call."""
     optimizer = FusedAdamW(
         params,
         **ARGUMENTS,

@@ -48,7 +48,7 @@ class Work:
 
     @property
     def text(self) -> str:
-        """In words, for tables."""
+        """Say in words, for tables, what the work is."""
         given = "latents and text cached" if self.is_cached else "VAE and text in the loop"
         what = "" if self.trained == "unet" else f"{self.trained}, "
         return f"{what}batch {self.batch}, {given}, {'EMA' if self.has_ema else 'no EMA'}"
@@ -102,12 +102,13 @@ class Contender:
 
     @property
     def cost_s(self) -> float:
-        """Seconds that it takes on a GPU at least; less left, and it does not begin."""
+        """Return the seconds that it takes on a GPU at least; with less time left it does not
+        begin."""
         return {"": 15.0, "strop": 60.0}.get(self.setup.compiler, 90.0)
 
     @property
     def limit_s(self) -> float:
-        """When it is given up."""
+        """Return the seconds after which it is given up."""
         return 600.0 if self.setup.compiler or self.setup.loaders else 300.0
 
 
@@ -126,7 +127,7 @@ class Row:
     published_split: Mapping[str, float] = field(default_factory=dict)
 
     def tiny(self) -> Row:
-        """The same code with tiny widths and sizes; its speed says nothing."""
+        """Return the same row with tiny widths and sizes; its speed says nothing."""
         small = tuple(replace(c, work=c.work.tiny()) for c in self.contenders)
         return replace(self, contenders=small, is_tiny=True)
 
@@ -151,7 +152,8 @@ def _ours(work: Work) -> tuple[Contender, ...]:
 
 
 def _peers(work: Work) -> tuple[Contender, ...]:
-    """The slowest to compile last; CUDA graphs at batch 1, where launches are what costs."""
+    """Return the contenders of a row, the slowest to compile last, with CUDA graphs at batch 1,
+    where launches are what costs."""
     graphs = Contender(
         "torch-graphs",
         work,
@@ -327,8 +329,9 @@ LADDER = Row(
 def chosen_rows(
     names: Sequence[str], *, ladder: bool = False, tiny: bool = False, only: Sequence[str] = ()
 ) -> tuple[Row, ...]:
-    """Rows by name; "P11" stands for P11 and P11-lora. None: all, or the ladder alone if asked
-    for. ``only``: these contenders of them. Raises OptionError for what there is not."""
+    """Return the rows by name; "P11" stands for P11 and P11-lora. None stands for all rows, or for
+    the ladder alone if it is asked for. ``only`` keeps these contenders. Raises OptionError for
+    what there is not."""
     known = {row.name.lower(): {row.name} for row in ROWS}
     for row in ROWS:
         known[row.name.lower().split("-")[0]].add(row.name)
@@ -356,7 +359,7 @@ def _restricted(rows: Sequence[Row], only: Sequence[str]) -> list[Row]:
 
 
 def contender_named(row: str, name: str, *, tiny: bool) -> Contender:
-    """Of a row that was chosen."""
+    """Return a contender of a row that was chosen."""
     found = row_named(row)
     found = found.tiny() if tiny else found
     return next(c for c in found.contenders if c.name == name)

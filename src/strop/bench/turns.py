@@ -20,8 +20,8 @@ Work = Callable[[], Iterator[Any]]
 
 
 def in_turns(works: Sequence[Work]) -> Iterator[Any]:
-    """Results in order, each as soon as it is there. Raises StropError with the trace of work that
-    failed."""
+    """Yield results in order, each as soon as it is there. Raises StropError with the trace of work
+    that failed."""
     context = multiprocessing.get_context("spawn")
     pipes, processes = [], []
     try:

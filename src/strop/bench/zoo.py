@@ -86,7 +86,7 @@ class ZooModel:
 
 
 def _hf(kind: str, **config: Any) -> Callable[[], nn.Module]:
-    """A class of transformers from its own config class."""
+    """Return a builder of a class of transformers from its own config class."""
 
     def build() -> nn.Module:
         model = getattr(importlib.import_module("transformers"), kind)
@@ -97,7 +97,8 @@ def _hf(kind: str, **config: Any) -> Callable[[], nn.Module]:
 
 
 def _cached(kind: str, **config: Any) -> Callable[[], nn.Module]:
-    """With keys and values of the past as plain tensors, in and out."""
+    """Return a builder of a model that takes and gives keys and values of the past as plain
+    tensors."""
     build = _hf(kind, **config)
     return lambda: own.WithCache(build())
 

@@ -31,7 +31,7 @@ class Conv(nn.Sequential):
 
 
 def _randomised(module: nn.Module) -> None:
-    """Running statistics as after some training, not zeros and ones."""
+    """Set running statistics as after some training, instead of zeros and ones."""
     for part in module.modules():
         if isinstance(part, nn.BatchNorm2d | nn.BatchNorm3d):
             assert part.running_mean is not None
@@ -55,7 +55,7 @@ class Classifier(nn.Module):
 
 
 def vgg() -> nn.Module:
-    """VGG (Simonyan and Zisserman, 2014)."""
+    """Build VGG (Simonyan and Zisserman, 2014)."""
     layers: list[nn.Module] = []
     inner = 3
     for width, depth in ((8, 1), (16, 1), (16, 2)):
@@ -90,7 +90,7 @@ class DenseBlock(nn.Module):
 
 
 def densenet() -> nn.Module:
-    """DenseNet (Huang et al., 2017): each layer reads all before it."""
+    """Build DenseNet (Huang et al., 2017), in which each layer reads all before it."""
     return Classifier(
         nn.Sequential(
             nn.Conv2d(3, 16, 3, 2, 1),

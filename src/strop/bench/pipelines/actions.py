@@ -51,7 +51,7 @@ class Action:
         return self.do.__name__
 
     def target(self, pipe: Any) -> Any:
-        """What it applies to in a pipeline, or None."""
+        """Return what it applies to in a pipeline, or None."""
         kinds = {kind.__name__ for kind in type(pipe).__mro__}
         if self.on == PIPE:
             return pipe
