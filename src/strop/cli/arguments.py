@@ -75,7 +75,7 @@ DeviceOption = Annotated[
 
 
 def nearest_sizes(side: int, factor: int) -> tuple[int, ...]:
-    """The multiples of ``factor`` around ``side``, or ``side`` itself."""
+    """Return the multiples of ``factor`` around ``side``, or ``side`` itself."""
     if side % factor == 0 and side > 0:
         return (side,)
     below = side // factor * factor
@@ -128,7 +128,7 @@ def check_output(path: Path, suffixes: tuple[str, ...] = SUFFIXES) -> None:
 
 
 def chosen_device(device: Device) -> str:
-    """ "cpu" or "cuda"; raises BadParameter where there is no GPU."""
+    """Return "cpu" or "cuda"; raises BadParameter where there is no GPU."""
     import torch
 
     with warnings.catch_warnings(record=True) as said:  # an old driver, say
@@ -144,7 +144,7 @@ def chosen_device(device: Device) -> str:
 
 
 def chosen_dtype(dtype: Dtype, device: str) -> torch.dtype:
-    """fp16 on a GPU and fp32 on a CPU unless told."""
+    """Return fp16 on a GPU and fp32 on a CPU unless another type was asked for."""
     import torch
 
     if dtype is Dtype.auto:
@@ -172,7 +172,7 @@ def check_length(pipe: Any, prompt: str, what: str = "prompt") -> None:
 
 
 def check_prompt(prompt: str, hint: str = "'PROMPT'") -> str:
-    """A prompt for the sprites model in the spelling it was trained on.
+    """Return a prompt for the sprites model in the spelling it was trained on.
 
     Raises BadParameter for words that it does not know; warns of captions outside its grammar.
     """

@@ -134,7 +134,8 @@ def _folder() -> Path:
 
 
 def _filled() -> DiskCache | None:
-    """The cache, or one line and None where it holds nothing; looking must not create it."""
+    """Return the cache; where it holds nothing, print one line and return None, because looking
+    must not create it."""
     from strop.runtime.build.cache import DiskCache
 
     folder = _folder()

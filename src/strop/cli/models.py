@@ -93,7 +93,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _sizes(folder: Path, part: str) -> dict[str, Any]:
-    """The configuration of a part, which must tell its levels."""
+    """Return the configuration of a part, which must tell its levels."""
     path = folder / part / "config.json"
     config = _read_json(path)
     if "block_out_channels" not in config:
@@ -102,7 +102,8 @@ def _sizes(folder: Path, part: str) -> dict[str, Any]:
 
 
 def load(model: Model, dtype: torch.dtype, device: str) -> Any:
-    """The pipeline, without its own progress bars. Raises CommandError if the files are damaged."""
+    """Return the pipeline, without its own progress bars. Raises CommandError if the files are
+    damaged."""
     quieten()
     try:
         if model.is_sprites:

@@ -62,7 +62,7 @@ class Screen:
         self._bar.console.print(f"[yellow]warning:[/] {plain(text)}")
 
     def session(self, session: Session) -> None:
-        """What is about to be trained."""
+        """Show what is about to be trained."""
         settings = session.settings
         count = sum(p.numel() for p in session.learner.parameters)
         batch = settings.train_batch_size * settings.gradient_accumulation_steps
