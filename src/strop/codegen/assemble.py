@@ -55,7 +55,8 @@ class Target:
 
 
 def in_turn(target: Target) -> Target:
-    """The same without early launches: each kernel begins when the one before it has ended."""
+    """Return the same target without early launches: each kernel begins when the one before it has
+    ended."""
 
     def emit(kernel: Kernel) -> Emitted:
         found = target.emit(kernel)
@@ -80,7 +81,7 @@ def _late(variant: Variant) -> Variant:
 
 
 def once(emit: Callable[[Kernel], T]) -> Callable[[Kernel], T]:
-    """Equal kernels, of which a model has many, are printed once."""
+    """Print equal kernels, of which a model has many, only once."""
 
     @lru_cache(maxsize=1024)
     def emit_once(kernel: Kernel, numbers: tuple[str, ...]) -> T:
@@ -133,8 +134,8 @@ def assemble(
     target: Target,
     stitches: Sequence[Stitch] = (),
 ) -> Program:
-    """``lowered`` holds each group's kernel, the values behind its params, and their offsets;
-    that of the whole of each stitch as well."""
+    """Assemble the program. ``lowered`` holds each group's kernel, the values behind its params,
+    and their offsets; and the same for the whole of each stitch."""
     a = _Assembly(graph, target, redirected_stores(graph, plan, lowered))
     for position, node in enumerate(graph.inputs):
         a.add(node, "input", index=position)
@@ -257,8 +258,9 @@ def _variants(
 def _in_place(
     a: _Assembly, kernel: Kernel, buffers: Sequence[int], offsets: tuple[Expr, ...]
 ) -> tuple[tuple[int, int], ...]:
-    """(written, read): planned buffers, of which the kernel reads each element where and before it
-    writes it. Where they have one size and the operand ends there, they get one memory."""
+    """Return the pairs (written, read) of planned buffers of which the kernel reads each element
+    where and before it writes it. Where they have one size and the operand ends there, they get one
+    memory."""
     if not a.target.in_place or kernel.schedule is Schedule.COLUMN:
         return ()
     whole = [
@@ -301,7 +303,7 @@ def _stitch(
 
 
 def _lookup_sizes(kernel: Kernel) -> tuple[Expr | None, ...]:
-    """For each param that is only looked into, how often; no more of it is read."""
+    """Return for each param that is only looked into how often that is; no more of it is read."""
     sizes = {axis.name: axis.size for axis in kernel.rows + kernel.cols}
     space, found = spaces(kernel), dict[int, Expr]()
     loads = [stmt for stmt in kernel.body + kernel.tail if isinstance(stmt, Load)]
@@ -314,7 +316,8 @@ def _lookup_sizes(kernel: Kernel) -> tuple[Expr | None, ...]:
 
 
 def _lookups(a: _Assembly, group: Group) -> tuple[str, ...]:
-    """Modules whose indices the kernel checks, whatever group their nodes were planned in."""
+    """Return modules whose indices the kernel checks, whatever group their nodes were planned
+    in."""
     seen, stack = set(group.stores), list(group.stores)
     while stack:
         for base in map(base_of, stack.pop().inputs):
@@ -351,12 +354,12 @@ def _call_step(a: _Assembly, node: Node, results: set[Node]) -> CallStep:
 
 
 def _matrix(x: Node) -> Node:
-    """(..., K) as (rows, K): the layout pass made sure that this is a view."""
+    """View (..., K) as (rows, K): the layout pass has made sure that this is a view."""
     return Builder().reshape(x, (product(x.shape[:-1]), x.shape[-1]))
 
 
 def _opaque_outputs(a: _Assembly, call: Node) -> tuple[int, ...]:
-    """One buffer for each tensor that the call returns; items of it refer to these."""
+    """Make one buffer for each tensor that the call returns; items of it refer to these."""
     if call.attrs["single"]:
         return (a.add(call, "call"),)
     items = {n.attrs["index"]: n for n in a.graph.nodes if n.op == "item" and n.inputs[0] is call}

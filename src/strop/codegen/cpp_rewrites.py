@@ -39,7 +39,8 @@ def _powers(kernel: Kernel) -> tuple[_Powers, ...]:
 
 
 def _is_softmax(kernel: Kernel, found: _Powers) -> bool:
-    """Whether powers are only summed and divided by their sum: NaN in one of them reaches all."""
+    """Tell whether powers are only summed and divided by their sum: NaN in one of them reaches
+    all."""
 
     def users(name: str) -> list[Stmt]:
         return [stmt for stmt in kernel.body + kernel.tail if name in args_of(stmt)]
@@ -54,7 +55,7 @@ def _is_softmax(kernel: Kernel, found: _Powers) -> bool:
 
 
 def with_powers(kernel: Kernel) -> Kernel:
-    """Such sums as reductions of their own kind, "powers": (sum, 1 / sum).
+    """Write such sums as reductions of their own kind, "powers": (sum, 1 / sum).
 
     What they divide becomes a product: a quotient takes as long as ten of them. Their exponentials
     get the attribute that makes them those of negative numbers. The amax of a softmax becomes a

@@ -28,8 +28,8 @@ class _Uses:
 
 
 def lean(program: Program) -> Order:
-    """An order with calls as early as their operands allow wherever that lowers the most bytes
-    that are alive at once, at the sizes of the hints."""
+    """Find an order with calls as early as their operands allow, wherever that lowers the most
+    bytes that are alive at once, at the sizes of the hints."""
     memory = _Memory(program)
     order: Order = tuple(range(len(program.steps)))
     least, peak = memory.most_alive(order)
@@ -43,13 +43,13 @@ def lean(program: Program) -> Order:
 
 
 def in_order(program: Program, order: Order) -> Program:
-    """The same steps, one after the other as ``order`` has them."""
+    """Return the same steps, one after the other as ``order`` has them."""
     return replace(program, steps=tuple(program.steps[number] for number in order))
 
 
 def _moves(program: Program, memory: _Memory, order: Order, peak: int) -> Iterator[Order]:
-    """Orders in which a call from behind the peak, for which alone a value is kept that is alive
-    there, reads it as early as it can."""
+    """Yield orders in which a call from behind the peak, for which alone a value is kept that is
+    alive there, reads it as early as it can."""
     first, last = memory.ranges(order)
     for place in range(peak, len(order)):
         step = program.steps[order[place]]
@@ -81,7 +81,7 @@ class _Memory:
         self._returned = {r.tensor.buffer for r in program.returned if r.tensor is not None}
 
     def ranges(self, order: Order) -> tuple[dict[int, int], dict[int, int]]:
-        """Where each value is made, and where it is read for the last time."""
+        """Return where each value is made, and where it is read for the last time."""
         first, last = dict[int, int](), dict[int, int]()
         for place, number in enumerate(order):
             for touched in self.uses[number].touched & self._bytes.keys():
@@ -91,7 +91,7 @@ class _Memory:
         return first, last
 
     def most_alive(self, order: Order) -> tuple[int, int]:
-        """The most bytes alive at once, and at which place."""
+        """Return the most bytes alive at once, and at which place."""
         first, last = self.ranges(order)
         changes = [0] * (len(order) + 2)
         for number, place in first.items():
@@ -103,7 +103,8 @@ class _Memory:
         return _highest(changes)
 
     def _in_one_place(self, order: Order, first: dict[int, int], last: dict[int, int]) -> set[int]:
-        """Values that are written over one that ends there, as the runtime will find them."""
+        """Return values that are written over one that ends there, as the runtime will find
+        them."""
         found, taken = set[int](), set[int]()
         for number in order:
             for new, old in self.uses[number].in_place:

@@ -22,7 +22,7 @@ MAX_WARPS = 16  # 128 registers a thread: with 32 warps the largest blocks spill
 
 
 def forms(kernel: Kernel) -> Iterator[Form]:
-    """Forms of a kernel for rows that one program holds."""
+    """Yield forms of a kernel for rows that one program holds."""
     if len(kernel.cols) < 2 or not kernel.cols[-1].size.is_const:
         return
     rows = product(axis.size for axis in kernel.cols[:-1])
