@@ -38,7 +38,7 @@ class Culprit:
 
 
 def bisect(case: Case, arguments: Mapping[int, Tensor], failure: Failure) -> Iterator[Culprit]:
-    """Everything that can be shown to be at fault, the first cause first."""
+    """Yield everything that can be shown to be at fault, the first cause first."""
     compiled = _compiled(case)
     changed = _changing_pass(compiled, arguments, case.env) if compiled else None
     if changed is not None:
@@ -65,7 +65,7 @@ def _compiled(case: Case) -> Compiled | None:
 def _changing_pass(
     compiled: Compiled, arguments: Mapping[int, Tensor], env: Mapping[str, int]
 ) -> Culprit | None:
-    """The first pass whose graph has other values than the one before it."""
+    """Return the first pass whose graph has other values than the one before it."""
     assert compiled.imported is not None
     graphs = [(record.name, record.graph) for record in compiled.passes if record.graph]
     before = compiled.imported
@@ -102,7 +102,7 @@ def _change(old: Tensor, new: Tensor) -> float:
 def _deciding_passes(
     case: Case, arguments: Mapping[int, Tensor], failure: Failure
 ) -> Iterator[Culprit]:
-    """Passes without which the failure goes away."""
+    """Yield passes without which the failure goes away."""
     for step in passes.steps(case.device):
         name = step.__name__
         if name in case.options.disable:

@@ -55,7 +55,7 @@ class Case:
 
 
 def without(options: Options, name: str) -> Options:
-    """``options`` with one more pass disabled."""
+    """Return ``options`` with one more pass disabled."""
     return replace(options, disable=(*options.disable, name))
 
 
@@ -100,7 +100,7 @@ def from_json(text: str) -> Case:
 
 
 def load(path: Path, device: str = "") -> Case:
-    """A case from a dump's folder or its graph.json; ``device`` compiles it for another.
+    """Return a case from a dump's folder or its graph.json; ``device`` compiles it for another.
 
     Raises OptionError where there is none, CacheError for a damaged one, with its file.
     """
@@ -135,7 +135,7 @@ def torch_device(case: Case) -> torch.device:
 
 
 def random_inputs(case: Case, seed: int = 0) -> dict[int, Tensor]:
-    """Arguments by index: weights small enough that values neither vanish nor explode."""
+    """Draw arguments by index, with weights small enough that values neither vanish nor explode."""
     generator = torch.Generator().manual_seed(seed)
     device = torch_device(case)
     return {
@@ -158,7 +158,7 @@ def _drawn(node: Node, env: Mapping[str, int], generator: torch.Generator) -> Te
 
 
 def laid_out(node: Node, value: Tensor, env: Mapping[str, int]) -> Tensor:
-    """``value`` in the dtype and memory order that the graph was traced with."""
+    """Return ``value`` in the dtype and memory order that the graph was traced with."""
     strides = [stride.eval(env) for stride in node.strides]
     return torch.empty_strided(value.shape, strides, dtype=node.dtype).copy_(value)
 
@@ -166,7 +166,7 @@ def laid_out(node: Node, value: Tensor, env: Mapping[str, int]) -> Tensor:
 def bind(
     case: Case, program: Program, arguments: Mapping[int, Tensor]
 ) -> tuple[Bound, list[Tensor]]:
-    """The program at the traced sizes, and what its ``run`` takes."""
+    """Return the program at the traced sizes, and what its ``run`` takes."""
     device = torch_device(case)
     library = kernel_loader(device.type, 0, case.options.cache_dir, case.options.build_workers)
     given = [arguments[n].clone() for n in range(len(arguments))]
@@ -183,7 +183,7 @@ def run(case: Case, compiled: Compiled, arguments: Mapping[int, Tensor]) -> list
 
 
 def is_gross(actual: Tensor, eager: Tensor, exact: Tensor) -> bool:
-    """Whether the error is no matter of rounding."""
+    """Tell whether the error is no matter of rounding."""
     if actual.shape != eager.shape or not actual.is_floating_point():
         return True
     finite = torch.isfinite(eager)
@@ -195,7 +195,7 @@ def is_gross(actual: Tensor, eager: Tensor, exact: Tensor) -> bool:
 
 
 def inaccuracy(actual: Tensor, eager: Tensor, exact: Tensor) -> str:
-    """Why ``actual`` breaks the rule of docs/numerics.md, or nothing."""
+    """Return why ``actual`` breaks the rule of docs/numerics.md, or nothing."""
     try:
         assert_as_accurate_as_eager(actual, eager, exact.double())
     except AssertionError as error:

@@ -59,7 +59,7 @@ def failure_of(case: Case, arguments: Mapping[int, Tensor]) -> Failure | None:
 
 
 def _crash(error: BaseException) -> Failure:
-    """The innermost function of Strop's own says where."""
+    """Describe a crash by the innermost function of Strop's own."""
     root = str(Path(strop.__file__).parent)
     frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename.startswith(root)]
     where = f"{Path(frames[-1].filename).stem}.{frames[-1].name}" if frames else "torch"
@@ -70,7 +70,7 @@ def _crash(error: BaseException) -> Failure:
 def wrong_results(
     case: Case, results: list[Tensor], arguments: Mapping[int, Tensor]
 ) -> Failure | None:
-    """The first result that is less accurate than docs/numerics.md allows."""
+    """Return the first result that is less accurate than docs/numerics.md allows."""
     outputs = [case.graph.outputs[i.index] for i in case.signature.returned if isinstance(i, Ref)]
     given = input_values(case.graph, arguments)
     eager = evaluate(outputs, given, case.env, exact=False)

@@ -221,7 +221,7 @@ class Report:
 
     @property
     def calls(self) -> dict[str, int]:
-        """Library calls of one run of every component at its latest shape."""
+        """Return library calls of one run of every component at its latest shape."""
         found: Counter[str] = Counter()
         for component in self.components:
             if component.latest:
@@ -229,14 +229,14 @@ class Report:
         return dict(found)
 
     def stage_seconds(self) -> dict[str, float]:
-        """Seconds in each compiler stage, over all graphs made by this process."""
+        """Return the seconds in each compiler stage, over all graphs made by this process."""
         total: Counter[str] = Counter()
         for graph in self.graphs:
             total.update(dict(graph.seconds))
         return {name: round(float(seconds), 4) for name, seconds in total.items()}
 
     def summary(self) -> dict[str, Any]:
-        """The counts alone."""
+        """Return the counts alone."""
         return {
             "num_graphs": self.num_graphs,
             "num_recompiles": self.num_recompiles,
@@ -252,7 +252,7 @@ class Report:
         }
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything, as JSON knows it."""
+        """Return everything, as JSON knows it."""
         return self.summary() | {
             "device": self.device,
             "bandwidth_bytes_per_s": self.bandwidth,
@@ -263,7 +263,7 @@ class Report:
 
     @property
     def html(self) -> str:
-        """One self-contained page."""
+        """Return one self-contained page."""
         from strop.debug.html import page
 
         return page(self)
@@ -353,7 +353,7 @@ def _from(origins: tuple[str, ...]) -> str:
 
 
 def _opaque(g: GraphRow) -> dict[str, list[str]]:
-    """The modules that torch runs an operator for, by operator."""
+    """Return the modules that torch runs an operator for, by operator."""
     found: dict[str, list[str]] = {}
     for step in g.steps:
         if step.kind == "opaque":
@@ -362,7 +362,7 @@ def _opaque(g: GraphRow) -> dict[str, list[str]]:
 
 
 def _bound_line(g: GraphRow) -> str:
-    """Where the time must go."""
+    """Return where the time must go."""
     time: Counter[str] = Counter()
     for step in g.steps:
         time[f"{step.kind}s, {step.bound_by}"] += step.bound_us  # type: ignore[assignment]

@@ -108,13 +108,13 @@ class ProfileRow:
 
     @property
     def by_loss(self) -> tuple[TimedStep, ...]:
-        """Steps with times, those that lose most first."""
+        """Return steps with times, those that lose most first."""
         timed = [s for s in self.steps if s.us is not None]
         return tuple(sorted(timed, key=lambda s: -(s.lost_us or 0.0)))
 
     @property
     def unseen(self) -> tuple[TimedStep, ...]:
-        """Steps that ran and have no time."""
+        """Return steps that ran and have no time."""
         return tuple(s for s in self.steps if s.us is None)
 
 
@@ -125,7 +125,7 @@ def profile_row(
     ceilings: Ceilings,
     num_not_run: int,
 ) -> ProfileRow:
-    """``costs``: of the steps that run at these sizes."""
+    """Make the row; ``costs`` are those of the steps that run at these sizes."""
     steps = tuple(_timed(cost, times.steps.get(cost.number), ceilings) for cost in costs)
     steps_us = sum(us for us, _ in times.steps.values())
     rest_us = sum(us for _, us in times.rest)
@@ -180,7 +180,7 @@ def _kind_row(kind: str, steps: Sequence[TimedStep]) -> KindRow:
 
 
 def profile_lines(p: ProfileRow) -> Iterator[str]:
-    """The text: the whole, by kind, and the steps that lose most."""
+    """Yield the lines of the text: the whole, by kind, and the steps that lose most."""
     yield summary(p)
     yield f"  ceilings measured here: {p.ceilings}"
     yield f"  measured by {METHODS[p.method].format(counted(p.num_runs, 'run'))}"
@@ -207,7 +207,7 @@ def profile_lines(p: ProfileRow) -> Iterator[str]:
 
 
 def summary(p: ProfileRow) -> str:
-    """ "one call 6120.0 us, ..." """
+    """Return a line such as "one call 6120.0 us, ..."."""
     how = " (replayed from a CUDA graph)" if p.is_replayed else ""
     share = p.gaps_us / p.call_us if p.call_us else 0.0
     rest = f", {p.rest_us:.1f} us not attributed" if p.rest else ""

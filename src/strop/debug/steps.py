@@ -29,14 +29,14 @@ class Planned:
 
     @property
     def title(self) -> str:
-        """ "row kernel", "linear", "aten.embedding.default"."""
+        """Return a title such as "row kernel", "linear" or "aten.embedding.default"."""
         if isinstance(self.plan, Group):
             return f"{self.plan.schedule.value} kernel"
         return call_text(self.plan.op, self.plan.attrs)
 
 
 def planned_steps(compiled: Compiled) -> tuple[Planned, ...]:
-    """The program's steps beside the plan's; the plan has some more that need no step, and its
+    """Pair the program's steps with the plan's; the plan has some more that need no step, and its
     order is that of the graph."""
     found: list[Planned] = []
     numbers = sorted(range(len(compiled.order)), key=compiled.order.__getitem__)
@@ -56,7 +56,8 @@ def planned_steps(compiled: Compiled) -> tuple[Planned, ...]:
 
 
 def _has_no_step(node: Node, rest: list[Step], places: dict[Node, int]) -> bool:
-    """An item is its call's; a write may have become a store of the kernel before it."""
+    """Tell whether a planned step needs none: an item is its call's, and a write may have become a
+    store of the kernel before it."""
     if node.op != "write":
         return node.op == "item"
     if not rest or not isinstance(rest[0], CallStep) or rest[0].op != "write":
@@ -78,7 +79,8 @@ def _made(plan: Group | Node, step: Step, items: dict[Node, list[Node]]) -> dict
 def step_rows(
     program: Program, compiled: Compiled | None, sizes: Sizes, able: Machine
 ) -> tuple[StepRow, ...]:
-    """Every step with its costs; values inside kernels and their FLOPs only where ``compiled``."""
+    """Return every step with its costs; values inside kernels and their FLOPs only where
+    ``compiled``."""
     planned = planned_steps(compiled) if compiled else ()
     maker: dict[int, int] = {}
     rows = []
@@ -139,7 +141,8 @@ def _flops(step: Step, plan: Group | Node | None, sizes: Sizes) -> int:
 
 
 def _computed_in(program: Program, step: Step) -> torch.dtype:
-    """Kernels compute in single precision whatever they store."""
+    """Return the type that a step computes in: kernels compute in single precision whatever they
+    store."""
     if isinstance(step, KernelStep) or not step.inputs:
         return torch.float32
     return program.buffers[step.inputs[0].buffer].dtype
