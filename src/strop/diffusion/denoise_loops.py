@@ -44,7 +44,7 @@ _running: ContextVar[Any] = ContextVar("the modular pipeline that runs", default
 
 
 def parts_of(component: Any, name: str) -> dict[str, nn.Module]:
-    """The modules of a component that are compiled, by the path a user would write."""
+    """Return the modules of a component that are compiled, by the path a user would write."""
     found = {}
     for part in COMPONENTS.get(name, ()) if isinstance(component, nn.Module) else ():
         module = getattr(component, part, None) if part else component
@@ -59,7 +59,7 @@ def dispatcher_in(module: nn.Module | None) -> Dispatcher | None:
 
 
 def watch_pipelines() -> None:
-    """Once in a process: mark the loops of all pipelines, and see what is put into them."""
+    """Mark the loops of all pipelines, once in a process, and see what is put into them."""
     for where, name in _PIPELINES:
         kind = _found(where, name)
         if kind is None:
@@ -75,7 +75,7 @@ def watch_pipelines() -> None:
 
 
 def is_watched(pipe: Any) -> bool:
-    """Whether the bar of a pipeline is one of those that are marked."""
+    """Tell whether the bar of a pipeline is one of those that are marked."""
     kinds = [_found(where, name) for where, name in _PIPELINES]
     bar = getattr(type(pipe), "progress_bar", None)
     return any(kind is not None and isinstance(pipe, kind) for kind in kinds) and (
@@ -131,7 +131,7 @@ def loops_of(pipe: Any) -> Sequence[Loop]:
 
 @contextmanager
 def around(pipe: Any, loops: Sequence[Loop], make_bar: Callable[[], Any]) -> Iterator[Any]:
-    """A bar whose body is a denoise loop."""
+    """Return a bar whose body is a denoise loop."""
     scheduler = getattr(pipe, "scheduler", None)  # which may be another one by now
     has_user_code = runs_user_code(pipe)
     with ExitStack() as ends:

@@ -68,7 +68,8 @@ def draw_without_waiting() -> bool:
 
 
 def is_drawn_on_host(generator: Any, device: Any) -> bool:
-    """Whether noise for a GPU of NVIDIA's comes from a generator, or from several, of the host."""
+    """Tell whether noise for a GPU of NVIDIA's comes from a generator, or from several, of the
+    host."""
     if device is None or torch.device(device).type != "cuda":
         return False
     every = generator if isinstance(generator, list) else [generator]

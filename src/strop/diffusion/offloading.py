@@ -32,7 +32,8 @@ class Registries:
         self.kind, self.may_exist = kind, True
 
     def watch(self, registry: Any) -> None:
-        """There are none until the first object of this class is made, if there is none yet."""
+        """Note when the first object of this class is made, if there is none yet; until then there
+        are no hooks."""
         if not isinstance(registry, type):
             return
         original = registry.__init__  # type: ignore[misc]
@@ -97,7 +98,7 @@ class FloatingType(Quick):
 
 
 def parts(module: nn.Module) -> Iterator[nn.Module]:
-    """``module.modules()``, without their names."""
+    """Yield ``module.modules()``, without their names."""
     seen, stack = set[nn.Module](), [module]
     while stack:
         part = stack.pop()

@@ -31,11 +31,11 @@ class Pictures:
         return self.original(image, output_type, do_denormalize)
 
     def _denormalizes(self, each: Any) -> bool:
-        """All pictures: others may not fit into bytes."""
+        """Tell whether all pictures are denormalised: others may not fit into bytes."""
         return bool(self.processor.config.do_normalize) if each is None else all(each)
 
     def agrees(self) -> bool:
-        """Whether both ways give the same pictures, with this edition of diffusers."""
+        """Tell whether both ways give the same pictures, with this edition of diffusers."""
         floats = torch.linspace(-1.5, 1.5, 3 * 32 * 32).reshape(1, 3, 32, 32)
         (ours,), (theirs,) = self(floats), self.original(floats, "pil")
         return bool(ours.mode == theirs.mode and ours.tobytes() == theirs.tobytes())

@@ -31,7 +31,7 @@ log = logging.getLogger("strop")
 
 
 def compiled_modules(pipe: Any) -> dict[str, nn.Module]:
-    """The modules of a pipeline that are compiled, by the path a user would write."""
+    """Return the modules of a pipeline that are compiled, by the path a user would write."""
     held = pipe.components
     return {
         path: module
@@ -115,12 +115,12 @@ class _MarkedBar:
         self.original, self.loop, self.pipe = original, loop, pipe
 
     def __call__(self, iterable: Any = None, total: int | None = None, **more: Any) -> Any:
-        """``more``: arguments that its class adds, such as Marigold's ``desc``."""
+        """Draw. ``more`` are arguments that the class adds, such as Marigold's ``desc``."""
         if iterable is not None:
             return self.original(iterable, total, **more)
         bar = functools.partial(self.original, total=total, **more)
         return around(self.pipe, [self.loop], bar)
 
     def __reduce__(self) -> Any:
-        """A copy of a pipeline is a plain pipeline."""
+        """Reduce a pipeline to a plain pipeline, for copies."""
         return _same, (self.original,)

@@ -43,7 +43,7 @@ class OnHost:
 
     @property
     def is_current(self) -> bool:
-        """Whether nobody has written to it since."""
+        """Tell whether nobody has written to it since."""
         return self.source._version == self._version
 
     def __call__(self) -> Tensor:
@@ -61,8 +61,8 @@ class Known:
         self._table = None if table is None else OnHost(table)
 
     def __call__(self, timestep: Any) -> Any:
-        """The same number on the host if it is one of them, as iteration gives them and nobody has
-        written to them since; else as it came."""
+        """Return the same number on the host if it is one of them, as iteration gives them and
+        nobody has written to them since; otherwise return it as it came."""
         if not isinstance(timestep, Tensor) or timestep.dim() or not self._timesteps.is_current:
             return timestep
         place = place_among(self._timesteps.source, timestep)
@@ -70,7 +70,7 @@ class Known:
 
     @contextmanager
     def at_hand(self, scheduler: Any) -> Iterator[None]:
-        """Within: the scheduler's table is that of the host, if it is the one that was copied."""
+        """Let the scheduler's table be that of the host, if it is the one that was copied."""
         table, ours = self._table, getattr(scheduler, TABLE, None)
         if table is None or ours is not table.source or not table.is_current:
             yield
@@ -84,8 +84,8 @@ class Known:
 
 @contextmanager
 def host_timesteps(scheduler: Any, host: str = "cpu") -> Iterator[None]:
-    """Within: ``scheduler.step`` gets timesteps on the host, where that spares it from waiting, and
-    finds its table there."""
+    """Give ``scheduler.step`` timesteps on the host, where that spares it from waiting, and let it
+    find its table there."""
     timesteps = getattr(scheduler, "timesteps", None)
     if type(scheduler).__name__ not in ASKING or not _is_known(timesteps, host):
         yield
@@ -104,7 +104,8 @@ def host_timesteps(scheduler: Any, host: str = "cpu") -> Iterator[None]:
 
 
 def _is_known(timesteps: Any, host: str) -> TypeGuard[Tensor]:
-    """Whether they are elsewhere, offsets tell their places, and torch counts writes to them."""
+    """Tell whether they are elsewhere, offsets tell their places, and torch counts writes to
+    them."""
     if not isinstance(timesteps, Tensor) or timesteps.device.type == host:
         return False
     return timesteps.dim() == 1 and timesteps.is_contiguous() and not timesteps.is_inference()

@@ -23,8 +23,9 @@ class StandIn:
 def put_in_place(
     where: str, name: str, asked: frozenset[str], make: Callable[[FunctionType], StandIn]
 ) -> bool:
-    """Of the function ``where.name`` of diffusers, if its code asks for these names, wherever
-    diffusers has imported it. Whether a stand-in is there; False without diffusers."""
+    """Put a stand-in in the place of the function ``where.name`` of diffusers, if its code asks for
+    these names, wherever diffusers has imported it. Tell whether a stand-in is there; False without
+    diffusers."""
     try:
         place = importlib.import_module(where)
     except ImportError:
