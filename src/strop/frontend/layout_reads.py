@@ -87,7 +87,7 @@ class LayoutReads(Retarget):
 
     @contextmanager
     def of_forward(self) -> Iterator[None]:
-        """The body is the forward; before and after it the tracer asks."""
+        """Watch the forward in the body; before and after it the tracer asks."""
         self._is_forward = True
         try:
             yield
@@ -95,8 +95,8 @@ class LayoutReads(Retarget):
             self._is_forward = False
 
     def results(self, leaves: Sequence[Any], arguments: Sequence[Tensor]) -> None:
-        """Of an argument that has gaps, programs read a copy. Where that is returned, or a view of
-        it, the caller's own tensor is wanted."""
+        """Note where the caller's own tensor is wanted: programs read a copy of an argument that
+        has gaps, and it, or a view of it, is returned."""
         given = {id(argument) for argument in arguments}
         for leaf in leaves:
             if isinstance(leaf, Tensor) and _memory(leaf) in self._own:

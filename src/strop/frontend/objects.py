@@ -97,8 +97,8 @@ class Contents:
         self._held = [(container, _items_of(container)) for container in containers_of(arguments)]
 
     def left(self) -> list[Left]:
-        """What is in those that have changed; CaptureError for one that has grown: it would grow
-        at every call, and each would be another graph."""
+        """Return what is in those that have changed. Raises CaptureError for one that has grown: it
+        would grow at every call, and each would be another graph."""
         found, given = [], {id(container) for container, _ in self._held}
         for number, (container, before) in enumerate(self._held):
             now = _items_of(container)
@@ -116,7 +116,7 @@ _Items = list[tuple[Any, Any]]
 
 
 def containers_of(value: Any) -> Iterator[Any]:
-    """The lists and dicts in arguments, outer ones first."""
+    """Yield the lists and dicts in arguments, outer ones first."""
     if type(value) in (list, dict):
         yield value
     if type(value) in (list, tuple, dict):
@@ -146,7 +146,8 @@ def _left(number: int, before: _Items, now: _Items, is_dict: bool) -> Left:
 
 
 def with_objects(result: Any, arguments: Any, contents: Contents) -> Any:
-    """``result`` as it is, or WithObjects where the call leaves something in its arguments."""
+    """Return ``result`` as it is, or WithObjects where the call leaves something in its
+    arguments."""
     given, left = _caches_of(arguments), contents.left()
     if not given and not left:
         return result
@@ -159,7 +160,7 @@ def with_objects(result: Any, arguments: Any, contents: Contents) -> Any:
 
 
 def given_back(found: WithObjects, arguments: Any) -> Any:
-    """The result proper, after writing to the caches, lists and dicts among the arguments.
+    """Write to the caches, lists and dicts among the arguments, and return the result proper.
 
     Raises UnsupportedError, and writes nothing, where two arguments are one list: it has been
     traced as two."""
@@ -193,7 +194,7 @@ def _caches_of(value: Any) -> list[Any]:
 
 
 def as_tree(value: Any) -> Any:
-    """``value`` with caches and their layers as ObjectStates, and dataclasses as Records."""
+    """Replace caches and their layers in ``value`` by ObjectStates, and dataclasses by Records."""
     return pytree.tree_map(_state, value, is_leaf=is_cache)
 
 
@@ -235,7 +236,7 @@ def class_named(kind: str) -> Any:
 
 
 def made(kind: str, attributes: dict[str, Any]) -> Any:
-    """The object itself."""
+    """Return the object itself."""
     found: Any = object.__new__(class_named(kind))
     vars(found).update(attributes)
     return found
@@ -259,7 +260,8 @@ def _unflatten_record(values: Any, context: list[Any]) -> Any:
 
 
 def _described(context: list[Any]) -> list[Any]:
-    """A class as a name that another process finds; NotImplementedError where there is none."""
+    """Describe a class by a name that another process finds; NotImplementedError where there is
+    none."""
     kind, names = context
     if "<locals>" in kind.__qualname__:
         raise NotImplementedError(f"it returns a {kind.__qualname__}, which has no name on disk")
@@ -267,7 +269,7 @@ def _described(context: list[Any]) -> list[Any]:
 
 
 def _found(description: list[Any]) -> list[Any]:
-    """The class of a stored result, which its module has imported already."""
+    """Find the class of a stored result, which its module has imported already."""
     module, path, names = description
     kind: Any = sys.modules[module]
     for name in path.split("."):

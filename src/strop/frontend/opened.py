@@ -20,7 +20,7 @@ _AT_IMPORT = dict(vars(F))
 
 
 def twins(table: Mapping[Function, Function]) -> dict[Function, Function]:
-    """Each Python function of torch.nn.functional -> its twin."""
+    """Map each Python function of torch.nn.functional to its twin."""
     names = _Names(vars(F))
     found: dict[Function, Function] = {}
     for name, value in vars(F).items():
@@ -54,5 +54,5 @@ def _twin(function: FunctionType, names: dict[str, Any]) -> Function:
 
 
 def _never(*_: Any) -> bool:
-    """Whether an argument wants to handle the call itself: the mode has been asked already."""
+    """Tell that no argument wants to handle the call itself: the mode has been asked already."""
     return False

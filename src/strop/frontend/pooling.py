@@ -52,7 +52,7 @@ class _Side:
 
     @property
     def elements(self) -> Iterator[_Element]:
-        """Of a window, by the place of the first window's."""
+        """Yield the elements of a window, by the place of the first window's."""
         last_inside = (self.kernel - 1) * self.dilation - 2 * self.padding
         for number in range(self.kernel):
             start = number * self.dilation - self.padding
@@ -120,7 +120,8 @@ def _over_windows(
     join: Callable[[Node, Node], Node],
     outside: float | None = None,
 ) -> Node:
-    """``outside``: what counts for an element over the edge, else the one at the edge."""
+    """Reduce over windows. ``outside`` counts for an element over the edge; without it, the one at
+    the edge does."""
     pieces = [
         _piece(im, x, elements, outside)
         for elements in itertools.product(*(side.elements for side in sides))
@@ -204,7 +205,8 @@ def _avg_pool(
 
 
 def _count(im: Importer, side: _Side, rank: int, with_padding: bool, wide: torch.dtype) -> Node:
-    """How many elements each window along a side has, which may reach over the padding too."""
+    """Return how many elements each window along a side has, which may reach over the padding
+    too."""
     padded = side.padding > 0 and not with_padding
     if not padded and not side.may_end_outside:
         return im.builder.constant(float(side.kernel), wide)

@@ -87,7 +87,7 @@ def symbolic_builtins(module: nn.Module) -> Iterator[None]:
 
 
 def _files(module: nn.Module) -> set[str]:
-    """Of the classes of all parts and their bases; torch's own are left alone."""
+    """Return the files of the classes of all parts and their bases; torch's own are left alone."""
     kinds = {kind for part in module.modules() for kind in type(part).__mro__}
     names = {kind.__module__ for kind in kinds}
     return {

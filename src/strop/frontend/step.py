@@ -158,7 +158,7 @@ def capture_step(
 
 
 def _tangent(number: int, result: Tensor) -> Tensor:
-    """A placeholder in the middle of the trace: like the result, which nobody knew before."""
+    """Make a placeholder in the middle of the trace, like the result, which nobody knew before."""
     proxies = get_proxy_mode()
     assert proxies is not None
     with disable_proxy_modes_tracing(), torch.no_grad():
@@ -172,7 +172,7 @@ def _tangent(number: int, result: Tensor) -> Tensor:
 
 
 def _arrange(gm: GraphModule) -> None:
-    """Placeholders first; no detached values, which are there for autograd alone."""
+    """Put placeholders first, and take out detached values, which are there for autograd alone."""
     graph = gm.graph
     given = [node for node in graph.nodes if node.op == "placeholder"]
     for before, node in itertools.pairwise(given):
@@ -195,7 +195,7 @@ def _check_aliases(gm: GraphModule, flat: _Flat) -> None:
 
 @contextmanager
 def _no_autocast_cache() -> Iterator[None]:
-    """It would keep fake casts of weights beyond the trace."""
+    """Turn off autocast's cache, which would keep fake casts of weights beyond the trace."""
     before = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
     try:
@@ -206,7 +206,8 @@ def _no_autocast_cache() -> Iterator[None]:
 
 @contextmanager
 def _no_checkpoints() -> Iterator[None]:
-    """What a checkpoint computes again would be traced like all else, and kept after all."""
+    """Refuse checkpoints: what one computes again would be traced like all else, and kept after
+    all."""
 
     def refuse(*args: Any, **kwargs: Any) -> Any:
         raise CaptureError("it uses torch.utils.checkpoint")
