@@ -64,7 +64,7 @@ class FusionPlan:
         return tuple(step for step in self.steps if isinstance(step, Group))
 
     def __str__(self) -> str:
-        """Stable text: nodes are numbered by position, not by serial."""
+        """Return stable text: nodes are numbered by position, not by serial."""
         number: dict[Node, str] = {}
         lines: list[str] = []
         for index, step in enumerate(self.steps):
