@@ -46,17 +46,18 @@ class Device:
 
     @property
     def half_flops(self) -> float:
-        """FLOPs a second of dense products in fp16 or bf16; 0 where the architecture is unknown."""
+        """Return the FLOPs per second of dense products in fp16 or bf16; 0 where the architecture
+        is unknown."""
         return self._flops(0)
 
     @property
     def fp8_flops(self) -> float:
-        """FLOPs a second of dense products in fp8; 0 where there are none."""
+        """Return the FLOPs per second of dense products in fp8; 0 where there are none."""
         return self._flops(1)
 
     @property
     def single_flops(self) -> float:
-        """FLOPs a second in fp32 without tensor cores."""
+        """Return the FLOPs per second in fp32 without tensor cores."""
         return self._flops(2)
 
     def _flops(self, kind: int) -> float:
@@ -64,18 +65,19 @@ class Device:
 
     @property
     def has_tma(self) -> bool:
-        """Whether a tensor memory accelerator copies tiles between global and shared memory."""
+        """Tell whether a tensor memory accelerator copies tiles between global and shared
+        memory."""
         return self.arch >= 90
 
     @property
     def has_wgmma(self) -> bool:
-        """Whether groups of four warps multiply tiles in shared memory. Only sm_90 does it so:
+        """Tell whether groups of four warps multiply tiles in shared memory. Only sm_90 does it so:
         its successors have another instruction."""
         return self.arch == 90
 
     @property
     def has_pdl(self) -> bool:
-        """Whether a kernel can start before the one before it has ended."""
+        """Tell whether a kernel can start before the one before it has ended."""
         return self.arch >= 90
 
 

@@ -129,11 +129,12 @@ class KernelStep:
 
     @property
     def touched(self) -> tuple[int, ...]:
-        """The buffers that it reads or writes."""
+        """Return the buffers that it reads or writes."""
         return self.buffers
 
     def at(self, value: Callable[[Expr], int]) -> KernelStep | None:
-        """What runs where sizes have these values; None where another step does this one's work."""
+        """Return what runs where sizes have these values; None where another step does this one's
+        work."""
         if any(v.fits(value(v.size)) for v in self.absorbed):
             return None
         form = next((v for v in self.variants if v.fits(value(v.size))), None)
@@ -168,7 +169,7 @@ class CallStep:
 
     @property
     def in_place(self) -> tuple[tuple[int, int], ...]:
-        """As in KernelStep; a product is not written over what it is made of."""
+        """Return the pairs of KernelStep; a product is not written over what it is made of."""
         if self.op != "linear_add":
             return ()
         *factors, addend = (ref.buffer for ref in self.inputs[:3])
@@ -176,7 +177,7 @@ class CallStep:
 
     @property
     def touched(self) -> tuple[int, ...]:
-        """The buffers that it reads or writes."""
+        """Return the buffers that it reads or writes."""
         return (*(ref.buffer for ref in self.inputs), *(n for n in self.outputs if n >= 0))
 
 
@@ -211,8 +212,8 @@ class Program:
     by_rows: tuple[int, ...] = ()  # buffers (b, ...), row-major, as ``codegen.by_rows`` has them
 
     def at(self, sizes: Mapping[str, int]) -> tuple[Step | None, ...]:
-        """What runs at these sizes, by step; None where another step does its work. Sizes alone
-        decide, never which kernels happen to be built."""
+        """Return what runs at these sizes, by step; None where another step does its work. Sizes
+        alone decide, never which kernels happen to be built."""
         known: dict[Expr, int] = {}
 
         def value(size: Expr) -> int:
@@ -223,7 +224,7 @@ class Program:
         return tuple(s.at(value) if isinstance(s, KernelStep) else s for s in self.steps)
 
     def sources_at(self, sizes: Mapping[str, int]) -> tuple[KernelSource, ...]:
-        """The kernels that run at these sizes."""
+        """Return the kernels that run at these sizes."""
         numbers = dict.fromkeys(s.kernel for s in self.at(sizes) if s and s.kernel is not None)
         return tuple(self.sources[number] for number in numbers)
 
@@ -232,8 +233,8 @@ class Program:
         return tuple(step for step in self.steps if isinstance(step, KernelStep))
 
     def is_shared(self, place: int) -> bool:
-        """Whether a result is the memory of an argument, a weight or an earlier result: a tensor of
-        its own all the same."""
+        """Tell whether a result is the memory of an argument, a weight or an earlier result: a
+        tensor of its own all the same."""
         ref = self.returned[place].tensor
         if ref is None:
             return False
@@ -242,19 +243,19 @@ class Program:
 
     @property
     def repeated(self) -> tuple[tuple[int, int], ...]:
-        """Results that are an earlier one itself, each with that one's place."""
+        """Return results that are an earlier one itself, each with that one's place."""
         refs = [item.tensor for item in self.returned]
         return tuple((n, refs.index(i.tensor)) for n, i in enumerate(self.returned) if i.again)
 
     @property
     def foreign_calls(self) -> tuple[str, ...]:
-        """Operators that run in torch although nobody decided so: fallbacks."""
+        """Return operators that run in torch although nobody decided so: fallbacks."""
         targets = {dict(s.attrs)["target"] for s in self.call_steps if s.op == "aten"}
         return tuple(sorted(t for t in targets if is_foreign(t)))
 
     @property
     def foreign_causes(self) -> tuple[str, ...]:
-        """Of each, why: it has no row, or what its rule has met."""
+        """Return for each of them why: it has no row, or what its rule has met."""
         calls = [dict(s.attrs) for s in self.call_steps if s.op == "aten"]
         whys = {c["target"]: c.get("why") for c in calls}
         return tuple(
@@ -266,7 +267,7 @@ class Program:
 
     @property
     def written_arguments(self) -> tuple[int, ...]:
-        """Inputs that a run writes into, by kernels or by copies."""
+        """Return inputs that a run writes into, by kernels or by copies."""
         numbers = {n for step in self.kernel_steps for n in step.writes}
         numbers |= {step.inputs[0].buffer for step in self.call_steps if step.op == "write"}
         buffers = [self.buffers[n] for n in sorted(numbers)]
@@ -274,7 +275,7 @@ class Program:
 
     @property
     def is_pure(self) -> bool:
-        """Whether a run leaves nothing behind but its results: it writes into no argument, and
+        """Tell whether a run leaves nothing behind but its results: it writes into no argument, and
         nothing in it may draw numbers or is code that nobody here knows."""
         is_known = all(step.op not in ("aten", "pattern") for step in self.call_steps)
         return is_known and not self.written_arguments

@@ -80,13 +80,14 @@ class KernelSource:
         return self.boxes[param] if self.boxes else ()
 
     def with_constants(self, **values: int) -> KernelSource:
-        """The same kernel with other values of constants that it has; others are left out."""
+        """Return the same kernel with other values of constants that it has; others are left
+        out."""
         constants = tuple((name, values.get(name, value)) for name, value in self.constants)
         return replace(self, constants=constants)
 
     def widened(self) -> KernelSource:
-        """The same Triton kernel for tensors of 2^31 elements or more: all its ids come from the
-        number of the program and from scalars, so these decide their width."""
+        """Return the same Triton kernel for tensors of 2^31 elements or more: all its ids come from
+        the number of the program and from scalars, so these decide their width."""
         text = self.text
         for narrow, wide in _WIDER:
             text = text.replace(narrow, wide)
@@ -100,7 +101,8 @@ _WIDER = (
 
 
 def is_within(size: int, most: int, multiple: int) -> bool:
-    """Whether a form of a kernel serves this size: one rule for printing, building and running."""
+    """Tell whether a form of a kernel serves this size: one rule for printing, building and
+    running."""
     return size <= most and size % multiple == 0
 
 
@@ -131,5 +133,5 @@ class Emitted:
     variants: tuple[Variant, ...] = ()
 
     def at(self, sizes: Mapping[str, int]) -> KernelSource:
-        """The form that runs at these sizes."""
+        """Return the form that runs at these sizes."""
         return next((v.source for v in self.variants if v.fits(sizes)), self.source)

@@ -25,7 +25,7 @@ class TensorSpec:
         return tuple(parse(size) for size in self.shape)
 
     def empty(self, sizes: Sequence[int]) -> Tensor:
-        """A tensor of these sizes that lies as the argument is traced."""
+        """Return a tensor of these sizes that lies as the argument is traced."""
         if self.order is None:
             return torch.empty(sizes, dtype=self.dtype, device=self.device)
         moved = torch.empty(
@@ -34,11 +34,11 @@ class TensorSpec:
         return moved.permute(_inverse(self.order))
 
     def lies_so(self, t: Tensor) -> bool:
-        """Whether a tensor is dense in the order of the argument."""
+        """Tell whether a tensor is dense in the order of the argument."""
         return (t if self.order is None else t.permute(self.order)).is_contiguous()
 
     def arranged(self, t: Tensor) -> Tensor:
-        """``t`` itself if it is dense in this order, or else a copy that is."""
+        """Return ``t`` itself if it is dense in this order, or else a copy that is."""
         if self.order is None:
             return t.contiguous()
         moved = t.permute(self.order)
