@@ -90,7 +90,7 @@ class Loop:
 
     @property
     def done(self) -> bool:
-        """Whether all steps have been made."""
+        """Tell whether all steps have been made."""
         return bool(self.state["step"] >= self.total)
 
     def run(self) -> bool:

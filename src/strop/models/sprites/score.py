@@ -57,7 +57,7 @@ class Score:
 
     @property
     def all_right(self) -> bool:
-        """Whether every attribute is right."""
+        """Tell whether every attribute is right."""
         parts = (self.count, self.colours, self.shapes, self.sizes, self.layout, self.background)
         return all(parts)
 
