@@ -42,7 +42,8 @@ def gated_linear(graph: Graph, options: Options) -> Graph:
 
 
 def _halves(node: Node) -> tuple[tuple[Node, Node], Node] | None:
-    """Value and gate of value * gelu(gate), and the gelu, where they are halves of one linear."""
+    """Return value and gate of value * gelu(gate), and the gelu, where they are halves of one
+    linear."""
     if node.op != "mul" or len(node.inputs) != 2:
         return None
     for value, activation in (node.inputs, node.inputs[::-1]):
@@ -70,5 +71,5 @@ def _fits(linear: Node, multiple: int, halves: int = 2) -> bool:
 
 
 def fits_products(linear: Node) -> bool:
-    """Whether kernels in PTX take a plain linear of such weights."""
+    """Tell whether kernels in PTX take a plain linear of such weights."""
     return _fits(linear, PRODUCTS, halves=1)

@@ -42,7 +42,7 @@ def upsampled_conv(graph: Graph, options: Options) -> Graph:
 
 
 def _is_doubled(value: Node) -> bool:
-    """Whether each pixel was spread over two lines and two columns."""
+    """Tell whether each pixel was spread over two lines and two columns."""
     if value.op != "reshape" or value.inputs[0].op != "expand":
         return False
     (spread,) = value.inputs
@@ -56,7 +56,7 @@ def _is_doubled(value: Node) -> bool:
 
 
 def _fits(node: Node) -> bool:
-    """Whether it is a plain 3x3 convolution as the kernel takes them."""
+    """Tell whether it is a plain 3x3 convolution as the kernel takes them."""
     weight = node.inputs[1].shape
     if len(node.inputs) != 2 or node.dtype not in HALVES or not all(s.is_const for s in weight):
         return False
