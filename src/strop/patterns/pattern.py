@@ -34,7 +34,7 @@ class Pattern:
     _graphs: dict[Any, Searched | StropError] = field(default_factory=dict, repr=False)
 
     def remove(self) -> None:
-        """Modules compile anew without it at their next call."""
+        """End the pattern; modules compile anew without it at their next call."""
         registry.remove(self)
 
     def __enter__(self) -> Pattern:
@@ -47,7 +47,7 @@ class Pattern:
     def at(
         self, arguments: Sequence[Argument], attributes: Mapping[str, Any], hints: Mapping[str, int]
     ) -> Searched:
-        """The graph of the search for these arguments; raises StropError if it has none."""
+        """Return the graph of the search for these arguments; raises StropError if it has none."""
         key = (tuple(arguments), repr(sorted(attributes.items())))
         if key not in self._graphs:
             try:
@@ -60,5 +60,5 @@ class Pattern:
         return found
 
     def allowed(self, names: Sequence[str]) -> bool:
-        """Whether these opt-ins (``Options.numerics``) let it change results."""
+        """Tell whether these opt-ins (``Options.numerics``) let it change results."""
         return self.numerics == EXACT or self.numerics in names

@@ -80,7 +80,7 @@ _SIGNS = {"==": {0}, "<": {-1}, "<=": {-1, 0}, ">": {1}, ">=": {0, 1}}
 
 
 def _holds(left: Size, relation: str, right: object) -> bool:
-    """Whether it does for all values of the roots, which are positive."""
+    """Tell whether it holds for all values of the roots, which are positive."""
     possible = _signs(left.expr - _expr(right))
     if possible <= _SIGNS[relation]:
         return True
