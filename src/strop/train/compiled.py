@@ -8,5 +8,5 @@ from strop.api import optimize
 
 
 def prepare(unet: nn.Module, compiled: bool) -> nn.Module:
-    """What the training calls: the module itself, in place ``compiled`` or as it is."""
+    """Return what the training calls: the module itself, in place ``compiled`` or as it is."""
     return optimize(unet, train=True) if compiled else unet

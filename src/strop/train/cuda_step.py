@@ -107,7 +107,7 @@ class Upload:
         return self._tensor
 
     def _in_pinned_memory(self, host: Tensor, capturing: bool) -> Tensor:
-        """Memory for a capture is allocated before it."""
+        """Allocate memory for a capture before it, pinned."""
         if not capturing:
             if self._spare is None:
                 self._spare = torch.empty_like(host, pin_memory=True)
@@ -174,8 +174,8 @@ class CudaStep:
 
     @contextmanager
     def loaded(self) -> Iterator[tuple[object, ...]]:
-        """Steps in here upload no numbers of groups: whoever replays them calls ``load`` before.
-        Gives what they point to, beside parameters, states and gradients."""
+        """Let steps upload no numbers of groups: whoever replays them calls ``load`` before. Gives
+        what they point to, beside parameters, states and gradients."""
         self._is_loaded = True
         try:
             yield (self._plan, self._addresses.tensor, self._settings.tensor)
@@ -314,7 +314,7 @@ class CudaStep:
         return tuple(batches), partials, flags
 
     def _forms_of(self, items: Sequence[Item]) -> dict[Form, list[int]]:
-        """Places of the items of each form."""
+        """Return places of the items of each form."""
         forms: dict[Form, list[int]] = {}
         for place, item in enumerate(items):
             if item.param.numel():
@@ -345,7 +345,8 @@ def is_capturing(device: torch.device) -> bool:
 
 
 def blocks_of(places: Sequence[int], numels: Numbers, tuning: Tuning) -> Numbers:
-    """For each program: number of its tensor in the high half, number of the block in the low."""
+    """Return for each program the number of its tensor in the high half, and the number of the
+    block in the low."""
     chosen = np.asarray(places, dtype=np.int64)
     counts = -(-numels[chosen] // tuning.block)
     which = np.repeat(chosen, counts)

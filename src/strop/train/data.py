@@ -36,7 +36,8 @@ class Batch:
         return len(self.text)
 
     def pinned(self) -> Batch:
-        """In memory that a GPU copies from while the host goes on. Drawings lie on it already."""
+        """Move a batch into memory that a GPU copies from while the host goes on. Drawings lie on
+        it already."""
         return replace(self, pictures=_pinned(self.pictures), text=_pinned(self.text))
 
 
@@ -52,7 +53,7 @@ class Source(Protocol):
 
     @property
     def digest(self) -> str:
-        """Of everything that batches are made from."""
+        """Hash everything that batches are made from."""
         ...
 
     def batch(self, number: int) -> Batch: ...
@@ -68,7 +69,7 @@ class Crop:
 
 
 def pixels_of(path: Path, side: int, crop: Crop, resample: str = "lanczos") -> Tensor:
-    """The shorter side becomes ``side`` pixels, then a square is cut out: [3, side, side]."""
+    """Scale the shorter side to ``side`` pixels, then cut out a square: [3, side, side]."""
     picture = open_rgb(path)
     scale = side / min(picture.size)
     size = tuple(max(side, int(edge * scale)) for edge in picture.size)
@@ -124,7 +125,7 @@ class FolderSource:
 
     @cached_property
     def order(self) -> Callable[[int], list[int]]:
-        """The numbers of an epoch's pictures; threads may be in two epochs at a time."""
+        """Return the numbers of an epoch's pictures; threads may be in two epochs at a time."""
 
         def drawn(epoch: int) -> list[int]:
             source = generator(self.settings.seed, "order", epoch)

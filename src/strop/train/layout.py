@@ -54,7 +54,7 @@ class Layout:
         object.__setattr__(self, "written", tuple(arrays))
 
     def gradients(self, grads: Sequence[Tensor]) -> list[Tensor]:
-        """The gradients with the strides of their parameters."""
+        """Return the gradients with the strides of their parameters."""
         return [
             torch.empty_like(item.param, dtype=grad.dtype).copy_(grad) if item.copies_grad else grad
             for item, grad in zip(self.items, grads, strict=True)
@@ -70,13 +70,13 @@ class Layout:
 
 
 def follows(tensor: Tensor, model: Tensor) -> bool:
-    """Whether two tensors of one shape have their elements in the same places."""
+    """Tell whether two tensors of one shape have their elements in the same places."""
     pairs = zip(tensor.shape, tensor.stride(), model.stride(), strict=True)
     return all(size == 1 or a == b for size, a, b in pairs)
 
 
 def dense(parameter: Tensor) -> Tensor:
-    """The memory of a parameter, or a copy if it has gaps or overlaps."""
+    """Return the memory of a parameter, or a copy if it has gaps or overlaps."""
     data = parameter.detach()
     if type(data) is not Tensor:
         raise UnsupportedError(
@@ -108,7 +108,8 @@ def check(parameter: Tensor, grad: Tensor, device: torch.device) -> None:
 
 
 def state_like(param: Tensor, value: Tensor | None, fill: Callable[[Tensor], Tensor]) -> Tensor:
-    """A state beside ``param``: the one that is there if it fits, a converted one, or a new one."""
+    """Return a state beside ``param``: the one that is there if it fits, a converted one, or a new
+    one."""
     dtype = state_dtype(param)
     if value is None:
         return fill(torch.empty_like(param, dtype=dtype))

@@ -133,7 +133,7 @@ class Loop:
         return Outcome(self.step, self.total)
 
     def _one(self, reader: Reader) -> bool:
-        """A step of the optimizer. A signal in its middle takes it back; then returns False."""
+        """Run a step of the optimizer. A signal in its middle takes it back; then returns False."""
         size, losses = self.settings.gradient_accumulation_steps, []
         for part in range(size):
             if self.stop.by is not None:
@@ -182,8 +182,8 @@ class Loop:
         self._window = _Window()
 
     def _check(self, rows: list[Metrics]) -> None:
-        """What is not finite would be in all weights after a step, and in the next checkpoint. A
-        scaler leaves out steps whose gradients are not."""
+        """Refuse what is not finite, which would be in all weights after a step and in the next
+        checkpoint. A scaler leaves out steps whose gradients are not."""
         for row in rows:
             judged = {"loss": row.loss}
             if self.learner.scaler is None:
@@ -201,7 +201,7 @@ class Loop:
         return f"checkpoint-{self.saved} is kept" if self.saved else "there is no checkpoint yet"
 
     def _save(self) -> None:
-        """A checkpoint of this step, unless it is there."""
+        """Save a checkpoint of this step, unless it is there."""
         if self.step == self.saved:
             return
         self.watch.stage("saving a checkpoint", self.step, self.total)

@@ -52,7 +52,7 @@ class Journal:
                 self._board.add_scalar(f"train/{name}", getattr(row, name), row.step)
 
     def picture(self, pixels: Any, step: int) -> None:
-        """A validation sheet [height, width, 3] in 8 bit."""
+        """Write a validation sheet [height, width, 3] in 8 bit."""
         if self._board is not None:
             self._board.add_image("validation", pixels, step, dataformats="HWC")
 

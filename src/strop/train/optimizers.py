@@ -96,7 +96,7 @@ class FusedAdamW(FusedAdam):
         amsgrad: bool = False,
         **arguments: Any,
     ) -> None:
-        """``arguments``: the keyword arguments of FusedAdam."""
+        """Make the optimizer. ``arguments`` are the keyword arguments of FusedAdam."""
         arguments = {"decoupled_weight_decay": True, **arguments}
         super().__init__(params, lr, betas, eps, weight_decay, amsgrad, **arguments)
 

@@ -34,7 +34,7 @@ _SHAPES: dict[str, _Shape] = {
 
 
 def learning_rate(settings: Settings, step: int, total: int) -> float:
-    """The rate of the step with this number, from 0 on, of ``total``."""
+    """Return the rate of the step with this number, from 0 on, of ``total``."""
     if settings.lr_scheduler == "constant":  # diffusers' one knows no warm-up
         return settings.rate
     warmup = settings.lr_warmup_steps

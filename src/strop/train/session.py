@@ -46,7 +46,7 @@ class Session:
         return self.source.batches_per_epoch
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps, beside the learner's numbers, to be resumed exactly."""
+        """Return what a checkpoint keeps, beside the learner's numbers, to be resumed exactly."""
         return {
             "settings": self.settings.fixed,
             "data": self.source.digest,
@@ -264,7 +264,8 @@ def _make_output(output: Path) -> None:
 
 
 def _checkpoint(settings: Settings, warn: Warn) -> Path | None:
-    """The checkpoint to resume. Raises if there is one that a new training would overwrite."""
+    """Return the checkpoint to resume. Raises if there is one that a new training would
+    overwrite."""
     output = settings.output
     if settings.resume_from_checkpoint:
         found = checkpoint.find(output, settings.resume_from_checkpoint)
@@ -315,7 +316,7 @@ def _resume(
 
 
 def _host(device: torch.device) -> dict[str, Any]:
-    """What bits depend on beside the settings."""
+    """Return what bits depend on beside the settings."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     threads = torch.get_num_threads() if device.type == "cpu" else None
     return {"torch": torch.__version__, "device": name, "threads": threads}

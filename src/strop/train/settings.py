@@ -41,8 +41,8 @@ def _flag(
     fixed: bool = False,
     per_task: Mapping[str, Any] | None = None,
 ) -> Any:
-    """``fixed``: a resumed training must have the same value. ``least``: the smallest one;
-    ``above``: smaller than all."""
+    """Declare a setting. ``fixed``: a resumed training must have the same value. ``least`` is the
+    smallest value; ``above``: it is smaller than all."""
     metadata = {
         "kind": kind,
         "panel": panel,
@@ -489,23 +489,23 @@ class Settings:
 
     @property
     def draws_sprites(self) -> bool:
-        """Whether pictures come from the generator of drawings."""
+        """Tell whether pictures come from the generator of drawings."""
         wants_folder = self.train_data_dir or self.instance_data_dir
         return self.dataset_name == SPRITES or (self.is_sprites and not wants_folder)
 
     @property
     def has_subject(self) -> bool:
-        """Whether the pictures are of one subject and share a prompt."""
+        """Tell whether the pictures are of one subject and share a prompt."""
         return bool(self.instance_data_dir)
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """What is trained of the model: its weights, or adapters beside them."""
+        """Return what is trained of the model: its weights, or adapters beside them."""
         return ("unet", "text_encoder") if self.train_text_encoder else ("unet",)
 
     @property
     def trained(self) -> tuple[str, ...]:
-        """Parts whose own weights change."""
+        """Return parts whose own weights change."""
         return () if self.task == "lora" else self.parts
 
     @property
@@ -519,7 +519,8 @@ class Settings:
 
     @property
     def fixed(self) -> dict[str, Any]:
-        """What a resumed training must have in common with its checkpoint, ready for JSON."""
+        """Return what a resumed training must have in common with its checkpoint, ready for
+        JSON."""
         names = [knob.name for knob in fields(self) if knob.metadata.get("fixed")]
         return {"task": self.task, **{name: getattr(self, name) for name in names}}
 
@@ -593,7 +594,7 @@ UNBUILT_VALUES: dict[tuple[str, Any], str] = {
 
 
 def flags(task: str) -> list[Any]:
-    """The fields that ``strop train TASK`` takes."""
+    """Return the fields that ``strop train TASK`` takes."""
     return [knob for knob in fields(Settings) if task in knob.metadata.get("tasks", ())]
 
 
@@ -602,7 +603,7 @@ def default_of(knob: Any, task: str) -> Any:
 
 
 def make(task: str, given: Mapping[str, Any]) -> Settings:
-    """Settings from names and values as YAML or a command line has them.
+    """Make settings from names and values as YAML or a command line has them.
 
     Raises OptionError for an unknown name or a value of the wrong kind, and UnsupportedError for
     a flag of diffusers that is not built.
@@ -629,7 +630,7 @@ def make(task: str, given: Mapping[str, Any]) -> Settings:
 
 
 def needless(given: Mapping[str, Any]) -> list[str]:
-    """What to tell of the flags among these that change nothing."""
+    """Return what to tell of the flags among these that change nothing."""
     found = {key.replace("-", "_"): value for key, value in given.items()}
     return [
         f"--{name} changes nothing: {reason}"
@@ -639,7 +640,7 @@ def needless(given: Mapping[str, Any]) -> list[str]:
 
 
 def idle(settings: Settings) -> list[str]:
-    """What to tell of settings that would need another one."""
+    """Return what to tell of settings that would need another one."""
     return [
         f"--{name} changes nothing without --{needed}"
         for name, needed in IDLE.items()
@@ -648,12 +649,12 @@ def idle(settings: Settings) -> list[str]:
 
 
 def _is_off(value: object) -> bool:
-    """As in a file that lists a script's defaults."""
+    """Tell whether a flag is off, as in a file that lists a script's defaults."""
     return value is None or value is False
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """Names and values of a YAML file."""
+    """Read names and values of a YAML file."""
     try:
         import yaml
     except ImportError as error:
@@ -670,7 +671,8 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 
 def _convert(name: str, value: Any, metadata: Mapping[str, Any]) -> Any:
-    """YAML reads 1e-4 as text, 1 as an integer where a float is meant, and no as false."""
+    """Convert a value: YAML reads 1e-4 as text, 1 as an integer where a float is meant, and no as
+    false."""
     kind = metadata["kind"]
     if value is False and "no" in metadata["choices"]:
         return "no"

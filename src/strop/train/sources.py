@@ -59,7 +59,7 @@ class Form:
 
     @property
     def wide(self) -> bool:
-        """Whether it is computed in fp64."""
+        """Tell whether it is computed in fp64."""
         return self.param == torch.float64
 
 
@@ -120,7 +120,7 @@ def _source(
     num_warps: int,
     programs: int | None = None,
 ) -> KernelSource:
-    """``s0`` is the number of programs, unless that is given."""
+    """Make the source. ``s0`` is the number of programs, unless that is given."""
     return KernelSource(
         name,
         "triton",

@@ -40,7 +40,7 @@ class StaticGradients:
 
     @contextmanager
     def kept(self, leaves: Sequence[Tensor]) -> Iterator[None]:
-        """Gradients of a backward pass in here are home when it ends, each as soon as it is
+        """Keep gradients of a backward pass in here at home when it ends, each as soon as it is
         there."""
         with ExitStack() as stack:
             for leaf in leaves:
@@ -54,6 +54,6 @@ class StaticGradients:
             leaf.grad = self._homes[leaf] if has else None
 
     def places(self, leaves: Sequence[Tensor], which: bytes) -> list[int]:
-        """Addresses that a graph was captured with."""
+        """Return addresses that a graph was captured with."""
         homes = (self._homes.get(leaf) for leaf, has in zip(leaves, which, strict=True) if has)
         return [0 if home is None else home.data_ptr() for home in homes]

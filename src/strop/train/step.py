@@ -46,7 +46,7 @@ class Memory:
 
     @property
     def weight(self) -> Tensor:
-        """What the average takes of the parameters in this step."""
+        """Return what the average takes of the parameters in this step."""
         return self.scalars[2]
 
     @staticmethod
