@@ -1,4 +1,4 @@
-"""Errors of ours and of eager, both against a run in higher precision."""
+"""Compute the errors of ours and of eager, both against a run in higher precision."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""``strop bench batches``: whole networks at many batch sizes, one compile against one a size.
+"""Measure whole networks at many batch sizes, one compile against one per size (``strop bench
+batches``).
 
 Strop compiles once and serves every batch; Inductor compiles each batch for itself, which is its
 fastest mode. On a GPU every contender runs in a hand-made CUDA graph over static arguments.
@@ -28,7 +29,7 @@ INNER = 20  # calls a sample on a GPU: what the one before has left in the cache
 
 @dataclass(frozen=True, slots=True)
 class Network:
-    """``result`` picks the tensor to compare from what the network returns."""
+    """Describe a network; ``result`` picks the tensor to compare from what the network returns."""
 
     name: str
     build: Callable[[], nn.Module]
@@ -149,7 +150,7 @@ def _together(counts: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class _Field:
-    """The contenders of one network."""
+    """Hold the contenders of one network."""
 
     network: Network
     ours: nn.Module

@@ -1,4 +1,4 @@
-"""``strop bench models``: what becomes of each model of the zoo, judged.
+"""Judge what becomes of each model of the zoo (``strop bench models``).
 
 A model is good when one graph serves all its shapes without a recompile or a fallback, when at
 least 95 % of its compute nodes other than library anchors are inside generated kernels, and when
@@ -43,9 +43,10 @@ ANCHORS = (
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """One model. ``opaque``: calls by overload in one run of the first graph, ``origins`` where
-    in the model each comes from. ``kernel_share``: nodes in generated kernels over those and the
-    opaque calls. ``failure``: the first line of what was raised. ``parity``: empty when good."""
+    """Hold what became of one model. ``opaque``: calls by overload in one run of the first graph,
+    ``origins`` where in the model each comes from. ``kernel_share``: nodes in generated kernels
+    over those and the opaque calls. ``failure``: the first line of what was raised. ``parity``:
+    empty when good."""
 
     name: str
     family: str
@@ -91,7 +92,7 @@ class Verdict:
 
 
 class InFp64(TorchDispatchMode):
-    """fp64 stays fp64 where a model asks for fp32 in the middle, as norms and rotations do."""
+    """Keep fp64 where a model asks for fp32 in the middle, as norms and rotations do."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         wide = pytree.tree_map(_widened, (args, kwargs or {}))
@@ -123,7 +124,7 @@ def judge(
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """Inputs at one shape, and the seed of the weights that they meet."""
+    """Hold inputs at one shape, and the seed of the weights that they meet."""
 
     shape: Shape
     inputs: Inputs

@@ -1,4 +1,4 @@
-"""What becomes of each feature of diffusers, found by running it: docs/compatibility.md.
+"""Find out by running what becomes of each feature of diffusers: docs/compatibility.md.
 
 A row is one pipeline, scheduler, adapter, cache or way of offloading, built from a configuration at
 tiny widths with random weights. It is drawn in eager and optimised, and both pictures are compared.
@@ -41,8 +41,9 @@ SECTIONS = {
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """``graphs``: the most of one component, over two sizes of pictures. ``why``: reasons for what
-    runs in eager, or what was raised; ``left_out``: modules that ``optimize`` does not compile."""
+    """Hold what became of a feature. ``graphs``: the most of one component, over two sizes of
+    pictures. ``why``: reasons for what runs in eager, or what was raised; ``left_out``: modules
+    that ``optimize`` does not compile."""
 
     kind: str
     name: str
@@ -56,7 +57,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """A row to be made: its key, and what makes it."""
+    """Describe a row to be made: its key, and what makes it."""
 
     key: str
     make: Callable[[strop.Options], Row]

@@ -1,4 +1,5 @@
-"""``strop bench compile``: seconds to the first result, with an empty cache and with a full one.
+"""Measure the seconds to the first result, with an empty cache and with a full one (``strop bench
+compile``).
 
 Each measurement has a fresh process. The clock starts when imports and weights are there and
 stops when the first result is on the device.

@@ -1,4 +1,4 @@
-"""Where a number was measured. Everything is read, nothing is set."""
+"""Describe where a number was measured. Everything is read, nothing is set."""
 
 from __future__ import annotations
 

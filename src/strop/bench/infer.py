@@ -1,6 +1,6 @@
-"""``strop bench infer``: the table of speeds. Rows of one model run in one process, in turns with
-their peers; random shapes, switches and cold starts each in a process of their own.
-"""
+"""Measure the table of speeds (``strop bench infer``). Rows of one model run in one process, in
+turns with their peers; random shapes, switches and cold starts each run in a process of their
+own."""
 
 from __future__ import annotations
 
@@ -84,8 +84,8 @@ def _tasks(group: Sequence[Row], plan: Plan) -> list[dict[str, Any]]:
 
 
 class Processes:
-    """One for each task. The next is there before its task is, so that its imports cost nothing,
-    but never beside a measured start."""
+    """Keep one process for each task. The next is there before its task is, so that its imports
+    cost nothing, but never beside a measured start."""
 
     def __init__(self, is_needed: bool = True) -> None:
         self._next = Worker() if is_needed else None

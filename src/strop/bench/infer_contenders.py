@@ -1,4 +1,5 @@
-"""Who takes part in a row of ``strop bench infer``: Strop and its peers, with what they hold."""
+"""Set up who takes part in a row of ``strop bench infer``: Strop and its peers, with what they
+hold."""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ PICTURE_SAMPLES = 5  # at most
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What to measure and for how long; plain data, which goes to a process as JSON."""
+    """Say what to measure and for how long; plain data, which goes to a process as JSON."""
 
     device: str = "cuda"
     dtype: str = "fp16"
@@ -58,7 +59,7 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Clock:
-    """When everything has to be over."""
+    """Tell when everything has to be over."""
 
     end: float
 
@@ -134,7 +135,7 @@ def _without_machine(line: str) -> str:
 
 @dataclass
 class Contender:
-    """A model set up in one way, and the bytes that it has come to hold since it was built."""
+    """Hold a model set up in one way, and the bytes that it has come to hold since it was built."""
 
     workload: Workload
     device: torch.device
@@ -161,7 +162,8 @@ class Contender:
 
 @dataclass
 class Field:
-    """The contenders of the rows of one model: each is built once, when it is first asked for."""
+    """Hold the contenders of the rows of one model: each is built once, when it is first asked
+    for."""
 
     case: BenchCase
     device: torch.device

@@ -1,4 +1,5 @@
-"""What one process measures of rows for ``strop bench infer``: contenders in turns, or a start.
+"""Measure in one process what it has of rows for ``strop bench infer``: contenders in turns, or a
+start.
 
 Every function hands what it has so far to ``save``: a process that is cut leaves that.
 """

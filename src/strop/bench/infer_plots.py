@@ -1,4 +1,4 @@
-"""Plots of ``strop bench infer``, made from its JSON and from nothing else."""
+"""Draw the plots of ``strop bench infer`` from its JSON and from nothing else."""
 
 from __future__ import annotations
 

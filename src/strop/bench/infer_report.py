@@ -1,4 +1,4 @@
-"""Tables and plots of ``strop bench infer``, all made from its JSON."""
+"""Make the tables of ``strop bench infer`` from its JSON."""
 
 from __future__ import annotations
 

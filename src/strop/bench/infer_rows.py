@@ -1,4 +1,4 @@
-"""The rows of ``strop bench infer``: what is run, at which size, and what it should take."""
+"""List the rows of ``strop bench infer``: what is run, at which size, and what it should take."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TINY_STEPS = 2
 
 @dataclass(frozen=True, slots=True)
 class Draws:
-    """Legal sizes to draw from: batches, and sides in multiples of ``step`` pixels."""
+    """Hold legal sizes to draw from: batches, and sides in multiples of ``step`` pixels."""
 
     batches: range
     sides: range
@@ -37,7 +37,7 @@ class Draws:
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """``full`` and ``tiny`` build it for a number of denoising steps."""
+    """Describe a model, which ``full`` and ``tiny`` build for a number of denoising steps."""
 
     full: Callable[[int], Build]
     tiny: Callable[[int], Build]
@@ -108,10 +108,10 @@ MODELS: dict[str, Model] = {
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """``kind``: "step" is timed in ms and "picture" in s a call; "start" is the seconds of a cold
-    compile, and "memory" the peak as a share of eager's. ``must`` and ``stretch`` are in that unit.
-    ``cost_s`` is what Strop and eager need on a GPU, once the model has been compiled.
-    """
+    """Describe a row. ``kind``: "step" is timed in ms and "picture" in s a call; "start" is the
+    seconds of a cold compile, and "memory" the peak as a share of eager's. ``must`` and ``stretch``
+    are in that unit. ``cost_s`` is what Strop and eager need on a GPU, once the model has been
+    compiled."""
 
     name: str
     title: str

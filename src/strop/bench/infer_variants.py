@@ -1,4 +1,5 @@
-"""What one process measures around a row of ``strop bench infer``: random shapes, and switches.
+"""Measure in one process what lies around a row of ``strop bench infer``: random shapes, and
+switches.
 
 Every function hands what it has so far to ``save``: a process that is cut leaves that.
 """

@@ -1,4 +1,5 @@
-"""``strop bench kernel``: single norms, softmaxes and activations beside eager and Inductor.
+"""Measure single norms, softmaxes and activations beside eager and Inductor (``strop bench
+kernel``).
 
 On a GPU every contender runs in a hand-made CUDA graph of many calls in a row, over several sets
 of arguments, so that neither the host nor a warm cache decides. On a CPU whole calls are timed.
@@ -45,7 +46,7 @@ Forward = Callable[..., Any]
 
 @dataclass
 class Bench:
-    """What compiled modules keep between the cases of one family and number of features."""
+    """Keep compiled modules between the cases of one family and number of features."""
 
     device: torch.device
     dtype: torch.dtype
@@ -152,7 +153,7 @@ class Bench:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """How cases are measured; ``until`` as ``time.time`` says it, for several processes."""
+    """Say how cases are measured; ``until`` as ``time.time`` says it, for several processes."""
 
     device: torch.device
     dtype: torch.dtype
@@ -167,7 +168,7 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """Rows, names of cases that there was no time for, and seconds of first calls."""
+    """Hold rows, names of cases that there was no time for, and seconds of first calls."""
 
     rows: list[dict[str, Any]]
     skipped: list[str]

@@ -1,4 +1,4 @@
-"""Families of kernels compiled in a process each, all at once, and then timed in turn."""
+"""Compile families of kernels in a process each, all at once, and then time them in turn."""
 
 from __future__ import annotations
 

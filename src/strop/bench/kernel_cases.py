@@ -1,4 +1,4 @@
-"""What kernels are measured on: one normalisation, softmax or activation as a user writes it.
+"""List what kernels are measured on: one normalisation, softmax or activation as a user writes it.
 
 A grid of rows x cols for what works on rows, and the GroupNorms of SD1.5, SDXL and the VAE.
 """
@@ -21,7 +21,8 @@ GROUPS = 32
 
 @dataclass(frozen=True, slots=True)
 class KernelCase:
-    """``shape`` is that of a result; ``num_moved`` counts elements read and written, each once."""
+    """Describe a case; ``shape`` is that of a result; ``num_moved`` counts elements read and
+    written, each once."""
 
     name: str
     family: str
@@ -47,7 +48,7 @@ def make(case: KernelCase, device: torch.device, dtype: torch.dtype) -> tuple[nn
 
 
 class _WithWeights(nn.Module):
-    """``weight`` and ``bias`` as training leaves them: about 1, about 0."""
+    """Hold ``weight`` and ``bias`` as training leaves them: about 1, about 0."""
 
     weight: nn.Parameter
     bias: nn.Parameter

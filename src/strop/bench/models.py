@@ -1,4 +1,4 @@
-"""Diffusion models from their configuration, with random weights: nothing is downloaded."""
+"""Build diffusion models from their configuration, with random weights: nothing is downloaded."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ TINY_CLIP_G = TINY_CLIP | {"projection_dim": 32}
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """A model and how one call of it looks. ``target`` is what ``strop.optimize`` gets."""
+    """Hold a model and how one call of it looks. ``target`` is what ``strop.optimize`` gets."""
 
     target: Any
     inputs: Callable[[Size, int], Mapping[str, Any]]

@@ -1,4 +1,4 @@
-"""What Strop is compared with: each peer as its own users would run it."""
+"""Set up what Strop is compared with: each peer as its own users would run it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from strop.errors import OptionError
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """``prepare`` changes the modules in place. ``by_graph``: calls are captured by hand.
+    """Describe a peer. ``prepare`` changes the modules in place; ``by_graph`` says that calls are
+    captured by hand.
 
     Peers with the same ``setup`` share the prepared model. ``first_s`` is what a first call at a
     shape takes on a GPU, about, and ``limit_s`` when it is given up.

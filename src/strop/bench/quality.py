@@ -1,4 +1,4 @@
-"""Pictures of ours beside eager's: the sprites model, which follows its prompt."""
+"""Compare pictures of ours with eager's: the sprites model follows its prompt."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Results as JSON files and as tables."""
+"""Write results as JSON files and as tables."""
 
 from __future__ import annotations
 

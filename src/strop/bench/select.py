@@ -1,4 +1,5 @@
-"""Are the kernels that rules choose the fastest ones? Judged by sweeps that an earlier run left.
+"""Judge whether the kernels that rules choose are the fastest ones, by sweeps that an earlier run
+left.
 
 A sweep is a JSON file of ``attn_tma.py``, ``attn_wgmma.py``, ``conv_wgmma.py`` or
 ``linear_wgmma.py`` in ``benchmarks/probes``: at each shape the microseconds of the library and of
@@ -34,8 +35,8 @@ Name = tuple[Any, ...] | str  # the numbers of a tile, or one of LIBRARIES
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What a rule has chosen at a shape of a sweep. ``was_fitted``: the rule's numbers are from
-    this very shape."""
+    """Hold what a rule has chosen at a shape of a sweep. ``was_fitted``: the rule's numbers are
+    from this very shape."""
 
     kind: str
     shape: Shape
@@ -52,7 +53,8 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Geometric mean and least of the shares; of shapes that nothing was fitted to, or of all."""
+    """Hold the geometric mean and the least of the shares, of shapes that nothing was fitted to, or
+    of all."""
 
     count: int
     mean: float

@@ -1,4 +1,4 @@
-"""Times of calls: percentiles over interleaved samples."""
+"""Time calls: percentiles over interleaved samples."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Milliseconds of one call."""
+    """Hold the milliseconds of one call."""
 
     p20_ms: float
     p50_ms: float

@@ -1,6 +1,6 @@
-"""``strop bench train``: the rows of training and the published ladder. Every contender lives in a
-process of its own, so that one that fails or hangs costs no other, and all memory comes back.
-"""
+"""Measure the rows of training and the published ladder (``strop bench train``). Every contender
+lives in a process of its own, so that one that fails or hangs costs no other, and all memory comes
+back."""
 
 from __future__ import annotations
 

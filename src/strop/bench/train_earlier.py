@@ -1,6 +1,5 @@
-"""Going on with a row of ``strop bench train`` that an earlier run has begun on the same machine:
-one that its budget, or somebody, has cut.
-"""
+"""Go on with a row of ``strop bench train`` that an earlier run has begun on the same machine: one
+that its budget, or somebody, has cut."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pictures on disk and torch's DataLoader over them, as a training script has them."""
+"""Read pictures on disk by torch's DataLoader, as a training script does."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def write_pictures(folder: Path, side: int, count: int) -> None:
 
 @dataclass(frozen=True)
 class Pictures(Dataset[tuple[Tensor, Tensor]]):
-    """The transforms of diffusers' script: decode, resize, crop at random, flip, normalise.
+    """Apply the transforms of diffusers' script: decode, resize, crop at random, flip, normalise.
 
     ``length`` items over and over from the ``files`` in the folder.
     """

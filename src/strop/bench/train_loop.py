@@ -1,4 +1,4 @@
-"""A training step as a contender does it, in parts that can be timed one by one."""
+"""Do a training step as a contender does it, in parts that can be timed one by one."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ def _signal(device: torch.device) -> Tensor:
 
 @dataclass(frozen=True)
 class Objective:
-    """The loss of predicted noise. ``half``: of autocast, or None; ``is_cast``: the inputs are
-    cast to bf16 instead, for weights in bf16."""
+    """Compute the loss of predicted noise. ``half`` is the type of autocast, or None; ``is_cast``:
+    the inputs are cast to bf16 instead, for weights in bf16."""
 
     unet: nn.Module
     signal: Tensor
@@ -73,8 +73,8 @@ class Objective:
 
 
 class Loop:
-    """One step is ``parts`` in order. The first one has batch and draws that all contenders have;
-    ``feed``, if any, gives the later batches."""
+    """Run steps: one step is ``parts`` in order. The first one has batch and draws that all
+    contenders have; ``feed``, if any, gives the later batches."""
 
     def __init__(self, work: Work, setup: Setup, device: torch.device) -> None:
         self.work, self.setup, self.device = work, setup, device

@@ -1,4 +1,4 @@
-"""What one process measures of one contender for ``strop bench train``."""
+"""Measure one contender for ``strop bench train`` in one process."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ CAPTURES = 4  # steps until all CUDA graphs are there
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How long to measure, and where; plain data, which goes to a process as JSON. ``pictures``
+    """Say how long to measure, and where; plain data, which goes to a process as JSON. ``pictures``
     is the folder that loaders read, which has so many ``files``."""
 
     device: str = "cuda"

@@ -1,4 +1,4 @@
-"""What is trained, with random weights, and the batches of its first step."""
+"""Build what is trained, with random weights, and the batches of its first step."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ AUTOCAST = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 @dataclass
 class Network:
-    """``unet`` is what runs; ``trained`` what a checkpoint would hold. Without VAE and text
-    encoder where their results are given."""
+    """Hold the modules: ``unet`` is what runs; ``trained`` what a checkpoint would hold. VAE and
+    text encoder are left out where their results are given."""
 
     unet: Any
     vae: Any
@@ -34,8 +34,8 @@ class Network:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """``pictures``: pixels, or the moments of latents; ``text``: tokens, or states of them.
-    ``more``: what SDXL is told beside (pooled text, sizes)."""
+    """Hold a batch. ``pictures``: pixels, or the moments of latents; ``text``: tokens, or states of
+    them. ``more``: what SDXL is told beside (pooled text, sizes)."""
 
     pictures: Tensor
     text: Tensor
@@ -44,7 +44,7 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class Draws:
-    """The random numbers of a step: of the latents, the noise and the timesteps."""
+    """Hold the random numbers of a step: of the latents, the noise and the timesteps."""
 
     latents: Tensor
     noise: Tensor

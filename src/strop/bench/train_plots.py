@@ -1,4 +1,4 @@
-"""Plots of ``strop bench train``, made from its JSON and from nothing else."""
+"""Draw the plots of ``strop bench train`` from its JSON and from nothing else."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tables of ``strop bench train``, all made from its JSON."""
+"""Make the tables of ``strop bench train`` from its JSON."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The rows and the ladder of ``strop bench train``: what a step has to do, and how it does it."""
+"""List the rows and the ladder of ``strop bench train``: what a step has to do, and how it does
+it."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ TINY_PIXELS, TINY_BATCH = 64, 2
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """``tflop``: of forward and backward, a picture of full size."""
+    """Describe a model. ``tflop``: of forward and backward, a picture of full size."""
 
     unet: Mapping[str, Any]
     vae: Mapping[str, Any]
@@ -34,7 +35,7 @@ MODELS = {
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What a step has to do beside forward, backward, clip and update. ``is_cached``: latents'
+    """Say what a step has to do beside forward, backward, clip and update. ``is_cached``: latents'
     moments and text states are given, else pictures and tokens."""
 
     model: str = "sd15"
@@ -56,7 +57,7 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Loader:
-    """Of torch's DataLoader."""
+    """Describe how torch's DataLoader is set up."""
 
     workers: int = 0
     is_pinned: bool = False
@@ -68,12 +69,11 @@ class Loader:
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """How a step is done. ``optimizer``: "plain" (what a script gets), "fused" (torch's) or
-    "strop", which clips and averages too. ``ema``: "loop" (diffusers) or "foreach".
-    ``compiler``: "", "inductor", "inductor-graphs" or "strop". ``graph`` is that of the whole
-    step: "", "needed" or "if built". ``loaders``: measured one after the other; the best counts.
-    ``recompute``: "", "checkpoints" (diffusers') or "budget" (half the activations are kept).
-    """
+    """Say how a step is done. ``optimizer``: "plain" (what a script gets), "fused" (torch's) or
+    "strop", which clips and averages too. ``ema``: "loop" (diffusers) or "foreach". ``compiler``:
+    "", "inductor", "inductor-graphs" or "strop". ``graph`` is that of the whole step: "", "needed"
+    or "if built". ``loaders``: measured one after the other; the best counts. ``recompute``: "",
+    "checkpoints" (diffusers') or "budget" (half the activations are kept)."""
 
     precision: str = "bf16"  # or tf32, fp16 with a GradScaler
     attention: str = "sdpa"  # or "naive": all scores in memory
@@ -92,7 +92,7 @@ class Setup:
 
 @dataclass(frozen=True, slots=True)
 class Contender:
-    """``published``: pictures a second on an A100."""
+    """Describe a contender. ``published``: pictures a second on an A100."""
 
     name: str
     work: Work
@@ -114,8 +114,9 @@ class Contender:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """``unit``: "img/s", "ms" a step, or "x": how many times as fast as the script of diffusers.
-    The number of a row is that of Strop's best contender with the work of the first one."""
+    """Describe a row. ``unit``: "img/s", "ms" a step, or "x": how many times as fast as the script
+    of diffusers. The number of a row is that of Strop's best contender with the work of the first
+    one."""
 
     name: str
     title: str

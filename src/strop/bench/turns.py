@@ -1,4 +1,4 @@
-"""Work that is prepared in many processes at once and timed in one after another.
+"""Prepare work in many processes at once, and time it in one after another.
 
 Compilers take most of a benchmark's time and one core each; what is timed wants the device for
 itself. A piece of work is a generator function: it yields once when it is ready to be timed, and

@@ -1,4 +1,4 @@
-"""One measurement in a process of its own: a fresh start, and a hang that can be cut."""
+"""Make one measurement in a process of its own: a fresh start, and a hang that can be cut."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def run_apart(task: Task, limit_s: float) -> dict[str, Any]:
 
 
 class Worker:
-    """A process that has begun to import what tasks need, and waits for its only one."""
+    """Run a process that has begun to import what tasks need, and waits for its only one."""
 
     def __init__(self) -> None:
         self._folder = tempfile.TemporaryDirectory()

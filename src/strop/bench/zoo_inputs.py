@@ -1,4 +1,4 @@
-"""Sizes and inputs for the models of the zoo."""
+"""List sizes and inputs for the models of the zoo."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ VOCABULARY = 99
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Shapes that one graph should serve: a few of every parity, and ranges to draw more from."""
+    """List shapes that one graph should serve: a few of every parity, and ranges to draw more
+    from."""
 
     first: tuple[Shape, ...]
     ranges: tuple[range, ...]

@@ -1,4 +1,4 @@
-"""Actions with LoRA, textual inversion and other things that diffusers adds to a model."""
+"""List actions with LoRA, textual inversion and other things that diffusers adds to a model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Actions on how a result is computed: hooks, blocks, processors, classes and functions."""
+"""List actions on how a result is computed: hooks, blocks, processors, classes and functions."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ def swap_processors(unet: Any) -> None:
 
 
 class Scaled:
-    """An attention processor with a setting."""
+    """Process attention with a setting."""
 
     def __init__(self, inner: Any, scale: float) -> None:
         self.inner, self.scale = inner, scale
@@ -176,7 +176,7 @@ class Scaled:
 
 
 class Counting:
-    """An attention processor that grows after a call, as schedules of guidance do."""
+    """Process attention, and grow after a call, as schedules of guidance do."""
 
     def __init__(self, inner: Any) -> None:
         self.inner, self.calls = inner, 0

@@ -1,4 +1,5 @@
-"""Actions on a whole pipeline: its parts, its scheduler, arguments and surroundings of a call."""
+"""List actions on a whole pipeline: its parts, its scheduler, arguments and surroundings of a
+call."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Actions on the weights of a module."""
+"""List actions on the weights of a module."""
 
 from __future__ import annotations
 

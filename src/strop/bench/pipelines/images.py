@@ -1,4 +1,4 @@
-"""Pipelines that make pictures with a transformer."""
+"""Build pipelines that make pictures with a transformer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Pipelines of other kinds: priors, cascades, pictures without a prompt, and deprecated ones."""
+"""Build pipelines of other kinds: priors, cascades, pictures without a prompt, and deprecated
+ones."""
 
 from __future__ import annotations
 

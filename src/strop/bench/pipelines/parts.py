@@ -1,4 +1,5 @@
-"""Components of tiny pipelines: models with random weights, tokenizers made in memory, schedulers.
+"""Build components of tiny pipelines: models with random weights, tokenizers made in memory,
+schedulers.
 
 Widths are small and equal where they can be, so that different pipelines share compiled kernels.
 """

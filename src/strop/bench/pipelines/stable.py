@@ -1,4 +1,4 @@
-"""Pipelines around the UNets of Stable Diffusion 1.5, 2 and XL."""
+"""Build pipelines around the UNets of Stable Diffusion 1.5, 2 and XL."""
 
 from __future__ import annotations
 

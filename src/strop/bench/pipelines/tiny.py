@@ -1,4 +1,4 @@
-"""What a tiny pipeline is: a class of diffusers, its components, and the arguments of a call."""
+"""Describe a tiny pipeline: a class of diffusers, its components, and the arguments of a call."""
 
 from __future__ import annotations
 
@@ -19,11 +19,10 @@ STEPS = 3
 
 @dataclass(frozen=True, slots=True)
 class TinyPipeline:
-    """One pipeline of diffusers. ``kind`` is its class. ``parts`` makes components, drawing weights
-    from torch's generator; what the constructor needs besides is None. ``given`` are arguments of a
-    call beside those of ``arguments``; a value may be a function without arguments that makes it.
-    ``needs`` are packages that diffusers wants for it.
-    """
+    """Describe one pipeline of diffusers. ``kind`` is its class. ``parts`` makes components,
+    drawing weights from torch's generator; what the constructor needs besides is None. ``given``
+    are arguments of a call beside those of ``arguments``; a value may be a function without
+    arguments that makes it. ``needs`` are packages that diffusers wants for it."""
 
     name: str
     kind: str

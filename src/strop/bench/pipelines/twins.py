@@ -1,5 +1,5 @@
-"""Twin pipelines, one in eager and one optimised: the same action is done to both, and what they
-draw behind it is compared."""
+"""Compare twin pipelines, one in eager and one optimised: the same action is done to both, and what
+they draw behind it is compared."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ NUDGES = 3
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What both have drawn behind an action, and what eager had drawn before it."""
+    """Hold what both have drawn behind an action, and what eager had drawn before it."""
 
     before: Drawn
     eager: Drawn

@@ -1,4 +1,4 @@
-"""Pipelines that make videos or sound."""
+"""Build pipelines that make videos or sound."""
 
 from __future__ import annotations
 
