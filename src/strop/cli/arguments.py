@@ -1,4 +1,4 @@
-"""Arguments that several verbs take, checked before anything slow starts."""
+"""Check arguments that several verbs take, before anything slow starts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MOST_TOKENS = 1_000_000  # tokenizers without a limit name a huge one
 
 
 class Device(StrEnum):
-    """Where a model runs."""
+    """Say where a model runs."""
 
     auto = "auto"
     cpu = "cpu"
@@ -33,7 +33,7 @@ class Device(StrEnum):
 
 
 class Dtype(StrEnum):
-    """Type of weights and computation."""
+    """Name the type of weights and computation."""
 
     auto = "auto"
     fp32 = "fp32"
@@ -42,7 +42,7 @@ class Dtype(StrEnum):
 
 @dataclass(frozen=True)
 class Size:
-    """A picture size in pixels."""
+    """Hold a picture size in pixels."""
 
     width: int
     height: int

@@ -1,4 +1,4 @@
-"""``strop bench``: measurements beside eager torch and other peers."""
+"""Measure beside eager torch and other peers (``strop bench``)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``strop bench infer`` and the table that is made of its files."""
+"""Run ``strop bench infer``, and make the table of its files."""
 
 from __future__ import annotations
 

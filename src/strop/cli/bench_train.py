@@ -1,4 +1,4 @@
-"""``strop bench train``: training steps beside their peers, and the published ladder."""
+"""Time training steps beside their peers, and the published ladder (``strop bench train``)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``strop cache``: what the disk cache holds, and how to make it smaller or sound."""
+"""Tell what the disk cache holds, and make it smaller or sound (``strop cache``)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many processor cores other programs leave free.
+"""Measure how many processor cores other programs leave free.
 
 A kernel of many threads waits for its slowest one. Where another program holds a core, threads
 that spin for each other make small kernels slower by an order of magnitude; fewer threads do not.
@@ -16,7 +16,7 @@ _STAT = Path("/proc/stat")
 
 @dataclass(frozen=True)
 class CoreUse:
-    """Seconds since some start: by the clock, idle over all cores, and of this process."""
+    """Hold seconds since some start: by the clock, idle over all cores, and of this process."""
 
     clock: float
     idle: float

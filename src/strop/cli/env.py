@@ -1,4 +1,4 @@
-"""``strop env``: what a bug report needs to say about a machine."""
+"""Tell what a bug report needs to say about a machine (``strop env``)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``strop explain``: what the compiler made of a model."""
+"""Show what the compiler made of a model (``strop explain``)."""
 
 from __future__ import annotations
 

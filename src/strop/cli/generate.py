@@ -1,4 +1,4 @@
-"""``strop generate``: a picture from a text."""
+"""Draw a picture from a text (``strop generate``)."""
 
 from __future__ import annotations
 

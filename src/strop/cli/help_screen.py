@@ -1,4 +1,4 @@
-"""How ``--help`` looks: paragraphs fill the terminal, options keep their names, commands paste.
+"""Lay out ``--help``: paragraphs fill the terminal, options keep their names, commands paste.
 
 A help text is made of blocks with a blank line between them. The lines of a block flow together
 into one paragraph, wherever they end in the source. Two kinds of lines do not: one that starts
@@ -47,15 +47,15 @@ class _Screen:
 
 
 class _Command(_Screen, TyperCommand):
-    """A verb."""
+    """Show the help of a verb."""
 
 
 class _Group(_Screen, TyperGroup):
-    """A verb with verbs below it."""
+    """Show the help of a verb with verbs below it."""
 
 
 class App(typer.Typer):
-    """A ``Typer`` whose commands, and itself, show their help on this module's screen."""
+    """Make a ``Typer`` whose commands, and itself, show their help on this module's screen."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(cls=_Group, **settings)

@@ -1,4 +1,4 @@
-"""How a command ends: 0 done, 1 failed with one line that says why, 2 wrong arguments."""
+"""End a command: 0 done, 1 failed with one line that says why, 2 wrong arguments."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The models that the verbs run: the sprites model of the package, or a diffusers folder."""
+"""Load the models that the verbs run: the sprites model of the package, or a diffusers folder."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MULTIPLE = 8  # of pixels, which diffusers asks of every picture
 
 @dataclass(frozen=True)
 class Model:
-    """A diffusers folder and what its configuration says.
+    """Hold a diffusers folder and what its configuration says.
 
     ``factor`` is what both sides of a picture must be multiples of, ``grid`` what they had better
     be: the autoencoder's factor times that of the UNet.

@@ -1,4 +1,4 @@
-"""Pictures: saved whole or not at all, compared, and laid out with captions."""
+"""Save pictures whole or not at all, compare them, and lay them out with captions."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _MOST_DB = 120.0  # what rounding in fp32 allows is shown as "at least"
 
 @dataclass(frozen=True)
 class Panel:
-    """A picture with a bold line and fainter ones below."""
+    """Hold a picture with a bold line and fainter ones below."""
 
     picture: Image
     title: str

@@ -19,7 +19,7 @@ from strop.wording import counted
 
 @dataclass(frozen=True)
 class Request:
-    """What to draw. The noise comes from the CPU, so a seed means the same on every device."""
+    """Say what to draw. The noise comes from the CPU, so a seed means the same on every device."""
 
     prompt: str
     size: Size
@@ -31,7 +31,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Drawn:
-    """A picture [3, height, width] from 0 to 1, and seconds by stage.
+    """Hold a picture [3, height, width] from 0 to 1, and seconds by stage.
 
     "sampling" is the first run after the warm-up; ``fastest`` is the shortest of all runs.
     """

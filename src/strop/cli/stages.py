@@ -1,4 +1,4 @@
-"""Progress on the screen: every stage shows what it is at and for how long."""
+"""Show progress on the screen: every stage shows what it is at and for how long."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def progress_bar() -> Progress:
 
 
 class Clock:
-    """Seconds of each stage, by name."""
+    """Hold the seconds of each stage, by name."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
@@ -56,7 +56,7 @@ def spinner(text: str) -> Iterator[None]:
 
 
 class _Warnings(logging.Handler):
-    """Warnings of the compiler, above the bar."""
+    """Print warnings of the compiler above the bar."""
 
     def __init__(self, bar: Progress) -> None:
         super().__init__(logging.WARNING)

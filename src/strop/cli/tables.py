@@ -1,4 +1,4 @@
-"""Tables on the screen, and options that the benchmarks share."""
+"""Print tables on the screen, and declare options that the benchmarks share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``strop train``: fine-tuning with the flags of diffusers' example scripts."""
+"""Fine-tune with the flags of diffusers' example scripts (``strop train``)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ``strop train`` shows: a bar on a terminal, a line now and then in a log."""
+"""Show the progress of ``strop train``: a bar on a terminal, a line now and then in a log."""
 
 from __future__ import annotations
 
