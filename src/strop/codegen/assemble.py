@@ -1,4 +1,4 @@
-"""Fusion plan + kernels -> Program: numbers the buffers and lists the steps."""
+"""Turn a fusion plan and kernels into a Program: number the buffers and list the steps."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Sizes = Mapping[str, int]
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A code generator, and the library calls that write into memory of ours on its device."""
+    """Hold a code generator, and the library calls that write into memory of ours on its device."""
 
     device: str
     emit: Callable[[Kernel], Emitted]
@@ -92,7 +92,7 @@ def once(emit: Callable[[Kernel], T]) -> Callable[[Kernel], T]:
 
 @dataclass(frozen=True, slots=True)
 class Signature:
-    """What the frontend knows and the graph does not.
+    """Hold what the frontend knows and the graph does not.
 
     ``generic``: graphs of other shapes will follow. Outer sizes then are arguments of kernels even
     where this graph has them as constants, so that all the graphs have the same kernels.

@@ -1,4 +1,4 @@
-"""Which values may be computed for several batches at once.
+"""Find which values may be computed for several batches at once.
 
 A value (b, ...) is made by rows if its row ``i`` needs nothing but the rows ``i`` of other values
 (b, ...), and what is the same for every batch. So what is computed for a batch that is made of

@@ -1,4 +1,4 @@
-"""The skeleton that all C++ kernels share: tasks, rows, cols, and statements inside them.
+"""Print the skeleton that all C++ kernels share: tasks, rows, cols, and statements inside them.
 
 Rows are cut into *tasks*: one point of the outer row axes times a chunk of the inner ones. Tasks
 run in parallel, the rows of a task in order, their cols under ``omp simd``. Chunks depend on

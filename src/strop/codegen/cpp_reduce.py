@@ -1,4 +1,4 @@
-"""ROW and COLUMN reductions in C++.
+"""Print ROW and COLUMN reductions in C++.
 
 Sums of floats run in fp64 under ``omp simd``, so that they are exact but for their last rounding.
 Softmax's, of positive numbers in a row buffer, take eight of them together in fp32 first.
@@ -56,7 +56,7 @@ def total_type(stmt: Reduce) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One running result of a sweep over a row.
+    """Print one running result of a sweep over a row.
 
     Moments have two, each the sum of an expression: "mean" (x - x0) and "squares" ((x - x0)^2).
     """
@@ -147,7 +147,7 @@ def set_firsts(loops: Loops, moments: Sequence[Reduce]) -> None:
 
 
 class RowSweeps:
-    """The sweeps over the cols of one row."""
+    """Print the sweeps over the cols of one row."""
 
     def __init__(self, loops: Loops) -> None:
         self.loops = loops
@@ -303,7 +303,7 @@ class RowSweeps:
 
 
 class ColumnReduction:
-    """Accumulators for each col, partial results for each chunk, and their merge."""
+    """Print accumulators for each col, partial results for each chunk, and their merge."""
 
     chunk_rows = CHUNK_ROWS
 
@@ -553,7 +553,7 @@ class ColumnReduction:
 
 
 class WholeReduction(ColumnReduction):
-    """The same with one col only: a chunk of rows is swept like a row."""
+    """Print the same with one col only: a chunk of rows is swept like a row."""
 
     chunk_rows = LANE_CHUNK_ROWS
 

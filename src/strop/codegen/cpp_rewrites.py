@@ -1,4 +1,5 @@
-"""Softmax as C++ runs it best. Its sum of exponentials has one that is 1, and all are positive."""
+"""Rewrite softmax as C++ runs it best. Its sum of exponentials has one that is 1, and all are
+positive."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ from strop.ir.loops import Apply, Kernel, Reduce, Schedule, Stmt, args_of, outs_
 
 @dataclass(frozen=True, slots=True)
 class _Powers:
-    """``total`` = sum(exp(x - amax(x))) in fp32, between 1 and the number of elements."""
+    """Compute ``total`` = sum(exp(x - amax(x))) in fp32, which lies between 1 and the number of
+    elements."""
 
     total: Reduce
     power: Apply

@@ -1,4 +1,4 @@
-"""The words of generated C++: types, numbers, operator expressions, indented lines."""
+"""Print the words of generated C++: types, numbers, operator expressions, indented lines."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Text:
 
 
 class Scalars:
-    """Names for sizes: constants are printed, every other expression becomes s0, s1, ..."""
+    """Name sizes: constants are printed, every other expression becomes s0, s1, ..."""
 
     def __init__(self) -> None:
         self.names: dict[Expr, str] = {}

@@ -1,4 +1,4 @@
-"""In-place mutation: ``copy_(p, v)`` as a store into p by the kernel that computes v.
+"""Write in place: ``copy_(p, v)`` becomes a store into p by the kernel that computes v.
 
 Legal only when nobody can see the difference: no step after that kernel reads p, and the kernel
 itself reads p, if at all, at the very element that it is about to write. Otherwise the copy

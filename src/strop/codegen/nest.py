@@ -165,7 +165,7 @@ def needs(stmts: Sequence[Stmt], roots: Iterable[str], known: frozenset[str]) ->
 
 @dataclass(frozen=True, slots=True)
 class Sweep:
-    """One pass over the cols of a row."""
+    """Describe one pass over the cols of a row."""
 
     level: int
     reduces: tuple[Reduce, ...]

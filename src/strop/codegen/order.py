@@ -1,4 +1,4 @@
-"""Steps in an order that needs less memory.
+"""Order steps so that they need less memory.
 
 A graph has the convolution of a shortcut where its result is asked for, at the end of a block. Its
 operand, often the largest value of all, is kept for it while the block works on others. Done
@@ -19,8 +19,8 @@ Order = tuple[int, ...]  # positions of the steps as they were
 
 @dataclass(frozen=True, slots=True)
 class _Uses:
-    """Buffers of a step: what it touches at the hinted sizes, which of these may share memory, and
-    what it writes in any of its forms."""
+    """Hold the buffers of a step: what it touches at the hinted sizes, which of these may share
+    memory, and what it writes in any of its forms."""
 
     touched: frozenset[int]
     in_place: tuple[tuple[int, int], ...]
@@ -66,7 +66,8 @@ def _moves(program: Program, memory: _Memory, order: Order, peak: int) -> Iterat
 
 
 class _Memory:
-    """What is alive in an order of the steps, of the values that the program places itself."""
+    """Count what is alive in an order of the steps, of the values that the program places
+    itself."""
 
     def __init__(self, program: Program) -> None:
         sizes = dict(program.hints)

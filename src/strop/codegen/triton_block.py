@@ -1,4 +1,4 @@
-"""A ROW kernel whose rows are blocks: each program holds one [ROWS, COLS] block in registers.
+"""Print a ROW kernel whose rows are blocks: each program holds one [ROWS, COLS] block in registers.
 
 The cols of a group of GroupNorm in channels-last memory are pixels x channels of the group, of
 which only the channels lie side by side. Pixels down the block and channels across it keep the

@@ -1,4 +1,5 @@
-"""The COLUMN schedule: reductions over many rows by programs that split them between each other.
+"""Print the COLUMN schedule: reductions over many rows by programs that split them between each
+other.
 
 Every program owns one slab of rows and keeps a running state in each lane, so that its loads are
 contiguous whatever the groups are. It then folds its lanes to the kept cols and leaves the result
@@ -51,11 +52,10 @@ MAX_REGISTERS = 255
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    """``tile_bytes``: what the loads of a tile read together. ``stages``: of the software pipeline;
-    with one tile at a time the loop waits for memory. ``steps``: of the loop, below which a slab is
-    not worth a program. ``merge_elements`` and ``merged``: of states that are merged at once, in
-    all and of programs.
-    """
+    """Hold the sizes of a tiling. ``tile_bytes``: what the loads of a tile read together.
+    ``stages``: of the software pipeline; with one tile at a time the loop waits for memory.
+    ``steps``: of the loop, below which a slab is not worth a program. ``merge_elements`` and
+    ``merged``: of states that are merged at once, in all and of programs."""
 
     tile_bytes: int
     num_warps: int

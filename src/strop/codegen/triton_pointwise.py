@@ -1,4 +1,5 @@
-"""The POINTWISE schedule: tiles over rows and cols, or over flat elements where nothing has rows.
+"""Print the POINTWISE schedule: tiles over rows and cols, or over flat elements where nothing has
+rows.
 
 A kernel has a form for few elements, whose small tiles keep many programs busy, and one for many,
 where each thread has several wide loads in flight.

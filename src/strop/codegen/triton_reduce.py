@@ -1,4 +1,4 @@
-"""Triton text of reductions: over a tile in registers, and over a loop with per-lane states.
+"""Print Triton text of reductions: over a tile in registers, and over a loop with per-lane states.
 
 A state is a tuple of blocks: (value,) for sum, prod, amax and amin, (mean, M2) for moments, where
 M2 is the sum of squares around the mean. States of moments are merged by Chan's rule, so no step

@@ -1,4 +1,4 @@
-"""The ROW schedule: reductions along rows that one program reads completely.
+"""Print the ROW schedule: reductions along rows that one program reads completely.
 
 A row that fits stays in registers, as one piece or as several side by side (10,240 elements are
 five pieces of 2,048: one piece of a power of two would leave a third of the lanes idle). A longer
@@ -188,7 +188,8 @@ def _bytes_a_program(kernel: Kernel, tile: RowTile) -> int:
 
 
 class _Pieces:
-    """All of a row in registers: a value along the cols is one block for each piece."""
+    """Print a kernel with all of a row in registers: a value along the cols is one block for each
+    piece."""
 
     def __init__(self, printer: Printer, row: Flat, masks: dict[str, str], tile: RowTile) -> None:
         self.printer, self.kernel = printer, printer.kernel
@@ -290,7 +291,7 @@ def _in_sweeps(printer: Printer, row: Flat, masks: dict[str, str], cols: int) ->
 
 
 class _Sweeps:
-    """Which statements of a ROW kernel run in which sweep over the cols.
+    """Sort the statements of a ROW kernel by the sweep over the cols in which they run.
 
     All stores along the cols are in the last one: memory that is read as well as written
     (``mutation``) has its old values until no sweep reads them again.

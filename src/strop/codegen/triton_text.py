@@ -1,4 +1,5 @@
-"""Pieces of Triton text that all schedules share: scalars, tiles, indices and statements."""
+"""Print the pieces of Triton text that all schedules share: scalars, tiles, indices and
+statements."""
 
 from __future__ import annotations
 
@@ -67,7 +68,7 @@ def fitting(size: Expr, tile: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """A kernel as it is printed for a ``size`` of at most ``most`` that is a multiple of
+    """Describe a kernel as it is printed for a ``size`` of at most ``most`` that is a multiple of
     ``multiple``. ``meaning``: what symbols of this form are in terms of those of the graph."""
 
     kernel: Kernel
@@ -82,7 +83,7 @@ class Form:
 
 @dataclass
 class Lines:
-    """Source text under construction."""
+    """Collect source text under construction."""
 
     lines: list[str] = field(default_factory=list)
     depth: int = 1
@@ -100,7 +101,7 @@ class Lines:
 
 @dataclass
 class Scalars:
-    """Sizes that become integer arguments, one for each distinct expression."""
+    """Turn sizes into integer arguments, one for each distinct expression."""
 
     sizes: list[Expr] = field(default_factory=list)
 
@@ -137,7 +138,7 @@ class Scalars:
 
 @dataclass(frozen=True, slots=True)
 class Flat:
-    """A flattened id and the axes that it stands for, outer to inner."""
+    """Describe a flattened id and the axes that it stands for, outer to inner."""
 
     name: str
     axes: tuple[Axis, ...]
@@ -149,7 +150,7 @@ class Flat:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Adjacent axes that an index walks with one stride: one term of its address."""
+    """Hold adjacent axes that an index walks with one stride: one term of its address."""
 
     name: str
     axes: tuple[Axis, ...]
@@ -161,7 +162,8 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """What statements see: the flat ids, the block shape and the masks along its dimensions."""
+    """Hold what statements see: the flat ids, the block shape and the masks along its
+    dimensions."""
 
     flats: tuple[Flat, ...]
     shape: Mapping[str, str]  # dim -> size, in order
