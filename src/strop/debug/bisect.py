@@ -1,4 +1,4 @@
-"""Which part of the compiler breaks a case: a pass, or one step of the program.
+"""Find which part of the compiler breaks a case: a pass, or one step of the program.
 
 A pass is guilty when the graph behind it has other values in fp64 than the one before it, or
 when the failure goes away with that pass disabled. A step is guilty when it alone is wrong on
@@ -27,7 +27,8 @@ CHANGED = 1e-9  # of the largest element: far above what fp64 loses to another o
 
 @dataclass(frozen=True, slots=True)
 class Culprit:
-    """``part``: "pass" or "step"; ``name``: of the pass, or the number of the step."""
+    """Name a cause. ``part``: "pass" or "step"; ``name``: of the pass, or the number of the
+    step."""
 
     part: str
     name: str

@@ -1,4 +1,4 @@
-"""A graph as the compiler got it: kept as JSON, made again, compiled, run and judged.
+"""Keep a graph as the compiler got it: as JSON, made again, compiled, run and judged.
 
 Nothing of a user's model is in it but the graph: inputs and weights are drawn from a seed at the
 traced sizes, unless they are given.
@@ -36,7 +36,7 @@ _GROSS = 10.0  # times the error of eager and the last place
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """What ``backend.compile_graph`` was given."""
+    """Hold what ``backend.compile_graph`` was given."""
 
     graph: Graph
     signature: Signature

@@ -1,4 +1,5 @@
-"""What this machine reaches: bytes a second of a large copy, FLOPs a second of large products.
+"""Measure what this machine reaches: bytes a second of a large copy, FLOPs a second of large
+products.
 
 Unlike ``costs.machine``, which knows a few devices by name, these are measured here and now, with
 the threads and the settings of torch that the model runs with.
@@ -27,7 +28,7 @@ GENERATED = "float32"  # kernels compute in it whatever they store
 
 @dataclass(frozen=True, slots=True)
 class Ceilings:
-    """``flops``: a second, by what multiplies: "float16", "float32", "tf32"."""
+    """Hold the ceilings. ``flops``: a second, by what multiplies: "float16", "float32", "tf32"."""
 
     bandwidth: float  # bytes a second, reads and writes together
     flops: Mapping[str, float]

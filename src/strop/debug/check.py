@@ -1,4 +1,4 @@
-"""``Options.check``: each step of a run against torch, on the values that are really there.
+"""Judge each step of a run against torch, on the values that are really there (``Options.check``).
 
 A step's operands are read from its buffers just before it runs, so that an error counts where it
 arises and not again in every step behind it. The judge is ``debug.reference`` in fp64, the rule
@@ -39,7 +39,7 @@ FEW = 1024  # elements: too few for the RMS of eager's error to say much
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One step that went wrong. ``what``: INACCURATE or NONFINITE."""
+    """Describe one step that went wrong. ``what``: INACCURATE or NONFINITE."""
 
     what: str
     step: int
@@ -110,7 +110,7 @@ def judged(
 
 
 class _Judge:
-    """State of one checked run: which buffer holds which value."""
+    """Judge one checked run, with the state of which buffer holds which value."""
 
     def __init__(self, bound: Bound, compiled: Compiled) -> None:
         self.bound, self.env = bound, bound.env

@@ -1,4 +1,5 @@
-"""Bytes, floating-point operations, and the time below which no implementation of a step gets.
+"""Count bytes and floating-point operations, and compute the time below which no implementation of
+a step gets.
 
 The bound is max(bytes / bandwidth, FLOPs / peak): each buffer once and in full, each operation at
 the device's peak. It says where time must go, not where it goes.
@@ -27,7 +28,7 @@ _MOVES = {"cast", "copy", "cat", "constant", "iota", "where", "take"}
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What a device can do in a second."""
+    """Say what a device can do in a second."""
 
     name: str
     bandwidth: float  # bytes, reads and writes together

@@ -1,4 +1,4 @@
-"""The fusion plan as an SVG: a box for each step, below the steps whose results it reads.
+"""Draw the fusion plan as an SVG: a box for each step, below the steps whose results it reads.
 
 A box lists what happens inside by scheme: values in registers (local), results of reductions
 (regional), values that go through memory (global). Every line between boxes is such a value.

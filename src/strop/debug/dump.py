@@ -1,4 +1,4 @@
-"""``Options.dump``: every stage of a compiled graph as files that ``diff`` can compare.
+"""Write every stage of a compiled graph as files that ``diff`` can compare (``Options.dump``).
 
 000_UNet2DConditionModel/
   graph.json            what the compiler was given: for strop repro, minify and bisect

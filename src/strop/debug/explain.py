@@ -1,4 +1,4 @@
-"""``strop.explain``: collects a Report from what has been optimised and run."""
+"""Collect a Report from what has been optimised and run (``strop.explain``)."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def explain(obj: Any, *args: Any, **kwargs: Any) -> Report:
 
 
 class _Called(nn.Module):
-    """A function as a module."""
+    """Wrap a function as a module."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__()

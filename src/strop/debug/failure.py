@@ -1,4 +1,5 @@
-"""Whether a case fails, and how: the predicate of ``strop repro``, ``minify`` and ``bisect``."""
+"""Tell whether a case fails, and how: the predicate of ``strop repro``, ``minify`` and
+``bisect``."""
 
 from __future__ import annotations
 
@@ -33,7 +34,8 @@ CRASH, WRONG, INACCURATE = "crash", "wrong", "inaccurate"
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """``place`` tells failures of one kind apart: the error and the function that raised it."""
+    """Describe a failure; ``place`` tells failures of one kind apart: the error and the function
+    that raised it."""
 
     kind: str  # CRASH, WRONG, or INACCURATE: off by little, but more than docs/numerics.md allows
     place: str

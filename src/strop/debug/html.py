@@ -1,4 +1,4 @@
-"""A Report as one page that needs nothing else."""
+"""Write a Report as one page that needs nothing else."""
 
 from __future__ import annotations
 

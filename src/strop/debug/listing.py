@@ -1,4 +1,4 @@
-"""Programs and graphs as text: one line a step or node, in execution order."""
+"""Write programs and graphs as text: one line a step or node, in execution order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Delta debugging of a graph: the smallest one that still fails in the same way.
+"""Find, by delta debugging, the smallest graph that still fails in the same way.
 
 Each round tries smaller graphs and keeps those that fail: an earlier node as the only result,
 runs of nodes replaced by inputs with random values, nodes replaced by one of their operands, and
@@ -19,7 +19,7 @@ SMALL = (1, 2, 3, 5)  # sizes to try
 
 @dataclass
 class Progress:
-    """What ``watch`` is told after each try."""
+    """Hold what ``watch`` is told after each try."""
 
     tries: int = 0
     num_nodes: int = 0

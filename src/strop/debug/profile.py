@@ -1,4 +1,4 @@
-"""``strop explain --profile``: each step of a compiled call timed, beside bytes, FLOPs and bound.
+"""Time each step of a compiled call, beside bytes, FLOPs and bound (``strop explain --profile``).
 
 What is timed are calls that were really made, with their arguments, once more.
 """
@@ -32,7 +32,7 @@ from strop.options import Options
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """The arguments of a call, as they were before it."""
+    """Hold the arguments of a call, as they were before it."""
 
     skeleton: Skeleton
     tensors: tuple[Tensor, ...]

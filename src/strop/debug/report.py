@@ -1,4 +1,4 @@
-"""The report of ``strop.explain``: plain data, its counts, and its short text."""
+"""Hold the report of ``strop.explain``: plain data, its counts, and its short text."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _TOP = 8  # kernels in the short text
 
 @dataclass(frozen=True, slots=True)
 class KernelRow:
-    """One generated kernel of one graph.
+    """Describe one generated kernel of one graph.
 
     ``bytes_moved`` counts, over all its launches in a call, each buffer it touches once and in
     full, at the latest shape; ``estimated_us`` is that over the bandwidth of the device. ``flops``
@@ -35,7 +35,8 @@ class KernelRow:
 
 @dataclass(frozen=True, slots=True)
 class ValueRow:
-    """One value that a step computes. ``scheme``: how it gets to its readers (fusion.plan)."""
+    """Describe one value that a step computes. ``scheme``: how it gets to its readers
+    (fusion.plan)."""
 
     text: str
     scheme: str  # "local", "regional" or "global"
@@ -43,7 +44,8 @@ class ValueRow:
 
 @dataclass(frozen=True, slots=True)
 class StepRow:
-    """One step of a program. ``bound_us``: no implementation of it is faster (debug.costs)."""
+    """Describe one step of a program. ``bound_us``: no implementation of it is faster
+    (debug.costs)."""
 
     number: int
     kind: str  # "kernel", "call", or "opaque": torch runs it for want of a row
@@ -59,7 +61,7 @@ class StepRow:
 
 @dataclass(frozen=True, slots=True)
 class RefusalRow:
-    """Why a consumer did not join its producer's kernel."""
+    """Say why a consumer did not join its producer's kernel."""
 
     producer: str
     consumer: str
@@ -69,7 +71,7 @@ class RefusalRow:
 
 @dataclass(frozen=True, slots=True)
 class PatternRow:
-    """What became of a pattern (``strop.pattern``): the modules where its replacement runs, and
+    """Say what became of a pattern (``strop.pattern``): the modules where its replacement runs, and
     where it nearly matched, each with the reason why it did not."""
 
     name: str
@@ -79,7 +81,7 @@ class PatternRow:
 
 @dataclass(frozen=True, slots=True)
 class GraphRow:
-    """One compiled graph. ``calls``: library calls of one run, by operator."""
+    """Describe one compiled graph. ``calls``: library calls of one run, by operator."""
 
     sizes: Mapping[str, int]
     is_latest: bool  # it served the latest shape; else ``sizes`` are those it was traced with
@@ -110,8 +112,8 @@ class GraphRow:
 
 @dataclass(frozen=True, slots=True)
 class HoistedRow:
-    """What one module computes once a denoise loop: ``num_launches`` at the latest shape. They have
-    run ``num_runs`` times, and ``num_reuses`` further calls found their results, which lie in
+    """Say what one module computes once a denoise loop: ``num_launches`` at the latest shape. They
+    have run ``num_runs`` times, and ``num_reuses`` further calls found their results, which lie in
     ``kept_bytes`` of memory, that of other streams and of larger shapes included.
 
     ``num_timed`` launches depend on the timestep as well, and run for all timesteps of a loop at
@@ -141,7 +143,7 @@ class HoistedRow:
 
 @dataclass(frozen=True, slots=True)
 class ComponentRow:
-    """One optimised module and what has happened to it."""
+    """Describe one optimised module and what has happened to it."""
 
     name: str
     graphs: tuple[GraphRow, ...]
@@ -168,7 +170,7 @@ class ComponentRow:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What has been compiled and run.
+    """Report what has been compiled and run.
 
     num_graphs: compiled graphs. num_recompiles: graphs that were made because a size or a plain
     argument value changed; what a component needs anyway is one graph for each module structure,

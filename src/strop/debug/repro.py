@@ -1,4 +1,5 @@
-"""A failing case as a folder to hand on: graph, inputs, and a script that shows the failure."""
+"""Write a failing case as a folder to hand on: graph, inputs, and a script that shows the
+failure."""
 
 from __future__ import annotations
 

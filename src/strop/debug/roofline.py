@@ -1,4 +1,4 @@
-"""A profile of one call: measured times beside what bytes and FLOPs allow. Plain data, its text."""
+"""Profile one call: measured times beside what bytes and FLOPs allow, as plain data and text."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ ABOVE = (
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What a step is and moves; ``unit``: what it multiplies with (``Ceilings``)."""
+    """Say what a step is and moves; ``unit``: what it multiplies with (``Ceilings``)."""
 
     number: int
     title: str
@@ -49,8 +49,8 @@ class Cost:
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """Of one call, in microseconds: of all of it, of each step with the number of its kernels, and
-    by name of what belongs to no step."""
+    """Hold the microseconds of one call: of all of it, of each step with the number of its kernels,
+    and by name of what belongs to no step."""
 
     method: str
     num_runs: int
@@ -62,7 +62,8 @@ class Times:
 
 @dataclass(frozen=True, slots=True)
 class TimedStep(Cost):
-    """A step and its time. What depends on that is None where no kernel could be attributed."""
+    """Describe a step and its time. What depends on that is None where no kernel could be
+    attributed."""
 
     bound_us: float
     bound_by: str  # "memory" or "arithmetic"
@@ -76,7 +77,7 @@ class TimedStep(Cost):
 
 @dataclass(frozen=True, slots=True)
 class KindRow:
-    """All steps of a kind that have times."""
+    """Sum up all steps of a kind that have times."""
 
     kind: str
     num_steps: int
@@ -89,7 +90,8 @@ class KindRow:
 
 @dataclass(frozen=True, slots=True)
 class ProfileRow:
-    """One call of one module. ``gaps_us``: of the call, what is neither a step's nor ``rest``."""
+    """Describe one call of one module. ``gaps_us``: of the call, what is neither a step's nor
+    ``rest``."""
 
     sizes: Mapping[str, int]
     method: str

@@ -1,4 +1,5 @@
-"""A profile on the page of ``strop explain``: the roofline as an SVG, and the tables beside it.
+"""Show a profile on the page of ``strop explain``: the roofline as an SVG, and the tables beside
+it.
 
 Both axes are logarithmic: FLOPs a byte to the right, FLOPs a second upwards. A step under the
 slanted line is bound by memory, under a level one by arithmetic; how far it stays below is what it
@@ -39,7 +40,7 @@ Table = Callable[[Sequence[str], Iterable[Sequence[str]]], str]
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """A logarithmic axis from ``low`` to ``high``, both powers of ten, over these pixels."""
+    """Scale a logarithmic axis from ``low`` to ``high``, both powers of ten, over these pixels."""
 
     low: int
     high: int

@@ -1,4 +1,4 @@
-"""Times of a compiled call and of each of its steps, on a CPU and on a GPU.
+"""Time a compiled call and each of its steps, on a CPU and on a GPU.
 
 Steps are timed one by one through the debugger's place between them (``Bound.around``), so on a
 GPU without a CUDA graph; the whole call as it is made anyway, from its graph where it has one.
@@ -29,7 +29,7 @@ CPU_S, CPU_RUNS = 3.0, (5, 200)  # seconds of all runs on a CPU, and how many at
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """A call that can be made again and again, and the program that serves it."""
+    """Hold a call that can be made again and again, and the program that serves it."""
 
     dispatcher: Dispatcher
     entry: Entry

@@ -1,4 +1,4 @@
-"""The steps of a program: the values that each makes, where they lie, and what they cost."""
+"""List the steps of a program: the values that each makes, where they lie, and what they cost."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from strop.ir.program import CallStep, KernelStep, Program, Step
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """Step ``number`` of a program, what the plan meant it to be, and its values by buffer."""
+    """Describe step ``number`` of a program, what the plan meant it to be, and its values by
+    buffer."""
 
     number: int
     step: Step

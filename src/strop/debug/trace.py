@@ -1,4 +1,4 @@
-"""Which step of a program each kernel of a profiler's trace belongs to.
+"""Find which step of a program each kernel of a profiler's trace belongs to.
 
 Every step runs inside a named range on the host. A kernel belongs to the range in which the host
 launched it: the launch has the kernel's correlation id, or the kernel names the operator of torch
@@ -28,8 +28,8 @@ Place = tuple[int, int]  # run and step
 
 @dataclass(frozen=True, slots=True)
 class Traced:
-    """One event. ``correlation``: a launch and its kernel have the same, and operators of torch
-    have numbers of their own, which is what ``linked`` means, or 0."""
+    """Describe one event. ``correlation``: a launch and its kernel have the same, and operators of
+    torch have numbers of their own, which is what ``linked`` means, or 0."""
 
     what: Literal["step", "operator", "launch", "kernel"]
     name: str
@@ -41,7 +41,7 @@ class Traced:
 
 @dataclass(frozen=True, slots=True)
 class Attribution:
-    """Microseconds of a call and kernels, by step; and by name what belongs to no step."""
+    """Hold microseconds of a call and kernels, by step; and by name what belongs to no step."""
 
     steps: Mapping[int, tuple[float, int]]
     rest: tuple[tuple[str, float], ...]
