@@ -1,4 +1,4 @@
-"""What diffusers components need at their door."""
+"""Say what diffusers components need at their door."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ SPATIAL = frozenset(
 
 
 class UNetAdapter(Adapter):
-    """UNets with a prompt, and ControlNets: one graph for every batch, size and prompt length.
+    """Adapt UNets with a prompt, and ControlNets: one graph for every batch, size and prompt
+    length.
 
     Latent height and width are ``factor * h`` and ``factor * w`` with the UNet's own
     down-sampling factor, so that every size in the graph is a monomial. Sizes off that grid need

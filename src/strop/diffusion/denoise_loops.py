@@ -1,4 +1,4 @@
-"""Where the denoise loops of pipelines begin and end, and what stands in them.
+"""Mark where the denoise loops of pipelines begin and end, and what stands in them.
 
 A progress bar surrounds the loop of every pipeline of diffusers. Any pipeline with compiled
 components has its loop marked, also one that was made of another's (``from_pipe``,

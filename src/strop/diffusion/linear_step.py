@@ -1,4 +1,4 @@
-"""A scheduler's step as one product and one sum of lists.
+"""Compute a scheduler's step as one product and one sum of lists.
 
 DDIM's step (https://arxiv.org/abs/2010.02502, formula 12), without noise of its own, is linear in
 the model's output and in the sample; the timestep decides by which numbers. torch computes it by

@@ -1,5 +1,5 @@
-"""Noise that is drawn on the host, as by a ``torch.Generator()`` without a device, is on its way to
-the GPU while the host goes on.
+"""Send noise that is drawn on the host, as by a ``torch.Generator()`` without a device, on its way
+to the GPU while the host goes on.
 
 diffusers copies it from pageable memory, and torch waits then until the GPU has done all that came
 before. A picture from a picture draws noise behind the encoder of its picture: by the time the
@@ -43,7 +43,7 @@ ASKED = frozenset(
 
 
 class Unwaited(StandIn):
-    """The same numbers."""
+    """Draw the same numbers without waiting."""
 
     def __call__(
         self,

@@ -26,7 +26,7 @@ REGISTRY = "HookRegistry"
 
 
 class Registries:
-    """Whether there may be any. ``kind``: of the hook that a ``Search`` finds."""
+    """Tell whether there may be any. ``kind``: of the hook that a ``Search`` finds."""
 
     def __init__(self, kind: str) -> None:
         self.kind, self.may_exist = kind, True
@@ -61,7 +61,7 @@ class Quick(StandIn, ABC):
 
 
 class Search(Quick):
-    """The hook of one kind of the first module inside that has one, in the order of
+    """Find the hook of one kind of the first module inside that has one, in the order of
     ``module.modules()``; or None."""
 
     def __call__(self, module: nn.Module) -> Any:
@@ -74,8 +74,8 @@ class Search(Quick):
 
 
 class DeviceOfInputs(Quick):
-    """Where a module wants its inputs: where hooks of diffusers or accelerate take its weights, or
-    where these are."""
+    """Find where a module wants its inputs: where hooks of diffusers or accelerate take its
+    weights, or where these are."""
 
     def __call__(self, module: nn.Module) -> Any:
         if self.registries.may_exist or any("_hf_hook" in p.__dict__ for p in parts(module)):
@@ -85,8 +85,8 @@ class DeviceOfInputs(Quick):
 
 
 class FloatingType(Quick):
-    """What a hook casts a module's inputs to, or the type of its first Parameter that has one of
-    numbers with fractions."""
+    """Find what a hook casts a module's inputs to, or the type of its first Parameter that has one
+    of numbers with fractions."""
 
     def __call__(self, module: nn.Module) -> Any:
         is_plain = isinstance(module, nn.Module) and not self.registries.may_exist

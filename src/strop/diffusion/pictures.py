@@ -17,8 +17,8 @@ CLASS = "VaeImageProcessor"  # of diffusers; those that are derived from it do o
 
 
 class Pictures:
-    """``postprocess`` of an image processor: floats (B, 3, H, W), which are denormalised to 0 to 1,
-    become B pictures of PIL; all else is left to its own function."""
+    """Stand in for ``postprocess`` of an image processor: floats (B, 3, H, W), which are
+    denormalised to 0 to 1, become B pictures of PIL; all else is left to its own function."""
 
     def __init__(self, processor: Any) -> None:
         self.processor, self.original = processor, processor.postprocess

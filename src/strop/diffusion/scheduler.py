@@ -1,4 +1,4 @@
-"""Schedulers that ask the GPU for the time: within a denoise loop they are told by the host.
+"""Tell schedulers the time on the host within a denoise loop, where they would ask the GPU for it.
 
 Some of diffusers' schedulers look up what belongs to a timestep in a table on the host, and compare
 the timestep with 0. The loop hands them a number in GPU memory, so each step waits until the GPU is
@@ -29,8 +29,8 @@ TABLE = "alphas_cumprod"
 
 
 class OnHost:
-    """A tensor, on the host too. The copy is waited for when it is first asked for, by when the GPU
-    has made it: what the loop begins with need not wait."""
+    """Hold a tensor on the host too. The copy is waited for when it is first asked for, by when the
+    GPU has made it: what the loop begins with need not wait."""
 
     def __init__(self, source: Tensor) -> None:
         self.source, self._version = source, source._version
@@ -54,7 +54,7 @@ class OnHost:
 
 
 class Known:
-    """Timesteps (n,) of a loop, and what a scheduler looks up by them, on the host too."""
+    """Hold the timesteps (n,) of a loop, and what a scheduler looks up by them, on the host too."""
 
     def __init__(self, timesteps: Tensor, table: Tensor | None = None) -> None:
         self._timesteps = OnHost(timesteps)

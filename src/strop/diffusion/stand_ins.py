@@ -1,4 +1,4 @@
-"""Functions of diffusers in whose place ours stand, for all pipelines of a process.
+"""Put functions of ours in the place of functions of diffusers, for all pipelines of a process.
 
 Ours give the answers of the function that is known, in less time; that of another edition, which
 asks for something else, stays where it is.
@@ -14,7 +14,7 @@ from typing import Any
 
 
 class StandIn:
-    """``own``: the function that it stands for."""
+    """Stand in for a function of diffusers, which is ``own``."""
 
     def __init__(self, own: Callable[..., Any]) -> None:
         self.own = own

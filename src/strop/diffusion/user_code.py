@@ -1,4 +1,5 @@
-"""Whether a user's code runs between two steps of a denoise loop, and could change a model there.
+"""Tell whether a user's code runs between two steps of a denoise loop, and could change a model
+there.
 
 Looking for changes takes the host up to a millisecond a step. Where nothing runs in a loop but
 diffusers and compiled components, they are looked for with its first step alone.
