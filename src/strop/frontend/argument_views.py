@@ -1,4 +1,4 @@
-"""Results of a graph of AOTAutograd's that are views of its arguments.
+"""Find results of a graph of AOTAutograd's that are views of its arguments.
 
 AOTAutograd makes such a result anew from the caller's argument, by the strides and the offset of
 what the graph has given. Programs read dense copies of arguments with gaps, and a view of a copy

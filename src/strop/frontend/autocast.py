@@ -1,4 +1,5 @@
-"""Autocast for operators of ours: it knows torch's by name, and would leave ours as they are."""
+"""Apply autocast to operators of ours: it knows torch's by name, and would leave ours as they
+are."""
 
 from __future__ import annotations
 

@@ -80,7 +80,8 @@ class Same:
 
 @dataclass(frozen=True, slots=True)
 class Captured:
-    """A traced module. Placeholders of ``gm``: the state in ``state_names`` order, then inputs."""
+    """Hold a traced module. Placeholders of ``gm``: the state in ``state_names`` order, then
+    inputs."""
 
     gm: GraphModule
     state_names: tuple[str, ...]
@@ -233,7 +234,7 @@ def capture(
 
 @dataclass(frozen=True, slots=True)
 class KnownSizes:
-    """What a trace has found out of its sizes."""
+    """Hold what a trace has found out of its sizes."""
 
     symbols: Symbols
     guards: tuple[Guard, ...]

@@ -1,4 +1,4 @@
-"""Tensors out of nothing: constants, and selects that compare positions.
+"""Make tensors out of nothing: constants, and selects that compare positions.
 
 None of these is ever stored for its own sake: they become literals and index arithmetic of the
 kernels that read them.

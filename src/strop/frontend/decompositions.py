@@ -1,4 +1,4 @@
-"""Operators that are taken apart at import, each with the reason why it is not one node.
+"""Take operators apart at import, each with the reason why it is not one node.
 
 Normalisations are in ``norms.py``, reductions in ``reductions.py``.
 """

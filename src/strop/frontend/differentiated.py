@@ -1,4 +1,4 @@
-"""Operators of ours inside a gradient: torch's own take their place there.
+"""Let torch's own operators take the place of ours inside a gradient.
 
 An operator that is kept whole has no rule for autograd, for forward-mode tangents or for vmap, and
 without one torch drops the gradient and says nothing. Where a forward takes gradients itself, or

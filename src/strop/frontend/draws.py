@@ -1,4 +1,5 @@
-"""Generators of random numbers among the arguments of a call: torch draws by them, as in eager."""
+"""Hand generators of random numbers among the arguments of a call to torch, which draws by them as
+in eager."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a forward does besides computing, which compiled code would not do again.
+"""Note what a forward does besides computing, which compiled code would not do again.
 
 A call that does so is refused, and eager serves it: attributes that it sets, lists that it changes,
 random numbers that it draws in Python, seeds that it gives to torch's generator. Attributes that
@@ -147,7 +147,7 @@ def _identity(value: Any) -> Any:
 
 
 class _Same:
-    """Equal to what holds the very same object."""
+    """Compare equal to what holds the very same object."""
 
     __slots__ = ("value",)
 

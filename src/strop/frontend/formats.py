@@ -1,4 +1,4 @@
-"""In which memory format eager's operators on pictures give their results.
+"""Say in which memory format eager's operators on pictures give their results.
 
 Sizes are those of the trace, so that nothing asks whether a size is 1: strides of a size of 1 say
 nothing.

@@ -1,4 +1,4 @@
-"""In-place calls of a traced graph as the calls that return a new value.
+"""Turn in-place calls of a traced graph into calls that return a new value.
 
 ``y.add_(1)`` becomes ``y = y + 1`` where nobody can see the difference: only the mutated value
 itself is read afterwards. Where another view still reads the tensor, ``capture`` asks torch to take

@@ -1,4 +1,5 @@
-"""Backward operators as reductions and pointwise nodes, so that they fuse with their neighbours.
+"""Write backward operators as reductions and pointwise nodes, so that they fuse with their
+neighbours.
 
 Gradients of norm weights and biases are reductions over the other dims: column kernels, whose sums
 have one order whatever the device. Everything is in the compute type until it is a result.
@@ -31,7 +32,7 @@ MEAN = 1  # of the numbers that ATen has for the reductions of a loss
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The memory order that a call into torch reads and writes, of its tensors with four dims.
+    """Hold the memory order that a call into torch reads and writes, of its tensors with four dims.
     Weights stay as they are."""
 
     order: tuple[int, ...]

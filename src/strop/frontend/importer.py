@@ -1,5 +1,5 @@
-"""FX graph of ATen calls -> graph IR. Views become views, pointwise rows pointwise nodes, the
-operators with a decomposition are taken apart, and every other call stays a call into torch."""
+"""Turn an FX graph of ATen calls into graph IR. Views become views, pointwise rows pointwise nodes,
+the operators with a decomposition are taken apart, and every other call stays a call into torch."""
 
 from __future__ import annotations
 
@@ -63,7 +63,8 @@ Value = Any  # Node, a tuple of Nodes, or a literal that is not a tensor
 
 @dataclass
 class Importer:
-    """State of one import. ``builder`` makes the nodes, ``symbols`` translates the sizes."""
+    """Hold the state of one import. ``builder`` makes the nodes, ``symbols`` translates the
+    sizes."""
 
     symbols: Symbols
     builder: Builder = field(default_factory=Builder)
@@ -119,9 +120,9 @@ class Importer:
 
 @dataclass(frozen=True, slots=True)
 class Imported:
-    """``returned``: what the graph gives back, each item an index into ``graph.outputs`` wrapped
-    in Ref, an Expr, or a plain value. ``constants``: tensors made while tracing, the last inputs.
-    """
+    """Hold what an import gives. ``returned``: what the graph gives back, each item an index into
+    ``graph.outputs`` wrapped in Ref, an Expr, or a plain value. ``constants``: tensors made while
+    tracing, the last inputs."""
 
     graph: Graph
     returned: list[Any]

@@ -1,4 +1,4 @@
-"""Putting tensors together out of parts: at known places, as cats of slices, and under masks.
+"""Put tensors together out of parts: at known places, as cats of slices, and under masks.
 
 ``lookups`` has the places that are in another tensor; scatter and sort run in torch.
 """

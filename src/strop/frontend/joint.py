@@ -1,4 +1,4 @@
-"""How a forward that will be differentiated is traced, so that little of it has to be kept.
+"""Trace a forward that will be differentiated so that little of it has to be kept.
 
 A norm becomes its statistics, which are saved, and arithmetic, which the backward does again: torch
 keeps norms whole and so saves what they give as well. Dropout becomes a seed, which is saved, and a
@@ -103,7 +103,7 @@ def _dropout(x: Tensor, seed: Tensor, p: float) -> Tensor:
 
 
 class _Dropout(torch.autograd.Function):
-    """Its gradient is the same dropout of the gradient."""
+    """Drop out such that the gradient is the same dropout of the gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, seed: Tensor, p: float) -> Tensor:

@@ -1,4 +1,4 @@
-"""What a forward asks about how tensors lie in memory.
+"""Note what a forward asks about how tensors lie in memory.
 
 Arguments are traced dense in their order, and made dense for kernels where they have gaps. A
 forward that asks for strides, of an argument or of what it has computed from some, would be
@@ -59,7 +59,7 @@ CHOSEN_BY_LIBRARIES: dict[Any, Callable[[Tensor], bool]] = {
 
 
 class LayoutReads(Retarget):
-    """``Retarget`` that notes what a forward with these ``arguments`` asks."""
+    """Retarget calls, and note what a forward with these ``arguments`` asks."""
 
     def __init__(self, arguments: Sequence[Tensor]) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Calls that ask torch how a tensor lies in memory: reshape, flatten, contiguous, writes.
+"""Answer calls that ask torch how a tensor lies in memory: reshape, flatten, contiguous, writes.
 
 For a transposed tensor the answer depends on whether a size is 1, and asking plants a guard that
 makes such a size another graph. Here the traced sizes answer, and no guard is planted: values are

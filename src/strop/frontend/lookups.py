@@ -1,4 +1,4 @@
-"""Elements of one tensor where another one says: embedding, gather, index.
+"""Look up elements of one tensor where another one says: embedding, gather, index.
 
 Each of them is one ``take``, which fuses like any pointwise node. The index of a mask depends on
 the values in it, so masks stay with torch.

@@ -1,4 +1,4 @@
-"""Normalisations and softmax as reductions and pointwise nodes.
+"""Write normalisations and softmax as reductions and pointwise nodes.
 
 So the planner can fuse what stands before and after them. Intermediate values are in the compute
 type and only the result has the user's dtype.

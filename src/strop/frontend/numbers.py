@@ -1,4 +1,4 @@
-"""Floats that a user turns from call to call, such as the scale of an adapter, as inputs.
+"""Make floats that a user turns from call to call, such as the scale of an adapter, inputs.
 
 A trace gets such a number as a symbol of torch's (``SymFloat``). What Python code computes of it
 stays in the graph, in Python's 64 bits and in its order. Where code compares it with a constant,
@@ -47,7 +47,7 @@ class NumbersNeeded(CaptureError):
 
 
 class Numbers:
-    """The numbers of one trace, and what its code has asked about them."""
+    """Hold the numbers of one trace, and what its code has asked about them."""
 
     def __init__(self, values: Sequence[float]) -> None:
         self.values = tuple(values)

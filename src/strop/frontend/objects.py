@@ -1,5 +1,5 @@
-"""Arguments and results that hold tensors in plain objects: the key-value caches of transformers,
-and dataclasses of a user's own among the results.
+"""Handle arguments and results that hold tensors in plain objects: the key-value caches of
+transformers, and dataclasses of a user's own among the results.
 
 ``as_tree`` puts a node of ours where such an object stands; when torch's pytree builds the result
 of a run, that node becomes an object of the class that eager would return. A cache that was given
@@ -41,7 +41,7 @@ _LEAVES = {
 
 @dataclass(frozen=True)
 class ObjectState:
-    """The attributes of an object of ``kind``, a class in transformers.cache_utils."""
+    """Hold the attributes of an object of ``kind``, a class in transformers.cache_utils."""
 
     kind: str
     attributes: dict[str, Any]
@@ -49,7 +49,7 @@ class ObjectState:
 
 @dataclass(frozen=True)
 class Record:
-    """The attributes of a dataclass of a user's own. (Those of libraries know pytree.)"""
+    """Hold the attributes of a dataclass of a user's own. (Those of libraries know pytree.)"""
 
     kind: type
     attributes: dict[str, Any]
@@ -57,21 +57,21 @@ class Record:
 
 @dataclass(frozen=True)
 class ClassName:
-    """A class of transformers.cache_utils itself."""
+    """Name a class of transformers.cache_utils itself."""
 
     kind: str
 
 
 @dataclass(frozen=True)
 class Given:
-    """The cache that was this argument, counted from 0."""
+    """Stand for the cache that was this argument, counted from 0."""
 
     number: int
 
 
 @dataclass(frozen=True)
 class Left:
-    """What a call leaves in list or dict number ``number`` of its arguments: for each item its
+    """Hold what a call leaves in list or dict number ``number`` of its arguments: for each item its
     place before, counted from 0, or -1 - n for ``items[n]``, which is new; of a dict the keys."""
 
     number: int
@@ -82,8 +82,8 @@ class Left:
 
 @dataclass(frozen=True)
 class WithObjects:
-    """A result, and what a call leaves in its arguments: the attributes of the caches among them,
-    and what is in lists and dicts that it has changed."""
+    """Hold a result, and what a call leaves in its arguments: the attributes of the caches among
+    them, and what is in lists and dicts that it has changed."""
 
     result: Any
     attributes: list[dict[str, Any]]
@@ -91,7 +91,7 @@ class WithObjects:
 
 
 class Contents:
-    """The lists and dicts among the arguments of a call, and what they hold before it."""
+    """Hold the lists and dicts among the arguments of a call, and what they hold before it."""
 
     def __init__(self, arguments: Any) -> None:
         self._held = [(container, _items_of(container)) for container in containers_of(arguments)]

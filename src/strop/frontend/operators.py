@@ -1,4 +1,4 @@
-"""Operators that capture keeps whole: linear, matmul, conv2d and attention as one node each.
+"""Keep operators whole in a capture: linear, matmul, conv2d and attention are one node each.
 
 While a module is traced, the torch.nn.functional calls below are retargeted to these operators.
 Their shape rules are plain arithmetic, so tracing never asks a convolution or attention backend,

@@ -1,4 +1,4 @@
-"""Padding with elements of the tensor itself: mirrored at its ends, or the last ones again.
+"""Pad with elements of the tensor itself: mirrored at its ends, or the last ones again.
 
 Constants around a tensor are a cat (``indexing``). These are lookups at places that are arithmetic
 on positions.

@@ -1,4 +1,4 @@
-"""Pointwise overloads that are other rows of the operator table, or a few of them.
+"""Import pointwise overloads that are other rows of the operator table, or a few of them.
 
 ``aten.masked_fill`` is ``where`` with its arguments in another order; ``aten.nan_to_num`` is three
 of them. Each rule returns None where it does not apply, and the call then looks for a row.

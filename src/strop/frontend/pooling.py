@@ -1,4 +1,4 @@
-"""Pooling over small windows: the elements of a window as strided slices, side by side.
+"""Pool over small windows: the elements of a window are strided slices, side by side.
 
 What stands before and behind the pooling then shares its kernel. An element of a window that may
 lie over the edge is looked up at the nearest place inside: a maximum has that one already, a mean
@@ -39,7 +39,7 @@ def _both(value: int | Sequence[int]) -> tuple[int, int]:
 
 @dataclass(frozen=True, slots=True)
 class _Side:
-    """A pooled dim of ``size`` elements and its windows."""
+    """Describe a pooled dim of ``size`` elements and its windows."""
 
     dim: int
     size: Expr
@@ -68,7 +68,7 @@ class _Side:
 
 @dataclass(frozen=True, slots=True)
 class _Element:
-    """One element of all windows along a side, and over which edges it may lie."""
+    """Describe one element of all windows along a side, and over which edges it may lie."""
 
     side: _Side
     start: int

@@ -1,5 +1,5 @@
-"""What torch does while it traces and nobody here reads. Of a training step of the SD1.5 UNet it is
-a third of the time."""
+"""Leave out what torch does while it traces and nobody here reads. Of a training step of the SD1.5
+UNet it is a third of the time."""
 
 from __future__ import annotations
 

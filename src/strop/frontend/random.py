@@ -1,4 +1,4 @@
-"""Dropout, fused: kernels draw its numbers themselves, by position, from a seed of the call.
+"""Fuse dropout: kernels draw its numbers themselves, by position, from a seed of the call.
 
 The seeds of a graph are one small tensor that torch's generator fills in each run, so that
 ``torch.manual_seed`` decides and a CUDA graph replays with new numbers. They are other numbers than

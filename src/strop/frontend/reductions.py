@@ -1,4 +1,4 @@
-"""Reductions: rows of ``ops.REDUCTIONS`` as they are, the other spellings made of those.
+"""Import reductions: rows of ``ops.REDUCTIONS`` as they are, the other spellings made of those.
 
 The judge of every rule is ATen: NaN wins an extreme, the first of equal elements gives the index,
 an empty sum is 0, an empty product 1, the variance of too few elements NaN.

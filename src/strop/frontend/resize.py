@@ -1,4 +1,4 @@
-"""Images of another size: places are arithmetic on positions, pixels are looked up.
+"""Resize images: places are arithmetic on positions, pixels are looked up.
 
 As in ATen a place is computed in the type of the pixels, for nearest ones in fp32. Where it lies
 between pixels, each dim mixes two or four of them. ``resize_rules`` says where eager leaves the
@@ -34,9 +34,9 @@ CUBIC = -0.75
 
 
 class _Dim:
-    """One dim that is resized: ``count`` elements become ``shape[dim]``. ``copies``: whether it is
-    copied where it keeps its size, ``doubles``: whether read twice where it doubles, although the
-    call gives a ``factor``; either may depend on sizes."""
+    """Describe one dim that is resized: ``count`` elements become ``shape[dim]``. ``copies``:
+    whether it is copied where it keeps its size, ``doubles``: whether read twice where it doubles,
+    although the call gives a ``factor``; either may depend on sizes."""
 
     def __init__(
         self,

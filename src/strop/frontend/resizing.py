@@ -1,4 +1,4 @@
-"""Images of another size, kept whole while a module is traced.
+"""Keep resized images whole while a module is traced.
 
 ``F.interpolate`` becomes ``strop.resize``, with a shape rule in arithmetic and ATen's own gradient.
 ``resize`` makes kernels of it.
@@ -90,7 +90,7 @@ def _resize_backward_shape(
 
 
 class _Resized(torch.autograd.Function):
-    """With ATen's own gradient, as one call: torch would take the operator apart."""
+    """Resize with ATen's own gradient, as one call: torch would take the operator apart."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, size: Sequence[int], *how: Any) -> Tensor:

@@ -1,4 +1,4 @@
-"""What a graph gives back, in eager's memory: its order, its gaps, and what shares it.
+"""Lay out what a graph gives back in eager's memory: its order, its gaps, and what shares it.
 
 Clones, flips and repeats are views in the graph IR, and kernels write any dense order. A result is
 laid out, or copied, so that its strides are those of the trace, and is a view of another result, or

@@ -1,5 +1,5 @@
-"""Numbers in kernels that are not known before the call: what Python code has computed from sizes,
-such as 1 / n or sqrt(width), and from floats that are inputs (``numbers``)."""
+"""Import numbers in kernels that are not known before the call: what Python code has computed from
+sizes, such as 1 / n or sqrt(width), and from floats that are inputs (``numbers``)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Shapes of slices, pools, sums and some gradients while tracing, in arithmetic without a guard.
+"""Compute shapes of slices, pools, sums and some gradients while tracing, in arithmetic without a
+guard.
 
 torch 2.11 makes ``x[:, :8]`` of a symbolic size a length that depends on data, unless it can prove
 that there are 8; later ones say min(8, size), as here. And it asks whether the sizes of a pool
@@ -70,7 +71,7 @@ def shape_rules() -> Iterator[None]:
 
 
 class TracedSizes(ShapeEnv):
-    """The sizes and the numbers of a trace of ours."""
+    """Hold the sizes and the numbers of a trace of ours."""
 
     numbers = Numbers(())
 

@@ -1,4 +1,4 @@
-"""Plain Python values as text that is the same in every process: parts of keys."""
+"""Write plain Python values as text that is the same in every process: parts of keys."""
 
 from __future__ import annotations
 

@@ -60,9 +60,9 @@ _TABLE = {**COMPOSITES, **joint.RETARGET}
 
 @dataclass(frozen=True, slots=True)
 class CapturedStep:
-    """Placeholders of ``graph``: the state in ``state_names`` order, arguments, then a tangent for
-    each result that is differentiable. It gives the results, then a gradient, or None, for each
-    tensor that wants one."""
+    """Hold a traced step. Placeholders of ``graph``: the state in ``state_names`` order, arguments,
+    then a tangent for each result that is differentiable. It gives the results, then a gradient, or
+    None, for each tensor that wants one."""
 
     graph: GraphModule
     state_names: tuple[str, ...]
@@ -78,7 +78,7 @@ class CapturedStep:
 
 
 class _Retarget(TorchFunctionMode):
-    """Operators that have gradients, in forms that fuse."""
+    """Retarget operators that have gradients to forms that fuse."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -88,7 +88,7 @@ class _Retarget(TorchFunctionMode):
 
 @dataclass
 class _Flat:
-    """The step as a function of tensors alone, and what it found out when it ran."""
+    """Run the step as a function of tensors alone, and keep what it found out when it ran."""
 
     module: nn.Module
     call: Callable[..., Any]

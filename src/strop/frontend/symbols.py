@@ -1,4 +1,4 @@
-"""From torch's sympy sizes to our polynomials, and from its guards to checks that we can run.
+"""Turn torch's sympy sizes into our polynomials, and its guards into checks that we can run.
 
 Torch keeps facts such as ``s0 % 8 == 0`` as guards and goes on printing sizes as
 ``8*((s0 - 1)//8) + 8``. Here such guards are *solved*: s0 becomes ``8*t0``, after which every

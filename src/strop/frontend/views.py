@@ -1,4 +1,5 @@
-"""ATen view calls as the five views of the graph IR; clones and aliases are the value itself."""
+"""Turn ATen view calls into the five views of the graph IR; clones and aliases are the value
+itself."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Operators that torch runs, kept whole while a module is traced.
+"""Keep operators that torch runs whole while a module is traced.
 
 torch would take them apart: a recurrent layer into a step for each token, a convolution by the
 backend that it would choose for the traced sizes. Here each is one call with a shape rule in
