@@ -1,4 +1,4 @@
-"""May this node join that group? Each refusal has a reason; nothing here looks at cost."""
+"""Decide whether a node may join a group. Each refusal has a reason; nothing here looks at cost."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Turns = tuple[tuple[int, ...], ...]  # permutations between a member and the oth
 
 @dataclass(eq=False)
 class Draft:
-    """A group while it grows. ``domain`` is the element count of one full sweep."""
+    """Hold a group while it grows. ``domain`` is the element count of one full sweep."""
 
     schedule: Schedule
     domain: Expr

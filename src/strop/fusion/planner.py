@@ -1,4 +1,4 @@
-"""Graph -> fusion plan: a pure function.
+"""Turn a graph into a fusion plan. This is a pure function.
 
 Greedy in execution order: a node joins a group of one of its producers if that is legal and
 makes no cycle, else it opens a group. Then each value that other kernels read is either stored
@@ -38,7 +38,7 @@ def _is_call(node: Node) -> bool:
 
 
 class _Grouping:
-    """The greedy sweep. ``before[g]`` is the set (bit mask) of steps that g depends on."""
+    """Run the greedy sweep. ``before[g]`` is the set (bit mask) of steps that g depends on."""
 
     def __init__(self, graph: Graph, apart: Set[Node]) -> None:
         self.graph, self.apart = graph, apart

@@ -1,4 +1,5 @@
-"""A column reduction and the kernel that uses it, as one kernel for sizes where a row fits on chip.
+"""Join a column reduction and the kernel that uses it, as one kernel for sizes where a row fits on
+chip.
 
 GroupNorm over channels-last memory is two launches: statistics that all programs share, then
 what they normalise. Where one program can hold a whole group, one launch reads memory once.
