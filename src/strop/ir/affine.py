@@ -1,4 +1,4 @@
-"""Views as affine maps: where the elements of a view lie in the buffer under it.
+"""Write views as affine maps, which say where the elements of a view lie in the buffer under it.
 
 Every dim of a view is a list of (size, stride) atoms, outermost first. Reshape regroups atoms,
 splitting them by exact symbolic division; permute and expand are list surgery; slice moves the
@@ -22,7 +22,7 @@ ONE = const(1)
 
 @dataclass(frozen=True, slots=True)
 class Strided:
-    """The elements of a value inside the buffer of ``base``."""
+    """Describe the elements of a value inside the buffer of ``base``."""
 
     base: Node
     offset: Expr
@@ -168,7 +168,7 @@ def _slice(view: Node, inner: Strided) -> Strided | None:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Neighbours in memory that are all reduced or all kept."""
+    """Hold neighbours in memory that are all reduced or all kept."""
 
     is_reduced: bool
     size: Expr

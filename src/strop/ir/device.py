@@ -1,4 +1,4 @@
-"""What a device is, in the numbers by which kernels are chosen: one record, read once.
+"""Describe a device in the numbers by which kernels are chosen: one record, read once.
 
 What comes with a compute capability is in NVIDIA's CUDA C++ programming guide, "Compute
 capabilities": https://docs.nvidia.com/cuda/cuda-c-programming-guide. Rates are those of its white
@@ -27,7 +27,7 @@ RATES: Mapping[int, tuple[int, int, int]] = {
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """A GPU, or the CPU, whose numbers are all 0.
+    """Describe a GPU, or the CPU, whose numbers are all 0.
 
     ``arch`` is the compute capability as one number, 90 for 9.0. ``shared_bytes`` is the most
     shared memory that one block can ask for. ``memory_bandwidth`` is that of the memory's clock and

@@ -1,4 +1,4 @@
-"""Symbolic sizes: polynomials with integer coefficients over root symbols.
+"""Compute with symbolic sizes: polynomials with integer coefficients over root symbols.
 
 A size such as ``64*b*h*w`` is a sum of monomials. Roots stand for positive integers that are
 known at run time (batch, latent height, ...). A floor division that does not come out even
@@ -22,7 +22,7 @@ Env = Mapping[str, int]
 
 @dataclass(frozen=True, slots=True)
 class Floor:
-    """floor(numerator / divisor) that no rule could divide out."""
+    """Stand for floor(numerator / divisor) that no rule could divide out."""
 
     numerator: Expr
     divisor: int
@@ -37,7 +37,7 @@ Monomial = tuple[Atom, ...]
 
 @dataclass(frozen=True, eq=False)
 class Expr:
-    """An immutable polynomial; build it with ``const``, ``symbol`` and the operators."""
+    """Hold an immutable polynomial; build it with ``const``, ``symbol`` and the operators."""
 
     terms: tuple[tuple[Monomial, int], ...]
 

@@ -1,4 +1,4 @@
-"""The graph IR: a list of nodes in execution order, each a pure function of earlier nodes.
+"""Define the graph IR: a list of nodes in execution order, each a pure function of earlier nodes.
 
 Shapes are logical (torch's), sizes symbolic. ``order`` says in which order the logical dims lie
 in memory (None: as they are); it is set by the layout pass and nothing else looks at memory.
@@ -43,7 +43,8 @@ class GeneratorRef:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Node:
-    """One value. ``origin`` is the path of the module in the user's model that asked for it."""
+    """Describe one value. ``origin`` is the path of the module in the user's model that asked for
+    it."""
 
     op: str
     inputs: tuple[Node, ...]
@@ -106,7 +107,7 @@ def memory_order(strides: Sequence[Expr], shape: Sequence[Expr]) -> tuple[int, .
 
 @dataclass(frozen=True, slots=True)
 class Graph:
-    """A program over tensors. ``hints`` are the root sizes that it was traced with. The last
+    """Hold a program over tensors. ``hints`` are the root sizes that it was traced with. The last
     ``num_saved`` outputs are for a backward graph, which takes them as they lie in memory."""
 
     nodes: tuple[Node, ...]

@@ -1,4 +1,4 @@
-"""Loop IR: what one generated kernel does, before either code generator prints it.
+"""Define loop IR: what one generated kernel does, before either code generator prints it.
 
 A kernel is a two-level nest: ``rows`` (flattened, the outer level) x ``cols`` (flattened, the
 inner level). Every value lives in one space, given by the axes it depends on: nothing, rows,
@@ -40,7 +40,7 @@ class Schedule(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """One loop: ``for name in range(size)``."""
+    """Describe one loop: ``for name in range(size)``."""
 
     name: str
     size: Expr
@@ -49,7 +49,7 @@ class Axis:
 
 @dataclass(frozen=True, slots=True)
 class Index:
-    """offset + sum(stride * axis), in elements. Axes with stride 0 are left out."""
+    """Stand for offset + sum(stride * axis), in elements. Axes with stride 0 are left out."""
 
     offset: Expr
     strides: tuple[tuple[str, Expr], ...]
@@ -61,7 +61,7 @@ class Index:
 
 @dataclass(frozen=True, slots=True)
 class Param:
-    """A buffer that the kernel reads or writes."""
+    """Describe a buffer that the kernel reads or writes."""
 
     dtype: torch.dtype
     is_output: bool
@@ -162,7 +162,8 @@ Stmt = Load | Place | Literal | Position | Apply | Reduce | Store
 
 @dataclass(frozen=True)
 class Kernel:
-    """One kernel. ``name`` is made from what it computes, so that equal kernels print equally."""
+    """Describe one kernel. ``name`` is made from what it computes, so that equal kernels print
+    equally."""
 
     name: str
     schedule: Schedule

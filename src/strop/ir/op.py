@@ -1,4 +1,5 @@
-"""What one row of the operator table says. ``ops`` is the table, ``pointwise`` most of its rows."""
+"""Say what one row of the operator table says. ``ops`` is the table, ``pointwise`` most of its
+rows."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ class Kind(Enum):
 
 
 class Operands(Enum):
-    """The compute type in which the operands of a pointwise row arrive."""
+    """Name the compute type in which the operands of a pointwise row arrive."""
 
     RESULT = "result"  # all in the compute type of the result
     PROMOTED = "promoted"  # all in the promoted type of the operands (comparisons)
@@ -58,7 +59,7 @@ SIMPLE = frozenset(
 
 
 class Types(Flag):
-    """The types that a pointwise row computes in."""
+    """Name the types that a pointwise row computes in."""
 
     FLOAT = auto()
     INTEGER = auto()

@@ -1,4 +1,4 @@
-"""The operator table: one row per operator, for every stage that needs to know about it.
+"""Hold the operator table: one row per operator, for every stage that needs to know about it.
 
 The pointwise rows are in ``pointwise``, which says how to read one; ``op`` has the type of a row.
 """

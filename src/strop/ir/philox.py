@@ -1,4 +1,4 @@
-"""Random numbers by counting: Philox4x32-10, a function of a seed and a position.
+"""Draw random numbers by counting: Philox4x32-10, a function of a seed and a position.
 
 Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011. Any kernel
 can draw the number of any element, in any order, and twice the same one if it computes it again.

@@ -1,4 +1,4 @@
-"""The compiled program: plain data that a small executor runs and the disk cache stores.
+"""Define the compiled program: plain data that a small executor runs and the disk cache stores.
 
 No Python is generated for the host. Sizes stay symbolic (``Expr``); binding a program to one
 shape evaluates them once. Buffers are numbered; kernels name buffers, library calls read strided
@@ -57,7 +57,8 @@ class NumberGuard:
 
 @dataclass(frozen=True, slots=True)
 class InputSpec:
-    """One argument. ``merged`` (a merged weight) lists the arguments whose rows it holds."""
+    """Describe one argument. ``merged`` (a merged weight) lists the arguments whose rows it
+    holds."""
 
     shape: tuple[Expr, ...]
     strides: tuple[Expr, ...]
@@ -68,8 +69,9 @@ class InputSpec:
 
 @dataclass(frozen=True, slots=True)
 class Buffer:
-    """Memory for one value. kind: "input" (argument ``index``), "arena" (planned), "result"
-    (allocated for the caller at each run), "call" (allocated by the library call that makes it)."""
+    """Describe the memory of one value. ``kind``: "input" (argument ``index``), "arena" (planned),
+    "result" (allocated for the caller at each run), "call" (allocated by the library call that
+    makes it)."""
 
     kind: str
     shape: tuple[Expr, ...]
@@ -80,7 +82,7 @@ class Buffer:
 
 @dataclass(frozen=True, slots=True)
 class TensorRef:
-    """A strided piece of a buffer, in elements."""
+    """Describe a strided piece of a buffer, in elements."""
 
     buffer: int
     offset: Expr
@@ -186,8 +188,9 @@ Step = KernelStep | CallStep
 
 @dataclass(frozen=True, slots=True)
 class Returned:
-    """One item of the result: a tensor, a size, or (both None) the literal ``value``. ``again``:
-    not another tensor in the same memory as the first item with this one, but itself."""
+    """Describe one item of the result: a tensor, a size, or (both None) the literal ``value``.
+    ``again``: it is not another tensor in the same memory as the first item with this one, but that
+    item itself."""
 
     tensor: TensorRef | None = None
     size: Expr | None = None
@@ -197,7 +200,7 @@ class Returned:
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """Everything needed to run, for every shape that satisfies ``guards``."""
+    """Hold everything needed to run, for every shape that satisfies ``guards``."""
 
     device: str  # "cpu" or "cuda"
     inputs: tuple[InputSpec, ...]

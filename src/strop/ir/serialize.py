@@ -1,4 +1,4 @@
-"""Programs and graphs as JSON and back. Only the classes listed here can be made; nothing is
+"""Write programs and graphs as JSON and back. Only the classes listed here can be made; nothing is
 evaluated."""
 
 from __future__ import annotations

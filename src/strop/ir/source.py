@@ -1,4 +1,5 @@
-"""What a code generator hands to the runtime: text, argument list, launch rule. Plain data."""
+"""Define what a code generator hands to the runtime: text, argument list, launch rule. Plain
+data."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ from strop.ir.dims import Expr, const
 
 @dataclass(frozen=True, slots=True)
 class Scratch:
-    """Working memory that a kernel wants beside its params: ``numel`` is over its scalar names.
+    """Describe working memory that a kernel wants beside its params: ``numel`` is over its scalar
+    names.
 
     ``zeroed`` memory is zero at the first launch and left zero by the kernel (counters).
     ``faults`` is such memory on the host: one number, which a kernel that is asked to look outside
@@ -34,7 +36,8 @@ BOUNDS_CHECK = Scratch(torch.int64, const(1), zeroed=True, faults=True)
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """A reduction spread over several programs; the runtime picks ``splits`` for each shape.
+    """Describe a reduction spread over several programs; the runtime picks ``splits`` for each
+    shape.
 
     splits = clamp(programs wanted on this device / parallel, 1, ceil(rows / min_rows)).
     """
@@ -47,7 +50,7 @@ class Split:
 
 @dataclass(frozen=True, slots=True)
 class KernelSource:
-    """One generated kernel: equal kernels of a model have equal KernelSources.
+    """Hold one generated kernel: equal kernels of a model have equal KernelSources.
 
     Arguments at a launch, in order: one pointer per param, one per scratch, then one integer per
     scalar. Scalars are called ``s0, s1, ...`` and, when ``split`` is set, a last one ``splits``.
@@ -108,8 +111,8 @@ def is_within(size: int, most: int, multiple: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """A faster form of a kernel, right where ``size`` is at most ``most`` and a multiple of
-    ``multiple``."""
+    """Describe a faster form of a kernel, right where ``size`` is at most ``most`` and a multiple
+    of ``multiple``."""
 
     source: KernelSource
     scalars: tuple[Expr, ...]
@@ -123,7 +126,7 @@ class Variant:
 
 @dataclass(frozen=True, slots=True)
 class Emitted:
-    """A kernel source and the sizes that this use of it passes as ``s0, s1, ...``.
+    """Hold a kernel source and the sizes that this use of it passes as ``s0, s1, ...``.
 
     ``source`` is right for every size; the first of the ``variants`` that fits is faster.
     """

@@ -1,4 +1,4 @@
-"""How one tensor argument of a program looks: symbolic sizes, type, device, order in memory."""
+"""Say how one tensor argument of a program looks: symbolic sizes, type, device, order in memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from strop.ir.dims import Expr, parse
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """One tensor argument: sizes as text over root names, for example ("b", "4", "8*h", "8*w")."""
+    """Describe one tensor argument: sizes as text over root names, for example ("b", "4", "8*h",
+    "8*w")."""
 
     shape: tuple[str, ...]
     dtype: torch.dtype
