@@ -41,8 +41,8 @@ def lower_once(hints: Mapping[str, int], *, generic: bool = False) -> Lower:
 
 @dataclass(frozen=True, slots=True)
 class _Structure:
-    """``number``: of each node in ``key``. ``starts``: by number, where the only view of a value
-    that is read begins, if that is no part of ``key``."""
+    """Hold the structure of a group. ``number``: of each node in ``key``. ``starts``: by number,
+    where the only view of a value that is read begins, if that is no part of ``key``."""
 
     key: Any
     number: Mapping[Node, int]

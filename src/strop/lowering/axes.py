@@ -1,4 +1,4 @@
-"""Iteration axes of a kernel under construction.
+"""Hold the iteration axes of a kernel under construction.
 
 An index is a list of axes a dim, outermost first (the iteration atoms of the design). Reading
 through a view splits axes by exact division; two ways to reach one value unify theirs. Splits
@@ -18,7 +18,7 @@ Strides = dict[int, Expr]
 
 
 class AxisTable:
-    """Axes are small integers; ``size[a]`` is the extent of axis a."""
+    """Number the axes: they are small integers; ``size[a]`` is the extent of axis a."""
 
     def __init__(self) -> None:
         self.size: list[Expr] = []

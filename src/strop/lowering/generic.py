@@ -1,4 +1,4 @@
-"""Kernels without sizes of their own: what is outer takes every size as an argument.
+"""Print kernels without sizes of their own: what is outer takes every size as an argument.
 
 ``torch.compile`` traces the first shape with constants and later ones with symbols. Both graphs
 have the same kernels but for these numbers. With names in their place the sources are equal, and
@@ -63,7 +63,7 @@ def _is_transposed(outer: Axis, inner: Axis, stmts: Sequence[Stmt]) -> bool:
 
 @dataclass
 class _Naming:
-    """``sizes``: what each name stands for in this graph."""
+    """Name sizes. ``sizes``: what each name stands for in this graph."""
 
     source: Kernel
     sizes: dict[str, Expr] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""One fusion group -> one loop-IR kernel, with the buffers that its params stand for."""
+"""Turn one fusion group into one loop-IR kernel, with the buffers that its params stand for."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ MAX_COLS = 4096  # static inner axes are gathered into one inner level up to thi
 
 @dataclass(frozen=True, slots=True)
 class Lowered:
-    """A kernel and, for each of its params, the value whose buffer it reads or writes, and from
-    which element on: a slice that is read at one offset only is not a kernel of its own."""
+    """Hold a kernel and, for each of its params, the value whose buffer it reads or writes, and
+    from which element on: a slice that is read at one offset only is not a kernel of its own."""
 
     kernel: Kernel
     buffers: tuple[Node, ...]

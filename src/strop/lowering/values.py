@@ -1,4 +1,4 @@
-"""The statements that compute a group's values: pull from what is stored to what is loaded.
+"""Write the statements that compute a group's values: pull from what is stored to what is loaded.
 
 ``value(node, index)`` emits whatever is needed to have one element of ``node`` at ``index`` and
 returns its name. Views turn into other indices, stored values into loads, and pointwise rows and
@@ -25,7 +25,7 @@ ZERO = const(0)
 
 @dataclass(frozen=True, slots=True)
 class Dim:
-    """Position along one dim: shift + step times the axes, row-major.
+    """Hold the position along one dim: shift + step times the axes, row-major.
 
     Through a slice or a piece of a cat the axes no longer run over the whole dim: ``partial``.
     """
@@ -45,7 +45,7 @@ NodeIndex = tuple[Dim, ...]
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """An affine index before axes are final."""
+    """Hold an affine index before axes are final."""
 
     offset: Expr
     strides: tuple[tuple[int, Expr], ...]
@@ -53,7 +53,7 @@ class Access:
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """A statement before axes are final. ``kind`` names the loop IR statement it becomes."""
+    """Hold a statement before axes are final. ``kind`` names the loop IR statement it becomes."""
 
     kind: str
     outs: tuple[str, ...]
