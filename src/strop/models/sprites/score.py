@@ -25,7 +25,7 @@ _THIRD = 0.375
 
 @dataclass(frozen=True)
 class Piece:
-    """One object seen in a picture.
+    """Describe one object seen in a picture.
 
     Attributes:
         colour: Name of the nearest object colour, or None if none is near.
@@ -46,7 +46,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Score:
-    """Which attributes of a prompt a picture got right; what a prompt leaves out is right."""
+    """Say which attributes of a prompt a picture got right; what a prompt leaves out is right."""
 
     count: bool
     colours: bool
