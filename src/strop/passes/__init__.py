@@ -1,4 +1,4 @@
-"""Graph rewrites. PIPELINE is the one place that knows their order."""
+"""Rewrite graphs. PIPELINE is the one place that knows the order of the passes."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ ONLY_ON = {
 
 @dataclass(frozen=True, slots=True)
 class PassRecord:
-    """What one pass did, for ``explain``."""
+    """Hold what one pass did, for ``explain``."""
 
     name: str
     seconds: float

@@ -1,4 +1,4 @@
-"""Linears that read the same input become one GEMM whose result is sliced.
+"""Merge linears that read the same input into one GEMM whose result is sliced.
 
 Weights stay data: a merged weight is an input of its own, bound by the runtime to one storage
 whose row slices are the Parameters themselves. So only Parameters merge, never values.

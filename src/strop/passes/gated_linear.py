@@ -1,4 +1,4 @@
-"""A linear whose halves are a value and its gate becomes one node with the gate (GEGLU).
+"""Join a linear whose halves are a value and its gate with the gate to one node (GEGLU).
 
 On a GPU one kernel then does both at sizes where it is faster: each program computes a tile of both
 halves, and what is twice as wide as the result is never written. Source: Shazeer, GLU Variants

@@ -1,4 +1,4 @@
-"""The sum of a linear and of another sum is made where the linear's product is added up.
+"""Make the sum of a linear and of another sum where the linear's product is added up.
 
 A library's GEMM adds to what lies where its result goes, in fp32 and before it rounds; the bias has
 gone to the kernel that computes the other sum. Where a library call reads the result next, no

@@ -1,4 +1,4 @@
-"""What only a pool reads is computed where the pool looks: one kernel, and no trip to memory.
+"""Compute what only a pool reads where the pool looks: one kernel, and no trip to memory.
 
 ``max_pool(relu(batch_norm(x)))`` looks up nine elements of ``x`` and computes each again, 2.25
 times in all, where it had nine of a tensor that a kernel of its own had to write. Worth it where
@@ -22,7 +22,7 @@ Users = Mapping[Node, Sequence[Node]]
 
 @dataclass(frozen=True, slots=True)
 class _Pool:
-    """A chain of pointwise nodes, all of one shape, and who reads its last one."""
+    """Hold a chain of pointwise nodes, all of one shape, and who reads its last one."""
 
     chain: frozenset[Node]
     readers: frozenset[Node]

@@ -1,4 +1,5 @@
-"""The sum of a linear, its bias and another value is made where the other value lies.
+"""Fuse the sum of a linear, its bias and another value into the linear, which writes over the other
+value.
 
 Kernels of ours for products begin with the bias and have the tensor memory accelerator add what
 they leave to what is there (``strop/kernels/wgmma_gemm.py``), so that no kernel reads and writes

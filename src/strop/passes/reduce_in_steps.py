@@ -1,4 +1,4 @@
-"""Sums over dims on both sides of a kept one, in two steps: inside first, then across.
+"""Sum over dims on both sides of a kept one in two steps: inside first, then across.
 
 A kernel that does both at once has kept and reduced elements side by side in its lanes, and all of
 them must fit in one tile. Where they need not, the inner dims are reduced alone: a value for each

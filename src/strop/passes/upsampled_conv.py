@@ -1,5 +1,5 @@
-"""A 3x3 convolution of a picture that was made twice as high and wide (nearest) becomes four of
-2x2 pixels of the picture as it was, with four ninths of the products.
+"""Compute the 3x3 convolution behind a nearest 2x upsampling from the small picture: four windows
+of 2x2 pixels, with four ninths of the products.
 
 A result's row reads three rows of the larger picture, two of which are the same row of the smaller
 one: their taps are added up first (Shi et al., Is the deconvolution layer the same as a
