@@ -21,7 +21,7 @@ NAME = "patterns"  # in Options.disable
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What became of the patterns, for ``explain``. ``names``: of those in force."""
+    """Say what became of the patterns, for ``explain``. ``names``: of those in force."""
 
     names: tuple[str, ...] = ()
     misses: tuple[Miss, ...] = ()

@@ -14,7 +14,7 @@ from strop.wording import counted
 
 
 class Replacement:
-    """The call of a ``pattern`` node at one shape: its attributes are evaluated."""
+    """Call the replacement of a ``pattern`` node at one shape: its attributes are evaluated."""
 
     def __init__(self, attrs: Mapping[str, Any]) -> None:
         self.name, self.keywords = attrs["name"], dict(attrs["attributes"])

@@ -1,4 +1,4 @@
-"""``strop.pattern``: checks a declaration, so that mistakes show where they are made."""
+"""Check a declaration of ``strop.pattern``, so that mistakes show where they are made."""
 
 from __future__ import annotations
 

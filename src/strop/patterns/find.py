@@ -1,4 +1,4 @@
-"""The matches of one pattern in a graph, and near misses with reasons."""
+"""Find the matches of one pattern in a graph, and near misses with reasons."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ MOST_MISSES = 50  # of one pattern in one graph
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """``results`` as the search gives them; ``replaced``: the node of the graph that each is a
-    view of; ``inside``: what nobody computes any more."""
+    """Describe a match. ``results`` as the search gives them; ``replaced``: the node of the graph
+    that each is a view of; ``inside``: what nobody computes any more."""
 
     pattern: Pattern
     arguments: tuple[Node, ...]
@@ -43,7 +43,7 @@ class Match:
 
 @dataclass(frozen=True, slots=True)
 class Miss:
-    """Where a pattern nearly matched, and why it did not."""
+    """Say where a pattern nearly matched, and why it did not."""
 
     pattern: str
     origin: str
@@ -52,7 +52,7 @@ class Miss:
 
 @dataclass(frozen=True, slots=True)
 class Near:
-    """How much of a search is there, from 0 to 1, and what is wrong."""
+    """Say how much of a search is there, from 0 to 1, and what is wrong."""
 
     share: float
     reason: str
@@ -60,7 +60,7 @@ class Near:
 
 @dataclass
 class Finder:
-    """State of one search through one graph."""
+    """Search one graph for one pattern, with the state of the search."""
 
     graph: Graph
     pattern: Pattern

@@ -1,4 +1,4 @@
-"""Where a pattern's search occurs in a graph.
+"""Find where a pattern's search occurs in a graph.
 
 First the skeleton, loosely: operators must agree from the result down to the arguments, whatever
 views, casts and sizes lie between. That gives candidates for the arguments. Then exactly: the
@@ -68,7 +68,7 @@ def swaps(node: Node) -> bool:
 
 
 class Numbers:
-    """Value numbers: equal for nodes that compute the same from the same."""
+    """Number values: the numbers are equal for nodes that compute the same from the same."""
 
     def __init__(self, graph: Graph) -> None:
         self.nodes: dict[int, list[Node]] = {}
@@ -104,7 +104,7 @@ class Numbers:
 
 
 class Skeleton:
-    """Candidates for the arguments of a pattern. ``places``: nodes and attributes of them that
+    """Hold candidates for the arguments of a pattern. ``places``: nodes and attributes of them that
     hold the value of a keyword."""
 
     def __init__(self, places: Places) -> None:

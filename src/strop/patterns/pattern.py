@@ -1,4 +1,4 @@
-"""One declared pattern, the handle that ``strop.pattern`` returns."""
+"""Describe one declared pattern, the handle that ``strop.pattern`` returns."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ EXACT = "exact"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pattern:
-    """A rule from a subgraph to a call. In force until ``remove``; as a context manager, until the
-    block ends. ``skeleton`` is the search at the sizes of the example."""
+    """Hold a rule from a subgraph to a call. It is in force until ``remove``; as a context manager,
+    until the block ends. ``skeleton`` is the search at the sizes of the example."""
 
     name: str
     search: Callable[..., Any]

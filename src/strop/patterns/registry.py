@@ -1,4 +1,5 @@
-"""The patterns of this process, in the order in which they were declared: earlier ones match first.
+"""Hold the patterns of this process, in the order in which they were declared: earlier ones match
+first.
 
 Programs name a pattern by its key, a digest of what it searches for. A change of the registry has
 whoever watches it forget what was compiled with the patterns before.

@@ -1,4 +1,5 @@
-"""A search function as a graph in the normal form of a module's: the same tracer and importer."""
+"""Trace a search function to a graph in the normal form of a module's, by the same tracer and
+importer."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ Argument = tuple[Shape, torch.dtype]
 
 @dataclass(frozen=True, slots=True)
 class Searched:
-    """``single``: it returns a tensor, and no tuple of them."""
+    """Hold a traced search. ``single``: it returns a tensor, and no tuple of them."""
 
     graph: Graph
     single: bool
