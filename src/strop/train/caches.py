@@ -1,4 +1,4 @@
-"""Latents and text embeddings that are computed once and kept on disk.
+"""Compute latents and text embeddings once, and keep them on disk.
 
 A file's name is a hash of all that its content depends on, so a file that is there is right. The
 weights are part of it in the type that they have now: fp32, or that of mixed precision.
@@ -31,7 +31,7 @@ Progress = Callable[[str, int, int], None]
 
 
 class StoredMoments:
-    """Mean and log-variance of each picture's latents, and of its mirror image's if wanted."""
+    """Hold mean and log-variance of each picture's latents, and of its mirror image's if wanted."""
 
     def __init__(self, folder: Path, key: str) -> None:
         self.folder, self.key = folder, key

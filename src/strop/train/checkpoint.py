@@ -1,4 +1,4 @@
-"""Checkpoints: tensors as safetensors, the rest as JSON, and a list of sizes and hashes.
+"""Write checkpoints: tensors as safetensors, the rest as JSON, and a list of sizes and hashes.
 
 A folder ``checkpoint-N`` appears by a rename once everything in it is on the disk, so a training
 killed at any moment leaves whole checkpoints only. Nothing is pickled.

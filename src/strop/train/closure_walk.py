@@ -1,4 +1,4 @@
-"""What a function can reach without being handed it: modules and random generators."""
+"""Find what a function can reach without being handed it: modules and random generators."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _PLAIN = (
 
 @dataclass
 class Reached:
-    """Found through closures, the names of a module, bound objects and containers."""
+    """Hold what is found through closures, the names of a module, bound objects and containers."""
 
     modules: list[nn.Module] = field(default_factory=list)
     generators: list[torch.Generator] = field(default_factory=list)
@@ -101,7 +101,7 @@ def _names(code: CodeType) -> list[str]:
 
 
 class Watched:
-    """Modules with all parts and tensors, listed once: looking again takes no walk."""
+    """Hold modules with all parts and tensors, listed once: looking again takes no walk."""
 
     def __init__(self, roots: Sequence[nn.Module]) -> None:
         self.roots = list(roots)

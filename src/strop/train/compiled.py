@@ -1,4 +1,4 @@
-"""Where a compiled forward and backward pass of the UNet takes its place."""
+"""Put a compiled forward and backward pass of the UNet in its place."""
 
 from __future__ import annotations
 

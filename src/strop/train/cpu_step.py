@@ -1,4 +1,4 @@
-"""Steps on a CPU: torch's fused CPU kernels, around which clip, average and shadow are put.
+"""Run steps on a CPU: torch's fused CPU kernels, around which clip, average and shadow are put.
 
 Host and device are one here, so the scalars are Python numbers, and a step that is skipped is a
 branch. Arrays whose type is not that of their states are converted for the call, and so are states

@@ -1,4 +1,4 @@
-"""Steps on a GPU: two sweeps over device memory, and one program between them for the scalars.
+"""Run steps on a GPU: two sweeps over device memory, and one program between them for the scalars.
 
 The host enqueues and never waits. It uploads addresses when they change, as they do where
 ``zero_grad`` frees the gradients, and numbers of groups when a schedule changes them.
@@ -41,7 +41,7 @@ class Launcher(Protocol):
 
 
 class CudaLauncher:
-    """Kernels of Strop's cache on the current stream."""
+    """Launch kernels of Strop's cache on the current stream."""
 
     def __init__(self, device: torch.device) -> None:
         options = Options.from_environment()
@@ -68,7 +68,7 @@ class CudaLauncher:
 
 
 class Upload:
-    """A list of numbers on the device, copied there when it differs from the last one.
+    """Keep a list of numbers on the device, copied there when it differs from the last one.
 
     Under capture the copy is a part of the graph, from memory that then belongs to the graph: a
     replay puts back the list that it was captured with. What is on the device is unknown from then
@@ -120,7 +120,7 @@ class Upload:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Batch:
-    """Tensors of one form: a launch for each sweep."""
+    """Hold tensors of one form: a launch for each sweep."""
 
     gradient_sweep: KernelSource
     update_sweep: KernelSource
@@ -132,7 +132,7 @@ class Batch:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Plan:
-    """A layout in device memory."""
+    """Hold a layout in device memory."""
 
     layout: Layout
     batches: tuple[Batch, ...]

@@ -1,4 +1,4 @@
-"""Batches by number: what batch n holds depends on the seed and on n alone."""
+"""Make batches by number: what batch n holds depends on the seed and on n alone."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from strop.train.settings import Settings
 
 @dataclass(frozen=True)
 class Batch:
-    """``pictures``: RGB from -1 to 1, or moments of latents. ``text``: token ids, or what the
-    text encoder makes of them. The first ``num_instances`` rows are not of the class."""
+    """Hold a batch. ``pictures``: RGB from -1 to 1, or moments of latents. ``text``: token ids, or
+    what the text encoder makes of them. The first ``num_instances`` rows are not of the class."""
 
     pictures: Tensor
     are_moments: bool
@@ -61,7 +61,8 @@ class Source(Protocol):
 
 @dataclass(frozen=True)
 class Crop:
-    """How a picture becomes a square: shares of the free room to the left and above, a mirror."""
+    """Say how a picture becomes a square: shares of the free room to the left and above, a
+    mirror."""
 
     left: float = 0.5
     top: float = 0.5
@@ -85,14 +86,14 @@ def pixels_of(path: Path, side: int, crop: Crop, resample: str = "lanczos") -> T
 
 
 class Moments(Protocol):
-    """Moments of latents that were computed before."""
+    """Hold moments of latents that were computed before."""
 
     def get(self, number: int, mirrored: bool) -> Tensor: ...
 
 
 @dataclass(frozen=True)
 class Captions:
-    """The different captions, the empty one last, and their ids or embeddings, row by row, on
+    """Hold the different captions, the empty one last, and their ids or embeddings, row by row, on
     the CPU."""
 
     rows: dict[str, int]
@@ -101,7 +102,8 @@ class Captions:
 
 @dataclass(frozen=True)
 class FolderSource:
-    """Pictures in an order that each epoch draws anew; class pictures come after the instances."""
+    """Give pictures in an order that each epoch draws anew; class pictures come after the
+    instances."""
 
     settings: Settings
     side: int
@@ -171,7 +173,8 @@ class FolderSource:
 
 
 class SpritesSource:
-    """Drawings of the sprites generator: new ones in every batch, the picture sizes in turn."""
+    """Give drawings of the sprites generator: new ones in every batch, the picture sizes in
+    turn."""
 
     batches_per_epoch = None
     digest = "sprites"
@@ -200,7 +203,8 @@ class SpritesSource:
 
 
 class Reader:
-    """Batches one after the other, pinned for a GPU; threads, if there are any, are some ahead."""
+    """Read batches one after the other, pinned for a GPU; threads, if there are any, are some
+    ahead."""
 
     def __init__(
         self, source: Source, start: int, end: int, workers: int, *, pins: bool = False

@@ -1,4 +1,4 @@
-"""Which operation a CUDA graph cannot hold, and which line asked for it."""
+"""Find which operation a CUDA graph cannot hold, and which line asked for it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pictures that the model draws between steps: of the class, and for validation."""
+"""Draw pictures between steps: of the class, and for validation."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _GAP = 4
 
 @dataclass(frozen=True)
 class Style:
-    """How pictures are drawn: side in pixels, guidance, denoising steps."""
+    """Say how pictures are drawn: side in pixels, guidance, denoising steps."""
 
     side: int
     guidance: float

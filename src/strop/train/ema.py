@@ -1,4 +1,4 @@
-"""Moving averages of the parameters, which the optimizer's own sweep keeps.
+"""Keep moving averages of the parameters in the optimizer's own sweep.
 
 The schedule and the state dict are those of ``diffusers.training_utils.EMAModel``.
 """
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class EMASchedule:
-    """The decay of each step, from the arguments of ``EMAModel``."""
+    """Compute the decay of each step, from the arguments of ``EMAModel``."""
 
     decay: float = 0.9999
     min_decay: float = 0.0
@@ -49,7 +49,7 @@ class EMASchedule:
 
 
 class ParameterEMA:
-    """``optimizer.ema``: the averages, with the methods of ``EMAModel`` that scripts call.
+    """Serve as ``optimizer.ema``: the averages, with the methods of ``EMAModel`` that scripts call.
 
     There is no ``step``: the optimizer's step is also the average's.
     """

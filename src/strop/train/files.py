@@ -1,4 +1,4 @@
-"""Files and folders that are there whole or not at all: written aside, synced, renamed."""
+"""Write files and folders that are there whole or not at all: written aside, synced, renamed."""
 
 from __future__ import annotations
 

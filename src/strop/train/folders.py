@@ -28,7 +28,7 @@ _SHOWN = 5  # names in a message
 
 @dataclass(frozen=True)
 class Picture:
-    """A file that was decoded once, with its size in pixels and a hash of its bytes."""
+    """Describe a file that was decoded once, with its size in pixels and a hash of its bytes."""
 
     path: Path
     name: str
@@ -40,7 +40,7 @@ class Picture:
 
 @dataclass(frozen=True)
 class BadFile:
-    """A file that is no whole picture, and why."""
+    """Name a file that is no whole picture, and why."""
 
     path: Path
     reason: str
@@ -51,7 +51,7 @@ class BadFile:
 
 @dataclass(frozen=True)
 class Folder:
-    """Pictures sorted by name, and what was left out."""
+    """Hold pictures sorted by name, and what was left out."""
 
     path: Path
     pictures: tuple[Picture, ...]

@@ -1,5 +1,6 @@
 # mypy: ignore-errors
-"""The Triton kernels of the parameter step. Strop reads this file as text and never imports it.
+"""Hold the Triton kernels of the parameter step. Strop reads this file as text and never imports
+it.
 
 Every kernel works on a list of tensors: ``blocks[i]`` says which tensor program ``i`` works on and
 which block of it, ``grads`` and ``arrays`` hold addresses (of parameters, two states, averages,

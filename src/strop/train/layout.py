@@ -1,4 +1,5 @@
-"""What one step works on: a dense array beside a dense array for every parameter with a gradient.
+"""List what one step works on: a dense array beside a dense array for every parameter with a
+gradient.
 
 A layout holds until a parameter, a state or the kind of a gradient changes; new memory of a
 gradient is only another address.
@@ -19,8 +20,8 @@ FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Item:
-    """One parameter. All its arrays have the strides of ``param`` and no gaps; 8-bit states, which
-    have ``scales``, lie in a row in the same order."""
+    """Describe one parameter. All its arrays have the strides of ``param`` and no gaps; 8-bit
+    states, which have ``scales``, lie in a row in the same order."""
 
     owner: Tensor  # the user's parameter
     param: Tensor  # its memory, or a copy of it if that has gaps
@@ -41,7 +42,7 @@ class Item:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Layout:
-    """The parameters of a step. ``key``: what they were when this was made."""
+    """Hold the parameters of a step. ``key``: what they were when this was made."""
 
     items: tuple[Item, ...]
     key: object

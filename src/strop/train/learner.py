@@ -1,4 +1,4 @@
-"""The weights that are trained, their optimizer and averages, as tensors by name."""
+"""Hold the weights that are trained, their optimizer and averages, as tensors by name."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from strop.train.settings import Settings
 
 
 class Learner:
-    """A step of all weights that require a gradient; their state goes to and from checkpoints."""
+    """Step all weights that require a gradient; their state goes to and from checkpoints."""
 
     def __init__(self, settings: Settings, modules: dict[str, nn.Module]) -> None:
         self.modules = modules

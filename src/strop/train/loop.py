@@ -1,5 +1,5 @@
-"""The training loop. What a step computes depends on the seed, its number and the state before it;
-so a training that was stopped and resumed gives the bits of one that was not."""
+"""Run the training loop. What a step computes depends on the seed, its number and the state before
+it; so a training that was stopped and resumed gives the bits of one that was not."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _REPORT_S = 1.0
 
 
 class Watch(Protocol):
-    """Who shows the progress."""
+    """Show the progress."""
 
     def stage(self, text: str, done: int, total: int) -> None: ...
 
@@ -41,7 +41,7 @@ class Watch(Protocol):
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a training ended: ``stopped_by`` is a signal's number, or None if it is complete."""
+    """Say how a training ended: ``stopped_by`` is a signal's number, or None if it is complete."""
 
     step: int
     total: int
@@ -50,7 +50,7 @@ class Outcome:
 
 @dataclass
 class _Window:
-    """Steps that were not reported yet; their losses wait on the device."""
+    """Hold steps that were not reported yet; their losses wait on the device."""
 
     start: float = field(default_factory=time.monotonic)
     losses: list[Tensor] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""LoRA adapters: added by peft, written as diffusers and as kohya and ComfyUI read them."""
+"""Add LoRA adapters by peft, and write them as diffusers and as kohya and ComfyUI read them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The parts of a Stable Diffusion model, loaded from a diffusers folder for training."""
+"""Load the parts of a Stable Diffusion model from a diffusers folder for training."""
 
 from __future__ import annotations
 
@@ -27,8 +27,9 @@ HALVES = {"fp16": torch.float16, "bf16": torch.bfloat16}  # by --mixed_precision
 
 @dataclass(frozen=True)
 class Model:
-    """``signal`` is the share of the picture that is left at each timestep (alphas_cumprod).
-    ``half`` is the type of mixed precision, and of all weights that are not trained; or None."""
+    """Hold the parts. ``signal`` is the share of the picture that is left at each timestep
+    (alphas_cumprod). ``half`` is the type of mixed precision, and of all weights that are not
+    trained; or None."""
 
     folder: Path
     unet: Any

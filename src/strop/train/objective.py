@@ -1,4 +1,4 @@
-"""The loss of a batch: noise, what the UNet is to predict of it, and weights."""
+"""Compute the loss of a batch: noise, what the UNet is to predict of it, and weights."""
 
 from __future__ import annotations
 
@@ -56,7 +56,8 @@ def joined(rows: Tensor, num_instances: int, prior_weight: float) -> Tensor:
 
 
 class Objective:
-    """Called with a batch and its number; ``unet`` is what runs in the place of the model's."""
+    """Compute the loss of a batch with its number; ``unet`` is what runs in the place of the
+    model's."""
 
     def __init__(self, settings: Settings, model: Model, unet: nn.Module) -> None:
         self.settings, self.model, self.unet = settings, model, unet

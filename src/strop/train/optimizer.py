@@ -1,4 +1,4 @@
-"""The optimizer behind ``FusedAdamW``, ``FusedAdam`` and ``FusedSGD``."""
+"""Run the optimizer behind ``FusedAdamW``, ``FusedAdam`` and ``FusedSGD``."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ STATES = ("fp32", "8bit")
 
 @dataclass(frozen=True, slots=True)
 class Extras:
-    """What the step does beside the update. All of it is off by default."""
+    """Say what the step does beside the update. All of it is off by default."""
 
     max_grad_norm: float | None = None
     ema_decay: float | EMASchedule | None = None

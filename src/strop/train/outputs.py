@@ -1,4 +1,4 @@
-"""The trained model, as a diffusers folder or as LoRA files."""
+"""Write the trained model as a diffusers folder or as LoRA files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Moments of Adam in 8 bits: a code for each value, and a scale for each block of 256.
+"""Keep moments of Adam in 8 bits: a code for each value, and a scale for each block of 256.
 
 After Dettmers, Lewis, Shleifer and Zettlemoyer, "8-bit Optimizers via Block-wise Quantization"
 (arXiv:2110.02861). What is coded is a value over the largest of its block. Seven decades below 1

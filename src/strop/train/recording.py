@@ -24,7 +24,7 @@ Body = Callable[[], Tensor]
 
 
 class Recording(Protocol):
-    """A step that can be done again."""
+    """Hold a step that can be done again."""
 
     def replay(self) -> Tensor:
         """Do it; gives its loss, in memory that the next replay leaves alone."""
@@ -32,7 +32,7 @@ class Recording(Protocol):
 
 
 class Recorder(Protocol):
-    """A device's way of recording."""
+    """Record in a device's way."""
 
     def working(self) -> contextlib.AbstractContextManager[None]:
         """Run everything in here in order with what the caller does before and after."""

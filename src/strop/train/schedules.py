@@ -1,4 +1,5 @@
-"""Learning rates as functions of the step: those of ``diffusers.get_scheduler``, without state."""
+"""Compute learning rates as functions of the step: those of ``diffusers.get_scheduler``, without
+state."""
 
 from __future__ import annotations
 

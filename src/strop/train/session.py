@@ -1,4 +1,4 @@
-"""Everything that a training needs before its first step, made from its settings."""
+"""Prepare everything that a training needs before its first step, from its settings."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ Warn = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Session:
-    """``step`` is where it starts: 0, or that of the checkpoint it resumes."""
+    """Hold a prepared training; ``step`` is where it starts: 0, or that of the checkpoint it
+    resumes."""
 
     settings: Settings
     model: Model

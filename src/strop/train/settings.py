@@ -1,5 +1,6 @@
-"""What a training does: one frozen dataclass, whose fields are also the flags of ``strop train``
-and the keys of its YAML files. Names and defaults are those of diffusers' example scripts."""
+"""Say what a training does, in one frozen dataclass, whose fields are also the flags of ``strop
+train`` and the keys of its YAML files. Names and defaults are those of diffusers' example
+scripts."""
 
 from __future__ import annotations
 
@@ -60,7 +61,7 @@ def _flag(
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """All settings of one training. ``None`` leaves a choice to the model or to the task."""
+    """Hold all settings of one training. ``None`` leaves a choice to the model or to the task."""
 
     task: str
 

@@ -1,4 +1,4 @@
-"""Gradients that outlive a backward pass, in memory that stands still.
+"""Keep gradients that outlive a backward pass in memory that stands still.
 
 A graph writes where it was captured to write. What one graph leaves for the next, in accumulation,
 therefore lies in a home of its own, from the first call on.
@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 class StaticGradients:
-    """The homes of gradients, by parameter."""
+    """Hold the homes of gradients, by parameter."""
 
     def __init__(self) -> None:
         self._homes: dict[Tensor, Tensor] = {}

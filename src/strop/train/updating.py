@@ -1,4 +1,4 @@
-"""The parameter update as the end of a step, in a plain run and under capture.
+"""Update the parameters at the end of a step, in a plain run and under capture.
 
 What changes from step to step must be read from device memory. Fused optimizers keep all of it
 there; of torch's those do that were made with ``capturable=True`` and a learning rate that is a
@@ -24,7 +24,7 @@ _STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
 
 class Updating:
-    """An optimizer, with a scaler or without."""
+    """Hold an optimizer, with a scaler or without."""
 
     def __init__(self, optimizer: Optimizer, scaler: torch.amp.GradScaler | None) -> None:
         if not isinstance(optimizer, Optimizer):

@@ -1,4 +1,4 @@
-"""``strop.train.compile_step``: forward, loss, backward and update as one callable.
+"""Make one callable of forward, loss, backward and update: ``strop.train.compile_step``.
 
 On a GPU a call replays a CUDA graph of all of it. Python then runs for the first two calls of each
 bucket (how the arguments look, and where in an accumulation the call is) and for the capture that
@@ -35,7 +35,7 @@ MOST_BUCKETS = 1024  # with a number that is another one at each call there is n
 
 @dataclass
 class StepReport:
-    """How the calls of a step were served."""
+    """Count how the calls of a step were served."""
 
     graph: bool  # whether there are graphs at all
     plain_runs: int = 0
@@ -55,7 +55,7 @@ class StepReport:
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """The arguments of a call: tensors, and all else as a key."""
+    """Hold the arguments of a call: tensors, and all else as a key."""
 
     skeleton: Skeleton
     tensors: tuple[Tensor, ...]
@@ -88,7 +88,7 @@ def _span(t: Tensor) -> Tensor:
 
 @dataclass(eq=False)
 class _Bucket:
-    """Calls that look alike. ``held``: what the graph points to, beside ``standing``."""
+    """Hold calls that look alike. ``held``: what the graph points to, beside ``standing``."""
 
     uses: int = 0
     recording: Recording | None = None
@@ -104,7 +104,8 @@ class _Bucket:
 
 
 class WholeStep:
-    """Made by ``compile_step``. Each call is one micro-batch, and returns its loss, detached."""
+    """Run a training step that ``compile_step`` has made. Each call is one micro-batch, and returns
+    its loss, detached."""
 
     leads_nowhere = True  # to modules of a loss, which may hold the step as well
 
