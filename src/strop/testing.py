@@ -1,4 +1,4 @@
-"""How accurate a compiled result has to be: as good as eager, judged by the fp64 result.
+"""Say how accurate a compiled result has to be: as good as eager, judged by the fp64 result.
 
     error(x) = x - reference, over all elements
     ulp      = eps(dtype of actual) * RMS(reference): the last place of a typical element
