@@ -1,4 +1,5 @@
-"""Are the kernels that rules choose the fastest ones? Judged by sweeps that an earlier run left.
+"""Judge whether the kernels that rules choose are the fastest ones, by sweeps that an earlier run
+left.
 
 A sweep is a JSON file of ``attn_boxes.py``, ``attn_groups.py``, ``conv_groups.py`` or
 ``linear_groups.py`` in ``benchmarks/probes``: at each shape the microseconds of the library and of
@@ -39,8 +40,8 @@ Name = tuple[Any, ...] | str  # the numbers of a tile, or one of LIBRARIES
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What a rule has chosen at a shape of a sweep. ``was_fitted``: the rule's numbers are from
-    this very shape."""
+    """Hold what a rule has chosen at a shape of a sweep. ``was_fitted``: the rule's numbers are
+    from this very shape."""
 
     kind: str
     shape: Shape
@@ -57,7 +58,8 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Geometric mean and least of the shares; of shapes that nothing was fitted to, or of all."""
+    """Hold the geometric mean and the least of the shares, of shapes that nothing was fitted to, or
+    of all."""
 
     count: int
     mean: float
@@ -69,7 +71,8 @@ class Verdict:
 
 
 def picture(shape: Shape) -> Picture:
-    """Of a shape of a sweep: batch, height = width, channels in and out, window and stride."""
+    """Return the picture of a shape of a sweep: batch, height = width, channels in and out, window
+    and stride."""
     batch, side, ins, outs, size, stride = shape
     return picture_of((batch, ins, side, side), (outs, ins, size, size), stride)
 
@@ -174,7 +177,7 @@ HELD_OUT: Mapping[str, frozenset[Shape]] = {
 
 
 def choices(sweep: Path) -> Iterator[Choice]:
-    """One for each shape at which the tile that the rule chooses was timed.
+    """Yield a choice for each shape at which the tile that the rule chooses was timed.
 
     Raises StropError for a file that is no sweep of a kind that has a rule.
     """
@@ -211,8 +214,9 @@ def _swept(sweep: Path) -> Iterator[tuple[str, Shape, dict[Name, float]]]:
 
 
 def _name(who: str, kind: str) -> Name:
-    """With numbers that tiles did not have when a sweep was made, and without those that tiles of
-    attention had, polynomials and registers, where they were what they are now."""
+    """Return a tile's name as it is today: with numbers that tiles did not have when a sweep was
+    made, and without those that tiles of attention had (polynomials and registers) where they were
+    what they are now."""
     if who in LIBRARIES:
         return who
     if who.startswith(KEEPS):
@@ -235,7 +239,8 @@ def judged(found: Sequence[Choice], *, held_out: bool) -> Verdict:
 
 
 def decision_us(shapes: Iterable[Shape]) -> tuple[float, float]:
-    """Median microseconds of the rule for convolutions, at sizes it has not seen and again."""
+    """Measure the median microseconds of the rule for convolutions, at sizes that it has not seen
+    and again."""
     products.form_of.cache_clear()
     taken: tuple[list[float], list[float]] = ([], [])
     for shape in shapes:

@@ -1,4 +1,4 @@
-"""``strop bench``: measurements beside eager torch and other peers."""
+"""Measure beside eager torch and other peers (``strop bench``)."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def _compile_rows(result: dict[str, Any]) -> list[tuple[str, ...]]:
 
 
 def _prepared(case: str, out: Path | None, device: Device) -> tuple[BenchCase, str]:
-    """Everything that can be wrong is found here, before any work."""
+    """Find everything that can be wrong before any work."""
     require_diffusion()
     arguments.check_folder(out)
     from strop.bench.cases import CASES
@@ -445,7 +445,8 @@ def _show_kernels(result: dict[str, Any]) -> None:
 
 
 def _census(chosen: Sequence[ZooModel], device: str, num_shapes: int) -> dict[str, Any]:
-    """Under a progress bar, which also keeps the compiler's warnings off the table."""
+    """Run the census under a progress bar, which also keeps the compiler's warnings off the
+    table."""
     import torch
 
     from strop.bench import census
