@@ -165,7 +165,7 @@ def test_which_read_pieces() -> None:
     assert [reads_pieces(source_of(case)) for case in (STEM, FIRST, LAST)] == [False, False, True]
 
 
-@pytest.mark.parametrize("arch", [80, 86, 89, 90, 100])
+@pytest.mark.parametrize("arch", [80, 86, 89, 90, 100, 120])
 @pytest.mark.parametrize("case", [STEM, (320, 4, *FIRST[2:])], ids=str)
 def test_compiles(case: Case, arch: int, tmp_path: Path) -> None:
     cubin = compiled(source_of(case), arch)

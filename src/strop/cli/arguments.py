@@ -76,8 +76,13 @@ DeviceOption = Annotated[
 ]
 
 
-def _use_arch(arch: int) -> int:
-    """Whatever makes Options from now on reads it, in processes that are started as well."""
+def parse_arch(text: str | int) -> int:
+    """Read "86". Whatever makes Options from now on knows it, in processes started later too."""
+    if not str(text).isdigit():
+        raise typer.BadParameter(
+            f"{text!r} is no architecture; write a number, like 86 for compute capability 8.6"
+        )
+    arch = int(text)
     if arch:
         try:
             use_arch(arch)
@@ -90,7 +95,7 @@ ArchOption = Annotated[
     int,
     typer.Option(
         "--arch",
-        callback=_use_arch,
+        parser=parse_arch,
         metavar="SM",
         help="Compile, and run on a newer GPU, as if on one of this architecture: 80, 86, 87 or 89."
         r" [dim]\[default: that of the GPU][/]",
