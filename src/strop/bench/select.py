@@ -1,7 +1,7 @@
 """Are the kernels that rules choose the fastest ones? Judged by sweeps that an earlier run left.
 
-A sweep is a JSON file of ``attn_boxes.py``, ``attn_groups.py``, ``conv_groups.py`` or
-``linear_groups.py`` in ``benchmarks/probes``: at each shape the microseconds of the library and of
+A sweep is a JSON file of ``attn_tma.py``, ``attn_wgmma.py``, ``conv_wgmma.py`` or
+``linear_wgmma.py`` in ``benchmarks/probes``: at each shape the microseconds of the library and of
 every tile.
 """
 
@@ -90,19 +90,19 @@ def _linear(shape: Shape) -> Name:
 
 
 RULES: Mapping[str, Callable[[Shape], Name]] = {
-    "attn_boxes": _attention,
-    "attn_groups": _attention,
-    "conv_groups": _product,
-    "linear_groups": _linear,
+    "attn_tma": _attention,
+    "attn_wgmma": _attention,
+    "conv_wgmma": _product,
+    "linear_wgmma": _linear,
 }
 FITTED: Mapping[str, frozenset[Shape]] = {
-    "attn_boxes": frozenset(attention.FITTED),
-    "attn_groups": frozenset(attention.FITTED),
+    "attn_tma": frozenset(attention.FITTED),
+    "attn_wgmma": frozenset(attention.FITTED),
 }
 # Of products, whose rules are fitted to all other shapes that were measured: layers of Stable
 # Diffusion at batches and pictures that were drawn by lot.
 HELD_OUT: Mapping[str, frozenset[Shape]] = {
-    "conv_groups": frozenset(
+    "conv_wgmma": frozenset(
         (*each, 3, 1)
         for each in (
             (1, 124, 1920, 640),
@@ -127,7 +127,7 @@ HELD_OUT: Mapping[str, frozenset[Shape]] = {
             (6, 117, 640, 320),
         )
     ),
-    "linear_groups": frozenset(
+    "linear_wgmma": frozenset(
         (
             (1296, 1920, 640, ""),
             (1452, 1280, 1280, ""),
