@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from strop.errors import OptionError
+from strop.ir.device import check_arch
 
 
 def _knob(default: Any, doc: str, env: str = "", *, keyed: bool = True) -> Any:
@@ -50,6 +51,12 @@ class Options:
         "Search the first results of each shape for NaN and inf, and log what is found.",
         "STROP_CHECK_FINITE",
         keyed=False,
+    )
+    arch: int = _knob(
+        0,
+        "Compile, and run on a newer GPU, as if on a GPU of this architecture: 80, 86, 87 or 89."
+        " 0 takes the GPU's own.",
+        "STROP_ARCH",
     )
     disable: tuple[str, ...] = _knob((), "Skip the passes with these names.", "STROP_DISABLE")
     early_launch: bool = _knob(
@@ -149,6 +156,7 @@ class Options:
     def __post_init__(self) -> None:
         for knob in fields(self):
             _check(knob.name, getattr(self, knob.name), knob.default)
+        check_arch(self.arch)
 
     @staticmethod
     def from_environment(**overrides: Any) -> Options:
@@ -205,6 +213,13 @@ class Options:
     @property
     def cache_path(self) -> Path:
         return Path(self.cache_dir).expanduser() if self.cache_dir else Path.home() / ".cache/strop"
+
+
+def use_arch(arch: int) -> None:
+    """Set STROP_ARCH for this process and those that it starts. Raises OptionError for an
+    architecture that does not exist."""
+    check_arch(arch)
+    os.environ["STROP_ARCH"] = str(arch)  # noqa: TID251
 
 
 OPTION_NAMES = tuple(knob.name for knob in fields(Options))

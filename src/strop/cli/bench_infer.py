@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from strop.cli import arguments
-from strop.cli.arguments import Device, DeviceOption
+from strop.cli.arguments import ArchOption, Device, DeviceOption
 from strop.cli.mistakes import CommandError, reported, require_diffusion
 from strop.cli.tables import OutOption, SamplesOption, known, show, wrong
 
@@ -78,7 +78,8 @@ VariantsOption = Annotated[
     bool,
     typer.Option(
         "--variants",
-        help="With --random, also measure each shape with each choice of kernels the other way.",
+        help="With --random, also measure each shape with each option for kernels switched the "
+        "other way.",
     ),
 ]
 DtypeOption = Annotated[
@@ -121,10 +122,11 @@ def infer(
     calls: CallsOption = 20,
     dtype: DtypeOption = "",
     device: DeviceOption = Device.auto,
+    arch: ArchOption = 0,
     tiny: TinyOption = False,
     commit: CommitOption = "",
 ) -> None:
-    """Time a UNet step, a VAE, whole pictures and a cold compile, by Strop and by its peers.
+    """Time a UNet step, a VAE, whole pictures and a cold compile, with Strop and with its peers.
 
     Models have random weights at full size; nothing is downloaded. Rows of one model share a
     process, in which all contenders are sampled in turns; random shapes get a fresh process with

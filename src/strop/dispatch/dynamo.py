@@ -142,7 +142,11 @@ def _compile(gm: GraphModule, inputs: Sequence[Any], job: Job) -> Any:
     try:
         device = _device_of(inputs)
         library = kernel_loader(
-            device.type, device.index or 0, options.cache_dir, options.build_workers
+            device.type,
+            device.index or 0,
+            options.cache_dir,
+            options.build_workers,
+            options.arch,
         )
         # a further graph shares most kernels with the first one
         library.warm_up(FEW_WORKERS if records else None)

@@ -40,10 +40,10 @@ from strop.runtime.run.folded_taps import FoldedTaps
 from strop.runtime.run.layouts import is_laid_out, laid_out, reshaped
 from strop.runtime.run.library_calls import (
     ALLOCATING,
-    CUDA_ALLOCATING,
     CUDA_PLANNED_OUT,
     PLANNED_OUT,
     Getter,
+    allocating_on,
     in_own_memory,
 )
 from strop.runtime.run.limits import needs_wide_indices
@@ -97,7 +97,7 @@ class Bound:
         self._state, self._kernels, self._workspace = state, kernels, workspace
         on_cuda = program.device == "cuda"
         self._planned_calls = CUDA_PLANNED_OUT if on_cuda else PLANNED_OUT
-        self._allocating_calls = CUDA_ALLOCATING if on_cuda else ALLOCATING
+        self._allocating_calls = allocating_on(kernels.device) if on_cuda else ALLOCATING
         steady = hoist.steady if hoist else ()
         prologue = prologue_of(program, self.steps, steady, self._planned_calls)
         self.hoisted = Hoisted(prologue, hoist)

@@ -19,7 +19,7 @@ from strop.ir.dims import Expr
 from strop.ir.ops import OF_ROWS
 from strop.ir.program import CallStep, Program, TensorRef
 from strop.runtime.run import own_calls
-from strop.runtime.run.library_calls import CUDA_ALLOCATING, CUDA_PLANNED_OUT
+from strop.runtime.run.library_calls import CUDA_PLANNED_OUT, allocating_on
 from strop.runtime.run.wide_attention import is_wide
 
 # The rest has nothing to load.
@@ -62,7 +62,7 @@ def prime(
         for form in forms:
             if not is_open():
                 break
-            _call(form)
+            _call(form, device)
             num_calls += 1
     return num_calls
 
@@ -101,10 +101,10 @@ def _is_plain(program: Program, step: CallStep) -> bool:
     return step.op != "attention" or not is_wide(dict(step.attrs), shapes, dtype)
 
 
-def _call(form: Form) -> None:
+def _call(form: Form, device: Device) -> None:
     operands, attrs = [torch.empty_strided(s, t, dtype=d) for s, t, d in form.operands], form.attrs
     if form.op not in CUDA_PLANNED_OUT:
-        CUDA_ALLOCATING[form.op](dict(attrs))(operands)
+        allocating_on(device)[form.op](dict(attrs))(operands)
         return
     if form.op == "conv2d":
         operands[1] = operands[1].contiguous(memory_format=torch.channels_last)  # as weights lie
