@@ -1,8 +1,7 @@
 """Are the kernels that rules choose the fastest ones? Judged by sweeps that an earlier run left.
 
-A sweep is a JSON file of ``attn_tma.py``, ``attn_wgmma.py``, ``conv_wgmma.py`` or
-``linear_wgmma.py`` in ``benchmarks/probes``: at each shape the microseconds of the library and of
-every tile.
+A sweep is a JSON file of ``benchmarks/fit_kernels.py`` for ``attn_tma``, ``attn_wgmma``,
+``conv_wgmma`` or ``linear_wgmma``: at each shape the microseconds of the library and of every tile.
 """
 
 from __future__ import annotations

@@ -483,7 +483,7 @@ def select(
     sweeps: Annotated[
         list[Path],
         typer.Argument(
-            help="Read these files of the probes that sweep convolutions, linears or attention.",
+            help="Read these files of benchmarks/fit_kernels.py.",
             show_default=False,
         ),
     ],

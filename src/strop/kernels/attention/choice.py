@@ -19,7 +19,7 @@ from strop.kernels.attention.wgmma_tiles import WgmmaTile
 
 AnyTile = Tile | WgmmaTile | KeysTile
 
-# Measured on an H100 in fp16 (benchmarks/probes/attn_tma.py and attn_wgmma.py).
+# Measured on an H100 in fp16 (benchmarks/fit_kernels.py attn_tma and attn_wgmma).
 FITTED = (  # batch, heads, queries, keys, size of a head of the measurements that set these numbers
     (2, 8, 1024, 77, 80),
     (2, 8, 4096, 77, 40),

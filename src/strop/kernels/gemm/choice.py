@@ -110,7 +110,7 @@ class Cost:
     step: float
 
 
-# Fitted to what they take on an H100 in fp16 (benchmarks/probes/conv_wgmma.py, linear_wgmma.py).
+# Fitted to what they take on an H100 in fp16 (benchmarks/fit_kernels.py conv_wgmma, linear_wgmma).
 CONV_TILES: Mapping[Tile, Cost] = {
     Tile(2, 80, 6, keeps_on=True): Cost(0.0, 2.3, 0.293),
     Tile(2, 128, 5, keeps_on=True): Cost(0.0, 2.8, 0.368),
@@ -139,7 +139,7 @@ STRIDED_TILES: Mapping[Tile, Cost] = {
     Tile(2, 160, 5, split=8): Cost(3.4, 7.4, 0.642),
     Tile(2, 184, 4, split=4): Cost(5.7, 8.6, 0.529),
 }
-# Of four windows (benchmarks/probes/conv_upsampled.py).
+# Of four windows (benchmarks/fit_kernels.py conv_upsampled).
 UPSAMPLED_TILES: Mapping[Tile, Cost] = {
     Tile(2, 80, 6, keeps_on=True): Cost(0.0, 2.3, 0.293),
     Tile(2, 128, 5, keeps_on=True): Cost(1.5, 1.2, 0.39),

@@ -128,7 +128,7 @@ def geglu(width: int, dtype: torch.dtype, *, has_bias: bool) -> KernelSource:
 
 
 TILE = Tile(128, 128, 3, 8)
-# Measured on an H100 in fp16 (benchmarks/probes/gemm_tma.py), us of cuBLAS with a kernel behind
+# Measured on an H100 in fp16 (gemm_tma of benchmarks/results), us of cuBLAS with a kernel behind
 # it and ours: 8192x640 -> 2560 133 and 108, 2048x1280 -> 5120 105 and 94, 2048x640 -> 2560 32.1 and
 # 32.3, 512x1280 -> 5120 28.5 and 31.9. 8192x320 -> 1280 took 52 and 37 there, where nothing is in
 # the L2 cache, and was no faster within SD1.5's UNet, where the product is.

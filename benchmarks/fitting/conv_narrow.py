@@ -1,6 +1,4 @@
-"""Is a convolution of ours faster than cuDNN's where a picture has few channels on one side?
-
-python benchmarks/probes/conv_narrow.py --out FOLDER [--seconds 90]
+"""Convolutions with few channels on one side, beside cuDNN's.
 
 One H100, fp16, channels-last: the first convolution of ResNet-50, first and last of SD1.5's
 UNet and VAE decoder. Errors are against fp64.
@@ -8,17 +6,19 @@ UNet and VAE decoder. Errors are against fp64.
 
 from __future__ import annotations
 
+import argparse
 import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import contest
 import torch
 from torch import Tensor
 
+from benchmarks.fitting import contest
 from strop.ir.source import KernelSource
 from strop.kernels.conv.narrow import Tile, Window, narrow_conv
 
+SECONDS = 90
 # pictures, height and width, channels in and out, window, stride
 SHAPES = (
     (1, 224, 3, 64, 7, 2),
@@ -132,11 +132,6 @@ def measure(shape: tuple[int, ...], library: Any) -> dict[str, Any]:
         return contest.judged(calls, SETS, out, truth, stream)
 
 
-def main() -> None:
-    args = contest.arguments_of(__doc__, seconds=90).parse_args()
+def run(args: argparse.Namespace) -> None:
     sources = [source for shape in SHAPES for _, source in candidates(shape)]
     contest.hold("conv_narrow", args, sources, SHAPES, measure)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,26 +1,25 @@
-"""Is a linear of ours, in PTX, faster than cuBLAS's where programs share a sum, or keep on?
-
-python benchmarks/probes/linear_wgmma.py --out FOLDER [--seconds 120] [--held-out]
+"""Linears by WGMMA, in PTX, beside cuBLAS's: alone, gated, or added to what is there.
 
 One H100, fp16: x (M, K) w (N, K)^T of SD1.5's and SDXL's linear layers, alone, and with value *
 gelu(gate) at the end ("gated", N columns of the product, beside cuBLAS with a kernel behind it):
-see ``strop/kernels/wgmma_gemm.py``; or with biases and what lies where results go ("sum").
+see ``strop/kernels/gemm/wgmma_gemm.py``; or with biases and what lies where results go ("sum").
 Chains of launches that may begin early.
 """
 
 from __future__ import annotations
 
+import argparse
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import astuple
 from typing import Any
 
-import contest
 import torch
-from conv_narrow import SETS
-from conv_wgmma import bound, forms
 from torch import Tensor
 
+from benchmarks.fitting import contest
+from benchmarks.fitting.conv_narrow import SETS
+from benchmarks.fitting.conv_wgmma import bound, forms
 from strop.bench.select import HELD_OUT
 from strop.ir.source import KernelSource
 from strop.kernels.gemm import choice as products
@@ -29,6 +28,7 @@ from strop.kernels.gemm.tile import ENDS, GATED, PLAIN, SUM, Tile
 from strop.kernels.gemm.wgmma_gemm import wgmma_gemm
 from strop.runtime.run.gated_linear import GatedLinear
 
+SECONDS = 120
 WORST = 1.4  # tiles of which a guess says that they take so much longer are left out
 # M, N, K, what happens at the end
 SHAPES = (
@@ -244,21 +244,18 @@ def measure(shape: tuple[Any, ...], library: Any) -> dict[str, Any]:
                 call()
             torch.cuda.synchronize()
             errors[name] = contest.error(out, truth)
-        return {"us": contest.us_in_turns(calls, stream), "errors": errors}
+        return {**contest.us_in_turns(calls, stream), "errors": errors}
 
 
-def main() -> None:
-    parser = contest.arguments_of(__doc__, seconds=120)
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--held-out", action="store_true", help="sizes that no rule was fitted to")
     parser.add_argument("--end", choices=ENDS, help="those of one end")
-    args = parser.parse_args()
+
+
+def run(args: argparse.Namespace) -> None:
     shapes: Sequence[tuple[Any, ...]] = SHAPES
     if args.held_out:
         shapes = sorted(HELD_OUT["linear_wgmma"])
     shapes = [shape for shape in shapes if args.end in (None, shape[-1])]
     wanted = itertools.chain.from_iterable(map(sources, shapes))
     contest.hold("linear_wgmma", args, wanted, shapes, measure)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,4 @@
-"""Is attention by groups of warps, in PTX, faster than cuDNN's, and than that by boxes?
-
-python benchmarks/probes/attn_wgmma.py --out FOLDER [--seconds 120]
+"""Attention by WGMMA, in PTX, beside cuDNN's, and beside that by TMA.
 
 One H100, fp16: attention of SD1.5 (heads of 40, 80 and 160) and SDXL (64) at pictures of 256 to
 1024, to itself and to 77 words. ``strop.kernels.attention.wgmma`` says how ours works. Errors are
@@ -9,19 +7,21 @@ against fp64, of 256 queries of one head.
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Iterator
 from dataclasses import astuple
+from functools import partial
 
-import attn_tma
-import contest
 import torch
 
+from benchmarks.fitting import attn_tma, contest
 from strop.kernels.attention import choice as attention
 from strop.kernels.attention.cross import KeysTile, Layout, cross_attention
 from strop.kernels.attention.tma import Tile
 from strop.kernels.attention.wgmma_tiles import WgmmaTile
 from strop.kernels.gemm.tile import MOST_SHARED
 
+SECONDS = 120
 # batch, heads, queries, keys, size of a head
 SHAPES = (
     (2, 8, 4096, 4096, 40),
@@ -133,12 +133,7 @@ def _is_there(head: int, tile: KeysTile) -> bool:
     return is_held and (head < 160 or tile.groups * tile.programs < 4)
 
 
-def main() -> None:
-    args = contest.arguments_of(__doc__, seconds=120).parse_args()
-    attn_tma.candidates = candidates
+def run(args: argparse.Namespace) -> None:
     sources = [source for shape in SHAPES for _, source, _ in candidates(shape)]
-    contest.hold("attn_wgmma", args, sources, SHAPES, attn_tma.measure)
-
-
-if __name__ == "__main__":
-    main()
+    measure = partial(attn_tma.measure, candidates=candidates)
+    contest.hold("attn_wgmma", args, sources, SHAPES, measure)

@@ -1,6 +1,4 @@
-"""Is a 3x3 convolution of an upsampled picture faster by four windows of the smaller one?
-
-python benchmarks/probes/conv_upsampled.py --out FOLDER [--seconds 60]
+"""3x3 convolutions of an upsampled picture, as four windows of the smaller one.
 
 One H100, fp16, channels-last: see ``strop/passes/upsampled_conv.py``. The peers convolve the larger
 picture, which lies in memory already: cuDNN, and the tile of ours that is chosen for it ("whole").
@@ -9,17 +7,17 @@ picture, which lies in memory already: cuDNN, and the tile of ours that is chose
 
 from __future__ import annotations
 
+import argparse
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import astuple
 from typing import Any
 
-import contest
-import conv_wgmma
 import torch
-from conv_narrow import SETS, arguments, library_call, window_of
 from torch import Tensor
 
+from benchmarks.fitting import contest, conv_wgmma
+from benchmarks.fitting.conv_narrow import SETS, arguments, library_call, window_of
 from strop.ir.source import KernelSource
 from strop.kernels.conv.folded_taps import folded_taps
 from strop.kernels.gemm import choice as products
@@ -28,6 +26,7 @@ from strop.kernels.gemm.implicit import FOUR_WINDOWS, Picture
 from strop.kernels.gemm.tile import PLAIN, Tile
 from strop.kernels.gemm.wgmma_gemm import wgmma_gemm
 
+SECONDS = 60
 HALF = torch.float16
 # Pictures, height = width, channels in and out: of SD1.5's UNet at 512 and 1024, of SDXL's, of the
 # decoder at 512 and 1024.
@@ -136,18 +135,12 @@ def measure(shape: Shape, library: Any) -> dict[str, Any]:
         chosen = products.form_of(of)
         return {
             **row,
-            "taps_us": contest.us_in_turns({"taps": fold}, stream)["taps"],
+            "taps_us": contest.us_in_turns({"taps": fold}, stream)["us"]["taps"],
             "chosen": str(astuple(chosen.product.tile)) if chosen else "",
         }
 
 
-def main() -> None:
+def run(args: argparse.Namespace) -> None:
     torch.backends.cudnn.allow_tf32 = False
-    args = contest.arguments_of(__doc__, seconds=60).parse_args()
-    contest.hold(
-        "conv_upsampled", args, (s for shape in SHAPES for s in sources(shape)), SHAPES, measure
-    )
-
-
-if __name__ == "__main__":
-    main()
+    wanted = itertools.chain.from_iterable(map(sources, SHAPES))
+    contest.hold("conv_upsampled", args, wanted, SHAPES, measure)

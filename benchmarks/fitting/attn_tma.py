@@ -1,6 +1,4 @@
-"""Is an attention of ours faster than cuDNN's where heads are short?
-
-python benchmarks/probes/attn_tma.py --out FOLDER [--seconds 120]
+"""Attention that reads by TMA, at short heads, beside cuDNN's and flash attention.
 
 One H100, fp16: attention of SD1.5 at 512x512 and 1024x1024 (heads of 40, 80 and 160), to itself and
 to 77 words, and of SDXL (64). ``strop.kernels.attention.tma`` says how ours works. Errors are
@@ -9,20 +7,23 @@ against fp64, of 256 queries of one head.
 
 from __future__ import annotations
 
+import argparse
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import astuple
+from functools import partial
 from typing import Any
 
-import contest
 import torch
-from conv_narrow import SETS
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from benchmarks.fitting import contest
+from benchmarks.fitting.conv_narrow import SETS
 from strop.ir.source import KernelSource
 from strop.kernels.attention.tma import Tile, tma_attention
 
+SECONDS = 120
 # batch, heads, queries, keys, size of a head
 SHAPES = (
     (2, 8, 4096, 4096, 40),
@@ -162,6 +163,7 @@ def tiles(shape: tuple[int, ...]) -> Iterator[Tile]:
 
 
 Candidate = tuple[str, KernelSource, tuple[int, ...]]  # and further scalars
+Candidates = Callable[[tuple[int, ...]], Iterator[Candidate]]
 
 
 def candidates(shape: tuple[int, ...]) -> Iterator[Candidate]:
@@ -217,7 +219,12 @@ def error(out: Tensor, q: Tensor, k: Tensor, v: Tensor) -> float:
     return contest.error(out[-1, -1, :256], truth)
 
 
-def measure(shape: tuple[int, ...], library: Any) -> dict[str, Any]:
+def measure(
+    shape: tuple[int, ...],
+    library: Any,
+    *,
+    candidates: Callable[[tuple[int, ...]], Iterator[Candidate]],
+) -> dict[str, Any]:
     stream, errors = torch.cuda.Stream(), {}
     with torch.cuda.stream(stream), torch.no_grad():
         sets = arguments(shape)
@@ -242,14 +249,9 @@ def measure(shape: tuple[int, ...], library: Any) -> dict[str, Any]:
                 calls[name]()
             torch.cuda.synchronize()
             errors[name] = error(sets[0][3], *sets[0][:3])
-        return {"us": contest.us_in_turns(calls, stream), "errors": errors}
+        return {**contest.us_in_turns(calls, stream), "errors": errors}
 
 
-def main() -> None:
-    args = contest.arguments_of(__doc__, seconds=120).parse_args()
+def run(args: argparse.Namespace) -> None:
     sources = [source for shape in SHAPES for _, source, _ in candidates(shape)]
-    contest.hold("attn_tma", args, sources, SHAPES, measure)
-
-
-if __name__ == "__main__":
-    main()
+    contest.hold("attn_tma", args, sources, SHAPES, partial(measure, candidates=candidates))

@@ -1,7 +1,4 @@
-"""Which tile should each product of a model have, by what the whole step takes with it?
-
-python benchmarks/probes/tiles_in_model.py ROW --out FOLDER [--seconds 240] [--rounds 4]
-    [--ins 5120]
+"""The tile of each product of a model, by what the whole step takes with it.
 
 One H100, fp16: a row of steps of ``strop bench infer`` (P1, P2, P2b, P3). A product alone, in a row
 of its own launches, takes less than among others, whose operands lie elsewhere and which end when
@@ -13,6 +10,7 @@ something together. The library is one of the tiles. ``--ins``: products of so m
 
 from __future__ import annotations
 
+import argparse
 import statistics
 import time
 from collections import Counter
@@ -21,13 +19,13 @@ from contextlib import contextmanager
 from dataclasses import astuple
 from typing import Any
 
-import contest
 import torch
-from conv_wgmma import TILES as CONVS
-from conv_wgmma import forms
-from linear_wgmma import OF_ENDS
 
 import strop
+from benchmarks.fitting import contest
+from benchmarks.fitting.conv_wgmma import TILES as CONVS
+from benchmarks.fitting.conv_wgmma import forms
+from benchmarks.fitting.linear_wgmma import OF_ENDS
 from strop.bench import timer
 from strop.bench.infer_contenders import Field
 from strop.bench.infer_rows import Row, chosen_rows
@@ -37,6 +35,7 @@ from strop.kernels.gemm import choice as products
 from strop.kernels.gemm.implicit import Picture
 from strop.kernels.gemm.tile import Tile
 
+SECONDS = 240
 DEVICE, SAMPLE_MS, WORST = torch.device("cuda"), 120.0, 1.4
 LEAST_US = 5.0  # saved by a tile that is taken at the end
 Size = tuple[Picture, str]  # and what happens at the end
@@ -168,16 +167,13 @@ def measure(row: Row, seconds: float, rounds: int, ins: int) -> dict[str, Any]:
     return {"row": row.name, "noise_us": noise, "sizes": rows, "together_us": together}
 
 
-def main() -> None:
-    parser = contest.arguments_of(__doc__, seconds=240)
-    parser.add_argument("row")
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("row", help="a row of steps of strop bench infer: P1, P2, P2b, P3")
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--ins", type=int, default=0, help="products of so many inputs alone")
-    args = parser.parse_args()
+
+
+def run(args: argparse.Namespace) -> None:
     (row,) = chosen_rows([args.row])
     found = measure(row, args.seconds, args.rounds, args.ins)
     contest.write(f"tiles_in_model-{row.name}", args, found)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,9 +1,6 @@
-"""Is a 3x3 convolution of ours, in PTX, faster where the programs of a cluster share a sum?
+"""3x3 convolutions by WGMMA, in PTX, whose sum a cluster of programs may share.
 
-python benchmarks/probes/conv_wgmma.py --out FOLDER [--seconds 150] [--side 16]
-    [--held-out | --strided]
-
-One H100, fp16, channels-last: see ``strop/kernels/wgmma_gemm.py``. 128 pixels x 160
+One H100, fp16, channels-last: see ``strop/kernels/gemm/wgmma_gemm.py``. 128 pixels x 160
 channels, in up to eight parts, leave few of 132 processors without work at all sizes of SD1.5's
 UNet. The peer is cuDNN. Errors are against fp32.
 """
@@ -16,12 +13,11 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import astuple
 from typing import Any
 
-import contest
-import conv_shapes
 import torch
-from conv_narrow import SETS, arguments, library_call, window_of
 from torch import Tensor
 
+from benchmarks.fitting import contest, conv_shapes
+from benchmarks.fitting.conv_narrow import SETS, arguments, library_call, window_of
 from strop.bench.select import HELD_OUT, picture
 from strop.ir.source import KernelSource
 from strop.kernels.gemm import choice as products
@@ -32,6 +28,7 @@ from strop.kernels.gemm.wgmma_gemm import wgmma_gemm
 from strop.kernels.ptx import DEPTH, LINE, ROWS
 from strop.runtime.run.operands import dense
 
+SECONDS = 150
 AT_ONCE = {**CLUSTERS, 5: 24}  # of five: a guess
 # Batch, height = width, channels in and out where every second pixel is left out.
 STRIDED = (
@@ -145,18 +142,14 @@ def shapes_of(args: argparse.Namespace) -> list[tuple[int, ...]]:
     return [shape for shape in shapes if args.side in (None, shape[1])]
 
 
-def main() -> None:
-    torch.backends.cudnn.allow_tf32 = False
-    parser = contest.arguments_of(__doc__, seconds=150)
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--side", type=int, help="pictures of this height and width only")
     parser.add_argument("--held-out", action="store_true", help="sizes that no rule was fitted to")
     parser.add_argument("--strided", action="store_true", help="every second pixel is left out")
-    args = parser.parse_args()
+
+
+def run(args: argparse.Namespace) -> None:
+    torch.backends.cudnn.allow_tf32 = False
     shapes = shapes_of(args)
-    contest.hold(
-        "conv_wgmma", args, (s for shape in shapes for s in sources(shape)), shapes, measure
-    )
-
-
-if __name__ == "__main__":
-    main()
+    wanted = itertools.chain.from_iterable(map(sources, shapes))
+    contest.hold("conv_wgmma", args, wanted, shapes, measure)
