@@ -5,10 +5,8 @@ from __future__ import annotations
 
 import math
 import re
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -20,13 +18,8 @@ from strop.kernels.attention.choice import scalars_of
 from strop.kernels.attention.wgmma import wgmma_attention
 from strop.kernels.attention.wgmma_tiles import WgmmaTile
 from strop.testing import assert_as_accurate_as_eager
+from tests.kernels.ptx_kernel import kernel, run
 from tests.kernels.ptx_machine import PtxError, launch
-from tests.kernels.test_ptx_machine import kernel, run
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks" / "probes"))
-import gemm_wgmma
-
-sys.path.pop(0)
 
 F16, BF16 = torch.float16, torch.bfloat16
 
@@ -103,38 +96,6 @@ def test_attention_shared_out(shares: tuple[int, int, int], keys: int) -> None:
         attend(source, *given, tile, seed, shares)
 
 
-def linear(tile: gemm_wgmma.Tile, rows: int, cols: int, depth: int) -> Callable[..., None]:
-    torch.manual_seed(rows + cols)
-    x, w = torch.randn(rows, depth).half(), (torch.randn(cols, depth) * depth**-0.5).half()
-    down = -(-rows // (tile.rows * tile.down))
-    across = -(-cols // (tile.cols * tile.across)) * tile.down * tile.across
-    sizes = (rows, cols, -(-depth // 64), down, across)
-    exact, eager = x.double() @ w.double().T, x @ w.T
-
-    def call(source: KernelSource, seed: int) -> None:
-        out = x.new_full((rows, cols), math.nan)
-        launch(source, (x, w, out), sizes, seed=seed)
-        assert_as_accurate_as_eager(out, eager, exact)
-
-    return call
-
-
-@pytest.mark.parametrize(
-    ("tile", "shape"),
-    [
-        (gemm_wgmma.Tile(2, 160, 5), (256, 320, 256)),
-        (gemm_wgmma.Tile(2, 160, 2, 2, 2), (256, 320, 256)),
-        (gemm_wgmma.Tile(1, 80, 3, 4, 1), (200, 168, 200)),
-        (gemm_wgmma.Tile(1, 80, 3, 1, 2), (100, 168, 328)),
-    ],
-    ids=str,
-)
-def test_linears_of_clusters(tile: gemm_wgmma.Tile, shape: tuple[int, int, int]) -> None:
-    call, source = linear(tile, *shape), gemm_wgmma.group_linear(tile)
-    for seed in range(3):
-        call(source, seed)
-
-
 ORDERS = re.compile(
     r"    (@!?%\w+ )?(mbarrier|fence|bar\.|barrier|wgmma\.(fence|commit|wait)|setmaxnreg)"
 )
@@ -192,11 +153,6 @@ def test_a_count_that_is_too_low() -> None:
     for seed in range(3):
         with pytest.raises(PtxError, match=r"race|standstill|more arrivals"):
             attend(replace(source, text=text), *given, tile, seed)
-
-
-def test_linears_need_all_that_orders_them() -> None:
-    tile = gemm_wgmma.Tile(2, 80, 2, 2, 2)
-    assert not survivors(gemm_wgmma.group_linear(tile), linear(tile, 256, 160, 328))
 
 
 @pytest.mark.parametrize("kind", ["f16", "bf16"])

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import math
 import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.fitting import conv_wgmma, linear_wgmma
 from strop.ir.source import KernelSource
 from strop.kernels.gemm.tile import GATED, MOST_SHARED, PLAIN, SUM, Product, Tile
 from strop.kernels.gemm.wgmma_gemm import wgmma_gemm
@@ -22,12 +22,6 @@ from strop.runtime.run.library_calls import upsampled
 from tests.codegen.test_triton_compile import TOOLS
 from tests.kernels.ptx_machine import launch
 from tests.kernels.test_ptx_kernels import survivors
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks" / "probes"))
-import conv_wgmma
-import linear_wgmma
-
-sys.path.pop(0)
 
 F16, BF16 = torch.float16, torch.bfloat16
 BOUND = {F16: 2.5e-4, BF16: 2e-3}  # of rounding a result: 1 / sqrt(3) of half an ulp, in the mean

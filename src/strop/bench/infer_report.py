@@ -31,7 +31,7 @@ def load(paths: Iterable[Path]) -> list[dict[str, Any]]:
         for other in newest_rows(files, "infer", names, partial(_has, key, part)):
             (result,) = (result for result in found if result["row"] == other["row"])
             if _has(key, part, other) and not _has(key, part, result):
-                result[key] = {**other[key], "from": other["environment"]["date"]}
+                result[key] = {"from": other["environment"]["date"], **other[key]}
     return found
 
 

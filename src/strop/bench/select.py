@@ -1,9 +1,8 @@
 """Judge whether the kernels that rules choose are the fastest ones, by sweeps that an earlier run
 left.
 
-A sweep is a JSON file of ``attn_boxes.py``, ``attn_groups.py``, ``conv_groups.py`` or
-``linear_groups.py`` in ``benchmarks/probes``: at each shape the microseconds of the library and of
-every tile.
+A sweep is a JSON file of ``benchmarks/fit_kernels.py`` for ``attn_tma``, ``attn_wgmma``,
+``conv_wgmma`` or ``linear_wgmma``: at each shape the microseconds of the library and of every tile.
 """
 
 from __future__ import annotations
@@ -114,19 +113,19 @@ def _gemm(op: str, shapes: tuple[tuple[int, ...], ...], library: str, **attrs: A
 
 
 RULES: Mapping[str, Callable[[Shape], Name]] = {
-    "attn_boxes": _attention,
-    "attn_groups": _attention,
-    "conv_groups": _product,
-    "linear_groups": _linear,
+    "attn_tma": _attention,
+    "attn_wgmma": _attention,
+    "conv_wgmma": _product,
+    "linear_wgmma": _linear,
 }
 FITTED: Mapping[str, frozenset[Shape]] = {
-    "attn_boxes": frozenset(h100.ATTENTION_SHAPES),
-    "attn_groups": frozenset(h100.ATTENTION_SHAPES),
+    "attn_tma": frozenset(h100.ATTENTION_SHAPES),
+    "attn_wgmma": frozenset(h100.ATTENTION_SHAPES),
 }
 # Of products, whose rules are fitted to all other shapes that were measured: layers of Stable
 # Diffusion at batches and pictures that were drawn by lot.
 HELD_OUT: Mapping[str, frozenset[Shape]] = {
-    "conv_groups": frozenset(
+    "conv_wgmma": frozenset(
         (*each, 3, 1)
         for each in (
             (1, 124, 1920, 640),
@@ -151,7 +150,7 @@ HELD_OUT: Mapping[str, frozenset[Shape]] = {
             (6, 117, 640, 320),
         )
     ),
-    "linear_groups": frozenset(
+    "linear_wgmma": frozenset(
         (
             (1296, 1920, 640, ""),
             (1452, 1280, 1280, ""),

@@ -46,8 +46,8 @@ $ strop bench batches resnet50 -o benchmarks/results/resnet50.json
 """
 
 SELECT_EXAMPLES = """[bold]Examples[/]
-$ strop bench select benchmarks/results/conv_groups_h100_2026-11-24.json
-$ strop bench select benchmarks/results/*_groups*.json
+$ strop bench select benchmarks/results/conv_wgmma_h100_2026-11-24.json
+$ strop bench select benchmarks/results/*_wgmma*.json
 """
 
 app = App(
@@ -484,7 +484,7 @@ def select(
     sweeps: Annotated[
         list[Path],
         typer.Argument(
-            help="Read these files of the probes that sweep convolutions, linears or attention.",
+            help="Read these files of benchmarks/fit_kernels.py.",
             show_default=False,
         ),
     ],

@@ -65,8 +65,8 @@ class Tiling:
     merged: int
 
 
-# Statistics of groups between convolutions, us of a block (``benchmarks/probes/norm_tiles.py``,
-# H100): 2 x 64 x 64 x 640 took 117.9 by the tiling of others, by its own 104.7; 64 x 64 x 320
+# Statistics of groups between convolutions, us of a block (on an H100; see the log of 2026-11-24):
+# 2 x 64 x 64 x 640 took 117.9 by the tiling of others, by its own 104.7; 64 x 64 x 320
 # beside another picture 49.2 and 43.5. Merged at once, 66 programs need no second pass of 64.
 # Behind several loads a tile has few rows: more stages are for these.
 TILING = Tiling(8 << 10, 4, 3, 8, 2 << 10, 64)
