@@ -42,6 +42,7 @@ from strop.diffusion.components import adapter_for
 from strop.errors import CodegenError
 from strop.frontend.capture import capture
 from strop.frontend.importer import import_graph
+from strop.ir.device import GpuTarget
 from strop.ir.source import KernelSource
 from strop.options import Options
 from strop.runtime.build import compilers as builds
@@ -224,7 +225,7 @@ def spilled_bytes(source: KernelSource, arch: int) -> int:
             "triton.knobs.cache.dir = sys.argv[1]\n"
             "compile_request(json.load(sys.stdin))\n"
         )
-        request = json.dumps(cubin.request_of(source, arch))
+        request = json.dumps(cubin.request_of(source, GpuTarget(arch)))
         subprocess.run([sys.executable, "-c", script, folder], input=request, text=True, check=True)
         (ptx,) = Path(folder).rglob("*.ptx")
         target = re.search(r"^\.target (\w+)", ptx.read_text(), re.M)
@@ -265,7 +266,7 @@ def measure_all(sources: Sequence[KernelSource], archs: Sequence[int], console: 
 
 def key(source: KernelSource) -> str:
     """Tells kernels of one name apart."""
-    return cubin.cache_key(source, 0)[:12]
+    return cubin.cache_key(source, GpuTarget(0))[:12]
 
 
 def label(source: KernelSource) -> str:

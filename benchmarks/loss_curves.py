@@ -33,7 +33,7 @@ from torch import nn
 from tqdm import tqdm
 
 from strop.bench import environment
-from strop.train import learner, settings
+from strop.train import given_settings, learner, settings
 from strop.train import session as sessions
 from strop.train.loop import Loop
 from strop.train.metrics import NAME, Metrics
@@ -140,7 +140,7 @@ def losses(name: str, seed: int, args: argparse.Namespace) -> list[float]:
     try:
         sessions.Learner = LEARNERS[name]  # type: ignore[misc]
         watch = Bar(f"{name}, seed {seed}", args.steps)
-        made = settings.make("text-to-image", given)
+        made = given_settings.make("text-to-image", given)
         Loop(sessions.prepare_session(made, watch.stage, watch.warn), watch).run()
         watch.bar.close()
         rows = [json.loads(line) for line in (folder / NAME).read_text().splitlines()]

@@ -1,73 +1,98 @@
-"""Writes the README's table of results from the JSON files: python benchmarks/readme_table.py"""
+"""Write the README's table of results from the JSON files: python benchmarks/readme_table.py"""
 
 from __future__ import annotations
 
-import json
+import sys
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from strop.bench import infer_report, train_report
+
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-BEGIN, END = "<!-- results -->", "<!-- /results -->"
+Found = Mapping[str, Any]
+HEADER = (
+    "",
+    "Strop",
+    "eager",
+    "eager, CUDA graph",
+    "`torch.compile`",
+    "`torch.compile`, CUDA graph",
+)
+PEERS = ("eager", "eager-graph", "inductor", "inductor-graph")
+# What the README calls a row of ``strop bench infer``, and how it writes a contender's number.
+INFER = {
+    "P1": "Stable Diffusion 1.5, one UNet step, 512x512, batch 2",
+    "P3": "SDXL, one UNet step, 1024x1024, batch 2",
+    "P4-1024": "Stable Diffusion VAE, decode 1024x1024",
+    "P5-512": "Stable Diffusion 1.5, prompt to picture, 512x512, 50 steps",
+    "P5x": "SDXL, prompt to picture, 1024x1024, 30 steps",
+    "P7": "peak memory, Stable Diffusion 1.5, 1024x1024",
+}
+COLD = "Stable Diffusion 1.5 UNet, first call, nothing cached"
+# Rows of ``strop bench train``; "eager" is diffusers' script there.
+TRAIN = {
+    "P8": "fine-tune Stable Diffusion 1.5, 512x512, batch 8",
+    "P11": "DreamBooth, Stable Diffusion 1.5, batch 1",
+    "P11-lora": "LoRA, Stable Diffusion 1.5, batch 1, cached latents",
+    "P11x": "fine-tune SDXL, 1024x1024, batch 4, cached latents",
+}
 
 
-def read(name: str) -> dict[str, Any]:
-    """The newest result file of this name, which may hold another date."""
-    files = sorted(RESULTS.glob(f"{name}_2*.json"))
-    if not files:
-        raise FileNotFoundError(f"no {name}_*.json in {RESULTS}; run strop bench first")
-    found: dict[str, Any] = json.loads(files[-1].read_text())
-    return found
-
-
-def median(result: dict[str, Any], name: str) -> str:
-    """Ours and the peers of the same process, or one that ran in a process of its own."""
-    times = dict(result["rows"][0]["times"])
-    times |= {peer: run["rows"][0] for peer, run in result["peers_apart"].items() if "rows" in run}
-    return f"{times[name]['p50_ms']:.1f} ms" if name in times else "-"
-
-
-def speed_row(title: str, result: dict[str, Any]) -> str:
-    names = ("strop", "eager", "eager-graph", "inductor")
-    return f"| {title} | " + " | ".join(median(result, name) for name in names) + " |"
-
-
-def table() -> str:
-    unet, vae = read("sd15-unet-512_h100"), read("vae-512_h100")
-    start, pipe = read("sd15-unet-512-compile_h100"), read("sd15-pipe_h100")["counts"]
-    half, cpu = read("sprites_h100"), read("sprites_cpu")
-    launches = read("sd15-kernels_h100")["strop"]
-    lines = [
-        f"One {unet['environment']['gpu']}, torch {unet['environment']['torch']}, fp16, random"
-        " weights, medians:",
-        "",
-        "| | Strop | eager | eager + CUDA graph | Inductor |",
-        "|---|---|---|---|---|",
-        speed_row("SD1.5 UNet step, 512x512, batch 2", unet),
-        speed_row("SD VAE decoder, 512x512", vae),
-        "",
-        f"- First call of the SD1.5 UNet: {start['cold']['first_s']:.1f} s with an empty cache,"
-        f" {start['cached']['first_s']:.1f} s from the stored plan.",
-        f"- `pipe(...)` at 6 sizes x 2 batches: {pipe['num_graphs']} graphs (text encoder, UNet,"
-        f" VAE), {pipe['num_recompiles']} recompiles, {len(pipe['fallbacks'])} fallbacks.",
-        f"- GPU kernels of a UNet call: {launches['launches']:.0f}, of them"
-        f" {launches['generated']:.0f} generated.",
-        f"- Sprites in fp16, {half['num_pictures']} pictures: PSNR to eager fp32"
-        f" {half['psnr_median_db']:.2f} dB; eager fp16 has {half['control_median_db']:.2f} dB.",
-        f"- Sprites in fp32 on two CPU cores, {cpu['num_pictures']} pictures: worst PSNR to eager"
-        f" {cpu['psnr_worst_db']:.0f} dB; {cpu['seconds']['strop']:.0f} s against"
-        f" {cpu['seconds']['eager']:.0f} s in eager (a shared machine: read it as a ratio).",
-    ]
+def table(results: Path = RESULTS) -> str:
+    """Return the table in Markdown: a line for each row, with the newest results of ``results``."""
+    files = sorted(results.glob("P*.json"))
+    infer = {result["row"]: result for result in infer_report.load(files)}
+    train = {result["row"]: result for result in train_report.load(files)}
+    machine = infer["P1"]["environment"]
+    lines = [f"One {machine['gpu']}, PyTorch {machine['torch']}, random weights; medians:", ""]
+    lines += [_line(HEADER), _line(["---"] * len(HEADER))]
+    for row, title in INFER.items():
+        contenders = infer[row]["contenders"]
+        texts = [_number(infer[row], contenders.get(name, {})) for name in ("strop", *PEERS)]
+        lines.append(_line([title, f"**{texts[0]}**", *texts[1:]]))
+    cold = infer["P6"]["contenders"]
+    first = [f"{cold[name]['first_s']:.1f} s" for name in ("strop", "inductor")]
+    lines.append(_line([COLD, f"**{first[0]}**", "-", "-", first[1], "-"]))
+    for row, title in TRAIN.items():
+        contenders = train[row]["contenders"]
+        best = train_report.best_of_ours(train[row])
+        script, compiled = (_rate(contenders.get(name, {})) for name in ("diffusers", "torch"))
+        ours = f"**{_rate(best[1] if best else {})}**"
+        lines.append(_line([title, ours, script, "-", compiled, "-"]))
     return "\n".join(lines)
 
 
-def main() -> None:
-    readme = ROOT / "README.md"
-    text = readme.read_text()
-    before, rest = text.split(BEGIN)
-    _, after = rest.split(END)
-    readme.write_text(f"{before}{BEGIN}\n{table()}\n{END}{after}")
+def _number(result: Found, found: Found) -> str:
+    if result["measures"] == "memory":
+        return f"{found['peak_bytes'] / 2**30:.2f} GiB" if found.get("peak_bytes") else "-"
+    if "p50_ms" not in found:
+        return "-"
+    if result["unit"] == "ms":
+        return f"{found['p50_ms']:.1f} ms"
+    return f"{found['p50_ms'] / 1e3:.2f} s"
+
+
+def _rate(found: Found) -> str:
+    return f"{found['img_s']:.1f} pictures/s" if found.get("img_s") else "-"
+
+
+def _line(cells: Iterable[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Write the table into the README; ``--check`` only tells whether it is there."""
+    page = ROOT / "README.md"
+    if "--check" in arguments:
+        if table() in page.read_text(encoding="utf-8"):
+            return 0
+        print("README.md has another table: run python benchmarks/readme_table.py")
+        return 1
+    infer_report.write_into(page, table(), "results")
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main(sys.argv[1:]))

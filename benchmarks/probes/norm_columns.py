@@ -35,7 +35,7 @@ from strop.runtime.build import devices
 from strop.runtime.build import loader as kernels
 from strop.runtime.run import own_calls
 from strop.runtime.run.executor import Bound
-from strop.runtime.run.memory import workspace_of
+from strop.runtime.run.workspace import workspace_of
 from tests.frontend.tracing import trace
 
 SUM, KEPT, BESIDE = "sum", "kept sum", "kept sum beside another"

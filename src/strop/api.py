@@ -123,7 +123,7 @@ def dispatchers_of(obj: Any) -> dict[str, Dispatcher]:
     if isinstance(obj, nn.Module):
         found = {type(obj).__name__: dispatcher_of(obj)}
     else:
-        from strop.diffusion.pipeline import compiled_modules
+        from strop.diffusion.parts import compiled_modules
 
         found = {name: dispatcher_of(module) for name, module in compiled_modules(obj).items()}
     return {name: d for name, d in found.items() if d is not None}

@@ -1,4 +1,4 @@
-"""Every knob of Strop, and the only file that reads the environment."""
+"""Declare every option of Strop; no other file reads the environment."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from strop.errors import OptionError
+from strop.ir.device import check_arch
 
 # Kernels that were measured in inference, and passes whose calls only WGMMA kernels do well.
 INFERENCE_KERNELS = (
@@ -29,84 +30,101 @@ def _knob(default: Any, doc: str, env: str = "", *, keyed: bool = True) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """How to compile. Options marked as keyed are part of the cache key."""
+    """Say how to compile. Options marked as keyed are part of the cache key."""
 
     strict: bool = _knob(
         False,
-        "raise where a module or an operator would fall back to torch",
+        "Raise an error where a module or an operator would fall back to torch.",
         "STROP_STRICT",
         keyed=False,
     )
     cuda_graphs: bool = _knob(
         True,
-        "replay a CUDA graph from the second use of a shape on",
+        "Capture a CUDA graph at the second call of a shape, and replay it from then on.",
         "STROP_CUDA_GRAPHS",
         keyed=False,
     )
     hoist: bool = _knob(
         True,
-        "compute what depends on the prompt or on timesteps, and on weights, once a denoise loop",
+        "Compute once per denoise loop what depends only on prompt, timesteps and weights.",
         "STROP_HOIST",
         keyed=False,
     )
     graph_budget_bytes: int = _knob(
         2 << 30,
-        "device memory that captured graphs may hold",
+        "Let captured CUDA graphs hold at most this much device memory.",
         "STROP_GRAPH_BUDGET_BYTES",
         keyed=False,
     )
     check_finite: bool = _knob(
         True,
-        "look for NaN and inf in the first run of every shape",
+        "Search the first results of each shape for NaN and inf, and log what is found.",
         "STROP_CHECK_FINITE",
         keyed=False,
     )
-    disable: tuple[str, ...] = _knob((), "names of passes to skip", "STROP_DISABLE")
+    arch: int = _knob(
+        0,
+        "Compile, and run on a newer GPU, as if on a GPU of this architecture: 80, 86, 87 or 89."
+        " 0 takes the GPU's own.",
+        "STROP_ARCH",
+    )
+    disable: tuple[str, ...] = _knob((), "Skip the passes with these names.", "STROP_DISABLE")
     early_launch: bool = _knob(
-        True, "launch a kernel before the one before it has ended (sm_90)", "STROP_EARLY_LAUNCH"
+        True,
+        "Start a kernel before its predecessor has ended, by programmatic dependent launch"
+        " (sm_90).",
+        "STROP_EARLY_LAUNCH",
     )
     in_place: bool = _knob(
-        True, "write a kernel's result over an operand that nobody reads again", "STROP_IN_PLACE"
+        True,
+        "Let a kernel write its result over an operand that nothing reads afterwards.",
+        "STROP_IN_PLACE",
     )
     kernels_off: tuple[str, ...] = _knob(
-        (), "names of hand-written kernels that may not run", "STROP_KERNELS_OFF"
+        (),
+        "Never run the hand-written kernels with these names; `strop explain` shows which kernel"
+        " runs each call.",
+        "STROP_KERNELS_OFF",
     )
     cache_dir: str = _knob(
         "",
-        "where plans and kernels are kept; empty: ~/.cache/strop",
+        "Keep plans and kernels in this folder; empty means ~/.cache/strop.",
         "STROP_CACHE_DIR",
         keyed=False,
     )
     dump: str = _knob(
         "",
-        "folder for the files of every compiled graph, from ATen to kernels",
+        "Write every stage of each compiled graph, from ATen to kernels, into this folder.",
         "STROP_DUMP",
         keyed=False,
     )
     check: bool = _knob(
         False,
-        "compare every step of a shape's first run with torch (slow)",
+        "Compare every step of a shape's first run with torch, which is slow.",
         "STROP_CHECK",
         keyed=False,
     )
     record: bool = _knob(
-        False, "keep the graph before and after each pass, for explain", "STROP_RECORD", keyed=False
+        False,
+        "Keep the graph before and after each pass, so that strop.explain can show it.",
+        "STROP_RECORD",
+        keyed=False,
     )
     build_workers: int = _knob(
         0,
-        "processes that compile kernels; 0: one a core, at most 16",
+        "Compile kernels in this many processes; 0 means one per core, at most 16.",
         "STROP_BUILD_WORKERS",
         keyed=False,
     )
     numerics: tuple[str, ...] = _knob(
         (),
-        "patterns, by the name of their numerics, that may be less exact than torch",
+        "Allow patterns that are less exact than torch, by the names of their numerics.",
         "STROP_NUMERICS",
     )
 
     memory_budget: float = _knob(
         1.0,
-        "share of a training step's activations to keep, from 0 to 1; the rest is computed again",
+        "Keep this share of a training step's activations, from 0 to 1, and recompute the rest.",
         "STROP_MEMORY_BUDGET",
         keyed=False,
     )
@@ -114,10 +132,11 @@ class Options:
     def __post_init__(self) -> None:
         for knob in fields(self):
             _check(knob.name, getattr(self, knob.name), knob.default)
+        check_arch(self.arch)
 
     @staticmethod
     def from_environment(**overrides: Any) -> Options:
-        """Defaults, then STROP_* variables, then ``overrides``.
+        """Take the defaults, then STROP_* variables, then ``overrides``.
 
         Raises OptionError for a STROP_* variable, an override or a value that nobody knows.
         """
@@ -133,7 +152,7 @@ class Options:
         return replace(Options(), **(values | overrides))
 
     def key(self) -> str:
-        """The part that changes what is compiled, as text."""
+        """Return, as text, the options that change what is compiled."""
         return ";".join(
             f"{f.name}={getattr(self, f.name)!r}" for f in fields(self) if f.metadata["keyed"]
         )
@@ -158,17 +177,25 @@ class Options:
 
     @property
     def wants_graphs(self) -> bool:
-        """Whether the graph after each pass is kept: memory that only people need."""
+        """Tell whether the graph after each pass is kept, which only people read."""
         return self.record or bool(self.dump)
 
     @property
     def wants_compiler(self) -> bool:
-        """Whether a stored plan will not do: it says what runs, not how it came about."""
+        """Tell whether a graph must be compiled even where a plan of it is stored: a plan says
+        what runs, not how it came about."""
         return self.wants_graphs or self.check
 
     @property
     def cache_path(self) -> Path:
         return Path(self.cache_dir).expanduser() if self.cache_dir else Path.home() / ".cache/strop"
+
+
+def use_arch(arch: int) -> None:
+    """Set STROP_ARCH for this process and those that it starts. Raises OptionError for an
+    architecture that does not exist."""
+    check_arch(arch)
+    os.environ["STROP_ARCH"] = str(arch)  # noqa: TID251
 
 
 OPTION_NAMES = tuple(knob.name for knob in fields(Options))
@@ -187,7 +214,8 @@ def check_names(given: Iterable[str], known: Iterable[str], what: str) -> None:
 
 
 def _naming(init: Callable[..., None]) -> Callable[..., None]:
-    """``Options(stirct=True)`` as well, of which Python would say no more than a TypeError."""
+    """Raise an OptionError that names the likely option for ``Options(stirct=True)`` too, where
+    Python would raise a TypeError."""
 
     @functools.wraps(init)
     def known(self: Options, *args: Any, **given: Any) -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from strop.errors import CodegenError
+from strop.ir.device import GpuTarget
 from strop.runtime.build import driver
 from strop.runtime.build.cubin import Box, Cubin, cache_key, compile_cubin, request_of
 from strop.runtime.build.driver import BoundLaunch, TensorMap
@@ -26,12 +27,12 @@ def cubin() -> Cubin:
 
 
 def test_only_params_with_a_box_are_descriptors() -> None:
-    request = request_of(shifted(torch.bfloat16), 90)
+    request = request_of(shifted(torch.bfloat16), GpuTarget(90))
     types = list(request["signature"].values())
     described = f"tensordesc<bf16[{ROWS},{COLS}]>"
     assert types == [described, "*bf16", described, "i32", "i32", "constexpr"]
     assert request["divisible"] == [1]
-    assert cache_key(shifted(cols=32), 90) != cache_key(shifted(), 90)
+    assert cache_key(shifted(cols=32), GpuTarget(90)) != cache_key(shifted(), GpuTarget(90))
 
 
 def test_the_compiler_says_how_a_box_lies(cubin: Cubin) -> None:
@@ -120,7 +121,7 @@ def test_it_is_as_many_arguments_as_the_kernel_takes(
 
     from strop.codegen.triton_worker import jit_function
 
-    request = request_of(shifted(), 90)
+    request = request_of(shifted(), GpuTarget(90))
     source = ASTSource(
         fn=jit_function(request["name"], request["text"]),
         signature=request["signature"],

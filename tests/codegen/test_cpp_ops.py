@@ -14,7 +14,8 @@ import strop
 from strop.codegen.cpp import emit
 from strop.ir.op import SIMPLE
 from strop.ir.ops import POINTWISE, Op, Operands, Types
-from strop.ir.pointwise import DIVISION, GRADIENTS
+from strop.ir.pointwise import DIVISION
+from strop.ir.pointwise_activations import GRADIENTS
 from strop.runtime.build.cache import DiskCache
 from strop.runtime.build.native import NativeKernels
 from tests.codegen import kernels

@@ -26,6 +26,7 @@ from strop.frontend.capture import capture
 from strop.frontend.importer import import_graph
 from strop.fusion.stitch import stitches
 from strop.ir import interpret as judge
+from strop.ir.device import GpuTarget
 from strop.ir.dims import Env
 from strop.ir.loops import Schedule
 from strop.ir.source import Emitted, KernelSource, Variant
@@ -159,7 +160,7 @@ class NoCache:
 @pytest.mark.parametrize("arch", [80, 86, 89, 90, 100])
 def test_unet_compiles(arch: int, tmp_path: Path):
     sources = kernels_of("unet", F16).samples
-    cubins = builds.build(sources, arch, NoCache(), workers=2)
+    cubins = builds.build(sources, GpuTarget(arch), NoCache(), workers=2)
     assert cubins.keys() == sources.keys()
     for source, compiled in cubins.items():
         assert compiled.shared <= SHARED_LIMIT, source.name

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from types import FunctionType
+from collections.abc import Iterator
+from types import FunctionType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,23 +11,41 @@ import torch
 from diffusers.pipelines.stable_diffusion import pipeline_stable_diffusion_img2img
 from diffusers.utils import torch_utils
 
-import strop
+from strop.diffusion import noise
+from strop.diffusion.changes import Changes
 from strop.diffusion.noise import NAME, Unwaited, draw_without_waiting, is_drawn_on_host
-from tests.e2e import tiny
 
+KEPT = Changes()
 SHAPE = (2, 4, 8, 8)
 CUDA = torch.device("cuda", 0)
 
 
 @pytest.fixture
-def own(monkeypatch: pytest.MonkeyPatch) -> FunctionType:
-    """diffusers' function as published, in its places: earlier tests may have put ours there."""
+def own() -> FunctionType:
+    """diffusers' function as published: pipelines of earlier tests may be optimised still."""
     there = torch_utils.randn_tensor
     published: Any = there.own if isinstance(there, Unwaited) else there
-    for place in (torch_utils, pipeline_stable_diffusion_img2img):
-        monkeypatch.setattr(place, NAME, published)
     assert isinstance(published, FunctionType)
     return published
+
+
+@pytest.fixture
+def changes(own: FunctionType, monkeypatch: pytest.MonkeyPatch) -> Iterator[Changes]:
+    """Of a process in which no pipeline is optimised."""
+    for place in (torch_utils, pipeline_stable_diffusion_img2img):
+        monkeypatch.setattr(place, NAME, own)
+    made = Changes()
+    yield made
+    made.undo()
+
+
+@pytest.fixture
+def quick(own: FunctionType, monkeypatch: pytest.MonkeyPatch) -> Unwaited:
+    """Ours, which everybody is given."""
+    monkeypatch.setattr(noise, "is_called_by_optimised", lambda: True)
+    ours = Unwaited(own)
+    KEPT.put([SimpleNamespace()], NAME, ours)
+    return ours
 
 
 def generators(count: int) -> list[torch.Generator]:
@@ -44,40 +63,42 @@ def test_who_draws_on_the_host() -> None:
 
 
 @pytest.mark.parametrize("count", [None, 1, 2])
-def test_the_same_numbers(count: int | None, own: FunctionType) -> None:
+def test_the_same_numbers(count: int | None, own: FunctionType, quick: Unwaited) -> None:
     def drawn(draw: Any) -> torch.Tensor:
         given = generators(count) if count else None
         torch.manual_seed(3)
         found: torch.Tensor = draw(SHAPE, generator=given, dtype=torch.half)
         return found
 
-    assert torch.equal(drawn(Unwaited(own)), drawn(own))
+    assert torch.equal(drawn(quick), drawn(own))
 
 
-def test_it_is_wherever_diffusers_has_imported_it(own: FunctionType) -> None:
-    strop.optimize(tiny.pipeline(), options=tiny.options())
-    ours = torch_utils.randn_tensor
+def test_it_is_wherever_diffusers_has_imported_it(own: FunctionType, changes: Changes) -> None:
+    assert draw_without_waiting(changes)
+    ours: Any = torch_utils.randn_tensor
     assert isinstance(ours, Unwaited)
     assert ours.own is own
     assert pipeline_stable_diffusion_img2img.randn_tensor is ours
-    assert draw_without_waiting()
-    assert torch_utils.randn_tensor is ours  # not ours around ours
+    changes.undo()
+    assert torch_utils.randn_tensor is pipeline_stable_diffusion_img2img.randn_tensor is own
 
 
-def test_another_function_stays(own: FunctionType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_function_stays(
+    own: FunctionType, changes: Changes, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def newer(shape: Any, **given: Any) -> Any:
         return own(shape, **given).clone()
 
     monkeypatch.setattr(torch_utils, NAME, newer)
-    assert not draw_without_waiting()
+    assert not draw_without_waiting(changes)
     assert torch_utils.randn_tensor is newer
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 @pytest.mark.parametrize("count", [1, 2])
-def test_a_gpu_is_not_waited_for(count: int, own: FunctionType) -> None:
-    ours, wanted = Unwaited(own), own(SHAPE, generator=generators(count), device=CUDA)
+def test_a_gpu_is_not_waited_for(count: int, own: FunctionType, quick: Unwaited) -> None:
+    ours, wanted = quick, own(SHAPE, generator=generators(count), device=CUDA)
     ours(SHAPE, generator=generators(count), device=CUDA)  # pinned memory is there from now on
     torch.cuda.synchronize()
     work = torch.ones(4096, 4096, device=CUDA)
@@ -97,9 +118,9 @@ def test_a_gpu_is_not_waited_for(count: int, own: FunctionType) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
-def test_pinned_memory_is_kept_until_it_has_been_copied(own: FunctionType) -> None:
+def test_pinned_memory_is_kept_until_it_has_been_copied(own: FunctionType, quick: Unwaited) -> None:
     """Much noise one after the other, while the GPU is busy: none is written over."""
-    ours, (given, same) = Unwaited(own), generators(2)
+    ours, (given, same) = quick, generators(2)
     same.manual_seed(0)
     work = torch.ones(4096, 4096, device=CUDA)
     for _ in range(20):

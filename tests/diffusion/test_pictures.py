@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+import types
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,8 +14,11 @@ from diffusers.image_processor import PixArtImageProcessor, VaeImageProcessor
 from torch import Tensor
 
 import strop
-from strop.diffusion.pictures import Pictures, convert_as_before, convert_on_device
+from strop.diffusion.changes import Changes
+from strop.diffusion.pictures import Pictures, convert_on_device
 from strop.models import sprites
+
+KEPT = Changes()
 
 
 def pipe_of(processor: Any) -> SimpleNamespace:
@@ -28,7 +34,7 @@ def pictures(dtype: torch.dtype, device: str = "cpu") -> Tensor:
 
 def judge(given: Tensor, **kwargs: Any) -> None:
     ours, theirs = VaeImageProcessor(), VaeImageProcessor()
-    assert convert_on_device(pipe_of(ours))
+    assert convert_on_device(pipe_of(ours), KEPT)
     found, wanted = ours.postprocess(given, **kwargs), theirs.postprocess(given, **kwargs)
     assert len(found) == len(wanted) == len(given)
     for one, other in zip(found, wanted, strict=True):
@@ -64,7 +70,7 @@ def test_all_else_is_left_to_diffusers(
     given: Tensor, kwargs: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     processor = VaeImageProcessor()
-    assert convert_on_device(pipe_of(processor))
+    assert convert_on_device(pipe_of(processor), KEPT)
     asked, original = list[Any](), processor.postprocess.original
     monkeypatch.setattr(
         processor.postprocess, "original", lambda *args: asked.append(args) or original(*args)
@@ -75,7 +81,7 @@ def test_all_else_is_left_to_diffusers(
 
 def test_numpy_still_warns_of_nan() -> None:
     processor, given = VaeImageProcessor(), pictures(torch.float32)
-    assert convert_on_device(pipe_of(processor))
+    assert convert_on_device(pipe_of(processor), KEPT)
     given[0, 0, 0, 0] = float("nan")
     with pytest.warns(RuntimeWarning, match="invalid value"):
         processor.postprocess(given)
@@ -83,21 +89,46 @@ def test_numpy_still_warns_of_nan() -> None:
 
 def test_other_processors_stay() -> None:
     for pipe in (pipe_of(PixArtImageProcessor()), pipe_of(None), SimpleNamespace()):
-        assert not convert_on_device(pipe)
+        assert not convert_on_device(pipe, KEPT)
     changed = VaeImageProcessor()
     changed.postprocess = own = lambda *args: args
-    assert not convert_on_device(pipe_of(changed))
-    convert_as_before(pipe_of(changed))
+    assert not convert_on_device(pipe_of(changed), KEPT)
     assert changed.postprocess is own
 
 
 def test_a_diffusers_that_converts_otherwise_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(VaeImageProcessor, "denormalize", staticmethod(lambda x: x * 0.25 + 0.5))
-    assert convert_on_device(pipe_of(VaeImageProcessor()))  # it is asked itself
+    assert convert_on_device(pipe_of(VaeImageProcessor()), KEPT)  # it is asked itself
     monkeypatch.setattr(
         VaeImageProcessor, "pt_to_numpy", staticmethod(lambda x: x.permute(0, 2, 3, 1).numpy() ** 2)
     )
-    assert not convert_on_device(pipe_of(VaeImageProcessor()))
+    assert not convert_on_device(pipe_of(VaeImageProcessor()), KEPT)
+
+
+def test_two_may_want_the_same() -> None:
+    """It stays until nobody wants it; whoever has kept it gets diffusers' own from then on."""
+    processor, one, other = VaeImageProcessor(), Changes(), Changes()
+    for changes in (one, other, one):
+        assert convert_on_device(pipe_of(processor), changes)
+    ours: Any = processor.postprocess
+    one.undo()
+    one.undo()
+    assert processor.postprocess is ours
+    other.undo()
+    assert "postprocess" not in vars(processor)
+    asked = list[Any]()
+    ours.original = lambda *args: asked.append(args)
+    ours(pictures(torch.float32))
+    assert len(asked) == 1
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+def test_a_copy_has_its_own(copied: Any) -> None:
+    processor = VaeImageProcessor()
+    assert convert_on_device(pipe_of(processor), KEPT)
+    other = copied(processor)
+    assert other.postprocess == types.MethodType(VaeImageProcessor.postprocess, other)
+    assert convert_on_device(pipe_of(other), KEPT)
 
 
 def test_of_a_pipeline() -> None:

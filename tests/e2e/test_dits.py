@@ -13,7 +13,7 @@ from strop.api import dispatchers_of
 from strop.bench.pipelines.tiny import drawn
 from strop.bench.pipelines.twins import nearness
 from strop.bench.pipelines.videos import VIDEOS
-from strop.diffusion.pipeline import DENOISERS, compiled_modules
+from strop.diffusion.parts import DENOISERS, compiled_modules
 from strop.testing import psnr
 from tests.e2e import dits, tiny
 

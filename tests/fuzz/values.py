@@ -137,6 +137,11 @@ def broadcast(a: Sequence[Expr], b: Sequence[Expr]) -> tuple[Expr, ...] | None:
     return tuple(n if m == ONE else m for m, n in zip(left, right, strict=True))
 
 
+def is_width(size: Expr) -> bool:
+    """Whether a library may be asked for so many channels."""
+    return size.is_const and size.value > 0
+
+
 def widest(size: Expr) -> int:
     """The most elements that a dim may have."""
     return max(size.eval(dict.fromkeys("bs", WIDEST)), 1)

@@ -15,6 +15,7 @@ from strop.backend import compile_graph, dynamo_backend
 from strop.codegen.assemble import Signature
 from strop.codegen.triton import emit
 from strop.codegen.triton_interpreter import interpret
+from strop.ir.device import GpuTarget
 from strop.ir.loops import Schedule
 from strop.ir.serialize import from_json, to_json
 from strop.ir.tensor_spec import TensorSpec
@@ -60,7 +61,9 @@ def test_the_wide_variant_computes_the_same(name: str) -> None:
     for narrow, other in zip(*results, strict=True):
         assert torch.equal(narrow.nan_to_num(), other.nan_to_num())
     compile_cubin(wide, 90)
-    integers = [t for t in request_of(wide, 90)["signature"].values() if t in ("i32", "i64")]
+    integers = [
+        t for t in request_of(wide, GpuTarget(90))["signature"].values() if t in ("i32", "i64")
+    ]
     split = sample.kernel.schedule is Schedule.COLUMN
     assert integers == ["i64"] * (len(emitted.scalars) + split)
 

@@ -17,7 +17,7 @@ from strop.kernels.gemm import rows as gemm
 from strop.kernels.gemm.implicit import Picture
 from strop.kernels.gemm.rows import Form
 from strop.kernels.kernel import Call, Launches, Problem
-from strop.runtime.run.launches import CallSite, Launched, scratch_bytes
+from strop.runtime.run.launched_calls import CallSite, Launched, scratch_bytes
 from tests.gpus import H100
 
 HALF = torch.float16

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from tests.kernels.ptx_arithmetic import FULL, Array, Maker, Run, lanes, merge, put
 from tests.kernels.ptx_history import learn, tell
+from tests.kernels.ptx_instruction import FULL, Array, Maker, Run, lanes, merge, put
 from tests.kernels.ptx_memory import WINDOW, Barrier, SharedMemory, TensorMap
 from tests.kernels.ptx_text import (
     LANES,

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from tests.kernels.ptx_access import BLOCKED
-from tests.kernels.ptx_arithmetic import FULL, Array, Maker, Run, lanes, merge, put
 from tests.kernels.ptx_history import Slots, learn, tell
+from tests.kernels.ptx_instruction import FULL, Array, Maker, Run, lanes, merge, put
 from tests.kernels.ptx_text import LANES, Imm, Operand, Pair, PtxError, Sink
 
 _MOST_BARS = 16

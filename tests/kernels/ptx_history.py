@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.kernels.ptx_arithmetic import Array
+from tests.kernels.ptx_instruction import Array
 from tests.kernels.ptx_text import PtxError
 
 NOBODY = 0  # a slot that everyone knows of

@@ -28,8 +28,8 @@ from torch import Tensor
 from strop.ir.source import KernelSource
 from tests.kernels import ptx_access, ptx_arithmetic, ptx_groups, ptx_products
 from tests.kernels.ptx_access import BLOCKED
-from tests.kernels.ptx_arithmetic import FULL, Array, Instruction, Maker, Run
 from tests.kernels.ptx_history import BARRIERS, Slots
+from tests.kernels.ptx_instruction import FULL, Array, Instruction, Maker, Run
 from tests.kernels.ptx_memory import MOST_SHARED, GlobalMemory, SharedMemory, TensorMap
 from tests.kernels.ptx_text import LANES, Entry, Param, PtxError, parse
 

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tests.kernels.ptx_arithmetic import Array
 from tests.kernels.ptx_history import History, Slots
+from tests.kernels.ptx_instruction import Array
 from tests.kernels.ptx_text import PtxError
 
 UNIT = 16  # bytes in which lines of shared memory are mixed, and what is in flight is noted

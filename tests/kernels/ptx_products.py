@@ -15,8 +15,9 @@ from typing import Any
 import numpy as np
 
 from tests.kernels.ptx_access import BLOCKED
-from tests.kernels.ptx_arithmetic import FULL, Array, Instruction, Maker, Run, of_half
+from tests.kernels.ptx_arithmetic import of_half
 from tests.kernels.ptx_groups import together
+from tests.kernels.ptx_instruction import FULL, Array, Instruction, Maker, Run
 from tests.kernels.ptx_memory import UNIT, mixed
 from tests.kernels.ptx_text import LANES, Imm, PtxError, Reg, Vector
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from strop.errors import CodegenError
+from strop.ir.device import GpuTarget
 from strop.ir.source import KernelSource
 from strop.kernels.attention.choice import LEAST_QUERIES, tiles_of
 from strop.kernels.attention.moves import RESULT
@@ -109,7 +110,7 @@ def test_what_the_assembler_refuses_is_named() -> None:
     finally:
         worker.dismiss()
         worker.wait()
-    assert cache_key(source, 90) != cache_key(replace(source, text=text), 90)
+    assert cache_key(source, GpuTarget(90)) != cache_key(replace(source, text=text), GpuTarget(90))
 
 
 needs_a_gpu = pytest.mark.skipif(

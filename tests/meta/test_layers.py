@@ -17,7 +17,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "__main__": ("cli",),
     "errors": (),
     "wording": (),
-    "options": ("errors",),
+    "options": ("errors", "ir.device"),
     "ir": ("errors",),
     "frontend": ("errors", "options", "ir"),
     "passes": ("errors", "options", "ir"),

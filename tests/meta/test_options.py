@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import FrozenInstanceError, fields
-from pathlib import Path
 
 import pytest
 
@@ -11,22 +10,12 @@ from strop import Options
 from strop.errors import OptionError
 
 KNOBS = {knob.name: knob for knob in fields(Options)}
-README = Path(__file__).parents[2] / "README.md"
 
 
 @pytest.mark.parametrize("knob", KNOBS.values(), ids=KNOBS.keys())
 def test_knob_says_what_it_does(knob) -> None:
     assert len(knob.metadata["doc"]) > 20
     assert knob.metadata["env"] in ("", f"STROP_{knob.name.upper()}")
-
-
-def test_readme_lists_every_knob() -> None:
-    rows = [line for line in README.read_text().splitlines() if line.startswith("| `")]
-    for name, knob in KNOBS.items():
-        row = next((r for r in rows if r.startswith(f"| `{name}` ")), None)
-        assert row is not None, f"README.md has no row for {name}"
-        assert knob.metadata["env"] in row
-        assert knob.metadata["doc"] in row.replace("`", "")
 
 
 def test_the_environment_fills_in_what_the_caller_leaves_open(monkeypatch) -> None:

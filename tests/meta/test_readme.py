@@ -1,4 +1,4 @@
-"""The code blocks of the README run as they stand, and its links lead somewhere."""
+"""The README is short, its code blocks run, its numbers are those of the files that it names."""
 
 from __future__ import annotations
 
@@ -14,12 +14,47 @@ from strop.models import sprites
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
-BLOCKS = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.S | re.M)
+README = (ROOT / "README.md").read_text()
+BLOCKS = re.findall(r"^```python\n(.*?)^```", README, re.S | re.M)
+MOST_LINES = 200
 
 
-def test_the_quickstart_is_short() -> None:
+def test_the_readme_is_short() -> None:
+    assert README.count("\n") <= MOST_LINES
     assert len(BLOCKS) == 3
     assert BLOCKS[0].count("\n") <= 15
+
+
+def test_the_readme_has_no_words_of_ours_for_rows() -> None:
+    """A reader who has never seen the project cannot know what P1 or a "must" is."""
+    assert not re.findall(r"\bP\d+\w*\b|\bmust / stretch\b", README)
+
+
+def test_the_readme_names_the_two_commands() -> None:
+    assert "    make demo " in README
+    assert "    make test " in README
+
+
+def test_the_table_of_results_is_that_of_the_files() -> None:
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "benchmarks" / "readme_table.py"), "--check"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_numbers_of_what_is_supported_are_those_of_the_pages() -> None:
+    compatibility = (ROOT / "docs" / "compatibility.md").read_text()
+    models = (ROOT / "docs" / "models.md").read_text()
+    rows, passed = (
+        re.search(r"^\d.* rows|^\d+ of \d+ pass", t, re.M) for t in (compatibility, models)
+    )
+    assert rows is not None
+    assert passed is not None
+    assert f"lists {rows[0].split()[0]} pipelines" in README
+    assert f"{passed[0].removesuffix(' pass')} architectures" in README
 
 
 @pytest.mark.slow

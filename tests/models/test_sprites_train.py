@@ -13,7 +13,7 @@ from strop.models.sprites import checkpoint, evaluate, network
 from strop.models.sprites.loop import Piece
 from strop.models.sprites.settings import TINY, Settings
 from strop.models.sprites.train import main, picture_loss, train
-from strop.train import settings
+from strop.train import given_settings
 from tests.train import trainer
 
 # Importing and saving through transformers and diffusers warns about their own future.
@@ -123,7 +123,7 @@ def test_the_folder_loads_draws_and_is_scored(trained: Path) -> None:
 def test_the_recipe_trains_the_rest_of_the_folder(trained: Path, tmp_path: Path) -> None:
     """`strop train text-to-image --config examples/sprites.yaml --model DIR/weights`."""
     folder, output = trained / "weights", tmp_path / "out"
-    recipe = settings.read_yaml(Path(__file__).parents[2] / "examples" / "sprites.yaml")
+    recipe = given_settings.read_yaml(Path(__file__).parents[2] / "examples" / "sprites.yaml")
     small = {
         "model": folder,
         "output_dir": output,

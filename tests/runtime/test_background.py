@@ -25,6 +25,7 @@ from strop.dispatch.module_state import ModuleState
 from strop.dispatch.signature import Beside, default_shapes, flatten
 from strop.dispatch.varying_numbers import Call
 from strop.errors import CodegenError
+from strop.ir.device import GpuTarget
 from strop.ir.source import KernelSource
 from strop.options import Options
 from strop.runtime.build import background as ahead
@@ -71,7 +72,7 @@ class FakeWorker:
     def lower(self, niceness: int) -> None:
         self.niceness = niceness
 
-    def compile(self, source: KernelSource, arch: int) -> Cubin:
+    def compile(self, source: KernelSource, target: GpuTarget) -> Cubin:
         is_later = threading.current_thread() in ahead.LATER._threads
         self.compilers.seen[LOW_PRIORITY if is_later else 0].append(source)
         if is_later:
@@ -80,7 +81,7 @@ class FakeWorker:
             assert self.compilers.gate.acquire(timeout=20)
         if source == self.compilers.refused:
             raise CodegenError("refused")
-        return Cubin(source.name, source.text.encode(), 0, source.num_warps, arch)
+        return Cubin(source.name, source.text.encode(), 0, source.num_warps, target.arch)
 
     def dismiss(self) -> None:
         self.is_alive = False
@@ -229,7 +230,7 @@ def test_who_waits_gets_the_longest_text_first(library: CudaLoader, compilers: C
     queue = ahead.Queue(0)
     names = ("casts", "geglu", "softmax", "layer_norm")
     sources = [emit(SAMPLES[name](F16).kernel).source for name in names]
-    soon = BackgroundBuild(sources, 90, library._cache, niceness=0)
+    soon = BackgroundBuild(sources, H100.target, library._cache, niceness=0)
     queue.add(soon, sources[:-1], workers=0)
     queue.add(soon, sources[-1:], workers=1)  # the first thread, which finds all of them
     for thread in list(queue._threads):

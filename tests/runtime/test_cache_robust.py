@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 
+from strop.ir.device import GpuTarget
 from strop.runtime.build import compilers as builds
 from strop.runtime.build.cache import TEMPORARY_SECONDS, DiskCache
 from strop.runtime.build.loader import _BytesByKey
@@ -162,7 +163,7 @@ def test_damaged_cubins(
 
     def built() -> tuple[Any, int]:
         monkeypatch.setattr(builds, "BUILDS", builds.Builds())
-        result = builds.build([source], 90, cache, workers=1)
+        result = builds.build([source], GpuTarget(90), cache, workers=1)
         builds.BUILDS.close()
         return result, builds.BUILDS.num_built
 

@@ -13,6 +13,7 @@ import torch
 
 from strop.codegen.triton import emit
 from strop.errors import CacheError, CodegenError
+from strop.ir.device import GpuTarget
 from strop.ir.dims import const
 from strop.ir.source import KernelSource
 from strop.runtime.build import compilers as builds
@@ -50,24 +51,24 @@ def source(name: str = "geglu", dtype: torch.dtype = torch.float16) -> KernelSou
 
 def test_builds_once_and_then_loads(fresh: Builds, monkeypatch: pytest.MonkeyPatch):
     cache, wanted = MemoryCache(), [source(), source("casts"), source()]
-    first = build(wanted, 90, cache, workers=2)
+    first = build(wanted, GpuTarget(90), cache, workers=2)
     assert list(first) == [source(), source("casts")]
     assert (fresh.num_built, fresh.num_cached) == (2, 0)
     waited_s = fresh.seconds
     assert waited_s > 0.1
-    build(wanted, 90, cache, workers=2)
+    build(wanted, GpuTarget(90), cache, workers=2)
     assert (fresh.num_built, fresh.num_cached) == (2, 0), "kept in memory"
     assert fresh.seconds < waited_s + 0.1
 
     other = Builds()
     monkeypatch.setattr(builds, "BUILDS", other)
-    assert build(wanted, 90, cache, workers=2) == first
+    assert build(wanted, GpuTarget(90), cache, workers=2) == first
     assert (other.num_built, other.num_cached) == (0, 2)
 
 
 def test_launches_of_one_text_share_a_build(fresh: Builds):
     other = dataclasses.replace(source(), grid=(const(3),))
-    found = build([source(), other], 90, MemoryCache(), workers=2)
+    found = build([source(), other], GpuTarget(90), MemoryCache(), workers=2)
     assert fresh.num_built == 1
     assert found[source()] is found[other]
 
@@ -76,7 +77,7 @@ def test_threads_share_a_build(fresh: Builds):
     cache, results = MemoryCache(), []
 
     def ask() -> None:
-        results.append(build([source(), source("softmax")], 90, cache, workers=1))
+        results.append(build([source(), source("softmax")], GpuTarget(90), cache, workers=1))
 
     threads = [threading.Thread(target=ask) for _ in range(4)]
     for thread in threads:
@@ -91,13 +92,13 @@ def test_refused_text_is_an_error_and_can_be_asked_again(fresh: Builds):
     wrong = dataclasses.replace(source(), text=source().text.replace("tl.erf", "tl.erg"))
     for _ in range(2):
         with pytest.raises(CodegenError, match="erg"):
-            build([wrong], 90, MemoryCache(), workers=1)
+            build([wrong], GpuTarget(90), MemoryCache(), workers=1)
     assert fresh.num_built == 0
 
 
 def test_workers_can_start_early(fresh: Builds):
     builds.start_workers(1)
-    assert build([source()], 90, MemoryCache(), workers=1)
+    assert build([source()], GpuTarget(90), MemoryCache(), workers=1)
     builds.stop_workers()
 
 
@@ -112,7 +113,9 @@ def test_key_holds_all_that_decides_the_code():
         base.with_constants(EARLY=0),
         dataclasses.replace(base, params=(torch.bfloat16,) * 2),
     ]
-    keys = {cache_key(each, 90) for each in (base, *changed)} | {cache_key(base, 80)}
+    keys = {cache_key(each, GpuTarget(90)) for each in (base, *changed)} | {
+        cache_key(base, GpuTarget(80))
+    }
     assert len(keys) == 9
 
 

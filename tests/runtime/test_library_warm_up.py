@@ -112,8 +112,9 @@ def called(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return run
 
     planned = {**calls.CUDA_PLANNED_OUT, "conv2d": conv}
-    for name, rows in (("CUDA_PLANNED_OUT", planned), ("CUDA_ALLOCATING", calls.ALLOCATING)):
-        monkeypatch.setattr(priming, name, {op: heard(op, row) for op, row in rows.items()})
+    monkeypatch.setattr(priming, "CUDA_PLANNED_OUT", {op: heard(op, planned[op]) for op in planned})
+    allocating = {op: heard(op, row) for op, row in calls.ALLOCATING.items()}
+    monkeypatch.setattr(priming, "allocating_on", lambda device: allocating)
     return made
 
 

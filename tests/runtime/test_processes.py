@@ -17,6 +17,7 @@ import torch
 
 from strop.codegen.triton import emit
 from strop.errors import CodegenError
+from strop.ir.device import GpuTarget
 from strop.ir.source import KernelSource
 from strop.runtime.build import background as ahead
 from strop.runtime.build import compilers as builds
@@ -46,7 +47,7 @@ class Process:
         self.made: list[KernelSource] = []
         self.is_alive = self.is_there = True  # not dead; not dismissed
 
-    def compile(self, source: KernelSource, arch: int) -> Cubin:
+    def compile(self, source: KernelSource, target: GpuTarget) -> Cubin:
         assert self.is_there
         self.made.append(source)
         held = self.compilers.held.get(source)
@@ -54,7 +55,7 @@ class Process:
             assert held.wait(PATIENCE_S)
         if not self.is_alive:
             raise CodegenError("the compiler process died")
-        return Cubin(source.name, source.text.encode(), 0, source.num_warps, arch)
+        return Cubin(source.name, source.text.encode(), 0, source.num_warps, target.arch)
 
     def lower(self, niceness: int) -> None:
         self.niceness = niceness
@@ -128,7 +129,7 @@ class Asking(threading.Thread):
 
     def run(self) -> None:
         try:
-            builds.build(self.sources, 90, NoCache(), self.workers)
+            builds.build(self.sources, H100.target, NoCache(), self.workers)
         except BaseException as error:
             self.error = error
 
@@ -138,7 +139,7 @@ class Asking(threading.Thread):
 
 
 def background(sources: Sequence[KernelSource], processes: int) -> BackgroundBuild:
-    later = BackgroundBuild(sources, 90, NoCache())
+    later = BackgroundBuild(sources, H100.target, NoCache())
     later._workers = processes
     later.start()
     return later
@@ -252,7 +253,7 @@ def test_who_finds_all_processes_at_work_waits_for_one(compilers: Compilers) -> 
     asked for, and a process that starts would be there later than these are free."""
     *begun, third, fourth = kernels(4)
     compilers.hold(*begun)
-    soon = BackgroundBuild(begun, 90, NoCache(), workers=2, niceness=0)
+    soon = BackgroundBuild(begun, H100.target, NoCache(), workers=2, niceness=0)
     soon.start()
     wait_until(lambda: all(map(compilers.is_at, begun)))
     asking = Asking([*begun, third, fourth], workers=2)
@@ -369,7 +370,7 @@ def test_an_error_of_who_borrowed_gives_the_process_back(compilers: Compilers) -
 
     def build() -> None:
         with pytest.raises(OSError, match="no space"):
-            builds.build([wanted], 90, FullCache(), 1)
+            builds.build([wanted], H100.target, FullCache(), 1)
         errors.append(True)
 
     errors: list[bool] = []
@@ -489,7 +490,7 @@ def test_none_are_kept_for_nothing(compilers: Compilers, library: CudaLoader) ->
 def test_none_are_kept_after_an_error(
     compilers: Compilers, library: CudaLoader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(self: Process, source: KernelSource, arch: int) -> Cubin:
+    def refuse(self: Process, source: KernelSource, target: GpuTarget) -> Cubin:
         raise CodegenError("refused")
 
     monkeypatch.setattr(Process, "compile", refuse)
@@ -527,7 +528,7 @@ def test_a_real_process_goes_on_at_low_priority(monkeypatch: pytest.MonkeyPatch)
     pid = kept._process.pid
     assert pid in before
     assert os.getpriority(os.PRIO_PROCESS, pid) == LOW_PRIORITY
-    assert builds.build_one(kernels(1)[0], 90, NoCache(), LOW_PRIORITY)
+    assert builds.build_one(kernels(1)[0], H100.target, NoCache(), LOW_PRIORITY)
     assert fresh._idle == [kept]
     builds.stop_workers(LOW_PRIORITY)
     fresh.close()

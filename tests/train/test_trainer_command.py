@@ -15,7 +15,7 @@ from typer.testing import CliRunner, Result
 
 from strop.cli import app
 from strop.errors import OptionError, UnsupportedError
-from strop.train import checkpoint, settings
+from strop.train import checkpoint, given_settings, setting, settings, unbuilt_flags
 from tests.train import trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation")  # of diffusers
@@ -178,7 +178,9 @@ def test_mistakes_in_yaml(name: str, tmp_path: Path) -> None:
     path = tmp_path / "t.yaml"
     path.write_text(text)
     with pytest.raises((OptionError, UnsupportedError)) as raised:
-        settings.make("dreambooth" if name == "other task" else "lora", settings.read_yaml(path))
+        given_settings.make(
+            "dreambooth" if name == "other task" else "lora", given_settings.read_yaml(path)
+        )
     assert message in str(raised.value)
 
 
@@ -186,11 +188,11 @@ def test_no_in_yaml_is_a_precision() -> None:
     """YAML reads the word as false."""
     read = yaml.safe_load("{model: sprites, max_train_steps: 1, mixed_precision: no}")
     assert read["mixed_precision"] is False
-    assert settings.make("text-to-image", read).mixed_precision == "no"
+    assert given_settings.make("text-to-image", read).mixed_precision == "no"
     with pytest.raises(OptionError, match=r"mixed_precision is True: it must be a text"):
-        settings.make("text-to-image", read | {"mixed_precision": True})
+        given_settings.make("text-to-image", read | {"mixed_precision": True})
     with pytest.raises(OptionError, match=r"report_to is False: it must be a text"):
-        settings.make("text-to-image", read | {"report_to": False})
+        given_settings.make("text-to-image", read | {"report_to": False})
 
 
 # Settings that change nothing, and the one that they need.
@@ -302,7 +304,7 @@ def test_the_recipe_of_the_shipped_weights() -> None:
     file = Path(__file__).parents[2] / "examples" / "sprites.yaml"
     command, *header = file.read_text().splitlines()[:3]
     assert command == "# strop train text-to-image --config examples/sprites.yaml"
-    made = settings.make("text-to-image", settings.read_yaml(file))
+    made = given_settings.make("text-to-image", given_settings.read_yaml(file))
     assert made.is_sprites
     assert made.draws_sprites
     assert made.from_scratch
@@ -335,10 +337,10 @@ def test_every_setting_is_explained() -> None:
     for knob in fields(settings.Settings):
         if knob.name != "task":
             assert knob.metadata["doc"].endswith("."), knob.name
-            assert knob.name not in {*settings.UNBUILT, *settings.NEEDLESS}
+            assert knob.name not in {*unbuilt_flags.UNBUILT, *unbuilt_flags.NEEDLESS}
 
 
-@pytest.mark.parametrize("task", settings.TASKS)
+@pytest.mark.parametrize("task", setting.TASKS)
 def test_help(task: str, invoke: Callable[..., Result]) -> None:
     shown = said(invoke(task, "-h"))
     assert "--learning_rate" in shown

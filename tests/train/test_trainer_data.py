@@ -14,7 +14,7 @@ import torch
 from PIL import Image
 
 from strop.errors import CacheError, OptionError
-from strop.train import settings
+from strop.train import given_settings
 from strop.train.data import Captions, Crop, FolderSource, Reader, pixels_of
 from strop.train.folders import check_files, check_sizes, read_captioned, read_subject
 from strop.train.objective import Objective
@@ -110,7 +110,9 @@ def test_one_of_several_captions_is_drawn(folder: Path) -> None:
     assert found.digest != plain.digest
     texts = sorted({text for picture in found.pictures for text in picture.captions})
     rows = {text: row for row, text in enumerate(texts)}
-    made = settings.make("lora", {"model": "m", "train_data_dir": folder, "train_batch_size": 3})
+    made = given_settings.make(
+        "lora", {"model": "m", "train_data_dir": folder, "train_batch_size": 3}
+    )
     batches = [
         FolderSource(made, 16, found.pictures, (), Captions(rows, torch.arange(8)[:, None]))
         .batch(number)
@@ -279,7 +281,7 @@ def _turned() -> Image.Exif:
 
 
 def _source(folder: Path, **given: Any) -> FolderSource:
-    made = settings.make(
+    made = given_settings.make(
         "dreambooth", {"model": "m", "instance_data_dir": folder, "instance_prompt": "x", **given}
     )
     found = read_subject(folder, "x").pictures

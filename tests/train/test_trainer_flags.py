@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from strop.cli import app
 from strop.errors import OptionError, UnsupportedError
-from strop.train import settings
+from strop.train import data_settings, given_settings, settings, unbuilt_flags
 from strop.train.data import Crop, pixels_of
 from tests.train import trainer
 
@@ -71,7 +71,7 @@ SCRIPTS = {
 }
 
 
-UNUSED = {*settings.UNBUILT, *settings.NEEDLESS}
+UNUSED = {*unbuilt_flags.UNBUILT, *unbuilt_flags.NEEDLESS}
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
@@ -86,30 +86,32 @@ def run(*words: str) -> tuple[int, str]:
     return done.exit_code, " ".join(done.output.replace("│", " ").split())
 
 
-@pytest.mark.parametrize("name", settings.UNBUILT)
+@pytest.mark.parametrize("name", unbuilt_flags.UNBUILT)
 def test_what_is_not_built_says_why(name: str) -> None:
     """On the command line in both spellings, with its value or without, and in a file."""
-    reason = settings.UNBUILT[name]
+    reason = unbuilt_flags.UNBUILT[name]
     assert ";" in reason or "--" in reason, "it says what to do instead"
     forms = [[f"--{name}"], [f"--{name.replace('_', '-')}"]]
-    if name not in settings.SWITCHES:
+    if name not in unbuilt_flags.SWITCHES:
         forms = [[f"--{name}", "x"], [f"--{name.replace('_', '-')}=x"]]
     for form in forms:
         code, said = run("lora", "--model", "sprites", *form)
         assert (code, reason in said) == (2, True), said
     with pytest.raises(UnsupportedError, match=f"--{name}: "):
-        settings.make("lora", {"model": "sprites", name: True})
-    made = settings.make("lora", {"model": "sprites", name: None, name.replace("_", "-"): False})
+        given_settings.make("lora", {"model": "sprites", name: True})
+    made = given_settings.make(
+        "lora", {"model": "sprites", name: None, name.replace("_", "-"): False}
+    )
     assert made.is_sprites
 
 
 NEEDLESS_VALUES = {"prior_generation_precision": "fp16"}
 
 
-@pytest.mark.parametrize("name", settings.NEEDLESS)
+@pytest.mark.parametrize("name", unbuilt_flags.NEEDLESS)
 def test_what_is_needless_is_taken(name: str, tmp_path: Path) -> None:
     """With a warning, from the command line in both spellings and from a file."""
-    said_why = f"warning: --{name} changes nothing: {settings.NEEDLESS[name]}"
+    said_why = f"warning: --{name} changes nothing: {unbuilt_flags.NEEDLESS[name]}"
     (tmp_path / "t.yaml").write_text(f"{name}: {NEEDLESS_VALUES.get(name, 'true')}\n")
     value = [NEEDLESS_VALUES[name]] if name in NEEDLESS_VALUES else []
     for form in (
@@ -121,8 +123,8 @@ def test_what_is_needless_is_taken(name: str, tmp_path: Path) -> None:
         assert (code, said.count(said_why)) == (1, 1), said
         assert "the folder gone does not exist" in said  # it went on
     plain = {"model": "sprites"}
-    assert settings.make("lora", {**plain, name: True}) == settings.make("lora", plain)
-    assert settings.needless({**plain, name: None, name.replace("_", "-"): False}) == []
+    assert given_settings.make("lora", {**plain, name: True}) == given_settings.make("lora", plain)
+    assert given_settings.needless({**plain, name: None, name.replace("_", "-"): False}) == []
 
 
 @pytest.mark.parametrize("tracker", ["wandb", "comet_ml", "all"])
@@ -150,14 +152,14 @@ def test_slips(slip: str) -> None:
     assert SLIPS[slip] in said
     if slip != "--snr":
         with pytest.raises(OptionError, match=r"did you mean"):
-            settings.make("lora", {"model": "sprites", slip.removeprefix("--"): 4})
+            given_settings.make("lora", {"model": "sprites", slip.removeprefix("--"): 4})
 
 
 def test_switches_are_flags_that_are_not_built() -> None:
-    assert UNUSED > settings.SWITCHES
-    assert not settings.UNBUILT.keys() & settings.NEEDLESS
+    assert UNUSED > unbuilt_flags.SWITCHES
+    assert not unbuilt_flags.UNBUILT.keys() & unbuilt_flags.NEEDLESS
     kinds = {knob.name: knob.metadata.get("kind") for knob in fields(settings.Settings)}
-    assert all(name in kinds for name, _ in settings.UNBUILT_VALUES)
+    assert all(name in kinds for name, _ in unbuilt_flags.UNBUILT_VALUES)
 
 
 def test_pictures_are_resized_as_is_asked(tmp_path: Path) -> None:
@@ -166,7 +168,7 @@ def test_pictures_are_resized_as_is_asked(tmp_path: Path) -> None:
     picture = Image.new("L", (30, 30))
     picture.paste(255, (0, 0, 15, 30))
     picture.save(path)
-    found = {name: pixels_of(path, 8, Crop(), name) for name in settings.FILTERS}
+    found = {name: pixels_of(path, 8, Crop(), name) for name in data_settings.FILTERS}
     assert set(found["nearest"].unique().tolist()) == {-1.0, 1.0}
     assert torch.equal(found["lanczos"], pixels_of(path, 8, Crop()))
     assert len({tuple(pixels.flatten().tolist()) for pixels in found.values()}) >= 5

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import strop
 from strop.errors import OptionError, TrainingError
-from strop.train import compiled, settings
+from strop.train import compiled, given_settings, training_settings
 from strop.train.data import Batch
 from strop.train.draws import generator
 from strop.train.loop import Loop
@@ -198,10 +198,10 @@ def test_it_learns(
     assert loss() < 0.93 * before
 
 
-@pytest.mark.parametrize("name", settings.SCHEDULES)
+@pytest.mark.parametrize("name", training_settings.SCHEDULES)
 @pytest.mark.parametrize("warmup", [0, 3])
 def test_rates_are_those_of_diffusers(name: str, warmup: int) -> None:
-    made = settings.make(
+    made = given_settings.make(
         "text-to-image",
         {
             "model": "sprites",
@@ -225,7 +225,7 @@ def test_rates_are_those_of_diffusers(name: str, warmup: int) -> None:
 
 
 def test_scaled_rate() -> None:
-    made = settings.make(
+    made = given_settings.make(
         "dreambooth",
         {
             "model": "sprites",

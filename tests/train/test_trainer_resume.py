@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 
 from strop.cli import app
 from strop.errors import CacheError, OptionError, TrainingError
-from strop.train import checkpoint, files, settings
+from strop.train import checkpoint, files, given_settings
 from strop.train.learner import Learner
 from tests.e2e.tiny import DEVICES, cache_dir
 from tests.train import trainer
@@ -194,7 +194,9 @@ def test_accumulated_batches_equal_a_large_one(
 
 def test_scaled_losses_resume(tmp_path: Path) -> None:
     """fp16 needs a GPU, its bookkeeping does not: the scale, its age, and steps left out."""
-    made = settings.make("lora", {"model": "sprites", "mixed_precision": "fp16", "use_ema": True})
+    made = given_settings.make(
+        "lora", {"model": "sprites", "mixed_precision": "fp16", "use_ema": True}
+    )
 
     def learner() -> Learner:
         torch.manual_seed(0)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from strop.models.sprites import draw, specs
 from strop.models.sprites.grammar import caption
-from strop.train import settings
+from strop.train import given_settings
 from strop.train.loop import Loop, Outcome
 from strop.train.metrics import Metrics
 from strop.train.session import Session, prepare_session
@@ -49,7 +49,7 @@ class Watch:
 def holding(task: str, watch: Watch | None = None, **given: Any) -> Session:
     """With the lock of its output folder."""
     watch = watch or Watch()
-    made = settings.make(task, {**COMMON, **given})
+    made = given_settings.make(task, {**COMMON, **given})
     return prepare_session(made, watch.stage, watch.warn)
 
 

@@ -166,7 +166,8 @@ class _Field:
     ) -> _Field:
         torch._dynamo.config.recompile_limit = 1000
         ours = strop.optimize(
-            _made(network, device, dtype), options=Options(strict=True, cuda_graphs=False)
+            _made(network, device, dtype),
+            options=Options.from_environment(strict=True, cuda_graphs=False),
         )
         eager = _made(network, device, dtype)
         exact = _made(network, torch.device("cpu"), torch.float64)

@@ -22,8 +22,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import strop
 from strop.api import dispatchers_of
 from strop.bench import environment
-from strop.bench.zoo import ZooModel
 from strop.bench.zoo_inputs import Inputs, Shape
+from strop.bench.zoo_model import ZooModel
 from strop.errors import StropError
 from strop.frontend.objects import as_tree
 from strop.testing import assert_as_accurate_together
@@ -346,14 +346,15 @@ def markdown(result: Mapping[str, Any]) -> str:
     head = [
         "# Models",
         "",
-        "Written by `strop bench models --page docs/models.md`. Architectures at tiny widths with",
-        f"random weights; every model runs at {counted(result['num_shapes'], 'shape')} and batches."
-        " A model passes when one",
-        f"graph serves them all under `strict=True`, at least {WANTED_SHARE:.0%} of its nodes"
-        " other than",
-        "library anchors (matrix products, convolutions, attention, recurrent layers) are in",
-        "generated kernels, and its results are as accurate as eager's, judged by fp64",
-        "([numerics.md](numerics.md)) over all shapes and four draws of weights together.",
+        "`strop bench models --page docs/models.md` writes this page. It compiles each",
+        "architecture at tiny widths with random weights, and runs it at"
+        f" {counted(result['num_shapes'], 'shape')} and batches. A model passes when",
+        "",
+        "- one graph serves all of them under `strict=True`;",
+        f"- at least {WANTED_SHARE:.0%} of its nodes are in generated kernels, where nodes that a",
+        "  library runs (matrix products, convolutions, attention, recurrent layers) do not count;",
+        "- its results are as accurate as eager's, judged by fp64 ([numerics.md](numerics.md))",
+        "  over all shapes and four draws of weights together.",
         "",
         f"{result['num_good']} of {result['num_models']} pass: {found['date'][:10]}, torch"
         f" {found['torch']}, transformers {found['transformers']}, diffusers"

@@ -78,7 +78,9 @@ class Bench:
         return self.compiled[key]
 
     def _optimised(self, module: nn.Module) -> Forward:
-        options = Options(strict=True, cuda_graphs=False, build_workers=self.build_workers)
+        options = Options.from_environment(
+            strict=True, cuda_graphs=False, build_workers=self.build_workers
+        )
         return strop.optimize(module, options=options)
 
     def measure(self, case: KernelCase, bandwidth: float) -> dict[str, Any]:

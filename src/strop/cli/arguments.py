@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from strop.cli.mistakes import CommandError, warn
+from strop.errors import OptionError
+from strop.options import Options, use_arch
 from strop.wording import counted
 
 if TYPE_CHECKING:
@@ -74,6 +76,29 @@ DeviceOption = Annotated[
 ]
 
 
+def _use_arch(arch: int) -> int:
+    """Whatever makes Options from now on reads it, in processes that are started as well."""
+    if arch:
+        try:
+            use_arch(arch)
+        except OptionError as error:
+            raise typer.BadParameter(str(error)) from error
+    return arch
+
+
+ArchOption = Annotated[
+    int,
+    typer.Option(
+        "--arch",
+        callback=_use_arch,
+        metavar="SM",
+        help="Compile, and run on a newer GPU, as if on one of this architecture: 80, 86, 87 or 89."
+        r" [dim]\[default: that of the GPU][/]",
+        show_default=False,
+    ),
+]
+
+
 def nearest_sizes(side: int, factor: int) -> tuple[int, ...]:
     """The multiples of ``factor`` around ``side``, or ``side`` itself."""
     if side % factor == 0 and side > 0:
@@ -128,19 +153,37 @@ def check_output(path: Path, suffixes: tuple[str, ...] = SUFFIXES) -> None:
 
 
 def chosen_device(device: Device) -> str:
-    """ "cpu" or "cuda"; raises BadParameter where there is no GPU."""
+    """ "cpu" or "cuda"; raises BadParameter where there is no GPU, or where it cannot stand in for
+    the architecture that --arch or STROP_ARCH names."""
     import torch
 
     with warnings.catch_warnings(record=True) as said:  # an old driver, say
         warnings.simplefilter("always")
         is_there = torch.cuda.is_available()
     if device is Device.auto:
-        return "cuda" if is_there else "cpu"
+        device = Device.cuda if is_there else Device.cpu
     if device is Device.cuda and not is_there:
         why = "this torch has no CUDA" if torch.version.cuda is None else "torch finds no GPU"
         why = " ".join(str(said[0].message).split()) if said else why
         raise typer.BadParameter(f"cuda: {why}; use --device cpu", param_hint="'--device'")
+    if arch := Options.from_environment().arch:
+        _check_arch(arch, device)
     return device.value
+
+
+def _check_arch(arch: int, device: Device) -> None:
+    """Raise BadParameter where the GPU cannot stand in for it, which the first call would find."""
+    if device is Device.cpu:
+        warn(f"arch={arch} has no effect on a CPU")
+        return
+    import torch
+
+    from strop.runtime.build.devices import gpu
+
+    try:
+        gpu(torch.cuda.current_device()).as_arch(arch)
+    except OptionError as error:
+        raise typer.BadParameter(str(error), param_hint="'--arch'") from error
 
 
 def chosen_dtype(dtype: Dtype, device: str) -> torch.dtype:

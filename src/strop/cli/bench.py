@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from strop.cli import arguments, bench_infer, bench_train
-from strop.cli.arguments import Device, DeviceOption
+from strop.cli.arguments import ArchOption, Device, DeviceOption
 from strop.cli.help_screen import App
 from strop.cli.mistakes import CommandError, reported, require_diffusion
 from strop.cli.tables import OutOption, SamplesOption, known, show
@@ -17,7 +17,7 @@ from strop.wording import counted
 
 if TYPE_CHECKING:
     from strop.bench.cases import BenchCase
-    from strop.bench.zoo import ZooModel
+    from strop.bench.zoo_model import ZooModel
 
 COMPILE_EXAMPLES = """[bold]Examples[/]
 $ strop bench compile tiny-unet --device cpu
@@ -86,6 +86,7 @@ def compile_(
     case: CaseArgument,
     out: OutOption = None,
     device: DeviceOption = Device.auto,
+    arch: ArchOption = 0,
     limit: Annotated[
         float, typer.Option(min=1.0, help="Give up a run after this many seconds.")
     ] = 600.0,
@@ -143,6 +144,7 @@ def _prepared(case: str, out: Path | None, device: Device) -> tuple[BenchCase, s
 @reported
 def pictures(
     device: DeviceOption = Device.auto,
+    arch: ArchOption = 0,
     sizes: Annotated[
         int, typer.Option(min=1, max=4, help="Draw at this many sizes, 20 prompts at each.")
     ] = 4,
@@ -196,6 +198,7 @@ def models(
         ),
     ] = "",
     device: DeviceOption = Device.auto,
+    arch: ArchOption = 0,
     out: FileOption = None,
     page: Annotated[Path | None, typer.Option(help="Write a Markdown table to this file.")] = None,
     shapes: Annotated[int, typer.Option(min=1, help="Run each model at this many shapes.")] = 20,
@@ -234,6 +237,7 @@ def kernel(
         ),
     ] = None,
     device: DeviceOption = Device.auto,
+    arch: ArchOption = 0,
     peer: Annotated[
         list[str] | None,
         typer.Option(
@@ -296,6 +300,7 @@ def batches(
         typer.Option("--batches", help="Time these batch sizes; put commas between them."),
     ] = "1,2,4,8,16,33",
     device: DeviceOption = Device.auto,
+    arch: ArchOption = 0,
     peer: Annotated[
         list[str] | None,
         typer.Option(
@@ -485,8 +490,8 @@ def select(
 ) -> None:
     """Judge the rules that choose between Strop's own kernels and a library's.
 
-    At each shape the time of what they choose is set beside the fastest time that a sweep has
-    found. This runs on any machine, because all times are those of the sweeps.
+    The table sets the time of the kernel that a rule chooses beside the fastest time that a sweep
+    has found at the same shape. This runs on any machine, because all times come from the sweeps.
     """
     from strop.bench import select as bench_select
 

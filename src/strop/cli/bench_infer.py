@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from strop.cli import arguments
-from strop.cli.arguments import Device, DeviceOption
+from strop.cli.arguments import ArchOption, Device, DeviceOption
 from strop.cli.mistakes import CommandError, reported, require_diffusion
 from strop.cli.tables import OutOption, SamplesOption, known, show, wrong
 
@@ -59,6 +59,15 @@ RandomOption = Annotated[
         min=0, help="Also measure this many random shapes of each model, in a fresh process."
     ),
 ]
+SeedOption = Annotated[int, typer.Option(help="Draw the shapes of --random from this seed.")]
+CallsOption = Annotated[
+    int,
+    typer.Option(
+        min=1,
+        help="Make at most this many calls back to back in a sample of a step; 1 times a call "
+        "by itself.",
+    ),
+]
 AblateOption = Annotated[
     bool,
     typer.Option(
@@ -69,7 +78,8 @@ VariantsOption = Annotated[
     bool,
     typer.Option(
         "--variants",
-        help="With --random, also measure each shape with each choice of kernels the other way.",
+        help="With --random, also measure each shape with each option for kernels switched the "
+        "other way.",
     ),
 ]
 DtypeOption = Annotated[
@@ -105,24 +115,18 @@ def infer(
     earlier: EarlierOption = RESULTS,
     budget: BudgetOption = 1800.0,
     random: RandomOption = 0,
-    seed: Annotated[int, typer.Option(help="Draw the shapes of --random from this seed.")] = 0,
+    seed: SeedOption = 0,
     ablate: AblateOption = False,
     variants: VariantsOption = False,
     samples: SamplesOption = 20,
-    calls: Annotated[
-        int,
-        typer.Option(
-            min=1,
-            help="Make at most this many calls back to back in a sample of a step; 1 times a call "
-            "by itself.",
-        ),
-    ] = 20,
+    calls: CallsOption = 20,
     dtype: DtypeOption = "",
     device: DeviceOption = Device.auto,
+    arch: ArchOption = 0,
     tiny: TinyOption = False,
     commit: CommitOption = "",
 ) -> None:
-    """Time a UNet step, a VAE, whole pictures and a cold compile, by Strop and by its peers.
+    """Time a UNet step, a VAE, whole pictures and a cold compile, with Strop and with its peers.
 
     Models have random weights at full size; nothing is downloaded. Rows of one model share a
     process, in which all contenders are sampled in turns; random shapes get a fresh process with

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from strop.cli import arguments
-from strop.cli.arguments import Device, DeviceOption
+from strop.cli.arguments import ArchOption, Device, DeviceOption
 from strop.cli.mistakes import CommandError, errors, plain, reported, require_diffusion
 from strop.cli.tables import OutOption, show, wrong
 
@@ -91,10 +91,11 @@ def train(
     ] = 20,
     warm_up: WarmUpOption = 5,
     device: DeviceOption = Device.auto,
+    arch: ArchOption = 0,
     tiny: TinyOption = False,
     commit: CommitOption = "",
 ) -> None:
-    """Time training steps, by Strop, by diffusers' script and by compiled torch.
+    """Time training steps of Strop, of diffusers' script and of compiled torch.
 
     Models have random weights at full size; nothing is downloaded. Every contender has a process
     of its own. Each row becomes a JSON file and a plot; the file grows with every contender.

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from strop.cli import arguments, models
-from strop.cli.arguments import Device, DeviceOption, Size, SizeOption
+from strop.cli.arguments import ArchOption, Device, DeviceOption, Size, SizeOption
 from strop.cli.mistakes import reported, require_diffusion
 
 if TYPE_CHECKING:
@@ -54,6 +54,7 @@ def command(
         ),
     ] = False,
     device: DeviceOption = Device.auto,
+    arch: ArchOption = 0,
 ) -> None:
     """Compile a model, run it once, and show its graphs, kernels, launches and fallbacks.
 

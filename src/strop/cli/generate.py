@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from strop.cli import arguments, models
-from strop.cli.arguments import Device, DeviceOption, Dtype, SizeOption
+from strop.cli.arguments import ArchOption, Device, DeviceOption, Dtype, SizeOption
 from strop.cli.cores import CoreUse, use_free_cores
 from strop.cli.mistakes import CommandError, reported, require_diffusion, warn
 from strop.wording import counted
@@ -96,6 +96,7 @@ def command(
     negative: NegativeOption = "",
     model: ModelOption = models.SPRITES,
     device: DeviceOption = Device.auto,
+    arch: ArchOption = 0,
     dtype: DtypeOption = Dtype.auto,
     threads: ThreadsOption = 0,
     optimize: OptimizeOption = True,

@@ -13,7 +13,9 @@ from strop.cli.cores import CoreUse, use_free_cores
 from strop.cli.help_screen import App
 from strop.cli.mistakes import CommandError, reported, require_diffusion, warn
 from strop.errors import OptionError, UnsupportedError
+from strop.train import given_settings, unbuilt_flags
 from strop.train import settings as knobs
+from strop.train.setting import TASKS
 from strop.wording import counted
 
 EXAMPLES = {
@@ -90,7 +92,7 @@ def _unbuilt(name: str) -> inspect.Parameter:
 
     def refuse(value: bool | str | None) -> None:
         if value:
-            raise typer.BadParameter(knobs.UNBUILT[name], param_hint=f"'--{name}'")
+            raise typer.BadParameter(unbuilt_flags.UNBUILT[name], param_hint=f"'--{name}'")
 
     return _hidden(f"no_{name}", name, refuse)
 
@@ -99,7 +101,7 @@ def _hidden(
     parameter: str, name: str, callback: Callable[[bool | str | None], None] | None = None
 ) -> inspect.Parameter:
     option = typer.Option(f"--{name}", hidden=True, callback=callback)
-    kind = bool if name in knobs.SWITCHES else str
+    kind = bool if name in unbuilt_flags.SWITCHES else str
     return inspect.Parameter(
         parameter,
         inspect.Parameter.KEYWORD_ONLY,
@@ -135,8 +137,8 @@ def _command(task: str) -> Callable[..., None]:
     rows = [
         _CONFIG,
         *(_option(knob, task) for knob in knobs.flags(task)),
-        *(_unbuilt(name) for name in knobs.UNBUILT),
-        *(_hidden(name, name) for name in knobs.NEEDLESS),
+        *(_unbuilt(name) for name in unbuilt_flags.UNBUILT),
+        *(_hidden(name, name) for name in unbuilt_flags.NEEDLESS),
     ]
     command.__signature__ = inspect.Signature(rows)  # type: ignore[attr-defined]
     command.__annotations__ = {row.name: row.annotation for row in rows}
@@ -147,16 +149,16 @@ def _command(task: str) -> Callable[..., None]:
 def _settings(task: str, given: dict[str, Any]) -> knobs.Settings:
     """Defaults, then the file, then the flags. A mistake ends with exit code 2."""
     path = given.pop("config")
-    names = {*(knob.name for knob in knobs.flags(task)), *knobs.NEEDLESS}
+    names = {*(knob.name for knob in knobs.flags(task)), *unbuilt_flags.NEEDLESS}
     # Not given: None, or the empty list of an option that may be repeated.
     flags = {n: v for n, v in given.items() if n in names and v is not None and v != []}
     try:
-        file = {} if path is None else knobs.read_yaml(path)
+        file = {} if path is None else given_settings.read_yaml(path)
         values = {**_spelt(file, task), **flags}
-        made = knobs.make(task, values)
+        made = given_settings.make(task, values)
     except (OptionError, UnsupportedError) as error:
         raise typer.BadParameter(str(error)) from error
-    for text in (*knobs.needless(values), *knobs.idle(made)):
+    for text in (*given_settings.needless(values), *given_settings.idle(made)):
         warn(text)
     return made
 
@@ -196,7 +198,7 @@ def _run(settings: knobs.Settings) -> None:
         raise typer.Exit(128 + outcome.stopped_by)
 
 
-for _task in knobs.TASKS:
+for _task in TASKS:
     app.command(
         _task,
         epilog=EXAMPLES[_task],

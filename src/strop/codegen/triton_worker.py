@@ -38,6 +38,24 @@ def compile_request(request: dict[str, Any]) -> tuple[dict[str, Any], bytes]:
     """Machine code and what a launch needs to know about it."""
     if request.get("language") == "ptx":
         return _assembled(request)
+    runs_on = request.get("runs_on", request["arch"])
+    compiled, code = _compiled(request) if runs_on == request["arch"] else _ported(request, runs_on)
+    metadata = compiled.metadata
+    if metadata.global_scratch_size or metadata.profile_scratch_size:
+        raise RuntimeError("the kernel wants Triton's own scratch memory, which launches pass none")
+    header = {
+        "entry": metadata.name,
+        "shared": metadata.shared,
+        "num_warps": metadata.num_warps,
+        "arch": request["arch"],
+        "early": request["constants"].get("EARLY") == 1,
+        "boxes": _boxes(request["boxes"], metadata),
+    }
+    return header, code
+
+
+def _compiled(request: dict[str, Any]) -> tuple[Any, bytes]:
+    """What Triton makes of the text for ``arch``, and the machine code of it."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -53,34 +71,24 @@ def compile_request(request: dict[str, Any]) -> tuple[dict[str, Any], bytes]:
         target=GPUTarget("cuda", request["arch"], 32),
         options={"num_warps": request["num_warps"], "maxnreg": request["max_registers"]},
     )
-    metadata = compiled.metadata
-    if metadata.global_scratch_size or metadata.profile_scratch_size:
-        raise RuntimeError("the kernel wants Triton's own scratch memory, which launches pass none")
-    header = {
-        "entry": metadata.name,
-        "shared": metadata.shared,
-        "num_warps": metadata.num_warps,
-        "arch": request["arch"],
-        "early": request["constants"].get("EARLY") == 1,
-        "boxes": _boxes(request["boxes"], metadata),
-    }
-    return header, compiled.asm["cubin"]
+    return compiled, compiled.asm["cubin"]
+
+
+def _ported(request: dict[str, Any], runs_on: int) -> tuple[Any, bytes]:
+    """The same, but the PTX for ``arch`` is assembled for the newer ``runs_on``. A stored result
+    would have no PTX, so Triton compiles anew; what it stores is its own code for ``arch``."""
+    from triton import knobs
+
+    with knobs.compilation.scope():
+        knobs.compilation.store_binary_only = False
+        knobs.compilation.always_compile = True
+        compiled, _ = _compiled(request)
+    return compiled, _machine_code(compiled.asm["ptx"], runs_on, f"sm_{runs_on}")
 
 
 def _assembled(request: dict[str, Any]) -> tuple[dict[str, Any], bytes]:
     """The same of PTX, by Triton's assembler. It says which memory the launch gives it."""
-    from triton import knobs
-
-    with tempfile.TemporaryDirectory(prefix="strop-ptx-") as folder:
-        text, code = os.path.join(folder, "kernel.ptx"), os.path.join(folder, "kernel.cubin")
-        with open(text, "w") as file:
-            file.write(request["text"])
-        command = [knobs.nvidia.ptxas.path, f"--gpu-name=sm_{request['arch']}a", text, "-o", code]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise RuntimeError(done.stderr.strip())
-        with open(code, "rb") as file:
-            cubin = file.read()
+    cubin = _machine_code(request["text"], request["arch"], f"sm_{request['arch']}a")
     header = {
         "entry": request["name"],
         "shared": request["constants"]["SHARED"],
@@ -90,6 +98,23 @@ def _assembled(request: dict[str, Any]) -> tuple[dict[str, Any], bytes]:
         "boxes": request["boxes"],
     }
     return header, cubin
+
+
+def _machine_code(ptx: str, arch: int, gpu_name: str) -> bytes:
+    """PTX through the assembler that Triton has for this architecture."""
+    from triton import knobs
+
+    tool = knobs.nvidia.ptxas_blackwell if arch >= 100 else knobs.nvidia.ptxas
+    with tempfile.TemporaryDirectory(prefix="strop-ptx-") as folder:
+        text, code = os.path.join(folder, "kernel.ptx"), os.path.join(folder, "kernel.cubin")
+        with open(text, "w") as file:
+            file.write(ptx)
+        command = [tool.path, f"--gpu-name={gpu_name}", text, "-o", code]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise RuntimeError(done.stderr.strip())
+        with open(code, "rb") as file:
+            return file.read()
 
 
 def _boxes(dtypes: list[Any], metadata: Any) -> list[list[Any] | None]:

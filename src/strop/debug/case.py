@@ -26,7 +26,7 @@ from strop.ir.serialize import decode, encode, graph_from_json, graph_to_json
 from strop.options import Options
 from strop.runtime.build.loader import kernel_loader
 from strop.runtime.run.executor import Bound
-from strop.runtime.run.memory import Workspace
+from strop.runtime.run.workspace import Workspace
 from strop.testing import assert_as_accurate_as_eager
 
 FILE = "graph.json"
@@ -66,6 +66,7 @@ def to_json(case: Case) -> str:
             "strop": strop.__version__,
             "name": case.name,
             "device": case.device,
+            "arch": case.options.arch,
             "disable": list(case.options.disable),
             "sizes": dict(case.sizes),
             "graph": graph_to_json(case.graph),
@@ -86,7 +87,8 @@ def from_json(text: str) -> Case:
         signature = Signature(
             decode(value["returned"]), decode(value["guards"]), bool(value["generic"])
         )
-        options = Options.from_environment(disable=tuple(value["disable"]), dump="")
+        arch = {"arch": int(value["arch"])} if value.get("arch") else {}
+        options = Options.from_environment(disable=tuple(value["disable"]), dump="", **arch)
         return Case(
             graph_from_json(value["graph"]),
             signature,
@@ -168,7 +170,8 @@ def bind(
 ) -> tuple[Bound, list[Tensor]]:
     """The program at the traced sizes, and what its ``run`` takes."""
     device = torch_device(case)
-    library = kernel_loader(device.type, 0, case.options.cache_dir, case.options.build_workers)
+    options = case.options
+    library = kernel_loader(device.type, 0, options.cache_dir, options.build_workers, options.arch)
     given = [arguments[n].clone() for n in range(len(arguments))]
     placed = place(program, given)
     state = [x if spec.is_state else None for x, spec in zip(placed, program.inputs, strict=True)]

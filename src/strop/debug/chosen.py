@@ -11,7 +11,7 @@ from strop.ir.dims import Expr
 from strop.ir.program import CallStep, Program
 from strop.kernels import library
 from strop.kernels.kernel import FASTEST
-from strop.runtime.run.choices import call_of, choices
+from strop.runtime.run.choices import call_of, choices_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ def chosen(program: Program, sizes: Mapping[str, int], device: Device) -> tuple[
 
     steps = program.at(sizes)
     found = dict[tuple[str, tuple[tuple[int, ...], ...], library.Choice], list[CallStep]]()
-    for position, choice in choices(program, steps, evaluated, device).items():
+    for position, choice in choices_of(program, steps, evaluated, device).items():
         step = steps[position]
         assert isinstance(step, CallStep)
         shapes = tuple(tuple(evaluated(ref.shape)) for ref in step.inputs)

@@ -110,7 +110,8 @@ def report_of(dispatchers: Mapping[str, Dispatcher]) -> Report:
     graphs = [variant for d in dispatchers.values() for variant in d.variants.all]
     devices = {spec.device for graph in graphs for spec in graph.specs}
     on_gpu = next((d for d in devices if d.type == "cuda"), None)
-    device = gpu(torch.device(on_gpu).index or 0) if on_gpu else CPU
+    arch = next((d.options.arch for d in dispatchers.values()), 0)
+    device = gpu(torch.device(on_gpu).index or 0).as_arch(arch) if on_gpu else CPU
     able = machine(device)
     components = tuple(_component(n, d, able) for n, d in dispatchers.items())
     has_all = all(graph.texts for c in components for graph in c.graphs)

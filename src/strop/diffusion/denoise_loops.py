@@ -18,7 +18,9 @@ from typing import Any
 
 from torch import nn
 
-from strop.api import optimize_module
+from strop.diffusion.changes import Changes, in_force, is_around, mend
+from strop.diffusion.optimised import record_of
+from strop.diffusion.parts import DENOISERS, dispatcher_in, parts_of, pipelines_dispatcher
 from strop.diffusion.scheduler import host_timesteps
 from strop.diffusion.user_code import runs_user_code
 from strop.dispatch.dispatcher import Dispatcher
@@ -26,61 +28,40 @@ from strop.runtime.loop.denoise_loop import Loop
 
 log = logging.getLogger("strop")
 
-# Components that each step of a denoise loop calls. Wan 2.2 has a second transformer for the end.
-DENOISERS = ("unet", "transformer", "transformer_2", "controlnet")
-# component -> the modules in it whose forward does the work
-COMPONENTS: dict[str, tuple[str, ...]] = {
-    "text_encoder": ("",),
-    "text_encoder_2": ("",),
-    "text_encoder_3": ("",),
-    "image_encoder": ("",),
-    "adapter": ("",),
-    **dict.fromkeys(DENOISERS, ("",)),
-    "vae": ("encoder", "decoder"),
-}
+# Compiles a part of a pipeline, which has the given name, as another dispatcher compiles its own.
+CompileLike = Callable[[Any, str, nn.Module, Dispatcher], object]
 _PIPELINES = (("diffusers", "DiffusionPipeline"), ("diffusers", "ModularPipeline"))
 _BLOCKS = ("diffusers.modular_pipelines.modular_pipeline", "LoopSequentialPipelineBlocks")
 _running: ContextVar[Any] = ContextVar("the modular pipeline that runs", default=None)
 
 
-def parts_of(component: Any, name: str) -> dict[str, nn.Module]:
-    """The modules of a component that are compiled, by the path a user would write."""
-    found = {}
-    for part in COMPONENTS.get(name, ()) if isinstance(component, nn.Module) else ():
-        module = getattr(component, part, None) if part else component
-        if isinstance(module, nn.Module):
-            found[f"{name}.{part}" if part else name] = module
-    return found
-
-
-def dispatcher_in(module: nn.Module | None) -> Dispatcher | None:
-    own = module.__dict__.get("forward") if module is not None else None
-    return own if isinstance(own, Dispatcher) else None
-
-
-def watch_pipelines() -> None:
-    """Once in a process: mark the loops of all pipelines, and see what is put into them."""
-    for where, name in _PIPELINES:
-        kind = _found(where, name)
-        if kind is None:
-            continue
-        _replace(kind, "__setattr__", _compiling_like)
+def watch_pipelines(changes: Changes, compile_like: CompileLike) -> None:
+    """Mark the loops of all pipelines that have compiled components, and see what is put into
+    them."""
+    setting = functools.partial(_compiling_like, compile_like)
+    pipelines, blocks = kinds()
+    for kind in pipelines:
+        _replace(changes, kind, "__setattr__", setting)
         if hasattr(kind, "progress_bar"):
-            _replace(kind, "progress_bar", functools.partial(_marking, lambda pipe: pipe))
+            _replace(changes, kind, "progress_bar", functools.partial(_marking, lambda pipe: pipe))
         else:
-            _replace(kind, "__call__", _noting)
-    blocks = _found(*_BLOCKS)
+            _replace(changes, kind, "__call__", _noting)
     if blocks is not None:
-        _replace(blocks, "progress_bar", functools.partial(_marking, lambda _: _running.get()))
+        running = functools.partial(_marking, lambda _: _running.get())
+        _replace(changes, blocks, "progress_bar", running)
 
 
 def is_watched(pipe: Any) -> bool:
     """Whether the bar of a pipeline is one of those that are marked."""
-    kinds = [_found(where, name) for where, name in _PIPELINES]
+    pipelines, _ = kinds()
     bar = getattr(type(pipe), "progress_bar", None)
-    return any(kind is not None and isinstance(pipe, kind) for kind in kinds) and (
-        bar is None or hasattr(bar, "is_strop")
-    )
+    return isinstance(pipe, tuple(pipelines)) and (bar is None or is_around(bar))
+
+
+def kinds() -> tuple[list[Any], Any]:
+    """The classes of pipelines that diffusers has, and that of blocks with a loop, or None."""
+    pipelines = [_found(where, name) for where, name in _PIPELINES]
+    return [kind for kind in pipelines if kind is not None], _found(*_BLOCKS)
 
 
 def _found(where: str, name: str) -> Any:
@@ -91,17 +72,18 @@ def _found(where: str, name: str) -> Any:
 
 
 def _replace(
-    kind: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]
+    changes: Changes, kind: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]
 ) -> None:
+    """Put what is made of a method in its place. A function, which classes bind to an object."""
+    mend(kind, name)
     own = getattr(kind, name)
-    if not hasattr(own, "is_strop"):
-        ours: Any = functools.wraps(own)(make(own))
-        ours.is_strop = True
-        setattr(kind, name, ours)
+    changes.put([kind], name, functools.wraps(own)(make(own)))
 
 
 def _noting(own: Callable[..., Any]) -> Callable[..., Any]:
     def call(pipe: Any, *args: Any, **kwargs: Any) -> Any:
+        if not in_force(call):
+            return own(pipe, *args, **kwargs)
         token = _running.set(pipe)
         try:
             return own(pipe, *args, **kwargs)
@@ -114,7 +96,7 @@ def _noting(own: Callable[..., Any]) -> Callable[..., Any]:
 def _marking(pipe_of: Callable[[Any], Any], own: Callable[..., Any]) -> Callable[..., Any]:
     def progress_bar(bars: Any, iterable: Any = None, total: int | None = None) -> Any:
         pipe = pipe_of(bars)
-        loops = loops_of(pipe) if iterable is None else ()
+        loops = loops_of(pipe) if iterable is None and in_force(progress_bar) else ()
         if not loops:
             return own(bars, iterable, total)
         return around(pipe, loops, functools.partial(own, bars, None, total))
@@ -125,8 +107,14 @@ def _marking(pipe_of: Callable[[Any], Any], own: Callable[..., Any]) -> Callable
 def loops_of(pipe: Any) -> Sequence[Loop]:
     """Return the loops of the compiled components that each step calls."""
     held = {} if pipe is None else pipe.__dict__
-    found = [dispatcher_in(m) for n in DENOISERS for m in parts_of(held.get(n), n).values()]
+    modules = [m for name in DENOISERS for m in parts_of(held.get(name), name).values()]
+    found = [_dispatcher_for(pipe, module) for module in modules]
     return list({id(d.loop): d.loop for d in found if d is not None}.values())
+
+
+def _dispatcher_for(pipe: Any, module: Any) -> Dispatcher | None:
+    """A user may have optimised one module of an optimised pipeline anew, by itself."""
+    return (pipelines_dispatcher if record_of(pipe) is None else dispatcher_in)(module)
 
 
 @contextmanager
@@ -142,15 +130,14 @@ def around(pipe: Any, loops: Sequence[Loop], make_bar: Callable[[], Any]) -> Ite
             yield bar
 
 
-def _compiling_like(own: Callable[..., Any]) -> Callable[..., Any]:
+def _compiling_like(compile_like: CompileLike, own: Callable[..., Any]) -> Callable[..., Any]:
     def __setattr__(pipe: Any, name: str, value: Any) -> None:
         before = parts_of(pipe.__dict__.get(name), name)
         own(pipe, name, value)
-        for path, module in parts_of(value, name).items():
-            known = dispatcher_in(before.get(path))
-            if known is not None and dispatcher_in(module) is None and type(known) is Dispatcher:
-                loop = known.loop if name in DENOISERS else None
-                optimize_module(module, known.options, name=path, loop=loop)
+        for path, module in parts_of(value, name).items() if in_force(__setattr__) else ():
+            known = _dispatcher_for(pipe, before.get(path))
+            if type(known) is Dispatcher and dispatcher_in(module) is None:
+                compile_like(pipe, path, module, known)
                 log.info(
                     "%s: %s, which is put in the place of a compiled one, is compiled as well",
                     type(pipe).__name__,

@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from strop.diffusion.changes import Changes
+from strop.diffusion.optimised import is_called_by_optimised
 from strop.diffusion.stand_ins import StandIn, put_in_place
 
 PLACE, NAME = "diffusers.utils.torch_utils", "randn_tensor"
@@ -45,7 +47,18 @@ ASKED = frozenset(
 class Unwaited(StandIn):
     """The same numbers."""
 
-    def __call__(
+    def is_for(
+        self,
+        shape: Sequence[int],
+        generator: Any = None,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        layout: torch.layout | None = None,
+    ) -> bool:
+        is_apart = is_drawn_on_host(generator, device) and layout in (None, torch.strided)
+        return is_apart and is_called_by_optimised()
+
+    def answer(
         self,
         shape: Sequence[int],
         generator: Any = None,
@@ -53,18 +66,22 @@ class Unwaited(StandIn):
         dtype: torch.dtype | None = None,
         layout: torch.layout | None = None,
     ) -> Tensor:
-        is_apart = is_drawn_on_host(generator, device) and layout in (None, torch.strided)
-        place = torch.device("cpu") if is_apart else device
+        place = torch.device("cpu")
         noise: Tensor = self.own(
             shape, generator=generator, device=place, dtype=dtype, layout=layout
         )
-        return noise.pin_memory().to(device, non_blocking=True) if is_apart else noise
+        return sent(noise, device)
 
 
-def draw_without_waiting() -> bool:
+def sent(noise: Tensor, device: Any) -> Tensor:
+    """Noise on its way to a GPU."""
+    return noise.pin_memory().to(device, non_blocking=True)
+
+
+def draw_without_waiting(changes: Changes) -> bool:
     """Have it stand in the place of diffusers' function. Whether it does: another than the known
     one stays."""
-    return put_in_place(PLACE, NAME, ASKED, Unwaited)
+    return put_in_place(changes, PLACE, NAME, ASKED, Unwaited)
 
 
 def is_drawn_on_host(generator: Any, device: Any) -> bool:

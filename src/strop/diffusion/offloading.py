@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 import gc
 import importlib
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from types import FunctionType
 from typing import Any
@@ -19,6 +18,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from strop.diffusion.changes import Changes, mend
+from strop.diffusion.optimised import belongs
 from strop.diffusion.stand_ins import StandIn, put_in_place
 
 HOOKS = "diffusers.hooks.group_offloading"  # where registries, of one module's hooks, are known
@@ -31,10 +32,11 @@ class Registries:
     def __init__(self, kind: str) -> None:
         self.kind, self.may_exist = kind, True
 
-    def watch(self, registry: Any) -> None:
+    def watch(self, registry: Any, changes: Changes) -> None:
         """There are none until the first object of this class is made, if there is none yet."""
         if not isinstance(registry, type):
             return
+        mend(registry, "__init__")
         original = registry.__init__  # type: ignore[misc]
 
         @functools.wraps(original)
@@ -43,27 +45,27 @@ class Registries:
             original(each, *args, **kwargs)
 
         self.may_exist = False
-        registry.__init__ = made  # type: ignore[misc]
+        changes.put([registry], "__init__", made)
         if any(issubclass(type(each), registry) for each in gc.get_objects()):
             self.may_exist = True
 
 
-class Quick(StandIn, ABC):
-    """Answers for one module, by a shorter walk or by none."""
+class Quick(StandIn):
+    """Answers for one component of an optimised pipeline, by a shorter walk or by none."""
 
     def __init__(self, own: Callable[..., Any], registries: Registries) -> None:
         super().__init__(own)
         self.registries = registries
 
-    @abstractmethod
-    def __call__(self, module: nn.Module) -> Any: ...
+    def is_for(self, *given: Any, **named: Any) -> bool:
+        return belongs(next(iter((*given, *named.values())), None))
 
 
 class Search(Quick):
     """The hook of one kind of the first module inside that has one, in the order of
     ``module.modules()``; or None."""
 
-    def __call__(self, module: nn.Module) -> Any:
+    def answer(self, module: nn.Module) -> Any:
         for part in parts(module) if self.registries.may_exist else ():
             registry = part.__dict__.get("_diffusers_hook")
             hook = None if registry is None else registry.get_hook(self.registries.kind)
@@ -76,7 +78,7 @@ class DeviceOfInputs(Quick):
     """Where a module wants its inputs: where hooks of diffusers or accelerate take its weights, or
     where these are."""
 
-    def __call__(self, module: nn.Module) -> Any:
+    def answer(self, module: nn.Module) -> Any:
         if self.registries.may_exist or any("_hf_hook" in p.__dict__ for p in parts(module)):
             return self.own(module)
         device = getattr(module, "device", None)
@@ -87,13 +89,13 @@ class FloatingType(Quick):
     """What a hook casts a module's inputs to, or the type of its first Parameter that has one of
     numbers with fractions."""
 
-    def __call__(self, module: nn.Module) -> Any:
-        is_plain = isinstance(module, nn.Module) and not self.registries.may_exist
-        if is_plain and not getattr(module, "_keep_in_fp32_modules", None):
-            first = next(module.parameters(), None)
+    def answer(self, parameter: nn.Module) -> Any:
+        is_kept = getattr(parameter, "_keep_in_fp32_modules", None)
+        if not self.registries.may_exist and not is_kept:
+            first = next(parameter.parameters(), None)
             if first is not None and first.is_floating_point():
                 return first.dtype
-        return self.own(module)
+        return self.own(parameter)
 
 
 def parts(module: nn.Module) -> Iterator[nn.Module]:
@@ -174,9 +176,9 @@ QUICK: Mapping[tuple[str, str], tuple[type[Quick], frozenset[str]]] = {
 }
 
 
-def search_quickly() -> list[str]:
-    """Put a ``Quick`` in the place of each of these functions, for all pipelines of this process.
-    The names of those that are there: another function than the known one stays."""
+def search_quickly(changes: Changes) -> list[str]:
+    """Put a ``Quick`` in the place of each of these functions. The names of those that are there:
+    another function than the known one stays."""
     try:
         hooks = importlib.import_module(HOOKS)
     except ImportError:  # no diffusers, or one without such hooks
@@ -185,7 +187,7 @@ def search_quickly() -> list[str]:
     @functools.cache
     def registries() -> Registries:
         known = Registries(hooks._GROUP_OFFLOADING)
-        known.watch(getattr(hooks, REGISTRY, None))
+        known.watch(getattr(hooks, REGISTRY, None), changes)
         return known
 
     def made(kind: type[Quick], own: FunctionType) -> Quick:
@@ -194,5 +196,5 @@ def search_quickly() -> list[str]:
     return [
         name
         for (where, name), (kind, asked) in QUICK.items()
-        if put_in_place(where, name, asked, functools.partial(made, kind))
+        if put_in_place(changes, where, name, asked, functools.partial(made, kind))
     ]

@@ -13,7 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from strop.diffusion.changes import Changes, in_force, mend
+
 CLASS = "VaeImageProcessor"  # of diffusers; those that are derived from it do other things
+NAME = "postprocess"
 
 
 class Pictures:
@@ -24,6 +27,11 @@ class Pictures:
         self.processor, self.original = processor, processor.postprocess
 
     def __call__(self, image: Any, output_type: str = "pil", do_denormalize: Any = None) -> Any:
+        if not in_force(self):
+            return self.original(image, output_type, do_denormalize)
+        return self.converted(image, output_type, do_denormalize)
+
+    def converted(self, image: Any, output_type: str = "pil", do_denormalize: Any = None) -> Any:
         if output_type == "pil" and _is_rgb(image) and self._denormalizes(do_denormalize):
             levels = self.processor.denormalize(image).permute(0, 2, 3, 1).float() * 255
             if not levels.isnan().any():  # of which numpy warns
@@ -37,8 +45,12 @@ class Pictures:
     def agrees(self) -> bool:
         """Whether both ways give the same pictures, with this edition of diffusers."""
         floats = torch.linspace(-1.5, 1.5, 3 * 32 * 32).reshape(1, 3, 32, 32)
-        (ours,), (theirs,) = self(floats), self.original(floats, "pil")
+        (ours,), (theirs,) = self.converted(floats), self.original(floats, "pil")
         return bool(ours.mode == theirs.mode and ours.tobytes() == theirs.tobytes())
+
+    def __reduce__(self) -> Any:
+        """A copy of an image processor has its own function."""
+        return getattr, (self.processor, NAME)
 
 
 def _is_rgb(image: Any) -> bool:
@@ -55,21 +67,28 @@ def _as_pil(levels: Tensor) -> list[Any]:
     return [place.fromarray(each) for each in levels.cpu().contiguous().numpy()]
 
 
-def convert_on_device(pipe: Any) -> bool:
+def convert_on_device(pipe: Any, changes: Changes) -> bool:
     """Put ``Pictures`` in the place of the function of a pipeline's image processor. Whether it is
     there: another processor than the known one, or one that somebody has changed, stays as it is.
     """
     processor: Any = getattr(pipe, "image_processor", None)
     if type(processor).__name__ != CLASS:
         return False
-    ours = processor.__dict__.get("postprocess")
-    if ours is None and (ours := Pictures(processor)).agrees():
-        processor.postprocess = ours
-    return isinstance(processor.__dict__.get("postprocess"), Pictures)
+    mend(processor, NAME)
+    own = vars(processor).get(NAME)
+    if isinstance(own, Pictures):  # which another pipeline may want, too
+        changes.share(own)
+        return True
+    if own is not None and not _is_of_class(processor, own):
+        return False
+    ours = Pictures(processor)
+    if not ours.agrees():
+        return False
+    changes.put([processor], NAME, ours)
+    return True
 
 
-def convert_as_before(pipe: Any) -> None:
-    """Undo ``convert_on_device``."""
-    processor: Any = getattr(pipe, "image_processor", None)
-    if isinstance(getattr(processor, "__dict__", {}).get("postprocess"), Pictures):
-        del processor.postprocess
+def _is_of_class(processor: Any, own: Any) -> bool:
+    """Whether the function in a processor is that of its class, as copies have it."""
+    is_bound = getattr(own, "__self__", None) is processor
+    return is_bound and getattr(own, "__func__", None) is getattr(type(processor), NAME)

@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import logging
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 from torch import nn
 
 from strop.api import optimize_module, restore
-from strop.diffusion.denoise_loops import (
-    COMPONENTS,
-    around,
-    is_watched,
-    parts_of,
-    watch_pipelines,
-)
-from strop.diffusion.denoise_loops import (
-    DENOISERS as DENOISERS,
-)
-from strop.diffusion.noise import draw_without_waiting
-from strop.diffusion.offloading import search_quickly
-from strop.diffusion.pictures import convert_as_before, convert_on_device
+from strop.diffusion.changes import Changes, Shared, in_force, undo_at
+from strop.diffusion.denoise_loops import around, is_watched, kinds, watch_pipelines
+from strop.diffusion.noise import PLACE, draw_without_waiting
+from strop.diffusion.offloading import HOOKS, QUICK, search_quickly
+from strop.diffusion.optimised import is_claimed, new_record, record_of
+from strop.diffusion.parts import COMPONENTS, DENOISERS, compiled_modules
+from strop.diffusion.pictures import NAME, convert_on_device
+from strop.dispatch.dispatcher import Dispatcher
 from strop.errors import OptionError
 from strop.options import Options
 from strop.runtime.loop.denoise_loop import Loop
@@ -30,44 +27,29 @@ from strop.runtime.loop.denoise_loop import Loop
 log = logging.getLogger("strop")
 
 
-def compiled_modules(pipe: Any) -> dict[str, nn.Module]:
-    """The modules of a pipeline that are compiled, by the path a user would write."""
-    held = pipe.components
-    return {
-        path: module
-        for name in COMPONENTS
-        for path, module in parts_of(held.get(name), name).items()
-    }
-
-
 def optimize_pipeline(pipe: Any, options: Options) -> None:
     """Compile every known component. Adapters and schedulers stay diffusers' own, but that those
     which ask the GPU for the time in each step of a loop hear it from the host (``scheduler.py``),
     that diffusers looks for offloaded weights in less time (``offloading.py``), that nobody waits
     for noise on its way to the GPU (``noise.py``), and that pictures become bytes before they are
-    copied to the host (``pictures.py``).
+    copied to the host (``pictures.py``). All of it is for optimised pipelines alone.
 
     Raises OptionError for a pipeline that has none of them.
     """
     loop, known = Loop(), compiled_modules(pipe)
     if not known:
         raise OptionError(_nothing_known(pipe))
-    search_quickly()
-    draw_without_waiting()
-    convert_on_device(pipe)
-    for name, module in known.items():
-        optimize_module(
-            module,
-            options,
-            name=name,
-            loop=loop if name in DENOISERS else None,
-            component=pipe.components[name.partition(".")[0]],
-        )
-    watch_pipelines()
-    if isinstance(pipe.__dict__.get("progress_bar"), _MarkedBar):
-        pipe.progress_bar.loop = loop
-    elif hasattr(pipe, "progress_bar") and not is_watched(pipe):  # one of a class of its own
-        pipe.progress_bar = _MarkedBar(pipe.progress_bar, loop, pipe)
+    record = new_record(pipe)
+    changes = Changes() if record is None else record.changes
+    _import_diffusers()
+    with SHARED.kept():
+        if record is not None:
+            record.note(pipe.components, known.values())
+        convert_on_device(pipe, changes)
+        for name, module in known.items():
+            part_of = pipe.components[name.partition(".")[0]]
+            _compile(module, options, name, loop if name in DENOISERS else None, part_of)
+        _mark_own_bar(pipe, loop, changes)
     left = {name: part for name, part in _modules(pipe).items() if name not in COMPONENTS}
     if left:
         log.warning(
@@ -76,6 +58,31 @@ def optimize_pipeline(pipe: Any, options: Options) -> None:
             _listed(left),
             next(iter(left)),
         )
+
+
+def _compile(
+    module: nn.Module, options: Options, name: str, loop: Loop | None, component: nn.Module
+) -> None:
+    dispatcher = optimize_module(module, options, name=name, loop=loop, component=component)
+    SHARED.hold(dispatcher)
+
+
+def _compile_like(pipe: Any, path: str, module: nn.Module, known: Dispatcher) -> None:
+    """Compile what has been put in the place of a compiled part of a pipeline."""
+    name = path.partition(".")[0]
+    component = pipe.__dict__.get(name, module)
+    if (record := record_of(pipe)) is not None:
+        record.note({name: component}, [module])
+    _compile(module, known.options, path, known.loop if name in DENOISERS else None, component)
+
+
+def _mark_own_bar(pipe: Any, loop: Loop, changes: Changes) -> None:
+    """Mark the loop of a pipeline of a class of its own."""
+    bar = pipe.__dict__.get("progress_bar")
+    if isinstance(bar, _MarkedBar) and in_force(bar):
+        bar.loop = loop
+    elif hasattr(pipe, "progress_bar") and not is_watched(pipe):
+        changes.put([pipe], "progress_bar", _MarkedBar(pipe.progress_bar, loop, pipe))
 
 
 def _modules(pipe: Any) -> dict[str, nn.Module]:
@@ -97,11 +104,22 @@ def _nothing_known(pipe: Any) -> str:
 
 
 def restore_pipeline(pipe: Any) -> None:
-    for module in compiled_modules(pipe).values():
-        restore(module)
-    convert_as_before(pipe)
-    if isinstance(pipe.__dict__.get("progress_bar"), _MarkedBar):
-        del pipe.progress_bar
+    """Undo what ``optimize`` has done for a pipeline, also to what is no longer part of it.
+
+    What another optimised pipeline shares with it stays compiled for that one, until it is restored
+    as well; the components of a pipeline that was only made of another's are restored at once.
+    """
+    record, modules = record_of(pipe), [*compiled_modules(pipe).values()]
+    if record is not None:
+        record.end()
+        modules += record.compiled
+    for module in modules:
+        if record is None or not is_claimed(module):
+            restore(module)
+    undo_at(getattr(pipe, "scheduler", None), "step")  # in the midst of a loop
+    if record is None:
+        undo_at(pipe, "progress_bar")
+        undo_at(getattr(pipe, "image_processor", None), NAME)
 
 
 def _same(value: Any) -> Any:
@@ -116,7 +134,7 @@ class _MarkedBar:
 
     def __call__(self, iterable: Any = None, total: int | None = None, **more: Any) -> Any:
         """``more``: arguments that its class adds, such as Marigold's ``desc``."""
-        if iterable is not None:
+        if iterable is not None or not in_force(self):
             return self.original(iterable, total, **more)
         bar = functools.partial(self.original, total=total, **more)
         return around(self.pipe, [self.loop], bar)
@@ -124,3 +142,21 @@ class _MarkedBar:
     def __reduce__(self) -> Any:
         """A copy of a pipeline is a plain pipeline."""
         return _same, (self.original,)
+
+
+def _import_diffusers() -> None:
+    """Whoever sets attributes cannot wait for the import of a module."""
+    for where in (PLACE, HOOKS, *(where for where, _ in QUICK)):
+        with suppress(ImportError):
+            importlib.import_module(where)
+    kinds()
+
+
+def _change_diffusers(changes: Changes) -> None:
+    """What is there for all optimised pipelines of a process."""
+    search_quickly(changes)
+    draw_without_waiting(changes)
+    watch_pipelines(changes, _compile_like)
+
+
+SHARED = Shared(_change_diffusers)

@@ -16,6 +16,7 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor
 
+from strop.diffusion.changes import Changes, in_force
 from strop.diffusion.linear_step import FORGETFUL, linear_step
 from strop.runtime.loop.denoise_loop import place_among
 
@@ -92,15 +93,12 @@ def host_timesteps(scheduler: Any, host: str = "cpu") -> Iterator[None]:
         return
     table = getattr(scheduler, TABLE, None)
     known = Known(timesteps, table if _is_known(table, host) else None)
-    before = scheduler.__dict__.get("step")  # somebody's own
-    scheduler.step = _with(scheduler.step, known, scheduler)
+    changes = Changes()
+    changes.put([scheduler], "step", _with(scheduler.step, known, scheduler))
     try:
         yield
     finally:
-        if before is None:
-            del scheduler.step
-        else:
-            scheduler.step = before
+        changes.undo()
 
 
 def _is_known(timesteps: Any, host: str) -> TypeGuard[Tensor]:
@@ -115,7 +113,7 @@ def _with(step: Callable[..., Any], known: Known, scheduler: Any) -> Callable[..
 
     @functools.wraps(step)
     def step_of_host(model_output: Any, timestep: Any, *args: Any, **kwargs: Any) -> Any:
-        number = known(timestep)
+        number = known(timestep) if in_force(step_of_host) else timestep
         if number is timestep:
             return step(model_output, timestep, *args, **kwargs)
         with known.at_hand(scheduler):

@@ -1,38 +1,62 @@
-"""Functions of diffusers in whose place ours stand, for all pipelines of a process.
+"""Functions of diffusers in whose place ours stand while a pipeline is optimised.
 
-Ours give the answers of the function that is known, in less time; that of another edition, which
-asks for something else, stays where it is.
+Ours give the answers of the function that is known, in less time, to optimised pipelines. All
+others get diffusers' own function, and a function of another edition, which asks for something
+else, stays where it is.
 """
 
 from __future__ import annotations
 
 import importlib
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from types import FunctionType
 from typing import Any
 
+import torch
 
-class StandIn:
+from strop.diffusion.changes import Changes, in_force, original
+
+
+class StandIn(ABC):
     """``own``: the function that it stands for."""
 
     def __init__(self, own: Callable[..., Any]) -> None:
         self.own = own
 
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not torch.compiler.is_compiling() and in_force(self) and self.is_for(*args, **kwargs):
+            return self.answer(*args, **kwargs)
+        return self.own(*args, **kwargs)
+
+    @abstractmethod
+    def is_for(self, *args: Any, **kwargs: Any) -> bool:
+        """Whether the call is an optimised pipeline's, and may be answered in another way."""
+
+    @abstractmethod
+    def answer(self, *args: Any, **kwargs: Any) -> Any:
+        """What ``own`` answers, in less time."""
+
 
 def put_in_place(
-    where: str, name: str, asked: frozenset[str], make: Callable[[FunctionType], StandIn]
+    changes: Changes,
+    where: str,
+    name: str,
+    asked: frozenset[str],
+    make: Callable[[FunctionType], StandIn],
 ) -> bool:
-    """Of the function ``where.name`` of diffusers, if its code asks for these names, wherever
-    diffusers has imported it. Whether a stand-in is there; False without diffusers."""
+    """Put a stand-in in the place of the function ``where.name`` of diffusers, wherever diffusers
+    has imported it, if its code asks for these names. Returns whether it was put there; False
+    without diffusers."""
     try:
         place = importlib.import_module(where)
     except ImportError:
         return False
-    own = getattr(place, name, None)
-    if isinstance(own, FunctionType) and frozenset(own.__code__.co_names) == asked:
-        ours = make(own)
-        for each in [m for n, m in sys.modules.items() if n.partition(".")[0] == "diffusers"]:
-            if vars(each).get(name) is own:
-                setattr(each, name, ours)
-    return isinstance(getattr(place, name, None), StandIn)
+    own = original(getattr(place, name, None))
+    if not isinstance(own, FunctionType) or frozenset(own.__code__.co_names) != asked:
+        return False
+    loaded = [m for n, m in list(sys.modules.items()) if n.partition(".")[0] == "diffusers"]
+    having = [m for m in loaded if m is not place and original(vars(m).get(name)) is own]
+    changes.put([place, *having], name, make(own))
+    return True

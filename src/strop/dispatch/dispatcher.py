@@ -56,7 +56,7 @@ from strop.runtime.run import cuda_graphs, graph_keep_alive
 from strop.runtime.run.executor import Bound
 from strop.runtime.run.library_calls import drawing_by
 from strop.runtime.run.limits import looks_too_far
-from strop.runtime.run.memory import Workspace, workspace_of
+from strop.runtime.run.workspace import Workspace, workspace_of
 
 if TYPE_CHECKING:
     from strop.backend import Compiled
@@ -100,6 +100,7 @@ class Dispatcher:
         self.component = component or module
         self.name = name or type(module).__name__
         self._eager: Callable[..., Any] | None = module.forward
+        self._before = module.__dict__.get("forward")  # in whose place this one will be
         self.adapter, self.loop = adapter or Adapter(), loop or Loop()
         self._may_hoist = options.hoist and loop is not None  # else no loop would ever begin
         is_own = getattr(self._eager, "__func__", None) is type(module).forward
@@ -107,6 +108,7 @@ class Dispatcher:
             self._eager = None
         self._replaced = "" if is_own else replacement_before(module)
         self.has_left = False  # then whoever still calls it gets what the module does without us
+        self.on_leave: Callable[[], object] | None = None  # is called then
         self.counters = Counters()
         cpu_fast_path.reserve_entrance(module)
         self.state = ModuleState(module)
@@ -412,7 +414,10 @@ class Dispatcher:
         self.has_left = True
         self.forget_shapes()
         cpu_fast_path.remove_entrance(self)
-        take_out(self, self.module, self.eager, is_own=self._eager is None)
+        before = self._before
+        take_out(self, self.module, before or self.eager, is_own=before is None)
+        if self.on_leave is not None:
+            self.on_leave()
 
     def _shapes(self, call: Call) -> Shapes:
         shapes = self.adapter.shapes(call.given, call.skeleton)

@@ -45,7 +45,7 @@ from strop.runtime.build.loader import KernelLoader, kernel_loader
 from strop.runtime.run import choices
 from strop.runtime.run.executor import Bound
 from strop.runtime.run.limits import looks_too_far
-from strop.runtime.run.memory import workspace_of
+from strop.runtime.run.workspace import workspace_of
 from strop.wording import counted
 
 log = logging.getLogger("strop")
@@ -142,7 +142,11 @@ def _compile(gm: GraphModule, inputs: Sequence[Any], job: Job) -> Any:
     try:
         device = _device_of(inputs)
         library = kernel_loader(
-            device.type, device.index or 0, options.cache_dir, options.build_workers
+            device.type,
+            device.index or 0,
+            options.cache_dir,
+            options.build_workers,
+            options.arch,
         )
         # a further graph shares most kernels with the first one
         library.warm_up(FEW_WORKERS if records else None)

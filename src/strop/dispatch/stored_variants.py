@@ -204,6 +204,7 @@ def save(key: str, variant: Variant, options: Options) -> None:
         log.warning("this plan is not kept on disk: %s", error)
         return
     entry: dict[str, Any] = {
+        "arch": options.arch,  # that of the option, for who reads the file: the key has it too
         "program": to_json(variant.program),
         "out_spec": out_spec,
         "specs": [

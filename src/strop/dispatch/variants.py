@@ -449,4 +449,5 @@ def device_of(state: ModuleState, shapes: Shapes) -> torch.device:
 
 def library_for(device: torch.device, options: Options) -> KernelLoader:
     """The kernels of a device; UnsupportedError where Strop has no code generator for it."""
-    return kernel_loader(device.type, device.index or 0, options.cache_dir, options.build_workers)
+    folder, workers = options.cache_dir, options.build_workers
+    return kernel_loader(device.type, device.index or 0, folder, workers, options.arch)

@@ -85,9 +85,8 @@ class Op:
     reference: Callable[..., Any] | None = None
     operands: Operands = Operands.RESULT
     types: Types = Types.ANY
-    when: Callable[[Mapping[str, Any]], bool] = lambda attrs: (
-        True
-    )  # picks among rows of an overload
+    # picks among the rows of an overload
+    when: Callable[[Mapping[str, Any]], bool] = lambda attrs: True
     example: tuple[float, float] = (-3.0, 3.0)  # operand range that tests draw from
     attrs: Mapping[str, Any] = field(default_factory=dict)  # attribute values that tests use
 

@@ -1,6 +1,7 @@
 """The operator table: one row per operator, for every stage that needs to know about it.
 
-The pointwise rows are in ``pointwise``, which says how to read one; ``op`` has the type of a row.
+The pointwise rows are in ``pointwise`` and what it imports; ``pointwise_row`` says how to read one,
+and ``op`` has the type of a row.
 """
 
 from __future__ import annotations

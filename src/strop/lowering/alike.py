@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from strop.fusion.plan import Group
-from strop.ir.affine import strided
+from strop.ir.affine import Strided, strided
 from strop.ir.dims import Expr, const
 from strop.ir.graph import Node
 from strop.ir.loops import Kernel, Load
@@ -64,67 +64,81 @@ def _moved(low: Lowered, there: _Structure, here: _Structure) -> Lowered:
 
 
 def _structure(group: Group, stored: Set[Node]) -> _Structure:
-    inside, domain = set(group.nodes), domain_of(group)
-    number, rows = dict[Node, int](), list[Any]()
-    used: list[Node] = []  # the operands of all rows, in order
-    bases: list[Node] = []  # of all views of what is read, in order
-    begins: dict[Node, list[Expr]] = {}  # of the views of each base
-    stack = [*reversed(group.nodes), *reversed(group.stores)]
-    while stack:
-        node = stack.pop()
-        if node in number:
-            continue
-        number[node] = len(number)
-        view = strided(node)
-        # through a view of all that is reduced, its loop is that of other views of the same value
-        is_loop = view is not None and node is not view.base and domain == node.numel
-        if (
-            view is not None
-            and _is_read(view.base, stored, inside)
-            and not (is_loop and view.base.numel == domain)
-        ):
-            rows.append((node.shape, node.dtype, view.dims))
-            if node is not view.base:
-                bases.append(view.base)
-                begins.setdefault(view.base, []).append(view.offset)
-                stack.append(view.base)
-            continue
-        # as text: 1, 1.0 and True are equal, and so are 0.0, -0.0
-        attrs = repr(sorted(node.attrs.items())) if node.attrs else ""
-        rows.append(
-            (
-                node.shape,
-                node.dtype,
-                node.order,
-                node.op,
-                len(node.inputs),
-                attrs,
-                node in inside,
-                node in stored,
-            )
-        )
-        used += node.inputs
-        stack += reversed(node.inputs)
-    free = {
-        base: found[0]
-        for base, found in begins.items()
-        if len(found) == 1 and base not in used and found[0].is_multiple_of(ALIGNED)
-    }
+    walk = _Walk(group, stored)
+    walk.run()
+    free = walk.free_bases()
 
     def numbers(nodes: Iterable[Node]) -> tuple[int, ...]:
-        return tuple(map(number.__getitem__, nodes))
+        return tuple(map(walk.number.__getitem__, nodes))
 
-    starts = tuple(tuple(found) for base, found in begins.items() if base not in free)
+    starts = tuple(tuple(found) for base, found in walk.begins.items() if base not in free)
     key = (
         group.schedule,
         numbers(group.nodes),
         numbers(group.stores),
-        numbers(used),
-        numbers(bases),
+        numbers(walk.used),
+        numbers(walk.bases),
         starts,
-        tuple(rows),
+        tuple(walk.rows),
     )
-    return _Structure(key, number, {number[base]: start for base, start in free.items()})
+    return _Structure(key, walk.number, {walk.number[base]: at for base, at in free.items()})
+
+
+class _Walk:
+    """Over what a group computes, from its nodes to what it reads."""
+
+    def __init__(self, group: Group, stored: Set[Node]) -> None:
+        self.number: dict[Node, int] = {}
+        self.rows: list[Any] = []  # what is said of each node
+        self.used: list[Node] = []  # the operands of all rows, in order
+        self.bases: list[Node] = []  # of all views of what is read, in order
+        self.begins: dict[Node, list[Expr]] = {}  # of the views of each base
+        self._stored, self._inside, self._domain = stored, set(group.nodes), domain_of(group)
+        self._stack = [*reversed(group.nodes), *reversed(group.stores)]
+
+    def run(self) -> None:
+        while self._stack:
+            node = self._stack.pop()
+            if node in self.number:
+                continue
+            self.number[node] = len(self.number)
+            if (view := self._read_view(node)) is not None:
+                self._add_view(node, view)
+            else:
+                self._add(node)
+
+    def _read_view(self, node: Node) -> Strided | None:
+        """The way that a kernel loads it, if it does."""
+        view = strided(node)
+        if view is None or not _is_read(view.base, self._stored, self._inside):
+            return None
+        # through a view of all that is reduced, its loop is that of other views of the same value
+        is_loop = node is not view.base and self._domain == node.numel
+        return None if is_loop and view.base.numel == self._domain else view
+
+    def _add_view(self, node: Node, view: Strided) -> None:
+        self.rows.append((node.shape, node.dtype, view.dims))
+        if node is not view.base:
+            self.bases.append(view.base)
+            self.begins.setdefault(view.base, []).append(view.offset)
+            self._stack.append(view.base)
+
+    def _add(self, node: Node) -> None:
+        # as text: 1, 1.0 and True are equal, and so are 0.0, -0.0
+        attrs = repr(sorted(node.attrs.items())) if node.attrs else ""
+        places = (node in self._inside, node in self._stored)
+        operation = (node.op, len(node.inputs), attrs)
+        self.rows.append((node.shape, node.dtype, node.order, *operation, *places))
+        self.used += node.inputs
+        self._stack += reversed(node.inputs)
+
+    def free_bases(self) -> dict[Node, Expr]:
+        """The values whose only view may begin elsewhere, with where it begins."""
+        return {
+            base: found[0]
+            for base, found in self.begins.items()
+            if len(found) == 1 and base not in self.used and found[0].is_multiple_of(ALIGNED)
+        }
 
 
 def _is_read(node: Node, stored: Set[Node], inside: Set[Node]) -> bool:

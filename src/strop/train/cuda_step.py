@@ -47,7 +47,7 @@ class CudaLauncher:
         options = Options.from_environment()
         index = torch.cuda.current_device() if device.index is None else device.index
         cache, workers = options.cache_dir, options.build_workers
-        self._library = kernel_loader("cuda", index, cache, workers)
+        self._library = kernel_loader("cuda", index, cache, workers, options.arch)
         self._device = device
         self._built: set[KernelSource] = set()
 

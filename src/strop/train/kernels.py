@@ -138,6 +138,40 @@ def settle_sgd(group, row, step, mask):
 
 
 @triton.jit
+def settle_rows(
+    settings, groups, slots, steps, rows, s1, skip, ADAM: tl.constexpr, ROWS: tl.constexpr
+):
+    """Count the step of every tensor, and write what the second sweep reads of it."""
+    at = tl.arange(0, ROWS)
+    for k in range(0, s1, ROWS):
+        mask = at + k < s1
+        slot = tl.load(slots + k + at, mask=mask, other=0)
+        step = tl.load(steps + slot, mask=mask, other=0.0)
+        step = tl.where(skip, step, step + 1.0)
+        tl.store(steps + slot, step, mask=mask)
+        group = settings + 8 + 8 * tl.load(groups + k + at, mask=mask, other=0)
+        row = rows + 8 * (k + at)
+        tl.store(row + 7, tl.load(group + 6, mask=mask, other=0.0), mask=mask)
+        if ADAM:
+            settle_adam(group, row, step.to(tl.float64), mask)
+        else:
+            settle_sgd(group, row, step.to(tl.float64), mask)
+
+
+@triton.jit
+def measured(partials, flags, s0, TILE: tl.constexpr):
+    """The norm of all gradients, and whether one of their elements is not finite."""
+    at = tl.arange(0, TILE)
+    total = tl.full([TILE], 0.0, tl.float64)
+    worst = tl.full([TILE], 0, tl.int32)
+    for k in range(0, s0, TILE):
+        mask = at + k < s0
+        total += tl.load(partials + k + at, mask=mask, other=0.0)
+        worst += tl.load(flags + k + at, mask=mask, other=0)
+    return tl.sqrt(tl.sum(total)), tl.sum(worst) > 0
+
+
+@triton.jit
 def settle(
     partials,
     flags,
@@ -166,16 +200,9 @@ def settle(
     """Between the sweeps, one program: every number that is not a tensor's element."""
     factor = 1.0 / tl.load(scale).to(tl.float64)
     bad = tl.load(found) > 0.0
-    at = tl.arange(0, TILE)
     if MEASURED:
-        total = tl.full([TILE], 0.0, tl.float64)
-        worst = tl.full([TILE], 0, tl.int32)
-        for k in range(0, s0, TILE):
-            mask = at + k < s0
-            total += tl.load(partials + k + at, mask=mask, other=0.0)
-            worst += tl.load(flags + k + at, mask=mask, other=0)
-        length = tl.sqrt(tl.sum(total))
-        bad = bad | (tl.sum(worst) > 0)
+        length, is_odd = measured(partials, flags, s0, TILE)
+        bad = bad | is_odd
         tl.store(norm, length.to(tl.float32))
         if CLIP:
             ratio = tl.load(settings) / (length + 1e-6)
@@ -189,20 +216,7 @@ def settle(
     draws = tl.load(counters + 1) + 1
     tl.store(counters + 1, draws)
     tl.store(keys + 1, tl.load(keys) + draws * 0x1E3779B97F4A7C15)
-    at = tl.arange(0, ROWS)
-    for k in range(0, s1, ROWS):
-        mask = at + k < s1
-        slot = tl.load(slots + k + at, mask=mask, other=0)
-        step = tl.load(steps + slot, mask=mask, other=0.0)
-        step = tl.where(skip, step, step + 1.0)
-        tl.store(steps + slot, step, mask=mask)
-        group = settings + 8 + 8 * tl.load(groups + k + at, mask=mask, other=0)
-        row = rows + 8 * (k + at)
-        tl.store(row + 7, tl.load(group + 6, mask=mask, other=0.0), mask=mask)
-        if ADAM:
-            settle_adam(group, row, step.to(tl.float64), mask)
-        else:
-            settle_sgd(group, row, step.to(tl.float64), mask)
+    settle_rows(settings, groups, slots, steps, rows, s1, skip, ADAM, ROWS)
 
 
 @triton.jit
@@ -320,9 +334,10 @@ def store_moment(
 
 
 @triton.jit
-def update_quantized(coded, p, g, numbers, at, left, skip, FULL: tl.constexpr):
+def update_quantized(first, second, coded, p, g, numbers, at, left, skip, FULL: tl.constexpr):
     """Adam on moments in 8 bits. The parameter changes by what they are before they are coded."""
-    first, second, first_scales, second_scales, row = coded
+    scales, row = coded
+    first_scales, second_scales = scales
     a0, a1, a2, a3, a4, a5, a6, _ = numbers
     code1, scale1, m = load_moment(first, first_scales, at, row, left, FULL, True)
     code2, scale2, v = load_moment(second, second_scales, at, row, left, FULL, False)
@@ -336,46 +351,62 @@ def update_quantized(coded, p, g, numbers, at, left, skip, FULL: tl.constexpr):
 
 
 @triton.jit
-def update(
-    arrays,
-    coded,
+def update_adam(
+    first, second, p, g, numbers, at, left, skip, FULL: tl.constexpr, WIDE: tl.constexpr
+):
+    a0, a1, a2, a3, a4, a5, a6, _ = numbers
+    m = read(first, at, left, FULL, WIDE)
+    v = read(second, at, left, FULL, WIDE)
+    new, new_m, new_v = adam(p, g, m, v, a0, a1, a2, a3, a4, a5, a6, WIDE)
+    write(first, at, tl.where(skip, m, new_m), left, FULL)
+    write(second, at, tl.where(skip, v, new_v), left, FULL)
+    return new
+
+
+@triton.jit
+def update_sgd(
+    first,
+    p,
+    g,
     numbers,
     at,
     left,
     skip,
-    weight,
-    key,
-    position,
     FULL: tl.constexpr,
-    PARAM: tl.constexpr,
     STATES: tl.constexpr,
-    QUANTIZED: tl.constexpr,
-    EMA: tl.constexpr,
-    SHADOW: tl.constexpr,
     WIDE: tl.constexpr,
-    RANDOM: tl.constexpr,
 ):
+    a0, a1, a2, a3, a4, a5, _, _ = numbers
+    g = g + a1 * p
+    step = g
+    if STATES == 1:
+        m = read(first, at, left, FULL, WIDE)
+        new_m = a2 * m + a3 * g
+        step = a4 * g + a5 * new_m
+        write(first, at, tl.where(skip, m, new_m), left, FULL)
+    return p - a0 * step
+
+
+@triton.jit
+def update(arrays, coded, step, at, left, FULL: tl.constexpr, FORM: tl.constexpr):
+    """One tile of a tensor. ``step`` holds for all of it, ``FORM`` has the flags of the sweep."""
     grad, param, first, second, average, shadow = arrays
-    a0, a1, a2, a3, a4, a5, a6, factor = numbers
-    g = read(grad, at, left, FULL, WIDE) * factor
+    numbers, skip, weight, key, position = step
+    PARAM: tl.constexpr = FORM[0]
+    STATES: tl.constexpr = FORM[1]
+    QUANTIZED: tl.constexpr = FORM[2]
+    EMA: tl.constexpr = FORM[3]
+    SHADOW: tl.constexpr = FORM[4]
+    WIDE: tl.constexpr = FORM[5]
+    RANDOM: tl.constexpr = FORM[6]
+    g = read(grad, at, left, FULL, WIDE) * numbers[7]
     p = read(param, at, left, FULL, WIDE)
     if QUANTIZED:
-        new = update_quantized(coded, p, g, numbers, at, left, skip, FULL)
+        new = update_quantized(first, second, coded, p, g, numbers, at, left, skip, FULL)
     elif STATES == 2:
-        m = read(first, at, left, FULL, WIDE)
-        v = read(second, at, left, FULL, WIDE)
-        new, new_m, new_v = adam(p, g, m, v, a0, a1, a2, a3, a4, a5, a6, WIDE)
-        write(first, at, tl.where(skip, m, new_m), left, FULL)
-        write(second, at, tl.where(skip, v, new_v), left, FULL)
+        new = update_adam(first, second, p, g, numbers, at, left, skip, FULL, WIDE)
     else:
-        g = g + a1 * p
-        step = g
-        if STATES == 1:
-            m = read(first, at, left, FULL, WIDE)
-            new_m = a2 * m + a3 * g
-            step = a4 * g + a5 * new_m
-            write(first, at, tl.where(skip, m, new_m), left, FULL)
-        new = p - a0 * step
+        new = update_sgd(first, p, g, numbers, at, left, skip, FULL, STATES, WIDE)
     p = tl.where(skip, p, new)
     if RANDOM:
         p = round_at_random(p, key, position + at)
@@ -404,6 +435,31 @@ def numbers_of(row, scalars, WIDE: tl.constexpr):
     a6 = tl.load(row + 6).to(TYPE)
     factor = (tl.load(scalars) * tl.load(row + 7)).to(TYPE)
     return a0, a1, a2, a3, a4, a5, a6, factor
+
+
+@triton.jit
+def arrays_of(
+    here,
+    grad,
+    s1,
+    start,
+    PARAM: tl.constexpr,
+    QUANTIZED: tl.constexpr,
+    SHADOW: tl.constexpr,
+    WIDE: tl.constexpr,
+    ALIGNED: tl.constexpr,
+):
+    """Pointers to a block of a tensor's arrays, and to the scales of its 8-bit states."""
+    WORD: tl.constexpr = 4 if WIDE else 1
+    STATE: tl.constexpr = 5 if QUANTIZED else WORD
+    param = typed(tl.load(here), PARAM, ALIGNED) + start
+    first = typed(tl.load(here + s1), STATE, ALIGNED) + start
+    second = typed(tl.load(here + 2 * s1), STATE, ALIGNED) + start
+    average = typed(tl.load(here + 3 * s1), WORD, ALIGNED) + start
+    shadow = typed(tl.load(here + 4 * s1), SHADOW, ALIGNED) + start
+    first_scales = typed(tl.load(here + 5 * s1), 1, ALIGNED) + start // 256
+    second_scales = typed(tl.load(here + 6 * s1), 1, ALIGNED) + start // 256
+    return (grad, param, first, second, average, shadow), (first_scales, second_scales)
 
 
 @triton.jit
@@ -440,18 +496,10 @@ def update_sweep(
     which = item >> 32
     start = (item & 0xFFFFFFFF) * BLOCK
     left = tl.load(numels + which) - start
-    here = arrays + which
-    WORD: tl.constexpr = 4 if WIDE else 1
-    STATE: tl.constexpr = 5 if QUANTIZED else WORD
     grad = typed(tl.load(grads + which), GRAD, GRAD_ALIGNED) + start
-    param = typed(tl.load(here), PARAM, ALIGNED) + start
-    first = typed(tl.load(here + s1), STATE, ALIGNED) + start
-    second = typed(tl.load(here + 2 * s1), STATE, ALIGNED) + start
-    average = typed(tl.load(here + 3 * s1), WORD, ALIGNED) + start
-    shadow = typed(tl.load(here + 4 * s1), SHADOW, ALIGNED) + start
-    pointers = (grad, param, first, second, average, shadow)
-    first_scales = typed(tl.load(here + 5 * s1), 1, ALIGNED) + start // 256
-    second_scales = typed(tl.load(here + 6 * s1), 1, ALIGNED) + start // 256
+    pointers, scales = arrays_of(
+        arrays + which, grad, s1, start, PARAM, QUANTIZED, SHADOW, WIDE, ALIGNED
+    )
     numbers = numbers_of(rows + which * 8, scalars, WIDE)
     skip = tl.load(scalars + 1) > 0.0
     weight = tl.load(scalars + 2).to(tl.float64 if WIDE else tl.float32)
@@ -463,48 +511,12 @@ def update_sweep(
     else:
         row = tl.arange(0, 1)
         at = tl.arange(0, TILE)
+    step = (numbers, skip, weight, key, position)
+    FORM: tl.constexpr = (PARAM, STATES, QUANTIZED, EMA, SHADOW, WIDE, RANDOM)
     if left >= BLOCK:
         for k in range(0, BLOCK, TILE):
-            coded = (first, second, first_scales, second_scales, row + k // 256)
-            update(
-                pointers,
-                coded,
-                numbers,
-                at + k,
-                left,
-                skip,
-                weight,
-                key,
-                position,
-                True,
-                PARAM,
-                STATES,
-                QUANTIZED,
-                EMA,
-                SHADOW,
-                WIDE,
-                RANDOM,
-            )
+            update(pointers, (scales, row + k // 256), step, at + k, left, True, FORM)
     else:
         rest = left.to(tl.int32)
         for k in range(0, rest, TILE):
-            coded = (first, second, first_scales, second_scales, row + k // 256)
-            update(
-                pointers,
-                coded,
-                numbers,
-                at + k,
-                rest,
-                skip,
-                weight,
-                key,
-                position,
-                False,
-                PARAM,
-                STATES,
-                QUANTIZED,
-                EMA,
-                SHADOW,
-                WIDE,
-                RANDOM,
-            )
+            update(pointers, (scales, row + k // 256), step, at + k, rest, False, FORM)

@@ -15,6 +15,8 @@ Parts = dict[str, Any]  # components by the name that a pipeline's constructor g
 
 WIDTH = 32  # of a prompt's embeddings
 WORDS = 16  # tokens of a prompt
+HEADS: dict[str, Any] = {"attention_head_dim": 16, "num_attention_heads": 2}  # of a transformer
+LENGTH = {"max_sequence_length": 16}  # what calls of its pipeline say
 
 
 def diffusers(kind: str, **config: Any) -> Any:
@@ -96,6 +98,17 @@ def vae(**changes: Any) -> Any:
         "sample_size": 32,
     }
     return diffusers("AutoencoderKL", **(config | changes))
+
+
+def flow_vae(**changes: Any) -> Any:
+    """The autoencoder that pipelines of flow matching expect."""
+    config = {
+        "shift_factor": 0.06,
+        "scaling_factor": 1.5,
+        "use_quant_conv": False,
+        "use_post_quant_conv": False,
+    }
+    return vae(**(config | changes))
 
 
 # Text encoders

@@ -7,9 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from strop.bench.pipelines.images import HEADS, LENGTH, SANA, qwen
+from strop.bench.pipelines.images import SANA, qwen
 from strop.bench.pipelines.parts import (
     EMBEDDED,
+    HEADS,
+    LENGTH,
     WIDTH,
     Parts,
     causal,

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from strop.errors import StropError
+from strop.ir.device import GpuTarget
 from strop.ir.source import KernelSource
 from strop.runtime.build import compilers
 
@@ -38,7 +39,7 @@ class BackgroundBuild:
     def __init__(
         self,
         sources: Sequence[KernelSource],
-        arch: int = 0,
+        target: GpuTarget | None = None,
         cache: compilers.Cache | None = None,
         workers: int = 1,
         niceness: int = LOW_PRIORITY,
@@ -48,7 +49,7 @@ class BackgroundBuild:
         self.num_built = 0  # compiled, not found in the cache
         self.num_done = 0
         self.seconds = 0.0  # from the beginning to the latest kernel
-        self._sources, self._arch, self._cache = tuple(sources), arch, cache
+        self._sources, self._target, self._cache = tuple(sources), target, cache
         self._niceness, self._order = niceness, order
         self._workers = max(1, min(int(workers * SHARE), MOST_LATER)) if niceness else workers
         self._began = 0.0
@@ -81,11 +82,12 @@ class BackgroundBuild:
         queue.add(self, self._order(self._sources), self._workers)
 
     def build(self, source: KernelSource) -> None:
+        assert self._target is not None
         assert self._cache is not None
         built = False
         try:
             built = compilers.build_one(
-                source, self._arch, self._cache, self._niceness, self._workers
+                source, self._target, self._cache, self._niceness, self._workers
             )
         except (StropError, OSError) as error:  # those who need this kernel meet it again
             if self._niceness:

@@ -26,6 +26,7 @@ from typing import Protocol
 
 from strop.codegen import triton_worker
 from strop.errors import CodegenError
+from strop.ir.device import GpuTarget
 from strop.ir.source import KernelSource
 from strop.runtime.build.cubin import Cubin, cache_key, request_of
 
@@ -56,12 +57,12 @@ class Worker:
         os.setpriority(os.PRIO_PROCESS, self._process.pid, niceness)
         self.niceness = niceness
 
-    def compile(self, source: KernelSource, arch: int) -> Cubin:
+    def compile(self, source: KernelSource, target: GpuTarget) -> Cubin:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         reply = None
         try:
-            triton_worker.write_message(self._process.stdin, request_of(source, arch))  # type: ignore[arg-type]
+            triton_worker.write_message(self._process.stdin, request_of(source, target))  # type: ignore[arg-type]
             reply = triton_worker.read_message(self._process.stdout)  # type: ignore[arg-type]
         except BrokenPipeError:
             pass
@@ -129,12 +130,12 @@ class Builds:
     _change: threading.Condition = field(default_factory=threading.Condition)  # of all of this
 
     def claim(
-        self, sources: Iterable[KernelSource], arch: int
+        self, sources: Iterable[KernelSource], target: GpuTarget
     ) -> tuple[dict[KernelSource, Future[Cubin]], list[KernelSource]]:
         """What will hold each kernel, and those that nobody has built or is building: the caller
         must."""
         futures, mine = {}, []
-        keys = {source: cache_key(source, arch) for source in sources}
+        keys = {source: cache_key(source, target) for source in sources}
         with self._change:
             for source, key in keys.items():
                 if key not in self._memo:
@@ -143,17 +144,17 @@ class Builds:
                 futures[source] = self._memo[key]
         return futures, mine
 
-    def has(self, source: KernelSource, arch: int) -> bool:
-        found = self._memo.get(cache_key(source, arch))
+    def has(self, source: KernelSource, target: GpuTarget) -> bool:
+        found = self._memo.get(cache_key(source, target))
         return found is not None and found.done()
 
-    def settle(self, source: KernelSource, arch: int, cubin: Cubin) -> None:
-        self._memo[cache_key(source, arch)].set_result(cubin)
+    def settle(self, source: KernelSource, target: GpuTarget, cubin: Cubin) -> None:
+        self._memo[cache_key(source, target)].set_result(cubin)
 
-    def fail(self, source: KernelSource, arch: int, error: BaseException) -> None:
+    def fail(self, source: KernelSource, target: GpuTarget, error: BaseException) -> None:
         """Those who wait get the error; those who ask later start again."""
         with self._change:
-            self._memo.pop(cache_key(source, arch)).set_exception(error)
+            self._memo.pop(cache_key(source, target)).set_exception(error)
 
     def count(self, *, built: int = 0, cached: int = 0, seconds: float = 0.0) -> None:
         with self._change:
@@ -292,20 +293,20 @@ def hand_over(most: int, niceness: int) -> None:
 
 
 def build(
-    sources: Iterable[KernelSource], arch: int, cache: Cache, workers: int
+    sources: Iterable[KernelSource], target: GpuTarget, cache: Cache, workers: int
 ) -> dict[KernelSource, Cubin]:
     """Machine code for every source: from this process, the cache, or the compiler, of which no
     more than ``workers`` are started."""
     began = time.perf_counter()
-    futures, mine = BUILDS.claim(dict.fromkeys(sources), arch)
+    futures, mine = BUILDS.claim(dict.fromkeys(sources), target)
     open_ = set(mine)
     try:
-        missing = [source for source in mine if not _load(source, arch, cache)]
+        missing = [source for source in mine if not _load(source, target, cache)]
         open_.intersection_update(missing)
         BUILDS.count(cached=len(mine) - len(missing))
 
         def make(source: KernelSource, worker: Worker) -> None:
-            _keep(source, arch, cache, worker.compile(source, arch))
+            _keep(source, target, cache, worker.compile(source, target))
             open_.discard(source)
             BUILDS.count(built=1)
 
@@ -313,7 +314,7 @@ def build(
         _in_threads(make, sorted(missing, key=lambda s: -len(s.text)), workers)
     except BaseException as error:
         for source in open_:
-            BUILDS.fail(source, arch, error)
+            BUILDS.fail(source, target, error)
         raise
     found = {source: future.result() for source, future in futures.items()}
     BUILDS.count(seconds=time.perf_counter() - began)
@@ -321,37 +322,37 @@ def build(
 
 
 def build_one(
-    source: KernelSource, arch: int, cache: Cache, niceness: int, workers: int = sys.maxsize
+    source: KernelSource, target: GpuTarget, cache: Cache, niceness: int, workers: int = sys.maxsize
 ) -> bool:
     """Make sure that a kernel is there; whether it had to be compiled here. Those of low priority
     are counted by who asks. ``workers`` as for ``build``."""
-    _, mine = BUILDS.claim([source], arch)
+    _, mine = BUILDS.claim([source], target)
     if not mine:
         return False
     try:
-        was_cached = _load(source, arch, cache)
+        was_cached = _load(source, target, cache)
         if not was_cached:
             with BUILDS.process(niceness, workers) as worker:
-                cubin = worker.compile(source, arch)
-            _keep(source, arch, cache, cubin)
+                cubin = worker.compile(source, target)
+            _keep(source, target, cache, cubin)
     except BaseException as error:
-        BUILDS.fail(source, arch, error)
+        BUILDS.fail(source, target, error)
         raise
     if not niceness:
         BUILDS.count(built=not was_cached, cached=was_cached)
     return not was_cached
 
 
-def _load(source: KernelSource, arch: int, cache: Cache) -> bool:
-    data = cache.get(cache_key(source, arch))
+def _load(source: KernelSource, target: GpuTarget, cache: Cache) -> bool:
+    data = cache.get(cache_key(source, target))
     if data is not None:
-        BUILDS.settle(source, arch, Cubin.from_bytes(data))
+        BUILDS.settle(source, target, Cubin.from_bytes(data))
     return data is not None
 
 
-def _keep(source: KernelSource, arch: int, cache: Cache, cubin: Cubin) -> None:
-    cache.put(cache_key(source, arch), cubin.to_bytes())
-    BUILDS.settle(source, arch, cubin)
+def _keep(source: KernelSource, target: GpuTarget, cache: Cache, cubin: Cubin) -> None:
+    cache.put(cache_key(source, target), cubin.to_bytes())
+    BUILDS.settle(source, target, cubin)
 
 
 def _in_threads(

@@ -14,9 +14,9 @@ import torch
 
 from strop.codegen import triton_worker
 from strop.errors import CacheError, CodegenError
+from strop.ir.device import GpuTarget
 from strop.ir.source import KernelSource
 
-EARLY_ARCH = 90  # from which on a GPU can launch a kernel before the last one has ended
 TYPES = {
     torch.bool: "i1",
     torch.uint8: "u8",
@@ -61,7 +61,7 @@ class Box:
 
 @dataclass(frozen=True, slots=True)
 class Cubin:
-    """Machine code of one kernel for one architecture."""
+    """Machine code of one kernel. ``arch``: that whose features it uses."""
 
     entry: str
     code: bytes
@@ -104,17 +104,18 @@ class Cubin:
         return cubin
 
 
-def request_of(source: KernelSource, arch: int) -> dict[str, Any]:
-    """The compile request: plain data, everything that decides the machine code."""
+def request_of(source: KernelSource, target: GpuTarget) -> dict[str, Any]:
+    """The compile request: plain data, everything that decides the machine code. Raises
+    CodegenError for a kernel in PTX where the target lacks what it is written for."""
     if source.language == "ptx":
-        return _assembly_request(source, arch)
+        return _assembly_request(source, target)
     boxes = [source.box(n) for n in range(len(source.params))]
     types = [_param_type(dtype, box) for dtype, box in zip(source.params, boxes, strict=True)]
     types += ["*" + TYPES[scratch.dtype] for scratch in source.scratch]
     divisible = [place for place, text in enumerate(types) if text.startswith("*")]
     divisible += [len(types) + i for i, k in enumerate(source.scalars) if k % 16 == 0]
     types += ["i64" if source.wide else "i32"] * (len(source.scalars) + (source.split is not None))
-    if arch < EARLY_ARCH:
+    if not target.has_pdl:
         source = source.with_constants(EARLY=0)
     types += ["constexpr"] * len(source.constants)
     names = _argument_names(source)
@@ -126,14 +127,25 @@ def request_of(source: KernelSource, arch: int) -> dict[str, Any]:
         "divisible": divisible,
         "num_warps": source.num_warps,
         "max_registers": source.max_registers,
-        "arch": arch,
+        **_target_fields(target),
         "boxes": [box and BOX_TYPES[dtype] for dtype, box in zip(source.params, boxes, strict=True)]
         if any(boxes)
         else [],
     }
 
 
-def _assembly_request(source: KernelSource, arch: int) -> dict[str, Any]:
+def _target_fields(target: GpuTarget) -> dict[str, int]:
+    """One number where code and features are of one architecture, so that keys stay as they are."""
+    fields = {"arch": target.arch}
+    return fields if target.is_native else {**fields, "runs_on": target.runs_on}
+
+
+def _assembly_request(source: KernelSource, target: GpuTarget) -> dict[str, Any]:
+    if not target.is_native:
+        raise CodegenError(
+            f"{source.name} is written in PTX for sm_{target.runs_on}, and cannot be compiled as if"
+            f" for sm_{target.arch}"
+        )
     boxes = [source.box(n) for n in range(len(source.params))]
     steps = [[source.steps] if source.steps and n == 0 else [] for n in range(len(boxes))]
     return {
@@ -142,7 +154,7 @@ def _assembly_request(source: KernelSource, arch: int) -> dict[str, Any]:
         "text": source.text,
         "constants": dict(source.constants),
         "num_warps": source.num_warps,
-        "arch": arch,
+        **_target_fields(target),
         "boxes": [
             [box, BOX_TYPES[dtype], SWIZZLES[box[-1] * dtype.itemsize], *step] if box else None
             for dtype, box, step in zip(source.params, boxes, steps, strict=True)
@@ -172,15 +184,16 @@ def triton_version() -> str:
 
 
 @lru_cache(maxsize=4096)
-def cache_key(source: KernelSource, arch: int) -> str:
-    content = json.dumps(request_of(source, arch), sort_keys=True)
+def cache_key(source: KernelSource, target: GpuTarget) -> str:
+    content = json.dumps(request_of(source, target), sort_keys=True)
     return hashlib.sha256(f"cubin 1 {triton_version()} {content}".encode()).hexdigest()
 
 
-def compile_cubin(source: KernelSource, arch: int) -> Cubin:
-    """Compile in this process. ``arch``: 80, 86, 89, 90, 100, ..."""
+def compile_cubin(source: KernelSource, arch: int, runs_on: int = 0) -> Cubin:
+    """Compile in this process. ``arch``: 80, 86, 89, 90, 100, ..., as is ``runs_on``."""
     try:
-        header, code = triton_worker.compile_request(request_of(source, arch))
+        request = request_of(source, GpuTarget(arch, runs_on))
+        header, code = triton_worker.compile_request(request)
     except ImportError as error:
         raise CodegenError("Triton is not installed; `pip install triton` on Linux") from error
     return Cubin.of(header, code)

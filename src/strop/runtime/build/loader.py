@@ -9,8 +9,8 @@ from typing import Protocol
 
 import torch
 
-from strop.errors import UnsupportedError
-from strop.ir.device import CPU, Device
+from strop.errors import CodegenError, UnsupportedError
+from strop.ir.device import CPU, LEAST_ARCH, Device
 from strop.ir.source import KernelSource, Split
 from strop.options import Options
 from strop.runtime.build import compilers, cubin, driver
@@ -130,7 +130,7 @@ class CpuLoader:
 
 
 class CudaLoader:
-    """Cubins for one GPU."""
+    """Cubins for one GPU, or for it as if it were of an older architecture."""
 
     def __init__(self, cache: DiskCache, workers: int, device: Device) -> None:
         self.device = device
@@ -151,23 +151,35 @@ class CudaLoader:
         if not missing:
             return
         try:
-            self._cubins.update(
-                compilers.build(missing, self.device.arch, self._cache, self._workers)
-            )
+            built = compilers.build(missing, self.device.target, self._cache, self._workers)
         finally:
             if not self._is_warm:
                 compilers.stop_workers()
+        for made in built.values():
+            self._check_shared(made)
+        self._cubins.update(built)
+
+    def _check_shared(self, made: cubin.Cubin) -> None:
+        """The driver says so too, but knows nothing of the architecture that a card stands in
+        for."""
+        if made.shared > self.device.shared_bytes:
+            raise CodegenError(
+                f"{made.entry} needs {made.shared} bytes of shared memory, and a block on"
+                f" {self.device.name} can have {self.device.shared_bytes}"
+            )
 
     def begin(self, sources: Sequence[KernelSource]) -> None:
-        BackgroundBuild(sources, self.device.arch, self._cache, self._workers, niceness=0).start()
+        target = self.device.target
+        BackgroundBuild(sources, target, self._cache, self._workers, niceness=0).start()
 
     def later(self, sources: Sequence[KernelSource], order: Order | None = None) -> BackgroundBuild:
-        later = BackgroundBuild(sources, self.device.arch, self._cache, self._workers, order=order)
+        target = self.device.target
+        later = BackgroundBuild(sources, target, self._cache, self._workers, order=order)
         later.keep_processes()
         return later
 
     def watch(self, sources: Sequence[KernelSource]) -> Callable[[], int]:
-        return lambda: sum(compilers.BUILDS.has(source, self.device.arch) for source in sources)
+        return lambda: sum(compilers.BUILDS.has(source, self.device.target) for source in sources)
 
     def bind(
         self,
@@ -209,9 +221,11 @@ def _unsupported(device: str, index: int) -> str:
     if torch.version.hip is not None:
         return "this torch is built for AMD GPUs (ROCm), for which there is no code generator"
     capability = torch.cuda.get_device_capability(index)
-    if capability < LEAST_CAPABILITY:
-        name = torch.cuda.get_device_name(index)
-        return f"{name} has compute capability {capability[0]}.{capability[1]}; kernels need 8.0"
+    if 10 * capability[0] + capability[1] < LEAST_ARCH:
+        name, least = torch.cuda.get_device_name(index), LEAST_ARCH / 10
+        return (
+            f"{name} has compute capability {capability[0]}.{capability[1]}; kernels need {least}"
+        )
     return ""
 
 
@@ -229,7 +243,6 @@ class _BytesByKey:
 
 
 TESTED = "Strop is tested on x86-64 processors (cpu) and on NVIDIA H100 (cuda)"
-LEAST_CAPABILITY = (8, 0)  # that Triton compiles for
 
 
 def default_workers() -> int:
@@ -238,10 +251,14 @@ def default_workers() -> int:
 
 
 @lru_cache(maxsize=32)
-def kernel_loader(device: str, index: int, cache_dir: str, workers: int) -> KernelLoader:
+def kernel_loader(
+    device: str, index: int, cache_dir: str, workers: int, arch: int = 0
+) -> KernelLoader:
     """One library for each device and cache folder, shared by all programs of the process.
 
-    Raises UnsupportedError for a device that no code generator knows.
+    ``arch`` is an older architecture that a GPU stands in for, or 0; a CPU stands in for none.
+    Raises UnsupportedError for a device that no code generator knows, OptionError for an ``arch``
+    that is not one of the GPU's.
     """
     reason = _unsupported(device, index)
     if reason:
@@ -249,4 +266,4 @@ def kernel_loader(device: str, index: int, cache_dir: str, workers: int) -> Kern
     cache = DiskCache(Options(cache_dir=cache_dir).cache_path)
     if device == "cpu":
         return CpuLoader(cache)
-    return CudaLoader(cache, workers or default_workers(), gpu(index))
+    return CudaLoader(cache, workers or default_workers(), gpu(index).as_arch(arch))

@@ -25,7 +25,7 @@ def call_of(program: Program, step: CallStep) -> Call:
     return Call(step.op, step.attrs, tuple(ref.shape for ref in step.inputs), dtype)
 
 
-def choices(
+def choices_of(
     program: Program,
     steps: Sequence[Step | None],
     sizes: Callable[[tuple[Expr, ...]], Sequence[int]],
@@ -62,7 +62,7 @@ def sources_at(
     def sizes(exprs: tuple[Expr, ...]) -> tuple[int, ...]:
         return tuple(expr.eval(env) for expr in exprs)
 
-    found = choices(program, program.at(env), sizes, device).values()
+    found = choices_of(program, program.at(env), sizes, device).values()
     launched = itertools.chain.from_iterable(choice.sources for choice in found)
     return tuple(dict.fromkeys((*program.sources_at(env), *launched)))
 

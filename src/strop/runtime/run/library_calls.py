@@ -11,6 +11,7 @@ import math
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from strop.errors import ShapeError, UnsupportedError
+from strop.ir.device import Device
 from strop.ir.graph import GeneratorRef, Ref
 from strop.kernels.conv.folded_taps import SHARES
 from strop.patterns.call import Replacement
@@ -219,14 +221,15 @@ def _cudnn_conv2d(attrs: Mapping[str, Any]) -> OutCall:
     return call
 
 
-def _cuda_attention(attrs: Mapping[str, Any]) -> Call:
-    """cuDNN's kernels where they apply: faster than flash at head dims 40, 80 and 64 (log)."""
+def _cuda_attention(attrs: Mapping[str, Any], most: int = 128) -> Call:
+    """cuDNN's kernels where they apply: faster than flash at head dims 40, 80 and 64 (log).
+    ``most``: the largest head dim that they take."""
     causal, scale = attrs["causal"], attrs["scale"]
     usual, cudnn = _attention(attrs), torch.ops.aten._scaled_dot_product_cudnn_attention
 
     def call(inputs: Sequence[Tensor]) -> Tensor:
         q, k, v, *mask = inputs
-        if mask or not _fits_cudnn_attention(q, v):
+        if mask or not _fits_cudnn_attention(q, v, most):
             return usual(inputs)  # type: ignore[no-any-return]
         result: Tensor = cudnn(q, k, v, None, False, 0.0, causal, False, scale=scale)[0]
         return result
@@ -234,11 +237,10 @@ def _cuda_attention(attrs: Mapping[str, Any]) -> Call:
     return call
 
 
-def _fits_cudnn_attention(q: Tensor, v: Tensor) -> bool:
-    largest = 256 if torch.cuda.get_device_capability(q.device) >= (9, 0) else 128
+def _fits_cudnn_attention(q: Tensor, v: Tensor, most: int) -> bool:
     dims = (q.shape[-1], v.shape[-1])
     half = q.dtype in (torch.float16, torch.bfloat16)
-    return half and all(d % 8 == 0 and d <= largest for d in dims)
+    return half and all(d % 8 == 0 and d <= most for d in dims)
 
 
 PLANNED_OUT: dict[str, Callable[[Mapping[str, Any]], OutCall]] = {
@@ -261,6 +263,23 @@ ALLOCATING: dict[str, Callable[[Mapping[str, Any]], Call]] = {
     "pattern": Replacement,
 }
 CUDA_ALLOCATING = {**ALLOCATING, "attention": _cuda_attention}
+_WIDE_HEADS: Mapping[str, Callable[[Mapping[str, Any]], Call]] = {
+    **CUDA_ALLOCATING,
+    "attention": partial(_cuda_attention, most=256),
+}
+
+
+def allocating_on(device: Device) -> Mapping[str, Callable[[Mapping[str, Any]], Call]]:
+    """Calls that make their results on this device: from sm_90 on cuDNN's attention takes heads of
+    up to 256, where that of older GPUs takes 128."""
+    if not device.arch:
+        return ALLOCATING
+    return _WIDE_HEADS if device.arch >= 90 else CUDA_ALLOCATING
+
+
+def planned_on(device: Device) -> Mapping[str, Callable[[Mapping[str, Any]], OutCall]]:
+    """Calls that write where they are told on this device."""
+    return CUDA_PLANNED_OUT if device.arch else PLANNED_OUT
 
 
 def _returns_view(target: Any) -> bool:

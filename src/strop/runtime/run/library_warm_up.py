@@ -19,7 +19,7 @@ from strop.ir.dims import Expr
 from strop.ir.ops import OF_ROWS
 from strop.ir.program import CallStep, Program, TensorRef
 from strop.runtime.run import choices
-from strop.runtime.run.library_calls import CUDA_ALLOCATING, CUDA_PLANNED_OUT
+from strop.runtime.run.library_calls import CUDA_PLANNED_OUT, allocating_on
 
 # The rest has nothing to load.
 LONGEST_FIRST = ("attention", "conv2d", *OF_ROWS, "matmul")
@@ -61,7 +61,7 @@ def prime(
         for form in forms:
             if not is_open():
                 break
-            _call(form)
+            _call(form, device)
             num_calls += 1
     return num_calls
 
@@ -76,7 +76,7 @@ def forms_of(program: Program, env: Mapping[str, int], device: Device) -> list[F
         return sizes(ref.shape), sizes(ref.strides), program.buffers[ref.buffer].dtype
 
     steps, found = program.at(env), dict[Form, None]()
-    chosen = choices.choices(program, steps, sizes, device)
+    chosen = choices.choices_of(program, steps, sizes, device)
     for position, step in enumerate(steps):
         if (
             isinstance(step, CallStep)
@@ -95,10 +95,10 @@ def forms_of(program: Program, env: Mapping[str, int], device: Device) -> list[F
     return list(found)
 
 
-def _call(form: Form) -> None:
+def _call(form: Form, device: Device) -> None:
     operands, attrs = [torch.empty_strided(s, t, dtype=d) for s, t, d in form.operands], form.attrs
     if form.op not in CUDA_PLANNED_OUT:
-        CUDA_ALLOCATING[form.op](dict(attrs))(operands)
+        allocating_on(device)[form.op](dict(attrs))(operands)
         return
     if form.op == "conv2d":
         operands[1] = operands[1].contiguous(memory_format=torch.channels_last)  # as weights lie

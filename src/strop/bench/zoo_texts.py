@@ -1,0 +1,191 @@
+"""The zoo's language models and text encoders."""
+
+from __future__ import annotations
+
+from strop.bench.zoo_inputs import (
+    CACHED,
+    LONG_TEXT,
+    PAIRS,
+    TEXT,
+    VOCABULARY,
+    padded_tokens,
+    token_pairs,
+    tokens,
+    tokens_and_cache,
+)
+from strop.bench.zoo_model import BART, BERT, Config, ZooModel, cached, hf
+
+LLAMA: Config = {
+    **BERT,
+    "num_key_value_heads": 2,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+T5: Config = {
+    "vocab_size": VOCABULARY,
+    "d_model": 32,
+    "d_kv": 8,
+    "d_ff": 64,
+    "num_layers": 2,
+    "num_heads": 4,
+    "decoder_start_token_id": 0,
+}
+GPT2: Config = {
+    "vocab_size": VOCABULARY,
+    "n_embd": 32,
+    "n_layer": 2,
+    "n_head": 4,
+    "n_positions": 64,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+TEXTS: tuple[ZooModel, ...] = (
+    ZooModel("bert", "text", hf("BertModel", **BERT), padded_tokens, TEXT),
+    ZooModel("roberta", "text", hf("RobertaModel", **BERT, pad_token_id=1), padded_tokens, TEXT),
+    ZooModel(
+        "xlm-roberta",
+        "text",
+        hf("XLMRobertaForMaskedLM", **BERT, pad_token_id=1),
+        padded_tokens,
+        TEXT,
+    ),
+    ZooModel(
+        "distilbert",
+        "text",
+        hf(
+            "DistilBertModel",
+            vocab_size=VOCABULARY,
+            dim=32,
+            n_layers=2,
+            n_heads=4,
+            hidden_dim=64,
+            max_position_embeddings=64,
+        ),
+        padded_tokens,
+        TEXT,
+    ),
+    ZooModel("albert", "text", hf("AlbertModel", **BERT, embedding_size=16), padded_tokens, TEXT),
+    ZooModel("electra", "text", hf("ElectraModel", **BERT, embedding_size=16), padded_tokens, TEXT),
+    ZooModel(
+        "deberta-v2",
+        "text",
+        hf(
+            "DebertaV2Model",
+            **BERT,
+            relative_attention=True,
+            position_buckets=8,
+            pos_att_type=["p2c", "c2p"],
+        ),
+        padded_tokens,
+        TEXT,
+    ),
+    ZooModel("mpnet", "text", hf("MPNetModel", **BERT), padded_tokens, TEXT),
+    ZooModel(
+        "clip-text",
+        "text",
+        hf("CLIPTextModel", **BERT, bos_token_id=1, eos_token_id=2),
+        tokens,
+        TEXT,
+    ),
+    ZooModel(
+        "siglip-text",
+        "text",
+        hf("SiglipTextModel", **BERT, bos_token_id=1, eos_token_id=2),
+        tokens,
+        TEXT,
+    ),
+    ZooModel("gpt2-prefill", "text", hf("GPT2LMHeadModel", **GPT2), tokens, TEXT),
+    ZooModel("gpt2-decode", "text", cached("GPT2LMHeadModel", **GPT2), tokens_and_cache, CACHED),
+    ZooModel("gpt-neox", "text", hf("GPTNeoXForCausalLM", **BERT), tokens, TEXT),
+    ZooModel(
+        "opt",
+        "text",
+        hf(
+            "OPTForCausalLM",
+            vocab_size=VOCABULARY,
+            hidden_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            ffn_dim=64,
+            max_position_embeddings=64,
+            word_embed_proj_dim=32,
+        ),
+        padded_tokens,
+        TEXT,
+    ),
+    ZooModel(
+        "bloom",
+        "text",
+        hf("BloomForCausalLM", vocab_size=VOCABULARY, hidden_size=32, n_layer=2, n_head=4),
+        padded_tokens,
+        TEXT,
+    ),
+    ZooModel(
+        "falcon",
+        "text",
+        hf(
+            "FalconForCausalLM",
+            vocab_size=VOCABULARY,
+            hidden_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+        ),
+        tokens,
+        TEXT,
+    ),
+    ZooModel("llama", "text", hf("LlamaForCausalLM", **LLAMA), tokens, TEXT),
+    ZooModel(
+        "llama-decode",
+        "text",
+        cached("LlamaForCausalLM", **{**LLAMA, "num_key_value_heads": 4}),
+        tokens_and_cache,
+        CACHED,
+    ),
+    ZooModel(
+        "mistral", "text", hf("MistralForCausalLM", **LLAMA, sliding_window=16), tokens, LONG_TEXT
+    ),
+    ZooModel("qwen2", "text", hf("Qwen2ForCausalLM", **LLAMA), padded_tokens, TEXT),
+    ZooModel("qwen3", "text", hf("Qwen3ForCausalLM", **LLAMA, head_dim=8), tokens, TEXT),
+    ZooModel("gemma", "text", hf("GemmaForCausalLM", **LLAMA, head_dim=8), tokens, TEXT),
+    ZooModel(
+        "gemma2",
+        "text",
+        hf("Gemma2ForCausalLM", **LLAMA, head_dim=8, sliding_window=16),
+        tokens,
+        LONG_TEXT,
+    ),
+    ZooModel("phi", "text", hf("PhiForCausalLM", **LLAMA), tokens, TEXT),
+    ZooModel(
+        "mixtral",
+        "text",
+        hf(
+            "MixtralForCausalLM",
+            **LLAMA,
+            num_local_experts=4,
+            num_experts_per_tok=2,
+            experts_implementation="batched_mm",
+        ),
+        tokens,
+        TEXT,
+    ),
+    ZooModel(
+        "mamba",
+        "text",
+        hf(
+            "MambaForCausalLM",
+            vocab_size=VOCABULARY,
+            hidden_size=32,
+            num_hidden_layers=2,
+            state_size=8,
+        ),
+        tokens,
+        TEXT,
+    ),
+    ZooModel("t5", "text", hf("T5ForConditionalGeneration", **T5), token_pairs, PAIRS),
+    ZooModel("t5-encoder", "text", hf("T5EncoderModel", **T5), padded_tokens, TEXT),
+    ZooModel("bart", "text", hf("BartForConditionalGeneration", **BART), token_pairs, PAIRS),
+    ZooModel("mbart", "text", hf("MBartModel", **BART), token_pairs, PAIRS),
+    ZooModel("pegasus", "text", hf("PegasusModel", **BART), token_pairs, PAIRS),
+)

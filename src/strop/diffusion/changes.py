@@ -1,0 +1,186 @@
+"""What Strop sets in objects that are not its own, and how that is undone.
+
+Everything that ``optimize`` puts somewhere else than in front of a ``forward`` goes through
+``Changes``, so that ``restore`` can take out exactly that. What others have put in the same place
+since stays there, around ours if they keep it; ours is only a way to the original by then.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any
+from weakref import WeakSet, finalize
+
+from strop.dispatch.dispatcher import Dispatcher
+
+ABSENT: Any = type("Absent", (), {"__repr__": lambda self: "absent"})()
+# The attribute in which what was set keeps its Change. ``functools.wraps`` copies it to others.
+_NOTE = "strop_change"
+# Finalizers take it too, in whatever thread and at whatever time objects are collected. So nobody
+# may wait for anything while holding it, such as the first import of a module.
+LOCK = threading.RLock()
+
+
+class Change:
+    """``ours`` stands under ``name`` in each of ``owners``, where ``before`` stood.
+
+    It is kept by ``ours`` alone, and thus lives as long as there is something to undo. ``holders``
+    are those who want it; it is undone when none is left.
+    """
+
+    def __init__(self, owners: Sequence[Any], name: str, ours: Any, before: Any) -> None:
+        self.owners, self.name, self.ours, self.before = owners, name, ours, before
+        self.holders: set[Changes] = set()
+
+    def undo(self) -> None:
+        """Put ``before`` back wherever ``ours`` still stands, also in modules that have imported it
+        in the meantime."""
+        for owner in self.owners:
+            if _standing(owner, self.name) is self.ours:
+                _put(owner, self.name, self.before)
+        if any(isinstance(owner, ModuleType) for owner in self.owners):
+            for module in _modules():
+                for name, value in list(vars(module).items()):
+                    if value is self.ours:
+                        setattr(module, name, self.before)
+
+
+class Changes:
+    """What was set on behalf of one pipeline, or of all of them."""
+
+    def __init__(self) -> None:
+        self._made = WeakSet[Change]()
+
+    def put(self, owners: Sequence[Any], name: str, ours: Any) -> None:
+        """Set the attribute ``name`` of each owner, which has the same value in all, to ``ours``.
+
+        ``ours`` is an object with a ``__dict__`` and is put into one place only.
+        """
+        with LOCK:
+            change = Change(owners, name, ours, original(_standing(owners[0], name)))
+            vars(ours)[_NOTE] = change
+            self._hold(change)
+            for owner in owners:
+                setattr(owner, name, ours)
+
+    def share(self, ours: Any) -> None:
+        """What another has put in its place is to stay there for this one as well."""
+        with LOCK:
+            if in_force(ours):
+                self._hold(vars(ours)[_NOTE])
+
+    def undo(self) -> None:
+        """Undo what nobody else holds. Doing so again does nothing."""
+        with LOCK:
+            for change in list(self._made):
+                change.holders.discard(self)
+                self._made.discard(change)
+                if not change.holders:
+                    change.undo()
+
+    def _hold(self, change: Change) -> None:
+        change.holders.add(self)
+        self._made.add(change)
+
+
+class Shared:
+    """Changes to what all pipelines use. They are made for the first dispatcher that is held, and
+    undone when the last one has left its module or is gone.
+
+    A dispatcher counts, not the pipeline: a pipeline that was made of another's components lives
+    longer than that.
+    """
+
+    def __init__(self, make: Callable[[Changes], object]) -> None:
+        self._make = make
+        self._holders = set[int]()
+        self._changes: Changes | None = None
+
+    def hold(self, dispatcher: Dispatcher) -> None:
+        end = finalize(dispatcher, self._release, id(dispatcher))
+        end.atexit = False
+        dispatcher.on_leave = end
+        self._enter(id(dispatcher))
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """They are there within, though all dispatchers be replaced."""
+        token = object()
+        self._enter(id(token))
+        try:
+            yield
+        finally:
+            self._release(id(token))
+
+    def _enter(self, holder: int) -> None:
+        with LOCK:
+            self._holders.add(holder)
+            if self._changes is None:
+                self._changes = Changes()
+                self._make(self._changes)
+
+    def _release(self, holder: int) -> None:
+        with LOCK:
+            self._holders.discard(holder)
+            if not self._holders and self._changes is not None:
+                changes, self._changes = self._changes, None
+                changes.undo()
+
+
+def in_force(ours: Any) -> bool:
+    """Whether somebody still wants what was set. Else it must do what the original does."""
+    change = _change_of(ours)
+    return change is not None and bool(change.holders)
+
+
+def is_around(value: Any) -> bool:
+    """Whether something in force is this, or is what this wraps by ``functools.wraps``."""
+    change = getattr(value, "__dict__", {}).get(_NOTE)
+    return isinstance(change, Change) and bool(change.holders)
+
+
+def original(value: Any) -> Any:
+    """What stood in the place of something that others have put back after it was undone; else the
+    value itself."""
+    while (change := _change_of(value)) is not None and not change.holders:
+        value = change.before
+    return value
+
+
+def mend(owner: Any, name: str) -> None:
+    """Put back the original of what others have put back after it was undone."""
+    value = _standing(owner, name)
+    if (before := original(value)) is not value:
+        _put(owner, name, before)
+
+
+def undo_at(owner: Any, name: str) -> None:
+    """Undo what stands in one place, whoever else wants it."""
+    with LOCK:
+        if (change := _change_of(_standing(owner, name))) is not None:
+            change.holders.clear()
+            change.undo()
+
+
+def _change_of(value: Any) -> Change | None:
+    change = getattr(value, "__dict__", {}).get(_NOTE)
+    return change if isinstance(change, Change) and change.ours is value else None
+
+
+def _standing(owner: Any, name: str) -> Any:
+    return getattr(owner, "__dict__", {}).get(name, ABSENT)
+
+
+def _put(owner: Any, name: str, value: Any) -> None:
+    if value is ABSENT:
+        delattr(owner, name)
+    else:
+        setattr(owner, name, value)
+
+
+def _modules() -> list[ModuleType]:
+    return [module for module in list(sys.modules.values()) if isinstance(module, ModuleType)]

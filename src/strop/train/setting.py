@@ -1,0 +1,43 @@
+"""What is said of one setting of a training: the metadata of a dataclass field."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import field
+from typing import Any
+
+TASKS = ("text-to-image", "dreambooth", "lora")
+TRAINERS = ("text-to-image", "lora")  # tasks that read folders with captions
+SUBJECTS = ("dreambooth", "lora")  # tasks that read folders of one subject
+SPRITES = "sprites"
+
+
+def setting(
+    default: Any,
+    kind: type,
+    panel: str,
+    doc: str,
+    *,
+    tasks: tuple[str, ...] = TASKS,
+    alias: str = "",
+    choices: tuple[str, ...] = (),
+    least: float | None = None,
+    above: float | None = None,
+    fixed: bool = False,
+    per_task: Mapping[str, Any] | None = None,
+) -> Any:
+    """``fixed``: a resumed training must have the same value. ``least``: the smallest one;
+    ``above``: smaller than all."""
+    metadata = {
+        "kind": kind,
+        "panel": panel,
+        "doc": doc,
+        "tasks": tasks,
+        "alias": alias,
+        "choices": choices,
+        "least": least,
+        "above": above,
+        "fixed": fixed,
+        "per_task": per_task or {},
+    }
+    return field(default=default, metadata=metadata)

@@ -1,0 +1,87 @@
+"""What is refused of the settings of a training: values out of range, and contradictions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from strop.errors import OptionError
+from strop.train.setting import SPRITES
+
+if TYPE_CHECKING:
+    from strop.train.settings import Settings
+
+
+def check_range(name: str, value: Any, metadata: Mapping[str, Any]) -> None:
+    if value is None:
+        return
+    choices, least, above = (metadata[key] for key in ("choices", "least", "above"))
+    if choices and value not in choices:
+        raise OptionError(f"{name} is {value!r}: choose {', '.join(choices)}")
+    if least is not None and value < least:
+        raise OptionError(f"{name} is {value}: it must be at least {least}")
+    if above is not None and not value > above:
+        raise OptionError(f"{name} is {value}: it must be above {above}")
+
+
+def check_together(settings: Settings) -> None:
+    """Raise for settings that are missing, or that contradict each other."""
+    s = settings
+    if not s.pretrained_model_name_or_path:
+        raise OptionError("give the model to start from: --model sprites, or a diffusers folder")
+    if s.dataset_name not in ("", SPRITES):
+        raise OptionError(
+            f"dataset_name {s.dataset_name!r}: only 'sprites' is built in; download "
+            "other datasets and give their folder as train_data_dir"
+        )
+    sources = [
+        name for name in ("train_data_dir", "dataset_name", "instance_data_dir") if getattr(s, name)
+    ]
+    if len(sources) > 1:
+        raise OptionError(f"{' and '.join(sources)} are given: pictures come from one of them")
+    if s.task == "dreambooth" and not s.instance_data_dir:
+        raise OptionError("give the folder of the subject's pictures: --instance_data_dir DIR")
+    if not sources and not s.is_sprites:
+        raise OptionError(
+            "give the folder of pictures: --train_data_dir DIR"
+            + (", or --instance_data_dir DIR" if s.task == "lora" else "")
+        )
+    _check_subject(s)
+    for name in ("adam_beta1", "adam_beta2", "lora_dropout"):
+        if not getattr(s, name) < 1:
+            raise OptionError(f"{name} is {getattr(s, name)}: it must be below 1")
+    for name in ("ema_decay", "proportion_empty_prompts"):
+        if not getattr(s, name) <= 1:
+            raise OptionError(f"{name} is {getattr(s, name)}: it must be at most 1")
+    _check_caches(s)
+
+
+def _check_subject(s: Settings) -> None:
+    if s.instance_data_dir and not s.instance_prompt:
+        raise OptionError("give the text that is to mean the subject: --instance_prompt TEXT")
+    if s.instance_prompt and not s.instance_data_dir:
+        raise OptionError("instance_prompt needs --instance_data_dir DIR")
+    if not s.with_prior_preservation:
+        return
+    if not s.instance_data_dir:
+        raise OptionError("with_prior_preservation needs --instance_data_dir DIR")
+    for name, what in (("class_data_dir", "DIR"), ("class_prompt", "TEXT")):
+        if not getattr(s, name):
+            raise OptionError(f"with_prior_preservation needs --{name} {what}")
+
+
+def _check_caches(s: Settings) -> None:
+    if s.pre_compute_text_embeddings and s.train_text_encoder:
+        raise OptionError(
+            "pre_compute_text_embeddings keeps what the text encoder gives now, and "
+            "train_text_encoder changes it: choose one"
+        )
+    if s.draws_sprites and (s.cache_latents or s.pre_compute_text_embeddings):
+        raise OptionError(
+            "the sprites generator draws new pictures in every step, so there is "
+            "nothing to cache: leave out the caches"
+        )
+    if s.cache_latents and not s.center_crop:
+        raise OptionError(
+            "cache_latents would freeze one random crop of each picture: add --center_crop"
+        )

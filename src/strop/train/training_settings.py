@@ -1,0 +1,207 @@
+"""The settings of the optimizer, the loss and the machine that trains."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from strop.train.setting import setting
+
+SCHEDULES = (
+    "constant",
+    "constant_with_warmup",
+    "linear",
+    "cosine",
+    "cosine_with_restarts",
+    "polynomial",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingSettings:
+    """The panel "Training" of ``strop train -h``."""
+
+    train_batch_size: int = setting(
+        16,
+        int,
+        "Training",
+        "Put this many pictures into a batch.",
+        least=1,
+        fixed=True,
+        per_task={"dreambooth": 4},
+    )
+    num_train_epochs: int = setting(
+        100,
+        int,
+        "Training",
+        "Train for this many epochs, unless steps are given.",
+        least=1,
+        per_task={"dreambooth": 1},
+    )
+    max_train_steps: int | None = setting(
+        None, int, "Training", "Train for this many steps of the optimizer.", least=1
+    )
+    gradient_accumulation_steps: int = setting(
+        1,
+        int,
+        "Training",
+        "Accumulate the gradients of this many batches in a step.",
+        least=1,
+        fixed=True,
+    )
+    gradient_checkpointing: bool = setting(
+        False, bool, "Training", "Compute activations twice to save memory."
+    )
+    learning_rate: float = setting(
+        1e-4,
+        float,
+        "Training",
+        "Train with this learning rate, after the warm-up.",
+        least=0,
+        fixed=True,
+        per_task={"dreambooth": 5e-6},
+    )
+    scale_lr: bool = setting(
+        False,
+        bool,
+        "Training",
+        "Multiply the learning rate by batch size and accumulation steps.",
+        fixed=True,
+    )
+    lr_scheduler: str = setting(
+        "constant",
+        str,
+        "Training",
+        "Change the learning rate by this schedule.",
+        choices=SCHEDULES,
+        fixed=True,
+    )
+    lr_warmup_steps: int = setting(
+        500,
+        int,
+        "Training",
+        "Raise the learning rate to its value over this many steps.",
+        least=0,
+        fixed=True,
+    )
+    lr_num_cycles: int = setting(
+        1, int, "Training", "Restart cosine_with_restarts this many times.", least=1, fixed=True
+    )
+    lr_power: float = setting(
+        1.0, float, "Training", "Lower the rate by this power in polynomial.", least=0, fixed=True
+    )
+    adam_beta1: float = setting(
+        0.9, float, "Training", "Average gradients with this decay (AdamW).", least=0, fixed=True
+    )
+    adam_beta2: float = setting(
+        0.999,
+        float,
+        "Training",
+        "Average squares of gradients with this decay (AdamW).",
+        least=0,
+        fixed=True,
+    )
+    adam_weight_decay: float = setting(
+        1e-2, float, "Training", "Decay weights by this (AdamW).", least=0, fixed=True
+    )
+    adam_epsilon: float = setting(
+        1e-8, float, "Training", "Add this to AdamW's denominator.", least=0, fixed=True
+    )
+    use_8bit_adam: bool = setting(
+        False,
+        bool,
+        "Training",
+        "Keep AdamW's moments in 8 bits, in a quarter of their memory; numbers change a little.",
+        fixed=True,
+    )
+    max_grad_norm: float = setting(
+        1.0,
+        float,
+        "Training",
+        "Clip gradients to this norm; 1e9 clips nothing.",
+        above=0,
+        fixed=True,
+    )
+    use_ema: bool = setting(
+        False, bool, "Training", "Average the weights, and save the averages.", fixed=True
+    )
+    ema_decay: float = setting(
+        0.9999,
+        float,
+        "Training",
+        "Decay the averages by this factor in each step.",
+        least=0,
+        fixed=True,
+    )
+    snr_gamma: float | None = setting(
+        None,
+        float,
+        "Training",
+        "Weigh the loss by min-SNR with this gamma; 5 is usual.",
+        above=0,
+        fixed=True,
+    )
+    noise_offset: float = setting(
+        0.0,
+        float,
+        "Training",
+        "Shift the noise of each channel at random by this scale; 0.1 is usual.",
+        least=0,
+        fixed=True,
+    )
+    input_perturbation: float = setting(
+        0.0,
+        float,
+        "Training",
+        "Add more noise of this scale to the UNet's input alone; 0.1 is usual.",
+        least=0,
+        fixed=True,
+    )
+    prediction_type: str | None = setting(
+        None,
+        str,
+        "Training",
+        "Let the UNet predict this; without it, what its scheduler says.",
+        choices=("epsilon", "v_prediction", "sample"),
+        fixed=True,
+    )
+    mixed_precision: str = setting(
+        "no",
+        str,
+        "Training",
+        "Autocast to this type, which weights that are not trained take as well.",
+        choices=("no", "fp16", "bf16"),
+        fixed=True,
+    )
+    compile_unet: bool = setting(
+        False,
+        bool,
+        "Training",
+        "Compile the UNet's forward and backward passes; the first step takes longer.",
+        fixed=True,
+    )
+    allow_tf32: bool = setting(False, bool, "Training", "Multiply matrices in TF32 on a GPU.")
+    deterministic: bool = setting(
+        False,
+        bool,
+        "Training",
+        "Give the same bits in every run and after a resume, also on a "
+        "GPU, which gets slower. A CPU does so anyway.",
+        fixed=True,
+    )
+    seed: int = setting(
+        0, int, "Training", "Draw everything random from this seed.", least=0, fixed=True
+    )
+    threads: int = setting(
+        0,
+        int,
+        "Training",
+        "Use this many CPU threads; 0 takes as many as cores are free, or as the checkpoint had.",
+        least=0,
+    )
+    device: str = setting(
+        "auto",
+        str,
+        "Training",
+        "Train on this device; auto takes a GPU if there is one.",
+        choices=("auto", "cpu", "cuda"),
+    )

@@ -1,0 +1,66 @@
+"""The flags of diffusers' training scripts that Strop knows and does not build."""
+
+from __future__ import annotations
+
+from typing import Any
+
+# Flags of diffusers' scripts that are known and not built -> why, and what to do.
+_UPLOADS = "nothing is uploaded; run 'hf upload' on the output folder"
+_FOLDERS = "models are not downloaded; give a folder ('hf download' makes one)"
+_IF = "that is for DeepFloyd IF, and training is built for Stable Diffusion 1 and 2; leave it out"
+UNBUILT: dict[str, str] = {
+    "class_labels_conditioning": _IF,
+    "dataset_config_name": "hub datasets are not built; download one and use --train_data_dir",
+    "dream_detail_preservation": "DREAM is not built; leave it out",
+    "dream_training": "DREAM is not built; leave it out",
+    "hub_model_id": _UPLOADS,
+    "hub_token": _UPLOADS,
+    "image_column": "pictures are those that file_name names in metadata.jsonl; leave it out",
+    "local_rank": "one process trains on one device; leave it out",
+    "non_ema_revision": _FOLDERS,
+    "offload_ema": "averages stay on the device; leave it out",
+    "offset_noise": "write --noise_offset 0.1, which is the same",
+    "push_to_hub": _UPLOADS,
+    "revision": _FOLDERS,
+    "skip_save_text_encoder": "the saved model is whole, so that it loads; delete the folder"
+    " text_encoder afterwards",
+    "text_encoder_lr": "UNet and text encoder share --learning_rate",
+    "text_encoder_use_attention_mask": _IF,
+    "tokenizer_max_length": "captions are padded to the tokenizer's own length; leave it out",
+    "tokenizer_name": "the tokenizer is that of the model's folder; put another one there",
+    "tracker_project_name": "TensorBoard has no projects; use --logging_dir",
+    "use_dora": "DoRA is not built; leave it out for plain LoRA",
+    "validation_epochs": "validations are counted in steps; use --validation_steps",
+    "validation_images": "Stable Diffusion starts from noise, not from a picture; leave it out",
+    "validation_scheduler": "pictures are drawn with the model's own scheduler; leave it out",
+    "variant": _FOLDERS,
+}
+# Flags that are taken and change nothing -> why there is nothing to do.
+NEEDLESS: dict[str, str] = {
+    "enable_xformers_memory_efficient_attention": "attention is torch's"
+    " scaled_dot_product_attention, which is fused as well",
+    "foreach_ema": "averages are part of the fused step",
+    "prior_generation_precision": "class pictures are drawn in the type of --mixed_precision",
+    "set_grads_to_none": "gradients are None between steps anyway",
+}
+# Flags of both tables that take no value on a command line.
+SWITCHES = frozenset(
+    (
+        "dream_training",
+        "enable_xformers_memory_efficient_attention",
+        "foreach_ema",
+        "offload_ema",
+        "offset_noise",
+        "push_to_hub",
+        "set_grads_to_none",
+        "skip_save_text_encoder",
+        "text_encoder_use_attention_mask",
+        "use_dora",
+    )
+)
+_JSONL = "metrics.jsonl has every number and is always written; use tensorboard, or none"
+UNBUILT_VALUES: dict[tuple[str, Any], str] = {
+    ("report_to", "all"): _JSONL,
+    ("report_to", "comet_ml"): _JSONL,
+    ("report_to", "wandb"): _JSONL,
+}
