@@ -11,10 +11,10 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
+from strop.kernels.attention.choice import scalars_of
 from torch import Tensor
 
 from strop.ir.source import KernelSource
-from strop.kernels.attention.choice import scalars_of
 from strop.kernels.attention.wgmma import wgmma_attention
 from strop.kernels.attention.wgmma_tiles import WgmmaTile
 from strop.testing import assert_as_accurate_as_eager

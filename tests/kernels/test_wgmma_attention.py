@@ -10,19 +10,19 @@ from pathlib import Path
 
 import pytest
 import torch
+from strop.kernels.attention.choice import LEAST_QUERIES, tiles_of
+from strop.runtime.run.tma_attention import TmaAttention
 from torch import Tensor
 
 from strop.errors import CodegenError
 from strop.ir.device import GpuTarget
 from strop.ir.source import KernelSource
-from strop.kernels.attention.choice import LEAST_QUERIES, tiles_of
 from strop.kernels.attention.moves import RESULT
 from strop.kernels.attention.wgmma import KINDS, Layout, wgmma_attention
 from strop.kernels.attention.wgmma_tiles import WgmmaTile
 from strop.runtime.build import compilers as builds
 from strop.runtime.build.cubin import cache_key
 from strop.runtime.build.loader import kernel_loader
-from strop.runtime.run.tma_attention import TmaAttention
 from tests.codegen.test_triton_compile import TOOLS, compiled, disassemble, resources
 from tests.kernels.test_ptx_kernels import attended, heads
 from tests.kernels.test_tma_attention import judge, refuse
