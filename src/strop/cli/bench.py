@@ -326,16 +326,16 @@ def batches(
     from strop.cli.stages import spinner
 
     arguments.check_file(out)
-    known("NETWORK", [network], [n.name for n in bench_batches.NETWORKS])
+    named = {each.name: each for each in bench_batches.NETWORKS}
+    known("NETWORK", [network], list(named))
     known("--peer", peer or (), bench_batches.PEERS)
     if not all(size.isdigit() and int(size) for size in sizes.split(",")):
         raise typer.BadParameter(f"{sizes!r} is not like 1,8,33", param_hint="'--batches'")
     where = torch.device(arguments.chosen_device(device))
     dtype = torch.float16 if where.type == "cuda" else torch.float32
-    (chosen,) = (n for n in bench_batches.NETWORKS if n.name == network)
     with spinner(f"measuring {network} at batches {sizes}"):
         result = bench_batches.run(
-            chosen,
+            named[network],
             where,
             dtype,
             [int(s) for s in sizes.split(",")],
