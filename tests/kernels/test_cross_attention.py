@@ -10,18 +10,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from strop.runtime.run.tma_attention import TmaAttention
 from torch import Tensor
 
 from strop.ir.source import KernelSource
 from strop.kernels.attention.cross import KeysTile, Layout, cross_attention
 from strop.kernels.ptx import KINDS
 from strop.runtime.build.loader import kernel_loader
-<<<<<<< HEAD
-=======
 from tests.gpus import H100
 from tests.kernels.launching import attends, by_tile, launched, refuse
->>>>>>> ktests
 from tests.kernels.ptx_machine import launch
 from tests.kernels.test_ptx_kernels import heads, survivors
 from tests.kernels.test_tma_attention import judge

@@ -11,17 +11,9 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-from strop.kernels.attention.choice import scalars_of
 from torch import Tensor
 
 from strop.ir.source import KernelSource
-<<<<<<< HEAD
-from strop.kernels.attention.wgmma import wgmma_attention
-from strop.kernels.attention.wgmma_tiles import WgmmaTile
-from strop.testing import assert_as_accurate_as_eager
-from tests.kernels.ptx_kernel import kernel, run
-from tests.kernels.ptx_machine import PtxError, launch
-=======
 from strop.kernels.attention.rows import scalars_of
 from strop.kernels.attention.wgmma import wgmma_attention
 from strop.kernels.attention.wgmma_tiles import WgmmaTile
@@ -30,7 +22,6 @@ from tests.gpus import H100
 from tests.kernels import cluster_linear
 from tests.kernels.ptx_machine import PtxError, launch
 from tests.kernels.test_ptx_machine import kernel, run
->>>>>>> ktests
 
 F16, BF16 = torch.float16, torch.bfloat16
 
@@ -107,8 +98,6 @@ def test_attention_shared_out(shares: tuple[int, int, int], keys: int) -> None:
         attend(source, *given, tile, seed, shares)
 
 
-<<<<<<< HEAD
-=======
 def linear(tile: cluster_linear.Tile, rows: int, cols: int, depth: int) -> Callable[..., None]:
     torch.manual_seed(rows + cols)
     x, w = torch.randn(rows, depth).half(), (torch.randn(cols, depth) * depth**-0.5).half()
@@ -141,7 +130,6 @@ def test_linears_of_clusters(tile: cluster_linear.Tile, shape: tuple[int, int, i
         call(source, seed)
 
 
->>>>>>> ktests
 ORDERS = re.compile(
     r"    (@!?%\w+ )?(mbarrier|fence|bar\.|barrier|wgmma\.(fence|commit|wait)|setmaxnreg)"
 )
@@ -201,14 +189,11 @@ def test_a_count_that_is_too_low() -> None:
             attend(replace(source, text=text), *given, tile, seed)
 
 
-<<<<<<< HEAD
-=======
 def test_linears_need_all_that_orders_them() -> None:
     tile = cluster_linear.Tile(2, 80, 2, 2, 2)
     assert not survivors(cluster_linear.cluster_linear(tile), linear(tile, 256, 160, 328))
 
 
->>>>>>> ktests
 @pytest.mark.parametrize("kind", ["f16", "bf16"])
 def test_a_product_of_one_warp(kind: str) -> None:
     """out (16, 8) = a @ b + c, all by their layouts in PTX's manual: a thread has pairs of a row of
