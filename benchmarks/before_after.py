@@ -77,7 +77,13 @@ def compare(editions: dict[str, Edition], args: argparse.Namespace) -> dict[str,
             print(f"{row:8} {measure:9} {medians}   {middle:.4f} ({low:.4f} to {high:.4f})")
         sys.stdout.flush()
     now = datetime.now(UTC).isoformat(timespec="seconds")
-    return {"date": now, "editions": facts, "rounds": args.rounds, "rows": rows}
+    return {
+        "kind": "before_after",
+        "date": now,
+        "editions": facts,
+        "rounds": args.rounds,
+        "rows": rows,
+    }
 
 
 def summary(samples: dict[str, list[float]]) -> dict[str, Any]:

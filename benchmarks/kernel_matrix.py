@@ -36,7 +36,7 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from strop.backend import compile_graph
-from strop.bench import models
+from strop.bench import environment, models
 from strop.codegen.assemble import Signature
 from strop.diffusion.components import adapter_for
 from strop.errors import CodegenError
@@ -340,7 +340,8 @@ def report(
             }
         )
     return {
-        "versions": {"torch": torch.__version__, "triton": cubin.triton_version()},
+        "kind": "kernel_matrix",
+        "environment": environment.describe(torch.device("cpu")),
         "dtype": "float16",
         "shared_limit_kb": {str(arch): SHARED_KB[arch] for arch in archs},
         "usage_columns": COLUMNS,

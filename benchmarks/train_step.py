@@ -315,6 +315,7 @@ def main() -> None:
         return
     rows = sweep(args, device) if args.sweep else measure(args, device)
     result = {
+        "kind": "train_step",
         "case": f"train_step-{args.model}-{args.grads}{'-sweep' if args.sweep else ''}",
         "environment": environment.describe(device),
         "ceiling_gb_per_s": CEILING_GBS,

@@ -6,7 +6,7 @@ import difflib
 import functools
 import os
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import Field, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -148,7 +148,7 @@ class Options:
         for knob in fields(Options):
             text = os.environ.get(knob.metadata["env"]) if knob.metadata["env"] else None  # noqa: TID251
             if text is not None:
-                values[knob.name] = _parse(knob.metadata["env"], text, knob.default)
+                values[knob.name] = _parse(knob, text)
         return replace(Options(), **(values | overrides))
 
     def key(self) -> str:
@@ -246,14 +246,15 @@ def _check(name: str, value: Any, default: Any) -> None:
         raise OptionError(f"{name}={value!r}: expected {_EXPECTED[kind]}")
 
 
-def _parse(name: str, text: str, default: Any) -> Any:
+def _parse(knob: Field[Any], text: str) -> Any:
+    name, default = knob.metadata["env"], knob.default
     if isinstance(default, bool):
         if text.lower() not in ("0", "1", "true", "false"):
             raise OptionError(f"{name}={text!r}: expected 0, 1, true or false")
         return text.lower() in ("1", "true")
     if isinstance(default, int):
         if not text.isdigit():
-            raise OptionError(f"{name}={text!r}: expected a whole number")
+            raise OptionError(f"{name}={text!r}: expected a whole number: {knob.metadata['doc']}")
         return int(text)
     if isinstance(default, float):
         try:

@@ -17,14 +17,14 @@ RESULTS = Path(__file__).parents[2] / "benchmarks/results"
 SWEEPS = [
     RESULTS / f"{name}.json"
     for name in (
-        "conv_groups-results_h100_2026-11-24",
-        "linear_groups_h100_2026-11-24",
-        "attn_groups-shares_h100_2026-11-24",
+        "conv_wgmma_h100_2026-11-24",
+        "linear_wgmma_h100_2026-11-24",
+        "attn_wgmma_h100_2026-11-24",
     )
 ]
 HELD_OUT = [
-    RESULTS / f"{name}_h100_2026-11-24.json"
-    for name in ("conv_groups-held-out", "linear_groups-held-out-results")
+    RESULTS / f"{name}.json"
+    for name in ("conv_wgmma-held-out_h100_2026-11-25", "linear_wgmma-held-out_h100_2026-11-24")
 ]
 
 
@@ -51,10 +51,10 @@ def test_products_held_out(sweep: Path) -> None:
 
 
 def test_a_bad_choice_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(select.RULES, "conv_groups", lambda shape: select.LIBRARY)  # type: ignore[arg-type]
+    monkeypatch.setitem(select.RULES, "conv_wgmma", lambda shape: select.LIBRARY)  # type: ignore[arg-type]
     assert not select.judged(list(select.choices(SWEEPS[0])), held_out=False).holds
     empty = tmp_path / "empty.json"
-    empty.write_text(json.dumps({"kind": "conv_groups", "rows": []}))
+    empty.write_text(json.dumps({"kind": "conv_wgmma", "rows": []}))
     with pytest.raises(StropError, match="no shape"):
         select.judged(list(select.choices(empty)), held_out=True)
 
@@ -70,19 +70,19 @@ def test_the_sweep_that_products_are_fitted_to() -> None:
     ("kind", "shape", "us", "chosen"),
     [
         (
-            "conv_groups",
+            "conv_wgmma",
             (2, 64, 320, 320, 3, 1),
             {"cudnn": 31.0, "(2, 160, 5, 1, True)": 22.5},
             (2, 160, 5, 1, True, False),
         ),
         (
-            "linear_groups",
+            "linear_wgmma",
             (2048, 1280, 1280, ""),
             {"cublas": 12.2, "(2, 160, 5, 1, True)": 11.6},
             (2, 160, 5, 1, True, False),
         ),
         (
-            "linear_groups",
+            "linear_wgmma",
             (64, 10240, 1280, "gated"),
             {"cublas": 9.0, "(2, 160, 5, 1, True)": 12.0},
             "cublas",

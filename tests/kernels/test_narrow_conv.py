@@ -204,7 +204,7 @@ def test_sizes_of_the_result(case: Case) -> None:
         assert part.scalars[:5] == (2 * height * width, height * width, width, *sides)
 
 
-@pytest.mark.parametrize("arch", [80, 86, 89, 90, 100])
+@pytest.mark.parametrize("arch", [80, 86, 89, 90, 100, 120])
 @pytest.mark.parametrize("case", [STEM, (320, 4, *FIRST[2:])], ids=str)
 def test_compiles(case: Case, arch: int, tmp_path: Path) -> None:
     cubin = compiled(source_of(case), arch)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 import re
+from typing import Any
 
 import pytest
 import torch
 
+from strop.ir.source import KernelSource
 from tests.kernels.ptx_kernel import (
     BF16,
     F16,
@@ -293,6 +295,62 @@ def test_neighbours_that_do_not_wait(before: str, after: str, match: str) -> Non
     body = AROUND.replace(before, after) + STORED
     source = kernel(body, threads=64, cluster=3, shared=256, programs=3)
     refused(source, words(3 * 64), match=match)
+
+
+# The first of two programs brings one box to both; each waits for its own copy.
+SHARED_FETCH = """
+    mov.b64 %a, p0;
+    cvta.param.u64 %map0, %a;
+    add.u32 %x9, %base, 2048;
+    mov.u32 %x2, %cluster_ctarank;
+    setp.ne.u32 %p, %t, 0;
+    @%p bra begun;
+    mbarrier.init.shared::cta.b64 [%x9], 1;
+    fence.mbarrier_init.release.cluster;
+    mbarrier.arrive.expect_tx.shared::cta.b64 _, [%x9], 2048;
+begun:
+    barrier.cluster.arrive.release.aligned;
+    barrier.cluster.wait.acquire.aligned;
+    or.b32 %x3, %t, %x2;
+    setp.ne.u32 %p, %x3, 0;
+    @%p bra come;
+    mov.u32 %x0, 0;
+    mov.u32 %x1, 2;
+    mov.b16 %h0, 3;
+    cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster \
+[%base], [%map0, {%x0, %x1}], [%x9], %h0;
+come:
+    mbarrier.try_wait.parity.shared::cta.b64 %p, [%x9], 0;
+    @!%p bra come;
+    mul.lo.u32 %x1, %t, 16;
+    add.u32 %x3, %x1, %base;
+    mad.lo.u32 %x1, %x2, 2048, %x1;
+    cvt.u64.u32 %wide, %x1;
+    add.u64 %out, %out, %wide;
+    ld.shared.v4.b32 {%x4, %x5, %x6, %x7}, [%x3];
+    st.global.v4.b32 [%out], {%x4, %x5, %x6, %x7};
+    barrier.cluster.arrive;
+    barrier.cluster.wait;
+"""
+
+
+def multicast(body: str) -> KernelSource:
+    shape: dict[str, Any] = {"params": (F16,), "boxes": ((16, 64),), "out": F16}
+    return kernel(body, threads=128, cluster=2, shared=2056, programs=2, **shape)
+
+
+def test_a_box_for_two_programs() -> None:
+    x = torch.randn(18, 64).half()
+    for seed in range(3):
+        out = run(multicast(SHARED_FETCH), torch.zeros(2, 16, 64, dtype=F16), x, seed=seed)
+        assert torch.equal(out[0], out[1])
+        assert torch.equal(out[0, 0], x[2])  # the first line is not mixed
+    refused(
+        multicast(SHARED_FETCH.replace("%h0, 3", "%h0, 5")),
+        torch.zeros(2, 16, 64, dtype=F16),
+        x,
+        match="multicast to programs 0b101 of 2",
+    )
 
 
 def test_order_is_the_seeds_own() -> None:

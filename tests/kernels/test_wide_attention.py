@@ -65,7 +65,7 @@ def test_what_softmax_makes_nan_is_nan() -> None:
     torch.testing.assert_close(found[3:], scores[3:].softmax(1))
 
 
-@pytest.mark.parametrize("arch", [80, 86, 89, 90, 100])
+@pytest.mark.parametrize("arch", [80, 86, 89, 90, 100, 120])
 def test_rows_compile(arch: int, tmp_path: Path) -> None:
     cubin = compiled(exp_rows(torch.float16, 0.044, 4096), arch)
     if arch in (80, 90):

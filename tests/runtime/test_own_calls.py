@@ -8,6 +8,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from strop.runtime.run.narrow_convolution import NarrowConvolution
+from strop.runtime.run.tma_attention import TmaAttention
+from strop.runtime.run.wgmma_gemm import WgmmaGemm
+from strop.runtime.run.wide_attention import WideAttention, working_bytes
 from torch import Tensor, nn
 
 from strop.backend import compile_graph
@@ -19,10 +23,6 @@ from strop.kernels.attention.exp_rows import exp_rows
 from strop.options import Options
 from strop.runtime.run import own_calls
 from strop.runtime.run.executor import Bound
-from strop.runtime.run.narrow_convolution import NarrowConvolution
-from strop.runtime.run.tma_attention import TmaAttention
-from strop.runtime.run.wgmma_gemm import WgmmaGemm
-from strop.runtime.run.wide_attention import WideAttention, working_bytes
 from strop.runtime.run.workspace import Workspace
 from tests.frontend.tracing import trace
 from tests.gpus import A100, H100, RTX_5090

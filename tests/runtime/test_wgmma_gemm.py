@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from strop.kernels.gemm.choice import Form, form
+from strop.runtime.run.wgmma_gemm import WgmmaGemm
 from torch import Tensor, nn
 
 import strop
@@ -20,7 +22,6 @@ from strop.codegen.assemble import Signature
 from strop.ir.program import CallStep
 from strop.ir.source import KernelSource, Split
 from strop.kernels.gemm import choice as products
-from strop.kernels.gemm.choice import Form, form
 from strop.kernels.gemm.implicit import Picture, picture_of
 from strop.kernels.gemm.tile import Tile
 from strop.kernels.gemm.wgmma_gemm import wgmma_gemm
@@ -31,7 +32,6 @@ from strop.runtime.loop.hoisting import Hoist, Kept, Tally
 from strop.runtime.run import own_calls
 from strop.runtime.run.executor import Bound
 from strop.runtime.run.library_calls import upsampled
-from strop.runtime.run.wgmma_gemm import WgmmaGemm
 from strop.runtime.run.workspace import Workspace
 from strop.testing import assert_as_accurate_as_eager
 from tests.frontend.tracing import trace

@@ -1,8 +1,8 @@
-"""Are the kernels that rules choose the fastest ones? Judged by sweeps that an earlier run left.
+"""Judge whether the kernels that rules choose are the fastest ones, by sweeps that an earlier run
+left.
 
-A sweep is a JSON file of ``attn_boxes.py``, ``attn_groups.py``, ``conv_groups.py`` or
-``linear_groups.py`` in ``benchmarks/probes``: at each shape the microseconds of the library and of
-every tile.
+A sweep is a JSON file of ``benchmarks/fit_kernels.py`` for ``attn_tma``, ``attn_wgmma``,
+``conv_wgmma`` or ``linear_wgmma``: at each shape the microseconds of the library and of every tile.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ Name = tuple[Any, ...] | str  # the numbers of a tile, or one of LIBRARIES
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What a rule has chosen at a shape of a sweep. ``was_fitted``: the rule's numbers are from
-    this very shape."""
+    """Hold what a rule has chosen at a shape of a sweep. ``was_fitted``: the rule's numbers are
+    from this very shape."""
 
     kind: str
     shape: Shape
@@ -57,7 +57,8 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Geometric mean and least of the shares; of shapes that nothing was fitted to, or of all."""
+    """Hold the geometric mean and the least of the shares, of shapes that nothing was fitted to, or
+    of all."""
 
     count: int
     mean: float
@@ -69,7 +70,8 @@ class Verdict:
 
 
 def picture(shape: Shape) -> Picture:
-    """Of a shape of a sweep: batch, height = width, channels in and out, window and stride."""
+    """Return the picture of a shape of a sweep: batch, height = width, channels in and out, window
+    and stride."""
     batch, side, ins, outs, size, stride = shape
     return picture_of((batch, ins, side, side), (outs, ins, size, size), stride)
 
@@ -111,19 +113,19 @@ def _gemm(op: str, shapes: tuple[tuple[int, ...], ...], library: str, **attrs: A
 
 
 RULES: Mapping[str, Callable[[Shape], Name]] = {
-    "attn_boxes": _attention,
-    "attn_groups": _attention,
-    "conv_groups": _product,
-    "linear_groups": _linear,
+    "attn_tma": _attention,
+    "attn_wgmma": _attention,
+    "conv_wgmma": _product,
+    "linear_wgmma": _linear,
 }
 FITTED: Mapping[str, frozenset[Shape]] = {
-    "attn_boxes": frozenset(h100.ATTENTION_SHAPES),
-    "attn_groups": frozenset(h100.ATTENTION_SHAPES),
+    "attn_tma": frozenset(h100.ATTENTION_SHAPES),
+    "attn_wgmma": frozenset(h100.ATTENTION_SHAPES),
 }
 # Of products, whose rules are fitted to all other shapes that were measured: layers of Stable
 # Diffusion at batches and pictures that were drawn by lot.
 HELD_OUT: Mapping[str, frozenset[Shape]] = {
-    "conv_groups": frozenset(
+    "conv_wgmma": frozenset(
         (*each, 3, 1)
         for each in (
             (1, 124, 1920, 640),
@@ -148,7 +150,7 @@ HELD_OUT: Mapping[str, frozenset[Shape]] = {
             (6, 117, 640, 320),
         )
     ),
-    "linear_groups": frozenset(
+    "linear_wgmma": frozenset(
         (
             (1296, 1920, 640, ""),
             (1452, 1280, 1280, ""),
@@ -174,7 +176,7 @@ HELD_OUT: Mapping[str, frozenset[Shape]] = {
 
 
 def choices(sweep: Path) -> Iterator[Choice]:
-    """One for each shape at which the tile that the rule chooses was timed.
+    """Yield a choice for each shape at which the tile that the rule chooses was timed.
 
     Raises StropError for a file that is no sweep of a kind that has a rule.
     """
@@ -211,8 +213,9 @@ def _swept(sweep: Path) -> Iterator[tuple[str, Shape, dict[Name, float]]]:
 
 
 def _name(who: str, kind: str) -> Name:
-    """With numbers that tiles did not have when a sweep was made, and without those that tiles of
-    attention had, polynomials and registers, where they were what they are now."""
+    """Return a tile's name as it is today: with numbers that tiles did not have when a sweep was
+    made, and without those that tiles of attention had (polynomials and registers) where they were
+    what they are now."""
     if who in LIBRARIES:
         return who
     if who.startswith(KEEPS):
@@ -235,7 +238,8 @@ def judged(found: Sequence[Choice], *, held_out: bool) -> Verdict:
 
 
 def decision_us(shapes: Iterable[Shape]) -> tuple[float, float]:
-    """Median microseconds of the rule for convolutions, at sizes it has not seen and again."""
+    """Measure the median microseconds of the rule for convolutions, at sizes that it has not seen
+    and again."""
     products.form_of.cache_clear()
     taken: tuple[list[float], list[float]] = ([], [])
     for shape in shapes:

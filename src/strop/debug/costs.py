@@ -1,4 +1,5 @@
-"""Bytes, floating-point operations, and the time below which no implementation of a step gets.
+"""Count bytes and floating-point operations, and compute the time below which no implementation of
+a step gets.
 
 The bound is max(bytes / bandwidth, FLOPs / peak): each buffer once and in full, each operation at
 the device's peak. It says where time must go, not where it goes.
@@ -27,7 +28,7 @@ _MOVES = {"cast", "copy", "cat", "constant", "iota", "where", "take"}
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What a device can do in a second."""
+    """Say what a device can do in a second."""
 
     device: Device
     bandwidth: float  # bytes, reads and writes together
@@ -35,7 +36,7 @@ class Machine:
     single_flops: float
 
     def bound_us(self, num_bytes: int, flops: int, dtype: torch.dtype) -> tuple[float, str]:
-        """Microseconds, and what they are bound by."""
+        """Return the microseconds, and what they are bound by."""
         peak = self.half_flops if dtype in HALF else self.single_flops
         moving, computing = num_bytes / self.bandwidth, flops / peak
         by = "compute" if computing > moving else "bandwidth"
@@ -51,7 +52,7 @@ CORE_FLOPS = 48e9  # a guess: 2 x 8 lanes, fused, at 1.5 GHz under load
 
 
 def machine(device: Device) -> Machine:
-    """What a GPU can do, by its record; numbers for CPUs are guesses."""
+    """Describe what a GPU can do, by its record; numbers for CPUs are guesses."""
     if not device.arch:
         peak = CORE_FLOPS * torch.get_num_threads()
         return Machine(device, 20e9, peak, peak)
@@ -64,8 +65,8 @@ def machine(device: Device) -> Machine:
 
 
 def bytes_moved(program: Program, step: Step, sizes: Sizes) -> int:
-    """Of a kernel, each buffer that it touches, once and in full, or what it looks up there; of a
-    call, what it reads of each and what it makes."""
+    """Count for a kernel each buffer that it touches, once and in full, or what it looks up there;
+    for a call, what it reads of each and what it makes."""
     if isinstance(step, KernelStep):
         lookups = dict(zip(step.buffers, step.lookup_sizes, strict=False))
         return sum(
@@ -93,7 +94,7 @@ def _numel(shape: Iterable[Expr], sizes: Sizes) -> int:
 
 
 def group_flops(group: Group, sizes: Sizes) -> int:
-    """One for each element of each arithmetic node, and each term of a reduction."""
+    """Count one FLOP for each element of each arithmetic node, and for each term of a reduction."""
     return sum(_node_flops(node, sizes) for node in group.nodes)
 
 
@@ -104,7 +105,7 @@ def _node_flops(node: Node, sizes: Sizes) -> int:
 
 
 def call_flops(step: CallStep, sizes: Sizes) -> int:
-    """Multiplications and additions of an anchor; 0 for calls that nobody has counted."""
+    """Count the multiplications and additions of an anchor; 0 for calls that nobody has counted."""
     shapes = [[size.eval(sizes) for size in ref.shape] for ref in step.inputs]
     if step.op in (*OF_ROWS, "matmul"):
         width = shapes[1][-1] if step.op == "matmul" else shapes[1][0]

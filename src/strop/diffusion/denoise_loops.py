@@ -1,4 +1,4 @@
-"""Where the denoise loops of pipelines begin and end, and what stands in them.
+"""Mark where the denoise loops of pipelines begin and end, and what stands in them.
 
 A progress bar surrounds the loop of every pipeline of diffusers. Any pipeline with compiled
 components has its loop marked, also one that was made of another's (``from_pipe``,
@@ -119,7 +119,7 @@ def _dispatcher_for(pipe: Any, module: Any) -> Dispatcher | None:
 
 @contextmanager
 def around(pipe: Any, loops: Sequence[Loop], make_bar: Callable[[], Any]) -> Iterator[Any]:
-    """A bar whose body is a denoise loop."""
+    """Return a bar whose body is a denoise loop."""
     scheduler = getattr(pipe, "scheduler", None)  # which may be another one by now
     has_user_code = runs_user_code(pipe)
     with ExitStack() as ends:

@@ -27,7 +27,7 @@ REGISTRY = "HookRegistry"
 
 
 class Registries:
-    """Whether there may be any. ``kind``: of the hook that a ``Search`` finds."""
+    """Tell whether there may be any. ``kind``: of the hook that a ``Search`` finds."""
 
     def __init__(self, kind: str) -> None:
         self.kind, self.may_exist = kind, True
@@ -62,7 +62,7 @@ class Quick(StandIn):
 
 
 class Search(Quick):
-    """The hook of one kind of the first module inside that has one, in the order of
+    """Find the hook of one kind of the first module inside that has one, in the order of
     ``module.modules()``; or None."""
 
     def answer(self, module: nn.Module) -> Any:
@@ -75,8 +75,8 @@ class Search(Quick):
 
 
 class DeviceOfInputs(Quick):
-    """Where a module wants its inputs: where hooks of diffusers or accelerate take its weights, or
-    where these are."""
+    """Find where a module wants its inputs: where hooks of diffusers or accelerate take its
+    weights, or where these are."""
 
     def answer(self, module: nn.Module) -> Any:
         if self.registries.may_exist or any("_hf_hook" in p.__dict__ for p in parts(module)):
@@ -86,8 +86,8 @@ class DeviceOfInputs(Quick):
 
 
 class FloatingType(Quick):
-    """What a hook casts a module's inputs to, or the type of its first Parameter that has one of
-    numbers with fractions."""
+    """Find what a hook casts a module's inputs to, or the type of its first Parameter that has one
+    of numbers with fractions."""
 
     def answer(self, parameter: nn.Module) -> Any:
         is_kept = getattr(parameter, "_keep_in_fp32_modules", None)
@@ -99,7 +99,7 @@ class FloatingType(Quick):
 
 
 def parts(module: nn.Module) -> Iterator[nn.Module]:
-    """``module.modules()``, without their names."""
+    """Yield ``module.modules()``, without their names."""
     seen, stack = set[nn.Module](), [module]
     while stack:
         part = stack.pop()

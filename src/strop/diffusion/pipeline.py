@@ -1,4 +1,4 @@
-"""A diffusers pipeline: its components compiled in place, and its denoise loop marked."""
+"""Compile the components of a diffusers pipeline in place, and mark its denoise loop."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def _same(value: Any) -> Any:
 
 
 class _MarkedBar:
-    """The ``progress_bar`` of a pipeline of a class of its own."""
+    """Mark the ``progress_bar`` of a pipeline of a class of its own."""
 
     def __init__(self, original: Any, loop: Loop, pipe: Any) -> None:
         self.original, self.loop, self.pipe = original, loop, pipe
@@ -140,7 +140,7 @@ class _MarkedBar:
         return around(self.pipe, [self.loop], bar)
 
     def __reduce__(self) -> Any:
-        """A copy of a pipeline is a plain pipeline."""
+        """Reduce a pipeline to a plain pipeline, for copies."""
         return _same, (self.original,)
 
 

@@ -1,4 +1,4 @@
-"""What a device is, in the numbers by which kernels are chosen: one record, read once.
+"""Describe a device in the numbers by which kernels are chosen: one record, read once.
 
 What comes with a compute capability is in NVIDIA's CUDA C++ programming guide, "Compute
 capabilities": https://docs.nvidia.com/cuda/cuda-c-programming-guide. Rates are those of its white
@@ -62,18 +62,19 @@ class GpuTarget:
 
     @property
     def has_tma(self) -> bool:
-        """Whether a tensor memory accelerator copies tiles between global and shared memory."""
+        """Tell whether a tensor memory accelerator copies tiles between global and shared
+        memory."""
         return self.arch >= 90
 
     @property
     def has_wgmma(self) -> bool:
-        """Whether groups of four warps multiply tiles in shared memory. Only sm_90 does it so:
+        """Tell whether groups of four warps multiply tiles in shared memory. Only sm_90 does it so:
         its successors have another instruction."""
         return self.arch == 90
 
     @property
     def has_pdl(self) -> bool:
-        """Whether a kernel can start before the one before it has ended."""
+        """Tell whether a kernel can start before the one before it has ended."""
         return self.arch >= 90
 
 

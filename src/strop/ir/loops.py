@@ -1,4 +1,4 @@
-"""Loop IR: what one generated kernel does, before either code generator prints it.
+"""Define loop IR: what one generated kernel does, before either code generator prints it.
 
 A kernel is a two-level nest: ``rows`` (flattened, the outer level) x ``cols`` (flattened, the
 inner level). Every value lives in one space, given by the axes it depends on: nothing, rows,
@@ -40,7 +40,7 @@ class Schedule(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """One loop: ``for name in range(size)``."""
+    """Describe one loop: ``for name in range(size)``."""
 
     name: str
     size: Expr
@@ -49,7 +49,7 @@ class Axis:
 
 @dataclass(frozen=True, slots=True)
 class Index:
-    """offset + sum(stride * axis), in elements. Axes with stride 0 are left out."""
+    """Stand for offset + sum(stride * axis), in elements. Axes with stride 0 are left out."""
 
     offset: Expr
     strides: tuple[tuple[str, Expr], ...]
@@ -61,7 +61,7 @@ class Index:
 
 @dataclass(frozen=True, slots=True)
 class Param:
-    """A buffer that the kernel reads or writes."""
+    """Describe a buffer that the kernel reads or writes."""
 
     dtype: torch.dtype
     is_output: bool
@@ -162,7 +162,8 @@ Stmt = Load | Place | Literal | Position | Apply | Reduce | Store
 
 @dataclass(frozen=True)
 class Kernel:
-    """One kernel. ``name`` is made from what it computes, so that equal kernels print equally."""
+    """Describe one kernel. ``name`` is made from what it computes, so that equal kernels print
+    equally."""
 
     name: str
     schedule: Schedule
@@ -181,7 +182,7 @@ class Kernel:
 
     @cached_property
     def numbers(self) -> tuple[str, ...]:
-        """As text, what may be equal and yet another number: 0.0 and -0.0, 1 and True."""
+        """Write as text what may be equal and yet another number: 0.0 and -0.0, 1 and True."""
         return tuple(
             repr(stmt.value if isinstance(stmt, Literal) else stmt.attrs)
             for stmt in self.body + self.tail
@@ -202,7 +203,7 @@ class Kernel:
 
 
 def with_sizes(kernel: Kernel, sizes: Mapping[str, Expr]) -> Kernel:
-    """The kernel with other sizes in the place of these symbols."""
+    """Put other sizes in the place of these symbols."""
 
     def mapped(value: Any) -> Any:
         if isinstance(value, Expr):
@@ -238,24 +239,25 @@ def args_of(stmt: Stmt) -> tuple[str, ...]:
 
 
 def has_guards(kernel: Kernel) -> bool:
-    """Whether some elements are loaded only where a condition holds, as pieces of a cat are."""
+    """Tell whether some elements are loaded only where a condition holds, as pieces of a cat
+    are."""
     return any(isinstance(stmt, Load) and stmt.guard for stmt in kernel.body)
 
 
 def has_places(kernel: Kernel) -> bool:
-    """Whether the kernel looks up places that may be out of range."""
+    """Tell whether the kernel looks up places that may be out of range."""
     return any(isinstance(stmt, Place) for stmt in kernel.body + kernel.tail)
 
 
 def indices_of(kernel: Kernel) -> Iterator[Index]:
-    """Every affine index in the kernel."""
+    """Yield every affine index in the kernel."""
     for stmt in kernel.body + kernel.tail:
         if isinstance(stmt, Load | Position | Store):
             yield stmt.index
 
 
 def spaces(kernel: Kernel) -> dict[str, frozenset[str]]:
-    """For each value the axes that it varies over."""
+    """Return for each value the axes that it varies over."""
     reduced = frozenset(a.name for a in kernel.rows + kernel.cols if a.reduced)
     space: dict[str, frozenset[str]] = {}
     for stmt in kernel.body + kernel.tail:

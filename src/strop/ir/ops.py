@@ -1,4 +1,4 @@
-"""The operator table: one row per operator, for every stage that needs to know about it.
+"""Hold the operator table: one row per operator, for every stage that needs to know about it.
 
 The pointwise rows are in ``pointwise`` and what it imports; ``pointwise_row`` says how to read one,
 and ``op`` has the type of a row.
@@ -265,12 +265,12 @@ OPS: Mapping[str, Op] = _index(POINTWISE + REDUCTIONS + STRUCTURAL + LIBRARY)
 
 
 def rows_for(overload: Any) -> tuple[Op, ...]:
-    """The rows that name this ATen overload, in table order."""
+    """Return the rows that name this ATen overload, in table order."""
     return _BY_OVERLOAD.get(overload, ())
 
 
 def is_foreign(target: str) -> bool:
-    """Whether an overload, by name, has no row: nobody decided that it should run in torch."""
+    """Tell whether an overload, by name, has no row: nobody decided that it should run in torch."""
     return target not in _NAMES
 
 

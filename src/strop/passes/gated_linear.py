@@ -1,4 +1,4 @@
-"""A linear whose halves are a value and its gate becomes one node with the gate (GEGLU).
+"""Join a linear whose halves are a value and its gate with the gate to one node (GEGLU).
 
 On a GPU one kernel then does both at sizes where it is faster: each program computes a tile of both
 halves, and what is twice as wide as the result is never written. Source: Shazeer, GLU Variants
@@ -43,7 +43,8 @@ def gated_linear(graph: Graph, options: Options) -> Graph:
 
 
 def _halves(node: Node) -> tuple[tuple[Node, Node], Node] | None:
-    """Value and gate of value * gelu(gate), and the gelu, where they are halves of one linear."""
+    """Return value and gate of value * gelu(gate), and the gelu, where they are halves of one
+    linear."""
     if node.op != "mul" or len(node.inputs) != 2:
         return None
     for value, activation in (node.inputs, node.inputs[::-1]):

@@ -1,4 +1,5 @@
-"""The sum of a linear, its bias and another value is made where the other value lies.
+"""Fuse the sum of a linear, its bias and another value into the linear, which writes over the other
+value.
 
 Kernels of ours for products begin with the bias and have the tensor memory accelerator add what
 they leave to what is there (``kernels.gemm``), so that no kernel reads and writes
@@ -46,7 +47,7 @@ def product_sum(graph: Graph, options: Options) -> Graph:
 
 
 def _left(graph: Graph, users: Users, outputs: Collection[Node]) -> set[Node]:
-    """To ``linear_add``: sums, and those that are added to their products."""
+    """Return what is left to ``linear_add``: sums, and those that are added to their products."""
     found = set[Node]()
     for node in graph.nodes:
         which = side_of(node, users, outputs)
@@ -56,7 +57,7 @@ def _left(graph: Graph, users: Users, outputs: Collection[Node]) -> set[Node]:
 
 
 def _views(value: Node) -> list[Node]:
-    """Through which it is seen, the last one first."""
+    """Return the views through which a value is seen, the last one first."""
     found = list[Node]()
     while value.op in VIEWS:
         found.append(value)
@@ -65,14 +66,14 @@ def _views(value: Node) -> list[Node]:
 
 
 def _is_alike(total: Node, biased: Node, other: Node) -> bool:
-    """Whether the kernel can do it, and nothing is broadcast or converted."""
+    """Tell whether the kernel can do it, and nothing is broadcast or converted."""
     linear, bias = biased.inputs
     dtypes = {n.dtype for n in (total, biased, linear, other, bias, *linear.inputs)}
     return other.shape == total.shape and len(dtypes) == 1 and fits_sum(linear)
 
 
 def _is_over(other: Node, total: Node, biased: Node, users: Users) -> bool:
-    """Whether the value is stored for others that have all read it before the linear runs."""
+    """Tell whether the value is stored for others that have all read it before the linear runs."""
     views = _views(other)
     base = views[-1].inputs[0] if views else other
     if base.op in ("input", "constant") or base.kind in (Kind.VIEW, Kind.OPAQUE):
@@ -84,8 +85,8 @@ def _is_over(other: Node, total: Node, biased: Node, users: Users) -> bool:
 
 
 def _made(b: Builder, node: Node, views: Sequence[Node], side: Node, other: Node) -> Node:
-    """Views of the linear are looked through backwards by the other value. ``side`` and ``other``
-    are the builder's twins."""
+    """Make the sum where the other value lies, which is seen through the views of the linear
+    backwards. ``side`` and ``other`` are the builder's twins."""
     for view in views:
         other = _undone(b, view, other)
         side = side.inputs[0] if side.op in VIEWS else side

@@ -1,5 +1,6 @@
-"""What a training does: one frozen dataclass, whose fields are also the flags of ``strop train``
-and the keys of its YAML files. Names and defaults are those of diffusers' example scripts."""
+"""Say what a training does, in one frozen dataclass, whose fields are also the flags of ``strop
+train`` and the keys of its YAML files. Names and defaults are those of diffusers' example
+scripts."""
 
 from __future__ import annotations
 
@@ -153,23 +154,23 @@ class Settings(TrainingSettings, OutputSettings, DataSettings, ModelSettings):
 
     @property
     def draws_sprites(self) -> bool:
-        """Whether pictures come from the generator of drawings."""
+        """Tell whether pictures come from the generator of drawings."""
         wants_folder = self.train_data_dir or self.instance_data_dir
         return self.dataset_name == SPRITES or (self.is_sprites and not wants_folder)
 
     @property
     def has_subject(self) -> bool:
-        """Whether the pictures are of one subject and share a prompt."""
+        """Tell whether the pictures are of one subject and share a prompt."""
         return bool(self.instance_data_dir)
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """What is trained of the model: its weights, or adapters beside them."""
+        """Return what is trained of the model: its weights, or adapters beside them."""
         return ("unet", "text_encoder") if self.train_text_encoder else ("unet",)
 
     @property
     def trained(self) -> tuple[str, ...]:
-        """Parts whose own weights change."""
+        """Return parts whose own weights change."""
         return () if self.task == "lora" else self.parts
 
     @property
@@ -183,13 +184,14 @@ class Settings(TrainingSettings, OutputSettings, DataSettings, ModelSettings):
 
     @property
     def fixed(self) -> dict[str, Any]:
-        """What a resumed training must have in common with its checkpoint, ready for JSON."""
+        """Return what a resumed training must have in common with its checkpoint, ready for
+        JSON."""
         names = [knob.name for knob in fields(self) if knob.metadata.get("fixed")]
         return {"task": self.task, **{name: getattr(self, name) for name in names}}
 
 
 def flags(task: str) -> list[Any]:
-    """The fields that ``strop train TASK`` takes."""
+    """Return the fields that ``strop train TASK`` takes."""
     return [knob for knob in fields(Settings) if task in knob.metadata.get("tasks", ())]
 
 

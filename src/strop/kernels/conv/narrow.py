@@ -143,7 +143,7 @@ def narrow_conv(window: Window, tile: Tile, dtype: torch.dtype, multiple: int) -
     )
 
 
-# Measured on an H100 in fp16 (benchmarks/fit_kernels.py), us of cuDNN and ours: ResNet's
+# Measured on an H100 in fp16 (fit_kernels.py conv_narrow), us of cuDNN and ours: ResNet's
 # first layer 12.7 and 5.1, with 33 pictures 83 and 56; UNet 4 -> 320 at 64x64 6.2 and 4.4; 3 -> 128
 # at 512x512 69 and 27; UNet 320 -> 4 at 64x64 16.9 and 11.4; VAE 128 -> 3 at 512x512 105 and 87.
 FEW = 4  # channels

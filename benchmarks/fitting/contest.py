@@ -1,0 +1,106 @@
+"""What sweeps of single kernels share: a kernel of ours beside the library's, in turns."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from strop.bench import environment, timer
+from strop.bench.report import write_json
+from strop.ir.source import KernelSource
+from strop.runtime.build.loader import KernelLoader, kernel_loader
+
+CALLS = 24  # of one graph
+Call = Callable[[], object]
+Shape = tuple[Any, ...]
+
+
+def error(result: Tensor, truth: Tensor) -> float:
+    return round(float((result - truth).norm() / truth.norm()), 6)
+
+
+def in_graphs(calls: Mapping[str, Call], stream: torch.cuda.Stream) -> dict[str, Call]:
+    """Each as a CUDA graph of ``CALLS`` calls."""
+    replays: dict[str, Call] = {}
+    for name, call in calls.items():
+        call()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            for _ in range(CALLS):
+                call()
+        replays[name] = graph.replay
+    return replays
+
+
+def us_in_turns(calls: Mapping[str, Call], stream: torch.cuda.Stream) -> dict[str, Any]:
+    """Microseconds of a call inside a CUDA graph of many, contenders in turns: medians as ``us``,
+    and their spread."""
+    replays = in_graphs(calls, stream)
+    timed = timer.time_calls(replays, torch.device("cuda"), samples=11, inner=1)
+
+    def each(name: str) -> dict[str, float]:
+        return {who: round(getattr(t, name) * 1e3 / CALLS, 2) for who, t in timed.items()}
+
+    return {"us": each("p50_ms"), "spread_us": {"p20": each("p20_ms"), "p80": each("p80_ms")}}
+
+
+def hold(
+    name: str,
+    args: argparse.Namespace,
+    sources: Iterable[KernelSource],
+    shapes: Iterable[tuple[int, ...]],
+    measure: Callable[[tuple[int, ...], KernelLoader], dict[str, Any]],
+) -> None:
+    """Build all kernels, measure shape by shape while there is time, and write the report. Rows
+    have ``us`` and ``errors`` by contender: the library's first, ours in brackets."""
+    start = time.monotonic()
+    library, wanted = kernel_loader("cuda", 0, "", 0), list(dict.fromkeys(sources))
+    library.build(wanted)
+    print(f"{len(wanted)} kernels built in {time.monotonic() - start:.1f} s", flush=True)
+    end = start + args.seconds
+    write(name, args, {"rows": _rows(shapes, lambda shape: measure(shape, library), end)})
+
+
+def judged(
+    calls: Mapping[str, Call], turns: int, out: Tensor, truth: Tensor, stream: torch.cuda.Stream
+) -> dict[str, Any]:
+    """A row: the error of ``out`` behind ``turns`` calls, of which one writes it, and the times."""
+    errors = {}
+    for name, call in calls.items():
+        for _ in range(turns):
+            call()
+        torch.cuda.synchronize()
+        errors[name] = error(out, truth)
+    return {**us_in_turns(calls, stream), "errors": errors}
+
+
+def _rows(
+    shapes: Iterable[Shape], measure: Callable[[Shape], dict[str, Any]], end: float
+) -> list[dict[str, Any]]:
+    """Measure shape by shape while there is time, and say what was found."""
+    rows = list[dict[str, Any]]()
+    for shape in shapes:
+        if time.monotonic() > end:
+            print("out of time")
+            break
+        rows.append({"shape": shape, **measure(shape)})
+        us, errors = rows[-1]["us"], rows[-1]["errors"]
+        best = sorted((us[n], n) for n in us if n.startswith("("))[:3]
+        theirs = {n: us[n] for n in us if not n.startswith("(")}
+        shown = [errors[n] for n in (next(iter(us)), *(n for _, n in best[:1]))]
+        print(f"{shape}: {theirs}, ours {best}; errors {shown}", flush=True)
+    return rows
+
+
+def write(name: str, args: argparse.Namespace, found: Mapping[str, Any]) -> None:
+    """What was found, and where, into the folder."""
+    device = torch.device("cuda")
+    where = environment.describe(device)
+    file = f"{name}_{environment.device_label(device)}_{where['date'][:10]}.json"
+    print(write_json({"kind": name, "environment": where, **found}, args.out / file))

@@ -1,0 +1,61 @@
+"""The sweeps that rules of kernels are fitted to make their kernels without a GPU."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from benchmarks import fit_kernels
+from benchmarks.fitting import contest
+from strop.bench import select
+from strop.ir.source import KernelSource
+
+OF_KERNELS = list(fit_kernels.SWEEPS.values())
+
+
+def name_of(module: ModuleType) -> str:
+    return module.__name__.rpartition(".")[2]
+
+
+@pytest.mark.parametrize("module", OF_KERNELS, ids=name_of)
+def test_a_sweep_has_shapes_and_kernels(
+    module: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held: dict[str, Any] = {}
+
+    def hold(name: str, args: argparse.Namespace, sources: Any, shapes: Any, measure: Any) -> None:
+        held.update(name=name, sources=list(sources), shapes=list(shapes), measure=measure)
+
+    monkeypatch.setattr(contest, "hold", hold)
+    args = fit_kernels.parser().parse_args([name_of(module), "--out", "somewhere"])
+    module.run(args)
+    assert held["name"] == name_of(module)
+    assert len(set(held["shapes"])) == len(held["shapes"]) >= 9
+    assert all(isinstance(source, KernelSource) for source in held["sources"])
+    assert len(set(held["sources"])) >= 9
+    assert callable(held["measure"])
+
+
+@pytest.mark.parametrize("kind", ["conv_wgmma", "linear_wgmma"])
+def test_what_is_held_out_is_measured_apart(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    shapes: list[Any] = []
+    monkeypatch.setattr(contest, "hold", lambda name, args, sources, found, m: shapes.append(found))
+    for more in ([], ["--held-out"]):
+        args = fit_kernels.parser().parse_args([kind, "--out", "somewhere", *more])
+        fit_kernels.SWEEPS[kind].run(args)
+    fitted, held_out = map(set, shapes)
+    assert held_out == select.HELD_OUT[kind]
+    assert not fitted & held_out
+
+
+def test_a_kernel_that_is_unknown_is_named() -> None:
+    with pytest.raises(SystemExit):
+        fit_kernels.parser().parse_args(["conv_boxes", "--out", str(Path())])
+
+
+def test_every_rule_has_a_sweep() -> None:
+    assert select.RULES.keys() <= fit_kernels.SWEEPS.keys()
