@@ -21,7 +21,7 @@ from strop.kernels.gemm.skinny import MOST_HALVES, MOST_REGISTERS, ROWS, UNIT, T
 from strop.kernels.kernel import NEVER, RESULT, Call, Late, Launch, Stride
 from strop.runtime.build.cubin import compile_cubin
 from strop.runtime.build.loader import kernel_loader
-from strop.runtime.run.launches import Launched
+from strop.runtime.run.launched_calls import Launched
 from strop.testing import assert_as_accurate_as_eager
 from tests.codegen.test_triton_compile import TOOLS
 from tests.gpus import A100, H100, RTX_5090

@@ -17,7 +17,7 @@ from strop.ir.source import KernelSource
 from strop.kernels.attention.tma import Tile, tma_attention
 from strop.kernels.tuned import tuned
 from strop.runtime.build.loader import kernel_loader
-from strop.runtime.run.launches import Launched
+from strop.runtime.run.launched_calls import Launched
 from strop.testing import assert_as_accurate_as_eager
 from tests.codegen.test_triton_compile import compiled, disassemble, resources
 from tests.gpus import H100

@@ -23,8 +23,8 @@ from strop.kernels.attention.exp_rows import exp_rows
 from strop.kernels.attention.wide import ROW, chunk_of
 from strop.kernels.kernel import FASTEST, NEVER, RESULT, Launch, Launches, Torch
 from strop.options import Options
-from strop.runtime.run import launches as executor
-from strop.runtime.run.launches import scratch_bytes
+from strop.runtime.run import launched_calls as executor
+from strop.runtime.run.launched_calls import scratch_bytes
 from strop.testing import assert_as_accurate_as_eager
 from tests.codegen.test_triton_compile import compiled, disassemble, resources
 from tests.gpus import A100, H100, RTX_5090
