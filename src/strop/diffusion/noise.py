@@ -74,7 +74,7 @@ class Unwaited(StandIn):
 
 
 def sent(noise: Tensor, device: Any) -> Tensor:
-    """Noise on its way to a GPU."""
+    """Send noise on its way to a GPU."""
     return noise.pin_memory().to(device, non_blocking=True)
 
 

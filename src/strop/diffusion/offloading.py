@@ -33,7 +33,8 @@ class Registries:
         self.kind, self.may_exist = kind, True
 
     def watch(self, registry: Any, changes: Changes) -> None:
-        """There are none until the first object of this class is made, if there is none yet."""
+        """Note when the first object of this class is made, if there is none yet; until then there
+        are no hooks."""
         if not isinstance(registry, type):
             return
         mend(registry, "__init__")

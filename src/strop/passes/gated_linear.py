@@ -72,5 +72,5 @@ def _fits(linear: Node, multiple: int, halves: int = 2) -> bool:
 
 
 def fits_sum(linear: Node) -> bool:
-    """Whether a sum is made in the GEMM for a linear of such weights."""
+    """Tell whether a sum is made in the GEMM for a linear of such weights."""
     return _fits(linear, SUMS, halves=1)

@@ -103,7 +103,7 @@ def vae(**changes: Any) -> Any:
 
 
 def flow_vae(**changes: Any) -> Any:
-    """The autoencoder that pipelines of flow matching expect."""
+    """Build the autoencoder that pipelines of flow matching expect."""
     config = {
         "shift_factor": 0.06,
         "scaling_factor": 1.5,
