@@ -25,7 +25,7 @@ from strop.kernels import library
 from strop.lowering.alike import Lower, lower_once
 from strop.lowering.generic import without_sizes
 from strop.lowering.lower import Lowered, OutOfPlaceError
-from strop.options import Options
+from strop.options import Options, check_names
 from strop.patterns import apply as patterns
 
 if TYPE_CHECKING:
@@ -105,6 +105,7 @@ def compile_graph(
 ) -> Compiled:
     """One functional graph -> one program for every shape. Builds no kernel, but has ``builder``
     begin the ones that the traced sizes need, as soon as they are printed."""
+    check_names(options.kernels_off, library.OURS, "kernel to switch off:")
     target, generic = TARGETS[device], signature.generic
     if not options.early_launch:
         target = in_turn(target)
