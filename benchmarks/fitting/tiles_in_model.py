@@ -34,6 +34,7 @@ from strop.ir.program import CallStep
 from strop.kernels.gemm import choice as products
 from strop.kernels.gemm.implicit import Picture
 from strop.kernels.gemm.tile import Tile
+from strop.wording import counted
 
 SECONDS = 240
 DEVICE, SAMPLE_MS, WORST = torch.device("cuda"), 120.0, 1.4
@@ -141,7 +142,10 @@ def measure(row: Row, seconds: float, rounds: int, ins: int) -> dict[str, Any]:
         return sizes[size] * us
 
     noise = saved(base, trial, rounds)
-    print(f"{row.name}: {len(sizes)} sizes; the same twice differs by {noise:.1f} us", flush=True)
+    print(
+        f"{row.name}: {counted(len(sizes), 'size')}; the same twice differs by {noise:.1f} us",
+        flush=True,
+    )
     for size in sorted(sizes, key=weight, reverse=True):
         found: dict[str, float] = {}
         for tile in candidates(size):
@@ -156,7 +160,7 @@ def measure(row: Row, seconds: float, rounds: int, ins: int) -> dict[str, Any]:
         who = name(now.product.tile if now else None)
         rows.append({"size": name_of(size), "count": sizes[size], "now": who, "saved_us": found})
         shown = sorted(found.items(), key=lambda each: -each[1])[:3]
-        print(f"{name_of(size)}, {sizes[size]} times, now {who}: {shown}", flush=True)
+        print(f"{name_of(size)}, {counted(sizes[size], 'time')}, now {who}: {shown}", flush=True)
         if time.monotonic() > end:
             print("out of time")
             break
