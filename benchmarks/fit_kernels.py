@@ -5,8 +5,7 @@
 Each kernel runs in fp16 on one H100, beside the library's, in turns, from CUDA graphs of many calls
 whose operands change from call to call. FOLDER gets ``KERNEL_h100_DATE.json``: at each shape the
 microseconds of the library and of every tile, their spread, and the error of each. ``strop bench
-select`` judges the rules of ``strop/kernels`` by these files. ``tiles_in_model`` asks the same of a
-whole model's step.
+select`` judges the rules of ``strop/kernels`` by these files.
 """
 
 from __future__ import annotations
@@ -26,7 +25,6 @@ from benchmarks.fitting import (
     conv_upsampled,
     conv_wgmma,
     linear_wgmma,
-    tiles_in_model,
 )
 
 SWEEPS: Mapping[str, ModuleType] = {
@@ -38,7 +36,6 @@ SWEEPS: Mapping[str, ModuleType] = {
         conv_upsampled,
         conv_wgmma,
         linear_wgmma,
-        tiles_in_model,
     )
 }
 

@@ -12,7 +12,17 @@ H100 = Device(
     shared_bytes=227 << 10,
     memory_bytes=80 << 30,
     memory_bandwidth=3.35e12,
-    clock_hz=1.83e9,
+    clock_hz=1.98e9,
+)
+H200 = Device(
+    "NVIDIA H200",
+    arch=90,
+    sms=132,
+    l2_bytes=50 << 20,
+    shared_bytes=227 << 10,
+    memory_bytes=141 << 30,
+    memory_bandwidth=4.8e12,
+    clock_hz=1.98e9,
 )
 A100 = Device(
     "NVIDIA A100-SXM4-80GB",

@@ -15,11 +15,12 @@ from functools import partial
 import torch
 
 from benchmarks.fitting import attn_tma, contest
-from strop.kernels.attention import choice as attention
+from strop.kernels.attention import rows as attention
 from strop.kernels.attention.cross import KeysTile, Layout, cross_attention
 from strop.kernels.attention.tma import Tile
 from strop.kernels.attention.wgmma_tiles import WgmmaTile
 from strop.kernels.gemm.tile import MOST_SHARED
+from strop.kernels.tuned import h100
 
 SECONDS = 120
 # batch, heads, queries, keys, size of a head
@@ -74,12 +75,36 @@ SHAPES = (
     (3, 8, 1536, 1536, 80),
     (4, 8, 2304, 2304, 80),
 )
+# Transformers: Flux and Wan (128), SD3 (64), PixArt (72), and sizes between
+OTHER_HEADS = (
+    (1, 24, 4608, 4608, 128),
+    (1, 24, 1536, 1536, 128),
+    (2, 12, 8192, 8192, 128),
+    (1, 24, 4608, 512, 128),
+    (2, 24, 1024, 1024, 128),
+    (2, 16, 512, 512, 128),
+    (2, 24, 4429, 4429, 64),
+    (2, 24, 1178, 1178, 64),
+    (1, 16, 1024, 1024, 72),
+    (2, 16, 4096, 4096, 72),
+    (2, 16, 4096, 4096, 96),
+    (2, 16, 1024, 1024, 96),
+    (1, 20, 4096, 4096, 112),
+    (2, 32, 2048, 2048, 64),
+    (4, 12, 577, 577, 64),
+    (2, 12, 197, 197, 64),
+)
+SMS = h100.DEVICE.sms
 # groups, keys, stages, programs, early
 LONG = {
     40: ((4, 80, 4), (3, 80, 3), (2, 64, 4, 2)),
     64: ((4, 64, 4, 1, True), (3, 80, 3, 1, True), (4, 64, 4), (2, 128, 2)),
     80: ((2, 128, 3), (3, 64, 3, 1, True), (2, 64, 3), (3, 64, 3)),
     160: (),
+    72: ((2, 128, 3), (3, 64, 3, 1, True), (2, 64, 3)),
+    96: ((2, 128, 2), (3, 64, 3, 1, True), (2, 64, 3), (3, 64, 2)),
+    112: ((2, 128, 2), (3, 64, 2, 1, True), (2, 64, 3)),
+    128: ((2, 128, 2), (2, 64, 3), (2, 80, 3), (2, 96, 2)),
 }
 # groups, keys, stages of queries, programs: keys and values are fetched once a program
 KEEPING = (
@@ -97,7 +122,8 @@ SHORT = ((1, 80, 1, 4), (1, 80, 1, 5), (2, 80, 1, 2), (4, 80, 1), (1, 80, 1, 2))
 def tiles(shape: tuple[int, ...]) -> Iterator[Tile | WgmmaTile]:
     *_, keys, head = shape
     is_short = keys <= attn_tma.SHORTEST
-    yield BOXES[head][not is_short]
+    if head in BOXES:
+        yield BOXES[head][not is_short]
     for each in SHORT if is_short else LONG[head]:
         if head < 160 or each[-1] < 5:  # more than its registers
             yield WgmmaTile(*each)
@@ -118,13 +144,13 @@ def candidates(shape: tuple[int, ...]) -> Iterator[attn_tma.Candidate]:
         yield (
             str(astuple(tile)),
             source,
-            attention.scalars_of(tile, batch, heads, queries, keys)[4:],
+            attention.scalars_of(tile, batch, heads, queries, keys, SMS)[4:],
         )
     for each in KEEPING if keys <= attn_tma.SHORTEST else ():
         kept = KeysTile(*each)
         if kept.takes(keys) and _is_there(head, kept):
             source = cross_attention(head, head**-0.5, kept, torch.float16)
-            yield f"keeps {astuple(kept)}", source, kept.shares(batch * heads, queries)
+            yield f"keeps {astuple(kept)}", source, kept.shares(batch * heads, queries, SMS)
 
 
 def _is_there(head: int, tile: KeysTile) -> bool:
@@ -133,7 +159,12 @@ def _is_there(head: int, tile: KeysTile) -> bool:
     return is_held and (head < 160 or tile.groups * tile.programs < 4)
 
 
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--other-heads", action="store_true", help="heads of transformers")
+
+
 def run(args: argparse.Namespace) -> None:
-    sources = [source for shape in SHAPES for _, source, _ in candidates(shape)]
+    shapes = OTHER_HEADS if args.other_heads else SHAPES
+    sources = [source for shape in shapes for _, source, _ in candidates(shape)]
     measure = partial(attn_tma.measure, candidates=candidates)
-    contest.hold("attn_wgmma", args, sources, SHAPES, measure)
+    contest.hold("attn_wgmma", args, sources, shapes, measure)

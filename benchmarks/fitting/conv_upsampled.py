@@ -20,11 +20,12 @@ from benchmarks.fitting import contest, conv_wgmma
 from benchmarks.fitting.conv_narrow import SETS, arguments, library_call, window_of
 from strop.ir.source import KernelSource
 from strop.kernels.conv.folded_taps import folded_taps
-from strop.kernels.gemm import choice as products
-from strop.kernels.gemm.choice import Form, form, is_able
+from strop.kernels.gemm import rows as products
 from strop.kernels.gemm.implicit import FOUR_WINDOWS, Picture
+from strop.kernels.gemm.rows import Form, form, is_able
 from strop.kernels.gemm.tile import PLAIN, Tile
 from strop.kernels.gemm.wgmma_gemm import wgmma_gemm
+from strop.kernels.tuned import h100
 
 SECONDS = 60
 HALF = torch.float16
@@ -61,7 +62,7 @@ MORE = tuple(
         (2, 128, 5, 1, True, True),
     )
 )
-TILES = tuple(dict.fromkeys((*products.UPSAMPLED_TILES, *MORE)))
+TILES = tuple(dict.fromkeys((*h100.UPSAMPLED_TILES, *MORE)))
 Shape = tuple[int, ...]
 
 
@@ -78,11 +79,11 @@ def whole(shape: Shape) -> tuple[int, ...]:
 
 def whole_form(shape: Shape) -> Form | None:
     count, side, ins, outs, *_ = whole(shape)
-    return products.form_of(Picture(3, ins, outs, count, side, side))
+    return products.form_of(Picture(3, ins, outs, count, side, side), PLAIN, h100.DEVICE)[0]
 
 
 def forms(of: Picture) -> list[Form]:
-    tried = [form(tile, of, PLAIN) for tile in TILES]
+    tried = [form(tile, of, PLAIN, sms=h100.DEVICE.sms) for tile in TILES]
     return [each for each in tried if is_able(each.product, of)]
 
 
@@ -132,7 +133,7 @@ def measure(shape: Shape, library: Any) -> dict[str, Any]:
             name = str(astuple(each.product.tile))
             calls[name] = conv_wgmma.bound(each, of, folded, library, stream.cuda_stream, late=True)
         row = contest.judged(calls, SETS, out, truth, stream)
-        chosen = products.form_of(of)
+        chosen, _ = products.form_of(of, PLAIN, h100.DEVICE)
         return {
             **row,
             "taps_us": contest.us_in_turns({"taps": fold}, stream)["us"]["taps"],

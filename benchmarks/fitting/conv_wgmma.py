@@ -20,16 +20,16 @@ from benchmarks.fitting import contest, conv_shapes
 from benchmarks.fitting.conv_narrow import SETS, arguments, library_call, window_of
 from strop.bench.select import HELD_OUT, picture
 from strop.ir.source import KernelSource
-from strop.kernels.gemm import choice as products
-from strop.kernels.gemm.choice import CLUSTERS, Form, form, is_able
 from strop.kernels.gemm.implicit import Picture
+from strop.kernels.gemm.rows import Form, dense, form, is_able
 from strop.kernels.gemm.tile import PLAIN, Tile
 from strop.kernels.gemm.wgmma_gemm import wgmma_gemm
+from strop.kernels.kernel import Late
 from strop.kernels.ptx import DEPTH, LINE, ROWS
-from strop.runtime.run.operands import dense
+from strop.kernels.tuned import h100
 
 SECONDS = 150
-AT_ONCE = {**CLUSTERS, 5: 24}  # of five: a guess
+AT_ONCE = {**h100.CLUSTERS, 5: 24}  # of five: a guess
 # Batch, height = width, channels in and out where every second pixel is left out.
 STRIDED = (
     (2, 64, 320, 320),
@@ -62,7 +62,7 @@ OTHERS = tuple(
         *((2, *each, 1, True, True) for each in ((160, 4), (128, 5), (192, 3))),
     )
 )
-TILES = tuple(dict.fromkeys((*products.CONV_TILES, *products.STRIDED_TILES, *OTHERS)))
+TILES = tuple(dict.fromkeys((*h100.CONV_TILES, *h100.STRIDED_TILES, *OTHERS)))
 
 
 def clocks(each: Form, of: Picture) -> float:
@@ -81,10 +81,15 @@ def forms(
     of: Picture, end: str = PLAIN, tiles: Iterable[Tile] = TILES, worst: float = WORST
 ) -> list[Form]:
     """Those that are worth a try."""
-    tried = (form(tile, of, end) for tile in tiles)
+    tried = (form(tile, of, end, sms=h100.DEVICE.sms) for tile in tiles)
     found = {each: clocks(each, of) for each in tried if is_able(each.product, of)}
     least = min(found.values())
     return [each for each, guess in found.items() if guess <= worst * least]
+
+
+def scalars_of(each: Form, ins: int, *, late: bool) -> list[int]:
+    """What a launch passes; ``late`` where a kernel that may still run writes the weights."""
+    return [int(late) if isinstance(s, Late) else s for s in each.scalars(ins)]
 
 
 def bound(
@@ -96,7 +101,7 @@ def bound(
     *,
     late: bool = False,
 ) -> Callable[[], None]:
-    product, scalars = each.product, each.scalars(of.ins, late=late)
+    product, scalars = each.product, scalars_of(each, of.ins, late=late)
     columns = of.outs * of.windows * (2 if product.gated else 1)
     sides = (of.height * of.stride, of.width * of.stride)
     sizes = [(of.batch, *sides, of.ins), (columns, of.size**2 * of.ins)]

@@ -22,11 +22,13 @@ from benchmarks.fitting.conv_narrow import SETS
 from benchmarks.fitting.conv_wgmma import bound, forms
 from strop.bench.select import HELD_OUT
 from strop.ir.source import KernelSource
-from strop.kernels.gemm import choice as products
-from strop.kernels.gemm.choice import Form, line_of
+from strop.kernels.gemm import geglu
+from strop.kernels.gemm.rows import Form, line_of
 from strop.kernels.gemm.tile import ENDS, GATED, PLAIN, SUM, Tile
 from strop.kernels.gemm.wgmma_gemm import wgmma_gemm
-from strop.runtime.run.gated_linear import GatedLinear
+from strop.kernels.kernel import Problem
+from strop.kernels.tuned import h100
+from strop.runtime.run.launched_calls import CallSite, Launched, scratch_bytes
 
 SECONDS = 120
 WORST = 1.4  # tiles of which a guess says that they take so much longer are left out
@@ -122,10 +124,43 @@ SHAPES = (
         )
     ),
 )
+# Rows, columns and depth of transformers: PixArt, SD3, Flux, CLIP, T5
+WIDTHS = (
+    *(
+        (m, n, k, PLAIN)
+        for m, n, k in (
+            (4096, 1152, 1152),
+            (4096, 4608, 1152),
+            (4096, 1152, 4608),
+            (1024, 1152, 1152),
+            (4096, 1536, 1536),
+            (4096, 6144, 1536),
+            (4096, 1536, 6144),
+            (1178, 1536, 1536),
+            (4608, 3072, 3072),
+            (4608, 12288, 3072),
+            (4608, 3072, 12288),
+            (512, 3072, 3072),
+            (154, 768, 768),
+            (616, 768, 768),
+            (4096, 3072, 768),
+            (4096, 768, 3072),
+            (512, 10240, 4096),
+            (8192, 2048, 2048),
+            (154, 5120, 1280),
+            (333, 1000, 520),
+        )
+    ),
+    *((m, n, k, SUM) for m, n, k in ((4096, 1152, 4608), (4608, 3072, 3072), (512, 4096, 10240))),
+    *(
+        (m, n, k, GATED)
+        for m, n, k in ((4096, 9216, 1152), (4096, 12288, 1536), (512, 20480, 4096))
+    ),
+)
 TILES = tuple(
     dict.fromkeys(
         (
-            *products.LINEAR_TILES,
+            *h100.LINEAR_TILES,
             *(
                 Tile(*each)
                 for each in (
@@ -142,7 +177,7 @@ TILES = tuple(
     )
 )
 GATED_TILES = (
-    *products.GATED_TILES,
+    *h100.GATED_TILES,
     *(
         Tile(*each)
         for each in (
@@ -158,7 +193,7 @@ GATED_TILES = (
 SUM_TILES = tuple(
     dict.fromkeys(
         (
-            *products.SUM_TILES,
+            *h100.SUM_TILES,
             *(
                 Tile(*each)
                 for each in (
@@ -195,11 +230,16 @@ def library_call(
         x, w, out, _ = next(turns)
         return torch.mm(x, w.t(), out=out)
 
-    gates = GatedLinear(lambda inputs, out: None, library, stream, is_early=False)
+    x, w, _, bias = sets[0]
+    problem = Problem("geglu", (), (tuple(x.shape), tuple(w.shape), tuple(bias.shape)), x.dtype)
+    launches = geglu.launch(problem, h100.DEVICE)
+    memory = torch.empty(scratch_bytes(launches), dtype=torch.uint8, device="cuda")
+    site = CallSite(library, stream, is_early=False, is_steady=True)
+    gates = Launched(launches, site, memory)
 
     def gated() -> None:
         x, w, out, bias = next(turns)
-        gates([x, w, bias], out)
+        gates.run([x, w, bias], out)
 
     def added() -> Tensor:
         x, w, out, bias = next(turns)
@@ -249,11 +289,12 @@ def measure(shape: tuple[Any, ...], library: Any) -> dict[str, Any]:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--held-out", action="store_true", help="sizes that no rule was fitted to")
+    parser.add_argument("--widths", action="store_true", help="the widths of transformers")
     parser.add_argument("--end", choices=ENDS, help="those of one end")
 
 
 def run(args: argparse.Namespace) -> None:
-    shapes: Sequence[tuple[Any, ...]] = SHAPES
+    shapes: Sequence[tuple[Any, ...]] = WIDTHS if args.widths else SHAPES
     if args.held_out:
         shapes = sorted(HELD_OUT["linear_wgmma"])
     shapes = [shape for shape in shapes if args.end in (None, shape[-1])]

@@ -1,4 +1,4 @@
-"""Strop: a compiler and runtime that makes PyTorch diffusion models fast."""
+"""Strop is a compiler and runtime that makes PyTorch diffusion models fast."""
 
 from typing import TYPE_CHECKING, Any
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from strop import passes
 from strop.codegen import cpp, triton
@@ -15,13 +15,13 @@ from strop.errors import OptionError, UnsupportedError
 from strop.fusion.plan import FusionPlan, Group, Stitch
 from strop.fusion.planner import computed_by, plan
 from strop.fusion.stitch import stitches
+from strop.ir.device import Device
 from strop.ir.graph import Graph, Node
 from strop.ir.loops import Kernel, Schedule
 from strop.ir.ops import KERNEL_DTYPES, Kind, planned_on
 from strop.ir.program import Program
 from strop.ir.source import KernelSource
 from strop.kernels import library
-from strop.kernels.conv import folded_taps
 from strop.lowering.alike import Lower, lower_once
 from strop.lowering.generic import without_sizes
 from strop.lowering.lower import Lowered, OutOfPlaceError
@@ -31,7 +31,15 @@ from strop.patterns import apply as patterns
 if TYPE_CHECKING:
     from torch.fx import GraphModule
 
-Begin = Callable[[Sequence[KernelSource]], None]
+
+class Builder(Protocol):
+    """Builds the kernels of one device. What a compilation will need is begun as it is printed."""
+
+    device: Device
+
+    def begin(self, sources: Sequence[KernelSource]) -> None: ...
+
+
 TARGETS = {
     "cpu": Target("cpu", cpp.emit, planned_on("cpu")),
     "cuda": Target(
@@ -42,8 +50,6 @@ TARGETS = {
         triton.emit_at,
         triton.stitched_at,
         in_place=True,
-        own_call=library.of_node,
-        families=library.families,
     ),
 }
 
@@ -70,11 +76,11 @@ def compile_captured(
     device: str,
     options: Options,
     name: str,
-    begin: Begin | None = None,
+    builder: Builder | None = None,
 ) -> Compiled:
     """``compile_graph``, leaving its files in ``options.dump``. ``graph`` came from ``gm``."""
     if not options.dump:
-        return compile_graph(graph, signature, device, options, begin)
+        return compile_graph(graph, signature, device, options, builder)
     from strop.debug.dump import compile_and_dump
 
     try:
@@ -84,31 +90,33 @@ def compile_captured(
 
 
 def compile_graph(
-    graph: Graph, signature: Signature, device: str, options: Options, begin: Begin | None = None
+    graph: Graph,
+    signature: Signature,
+    device: str,
+    options: Options,
+    builder: Builder | None = None,
 ) -> Compiled:
-    """One functional graph -> one program for every shape. Builds no kernel, but tells ``begin``
-    which ones the traced sizes need, as soon as they are printed."""
+    """One functional graph -> one program for every shape. Builds no kernel, but has ``builder``
+    begin the ones that the traced sizes need, as soon as they are printed."""
     target, generic = TARGETS[device], signature.generic
     if not options.early_launch:
         target = in_turn(target)
     if not options.in_place:
         target = replace(target, in_place=False)
-    if not options.narrow_conv:
-        target = replace(target, own_call=folded_taps.of_node)
-    target = replace(target, families=families(device, options))
     emit = once(target.emit)  # a model has many equal kernels
     target = replace(
         target,
         emit=without_sizes(emit) if generic else emit,
         emit_at=None if generic else target.emit_at,
         stitched=once(target.stitched),
+        kernels_off=options.kernels_off,
     )
     clock, imported = _Clock(), graph if options.wants_graphs else None
     graph, own = patterns.apply(graph, options, device)  # calls of the user's own kernels
     graph, records = passes.run(graph, options, device)  # rewrite to canonical form, lay out memory
     _refuse_types(graph)
     clock.lap("passes")
-    first = _First(begin, target, graph.hints)
+    first = _First(builder, target, graph.hints)
     first.calls(graph)
     # which nodes share a kernel, and its loops
     fusion, kernels, found = _planned(graph, generic, device == "cuda", first, clock)
@@ -127,15 +135,6 @@ def compile_graph(
         imported,
         patterns=own,
     )
-
-
-def families(device: str, options: Options) -> Callable[[Node], tuple[str, ...]]:
-    """Of kernels of ours that may do a library call. Some have no option to be without them."""
-
-    def found(node: Node) -> tuple[str, ...]:
-        return tuple(f for f in TARGETS[device].families(node) if getattr(options, f, True))
-
-    return found
 
 
 def _refuse_types(graph: Graph) -> None:
@@ -214,8 +213,8 @@ class _Kernels:
 class _First:
     """Has the kernels that run at the traced sizes begun while others are still lowered."""
 
-    def __init__(self, begin: Begin | None, target: Target, hints: Mapping[str, int]) -> None:
-        self.begin, self.target, self.hints = begin, target, hints
+    def __init__(self, builder: Builder | None, target: Target, hints: Mapping[str, int]) -> None:
+        self.builder, self.target, self.hints = builder, target, hints
         self._done = set[Group]()
 
     def is_one(self, stitch: Stitch, whole: Kernel) -> bool:
@@ -227,20 +226,21 @@ class _First:
         return source is not None
 
     def needs(self, group: Group, kernel: Kernel) -> None:
-        if self.begin is not None and group not in self._done:
+        if self.builder is not None and group not in self._done:
             self._begin(self.target.source_at(kernel, self.hints))
 
     def calls(self, graph: Graph) -> None:
         """Kernels for what else is left to a library; none waits for a plan."""
+        if self.builder is None:
+            return
+        off = self.target.kernels_off
         for node in graph.nodes:
-            if source := self.target.own_call(node):
-                self._begin(source)
-            for source in library.sources_of(node, self.target.families(node), self.hints):
+            for source in library.sources_of(node, self.hints, self.builder.device, off):
                 self._begin(source)
 
     def _begin(self, source: KernelSource) -> None:
-        if self.begin is not None:
-            self.begin([source])
+        if self.builder is not None:
+            self.builder.begin([source])
 
 
 class _Clock:

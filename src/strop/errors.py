@@ -1,8 +1,8 @@
-"""One class per mistake. Every message says what was got, where, and what to do."""
+"""Define one class per mistake. Every message says what was got, where, and what to do."""
 
 
 class StropError(Exception):
-    """Base of every error that Strop raises on purpose."""
+    """Every error that Strop raises on purpose is one of these."""
 
 
 class UnsupportedError(StropError, NotImplementedError):

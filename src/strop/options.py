@@ -6,12 +6,22 @@ import difflib
 import functools
 import os
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import Field, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 from strop.errors import OptionError
 from strop.ir.device import check_arch
+
+# Kernels that were measured in inference, and passes whose calls only WGMMA kernels do well.
+INFERENCE_KERNELS = (
+    "skinny_gemm",
+    "wgmma_gemm",
+    "wgmma_attention",
+    "cross_attention",
+    "tma_attention",
+)
+WGMMA_PASSES = ("product_sum", "upsampled_conv")
 
 
 def _knob(default: Any, doc: str, env: str = "", *, keyed: bool = True) -> Any:
@@ -70,45 +80,11 @@ class Options:
         "Let a kernel write its result over an operand that nothing reads afterwards.",
         "STROP_IN_PLACE",
     )
-    narrow_conv: bool = _knob(
-        True,
-        "Run convolutions of up to four input or output channels in a kernel of our own (GPUs).",
-        "STROP_NARROW_CONV",
-    )
-    tma_attention: bool = _knob(
-        True,
-        "Run attention in kernels of our own, which the tensor memory accelerator (TMA) feeds,"
-        " at sizes where they are faster (inference, sm_90).",
-        "STROP_BOX_ATTENTION",
-    )
-    tma_geglu: bool = _knob(
-        False,
-        "Run a linear and the GEGLU after it in one kernel that TMA feeds, at sizes where it is"
-        " faster (inference, sm_90).",
-        "STROP_BOX_GEGLU",
-    )
-    wgmma_gemm: bool = _knob(
-        True,
-        "Run convolutions, linears and GEGLU in a kernel of our own in PTX (WGMMA), at sizes"
-        " where it is faster (inference, sm_90).",
-        "STROP_GROUP_PRODUCT",
-    )
-    product_sum: bool = _knob(
-        True,
-        "Fuse a residual add into the preceding linear, which then writes over the residual"
-        " (inference, sm_90).",
-        "STROP_PRODUCT_SUM",
-    )
-    upsampled_conv: bool = _knob(
-        True,
-        "Compute the convolution behind a nearest 2x upsampling from the small picture, with"
-        " sums of its taps (inference, sm_90).",
-        "STROP_UPSAMPLED_CONV",
-    )
-    skinny_gemm: bool = _knob(
-        True,
-        "Run linears of up to four rows in a kernel of our own (inference, sm_90).",
-        "STROP_FEW_ROWS",
+    kernels_off: tuple[str, ...] = _knob(
+        (),
+        "Never run the hand-written kernels with these names; `strop explain` shows which kernel"
+        " runs each call.",
+        "STROP_KERNELS_OFF",
     )
     cache_dir: str = _knob(
         "",
@@ -172,7 +148,7 @@ class Options:
         for knob in fields(Options):
             text = os.environ.get(knob.metadata["env"]) if knob.metadata["env"] else None  # noqa: TID251
             if text is not None:
-                values[knob.name] = _parse(knob.metadata["env"], text, knob.default)
+                values[knob.name] = _parse(knob, text)
         return replace(Options(), **(values | overrides))
 
     def key(self) -> str:
@@ -183,21 +159,21 @@ class Options:
 
     @property
     def in_training(self) -> Options:
-        """Turn off what has been measured for inference alone."""
-        skipped = tuple(dict.fromkeys((*self.disable, "linear_add")))
-        return replace(
-            self,
-            tma_attention=False,
-            tma_geglu=False,
-            wgmma_gemm=False,
-            skinny_gemm=False,
-            disable=skipped,
-        )
+        """These options without what was measured for inference alone."""
+        return self.without(kernels=INFERENCE_KERNELS, passes=("linear_add",))
 
     def on(self, *, has_wgmma: bool) -> Options:
-        """Turn off the passes whose result a GPU has no kernels for. ``has_wgmma``: the GPU
-        multiplies tiles in shared memory, as those kernels do."""
-        return self if has_wgmma else replace(self, product_sum=False, upsampled_conv=False)
+        """These options without the passes that make calls which only WGMMA kernels do well, on a
+        GPU without WGMMA."""
+        return self if has_wgmma else self.without(passes=WGMMA_PASSES)
+
+    def without(self, *, kernels: Iterable[str] = (), passes: Iterable[str] = ()) -> Options:
+        """These options with further kernels and passes switched off."""
+        return replace(
+            self,
+            kernels_off=tuple(dict.fromkeys((*self.kernels_off, *kernels))),
+            disable=tuple(dict.fromkeys((*self.disable, *passes))),
+        )
 
     @property
     def wants_graphs(self) -> bool:
@@ -270,14 +246,15 @@ def _check(name: str, value: Any, default: Any) -> None:
         raise OptionError(f"{name}={value!r}: expected {_EXPECTED[kind]}")
 
 
-def _parse(name: str, text: str, default: Any) -> Any:
+def _parse(knob: Field[Any], text: str) -> Any:
+    name, default = knob.metadata["env"], knob.default
     if isinstance(default, bool):
         if text.lower() not in ("0", "1", "true", "false"):
             raise OptionError(f"{name}={text!r}: expected 0, 1, true or false")
         return text.lower() in ("1", "true")
     if isinstance(default, int):
         if not text.isdigit():
-            raise OptionError(f"{name}={text!r}: expected a whole number")
+            raise OptionError(f"{name}={text!r}: expected a whole number: {knob.metadata['doc']}")
         return int(text)
     if isinstance(default, float):
         try:

@@ -1,4 +1,4 @@
-"""How accurate a compiled result has to be: as good as eager, judged by the fp64 result.
+"""Say how accurate a compiled result has to be: as good as eager, judged by the fp64 result.
 
     error(x) = x - reference, over all elements
     ulp      = eps(dtype of actual) * RMS(reference): the last place of a typical element
@@ -31,8 +31,8 @@ def assert_as_accurate_as_eager(actual: Tensor, eager: Tensor, reference64: Tens
 
 
 def assert_as_accurate_together(triples: Sequence[tuple[Tensor, Tensor, Tensor]]) -> None:
-    """The rule over several (actual, eager, reference) at once, each in units of its reference's
-    RMS: of a few numbers alone chance decides who is nearer to the truth."""
+    """Apply the rule over several (actual, eager, reference) at once, each in units of its
+    reference's RMS: of a few numbers alone chance decides who is nearer to the truth."""
     own, base = [], []
     for actual, eager, reference64 in triples:
         a, b, reference = _finite_parts(actual, eager, reference64)
@@ -46,7 +46,7 @@ def assert_as_accurate_together(triples: Sequence[tuple[Tensor, Tensor, Tensor]]
 def _finite_parts(
     actual: Tensor, eager: Tensor, reference64: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """All three in fp64, where eager is finite; nothing of integers, which must be equal."""
+    """Return all three in fp64, where eager is finite; nothing of integers, which must be equal."""
     assert reference64.dtype == torch.float64, f"the reference is {reference64.dtype}, not fp64"
     for name, other in (("eager", eager), ("reference", reference64)):
         assert actual.shape == other.shape, f"{tuple(actual.shape)}, {name} {tuple(other.shape)}"
@@ -72,7 +72,7 @@ def _judge(own: Tensor, base: Tensor, ulp: float) -> None:
 
 
 def psnr(image: Tensor, reference: Tensor, peak: float = 1.0) -> float:
-    """Peak signal-to-noise ratio in dB."""
+    """Return the peak signal-to-noise ratio in dB."""
     error = _rms(image.double() - reference.double())
     return float("inf") if error == 0 else 20 * torch.tensor(peak / error).log10().item()
 

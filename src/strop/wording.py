@@ -6,7 +6,8 @@ _HISSING = ("s", "x", "z", "ch", "sh")
 
 
 def counted(count: int, noun: str, form: str = "") -> str:
-    """A number and a noun that agrees with it. ``form``: how the number is written, as in f"{}"."""
+    """Write a number and a noun that agrees with it. ``form`` says how the number is written, as in
+    f"{}"."""
     return f"{count:{form}} {noun if count == 1 else plural(noun)}"
 
 

@@ -30,6 +30,15 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "a truth as text": (lambda: Options(strict="yes"), "strict='yes': expected True or False"),
     "a number below 0": (lambda: Options(build_workers=-1), "build_workers=-1: expected a whole"),
+    "an architecture that is too old": (
+        lambda: Options(arch=75),
+        r"arch=75: kernels need compute capability 8\.0 or newer; there are 80, 86, 87, 89",
+    ),
+    "an architecture of no GPU": (
+        lambda: Options(arch=85),
+        "arch=85: there is no such GPU architecture, or none that Strop knows; there are 80, 86",
+    ),
+    "an architecture as text": (lambda: Options(arch="sm_86"), "arch='sm_86': expected a whole"),
     "one name, not a tuple": (lambda: Options(disable="dot_merge"), "expected a tuple of names"),
     "a name of no option": (
         lambda: Options(stirct=True),

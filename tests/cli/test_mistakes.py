@@ -38,6 +38,8 @@ def _never_load(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--steps", "0"], "greater than or equal to 1"),
         (["--seed", "-1"], "greater than or equal to 0"),
         (["--device", "tpu"], "'auto', 'cpu', 'cuda'"),
+        (["--arch", "75"], "arch=75: kernels need compute capability 8.0 or newer"),
+        (["--arch", "sm_86"], "'sm_86' is no architecture; write a number, like 86"),
         (["--dtype", "fp16", "--device", "cpu"], "use --dtype fp32 or --device cuda"),
         (["--compare", "--no-optimize"], "leave out --no-optimize"),
         (["-o", "out.bmp"], "must end in .png, .jpg, .jpeg, .webp"),

@@ -157,7 +157,7 @@ class NoCache:
         pass
 
 
-@pytest.mark.parametrize("arch", [80, 86, 89, 90, 100])
+@pytest.mark.parametrize("arch", [80, 86, 89, 90, 100, 120])
 def test_unet_compiles(arch: int, tmp_path: Path):
     sources = kernels_of("unet", F16).samples
     cubins = builds.build(sources, GpuTarget(arch), NoCache(), workers=2)

@@ -163,7 +163,7 @@ def test_nothing_is_read_before_it_is_written(name: str) -> None:
 @pytest.mark.parametrize("name", ALL)
 def test_it_counts_what_the_runtime_needs(name: str) -> None:
     from strop.runtime.run.executor import Bound
-    from strop.runtime.run.memory import Workspace
+    from strop.runtime.run.workspace import Workspace
 
     class Kernels:
         device = H100

@@ -53,7 +53,7 @@ def _output(tool: str, *args: str) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
-@pytest.mark.parametrize("arch", [80, 86, 89, 90, 100])
+@pytest.mark.parametrize("arch", [80, 86, 89, 90, 100, 120])
 def test_samples_compile(arch: int, tmp_path: Path):
     # Two dtypes on one architecture, one on the others: the text is the same.
     for name, sample in SAMPLES.items():

@@ -25,7 +25,7 @@ from strop.errors import OptionError
 from strop.ir.device import CPU
 from strop.ir.graph import Ref
 from strop.options import Options
-from strop.runtime.run.executor import Bound
+from strop.runtime.run.link import KINDS, Linking
 from tests.frontend.tracing import Function
 from tests.gpus import H100
 
@@ -103,10 +103,10 @@ def block(cache_dir: str) -> Block:
 def count_kernels(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The origin of every generated kernel, appended whenever one is launched."""
     launched: list[str] = []
-    link: Callable[..., Any] = Bound._link_kernel
+    link = KINDS["kernel"]
 
-    def counting(self: Bound, position: int, step: Any) -> Callable[[], None]:
-        kernel = link(self, position, step)
+    def counting(at: Linking, position: int, step: Any) -> Callable[[], None]:
+        kernel = link(at, position, step)
 
         def run() -> None:
             launched.append(step.origin)
@@ -114,7 +114,7 @@ def count_kernels(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
         return run
 
-    monkeypatch.setattr(Bound, "_link_kernel", counting)
+    monkeypatch.setitem(KINDS, "kernel", counting)
     return launched
 
 

@@ -16,7 +16,7 @@ from strop.dispatch.dispatcher import Dispatcher
 from strop.dispatch.entry import Entry
 from strop.runtime.run import cuda_graphs as graphs
 from strop.runtime.run.cuda_graphs import Captured, GraphPool, MakeBound
-from strop.runtime.run.memory import workspace_of
+from strop.runtime.run.workspace import workspace_of
 
 CPU = torch.device("cpu")
 

@@ -28,7 +28,7 @@ from strop.ir.loops import Kernel
 from strop.ir.program import KernelStep
 from strop.ir.source import Emitted, KernelSource, Split
 from strop.runtime.build.background import BackgroundBuild, Order
-from strop.runtime.run import executor
+from strop.runtime.run import link
 from tests.lowering.run_plan import with_offsets
 
 _KERNELS: dict[tuple[KernelSource, Any], Kernel] = {}
@@ -40,41 +40,37 @@ def _emit(kernel: Kernel) -> Emitted:
     return emitted
 
 
-class InterpretedBound(executor.Bound):
-    def _link_kernel(self, position: int, step: KernelStep) -> Any:
-        usual = [self._eval(offset) for offset in step.offsets]
-        if not any(0 not in self._shapes[number] for number in step.writes):
-            return executor._nothing
-        kernel = _KERNELS[self.program.sources[step.kernel], step.scalars]
-        kernel = with_offsets(kernel, usual)
-        return lambda: run(kernel, [self.contents(n) for n in step.buffers], self.env)
+def interpreted_kernel(at: link.Linking, position: int, step: KernelStep) -> link.Run:
+    kernel = _KERNELS[at.plan.program.sources[step.kernel], step.scalars]
+    kernel = with_offsets(kernel, list(at.plan.sizes.all(step.offsets)))
+    env = at.plan.sizes.env
+    return lambda: run(kernel, [_held(at, n) for n in step.buffers], env)
 
 
-class TritonBound(executor.Bound):
-    """The kernels that a GPU would run, on this processor."""
+def triton_kernel(at: link.Linking, position: int, step: KernelStep) -> link.Run:
+    """The kernel that a GPU would run, on this processor."""
+    launch, offsets = at.plan.launches[position], at.plan.sizes.all(step.offsets)
+    sizes = {f"s{i}": value for i, value in enumerate(launch.scalars)} | {"splits": SPLITS}
 
-    def _link_kernel(self, position: int, step: KernelStep) -> Any:
-        if not any(0 not in self._shapes[number] for number in step.writes):
-            return executor._nothing
-        source, values = self.program.sources[step.kernel], self._scalars(step)
-        sizes = {f"s{i}": value for i, value in enumerate(values)} | {"splits": SPLITS}
+    def run() -> None:
+        places = zip(step.buffers, offsets, strict=True)
+        interpret(launch.source, [_from(_held(at, n), offset) for n, offset in places], sizes)
 
-        def launch() -> None:
-            tensors = [
-                self._from(n, self._eval(offset))
-                for n, offset in zip(step.buffers, step.offsets, strict=True)
-            ]
-            interpret(source, tensors, sizes)
+    return run
 
-        return launch
 
-    def _from(self, number: int, offset: int) -> Tensor:
-        tensor = self.contents(number)
-        start = tensor.storage_offset() + offset
-        room = tensor.untyped_storage().nbytes() // tensor.element_size() - max(start, 0)
-        flat = tensor.as_strided((max(room, 0),), (1,), max(start, 0))
-        # loads under a guard may be counted from a place before the first element
-        return torch.cat([flat.new_zeros(-start), flat]) if start < 0 else flat
+def _held(at: link.Linking, number: int) -> Tensor:
+    tensor = at.slots[number]
+    assert tensor is not None, number
+    return tensor
+
+
+def _from(tensor: Tensor, offset: int) -> Tensor:
+    start = tensor.storage_offset() + offset
+    room = tensor.untyped_storage().nbytes() // tensor.element_size() - max(start, 0)
+    flat = tensor.as_strided((max(room, 0),), (1,), max(start, 0))
+    # loads under a guard may be counted from a place before the first element
+    return torch.cat([flat.new_zeros(-start), flat]) if start < 0 else flat
 
 
 SPLITS = 2  # programs that share a column reduction
@@ -112,7 +108,7 @@ def interpreted(*, triton: bool = False) -> Iterator[None]:
     library = lambda *args: _NoKernels()  # noqa: E731
     with (
         patch.dict(backend.TARGETS, cpu=target),
-        patch.object(dispatch, "Bound", TritonBound if triton else InterpretedBound),
+        patch.dict(link.KINDS, kernel=triton_kernel if triton else interpreted_kernel),
         patch.object(dispatch, "library_for", library),
         patch.object(variants, "library_for", library),
     ):

@@ -123,8 +123,8 @@ class Poison:
                 self.last[item.tensor.buffer] = len(bound.program.steps)
 
     def __call__(self, position: int, step: Callable[[], None]) -> None:
-        memory = self.bound._memory
-        assert memory is not None
+        assert self.bound._linked is not None
+        memory = self.bound._linked.memory
         is_dead = torch.ones(memory.numel(), dtype=torch.bool)
         for number in arena(self.bound.program):
             if self.first[number] < position <= self.last[number]:

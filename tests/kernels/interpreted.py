@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from strop.ir.device import Device
@@ -13,24 +15,34 @@ from tests.gpus import H100
 
 
 class Interpreted:
-    """Stands where a GPU's kernels are built and bound. Finds tensors by their addresses."""
+    """Stands where a GPU's kernels are built and bound. It knows memory by addresses alone, as a
+    GPU does: what a tensor map describes, or what lies in a tensor that is ``known``."""
 
     def __init__(self, device: Device = H100) -> None:
         self.device = device
+        self.built: list[KernelSource] = []
+        self.bound: list[Bound] = []
         self.ran: list[str] = []
         self.early: list[bool] = []
-        self._tensors: dict[int, Tensor] = {}
+        self._memory: list[Tensor] = []
 
     def known(self, tensor: Tensor) -> Tensor:
-        """The tensor, which kernels may be asked to read or write from now on."""
-        self._tensors[tensor.data_ptr()] = tensor
+        """The tensor, whose memory kernels may read or write from now on."""
+        storage = tensor.untyped_storage()
+        self._memory.append(torch.empty(0, dtype=torch.uint8).set_(storage))
         return tensor
 
-    def at(self, pointer: int) -> Tensor:
-        return self._tensors[pointer]
+    def at(self, pointer: int, dtype: torch.dtype) -> Tensor:
+        """All of a known tensor's memory that lies from a pointer on."""
+        for memory in self._memory:
+            begin = pointer - memory.data_ptr()
+            if 0 <= begin < memory.numel():
+                end = memory.numel() - (memory.numel() - begin) % dtype.itemsize
+                return memory[begin:end].view(dtype)
+        raise AssertionError("a pointer to memory that nobody gave to the kernel")
 
     def build(self, sources: Sequence[KernelSource]) -> None:
-        pass
+        self.built += sources
 
     def bind(
         self,
@@ -40,39 +52,54 @@ class Interpreted:
         stream: int,
         early: bool = False,
         views: Sequence[Any] = (),
-    ) -> _Bound:
+    ) -> Bound:
+        assert source in self.built
         self.early.append(early)
-        return _Bound(self, source, {f"s{i}": n for i, n in enumerate(scalars)}, views)
+        self.bound.append(Bound(self, source, scalars, views))
+        return self.bound[-1]
 
 
-class _Bound:
+class Bound:
+    """A kernel with its arguments."""
+
     def __init__(
         self,
         library: Interpreted,
         source: KernelSource,
-        scalars: dict[str, int],
+        scalars: Sequence[int],
         views: Sequence[Any],
     ) -> None:
-        self._library, self._source, self._scalars = library, source, scalars
-        self._views = list(views)
-        self._pointers = [0] * len(source.params)
+        self._library, self.source, self.scalars = library, source, tuple(scalars)
+        self.views = list(views)
+        self.pointers = [0] * len(source.params)
 
     def set_pointer(self, place: int, pointer: int) -> None:
-        self._pointers[place] = pointer
+        self.pointers[place] = pointer
 
     def __call__(self) -> None:
         from triton.tools.tensor_descriptor import TensorDescriptor
 
         from strop.codegen.triton_interpreter import interpret
 
-        views, found = iter(self._views), list[Any]()
-        for place, pointer in enumerate(self._pointers):
-            tensor = self._library.at(pointer)
-            if box := self._source.box(place):
-                sizes, strides = next(views)
-                flat = tensor.as_strided(sizes, strides)
-                found.append(TensorDescriptor.from_tensor(flat, list(box)))
+        views, found = iter(self.views), list[Any]()
+        for place, pointer in enumerate(self.pointers):
+            dtype = self.source.params[place]
+            if box := self.source.box(place):
+                seen = described(pointer, dtype, *next(views))
+                found.append(TensorDescriptor.from_tensor(seen, list(box)))
             else:
-                found.append(tensor)
-        self._library.ran.append(self._source.name)
-        interpret(self._source, found, self._scalars)
+                found.append(self._library.at(pointer, dtype))
+        self._library.ran.append(self.source.name)
+        scalars = {f"s{place}": value for place, value in enumerate(self.scalars)}
+        interpret(self.source, found, scalars)
+
+
+def described(
+    pointer: int, dtype: torch.dtype, sizes: Sequence[int], strides: Sequence[int]
+) -> Tensor:
+    """The tensor that a tensor map describes, wherever it lies."""
+    assert all(sizes)
+    assert all(strides)
+    last = sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
+    memory = (ctypes.c_byte * (dtype.itemsize * (last + 1))).from_address(pointer)
+    return torch.frombuffer(memory, dtype=dtype).as_strided(tuple(sizes), tuple(strides))

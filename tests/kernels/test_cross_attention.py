@@ -16,10 +16,11 @@ from strop.ir.source import KernelSource
 from strop.kernels.attention.cross import KeysTile, Layout, cross_attention
 from strop.kernels.ptx import KINDS
 from strop.runtime.build.loader import kernel_loader
-from strop.runtime.run.tma_attention import TmaAttention
+from tests.gpus import H100
+from tests.kernels.launching import attends, by_tile, launched, refuse
 from tests.kernels.ptx_machine import launch
 from tests.kernels.test_ptx_kernels import heads, survivors
-from tests.kernels.test_tma_attention import judge, refuse
+from tests.kernels.test_tma_attention import judge
 from tests.kernels.test_wgmma_attention import judge_assembled, needs_a_gpu
 
 pytest.importorskip("triton")
@@ -108,7 +109,7 @@ def test_shares() -> None:
     """No more programs than run at a time, unless there are more heads."""
     tile = KeysTile(2, 80, 2, 2)
     for many, queries in ((16, 4096), (40, 1024), (16, 256), (16, 16384), (640, 1024), (1, 100)):
-        programs, each = tile.shares(many, queries)
+        programs, each = tile.shares(many, queries, H100.sms)
         assert programs * each * 128 >= queries > (programs - 1) * each * 128
         assert many * programs <= max(264, many)
 
@@ -134,7 +135,7 @@ def test_parts_of_shared_memory_do_not_meet() -> None:
 def test_as_accurate_as_torch(head: int, tile: KeysTile, dtype: torch.dtype) -> None:
     kernels = kernel_loader("cuda", 0, "", 0)
     stream = torch.cuda.current_stream().cuda_stream
-    call = TmaAttention(refuse, kernels, stream, choose=lambda *sizes: tile)
     for shape in ((2, 8, 4096, 77), (2, 20, 1024, 77), (1, 3, 1000, 80), (3, 1, 5, 65)):
         given = heads(shape, head, dtype, "cuda")
+        call = launched(by_tile(tile, attends(*given)), kernels, stream).allocating(refuse)
         judge(call(given), *given)

@@ -11,13 +11,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from strop.ir.dims import const
-from strop.ir.graph import Node
+from strop.ir.device import CPU
 from strop.ir.source import KernelSource
-from strop.kernels.conv.folded_taps import folded_taps, of_node
-from strop.runtime.run.folded_taps import FoldedTaps
+from strop.kernels import library
+from strop.kernels.conv.folded_taps import ROW, folded_taps
+from strop.kernels.kernel import Call
 from strop.runtime.run.library_calls import CUDA_PLANNED_OUT, fold_taps, upsampled
 from tests.codegen.test_triton_compile import compiled, resources
+from tests.gpus import A100, H100, RTX_5090
+from tests.kernels.launching import call, launched, problem
 
 pytest.importorskip("triton")
 from tests.kernels.interpreted import Interpreted
@@ -36,9 +38,9 @@ def run(weight: Tensor) -> tuple[Tensor, list[str]]:
         library(inputs, out)
 
     out = torch.full((4 * outs, ins, 2, 2), float("nan")).to(weight.dtype).to(memory_format=LAST)
-    source = folded_taps(outs, ins, weight.dtype)
-    call = FoldedTaps(source, otherwise, kernels, 0)  # type: ignore[arg-type]
-    call([kernels.known(weight)], kernels.known(out))
+    asked = problem("folded_taps", weight.shape, dtype=weight.dtype)
+    found = launched(ROW.launch(asked, H100), kernels)
+    found.writing(otherwise)([kernels.known(weight)], kernels.known(out))
     return out, [*ran, *kernels.ran]
 
 
@@ -72,12 +74,29 @@ def test_the_windows_are_the_convolution(size: tuple[int, int]) -> None:
     torch.testing.assert_close(upsampled(x, fold_taps(weight)), wanted)
 
 
-def test_of_which_nodes() -> None:
-    weight = Node("input", (), {}, tuple(map(const, (32, 64, 3, 3))), torch.float16)
-    shape = tuple(map(const, (128, 64, 2, 2)))
-    node = Node("folded_taps", (weight,), {}, shape, torch.float16)
-    assert of_node(node) == folded_taps(32, 64, torch.float16)
-    assert of_node(Node("copy", (weight,), {}, weight.shape, torch.float16)) is None
+@pytest.mark.parametrize(
+    ("given", "is_able"),
+    [
+        (call("folded_taps", (32, 64, 3, 3)), True),
+        (call("folded_taps", (32, 64, 3, 3), dtype=torch.bfloat16), True),
+        (call("folded_taps", (32, 64, 3, 3), dtype=torch.float32), False),
+        (call("folded_taps", (32, 72, 3, 3)), False),
+        (call("folded_taps", ("n", 64, 3, 3)), False),
+    ],
+)
+def test_which_calls(given: Call, is_able: bool) -> None:
+    for device in (A100, H100, RTX_5090):
+        reason = ROW.supports(given, device)
+        assert reason == (
+            "" if is_able else "adds taps in fp16 and bf16, of channels that are multiples of 16"
+        )
+        if is_able:
+            choice = library.select(given, given.at({}), device)
+            assert choice.kernel == "folded_taps"
+            assert choice.sources == (folded_taps(32, 64, given.dtype),)
+            assert choice.sources == tuple(library.forms(given, device))
+            assert "torch" in dict(choice.beaten)
+    assert ROW.supports(given, CPU) == "runs on GPUs"
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)

@@ -1,8 +1,8 @@
-"""A linear and its gate: the pass, both kernels in the interpreter and the compiler, the whole."""
+"""A linear and its gates behind a library's GEMM: in the interpreter, the compiler, and whole."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,21 +12,22 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import strop
-from strop.ir.device import Device
-from strop.kernels.gemm.geglu import HALVES, TILE, Tile, geglu, tile_of, tma_geglu
+from strop.ir.device import CPU, Device
+from strop.kernels import library
+from strop.kernels.gemm.geglu import HALVES, MOST_NUMBERS, ROW, geglu
+from strop.kernels.kernel import NEVER, Call, Launch, Scratch, Torch
 from strop.options import Options
-from strop.runtime.run import gated_linear
-from strop.runtime.run.gated_linear import GatedLinear
 from strop.runtime.run.library_calls import CUDA_PLANNED_OUT
 from strop.testing import assert_as_accurate_as_eager
 from tests.codegen.test_triton_compile import compiled, resources
-from tests.gpus import A100, H100
+from tests.gpus import A100, H100, RTX_5090
 from tests.kernels.interpreted import Interpreted
+from tests.kernels.launching import call, launched, problem
 
 pytest.importorskip("triton")
 
-LIBRARY = CUDA_PLANNED_OUT["geglu"]({})
-SMALL = Tile(32, 32, 2, 4)
+LIBRARY: Any = CUDA_PLANNED_OUT["geglu"]({})
+DEVICES = (A100, H100, RTX_5090)
 
 
 def operands(
@@ -38,25 +39,17 @@ def operands(
     return [t.to(dtype) for t in found[: 2 + has_bias]]
 
 
-def run(
-    inputs: Sequence[Tensor], device: Device, monkeypatch: pytest.MonkeyPatch
-) -> tuple[Tensor, list[str]]:
-    kernels = Interpreted(device)
+def run(inputs: Sequence[Tensor], out: Tensor | None = None) -> tuple[Tensor, Interpreted]:
+    kernels = Interpreted()
     x, weight = inputs[:2]
-    out = torch.full((len(x), len(weight) // 2), float("nan"), dtype=x.dtype)
-    matmul: Callable[..., Tensor] = torch.mm
-
-    def mm(*args: Any) -> Tensor:
-        return kernels.known(matmul(*args))
-
+    if out is None:
+        out = torch.full((len(x), len(weight) // 2), float("nan"), dtype=x.dtype)
     for tensor in (*inputs, out):
         kernels.known(tensor)
-    with monkeypatch.context() as patch:
-        patch.setattr(torch, "mm", mm)
-        patch.setattr(gated_linear, "tile_of", lambda rows, depth, width: SMALL)
-        call = GatedLinear(LIBRARY, kernels, 0, is_early=False)  # type: ignore[arg-type]
-        call(inputs, out)
-    return out, kernels.ran
+    asked = problem("geglu", *(t.shape for t in inputs), dtype=x.dtype)
+    found = launched(ROW.launch(asked, H100), kernels, is_early=True)
+    found.writing(LIBRARY)(inputs, out)
+    return out, kernels
 
 
 def truth_of(inputs: Sequence[Tensor]) -> Tensor:
@@ -65,54 +58,116 @@ def truth_of(inputs: Sequence[Tensor]) -> Tensor:
 
 
 @pytest.mark.parametrize("has_bias", [True, False])
-@pytest.mark.parametrize(("device", "name"), [(H100, "tma_geglu"), (A100, "geglu")])
-@pytest.mark.parametrize("rows", [64, 45])  # the last tile leaves the tensor
-def test_as_accurate_as_torch(
-    rows: int, device: Device, name: str, has_bias: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("rows", [64, 45])  # the last block leaves the tensor
+def test_as_accurate_as_torch(rows: int, has_bias: bool) -> None:
     inputs = operands(rows, 128, 64, has_bias=has_bias)
-    found, ran = run(inputs, device, monkeypatch)
+    found, kernels = run(inputs)
     eager = torch.empty_like(found)
     LIBRARY(inputs, eager)
     assert_as_accurate_as_eager(found, eager, truth_of(inputs))
-    assert ran == [name]
+    assert kernels.ran == ["geglu"]
 
 
-@pytest.mark.parametrize("device", [H100, A100])
-def test_extremes(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gates_wait_for_the_product() -> None:
+    """A library's GEMM is the launch before, and lets nobody begin while it runs."""
+    assert run(operands(16, 64, 32))[1].early == [False]
+
+
+def test_extremes() -> None:
     x, weight, bias = operands(32, 64, 32)
     bias[:8] = torch.tensor([1e4, -1e4, 6e4, -6e4, 0, torch.inf, -torch.inf, torch.nan])
     bias[32:40] = torch.tensor([torch.inf, -torch.inf, torch.nan, 6e4, -6e4, 1, 1, 1])
-    found, _ = run([x, weight, bias], device, monkeypatch)
+    found, _ = run([x, weight, bias])
     truth = truth_of([x, weight, bias]).half()
     assert torch.equal(found.isnan(), truth.isnan())
     assert torch.equal(found.isinf(), truth.isinf())
 
 
-def test_torch_does_what_lies_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_may_lie_anyhow() -> None:
+    """The library's GEMM reads them."""
     x, weight, bias = operands(64, 128, 64)
-    wide = torch.stack((x, x), 1)[:, 0]
-    found, ran = run([wide, weight, bias], 90, monkeypatch)
-    assert not ran
+    wanted, _ = run([x, weight, bias])
+    for odd in (torch.stack((x, x), 1)[:, 0], x.t().contiguous().t()):
+        found, kernels = run([odd, weight, bias])
+        assert kernels.ran == ["geglu"]
+        assert_as_accurate_as_eager(found, wanted, truth_of([x, weight, bias]))
+
+
+@pytest.mark.parametrize("which", ["weight", "bias", "result"])
+def test_torch_does_what_lies_otherwise(which: str) -> None:
+    x, weight, bias = operands(64, 128, 64)
+    weight = weight.t().contiguous().t() if which == "weight" else weight
+    bias = torch.stack((bias, bias), 1)[:, 0] if which == "bias" else bias
+    out = torch.full((64, 64), float("nan"), dtype=x.dtype)
+    found, kernels = run([x, weight, bias], out.t() if which == "result" else out)
+    assert not kernels.ran
     assert_as_accurate_as_eager(found, found, truth_of([x, weight, bias]))
 
 
-def test_where_one_kernel_is_faster() -> None:
-    assert tile_of(8192, 640, 2560) == tile_of(2048, 1280, 5120) == TILE
-    assert tile_of(32768, 320, 1280) == TILE
-    assert tile_of(8192, 320, 1280) is None  # the product stays in the cache
-    assert tile_of(2048, 640, 2560) is tile_of(512, 1280, 5120) is None
-    assert tile_of(32768, 320, 1280 + 64) is None
+def test_what_is_launched() -> None:
+    """The product, twice as wide as the result, lies in working memory."""
+    launches = ROW.launch(problem("geglu", (100, 320), (2560, 320), (2560,)), H100)
+    assert launches is not None
+    product, gates = launches.parts
+    assert isinstance(product, Torch)
+    assert isinstance(gates, Launch)
+    assert product.operands[-1] == gates.operands[0]
+    assert launches.scratch == (Scratch((100, 2560), torch.float16),)
+    assert gates.scalars == (100 * 1280,)
+    assert launches.sources == (geglu(1280, torch.float16, has_bias=True),)
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        (call("geglu", ("r", 320), (2560, 320), (2560,)), ""),
+        (call("geglu", ("r", 320), (2560, 320)), ""),
+        (call("geglu", ("r", 320), (2560, 320), dtype=torch.bfloat16), ""),
+        (call("geglu", ("r", 320), (2560, 320), dtype=torch.float32), "computes fp16 and bf16"),
+        (call("geglu", ("r", 320), (2576, 320)), "multiples of 16"),
+        (call("geglu", ("r", 320), ("n", 320)), "weights of a known size"),
+    ],
+)
+def test_which_calls(given: Call, reason: str) -> None:
+    for device in DEVICES:
+        found = ROW.supports(given, device)
+        assert reason in found
+        assert bool(reason) == bool(found)
+    assert ROW.supports(given, CPU) == "runs on GPUs"
+
+
+@pytest.mark.parametrize("device", DEVICES, ids=lambda device: device.name)
+@pytest.mark.parametrize("has_bias", [True, False])
+def test_it_runs_anywhere_and_is_known_before(has_bias: bool, device: Device) -> None:
+    """Where one kernel is the faster one, it does what that leaves, and torch is never faster."""
+    more = ((2560,),) if has_bias else ()
+    asked = call("geglu", ("r", 320), (2560, 320), *more)
+    assert list(ROW.forms(asked, device)) == [geglu(1280, torch.float16, has_bias=has_bias)]
+    for rows in (2, 77, 8192):
+        choice = library.select(asked, asked.at({"r": rows}), device, ("wgmma_gemm",))
+        assert choice.kernel == "geglu"
+        assert choice.cost_us < dict(choice.beaten)["cublas_and_torch"]
+        assert choice.sources == (geglu(1280, torch.float16, has_bias=has_bias),)
+    one = library.select(asked, asked.at({"r": 8192}), device)
+    assert one.kernel == ("wgmma_gemm" if has_bias and device is H100 else "geglu")
+
+
+def test_too_many_numbers_are_for_the_library() -> None:
+    rows = MOST_NUMBERS // 2560
+    asked = problem("geglu", (rows + 1, 320), (2560, 320))
+    assert ROW.cost_us(asked, A100) == NEVER
+    assert library.select(asked.call, asked, A100).kernel == "cublas_and_torch"
+    assert ROW.cost_us(problem("geglu", (rows - 1, 320), (2560, 320)), A100) < NEVER
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 @pytest.mark.parametrize("has_bias", [True, False])
 def test_compiles(has_bias: bool, dtype: torch.dtype, tmp_path: Path) -> None:
-    boxed = compiled(tma_geglu(TILE, dtype, has_bias=has_bias), 90)
-    assert boxed.shared <= 227 * 1024
-    assert boxed.early
-    assert resources(boxed, tmp_path)[1] == 0  # nothing spilled
-    assert resources(compiled(geglu(1280, dtype, has_bias=has_bias), 80), tmp_path)[1] == 0
+    for arch in (80, 90, 120):
+        built = compiled(geglu(1280, dtype, has_bias=has_bias), arch)
+        assert built.early == (arch >= 90)
+        if arch < 100:
+            assert resources(built, tmp_path)[1] == 0  # nothing spilled
 
 
 class FeedForward(nn.Module):
@@ -139,7 +194,8 @@ def test_on_a_gpu(dtype: torch.dtype) -> None:
     ]
     with torch.no_grad():
         wanted = [(module(x), exact(x.double())) for x in inputs]
-        for options in (Options(strict=True, tma_geglu=True), Options(strict=True)):
+        for off in ((), ("wgmma_gemm",), ("wgmma_gemm", "geglu")):
+            options = Options(strict=True, kernels_off=off)
             strop.optimize(module, options=options)
             for x, (eager, truth) in zip(inputs, wanted, strict=True):
                 for _ in range(3):  # step by step, captured, replayed

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from strop.ir.dims import const, symbol
-from strop.ir.graph import Node
-from strop.kernels.gemm import choice as products
-from strop.kernels.gemm.choice import SMS, form, form_of, has_steps
+from strop.kernels import library
+from strop.kernels.gemm import rows as products
 from strop.kernels.gemm.implicit import Box, Picture, box_of
+from strop.kernels.gemm.rows import Form, form, has_steps
 from strop.kernels.gemm.tile import ENDS, GATED, MOST_SHARED, PLAIN, SUM, Tile
+from strop.kernels.kernel import NEVER, RESULT, Call, Late, Launch, Lies, Problem, Torch
+from strop.kernels.tuned import h100, tuned
+from tests.gpus import A100, H100, RTX_5090
+from tests.kernels.launching import SAME, call, problem
 
-HALF = torch.float16
+SMS = H100.sms
+OP_OF = {PLAIN: "linear", GATED: "geglu", SUM: "linear_add"}
+TIMES = tuned(H100).gemm
 LINEARS = [  # of SD1.5 and SDXL: rows, columns, depth
     (8192, 320, 320),
     (8192, 960, 320),
@@ -43,65 +48,101 @@ PICTURES = [
 ]
 
 
-def node(op: str, *shapes: Sequence[Any], dtype: torch.dtype = HALF, **attrs: Any) -> Node:
-    operands = [
-        Node("input", (), {}, tuple(const(n) if isinstance(n, int) else n for n in shape), dtype)
-        for shape in shapes
-    ]
-    return Node(op, tuple(operands), attrs, operands[0].shape, dtype)
+def form_of(of: Picture, end: str = PLAIN) -> Form | None:
+    return products.form_of(of, end, H100)[0]
 
 
-ROWS = symbol("r")
-SAME: dict[str, Any] = {"stride": (1, 1), "padding": (1, 1), "dilation": (1, 1), "groups": 1}
+def chosen(asked: Problem) -> library.Choice:
+    return library.select(asked.call, asked, H100)
+
+
+def line_of(rows: int, columns: int, depth: int, end: str = PLAIN) -> Problem:
+    """A linear, a gated one, or one that is added to, of so many columns of weights."""
+    shapes = {
+        PLAIN: (),
+        GATED: ((columns,),),
+        SUM: ((rows, columns), (columns,)),
+    }[end]
+    return problem(OP_OF[end], (rows, depth), (columns, depth), *shapes)
+
+
+def conv_of(of: Picture, stride: int = 1) -> Problem:
+    shapes = (of.batch, of.ins, of.height, of.width), (of.outs, of.ins, 3, 3)
+    return problem("conv2d", *shapes, **{**SAME, "stride": (stride, stride)})
+
+
+WINDOW = ((2, 320, "r", 8), (320, 320, 3, 3))
+STRIDED: dict[str, Any] = {**SAME, "stride": (2, 2)}
 
 
 @pytest.mark.parametrize(
-    ("given", "expected"),
+    ("given", "reason"),
     [
-        (node("linear", (ROWS, 320), (640, 320)), True),
-        (node("linear", (ROWS, 320), (640, 320), (640,)), False),  # a bias is the next kernel's
-        (node("linear", (ROWS, 768), (768, 768)), False),
-        (node("linear", (ROWS, 320), (648, 320)), False),
-        (node("linear", (ROWS, 320), (symbol("n"), 320)), False),
-        (node("linear", (ROWS, 320), (640, 320), dtype=torch.float32), False),
-        (node("linear_add", (ROWS, 320), (640, 320), (ROWS, 640), dtype=torch.bfloat16), False),
-        (node("linear_add", (ROWS, 320), (640, 320), (ROWS, 640), (640,)), True),
-        (node("geglu", (ROWS, 320), (640, 320), (640,)), True),
-        (node("geglu", (ROWS, 320), (960, 320), (960,)), False),
-        (node("geglu", (ROWS, 320), (640, 320)), False),
-        (node("conv2d", (2, 320, ROWS, 8), (320, 320, 3, 3), **SAME), True),
-        (node("conv2d", (2, 320, ROWS, 8), (320, 320, 3, 3), **SAME | {"stride": (2, 2)}), True),
-        (node("conv2d", (2, 320, ROWS, 8), (320, 320, 3, 3), **SAME | {"stride": (2, 1)}), False),
-        (node("conv2d", (2, 320, ROWS, 8), (320, 320, 3, 3), **SAME | {"stride": (3, 3)}), False),
+        (call("linear", ("r", 320), (640, 320)), ""),
+        # a bias is the next kernel's
+        (call("linear", ("r", 320), (640, 320), (640,)), "takes 2 operands for linear, not 3"),
+        (call("linear", ("r", 768), (768, 768)), ""),
+        (call("linear", ("r", 320), (648, 320)), ""),
+        (call("linear", ("r", 324), (640, 324)), "multiples of 8, not 324 -> 640"),
+        (call("linear", ("r", 320), (644, 320)), "multiples of 8, not 320 -> 644"),
+        (call("linear", ("r", 320), ("n", 320)), "weights of a known size"),
+        (call("linear", ("r", 320), (640, 320), dtype=torch.float32), "not torch.float32"),
         (
-            node(
-                "conv2d",
-                (2, 320, ROWS, 8),
-                (320, 320, 3, 3),
-                **SAME | {"stride": (2, 2), "padding": (0, 0)},
-            ),
-            False,
+            call("linear_add", ("r", 320), (640, 320), ("r", 640), dtype=torch.bfloat16),
+            "takes 4 operands for linear_add, not 3",
         ),
-        (node("conv2d", (2, 64, ROWS, 8), (320, 64, 3, 3), **SAME), False),
-        (node("upsampled_conv2d", (2, 256, ROWS, 8), (1024, 256, 2, 2)), True),
-        (node("matmul", (ROWS, 64), (64, 80)), False),
+        (call("linear_add", ("r", 320), (640, 320), ("r", 640), (640,)), ""),
+        # each of whose columns is added once
+        (call("linear_add", ("r", 320), (648, 320), ("r", 648), (648,)), "no tile for 320 -> 648"),
+        (call("geglu", ("r", 320), (640, 320), (640,)), ""),
+        (call("geglu", ("r", 320), (960, 320), (960,)), ""),
+        (call("geglu", ("r", 320), (968, 320), (968,)), "multiples of 8, not 320 -> 968"),
+        (call("geglu", ("r", 320), (176, 320), (176,)), "has no tile for 320 -> 176"),
+        (call("geglu", ("r", 320), (640, 320)), "takes 3 operands for geglu, not 2"),
+        (call("conv2d", *WINDOW, **SAME), ""),
+        (call("conv2d", *WINDOW, **STRIDED), ""),
+        (call("conv2d", *WINDOW, (320,), **SAME), "takes 2 operands for conv2d, not 3"),
+        (call("conv2d", *WINDOW, **SAME | {"stride": (2, 1)}), "padding 1 and stride 1 or 2"),
+        (call("conv2d", *WINDOW, **SAME | {"stride": (3, 3)}), "padding 1 and stride 1 or 2"),
+        (call("conv2d", *WINDOW, **STRIDED | {"padding": (0, 0)}), "padding 1"),
+        (call("conv2d", *WINDOW, **SAME | {"groups": 2}), "dense 3x3 windows"),
+        (call("conv2d", *WINDOW, **SAME | {"dilation": (2, 2)}), "dense 3x3 windows"),
+        (call("conv2d", WINDOW[0], (320, 320, 1, 1), **SAME), "dense 3x3 windows"),
+        (call("conv2d", (2, 64, "r", 8), (320, 64, 3, 3), **SAME), "from 320 channels on"),
+        (call("conv2d", (2, 360, "r", 8), (320, 360, 3, 3), **SAME), "multiples of 64"),
+        (call("upsampled_conv2d", (2, 256, "r", 8), (1024, 256, 2, 2)), ""),
     ],
 )
-def test_what_fits(given: Node, expected: bool) -> None:
-    assert products.fits(given) == expected
+def test_what_fits(given: Call, reason: str) -> None:
+    found = products.ROW.supports(given, H100)
+    assert reason in found
+    assert bool(reason) == bool(found)
+
+
+@pytest.mark.parametrize("device", [A100, RTX_5090], ids=lambda device: device.name)
+def test_other_architectures_multiply_otherwise(device) -> None:
+    for given in (call("linear", ("r", 320), (640, 320)), call("conv2d", *WINDOW, **SAME)):
+        assert (
+            products.ROW.supports(given, device)
+            == f"multiplies by WGMMA, which {device.name} lacks"
+        )
+
+
+def test_a_product_of_two_activations_is_no_operator_of_its() -> None:
+    assert "matmul" not in products.ROW.ops
 
 
 @pytest.mark.parametrize("of", PICTURES, ids=str)
 def test_boxes_cover_a_picture(of: Picture) -> None:
-    for tile in products.CONV_TILES:
-        found = form(tile, of)
+    for tile in h100.CONV_TILES:
+        found = form(tile, of, sms=SMS)
         sizes = zip(found.boxes, found.box, (of.batch, of.height, of.width), strict=True)
         assert all(0 <= count * step - size < step for count, step, size in sizes)
         assert math.prod(found.box) <= found.product.rows
         assert found.across * found.product.width >= of.outs
-        *counts, ins, at_work, late = found.scalars(of.ins, late=True)[:7]
-        assert (ins, late) == (of.ins, 1)
-        assert found.scalars(of.ins, late=True)[7:10] == found.box
+        *counts, ins, at_work, late = found.scalars(of.ins)[:7]
+        assert (ins, late) == (of.ins, Late.WEIGHTS)
+        assert found.scalars(of.ins)[7:10] == found.box
         assert counts == [found.across, found.boxes[2], found.boxes[1], found.boxes[0]]
         assert found.num_programs == at_work * tile.split
         assert at_work <= SMS or not tile.keeps_on
@@ -138,37 +179,46 @@ def test_a_row_of_a_box_is_found_without_a_division() -> None:
 @pytest.mark.parametrize(("rows", "columns", "depth"), LINEARS)
 def test_what_runs_is_known_before(rows: int, columns: int, depth: int, end: str) -> None:
     """The background builds whatever may be chosen, and every part of a sum has steps."""
-    op = {PLAIN: "linear", GATED: "geglu", SUM: "linear_add"}[end]
-    columns = 8 * columns if end == GATED else columns
-    anywhere = products.sources_anywhere(op, {}, [(), [const(columns), const(depth)]], HALF)
-    at = products.sources_at(op, {}, [(rows, depth), (columns, depth)], HALF)
-    assert set(at) <= set(anywhere)
-    assert len(anywhere) == len(set(anywhere)) > 2 * (end != GATED)
-    found = form_of(products.picture_of(op, {}, [(rows, depth), (columns, depth)]), end)
-    assert bool(found) == bool(at)
-    if found:
+    asked = line_of(rows, 8 * columns if end == GATED else columns, depth, end)
+    known = [*products.ROW.forms(asked.call, H100)]
+    is_able = not products.ROW.supports(asked.call, H100)
+    assert not is_able or len(known) == len(set(known)) > 2 * (end != GATED)
+    choice = chosen(asked)
+    assert set(choice.sources) <= set(library.forms(asked.call, H100))
+    if choice.kernel == "wgmma_gemm":
+        found = form_of(products.picture_of(asked), end)
+        assert found is not None
+        assert set(choice.sources) <= set(known)
         assert has_steps(found.product.tile, Picture(1, depth, columns, 1, 1, rows))
+
+
+def test_most_of_these_are_ours() -> None:
+    """Else the test above says little."""
+    ours = [
+        chosen(line_of(rows, columns, depth)).kernel == "wgmma_gemm"
+        for rows, columns, depth in LINEARS
+    ]
+    assert sum(ours) >= 5
 
 
 @pytest.mark.parametrize("of", PICTURES, ids=str)
 def test_a_convolution_is_known_before(of: Picture) -> None:
-    shapes = [(of.batch, of.ins, of.height, of.width), (of.outs, of.ins, 3, 3)]
-    weight = [const(n) for n in shapes[1]]
     for stride in products.STRIDES:
-        attrs = SAME | {"stride": (stride, stride)}
-        at = products.sources_at("conv2d", attrs, shapes, HALF)
-        assert set(at) <= set(products.sources_anywhere("conv2d", attrs, [(), weight], HALF))
+        asked = conv_of(of, stride)
+        assert set(chosen(asked).sources) <= set(products.ROW.forms(asked.call, H100))
 
 
 @pytest.mark.parametrize("of", PICTURES, ids=str)
 def test_four_windows_are_known_before(of: Picture) -> None:
     """No tile of theirs shares a sum; results lie on every second line and column."""
-    shapes = [(of.batch, of.ins, of.height, of.width), (4 * of.outs, of.ins, 2, 2)]
-    at = products.sources_at("upsampled_conv2d", {}, shapes, HALF)
-    weight = [const(n) for n in shapes[1]]
-    assert len(at) == 1
-    assert at[0] in products.sources_anywhere("upsampled_conv2d", {}, [(), weight], HALF)
-    found = form_of(products.picture_of("upsampled_conv2d", {}, shapes))
+    shapes = (of.batch, of.ins, of.height, of.width), (4 * of.outs, of.ins, 2, 2)
+    asked = problem("upsampled_conv2d", *shapes)
+    choice = chosen(asked)
+    assert choice.kernel == "wgmma_gemm"
+    assert dict(choice.beaten) == {"cudnn": NEVER}
+    assert len(choice.sources) == 1
+    assert choice.sources[0] in set(products.ROW.forms(asked.call, H100))
+    found = form_of(products.picture_of(asked))
     assert found is not None
     assert not found.product.has_parts
     assert found.num_tiles == 4 * math.prod(found.boxes) * found.across
@@ -179,24 +229,34 @@ def test_four_windows_are_known_before(of: Picture) -> None:
 @pytest.mark.parametrize(("rows", "together"), [(100, 1), (2048, 16), (8192, 64), (12800, 50)])
 def test_rows_that_are_gone_through_together(rows: int, together: int) -> None:
     """All, up to a number; then in shares that are alike."""
-    found = form(Tile(2, 160, 5, keeps_on=True), products.line_of(rows, 3840, 1280, PLAIN))
+    found = form(Tile(2, 160, 5, keeps_on=True), products.line_of(rows, 3840, 1280, PLAIN), sms=SMS)
     assert found.together == together
-    assert found.scalars(1280, late=False)[7] == together
+    assert found.scalars(1280)[7] == together
 
 
 def test_tiles_fit_a_processor() -> None:
     for size, end in ((3, PLAIN), (2, PLAIN), *((1, end) for end in ENDS)):
         of = Picture(size, 64, 320, 1, 1, 1)
-        for tile in products.tiles_of(of, end):
-            assert form(tile, of, end).product.shared <= MOST_SHARED
+        for tile in TIMES.tiles[products.kind_of(of, end)]:
+            assert form(tile, of, end, sms=SMS).product.shared <= MOST_SHARED
 
 
 def test_skinny_gemm_and_slower_tiles_are_the_librarys() -> None:
     """The text's 77 words, the time of a step, and columns that leave most processors idle."""
     assert form_of(Picture(1, 320, 1280, 1, 1, 2)) is None
     assert form_of(Picture(1, 768, 640, 1, 1, 77)) is None
-    assert form_of(Picture(1, 5120, 80, 1, 1, 128)) is None
-    assert form_of(Picture(1, 1280, 1280, 1, 1, 2048)) is not None
+    assert chosen(line_of(77, 640, 320)).kernel == "cublas"
+    assert chosen(line_of(128, 320, 5120)).kernel == "cublas"
+    choice = chosen(line_of(2048, 1280, 1280))
+    assert choice.kernel == "wgmma_gemm"
+    assert choice.cost_us <= dict(choice.beaten)["cublas"]
+
+
+def test_few_rows_of_a_sum_are_ours() -> None:
+    """Beside it no library is faster, as it would be one launch more."""
+    for rows in (1, 2, 77, 127):
+        assert chosen(line_of(rows, 320, 320, SUM)).kernel == "wgmma_gemm"
+        assert form_of(Picture(1, 320, 320, 1, 1, rows)) is None
 
 
 @pytest.mark.parametrize("stride", products.STRIDES)
@@ -204,13 +264,14 @@ def test_small_pictures_of_few_channels_are_the_librarys(stride: int) -> None:
     """ResNet-50 has some in its last stage; no batch of those that are measured is ours."""
     for batch in range(1, 34):
         assert form_of(Picture(3, 512, 512, batch, 7, 7, stride)) is None
+        assert chosen(conv_of(Picture(3, 512, 512, batch, 7, 7), stride)).kernel == "cudnn"
     assert form_of(Picture(3, 640, 640, 2, 16, 16, stride)) is not None
 
 
 def test_an_estimate_grows_with_the_work() -> None:
-    for tile in products.LINEAR_TILES:
+    for tile in h100.LINEAR_TILES:
         us = [
-            products.us_of(form(tile, of), of)
+            products.us_of(form(tile, of, sms=SMS), of, TIMES)
             for of in (
                 Picture(1, depth, 640, 1, 1, rows)
                 for depth, rows in ((640, 2048), (1280, 2048), (1280, 8192))
@@ -218,3 +279,39 @@ def test_an_estimate_grows_with_the_work() -> None:
         ]
         assert us == sorted(us)
         assert us[0] < us[2]
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_what_a_linear_launches(end: str) -> None:
+    """Rows may have gaps; biases come last, where there are none the weights; a sum is copied to
+    where the result lies first."""
+    columns = 2560 if end == GATED else 1280
+    launches = products.ROW.launch(line_of(2048, columns, 640, end), H100)
+    assert launches is not None
+    *before, part = launches.parts
+    assert isinstance(part, Launch)
+    assert [operand.number for operand in part.operands] == [
+        0,
+        1,
+        RESULT,
+        {PLAIN: 1, GATED: 2, SUM: 3}[end],
+    ]
+    assert [operand.lies for operand in part.operands] == [Lies.ROWS, *[Lies.DENSE] * 3]
+    assert part.scalars[6] is Late.WEIGHTS
+    assert [type(each) for each in before] == [Torch] * (end == SUM)
+    for each in before:
+        assert [operand.number for operand in each.operands] == [2, RESULT]
+    assert not launches.scratch
+
+
+def test_how_many_multiprocessors_there_are_counts() -> None:
+    """Of tiles that keep on, there are no more programs; and clusters are as many times fewer."""
+    half = replace(H100, name="a piece of an H100", sms=66)
+    asked, keeps = line_of(8192, 1280, 1280), 0
+    of = products.picture_of(asked)
+    for tile in h100.LINEAR_TILES:
+        whole, piece = (form(tile, of, sms=device.sms) for device in (H100, half))
+        keeps += tile.keeps_on
+        assert (whole.num_programs > piece.num_programs) == tile.keeps_on
+    assert keeps > 2
+    assert products.ROW.cost_us(asked, half) > 1.5 * products.ROW.cost_us(asked, H100)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,17 +12,20 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import strop
-from strop.ir.dims import const, symbol
-from strop.ir.graph import Node
+from strop.ir.device import CPU, Device
 from strop.ir.source import KernelSource
-from strop.kernels.conv.narrow import HALVES, of_node, reads_pieces
+from strop.kernels import library
+from strop.kernels.conv.narrow import HALVES, ROW
+from strop.kernels.kernel import FASTEST, RESULT, Call, Launch, Lies, Stride
 from strop.options import Options
-from strop.runtime.run.narrow_convolution import NarrowConvolution
+from strop.runtime.build.loader import CudaLoader
 from strop.testing import assert_as_accurate_as_eager
 from tests.codegen.test_triton_compile import compiled, resources
+from tests.gpus import A100, H100, RTX_5090
+from tests.kernels.interpreted import Interpreted
+from tests.kernels.launching import call, launched, problem
 
 pytest.importorskip("triton")
-from strop.codegen.triton_interpreter import interpret
 
 # channels in and out, window, stride, padding
 STEM = (3, 24, (7, 7), (2, 2), (3, 3))
@@ -33,43 +36,20 @@ CASES = (STEM, FIRST, LAST, UNEVEN, (128, 4, (1, 3), (1, 2), (0, 1)))
 Case = tuple[int, int, tuple[int, int], tuple[int, int], tuple[int, int]]
 
 
-def node_of(case: Case, dtype: torch.dtype = torch.float16, **changes: Any) -> Node:
-    ins, outs, size, stride, padding = case
-    sizes = tuple(map(symbol, "bhw"))
-    x = Node("input", (), {}, (sizes[0], const(ins), *sizes[1:]), dtype)
-    weight = Node("input", (), {}, tuple(map(const, (outs, ins, *size))), dtype)
-    attrs = {"stride": stride, "padding": padding, "dilation": (1, 1), "groups": 1} | changes
-    return Node("conv2d", (x, weight), attrs, (sizes[0], const(outs), *sizes[1:]), dtype)
+def attrs_of(case: Case) -> Mapping[str, Any]:
+    *_, stride, padding = case
+    return {"stride": stride, "padding": padding, "dilation": (1, 1), "groups": 1}
+
+
+def call_of(case: Case, dtype: torch.dtype = torch.float16, **changes: Any) -> Call:
+    ins, outs, size, *_ = case
+    shapes = ("b", ins, "h", "w"), (outs, ins, *size)
+    return call("conv2d", *shapes, dtype=dtype, **{**attrs_of(case), **changes})
 
 
 def source_of(case: Case, dtype: torch.dtype = torch.float16) -> KernelSource:
-    source = of_node(node_of(case, dtype))
-    assert source is not None
+    (source,) = ROW.forms(call_of(case, dtype), H100)
     return source
-
-
-class Interpreted:
-    """Stands where a GPU's kernels are built and bound."""
-
-    def __init__(self) -> None:
-        self.num_launches = 0
-        self.tensors: list[Tensor] = []
-
-    def build(self, sources: Sequence[KernelSource]) -> None:
-        pass
-
-    def bind(
-        self, source: KernelSource, pointers: Sequence[int], scalars: Sequence[int], stream: int
-    ) -> Interpreted:
-        self.source, self.scalars = source, {f"s{i}": n for i, n in enumerate(scalars)}
-        return self
-
-    def set_pointer(self, place: int, pointer: int) -> None:
-        assert self.tensors[place].data_ptr() == pointer
-
-    def __call__(self) -> None:
-        self.num_launches += 1
-        interpret(self.source, self.tensors, self.scalars)
 
 
 def run(case: Case, x: Tensor, weight: Tensor) -> tuple[Tensor, int]:
@@ -81,11 +61,13 @@ def run(case: Case, x: Tensor, weight: Tensor) -> tuple[Tensor, int]:
         out.copy_(F.conv2d(*inputs, stride=stride, padding=padding))
 
     shape = F.conv2d(x, weight, stride=stride, padding=padding).shape
-    out = torch.empty(shape, dtype=x.dtype).to(memory_format=torch.channels_last)
-    call = NarrowConvolution(source_of(case, x.dtype), library, kernels, 0)  # type: ignore[arg-type]
-    kernels.tensors = [x, weight, out]
-    call([x, weight], out)
-    return out, kernels.num_launches
+    out = torch.full(shape, float("nan"), dtype=x.dtype).to(memory_format=torch.channels_last)
+    for tensor in (x, weight, out):
+        kernels.known(tensor)
+    asked = problem("conv2d", x.shape, weight.shape, dtype=x.dtype, **attrs_of(case))
+    launched(ROW.launch(asked, H100), kernels).writing(library)([x, weight], out)
+    assert set(kernels.ran) <= {"narrow_conv"}
+    return out, len(kernels.ran)
 
 
 def operands(case: Case, size: tuple[int, int, int], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -123,7 +105,9 @@ def test_the_library_does_what_does_not_lie_right() -> None:
     wanted, launches = run(LAST, x, weight)
     assert launches == 1
     moved = torch.empty(x.numel() + 1, dtype=x.dtype)[1:].as_strided(x.shape, x.stride())
-    for odd in (x.contiguous(), moved.copy_(x)):
+    # rows of 72 channels begin at multiples of 16 bytes, but not of 16 numbers
+    wider = torch.empty(1, 72, 6, 5, dtype=x.dtype).to(memory_format=torch.channels_last)[:, :64]
+    for odd in (x.contiguous(), moved.copy_(x), wider.copy_(x)):
         found, launches = run(LAST, odd, weight)
         assert launches == 0
         torch.testing.assert_close(found, wanted)
@@ -141,31 +125,86 @@ def test_nothing_of_a_neighbour() -> None:
     assert torch.equal(run(FIRST, inner, weight)[0], wanted)
 
 
+CHANNELS = "is for up to 4 channels in or out"
+
+
 @pytest.mark.parametrize(
-    ("case", "changes", "is_ours"),
+    ("case", "changes", "reason"),
     [
-        (STEM, {}, True),
-        (LAST, {}, True),
-        (STEM, {"groups": 3}, False),
-        (STEM, {"dilation": (2, 2)}, False),
-        ((5, 64, (3, 3), (1, 1), (1, 1)), {}, False),
-        ((3, 768, (16, 16), (16, 16), (0, 0)), {}, False),  # too deep
-        ((3, 4, (3, 3), (1, 1), (1, 1)), {}, False),  # few on both sides
-        ((96, 3, (3, 3), (1, 1), (1, 1)), {}, False),
-        ((64, 64, (3, 3), (1, 1), (1, 1)), {}, False),
+        (STEM, {}, ""),
+        (LAST, {}, ""),
+        (STEM, {"groups": 3}, "wants known weights, one group and no dilation"),
+        (STEM, {"dilation": (2, 2)}, "wants known weights, one group and no dilation"),
+        ((5, 64, (3, 3), (1, 1), (1, 1)), {}, CHANNELS),
+        ((3, 768, (16, 16), (16, 16), (0, 0)), {}, CHANNELS),  # too deep
+        ((3, 4, (3, 3), (1, 1), (1, 1)), {}, CHANNELS),  # few on both sides
+        ((96, 3, (3, 3), (1, 1), (1, 1)), {}, CHANNELS),
+        ((64, 64, (3, 3), (1, 1), (1, 1)), {}, CHANNELS),
     ],
     ids=str,
 )
-def test_which_convolutions(case: Case, changes: dict[str, Any], is_ours: bool) -> None:
-    assert (of_node(node_of(case, **changes)) is not None) == is_ours
-    assert of_node(node_of(case, torch.float32, **changes)) is None
+def test_which_convolutions(case: Case, changes: dict[str, Any], reason: str) -> None:
+    for device in (A100, H100, RTX_5090):
+        assert ROW.supports(call_of(case, **changes), device) == reason
+        assert ROW.supports(call_of(case, torch.bfloat16, **changes), device) == reason
+        single = ROW.supports(call_of(case, torch.float32, **changes), device)
+        assert single == "computes a convolution without bias in fp16 or bf16"
+    assert ROW.supports(call_of(case, **changes), CPU) == "runs on GPUs"
+
+
+def test_a_bias_and_unknown_weights_are_the_librarys() -> None:
+    given = (("b", 3, "h", "w"), (24, 3, 7, 7), (24,))
+    assert "without bias" in ROW.supports(call("conv2d", *given, **attrs_of(STEM)), H100)
+    given = (("b", 3, "h", "w"), ("n", 3, 7, 7))
+    assert "known weights" in ROW.supports(call("conv2d", *given, **attrs_of(STEM)), H100)
+
+
+@pytest.mark.parametrize("device", [A100, H100, RTX_5090], ids=lambda device: device.name)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_it_runs_anywhere_at_all_sizes(case: Case, device: Device) -> None:
+    """By one kernel, which is known before."""
+    for sizes in ({"b": 1, "h": 16, "w": 16}, {"b": 7, "h": 511, "w": 33}):
+        asked = call_of(case)
+        choice = library.select(asked, asked.at(sizes), device)
+        assert (choice.kernel, choice.cost_us) == ("narrow_conv", FASTEST)
+        assert choice.sources == tuple(library.forms(asked, device))
+        assert dict(choice.beaten)["cudnn"] > 0
 
 
 def test_which_read_pieces() -> None:
-    assert [reads_pieces(source_of(case)) for case in (STEM, FIRST, LAST)] == [False, False, True]
+    """Channels that lie behind each other, 16 bytes at once."""
+    found = []
+    for case in (STEM, FIRST, LAST):
+        ins, outs, size, *_ = case
+        asked = problem("conv2d", (2, ins, 9, 8), (outs, ins, *size), **attrs_of(case))
+        launches = ROW.launch(asked, H100)
+        assert launches is not None
+        (part,) = launches.parts
+        assert isinstance(part, Launch)
+        assert [operand.number for operand in part.operands] == [0, 1, RESULT]
+        assert {operand.order for operand in part.operands} == {(0, 2, 3, 1)}
+        assert [operand.lies for operand in part.operands[1:]] == [Lies.DENSE] * 2
+        # batch, channel, height and width of the picture as the kernel reads it: channels last
+        assert part.scalars[5:] == tuple(Stride(0, dim) for dim in (0, 3, 1, 2))
+        found.append(part.operands[0].lies)
+    assert found == [Lies.ANYHOW, Lies.ANYHOW, Lies.ROWS]
 
 
-@pytest.mark.parametrize("arch", [80, 86, 89, 90, 100])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_sizes_of_the_result(case: Case) -> None:
+    ins, outs, size, stride, padding = case
+    for sides in ((11, 13), (8, 8), (17, 6)):
+        asked = problem("conv2d", (2, ins, *sides), (outs, ins, *size), **attrs_of(case))
+        launches = ROW.launch(asked, H100)
+        assert launches is not None
+        (part,) = launches.parts
+        assert isinstance(part, Launch)
+        x, weight = torch.empty(2, ins, *sides), torch.empty(outs, ins, *size)
+        *_, height, width = F.conv2d(x, weight, stride=stride, padding=padding).shape
+        assert part.scalars[:5] == (2 * height * width, height * width, width, *sides)
+
+
+@pytest.mark.parametrize("arch", [80, 86, 89, 90, 100, 120])
 @pytest.mark.parametrize("case", [STEM, (320, 4, *FIRST[2:])], ids=str)
 def test_compiles(case: Case, arch: int, tmp_path: Path) -> None:
     cubin = compiled(source_of(case), arch)
@@ -193,13 +232,13 @@ def test_on_a_gpu(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     exact = Network().cuda().double()
     exact.load_state_dict(module.state_dict())
     seen: list[str] = []
-    takes = NarrowConvolution._bind
+    plain = CudaLoader.bind
 
-    def bind(self: NarrowConvolution, x: Tensor, out: Tensor) -> Any:
-        seen.append(self._source.name)
-        return takes(self, x, out)
+    def bind(self: CudaLoader, source: KernelSource, *args: Any, **kwargs: Any) -> Any:
+        seen.append(source.name)
+        return plain(self, source, *args, **kwargs)
 
-    monkeypatch.setattr(NarrowConvolution, "_bind", bind)
+    monkeypatch.setattr(CudaLoader, "bind", bind)
     inputs = [
         torch.randn(b, 3, side, side, device="cuda", dtype=dtype)
         for b, side in ((1, 224), (2, 77), (3, 32))
@@ -210,10 +249,9 @@ def test_on_a_gpu(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
         for x, (eager, truth) in zip(inputs, wanted, strict=True):
             for _ in range(3):  # step by step, captured, replayed
                 assert_as_accurate_as_eager(module(x), eager, truth)
-        assert seen == ["narrow_conv"] * len(seen)
-        assert len(seen) >= 2 * len(inputs)
+        assert seen.count("narrow_conv") >= 2 * len(inputs)
         strop.restore(module)
-        strop.optimize(module, options=Options(strict=True, narrow_conv=False))
+        strop.optimize(module, options=Options(strict=True, kernels_off=("narrow_conv",)))
         seen.clear()
         assert_as_accurate_as_eager(module(inputs[0]), *wanted[0])
-        assert not seen
+        assert "narrow_conv" not in seen

@@ -14,12 +14,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from strop.ir.source import KernelSource
-from strop.kernels.attention.choice import scalars_of
+from strop.kernels.attention.rows import scalars_of
 from strop.kernels.attention.wgmma import wgmma_attention
 from strop.kernels.attention.wgmma_tiles import WgmmaTile
 from strop.testing import assert_as_accurate_as_eager
-from tests.kernels.ptx_kernel import kernel, run
+from tests.gpus import H100
+from tests.kernels import cluster_linear
 from tests.kernels.ptx_machine import PtxError, launch
+from tests.kernels.test_ptx_machine import kernel, run
 
 F16, BF16 = torch.float16, torch.bfloat16
 
@@ -47,7 +49,7 @@ def attended(
     """On a CPU, instruction by instruction. ``shares``: others than those of the tile."""
     (batch, many, queries, head), keys = q.shape, k.shape[2]
     out = q.new_full((batch, queries, many, head), math.nan).transpose(1, 2)
-    scalars = scalars_of(tile, batch, many, queries, keys)
+    scalars = scalars_of(tile, batch, many, queries, keys, H100.sms)
     launch(source, (q, k, v, out), (*scalars[:4], *(shares or scalars[4:])), seed=seed)
     return out
 
@@ -94,6 +96,38 @@ def test_attention_shared_out(shares: tuple[int, int, int], keys: int) -> None:
     source = wgmma_attention(40, 40**-0.5, tile, F16)
     for seed in range(2):
         attend(source, *given, tile, seed, shares)
+
+
+def linear(tile: cluster_linear.Tile, rows: int, cols: int, depth: int) -> Callable[..., None]:
+    torch.manual_seed(rows + cols)
+    x, w = torch.randn(rows, depth).half(), (torch.randn(cols, depth) * depth**-0.5).half()
+    down = -(-rows // (tile.rows * tile.down))
+    across = -(-cols // (tile.cols * tile.across)) * tile.down * tile.across
+    sizes = (rows, cols, -(-depth // 64), down, across)
+    exact, eager = x.double() @ w.double().T, x @ w.T
+
+    def call(source: KernelSource, seed: int) -> None:
+        out = x.new_full((rows, cols), math.nan)
+        launch(source, (x, w, out), sizes, seed=seed)
+        assert_as_accurate_as_eager(out, eager, exact)
+
+    return call
+
+
+@pytest.mark.parametrize(
+    ("tile", "shape"),
+    [
+        (cluster_linear.Tile(2, 160, 5), (256, 320, 256)),
+        (cluster_linear.Tile(2, 160, 2, 2, 2), (256, 320, 256)),
+        (cluster_linear.Tile(1, 80, 3, 4, 1), (200, 168, 200)),
+        (cluster_linear.Tile(1, 80, 3, 1, 2), (100, 168, 328)),
+    ],
+    ids=str,
+)
+def test_linears_of_clusters(tile: cluster_linear.Tile, shape: tuple[int, int, int]) -> None:
+    call, source = linear(tile, *shape), cluster_linear.cluster_linear(tile)
+    for seed in range(3):
+        call(source, seed)
 
 
 ORDERS = re.compile(
@@ -153,6 +187,11 @@ def test_a_count_that_is_too_low() -> None:
     for seed in range(3):
         with pytest.raises(PtxError, match=r"race|standstill|more arrivals"):
             attend(replace(source, text=text), *given, tile, seed)
+
+
+def test_linears_need_all_that_orders_them() -> None:
+    tile = cluster_linear.Tile(2, 80, 2, 2, 2)
+    assert not survivors(cluster_linear.cluster_linear(tile), linear(tile, 256, 160, 328))
 
 
 @pytest.mark.parametrize("kind", ["f16", "bf16"])

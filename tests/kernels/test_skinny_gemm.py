@@ -14,25 +14,23 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from strop.ir.dims import const, symbol
-from strop.ir.graph import Node
+from strop.ir.device import CPU, Device
+from strop.kernels import library
 from strop.kernels.gemm import skinny as skinny_gemm
-from strop.kernels.gemm.choice import SMS
 from strop.kernels.gemm.skinny import MOST_HALVES, MOST_REGISTERS, ROWS, UNIT, Tile, chunk_of
+from strop.kernels.kernel import NEVER, RESULT, Call, Late, Launch, Stride
 from strop.runtime.build.cubin import compile_cubin
 from strop.runtime.build.loader import kernel_loader
-from strop.runtime.run.skinny_gemm import SkinnyGemm
+from strop.runtime.run.launched_calls import Launched
 from strop.testing import assert_as_accurate_as_eager
 from tests.codegen.test_triton_compile import TOOLS
+from tests.gpus import A100, H100, RTX_5090
 from tests.kernels.interpreted import Interpreted
+from tests.kernels.launching import call, launched, problem, refuse
 
 pytest.importorskip("triton")
 F16, BF16 = torch.float16, torch.bfloat16
 SHAPES = ((2, 320, 1280), (2, 1280, 1280), (2, 1280, 20160), (4, 768, 1000), (1, 2560, 8))
-
-
-def never(inputs: Sequence[Tensor], out: Tensor) -> None:
-    raise AssertionError("left to the library")
 
 
 def operands(
@@ -41,6 +39,11 @@ def operands(
     torch.manual_seed(rows + depth)
     x = torch.randn(rows, depth + gap, device=device).to(dtype)[:, :depth]
     return x, (torch.randn(columns, depth, device=device) * depth**-0.5).to(dtype)
+
+
+def bound(x: Tensor, w: Tensor, kernels: Any, stream: int = 0, **site: bool) -> Launched:
+    asked = problem("linear", x.shape, w.shape, dtype=x.dtype)
+    return launched(skinny_gemm.ROW.launch(asked, H100), kernels, stream, **site)
 
 
 @pytest.mark.parametrize("dtype", [F16, BF16])
@@ -60,55 +63,74 @@ def test_results(rows: int, depth: int, columns: int, gap: int, dtype: torch.dty
     out = torch.full((rows, columns), math.nan, dtype=dtype)
     for tensor in (x, w, out):
         kernels.known(tensor)
-    SkinnyGemm(never, kernels, 0, is_early=True, is_steady=True)((x, w), out)
+    bound(x, w, kernels, is_early=True).writing(refuse)((x, w), out)
     assert kernels.ran == ["skinny_gemm"]
+    assert kernels.early == [True]
     assert_as_accurate_as_eager(out, F.linear(x, w), F.linear(x.double(), w.double()))
 
 
-@pytest.mark.parametrize("why", ["columns", "odd rows", "weights", "result", "empty"])
+@pytest.mark.parametrize("why", ["columns", "odd rows", "odd place", "weights", "result"])
 def test_what_lies_otherwise_is_left_to_the_library(why: str) -> None:
     x, w = operands(2, 64, 16, F16)
     out = torch.zeros(2, 16, dtype=F16)
     x = {
         "columns": torch.zeros(64, 2, dtype=F16).t(),
-        "empty": x[:0],
         "odd rows": torch.zeros(2, 68, dtype=F16)[:, :64],
+        "odd place": torch.zeros(2, 80, dtype=F16)[:, 4:68],
     }.get(why, x)
     w = torch.zeros(64, 16, dtype=F16).t() if why == "weights" else w
-    out = {"result": torch.zeros(16, 2, dtype=F16).t(), "empty": out[:0]}.get(why, out)
+    out = torch.zeros(16, 2, dtype=F16).t() if why == "result" else out
     kernels: Any = Interpreted()
     left = list[Sequence[Tensor]]()
-    SkinnyGemm(lambda inputs, out: left.append(inputs), kernels, 0, is_early=True, is_steady=True)(
-        (x, w), out
-    )
+    bound(x, w, kernels).writing(lambda inputs, out: left.append(inputs))((x, w), out)
     assert len(left) == 1
     assert not kernels.ran
 
 
-def node(op: str, *shapes: Sequence[Any], dtype: torch.dtype = F16) -> Node:
-    operands = [
-        Node("input", (), {}, tuple(const(n) if isinstance(n, int) else n for n in shape), dtype)
-        for shape in shapes
-    ]
-    return Node(op, tuple(operands), {}, operands[0].shape, dtype)
+def test_a_single_row_may_have_any_stride() -> None:
+    x, w = operands(1, 64, 16, F16)
+    odd = x.as_strided(x.shape, (3, 1))
+    kernels: Any = Interpreted()
+    out = torch.full((1, 16), math.nan, dtype=F16)
+    for tensor in (odd, w, out):
+        kernels.known(tensor)
+    bound(odd, w, kernels).writing(refuse)((odd, w), out)
+    torch.testing.assert_close(out, F.linear(x, w))
+
+
+def test_no_row_is_no_work_of_its() -> None:
+    asked = problem("linear", (0, 64), (16, 64))
+    assert skinny_gemm.ROW.cost_us(asked, H100) == NEVER
+    assert skinny_gemm.ROW.launch(asked, H100) is None
 
 
 @pytest.mark.parametrize(
-    ("given", "expected"),
+    ("given", "reason"),
     [
-        (node("linear", (symbol("b"), 320), (1280, 320)), True),
-        (node("linear", (symbol("b"), 320), (1280, 320), dtype=torch.float32), False),
-        (node("linear", (symbol("b"), 320), (1280, 320), (1280,)), False),
-        (node("linear", (symbol("b"), 8, 320), (1280, 320)), False),  # eight rows at least
-        (node("linear", (symbol("b"), 96), (1280, 96)), False),
-        (node("linear", (symbol("b"), 768), (1280, 768)), False),
-        (node("linear", (symbol("b"), 5120), (1280, 5120)), False),
-        (node("linear", (symbol("b"), 320), (symbol("n"), 320)), False),
-        (node("linear_add", (symbol("b"), 320), (1280, 320), (symbol("b"), 1280)), False),
+        (call("linear", ("b", 320), (1280, 320)), ""),
+        (call("linear", ("b", 320), (1280, 320), dtype=BF16), ""),
+        (call("linear", ("b", 320), (1280, 320), dtype=torch.float32), "fp16 or bf16"),
+        (call("linear", ("b", 320), (1280, 320), (1280,)), "a linear without bias"),
+        (call("linear", ("b", 8, 320), (1280, 320)), "up to 4 rows"),  # eight at least
+        (call("linear", ("b", 96), (1280, 96)), "a multiple of 64"),
+        (call("linear", ("b", 768), (1280, 768)), ""),
+        (call("linear", ("b", 2560), (1280, 2560)), ""),
+        (call("linear", ("b", 5120), (1280, 5120)), "up to 2560"),
+        (call("linear", ("b", 0), (1280, 0)), "a multiple of 64"),
+        (call("linear", ("b", 320), (0, 320)), "weights of a known size"),
+        (call("linear", ("b", 320), ("n", 320)), "weights of a known size"),
     ],
 )
-def test_what_fits(given: Node, expected: bool) -> None:
-    assert skinny_gemm.fits(given) == expected
+def test_what_fits(given: Call, reason: str) -> None:
+    for device in (A100, H100, RTX_5090):
+        found = skinny_gemm.ROW.supports(given, device)
+        assert reason in found
+        assert bool(reason) == bool(found)
+    assert skinny_gemm.ROW.supports(given, CPU) == "runs on GPUs"
+
+
+def test_a_sum_is_no_operator_of_its() -> None:
+    assert skinny_gemm.ROW.ops == ("linear",)
 
 
 def test_tiles_hold_what_registers_do() -> None:
@@ -117,44 +139,64 @@ def test_tiles_hold_what_registers_do() -> None:
         assert depth % chunk == 0
         assert chunk & (chunk - 1) == 0
         for columns in (8, 1280, 20160):
-            tile = skinny_gemm.tile_of(columns, depth)
-            assert tile.cols * depth <= tile.num_warps * 32 * MOST_HALVES
-            assert tile.num_warps == 2 or columns >= 2 * SMS * tile.cols
+            for sms in (H100.sms, A100.sms):
+                tile = skinny_gemm.tile_of(columns, depth, sms)
+                assert tile.cols * depth <= tile.num_warps * 32 * MOST_HALVES
+                assert tile.num_warps == 2 or columns >= 2 * sms * tile.cols
 
 
-def test_rows_choose_and_all_is_known_before() -> None:
-    shapes = [const(1280), const(320)]
-    anywhere = skinny_gemm.sources_anywhere("linear", {}, [(), shapes], F16)
+@pytest.mark.parametrize("device", [A100, H100, RTX_5090], ids=lambda device: device.name)
+def test_rows_choose_and_all_is_known_before(device: Device) -> None:
+    asked = call("linear", ("b", 320), (1280, 320))
+    anywhere = list(skinny_gemm.ROW.forms(asked, device))
     assert len(anywhere) == len(ROWS)
     for rows in range(1, 6):
-        at = skinny_gemm.sources_at("linear", {}, [(rows, 320), (1280, 320)], F16)
-        assert len(at) == (rows <= max(ROWS))
-        assert set(at) <= set(anywhere)
+        choice = library.select(asked, asked.at({"b": rows}), device)
+        assert (choice.kernel == "skinny_gemm") == (rows <= max(ROWS))
+        assert len(choice.sources) == (rows <= max(ROWS))
+        assert set(choice.sources) <= set(anywhere)
+
+
+def test_it_takes_as_long_as_its_weights() -> None:
+    """Which a library waits for, too, and then for the launch before."""
+    asked = problem("linear", (2, 1280), (20160, 1280))
+    choice = library.select(asked.call, asked, H100)
+    assert choice.cost_us < dict(choice.beaten)["cublas"]
+    half = problem("linear", (2, 1280), (10080, 1280))
+    assert 1.5 < choice.cost_us / skinny_gemm.ROW.cost_us(half, H100) < 2
+
+
+def test_what_is_launched() -> None:
+    launches = skinny_gemm.ROW.launch(problem("linear", (3, 320), (1280, 320)), H100)
+    assert launches is not None
+    (part,) = launches.parts
+    assert isinstance(part, Launch)
+    assert [operand.number for operand in part.operands] == [0, 1, RESULT]
+    assert part.scalars == (3, 1280, Stride(0, 0, 8), Late.WEIGHTS)
 
 
 def test_late_weights_are_waited_for() -> None:
     x, w = operands(2, 64, 16, F16)
-    scalars = []
-
-    class Kernels:
-        def build(self, sources: Any) -> None: ...
-
-        def bind(self, source: Any, pointers: Any, given: Any, stream: int, early: bool) -> Any:
-            scalars.append(given)
-            return Interpreted().bind(source, pointers, given, stream)
-
-    kernels: Any = Kernels()
+    out = torch.zeros(2, 16, dtype=F16)
+    kernels: Any = Interpreted()
+    for tensor in (x, w, out):
+        kernels.known(tensor)
     for is_steady in (True, False):
-        call = SkinnyGemm(never, kernels, 0, is_early=True, is_steady=is_steady)
-        call._bind(x, w)
-    assert scalars == [[2, 16, 8, 0], [2, 16, 8, 1]]
+        bound(x, w, kernels, is_early=True, is_steady=is_steady).writing(refuse)((x, w), out)
+    assert [each.scalars for each in kernels.bound] == [(2, 16, 8, 0), (2, 16, 8, 1)]
+
+
+@pytest.mark.parametrize("arch", [80, 86, 89, 120])
+def test_it_compiles_for_gpus_without_early_launches(arch: int) -> None:
+    tile = skinny_gemm.tile_of(1280, 1280, A100.sms)
+    assert compile_cubin(skinny_gemm.skinny_gemm(2, 1280, tile, F16), arch).code
 
 
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("depth", [320, 1280, 2560])
 def test_weights_are_asked_for_before_the_wait(rows: int, depth: int, tmp_path: Path) -> None:
     """In pieces of 16 bytes, and nothing is spilled."""
-    tile = skinny_gemm.tile_of(1280, depth)
+    tile = skinny_gemm.tile_of(1280, depth, H100.sms)
     code = compile_cubin(skinny_gemm.skinny_gemm(rows, depth, tile, F16), 90).code
     (tmp_path / "k.cubin").write_bytes(code)
     done = subprocess.run(
@@ -186,6 +228,7 @@ def test_on_a_gpu(rows: int, depth: int, columns: int, dtype: torch.dtype) -> No
     exact = F.linear(x.double(), w.double())
     for is_steady in (True, False):
         out = torch.full((rows, columns), math.nan, dtype=dtype, device="cuda")
-        SkinnyGemm(never, kernels, stream, is_early=True, is_steady=is_steady)((x, w), out)
+        found = bound(x, w, kernels, stream, is_early=True, is_steady=is_steady)
+        found.writing(refuse)((x, w), out)
         assert_as_accurate_as_eager(out, F.linear(x, w), exact)
-    assert Tile(16, 8) == skinny_gemm.tile_of(20160, 1280)
+    assert Tile(16, 8) == skinny_gemm.tile_of(20160, 1280, H100.sms)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,12 +14,15 @@ from torch import Tensor
 
 from strop.ir.functions import HALVES
 from strop.ir.source import KernelSource
-from strop.kernels.attention.choice import FEW_KEYS, tiles_of
 from strop.kernels.attention.tma import Tile, tma_attention
+from strop.kernels.tuned import tuned
 from strop.runtime.build.loader import kernel_loader
-from strop.runtime.run.tma_attention import TmaAttention
+from strop.runtime.run.launched_calls import Launched
 from strop.testing import assert_as_accurate_as_eager
 from tests.codegen.test_triton_compile import compiled, disassemble, resources
+from tests.gpus import H100
+from tests.kernels.interpreted import Interpreted
+from tests.kernels.launching import attends, by_tile, launched, refuse
 
 pytest.importorskip("triton")
 from triton.tools.tensor_descriptor import TensorDescriptor
@@ -35,52 +37,13 @@ TILES = {  # few keys, and else
     160: (WITH_QUERIES, WITH_QUERIES),
 }
 HEADS = tuple(TILES)
-IN_USE = [(head, tile) for head in HEADS for tile in tiles_of(head) if isinstance(tile, Tile)]
-View = tuple[Sequence[int], Sequence[int]]
-
-
-class Bound:
-    """Stands for a launch. It knows memory by its address alone, as a GPU does."""
-
-    def __init__(self, source: KernelSource, scalars: Sequence[int], views: Sequence[View]) -> None:
-        self.source, self.views = source, views
-        self.scalars = {f"s{i}": n for i, n in enumerate(scalars)}
-        self.pointers = [0] * len(views)
-
-    def set_pointer(self, place: int, pointer: int) -> None:
-        self.pointers[place] = pointer
-
-    def __call__(self) -> None:
-        seen = map(self._seen, self.pointers, self.views)
-        interpret(self.source, described(self.source, list(seen)), self.scalars)
-
-    def _seen(self, pointer: int, view: View) -> Tensor:
-        last = sum((n - 1) * step for n, step in zip(*view, strict=True))
-        memory = (ctypes.c_byte * (2 * last + 2)).from_address(pointer)
-        flat = torch.frombuffer(memory, dtype=self.source.params[0])
-        return flat.as_strided(*map(tuple, view))
-
-
-class Interpreted:
-    """Stands where a GPU's kernels are built and bound."""
-
-    def __init__(self) -> None:
-        self.bound: list[Bound] = []
-
-    def build(self, sources: Sequence[KernelSource]) -> None:
-        pass
-
-    def bind(
-        self,
-        source: KernelSource,
-        pointers: Sequence[int],
-        scalars: Sequence[int],
-        stream: int,
-        early: bool,
-        views: Sequence[View],
-    ) -> Bound:
-        self.bound.append(Bound(source, scalars, views))
-        return self.bound[-1]
+FEW_KEYS = tuned(H100).attention.few_keys
+IN_USE = [
+    (head, tile)
+    for head in HEADS
+    for tile in tuned(H100).attention.tiles(head)
+    if isinstance(tile, Tile)
+]
 
 
 def described(source: KernelSource, tensors: Sequence[Tensor]) -> list[TensorDescriptor]:
@@ -90,18 +53,17 @@ def described(source: KernelSource, tensors: Sequence[Tensor]) -> list[TensorDes
     ]
 
 
-def always(head: int, batch_times_heads: int, queries: int, keys: int) -> Tile | None:
+def bound(kernels: Any, q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> Launched:
     """Where the library is faster, too."""
-    return TILES[head][keys > FEW_KEYS] if head in TILES else None
-
-
-def refuse(inputs: Sequence[Tensor]) -> Tensor:
-    raise AssertionError("the library's way")
+    tile = TILES[q.shape[-1]][k.shape[2] > FEW_KEYS]
+    return launched(by_tile(tile, attends(q, k, v, scale)), kernels)
 
 
 def run(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> Tensor:
     kernels: Any = Interpreted()
-    return TmaAttention(refuse, kernels, 0, scale=scale, choose=always)((q, k, v))
+    found = bound(kernels, q, k, v, scale).allocating(refuse)((q, k, v))
+    assert kernels.ran == ["tma_attention"]
+    return found
 
 
 def of_tile(tile: Tile, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -198,22 +160,23 @@ def test_nothing_of_a_neighbour() -> None:
     assert torch.equal(run(inner[0][:, :, :70], *inner[1:]), run(*given))
     kernels: Any = Interpreted()
     memory = torch.full((2, 80, 2, 40), 7.0, dtype=torch.float16)
-    call = TmaAttention(refuse, kernels, 0, choose=always)
-    call(given)
-    (bound,) = kernels.bound
-    for place in range(3, len(bound.pointers), 4):
-        bound.set_pointer(place, memory.data_ptr())
-    bound()
+    bound(kernels, *given).allocating(refuse)(given)
+    (kernel,) = kernels.bound
+    for place in range(3, len(kernel.pointers), 4):
+        kernel.set_pointer(place, memory.data_ptr())
+    kernel()
     assert bool((memory.flatten()[2 * 70 * 2 * 40 :] == 7.0).all())
 
 
-def test_a_kernel_is_bound_once_for_each_form() -> None:
+def test_a_kernel_is_bound_once_for_each_way_to_lie() -> None:
     kernels: Any = Interpreted()
-    call = TmaAttention(refuse, kernels, 0, choose=always)
-    for size in (20, 20, 30, 20):
-        q, k, v = (torch.randn(1, size, 2, 40).half().transpose(1, 2) for _ in range(3))
-        judge(call((q, k, v)), q, k, v)
+    given = [torch.randn(1, 20, 2, 40).half().transpose(1, 2) for _ in range(3)]
+    call = bound(kernels, *given).allocating(refuse)
+    merged = torch.randn(1, 20, 2, 80).half().transpose(1, 2)[..., :40]
+    for q in (given[0], given[1], merged, given[0]):
+        judge(call((q, *given[1:])), q, *given[1:])
     assert len(kernels.bound) == 2
+    assert len(kernels.ran) == 4
 
 
 def test_dims_of_size_1_may_have_any_stride() -> None:
@@ -228,27 +191,34 @@ def misplaced(tensor: Tensor) -> Tensor:
 
 
 Q = torch.randn(2, 2, 20, 40).half()
-ODD = {
-    "keys of one head for all": (Q, *[Q[:, :1].expand(-1, 2, -1, -1)] * 2),
+OTHER = {  # sizes
     "keys of another count of heads": (Q, Q[:, :1], Q[:, :1]),
     "another count of values": (Q, Q, Q[:, :, :7]),
     "another width": (Q, Q[..., :32], Q[..., :32]),
     "values of another width": (Q, Q, Q[..., :32]),
     "no query": (Q[:, :, :0], Q, Q),
     "no key": (Q, Q[:, :, :0], Q[:, :, :0]),
+    "too many heads": (torch.empty(1, 1, 1, 40).half().expand(1, 2**16, 1, 40),) * 3,
+}
+ODD = {  # places in memory
+    "keys of one head for all": (Q, *[Q[:, :1].expand(-1, 2, -1, -1)] * 2),
     "an odd stride": (Q, torch.randn(2, 2, 20, 44).half()[..., :40], Q),
     "numbers apart": (Q, Q.mT.contiguous().mT, Q),
     "an odd address": (misplaced(Q), Q, Q),
-    "an unknown width": (Q[..., :32],) * 3,
-    "too many heads": (torch.empty(1, 1, 1, 40).half().expand(1, 2**16, 1, 40),) * 3,
 }
+
+
+@pytest.mark.parametrize("name", OTHER)
+def test_no_tile_takes_other_sizes(name: str) -> None:
+    for tile in dict.fromkeys(tile for tiles in TILES.values() for tile in tiles):
+        assert by_tile(tile, attends(*OTHER[name])) is None
 
 
 @pytest.mark.parametrize("name", ODD)
 def test_the_library_does_what_does_not_lie_right(name: str) -> None:
     kernels: Any = Interpreted()
     answer = torch.zeros(1)
-    call = TmaAttention(lambda inputs: answer, kernels, 0, choose=always)
+    call = bound(kernels, *ODD[name]).allocating(lambda inputs: answer)
     for _ in range(2):
         assert call(ODD[name]) is answer
     assert not kernels.bound
@@ -256,10 +226,9 @@ def test_the_library_does_what_does_not_lie_right(name: str) -> None:
 
 def test_tensors_of_2_to_the_31_elements_are_for_the_library() -> None:
     huge = torch.empty(1, 2, 2**31 // 80 + 1, 40, device="meta", dtype=torch.float16)
-    call = TmaAttention(refuse, Interpreted(), 0, choose=always)  # type: ignore[arg-type]
-    assert call._tile(huge, huge, huge) is None
     half = huge[:, :, : 2**29 // 80]
-    assert call._tile(half, half, half) is not None
+    for given, is_ours in ((huge, False), (half, True)):
+        assert (by_tile(TILES[40][1], attends(given, given, given)) is not None) == is_ours
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
@@ -324,7 +293,11 @@ def test_on_a_gpu(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     longest = max(queries, keys)
     kernels, stream = kernel_loader("cuda", 0, "", 0), torch.cuda.Stream()
-    call = TmaAttention(refuse, kernels, stream.cuda_stream, choose=always)
+    shapes = ((batch, heads, size, head) for size in (queries, keys, keys))
+    like = [torch.empty(shape, dtype=dtype, device="meta") for shape in shapes]
+    tile = TILES[head][keys > FEW_KEYS]
+    found = launched(by_tile(tile, attends(*like)), kernels, stream.cuda_stream)
+    call = found.allocating(refuse)
     with torch.cuda.stream(stream), torch.no_grad():
         for _ in range(2):  # other addresses the second time
             merged = torch.randn(batch, longest, 3, heads, head, device="cuda").to(dtype)

@@ -15,22 +15,27 @@ from torch import Tensor
 from strop.errors import CodegenError
 from strop.ir.device import GpuTarget
 from strop.ir.source import KernelSource
-from strop.kernels.attention.choice import LEAST_QUERIES, tiles_of
 from strop.kernels.attention.moves import RESULT
 from strop.kernels.attention.wgmma import KINDS, Layout, wgmma_attention
 from strop.kernels.attention.wgmma_tiles import WgmmaTile
+from strop.kernels.tuned import tuned
 from strop.runtime.build import compilers as builds
 from strop.runtime.build.cubin import cache_key
 from strop.runtime.build.loader import kernel_loader
-from strop.runtime.run.tma_attention import TmaAttention
 from tests.codegen.test_triton_compile import TOOLS, compiled, disassemble, resources
+from tests.gpus import H100
+from tests.kernels.launching import attends, by_tile, launched, refuse
 from tests.kernels.test_ptx_kernels import attended, heads
-from tests.kernels.test_tma_attention import judge, refuse
+from tests.kernels.test_tma_attention import judge
 
 pytest.importorskip("triton")
 
+TIMES = tuned(H100).attention
 IN_USE = [
-    (head, tile) for head in LEAST_QUERIES for tile in tiles_of(head) if isinstance(tile, WgmmaTile)
+    (head, tile)
+    for head in TIMES.least_queries
+    for tile in TIMES.tiles(head)
+    if isinstance(tile, WgmmaTile)
 ]
 
 
@@ -105,7 +110,7 @@ def test_what_the_assembler_refuses_is_named() -> None:
     worker = builds.Worker()
     try:
         with pytest.raises(CodegenError, match=r"wgmma_attention.*wgmma") as caught:
-            worker.compile(replace(source, text=text), 90)
+            worker.compile(replace(source, text=text), GpuTarget(90))
         assert "ptxas" in str(caught.value)
     finally:
         worker.dismiss()
@@ -121,6 +126,9 @@ OF_HEADS = {  # batch, heads, queries, keys
     40: ((2, 8, 4096, 4096), (2, 3, 1000, 333), (1, 1, 64, 80), (1, 2, 1, 81), (3, 1, 700, 161)),
     64: ((2, 5, 1000, 77), (1, 1, 1, 1), (2, 2, 130, 80), (2, 20, 1024, 1024)),
     80: ((2, 8, 1024, 1024), (2, 3, 777, 1001), (1, 2, 70, 129), (3, 1, 5, 257)),
+    72: ((2, 16, 1024, 1024), (1, 3, 70, 333)),
+    96: ((2, 16, 1024, 1024), (1, 3, 70, 333)),
+    128: ((2, 8, 1024, 1024), (1, 3, 70, 333)),
     160: (),
 }
 
@@ -128,7 +136,8 @@ OF_HEADS = {  # batch, heads, queries, keys
 def of_tile(tile: WgmmaTile, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     kernels = kernel_loader("cuda", 0, "", 0)
     stream = torch.cuda.current_stream().cuda_stream
-    return TmaAttention(refuse, kernels, stream, choose=lambda *sizes: tile)((q, k, v))
+    found = launched(by_tile(tile, attends(q, k, v)), kernels, stream)
+    return found.allocating(refuse)((q, k, v))
 
 
 def by_the_machine(tile: WgmmaTile, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -232,7 +241,9 @@ def test_nothing_of_a_neighbour(head: int, tile: WgmmaTile) -> None:
 def test_in_a_graph_and_on_other_addresses() -> None:
     kernels, stream = kernel_loader("cuda", 0, "", 0), torch.cuda.Stream()
     shape, tile = (2, 8, 1024, 1024), WgmmaTile(3, 80, 3)
-    call = TmaAttention(refuse, kernels, stream.cuda_stream, choose=lambda *sizes: tile)
+    like = operands(shape, 40, torch.float16, "meta")
+    found = launched(by_tile(tile, attends(*like)), kernels, stream.cuda_stream)
+    call = found.allocating(refuse)
     with torch.cuda.stream(stream), torch.no_grad():
         for _ in range(2):
             given = operands(shape, 40, torch.float16)

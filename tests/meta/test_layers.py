@@ -77,6 +77,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "api",
         "backend",
         "ir",
+        "kernels",
         "fusion.plan",
         "patterns",
         "dispatch",

@@ -36,6 +36,8 @@ def test_the_environment_fills_in_what_the_caller_leaves_open(monkeypatch) -> No
         ("STROP_STRICT", "yes", "0, 1, true or false"),
         ("STROP_BUILD_WORKERS", "many", "a whole number"),
         ("STROP_GRAPH_BUDGET_BYTES", "-1", "a whole number"),
+        ("STROP_ARCH", "sm_86", "a whole number: .* 80, 86, 87 or 89"),
+        ("STROP_ARCH", "8.6", "a whole number"),
     ],
 )
 def test_a_wrong_value_is_named(monkeypatch, name: str, text: str, hint: str) -> None:
@@ -49,6 +51,7 @@ def test_a_wrong_value_is_named(monkeypatch, name: str, text: str, hint: str) ->
 def test_only_what_changes_the_code_is_in_the_key() -> None:
     assert Options(strict=True, cache_dir="elsewhere").key() == Options().key()
     assert Options(disable=("dot_merge",)).key() != Options().key()
+    assert len({Options(arch=arch).key() for arch in (0, 80, 86)}) == 3
 
 
 def test_options_do_not_change() -> None:

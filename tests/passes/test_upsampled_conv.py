@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from strop.kernels.gemm.choice import form_of
+from strop.kernels.gemm.choice import picture_of as sizes_of
 from torch import Tensor, nn
 
 import strop
@@ -15,8 +17,6 @@ from strop.backend import compile_graph
 from strop.codegen.assemble import Signature
 from strop.ir.graph import Graph
 from strop.ir.program import CallStep
-from strop.kernels.gemm.choice import form_of
-from strop.kernels.gemm.choice import picture_of as sizes_of
 from strop.options import Options
 from strop.passes import run as run_passes
 from strop.runtime.run import library_calls as calls

@@ -159,7 +159,7 @@ def counted(shares: list[int]):
         shares.append(len(host))
         return placed, host
 
-    with patch("strop.runtime.run.executor.shared", counting):
+    with patch("strop.runtime.run.memory_plan.shared", counting):
         yield
 
 
@@ -196,7 +196,6 @@ def test_an_argument_is_written_after_its_last_reading(cols: int) -> None:
     with (
         interpreted(triton=True),
         torch.no_grad(),
-        patch.object(aot, "Bound", stand_in.TritonBound),
         patch.object(aot, "kernel_loader", lambda *args: stand_in._NoKernels()),
     ):
         found = torch.compile(add_and_norm, backend="strop", dynamic=False)(mine, y)

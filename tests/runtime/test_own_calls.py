@@ -8,6 +8,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from strop.runtime.run.narrow_convolution import NarrowConvolution
+from strop.runtime.run.tma_attention import TmaAttention
+from strop.runtime.run.wgmma_gemm import WgmmaGemm
+from strop.runtime.run.wide_attention import WideAttention, working_bytes
 from torch import Tensor, nn
 
 from strop.backend import compile_graph
@@ -19,11 +23,7 @@ from strop.kernels.attention.exp_rows import exp_rows
 from strop.options import Options
 from strop.runtime.run import own_calls
 from strop.runtime.run.executor import Bound
-from strop.runtime.run.memory import Workspace
-from strop.runtime.run.narrow_convolution import NarrowConvolution
-from strop.runtime.run.tma_attention import TmaAttention
-from strop.runtime.run.wgmma_gemm import WgmmaGemm
-from strop.runtime.run.wide_attention import WideAttention, working_bytes
+from strop.runtime.run.workspace import Workspace
 from tests.frontend.tracing import trace
 from tests.gpus import A100, H100, RTX_5090
 
@@ -87,9 +87,9 @@ def linked(
     """The library of kernels, and what calls the steps of the program make."""
     kernels: Any = Kernels(device)
     bound = Bound(program, SIZES, state, kernels, Workspace(torch.device("cpu")), 0)
-    bound._link(torch.empty(bound.arena_bytes, dtype=torch.uint8))
+    linked = bound._link(torch.empty(bound.arena_bytes, dtype=torch.uint8))
     found = []
-    for step, run in zip(bound.steps, bound._steps, strict=True):
+    for step, run in zip(bound.steps, linked.steps, strict=True):
         if isinstance(step, CallStep):
             cells = [cell.cell_contents for cell in run.__closure__ or ()]
             ours = [type(c).__name__ for c in cells if isinstance(c, OWN)]
@@ -135,18 +135,18 @@ def test_scores_lie_in_the_arena() -> None:
     program, state = compiled(OURS, head=512)
     kernels: Any = Kernels(H100)
     bound = Bound(program, SIZES, state, kernels, Workspace(torch.device("cpu")), 0)
-    ((position, size),) = bound._wide.items()
+    ((position, size),) = bound.plan.own.wide.items()
     assert size == 2 * 1024 * (1024 * (4 + 2) + 4 + 512 * 4)
-    begin = bound._offsets["scratch", position, 0]
+    begin = bound.plan.memory.scratch[position, 0]
     assert begin + size <= bound.arena_bytes
     step = bound.steps[position]
     assert isinstance(step, CallStep)
     read = {ref.buffer for ref in step.inputs}
     assert read
     for number in read:
-        place = bound._offsets["buffer", number, 0]
-        assert place >= begin + size or place + bound._size_bytes(number) <= begin
-    assert working_bytes(program, bound.steps, {position}, bound._eval_all) == {}
+        place = bound.plan.memory.buffers[number]
+        assert place >= begin + size or place + bound.plan.sizes.bytes_of(number) <= begin
+    assert working_bytes(program, bound.steps, {position}, bound.plan.sizes.all) == {}
     assert working_bytes(program, bound.steps, (), lambda _: (0, 1, 2, 512)) == {}
 
 
@@ -174,7 +174,7 @@ def test_what_follows_a_kernel_of_ours_may_begin_early() -> None:
         convs = [
             n for n, s in enumerate(bound.steps) if isinstance(s, CallStep) and s.op == "conv2d"
         ]
-        behind[options] = bound._follows_a_kernel(convs[1] + 1)
+        behind[options] = convs[1] + 1 in bound.plan.early
     assert behind == {OURS: True, PLAIN: False}
 
 

@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from strop.kernels.gemm.choice import Form, form
+from strop.runtime.run.wgmma_gemm import WgmmaGemm
 from torch import Tensor, nn
 
 import strop
@@ -20,7 +22,6 @@ from strop.codegen.assemble import Signature
 from strop.ir.program import CallStep
 from strop.ir.source import KernelSource, Split
 from strop.kernels.gemm import choice as products
-from strop.kernels.gemm.choice import Form, form
 from strop.kernels.gemm.implicit import Picture, picture_of
 from strop.kernels.gemm.tile import Tile
 from strop.kernels.gemm.wgmma_gemm import wgmma_gemm
@@ -31,8 +32,7 @@ from strop.runtime.loop.hoisting import Hoist, Kept, Tally
 from strop.runtime.run import own_calls
 from strop.runtime.run.executor import Bound
 from strop.runtime.run.library_calls import upsampled
-from strop.runtime.run.memory import Workspace
-from strop.runtime.run.wgmma_gemm import WgmmaGemm
+from strop.runtime.run.workspace import Workspace
 from strop.testing import assert_as_accurate_as_eager
 from tests.frontend.tracing import trace
 from tests.gpus import H100
@@ -269,26 +269,26 @@ def linked(options: Options, rows: int = 2048) -> Bound:
 def test_only_weights_that_nothing_writes_are_steady() -> None:
     bound = linked(Options())
     calls = {n: s for n, s in enumerate(bound.steps) if isinstance(s, CallStep)}
-    assert [bound._own[n].family for n in calls] == ["wgmma_gemm"] * 3
-    assert [bound._own[n].is_steady for n in calls] == [True, False, True]
+    assert [bound.plan.own.chosen[n].family for n in calls] == ["wgmma_gemm"] * 3
+    assert [bound.plan.own.chosen[n].is_steady for n in calls] == [True, False, True]
     first, _, kept = (step.inputs[1] for step in calls.values())
     written = CallStep("write", (kept, first), (), (), "")
     program = replace(bound.program, steps=(*bound.program.steps, written))
-    chosen = own_calls.chosen(program, bound.steps, bound._eval_all, H100)
+    chosen = own_calls.chosen(program, bound.steps, bound.plan.sizes.all, H100)
     assert [chosen[n].is_steady for n in calls] == [True, False, False]
 
 
 def test_skinny_gemm_and_other_options_are_the_librarys() -> None:
-    assert not linked(Options(wgmma_gemm=False))._own
-    assert not linked(Options().in_training)._own
-    assert not linked(Options(), rows=16)._own
+    assert not linked(Options(wgmma_gemm=False)).plan.own.chosen
+    assert not linked(Options().in_training).plan.own.chosen
+    assert not linked(Options(), rows=16).plan.own.chosen
 
 
 def test_the_first_launch_of_a_run_waits_for_the_caller() -> None:
     """Who may have written the weights; a product behind it begins early and does not ask."""
     bound = linked(Options())
-    assert not bound._follows_a_kernel(0)
-    assert bound._follows_a_kernel(1)
+    assert 0 not in bound.plan.early
+    assert 1 in bound.plan.early
 
 
 class Loop(nn.Module):
@@ -318,10 +318,10 @@ def test_the_first_launch_of_each_half_waits_for_the_caller() -> None:
     place = Kept(torch.device("cpu"))
     hoist = Hoist((prompt,), place, [t for t in state if t is not None], Tally())
     bound = Bound(program, sizes, state, kernels, Workspace(torch.device("cpu")), 0, hoist)
-    halves = (bound.hoisted.steps, bound._late)
+    halves = (bound.hoisted.steps, bound.plan.order.late)
     assert all(len(half) > 1 for half in halves)
     for half in halves:
-        assert [bound._follows_a_kernel(p) for p in half] == [False, *[True] * (len(half) - 1)]
+        assert [p in bound.plan.early for p in half] == [False, *[True] * (len(half) - 1)]
 
 
 needs_a_gpu = pytest.mark.skipif(

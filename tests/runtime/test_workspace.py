@@ -15,7 +15,8 @@ from strop.options import Options
 from strop.runtime.run import cuda_graphs as graphs
 from strop.runtime.run import executor
 from strop.runtime.run.executor import Bound
-from strop.runtime.run.memory import Workspace, aligned, workspace_of
+from strop.runtime.run.memory import aligned
+from strop.runtime.run.workspace import Workspace, workspace_of
 from tests.badinput.nets import optimized
 from tests.badinput.test_memory import Stream, Torch, gpu  # noqa: F401  (a fixture)
 
@@ -85,7 +86,7 @@ def test_graphs_have_the_memory_of_runs(shared: Workspace) -> None:
     (captured,) = pool._graphs.values()
     (entry,) = module.forward._entries.values()
     (plain,) = entry.bounds.values()
-    assert captured.bound._memory is plain._memory is shared.memory
+    assert captured.bound._linked.memory is plain._linked.memory is shared.memory
     assert shared.memory.numel() > 0
 
 
@@ -96,7 +97,7 @@ def test_another_module_that_needs_more_moves_all(shared: Workspace, request: An
         assert_right(small, 5)
     (captured,) = graphs.pool_of(CPU)._graphs.values()
     assert_right(large, 5)
-    assert captured.bound._memory is None, "the old memory would stay as long as its graph"
+    assert captured.bound._linked is None, "the old memory would stay as long as its graph"
     assert captured.bound.has_moved
     assert torch_.cuda.num_captures == 1
     for _ in range(2):
@@ -137,7 +138,7 @@ def test_large_memory_is_given_back(shared: Workspace, monkeypatch: pytest.Monke
         assert_right(large, 5)
         assert shared.memory is before, "graphs of others would have to be captured again"
         (entry,) = large.forward._entries.values()
-        assert [bound._memory for bound in entry.bounds.values()] == [None]
+        assert [bound._linked for bound in entry.bounds.values()] == [None]
     (reason,) = large.forward.counters.fallbacks
     assert reason.endswith("GiB, is free for others between calls")
     assert large.forward.counters.replays == 0
@@ -193,7 +194,7 @@ def test_what_a_library_allocates_is_free_behind_its_last_reader() -> None:
         def around(position: int, step: Any) -> None:
             nonlocal most
             step()
-            most = max(most, sum(bound._slots[n] is not None for n in calls))
+            most = max(most, sum(bound._linked.slots[n] is not None for n in calls))
 
         bound.around = around
         torch.testing.assert_close(fast(x), expected)

@@ -15,7 +15,7 @@ import strop
 from strop import train
 from strop.errors import CaptureError, OptionError
 from strop.runtime.run import graph_keep_alive as leases
-from strop.runtime.run import memory
+from strop.runtime.run import workspace
 from strop.train import diagnosis, whole_step
 from strop.train.whole_step import _Call
 from tests.train import taped
@@ -356,7 +356,7 @@ def test_compiled_modules(recorder: taped.Recorder, monkeypatch: pytest.MonkeyPa
     """Hooks on gradients and copied arguments cost no graph more, and the working memory of what
     ran for a capture is kept when larger sizes ask for more."""
     monkeypatch.setattr(whole_step, "WARM_UPS", 99)  # no tape holds kernels in C++
-    monkeypatch.setattr(memory, "_WORKSPACES", {})  # others have made theirs grow
+    monkeypatch.setattr(workspace, "_WORKSPACES", {})  # others have made theirs grow
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.GELU(), nn.Linear(16, 8))
     eager = copy.deepcopy(net)

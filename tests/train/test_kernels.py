@@ -86,7 +86,7 @@ def test_accesses_are_16_bytes_wide(arch: int, name: str, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("name", ["shadow", "8bit"])
-@pytest.mark.parametrize("arch", [86, 89, 100])
+@pytest.mark.parametrize("arch", [86, 89, 100, 120])
 def test_kernels_compile(arch: int, name: str, tmp_path: Path) -> None:
     form = FORMS[name]
     update = sources.update_sweep(form, TUNING.update_of(form))

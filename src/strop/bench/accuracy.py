@@ -1,4 +1,4 @@
-"""Errors of ours and of eager, both against a run in higher precision."""
+"""Compute the errors of ours and of eager, both against a run in higher precision."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ REFERENCE = {
 
 @contextmanager
 def full_precision() -> Iterator[None]:
-    """No TF32 in convolutions and matrix products."""
+    """Turn off TF32 in convolutions and matrix products."""
     cudnn, matmul = torch.backends.cudnn, torch.backends.cuda.matmul
     before = cudnn.allow_tf32, matmul.allow_tf32
     cudnn.allow_tf32 = matmul.allow_tf32 = False
@@ -39,7 +39,8 @@ def run(workload: Workload, given: Mapping[str, Any]) -> Tensor:
 
 
 def references(case: BenchCase, device: torch.device) -> list[tuple[Tensor, Tensor]]:
-    """For every shape: eager's result, and the same weights and inputs in higher precision.
+    """Return for every shape eager's result, and that of the same weights and inputs in higher
+    precision.
 
     Eager is that of the peers, channels-last: libraries round differently in another layout.
     """
@@ -61,7 +62,7 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
 
 
 def judge(ours: Tensor, eager: Tensor, exact: Tensor) -> dict[str, Any]:
-    """RMS error <= 1.10 x eager's + 0.5 ulp, maximum <= 2 x eager's + 2 ulp.
+    """Apply the rule RMS error <= 1.10 x eager's + 0.5 ulp, maximum <= 2 x eager's + 2 ulp.
 
     Errors are relative to the RMS of the exact result, and an ulp is the dtype's epsilon at that
     magnitude.
@@ -83,8 +84,8 @@ def judge(ours: Tensor, eager: Tensor, exact: Tensor) -> dict[str, Any]:
 def worst(
     results: Sequence[Tensor], eager: Tensor | None, exact: Tensor | None
 ) -> dict[str, Any] | None:
-    """Of results of one call that ran in several ways, as the first and a replayed CUDA graph: the
-    error of the worst, or its PSNR to eager where nothing more exact is known."""
+    """Return the worst error among the results of one call that ran in several ways, such as the
+    first call and a replayed CUDA graph; or its PSNR to eager where nothing more exact is known."""
     if eager is not None and exact is not None:
         judged = [judge(found, eager, exact) for found in results]
         return max(judged, key=lambda error: (not error["is_good"], error["rms"]))
@@ -99,6 +100,7 @@ def _errors(found: Tensor, exact: Tensor, scale: float) -> tuple[float, float]:
 
 
 def psnr_db(a: Tensor, b: Tensor) -> float:
-    """Peak signal-to-noise ratio of pictures whose values lie in 0..1; inf when equal."""
+    """Return the peak signal-to-noise ratio of pictures whose values lie in 0..1; inf when
+    equal."""
     error = (a.double() - b.double()).square().mean().item()
     return math.inf if error == 0 else -10 * math.log10(error)

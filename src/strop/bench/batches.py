@@ -1,4 +1,5 @@
-"""``strop bench batches``: whole networks at many batch sizes, one compile against one a size.
+"""Measure whole networks at many batch sizes, one compile against one per size (``strop bench
+batches``).
 
 Strop compiles once and serves every batch; Inductor compiles each batch for itself, which is its
 fastest mode. On a GPU every contender runs in a hand-made CUDA graph over static arguments.
@@ -28,7 +29,7 @@ INNER = 20  # calls a sample on a GPU: what the one before has left in the cache
 
 @dataclass(frozen=True, slots=True)
 class Network:
-    """``result`` picks the tensor to compare from what the network returns."""
+    """Describe a network; ``result`` picks the tensor to compare from what the network returns."""
 
     name: str
     build: Callable[[], nn.Module]
@@ -95,7 +96,8 @@ def run(
     samples: int = 20,
     apart: bool = False,
 ) -> dict[str, Any]:
-    """One row a batch: milliseconds of every contender, seconds of its first call, our error.
+    """Return one row per batch: milliseconds of every contender, seconds of its first call, our
+    error.
 
     ``apart``: each batch is compiled in a process of its own, all at once, and timed in turn.
     """
@@ -129,7 +131,7 @@ def _alone(
     peers: Sequence[str],
     samples: int,
 ) -> Iterator[Any]:
-    """One batch, for ``in_turns``: its row, and what Strop counted."""
+    """Yield one batch for ``in_turns``: its row, and what Strop counted."""
     (network,) = (n for n in NETWORKS if n.name == name)
     field = _Field.of(network, device, dtype, peers, samples)
     steps = field.steps(batch)
@@ -138,7 +140,8 @@ def _alone(
 
 
 def _together(counts: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Of processes that all made the same graph; None for what differs."""
+    """Merge the counts of processes that all made the same graph; a count that differs becomes
+    None."""
     return {
         name: value if all(c[name] == value for c in counts) else None
         for name, value in counts[0].items()
@@ -147,7 +150,7 @@ def _together(counts: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class _Field:
-    """The contenders of one network."""
+    """Hold the contenders of one network."""
 
     network: Network
     ours: nn.Module
@@ -174,7 +177,7 @@ class _Field:
         return _Field(network, ours, eager, exact, peers, samples)
 
     def steps(self, batch: int) -> Iterator[Any]:
-        """None when everything is compiled and judged, then the row."""
+        """Yield None when everything is compiled and judged, then the row."""
         parameter = next(self.eager.parameters())
         device, dtype = parameter.device, parameter.dtype
         given = {n: t.to(device) for n, t in self.network.arguments(batch, dtype).items()}
@@ -215,8 +218,9 @@ class _Field:
 
 
 def _made(network: Network, device: torch.device, dtype: torch.dtype) -> nn.Module:
-    """Equal weights in every contender, whatever its type; batch norms as training leaves them. A
-    new one multiplies by 1 - 5e-6, whose only effect in fp16 is how ties are broken."""
+    """Give every contender equal weights, whatever its type, and batch norms as training leaves
+    them. A new batch norm multiplies by 1 - 5e-6, whose only effect in fp16 is how ties are
+    broken."""
     torch.manual_seed(0)
     module = network.build()
     for part in module.modules():
@@ -239,7 +243,7 @@ def _without_grad(module: Callable[..., Any], given: dict[str, Tensor]) -> Calla
 
 
 def rows_of(result: dict[str, Any]) -> list[tuple[str, ...]]:
-    """The table: header, then one row a batch."""
+    """Return the table: its header, then one row per batch."""
     names = list(result["rows"][0]["times"])
     table = [("batch", *(f"{name} ms" for name in names), *(f"{n} first s" for n in names))]
     for row in result["rows"]:

@@ -1,4 +1,4 @@
-"""What is measured: a model, its sizes, batches and dtype."""
+"""List what is measured: a model, its sizes, batches and dtype."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PIPE_SIZES: tuple[Size, ...] = (
 
 @dataclass(frozen=True, slots=True)
 class BenchCase:
-    """``kind``: "step" is one call of a module, "pipe" a whole picture."""
+    """Describe a case. ``kind``: "step" is one call of a module, "pipe" a whole picture."""
 
     name: str
     builder: Build

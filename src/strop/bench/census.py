@@ -1,4 +1,4 @@
-"""``strop bench models``: what becomes of each model of the zoo, judged.
+"""Judge what becomes of each model of the zoo (``strop bench models``).
 
 A model is good when one graph serves all its shapes without a recompile or a fallback, when at
 least 95 % of its compute nodes other than library anchors are inside generated kernels, and when
@@ -43,9 +43,10 @@ ANCHORS = (
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """One model. ``opaque``: calls by overload in one run of the first graph, ``origins`` where
-    in the model each comes from. ``kernel_share``: nodes in generated kernels over those and the
-    opaque calls. ``failure``: the first line of what was raised. ``parity``: empty when good."""
+    """Hold what became of one model. ``opaque``: calls by overload in one run of the first graph,
+    ``origins`` where in the model each comes from. ``kernel_share``: nodes in generated kernels
+    over those and the opaque calls. ``failure``: the first line of what was raised. ``parity``:
+    empty when good."""
 
     name: str
     family: str
@@ -73,7 +74,7 @@ class Verdict:
 
     @property
     def complaint(self) -> str:
-        """The first thing that is wrong, or nothing."""
+        """Return the first thing that is wrong, or nothing."""
         if self.failure:
             return self.failure
         if self.fallbacks and not self.is_captured:
@@ -91,7 +92,7 @@ class Verdict:
 
 
 class InFp64(TorchDispatchMode):
-    """fp64 stays fp64 where a model asks for fp32 in the middle, as norms and rotations do."""
+    """Keep fp64 where a model asks for fp32 in the middle, as norms and rotations do."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         wide = pytree.tree_map(_widened, (args, kwargs or {}))
@@ -123,7 +124,7 @@ def judge(
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """Inputs at one shape, and the seed of the weights that they meet."""
+    """Hold inputs at one shape, and the seed of the weights that they meet."""
 
     shape: Shape
     inputs: Inputs
@@ -155,7 +156,7 @@ def _judged(
 def _compiled(
     module: nn.Module, modules: Modules, samples: Sequence[Sample], options: strop.Options
 ) -> list[Any]:
-    """One compiled module, which gets the other weights in place."""
+    """Return one compiled module, which gets the other weights in place."""
     strop.optimize(module, options=options)
     results = []
     for sample in samples:
@@ -197,7 +198,7 @@ def _exact(modules: Modules, samples: Sequence[Sample]) -> list[Any]:
 
 
 def _cloned(value: Any) -> Any:
-    """Caches come as objects of their class again."""
+    """Copy ``value``, so that caches become objects of their class again."""
     return pytree.tree_map_only(Tensor, torch.clone, as_tree(value))
 
 
@@ -233,14 +234,14 @@ def _counts(module: nn.Module) -> dict[str, Any]:
 
 
 def _parts(variants: Sequence[Any]) -> str:
-    """What fixes sizes, or what the first two graphs are made for."""
+    """Return what fixes sizes, or what the first two graphs are made for."""
     if variants and variants[0].fixed:
         return _short(f"its code fixes {variants[0].fixed[-1]}", 200)
     return " or ".join(map(_made_for, variants[:2]))
 
 
 def _made_for(variant: Any) -> str:
-    """Sizes of the arguments and guards."""
+    """Return sizes of the arguments and guards."""
     sizes = ", ".join(f"({', '.join(spec.shape)})" for spec in variant.specs[:2])
     guards = " and ".join(map(str, variant.program.guards))
     return _short(sizes + (f" if {guards}" if guards else ""), 120)
@@ -249,7 +250,8 @@ def _made_for(variant: Any) -> str:
 def _parity(
     samples: Sequence[Sample], results: Sequence[Any], eager: Sequence[Any], exact: Sequence[Any]
 ) -> str:
-    """Empty, or what differs. Floats are judged over all shapes together, each result by itself."""
+    """Return what differs, or an empty text. Floats are judged over all shapes together, each
+    result by itself."""
     floats: dict[int, list[tuple[Tensor, Tensor, Tensor]]] = {}
     for sample, *triple in zip(samples, results, eager, exact, strict=True):
         (own, spec), (base, base_spec), (wide, _) = (
@@ -286,7 +288,7 @@ def run(
     each: Callable[[Verdict], None] = lambda _: None,
     num_shapes: int = 4,
 ) -> dict[str, Any]:
-    """All verdicts as JSON; ``each`` hears of them as they come."""
+    """Return all verdicts as JSON; ``each`` hears of them as they come."""
     rows = []
     for model in models:
         verdict = judge(model, device, options, num_shapes)
@@ -304,7 +306,7 @@ def run(
 
 
 def _missing(verdicts: Sequence[Verdict]) -> list[dict[str, Any]]:
-    """Overloads that torch runs: calls over the zoo, models, and one place each."""
+    """Return overloads that torch runs: calls over the zoo, models, and one place each."""
     calls: Counter[str] = Counter()
     models: dict[str, list[str]] = {}
     places: dict[str, str] = {}
@@ -320,7 +322,7 @@ def _missing(verdicts: Sequence[Verdict]) -> list[dict[str, Any]]:
 
 
 def rows_of(result: Mapping[str, Any]) -> list[tuple[str, ...]]:
-    """The table of all models: header, then a row each."""
+    """Return the table of all models: a header, then a row for each."""
     rows: list[tuple[str, ...]] = [
         ("model", "family", "passes", "graphs", "recompiles", "in kernels", "strict", "why not")
     ]
@@ -341,7 +343,7 @@ def rows_of(result: Mapping[str, Any]) -> list[tuple[str, ...]]:
 
 
 def markdown(result: Mapping[str, Any]) -> str:
-    """The page ``docs/models.md``."""
+    """Return the page ``docs/models.md``."""
     found = result["environment"]
     head = [
         "# Models",

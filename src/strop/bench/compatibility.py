@@ -1,4 +1,4 @@
-"""What becomes of each feature of diffusers, found by running it: docs/compatibility.md.
+"""Find out by running what becomes of each feature of diffusers: docs/compatibility.md.
 
 A row is one pipeline, scheduler, adapter, cache or way of offloading, built from a configuration at
 tiny widths with random weights. It is drawn in eager and optimised, and both pictures are compared.
@@ -41,8 +41,9 @@ SECTIONS = {
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """``graphs``: the most of one component, over two sizes of pictures. ``why``: reasons for what
-    runs in eager, or what was raised; ``left_out``: modules that ``optimize`` does not compile."""
+    """Hold what became of a feature. ``graphs``: the most of one component, over two sizes of
+    pictures. ``why``: reasons for what runs in eager, or what was raised; ``left_out``: modules
+    that ``optimize`` does not compile."""
 
     kind: str
     name: str
@@ -56,7 +57,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """A row to be made: its key, and what makes it."""
+    """Describe a row to be made: its key, and what makes it."""
 
     key: str
     make: Callable[[strop.Options], Row]
@@ -80,7 +81,8 @@ def tasks() -> Iterator[Task]:
 
 
 def pipeline_row(case: TinyPipeline, options: strop.Options) -> Row:
-    """Two pictures of one size, and one of another where eager draws that."""
+    """Draw two pictures of one size, and one of another size where eager draws that, and return the
+    row."""
     try:
         eager = case.made()
     except (ImportError, NameError) as error:  # a package of its own is missing
@@ -200,7 +202,7 @@ def _first_line(error: BaseException) -> str:
 
 
 def key_of(row: Mapping[str, Any]) -> str:
-    """The key of the task that makes a row."""
+    """Return the key of the task that makes a row."""
     on = "" if row["kind"] == "scheduler" else row["on"]
     return f"{row['kind']}/{row['name']}/{on}"
 
@@ -210,7 +212,7 @@ def as_json(rows: Sequence[Row]) -> list[dict[str, Any]]:
 
 
 def markdown(result: Mapping[str, Any]) -> str:
-    """The page docs/compatibility.md."""
+    """Return the page docs/compatibility.md."""
     rows, found = [Row(**row) for row in result["rows"]], result["environment"]
     counts = ", ".join(
         f"{sum(row.status == status for row in rows)} {status}"

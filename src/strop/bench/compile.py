@@ -1,4 +1,5 @@
-"""``strop bench compile``: seconds to the first result, with an empty cache and with a full one.
+"""Measure the seconds to the first result, with an empty cache and with a full one (``strop bench
+compile``).
 
 Each measurement has a fresh process. The clock starts when imports and weights are there and
 stops when the first result is on the device.
@@ -28,7 +29,7 @@ def run(
     num_shapes: int = 0,
     cache_dir: Path | None = None,
 ) -> dict[str, Any]:
-    """Cold and cached start of ``case`` over its first ``num_shapes`` shapes (0: all).
+    """Measure a cold and a cached start of ``case`` over its first ``num_shapes`` shapes (0: all).
 
     The cache is a new folder, or ``cache_dir``, which has to be empty, and which is kept.
     """
@@ -59,7 +60,7 @@ def run(
 def measure_here(
     case: BenchCase, device: torch.device, cache_dir: str, num_shapes: int
 ) -> dict[str, Any]:
-    """In this process: every shape's first and second call, stages, kernels and graphs."""
+    """Measure in this process every shape's first and second call, stages, kernels and graphs."""
     from strop.debug.explain import explain
 
     workload = case.build(device)

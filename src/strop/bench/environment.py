@@ -1,4 +1,4 @@
-"""Where a number was measured. Everything is read, nothing is set."""
+"""Describe where a number was measured. Everything is read, nothing is set."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _LOAD_S = 0.5  # until clocks have settled
 
 
 def describe(device: torch.device) -> dict[str, Any]:
-    """Versions, machine and commit, for the JSON of a result."""
+    """Return versions, machine and commit, for the JSON of a result."""
     found: dict[str, Any] = {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "strop": strop.__version__,
@@ -58,7 +58,7 @@ def describe(device: torch.device) -> dict[str, Any]:
 
 
 def switches() -> dict[str, Any]:
-    """Options that the environment sets to another value than the default; no folders."""
+    """Return options that the environment sets to another value than the default; no folders."""
     given, usual = strop.Options.from_environment(), strop.Options()
     values = {knob.name: getattr(given, knob.name) for knob in fields(given)}
     return {
@@ -69,7 +69,7 @@ def switches() -> dict[str, Any]:
 
 
 def device_label(device: torch.device) -> str:
-    """A short name for files: "h100", "cpu"."""
+    """Return a short name for files: "h100", "cpu"."""
     if device.type != "cuda":
         return device.type
     words = torch.cuda.get_device_name(device).lower().split()
@@ -78,7 +78,7 @@ def device_label(device: torch.device) -> str:
 
 
 def version_of(package: str) -> str:
-    """The running version: a package that only lies on the import path has no metadata."""
+    """Return the running version: a package that only lies on the import path has no metadata."""
     loaded = getattr(sys.modules.get(package), "__version__", None)
     if loaded is not None:
         return str(loaded)
@@ -98,15 +98,15 @@ def cpu_name() -> str:
 
 
 def gpu_state() -> dict[str, str]:
-    """Driver and clocks, as nvidia-smi shows them; empty without it."""
+    """Return driver and clocks, as nvidia-smi shows them; empty without it."""
     if shutil.which("nvidia-smi") is None:
         return {}
     return _values(_output(_query(_GPU_FIELDS)), _GPU_FIELDS)
 
 
 def gpu_load(call: Callable[[], object], settle_s: float = _LOAD_S) -> dict[str, str]:
-    """Clock, power and temperature while ``call``, which returns when its work is done, runs again
-    and again; empty without nvidia-smi."""
+    """Return clock, power and temperature while ``call``, which returns when its work is done, runs
+    again and again; empty without nvidia-smi."""
     if shutil.which("nvidia-smi") is None:
         return {}
     end = time.monotonic() + settle_s
@@ -129,8 +129,8 @@ def _values(text: str, names: Sequence[str]) -> dict[str, str]:
 
 
 def commit() -> str:
-    """Of the checkout that this package runs from, and whether files differ from it; empty when it
-    was installed."""
+    """Return the commit of the checkout that this package runs from, and whether files differ from
+    it; empty when it was installed."""
     root = Path(strop.__file__).parents[2]
     if shutil.which("git") is None or not (root / ".git").exists():
         return ""

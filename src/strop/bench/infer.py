@@ -1,6 +1,6 @@
-"""``strop bench infer``: the table of speeds. Rows of one model run in one process, in turns with
-their peers; random shapes, switches and cold starts each in a process of their own.
-"""
+"""Measure the table of speeds (``strop bench infer``). Rows of one model run in one process, in
+turns with their peers; random shapes, switches and cold starts each run in a process of their
+own."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def num_tasks(rows: Sequence[Row], plan: Plan) -> int:
 
 
 def _tasks(group: Sequence[Row], plan: Plan) -> list[dict[str, Any]]:
-    """What has to be done for the rows of one model."""
+    """Return what has to be done for the rows of one model."""
     kinds = ["start"] if group[0].kind == "start" else ["rows"]
     if group[0].kind in ("step", "picture"):
         kinds += ["random"] * bool(plan.random) + ["switches"] * plan.ablate
@@ -84,8 +84,8 @@ def _tasks(group: Sequence[Row], plan: Plan) -> list[dict[str, Any]]:
 
 
 class Processes:
-    """One for each task. The next is there before its task is, so that its imports cost nothing,
-    but never beside a measured start."""
+    """Keep one process for each task. The next is there before its task is, so that its imports
+    cost nothing, but never beside a measured start."""
 
     def __init__(self, is_needed: bool = True) -> None:
         self._next = Worker() if is_needed else None
@@ -106,12 +106,12 @@ class Processes:
 
 
 def _until(clock: Clock) -> float:
-    """As a time that other processes know too."""
+    """Return the end of the clock as a time that other processes know too."""
     return time.time() + clock.left()
 
 
 def perform(task: Task, save: Save) -> dict[str, Any]:
-    """One task, in this process."""
+    """Do one task in this process."""
     clock = Clock.of(task["until"] - time.time())
     plan = Plan(**{**task["plan"], "peers": tuple(task["plan"]["peers"])})
     rows = chosen_rows(task["rows"], tiny=task["is_tiny"])
@@ -129,7 +129,7 @@ def perform(task: Task, save: Save) -> dict[str, Any]:
 
 
 def _put(result: dict[str, Any], what: str, answer: Found, *, is_first: bool) -> None:
-    """``answer`` into the result of a row. A process that was cut leaves what it had saved."""
+    """Put ``answer`` into the result of a row. A process that was cut leaves what it had saved."""
     reason: Found = {k: answer[k] for k in ("failed", "skipped", "log") if k in answer}
     had: Found = answer.get("partial", {}) if "failed" in answer else answer
     name = result["row"]
@@ -165,7 +165,7 @@ def _empty(row: Row, plan: Plan, described: dict[str, Any]) -> dict[str, Any]:
 
 
 def _finish(result: dict[str, Any], plan: Plan, out: Path | None, earlier: Path | None) -> None:
-    """Results of earlier runs beside the new ones, then the file."""
+    """Put results of earlier runs beside the new ones, then write the file."""
     if earlier is not None:
         for name, old in earlier_peers(result, earlier).items():
             if not is_there(result["contenders"].get(name, {"skipped": ""})):
@@ -176,7 +176,8 @@ def _finish(result: dict[str, Any], plan: Plan, out: Path | None, earlier: Path 
 
 
 def earlier_peers(result: dict[str, Any], folder: Path) -> dict[str, Found]:
-    """Slow peers of the newest files with the same row, device and versions, with their dates."""
+    """Return slow peers of the newest files with the same row, device and versions, with their
+    dates."""
     slow = {peer.name for peer in peers.PEERS if peer.is_slow}
     kept = ("first_s",) if result["measures"] == "start" else None  # of the same model's step
     found: dict[str, Found] = {}

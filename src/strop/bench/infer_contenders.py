@@ -1,4 +1,5 @@
-"""Who takes part in a row of ``strop bench infer``: Strop and its peers, with what they hold."""
+"""Set up who takes part in a row of ``strop bench infer``: Strop and its peers, with what they
+hold."""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ PICTURE_SAMPLES = 5  # at most
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What to measure and for how long; plain data, which goes to a process as JSON."""
+    """Say what to measure and for how long; plain data, which goes to a process as JSON."""
 
     device: str = "cuda"
     dtype: str = "fp16"
@@ -58,7 +59,7 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Clock:
-    """When everything has to be over."""
+    """Tell when everything has to be over."""
 
     end: float
 
@@ -70,7 +71,7 @@ class Clock:
         return self.end - time.monotonic()
 
     def refusal(self, needed_s: float) -> str:
-        """Why nothing that takes so long may begin, or nothing."""
+        """Return why nothing that takes so long may begin, or nothing."""
         left = self.left()
         return (
             ""
@@ -103,7 +104,8 @@ def limited(seconds: float) -> Iterator[None]:
 
 
 def attempt(work: Callable[[], Found], limit_s: float = 0.0) -> Found:
-    """What ``work`` finds, or {"failed": why}: one contender's error must not cost the others.
+    """Return what ``work`` finds, or {"failed": why}: one contender's error must not cost the
+    others.
 
     With the seconds that it took, from which budgets are made.
     """
@@ -127,13 +129,13 @@ def _attempted(work: Callable[[], Found], limit_s: float, start: float) -> Found
 
 
 def _without_machine(line: str) -> str:
-    """A line of a traceback without the folders above the packages."""
+    """Return a line of a traceback without the folders above the packages."""
     return re.sub(r'File ".*/(?:site-packages|src)/', 'File "', line)
 
 
 @dataclass
 class Contender:
-    """A model set up in one way, and the bytes that it has come to hold since it was built."""
+    """Hold a model set up in one way, and the bytes that it has come to hold since it was built."""
 
     workload: Workload
     device: torch.device
@@ -149,7 +151,8 @@ class Contender:
         return found
 
     def run(self, work: Callable[[], Any]) -> tuple[Any, int | None]:
-        """The result, and the peak of everything that it holds meanwhile, weights included."""
+        """Return the result, and the peak of everything that it holds meanwhile, weights
+        included."""
         before = timer.allocated(self.device)
         result, most = timer.with_peak(work, self.device)
         peak = None if most is None else most + self.held_bytes
@@ -159,7 +162,8 @@ class Contender:
 
 @dataclass
 class Field:
-    """The contenders of the rows of one model: each is built once, when it is first asked for."""
+    """Hold the contenders of the rows of one model: each is built once, when it is first asked
+    for."""
 
     case: BenchCase
     device: torch.device
@@ -173,11 +177,11 @@ class Field:
 
     @property
     def target(self) -> Any:
-        """What Strop has optimised."""
+        """Return what Strop has optimised."""
         return self.contender("strop").workload.target
 
     def contender(self, name: str) -> Contender:
-        """Of Strop or of a peer; peers with one setup share it."""
+        """Return the contender of Strop or of a peer; peers with one setup share it."""
         key = name if name == "strop" else peers.peer_named(name).setup
         if key not in self.built:
             self.built[key] = Contender.built(lambda: self._workload(name), self.device)
@@ -188,7 +192,7 @@ class Field:
         return self.built[key]
 
     def wait(self) -> None:
-        """Until no compiler of ours is at work beside what is to be timed."""
+        """Wait until no compiler of ours is at work beside what is to be timed."""
         if "strop" in self.built:
             for dispatcher in dispatchers_of(self.target).values():
                 dispatcher.variants.wait()
@@ -199,7 +203,8 @@ class Field:
         return peers.prepared(peers.peer_named(name), self.case, self.device)
 
     def start(self, name: str, size: Size, batch: int) -> tuple[timer.Call, Found, list[Tensor]]:
-        """Its call at a shape after two runs, what they cost, and their results."""
+        """Make a contender's call at a shape and run it twice; return the call, what both cost, and
+        their results."""
         by_graph = name != "strop" and peers.peer_named(name).by_graph
         who = self.contender(name)
         results: list[Tensor] = []
@@ -235,8 +240,8 @@ def take_turns(
     most: int = LOOP_CALLS,
     clock: Clock | None = None,
 ) -> dict[str, Found]:
-    """Percentiles of calls that have run, and how many calls a sample has. Fewer samples, but
-    three, where the clock wants it.
+    """Return the percentiles of calls that have run, and how many calls a sample has. Where the
+    clock is short it takes fewer samples, but at least three.
 
     A step is timed as in a denoise loop, up to ``most`` calls back to back; a picture by the host's
     clock.
@@ -260,12 +265,12 @@ def take_turns(
 
 
 def in_order(names: Sequence[str]) -> list[str]:
-    """Peers once each, those of one setup side by side."""
+    """Return the peers once each, those of one setup side by side."""
     chosen = [peers.peer_named(name) for name in dict.fromkeys(names)]
     setups = list(dict.fromkeys(peer.setup for peer in chosen))
     return [p.name for p in sorted(chosen, key=lambda p: (setups.index(p.setup), p.by_graph))]
 
 
 def is_there(found: Mapping[str, Any]) -> bool:
-    """Whether a contender has run."""
+    """Tell whether a contender has run."""
     return not found.keys() & {"failed", "skipped"}

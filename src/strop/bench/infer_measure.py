@@ -1,4 +1,5 @@
-"""What one process measures of rows for ``strop bench infer``: contenders in turns, or a start.
+"""Measure in one process what it has of rows for ``strop bench infer``: contenders in turns, or a
+start.
 
 Every function hands what it has so far to ``save``: a process that is cut leaves that.
 """
@@ -36,7 +37,7 @@ MEMORY_PEERS = ("eager", "eager-naive")
 
 
 def measure_rows(rows: Sequence[Row], plan: Plan, clock: Clock, save: Save) -> dict[str, Found]:
-    """Strop and its peers on the rows of one model, by the row's name."""
+    """Measure Strop and its peers on the rows of one model, by the row's name."""
     results: dict[str, Found] = {}
     calls: dict[str, dict[str, timer.Call]] = {}
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as cache:
@@ -95,7 +96,7 @@ def _measure(
 
 
 def _terms(name: str, case: BenchCase, plan: Plan, clock: Clock) -> tuple[str, float]:
-    """Why a contender cannot run here and now, or nothing; and when it is given up."""
+    """Return why a contender cannot run here and now, or nothing; and when it is given up."""
     if name == "strop":
         return "", 0.0
     peer = peers.peer_named(name)
@@ -122,7 +123,8 @@ def _start(
 
 
 def _error(outputs: Mapping[str, Any]) -> Found | None:
-    """Of the first and of the second call, which may run another way (a CUDA graph)."""
+    """Return the error of the first and of the second call, which may run another way (a CUDA
+    graph)."""
     known = outputs.get("references") or (outputs.get("eager", [None])[0], None)
     return accuracy.worst(outputs["strop"], *known)
 
@@ -130,7 +132,8 @@ def _error(outputs: Mapping[str, Any]) -> Found | None:
 def _profile(
     row: Row, calls: Mapping[str, timer.Call], result: Found, group: Field, clock: Clock
 ) -> None:
-    """Launches of everything whose graph is not made by hand; of a picture's, only Strop's."""
+    """Count the launches of everything whose graph is not made by hand; for a picture, only
+    Strop's."""
     generated: set[str] = set()
     if "strop" in calls:
         generated = {k.name for graph in explain(group.target).graphs for k in graph.kernels}
@@ -151,7 +154,8 @@ def _profile(
 
 
 def measure_start(row: Row, plan: Plan, clock: Clock, save: Save) -> Found:
-    """Seconds from ``optimize`` to the first result, with an empty cache; where they went."""
+    """Measure the seconds from ``optimize`` to the first result with an empty cache, and where they
+    went."""
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as cache:
         found = compile_bench.measure_here(row.case(plan.torch_dtype), plan.where, cache, 1)
     first_s = found["first_s"]

@@ -1,4 +1,4 @@
-"""Plots of ``strop bench infer``, made from its JSON and from nothing else."""
+"""Draw the plots of ``strop bench infer`` from its JSON and from nothing else."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ USUAL = "all on"  # of switches
 
 
 def draw(result: Result, folder: Path) -> list[Path]:
-    """All plots that the JSON of a row has the numbers for, as SVG."""
+    """Draw all plots that the JSON of a row has the numbers for, as SVG."""
     stem = Path(result["file"]).stem if "file" in result else result["row"]
     found = []
     kinds = {"times": _times, "peaks": _peaks, "random": _random, "ladder": _ladder}
@@ -29,7 +29,7 @@ def draw(result: Result, folder: Path) -> list[Path]:
 
 
 def _timed(contenders: Result, unit: str) -> dict[str, tuple[float, ...]]:
-    """p20, p50 and p80 of those that have run, in the unit of the row."""
+    """Return p20, p50 and p80 of those that have run, in the unit of the row."""
     scale = 1.0 if unit == "ms" else 1e-3
     return {
         name: tuple(found[key] * scale for key in PERCENTILES)
@@ -39,8 +39,8 @@ def _timed(contenders: Result, unit: str) -> dict[str, tuple[float, ...]]:
 
 
 def _bars(bars: Mapping[str, tuple[float, ...]], title: str, unit: str, beside: str = "") -> Any:
-    """Each from 0 to its middle, with whiskers from its low to its high. ``beside``: the one that
-    others are so much more or less than."""
+    """Draw each bar from 0 to its middle, with whiskers from its low to its high. ``beside`` names
+    the bar that the others are compared with."""
     from matplotlib.figure import Figure
 
     names, middle = list(bars), [bar[1] for bar in bars.values()]
@@ -86,7 +86,7 @@ def _peaks(result: Result) -> Any:
 
 
 def _random(result: Result) -> Any:
-    """How many times as long the peer takes, by the number of pixels."""
+    """Plot how many times as long the peer takes, by the number of pixels."""
     from matplotlib.figure import Figure
 
     shapes = [s for s in result.get("random", {}).get("shapes", ()) if is_there(s)]

@@ -1,4 +1,4 @@
-"""Tables and plots of ``strop bench infer``, all made from its JSON."""
+"""Make the tables of ``strop bench infer`` from its JSON."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ HEADER = ("row", "run", "p20", "p50", "p80", "of eager", "first s", "peak GiB", 
 
 
 def load(paths: Iterable[Path]) -> list[dict[str, Any]]:
-    """Results in the order of the table, of each row the newest with the default options, and with
-    eager beside it, where there is one: what was measured alone compares with nothing. What takes a
-    process of its own, random shapes and switches, comes from the newest run that has it."""
+    """Return the results in the order of the table: for each row the newest with the default
+    options that has eager beside it, if there is one, because a result that was measured alone
+    compares with nothing. Random shapes and switches, which take a process of their own, come from
+    the newest run that has them."""
     files, names = [*paths], [row.name for row in ROWS]
     found = newest_rows(files, "infer", names, _compares)
     for key, part in APART.items():
@@ -35,7 +36,7 @@ def load(paths: Iterable[Path]) -> list[dict[str, Any]]:
 
 
 def _compares(result: Result) -> bool:
-    """With eager beside it, and in a row as by default."""
+    """Tell whether eager was measured beside it, in samples as long as by default."""
     return "eager" in result["contenders"] and result.get("calls", LOOP_CALLS) == LOOP_CALLS
 
 
@@ -44,7 +45,7 @@ def _has(key: str, part: str, result: Result) -> bool:
 
 
 def rows_of(results: Sequence[Result]) -> Rows:
-    """Header, then a line for each contender of each row."""
+    """Return the header, then a line for each contender of each row."""
     table: Rows = [HEADER]
     for result in results:
         label = f"{result['row']} {result['unit']}"
@@ -77,7 +78,7 @@ def _in_unit(result: Result, ms: float) -> str:
 
 
 def _of_eager(result: Result, found: Found) -> str:
-    """How many times as fast as eager; for a row of peaks, the share of eager's."""
+    """Return how many times as fast as eager; for a row of peaks, the share of eager's."""
     eager = result["contenders"].get("eager", {})
     key = "peak_bytes" if result["measures"] == "memory" else "p50_ms"
     if not eager.get(key) or not found.get(key):
@@ -101,7 +102,7 @@ def _note(result: Result, name: str, found: Found) -> str:
 
 
 def _busy_text(result: Result, found: Found) -> str:
-    """How long a picture's kernels run, of the time that it takes."""
+    """Return how long a picture's kernels run, of the time that it takes."""
     busy_us = found.get("profile", {}).get("busy_us")
     if result["measures"] != "picture" or busy_us is None:
         return ""
@@ -109,7 +110,7 @@ def _busy_text(result: Result, found: Found) -> str:
 
 
 def value_of(result: Result) -> float | None:
-    """Strop's number in the unit of the row."""
+    """Return Strop's number in the unit of the row."""
     ours, kind = result["contenders"].get("strop", {}), result["measures"]
     if kind == "memory":
         eager = result["contenders"].get("eager", {})
@@ -120,7 +121,7 @@ def value_of(result: Result) -> float | None:
 
 
 def verdict(result: Result) -> str:
-    """Where the row stands. A tiny row stands nowhere."""
+    """Return where the row stands. A tiny row stands nowhere."""
     value = value_of(result)
     if value is None or result["must"] is None or result["is_tiny"]:
         return ""
@@ -143,7 +144,7 @@ def _error_text(result: Result) -> str:
 
 
 def _extras(result: Result) -> list[tuple[str, str]]:
-    """Random shapes, the split of a start and the ladder, one line each."""
+    """Return random shapes, the split of a start and the ladder, one line each."""
     found = []
     if "random" in result:
         found.append(("random shapes", random_text(result)))
@@ -196,7 +197,8 @@ def _switch_text(result: Result, switch: Found) -> str:
 
 
 def markdown(results: Sequence[Result]) -> str:
-    """The table for a page: a line a row, what was measured at another time marked."""
+    """Return the table for a page, with a line per row; what was measured at another time is
+    marked."""
     names = [
         name
         for name in ("eager", "eager-graph", "inductor", "inductor-graph")
@@ -243,7 +245,7 @@ def _value_text(result: Result, found: Found) -> str:
 
 
 def write_into(page: Path, text: str, mark: str = "infer") -> None:
-    """Between <!-- mark --> and <!-- /mark -->, which the page must have."""
+    """Write ``text`` between <!-- mark --> and <!-- /mark -->, which the page must have."""
     first, last = f"<!-- {mark} -->", f"<!-- /{mark} -->"
     before, begin, rest = page.read_text(encoding="utf-8").partition(first)
     _, end, after = rest.partition(last)

@@ -1,4 +1,4 @@
-"""The rows of ``strop bench infer``: what is run, at which size, and what it should take."""
+"""List the rows of ``strop bench infer``: what is run, at which size, and what it should take."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ TINY_STEPS = 2
 
 @dataclass(frozen=True, slots=True)
 class Draws:
-    """Legal sizes to draw from: batches, and sides in multiples of ``step`` pixels."""
+    """Hold legal sizes to draw from: batches, and sides in multiples of ``step`` pixels."""
 
     batches: range
     sides: range
     most: int = 1000  # shapes that are worth their time
 
     def some(self, count: int, seed: int) -> list[tuple[Size, int]]:
-        """So many different ones, the same for the same seed."""
+        """Draw ``count`` different shapes, the same for the same seed."""
         source, found = random.Random(seed), dict[tuple[Size, int], None]()
         count = min(count, self.most)
         while len(found) < count:
@@ -37,7 +37,7 @@ class Draws:
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """``full`` and ``tiny`` build it for a number of denoising steps."""
+    """Describe a model, which ``full`` and ``tiny`` build for a number of denoising steps."""
 
     full: Callable[[int], Build]
     tiny: Callable[[int], Build]
@@ -108,10 +108,10 @@ MODELS: dict[str, Model] = {
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """``kind``: "step" is timed in ms and "picture" in s a call; "start" is the seconds of a cold
-    compile, and "memory" the peak as a share of eager's. ``must`` and ``stretch`` are in that unit.
-    ``cost_s`` is what Strop and eager need on a GPU, once the model has been compiled.
-    """
+    """Describe a row. ``kind``: "step" is timed in ms and "picture" in s a call; "start" is the
+    seconds of a cold compile, and "memory" the peak as a share of eager's. ``must`` and ``stretch``
+    are in that unit. ``cost_s`` is what Strop and eager need on a GPU, once the model has been
+    compiled."""
 
     name: str
     title: str
@@ -140,7 +140,8 @@ class Row:
         return {"step": "ms", "memory": "of eager"}.get(self.kind, "s")
 
     def tiny(self) -> Row:
-        """The same code with tiny widths, a small size and few steps; its speed says nothing."""
+        """Return the same row with tiny widths, a small size and few steps; its speed says
+        nothing."""
         height, width = (side // TINY_SCALE for side in self.size)
         return replace(
             self, size=(height, width), steps=min(self.steps, TINY_STEPS), cost_s=0.0, is_tiny=True
@@ -220,7 +221,8 @@ ROWS: tuple[Row, ...] = (
 
 
 def chosen_rows(names: Sequence[str], *, tiny: bool = False) -> tuple[Row, ...]:
-    """Rows by name, in the order of the table; "P5" stands for all of "P5-...". None: all."""
+    """Return the rows by name, in the order of the table; "P5" stands for all of "P5-...", None for
+    all rows."""
     known = {row.name.lower(): {row.name} for row in ROWS}
     for row in ROWS:
         known.setdefault(row.name.lower().split("-")[0], set()).add(row.name)
@@ -234,7 +236,7 @@ def chosen_rows(names: Sequence[str], *, tiny: bool = False) -> tuple[Row, ...]:
 
 
 def groups_of(rows: Sequence[Row]) -> list[tuple[Row, ...]]:
-    """Rows that share a process: those of one model, except for starts and peaks."""
+    """Return rows that share a process: those of one model, except for starts and peaks."""
     found: dict[tuple[str, str], list[Row]] = {}
     for row in rows:
         alone = row.name if row.kind in ("start", "memory") else ""

@@ -1,4 +1,5 @@
-"""What one process measures around a row of ``strop bench infer``: random shapes, and switches.
+"""Measure in one process what lies around a row of ``strop bench infer``: random shapes, and
+switches.
 
 Every function hands what it has so far to ``save``: a process that is cut leaves that.
 """
@@ -45,7 +46,8 @@ NEEDED_PASSES = ("channels_last",)  # without it there is no memory order to low
 
 
 def measure_random(row: Row, plan: Plan, clock: Clock, save: Save) -> Found:
-    """Random legal shapes beside the cheapest strong peer, in the order they are drawn.
+    """Measure random legal shapes beside the cheapest strong peer, in the order in which they are
+    drawn.
 
     ``cold_s`` is the very first call, compile included; ``first_s`` the first call at every
     further shape, ``longest_s`` the longest of the calls after it, a capture included;
@@ -88,19 +90,20 @@ def measure_random(row: Row, plan: Plan, clock: Clock, save: Save) -> Found:
 
 
 def flipped(options: strop.Options, name: str) -> tuple[str, strop.Options]:
-    """With a knob the other way, and what that is called."""
+    """Return the options with one of them switched the other way, and a name for that."""
     is_on = getattr(options, name)
     other: dict[str, Any] = {name: not is_on}
     return f"{'no' if is_on else 'with'} {name}", replace(options, **other)
 
 
 def _roomy(group: Field) -> Field:
-    """With room for graphs of all contenders: else each would be captured again in its turn."""
+    """Give the group room for graphs of all contenders; otherwise each graph would be captured
+    again in its turn."""
     return replace(group, options=replace(group.options, graph_budget_bytes=MOST_GRAPH_BYTES))
 
 
 def _others(group: Field) -> dict[str, Field]:
-    """Contenders like this one, each with another choice of kernels."""
+    """Return contenders like this one, each with another choice of kernels."""
     every = (flipped(group.options, name) for name in CHOOSING)
     return {who: replace(group, options=options, built={}) for who, options in every}
 
@@ -144,14 +147,15 @@ def _random_shape(
 
 
 def _difference(ours: Tensor, theirs: Tensor) -> float:
-    """RMS, in units of the RMS of their result; inf where one of them has no number."""
+    """Return the RMS of the difference, in units of the RMS of their result; inf where one of them
+    has no number."""
     wide = theirs.double()
     found = float((ours.double() - wide).square().mean().sqrt() / wide.square().mean().sqrt())
     return found if math.isfinite(found) else math.inf
 
 
 def random_summary(result: Mapping[str, Any]) -> Found:
-    """How many times as long the peer takes: worst and median; the longest stalls."""
+    """Return how many times as long the peer takes: worst and median; the longest stalls."""
     shapes = [s for s in result["shapes"] if is_there(s)]
     if not shapes:
         return {}
@@ -171,8 +175,8 @@ def random_summary(result: Mapping[str, Any]) -> Found:
 
 
 def measure_switches(row: Row, plan: Plan, clock: Clock, save: Save) -> Found:
-    """One run for each switch of ``Options`` alone switched off, one with all on, all off; each
-    judged as the row is."""
+    """Measure one run for each switch of ``Options`` switched off alone, one with all on, and one
+    with all off; each is judged as the row is."""
     switches: dict[str, Found] = {}
     calls: dict[str, timer.Call] = {}
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as cache:
@@ -234,8 +238,8 @@ def _switched(
 
 
 def variants(options: strop.Options, target: Any, kind: str) -> dict[str, strop.Options]:
-    """Each knob that is on by default, and each pass that the compiler has run for ``target``,
-    switched off; and what is off by default switched on. ``kind``: of a row."""
+    """Return each option that is on by default, and each pass that the compiler has run for
+    ``target``, switched off, and what is off by default switched on. ``kind`` is that of a row."""
     ran = dict.fromkeys(step[0] for graph in explain(target).graphs for step in graph.passes)
     passes = tuple(name for name in ran if name not in NEEDED_PASSES)
     off: dict[str, Any] = {

@@ -1,4 +1,5 @@
-"""``strop bench kernel``: single norms, softmaxes and activations beside eager and Inductor.
+"""Measure single norms, softmaxes and activations beside eager and Inductor (``strop bench
+kernel``).
 
 On a GPU every contender runs in a hand-made CUDA graph of many calls in a row, over several sets
 of arguments, so that neither the host nor a warm cache decides. On a CPU whole calls are timed.
@@ -45,7 +46,7 @@ Forward = Callable[..., Any]
 
 @dataclass
 class Bench:
-    """What compiled modules keep between the cases of one family and number of features."""
+    """Keep compiled modules between the cases of one family and number of features."""
 
     device: torch.device
     dtype: torch.dtype
@@ -59,7 +60,8 @@ class Bench:
         torch._dynamo.config.recompile_limit = 10_000
 
     def contenders(self, case: KernelCase) -> dict[str, Forward]:
-        """Calls that have not run yet. Weights are equal: they depend on the features alone."""
+        """Return calls that have not run yet. Weights are equal: they depend on the features
+        alone."""
         found = {"strop": self._once("strop", case, self._optimised)}
         for peer in self.peers:
             if peer == "inductor-dynamic":
@@ -84,7 +86,7 @@ class Bench:
         return strop.optimize(module, options=options)
 
     def measure(self, case: KernelCase, bandwidth: float) -> dict[str, Any]:
-        """One row: microseconds a call of every contender."""
+        """Measure one row: the microseconds per call of every contender."""
         arguments = self.arguments(case)
         return self.timed(case, arguments, *self.first(case, arguments), bandwidth)
 
@@ -94,7 +96,8 @@ class Bench:
     def first(
         self, case: KernelCase, arguments: Inputs
     ) -> tuple[dict[str, Forward], dict[str, float]]:
-        """The contenders, after a call of each, and its seconds: for compilers their work."""
+        """Return the contenders, after a call of each, and its seconds: for compilers their
+        work."""
         calls = self.contenders(case)
         firsts: dict[str, float] = {}
         with torch.no_grad():
@@ -152,7 +155,7 @@ class Bench:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """How cases are measured; ``until`` as ``time.time`` says it, for several processes."""
+    """Say how cases are measured; ``until`` as ``time.time`` says it, for several processes."""
 
     device: torch.device
     dtype: torch.dtype
@@ -167,7 +170,7 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """Rows, names of cases that there was no time for, and seconds of first calls."""
+    """Hold rows, names of cases that there was no time for, and seconds of first calls."""
 
     rows: list[dict[str, Any]]
     skipped: list[str]
@@ -179,7 +182,8 @@ def _inductor(module: nn.Module, *, dynamic: bool) -> Forward:
 
 
 def own_code(module: nn.Module) -> Forward:
-    """Its forward as a copy: Dynamo keeps results, and what it learns of shapes, by code object."""
+    """Return a forward whose code object is a copy: Dynamo keeps results, and what it learns of
+    shapes, by code object."""
     forward = type(module).forward
     own = FunctionType(forward.__code__.replace(), forward.__globals__, closure=forward.__closure__)
     own.__kwdefaults__, own.__defaults__ = forward.__kwdefaults__, forward.__defaults__
@@ -206,7 +210,7 @@ def _microseconds(found: dict[str, timer.Timing], calls: int) -> dict[str, dict[
 
 
 def copy_bandwidth(device: torch.device) -> float:
-    """Bytes a second of a large copy, read and written bytes counted: the ceiling."""
+    """Return the bytes per second of a large copy, read and written bytes counted: the ceiling."""
     size = COPY_BYTES if device.type == "cuda" else COPY_BYTES >> 2
     source = torch.ones(size, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
@@ -218,7 +222,7 @@ def copy_bandwidth(device: torch.device) -> float:
 def random_cases(
     count: int, seed: int, device_type: str, dtype: torch.dtype
 ) -> tuple[KernelCase, ...]:
-    """So many cases of every family at sizes that nobody chose: log-uniform rows and cols."""
+    """Draw so many cases of every family at sizes that nobody chose: log-uniform rows and cols."""
     source = random.Random(seed)
     most = LIMIT_BYTES[device_type]
     found = []
@@ -300,7 +304,8 @@ def _one_by_one(cases: Sequence[KernelCase], setting: Setting) -> Iterator[Found
 
 
 def summary(rows: Sequence[dict[str, Any]], peers: Sequence[str]) -> list[dict[str, Any]]:
-    """By family and peer: how many times as long it takes, worst, median and geometric mean."""
+    """Return by family and peer how many times as long it takes: worst, median and geometric
+    mean."""
     found = []
     for family in dict.fromkeys(row["family"] for row in rows):
         own = [row for row in rows if row["family"] == family]
@@ -326,7 +331,7 @@ def summary(rows: Sequence[dict[str, Any]], peers: Sequence[str]) -> list[dict[s
 
 
 def rows_of(result: dict[str, Any]) -> list[tuple[str, ...]]:
-    """The table: header, then one row a case."""
+    """Return the table: its header, then one row per case."""
     names = list(result["rows"][0]["us"]) if result["rows"] else []
     table = [("case", *(f"{name} us" for name in names), "of ceiling")]
     for row in result["rows"]:

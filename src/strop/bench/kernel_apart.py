@@ -1,4 +1,4 @@
-"""Families of kernels compiled in a process each, all at once, and then timed in turn."""
+"""Compile families of kernels in a process each, all at once, and then time them in turn."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PREPARING = 0.6  # of the time that there is
 
 
 def families(cases: Sequence[KernelCase], setting: Setting) -> Iterator[Found]:
-    """One family after the other."""
+    """Measure one family after the other."""
     shapes: dict[str, list[tuple[int, ...]]] = {}
     for case in cases:
         shapes.setdefault(case.family, []).append(case.shape)
@@ -38,8 +38,8 @@ def families(cases: Sequence[KernelCase], setting: Setting) -> Iterator[Found]:
 def _family(
     name: str, shapes: Sequence[tuple[int, ...]], setting: Setting, ready: float, large: Lock
 ) -> Iterator[Any]:
-    """The cases of one family, for ``in_turns``; no first call after ``ready``. First calls of
-    large cases hold ``large``: all families at once would not fit on the device."""
+    """Yield the cases of one family, for ``in_turns``; no first call after ``ready``. First calls
+    of large cases hold ``large``: all families at once would not fit on the device."""
     (family,) = (f for f in (*ROW_FAMILIES, GROUP_NORM) if f.name == name)
     cases = [case_of(family, shape) for shape in shapes]
     # all families together have the cores: a pool of compilers for each would be mostly starting
@@ -66,8 +66,8 @@ def _family(
 
 
 def _give_back(device: torch.device) -> None:
-    """Memory that this process only keeps in reserve, to the others that wait beside it. Compilers
-    leave tensors in cycles."""
+    """Give memory that this process only keeps in reserve to the others that wait beside it.
+    Compilers leave tensors in cycles."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()

@@ -1,4 +1,4 @@
-"""What kernels are measured on: one normalisation, softmax or activation as a user writes it.
+"""List what kernels are measured on: one normalisation, softmax or activation as a user writes it.
 
 A grid of rows x cols for what works on rows, and the GroupNorms of SD1.5, SDXL and the VAE.
 """
@@ -21,7 +21,8 @@ GROUPS = 32
 
 @dataclass(frozen=True, slots=True)
 class KernelCase:
-    """``shape`` is that of a result; ``num_moved`` counts elements read and written, each once."""
+    """Describe a case; ``shape`` is that of a result; ``num_moved`` counts elements read and
+    written, each once."""
 
     name: str
     family: str
@@ -31,12 +32,12 @@ class KernelCase:
     num_moved: int  # without weights
 
     def bytes_moved(self, dtype: torch.dtype) -> int:
-        """The least that memory has to carry."""
+        """Return the least that memory has to carry."""
         return self.num_moved * dtype.itemsize
 
 
 def make(case: KernelCase, device: torch.device, dtype: torch.dtype) -> tuple[nn.Module, Inputs]:
-    """The module and the arguments of one call."""
+    """Return the module and the arguments of one call."""
     inputs = case.inputs(case.shape, device, dtype)
     is_image = len(case.shape) == 4
     module = case.module(case.shape[1 if is_image else -1])
@@ -47,7 +48,7 @@ def make(case: KernelCase, device: torch.device, dtype: torch.dtype) -> tuple[nn
 
 
 class _WithWeights(nn.Module):
-    """``weight`` and ``bias`` as training leaves them: about 1, about 0."""
+    """Hold ``weight`` and ``bias`` as training leaves them: about 1, about 0."""
 
     weight: nn.Parameter
     bias: nn.Parameter
@@ -110,7 +111,7 @@ class GroupNormSiLU(_WithWeights):
 
 
 def _random(shape: Shape, device: torch.device, dtype: torch.dtype, seed: int = 1) -> Tensor:
-    """Made where it is used: the largest have 10^9 elements."""
+    """Draw a tensor on the device where it is used: the largest have 10^9 elements."""
     source = None if device.type == "meta" else torch.Generator(device).manual_seed(seed)
     return torch.randn(shape, generator=source, device=device, dtype=dtype)
 
@@ -178,7 +179,7 @@ def row_shapes(device_type: str) -> Iterator[Shape]:
 
 
 def image_shapes() -> tuple[Shape, ...]:
-    """Every GroupNorm at 512 and at 1024 pixels, those of several models once."""
+    """Return every GroupNorm at 512 and at 1024 pixels, those of several models once."""
     return tuple(
         dict.fromkeys(
             (batch, channels, side * scale, side * scale)
@@ -191,7 +192,7 @@ def image_shapes() -> tuple[Shape, ...]:
 
 
 def kernel_cases(device_type: str, dtype: torch.dtype) -> tuple[KernelCase, ...]:
-    """The cases of a kind of device, without those that move more than its limit."""
+    """Return the cases of a kind of device, without those that move more than its limit."""
     shapes = tuple(row_shapes(device_type))
     cases = [case_of(family, shape) for family in ROW_FAMILIES for shape in shapes]
     cases += [case_of(GROUP_NORM, shape) for shape in image_shapes()]
@@ -200,7 +201,7 @@ def kernel_cases(device_type: str, dtype: torch.dtype) -> tuple[KernelCase, ...]
 
 
 def cases_at(shapes: Iterable[Shape]) -> tuple[KernelCase, ...]:
-    """Every family at these shapes of a result: rows x cols, or an image of four sizes."""
+    """Return every family at these shapes of a result: rows x cols, or an image of four sizes."""
     families = (*ROW_FAMILIES, GROUP_NORM)
     return tuple(
         case_of(family, shape)
@@ -211,7 +212,7 @@ def cases_at(shapes: Iterable[Shape]) -> tuple[KernelCase, ...]:
 
 
 def case_of(family: Family, shape: Shape) -> KernelCase:
-    """One case; its name is the family and the shape of a result."""
+    """Return one case; its name is the family and the shape of a result."""
     name = f"{family.name}-{'x'.join(map(str, shape))}"
     moved = family.num_tensors * math.prod(shape)
     return KernelCase(name, family.name, shape, family.module, family.inputs, moved)

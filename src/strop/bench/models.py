@@ -1,4 +1,4 @@
-"""Diffusion models from their configuration, with random weights: nothing is downloaded."""
+"""Build diffusion models from their configuration, with random weights: nothing is downloaded."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ TINY_CLIP_G = TINY_CLIP | {"projection_dim": 32}
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """A model and how one call of it looks. ``target`` is what ``strop.optimize`` gets."""
+    """Hold a model and how one call of it looks. ``target`` is what ``strop.optimize`` gets."""
 
     target: Any
     inputs: Callable[[Size, int], Mapping[str, Any]]
@@ -116,7 +116,7 @@ Build = Callable[[torch.device, torch.dtype], Workload]
 
 @contextmanager
 def _made_on(device: torch.device, dtype: torch.dtype) -> Iterator[None]:
-    """Weights made in place and reproducibly: neither a copy in fp32 nor one on the host."""
+    """Make weights in place and reproducibly, with neither a copy in fp32 nor one on the host."""
     before = torch.get_default_dtype()
     torch.manual_seed(0)
     torch.set_default_dtype(dtype)
@@ -130,7 +130,7 @@ def _made_on(device: torch.device, dtype: torch.dtype) -> Iterator[None]:
 def random_tensor(
     shape: tuple[int, ...], device: torch.device, dtype: torch.dtype, seed: int = 1
 ) -> Tensor:
-    """Normal values that are the same on every device."""
+    """Return normal values that are the same on every device."""
     source = torch.Generator().manual_seed(seed)
     return torch.randn(shape, generator=source).to(device, dtype)
 
@@ -162,7 +162,7 @@ def make_text_encoder(config: Mapping[str, Any], device: torch.device, dtype: to
 
 
 def unet_workload(config: Mapping[str, Any], tokens: int = 77) -> Build:
-    """One denoising step: latents, one timestep for all, prompt states."""
+    """Return a workload of one denoising step: latents, one timestep for all, prompt states."""
 
     def build(device: torch.device, dtype: torch.dtype) -> Workload:
         def inputs(size: Size, batch: int) -> dict[str, Any]:
@@ -196,7 +196,7 @@ def call_for_tensor(model: Any, given: Mapping[str, Any]) -> Tensor:
 
 
 def vae_workload(config: Mapping[str, Any]) -> Build:
-    """Decoding latents to a picture."""
+    """Return a workload that decodes latents to a picture."""
 
     def build(device: torch.device, dtype: torch.dtype) -> Workload:
         def inputs(size: Size, batch: int) -> dict[str, Any]:
@@ -220,7 +220,8 @@ def pipeline_workload(
     *,
     from_picture: bool = False,
 ) -> Build:
-    """Text, or text and a picture, to picture through a plain ``pipe(...)``, with guidance."""
+    """Return a workload that draws from text, or from text and a picture, through a plain
+    ``pipe(...)`` with guidance."""
 
     def build(device: torch.device, dtype: torch.dtype) -> Workload:
         pipe = make_pipeline(unet, vae, clip, device, dtype)
@@ -241,7 +242,7 @@ def sdxl_pipeline_workload(
     clips: tuple[Mapping[str, Any], Mapping[str, Any]],
     steps: int,
 ) -> Build:
-    """Text to picture through a plain SDXL ``pipe(...)``, with guidance."""
+    """Return a workload that draws from text through a plain SDXL ``pipe(...)`` with guidance."""
 
     def build(device: torch.device, dtype: torch.dtype) -> Workload:
         pipe = make_sdxl_pipeline(unet, vae, clips, device, dtype)
@@ -265,7 +266,8 @@ def _text_inputs(steps: int, size: Size, batch: int) -> dict[str, Any]:
 def _picture_inputs(
     steps: int, device: torch.device, dtype: torch.dtype, size: Size, batch: int
 ) -> dict[str, Any]:
-    """The last 80 % of the steps run: diffusers' own default strength."""
+    """Return the inputs for a picture, whose last 80 % of the steps run: diffusers' own default
+    strength."""
     given = _text_inputs(steps, size, batch)
     picture = random_tensor((batch, 3, given.pop("height"), given.pop("width")), device, dtype)
     return {**given, "image": picture.sigmoid(), "strength": 0.8}
@@ -285,7 +287,8 @@ def make_pipeline(
     device: torch.device,
     dtype: torch.dtype,
 ) -> Any:
-    """A StableDiffusionPipeline; its words come from the sprites model's small vocabulary."""
+    """Return a StableDiffusionPipeline; its words come from the sprites model's small
+    vocabulary."""
     from diffusers import DDIMScheduler, StableDiffusionPipeline
 
     from strop.models.sprites import vocabulary
@@ -313,7 +316,8 @@ def make_sdxl_pipeline(
     device: torch.device,
     dtype: torch.dtype,
 ) -> Any:
-    """A StableDiffusionXLPipeline; its VAE stays in ``dtype``, as the fp16 editions of it do."""
+    """Return a StableDiffusionXLPipeline; its VAE stays in ``dtype``, as the fp16 editions of it
+    do."""
     from diffusers import EulerDiscreteScheduler, StableDiffusionXLPipeline
     from transformers import CLIPTextConfig, CLIPTextModelWithProjection
 

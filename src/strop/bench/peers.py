@@ -1,4 +1,4 @@
-"""What Strop is compared with: each peer as its own users would run it."""
+"""Set up what Strop is compared with: each peer as its own users would run it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from strop.errors import OptionError
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """``prepare`` changes the modules in place. ``by_graph``: calls are captured by hand.
+    """Describe a peer. ``prepare`` changes the modules in place; ``by_graph`` says that calls are
+    captured by hand.
 
     Peers with the same ``setup`` share the prepared model. ``first_s`` is what a first call at a
     shape takes on a GPU, about, and ``limit_s`` when it is given up.
@@ -33,11 +34,11 @@ class Peer:
 
     @property
     def is_slow(self) -> bool:
-        """Whether its results are worth keeping for a later run."""
+        """Tell whether its results are worth keeping for a later run."""
         return bool(self.limit_s)
 
     def serves(self, case: BenchCase, device: torch.device) -> str:
-        """Why it cannot be measured here, or nothing."""
+        """Return why it cannot be measured here, or nothing."""
         if self.by_graph and device.type != "cuda":
             return "CUDA graphs need a GPU"
         if self.by_graph and case.kind != "step":
@@ -55,7 +56,8 @@ def _compiled(module: nn.Module, **how: Any) -> None:
 
 
 def _naive(module: nn.Module) -> None:
-    """Attention as products and a softmax, all scores in memory: diffusers before torch 2."""
+    """Compute attention as products and a softmax with all scores in memory, as diffusers did
+    before torch 2."""
     from diffusers.models.attention_processor import AttnProcessor
 
     _channels_last(module)
@@ -92,14 +94,14 @@ def peer_named(name: str) -> Peer:
 
 
 def hot_modules(target: Any) -> list[nn.Module]:
-    """The modules that a user would hand to a compiler."""
+    """Return the modules that a user would hand to a compiler."""
     if isinstance(target, nn.Module):
         return [target]
     return [target.unet, target.vae.decoder]
 
 
 def prepared(peer: Peer, case: BenchCase, device: torch.device) -> Workload:
-    """A fresh model, set up for this peer."""
+    """Return a fresh model, set up for this peer."""
     workload = case.build(device)
     for module in hot_modules(workload.target):
         peer.prepare(module)
@@ -109,7 +111,7 @@ def prepared(peer: Peer, case: BenchCase, device: torch.device) -> Workload:
 def caller(
     workload: Workload, size: tuple[int, int], batch: int, *, by_graph: bool = False
 ) -> timer.Call:
-    """A call without arguments at one shape."""
+    """Return a call without arguments at one shape."""
     given = workload.inputs(size, batch)
 
     def call() -> Any:

@@ -1,4 +1,4 @@
-"""Pictures of ours beside eager's: the sprites model, which follows its prompt."""
+"""Compare pictures of ours with eager's: the sprites model follows its prompt."""
 
 from __future__ import annotations
 
@@ -36,8 +36,9 @@ def run(
     ablate: bool = False,
     step: Callable[[str], None] = lambda name: None,
 ) -> dict[str, Any]:
-    """20 held-out prompts at some sizes; needs the sprites weights of the package. ``ablate``: each
-    switch alone as well, of which ``step`` hears."""
+    """Draw 20 held-out prompts at some sizes and judge the pictures; this needs the sprites weights
+    of the package. ``ablate`` draws with each switch alone as well, and ``step`` is told of
+    each."""
     from strop.models import sprites
 
     where = torch.device(device)
@@ -57,7 +58,7 @@ def run(
 
 
 def rows_of(result: Mapping[str, Any]) -> report.Rows:
-    """Header, the default options, then a line a switch."""
+    """Return the header, the default options, then a line per switch."""
     found = {"default": result, **result.get("switches", {})}
     rows: report.Rows = [("switches", "median dB", "eager's", "worst", "rule", "fallbacks")]
     for name, judged in found.items():
@@ -87,7 +88,7 @@ def compare(
     ablate: bool = False,
     step: Callable[[str], None] = lambda name: None,
 ) -> dict[str, Any]:
-    """On a CPU in fp32 against eager. On a GPU in fp16: both against eager in fp32."""
+    """Compare on a CPU in fp32 with eager, and on a GPU both fp16 results with eager in fp32."""
     dtype = torch.float16 if device.type == "cuda" else torch.float32
     drawn = partial(_drawn, prompts=prompts, sizes=sizes, device=device, steps=steps)
     pipes = {"eager": make(dtype, device), "strop": make(dtype, device)}
@@ -119,7 +120,7 @@ def _switches(
     options: strop.Options,
     step: Callable[[str], None],
 ) -> dict[str, dict[str, Any]]:
-    """All on, then each switch of ``Options`` alone, and all off, by name."""
+    """Return all options on, then each switch of ``Options`` off alone, and all off, by name."""
     found: dict[str, dict[str, Any]] = {}
 
     def judged(name: str, chosen: strop.Options) -> Any:
@@ -149,7 +150,8 @@ def _in_turns(
     device: torch.device,
     steps: int,
 ) -> tuple[dict[str, list[Tensor]], dict[str, list[float]]]:
-    """Pictures and seconds of every pipeline, size by size: a slow minute then hits them all.
+    """Return pictures and seconds of every pipeline, size by size: a slow minute then hits them
+    all.
 
     Each size is drawn twice, the second time in the other order, and the shorter time counts.
     """
@@ -173,7 +175,7 @@ def _in_turns(
 def draw(
     pipe: Any, prompts: Sequence[str], size: Size, device: torch.device, steps: int
 ) -> list[Tensor]:
-    """Pictures (3, H, W) on the CPU, one seed a prompt."""
+    """Draw pictures (3, H, W) on the CPU, with one seed per prompt."""
     pipe.set_progress_bar_config(disable=True)
     made = pipe(
         list(prompts),
@@ -199,7 +201,8 @@ def _against_eager(ours: Sequence[Tensor], eager: Sequence[Tensor]) -> dict[str,
 def _against_control(
     ours: Sequence[Tensor], eager: Sequence[Tensor], exact: Sequence[Tensor]
 ) -> dict[str, Any]:
-    """Half precision has its own noise: what counts is whether ours is further off than eager."""
+    """Compare with eager's own drift in half precision: what counts is whether ours is further off
+    than eager."""
     mine = [min(psnr_db(a, b), 200.0) for a, b in zip(ours, exact, strict=True)]
     control = [min(psnr_db(a, b), 200.0) for a, b in zip(eager, exact, strict=True)]
     worst = min(a - b for a, b in zip(mine, control, strict=True))

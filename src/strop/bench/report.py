@@ -1,4 +1,4 @@
-"""Results as JSON files and as tables."""
+"""Write results as JSON files and as tables."""
 
 from __future__ import annotations
 
@@ -19,13 +19,14 @@ Rows = list[tuple[str, ...]]
 
 
 def write(result: Mapping[str, Any], folder: Path, device: torch.device) -> Path:
-    """Atomically, as <case>_<gpu>_<date>.json; the compile times of a case as <case>-compile."""
+    """Write atomically, as <case>_<gpu>_<date>.json; the compile times of a case as
+    <case>-compile."""
     suffix = "" if result["kind"] == "infer" else f"-{result['kind']}"
     return _write_as(f"{result['case']}{suffix}", result, folder, device)
 
 
 def write_row(result: Mapping[str, Any], folder: Path, device: torch.device) -> Path:
-    """A row of ``strop bench infer``, as <row>_<gpu>_<date>.json."""
+    """Write a row of ``strop bench infer``, as <row>_<gpu>_<date>.json."""
     return _write_as(result["row"] + ("-tiny" if result["is_tiny"] else ""), result, folder, device)
 
 
@@ -35,7 +36,7 @@ def _write_as(name: str, result: Mapping[str, Any], folder: Path, device: torch.
 
 
 def write_json(value: Any, path: Path) -> Path:
-    """A reader sees the old file or the new one, never a piece."""
+    """Write so that a reader sees the old file or the new one, never a piece."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, part = tempfile.mkstemp(dir=path.parent, suffix=".part")
     with os.fdopen(handle, "w") as file:
@@ -51,9 +52,9 @@ def newest_rows(
     names: Sequence[str],
     is_whole: Callable[[dict[str, Any]], bool] = bool,
 ) -> list[dict[str, Any]]:
-    """Of files of any kind, the newest result of this kind for each row, measured without options
-    from the environment, in the order of ``names``; one that ``is_whole``, if there is. Raises
-    OptionError for a damaged file."""
+    """Return the newest result of this kind for each row, measured without options from the
+    environment, in the order of ``names``, preferring one that ``is_whole``. ``paths`` may be files
+    of any kind. Raises OptionError for a damaged file."""
 
     def rank(result: dict[str, Any]) -> tuple[bool, str]:
         return is_whole(result), _date(result)
@@ -77,7 +78,7 @@ def newest_rows(
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """Empty where the JSON is a list or a number, which no result is."""
+    """Read a file; the result is empty where the JSON is a list or a number, which no result is."""
     try:
         found = json.loads(path.read_text())
     except (ValueError, OSError) as error:  # half a file, or no text
@@ -93,7 +94,7 @@ def _date(result: Mapping[str, Any]) -> str:
 
 
 def compile_rows_of(result: Mapping[str, Any]) -> Rows:
-    """The table of a ``compile`` result."""
+    """Return the table of a ``compile`` result."""
     rows: Rows = [("start", "first s", "second s", "graphs", "recompiles", "kernels")]
     for name in ("cold", "cached"):
         found = result.get(name)
@@ -120,7 +121,7 @@ def print_table(rows: Sequence[Sequence[str]], title: str = "") -> None:
 
 
 def plain_table(rows: Sequence[Sequence[str]]) -> str:
-    """The same without rich, for logs."""
+    """Return the same without rich, for logs."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     return "\n".join(
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()

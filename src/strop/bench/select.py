@@ -1,4 +1,5 @@
-"""Are the kernels that rules choose the fastest ones? Judged by sweeps that an earlier run left.
+"""Judge whether the kernels that rules choose are the fastest ones, by sweeps that an earlier run
+left.
 
 A sweep is a JSON file of ``benchmarks/fit_kernels.py`` for ``attn_tma``, ``attn_wgmma``,
 ``conv_wgmma`` or ``linear_wgmma``: at each shape the microseconds of the library and of every tile.
@@ -15,14 +16,19 @@ from dataclasses import astuple, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from strop.errors import StropError
-from strop.kernels.attention import choice as attention
+from strop.kernels.attention import rows as attention
 from strop.kernels.attention.cross import KeysTile
 from strop.kernels.attention.wgmma_tiles import WgmmaTile
-from strop.kernels.gemm import choice as products
+from strop.kernels.gemm import rows as products
 from strop.kernels.gemm.implicit import Picture, picture_of
 from strop.kernels.gemm.tile import ENDS
 from strop.kernels.gemm.tile import Tile as ProductTile
+from strop.kernels.kernel import Problem
+from strop.kernels.library import select
+from strop.kernels.tuned import h100
 
 LIBRARY, BLAS = LIBRARIES = ("cudnn", "cublas")
 KEEPS = "keeps"  # before the numbers of a tile that keeps keys and values
@@ -33,8 +39,8 @@ Name = tuple[Any, ...] | str  # the numbers of a tile, or one of LIBRARIES
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What a rule has chosen at a shape of a sweep. ``was_fitted``: the rule's numbers are from
-    this very shape."""
+    """Hold what a rule has chosen at a shape of a sweep. ``was_fitted``: the rule's numbers are
+    from this very shape."""
 
     kind: str
     shape: Shape
@@ -51,7 +57,8 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Geometric mean and least of the shares; of shapes that nothing was fitted to, or of all."""
+    """Hold the geometric mean and the least of the shares, of shapes that nothing was fitted to, or
+    of all."""
 
     count: int
     mean: float
@@ -63,29 +70,46 @@ class Verdict:
 
 
 def picture(shape: Shape) -> Picture:
-    """Of a shape of a sweep: batch, height = width, channels in and out, window and stride."""
+    """Return the picture of a shape of a sweep: batch, height = width, channels in and out, window
+    and stride."""
     batch, side, ins, outs, size, stride = shape
     return picture_of((batch, ins, side, side), (outs, ins, size, size), stride)
 
 
 def _attention(shape: Shape) -> Name:
     batch, heads, queries, keys, head = shape
-    tile = attention.tile_of(head, batch * heads, queries, keys)
+    tile = attention.tile_of(head, batch * heads, queries, keys, h100.DEVICE)
     if tile is None:
         return LIBRARY
     return (KEEPS, *astuple(tile)) if isinstance(tile, KeysTile) else astuple(tile)
 
 
 def _product(shape: Shape) -> Name:
-    form = products.form_of(picture(shape))
-    return astuple(form.product.tile) if form else LIBRARY
+    batch, side, ins, outs, size, stride = shape
+    shapes = (batch, ins, side, side), (outs, ins, size, size)
+    around = {"padding": (1, 1), "dilation": (1, 1), "groups": 1}
+    return _gemm("conv2d", shapes, LIBRARY, stride=(stride, stride), **around)
 
 
 def _linear(shape: Shape) -> Name:
     if shape[-1] not in ENDS:
         return BLAS
-    form = products.form_of(products.line_of(*shape), shape[-1])
-    return astuple(form.product.tile) if form else BLAS
+    rows, columns, depth, end = shape
+    op = next(op for op in products.LINEARS if products.OPS[op] == end)
+    more: dict[str, tuple[tuple[int, ...], ...]] = {  # gates want biases, a sum its addend too
+        "geglu": ((columns,),),
+        "linear_add": ((rows, columns), (columns,)),
+    }
+    return _gemm(op, ((rows, depth), (columns, depth), *more.get(op, ())), BLAS)
+
+
+def _gemm(op: str, shapes: tuple[tuple[int, ...], ...], library: str, **attrs: Any) -> Name:
+    """The tile where the library of kernels chooses the WGMMA GEMM, else a library's name."""
+    problem = Problem(op, tuple(sorted(attrs.items())), shapes, torch.float16)
+    if select(problem.call, problem, h100.DEVICE).kernel != products.ROW.name:
+        return library
+    form, _ = products.form_of(products.picture_of(problem), products.OPS[op], h100.DEVICE)
+    return library if form is None else astuple(form.product.tile)
 
 
 RULES: Mapping[str, Callable[[Shape], Name]] = {
@@ -95,8 +119,8 @@ RULES: Mapping[str, Callable[[Shape], Name]] = {
     "linear_wgmma": _linear,
 }
 FITTED: Mapping[str, frozenset[Shape]] = {
-    "attn_tma": frozenset(attention.FITTED),
-    "attn_wgmma": frozenset(attention.FITTED),
+    "attn_tma": frozenset(h100.ATTENTION_SHAPES),
+    "attn_wgmma": frozenset(h100.ATTENTION_SHAPES),
 }
 # Of products, whose rules are fitted to all other shapes that were measured: layers of Stable
 # Diffusion at batches and pictures that were drawn by lot.
@@ -152,7 +176,7 @@ HELD_OUT: Mapping[str, frozenset[Shape]] = {
 
 
 def choices(sweep: Path) -> Iterator[Choice]:
-    """One for each shape at which the tile that the rule chooses was timed.
+    """Yield a choice for each shape at which the tile that the rule chooses was timed.
 
     Raises StropError for a file that is no sweep of a kind that has a rule.
     """
@@ -189,8 +213,9 @@ def _swept(sweep: Path) -> Iterator[tuple[str, Shape, dict[Name, float]]]:
 
 
 def _name(who: str, kind: str) -> Name:
-    """With numbers that tiles did not have when a sweep was made, and without those that tiles of
-    attention had, polynomials and registers, where they were what they are now."""
+    """Return a tile's name as it is today: with numbers that tiles did not have when a sweep was
+    made, and without those that tiles of attention had (polynomials and registers) where they were
+    what they are now."""
     if who in LIBRARIES:
         return who
     if who.startswith(KEEPS):
@@ -213,7 +238,8 @@ def judged(found: Sequence[Choice], *, held_out: bool) -> Verdict:
 
 
 def decision_us(shapes: Iterable[Shape]) -> tuple[float, float]:
-    """Median microseconds of the rule for convolutions, at sizes it has not seen and again."""
+    """Measure the median microseconds of the rule for convolutions, at sizes that it has not seen
+    and again."""
     products.form_of.cache_clear()
     taken: tuple[list[float], list[float]] = ([], [])
     for shape in shapes:

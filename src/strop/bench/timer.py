@@ -1,4 +1,4 @@
-"""Times of calls: percentiles over interleaved samples."""
+"""Time calls: percentiles over interleaved samples."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Milliseconds of one call."""
+    """Hold the milliseconds of one call."""
 
     p20_ms: float
     p50_ms: float
@@ -30,7 +30,7 @@ class Timing:
 
 
 def timing_of(times_ms: Sequence[float]) -> Timing:
-    """Percentiles by nearest rank."""
+    """Return percentiles by nearest rank."""
     ordered = sorted(times_ms)
 
     def rank(share: float) -> float:
@@ -45,7 +45,7 @@ def synchronise(device: torch.device) -> None:
 
 
 def elapsed_ms(call: Call, device: torch.device, inner: int = 1) -> float:
-    """Milliseconds a call, over ``inner`` calls back to back.
+    """Return the milliseconds per call, over ``inner`` calls back to back.
 
     CUDA events on a GPU: host gaps between launches count, as they do in a denoise loop.
     """
@@ -65,7 +65,8 @@ def elapsed_ms(call: Call, device: torch.device, inner: int = 1) -> float:
 
 
 def wall_ms(call: Call, device: torch.device, inner: int = 1) -> float:
-    """The same by the host's clock, with all that the host does before and after the kernels."""
+    """Return the same by the host's clock, with all that the host does before and after the
+    kernels."""
     synchronise(device)
     start = time.perf_counter()
     for _ in range(inner):
@@ -83,7 +84,7 @@ def time_calls(
     warmup: int = 3,
     measure: Callable[[Call, torch.device, int], float] = elapsed_ms,
 ) -> dict[str, Timing]:
-    """All calls in turns, so that a clock or a neighbour that changes meets every one of them.
+    """Time all calls in turns, so that a clock or a neighbour that changes meets every one of them.
 
     ``inner``: calls a sample, of all or by name.
     """
@@ -103,7 +104,7 @@ def time_calls(
 
 
 def with_peak(call: Callable[[], T], device: torch.device) -> tuple[T, int | None]:
-    """The result, and the most device memory allocated beside what was there before.
+    """Return the result, and the most device memory allocated beside what was there before.
 
     None on a CPU.
     """
@@ -118,19 +119,20 @@ def with_peak(call: Callable[[], T], device: torch.device) -> tuple[T, int | Non
 
 
 def allocated(device: torch.device) -> int:
-    """Bytes that tensors hold on a GPU; 0 on a CPU, where nobody counts."""
+    """Return bytes that tensors hold on a GPU; 0 on a CPU, where nobody counts."""
     return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
 
 
 def give_back(device: torch.device) -> None:
-    """What nobody refers to any more, back to the device."""
+    """Give memory that nobody refers to any more back to the device."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
 
 
 def covered(spans: Iterable[tuple[float, float]]) -> float:
-    """How much intervals cover together: a kernel that begins early waits beside the one before."""
+    """Return how much intervals cover together: a kernel that begins early waits beside the one
+    before."""
     total, end = 0.0, -math.inf
     for first, last in sorted(spans):
         total += max(last - max(first, end), 0.0)
@@ -139,7 +141,7 @@ def covered(spans: Iterable[tuple[float, float]]) -> float:
 
 
 def profiled(call: Call, generated: Collection[str], repeats: int = 3) -> dict[str, Any]:
-    """Device kernels of one call: counts and microseconds, copies apart. Needs a GPU.
+    """Profile the device kernels of one call: counts and microseconds, copies apart. Needs a GPU.
 
     ``generated``: names of our kernels. A kernel that begins early has its wait for the one before
     among its own microseconds; ``busy_us`` is what all cover together. Time nothing after it: the
@@ -186,7 +188,8 @@ def profiled(call: Call, generated: Collection[str], repeats: int = 3) -> dict[s
 
 
 def captured(call: Call, warmup: int = 3) -> Call:
-    """``call`` as a hand-made CUDA graph over its own static arguments; the new call replays it."""
+    """Capture ``call`` as a hand-made CUDA graph over its own static arguments; the new call
+    replays it."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):

@@ -1,6 +1,6 @@
-"""``strop bench train``: the rows of training and the published ladder. Every contender lives in a
-process of its own, so that one that fails or hangs costs no other, and all memory comes back.
-"""
+"""Measure the rows of training and the published ladder (``strop bench train``). Every contender
+lives in a process of its own, so that one that fails or hangs costs no other, and all memory comes
+back."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def num_contenders(rows: Sequence[Row]) -> int:
 
 
 def _with_pictures(rows: Sequence[Row], plan: Plan, stack: contextlib.ExitStack) -> Plan:
-    """Files for the loaders, if there are any."""
+    """Write files for the loaders, if there are any."""
     feeding = [
         c for row in rows for c in row.contenders if c.setup.loaders or c.setup.takes_best_loader
     ]
@@ -98,7 +98,7 @@ def _measured(
     processes: Processes | None,
     is_last: bool,
 ) -> Found:
-    """Numbers, or why there are none; or both, of a process that was cut."""
+    """Return numbers, or why there are none; or both, of a process that was cut."""
     needed = contender.cost_s if processes is not None else 0.1
     reason = train_measure.refusal(contender) or clock.refusal(needed)
     if reason:
@@ -119,7 +119,7 @@ def _measured(
 
 
 def perform(task: Task, save: Save) -> Found:
-    """One task, in this process: what it finds, or has found when it fails, and why."""
+    """Do one task in this process: what it finds, or has found when it fails, and why."""
     told = task["plan"]
     loader = told["best_loader"]
     plan = Plan(**{**told, "best_loader": None if loader is None else tuple(loader)})
@@ -145,7 +145,7 @@ def _described(contender: Contender) -> Found:
 
 
 def _with_best_loader(plan: Plan, found: Found) -> Plan:
-    """What a sweep has found is for the rungs after it."""
+    """Give the loader that a sweep has found the best to the rungs after it."""
     if "loaders" not in found or "loader" not in found:
         return plan
     best = found["loader"]

@@ -1,6 +1,5 @@
-"""Going on with a row of ``strop bench train`` that an earlier run has begun on the same machine:
-one that its budget, or somebody, has cut.
-"""
+"""Go on with a row of ``strop bench train`` that an earlier run has begun on the same machine: one
+that its budget, or somebody, has cut."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ SAME = ("gpu", "cpu", "strop", "torch", "triton", "diffusers", "driver_version")
 
 
 def read(paths: Sequence[Path], rows: Sequence[Row]) -> dict[str, Result]:
-    """What was measured before, by row. Raises OptionError for files of anything else."""
+    """Read what was measured before, by row. Raises OptionError for files of anything else."""
     found: dict[str, Result] = {}
     for path in paths:
         try:
@@ -55,14 +54,14 @@ def check_same(result: Result, environment: Mapping[str, Any]) -> None:
 
 
 def left_of(row: Row, result: Result | None) -> Row:
-    """Without the contenders that have their times."""
+    """Return the row without the contenders that have their times."""
     had = result["contenders"] if result is not None else {}
     left = [c for c in row.contenders if "img_s" not in had.get(c.name, {})]
     return replace(row, contenders=tuple(left))
 
 
 def in_order(result: Result) -> None:
-    """Its contenders as the row has them, whenever they were measured."""
+    """Put the contenders into the order of the row, whenever they were measured."""
     names = [c.name for c in row_named(result["row"]).contenders]
     found = result["contenders"]
     result["contenders"] = {name: found[name] for name in sorted(found, key=names.index)}

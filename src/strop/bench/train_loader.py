@@ -1,4 +1,4 @@
-"""Pictures on disk and torch's DataLoader over them, as a training script has them."""
+"""Read pictures on disk by torch's DataLoader, as a training script does."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _BLOB = 8  # pixels of what looks like something: JPEG packs noise badly and pla
 
 
 def write_pictures(folder: Path, side: int, count: int) -> None:
-    """JPEG files a quarter larger than ``side``, so that resizing has work."""
+    """Write JPEG files a quarter larger than ``side``, so that resizing has work."""
     from PIL import Image
 
     source = numpy.random.default_rng(0)
@@ -39,7 +39,7 @@ def write_pictures(folder: Path, side: int, count: int) -> None:
 
 @dataclass(frozen=True)
 class Pictures(Dataset[tuple[Tensor, Tensor]]):
-    """The transforms of diffusers' script: decode, resize, crop at random, flip, normalise.
+    """Apply the transforms of diffusers' script: decode, resize, crop at random, flip, normalise.
 
     ``length`` items over and over from the ``files`` in the folder.
     """
@@ -72,7 +72,7 @@ class Pictures(Dataset[tuple[Tensor, Tensor]]):
 
 
 def refusal(loader: Loader, batch_bytes: int) -> str:
-    """Why its workers cannot hand over batches of this size here, or nothing."""
+    """Return why its workers cannot hand over batches of this size here, or nothing."""
     shared = Path("/dev/shm")
     needed = 2 * loader.workers * batch_bytes  # torch's prefetch_factor
     free = shutil.disk_usage(shared).free if shared.is_dir() else needed
@@ -82,7 +82,7 @@ def refusal(loader: Loader, batch_bytes: int) -> str:
 
 
 def batches(pictures: Pictures, batch: int, loader: Loader) -> Iterator[list[Tensor]]:
-    """Pixels and tokens of batch after batch. Workers end when the iterator is dropped.
+    """Yield the pixels and tokens of batch after batch. Workers end when the iterator is dropped.
 
     They start from a server without threads or a GPU: forks of this process may not.
     """

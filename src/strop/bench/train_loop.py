@@ -1,4 +1,4 @@
-"""A training step as a contender does it, in parts that can be timed one by one."""
+"""Do a training step as a contender does it, in parts that can be timed one by one."""
 
 from __future__ import annotations
 
@@ -35,20 +35,20 @@ Part = tuple[str, Callable[[], None]]
 
 
 def can_graph() -> bool:
-    """Whether this version of Strop makes one graph of a whole step."""
+    """Tell whether this version of Strop makes one graph of a whole step."""
     return hasattr(strop.train, "compile_step")
 
 
 def _signal(device: torch.device) -> Tensor:
-    """alphas_cumprod of Stable Diffusion's training."""
+    """Return alphas_cumprod of Stable Diffusion's training."""
     betas = torch.linspace(0.00085**0.5, 0.012**0.5, train_models.TIMES, dtype=torch.float64) ** 2
     return (1.0 - betas).cumprod(0).to(device, torch.float32)
 
 
 @dataclass(frozen=True)
 class Objective:
-    """The loss of predicted noise. ``half``: of autocast, or None; ``is_cast``: the inputs are
-    cast to bf16 instead, for weights in bf16."""
+    """Compute the loss of predicted noise. ``half`` is the type of autocast, or None; ``is_cast``:
+    the inputs are cast to bf16 instead, for weights in bf16."""
 
     unet: nn.Module
     signal: Tensor
@@ -73,8 +73,8 @@ class Objective:
 
 
 class Loop:
-    """One step is ``parts`` in order. The first one has batch and draws that all contenders have;
-    ``feed``, if any, gives the later batches."""
+    """Run steps: one step is ``parts`` in order. The first one has batch and draws that all
+    contenders have; ``feed``, if any, gives the later batches."""
 
     def __init__(self, work: Work, setup: Setup, device: torch.device) -> None:
         self.work, self.setup, self.device = work, setup, device
@@ -91,7 +91,8 @@ class Loop:
 
     @torch.no_grad()
     def reference_loss(self) -> float:
-        """Of the first step, by eager torch in fp32. Before ``prepare``."""
+        """Return the loss of the first step by eager torch in fp32. This comes before
+        ``prepare``."""
         self._encode()
         self._read_text()
         return float(Objective(self.network.unet, self.signal)(*self._tensors()))

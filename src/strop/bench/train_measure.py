@@ -1,4 +1,4 @@
-"""What one process measures of one contender for ``strop bench train``."""
+"""Measure one contender for ``strop bench train`` in one process."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ CAPTURES = 4  # steps until all CUDA graphs are there
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How long to measure, and where; plain data, which goes to a process as JSON. ``pictures``
+    """Say how long to measure, and where; plain data, which goes to a process as JSON. ``pictures``
     is the folder that loaders read, which has so many ``files``."""
 
     device: str = "cuda"
@@ -60,7 +60,7 @@ class Plan:
 
 
 def refusal(contender: Contender) -> str:
-    """Why it cannot be measured by this version on any machine, or nothing."""
+    """Return why it cannot be measured by this version on any machine, or nothing."""
     if contender.setup.gpus > 1:
         return f"needs {contender.setup.gpus} GPUs"
     if contender.setup.graph == "needed" and not can_graph():
@@ -69,12 +69,13 @@ def refusal(contender: Contender) -> str:
 
 
 def setup_here(setup: Setup) -> Setup:
-    """Without what is optional and not built."""
+    """Return the setup without what is optional and not built."""
     return replace(setup, graph="") if setup.graph and not can_graph() else setup
 
 
 def measure(contender: Contender, plan: Plan, clock: Clock, save: Save) -> Found:
-    """First step, its loss, times, memory and split. ``save`` gets what is there so far."""
+    """Measure the first step, its loss, times, memory and split. ``save`` gets what is there so
+    far."""
     torch._dynamo.reset()  # what other contenders have compiled in this process
     setup, device = setup_here(contender.setup), plan.where
     found: Found = {"setup": asdict(setup), "work": asdict(contender.work)}
@@ -101,7 +102,7 @@ def measure(contender: Contender, plan: Plan, clock: Clock, save: Save) -> Found
 
 
 def _first_step(loop: Loop, reference: float) -> Found:
-    """Seconds of each part of a step with a cold cache, and whether its loss is right."""
+    """Measure the seconds of each part of a step with a cold cache, and judge its loss."""
     seconds: defaultdict[str, float] = defaultdict(float)
     loss, norm = math.nan, None
     for name, part in loop.parts:
@@ -126,7 +127,7 @@ def _first_step(loop: Loop, reference: float) -> Found:
 
 
 def _finite(value: torch.Tensor | float | None) -> float | None:
-    """For JSON: None for the overflow of a first step in fp16, too."""
+    """Return a number that JSON can hold: None for the overflow of a first step in fp16, too."""
     found = math.nan if value is None else float(value)
     return round(found, 6) if math.isfinite(found) else None
 
@@ -134,7 +135,7 @@ def _finite(value: torch.Tensor | float | None) -> float | None:
 def _timed(
     loop: Loop, contender: Contender, plan: Plan, clock: Clock, found: Found, save: Save
 ) -> Found:
-    """Times and peak, with each loader; those of the best one count."""
+    """Measure times and peak with each loader; those of the best one count."""
     loaders = _loaders(loop, contender, plan)
     if not loaders:
         return _series(loop, plan, clock)
@@ -172,7 +173,8 @@ def _loaders(loop: Loop, contender: Contender, plan: Plan) -> Sequence[Loader]:
 
 
 def _keeps_up(series: Found) -> bool:
-    """Whether no more workers are wanted: a faster step may need more than an earlier rung's."""
+    """Tell whether no more workers are wanted: a faster step may need more than an earlier
+    rung's."""
     return "mean_ms" in series and series["wait_ms"] <= WAIT_SHARE * series["mean_ms"]
 
 
@@ -191,7 +193,7 @@ def _feed(loop: Loop, loader: Loader, plan: Plan) -> Iterator[list[torch.Tensor]
 
 
 def _series(loop: Loop, plan: Plan, clock: Clock) -> Found:
-    """Steps back to back, after some that do not count."""
+    """Run steps back to back, after some that do not count."""
     device = loop.device
     start = time.perf_counter()
     warm_up = max(plan.warm_up, CAPTURES if _has_graphs(loop.setup) else 1)
@@ -226,7 +228,7 @@ def _forget_peak(device: torch.device) -> None:
 
 
 def _peaks(device: torch.device) -> Found:
-    """None on a CPU, where nobody counts."""
+    """Return the peaks of memory; None on a CPU, where nobody counts."""
     is_counted = device.type == "cuda"
     return {
         "peak_bytes": torch.cuda.max_memory_allocated(device) if is_counted else None,
@@ -239,7 +241,8 @@ def _has_graphs(setup: Setup) -> bool:
 
 
 def _step_times(loop: Loop, samples: int) -> tuple[list[float], float]:
-    """Milliseconds of each step, and of the host a step until all is enqueued."""
+    """Return the milliseconds of each step, and those of the host per step until all is
+    enqueued."""
     if loop.device.type != "cuda":
         times = [timer.elapsed_ms(loop.step, loop.device) for _ in range(samples)]
         return times, statistics.fmean(times)
@@ -255,8 +258,8 @@ def _step_times(loop: Loop, samples: int) -> tuple[list[float], float]:
 
 
 def split_ms(loop: Loop, steps: int) -> dict[str, float]:
-    """Median milliseconds of each part. On a GPU between events: what the host does while the GPU
-    is busy costs nothing."""
+    """Return the median milliseconds of each part. On a GPU they lie between events: what the host
+    does while the GPU is busy costs nothing."""
     rows = [_split_of_one(loop) for _ in range(steps)]
     found = {name: statistics.median(row.get(name, 0.0) for row in rows) for name in PARTS}
     return {name: round(ms, 4) for name, ms in found.items() if ms}
@@ -281,7 +284,7 @@ def _split_of_one(loop: Loop) -> dict[str, float]:
 
 
 def _graphs_of(loop: Loop) -> Found:
-    """What the compiler has made of the UNet; what it has left to torch, of all modules."""
+    """Return what the compiler has made of the UNet; what it has left to torch, of all modules."""
     report = explain(loop.network.unet)
     fallbacks: Found = {}
     for module in modules_of(loop.network):

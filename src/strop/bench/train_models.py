@@ -1,4 +1,4 @@
-"""What is trained, with random weights, and the batches of its first step."""
+"""Build what is trained, with random weights, and the batches of its first step."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ AUTOCAST = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 @dataclass
 class Network:
-    """``unet`` is what runs; ``trained`` what a checkpoint would hold. Without VAE and text
-    encoder where their results are given."""
+    """Hold the modules: ``unet`` is what runs; ``trained`` what a checkpoint would hold. VAE and
+    text encoder are left out where their results are given."""
 
     unet: Any
     vae: Any
@@ -34,8 +34,8 @@ class Network:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """``pictures``: pixels, or the moments of latents; ``text``: tokens, or states of them.
-    ``more``: what SDXL is told beside (pooled text, sizes)."""
+    """Hold a batch. ``pictures``: pixels, or the moments of latents; ``text``: tokens, or states of
+    them. ``more``: what SDXL is told beside (pooled text, sizes)."""
 
     pictures: Tensor
     text: Tensor
@@ -44,7 +44,7 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class Draws:
-    """The random numbers of a step: of the latents, the noise and the timesteps."""
+    """Hold the random numbers of a step: of the latents, the noise and the timesteps."""
 
     latents: Tensor
     noise: Tensor
@@ -52,13 +52,14 @@ class Draws:
 
 
 def half_of(setup: Setup, device: torch.device) -> torch.dtype | None:
-    """Of autocast; None for fp32. CPUs have no fast fp16: bf16 stands in, GradScaler and all."""
+    """Return the half type of autocast; None for fp32. CPUs have no fast fp16: bf16 stands in,
+    GradScaler and all."""
     found = AUTOCAST.get(setup.precision)
     return torch.bfloat16 if found is not None and device.type == "cpu" else found
 
 
 def build(work: Work, device: torch.device) -> Network:
-    """In fp32, in torch's layout, eager."""
+    """Build the modules in fp32, in torch's layout, in eager."""
     model = MODELS[work.model]
     unet = models.make_unet(model.unet, device, torch.float32).train()
     if work.trained == "lora":
@@ -73,7 +74,7 @@ def build(work: Work, device: torch.device) -> Network:
 
 
 def _add_adapters(unet: Any) -> None:
-    """Where diffusers' script puts them."""
+    """Add adapters where diffusers' script puts them."""
     from peft import LoraConfig
 
     unet.add_adapter(
@@ -87,7 +88,8 @@ def _add_adapters(unet: Any) -> None:
 
 
 def set_up(network: Network, setup: Setup, device: torch.device) -> None:
-    """Precision, layout and attention of modules that have been built. Nothing is compiled yet."""
+    """Set precision, layout and attention of modules that have been built. Nothing is compiled
+    yet."""
     half = half_of(setup, device)
     parts = [part for part in (network.vae, network.text_encoder) if part is not None]
     if half is not None:
@@ -108,20 +110,20 @@ def set_up(network: Network, setup: Setup, device: torch.device) -> None:
 
 
 def _lower_frozen(unet: nn.Module, half: torch.dtype) -> None:
-    """The base of adapters is not trained: scripts keep it in the half type."""
+    """Lower the base of adapters, which is not trained, to the half type, as scripts do."""
     for parameter in unet.parameters():
         if not parameter.requires_grad:
             parameter.data = parameter.data.to(half)
 
 
 def modules_of(network: Network) -> list[Any]:
-    """What a step calls, and a user would hand to a compiler."""
+    """Return what a step calls, and a user would hand to a compiler."""
     frozen = [] if network.vae is None else [network.vae.encoder, network.text_encoder]
     return [network.unet, *frozen]
 
 
 def compile_modules(network: Network, setup: Setup, options: Options) -> None:
-    """In place, all modules of the step."""
+    """Compile all modules of the step in place."""
     for part in modules_of(network):
         if setup.compiler == "strop":
             strop.optimize(part, train=part is network.unet, options=options)
@@ -148,7 +150,7 @@ def torch_set_for(setup: Setup, device: torch.device) -> Iterator[None]:
 
 
 def first_batch(work: Work, device: torch.device) -> Batch:
-    """The same on every device."""
+    """Return the first batch, which is the same on every device."""
     model = MODELS[work.model]
     side, width = model.pixels // models.LATENT_FACTOR, model.unet["cross_attention_dim"]
     if work.is_cached:
@@ -178,7 +180,7 @@ def _more(work: Work, device: torch.device) -> tuple[Tensor, ...]:
 
 
 def first_draws(work: Work, device: torch.device) -> Draws:
-    """The same on every device."""
+    """Return the first draws, which are the same on every device."""
     side = MODELS[work.model].pixels // models.LATENT_FACTOR
     shape = (work.batch, 4, side, side)
     first, second = (models.random_tensor(shape, device, torch.float32, n) for n in (8, 9))
@@ -188,7 +190,7 @@ def first_draws(work: Work, device: torch.device) -> Draws:
 
 
 def later_draws(like: Draws) -> Draws:
-    """New ones, made on the device."""
+    """Return new draws, made on the device."""
     return Draws(
         torch.randn_like(like.latents),
         torch.randn_like(like.noise),

@@ -1,4 +1,4 @@
-"""What a contender does between ``backward`` and the next batch: clip, update, average."""
+"""Do what a contender does between ``backward`` and the next batch: clip, update, average."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ Act = Callable[[], None]
 
 @dataclass(frozen=True, slots=True)
 class Stepping:
-    """``parts`` have the names of the split. ``norm``: of the gradients of the last step."""
+    """Hold the parts of an update, with the names of the split. ``norm``: of the gradients of the
+    last step."""
 
     optimizer: torch.optim.Optimizer
     scaler: Any
@@ -78,7 +79,7 @@ def _average(
 
 
 def _fused(work: Work, setup: Setup, params: Sequence[nn.Parameter]) -> Stepping:
-    """One call does all three."""
+    """Do clip, update and average in one call."""
     optimizer = FusedAdamW(
         params,
         **ARGUMENTS,

@@ -1,4 +1,4 @@
-"""Plots of ``strop bench train``, made from its JSON and from nothing else."""
+"""Draw the plots of ``strop bench train`` from its JSON and from nothing else."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ _HEIGHT, _HEAD = 0.42, 1.6  # inches a bar, and beside them
 
 
 def draw(result: Result, folder: Path) -> Path | None:
-    """Pictures a second with memory, and the split of a step, as one PNG; nothing if no contender
-    has run."""
+    """Draw pictures per second with memory, and the split of a step, as one PNG; nothing if no
+    contender has run."""
     from matplotlib.figure import Figure
 
     contenders = result["contenders"]
@@ -57,7 +57,7 @@ def draw(result: Result, folder: Path) -> Path | None:
 
 
 def _speeds(axes: Any, result: Result) -> None:
-    """Ours below, the published one above, and how much memory a rung takes."""
+    """Draw ours below, the published one above, and how much memory a rung takes."""
     contenders = result["contenders"]
     has_published = any(found.get("published") for found in contenders.values())
     thickness = 0.4 if has_published else 0.7
@@ -98,7 +98,7 @@ def _speed_text(found: Result) -> str:
 
 
 def _split(axes: Any, result: Result) -> None:
-    """Stacked milliseconds a picture, so that batches compare."""
+    """Draw stacked milliseconds per picture, so that batches compare."""
     lines = {
         name: (found["split_ms"], found["work"]["batch"])
         for name, found in result["contenders"].items()

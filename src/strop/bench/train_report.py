@@ -1,4 +1,4 @@
-"""Tables of ``strop bench train``, all made from its JSON."""
+"""Make the tables of ``strop bench train`` from its JSON."""
 
 from __future__ import annotations
 
@@ -33,12 +33,14 @@ HEADER = (
 
 
 def load(paths: Iterable[Path]) -> list[dict[str, Any]]:
-    """Results in the order of the table, the newest of each row with the default options."""
+    """Return the results in the order of the table, for each row the newest with the default
+    options."""
     return newest_rows(paths, "train", [row.name for row in (*ROWS, LADDER)])
 
 
 def rows_of(results: Sequence[Result]) -> Rows:
-    """Header, then a line for each contender of each row, and one that says where Strop stands."""
+    """Return the header, then a line for each contender of each row, and one that says where Strop
+    stands."""
     table: Rows = [HEADER]
     for result in results:
         label = result["row"]
@@ -65,7 +67,7 @@ def reason(found: Result) -> str:
 
 
 def compile_s(found: Found) -> float:
-    """First forward and backward, cold, or the first whole step."""
+    """Return the seconds of the first forward and backward, cold, or of the first whole step."""
     first: Mapping[str, float] = found["first_split_s"]
     return sum(first.get(part, 0.0) for part in ("forward", "backward", "whole step"))
 
@@ -90,7 +92,7 @@ def _note(result: Result, found: Found) -> str:
 
 
 def _norm_text(result: Result, found: Found) -> list[str]:
-    """If the first gradients are not those of the script, as far as their norm tells."""
+    """Tell, as far as their norm shows it, if the first gradients are not those of the script."""
     script = _script(result)
     norm, theirs = found.get("grad_norm"), script.get("grad_norm")
     if not norm or not theirs or script["work"] != found["work"]:
@@ -100,14 +102,14 @@ def _norm_text(result: Result, found: Found) -> list[str]:
 
 
 def _script(result: Result) -> Found:
-    """What the row's numbers are relative to: diffusers' script, or the first rung."""
+    """Return what the row's numbers are relative to: diffusers' script, or the first rung."""
     contenders = result["contenders"]
     found: Found = contenders.get(SCRIPT) or next(iter(contenders.values()), {})
     return found
 
 
 def ratio_to_script(result: Result, found: Found) -> float | None:
-    """How many times as many pictures a second."""
+    """Return how many times as many pictures per second as the script it makes."""
     script = _script(result)
     if not script.get("img_s") or not found.get("img_s"):
         return None
@@ -115,7 +117,8 @@ def ratio_to_script(result: Result, found: Found) -> float | None:
 
 
 def best_of_ours(result: Result) -> tuple[str, Found] | None:
-    """The fastest contender of Strop that does the same work as the others, with a right loss."""
+    """Return the fastest contender of Strop that does the same work as the others, with a right
+    loss."""
     contenders = result["contenders"]
     works = [c["work"] for c in contenders.values()]
     ours = [
@@ -127,7 +130,7 @@ def best_of_ours(result: Result) -> tuple[str, Found] | None:
 
 
 def value_of(result: Result) -> float | None:
-    """Strop's number in the unit of the row."""
+    """Return Strop's number in the unit of the row."""
     best = best_of_ours(result)
     if best is None:
         return None
@@ -138,7 +141,7 @@ def value_of(result: Result) -> float | None:
 
 
 def verdict(result: Result) -> str:
-    """Where the row stands. A tiny row stands nowhere."""
+    """Return where the row stands. A tiny row stands nowhere."""
     value, best = value_of(result), best_of_ours(result)
     if value is None or best is None or result["must"] is None or result["is_tiny"]:
         return ""
@@ -151,7 +154,7 @@ def verdict(result: Result) -> str:
 
 
 def cold_text(result: Result) -> str:
-    """The cold compile of Strop's forward and backward."""
+    """Return the cold compile of Strop's forward and backward."""
     found = result["contenders"].get("strop") or result["contenders"].get("compiled") or {}
     if "first_split_s" not in found or result["is_tiny"]:
         return ""
@@ -170,7 +173,8 @@ def cold_text(result: Result) -> str:
 
 
 def markdown(results: Sequence[Result]) -> str:
-    """The table for a page: a line a row with Strop's best and its peers, then the ladder."""
+    """Return the table for a page: a line a row with Strop's best and its peers, then the
+    ladder."""
     rows = [result for result in results if result["row"] != LADDER.name]
     header = ("", "", "Strop", SCRIPT, "torch", "must / stretch")
     lines = [_line(header), _line(["---"] * len(header))] if rows else []
@@ -209,7 +213,7 @@ def _ladder_lines(result: Result) -> list[str]:
 
 
 def split_rows_of(results: Sequence[Result]) -> Rows:
-    """Milliseconds of each part of a step, the published ones first."""
+    """Return the milliseconds of each part of a step, the published ones first."""
     table: Rows = [("row", "run", *PARTS)]
     for result in results:
         label = result["row"]
@@ -227,7 +231,7 @@ def split_rows_of(results: Sequence[Result]) -> Rows:
 
 
 def loader_rows_of(results: Sequence[Result]) -> Rows:
-    """What a sweep of loaders has found."""
+    """Return what a sweep of loaders has found."""
     table: Rows = [("row", "run", "workers", "pinned", "img/s", "mean ms", "waits ms", "note")]
     for result in results:
         for name, found in result["contenders"].items():

@@ -1,4 +1,5 @@
-"""The rows and the ladder of ``strop bench train``: what a step has to do, and how it does it."""
+"""List the rows and the ladder of ``strop bench train``: what a step has to do, and how it does
+it."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ TINY_PIXELS, TINY_BATCH = 64, 2
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """``tflop``: of forward and backward, a picture of full size."""
+    """Describe a model. ``tflop``: of forward and backward, a picture of full size."""
 
     unet: Mapping[str, Any]
     vae: Mapping[str, Any]
@@ -34,7 +35,7 @@ MODELS = {
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What a step has to do beside forward, backward, clip and update. ``is_cached``: latents'
+    """Say what a step has to do beside forward, backward, clip and update. ``is_cached``: latents'
     moments and text states are given, else pictures and tokens."""
 
     model: str = "sd15"
@@ -48,7 +49,7 @@ class Work:
 
     @property
     def text(self) -> str:
-        """In words, for tables."""
+        """Say in words, for tables, what the work is."""
         given = "latents and text cached" if self.is_cached else "VAE and text in the loop"
         what = "" if self.trained == "unet" else f"{self.trained}, "
         return f"{what}batch {self.batch}, {given}, {'EMA' if self.has_ema else 'no EMA'}"
@@ -56,7 +57,7 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Loader:
-    """Of torch's DataLoader."""
+    """Describe how torch's DataLoader is set up."""
 
     workers: int = 0
     is_pinned: bool = False
@@ -68,12 +69,11 @@ class Loader:
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """How a step is done. ``optimizer``: "plain" (what a script gets), "fused" (torch's) or
-    "strop", which clips and averages too. ``ema``: "loop" (diffusers) or "foreach".
-    ``compiler``: "", "inductor", "inductor-graphs" or "strop". ``graph`` is that of the whole
-    step: "", "needed" or "if built". ``loaders``: measured one after the other; the best counts.
-    ``recompute``: "", "checkpoints" (diffusers') or "budget" (half the activations are kept).
-    """
+    """Say how a step is done. ``optimizer``: "plain" (what a script gets), "fused" (torch's) or
+    "strop", which clips and averages too. ``ema``: "loop" (diffusers) or "foreach". ``compiler``:
+    "", "inductor", "inductor-graphs" or "strop". ``graph`` is that of the whole step: "", "needed"
+    or "if built". ``loaders``: measured one after the other; the best counts. ``recompute``: "",
+    "checkpoints" (diffusers') or "budget" (half the activations are kept)."""
 
     precision: str = "bf16"  # or tf32, fp16 with a GradScaler
     attention: str = "sdpa"  # or "naive": all scores in memory
@@ -92,7 +92,7 @@ class Setup:
 
 @dataclass(frozen=True, slots=True)
 class Contender:
-    """``published``: pictures a second on an A100."""
+    """Describe a contender. ``published``: pictures a second on an A100."""
 
     name: str
     work: Work
@@ -102,19 +102,21 @@ class Contender:
 
     @property
     def cost_s(self) -> float:
-        """Seconds that it takes on a GPU at least; less left, and it does not begin."""
+        """Return the seconds that it takes on a GPU at least; with less time left it does not
+        begin."""
         return {"": 15.0, "strop": 60.0}.get(self.setup.compiler, 90.0)
 
     @property
     def limit_s(self) -> float:
-        """When it is given up."""
+        """Return the seconds after which it is given up."""
         return 600.0 if self.setup.compiler or self.setup.loaders else 300.0
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """``unit``: "img/s", "ms" a step, or "x": how many times as fast as the script of diffusers.
-    The number of a row is that of Strop's best contender with the work of the first one."""
+    """Describe a row. ``unit``: "img/s", "ms" a step, or "x": how many times as fast as the script
+    of diffusers. The number of a row is that of Strop's best contender with the work of the first
+    one."""
 
     name: str
     title: str
@@ -126,7 +128,7 @@ class Row:
     published_split: Mapping[str, float] = field(default_factory=dict)
 
     def tiny(self) -> Row:
-        """The same code with tiny widths and sizes; its speed says nothing."""
+        """Return the same row with tiny widths and sizes; its speed says nothing."""
         small = tuple(replace(c, work=c.work.tiny()) for c in self.contenders)
         return replace(self, contenders=small, is_tiny=True)
 
@@ -151,7 +153,8 @@ def _ours(work: Work) -> tuple[Contender, ...]:
 
 
 def _peers(work: Work) -> tuple[Contender, ...]:
-    """The slowest to compile last; CUDA graphs at batch 1, where launches are what costs."""
+    """Return the contenders of a row, the slowest to compile last, with CUDA graphs at batch 1,
+    where launches are what costs."""
     graphs = Contender(
         "torch-graphs",
         work,
@@ -327,8 +330,9 @@ LADDER = Row(
 def chosen_rows(
     names: Sequence[str], *, ladder: bool = False, tiny: bool = False, only: Sequence[str] = ()
 ) -> tuple[Row, ...]:
-    """Rows by name; "P11" stands for P11 and P11-lora. None: all, or the ladder alone if asked
-    for. ``only``: these contenders of them. Raises OptionError for what there is not."""
+    """Return the rows by name; "P11" stands for P11 and P11-lora. None stands for all rows, or for
+    the ladder alone if it is asked for. ``only`` keeps these contenders. Raises OptionError for
+    what there is not."""
     known = {row.name.lower(): {row.name} for row in ROWS}
     for row in ROWS:
         known[row.name.lower().split("-")[0]].add(row.name)
@@ -356,7 +360,7 @@ def _restricted(rows: Sequence[Row], only: Sequence[str]) -> list[Row]:
 
 
 def contender_named(row: str, name: str, *, tiny: bool) -> Contender:
-    """Of a row that was chosen."""
+    """Return a contender of a row that was chosen."""
     found = row_named(row)
     found = found.tiny() if tiny else found
     return next(c for c in found.contenders if c.name == name)

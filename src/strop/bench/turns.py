@@ -1,4 +1,4 @@
-"""Work that is prepared in many processes at once and timed in one after another.
+"""Prepare work in many processes at once, and time it in one after another.
 
 Compilers take most of a benchmark's time and one core each; what is timed wants the device for
 itself. A piece of work is a generator function: it yields once when it is ready to be timed, and
@@ -20,8 +20,8 @@ Work = Callable[[], Iterator[Any]]
 
 
 def in_turns(works: Sequence[Work]) -> Iterator[Any]:
-    """Results in order, each as soon as it is there. Raises StropError with the trace of work that
-    failed."""
+    """Yield results in order, each as soon as it is there. Raises StropError with the trace of work
+    that failed."""
     context = multiprocessing.get_context("spawn")
     pipes, processes = [], []
     try:

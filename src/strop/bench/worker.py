@@ -1,4 +1,4 @@
-"""One measurement in a process of its own: a fresh start, and a hang that can be cut."""
+"""Make one measurement in a process of its own: a fresh start, and a hang that can be cut."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ Task = Mapping[str, Any]  # {"do": "rows", "random", "switches", "start", "compi
 
 
 def run_apart(task: Task, limit_s: float) -> dict[str, Any]:
-    """The task's result, or {"failed": why}. The process and its children end at ``limit_s``."""
+    """Run a task in a process of its own; return its result, or {"failed": why}. The process and
+    its children end at ``limit_s``."""
     with Worker() as worker:
         return worker.perform(task, limit_s)
 
 
 class Worker:
-    """A process that has begun to import what tasks need, and waits for its only one."""
+    """Run a process that has begun to import what tasks need, and waits for its only one."""
 
     def __init__(self) -> None:
         self._folder = tempfile.TemporaryDirectory()
@@ -46,7 +47,7 @@ class Worker:
         self.close()
 
     def perform(self, task: Task, limit_s: float) -> dict[str, Any]:
-        """The result, or {"failed": why, "partial": what was there by then}."""
+        """Return the result, or {"failed": why, "partial": what was there by then}."""
         start = time.perf_counter()
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # it has failed already, and its log says why

@@ -1,4 +1,5 @@
-"""The models of ``strop bench models``: published architectures at tiny widths, random weights.
+"""List the models of ``strop bench models``: published architectures at tiny widths, random
+weights.
 
 One row a model: how it is built (from a config, never from a download), how its inputs look, and
 the sizes that one graph should serve. A shape is what its input maker takes, for example

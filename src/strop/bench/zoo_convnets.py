@@ -1,4 +1,4 @@
-"""Plain definitions of convolutional networks, as papers and torchvision write them, in small."""
+"""Define convolutional networks plainly, as papers and torchvision write them, in small."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 
 class Conv(nn.Sequential):
-    """Convolution, batch norm, ReLU: the brick of most of them."""
+    """Apply convolution, batch norm and ReLU: the brick of most of them."""
 
     def __init__(
         self,
@@ -31,7 +31,7 @@ class Conv(nn.Sequential):
 
 
 def _randomised(module: nn.Module) -> None:
-    """Running statistics as after some training, not zeros and ones."""
+    """Set running statistics as after some training, instead of zeros and ones."""
     for part in module.modules():
         if isinstance(part, nn.BatchNorm2d | nn.BatchNorm3d):
             assert part.running_mean is not None
@@ -41,7 +41,7 @@ def _randomised(module: nn.Module) -> None:
 
 
 class Classifier(nn.Module):
-    """Features, their mean over the picture, classes."""
+    """Compute features, their mean over the picture, and classes."""
 
     def __init__(self, features: nn.Module, head: nn.Module) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class Classifier(nn.Module):
 
 
 def vgg() -> nn.Module:
-    """VGG (Simonyan and Zisserman, 2014)."""
+    """Build VGG (Simonyan and Zisserman, 2014)."""
     layers: list[nn.Module] = []
     inner = 3
     for width, depth in ((8, 1), (16, 1), (16, 2)):
@@ -90,7 +90,7 @@ class DenseBlock(nn.Module):
 
 
 def densenet() -> nn.Module:
-    """DenseNet (Huang et al., 2017): each layer reads all before it."""
+    """Build DenseNet (Huang et al., 2017), in which each layer reads all before it."""
     return Classifier(
         nn.Sequential(
             nn.Conv2d(3, 16, 3, 2, 1),
@@ -108,7 +108,7 @@ def densenet() -> nn.Module:
 
 
 class Inception(nn.Module):
-    """Four ways side by side; one of them with factorised kernels (Szegedy et al., 2015)."""
+    """Compute four ways side by side; one of them has factorised kernels (Szegedy et al., 2015)."""
 
     def __init__(self, inner: int) -> None:
         super().__init__()
@@ -130,7 +130,8 @@ def inception() -> nn.Module:
 
 
 class Shuffle(nn.Module):
-    """A ShuffleNet unit: half of the channels pass, then all are shuffled (Ma et al., 2018)."""
+    """Compute a ShuffleNet unit: half of the channels pass, then all are shuffled (Ma et al.,
+    2018)."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -156,7 +157,7 @@ def shufflenet() -> nn.Module:
 
 
 class Excite(nn.Module):
-    """Squeeze and excitation (Hu et al., 2018)."""
+    """Apply squeeze and excitation (Hu et al., 2018)."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -168,7 +169,7 @@ class Excite(nn.Module):
 
 
 class Inverted(nn.Module):
-    """MobileNetV3's block (Howard et al., 2019)."""
+    """Compute MobileNetV3's block (Howard et al., 2019)."""
 
     def __init__(self, width: int, hidden: int) -> None:
         super().__init__()
@@ -194,7 +195,7 @@ def mobilenet_v3() -> nn.Module:
 
 
 class Segmenter(nn.Module):
-    """U-Net (Ronneberger et al., 2015), upwards by transposed convolutions."""
+    """Compute U-Net (Ronneberger et al., 2015), upwards by transposed convolutions."""
 
     def __init__(self, widths: Sequence[int] = (8, 16, 32)) -> None:
         super().__init__()
@@ -218,7 +219,7 @@ class Segmenter(nn.Module):
 
 
 class Generator(nn.Module):
-    """DCGAN (Radford et al., 2015): noise to pictures."""
+    """Generate pictures from noise as DCGAN does (Radford et al., 2015)."""
 
     def __init__(self, width: int = 8) -> None:
         super().__init__()
@@ -240,7 +241,7 @@ class Generator(nn.Module):
 
 
 class WaveNet(nn.Module):
-    """Gated dilated convolutions over time (van den Oord et al., 2016)."""
+    """Apply gated dilated convolutions over time (van den Oord et al., 2016)."""
 
     def __init__(self, width: int = 16, depth: int = 4) -> None:
         super().__init__()
@@ -263,7 +264,7 @@ class WaveNet(nn.Module):
 
 
 class Video(nn.Module):
-    """Convolutions over space and time (Tran et al., 2015)."""
+    """Apply convolutions over space and time (Tran et al., 2015)."""
 
     def __init__(self, width: int = 8) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Sizes and inputs for the models of the zoo."""
+"""List sizes and inputs for the models of the zoo."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ VOCABULARY = 99
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Shapes that one graph should serve: a few of every parity, and ranges to draw more from."""
+    """List shapes that one graph should serve: a few of every parity, and ranges to draw more
+    from."""
 
     first: tuple[Shape, ...]
     ranges: tuple[range, ...]
 
     def some(self, count: int) -> tuple[Shape, ...]:
-        """``count`` different ones, the same in every run; fewer if there are no more."""
+        """Return ``count`` different shapes, the same in every run; fewer if there are no more."""
         source, found = random.Random(0), dict.fromkeys(self.first)
         for _ in range(100 * count):
             found[tuple(source.choice(each) for each in self.ranges)] = None
@@ -76,7 +77,7 @@ def tokens(batch: int, length: int) -> Inputs:
 
 
 def padded_tokens(batch: int, length: int) -> Inputs:
-    """The first row is shorter by two than the others."""
+    """Return tokens whose first row is shorter by two than the others."""
     mask = torch.ones(batch, length, dtype=torch.long)
     mask[0, -2:] = 0
     return {**tokens(batch, length), "attention_mask": mask}
@@ -88,7 +89,7 @@ def token_pairs(batch: int, length: int, target_length: int) -> Inputs:
 
 
 def tokens_and_cache(batch: int, length: int, past: int) -> Inputs:
-    """Two layers of keys and values with four heads of eight."""
+    """Return two layers of keys and values with four heads of eight."""
     cache = [torch.randn(batch, 4, past, 8) for _ in range(4)]
     return {**tokens(batch, length), "cache": cache}
 
@@ -110,7 +111,7 @@ def wave(batch: int, samples: int) -> Inputs:
 
 
 def mel(batch: int, target_length: int) -> Inputs:
-    """Whisper's window is fixed: 2 x max_source_positions frames."""
+    """Return a spectrogram for Whisper, whose window is fixed: 2 x max_source_positions frames."""
     target = tokens(batch, target_length)["input_ids"]
     return {"input_features": torch.randn(batch, 16, 60), "decoder_input_ids": target}
 

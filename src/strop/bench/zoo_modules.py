@@ -1,4 +1,4 @@
-"""Plain definitions for the zoo, where no library at hand has the architecture."""
+"""Define modules plainly for the zoo, where no library at hand has the architecture."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 
 class Method(nn.Module):
-    """One method of a module as a forward: half of an autoencoder."""
+    """Call one method of a module as a forward: half of an autoencoder."""
 
     def __init__(self, owner: nn.Module, method: str) -> None:
         super().__init__()
@@ -22,7 +22,7 @@ class Method(nn.Module):
 
 
 class WithCache(nn.Module):
-    """A causal language model; keys and values of each layer come and go as tensors."""
+    """Run a causal language model; keys and values of each layer come and go as tensors."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class WithCache(nn.Module):
 
 
 class Tagger(nn.Module):
-    """Embedding, two bidirectional recurrent layers, classes for each token."""
+    """Compute an embedding, two bidirectional recurrent layers, and classes for each token."""
 
     def __init__(self, recurrent: Callable[..., nn.Module], width: int = 16) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class Tagger(nn.Module):
 
 
 class Encoder(nn.Module):
-    """torch's own transformer layers."""
+    """Apply torch's own transformer layers."""
 
     def __init__(self, width: int = 32) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ class DLRM(nn.Module):
 
 
 class Mixer(nn.Module):
-    """MLP-Mixer (Tolstikhin et al., 2021)."""
+    """Compute MLP-Mixer (Tolstikhin et al., 2021)."""
 
     def __init__(self, width: int = 32, patches: int = 16, depth: int = 2) -> None:
         super().__init__()
@@ -117,7 +117,7 @@ def _mlp(width: int, hidden: int) -> nn.Sequential:
 
 
 class TinyDetr(nn.Module):
-    """DETR in its shortest form (Carion et al., 2020): backbone, transformer, queries."""
+    """Compute DETR in its shortest form (Carion et al., 2020): backbone, transformer, queries."""
 
     def __init__(self, width: int = 32, num_queries: int = 6, num_classes: int = 7) -> None:
         super().__init__()

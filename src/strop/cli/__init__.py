@@ -1,4 +1,5 @@
-"""The ``strop`` command. Nothing here imports torch before a verb has checked its arguments."""
+"""Define the ``strop`` command. Nothing here imports torch before a verb has checked its
+arguments."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Arguments that several verbs take, checked before anything slow starts."""
+"""Check arguments that several verbs take, before anything slow starts."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MOST_TOKENS = 1_000_000  # tokenizers without a limit name a huge one
 
 
 class Device(StrEnum):
-    """Where a model runs."""
+    """Say where a model runs."""
 
     auto = "auto"
     cpu = "cpu"
@@ -35,7 +35,7 @@ class Device(StrEnum):
 
 
 class Dtype(StrEnum):
-    """Type of weights and computation."""
+    """Name the type of weights and computation."""
 
     auto = "auto"
     fp32 = "fp32"
@@ -44,7 +44,7 @@ class Dtype(StrEnum):
 
 @dataclass(frozen=True)
 class Size:
-    """A picture size in pixels."""
+    """Hold a picture size in pixels."""
 
     width: int
     height: int
@@ -76,8 +76,13 @@ DeviceOption = Annotated[
 ]
 
 
-def _use_arch(arch: int) -> int:
-    """Whatever makes Options from now on reads it, in processes that are started as well."""
+def parse_arch(text: str | int) -> int:
+    """Read "86". Whatever makes Options from now on knows it, in processes started later too."""
+    if not str(text).isdigit():
+        raise typer.BadParameter(
+            f"{text!r} is no architecture; write a number, like 86 for compute capability 8.6"
+        )
+    arch = int(text)
     if arch:
         try:
             use_arch(arch)
@@ -90,7 +95,7 @@ ArchOption = Annotated[
     int,
     typer.Option(
         "--arch",
-        callback=_use_arch,
+        parser=parse_arch,
         metavar="SM",
         help="Compile, and run on a newer GPU, as if on one of this architecture: 80, 86, 87 or 89."
         r" [dim]\[default: that of the GPU][/]",
@@ -100,7 +105,7 @@ ArchOption = Annotated[
 
 
 def nearest_sizes(side: int, factor: int) -> tuple[int, ...]:
-    """The multiples of ``factor`` around ``side``, or ``side`` itself."""
+    """Return the multiples of ``factor`` around ``side``, or ``side`` itself."""
     if side % factor == 0 and side > 0:
         return (side,)
     below = side // factor * factor
@@ -187,7 +192,7 @@ def _check_arch(arch: int, device: Device) -> None:
 
 
 def chosen_dtype(dtype: Dtype, device: str) -> torch.dtype:
-    """fp16 on a GPU and fp32 on a CPU unless told."""
+    """Return fp16 on a GPU and fp32 on a CPU unless another type was asked for."""
     import torch
 
     if dtype is Dtype.auto:
@@ -215,7 +220,7 @@ def check_length(pipe: Any, prompt: str, what: str = "prompt") -> None:
 
 
 def check_prompt(prompt: str, hint: str = "'PROMPT'") -> str:
-    """A prompt for the sprites model in the spelling it was trained on.
+    """Return a prompt for the sprites model in the spelling it was trained on.
 
     Raises BadParameter for words that it does not know; warns of captions outside its grammar.
     """

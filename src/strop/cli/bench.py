@@ -1,4 +1,4 @@
-"""``strop bench``: measurements beside eager torch and other peers."""
+"""Measure beside eager torch and other peers (``strop bench``)."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def _compile_rows(result: dict[str, Any]) -> list[tuple[str, ...]]:
 
 
 def _prepared(case: str, out: Path | None, device: Device) -> tuple[BenchCase, str]:
-    """Everything that can be wrong is found here, before any work."""
+    """Find everything that can be wrong before any work."""
     require_diffusion()
     arguments.check_folder(out)
     from strop.bench.cases import CASES
@@ -326,16 +326,16 @@ def batches(
     from strop.cli.stages import spinner
 
     arguments.check_file(out)
-    known("NETWORK", [network], [n.name for n in bench_batches.NETWORKS])
+    named = {each.name: each for each in bench_batches.NETWORKS}
+    known("NETWORK", [network], list(named))
     known("--peer", peer or (), bench_batches.PEERS)
     if not all(size.isdigit() and int(size) for size in sizes.split(",")):
         raise typer.BadParameter(f"{sizes!r} is not like 1,8,33", param_hint="'--batches'")
     where = torch.device(arguments.chosen_device(device))
     dtype = torch.float16 if where.type == "cuda" else torch.float32
-    (chosen,) = (n for n in bench_batches.NETWORKS if n.name == network)
     with spinner(f"measuring {network} at batches {sizes}"):
         result = bench_batches.run(
-            chosen,
+            named[network],
             where,
             dtype,
             [int(s) for s in sizes.split(",")],
@@ -347,11 +347,8 @@ def batches(
         result["file"] = str(report.write_json(result, out))
     header, *rows = bench_batches.rows_of(result)
     show(header, rows, result)
-    counts = result["counts"]
-    print(
-        f"strop: {counted(counts['num_graphs'], 'graph')},"
-        f" {counted(counts['num_recompiles'], 'recompile')}"
-    )
+    graphs, again = (result["counts"][name] for name in ("num_graphs", "num_recompiles"))
+    print(f"strop: {counted(graphs, 'graph')}, {counted(again, 'recompile')}")
 
 
 def _kernels(
@@ -445,7 +442,8 @@ def _show_kernels(result: dict[str, Any]) -> None:
 
 
 def _census(chosen: Sequence[ZooModel], device: str, num_shapes: int) -> dict[str, Any]:
-    """Under a progress bar, which also keeps the compiler's warnings off the table."""
+    """Run the census under a progress bar, which also keeps the compiler's warnings off the
+    table."""
     import torch
 
     from strop.bench import census

@@ -1,4 +1,4 @@
-"""``strop bench infer`` and the table that is made of its files."""
+"""Run ``strop bench infer``, and make the table of its files."""
 
 from __future__ import annotations
 
@@ -190,7 +190,7 @@ def _plan(device: Device, tiny: bool, dtype: str, peers: tuple[str, ...], **more
 
 
 def _measured(rows: Any, plan: Any, **how: Any) -> list[dict[str, Any]]:
-    """Under a progress bar, which also keeps the compiler's warnings off the table."""
+    """Measure under a progress bar, which also keeps the compiler's warnings off the table."""
     from strop.bench import infer as bench_infer
     from strop.cli.models import quieten
     from strop.cli.stages import only_errors, progress_bar

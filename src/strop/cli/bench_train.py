@@ -1,4 +1,4 @@
-"""``strop bench train``: training steps beside their peers, and the published ladder."""
+"""Time training steps beside their peers, and the published ladder (``strop bench train``)."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def _device(device: Device, tiny: bool) -> str:
 
 
 def _measured(rows: Any, plan: Any, **how: Any) -> list[dict[str, Any]]:
-    """A line for each contender on standard error: a full run takes half an hour."""
+    """Measure with a line for each contender on standard error: a full run takes half an hour."""
     from strop.bench import train as bench_train
     from strop.cli.models import quieten
     from strop.cli.stages import only_errors

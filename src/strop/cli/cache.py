@@ -1,4 +1,4 @@
-"""``strop cache``: what the disk cache holds, and how to make it smaller or sound."""
+"""Tell what the disk cache holds, and make it smaller or sound (``strop cache``)."""
 
 from __future__ import annotations
 
@@ -134,7 +134,8 @@ def _folder() -> Path:
 
 
 def _filled() -> DiskCache | None:
-    """The cache, or one line and None where it holds nothing; looking must not create it."""
+    """Return the cache; where it holds nothing, print one line and return None, because looking
+    must not create it."""
     from strop.runtime.build.cache import DiskCache
 
     folder = _folder()

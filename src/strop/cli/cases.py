@@ -1,4 +1,5 @@
-"""``strop repro``, ``minify`` and ``bisect``: from a dump of a graph that fails to its cause."""
+"""Lead from a dump of a graph that fails to its cause (``strop repro``, ``minify`` and
+``bisect``)."""
 
 from __future__ import annotations
 

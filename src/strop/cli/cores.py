@@ -1,4 +1,4 @@
-"""How many processor cores other programs leave free.
+"""Measure how many processor cores other programs leave free.
 
 A kernel of many threads waits for its slowest one. Where another program holds a core, threads
 that spin for each other make small kernels slower by an order of magnitude; fewer threads do not.
@@ -16,7 +16,7 @@ _STAT = Path("/proc/stat")
 
 @dataclass(frozen=True)
 class CoreUse:
-    """Seconds since some start: by the clock, idle over all cores, and of this process."""
+    """Hold seconds since some start: by the clock, idle over all cores, and of this process."""
 
     clock: float
     idle: float
@@ -24,7 +24,7 @@ class CoreUse:
 
     @staticmethod
     def now() -> CoreUse | None:
-        """None where the system does not tell."""
+        """Return the use of cores so far; None where the system does not tell."""
         if not _STAT.is_file():
             return None
         fields = _STAT.read_text().split("\n", 1)[0].split()
@@ -32,7 +32,8 @@ class CoreUse:
         return CoreUse(time.monotonic(), ticks / os.sysconf("SC_CLK_TCK"), time.process_time())
 
     def free_since(self) -> float | None:
-        """Cores that were idle or ours since this was taken; None if that was just now."""
+        """Return how many cores were idle or ours since this was taken; None if that was just
+        now."""
         now = CoreUse.now()
         if now is None or now.clock - self.clock < 0.5:
             return None
@@ -40,7 +41,7 @@ class CoreUse:
 
 
 def threads_for(free: float | None, most: int) -> int:
-    """At most ``most``, and fewer where not all of these are free."""
+    """Return at most ``most`` threads, and fewer where not all of these are free."""
     return most if free is None else max(1, min(most, round(free)))
 
 

@@ -1,4 +1,4 @@
-"""``strop env``: what a bug report needs to say about a machine."""
+"""Tell what a bug report needs to say about a machine (``strop env``)."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def command(
 
 
 def describe(options: Options) -> Facts:
-    """Everything, by section. Reads only."""
+    """Return all facts by section. This only reads."""
     return {
         "strop": strop.__version__,
         "python": platform.python_version(),
@@ -55,7 +55,7 @@ def describe(options: Options) -> Facts:
 
 
 def as_text(facts: Facts) -> str:
-    """One line a fact."""
+    """Return one line per fact."""
     lines = []
     for name, value in facts.items():
         if isinstance(value, list):
@@ -102,7 +102,7 @@ def _cpu_name() -> str:
 
 
 def _compiler() -> str:
-    """The first line of ``g++ --version``."""
+    """Return the first line of ``g++ --version``."""
     if shutil.which("g++") is None:
         return "g++ absent: CPU kernels cannot be built (Debian, Ubuntu: apt-get install g++)"
     done = subprocess.run(
@@ -147,7 +147,7 @@ def _cache(folder: Path) -> Facts:
 
 
 def bytes_text(count: int) -> str:
-    """ "3.2 MiB"."""
+    """Write a number of bytes as in "3.2 MiB"."""
     amount = float(count)
     for unit in ("B", "KiB", "MiB"):
         if amount < 1024:

@@ -1,4 +1,4 @@
-"""``strop explain``: what the compiler made of a model."""
+"""Show what the compiler made of a model (``strop explain``)."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def command(
 
 
 def _pipe_report(name: str, size: Size | None, device: str, profile: bool) -> Report:
-    """Of a whole pipeline after two denoising steps."""
+    """Explain a whole pipeline after two denoising steps."""
     found = models.find_model(name, CALLS)
     size = size or found.default_size
     arguments.check_size(size, found.factor)
@@ -109,7 +109,7 @@ def _pipe_report(name: str, size: Size | None, device: str, profile: bool) -> Re
 
 
 def _call_report(name: str, size: Size | None, device: str, profile: bool) -> Report:
-    """Of one call: a UNet's with guidance (batch 2), or the decoder's of one picture."""
+    """Explain one call: a UNet's with guidance (batch 2), or the decoder's of one picture."""
     side, batch = CALLS[name]
     size = size or Size(side, side)
     arguments.check_size(size, models.MULTIPLE)
@@ -136,7 +136,7 @@ def _call_report(name: str, size: Size | None, device: str, profile: bool) -> Re
 
 
 def _write(path: Path, text: str) -> None:
-    """Whole or not at all."""
+    """Write the file whole or not at all."""
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         part.write_text(text, encoding="utf-8")

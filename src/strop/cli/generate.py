@@ -1,4 +1,4 @@
-"""``strop generate``: a picture from a text."""
+"""Draw a picture from a text (``strop generate``)."""
 
 from __future__ import annotations
 
@@ -186,7 +186,7 @@ def _generate(
 
 
 def _set_threads(threads: int, before: CoreUse | None) -> None:
-    """As many as told, or as cores were free since ``before``."""
+    """Set as many threads as asked for, or as cores were free since ``before``."""
     import torch
 
     if threads:
@@ -197,7 +197,7 @@ def _set_threads(threads: int, before: CoreUse | None) -> None:
 
 
 def _compare(screen: Console, eager: Drawn, ours: Drawn, steps: int, output: Path) -> None:
-    """Both pictures side by side in ``output``, and their numbers as a table."""
+    """Write both pictures side by side into ``output``, and print their numbers as a table."""
     from strop.cli import pictures
 
     times = [drawn.fastest for drawn in (eager, ours)]

@@ -1,4 +1,4 @@
-"""How ``--help`` looks: paragraphs fill the terminal, options keep their names, commands paste.
+"""Lay out ``--help``: paragraphs fill the terminal, options keep their names, commands paste.
 
 A help text is made of blocks with a blank line between them. The lines of a block flow together
 into one paragraph, wherever they end in the source. Two kinds of lines do not: one that starts
@@ -47,15 +47,15 @@ class _Screen:
 
 
 class _Command(_Screen, TyperCommand):
-    """A verb."""
+    """Show the help of a verb."""
 
 
 class _Group(_Screen, TyperGroup):
-    """A verb with verbs below it."""
+    """Show the help of a verb with verbs below it."""
 
 
 class App(typer.Typer):
-    """A ``Typer`` whose commands, and itself, show their help on this module's screen."""
+    """Make a ``Typer`` whose commands, and itself, show their help on this module's screen."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(cls=_Group, **settings)
@@ -96,7 +96,7 @@ def _blocks(text: str | None, width: int) -> Iterator[RenderableType]:
 
 
 def _block(lines: list[str], width: int) -> Iterator[RenderableType]:
-    """The paragraph of a block, its items and its commands, in their order."""
+    """Yield the paragraph of a block, its items and its commands, in their order."""
     flowing: list[str] = []
     for line in (*lines, ""):
         is_command = line.startswith("$ ")
@@ -118,15 +118,15 @@ def _paragraph(text: str) -> RenderableType:
 
 
 def _flowing(text: str) -> Text:
-    """One paragraph with markup, without the line ends of its source."""
+    """Return one paragraph with markup, without the line ends of its source."""
     shown = Text.from_markup(" ".join(text.split()), emoji=False)
     shown.highlight_regex(_FLAG, "cyan")
     return shown
 
 
 def _pasted(line: str, width: int) -> Iterator[Text]:
-    """A command that can be copied to a shell: a long one goes on after a backslash, and the note
-    behind it stands above."""
+    """Yield a command that can be copied to a shell: a long one goes on after a backslash, and the
+    note behind it stands above."""
     if len(_INDENT + line) <= width:
         shown = Text(_INDENT + line)
         shown.highlight_regex(r"# .*$", "dim")
@@ -146,12 +146,12 @@ def _pasted(line: str, width: int) -> Iterator[Text]:
 
 
 def _uncut(line: str) -> Text:
-    """A word that is longer than the line goes on behind its end: terminals wrap it unchanged."""
+    """Let a word that is longer than the line go on behind its end: terminals wrap it unchanged."""
     return Text(line, no_wrap=True, overflow="ignore")
 
 
 def _about(text: str, record: str) -> Text:
-    """What an option does, and in dim letters what typer adds: its default and its range."""
+    """Return what an option does, and in dim letters what typer adds: its default and its range."""
     shown = _flowing(text)
     extra = record.removeprefix(text).strip()
     extra = re.sub(r"([\d.]+)<=x<=([\d.]+)", r"\1 to \2", extra).replace("x>=", "at least ")
@@ -159,12 +159,13 @@ def _about(text: str, record: str) -> Text:
 
 
 def _first(text: str | None) -> str:
-    """The first paragraph: what a list of commands says of each."""
+    """Return the first paragraph: what a list of commands says of each."""
     return inspect.cleandoc(text or "").split("\n\n")[0]
 
 
 def _rows(entries: Iterable[Entry], width: int) -> Iterator[RenderableType]:
-    """Names on the left, texts on the right; a name that is too long has a line for itself."""
+    """Yield names on the left, texts on the right; a name that is too long has a line for
+    itself."""
     entries = list(entries)
     most = width // _NAMES_SHARE
     room = max((len(name) for name, _ in entries if len(name) <= most), default=len(_INDENT))

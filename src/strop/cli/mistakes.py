@@ -1,4 +1,4 @@
-"""How a command ends: 0 done, 1 failed with one line that says why, 2 wrong arguments."""
+"""End a command: 0 done, 1 failed with one line that says why, 2 wrong arguments."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ def warn(text: str) -> None:
 
 
 def errors() -> Console:
-    """Where messages and progress go; standard output keeps results only."""
+    """Return the console for messages and progress; standard output keeps results only."""
     return Console(stderr=True, soft_wrap=True, highlight=False)
 
 
 def plain(text: str) -> str:
-    """Text for rich with its brackets as they are."""
+    """Return text for rich with its brackets as they are."""
     return text.replace("[", r"\[")
 
 

@@ -1,4 +1,4 @@
-"""The models that the verbs run: the sprites model of the package, or a diffusers folder."""
+"""Load the models that the verbs run: the sprites model of the package, or a diffusers folder."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MULTIPLE = 8  # of pixels, which diffusers asks of every picture
 
 @dataclass(frozen=True)
 class Model:
-    """A diffusers folder and what its configuration says.
+    """Hold a diffusers folder and what its configuration says.
 
     ``factor`` is what both sides of a picture must be multiples of, ``grid`` what they had better
     be: the autoencoder's factor times that of the UNet.
@@ -93,7 +93,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _sizes(folder: Path, part: str) -> dict[str, Any]:
-    """The configuration of a part, which must tell its levels."""
+    """Return the configuration of a part, which must tell its levels."""
     path = folder / part / "config.json"
     config = _read_json(path)
     if "block_out_channels" not in config:
@@ -102,7 +102,8 @@ def _sizes(folder: Path, part: str) -> dict[str, Any]:
 
 
 def load(model: Model, dtype: torch.dtype, device: str) -> Any:
-    """The pipeline, without its own progress bars. Raises CommandError if the files are damaged."""
+    """Return the pipeline, without its own progress bars. Raises CommandError if the files are
+    damaged."""
     quieten()
     try:
         if model.is_sprites:

@@ -1,4 +1,4 @@
-"""Pictures: saved whole or not at all, compared, and laid out with captions."""
+"""Save pictures whole or not at all, compare them, and lay them out with captions."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _MOST_DB = 120.0  # what rounding in fp32 allows is shown as "at least"
 
 @dataclass(frozen=True)
 class Panel:
-    """A picture with a bold line and fainter ones below."""
+    """Hold a picture with a bold line and fainter ones below."""
 
     picture: Image
     title: str
@@ -40,7 +40,7 @@ def save(picture: Image, path: Path) -> None:
 
 
 def to_picture(pixels: Tensor) -> Image:
-    """RGB [3, height, width] from 0 to 1 as 8 bit."""
+    """Convert RGB [3, height, width] from 0 to 1 to 8 bit."""
     from PIL import Image
 
     rounded = (pixels.detach().float().cpu() * 255).round().clamp(0, 255).byte()
@@ -48,7 +48,8 @@ def to_picture(pixels: Tensor) -> Image:
 
 
 def psnr_db(first: Tensor, second: Tensor) -> float:
-    """Peak signal-to-noise ratio of two pictures from 0 to 1 in dB; infinite if equal."""
+    """Return the peak signal-to-noise ratio of two pictures from 0 to 1 in dB; infinite if
+    equal."""
     error = float((first.double() - second.double()).square().mean())
     return -10 * math.log10(error) if error else math.inf
 
@@ -60,13 +61,13 @@ def psnr_text(value: float) -> str:
 
 
 def enlarged(picture: Image, height: int) -> Image:
-    """At least ``height`` pixels high, by a whole factor, so that pixels stay squares."""
+    """Enlarge by a whole factor to at least ``height`` pixels, so that pixels stay squares."""
     factor = max(1, math.ceil(height / picture.height))
     return picture.resize((picture.width * factor, picture.height * factor), resample=0)
 
 
 def sheet(panels: Sequence[Panel], columns: int, text_size: int = 15) -> Image:
-    """Panels in a grid of equal cells on white, each picture in the middle of its cell."""
+    """Lay out panels in a grid of equal cells on white, each picture in the middle of its cell."""
     from PIL import Image, ImageDraw
 
     wide = max(p.picture.width for p in panels)
@@ -100,7 +101,7 @@ def _write(draw: ImageDraw, words: Words, middle: float, top: int, text_size: in
 
 
 def _wrap(panel: Panel, wide: int, text_size: int) -> Words:
-    """Lines that fit under a picture, and whether each belongs to the title."""
+    """Return lines that fit under a picture, and whether each belongs to the title."""
     from PIL import ImageFont
 
     found: Words = []

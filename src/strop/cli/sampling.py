@@ -19,7 +19,7 @@ from strop.wording import counted
 
 @dataclass(frozen=True)
 class Request:
-    """What to draw. The noise comes from the CPU, so a seed means the same on every device."""
+    """Say what to draw. The noise comes from the CPU, so a seed means the same on every device."""
 
     prompt: str
     size: Size
@@ -31,7 +31,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Drawn:
-    """A picture [3, height, width] from 0 to 1, and seconds by stage.
+    """Hold a picture [3, height, width] from 0 to 1, and seconds by stage.
 
     "sampling" is the first run after the warm-up; ``fastest`` is the shortest of all runs.
     """
@@ -46,7 +46,7 @@ _REPEATS_S = 10.0  # a comparison repeats its runs for at most so long
 
 
 def draw(pipe: Any, request: Request, on_step: Step = lambda: None) -> Tensor:
-    """One call of the pipeline. Raises CommandError for a picture that is not finite."""
+    """Draw one call of the pipeline. Raises CommandError for a picture that is not finite."""
 
     def after_step(_: Any, number: int, timestep: Any, kept: dict[str, Any]) -> dict[str, Any]:
         on_step()
@@ -70,7 +70,7 @@ def draw(pipe: Any, request: Request, on_step: Step = lambda: None) -> Tensor:
 
 
 def warm_up(pipe: Any, request: Request) -> None:
-    """Two steps at the wanted size: everything that only a first call does is done then.
+    """Run two steps at the wanted size, so that everything that only a first call does is done.
 
     Twice on a GPU, where the second use of a shape captures a CUDA graph.
     """
@@ -79,7 +79,7 @@ def warm_up(pipe: Any, request: Request) -> None:
 
 
 def draw_eager(pipe: Any, request: Request, runs: int = 1) -> Drawn:
-    """A pipeline as it is: a warm-up, then the timed runs."""
+    """Draw with a pipeline as it is: a warm-up, then the timed runs."""
     clock = Clock()
     with clock.stage("warm-up"), spinner("warming up torch"):
         warm_up(pipe, request)
@@ -110,7 +110,7 @@ def _draw_timed(pipe: Any, request: Request, clock: Clock, text: str, runs: int)
 
 
 def compiled_text(pipe: Any) -> str:
-    """Graphs and kernels of an optimised pipeline, and where they came from."""
+    """Return graphs and kernels of an optimised pipeline, and where they came from."""
     dispatchers = dispatchers_of(pipe).values()
     variants = [v for d in dispatchers for v in d.variants.all]
     kernels = len({s for v in variants for s in v.program.sources})
@@ -124,7 +124,7 @@ def compiled_text(pipe: Any) -> str:
 
 
 def fallbacks(pipe: Any) -> list[str]:
-    """Why calls ran in eager after all."""
+    """Return the reasons why calls ran in eager after all."""
     return [
         f"{name}, {counted(count, 'time')}: {why}"
         for name, d in dispatchers_of(pipe).items()

@@ -1,4 +1,4 @@
-"""Progress on the screen: every stage shows what it is at and for how long."""
+"""Show progress on the screen: every stage shows what it is at and for how long."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ _REFRESH_S = 0.2
 
 
 def progress_bar() -> Progress:
-    """On standard error, gone when done; silent unless that is a terminal."""
+    """Return a progress bar on standard error, which is gone when done, and silent unless that is a
+    terminal."""
     screen = errors()
     return Progress(
         SpinnerColumn(),
@@ -34,7 +35,7 @@ def progress_bar() -> Progress:
 
 
 class Clock:
-    """Seconds of each stage, by name."""
+    """Hold the seconds of each stage, by name."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
@@ -48,14 +49,14 @@ class Clock:
 
 @contextmanager
 def spinner(text: str) -> Iterator[None]:
-    """A bar without an end, for a stage that cannot tell how far it is."""
+    """Show a bar without an end, for a stage that cannot tell how far it is."""
     with progress_bar() as bar:
         bar.add_task(text, total=None, note="")
         yield
 
 
 class _Warnings(logging.Handler):
-    """Warnings of the compiler, above the bar."""
+    """Print warnings of the compiler above the bar."""
 
     def __init__(self, bar: Progress) -> None:
         super().__init__(logging.WARNING)
@@ -67,7 +68,7 @@ class _Warnings(logging.Handler):
 
 @contextmanager
 def only_errors() -> Iterator[None]:
-    """Of what the compiler says: warnings would tear a progress bar."""
+    """Show only the compiler's errors: warnings would tear a progress bar."""
     logger = logging.getLogger("strop")
     before = logger.level
     logger.setLevel(logging.ERROR)
@@ -93,7 +94,8 @@ def compiler_warnings(bar: Progress) -> Iterator[None]:
 
 @contextmanager
 def compiling(pipe: Any) -> Iterator[None]:
-    """A bar over the components of an optimised pipeline; names the one being compiled."""
+    """Show a bar over the components of an optimised pipeline, with the name of the one being
+    compiled."""
     parts = {n: d for n, d in dispatchers_of(pipe).items() if n != "vae.encoder"}
     stop = threading.Event()
     with progress_bar() as bar, compiler_warnings(bar):

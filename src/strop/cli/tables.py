@@ -1,4 +1,4 @@
-"""Tables on the screen, and options that the benchmarks share."""
+"""Print tables on the screen, and declare options that the benchmarks share."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def show(header: tuple[str, ...], rows: Sequence[tuple[str, ...]], result: dict[
 
 @contextmanager
 def wrong(what: str) -> Iterator[None]:
-    """An OptionError is about arguments of the command here."""
+    """Turn an OptionError into an error about arguments of the command."""
     try:
         yield
     except OptionError as error:

@@ -1,4 +1,4 @@
-"""``strop train``: fine-tuning with the flags of diffusers' example scripts."""
+"""Fine-tune with the flags of diffusers' example scripts (``strop train``)."""
 
 from __future__ import annotations
 
@@ -60,7 +60,8 @@ app = App(
 
 
 def _option(knob: Any, task: str) -> inspect.Parameter:
-    """The command line's view of a setting. ``None``: not given, so that a file may tell."""
+    """Return the command line's view of a setting. A default of None means that it was not given,
+    so that a file may tell."""
     about = knob.metadata
     kind = about["kind"]
     names = [f"--{knob.name}"]
@@ -88,7 +89,7 @@ def _option(knob: Any, task: str) -> inspect.Parameter:
 
 
 def _unbuilt(name: str) -> inspect.Parameter:
-    """A flag of diffusers that only says why it is not there."""
+    """Return a flag of diffusers that only says why it is not there."""
 
     def refuse(value: bool | str | None) -> None:
         if value:
@@ -126,7 +127,7 @@ _CONFIG = inspect.Parameter(
 
 
 def _command(task: str) -> Callable[..., None]:
-    """``strop train TASK``, with an option for each setting of the task."""
+    """Make ``strop train TASK``, with an option for each setting of the task."""
 
     @reported
     def command(**given: Any) -> None:
@@ -147,7 +148,7 @@ def _command(task: str) -> Callable[..., None]:
 
 
 def _settings(task: str, given: dict[str, Any]) -> knobs.Settings:
-    """Defaults, then the file, then the flags. A mistake ends with exit code 2."""
+    """Take the defaults, then the file, then the flags. A mistake ends with exit code 2."""
     path = given.pop("config")
     names = {*(knob.name for knob in knobs.flags(task)), *unbuilt_flags.NEEDLESS}
     # Not given: None, or the empty list of an option that may be repeated.
@@ -164,7 +165,7 @@ def _settings(task: str, given: dict[str, Any]) -> knobs.Settings:
 
 
 def _spelt(file: dict[str, Any], task: str) -> dict[str, Any]:
-    """The file's keys as flags spell them, so that a flag replaces its line."""
+    """Return the file's keys as flags spell them, so that a flag replaces its line."""
     aliases = {k.metadata["alias"]: k.name for k in knobs.flags(task) if k.metadata["alias"]}
     plain = {key.replace("-", "_"): value for key, value in file.items()}
     return {aliases.get(key, key): value for key, value in plain.items()}

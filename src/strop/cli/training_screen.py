@@ -1,4 +1,4 @@
-"""What ``strop train`` shows: a bar on a terminal, a line now and then in a log."""
+"""Show the progress of ``strop train``: a bar on a terminal, a line now and then in a log."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Screen:
         self._bar.console.print(f"[yellow]warning:[/] {plain(text)}")
 
     def session(self, session: Session) -> None:
-        """What is about to be trained."""
+        """Show what is about to be trained."""
         settings = session.settings
         count = sum(p.numel() for p in session.learner.parameters)
         batch = settings.train_batch_size * settings.gradient_accumulation_steps

@@ -1,1 +1,1 @@
-"""Loop IR -> kernel text (Triton, C++), and the program that launches it."""
+"""Turn loop IR into kernel text (Triton, C++), and make the program that launches it."""

@@ -1,4 +1,4 @@
-"""Fusion plan + kernels -> Program: numbers the buffers and lists the steps."""
+"""Turn a fusion plan and kernels into a Program: number the buffers and list the steps."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Sizes = Mapping[str, int]
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A code generator, and the library calls that write into memory of ours on its device."""
+    """Hold a code generator, and the library calls that write into memory of ours on its device."""
 
     device: str
     emit: Callable[[Kernel], Emitted]
@@ -45,17 +45,15 @@ class Target:
     emit_at: Callable[[Kernel, Sizes], KernelSource] | None = None
     stitched_at: Callable[[Kernel, Sizes], KernelSource | None] = lambda kernel, sizes: None
     in_place: bool = False  # a program writes an element after its last look at it
-    # a kernel of ours that is faster than the library's, for what is left to the library
-    own_call: Callable[[Node], KernelSource | None] = lambda node: None
-    # families of such kernels for some sizes, which the runtime chooses
-    families: Callable[[Node], tuple[str, ...]] = lambda node: ()
+    kernels_off: tuple[str, ...] = ()  # rows of the kernel library that may not run
 
     def source_at(self, kernel: Kernel, sizes: Sizes) -> KernelSource:
         return self.emit_at(kernel, sizes) if self.emit_at else self.emit(kernel).at(sizes)
 
 
 def in_turn(target: Target) -> Target:
-    """The same without early launches: each kernel begins when the one before it has ended."""
+    """Return the same target without early launches: each kernel begins when the one before it has
+    ended."""
 
     def emit(kernel: Kernel) -> Emitted:
         found = target.emit(kernel)
@@ -80,7 +78,7 @@ def _late(variant: Variant) -> Variant:
 
 
 def once(emit: Callable[[Kernel], T]) -> Callable[[Kernel], T]:
-    """Equal kernels, of which a model has many, are printed once."""
+    """Print equal kernels, of which a model has many, only once."""
 
     @lru_cache(maxsize=1024)
     def emit_once(kernel: Kernel, numbers: tuple[str, ...]) -> T:
@@ -91,7 +89,7 @@ def once(emit: Callable[[Kernel], T]) -> Callable[[Kernel], T]:
 
 @dataclass(frozen=True, slots=True)
 class Signature:
-    """What the frontend knows and the graph does not.
+    """Hold what the frontend knows and the graph does not.
 
     ``generic``: graphs of other shapes will follow. Outer sizes then are arguments of kernels even
     where this graph has them as constants, so that all the graphs have the same kernels.
@@ -133,8 +131,8 @@ def assemble(
     target: Target,
     stitches: Sequence[Stitch] = (),
 ) -> Program:
-    """``lowered`` holds each group's kernel, the values behind its params, and their offsets;
-    that of the whole of each stitch as well."""
+    """Assemble the program. ``lowered`` holds each group's kernel, the values behind its params,
+    and their offsets; and the same for the whole of each stitch."""
     a = _Assembly(graph, target, redirected_stores(graph, plan, lowered))
     for position, node in enumerate(graph.inputs):
         a.add(node, "input", index=position)
@@ -169,6 +167,7 @@ def assemble(
         tuple(sorted(graph.hints.items())),
         num_compiled + calls,
         num_compiled,
+        target.kernels_off,
         _by_rows(a),
     )
 
@@ -257,8 +256,9 @@ def _variants(
 def _in_place(
     a: _Assembly, kernel: Kernel, buffers: Sequence[int], offsets: tuple[Expr, ...]
 ) -> tuple[tuple[int, int], ...]:
-    """(written, read): planned buffers, of which the kernel reads each element where and before it
-    writes it. Where they have one size and the operand ends there, they get one memory."""
+    """Return the pairs (written, read) of planned buffers of which the kernel reads each element
+    where and before it writes it. Where they have one size and the operand ends there, they get one
+    memory."""
     if not a.target.in_place or kernel.schedule is Schedule.COLUMN:
         return ()
     whole = [
@@ -301,7 +301,7 @@ def _stitch(
 
 
 def _lookup_sizes(kernel: Kernel) -> tuple[Expr | None, ...]:
-    """For each param that is only looked into, how often; no more of it is read."""
+    """Return for each param that is only looked into how often that is; no more of it is read."""
     sizes = {axis.name: axis.size for axis in kernel.rows + kernel.cols}
     space, found = spaces(kernel), dict[int, Expr]()
     loads = [stmt for stmt in kernel.body + kernel.tail if isinstance(stmt, Load)]
@@ -314,7 +314,8 @@ def _lookup_sizes(kernel: Kernel) -> tuple[Expr | None, ...]:
 
 
 def _lookups(a: _Assembly, group: Group) -> tuple[str, ...]:
-    """Modules whose indices the kernel checks, whatever group their nodes were planned in."""
+    """Return modules whose indices the kernel checks, whatever group their nodes were planned
+    in."""
     seen, stack = set(group.stores), list(group.stores)
     while stack:
         for base in map(base_of, stack.pop().inputs):
@@ -337,26 +338,22 @@ def _call_step(a: _Assembly, node: Node, results: set[Node]) -> CallStep:
         )
     planned = "result" if node in results else "arena"
     out = a.add(node, planned if node.op in a.target.planned else "call")
-    source = a.target.own_call(node)
-    kernel = None if source is None else a.sources.setdefault(source, len(a.sources))
     return CallStep(
         node.op,
         refs,
         tuple(sorted(node.attrs.items())),
         (out,),
         node.origin,
-        kernel,
-        a.target.families(node),
     )
 
 
 def _matrix(x: Node) -> Node:
-    """(..., K) as (rows, K): the layout pass made sure that this is a view."""
+    """View (..., K) as (rows, K): the layout pass has made sure that this is a view."""
     return Builder().reshape(x, (product(x.shape[:-1]), x.shape[-1]))
 
 
 def _opaque_outputs(a: _Assembly, call: Node) -> tuple[int, ...]:
-    """One buffer for each tensor that the call returns; items of it refer to these."""
+    """Make one buffer for each tensor that the call returns; items of it refer to these."""
     if call.attrs["single"]:
         return (a.add(call, "call"),)
     items = {n.attrs["index"]: n for n in a.graph.nodes if n.op == "item" and n.inputs[0] is call}

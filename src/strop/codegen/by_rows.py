@@ -1,4 +1,4 @@
-"""Which values may be computed for several batches at once.
+"""Find which values may be computed for several batches at once.
 
 A value (b, ...) is made by rows if its row ``i`` needs nothing but the rows ``i`` of other values
 (b, ...), and what is the same for every batch. So what is computed for a batch that is made of
@@ -16,8 +16,8 @@ from strop.ir.ops import OPS, Kind
 
 
 def made_by_rows(nodes: Sequence[Node], stored: Collection[Node]) -> set[Node]:
-    """Those of ``nodes``, in execution order, that are made by rows of values that are ``stored``;
-    each step between such values is looked at by itself."""
+    """Return those of ``nodes``, in execution order, that are made by rows of values that are
+    ``stored``; each step between such values is looked at by itself."""
     steady, found = set[Node](), set[Node]()
     for node in nodes:
         if _is_steady(node, steady):
@@ -31,7 +31,8 @@ def made_by_rows(nodes: Sequence[Node], stored: Collection[Node]) -> set[Node]:
 
 
 def _is_steady(node: Node, steady: Collection[Node]) -> bool:
-    """Whether it is the same for every batch, as weights are and what is made of them alone."""
+    """Tell whether it is the same for every batch, as weights are and what is made of them
+    alone."""
     if node.op == "input":
         return bool(node.attrs["state"])
     values = (*node.shape, *node.attrs.values())
@@ -40,12 +41,12 @@ def _is_steady(node: Node, steady: Collection[Node]) -> bool:
 
 
 def _keeps_rows(node: Node) -> bool:
-    """Whether its rows are made of the same rows of what it reads, if that has as many."""
+    """Tell whether its rows are made of the same rows of what it reads, if that has as many."""
     return _has_rows(node) and OPS[node.op].keeps_rows(node.attrs, len(node.shape))
 
 
 def _is_aligned(place: int, reader: Node) -> bool:
-    """Whether the first dim of what is read there is the reader's."""
+    """Tell whether the first dim of what is read there is the reader's."""
     x = reader.inputs[place]
     if reader.op == "linear" and place:  # each row reads all of a weight
         return False
@@ -54,8 +55,8 @@ def _is_aligned(place: int, reader: Node) -> bool:
 
 
 def _has_rows(node: Node) -> bool:
-    """Whether its first size is that of a batch, and nothing else of it depends on the batch: which
-    columns are read, say."""
+    """Tell whether its first size is that of a batch, and nothing else of it depends on the batch:
+    which columns are read, say."""
     if not node.shape or node.shape[0].is_const:
         return False
     others = (*node.shape[1:], *node.attrs.values())

@@ -22,7 +22,8 @@ BLOCK_SIZE = 16384  # cols of a task where the cols are cut instead of the rows
 
 
 def emit(kernel: Kernel) -> Emitted:
-    """The C++ source of a kernel and the sizes that it takes. A pure function."""
+    """Print the C++ source of a kernel, and list the sizes that it takes. This is a pure
+    function."""
     loops = Loops(with_powers(nest.simplify(kernel)))
     with loops.faults():
         loops.uniform_values()
@@ -74,7 +75,7 @@ def _has_long_cols(loops: Loops) -> bool:
 
 
 def _print_blocks(loops: Loops) -> None:
-    """POINTWISE, tasks are a row times a block of cols."""
+    """Print a POINTWISE kernel whose tasks are a row times a block of cols."""
     out, rows, cols = loops.out, loops.kernel.rows, loops.scalars(loops.kernel.num_cols)
     out(f"const int64_t blocks = ({cols} + {BLOCK_SIZE - 1}) / {BLOCK_SIZE};")
     count = f"{loops.scalars(loops.kernel.num_rows)} * blocks" if rows else "blocks"
@@ -88,7 +89,7 @@ def _print_blocks(loops: Loops) -> None:
 
 
 def _print_pointwise(loops: Loops) -> None:
-    """POINTWISE, tasks are a chunk of rows."""
+    """Print a POINTWISE kernel whose tasks are a chunk of rows."""
     _declare_step(loops)
     with loops.tasks(), loops.rows():
         loops.row_values(loops.kernel.body)
@@ -96,7 +97,8 @@ def _print_pointwise(loops: Loops) -> None:
 
 
 def _print_tiles(loops: Loops) -> None:
-    """POINTWISE that transposes: tasks are a chunk of rows, done in tiles of cols."""
+    """Print a POINTWISE kernel that transposes: tasks are a chunk of rows, done in tiles of
+    cols."""
     out, cols = loops.out, loops.scalars(loops.kernel.num_cols)
     rows_of_tile, cols_of_tile = TILE
     out(f"const int64_t step = {rows_of_tile};")

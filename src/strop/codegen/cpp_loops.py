@@ -1,4 +1,4 @@
-"""The skeleton that all C++ kernels share: tasks, rows, cols, and statements inside them.
+"""Print the skeleton that all C++ kernels share: tasks, rows, cols, and statements inside them.
 
 Rows are cut into *tasks*: one point of the outer row axes times a chunk of the inner ones. Tasks
 run in parallel, the rows of a task in order, their cols under ``omp simd``. Chunks depend on
@@ -69,7 +69,8 @@ class Loops:
         self.threaded_from = HEAVY_FROM if is_heavy else THREADED_FROM
 
     def _count_outer_rows(self) -> int:
-        """Row axes that split tasks: the parallel ones of COLUMN, else those of staged values.
+        """Count the row axes that split tasks: the parallel ones of COLUMN, else those of staged
+        values.
 
         A tile of a transposing kernel is cut from the last row axis alone.
         """
@@ -95,7 +96,7 @@ class Loops:
 
     @contextmanager
     def tasks(self) -> Iterator[None]:
-        """One task: a chunk of ``step`` inner rows. ``step`` is declared by the caller."""
+        """Print one task: a chunk of ``step`` inner rows. The caller declares ``step``."""
         size = self.scalars(product(axis.size for axis in self.inner_rows))
         outer = product(axis.size for axis in self.outer_rows)
         self.out(f"const int64_t chunks = ({size} + step - 1) / step;")
@@ -111,7 +112,7 @@ class Loops:
 
     @contextmanager
     def rows(self, end: str = "end") -> Iterator[None]:
-        """The rows of a task, in order."""
+        """Print a loop over the rows of a task, in order."""
         with self.out.loop("row", end, "begin"):
             self.decode("row", self.inner_rows)
             self._fill(stmt for stmt in self.staged if self._is_inner(stmt))
@@ -154,7 +155,7 @@ class Loops:
 
     @property
     def lane(self) -> str:
-        """The place of the current col in a row buffer."""
+        """Return the place of the current col in a row buffer."""
         if len(self.kernel.cols) == 1:
             return self.kernel.cols[0].name
         return "lane" if self.is_flat and not self.by_axes else self.lane_at_axes()
@@ -167,7 +168,7 @@ class Loops:
         )
 
     def col_loops(self) -> list[tuple[str, str]]:
-        """(name, size) of each loop over the cols, the innermost last."""
+        """Return (name, size) of each loop over the cols, the innermost last."""
         if self.is_flat:
             return [(self.lane, self.scalars(self.kernel.num_cols))]
         return self.axis_loops(self.kernel.cols)
@@ -185,7 +186,7 @@ class Loops:
 
     @contextmanager
     def cols(self, begin: str = "0", end: str = "") -> Iterator[None]:
-        """All cols, or a part of the innermost loop."""
+        """Print a loop over all cols, or over a part of the innermost loop."""
         *outer, (name, size) = self.col_loops()
         with self.loops(outer):
             self.simd()
@@ -193,7 +194,7 @@ class Loops:
                 yield
 
     def row_buffer(self, name: str, scalar: str) -> None:
-        """Memory for one value at each col."""
+        """Print memory for one value at each col."""
         size = self.kernel.num_cols
         if size.is_const and size.value <= STACK_ROW:
             self.out(f"alignas(64) {scalar} {name}[{size.value}];")
@@ -217,7 +218,7 @@ class Loops:
         return frozenset[str]().union(*(self.space[out] for out in outs_of(stmt)))
 
     def uniform_values(self) -> None:
-        """Values that are the same everywhere: before all loops."""
+        """Print values that are the same everywhere, before all loops."""
         reduced = {out for s in self.kernel.body if isinstance(s, Reduce) for out in s.outs}
         for stmt in self.kernel.body:
             if isinstance(stmt, Store | Reduce) or self.varies_over(stmt):
@@ -228,7 +229,7 @@ class Loops:
                 self.printed.update(outs_of(stmt))
 
     def row_values(self, stmts: Iterable[Stmt], *, stores: bool = True) -> None:
-        """The statements that do not vary over cols."""
+        """Print the statements that do not vary over cols."""
         for stmt in stmts:
             if isinstance(stmt, Reduce) or self.varies_over(stmt) & self.col_names:
                 continue
@@ -241,7 +242,7 @@ class Loops:
         return tuple(stmt for stmt in stores if self.varies_over(stmt) & self.col_names)
 
     def col_values(self, roots: Iterable[str]) -> None:
-        """The statements that vary over cols and lead to ``roots``."""
+        """Print the statements that vary over cols and lead to ``roots``."""
         self.statements(nest.closure(self.kernel.body, roots, self.outside))
 
     def statements(self, stmts: Iterable[Stmt]) -> None:
@@ -279,7 +280,8 @@ class Loops:
         return f"{stmt.guard} ? {text} : {number(0, stmt.dtype)}" if stmt.guard else text
 
     def _element(self, stmt: Load) -> str:
-        """Places have 32 bits, what they are multiplied by has 64."""
+        """Return the text of an element: places have 32 bits, what they are multiplied by has
+        64."""
         terms = [self.element(stmt.index)]
         for place, stride in stmt.lookups:
             step = f"int64_t{{{stride.value}}}" if stride.is_const else self.scalars(stride)
@@ -287,7 +289,8 @@ class Loops:
         return " + ".join(terms)
 
     def _place(self, stmt: Place) -> None:
-        """Masked, and in 32 bits: so g++ makes vectors of lookups (longer dims stay in eager)."""
+        """Print a place, masked and in 32 bits: so g++ makes vectors of lookups (longer dims stay
+        in eager)."""
         out, size = stmt.out, self.scalars(stmt.size)
         value = f"sp::wrapped({stmt.value}, {size})" if stmt.wraps else stmt.value
         self.out(f"const bool {out}_outside = sp::is_outside({value}, {size});")
@@ -295,7 +298,7 @@ class Loops:
         self.out(f"const int32_t {out} = static_cast<int32_t>({value}) & ({out}_outside - 1);")
 
     def element(self, index: Index) -> str:
-        """The text of an index, over ``lane`` where all cols run as one."""
+        """Return the text of an index, over ``lane`` where all cols run as one."""
         strides = index.strides
         if self.is_flat and not self.by_axes and len(self.kernel.cols) > 1:
             stride = nest.lane_stride(index, self.kernel.cols)
@@ -312,7 +315,7 @@ class Loops:
 
 
 def _guarded(kernel: Kernel) -> frozenset[str]:
-    """Values that come from guarded loads: they exist on one side of a choice only."""
+    """Return the values that come from guarded loads: they exist on one side of a choice only."""
     found: set[str] = set()
     for stmt in kernel.body + kernel.tail:
         is_guarded = isinstance(stmt, Load) and stmt.guard is not None

@@ -1,4 +1,4 @@
-"""ROW and COLUMN reductions in C++.
+"""Print ROW and COLUMN reductions in C++.
 
 Sums of floats run in fp64 under ``omp simd``, so that they are exact but for their last rounding.
 Softmax's, of positive numbers in a row buffer, take eight of them together in fp32 first.
@@ -49,14 +49,14 @@ def combine(kind: str, scalar: str, into: str, value: str) -> str:
 
 
 def total_type(stmt: Reduce) -> str:
-    """The type that a reduction runs in."""
+    """Return the type that a reduction runs in."""
     is_sum = stmt.kind in ("sum", "prod", "moments", "powers") and stmt.dtype.is_floating_point
     return "double" if is_sum else scalar_type(stmt.dtype)
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One running result of a sweep over a row.
+    """Print one running result of a sweep over a row.
 
     Moments have two, each the sum of an expression: "mean" (x - x0) and "squares" ((x - x0)^2).
     """
@@ -80,7 +80,8 @@ class Part:
 
     @property
     def finds_nan(self) -> bool:
-        """Extremes are found as if there were no NaN, which takes one instruction; a flag tells."""
+        """Tell whether extremes are found as if there were no NaN, which takes one instruction,
+        while a flag tells of NaN."""
         return self.stmt.kind in ("amax", "amin") and self.stmt.dtype.is_floating_point
 
     @property
@@ -106,7 +107,7 @@ class Part:
 
     @property
     def total(self) -> str:
-        """What the sweep has found."""
+        """Return what the sweep has found."""
         total = f"total_{self.out}"
         return f"sp::or_nan(!nan_{self.out}, {total})" if self.finds_nan else total
 
@@ -146,7 +147,7 @@ def set_firsts(loops: Loops, moments: Sequence[Reduce]) -> None:
 
 
 class RowSweeps:
-    """The sweeps over the cols of one row."""
+    """Print the sweeps over the cols of one row."""
 
     def __init__(self, loops: Loops) -> None:
         self.loops = loops
@@ -156,8 +157,8 @@ class RowSweeps:
         self.result_row = self._result_row()
 
     def _result_row(self) -> Store | None:
-        """The store of the last sweep whose row holds the kept value until then, which saves the
-        caches a third row: if there is one, the store of that very value.
+        """Return the store of the last sweep whose row holds the kept value until then, which saves
+        the caches a third row; the store of that very value, if there is one.
 
         Where a result is an argument that is written in place, its element is gone by then. It is
         loaded at the place of the store if at all (``mutation``), so nothing may be loaded there.
@@ -189,7 +190,7 @@ class RowSweeps:
         return min(fit, key=lambda s: s.value not in self.kept, default=None)
 
     def _is_done(self, store: Store) -> bool:
-        """Whether the sweep that keeps a value has stored it where the result is."""
+        """Tell whether the sweep that keeps a value has stored it where the result is."""
         return store is self.result_row and store.value in self.kept
 
     def declare_buffers(self) -> None:
@@ -214,7 +215,7 @@ class RowSweeps:
                 self._row_values(sweep.level + 1)
 
     def _row_values(self, level: int) -> None:
-        """Row values that need ``level`` reductions in sequence."""
+        """Print the row values that need ``level`` reductions in sequence."""
 
         def level_of(stmt: Stmt) -> int:
             names = (stmt.value,) if isinstance(stmt, Store) else outs_of(stmt)
@@ -242,7 +243,8 @@ class RowSweeps:
             out.all(part.result(size))
 
     def _row_for_top(self, sweep: nest.Sweep) -> str:
-        """Where the row begins if the sweep only looks for the top of one that lies in memory."""
+        """Return where the row begins if the sweep only looks for the top of one that lies in
+        memory."""
         loops = self.loops
         kinds = [stmt.kind for stmt in sweep.reduces]
         if kinds != ["top"] or len(sweep.stmts) != 1 or sweep.stores or sweep.keeps or sweep.reads:
@@ -266,7 +268,7 @@ class RowSweeps:
         return self.loops.element(Index(index.offset, tuple(strides)))
 
     def _firsts(self, sweep: nest.Sweep) -> None:
-        """The first element of each moments, if there is one."""
+        """Print the first element of each moments, if there is one."""
         loops, moments = self.loops, moments_of(sweep.reduces)
         if not moments:
             return
@@ -301,7 +303,7 @@ class RowSweeps:
 
 
 class ColumnReduction:
-    """Accumulators for each col, partial results for each chunk, and their merge."""
+    """Print accumulators for each col, partial results for each chunk, and their merge."""
 
     chunk_rows = CHUNK_ROWS
 
@@ -317,7 +319,7 @@ class ColumnReduction:
         self.partials = {out: self._partial(s) for s in self.reduces for out in s.outs}
 
     def _partial(self, stmt: Reduce) -> str:
-        """Scratch for one number a chunk and kept col."""
+        """Declare scratch for one number per chunk and kept col."""
         loops = self.loops
         symbol = loops.scalars.symbol
         # ceil(rows / step) <= NUM_CHUNKS + 1 unless step is at its upper bound
@@ -330,7 +332,7 @@ class ColumnReduction:
         return f"p{len(loops.kernel.params) + len(loops.scratch) - 1}"
 
     def step(self) -> str:
-        """Rows of a chunk: sizes alone decide."""
+        """Return the rows of a chunk: sizes alone decide."""
         least, most = self.chunk_rows
         rows = self.num_rows
         if rows.is_const:
@@ -360,7 +362,7 @@ class ColumnReduction:
         self.fold()
 
     def _can_take_several(self) -> bool:
-        """Whether rows may be the innermost loop, which saves moments a trip through memory.
+        """Tell whether rows may be the innermost loop, which saves moments a trip through memory.
 
         What is the same in a whole row, and the divisions that find the place on several row axes,
         would be done for each col.
@@ -375,7 +377,8 @@ class ColumnReduction:
         )
 
     def start(self) -> None:
-        """Accumulators for each col. Moments are relative to the first row of the task."""
+        """Print the accumulators for each col. Moments are relative to the first row of the
+        task."""
         loops, moments = self.loops, moments_of(self.reduces)
         for stmt in self.reduces:
             for name in self._accumulators(stmt):
@@ -397,7 +400,7 @@ class ColumnReduction:
         return [f"{name}_{stmt.outs[0]}" for name in names]
 
     def _elements(self) -> None:
-        """The values of one row and col, and what is stored of them."""
+        """Print the values of one row and col, and store what is stored of them."""
         stores = self.loops.col_stores()
         args = [stmt.arg for stmt in self.reduces]
         self.loops.col_values([*args, *(store.value for store in stores)])
@@ -411,7 +414,7 @@ class ColumnReduction:
             self._add(stmt, f"first_{name}{at}", f"sum_{name}{at}", f"squares_{name}{at}")
 
     def _rows(self, size: int) -> None:
-        """One col of ``size`` rows, the moments in registers."""
+        """Print one col of ``size`` rows, with the moments in registers."""
         loops, out, at = self.loops, self.loops.out, f"[{self.loops.lane}]"
         names = [stmt.outs[0] for stmt in moments_of(self.reduces)]
         for name in names:
@@ -438,7 +441,8 @@ class ColumnReduction:
         out(f"{squares} += delta_{name} * delta_{name};")
 
     def fold(self) -> None:
-        """The end of a task: from one accumulator a col to one partial result a kept col."""
+        """Print the end of a task, which folds one accumulator per col to one partial result per
+        kept col."""
         loops = self.loops
         loops.by_axes = True
         if any(stmt.kind == "moments" for stmt in self.reduces):
@@ -454,7 +458,7 @@ class ColumnReduction:
         loops.by_axes = False
 
     def _cell(self) -> str:
-        """The flattened kept col."""
+        """Return the flattened kept col."""
         sizes = [axis.size for axis in self.kept]
         terms = []
         for place, axis in enumerate(self.kept):
@@ -471,7 +475,8 @@ class ColumnReduction:
         out(f"{self.partials[name]}[{cell}] = part_{name};")
 
     def _fold_moments(self, stmt: Reduce, cell: str) -> None:
-        """Cols of a chunk have equal counts: the mean of means, then squares about it."""
+        """Fold the moments of cols of a chunk, which have equal counts: the mean of means, then
+        squares about it."""
         loops, out = self.loops, self.loops.out
         mean, squares = stmt.outs
         lane = f"[{loops.lane}]"
@@ -491,7 +496,7 @@ class ColumnReduction:
     # ---- after all tasks -------------------------------------------------------------------
 
     def merge(self) -> None:
-        """Chunks in order, then the tail, for each parallel row and kept col."""
+        """Print the merge of chunks in order, then the tail, for each parallel row and kept col."""
         loops, out = self.loops, self.loops.out
         outer = product(axis.size for axis in loops.outer_rows)
         cells, kept = loops.scalars(outer * self.num_kept), loops.scalars(self.num_kept)
@@ -548,7 +553,7 @@ class ColumnReduction:
 
 
 class WholeReduction(ColumnReduction):
-    """The same with one col only: a chunk of rows is swept like a row."""
+    """Print the same with one col only: a chunk of rows is swept like a row."""
 
     chunk_rows = LANE_CHUNK_ROWS
 

@@ -1,4 +1,5 @@
-"""Softmax as C++ runs it best. Its sum of exponentials has one that is 1, and all are positive."""
+"""Rewrite softmax as C++ runs it best. Its sum of exponentials has one that is 1, and all are
+positive."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ from strop.ir.loops import Apply, Kernel, Reduce, Schedule, Stmt, args_of, outs_
 
 @dataclass(frozen=True, slots=True)
 class _Powers:
-    """``total`` = sum(exp(x - amax(x))) in fp32, between 1 and the number of elements."""
+    """Compute ``total`` = sum(exp(x - amax(x))) in fp32, which lies between 1 and the number of
+    elements."""
 
     total: Reduce
     power: Apply
@@ -39,7 +41,8 @@ def _powers(kernel: Kernel) -> tuple[_Powers, ...]:
 
 
 def _is_softmax(kernel: Kernel, found: _Powers) -> bool:
-    """Whether powers are only summed and divided by their sum: NaN in one of them reaches all."""
+    """Tell whether powers are only summed and divided by their sum: NaN in one of them reaches
+    all."""
 
     def users(name: str) -> list[Stmt]:
         return [stmt for stmt in kernel.body + kernel.tail if name in args_of(stmt)]
@@ -54,7 +57,7 @@ def _is_softmax(kernel: Kernel, found: _Powers) -> bool:
 
 
 def with_powers(kernel: Kernel) -> Kernel:
-    """Such sums as reductions of their own kind, "powers": (sum, 1 / sum).
+    """Write such sums as reductions of their own kind, "powers": (sum, 1 / sum).
 
     What they divide becomes a product: a quotient takes as long as ten of them. Their exponentials
     get the attribute that makes them those of negative numbers. The amax of a softmax becomes a

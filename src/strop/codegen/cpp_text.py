@@ -1,4 +1,4 @@
-"""The words of generated C++: types, numbers, operator expressions, indented lines."""
+"""Print the words of generated C++: types, numbers, operator expressions, indented lines."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ OF_NEGATIVE = ("of_negative", True)  # attribute of an exp whose argument is nev
 
 
 def scalar_type(dtype: torch.dtype) -> str:
-    """The C++ type that a kernel computes in for this dtype."""
+    """Return the C++ type that a kernel computes in for this dtype."""
     return TYPES[compute_dtype(dtype)]
 
 
@@ -64,7 +64,7 @@ class Text:
 
 
 class Scalars:
-    """Names for sizes: constants are printed, every other expression becomes s0, s1, ..."""
+    """Name sizes: constants are printed, every other expression becomes s0, s1, ..."""
 
     def __init__(self) -> None:
         self.names: dict[Expr, str] = {}
@@ -75,7 +75,7 @@ class Scalars:
         return self.names.setdefault(expr, f"s{len(self.names)}")
 
     def symbol(self, expr: Expr) -> Expr:
-        """The same size over the scalar names."""
+        """Return the same size over the scalar names."""
         return expr if expr.is_const else symbol(self(expr))
 
 
@@ -84,7 +84,7 @@ def times(name: str, factor: str) -> str:
 
 
 def number(value: float, dtype: torch.dtype) -> str:
-    """A literal of the compute type of ``dtype``."""
+    """Return a literal of the compute type of ``dtype``."""
     kind = scalar_type(dtype)
     if kind == "bool":
         return "true" if value else "false"
@@ -99,7 +99,7 @@ def number(value: float, dtype: torch.dtype) -> str:
 
 
 def apply_text(stmt: Apply) -> str:
-    """The expression of a pointwise statement."""
+    """Return the expression of a pointwise statement."""
     if stmt.op == "cast":
         return _cast(stmt.args[0], stmt.dtype)
     if OF_NEGATIVE in stmt.attrs:

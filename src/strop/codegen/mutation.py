@@ -1,4 +1,4 @@
-"""In-place mutation: ``copy_(p, v)`` as a store into p by the kernel that computes v.
+"""Write in place: ``copy_(p, v)`` becomes a store into p by the kernel that computes v.
 
 Legal only when nobody can see the difference: no step after that kernel reads p, and the kernel
 itself reads p, if at all, at the very element that it is about to write. Otherwise the copy
@@ -21,7 +21,7 @@ Lowered = Mapping[Group, tuple[Kernel, tuple[Node, ...], tuple[Expr, ...]]]
 
 
 def redirected_stores(graph: Graph, plan: FusionPlan, lowered: Lowered) -> dict[Node, Node]:
-    """Computed value -> the input whose memory it may be written to directly."""
+    """Map each computed value to the input whose memory it may be written to directly."""
     targets: dict[Node, Node] = {}
     for write in (s for s in plan.steps if isinstance(s, Node) and s.op == "write"):
         destination, value = write.inputs
@@ -57,9 +57,9 @@ def _is_unseen(
 def reads_before_it_writes(
     kernel: Kernel, offsets: Sequence[Expr], read: int, written: int
 ) -> bool:
-    """Whether two params of a kernel may be one piece of memory: the program that writes an element
-    is the only one that reads it, and has done so. Code generators run a kernel's stores along the
-    cols in its last sweep."""
+    """Tell whether two params of a kernel may be one piece of memory: the program that writes an
+    element is the only one that reads it, and has done so. Code generators run a kernel's stores
+    along the cols in its last sweep."""
     if offsets[read] != offsets[written]:
         return False
     stmts = kernel.body + kernel.tail
@@ -76,7 +76,8 @@ def reads_before_it_writes(
 
 
 def _is_own(kernel: Kernel, index: Index) -> bool:
-    """Whether one program alone has these elements: nothing is left out that programs share out."""
+    """Tell whether one program alone has these elements: nothing is left out that programs share
+    out."""
     axes = kernel.rows if kernel.schedule is Schedule.ROW else kernel.rows + kernel.cols
     return all(a.name in index.axes for a in axes if not a.reduced and a.size != ONE)
 

@@ -62,7 +62,7 @@ def _num_contiguous(kernel: Kernel, axis: Axis) -> int:
 
 
 def _merge(axes: Sequence[Axis], indices: Sequence[Index]) -> list[Axis]:
-    """The inner axis of a merged pair keeps its name: its strides are those of the pair."""
+    """Merge a pair of axes; the inner one keeps its name, and its strides are those of the pair."""
     merged: list[Axis] = []
     for axis in axes:
         if merged and _can_merge(merged[-1], axis, indices):
@@ -79,7 +79,7 @@ def _can_merge(outer: Axis, inner: Axis, indices: Iterable[Index]) -> bool:
 
 
 def _renamed(kernel: Kernel, rows: Sequence[Axis], cols: Sequence[Axis]) -> Kernel:
-    """Axes become r0, r1, ... and c0, c1, ..., so that texts do not depend on given names."""
+    """Rename axes to r0, r1, ... and c0, c1, ..., so that texts do not depend on given names."""
     names = {axis.name: f"r{i}" for i, axis in enumerate(rows)}
     names |= {axis.name: f"c{i}" for i, axis in enumerate(cols)}
 
@@ -105,7 +105,8 @@ def _renamed(kernel: Kernel, rows: Sequence[Axis], cols: Sequence[Axis]) -> Kern
 
 
 def lane_stride(index: Index, cols: Sequence[Axis]) -> Expr | None:
-    """The stride of this index along all cols flattened into one axis, None if there is none."""
+    """Return the stride of this index along all cols flattened into one axis, None if there is
+    none."""
     stride = stride_of(index, cols[-1].name)
     step = stride * cols[-1].size
     for axis in reversed(cols[:-1]):
@@ -116,7 +117,7 @@ def lane_stride(index: Index, cols: Sequence[Axis]) -> Expr | None:
 
 
 def irregular(kernel: Kernel) -> tuple[Load | Position, ...] | None:
-    """The statements that need a copy in lane order before all cols can be flattened.
+    """Return the statements that need a copy in lane order before all cols can be flattened.
 
     None if flattening is impossible: a store, or a load that needs other values (a guard, a place),
     is not affine in the lane.
@@ -134,7 +135,7 @@ def irregular(kernel: Kernel) -> tuple[Load | Position, ...] | None:
 
 
 def is_transposing(kernel: Kernel) -> bool:
-    """Whether something is contiguous along the last row axis and strided along the cols."""
+    """Tell whether something is contiguous along the last row axis and strided along the cols."""
     if kernel.schedule is not Schedule.POINTWISE or not kernel.rows:
         return False
     row, col = kernel.rows[-1].name, kernel.cols[-1].name
@@ -146,7 +147,7 @@ def is_transposing(kernel: Kernel) -> bool:
 
 
 def closure(stmts: Sequence[Stmt], roots: Iterable[str], known: frozenset[str]) -> tuple[Stmt, ...]:
-    """The statements that compute ``roots`` from ``known`` values, in order."""
+    """Return the statements that compute ``roots`` from ``known`` values, in order."""
     wanted = set(roots) - known
     found: list[Stmt] = []
     for stmt in reversed(stmts):
@@ -157,14 +158,14 @@ def closure(stmts: Sequence[Stmt], roots: Iterable[str], known: frozenset[str]) 
 
 
 def needs(stmts: Sequence[Stmt], roots: Iterable[str], known: frozenset[str]) -> set[str]:
-    """The ``known`` values that computing ``roots`` starts from."""
+    """Return the ``known`` values that computing ``roots`` starts from."""
     used = {arg for stmt in closure(stmts, roots, known) for arg in args_of(stmt)}
     return used.union(roots) & known
 
 
 @dataclass(frozen=True, slots=True)
 class Sweep:
-    """One pass over the cols of a row."""
+    """Describe one pass over the cols of a row."""
 
     level: int
     reduces: tuple[Reduce, ...]
@@ -186,7 +187,8 @@ class SweepPlan:
 
 
 def plan_sweeps(kernel: Kernel, outside: frozenset[str], stores: tuple[Store, ...]) -> SweepPlan:
-    """Passes over the cols of one row; ``outside`` are the values that do not vary over cols."""
+    """Plan the passes over the cols of one row; ``outside`` are the values that do not vary over
+    cols."""
     levels = _levels(kernel)
     sweeps = [sweep for sweep in _bare_sweeps(kernel, levels, stores) if sweep.roots]
     cost = _costs(kernel, outside)
@@ -244,7 +246,7 @@ def _is_costly(op: Op) -> bool:
 def _shared_frontier(
     sweeps: Sequence[Sweep], bodies: Sequence[tuple[Stmt, ...]], costly: set[str]
 ) -> frozenset[str]:
-    """Costly values of several sweeps that something outside the shared part uses."""
+    """Return costly values of several sweeps that something outside the shared part uses."""
     names = [{out for stmt in body for out in outs_of(stmt)} for body in bodies]
     shared = {v for some in names for v in some if sum(v in other for other in names) > 1}
     used = {root for sweep in sweeps for root in sweep.roots}

@@ -1,4 +1,4 @@
-"""Steps in an order that needs less memory.
+"""Order steps so that they need less memory.
 
 A graph has the convolution of a shortcut where its result is asked for, at the end of a block. Its
 operand, often the largest value of all, is kept for it while the block works on others. Done
@@ -19,8 +19,8 @@ Order = tuple[int, ...]  # positions of the steps as they were
 
 @dataclass(frozen=True, slots=True)
 class _Uses:
-    """Buffers of a step: what it touches at the hinted sizes, which of these may share memory, and
-    what it writes in any of its forms."""
+    """Hold the buffers of a step: what it touches at the hinted sizes, which of these may share
+    memory, and what it writes in any of its forms."""
 
     touched: frozenset[int]
     in_place: tuple[tuple[int, int], ...]
@@ -28,8 +28,8 @@ class _Uses:
 
 
 def lean(program: Program) -> Order:
-    """An order with calls as early as their operands allow wherever that lowers the most bytes
-    that are alive at once, at the sizes of the hints."""
+    """Find an order with calls as early as their operands allow, wherever that lowers the most
+    bytes that are alive at once, at the sizes of the hints."""
     memory = _Memory(program)
     order: Order = tuple(range(len(program.steps)))
     least, peak = memory.most_alive(order)
@@ -43,13 +43,13 @@ def lean(program: Program) -> Order:
 
 
 def in_order(program: Program, order: Order) -> Program:
-    """The same steps, one after the other as ``order`` has them."""
+    """Return the same steps, one after the other as ``order`` has them."""
     return replace(program, steps=tuple(program.steps[number] for number in order))
 
 
 def _moves(program: Program, memory: _Memory, order: Order, peak: int) -> Iterator[Order]:
-    """Orders in which a call from behind the peak, for which alone a value is kept that is alive
-    there, reads it as early as it can."""
+    """Yield orders in which a call from behind the peak, for which alone a value is kept that is
+    alive there, reads it as early as it can."""
     first, last = memory.ranges(order)
     for place in range(peak, len(order)):
         step = program.steps[order[place]]
@@ -66,7 +66,8 @@ def _moves(program: Program, memory: _Memory, order: Order, peak: int) -> Iterat
 
 
 class _Memory:
-    """What is alive in an order of the steps, of the values that the program places itself."""
+    """Count what is alive in an order of the steps, of the values that the program places
+    itself."""
 
     def __init__(self, program: Program) -> None:
         sizes = dict(program.hints)
@@ -81,7 +82,7 @@ class _Memory:
         self._returned = {r.tensor.buffer for r in program.returned if r.tensor is not None}
 
     def ranges(self, order: Order) -> tuple[dict[int, int], dict[int, int]]:
-        """Where each value is made, and where it is read for the last time."""
+        """Return where each value is made, and where it is read for the last time."""
         first, last = dict[int, int](), dict[int, int]()
         for place, number in enumerate(order):
             for touched in self.uses[number].touched & self._bytes.keys():
@@ -91,7 +92,7 @@ class _Memory:
         return first, last
 
     def most_alive(self, order: Order) -> tuple[int, int]:
-        """The most bytes alive at once, and at which place."""
+        """Return the most bytes alive at once, and at which place."""
         first, last = self.ranges(order)
         changes = [0] * (len(order) + 2)
         for number, place in first.items():
@@ -103,7 +104,8 @@ class _Memory:
         return _highest(changes)
 
     def _in_one_place(self, order: Order, first: dict[int, int], last: dict[int, int]) -> set[int]:
-        """Values that are written over one that ends there, as the runtime will find them."""
+        """Return values that are written over one that ends there, as the runtime will find
+        them."""
         found, taken = set[int](), set[int]()
         for number in order:
             for new, old in self.uses[number].in_place:

@@ -27,12 +27,12 @@ from strop.ir.source import (
 
 
 def emit(kernel: Kernel) -> Emitted:
-    """The Triton source of ``kernel`` and the sizes that it takes."""
+    """Print the Triton source of ``kernel``, and list the sizes that it takes."""
     return replace(_printed(kernel), variants=tuple(map(_variant, _forms(kernel))))
 
 
 def emit_at(kernel: Kernel, sizes: Mapping[str, int]) -> KernelSource:
-    """The one form of ``emit`` that runs at these sizes."""
+    """Return the one form of ``emit`` that runs at these sizes."""
     form = next((form for form in _forms(kernel) if form.fits(sizes)), None)
     return _printed(form.kernel, form.most).source if form else _printed(kernel).source
 
@@ -53,12 +53,12 @@ def _variant(form: Form, *, as_block: bool = False) -> Variant:
 
 
 def stitched(kernel: Kernel) -> tuple[Variant, ...]:
-    """Forms of a ROW kernel for rows that one program holds in registers as a block."""
+    """Return forms of a ROW kernel for rows that one program holds in registers as a block."""
     return tuple(_variant(form, as_block=True) for form in triton_block.forms(kernel))
 
 
 def stitched_at(kernel: Kernel, sizes: Mapping[str, int]) -> KernelSource | None:
-    """The one of them that runs at these sizes, if there is one."""
+    """Return the one of them that runs at these sizes, if there is one."""
     form = next((form for form in triton_block.forms(kernel) if form.fits(sizes)), None)
     return _printed(form.kernel, form.most, as_block=True).source if form else None
 

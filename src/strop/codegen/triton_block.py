@@ -1,4 +1,4 @@
-"""A ROW kernel whose rows are blocks: each program holds one [ROWS, COLS] block in registers.
+"""Print a ROW kernel whose rows are blocks: each program holds one [ROWS, COLS] block in registers.
 
 The cols of a group of GroupNorm in channels-last memory are pixels x channels of the group, of
 which only the channels lie side by side. Pixels down the block and channels across it keep the
@@ -22,7 +22,7 @@ MAX_WARPS = 16  # 128 registers a thread: with 32 warps the largest blocks spill
 
 
 def forms(kernel: Kernel) -> Iterator[Form]:
-    """Forms of a kernel for rows that one program holds."""
+    """Yield forms of a kernel for rows that one program holds."""
     if len(kernel.cols) < 2 or not kernel.cols[-1].size.is_const:
         return
     rows = product(axis.size for axis in kernel.cols[:-1])

@@ -1,4 +1,5 @@
-"""The COLUMN schedule: reductions over many rows by programs that split them between each other.
+"""Print the COLUMN schedule: reductions over many rows by programs that split them between each
+other.
 
 Every program owns one slab of rows and keeps a running state in each lane, so that its loads are
 contiguous whatever the groups are. It then folds its lanes to the kept cols and leaves the result
@@ -51,11 +52,10 @@ MAX_REGISTERS = 255
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    """``tile_bytes``: what the loads of a tile read together. ``stages``: of the software pipeline;
-    with one tile at a time the loop waits for memory. ``steps``: of the loop, below which a slab is
-    not worth a program. ``merge_elements`` and ``merged``: of states that are merged at once, in
-    all and of programs.
-    """
+    """Hold the sizes of a tiling. ``tile_bytes``: what the loads of a tile read together.
+    ``stages``: of the software pipeline; with one tile at a time the loop waits for memory.
+    ``steps``: of the loop, below which a slab is not worth a program. ``merge_elements`` and
+    ``merged``: of states that are merged at once, in all and of programs."""
 
     tile_bytes: int
     num_warps: int
@@ -93,7 +93,7 @@ class ColumnPlan:
 class _Column:
     def __init__(self, printer: Printer, most: int | None) -> None:
         kernel = printer.kernel
-        self.printer, self.has_skinny_gemm = printer, most is not None
+        self.printer, self.has_few_rows = printer, most is not None
         self.add = printer.out.add
         self.parallel = tuple(axis for axis in kernel.rows if not axis.reduced)
         self.rows = tuple(axis for axis in kernel.rows if axis.reduced)
@@ -119,7 +119,7 @@ class _Column:
         if num_cols.is_const and num_cols.value <= (MAX_LANES if self.lanes else BLOCKED_COLS):
             return next_power_of_two(num_cols.value)
         if num_cols.is_const and not self.lanes:
-            return FEW_ROWS_COLS if self.has_skinny_gemm else NARROW_COLS
+            return FEW_ROWS_COLS if self.has_few_rows else NARROW_COLS
         if self.lanes:
             raise UnsupportedError(
                 f"{self.printer.kernel.name}: {num_cols} cols, some of them reduced, do not fit "
@@ -128,8 +128,8 @@ class _Column:
         return BLOCKED_COLS
 
     def _loads(self) -> list[Load]:
-        """The loop's, of what is read from memory for each element of the tile. A group's
-        statistics, which many neighbours share, come from the cache."""
+        """Return the loop's loads of what is read from memory for each element of the tile. A
+        group's statistics, which many neighbours share, come from the cache."""
         kernel = self.printer.kernel
         reduced = {axis.name for axis in self.rows}
         along = {axis.name for axis in kernel.cols[-1:] if axis.size != const(1)}
@@ -140,7 +140,7 @@ class _Column:
         ]
 
     def _load_bytes(self) -> int:
-        """For one element of the tile."""
+        """Return the bytes that are loaded for one element of the tile."""
         return sum(self.printer.kernel.params[load.param].dtype.itemsize for load in self._loads())
 
     def _tiling(self) -> Tiling:
@@ -162,7 +162,7 @@ class _Column:
         return sorted({stmt.dtype for stmt in self.reductions}, key=str)
 
     def slots(self, dtype: torch.dtype, stage: str = "") -> list[tuple[Reduce, str]]:
-        """The state blocks that one scratch buffer holds, in order."""
+        """Return the state blocks that one scratch buffer holds, in order."""
         return [
             (stmt, name)
             for stmt in self.reductions
@@ -183,7 +183,7 @@ class _Column:
 
 
 def forms(kernel: Kernel) -> Iterator[Form]:
-    """The form for few rows, where their number is not known."""
+    """Yield the form for few rows, where their number is not known."""
     rows = product(axis.size for axis in kernel.rows if axis.reduced)
     is_wide = kernel.num_cols.is_const and kernel.num_cols.value > BLOCKED_COLS
     is_for_each = any(not axis.reduced for axis in kernel.rows)
@@ -207,7 +207,7 @@ def column(printer: Printer, most: int | None = None) -> ColumnPlan:
 
 
 def _slab(plan: _Column) -> None:
-    """Which rows and cols this program owns."""
+    """Print which rows and cols this program owns."""
     add, rows = plan.add, plan.text(plan.num_rows)
     add("program = tl.program_id(0)")
     add("split = program % splits")
@@ -225,7 +225,7 @@ def _slab(plan: _Column) -> None:
 
 
 def _sweep(plan: _Column) -> None:
-    """The loop over the slab: side outputs and running states."""
+    """Print the loop over the slab: side outputs and running states."""
     printer, kernel = plan.printer, plan.printer.kernel
     masks = {"r": "row_mask"}
     if not kernel.num_cols.is_multiple_of(plan.cols):
@@ -262,7 +262,7 @@ def _sweep(plan: _Column) -> None:
 
 
 def _without_rows(plan: _Column) -> list[Stmt]:
-    """Statements of the body that are the same for every row of a slab."""
+    """Return statements of the body that are the same for every row of a slab."""
     space, reduced = spaces(plan.printer.kernel), frozenset(axis.name for axis in plan.rows)
     return [
         stmt
@@ -312,7 +312,7 @@ def _has_col_mask(plan: _Column) -> bool:
 
 
 def _lane_index(axes: tuple[Axis, ...], cols: tuple[Axis, ...]) -> Index:
-    """Where a (kept, reduced) pair of ids lies among the flattened cols."""
+    """Return where a (kept, reduced) pair of ids lies among the flattened cols."""
     strides, stride = {}, const(1)
     for axis in reversed(cols):
         strides[axis.name] = stride
@@ -336,7 +336,7 @@ def _times(n: int, size: str) -> str:
 
 
 def _finish(plan: _Column) -> None:
-    """The program that arrives last merges the slabs and runs the tail."""
+    """Print how the program that arrives last merges the slabs and runs the tail."""
     add, block = plan.add, plan.printer.out.block
     arrive = 'tl.atomic_add(arrivals + group, 1, sem="acq_rel", scope="gpu")'
     if plan.lanes:
@@ -366,8 +366,8 @@ def _finish(plan: _Column) -> None:
 
 
 def _merge(plan: _Column, masked: bool) -> None:
-    """States of all slabs into one. A program that is alone with its cols has it already: that
-    saves a trip to memory and back."""
+    """Print the merge of the states of all slabs into one. A program that is alone with its cols
+    has it already, which saves a trip to memory and back."""
     printer, add = plan.printer, plan.add
     tile = Tile((), {"r": "1", "c": "KEPT"}, {})
     for stmt in plan.reductions:
@@ -388,7 +388,7 @@ def _merge(plan: _Column, masked: bool) -> None:
 
 
 def _merge_slabs(plan: _Column, masked: bool) -> None:
-    """A few slabs at a time, and always in the same order."""
+    """Print the merge of a few slabs at a time, always in the same order."""
     printer, add = plan.printer, plan.add
     if plan.moments:
         add("total_count = tl.full([1, KEPT], 0, tl.int32)")
@@ -405,7 +405,7 @@ def _merge_slabs(plan: _Column, masked: bool) -> None:
 
 
 def _merge_state(plan: _Column, stmt: Reduce) -> None:
-    """Chan's rule for two states of moments; the plain operation for the others."""
+    """Print Chan's rule for two states of moments, or the plain operation for the others."""
     part, total = state_names(stmt, "_part"), state_names(stmt, "_total")
     if stmt.kind != "moments":
         plan.add(f"{total[0]} = {combine(stmt.kind, total[0], part[0])}")
@@ -418,7 +418,7 @@ def _merge_state(plan: _Column, stmt: Reduce) -> None:
 
 
 def _parts(plan: _Column, masked: bool) -> None:
-    """Ids of a few slabs and how many elements each of them saw."""
+    """Print the ids of a few slabs, and how many elements each of them saw."""
     add, rows = plan.add, plan.text(plan.num_rows)
     add("part = at + tl.arange(0, SPLITS)[:, None]")
     add("part_mask = " + ("(part < splits) & kept_mask" if masked else "part < splits"))
@@ -435,7 +435,8 @@ def _parts(plan: _Column, masked: bool) -> None:
 
 
 def _part(plan: _Column, stmt: Reduce, which: int) -> str:
-    """One state block of several slabs. Past the L1 cache: other programs wrote it."""
+    """Load one state block of several slabs. It comes past the L1 cache, because other programs
+    wrote it."""
     slots = plan.slots(stmt.dtype, "_total")
     slot = slots.index((stmt, state_names(stmt, "_total")[which]))
     at = f"every_{plan.buffer('partials', stmt.dtype)} + {_times(slot, plan.text(plan.num_kept))}"
@@ -456,7 +457,8 @@ def _tail(plan: _Column, masked: bool) -> None:
 
 
 def _needed_again(plan: _Column) -> list[Stmt]:
-    """Statements of the body that the tail uses: they are printed again for the tail's tile."""
+    """Return statements of the body that the tail uses: they are printed again for the tail's
+    tile."""
     kernel = plan.printer.kernel
     reduced = {out for stmt in plan.reductions for out in stmt.outs}
     needed = {arg for stmt in kernel.tail for arg in args_of(stmt)} - reduced

@@ -68,7 +68,7 @@ def interpret(
 
 
 def _twin(function: Callable[..., torch.Tensor]) -> Callable[..., Any]:
-    """A torch function on the interpreter's tensors."""
+    """Make the twin of a torch function on the interpreter's tensors."""
 
     def call(*args: Any) -> Any:
         import triton.language as tl
@@ -87,7 +87,7 @@ def _twin(function: Callable[..., torch.Tensor]) -> Callable[..., Any]:
 
 
 def _scratch(dtype: torch.dtype, numel: int, zeroed: bool) -> torch.Tensor:
-    """Memory that nothing may rely on is filled with what would show if something did."""
+    """Fill memory that nothing may rely on with what would show if something did."""
     garbage = math.nan if dtype.is_floating_point else 77
     return torch.full((numel,), 0 if zeroed else garbage, dtype=dtype)
 
@@ -111,7 +111,8 @@ def _interpreting() -> Iterator[None]:
 
 
 def _call(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Triton's random numbers see the core of the language by itself: it is patched as well."""
+    """Call a function of Triton; its random numbers see the core of the language by themselves, so
+    that is patched as well."""
     from triton.runtime import interpreter
 
     if self.fn.__module__ != "triton.language.random":
@@ -124,13 +125,14 @@ def _call(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _patch_tensor(patch: Any, tensor: Any, scope: Any) -> None:
-    """numpy >= 2.4 turns only 0-dimensional arrays into an index; scalars here have one."""
+    """Patch the interpreter's tensor: numpy >= 2.4 turns only 0-dimensional arrays into an index,
+    and scalars here have one dimension."""
     patch(tensor, scope)
     scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
 
 def _reduce(original: Any, self: Any, input: Any) -> Any:
-    """Custom reductions run element by element in Python; those of Strop have numpy twins."""
+    """Reduce by a twin in numpy; custom reductions otherwise run element by element in Python."""
     found = _NUMPY_REDUCTIONS.get(self.combine_fn.fn.__name__)
     if found is None:
         return original(self, input)

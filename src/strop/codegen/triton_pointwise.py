@@ -1,4 +1,5 @@
-"""The POINTWISE schedule: tiles over rows and cols, or over flat elements where nothing has rows.
+"""Print the POINTWISE schedule: tiles over rows and cols, or over flat elements where nothing has
+rows.
 
 A kernel has a form for few elements, whose small tiles keep many programs busy, and one for many,
 where each thread has several wide loads in flight.
@@ -46,7 +47,7 @@ ONE = Axis("one", const(1))
 
 
 def forms(kernel: Kernel) -> Iterator[Form]:
-    """The faster forms of a kernel, whose number of elements is not known."""
+    """Yield the faster forms of a kernel, whose number of elements is not known."""
     size = kernel.num_rows * kernel.num_cols
     if size.is_const:
         return
@@ -62,7 +63,7 @@ def forms(kernel: Kernel) -> Iterator[Form]:
 
 
 def _few(kernel: Kernel) -> int:
-    """Elements up to which small tiles are faster."""
+    """Return up to how many elements small tiles are faster."""
     return LINE_FEW if _is_line(kernel) else FEW
 
 
@@ -120,7 +121,7 @@ def _tile_ids(
 
 
 def _outer_and_inner(kernel: Kernel) -> tuple[tuple[Axis, ...], tuple[Axis, ...]]:
-    """Row axes that have one value in each tile, and the others.
+    """Return row axes that have one value in each tile, and the others.
 
     Where something is the same for all pixels of a picture, no tile has pixels of two pictures:
     the tile then reads it once.
@@ -137,7 +138,8 @@ def _outer_and_inner(kernel: Kernel) -> tuple[tuple[Axis, ...], tuple[Axis, ...]
 
 
 def pointwise_tile(kernel: Kernel, most: int | None) -> tuple[int, int, int]:
-    """(rows, cols, warps): long contiguous pieces, little waste. No rows: elements in one line."""
+    """Choose (rows, cols, warps): long contiguous pieces, little waste. Without rows the elements
+    are one line."""
     num_rows, num_cols = kernel.num_rows, kernel.num_cols
     size = num_rows * num_cols
     few = most == _few(kernel) or (size.is_const and size.value <= _few(kernel))
@@ -160,9 +162,9 @@ def pointwise_tile(kernel: Kernel, most: int | None) -> tuple[int, int, int]:
 
 
 def _is_line(kernel: Kernel) -> bool:
-    """Whether ids of rows and cols are cheap to find in one flat id: all rows are walked with one
-    stride, and what a thread loads at once lies in one row. Guards, as a cat has them, want tiles
-    that lie in one piece of it."""
+    """Tell whether ids of rows and cols are cheap to find in one flat id: all rows are walked with
+    one stride, and what a thread loads at once lies in one row. Guards, as a cat has them, want
+    tiles that lie in one piece of it."""
     num_cols = kernel.num_cols
     if not num_cols.is_const or not num_cols.is_multiple_of(ALIGNED) or has_guards(kernel):
         return False

@@ -1,4 +1,4 @@
-"""Triton text of reductions: over a tile in registers, and over a loop with per-lane states.
+"""Print Triton text of reductions: over a tile in registers, and over a loop with per-lane states.
 
 A state is a tuple of blocks: (value,) for sum, prod, amax and amin, (mean, M2) for moments, where
 M2 is the sum of squares around the mean. States of moments are merged by Chan's rule, so no step
@@ -24,7 +24,7 @@ HELPERS = {
 
 
 def identity(kind: str, dtype: torch.dtype) -> str:
-    """The value that changes nothing."""
+    """Return the value that changes nothing."""
     if kind in ("sum", "moments"):
         return "0.0" if dtype.is_floating_point else "0"
     if kind == "prod":
@@ -38,20 +38,20 @@ def identity(kind: str, dtype: torch.dtype) -> str:
 
 
 def across(kind: str, block: str, axis: int) -> str:
-    """One reduction of a block along an axis, which stays with size 1."""
+    """Print one reduction of a block along an axis, which stays with size 1."""
     if kind in HELPERS:
         return f"tl.reduce({block}, {axis}, {HELPERS[kind][0]}, keep_dims=True)"
     return f"tl.sum({block}, axis={axis}, keep_dims=True)"
 
 
 def state_names(stmt: Reduce, stage: str = "") -> tuple[str, ...]:
-    """Names of the blocks of a state; a stage tells states of different shapes apart."""
+    """Return names of the blocks of a state; a stage tells states of different shapes apart."""
     first = stmt.outs[0] + stage
     return (f"{first}_mean", f"{first}_m2") if stmt.kind == "moments" else (f"{first}_{stmt.kind}",)
 
 
 def operand(printer: Printer, stmt: Reduce, tile: Tile) -> str:
-    """The argument in the type of the reduction, spread over the whole tile."""
+    """Return the argument in the type of the reduction, spread over the whole tile."""
     value = printer.values[stmt.arg]
     text = value.text if value.dtype == stmt.dtype else f"{value.text}.to({TYPES[stmt.dtype]})"
     full = frozenset(tile.shape)
@@ -72,7 +72,7 @@ def in_registers(
         return f"tl.where({mask}, {text}, {empty})" if mask else text
 
     def total(kind: str, blocks: Sequence[str]) -> str:
-        """Blocks are joined lane by lane, so that programs meet once."""
+        """Join blocks lane by lane, so that programs meet once."""
         together = blocks[0]
         for place, block in enumerate(blocks[1:]):
             last = place == len(blocks) - 2
@@ -120,12 +120,12 @@ def in_block(printer: Printer, stmt: Reduce, tile: Tile, count: str) -> None:
 
 
 def combine(kind: str, left: str, right: str) -> str:
-    """Two blocks of one-value states into one."""
+    """Combine two blocks of one-value states into one."""
     return f"{HELPERS[kind][0]}({left}, {right})" if kind in HELPERS else f"{left} + {right}"
 
 
 def start(printer: Printer, stmt: Reduce, tile: Tile, stage: str = "") -> None:
-    """Running blocks before a loop."""
+    """Print the running blocks before a loop."""
     block = tile.block(tile.shape)
     for name in state_names(stmt, stage):
         first = identity(stmt.kind, stmt.dtype)
@@ -140,7 +140,7 @@ def is_compensated(stmt: Reduce) -> bool:
 
 
 def settle(printer: Printer, stmt: Reduce) -> None:
-    """After a loop: what rounding has taken goes back, once."""
+    """Print, after a loop, the step that gives back once what rounding has taken."""
     if is_compensated(stmt):
         (name,) = state_names(stmt)
         printer.out.add(f"{name} -= {name}_lost")
@@ -156,7 +156,7 @@ def _add_compensated(printer: Printer, name: str, x: str) -> None:
 
 
 def step_weight(printer: Printer, stmts: list[Reduce], base: str, size: str) -> None:
-    """The weight of one loop step in a running mean: 1 / (steps so far)."""
+    """Print the weight of one loop step in a running mean: 1 / (steps so far)."""
     dtypes = {stmt.dtype for stmt in stmts if stmt.kind == "moments"}
     if dtypes:
         printer.out.add(f"step = {base} // {size} + 1")
@@ -209,7 +209,7 @@ def fold(
 def finish(
     printer: Printer, stmt: Reduce, total: str, dims: frozenset[str], stage: str = ""
 ) -> None:
-    """Results from a state that stands for everything."""
+    """Print the results from a state that stands for everything."""
     names = state_names(stmt, stage)
     printer.values[stmt.outs[0]] = Value(names[0], dims, stmt.dtype)
     if stmt.kind == "moments":

@@ -1,4 +1,4 @@
-"""The ROW schedule: reductions along rows that one program reads completely.
+"""Print the ROW schedule: reductions along rows that one program reads completely.
 
 A row that fits stays in registers, as one piece or as several side by side (10,240 elements are
 five pieces of 2,048: one piece of a power of two would leave a third of the lanes idle). A longer
@@ -57,7 +57,7 @@ class RowTile:
 
     @property
     def held(self) -> int:
-        """Elements of a row value that a thread has in registers."""
+        """Return how many elements of a row value a thread has in registers."""
         return self.rows * self.cols * self.pieces // (32 * self.num_warps)
 
 
@@ -102,7 +102,7 @@ UNALIGNED_LIMITS = (64, 128, 256, 512, 1024, 2048, 4096)  # longer ones that do 
 
 
 def row_tile(kernel: Kernel, strided: bool, most: int | None = None) -> RowTile:
-    """How a kernel is cut. ``most``: a limit of the cols, for a variant."""
+    """Choose how a kernel is cut. ``most`` limits the cols, for a variant."""
     num_cols = kernel.num_cols
     most = num_cols.value if num_cols.is_const else most
     if strided:
@@ -125,7 +125,7 @@ def _is_heavy(kernel: Kernel) -> bool:
 
 
 def _is_streamed(kernel: Kernel) -> bool:
-    """Whether more than one value that differs along rows and cols is read."""
+    """Tell whether more than one value that differs along rows and cols is read."""
     rows, cols = ({axis.name for axis in axes} for axes in (kernel.rows, kernel.cols))
     loads = [stmt.index.axes for stmt in kernel.body if isinstance(stmt, Load)]
     return sum(bool(axes & rows and axes & cols) for axes in loads) > 1
@@ -144,8 +144,8 @@ def _strided_tile(kernel: Kernel) -> RowTile:
 
 
 def forms(kernel: Kernel) -> Iterator[Form]:
-    """Rows of unknown length: the forms worth having, shortest first. Where the length is a root
-    symbol, some know that it is a multiple of eight."""
+    """Yield the forms worth having for rows of unknown length, shortest first. Where the length is
+    a root symbol, some know that it is a multiple of eight."""
     size = kernel.num_cols
     if size.is_const:
         return
@@ -180,7 +180,7 @@ def row(printer: Printer, strided: bool, most: int | None = None) -> tuple[Expr,
 
 
 def _bytes_a_program(kernel: Kernel, tile: RowTile) -> int:
-    """Of what is read or written once, at the most cols that the tile is for."""
+    """Return the bytes of what is read or written once, at the most cols that the tile is for."""
     accesses = [stmt for stmt in kernel.body if isinstance(stmt, Load | Store)]
     params = {stmt.param for stmt in accesses if is_whole(kernel, stmt.index)}
     element = sum(kernel.params[param].dtype.itemsize for param in params)
@@ -188,7 +188,8 @@ def _bytes_a_program(kernel: Kernel, tile: RowTile) -> int:
 
 
 class _Pieces:
-    """All of a row in registers: a value along the cols is one block for each piece."""
+    """Print a kernel with all of a row in registers: a value along the cols is one block for each
+    piece."""
 
     def __init__(self, printer: Printer, row: Flat, masks: dict[str, str], tile: RowTile) -> None:
         self.printer, self.kernel = printer, printer.kernel
@@ -248,12 +249,13 @@ class _Pieces:
 
 
 def own_axes(stmt: Stmt) -> frozenset[str]:
-    """Axes that the statement itself walks."""
+    """Return axes that the statement itself walks."""
     return stmt.index.axes if hasattr(stmt, "index") else frozenset()
 
 
 def _in_sweeps(printer: Printer, row: Flat, masks: dict[str, str], cols: int) -> None:
-    """One loop over the cols for each level of reductions, and one for what is left to store."""
+    """Print one loop over the cols for each level of reductions, and one for what is left to
+    store."""
     kernel = printer.kernel
     sweeps = _Sweeps(kernel)
     count = printer.scalars.text(kernel.num_cols)
@@ -289,7 +291,7 @@ def _in_sweeps(printer: Printer, row: Flat, masks: dict[str, str], cols: int) ->
 
 
 class _Sweeps:
-    """Which statements of a ROW kernel run in which sweep over the cols.
+    """Sort the statements of a ROW kernel by the sweep over the cols in which they run.
 
     All stores along the cols are in the last one: memory that is read as well as written
     (``mutation``) has its old values until no sweep reads them again.
@@ -324,7 +326,7 @@ class _Sweeps:
         return bool(self.cols & own_axes(stmt)) or any(self.along[arg] for arg in args_of(stmt))
 
     def of_rows(self, level: int) -> list[Stmt]:
-        """Statements outside of the loops that can run before the sweep of this level."""
+        """Return statements outside of the loops that can run before the sweep of this level."""
         return [
             stmt
             for stmt in self.stmts
@@ -334,7 +336,7 @@ class _Sweeps:
         ]
 
     def of_cols(self, level: int) -> tuple[list[Reduce], list[Stmt]]:
-        """The reductions of this level, and with them all that their sweep has to run."""
+        """Return the reductions of this level, and with them all that their sweep has to run."""
         roots = [
             stmt
             for stmt in self.stmts

@@ -25,7 +25,8 @@ _COLLECT_EVERY = 64  # kernels; each leaves 1.5 MB in cycles, MLIR's modules amo
 
 
 def jit_function(name: str, text: str) -> Any:
-    """The ``@triton.jit`` function that ``text`` defines. Its source is known to ``inspect``."""
+    """Return the ``@triton.jit`` function that ``text`` defines. Its source is known to
+    ``inspect``."""
     digest = hashlib.sha256(text.encode()).hexdigest()[:16]
     filename = f"strop-{digest}/{name}.py"
     linecache.cache[filename] = (len(text), None, text.splitlines(keepends=True), filename)
@@ -35,7 +36,7 @@ def jit_function(name: str, text: str) -> Any:
 
 
 def compile_request(request: dict[str, Any]) -> tuple[dict[str, Any], bytes]:
-    """Machine code and what a launch needs to know about it."""
+    """Return machine code and what a launch needs to know about it."""
     if request.get("language") == "ptx":
         return _assembled(request)
     runs_on = request.get("runs_on", request["arch"])
@@ -55,7 +56,7 @@ def compile_request(request: dict[str, Any]) -> tuple[dict[str, Any], bytes]:
 
 
 def _compiled(request: dict[str, Any]) -> tuple[Any, bytes]:
-    """What Triton makes of the text for ``arch``, and the machine code of it."""
+    """Return what Triton makes of the text for ``arch``, and the machine code of it."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -87,7 +88,7 @@ def _ported(request: dict[str, Any], runs_on: int) -> tuple[Any, bytes]:
 
 
 def _assembled(request: dict[str, Any]) -> tuple[dict[str, Any], bytes]:
-    """The same of PTX, by Triton's assembler. It says which memory the launch gives it."""
+    """Assemble PTX by Triton's assembler. The request says which memory the launch gives it."""
     cubin = _machine_code(request["text"], request["arch"], f"sm_{request['arch']}a")
     header = {
         "entry": request["name"],
@@ -118,8 +119,9 @@ def _machine_code(ptx: str, arch: int, gpu_name: str) -> bytes:
 
 
 def _boxes(dtypes: list[Any], metadata: Any) -> list[list[Any] | None]:
-    """Per param: what a tensor map says of the pieces that the kernel moves, which the compiler may
-    have cut. Where it does not say, the kernel would have been given other arguments."""
+    """Describe for each param what a tensor map says of the pieces that the kernel moves, which the
+    compiler may have cut. Where it does not say, the kernel would have been given other
+    arguments."""
     if not dtypes:
         return []
     found = iter(metadata.tensordesc_meta)
@@ -138,7 +140,7 @@ def write_message(stream: BinaryIO, header: dict[str, Any], body: bytes = b"") -
 
 
 def read_message(stream: BinaryIO) -> tuple[dict[str, Any], bytes] | None:
-    """The next message, or None where the stream ends, be it in the middle of one."""
+    """Return the next message, or None where the stream ends, be it in the middle of one."""
     length = stream.read(_LENGTH.size)
     if len(length) < _LENGTH.size:
         return None

@@ -1,1 +1,1 @@
-"""What Strop did with a model: reports for people and for tests."""
+"""Report what Strop did with a model, for people and for tests."""

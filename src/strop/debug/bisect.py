@@ -1,4 +1,4 @@
-"""Which part of the compiler breaks a case: a pass, or one step of the program.
+"""Find which part of the compiler breaks a case: a pass, or one step of the program.
 
 A pass is guilty when the graph behind it has other values in fp64 than the one before it, or
 when the failure goes away with that pass disabled. A step is guilty when it alone is wrong on
@@ -27,7 +27,8 @@ CHANGED = 1e-9  # of the largest element: far above what fp64 loses to another o
 
 @dataclass(frozen=True, slots=True)
 class Culprit:
-    """``part``: "pass" or "step"; ``name``: of the pass, or the number of the step."""
+    """Name a cause. ``part``: "pass" or "step"; ``name``: of the pass, or the number of the
+    step."""
 
     part: str
     name: str
@@ -38,7 +39,7 @@ class Culprit:
 
 
 def bisect(case: Case, arguments: Mapping[int, Tensor], failure: Failure) -> Iterator[Culprit]:
-    """Everything that can be shown to be at fault, the first cause first."""
+    """Yield everything that can be shown to be at fault, the first cause first."""
     compiled = _compiled(case)
     changed = _changing_pass(compiled, arguments, case.env) if compiled else None
     if changed is not None:
@@ -65,7 +66,7 @@ def _compiled(case: Case) -> Compiled | None:
 def _changing_pass(
     compiled: Compiled, arguments: Mapping[int, Tensor], env: Mapping[str, int]
 ) -> Culprit | None:
-    """The first pass whose graph has other values than the one before it."""
+    """Return the first pass whose graph has other values than the one before it."""
     assert compiled.imported is not None
     graphs = [(record.name, record.graph) for record in compiled.passes if record.graph]
     before = compiled.imported
@@ -102,7 +103,7 @@ def _change(old: Tensor, new: Tensor) -> float:
 def _deciding_passes(
     case: Case, arguments: Mapping[int, Tensor], failure: Failure
 ) -> Iterator[Culprit]:
-    """Passes without which the failure goes away."""
+    """Yield passes without which the failure goes away."""
     for step in passes.steps(case.device):
         name = step.__name__
         if name in case.options.disable:

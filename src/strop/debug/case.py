@@ -1,4 +1,4 @@
-"""A graph as the compiler got it: kept as JSON, made again, compiled, run and judged.
+"""Keep a graph as the compiler got it: as JSON, made again, compiled, run and judged.
 
 Nothing of a user's model is in it but the graph: inputs and weights are drawn from a seed at the
 traced sizes, unless they are given.
@@ -26,7 +26,7 @@ from strop.ir.serialize import decode, encode, graph_from_json, graph_to_json
 from strop.options import Options
 from strop.runtime.build.loader import kernel_loader
 from strop.runtime.run.executor import Bound
-from strop.runtime.run.memory import Workspace
+from strop.runtime.run.workspace import Workspace
 from strop.testing import assert_as_accurate_as_eager
 
 FILE = "graph.json"
@@ -36,7 +36,7 @@ _GROSS = 10.0  # times the error of eager and the last place
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """What ``backend.compile_graph`` was given."""
+    """Hold what ``backend.compile_graph`` was given."""
 
     graph: Graph
     signature: Signature
@@ -55,7 +55,7 @@ class Case:
 
 
 def without(options: Options, name: str) -> Options:
-    """``options`` with one more pass disabled."""
+    """Return ``options`` with one more pass disabled."""
     return replace(options, disable=(*options.disable, name))
 
 
@@ -102,7 +102,7 @@ def from_json(text: str) -> Case:
 
 
 def load(path: Path, device: str = "") -> Case:
-    """A case from a dump's folder or its graph.json; ``device`` compiles it for another.
+    """Return a case from a dump's folder or its graph.json; ``device`` compiles it for another.
 
     Raises OptionError where there is none, CacheError for a damaged one, with its file.
     """
@@ -137,7 +137,7 @@ def torch_device(case: Case) -> torch.device:
 
 
 def random_inputs(case: Case, seed: int = 0) -> dict[int, Tensor]:
-    """Arguments by index: weights small enough that values neither vanish nor explode."""
+    """Draw arguments by index, with weights small enough that values neither vanish nor explode."""
     generator = torch.Generator().manual_seed(seed)
     device = torch_device(case)
     return {
@@ -160,7 +160,7 @@ def _drawn(node: Node, env: Mapping[str, int], generator: torch.Generator) -> Te
 
 
 def laid_out(node: Node, value: Tensor, env: Mapping[str, int]) -> Tensor:
-    """``value`` in the dtype and memory order that the graph was traced with."""
+    """Return ``value`` in the dtype and memory order that the graph was traced with."""
     strides = [stride.eval(env) for stride in node.strides]
     return torch.empty_strided(value.shape, strides, dtype=node.dtype).copy_(value)
 
@@ -168,7 +168,7 @@ def laid_out(node: Node, value: Tensor, env: Mapping[str, int]) -> Tensor:
 def bind(
     case: Case, program: Program, arguments: Mapping[int, Tensor]
 ) -> tuple[Bound, list[Tensor]]:
-    """The program at the traced sizes, and what its ``run`` takes."""
+    """Return the program at the traced sizes, and what its ``run`` takes."""
     device = torch_device(case)
     options = case.options
     library = kernel_loader(device.type, 0, options.cache_dir, options.build_workers, options.arch)
@@ -186,7 +186,7 @@ def run(case: Case, compiled: Compiled, arguments: Mapping[int, Tensor]) -> list
 
 
 def is_gross(actual: Tensor, eager: Tensor, exact: Tensor) -> bool:
-    """Whether the error is no matter of rounding."""
+    """Tell whether the error is no matter of rounding."""
     if actual.shape != eager.shape or not actual.is_floating_point():
         return True
     finite = torch.isfinite(eager)
@@ -198,7 +198,7 @@ def is_gross(actual: Tensor, eager: Tensor, exact: Tensor) -> bool:
 
 
 def inaccuracy(actual: Tensor, eager: Tensor, exact: Tensor) -> str:
-    """Why ``actual`` breaks the rule of docs/numerics.md, or nothing."""
+    """Return why ``actual`` breaks the rule of docs/numerics.md, or nothing."""
     try:
         assert_as_accurate_as_eager(actual, eager, exact.double())
     except AssertionError as error:

@@ -1,4 +1,5 @@
-"""What this machine reaches: bytes a second of a large copy, FLOPs a second of large products.
+"""Measure what this machine reaches: bytes a second of a large copy, FLOPs a second of large
+products.
 
 Unlike ``costs.machine``, which knows a few devices by name, these are measured here and now, with
 the threads and the settings of torch that the model runs with.
@@ -27,13 +28,13 @@ GENERATED = "float32"  # kernels compute in it whatever they store
 
 @dataclass(frozen=True, slots=True)
 class Ceilings:
-    """``flops``: a second, by what multiplies: "float16", "float32", "tf32"."""
+    """Hold the ceilings. ``flops``: a second, by what multiplies: "float16", "float32", "tf32"."""
 
     bandwidth: float  # bytes a second, reads and writes together
     flops: Mapping[str, float]
 
     def bound_us(self, num_bytes: int, flops: int, unit: str) -> tuple[float, str]:
-        """Microseconds, and what they are bound by: "memory" or "arithmetic"."""
+        """Return the microseconds, and what they are bound by: "memory" or "arithmetic"."""
         moving = num_bytes / self.bandwidth
         computing = flops / self.flops[unit] if flops else 0.0
         by = "arithmetic" if computing > moving else "memory"
@@ -45,7 +46,7 @@ class Ceilings:
 
 
 def unit_of(program: Program, step: Step) -> str:
-    """What a step multiplies with, as torch is set."""
+    """Return what a step multiplies with, as torch is set."""
     if isinstance(step, KernelStep) or not step.inputs:
         return GENERATED
     dtype = program.buffers[step.inputs[0].buffer].dtype
@@ -59,7 +60,8 @@ def unit_of(program: Program, step: Step) -> str:
 
 
 def measure(device: torch.device, units: Iterable[str]) -> Ceilings:
-    """The copy, and a product for each unit. Random operands: zeros multiply faster on a GPU."""
+    """Measure the copy, and a product for each unit. Operands are random: zeros multiply faster on
+    a GPU."""
     return Ceilings(_bandwidth(device), {unit: _flops(device, unit) for unit in sorted({*units})})
 
 
@@ -80,7 +82,7 @@ def _flops(device: torch.device, unit: str) -> float:
 
 @contextlib.contextmanager
 def _float32_as(device: torch.device, unit: str) -> Iterator[None]:
-    """Products in full precision, or in the one of matrix units: on a GPU it is a setting."""
+    """Set products to full precision, or to that of matrix units, which is a setting on a GPU."""
     if device.type != "cuda" or unit not in (TF32, GENERATED):
         yield
         return
@@ -93,7 +95,8 @@ def _float32_as(device: torch.device, unit: str) -> Iterator[None]:
 
 
 def _seconds(call: timer.Call, device: torch.device) -> float:
-    """Of one call, the fastest in half a second: a ceiling is what can be reached."""
+    """Return the seconds of one call, the fastest in half a second: a ceiling is what can be
+    reached."""
     call()
     times: list[float] = []
     while len(times) < SAMPLES or sum(times) < SECONDS:

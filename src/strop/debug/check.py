@@ -1,4 +1,4 @@
-"""``Options.check``: each step of a run against torch, on the values that are really there.
+"""Judge each step of a run against torch, on the values that are really there (``Options.check``).
 
 A step's operands are read from its buffers just before it runs, so that an error counts where it
 arises and not again in every step behind it. The judge is ``debug.reference`` in fp64, the rule
@@ -39,7 +39,7 @@ FEW = 1024  # elements: too few for the RMS of eager's error to say much
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One step that went wrong. ``what``: INACCURATE or NONFINITE."""
+    """Describe one step that went wrong. ``what``: INACCURATE or NONFINITE."""
 
     what: str
     step: int
@@ -110,7 +110,7 @@ def judged(
 
 
 class _Judge:
-    """State of one checked run: which buffer holds which value."""
+    """Judge one checked run, with the state of which buffer holds which value."""
 
     def __init__(self, bound: Bound, compiled: Compiled) -> None:
         self.bound, self.env = bound, bound.env
@@ -139,7 +139,8 @@ class _Judge:
             self._judge(planned, node, actual, eager[node], exact[node], given)
 
     def _made(self, planned: Planned) -> Mapping[Node, int]:
-        """What the step writes at this shape: another step's values too where it does its work."""
+        """Return what the step writes at this shape, and another step's values too where it does
+        its work."""
         if not isinstance(planned.step, KernelStep):
             return planned.made
         runs = self.bound.steps[planned.number]
@@ -148,7 +149,7 @@ class _Judge:
         return found if writes != planned.step.writes else planned.made
 
     def _operands(self, made: Mapping[Node, int]) -> Iterator[tuple[Node, int]]:
-        """The values that this step finds in memory, through whatever it computes again."""
+        """Yield the values that this step finds in memory, through whatever it computes again."""
         stack, seen = list(made), set(made)
         while stack:
             for operand in stack.pop().inputs:
@@ -191,8 +192,8 @@ class _Judge:
     def _is_cancellation(
         self, node: Node, actual: Tensor, exact: Tensor, given: Mapping[Node, Tensor]
     ) -> bool:
-        """Whether a sum or mean is off by less than the last place of what it adds up: the order
-        of additions decides the rest where terms cancel, and eager's is no better."""
+        """Tell whether a sum or mean is off by less than the last place of what it adds up: the
+        order of additions decides the rest where terms cancel, and eager's is no better."""
         if node.op not in ("sum", "mean") or not node.dtype.is_floating_point:
             return False
         terms = evaluate(node.inputs, given, self.env, exact=True)[node.inputs[0]].abs()
@@ -210,7 +211,7 @@ class _Judge:
 
 
 def _is_rounding(actual: Tensor, eager: Tensor, exact: Tensor) -> bool:
-    """Whether a few elements pass the rule of the largest error; their RMS says little."""
+    """Tell whether a few elements pass the rule of the largest error; their RMS says little."""
     if actual.numel() >= FEW or not actual.is_floating_point() or actual.shape != eager.shape:
         return False
     own, base, wide = (x.double() for x in (actual - exact, eager - exact, exact))
@@ -233,7 +234,7 @@ def _finite(x: Tensor) -> bool:
 
 @contextmanager
 def _progress(name: str, total: int) -> Iterator[Callable[[int], None]]:
-    """A counter on a terminal, nothing elsewhere."""
+    """Show a counter on a terminal, and nothing elsewhere."""
     if not sys.stderr.isatty():
         yield lambda position: None
         return

@@ -1,4 +1,5 @@
-"""Bytes, floating-point operations, and the time below which no implementation of a step gets.
+"""Count bytes and floating-point operations, and compute the time below which no implementation of
+a step gets.
 
 The bound is max(bytes / bandwidth, FLOPs / peak): each buffer once and in full, each operation at
 the device's peak. It says where time must go, not where it goes.
@@ -25,15 +26,15 @@ HALF = (torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What a device can do in a second."""
+    """Say what a device can do in a second."""
 
-    name: str
+    device: Device
     bandwidth: float  # bytes, reads and writes together
     half_flops: float  # matrix units, dense
     single_flops: float
 
     def bound_us(self, num_bytes: int, flops: int, dtype: torch.dtype) -> tuple[float, str]:
-        """Microseconds, and what they are bound by."""
+        """Return the microseconds, and what they are bound by."""
         peak = self.half_flops if dtype in HALF else self.single_flops
         moving, computing = num_bytes / self.bandwidth, flops / peak
         by = "compute" if computing > moving else "bandwidth"
@@ -49,21 +50,21 @@ CORE_FLOPS = 48e9  # a guess: 2 x 8 lanes, fused, at 1.5 GHz under load
 
 
 def machine(device: Device) -> Machine:
-    """What a GPU can do, by its record; numbers for CPUs are guesses."""
+    """Describe what a GPU can do, by its record; numbers for CPUs are guesses."""
     if not device.arch:
         peak = CORE_FLOPS * torch.get_num_threads()
-        return Machine(device.name, 20e9, peak, peak)
+        return Machine(device, 20e9, peak, peak)
     copies = next(
         (rate for name, rate in COPIES.items() if name in device.name),
         SHARE * device.memory_bandwidth,
     )
     half, single = device.half_flops or GUESS[0], device.single_flops or GUESS[1]
-    return Machine(device.name, copies, half, single)
+    return Machine(device, copies, half, single)
 
 
 def bytes_moved(program: Program, step: Step, sizes: Sizes) -> int:
-    """Of a kernel, each buffer that it touches, once and in full, or what it looks up there; of a
-    call, what it reads of each and what it makes."""
+    """Count for a kernel each buffer that it touches, once and in full, or what it looks up there;
+    for a call, what it reads of each and what it makes."""
     if isinstance(step, KernelStep):
         lookups = dict(zip(step.buffers, step.lookup_sizes, strict=False))
         return sum(
@@ -91,7 +92,7 @@ def _numel(shape: Iterable[Expr], sizes: Sizes) -> int:
 
 
 def group_flops(group: Group, sizes: Sizes) -> int:
-    """One for each element of each arithmetic node, and each term of a reduction."""
+    """Count one FLOP for each element of each arithmetic node, and for each term of a reduction."""
     return sum(_node_flops(node, sizes) for node in group.nodes)
 
 
@@ -102,6 +103,6 @@ def _node_flops(node: Node, sizes: Sizes) -> int:
 
 
 def call_flops(step: CallStep, sizes: Sizes) -> int:
-    """Multiplications and additions of an anchor; 0 for calls that nobody has counted."""
+    """Count the multiplications and additions of an anchor; 0 for calls that nobody has counted."""
     shapes = [[size.eval(sizes) for size in ref.shape] for ref in step.inputs]
     return OPS[step.op].anchor.flops(shapes, dict(step.attrs))

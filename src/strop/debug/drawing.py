@@ -1,4 +1,4 @@
-"""The fusion plan as an SVG: a box for each step, below the steps whose results it reads.
+"""Draw the fusion plan as an SVG: a box for each step, below the steps whose results it reads.
 
 A box lists what happens inside by scheme: values in registers (local), results of reductions
 (regional), values that go through memory (global). Every line between boxes is such a value.
@@ -33,7 +33,7 @@ KEY = (
 
 
 def plan_svg(graph: GraphRow) -> str:
-    """The key and the drawing, or nothing for no steps."""
+    """Return the key and the drawing, or nothing for no steps."""
     if not graph.steps:
         return ""
     levels = _levels(graph.steps)
@@ -53,7 +53,7 @@ def plan_svg(graph: GraphRow) -> str:
 
 
 def _levels(steps: Sequence[StepRow]) -> list[list[StepRow]]:
-    """Each step just above its first reader, the longest chain in the first column."""
+    """Put each step just above its first reader, the longest chain in the first column."""
     soonest: dict[int, int] = {}
     for step in steps:
         soonest[step.number] = 1 + max((soonest[n] for n in step.reads), default=-1)
@@ -88,7 +88,7 @@ def _height(lines: Sequence[str]) -> int:
 
 
 def _lines(step: StepRow) -> list[str]:
-    """The text of a box: its name, then its values by scheme."""
+    """Return the text of a box: its name, then its values by scheme."""
     lines = [f"{step.number} {step.title}"]
     for scheme in ("local", "regional"):
         ops = Counter(v.text.split()[0] for v in step.values if v.scheme == scheme)

@@ -1,4 +1,4 @@
-"""``Options.dump``: every stage of a compiled graph as files that ``diff`` can compare.
+"""Write every stage of a compiled graph as files that ``diff`` can compare (``Options.dump``).
 
 000_UNet2DConditionModel/
   graph.json            what the compiler was given: for strop repro, minify and bisect
@@ -90,7 +90,7 @@ def _fx_text(gm: GraphModule) -> str:
 
 
 def _new_folder(root: Path, name: str) -> Path:
-    """The next number that is free, whoever else dumps there."""
+    """Make a folder with the next number that is free, whoever else dumps there."""
     root.mkdir(parents=True, exist_ok=True)
     plain = re.sub(r"[^A-Za-z0-9_.-]+", "_", name) or "graph"
     taken = [int(p.name[:3]) for p in root.iterdir() if re.match(r"\d{3}_", p.name)]

@@ -1,4 +1,4 @@
-"""``strop.explain``: collects a Report from what has been optimised and run."""
+"""Collect a Report from what has been optimised and run (``strop.explain``)."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from torch import nn
 
 from strop.api import dispatchers_of, optimize, restore
 from strop.backend import Compiled
+from strop.debug.chosen import chosen
 from strop.debug.costs import Machine, bytes_moved, machine
 from strop.debug.listing import call_text, graph_text, listing, type_text
 from strop.debug.report import (
@@ -49,7 +50,7 @@ UNRECORDED = (
 
 
 def explain(obj: Any, *args: Any, **kwargs: Any) -> Report:
-    """What Strop made of ``obj`` and how it ran.
+    """Report what Strop made of ``obj`` and how it ran.
 
     An optimised module or pipeline is reported as it stands; with arguments it is called first.
     Any other module or pipeline is optimised, called and restored, and a plain function of
@@ -77,7 +78,7 @@ def explain(obj: Any, *args: Any, **kwargs: Any) -> Report:
 
 
 class _Called(nn.Module):
-    """A function as a module."""
+    """Wrap a function as a module."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__()
@@ -145,7 +146,7 @@ def _component(name: str, dispatcher: Dispatcher, able: Machine) -> ComponentRow
 
 
 def _hoisted(dispatcher: Dispatcher) -> HoistedRow | None:
-    """Where the latest shape has something to hoist."""
+    """Describe what is hoisted, where the latest shape has something to hoist."""
     latest = _latest(dispatcher)
     bounds = list(latest.bounds.values()) if latest is not None else []
     if not bounds or not (bounds[0].hoisted.steps or bounds[0].timetable.steps):
@@ -166,13 +167,14 @@ def _hoisted(dispatcher: Dispatcher) -> HoistedRow | None:
 
 
 def _trained_launches(log: AotLog) -> int:
-    """Of one step at the latest shapes: a graph that has run, of each role, the newest one."""
+    """Count the launches of one step at the latest shapes: of each role, the newest graph that has
+    run."""
     latest = {r.role: r.runner.latest for r in log.records if r.runner and r.runner.latest}
     return sum(bound.num_launches for bound in latest.values())
 
 
 def _trained(record: AotRecord, able: Machine) -> GraphRow:
-    """A graph that came through torch.compile."""
+    """Describe a graph that came through torch.compile."""
     compiled, bound = record.compiled, record.runner.latest if record.runner else None
     row = _graph_row(
         compiled.program, compiled, dict(bound.env if bound else compiled.program.hints), able
@@ -188,12 +190,12 @@ def _trained(record: AotRecord, able: Machine) -> GraphRow:
 
 
 def _latest(dispatcher: Dispatcher) -> Entry | None:
-    """The entry of the shape that was met last."""
+    """Return the entry of the shape that was met last."""
     return next(reversed(dispatcher._entries.values()), None)
 
 
 def num_recompiles(variants: Mapping[Any, Sequence[Variant]]) -> int:
-    """Graphs beyond one, and one ragged one, for each way to call (see Report)."""
+    """Count the graphs beyond one, and one ragged one, for each way to call (see Report)."""
     made: Counter[Hashable] = Counter()
     for (structure, skeleton, tensors), graphs in variants.items():
         for graph in graphs:
@@ -203,7 +205,7 @@ def num_recompiles(variants: Mapping[Any, Sequence[Variant]]) -> int:
 
 
 def _layout(skeleton: Any) -> Hashable:
-    """A skeleton without its plain values: where tensors are, and the names of the rest."""
+    """Return a skeleton without its plain values: where tensors are, and the names of the rest."""
     if isinstance(skeleton, Ref):
         return skeleton
     if isinstance(skeleton, NumberRef):  # a float as others, but that it is an input
@@ -254,6 +256,7 @@ def _graph_row(
         refusals=dict(refusals),
         plan=listing(program),
         steps=steps,
+        choices=chosen(program, sizes, able.device),
         edges=tuple(map(_refusal, compiled.plan.refusals)) if compiled else (),
         texts=_texts(compiled),
         patterns=_patterns(program, compiled),
@@ -261,7 +264,8 @@ def _graph_row(
 
 
 def _patterns(program: Program, compiled: Compiled | None) -> tuple[PatternRow, ...]:
-    """Those in force when it was compiled; of a stored graph, those that matched."""
+    """Return the patterns in force when a graph was compiled; for a stored graph, those that
+    matched."""
     origins: dict[str, list[str]] = (
         {name: [] for name in compiled.patterns.names} if compiled else {}
     )
@@ -277,7 +281,7 @@ def _patterns(program: Program, compiled: Compiled | None) -> tuple[PatternRow, 
 
 
 def _seconds(variant: Variant) -> dict[str, float]:
-    """Of each stage; ``kernels`` are those that the first call waited for."""
+    """Return the seconds of each stage; ``kernels`` are those that the first call waited for."""
     later = variant.later
     return {**variant.seconds, **({"kernels_later": later.seconds} if later.num_built else {})}
 
@@ -297,7 +301,7 @@ def _texts(compiled: Compiled | None) -> tuple[tuple[str, str], ...]:
 
 
 def operator_of(step: CallStep) -> str:
-    """ "linear", "conv2d", the ATen overload of an opaque call, or "pattern" and its name."""
+    """Return "linear", "conv2d", the ATen overload of an opaque call, or "pattern" and its name."""
     return call_text(step.op, dict(step.attrs))
 
 

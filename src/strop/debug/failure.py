@@ -1,4 +1,5 @@
-"""Whether a case fails, and how: the predicate of ``strop repro``, ``minify`` and ``bisect``."""
+"""Tell whether a case fails, and how: the predicate of ``strop repro``, ``minify`` and
+``bisect``."""
 
 from __future__ import annotations
 
@@ -33,7 +34,8 @@ CRASH, WRONG, INACCURATE = "crash", "wrong", "inaccurate"
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """``place`` tells failures of one kind apart: the error and the function that raised it."""
+    """Describe a failure; ``place`` tells failures of one kind apart: the error and the function
+    that raised it."""
 
     kind: str  # CRASH, WRONG, or INACCURATE: off by little, but more than docs/numerics.md allows
     place: str
@@ -59,7 +61,7 @@ def failure_of(case: Case, arguments: Mapping[int, Tensor]) -> Failure | None:
 
 
 def _crash(error: BaseException) -> Failure:
-    """The innermost function of Strop's own says where."""
+    """Describe a crash by the innermost function of Strop's own."""
     root = str(Path(strop.__file__).parent)
     frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename.startswith(root)]
     where = f"{Path(frames[-1].filename).stem}.{frames[-1].name}" if frames else "torch"
@@ -70,7 +72,7 @@ def _crash(error: BaseException) -> Failure:
 def wrong_results(
     case: Case, results: list[Tensor], arguments: Mapping[int, Tensor]
 ) -> Failure | None:
-    """The first result that is less accurate than docs/numerics.md allows."""
+    """Return the first result that is less accurate than docs/numerics.md allows."""
     outputs = [case.graph.outputs[i.index] for i in case.signature.returned if isinstance(i, Ref)]
     given = input_values(case.graph, arguments)
     eager = evaluate(outputs, given, case.env, exact=False)

@@ -1,4 +1,4 @@
-"""A Report as one page that needs nothing else."""
+"""Write a Report as one page that needs nothing else."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _STAGES = ("capture", "passes", "fusion", "lowering", "codegen")
 
 
 def page(report: Report) -> str:
-    """The whole page."""
+    """Return the whole page."""
     counts = report.summary()
     facts = [(name, counts[name]) for name in counts if isinstance(counts[name], int | float)]
     body = [
@@ -88,7 +88,8 @@ def _graph(g: GraphRow) -> str:
         _table(("step", "", "MB", "MFLOP", "bound us", "share", "bound by", "origin"), _costs(g)),
         "<h3>Kernels</h3>",
         _table(("kernel", "launches", "MB", "MFLOP", "us", "share", "from"), map(_kernel, kernels)),
-        _table(("library call", "count"), calls),
+        _table(("call", "count"), calls),
+        _choices(g),
         _table(("opaque call, run by torch", "MB", "in"), _opaque(g)),
         _patterns(g),
         _refusals(g),
@@ -97,6 +98,31 @@ def _graph(g: GraphRow) -> str:
         _folded("Plan", g.plan),
     ]
     return "".join(parts)
+
+
+def _choices(g: GraphRow) -> str:
+    """List which kernel runs each call, what it beat, and who cannot."""
+    if not g.choices:
+        return ""
+    rows = (
+        (
+            escape(f"{row.count}x {row.op}"),
+            escape(" . ".join("x".join(map(str, shape)) for shape in row.shapes)),
+            escape(row.kernel),
+            _us(row.us),
+            escape("; ".join(f"{name} {_us(us)}" for name, us in row.beaten)),
+            escape("; ".join(f"{name} {reason}" for name, reason in row.unable)),
+        )
+        for row in g.choices
+    )
+    heads = ("call", "sizes", "runs by", "estimate, us", "beat", "cannot")
+    return "<h3>Kernels of calls</h3>" + _table(heads, rows)
+
+
+def _us(us: float | None) -> str:
+    if us is None:
+        return "not at these sizes"
+    return f"{us:.1f}" if us else "measured as the fastest"
 
 
 def _stages(g: GraphRow) -> str:
@@ -121,7 +147,7 @@ def _stages(g: GraphRow) -> str:
 
 
 def _bar(parts: Sequence[tuple[str, float]]) -> str:
-    """Stages as long as they take."""
+    """Draw stages as long as they take."""
     cells = (
         f'<div style="flex: {seconds:.4f} 1 0; background: {_HUES[n % len(_HUES)]}"'
         f' title="{escape(name)} {seconds:.3f} s">{escape(name)}</div>'
@@ -152,7 +178,7 @@ def _opaque(g: GraphRow) -> Iterable[tuple[str, ...]]:
 
 
 def _patterns(g: GraphRow) -> str:
-    """Where replacements run, and every near miss underneath."""
+    """List where replacements run, and every near miss underneath."""
     parts = []
     for p in g.patterns:
         rows = [("runs", escape(origin or "the module itself"), "") for origin in p.origins]
@@ -166,7 +192,7 @@ def _patterns(g: GraphRow) -> str:
 
 
 def _refusals(g: GraphRow) -> str:
-    """Reasons with their counts, and every edge of each underneath."""
+    """List the reasons with their counts, and every edge of each underneath."""
     parts = []
     for reason, count in sorted(g.refusals.items(), key=lambda item: -item[1]):
         edges = (
@@ -180,7 +206,7 @@ def _refusals(g: GraphRow) -> str:
 
 
 def _graphs(g: GraphRow) -> str:
-    """The graph as imported, then after each pass: what changed, and the whole."""
+    """Show the graph as imported, then after each pass: what changed, and the whole."""
     if not g.texts:
         return ""
     parts = [_folded("imported", g.texts[0][1])]
@@ -230,7 +256,8 @@ def _number(value: float) -> str:
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Cells are HTML; numbers are set to the right. Nothing for no rows."""
+    """Make a table of cells in HTML; numbers are set to the right. Without rows the text is
+    empty."""
     lines = []
     for row in rows:
         cells = (f"<td{_align(c)}>{c}</td>" for c in row)

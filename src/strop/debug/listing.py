@@ -1,4 +1,4 @@
-"""Programs and graphs as text: one line a step or node, in execution order."""
+"""Write programs and graphs as text: one line a step or node, in execution order."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ def listing(program: Program) -> str:
 
 
 def graph_text(graph: Graph) -> str:
-    """One line a node under its module's path, for ``diff``: names count inside a module, so that
-    a node that comes or goes renames nothing elsewhere."""
+    """Print one line per node under its module's path. Names count inside a module, for ``diff``,
+    so that a node that comes or goes renames nothing elsewhere."""
     counts: Counter[tuple[str, str]] = Counter()
     name: dict[Node, str] = {}
     lines, where = [], None
@@ -44,14 +44,14 @@ def _node_line(node: Node, name: dict[Node, str]) -> str:
 
 
 def _named(node: Node, where: str, name: dict[Node, str]) -> str:
-    """A value's name as code of the module ``where`` says it."""
+    """Return a value's name as code of the module ``where`` says it."""
     if node.op == "input" or node.origin == where:
         return name[node]
     return f"{node.origin}/{name[node]}"
 
 
 def type_text(node: Node) -> str:
-    """ "float16[2*b, 320]"."""
+    """Write a type as in "float16[2*b, 320]"."""
     return f"{str(node.dtype).removeprefix('torch.')}[{', '.join(map(str, node.shape))}]"
 
 
@@ -62,7 +62,7 @@ def _text(value: object) -> str:
 
 
 def plan_text(plan: FusionPlan) -> str:
-    """The plan, then each refused edge with its reason."""
+    """Print the plan, then each refused edge with its reason."""
     refused = [
         f"  {r.producer.op} -> {r.consumer.op} ({r.consumer.origin or 'the module'}): {r.reason}"
         for r in plan.refusals
@@ -75,7 +75,6 @@ def _line(program: Program, number: int, step: Step) -> str:
         made = [buffer_text(program.buffers[n], n) for n in step.outputs if n >= 0]
         read = [buffer_text(program.buffers[r.buffer], r.buffer) for r in step.inputs]
         what = f"call   {call_text(step.op, dict(step.attrs))}"
-        what += "" if step.kernel is None else f" by {program.sources[step.kernel].name}"
     else:
         made = [buffer_text(program.buffers[n], n) for n in step.writes]
         read = [buffer_text(program.buffers[n], n) for n in step.buffers if n not in step.writes]
@@ -84,7 +83,8 @@ def _line(program: Program, number: int, step: Step) -> str:
 
 
 def call_text(op: str, attrs: Mapping[str, Any]) -> str:
-    """ "linear", the ATen overload of an opaque call, or the pattern whose replacement it is."""
+    """Return "linear", the ATen overload of an opaque call, or the pattern whose replacement it
+    is."""
     if op == "pattern":
         return f"pattern {attrs['name']}"
     return str(attrs["target"]) if op == "aten" else op

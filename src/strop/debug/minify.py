@@ -1,4 +1,4 @@
-"""Delta debugging of a graph: the smallest one that still fails in the same way.
+"""Find, by delta debugging, the smallest graph that still fails in the same way.
 
 Each round tries smaller graphs and keeps those that fail: an earlier node as the only result,
 runs of nodes replaced by inputs with random values, nodes replaced by one of their operands, and
@@ -19,7 +19,7 @@ SMALL = (1, 2, 3, 5)  # sizes to try
 
 @dataclass
 class Progress:
-    """What ``watch`` is told after each try."""
+    """Hold what ``watch`` is told after each try."""
 
     tries: int = 0
     num_nodes: int = 0
@@ -28,7 +28,7 @@ class Progress:
 def minify(
     case: Case, fails: Predicate, watch: Callable[[Progress], None] = lambda p: None
 ) -> Case:
-    """The smallest case found; ``case`` itself must fail."""
+    """Find the smallest case that fails; ``case`` itself must fail."""
     search = _Search(case, fails, watch)
     search.one_output()
     search.earliest_output()
@@ -81,7 +81,8 @@ class _Search:
                 low = middle + 1
 
     def shrink(self) -> bool:
-        """One round over all nodes, in runs from half of them down to one."""
+        """Run one round over all nodes, in runs from half of them down to one; tell whether it
+        helped."""
         before = num_nodes(self.best.graph)
         size = max(before // 2, 1)
         while size:
@@ -102,7 +103,7 @@ class _Search:
                 position += size
 
     def _bypass(self) -> None:
-        """A node by an operand that looks the same."""
+        """Replace a node by an operand that looks the same."""
         position = 0
         while position < len(self.best.graph.nodes):
             graph = self.best.graph
@@ -124,7 +125,7 @@ class _Search:
 
 
 def num_nodes(graph: Graph) -> int:
-    """Nodes that are no inputs."""
+    """Count the nodes that are no inputs."""
     return sum(node.op != "input" for node in graph.nodes)
 
 
@@ -134,7 +135,8 @@ def rebuilt(
     cut: Set[Node] = frozenset(),
     instead: Mapping[Node, Node] = {},
 ) -> Graph:
-    """What ``outputs`` need, with the nodes of ``cut`` as inputs and others ``instead`` of some."""
+    """Rebuild what ``outputs`` need, with the nodes of ``cut`` as inputs and others ``instead`` of
+    some."""
     live = _live(outputs, cut, instead)
     new: dict[Node, Node] = {}
     inputs = [n for n in graph.nodes if n in live and (n.op == "input" or n in cut)]
@@ -172,7 +174,7 @@ def _final(node: Node, instead: Mapping[Node, Node]) -> Node:
 
 
 def _is_value(node: Node) -> bool:
-    """Whether a node is one tensor that an input or a result could be."""
+    """Tell whether a node is one tensor that an input or a result could be."""
     return node.op != "write" and not (node.op == "aten" and not node.attrs["single"])
 
 

@@ -1,4 +1,4 @@
-"""``strop explain --profile``: each step of a compiled call timed, beside bytes, FLOPs and bound.
+"""Time each step of a compiled call, beside bytes, FLOPs and bound (``strop explain --profile``).
 
 What is timed are calls that were really made, with their arguments, once more.
 """
@@ -33,7 +33,7 @@ from strop.options import Options
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """The arguments of a call, as they were before it."""
+    """Hold the arguments of a call, as they were before it."""
 
     skeleton: Skeleton
     tensors: tuple[Tensor, ...]
@@ -72,7 +72,7 @@ def _keeping(calls: Calls, name: str) -> Callable[..., None]:
 
 
 def profiled(obj: Any, *args: Any, **kwargs: Any) -> Report:
-    """``strop.explain(obj, *args, **kwargs)`` of a module or pipeline, with times."""
+    """Return ``strop.explain(obj, *args, **kwargs)`` of a module or pipeline, with times."""
     if not isinstance(obj, nn.Module) and not hasattr(obj, "components"):
         raise OptionError(f"a profile is of a module or a pipeline, not of a {type(obj).__name__}")
     was_optimised = bool(dispatchers_of(obj))
@@ -88,7 +88,8 @@ def profiled(obj: Any, *args: Any, **kwargs: Any) -> Report:
 
 
 def measured(report: Report, obj: Any, calls: Calls) -> Report:
-    """``report`` with a profile of each module that was called, and a note for every other one."""
+    """Return ``report`` with a profile of each module that was called, and a note for every other
+    one."""
     subjects, notes = {}, list(report.notes)
     with torch.no_grad():
         for name, dispatcher in dispatchers_of(obj).items():
@@ -111,7 +112,7 @@ def measured(report: Report, obj: Any, calls: Calls) -> Report:
 
 
 def _subject(dispatcher: Dispatcher, given: Given | None) -> Subject | str:
-    """The call, or why it cannot be timed."""
+    """Return the call, or why it cannot be timed."""
     if given is None:
         return "it was not called, or not with arguments that are compiled"
     counters, module = dispatcher.counters, dispatcher.module
@@ -130,7 +131,7 @@ def _subject(dispatcher: Dispatcher, given: Given | None) -> Subject | str:
 
 
 def _has_objects(skeleton: Skeleton) -> bool:
-    """Whether a call writes to its arguments, so that each needs its own (caches)."""
+    """Tell whether a call writes to its arguments, so that each needs its own (caches)."""
     if not isinstance(skeleton, tuple):
         return False
     return skeleton[:1] == ("object",) or any(map(_has_objects, skeleton))

@@ -28,7 +28,7 @@ Rule = Callable[[Node, list[Tensor], Env], Value]
 def evaluate(
     wanted: Iterable[Node], given: Mapping[Node, Tensor], env: Env, *, exact: bool
 ) -> dict[Node, Tensor]:
-    """The values of ``wanted`` from those of ``given``, which nothing looks behind."""
+    """Compute the values of ``wanted`` from those of ``given``, behind which nothing looks."""
     wanted = tuple(wanted)
     values: dict[Node, Value] = {}
     device = next((value.device for value in given.values()), torch.device("cpu"))
@@ -43,7 +43,8 @@ def evaluate(
 
 
 def input_values(graph: Graph, arguments: Mapping[int, Tensor]) -> dict[Node, Tensor]:
-    """Arguments by index -> values of the graph's inputs; merged weights hold their parts' rows."""
+    """Turn arguments by index into values of the graph's inputs; merged weights hold their parts'
+    rows."""
     return {
         node: torch.cat([arguments[i] for i in node.attrs["merged"]])
         if node.attrs["merged"]
@@ -53,12 +54,12 @@ def input_values(graph: Graph, arguments: Mapping[int, Tensor]) -> dict[Node, Te
 
 
 def has_reference(op: str) -> bool:
-    """Whether ``evaluate`` knows an operator of the table."""
+    """Tell whether ``evaluate`` knows an operator of the table."""
     return op in _RULES or op in ("input", "aten", "pattern") or OPS[op].reference is not None
 
 
 def is_random(node: Node) -> bool:
-    """Whether two runs of a node differ."""
+    """Tell whether two runs of a node differ."""
     return node.op == "aten" and bool(node.attrs.get("tag"))
 
 
@@ -97,7 +98,7 @@ def _apply(node: Node, operands: list[Tensor], env: Env, *, exact: bool) -> Valu
 
 
 def _searched(node: Node, operands: list[Tensor], env: Env, *, exact: bool) -> Value:
-    """What a pattern's replacement stands for: the graph of its search."""
+    """Return what a pattern's replacement stands for: the graph of its search."""
     pattern = registry.find(node.attrs["key"], node.attrs["name"])
     arguments = [(i.shape, i.dtype) for i in node.inputs]
     graph = pattern.at(arguments, dict(node.attrs["attributes"]), env).graph
@@ -170,7 +171,7 @@ def _geglu(value: Tensor, gate: Tensor) -> Tensor:
 
 
 def _window(node: Node, x: list[Tensor], env: Env) -> Tensor:
-    """By places in memory, where the value lies dense in its order."""
+    """Read a window by places in memory, where the value lies dense in its order."""
     (whole,), base = x, node.inputs[0]
     flat = whole.permute(base.order or tuple(range(whole.dim()))).reshape(-1)
     start, strides = _concrete(node.attrs["start"], env), _concrete(node.attrs["strides"], env)

@@ -1,4 +1,4 @@
-"""The report of ``strop.explain``: plain data, its counts, and its short text."""
+"""Hold the report of ``strop.explain``: plain data, its counts, and its short text."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from strop.debug.chosen import ChoiceRow
 from strop.debug.roofline import ProfileRow, profile_lines
 from strop.wording import counted
 
@@ -15,7 +16,7 @@ _TOP = 8  # kernels in the short text
 
 @dataclass(frozen=True, slots=True)
 class KernelRow:
-    """One generated kernel of one graph.
+    """Describe one generated kernel of one graph.
 
     ``bytes_moved`` counts, over all its launches in a call, each buffer it touches once and in
     full, at the latest shape; ``estimated_us`` is that over the bandwidth of the device. ``flops``
@@ -35,7 +36,8 @@ class KernelRow:
 
 @dataclass(frozen=True, slots=True)
 class ValueRow:
-    """One value that a step computes. ``scheme``: how it gets to its readers (fusion.plan)."""
+    """Describe one value that a step computes. ``scheme``: how it gets to its readers
+    (fusion.plan)."""
 
     text: str
     scheme: str  # "local", "regional" or "global"
@@ -43,7 +45,8 @@ class ValueRow:
 
 @dataclass(frozen=True, slots=True)
 class StepRow:
-    """One step of a program. ``bound_us``: no implementation of it is faster (debug.costs)."""
+    """Describe one step of a program. ``bound_us``: no implementation of it is faster
+    (debug.costs)."""
 
     number: int
     kind: str  # "kernel", "call", or "opaque": torch runs it for want of a row
@@ -59,7 +62,7 @@ class StepRow:
 
 @dataclass(frozen=True, slots=True)
 class RefusalRow:
-    """Why a consumer did not join its producer's kernel."""
+    """Say why a consumer did not join its producer's kernel."""
 
     producer: str
     consumer: str
@@ -69,7 +72,7 @@ class RefusalRow:
 
 @dataclass(frozen=True, slots=True)
 class PatternRow:
-    """What became of a pattern (``strop.pattern``): the modules where its replacement runs, and
+    """Say what became of a pattern (``strop.pattern``): the modules where its replacement runs, and
     where it nearly matched, each with the reason why it did not."""
 
     name: str
@@ -79,7 +82,7 @@ class PatternRow:
 
 @dataclass(frozen=True, slots=True)
 class GraphRow:
-    """One compiled graph. ``calls``: library calls of one run, by operator."""
+    """Describe one compiled graph. ``calls``: library calls of one run, by operator."""
 
     sizes: Mapping[str, int]
     is_latest: bool  # it served the latest shape; else ``sizes`` are those it was traced with
@@ -96,6 +99,7 @@ class GraphRow:
     refusals: Mapping[str, int]  # why a consumer did not join its producer's kernel
     plan: str
     steps: tuple[StepRow, ...] = ()
+    choices: tuple[ChoiceRow, ...] = ()  # which kernels run the calls, on a GPU
     edges: tuple[RefusalRow, ...] = ()  # each of ``refusals``
     texts: tuple[tuple[str, str], ...] = ()  # stage and graph after it; Options.record keeps them
     patterns: tuple[PatternRow, ...] = ()  # near misses are not kept on disk
@@ -110,8 +114,8 @@ class GraphRow:
 
 @dataclass(frozen=True, slots=True)
 class HoistedRow:
-    """What one module computes once a denoise loop: ``num_launches`` at the latest shape. They have
-    run ``num_runs`` times, and ``num_reuses`` further calls found their results, which lie in
+    """Say what one module computes once a denoise loop: ``num_launches`` at the latest shape. They
+    have run ``num_runs`` times, and ``num_reuses`` further calls found their results, which lie in
     ``kept_bytes`` of memory, that of other streams and of larger shapes included.
 
     ``num_timed`` launches depend on the timestep as well, and run for all timesteps of a loop at
@@ -141,7 +145,7 @@ class HoistedRow:
 
 @dataclass(frozen=True, slots=True)
 class ComponentRow:
-    """One optimised module and what has happened to it."""
+    """Describe one optimised module and what has happened to it."""
 
     name: str
     graphs: tuple[GraphRow, ...]
@@ -168,7 +172,7 @@ class ComponentRow:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What has been compiled and run.
+    """Report what has been compiled and run.
 
     num_graphs: compiled graphs. num_recompiles: graphs that were made because a size or a plain
     argument value changed; what a component needs anyway is one graph for each module structure,
@@ -221,7 +225,7 @@ class Report:
 
     @property
     def calls(self) -> dict[str, int]:
-        """Library calls of one run of every component at its latest shape."""
+        """Return library calls of one run of every component at its latest shape."""
         found: Counter[str] = Counter()
         for component in self.components:
             if component.latest:
@@ -229,14 +233,14 @@ class Report:
         return dict(found)
 
     def stage_seconds(self) -> dict[str, float]:
-        """Seconds in each compiler stage, over all graphs made by this process."""
+        """Return the seconds in each compiler stage, over all graphs made by this process."""
         total: Counter[str] = Counter()
         for graph in self.graphs:
             total.update(dict(graph.seconds))
         return {name: round(float(seconds), 4) for name, seconds in total.items()}
 
     def summary(self) -> dict[str, Any]:
-        """The counts alone."""
+        """Return the counts alone."""
         return {
             "num_graphs": self.num_graphs,
             "num_recompiles": self.num_recompiles,
@@ -252,7 +256,7 @@ class Report:
         }
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything, as JSON knows it."""
+        """Return everything, as JSON knows it."""
         return self.summary() | {
             "device": self.device,
             "bandwidth_bytes_per_s": self.bandwidth,
@@ -263,7 +267,7 @@ class Report:
 
     @property
     def html(self) -> str:
-        """One self-contained page."""
+        """Return one self-contained page."""
         from strop.debug.html import page
 
         return page(self)
@@ -310,6 +314,10 @@ def _graph_lines(g: GraphRow) -> list[str]:
     ]
     if g.calls:
         lines.append("  calls: " + ", ".join(f"{n} {op}" for op, n in g.calls.items()))
+    if g.choices:
+        lines.append("  by: " + ", ".join(_kernels_of_calls(g)))
+        costly = sorted(g.choices, key=lambda row: -row.count * row.us)
+        lines += [f"    {row}" for row in costly[:_TOP]]
     if g.from_disk:
         lines.append("  from the disk cache")
     else:
@@ -339,6 +347,14 @@ def _graph_lines(g: GraphRow) -> list[str]:
     return lines
 
 
+def _kernels_of_calls(g: GraphRow) -> list[str]:
+    """Count how many calls each row of the kernel library runs."""
+    counts: Counter[str] = Counter()
+    for row in g.choices:
+        counts[row.kernel] += row.count
+    return [f"{count} {kernel}" for kernel, count in counts.most_common()]
+
+
 def _pattern_lines(p: PatternRow) -> list[str]:
     where = f"  <- {_from(tuple(dict.fromkeys(p.origins)))}" if p.origins else ""
     lines = [f"  {len(p.origins):4d}x pattern {p.name}{where}"]
@@ -353,7 +369,7 @@ def _from(origins: tuple[str, ...]) -> str:
 
 
 def _opaque(g: GraphRow) -> dict[str, list[str]]:
-    """The modules that torch runs an operator for, by operator."""
+    """Return the modules that torch runs an operator for, by operator."""
     found: dict[str, list[str]] = {}
     for step in g.steps:
         if step.kind == "opaque":
@@ -362,7 +378,7 @@ def _opaque(g: GraphRow) -> dict[str, list[str]]:
 
 
 def _bound_line(g: GraphRow) -> str:
-    """Where the time must go."""
+    """Return where the time must go."""
     time: Counter[str] = Counter()
     for step in g.steps:
         time[f"{step.kind}s, {step.bound_by}"] += step.bound_us  # type: ignore[assignment]

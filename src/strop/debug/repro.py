@@ -1,4 +1,5 @@
-"""A failing case as a folder to hand on: graph, inputs, and a script that shows the failure."""
+"""Write a failing case as a folder to hand on: graph, inputs, and a script that shows the
+failure."""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ if __name__ == "__main__":
 
 
 def write(case: Case, arguments: Mapping[int, Tensor], about: str, folder: Path) -> Path:
-    """The script; its folder may be moved."""
+    """Write the script and its folder, which may be moved; return the script."""
     cases.save(case, folder)
     save_inputs(arguments, case.env, folder)
     (folder / "01_graph.txt").write_text(graph_text(case.graph), encoding="utf-8")
@@ -46,7 +47,7 @@ def write(case: Case, arguments: Mapping[int, Tensor], about: str, folder: Path)
 def save_inputs(
     arguments: Mapping[int, Tensor | None], sizes: Mapping[str, int], folder: Path
 ) -> Path:
-    """Every argument by its index, and the sizes that they have."""
+    """Save every argument by its index, and the sizes that they have."""
     file = folder / INPUTS
     save_file(
         {
@@ -61,7 +62,7 @@ def save_inputs(
 
 
 def read_inputs(case: Case, file: Path) -> tuple[Case, dict[int, Tensor]]:
-    """The case at the sizes of the inputs. Raises OptionError when they are not those of it."""
+    """Read the case at the sizes of the inputs. Raises OptionError when they are not its sizes."""
     if not file.is_file():
         raise OptionError(f"there is no {file}; STROP_DUMP and STROP_CHECK=1 together write one")
     try:
@@ -90,7 +91,7 @@ def _by_index(case: Case, tensors: Mapping[str, Tensor], file: Path) -> dict[int
 
 
 def reproduce(folder: Path, device: str = "") -> int:
-    """0 if the case is right by now, 1 if it still fails."""
+    """Return 0 if the case is right by now, 1 if it still fails."""
     case = cases.load(folder, device)
     cases.torch_device(case)
     failure = failure_of(*read_inputs(case, folder / INPUTS))

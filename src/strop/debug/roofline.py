@@ -1,4 +1,4 @@
-"""A profile of one call: measured times beside what bytes and FLOPs allow. Plain data, its text."""
+"""Profile one call: measured times beside what bytes and FLOPs allow, as plain data and text."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ABOVE = (
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What a step is and moves; ``unit``: what it multiplies with (``Ceilings``)."""
+    """Say what a step is and moves; ``unit``: what it multiplies with (``Ceilings``)."""
 
     number: int
     title: str
@@ -39,8 +39,8 @@ class Cost:
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """Of one call, in microseconds: of all of it, of each step with the number of its kernels, and
-    by name of what belongs to no step."""
+    """Hold the microseconds of one call: of all of it, of each step with the number of its kernels,
+    and by name of what belongs to no step."""
 
     method: str
     num_runs: int
@@ -52,7 +52,8 @@ class Times:
 
 @dataclass(frozen=True, slots=True)
 class TimedStep(Cost):
-    """A step and its time. What depends on that is None where no kernel could be attributed."""
+    """Describe a step and its time. What depends on that is None where no kernel could be
+    attributed."""
 
     bound_us: float
     bound_by: str  # "memory" or "arithmetic"
@@ -66,7 +67,7 @@ class TimedStep(Cost):
 
 @dataclass(frozen=True, slots=True)
 class KindRow:
-    """All steps of a kind that have times."""
+    """Sum up all steps of a kind that have times."""
 
     kind: str
     num_steps: int
@@ -79,7 +80,8 @@ class KindRow:
 
 @dataclass(frozen=True, slots=True)
 class ProfileRow:
-    """One call of one module. ``gaps_us``: of the call, what is neither a step's nor ``rest``."""
+    """Describe one call of one module. ``gaps_us``: of the call, what is neither a step's nor
+    ``rest``."""
 
     sizes: Mapping[str, int]
     method: str
@@ -98,13 +100,13 @@ class ProfileRow:
 
     @property
     def by_loss(self) -> tuple[TimedStep, ...]:
-        """Steps with times, those that lose most first."""
+        """Return steps with times, those that lose most first."""
         timed = [s for s in self.steps if s.us is not None]
         return tuple(sorted(timed, key=lambda s: -(s.lost_us or 0.0)))
 
     @property
     def unseen(self) -> tuple[TimedStep, ...]:
-        """Steps that ran and have no time."""
+        """Return steps that ran and have no time."""
         return tuple(s for s in self.steps if s.us is None)
 
 
@@ -115,7 +117,7 @@ def profile_row(
     ceilings: Ceilings,
     num_not_run: int,
 ) -> ProfileRow:
-    """``costs``: of the steps that run at these sizes."""
+    """Make the row; ``costs`` are those of the steps that run at these sizes."""
     steps = tuple(_timed(cost, times.steps.get(cost.number), ceilings) for cost in costs)
     steps_us = sum(us for us, _ in times.steps.values())
     rest_us = sum(us for _, us in times.rest)
@@ -170,7 +172,7 @@ def _kind_row(kind: str, steps: Sequence[TimedStep]) -> KindRow:
 
 
 def profile_lines(p: ProfileRow) -> Iterator[str]:
-    """The text: the whole, by kind, and the steps that lose most."""
+    """Yield the lines of the text: the whole, by kind, and the steps that lose most."""
     yield summary(p)
     yield f"  ceilings measured here: {p.ceilings}"
     yield f"  measured by {METHODS[p.method].format(counted(p.num_runs, 'run'))}"
@@ -197,7 +199,7 @@ def profile_lines(p: ProfileRow) -> Iterator[str]:
 
 
 def summary(p: ProfileRow) -> str:
-    """ "one call 6120.0 us, ..." """
+    """Return a line such as "one call 6120.0 us, ..."."""
     how = " (replayed from a CUDA graph)" if p.is_replayed else ""
     share = p.gaps_us / p.call_us if p.call_us else 0.0
     rest = f", {p.rest_us:.1f} us not attributed" if p.rest else ""

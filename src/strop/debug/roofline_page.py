@@ -1,4 +1,5 @@
-"""A profile on the page of ``strop explain``: the roofline as an SVG, and the tables beside it.
+"""Show a profile on the page of ``strop explain``: the roofline as an SVG, and the tables beside
+it.
 
 Both axes are logarithmic: FLOPs a byte to the right, FLOPs a second upwards. A step under the
 slanted line is bound by memory, under a level one by arithmetic; how far it stays below is what it
@@ -40,7 +41,7 @@ Table = Callable[[Sequence[str], Iterable[Sequence[str]]], str]
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """A logarithmic axis from ``low`` to ``high``, both powers of ten, over these pixels."""
+    """Scale a logarithmic axis from ``low`` to ``high``, both powers of ten, over these pixels."""
 
     low: int
     high: int
@@ -65,14 +66,14 @@ class Scale:
 
 
 def scale(values: Iterable[float], start: float, end: float) -> Scale:
-    """An axis that has room for all of them."""
+    """Choose an axis that has room for all of them."""
     logs = [math.log10(value) for value in values]
     low, high = math.floor(min(logs)), math.ceil(max(logs))
     return Scale(low, max(high, low + 1), start, end)
 
 
 def profile_section(p: ProfileRow, table: Table) -> str:
-    """``table``: draws one, from its titles and rows of HTML."""
+    """Make the section; ``table`` draws a table from its titles and rows of HTML."""
     notes = [
         _sentence(summary(p)),
         f"Ceilings measured here: {p.ceilings}.",
@@ -166,7 +167,7 @@ def _origin(s: TimedStep) -> str:
 
 
 def plot(p: ProfileRow) -> str:
-    """The roofline, with a point for each step that has a time; nothing if none has."""
+    """Draw the roofline, with a point for each step that has a time; nothing if none has."""
     steps = [s for s in p.steps if s.us]
     if not steps:
         return ""
@@ -190,14 +191,14 @@ def plot(p: ProfileRow) -> str:
 
 
 def _intensity(s: TimedStep, x: Scale) -> float:
-    """FLOPs a byte; without FLOPs the least that is drawn, without bytes the most."""
+    """Return the FLOPs per byte; without FLOPs the least that is drawn, without bytes the most."""
     if not s.flops:
         return x.least
     return s.flops / s.bytes_moved if s.bytes_moved else x.most
 
 
 def _height(s: TimedStep, x: Scale) -> float:
-    """FLOPs a second, or what would be at the least intensity."""
+    """Return the FLOPs per second, or what they would be at the least intensity."""
     moved = s.flops or s.bytes_moved * x.least
     return moved / ((s.us or 0.0) / 1e6)
 
@@ -227,7 +228,8 @@ def _axes(x: Scale, y: Scale) -> str:
 
 
 def _ceilings(p: ProfileRow, x: Scale, y: Scale) -> str:
-    """The slanted line up to the highest level one; each level one from where they meet."""
+    """Draw the slanted line up to the highest level one, and each level one from where they
+    meet."""
     band, peaks = p.ceilings.bandwidth, p.ceilings.flops
     high, low = max(peaks.values()), max(x.least, y.least / band)
     parts = [
@@ -278,7 +280,7 @@ def _power(decade: int) -> str:
 
 
 def _rate(value: float) -> str:
-    """ "1.2 T": with the prefix of a thousand."""
+    """Write a rate with the prefix of a thousand, as in "1.2 T"."""
     for size, prefix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if value >= size:
             return f"{value / size:.3g} {prefix}"

@@ -1,4 +1,4 @@
-"""A dumped program without its model: the body of a dump's run.py."""
+"""Run a dumped program without its model: this is the body of a dump's run.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Times of a compiled call and of each of its steps, on a CPU and on a GPU.
+"""Time a compiled call and each of its steps, on a CPU and on a GPU.
 
 Steps are timed one by one through the debugger's place between them (``Bound.around``), so on a
 GPU without a CUDA graph; the whole call as it is made anyway, from its graph where it has one.
@@ -29,7 +29,7 @@ CPU_S, CPU_RUNS = 3.0, (5, 200)  # seconds of all runs on a CPU, and how many at
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """A call that can be made again and again, and the program that serves it."""
+    """Hold a call that can be made again and again, and the program that serves it."""
 
     dispatcher: Dispatcher
     entry: Entry
@@ -44,14 +44,14 @@ class Subject:
         return self.entry.variant.program
 
     def running(self) -> dict[int, Step]:
-        """The steps that have something to do at these sizes."""
+        """Return the steps that have something to do at these sizes."""
         program, env = self.program, self.entry.env
         steps = enumerate(program.at(env))
         return {n: step for n, step in steps if step is not None and _has_work(program, step, env)}
 
 
 def _has_work(program: Program, step: Step, env: Mapping[str, int]) -> bool:
-    """Whether there is an element to write."""
+    """Tell whether there is an element to write."""
     if not isinstance(step, KernelStep):
         return True
     shapes = (program.buffers[number].shape for number in step.writes)
@@ -62,8 +62,8 @@ def _has_work(program: Program, step: Step, env: Mapping[str, int]) -> bool:
 
 
 def cpu_times(subject: Subject) -> Times:
-    """Whole calls and calls step by step in turns, as the load of a machine changes. The fastest
-    of each: another process that takes a core away makes all threads of a step wait."""
+    """Time whole calls and calls step by step in turns, as the load of a machine changes, and take
+    the fastest of each: another process that takes a core away makes all threads of a step wait."""
     clock = time.perf_counter_ns
     wholes: list[int] = []
     steps: dict[int, list[int]] = defaultdict(list)
@@ -106,7 +106,8 @@ def _observed(bound: Bound, around: Around) -> Iterator[None]:
 
 
 def whole_us(subject: Subject) -> tuple[float, bool]:
-    """Microseconds of a call as it is made anyway, and whether a CUDA graph is replayed."""
+    """Return the microseconds of a call as it is made anyway, and whether a CUDA graph is
+    replayed."""
     counters = subject.dispatcher.counters
     subject.call()  # the second use of a shape captures its graph
     replays = counters.replays
@@ -151,7 +152,7 @@ def _kernel_names(subject: Subject) -> dict[int, str]:
 
 
 def _event_times(run: Callable[[Around], None]) -> dict[int, tuple[float, int]]:
-    """Between two CUDA events around each step, for want of a profiler; how many kernels it was is
+    """Time each step between two CUDA events, for want of a profiler; how many kernels it was is
     not known."""
     pairs: dict[int, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = defaultdict(list)
 

@@ -1,4 +1,4 @@
-"""The steps of a program: the values that each makes, where they lie, and what they cost."""
+"""List the steps of a program: the values that each makes, where they lie, and what they cost."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from strop.ir.program import CallStep, KernelStep, Program, Step
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """Step ``number`` of a program, what the plan meant it to be, and its values by buffer."""
+    """Describe step ``number`` of a program, what the plan meant it to be, and its values by
+    buffer."""
 
     number: int
     step: Step
@@ -29,14 +30,14 @@ class Planned:
 
     @property
     def title(self) -> str:
-        """ "row kernel", "linear", "aten.embedding.default"."""
+        """Return a title such as "row kernel", "linear" or "aten.embedding.default"."""
         if isinstance(self.plan, Group):
             return f"{self.plan.schedule.value} kernel"
         return call_text(self.plan.op, self.plan.attrs)
 
 
 def planned_steps(compiled: Compiled) -> tuple[Planned, ...]:
-    """The program's steps beside the plan's; the plan has some more that need no step, and its
+    """Pair the program's steps with the plan's; the plan has some more that need no step, and its
     order is that of the graph."""
     found: list[Planned] = []
     numbers = sorted(range(len(compiled.order)), key=compiled.order.__getitem__)
@@ -56,7 +57,8 @@ def planned_steps(compiled: Compiled) -> tuple[Planned, ...]:
 
 
 def _has_no_step(node: Node, rest: list[Step], places: dict[Node, int]) -> bool:
-    """An item is its call's; a write may have become a store of the kernel before it."""
+    """Tell whether a planned step needs none: an item is its call's, and a write may have become a
+    store of the kernel before it."""
     if node.op != "write":
         return node.op == "item"
     if not rest or not isinstance(rest[0], CallStep) or rest[0].op != "write":
@@ -78,7 +80,8 @@ def _made(plan: Group | Node, step: Step, items: dict[Node, list[Node]]) -> dict
 def step_rows(
     program: Program, compiled: Compiled | None, sizes: Sizes, able: Machine
 ) -> tuple[StepRow, ...]:
-    """Every step with its costs; values inside kernels and their FLOPs only where ``compiled``."""
+    """Return every step with its costs; values inside kernels and their FLOPs only where
+    ``compiled``."""
     planned = planned_steps(compiled) if compiled else ()
     maker: dict[int, int] = {}
     rows = []
@@ -139,7 +142,8 @@ def _flops(step: Step, plan: Group | Node | None, sizes: Sizes) -> int:
 
 
 def _computed_in(program: Program, step: Step) -> torch.dtype:
-    """Kernels compute in single precision whatever they store."""
+    """Return the type that a step computes in: kernels compute in single precision whatever they
+    store."""
     if isinstance(step, KernelStep) or not step.inputs:
         return torch.float32
     return program.buffers[step.inputs[0].buffer].dtype

@@ -1,4 +1,4 @@
-"""Which step of a program each kernel of a profiler's trace belongs to.
+"""Find which step of a program each kernel of a profiler's trace belongs to.
 
 Every step runs inside a named range on the host. A kernel belongs to the range in which the host
 launched it: the launch has the kernel's correlation id, or the kernel names the operator of torch
@@ -28,8 +28,8 @@ Place = tuple[int, int]  # run and step
 
 @dataclass(frozen=True, slots=True)
 class Traced:
-    """One event. ``correlation``: a launch and its kernel have the same, and operators of torch
-    have numbers of their own, which is what ``linked`` means, or 0."""
+    """Describe one event. ``correlation``: a launch and its kernel have the same, and operators of
+    torch have numbers of their own, which is what ``linked`` means, or 0."""
 
     what: Literal["step", "operator", "launch", "kernel"]
     name: str
@@ -41,14 +41,15 @@ class Traced:
 
 @dataclass(frozen=True, slots=True)
 class Attribution:
-    """Microseconds of a call and kernels, by step; and by name what belongs to no step."""
+    """Hold microseconds of a call and kernels, by step; and by name what belongs to no step."""
 
     steps: Mapping[int, tuple[float, int]]
     rest: tuple[tuple[str, float], ...]
 
 
 def attribute(events: Sequence[Traced], names: Mapping[int, str]) -> Attribution:
-    """``names``: of the generated kernel that each step launches. Medians over the runs."""
+    """Attribute events to steps; ``names`` are those of the generated kernels that each step
+    launches. The times are medians over the runs."""
     kernels = sorted((e for e in events if e.what == "kernel"), key=lambda e: e.start_ns)
     places = _by_host(events, kernels)
     _by_neighbours(places)
@@ -72,8 +73,8 @@ def attribute(events: Sequence[Traced], names: Mapping[int, str]) -> Attribution
 
 
 def own_times(kernels: Iterable[Traced]) -> list[int]:
-    """Nanoseconds that each adds behind all before it: one that was launched early waits for the
-    one before, and that time is counted once."""
+    """Return the nanoseconds that each event adds behind all before it: one that was launched early
+    waits for the one before, and that time is counted once."""
     found, until = [], 0
     for kernel in kernels:
         found.append(max(0, kernel.end_ns - max(kernel.start_ns, until)))
@@ -82,13 +83,13 @@ def own_times(kernels: Iterable[Traced]) -> list[int]:
 
 
 def _ranges(events: Sequence[Traced]) -> list[tuple[Place, Traced]]:
-    """What the host did of which step of which run, in order."""
+    """Return what the host did of which step of which run, in order."""
     ranges = sorted((e for e in events if e.what == "step"), key=lambda e: e.start_ns)
     return [(place_of(e.name), e) for e in ranges]
 
 
 def _by_host(events: Sequence[Traced], kernels: Sequence[Traced]) -> dict[int, Place]:
-    """Places of kernels, by number, that have a launch or an operator inside a range."""
+    """Return places of kernels, by number, that have a launch or an operator inside a range."""
     ranges = _ranges(events)
     starts = [event.start_ns for _, event in ranges]
     numbered = [e for e in events if e.correlation]  # 0 is no number
@@ -147,7 +148,8 @@ def trace(
     num_runs: int,
     activities: Sequence[ProfilerActivity] = (ProfilerActivity.CUDA, ProfilerActivity.CPU),
 ) -> list[Traced]:
-    """Events of so many runs. ``run`` makes a call with what it is given around each step."""
+    """Trace the events of so many runs. ``run`` makes a call with what it is given around each
+    step."""
     with profile(activities=activities, acc_events=True) as profiler:
         for number in range(num_runs):
             run(_labelled(number))
@@ -167,7 +169,8 @@ def _labelled(run: int) -> Callable[[int, Callable[[], None]], None]:
 
 
 def traced(event: Any) -> Traced | None:
-    """An event of Kineto's; None for a range as the device saw it, which is no kernel."""
+    """Convert an event of Kineto's; None stands for a range as the device saw it, which is no
+    kernel."""
     name, is_on_host = event.name(), "CPU" in str(event.device_type())
     what: Literal["step", "operator", "launch", "kernel"] = "operator" if is_on_host else "kernel"
     if name.startswith(LABEL):

@@ -1,1 +1,1 @@
-"""Thin diffusers integration: which components, at which sizes, and how to undo it."""
+"""Integrate diffusers: say which components are compiled, at which sizes, and how to undo it."""

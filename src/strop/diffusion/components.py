@@ -1,4 +1,4 @@
-"""What diffusers components need at their door."""
+"""Say what diffusers components need at their door."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ SPATIAL = frozenset(
 
 
 class UNetAdapter(Adapter):
-    """UNets with a prompt, and ControlNets: one graph for every batch, size and prompt length.
+    """Adapt UNets with a prompt, and ControlNets: one graph for every batch, size and prompt
+    length.
 
     Latent height and width are ``factor * h`` and ``factor * w`` with the UNet's own
     down-sampling factor, so that every size in the graph is a monomial. Sizes off that grid need
@@ -56,7 +57,7 @@ class UNetAdapter(Adapter):
     def normalise(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Timesteps as a float vector (B,): numbers and 0-d tensors would be other graphs."""
+        """Make timesteps a float vector (B,): numbers and 0-d tensors would need other graphs."""
         named = dict(zip(self._names, args, strict=False)) | kwargs
         sample, timestep = named.get("sample"), named.get("timestep")
         if len(named) < len(args) + len(kwargs) or not isinstance(sample, Tensor):
@@ -116,8 +117,8 @@ class UNetAdapter(Adapter):
         return Shapes(tuple(specs), hints, is_ragged)
 
     def _spatial(self, tensors: Sequence[Tensor], skeleton: Skeleton) -> tuple[int, ...]:
-        """The numbers of the tensors in SPATIAL, the latent's first. Of a call without names, which
-        no pipeline makes, all of four dims: the largest is the latent."""
+        """Return the numbers of the tensors in SPATIAL, the latent's first. In a call without
+        names, which no pipeline makes, they are all of four dims, and the largest is the latent."""
         named = {name: tuple(tensor_numbers(part)) for name, part in _named(skeleton)}
         images = [n for n, t in enumerate(tensors) if t.dim() == 4]
         if "sample" not in named:
@@ -129,12 +130,12 @@ class UNetAdapter(Adapter):
 
 
 def _named(skeleton: Skeleton) -> Sequence[tuple[str, Skeleton]]:
-    """The arguments of a call that have names."""
+    """Return the arguments of a call that have names."""
     return skeleton[2][1:] if skeleton else ()
 
 
 def _class_names(module: nn.Module) -> set[str]:
-    """So that diffusers need not be imported."""
+    """Return the class names, so that diffusers need not be imported."""
     return {kind.__name__ for kind in type(module).__mro__}
 
 

@@ -1,4 +1,4 @@
-"""Where the denoise loops of pipelines begin and end, and what stands in them.
+"""Mark where the denoise loops of pipelines begin and end, and what stands in them.
 
 A progress bar surrounds the loop of every pipeline of diffusers. Any pipeline with compiled
 components has its loop marked, also one that was made of another's (``from_pipe``,
@@ -52,7 +52,7 @@ def watch_pipelines(changes: Changes, compile_like: CompileLike) -> None:
 
 
 def is_watched(pipe: Any) -> bool:
-    """Whether the bar of a pipeline is one of those that are marked."""
+    """Tell whether the bar of a pipeline is one of those that are marked."""
     pipelines, _ = kinds()
     bar = getattr(type(pipe), "progress_bar", None)
     return isinstance(pipe, tuple(pipelines)) and (bar is None or is_around(bar))
@@ -119,7 +119,7 @@ def _dispatcher_for(pipe: Any, module: Any) -> Dispatcher | None:
 
 @contextmanager
 def around(pipe: Any, loops: Sequence[Loop], make_bar: Callable[[], Any]) -> Iterator[Any]:
-    """A bar whose body is a denoise loop."""
+    """Return a bar whose body is a denoise loop."""
     scheduler = getattr(pipe, "scheduler", None)  # which may be another one by now
     has_user_code = runs_user_code(pipe)
     with ExitStack() as ends:

@@ -1,4 +1,4 @@
-"""A scheduler's step as one product and one sum of lists.
+"""Compute a scheduler's step as one product and one sum of lists.
 
 DDIM's step (https://arxiv.org/abs/2010.02502, formula 12), without noise of its own, is linear in
 the model's output and in the sample; the timestep decides by which numbers. torch computes it by
@@ -34,8 +34,8 @@ Step = Callable[..., Any]
 def linear_step(
     step: Step, output: Any, timestep: Any, sample: Any, kwargs: Mapping[str, Any]
 ) -> tuple[Tensor, ...] | None:
-    """What ``step`` gives back for tensors of one shape and type, or None where it is not linear,
-    or asked for more than that."""
+    """Return what ``step`` gives back for tensors of one shape and type, or None where it is not
+    linear, or asked for more than that."""
     if not _is_alike(output, sample) or not _is_silent(kwargs):
         return None
     rows = _numbers(step, timestep, kwargs)
@@ -62,7 +62,7 @@ def _is_silent(kwargs: Mapping[str, Any]) -> bool:
 def _numbers(
     step: Step, timestep: Any, kwargs: Mapping[str, Any]
 ) -> Sequence[Sequence[float]] | None:
-    """For each result by what sample and output are multiplied."""
+    """Return for each result what sample and output are multiplied by."""
     output, sample = (
         torch.tensor(some, dtype=torch.float64).view(1, 1, 2, 2) for some in (OUTPUTS, SAMPLES)
     )

@@ -1,5 +1,5 @@
-"""Noise that is drawn on the host, as by a ``torch.Generator()`` without a device, is on its way to
-the GPU while the host goes on.
+"""Send noise that is drawn on the host, as by a ``torch.Generator()`` without a device, on its way
+to the GPU while the host goes on.
 
 diffusers copies it from pageable memory, and torch waits then until the GPU has done all that came
 before. A picture from a picture draws noise behind the encoder of its picture: by the time the
@@ -45,7 +45,7 @@ ASKED = frozenset(
 
 
 class Unwaited(StandIn):
-    """The same numbers."""
+    """Draw the same numbers without waiting."""
 
     def is_for(
         self,
@@ -74,7 +74,7 @@ class Unwaited(StandIn):
 
 
 def sent(noise: Tensor, device: Any) -> Tensor:
-    """Noise on its way to a GPU."""
+    """Send noise on its way to a GPU."""
     return noise.pin_memory().to(device, non_blocking=True)
 
 
@@ -85,7 +85,8 @@ def draw_without_waiting(changes: Changes) -> bool:
 
 
 def is_drawn_on_host(generator: Any, device: Any) -> bool:
-    """Whether noise for a GPU of NVIDIA's comes from a generator, or from several, of the host."""
+    """Tell whether noise for a GPU of NVIDIA's comes from a generator, or from several, of the
+    host."""
     if device is None or torch.device(device).type != "cuda":
         return False
     every = generator if isinstance(generator, list) else [generator]

@@ -27,13 +27,14 @@ REGISTRY = "HookRegistry"
 
 
 class Registries:
-    """Whether there may be any. ``kind``: of the hook that a ``Search`` finds."""
+    """Tell whether there may be any. ``kind``: of the hook that a ``Search`` finds."""
 
     def __init__(self, kind: str) -> None:
         self.kind, self.may_exist = kind, True
 
     def watch(self, registry: Any, changes: Changes) -> None:
-        """There are none until the first object of this class is made, if there is none yet."""
+        """Note when the first object of this class is made, if there is none yet; until then there
+        are no hooks."""
         if not isinstance(registry, type):
             return
         mend(registry, "__init__")
@@ -46,7 +47,8 @@ class Registries:
 
         self.may_exist = False
         changes.put([registry], "__init__", made)
-        if any(issubclass(type(each), registry) for each in gc.get_objects()):
+        kinds = set(map(type, gc.get_objects()))
+        if any(issubclass(kind, registry) for kind in kinds):
             self.may_exist = True
 
 
@@ -62,7 +64,7 @@ class Quick(StandIn):
 
 
 class Search(Quick):
-    """The hook of one kind of the first module inside that has one, in the order of
+    """Find the hook of one kind of the first module inside that has one, in the order of
     ``module.modules()``; or None."""
 
     def answer(self, module: nn.Module) -> Any:
@@ -75,8 +77,8 @@ class Search(Quick):
 
 
 class DeviceOfInputs(Quick):
-    """Where a module wants its inputs: where hooks of diffusers or accelerate take its weights, or
-    where these are."""
+    """Find where a module wants its inputs: where hooks of diffusers or accelerate take its
+    weights, or where these are."""
 
     def answer(self, module: nn.Module) -> Any:
         if self.registries.may_exist or any("_hf_hook" in p.__dict__ for p in parts(module)):
@@ -86,8 +88,8 @@ class DeviceOfInputs(Quick):
 
 
 class FloatingType(Quick):
-    """What a hook casts a module's inputs to, or the type of its first Parameter that has one of
-    numbers with fractions."""
+    """Find what a hook casts a module's inputs to, or the type of its first Parameter that has one
+    of numbers with fractions."""
 
     def answer(self, parameter: nn.Module) -> Any:
         is_kept = getattr(parameter, "_keep_in_fp32_modules", None)
@@ -99,7 +101,7 @@ class FloatingType(Quick):
 
 
 def parts(module: nn.Module) -> Iterator[nn.Module]:
-    """``module.modules()``, without their names."""
+    """Yield ``module.modules()``, without their names."""
     seen, stack = set[nn.Module](), [module]
     while stack:
         part = stack.pop()

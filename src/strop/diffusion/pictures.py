@@ -20,8 +20,8 @@ NAME = "postprocess"
 
 
 class Pictures:
-    """``postprocess`` of an image processor: floats (B, 3, H, W), which are denormalised to 0 to 1,
-    become B pictures of PIL; all else is left to its own function."""
+    """Stand in for ``postprocess`` of an image processor: floats (B, 3, H, W), which are
+    denormalised to 0 to 1, become B pictures of PIL; all else is left to its own function."""
 
     def __init__(self, processor: Any) -> None:
         self.processor, self.original = processor, processor.postprocess
@@ -39,11 +39,11 @@ class Pictures:
         return self.original(image, output_type, do_denormalize)
 
     def _denormalizes(self, each: Any) -> bool:
-        """All pictures: others may not fit into bytes."""
+        """Tell whether all pictures are denormalised: others may not fit into bytes."""
         return bool(self.processor.config.do_normalize) if each is None else all(each)
 
     def agrees(self) -> bool:
-        """Whether both ways give the same pictures, with this edition of diffusers."""
+        """Tell whether both ways give the same pictures, with this edition of diffusers."""
         floats = torch.linspace(-1.5, 1.5, 3 * 32 * 32).reshape(1, 3, 32, 32)
         (ours,), (theirs,) = self.converted(floats), self.original(floats, "pil")
         return bool(ours.mode == theirs.mode and ours.tobytes() == theirs.tobytes())
@@ -89,6 +89,6 @@ def convert_on_device(pipe: Any, changes: Changes) -> bool:
 
 
 def _is_of_class(processor: Any, own: Any) -> bool:
-    """Whether the function in a processor is that of its class, as copies have it."""
+    """Tell whether the function in a processor is that of its class, as copies have it."""
     is_bound = getattr(own, "__self__", None) is processor
     return is_bound and getattr(own, "__func__", None) is getattr(type(processor), NAME)

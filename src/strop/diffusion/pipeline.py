@@ -1,4 +1,4 @@
-"""A diffusers pipeline: its components compiled in place, and its denoise loop marked."""
+"""Compile the components of a diffusers pipeline in place, and mark its denoise loop."""
 
 from __future__ import annotations
 
@@ -127,20 +127,20 @@ def _same(value: Any) -> Any:
 
 
 class _MarkedBar:
-    """The ``progress_bar`` of a pipeline of a class of its own."""
+    """Mark the ``progress_bar`` of a pipeline of a class of its own."""
 
     def __init__(self, original: Any, loop: Loop, pipe: Any) -> None:
         self.original, self.loop, self.pipe = original, loop, pipe
 
     def __call__(self, iterable: Any = None, total: int | None = None, **more: Any) -> Any:
-        """``more``: arguments that its class adds, such as Marigold's ``desc``."""
+        """Draw. ``more`` are arguments that the class adds, such as Marigold's ``desc``."""
         if iterable is not None or not in_force(self):
             return self.original(iterable, total, **more)
         bar = functools.partial(self.original, total=total, **more)
         return around(self.pipe, [self.loop], bar)
 
     def __reduce__(self) -> Any:
-        """A copy of a pipeline is a plain pipeline."""
+        """Reduce a pipeline to a plain pipeline, for copies."""
         return _same, (self.original,)
 
 
@@ -153,7 +153,7 @@ def _import_diffusers() -> None:
 
 
 def _change_diffusers(changes: Changes) -> None:
-    """What is there for all optimised pipelines of a process."""
+    """Set what is there for all optimised pipelines of a process."""
     search_quickly(changes)
     draw_without_waiting(changes)
     watch_pipelines(changes, _compile_like)

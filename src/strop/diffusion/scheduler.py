@@ -1,4 +1,4 @@
-"""Schedulers that ask the GPU for the time: within a denoise loop they are told by the host.
+"""Tell schedulers the time on the host within a denoise loop, where they would ask the GPU for it.
 
 Some of diffusers' schedulers look up what belongs to a timestep in a table on the host, and compare
 the timestep with 0. The loop hands them a number in GPU memory, so each step waits until the GPU is
@@ -30,8 +30,8 @@ TABLE = "alphas_cumprod"
 
 
 class OnHost:
-    """A tensor, on the host too. The copy is waited for when it is first asked for, by when the GPU
-    has made it: what the loop begins with need not wait."""
+    """Hold a tensor on the host too. The copy is waited for when it is first asked for, by when the
+    GPU has made it: what the loop begins with need not wait."""
 
     def __init__(self, source: Tensor) -> None:
         self.source, self._version = source, source._version
@@ -44,7 +44,7 @@ class OnHost:
 
     @property
     def is_current(self) -> bool:
-        """Whether nobody has written to it since."""
+        """Tell whether nobody has written to it since."""
         return self.source._version == self._version
 
     def __call__(self) -> Tensor:
@@ -55,15 +55,15 @@ class OnHost:
 
 
 class Known:
-    """Timesteps (n,) of a loop, and what a scheduler looks up by them, on the host too."""
+    """Hold the timesteps (n,) of a loop, and what a scheduler looks up by them, on the host too."""
 
     def __init__(self, timesteps: Tensor, table: Tensor | None = None) -> None:
         self._timesteps = OnHost(timesteps)
         self._table = None if table is None else OnHost(table)
 
     def __call__(self, timestep: Any) -> Any:
-        """The same number on the host if it is one of them, as iteration gives them and nobody has
-        written to them since; else as it came."""
+        """Return the same number on the host if it is one of them, as iteration gives them and
+        nobody has written to them since; otherwise return it as it came."""
         if not isinstance(timestep, Tensor) or timestep.dim() or not self._timesteps.is_current:
             return timestep
         place = place_among(self._timesteps.source, timestep)
@@ -71,7 +71,7 @@ class Known:
 
     @contextmanager
     def at_hand(self, scheduler: Any) -> Iterator[None]:
-        """Within: the scheduler's table is that of the host, if it is the one that was copied."""
+        """Let the scheduler's table be that of the host, if it is the one that was copied."""
         table, ours = self._table, getattr(scheduler, TABLE, None)
         if table is None or ours is not table.source or not table.is_current:
             yield
@@ -85,8 +85,8 @@ class Known:
 
 @contextmanager
 def host_timesteps(scheduler: Any, host: str = "cpu") -> Iterator[None]:
-    """Within: ``scheduler.step`` gets timesteps on the host, where that spares it from waiting, and
-    finds its table there."""
+    """Give ``scheduler.step`` timesteps on the host, where that spares it from waiting, and let it
+    find its table there."""
     timesteps = getattr(scheduler, "timesteps", None)
     if type(scheduler).__name__ not in ASKING or not _is_known(timesteps, host):
         yield
@@ -102,7 +102,8 @@ def host_timesteps(scheduler: Any, host: str = "cpu") -> Iterator[None]:
 
 
 def _is_known(timesteps: Any, host: str) -> TypeGuard[Tensor]:
-    """Whether they are elsewhere, offsets tell their places, and torch counts writes to them."""
+    """Tell whether they are elsewhere, offsets tell their places, and torch counts writes to
+    them."""
     if not isinstance(timesteps, Tensor) or timesteps.device.type == host:
         return False
     return timesteps.dim() == 1 and timesteps.is_contiguous() and not timesteps.is_inference()

@@ -1,4 +1,5 @@
-"""Whether a user's code runs between two steps of a denoise loop, and could change a model there.
+"""Tell whether a user's code runs between two steps of a denoise loop, and could change a model
+there.
 
 Looking for changes takes the host up to a millisecond a step. Where nothing runs in a loop but
 diffusers and compiled components, they are looked for with its first step alone.
@@ -19,7 +20,8 @@ _DEPTH = 8  # frames between a loop and the beginning of its bar
 
 
 def runs_user_code(pipe: Any) -> bool:
-    """Asked where a loop of ``pipe`` begins, by what its progress bar calls.
+    """Tell, where a loop of ``pipe`` begins, whether user code runs between its steps, by what its
+    progress bar calls.
 
     A user's code may run in a callback, a pipeline, scheduler or model of a class of the user's or
     with functions of its own, in a hook of a model, or in a thread that the interpreter waits for.
@@ -41,8 +43,8 @@ def runs_user_code(pipe: Any) -> bool:
 
 
 def _caller(frame: FrameType | None) -> FrameType | None:
-    """The function whose loop it is: the first one that is neither ours nor of the library that
-    makes context managers."""
+    """Return the function whose loop it is: the first one that is neither ours nor of the library
+    that makes context managers."""
     for _ in range(_DEPTH):
         if frame is None:
             return None
@@ -54,7 +56,8 @@ def _caller(frame: FrameType | None) -> FrameType | None:
 
 
 def _runs(value: Any) -> bool:
-    """Whether a step may run code of it: the pipeline itself, models, schedulers and the like."""
+    """Tell whether a step may run code of it: the pipeline itself, models, schedulers and the
+    like."""
     return isinstance(value, nn.Module) or hasattr(value, "config") or callable(value)
 
 

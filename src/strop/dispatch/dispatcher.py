@@ -56,7 +56,7 @@ from strop.runtime.run import cuda_graphs, graph_keep_alive
 from strop.runtime.run.executor import Bound
 from strop.runtime.run.library_calls import drawing_by
 from strop.runtime.run.limits import looks_too_far
-from strop.runtime.run.memory import Workspace, workspace_of
+from strop.runtime.run.workspace import Workspace, workspace_of
 
 if TYPE_CHECKING:
     from strop.backend import Compiled

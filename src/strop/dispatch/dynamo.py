@@ -42,10 +42,10 @@ from strop.options import Options
 from strop.patterns import registry
 from strop.runtime.build.background import BackgroundBuild
 from strop.runtime.build.loader import KernelLoader, kernel_loader
-from strop.runtime.run import own_calls
+from strop.runtime.run import choices
 from strop.runtime.run.executor import Bound
 from strop.runtime.run.limits import looks_too_far
-from strop.runtime.run.memory import workspace_of
+from strop.runtime.run.workspace import workspace_of
 from strop.wording import counted
 
 log = logging.getLogger("strop")
@@ -161,11 +161,11 @@ def _compile(gm: GraphModule, inputs: Sequence[Any], job: Job) -> Any:
             library.cool_down()
         _note_fallback(gm, f"{job.role} graph: {error}", job.log)
         return _boxed(gm.forward)
-    needed = own_calls.sources_at(program, dict(program.hints), library.device)
+    needed = choices.sources_at(program, dict(program.hints), library.device)
     before = library.counts[0]
     try:
         library.build(needed)
-        later = library.later(own_calls.sources_elsewhere(program, needed, library.device))
+        later = library.later(choices.sources_elsewhere(program, needed, library.device))
     finally:
         library.cool_down()
     built = library.counts[0] - before

@@ -40,7 +40,7 @@ from strop.ir.tensor_spec import TensorSpec
 from strop.options import Options
 from strop.patterns import registry
 from strop.runtime.build.loader import KernelLoader
-from strop.runtime.run import own_calls
+from strop.runtime.run import choices
 
 MOST_STEPS = 16  # pairs that differ in sizes alone
 
@@ -272,7 +272,7 @@ class _Half:
             device,
             options,
             role,
-            library.begin,
+            library,
         )
         program = self.compiled.program
         refuse_foreign(program, options)
@@ -287,7 +287,7 @@ class _Half:
         """Waits for the kernels."""
         program, started = self.compiled.program, time.perf_counter()
         self.library.build(self.needed)
-        elsewhere = own_calls.sources_elsewhere(program, self.needed, self.library.device)
+        elsewhere = choices.sources_elsewhere(program, self.needed, self.library.device)
         later = self.library.later(elsewhere)
         roots = list(map(root_of, self.values))
         runner = AotProgram(

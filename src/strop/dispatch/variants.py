@@ -21,7 +21,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch._prims_common import is_non_overlapping_and_dense_or_false
 
-from strop.backend import Compiled, compile_captured, families
+from strop.backend import Compiled, compile_captured
 from strop.codegen.assemble import Signature
 from strop.dispatch import stored_variants
 from strop.dispatch.arguments import are_dense, wants_none
@@ -51,7 +51,7 @@ from strop.patterns import registry
 from strop.runtime.build.background import BackgroundBuild
 from strop.runtime.build.early import EarlyBuild
 from strop.runtime.build.loader import KernelLoader, kernel_loader
-from strop.runtime.run import library_warm_up, own_calls
+from strop.runtime.run import choices, library_warm_up
 from strop.wording import counted
 
 log = logging.getLogger("strop")
@@ -322,7 +322,7 @@ class VariantStore:
         primed = time.perf_counter()
         library.build(needed)
         ready = time.perf_counter()
-        others = own_calls.sources_elsewhere(program, needed, library.device)
+        others = choices.sources_elsewhere(program, needed, library.device)
         log.info(
             "%s: %s, %s, %d more for other sizes; kernels ready in %.1f s, all in %.1f s",
             self.name,
@@ -332,7 +332,7 @@ class VariantStore:
             ready - begun,
             ready - started,
         )
-        order = own_calls.likely_first(program, env or dict(program.hints), library.device)
+        order = choices.likely_first(program, env or dict(program.hints), library.device)
         return replace(
             variant,
             seconds={**seconds, "kernels": ready - primed},
@@ -357,8 +357,8 @@ class VariantStore:
         start = time.perf_counter()
         clone = clone_structure(self.module)
         foresight: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
-        if library.device.has_wgmma:
-            foresight = EarlyBuild(library.begin, families(device.type, options))
+        if library.device.arch:
+            foresight = EarlyBuild(library.begin, library.device, options.kernels_off)
 
         def call(*given: Any) -> Any:
             args, kwargs, *settings = rebuild(asked.skeleton, given)
@@ -396,7 +396,7 @@ class VariantStore:
             raise CaptureError(f"{self.name} makes tensors from Python data in its forward")
         signature = Signature(imported.returned, captured.guards)
         compiled = compile_captured(
-            captured.gm, imported.graph, signature, device.type, options, self.name, library.begin
+            captured.gm, imported.graph, signature, device.type, options, self.name, library
         )
         seconds = {"capture": traced - start, **compiled.seconds}
         return Variant(
@@ -420,7 +420,7 @@ def _needed(
     program: Program, env: Mapping[str, int] | None, library: KernelLoader
 ) -> tuple[KernelSource, ...]:
     """The kernels of the first call; none where nobody knows its sizes."""
-    return () if env is None else own_calls.sources_at(program, env, library.device)
+    return () if env is None else choices.sources_at(program, env, library.device)
 
 
 def _may_ask_for_one(error: CaptureError, shapes: Shapes, sizes: Sizes) -> bool:

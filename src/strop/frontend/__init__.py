@@ -1,1 +1,1 @@
-"""From the user's program to the graph IR: capture, symbolic sizes, decompositions, import."""
+"""Lead from the user's program to the graph IR: capture, symbolic sizes, decompositions, import."""

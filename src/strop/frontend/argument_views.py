@@ -1,4 +1,4 @@
-"""Results of a graph of AOTAutograd's that are views of its arguments.
+"""Find results of a graph of AOTAutograd's that are views of its arguments.
 
 AOTAutograd makes such a result anew from the caller's argument, by the strides and the offset of
 what the graph has given. Programs read dense copies of arguments with gaps, and a view of a copy
@@ -24,13 +24,13 @@ class ArgumentViews:
     graph: GraphModule
 
     def put(self, results: list[Any], arguments: Sequence[Any]) -> None:
-        """Arguments: tensors, and numbers for sizes."""
+        """Put arguments: tensors, and numbers for sizes."""
         for place, view in zip(self.places, self.graph(*arguments), strict=True):
             results[place] = view
 
 
 def argument_views(gm: GraphModule, num_results: int) -> ArgumentViews | None:
-    """Those among the first ``num_results`` results; None where there are none."""
+    """Return the views among the first ``num_results`` results; None where there are none."""
     (output,) = gm.graph.find_nodes(op="output")
     items = output.args[0][:num_results]
     places = tuple(place for place, item in enumerate(items) if _is_view_of_argument(item))
@@ -45,7 +45,7 @@ def _is_view_of_argument(item: Any) -> bool:
 
 
 def _graph_of(whole: Graph, items: Sequence[Node]) -> Graph:
-    """What computes ``items``: views, and the sizes that they name."""
+    """Return the graph that computes ``items``: views, and the sizes that they name."""
     needed, left = set[Node](), list(items)
     while left:
         node = left.pop()

@@ -1,4 +1,5 @@
-"""Autocast for operators of ours: it knows torch's by name, and would leave ours as they are."""
+"""Apply autocast to operators of ours: it knows torch's by name, and would leave ours as they
+are."""
 
 from __future__ import annotations
 
@@ -12,8 +13,9 @@ from torch import Tensor
 
 
 def as_autocast(name: str, call: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """``call`` with its operands in the type that autocast, where it is on and has a rule for
-    ``aten::name``, gives those of torch's operator: norms fp32, all else autocast's own type."""
+    """Wrap ``call`` so that its operands get the type that autocast gives those of torch's
+    operator, where autocast is on and has a rule for ``aten::name``: norms get fp32, all else
+    autocast's own type."""
 
     @functools.wraps(call)
     def cast(*args: Any, **kwargs: Any) -> Tensor:

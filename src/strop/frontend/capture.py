@@ -80,7 +80,8 @@ class Same:
 
 @dataclass(frozen=True, slots=True)
 class Captured:
-    """A traced module. Placeholders of ``gm``: the state in ``state_names`` order, then inputs."""
+    """Hold a traced module. Placeholders of ``gm``: the state in ``state_names`` order, then
+    inputs."""
 
     gm: GraphModule
     state_names: tuple[str, ...]
@@ -98,13 +99,13 @@ class Captured:
 
 
 def named_state(module: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers by name, each once, module by module; and tensors that are plain
-    attributes, which are no less data."""
+    """Return parameters and buffers by name, each once, module by module; and tensors that are
+    plain attributes, which are no less data."""
     return {name: table[key] for name, table, key in state_places(module)}
 
 
 def state_places(module: nn.Module) -> Iterator[tuple[str, dict[str, Any], str]]:
-    """Where each tensor of ``named_state`` is held: its name, a table and a key."""
+    """Yield where each tensor of ``named_state`` is held: its name, a table and a key."""
     seen: set[int] = set()
     weights = itertools.chain(module.parameters(), module.buffers())
     devices = {weight.device for weight in weights}
@@ -119,7 +120,7 @@ def state_places(module: nn.Module) -> Iterator[tuple[str, dict[str, Any], str]]
 
 
 def _is_data(value: Any, devices: Set[torch.device]) -> bool:
-    """Whether a plain attribute is a tensor beside the weights that programs can read."""
+    """Tell whether a plain attribute is a tensor beside the weights that programs can read."""
     if type(value) is not Tensor or value.requires_grad or value.layout is not torch.strided:
         return False
     is_whole = not value.is_quantized and not value.is_nested
@@ -131,7 +132,7 @@ def _is_data(value: Any, devices: Set[torch.device]) -> bool:
 
 
 def has_other_forward(module: nn.Module) -> bool:
-    """Whether somebody has put a function of their own in the place of the class's forward."""
+    """Tell whether somebody has put a function of their own in the place of the class's forward."""
     own = module.__dict__.get("forward")
     if own is None or getattr(own, "is_strop", False):
         return False
@@ -143,7 +144,8 @@ _HOOKS = {name for name in vars(nn.Module()) if "_hooks" in name and "state_dict
 
 
 def clone_structure(module: nn.Module) -> nn.Module:
-    """A copy of the modules that shares every tensor, to trace without disturbing other threads."""
+    """Return a copy of the modules that shares every tensor, to trace without disturbing other
+    threads."""
     memo: dict[int, Any] = {id(t): t for t in named_state(module).values()}
     try:
         return _deep_copied(module, memo)
@@ -232,7 +234,7 @@ def capture(
 
 @dataclass(frozen=True, slots=True)
 class KnownSizes:
-    """What a trace has found out of its sizes."""
+    """Hold what a trace has found out of its sizes."""
 
     symbols: Symbols
     guards: tuple[Guard, ...]
@@ -251,8 +253,9 @@ def known_sizes(
     *,
     fixes_numbers: bool = True,
 ) -> KnownSizes:
-    """Roots that the trace has fixed or divided are replaced everywhere. ``fixes_numbers``: what
-    is computed from sizes for a tensor has to be one number, but for operands of arithmetic."""
+    """Return what is known of sizes. Roots that the trace has fixed or divided are replaced
+    everywhere. ``fixes_numbers``: what is computed from sizes for a tensor has to be one number,
+    but for operands of arithmetic."""
     symbols, guards = _settled(shape_env, gm, roots, hints, fixes_numbers)
     # node.expr would give what a root was specialised to
     sizes = {n: symbols.names[str(root.node._expr)] for n, root in roots.items()}
@@ -280,7 +283,7 @@ def without_empty(
 def _fixed(
     shape_env: ShapeEnv, roots: Mapping[str, torch.SymInt], sizes: Mapping[str, Expr]
 ) -> Iterator[str]:
-    """Which sizes the graph holds for at one value only, and what asked for that."""
+    """Yield which sizes the graph holds for at one value only, and what asked for that."""
     for root, size in sizes.items():
         if not size.is_const:
             continue
@@ -298,7 +301,7 @@ def _settled(
     hints: Mapping[str, int],
     fixes_numbers: bool,
 ) -> tuple[Symbols, tuple[Guard, ...]]:
-    """The names of all sizes, and what must hold of them."""
+    """Return the names of all sizes, and what must hold of them."""
     names = {str(root.node._expr): symbol(name) for name, root in roots.items()}
     traced = {str(root.node._expr): hints[name] for name, root in roots.items()}
     symbols = Symbols(names, traced)
@@ -315,7 +318,8 @@ def _settled(
 
 
 def _not_negative(symbols: Symbols, gm: GraphModule) -> Iterator[Guard]:
-    """``x[1:]`` has a row less than x, which torch notes nowhere, but for an x without rows."""
+    """Yield the guards of sizes that may not be negative: ``x[1:]`` has a row less than x, which
+    torch notes nowhere, but for an x without rows."""
     for node in gm.graph.nodes:
         for value in pytree.tree_leaves(node.meta.get("val")):
             for size in symbols.shape(value.shape if isinstance(value, Tensor) else ()):
@@ -324,7 +328,7 @@ def _not_negative(symbols: Symbols, gm: GraphModule) -> Iterator[Guard]:
 
 
 def _sizes(gm: GraphModule, with_numbers: bool) -> Iterator[Any]:
-    """Every size in the graph, and the numbers that are computed from sizes for a tensor."""
+    """Yield every size in the graph, and the numbers that are computed from sizes for a tensor."""
     for node in gm.graph.nodes:
         if with_numbers and isinstance(node.meta.get("val"), Tensor):
             given = (
@@ -342,7 +346,8 @@ def _sizes(gm: GraphModule, with_numbers: bool) -> Iterator[Any]:
 
 @contextmanager
 def settings() -> Iterator[None]:
-    """Equal hints stay distinct symbols; sizes 0 and 1 are not special."""
+    """Set torch's symbolic shapes so that equal hints stay distinct symbols, and sizes 0 and 1 are
+    not special."""
     with (
         fx_config.patch(  # type: ignore[attr-defined]
             use_duck_shape=False, backed_size_oblivious=True
@@ -354,7 +359,7 @@ def settings() -> Iterator[None]:
 
 
 def fake_roots(mode: FakeTensorMode, hints: Mapping[str, int]) -> dict[str, torch.SymInt]:
-    """One symbol per root name, with its hint as traced value."""
+    """Make one symbol per root name, with its hint as traced value."""
     roots: dict[str, torch.SymInt] = {}
     for start in range(0, len(hints), _CARRIED):  # of more dims a tensor could have no size
         part = dict(itertools.islice(hints.items(), start, start + _CARRIED))
@@ -433,7 +438,7 @@ def _known(leaves: Sequence[Any], given: Mapping[str, Sequence[Tensor]]) -> Iter
 def tracing(
     module: nn.Module, mode: FakeTensorMode, retarget: TorchFunctionMode, origins: dict[str, str]
 ) -> Iterator[None]:
-    """While ``module`` runs on fake tensors under make_fx; its error becomes a CaptureError.
+    """Run ``module`` on fake tensors under make_fx in the body; its error becomes a CaptureError.
     ``origins`` gets the module of each traced node."""
     python = enable_python_dispatcher()  # shape rules in Python know symbols, C++ ones do not
     try:
@@ -460,8 +465,8 @@ def tracing(
 
 @contextmanager
 def without_reports() -> Iterator[None]:
-    """Torch logs an error on fake tensors with a page of its own code, and raises it all the same:
-    who traces says what becomes of it."""
+    """Silence the page of its own code with which torch logs an error on fake tensors: it raises
+    the error all the same, and who traces says what becomes of it."""
     reports = logging.getLogger("torch._subclasses.fake_tensor")
     before, reports.disabled = reports.disabled, True
     try:
@@ -471,7 +476,7 @@ def without_reports() -> Iterator[None]:
 
 
 def _cause(error: Exception) -> str:
-    """One line; torch's advice fills a page."""
+    """Return the cause in one line; torch's advice fills a page."""
     if isinstance(error, GuardOnDataDependentSymNode):  # speaks of Eq(u0, 1)
         return "the code asks about a number or a size that the values of a tensor decide"
     first, *_ = str(error).strip().partition("\n")
@@ -482,7 +487,8 @@ _LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
 
 
 def _line(error: Exception) -> str:
-    """Where the innermost code that is neither torch's nor ours was when it was raised."""
+    """Return the place of the innermost code that is neither torch's nor ours when an error was
+    raised."""
     lines = [
         (frame.f_code.co_filename, number)
         for frame, number in traceback.walk_tb(error.__traceback__)
@@ -504,7 +510,7 @@ def _as_compiling() -> Iterator[None]:
 
 
 def settle_origins(gm: GraphModule, module: nn.Module, origins: dict[str, str]) -> None:
-    """What was traced behind the last part of ``module`` is the module's own."""
+    """Give what was traced behind the last part of ``module`` to the module itself."""
     for node in gm.graph.nodes:
         origins.setdefault(node.name, type(module).__name__)
 

@@ -1,4 +1,4 @@
-"""Tensors out of nothing: constants, and selects that compare positions.
+"""Make tensors out of nothing: constants, and selects that compare positions.
 
 None of these is ever stored for its own sake: they become literals and index arithmetic of the
 kernels that read them.
@@ -26,12 +26,12 @@ I64 = torch.int64
 
 
 def filled(b: Builder, value: Any, shape: Sequence[Expr | int], dtype: torch.dtype) -> Node:
-    """A constant of this shape."""
+    """Make a constant of this shape."""
     return _spread(b, b.constant(value, dtype), shape)
 
 
 def _spread(b: Builder, value: Node, shape: Sequence[Expr | int]) -> Node:
-    """One value everywhere."""
+    """Spread one value everywhere."""
     return b.expand(b.view_as_rank(value, len(shape)), shape)
 
 
@@ -53,7 +53,7 @@ def _arange_from_zero(im: Importer, fx: FxNode, end: Any, **_: Any) -> Node:
 
 
 def _filled(value: float | None, argument: int = 1) -> Rule:
-    """``value``, or the number that is this positional argument."""
+    """Fill with ``value``, or with the number that is this positional argument."""
 
     def rule(im: Importer, fx: FxNode, *args: Any, **_: Any) -> Node:
         fill, dtype = args[argument] if value is None else value, fx.meta["val"].dtype
@@ -75,7 +75,8 @@ def _eye(im: Importer, fx: FxNode, *_: Any, **__: Any) -> Node:
 
 
 def _linspace(im: Importer, fx: FxNode, start: Any, end: Any, *_: Any, **__: Any) -> Node | None:
-    """From both ends to the middle, as torch does it, so that the last element is ``end``."""
+    """Compute from both ends to the middle, as torch does it, so that the last element is
+    ``end``."""
     b, dtype = im.builder, fx.meta["val"].dtype
     if dtype not in (torch.float32, torch.float64):
         return None
@@ -98,7 +99,7 @@ def _add(b: Builder, op: str, x: Node, y: Node) -> Node:
 
 
 def _triangle(relation: str) -> Rule:
-    """tril and triu: column ``relation`` row + diagonal is kept."""
+    """Keep column ``relation`` row + diagonal: tril and triu."""
 
     def rule(im: Importer, fx: FxNode, x: Any, diagonal: int = 0) -> Node:
         b, node = im.builder, im.node(x)

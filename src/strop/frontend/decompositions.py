@@ -1,4 +1,4 @@
-"""Operators that are taken apart at import, each with the reason why it is not one node.
+"""Take operators apart at import, each with the reason why it is not one node.
 
 Normalisations are in ``norms.py``, reductions in ``reductions.py``.
 """
@@ -44,7 +44,7 @@ def _addmm(
 
 
 def _added(im: Importer, fx: FxNode, added: Any, total: Node, beta: float, alpha: float) -> Node:
-    """beta * added + alpha * total; an added tensor counts for nothing at 0, NaN or not."""
+    """Compute beta * added + alpha * total; an added tensor counts for nothing at 0, NaN or not."""
     b, dtype = im.builder, fx.meta["val"].dtype
     wide = compute_dtype(dtype)
     total = _scaled(b, total, alpha, wide)
@@ -64,7 +64,8 @@ def _bmm(im: Importer, fx: FxNode, x: Any, y: Any) -> Node:
 
 
 def _matmul(im: Importer, fx: FxNode, x: Any, y: Any) -> Node:
-    """As one batch of matrices: whatever has to be copied for it is copied by our kernels."""
+    """Multiply as one batch of matrices: whatever has to be copied for it is copied by our
+    kernels."""
     b, shape = im.builder, im.shape(fx)
     lead, sides = product(shape[:-2]), []
     for node in map(im.node, (x, y)):
@@ -109,7 +110,8 @@ def _conv2d(
 
 
 def _both(value: Sequence[int]) -> tuple[int, ...]:
-    """torch takes one number for both dims: padding="valid" arrives as [0]."""
+    """Return one number for both dims as two: torch takes it so, and padding="valid" arrives as
+    [0]."""
     return tuple(value) * 2 if len(value) == 1 else tuple(value)
 
 
@@ -154,7 +156,8 @@ def _fused_attention(
     attn_mask: Any = None,
     scale: float | None = None,
 ) -> tuple[Any, ...] | None:
-    """torch's inference kernels. With more outputs in use (training) the call stays opaque."""
+    """Import torch's inference kernels. With more outputs in use (training) the call stays
+    opaque."""
     used = {user.args[1] for user in fx.users}
     if dropout or used - {0}:
         return None
@@ -183,7 +186,7 @@ def _slice_scatter(
     end: Any = None,
     step: int = 1,
 ) -> Node | None:
-    """What lies before, the value, and what lies behind, side by side."""
+    """Join what lies before, the value, and what lies behind, side by side."""
     b, node, value = im.builder, im.node(x), im.node(value)
     if step != 1:
         return None
@@ -214,7 +217,7 @@ def _replaced(b: Builder, x: Node, value: Node, dim: int, start: Expr) -> Node:
 
 
 def _weight_norm(im: Importer, fx: FxNode, v: Any, g: Any, dim: int = 0) -> tuple[Node, Node]:
-    """The weight and, for training, the norm of v over all dims but one."""
+    """Compute the weight and, for training, the norm of v over all dims but one."""
     b, direction, length = im.builder, im.node(v), im.node(g)
     wide = compute_dtype(direction.dtype)
     dims = tuple(d for d in range(len(direction.shape)) if d != dim % len(direction.shape))
@@ -225,7 +228,8 @@ def _weight_norm(im: Importer, fx: FxNode, v: Any, g: Any, dim: int = 0) -> tupl
 
 
 def _euclidean_dist(im: Importer, fx: FxNode, x: Any, y: Any) -> Node:
-    """As torch does it: |x|^2 + |y|^2 - 2 x.y as one product, and its root where it is positive."""
+    """Compute |x|^2 + |y|^2 - 2 x.y as one product, as torch does, and its root where it is
+    positive."""
     b, wide = im.builder, compute_dtype(fx.meta["val"].dtype)
     x, y = im.node(x), im.node(y)
 

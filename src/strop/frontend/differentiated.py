@@ -1,4 +1,4 @@
-"""Operators of ours inside a gradient: torch's own take their place there.
+"""Let torch's own operators take the place of ours inside a gradient.
 
 An operator that is kept whole has no rule for autograd, for forward-mode tangents or for vmap, and
 without one torch drops the gradient and says nothing. Where a forward takes gradients itself, or
@@ -23,12 +23,13 @@ from strop.errors import CaptureError
 
 
 def is_transformed() -> bool:
-    """Whether tangents go forward, or a transform of ``torch.func`` is at work."""
+    """Tell whether tangents go forward, or a transform of ``torch.func`` is at work."""
     return forward_ad._current_level >= 0 or functorch.peek_interpreter_stack() is not None
 
 
 def _is_differentiated(arguments: Any) -> bool:
-    """Whether autograd would record an operator of these arguments, or a tangent pass through."""
+    """Tell whether autograd would record an operator of these arguments, or a tangent pass
+    through."""
     if forward_ad._current_level >= 0:
         return True
     return torch.is_grad_enabled() and any(
@@ -43,9 +44,9 @@ def define(
     shapes: Callable[..., Any],
     differentiated: Callable[..., Any] | None = None,
 ) -> None:
-    """The kernels of operator ``name`` of ``library``, which has its schema: ``as_torch`` computes
-    it with operators of torch's, and so does ``differentiated``, if given, inside a gradient.
-    ``shapes`` says how the results of a trace look."""
+    """Define the kernels of operator ``name`` of ``library``, which has its schema: ``as_torch``
+    computes it with operators of torch's, and so does ``differentiated``, if given, inside a
+    gradient. ``shapes`` says how the results of a trace look."""
     overload = getattr(torch.ops.strop, name).default
     inside = differentiated or as_torch
 
@@ -65,7 +66,7 @@ _SET_REQUIRES_GRAD = Tensor.requires_grad.__set__  # type: ignore[attr-defined]
 
 
 def asks_for_gradients(function: Any, keywords: Any) -> bool:
-    """Whether a call makes a tensor that requires a gradient."""
+    """Tell whether a call makes a tensor that requires a gradient."""
     if function is Tensor.requires_grad_ or function == _SET_REQUIRES_GRAD:
         return True
     return bool(keywords) and bool(keywords.get("requires_grad"))

@@ -1,4 +1,5 @@
-"""Generators of random numbers among the arguments of a call: torch draws by them, as in eager."""
+"""Hand generators of random numbers among the arguments of a call to torch, which draws by them as
+in eager."""
 
 from __future__ import annotations
 
@@ -15,12 +16,13 @@ _FIRST_SEED = 7_418_530_000  # of generators that stand for those of a call in i
 
 
 def stand_in(generator: GeneratorRef, device: torch.device) -> torch.Generator:
-    """A generator for a trace, which draws nothing; copies of it are known by their seed."""
+    """Make a generator for a trace, which draws nothing; copies of it are known by their seed."""
     return torch.Generator(device).manual_seed(_FIRST_SEED + generator.index)
 
 
 def stands_for(generator: torch.Generator) -> GeneratorRef | None:
-    """Which generator of the call it is in a trace; None for one that the code itself holds."""
+    """Return which generator of the call it is in a trace; None for one that the code itself
+    holds."""
     index = generator.initial_seed() - _FIRST_SEED
     return GeneratorRef(index) if 0 <= index < _MOST_GENERATORS else None
 
@@ -28,8 +30,8 @@ def stands_for(generator: torch.Generator) -> GeneratorRef | None:
 def _by_generator(
     whole: Callable[..., Tensor], write: Callable[..., Tensor]
 ) -> Callable[..., Tensor]:
-    """``torch.randn`` and ``torch.rand`` with a generator want sizes that are known. What they do
-    is to write into an empty tensor."""
+    """Draw into an empty tensor: ``torch.randn`` and ``torch.rand`` with a generator want sizes
+    that are known, and do no more than that."""
 
     def draw(*size: Any, generator: Any = None, **kwargs: Any) -> Tensor:
         if generator is None:

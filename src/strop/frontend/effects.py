@@ -1,4 +1,4 @@
-"""What a forward does besides computing, which compiled code would not do again.
+"""Note what a forward does besides computing, which compiled code would not do again.
 
 A call that does so is refused, and eager serves it: attributes that it sets, lists that it changes,
 random numbers that it draws in Python, seeds that it gives to torch's generator. Attributes that
@@ -111,7 +111,7 @@ def check_constants(gm: GraphModule, module: nn.Module) -> None:
 
 
 def _tensors_in(value: Any, depth: int = 4) -> Iterator[Tensor]:
-    """In containers and in objects that are no modules, so many levels deep."""
+    """Yield the tensors in containers and in objects that are no modules, so many levels deep."""
     if isinstance(value, Tensor):
         if type(value) in (Tensor, nn.Parameter) and value.layout is torch.strided:
             yield value
@@ -136,8 +136,8 @@ def _settings(part: nn.Module, private: bool) -> dict[str, Any]:
 
 
 def _identity(value: Any) -> Any:
-    """Equal for the same object with the same items; they are kept, so that no other takes the
-    place in memory."""
+    """Return what is equal for the same object with the same items; they are kept, so that no other
+    takes the place in memory."""
     kind = type(value)
     if kind in (list, tuple):
         return _Same(value), tuple(map(_Same, value))
@@ -147,7 +147,7 @@ def _identity(value: Any) -> Any:
 
 
 class _Same:
-    """Equal to what holds the very same object."""
+    """Compare equal to what holds the very same object."""
 
     __slots__ = ("value",)
 

@@ -1,4 +1,4 @@
-"""In which memory format eager's operators on pictures give their results.
+"""Say in which memory format eager's operators on pictures give their results.
 
 Sizes are those of the trace, so that nothing asks whether a size is 1: strides of a size of 1 say
 nothing.
@@ -16,12 +16,12 @@ _FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
 def traced(size: Any) -> int:
-    """What the trace has for a size."""
+    """Return what the trace has for a size."""
     return int(size.node.hint if isinstance(size, torch.SymInt) else size)
 
 
 def suggested(*tensors: Tensor) -> torch.memory_format:
-    """Channels-last if ATen takes one of these for pictures or videos that lie so, as does
+    """Return channels-last if ATen takes one of these for pictures or videos that lie so, as does
     ``Tensor::suggest_memory_format``; else contiguous."""
     found = (_FORMATS[x.dim()] for x in tensors if x.dim() in _FORMATS and _lies_channels_last(x))
     return next(found, torch.contiguous_format)
@@ -40,12 +40,12 @@ def _lies_channels_last(x: Tensor) -> bool:
 
 
 def pictures_on_cpu(like: Tensor, shape: Sequence[Any]) -> Tensor:
-    """The same for operators whose kernels on a GPU give contiguous results."""
+    """Make the same result for operators whose kernels on a GPU give contiguous results."""
     return pictures(like, shape) if like.device.type == "cpu" else like.new_empty(shape)
 
 
 def pictures(like: Tensor, shape: Sequence[Any], *, by: Sequence[Tensor] = ()) -> Tensor:
-    """An empty result of this shape, in the format that ``by``, or else ``like``, suggests."""
+    """Make an empty result of this shape, in the format that ``by``, or else ``like``, suggests."""
     return torch.empty(
         shape, dtype=like.dtype, device=like.device, memory_format=suggested(*(by or (like,)))
     )

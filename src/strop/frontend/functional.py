@@ -1,4 +1,4 @@
-"""In-place calls of a traced graph as the calls that return a new value.
+"""Turn in-place calls of a traced graph into calls that return a new value.
 
 ``y.add_(1)`` becomes ``y = y + 1`` where nobody can see the difference: only the mutated value
 itself is read afterwards. Where another view still reads the tensor, ``capture`` asks torch to take
@@ -63,7 +63,8 @@ def _replace(graph: Graph, node: Node) -> None:
 
 
 def _functional_overload(overload: Any) -> Any:
-    """aten.add_.Tensor -> aten.add.Tensor; None when there is none or more than self is written."""
+    """Turn aten.add_.Tensor into aten.add.Tensor; None when there is none or more than self is
+    written."""
     if overload in _NAMED_OTHERWISE:
         return _NAMED_OTHERWISE[overload]
     schema = overload._schema
@@ -77,8 +78,8 @@ def _functional_overload(overload: Any) -> Any:
 
 
 def _defaults(node: Node, overload: Any) -> dict[str, Any]:
-    """Arguments that the trace has left out, as they are the defaults of the call in place, where
-    ``overload`` has another default or none: 0.5 of ``bernoulli_``."""
+    """Return arguments that the trace has left out because they are the defaults of the call in
+    place, where ``overload`` has another default or none: 0.5 of ``bernoulli_``."""
     others = {a.name: a for a in overload._schema.arguments}
     return {
         a.name: a.default_value
@@ -93,7 +94,7 @@ def _defaults(node: Node, overload: Any) -> dict[str, Any]:
 
 
 def storage_of(node: Node) -> int | None:
-    """Which memory a traced value lies in; views share it."""
+    """Return which memory a traced value lies in; views share it."""
     value = node.meta.get("val")
     return value.untyped_storage()._cdata if isinstance(value, torch.Tensor) else None
 

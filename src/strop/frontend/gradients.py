@@ -1,4 +1,5 @@
-"""Backward operators as reductions and pointwise nodes, so that they fuse with their neighbours.
+"""Write backward operators as reductions and pointwise nodes, so that they fuse with their
+neighbours.
 
 Gradients of norm weights and biases are reductions over the other dims: column kernels, whose sums
 have one order whatever the device. Everything is in the compute type until it is a result.
@@ -31,7 +32,7 @@ MEAN = 1  # of the numbers that ATen has for the reductions of a loss
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The memory order that a call into torch reads and writes, of its tensors with four dims.
+    """Hold the memory order that a call into torch reads and writes, of its tensors with four dims.
     Weights stay as they are."""
 
     order: tuple[int, ...]
@@ -68,7 +69,7 @@ KEPT_LAYOUTS: dict[Any, Layout] = {
 
 
 def _convolution(im: Importer, fx: FxNode, grad: Any, *args: Any) -> tuple[Node | None, ...]:
-    """The library's, without the bias, which is a sum of ours."""
+    """Call the library's gradient, without the bias, which is a sum of ours."""
     from strop.frontend.importer import opaque_call  # whose tables have this rule in them
 
     *rest, mask = args
@@ -83,12 +84,12 @@ def _convolution(im: Importer, fx: FxNode, grad: Any, *args: Any) -> tuple[Node 
 
 
 def _number(b: Builder, value: Expr, dtype: torch.dtype) -> Node:
-    """A count as a constant."""
+    """Make a count a constant."""
     return b.constant(float(value.value) if value.is_const else value, dtype)
 
 
 def _total(b: Builder, x: Node, dims: tuple[int, ...], dtype: torch.dtype, shape: Shape) -> Node:
-    """The sum over ``dims``, in ``shape``: the gradient of something that was broadcast."""
+    """Sum over ``dims``, in ``shape``: the gradient of something that was broadcast."""
     summed = b.reduce("sum", x, dims, dtype) if dims else b.cast(x, dtype)
     return b.reshape(summed, shape)
 
@@ -105,9 +106,8 @@ def _layer_norm(
     bias: Any,
     mask: Mask,
 ) -> tuple[Node | None, ...]:
-    """With h = (x - mean) * rstd and g = grad * weight:
-    dx = rstd * (g - mean(g) - h * mean(g * h)), of the weight sum(grad * h), of the bias sum(grad).
-    """
+    """Compute, with h = (x - mean) * rstd and g = grad * weight, dx = rstd * (g - mean(g) - h *
+    mean(g * h)), of the weight sum(grad * h), of the bias sum(grad)."""
     b, (grad, x, mean, rstd) = im.builder, (im.node(t) for t in (grad, x, mean, rstd))
     wide, first = compute_dtype(x.dtype), len(x.shape) - len(normalized)
     inner, outer = tuple(range(first, len(x.shape))), tuple(range(first))
@@ -142,7 +142,7 @@ def _rms_norm(
     weight: Any,
     mask: Mask,
 ) -> tuple[Node | None, Node | None]:
-    """As a layer norm's without a mean."""
+    """Compute a layer norm's gradients without a mean."""
     b, (grad, x, rstd) = im.builder, (im.node(t) for t in (grad, x, rstd))
     wide, first = compute_dtype(x.dtype), len(x.shape) - len(normalized)
     inner, outer = tuple(range(first, len(x.shape))), tuple(range(first))
@@ -171,8 +171,8 @@ def _group_norm(
     groups: int,
     mask: Mask,
 ) -> tuple[Node | None, ...]:
-    """As a layer norm's, from two sums for each image and channel, which one kernel makes in a
-    single sweep and in either layout; what is left of every reduction is small."""
+    """Compute a layer norm's gradients from two sums for each image and channel, which one kernel
+    makes in a single sweep and in either layout; what is left of every reduction is small."""
     b, (grad, x, mean, rstd) = im.builder, (im.node(t) for t in (grad, x, mean, rstd))
     wide, pixels = compute_dtype(x.dtype), tuple(range(2, len(x.shape)))
     batch, channels = x.shape[:2]
@@ -222,8 +222,8 @@ def _batch_norm(
     eps: float,
     mask: Mask,
 ) -> tuple[Node | None, ...] | None:
-    """Of one with running statistics: a product, and two sums for weights that are not frozen. The
-    one that has its batch's is torch's."""
+    """Compute the gradients of a norm with running statistics: a product, and two sums for weights
+    that are not frozen. Torch does that of a norm with its batch's statistics."""
     if train:
         return None
     b, (grad, x) = im.builder, (im.node(t) for t in (grad, x))
@@ -248,7 +248,7 @@ def _batch_norm(
 
 
 def _softmax(im: Importer, fx: FxNode, grad: Any, y: Any, dim: int, dtype: torch.dtype) -> Node:
-    """y * (grad - sum(grad * y))"""
+    """Compute y * (grad - sum(grad * y))."""
     b, grad, y = im.builder, im.node(grad), im.node(y)
     wide, dims = compute_dtype(y.dtype), (dim % len(y.shape),) if y.shape else ()
     total = b.reduce("sum", binary(b, "mul", grad, y, wide), dims, wide)
@@ -256,7 +256,7 @@ def _softmax(im: Importer, fx: FxNode, grad: Any, y: Any, dim: int, dtype: torch
 
 
 def _log_softmax(im: Importer, fx: FxNode, grad: Any, y: Any, dim: int, dtype: torch.dtype) -> Node:
-    """grad - exp(y) * sum(grad)"""
+    """Compute grad - exp(y) * sum(grad)."""
     b, grad, y = im.builder, im.node(grad), im.node(y)
     wide, dims = compute_dtype(y.dtype), (dim % len(y.shape),) if y.shape else ()
     total = b.reduce("sum", grad, dims, wide)
@@ -265,7 +265,7 @@ def _log_softmax(im: Importer, fx: FxNode, grad: Any, y: Any, dim: int, dtype: t
 
 
 def _mse(im: Importer, fx: FxNode, grad: Any, x: Any, y: Any, reduction: int) -> Node:
-    """2 * (x - y) * grad, over the count for a mean."""
+    """Compute 2 * (x - y) * grad, over the count for a mean."""
     b, grad, x, y = im.builder, im.node(grad), im.node(x), im.node(y)
     wide = compute_dtype(x.dtype)
     factor = binary(b, "mul", grad, b.constant(2.0, wide), wide)
@@ -275,7 +275,8 @@ def _mse(im: Importer, fx: FxNode, grad: Any, x: Any, y: Any, reduction: int) ->
 
 
 def _labels(im: Importer, x: Node, target: Any, ignored: int) -> tuple[int, Node, Node]:
-    """The dim of the classes, the labels with a dim of size 1 in its place, and which count."""
+    """Return the dim of the classes, the labels with a dim of size 1 in its place, and which
+    count."""
     b, place = im.builder, min(1, len(x.shape) - 1)
     shape = (*x.shape[:place], const(1), *x.shape[place + 1 :])
     labels = b.reshape(im.node(target), shape)
@@ -327,7 +328,7 @@ def _nll_backward(
     ignored: int,
     total: Any,
 ) -> Node:
-    """-grad * weight where the class is the label, over the total weight for a mean."""
+    """Compute -grad * weight where the class is the label, over the total weight for a mean."""
     b, grad, x = im.builder, im.node(grad), im.node(x)
     wide = compute_dtype(x.dtype)
     place, labels, counts = _labels(im, x, target, ignored)

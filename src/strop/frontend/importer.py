@@ -1,5 +1,5 @@
-"""FX graph of ATen calls -> graph IR. Views become views, pointwise rows pointwise nodes, the
-operators with a decomposition are taken apart, and every other call stays a call into torch."""
+"""Turn an FX graph of ATen calls into graph IR. Views become views, pointwise rows pointwise nodes,
+the operators with a decomposition are taken apart, and every other call stays a call into torch."""
 
 from __future__ import annotations
 
@@ -63,7 +63,8 @@ Value = Any  # Node, a tuple of Nodes, or a literal that is not a tensor
 
 @dataclass
 class Importer:
-    """State of one import. ``builder`` makes the nodes, ``symbols`` translates the sizes."""
+    """Hold the state of one import. ``builder`` makes the nodes, ``symbols`` translates the
+    sizes."""
 
     symbols: Symbols
     builder: Builder = field(default_factory=Builder)
@@ -85,7 +86,7 @@ class Importer:
         return self.symbols.shape(fx.meta["val"].shape)
 
     def literal(self, value: Any) -> Any:
-        """An argument that is no tensor: sizes become Exprs, nodes that hold sizes too."""
+        """Return an argument that is no tensor: sizes become Exprs, nodes that hold sizes too."""
         if isinstance(value, FxNode):
             value = value.meta["val"]
         if isinstance(value, torch.SymInt):
@@ -102,7 +103,7 @@ class Importer:
         return self.symbols.size(value.meta["val"] if isinstance(value, FxNode) else value)
 
     def operand(self, arg: Any, dtype: torch.dtype) -> Node:
-        """A tensor operand, or a number (or size) as a constant of ``dtype``."""
+        """Return a tensor operand, or a number (or size) as a constant of ``dtype``."""
         if isinstance(arg, FxNode) and is_number(arg.meta.get("val")):
             return self.builder.cast(node_of(self, arg), dtype)
         if isinstance(arg, FxNode) and isinstance(self.values.get(arg), Node):
@@ -119,9 +120,9 @@ class Importer:
 
 @dataclass(frozen=True, slots=True)
 class Imported:
-    """``returned``: what the graph gives back, each item an index into ``graph.outputs`` wrapped
-    in Ref, an Expr, or a plain value. ``constants``: tensors made while tracing, the last inputs.
-    """
+    """Hold what an import gives. ``returned``: what the graph gives back, each item an index into
+    ``graph.outputs`` wrapped in Ref, an Expr, or a plain value. ``constants``: tensors made while
+    tracing, the last inputs."""
 
     graph: Graph
     returned: list[Any]
@@ -137,7 +138,7 @@ def import_graph(
     num_saved: int = 0,
     orders: Mapping[str, tuple[int, ...] | None] = MappingProxyType({}),
 ) -> Imported:
-    """The graph IR of ``gm``.
+    """Turn ``gm`` into graph IR.
 
     The first ``num_state`` placeholders are Parameters and buffers, whose memory the runtime may
     lay out anew. The last ``num_saved`` results that are tensors are for a backward graph;
@@ -176,7 +177,7 @@ def import_graph(
 
 
 def _attribute(importer: Importer, fx: FxNode, given: Any) -> bool:
-    """Whether what a trace has kept is an input of the graph; a few numbers are part of it."""
+    """Tell whether what a trace has kept is an input of the graph; a few numbers are part of it."""
     if isinstance(given, torch.Generator) and (own := stands_for(given)) is not None:
         importer.values[fx] = own
         return False
@@ -191,7 +192,7 @@ def _attribute(importer: Importer, fx: FxNode, given: Any) -> bool:
 
 
 def _literals(importer: Importer, value: torch.Tensor) -> Node:
-    """A few numbers that Python code made into a tensor, as constants of the graph."""
+    """Make a few numbers, which Python code made into a tensor, constants of the graph."""
     b = importer.builder
     numbers = [b.constant(v, value.dtype) for v in value.flatten().tolist()]
     if not numbers:
@@ -208,7 +209,7 @@ def _traced(item: Any) -> Any:
 
 
 def _input(importer: Importer, fx: FxNode, index: int, is_state: bool) -> Node:
-    """Argument ``index``. A size becomes a one-element shape, which tells its root."""
+    """Import argument ``index``. A size becomes a one-element shape, which tells its root."""
     value = fx.meta["val"]
     shape: tuple[Expr, ...] = ()
     dtype, order = torch.int64, None
@@ -245,7 +246,7 @@ def _call(importer: Importer, fx: FxNode) -> Value:
 
 
 def _expressed(importer: Importer, fx: FxNode) -> Value | None:
-    """The call as nodes of the graph IR, if there is a way."""
+    """Return the call as nodes of the graph IR, if there is a way."""
     if fx.target in OF_MEMORY:
         refuse_shared_memory(importer, fx.all_input_nodes[0])
     if not all(_is_for_kernels(x) for x in (fx, *fx.all_input_nodes)):
@@ -270,7 +271,8 @@ def _expressed(importer: Importer, fx: FxNode) -> Value | None:
 
 
 def _is_for_kernels(fx: FxNode) -> bool:
-    """Complex, quantised and 8-bit float tensors stay in torch."""
+    """Tell whether kernels can take it: complex, quantised and 8-bit float tensors stay in
+    torch."""
     values = pytree.tree_leaves(fx.meta.get("val"))
     return all(v.dtype in KERNEL_DTYPES for v in values if isinstance(v, torch.Tensor))
 
@@ -282,7 +284,7 @@ def _is_tensorial(value: Any) -> bool:
 
 
 def bind_arguments(fx: FxNode) -> dict[str, Any]:
-    """Arguments by their schema names, in that order, defaults included."""
+    """Return arguments by their schema names, in that order, defaults included."""
     schema = fx.target._schema.arguments  # type: ignore[union-attr]
     bound = {a.name: a.default_value for a in schema if a.has_default_value()}
     bound |= dict(zip((a.name for a in schema), fx.args, strict=False))
@@ -313,12 +315,13 @@ _OPERAND_NAMES = frozenset(
 
 
 def _operands(bound: Mapping[str, Any]) -> list[Any]:
-    """Tensor and number arguments in schema order; whatever else the schema has is an attribute."""
+    """Return tensor and number arguments in schema order; whatever else the schema has is an
+    attribute."""
     return [v for name, v in bound.items() if name in _OPERAND_NAMES and v is not None]
 
 
 def _computed_in(fx: FxNode, row: Op, operands: Sequence[Any]) -> torch.dtype:
-    """The type whose rules the row follows."""
+    """Return the type whose rules the row follows."""
     result: torch.dtype = fx.meta["val"].dtype
     return _promoted(operands) if row.operands is Operands.PROMOTED else result
 
@@ -343,7 +346,7 @@ def _pointwise(
 
 
 def _promoted(operands: Sequence[Any]) -> torch.dtype:
-    """ATen's promotion: 0-dim tensors and numbers only decide between bool, int and float."""
+    """Promote as ATen does: 0-dim tensors and numbers only decide between bool, int and float."""
     values = [o.meta["val"] if isinstance(o, FxNode) else o for o in operands]
     values = [1.0 if isinstance(v, torch.SymFloat) else v for v in values]
     first, *others = values
@@ -363,9 +366,9 @@ def _rounded(importer: Importer, x: Node, dtype: torch.dtype) -> Node:
 def opaque_call(
     importer: Importer, fx: FxNode, given: Sequence[Any] | None = None, why: str = ""
 ) -> Value:
-    """Any other overload: torch runs it. Its tensors become inputs, the rest a template.
-    ``given`` are other arguments than those that were traced; ``why`` there is a rule that did not
-    do, which people hear of where nobody decided that torch runs the operator."""
+    """Leave any other overload to torch. Its tensors become inputs, the rest a template. ``given``
+    are other arguments than those that were traced; ``why`` there is a rule that did not do, which
+    people hear of where nobody decided that torch runs the operator."""
     inputs: list[Node] = []
 
     def template(arg: Any) -> Any:
@@ -419,8 +422,8 @@ def opaque_call(
 
 
 def _dense_as_traced(importer: Importer, fx: FxNode) -> Node:
-    """An operand of an opaque call. Some of torch's kernels take contiguous operands only, and
-    the copy that made one was dropped at import as the value itself."""
+    """Make an operand of an opaque call dense. Some of torch's kernels take contiguous operands
+    only, and the copy that made one was dropped at import as the value itself."""
     value, traced = importer.node(fx), fx.meta["val"]
     view = strided(value)
     if value.kind is not Kind.VIEW or view is None or view.strides == value.strides:
@@ -439,7 +442,7 @@ BY_CONTIGUITY = {
 
 
 def _contiguous_as_traced(importer: Importer, fx: FxNode) -> Node:
-    """An operand (..., m, n), contiguous if it was so in the trace, else column by column."""
+    """Make an operand (..., m, n) contiguous if it was so in the trace, else column by column."""
     value, traced = importer.node(fx), fx.meta["val"]
     rank = len(value.shape)
     strides = importer.symbols.shape(traced.stride())
@@ -448,7 +451,7 @@ def _contiguous_as_traced(importer: Importer, fx: FxNode) -> Node:
 
 
 def _refuse_host_values(importer: Importer, fx: FxNode) -> None:
-    """What torch would compute on the CPU, kernels of a GPU cannot read."""
+    """Refuse values that torch would compute on the CPU, which kernels of a GPU cannot read."""
     others = importer.devices
     if others - {"cpu"} and _devices([fx]) == {"cpu"}:
         raise UnsupportedError(
@@ -457,7 +460,7 @@ def _refuse_host_values(importer: Importer, fx: FxNode) -> None:
 
 
 def _devices(nodes: Iterable[FxNode]) -> frozenset[str]:
-    """The kinds of devices on which the results of these nodes lie."""
+    """Return the kinds of devices on which the results of these nodes lie."""
     values = pytree.tree_leaves([fx.meta.get("val") for fx in nodes])
     return frozenset(v.device.type for v in values if isinstance(v, torch.Tensor))
 

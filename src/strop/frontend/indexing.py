@@ -1,4 +1,4 @@
-"""Putting tensors together out of parts: at known places, as cats of slices, and under masks.
+"""Put tensors together out of parts: at known places, as cats of slices, and under masks.
 
 ``lookups`` has the places that are in another tensor; scatter and sort run in torch.
 """
@@ -25,7 +25,7 @@ ZERO = const(0)
 
 
 def joined(b: Builder, pieces: Sequence[Node], dim: int) -> Node:
-    """The pieces side by side; empty ones do not count."""
+    """Join the pieces side by side; empty ones do not count."""
     kept = [p for p in pieces if p.shape[dim] != ZERO] or list(pieces[:1])
     if len(kept) == 1:
         return kept[0]
@@ -49,7 +49,7 @@ def _stack(im: Importer, fx: FxNode, tensors: Sequence[Any], dim: int = 0) -> No
 
 
 def _pad(im: Importer, fx: FxNode, x: Any, pad: Sequence[Any], value: float = 0) -> Node:
-    """Constant padding as a cat of constants around the value; less than none crops it."""
+    """Pad with a constant as a cat of constants around the value; less than none crops it."""
     node, b = im.node(x), im.builder
     for position in range(len(pad) // 2):
         dim = len(node.shape) - 1 - position
@@ -97,7 +97,7 @@ def _roll(
 
 
 def _put(b: Builder, x: Node, part: Node, dim: int, start: Expr) -> Node:
-    """x with ``part`` at ``start`` along ``dim``."""
+    """Put ``part`` into x at ``start`` along ``dim``."""
     end = start + part.shape[dim]
     before = b.slice(x, dim, 0, start)
     after = b.slice(x, dim, end, x.shape[dim] - end)
@@ -134,7 +134,8 @@ def _select_scatter(im: Importer, fx: FxNode, x: Any, part: Any, dim: int, index
 def _masked_put(
     im: Importer, fx: FxNode, x: Any, indices: Sequence[Any], value: Any, accumulate: bool = False
 ) -> Node | None:
-    """``x[mask] = number``: without looking for the places, whose count depends on the mask."""
+    """Compute ``x[mask] = number`` without looking for the places, whose count depends on the
+    mask."""
     node, b, fill = im.node(x), im.builder, im.node(value)
     if accumulate or len(indices) != 1 or fill.numel != const(1):
         return None

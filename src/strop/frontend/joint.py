@@ -1,4 +1,4 @@
-"""How a forward that will be differentiated is traced, so that little of it has to be kept.
+"""Trace a forward that will be differentiated so that little of it has to be kept.
 
 A norm becomes its statistics, which are saved, and arithmetic, which the backward does again: torch
 keeps norms whole and so saves what they give as well. Dropout becomes a seed, which is saved, and a
@@ -58,7 +58,7 @@ _numbers = itertools.count()
 
 
 def wide(x: Tensor) -> torch.dtype:
-    """The type in which kernels compute."""
+    """Return the type in which kernels compute."""
     return torch.float32 if x.dtype in (torch.float16, torch.bfloat16) else x.dtype
 
 
@@ -96,14 +96,14 @@ def _seed(like: Tensor, number: int) -> Tensor:
 
 
 def _dropout(x: Tensor, seed: Tensor, p: float) -> Tensor:
-    """What the kernels compute: the element's place is its logical one, in either pass."""
+    """Draw what the kernels compute: the element's place is its logical one, in either pass."""
     places = torch.arange(x.numel(), dtype=torch.int64, device=x.device).reshape(x.shape)
     kept = philox.uniform(seed.expand(x.shape), places) >= p
     return x * kept * (0.0 if p == 1 else 1 / (1 - p))
 
 
 class _Dropout(torch.autograd.Function):
-    """Its gradient is the same dropout of the gradient."""
+    """Drop out such that the gradient is the same dropout of the gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, seed: Tensor, p: float) -> Tensor:
@@ -212,8 +212,8 @@ def _layer_norm(
 
 
 def _statistics_type(x: Tensor, *parameters: Tensor | None) -> torch.dtype:
-    """In which eager returns a norm's statistics: on a CPU that of the operands, if they have one;
-    otherwise that of the arithmetic."""
+    """Return the type in which eager returns a norm's statistics: on a CPU that of the operands, if
+    they have one; otherwise that of the arithmetic."""
     is_mixed = any(p is not None and p.dtype != x.dtype for p in parameters)
     return wide(x) if is_mixed or x.device.type != "cpu" else x.dtype
 
@@ -241,7 +241,8 @@ DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
 
 
 def keep_less(joint: GraphModule) -> None:
-    """What torch's min-cut is to know of our kernels: tags, and readers moved to other values."""
+    """Tell torch's min-cut what it is to know of our kernels, by tags, and by readers moved to
+    other values."""
     _drop_clones(joint)
     _read_wide_statistics(joint)
     _widen_again(joint)
@@ -253,7 +254,8 @@ def keep_less(joint: GraphModule) -> None:
 
 
 def _draws(node: Node) -> bool:
-    """Whether it draws random numbers. Attention is tagged so, and without dropout does not."""
+    """Tell whether it draws random numbers. Attention is tagged so, and without dropout does
+    not."""
     if node.target is operator.getitem:
         return _draws(node.args[0])  # type: ignore[arg-type]
     if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):

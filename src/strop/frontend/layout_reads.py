@@ -1,4 +1,4 @@
-"""What a forward asks about how tensors lie in memory.
+"""Note what a forward asks about how tensors lie in memory.
 
 Arguments are traced dense in their order, and made dense for kernels where they have gaps. A
 forward that asks for strides, of an argument or of what it has computed from some, would be
@@ -59,7 +59,7 @@ CHOSEN_BY_LIBRARIES: dict[Any, Callable[[Tensor], bool]] = {
 
 
 class LayoutReads(Retarget):
-    """``Retarget`` that notes what a forward with these ``arguments`` asks."""
+    """Retarget calls, and note what a forward with these ``arguments`` asks."""
 
     def __init__(self, arguments: Sequence[Tensor]) -> None:
         super().__init__()
@@ -87,7 +87,7 @@ class LayoutReads(Retarget):
 
     @contextmanager
     def of_forward(self) -> Iterator[None]:
-        """The body is the forward; before and after it the tracer asks."""
+        """Watch the forward in the body; before and after it the tracer asks."""
         self._is_forward = True
         try:
             yield
@@ -95,8 +95,8 @@ class LayoutReads(Retarget):
             self._is_forward = False
 
     def results(self, leaves: Sequence[Any], arguments: Sequence[Tensor]) -> None:
-        """Of an argument that has gaps, programs read a copy. Where that is returned, or a view of
-        it, the caller's own tensor is wanted."""
+        """Note where the caller's own tensor is wanted: programs read a copy of an argument that
+        has gaps, and it, or a view of it, is returned."""
         given = {id(argument) for argument in arguments}
         for leaf in leaves:
             if isinstance(leaf, Tensor) and _memory(leaf) in self._own:

@@ -1,4 +1,4 @@
-"""Calls that ask torch how a tensor lies in memory: reshape, flatten, contiguous, writes.
+"""Answer calls that ask torch how a tensor lies in memory: reshape, flatten, contiguous, writes.
 
 For a transposed tensor the answer depends on whether a size is 1, and asking plants a guard that
 makes such a size another graph. Here the traced sizes answer, and no guard is planted: values are
@@ -19,7 +19,7 @@ from strop.frontend.formats import suggested, traced
 
 
 def _sizes_and_strides(x: Tensor) -> list[tuple[int, int]]:
-    """As traced, without dims of size 1, whose strides mean nothing."""
+    """Return sizes and strides as traced, without dims of size 1, whose strides mean nothing."""
     pairs = zip(map(traced, x.shape), map(traced, x.stride()), strict=True)
     return [(size, stride) for size, stride in pairs if size != 1]
 
@@ -34,7 +34,7 @@ def _lies_as(x: Tensor, memory_format: torch.memory_format) -> bool:
 
 
 def _can_view(x: Tensor, shape: Sequence[Any]) -> bool:
-    """Whether dims of the new shape split or join dims that lie in memory as one."""
+    """Tell whether dims of the new shape split or join dims that lie in memory as one."""
     runs: list[tuple[int, int]] = []
     for size, stride in _sizes_and_strides(x):
         if runs and runs[-1][1] == size * stride:
@@ -56,7 +56,8 @@ def _can_view(x: Tensor, shape: Sequence[Any]) -> bool:
 
 
 def _is_plain(x: Tensor) -> bool:
-    """Whether torch's own answer costs no guard, or a traced size of 1 says little of others."""
+    """Tell whether torch's own answer costs no guard, or a traced size of 1 says little of
+    others."""
     symbolic = [size for size in x.shape if isinstance(size, torch.SymInt)]
     return not symbolic or any(traced(size) <= 1 for size in symbolic)
 
@@ -98,7 +99,7 @@ def call_contiguous(
 
 
 def as_pictures(x: Tensor, like: Tensor) -> Tensor:
-    """``x`` in the format that ``like`` suggests, for which eager would have made it."""
+    """Lay out ``x`` in the format that ``like`` suggests, for which eager would have made it."""
     return call_contiguous(x, suggested(like))
 
 
@@ -116,7 +117,7 @@ def _ask_bounds(x: Tensor, index: Any) -> None:
 
 
 def _dims_of(place: Any) -> int:
-    """How many dims an index takes."""
+    """Return how many dims an index takes."""
     if place is None or place is Ellipsis or isinstance(place, bool):
         return 0
     return place.dim() if isinstance(place, Tensor) and place.dtype == torch.bool else 1
@@ -133,14 +134,14 @@ def _call_setitem(x: Tensor, index: Any, value: Any) -> None:
 
 
 def _overlaps(input: Tensor) -> int:
-    """As ``torch._debug_has_internal_overlap``: 1 if elements share memory, else 0."""
+    """Answer as ``torch._debug_has_internal_overlap``: 1 if elements share memory, else 0."""
     return int(any(stride == 0 for _, stride in _sizes_and_strides(input)))
 
 
 @contextmanager
 def overlap_by_traced_sizes() -> Iterator[None]:
-    """torch asks before every write into a view. Other threads may see it too: their tensors have
-    plain sizes, for which the answer is the same."""
+    """Answer by traced sizes what torch asks before every write into a view. Other threads may see
+    it too: their tensors have plain sizes, for which the answer is the same."""
     before = torch._debug_has_internal_overlap
     torch._debug_has_internal_overlap = _overlaps
     try:

@@ -1,4 +1,4 @@
-"""Elements of one tensor where another one says: embedding, gather, index.
+"""Look up elements of one tensor where another one says: embedding, gather, index.
 
 Each of them is one ``take``, which fuses like any pointwise node. The index of a mask depends on
 the values in it, so masks stay with torch.
@@ -32,7 +32,7 @@ def take(
     shape: Sequence[Expr],
     bounds: str,
 ) -> Node | None:
-    """None where there is nothing to read: torch raises then."""
+    """Look up elements; None where there is nothing to read: torch raises then."""
     looked_up = (size for size, walk in zip(source.shape, walks, strict=True) if walk is None)
     if ZERO in looked_up:
         return None
@@ -44,7 +44,7 @@ def take(
 def _rows(
     b: Builder, source: Node, dim: int, index: Node, shape: Sequence[Expr], bounds: str
 ) -> Node | None:
-    """``source`` with ``dim`` replaced by the dims of ``index``."""
+    """Replace ``dim`` of ``source`` by the dims of ``index``."""
     after = len(source.shape) - dim - 1
     spread = b.reshape(index, (*index.shape, *[const(1)] * after))
     walks = [*range(dim), None, *range(dim + len(index.shape), dim + len(index.shape) + after)]
@@ -84,7 +84,8 @@ def _take(im: Importer, fx: FxNode, x: Any, index: Any) -> Node | None:
 
 
 def _index(im: Importer, fx: FxNode, x: Any, indices: Sequence[Any]) -> Node | None:
-    """Where indices stand side by side their dims take that place, else they come first."""
+    """Index with tensors: where indices stand side by side their dims take that place, else they
+    come first."""
     b, node = im.builder, im.node(x)
     found = {d: im.node(i) for d, i in enumerate(indices) if i is not None}
     if not found or any(i.dtype not in (torch.int32, torch.int64) for i in found.values()):

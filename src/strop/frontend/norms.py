@@ -1,4 +1,4 @@
-"""Normalisations and softmax as reductions and pointwise nodes.
+"""Write normalisations and softmax as reductions and pointwise nodes.
 
 So the planner can fuse what stands before and after them. Intermediate values are in the compute
 type and only the result has the user's dtype.
@@ -31,7 +31,7 @@ def rstd_of(b: Builder, var: Node, eps: float, wide: torch.dtype) -> Node:
 
 
 def _moments(b: Builder, x: Node, dims: tuple[int, ...], eps: float) -> tuple[Node, Node]:
-    """(mean, 1/sqrt(variance + eps)) over ``dims``, in the compute type of x."""
+    """Compute (mean, 1/sqrt(variance + eps)) over ``dims``, in the compute type of x."""
     wide = compute_dtype(x.dtype)
     mean = b.reduce("mean", x, dims, wide)
     return mean, rstd_of(b, b.reduce("var", x, dims, wide, correction=0), eps, wide)
@@ -40,7 +40,7 @@ def _moments(b: Builder, x: Node, dims: tuple[int, ...], eps: float) -> tuple[No
 def _normalized(
     b: Builder, x: Node, mean: Node, rstd: Node, weight: Node | None, bias: Node | None
 ) -> Node:
-    """(x - mean) * (rstd * weight) + bias: the last two steps are one fused multiply-add.
+    """Compute (x - mean) * (rstd * weight) + bias: the last two steps are one fused multiply-add.
 
     Centred first, so that a mean far from zero costs no digits; the result counts as x's dtype.
     """
@@ -51,7 +51,7 @@ def _normalized(
 
 
 def _as(b: Builder, x: Node, dtype: torch.dtype) -> Node:
-    """x, counted as ``dtype``: it is rounded where it is stored, and nowhere else."""
+    """Count x as ``dtype``: it is rounded where it is stored, and nowhere else."""
     return x if x.dtype == dtype else b.make("copy", (x,), x.shape, dtype)
 
 
@@ -104,7 +104,7 @@ def _group_norm(
 
 
 def _group_moments(b: Builder, x: Node, groups: int, eps: float) -> tuple[Node, Node]:
-    """(mean, 1/sqrt(variance + eps)) of shape (batch, groups, 1, 1)."""
+    """Compute (mean, 1/sqrt(variance + eps)) of shape (batch, groups, 1, 1)."""
     batch, channels, *rest = x.shape
     width = channels.exact_div(const(groups))
     if width is None:
@@ -115,7 +115,7 @@ def _group_moments(b: Builder, x: Node, groups: int, eps: float) -> tuple[Node, 
 
 
 def group_statistics(im: Importer, fx: FxNode, x: Any, groups: int, eps: float) -> tuple[Node, ...]:
-    """What a group norm whose backward compiles keeps of its input."""
+    """Compute what a group norm whose backward compiles keeps of its input."""
     b, x = im.builder, im.node(x)
     return tuple(b.reshape(s, (x.shape[0], groups)) for s in _group_moments(b, x, groups, eps))
 
@@ -173,7 +173,8 @@ def _batch_norm(
     momentum: float,
     eps: float,
 ) -> tuple[Node | None, ...] | None:
-    """With running statistics pointwise; with those of the batch (instance_norm) two reductions.
+    """Normalise pointwise with running statistics, and by two reductions with those of the batch
+    (instance_norm).
 
     Running statistics that would have to be updated are torch's business.
     """

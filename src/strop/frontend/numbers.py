@@ -1,4 +1,4 @@
-"""Floats that a user turns from call to call, such as the scale of an adapter, as inputs.
+"""Make floats that a user turns from call to call, such as the scale of an adapter, inputs.
 
 A trace gets such a number as a symbol of torch's (``SymFloat``). What Python code computes of it
 stays in the graph, in Python's 64 bits and in its order. Where code compares it with a constant,
@@ -47,7 +47,7 @@ class NumbersNeeded(CaptureError):
 
 
 class Numbers:
-    """The numbers of one trace, and what its code has asked about them."""
+    """Hold the numbers of one trace, and what its code has asked about them."""
 
     def __init__(self, values: Sequence[float]) -> None:
         self.values = tuple(values)
@@ -55,7 +55,7 @@ class Numbers:
         self.needed: frozenset[int] = frozenset()
 
     def symbol(self, env: ShapeEnv, number: int) -> Any:
-        """A SymFloat that stands for this number."""
+        """Return a SymFloat that stands for this number."""
         symbol = make_symbol(SymT.FLOAT, number, real=True)
         value = self.values[number]
         env.backed_var_to_val[symbol] = sympy.Float(value)
@@ -63,8 +63,8 @@ class Numbers:
         return env.create_symfloatnode(symbol, hint=value)
 
     def decided(self, e: Any) -> Any:
-        """What a relation is for the traced values, as torch wants it; raises NumbersNeeded for
-        all but a number beside a constant."""
+        """Return what a relation is for the traced values, as torch wants it; raises NumbersNeeded
+        for all but a number beside a constant."""
         name = _SYMPY.get(type(e))
         left, right = e.args if name else (None, None)
         if isinstance(right, sympy.Symbol):
@@ -85,7 +85,8 @@ class Numbers:
         return sympy.true if outcome else sympy.false
 
     def need(self, e: Any) -> NoReturn:
-        """Noted as well, as the code may catch what is raised."""
+        """Note that a number is needed, and raise it; the note stays where the code catches what is
+        raised."""
         self.needed |= numbers_in(e)
         raise NumbersNeeded(self.needed)
 
@@ -98,13 +99,13 @@ class Numbers:
 
 
 def numbers_in(e: Any) -> frozenset[int]:
-    """The numbers in a sympy expression."""
+    """Return the numbers in a sympy expression."""
     symbols = getattr(e, "free_symbols", ())
     return frozenset(int(s.name[2:]) for s in symbols if symbol_is_type(s, SymT.FLOAT))
 
 
 def is_number(value: Any) -> bool:
-    """Whether a traced value is made of numbers that are inputs."""
+    """Tell whether a traced value is made of numbers that are inputs."""
     return isinstance(value, SymFloat) and bool(numbers_in(value.node.expr))
 
 
@@ -118,7 +119,8 @@ def _is_asked_by_torch(frame: FrameType) -> bool:
 
 
 def _attribute_of(number: Any, name: str) -> Any:
-    """To a module's code that asks for its class it is a float, to torch what it is."""
+    """Answer for a SymFloat: to a module's code that asks for its class it is a float, to torch
+    what it is."""
     is_class = name == "__class__" and not _is_asked_by_torch(sys._getframe(1))
     return (
         builtins.float if is_class and is_number(number) else object.__getattribute__(number, name)
@@ -141,7 +143,7 @@ def _truth_of(number: Any) -> bool:
 
 @contextmanager
 def python_floats() -> Iterator[None]:
-    """A SymFloat is a float to those who ask for its class, and a text of it is one of the number.
+    """Let a SymFloat be a float to those who ask for its class, and its text that of the number.
     Traces take turns."""
     ours: dict[str, Any] = {
         "__getattribute__": _attribute_of,

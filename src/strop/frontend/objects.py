@@ -1,5 +1,5 @@
-"""Arguments and results that hold tensors in plain objects: the key-value caches of transformers,
-and dataclasses of a user's own among the results.
+"""Handle arguments and results that hold tensors in plain objects: the key-value caches of
+transformers, and dataclasses of a user's own among the results.
 
 ``as_tree`` puts a node of ours where such an object stands; when torch's pytree builds the result
 of a run, that node becomes an object of the class that eager would return. A cache that was given
@@ -41,7 +41,7 @@ _LEAVES = {
 
 @dataclass(frozen=True)
 class ObjectState:
-    """The attributes of an object of ``kind``, a class in transformers.cache_utils."""
+    """Hold the attributes of an object of ``kind``, a class in transformers.cache_utils."""
 
     kind: str
     attributes: dict[str, Any]
@@ -49,7 +49,7 @@ class ObjectState:
 
 @dataclass(frozen=True)
 class Record:
-    """The attributes of a dataclass of a user's own. (Those of libraries know pytree.)"""
+    """Hold the attributes of a dataclass of a user's own. (Those of libraries know pytree.)"""
 
     kind: type
     attributes: dict[str, Any]
@@ -57,21 +57,21 @@ class Record:
 
 @dataclass(frozen=True)
 class ClassName:
-    """A class of transformers.cache_utils itself."""
+    """Name a class of transformers.cache_utils itself."""
 
     kind: str
 
 
 @dataclass(frozen=True)
 class Given:
-    """The cache that was this argument, counted from 0."""
+    """Stand for the cache that was this argument, counted from 0."""
 
     number: int
 
 
 @dataclass(frozen=True)
 class Left:
-    """What a call leaves in list or dict number ``number`` of its arguments: for each item its
+    """Hold what a call leaves in list or dict number ``number`` of its arguments: for each item its
     place before, counted from 0, or -1 - n for ``items[n]``, which is new; of a dict the keys."""
 
     number: int
@@ -82,8 +82,8 @@ class Left:
 
 @dataclass(frozen=True)
 class WithObjects:
-    """A result, and what a call leaves in its arguments: the attributes of the caches among them,
-    and what is in lists and dicts that it has changed."""
+    """Hold a result, and what a call leaves in its arguments: the attributes of the caches among
+    them, and what is in lists and dicts that it has changed."""
 
     result: Any
     attributes: list[dict[str, Any]]
@@ -91,14 +91,14 @@ class WithObjects:
 
 
 class Contents:
-    """The lists and dicts among the arguments of a call, and what they hold before it."""
+    """Hold the lists and dicts among the arguments of a call, and what they hold before it."""
 
     def __init__(self, arguments: Any) -> None:
         self._held = [(container, _items_of(container)) for container in containers_of(arguments)]
 
     def left(self) -> list[Left]:
-        """What is in those that have changed; CaptureError for one that has grown: it would grow
-        at every call, and each would be another graph."""
+        """Return what is in those that have changed. Raises CaptureError for one that has grown: it
+        would grow at every call, and each would be another graph."""
         found, given = [], {id(container) for container, _ in self._held}
         for number, (container, before) in enumerate(self._held):
             now = _items_of(container)
@@ -116,7 +116,7 @@ _Items = list[tuple[Any, Any]]
 
 
 def containers_of(value: Any) -> Iterator[Any]:
-    """The lists and dicts in arguments, outer ones first."""
+    """Yield the lists and dicts in arguments, outer ones first."""
     if type(value) in (list, dict):
         yield value
     if type(value) in (list, tuple, dict):
@@ -146,7 +146,8 @@ def _left(number: int, before: _Items, now: _Items, is_dict: bool) -> Left:
 
 
 def with_objects(result: Any, arguments: Any, contents: Contents) -> Any:
-    """``result`` as it is, or WithObjects where the call leaves something in its arguments."""
+    """Return ``result`` as it is, or WithObjects where the call leaves something in its
+    arguments."""
     given, left = _caches_of(arguments), contents.left()
     if not given and not left:
         return result
@@ -159,7 +160,7 @@ def with_objects(result: Any, arguments: Any, contents: Contents) -> Any:
 
 
 def given_back(found: WithObjects, arguments: Any) -> Any:
-    """The result proper, after writing to the caches, lists and dicts among the arguments.
+    """Write to the caches, lists and dicts among the arguments, and return the result proper.
 
     Raises UnsupportedError, and writes nothing, where two arguments are one list: it has been
     traced as two."""
@@ -193,7 +194,7 @@ def _caches_of(value: Any) -> list[Any]:
 
 
 def as_tree(value: Any) -> Any:
-    """``value`` with caches and their layers as ObjectStates, and dataclasses as Records."""
+    """Replace caches and their layers in ``value`` by ObjectStates, and dataclasses by Records."""
     return pytree.tree_map(_state, value, is_leaf=is_cache)
 
 
@@ -235,7 +236,7 @@ def class_named(kind: str) -> Any:
 
 
 def made(kind: str, attributes: dict[str, Any]) -> Any:
-    """The object itself."""
+    """Return the object itself."""
     found: Any = object.__new__(class_named(kind))
     vars(found).update(attributes)
     return found
@@ -259,7 +260,8 @@ def _unflatten_record(values: Any, context: list[Any]) -> Any:
 
 
 def _described(context: list[Any]) -> list[Any]:
-    """A class as a name that another process finds; NotImplementedError where there is none."""
+    """Describe a class by a name that another process finds; NotImplementedError where there is
+    none."""
     kind, names = context
     if "<locals>" in kind.__qualname__:
         raise NotImplementedError(f"it returns a {kind.__qualname__}, which has no name on disk")
@@ -267,7 +269,7 @@ def _described(context: list[Any]) -> list[Any]:
 
 
 def _found(description: list[Any]) -> list[Any]:
-    """The class of a stored result, which its module has imported already."""
+    """Find the class of a stored result, which its module has imported already."""
     module, path, names = description
     kind: Any = sys.modules[module]
     for name in path.split("."):

@@ -1,4 +1,4 @@
-"""Operators that torch takes apart itself, into arithmetic that has rows.
+"""Let torch take operators apart itself, into arithmetic that has rows.
 
 https://docs.pytorch.org/docs/stable/torch.compiler_ir.html: its own decompositions, which compute
 half types in fp32 where eager does.

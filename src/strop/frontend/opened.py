@@ -1,4 +1,4 @@
-"""torch.nn.functional with other functions inside.
+"""Copy torch.nn.functional with other functions inside.
 
 A mode is off while its own handler runs, so that it never sees what a functional made of others
 (``multi_head_attention_forward``) calls. Here each of them has a twin: the same code, whose names
@@ -20,7 +20,7 @@ _AT_IMPORT = dict(vars(F))
 
 
 def twins(table: Mapping[Function, Function]) -> dict[Function, Function]:
-    """Each Python function of torch.nn.functional -> its twin."""
+    """Map each Python function of torch.nn.functional to its twin."""
     names = _Names(vars(F))
     found: dict[Function, Function] = {}
     for name, value in vars(F).items():
@@ -37,8 +37,8 @@ def twins(table: Mapping[Function, Function]) -> dict[Function, Function]:
 
 
 class _Names(dict[str, Any]):
-    """The names that twins see: what somebody has since put in the place of a function of torch's
-    is what its callers call, in eager too."""
+    """Look up the names that twins see: what somebody has since put in the place of a function of
+    torch's is what its callers call, in eager too."""
 
     def __getitem__(self, name: str) -> Any:
         now = vars(F).get(name)
@@ -54,5 +54,5 @@ def _twin(function: FunctionType, names: dict[str, Any]) -> Function:
 
 
 def _never(*_: Any) -> bool:
-    """Whether an argument wants to handle the call itself: the mode has been asked already."""
+    """Tell that no argument wants to handle the call itself: the mode has been asked already."""
     return False

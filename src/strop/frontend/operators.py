@@ -1,4 +1,4 @@
-"""Operators that capture keeps whole: linear, matmul, conv2d and attention as one node each.
+"""Keep operators whole in a capture: linear, matmul, conv2d and attention are one node each.
 
 While a module is traced, the torch.nn.functional calls below are retargeted to these operators.
 Their shape rules are plain arithmetic, so tracing never asks a convolution or attention backend,
@@ -142,7 +142,7 @@ def _attention_shape(
 def _group_norm_shape(
     x: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> Tensor:
-    """As eager: contiguous, but channels-last where x is so on a CPU.
+    """Give eager's layout: contiguous, but channels-last where x is so on a CPU.
 
     torch's own rule compares sizes with 1, this one asks for nothing but what must be so.
     """
@@ -193,7 +193,7 @@ def _call_conv2d(
 def _padded_to_same(
     x: Tensor, kernel: Sequence[int], dilation: Sequence[int]
 ) -> tuple[Tensor, list[int]]:
-    """What the convolution pads on both sides, and x with one more at the end of odd rests."""
+    """Return the padding of both sides, and x with one more at the end of odd rests."""
     totals = [gap * (size - 1) for size, gap in zip(kernel, dilation, strict=True)]
     if any(total % 2 for total in totals):
         x = _call_pad(x, [side for total in reversed(totals) for side in (0, total % 2)])
@@ -209,7 +209,7 @@ def _call_conv1d(
     dilation: Any = 1,
     groups: int = 1,
 ) -> Tensor:
-    """A row of pixels."""
+    """Convolve a row of pixels as a picture."""
     if input.dim() != 3:
         return torch.conv1d(input, weight, bias, stride, padding, dilation, groups)
     stride, dilation = (_single(value) for value in (stride, dilation))
@@ -247,7 +247,7 @@ def _call_rms_norm(
 def _call_dropout(
     input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
 ) -> Tensor:
-    """Where nothing is dropped the very input, as in eager; torch's trace makes a copy of it."""
+    """Return the very input where nothing is dropped, as eager does; torch's trace copies it."""
     return input if not training or p == 0 else F.dropout(input, p, training, inplace)
 
 
@@ -284,14 +284,14 @@ def _call_batch_norm(
     running_mean: Tensor | None,
     *rest: Any,
 ) -> Tensor:
-    """torch's shape rule does not say that the channels are those of the statistics."""
+    """Check that statistics have the channels of x, which torch's shape rule does not do."""
     if running_mean is not None:
         torch._check(input.shape[1] == running_mean.shape[0])
     return as_pictures(torch.batch_norm(input, weight, bias, running_mean, *rest), input)
 
 
 def _repeated_heads(x: Tensor, times: int) -> Tensor:
-    """Grouped queries: each head of keys and values serves several of them."""
+    """Repeat heads for grouped queries: each head of keys and values serves several of them."""
     batch, heads, length, width = x.shape
     spread = x.unsqueeze(2).expand(batch, heads, times, length, width)
     return call_reshape(spread, batch, heads * times, length, width) if times > 1 else x
@@ -311,7 +311,7 @@ def _call_group_norm(
 def _call_affine_grid(
     theta: Tensor, size: Sequence[int], align_corners: bool | None = None
 ) -> Tensor:
-    """As arithmetic on places from -1 to 1: torch's gradient of it knows no symbolic sizes."""
+    """Compute the grid from places: torch's gradient of it knows no symbolic sizes."""
     sides = list(size)[2:]
     rank, dtype = len(sides), joint.wide(theta)
     if rank not in (2, 3) or theta.dim() != 3 or theta.shape[1:] != (rank, rank + 1):
@@ -337,7 +337,7 @@ def _call_linspace(
     device: Any = None,
     **kwargs: Any,
 ) -> Tensor:
-    """torch's own takes no symbol for a number of steps: it would fix the size."""
+    """Compute linspace from a number of steps that may be a symbol; torch's own would fix it."""
     dtype = dtype or torch.get_default_dtype()
     are_numbers = all(isinstance(value, int | float) for value in (start, end))
     is_known = dtype in (torch.float32, torch.float64) and are_numbers and not any(kwargs.values())
@@ -362,7 +362,7 @@ def _call_embedding_bag(
     include_last_offset: bool = False,
     padding_idx: int | None = None,
 ) -> Tensor:
-    """Bags of one size are rows of a table, reduced."""
+    """Reduce bags of one size as rows of a table."""
     if input.dim() != 2 or max_norm is not None or padding_idx is not None or sparse:
         return F.embedding_bag(
             input,
@@ -384,14 +384,14 @@ def _call_embedding_bag(
 
 
 def _trains(x: Tensor) -> bool:
-    """The operators of this file have no gradients."""
+    """Tell whether x needs a gradient, which the operators of this file do not have."""
     return torch.is_grad_enabled() and x.requires_grad
 
 
 def _call_pad(
     input: Tensor, pad: Sequence[int], mode: str = "constant", value: float | None = None
 ) -> Tensor:
-    """Constant padding as a cat of constants: torch's own kernel fixes every size."""
+    """Pad with a constant as a cat of constants: torch's own kernel fixes every size."""
     if mode == "circular" and min(pad) >= 0:
         return _wrapped_around(input, pad)
     if mode != "constant":
@@ -420,7 +420,7 @@ def _call_pad(
 
 
 def _wrapped_around(x: Tensor, pad: Sequence[int]) -> Tensor:
-    """A cat of pieces from the other ends; torch's own kernel writes them in place, into a
+    """Join pieces from the other ends by a cat; torch's own kernel writes them in place, into a
     contiguous result."""
     if not any(pad):
         return x.clone(memory_format=torch.contiguous_format)
@@ -436,7 +436,7 @@ def _call_constant_pad(x: Tensor, pad: Sequence[int], value: float = 0) -> Tenso
 
 
 def _call_squeeze(x: Tensor, dim: Any = None) -> Tensor:
-    """Whether a size is 1 is asked aloud: torch's own rule takes symbolic ones for larger."""
+    """Ask aloud whether a size is 1: torch's own rule takes symbolic ones for larger."""
     dims = range(x.dim()) if dim is None else (dim,) if isinstance(dim, int) else dim
     if not x.dim():  # torch takes a number for a tensor of one dim
         dims = ()
@@ -445,7 +445,7 @@ def _call_squeeze(x: Tensor, dim: Any = None) -> Tensor:
 
 
 def _pooled_to_one(usual: Callable[..., Any], rank: int) -> Callable[..., Tensor]:
-    """Adaptive average pooling to one element is a mean; torch's own rule looks at memory."""
+    """Make adaptive average pooling to one element a mean; torch's own looks at memory."""
 
     def pool(input: Tensor, output_size: Any) -> Tensor:
         is_one = (
@@ -468,7 +468,7 @@ def _call_max_pool1d(
     ceil_mode: bool = False,
     return_indices: bool = False,
 ) -> Tensor:
-    """torch's own way to two dims fixes the length."""
+    """Pool as two dims, because torch's own way to two dims fixes the length."""
     if return_indices:
         found: Tensor = torch.max_pool1d_with_indices(  # type: ignore[assignment]
             input, kernel_size, stride or [], padding, dilation, ceil_mode
@@ -495,7 +495,7 @@ def _call_max_pool1d(
 
 
 def _repeated(usual: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """torch 2.11 compares a length that is given with one that it fixes for that."""
+    """Repeat to a given length, which torch 2.11 would compare with one that it fixes."""
 
     def call(*args: Any, output_size: Any = None, **named: Any) -> Tensor:
         repeats, dim = (
@@ -514,7 +514,7 @@ def _repeated(usual: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def _from_size(usual: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Of a size, which torch would read for once and for all."""
+    """Make a tensor from a size, which torch would read for once and for all."""
 
     def call(
         data: Any, *, dtype: torch.dtype | None = None, device: Any = None, **how: Any
@@ -575,7 +575,7 @@ _TWINS = twins(TRACED)
 
 
 def retarget(gm: GraphModule, *, trains: bool) -> None:
-    """The same in a graph that somebody else has traced, and in the graphs inside it."""
+    """Do the same in a graph that somebody else has traced, and in the graphs inside it."""
     table = {**LEVELS, **(COMPOSITES | joint.RETARGET if trains else RETARGET)}
     for graph in (m for m in gm.modules() if isinstance(m, GraphModule)):
         for node in graph.graph.nodes:

@@ -1,4 +1,4 @@
-"""Padding with elements of the tensor itself: mirrored at its ends, or the last ones again.
+"""Pad with elements of the tensor itself: mirrored at its ends, or the last ones again.
 
 Constants around a tensor are a cat (``indexing``). These are lookups at places that are arithmetic
 on positions.
@@ -32,7 +32,8 @@ def _repeated(im: Importer, at: Node, last: Expr) -> Node:
 
 
 def _mirrored(im: Importer, at: Node, last: Expr) -> Node:
-    """last - |last - |at||: torch has made sure that the padding is shorter than the dim."""
+    """Mirror a place: last - |last - |at||. Torch has made sure that the padding is shorter than
+    the dim."""
     behind = apply(im, "sub", last, apply(im, "abs", at, dtype=PLACE), dtype=PLACE)
     return apply(im, "sub", last, apply(im, "abs", behind, dtype=PLACE), dtype=PLACE)
 

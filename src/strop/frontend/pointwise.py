@@ -1,4 +1,4 @@
-"""Pointwise overloads that are other rows of the operator table, or a few of them.
+"""Import pointwise overloads that are other rows of the operator table, or a few of them.
 
 ``aten.masked_fill`` is ``where`` with its arguments in another order; ``aten.nan_to_num`` is three
 of them. Each rule returns None where it does not apply, and the call then looks for a row.
@@ -29,7 +29,7 @@ def _dtype(fx: FxNode) -> torch.dtype:
 
 
 def apply(im: Importer, op: str, *args: Any, dtype: torch.dtype) -> Node:
-    """One row over nodes, FX nodes and numbers."""
+    """Apply one row to nodes, FX nodes and numbers."""
     nodes = [a if isinstance(a, Node) else im.operand(a, compute_dtype(dtype)) for a in args]
     return im.builder.pointwise(op, *nodes, dtype=dtype, **OPS[op].attrs)
 
@@ -39,12 +39,12 @@ def _masked_fill(im: Importer, fx: FxNode, x: Any, mask: Any, value: Any) -> Nod
 
 
 def _whole(im: Importer, fx: FxNode, x: Any) -> Node | None:
-    """Rounding an integer."""
+    """Round an integer, which is the integer itself."""
     return None if _dtype(fx).is_floating_point else im.node(x)
 
 
 def _whole_is(value: bool) -> Rule:
-    """A test on floats that integers always pass or fail."""
+    """Return a rule for a test on floats that integers always pass or fail."""
 
     def rule(im: Importer, fx: FxNode, x: Any) -> Node | None:
         node = im.node(x)
@@ -79,7 +79,7 @@ def _pow_scalar(im: Importer, fx: FxNode, x: Any, exponent: Any) -> Node | None:
 
 
 def _product(im: Importer, x: Node, count: int, dtype: torch.dtype) -> Node | None:
-    """x ** count from squares: exact for integers, which wrap."""
+    """Compute x ** count from squares: exact for integers, which wrap."""
     if count < 1:
         return None
     wide, factors, power = compute_dtype(dtype), [], x
@@ -111,7 +111,8 @@ def _logit(im: Importer, fx: FxNode, x: Any, eps: float | None = None) -> Node |
 
 
 def _log_sigmoid(im: Importer, fx: FxNode, x: Any) -> tuple[Node, Node] | None:
-    """The buffer is what the backward of CPUs keeps; on GPUs it is empty."""
+    """Compute log-sigmoid and its buffer, which is what the backward of CPUs keeps; on GPUs it is
+    empty."""
     dtype = fx.meta["val"][0].dtype
     if fx.meta["val"][0].device.type != "cpu" and {u.args[1] for u in fx.users} - {0}:
         return None
@@ -122,7 +123,7 @@ def _log_sigmoid(im: Importer, fx: FxNode, x: Any) -> tuple[Node, Node] | None:
 def _hardtanh(
     im: Importer, fx: FxNode, x: Any, min_val: float = -1.0, max_val: float = 1.0
 ) -> Node | None:
-    """Of integers: with bounds that are cut to integers, as torch does."""
+    """Clamp; integers get bounds that are cut to integers, as torch does."""
     dtype = _dtype(fx)
     if dtype.is_floating_point:
         return None
@@ -163,7 +164,7 @@ def _glu(im: Importer, fx: FxNode, x: Any, dim: int = -1) -> Node | None:
 
 
 def _loss(op: str) -> Rule:
-    """A loss of each element, or their mean or sum."""
+    """Return a rule for the loss of each element, or their mean or sum."""
 
     def rule(im: Importer, fx: FxNode, x: Any, y: Any, reduction: int = 1, *_: Any) -> Node:
         b, dtype = im.builder, _dtype(fx)
@@ -185,7 +186,7 @@ def _dropout_backward(im: Importer, fx: FxNode, grad: Any, mask: Any, scale: flo
 
 
 def _prelu_backward(im: Importer, fx: FxNode, grad: Any, x: Any, weight: Any) -> tuple[Node, Node]:
-    """Gradients of the input and, not yet reduced, of the weight."""
+    """Compute the gradients of the input and, not yet reduced, of the weight."""
     dtype = fx.meta["val"][0].dtype
     zero = im.operand(0.0, compute_dtype(dtype))
     is_positive = im.builder.pointwise("gt", im.node(x), zero, dtype=torch.bool)

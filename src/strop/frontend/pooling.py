@@ -1,4 +1,4 @@
-"""Pooling over small windows: the elements of a window as strided slices, side by side.
+"""Pool over small windows: the elements of a window are strided slices, side by side.
 
 What stands before and behind the pooling then shares its kernel. An element of a window that may
 lie over the edge is looked up at the nearest place inside: a maximum has that one already, a mean
@@ -39,7 +39,7 @@ def _both(value: int | Sequence[int]) -> tuple[int, int]:
 
 @dataclass(frozen=True, slots=True)
 class _Side:
-    """A pooled dim of ``size`` elements and its windows."""
+    """Describe a pooled dim of ``size`` elements and its windows."""
 
     dim: int
     size: Expr
@@ -52,7 +52,7 @@ class _Side:
 
     @property
     def elements(self) -> Iterator[_Element]:
-        """Of a window, by the place of the first window's."""
+        """Yield the elements of a window, by the place of the first window's."""
         last_inside = (self.kernel - 1) * self.dilation - 2 * self.padding
         for number in range(self.kernel):
             start = number * self.dilation - self.padding
@@ -68,7 +68,7 @@ class _Side:
 
 @dataclass(frozen=True, slots=True)
 class _Element:
-    """One element of all windows along a side, and over which edges it may lie."""
+    """Describe one element of all windows along a side, and over which edges it may lie."""
 
     side: _Side
     start: int
@@ -120,7 +120,8 @@ def _over_windows(
     join: Callable[[Node, Node], Node],
     outside: float | None = None,
 ) -> Node:
-    """``outside``: what counts for an element over the edge, else the one at the edge."""
+    """Reduce over windows. ``outside`` counts for an element over the edge; without it, the one at
+    the edge does."""
     pieces = [
         _piece(im, x, elements, outside)
         for elements in itertools.product(*(side.elements for side in sides))
@@ -204,7 +205,8 @@ def _avg_pool(
 
 
 def _count(im: Importer, side: _Side, rank: int, with_padding: bool, wide: torch.dtype) -> Node:
-    """How many elements each window along a side has, which may reach over the padding too."""
+    """Return how many elements each window along a side has, which may reach over the padding
+    too."""
     padded = side.padding > 0 and not with_padding
     if not padded and not side.may_end_outside:
         return im.builder.constant(float(side.kernel), wide)

@@ -1,4 +1,4 @@
-"""Python's int, min and max on symbolic sizes.
+"""Let Python's int, min and max take symbolic sizes.
 
 ``int(x.shape[2])`` and ``min(height, width)`` in a module's forward would fix the sizes or plant a
 guard on which is larger. While a module is traced, the files that its classes come from see these
@@ -43,7 +43,7 @@ class _IntType(type):
 
 
 class _Int(int, metaclass=_IntType):
-    """``int`` to those who ask for its attributes or instances."""
+    """Act as ``int`` to those who ask for its attributes or instances."""
 
 
 def _extreme(plain: Callable[..., Any], symbolic: Callable[..., Any]) -> Callable[..., Any]:
@@ -87,7 +87,7 @@ def symbolic_builtins(module: nn.Module) -> Iterator[None]:
 
 
 def _files(module: nn.Module) -> set[str]:
-    """Of the classes of all parts and their bases; torch's own are left alone."""
+    """Return the files of the classes of all parts and their bases; torch's own are left alone."""
     kinds = {kind for part in module.modules() for kind in type(part).__mro__}
     names = {kind.__module__ for kind in kinds}
     return {

@@ -1,5 +1,5 @@
-"""What torch does while it traces and nobody here reads. Of a training step of the SD1.5 UNet it is
-a third of the time."""
+"""Leave out what torch does while it traces and nobody here reads. Of a training step of the SD1.5
+UNet it is a third of the time."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _PRINTED = {
 
 @contextmanager
 def quick() -> Iterator[None]:
-    """While AOTAutograd traces and cuts a joint graph."""
+    """Spare AOTAutograd work that nobody reads while it traces and cuts a joint graph."""
     with ExitStack() as stack:
         stack.enter_context(without_tensor_meta())
         for name, result in _PRINTED.items():
@@ -33,8 +33,8 @@ def quick() -> Iterator[None]:
 
 @contextmanager
 def without_tensor_meta() -> Iterator[None]:
-    """Of each traced value ``val`` says everything; ``tensor_meta`` beside it, which nobody here
-    reads, asks for every memory format of symbolic sizes. Other threads keep it."""
+    """Leave out ``tensor_meta`` of traced values, which nobody here reads and which asks for every
+    memory format of symbolic sizes: ``val`` says everything. Other threads keep it."""
     thread = threading.get_ident()
 
     def replacement(usual: Callable[..., Any]) -> Callable[..., Any]:
@@ -48,7 +48,7 @@ def without_tensor_meta() -> Iterator[None]:
 
 
 def _muted(result: Any) -> Callable[[Any], Any]:
-    """Graphs are printed in full, whether or not somebody listens: do so if somebody does."""
+    """Print graphs in full only if somebody listens; torch does so whether or not somebody does."""
 
     def replacement(usual: Callable[..., Any]) -> Callable[..., Any]:
         def log(*args: Any, **kwargs: Any) -> Any:

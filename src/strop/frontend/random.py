@@ -1,4 +1,4 @@
-"""Dropout, fused: kernels draw its numbers themselves, by position, from a seed of the call.
+"""Fuse dropout: kernels draw its numbers themselves, by position, from a seed of the call.
 
 The seeds of a graph are one small tensor that torch's generator fills in each run, so that
 ``torch.manual_seed`` decides and a CUDA graph replays with new numbers. They are other numbers than
@@ -25,7 +25,7 @@ _LANES = 2  # seeds lie 16 bytes apart, as kernels want of a pointer
 
 
 def _seed(im: Importer, fx: FxNode) -> Node:
-    """One of the seeds that the graph draws together, equal nodes being one."""
+    """Return one of the seeds that the graph draws together, equal nodes being one."""
     mine = [n for n in fx.graph.nodes if n.target is fx.target]
     seeds = _drawn(im, (len(mine), _LANES), fx.meta["val"][0].device, "seeds of dropout")
     row = im.builder.slice(seeds, 0, mine.index(fx), 1)
@@ -33,7 +33,7 @@ def _seed(im: Importer, fx: FxNode) -> Node:
 
 
 def _drawn(im: Importer, shape: tuple[int, ...], device: torch.device, tag: str) -> Node:
-    """Seeds by torch's generator."""
+    """Draw seeds by torch's generator."""
     return im.builder.make(
         "aten",
         (),
@@ -51,7 +51,7 @@ def _drawn(im: Importer, shape: tuple[int, ...], device: torch.device, tag: str)
 def _dropout(
     im: Importer, fx: FxNode, x: Any, p: float, train: bool | None = True
 ) -> tuple[Node, Node]:
-    """The kept elements scaled by 1 / (1 - p), and which they are."""
+    """Scale the kept elements by 1 / (1 - p), and return also which they are."""
     b, node = im.builder, im.node(x)
     if train is False:
         return node, filled(b, True, node.shape, torch.bool)
@@ -60,7 +60,7 @@ def _dropout(
 
 
 def _kept(b: Builder, x: Node, seed: Node, p: float) -> Node:
-    """The mask: of the seed and each element's logical place."""
+    """Compute the mask from the seed and each element's logical place."""
     iota = b.make("iota", (), (x.numel,), I64, start=0, step=1)
     seed = b.expand(b.reshape(seed, [1] * len(x.shape)), x.shape)
     drawn = b.pointwise("uniform", seed, b.reshape(iota, x.shape), dtype=F32)
@@ -68,12 +68,12 @@ def _kept(b: Builder, x: Node, seed: Node, p: float) -> Node:
 
 
 def _own_seed(im: Importer, fx: FxNode, like: Any, number: int) -> Node:
-    """A backward reads it too, so it has memory of its own."""
+    """Give a seed memory of its own, as a backward reads it too."""
     return _drawn(im, (), fx.meta["val"].device, f"seed {number}")
 
 
 def _seeded_dropout(im: Importer, fx: FxNode, x: Any, seed: Any, p: float) -> Node:
-    """Dropout whose backward is itself: ``joint``."""
+    """Drop out such that the backward is the operator itself (``joint``)."""
     node = im.node(x)
     return _scaled(
         im, node, _kept(im.builder, node, im.node(seed), p), 0.0 if p == 1 else 1 / (1 - p)
@@ -81,7 +81,7 @@ def _seeded_dropout(im: Importer, fx: FxNode, x: Any, seed: Any, p: float) -> No
 
 
 def _scaled(im: Importer, x: Node, kept: Node, scale: float) -> Node:
-    """x * kept * scale, in this order: what is dropped stays NaN if it was."""
+    """Compute x * kept * scale, in this order: what is dropped stays NaN if it was."""
     b = im.builder
     masked = b.pointwise("mul", x, b.cast(kept, x.dtype), dtype=x.dtype)
     return b.pointwise("mul", masked, b.constant(scale, x.dtype), dtype=x.dtype)

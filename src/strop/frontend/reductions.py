@@ -1,4 +1,4 @@
-"""Reductions: rows of ``ops.REDUCTIONS`` as they are, the other spellings made of those.
+"""Import reductions: rows of ``ops.REDUCTIONS`` as they are, the other spellings made of those.
 
 The judge of every rule is ATen: NaN wins an extreme, the first of equal elements gives the index,
 an empty sum is 0, an empty product 1, the variance of too few elements NaN.
@@ -27,7 +27,7 @@ Dims = int | Sequence[int] | None
 
 
 def reduction(im: Importer, fx: FxNode, row: Op, bound: Mapping[str, Any]) -> Node:
-    """A call whose overload has a row: sum, prod, mean, var, amax, amin."""
+    """Import a call whose overload has a row: sum, prod, mean, var, amax, amin."""
     x, dtype = im.node(bound["self"]), fx.meta["val"].dtype
     dims = _dims(x, bound.get("dim"))
     if row.name == "var":
@@ -45,15 +45,15 @@ def unary(b: Builder, op: str, x: Node, dtype: torch.dtype) -> Node:
 
 
 def rounded(b: Builder, x: Node) -> Node:
-    """As it would be in memory: inside of a kernel half types have more digits, and one side of a
-    comparison may be computed again where the other one is read."""
+    """Round a value as it would be in memory: inside of a kernel half types have more digits, and
+    one side of a comparison may be computed again where the other one is read."""
     is_half = x.dtype in (torch.float16, torch.bfloat16)
     is_exact = base_of(x).op in ("input", "cast")
     return b.pointwise("cast", x, dtype=x.dtype) if is_half and not is_exact else x
 
 
 def _dims(x: Node, dim: Dims) -> tuple[int, ...]:
-    """Dims to reduce, ascending; none named means all, as in ATen."""
+    """Return the dims to reduce, ascending; none named means all, as in ATen."""
     rank = len(x.shape)
     if dim is None or (not isinstance(dim, int) and not dim):
         return tuple(range(rank))
@@ -62,14 +62,15 @@ def _dims(x: Node, dim: Dims) -> tuple[int, ...]:
 
 
 def _shaped(im: Importer, fx: FxNode, value: Node, place: int | None = None) -> Node:
-    """Without the reduced dims, unless the call keeps them. ``place``: which of its results."""
+    """Take out the reduced dims, unless the call keeps them. ``place`` says which of its results it
+    is."""
     meta = fx.meta["val"]
     shape = (meta if place is None else meta[place]).shape
     return im.builder.reshape(value, im.symbols.shape(shape))
 
 
 def _reduced(b: Builder, op: str, x: Node, dims: tuple[int, ...], dtype: torch.dtype) -> Node:
-    """Extremes of bools are those of 0 and 1."""
+    """Reduce; extremes of bools are those of 0 and 1."""
     if op in ("amax", "amin") and x.dtype == torch.bool:
         return b.cast(b.reduce(op, b.cast(x, torch.int32), dims, torch.int32), dtype)
     return b.reduce(op, x, dims, dtype)
@@ -82,7 +83,7 @@ def _var(
 
 
 def _spread(takes_root: bool, gives_mean: bool) -> Rule:
-    """var_mean, std and std_mean."""
+    """Return a rule for var_mean, std and std_mean."""
 
     def rule(
         im: Importer,
@@ -109,7 +110,8 @@ def _spread(takes_root: bool, gives_mean: bool) -> Rule:
 
 
 def _truth(op: str) -> Rule:
-    """any is the largest of 0 and 1, all the smallest; over nothing the identity decides."""
+    """Return a rule for any and all: the largest and the smallest of 0 and 1; over nothing the
+    identity decides."""
 
     def rule(im: Importer, fx: FxNode, x: Any, dim: Dims = None, keepdim: bool = False) -> Any:
         b, x = im.builder, im.node(x)
@@ -137,7 +139,7 @@ def _count_nonzero(im: Importer, fx: FxNode, x: Any, dim: Dims = None) -> Any:
 
 
 def _place_of(b: Builder, x: Node, top: Node, dim: int) -> Node:
-    """The first index along ``dim`` of an element equal to ``top``; the first NaN, if any."""
+    """Find the first index along ``dim`` of an element equal to ``top``; the first NaN, if any."""
     size = x.shape[dim]
     shape = [size if d == dim else const(1) for d in range(len(x.shape))]
     places = b.make("iota", (), (size,), torch.int64, start=0, step=1)
@@ -152,7 +154,7 @@ def _place_of(b: Builder, x: Node, top: Node, dim: int) -> Node:
 
 
 def _extreme_place(op: str) -> Rule:
-    """argmax and argmin."""
+    """Return a rule for argmax and argmin."""
 
     def rule(
         im: Importer, fx: FxNode, x: Any, dim: int | None = None, keepdim: bool = False
@@ -167,7 +169,7 @@ def _extreme_place(op: str) -> Rule:
 
 
 def _extreme_with_place(op: str) -> Rule:
-    """max.dim and min.dim: values and indices."""
+    """Return a rule for max.dim and min.dim: values and indices."""
 
     def rule(im: Importer, fx: FxNode, x: Any, dim: int, keepdim: bool = False) -> Any:
         b, x = im.builder, im.node(x)
@@ -191,7 +193,7 @@ def _aminmax(
 
 
 def log_of_sum(b: Builder, x: Node, top: Node, dims: tuple[int, ...], wide: torch.dtype) -> Node:
-    """log(sum(exp(x - top)))"""
+    """Compute log(sum(exp(x - top)))."""
     powers = unary(b, "exp", binary(b, "sub", x, top, wide), wide)
     return unary(b, "log", b.reduce("sum", powers, dims, wide), wide)
 

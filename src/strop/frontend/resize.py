@@ -1,4 +1,4 @@
-"""Images of another size: places are arithmetic on positions, pixels are looked up.
+"""Resize images: places are arithmetic on positions, pixels are looked up.
 
 As in ATen a place is computed in the type of the pixels, for nearest ones in fp32. Where it lies
 between pixels, each dim mixes two or four of them. ``resize_rules`` says where eager leaves the
@@ -34,9 +34,9 @@ CUBIC = -0.75
 
 
 class _Dim:
-    """One dim that is resized: ``count`` elements become ``shape[dim]``. ``copies``: whether it is
-    copied where it keeps its size, ``doubles``: whether read twice where it doubles, although the
-    call gives a ``factor``; either may depend on sizes."""
+    """Describe one dim that is resized: ``count`` elements become ``shape[dim]``. ``copies``:
+    whether it is copied where it keeps its size, ``doubles``: whether read twice where it doubles,
+    although the call gives a ``factor``; either may depend on sizes."""
 
     def __init__(
         self,
@@ -95,18 +95,18 @@ class _Dim:
         ]
 
     def _far(self, x: Node) -> Node:
-        """((A x - 5 A) x + 8 A) x - 4 A"""
+        """Compute ((A x - 5 A) x + 8 A) x - 4 A."""
         inner = self("sub", self("mul", x, CUBIC), 5 * CUBIC)
         inner = self("add", self("mul", inner, x), 8 * CUBIC)
         return self("sub", self("mul", inner, x), 4 * CUBIC)
 
     def _near(self, x: Node) -> Node:
-        """((A + 2) x - (A + 3)) x x + 1"""
+        """Compute ((A + 2) x - (A + 3)) x x + 1."""
         inner = self("sub", self("mul", x, CUBIC + 2), CUBIC + 3)
         return self("add", self("mul", self("mul", inner, x), x), 1.0)
 
     def _ratio(self) -> Any:
-        """How far one position of the result moves among the elements."""
+        """Return how far one position of the result moves among the elements."""
         return self("div", self.count, self.made) if self.factor is None else 1.0 / self.factor
 
     def _real(self, align_corners: bool) -> Node:
@@ -122,11 +122,11 @@ class _Dim:
         return apply(self.im, "where", condition, yes, no, dtype=dtype)
 
     def _share(self, real: Node, low: Node) -> Node:
-        """Of the way to the next element."""
+        """Compute the share of the way to the next element."""
         return self("sub", real, self.im.builder.cast(low, self.dtype))
 
     def _inside(self, place: Node) -> Node:
-        """Not behind the last element."""
+        """Keep a place from lying behind the last element."""
         place = self.im.builder.cast(place, PLACE)
         return apply(self.im, "minimum", place, self.count - 1, dtype=PLACE)
 
@@ -194,7 +194,7 @@ def _at_most(im: Importer, a: Expr, b: Expr | int) -> Condition:
 
 
 def _joined(im: Importer, op: str, a: Condition, b: Condition) -> Condition:
-    """``a`` and ``b``, or one of them."""
+    """Join ``a`` and ``b``, or return one of them."""
     decides = op == "logical_or"  # the value that says it all
     if isinstance(a, bool) or isinstance(b, bool):
         known, other = (a, b) if isinstance(a, bool) else (b, a)
@@ -203,7 +203,7 @@ def _joined(im: Importer, op: str, a: Condition, b: Condition) -> Condition:
 
 
 def lies_channels_last(shape: Sequence[Expr], strides: Sequence[Expr]) -> bool:
-    """Whether images or videos lie with the channels of a pixel side by side."""
+    """Tell whether images or videos lie with the channels of a pixel side by side."""
     step = const(1)
     for dim in (1, *range(len(shape) - 1, 1, -1), 0):
         if strides[dim] != step and shape[dim] != const(1):
@@ -220,7 +220,7 @@ def _by_torch(
     align_corners: bool,
     scales: Sequence[float | None],
 ) -> Node:
-    """Integers between pixels are rounded by rules of torch's own."""
+    """Leave integers between pixels to torch, which rounds them by rules of its own."""
     rank = len(shape) - 2
     sizes = (tuple(shape[2:]), *_how(mode, rank, align_corners, scales))
     return _library(im, x, shape, f"aten.{MODES[mode][0].format(rank)}.default", sizes)
@@ -244,7 +244,7 @@ def _gradient(
 def _how(
     mode: str, rank: int, align_corners: bool, scales: Sequence[float | None]
 ) -> tuple[Any, ...]:
-    """What ATen's calls want to know behind the sizes."""
+    """Return what ATen's calls want to know behind the sizes."""
     align = () if mode.startswith("nearest") else (align_corners,)
     return (*align, *(scales or [None] * rank))
 
@@ -274,7 +274,7 @@ def _mixed(
     dtype: torch.dtype,
     picked: tuple[Node, ...] = (),
 ) -> Node | None:
-    """The elements at ``picked`` places, then weighted along the dims that are left."""
+    """Look up the elements at ``picked`` places, then weight them along the dims that are left."""
     if not samples:
         walks = [0, 1, *[None] * len(picked)]
         return take(im.builder, x, picked, walks, shape, "known")

@@ -1,4 +1,4 @@
-"""How eager finds the places of a resized image when a call gives a factor, by mode and device.
+"""Say how eager finds the places of a resized image when a call gives a factor, by mode and device.
 
 A place is ``i / factor`` wherever a factor is given, even where it leaves the size as it is:
 [0, 1, 2] by 1.3 to three elements is [0, 0, 1]. Some of ATen's kernels look at the sizes first.
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Shortcut:
-    """Where the sizes decide although a factor is given.
+    """Say where the sizes decide although a factor is given.
 
     A dim that keeps its size is copied; one that doubles is read twice if ``doubles``. Either
     happens at any size, or only where the sizes of the result add up to ``most`` at most or the

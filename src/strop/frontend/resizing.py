@@ -1,4 +1,4 @@
-"""Images of another size, kept whole while a module is traced.
+"""Keep resized images whole while a module is traced.
 
 ``F.interpolate`` becomes ``strop.resize``, with a shape rule in arithmetic and ATen's own gradient.
 ``resize`` makes kernels of it.
@@ -36,7 +36,7 @@ RESIZING = {
 def _resize(
     x: Tensor, size: Sequence[int], mode: str, align_corners: bool, scales: Sequence[float]
 ) -> Tensor:
-    """``scales``: the factors that the call gives; none where sizes decide."""
+    """Resize. ``scales`` are the factors that the call gives; none where sizes decide."""
     return _in_aten("", x, [size], mode, align_corners, scales)
 
 
@@ -48,7 +48,7 @@ def _resize_backward(
     align_corners: bool,
     scales: Sequence[float],
 ) -> Tensor:
-    """The gradient of images of ``shape`` that have been resized to ``size``."""
+    """Compute the gradient of images of ``shape`` that have been resized to ``size``."""
     return _in_aten("_backward", grad, [size, shape], mode, align_corners, scales)
 
 
@@ -90,7 +90,7 @@ def _resize_backward_shape(
 
 
 class _Resized(torch.autograd.Function):
-    """With ATen's own gradient, as one call: torch would take the operator apart."""
+    """Resize with ATen's own gradient, as one call: torch would take the operator apart."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, size: Sequence[int], *how: Any) -> Tensor:
@@ -106,7 +106,7 @@ class _Resized(torch.autograd.Function):
 
 
 def _differentiated(x: Tensor, *how: Any) -> Tensor:
-    """Transforms of ``torch.func`` and tangents go through torch's own operator."""
+    """Send transforms of ``torch.func`` and tangents through torch's own operator."""
     return _resize(x, *how) if is_transformed() else _Resized.apply(x, *how)  # type: ignore
 
 
@@ -123,7 +123,8 @@ def call_interpolate(
     recompute_scale_factor: bool | None = None,
     antialias: bool = False,
 ) -> Tensor:
-    """Nearest by a whole factor is a broadcast: each pixel is read several times, none computed."""
+    """Make nearest by a whole factor a broadcast: each pixel is read several times, none
+    computed."""
     rank = input.dim() - 2
     factors = [float(factor) for factor in _each(scale_factor, rank)]
     if mode == "nearest" and rank == 2 and len(set(factors)) == 1 and is_repeat(factors[0]):
@@ -145,7 +146,7 @@ def call_interpolate(
 
 
 def is_repeat(factor: float) -> bool:
-    """Whether eager reads each pixel so many times. It multiplies a place by the reciprocal in
+    """Tell whether eager reads each pixel so many times. It multiplies a place by the reciprocal in
     fp32, and where that is too small, as of 25, may arrive at the pixel before."""
     if not factor.is_integer() or factor < 1:
         return False
@@ -153,14 +154,14 @@ def is_repeat(factor: float) -> bool:
 
 
 def _each(value: Any, rank: int) -> list[Any]:
-    """One number for every dim; none for None."""
+    """Return one number for every dim; none for None."""
     if value is None:
         return []
     return list(value) if isinstance(value, tuple | list) else [value] * rank
 
 
 def _scaled(size: int, factor: float) -> int:
-    """floor(size * factor), which for a binary fraction is arithmetic on integers."""
+    """Compute floor(size * factor), which for a binary fraction is arithmetic on integers."""
     ratio = Fraction(factor)
     if ratio.denominator <= _MOST_PARTS:
         return size * ratio.numerator // ratio.denominator

@@ -1,4 +1,4 @@
-"""What a graph gives back, in eager's memory: its order, its gaps, and what shares it.
+"""Lay out what a graph gives back in eager's memory: its order, its gaps, and what shares it.
 
 Clones, flips and repeats are views in the graph IR, and kernels write any dense order. A result is
 laid out, or copied, so that its strides are those of the trace, and is a view of another result, or
@@ -27,7 +27,8 @@ Order = tuple[int, ...] | None
 
 
 def lay_out(importer: Importer, returned: Sequence[Any]) -> None:
-    """Values that hold results in the order that eager gives them, before anything is given."""
+    """Lay out values that hold results in the order that eager gives them, before anything is
+    given."""
     for item in returned:
         holder = _holder(importer, item) if isinstance(item, FxNode) else None
         if holder is None:
@@ -56,13 +57,13 @@ def refuse_retyped(returned: Sequence[Any]) -> None:
 
 
 def _reads_alike(whole: FxNode, view: FxNode) -> bool:
-    """Whether equal bits are equal numbers in both."""
+    """Tell whether equal bits are equal numbers in both."""
     a, b = whole.meta["val"], view.meta["val"]
     return bool((a.dtype, a.is_conj(), a.is_neg()) == (b.dtype, b.is_conj(), b.is_neg()))
 
 
 def give(importer: Importer, item: Any, outputs: list[Node], *, is_saved: bool = False) -> Any:
-    """One result as an index into ``outputs``, one for each value, or what is no tensor."""
+    """Return one result as an index into ``outputs``, one for each value, or what is no tensor."""
     value = importer.values.get(item, item) if isinstance(item, FxNode) else item
     if not isinstance(value, Node):
         return importer.literal(item)
@@ -84,8 +85,8 @@ def give(importer: Importer, item: Any, outputs: list[Node], *, is_saved: bool =
 
 
 def _holder(importer: Importer, item: FxNode) -> FxNode | None:
-    """The value that has all of the memory in which a result lies in eager, as it was last written;
-    None where that is not dense, or no value of the graph."""
+    """Return the value that has all of the memory in which a result lies in eager, as it was last
+    written; None where that is not dense, or no value of the graph."""
     found = view_root(item)
     if not isinstance(importer.values.get(found), Node):
         return None
@@ -97,7 +98,7 @@ def _holder(importer: Importer, item: FxNode) -> FxNode | None:
 
 
 def _memory(importer: Importer, holder: FxNode, number: int) -> Node:
-    """A value that lies as ``holder`` does in eager, in memory that nobody else is given."""
+    """Return a value that lies as ``holder`` does in eager, in memory that nobody else is given."""
     value, storage = importer.node(holder), storage_of(holder)
     if (value, storage) in importer.copies:
         return importer.copies[value, storage]
@@ -113,7 +114,8 @@ def _memory(importer: Importer, holder: FxNode, number: int) -> Node:
 
 
 def _view_of(importer: Importer, item: FxNode, view: Node, whole: Node, memory: Node) -> Node:
-    """The part of ``memory`` that a result is in eager; ``view`` is what the graph has for it."""
+    """Return the part of ``memory`` that a result is in eager; ``view`` is what the graph has for
+    it."""
     wanted, shape = importer.symbols.shape(item.meta["val"].stride()), view.shape
     offset = importer.size(item.meta["val"].storage_offset())
     over = _over(importer.builder, view, whole, memory)
@@ -131,13 +133,13 @@ def _view_of(importer: Importer, item: FxNode, view: Node, whole: Node, memory: 
 
 
 def _steps(value: Node) -> tuple[Expr, Shape] | None:
-    """Offset and strides, if it has one stride a dim."""
+    """Return offset and strides, if it has one stride a dim."""
     view = strided(value)
     return None if view is None or view.strides is None else (view.offset, view.strides)
 
 
 def _in_place(importer: Importer, item: FxNode, value: Node, number: int) -> Node:
-    """A result as it lies, unless it shares memory with what it does not in eager."""
+    """Return a result as it lies, unless it shares memory with what it does not in eager."""
     base, storage = base_of(value), storage_of(item)
     laid = importer.copies.get((base, storage))
     if laid is not None:
@@ -157,14 +159,14 @@ def _in_place(importer: Importer, item: FxNode, value: Node, number: int) -> Nod
 
 
 def _is_all_of(base: Node, value: Node) -> bool:
-    """Whether ``value`` has each element of ``base`` once."""
+    """Tell whether ``value`` has each element of ``base`` once."""
     while value is not base and OPS[value.op].has_all_once:
         value = value.inputs[0]
     return value is base
 
 
 def _over(b: Builder, view: Node, whole: Node, other: Node) -> Node | None:
-    """The same view of another value; None if it is none of ``whole``."""
+    """Take the same view of another value; None if it is none of ``whole``."""
     if view is whole:
         return other
     if view.kind is not Kind.VIEW:
@@ -185,7 +187,7 @@ def _copy(importer: Importer, fx: FxNode, value: Node, number: int) -> Node:
 
 
 def _in_user_order(importer: Importer, fx: FxNode, value: Node) -> Node:
-    """The result as eager would lay it out; contiguous needs no word."""
+    """Lay out the result as eager would; contiguous needs no word."""
     order = user_order(importer, fx, value)
     if order is None or value.op == "input":
         return value
@@ -200,7 +202,7 @@ _NONE: Any = object()
 
 
 def order_or_none(importer: Importer, fx: FxNode) -> Any:
-    """The order of a dense value; ``_NONE`` for any other."""
+    """Return the order of a dense value; ``_NONE`` for any other."""
     value: torch.Tensor = fx.meta["val"]
     try:
         return memory_order(importer.symbols.shape(value.stride()), importer.shape(fx))
@@ -209,7 +211,7 @@ def order_or_none(importer: Importer, fx: FxNode) -> Any:
 
 
 def order_or_contiguous(strides: Sequence[Expr], shape: Sequence[Expr]) -> Order:
-    """Arguments that are not dense are copied at the door."""
+    """Return the order; arguments that are not dense are copied at the door."""
     try:
         return memory_order(strides, shape)
     except ShapeError:

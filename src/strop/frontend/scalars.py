@@ -1,5 +1,5 @@
-"""Numbers in kernels that are not known before the call: what Python code has computed from sizes,
-such as 1 / n or sqrt(width), and from floats that are inputs (``numbers``)."""
+"""Import numbers in kernels that are not known before the call: what Python code has computed from
+sizes, such as 1 / n or sqrt(width), and from floats that are inputs (``numbers``)."""
 
 from __future__ import annotations
 
@@ -48,7 +48,8 @@ ARITHMETIC = frozenset(
 
 
 def is_operand(number: FxNode, of: FxNode) -> bool:
-    """Whether ``of`` takes the number as nodes: sizes and inputs that it is made of stay free."""
+    """Tell whether ``of`` takes the number as nodes: sizes and inputs that it is made of stay
+    free."""
     if is_number(number.meta["val"]):
         return is_operand_of(number, of)
     is_there = any(arg is number for arg in of.args) and number not in of.kwargs.values()
@@ -56,7 +57,7 @@ def is_operand(number: FxNode, of: FxNode) -> bool:
 
 
 def _operator(e: Any) -> str | None:
-    """The row of the operator table that makes ``e`` of its parts, if there is one."""
+    """Return the row of the operator table that makes ``e`` of its parts, if there is one."""
     if isinstance(e, _QUOTIENTS):
         return "div"
     if isinstance(e, OpaqueUnaryFn_sqrt) or (isinstance(e, FloatPow) and e.args[1] == 0.5):
@@ -69,14 +70,14 @@ def _is_size(e: Any) -> bool:
 
 
 def _is_made(e: Any) -> bool:
-    """Whether ``of_sizes`` has nodes for all parts of the expression."""
+    """Tell whether ``of_sizes`` has nodes for all parts of the expression."""
     if not e.free_symbols or _is_size(e):
         return True
     return _operator(e) is not None and all(map(_is_made, e.args))
 
 
 def of_sizes(b: Builder, symbols: Symbols, e: Any, dtype: torch.dtype) -> Node:
-    """A sympy expression over sizes as nodes without dims."""
+    """Express a sympy expression over sizes as nodes without dims."""
     if not e.free_symbols:
         return b.constant(float(e), dtype)
     if _is_size(e):
@@ -137,14 +138,14 @@ _OPERANDS: dict[Any, tuple[int, ...]] = {
 
 
 def is_operand_of(number: FxNode, of: FxNode) -> bool:
-    """Whether the importer makes a node of ``number`` where ``of`` takes it."""
+    """Tell whether the importer makes a node of ``number`` where ``of`` takes it."""
     places = [place for place, arg in enumerate(of.args) if arg is number]
     is_taken = set(places) <= set(_OPERANDS.get(of.target, ())) and bool(places)
     return is_taken and number not in of.kwargs.values() and is_made(number)
 
 
 def is_made(number: Any) -> bool:
-    """Whether ``node_of`` has nodes for a number and all that it is made of."""
+    """Tell whether ``node_of`` has nodes for a number and all that it is made of."""
     if isinstance(number, int | float):
         return True
     if not isinstance(number, FxNode) or not isinstance(number.meta.get("val"), SymFloat):
@@ -158,7 +159,7 @@ def is_made(number: Any) -> bool:
 
 
 def node_of(im: Importer, number: Any) -> Node:
-    """A number, or what Python computes of some, as a node without dims, in 64 bits."""
+    """Return a number, or what Python computes of some, as a node without dims, in 64 bits."""
     b: Builder = im.builder
     if not isinstance(number, FxNode):
         return b.constant(float(number), F64)

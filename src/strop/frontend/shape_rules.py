@@ -1,4 +1,5 @@
-"""Shapes of slices, pools, sums and some gradients while tracing, in arithmetic without a guard.
+"""Compute shapes of slices, pools, sums and some gradients while tracing, in arithmetic without a
+guard.
 
 torch 2.11 makes ``x[:, :8]`` of a symbolic size a length that depends on data, unless it can prove
 that there are 8; later ones say min(8, size), as here. And it asks whether the sizes of a pool
@@ -50,7 +51,7 @@ Rule = Callable[..., Any]  # of the fake mode, the operator and its arguments; N
 
 @contextmanager
 def shape_rules() -> Iterator[None]:
-    """Not for two threads at once: traces take turns."""
+    """Put the shape rules in force, for one thread at a time: traces take turns."""
     usual, fast = fake_impls.op_implementations_dict, fake_impls.get_fast_op_impls()
     _ORDERS.clear()
     with (
@@ -70,7 +71,7 @@ def shape_rules() -> Iterator[None]:
 
 
 class TracedSizes(ShapeEnv):
-    """The sizes and the numbers of a trace of ours."""
+    """Hold the sizes and the numbers of a trace of ours."""
 
     numbers = Numbers(())
 
@@ -80,8 +81,9 @@ class TracedSizes(ShapeEnv):
         return super().evaluate_expr(orig_expr, *args, **kwargs)
 
     def _get_user_frame(self) -> FrameType | None:
-        """Of whom a guard is said to come: the line of the module that asked about a size, or that
-        of torch's module where nobody else did, but not ours around the question."""
+        """Find the frame that a guard is said to come from: the line of the module that asked about
+        a size, or that of torch's module where nobody else did, but not ours around the
+        question."""
         of_torch: FrameType | None = None
         frame = inspect.currentframe()
         while frame is not None:
@@ -98,7 +100,7 @@ class TracedSizes(ShapeEnv):
 
 
 def place(guard: ShapeGuard) -> str:
-    """ "model.py:12", or what torch says."""
+    """Return a place such as "model.py:12", or what torch says."""
     frame = guard.sloc.framework_loc
     if isinstance(frame, FrameSummary):
         return f"{Path(frame.filename).name}:{frame.lineno}"
@@ -107,9 +109,9 @@ def place(guard: ShapeGuard) -> str:
 
 @contextmanager
 def _orders_of_larger_sizes() -> Iterator[None]:
-    """Where C++ asks whether a size is above 1, it wants to know in which order memory lies, as
-    strides of a size of 1 say nothing of that. Strides that are right for larger sizes are right
-    for 1 too; with a guard, a batch of 1 would be another graph."""
+    """Answer in which order memory lies where C++ asks whether a size is above 1, as strides of a
+    size of 1 say nothing of that. Strides that are right for larger sizes are right for 1 too; with
+    a guard, a batch of 1 would be another graph."""
     own = SymNode.guard_bool
 
     def guard_bool(self: SymNode, file: str, line: int) -> bool:
@@ -157,7 +159,7 @@ def _first(rule: Rule, own: Rule | None) -> Rule:
 
 
 def _fast(operator: Any, rule: Rule, own: Rule | None) -> Rule:
-    """Asked before torch takes an operator apart, where a size is symbolic."""
+    """Ask the rule before torch takes an operator apart, where a size is symbolic."""
 
     def apply(mode: Any, *args: Any, **kwargs: Any) -> Any:
         found = rule(mode, *args, **kwargs)
@@ -193,7 +195,7 @@ def _is_the_end(end: Any) -> bool:
 
 
 def _bound(index: Any, size: Size) -> Any:
-    """From 0 to the size; None where it is not known from which end it counts."""
+    """Clamp an index to 0 to the size; None where it is not known from which end it counts."""
     if guard_or_false(index >= 0):
         if guard_or_false(index <= size):
             return index
@@ -231,14 +233,16 @@ def _into_one(mode: Any, x: Tensor, part: Tensor, dim: int, index: Any) -> Tenso
 
 
 def _check_fills(part: Tensor, place: Tensor) -> None:
-    """torch's own rules, which say the shape of the result, ask for nothing."""
+    """Check that a part fills its place: torch's own rules, which say the shape of the result, ask
+    for nothing."""
     torch._check(part.dim() == place.dim())
     for found, wanted in zip(part.shape, place.shape, strict=True):
         torch._check(found == wanted)
 
 
 def _unshuffled(mode: Any, x: Tensor, factor: int) -> None:
-    """torch's own rule compares numbers of elements, which says of no side that it divides."""
+    """Check that the factor divides both sides: torch's own rule compares numbers of elements,
+    which does not say so."""
     if x.dim() >= 3 and factor > 0:
         for size in x.shape[-2:]:
             torch._check(size % factor == 0)
@@ -274,7 +278,7 @@ def _average(
 
 
 def _pooled(x: Tensor, upwards: bool, *geometry: Any) -> list[Size] | None:
-    """None for what torch refuses: its own rule says why."""
+    """Return the pooled sizes; None for what torch refuses: its own rule says why."""
     columns = [_both(value) for value in geometry]
     kernel, stride, padding, dilation = columns[0], columns[1] or columns[0], *columns[2:]
     if x.dim() not in (3, 4) or any(len(c) != 2 for c in (kernel, stride, padding, dilation)):
@@ -307,7 +311,7 @@ def _empty(mode: Any, x: Tensor, shape: Sequence[Size], dtype: torch.dtype) -> T
 
 
 def _gradient(mode: Any, grad: Tensor, x: Tensor, *args: Any, **kwargs: Any) -> Tensor | None:
-    """Of an activation: like what arrives."""
+    """Give an activation's gradient the shape and layout of what arrives."""
     is_like = grad.dtype == x.dtype and _exact(grad.shape) == _exact(x.shape)
     return _like(mode, grad) if is_like and _order(grad) else None
 
@@ -325,7 +329,7 @@ def _group_norm_gradients(
     groups: int,
     mask: Sequence[bool],
 ) -> tuple[Tensor | None, ...] | None:
-    """The same for a group norm, whose formula takes a tenth of a second."""
+    """Do the same for a group norm, whose formula takes a tenth of a second."""
     if not _order(x):
         return None
     of_x = _like(mode, x) if mask[0] else None
@@ -361,7 +365,8 @@ def _layer_norm(
     bias: Tensor | None,
     eps: float,
 ) -> tuple[Tensor, ...] | None:
-    """Contiguous, as eager's are; statistics in the type that torch keeps them in."""
+    """Give contiguous results, as eager does, and statistics in the type that torch keeps them
+    in."""
     count, ends = len(normalized), _exact(normalized)
     parameters = [parameter for parameter in (weight, bias) if parameter is not None]
     of_one_type = all(p.dtype == x.dtype and _exact(p.shape) == ends for p in parameters)
@@ -378,7 +383,8 @@ def _layer_norm(
 
 
 def _unary(mode: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor | None:
-    """Of floating-point numbers, element by element: like what arrives."""
+    """Give what is computed of floating-point numbers, element by element, the shape and layout of
+    what arrives."""
     if not x.is_floating_point():
         return None
     if _order(x):
@@ -388,8 +394,8 @@ def _unary(mode: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor | None:
 
 
 def _binary(mode: Any, a: Any, b: Any, **kwargs: Any) -> Tensor | None:
-    """Like the operand that has the shape of the result, if it lies in a usual order; of operands
-    of one shape as torch lays out what is made of both."""
+    """Give a result the layout of the operand that has its shape, if that lies in a usual order;
+    for operands of one shape, that in which torch lays out what is made of both."""
     if not isinstance(a, Tensor):
         a, b = b, a
     if not isinstance(a, Tensor) or not a.is_floating_point():
@@ -409,14 +415,14 @@ def _binary(mode: Any, a: Any, b: Any, **kwargs: Any) -> Tensor | None:
 
 
 def _written(mode: Any, x: Tensor, part: Tensor, non_blocking: bool = False) -> Tensor | None:
-    """``y[..., 0::2] = part``: torch's own rule asks in which order both lie, and so for sizes of
-    at least 2. What has an element at several places it refuses."""
+    """Give ``y[..., 0::2] = part`` a shape: torch's own rule asks in which order both lie, and so
+    for sizes of at least 2. It refuses what has an element at several places."""
     is_own = all(stride != 0 for stride in _exact(x.stride()))
     return x if is_own and _spreads(_exact(part.shape), _exact(x.shape)) else None
 
 
 def _overwritten(mode: Any, x: Tensor, part: Tensor, non_blocking: bool = False) -> Tensor | None:
-    """The same, as a value of its own."""
+    """Do the same for a value of its own."""
     if not _spreads(_exact(part.shape), _exact(x.shape)):
         return None
     with mode:
@@ -424,7 +430,7 @@ def _overwritten(mode: Any, x: Tensor, part: Tensor, non_blocking: bool = False)
 
 
 def _spreads(sizes: Sequence[Any], over: Sequence[Any]) -> bool:
-    """Whether each size is 1 or that of the other shape, without asking what symbols are."""
+    """Tell whether each size is 1 or that of the other shape, without asking what symbols are."""
     if len(sizes) > len(over):
         return False
     ends = over[len(over) - len(sizes) :]
@@ -432,7 +438,7 @@ def _spreads(sizes: Sequence[Any], over: Sequence[Any]) -> bool:
 
 
 def _exact(sizes: Sequence[Size]) -> tuple[Any, ...]:
-    """As expressions, which compare without guards."""
+    """Return sizes as expressions, which compare without guards."""
     return tuple(s.node.expr if isinstance(s, SymInt) else s for s in sizes)
 
 
@@ -460,7 +466,7 @@ def _like(mode: Any, x: Tensor) -> Tensor:
 
 
 def _fake(mode: Any, x: Tensor, shape: Sequence[Size], strides: Sequence[Size]) -> Tensor:
-    """On the device and in the type of x."""
+    """Make an empty tensor on the device and in the type of x."""
     meta = torch.empty_strided(shape, strides, dtype=x.dtype, device="meta")
     return FakeTensor(mode, meta, x.device)
 

@@ -1,4 +1,4 @@
-"""Plain Python values as text that is the same in every process: parts of keys."""
+"""Write plain Python values as text that is the same in every process: parts of keys."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def is_plain(value: Any) -> bool:
 
 
 def text_of(value: Any, outer: frozenset[int] = frozenset()) -> str:
-    """A function counts by its name and code, an object without a text of its own by its class.
-    ``outer``: the functions that it is a part of."""
+    """Write a value as text. A function counts by its name and code, an object without a text of
+    its own by its class. ``outer`` are the functions that it is a part of."""
     if isinstance(value, list | tuple):
         return f"{type(value).__name__}{[text_of(v, outer) for v in value]}"
     if isinstance(value, set | frozenset):

@@ -60,9 +60,9 @@ _TABLE = {**COMPOSITES, **joint.RETARGET}
 
 @dataclass(frozen=True, slots=True)
 class CapturedStep:
-    """Placeholders of ``graph``: the state in ``state_names`` order, arguments, then a tangent for
-    each result that is differentiable. It gives the results, then a gradient, or None, for each
-    tensor that wants one."""
+    """Hold a traced step. Placeholders of ``graph``: the state in ``state_names`` order, arguments,
+    then a tangent for each result that is differentiable. It gives the results, then a gradient, or
+    None, for each tensor that wants one."""
 
     graph: GraphModule
     state_names: tuple[str, ...]
@@ -78,7 +78,7 @@ class CapturedStep:
 
 
 class _Retarget(TorchFunctionMode):
-    """Operators that have gradients, in forms that fuse."""
+    """Retarget operators that have gradients to forms that fuse."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -88,7 +88,7 @@ class _Retarget(TorchFunctionMode):
 
 @dataclass
 class _Flat:
-    """The step as a function of tensors alone, and what it found out when it ran."""
+    """Run the step as a function of tensors alone, and keep what it found out when it ran."""
 
     module: nn.Module
     call: Callable[..., Any]
@@ -158,7 +158,7 @@ def capture_step(
 
 
 def _tangent(number: int, result: Tensor) -> Tensor:
-    """A placeholder in the middle of the trace: like the result, which nobody knew before."""
+    """Make a placeholder in the middle of the trace, like the result, which nobody knew before."""
     proxies = get_proxy_mode()
     assert proxies is not None
     with disable_proxy_modes_tracing(), torch.no_grad():
@@ -172,7 +172,7 @@ def _tangent(number: int, result: Tensor) -> Tensor:
 
 
 def _arrange(gm: GraphModule) -> None:
-    """Placeholders first; no detached values, which are there for autograd alone."""
+    """Put placeholders first, and take out detached values, which are there for autograd alone."""
     graph = gm.graph
     given = [node for node in graph.nodes if node.op == "placeholder"]
     for before, node in itertools.pairwise(given):
@@ -195,7 +195,7 @@ def _check_aliases(gm: GraphModule, flat: _Flat) -> None:
 
 @contextmanager
 def _no_autocast_cache() -> Iterator[None]:
-    """It would keep fake casts of weights beyond the trace."""
+    """Turn off autocast's cache, which would keep fake casts of weights beyond the trace."""
     before = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
     try:
@@ -206,7 +206,8 @@ def _no_autocast_cache() -> Iterator[None]:
 
 @contextmanager
 def _no_checkpoints() -> Iterator[None]:
-    """What a checkpoint computes again would be traced like all else, and kept after all."""
+    """Refuse checkpoints: what one computes again would be traced like all else, and kept after
+    all."""
 
     def refuse(*args: Any, **kwargs: Any) -> Any:
         raise CaptureError("it uses torch.utils.checkpoint")

@@ -1,4 +1,4 @@
-"""From torch's sympy sizes to our polynomials, and from its guards to checks that we can run.
+"""Turn torch's sympy sizes into our polynomials, and its guards into checks that we can run.
 
 Torch keeps facts such as ``s0 % 8 == 0`` as guards and goes on printing sizes as
 ``8*((s0 - 1)//8) + 8``. Here such guards are *solved*: s0 becomes ``8*t0``, after which every
@@ -124,7 +124,7 @@ class Symbols:
         raise OutsideLanguage(e)
 
     def number(self, value: torch.SymFloat) -> float:
-        """A number computed from sizes, which have to be fixed."""
+        """Return a number computed from sizes, which have to be fixed."""
         expression = value.node.expr
         if not self._is_fixed(expression):
             raise OutsideLanguage(expression)
@@ -134,12 +134,12 @@ class Symbols:
         return all(self.size_of(s.name).is_const for s in e.free_symbols)
 
     def _value(self, e: Any) -> Any:
-        """What a foreign expression comes to at fixed sizes."""
+        """Return what a foreign expression comes to at fixed sizes."""
         fixed = {s: sympy.Integer(self.size_of(s.name).value) for s in e.free_symbols}
         return e.xreplace(fixed)
 
     def _chosen(self, e: Any) -> Expr:
-        """The side of a minimum or maximum that the traced sizes take."""
+        """Return the side of a minimum or maximum that the traced sizes take."""
         if isinstance(e, SYMPY_MAX) and sympy.S.One in e.args and len(e.args) == 2:
             other = next(a for a in e.args if a != 1)
             if other.is_integer and other.is_positive:
@@ -164,8 +164,9 @@ class Symbols:
         return found
 
     def unite_divisors(self, sizes: Iterable[Any], hints: Mapping[str, int]) -> None:
-        """``(s0*s1)//s2`` where s0 was traced with the value of s2: ask whether they are one size,
-        such as the batch of two arguments. Before ``replace``, which takes over the answer."""
+        """Unite divisors: in ``(s0*s1)//s2`` where s0 was traced with the value of s2, ask whether
+        they are one size, such as the batch of two arguments. This comes before ``replace``, which
+        takes over the answer."""
         asked = set()
         for quotient in set().union(*(size.atoms(FloorDiv) for size in sizes)):
             top, bottom = quotient.args
@@ -201,14 +202,15 @@ class Symbols:
         return self._as_fixed(top // bottom.value)
 
     def _as_fixed(self, size: Expr) -> Expr:
-        """``size`` with the values of ``floors``, which are then checked."""
+        """Write ``size`` with the values of ``floors``, which are then checked."""
         for atom in floors_of(size) & self.floors.keys():
             self._assume(Guard(_of_atom(atom), "==", const(self.floors[atom])))
             size = _with_value(size, atom, self.floors[atom])
         return size
 
     def settle(self, sizes: Iterable[Any], guards: Iterable[Any]) -> None:
-        """Names in which every size and every equation of ``guards`` is inside the language."""
+        """Choose names in which every size and every equation of ``guards`` is inside the
+        language."""
         sizes, guards = list(sizes), list(guards)
         while True:
             self._memo.clear()
@@ -228,7 +230,7 @@ class Symbols:
                 self.pin(error)
 
     def _require(self, guard: Any) -> None:
-        """An equation that the names do not show to hold fixes its sizes; others are checked."""
+        """Fix the sizes of an equation that the names do not show to hold; others are checked."""
         is_equation = isinstance(guard, sympy.Eq) and not guard.has(Mod, PythonMod)
         if is_equation and self._difference(guard) != const(0):
             raise OutsideLanguage(guard)
@@ -299,7 +301,8 @@ class Symbols:
                 return
 
     def _divided_roots(self, guard: Any) -> dict[str, int]:
-        """By what each root is divided: a picture in patches is even in height and in width."""
+        """Return what each root is divided by: a picture in patches is even in height and in
+        width."""
         found: dict[str, int] = {}
         for quotient in guard.atoms(FloorDiv):
             top, bottom = self.size(quotient.args[0]), quotient.args[1]
@@ -332,7 +335,8 @@ class Symbols:
             return False
 
     def _solve_sum(self, guard: Any) -> None:
-        """``s0 + s1 == s2 + s3``: parts that were traced with the same value are the same size."""
+        """Solve ``s0 + s1 == s2 + s3``: parts that were traced with the same value are the same
+        size."""
         try:
             difference = self._difference(guard)
         except UnsupportedError:
@@ -350,7 +354,7 @@ class Symbols:
             self._memo.clear()
 
     def _solve_root(self, guard: Any) -> None:
-        """``s0 == (s1 - 1)//8 + 1``: the symbol that stands alone is the other side."""
+        """Solve ``s0 == (s1 - 1)//8 + 1``: the symbol that stands alone is the other side."""
         for alone, other in ((guard.lhs, guard.rhs), (guard.rhs, guard.lhs)):
             if not isinstance(alone, sympy.Symbol) or not self._is_free(alone.name):
                 continue
@@ -369,7 +373,7 @@ class Symbols:
         self._memo.clear()
 
     def _is_free(self, name: str) -> bool:
-        """Whether nothing is known of a symbol yet."""
+        """Tell whether nothing is known of a symbol yet."""
         size = self.size_of(name)
         return (
             len(size.roots) == 1
@@ -378,13 +382,13 @@ class Symbols:
         )
 
     def replace(self, replacements: Mapping[Any, Any]) -> None:
-        """Sizes that torch found to be equal: ``s5`` is ``s0``, or a constant."""
+        """Replace sizes that torch found to be equal: ``s5`` is ``s0``, or a constant."""
         for old, new in replacements.items():
             self.names[old.name] = self.size(new)
         self._memo.clear()
 
     def root_values(self, hints: Mapping[str, int]) -> dict[str, int]:
-        """Values of our roots, given those of torch's symbols."""
+        """Return values of our roots, given those of torch's symbols."""
         values: dict[str, int] = {}
         for name, value in hints.items():
             size = self.names.get(name, symbol(name))
@@ -394,8 +398,8 @@ class Symbols:
         return values
 
     def _fraction(self, e: Any) -> tuple[Expr, Expr]:
-        """(numerator, positive denominator): guards may compare ratios of sizes, as upsampling
-        to a given size does. Sizes themselves are always whole."""
+        """Return (numerator, positive denominator): guards may compare ratios of sizes, as
+        upsampling to a given size does. Sizes themselves are always whole."""
         if isinstance(e, ToFloat):
             return self._fraction(e.args[0])
         if isinstance(e, sympy.Float | sympy.Rational):
@@ -413,7 +417,7 @@ class Symbols:
         return self.size(e), const(1)
 
     def guards(self, expressions: Iterable[Any]) -> tuple[Guard, ...]:
-        """Run-time checks for torch's guards; those that are now identities drop out."""
+        """Return run-time checks for torch's guards; those that are now identities drop out."""
         kept: dict[str, Guard] = {}
         for e in _parts(expressions):
             for guard in self._checks(e):
@@ -422,7 +426,8 @@ class Symbols:
         return tuple(kept[text] for text in sorted(kept))
 
     def _checks(self, e: Any) -> list[Guard]:
-        """``e`` as relations that must all hold. Of alternatives, the one that was traced."""
+        """Write ``e`` as relations that must all hold. Of alternatives, the one that was traced
+        counts."""
         if e in (sympy.true, True):
             return []
         if isinstance(e, sympy.And):
@@ -446,8 +451,8 @@ class Symbols:
 
 
 def _ways(e: Any) -> Any:
-    """``Min(a, b) > c`` as ``a > c and b > c``, and so on, also under factors; None for what has no
-    such form. Alternatives need factors that are no less than 0."""
+    """Write ``Min(a, b) > c`` as ``a > c and b > c``, and so on, also under factors; None for what
+    has no such form. Alternatives need factors that are no less than 0."""
     bigger, smaller = (sympy.Gt, sympy.Ge), (sympy.Lt, sympy.Le)
     for side, other, up in ((0, 1, bigger), (1, 0, smaller)):
         if type(e) not in bigger + smaller:
@@ -468,8 +473,8 @@ def _ways(e: Any) -> Any:
 
 
 def _is_exact(e: Any) -> bool:
-    """Whether a float expression rounds nothing that matters: a quotient of sizes, or one times
-    a power of two."""
+    """Tell whether a float expression rounds nothing that matters: a quotient of sizes, or one
+    times a power of two."""
     if isinstance(e, sympy.Mul):
         return all(map(_is_exact, e.args))
     if isinstance(e, sympy.Float):
@@ -495,7 +500,7 @@ def _with_value(size: Expr, atom: Floor, value: int) -> Expr:
 
 
 def _parts(guards: Iterable[Any]) -> Iterator[Any]:
-    """The terms of conjunctions."""
+    """Yield the terms of conjunctions."""
     for guard in guards:
         if isinstance(guard, sympy.And):
             yield from _parts(guard.args)
@@ -504,8 +509,8 @@ def _parts(guards: Iterable[Any]) -> Iterator[Any]:
 
 
 def _always_holds(guard: Guard) -> bool:
-    """Whether all sizes satisfy it: roots are positive (``capture`` and ``Variant.fits`` see to
-    that), differences and quotients of them need not be."""
+    """Tell whether all sizes satisfy it: roots are positive (``capture`` and ``Variant.fits`` see
+    to that), differences and quotients of them need not be."""
     sides, relation = (guard.left, guard.right), guard.relation
     if relation in ("<", "<="):
         sides, relation = (guard.right, guard.left), {"<": ">", "<=": ">="}[relation]

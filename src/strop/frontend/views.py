@@ -1,4 +1,5 @@
-"""ATen view calls as the five views of the graph IR; clones and aliases are the value itself."""
+"""Turn ATen view calls into the five views of the graph IR; clones and aliases are the value
+itself."""
 
 from __future__ import annotations
 
@@ -55,7 +56,8 @@ def _expand(im: Importer, fx: FxNode, x: Any, *_: Any, **__: Any) -> Node:
 
 
 def slice_start(im: Importer, x: FxNode, dim: int, start: Any) -> Expr:
-    """Where a slice begins, as torch clamps it. Symbolic sizes are asked, which plants guards."""
+    """Return where a slice begins, as torch clamps it. Symbolic sizes are asked, which plants
+    guards."""
     size = x.meta["val"].shape[dim]
     begin = 0 if start is None else start.meta["val"] if isinstance(start, FxNode) else start
     if begin < 0:
@@ -145,7 +147,7 @@ def _rot90(im: Importer, fx: FxNode, x: Any, k: int = 1, dims: Sequence[int] = (
 
 
 def _repeat(im: Importer, fx: FxNode, x: Any, repeats: Sequence[Any]) -> Node:
-    """A new dim before each one: nothing is stored twice until somebody writes it."""
+    """Put a new dim before each one: nothing is stored twice until somebody writes it."""
     b, counts = im.builder, [im.size(r) for r in repeats]
     node = b.view_as_rank(im.node(x), len(counts))
     ones = [s for size in node.shape for s in (const(1), size)]
@@ -154,7 +156,7 @@ def _repeat(im: Importer, fx: FxNode, x: Any, repeats: Sequence[Any]) -> Node:
 
 
 def _unfold(im: Importer, fx: FxNode, x: Any, dim: int, size: int, step: int) -> Node | None:
-    """Windows that do not overlap are a reshape; a few that do are slices side by side."""
+    """Reshape windows that do not overlap; a few that do are slices side by side."""
     node, b = im.node(x), im.builder
     if not node.shape:  # a number has one window
         return b.reshape(node, im.shape(fx)) if size == 1 else None
@@ -202,7 +204,7 @@ def _channel_shuffle(im: Importer, fx: FxNode, x: Any, groups: int) -> Node:
 def _as_strided(
     im: Importer, fx: FxNode, x: FxNode, size: Any, stride: Any, offset: Any = None
 ) -> Node:
-    """Torch looks at memory itself, which has to lie as it did in eager."""
+    """Leave as_strided to torch, which looks at memory itself: it has to lie as it did in eager."""
     node, shape = im.node(x), im.shape(x)
     strides = im.symbols.shape(x.meta["val"].stride())
     order = memory_order(strides, shape) or tuple(range(len(shape)))  # an error if there are gaps

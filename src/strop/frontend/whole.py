@@ -1,4 +1,4 @@
-"""Operators that torch runs, kept whole while a module is traced.
+"""Keep operators that torch runs whole while a module is traced.
 
 torch would take them apart: a recurrent layer into a step for each token, a convolution by the
 backend that it would choose for the traced sizes. Here each is one call with a shape rule in
@@ -42,14 +42,14 @@ def _recurrent_shape(x: Tensor, hx: Tensor, *rest: Any) -> tuple[Tensor, ...]:
 
 
 def check_types(*tensors: Tensor | None) -> None:
-    """Libraries take one type and one device; eager's own error says so better."""
+    """Check types and devices: libraries take one of each, and eager's own error says so better."""
     kinds = {(t.dtype, t.device) for t in tensors if t is not None}
     torch._check(len(kinds) == 1, lambda: f"operands of several types or devices: {kinds}")
 
 
 def shaping(x: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
-    """Whose memory format the result of a convolution takes. On a GPU Strop itself lays out the
-    weights. That of a video's depends on the library: contiguous here."""
+    """Return the operands whose memory format the result of a convolution takes. On a GPU Strop
+    itself lays out the weights. That of a video's depends on the library: contiguous here."""
     if x.dim() == 3:  # a row of pixels, of which eager reads the weights as they lie
         return (weight.unsqueeze(2),)
     return (x, weight) if x.device.type == "cpu" else (x,)
@@ -107,12 +107,12 @@ def _resized_gradient_shape(
 
 
 def _shuffled_shape(x: Tensor, groups: int) -> Tensor:
-    """torch's own rules say contiguous, and eager gives pictures back as they lie."""
+    """Give back pictures as they lie, as eager does, where torch's own rules say contiguous."""
     return pictures_on_cpu(x, x.shape)
 
 
 def _rolled_shape(x: Tensor, shifts: Any, dims: Sequence[int] = ()) -> Tensor:
-    """The same, but for one that is rolled as a row of elements."""
+    """Do the same, except for one that is rolled as a row of elements."""
     torch._check(len(shifts) == (len(dims) or 1), lambda: "roll: shifts and dims must align")
     return pictures_on_cpu(x, x.shape) if dims else x.new_empty(x.shape)
 
@@ -157,7 +157,8 @@ MOVES: dict[Any, Callable[..., Any]] = {
 
 
 def _recurrent(name: str) -> Callable[..., Any]:
-    """A layer over padded sequences; packed ones have another list of arguments."""
+    """Return a call of a layer over padded sequences; packed ones have another list of
+    arguments."""
     packed, own = getattr(torch, name), getattr(torch.ops.strop, name)
 
     def call(*args: Any) -> Any:

@@ -1,1 +1,1 @@
-"""Which nodes share a kernel, and how. Data in, data out."""
+"""Choose which nodes share a kernel, and how. Data goes in, data comes out."""

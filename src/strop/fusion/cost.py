@@ -20,7 +20,7 @@ def is_cheaper_again(
     stored: Set[Node],
     hints: Mapping[str, int],
 ) -> bool:
-    """True when every consumer should compute ``node`` itself instead of loading it.
+    """Tell whether every consumer should compute ``node`` itself instead of loading it.
 
     A single consumer saves the write and the read and never loads more than the value's own
     operands. Several consumers each load the operands, so only one of them may be large.
@@ -47,7 +47,7 @@ def is_cheaper_again(
 
 
 def _expression(node: Node, stored: Set[Node]) -> tuple[set[Node], set[Node]]:
-    """The nodes that computing ``node`` runs, and the values that it loads."""
+    """Return the nodes that computing ``node`` runs, and the values that it loads."""
     members: set[Node] = set()
     loads: set[Node] = set()
     stack = [node]

@@ -1,4 +1,4 @@
-"""May this node join that group? Each refusal has a reason; nothing here looks at cost."""
+"""Decide whether a node may join a group. Each refusal has a reason; nothing here looks at cost."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Turns = tuple[tuple[int, ...], ...]  # permutations between a member and the oth
 
 @dataclass(eq=False)
 class Draft:
-    """A group while it grows. ``domain`` is the element count of one full sweep."""
+    """Hold a group while it grows. ``domain`` is the element count of one full sweep."""
 
     schedule: Schedule
     domain: Expr
@@ -35,7 +35,8 @@ class Draft:
 
 
 def is_fusible(node: Node) -> bool:
-    """Pointwise nodes and reductions that code generators print; constants go with their users."""
+    """Tell whether code generators print a node: pointwise nodes and reductions; constants go with
+    their users."""
     if node.op in ("constant", "iota"):
         return False
     return node.kind in (Kind.POINTWISE, Kind.REDUCTION)
@@ -45,7 +46,7 @@ Schedules = Mapping[Node, Schedule | None]
 
 
 def reduction_schedules(graph: Graph) -> Schedules:
-    """For each reduction, how the elements of its operand lie in memory asks it to run."""
+    """Return for each reduction how the elements of its operand lie in memory asks it to run."""
     users = graph.users()
     return {
         node: _reduction_schedule(node, users, graph.hints)
@@ -57,7 +58,8 @@ def reduction_schedules(graph: Graph) -> Schedules:
 def _reduction_schedule(
     node: Node, users: Mapping[Node, list[Node]], hints: Mapping[str, int]
 ) -> Schedule | None:
-    """ROW when the reduced elements lie innermost in memory, COLUMN when kept ones lie inside.
+    """Return ROW when the reduced elements lie innermost in memory, COLUMN when kept ones lie
+    inside.
 
     Where each element is needed again for a result of that size (softmax), a ROW kernel is one
     launch instead of several, and rows side by side are as good to read as long ones. A reduction
@@ -95,7 +97,7 @@ def _keeps_expanded(node: Node) -> bool:
 
 
 def _comes_back(node: Node, users: Mapping[Node, list[Node]]) -> bool:
-    """Whether some result as large as the operand depends on the reduction and is stored."""
+    """Tell whether some result as large as the operand depends on the reduction and is stored."""
     size = node.inputs[0].numel
     seen, stack = {node}, [node]
     while stack:
@@ -114,7 +116,7 @@ def _comes_back(node: Node, users: Mapping[Node, list[Node]]) -> bool:
 
 
 def loop_of(node: Node, hints: Mapping[str, int]) -> object | None:
-    """What reductions of different operands must have in common to run in one loop.
+    """Return what reductions of different operands must have in common to run in one loop.
 
     None for long rows: two of them would not stay in registers.
     """
@@ -127,7 +129,7 @@ def loop_of(node: Node, hints: Mapping[str, int]) -> object | None:
 
 
 def refusal(node: Node, draft: Draft, schedules: Schedules) -> str | None:
-    """Why ``node`` cannot join ``draft``, or None when it can."""
+    """Return why ``node`` cannot join ``draft``, or None when it can."""
     if node.kind is Kind.REDUCTION:
         return _refuse_reduction(node, draft, schedules)
     if node.op == "take" and base_of(node.inputs[0]) in draft.nodes:
@@ -174,7 +176,7 @@ def _refuse_reduction(node: Node, draft: Draft, schedules: Schedules) -> str | N
 
 
 def _turns(node: Node, draft: Draft) -> set[Turns]:
-    """The orders, relative to the draft's first members, in which ``node`` reads members."""
+    """Return the orders, relative to the draft's first members, in which ``node`` reads members."""
     members, found = set(draft.nodes), set()
     for operand in node.inputs:
         base = base_of(operand)
@@ -184,7 +186,7 @@ def _turns(node: Node, draft: Draft) -> set[Turns]:
 
 
 def _permutations(view: Node) -> Turns:
-    """The permutations in a chain of views; moving dims of size 1 is none."""
+    """Return the permutations in a chain of views; moving dims of size 1 is none."""
     found: list[tuple[int, ...]] = []
     while view.kind is Kind.VIEW:
         if view.op == "permute":
@@ -196,8 +198,8 @@ def _permutations(view: Node) -> Turns:
 
 
 def _stays_in_row(node: Node, draft: Draft) -> bool:
-    """Whether results of reductions stand along kept dims only: ``x + x.sum(-1)`` is a transpose
-    when x is square."""
+    """Tell whether results of reductions stand along kept dims only: ``x + x.sum(-1)`` is a
+    transpose when x is square."""
     assert draft.first is not None
     shape, dims = draft.first.inputs[0].shape, draft.first.attrs["dims"]
     if node.shape != shape:
@@ -211,7 +213,7 @@ def _stays_in_row(node: Node, draft: Draft) -> bool:
 
 
 def _same_loop(node: Node, first: Node) -> bool:
-    """Whether two reductions that keep equally many elements run over the same dims."""
+    """Tell whether two reductions that keep equally many elements run over the same dims."""
     (x, dims), (y, others) = ((n.inputs[0], n.attrs["dims"]) for n in (node, first))
     if x.shape == y.shape:
         return bool(dims == others)
@@ -224,7 +226,7 @@ def _reduces_last(x: Node, dims: tuple[int, ...]) -> bool:
 
 
 def _all_before(operand: Node, draft: Draft) -> bool:
-    """Whether every member is the operand or feeds it."""
+    """Tell whether every member is the operand or feeds it."""
     seen, stack = {operand}, [operand]
     first = min(member.serial for member in draft.nodes)
     while stack:

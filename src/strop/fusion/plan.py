@@ -1,4 +1,4 @@
-"""The fusion plan: plain data, and its text form for people and golden tests."""
+"""Hold the fusion plan: plain data, and its text form for people and golden tests."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from strop.ir.loops import Schedule
 
 
 class Scheme(Enum):
-    """How a value gets from producer to consumer (AStitch, ASPLOS '22)."""
+    """Say how a value gets from producer to consumer (AStitch, ASPLOS '22)."""
 
     LOCAL = "local"  # in registers of one kernel
     REGIONAL = "regional"  # a reduction's result, shared inside one program
@@ -19,7 +19,8 @@ class Scheme(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """One kernel: it writes ``stores`` and computes whatever they need and nobody stored."""
+    """Describe one kernel: it writes ``stores`` and computes whatever they need and nobody
+    stored."""
 
     schedule: Schedule
     nodes: tuple[Node, ...]
@@ -45,7 +46,7 @@ class Stitch:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Why a consumer did not join its producer's kernel."""
+    """Say why a consumer did not join its producer's kernel."""
 
     producer: Node
     consumer: Node
@@ -54,7 +55,7 @@ class Refusal:
 
 @dataclass(frozen=True, slots=True)
 class FusionPlan:
-    """``steps`` in execution order: groups, and anchors or opaque calls as single nodes."""
+    """List ``steps`` in execution order: groups, and anchors or opaque calls as single nodes."""
 
     steps: tuple[Group | Node, ...]
     refusals: tuple[Refusal, ...]
@@ -64,7 +65,7 @@ class FusionPlan:
         return tuple(step for step in self.steps if isinstance(step, Group))
 
     def __str__(self) -> str:
-        """Stable text: nodes are numbered by position, not by serial."""
+        """Return stable text: nodes are numbered by position, not by serial."""
         number: dict[Node, str] = {}
         lines: list[str] = []
         for index, step in enumerate(self.steps):

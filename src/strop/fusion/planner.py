@@ -1,4 +1,4 @@
-"""Graph -> fusion plan: a pure function.
+"""Turn a graph into a fusion plan. This is a pure function.
 
 Greedy in execution order: a node joins a group of one of its producers if that is legal and
 makes no cycle, else it opens a group. Then each value that other kernels read is either stored
@@ -25,7 +25,7 @@ MOST_STREAMS = 8
 
 
 def plan(graph: Graph, apart: Set[Node] = frozenset()) -> FusionPlan:
-    """The plan for ``graph``; equal graphs give equal plans. Nodes ``apart`` share no kernel."""
+    """Plan ``graph``; equal graphs give equal plans. Nodes ``apart`` share no kernel."""
     drafts, refusals = _Grouping(graph, apart).run()
     stored = _stored(graph, drafts, apart)
     groups = _groups(drafts, stored)
@@ -38,7 +38,7 @@ def _is_call(node: Node) -> bool:
 
 
 class _Grouping:
-    """The greedy sweep. ``before[g]`` is the set (bit mask) of steps that g depends on."""
+    """Run the greedy sweep. ``before[g]`` is the set (bit mask) of steps that g depends on."""
 
     def __init__(self, graph: Graph, apart: Set[Node]) -> None:
         self.graph, self.apart = graph, apart
@@ -59,13 +59,13 @@ class _Grouping:
         return [d for d in self.drafts if d is not None], self.refusals
 
     def _producers(self, node: Node) -> list[tuple[int, Node]]:
-        """(step, value) for each operand that some step computes, latest step first."""
+        """Return (step, value) for each operand that some step computes, latest step first."""
         bases = dict.fromkeys(base_of(i) for i in node.inputs)
         found = [(self.home[b], b) for b in bases if b in self.home]
         return sorted(found, key=lambda pair: -pair[0])
 
     def _candidates(self, node: Node) -> list[tuple[int, Node]]:
-        """Steps that ``node`` may join: its producers, and reductions of the same operand or
+        """Return steps that ``node`` may join: its producers, and reductions of the same operand or
         over the same loop.
 
         Kernels with reductions first: other operands can be computed again there.
@@ -85,7 +85,7 @@ class _Grouping:
         return found
 
     def _is_for(self, node: Node, step: int) -> bool:
-        """Whether a step only computes what ``node`` reads, and will be where that is."""
+        """Tell whether a step only computes what ``node`` reads, and will be where that is."""
         draft = self.drafts[step]
         if draft is None or draft.schedule is not Schedule.POINTWISE:
             return False
@@ -93,7 +93,7 @@ class _Grouping:
         return all(own.issuperset(self.users[member]) for member in draft.nodes)
 
     def _is_full(self, step: int) -> bool:
-        """Whether a kernel reads as many large values as leave a tile enough rows."""
+        """Tell whether a kernel reads as many large values as leave a tile enough rows."""
         draft = self.drafts[step]
         if draft is None:
             return True
@@ -161,7 +161,7 @@ class _Grouping:
 
 
 def computed_by(group: Group, stored: Set[Node]) -> frozenset[Node]:
-    """What the kernel computes: its own nodes, and values that nobody stored."""
+    """Return what the kernel computes: its own nodes, and values that nobody stored."""
     found, stack = set(group.nodes), list(group.nodes)
     while stack:
         for base in map(base_of, stack.pop().inputs):
@@ -172,7 +172,7 @@ def computed_by(group: Group, stored: Set[Node]) -> frozenset[Node]:
 
 
 def _stored(graph: Graph, drafts: list[Draft], apart: Set[Node]) -> set[Node]:
-    """The fusible values that some kernel writes to memory."""
+    """Return the fusible values that some kernel writes to memory."""
     home = {node: draft for draft in drafts for node in draft.nodes}
     readers = _readers(graph)
     needed = {base_of(o) for o in graph.outputs}
@@ -205,8 +205,8 @@ def _ends(
     stored: Set[Node],
     hints: Mapping[str, int],
 ) -> dict[int, Draft]:
-    """The draft whose kernel computes what a draft has: another one, if that alone reads it and is
-    no larger. Latest first: readers come later."""
+    """Return the draft whose kernel computes what a draft has: another one, if that alone reads it
+    and is no larger. The latest come first, as readers come later."""
     ends: dict[int, Draft] = {}
     for draft in reversed(list(drafts)):
         outside = {
@@ -224,7 +224,7 @@ def _ends(
 
 
 def _readers(graph: Graph) -> dict[Node, list[Node]]:
-    """Fusible readers of each value, through views."""
+    """Return fusible readers of each value, through views."""
     readers: dict[Node, list[Node]] = defaultdict(list)
     for node in graph.nodes:
         if is_fusible(node):
@@ -260,7 +260,7 @@ def _trimmed(draft: Draft, stores: tuple[Node, ...]) -> Group:
 def _in_order(
     graph: Graph, groups: list[Group], calls: list[Node], stored: set[Node]
 ) -> tuple[Group | Node, ...]:
-    """Topological order that stays close to the user's (by each step's last node)."""
+    """Order steps topologically, close to the user's order (by each step's last node)."""
     position = _positions(graph)
     steps: list[Group | Node] = [*groups, *calls]
     writer: dict[Node, int] = {}
@@ -294,8 +294,8 @@ def _in_order(
 
 
 def _positions(graph: Graph) -> dict[Node, int]:
-    """Of what lays out a result: that of what it reads. It stands at the end of the graph, and
-    would have to wait there for all the others."""
+    """Return each node's position; what lays out a result has that of what it reads, as it stands
+    at the end of the graph and would have to wait there for all the others."""
     position: dict[Node, int] = {}
     results = set(graph.outputs)
     for number, node in enumerate(graph.nodes):
@@ -305,7 +305,7 @@ def _positions(graph: Graph) -> dict[Node, int]:
 
 
 def loaded(step: Group | Node, stored: Set[Node]) -> set[Node]:
-    """The computed values and the arguments that a step loads."""
+    """Return the computed values and the arguments that a step loads."""
     own = set(step.stores) if isinstance(step, Group) else set()
     stack = list(step.stores) if isinstance(step, Group) else [step]
     seen, loads = set(stack), set()

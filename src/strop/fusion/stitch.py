@@ -1,4 +1,5 @@
-"""A column reduction and the kernel that uses it, as one kernel for sizes where a row fits on chip.
+"""Join a column reduction and the kernel that uses it, as one kernel for sizes where a row fits on
+chip.
 
 GroupNorm over channels-last memory is two launches: statistics that all programs share, then
 what they normalise. Where one program can hold a whole group, one launch reads memory once.
@@ -18,7 +19,7 @@ from strop.ir.ops import Kind
 
 
 def stitches(graph: Graph, plan: FusionPlan) -> Iterator[Stitch]:
-    """Pairs of groups that could be one kernel."""
+    """Yield pairs of groups that could be one kernel."""
     writers = {node: step for step in plan.groups for node in step.stores}
     stored = frozenset(writers)
     loads = {step: loaded(step, stored) for step in plan.groups}
@@ -42,7 +43,7 @@ def stitches(graph: Graph, plan: FusionPlan) -> Iterator[Stitch]:
 
 
 def _only_reader(group: Group, readers: dict[Node, set[Group | Node]]) -> Group | None:
-    """The pointwise kernel that alone reads the reduced values."""
+    """Return the pointwise kernel that alone reads the reduced values."""
     reduced = [n for n in group.stores if n.numel != _domain(group)]
     found = {g for n in reduced for g in readers.get(n, ()) if isinstance(g, Group)}
     only = found.pop() if len(found) == 1 else None
@@ -64,8 +65,8 @@ def _place(
     loads: dict[Group, set[Node]],
     readers: dict[Node, set[Group | Node]],
 ) -> Group | None:
-    """Where both could run: early, if the reader needs nothing made in between, else late, if
-    nobody in between needs what the first one makes or could write over what it reads."""
+    """Return where both could run: early, if the reader needs nothing made in between, else late,
+    if nobody in between needs what the first one makes or could write over what it reads."""
     group, reader, between = steps[first], steps[last], steps[first + 1 : last]
     assert isinstance(group, Group)
     assert isinstance(reader, Group)

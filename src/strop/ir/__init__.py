@@ -1,1 +1,1 @@
-"""The data that the stages hand to each other: sizes, graph, operator table, loop IR."""
+"""Define the data that the stages hand to each other: sizes, graph, operator table, loop IR."""

@@ -1,4 +1,4 @@
-"""Views as affine maps: where the elements of a view lie in the buffer under it.
+"""Write views as affine maps, which say where the elements of a view lie in the buffer under it.
 
 Every dim of a view is a list of (size, stride) atoms, outermost first. Reshape regroups atoms,
 splitting them by exact symbolic division; permute and expand are list surgery; slice moves the
@@ -22,7 +22,7 @@ ONE = const(1)
 
 @dataclass(frozen=True, slots=True)
 class Strided:
-    """The elements of a value inside the buffer of ``base``."""
+    """Describe the elements of a value inside the buffer of ``base``."""
 
     base: Node
     offset: Expr
@@ -31,7 +31,7 @@ class Strided:
 
     @property
     def strides(self) -> tuple[Expr, ...] | None:
-        """One stride per dim, or None when some dim needs several or one that torch has not.
+        """Return one stride per dim, or None when some dim needs several or one that torch has not.
 
         A dim of size 1 gets the stride that a dense one would have: libraries look at its
         alignment although nobody steps over it.
@@ -48,7 +48,8 @@ class Strided:
 
 
 def _has_minus(stride: Expr) -> bool:
-    """Strides are products of sizes and steps, and a size may subtract: n - n//2."""
+    """Tell whether a stride subtracts: strides are products of sizes and steps, and a size may be n
+    - n//2."""
     return any(coefficient < 0 for _, coefficient in stride.terms)
 
 
@@ -144,7 +145,7 @@ def _diagonal(view: Node, inner: Strided) -> Strided | None:
 
 
 def _window(view: Node, inner: Strided) -> Strided | None:
-    """Over a value that lies by itself: its memory is known."""
+    """View a value that lies by itself, whose memory is known."""
     if view.inputs[0] is not inner.base:
         return None
     dims = tuple(
@@ -167,7 +168,7 @@ def _slice(view: Node, inner: Strided) -> Strided | None:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Neighbours in memory that are all reduced or all kept."""
+    """Hold neighbours in memory that are all reduced or all kept."""
 
     is_reduced: bool
     size: Expr
@@ -175,8 +176,8 @@ class Run:
 
 
 def runs_of(x: Node, dims: Sequence[int], hints: Mapping[str, int]) -> list[Run] | None:
-    """The runs of a value of which ``dims`` are reduced, outermost in memory first; None: it is not
-    affine."""
+    """Return the runs of a value of which ``dims`` are reduced, outermost in memory first; None
+    where it is not affine."""
     view = strided(x)
     if view is None:
         return None
@@ -195,21 +196,22 @@ def runs_of(x: Node, dims: Sequence[int], hints: Mapping[str, int]) -> list[Run]
 
 
 def lanes_fit(runs: Sequence[Run]) -> bool:
-    """Whether what lies inside of the outermost reduced run may be the cols of a COLUMN kernel."""
+    """Tell whether what lies inside of the outermost reduced run may be the cols of a COLUMN
+    kernel."""
     flags = [run.is_reduced for run in runs]
     lanes = product(run.size for run in runs[flags.index(True) + 1 :])
     return not any(flags[flags.index(True) + 1 :]) or (lanes.is_const and lanes.value <= MAX_LANES)
 
 
 def reduced_runs(x: Node, dims: Sequence[int], hints: Mapping[str, int]) -> list[bool] | None:
-    """Whether each run is among ``dims``."""
+    """Tell whether each run is among ``dims``."""
     runs = runs_of(x, dims, hints)
     return None if runs is None else [run.is_reduced for run in runs]
 
 
 @lru_cache(maxsize=16384)
 def base_of(node: Node) -> Node:
-    """The value under a chain of views."""
+    """Return the value under a chain of views."""
     while node.kind is Kind.VIEW:
         node = node.inputs[0]
     return node

@@ -1,4 +1,4 @@
-"""The rows of the operator table that libraries and hand-written kernels compute."""
+"""Holds the rows of the operator table that libraries and hand-written kernels compute."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _conv_flops(shapes: Shapes, attrs: Mapping[str, Any]) -> int:
 
 
 def _upsampled_conv_flops(shapes: Shapes, attrs: Mapping[str, Any]) -> int:
-    """Each of four windows at each pixel of the operand."""
+    """Count each of four windows at each pixel of the operand."""
     return 2 * math.prod(shapes[1]) * math.prod(shapes[0]) // shapes[0][1]
 
 

@@ -1,4 +1,4 @@
-"""Symbolic sizes: polynomials with integer coefficients over root symbols.
+"""Compute with symbolic sizes: polynomials with integer coefficients over root symbols.
 
 A size such as ``64*b*h*w`` is a sum of monomials. Roots stand for positive integers that are
 known at run time (batch, latent height, ...). A floor division that does not come out even
@@ -22,7 +22,7 @@ Env = Mapping[str, int]
 
 @dataclass(frozen=True, slots=True)
 class Floor:
-    """floor(numerator / divisor) that no rule could divide out."""
+    """Stand for floor(numerator / divisor) that no rule could divide out."""
 
     numerator: Expr
     divisor: int
@@ -37,7 +37,7 @@ Monomial = tuple[Atom, ...]
 
 @dataclass(frozen=True, eq=False)
 class Expr:
-    """An immutable polynomial; build it with ``const``, ``symbol`` and the operators."""
+    """Hold an immutable polynomial; build it with ``const``, ``symbol`` and the operators."""
 
     terms: tuple[tuple[Monomial, int], ...]
 
@@ -67,7 +67,7 @@ class Expr:
         return to_expr(other) - self
 
     def __floordiv__(self, divisor: int) -> Expr:
-        """floor(self / divisor), exact wherever the polynomial shows it."""
+        """Return floor(self / divisor), exact wherever the polynomial shows it."""
         if divisor <= 0:
             raise ShapeError(f"sizes are divided by positive integers only, got {divisor}")
         even = {m: c // divisor for m, c in self.terms if c % divisor == 0}
@@ -82,19 +82,20 @@ class Expr:
 
     @property
     def value(self) -> int:
-        """The integer that a constant expression stands for."""
+        """Return the integer that a constant expression stands for."""
         if not self.is_const:
             raise ShapeError(f"{self} is symbolic, a constant was needed")
         return self.terms[0][1] if self.terms else 0
 
     @cached_property
     def divisor(self) -> int:
-        """The largest integer that provably divides this size whatever the roots are."""
+        """Return the largest integer that provably divides this size whatever the roots are."""
         return math.gcd(*(c for _, c in self.terms)) if self.terms else 0
 
     @cached_property
     def least(self) -> int | None:
-        """The value where all roots are 1, if no other positive ones give less; else None."""
+        """Return the value where all roots are 1, if no other positive ones give less; else
+        None."""
         for monomial, coefficient in self.terms:
             if monomial and coefficient < 0:
                 return None
@@ -106,18 +107,18 @@ class Expr:
 
     @property
     def may_be_negative(self) -> bool:
-        """Whether roots, which are positive, could give a negative number."""
+        """Tell whether roots, which are positive, could give a negative number."""
         return self.least is None or self.least < 0
 
     def is_multiple_of(self, k: int) -> bool:
         return self.divisor % k == 0
 
     def exact_div(self, other: Expr) -> Expr | None:
-        """self / other when it is a polynomial, else None."""
+        """Return self / other when it is a polynomial, else None."""
         return _divided(self, other)
 
     def eval(self, env: Env) -> int:
-        """The size for these values of the roots."""
+        """Evaluate the size for these values of the roots."""
         total = 0
         for monomial, coefficient in self.terms:
             product = coefficient
@@ -232,7 +233,7 @@ def _remove(monomial: Monomial, factor: Monomial) -> Monomial | None:
 
 
 def _divide_polynomial(dividend: Expr, divisor: Expr) -> Expr | None:
-    """Long division by the leading term; None when a remainder is left."""
+    """Divide by the leading term, as in long division; None when a remainder is left."""
     quotient, rest = const(0), dividend
     lead = _expr((divisor.terms[0],))
     for _ in range(len(dividend.terms) + 1):
@@ -273,7 +274,7 @@ def _product(sizes: tuple[Expr, ...]) -> Expr:
 
 @lru_cache(maxsize=16384)
 def parse(text: str) -> Expr:
-    """The inverse of ``str``: integers, names, + - * // and parentheses.
+    """Parse what ``str`` writes: integers, names, + - * // and parentheses.
 
     Raises ShapeError for any other text, so that a damaged plan is refused and never evaluated.
     """

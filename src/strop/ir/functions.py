@@ -1,4 +1,4 @@
-"""Triton text that generated kernels and those written by hand share."""
+"""Hold Triton text that generated kernels and those written by hand share."""
 
 from __future__ import annotations
 

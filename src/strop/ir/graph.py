@@ -1,4 +1,4 @@
-"""The graph IR: a list of nodes in execution order, each a pure function of earlier nodes.
+"""Define the graph IR: a list of nodes in execution order, each a pure function of earlier nodes.
 
 Shapes are logical (torch's), sizes symbolic. ``order`` says in which order the logical dims lie
 in memory (None: as they are); it is set by the layout pass and nothing else looks at memory.
@@ -43,7 +43,8 @@ class GeneratorRef:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Node:
-    """One value. ``origin`` is the path of the module in the user's model that asked for it."""
+    """Describe one value. ``origin`` is the path of the module in the user's model that asked for
+    it."""
 
     op: str
     inputs: tuple[Node, ...]
@@ -68,7 +69,7 @@ class Node:
 
     @property
     def strides(self) -> Shape:
-        """Dense strides in elements for ``order``."""
+        """Return dense strides in elements for ``order``."""
         return dense_strides(self.shape, self.order)
 
     def __repr__(self) -> str:
@@ -88,7 +89,7 @@ def dense_strides(shape: Shape, order: tuple[int, ...] | None = None) -> Shape:
 
 
 def memory_order(strides: Sequence[Expr], shape: Sequence[Expr]) -> tuple[int, ...] | None:
-    """The order of dims in memory for dense strides; None when contiguous."""
+    """Return the order of dims in memory for dense strides; None when contiguous."""
     remaining = [d for d in range(len(shape)) if shape[d] != const(1)]
     ones = [d for d in range(len(shape)) if shape[d] == const(1)]
     order: list[int] = []
@@ -106,7 +107,7 @@ def memory_order(strides: Sequence[Expr], shape: Sequence[Expr]) -> tuple[int, .
 
 @dataclass(frozen=True, slots=True)
 class Graph:
-    """A program over tensors. ``hints`` are the root sizes that it was traced with. The last
+    """Hold a program over tensors. ``hints`` are the root sizes that it was traced with. The last
     ``num_saved`` outputs are for a backward graph, which takes them as they lie in memory."""
 
     nodes: tuple[Node, ...]
@@ -214,7 +215,7 @@ class Builder:
     def slice(
         self, x: Node, dim: int, start: Expr | int, length: Expr | int, step: int = 1
     ) -> Node:
-        """Elements start, start + step, ... of a dim; a negative step walks back."""
+        """Take the elements start, start + step, ... of a dim; a negative step walks back."""
         if to_expr(length) == x.shape[dim] and step == 1:
             return x
         shape = list(x.shape)
@@ -224,7 +225,7 @@ class Builder:
     def diagonal(
         self, x: Node, dims: tuple[int, int], starts: tuple[int, int], length: Expr | int
     ) -> Node:
-        """Where two dims walk together: they go, and the last dim is new."""
+        """Take the elements where two dims walk together: they go, and the last dim is new."""
         kept = [size for d, size in enumerate(x.shape) if d not in dims]
         shape = (*kept, to_expr(length))
         return self.make("diagonal", (x,), shape, x.dtype, dims=dims, starts=starts)
@@ -234,7 +235,8 @@ class Builder:
         return self.reshape(x, (*[const(1)] * (rank - len(x.shape)), *x.shape))
 
     def copy_of(self, node: Node, inputs: tuple[Node, ...]) -> Node:
-        """``node`` over other inputs. Views fold; a changed operand shape is the caller's duty."""
+        """Copy ``node`` over other inputs. Views fold; a changed operand shape is the caller's
+        duty."""
         if node.op == "reshape":
             return self.reshape(inputs[0], node.shape)
         if node.op == "permute":
@@ -243,7 +245,7 @@ class Builder:
 
 
 def _needs_nothing(op: str, inputs: Sequence[Node]) -> bool:
-    """Whether a node without elements is computed. Copies are results in a place of their own;
+    """Tell whether a node without elements is computed. Copies are results in a place of their own;
     arguments keep their views."""
     if op == "copy":
         return False
@@ -256,7 +258,7 @@ def _needs_nothing(op: str, inputs: Sequence[Node]) -> bool:
 
 
 def broadcast(what: str, *shapes: Shape) -> Shape:
-    """The broadcast shape; sizes are equal only if the polynomials are."""
+    """Return the broadcast shape; sizes are equal only if the polynomials are."""
     rank = max((len(s) for s in shapes), default=0)
     result: list[Expr] = []
     for dim in range(-rank, 0):
@@ -294,7 +296,7 @@ def finish(
     hints: Mapping[str, int],
     num_saved: int = 0,
 ) -> Graph:
-    """The graph of what the outputs (and writes) need; inputs stay even when unused."""
+    """Build the graph of what the outputs (and writes) need; inputs stay even when unused."""
     inputs, outputs = tuple(inputs), tuple(outputs)
     live = set(outputs) | set(inputs) | {n for n in builder.nodes if n.op == "write"}
     for node in reversed(builder.nodes):
@@ -304,7 +306,7 @@ def finish(
 
 
 def compute_nodes(graph: Graph) -> Iterator[Node]:
-    """Nodes that do work: everything but inputs, constants and views."""
+    """Yield nodes that do work: everything but inputs, constants and views."""
     for node in graph.nodes:
         if node.kind is not Kind.VIEW and node.op not in ("input", "constant"):
             yield node

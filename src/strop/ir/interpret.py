@@ -44,7 +44,7 @@ def run(kernel: Kernel, tensors: Sequence[torch.Tensor], env: Env) -> None:
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    """All that can be reached from the first element on, as the kernel's pointer sees it."""
+    """View all that can be reached from the first element on, as the kernel's pointer sees it."""
     room = tensor.untyped_storage().nbytes() // tensor.element_size() - tensor.storage_offset()
     return tensor.as_strided((room,), (1,))
 
@@ -83,7 +83,7 @@ class _State:
             self._store(stmt)
 
     def _elements(self, index: Index) -> torch.Tensor:
-        """The index at every point of the axes that it varies over."""
+        """Return the index at every point of the axes that it varies over."""
         total = torch.full([1] * len(self.sizes), index.offset.eval(self.env))
         for axis, stride in index.strides:
             place = self.place[axis]

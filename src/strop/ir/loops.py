@@ -1,4 +1,4 @@
-"""Loop IR: what one generated kernel does, before either code generator prints it.
+"""Define loop IR: what one generated kernel does, before either code generator prints it.
 
 A kernel is a two-level nest: ``rows`` (flattened, the outer level) x ``cols`` (flattened, the
 inner level). Every value lives in one space, given by the axes it depends on: nothing, rows,
@@ -40,7 +40,7 @@ class Schedule(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """One loop: ``for name in range(size)``."""
+    """Describe one loop: ``for name in range(size)``."""
 
     name: str
     size: Expr
@@ -49,7 +49,7 @@ class Axis:
 
 @dataclass(frozen=True, slots=True)
 class Index:
-    """offset + sum(stride * axis), in elements. Axes with stride 0 are left out."""
+    """Stand for offset + sum(stride * axis), in elements. Axes with stride 0 are left out."""
 
     offset: Expr
     strides: tuple[tuple[str, Expr], ...]
@@ -61,7 +61,7 @@ class Index:
 
 @dataclass(frozen=True, slots=True)
 class Param:
-    """A buffer that the kernel reads or writes."""
+    """Describe a buffer that the kernel reads or writes."""
 
     dtype: torch.dtype
     is_output: bool
@@ -69,7 +69,7 @@ class Param:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """out = params[param][index], widened to the compute type; 0 where ``guard`` is false.
+    """Load out = params[param][index], widened to the compute type; 0 where ``guard`` is false.
 
     ``lookups`` are values that move the index: (int32 or int64 value, stride in elements) each.
     They are places of a Place, or in range by the way they were made.
@@ -85,7 +85,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """out = value (int64) as a place along a dim of ``size`` elements.
+    """Take out = value (int64) as a place along a dim of ``size`` elements.
 
     With ``wraps`` a negative one counts from the end. One outside of the dim becomes 0 and, unless
     ``guard`` is false, makes the kernel report a fault.
@@ -101,7 +101,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Literal:
-    """out = value. An Expr is a size, known at launch."""
+    """Set out = value. An Expr is a size, known at launch."""
 
     out: str
     value: int | float | bool | Expr
@@ -110,7 +110,7 @@ class Literal:
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """out = index, as an integer: arange, and the conditions of cat."""
+    """Set out = index, as an integer: arange, and the conditions of cat."""
 
     out: str
     index: Index
@@ -119,7 +119,7 @@ class Position:
 
 @dataclass(frozen=True, slots=True)
 class Apply:
-    """out = a pointwise row of the operator table.
+    """Compute out by a pointwise row of the operator table.
 
     Operands already have the types that the row asks for, except for ``cast``, whose operand is
     in any compute type. ``dtype`` is the logical result type: ``cast`` rounds to it (a cast to
@@ -136,7 +136,7 @@ class Apply:
 
 @dataclass(frozen=True, slots=True)
 class Reduce:
-    """outs = reduction of ``arg`` over the reduced axes.
+    """Compute outs as the reduction of ``arg`` over the reduced axes.
 
     kind "sum", "prod", "amax", "amin": one result, over nothing the identity. kind "moments":
     (mean, population variance) from deviations, never E[x^2] - E[x]^2. NaN propagates.
@@ -150,7 +150,7 @@ class Reduce:
 
 @dataclass(frozen=True, slots=True)
 class Store:
-    """params[param][index] = value, rounded once to the dtype of the param."""
+    """Store params[param][index] = value, rounded once to the dtype of the param."""
 
     param: int
     index: Index
@@ -162,7 +162,8 @@ Stmt = Load | Place | Literal | Position | Apply | Reduce | Store
 
 @dataclass(frozen=True)
 class Kernel:
-    """One kernel. ``name`` is made from what it computes, so that equal kernels print equally."""
+    """Describe one kernel. ``name`` is made from what it computes, so that equal kernels print
+    equally."""
 
     name: str
     schedule: Schedule
@@ -181,7 +182,7 @@ class Kernel:
 
     @cached_property
     def numbers(self) -> tuple[str, ...]:
-        """As text, what may be equal and yet another number: 0.0 and -0.0, 1 and True."""
+        """Write as text what may be equal and yet another number: 0.0 and -0.0, 1 and True."""
         return tuple(
             repr(stmt.value if isinstance(stmt, Literal) else stmt.attrs)
             for stmt in self.body + self.tail
@@ -202,7 +203,7 @@ class Kernel:
 
 
 def with_sizes(kernel: Kernel, sizes: Mapping[str, Expr]) -> Kernel:
-    """The kernel with other sizes in the place of these symbols."""
+    """Put other sizes in the place of these symbols."""
 
     def mapped(value: Any) -> Any:
         if isinstance(value, Expr):
@@ -238,24 +239,25 @@ def args_of(stmt: Stmt) -> tuple[str, ...]:
 
 
 def has_guards(kernel: Kernel) -> bool:
-    """Whether some elements are loaded only where a condition holds, as pieces of a cat are."""
+    """Tell whether some elements are loaded only where a condition holds, as pieces of a cat
+    are."""
     return any(isinstance(stmt, Load) and stmt.guard for stmt in kernel.body)
 
 
 def has_places(kernel: Kernel) -> bool:
-    """Whether the kernel looks up places that may be out of range."""
+    """Tell whether the kernel looks up places that may be out of range."""
     return any(isinstance(stmt, Place) for stmt in kernel.body + kernel.tail)
 
 
 def indices_of(kernel: Kernel) -> Iterator[Index]:
-    """Every affine index in the kernel."""
+    """Yield every affine index in the kernel."""
     for stmt in kernel.body + kernel.tail:
         if isinstance(stmt, Load | Position | Store):
             yield stmt.index
 
 
 def spaces(kernel: Kernel) -> dict[str, frozenset[str]]:
-    """For each value the axes that it varies over."""
+    """Return for each value the axes that it varies over."""
     reduced = frozenset(a.name for a in kernel.rows + kernel.cols if a.reduced)
     space: dict[str, frozenset[str]] = {}
     for stmt in kernel.body + kernel.tail:

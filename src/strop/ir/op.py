@@ -1,4 +1,5 @@
-"""What one row of the operator table says. ``ops`` is the table, ``pointwise`` most of its rows."""
+"""Say what one row of the operator table says. ``ops`` is the table, ``pointwise`` most of its
+rows."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ class Kind(Enum):
 
 
 class Operands(Enum):
-    """The compute type in which the operands of a pointwise row arrive."""
+    """Name the compute type in which the operands of a pointwise row arrive."""
 
     RESULT = "result"  # all in the compute type of the result
     PROMOTED = "promoted"  # all in the promoted type of the operands (comparisons)
@@ -58,7 +59,7 @@ SIMPLE = frozenset(
 
 
 class Types(Flag):
-    """The types that a pointwise row computes in."""
+    """Name the types that a pointwise row computes in."""
 
     FLOAT = auto()
     INTEGER = auto()
@@ -79,13 +80,13 @@ OTHER = "other calls"  # the category of what nobody has sorted
 
 
 def no_flops(shapes: Shapes, attrs: Mapping[str, Any]) -> int:
-    """Nobody has counted them."""
+    """Return 0, as nobody has counted them."""
     return 0
 
 
 @dataclass(frozen=True, slots=True)
 class Anchor:
-    """What a call of a library, or of a kernel in its place, asks of others and costs.
+    """Say what a call of a library, or of a kernel in its place, asks of others and costs.
 
     ``category`` is its name in profiles. ``planned`` are the kinds of device on which it writes
     where it is told, so that its result lies in the arena. ``rows`` operands are read as rows,
@@ -134,24 +135,25 @@ class Op:
 
     @property
     def arity(self) -> int:
-        """How many operands a pointwise row has."""
+        """Return how many operands a pointwise row has."""
         return sum(f"{{{place}}}" in self.cpp for place in range(3))
 
     def keeps_rows(self, attrs: Mapping[str, Any], rank: int) -> bool:
-        """Whether row ``i`` of a result is made of the rows ``i`` of operands that have as many."""
+        """Tell whether row ``i`` of a result is made of the rows ``i`` of operands that have as many."""
         if self.rows_kept is None:
             return self.kind is Kind.POINTWISE
         return self.rows_kept(attrs, rank)
 
     @property
     def is_heavy(self) -> bool:
-        """Whether it takes as long as a dozen additions: it calls more than one instruction."""
+        """Tell whether it takes as long as a dozen additions: it calls more than one
+        instruction."""
         return not SIMPLE.issuperset(re.findall(r"sp::(\w+)", self.cpp))
 
 
 def of_nothing(reduction: str, dtype: torch.dtype) -> float | int | bool:
-    """A reduction over no element. Of extremes torch has none, but kernels need the value that any
-    other replaces."""
+    """Return the reduction over no element. Of extremes torch has none, but kernels need the value
+    that any other replaces."""
     if reduction in ("sum", "prod"):
         return int(reduction == "prod")
     if reduction in ("mean", "var"):
@@ -165,5 +167,5 @@ def of_nothing(reduction: str, dtype: torch.dtype) -> float | int | bool:
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The type in which a kernel holds a value of this dtype (ATen's opmath type)."""
+    """Return the type in which a kernel holds a value of this dtype (ATen's opmath type)."""
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype

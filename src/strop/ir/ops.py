@@ -1,4 +1,4 @@
-"""The operator table: one row per operator, for every stage that needs to know about it.
+"""Hold the operator table: one row per operator, for every stage that needs to know about it.
 
 The pointwise rows are in ``pointwise`` and what it imports, what libraries compute in
 ``contractions``; ``pointwise_row`` says how to read one,
@@ -284,12 +284,12 @@ OPS: Mapping[str, Op] = _index(POINTWISE + REDUCTIONS + STRUCTURAL + CONTRACTION
 
 
 def rows_for(overload: Any) -> tuple[Op, ...]:
-    """The rows that name this ATen overload, in table order."""
+    """Return the rows that name this ATen overload, in table order."""
     return _BY_OVERLOAD.get(overload, ())
 
 
 def is_foreign(target: str) -> bool:
-    """Whether an overload, by name, has no row: nobody decided that it should run in torch."""
+    """Tell whether an overload, by name, has no row: nobody decided that it should run in torch."""
     return target not in _NAMES
 
 
@@ -304,7 +304,7 @@ OF_ROWS: Mapping[str, int] = {row.name: row.anchor.rows for row in CONTRACTIONS 
 
 
 def planned_on(device: str) -> frozenset[str]:
-    """The library calls that write where they are told on devices of this kind."""
+    """Return the library calls that write where they are told on devices of this kind."""
     return frozenset(row.name for row in CONTRACTIONS if device in row.anchor.planned)
 
 

@@ -1,4 +1,4 @@
-"""Random numbers by counting: Philox4x32-10, a function of a seed and a position.
+"""Draw random numbers by counting: Philox4x32-10, a function of a seed and a position.
 
 Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011. Any kernel
 can draw the number of any element, in any order, and twice the same one if it computes it again.
@@ -18,7 +18,7 @@ _SCALE = 4.6566127342e-10  # a little less than 2^-31: the result stays below 1
 
 
 def uniform(seed: Tensor, position: Tensor) -> Tensor:
-    """fp32 numbers in [0, 1), from int64 tensors of shapes that broadcast."""
+    """Draw fp32 numbers in [0, 1), from int64 tensors of shapes that broadcast."""
     seed, position = torch.broadcast_tensors(seed, position)
     key = seed & _WORD, (seed >> 32) & _WORD
     zero = torch.zeros_like(position)
@@ -35,7 +35,7 @@ def uniform(seed: Tensor, position: Tensor) -> Tensor:
 
 
 def _product(factor: int, word: Tensor) -> tuple[Tensor, Tensor]:
-    """High and low word of factor * word, which need not fit into int64."""
+    """Return high and low word of factor * word, which need not fit into int64."""
     low, high = word & 0xFFFF, word >> 16
     above = (factor * high + ((factor * low) >> 16)) >> 16
     return above, (factor * word) & _WORD

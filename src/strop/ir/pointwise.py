@@ -1,4 +1,5 @@
-"""The pointwise rows of the operator table: the numeric ones by family, and all of them together.
+"""List the pointwise rows of the operator table: the numeric ones by family, and all of them
+together.
 
 Adding a pointwise operator means adding a row to a family, and nothing else.
 """

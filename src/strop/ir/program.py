@@ -1,4 +1,4 @@
-"""The compiled program: plain data that a small executor runs and the disk cache stores.
+"""Define the compiled program: plain data that a small executor runs and the disk cache stores.
 
 No Python is generated for the host. Sizes stay symbolic (``Expr``); binding a program to one
 shape evaluates them once. Buffers are numbered; kernels name buffers, library calls read strided
@@ -57,7 +57,8 @@ class NumberGuard:
 
 @dataclass(frozen=True, slots=True)
 class InputSpec:
-    """One argument. ``merged`` (a merged weight) lists the arguments whose rows it holds."""
+    """Describe one argument. ``merged`` (a merged weight) lists the arguments whose rows it
+    holds."""
 
     shape: tuple[Expr, ...]
     strides: tuple[Expr, ...]
@@ -68,8 +69,9 @@ class InputSpec:
 
 @dataclass(frozen=True, slots=True)
 class Buffer:
-    """Memory for one value. kind: "input" (argument ``index``), "arena" (planned), "result"
-    (allocated for the caller at each run), "call" (allocated by the library call that makes it)."""
+    """Describe the memory of one value. ``kind``: "input" (argument ``index``), "arena" (planned),
+    "result" (allocated for the caller at each run), "call" (allocated by the library call that
+    makes it)."""
 
     kind: str
     shape: tuple[Expr, ...]
@@ -80,7 +82,7 @@ class Buffer:
 
 @dataclass(frozen=True, slots=True)
 class TensorRef:
-    """A strided piece of a buffer, in elements."""
+    """Describe a strided piece of a buffer, in elements."""
 
     buffer: int
     offset: Expr
@@ -129,11 +131,12 @@ class KernelStep:
 
     @property
     def touched(self) -> tuple[int, ...]:
-        """The buffers that it reads or writes."""
+        """Return the buffers that it reads or writes."""
         return self.buffers
 
     def at(self, value: Callable[[Expr], int]) -> KernelStep | None:
-        """What runs where sizes have these values; None where another step does this one's work."""
+        """Return what runs where sizes have these values; None where another step does this one's
+        work."""
         if any(v.fits(value(v.size)) for v in self.absorbed):
             return None
         form = next((v for v in self.variants if v.fits(value(v.size))), None)
@@ -154,8 +157,7 @@ class KernelStep:
 class CallStep:
     """Run a library call (``run.library_calls``). ``outputs``: a buffer, or -1 for one unused.
 
-    ``kernel``: one of ours that does the same where the operands lie as it wants them.
-    ``families``: of kernels written by hand that do it at sizes where they are faster.
+    Kernels of the library (``kernels.library``) run it instead at sizes where they are faster.
     """
 
     op: str
@@ -163,12 +165,10 @@ class CallStep:
     attrs: tuple[tuple[str, Any], ...]
     outputs: tuple[int, ...]
     origin: str
-    kernel: int | None = None
-    families: tuple[str, ...] = ()
 
     @property
     def in_place(self) -> tuple[tuple[int, int], ...]:
-        """As in KernelStep; a product is not written over what it is made of."""
+        """Return the pairs of KernelStep; a product is not written over what it is made of."""
         if self.op != "linear_add":
             return ()
         *factors, addend = (ref.buffer for ref in self.inputs[:3])
@@ -176,7 +176,7 @@ class CallStep:
 
     @property
     def touched(self) -> tuple[int, ...]:
-        """The buffers that it reads or writes."""
+        """Return the buffers that it reads or writes."""
         return (*(ref.buffer for ref in self.inputs), *(n for n in self.outputs if n >= 0))
 
 
@@ -185,8 +185,9 @@ Step = KernelStep | CallStep
 
 @dataclass(frozen=True, slots=True)
 class Returned:
-    """One item of the result: a tensor, a size, or (both None) the literal ``value``. ``again``:
-    not another tensor in the same memory as the first item with this one, but itself."""
+    """Describe one item of the result: a tensor, a size, or (both None) the literal ``value``.
+    ``again``: it is not another tensor in the same memory as the first item with this one, but that
+    item itself."""
 
     tensor: TensorRef | None = None
     size: Expr | None = None
@@ -196,7 +197,7 @@ class Returned:
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """Everything needed to run, for every shape that satisfies ``guards``."""
+    """Hold everything needed to run, for every shape that satisfies ``guards``."""
 
     device: str  # "cpu" or "cuda"
     inputs: tuple[InputSpec, ...]
@@ -208,11 +209,12 @@ class Program:
     hints: tuple[tuple[str, int], ...]
     num_nodes: int = 0  # compute nodes of the graph, and how many generated kernels compute
     num_compiled_nodes: int = 0
+    kernels_off: tuple[str, ...] = ()  # rows of the kernel library that may not run
     by_rows: tuple[int, ...] = ()  # buffers (b, ...), row-major, as ``codegen.by_rows`` has them
 
     def at(self, sizes: Mapping[str, int]) -> tuple[Step | None, ...]:
-        """What runs at these sizes, by step; None where another step does its work. Sizes alone
-        decide, never which kernels happen to be built."""
+        """Return what runs at these sizes, by step; None where another step does its work. Sizes
+        alone decide, never which kernels happen to be built."""
         known: dict[Expr, int] = {}
 
         def value(size: Expr) -> int:
@@ -223,8 +225,8 @@ class Program:
         return tuple(s.at(value) if isinstance(s, KernelStep) else s for s in self.steps)
 
     def sources_at(self, sizes: Mapping[str, int]) -> tuple[KernelSource, ...]:
-        """The kernels that run at these sizes."""
-        numbers = dict.fromkeys(s.kernel for s in self.at(sizes) if s and s.kernel is not None)
+        """The generated kernels that run at these sizes."""
+        numbers = dict.fromkeys(s.kernel for s in self.at(sizes) if isinstance(s, KernelStep))
         return tuple(self.sources[number] for number in numbers)
 
     @property
@@ -232,8 +234,8 @@ class Program:
         return tuple(step for step in self.steps if isinstance(step, KernelStep))
 
     def is_shared(self, place: int) -> bool:
-        """Whether a result is the memory of an argument, a weight or an earlier result: a tensor of
-        its own all the same."""
+        """Tell whether a result is the memory of an argument, a weight or an earlier result: a
+        tensor of its own all the same."""
         ref = self.returned[place].tensor
         if ref is None:
             return False
@@ -242,19 +244,19 @@ class Program:
 
     @property
     def repeated(self) -> tuple[tuple[int, int], ...]:
-        """Results that are an earlier one itself, each with that one's place."""
+        """Return results that are an earlier one itself, each with that one's place."""
         refs = [item.tensor for item in self.returned]
         return tuple((n, refs.index(i.tensor)) for n, i in enumerate(self.returned) if i.again)
 
     @property
     def foreign_calls(self) -> tuple[str, ...]:
-        """Operators that run in torch although nobody decided so: fallbacks."""
+        """Return operators that run in torch although nobody decided so: fallbacks."""
         targets = {dict(s.attrs)["target"] for s in self.call_steps if s.op == "aten"}
         return tuple(sorted(t for t in targets if is_foreign(t)))
 
     @property
     def foreign_causes(self) -> tuple[str, ...]:
-        """Of each, why: it has no row, or what its rule has met."""
+        """Return for each of them why: it has no row, or what its rule has met."""
         calls = [dict(s.attrs) for s in self.call_steps if s.op == "aten"]
         whys = {c["target"]: c.get("why") for c in calls}
         return tuple(
@@ -266,7 +268,7 @@ class Program:
 
     @property
     def written_arguments(self) -> tuple[int, ...]:
-        """Inputs that a run writes into, by kernels or by copies."""
+        """Return inputs that a run writes into, by kernels or by copies."""
         numbers = {n for step in self.kernel_steps for n in step.writes}
         numbers |= {step.inputs[0].buffer for step in self.call_steps if step.op == "write"}
         buffers = [self.buffers[n] for n in sorted(numbers)]
@@ -274,7 +276,7 @@ class Program:
 
     @property
     def is_pure(self) -> bool:
-        """Whether a run leaves nothing behind but its results: it writes into no argument, and
+        """Tell whether a run leaves nothing behind but its results: it writes into no argument, and
         nothing in it may draw numbers or is code that nobody here knows."""
         is_known = all(step.op not in ("aten", "pattern") for step in self.call_steps)
         return is_known and not self.written_arguments

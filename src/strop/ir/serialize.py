@@ -1,4 +1,4 @@
-"""Programs and graphs as JSON and back. Only the classes listed here can be made; nothing is
+"""Write programs and graphs as JSON and back. Only the classes listed here can be made; nothing is
 evaluated."""
 
 from __future__ import annotations
@@ -59,7 +59,8 @@ def from_json(text: str) -> program.Program:
 
 
 def graph_to_json(graph: Graph) -> Any:
-    """A graph as lists and dictionaries for ``json.dumps``; nodes are numbered by position."""
+    """Write a graph as lists and dictionaries for ``json.dumps``; nodes are numbered by
+    position."""
     number = {node: position for position, node in enumerate(graph.nodes)}
     return {
         "nodes": [

@@ -1,4 +1,5 @@
-"""What a code generator hands to the runtime: text, argument list, launch rule. Plain data."""
+"""Define what a code generator hands to the runtime: text, argument list, launch rule. Plain
+data."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ from strop.ir.dims import Expr, const
 
 @dataclass(frozen=True, slots=True)
 class Scratch:
-    """Working memory that a kernel wants beside its params: ``numel`` is over its scalar names.
+    """Describe working memory that a kernel wants beside its params: ``numel`` is over its scalar
+    names.
 
     ``zeroed`` memory is zero at the first launch and left zero by the kernel (counters).
     ``faults`` is such memory on the host: one number, which a kernel that is asked to look outside
@@ -34,7 +36,8 @@ BOUNDS_CHECK = Scratch(torch.int64, const(1), zeroed=True, faults=True)
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """A reduction spread over several programs; the runtime picks ``splits`` for each shape.
+    """Describe a reduction spread over several programs; the runtime picks ``splits`` for each
+    shape.
 
     splits = clamp(programs wanted on this device / parallel, 1, ceil(rows / min_rows)).
     """
@@ -47,7 +50,7 @@ class Split:
 
 @dataclass(frozen=True, slots=True)
 class KernelSource:
-    """One generated kernel: equal kernels of a model have equal KernelSources.
+    """Hold one generated kernel: equal kernels of a model have equal KernelSources.
 
     Arguments at a launch, in order: one pointer per param, one per scratch, then one integer per
     scalar. Scalars are called ``s0, s1, ...`` and, when ``split`` is set, a last one ``splits``.
@@ -80,13 +83,14 @@ class KernelSource:
         return self.boxes[param] if self.boxes else ()
 
     def with_constants(self, **values: int) -> KernelSource:
-        """The same kernel with other values of constants that it has; others are left out."""
+        """Return the same kernel with other values of constants that it has; others are left
+        out."""
         constants = tuple((name, values.get(name, value)) for name, value in self.constants)
         return replace(self, constants=constants)
 
     def widened(self) -> KernelSource:
-        """The same Triton kernel for tensors of 2^31 elements or more: all its ids come from the
-        number of the program and from scalars, so these decide their width."""
+        """Return the same Triton kernel for tensors of 2^31 elements or more: all its ids come from
+        the number of the program and from scalars, so these decide their width."""
         text = self.text
         for narrow, wide in _WIDER:
             text = text.replace(narrow, wide)
@@ -100,14 +104,15 @@ _WIDER = (
 
 
 def is_within(size: int, most: int, multiple: int) -> bool:
-    """Whether a form of a kernel serves this size: one rule for printing, building and running."""
+    """Tell whether a form of a kernel serves this size: one rule for printing, building and
+    running."""
     return size <= most and size % multiple == 0
 
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """A faster form of a kernel, right where ``size`` is at most ``most`` and a multiple of
-    ``multiple``."""
+    """Describe a faster form of a kernel, right where ``size`` is at most ``most`` and a multiple
+    of ``multiple``."""
 
     source: KernelSource
     scalars: tuple[Expr, ...]
@@ -121,7 +126,7 @@ class Variant:
 
 @dataclass(frozen=True, slots=True)
 class Emitted:
-    """A kernel source and the sizes that this use of it passes as ``s0, s1, ...``.
+    """Hold a kernel source and the sizes that this use of it passes as ``s0, s1, ...``.
 
     ``source`` is right for every size; the first of the ``variants`` that fits is faster.
     """
@@ -131,5 +136,5 @@ class Emitted:
     variants: tuple[Variant, ...] = ()
 
     def at(self, sizes: Mapping[str, int]) -> KernelSource:
-        """The form that runs at these sizes."""
+        """Return the form that runs at these sizes."""
         return next((v.source for v in self.variants if v.fits(sizes)), self.source)

@@ -1,4 +1,4 @@
-"""How one tensor argument of a program looks: symbolic sizes, type, device, order in memory."""
+"""Say how one tensor argument of a program looks: symbolic sizes, type, device, order in memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from strop.ir.dims import Expr, parse
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """One tensor argument: sizes as text over root names, for example ("b", "4", "8*h", "8*w")."""
+    """Describe one tensor argument: sizes as text over root names, for example ("b", "4", "8*h",
+    "8*w")."""
 
     shape: tuple[str, ...]
     dtype: torch.dtype
@@ -25,7 +26,7 @@ class TensorSpec:
         return tuple(parse(size) for size in self.shape)
 
     def empty(self, sizes: Sequence[int]) -> Tensor:
-        """A tensor of these sizes that lies as the argument is traced."""
+        """Return a tensor of these sizes that lies as the argument is traced."""
         if self.order is None:
             return torch.empty(sizes, dtype=self.dtype, device=self.device)
         moved = torch.empty(
@@ -34,11 +35,11 @@ class TensorSpec:
         return moved.permute(_inverse(self.order))
 
     def lies_so(self, t: Tensor) -> bool:
-        """Whether a tensor is dense in the order of the argument."""
+        """Tell whether a tensor is dense in the order of the argument."""
         return (t if self.order is None else t.permute(self.order)).is_contiguous()
 
     def arranged(self, t: Tensor) -> Tensor:
-        """``t`` itself if it is dense in this order, or else a copy that is."""
+        """Return ``t`` itself if it is dense in this order, or else a copy that is."""
         if self.order is None:
             return t.contiguous()
         moved = t.permute(self.order)

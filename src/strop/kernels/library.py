@@ -1,111 +1,115 @@
-"""Which kernels written by hand run for an anchor, by sizes alone.
+"""The kernel library: one row for each kernel written by hand and for each library that is called.
 
-They come in families, each with an option of its name. A family may do a call at some sizes; the
-first of those that may and can at these does.
+``select`` is asked once for each call and each size. The first launch, the builds before it, those
+in the background, ``explain``, the roofline and ``strop bench select`` all read its answer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from functools import lru_cache
 
-import torch
-
-from strop.ir.dims import Expr
+from strop.ir.device import Device
 from strop.ir.graph import Node
 from strop.ir.source import KernelSource
-from strop.kernels.attention import choice as attention
-from strop.kernels.conv import folded_taps
-from strop.kernels.conv import narrow as narrow_conv
-from strop.kernels.gemm import choice as products
-from strop.kernels.gemm import geglu
-from strop.kernels.gemm import skinny as skinny_gemm
+from strop.kernels import libraries
+from strop.kernels.attention import rows as attention
+from strop.kernels.attention import wide
+from strop.kernels.conv import folded_taps, narrow
+from strop.kernels.gemm import geglu, skinny
+from strop.kernels.gemm import rows as gemm
+from strop.kernels.kernel import NEVER, Call, Kernel, Launches, Problem
 
-Attrs = Mapping[str, Any]
-Sizes = Sequence[Sequence[int]]
-Shapes = Sequence[Sequence[Expr]]
+# Rows of equal cost are preferred in this order.
+KERNELS: tuple[Kernel, ...] = (
+    skinny.ROW,
+    gemm.ROW,
+    attention.WGMMA,
+    attention.CROSS,
+    attention.TMA,
+    wide.ROW,
+    narrow.ROW,
+    folded_taps.ROW,
+    geglu.ROW,
+    *libraries.ROWS,
+)
+OURS: tuple[str, ...] = tuple(row.name for row in KERNELS if row not in libraries.ROWS)
+
+
+def _by_op() -> dict[str, tuple[Kernel, ...]]:
+    ops = dict.fromkeys(op for row in KERNELS for op in row.ops)
+    return {op: tuple(row for row in KERNELS if op in row.ops) for op in ops}
+
+
+BY_OP: Mapping[str, tuple[Kernel, ...]] = _by_op()
 
 
 @dataclass(frozen=True, slots=True)
-class Family:
-    """``fits``: whether some sizes may come at which it is faster than a library. ``at``: what it
-    launches for operands of these sizes, in order; nothing where something else is faster.
-    ``anywhere``: at any sizes, or more. ``boxed``: it reads by the tensor memory accelerator."""
+class Choice:
+    """What runs a call at some sizes, and what it was compared with.
 
-    fits: Callable[[Node], bool]
-    at: Callable[[str, Attrs, Sizes, torch.dtype], list[KernelSource]]
-    anywhere: Callable[[str, Attrs, Shapes, torch.dtype], list[KernelSource]]
-    boxed: bool = True
+    ``launches`` is None where a library is called. ``beaten``: the rows that support the call and
+    cost more, with microseconds as ``cost_us`` gives them.
+    """
 
+    kernel: str
+    cost_us: float
+    launches: Launches | None = None
+    beaten: tuple[tuple[str, float], ...] = ()
 
-FAMILIES: Mapping[str, Family] = {
-    "skinny_gemm": Family(skinny_gemm.fits, skinny_gemm.sources_at, skinny_gemm.sources_anywhere),
-    "wgmma_gemm": Family(
-        products.fits,
-        products.sources_at,
-        products.sources_anywhere,
-    ),
-    "tma_attention": Family(
-        lambda node: (
-            node.op == "attention"
-            and attention.is_boxed(node.attrs, [x.shape for x in node.inputs], node.dtype)
-        ),
-        lambda op, attrs, shapes, dtype: attention.sources_at(attrs, shapes, dtype),
-        lambda op, attrs, shapes, dtype: attention.sources_anywhere(
-            attrs, shapes[0][-1].value, dtype
-        ),
-    ),
-    "tma_geglu": Family(
-        lambda node: node.op == "geglu",
-        lambda op, attrs, shapes, dtype: geglu.boxed_at(shapes, dtype),
-        lambda op, attrs, shapes, dtype: geglu.boxed_anywhere(shapes, dtype),
-    ),
-    "geglu": Family(  # behind a library's product: nothing else computes the gates well
-        lambda node: node.op == "geglu",
-        lambda op, attrs, shapes, dtype: [geglu.behind(shapes, dtype)],
-        lambda op, attrs, shapes, dtype: [geglu.behind(shapes, dtype)],
-        boxed=False,
-    ),
-}
+    @property
+    def sources(self) -> tuple[KernelSource, ...]:
+        return () if self.launches is None else self.launches.sources
 
 
-def of_node(node: Node) -> KernelSource | None:
-    """The kernel that does it at all sizes, if there is one."""
-    return narrow_conv.of_node(node) or folded_taps.of_node(node)
+TORCH = Choice("torch", NEVER)  # for operators without a row: torch computes them
 
 
-def families(node: Node) -> tuple[str, ...]:
-    """Of kernels that may do it at some sizes."""
-    return tuple(name for name, family in FAMILIES.items() if family.fits(node))
+def rows_for(call: Call, device: Device, off: Collection[str] = ()) -> tuple[Kernel, ...]:
+    """The rows that may do a call on a device at some sizes."""
+    rows = BY_OP.get(call.op, ())
+    return tuple(r for r in rows if r.name not in off and not r.supports(call, device))
 
 
-def chosen_at(
-    some: Sequence[str], op: str, attrs: Attrs, shapes: Sizes, dtype: torch.dtype, *, boxed: bool
-) -> tuple[str, list[KernelSource]]:
-    """The first of ``some`` families that does it at these sizes and what it launches, or "" and
-    nothing. ``boxed``: kernels that read by the tensor memory accelerator may."""
-    for name in some:
-        family = FAMILIES[name]
-        sources = family.at(op, attrs, shapes, dtype) if boxed or not family.boxed else []
-        if sources:
-            return name, sources
-    return "", []
+@lru_cache(maxsize=4096)
+def _known(call: Call, device: Device, off: tuple[str, ...]) -> tuple[Kernel, ...]:
+    return rows_for(call, device, off)
 
 
-def sources_anywhere(
-    some: Sequence[str], op: str, attrs: Attrs, shapes: Shapes, dtype: torch.dtype
-) -> list[KernelSource]:
-    """What ``chosen_at`` says at any sizes where kernels read by that accelerator, or more."""
-    found = dict[KernelSource, None]()
-    for name in some:
-        found |= dict.fromkeys(FAMILIES[name].anywhere(op, attrs, shapes, dtype))
-    return list(found)
+@lru_cache(maxsize=16384)
+def select(call: Call, problem: Problem, device: Device, off: tuple[str, ...] = ()) -> Choice:
+    """Choose what runs ``problem``, which is ``call`` at known sizes. ``off``: names of rows that
+    may not run. A row of a library is always there, so that there is a choice."""
+    costs = {row: row.cost_us(problem, device) for row in _known(call, device, off)}
+    if not costs:
+        return TORCH
+    best = min(costs, key=lambda row: costs[row])
+    beaten = tuple((row.name, us) for row, us in costs.items() if row is not best)
+    return Choice(best.name, costs[best], best.launch(problem, device), beaten)
 
 
-def sources_of(node: Node, some: Sequence[str], sizes: Mapping[str, int]) -> list[KernelSource]:
-    """What ``chosen_at`` says of a node, where such kernels may."""
-    if not some:  # of most nodes: their sizes need not be known
-        return []
-    shapes = [[size.eval(sizes) for size in x.shape] for x in node.inputs]
-    return chosen_at(some, node.op, node.attrs, shapes, node.dtype, boxed=True)[1]
+def sources_of(
+    node: Node, sizes: Mapping[str, int], device: Device, off: tuple[str, ...] = ()
+) -> tuple[KernelSource, ...]:
+    """What ``select`` launches for a node at these sizes."""
+    if node.op not in BY_OP or not device.arch:  # most nodes: their sizes need not be known
+        return ()
+    call = Call.of(node)
+    return select(call, call.at(sizes), device, off).sources
+
+
+def forms(call: Call, device: Device, off: tuple[str, ...] = ()) -> Iterable[KernelSource]:
+    """All kernels that ``select`` may choose for a call at any sizes, and possibly more."""
+    for row in _known(call, device, off):
+        yield from row.forms(call, device)
+
+
+def reasons(call: Call, device: Device, off: Collection[str] = ()) -> dict[str, str]:
+    """Why rows cannot do a call, by name, as clauses about the kernel."""
+    found = {}
+    for row in BY_OP.get(call.op, ()):
+        reason = "is switched off" if row.name in off else row.supports(call, device)
+        if reason:
+            found[row.name] = reason
+    return found

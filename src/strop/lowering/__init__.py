@@ -1,1 +1,1 @@
-"""Fusion groups -> loop IR."""
+"""Turn fusion groups into loop IR."""

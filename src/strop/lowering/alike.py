@@ -24,7 +24,7 @@ ZERO = const(0)
 
 
 def lower_once(hints: Mapping[str, int], *, generic: bool = False) -> Lower:
-    """``lower`` for the groups of one graph."""
+    """Apply ``lower`` to the groups of one graph, once for groups that are alike."""
     made: dict[Any, tuple[Lowered, _Structure]] = {}
 
     def lower_group(group: Group, stored: Set[Node]) -> Lowered:
@@ -41,8 +41,8 @@ def lower_once(hints: Mapping[str, int], *, generic: bool = False) -> Lower:
 
 @dataclass(frozen=True, slots=True)
 class _Structure:
-    """``number``: of each node in ``key``. ``starts``: by number, where the only view of a value
-    that is read begins, if that is no part of ``key``."""
+    """Hold the structure of a group. ``number``: of each node in ``key``. ``starts``: by number,
+    where the only view of a value that is read begins, if that is no part of ``key``."""
 
     key: Any
     number: Mapping[Node, int]
@@ -85,7 +85,7 @@ def _structure(group: Group, stored: Set[Node]) -> _Structure:
 
 
 class _Walk:
-    """Over what a group computes, from its nodes to what it reads."""
+    """Walk over what a group computes, from its nodes to what it reads."""
 
     def __init__(self, group: Group, stored: Set[Node]) -> None:
         self.number: dict[Node, int] = {}
@@ -142,7 +142,7 @@ class _Walk:
 
 
 def _is_read(node: Node, stored: Set[Node], inside: Set[Node]) -> bool:
-    """Whether a kernel loads it, whatever it was computed from."""
+    """Tell whether a kernel loads it, whatever it was computed from."""
     if node.op in ("constant", "iota"):
         return False
     is_computable = node.kind in (Kind.POINTWISE, Kind.REDUCTION)

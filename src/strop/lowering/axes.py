@@ -1,4 +1,4 @@
-"""Iteration axes of a kernel under construction.
+"""Hold the iteration axes of a kernel under construction.
 
 An index is a list of axes a dim, outermost first (the iteration atoms of the design). Reading
 through a view splits axes by exact division; two ways to reach one value unify theirs. Splits
@@ -18,7 +18,7 @@ Strides = dict[int, Expr]
 
 
 class AxisTable:
-    """Axes are small integers; ``size[a]`` is the extent of axis a."""
+    """Number the axes: they are small integers; ``size[a]`` is the extent of axis a."""
 
     def __init__(self) -> None:
         self.size: list[Expr] = []
@@ -30,11 +30,11 @@ class AxisTable:
         return len(self.size) - 1
 
     def fresh(self, shape: Sequence[Expr]) -> tuple[tuple[int, ...], ...]:
-        """One new axis for each dim that is not 1."""
+        """Make one new axis for each dim that is not 1."""
         return tuple(() if size == ONE else (self.new(size),) for size in shape)
 
     def leaves(self, axes: Sequence[int]) -> list[int]:
-        """The axes that these stand for by now."""
+        """Return the axes that these stand for by now."""
         result: list[int] = []
         for axis in axes:
             while axis in self._alias:
@@ -46,7 +46,7 @@ class AxisTable:
         return result
 
     def split(self, axis: int, inner: Expr) -> tuple[int, int]:
-        """axis -> (outer, inner) with an inner extent that divides it."""
+        """Map axis -> (outer, inner) with an inner extent that divides it."""
         outer = self.size[axis].exact_div(inner)
         if outer is None:
             raise UnsupportedError(f"an axis of {self.size[axis]} does not split by {inner}")
@@ -54,7 +54,8 @@ class AxisTable:
         return self._parts[axis]
 
     def match(self, axes: Sequence[int], atoms: Sequence[tuple[Expr, Expr]]) -> Strides:
-        """Strides by which ``axes`` walk over (size, stride) atoms of the same total size."""
+        """Return strides by which ``axes`` walk over (size, stride) atoms of the same total
+        size."""
         left, rest = self.leaves(axes), list(atoms)
         strides: Strides = {}
         while left:
@@ -102,7 +103,7 @@ class AxisTable:
         return False
 
     def row_major(self, axes: Sequence[int]) -> Strides:
-        """Strides that turn a list of axes into the linear position along a dim."""
+        """Return strides that turn a list of axes into the linear position along a dim."""
         strides: Strides = {}
         step = ONE
         for axis in reversed(self.leaves(axes)):
@@ -111,7 +112,7 @@ class AxisTable:
         return strides
 
     def index(self, offset: Expr, strides: Strides) -> Index:
-        """A finished Index over leaf axes, named ``a<number>``."""
+        """Return a finished Index over leaf axes, named ``a<number>``."""
         total: Strides = {}
         for axis, stride in strides.items():
             step = stride

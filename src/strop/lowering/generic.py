@@ -1,4 +1,4 @@
-"""Kernels without sizes of their own: what is outer takes every size as an argument.
+"""Print kernels without sizes of their own: what is outer takes every size as an argument.
 
 ``torch.compile`` traces the first shape with constants and later ones with symbols. Both graphs
 have the same kernels but for these numbers. With names in their place the sources are equal, and
@@ -19,7 +19,7 @@ MIN_COLS = 64  # constant inner axes are gathered up to this many elements, and 
 
 
 def without_sizes(emit: Callable[[Kernel], Emitted]) -> Callable[[Kernel], Emitted]:
-    """A code generator that prints the generic form of each kernel."""
+    """Wrap a code generator so that it prints the generic form of each kernel."""
 
     def emit_generic(kernel: Kernel) -> Emitted:
         naming = _Naming(kernel)
@@ -38,7 +38,8 @@ def without_sizes(emit: Callable[[Kernel], Emitted]) -> Callable[[Kernel], Emitt
 
 
 def generic_split(axes: Sequence[Axis], stmts: Sequence[Stmt]) -> int:
-    """How many outer axes of a pointwise kernel are rows; never asks whether these are constant."""
+    """Return how many outer axes of a pointwise kernel are rows; never asks whether these are
+    constant."""
     split = len(axes) - 1
     elements = axes[split].size
     while split > 1 and elements.is_const and elements.value < MIN_COLS:
@@ -51,7 +52,7 @@ def generic_split(axes: Sequence[Axis], stmts: Sequence[Stmt]) -> int:
 
 
 def _is_transposed(outer: Axis, inner: Axis, stmts: Sequence[Stmt]) -> bool:
-    """Whether some access has the two axes the other way round in memory."""
+    """Tell whether some access has the two axes the other way round in memory."""
     for stmt in stmts:
         if isinstance(stmt, Load | Store):
             strides = dict(stmt.index.strides)
@@ -62,7 +63,7 @@ def _is_transposed(outer: Axis, inner: Axis, stmts: Sequence[Stmt]) -> bool:
 
 @dataclass
 class _Naming:
-    """``sizes``: what each name stands for in this graph."""
+    """Name sizes. ``sizes``: what each name stands for in this graph."""
 
     source: Kernel
     sizes: dict[str, Expr] = field(default_factory=dict)
@@ -78,7 +79,7 @@ class _Naming:
         )
 
     def _is_spread(self, col: Axis) -> bool:
-        """Whether cols may be anything: the whole tensor, or the other side of a transpose."""
+        """Tell whether cols may be anything: the whole tensor, or the other side of a transpose."""
         strides = [
             dict(s.index.strides).get(col.name, ONE)
             for s in self.source.body
@@ -94,7 +95,7 @@ class _Naming:
         return symbol(name)
 
     def _products(self, rows: Sequence[Axis], cols: Sequence[Axis]) -> list[tuple[Expr, Expr]]:
-        """(size here, generic size) of everything inside each axis: the dense strides."""
+        """Return (size here, generic size) of everything inside each axis: the dense strides."""
         pairs, here, named = [], ONE, ONE
         inner_first = list(zip((*self.source.rows, *self.source.cols), (*rows, *cols), strict=True))
         for original, axis in reversed(inner_first):
@@ -123,7 +124,8 @@ class _Naming:
         return Index(index.offset, strides)
 
     def _stride(self, axis: str, stride: Expr) -> Expr:
-        """Dense strides keep their relation to the sizes, others their factor of whole rows."""
+        """Return a generic stride: dense strides keep their relation to the sizes, others their
+        factor of whole rows."""
         for here, named in self._suffixes:
             if stride == here:
                 return named

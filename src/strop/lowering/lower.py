@@ -1,4 +1,4 @@
-"""One fusion group -> one loop-IR kernel, with the buffers that its params stand for."""
+"""Turn one fusion group into one loop-IR kernel, with the buffers that its params stand for."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ MAX_COLS = 4096  # static inner axes are gathered into one inner level up to thi
 
 @dataclass(frozen=True, slots=True)
 class Lowered:
-    """A kernel and, for each of its params, the value whose buffer it reads or writes, and from
-    which element on: a slice that is read at one offset only is not a kernel of its own."""
+    """Hold a kernel and, for each of its params, the value whose buffer it reads or writes, and
+    from which element on: a slice that is read at one offset only is not a kernel of its own."""
 
     kernel: Kernel
     buffers: tuple[Node, ...]
@@ -58,7 +58,7 @@ class OutOfPlaceError(UnsupportedError):
 def lower(
     group: Group, stored: Set[Node], hints: Mapping[str, int], *, generic: bool = False
 ) -> Lowered:
-    """``generic``: for ``without_sizes``, which prints outer sizes as arguments.
+    """Lower a group. ``generic`` is for ``without_sizes``, which prints outer sizes as arguments.
 
     Raises UnsupportedError where indices cannot be expressed; the planner avoids those.
     """
@@ -80,12 +80,13 @@ def domain_of(group: Group) -> Expr:
 
 
 def _roots(group: Group) -> list[Node]:
-    """Stores, consumers first: what they need fixes the axes of stores that feed them."""
+    """Return the stores, consumers first: what they need fixes the axes of stores that feed
+    them."""
     return list(reversed(group.stores))
 
 
 def _spread(group: Group) -> frozenset[Node]:
-    """Members that others read through a view of more or fewer elements."""
+    """Return members that others read through a view of more or fewer elements."""
     found, members = set[Node](), set(group.nodes)
     for view in (operand for node in group.nodes for operand in node.inputs):
         base = base_of(view)
@@ -163,7 +164,7 @@ class _Finish:
         return Store(self._param(draft.detail, is_output=True), index, draft.args[0])
 
     def _ordered_axes(self, stmts: Sequence[Stmt], reduced: Set[str]) -> list[Axis]:
-        """All axes, outermost first, in the order in which the fullest access walks memory.
+        """Return all axes, outermost first, in the order in which the fullest access walks memory.
 
         Reduced axes run even where nothing moves along them: the sum of an expanded value.
         """
@@ -183,7 +184,8 @@ Walk = dict[str, int]  # how far each axis moves something, in elements at the t
 
 
 def _walks(stmts: Sequence[Stmt], hints: Mapping[str, int]) -> list[Walk]:
-    """How the axes move each access. What moves a place moves the load that looks there, too."""
+    """Describe how the axes move each access. What moves a place moves the load that looks there,
+    too."""
     walks: list[Walk] = []
     moved: dict[str, Walk] = {}
     for stmt in stmts:
@@ -209,7 +211,7 @@ def _largest(walks: Sequence[Walk]) -> Walk:
 
 
 def _common_offset(stmts: Sequence[Stmt], number: int, param: Param) -> Expr:
-    """The offset of all accesses to a param, if it is one and keeps 16-byte alignment."""
+    """Return the offset of all accesses to a param, if it is one and keeps 16-byte alignment."""
     offsets = {s.index.offset for s in stmts if isinstance(s, Load | Store) and s.param == number}
     if len(offsets) != 1 or not next(iter(offsets)).is_multiple_of(16 // param.dtype.itemsize):
         return const(0)
@@ -226,7 +228,7 @@ def _moved(stmt: Stmt, offsets: Sequence[Expr]) -> Stmt:
 
 
 def _deduplicated(stmts: Sequence[Stmt]) -> list[Stmt]:
-    """Equal statements once: after unification two ways to a value are the same statements."""
+    """Keep equal statements once: after unification two ways to a value are the same statements."""
     renamed: dict[str, str] = {}
     made: dict[object, tuple[str, ...]] = {}
     kept: list[Stmt] = []
@@ -250,7 +252,7 @@ def _deduplicated(stmts: Sequence[Stmt]) -> list[Stmt]:
 
 
 def _args_renamed(stmt: Stmt, names: Mapping[str, str]) -> dict[str, Any]:
-    """The fields of a statement that say which values it reads, with these names."""
+    """Return the fields of a statement that say which values it reads, with these names."""
 
     def new(name: str) -> str:
         return names.get(name, name)
@@ -324,7 +326,7 @@ def _rows_and_cols(
 
 
 def _column_levels(axes: Sequence[Axis]) -> tuple[tuple[Axis, ...], tuple[Axis, ...]]:
-    """kept*, reduced+ are rows; then kept*, reduced* are lanes."""
+    """Order levels: kept*, reduced+ are rows; then kept*, reduced* are lanes."""
     start = next(i for i, a in enumerate(axes) if a.reduced)
     split = next((i for i in range(start, len(axes)) if not axes[i].reduced), None)
     if split is None:  # nothing is kept inside: one lane, and the rows are what gets split
@@ -342,7 +344,8 @@ def _column_levels(axes: Sequence[Axis]) -> tuple[tuple[Axis, ...], tuple[Axis, 
 def _renamed(
     stmts: Sequence[Stmt], rows: tuple[Axis, ...], cols: tuple[Axis, ...]
 ) -> tuple[list[Stmt], tuple[Axis, ...], tuple[Axis, ...]]:
-    """r0, r1, ... and c0, c1, ...; values v0, v1, ...: equal kernels must print equally."""
+    """Rename to r0, r1, ... and c0, c1, ..., and values to v0, v1, ...: equal kernels must print
+    equally."""
     names = {a.name: f"r{i}" for i, a in enumerate(rows)}
     names |= {a.name: f"c{i}" for i, a in enumerate(cols)}
     values: dict[str, str] = {}
@@ -370,7 +373,8 @@ def _renamed(
 def _body_and_tail(
     schedule: Schedule, stmts: Sequence[Stmt]
 ) -> tuple[tuple[Stmt, ...], tuple[Stmt, ...]]:
-    """COLUMN: what needs a reduction's result, and what only that needs, is the tail."""
+    """Split a COLUMN kernel: what needs a reduction's result, and what only that needs, is the
+    tail."""
     if schedule is not Schedule.COLUMN:
         return tuple(stmts), ()
     late: set[str] = set()
@@ -395,7 +399,7 @@ def _body_and_tail(
 
 
 def _name(group: Group) -> str:
-    """From the operators: readable in a profile, and the same for equal kernels."""
+    """Name a kernel after its operators: readable in a profile, and the same for equal kernels."""
     ops = [n.op for n in group.nodes if n.op not in ("copy", "constant")] or ["copy"]
     short = list(dict.fromkeys(ops))
     return f"{group.schedule.value}_" + "_".join(short[:6])

@@ -1,4 +1,4 @@
-"""The statements that compute a group's values: pull from what is stored to what is loaded.
+"""Write the statements that compute a group's values: pull from what is stored to what is loaded.
 
 ``value(node, index)`` emits whatever is needed to have one element of ``node`` at ``index`` and
 returns its name. Views turn into other indices, stored values into loads, and pointwise rows and
@@ -25,7 +25,7 @@ ZERO = const(0)
 
 @dataclass(frozen=True, slots=True)
 class Dim:
-    """Position along one dim: shift + step times the axes, row-major.
+    """Hold the position along one dim: shift + step times the axes, row-major.
 
     Through a slice or a piece of a cat the axes no longer run over the whole dim: ``partial``.
     """
@@ -36,7 +36,7 @@ class Dim:
     step: int = 1
 
     def moved(self, start: Expr, step: int = 1) -> Dim:
-        """The same elements where they lie in a dim of which this one is a part."""
+        """Return the same elements where they lie in a dim of which this one is a part."""
         return Dim(self.axes, start + self.shift * step, True, self.step * step)
 
 
@@ -45,7 +45,7 @@ NodeIndex = tuple[Dim, ...]
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """An affine index before axes are final."""
+    """Hold an affine index before axes are final."""
 
     offset: Expr
     strides: tuple[tuple[int, Expr], ...]
@@ -53,7 +53,7 @@ class Access:
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """A statement before axes are final. ``kind`` names the loop IR statement it becomes."""
+    """Hold a statement before axes are final. ``kind`` names the loop IR statement it becomes."""
 
     kind: str
     outs: tuple[str, ...]
@@ -102,7 +102,7 @@ class Values:
         return name
 
     def convert(self, name: str, dtype: torch.dtype) -> str:
-        """To another compute type; exact, or what ATen's own promotion does."""
+        """Convert to another compute type: exact, or what ATen's own promotion does."""
         if self.dtypes[name] == dtype:
             return name
         return self.emit("apply", (name,), dtype, detail="cast")
@@ -118,7 +118,8 @@ class Values:
         return self._memo[key]
 
     def _unified(self, node: Node, index: NodeIndex) -> NodeIndex:
-        """Reaching a full-size value of this kernel twice makes both ways the same axes.
+        """Make both ways to a full-size value of this kernel, which is reached twice, the same
+        axes.
 
         Around a reduction that holds for what the kernel loads, too: a row that is summed and then
         divided by its sum is one row.
@@ -183,7 +184,7 @@ class Values:
         return tuple(self._dealt(node, flat, source.shape))
 
     def _dealt(self, node: Node, flat: list[int], shape: Sequence[Expr]) -> list[Dim]:
-        """Row-major axes as positions along dims of these sizes."""
+        """Deal out row-major axes as positions along dims of these sizes."""
         atoms = [(self.axes.size[a], ONE) for a in self.axes.leaves(flat)]
         groups = regroup(atoms, shape)
         if groups is None:
@@ -202,7 +203,7 @@ class Values:
         return dims
 
     def _reshaped_around_partial(self, node: Node, source: Node, index: NodeIndex) -> NodeIndex:
-        """Partial dims stay whole; the dims between them are dealt out on their own."""
+        """Keep partial dims whole; the dims between them are dealt out on their own."""
         dims: list[Dim] = []
         start = 0
         for part in _stretches(index, node.shape):
@@ -232,7 +233,7 @@ class Values:
     def _access(
         self, node: Node, offset: Expr, walked: Sequence[tuple[Dim, Sequence[Atom]]]
     ) -> Access:
-        """The place in memory from positions along dims and the atoms of these dims."""
+        """Compute the place in memory from positions along dims and the atoms of these dims."""
         strides = Strides()
         for dim, atoms in walked:
             merged = merge(atoms)
@@ -249,7 +250,7 @@ class Values:
         return Access(offset, tuple(strides.items()))
 
     def _take(self, node: Node, index: NodeIndex, guard: str | None) -> str:
-        """A load that values move; the source is in memory."""
+        """Print a load that values move; the source is in memory."""
         source, *indices = node.inputs
         view = strided(source)
         if view is None:
@@ -278,7 +279,8 @@ class Values:
         return self.emit("place", args, torch.int64, detail=(size, wraps))
 
     def _not_empty(self, size: Expr, guard: str | None) -> str | None:
-        """In a dim that may have no element there is none to read in place of a missing one."""
+        """Guard a dim that may have no element: then there is none to read in place of a missing
+        one."""
         if size.terms and all(c > 0 and all(isinstance(a, str) for a in m) for m, c in size.terms):
             return guard  # sizes are positive
         count = self.literal(size.value if size.is_const else size, torch.int64)
@@ -333,7 +335,7 @@ class Values:
         return self.emit("apply", names, node.dtype, detail=node.op, attrs=attrs)
 
     def _cat(self, node: Node, index: NodeIndex, guard: str | None) -> str:
-        """Nested selects; each piece loads only where it is the one selected."""
+        """Print nested selects; each piece loads only where it is the one selected."""
         dim = node.attrs["dim"]
         position = self._position(index[dim])
         starts = [ZERO]
@@ -368,7 +370,8 @@ class Values:
         return self.emit("apply", (test, other), torch.bool, detail="logical_and")
 
     def _reduce(self, node: Node, index: NodeIndex, guard: str | None) -> str:
-        """Reductions of one shape over the same dims share their loop, whatever they read."""
+        """Print a reduction; reductions of one shape over the same dims share their loop, whatever
+        they read."""
         x, dims = node.inputs[0], node.attrs["dims"]
         key = (x.shape, dims, tuple(tuple(self.axes.leaves(d.axes)) for d in index))
         fresh = self._memo_axes(key, [x.shape[d] for d in dims])
@@ -393,7 +396,7 @@ class Values:
         return self.literal(float(count.value) if count.is_const else count, node.dtype)
 
     def _corrected(self, var: str, node: Node) -> str:
-        """var * count / max(0, count - correction), as in ATen"""
+        """Compute var * count / max(0, count - correction), as in ATen."""
         correction, dtype = node.attrs["correction"], node.dtype
         if not correction:
             return var
@@ -408,7 +411,7 @@ class Values:
         return self._binary("div", self._binary("mul", var, total, dtype), rest, dtype)
 
     def share_loops(self) -> None:
-        """Reductions of one shape that have no axis in common by now run over the same axes."""
+        """Let reductions of one shape that have no axis in common by now run over the same axes."""
         for shape, index in self._loops[1:]:
             first_shape, first = self._loops[0]
             ours, theirs = ([a for d in i for a in d.axes] for i in (first, index))
@@ -418,8 +421,8 @@ class Values:
                 self.axes.unify(ours, theirs)
 
     def check_reductions(self) -> None:
-        """All run over the same axes, those of the kernel's one loop, and no guard of one asks
-        where in that loop it is."""
+        """Check that all run over the same axes, those of the kernel's one loop, and that no guard
+        of one asks where in that loop it is."""
         loops = {frozenset(self.axes.leaves(axes)) for _, axes in self._reductions}
         if len(loops) > 1:
             raise UnsupportedError("reductions over different axes")
@@ -466,7 +469,7 @@ class Values:
 
 
 def _stretches(index: NodeIndex, shape: Sequence[Expr]) -> list[list[int]]:
-    """Dims larger than 1 in runs: each partial dim alone, whole ones together."""
+    """Split dims larger than 1 into runs: each partial dim alone, whole ones together."""
     runs: list[list[int]] = []
     for i, (dim, size) in enumerate(zip(index, shape, strict=True)):
         if size == ONE:
@@ -479,7 +482,7 @@ def _stretches(index: NodeIndex, shape: Sequence[Expr]) -> list[list[int]]:
 
 
 def _matching_end(sizes: Sequence[Expr], shape: Sequence[Expr], start: int) -> int | None:
-    """Where the dims of ``shape`` from ``start`` on multiply up to these sizes."""
+    """Return where the dims of ``shape`` from ``start`` on multiply up to these sizes."""
     wanted, found = product(sizes), ONE
     for end in range(start, len(shape)):
         found = found * shape[end]
@@ -493,7 +496,7 @@ def _computable(node: Node) -> bool:
 
 
 def _uncrossed(node: Node, index: NodeIndex) -> NodeIndex:
-    """From an index over a diagonal to one over both of its dims."""
+    """Turn an index over a diagonal into one over both of its dims."""
     dims = list(index[:-1])
     for dim, start in sorted(zip(node.attrs["dims"], node.attrs["starts"], strict=True)):
         dims.insert(dim, index[-1].moved(const(start)))
@@ -501,7 +504,7 @@ def _uncrossed(node: Node, index: NodeIndex) -> NodeIndex:
 
 
 def _aligned(operand: Node, node: Node, index: NodeIndex) -> NodeIndex:
-    """The operand's index under broadcasting: dims of size 1 do not move."""
+    """Align the operand's index under broadcasting: dims of size 1 do not move."""
     skipped = len(node.shape) - len(operand.shape)
     pairs = zip(index[skipped:], operand.shape, node.shape[skipped:], strict=True)
     return tuple(Dim(()) if own == ONE and full != ONE else d for d, own, full in pairs)

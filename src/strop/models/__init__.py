@@ -1,1 +1,1 @@
-"""Models that ship inside the package."""
+"""Hold models that ship inside the package."""

@@ -1,4 +1,4 @@
-"""Graph rewrites. PIPELINE is the one place that knows their order."""
+"""Rewrite graphs. PIPELINE is the one place that knows the order of the passes."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ ONLY_ON = {
 
 @dataclass(frozen=True, slots=True)
 class PassRecord:
-    """What one pass did, for ``explain``."""
+    """Hold what one pass did, for ``explain``."""
 
     name: str
     seconds: float
@@ -59,7 +59,7 @@ class PassRecord:
 
 
 def steps(device: str) -> tuple[Pass, ...]:
-    """PIPELINE without what only others have."""
+    """Return PIPELINE without the passes that only other devices have."""
     return tuple(s for s in PIPELINE if ONLY_ON.get(s.__name__, device) == device)
 
 
@@ -84,8 +84,8 @@ def run(
 
 
 def _with_own_results(before: Graph, after: Graph) -> Graph:
-    """A result that a pass found to be an argument, or another result (``x * 1``), is a copy of
-    it: users may write into their results."""
+    """Copy a result that a pass found to be an argument, or another result (``x * 1``): users may
+    write into their results."""
     taken = dict(zip(after.inputs, before.inputs, strict=False))  # merged weights come last
     outputs = list(after.outputs)
     for number, (old, new) in enumerate(zip(map(base_of, before.outputs), outputs, strict=True)):

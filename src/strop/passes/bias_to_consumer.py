@@ -1,4 +1,4 @@
-"""The bias of a linear moves into the kernel that reads its result, where it is free.
+"""Move the bias of a linear into the kernel that reads its result, where it is free.
 
 A bias epilogue costs 0.4 to 4 us a GEMM on an H100 (docs/log/), an operand of a kernel that
 runs anyway next to nothing. Linears that a library call or the user reads keep theirs.

@@ -24,7 +24,8 @@ def canonicalize(graph: Graph, options: Options) -> Graph:
 
 
 def _views_of_results(graph: Graph) -> set[Node]:
-    """They lie in the memory of what they are views of: the user may write into either."""
+    """Return the views among the results, which lie in the memory of what they are views of: the
+    user may write into either."""
     found: set[Node] = set()
     for node in graph.outputs:
         while node.kind is Kind.VIEW:
@@ -34,8 +35,8 @@ def _views_of_results(graph: Graph) -> set[Node]:
 
 
 def _views_of_shared(graph: Graph) -> set[Node]:
-    """Of linears that others read as well, as a backward does: one on the tensor itself would be a
-    second GEMM."""
+    """Return the views of linears that others read as well, as a backward does: one on the tensor
+    itself would be a second GEMM."""
     users = graph.users()
     shared = {
         n for n in graph.nodes if n.op == "linear" and (n in graph.outputs or len(users[n]) > 1)
@@ -56,7 +57,8 @@ def simplify(b: Builder, node: Node, inputs: tuple[Node, ...]) -> Node | None:
 
 
 def _wide_sum(b: Builder, node: Node, x: Node) -> Node | None:
-    """A sum has been added up in fp32: gradients of biases under autocast keep these digits."""
+    """Keep a sum that has been added up in fp32: gradients of biases under autocast keep these
+    digits."""
     while x.op == "reshape":
         x = x.inputs[0]
     is_half = x.op == "sum" and x.dtype in (torch.float16, torch.bfloat16)
@@ -66,7 +68,7 @@ def _wide_sum(b: Builder, node: Node, x: Node) -> Node | None:
 
 
 def _linear_of_rows(b: Builder, node: Node, y: Node) -> Node | None:
-    """A GEMM on flattened rows, as Dynamo's graphs have it, is one on the tensor itself."""
+    """Turn a GEMM on flattened rows, as Dynamo's graphs have it, into one on the tensor itself."""
     if y.op != "linear" or y.inputs[0].op != "reshape":
         return None
     x = y.inputs[0].inputs[0]
@@ -78,14 +80,14 @@ def _linear_of_rows(b: Builder, node: Node, y: Node) -> Node | None:
 
 
 def _drop_one(node: Node, inputs: tuple[Node, ...]) -> Node | None:
-    """x*1 and x/1 are x, shape and dtype permitting. x+0 is not: it turns -0.0 into 0.0."""
+    """Replace x*1 and x/1 by x, shape and dtype permitting. x+0 stays: it turns -0.0 into 0.0."""
     x, other = inputs
     same = x.shape == node.shape and x.dtype == node.dtype
     return x if same and other.op == "constant" and other.attrs["value"] == 1 else None
 
 
 def _slice_of_cat(b: Builder, node: Node, x: Node) -> Node | None:
-    """A slice that takes whole pieces of a cat along its dim is those pieces."""
+    """Replace a slice that takes whole pieces of a cat along its dim by those pieces."""
     if x.op != "cat" or x.attrs["dim"] != node.attrs["dim"] or node.attrs["step"] != 1:
         return None
     dim, position = node.attrs["dim"], const(0)

@@ -35,8 +35,8 @@ def channels_last(graph: Graph, options: Options) -> Graph:
 
 
 def _saved(b: Builder, node: Node, new: Mapping[Node, Node], laid: Mapping[Node, Node]) -> Node:
-    """What only a backward graph reads: as it lies, where all of its memory belongs to it, or as a
-    library wanted it: that of the backward wants the same."""
+    """Lay out what only a backward graph reads: as it lies, where all of its memory belongs to it,
+    or as a library wanted it, because that of the backward wants the same."""
     if new[node] in laid:
         return laid[new[node]]
     view = strided(new[node])
@@ -46,7 +46,7 @@ def _saved(b: Builder, node: Node, new: Mapping[Node, Node], laid: Mapping[Node,
 
 
 def _result(b: Builder, node: Node, new: Mapping[Node, Node]) -> Node:
-    """What the user gets: dense, or a view of something that is."""
+    """Return what the user gets: dense, or a view of something that is."""
     if node.kind is not Kind.VIEW:
         return _contiguous(b, new[node], node.order if node.op in ("input", "copy") else None)
     view = b.copy_of(node, (_result(b, node.inputs[0], new),))
@@ -92,8 +92,8 @@ def _for_anchor(b: Builder, anchor: Anchor, inputs: tuple[Node, ...]) -> tuple[N
 def _for_pattern(
     b: Builder, node: Node, inputs: tuple[Node, ...], hints: Mapping[str, int]
 ) -> tuple[tuple[Node, ...], Order]:
-    """Arguments as the replacement takes them, and the order of its result: one that takes values
-    as they lie gives back the like."""
+    """Return the arguments as the replacement takes them, and the order of its result: one that
+    takes values as they lie gives back the like."""
     if node.attrs["contiguous"]:
         return tuple(_contiguous(b, x, None) for x in inputs), None
     inputs = tuple(x if _strides(x) is not None else _contiguous(b, x, None) for x in inputs)
@@ -103,13 +103,13 @@ def _for_pattern(
 
 
 def _affine(b: Builder, view: Node, x: Node) -> Node:
-    """The view over x, or over a dense copy of it where indices into x do not divide."""
+    """View x, or a dense copy of it where indices into x do not divide."""
     made = b.copy_of(view, (x,))
     return made if strided(made) else b.copy_of(view, (_contiguous(b, x, None),))
 
 
 def _one_step(b: Builder, x: Node, dim: int) -> Node:
-    """A piece of a cat is read at shifted places along ``dim``, which need one stride."""
+    """Copy a piece of a cat that has not one stride along ``dim``: it is read at shifted places."""
     view = strided(x)
     if view is not None and len(merge(view.dims[dim])) <= 1:
         return x
@@ -119,7 +119,8 @@ def _one_step(b: Builder, x: Node, dim: int) -> Node:
 def _readable(
     b: Builder, node: Node, inputs: tuple[Node, ...], hints: Mapping[str, int]
 ) -> tuple[Node, ...]:
-    """Operands of a node of kernels, copied where their memory cannot be walked as it needs."""
+    """Return the operands of a node of kernels, copied where their memory cannot be walked as it
+    needs."""
     if node.kind is Kind.REDUCTION:
         return (_reducible(b, inputs[0], node.attrs["dims"], hints),)
     if node.op == "cat":
@@ -130,7 +131,7 @@ def _readable(
 
 
 def _looked_up(b: Builder, source: Node, walks: Sequence[int | None]) -> Node:
-    """The source of a take, with one stride for each dim that is looked up."""
+    """Return the source of a take, with one stride for each dim that is looked up."""
     for dim, walk in enumerate(walks):
         if walk is None:
             source = _one_step(b, source, dim)
@@ -138,7 +139,7 @@ def _looked_up(b: Builder, source: Node, walks: Sequence[int | None]) -> Node:
 
 
 def _reducible(b: Builder, x: Node, dims: tuple[int, ...], hints: Mapping[str, int]) -> Node:
-    """x, or a copy with the reduced dims innermost where kept and reduced ones alternate."""
+    """Return x, or a copy with the reduced dims innermost where kept and reduced ones alternate."""
     runs = reduced_runs(x, dims, hints)
     if runs is not None and len(runs) <= 4 and runs != [True, False, True, False]:
         return x
@@ -151,7 +152,7 @@ def _strides(x: Node) -> tuple[object, ...] | None:
 
 
 def _contiguous(b: Builder, x: Node, order: Order) -> Node:
-    """x itself when it lies dense in ``order``, else a copy that does."""
+    """Return x itself when it lies dense in ``order``, else a copy that does."""
     view = strided(x)
     whole = view is not None and view.offset == const(0) and view.base.numel == x.numel
     if view is not None and whole and _is_dense(view, x.shape, order):
@@ -168,7 +169,8 @@ def _is_dense(view: Strided, shape: Shape, order: Order) -> bool:
 
 
 def _rows(b: Builder, x: Node) -> Node:
-    """A matrix for BLAS: leading dims that step as one, and one unit stride in either place."""
+    """Make a matrix for BLAS: leading dims that step as one, and one unit stride in either
+    place."""
     view = strided(b.reshape(x, (x.numel.exact_div(x.shape[-1]) or x.numel, x.shape[-1])))
     strides = view.strides if view else None
     if strides and (strides[-1] == const(1) or strides[0] == const(1)):
@@ -177,13 +179,13 @@ def _rows(b: Builder, x: Node) -> Node:
 
 
 def _unit_last(b: Builder, x: Node) -> Node:
-    """Attention kernels take any strides but want the last dim dense."""
+    """Make the last dim dense, which attention kernels want; other strides may be any."""
     strides = _strides(x)
     return x if strides and strides[-1] == const(1) else _contiguous(b, x, None)
 
 
 def order_of_largest(inputs: tuple[Node, ...], hints: Mapping[str, int], rank: int) -> Order:
-    """The physical order of the biggest operand of full rank, as a permutation of dims.
+    """Return the physical order of the biggest operand of full rank, as a permutation of dims.
 
     Of several a contiguous one: results that somebody gets lie so.
     """
@@ -192,7 +194,8 @@ def order_of_largest(inputs: tuple[Node, ...], hints: Mapping[str, int], rank: i
         return None
 
     def rank_of(x: Node) -> tuple[int, bool, list[int]]:
-        """The innermost atom of a dim says where it lies; dims of size 1 sort as outermost."""
+        """Rank by the innermost atom of each dim, which says where it lies; dims of size 1 sort as
+        outermost."""
         view = strided(x)
         dims = view.dims if view else ()
         places = [abs(dim[-1][1].eval(hints)) if dim else 1 << 60 for dim in dims]

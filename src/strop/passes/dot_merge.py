@@ -1,4 +1,4 @@
-"""Linears that read the same input become one GEMM whose result is sliced.
+"""Merge linears that read the same input into one GEMM whose result is sliced.
 
 Weights stay data: a merged weight is an input of its own, bound by the runtime to one storage
 whose row slices are the Parameters themselves. So only Parameters merge, never values.
@@ -33,7 +33,7 @@ def dot_merge(graph: Graph, options: Options) -> Graph:
 
 
 def _groups(graph: Graph) -> dict[Node, list[Node]]:
-    """First linear of each mergeable set -> the set, in execution order."""
+    """Map the first linear of each mergeable set to the set, in execution order."""
     by_input: dict[tuple[Node, int], list[Node]] = defaultdict(list)
     taken: set[Node] = set()
     for node in graph.nodes:
@@ -52,7 +52,7 @@ def _is_state(node: Node) -> bool:
 def _merge(
     b: Builder, nodes: list[Node], new: dict[Node, Node], extra: list[Node], num_inputs: int
 ) -> dict[Node, Node]:
-    """One linear over merged weights, then a slice for each of ``nodes``."""
+    """Make one linear over merged weights, then a slice for each of ``nodes``."""
     merged = [new[nodes[0].inputs[0]]]
     for position in range(1, len(nodes[0].inputs)):
         parts = [node.inputs[position] for node in nodes]

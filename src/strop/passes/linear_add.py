@@ -1,4 +1,4 @@
-"""The sum of a linear and of another sum is made where the linear's product is added up.
+"""Make the sum of a linear and of another sum where the linear's product is added up.
 
 A library's GEMM adds to what lies where its result goes, in fp32 and before it rounds; the bias has
 gone to the kernel that computes the other sum. Where a library call reads the result next, no
@@ -34,8 +34,8 @@ def linear_add(graph: Graph, options: Options) -> Graph:
 
 
 def side_of(node: Node, users: Users, outputs: Collection[Node]) -> int | None:
-    """Which operand of a sum is the linear, with its bias, to whose product a library adds the
-    other; None where it is not to."""
+    """Return which operand of a sum is the linear, with its bias, to whose product a library adds
+    the other; None where it is not to."""
 
     def is_read_once(side: Node) -> bool:
         return len(users[side]) == 1 and side not in outputs
@@ -57,7 +57,7 @@ def is_sum(node: Node) -> bool:
 
 
 def is_biased(node: Node) -> bool:
-    """Whether it is a linear and its bias, as ``bias_to_consumer`` writes them."""
+    """Tell whether it is a linear and its bias, as ``bias_to_consumer`` writes them."""
     if not is_sum(node):
         return False
     linear, bias = node.inputs
@@ -65,21 +65,21 @@ def is_biased(node: Node) -> bool:
 
 
 def _is_alike(total: Node, biased: Node, other: Node) -> bool:
-    """Whether the other value is a sum, which a kernel computes and to which it can add the bias,
-    and nothing is broadcast or converted."""
+    """Tell whether the other value is a sum, which a kernel computes and to which it can add the
+    bias, and nothing is broadcast or converted."""
     nodes = (total, biased, biased.inputs[0], other, *other.inputs)
     same = len({n.shape for n in nodes}) == len({n.dtype for n in nodes}) == 1
     return same and is_sum(other) and total.dtype.is_floating_point
 
 
 def _is_kernel_next(node: Node, users: Users) -> bool:
-    """Whether a kernel is the first to read it."""
+    """Tell whether a kernel is the first to read it."""
     readers = readers_of(node, users)
     return not readers or min(readers, key=lambda n: n.serial).kind in KERNELS
 
 
 def readers_of(node: Node, users: Users) -> list[Node]:
-    """Views looked through."""
+    """Return the readers of a value, through views."""
     readers, stack = list[Node](), [*users[node]]
     while stack:
         user = stack.pop()

@@ -1,4 +1,4 @@
-"""1x1 convolutions become linears over the channels-last view, where they are plain GEMMs.
+"""Turn 1x1 convolutions into linears over the channels-last view, where they are plain GEMMs.
 
 The bias of every other convolution becomes an add, which fuses into whatever reads the result:
 cuDNN would launch a kernel of its own for it.

@@ -1,4 +1,4 @@
-"""What only a pool reads is computed where the pool looks: one kernel, and no trip to memory.
+"""Compute what only a pool reads where the pool looks: one kernel, and no trip to memory.
 
 ``max_pool(relu(batch_norm(x)))`` looks up nine elements of ``x`` and computes each again, 2.25
 times in all, where it had nine of a tensor that a kernel of its own had to write. Worth it where
@@ -21,7 +21,7 @@ Users = Mapping[Node, Sequence[Node]]
 
 @dataclass(frozen=True, slots=True)
 class _Pool:
-    """A chain of pointwise nodes, all of one shape, and who reads its last one."""
+    """Hold a chain of pointwise nodes, all of one shape, and who reads its last one."""
 
     chain: frozenset[Node]
     readers: frozenset[Node]
@@ -44,7 +44,7 @@ def pooled_operands(graph: Graph, options: Options) -> Graph:
         return made
 
     def read(b: Builder, reader: Node, source: Node, *indices: Node) -> Node:
-        """What the reader sees of the source."""
+        """Return what the reader sees of the source."""
         if source not in movable:
             return b.make(reader.op, (source, *indices), reader.shape, source.dtype, **reader.attrs)
         operands = [
@@ -59,7 +59,7 @@ def pooled_operands(graph: Graph, options: Options) -> Graph:
 
 
 def _pool(graph: Graph, users: Users, last: Node) -> _Pool | None:
-    """The pool that reads this node, if it is one."""
+    """Return the pool that reads this node, if it is one."""
     readers = _readers(users, last)
     if not any(reader.op == "take" for reader in readers):
         return None  # of slices alone, the planner computes again what they need
@@ -73,7 +73,7 @@ def _pool(graph: Graph, users: Users, last: Node) -> _Pool | None:
 
 
 def _readers(users: Users, last: Node) -> frozenset[Node]:
-    """Slices of the node and lookups in it or them; none where anybody else reads it."""
+    """Return slices of the node and lookups in it or them; none where anybody else reads it."""
     found: set[Node] = set()
     waiting = [last]
     while waiting:
@@ -95,7 +95,7 @@ def _is_reader(user: Node, node: Node) -> bool:
 
 
 def _moved(reader: Node) -> tuple[int, ...]:
-    """Dims along which it does not read everything in order."""
+    """Return dims along which it does not read everything in order."""
     if reader.op == "slice":
         return (reader.attrs["dim"],)
     return tuple(dim for dim, walk in enumerate(reader.attrs["walks"]) if walk != dim)
@@ -104,7 +104,8 @@ def _moved(reader: Node) -> tuple[int, ...]:
 def _chain(
     graph: Graph, users: Users, last: Node, moved: frozenset[int]
 ) -> tuple[frozenset[Node], frozenset[Node]]:
-    """Pointwise nodes that nobody else needs, and the tensors of their shape that they read."""
+    """Return pointwise nodes that nobody else needs, and the tensors of their shape that they
+    read."""
     chain: set[Node] = set()
     sources: set[Node] = set()
     waiting = [last]

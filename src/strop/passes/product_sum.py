@@ -1,7 +1,8 @@
-"""The sum of a linear, its bias and another value is made where the other value lies.
+"""Fuse the sum of a linear, its bias and another value into the linear, which writes over the other
+value.
 
 Kernels of ours for products begin with the bias and have the tensor memory accelerator add what
-they leave to what is there (``strop/kernels/wgmma_gemm.py``), so that no kernel reads and writes
+they leave to what is there (``kernels.gemm``), so that no kernel reads and writes
 all of it once more: a residual stream stays in one memory from block to block. Rounded as in eager:
 the layer, and the sum. The other value must lie in memory anyway, and all else that reads it comes
 before the linear; it may be seen through a view, as pictures are behind a transformer.
@@ -18,12 +19,12 @@ from collections.abc import Collection, Sequence
 from strop.ir.graph import Builder, Graph, Node, rewrite
 from strop.ir.ops import OPS, Kind
 from strop.options import Options
-from strop.passes.gated_linear import fits_products
+from strop.passes.gated_linear import fits_sum
 from strop.passes.linear_add import Users, is_biased, is_sum, readers_of, side_of
 
 
 def product_sum(graph: Graph, options: Options) -> Graph:
-    if not (options.wgmma_gemm and options.product_sum):
+    if "wgmma_gemm" in options.kernels_off:
         return graph
     users, outputs = graph.users(), set(graph.outputs)
     left = _left(graph, users, outputs) if "linear_add" not in options.disable else set[Node]()
@@ -44,7 +45,7 @@ def product_sum(graph: Graph, options: Options) -> Graph:
 
 
 def _left(graph: Graph, users: Users, outputs: Collection[Node]) -> set[Node]:
-    """To ``linear_add``: sums, and those that are added to their products."""
+    """Return what is left to ``linear_add``: sums, and those that are added to their products."""
     found = set[Node]()
     for node in graph.nodes:
         which = side_of(node, users, outputs)
@@ -54,7 +55,7 @@ def _left(graph: Graph, users: Users, outputs: Collection[Node]) -> set[Node]:
 
 
 def _views(value: Node) -> list[Node]:
-    """Through which it is seen, the last one first."""
+    """Return the views through which a value is seen, the last one first."""
     found = list[Node]()
     while OPS[value.op].has_all_once:
         found.append(value)
@@ -63,14 +64,14 @@ def _views(value: Node) -> list[Node]:
 
 
 def _is_alike(total: Node, biased: Node, other: Node) -> bool:
-    """Whether the kernel can do it, and nothing is broadcast or converted."""
+    """Tell whether the kernel can do it, and nothing is broadcast or converted."""
     linear, bias = biased.inputs
     dtypes = {n.dtype for n in (total, biased, linear, other, bias, *linear.inputs)}
-    return other.shape == total.shape and len(dtypes) == 1 and fits_products(linear)
+    return other.shape == total.shape and len(dtypes) == 1 and fits_sum(linear)
 
 
 def _is_over(other: Node, total: Node, biased: Node, users: Users) -> bool:
-    """Whether the value is stored for others that have all read it before the linear runs."""
+    """Tell whether the value is stored for others that have all read it before the linear runs."""
     views = _views(other)
     base = views[-1].inputs[0] if views else other
     if base.op in ("input", "constant") or base.kind in (Kind.VIEW, Kind.OPAQUE):
@@ -82,8 +83,8 @@ def _is_over(other: Node, total: Node, biased: Node, users: Users) -> bool:
 
 
 def _made(b: Builder, node: Node, views: Sequence[Node], side: Node, other: Node) -> Node:
-    """Views of the linear are looked through backwards by the other value. ``side`` and ``other``
-    are the builder's twins."""
+    """Make the sum where the other value lies, which is seen through the views of the linear
+    backwards. ``side`` and ``other`` are the builder's twins."""
     for view in views:
         other = _undone(b, view, other)
         side = side.inputs[0] if OPS[side.op].has_all_once else side

@@ -1,4 +1,4 @@
-"""Sums over dims on both sides of a kept one, in two steps: inside first, then across.
+"""Sum over dims on both sides of a kept one in two steps: inside first, then across.
 
 A kernel that does both at once has kept and reduced elements side by side in its lanes, and all of
 them must fit in one tile. Where they need not, the inner dims are reduced alone: a value for each
@@ -30,7 +30,7 @@ def reduce_in_steps(graph: Graph, options: Options) -> Graph:
 
 
 def _inner_dims(x: Node, dims: tuple[int, ...], graph: Graph) -> tuple[int, ...] | None:
-    """The dims to reduce first; None where one kernel can do all."""
+    """Return the dims to reduce first; None where one kernel can do all."""
     runs = runs_of(x, dims, graph.hints) or []
     flags = [run.is_reduced for run in runs]
     if not flags[:-1] or not flags[-1] or sum(flags) < 2:
@@ -59,7 +59,7 @@ def _in_steps(b: Builder, node: Node, x: Node, inner: tuple[int, ...]) -> Node:
 
 
 def _corrected(b: Builder, var: Node, count: Expr, correction: float, dtype: torch.dtype) -> Node:
-    """var * count / max(0, count - correction)"""
+    """Compute var * count / max(0, count - correction)."""
     wide = var.dtype
     size = b.constant(float(count.value) if count.is_const else count, wide)
     rest = b.pointwise("sub", size, b.constant(float(correction), wide), dtype=wide, alpha=1)

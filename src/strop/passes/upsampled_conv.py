@@ -1,5 +1,5 @@
-"""A 3x3 convolution of a picture that was made twice as high and wide (nearest) becomes four of
-2x2 pixels of the picture as it was, with four ninths of the products.
+"""Compute the 3x3 convolution behind a nearest 2x upsampling from the small picture: four windows
+of 2x2 pixels, with four ninths of the products.
 
 A result's row reads three rows of the larger picture, two of which are the same row of the smaller
 one: their taps are added up first (Shi et al., Is the deconvolution layer the same as a
@@ -22,7 +22,7 @@ _PLAIN = {"stride": (1, 1), "padding": (1, 1), "dilation": (1, 1)}
 
 
 def upsampled_conv(graph: Graph, options: Options) -> Graph:
-    if not (options.wgmma_gemm and options.upsampled_conv):
+    if "wgmma_gemm" in options.kernels_off:
         return graph
     users, outputs = graph.users(), set(graph.outputs)
 
@@ -42,7 +42,7 @@ def upsampled_conv(graph: Graph, options: Options) -> Graph:
 
 
 def _is_doubled(value: Node) -> bool:
-    """Whether each pixel was spread over two lines and two columns."""
+    """Tell whether each pixel was spread over two lines and two columns."""
     if value.op != "reshape" or value.inputs[0].op != "expand":
         return False
     (spread,) = value.inputs
@@ -56,7 +56,7 @@ def _is_doubled(value: Node) -> bool:
 
 
 def _fits(node: Node) -> bool:
-    """Whether it is a plain 3x3 convolution as the kernel takes them."""
+    """Tell whether it is a plain 3x3 convolution as the kernel takes them."""
     weight = node.inputs[1].shape
     if len(node.inputs) != 2 or node.dtype not in HALVES or not all(s.is_const for s in weight):
         return False

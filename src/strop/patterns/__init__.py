@@ -1,1 +1,1 @@
-"""Subgraphs that a user's own kernels compute: ``strop.pattern``."""
+"""Replace subgraphs by a user's own kernels: ``strop.pattern``."""

@@ -22,7 +22,7 @@ NAME = "patterns"  # in Options.disable
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What became of the patterns, for ``explain``. ``names``: of those in force."""
+    """Say what became of the patterns, for ``explain``. ``names``: of those in force."""
 
     names: tuple[str, ...] = ()
     misses: tuple[Miss, ...] = ()
@@ -30,7 +30,7 @@ class Found:
 
 
 def apply(graph: Graph, options: Options, device: str) -> tuple[Graph, Found]:
-    """Each pattern in turn, in the order of their declaration."""
+    """Apply each pattern in turn, in the order of their declaration."""
     patterns = registry.active()
     for name in sorted({*options.numerics} - {pattern.numerics for pattern in patterns}):
         _warn_of(name)
@@ -55,12 +55,13 @@ def apply(graph: Graph, options: Options, device: str) -> tuple[Graph, Found]:
 
 @functools.cache  # once
 def _warn_of(numerics: str) -> None:
-    """No error, and none where options are made: patterns may be declared at any time."""
+    """Warn of names that no pattern has; this is no error, as patterns may be declared at any
+    time."""
     log.warning("Options.numerics allows %r, which no pattern in force names", numerics)
 
 
 def _replaced(graph: Graph, matches: Sequence[Match]) -> Graph:
-    """The graph with a call for each match; what nobody reads any more goes."""
+    """Put a call in the place of each match; what nobody reads any more goes."""
     b, new = Builder(), dict[Node, Node]()
     match_of = {node: match for match in matches for node in match.replaced}
     for node in _in_order(graph, match_of):
@@ -79,7 +80,8 @@ def _replaced(graph: Graph, matches: Sequence[Match]) -> Graph:
 
 
 def _in_order(graph: Graph, match_of: Mapping[Node, Match]) -> Iterator[Node]:
-    """Each node behind what it needs; a node that a call gives needs that call's arguments."""
+    """Yield each node behind what it needs; a node that a call gives needs that call's
+    arguments."""
     done: set[Node] = set()
     for last in graph.nodes:
         stack = [last]
@@ -98,7 +100,7 @@ def _in_order(graph: Graph, match_of: Mapping[Node, Match]) -> Iterator[Node]:
 
 
 def _call(b: Builder, match: Match, new: Mapping[Node, Node]) -> list[Node]:
-    """The call, and each of its results."""
+    """Return the call, and each of its results."""
     outputs = tuple((node.shape, node.dtype) for node in match.results)
     shape, dtype = outputs[0]
     b.origin, pattern = match.origin, match.pattern
@@ -121,7 +123,7 @@ def _call(b: Builder, match: Match, new: Mapping[Node, Node]) -> list[Node]:
 
 
 def _undone(b: Builder, result: Node, value: Node) -> Node:
-    """What ``result`` is a view of, from ``value``, which has its shape."""
+    """Return what ``result`` is a view of, from ``value``, which has its shape."""
     while OPS[result.op].has_all_once:
         source = result.inputs[0]
         if result.op == "reshape":

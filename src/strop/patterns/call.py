@@ -14,7 +14,7 @@ from strop.wording import counted
 
 
 class Replacement:
-    """The call of a ``pattern`` node at one shape: its attributes are evaluated."""
+    """Call the replacement of a ``pattern`` node at one shape: its attributes are evaluated."""
 
     def __init__(self, attrs: Mapping[str, Any]) -> None:
         self.name, self.keywords = attrs["name"], dict(attrs["attributes"])
@@ -75,12 +75,13 @@ def _check(name: str, results: Any, outputs: Sequence[Any], given: Sequence[Tens
 
 
 def _versions(tensors: Sequence[Tensor]) -> list[int]:
-    """How often torch has written into each; of tensors made in inference mode nobody knows."""
+    """Return how often torch has written into each; of tensors made in inference mode nobody
+    knows."""
     return [0 if x.is_inference() else x._version for x in tensors]
 
 
 def _owned(result: Tensor, given: Sequence[Tensor]) -> Tensor:
-    """A result in memory of its own: that of arguments is used again."""
+    """Return a result in memory of its own: that of arguments is used again."""
     place = result.untyped_storage().data_ptr()
     shares = any(x.untyped_storage().data_ptr() == place for x in given)
     return result.clone() if shares else result

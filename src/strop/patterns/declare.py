@@ -1,4 +1,4 @@
-"""``strop.pattern``: checks a declaration, so that mistakes show where they are made."""
+"""Check a declaration of ``strop.pattern``, so that mistakes show where they are made."""
 
 from __future__ import annotations
 
@@ -105,8 +105,8 @@ def _signature(name: str, what: str, function: Any) -> inspect.Signature:
 def _parameters(
     name: str, search: Callable[..., Any], example: Sequence[Tensor]
 ) -> tuple[tuple[str, ...], dict[str, Any]]:
-    """Names of the tensors, and the keyword arguments with their defaults. Others with a default,
-    as ``inplace`` of torch's functions, keep it."""
+    """Return the names of the tensors, and the keyword arguments with their defaults. Others with a
+    default, as ``inplace`` of torch's functions, keep it."""
     given = _signature(name, "search", search).parameters.values()
     places = [p for p in given if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     keywords = {p.name: p.default for p in given if p.kind is p.KEYWORD_ONLY}
@@ -184,8 +184,8 @@ def _places(
     attributes: Mapping[str, Any],
     skeleton: Graph,
 ) -> Places:
-    """Where the keywords stand in the skeleton: what changes with them. A keyword that changes
-    shapes or operators stands nowhere, and keeps its default."""
+    """Return where the keywords stand in the skeleton: what changes with them. A keyword that
+    changes shapes or operators stands nowhere, and keeps its default."""
     found: dict[tuple[Node, str], str] = {}
     for keyword, default in attributes.items():
         other = (not default) if isinstance(default, bool) else default * 3 + 2
@@ -214,8 +214,8 @@ def _digest(
     skeleton: Graph,
     attributes: Mapping[str, Any],
 ) -> str:
-    """Of all that decides where it matches and what it is. What ``replace`` runs is no part of a
-    plan: a plan that is loaded calls what this process has declared."""
+    """Hash all that decides where a pattern matches and what it is. What ``replace`` runs is no
+    part of a plan: a plan that is loaded calls what this process has declared."""
     parts = [name, numerics, str(contiguous), repr(sorted(attributes.items()))]
     number = {node: position for position, node in enumerate(skeleton.nodes)}
     parts += [
@@ -229,7 +229,7 @@ def _digest(
 
 
 def _file_of(function: Callable[..., Any] | None) -> str:
-    """The text of its file: it may call others there."""
+    """Return the text of a function's file, in which it may call others."""
     for owner in (inspect.unwrap(function), type(function)) if function else ():
         try:
             file = inspect.getsourcefile(owner)

@@ -1,4 +1,4 @@
-"""The matches of one pattern in a graph, and near misses with reasons."""
+"""Find the matches of one pattern in a graph, and near misses with reasons."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ MOST_MISSES = 50  # of one pattern in one graph
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """``results`` as the search gives them; ``replaced``: the node of the graph that each is a
-    view of; ``inside``: what nobody computes any more."""
+    """Describe a match. ``results`` as the search gives them; ``replaced``: the node of the graph
+    that each is a view of; ``inside``: what nobody computes any more."""
 
     pattern: Pattern
     arguments: tuple[Node, ...]
@@ -43,7 +43,7 @@ class Match:
 
 @dataclass(frozen=True, slots=True)
 class Miss:
-    """Where a pattern nearly matched, and why it did not."""
+    """Say where a pattern nearly matched, and why it did not."""
 
     pattern: str
     origin: str
@@ -52,7 +52,7 @@ class Miss:
 
 @dataclass(frozen=True, slots=True)
 class Near:
-    """How much of a search is there, from 0 to 1, and what is wrong."""
+    """Say how much of a search is there, from 0 to 1, and what is wrong."""
 
     share: float
     reason: str
@@ -60,7 +60,7 @@ class Near:
 
 @dataclass
 class Finder:
-    """State of one search through one graph."""
+    """Search one graph for one pattern, with the state of the search."""
 
     graph: Graph
     pattern: Pattern
@@ -89,7 +89,7 @@ class Finder:
                     self._try_part(wanted, part, node)
 
     def _main_result(self) -> Node:
-        """A result that depends on all arguments."""
+        """Return a result that depends on all arguments."""
         graph = self.pattern.skeleton
         behind = {node: set[Node]({node} if node.op == "input" else ()) for node in graph.nodes}
         for node in graph.nodes:
@@ -106,8 +106,8 @@ class Finder:
             self._miss(node, best.reason, self._computed_for(wanted, node))
 
     def _best(self, wanted: Node, node: Node) -> Match | Near | None:
-        """What comes of binding the arguments so that ``wanted`` of the skeleton is ``node``: a
-        match if there is one. None if nothing binds them all."""
+        """Return what comes of binding the arguments so that ``wanted`` of the skeleton is
+        ``node``: a match if there is one. None if nothing binds them all."""
         best: Near | None = None
         for bound in self.skeleton.bindings(wanted, node):
             if not all(argument in bound for argument in self.pattern.skeleton.inputs):
@@ -159,11 +159,12 @@ class Finder:
         )
 
     def _is_there(self, node: Node, arguments: Sequence[Node]) -> bool:
-        """Views are where their base is: the graph may have folded them into others."""
+        """Tell whether a node is in the graph. Views are where their base is: the graph may have
+        folded them into others."""
         return not _is_work(node) or node in arguments or bool(self.numbers.twins(node))
 
     def _inside(self, nodes: Any, arguments: Sequence[Node]) -> set[Node]:
-        """Everything that the search computes, as nodes of the graph."""
+        """Return everything that the search computes, as nodes of the graph."""
         free = set(map(stripped, arguments)) | set(arguments)
         work = (n for n in nodes if _is_work(n) and n not in free and not is_number(n))
         return {
@@ -180,7 +181,7 @@ class Finder:
         replaced: Mapping[Node, int],
         inside: frozenset[Node],
     ) -> str:
-        """Why what is there may not be replaced, or nothing."""
+        """Return why what is there may not be replaced, or nothing."""
         if not self.match_of.keys().isdisjoint(inside | replaced.keys()):
             return "a part of it belongs to another match"
         if not self._behind(arguments).isdisjoint(inside | replaced.keys()):
@@ -192,7 +193,7 @@ class Finder:
         return self._asked(arguments, attributes)
 
     def _behind(self, nodes: Iterable[Node]) -> set[Node]:
-        """The nodes that these depend on, and themselves; on a match as a whole."""
+        """Return the nodes that these depend on, and themselves; a match counts as a whole."""
         stack, seen = list(nodes), set(nodes)
         while stack:
             node = stack.pop()
@@ -206,7 +207,7 @@ class Finder:
     def _seen_outside(
         self, node: Node, inside: frozenset[Node], replaced: Mapping[Node, int]
     ) -> str:
-        """Who else wants a value that the replacement does not give, or nothing."""
+        """Return who else wants a value that the replacement does not give, or nothing."""
         stack = [node]
         while stack:
             value = stack.pop()
@@ -221,7 +222,7 @@ class Finder:
         return ""
 
     def _asked(self, arguments: Sequence[Node], attributes: Mapping[str, Any]) -> str:
-        """What ``when`` has against it."""
+        """Return what ``when`` has against the match, or nothing."""
         when = self.pattern.when
         if when is None:
             return ""
@@ -243,7 +244,7 @@ class Finder:
         return "" if answer else "when said no"
 
     def _difference(self, wanted: Node, known: set[Node]) -> str:
-        """What reads the operands of ``wanted`` instead of it."""
+        """Say what reads the operands of ``wanted`` instead of it."""
         mine = {twin for node in known for twin in self.numbers.twins(node)}
         found = [
             user
@@ -260,14 +261,14 @@ class Finder:
         return f"it has no {wanted.op}({', '.join(map(_name, wanted.inputs))})"
 
     def _present(self, node: Node) -> Sequence[Node]:
-        """The nodes of the graph that are this value, or what it is a view of."""
+        """Return the nodes of the graph that are this value, or what it is a view of."""
         twins = self.numbers.twins(node)
         if twins or node.kind is not Kind.VIEW:
             return twins
         return self._present(node.inputs[0])
 
     def _readers(self, node: Node) -> Iterator[Node]:
-        """Through views."""
+        """Yield the readers of a node, through views."""
         for user in self.users.get(node, ()):
             if user.kind is Kind.VIEW:
                 yield from self._readers(user)
@@ -277,7 +278,7 @@ class Finder:
     # near misses: a large part of the skeleton, and then something else
 
     def _large_parts(self, wanted: Node) -> list[Node]:
-        """Values inside the skeleton with at least half of its work, larger ones first."""
+        """Return values inside the skeleton with at least half of its work, larger ones first."""
         sizes = {node: len(_work_behind(node)) for node in _work_behind(wanted)}
         parts = [
             n for n, size in sizes.items() if n is not wanted and size >= max(2, sizes[wanted] / 2)
@@ -315,7 +316,8 @@ class Finder:
                 yield user
 
     def _computed_for(self, wanted: Node, node: Node) -> set[Node]:
-        """Nodes of the graph as far behind ``node`` as the skeleton reaches behind ``wanted``."""
+        """Return nodes of the graph as far behind ``node`` as the skeleton reaches behind
+        ``wanted``."""
         found, stack = set[Node](), [(wanted, node)]
         while stack:
             left, right = map(stripped, stack.pop())
@@ -331,13 +333,13 @@ class Finder:
 
 
 def _origin(nodes: Iterable[Node], root: Node) -> str:
-    """The module that most of them come from."""
+    """Return the module that most of them come from."""
     counts = Counter(node.origin for node in nodes)
     return max(counts, key=lambda origin: (counts[origin], origin == root.origin, origin))
 
 
 def _unviewed(node: Node) -> Node:
-    """What a result is all of, in another shape or order."""
+    """Return what a result is all of, in another shape or order."""
     while OPS[node.op].has_all_once:
         node = node.inputs[0]
     return node
@@ -348,7 +350,7 @@ def _is_work(node: Node) -> bool:
 
 
 def _work_behind(node: Node) -> dict[Node, None]:
-    """Nodes of a skeleton that compute something, from the result back."""
+    """Return nodes of a skeleton that compute something, from the result back."""
     found, stack = dict[Node, None](), [node]
     while stack:
         value = stripped(stack.pop())
@@ -373,7 +375,7 @@ def _type(dtype: Any, shape: Shape) -> str:
 
 
 def _told(wanted: Node, found: Node) -> str:
-    """What two nodes of one operator differ in."""
+    """Return what two nodes of one operator differ in."""
     for name, value in wanted.attrs.items():
         if repr(found.attrs.get(name)) != repr(value):
             return f"{name}={value} expected, {found.attrs.get(name)} found"

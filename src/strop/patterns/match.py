@@ -1,4 +1,4 @@
-"""Where a pattern's search occurs in a graph.
+"""Find where a pattern's search occurs in a graph.
 
 First the skeleton, loosely: operators must agree from the result down to the arguments, whatever
 views, casts and sizes lie between. That gives candidates for the arguments. Then exactly: the
@@ -22,7 +22,8 @@ Bound = Mapping[Any, Any]  # argument of the skeleton -> candidates; name of a k
 
 
 def is_transparent(node: Node) -> bool:
-    """Whether the skeleton looks through a node: sizes and types decide whether it is there."""
+    """Tell whether the skeleton looks through a node: sizes and types decide whether it is
+    there."""
     return node.kind is Kind.VIEW or node.op in ("cast", "copy")
 
 
@@ -33,18 +34,18 @@ def stripped(node: Node) -> Node:
 
 
 def is_number(node: Node) -> bool:
-    """Whether a value without dims is made of numbers and sizes alone."""
+    """Tell whether a value without dims is made of numbers and sizes alone."""
     is_made = bool(node.inputs) and not node.shape
     return node.op == "constant" or (is_made and all(map(is_number, node.inputs)))
 
 
 def swaps(node: Node) -> bool:
-    """Whether its two operands may change places."""
+    """Tell whether its two operands may change places."""
     return OPS[node.op].commutes and len(node.inputs) == 2 and node.attrs.get("alpha", 1) == 1
 
 
 class Numbers:
-    """Value numbers: equal for nodes that compute the same from the same."""
+    """Number values: the numbers are equal for nodes that compute the same from the same."""
 
     def __init__(self, graph: Graph) -> None:
         self.nodes: dict[int, list[Node]] = {}
@@ -75,19 +76,20 @@ class Numbers:
         )
 
     def twins(self, node: Node) -> Sequence[Node]:
-        """The nodes of the graph that compute the same."""
+        """Return the nodes of the graph that compute the same."""
         return self.nodes.get(self.of(node), ())
 
 
 class Skeleton:
-    """Candidates for the arguments of a pattern. ``places``: nodes and attributes of them that
+    """Hold candidates for the arguments of a pattern. ``places``: nodes and attributes of them that
     hold the value of a keyword."""
 
     def __init__(self, places: Places) -> None:
         self.places, self.builder = places, Builder()
 
     def bindings(self, wanted: Node, node: Node) -> Iterator[Bound]:
-        """Ways in which the values that ``wanted`` reads may be those that ``node`` reads."""
+        """Return ways in which the values that ``wanted`` reads may be those that ``node``
+        reads."""
         return itertools.islice(self._match(wanted, node, {}), MOST_TRIES)
 
     def _match(self, wanted: Node, node: Node, bound: Bound) -> Iterator[Bound]:
@@ -121,7 +123,8 @@ class Skeleton:
             yield from self._operands(wanted[1:], given[1:], found)
 
     def _attributes(self, wanted: Node, node: Node, bound: Bound) -> Bound | None:
-        """Keywords are what the graph has at their places, the same at all of them."""
+        """Bind keywords to what the graph has at their places, if that is the same at all of
+        them."""
         found = dict(bound)
         for name, value in wanted.attrs.items():
             keyword = self.places.get((wanted, name))
@@ -140,8 +143,8 @@ class Skeleton:
             yield {**bound, argument: candidates}
 
     def _candidates(self, wanted: Node, node: Node) -> list[Node]:
-        """The value itself, what it is a view or cast of, and what it would be a view of; first
-        those as far down as the argument lies, and of its rank."""
+        """Return the value itself, what it is a view or cast of, and what it would be a view of;
+        first those as far down as the argument lies, and of its rank."""
         chain = [node]
         while is_transparent(chain[-1]):
             chain.append(chain[-1].inputs[0])
@@ -160,13 +163,13 @@ class Skeleton:
 
 
 def choices(arguments: Iterable[Node], bound: Bound) -> Iterator[tuple[Node, ...]]:
-    """One candidate for each argument, likely ones first."""
+    """Yield one candidate for each argument, likely ones first."""
     each = [bound[argument] for argument in arguments]
     return itertools.islice(itertools.product(*each), MOST_TRIES)
 
 
 def replayed(graph: Graph, arguments: Sequence[Node]) -> dict[Node, Node]:
-    """The nodes of a search's graph over these arguments; views fold as they would there."""
+    """Replay the nodes of a search's graph over these arguments; views fold as they would there."""
     builder, new = Builder(), dict(zip(graph.inputs, arguments, strict=True))
     for node in graph.nodes:
         if node not in new:

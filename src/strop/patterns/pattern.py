@@ -1,4 +1,4 @@
-"""One declared pattern, the handle that ``strop.pattern`` returns."""
+"""Describe one declared pattern, the handle that ``strop.pattern`` returns."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ EXACT = "exact"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pattern:
-    """A rule from a subgraph to a call. In force until ``remove``; as a context manager, until the
-    block ends. ``skeleton`` is the search at the sizes of the example."""
+    """Hold a rule from a subgraph to a call. It is in force until ``remove``; as a context manager,
+    until the block ends. ``skeleton`` is the search at the sizes of the example."""
 
     name: str
     search: Callable[..., Any]
@@ -34,7 +34,7 @@ class Pattern:
     _graphs: dict[Any, Searched | StropError] = field(default_factory=dict, repr=False)
 
     def remove(self) -> None:
-        """Modules compile anew without it at their next call."""
+        """End the pattern; modules compile anew without it at their next call."""
         registry.remove(self)
 
     def __enter__(self) -> Pattern:
@@ -47,7 +47,7 @@ class Pattern:
     def at(
         self, arguments: Sequence[Argument], attributes: Mapping[str, Any], hints: Mapping[str, int]
     ) -> Searched:
-        """The graph of the search for these arguments; raises StropError if it has none."""
+        """Return the graph of the search for these arguments; raises StropError if it has none."""
         key = (tuple(arguments), repr(sorted(attributes.items())))
         if key not in self._graphs:
             try:
@@ -60,5 +60,5 @@ class Pattern:
         return found
 
     def allowed(self, names: Sequence[str]) -> bool:
-        """Whether these opt-ins (``Options.numerics``) let it change results."""
+        """Tell whether these opt-ins (``Options.numerics``) let it change results."""
         return self.numerics == EXACT or self.numerics in names

@@ -1,4 +1,5 @@
-"""The patterns of this process, in the order in which they were declared: earlier ones match first.
+"""Hold the patterns of this process, in the order in which they were declared: earlier ones match
+first.
 
 Programs name a pattern by its key, a digest of what it searches for. A change of the registry has
 whoever watches it forget what was compiled with the patterns before.
@@ -27,7 +28,7 @@ _held: ContextVar[tuple[Pattern, ...] | None] = ContextVar("held", default=None)
 
 
 def active() -> tuple[Pattern, ...]:
-    """The patterns that a compile now uses."""
+    """Return the patterns that a compile now uses."""
     held = _held.get()
     return _active if held is None else held
 
@@ -43,12 +44,12 @@ def holding(patterns: tuple[Pattern, ...]) -> Iterator[None]:
 
 
 def keys() -> list[str]:
-    """What a stored plan depends on."""
+    """Return what a stored plan depends on."""
     return [f"pattern {pattern.key}" for pattern in active()]
 
 
 def find(key: str, name: str) -> Pattern:
-    """The pattern that a program was compiled with."""
+    """Find the pattern that a program was compiled with."""
     for pattern in active():
         if pattern.key == key:
             return pattern
@@ -71,7 +72,7 @@ def add(pattern: Pattern) -> None:
 
 
 def remove(pattern: Pattern) -> None:
-    """No error for one that is gone already."""
+    """Remove a pattern; one that is gone already is no error."""
     global _active
     with _lock:
         if pattern not in _active:
@@ -94,7 +95,8 @@ def watch_once(forget: Callable[[], Any]) -> None:
 
 
 def _tell() -> None:
-    """Without the lock: who forgets may wait for a compile, which asks for the patterns."""
+    """Tell listeners without holding the lock: who forgets may wait for a compile, which asks for
+    the patterns."""
     for reference in tuple(_watching):
         forget = reference()
         if forget is not None:

@@ -1,4 +1,5 @@
-"""A search function as a graph in the normal form of a module's: the same tracer and importer."""
+"""Trace a search function to a graph in the normal form of a module's, by the same tracer and
+importer."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ Argument = tuple[Shape, torch.dtype]
 
 @dataclass(frozen=True, slots=True)
 class Searched:
-    """``single``: it returns a tensor, and no tuple of them."""
+    """Hold a traced search. ``single``: it returns a tensor, and no tuple of them."""
 
     graph: Graph
     single: bool
@@ -47,7 +48,7 @@ def traced(
     attributes: Mapping[str, Any],
     hints: Mapping[str, int],
 ) -> Searched:
-    """The graph of ``function`` for arguments of these sizes and types, by position.
+    """Return the graph of ``function`` for arguments of these sizes and types, by position.
 
     Raises CaptureError or UnsupportedError if it cannot be traced for every value of the sizes.
     """
@@ -93,7 +94,7 @@ def _refuse_conditions(captured: Captured, specs: Sequence[TensorSpec], graph: G
 
 
 def _computed(node: Node) -> Node:
-    """A result without the copy that gives it a place and an order of its own."""
+    """Return a result without the copy that gives it a place and an order of its own."""
     while node.op == "copy" and ("result" in node.attrs or node.order is not None):
         node = node.inputs[0]
     return node

@@ -1,4 +1,4 @@
-"""What ``when`` of a pattern sees: the tensors of a match, whose sizes may be any."""
+"""Define what ``when`` of a pattern sees: the tensors of a match, whose sizes may be any."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from strop.ir.graph import Node
 
 
 class AnySizeError(Exception):
-    """A question about a symbolic size whose answer is not the same for all its values."""
+    """A question about a symbolic size has not the same answer for all its values."""
 
 
 class Size:
-    """A symbolic size, as ``8*h``. Questions with one answer for every value get it; others end
-    the match: a program serves all sizes."""
+    """Stand for a symbolic size, as ``8*h``. Questions with one answer for every value get it;
+    others end the match: a program serves all sizes."""
 
     def __init__(self, expr: Expr) -> None:
         self.expr = expr
@@ -80,7 +80,7 @@ _SIGNS = {"==": {0}, "<": {-1}, "<=": {-1, 0}, ">": {1}, ">=": {0, 1}}
 
 
 def _holds(left: Size, relation: str, right: object) -> bool:
-    """Whether it does for all values of the roots, which are positive."""
+    """Tell whether it holds for all values of the roots, which are positive."""
     possible = _signs(left.expr - _expr(right))
     if possible <= _SIGNS[relation]:
         return True
@@ -109,7 +109,7 @@ def size_of(expr: Expr) -> Size | int:
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """One tensor of a match. ``is_weight``: a Parameter or buffer of the module."""
+    """Describe one tensor of a match. ``is_weight``: a Parameter or buffer of the module."""
 
     shape: tuple[Size | int, ...]
     dtype: torch.dtype

@@ -1,4 +1,4 @@
-"""Training: the parameter step, and the whole step as one callable."""
+"""Train: the parameter step, and the whole step as one callable."""
 
 from typing import TYPE_CHECKING, Any
 

@@ -1,4 +1,4 @@
-"""Latents and text embeddings that are computed once and kept on disk.
+"""Compute latents and text embeddings once, and keep them on disk.
 
 A file's name is a hash of all that its content depends on, so a file that is there is right. The
 weights are part of it in the type that they have now: fp32, or that of mixed precision.
@@ -31,7 +31,7 @@ Progress = Callable[[str, int, int], None]
 
 
 class StoredMoments:
-    """Mean and log-variance of each picture's latents, and of its mirror image's if wanted."""
+    """Hold mean and log-variance of each picture's latents, and of its mirror image's if wanted."""
 
     def __init__(self, folder: Path, key: str) -> None:
         self.folder, self.key = folder, key
@@ -110,7 +110,7 @@ def _name(number: int, mirrored: bool) -> str:
 
 
 def captions_of(model: Model, pictures: Sequence[Picture]) -> Captions:
-    """Token ids of the different captions, and of the empty one."""
+    """Return token ids of the different captions, and of the empty one."""
     texts = list(dict.fromkeys(text for picture in pictures for text in picture.captions))
     table = models.token_ids(model, [*texts, ""])
     return Captions({text: row for row, text in enumerate(texts)}, table)
@@ -119,7 +119,7 @@ def captions_of(model: Model, pictures: Sequence[Picture]) -> Captions:
 def cache_embeddings(
     folder: Path, model: Model, captions: Captions, on_progress: Progress
 ) -> Captions:
-    """The captions with embeddings in the place of ids."""
+    """Return the captions with embeddings in the place of ids."""
     folder.mkdir(parents=True, exist_ok=True)
     weights = models.digest_of(model.text_encoder)
     key = digest_of("embeddings", 2, weights, captions.table.tolist())

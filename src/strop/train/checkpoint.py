@@ -1,4 +1,4 @@
-"""Checkpoints: tensors as safetensors, the rest as JSON, and a list of sizes and hashes.
+"""Write checkpoints: tensors as safetensors, the rest as JSON, and a list of sizes and hashes.
 
 A folder ``checkpoint-N`` appears by a rename once everything in it is on the disk, so a training
 killed at any moment leaves whole checkpoints only. Nothing is pickled.
@@ -58,7 +58,7 @@ def prune(output: Path, keep: int | None) -> None:
 
 
 def numbered(output: Path) -> list[tuple[int, Path]]:
-    """Steps and folders of all checkpoints, oldest first."""
+    """Return steps and folders of all checkpoints, oldest first."""
     found = []
     for folder in output.glob("checkpoint-*"):
         match = re.fullmatch(r"checkpoint-(\d+)", folder.name)
@@ -68,7 +68,7 @@ def numbered(output: Path) -> list[tuple[int, Path]]:
 
 
 def find(output: Path, wanted: str) -> Path | None:
-    """The whole checkpoint that ``--resume_from_checkpoint`` means.
+    """Find the whole checkpoint that ``--resume_from_checkpoint`` means.
 
     ``latest`` passes over damaged ones, with a warning, and is None where there are none at all.
     Raises OptionError for a folder that does not exist or that another program has written, and
@@ -126,7 +126,7 @@ def verify(folder: Path) -> None:
 
 
 def load(folder: Path) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
-    """Tensors by group, and the state, of a checkpoint that ``find`` has verified."""
+    """Load the tensors by group, and the state, of a checkpoint that ``find`` has verified."""
     state: dict[str, Any] = json.loads((folder / _STATE).read_text())
     if state["format"] != FORMAT:
         raise CacheError(

@@ -1,4 +1,4 @@
-"""What a function can reach without being handed it: modules and random generators."""
+"""Find what a function can reach without being handed it: modules and random generators."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _PLAIN = (
 
 @dataclass
 class Reached:
-    """Found through closures, the names of a module, bound objects and containers."""
+    """Hold what is found through closures, the names of a module, bound objects and containers."""
 
     modules: list[nn.Module] = field(default_factory=list)
     generators: list[torch.Generator] = field(default_factory=list)
@@ -61,7 +61,7 @@ def reached(function: Callable[..., Any]) -> Reached:
 
 
 def _parts(value: Any) -> Iterable[Any]:
-    """What an object that is neither module nor generator leads to."""
+    """Return what an object that is neither module nor generator leads to."""
     if isinstance(value, FunctionType):
         return _of_function(value)
     if isinstance(value, MethodType):
@@ -93,7 +93,7 @@ def _of_function(function: FunctionType) -> list[Any]:
 
 
 def _names(code: CodeType) -> list[str]:
-    """Global names that it, or a function in it, reads."""
+    """Return global names that it, or a function in it, reads."""
     inner = [
         name for const in code.co_consts if isinstance(const, CodeType) for name in _names(const)
     ]
@@ -101,7 +101,7 @@ def _names(code: CodeType) -> list[str]:
 
 
 class Watched:
-    """Modules with all parts and tensors, listed once: looking again takes no walk."""
+    """Hold modules with all parts and tensors, listed once: looking again takes no walk."""
 
     def __init__(self, roots: Sequence[nn.Module]) -> None:
         self.roots = list(roots)
@@ -115,7 +115,8 @@ class Watched:
         self._tensors = [value for value in self._values if isinstance(value, Tensor)]
 
     def still_lists(self, roots: Sequence[nn.Module]) -> bool:
-        """Whether these are the modules, and nothing in them was replaced, added or removed."""
+        """Tell whether these are the modules, and nothing in them was replaced, added or
+        removed."""
         if len(roots) != len(self.roots) or not all(map(is_, roots, self.roots)):
             return False
         if sum(map(len, self._tables)) != len(self._values):
@@ -129,7 +130,7 @@ class Watched:
         return any(isinstance(part, kind) for part in self._parts)
 
     def modes(self) -> bytes:
-        """Which parts are in training mode, which tensors require a gradient."""
+        """Return which parts are in training mode, which tensors require a gradient."""
         training = bytes(part.training for part in self._parts)
         return training + bytes(tensor.requires_grad for tensor in self._tensors)
 

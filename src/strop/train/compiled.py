@@ -1,4 +1,4 @@
-"""Where a compiled forward and backward pass of the UNet takes its place."""
+"""Put a compiled forward and backward pass of the UNet in its place."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ from strop.api import optimize
 
 
 def prepare(unet: nn.Module, compiled: bool) -> nn.Module:
-    """What the training calls: the module itself, in place ``compiled`` or as it is."""
+    """Return what the training calls: the module itself, in place ``compiled`` or as it is."""
     return optimize(unet, train=True) if compiled else unet

@@ -1,4 +1,4 @@
-"""Steps on a CPU: torch's fused CPU kernels, around which clip, average and shadow are put.
+"""Run steps on a CPU: torch's fused CPU kernels, around which clip, average and shadow are put.
 
 Host and device are one here, so the scalars are Python numbers, and a step that is skipped is a
 branch. Arrays whose type is not that of their states are converted for the call, and so are states
@@ -41,7 +41,7 @@ class CpuStep:
         self._rule, self._seed = rule, seed
 
     def load(self, request: Request) -> None:
-        """Nothing: every step reads the groups."""
+        """Load nothing: every step reads the groups."""
 
     @contextmanager
     def loaded(self) -> Iterator[tuple[object, ...]]:
@@ -65,7 +65,7 @@ class CpuStep:
                 item.shadow.copy_(item.param)
 
     def _settle(self, grads: Sequence[Tensor], request: Request) -> tuple[float, bool]:
-        """The factor of the gradients, and whether to skip the step."""
+        """Return the factor of the gradients, and whether to skip the step."""
         memory = self.memory
         factor = 1.0 if request.scale is None else 1.0 / float(request.scale)
         bad = request.found_inf is not None and bool(request.found_inf)
@@ -149,7 +149,7 @@ class CpuStep:
             )
 
     def _rounded(self, values: Tensor, item: Item) -> Tensor:
-        """fp32 values that become the parameter; to bf16 at random if a seed was given."""
+        """Round fp32 values that become the parameter; to bf16 at random if a seed was given."""
         if self._seed is None or item.param.dtype != torch.bfloat16:
             return values
         key = self._seed + int(self.memory.counters[1]) * _KEY_STRIDE & (1 << 64) - 1

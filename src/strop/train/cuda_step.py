@@ -1,4 +1,4 @@
-"""Steps on a GPU: two sweeps over device memory, and one program between them for the scalars.
+"""Run steps on a GPU: two sweeps over device memory, and one program between them for the scalars.
 
 The host enqueues and never waits. It uploads addresses when they change, as they do where
 ``zero_grad`` frees the gradients, and numbers of groups when a schedule changes them.
@@ -41,7 +41,7 @@ class Launcher(Protocol):
 
 
 class CudaLauncher:
-    """Kernels of Strop's cache on the current stream."""
+    """Launch kernels of Strop's cache on the current stream."""
 
     def __init__(self, device: torch.device) -> None:
         options = Options.from_environment()
@@ -68,7 +68,7 @@ class CudaLauncher:
 
 
 class Upload:
-    """A list of numbers on the device, copied there when it differs from the last one.
+    """Keep a list of numbers on the device, copied there when it differs from the last one.
 
     Under capture the copy is a part of the graph, from memory that then belongs to the graph: a
     replay puts back the list that it was captured with. What is on the device is unknown from then
@@ -107,7 +107,7 @@ class Upload:
         return self._tensor
 
     def _in_pinned_memory(self, host: Tensor, capturing: bool) -> Tensor:
-        """Memory for a capture is allocated before it."""
+        """Allocate memory for a capture before it, pinned."""
         if not capturing:
             if self._spare is None:
                 self._spare = torch.empty_like(host, pin_memory=True)
@@ -120,7 +120,7 @@ class Upload:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Batch:
-    """Tensors of one form: a launch for each sweep."""
+    """Hold tensors of one form: a launch for each sweep."""
 
     gradient_sweep: KernelSource
     update_sweep: KernelSource
@@ -132,7 +132,7 @@ class Batch:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Plan:
-    """A layout in device memory."""
+    """Hold a layout in device memory."""
 
     layout: Layout
     batches: tuple[Batch, ...]
@@ -174,8 +174,8 @@ class CudaStep:
 
     @contextmanager
     def loaded(self) -> Iterator[tuple[object, ...]]:
-        """Steps in here upload no numbers of groups: whoever replays them calls ``load`` before.
-        Gives what they point to, beside parameters, states and gradients."""
+        """Let steps upload no numbers of groups: whoever replays them calls ``load`` before. Gives
+        what they point to, beside parameters, states and gradients."""
         self._is_loaded = True
         try:
             yield (self._plan, self._addresses.tensor, self._settings.tensor)
@@ -314,7 +314,7 @@ class CudaStep:
         return tuple(batches), partials, flags
 
     def _forms_of(self, items: Sequence[Item]) -> dict[Form, list[int]]:
-        """Places of the items of each form."""
+        """Return places of the items of each form."""
         forms: dict[Form, list[int]] = {}
         for place, item in enumerate(items):
             if item.param.numel():
@@ -345,7 +345,8 @@ def is_capturing(device: torch.device) -> bool:
 
 
 def blocks_of(places: Sequence[int], numels: Numbers, tuning: Tuning) -> Numbers:
-    """For each program: number of its tensor in the high half, number of the block in the low."""
+    """Return for each program the number of its tensor in the high half, and the number of the
+    block in the low."""
     chosen = np.asarray(places, dtype=np.int64)
     counts = -(-numels[chosen] // tuning.block)
     which = np.repeat(chosen, counts)

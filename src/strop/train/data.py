@@ -1,4 +1,4 @@
-"""Batches by number: what batch n holds depends on the seed and on n alone."""
+"""Make batches by number: what batch n holds depends on the seed and on n alone."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from strop.train.settings import Settings
 
 @dataclass(frozen=True)
 class Batch:
-    """``pictures``: RGB from -1 to 1, or moments of latents. ``text``: token ids, or what the
-    text encoder makes of them. The first ``num_instances`` rows are not of the class."""
+    """Hold a batch. ``pictures``: RGB from -1 to 1, or moments of latents. ``text``: token ids, or
+    what the text encoder makes of them. The first ``num_instances`` rows are not of the class."""
 
     pictures: Tensor
     are_moments: bool
@@ -36,7 +36,8 @@ class Batch:
         return len(self.text)
 
     def pinned(self) -> Batch:
-        """In memory that a GPU copies from while the host goes on. Drawings lie on it already."""
+        """Move a batch into memory that a GPU copies from while the host goes on. Drawings lie on
+        it already."""
         return replace(self, pictures=_pinned(self.pictures), text=_pinned(self.text))
 
 
@@ -52,7 +53,7 @@ class Source(Protocol):
 
     @property
     def digest(self) -> str:
-        """Of everything that batches are made from."""
+        """Hash everything that batches are made from."""
         ...
 
     def batch(self, number: int) -> Batch: ...
@@ -60,7 +61,8 @@ class Source(Protocol):
 
 @dataclass(frozen=True)
 class Crop:
-    """How a picture becomes a square: shares of the free room to the left and above, a mirror."""
+    """Say how a picture becomes a square: shares of the free room to the left and above, a
+    mirror."""
 
     left: float = 0.5
     top: float = 0.5
@@ -68,7 +70,7 @@ class Crop:
 
 
 def pixels_of(path: Path, side: int, crop: Crop, resample: str = "lanczos") -> Tensor:
-    """The shorter side becomes ``side`` pixels, then a square is cut out: [3, side, side]."""
+    """Scale the shorter side to ``side`` pixels, then cut out a square: [3, side, side]."""
     picture = open_rgb(path)
     scale = side / min(picture.size)
     size = tuple(max(side, int(edge * scale)) for edge in picture.size)
@@ -84,14 +86,14 @@ def pixels_of(path: Path, side: int, crop: Crop, resample: str = "lanczos") -> T
 
 
 class Moments(Protocol):
-    """Moments of latents that were computed before."""
+    """Hold moments of latents that were computed before."""
 
     def get(self, number: int, mirrored: bool) -> Tensor: ...
 
 
 @dataclass(frozen=True)
 class Captions:
-    """The different captions, the empty one last, and their ids or embeddings, row by row, on
+    """Hold the different captions, the empty one last, and their ids or embeddings, row by row, on
     the CPU."""
 
     rows: dict[str, int]
@@ -100,7 +102,8 @@ class Captions:
 
 @dataclass(frozen=True)
 class FolderSource:
-    """Pictures in an order that each epoch draws anew; class pictures come after the instances."""
+    """Give pictures in an order that each epoch draws anew; class pictures come after the
+    instances."""
 
     settings: Settings
     side: int
@@ -124,7 +127,7 @@ class FolderSource:
 
     @cached_property
     def order(self) -> Callable[[int], list[int]]:
-        """The numbers of an epoch's pictures; threads may be in two epochs at a time."""
+        """Return the numbers of an epoch's pictures; threads may be in two epochs at a time."""
 
         def drawn(epoch: int) -> list[int]:
             source = generator(self.settings.seed, "order", epoch)
@@ -170,7 +173,8 @@ class FolderSource:
 
 
 class SpritesSource:
-    """Drawings of the sprites generator: new ones in every batch, the picture sizes in turn."""
+    """Give drawings of the sprites generator: new ones in every batch, the picture sizes in
+    turn."""
 
     batches_per_epoch = None
     digest = "sprites"
@@ -199,7 +203,8 @@ class SpritesSource:
 
 
 class Reader:
-    """Batches one after the other, pinned for a GPU; threads, if there are any, are some ahead."""
+    """Read batches one after the other, pinned for a GPU; threads, if there are any, are some
+    ahead."""
 
     def __init__(
         self, source: Source, start: int, end: int, workers: int, *, pins: bool = False

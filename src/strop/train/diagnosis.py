@@ -1,4 +1,4 @@
-"""Which operation a CUDA graph cannot hold, and which line asked for it."""
+"""Find which operation a CUDA graph cannot hold, and which line asked for it."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def culprits(step: Callable[[], Any]) -> list[str]:
 
 
 def place_of(error: BaseException) -> str:
-    """The innermost line of the user's, or of a library, on the way to an error."""
+    """Return the innermost line of the user's, or of a library, on the way to an error."""
     frames = traceback.extract_tb(error.__traceback__)
     own = [f for f in frames if not f.filename.startswith(_LIBRARIES)] or list(frames)
     if not own:
@@ -99,7 +99,7 @@ def _why(func: Any, args: Any, kwargs: Any) -> str:
 
 
 def _crosses(name: str, args: Any, kwargs: Any) -> bool:
-    """From ordinary memory of the host to a device, or back."""
+    """Tell whether a copy goes from ordinary memory of the host to a device, or back."""
     if name == "aten::copy_":
         source, target = args[1].device.type, args[0].device.type
         waits = not (len(args) > 2 and args[2])

@@ -1,4 +1,4 @@
-"""Pictures that the model draws between steps: of the class, and for validation."""
+"""Draw pictures between steps: of the class, and for validation."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _GAP = 4
 
 @dataclass(frozen=True)
 class Style:
-    """How pictures are drawn: side in pixels, guidance, denoising steps."""
+    """Say how pictures are drawn: side in pixels, guidance, denoising steps."""
 
     side: int
     guidance: float
@@ -44,7 +44,7 @@ def style_of(settings: Settings, side: int) -> Style:
 def draw(
     model: Model, prompts: Sequence[str], sources: Sequence[torch.Generator], style: Style
 ) -> list[Image.Image]:
-    """A picture for each prompt. The modules should be in evaluation mode."""
+    """Draw a picture for each prompt. The modules should be in evaluation mode."""
     from diffusers import StableDiffusionPipeline
 
     pipe: Any = StableDiffusionPipeline(
@@ -74,7 +74,7 @@ def draw(
 
 @contextmanager
 def _plain(model: Model) -> Iterator[None]:
-    """The UNet without compiled passes: under autocast torch would trace it for these pictures,
+    """Run the UNet without compiled passes: under autocast torch would trace it for these pictures,
     which takes longer than to draw them."""
     compiled = vars(model.unet).pop("forward", None) if model.half else None
     try:
@@ -85,7 +85,7 @@ def _plain(model: Model) -> Iterator[None]:
 
 
 def validate(settings: Settings, model: Model, style: Style, path: Path) -> Image.Image:
-    """A row of pictures for each validation prompt, from the same noise every time."""
+    """Draw a row of pictures for each validation prompt, from the same noise every time."""
     count = settings.num_validation_images
     sources = [generator(settings.seed, "validation", number) for number in range(count)]
     rows = []
@@ -99,7 +99,7 @@ def validate(settings: Settings, model: Model, style: Style, path: Path) -> Imag
 
 
 def sheet(rows: Sequence[Sequence[Image.Image]]) -> Image.Image:
-    """Pictures of one size in rows, on white."""
+    """Lay out pictures of one size in rows, on white."""
     wide, high = rows[0][0].size
     size = (len(rows[0]) * (wide + _GAP) + _GAP, len(rows) * (high + _GAP) + _GAP)
     page = Image.new("RGB", size, (255, 255, 255))
@@ -112,7 +112,7 @@ def sheet(rows: Sequence[Sequence[Image.Image]]) -> Image.Image:
 def class_pictures(
     settings: Settings, model: Model, style: Style, on_progress: Callable[[str, int, int], None]
 ) -> Folder:
-    """The folder of class pictures, after the model has drawn those that it lacks."""
+    """Return the folder of class pictures, after the model has drawn those that it lacks."""
     folder = Path(settings.class_data_dir).expanduser()
     if folder.exists() and not folder.is_dir():
         raise OptionError(f"class_data_dir {folder} is a file; give a folder")
@@ -133,6 +133,7 @@ def class_pictures(
 
 
 def _free_number(folder: Path) -> int:
-    """After all that were drawn: what somebody has removed is not to be drawn again."""
+    """Return a number after all that were drawn: what somebody has removed is not to be drawn
+    again."""
     matches = (re.fullmatch(r"class-(\d+)\.png", path.name) for path in folder.iterdir())
     return max((int(match[1]) + 1 for match in matches if match), default=0)

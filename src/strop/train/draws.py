@@ -1,4 +1,4 @@
-"""Random numbers that depend on the seed, a purpose and a number, and on nothing before them.
+"""Draw random numbers that depend on the seed, a purpose and a number, and on nothing before them.
 
 No generator lives longer than the batch, the epoch or the picture it serves, so a training that
 continues at batch n draws what the one that never stopped draws there.

@@ -1,4 +1,4 @@
-"""Moving averages of the parameters, which the optimizer's own sweep keeps.
+"""Keep moving averages of the parameters in the optimizer's own sweep.
 
 The schedule and the state dict are those of ``diffusers.training_utils.EMAModel``.
 """
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class EMASchedule:
-    """The decay of each step, from the arguments of ``EMAModel``."""
+    """Compute the decay of each step, from the arguments of ``EMAModel``."""
 
     decay: float = 0.9999
     min_decay: float = 0.0
@@ -36,7 +36,7 @@ class EMASchedule:
                 raise OptionError(f"{name} is {getattr(self, name)}: it must lie in [0, 1]")
 
     def decay_at(self, step: int) -> float:
-        """The decay of the step with this number, from 1 on."""
+        """Return the decay of the step with this number, from 1 on."""
         age = step - self.update_after_step - 1
         if age <= 0:
             return 0.0
@@ -49,7 +49,7 @@ class EMASchedule:
 
 
 class ParameterEMA:
-    """``optimizer.ema``: the averages, with the methods of ``EMAModel`` that scripts call.
+    """Serve as ``optimizer.ema``: the averages, with the methods of ``EMAModel`` that scripts call.
 
     There is no ``step``: the optimizer's step is also the average's.
     """
@@ -61,16 +61,16 @@ class ParameterEMA:
 
     @property
     def shadow_params(self) -> list[Tensor]:
-        """The averages, in the order of the optimizer's parameters."""
+        """Return the averages, in the order of the optimizer's parameters."""
         return [self._optimizer.average_of(p) for p in self._optimizer.parameters()]
 
     @property
     def optimization_step(self) -> int:
-        """Steps so far. Waits for the device."""
+        """Return the steps so far. This waits for the device."""
         return self._optimizer.counts[0]
 
     def state_dict(self) -> dict[str, Any]:
-        """What ``EMAModel.load_state_dict`` takes, and ``EMAModel.state_dict`` gives."""
+        """Return what ``EMAModel.load_state_dict`` takes, and ``EMAModel.state_dict`` gives."""
         return {
             **asdict(self.schedule),
             "optimization_step": self.optimization_step,
@@ -116,7 +116,7 @@ class ParameterEMA:
 
 
 def _write(targets: Sequence[Tensor], values: Sequence[Tensor]) -> None:
-    """All of them, or none and OptionError: half a model's averages are no model."""
+    """Write all of them, or none and raise OptionError: half a model's averages are no model."""
     shapes, given = ([tuple(t.shape) for t in tensors] for tensors in (targets, values))
     if shapes != given:
         places = (n for n, (a, b) in enumerate(zip(shapes, given, strict=False)) if a != b)

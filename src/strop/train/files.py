@@ -1,4 +1,4 @@
-"""Files and folders that are there whole or not at all: written aside, synced, renamed."""
+"""Write files and folders that are there whole or not at all: written aside, synced, renamed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PART = ".strop-part"  # ends the name of what is being written, and of nothing e
 
 @contextmanager
 def writing(place: Path) -> Iterator[None]:
-    """What goes wrong in writing to ``place``, a full disk above all, becomes a TrainingError.
+    """Turn what goes wrong in writing to ``place``, a full disk above all, into a TrainingError.
 
     Safetensors has an error of its own for it, and Python's does not always name the file.
     """

@@ -28,7 +28,7 @@ _SHOWN = 5  # names in a message
 
 @dataclass(frozen=True)
 class Picture:
-    """A file that was decoded once, with its size in pixels and a hash of its bytes."""
+    """Describe a file that was decoded once, with its size in pixels and a hash of its bytes."""
 
     path: Path
     name: str
@@ -40,7 +40,7 @@ class Picture:
 
 @dataclass(frozen=True)
 class BadFile:
-    """A file that is no whole picture, and why."""
+    """Name a file that is no whole picture, and why."""
 
     path: Path
     reason: str
@@ -51,7 +51,7 @@ class BadFile:
 
 @dataclass(frozen=True)
 class Folder:
-    """Pictures sorted by name, and what was left out."""
+    """Hold pictures sorted by name, and what was left out."""
 
     path: Path
     pictures: tuple[Picture, ...]
@@ -59,7 +59,7 @@ class Folder:
 
     @property
     def digest(self) -> str:
-        """Of names, captions and contents: the same for a folder that was moved."""
+        """Hash names, captions and contents: a folder that was moved has the same hash."""
         rows = [
             [p.name, p.captions if p.captions[1:] else p.captions[0], p.digest]
             for p in self.pictures
@@ -74,7 +74,8 @@ Progress = Callable[[int, int], None]
 def read_captioned(
     folder: Path, column: str, most: int | None = None, on_progress: Progress = lambda n, of: None
 ) -> Folder:
-    """Pictures with captions from ``metadata.jsonl``, ``metadata.csv`` or a ``.txt`` beside each.
+    """Read pictures with captions from ``metadata.jsonl``, ``metadata.csv`` or a ``.txt`` beside
+    each.
 
     Raises OptionError for a folder that is missing, and for pictures without a caption.
     """
@@ -110,7 +111,7 @@ def read_subject(
     may_be_empty: bool = False,
     on_progress: Progress = lambda n, of: None,
 ) -> Folder:
-    """Pictures of one subject, which share a prompt."""
+    """Read pictures of one subject, which share a prompt."""
     paths = [path for path in _files(folder) if not _is_note(path)]
     found = _read(folder, paths, lambda path: (prompt,), on_progress)
     if not may_be_empty:
@@ -119,7 +120,7 @@ def read_subject(
 
 
 def open_rgb(path: Path) -> Image.Image:
-    """The picture, upright and in RGB. Raises OptionError for numbers of unknown range."""
+    """Open a picture, upright and in RGB. Raises OptionError for numbers of unknown range."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of PIL, about palettes and odd metadata
         with Image.open(path) as opened:
@@ -127,7 +128,7 @@ def open_rgb(path: Path) -> Image.Image:
 
 
 def _in_8_bits(picture: Image.Image, format_name: str | None) -> Image.Image:
-    """Greys of 16 bits keep their upper half, as colours of 16 bits do; PIL would cut them off."""
+    """Keep the upper half of greys of 16 bits, as colours of 16 bits do; PIL would cut them off."""
     mode = picture.mode
     if mode.startswith("I;16") or (mode == "I" and format_name == "PNG"):  # by age of PIL
         return Image.fromarray((numpy.asarray(picture) >> 8).astype(numpy.uint8))
@@ -151,7 +152,7 @@ def _dangles(path: Path) -> bool:
 
 
 def _is_note(path: Path) -> bool:
-    """Whether it is text that belongs to pictures."""
+    """Tell whether it is text that belongs to pictures."""
     return path.name in METADATA or path.suffix.lower() in SIDECARS
 
 
@@ -169,7 +170,8 @@ def _sidecar(path: Path) -> tuple[str, ...] | None:
 def _metadata(
     folder: Path, files: Iterable[Path], column: str
 ) -> tuple[list[tuple[Path, tuple[str, ...]]], list[BadFile]]:
-    """Paths and captions of all metadata files, and the files that they name without cause."""
+    """Return paths and captions of all metadata files, and the files that they name without
+    cause."""
     rows: list[tuple[Path, tuple[str, ...]]] = []
     lost: list[BadFile] = []
     for source in (path for path in files if path.name in METADATA):
@@ -187,7 +189,7 @@ def _metadata(
 
 
 def _texts(where: str, row: dict[str, Any], key: str) -> tuple[str, ...]:
-    """A text, or those of a list: diffusers' scripts take several captions, too."""
+    """Return a text, or those of a list: diffusers' scripts take several captions, too."""
     if key not in row:
         raise OptionError(
             f"{where}: no text under {key!r}, only {', '.join(map(str, row))}; "
@@ -224,7 +226,7 @@ def _rows(source: Path) -> list[tuple[int, dict[str, Any]]]:
 
 
 def _table(source: Path, text: str) -> list[tuple[int, dict[str, Any]]]:
-    """Rows by their last lines: texts in quotes may have several."""
+    """Return rows by their last lines: texts in quotes may have several."""
     reader = csv.DictReader(io.StringIO(text, newline=""))
     found = [(reader.line_num, dict(row)) for row in reader]
     for number, row in found:

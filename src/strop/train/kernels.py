@@ -1,5 +1,6 @@
 # mypy: ignore-errors
-"""The Triton kernels of the parameter step. Strop reads this file as text and never imports it.
+"""Hold the Triton kernels of the parameter step. Strop reads this file as text and never imports
+it.
 
 Every kernel works on a list of tensors: ``blocks[i]`` says which tensor program ``i`` works on and
 which block of it, ``grads`` and ``arrays`` hold addresses (of parameters, two states, averages,
@@ -13,7 +14,7 @@ import triton.language as tl
 
 @triton.jit
 def typed(address, KIND: tl.constexpr, ALIGNED: tl.constexpr):
-    """A pointer from an address. ``KIND``: see ``sources.KINDS``."""
+    """Make a pointer from an address. ``KIND``: see ``sources.KINDS``."""
     if KIND == 1:
         array = address.to(tl.pointer_type(tl.float32))
     elif KIND == 2:
@@ -64,7 +65,7 @@ def gradient_sweep(
     WIDE: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):
-    """First sweep: the sum of squares of every block, and whether all of it is finite."""
+    """Run the first sweep: the sum of squares of every block, and whether all of it is finite."""
     program = tl.program_id(0)
     item = tl.load(blocks + program)
     which = item >> 32
@@ -90,7 +91,7 @@ def gradient_sweep(
 
 @triton.jit
 def ema_weight(settings, counters):
-    """1 - decay of this step, by the schedule of diffusers' EMAModel."""
+    """Compute 1 - decay of this step, by the schedule of diffusers' EMAModel."""
     count = tl.load(counters) + 1
     tl.store(counters, count)
     age = count.to(tl.float64) - tl.load(settings + 3) - 1.0
@@ -105,7 +106,7 @@ def ema_weight(settings, counters):
 
 @triton.jit
 def settle_adam(group, row, step, mask):
-    """lr, beta1, beta2, eps, weight decay, decoupled?, sign -> what ``adam`` reads."""
+    """Compute from lr, beta1, beta2, eps, weight decay, decoupled?, sign what ``adam`` reads."""
     lr = tl.load(group, mask=mask, other=0.0)
     beta1 = tl.load(group + 1, mask=mask, other=0.0)
     beta2 = tl.load(group + 2, mask=mask, other=0.0)
@@ -124,7 +125,7 @@ def settle_adam(group, row, step, mask):
 
 @triton.jit
 def settle_sgd(group, row, step, mask):
-    """lr, momentum, dampening, nesterov?, weight decay, -, sign -> what ``sgd`` reads."""
+    """Compute from lr, momentum, dampening, nesterov?, weight decay, -, sign what ``sgd`` reads."""
     momentum = tl.load(group + 1, mask=mask, other=0.0)
     gain = 1.0 - tl.load(group + 2, mask=mask, other=0.0)
     nesterov = tl.load(group + 3, mask=mask, other=0.0)
@@ -197,7 +198,7 @@ def settle(
     TILE: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Between the sweeps, one program: every number that is not a tensor's element."""
+    """Compute in one program, between the sweeps, every number that is not a tensor's element."""
     factor = 1.0 / tl.load(scale).to(tl.float64)
     bad = tl.load(found) > 0.0
     if MEASURED:
@@ -221,7 +222,7 @@ def settle(
 
 @triton.jit
 def adam(p, g, m, v, a0, a1, a2, a3, a4, a5, a6, PLAIN: tl.constexpr):
-    """Moments by linear interpolation: with beta rounded to fp32, beta * v would drift."""
+    """Update moments by linear interpolation: with beta rounded to fp32, beta * v would drift."""
     g = g + a1 * p
     m = m + a2 * (g - m)
     v = v + a3 * (g * g - v)
@@ -233,7 +234,7 @@ def adam(p, g, m, v, a0, a1, a2, a3, a4, a5, a6, PLAIN: tl.constexpr):
 
 @triton.jit
 def round_at_random(values, key, position):
-    """fp32 to bf16, up or down in proportion to the distance."""
+    """Round fp32 to bf16, up or down in proportion to the distance."""
     bits = values.to(tl.uint32, bitcast=True)
     noise = (tl.rand(key, position) * 65536.0).to(tl.uint32)
     is_finite = (bits & 0x7F800000) != 0x7F800000
@@ -249,7 +250,7 @@ def larger(a, b):
 
 @triton.jit
 def dequantize(codes, scale, SIGNED: tl.constexpr):
-    """What codes stand for, with the bits of ``quantized.book``.
+    """Decode what codes stand for, with the bits of ``quantized.book``.
 
     A piece is one of 2^n, from number 2^n on, and its middle an integer times 5^n. A table would be
     read lane by lane, and its layout be that of all the rest.
@@ -275,7 +276,7 @@ def dequantize(codes, scale, SIGNED: tl.constexpr):
 
 @triton.jit
 def quantize(values, SIGNED: tl.constexpr):
-    """Codes and scales of rows of 256 values, as ``quantized.quantize`` defines them.
+    """Encode rows of 256 values as codes and scales, as ``quantized.quantize`` defines them.
 
     The number of a piece grows linearly in each decade, the slower the higher it is: it is the
     least of seven lines.
@@ -303,7 +304,7 @@ def quantize(values, SIGNED: tl.constexpr):
 
 @triton.jit
 def load_moment(codes, scales, at, row, left, FULL: tl.constexpr, SIGNED: tl.constexpr):
-    """Codes and scales as they lie in memory, and what they stand for."""
+    """Load codes and scales as they lie in memory, and what they stand for."""
     if FULL:
         code = tl.load(codes + at)
         scale = tl.load(scales + row)
@@ -327,7 +328,7 @@ def store_moment(
     FULL: tl.constexpr,
     SIGNED: tl.constexpr,
 ):
-    """``code`` and ``scale``: what stays in a step that is skipped."""
+    """Store a moment; ``code`` and ``scale`` are what stays in a step that is skipped."""
     new_code, new_scale = quantize(values, SIGNED)
     write(codes, at, tl.where(skip, code, new_code), left, FULL)
     write(scales, row, tl.where(skip, scale, new_scale), tl.cdiv(left, 256), FULL)
@@ -335,7 +336,8 @@ def store_moment(
 
 @triton.jit
 def update_quantized(first, second, coded, p, g, numbers, at, left, skip, FULL: tl.constexpr):
-    """Adam on moments in 8 bits. The parameter changes by what they are before they are coded."""
+    """Run Adam on moments in 8 bits. The parameter changes by what they are before they are
+    coded."""
     scales, row = coded
     first_scales, second_scales = scales
     a0, a1, a2, a3, a4, a5, a6, _ = numbers
@@ -389,7 +391,8 @@ def update_sgd(
 
 @triton.jit
 def update(arrays, coded, step, at, left, FULL: tl.constexpr, FORM: tl.constexpr):
-    """One tile of a tensor. ``step`` holds for all of it, ``FORM`` has the flags of the sweep."""
+    """Update one tile of a tensor. ``step`` holds for all of it, ``FORM`` has the flags of the
+    sweep."""
     grad, param, first, second, average, shadow = arrays
     numbers, skip, weight, key, position = step
     PARAM: tl.constexpr = FORM[0]
@@ -424,7 +427,7 @@ def update(arrays, coded, step, at, left, FULL: tl.constexpr, FORM: tl.constexpr
 
 @triton.jit
 def numbers_of(row, scalars, WIDE: tl.constexpr):
-    """What ``settle`` has worked out for a tensor, and the factor of its gradient."""
+    """Load what ``settle`` has worked out for a tensor, and the factor of its gradient."""
     TYPE: tl.constexpr = tl.float64 if WIDE else tl.float32
     a0 = tl.load(row).to(TYPE)
     a1 = tl.load(row + 1).to(TYPE)
@@ -487,7 +490,8 @@ def update_sweep(
     ALIGNED: tl.constexpr,
     GRAD_ALIGNED: tl.constexpr,
 ):
-    """Second sweep: reads gradient, parameter, states and average; writes all but the gradient.
+    """Run the second sweep: it reads gradient, parameter, states and average, and writes all but
+    the gradient.
 
     A step that is skipped writes back what it read. The average goes on all the same, as it does
     in scripts that call ``EMAModel.step`` after every optimizer step.

@@ -1,4 +1,5 @@
-"""What one step works on: a dense array beside a dense array for every parameter with a gradient.
+"""List what one step works on: a dense array beside a dense array for every parameter with a
+gradient.
 
 A layout holds until a parameter, a state or the kind of a gradient changes; new memory of a
 gradient is only another address.
@@ -19,8 +20,8 @@ FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Item:
-    """One parameter. All its arrays have the strides of ``param`` and no gaps; 8-bit states, which
-    have ``scales``, lie in a row in the same order."""
+    """Describe one parameter. All its arrays have the strides of ``param`` and no gaps; 8-bit
+    states, which have ``scales``, lie in a row in the same order."""
 
     owner: Tensor  # the user's parameter
     param: Tensor  # its memory, or a copy of it if that has gaps
@@ -41,7 +42,7 @@ class Item:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Layout:
-    """The parameters of a step. ``key``: what they were when this was made."""
+    """Hold the parameters of a step. ``key``: what they were when this was made."""
 
     items: tuple[Item, ...]
     key: object
@@ -54,7 +55,7 @@ class Layout:
         object.__setattr__(self, "written", tuple(arrays))
 
     def gradients(self, grads: Sequence[Tensor]) -> list[Tensor]:
-        """The gradients with the strides of their parameters."""
+        """Return the gradients with the strides of their parameters."""
         return [
             torch.empty_like(item.param, dtype=grad.dtype).copy_(grad) if item.copies_grad else grad
             for item, grad in zip(self.items, grads, strict=True)
@@ -70,13 +71,13 @@ class Layout:
 
 
 def follows(tensor: Tensor, model: Tensor) -> bool:
-    """Whether two tensors of one shape have their elements in the same places."""
+    """Tell whether two tensors of one shape have their elements in the same places."""
     pairs = zip(tensor.shape, tensor.stride(), model.stride(), strict=True)
     return all(size == 1 or a == b for size, a, b in pairs)
 
 
 def dense(parameter: Tensor) -> Tensor:
-    """The memory of a parameter, or a copy if it has gaps or overlaps."""
+    """Return the memory of a parameter, or a copy if it has gaps or overlaps."""
     data = parameter.detach()
     if type(data) is not Tensor:
         raise UnsupportedError(
@@ -108,7 +109,8 @@ def check(parameter: Tensor, grad: Tensor, device: torch.device) -> None:
 
 
 def state_like(param: Tensor, value: Tensor | None, fill: Callable[[Tensor], Tensor]) -> Tensor:
-    """A state beside ``param``: the one that is there if it fits, a converted one, or a new one."""
+    """Return a state beside ``param``: the one that is there if it fits, a converted one, or a new
+    one."""
     dtype = state_dtype(param)
     if value is None:
         return fill(torch.empty_like(param, dtype=dtype))

@@ -1,4 +1,4 @@
-"""The weights that are trained, their optimizer and averages, as tensors by name."""
+"""Hold the weights that are trained, their optimizer and averages, as tensors by name."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from strop.train.settings import Settings
 
 
 class Learner:
-    """A step of all weights that require a gradient; their state goes to and from checkpoints."""
+    """Step all weights that require a gradient; their state goes to and from checkpoints."""
 
     def __init__(self, settings: Settings, modules: dict[str, nn.Module]) -> None:
         self.modules = modules
@@ -58,14 +58,14 @@ class Learner:
 
     @property
     def norm(self) -> Tensor:
-        """Of the gradients of the last step; the next step overwrites it."""
+        """Return the norm of the gradients of the last step; the next step overwrites it."""
         found = self.optimizer.grad_norm
         assert found is not None
         return found
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
-        """The averages in the place of the weights, if averages are kept."""
+        """Put the averages in the place of the weights, if averages are kept."""
         average = self.optimizer.ema
         if average is None:
             yield
@@ -80,7 +80,7 @@ class Learner:
     # ---- checkpoints ---------------------------------------------------------------------------
 
     def tensors(self) -> dict[str, dict[str, Tensor]]:
-        """Weights, and states of the optimizer with the averages among them."""
+        """Return weights, and states of the optimizer with the averages among them."""
         states = {
             f"{name}/{key}": value
             for name, parameter in self.named.items()
@@ -89,7 +89,7 @@ class Learner:
         return {"weights": dict(self.named), "optimizer": states}
 
     def numbers(self) -> dict[str, Any]:
-        """The rest of the state, for JSON."""
+        """Return the rest of the state, for JSON."""
         scaler = None if self.scaler is None else self.scaler.state_dict()
         return {"counts": list(self.optimizer.counts), "scaler": scaler}
 

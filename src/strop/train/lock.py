@@ -1,4 +1,4 @@
-"""One training at a time in an output folder.
+"""Allow one training at a time in an output folder.
 
 Two processes that do not know of each other, as Slurm starts them or a script that is run twice,
 would write one metrics file and each other's checkpoints. The lock is the kernel's (flock): it ends
@@ -24,7 +24,8 @@ HOLDER = ".lock.json"  # apart, as who asks for a lock empties its file
 
 
 class Hold:
-    """An output folder that is this training's alone, until ``release`` or the process's end."""
+    """Hold an output folder that is this training's alone, until ``release`` or the process's
+    end."""
 
     def __init__(self, output: Path, warn: Callable[[str], None]) -> None:
         """Raises TrainingError, which says who holds the folder."""

@@ -1,5 +1,5 @@
-"""The training loop. What a step computes depends on the seed, its number and the state before it;
-so a training that was stopped and resumed gives the bits of one that was not."""
+"""Run the training loop. What a step computes depends on the seed, its number and the state before
+it; so a training that was stopped and resumed gives the bits of one that was not."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _REPORT_S = 1.0
 
 
 class Watch(Protocol):
-    """Who shows the progress."""
+    """Show the progress."""
 
     def stage(self, text: str, done: int, total: int) -> None: ...
 
@@ -41,7 +41,7 @@ class Watch(Protocol):
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a training ended: ``stopped_by`` is a signal's number, or None if it is complete."""
+    """Say how a training ended: ``stopped_by`` is a signal's number, or None if it is complete."""
 
     step: int
     total: int
@@ -50,7 +50,7 @@ class Outcome:
 
 @dataclass
 class _Window:
-    """Steps that were not reported yet; their losses wait on the device."""
+    """Hold steps that were not reported yet; their losses wait on the device."""
 
     start: float = field(default_factory=time.monotonic)
     losses: list[Tensor] = field(default_factory=list)
@@ -133,7 +133,7 @@ class Loop:
         return Outcome(self.step, self.total)
 
     def _one(self, reader: Reader) -> bool:
-        """A step of the optimizer. A signal in its middle takes it back; then returns False."""
+        """Run a step of the optimizer. A signal in its middle takes it back; then returns False."""
         size, losses = self.settings.gradient_accumulation_steps, []
         for part in range(size):
             if self.stop.by is not None:
@@ -182,8 +182,8 @@ class Loop:
         self._window = _Window()
 
     def _check(self, rows: list[Metrics]) -> None:
-        """What is not finite would be in all weights after a step, and in the next checkpoint. A
-        scaler leaves out steps whose gradients are not."""
+        """Refuse what is not finite, which would be in all weights after a step and in the next
+        checkpoint. A scaler leaves out steps whose gradients are not."""
         for row in rows:
             judged = {"loss": row.loss}
             if self.learner.scaler is None:
@@ -201,7 +201,7 @@ class Loop:
         return f"checkpoint-{self.saved} is kept" if self.saved else "there is no checkpoint yet"
 
     def _save(self) -> None:
-        """A checkpoint of this step, unless it is there."""
+        """Save a checkpoint of this step, unless it is there."""
         if self.step == self.saved:
             return
         self.watch.stage("saving a checkpoint", self.step, self.total)

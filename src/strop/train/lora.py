@@ -1,4 +1,4 @@
-"""LoRA adapters: added by peft, written as diffusers and as kohya and ComfyUI read them."""
+"""Add LoRA adapters by peft, and write them as diffusers and as kohya and ComfyUI read them."""
 
 from __future__ import annotations
 
@@ -68,7 +68,8 @@ def save(settings: Settings, model: Model, folder: Path, dtype: torch.dtype) -> 
 
 
 def base_notes(text_width: int, prediction: str) -> dict[str, str]:
-    """kohya's words for the model that adapters belong to: 2 reads OpenCLIP, which is wider."""
+    """Return kohya's words for the model that adapters belong to: 2 reads OpenCLIP, which is
+    wider."""
     is_second = text_width == _SECOND_WIDTH
     version = f"sd_v{1 + is_second}{'_v' if prediction == 'v_prediction' else ''}"
     return {"ss_base_model_version": version, "ss_v2": str(is_second)}
@@ -79,13 +80,13 @@ def _alpha(model: Model, name: str) -> float:
 
 
 def _adapter(model: Model, name: str) -> Any:
-    """peft's settings of a part."""
+    """Return peft's settings of a part."""
     module: Any = model.modules[name]
     return module.peft_config["default"]
 
 
 def _weights(model: Model, name: str, dtype: torch.dtype) -> dict[str, Tensor]:
-    """``<path of the projection>.lora_A.weight`` and ``.lora_B.weight``."""
+    """Return ``<path of the projection>.lora_A.weight`` and ``.lora_B.weight``."""
     from peft.utils import get_peft_model_state_dict
 
     found = get_peft_model_state_dict(model.modules[name])
@@ -119,7 +120,7 @@ def _save_diffusers(settings: Settings, model: Model, folder: Path, dtype: torch
 
 
 def _plain(content: dict[str, Any]) -> dict[str, Any]:
-    """Without sets and enumerations, which JSON has not."""
+    """Drop sets and enumerations, which JSON has not."""
     loaded: dict[str, Any] = json.loads(json.dumps(content, default=_as_json))
     return loaded
 
@@ -129,7 +130,7 @@ def _as_json(value: object) -> object:
 
 
 def kohya_tensors(name: str, weights: dict[str, Tensor], alpha: float) -> dict[str, Tensor]:
-    """The names of kohya's scripts, with the alpha that was trained with."""
+    """Return the names of kohya's scripts, with the alpha that was trained with."""
     prefix, dropped = _KOHYA[name]
     tensors: dict[str, Tensor] = {}
     for key, tensor in weights.items():

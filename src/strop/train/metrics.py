@@ -1,4 +1,4 @@
-"""What a training reports of each step: always as JSON lines, and to TensorBoard if wanted."""
+"""Report what a training does in each step: always as JSON lines, and to TensorBoard if wanted."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ NAME = "metrics.jsonl"
 
 @dataclass(frozen=True)
 class Metrics:
-    """Of one step; ``images_per_s`` over the steps that were reported together."""
+    """Hold the numbers of one step; ``images_per_s`` is over the steps that were reported
+    together."""
 
     step: int
     epoch: int
@@ -27,7 +28,7 @@ class Metrics:
 
 
 class Journal:
-    """``metrics.jsonl``; a resumed training takes back the lines after its checkpoint."""
+    """Write ``metrics.jsonl``; a resumed training takes back the lines after its checkpoint."""
 
     def __init__(self, settings: Settings, step: int) -> None:
         self.path = settings.output / NAME
@@ -52,7 +53,7 @@ class Journal:
                 self._board.add_scalar(f"train/{name}", getattr(row, name), row.step)
 
     def picture(self, pixels: Any, step: int) -> None:
-        """A validation sheet [height, width, 3] in 8 bit."""
+        """Write a validation sheet [height, width, 3] in 8 bit."""
         if self._board is not None:
             self._board.add_image("validation", pixels, step, dataformats="HWC")
 

@@ -1,4 +1,4 @@
-"""The parts of a Stable Diffusion model, loaded from a diffusers folder for training."""
+"""Load the parts of a Stable Diffusion model from a diffusers folder for training."""
 
 from __future__ import annotations
 
@@ -27,8 +27,9 @@ HALVES = {"fp16": torch.float16, "bf16": torch.bfloat16}  # by --mixed_precision
 
 @dataclass(frozen=True)
 class Model:
-    """``signal`` is the share of the picture that is left at each timestep (alphas_cumprod).
-    ``half`` is the type of mixed precision, and of all weights that are not trained; or None."""
+    """Hold the parts. ``signal`` is the share of the picture that is left at each timestep
+    (alphas_cumprod). ``half`` is the type of mixed precision, and of all weights that are not
+    trained; or None."""
 
     folder: Path
     unet: Any
@@ -46,12 +47,12 @@ class Model:
 
     @property
     def factor(self) -> int:
-        """Pixels of a latent."""
+        """Return how many pixels a latent stands for."""
         return int(2 ** (len(self.vae.config.block_out_channels) - 1))
 
     @property
     def grid(self) -> int:
-        """Pixels that both sides must be multiples of."""
+        """Return the number of pixels that both sides must be multiples of."""
         return int(self.factor * 2 ** (len(self.unet.config.block_out_channels) - 1))
 
     @property
@@ -60,14 +61,15 @@ class Model:
         return device
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """For calls of what is trained, whose weights are fp32, and of the parts together."""
+        """Return autocast for calls of what is trained, whose weights are fp32, and of the parts
+        together."""
         return torch.autocast(
             self.device.type, self.half or torch.bfloat16, enabled=self.half is not None
         )
 
 
 def folder_of(settings: Settings) -> Path:
-    """Where the model lies; checks its index. Fast."""
+    """Return where the model lies, after a check of its index, which is fast."""
     if settings.is_sprites:
         from strop.models import sprites
 
@@ -95,7 +97,7 @@ def folder_of(settings: Settings) -> Path:
 
 
 def load(settings: Settings, device: torch.device) -> Model:
-    """The model: in fp32 what is trained, the rest in the type of mixed precision.
+    """Load the model: in fp32 what is trained, the rest in the type of mixed precision.
 
     Raises OptionError if its files are damaged or missing.
     """
@@ -142,7 +144,7 @@ def load(settings: Settings, device: torch.device) -> Model:
 
 
 def _anew(unet: Any, text: Any, settings: Settings) -> tuple[Any, Any]:
-    """Random weights from the seed; the text encoder's too, if it is trained."""
+    """Draw random weights from the seed; the text encoder's too, if it is trained."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(settings.seed)
         fresh = type(unet).from_config(unet.config)
@@ -150,7 +152,8 @@ def _anew(unet: Any, text: Any, settings: Settings) -> tuple[Any, Any]:
 
 
 def resolution_of(settings: Settings, model: Model) -> int:
-    """Given, or the model's own. Raises OptionError for one off the model's grid."""
+    """Return the resolution that was given, or the model's own. Raises OptionError for one off the
+    model's grid."""
     own = model.unet.config.sample_size
     if isinstance(own, list | tuple):
         own = own[0]
@@ -165,7 +168,7 @@ def resolution_of(settings: Settings, model: Model) -> int:
 
 
 def digest_of(module: nn.Module) -> str:
-    """A hash of all weights."""
+    """Hash all weights."""
     total = hashlib.sha256()
     for name, tensor in sorted(module.state_dict().items()):
         total.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
@@ -175,7 +178,7 @@ def digest_of(module: nn.Module) -> str:
 
 
 def token_ids(model: Model, prompts: list[str]) -> Tensor:
-    """Ids [prompts, length] on the CPU, padded and cut to what the text encoder reads."""
+    """Return ids [prompts, length] on the CPU, padded and cut to what the text encoder reads."""
     made = model.tokenizer(
         prompts,
         padding="max_length",
@@ -188,7 +191,7 @@ def token_ids(model: Model, prompts: list[str]) -> Tensor:
 
 
 def cut_prompts(model: Model, prompts: list[str]) -> list[str]:
-    """Those of which the text encoder does not read the end."""
+    """Return the prompts of which the text encoder does not read the end."""
     limit = model.tokenizer.model_max_length
     made = model.tokenizer(prompts, truncation=False, verbose=False).input_ids
     return [text for text, ids in zip(prompts, made, strict=True) if len(ids) > limit]
@@ -196,14 +199,15 @@ def cut_prompts(model: Model, prompts: list[str]) -> list[str]:
 
 @torch.no_grad()
 def embeddings_of(model: Model, ids: Tensor) -> Tensor:
-    """What a text encoder that is not trained makes of ids, in the type of its weights."""
+    """Return what a text encoder that is not trained makes of ids, in the type of its weights."""
     states: Tensor = model.text_encoder(ids.to(model.device), return_dict=False)[0]
     return states
 
 
 @torch.no_grad()
 def moments_of(model: Model, pixels: Tensor) -> Tensor:
-    """Mean and log-variance of the latents [batch, 2 * channels, ...] of pixels from -1 to 1."""
+    """Return mean and log-variance of the latents [batch, 2 * channels, ...] of pixels from -1 to
+    1."""
     encoded = model.vae.encode(pixels.to(model.device, model.vae.dtype))
     moments: Tensor = encoded.latent_dist.parameters
     return moments.float()

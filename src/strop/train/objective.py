@@ -1,4 +1,4 @@
-"""The loss of a batch: noise, what the UNet is to predict of it, and weights."""
+"""Compute the loss of a batch: noise, what the UNet is to predict of it, and weights."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from strop.train.settings import Settings
 
 
 def snr_weights(signal: Tensor, gamma: float, prediction: str) -> Tensor:
-    """Min-SNR weights (Hang et al. 2023) at timesteps with these ``alphas_cumprod``.
+    """Return Min-SNR weights (Hang et al. 2023) at timesteps with these ``alphas_cumprod``.
 
     The loss of a prediction of the noise is that of the picture times the SNR, and v's times
     SNR + 1, so the weight min(SNR, gamma) of the picture's loss is divided by that.
@@ -34,7 +34,8 @@ def snr_weights(signal: Tensor, gamma: float, prediction: str) -> Tensor:
 def target_of(
     prediction: str, latents: Tensor, noise: Tensor, keep: Tensor, lose: Tensor
 ) -> Tensor:
-    """What the UNet is to predict; the noisy latents are ``keep * latents + lose * noise``."""
+    """Return what the UNet is to predict; the noisy latents are ``keep * latents + lose *
+    noise``."""
     if prediction == "epsilon":
         return noise
     if prediction == "v_prediction":
@@ -47,14 +48,16 @@ def target_of(
 
 
 def joined(rows: Tensor, num_instances: int, prior_weight: float) -> Tensor:
-    """The mean loss of the instances, and the weighted one of the class pictures after them."""
+    """Return the mean loss of the instances, and the weighted one of the class pictures after
+    them."""
     instances, classes = rows[:num_instances], rows[num_instances:]
     loss = instances.mean()
     return loss + prior_weight * classes.mean() if len(classes) else loss
 
 
 class Objective:
-    """Called with a batch and its number; ``unet`` is what runs in the place of the model's."""
+    """Compute the loss of a batch with its number; ``unet`` is what runs in the place of the
+    model's."""
 
     def __init__(self, settings: Settings, model: Model, unet: nn.Module) -> None:
         self.settings, self.model, self.unet = settings, model, unet
@@ -81,7 +84,7 @@ class Objective:
         return joined(rows, batch.num_instances, settings.prior_loss_weight)
 
     def _noises(self, latents: Tensor, source: torch.Generator) -> tuple[Tensor, Tensor]:
-        """What is to be predicted, and what the latents get."""
+        """Return the noise that is to be predicted, and what the latents get."""
         settings, device = self.settings, latents.device
         noise = torch.randn(latents.shape, device=device, generator=source)
         if settings.noise_offset:
@@ -93,7 +96,7 @@ class Objective:
         return noise, noise + settings.input_perturbation * more
 
     def _latents(self, batch: Batch, source: torch.Generator) -> Tensor:
-        """Drawn from the encoder's distribution, as diffusers does."""
+        """Draw latents from the encoder's distribution, as diffusers does."""
         found = batch.pictures.to(self.model.device, non_blocking=True)
         moments = found if batch.are_moments else models.moments_of(self.model, found)
         mean, log_variance = moments.chunk(2, dim=1)

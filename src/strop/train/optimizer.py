@@ -1,4 +1,4 @@
-"""The optimizer behind ``FusedAdamW``, ``FusedAdam`` and ``FusedSGD``."""
+"""Run the optimizer behind ``FusedAdamW``, ``FusedAdam`` and ``FusedSGD``."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ STATES = ("fp32", "8bit")
 
 @dataclass(frozen=True, slots=True)
 class Extras:
-    """What the step does beside the update. All of it is off by default."""
+    """Say what the step does beside the update. All of it is off by default."""
 
     max_grad_norm: float | None = None
     ema_decay: float | EMASchedule | None = None
@@ -83,19 +83,20 @@ class FusedOptimizer(Optimizer):
 
     @property
     def grad_norm(self) -> Tensor | None:
-        """Norm of all gradients in the last step, unscaled, before the clip: a 0-dim tensor on
-        the device that the next step overwrites. None without ``max_grad_norm``."""
+        """Return the norm of all gradients in the last step, unscaled, before the clip: a 0-dim
+        tensor on the device that the next step overwrites. None without ``max_grad_norm``."""
         if self.stepper is None or self._extras.max_grad_norm is None:
             return None
         return self.stepper.memory.norm
 
     def parameters(self) -> list[Tensor]:
-        """Of all groups, in order."""
+        """Return the parameters of all groups, in order."""
         return [p for group in self.param_groups for p in group["params"]]
 
     @property
     def counts(self) -> tuple[int, int]:
-        """Steps of the average, steps that drew random numbers. Waits for the device."""
+        """Return the steps of the average, and the steps that drew random numbers. This waits for
+        the device."""
         if self.stepper is None:
             return self._counts
         first, second = self.stepper.memory.counters.tolist()
@@ -108,7 +109,7 @@ class FusedOptimizer(Optimizer):
             self.stepper.memory.counters.copy_(torch.tensor(values))
 
     def average_of(self, parameter: Tensor) -> Tensor:
-        """The moving average of a parameter, which starts as a copy of it."""
+        """Return the moving average of a parameter, which starts as a copy of it."""
         state = self.state[parameter]
         average = state.get(_EMA)
         dense = layouts.dense(parameter)
@@ -116,7 +117,7 @@ class FusedOptimizer(Optimizer):
         return state[_EMA]  # type: ignore[no-any-return]
 
     def shadow_of(self, parameter: Tensor) -> Tensor:
-        """The low-precision copy of a parameter, which every step writes anew."""
+        """Return the low-precision copy of a parameter, which every step writes anew."""
         shadow = self._shadows.get(parameter)
         if shadow is None:
             dense = layouts.dense(parameter)
@@ -126,7 +127,7 @@ class FusedOptimizer(Optimizer):
         return shadow
 
     def shadow(self, module: nn.Module) -> nn.Module:
-        """A twin of the module whose parameters are low-precision copies of the module's.
+        """Return a twin of the module whose parameters are low-precision copies of the module's.
 
         Train the twin: its gradients are those that ``step`` reads, and ``step`` writes the
         module's parameters and the twin's.
@@ -160,7 +161,7 @@ class FusedOptimizer(Optimizer):
 
     @_disable_dynamo
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step. ``closure`` computes the loss and the gradients anew."""
+        """Run one step. ``closure`` computes the loss and the gradients anew."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -171,7 +172,7 @@ class FusedOptimizer(Optimizer):
 
     def take_over_check(self) -> dict[torch.device, Tensor]:
         """Promise that the next step looks for NaN and inf itself, and skips. Returns the tensor
-        which will then say so. For ``strop.train.GradScaler``."""
+        which will then say so, for ``strop.train.GradScaler``."""
         self._checks_itself = True
         stepper = self._stepper_for(self.parameters())
         return {stepper.memory.nonfinite.device: stepper.memory.nonfinite}
@@ -187,7 +188,7 @@ class FusedOptimizer(Optimizer):
 
     @property
     def written(self) -> tuple[Tensor, ...]:
-        """Parameters, averages and shadows that the last step wrote."""
+        """Return parameters, averages and shadows that the last step wrote."""
         return () if self._layout is None else self._layout.written
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -196,21 +197,22 @@ class FusedOptimizer(Optimizer):
         self._layout = None
 
     def state_dict(self) -> dict[str, Any]:
-        """As of torch's optimizer; averages are among the states, counts beside them."""
+        """Return the state as torch's optimizer does; averages are among the states, counts beside
+        them."""
         found: dict[str, Any] = super().state_dict()
         steps, draws = self.counts
         return {**found, _EXTRA: {"ema_steps": steps, "draws": draws}}
 
     def fp32_state_dict(self) -> dict[str, Any]:
-        """``state_dict`` with the numbers that 8-bit states stand for: torch's optimizer, and one
-        with fp32 states, load this."""
+        """Return ``state_dict`` with the numbers that 8-bit states stand for: torch's optimizer,
+        and one with fp32 states, load this."""
         found, owners = self.state_dict(), self.parameters()
         states = found["state"].items()
         wide = {place: quantized.unpack(dict(state), owners[place]) for place, state in states}
         return {**found, "state": wide}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Also from the torch optimizer of the same kind."""
+        """Load the state, also from the torch optimizer of the same kind."""
         every = state_dict["state"].items()
         if self._extras.states == "fp32" and any(map(quantized.is_packed, dict(every).values())):
             raise OptionError(
@@ -230,7 +232,7 @@ class FusedOptimizer(Optimizer):
         self.refresh_shadows()
 
     def _restore_precision(self, state_dict: dict[str, Any]) -> None:
-        """torch casts states to the type of their parameter."""
+        """Restore the precision of states, which torch casts to the type of their parameter."""
         saved = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
         for place, parameter in zip(saved, self.parameters(), strict=True):
             for name, value in state_dict["state"].get(place, {}).items():
@@ -245,7 +247,8 @@ class FusedOptimizer(Optimizer):
         return {**super().__getstate__(), **kept}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Also called by load_state_dict, with groups and states only."""
+        """Restore what pickling left out. load_state_dict calls this too, with groups and states
+        only."""
         if "_extras" in state:  # a copy, or out of a pickle
             self._start()
         counts, shadows = state.get("_counts", self.counts), self._shadows
@@ -291,7 +294,8 @@ class FusedOptimizer(Optimizer):
     def _step_again(
         self, stepper: Stepper, owners: Sequence[Tensor], slots: Sequence[tuple[int, int]]
     ) -> None:
-        """Parameters that are listed once more: as torch does, each once more with its gradient."""
+        """Step parameters that are listed once more as torch does, each once more with its
+        gradient."""
         groups, items, grads = self._groups(), list[Item](), list[Tensor]()
         for slot, first in slots:
             grad = owners[first].grad
@@ -309,7 +313,7 @@ class FusedOptimizer(Optimizer):
         torch.autograd.graph.increment_version(layout.written)
 
     def _gradients(self) -> list[Tensor | None]:
-        """A gradient lies at a parameter, or at its shadow."""
+        """Return each gradient, which lies at a parameter, or at its shadow."""
         owners = self.parameters()
         grads = [p.grad for p in owners]
         for slot, owner in enumerate(owners if self._shadows else ()):
@@ -325,7 +329,7 @@ class FusedOptimizer(Optimizer):
         return grads
 
     def _average_idle(self, owners: Sequence[Tensor], weight: Tensor) -> None:
-        """Averages of parameters without a gradient, as EMAModel treats them."""
+        """Update averages of parameters without a gradient, as EMAModel does."""
         for owner in owners:
             average = self.average_of(owner)
             if owner.requires_grad:
@@ -353,7 +357,8 @@ class FusedOptimizer(Optimizer):
         )
 
     def _stepper_for(self, owners: Sequence[Tensor]) -> Stepper:
-        """Made when the device is known: scripts move models after making the optimizer."""
+        """Make the stepper when the device is known: scripts move models after making the
+        optimizer."""
         device, order = owners[0].device, list(map(id, owners))
         stepper = self.stepper
         if stepper is None or stepper.memory.steps.device != device or order != self._order:
@@ -370,14 +375,14 @@ class FusedOptimizer(Optimizer):
         return stepper
 
     def _groups(self) -> list[int]:
-        """The group of each slot."""
+        """Return the group of each slot."""
         sizes = [len(group["params"]) for group in self.param_groups]
         return [place for place, size in enumerate(sizes) for _ in range(size)]
 
     def _layout_of(
         self, owners: Sequence[Tensor], active: Sequence[int], grads: Sequence[Tensor]
     ) -> Layout:
-        """The last layout, unless something in it has changed."""
+        """Return the last layout, unless something in it has changed."""
         if self._layout is None or self._layout.key != self._key(owners, active, grads):
             items = self._make_items(owners, active, grads)
             self._layout = Layout(items, self._key(owners, active, grads))
@@ -386,7 +391,7 @@ class FusedOptimizer(Optimizer):
     def _key(
         self, owners: Sequence[Tensor], active: Sequence[int], grads: Sequence[Tensor]
     ) -> tuple[object, ...]:
-        """What a layout was made from. Every step makes one: some 0.5 us a parameter."""
+        """Return what a layout was made from. Every step makes one: some 0.5 us a parameter."""
         params = [owners[slot] for slot in active]
         if any(grad.layout is not torch.strided for grad in grads):
             return ()  # no layout has it
@@ -466,7 +471,8 @@ class FusedOptimizer(Optimizer):
     def _states_of(
         self, param: Tensor, state: dict[str, Any], names: Sequence[str]
     ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        """States beside a parameter, made or converted where they do not fit, and their scales."""
+        """Return states beside a parameter, made or converted where they do not fit, and their
+        scales."""
         if self._extras.states == "8bit" and quantized.applies(param):
             return quantized.pack(state, names, param)
         quantized.unpack(state, param)
@@ -486,8 +492,8 @@ def make_stepper(device: torch.device, rule: Rule, memory: Memory, seed: int | N
 
 
 def _find_repeats(order: Sequence[int]) -> tuple[tuple[tuple[int, int], ...], ...]:
-    """Slots of parameters that a group lists more than once, which torch allows with a warning:
-    round by round each further slot with the first one of its parameter."""
+    """Find slots of parameters that a group lists more than once, which torch allows with a
+    warning: round by round each further slot with the first one of its parameter."""
     firsts: dict[int, int] = {}
     rounds: list[list[tuple[int, int]]] = []
     seen = Counter[int]()

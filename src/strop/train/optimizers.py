@@ -1,4 +1,4 @@
-"""Fused optimizers with the arguments of torch's, and what they do beside the update.
+"""Define fused optimizers with the arguments of torch's, and what they do beside the update.
 
 Arguments of all three, after torch's own:
 
@@ -30,7 +30,7 @@ from strop.train.rules import ADAM, SGD
 
 
 class FusedAdam(FusedOptimizer):
-    """``torch.optim.Adam`` in two sweeps."""
+    """Run ``torch.optim.Adam`` in two sweeps."""
 
     _rule = ADAM
 
@@ -84,7 +84,7 @@ class FusedAdam(FusedOptimizer):
 
 
 class FusedAdamW(FusedAdam):
-    """``torch.optim.AdamW`` in two sweeps."""
+    """Run ``torch.optim.AdamW`` in two sweeps."""
 
     def __init__(
         self,
@@ -96,7 +96,7 @@ class FusedAdamW(FusedAdam):
         amsgrad: bool = False,
         **arguments: Any,
     ) -> None:
-        """``arguments``: the keyword arguments of FusedAdam."""
+        """Make the optimizer. ``arguments`` are the keyword arguments of FusedAdam."""
         arguments = {"decoupled_weight_decay": True, **arguments}
         super().__init__(params, lr, betas, eps, weight_decay, amsgrad, **arguments)
 
@@ -107,7 +107,7 @@ class FusedAdamW(FusedAdam):
 
 
 class FusedSGD(FusedOptimizer):
-    """``torch.optim.SGD`` in two sweeps."""
+    """Run ``torch.optim.SGD`` in two sweeps."""
 
     _rule = SGD
 

@@ -1,4 +1,4 @@
-"""The trained model, as a diffusers folder or as LoRA files."""
+"""Write the trained model as a diffusers folder or as LoRA files."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def save(settings: Settings, model: Model) -> None:
 
 
 def _save_pipeline(settings: Settings, model: Model, dtype: torch.dtype) -> None:
-    """Every part of the model it started from; what no training changes is copied.
+    """Save every part of the model it started from; what no training changes is copied.
 
     ``model_index.json`` comes last: a folder that has it is complete.
     """
@@ -71,7 +71,7 @@ def _save_part(
 
 
 def _on_cpu(module: nn.Module, dtype: torch.dtype) -> Any:
-    """A copy, for which a GPU needs no memory."""
+    """Return a copy, for which a GPU needs no memory."""
     weights = {
         id(p): nn.Parameter(p.detach().to("cpu", dtype), requires_grad=False)
         for p in module.parameters()
@@ -80,7 +80,7 @@ def _on_cpu(module: nn.Module, dtype: torch.dtype) -> Any:
 
 
 def _untrained(model: Model, name: str, dtype: torch.dtype) -> Any:
-    """From where it came from: mixed precision has rounded the one in memory."""
+    """Load a part from where it came from: mixed precision has rounded the one in memory."""
     part = type(model.modules[name]).from_pretrained(  # type: ignore[attr-defined]
         model.folder / name, dtype=torch.float32, use_safetensors=True, local_files_only=True
     )

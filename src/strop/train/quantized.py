@@ -1,4 +1,4 @@
-"""Moments of Adam in 8 bits: a code for each value, and a scale for each block of 256.
+"""Keep moments of Adam in 8 bits: a code for each value, and a scale for each block of 256.
 
 After Dettmers, Lewis, Shleifer and Zettlemoyer, "8-bit Optimizers via Block-wise Quantization"
 (arXiv:2110.02861). What is coded is a value over the largest of its block. Seven decades below 1
@@ -39,7 +39,7 @@ State = MutableMapping[str, Any]
 
 @lru_cache(maxsize=16)
 def book(signed: bool, device: torch.device | str = "cpu") -> Tensor:
-    """What the codes stand for, ascending. A decade has pieces 2^n to 2 * 2^n - 1."""
+    """Return what the codes stand for, ascending. A decade has pieces 2^n to 2 * 2^n - 1."""
     bits = _bits(signed)
     pieces = [(q, q.bit_length() - 1) for q in range(1 << bits - _DECADES, 1 << bits)]
     # In fp32 and in this order, as in the kernel.
@@ -51,7 +51,7 @@ def book(signed: bool, device: torch.device | str = "cpu") -> Tensor:
 
 
 def quantize(values: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
-    """Codes and scales of fp32 values in a row. NaN and infinities make their block NaN."""
+    """Encode fp32 values in a row as codes and scales. NaN and infinities make their block NaN."""
     count = len(values)
     if count % BLOCK:
         values = torch.nn.functional.pad(values, (0, -count % BLOCK))
@@ -61,7 +61,7 @@ def quantize(values: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
 
 
 def _quantize(blocks: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
-    """As the kernel does it: the number of a piece is the least of seven lines."""
+    """Encode as the kernel does it: the number of a piece is the least of seven lines."""
     bits = _bits(signed)
     low, high = blocks.aminmax(dim=1)
     largest = torch.where(-low >= high, low, high)
@@ -82,13 +82,13 @@ def _quantize(blocks: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
 
 
 def dequantize(codes: Tensor, scales: Tensor, signed: bool) -> Tensor:
-    """fp32 values in a row."""
+    """Decode fp32 values in a row."""
     values = book(signed, codes.device).index_select(0, codes.int())
     return values.mul_(scales.repeat_interleave(BLOCK)[: len(codes)])
 
 
 def _bits(signed: bool) -> int:
-    """Of a size: the sign takes one."""
+    """Return the bits of a size: the sign takes one."""
     return 7 if signed else 8
 
 
@@ -96,7 +96,7 @@ def _bits(signed: bool) -> int:
 
 
 def applies(param: Tensor) -> bool:
-    """Whether the states of a parameter are coded."""
+    """Tell whether the states of a parameter are coded."""
     return param.numel() >= LEAST and param.dtype != torch.float64
 
 
@@ -107,7 +107,8 @@ def is_packed(state: Mapping[str, Any]) -> bool:
 def pack(
     state: State, names: Sequence[str], param: Tensor
 ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-    """Codes and scales in the order of ``param``: those of the state, or made from what it has."""
+    """Return codes and scales in the order of ``param``: those of the state, or made from what it
+    has."""
     order = _order_of(param)
     if is_packed(state) and tuple(state[_ORDER].tolist()) != order:
         unpack(state, param)
@@ -128,7 +129,7 @@ def pack(
 
 
 def unpack(state: State, param: Tensor) -> State:
-    """The state with fp32 tensors in the place of codes, where it has codes."""
+    """Return the state with fp32 tensors in the place of codes, where it has codes."""
     if not is_packed(state):
         return state
     order = state.pop(_ORDER).tolist()
@@ -144,7 +145,7 @@ def unpack(state: State, param: Tensor) -> State:
 
 
 def load(codes: Sequence[Tensor], scales: Sequence[Tensor], param: Tensor) -> tuple[Tensor, ...]:
-    """Both moments as fp32 tensors beside their parameter."""
+    """Load both moments as fp32 tensors beside their parameter."""
     return tuple(
         dequantize(c, s, signed).as_strided(param.shape, param.stride())
         for c, s, signed in zip(codes, scales, SIGNED.values(), strict=True)
@@ -152,19 +153,20 @@ def load(codes: Sequence[Tensor], scales: Sequence[Tensor], param: Tensor) -> tu
 
 
 def store(moments: Sequence[Tensor], codes: Sequence[Tensor], scales: Sequence[Tensor]) -> None:
-    """The reverse of ``load``, into the same arrays."""
+    """Store what ``load`` gave, into the same arrays."""
     for value, c, s, signed in zip(moments, codes, scales, SIGNED.values(), strict=True):
         for array, new in zip((c, s), quantize(flat(value), signed), strict=True):
             array.copy_(new)
 
 
 def flat(tensor: Tensor) -> Tensor:
-    """The elements of a tensor without gaps, in the order of memory."""
+    """Return the elements of a tensor without gaps, in the order of memory."""
     return tensor.as_strided((tensor.numel(),), (1,))
 
 
 def _order_of(param: Tensor) -> tuple[int, ...]:
-    """Its dims from the outermost in memory to the innermost, but for those of one element."""
+    """Return its dims from the outermost in memory to the innermost, but for those of one
+    element."""
     dims = [dim for dim, size in enumerate(param.shape) if size > 1]
     return tuple(sorted(dims, key=param.stride, reverse=True))
 

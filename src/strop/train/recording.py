@@ -24,7 +24,7 @@ Body = Callable[[], Tensor]
 
 
 class Recording(Protocol):
-    """A step that can be done again."""
+    """Hold a step that can be done again."""
 
     def replay(self) -> Tensor:
         """Do it; gives its loss, in memory that the next replay leaves alone."""
@@ -32,18 +32,19 @@ class Recording(Protocol):
 
 
 class Recorder(Protocol):
-    """A device's way of recording."""
+    """Record in a device's way."""
 
     def working(self) -> contextlib.AbstractContextManager[None]:
-        """Everything in here runs in order with what the caller does before and after."""
+        """Run everything in here in order with what the caller does before and after."""
         ...
 
     def record(self, body: Body, generators: Sequence[torch.Generator]) -> Recording:
-        """What the body does to the device, which it does not do now. Raises what it raises."""
+        """Record what the body does to the device, which it does not do now. Raises what it
+        raises."""
         ...
 
     def undisturbed(self) -> contextlib.AbstractContextManager[None]:
-        """Random numbers drawn in here are drawn again afterwards."""
+        """Draw random numbers in here such that they are drawn again afterwards."""
         ...
 
 
@@ -118,8 +119,8 @@ class CudaRecorder:
             yield
 
     def _recover(self) -> None:
-        """After a capture that broke: end its claim to the pool, and take torch's random generator
-        out of it, which a capture that works does."""
+        """Recover from a capture that broke: end its claim to the pool, and take torch's random
+        generator out of it, which a capture that works does."""
         with contextlib.suppress(RuntimeError):
             torch._C._cuda_endAllocateToPool(self._index, self._pool)
         self._pool = torch.cuda.graph_pool_handle()
@@ -139,7 +140,7 @@ class CudaRecorder:
 
 
 def _host_draws() -> dict[str, object]:
-    """States of the generators that no graph knows."""
+    """Return states of the generators that no graph knows."""
     return {
         "torch on the CPU": bytes(torch.get_rng_state().numpy()),
         "random": random.getstate(),
@@ -148,5 +149,5 @@ def _host_draws() -> dict[str, object]:
 
 
 def make_recorder(device: torch.device) -> Recorder | None:
-    """None where steps are run as they are."""
+    """Make a recorder; None where steps are run as they are."""
     return CudaRecorder(device) if device.type == "cuda" else None

@@ -21,7 +21,7 @@ class Rule:
 
 
 def lr_of(group: Group) -> float:
-    """A learning rate on a GPU is copied there, and counts as 0 here."""
+    """Return a learning rate; one on a GPU is copied there, and counts as 0 here."""
     lr = group["lr"]
     return 0.0 if isinstance(lr, Tensor) and lr.device.type != "cpu" else float(lr)
 

@@ -1,4 +1,5 @@
-"""``torch.amp.GradScaler`` that leaves the search for NaN and inf to a fused optimizer."""
+"""Leave the search for NaN and inf to a fused optimizer, behind the interface of
+``torch.amp.GradScaler``."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from strop.train.optimizer import FusedOptimizer
 
 
 class GradScaler(torch.amp.GradScaler):
-    """For a fused optimizer, one sweep over the gradients less in every step.
+    """Scale for a fused optimizer, with one sweep over the gradients less in every step.
 
     Its first sweep, which measures the norm, looks for NaN and inf as well. With other optimizers,
     and after ``unscale_``, this is torch's scaler.

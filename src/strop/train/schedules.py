@@ -1,4 +1,5 @@
-"""Learning rates as functions of the step: those of ``diffusers.get_scheduler``, without state."""
+"""Compute learning rates as functions of the step: those of ``diffusers.get_scheduler``, without
+state."""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ _SHAPES: dict[str, _Shape] = {
 
 
 def learning_rate(settings: Settings, step: int, total: int) -> float:
-    """The rate of the step with this number, from 0 on, of ``total``."""
+    """Return the rate of the step with this number, from 0 on, of ``total``."""
     if settings.lr_scheduler == "constant":  # diffusers' one knows no warm-up
         return settings.rate
     warmup = settings.lr_warmup_steps

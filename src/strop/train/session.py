@@ -1,4 +1,4 @@
-"""Everything that a training needs before its first step, made from its settings."""
+"""Prepare everything that a training needs before its first step, from its settings."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ Warn = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Session:
-    """``step`` is where it starts: 0, or that of the checkpoint it resumes."""
+    """Hold a prepared training; ``step`` is where it starts: 0, or that of the checkpoint it
+    resumes."""
 
     settings: Settings
     model: Model
@@ -46,7 +47,7 @@ class Session:
         return self.source.batches_per_epoch
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps, beside the learner's numbers, to be resumed exactly."""
+        """Return what a checkpoint keeps, beside the learner's numbers, to be resumed exactly."""
         return {
             "settings": self.settings.fixed,
             "data": self.source.digest,
@@ -264,7 +265,8 @@ def _make_output(output: Path) -> None:
 
 
 def _checkpoint(settings: Settings, warn: Warn) -> Path | None:
-    """The checkpoint to resume. Raises if there is one that a new training would overwrite."""
+    """Return the checkpoint to resume. Raises if there is one that a new training would
+    overwrite."""
     output = settings.output
     if settings.resume_from_checkpoint:
         found = checkpoint.find(output, settings.resume_from_checkpoint)
@@ -315,7 +317,7 @@ def _resume(
 
 
 def _host(device: torch.device) -> dict[str, Any]:
-    """What bits depend on beside the settings."""
+    """Return what bits depend on beside the settings."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     threads = torch.get_num_threads() if device.type == "cpu" else None
     return {"torch": torch.__version__, "device": name, "threads": threads}

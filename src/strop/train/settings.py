@@ -1,5 +1,6 @@
-"""What a training does: one frozen dataclass, whose fields are also the flags of ``strop train``
-and the keys of its YAML files. Names and defaults are those of diffusers' example scripts."""
+"""Say what a training does, in one frozen dataclass, whose fields are also the flags of ``strop
+train`` and the keys of its YAML files. Names and defaults are those of diffusers' example
+scripts."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from strop.train.training_settings import TrainingSettings
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSettings:
-    """The panel "Model" of ``strop train -h``."""
+    """Hold the panel "Model" of ``strop train -h``."""
 
     pretrained_model_name_or_path: str = setting(
         "",
@@ -62,7 +63,7 @@ class ModelSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class OutputSettings:
-    """The panel "Output" of ``strop train -h``."""
+    """Hold the panel "Output" of ``strop train -h``."""
 
     output_dir: str = setting(
         "",
@@ -135,7 +136,7 @@ class OutputSettings:
 # The bases lie in the opposite order of their panels: fields start with those of the last base.
 @dataclass(frozen=True, kw_only=True)
 class Settings(TrainingSettings, OutputSettings, DataSettings, ModelSettings):
-    """All settings of one training. ``None`` leaves a choice to the model or to the task."""
+    """Hold all settings of one training. ``None`` leaves a choice to the model or to the task."""
 
     task: str
 
@@ -153,23 +154,23 @@ class Settings(TrainingSettings, OutputSettings, DataSettings, ModelSettings):
 
     @property
     def draws_sprites(self) -> bool:
-        """Whether pictures come from the generator of drawings."""
+        """Tell whether pictures come from the generator of drawings."""
         wants_folder = self.train_data_dir or self.instance_data_dir
         return self.dataset_name == SPRITES or (self.is_sprites and not wants_folder)
 
     @property
     def has_subject(self) -> bool:
-        """Whether the pictures are of one subject and share a prompt."""
+        """Tell whether the pictures are of one subject and share a prompt."""
         return bool(self.instance_data_dir)
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """What is trained of the model: its weights, or adapters beside them."""
+        """Return what is trained of the model: its weights, or adapters beside them."""
         return ("unet", "text_encoder") if self.train_text_encoder else ("unet",)
 
     @property
     def trained(self) -> tuple[str, ...]:
-        """Parts whose own weights change."""
+        """Return parts whose own weights change."""
         return () if self.task == "lora" else self.parts
 
     @property
@@ -183,13 +184,14 @@ class Settings(TrainingSettings, OutputSettings, DataSettings, ModelSettings):
 
     @property
     def fixed(self) -> dict[str, Any]:
-        """What a resumed training must have in common with its checkpoint, ready for JSON."""
+        """Return what a resumed training must have in common with its checkpoint, ready for
+        JSON."""
         names = [knob.name for knob in fields(self) if knob.metadata.get("fixed")]
         return {"task": self.task, **{name: getattr(self, name) for name in names}}
 
 
 def flags(task: str) -> list[Any]:
-    """The fields that ``strop train TASK`` takes."""
+    """Return the fields that ``strop train TASK`` takes."""
     return [knob for knob in fields(Settings) if task in knob.metadata.get("tasks", ())]
 
 

@@ -1,4 +1,4 @@
-"""The kernels of the parameter step as sources: text, types and constants."""
+"""Make the kernels of the parameter step as sources: text, types and constants."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _LISTS = (_I64, _I64, _I64)  # blocks, grads, numels
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
-    """Elements of a program, elements at a time, warps: the two sweeps have one each."""
+    """Hold elements of a program, elements at a time, and warps: the two sweeps have one each."""
 
     block: int
     tile: int
@@ -45,7 +45,7 @@ class Tunings:
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """What tells the kernels of two tensors apart."""
+    """Tell the kernels of two tensors apart."""
 
     grad: torch.dtype
     param: torch.dtype
@@ -59,7 +59,7 @@ class Form:
 
     @property
     def wide(self) -> bool:
-        """Whether it is computed in fp64."""
+        """Tell whether it is computed in fp64."""
         return self.param == torch.float64
 
 
@@ -120,7 +120,7 @@ def _source(
     num_warps: int,
     programs: int | None = None,
 ) -> KernelSource:
-    """``s0`` is the number of programs, unless that is given."""
+    """Make the source. ``s0`` is the number of programs, unless that is given."""
     return KernelSource(
         name,
         "triton",

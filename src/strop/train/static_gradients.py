@@ -1,4 +1,4 @@
-"""Gradients that outlive a backward pass, in memory that stands still.
+"""Keep gradients that outlive a backward pass in memory that stands still.
 
 A graph writes where it was captured to write. What one graph leaves for the next, in accumulation,
 therefore lies in a home of its own, from the first call on.
@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 class StaticGradients:
-    """The homes of gradients, by parameter."""
+    """Hold the homes of gradients, by parameter."""
 
     def __init__(self) -> None:
         self._homes: dict[Tensor, Tensor] = {}
@@ -40,7 +40,7 @@ class StaticGradients:
 
     @contextmanager
     def kept(self, leaves: Sequence[Tensor]) -> Iterator[None]:
-        """Gradients of a backward pass in here are home when it ends, each as soon as it is
+        """Keep gradients of a backward pass in here at home when it ends, each as soon as it is
         there."""
         with ExitStack() as stack:
             for leaf in leaves:
@@ -54,6 +54,6 @@ class StaticGradients:
             leaf.grad = self._homes[leaf] if has else None
 
     def places(self, leaves: Sequence[Tensor], which: bytes) -> list[int]:
-        """Addresses that a graph was captured with."""
+        """Return addresses that a graph was captured with."""
         homes = (self._homes.get(leaf) for leaf, has in zip(leaves, which, strict=True) if has)
         return [0 if home is None else home.data_ptr() for home in homes]

@@ -1,4 +1,4 @@
-"""What a device is asked to do in one step, and what stays on it between steps."""
+"""Say what a device is asked to do in one step, and what stays on it between steps."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ GROUP_NUMBERS = 8  # of each parameter group, after as many of the whole optimiz
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One step. ``numbers``: a rule's numbers of each group, see ``rules.py``."""
+    """Describe one step. ``numbers``: a rule's numbers of each group, see ``rules.py``."""
 
     numbers: tuple[tuple[float, ...], ...]
     lr_tensors: tuple[tuple[int, Tensor], ...]  # group, its learning rate on the device
@@ -36,7 +36,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Numbers that live on the device."""
+    """Hold numbers that live on the device."""
 
     steps: Tensor  # fp32, of each parameter
     counters: Tensor  # int64: steps of the average, steps that drew random numbers
@@ -46,7 +46,7 @@ class Memory:
 
     @property
     def weight(self) -> Tensor:
-        """What the average takes of the parameters in this step."""
+        """Return what the average takes of the parameters in this step."""
         return self.scalars[2]
 
     @staticmethod
@@ -61,7 +61,7 @@ class Memory:
 
 
 class Stepper(Protocol):
-    """A device's way of doing steps."""
+    """Do steps in a device's way."""
 
     memory: Memory
 

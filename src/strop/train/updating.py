@@ -1,4 +1,4 @@
-"""The parameter update as the end of a step, in a plain run and under capture.
+"""Update the parameters at the end of a step, in a plain run and under capture.
 
 What changes from step to step must be read from device memory. Fused optimizers keep all of it
 there; of torch's those do that were made with ``capturable=True`` and a learning rate that is a
@@ -24,7 +24,7 @@ _STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
 
 class Updating:
-    """An optimizer, with a scaler or without."""
+    """Hold an optimizer, with a scaler or without."""
 
     def __init__(self, optimizer: Optimizer, scaler: torch.amp.GradScaler | None) -> None:
         if not isinstance(optimizer, Optimizer):
@@ -39,7 +39,7 @@ class Updating:
 
     @property
     def leaves(self) -> list[Tensor]:
-        """What a backward pass is to give gradients: parameters, and twins of theirs."""
+        """Return what a backward pass is to give gradients: parameters, and twins of theirs."""
         found = [p for group in self.optimizer.param_groups for p in group["params"]]
         if isinstance(self.optimizer, FusedOptimizer):
             found += self.optimizer.shadows
@@ -83,13 +83,13 @@ class Updating:
         optimizer._warned_capturable_if_run_uncaptured = True
 
     def load(self) -> None:
-        """Before a replay: hand the device the numbers of this step."""
+        """Hand the device the numbers of this step, before a replay."""
         if isinstance(self.optimizer, FusedOptimizer):
             self.optimizer.load_numbers()
 
     @contextmanager
     def loaded(self) -> Iterator[tuple[object, ...]]:
-        """For a capture; gives what else the graph will point to."""
+        """Give, for a capture, what else the graph will point to."""
         stepper = getattr(self.optimizer, "stepper", None)
         if stepper is None:
             yield ()
@@ -99,11 +99,11 @@ class Updating:
 
     @property
     def states(self) -> list[object]:
-        """Of all parameters. To be kept where their ids are."""
+        """Return the states of all parameters, which are to be kept where their ids are."""
         return list(chain.from_iterable(map(dict.values, self.optimizer.state.values())))
 
     def standing(self) -> list[object]:
-        """What a graph was captured with: the states, and numbers that it has frozen."""
+        """Return what a graph was captured with: the states, and numbers that it has frozen."""
         optimizer = self.optimizer
         is_fused = isinstance(optimizer, FusedOptimizer)
         found: list[object] = [id(getattr(optimizer, "stepper", None)), *map(id, self.states)]
@@ -122,7 +122,7 @@ class Updating:
         return found
 
     def note_writes(self) -> None:
-        """Parameters that a replay has written are to autograd as if a step had."""
+        """Tell autograd of parameters that a replay has written, as if a step had."""
         written: Any = self.leaves
         if isinstance(self.optimizer, FusedOptimizer):
             written = self.optimizer.written

@@ -1,4 +1,4 @@
-"""``strop.train.compile_step``: forward, loss, backward and update as one callable.
+"""Make one callable of forward, loss, backward and update: ``strop.train.compile_step``.
 
 On a GPU a call replays a CUDA graph of all of it. Python then runs for the first two calls of each
 bucket (how the arguments look, and where in an accumulation the call is) and for the capture that
@@ -35,7 +35,7 @@ MOST_BUCKETS = 1024  # with a number that is another one at each call there is n
 
 @dataclass
 class StepReport:
-    """How the calls of a step were served."""
+    """Count how the calls of a step were served."""
 
     graph: bool  # whether there are graphs at all
     plain_runs: int = 0
@@ -55,7 +55,7 @@ class StepReport:
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """The arguments of a call: tensors, and all else as a key."""
+    """Hold the arguments of a call: tensors, and all else as a key."""
 
     skeleton: Skeleton
     tensors: tuple[Tensor, ...]
@@ -69,7 +69,7 @@ class _Call:
         )
 
     def copied(self) -> _Call:
-        """With memory of its own; what was one tensor stays one."""
+        """Copy into memory of its own; what was one tensor stays one."""
         copies = {id(t): _span(t).clone().as_strided(t.shape, t.stride(), 0) for t in self.tensors}
         return _Call(self.skeleton, tuple(copies[id(t)] for t in self.tensors))
 
@@ -80,7 +80,7 @@ class _Call:
 
 
 def _span(t: Tensor) -> Tensor:
-    """All memory from the first element to the last: also of tensors with gaps or overlaps."""
+    """View all memory from the first element to the last: also of tensors with gaps or overlaps."""
     steps = zip(t.shape, t.stride(), strict=True)
     extent = 1 + sum((size - 1) * stride for size, stride in steps) if t.numel() else 0
     return t.detach().as_strided((extent,), (1,))
@@ -88,7 +88,7 @@ def _span(t: Tensor) -> Tensor:
 
 @dataclass(eq=False)
 class _Bucket:
-    """Calls that look alike. ``held``: what the graph points to, beside ``standing``."""
+    """Hold calls that look alike. ``held``: what the graph points to, beside ``standing``."""
 
     uses: int = 0
     recording: Recording | None = None
@@ -104,7 +104,8 @@ class _Bucket:
 
 
 class WholeStep:
-    """Made by ``compile_step``. Each call is one micro-batch, and returns its loss, detached."""
+    """Run a training step that ``compile_step`` has made. Each call is one micro-batch, and returns
+    its loss, detached."""
 
     leads_nowhere = True  # to modules of a loss, which may hold the step as well
 
@@ -136,7 +137,7 @@ class WholeStep:
         return loss
 
     def report(self) -> StepReport:
-        """Counts so far."""
+        """Return the counts so far."""
         if self._device is not None:
             self._counts.graph = self._recorder is not None
         self._counts.buckets = len(self._buckets)
@@ -149,7 +150,7 @@ class WholeStep:
     # ---- one micro-batch -----------------------------------------------------------------------
 
     def _micro(self, call: Callable[[], Any], leaves: Sequence[Tensor], is_last: bool) -> Tensor:
-        """What a graph records."""
+        """Run what a graph records."""
         torch.clear_autocast_cache()  # weights that were cast before the last update
         loss = self._backward(call, leaves)
         torch.clear_autocast_cache()
@@ -177,7 +178,7 @@ class WholeStep:
     def _serve(
         self, recorder: Recorder, call: _Call, leaves: Sequence[Tensor], is_last: bool
     ) -> Tensor:
-        """Plainly, or from a graph."""
+        """Serve a call plainly, or from a graph."""
         before, around = self._static_gradients.settle(leaves), reached(self._loss_fn)
         if not self._watched.still_lists(around.modules):
             self._watched = _capturable(Watched(around.modules))
@@ -256,7 +257,7 @@ class WholeStep:
     def _standing(
         self, leaves: Sequence[Tensor], before: bytes, after: bytes
     ) -> tuple[object, ...]:
-        """What must be as it was at the capture."""
+        """Return what must be as it was at the capture."""
         homes = self._static_gradients.places(leaves, bytes(map(max, before, after)))
         own = [leaf.data_ptr() for leaf in leaves]
         places = self._watched.places()
@@ -272,7 +273,7 @@ class WholeStep:
     def _failure(
         self, recorder: Recorder, error: Exception, given: _Call, leaves: Sequence[Tensor]
     ) -> StropError:
-        """What a graph cannot hold, by name."""
+        """Name what a graph cannot hold."""
         waiting = (
             []
             if isinstance(error, torch.OutOfMemoryError)
@@ -288,7 +289,8 @@ class WholeStep:
         return CaptureError("\n".join(lines))
 
     def _culprits(self, recorder: Recorder, given: _Call, leaves: Sequence[Tensor]) -> list[str]:
-        """Forward and backward pass once more, without their effect on gradients."""
+        """Run forward and backward pass once more, without their effect on gradients, and name the
+        culprits."""
         grads = [leaf.grad for leaf in leaves]
         call = self._bound(given)
         try:
@@ -337,7 +339,8 @@ def compile_step(
     scaler: torch.amp.GradScaler | None = None,
     graph: bool = True,
 ) -> WholeStep:
-    """A training step: ``step(*args)`` runs ``loss_fn(*args)``, its backward pass and the update.
+    """Compile a training step: ``step(*args)`` runs ``loss_fn(*args)``, its backward pass and the
+    update.
 
     ``accumulate``: an update every so many calls, of gradients of loss / accumulate; all of them
     are None after it. ``graph``: replay CUDA graphs on a GPU; else, and on a CPU, the same step
@@ -381,7 +384,7 @@ def _check_devices(tensors: Sequence[Tensor], device: torch.device) -> None:
 
 
 def _global_guards() -> Hashable:
-    """Modes of torch that change what is launched."""
+    """Return modes of torch that change what is launched."""
     kinds = ("cpu", "cuda")
     return (
         *((torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in kinds),

@@ -1,1 +1,1 @@
-"""Every pipeline of diffusers that can be built from a configuration, at tiny widths."""
+"""Build every pipeline of diffusers that can be built from a configuration, at tiny widths."""

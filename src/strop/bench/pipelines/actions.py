@@ -1,4 +1,4 @@
-"""Everything that a user does to a pipeline between two pictures, or between two steps of one.
+"""List everything that a user does to a pipeline between two pictures, or between two steps of one.
 
 ``ACTIONS`` is the one list. From it come the sweep of the tests (is the next result that of a fresh
 eager pipeline?), the matrix of changes that a single UNet sees, and rows of docs/compatibility.md.
@@ -36,8 +36,9 @@ DENOISERS = ("unet", "transformer", "prior", "decoder")
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """``do`` gets the module or pipeline that ``on`` names. It may return another pipeline that is
-    used from then on, arguments for the next call, or a context in which the next call happens."""
+    """Describe an action. ``do`` gets the module or pipeline that ``on`` names. It may return
+    another pipeline that is used from then on, arguments for the next call, or a context in which
+    the next call happens."""
 
     do: Callable[[Any], Any]
     on: str
@@ -51,7 +52,7 @@ class Action:
         return self.do.__name__
 
     def target(self, pipe: Any) -> Any:
-        """What it applies to in a pipeline, or None."""
+        """Return what it applies to in a pipeline, or None."""
         kinds = {kind.__name__ for kind in type(pipe).__mro__}
         if self.on == PIPE:
             return pipe

@@ -1,4 +1,4 @@
-"""Actions with LoRA, textual inversion and other things that diffusers adds to a model."""
+"""List actions with LoRA, textual inversion and other things that diffusers adds to a model."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def fuse_lora(model: Any) -> None:
 
 
 def _state(unet: Any, seed: int) -> dict[str, Any]:
-    """A LoRA of a UNet as files have it."""
+    """Return the state of a LoRA of a UNet as files have it."""
     from peft.utils import get_peft_model_state_dict
 
     giver = copy.deepcopy(unet)

@@ -1,4 +1,4 @@
-"""Actions on how a result is computed: hooks, blocks, processors, classes and functions."""
+"""List actions on how a result is computed: hooks, blocks, processors, classes and functions."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from strop.bench.pipelines.actions_weights import first_layer, other_weights
 
 
 def first_block(module: nn.Module) -> tuple[nn.ModuleList, int]:
-    """A list of blocks and the place of one in it: the largest list that is repeated."""
+    """Return a list of blocks and the place of one in it: the largest list that is repeated."""
     lists = [m for m in module.modules() if isinstance(m, nn.ModuleList) and len(m)]
     return max(lists, key=lambda m: sum(p.numel() for p in m.parameters())), 0
 
@@ -56,7 +56,7 @@ def forward_hook(module: nn.Module) -> None:
 
 
 def _shrunk(module: nn.Module, args: Any, kwargs: Any) -> Any:
-    """Half of the first argument that holds numbers."""
+    """Halve the first argument that holds numbers."""
     values = [*args, *kwargs.values()]
     first = next(v for v in values if isinstance(v, Tensor) and v.is_floating_point())
 
@@ -93,7 +93,7 @@ def global_hook(module: nn.Module) -> Iterator[None]:
 
 
 def forward_replaced(module: Any) -> None:
-    """As accelerate's hooks do it: another function around the forward there is."""
+    """Replace the forward by another function around it, as accelerate's hooks do."""
     before = module.forward
 
     def wrapped(*args: Any, **kwargs: Any) -> Any:
@@ -109,7 +109,7 @@ def forward_of_a_part_replaced(module: nn.Module) -> None:
 
 
 def class_assigned(module: nn.Module) -> None:
-    """One layer becomes an object of another class."""
+    """Make one layer an object of another class."""
     layer = first_layer(module)
     before: Any = type(layer).forward
 
@@ -120,7 +120,7 @@ def class_assigned(module: nn.Module) -> None:
 
 
 def _repeated_class(module: nn.Module) -> type[nn.Module]:
-    """The class of a block of diffusers that gives one tensor."""
+    """Return the class of a block of diffusers that gives one tensor."""
     for part in module.modules():
         if type(part).__name__ in ("FeedForward", "ResnetBlock2D", "TimestepEmbedding"):
             return type(part)
@@ -144,7 +144,7 @@ def class_patched(module: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def function_patched(module: nn.Module) -> Iterator[None]:
-    """A function of the module's own file, as plug-ins replace them."""
+    """Replace a function of the module's own file, as plug-ins do."""
     from diffusers.models import embeddings
 
     before = embeddings.get_timestep_embedding
@@ -166,7 +166,7 @@ def swap_processors(unet: Any) -> None:
 
 
 class Scaled:
-    """An attention processor with a setting."""
+    """Process attention with a setting."""
 
     def __init__(self, inner: Any, scale: float) -> None:
         self.inner, self.scale = inner, scale
@@ -176,7 +176,7 @@ class Scaled:
 
 
 class Counting:
-    """An attention processor that grows after a call, as schedules of guidance do."""
+    """Process attention, and grow after a call, as schedules of guidance do."""
 
     def __init__(self, inner: Any) -> None:
         self.inner, self.calls = inner, 0
@@ -200,7 +200,8 @@ def gradient_checkpointing(module: Any) -> None:
 
 
 def deep_copied(pipe: Any) -> Any:
-    """The copy is used from then on; an optimised pipeline's is a plain one."""
+    """Return a copy, which is used from then on; the copy of an optimised pipeline is a plain
+    one."""
     return copy.deepcopy(pipe)
 
 
@@ -209,7 +210,7 @@ def pickled(pipe: Any) -> Any:
 
 
 def saved_and_loaded(pipe: Any) -> None:
-    """Weights go through a file, as ``torch.save`` writes them."""
+    """Send the weights through a file, as ``torch.save`` writes them."""
     for part in pipe.components.values():
         if isinstance(part, nn.Module):
             file = io.BytesIO()
@@ -230,7 +231,7 @@ def repeated_blocks_compiled(module: Any) -> None:
 
 
 def drawn_in_a_thread(pipe: Any) -> None:
-    """The denoiser has been called by another thread."""
+    """Call the denoiser in another thread."""
     thread = threading.Thread(target=_decode, args=(pipe,))
     thread.start()
     thread.join()

@@ -1,4 +1,5 @@
-"""Actions that save memory or time: offloading, casting, slicing, and the caches of diffusers."""
+"""List actions that save memory or time: offloading, casting, slicing, and the caches of
+diffusers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Actions on a whole pipeline: its parts, its scheduler, arguments and surroundings of a call."""
+"""List actions on a whole pipeline: its parts, its scheduler, arguments and surroundings of a
+call."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ from torch.nn import functional as F
 
 
 def latents_changed(pipe: Any) -> dict[str, Any]:
-    """Within a loop by what the callback gives back, before it by another seed."""
+    """Change the latents: within a loop by what the callback gives back, before it by another
+    seed."""
     return {"generator": torch.Generator().manual_seed(8), "latents": lambda now: now * 0.5}
 
 
@@ -31,7 +33,7 @@ def interrupted(pipe: Any) -> dict[str, Any]:
 
 
 def scheduler_swapped(pipe: Any) -> None:
-    """For another one of the same kind of model."""
+    """Swap the scheduler for another one of the same kind of model."""
     is_flow = "FlowMatch" in type(pipe.scheduler).__name__
     name = "UniPCMultistepScheduler" if is_flow else "EulerAncestralDiscreteScheduler"
     kind = getattr(importlib.import_module("diffusers"), name)
@@ -66,7 +68,7 @@ def from_pipe(pipe: Any) -> Any:
 
 
 def other_timesteps(pipe: Any) -> dict[str, Any]:
-    """The scheduler's own are others, and noise is removed from other steps on."""
+    """Take a scheduler with other timesteps, and give the pipeline timesteps of its own."""
     from diffusers import DPMSolverMultistepScheduler
 
     pipe.scheduler = DPMSolverMultistepScheduler.from_config(pipe.scheduler.config)
@@ -122,7 +124,7 @@ def math_attention(pipe: Any) -> Any:
 
 @contextmanager
 def attention_replaced(pipe: Any) -> Iterator[None]:
-    """As users of SageAttention do, with the usual keywords."""
+    """Replace attention as users of SageAttention do, with the usual keywords."""
     before = F.scaled_dot_product_attention
 
     def other(

@@ -1,4 +1,4 @@
-"""Actions on the weights of a module."""
+"""List actions on the weights of a module."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.nn.utils import parametrize, prune
 
 
 def other_weights(module: nn.Module) -> dict[str, Tensor]:
-    """Random values for every floating-point entry of its state."""
+    """Return random values for every floating-point entry of its state."""
     g = torch.Generator().manual_seed(9)
     return {
         name: (torch.randn(t.shape, generator=g) * 0.1).to(t) if t.is_floating_point() else t
@@ -19,7 +19,8 @@ def other_weights(module: nn.Module) -> dict[str, Tensor]:
 
 
 def first_layer(module: nn.Module, *kinds: type[nn.Module]) -> Any:
-    """The first layer that holds a weight of its own and lies in a block, else the first of all."""
+    """Return the first layer that holds a weight of its own and lies in a block, else the first of
+    all."""
     wanted = kinds or (nn.Linear, nn.Conv2d, nn.Conv3d)
     layers = [(name, m) for name, m in module.named_modules() if type(m) in wanted]
     deep = [m for name, m in layers if name.count(".") >= 2]
@@ -54,7 +55,7 @@ def data_assigned(module: nn.Module) -> None:
 
 
 def one_data_assigned(module: nn.Module) -> None:
-    """A part of a merged weight: the others stay where they are."""
+    """Assign the data of one part of a merged weight; the other parts stay where they are."""
     keys = [p for name, p in module.named_parameters() if name.endswith("to_k.weight")]
     weight = keys[len(keys) // 2] if keys else first_layer(module).weight
     weight.data = torch.linspace(-0.5, 0.5, weight.numel()).reshape(weight.shape).to(weight)

@@ -1,4 +1,4 @@
-"""All tiny pipelines."""
+"""List all tiny pipelines."""
 
 from __future__ import annotations
 

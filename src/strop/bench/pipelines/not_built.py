@@ -1,4 +1,4 @@
-"""Classes of pipelines that the command does not build, by the reason."""
+"""List the classes of pipelines that the command does not build, by the reason."""
 
 from __future__ import annotations
 

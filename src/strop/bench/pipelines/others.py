@@ -1,4 +1,5 @@
-"""Pipelines of other kinds: priors, cascades, pictures without a prompt, and deprecated ones."""
+"""Build pipelines of other kinds: priors, cascades, pictures without a prompt, and deprecated
+ones."""
 
 from __future__ import annotations
 
@@ -100,7 +101,7 @@ def latent_bert() -> Parts:
 
 
 def decoder_unet(**changes: Any) -> Any:
-    """A UNet that is told the embedding of a picture."""
+    """Return a UNet that is told the embedding of a picture."""
     config = UNET | {
         "down_block_types": ("ResnetDownsampleBlock2D", "SimpleCrossAttnDownBlock2D"),
         "up_block_types": ("SimpleCrossAttnUpBlock2D", "ResnetUpsampleBlock2D"),
@@ -311,7 +312,7 @@ def deep_floyd(in_channels: int = 3, **changes: Any) -> Parts:
 
 
 def alt_diffusion() -> Parts:
-    """A text encoder of many languages."""
+    """Return a text encoder of many languages."""
     module = importlib.import_module(
         "diffusers.pipelines.deprecated.alt_diffusion.modeling_roberta_series"
     )

@@ -1,4 +1,5 @@
-"""Components of tiny pipelines: models with random weights, tokenizers made in memory, schedulers.
+"""Build components of tiny pipelines: models with random weights, tokenizers made in memory,
+schedulers.
 
 Widths are small and equal where they can be, so that different pipelines share compiled kernels.
 """
@@ -20,14 +21,15 @@ LENGTH = {"max_sequence_length": 16}  # what calls of its pipeline say
 
 
 def diffusers(kind: str, **config: Any) -> Any:
-    """A class of diffusers from its configuration; a model among them in eval mode."""
+    """Return a class of diffusers from its configuration; a model among them in eval mode."""
     module, _, name = f"diffusers.{kind}".rpartition(".")
     made = getattr(importlib.import_module(module), name)(**config)
     return made.eval() if isinstance(made, nn.Module) else made
 
 
 def transformers(kind: str, **config: Any) -> Any:
-    """A model of transformers, in eval mode, from the words of its own configuration class."""
+    """Return a model of transformers in eval mode, from the words of its own configuration
+    class."""
     model = getattr(importlib.import_module("transformers"), kind)
     return model(model.config_class(**config)).eval()
 
@@ -101,7 +103,7 @@ def vae(**changes: Any) -> Any:
 
 
 def flow_vae(**changes: Any) -> Any:
-    """The autoencoder that pipelines of flow matching expect."""
+    """Build the autoencoder that pipelines of flow matching expect."""
     config = {
         "shift_factor": 0.06,
         "scaling_factor": 1.5,
@@ -115,7 +117,7 @@ def flow_vae(**changes: Any) -> Any:
 
 
 def embeds(seed: int = 5) -> Tensor:
-    """What a text encoder would make of a prompt."""
+    """Return what a text encoder would make of a prompt."""
     return torch.randn(1, WORDS, WIDTH, generator=torch.Generator().manual_seed(seed))
 
 
@@ -174,7 +176,7 @@ def t5(kind: str = "T5EncoderModel", **changes: Any) -> Any:
 
 
 def causal(kind: str, **changes: Any) -> Any:
-    """A language model whose states a transformer reads: Gemma, Llama, Qwen."""
+    """Return a language model whose states a transformer reads: Gemma, Llama, Qwen."""
     return transformers(kind, **(CAUSAL | changes))
 
 
@@ -182,7 +184,7 @@ def causal(kind: str, **changes: Any) -> Any:
 
 
 def _byte_symbols() -> list[str]:
-    """The printable stand-in of each byte, as GPT-2's byte-level BPE assigns them."""
+    """Return the printable stand-in of each byte, as GPT-2's byte-level BPE assigns them."""
     visible = {*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     hidden = iter(range(256, 512))
     return [chr(byte if byte in visible else next(hidden)) for byte in range(256)]
@@ -255,6 +257,6 @@ def flow(**config: Any) -> Any:
 
 
 def image_processor() -> Any:
-    """What turns a picture into the pixels of a CLIP vision model of 32 times 32."""
+    """Return what turns a picture into the pixels of a CLIP vision model of 32 times 32."""
     size = {"height": 32, "width": 32}
     return processor("CLIPImageProcessorPil", crop_size=size, size={"shortest_edge": 32})

@@ -1,4 +1,4 @@
-"""Pipelines around the UNets of Stable Diffusion 1.5, 2 and XL."""
+"""Build pipelines around the UNets of Stable Diffusion 1.5, 2 and XL."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from strop.bench.pipelines.tiny import LEFT_OUT, STEPS, TinyPipeline
 
 
 def sd15(**changes: Any) -> Parts:
-    """``changes``: of the UNet's configuration."""
+    """Make Stable Diffusion 1.5. ``changes`` are those of the UNet's configuration."""
     return {
         "unet": unet(**changes),
         "vae": vae(),
@@ -64,7 +64,7 @@ def refiner() -> Parts:
 
 
 def controlled(count: int = 1) -> Parts:
-    """``count``: ControlNets. More than one is a MultiControlNet."""
+    """Add ``count`` ControlNets. More than one is a MultiControlNet."""
     nets = [controlnet() for _ in range(count)]
     return sd15() | {"controlnet": nets if count > 1 else nets[0]}
 
@@ -88,7 +88,7 @@ def union() -> Parts:
 
 
 def crossed(parts: Parts) -> Parts:
-    """ControlNet-XS: an adapter that runs within the UNet."""
+    """Add a ControlNet-XS: an adapter that runs within the UNet."""
     kind: Any = importlib.import_module("diffusers").ControlNetXSAdapter
     net = kind.from_unet(
         parts["unet"],
@@ -100,7 +100,7 @@ def crossed(parts: Parts) -> Parts:
 
 
 def adapted(parts: Parts, count: int = 1) -> Parts:
-    """T2I-Adapters."""
+    """Add T2I-Adapters."""
     kind, factor = ("full_adapter_xl", 4) if "tokenizer_2" in parts else ("full_adapter", 2)
     made = [
         diffusers(
@@ -116,7 +116,7 @@ def adapted(parts: Parts, count: int = 1) -> Parts:
 
 
 def with_pictures_of_prompts() -> Parts:
-    """For an IP-Adapter."""
+    """Add the image encoder and the processor of an IP-Adapter."""
     return sd15() | {"image_encoder": clip_vision(), "feature_extractor": image_processor()}
 
 
@@ -169,7 +169,7 @@ NORMALIZER += ".StableUnCLIPImageNormalizer"
 
 
 def unclip() -> Parts:
-    """The UNet is told the embedding of a picture, to which noise has been added."""
+    """Make unCLIP, whose UNet is told the embedding of a picture, to which noise has been added."""
     return sd15(class_embed_type="projection", projection_class_embeddings_input_dim=2 * WIDTH) | {
         "image_normalizer": diffusers(NORMALIZER, embedding_dim=WIDTH),
         "image_noising_scheduler": diffusers("DDPMScheduler"),
@@ -215,7 +215,7 @@ def variation() -> Parts:
 
 
 def consistent() -> Parts:
-    """Latent consistency models hear the guidance as an embedding."""
+    """Make a latent consistency model, which hears the guidance as an embedding."""
     scheduler = diffusers("LCMScheduler", original_inference_steps=50)
     return sd15(time_cond_proj_dim=16) | {"scheduler": scheduler}
 
@@ -232,7 +232,7 @@ def ledits() -> Parts:
 
 
 def _inverted(pipe: Any) -> None:
-    """LEDITS++ edits a picture that it has inverted before."""
+    """Invert a picture, which LEDITS++ does before it edits it."""
     pipe.invert(
         image=picture(size=32),
         num_inversion_steps=STEPS,

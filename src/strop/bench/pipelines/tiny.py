@@ -1,4 +1,4 @@
-"""What a tiny pipeline is: a class of diffusers, its components, and the arguments of a call."""
+"""Describe a tiny pipeline: a class of diffusers, its components, and the arguments of a call."""
 
 from __future__ import annotations
 
@@ -19,11 +19,10 @@ STEPS = 3
 
 @dataclass(frozen=True, slots=True)
 class TinyPipeline:
-    """One pipeline of diffusers. ``kind`` is its class. ``parts`` makes components, drawing weights
-    from torch's generator; what the constructor needs besides is None. ``given`` are arguments of a
-    call beside those of ``arguments``; a value may be a function without arguments that makes it.
-    ``needs`` are packages that diffusers wants for it.
-    """
+    """Describe one pipeline of diffusers. ``kind`` is its class. ``parts`` makes components,
+    drawing weights from torch's generator; what the constructor needs besides is None. ``given``
+    are arguments of a call beside those of ``arguments``; a value may be a function without
+    arguments that makes it. ``needs`` are packages that diffusers wants for it."""
 
     name: str
     kind: str
@@ -55,7 +54,7 @@ def modules_of(pipe: Any) -> list[nn.Module]:
 
 
 def _filled(kind: type, parts: Parts) -> Parts:
-    """The constructor's arguments: None for what has neither a part nor a default."""
+    """Fill in the constructor's arguments, with None for what has neither a part nor a default."""
     taken = dict(inspect.signature(kind).parameters)
     left_out = {
         name: None
@@ -67,8 +66,8 @@ def _filled(kind: type, parts: Parts) -> Parts:
 
 
 def arguments(case: TinyPipeline, pipe: Any, seed: int = 3) -> Given:
-    """What every pipeline is given as far as it takes it: a prompt, pictures, sizes, three steps
-    and a generator of this seed."""
+    """Return what every pipeline is given as far as it takes it: a prompt, pictures, sizes, three
+    steps and a generator of this seed."""
     generator = torch.Generator().manual_seed(seed)
     picture = torch.rand(1, 3, 16, 16, generator=generator)
     usual: Given = {
@@ -99,12 +98,13 @@ LEFT_OUT = object()  # in ``given``: an argument that the pipeline is not to get
 
 
 def takes(pipe: Any, name: str) -> bool:
-    """Whether a call has an argument of this name."""
+    """Tell whether a call has an argument of this name."""
     return name in inspect.signature(pipe.__call__).parameters
 
 
 def drawn(case: TinyPipeline, pipe: Any, seed: int = 3, **more: Any) -> list[Tensor]:
-    """The tensors of what one call gives. Some pipelines draw from torch's own generator, too."""
+    """Return the tensors of what one call gives. Some pipelines draw from torch's own generator,
+    too."""
     torch.manual_seed(seed)
     with torch.no_grad():
         found = pipe(**(arguments(case, pipe, seed) | more))
@@ -112,7 +112,7 @@ def drawn(case: TinyPipeline, pipe: Any, seed: int = 3, **more: Any) -> list[Ten
 
 
 def tensors_of(found: Any) -> list[Tensor]:
-    """All arrays and tensors in a pipeline's output, in order."""
+    """Return all arrays and tensors in a pipeline's output, in order."""
     if isinstance(found, Tensor):
         return [found]
     if hasattr(found, "__array__") and not isinstance(found, str | bytes):

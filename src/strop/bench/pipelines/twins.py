@@ -1,5 +1,5 @@
-"""Twin pipelines, one in eager and one optimised: the same action is done to both, and what they
-draw behind it is compared."""
+"""Compare twin pipelines, one in eager and one optimised: the same action is done to both, and what
+they draw behind it is compared."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ NUDGES = 3
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What both have drawn behind an action, and what eager had drawn before it."""
+    """Hold what both have drawn behind an action, and what eager had drawn before it."""
 
     before: Drawn
     eager: Drawn
@@ -42,19 +42,19 @@ class Outcome:
 
     @property
     def decibels(self) -> float:
-        """How near they are to each other: infinite where equal, or where both raise one kind of
-        exception."""
+        """Return how near they are to each other: infinite where equal, or where both raise one
+        kind of exception."""
         return nearness(self.fast, self.eager)
 
     @property
     def is_seen(self) -> bool:
-        """Whether eager's picture behind the action is visibly another one."""
+        """Tell whether eager's picture behind the action is visibly another one."""
         return self._change(self.eager) < SEEN
 
     @property
     def is_told_apart(self) -> bool:
-        """Whether the optimised one's picture is clearly nearer to eager's than to the one before
-        the action: a stale one is not."""
+        """Tell whether the optimised one's picture is clearly nearer to eager's than to the one
+        before the action: a stale one is not."""
         return self._change(self.eager) + CLEARLY < self.decibels
 
     def _change(self, found: Drawn) -> float:
@@ -78,7 +78,8 @@ def _short(found: Drawn) -> str:
 
 
 def nearness(one: Drawn, other: Drawn) -> float:
-    """The least PSNR of two sets of results (dB); minus infinity where they cannot be compared."""
+    """Return the least PSNR of two sets of results (dB); minus infinity where they cannot be
+    compared."""
     if isinstance(one, Exception) or isinstance(other, Exception):
         return math.inf if type(one) is type(other) else -math.inf
     if [(t.shape, t.dtype) for t in one] != [(t.shape, t.dtype) for t in other]:
@@ -103,8 +104,9 @@ def outcome(
     warm: int = 1,
     seen: dict[str, Dispatcher] | None = None,
 ) -> Outcome | None:
-    """``warm``: pictures that both draw before. ``seen`` gets the dispatchers, which an action may
-    hide. None where the action does not apply."""
+    """Apply an action to both twins and draw. ``warm`` is the number of pictures that both draw
+    before. ``seen`` gets the dispatchers, which an action may hide. The result is None where the
+    action does not apply."""
     eager, fast = case.made(), case.made()
     if action.target(eager) is None or (moment == INSIDE and not has_callback(eager)):
         return None
@@ -118,8 +120,8 @@ def outcome(
 
 
 def rounding(case: TinyPipeline, action: Action, moment: str, *, warm: int = 1) -> float:
-    """How near eager comes to itself behind the action when its weights move by one unit of their
-    last place (dB): of a pipeline that enlarges rounding errors, less than of others."""
+    """Return how near eager comes to itself behind the action when its weights move by one unit of
+    their last place (dB). A pipeline that enlarges rounding errors comes less near than others."""
     found: list[Drawn] = []
     for seed in range(NUDGES + 1):
         pipe = case.made()
@@ -151,7 +153,8 @@ def attempt(draw: Callable[[], list[Tensor]]) -> Drawn:
 
 
 def _after(case: TinyPipeline, pipe: Any, action: Action, moment: str) -> tuple[Drawn, Any]:
-    """What a pipeline draws behind an action, twice from two seeds; and the pipeline that did."""
+    """Return what a pipeline draws behind an action, twice from two seeds; and the pipeline that
+    did."""
     used = [pipe]
 
     def draw() -> list[Tensor]:
@@ -171,7 +174,7 @@ def _after(case: TinyPipeline, pipe: Any, action: Action, moment: str) -> tuple[
 
 
 def _callback(case: TinyPipeline, pipe: Any, action: Action) -> dict[str, Any]:
-    """Arguments of a call: the action is done behind the first step."""
+    """Return arguments of a call: the action is done behind the first step."""
     known = getattr(pipe, "_callback_tensor_inputs", ())
     names = [name for name in ("latents", "prompt_embeds") if name in known]
 

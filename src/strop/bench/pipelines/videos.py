@@ -1,4 +1,4 @@
-"""Pipelines that make videos or sound."""
+"""Build pipelines that make videos or sound."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ def wan(kind: str = "WanTransformer3DModel", **changes: Any) -> Parts:
 
 
 def wan_two() -> Parts:
-    """Two transformers, for the noisy half of the loop and for the other one."""
+    """Return two transformers, for the noisy half of the loop and for the other one."""
     made = wan()
     return made | {
         "transformer_2": diffusers("WanTransformer3DModel", **WAN),
@@ -439,7 +439,7 @@ def vocoder() -> Any:
 
 
 def audio_ldm() -> Parts:
-    """A picture of one channel, which is the spectrogram."""
+    """Return a picture of one channel, which is the spectrogram."""
     net = unet(
         cross_attention_dim=(16, 32),
         class_embed_type="simple_projection",

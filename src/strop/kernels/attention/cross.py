@@ -17,7 +17,6 @@ from strop.ir.dims import symbol
 from strop.ir.source import KernelSource
 from strop.kernels.attention import moves
 from strop.kernels.attention import wgmma as rows
-from strop.kernels.attention.wgmma_tiles import PROCESSORS
 from strop.kernels.ptx import (
     HIGH,
     KINDS,
@@ -50,10 +49,10 @@ class KeysTile:
     def takes(self, keys: int) -> bool:
         return self.keys - MASKED < keys <= self.keys
 
-    def shares(self, batch_times_heads: int, queries: int) -> tuple[int, int]:
+    def shares(self, batch_times_heads: int, queries: int, sms: int) -> tuple[int, int]:
         """Programs of a head, and tiles of queries of a program: as many as run at a time."""
         tiles = -(-queries // (ROWS * self.groups))
-        wanted = max(PROCESSORS * self.programs // batch_times_heads, 1)
+        wanted = max(sms * self.programs // batch_times_heads, 1)
         each = -(-tiles // min(wanted, tiles))
         return -(-tiles // each), each
 

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 
 from strop.kernels.ptx import ROWS
 
-PROCESSORS = 132  # of an H100
-
 # What a program takes in steps, to begin and to end; and how long, of the time of all its groups,
 # so many of them take for a step, where the others have no queries.
 BEGIN = 6.0
@@ -28,15 +26,15 @@ class WgmmaTile:
     programs: int = 1
     early: bool = False
 
-    def shares(self, batch_times_heads: int, queries: int, keys: int) -> Shares:
-        """What fills the last round of programs best."""
+    def shares(self, batch_times_heads: int, queries: int, keys: int, sms: int) -> Shares:
+        """What fills the last round of programs on so many multiprocessors best."""
         whole = batch_times_heads * -(-queries // (ROWS * self.groups))
         steps = -(-keys // self.keys)
-        full, rest = divmod(whole, PROCESSORS)
+        full, rest = divmod(whole, sms)
         best = Shares(whole, self.groups, whole, full + (rest > 0), full + (rest > 0))
         for groups, share in ALONE.get(self.groups, {}).items() if self.is_shared else ():
             programs = rest * (self.groups // groups)
-            more = -(-programs // PROCESSORS)
+            more = -(-programs // sms)
             some = Shares(
                 whole - rest, groups, whole - rest + programs, full + more, full + more * share
             )

@@ -7,12 +7,27 @@ with columns.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 
+from strop.ir.device import Device
 from strop.ir.dims import symbol
 from strop.ir.functions import HALVES
-from strop.ir.graph import Node
 from strop.ir.source import KernelSource
+from strop.kernels.kernel import (
+    FASTEST,
+    RESULT,
+    Call,
+    Kernel,
+    Launch,
+    Launches,
+    Operand,
+    Problem,
+)
+
+CHANNELS_LAST = (0, 2, 3, 1)
+MULTIPLE = 16  # of the input channels, whose accesses are 16 bytes wide
 
 # By whether the result's row is odd, then by the smaller picture's row: which of the three it is.
 SHARES = (((0,), (1, 2)), ((0, 1), (2,)))
@@ -63,9 +78,29 @@ def _lines(outs: int, half: str) -> list[str]:
     return found
 
 
-def of_node(node: Node) -> KernelSource | None:
-    """The kernel for a node ``folded_taps``, else None."""
-    if node.op != "folded_taps":
-        return None
-    outs, ins, *_ = (size.value for size in node.inputs[0].shape)
-    return folded_taps(outs, ins, node.dtype)
+def supports(call: Call, device: Device) -> str:
+    if not device.arch:
+        return "runs on GPUs"
+    weight = call.known(0)
+    if call.dtype not in HALVES or weight is None or weight[1] % MULTIPLE:
+        return f"adds taps in fp16 and bf16, of channels that are multiples of {MULTIPLE}"
+    return ""
+
+
+def cost_us(problem: Problem, device: Device) -> float:
+    return FASTEST
+
+
+def launch(problem: Problem, device: Device) -> Launches:
+    outs, ins = problem.shapes[0][:2]
+    operands = (Operand(0, order=CHANNELS_LAST), Operand(RESULT, order=CHANNELS_LAST))
+    source = folded_taps(outs, ins, problem.dtype)
+    return Launches((Launch(source, operands, (outs * ins,)),))
+
+
+def forms(call: Call, device: Device) -> Iterable[KernelSource]:
+    weight = call.known(0)
+    return [folded_taps(weight[0], weight[1], call.dtype)] if weight else []
+
+
+ROW = Kernel("folded_taps", ("folded_taps",), supports, cost_us, launch, forms)

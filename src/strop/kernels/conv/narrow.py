@@ -7,15 +7,28 @@ own, and compute 64 or more columns where a picture has 3.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
+from strop.ir.device import Device
 from strop.ir.dims import symbol
 from strop.ir.functions import HALVES
-from strop.ir.graph import Node
 from strop.ir.source import KernelSource
+from strop.kernels.kernel import (
+    FASTEST,
+    RESULT,
+    Call,
+    Kernel,
+    Launch,
+    Launches,
+    Lies,
+    Operand,
+    Problem,
+    Stride,
+)
 
 MULTIPLE = 16  # of strides whose accesses are 16 bytes wide
 
@@ -130,12 +143,6 @@ def narrow_conv(window: Window, tile: Tile, dtype: torch.dtype, multiple: int) -
     )
 
 
-def reads_pieces(source: KernelSource) -> bool:
-    """Whether it reads channels that lie behind each other, 16 bytes at once."""
-    constants = dict(source.constants)
-    return constants["CI"] % constants["DEPTH"] == 0
-
-
 # Measured on an H100 in fp16 (fit_kernels.py conv_narrow), us of cuDNN and ours: ResNet's
 # first layer 12.7 and 5.1, with 33 pictures 83 and 56; UNet 4 -> 320 at 64x64 6.2 and 4.4; 3 -> 128
 # at 512x512 69 and 27; UNet 320 -> 4 at 64x64 16.9 and 11.4; VAE 128 -> 3 at 512x512 105 and 87.
@@ -145,26 +152,69 @@ FEW_IN = Tile(pixels=128, cols=64, depth=32, num_warps=4)
 FEW_OUT = Tile(pixels=128, cols=16, depth=64, num_warps=4, stages=4)
 
 
-def of_node(node: Node) -> KernelSource | None:
-    """The kernel for a convolution that it is faster for, else None."""
-    if node.op != "conv2d" or node.dtype not in HALVES or len(node.inputs) != 2:
-        return None
-    if node.attrs["groups"] != 1 or tuple(node.attrs["dilation"]) != (1, 1):
-        return None
-    if not all(size.is_const for size in node.inputs[1].shape):
-        return None
-    outs, ins, *size = (size.value for size in node.inputs[1].shape)
-    window = Window(
-        ins, outs, _pair(size), _pair(node.attrs["stride"]), _pair(node.attrs["padding"])
-    )
+CHANNELS_LAST = (0, 2, 3, 1)
+
+
+def supports(call: Call, device: Device) -> str:
+    if not device.arch:
+        return "runs on GPUs"
+    if len(call.shapes) != 2 or call.dtype not in HALVES:
+        return "computes a convolution without bias in fp16 or bf16"
+    weight = call.known(1)
+    if weight is None or call.attr("groups") != 1 or tuple(call.attr("dilation")) != (1, 1):
+        return "wants known weights, one group and no dilation"
+    if _source(call.attrs, weight, call.dtype) is None:
+        return f"is for up to {FEW} channels in or out"
+    return ""
+
+
+def _source(
+    attrs: tuple[tuple[str, object], ...], weight: Sequence[int], dtype: torch.dtype
+) -> KernelSource | None:
+    """The kernel for such weights (CO, CI, KH, KW); None where channels are many on both sides."""
+    given: Mapping[str, Any] = dict(attrs)
+    outs, ins, *size = weight
+    window = Window(ins, outs, _pair(size), _pair(given["stride"]), _pair(given["padding"]))
     if ins <= FEW < outs and ins * size[0] * size[1] <= DEEPEST:
         cols = min(FEW_IN.cols, max(16, 1 << (outs - 1).bit_length()))
-        return narrow_conv(window, replace(FEW_IN, cols=cols), node.dtype, 1)
+        return narrow_conv(window, replace(FEW_IN, cols=cols), dtype, 1)
     if outs <= FEW and ins % FEW_OUT.depth == 0:
-        return narrow_conv(window, FEW_OUT, node.dtype, MULTIPLE)
+        return narrow_conv(window, FEW_OUT, dtype, MULTIPLE)
     return None
+
+
+def cost_us(problem: Problem, device: Device) -> float:
+    return FASTEST
+
+
+def launch(problem: Problem, device: Device) -> Launches | None:
+    (batch, ins, *sides), weight = problem.shapes[:2]
+    source = _source(problem.attrs, weight, problem.dtype)
+    if source is None:
+        return None
+    window = zip(sides, weight[2:], problem.attr("stride"), problem.attr("padding"), strict=True)
+    height, width = ((side + 2 * pad - size) // step + 1 for side, size, step, pad in window)
+    steps = tuple(Stride(0, dim) for dim in (0, 3, 1, 2))  # batch, channel, height, width
+    scalars = (batch * height * width, height * width, width, *sides, *steps)
+    # channels that lie behind each other are read 16 bytes at once
+    lies = Lies.ANYHOW if ins % dict(source.constants)["DEPTH"] else Lies.ROWS
+    operands = (
+        Operand(0, lies, CHANNELS_LAST),
+        Operand(1, order=CHANNELS_LAST),
+        Operand(RESULT, order=CHANNELS_LAST),
+    )
+    return Launches((Launch(source, operands, scalars),))
+
+
+def forms(call: Call, device: Device) -> Iterable[KernelSource]:
+    weight = call.known(1)
+    found = weight and _source(call.attrs, weight, call.dtype)
+    return [found] if found else []
 
 
 def _pair(numbers: Sequence[int]) -> tuple[int, int]:
     down, right = numbers
     return int(down), int(right)
+
+
+ROW = Kernel("narrow_conv", ("conv2d",), supports, cost_us, launch, forms)

@@ -1,25 +1,37 @@
-"""value * gelu(gate), where [value, gate] = x w^T + bias: one kernel, or one behind a GEMM.
+"""The gates of GEGLU behind a library's GEMM: value * gelu(gate), [value, gate] = x w^T + bias.
 
-The one kernel reads by the tensor memory accelerator (sm_90): each program computes a tile of both
-halves, so what is twice as wide as the result is never written. Nothing is rounded between product
-and result. Source of the formula: https://arxiv.org/abs/2002.05202.
+Source of the formula: https://arxiv.org/abs/2002.05202.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterable
 
 import torch
 
-from strop.ir.dims import Expr, symbol
+from strop.ir.device import Device
+from strop.ir.dims import symbol
 from strop.ir.functions import EARLY, FUNCTIONS, HALVES
 from strop.ir.source import KernelSource
+from strop.kernels.kernel import (
+    NEVER,
+    RESULT,
+    Call,
+    Kernel,
+    Launch,
+    Launches,
+    Lies,
+    Operand,
+    Problem,
+    Scratch,
+    Torch,
+    scratch,
+)
+from strop.kernels.tuned import tuned
 
-DEPTH = 64  # of a step: 128 bytes, what lies in one row of shared memory
-GROUP = 8  # row tiles whose programs lie next to each other: they read the same weights
+MULTIPLE = 16  # of the width of a result, whose accesses are 16 bytes wide
+MOST_NUMBERS = 2**31
 
 _HEAD = f"""\
 import triton
@@ -30,27 +42,6 @@ import triton.language as tl
 {FUNCTIONS["half_gelu"]}
 
 
-"""
-_BOXED = """\
-@triton.jit
-def tma_geglu(p0, p1, p2, p3, s0, s1, s2, ROWS: tl.constexpr, COLS: tl.constexpr,
-              DEPTH: tl.constexpr, GROUP: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr):
-EARLY_LINES    first = tl.program_id(0) // (s1 * GROUP) * GROUP
-    height = tl.minimum(s0 - first, GROUP)
-    row = (first + tl.program_id(0) % (s1 * GROUP) % height) * ROWS
-    col = tl.program_id(0) % (s1 * GROUP) // height * COLS
-    value = tl.full([ROWS, COLS], 0.0, tl.float32)
-    gate = tl.full([ROWS, COLS], 0.0, tl.float32)
-    for step in tl.range(0, s2, num_stages=STAGES):
-        x = p0.load([row, step * DEPTH])
-        value = tl.dot(x, p1.load([col, step * DEPTH]).T, value)
-        gate = tl.dot(x, p1.load([s1 * COLS + col, step * DEPTH]).T, gate)
-BIAS    p2.store([row, col], (value * half_gelu(gate)).to(HALF))
-"""
-_BIAS = """\
-    at = p3 + col + tl.arange(0, COLS)
-    value += tl.load(at).to(tl.float32)[None, :]
-    gate += tl.load(at + s1 * COLS).to(tl.float32)[None, :]
 """
 _BEHIND = """\
 @triton.jit
@@ -69,46 +60,9 @@ _BIAS_BEHIND = """\
 BLOCK = 1024
 
 
-@dataclass(frozen=True, slots=True)
-class Tile:
-    """``cols`` of the result, for which so many columns of each half are computed."""
-
-    rows: int
-    cols: int
-    stages: int
-    num_warps: int
-
-
 def _text(text: str, bias: str, dtype: torch.dtype) -> str:
     text = text.replace("EARLY_LINES", EARLY).replace("BIAS", bias).replace("HALF", HALVES[dtype])
     return _HEAD + text
-
-
-def tma_geglu(tile: Tile, dtype: torch.dtype, *, has_bias: bool) -> KernelSource:
-    """Params: x (M, K), weights (2 N, K), the result (M, N), bias (2 N,), all dense; without bias
-    the last is not read. K is a multiple of 64, N of ``tile.cols``. Sums are fp32. Scalars: tiles
-    of rows, tiles of columns, K / 64."""
-    constants = {
-        "ROWS": tile.rows,
-        "COLS": tile.cols,
-        "DEPTH": DEPTH,
-        "GROUP": GROUP,
-        "STAGES": tile.stages,
-        "EARLY": 1,
-    }
-    boxes = ((tile.rows, DEPTH), (tile.cols, DEPTH), (tile.rows, tile.cols), ())
-    text = _text(_BOXED, _BIAS if has_bias else "", dtype)
-    return KernelSource(
-        "tma_geglu",
-        "triton",
-        text,
-        (dtype,) * 4,
-        (1,) * 3,
-        (symbol("s0") * symbol("s1"),),
-        constants=tuple(constants.items()),
-        num_warps=tile.num_warps,
-        boxes=boxes,
-    )
 
 
 def geglu(width: int, dtype: torch.dtype, *, has_bias: bool) -> KernelSource:
@@ -127,39 +81,48 @@ def geglu(width: int, dtype: torch.dtype, *, has_bias: bool) -> KernelSource:
     )
 
 
-TILE = Tile(128, 128, 3, 8)
-# Measured on an H100 in fp16 (gemm_tma of benchmarks/results), us of cuBLAS with a kernel behind
-# it and ours: 8192x640 -> 2560 133 and 108, 2048x1280 -> 5120 105 and 94, 2048x640 -> 2560 32.1 and
-# 32.3, 512x1280 -> 5120 28.5 and 31.9. 8192x320 -> 1280 took 52 and 37 there, where nothing is in
-# the L2 cache, and was no faster within SD1.5's UNet, where the product is.
-LEAST_PRODUCT_BYTES = 40 << 20  # the kernel behind the GEMM then waits for memory,
-CACHE_BYTES = 50 << 20  # or for more of it than lies in the cache
-LEAST_DEPTH = 640  # of products that the cache holds
+def supports(call: Call, device: Device) -> str:
+    if not device.arch:
+        return "runs on GPUs"
+    weight = call.known(1)
+    if weight is None:
+        return "wants weights of a known size"
+    if call.dtype not in HALVES or weight[0] % (2 * MULTIPLE):
+        return f"computes fp16 and bf16, and widths that are multiples of {MULTIPLE}"
+    return ""
 
 
-def tile_of(rows: int, depth: int, width: int) -> Tile | None:
-    """Of the one kernel, or None where the library's GEMM and a kernel behind it are faster."""
-    product_bytes = 4 * rows * width
-    is_long = product_bytes > CACHE_BYTES or depth >= LEAST_DEPTH
-    is_ours = width % TILE.cols == 0 and product_bytes >= LEAST_PRODUCT_BYTES and is_long
-    return TILE if is_ours else None
+def cost_us(problem: Problem, device: Device) -> float:
+    """cuBLAS, and a kernel behind it that reads what it has written."""
+    if 2 * _numel(problem) >= MOST_NUMBERS:
+        return NEVER
+    times, rows = tuned(device).gemm.library, math.prod(problem.shapes[0][:-1])
+    columns, depth = problem.shapes[1]
+    numel = rows * columns
+    us = times.linear_begin_us + times.gap_us + 2 * depth * numel / times.linear_ops
+    us += 2 * numel / times.linear_bytes
+    return us + times.behind_begin_us + 3 * numel / times.behind_bytes
 
 
-def boxed_at(shapes: Sequence[Sequence[int]], dtype: torch.dtype) -> list[KernelSource]:
-    """The one kernel for operands of these sizes; nothing where the other way is faster."""
-    *rows, depth = shapes[0]
-    tile = tile_of(math.prod(rows), depth, shapes[1][0] // 2)
-    return [tma_geglu(tile, dtype, has_bias=len(shapes) > 2)] if tile else []
+def _numel(problem: Problem) -> int:
+    return math.prod(problem.shapes[0][:-1]) * (problem.shapes[1][0] // 2)
 
 
-def boxed_anywhere(shapes: Sequence[Sequence[Expr]], dtype: torch.dtype) -> list[KernelSource]:
-    """At any sizes."""
-    width, has_bias = shapes[1][0].value // 2, len(shapes) > 2
-    return [tma_geglu(TILE, dtype, has_bias=has_bias)] if width % TILE.cols == 0 else []
+def launch(problem: Problem, device: Device) -> Launches:
+    rows, columns = math.prod(problem.shapes[0][:-1]), problem.shapes[1][0]
+    has_bias = len(problem.shapes) > 2
+    source = geglu(columns // 2, problem.dtype, has_bias=has_bias)
+    product = Operand(scratch(0))
+    bias = Operand(2 if has_bias else 1)  # without one it is not read
+    gates = Launch(source, (product, bias, Operand(RESULT)), (_numel(problem),))
+    linear = Torch("linear", (Operand(0, Lies.ANYHOW), Operand(1), product))
+    return Launches((linear, gates), (Scratch((rows, columns), problem.dtype),))
 
 
-def behind(shapes: Sequence[Sequence[Any]], dtype: torch.dtype) -> KernelSource:
-    """What runs behind a library's product, whose weights are of a known size."""
-    columns = shapes[1][0]
-    width = (columns.value if isinstance(columns, Expr) else columns) // 2
-    return geglu(width, dtype, has_bias=len(shapes) > 2)
+def forms(call: Call, device: Device) -> Iterable[KernelSource]:
+    weight = call.known(1)
+    assert weight is not None
+    return [geglu(weight[0] // 2, call.dtype, has_bias=len(call.shapes) > 2)]
+
+
+ROW = Kernel("geglu", ("geglu",), supports, cost_us, launch, forms)

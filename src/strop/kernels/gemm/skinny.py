@@ -8,17 +8,29 @@ GEMM begins when that kernel has ended, and fills tiles that are nearly empty.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
-from strop.ir.dims import Expr, product, symbol
+from strop.ir.device import Device
+from strop.ir.dims import product, symbol
 from strop.ir.functions import HALVES
-from strop.ir.graph import Node
 from strop.ir.source import MOST_EARLY_PROGRAMS, KernelSource
-from strop.kernels.gemm.choice import MULTIPLE, SMS
+from strop.kernels.kernel import (
+    NEVER,
+    RESULT,
+    Call,
+    Kernel,
+    Late,
+    Launch,
+    Launches,
+    Lies,
+    Operand,
+    Problem,
+    Stride,
+)
+from strop.kernels.tuned import tuned
 
 NAME = "skinny_gemm"
 _HEAD = f"""\
@@ -115,39 +127,58 @@ def chunk_of(depth: int) -> int:
     return min(depth & -depth, MOST_CHUNK)
 
 
-def tile_of(columns: int, depth: int) -> Tile:
-    """As many columns as registers hold, in programs enough for all processors."""
+def tile_of(columns: int, depth: int, sms: int) -> Tile:
+    """As many columns as registers hold, in programs enough for all multiprocessors."""
     a_warp = min(4, MOST_HALVES * LANES // depth)
     a_warp = 1 << (a_warp.bit_length() - 1)
-    warps = next((w for w in (8, 4) if columns >= 2 * SMS * w * a_warp), 2)
+    warps = next((w for w in (8, 4) if columns >= 2 * sms * w * a_warp), 2)
     return Tile(warps * a_warp, warps)
 
 
-def fits(node: Node) -> bool:
-    """Whether it is a linear like those that have been measured, and of few rows at some sizes."""
-    if node.op != "linear" or len(node.inputs) != 2 or node.dtype not in HALVES:
-        return False
-    x, weight = node.inputs
-    least = product(x.shape[:-1]).least
-    if not all(size.is_const for size in weight.shape) or least is None or least > max(ROWS):
-        return False
-    columns, depth = (size.value for size in weight.shape)
-    return depth % MULTIPLE == 0 and 0 < depth <= MOST_HALVES * LANES and columns > 0
+def supports(call: Call, device: Device) -> str:
+    if not device.arch:
+        return "runs on GPUs"
+    if len(call.shapes) != 2 or call.dtype not in HALVES:
+        return "computes a linear without bias in fp16 or bf16"
+    least = product(call.shapes[0][:-1]).least
+    if least is None or least > max(ROWS):
+        return f"is for up to {max(ROWS)} rows"
+    weight = call.known(1)
+    if weight is None or not weight[0]:
+        return "wants weights of a known size"
+    if weight[1] % UNIT or not 0 < weight[1] <= MOST_HALVES * LANES:
+        return f"wants a depth that is a multiple of {UNIT}, up to {MOST_HALVES * LANES}"
+    return ""
 
 
-def sources_at(
-    op: str, attrs: Mapping[str, Any], shapes: Sequence[Sequence[int]], dtype: torch.dtype
-) -> list[KernelSource]:
-    """What is launched for operands (..., K) and (N, K); nothing where there are more rows."""
-    columns, depth = shapes[1]
-    rows = math.prod(shapes[0][:-1])
-    most = next((most for most in ROWS if 0 < rows <= most), None)
-    return [skinny_gemm(most, depth, tile_of(columns, depth), dtype)] if most else []
+def _most_rows(rows: int) -> int | None:
+    return next((most for most in ROWS if 0 < rows <= most), None)
 
 
-def sources_anywhere(
-    op: str, attrs: Mapping[str, Any], shapes: Sequence[Sequence[Expr]], dtype: torch.dtype
-) -> list[KernelSource]:
-    """What is launched with such weights at any sizes."""
-    columns, depth = (size.value for size in shapes[1])
-    return [skinny_gemm(most, depth, tile_of(columns, depth), dtype) for most in ROWS]
+def cost_us(problem: Problem, device: Device) -> float:
+    """As long as the weights take to come."""
+    if _most_rows(math.prod(problem.shapes[0][:-1])) is None:
+        return NEVER
+    times = tuned(device).gemm.library
+    return times.weight_begin_us + 2 * math.prod(problem.shapes[1]) / times.weight_bytes
+
+
+def launch(problem: Problem, device: Device) -> Launches | None:
+    rows, (columns, depth) = math.prod(problem.shapes[0][:-1]), problem.shapes[1]
+    most = _most_rows(rows)
+    if most is None:
+        return None
+    source = skinny_gemm(most, depth, tile_of(columns, depth, device.sms), problem.dtype)
+    operands = (Operand(0, Lies.ROWS), Operand(1), Operand(RESULT))
+    return Launches((Launch(source, operands, (rows, columns, Stride(0, 0, PIECE), Late.WEIGHTS)),))
+
+
+def forms(call: Call, device: Device) -> Iterable[KernelSource]:
+    weight = call.known(1)
+    assert weight is not None
+    columns, depth = weight
+    tile = tile_of(columns, depth, device.sms)
+    return [skinny_gemm(most, depth, tile, call.dtype) for most in ROWS]
+
+
+ROW = Kernel(NAME, ("linear",), supports, cost_us, launch, forms)

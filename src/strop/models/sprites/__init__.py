@@ -1,4 +1,4 @@
-"""Sprites: a small text-to-image model that draws one or two coloured shapes.
+"""Sprites is a small text-to-image model that draws one or two coloured shapes.
 
 >>> from strop.models import sprites
 >>> pipe = sprites.load()

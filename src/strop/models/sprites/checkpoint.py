@@ -1,4 +1,4 @@
-"""Training checkpoints: tensors as safetensors, the rest as JSON.
+"""Write training checkpoints: tensors as safetensors, the rest as JSON.
 
 A checkpoint folder is written under a temporary name and renamed, so a training stopped at any
 moment leaves either the old one or the new one. Nothing is pickled.

@@ -124,7 +124,7 @@ def _distances(codes: Tensor, x: Tensor, y: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Geometry:
-    """What a batch of scenes looks like in pixels; an absent second thing has radius 0.
+    """Hold what a batch of scenes looks like in pixels; an absent second thing has radius 0.
 
     Attributes:
         center_x: Centres [batch, 2] from the left edge, in pixels.

@@ -25,7 +25,7 @@ _BATCH = 50
 
 @dataclass(frozen=True)
 class Options:
-    """How an evaluation draws its pictures."""
+    """Say how an evaluation draws its pictures."""
 
     count: int = 200
     steps: int = 20

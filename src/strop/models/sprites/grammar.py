@@ -1,4 +1,4 @@
-"""The language of sprites: scenes of one or two coloured shapes, and their captions.
+"""Define the language of sprites: scenes of one or two coloured shapes, and their captions.
 
 A `Scene` holds exactly what a caption says. What a caption leaves out (a size, a place, the
 background) is free, and the drawing chooses it. `caption` and `parse` are each other's inverse
@@ -64,7 +64,7 @@ BUCKETS: tuple[tuple[int, int], ...] = ((64, 64), (96, 64), (64, 96), (96, 96))
 
 @dataclass(frozen=True)
 class Thing:
-    """One object of a scene; `size` is None where the caption does not name it."""
+    """Describe one object of a scene; `size` is None where the caption does not name it."""
 
     colour: str
     shape: str
@@ -73,7 +73,7 @@ class Thing:
 
 @dataclass(frozen=True)
 class Scene:
-    """What a caption says: one thing at a place, or two things in a relation."""
+    """Hold what a caption says: one thing at a place, or two things in a relation."""
 
     things: tuple[Thing, ...]
     place: str | None = None

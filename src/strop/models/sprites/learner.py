@@ -19,7 +19,7 @@ def learning_rate(training: VaeTraining, step: int) -> float:
 
 
 class Learner:
-    """AdamW over fp32 masters of the module's parameters, with their moving average.
+    """Run AdamW over fp32 masters of the module's parameters, with their moving average.
 
     The module itself holds copies in `dtype`, which is faster than autocast: no weight is cast
     twice in a step, and normalisations read and write bf16.

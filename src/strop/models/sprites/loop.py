@@ -1,4 +1,4 @@
-"""The training loop: pieces bounded by the clock, each continuing where the last one stopped."""
+"""Train in pieces bounded by the clock, each continuing where the last one stopped."""
 
 import time
 from collections.abc import Callable
@@ -18,7 +18,7 @@ _REPORT_SECONDS, _SAVE_SECONDS = 5.0, 240.0
 
 @dataclass(frozen=True)
 class Piece:
-    """One invocation: where it keeps its checkpoint and how long it may run.
+    """Describe one invocation: where it keeps its checkpoint and how long it may run.
 
     Attributes:
         folder: The checkpoint folder.
@@ -45,7 +45,7 @@ def generator(seed: int, step: int, device: torch.device) -> torch.Generator:
 
 @dataclass
 class _Window:
-    """What was trained since the last progress line."""
+    """Hold what was trained since the last progress line."""
 
     start: float
     step: int
@@ -90,7 +90,7 @@ class Loop:
 
     @property
     def done(self) -> bool:
-        """Whether all steps have been made."""
+        """Tell whether all steps have been made."""
         return bool(self.state["step"] >= self.total)
 
     def run(self) -> bool:

@@ -133,7 +133,7 @@ def fold_statistics(model: AutoencoderKL, mean: torch.Tensor, std: torch.Tensor)
 
 @dataclass(frozen=True)
 class Parts:
-    """The trainable parts of the pipeline and its tokenizer."""
+    """Hold the trainable parts of the pipeline and its tokenizer."""
 
     tokens: CLIPTokenizer
     text: CLIPTextModel

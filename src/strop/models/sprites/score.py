@@ -25,7 +25,7 @@ _THIRD = 0.375
 
 @dataclass(frozen=True)
 class Piece:
-    """One object seen in a picture.
+    """Describe one object seen in a picture.
 
     Attributes:
         colour: Name of the nearest object colour, or None if none is near.
@@ -46,7 +46,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Score:
-    """Which attributes of a prompt a picture got right; what a prompt leaves out is right."""
+    """Say which attributes of a prompt a picture got right; what a prompt leaves out is right."""
 
     count: bool
     colours: bool
@@ -57,7 +57,7 @@ class Score:
 
     @property
     def all_right(self) -> bool:
-        """Whether every attribute is right."""
+        """Tell whether every attribute is right."""
         parts = (self.count, self.colours, self.shapes, self.sizes, self.layout, self.background)
         return all(parts)
 

@@ -1,4 +1,4 @@
-"""Every number that shapes the sprites model and trains its autoencoder.
+"""Hold every number that shapes the sprites model and trains its autoencoder.
 
 `FULL` is the model that ships; `TINY` runs the same code in seconds. How UNet and text encoder are
 trained is said in `examples/sprites.yaml`.
@@ -10,7 +10,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class NetworkSettings:
-    """Sizes of the networks, under the names that diffusers and transformers give them."""
+    """Hold the sizes of the networks, under the names that diffusers and transformers give them."""
 
     vae_channels: tuple[int, ...] = (32, 64, 64)
     vae_layers: int = 1
@@ -28,7 +28,7 @@ class NetworkSettings:
 
 @dataclass(frozen=True)
 class NoiseSettings:
-    """The noise schedule; it is written into the folder, where training and sampling read it.
+    """Hold the noise schedule; it is written into the folder, where training and sampling read it.
 
     Zero terminal signal with v-prediction lets flat white and black backgrounds come out flat
     (Lin et al. 2023, "Common Diffusion Noise Schedules and Sample Steps are Flawed").
@@ -44,7 +44,7 @@ class NoiseSettings:
 
 @dataclass(frozen=True)
 class VaeTraining:
-    """How the autoencoder is trained.
+    """Say how the autoencoder is trained.
 
     Attributes:
         batch: 96x64 pictures of a step; other sizes scale by area.
@@ -78,7 +78,7 @@ class VaeTraining:
 
 @dataclass(frozen=True)
 class Settings:
-    """All settings of one model."""
+    """Hold all settings of one model."""
 
     network: NetworkSettings = field(default_factory=NetworkSettings)
     noise: NoiseSettings = field(default_factory=NoiseSettings)

@@ -1,4 +1,4 @@
-"""Scenes as integer tensors: drawn by the batch, split by a hash, written as token rows.
+"""Write scenes as integer tensors: drawn by the batch, split by a hash, written as token rows.
 
 A spec is an int64 tensor [batch, 9]; its columns are the constants below. Everything here runs
 on the generator's device without a host synchronisation, since training draws its captions there.
@@ -139,7 +139,8 @@ def held_out_prompts(n: int = 200, seed: int = 0) -> list[str]:
 
 @dataclass(frozen=True)
 class TokenTables:
-    """Token ids by code, padded with -1, from which caption rows are put together on a device."""
+    """Hold token ids by code, padded with -1, from which caption rows are put together on a
+    device."""
 
     begin: int
     end: int

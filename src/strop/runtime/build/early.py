@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn.modules.utils import _pair
 from torch.overrides import TorchFunctionMode
 
+from strop.ir.device import Device
 from strop.ir.dims import const
 from strop.ir.graph import Node
 from strop.ir.source import KernelSource
@@ -28,9 +29,9 @@ Begin = Callable[[Sequence[KernelSource]], None]
 class EarlyBuild(TorchFunctionMode):
     """Within: ``begin`` gets the kernels that calls of torch's functions will run, once each."""
 
-    def __init__(self, begin: Begin, families: Callable[[Node], Sequence[str]]) -> None:
+    def __init__(self, begin: Begin, device: Device, off: tuple[str, ...]) -> None:
         super().__init__()
-        self._begin, self._families = begin, families
+        self._begin, self._device, self._off = begin, device, off
         self._seen = set[KernelSource]()
 
     def __torch_function__(
@@ -44,7 +45,7 @@ class EarlyBuild(TorchFunctionMode):
     def _foresee(self, node: Node | None) -> None:
         if node is None:
             return
-        found = library.sources_of(node, self._families(node), {})
+        found = library.sources_of(node, {}, self._device, self._off)
         sources = [source for source in found if source not in self._seen]
         self._seen.update(sources)
         if sources:

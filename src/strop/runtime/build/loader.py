@@ -169,8 +169,8 @@ class CudaLoader:
             )
 
     def begin(self, sources: Sequence[KernelSource]) -> None:
-        able = [source for source in sources if self.device.has_wgmma or not _is_for_wgmma(source)]
-        BackgroundBuild(able, self.device.target, self._cache, self._workers, niceness=0).start()
+        target = self.device.target
+        BackgroundBuild(sources, target, self._cache, self._workers, niceness=0).start()
 
     def later(self, sources: Sequence[KernelSource], order: Order | None = None) -> BackgroundBuild:
         target = self.device.target
@@ -210,10 +210,6 @@ class CudaLoader:
     @property
     def counts(self) -> tuple[int, int]:
         return compilers.BUILDS.num_built, compilers.BUILDS.num_cached
-
-
-def _is_for_wgmma(source: KernelSource) -> bool:
-    return bool(source.boxes) or source.language == "ptx"
 
 
 def _unsupported(device: str, index: int) -> str:

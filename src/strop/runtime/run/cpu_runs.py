@@ -9,16 +9,17 @@ from collections.abc import Callable, Sequence
 from operator import itemgetter
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor
 from torch._C._dynamo.guards import _empty_strided_cpu  # type: ignore[attr-defined]
 
 from strop.runtime.build.native import BoundKernel
 from strop.runtime.run.bounds_checks import BoundsChecks
-from strop.runtime.run.memory import Workspace
+from strop.runtime.run.link import Linked, Resources, nothing
+from strop.runtime.run.shape_plan import ShapePlan
+from strop.runtime.run.sizes import Look
+from strop.runtime.run.workspace import Workspace
 
 Run = Callable[[Sequence[Tensor]], Any]
-Look = tuple[Sequence[int], Sequence[int], torch.dtype]  # shape, strides, dtype
 FIRST = itemgetter(0)  # what is made of the results where there is one, in no container
 Patch = tuple[int, BoundKernel, int, int]  # tensor, and where its address goes, moved by so much
 
@@ -27,6 +28,48 @@ class Watched(Protocol):
     """``around``: a debugger's place between the steps, who would miss them here."""
 
     around: Any
+
+
+def straight(
+    watched: Watched,
+    plan: ShapePlan,
+    linked: Linked,
+    resources: Resources,
+    workspace: Workspace,
+    structured: Callable[[list[Any]], Any],
+) -> Run | None:
+    """A run that gives what ``structured`` makes of the results; None for a program that has more
+    to do than to launch kernels, or gives back another thing than what they write."""
+    numbers = _results(plan)
+    if numbers is None or any(plan.order.parts[:2]):
+        return None
+    steps = [step for step in linked.steps if step is not nothing]
+    kernels = [step for step in steps if isinstance(step, BoundKernel)]
+    if len(kernels) < len(steps):
+        return None
+    known = dict(plan.results)
+    looks = [known[number] for number in numbers]
+    patches = [
+        (which, kernel, place, move)
+        for which, number in enumerate([*plan.arguments, *numbers])
+        for kernel, place, move in linked.patches[number]
+        if isinstance(kernel, BoundKernel)
+    ]
+    uses_memory = plan.memory.arena_bytes or resources.zeroed or resources.faults
+    is_from_one_to_one = [(which, move) for which, _, _, move in patches] == [(0, 0), (1, 0)]
+    if len(kernels) == 1 and is_from_one_to_one and not uses_memory and structured is FIRST:
+        return of_one(watched, kernels[0], looks[0], *(place for _, _, place, _ in patches))
+    memory = linked.memory if plan.memory.arena_bytes else None
+    count, faults = len(plan.arguments), resources.faults
+    return of_many(watched, kernels, looks, patches, count, structured, workspace, memory, faults)
+
+
+def _results(plan: ShapePlan) -> list[int] | None:
+    """The buffers that are given back, if they are all results, each of them once and whole."""
+    refs = [item.tensor for item in plan.program.returned]
+    whole = [ref.buffer for ref in refs if ref is not None and plan.sizes.is_whole(ref)]
+    is_all = len(whole) == len(refs) and sorted(whole) == [number for number, _ in plan.results]
+    return whole if is_all else None
 
 
 def of_many(

@@ -22,7 +22,7 @@ from torch import Tensor
 from strop.ir.tensor_spec import TensorSpec
 from strop.runtime.loop.hoisting import Moment, Stamp
 from strop.runtime.run.executor import Bound
-from strop.runtime.run.memory import Workspace, workspace_of
+from strop.runtime.run.workspace import Workspace, workspace_of
 from strop.wording import counted
 
 T = TypeVar("T")

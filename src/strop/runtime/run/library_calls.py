@@ -270,9 +270,16 @@ _WIDE_HEADS: Mapping[str, Callable[[Mapping[str, Any]], Call]] = {
 
 
 def allocating_on(device: Device) -> Mapping[str, Callable[[Mapping[str, Any]], Call]]:
-    """Calls that make their results on this GPU: from sm_90 on cuDNN's attention takes heads of up
-    to 256, where that of older ones takes 128."""
+    """Calls that make their results on this device: from sm_90 on cuDNN's attention takes heads of
+    up to 256, where that of older GPUs takes 128."""
+    if not device.arch:
+        return ALLOCATING
     return _WIDE_HEADS if device.arch >= 90 else CUDA_ALLOCATING
+
+
+def planned_on(device: Device) -> Mapping[str, Callable[[Mapping[str, Any]], OutCall]]:
+    """Calls that write where they are told on this device."""
+    return CUDA_PLANNED_OUT if device.arch else PLANNED_OUT
 
 
 def _returns_view(target: Any) -> bool:

@@ -18,9 +18,8 @@ from strop.ir.device import Device
 from strop.ir.dims import Expr
 from strop.ir.ops import OF_ROWS, OPS
 from strop.ir.program import CallStep, Program, TensorRef
-from strop.runtime.run import own_calls
+from strop.runtime.run import choices
 from strop.runtime.run.library_calls import CUDA_PLANNED_OUT, allocating_on
-from strop.runtime.run.wide_attention import is_wide
 
 # The rest has nothing to load.
 LONGEST_FIRST = tuple(
@@ -82,9 +81,13 @@ def forms_of(program: Program, env: Mapping[str, int], device: Device) -> list[F
         return sizes(ref.shape), sizes(ref.strides), program.buffers[ref.buffer].dtype
 
     steps, found = program.at(env), dict[Form, None]()
-    own = own_calls.chosen(program, steps, sizes, device)
+    chosen = choices.choices_of(program, steps, sizes, device)
     for position, step in enumerate(steps):
-        if isinstance(step, CallStep) and position not in own and _is_plain(program, step):
+        if (
+            isinstance(step, CallStep)
+            and step.op in LONGEST_FIRST
+            and not chosen[position].launches
+        ):
             result = program.buffers[step.outputs[0]]
             form = Form(
                 step.op,
@@ -95,15 +98,6 @@ def forms_of(program: Program, env: Mapping[str, int], device: Device) -> list[F
             if form.num_bytes <= MOST_BYTES:
                 found[form] = None
     return list(found)
-
-
-def _is_plain(program: Program, step: CallStep) -> bool:
-    """Whether a library does the step, in one call."""
-    if step.op not in LONGEST_FIRST or step.kernel is not None:
-        return False
-    dtype = program.buffers[step.inputs[0].buffer].dtype
-    shapes = [ref.shape for ref in step.inputs]
-    return step.op != "attention" or not is_wide(dict(step.attrs), shapes, dtype)
 
 
 def _call(form: Form, device: Device) -> None:

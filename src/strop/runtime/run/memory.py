@@ -1,71 +1,20 @@
-"""Working memory, and where in it values lie.
+"""Where in working memory values lie: offsets from live ranges.
 
-Offsets come from live ranges: greedy by size, which meets the liveness bound in practice.
-
-Measured on SD1.5, SDXL and the VAE: the result equals the largest sum of values alive at once
-(compiler_feasibility study, section 2). Source of the heuristic: Pisarchyk and Lee, "Efficient
-Memory Management for Deep Neural Net Inference", arXiv:2001.03288, "greedy by size".
+Greedy by size, which meets the liveness bound in practice. Measured on SD1.5, SDXL and the VAE: the
+result equals the largest sum of values alive at once (compiler_feasibility study, section 2).
+Source of the heuristic: Pisarchyk and Lee, "Efficient Memory Management for Deep Neural Net
+Inference", arXiv:2001.03288, "greedy by size".
 """
 
 from __future__ import annotations
 
 import itertools
-import threading
 from bisect import insort
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
-from weakref import WeakSet
-
-import torch
-from torch import Tensor
 
 ALIGNMENT_BYTES = 256
-# Of a GPU. A program that needs more works for so long that finding memory for each run costs
-# nothing, while others may want that memory: a VAE that encodes 48 pictures needs 12.9 GB, which
-# the training step behind it needs, too.
-KEPT_BYTES = 2 << 30
-
-
-class Tenant(Protocol):
-    """Something whose values lie in a workspace's memory."""
-
-    def let_go(self) -> None:
-        """Forget the memory; find it anew at the next run."""
-
-
-class Workspace:
-    """Working memory of one stream. It grows; whoever is bound to the old memory binds again."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.memory = torch.empty(0, dtype=torch.uint8, device=device)
-        # programs of several modules share this memory; a capture runs some in its own turn
-        self.lock = threading.RLock()
-        self._tenants: WeakSet[Tenant] = WeakSet()
-
-    def reserve(self, size_bytes: int, tenant: Tenant) -> Tensor:
-        """Memory of this size at least, which ``tenant`` has until it is told to let go."""
-        if self.memory.numel() < size_bytes:
-            self.give_back()  # first, so that there is never the old and the new one
-            self.memory = torch.empty(size_bytes, dtype=torch.uint8, device=self.device)
-        self._tenants.add(tenant)
-        return self.memory
-
-    def give_back(self) -> None:
-        for tenant in self._tenants:
-            tenant.let_go()
-        self._tenants.clear()
-        self.memory = self.memory.new_empty(0)
-
-
-_WORKSPACES: dict[tuple[torch.device, int], Workspace] = {}
-
-
-def workspace_of(device: torch.device, stream: int) -> Workspace:
-    """What all programs on this stream take turns in, forward and backward of a step too."""
-    return _WORKSPACES.setdefault((device, stream), Workspace(device))
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,16 +93,3 @@ def shared(
 def aligned(size_bytes: int) -> int:
     """To where the next value may begin."""
     return -(-max(size_bytes, 1) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-
-
-def freeing(
-    run: Callable[[], None], slots: list[Tensor | None], dead: Sequence[int]
-) -> Callable[[], None]:
-    """What libraries have allocated is for later steps again once nobody reads it."""
-
-    def run_and_free() -> None:
-        run()
-        for number in dead:
-            slots[number] = None
-
-    return run_and_free

@@ -1,0 +1,277 @@
+"""The row of the WGMMA GEMM: which of its tiles computes a convolution or a linear, by sizes alone,
+how long that takes, and what is launched."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+
+from strop.ir.device import Device
+from strop.ir.source import KernelSource
+from strop.kernels.gemm.implicit import Box, Picture, box_of, boxes_along, windows_of
+from strop.kernels.gemm.implicit import picture_of as convolution_of
+from strop.kernels.gemm.tile import GATED, PLAIN, SUM, Product, Tile
+from strop.kernels.gemm.times import Cost, GemmTimes
+from strop.kernels.gemm.wgmma_gemm import wgmma_gemm
+from strop.kernels.kernel import (
+    NEVER,
+    RESULT,
+    Call,
+    Kernel,
+    Late,
+    Launch,
+    Launches,
+    Lies,
+    Operand,
+    Problem,
+    Torch,
+    View,
+)
+from strop.kernels.ptx import KINDS, LINE
+from strop.kernels.tuned import tuned
+
+OPS: Mapping[str, str] = {
+    "conv2d": PLAIN,
+    "upsampled_conv2d": PLAIN,
+    "linear": PLAIN,
+    "geglu": GATED,
+    "linear_add": SUM,
+}
+OPERANDS: Mapping[str, int] = {PLAIN: 2, GATED: 3, SUM: 4}  # SUM: what is added, biases
+CONVOLUTIONS = ("conv2d", "upsampled_conv2d")
+LINEARS = tuple(op for op in OPS if op not in CONVOLUTIONS)
+CHANNELS_LAST = (0, 2, 3, 1)
+
+PIECE = 8  # what the columns and the depth of a linear are multiples of: 16 bytes
+STRIDES, LEAST_MEASURED = (1, 2), 320  # of convolutions: and channels either way
+MOST_TOGETHER = 64  # tiles of a linear's rows
+LEAST_ROWS = 128  # of a linear: fewer wait for their weights alone
+# Small pictures with fewer channels either way, as at the end of ResNet, have not been measured.
+LEAST_PIXELS, LEAST_CHANNELS = 2048, 640
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """A product, its box: pictures, lines and columns of pixels; and how many of these lie side by
+    side: of pictures, down, right."""
+
+    product: Product
+    box: Box
+    boxes: Box
+    across: int  # tiles of columns
+    sms: int  # multiprocessors of the device
+
+    @property
+    def windows(self) -> int:
+        return windows_of(self.product.size)
+
+    @property
+    def num_tiles(self) -> int:
+        return math.prod(self.boxes) * self.across * self.windows
+
+    @property
+    def num_programs(self) -> int:
+        tile = self.product.tile
+        return min(self.num_tiles, self.sms) if tile.keeps_on else self.num_tiles * tile.split
+
+    @property
+    def results(self) -> tuple[int, ...]:
+        """The box in which results leave, columns last; none where programs share a sum. Of four
+        windows, every second line."""
+        if self.product.has_parts:
+            return ()
+        count, height, width = self.box
+        lines = (height, 1) if self.windows > 1 else (height,)
+        return (count, *lines, width, self.product.unit)
+
+    def scalars(self, ins: int) -> tuple[int | Late, ...]:
+        """As ``wgmma_gemm`` wants them."""
+        count, down, right = self.boxes
+        at_work = self.num_programs // self.product.tile.split
+        all_have = self.across, right, down, count, ins, at_work, Late.WEIGHTS
+        if not self.product.has_box:
+            return *all_have, self.together
+        _, height, width = self.box
+        return *all_have, *self.box, -(-(1 << 16) // height), -(-(1 << 16) // width)
+
+    @property
+    def together(self) -> int:
+        """Tiles of rows that are gone through together, in shares that are alike: what programs
+        read at a time, of which large weights are more than a cache keeps, is little."""
+        count = math.prod(self.boxes)
+        return -(-count // -(-count // MOST_TOGETHER))
+
+
+def form(tile: Tile, of: Picture, end: str = PLAIN, *, sms: int) -> Form:
+    """``of.outs``: columns of the result."""
+    product = Product(tile, of.size, end, of.stride)
+    box = box_of(product.rows, of) if product.has_box else (1, 1, product.rows)
+    return Form(product, box, boxes_along(box, of), -(-of.outs // product.width), sms)
+
+
+def kind_of(of: Picture, end: str) -> str:
+    """The kind of GEMM, by which tables of tiles are kept."""
+    if of.size == 1:
+        return end
+    if of.windows > 1:
+        return "upsampled"
+    return "conv" if of.stride == 1 else "strided"
+
+
+def us_of(found: Form, of: Picture, times: GemmTimes) -> float:
+    """About how long it takes, on a GPU that does nothing else."""
+    product, tile = found.product, found.product.tile
+    weights = 2 * of.size**2 * of.ins * found.across * tile.cols * of.windows
+    cost: Cost = times.tiles[kind_of(of, product.end)][tile]
+    rounds = -(-found.num_tiles // times.clusters[tile.split])
+    steps = -(-_steps(of) // tile.split)
+    us = cost.begin + (rounds - 1) * cost.again + rounds * steps * cost.step
+    return max(us, weights / times.library.weight_bytes + times.library.weight_begin_us)
+
+
+def _steps(of: Picture) -> int:
+    return of.size**2 * -(-of.ins // LINE)
+
+
+def has_steps(tile: Tile, of: Picture) -> bool:
+    """Whether every part of a sum has some."""
+    return (tile.split - 1) * -(-_steps(of) // tile.split) < _steps(of)
+
+
+def is_able(product: Product, of: Picture) -> bool:
+    """Whether it can do this: its parts have steps, its gates lie behind the values, and no column
+    is added twice."""
+    is_whole = of.outs % product.width == 0
+    return has_steps(product.tile, of) and (is_whole or product.end == PLAIN)
+
+
+@lru_cache(maxsize=4096)
+def form_of(of: Picture, end: str, device: Device) -> tuple[Form | None, float]:
+    """The fastest form, and microseconds; None and NEVER where there is none."""
+    times = tuned(device).gemm
+    found = {each: us_of(each, of, times) for each in _forms(of, end, device)}
+    best = min(found, key=lambda each: found[each], default=None)
+    return best, NEVER if best is None else found[best]
+
+
+def _forms(of: Picture, end: str, device: Device) -> Iterator[Form]:
+    if of.width < _least_rows(end) if of.size == 1 else _is_small(of):
+        return
+    for tile in tuned(device).gemm.tiles[kind_of(of, end)]:
+        found = form(tile, of, end, sms=device.sms)
+        if is_able(found.product, of):
+            yield found
+
+
+def _least_rows(end: str) -> int:
+    """Of a linear. Beside a sum no library is faster with few, as it would be another launch."""
+    return 1 if end == SUM else LEAST_ROWS
+
+
+def _is_small(of: Picture) -> bool:
+    is_small = max(of.ins, of.outs) < LEAST_CHANNELS and of.pixels < LEAST_PIXELS
+    return is_small and of.windows == 1
+
+
+def supports(call: Call, device: Device) -> str:
+    """Whether there are tiles for this convolution or linear."""
+    if not device.has_wgmma:
+        return f"multiplies by WGMMA, which {device.name} lacks"
+    if call.dtype not in KINDS:
+        return f"computes fp16 and bf16, not {call.dtype}"
+    if len(call.shapes) != OPERANDS[OPS[call.op]]:
+        return f"takes {OPERANDS[OPS[call.op]]} operands for {call.op}, not {len(call.shapes)}"
+    weight = call.known(1)
+    if weight is None:
+        return "wants weights of a known size"
+    if call.op == "upsampled_conv2d":
+        return ""  # ``passes.upsampled_conv`` makes none that does not fit
+    outs, ins = weight[:2]
+    if call.op == "conv2d":
+        return _convolution(call, outs, ins, weight[2:])
+    halves = 2 if OPS[call.op] == GATED else 1
+    if ins % PIECE or outs % (halves * PIECE):
+        return f"wants widths that are multiples of {PIECE}, not {ins} -> {outs}"
+    return "" if any(_forms_of(call, device)) else f"has no tile for {ins} -> {outs}"
+
+
+def _convolution(call: Call, outs: int, ins: int, window: tuple[int, ...]) -> str:
+    """A window of 3x3 pixels, with zeros around that keep height and width but for the stride."""
+    if min(ins, outs) < LEAST_MEASURED or ins % LINE or outs % LINE:
+        return f"was measured from {LEAST_MEASURED} channels on, multiples of {LINE}"
+    stride = tuple(call.attr("stride"))
+    is_plain = call.attr("groups") == 1 and tuple(call.attr("dilation")) == (1, 1)
+    is_square = stride in [(step, step) for step in STRIDES]
+    if window != (3, 3) or tuple(call.attr("padding")) != (1, 1) or not (is_plain and is_square):
+        return "computes dense 3x3 windows with padding 1 and stride 1 or 2"
+    return ""
+
+
+def cost_us(problem: Problem, device: Device) -> float:
+    return form_of(picture_of(problem), OPS[problem.op], device)[1]
+
+
+def launch(problem: Problem, device: Device) -> Launches | None:
+    of, end = picture_of(problem), OPS[problem.op]
+    found, _ = form_of(of, end, device)
+    if found is None:
+        return None
+    order = CHANNELS_LAST if problem.op in CONVOLUTIONS else ()
+    columns = problem.shapes[1][0], math.prod(problem.shapes[1][1:])
+    weights = View(columns, (columns[1], 1))
+    result = View(of.result, dense(of.result), found.results) if found.results else None
+    biases = 3 if end == SUM else 2 if end == GATED else 1  # where there are none, none are read
+    operands = (
+        Operand(0, Lies.ROWS, order, view=View(box=(*found.box, LINE), ones=0 if order else 2)),
+        Operand(1, order=order, view=weights),
+        Operand(RESULT, order=order, view=result),
+        Operand(biases, order=order if biases == 1 else ()),
+    )
+    source = wgmma_gemm(found.product, problem.dtype)
+    product = Launch(source, operands, found.scalars(of.ins))
+    if end != SUM:
+        return Launches((product,))
+    return Launches((Torch("copy", (Operand(2), Operand(RESULT))), product))
+
+
+def dense(sizes: tuple[int, ...]) -> tuple[int, ...]:
+    """Strides of a dense tensor."""
+    return tuple(math.prod(sizes[n + 1 :]) for n in range(len(sizes)))
+
+
+def forms(call: Call, device: Device) -> Iterable[KernelSource]:
+    for product in _forms_of(call, device):
+        yield wgmma_gemm(product, call.dtype)
+
+
+def _forms_of(call: Call, device: Device) -> Iterator[Product]:
+    """What may compute such a call at some number of rows or pixels."""
+    end, weight = OPS[call.op], call.known(1)
+    assert weight is not None
+    # the number of rows is not known: it decides no more than which of these runs
+    like = Problem(call.op, call.attrs, ((1, weight[1], 1, 1)[: len(weight)], weight), call.dtype)
+    of = picture_of(like)
+    for tile in tuned(device).gemm.tiles[kind_of(of, end)]:
+        product = Product(tile, of.size, end, of.stride)
+        if is_able(product, of):
+            yield product
+
+
+def picture_of(problem: Problem) -> Picture:
+    """From the sizes of the operands: (B, CI, H, W) and (CO, CI, size, size), or (..., K) and
+    (N, K), whose rows are one line of pixels."""
+    x, weight = problem.shapes[:2]
+    if problem.op in CONVOLUTIONS:
+        return convolution_of(x, weight, dict(problem.attrs).get("stride", (1,))[0])
+    *rows, depth = x
+    return line_of(math.prod(rows), weight[0], depth, OPS[problem.op])
+
+
+def line_of(rows: int, columns: int, depth: int, end: str) -> Picture:
+    """A linear of so many columns, those of gates among them."""
+    return Picture(1, depth, columns // 2 if end == GATED else columns, 1, 1, rows)
+
+
+ROW = Kernel("wgmma_gemm", tuple(OPS), supports, cost_us, launch, forms)

@@ -1,0 +1,86 @@
+"""How long GEMMs take on a device, by tile and by library: the type of a fitted table.
+
+A table is fitted on one card (``kernels.tuned``). Another card of the same architecture runs the
+same steps at its own clock, reads weights at its own bandwidth, and has its own number of
+multiprocessors; ``GemmTimes.on`` scales by these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from strop.ir.device import Device
+from strop.kernels.gemm.tile import Tile
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Microseconds of a tile: to begin and end, of every further round of programs but its steps,
+    and of a step of 64 channels."""
+
+    begin: float
+    again: float
+    step: float
+
+    def times(self, factor: float) -> Cost:
+        return Cost(self.begin * factor, self.again * factor, self.step * factor)
+
+
+@dataclass(frozen=True, slots=True)
+class LibraryTimes:
+    """What cuDNN, cuBLAS and the kernels around them reach: operations and bytes a microsecond,
+    and microseconds to begin."""
+
+    conv_ops: float
+    conv_bytes: float
+    conv_begin_us: float
+    linear_ops: float
+    linear_bytes: float  # of results
+    linear_begin_us: float
+    gap_us: float  # what a launch costs that cannot come early
+    weight_bytes: float  # of weights that no cache holds: each pass reads them again
+    weight_begin_us: float
+    behind_bytes: float  # of a kernel with gates, or a sum, behind a GEMM
+    behind_begin_us: float
+    adding_us: float  # a launch of torch's behind a GEMM
+
+
+@dataclass(frozen=True, slots=True)
+class GemmTimes:
+    """``tiles``: by the kind of GEMM, see ``rows.kind_of``. ``clusters``: how many clusters of so
+    many programs, one a multiprocessor, the driver runs at a time."""
+
+    tiles: Mapping[str, Mapping[Tile, Cost]]
+    clusters: Mapping[int, int]
+    library: LibraryTimes
+
+    def on(self, device: Device, fitted: Device) -> GemmTimes:
+        """The table for ``device``, by the rates of the card that it was fitted on."""
+        clock = _ratio(fitted.clock_hz, device.clock_hz)
+        tiles = {
+            kind: {tile: cost.times(clock) for tile, cost in costs.items()}
+            for kind, costs in self.tiles.items()
+        }
+        sms = _ratio(device.sms, fitted.sms)
+        clusters = {programs: int(count * sms) for programs, count in self.clusters.items()}
+        return GemmTimes(tiles, clusters, self._library_on(device, fitted))
+
+    def _library_on(self, device: Device, fitted: Device) -> LibraryTimes:
+        flops = _ratio(device.half_flops, fitted.half_flops)
+        bandwidth = _ratio(device.memory_bandwidth, fitted.memory_bandwidth)
+        of = self.library
+        return replace(
+            of,
+            conv_ops=of.conv_ops * flops,
+            linear_ops=of.linear_ops * flops,
+            conv_bytes=of.conv_bytes * bandwidth,
+            linear_bytes=of.linear_bytes * bandwidth,
+            weight_bytes=of.weight_bytes * bandwidth,
+            behind_bytes=of.behind_bytes * bandwidth,
+        )
+
+
+def _ratio(one: float, other: float) -> float:
+    """Their ratio; 1 where a record lacks the number."""
+    return one / other if one and other else 1.0

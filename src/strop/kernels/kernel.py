@@ -1,0 +1,210 @@
+"""What the library knows about a kernel: a row of facts, and its launches as plain data.
+
+A row never touches a tensor. It says what it computes, whether it can, how long that takes, and
+what is launched; ``runtime.run.launches`` is the one place that looks at memory and launches.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import torch
+
+from strop.ir.device import Device
+from strop.ir.dims import Expr, const
+from strop.ir.graph import Node
+from strop.ir.source import KernelSource
+
+NEVER = math.inf  # the cost of a kernel that cannot serve these sizes, or was never the fastest
+FASTEST = 0.0  # its cost where a measurement, and no model, says that nothing is faster
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A call of an operator, whose sizes may be symbolic."""
+
+    op: str
+    attrs: tuple[tuple[str, Any], ...]
+    shapes: tuple[tuple[Expr, ...], ...]
+    dtype: torch.dtype
+
+    @staticmethod
+    def of(node: Node) -> Call:
+        attrs = tuple(sorted(node.attrs.items()))
+        return Call(node.op, attrs, tuple(x.shape for x in node.inputs), node.dtype)
+
+    def at(self, sizes: Mapping[str, int]) -> Problem:
+        """The call at these sizes."""
+        shapes = tuple(tuple(size.eval(sizes) for size in shape) for shape in self.shapes)
+        return Problem(self.op, self.attrs, shapes, self.dtype)
+
+    def known(self, operand: int) -> tuple[int, ...] | None:
+        """The sizes of an operand, or None where one of them is symbolic or the operand missing."""
+        if operand >= len(self.shapes) or not all(s.is_const for s in self.shapes[operand]):
+            return None
+        return tuple(size.value for size in self.shapes[operand])
+
+    def attr(self, name: str) -> Any:
+        return dict(self.attrs)[name]
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """A call at sizes that are known."""
+
+    op: str
+    attrs: tuple[tuple[str, Any], ...]
+    shapes: tuple[tuple[int, ...], ...]
+    dtype: torch.dtype
+
+    @property
+    def call(self) -> Call:
+        """The call of a program that has these sizes alone."""
+        shapes = tuple(tuple(map(const, shape)) for shape in self.shapes)
+        return Call(self.op, self.attrs, shapes, self.dtype)
+
+    def attr(self, name: str) -> Any:
+        return dict(self.attrs)[name]
+
+
+class Lies(Enum):
+    """How an operand must lie in memory. All kinds want an address that is a multiple of 16 bytes
+    and fewer than 2^31 elements."""
+
+    DENSE = "dense in the order of its dims"
+    ROWS = "its last dim is dense, and other strides are multiples of 16 bytes"
+    ANYHOW = "any strides"
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """What the tensor memory accelerator sees of an operand: sizes and strides, and the box it
+    moves where the launch tells it. None: those that the operand has, behind ``ones`` dims of 1."""
+
+    sizes: tuple[int, ...] | None = None
+    strides: tuple[int, ...] | None = None
+    box: tuple[int, ...] = ()
+    ones: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Operand:
+    """One tensor of a launch: input ``number`` of the call, its result (RESULT), or a piece of
+    scratch (``scratch(n)``).
+
+    ``piece`` picks, for each pair (dim, index) or triple (dim, begin, length), a part of it;
+    ``order`` then permutes its dims to how the kernel reads them. ``shape``: the sizes that the
+    first numbers of scratch are seen as, where these are not its own.
+    """
+
+    number: int
+    lies: Lies = Lies.DENSE
+    order: tuple[int, ...] = ()
+    piece: tuple[tuple[int, ...], ...] = ()
+    shape: tuple[int, ...] = ()
+    view: View | None = None
+
+
+RESULT = -1
+
+
+def scratch(number: int) -> int:
+    """The ``number`` of an Operand that is a piece of scratch."""
+    return RESULT - 1 - number
+
+
+@dataclass(frozen=True, slots=True)
+class Stride:
+    """A scalar that the launch takes from an operand, in units of so many elements."""
+
+    operand: int  # its place among the launch's operands
+    dim: int
+    unit: int = 1
+
+
+class Late(Enum):
+    """A scalar that the launch takes from the program around it: 1 where a kernel that may still
+    run writes the weights, which are the call's second input, else 0."""
+
+    WEIGHTS = "weights"
+
+
+Scalar = int | Stride | Late
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """One launch: a pointer for each operand, then the scalars."""
+
+    source: KernelSource
+    operands: tuple[Operand, ...]
+    scalars: tuple[Scalar, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Torch:
+    """A library call between launches: ``name`` is a row of ``runtime.run.launches.TORCH``."""
+
+    name: str
+    operands: tuple[Operand, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Scratch:
+    """Working memory that parts share."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def size_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Launches:
+    """All that a kernel runs for one call, in order.
+
+    ``result`` and ``order``: where the call allocates its result, its sizes, and the order of its
+    dims in memory, outermost first.
+    """
+
+    parts: tuple[Launch | Torch, ...]
+    scratch: tuple[Scratch, ...] = ()
+    result: tuple[int, ...] = ()
+    order: tuple[int, ...] = ()
+
+    @property
+    def sources(self) -> tuple[KernelSource, ...]:
+        found = (part.source for part in self.parts if isinstance(part, Launch))
+        return tuple(dict.fromkeys(found))
+
+
+def _no_launches(problem: Problem, device: Device) -> Launches | None:
+    return None
+
+
+def _no_forms(call: Call, device: Device) -> Iterable[KernelSource]:
+    return ()
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """A row of the library.
+
+    ``supports``: "" where the kernel can do such a call on such a device at some sizes, else the
+    reason for the no, a clause that goes on from "it". ``cost_us``: microseconds, FASTEST or
+    NEVER. ``launch``: None where a library is called, which looks at memory itself. ``forms``:
+    what the row may launch at any sizes, for builds in the background.
+    """
+
+    name: str
+    ops: tuple[str, ...]
+    supports: Callable[[Call, Device], str]
+    cost_us: Callable[[Problem, Device], float]
+    launch: Callable[[Problem, Device], Launches | None] = _no_launches
+    forms: Callable[[Call, Device], Iterable[KernelSource]] = _no_forms

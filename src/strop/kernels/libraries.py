@@ -1,0 +1,96 @@
+"""Rows of the libraries that are called: cuBLAS, cuDNN, and torch's attention.
+
+They support every call of their operators on any GPU, so that there is always a choice. Their
+costs are models by the rates in ``kernels.tuned``.
+"""
+
+from __future__ import annotations
+
+import math
+
+from strop.ir.device import Device
+from strop.kernels.attention import rows as attention
+from strop.kernels.gemm import skinny
+from strop.kernels.gemm.rows import CONVOLUTIONS, OPS, picture_of
+from strop.kernels.gemm.tile import GATED, SUM
+from strop.kernels.kernel import NEVER, Call, Kernel, Problem
+from strop.kernels.tuned import tuned
+
+# The share of the dense rate that a library's attention reaches, where nothing was measured.
+ATTENTION_SHARE = 0.5
+
+
+def anything(call: Call, device: Device) -> str:
+    return "" if device.arch else "runs on GPUs"
+
+
+def conv_us(problem: Problem, device: Device) -> float:
+    """cuDNN: as long as its operations take, or its weights, and a beginning."""
+    if problem.op == "upsampled_conv2d":
+        return NEVER  # it computes all four windows everywhere, and another kernel places them
+    (batch, _, *sides), weight = problem.shapes[:2]
+    down, right = (int(step) for step in problem.attr("stride"))
+    pixels = batch * -(-sides[0] // down) * -(-sides[1] // right)
+    weights, times = math.prod(weight), tuned(device).gemm.library
+    ops = 2 * pixels * weights
+    return times.conv_begin_us + max(ops / times.conv_ops, 2 * weights / times.conv_bytes)
+
+
+def linear_us(problem: Problem, device: Device) -> float:
+    """cuBLAS, and what stands behind it: gates, or a sum."""
+    end, of, times = OPS[problem.op], picture_of(problem), tuned(device).gemm.library
+    columns = problem.shapes[1][0]
+    numel = of.width * columns
+    begin = times.linear_begin_us + times.gap_us
+    us = begin + 2 * of.width * of.ins * columns / times.linear_ops
+    us += 2 * numel / times.linear_bytes
+    # with few rows, or beside a kernel that hides it, what a GEMM waits for are its weights
+    if end == SUM or of.width <= max(skinny.ROWS):
+        us = max(us, begin + 2 * of.ins * columns / times.weight_bytes)
+    if end == GATED:
+        us += times.behind_begin_us + 3 * numel / times.behind_bytes
+    elif end == SUM:
+        us += times.adding_us + 6 * numel / times.behind_bytes
+    return us
+
+
+def product_us(problem: Problem, device: Device) -> float:
+    """cuBLAS, of two operands (..., M, K) and (..., K, N)."""
+    *batch, rows, depth = problem.shapes[0]
+    columns, times = problem.shapes[1][-1], tuned(device).gemm.library
+    ops = 2 * math.prod(batch) * rows * depth * columns
+    return times.linear_begin_us + times.gap_us + ops / times.linear_ops
+
+
+def unfused_gates_us(problem: Problem, device: Device) -> float:
+    """torch's own GELU and product behind cuBLAS: two more passes over the columns."""
+    of, times = picture_of(problem), tuned(device).gemm.library
+    return (
+        linear_us(problem, device) + times.adding_us + 8 * of.width * of.outs / times.behind_bytes
+    )
+
+
+def taps_us(problem: Problem, device: Device) -> float:
+    """torch's own sums: it reads the taps in fp32, and writes a dozen pieces of them."""
+    times = tuned(device).gemm.library
+    return times.adding_us + 24 * math.prod(problem.shapes[0]) / times.behind_bytes
+
+
+def attention_us(problem: Problem, device: Device) -> float:
+    """What was measured, or a share of the device's rate."""
+    batch, heads, queries, head = problem.shapes[0]
+    keys = problem.shapes[1][-2]  # all heads may share them, in a tensor of fewer dims
+    measured = attention.library_us(head, batch * heads, queries, keys, device)
+    if measured is not None or not device.half_flops:
+        return measured or 0.0
+    flops = 4 * batch * heads * queries * keys * head
+    return 1e6 * flops / (ATTENTION_SHARE * device.half_flops)
+
+
+CUBLAS = Kernel("cublas", ("linear", "linear_add"), anything, linear_us)
+PRODUCTS = Kernel("cublas_batched", ("matmul",), anything, product_us)
+GATES = Kernel("cublas_and_torch", ("geglu",), anything, unfused_gates_us)
+CUDNN = Kernel("cudnn", CONVOLUTIONS, anything, conv_us)
+TAPS = Kernel("torch", ("folded_taps",), anything, taps_us)
+SDPA = Kernel("sdpa", ("attention",), anything, attention_us)
+ROWS: tuple[Kernel, ...] = (CUBLAS, PRODUCTS, GATES, CUDNN, TAPS, SDPA)

@@ -1,0 +1,240 @@
+"""What kernels and libraries take on an H100 SXM in fp16: every fitted number, in one place.
+
+`benchmarks/fit_kernels.py` measures the shapes that these numbers are fitted to, and
+`strop bench select` judges the choices that follow from them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from strop.ir.device import Device
+from strop.kernels.attention.cross import MASKED, KeysTile
+from strop.kernels.attention.times import UNBOUNDED, AttentionTimes, Rounds, Rule
+from strop.kernels.attention.tma import Tile as TmaTile
+from strop.kernels.attention.wgmma_tiles import WgmmaTile
+from strop.kernels.gemm.tile import GATED, PLAIN, SUM, Tile
+from strop.kernels.gemm.times import Cost, GemmTimes, LibraryTimes
+from strop.kernels.tuned.tuned import Tuned
+
+DEVICE = Device(
+    "NVIDIA H100 80GB HBM3",
+    arch=90,
+    sms=132,
+    l2_bytes=50 << 20,
+    shared_bytes=227 << 10,
+    memory_bytes=80 << 30,
+    memory_bandwidth=3.35e12,
+    clock_hz=1.98e9,
+)
+
+CONV_TILES: Mapping[Tile, Cost] = {
+    Tile(2, 80, 6, keeps_on=True): Cost(0.0, 2.3, 0.293),
+    Tile(2, 128, 5, keeps_on=True): Cost(0.0, 2.8, 0.368),
+    Tile(2, 128, 6, split=2): Cost(3.0, 6.4, 0.446),
+    Tile(2, 160, 5, keeps_on=True): Cost(2.6, 5.2, 0.42),
+    Tile(2, 160, 5, split=2): Cost(5.6, 7.6, 0.475),
+    Tile(2, 160, 5, split=3): Cost(5.5, 7.9, 0.429),
+    Tile(2, 160, 5, split=4): Cost(0.7, 8.4, 0.496),
+    Tile(2, 160, 5, split=6): Cost(7.4, 8.2, 0.425),
+    Tile(2, 160, 5, split=8): Cost(3.2, 3.8, 0.68),
+    Tile(2, 184, 4, split=4): Cost(5.4, 9.3, 0.518),
+    Tile(2, 256, 3, keeps_on=True): Cost(2.4, 3.7, 0.703),
+    Tile(3, 128, 5): Cost(2.4, 6.0, 0.539),
+    Tile(3, 128, 5, split=2): Cost(3.1, 8.3, 0.574),
+    Tile(3, 160, 3, keeps_on=True): Cost(2.4, 3.1, 0.678),
+    Tile(3, 160, 4): Cost(3.4, 17.1, 0.607),
+    Tile(3, 160, 4, split=2): Cost(5.2, 8.6, 0.682),
+}
+STRIDED_TILES: Mapping[Tile, Cost] = {
+    Tile(1, 80, 8): Cost(0.9, 7.7, 0.191),
+    Tile(1, 160, 7): Cost(2.6, 5.5, 0.29),
+    Tile(2, 80, 6, keeps_on=True): Cost(0.3, 18.9, 0.304),
+    Tile(2, 128, 5, keeps_on=True): Cost(0.2, 7.5, 0.399),
+    Tile(2, 160, 5, keeps_on=True): Cost(3.4, 3.0, 0.436),
+    Tile(2, 160, 5, split=6): Cost(6.6, 8.7, 0.466),
+    Tile(2, 160, 5, split=8): Cost(3.4, 7.4, 0.642),
+    Tile(2, 184, 4, split=4): Cost(5.7, 8.6, 0.529),
+}
+# Four windows each.
+UPSAMPLED_TILES: Mapping[Tile, Cost] = {
+    Tile(2, 80, 6, keeps_on=True): Cost(0.0, 2.3, 0.293),
+    Tile(2, 128, 5, keeps_on=True): Cost(1.5, 1.2, 0.39),
+    Tile(2, 160, 5, keeps_on=True): Cost(1.8, 1.3, 0.478),
+    Tile(2, 160, 4, keeps_on=True, apart=True): Cost(1.2, 1.2, 0.475),
+    Tile(2, 256, 3, keeps_on=True): Cost(2.4, 1.5, 0.8),
+    Tile(3, 128, 4, keeps_on=True): Cost(1.5, 1.9, 0.56),
+    Tile(3, 160, 3, keeps_on=True): Cost(2.4, 3.1, 0.678),
+}
+LINEAR_TILES: Mapping[Tile, Cost] = {
+    Tile(2, 160, 5, keeps_on=True): Cost(3.2, 1.0, 0.443),
+    Tile(2, 80, 6, keeps_on=True): Cost(3.0, 7.6, 0.189),
+    Tile(1, 160, 7): Cost(2.3, 9.8, 0.284),
+    Tile(1, 80, 8): Cost(0.7, 9.0, 0.238),
+    Tile(2, 128, 5, keeps_on=True): Cost(2.9, 1.1, 0.37),
+    Tile(2, 256, 3, keeps_on=True): Cost(4.6, 1.6, 0.719),
+    Tile(2, 192, 4, keeps_on=True): Cost(3.3, 1.4, 0.556),
+    Tile(3, 160, 4): Cost(4.5, 4.4, 0.656),
+}
+# Those of LINEAR_TILES, and those that small products want.
+SUM_TILES: Mapping[Tile, Cost] = {
+    Tile(2, 160, 5, keeps_on=True): Cost(5.0, 2.0, 0.44),
+    Tile(1, 160, 7): Cost(2.7, 9.8, 0.284),
+    Tile(2, 80, 7): Cost(2.8, 7.6, 0.272),
+    Tile(1, 80, 8): Cost(1.9, 9.0, 0.226),
+    Tile(2, 128, 5, keeps_on=True): Cost(4.2, 1.4, 0.30),
+    Tile(3, 160, 4): Cost(6.5, 4.4, 0.634),
+    Tile(2, 160, 5, split=3): Cost(5.5, 7.9, 0.429),
+    Tile(2, 80, 7, split=2): Cost(4.9, 6.0, 0.39),
+    Tile(2, 80, 7, split=4): Cost(3.5, 6.0, 0.41),
+    Tile(1, 80, 8, split=2): Cost(3.0, 2.8, 0.253),
+    Tile(1, 80, 8, split=4): Cost(2.6, 2.8, 0.374),
+}
+GATED_TILES: Mapping[Tile, Cost] = {
+    Tile(2, 256, 4, keeps_on=True): Cost(2.8, 2.2, 0.761),
+    Tile(2, 160, 4, keeps_on=True, apart=True): Cost(3.0, 0.4, 0.537),
+    Tile(2, 128, 5, keeps_on=True, apart=True): Cost(0.3, 0.9, 0.437),
+    Tile(2, 192, 4, keeps_on=True, apart=True): Cost(1.7, 0.0, 0.604),
+}
+
+# How many clusters of so many programs run at a time, one program a multiprocessor: what the driver
+# says of an H100.
+CLUSTERS: Mapping[int, int] = {1: 132, 2: 66, 3: 39, 4: 30, 6: 17, 8: 15}
+LIBRARY = LibraryTimes(
+    # cuDNN takes the time of its operations, or of its weights, and a beginning. It is the faster
+    # one where it is at its best, which most sizes do not see.
+    conv_ops=637e6,
+    conv_bytes=4.3e6,
+    conv_begin_us=23.0,
+    linear_ops=856e6,
+    linear_bytes=3.1e6,
+    linear_begin_us=2.8,
+    gap_us=1.5,
+    weight_bytes=2.6e6,
+    weight_begin_us=3.0,
+    behind_bytes=3.2e6,
+    behind_begin_us=1.5,
+    adding_us=4.0,
+)
+GEMM = GemmTimes(
+    {
+        "conv": CONV_TILES,
+        "strided": STRIDED_TILES,
+        "upsampled": UPSAMPLED_TILES,
+        PLAIN: LINEAR_TILES,
+        GATED: GATED_TILES,
+        SUM: SUM_TILES,
+    },
+    CLUSTERS,
+    LIBRARY,
+)
+
+# The measurements that set the numbers of attention: batch, heads, queries, keys, head.
+ATTENTION_SHAPES = (
+    (2, 8, 1024, 77, 80),
+    (2, 8, 4096, 77, 40),
+    (2, 8, 256, 256, 160),
+    (2, 20, 1024, 1024, 64),
+    (2, 10, 4096, 4096, 64),
+    (2, 8, 4096, 4096, 40),
+    (2, 8, 16384, 16384, 40),
+    (2, 8, 2304, 2304, 40),
+    (2, 8, 1024, 1024, 40),
+    (2, 8, 4096, 4096, 80),
+    (8, 8, 1024, 1024, 80),
+    (2, 8, 256, 77, 80),
+    (2, 10, 4096, 77, 64),
+    (1, 8, 4096, 4096, 40),
+    (8, 8, 4096, 4096, 40),
+    (2, 8, 9216, 9216, 40),
+    (2, 8, 1024, 1024, 80),
+    (2, 8, 2304, 2304, 80),
+    (1, 10, 4096, 4096, 64),
+    (4, 10, 4096, 4096, 64),
+    (2, 10, 2304, 2304, 64),
+    (2, 20, 576, 576, 64),
+    (2, 10, 6144, 6144, 64),
+    (1, 20, 1024, 1024, 64),
+    (2, 20, 2304, 2304, 64),
+    (2, 10, 9216, 9216, 64),
+    (4, 20, 1024, 1024, 64),
+    (8, 20, 1024, 1024, 64),
+    (2, 8, 1024, 77, 40),
+    (2, 20, 1024, 77, 64),
+    (2, 8, 4096, 77, 80),
+    (2, 8, 256, 77, 160),
+)
+_BOX = TmaTile(64, 64, 3, 4, blocks=0, with_queries=True)
+WORDS = 80  # keys of a single step
+LEAST_WORDS = WORDS - MASKED + 1  # and of a tile that takes no fewer
+FEW: Mapping[int, tuple[Rule, ...]] = {  # by the size of a head; the first that holds
+    40: (
+        Rule(WgmmaTile(2, WORDS, 1, 2), 2 << 20, WORDS),
+        Rule(KeysTile(2, WORDS, 2), UNBOUNDED, WORDS, LEAST_WORDS),
+        Rule(TmaTile(128, 32, 4, 4, parts=1, blocks=0), 24 << 20),
+    ),
+    64: (
+        Rule(WgmmaTile(1, WORDS, 1, 5), UNBOUNDED, WORDS),
+        Rule(TmaTile(64, 32, 4, 4, blocks=0), 4 << 20),
+    ),
+    80: (
+        Rule(WgmmaTile(1, WORDS, 1, 2), 2 << 20, WORDS),
+        Rule(KeysTile(2, WORDS, 2), UNBOUNDED, WORDS, LEAST_WORDS),
+        Rule(_BOX, 4 << 20),
+    ),
+    160: (Rule(WgmmaTile(1, WORDS, 1, 2), UNBOUNDED, WORDS), Rule(_BOX, 1 << 20)),
+}
+MANY: Mapping[int, tuple[Rule, ...]] = {
+    64: (Rule(TmaTile(64, 64, 3, 4), 12 << 20),),
+    160: (Rule(_BOX, 8 << 20),),
+}
+IN_ROUNDS: Mapping[int, tuple[Rounds, ...]] = {  # of many keys, where no rule holds
+    40: (
+        Rounds(WgmmaTile(4, 80, 4), 5.7, 0.95),
+        Rounds(WgmmaTile(3, 80, 3), 4.4, 0.79),
+        Rounds(WgmmaTile(2, 64, 4, 2), 4.8, 0.57),
+    ),
+    80: (
+        Rounds(WgmmaTile(2, 128, 3), 6.3, 1.08),
+        Rounds(WgmmaTile(2, 64, 3), 5.3, 0.65),
+        Rounds(WgmmaTile(3, 64, 3, early=True), 6.0, 0.80),
+    ),
+    64: (
+        Rounds(WgmmaTile(4, 64, 4, early=True), 4.1, 0.875),
+        Rounds(WgmmaTile(3, 80, 3, early=True), 4.5, 0.83),
+        Rounds(WgmmaTile(2, 128, 2), 3.4, 1.054),
+        Rounds(None, 2.3, 1.15),
+    ),
+    72: (
+        Rounds(WgmmaTile(3, 64, 3, early=True), 4.43, 0.836),
+        Rounds(WgmmaTile(2, 128, 3), 6.82, 1.298),
+        Rounds(None, 9.53, 1.46),
+    ),
+    96: (
+        Rounds(WgmmaTile(3, 64, 3, early=True), 3.54, 0.844),
+        Rounds(WgmmaTile(2, 64, 3), 4.08, 0.662),
+        Rounds(None, 3.33, 1.636),
+    ),
+    128: (
+        Rounds(WgmmaTile(2, 80, 3), 4.82, 0.873),
+        Rounds(WgmmaTile(2, 64, 3), 4.98, 0.72),
+        Rounds(None, 3.26, 1.655),
+    ),
+}
+LEAST_QUERIES = {
+    40: 256,
+    64: 192,
+    72: 1024,
+    80: 128,
+    96: 1024,
+    128: 512,
+    160: 64,
+}  # fewer have not been measured
+ATTENTION = AttentionTimes(
+    few_keys=128,  # a few blocks
+    few=FEW,
+    many=MANY,
+    in_rounds=IN_ROUNDS,
+    least_queries=LEAST_QUERIES,
+)
+TUNED = Tuned(DEVICE, GEMM, ATTENTION)

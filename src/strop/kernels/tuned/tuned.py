@@ -1,0 +1,18 @@
+"""The type of a file of fitted numbers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from strop.ir.device import Device
+from strop.kernels.attention.times import AttentionTimes
+from strop.kernels.gemm.times import GemmTimes
+
+
+@dataclass(frozen=True, slots=True)
+class Tuned:
+    """What was measured on one card, whose record it keeps."""
+
+    device: Device
+    gemm: GemmTimes
+    attention: AttentionTimes

@@ -1,0 +1,110 @@
+"""Which kernels of the library run the calls of a program, at some sizes or at any."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+
+from strop.ir.device import Device
+from strop.ir.dims import Expr
+from strop.ir.program import CallStep, Program, Step
+from strop.ir.source import KernelSource
+from strop.kernels import library
+from strop.kernels.kernel import Call, Problem
+from strop.kernels.library import Choice
+from strop.runtime.loop.hoisting import written
+
+Order = Callable[[Sequence[KernelSource]], list[KernelSource]]
+FACTORS = (1.5, 2, 0.5, 0.75)
+
+
+def call_of(program: Program, step: CallStep) -> Call:
+    """A step as the library is asked about it."""
+    dtype = program.buffers[step.inputs[0].buffer].dtype
+    return Call(step.op, step.attrs, tuple(ref.shape for ref in step.inputs), dtype)
+
+
+def choices_of(
+    program: Program,
+    steps: Sequence[Step | None],
+    sizes: Callable[[tuple[Expr, ...]], Sequence[int]],
+    device: Device,
+) -> dict[int, Choice]:
+    """What runs each call that the library has rows for, by its position among ``steps``."""
+    found = {}
+    for position, step in enumerate(steps if device.arch else ()):
+        if isinstance(step, CallStep) and step.op in library.BY_OP:
+            call = call_of(program, step)
+            shapes = tuple(tuple(sizes(shape)) for shape in call.shapes)
+            problem = Problem(call.op, call.attrs, shapes, call.dtype)
+            found[position] = library.select(call, problem, device, program.kernels_off)
+    return found
+
+
+def steady_weights(program: Program) -> frozenset[int]:
+    """The buffers that are the module's, and that no step of the program writes."""
+    changed = {number for step in program.steps for number in written(step)}
+    return frozenset(
+        number
+        for number, buffer in enumerate(program.buffers)
+        if buffer.kind == "input"
+        and program.inputs[buffer.index].is_state
+        and number not in changed
+    )
+
+
+def sources_at(
+    program: Program, env: Mapping[str, int], device: Device
+) -> tuple[KernelSource, ...]:
+    """All kernels that run at these sizes on such a GPU, those of calls too."""
+
+    def sizes(exprs: tuple[Expr, ...]) -> tuple[int, ...]:
+        return tuple(expr.eval(env) for expr in exprs)
+
+    found = choices_of(program, program.at(env), sizes, device).values()
+    launched = itertools.chain.from_iterable(choice.sources for choice in found)
+    return tuple(dict.fromkeys((*program.sources_at(env), *launched)))
+
+
+def sources_anywhere(program: Program, device: Device) -> tuple[KernelSource, ...]:
+    """What calls launch at any sizes on such a GPU."""
+    found = dict[KernelSource, None]()
+    for step in program.call_steps if device.arch else ():
+        if step.op in library.BY_OP:
+            call = call_of(program, step)
+            found |= dict.fromkeys(library.forms(call, device, program.kernels_off))
+    return tuple(found)
+
+
+def sources_elsewhere(
+    program: Program, needed: Collection[KernelSource], device: Device
+) -> tuple[KernelSource, ...]:
+    """All kernels that run at some sizes on such a GPU but those that are ``needed``."""
+    here, all_kernels = set(needed), (*program.sources, *sources_anywhere(program, device))
+    return tuple(source for source in dict.fromkeys(all_kernels) if source not in here)
+
+
+def likely_first(program: Program, env: Mapping[str, int], device: Device) -> Order:
+    """Put kernels for other sizes in an order: first what most of some sizes near these need. Half
+    of them are for sizes that are rare."""
+
+    def ordered(sources: Sequence[KernelSource]) -> list[KernelSource]:
+        uses = Counter[KernelSource]()
+        for sizes in near(env):
+            if all(guard.holds(sizes) for guard in program.guards):
+                uses.update(sources_at(program, sizes, device))
+        return sorted(sources, key=lambda source: -uses[source])
+
+    return ordered
+
+
+def near(env: Mapping[str, int]) -> Iterator[dict[str, int]]:
+    """Yield all sizes by the same factor, then each by itself; and sizes a little larger, as what
+    divides one of them need not divide the next."""
+    for factor in FACTORS:
+        yield {name: max(round(size * factor), 1) for name, size in env.items()}
+        yield from ({**env, name: max(round(size * factor), 1)} for name, size in env.items())
+    for more in (1, 3):
+        yield {name: size + more for name, size in env.items()}
+    yield from ({**env, name: size + 1} for name, size in env.items())

@@ -1,0 +1,58 @@
+"""Launches of generated kernels at one shape, but for the addresses that they get."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from strop.ir.program import KernelStep, Program, Step
+from strop.ir.source import KernelSource, Split
+from strop.runtime.run.limits import needs_wide_indices
+from strop.runtime.run.sizes import Sizes
+
+Splits = Callable[[Split, Mapping[str, int]], int]  # programs that share a reduction, on a device
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """``moves``: where in each of the step's buffers the kernel begins, in bytes.
+    ``scratch_numels``: how many elements each scratch of the source has."""
+
+    source: KernelSource
+    scalars: tuple[int, ...]
+    moves: tuple[int, ...]
+    scratch_numels: tuple[int, ...]
+
+    @property
+    def scratch_bytes(self) -> list[int]:
+        """Sizes of the scratch that need not be zero; zeroed scratch is kept apart."""
+        pairs = zip(self.source.scratch, self.scratch_numels, strict=True)
+        return [0 if s.zeroed else numel * s.dtype.itemsize for s, numel in pairs]
+
+
+def launches_of(
+    program: Program, steps: Sequence[Step | None], sizes: Sizes, splits: Splits
+) -> dict[int, Launch]:
+    """The launches by step, those of kernels that have no element to write among them."""
+    return {
+        position: _launch(program, step, sizes, splits)
+        for position, step in enumerate(steps)
+        if isinstance(step, KernelStep)
+    }
+
+
+def _launch(program: Program, step: KernelStep, sizes: Sizes, splits: Splits) -> Launch:
+    source, scalars = program.sources[step.kernel], sizes.all(step.scalars)
+    names = {f"s{i}": value for i, value in enumerate(scalars)}
+    if source.split is not None:
+        names["splits"] = splits(source.split, names)
+        scalars = (*scalars, names["splits"])
+    moves = tuple(
+        sizes.of(offset) * sizes.dtypes[number].itemsize
+        for number, offset in zip(step.buffers, step.offsets, strict=True)
+    )
+    numels = tuple(scratch.numel.eval(names) for scratch in source.scratch)
+    elements = [sizes.numel(number) for number in step.buffers]
+    if program.device == "cuda" and needs_wide_indices(scalars, elements):
+        source = source.widened()
+    return Launch(source, scalars, moves, numels)

@@ -1,0 +1,297 @@
+"""From a plan, memory, state and kernels to closures: one for each step, and one for each result.
+
+What kind a step is, sizes say; ``KINDS`` is the table of what each kind becomes. A closure reads
+tensors whose memory stands still as ready-made views, and others from ``slots``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from strop.ir.ops import OF_ROWS
+from strop.ir.program import CallStep, KernelStep, TensorRef
+from strop.runtime.build.loader import BoundKernel, KernelLoader
+from strop.runtime.run.bounds_checks import BoundsChecks
+from strop.runtime.run.choices import steady_weights
+from strop.runtime.run.launched_calls import CallSite, Launched
+from strop.runtime.run.launches import Launch
+from strop.runtime.run.layouts import laid_out, reshaped
+from strop.runtime.run.library_calls import (
+    CUDA_PLANNED_OUT,
+    PLANNED_OUT,
+    Getter,
+    allocating_on,
+    in_own_memory,
+    planned_on,
+)
+from strop.runtime.run.shape_plan import ShapePlan
+
+Run = Callable[[], None]
+Slots = list[Tensor | None]
+Patch = tuple[BoundKernel, int, int]  # a kernel, which of its pointers, and by how much it is moved
+Table = Mapping[str, Callable[[Mapping[str, Any]], Callable[..., Any]]]
+
+
+@dataclass(frozen=True, slots=True)
+class Resources:
+    """What a program is linked to, wherever its memory is. ``state``: weights by argument;
+    ``lent``: tensors that buffers of a part lie in. ``faults`` and ``zeroed``, scratch by step and
+    place, are its own and outlive a link."""
+
+    state: Sequence[Tensor | None]
+    kernels: KernelLoader
+    stream: int
+    lent: Mapping[int, Tensor]
+    faults: BoundsChecks
+    zeroed: dict[tuple[int, int], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Linked:
+    """A program that can run in this memory. ``slots``: what each buffer holds, None where it is
+    yet to come; ``patches``: by buffer, the kernels that want to know where it then lies."""
+
+    memory: Tensor
+    slots: Slots
+    patches: Mapping[int, list[Patch]]
+    steps: Sequence[Run]
+    returned: Sequence[Callable[[], Any]]
+
+    def put(self, number: int, tensor: Tensor) -> None:
+        self.slots[number] = tensor
+        pointer = tensor.data_ptr()
+        for kernel, place, move in self.patches[number]:
+            kernel.set_pointer(place, pointer + move)
+
+
+@dataclass(frozen=True, slots=True)
+class Linking:
+    """What a step is linked to, and the patches that come of it. ``steady``: weights that no step
+    writes."""
+
+    plan: ShapePlan
+    resources: Resources
+    memory: Tensor
+    slots: Slots
+    patches: dict[int, list[Patch]]
+    steady: Collection[int]
+
+    def scratch(self, position: int, place: int) -> Tensor:
+        """Bytes of the arena, from where this scratch begins."""
+        return self.memory[self.plan.memory.scratch[position, place] :]
+
+
+def link(plan: ShapePlan, resources: Resources, memory: Tensor, kept: Tensor) -> Linked:
+    """``memory``: the arena; ``kept``: where results lie that outlive a run. Both are bytes."""
+    slots = _slots(plan, resources, memory, kept)
+    steady = steady_weights(plan.program)
+    at = Linking(plan, resources, memory, slots, defaultdict(list), steady)
+    steps = [_step(at, position) for position in range(len(plan.order.steps))]
+    returned = [_returned(at, place) for place in range(len(plan.program.returned))]
+    # where nothing lies in it, it is not to be kept alive either
+    used = memory if plan.memory.arena_bytes else memory.new_empty(0)
+    return Linked(used, slots, at.patches, steps, returned)
+
+
+def _slots(plan: ShapePlan, resources: Resources, memory: Tensor, kept: Tensor) -> Slots:
+    """What each buffer holds at the beginning of a run."""
+    slots: Slots = [None] * len(plan.program.buffers)
+    for number, buffer in enumerate(plan.program.buffers):
+        if buffer.kind == "input" and plan.program.inputs[buffer.index].is_state:
+            slots[number] = resources.state[buffer.index]
+    for offsets, flat in ((plan.memory.buffers, memory), (plan.memory.kept, kept)):
+        for number, offset in offsets.items():
+            slots[number] = _view(plan, number, flat[offset:])
+    for number, tensor in resources.lent.items():
+        slots[number] = tensor
+    return slots
+
+
+def _view(plan: ShapePlan, number: int, memory: Tensor) -> Tensor:
+    """The buffer that begins where these bytes do."""
+    shape, strides, dtype = plan.sizes.look(number)
+    return memory[: plan.sizes.bytes_of(number)].view(dtype).as_strided(shape, strides)
+
+
+# steps
+
+
+def _step(at: Linking, position: int) -> Run:
+    step = at.plan.order.steps[position]
+    run = KINDS[kind_of(at.plan, position)](at, position, step)
+    dead = at.plan.memory.dead.get(position)
+    return _freeing(run, at.slots, dead) if dead else run
+
+
+def kind_of(plan: ShapePlan, position: int) -> str:
+    step = plan.order.steps[position]
+    if isinstance(step, CallStep):
+        planned = CUDA_PLANNED_OUT if plan.program.device == "cuda" else PLANNED_OUT
+        return "planned call" if step.op in planned else "allocating call"
+    # grids are not empty, and kernels divide by sizes
+    return "kernel" if step and any(map(plan.sizes.numel, step.writes)) else "nothing"
+
+
+def nothing() -> None:
+    """A kernel that has no element to write, or whose work another one does."""
+
+
+def _nothing(at: Linking, position: int, step: object) -> Run:
+    return nothing
+
+
+def _kernel(at: Linking, position: int, step: KernelStep) -> Run:
+    launch, slots = at.plan.launches[position], at.slots
+    pointers = [
+        _pointer(slots[number]) + move
+        for number, move in zip(step.buffers, launch.moves, strict=True)
+    ]
+    pointers += _scratch_pointers(at, position, launch)
+    kernels, stream = at.resources.kernels, at.resources.stream
+    is_early = position in at.plan.early
+    kernel = kernels.bind(launch.source, pointers, launch.scalars, stream, early=is_early)
+    for place, (number, move) in enumerate(zip(step.buffers, launch.moves, strict=True)):
+        if slots[number] is None:
+            at.patches[number].append((kernel, place, move))
+    return kernel
+
+
+def _planned_call(at: Linking, position: int, step: CallStep) -> Run:
+    """A library call, or a kernel that does one, which writes where it is told."""
+    device = at.resources.kernels.device
+    call, getters = _call(at, position, step, planned_on(device)), _getters(at, step)
+    (number,), slots = step.outputs, at.slots
+    shape = at.plan.sizes.shapes[number]
+    if step.op in OF_ROWS:
+        shape = (math.prod(shape[:-1]), shape[-1])
+    fixed = slots[number]
+    if fixed is not None:
+        out = reshaped(fixed, shape)
+        return lambda: call([get() for get in getters], out)
+    return lambda: call([get() for get in getters], reshaped(slots[number], shape))
+
+
+def _allocating_call(at: Linking, position: int, step: CallStep) -> Run:
+    """One that allocates its results, which kernels then get to know."""
+    device = at.resources.kernels.device
+    call, getters = _call(at, position, step, allocating_on(device)), _getters(at, step)
+    is_single, slots = dict(step.attrs).get("single", True), at.slots
+    targets = [(n, at.plan.sizes.strides[n], at.patches[n]) for n in step.outputs]
+
+    def run() -> None:
+        made = call([get() for get in getters])
+        for (number, strides, patches), value in zip(
+            targets, (made,) if is_single else made, strict=False
+        ):
+            if number >= 0:
+                slots[number] = laid = laid_out(value, strides)
+                pointer = laid.data_ptr()
+                for kernel, place, move in patches:
+                    kernel.set_pointer(place, pointer + move)
+
+    return run
+
+
+KINDS: dict[str, Callable[[Linking, int, Any], Run]] = {
+    "nothing": _nothing,
+    "kernel": _kernel,
+    "planned call": _planned_call,
+    "allocating call": _allocating_call,
+}
+
+
+def _freeing(run: Run, slots: Slots, dead: Sequence[int]) -> Run:
+    """What libraries have allocated is for later steps again once nobody reads it."""
+
+    def run_and_free() -> None:
+        run()
+        for number in dead:
+            slots[number] = None
+
+    return run_and_free
+
+
+# what kernels and calls are given
+
+
+def _pointer(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+def _scratch_pointers(at: Linking, position: int, launch: Launch) -> list[int]:
+    return [_scratch_pointer(at, position, n, launch) for n in range(len(launch.scratch_numels))]
+
+
+def _scratch_pointer(at: Linking, position: int, place: int, launch: Launch) -> int:
+    scratch, zeroed = launch.source.scratch[place], at.resources.zeroed
+    if scratch.faults:
+        return at.resources.faults.pointer(position)
+    if not scratch.zeroed:
+        return at.memory.data_ptr() + at.plan.memory.scratch[position, place]
+    if (position, place) not in zeroed:
+        numel, device = launch.scratch_numels[place], at.memory.device
+        zeroed[position, place] = torch.zeros(numel, dtype=scratch.dtype, device=device)
+    return zeroed[position, place].data_ptr()
+
+
+def _call(at: Linking, position: int, step: CallStep, table: Table) -> Callable[..., Any]:
+    """What does the call: a library, or the launches that were chosen."""
+    attrs = {name: at.plan.sizes.concrete(value) for name, value in step.attrs}
+    library = table[step.op](attrs)
+    choice = at.plan.choices.get(position)
+    if choice is None or choice.launches is None:
+        return library
+    site = CallSite(
+        at.resources.kernels,
+        at.resources.stream,
+        is_early=position in at.plan.early,
+        is_steady=len(step.inputs) > 1 and step.inputs[1].buffer in at.steady,
+    )
+    memory = at.scratch(position, 0) if choice.launches.scratch else None
+    launched = Launched(choice.launches, site, memory)
+    return launched.allocating(library) if choice.launches.result else launched.writing(library)
+
+
+def _getters(at: Linking, step: CallStep) -> list[Getter]:
+    getters = [_getter(at, ref) for ref in step.inputs]
+    if step.op != "aten":
+        return getters
+    is_given = [ref.buffer in at.plan.arguments for ref in step.inputs]
+    return in_own_memory(dict(step.attrs)["target"], getters, is_given)
+
+
+def _getter(at: Linking, ref: TensorRef) -> Getter:
+    """How a library call gets at a piece of a buffer: ready-made where memory stands still."""
+    sizes, slots, number = at.plan.sizes, at.slots, ref.buffer
+    shape, strides, offset = sizes.all(ref.shape), sizes.all(ref.strides), sizes.of(ref.offset)
+    is_whole, fixed = sizes.is_whole(ref), slots[number]
+    if fixed is not None:
+        view = fixed  # a weight may lie in memory in another order than it was traced
+        if not is_whole or at.plan.program.buffers[number].kind != "input":
+            view = fixed.as_strided(shape, strides, fixed.storage_offset() + offset)
+        return lambda: view
+    if is_whole:
+        return lambda: slots[number]  # type: ignore[return-value]
+
+    def get() -> Tensor:
+        tensor = slots[number]
+        assert tensor is not None
+        return tensor.as_strided(shape, strides, tensor.storage_offset() + offset)
+
+    return get
+
+
+def _returned(at: Linking, place: int) -> Callable[[], Any]:
+    item = at.plan.program.returned[place]
+    if item.tensor is not None:
+        get = _getter(at, item.tensor)
+        return (lambda: get().detach()) if at.plan.program.is_shared(place) else get
+    value = item.value if item.size is None else at.plan.sizes.of(item.size)
+    return lambda: value

@@ -1,0 +1,100 @@
+"""Where the values of a program lie at one shape, and how long each is needed: numbers alone."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from strop.ir.program import Program
+from strop.runtime.run.memory import Interval, most_alive, plan_arena, shared
+from strop.runtime.run.run_order import RunOrder
+from strop.runtime.run.sizes import Sizes
+
+Life = tuple[int, int]  # when a value is first and last touched
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """Offsets are in bytes: those of ``buffers``, by number, and of ``scratch``, by step and place
+    among its scratch, in the arena, which has ``arena_bytes``; those of what is ``kept``, by number
+    of the buffer, in memory that outlives the run. Of what library calls allocate, ``dead`` says
+    which buffers nobody reads behind a step, and ``call_bytes`` how much is alive at once."""
+
+    buffers: Mapping[int, int]
+    scratch: Mapping[tuple[int, int], int]
+    kept: Mapping[int, int]
+    dead: Mapping[int, Sequence[int]]
+    arena_bytes: int
+    kept_bytes: int
+    call_bytes: int
+
+
+def plan_memory(
+    program: Program,
+    sizes: Sizes,
+    order: RunOrder,
+    scratch: Mapping[int, Sequence[int]],
+    lent: Collection[int],
+    *,
+    shares: bool,
+) -> MemoryPlan:
+    """``scratch``: bytes, by step. Buffers that are ``lent`` lie elsewhere. ``shares``: results may
+    take the memory of operands that end there."""
+    lives, kept = _lives(program, order), order.prologue.kept
+    alive = {
+        number: Interval(*life, sizes.bytes_of(number))
+        for number, life in sorted(lives.items())
+        if program.buffers[number].kind == "arena" and number not in kept and number not in lent
+    }
+    pairs = [p for at in order.times if (step := order.steps[at]) for p in step.in_place]
+    placed, host = shared(alive, pairs if shares else ())
+    working = _working(order, scratch)
+    offsets, arena_bytes = plan_arena([*placed.values(), *working.values()])
+    buffers = dict(zip(placed, offsets, strict=False))
+    buffers |= {new: buffers[old] for new, old in host.items()}
+    kept_offsets, kept_bytes = plan_arena([Interval(0, 0, sizes.bytes_of(n)) for n in kept])
+    called = {n: life for n, life in lives.items() if program.buffers[n].kind == "call"}
+    return MemoryPlan(
+        buffers,
+        dict(zip(working, offsets[len(placed) :], strict=True)),
+        dict(zip(kept, kept_offsets, strict=True)),
+        _dead(called),
+        arena_bytes,
+        kept_bytes,
+        most_alive([Interval(*life, sizes.bytes_of(n)) for n, life in called.items()]),
+    )
+
+
+def _lives(program: Program, order: RunOrder) -> dict[int, Life]:
+    """When each buffer that a step touches is needed; what is returned, until behind the run."""
+    lives: dict[int, Life] = {}
+    for position, time in order.times.items():
+        step = order.steps[position]
+        for number in step.touched if step else ():
+            lives[number] = (lives.get(number, (time, time))[0], time)
+    for item in program.returned:
+        if item.tensor is not None and item.tensor.buffer in lives:
+            lives[item.tensor.buffer] = (lives[item.tensor.buffer][0], len(program.steps))
+    return lives
+
+
+def _working(
+    order: RunOrder, scratch: Mapping[int, Sequence[int]]
+) -> dict[tuple[int, int], Interval]:
+    """What each step works in, by step and place."""
+    times = order.times
+    return {
+        (position, place): Interval(times[position], times[position], size)
+        for position in sorted(scratch)
+        for place, size in enumerate(scratch[position])
+    }
+
+
+def _dead(called: Mapping[int, Life]) -> dict[int, list[int]]:
+    """By the step that reads them last. Library calls that allocate run late, so that a time is a
+    position."""
+    dead = defaultdict[int, list[int]](list)
+    for number, (_, last) in sorted(called.items()):
+        dead[last].append(number)
+    return dict(dead)

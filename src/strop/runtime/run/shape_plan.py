@@ -1,0 +1,103 @@
+"""Everything about a program at one shape that is known before it has memory, as data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from strop.ir.program import KernelStep, Program
+from strop.ir.source import KernelSource
+from strop.kernels.library import Choice
+from strop.runtime.build.loader import KernelLoader
+from strop.runtime.loop.hoisting import Hoist
+from strop.runtime.loop.timetable import Part
+from strop.runtime.run.choices import choices_of
+from strop.runtime.run.launched_calls import scratch_bytes
+from strop.runtime.run.launches import Launch, launches_of
+from strop.runtime.run.library_calls import CUDA_PLANNED_OUT, PLANNED_OUT
+from strop.runtime.run.memory_plan import MemoryPlan, plan_memory
+from strop.runtime.run.run_order import RunOrder, run_order
+from strop.runtime.run.sizes import Look, Sizes
+
+
+@dataclass(frozen=True, slots=True)
+class ShapePlan:
+    """By step, the ``launches`` of generated kernels, and the library's ``choices`` for calls.
+    ``early``: steps whose kernel may start before the launch before it has ended. Buffers by
+    number: the ``arguments`` of a run, its ``results`` with their looks, and those that hold
+    nothing between runs, ``released``."""
+
+    program: Program
+    sizes: Sizes
+    order: RunOrder
+    launches: Mapping[int, Launch]
+    choices: Mapping[int, Choice]
+    early: frozenset[int]
+    memory: MemoryPlan
+    arguments: tuple[int, ...]
+    results: tuple[tuple[int, Look], ...]
+    released: tuple[int, ...]
+
+    @property
+    def sources(self) -> list[KernelSource]:
+        """The kernels that run at this shape, each once."""
+        generated = [launch.source for launch in self.launches.values()]
+        chosen = [source for choice in self.choices.values() for source in choice.sources]
+        return list(dict.fromkeys([*generated, *chosen]))
+
+
+def plan_shape(
+    program: Program,
+    env: Mapping[str, int],
+    kernels: KernelLoader,
+    hoist: Hoist | None,
+    part: Part | None,
+    *,
+    shares: bool,
+) -> ShapePlan:
+    """``env``: the sizes; ``hoist``: leave to run steps once for several runs; ``part``: the steps
+    that run, if not all; ``shares``: as in ``plan_memory``. Builds no kernel."""
+    planned = CUDA_PLANNED_OUT if program.device == "cuda" else PLANNED_OUT
+    sizes, order = Sizes(program, env), run_order(program, env, planned, hoist, part)
+    choices = choices_of(program, order.steps, sizes.all, kernels.device)
+    launches = launches_of(program, order.steps, sizes, kernels.splits)
+    scratch = {position: each.scratch_bytes for position, each in launches.items()}
+    for position, choice in choices.items():
+        if choice.launches and choice.launches.scratch:
+            scratch[position] = [scratch_bytes(choice.launches)]
+    lent = part.tensors if part else ()
+    memory = plan_memory(program, sizes, order, scratch, lent, shares=shares)
+    kinds = {kind: _of_kind(program, kind) for kind in ("call", "result")}
+    results = tuple((number, sizes.look(number)) for number in kinds["result"])
+    # arguments too: a backward's are what its forward has kept, half of the device's memory
+    arguments = () if part else _arguments(program)
+    released = (*arguments, *sorted(kinds["call"] + kinds["result"]))
+    early = _early(order, choices)
+    return ShapePlan(
+        program, sizes, order, launches, choices, early, memory, arguments, results, released
+    )
+
+
+def _of_kind(program: Program, kind: str) -> list[int]:
+    return [number for number, buffer in enumerate(program.buffers) if buffer.kind == kind]
+
+
+def _arguments(program: Program) -> tuple[int, ...]:
+    """The buffers of the inputs that are not state."""
+    inputs = _of_kind(program, "input")
+    return tuple(n for n in inputs if not program.inputs[program.buffers[n].index].is_state)
+
+
+def _early(order: RunOrder, choices: Mapping[int, Choice]) -> frozenset[int]:
+    """The steps behind a launch of ours. A library's kernel lets nobody start before it has ended;
+    the caller's may write weights, which a product fetches before it waits."""
+    found = set[int]()
+    for part in order.parts:
+        is_ours = False
+        for position in part:
+            if is_ours:
+                found.add(position)
+            if (step := order.steps[position]) is not None:
+                chosen = choices.get(position)
+                is_ours = isinstance(step, KernelStep) or bool(chosen and chosen.launches)
+    return frozenset(found)

@@ -1,0 +1,54 @@
+"""The sizes of a program at one shape, each worked out once."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from strop.ir.dims import Expr
+from strop.ir.program import Program, TensorRef
+
+Look = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]  # shape, strides, dtype
+
+
+class Sizes:
+    """``shapes`` and ``strides``, in elements, are those of the program's buffers, by number."""
+
+    def __init__(self, program: Program, env: Mapping[str, int]) -> None:
+        self.env = env
+        self._known: dict[Expr, int] = {}
+        self.shapes = [self.all(b.shape) for b in program.buffers]
+        self.strides = [self.all(b.strides) for b in program.buffers]
+        self.dtypes = [b.dtype for b in program.buffers]
+
+    def of(self, size: Expr) -> int:
+        if size not in self._known:
+            self._known[size] = size.eval(self.env)
+        return self._known[size]
+
+    def all(self, sizes: Sequence[Expr]) -> tuple[int, ...]:
+        return tuple(self.of(size) for size in sizes)
+
+    def concrete(self, value: Any) -> Any:
+        """An attribute of a call with numbers in the place of its sizes."""
+        if isinstance(value, Expr):
+            return self.of(value)
+        return tuple(self.concrete(v) for v in value) if isinstance(value, tuple) else value
+
+    def numel(self, number: int) -> int:
+        return math.prod(self.shapes[number])
+
+    def bytes_of(self, number: int) -> int:
+        return self.numel(number) * self.dtypes[number].itemsize
+
+    def look(self, number: int) -> Look:
+        return self.shapes[number], self.strides[number], self.dtypes[number]
+
+    def is_whole(self, ref: TensorRef) -> bool:
+        """Whether a piece of a buffer is all of it, in the same order."""
+        shape, strides = self.all(ref.shape), self.all(ref.strides)
+        is_all = (shape, strides) == (self.shapes[ref.buffer], self.strides[ref.buffer])
+        return is_all and not self.of(ref.offset)
