@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import importlib
 import inspect
 import sys
+import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
@@ -16,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 from diffusers import StableDiffusionImg2ImgPipeline, StableDiffusionPipeline
-from diffusers.hooks import group_offloading
+from diffusers.hooks import HookRegistry, group_offloading
 from diffusers.image_processor import VaeImageProcessor
 from diffusers.models import modeling_utils
 from diffusers.modular_pipelines import FluxAutoBlocks
@@ -25,11 +27,13 @@ from torch import Tensor, nn
 
 import strop
 from strop.api import dispatchers_of
-from strop.diffusion import noise, offloading
+from strop.diffusion import denoise_loops, noise, offloading
 from strop.diffusion.optimised import is_optimised
 from strop.diffusion.pipeline import SHARED
+from strop.diffusion.scheduler import host_timesteps
 from strop.diffusion.stand_ins import StandIn
 from strop.dispatch import dispatcher
+from strop.testing import psnr
 from tests.e2e import controls, dits, tiny
 
 Table = dict[tuple[str, str], Any]  # owner and name -> value
