@@ -112,7 +112,7 @@ def test_what_the_assembler_refuses_is_named() -> None:
     worker = builds.Worker()
     try:
         with pytest.raises(CodegenError, match=r"wgmma_attention.*wgmma") as caught:
-            worker.compile(replace(source, text=text), 90)
+            worker.compile(replace(source, text=text), GpuTarget(90))
         assert "ptxas" in str(caught.value)
     finally:
         worker.dismiss()

@@ -18,8 +18,10 @@ from strop.ir.source import KernelSource
 from strop.kernels.gemm.tile import GATED, MOST_SHARED, PLAIN, SUM, Product, Tile
 from strop.kernels.gemm.wgmma_gemm import wgmma_gemm
 from strop.kernels.ptx import KINDS, LINE
+from strop.kernels.tuned import tuned
 from strop.runtime.run.library_calls import upsampled
 from tests.codegen.test_triton_compile import TOOLS
+from tests.gpus import H100
 from tests.kernels.ptx_machine import launch
 from tests.kernels.test_ptx_kernels import survivors
 
@@ -170,19 +172,76 @@ def test_all_that_orders_it_is_needed(case: Case) -> None:
     assert not [what for what in found if "setmaxnreg" not in what]  # which the assembler judges
 
 
-ALL = dict.fromkeys(
-    (
-        *(Product(tile, 3) for tile in conv_wgmma.TILES),
-        *(form.product for shape in linear_wgmma.SHAPES for form in linear_wgmma.forms_of(shape)),
-    )
-)
+# Window, end and stride of each kind of GEMM for which there is a table.
+TABLES = {
+    "conv": (3, PLAIN, 1),
+    "strided": (3, PLAIN, 2),
+    "upsampled": (2, PLAIN, 1),
+    PLAIN: (1, PLAIN, 1),
+    GATED: (1, GATED, 1),
+    SUM: (1, SUM, 1),
+}
+APART = ((2, 160, 4, 1, True, True), (2, 128, 5, 1, True, True), (2, 192, 3, 1, True, True))
+TRIED = {  # tiles that were measured, and are in no table
+    "conv": (
+        (2, 160, 5),
+        (2, 80, 7),
+        (2, 80, 7, 8),
+        (2, 256, 4),
+        (1, 160, 7, 2),
+        (2, 216, 4, 5),
+        (2, 128, 6),
+        (2, 128, 6, 3),
+        (2, 192, 5),
+        (2, 192, 5, 2),
+        (2, 256, 4, 2),
+        (4, 80, 5),
+        (4, 80, 5, 2),
+        *APART,
+    ),
+    PLAIN: (
+        *((2, 80, 7, split) for split in (1, 2, 4)),
+        *((1, 80, 8, split) for split in (2, 4)),
+        (2, 128, 6),
+        (2, 160, 5),
+        (2, 256, 4),
+        (3, 160, 3, 1, True),
+        *APART,
+    ),
+    GATED: (
+        (2, 160, 5),
+        (2, 256, 4),
+        (2, 128, 6, 1, True),
+        (2, 64, 7, 1, True),
+        (2, 80, 7, 1, True),
+        *APART[:2],
+        (2, 192, 4, 1, True, True),
+    ),
+    SUM: (
+        (2, 80, 7, 8),
+        (1, 80, 8, 8),
+        *((1, 160, 7, split) for split in (2, 4)),
+        (2, 256, 3, 1, True),
+        (2, 80, 6, 1, True),
+        *APART[:2],
+    ),
+}
+ALL = [
+    Product(tile, *TABLES[kind])
+    for kind, tiles in tuned(H100).gemm.tiles.items()
+    for tile in dict.fromkeys((*tiles, *(Tile(*each) for each in TRIED.get(kind, ()))))
+]
+
+
+def test_every_table_is_there() -> None:
+    assert tuned(H100).gemm.tiles.keys() == TABLES.keys()
+    assert len(ALL) == len(set(ALL)) > 90
 
 
 @pytest.mark.parametrize("dtype", KINDS, ids=str)
 def test_all_tiles_assemble(dtype: torch.dtype, tmp_path: Path) -> None:
     """Without a spill, within a program's memory, and with products that do not wait for each
     other, of which ptxas would tell."""
-    assert len(ALL) > 50
     ptxas = [TOOLS / "ptxas", "-v", "--gpu-name=sm_90a", "-o", "/dev/null"]
     for product in ALL:
         text = tmp_path / "kernel.ptx"

@@ -47,7 +47,8 @@ class Registries:
 
         self.may_exist = False
         changes.put([registry], "__init__", made)
-        if any(issubclass(type(each), registry) for each in gc.get_objects()):
+        kinds = set(map(type, gc.get_objects()))
+        if any(issubclass(kind, registry) for kind in kinds):
             self.may_exist = True
 
 
