@@ -280,7 +280,8 @@ for _row in OPS.values():
         _BY_OVERLOAD[_overload] = (*_BY_OVERLOAD.get(_overload, ()), _row)
 _NAMES = frozenset(map(str, _BY_OVERLOAD))
 
-# How many operands of a contraction are read as rows, (..., N) as (prod(...), N); so is its result.
+# So many operands of a contraction are read as rows, (..., N) as (prod(...), N), and so is its
+# result.
 OF_ROWS = {"linear": 2, "linear_add": 3, "geglu": 2}
 
 # The types that both code generators read and write.
