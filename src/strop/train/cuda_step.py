@@ -23,7 +23,7 @@ from strop.runtime.build.loader import kernel_loader
 from strop.train import sources
 from strop.train.layout import Item, Layout
 from strop.train.rules import Rule
-from strop.train.sources import Form, Tuning, Tunings
+from strop.train.sources import TensorForm, Tuning, Tunings
 from strop.train.step import GROUP_NUMBERS, Memory, Request
 
 Numbers = npt.NDArray[np.int64]
@@ -291,7 +291,7 @@ class CudaStep:
         )
 
     def _make_batches(
-        self, forms: dict[Form, list[int]], numels: Numbers
+        self, forms: dict[TensorForm, list[int]], numels: Numbers
     ) -> tuple[tuple[LaunchBatch, ...], Tensor, Tensor]:
         gradient, update_of = self._tunings.gradient, self._tunings.update_of
         blocks = [
@@ -313,18 +313,18 @@ class CudaStep:
             start = end
         return tuple(batches), partials, flags
 
-    def _forms_of(self, items: Sequence[Item]) -> dict[Form, list[int]]:
+    def _forms_of(self, items: Sequence[Item]) -> dict[TensorForm, list[int]]:
         """Return places of the items of each form."""
-        forms: dict[Form, list[int]] = {}
+        forms: dict[TensorForm, list[int]] = {}
         for place, item in enumerate(items):
             if item.param.numel():
                 forms.setdefault(self._form_of(item), []).append(place)
         return forms
 
-    def _form_of(self, item: Item) -> Form:
+    def _form_of(self, item: Item) -> TensorForm:
         arrays = [item.param, *item.states, *item.scales, item.average, item.shadow]
         addresses = [a.data_ptr() for a in arrays if a is not None]
-        return Form(
+        return TensorForm(
             item.grad_dtype,
             item.param.dtype,
             len(item.states),
