@@ -12,7 +12,7 @@ from strop.ir.graph import Graph, Node, Shape, compute_nodes
 from strop.ir.ops import OPS, Kind
 from strop.patterns.match import (
     Bound,
-    Numbers,
+    ValueNumbers,
     Skeleton,
     choices,
     is_number,
@@ -69,7 +69,7 @@ class Finder:
     misses: dict[Node, Miss] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.numbers = Numbers(self.graph)
+        self.numbers = ValueNumbers(self.graph)
         self.users = self.graph.users()
         self.results = set(self.graph.outputs)
         self.match_of: dict[Node, Match] = {}  # of each node that it takes

@@ -44,7 +44,7 @@ def swaps(node: Node) -> bool:
     return OPS[node.op].commutes and len(node.inputs) == 2 and node.attrs.get("alpha", 1) == 1
 
 
-class Numbers:
+class ValueNumbers:
     """Number values: the numbers are equal for nodes that compute the same from the same."""
 
     def __init__(self, graph: Graph) -> None:

@@ -121,7 +121,7 @@ def embeds(seed: int = 5) -> Tensor:
     return torch.randn(1, WORDS, WIDTH, generator=torch.Generator().manual_seed(seed))
 
 
-# For pipelines that clean prompts with a package that is not there: the prompt as embeddings
+# Pipelines that clean prompts with a package that is not there get the prompt as embeddings.
 EMBEDDED: dict[str, Any] = {
     "prompt": None,
     "negative_prompt": None,
