@@ -12,8 +12,8 @@ from strop.ir.graph import Graph, Node, Shape, compute_nodes
 from strop.ir.ops import OPS, Kind
 from strop.patterns.match import (
     Bound,
-    ValueNumbers,
     Skeleton,
+    ValueNumbers,
     choices,
     is_number,
     is_transparent,
