@@ -139,7 +139,7 @@ class Op:
         return sum(f"{{{place}}}" in self.cpp for place in range(3))
 
     def keeps_rows(self, attrs: Mapping[str, Any], rank: int) -> bool:
-        """Tell whether row ``i`` of a result is made of the rows ``i`` of operands that have as many."""
+        """Tell whether row ``i`` of a result is made of the rows ``i`` of operands as long."""
         if self.rows_kept is None:
             return self.kind is Kind.POINTWISE
         return self.rows_kept(attrs, rank)
