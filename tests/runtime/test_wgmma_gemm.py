@@ -12,8 +12,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from strop.kernels.gemm.choice import Form, form
-from strop.runtime.run.wgmma_gemm import WgmmaGemm
 from torch import Tensor, nn
 
 import strop
@@ -21,21 +19,25 @@ from strop.backend import compile_graph
 from strop.codegen.assemble import Signature
 from strop.ir.program import CallStep
 from strop.ir.source import KernelSource, Split
-from strop.kernels.gemm import choice as products
+from strop.kernels.gemm import rows as products
 from strop.kernels.gemm.implicit import Picture, picture_of
+from strop.kernels.gemm.rows import Form, form
 from strop.kernels.gemm.tile import Tile
 from strop.kernels.gemm.wgmma_gemm import wgmma_gemm
+from strop.kernels.kernel import Launches, Problem
 from strop.kernels.ptx import KINDS
+from strop.kernels.tuned import tuned
 from strop.options import Options
 from strop.runtime.build.loader import kernel_loader
 from strop.runtime.loop.hoisting import Hoist, Kept, Tally
-from strop.runtime.run import own_calls
+from strop.runtime.run.choices import steady_weights
 from strop.runtime.run.executor import Bound
 from strop.runtime.run.library_calls import upsampled
 from strop.runtime.run.workspace import Workspace
 from strop.testing import assert_as_accurate_as_eager
 from tests.frontend.tracing import trace
 from tests.gpus import H100
+from tests.kernels.launching import SAME, by_form, launched, problem, refuse
 from tests.kernels.ptx_machine import launch
 
 HALF = torch.float16
@@ -94,32 +96,38 @@ WINDOWS = "upsampled_conv2d"
 STRIDES = {"conv2d": 1, STRIDED: 2, WINDOWS: 1}
 
 
-def kind(what: str) -> tuple[str, dict[str, Any]]:
-    """An op and its attributes."""
+def asked(what: str, inputs: Sequence[Tensor]) -> Problem:
+    shapes, dtype = [x.shape for x in inputs], inputs[0].dtype
     if what in STRIDES and what != WINDOWS:
-        return "conv2d", {"stride": (STRIDES[what],) * 2}
-    return what, {}
+        attrs = {**SAME, "stride": (STRIDES[what],) * 2}
+        return problem("conv2d", *shapes, dtype=dtype, **attrs)
+    return problem(what, *shapes, dtype=dtype)
 
 
-def never(inputs: Sequence[Tensor], out: Tensor) -> None:
-    raise AssertionError("left to the library")
+def small(given: Problem) -> Form:
+    return form(SMALL, products.picture_of(given), products.OPS[given.op], sms=H100.sms)
 
 
-def small(of: Picture, end: str) -> Form:
-    return form(SMALL, of, end)
+def launches_of(what: str, inputs: Sequence[Tensor], found: Form | None = None) -> Launches:
+    """By a form, or by that of the small tile."""
+    given = asked(what, inputs)
+    launches = by_form(found or small(given), given)
+    assert launches is not None
+    return launches
 
 
 def error(out: Tensor, truth: Tensor) -> float:
     return float((out.double() - truth).norm() / truth.norm())
 
 
-def call(what: str, inputs: Sequence[Tensor], out: Tensor, **given: Any) -> Machine:
-    machine: Any = Machine(*inputs, out)
-    given = {"is_early": True, "is_steady": True, "choose": small, **given}
-    WgmmaGemm(*kind(what), never, machine, 0, **given)(inputs, out)
+def call(what: str, inputs: Sequence[Tensor], out: Tensor, *, is_steady: bool = True) -> Machine:
+    machine = Machine(*inputs, out)
+    launches = launches_of(what, inputs)
+    found = launched(launches, machine, is_early=True, is_steady=is_steady)
+    found.writing(refuse)(inputs, out)
     assert len(machine.launched) == 1
-    found: Machine = machine
-    return found
+    assert machine.launched[0][2]
+    return machine
 
 
 def weights(*sizes: int) -> Tensor:
@@ -190,29 +198,42 @@ def test_a_convolution_of_a_picture_twice_as_large(sides: tuple[int, int]) -> No
     assert error(out, wanted) < BOUND
 
 
-@pytest.mark.parametrize("why", ["columns", "odd rows", "weights", "result", "empty", "no form"])
+@pytest.mark.parametrize("why", ["columns", "odd rows", "odd place", "weights", "result", "shared"])
 def test_what_lies_otherwise_is_left_to_the_library(why: str) -> None:
     x, w, out = torch.zeros(16, 64, dtype=HALF), weights(80, 64), torch.zeros(16, 80, dtype=HALF)
     x = {
         "columns": torch.zeros(64, 16, dtype=HALF).t(),
-        "empty": x[:0],
         "odd rows": torch.zeros(16, 68, dtype=HALF)[:, :64],
+        "odd place": torch.zeros(16, 80, dtype=HALF)[:, 4:68],
+        "shared": x[:1].expand(16, 64),
     }.get(why, x)
     w = weights(64, 80).t() if why == "weights" else w
-    out = {"result": torch.zeros(80, 16, dtype=HALF).t(), "empty": out[:0]}.get(why, out)
-    machine: Any = Machine(x, w, out)
+    out = torch.zeros(80, 16, dtype=HALF).t() if why == "result" else out
+    machine = Machine(x, w, out)
     left = list[Sequence[Tensor]]()
-    choose = (lambda of, end: None) if why == "no form" else small
-    WgmmaGemm(
-        "linear",
-        {},
-        lambda inputs, out: left.append(inputs),
-        machine,
-        0,
-        is_early=True,
-        is_steady=True,
-        choose=choose,
-    )((x, w), out)
+    found = launched(launches_of("linear", (x, w)), machine)
+    found.writing(lambda inputs, out: left.append(inputs))((x, w), out)
+    assert len(left) == 1
+    assert not machine.launched
+
+
+def test_no_form_is_no_launch() -> None:
+    x, w = torch.zeros(16, 64, dtype=HALF), weights(80, 64)
+    assert by_form(None, asked("linear", (x, w))) is None
+    for rows in (0, 2):  # none, and fewer than any tile was measured for
+        assert products.ROW.launch(asked("linear", (x[:rows], w)), H100) is None
+
+
+@pytest.mark.parametrize("why", ["addend", "place", "biases"])
+def test_a_sum_that_lies_otherwise_is_left_to_the_library(why: str) -> None:
+    """One that begins where the result does must lie as the result does."""
+    x, w, out = torch.zeros(80, 64, dtype=HALF), weights(80, 64), torch.zeros(80, 80, dtype=HALF)
+    addend = {"addend": torch.zeros_like(out).t(), "place": out.t()}.get(why, out)
+    bias = torch.zeros(160, dtype=HALF)[::2] if why == "biases" else torch.zeros(80, dtype=HALF)
+    inputs = (x, w, addend, bias)
+    machine, left = Machine(*inputs, out), list[Sequence[Tensor]]()
+    found = launched(launches_of("linear_add", inputs), machine)
+    found.writing(lambda inputs, out: left.append(inputs))(inputs, out)
     assert len(left) == 1
     assert not machine.launched
 
@@ -240,17 +261,38 @@ class Linears(nn.Module):
         return y, z, F.linear(z, self.kept)
 
 
+class Nothing:
+    """A kernel that does nothing."""
+
+    def set_pointer(self, place: int, pointer: int) -> None:
+        assert pointer
+
+    def __call__(self) -> None: ...
+
+
 class NoKernels(Machine):
     """Kernels that do nothing."""
 
-    def bind(self, source: KernelSource, *args: Any, **kwargs: Any) -> Any:
-        return lambda: None
+    def __init__(self) -> None:
+        super().__init__()
+        self.bound = list[tuple[KernelSource, tuple[int, ...]]]()
+
+    def bind(
+        self,
+        source: KernelSource,
+        pointers: Sequence[int],
+        scalars: Sequence[int],
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        self.bound.append((source, tuple(scalars)))
+        return Nothing()
 
     def splits(self, split: Split, sizes: Mapping[str, int]) -> int:
         return 1
 
 
-def linked(options: Options, rows: int = 2048) -> Bound:
+def linked(options: Options, rows: int = 2048, kernels: Any = None) -> Bound:
     sizes = {"r": rows}
     traced = trace(Linears().half(), "r 1280", dtype=HALF, **sizes)
     program = compile_graph(traced.graph, Signature(traced.returned, ()), "cuda", options).program
@@ -260,7 +302,7 @@ def linked(options: Options, rows: int = 2048) -> Bound:
         else None
         for spec in program.inputs
     ]
-    kernels: Any = NoKernels()
+    kernels = kernels or NoKernels()
     bound = Bound(program, sizes, state, kernels, Workspace(torch.device("cpu")), 0)
     bound._link(torch.empty(bound.arena_bytes, dtype=torch.uint8))
     return bound
@@ -269,19 +311,43 @@ def linked(options: Options, rows: int = 2048) -> Bound:
 def test_only_weights_that_nothing_writes_are_steady() -> None:
     bound = linked(Options())
     calls = {n: s for n, s in enumerate(bound.steps) if isinstance(s, CallStep)}
-    assert [bound.plan.own.chosen[n].family for n in calls] == ["wgmma_gemm"] * 3
-    assert [bound.plan.own.chosen[n].is_steady for n in calls] == [True, False, True]
+    assert [bound.plan.choices[n].kernel for n in calls] == ["wgmma_gemm"] * 3
+    weights = [step.inputs[1].buffer for step in calls.values()]
+    steady = steady_weights(bound.program)
+    assert [number in steady for number in weights] == [True, False, True]
     first, _, kept = (step.inputs[1] for step in calls.values())
     written = CallStep("write", (kept, first), (), (), "")
     program = replace(bound.program, steps=(*bound.program.steps, written))
-    chosen = own_calls.chosen(program, bound.steps, bound.plan.sizes.all, H100)
-    assert [chosen[n].is_steady for n in calls] == [True, False, False]
+    steady = steady_weights(program)
+    assert [number in steady for number in weights] == [True, False, False]
 
 
-def test_skinny_gemm_and_other_options_are_the_librarys() -> None:
-    assert not linked(Options(wgmma_gemm=False)).plan.own.chosen
-    assert not linked(Options().in_training).plan.own.chosen
-    assert not linked(Options(), rows=16).plan.own.chosen
+def test_each_launch_says_whether_its_weights_are_steady() -> None:
+    kernels = NoKernels()
+    bound = linked(Options(), kernels=kernels)
+    late = [scalars[6] for source, scalars in kernels.bound if source.name == "wgmma_gemm"]
+    assert not late  # a kernel is bound where its operands are seen first
+    memory = torch.empty(bound.arena_bytes, dtype=torch.uint8)
+    found = bound._link(memory)
+    x = torch.empty(2048, 1280, dtype=HALF)
+    for number in bound.plan.arguments:
+        found.put(number, x)
+    for number, (shape, strides, dtype) in bound.plan.results:
+        found.put(number, torch.empty_strided(shape, strides, dtype=dtype))
+    for run in found.steps:
+        run()
+    late = [scalars[6] for source, scalars in kernels.bound if source.name == "wgmma_gemm"]
+    assert late == [0, 1, 0]
+
+
+def test_few_rows_and_other_options_are_the_librarys() -> None:
+    for bound in (
+        linked(Options(kernels_off=("wgmma_gemm",))),
+        linked(Options().in_training),
+        linked(Options(), rows=16),
+    ):
+        assert len(bound.plan.choices) == 3
+        assert {choice.kernel for choice in bound.plan.choices.values()} == {"cublas"}
 
 
 def test_the_first_launch_of_a_run_waits_for_the_caller() -> None:
@@ -386,15 +452,9 @@ def test_each_tile_is_as_accurate_as_torch(op: str, dtype: torch.dtype) -> None:
         for found, is_steady in itertools.product(forms(op, sizes), (True, False)):
             order = torch.channels_last if op in STRIDES else torch.preserve_format
             out = torch.full_like(wanted, math.nan, memory_format=order)
-            WgmmaGemm(
-                *kind(op),
-                never,
-                kernels,
-                stream,
-                is_early=True,
-                is_steady=is_steady,
-                choose=lambda of, end, found=found: found,
-            )(inputs, out)
+            launches = launches_of(op, inputs, found)
+            ready = launched(launches, kernels, stream, is_early=True, is_steady=is_steady)
+            ready.writing(refuse)(inputs, out)
             assert_as_accurate_as_eager(out, wanted, truth)
 
 
@@ -411,9 +471,9 @@ def forms(op: str, sizes: Sequence[int]) -> list[Form]:
     if op in STRIDES:
         batch, *sides, ins, outs = sizes
         of = picture_of((batch, ins, *sides), window_of(op, outs, ins), STRIDES[op])
-    end = products.OPS[kind(op)[0]]
-    tiles = (*products.tiles_of(of, end), *APART)
-    found = [form(tile, of, end) for tile in tiles]
+    end = products.OPS["conv2d" if op == STRIDED else op]
+    tiles = (*tuned(H100).gemm.tiles[products.kind_of(of, end)], *APART)
+    found = [form(tile, of, end, sms=H100.sms) for tile in tiles]
     return [each for each in found if products.is_able(each.product, of)]
 
 
