@@ -18,14 +18,14 @@ from strop.fusion.stitch import stitches
 from strop.ir.device import Device
 from strop.ir.graph import Graph, Node
 from strop.ir.loops import Kernel, Schedule
-from strop.ir.ops import KERNEL_DTYPES, Kind
+from strop.ir.ops import KERNEL_DTYPES, Kind, planned_on
 from strop.ir.program import Program
 from strop.ir.source import KernelSource
 from strop.kernels import library
 from strop.lowering.alike import Lower, lower_once
 from strop.lowering.generic import without_sizes
 from strop.lowering.lower import Lowered, OutOfPlaceError
-from strop.options import Options
+from strop.options import Options, check_names
 from strop.patterns import apply as patterns
 
 if TYPE_CHECKING:
@@ -40,19 +40,12 @@ class Builder(Protocol):
     def begin(self, sources: Sequence[KernelSource]) -> None: ...
 
 
-PLANNED = frozenset(
-    {  # library calls that write where they are told
-        "linear",
-        "linear_add",
-        "matmul",
-    }
-)
 TARGETS = {
-    "cpu": Target("cpu", cpp.emit, PLANNED),
+    "cpu": Target("cpu", cpp.emit, planned_on("cpu")),
     "cuda": Target(
         "cuda",
         triton.emit,
-        PLANNED | {"conv2d", "geglu", "folded_taps", "upsampled_conv2d"},
+        planned_on("cuda"),
         triton.stitched,
         triton.emit_at,
         triton.stitched_at,
@@ -105,6 +98,7 @@ def compile_graph(
 ) -> Compiled:
     """One functional graph -> one program for every shape. Builds no kernel, but has ``builder``
     begin the ones that the traced sizes need, as soon as they are printed."""
+    check_names(options.kernels_off, library.OURS, "kernel to switch off:")
     target, generic = TARGETS[device], signature.generic
     if not options.early_launch:
         target = in_turn(target)

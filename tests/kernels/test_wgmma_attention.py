@@ -10,8 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from strop.kernels.attention.choice import LEAST_QUERIES, tiles_of
-from strop.runtime.run.tma_attention import TmaAttention
 from torch import Tensor
 
 from strop.errors import CodegenError

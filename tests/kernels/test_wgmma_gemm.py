@@ -13,7 +13,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.fitting import conv_wgmma, linear_wgmma
 from strop.ir.source import KernelSource
 from strop.kernels.gemm.tile import GATED, MOST_SHARED, PLAIN, SUM, Product, Tile
 from strop.kernels.gemm.wgmma_gemm import wgmma_gemm

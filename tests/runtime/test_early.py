@@ -9,22 +9,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from strop.backend import compile_graph, families
+from strop.backend import compile_graph
 from strop.codegen.assemble import Signature
+from strop.ir.device import Device
 from strop.ir.dims import Expr
 from strop.ir.source import KernelSource
 from strop.options import Options
 from strop.runtime.build.early import EarlyBuild
-from strop.runtime.run import own_calls
+from strop.runtime.run.choices import choices_of
 from tests.frontend.tracing import trace_specs
-from tests.gpus import H100
+from tests.gpus import A100, H100, RTX_5090
 
 HALF = torch.float16
 SIZES = {"b": 2, "h": 64, "w": 64}
-BY_HAND = {  # kernels of an option
-    "wgmma_gemm": {"wgmma_gemm"},
-    "tma_attention": {"tma_attention", "cross_attention", "wgmma_attention"},
-}
+GEMM, KEYS, NARROW = ("wgmma_gemm",), ("cross_attention",), ("narrow_conv",)
 CALLS = ("conv2d", "attention")
 
 
@@ -47,7 +45,9 @@ class Block(nn.Module):
         return self.low(F.avg_pool2d(self.deep(x), 8))
 
 
-def foreseen(options: Options) -> tuple[set[KernelSource], set[KernelSource]]:
+def foreseen(
+    options: Options, device: Device = H100
+) -> tuple[set[KernelSource], set[KernelSource]]:
     """What a trace begins, and what of that kind the program runs at the traced sizes."""
     from strop.ir.tensor_spec import TensorSpec
 
@@ -56,13 +56,14 @@ def foreseen(options: Options) -> tuple[set[KernelSource], set[KernelSource]]:
     specs = [TensorSpec(("b", "4", "h", "w"), HALF, cpu), TensorSpec(("b", "77", "64"), HALF, cpu)]
 
     def call(*args: Tensor) -> Any:
-        with EarlyBuild(begun.extend, families("cuda", options)):
+        with EarlyBuild(begun.extend, device, options.kernels_off):
             return module(*args)
 
     traced = trace_specs(module, call, specs, SIZES)
     assert len(begun) == len(set(begun))
     program = compile_graph(traced.graph, Signature(traced.returned, ()), "cuda", options).program
-    steps, chosen = program.at(SIZES), own_calls.chosen(program, program.at(SIZES), sizes_of, H100)
+    steps = program.at(SIZES)
+    chosen = choices_of(program, steps, sizes_of, device)
     own = {n: each for n, each in chosen.items() if getattr(steps[n], "op", "") in CALLS}
     return set(begun), {source for each in own.values() for source in each.sources}
 
@@ -78,33 +79,41 @@ def names(sources: set[KernelSource]) -> set[str]:
 def test_the_same_as_the_program_asks_for() -> None:
     """Linears are merged, or become something else: their kernels may be others, of few."""
     begun, needed = foreseen(Options())
-    assert names(needed) <= set().union(*BY_HAND.values())
-    assert names(needed) >= {"wgmma_gemm", "cross_attention"}
+    assert names(needed) == {*GEMM, *KEYS, *NARROW}
     assert begun >= needed
-    assert names(begun - needed) <= {"wgmma_gemm"}
+    assert names(begun - needed) <= {*GEMM}
 
 
-@pytest.mark.parametrize("name", BY_HAND)
-def test_only_what_is_on(name: str) -> None:
-    given: dict[str, Any] = {name: False}
-    begun, needed = foreseen(Options(**given))
+@pytest.mark.parametrize("off", [GEMM, KEYS, NARROW, (*GEMM, *KEYS)], ids=str)
+def test_only_what_is_on(off: tuple[str, ...]) -> None:
+    begun, needed = foreseen(Options(kernels_off=off))
     assert begun >= needed
-    assert not names(begun) & BY_HAND[name]
-    if name == "wgmma_gemm":
+    assert names(needed) == {*GEMM, *KEYS, *NARROW} - set(off)
+    assert not names(begun) & set(off)
+    if "wgmma_gemm" in off:
         assert begun == needed
-        assert names(needed) == {"cross_attention"}
+
+
+@pytest.mark.parametrize("device", [A100, RTX_5090], ids=lambda device: device.name)
+def test_only_what_runs_on_the_gpu(device: Device) -> None:
+    begun, needed = foreseen(Options(), device)
+    assert begun == needed
+    assert names(begun) == {*NARROW}
 
 
 def test_other_calls_pass() -> None:
-    """Text for a padding, another rank, sizes for which the library is faster; errors are torch's
-    own."""
+    """Text for a padding, another rank, sizes for which the library is faster, keys of fewer dims;
+    errors are torch's own."""
     begun: list[KernelSource] = []
     x = torch.empty(1, 64, 8, 8, dtype=HALF, device="meta")
     weight = torch.empty(64, 64, 3, 3, dtype=HALF, device="meta")
-    with EarlyBuild(begun.extend, families("cuda", Options())):
+    q, k = (torch.empty(*shape, 40, dtype=HALF, device="meta") for shape in ((2, 8, 64), (77,)))
+    with EarlyBuild(begun.extend, H100, ()):
         assert F.conv2d(x, weight, padding="same").shape == x.shape
         assert F.conv2d(input=x[0], weight=weight, padding=[1, 1]).shape == x.shape[1:]
         assert F.conv2d(x, weight, None, 1, 1).shape == x.shape
+        assert F.linear(x[0, 0, 0], weight[:, 0, 0, 0][None, :8]).shape == (1,)
+        assert F.scaled_dot_product_attention(q, k, k).shape == q.shape
         with pytest.raises(TypeError, match="conv2d"):
             F.conv2d(x, weight, speed=2)  # type: ignore[call-arg]
     assert not begun

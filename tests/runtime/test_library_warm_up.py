@@ -24,8 +24,8 @@ from tests.frontend.tracing import trace
 from tests.gpus import A100, H100
 
 SIZES = {"b": 2, "h": 64, "w": 64}
-BOXES = Options(tma_geglu=True)
-PLAIN = Options(tma_attention=False, wgmma_gemm=False)
+ATTENTION = ("wgmma_attention", "cross_attention", "tma_attention")
+PLAIN = Options(kernels_off=("wgmma_gemm", *ATTENTION))
 
 
 class Blocks(nn.Module):
@@ -74,7 +74,7 @@ def test_each_form_of_operands_once() -> None:
 
 
 def test_what_kernels_of_ours_do_is_no_library_call() -> None:
-    program = program_of(BOXES)
+    program = program_of(Options())
     assert "attention" not in ops(program, H100)
     assert "attention" in ops(program, A100)
 

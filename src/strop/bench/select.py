@@ -85,10 +85,14 @@ def _attention(shape: Shape) -> Name:
 
 
 def _product(shape: Shape) -> Name:
+    return _gemm(_convolution(shape), LIBRARY)
+
+
+def _convolution(shape: Shape) -> Problem:
     batch, side, ins, outs, size, stride = shape
+    around = {"padding": (1, 1), "dilation": (1, 1), "groups": 1, "stride": (stride, stride)}
     shapes = (batch, ins, side, side), (outs, ins, size, size)
-    around = {"padding": (1, 1), "dilation": (1, 1), "groups": 1}
-    return _gemm("conv2d", shapes, LIBRARY, stride=(stride, stride), **around)
+    return Problem("conv2d", tuple(sorted(around.items())), shapes, torch.float16)
 
 
 def _linear(shape: Shape) -> Name:
@@ -100,15 +104,15 @@ def _linear(shape: Shape) -> Name:
         "geglu": ((columns,),),
         "linear_add": ((rows, columns), (columns,)),
     }
-    return _gemm(op, ((rows, depth), (columns, depth), *more.get(op, ())), BLAS)
+    shapes = ((rows, depth), (columns, depth), *more.get(op, ()))
+    return _gemm(Problem(op, (), shapes, torch.float16), BLAS)
 
 
-def _gemm(op: str, shapes: tuple[tuple[int, ...], ...], library: str, **attrs: Any) -> Name:
+def _gemm(problem: Problem, library: str) -> Name:
     """The tile where the library of kernels chooses the WGMMA GEMM, else a library's name."""
-    problem = Problem(op, tuple(sorted(attrs.items())), shapes, torch.float16)
     if select(problem.call, problem, h100.DEVICE).kernel != products.ROW.name:
         return library
-    form, _ = products.form_of(products.picture_of(problem), products.OPS[op], h100.DEVICE)
+    form, _ = products.form_of(products.picture_of(problem), products.OPS[problem.op], h100.DEVICE)
     return library if form is None else astuple(form.product.tile)
 
 
@@ -238,15 +242,17 @@ def judged(found: Sequence[Choice], *, held_out: bool) -> Verdict:
 
 
 def decision_us(shapes: Iterable[Shape]) -> tuple[float, float]:
-    """Measure the median microseconds of the rule for convolutions, at sizes that it has not seen
-    and again."""
-    products.form_of.cache_clear()
+    """Measure the median microseconds of a choice for a convolution, at sizes that the library of
+    kernels has not seen and again."""
+    for known in (select, products.form_of):
+        known.cache_clear()
     taken: tuple[list[float], list[float]] = ([], [])
     for shape in shapes:
-        of = picture(shape)
+        problem = _convolution(shape)
+        call = problem.call
         for times in taken:
             start = time.perf_counter()
-            products.form_of(of)
+            select(call, problem, h100.DEVICE)
             times.append((time.perf_counter() - start) * 1e6)
     first, again = (sorted(times)[len(times) // 2] for times in taken)
     return first, again

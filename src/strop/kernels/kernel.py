@@ -179,6 +179,11 @@ class Launches:
     order: tuple[int, ...] = ()
 
     @property
+    def ends_ours(self) -> bool:
+        """Whether a hand-written kernel is the last, beside whose end the next one may begin."""
+        return isinstance(self.parts[-1], Launch)
+
+    @property
     def sources(self) -> tuple[KernelSource, ...]:
         found = (part.source for part in self.parts if isinstance(part, Launch))
         return tuple(dict.fromkeys(found))

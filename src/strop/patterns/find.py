@@ -9,11 +9,11 @@ from typing import Any
 
 from strop.errors import PatternError, StropError
 from strop.ir.graph import Graph, Node, Shape, compute_nodes
-from strop.ir.ops import Kind
+from strop.ir.ops import OPS, Kind
 from strop.patterns.match import (
     Bound,
-    ValueNumbers,
     Skeleton,
+    ValueNumbers,
     choices,
     is_number,
     is_transparent,
@@ -340,7 +340,7 @@ def _origin(nodes: Iterable[Node], root: Node) -> str:
 
 def _unviewed(node: Node) -> Node:
     """Return what a result is all of, in another shape or order."""
-    while node.op in ("reshape", "permute"):
+    while OPS[node.op].has_all_once:
         node = node.inputs[0]
     return node
 

@@ -98,6 +98,6 @@ def _early(order: RunOrder, choices: Mapping[int, Choice]) -> frozenset[int]:
             if is_ours:
                 found.add(position)
             if (step := order.steps[position]) is not None:
-                chosen = choices.get(position)
-                is_ours = isinstance(step, KernelStep) or bool(chosen and chosen.launches)
+                chosen = choices[position].launches if position in choices else None
+                is_ours = isinstance(step, KernelStep) or bool(chosen and chosen.ends_ours)
     return frozenset(found)
