@@ -25,6 +25,7 @@ from strop.bench.infer_variants import CHOOSING, random_summary
 from strop.cli import app
 from strop.dispatch.variants import VariantStore
 from strop.errors import OptionError
+from strop.kernels.library import OURS
 
 TINY = Plan("cpu", "fp32", ("eager", "eager-graph"), samples=3)
 
@@ -86,7 +87,7 @@ def test_a_model_and_its_random_shapes(tmp_path: Path) -> None:
     assert second["counts"]["num_recompiles"] == first["random"]["counts"]["num_recompiles"] == 0
     assert first["random"]["summary"]["rms_to_peer"] < 1e-5
     cold, warm = first["random"]["shapes"]
-    names = {"strop", *(f"no {n}" for n in CHOOSING if n != "tma_geglu"), "with tma_geglu"}
+    names = {"strop", *(f"no {name}" for name in CHOOSING)}
     assert set(warm["p50_ms"]) == names | {"eager"}
     fastest = warm["p50_ms"][warm["best"]]
     assert warm["to_best"] == pytest.approx(warm["p50_ms"]["strop"] / fastest, abs=1e-3)
@@ -149,13 +150,7 @@ def test_each_switch_alone(monkeypatch: pytest.MonkeyPatch) -> None:
         "no check_finite",
         "no early_launch",
         "no in_place",
-        "no narrow_conv",
-        "no tma_attention",
-        "no wgmma_gemm",
-        "no product_sum",
-        "no upsampled_conv",
-        "no skinny_gemm",
-        "with tma_geglu",
+        *(f"no {name}" for name in OURS),
         "all off",
     ]
     assert all(switch["p50_ms"] > 0 for switch in switches.values())

@@ -17,10 +17,8 @@ from strop.codegen.triton import emit
 from strop.errors import CodegenError, OptionError
 from strop.ir.device import CPU, SHARED_BYTES, Device, GpuTarget
 from strop.ir.source import KernelSource
-from strop.kernels.gemm import geglu
 from strop.options import Options
 from strop.runtime.build import compilers, cubin, loader
-from strop.runtime.build.background import BackgroundBuild
 from strop.runtime.build.cache import DiskCache
 from strop.runtime.build.cubin import Cubin, cache_key, request_of
 from strop.runtime.build.loader import CudaLoader, kernel_loader
@@ -200,19 +198,6 @@ def test_a_kernel_has_the_shared_memory_of_its_architecture(
     told = f"{kib * KIB} bytes of shared memory, and a block on {device.name} can have"
     with pytest.raises(CodegenError, match=told):
         library.build([POINTWISE])
-
-
-@pytest.mark.parametrize(("device", "count"), [(H100, 2), (H100.as_arch(80), 1), (A100, 1)])
-def test_kernels_for_wgmma_are_not_begun_elsewhere(
-    device: Device, count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    begun: list[tuple[int, GpuTarget | None]] = []
-    monkeypatch.setattr(
-        BackgroundBuild, "start", lambda self: begun.append((self.total, self._target))
-    )
-    boxed = geglu.tma_geglu(geglu.TILE, torch.float16, has_bias=True)
-    CudaLoader(DiskCache(tmp_path), 1, device).begin([POINTWISE, boxed])
-    assert begun == [(count, device.target)]
 
 
 # library calls
